@@ -1,0 +1,22 @@
+# Two words are all a newcomer needs: `make quickstart` and `make test`.
+PYTHON ?= python3
+READY := .venv/ready
+RUN := .venv/bin/python
+
+quickstart: $(READY)  ## real images to a token-labelled transformer, and a report to look at
+	$(RUN) tools/quickstart.py --out quickstart
+
+test: $(READY)  ## the test suite
+	$(RUN) -m pytest
+
+check: $(READY)  ## lint, only reports
+	$(RUN) -m ruff check .
+
+fix: $(READY)  ## lint, mends what it can
+	$(RUN) -m ruff check --fix .
+
+$(READY): tools/set_up.sh pyproject.toml setup.py
+	PYTHON="$(PYTHON)" bash tools/set_up.sh .venv
+	touch $(READY)
+
+.PHONY: quickstart test check fix

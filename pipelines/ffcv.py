@@ -1,0 +1,70 @@
+"""`--loader ffcv`: an FFCV dataset (.beton), with its score maps inside it or in an HDF5 file beside it."""
+
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from densefeed.relabel.files import UserError
+from densefeed.relabel.images import decode
+from densefeed.relabel.store import ScoreMaps, ScoreMapStore
+
+from .batch import LabelSpec
+from .beton import NDARRAY, Beton, Field
+from .folder import spec_of
+
+
+def map_fields(side: int, top_k: int) -> list[Field]:
+    """The fields that carry a score map. FFCV cannot read float16, so its bits stand as int16."""
+    return [
+        Field(NDARRAY, "map", "<i2", (2, side, side, top_k)),
+        Field(NDARRAY, "lse", "<i2", (side, side)),
+        Field(NDARRAY, "window", "<f4", (4,)),
+    ]
+
+
+def map_arrays(maps: ScoreMaps, row: int) -> tuple[np.ndarray, ...]:
+    """Row `row` of `maps` as the arrays of `map_fields`."""
+    return np.stack([maps.logit[row].view("<i2"), maps.cls[row].view("<i2")]), maps.lse[row].view("<i2"), maps.window[row]
+
+
+class FfcvSource:
+    """Samples of a .beton; `maps` names a store for a file that carries no maps of its own."""
+
+    def __init__(self, path: Path, maps: Path | None = None) -> None:
+        self._beton = Beton(path)
+        self.labels = self._beton.labels
+        notes = self._beton.notes
+        self.class_names = notes.get("class_names") or [str(number) for number in range(int(self.labels.max()) + 1)]
+        num_classes = len(self.class_names)
+        if self.labels.min() < 0 or self.labels.max() >= num_classes:
+            raise UserError(f"{path} has labels from {self.labels.min()} to {self.labels.max()}, outside its {num_classes} classes")
+        self.spec, self._store = None, None
+        if maps is not None:
+            self._store = ScoreMapStore(maps)
+            # A file packed by FFCV itself has no fingerprint; all that can be compared is the number of images.
+            if not notes and len(self._store) != len(self._beton):
+                raise UserError(f"{maps} holds {len(self._store)} maps but {path} holds {len(self._beton)} images; relabel {path}'s images")
+            if notes:
+                self._store.check(notes["fingerprint"], path)
+            self.spec = spec_of(self._store, num_classes)
+        elif self._beton.has("map"):
+            side, top_k = next(field for field in self._beton.fields if field.name == "map").shape[2:]
+            self.spec = LabelSpec(side, top_k, num_classes, notes["absent"], notes["max_palette"], notes["min_window_side"])
+
+    def where(self, index: int) -> str:
+        return f"{self._beton.path} image {index}"
+
+    def image(self, index: int) -> Image.Image:
+        encoded, raw = self._beton.image(index)
+        if raw:
+            extent = int(self._beton.widths[index]), int(self._beton.heights[index])
+            return Image.frombytes("RGB", extent, encoded)
+        return decode(encoded, self.where(index))
+
+    def maps(self, ids: np.ndarray) -> ScoreMaps:
+        if self._store is not None:
+            return self._store.rows(ids)
+        both = self._beton.array("map", ids)
+        lse = self._beton.array("lse", ids).view("<f2")
+        return ScoreMaps(both[:, 0].view("<f2"), both[:, 1].view("<u2"), lse, self._beton.array("window", ids))

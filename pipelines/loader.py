@@ -1,0 +1,129 @@
+"""The loader behind `--loader folder` and `--loader ffcv`: the plan's crops of a source, decoded on threads.
+
+A source says where images and maps lie; everything else (plan, crop, resize, labels, errors) is here, once, so that the two
+loaders cannot differ in anything but the bytes they read.
+"""
+
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Literal, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from PIL import Image
+
+from densefeed.relabel.files import UserError
+from densefeed.relabel.geometry import crop_views
+from densefeed.relabel.images import crop_resize
+from densefeed.relabel.prefetch import ordered_map
+from densefeed.relabel.store import ScoreMaps
+
+from .batch import Batch, LabelSpec
+from .plan import EpochPlan
+
+AHEAD = 3                     # batches being decoded or waiting while the step works
+
+
+class Source(Protocol):
+    """Where a loader's samples lie."""
+
+    labels: np.ndarray                       # int64 [num_samples]
+    class_names: list[str]
+    spec: LabelSpec | None                   # of its score maps, if it has any
+
+    def where(self, index: int) -> str:
+        """How an error message should name sample `index`."""
+
+    def image(self, index: int) -> Image.Image:
+        """Sample `index`, RGB; pixels may be decoded later. UserError if it cannot be."""
+
+    def maps(self, ids: np.ndarray) -> ScoreMaps:
+        """Score maps of the samples `ids`."""
+
+
+class Decoded(NamedTuple):
+    """One sample, cropped."""
+
+    pixels: np.ndarray | None                # uint8 [size, size, 3]; None: unreadable, and skipped
+    view: np.ndarray                         # float32 [2, 3]
+
+
+class ThreadedLoader:
+    """Batches of a source under a plan.
+
+    Args:
+        source: the samples.
+        plan: which samples, crops and flips.
+        size: side of the network's input, pixels.
+        threads: decoding threads.
+        on_bad_sample: `raise` stops at a sample that cannot be read, naming its id and path; `skip` gives it weight 0 and
+            the pixels of another sample of its batch (never a black image), and counts it in `skipped`.
+    """
+
+    def __init__(
+        self, source: Source, plan: EpochPlan, size: int, threads: int, on_bad_sample: Literal["raise", "skip"] = "raise"
+    ) -> None:
+        self.source, self.plan, self.size, self.on_bad_sample = source, plan, size, on_bad_sample
+        self.num_classes, self.class_names, self.labels = len(source.class_names), source.class_names, source.spec
+        self.skipped = 0
+        self._pool = ThreadPoolExecutor(max(1, threads), thread_name_prefix="decode")
+
+    def __len__(self) -> int:
+        return self.plan.batches
+
+    def close(self) -> None:
+        """Stop the threads; what they work on is finished, what waits is dropped."""
+        self._pool.shutdown(cancel_futures=True)
+
+    def batches(self, epoch: int, start: int = 0) -> Iterator[Batch]:
+        """The batches of an epoch from batch `start` on; all have `plan.batch` samples, padding has weight 0."""
+        order = self.plan.order(epoch)[start * self.plan.batch :]
+        decoded = ordered_map(lambda index: self._decode(epoch, index), order.tolist(), self._pool, AHEAD * self.plan.batch)
+        try:
+            for at in range(0, len(order), self.plan.batch):
+                ids = order[at : at + self.plan.batch]
+                yield self._collate(ids, [next(decoded) for _ in ids])
+        finally:
+            decoded.close()
+
+    def _decode(self, epoch: int, index: int) -> Decoded:
+        try:
+            image = self.source.image(index)
+            extent = np.array([image.height]), np.array([image.width])
+            box, flip = self.plan.crops(epoch, np.array([index]), *extent)
+            top, left, height, width = box[0].tolist()
+            pixels = crop_resize(image, (left, top, left + width, top + height), self.size)
+            return Decoded(pixels[:, ::-1] if flip[0] else pixels, crop_views(box, flip, *extent)[0])
+        except (UserError, OSError, SyntaxError) as error:
+            if self.on_bad_sample == "raise":
+                raise UserError(f"sample {index}, {self.source.where(index)}: {error}") from error
+            self.skipped += 1
+            print(f"skipped sample {index}, {self.source.where(index)}: {error}", file=sys.stderr)
+            return Decoded(None, np.eye(2, 3, dtype=np.float32))
+
+    def _collate(self, ids: np.ndarray, samples: list[Decoded]) -> Batch:
+        good = [n for n, sample in enumerate(samples) if sample.pixels is not None]
+        if not good:
+            raise UserError(f"none of the {len(ids)} samples of a batch can be read, the first is {self.source.where(int(ids[0]))}")
+        # A skipped sample and the padding of the last batch repeat a good sample, with weight 0.
+        rows = [n if sample.pixels is not None else good[0] for n, sample in enumerate(samples)]
+        rows += [good[n % len(good)] for n in range(self.plan.batch - len(ids))]
+        weight = torch.zeros(self.plan.batch)
+        weight[good] = 1.0
+        ids = ids[rows]
+        logit = cls = lse = window = None
+        if self.labels is not None:
+            maps = self.source.maps(ids)
+            logit, lse, window = (torch.from_numpy(part) for part in (maps.logit, maps.lse, maps.window))
+            cls = torch.from_numpy(maps.cls.astype(np.int32))
+        batch = Batch(
+            image=torch.from_numpy(np.stack([samples[n].pixels for n in rows])),
+            label=torch.from_numpy(self.source.labels[ids]),
+            view=torch.from_numpy(np.stack([samples[n].view for n in rows])),
+            index=torch.from_numpy(ids), weight=weight,
+            map_logit=logit, map_class=cls, map_lse=lse, window=window,
+        )  # fmt: skip
+        if torch.cuda.is_available():
+            batch = Batch(*(None if field is None else field.pin_memory() for field in batch))
+        return batch

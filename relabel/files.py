@@ -1,0 +1,91 @@
+"""How every command of ours fails and writes: one sentence and exit code 2, and never half a file under its final name."""
+
+import errno
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+REMEDIES = {
+    errno.ENOSPC: "the disk is full; free some space or choose another --out",
+    errno.EFBIG: "the file grew past the limit of this file system or shell (ulimit -f)",
+    errno.EDQUOT: "the disk quota is used up; free some space or choose another --out",
+    errno.EACCES: "no permission; choose a place you may write to, or change its owner",
+    errno.EPERM: "no permission; choose a place you may write to, or change its owner",
+    errno.EROFS: "the file system is read-only; choose another --out",
+    errno.ENOENT: "there is no such file or folder; check the path",
+    errno.ENOTDIR: "a part of this path is a file, not a folder; check the path",
+    errno.EISDIR: "this is a folder where a file is expected; check the path",
+    errno.EMFILE: "too many open files; raise the limit with `ulimit -n 4096`",
+}
+
+
+class UserError(Exception):
+    """Bad input. The message is one sentence that names the file and the remedy; commands print it and exit with 2."""
+
+
+@contextmanager
+def replacing(path: Path | str) -> Iterator[Path]:
+    """Give a temporary sibling of `path` to write; fsync and rename it over `path` on success, delete it on failure.
+
+    A reader of `path` sees the whole old file or the whole new one, also after a power cut: the data is on disk before
+    the name is. The sibling's name ends in `.part`.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    try:
+        yield part
+        sync(part)
+        os.replace(part, path)
+        sync(path.parent)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+
+
+def sync(path: Path) -> None:
+    """fsync a file or a folder."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def explain(error: OSError) -> str:
+    """One sentence for an error of the operating system: the file, what happened, what to do.
+
+    Libraries (h5py, torch) wrap such errors and keep only their text, so the number is also looked for there.
+    """
+    text = str(error)
+    number = error.errno or next((n for n in REMEDIES if f"errno = {n}," in text or os.strerror(n) in text), None)
+    if number in REMEDIES:
+        return f"{error.filename or text}: {REMEDIES[number]}"
+    return text
+
+
+def run(main: Callable[[], object]) -> None:
+    """Call `main` as the body of a command: bad input ends in one sentence on stderr and exit code 2, not a traceback."""
+    try:
+        main()
+    except UserError as error:
+        stop(str(error))
+    except RuntimeError as error:      # torch.save reports a full disk so
+        if not any(os.strerror(n) in str(error) for n in REMEDIES) and "file write failed" not in str(error):
+            raise
+        stop(f"{error}: {REMEDIES[errno.ENOSPC]}")
+    except OSError as error:
+        if error.errno == errno.EPIPE:
+            raise
+        stop(explain(error))
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)
+
+
+def stop(sentence: str) -> None:
+    """Print the sentence of a failed command and exit with 2."""
+    print(f"error: {sentence}", file=sys.stderr, flush=True)
+    sys.exit(2)

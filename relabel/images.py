@@ -1,0 +1,90 @@
+"""Images as every stage reads them: the encoded bytes, label and path of any dataset that timm reads, in a fixed order."""
+
+import hashlib
+import io
+import math
+from pathlib import Path
+
+import numpy as np
+from PIL import Image, UnidentifiedImageError
+from timm.data import create_dataset
+
+from .files import UserError
+
+SIZED_FILES = 1024           # files whose byte size enters the fingerprint: a stat of every file of a network disk takes minutes
+
+
+class Images:
+    """An indexable labelled image set.
+
+    Args:
+        root: the folder (an ImageFolder unless `dataset` says otherwise).
+        dataset: timm's dataset name, e.g. `hfds/...`; empty for a folder of class folders.
+        split: the split timm is asked for; for a folder that holds `train/` and `val/`, their names.
+
+    Raises UserError if there is no such folder, no image in it, or the set cannot be read in any order.
+    """
+
+    def __init__(self, root: Path, dataset: str = "", split: str = "train") -> None:
+        if not dataset and not Path(root).is_dir():
+            raise UserError(f"{root} is not a folder; give a folder of class folders with images in them")
+        try:
+            self.reader = create_dataset(dataset, root=str(root), split=split).reader
+            self.paths = self.reader.filenames()
+        except (RuntimeError, AssertionError) as error:
+            raise UserError(f"{root}: no images found ({error}); it should hold one folder of images per class") from error
+        except AttributeError as error:
+            raise UserError(f"{root}: timm reads {dataset!r} only as a stream, and labels need an indexable dataset") from error
+        self.root = Path(root)
+        if not self.paths:
+            raise UserError(f"{root} holds no images; it should hold one folder of images per class")
+        samples = getattr(self.reader, "samples", None)
+        labels = [sample[1] for sample in samples] if samples else [self.reader[i][1] for i in range(len(self.paths))]
+        self.labels = np.array(labels, np.int64)
+        names = getattr(self.reader, "class_to_idx", None) or {str(label): label for label in range(self.labels.max() + 1)}
+        self.class_names = [name for name, _ in sorted(names.items(), key=lambda item: item[1])]
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def where(self, index: int) -> str:
+        """The path of image `index`, as an error message should name it."""
+        return str(self.reader.filename(index, absolute=True))
+
+    def read(self, index: int) -> bytes:
+        """The encoded bytes of image `index`, as stored."""
+        file, _ = self.reader[index]
+        with file:
+            return file.read()
+
+    def fingerprint(self) -> str:
+        """SHA-256 over all paths and labels in order, and the byte sizes of up to 1,024 evenly spaced files."""
+        digest = hashlib.sha256("\n".join(f"{p}\t{label}" for p, label in zip(self.paths, self.labels, strict=True)).encode())
+        for index in np.linspace(0, len(self) - 1, min(len(self), SIZED_FILES)).astype(int):
+            file, _ = self.reader[int(index)]
+            with file:
+                digest.update(str(file.seek(0, io.SEEK_END)).encode())
+        return digest.hexdigest()
+
+
+def crop_resize(
+    image: Image.Image, box: tuple[float, float, float, float], size: int, filter: Image.Resampling = Image.Resampling.BILINEAR
+) -> np.ndarray:
+    """The box (left, top, right, bottom; pixels, fractions allowed) as uint8 `[size, size, 3]`, antialiased.
+
+    No pixel outside the box (rounded outwards) is read: as torchvision, crop first and then resize. Pillow's own
+    `resize(box=...)` lets the filter reach over the box's edge.
+    """
+    left, top, right, bottom = box
+    x, y = math.floor(left), math.floor(top)
+    cut = image.crop((x, y, math.ceil(right), math.ceil(bottom)))
+    return np.asarray(cut.resize((size, size), filter, box=(left - x, top - y, right - x, bottom - y)))
+
+
+def decode(encoded: bytes, where: str) -> Image.Image:
+    """The image, RGB, every pixel decoded; UserError names `where` if it is damaged or no image."""
+    try:
+        return Image.open(io.BytesIO(encoded)).convert("RGB")
+    except (UnidentifiedImageError, OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        reason = "not an image" if isinstance(error, UnidentifiedImageError) else str(error)
+        raise UserError(f"{where} cannot be decoded ({reason}); replace or remove this file") from error

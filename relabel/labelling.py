@@ -1,0 +1,86 @@
+"""The pass: every image once through the teacher, its top-k logits per cell into the store."""
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from .files import UserError
+from .images import Images, decode
+from .prefetch import ordered_map
+from .progress import bar
+from .store import Absent, ScoreMaps, ScoreMapStore, ScoreMapWriter, StoreHeader, undone_batches
+from .teacher import Teacher, weights_hash
+
+
+def label_images(
+    images: Images, teacher: Teacher, name: str, out: Path, top_k: int, batch: int, threads: int, absent: Absent
+) -> ScoreMapStore:
+    """Label every image that `out` does not hold yet and return the finished store.
+
+    Work is written batch by batch, so a killed run continues at its first undone row. UserError names an image that
+    cannot be read, and says so if `top_k` exceeds the teacher's classes.
+    """
+    device = teacher.mean.device
+    example = torch.zeros(1, teacher.input_size, teacher.input_size, 3, dtype=torch.uint8, device=device)
+    _, side, _, num_classes = teacher(example).shape
+    if top_k > num_classes:
+        raise UserError(f"--top-k {top_k} is more than the {num_classes} classes of {name}")
+    if num_classes > 65535:
+        raise UserError(f"{name} has {num_classes} classes; a store numbers at most 65,535")
+    if images.labels.max() >= num_classes:
+        raise UserError(f"{images.root} has {len(images.class_names)} classes but the teacher {name} only {num_classes}")
+    header = StoreHeader(
+        side=side, top_k=top_k, num_classes=num_classes, absent=absent,
+        teacher=f"{name} {weights_hash(teacher.model)}", input_size=teacher.input_size, geometry=teacher.geometry,
+        fingerprint=images.fingerprint(), class_names=tuple(images.class_names),
+    )  # fmt: skip
+    writer = ScoreMapWriter(out, header, images.paths, images.labels)
+    try:
+        work = list(undone_batches(writer.done, batch))
+        if writer.done.any():
+            print(f"{out}: continuing, {int(writer.done.sum())} of {len(images)} images are labelled already")
+
+        def load(index: int) -> tuple[np.ndarray, tuple]:
+            return teacher.prepare(decode(images.read(index), images.where(index)))
+
+        with ThreadPoolExecutor(threads) as pool:
+            loaded = ordered_map(load, (i for ids in work for i in ids.tolist()), pool, ahead=2 * batch)
+            for ids in bar(work, "relabel, batches"):
+                pixels, windows = zip(*(next(loaded) for _ in ids), strict=True)
+                logits_NSSK = teacher(torch.from_numpy(np.stack(pixels)).to(device))
+                writer.write(ids, keep_top(logits_NSSK, top_k, np.array(windows, np.float32)))
+        writer.finish()
+    finally:
+        writer.close()
+    return ScoreMapStore(out)
+
+
+def keep_top(logits_NSSK: torch.Tensor, top_k: int, window_N4: np.ndarray) -> ScoreMaps:
+    """The rows to store: top-k logits, descending, their classes, and the logsumexp over all classes."""
+    if not torch.isfinite(logits_NSSK).all() or logits_NSSK.abs().max() > torch.finfo(torch.float16).max:
+        raise UserError("the teacher gave logits that are not finite in float16; check its weights and preprocessing")
+    top = logits_NSSK.topk(top_k, dim=-1)
+    return ScoreMaps(
+        logit=top.values.half().cpu().numpy(),
+        cls=top.indices.cpu().numpy().astype(np.uint16),
+        lse=logits_NSSK.logsumexp(-1).half().cpu().numpy(),
+        window=window_N4,
+    )
+
+
+def stored_accuracy(store: ScoreMapStore, batch: int = 1024) -> float:
+    """Top-1 accuracy of the stored maps: the class of highest mean probability over the cells, against the labels.
+
+    Only the kept classes vote. It should be close to the teacher's own accuracy; if it is not, the maps are wrong.
+    """
+    right = 0
+    for ids in np.array_split(np.arange(len(store)), -(-len(store) // batch)):
+        maps = store.rows(ids)
+        probability = np.exp(maps.logit.astype(np.float32) - maps.lse.astype(np.float32)[..., None])
+        votes = np.zeros((len(ids), store.header.num_classes), np.float32)
+        rows = np.broadcast_to(np.arange(len(ids))[:, None], (len(ids), probability[0].size))
+        np.add.at(votes, (rows, maps.cls.reshape(len(ids), -1)), probability.reshape(len(ids), -1))
+        right += int((votes.argmax(1) == store.labels[ids]).sum())
+    return right / len(store)

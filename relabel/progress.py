@@ -1,0 +1,34 @@
+"""One progress bar for everything that takes longer than a second."""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+Item = TypeVar("Item")
+
+
+def bar(items: Iterable[Item], what: str, total: int | None = None) -> Iterator[Item]:
+    """Pass `items` on while a bar shows how many of `total` (default: their length) are through, and the time left.
+
+    On a terminal the bar moves; in a log file it is one line, written at the end.
+    """
+    columns = (
+        TextColumn("{task.description:<22}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+        TextColumn("left"), TimeRemainingColumn(),
+    )
+    with Progress(*columns) as progress:
+        yield from progress.track(items, description=what, total=total)
+
+
+@contextmanager
+def steps_bar(what: str, total: int, done: int) -> Iterator[Callable[[str], None]]:
+    """A bar over steps; the callable it gives advances it by one and shows a text beside it."""
+    columns = (
+        TextColumn("{task.description:<22}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+        TextColumn("left"), TimeRemainingColumn(), TextColumn("{task.fields[text]}"),
+    )
+    with Progress(*columns) as progress:
+        task = progress.add_task(what, total=total, completed=done, text="")
+        yield lambda text: progress.update(task, advance=1, text=text)

@@ -1,0 +1,64 @@
+"""Views and Windows against pixels moved by hand and against a pixel-by-pixel walk."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from densefeed.relabel.geometry import WHOLE, centre_box, crop_in_pixels, crop_views, samples_per_bin, window_of
+
+
+def at(view, x, y):
+    return view @ np.array([x, y, 1.0])
+
+
+def test_corners_of_a_crop_are_its_pixels():
+    view = crop_views(np.array([[10.0, 20.0, 30.0, 40.0]]), np.array([False]), np.array([100]), np.array([200]))[0]
+    np.testing.assert_allclose(at(view, 0, 0), (20 / 200, 10 / 100), atol=1e-6)
+    np.testing.assert_allclose(at(view, 1, 1), (60 / 200, 40 / 100), atol=1e-6)
+
+
+@given(st.floats(0, 0.5), st.floats(0, 0.5), st.floats(0.1, 0.5), st.floats(0.1, 0.5), st.floats(0, 1), st.floats(0, 1))
+def test_a_flip_mirrors_the_crop_and_nothing_else(top, left, height, width, x, y):
+    box = np.array([[top, left, height, width]]) * 100
+    plain, flipped = (crop_views(box, np.array([f]), np.array([100]), np.array([100]))[0] for f in (False, True))
+    np.testing.assert_allclose(at(flipped, x, y), at(plain, 1 - x, y), atol=1e-5)
+
+
+def test_a_view_names_the_pixel_that_a_crop_shows():
+    """A picture whose pixel value is its place, cropped, flipped and read back through the View."""
+    height, width = 12, 20
+    picture = np.arange(height * width).reshape(height, width)
+    box, flip = (3, 5, 6, 8), True
+    crop = picture[3:9, 5:13][:, ::-1]
+    view = crop_views(np.array([box], float), np.array([flip]), np.array([height]), np.array([width]))[0]
+    for row in range(6):
+        for column in range(8):
+            x, y = at(view, (column + 0.5) / 8, (row + 0.5) / 6)
+            assert picture[int(y * height), int(x * width)] == crop[row, column]
+
+
+@pytest.mark.parametrize(("height", "width"), [(375, 500), (500, 375), (1, 4000), (64, 64)])
+def test_centre_crop_window_is_the_centred_square(height, width):
+    left, top, right, bottom = crop_in_pixels(window_of("centre-crop", height, width), height, width)
+    side = min(height, width)
+    assert right - left == pytest.approx(side)
+    assert bottom - top == pytest.approx(side)
+    assert left + right == pytest.approx(width)
+    assert top + bottom == pytest.approx(height)
+    assert window_of("squash", height, width) == WHOLE
+
+
+def test_centre_box_is_timms_evaluation_crop():
+    """timm resizes the shorter side to floor(224 / 0.875) = 256 and cuts 224: the same share of the image."""
+    (top, left, height, width), = centre_box(np.array([480]), np.array([640]), 0.875)
+    assert (height, width) == (420, 420)
+    assert (top, left) == (30, 110)
+
+
+def test_samples_per_bin_is_roi_aligns_rule():
+    assert samples_per_bin(18, 14, 1.0) == 2
+    assert samples_per_bin(14, 14, 1.0) == 1
+    assert samples_per_bin(18, 1, 1.0) == 18
+    assert samples_per_bin(18, 14, 0.75) == 2
+    assert samples_per_bin(18, 14, 0.5) == 3

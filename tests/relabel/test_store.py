@@ -1,0 +1,135 @@
+"""The store against h5py alone, and against damage."""
+
+import json
+import os
+import zlib
+
+import h5py
+import numpy as np
+import pytest
+
+from densefeed.relabel.files import UserError
+from densefeed.relabel.store import ScoreMaps, ScoreMapStore, ScoreMapWriter, StoreHeader, row_crcs, undone_batches
+
+HEADER = StoreHeader(
+    side=4, top_k=3, num_classes=9, absent="tail", teacher="t 0", input_size=64, geometry="squash", fingerprint="f", class_names=("a", "b")
+)
+PATHS, LABELS = [f"a/{n}.jpg" for n in range(10)], np.arange(10) % 2
+
+
+def fill(path, random_maps, rows=slice(0, 10), finish=True, header=HEADER):
+    maps = random_maps(10, 4, 3, 9)
+    writer = ScoreMapWriter(path, header, PATHS, LABELS)
+    ids = np.arange(10)[rows]
+    writer.write(ids, ScoreMaps(*(part[rows] for part in maps)))
+    writer.finish() if finish else writer.close()
+    return maps
+
+
+def test_rows_come_back_and_h5py_reads_the_same(tmp_path, random_maps):
+    path = tmp_path / "maps.h5"
+    written = fill(path, random_maps)
+    store = ScoreMapStore(path)
+    ids = np.array([7, 0, 7, 3])
+    for got, want in zip(store.rows(ids), written, strict=True):
+        np.testing.assert_array_equal(got, want[ids])
+    assert store.paths() == PATHS
+    np.testing.assert_array_equal(store.labels, LABELS)
+    with h5py.File(path) as file:
+        assert json.loads(file.attrs["densefeed"])["num_classes"] == 9
+        np.testing.assert_array_equal(file["logit"][:], written.logit)
+        np.testing.assert_array_equal(file["cls"][:], written.cls)
+        assert store.max_palette == max(len(np.unique(row)) for row in file["cls"][:])
+        row = 4
+        by_hand = zlib.crc32(b"".join(file[name][row].tobytes() for name in ("logit", "cls", "lse", "window")))
+        assert file["crc32"][row] == by_hand
+
+
+def test_a_killed_run_continues_where_it_was(tmp_path, random_maps):
+    path = tmp_path / "maps.h5"
+    fill(path, random_maps, slice(0, 4), finish=False)
+    assert not path.exists()
+    writer = ScoreMapWriter(path, HEADER, PATHS, LABELS)
+    assert [list(ids) for ids in undone_batches(writer.done, 4)] == [[4, 5, 6, 7], [8, 9]]
+    maps = random_maps(10, 4, 3, 9)
+    writer.write(np.arange(4, 10), ScoreMaps(*(part[4:] for part in maps)))
+    writer.finish()
+    whole = tmp_path / "whole.h5"
+    fill(whole, random_maps)
+    assert path.read_bytes() == whole.read_bytes()
+
+
+def test_a_torn_row_is_done_again(tmp_path, random_maps):
+    path = tmp_path / "maps.h5"
+    fill(path, random_maps, slice(0, 6), finish=False)
+    with h5py.File(f"{path}.part", "r+") as file:
+        file["logit"][2, 0, 0, 0] += 1
+    writer = ScoreMapWriter(path, HEADER, PATHS, LABELS)
+    assert [list(ids) for ids in undone_batches(writer.done, 8)] == [[2], [6, 7, 8, 9]]
+    writer.close()
+
+
+def test_a_part_of_another_labelling_is_refused(tmp_path, random_maps):
+    path = tmp_path / "maps.h5"
+    fill(path, random_maps, slice(0, 4), finish=False)
+    other = StoreHeader(**{**HEADER.__dict__, "teacher": "another"})
+    with pytest.raises(UserError, match=r"begun with another teacher; remove it"):
+        ScoreMapWriter(path, other, PATHS, LABELS)
+
+
+def test_every_flipped_bit_of_a_row_is_seen(tmp_path, random_maps):
+    path = tmp_path / "maps.h5"
+    fill(path, random_maps)
+    with h5py.File(path) as file:
+        places = [(file[name].id.get_offset(), file[name].id.get_storage_size()) for name in ("logit", "cls", "lse", "window")]
+    whole = path.read_bytes()
+    rng = np.random.default_rng(0)
+    for offset, size in places * 5:
+        damaged = bytearray(whole)
+        damaged[offset + int(rng.integers(size))] ^= 1 << int(rng.integers(8))
+        path.write_bytes(damaged)
+        with pytest.raises(UserError, match=r"row \d+ .* is damaged"):
+            ScoreMapStore(path).rows(np.arange(10))
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.9, 0.999])
+def test_a_cut_file_is_refused(tmp_path, random_maps, share):
+    path = tmp_path / "maps.h5"
+    fill(path, random_maps)
+    os.truncate(path, int(share * path.stat().st_size))
+    with pytest.raises(UserError, match=r"maps.h5"):
+        ScoreMapStore(path)
+
+
+def test_refusals_name_the_file_and_the_remedy(tmp_path, random_maps):
+    with pytest.raises(UserError, match=r"nowhere.h5: there is no such file; make it"):
+        ScoreMapStore(tmp_path / "nowhere.h5")
+    path = tmp_path / "maps.h5"
+    fill(path, random_maps)
+    with pytest.raises(UserError, match=r"exists already; remove it"):
+        ScoreMapWriter(path, HEADER, PATHS, LABELS)
+    with pytest.raises(UserError, match=r"another dataset"):
+        ScoreMapStore(path).check("other", tmp_path)
+    with h5py.File(path, "r+") as file:
+        file.attrs["densefeed"] = json.dumps(json.loads(file.attrs["densefeed"]) | {"version": 2})
+    with pytest.raises(UserError, match=r"version 2, this program reads 1; relabel"):
+        ScoreMapStore(path)
+    unfinished = tmp_path / "unfinished.h5"
+    fill(unfinished, random_maps, slice(0, 4), finish=False)
+    os.rename(f"{unfinished}.part", unfinished)
+    with pytest.raises(UserError, match=r"6 rows are not labelled"):
+        ScoreMapStore(unfinished)
+    foreign = tmp_path / "foreign.h5"
+    h5py.File(foreign, "w").close()
+    with pytest.raises(UserError, match=r"no score maps of ours"):
+        ScoreMapStore(foreign)
+
+
+def test_rows_of_the_imagenet_shape_have_the_stated_size(tmp_path):
+    """6,480 bytes of maps and 648 of lse at S=18, k=5 (DESIGN, contracts)."""
+    maps = ScoreMaps(
+        np.zeros((1, 18, 18, 5), np.float16), np.zeros((1, 18, 18, 5), np.uint16), np.zeros((1, 18, 18), np.float16), np.zeros((1, 4), np.float32)
+    )
+    assert maps.logit.nbytes + maps.cls.nbytes == 6480
+    assert maps.lse.nbytes == 648
+    assert row_crcs(maps)[0] == zlib.crc32(bytes(6480 + 648 + 16))

@@ -1,0 +1,87 @@
+"""Label every cell of every image once with a teacher: images in, dense score maps (HDF5) out.
+
+    python tools/relabel_imagenet.py --data imagenet/train --teacher dm_nfnet_f6.dm_in1k --input-size 576 --top-k 5 --out maps.h5
+
+Run the same command again to continue a killed run. At the end it prints the teacher's accuracy as read back from the
+stored maps: if that is not near the teacher's own, do not train on them.
+"""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import timm
+import torch
+import tyro
+from timm.data import resolve_data_config
+
+from densefeed.models import checkpoints
+from densefeed.relabel.files import UserError, run
+from densefeed.relabel.geometry import Geometry
+from densefeed.relabel.images import Images
+from densefeed.relabel.labelling import label_images, stored_accuracy
+from densefeed.relabel.store import Absent
+from densefeed.relabel.teacher import Teacher
+
+
+@dataclass(frozen=True, kw_only=True)
+class Labelling:
+    """What to label, with which teacher."""
+
+    data: Path  # folder of class folders, or what --dataset asks for
+    out: Path  # the score maps to write, HDF5
+    teacher: str  # a timm model's name, a checkpoint, or a run folder of train.py
+    model: str = ""  # timm's name of the model, for a checkpoint that does not say
+    input_size: int = 576  # side of the teacher's input, pixels
+    top_k: int = 5  # classes kept per cell
+    geometry: Geometry = "squash"  # how an image is fitted: whole and squashed, or its centre square (as published)
+    absent: Absent = "tail"  # the classes not kept: true remainder spread evenly, or logit 0 (as published)
+    dataset: str = ""  # timm's dataset name, if not a folder of class folders
+    split: str = "train"  # of the dataset
+    batch: int = 32  # images per forward pass
+    threads: int = os.cpu_count() or 1  # decoding threads
+    device: str = "auto"  # auto: cuda if there is one, else cpu
+
+
+def load_teacher(labelling: Labelling) -> torch.nn.Module:
+    """The teacher with its weights."""
+    path = Path(labelling.teacher)
+    path = path / "last.pt" if path.is_dir() else path
+    try:
+        if path.exists() or path.suffix in (".pt", ".pth", ".tar", ".safetensors"):
+            model, checkpoint = checkpoints.build(path, labelling.model)
+            model.pretrained_cfg.update({name: checkpoint[name] for name in ("mean", "std") if name in checkpoint})
+            return model
+    except checkpoints.CheckpointError as error:
+        raise UserError(str(error)) from error
+    if not timm.is_model(labelling.teacher.split(".")[0]):
+        raise UserError(f"{labelling.teacher} is neither a file nor a timm model; timm.list_models() lists them")
+    try:
+        return timm.create_model(labelling.teacher, pretrained=True)
+    except Exception as error:      # the hub's client raises many kinds when a download fails
+        raise UserError(
+            f"the weights of {labelling.teacher} cannot be downloaded ({type(error).__name__}); give a file: "
+            f"--teacher weights.safetensors --model {labelling.teacher}"
+        ) from error
+
+
+def main(labelling: Labelling) -> None:
+    """Label, then judge what was stored."""
+    images = Images(labelling.data, labelling.dataset, labelling.split)
+    model = load_teacher(labelling)
+    device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if labelling.device == "auto" else labelling.device)
+    config = resolve_data_config(model=model)
+    teacher = Teacher(model, labelling.input_size, labelling.geometry, config).to(device)
+    store = label_images(
+        images, teacher, labelling.teacher, labelling.out, labelling.top_k, labelling.batch, labelling.threads, labelling.absent
+    )
+    header = store.header
+    print(
+        f"{labelling.out}: {len(store):,} maps of {header.side}x{header.side} cells, top {header.top_k} of {header.num_classes} "
+        f"classes, {labelling.out.stat().st_size / len(store):,.0f} bytes an image"
+    )
+    print(f"accuracy of the stored maps against the image labels: {100 * stored_accuracy(store):.1f} %")
+
+
+if __name__ == "__main__":
+    run(lambda: main(tyro.cli(Labelling, description=__doc__)))

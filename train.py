@@ -1,0 +1,378 @@
+"""Train a vision transformer from dense teacher score maps.
+
+    python train.py RECIPE --data train.beton --val val.beton --out runs/NAME [--any-field value]
+
+The file reads top to bottom: what a run is, the recipes, the run. `python train.py RECIPE --help` shows every field.
+"""
+
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import timm
+import torch
+import tyro
+from timm.optim import create_optimizer_v2
+from timm.scheduler import CosineLRScheduler
+from timm.utils import ModelEmaV3
+from torch import Tensor, nn
+from torch.utils.tensorboard import SummaryWriter
+
+from densefeed.models import checkpoints
+from densefeed.models.evaluation import top1_waits
+from densefeed.models.lvvit import LVViT
+from densefeed.models.token_labeling import class_token_loss, hard_label_loss, token_loss
+from densefeed.pipelines.augment import Normalise
+from densefeed.pipelines.batch import Batch, Loader
+from densefeed.pipelines.ffcv import FfcvSource
+from densefeed.pipelines.folder import FolderSource
+from densefeed.pipelines.loader import ThreadedLoader
+from densefeed.pipelines.mixing import mix_mask, partner_share
+from densefeed.pipelines.plan import EpochPlan
+from densefeed.pipelines.targets import sparse_targets
+from densefeed.relabel.files import UserError, replacing, run
+from densefeed.relabel.progress import steps_bar
+
+# ------------------------------------------------------------------------- what a run is
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Everything a run depends on. Fields not given on the command line come from the recipe."""
+
+    data: Path = tyro.MISSING  # training set: a .beton, or with --loader folder a folder of class folders
+    val: Path = tyro.MISSING  # validation set, of the same kind
+    out: Path = tyro.MISSING  # run folder: config, metrics, checkpoints
+    labels: Path | None = None  # score maps (HDF5) of the training set; a .beton may carry its own
+    loader: Literal["ffcv", "folder"] = "ffcv"  # where images come from
+    threads: int = os.cpu_count() or 1  # decoding threads
+    on_bad_sample: Literal["raise", "skip"] = "raise"  # an unreadable sample stops the run, or is skipped and counted
+
+    model: str = "lvvit_s"  # any timm classifier; token-label needs a model with a token head (lvvit_*)
+    drop_path: float = 0.1  # stochastic depth of the last block, probability
+    size: int = 224  # side of the network's input, pixels
+    objective: Literal["ce", "relabel", "token-label"] = "token-label"  # hard labels; dense label of the crop; of every token
+    token_weight: float = 0.5  # beta of equation 7, the weight of the tokens' loss
+    smoothing: float = 0.1  # label smoothing, probability
+    mixtoken: bool = True  # exchange a box of tokens with the partner image in every step
+
+    crop_scale: tuple[float, float] = (0.08, 1.0)  # area of a training crop, share of the image
+    hflip: float = 0.5  # probability of a left-right flip
+    crop_pct: float = 0.9  # side of the evaluation crop, share of the shorter side
+
+    epochs: int = 300  # passes over the training set
+    batch: int = 1024  # images per optimiser step
+    lr: float = 1e-3  # peak learning rate at a batch of lr_batch images; scaled linearly with the batch
+    lr_batch: int = 640  # images
+    min_lr: float = 1e-5  # learning rate at the end, not scaled
+    warmup_epochs: float = 5  # linear from 1e-6
+    weight_decay: float = 0.05  # AdamW's; not on biases, norms, tables
+    ema: float = 0.99992  # decay per step of the averaged weights, with warm-up; 0: none
+    precision: Literal["auto", "fp32", "bf16"] = "auto"  # auto: bf16 autocast on CUDA, float32 on a CPU
+
+    seed: int = 0  # of weights, order, crops, mixing
+    device: str = "auto"  # auto: cuda if there is one, else cpu
+    resume: Literal["auto", "never"] = "never"  # auto: continue from OUT/last.pt if it is there
+    eval_every: int = 10  # epochs between evaluations; the last epoch always
+    log_every: int = 50  # steps between log lines
+
+
+# Fields in which a resumed run may differ from the run it continues.
+FREE = {"out", "loader", "data", "val", "labels", "threads", "device", "resume", "eval_every", "log_every", "on_bad_sample"}
+
+# ------------------------------------------------------------------------- recipes
+
+
+def lvvit_s_224_token_label() -> Config:
+    """LV-ViT-S on ImageNet-1k with token labels, 300 epochs; needs a GPU.
+
+    python train.py lvvit_s_224_token_label --data train.beton --val val.beton --out runs/lvvit_s
+
+    Paper: 83.3 % top-1 (Table 10), with RandAugment and erasing, which this version does not have yet. Not run here.
+    """
+    return Config(model="lvvit_s")
+
+
+def lvvit_micro_token_label() -> Config:
+    """The demo's student with token labels: digit scenes at 64 px, a minute on two CPU cores.
+
+    python train.py lvvit_micro_token_label --data quickstart/train.beton --val quickstart/val.beton --out runs/token-label
+    """
+    return Config(
+        model="lvvit_micro", size=64, crop_scale=(0.25, 1.0), hflip=0.0, crop_pct=1.0, drop_path=0.0,
+        epochs=8, batch=64, lr=2e-3, lr_batch=64, min_lr=1e-5, warmup_epochs=1, ema=0.0, eval_every=1, log_every=10,
+    )  # fmt: skip
+
+
+def lvvit_micro_relabel() -> Config:
+    """The demo's student with one dense label a crop (ReLabel, arXiv 2101.05022); all else as lvvit_micro_token_label.
+
+    python train.py lvvit_micro_relabel --data quickstart/train.beton --val quickstart/val.beton --out runs/relabel
+    """
+    return replace(lvvit_micro_token_label(), objective="relabel")
+
+
+def lvvit_micro_ce() -> Config:
+    """The demo's student with image labels only; all else as lvvit_micro_token_label.
+
+    python train.py lvvit_micro_ce --data quickstart/train.beton --val quickstart/val.beton --out runs/ce
+    """
+    return replace(lvvit_micro_token_label(), objective="ce")
+
+
+def nfnet_micro_ce() -> Config:
+    """The demo's teacher: a small normaliser-free network with plain cross entropy, a minute on two CPU cores.
+
+    python train.py nfnet_micro_ce --data quickstart/train.beton --val quickstart/val.beton --out runs/teacher
+    """
+    return replace(
+        lvvit_micro_token_label(), model="nfnet_micro", objective="ce", mixtoken=False, epochs=12, lr=8e-3, smoothing=0.0
+    )
+
+
+RECIPES = (lvvit_s_224_token_label, lvvit_micro_token_label, lvvit_micro_relabel, lvvit_micro_ce, nfnet_micro_ce)
+
+# ------------------------------------------------------------------------- set up
+
+
+def open_loader(config: Config, mode: Literal["train", "evaluate"]) -> Loader:
+    """The loader of the training or the validation set."""
+    path = config.data if mode == "train" else config.val
+    maps = config.labels if mode == "train" else None
+    if config.loader == "ffcv":
+        if path.is_dir():
+            raise UserError(f"{path} is a folder; pack it with tools/pack_dataset.py, or read it with --loader folder")
+        source = FfcvSource(path, maps)
+    else:
+        if path.is_file():
+            raise UserError(f"{path} is a file; --loader folder reads folders, --loader ffcv reads .beton files")
+        source = FolderSource(path, "train" if mode == "train" else "val", maps)
+    plan = EpochPlan(
+        num_samples=len(source.labels), batch=config.batch, seed=config.seed, mode=mode,
+        crop_scale=config.crop_scale, hflip=config.hflip, crop_pct=config.crop_pct,
+    )  # fmt: skip
+    return ThreadedLoader(source, plan, config.size, config.threads, config.on_bad_sample)
+
+
+def check(config: Config, train: Loader, val: Loader) -> None:
+    """UserError where the two sets, the labels and the objective do not fit together."""
+    if train.class_names != val.class_names:
+        raise UserError(
+            f"{config.data} and {config.val} name different classes ({train.num_classes} and {val.num_classes}); "
+            "train and validate on the same classes"
+        )
+    if config.objective != "ce" and train.labels is None:
+        raise UserError(
+            f"{config.data} has no score maps, which --objective {config.objective} needs; give --labels maps.h5, or pack them"
+        )
+    if config.batch < 1 or config.epochs < 1 or config.eval_every < 1 or config.log_every < 1:
+        raise UserError("--batch, --epochs, --eval-every and --log-every must be at least 1")
+
+
+def build_model(config: Config, num_classes: int) -> tuple[nn.Module, checkpoints.Recipe]:
+    """The student, and how to build it again."""
+    kwargs = {"num_classes": num_classes, "drop_path_rate": config.drop_path}
+    if config.model.startswith("lvvit"):
+        kwargs |= {"img_size": config.size, "token_head": config.objective == "token-label"}
+    elif config.objective == "token-label" or config.mixtoken:
+        raise UserError(f"{config.model} has no token head and no MixToken; use an lvvit model, or --objective ce --no-mixtoken")
+    if not timm.is_model(config.model):
+        raise UserError(f"timm knows no model {config.model!r}; `python -c 'import timm; print(timm.list_models())'` lists them")
+    try:
+        return timm.create_model(config.model, **kwargs), checkpoints.Recipe(config.model, kwargs)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{config.model} cannot be built: {error}") from error
+
+
+def environment(config: Config, device: torch.device) -> dict:
+    """What a result depends on beside the config."""
+    return {
+        "command": sys.argv, "python": platform.python_version(), "torch": torch.__version__, "timm": timm.__version__,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine(),
+        "cores": os.cpu_count(), "precision": config.precision,
+    }  # fmt: skip
+
+
+def plain(config: Config) -> dict:
+    """The config as JSON can hold it."""
+    return {name: str(value) if isinstance(value, Path) else value for name, value in asdict(config).items()}
+
+
+def find_checkpoint(config: Config) -> dict | None:
+    """The checkpoint to continue from. UserError if the folder holds a run and may not be continued, or another run."""
+    path = config.out / "last.pt"
+    if not path.exists():
+        return None
+    if config.resume == "never":
+        raise UserError(f"{path} exists already; continue it with --resume auto, or choose another --out")
+    checkpoint = checkpoints.load(path)
+    now, then = json.loads(json.dumps(plain(config))), checkpoint["config"]
+    differs = [name for name in now if name not in FREE and now[name] != then.get(name)]
+    if differs:
+        raise UserError(f"{path} was trained with {differs[0]}={then.get(differs[0])}; give the same value, or choose another --out")
+    return checkpoint
+
+
+# ------------------------------------------------------------------------- the run
+
+
+def objective_loss(config: Config, output, batch: Batch, loader: Loader, grid: int, share: Tensor | None) -> Tensor:
+    """The loss of a step: equation 7, or its first term alone."""
+    if config.objective == "ce":
+        return hard_label_loss(output, batch.label, batch.weight, config.smoothing, share)
+    if config.objective == "relabel":
+        return class_token_loss(output, sparse_targets(batch, loader.labels, 1, config.smoothing), share)
+    whole = sparse_targets(batch, loader.labels, 1, config.smoothing)
+    tokens = sparse_targets(batch, loader.labels, grid, config.smoothing)
+    return class_token_loss(output.cls, whole, share) + config.token_weight * token_loss(output.tokens, tokens)
+
+
+def evaluate_waits(model: nn.Module, loader: Loader, normalise: Normalise, device: torch.device) -> float:
+    """Top-1 accuracy on the validation set."""
+    batches = (batch.to(device) for batch in loader.batches(0))
+    return top1_waits(model, ((normalise(batch.image), batch.label, batch.weight) for batch in batches))
+
+
+class Timed:
+    """Iterates and adds up the seconds spent waiting for the next item."""
+
+    def __init__(self, items: Iterator[Batch]) -> None:
+        self.items, self.waited = items, 0.0
+
+    def __iter__(self) -> Iterator[Batch]:
+        while True:
+            began = time.perf_counter()
+            item = next(self.items, None)
+            self.waited += time.perf_counter() - began
+            if item is None:
+                return
+            yield item
+
+
+def train(config: Config) -> dict:
+    """Run or continue a training; returns (and writes to result.json) its result."""
+    device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if config.device == "auto" else config.device)
+    amp = config.precision == "bf16" or (config.precision == "auto" and device.type == "cuda")
+    loader, val = open_loader(config, "train"), open_loader(config, "evaluate")
+    check(config, loader, val)
+    torch.manual_seed(config.seed)
+    model, recipe = build_model(config, loader.num_classes)
+    model.to(device, memory_format=torch.channels_last)
+    normalise = Normalise(model.pretrained_cfg["mean"], model.pretrained_cfg["std"]).to(device)
+    lr = config.lr * config.batch / config.lr_batch
+    optimizer = create_optimizer_v2(model, "adamw", lr=lr, weight_decay=config.weight_decay, fused=True)
+    steps = config.epochs * len(loader)
+    scheduler = CosineLRScheduler(
+        optimizer, t_initial=steps, lr_min=config.min_lr, warmup_t=round(config.warmup_epochs * len(loader)),
+        warmup_lr_init=1e-6, t_in_epochs=False,
+    )  # fmt: skip
+    ema = ModelEmaV3(model, decay=config.ema, use_warmup=True, foreach=True) if config.ema else None
+    grid = model.grid_size if isinstance(model, LVViT) else 0
+
+    checkpoint, step = find_checkpoint(config), 0
+    if checkpoint:
+        model.load_state_dict(checkpoint["model"])
+        optimizer.load_state_dict(checkpoint["optimizer"])
+        if ema:
+            ema.module.load_state_dict(checkpoint["ema"])
+        step = checkpoint["step"]
+    config.out.mkdir(parents=True, exist_ok=True)
+    for name, content in (("config.json", plain(config)), ("environment.json", environment(config, device))):
+        with replacing(config.out / name) as part:
+            part.write_text(json.dumps(content, indent=1))
+    print(
+        f"{recipe.name}: {sum(p.numel() for p in model.parameters()):,} parameters on {device}; objective {config.objective}; "
+        f"{len(loader.plan.order(0)):,} images, {config.epochs} epochs of {len(loader)} steps; peak lr {lr:.2g}"
+        + (f"; continuing at step {step}" if step else "")
+    )
+
+    def save() -> None:
+        state = {
+            "model": model.state_dict(), "ema": ema.module.state_dict() if ema else None, "optimizer": optimizer.state_dict(),
+            "step": step, "config": plain(config), "recipe": recipe._asdict(), "class_names": loader.class_names,
+            "mean": list(model.pretrained_cfg["mean"]), "std": list(model.pretrained_cfg["std"]), "size": config.size,
+        }  # fmt: skip
+        with replacing(config.out / "last.pt") as part:
+            torch.save(state, part)
+
+    began, first, waited, result = time.perf_counter(), step, 0.0, {}
+    losses = torch.zeros((), device=device)
+    with (
+        open(config.out / "metrics.jsonl", "a") as metrics,
+        SummaryWriter(config.out / "tensorboard", purge_step=step) as board,
+        steps_bar(f"train {config.objective}", steps, step) as advance,
+    ):
+
+        def write(kind: str, values: dict) -> None:
+            metrics.write(json.dumps({"kind": kind, "step": step, "epoch": round(step / len(loader), 4)} | values) + "\n")
+            metrics.flush()
+            for name, value in values.items():
+                board.add_scalar(f"{kind}/{name}", value, step)
+
+        for epoch in range(step // len(loader), config.epochs):
+            timed = Timed(loader.batches(epoch, start=step % len(loader)))
+            for batch in timed:
+                # Drop-path is the only draw of the device; seeding it by the step keeps a resumed run equal.
+                torch.manual_seed(loader.plan.step_seed(epoch, step % len(loader)))
+                scheduler.step_update(step)
+                model.train()
+                batch = batch.to(device)
+                mask = mix_mask(loader.plan, epoch, step % len(loader), grid).to(device, non_blocking=True) if config.mixtoken else None
+                with torch.autocast(device.type, torch.bfloat16, enabled=amp):
+                    output = model(normalise(batch.image), mask) if config.mixtoken else model(normalise(batch.image))
+                loss = objective_loss(config, output, batch, loader, grid, partner_share(mask) if config.mixtoken else None)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+                step += 1
+                if ema:
+                    ema.update(model, step)
+                losses += loss.detach()
+                if step % config.log_every == 0:
+                    mean_loss = losses.item() / config.log_every
+                    losses.zero_()
+                    if not np.isfinite(mean_loss):
+                        raise UserError(f"the loss is {mean_loss} at step {step} of {config.out}; lower --lr")
+                    rate = (step - first) * config.batch / (time.perf_counter() - began)
+                    write("train", {"loss": mean_loss, "lr": optimizer.param_groups[0]["lr"], "images_per_s": rate})
+                    text = f"loss {mean_loss:.3f}  {rate:.0f} img/s"
+                advance(text if step >= config.log_every + first else "")
+            waited += timed.waited
+            if (epoch + 1) % config.eval_every == 0 or epoch + 1 == config.epochs:
+                result = {"top1": evaluate_waits(model, val, normalise, device)}
+                if ema:
+                    result["top1_ema"] = evaluate_waits(ema.module, val, normalise, device)
+                write("val", result)
+            save()
+    seconds = time.perf_counter() - began
+    result |= {
+        "objective": config.objective, "model": config.model, "epochs": config.epochs, "seconds": round(seconds, 1),
+        "data_wait_share": round(waited / seconds, 4), "skipped": loader.skipped,
+    }  # fmt: skip
+    with replacing(config.out / "result.json") as part:
+        part.write_text(json.dumps(result, indent=1))
+    loader.close()
+    val.close()
+    print(f"{config.out}: top-1 {100 * result['top1']:.1f} % on {len(val.plan.order(0)):,} images, {seconds:.0f} s")
+    return result
+
+
+def main() -> None:
+    """The command line: a recipe's name, then any field of its config."""
+    recipes = {recipe.__name__: (recipe.__doc__ or "", recipe()) for recipe in RECIPES}
+    config = tyro.extras.overridable_config_cli(recipes, description=__doc__)
+    try:
+        train(config)
+    except checkpoints.CheckpointError as error:
+        raise UserError(str(error)) from error
+
+
+if __name__ == "__main__":
+    run(main)

@@ -113,7 +113,7 @@ class LVViT(nn.Module):
         self.stem = Stem(in_chans, stem_width, embed_dim, patch_size)
         self.cls_token = nn.Parameter(torch.zeros(1, 1, embed_dim))
         self.pos_embed = nn.Parameter(torch.zeros(1, 1 + self.grid_size**2, embed_dim))
-        rates = torch.linspace(0, drop_path_rate, depth).tolist()
+        rates = [drop_path_rate * number / max(depth - 1, 1) for number in range(depth)]
         self.blocks = nn.ModuleList(Block(embed_dim, num_heads, mlp_ratio, rate, residual_divisor) for rate in rates)
         self.norm = nn.LayerNorm(embed_dim)
         self.head = nn.Linear(embed_dim, num_classes)

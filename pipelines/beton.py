@@ -141,8 +141,9 @@ class Beton:
         dtype = metadata_dtype([field.type for field in self.fields])
         start, table = HEADER.itemsize + described.nbytes, int(header["table"])
         self.num_samples = int(header["num_samples"])
-        if start + self.num_samples * dtype.itemsize > size or not start < table < size or (size - table) % ALLOCATION.itemsize:
-            raise UserError(f"{path} is cut: {size:,} bytes, its allocation table should begin at {table:,}; pack or copy it again")
+        entries = self.num_samples * sum(field.type in (RGB, BYTES, NDARRAY) for field in self.fields)
+        if start + self.num_samples * dtype.itemsize > table or size != table + entries * ALLOCATION.itemsize:
+            raise UserError(f"{path} is cut or damaged ({size:,} bytes, {entries:,} allocations expected at {table:,}); pack or copy it again")
         self._bytes = np.memmap(self.path, np.uint8, "r")
         self._metadata = np.memmap(self.path, dtype, "r", start, (self.num_samples,))
         self._table = np.memmap(self.path, ALLOCATION, "r", table)

@@ -5,9 +5,9 @@ loaders cannot differ in anything but the bytes they read.
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -23,6 +23,10 @@ from .batch import Batch, LabelSpec
 from .plan import EpochPlan
 
 AHEAD = 3                     # batches being decoded or waiting while the step works
+CHUNK = 16                    # samples a thread takes at once
+
+
+Result = TypeVar("Result")
 
 
 class Source(Protocol):
@@ -78,29 +82,43 @@ class ThreadedLoader:
 
     def batches(self, epoch: int, start: int = 0) -> Iterator[Batch]:
         """The batches of an epoch from batch `start` on; all have `plan.batch` samples, padding has weight 0."""
-        order = self.plan.order(epoch)[start * self.plan.batch :]
-        decoded = ordered_map(lambda index: self._decode(epoch, index), order.tolist(), self._pool, AHEAD * self.plan.batch)
+        order = self.plan.order(epoch)
+        spans = [order[at : at + self.plan.batch] for at in range(start * self.plan.batch, len(order), self.plan.batch)]
+        chunks = [chunk for ids in spans for chunk in np.array_split(ids, -(-len(ids) // CHUNK))]
+        decoded = ordered_map(
+            lambda ids: self._decode(epoch, ids), chunks, self._pool, AHEAD * -(-self.plan.batch // CHUNK)
+        )
         try:
-            for at in range(0, len(order), self.plan.batch):
-                ids = order[at : at + self.plan.batch]
-                yield self._collate(ids, [next(decoded) for _ in ids])
+            for ids in spans:
+                samples: list[Decoded] = []
+                while len(samples) < len(ids):
+                    samples += next(decoded)
+                yield self._collate(ids, samples)
         finally:
             decoded.close()
 
-    def _decode(self, epoch: int, index: int) -> Decoded:
+    def _decode(self, epoch: int, ids: np.ndarray) -> list[Decoded]:
+        """Crops of the samples `ids`; one call of the plan for all of them, since small numpy calls cost as much as a decode."""
+        images = [self._try(index, lambda index=index: self.source.image(index)) for index in ids.tolist()]
+        extents = np.array([(image.height, image.width) if image else (1, 1) for image in images])
+        boxes, flips = self.plan.crops(epoch, ids, *extents.T)
+        views = crop_views(boxes, flips, *extents.T)
+        samples = []
+        for index, image, (top, left, height, width), flip, view in zip(ids.tolist(), images, boxes, flips, views, strict=True):
+            box = (left, top, left + width, top + height)
+            pixels = self._try(index, lambda image=image, box=box: crop_resize(image, box, self.size)) if image else None
+            samples.append(Decoded(pixels[:, ::-1] if flip and pixels is not None else pixels, view))
+        return samples
+
+    def _try(self, index: int, work: Callable[[], Result]) -> Result | None:
         try:
-            image = self.source.image(index)
-            extent = np.array([image.height]), np.array([image.width])
-            box, flip = self.plan.crops(epoch, np.array([index]), *extent)
-            top, left, height, width = box[0].tolist()
-            pixels = crop_resize(image, (left, top, left + width, top + height), self.size)
-            return Decoded(pixels[:, ::-1] if flip[0] else pixels, crop_views(box, flip, *extent)[0])
+            return work()
         except (UserError, OSError, SyntaxError) as error:
             if self.on_bad_sample == "raise":
                 raise UserError(f"sample {index}, {self.source.where(index)}: {error}") from error
             self.skipped += 1
             print(f"skipped sample {index}, {self.source.where(index)}: {error}", file=sys.stderr)
-            return Decoded(None, np.eye(2, 3, dtype=np.float32))
+            return None
 
     def _collate(self, ids: np.ndarray, samples: list[Decoded]) -> Batch:
         good = [n for n, sample in enumerate(samples) if sample.pixels is not None]

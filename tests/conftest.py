@@ -13,9 +13,14 @@ ROOT = Path(__file__).parent.parent
 torch.set_num_threads(2)
 
 
-def command(*words: object, cwd: Path = ROOT, env: dict | None = None) -> subprocess.CompletedProcess:
-    """Run `python WORDS` as a user would; output captured."""
-    return subprocess.run([sys.executable, *map(str, words)], cwd=cwd, capture_output=True, text=True, env=env)
+@pytest.fixture(scope="session")
+def command():
+    """Runs `python WORDS` in the checkout as a user would; output captured."""
+
+    def run(*words: object, cwd: Path = ROOT) -> subprocess.CompletedProcess:
+        return subprocess.run([sys.executable, *map(str, words)], cwd=cwd, capture_output=True, text=True)
+
+    return run
 
 
 def photograph(rng: np.random.Generator, height: int, width: int) -> Image.Image:

@@ -1,0 +1,137 @@
+"""LV-ViT against its published parameter counts and the laws of MixToken."""
+
+import pytest
+import timm
+import torch
+
+from densefeed.models.lvvit import LVViT, TokenLogits
+
+
+def tiny(**fields):
+    torch.manual_seed(0)
+    return timm.create_model("lvvit_micro", num_classes=5, depth=2, **fields)
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "stem"),
+    [
+        ("lvvit_t", 8_534_720, 1_066_800),
+        ("lvvit_s", 26_151_824, 1_656_768),
+        ("lvvit_m", 55_830_544, 2_181_184),
+        ("lvvit_l", 150_021_968, 6_606_720),
+    ],
+)
+def test_parameters_to_the_unit(name, params, stem):
+    """At 224 px and 1,000 classes, counted from the layer tables of the paper and the published stem counts."""
+    with torch.device("meta"):
+        model = timm.create_model(name)
+    width, depth, classes, tokens = model.num_features, len(model.blocks), 1000, 14 * 14
+    hidden = 3 * width
+    block = 2 * 2 * width + 3 * width**2 + width**2 + width + 2 * width * hidden + hidden + width
+    by_hand = stem + (1 + tokens) * width + width + depth * block + 2 * width + 2 * (width + 1) * classes
+    assert sum(p.numel() for p in model.parameters()) == params == by_hand
+    assert sum(p.numel() for p in model.stem.parameters()) == stem
+
+
+def test_evaluation_adds_half_the_strongest_token():
+    model, image = tiny().eval(), torch.randn(3, 3, 64, 64)
+    with torch.no_grad():
+        x = model.forward_features(image)
+        want = model.head(x[:, 0]) + 0.5 * model.token_head(x[:, 1:]).max(1).values
+        torch.testing.assert_close(model(image), want)
+
+
+def test_training_returns_both_heads():
+    out = tiny()(torch.randn(3, 3, 64, 64))
+    assert isinstance(out, TokenLogits)
+    assert out.cls.shape == (3, 5)
+    assert out.tokens.shape == (3, 64, 5)
+    assert tiny(token_head=False)(torch.randn(3, 3, 64, 64)).shape == (3, 5)
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_unmixed_tokens_belong_to_their_own_image(count):
+    """Without blocks and positions a token's logits depend on its pixels alone, so un-mixing must undo mixing exactly."""
+    model = tiny().eval()
+    model.blocks = torch.nn.ModuleList()
+    torch.nn.init.zeros_(model.pos_embed)
+    image = torch.randn(count, 3, 64, 64)
+    mask = torch.zeros(8, 8, dtype=torch.bool)
+    mask[2:5, 1:7] = True
+    model.train()
+    for module in model.stem:
+        module.eval()                      # batch statistics would differ with nothing mixed, too
+    plain, mixed = model(image), model(image, mask)
+    torch.testing.assert_close(mixed.tokens, plain.tokens)
+
+
+def test_mixing_swaps_tokens_with_the_reversed_batch():
+    """What the blocks see: inside the box the partner's patches."""
+    model = tiny().eval()
+    seen = []
+    model.blocks[0].register_forward_hook(lambda _module, args, _out: seen.append(args[0]))
+    image = torch.randn(4, 3, 64, 64)
+    mask = torch.zeros(8, 8, dtype=torch.bool)
+    mask[2:5, 1:7] = True
+    with torch.no_grad():
+        model(image)
+        model(image, mask)
+    plain, mixed = (x[:, 1:] for x in seen)
+    inside = mask.flatten()
+    torch.testing.assert_close(mixed[:, inside], plain.flip(0)[:, inside])
+    torch.testing.assert_close(mixed[:, ~inside], plain[:, ~inside])
+
+
+def test_an_empty_box_changes_nothing():
+    model, image = tiny().eval(), torch.randn(3, 3, 64, 64)
+    with torch.no_grad():
+        torch.testing.assert_close(model(image, torch.zeros(8, 8, dtype=torch.bool)), model(image))
+
+
+def test_the_block_divides_its_branches():
+    """Equation 5, written out with alpha = 1/3."""
+    torch.manual_seed(0)
+    block = LVViT(img_size=32, embed_dim=48, depth=1, num_heads=3, residual_divisor=3.0, num_classes=2).blocks[0]
+    x = torch.randn(2, 5, 48)
+    attended = x + block.attn(block.norm1(x)) / 3
+    torch.testing.assert_close(block(x), attended + block.mlp(block.norm2(attended)) / 3)
+
+
+def test_attention_is_softmax_of_scaled_products():
+    torch.manual_seed(0)
+    attn = tiny().blocks[0].attn
+    x = torch.randn(2, 5, 96, dtype=torch.float64)
+    attn = attn.double()
+    q, k, v = attn.qkv(x).chunk(3, -1)
+    heads = []
+    for h in range(3):
+        part = slice(32 * h, 32 * h + 32)
+        weights = (q[..., part] @ k[..., part].mT / 32**0.5).softmax(-1)
+        heads.append(weights @ v[..., part])
+    torch.testing.assert_close(attn(x), attn.proj(torch.cat(heads, -1)), rtol=0, atol=1e-12)
+
+
+def test_decay_spares_tables_norms_and_biases():
+    from timm.optim import param_groups_weight_decay
+
+    model = tiny()
+    groups = param_groups_weight_decay(model, 0.05, no_weight_decay_list=model.no_weight_decay())
+    spared = {id(p) for p in groups[0]["params"]}
+    for name, parameter in model.named_parameters():
+        expected = parameter.ndim <= 1 or name in ("pos_embed", "cls_token")
+        assert (id(parameter) in spared) == expected, name
+
+
+def test_sizes_that_do_not_fit_are_refused():
+    with pytest.raises(ValueError, match="multiple of patch_size"):
+        LVViT(img_size=100, patch_size=16)
+
+
+def test_initialisation_is_the_published_one():
+    torch.manual_seed(0)
+    model = timm.create_model("lvvit_t", num_classes=1000)
+    for name in ("pos_embed", "blocks.0.attn.qkv.weight", "head.weight", "token_head.weight"):
+        assert model.get_parameter(name).std().item() == pytest.approx(0.02, rel=0.05), name
+    assert (model.head.bias == 0).all()
+    assert model.norm.eps == 1e-5
+    assert model.blocks[0].attn.qkv.bias is None

@@ -1,0 +1,174 @@
+"""`folder` against `ffcv`, sample by sample; both against torchvision's crop; faults surface."""
+
+import gc
+import shutil
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torchvision.transforms.v2 import functional as tv
+
+from densefeed.pipelines.ffcv import FfcvSource
+from densefeed.pipelines.folder import FolderSource
+from densefeed.pipelines.loader import ThreadedLoader
+from densefeed.pipelines.plan import EpochPlan
+from densefeed.relabel.files import UserError
+from densefeed.relabel.images import Images
+from densefeed.relabel.store import ScoreMapStore
+
+
+@pytest.fixture(scope="module")
+def beton(folder, maps, tmp_path_factory, command):
+    out = tmp_path_factory.mktemp("packed") / "train.beton"
+    done = command("tools/pack_dataset.py", "--data", folder, "--maps", maps, "--out", out)
+    assert done.returncode == 0, done.stderr
+    return out
+
+
+def loader(source, batch=4, threads=2, seed=3, size=32, mode="train", **options):
+    plan = EpochPlan(num_samples=len(source.labels), batch=batch, seed=seed, mode=mode)
+    return ThreadedLoader(source, plan, size, threads, **options)
+
+
+def assert_equal(one, other):
+    for name, a, b in zip(one._fields, one, other, strict=True):
+        assert (a is None) == (b is None), name
+        if a is not None:
+            assert torch.equal(a, b), name
+
+
+def epoch_of(source, epoch=0, start=0, **options):
+    reader = loader(source, **options)
+    batches = list(reader.batches(epoch, start))
+    reader.close()
+    return batches
+
+
+def test_folder_and_ffcv_give_the_same_epoch(folder, maps, beton):
+    """Ids, boxes, flips, maps, windows and pixels, every sample of two epochs."""
+    for epoch in (0, 1):
+        ours, theirs = epoch_of(FolderSource(folder, "train", maps), epoch), epoch_of(FfcvSource(beton), epoch)
+        assert len(ours) == len(theirs) == 3
+        for one, other in zip(ours, theirs, strict=True):
+            assert_equal(one, other)
+
+
+def test_a_beton_may_have_its_maps_beside_it(folder, maps, beton, tmp_path, command):
+    bare = tmp_path / "bare.beton"
+    assert command("tools/pack_dataset.py", "--data", folder, "--out", bare).returncode == 0
+    for one, other in zip(epoch_of(FfcvSource(bare, maps)), epoch_of(FfcvSource(beton)), strict=True):
+        assert_equal(one, other)
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+def test_threads_and_resume_change_nothing(beton, threads):
+    whole = epoch_of(FfcvSource(beton))
+    for start in range(3):
+        for one, other in zip(whole[start:], epoch_of(FfcvSource(beton), start=start, threads=threads), strict=True):
+            assert_equal(one, other)
+
+
+def test_pixels_are_torchvisions_resized_crop(folder):
+    """Pillow's and torchvision's antialiased bilinear are both fixed point: they may differ by 1 grey level."""
+    source = FolderSource(folder, "train")
+    images = Images(folder, split="train")
+    for batch in epoch_of(source):
+        for n in range(4):
+            image = Image.open(images.where(int(batch.index[n]))).convert("RGB")
+            box, flip = loader(source).plan.crops(0, batch.index[n : n + 1].numpy(), np.array([image.height]), np.array([image.width]))
+            top, left, height, width = box[0].astype(int).tolist()
+            pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)
+            want = tv.resized_crop(pixels, top, left, height, width, [32, 32], antialias=True)
+            want = want.flip(2) if flip[0] else want
+            assert (batch.image[n].permute(2, 0, 1).int() - want.int()).abs().max() <= 1
+
+
+def test_views_name_the_pixels_that_the_crop_shows(folder):
+    """Sample the stored image at View(token centres): it must look like the crop, and unlike its mirror image."""
+    source, images = FolderSource(folder, "train"), Images(folder, split="train")
+    centres = (torch.arange(8) + 0.5) / 8
+    points = torch.stack([*torch.meshgrid(centres, centres, indexing="xy"), torch.ones(8, 8)], -1)
+    for batch in epoch_of(source):
+        for n in range(4):
+            image = torch.from_numpy(np.array(Image.open(images.where(int(batch.index[n]))).convert("RGB"))).permute(2, 0, 1)[None].float()
+            grid = (points @ batch.view[n].T) * 2 - 1
+            want = torch.nn.functional.grid_sample(image, grid[None], align_corners=False)[0].permute(1, 2, 0)
+            crop = torch.nn.functional.avg_pool2d(batch.image[n].permute(2, 0, 1).float(), 4).permute(1, 2, 0)
+            right, mirrored = (crop - want).abs().mean(), (crop.flip(1) - want).abs().mean()
+            assert right < 12                   # the crop is averaged over a token, the image is not
+            assert right < 0.5 * mirrored
+
+
+def test_maps_are_the_rows_of_the_store(folder, maps):
+    store = ScoreMapStore(maps)
+    for batch in epoch_of(FolderSource(folder, "train", maps)):
+        rows = store.rows(batch.index.numpy())
+        np.testing.assert_array_equal(batch.map_logit.numpy(), rows.logit)
+        np.testing.assert_array_equal(batch.map_class.numpy(), rows.cls)
+        np.testing.assert_array_equal(batch.window.numpy(), rows.window)
+
+
+def test_padding_has_weight_zero_and_every_sample_comes_once(beton):
+    batches = epoch_of(FfcvSource(beton))
+    assert all(batch.image.shape == (4, 32, 32, 3) for batch in batches)
+    weight, index = torch.cat([b.weight for b in batches]), torch.cat([b.index for b in batches])
+    assert weight.sum() == 11
+    assert sorted(index[weight == 1].tolist()) == list(range(11))
+
+
+@pytest.fixture
+def broken(folder, tmp_path):
+    """The folder with one file cut in half."""
+    root = shutil.copytree(folder, tmp_path / "broken")
+    victim = sorted((root / "train").glob("*/*.jpg"))[3]
+    victim.write_bytes(victim.read_bytes()[:200])
+    return root, victim
+
+
+def test_a_bad_sample_raises_with_its_id_and_path(broken):
+    root, victim = broken
+    reader = loader(FolderSource(root, "train"))
+    with pytest.raises(UserError, match=rf"sample 3, .*{victim.name}"):
+        list(reader.batches(0))
+    reader.close()
+
+
+def test_a_bad_sample_may_be_skipped_and_is_never_black(broken, capsys):
+    root, victim = broken
+    reader = loader(FolderSource(root, "train"), on_bad_sample="skip")
+    batches = list(reader.batches(0))
+    reader.close()
+    assert reader.skipped == 1
+    assert victim.name in capsys.readouterr().err
+    weight, index = torch.cat([b.weight for b in batches]), torch.cat([b.index for b in batches])
+    assert weight.sum() == 10
+    assert 3 not in index.tolist()
+    assert all(image.float().std() > 1 for batch in batches for image in batch.image)
+
+
+def test_leaving_early_leaves_no_thread(beton):
+    before = threading.active_count()
+    for _ in range(5):
+        reader = loader(FfcvSource(beton))
+        for _ in reader.batches(0):
+            break
+        reader.close()
+    gc.collect()
+    deadline = time.monotonic() + 5
+    while threading.active_count() > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert threading.active_count() == before
+
+
+def test_maps_of_another_dataset_are_refused(folder, maps, tmp_path, command):
+    other = shutil.copytree(folder, tmp_path / "other")
+    next((other / "train" / "cat").glob("*.jpg")).unlink()
+    with pytest.raises(UserError, match=r"another dataset"):
+        FolderSource(other, "train", maps)
+    packed = tmp_path / "other.beton"
+    assert command("tools/pack_dataset.py", "--data", other, "--out", packed).returncode == 0
+    with pytest.raises(UserError, match=r"another dataset"):
+        FfcvSource(packed, maps)

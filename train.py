@@ -202,7 +202,7 @@ def environment(config: Config, device: torch.device) -> dict:
 
 def plain(config: Config) -> dict:
     """The config as JSON can hold it."""
-    return {name: str(value) if isinstance(value, Path) else value for name, value in asdict(config).items()}
+    return json.loads(json.dumps(asdict(config), default=str))
 
 
 def find_checkpoint(config: Config) -> dict | None:
@@ -213,7 +213,7 @@ def find_checkpoint(config: Config) -> dict | None:
     if config.resume == "never":
         raise UserError(f"{path} exists already; continue it with --resume auto, or choose another --out")
     checkpoint = checkpoints.load(path)
-    now, then = json.loads(json.dumps(plain(config))), checkpoint["config"]
+    now, then = plain(config), checkpoint["config"]
     differs = [name for name in now if name not in FREE and now[name] != then.get(name)]
     if differs:
         raise UserError(f"{path} was trained with {differs[0]}={then.get(differs[0])}; give the same value, or choose another --out")

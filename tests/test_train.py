@@ -1,0 +1,181 @@
+"""The run: it learns, resumes to the bit, and refuses what does not fit in one sentence."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+import tyro
+
+import densefeed.train as training
+from densefeed.models import checkpoints
+from densefeed.relabel.files import UserError
+
+
+@pytest.fixture(scope="module")
+def packed(folder, maps, tmp_path_factory, command):
+    """The small folder as .beton: (train with maps, val)."""
+    root = tmp_path_factory.mktemp("packed")
+    for split, extra in (("train", ("--maps", maps)), ("val", ())):
+        done = command("tools/pack_dataset.py", "--data", folder, "--split", split, "--out", root / f"{split}.beton", *extra)
+        assert done.returncode == 0, done.stderr
+    return root / "train.beton", root / "val.beton"
+
+
+def config(packed, out, **fields):
+    small = dict(batch=4, epochs=2, size=32, ema=0.9, drop_path=0.2, threads=2, eval_every=1, log_every=1, device="cpu")
+    return replace(training.lvvit_micro_token_label(), data=packed[0], val=packed[1], out=out, **(small | fields))
+
+
+def records(out, kind="train"):
+    return [r for r in map(json.loads, (out / "metrics.jsonl").read_text().splitlines()) if r["kind"] == kind]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        dict(objective="token-label"),
+        dict(objective="token-label", mixtoken=False, ema=0.0),
+        dict(objective="relabel"),
+        dict(objective="ce"),
+        dict(model="nfnet_micro", objective="ce", mixtoken=False),
+    ],
+)
+def test_every_objective_trains_and_leaves_a_whole_run_folder(packed, tmp_path, fields):
+    result = training.train(config(packed, tmp_path / "run", **fields))
+    assert 0 <= result["top1"] <= 1
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {
+        "config.json", "environment.json", "last.pt", "metrics.jsonl", "result.json", "tensorboard",
+    }  # fmt: skip
+    steps = records(tmp_path / "run")
+    assert [r["step"] for r in steps] == [1, 2, 3, 4, 5, 6]
+    model, checkpoint = checkpoints.build(tmp_path / "run" / "last.pt")
+    assert checkpoint["class_names"] == ["cat", "dog"]
+    assert model(torch.zeros(1, 3, 32, 32)) is not None
+
+
+def test_the_two_loaders_train_alike(packed, folder, maps, tmp_path):
+    """Same plan, same crops, same labels: the same losses."""
+    training.train(config(packed, tmp_path / "ffcv"))
+    training.train(config((folder, folder), tmp_path / "folder", loader="folder", labels=maps))
+    for one, other in zip(records(tmp_path / "ffcv"), records(tmp_path / "folder"), strict=True):
+        assert one["loss"] == other["loss"]
+
+
+def test_a_run_killed_between_epochs_resumes_to_the_bit(packed, tmp_path, monkeypatch):
+    """Same losses and same final weights as an uninterrupted run, drop-path, EMA and MixToken on."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        training.train(config(packed, tmp_path / "whole", epochs=3))
+        evaluations = []
+
+        def killed(*arguments):
+            evaluations.append(1)
+            if len(evaluations) > 2:            # epoch 1 evaluates raw and averaged weights; the third call is epoch 2's
+                raise KeyboardInterrupt
+            return 0.5
+
+        monkeypatch.setattr(training, "evaluate_waits", killed)
+        with pytest.raises(KeyboardInterrupt):
+            training.train(config(packed, tmp_path / "killed", epochs=3))
+        monkeypatch.undo()
+        assert not (tmp_path / "killed" / "result.json").exists()
+        training.train(config(packed, tmp_path / "killed", epochs=3, resume="auto"))
+    finally:
+        torch.set_num_threads(threads)
+    # The killed run logged epoch 2 (steps 4 to 6) once before it died and once after it resumed.
+    last = {r["step"]: r["loss"] for r in records(tmp_path / "killed")}
+    assert last == {r["step"]: r["loss"] for r in records(tmp_path / "whole")}
+    one, other = (checkpoints.load(tmp_path / name / "last.pt") for name in ("whole", "killed"))
+    for part in ("model", "ema"):
+        for name, tensor in one[part].items():
+            assert torch.equal(tensor, other[part][name]), name
+
+
+def test_a_finished_run_is_not_overwritten_and_another_is_not_continued(packed, tmp_path):
+    training.train(config(packed, tmp_path / "run", epochs=1))
+    with pytest.raises(UserError, match=r"exists already; continue it with --resume auto"):
+        training.train(config(packed, tmp_path / "run", epochs=1))
+    with pytest.raises(UserError, match=r"trained with lr=0.002"):
+        training.train(config(packed, tmp_path / "run", epochs=1, lr=1.0, resume="auto"))
+
+
+def test_what_does_not_fit_is_refused(packed, folder, maps, tmp_path, random_maps):
+    with pytest.raises(UserError, match=r"has no score maps, which --objective token-label needs"):
+        training.train(config((packed[1], packed[1]), tmp_path / "a"))
+    with pytest.raises(UserError, match=r"is a folder; pack it"):
+        training.train(config((folder, folder), tmp_path / "a"))
+    with pytest.raises(UserError, match=r"is a file; --loader folder reads folders"):
+        training.train(config(packed, tmp_path / "a", loader="folder"))
+    with pytest.raises(UserError, match=r"has no token head"):
+        training.train(config(packed, tmp_path / "a", model="resnet18"))
+    with pytest.raises(UserError, match=r"timm knows no model 'resnet1'"):
+        training.train(config(packed, tmp_path / "a", model="resnet1", objective="ce", mixtoken=False))
+    with pytest.raises(UserError, match=r"cannot be built"):
+        training.train(config(packed, tmp_path / "a", size=36))
+    assert not (tmp_path / "a").exists()
+
+
+def test_other_classes_in_validation_are_refused(packed, folder, tmp_path, command):
+    import shutil
+
+    other = shutil.copytree(folder, tmp_path / "other")
+    (other / "val" / "dog").rename(other / "val" / "wolf")
+    assert command("tools/pack_dataset.py", "--data", other, "--split", "val", "--out", tmp_path / "v.beton").returncode == 0
+    with pytest.raises(UserError, match=r"name different classes"):
+        training.train(config((packed[0], tmp_path / "v.beton"), tmp_path / "a"))
+
+
+def test_maps_of_another_class_count_are_refused(folder, random_maps, tmp_path):
+    import numpy as np
+
+    from densefeed.relabel.images import Images
+    from densefeed.relabel.store import ScoreMapWriter, StoreHeader
+
+    images = Images(folder, split="train")
+    header = StoreHeader(
+        side=6, top_k=2, num_classes=7, absent="tail", teacher="t", input_size=96, geometry="squash", fingerprint=images.fingerprint(),
+        class_names=tuple(images.class_names),
+    )  # fmt: skip
+    writer = ScoreMapWriter(tmp_path / "seven.h5", header, images.paths, images.labels)
+    writer.write(np.arange(len(images)), random_maps(len(images), 6, 2, 7))
+    writer.finish()
+    with pytest.raises(UserError, match=r"seven.h5 scores 7 classes but the data has 2"):
+        training.train(config((folder, folder), tmp_path / "a", loader="folder", labels=tmp_path / "seven.h5"))
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(packed, tmp_path):
+    with pytest.raises(UserError, match=r"the loss is nan|the loss is inf"):
+        training.train(config(packed, tmp_path / "run", lr=1e30, epochs=4, warmup_epochs=0))
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["no_such_recipe"], "no_such_recipe"),
+        (["lvvit_micro_ce", "--data", "a", "--val", "b", "--out", "c", "--no-such-flag", "1"], "no-such-flag"),
+        (["lvvit_micro_ce", "--data", "a", "--val", "b", "--out", "c", "--loader", "tfdata"], "tfdata"),
+        (["lvvit_micro_ce", "--data", "nowhere.beton", "--val", "b.beton", "--out", "c"], "nowhere.beton: there is no such file"),
+        (["lvvit_micro_ce", "--data", "nowhere", "--val", "b", "--out", "c", "--loader", "folder"], "nowhere is not a folder"),
+    ],
+)
+def test_a_wrong_command_line_says_so_and_exits_with_2(command, words, said):
+    done = command("train.py", *words)
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("recipe", training.RECIPES, ids=lambda r: r.__name__)
+def test_help_names_every_field_and_the_docstring_states_the_command(recipe, command):
+    assert f"python train.py {recipe.__name__} " in recipe.__doc__
+    if recipe is training.lvvit_micro_ce:
+        done = command("train.py", recipe.__name__, "--help")
+        assert done.returncode == 0
+        for name in training.Config.__dataclass_fields__:
+            assert f"--{name.replace('_', '-')}" in done.stdout, name
+    chosen = recipe()
+    model, _ = training.build_model(replace(chosen, drop_path=0.0), 10)
+    assert sum(p.numel() for p in model.parameters()) > 0
+    assert chosen.data is tyro.MISSING

@@ -1,0 +1,252 @@
+"""One self-contained HTML file that shows what runs were trained on and what came out.
+
+    python tools/show.py runs/ce runs/token-label --boxes scenes/boxes.json
+
+A table of results, curves, and a contact sheet: training crops exactly as the student saw them, with the label of every
+token drawn over them. `--boxes` (from tools/make_digit_scenes.py) adds the true objects, and judges the labels by them.
+"""
+
+import base64
+import io
+import json
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Annotated, NamedTuple
+
+import jinja2
+import numpy as np
+import torch
+import tyro
+from PIL import Image
+
+from densefeed.pipelines.batch import Batch, Loader
+from densefeed.pipelines.targets import sparse_targets
+from densefeed.relabel.files import UserError, replacing, run
+from densefeed.relabel.images import Images
+from densefeed.relabel.progress import bar
+from densefeed.train import Config, open_loader
+
+CONTACTS = 12                 # crops on the contact sheet
+JUDGED = 2000                 # crops whose labels are judged
+INKS = ("#56b4e9", "#e69f00", "#009e73", "#f0e442", "#d55e00", "#cc79a7", "#0072b2", "#b2df8a", "#ff7f7f", "#9e9ac8")
+CURVES = ("#0b6e99", "#c2571a", "#3a8f4d", "#7a4fa3", "#8a6d1f", "#555555")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """What to show."""
+
+    runs: Annotated[tuple[Path, ...], tyro.conf.Positional]  # run folders of train.py
+    boxes: Path | None = None  # true boxes of the training images, to judge labels by
+    out: Path | None = None  # the HTML to write; default: report.html in the last run's folder
+
+
+class Run(NamedTuple):
+    """A run folder, read."""
+
+    name: str
+    config: dict
+    result: dict
+    train: list[dict]         # metrics of the training, a record every log_every steps
+    val: list[dict]           # of the evaluations
+
+
+class Truth(NamedTuple):
+    """True objects of one image: classes `[n]` and boxes `[n, 4]` (left, top, right, bottom), normalised."""
+
+    classes: np.ndarray
+    boxes: np.ndarray
+
+
+def read_run(folder: Path) -> Run:
+    """UserError if the folder is no finished run."""
+    try:
+        config, result = (json.loads((folder / name).read_text()) for name in ("config.json", "result.json"))
+        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    except FileNotFoundError as error:
+        raise UserError(f"{folder} is no finished run ({Path(error.filename).name} is missing); train it with train.py") from None
+    except ValueError as error:
+        raise UserError(f"{folder} holds a damaged file ({error}); train it again") from error
+    return Run(folder.name, config, result, *([r for r in lines if r["kind"] == kind] for kind in ("train", "val")))
+
+
+def loader_of(run: Run) -> Loader:
+    """The loader that the run trained with."""
+    names = {"data", "val", "labels", "loader", "threads", "size", "batch", "seed", "crop_scale", "hflip", "crop_pct"}
+    fields = {name: value for name, value in run.config.items() if name in names}
+    for name in ("data", "val", "labels"):
+        fields[name] = Path(fields[name]) if fields[name] else None
+    fields["crop_scale"] = tuple(fields["crop_scale"])
+    return open_loader(Config(out=Path(), **fields), "train")
+
+
+def read_truth(path: Path, run: Run) -> list[Truth]:
+    """True objects in the order of the run's samples. UserError if they are not of the run's images."""
+    if not path.exists():
+        raise UserError(f"{path}: there is no such file; tools/make_digit_scenes.py writes it beside its scenes")
+    told = json.loads(path.read_text())
+    images = Images(path.parent, split="train")
+    data = Path(run.config["data"])
+    if data.is_file():
+        from densefeed.pipelines.beton import Beton
+
+        if Beton(data).notes.get("fingerprint") != images.fingerprint():
+            raise UserError(f"{path} describes other images than {data} holds; pack {path.parent} again")
+    truths = []
+    for name in images.paths:
+        objects = told["scenes"][f"train/{name}"]
+        classes = np.array([images.class_names.index(str(o["digit"])) for o in objects])
+        truths.append(Truth(classes, np.array([o["box"] for o in objects], float) / told["size"]))
+    return truths
+
+
+def in_crop(boxes_n4: np.ndarray, view: np.ndarray) -> np.ndarray:
+    """Boxes of the image as the crop shows them: the View undone, corners sorted; normalised, `[n, 4]`."""
+    back = np.linalg.inv(np.vstack([view, [0, 0, 1]]))[:2]
+    corners = boxes_n4.reshape(-1, 2) @ back[:, :2].T + back[:, 2]
+    pairs = corners.reshape(-1, 2, 2)
+    return np.concatenate([pairs.min(1), pairs.max(1)], axis=1)
+
+
+def owner_of_tokens(boxes_n4: np.ndarray, grid: int) -> np.ndarray:
+    """For each token of a `grid` x `grid` table, the one box it lies wholly inside of, or -1 if it touches none or another too."""
+    edges = np.arange(grid) / grid
+    left, top = np.meshgrid(edges, edges)
+    token = np.stack([left, top, left + 1 / grid, top + 1 / grid], -1)[:, :, None]
+    box = boxes_n4[None, None]
+    inside = (token[..., :2] >= box[..., :2] - 1e-6).all(-1) & (token[..., 2:] <= box[..., 2:] + 1e-6).all(-1)
+    touches = (token[..., :2] < box[..., 2:]).all(-1) & (token[..., 2:] > box[..., :2]).all(-1)
+    return np.where((touches.sum(-1) == 1) & inside.any(-1), inside.argmax(-1), -1)
+
+
+def labels_of_tokens(batch: Batch, loader: Loader, grid: int) -> tuple[np.ndarray, np.ndarray]:
+    """The likeliest class of every token and its probability, `[N, T]` each."""
+    targets = sparse_targets(batch, loader.labels, grid)
+    best = (targets.extra + targets.base[..., None]).max(-1)
+    return targets.palette.gather(1, best.indices).numpy(), best.values.numpy()
+
+
+def judge(loader: Loader, truths: list[Truth], grid: int) -> dict:
+    """Of the tokens that lie inside exactly one true object: how often is each kind of label that object's class?
+
+    `image`: the image's own label, what plain cross entropy says of every token. `crop`: the dense label of the whole
+    crop (objective relabel). `token`: the dense label of the token. `token_main` and `token_other`: `token`, on the
+    largest object of its image and on all others.
+    """
+    right, count = dict.fromkeys(("image", "crop", "token", "token_main", "token_other"), 0), {"all": 0, "main": 0, "other": 0}
+    batches = -(-JUDGED // loader.plan.batch)
+    for batch in bar(islice(loader.batches(0), batches), "judge, batches", min(batches, len(loader))):
+        token, _ = labels_of_tokens(batch, loader, grid)
+        crop, _ = labels_of_tokens(batch, loader, 1)
+        for n, index in enumerate(batch.index.tolist()):
+            truth = truths[index]
+            owner = owner_of_tokens(in_crop(truth.boxes, batch.view[n].numpy()), grid).ravel()
+            inside = (owner >= 0) & bool(batch.weight[n] > 0)
+            want, main = truth.classes[owner[inside]], owner[inside] == 0
+            hits = token[n][inside] == want
+            right["image"] += int((want == int(batch.label[n])).sum())
+            right["crop"] += int((want == crop[n, 0]).sum())
+            right["token"] += int(hits.sum())
+            right["token_main"] += int(hits[main].sum())
+            right["token_other"] += int(hits[~main].sum())
+            count["all"] += len(want)
+            count["main"] += int(main.sum())
+            count["other"] += int((~main).sum())
+    of = {"token_main": "main", "token_other": "other"}
+    return {kind: hits / max(count[of.get(kind, "all")], 1) for kind, hits in right.items()} | {"tokens": count["all"]}
+
+
+def picture(pixels: np.ndarray) -> str:
+    """A data URL of the pixels, PNG."""
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, "PNG", optimize=True)
+    return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
+
+
+def contact_sheet(loader: Loader, truths: list[Truth] | None, grid: int) -> list[dict]:
+    """The first crops of epoch 0, each with its tokens' labels and, if known, the true boxes."""
+    batch = next(loader.batches(0))
+    token, probability = labels_of_tokens(batch, loader, grid)
+    sheet = []
+    for n in range(min(CONTACTS, loader.plan.batch)):
+        cells = [
+            {
+                "x": at % grid, "y": at // grid, "name": loader.class_names[c], "ink": INKS[c % len(INKS)],
+                "opacity": round(0.62 * float(p) ** 2, 3), "sure": bool(p > 0.5),
+            }
+            for at, (c, p) in enumerate(zip(token[n].tolist(), probability[n].tolist(), strict=True))
+        ]  # fmt: skip
+        objects = []
+        if truths is not None:
+            truth = truths[int(batch.index[n])]
+            for c, (left, top, right, bottom) in zip(truth.classes, in_crop(truth.boxes, batch.view[n].numpy()).clip(0, 1), strict=True):
+                if right > left and bottom > top:
+                    objects.append({
+                        "x": left * grid, "y": top * grid, "w": (right - left) * grid, "h": (bottom - top) * grid,
+                        "name": loader.class_names[c], "ink": INKS[c % len(INKS)],
+                    })  # fmt: skip
+        sheet.append({
+            "image": picture(batch.image[n].numpy()), "label": loader.class_names[int(batch.label[n])], "index": int(batch.index[n]),
+            "cells": cells, "objects": objects,
+        })  # fmt: skip
+    return sheet
+
+
+def curve(runs: list[Run], kind: str, value: str, percent: bool) -> dict:
+    """Points of one value of all runs over epochs, in a 100 x 100 frame with its axes' ticks."""
+    series = [(run.name, [(r["epoch"], r[value]) for r in getattr(run, kind)]) for run in runs]
+    points = [point for _, line in series for point in line]
+    if not points:
+        return {"lines": [], "ticks_x": [], "ticks_y": []}
+    high_x = int(np.ceil(max(x for x, _ in points)))
+    low_y, high_y = (0.0, 1.0) if percent else (0.0, max(y for _, y in points) * 1.05)
+    lines = [
+        {
+            "name": name, "ink": CURVES[n % len(CURVES)], "last": (f"{100 * line[-1][1]:.1f} %" if percent else f"{line[-1][1]:.2f}") if line else "",
+            "points": [(round(100 * x / high_x, 2), round(100 - 100 * (y - low_y) / (high_y - low_y), 2)) for x, y in line],
+        }
+        for n, (name, line) in enumerate(series)
+    ]  # fmt: skip
+    ticks = [low_y + (high_y - low_y) * share for share in (0, 0.25, 0.5, 0.75, 1)]
+    return {
+        "lines": lines, "ticks_x": [f"{high_x * share:g}" for share in (0, 0.5, 1)],
+        "ticks_y": [f"{100 * t:.0f} %" if percent else f"{t:.1f}" for t in ticks],
+    }  # fmt: skip
+
+
+def main(report: Report) -> None:
+    """Read the runs, replay the last one's first epoch, write the file."""
+    if not report.runs:
+        raise UserError("name at least one run folder of train.py")
+    runs = [read_run(folder) for folder in report.runs]
+    labelled = next((run for run in reversed(runs) if run.config["objective"] != "ce"), None)
+    sheet, purity, grid = [], None, 0
+    if labelled:
+        loader = loader_of(labelled)
+        # One label a token: the student's grid where it has one, else as fine as the maps are.
+        patch = {"lvvit_micro": 8}.get(labelled.config["model"], 16)
+        grid = labelled.config["size"] // patch
+        truths = read_truth(report.boxes, labelled) if report.boxes else None
+        sheet = contact_sheet(loader, truths, grid)
+        purity = judge(loader, truths, grid) if truths else None
+        loader.close()
+    page = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined).from_string(
+        (Path(__file__).parent / "show.html").read_text()
+    )
+    out = report.out or report.runs[-1] / "report.html"
+    text = page.render(
+        runs=runs, sheet=sheet, purity=purity, grid=grid, labelled=labelled,
+        accuracy=curve(runs, "val", "top1", True), losses=curve(runs, "train", "loss", False),
+    )  # fmt: skip
+    with replacing(out) as part:
+        part.write_text(text)
+    if purity:
+        with replacing(out.with_suffix(".json")) as part:
+            part.write_text(json.dumps(purity, indent=1))
+    print(f"{out}: {out.stat().st_size / 1024:,.0f} KiB, open it in a browser")
+
+
+if __name__ == "__main__":
+    torch.set_grad_enabled(False)
+    run(lambda: main(tyro.cli(Report, description=__doc__)))

@@ -144,7 +144,7 @@ class Beton:
         entries = self.num_samples * sum(field.type in (RGB, BYTES, NDARRAY) for field in self.fields)
         if start + self.num_samples * dtype.itemsize > table or size != table + entries * ALLOCATION.itemsize:
             raise UserError(f"{path} is cut or damaged ({size:,} bytes, {entries:,} allocations expected at {table:,}); pack or copy it again")
-        self._bytes = np.memmap(self.path, np.uint8, "r")
+        self._bytes, self._pages_end = np.memmap(self.path, np.uint8, "r"), table
         self._metadata = np.memmap(self.path, dtype, "r", start, (self.num_samples,))
         self._table = np.memmap(self.path, ALLOCATION, "r", table)
         # FFCV writes pages as its workers fill them, so its table is not in the order of the file.
@@ -185,7 +185,7 @@ class Beton:
     def image(self, index: int) -> tuple[bytes, bool]:
         """The stored bytes of image `index` and whether they are raw pixels (`[height, width, 3]` uint8) and no JPEG."""
         record = self._metadata[index][self._image]
-        return self._extent(index, int(record["ptr"])).tobytes(), bool(record["mode"] == RAW)
+        return self._extents(np.array([index]), record["ptr"][None])[0].tobytes(), bool(record["mode"] == RAW)
 
     def has(self, name: str) -> bool:
         """Whether there is a field of this name."""
@@ -196,15 +196,17 @@ class Beton:
         number = next(n for n, field in enumerate(self.fields) if field.name == name)
         field = self.fields[number]
         rows = np.empty((len(ids), *field.shape), field.dtype)
-        length = rows[0].nbytes if len(ids) else 0
-        for row, index in zip(rows, ids.tolist(), strict=True):
-            ptr = int(self._metadata[index][f"f{number}"])
-            row.reshape(-1).view(np.uint8)[:] = self._extent(index, ptr, length)
+        for row, extent in zip(rows, self._extents(ids, self._metadata[f"f{number}"][ids]), strict=True):
+            if len(extent) != row.nbytes:
+                raise UserError(f"{self.path}: an array of field {name!r} has {len(extent)} bytes, not {row.nbytes}; pack it again")
+            row.reshape(-1).view(np.uint8)[:] = extent
         return rows
 
-    def _extent(self, index: int, ptr: int, length: int | None = None) -> np.ndarray:
-        at = np.searchsorted(self._ptrs, ptr)
-        entry = self._table[self._by_ptr[at]] if at < len(self._ptrs) else None
-        if entry is None or entry["ptr"] != ptr or entry["sample"] != index or (length is not None and entry["size"] != length):
+    def _extents(self, ids: np.ndarray, ptrs: np.ndarray) -> list[np.ndarray]:
+        """The bytes that the samples `ids` have at `ptrs`; UserError where the allocation table says otherwise."""
+        entries = self._table[self._by_ptr[np.minimum(np.searchsorted(self._ptrs, ptrs), len(self._ptrs) - 1)]]
+        wrong = (entries["ptr"] != ptrs) | (entries["sample"] != ids) | (entries["ptr"] + entries["size"] > self._pages_end)
+        if wrong.any():
+            index = int(ids[wrong.argmax()])
             raise UserError(f"{self.path}: the allocation table does not know sample {index}; the file is damaged, pack it again")
-        return self._bytes[ptr : ptr + int(entry["size"])]
+        return [self._bytes[at : at + size] for at, size in zip(entries["ptr"].tolist(), entries["size"].tolist(), strict=True)]

@@ -93,7 +93,7 @@ def scene(rng: np.random.Generator, label: int, size: int, photographs: list, sc
     """One scene: JPEG bytes, and of each digit its class and its box of ink (left, top, right, bottom) in pixels, largest first."""
     canvas = background(rng, size, photographs)
     digits = []
-    sides = [rng.uniform(0.42, 0.52)] + [rng.uniform(0.26, 0.34) for _ in range(rng.integers(2, 4))]
+    sides = [rng.uniform(0.46, 0.62)] + [rng.uniform(0.24, 0.30) for _ in range(rng.integers(1, 4))]
     for number, side in enumerate(round(size * share) for share in sides):
         digit = label if number == 0 else int(rng.choice([c for c in range(10) if c != label]))
         place = free_place(rng, size, side, [d["place"] for d in digits])

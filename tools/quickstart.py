@@ -44,7 +44,7 @@ def call(made: Path, *words: object) -> None:
         print(f"have {made}")
         return
     print(f"\n$ python {shlex.join(map(str, words))}", flush=True)
-    done = subprocess.run([sys.executable, *map(str, words)], cwd=ROOT)
+    done = subprocess.run([sys.executable, ROOT / str(words[0]), *map(str, words[1:])])
     if done.returncode:
         sys.exit(done.returncode)
 

@@ -1,0 +1,134 @@
+"""The pass: stored rows against a direct computation, resume after kill -9, accuracy from the store."""
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import timm
+import torch
+from safetensors.torch import save_file
+
+from densefeed.relabel.files import UserError
+from densefeed.relabel.images import Images, decode
+from densefeed.relabel.labelling import keep_top, label_images, stored_accuracy
+from densefeed.relabel.store import ScoreMapStore
+from densefeed.relabel.teacher import Teacher
+
+ROOT = Path(__file__).parents[2]
+CONFIG = {"mean": (0.5, 0.4, 0.3), "std": (0.2, 0.3, 0.4), "interpolation": "bilinear"}
+
+
+def teacher(classes=4, size=64, geometry="squash"):
+    torch.manual_seed(0)
+    return Teacher(timm.create_model("test_resnet", num_classes=classes), size, geometry, CONFIG)
+
+
+@pytest.mark.parametrize("geometry", ["squash", "centre-crop"])
+def test_a_row_is_the_teachers_top_k_of_that_image(folder, tmp_path, geometry):
+    """One image alone through the bare timm model, against its row; float16 keeps 11 bits."""
+    images, scorer = Images(folder, split="train"), teacher(geometry=geometry)
+    store = label_images(images, scorer, "t", tmp_path / "maps.h5", top_k=3, batch=4, threads=2, absent="tail")
+    for index in (0, 7, 10):
+        image = decode(images.read(index), "")
+        if geometry == "centre-crop":
+            side = min(image.size)
+            left, top = (image.width - side) / 2, (image.height - side) / 2
+            want_window = np.array([top / image.height, left / image.width, 1 - top / image.height, 1 - left / image.width])
+        else:
+            want_window = np.array([0, 0, 1, 1])
+        pixels, _ = scorer.prepare(image)
+        x = (torch.from_numpy(pixels.copy()).permute(2, 0, 1)[None] / 255 - torch.tensor(CONFIG["mean"]).view(3, 1, 1)) / torch.tensor(
+            CONFIG["std"]
+        ).view(3, 1, 1)
+        with torch.no_grad():
+            features = scorer.model.forward_features(x)
+            logits = torch.einsum("ncij,kc->nijk", features, scorer.model.fc.weight) + scorer.model.fc.bias
+        row = store.rows(np.array([index]))
+        want = logits.topk(3, dim=-1)
+        np.testing.assert_allclose(row.logit[0], want.values[0], atol=2e-3, rtol=1e-3)
+        np.testing.assert_array_equal(row.cls[0], want.indices[0])
+        np.testing.assert_allclose(row.lse[0], logits.logsumexp(-1)[0], atol=2e-3, rtol=1e-3)
+        np.testing.assert_allclose(row.window[0], want_window, atol=1e-6)
+    assert store.header.teacher.startswith("t ")
+
+
+def test_accuracy_from_the_store_is_that_of_the_mean_probability(folder, tmp_path):
+    images, scorer = Images(folder, split="train"), teacher(classes=2)
+    store = label_images(images, scorer, "t", tmp_path / "maps.h5", top_k=2, batch=4, threads=1, absent="tail")
+    right = []
+    for index in range(len(images)):
+        pixels, _ = scorer.prepare(decode(images.read(index), ""))
+        probability = scorer(torch.from_numpy(pixels.copy())[None]).softmax(-1).mean((1, 2))
+        right.append(int(probability.argmax()) == images.labels[index])
+    assert stored_accuracy(store, batch=4) == pytest.approx(np.mean(right))
+
+
+def test_top_k_is_sorted_and_lse_covers_all_classes():
+    logits = torch.randn(2, 3, 3, 9) * 4
+    maps = keep_top(logits, 4, np.zeros((2, 4), np.float32))
+    assert (np.diff(maps.logit.astype(np.float32), axis=-1) <= 0).all()
+    np.testing.assert_allclose(maps.lse, logits.double().exp().sum(-1).log(), rtol=1e-3)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e6])
+def test_logits_that_float16_cannot_hold_are_refused(bad):
+    logits = torch.zeros(1, 2, 2, 3)
+    logits[0, 1, 1, 2] = bad
+    with pytest.raises(UserError, match=r"not finite in float16"):
+        keep_top(logits, 2, np.zeros((1, 4), np.float32))
+
+
+def test_impossible_wishes_are_refused_before_any_work(folder, tmp_path):
+    images = Images(folder, split="train")
+    with pytest.raises(UserError, match=r"--top-k 5 is more than the 4 classes"):
+        label_images(images, teacher(), "t", tmp_path / "maps.h5", top_k=5, batch=4, threads=1, absent="tail")
+    with pytest.raises(UserError, match=r"has 2 classes but the teacher t only 1"):
+        label_images(images, teacher(classes=1), "t", tmp_path / "maps.h5", top_k=1, batch=4, threads=1, absent="tail")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_killed_with_9_continues_and_ends_equal(folder, tmp_path):
+    """SIGKILL once rows are on disk; the same command again gives the bytes of an uninterrupted run."""
+    torch.manual_seed(0)
+    save_file(timm.create_model("test_resnet", num_classes=2).state_dict(), tmp_path / "teacher.safetensors")
+
+    def words(out):
+        return [
+            sys.executable, "tools/relabel_imagenet.py", "--data", folder, "--teacher", tmp_path / "teacher.safetensors", "--model",
+            "test_resnet", "--input-size", "512", "--top-k", "2", "--batch", "1", "--threads", "1", "--device", "cpu", "--out", out,
+        ]  # fmt: skip
+
+    killed, whole = tmp_path / "killed.h5", tmp_path / "whole.h5"
+    process = subprocess.Popen(words(killed), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    while process.poll() is None and time.monotonic() < deadline:
+        part = Path(f"{killed}.part")
+        if part.exists() and done_rows(part) >= 2:
+            break
+        time.sleep(0.002)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    if not killed.exists():             # it may have finished before the signal came
+        assert done_rows(Path(f"{killed}.part")) >= 2
+        again = subprocess.run(words(killed), cwd=ROOT, capture_output=True, text=True)
+        assert again.returncode == 0, again.stderr
+        assert "labelled already" in again.stdout
+    subprocess.run(words(whole), cwd=ROOT, capture_output=True, check=True)
+    assert killed.read_bytes() == whole.read_bytes()
+    assert not Path(f"{killed}.part").exists()
+    assert len(ScoreMapStore(killed)) == 11
+
+
+def done_rows(part):
+    """Rows marked done in a store being written, read without HDF5's own locking."""
+    import h5py
+
+    try:
+        with h5py.File(part, "r", locking=False) as file:
+            return int(file["done"][:].sum())
+    except OSError:
+        return 0

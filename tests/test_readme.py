@@ -1,0 +1,76 @@
+"""README's commands, run as a newcomer would in the order in which they stand, on a flow small enough for a test."""
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SMALL = {"tools/quickstart.py": ["--train", "60", "--val", "20", "--epochs", "1"], "train.py": ["--epochs", "1"]}
+
+
+def commands() -> list[str]:
+    """Every line of README's shell blocks that is no comment."""
+    blocks = re.findall(r"```(?:sh|bash)\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
+    return [line.split("  #")[0].strip() for line in lines if line.strip() and not line.startswith("#")]
+
+
+@pytest.fixture(scope="module")
+def newcomer(tmp_path_factory):
+    """A folder with the checkout's files in it, where the quickstart has run in small."""
+    home = tmp_path_factory.mktemp("newcomer")
+    for path in ROOT.iterdir():
+        if path.name not in (".git", "quickstart", "runs", ".venv"):
+            (home / path.name).symlink_to(path)
+    done = subprocess.run(
+        [sys.executable, "tools/quickstart.py", "--out", home / "quickstart", *SMALL["tools/quickstart.py"]],
+        cwd=home, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return home, done.stdout
+
+
+def test_the_quickstart_prints_its_table_and_writes_its_report(newcomer):
+    home, said = newcomer
+    report = home / "quickstart" / "report.html"
+    assert str(report) in said.replace("\n", "")
+    for words in ("student (lvvit_micro), token-label", "teacher (nfnet_micro)", "token's dense label"):
+        assert words in said
+    text = report.read_text()
+    assert text.count("<img") == 24                          # 12 crops, with labels and with boxes
+    assert "http://" not in text.replace("http://www.w3.org", "")
+    assert "https://" not in text                            # self-contained
+    purity = json.loads(report.with_suffix(".json").read_text())
+    assert purity["tokens"] > 100
+    assert 0 < purity["token"] < 1
+
+
+def test_the_quickstart_keeps_what_is_there(newcomer):
+    home, _ = newcomer
+    again = subprocess.run(
+        [sys.executable, "tools/quickstart.py", "--out", home / "quickstart", *SMALL["tools/quickstart.py"]],
+        cwd=home, capture_output=True, text=True,
+    )  # fmt: skip
+    assert again.returncode == 0, again.stderr
+    assert again.stdout.count("have ") == 9
+    assert "$ python" not in again.stdout
+
+
+def test_every_command_of_the_readme_runs(newcomer):
+    home, _ = newcomer
+    found = commands()
+    assert found[:2] == ["make quickstart", "make test"]
+    makefile = (ROOT / "Makefile").read_text()
+    assert "\t$(RUN) tools/quickstart.py --out quickstart\n" in makefile     # which the fixture ran in small
+    assert "\t$(RUN) -m pytest\n" in makefile                                # which is what runs now
+    for line in found[2:]:
+        words = shlex.split(line)
+        assert words[0] == "python", line
+        extra = SMALL.get(words[1], []) if "--help" not in words else []
+        done = subprocess.run([sys.executable, *words[1:], *extra], cwd=home, capture_output=True, text=True)
+        assert done.returncode == 0, f"{line}\n{done.stdout[-2000:]}{done.stderr[-2000:]}"

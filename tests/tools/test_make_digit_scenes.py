@@ -1,0 +1,79 @@
+"""The scenes: deterministic, split by source digit, boxes where the ink is."""
+
+import json
+
+import numpy as np
+import pytest
+from PIL import Image
+from sklearn.datasets import load_digits
+
+from densefeed.relabel.files import UserError
+from densefeed.tools.make_digit_scenes import Scenes, load_scans, main
+
+
+@pytest.fixture(scope="module")
+def scenes(tmp_path_factory):
+    out = tmp_path_factory.mktemp("scenes") / "scenes"
+    main(Scenes(out=out, train=30, val=20))
+    return out
+
+
+def files(root):
+    return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+
+
+def test_the_same_seed_gives_the_same_bytes_and_another_does_not(scenes, tmp_path):
+    main(Scenes(out=tmp_path / "again", train=30, val=20))
+    main(Scenes(out=tmp_path / "other", train=30, val=20, seed=1))
+    assert files(tmp_path / "again") == files(scenes)
+    other = files(tmp_path / "other")
+    assert all(other[name] != content for name, content in files(scenes).items() if name.endswith(".jpg"))
+
+
+def test_no_scan_is_in_both_splits_and_none_is_lost():
+    scans = load_scans()
+    seen = {split: {scan.tobytes() for group in scans[split] for scan in group} for split in scans}
+    assert not seen["train"] & seen["val"]
+    assert sum(len(group) for split in scans.values() for group in split) == len(load_digits().images)
+
+
+def test_the_label_is_the_largest_digit_and_boxes_hold_bright_ink(scenes):
+    told = json.loads((scenes / "boxes.json").read_text())
+    assert len(told["scenes"]) == 50
+    for name, digits in told["scenes"].items():
+        assert name.split("/")[1] == str(digits[0]["digit"])
+        grey = np.asarray(Image.open(scenes / name).convert("L"), float)
+        areas = []
+        for digit in digits:
+            left, top, right, bottom = digit["box"]
+            assert 0 <= left < right <= 96
+            assert 0 <= top < bottom <= 96
+            areas.append(max(right - left, bottom - top))
+            assert grey[top:bottom, left:right].max() > 150
+        assert areas[0] == max(areas)
+        assert all(digit["digit"] != digits[0]["digit"] for digit in digits[1:])
+
+
+def test_an_existing_folder_is_kept(scenes):
+    before = files(scenes)
+    with pytest.raises(UserError, match=r"exists already"):
+        main(Scenes(out=scenes, train=30, val=20))
+    assert files(scenes) == before
+
+
+def test_a_failure_leaves_nothing(tmp_path, monkeypatch):
+    import densefeed.tools.make_digit_scenes as tool
+
+    calls = []
+
+    def fail(*arguments):
+        calls.append(1)
+        if len(calls) > 5:
+            raise OSError(28, "No space left on device")
+        return original(*arguments)
+
+    original = tool.scene
+    monkeypatch.setattr(tool, "scene", fail)
+    with pytest.raises(OSError, match="No space"):
+        main(Scenes(out=tmp_path / "scenes", train=30, val=20))
+    assert list(tmp_path.iterdir()) == []

@@ -19,8 +19,8 @@ class CheckpointError(Exception):
 class Recipe(NamedTuple):
     """How to build a model again."""
 
-    name: str                    # timm's
-    kwargs: dict                 # of timm.create_model
+    name: str  # timm's
+    kwargs: dict  # of timm.create_model
 
 
 def load(path: Path) -> dict:
@@ -33,13 +33,17 @@ def load(path: Path) -> dict:
         raise CheckpointError(f"{path}: there is no such checkpoint; check the path") from None
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
-    except Exception as error:      # unpickling a damaged file may raise nearly anything
-        raise CheckpointError(f"{path} is no checkpoint that loads safely ({type(error).__name__}); copy or train it again") from error
+    except Exception as error:  # unpickling a damaged file may raise nearly anything
+        raise CheckpointError(
+            f"{path} is no checkpoint that loads safely ({type(error).__name__}); copy or train it again"
+        ) from error
 
 
 def weights_of(checkpoint: dict) -> dict[str, torch.Tensor]:
     """The weights to use: the averaged ones where there are any; prefixes of wrappers removed."""
-    found = next((checkpoint[key] for key in ("ema", "state_dict_ema", "model", "state_dict") if checkpoint.get(key)), checkpoint)
+    found = next(
+        (checkpoint[key] for key in ("ema", "state_dict_ema", "model", "state_dict") if checkpoint.get(key)), checkpoint
+    )
     return {name.removeprefix("module.").removeprefix("_orig_mod."): tensor for name, tensor in found.items()}
 
 
@@ -53,7 +57,11 @@ def build(path: Path, model_name: str = "") -> tuple[nn.Module, dict]:
         recipe = Recipe(**checkpoint["recipe"])
     elif model_name:
         weights = weights_of(checkpoint)
-        classes = [tensor.shape[0] for name, tensor in weights.items() if name.endswith(("head.fc.bias", "head.bias", "fc.bias", "classifier.bias"))]
+        classes = [
+            tensor.shape[0]
+            for name, tensor in weights.items()
+            if name.endswith(("head.fc.bias", "head.bias", "fc.bias", "classifier.bias"))
+        ]
         recipe = Recipe(model_name, {"num_classes": classes[-1]} if classes else {})
     else:
         raise CheckpointError(f"{path} does not say which model it holds; name it with --model")

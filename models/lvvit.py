@@ -160,7 +160,7 @@ class LVViT(nn.Module):
         if self.token_head is None:
             return cls_NK
         tokens_NTK = self.token_head(x_NTD[:, 1:])
-        if mix_PP is not None:         # back to the image that each token shows, so that token labels need no mixing
+        if mix_PP is not None:  # back to the image that each token shows, so that token labels need no mixing
             tokens_NTK = torch.where(mix_PP.flatten()[:, None], tokens_NTK.flip(0), tokens_NTK)
         if self.training:
             return TokenLogits(cls_NK, tokens_NTK)
@@ -196,14 +196,16 @@ default_cfgs = generate_default_cfgs(
 @register_model
 def lvvit_micro(pretrained: bool = False, **kwargs) -> LVViT:
     """For demonstrations at 64 px on a CPU: patch 8, narrow stem."""
-    sizes = dict(img_size=64, patch_size=8, embed_dim=96, depth=6, num_heads=3, stem_width=16, residual_divisor=1.0)
+    sizes = dict(img_size=64, patch_size=8, embed_dim=96, depth=4, num_heads=3, stem_width=16, residual_divisor=1.0)
     return build_model_with_cfg(LVViT, "lvvit_micro", pretrained, **(sizes | kwargs))
 
 
 @register_model
 def lvvit_t(pretrained: bool = False, **kwargs) -> LVViT:
     """LV-ViT-T: 8.5 M parameters."""
-    return build_model_with_cfg(LVViT, "lvvit_t", pretrained, **(dict(embed_dim=240, depth=12, num_heads=4, residual_divisor=1.0) | kwargs))
+    return build_model_with_cfg(
+        LVViT, "lvvit_t", pretrained, **(dict(embed_dim=240, depth=12, num_heads=4, residual_divisor=1.0) | kwargs)
+    )
 
 
 @register_model

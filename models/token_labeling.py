@@ -17,10 +17,10 @@ from torch.nn import functional as F
 class Targets(Protocol):
     """What the losses read of targets; `pipelines.targets.SparseTargets` is one."""
 
-    palette: Tensor          # int64 [N, M]
-    extra: Tensor            # float [N, T, M]
-    base: Tensor             # float [N, T]
-    weight: Tensor           # float [N, T]
+    palette: Tensor  # int64 [N, M]
+    extra: Tensor  # float [N, T, M]
+    base: Tensor  # float [N, T]
+    weight: Tensor  # float [N, T]
     total: float
 
 

@@ -14,4 +14,4 @@ class Normalise(torch.nn.Module):
         self.register_buffer("shift", (-mean * 255 * scale).view(1, 3, 1, 1))
 
     def forward(self, image_NHWC: Tensor) -> Tensor:
-        return image_NHWC.permute(0, 3, 1, 2).float() * self.scale + self.shift      # permuting NHWC is channels_last
+        return image_NHWC.permute(0, 3, 1, 2).float() * self.scale + self.shift  # permuting NHWC is channels_last

@@ -12,26 +12,26 @@ from .plan import EpochPlan
 class LabelSpec(NamedTuple):
     """What a step must know of a dataset's score maps before the first batch."""
 
-    side: int                     # S
-    top_k: int                    # k
-    num_classes: int              # K
-    absent: str                   # tail | zero-logit, see relabel/FORMAT.md
-    max_palette: int              # most distinct classes any one map names
-    min_window_side: float        # smallest side of a Window: how far a crop may exceed the map
+    side: int  # S
+    top_k: int  # k
+    num_classes: int  # K
+    absent: str  # tail | zero-logit, see relabel/FORMAT.md
+    max_palette: int  # most distinct classes any one map names
+    min_window_side: float  # smallest side of a Window: how far a crop may exceed the map
 
 
 class Batch(NamedTuple):
     """N samples on one device. The map fields are None where the dataset has no score maps."""
 
-    image: Tensor                 # uint8 [N, H, W, 3], cropped, resized and flipped
-    label: Tensor                 # int64 [N]
-    view: Tensor                  # float32 [N, 2, 3], see relabel/geometry.py
-    index: Tensor                 # int64 [N], sample ids
-    weight: Tensor                # float32 [N], 0 for padding and skipped samples
-    map_logit: Tensor | None      # float16 [N, S, S, k], descending over k
-    map_class: Tensor | None      # int32 [N, S, S, k]
-    map_lse: Tensor | None        # float16 [N, S, S]
-    window: Tensor | None         # float32 [N, 4]
+    image: Tensor  # uint8 [N, H, W, 3], cropped, resized and flipped
+    label: Tensor  # int64 [N]
+    view: Tensor  # float32 [N, 2, 3], see relabel/geometry.py
+    index: Tensor  # int64 [N], sample ids
+    weight: Tensor  # float32 [N], 0 for padding and skipped samples
+    map_logit: Tensor | None  # float16 [N, S, S, k], descending over k
+    map_class: Tensor | None  # int32 [N, S, S, k]
+    map_lse: Tensor | None  # float16 [N, S, S]
+    window: Tensor | None  # float32 [N, 4]
 
     def to(self, device: torch.device) -> "Batch":
         """The batch on `device`; from pinned memory the copy does not wait."""
@@ -45,7 +45,7 @@ class Loader(Protocol):
     num_classes: int
     class_names: list[str]
     labels: LabelSpec | None
-    skipped: int                  # samples that could not be read, under on_bad_sample="skip"
+    skipped: int  # samples that could not be read, under on_bad_sample="skip"
 
     def __len__(self) -> int: ...
 

@@ -13,21 +13,26 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-
 from densefeed.relabel.files import UserError, replacing
 
 HEADER = np.dtype([("version", "<u2"), ("num_fields", "<u2"), ("page_size", "<u4"), ("num_samples", "<u8"), ("table", "<u8")])
 FIELD = np.dtype([("type", "u1"), ("name", "S16"), ("arguments", "V1024")])
 ALLOCATION = np.dtype([("sample", "<u8"), ("ptr", "<u8"), ("size", "<u8")])
-IMAGE = np.dtype([("mode", "u1"), ("width", "<u2"), ("height", "<u2"), ("ptr", "<u8")])     # packed: 13 bytes
-METADATA = {0: np.dtype("<f8"), 1: np.dtype("<i8"), 2: IMAGE, 3: np.dtype([("ptr", "<u8"), ("size", "<u8")]), 4: np.dtype("<u8")}
+IMAGE = np.dtype([("mode", "u1"), ("width", "<u2"), ("height", "<u2"), ("ptr", "<u8")])  # packed: 13 bytes
+METADATA = {
+    0: np.dtype("<f8"),
+    1: np.dtype("<i8"),
+    2: IMAGE,
+    3: np.dtype([("ptr", "<u8"), ("size", "<u8")]),
+    4: np.dtype("<u8"),
+}
 FLOAT, INT, RGB, BYTES, NDARRAY = range(5)
 JPEG, RAW = 0, 1
 VERSION = 2
-PAGE = 2**23                # FFCV's default; a sample never crosses a page
-ALIGN = 16                  # arrays start aligned, so that readers need not copy bytes before they view them
+PAGE = 2**23  # FFCV's default; a sample never crosses a page
+ALIGN = 16  # arrays start aligned, so that readers need not copy bytes before they view them
 NOTES = np.dtype([("mark", "S8"), ("at", "<u8"), ("size", "<u8")])
-NOTES_IN_ARGUMENTS = 512    # where NOTES stands in the image field's arguments; FFCV's own are shorter
+NOTES_IN_ARGUMENTS = 512  # where NOTES stands in the image field's arguments; FFCV's own are shorter
 MARK = b"densfeed"
 
 
@@ -137,13 +142,17 @@ class Beton:
         self.fields = [self._field(row) for row in described]
         unknown = [field for field in self.fields if field.type not in METADATA]
         if unknown:
-            raise UserError(f"{path}: field {unknown[0].name!r} has FFCV's type {unknown[0].type}, which this program does not read")
+            raise UserError(
+                f"{path}: field {unknown[0].name!r} has FFCV's type {unknown[0].type}, which this program does not read"
+            )
         dtype = metadata_dtype([field.type for field in self.fields])
         start, table = HEADER.itemsize + described.nbytes, int(header["table"])
         self.num_samples = int(header["num_samples"])
         entries = self.num_samples * sum(field.type in (RGB, BYTES, NDARRAY) for field in self.fields)
         if start + self.num_samples * dtype.itemsize > table or size != table + entries * ALLOCATION.itemsize:
-            raise UserError(f"{path} is cut or damaged ({size:,} bytes, {entries:,} allocations expected at {table:,}); pack or copy it again")
+            raise UserError(
+                f"{path} is cut or damaged ({size:,} bytes, {entries:,} allocations expected at {table:,}); pack or copy it again"
+            )
         self._bytes, self._pages_end = np.memmap(self.path, np.uint8, "r"), table
         self._metadata = np.memmap(self.path, dtype, "r", start, (self.num_samples,))
         self._table = np.memmap(self.path, ALLOCATION, "r", table)
@@ -198,7 +207,9 @@ class Beton:
         rows = np.empty((len(ids), *field.shape), field.dtype)
         for row, extent in zip(rows, self._extents(ids, self._metadata[f"f{number}"][ids]), strict=True):
             if len(extent) != row.nbytes:
-                raise UserError(f"{self.path}: an array of field {name!r} has {len(extent)} bytes, not {row.nbytes}; pack it again")
+                raise UserError(
+                    f"{self.path}: an array of field {name!r} has {len(extent)} bytes, not {row.nbytes}; pack it again"
+                )
             row.reshape(-1).view(np.uint8)[:] = extent
         return rows
 
@@ -208,5 +219,7 @@ class Beton:
         wrong = (entries["ptr"] != ptrs) | (entries["sample"] != ids) | (entries["ptr"] + entries["size"] > self._pages_end)
         if wrong.any():
             index = int(ids[wrong.argmax()])
-            raise UserError(f"{self.path}: the allocation table does not know sample {index}; the file is damaged, pack it again")
+            raise UserError(
+                f"{self.path}: the allocation table does not know sample {index}; the file is damaged, pack it again"
+            )
         return [self._bytes[at : at + size] for at, size in zip(entries["ptr"].tolist(), entries["size"].tolist(), strict=True)]

@@ -3,11 +3,10 @@
 from pathlib import Path
 
 import numpy as np
-from PIL import Image
-
 from densefeed.relabel.files import UserError
 from densefeed.relabel.images import decode
 from densefeed.relabel.store import ScoreMaps, ScoreMapStore
+from PIL import Image
 
 from .batch import LabelSpec
 from .beton import NDARRAY, Beton, Field
@@ -38,13 +37,17 @@ class FfcvSource:
         self.class_names = notes.get("class_names") or [str(number) for number in range(int(self.labels.max()) + 1)]
         num_classes = len(self.class_names)
         if self.labels.min() < 0 or self.labels.max() >= num_classes:
-            raise UserError(f"{path} has labels from {self.labels.min()} to {self.labels.max()}, outside its {num_classes} classes")
+            raise UserError(
+                f"{path} has labels from {self.labels.min()} to {self.labels.max()}, outside its {num_classes} classes"
+            )
         self.spec, self._store = None, None
         if maps is not None:
             self._store = ScoreMapStore(maps)
             # A file packed by FFCV itself has no fingerprint; all that can be compared is the number of images.
             if not notes and len(self._store) != len(self._beton):
-                raise UserError(f"{maps} holds {len(self._store)} maps but {path} holds {len(self._beton)} images; relabel {path}'s images")
+                raise UserError(
+                    f"{maps} holds {len(self._store)} maps but {path} holds {len(self._beton)} images; relabel {path}'s images"
+                )
             if notes:
                 self._store.check(notes["fingerprint"], path)
             self.spec = spec_of(self._store, num_classes)

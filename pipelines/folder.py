@@ -3,11 +3,10 @@
 from pathlib import Path
 
 import numpy as np
-from PIL import Image
-
 from densefeed.relabel.files import UserError
 from densefeed.relabel.images import Images, decode
 from densefeed.relabel.store import ScoreMaps, ScoreMapStore
+from PIL import Image
 
 from .batch import LabelSpec
 

@@ -11,19 +11,18 @@ from typing import Literal, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
-from PIL import Image
-
 from densefeed.relabel.files import UserError
 from densefeed.relabel.geometry import crop_views
 from densefeed.relabel.images import crop_resize
 from densefeed.relabel.prefetch import ordered_map
 from densefeed.relabel.store import ScoreMaps
+from PIL import Image
 
 from .batch import Batch, LabelSpec
 from .plan import EpochPlan
 
-AHEAD = 3                     # batches being decoded or waiting while the step works
-CHUNK = 16                    # samples a thread takes at once
+AHEAD = 3  # batches being decoded or waiting while the step works
+CHUNK = 16  # samples a thread takes at once
 
 
 Result = TypeVar("Result")
@@ -32,9 +31,9 @@ Result = TypeVar("Result")
 class Source(Protocol):
     """Where a loader's samples lie."""
 
-    labels: np.ndarray                       # int64 [num_samples]
+    labels: np.ndarray  # int64 [num_samples]
     class_names: list[str]
-    spec: LabelSpec | None                   # of its score maps, if it has any
+    spec: LabelSpec | None  # of its score maps, if it has any
 
     def where(self, index: int) -> str:
         """How an error message should name sample `index`."""
@@ -49,8 +48,8 @@ class Source(Protocol):
 class Decoded(NamedTuple):
     """One sample, cropped."""
 
-    pixels: np.ndarray | None                # uint8 [size, size, 3]; None: unreadable, and skipped
-    view: np.ndarray                         # float32 [2, 3]
+    pixels: np.ndarray | None  # uint8 [size, size, 3]; None: unreadable, and skipped
+    view: np.ndarray  # float32 [2, 3]
 
 
 class ThreadedLoader:
@@ -85,9 +84,7 @@ class ThreadedLoader:
         order = self.plan.order(epoch)
         spans = [order[at : at + self.plan.batch] for at in range(start * self.plan.batch, len(order), self.plan.batch)]
         chunks = [chunk for ids in spans for chunk in np.array_split(ids, -(-len(ids) // CHUNK))]
-        decoded = ordered_map(
-            lambda ids: self._decode(epoch, ids), chunks, self._pool, AHEAD * -(-self.plan.batch // CHUNK)
-        )
+        decoded = ordered_map(lambda ids: self._decode(epoch, ids), chunks, self._pool, AHEAD * -(-self.plan.batch // CHUNK))
         try:
             for ids in spans:
                 samples: list[Decoded] = []
@@ -123,7 +120,9 @@ class ThreadedLoader:
     def _collate(self, ids: np.ndarray, samples: list[Decoded]) -> Batch:
         good = [n for n, sample in enumerate(samples) if sample.pixels is not None]
         if not good:
-            raise UserError(f"none of the {len(ids)} samples of a batch can be read, the first is {self.source.where(int(ids[0]))}")
+            raise UserError(
+                f"none of the {len(ids)} samples of a batch can be read, the first is {self.source.where(int(ids[0]))}"
+            )
         # A skipped sample and the padding of the last batch repeat a good sample, with weight 0.
         rows = [n if sample.pixels is not None else good[0] for n, sample in enumerate(samples)]
         rows += [good[n % len(good)] for n in range(self.plan.batch - len(ids))]

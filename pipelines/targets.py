@@ -8,9 +8,8 @@ small weight matrix per axis and two batched products. Work is done in each imag
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
-
 from densefeed.relabel.geometry import samples_per_bin
+from torch import Tensor
 
 from .batch import Batch, LabelSpec
 
@@ -20,11 +19,11 @@ from .batch import Batch, LabelSpec
 class SparseTargets(NamedTuple):
     """Soft targets over K classes: t = base + sum over m of extra[m] at class palette[m]; they sum to `total`."""
 
-    palette: Tensor               # int64 [N, M]; unused slots point at class 0 with extra 0
-    extra: Tensor                 # float32 [N, T, M], may be negative
-    base: Tensor                  # float32 [N, T], what every class gets
-    weight: Tensor                # float32 [N, T], 1 inside Window and image, 0 outside, between at the border
-    total: float                  # sum of a target: 1 + smoothing / K, as the published smoothing does
+    palette: Tensor  # int64 [N, M]; unused slots point at class 0 with extra 0
+    extra: Tensor  # float32 [N, T, M], may be negative
+    base: Tensor  # float32 [N, T], what every class gets
+    weight: Tensor  # float32 [N, T], 1 inside Window and image, 0 outside, between at the border
+    total: float  # sum of a target: 1 + smoothing / K, as the published smoothing does
 
 
 def palettes(map_class: Tensor, size: int) -> tuple[Tensor, Tensor]:
@@ -40,7 +39,9 @@ def palettes(map_class: Tensor, size: int) -> tuple[Tensor, Tensor]:
     return palette, slot
 
 
-def axis_weights(scale: Tensor, shift: Tensor, low: Tensor, high: Tensor, side: int, grid: int, most: int) -> tuple[Tensor, Tensor]:
+def axis_weights(
+    scale: Tensor, shift: Tensor, low: Tensor, high: Tensor, side: int, grid: int, most: int
+) -> tuple[Tensor, Tensor]:
     """Sampling along one axis: weights of the map's cells, `[N, P, S]`, and the share of samples inside, `[N, P]`.
 
     Args:
@@ -48,26 +49,24 @@ def axis_weights(scale: Tensor, shift: Tensor, low: Tensor, high: Tensor, side: 
         low, high: `[N]`, the Window along this axis.
         most: G, at least the samples any crop needs; those beyond ceil(box / P) are masked.
     """
-    extent = scale.abs() / (high - low) * side                                # of the crop, in cells
+    extent = scale.abs() / (high - low) * side  # of the crop, in cells
     # The guard keeps a box of exactly P cells at one sample where rounding makes it 14.000001.
     count = (extent / grid - 1e-5).ceil().clamp(1, most)
     number = torch.arange(most, device=scale.device)
-    used = number < count[:, None]                                            # N G
-    within = (number + 0.5) / count[:, None]                                  # N G
-    output = (torch.arange(grid, device=scale.device)[:, None] + within[:, None]) / grid         # N P G
+    used = number < count[:, None]  # N G
+    within = (number + 0.5) / count[:, None]  # N G
+    output = (torch.arange(grid, device=scale.device)[:, None] + within[:, None]) / grid  # N P G
     image = scale[:, None, None] * output + shift[:, None, None]
-    through = (image - low[:, None, None]) / (high - low)[:, None, None]      # 0 to 1 inside the Window
+    through = (image - low[:, None, None]) / (high - low)[:, None, None]  # 0 to 1 inside the Window
     inside = (through > -1e-6) & (through < 1 + 1e-6) & (image > -1e-6) & (image < 1 + 1e-6) & used[:, None]
     cell = (through * side - 0.5).clamp(0, side - 1)
-    hat = (1 - (cell[..., None] - torch.arange(side, device=scale.device)).abs()).clamp(min=0)   # N P G S, bilinear
+    hat = (1 - (cell[..., None] - torch.arange(side, device=scale.device)).abs()).clamp(min=0)  # N P G S, bilinear
     inside = inside.to(scale.dtype)
     hits = inside.sum(-1)
     return (hat * inside[..., None]).sum(2) / hits.clamp(min=1)[..., None], hits / count[:, None]
 
 
-def sparse_targets(
-    batch: Batch, spec: LabelSpec, grid: int, smoothing: float = 0.0
-) -> SparseTargets:
+def sparse_targets(batch: Batch, spec: LabelSpec, grid: int, smoothing: float = 0.0) -> SparseTargets:
     """Targets of a `grid` x `grid` table of tokens, row-major; `grid=1` gives the class token's.
 
     Views must be crops and flips (no rotation or shear). `spec.absent` says what a class outside a cell's top-k has:
@@ -94,10 +93,10 @@ def sparse_targets(
         return cells.mT.unflatten(2, (S, S))
 
     if spec.absent == "zero-logit":
-        value = pooled(spread(logit))                                         # N T M
+        value = pooled(spread(logit))  # N T M
         peak = value.amax(-1, keepdim=True).clamp(min=0)
         grown = (value - peak).exp()
-        rest = (-peak).exp()                                                  # e^0, shifted
+        rest = (-peak).exp()  # e^0, shifted
         partition = spec.num_classes * rest + (grown - rest).sum(-1, keepdim=True)
         base, extra = (rest / partition).squeeze(-1), (grown - rest) / partition
     else:

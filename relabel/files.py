@@ -72,7 +72,7 @@ def run(main: Callable[[], object]) -> None:
         main()
     except UserError as error:
         stop(str(error))
-    except RuntimeError as error:      # torch.save reports a full disk so
+    except RuntimeError as error:  # torch.save reports a full disk so
         if not any(os.strerror(n) in str(error) for n in REMEDIES) and "file write failed" not in str(error):
             raise
         stop(f"{error}: {REMEDIES[errno.ENOSPC]}")

@@ -17,7 +17,7 @@ from typing import Literal
 import numpy as np
 
 Geometry = Literal["squash", "centre-crop"]
-WHOLE = (0.0, 0.0, 1.0, 1.0)             # the Window of a map that covers the whole image
+WHOLE = (0.0, 0.0, 1.0, 1.0)  # the Window of a map that covers the whole image
 
 
 def crop_views(box_N4: np.ndarray, flip_N: np.ndarray, height_N: np.ndarray, width_N: np.ndarray) -> np.ndarray:

@@ -11,7 +11,7 @@ from timm.data import create_dataset
 
 from .files import UserError
 
-SIZED_FILES = 1024           # files whose byte size enters the fingerprint: a stat of every file of a network disk takes minutes
+SIZED_FILES = 1024  # files whose byte size enters the fingerprint: a stat of every file of a network disk takes minutes
 
 
 class Images:

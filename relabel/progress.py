@@ -15,20 +15,29 @@ def bar(items: Iterable[Item], what: str, total: int | None = None) -> Iterator[
     On a terminal the bar moves; in a log file it is one line, written at the end.
     """
     columns = (
-        TextColumn("{task.description:<22}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-        TextColumn("left"), TimeRemainingColumn(),
+        TextColumn("{task.description:<22}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
     )
     with Progress(*columns) as progress:
         yield from progress.track(items, description=what, total=total)
 
 
 @contextmanager
-def steps_bar(what: str, total: int, done: int) -> Iterator[Callable[[str], None]]:
-    """A bar over steps; the callable it gives advances it by one and shows a text beside it."""
+def steps_bar(what: str, total: int, done: int) -> Iterator[Callable[[int, str], None]]:
+    """A bar over steps; the callable it gives advances it by a number of steps and shows a text beside it."""
     columns = (
-        TextColumn("{task.description:<22}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-        TextColumn("left"), TimeRemainingColumn(), TextColumn("{task.fields[text]}"),
+        TextColumn("{task.description:<22}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[text]}"),
     )
     with Progress(*columns) as progress:
         task = progress.add_task(what, total=total, completed=done, text="")
-        yield lambda text: progress.update(task, advance=1, text=text)
+        yield lambda steps, text: progress.update(task, advance=steps, text=text)

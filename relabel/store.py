@@ -26,15 +26,15 @@ Absent = Literal["tail", "zero-logit"]
 class StoreHeader:
     """What a store says of itself."""
 
-    side: int                        # S: cells along each side of a map
-    top_k: int                       # k: classes kept per cell
-    num_classes: int                 # K: classes of the teacher
-    absent: Absent                   # what the classes not kept mean, see FORMAT.md
-    teacher: str                     # timm name or checkpoint, and a hash of its weights
-    input_size: int                  # side of the teacher's input, pixels
-    geometry: str                    # how an image was fitted to it
-    fingerprint: str                 # of the dataset, see images.py
-    class_names: tuple[str, ...]     # in label order; of the dataset
+    side: int  # S: cells along each side of a map
+    top_k: int  # k: classes kept per cell
+    num_classes: int  # K: classes of the teacher
+    absent: Absent  # what the classes not kept mean, see FORMAT.md
+    teacher: str  # timm name or checkpoint, and a hash of its weights
+    input_size: int  # side of the teacher's input, pixels
+    geometry: str  # how an image was fitted to it
+    fingerprint: str  # of the dataset, see images.py
+    class_names: tuple[str, ...]  # in label order; of the dataset
     version: int = VERSION
 
     @classmethod
@@ -132,13 +132,17 @@ class ScoreMapStore:
         bad = np.nonzero(row_crcs(maps) != self._arrays["crc32"][ids])[0]
         if len(bad):
             row = int(ids[bad[0]])
-            raise UserError(f"{self.path}: row {row} ({self._arrays['path'][row].decode()}) is damaged; relabel or copy it again")
+            raise UserError(
+                f"{self.path}: row {row} ({self._arrays['path'][row].decode()}) is damaged; relabel or copy it again"
+            )
         return maps
 
     def check(self, fingerprint: str, where: Path) -> None:
         """UserError unless the maps were made for the dataset of this fingerprint."""
         if fingerprint != self.header.fingerprint:
-            raise UserError(f"{self.path} holds the maps of another dataset than {where} (fingerprints differ); relabel {where}")
+            raise UserError(
+                f"{self.path} holds the maps of another dataset than {where} (fingerprints differ); relabel {where}"
+            )
 
 
 class ScoreMapWriter:
@@ -176,6 +180,7 @@ class ScoreMapWriter:
                 types = row_types(header.side, header.top_k) | {"path": (names.dtype.str, ())}
                 early = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
                 early.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
+                early.set_obj_track_times(False)  # the same rows shall give the same bytes
                 for name, (dtype, shape) in types.items():
                     space = h5py.h5s.create_simple((len(labels), *shape))
                     h5py.h5d.create(file.id, name.encode(), h5py.h5t.py_create(np.dtype(dtype)), space, early)

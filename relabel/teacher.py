@@ -57,20 +57,22 @@ class Teacher(nn.Module):
 
     def _score(self, features: Tensor) -> Tensor:
         model, count = self.model, len(features)
-        if features.ndim == 4 and features.shape[1] == model.num_features:           # N C h w
+        if features.ndim == 4 and features.shape[1] == model.num_features:  # N C h w
             height, width = features.shape[2:]
             cells = features.permute(0, 2, 3, 1).reshape(-1, model.num_features, 1, 1)
-        elif features.ndim == 4 and features.shape[3] == model.num_features:         # N h w C
+        elif features.ndim == 4 and features.shape[3] == model.num_features:  # N h w C
             height, width = features.shape[1:3]
             cells = features.reshape(-1, 1, 1, model.num_features)
-        elif features.ndim == 3:                                                     # N T C
+        elif features.ndim == 3:  # N T C
             prefix = getattr(model, "num_prefix_tokens", 0)
             tokens = features[:, prefix:]
             height = width = round(tokens.shape[1] ** 0.5)
             # A head that averages skips the prefix, one that reads the class token takes the first: this serves both.
             cells = tokens.reshape(-1, 1, tokens.shape[2]).expand(-1, prefix + 1, -1)
         else:
-            raise UserError(f"{type(model).__name__} gives features of shape {tuple(features.shape)}; a teacher must keep space")
+            raise UserError(
+                f"{type(model).__name__} gives features of shape {tuple(features.shape)}; a teacher must keep space"
+            )
         if height != width or height * width * count != len(cells):
             raise UserError(f"{type(model).__name__} does not give a square map of cells; choose another teacher or input size")
         return model.forward_head(cells).view(count, height, width, -1)

@@ -17,7 +17,10 @@ MAY_IMPORT = {
     "train": {"relabel", "pipelines", "models"},
     "tools": {"relabel", "pipelines", "models", "train", "tools"},
 }
-SOURCES = [*(path for room in ("relabel", "pipelines", "models", "tools") for path in (ROOT / room).rglob("*.py")), ROOT / "train.py"]
+SOURCES = [
+    *(path for room in ("relabel", "pipelines", "models", "tools") for path in (ROOT / room).rglob("*.py")),
+    ROOT / "train.py",
+]
 
 
 def rooms_imported(path: Path) -> set[str]:
@@ -29,7 +32,13 @@ def rooms_imported(path: Path) -> set[str]:
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            names = [node.module or ""] if node.level == 0 else [f"densefeed.{room}"] if node.level == 1 else [f"densefeed.{node.module}"]
+            names = (
+                [node.module or ""]
+                if node.level == 0
+                else [f"densefeed.{room}"]
+                if node.level == 1
+                else [f"densefeed.{node.module}"]
+            )
         found |= {name.split(".")[1] for name in names if name.startswith("densefeed.")}
     return found
 
@@ -71,7 +80,9 @@ def test_every_config_field_is_read():
 def test_only_one_name_reaches_site_packages(tmp_path):
     """Build the wheel as `pip install .` does; it must hold `densefeed` alone, and what is not Python too."""
     done = subprocess.run(
-        [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-q", "-w", tmp_path, ROOT], capture_output=True, text=True
+        [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-q", "-w", tmp_path, ROOT],
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr
     (wheel,) = tmp_path.glob("*.whl")
@@ -83,7 +94,11 @@ def test_only_one_name_reaches_site_packages(tmp_path):
 
 def test_a_checkout_works_without_installing(tmp_path):
     code = "import densefeed.train, densefeed.tools.show; print(densefeed.train.__file__)"
-    done = subprocess.run([sys.executable, "-S", "-c", f"import sys; sys.path[:] = {[str(ROOT), *sys.path]!r}; {code}"], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", f"import sys; sys.path[:] = {[str(ROOT), *sys.path]!r}; {code}"],
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == str(ROOT / "train.py")
 

@@ -42,9 +42,9 @@ def test_the_quickstart_prints_its_table_and_writes_its_report(newcomer):
     for words in ("student (lvvit_micro), token-label", "teacher (nfnet_micro)", "token's dense label"):
         assert words in said
     text = report.read_text()
-    assert text.count("<img") == 24                          # 12 crops, with labels and with boxes
+    assert text.count("<img") == 24  # 12 crops, with labels and with boxes
     assert "http://" not in text.replace("http://www.w3.org", "")
-    assert "https://" not in text                            # self-contained
+    assert "https://" not in text  # self-contained
     purity = json.loads(report.with_suffix(".json").read_text())
     assert purity["tokens"] > 100
     assert 0 < purity["token"] < 1
@@ -66,8 +66,8 @@ def test_every_command_of_the_readme_runs(newcomer):
     found = commands()
     assert found[:2] == ["make quickstart", "make test"]
     makefile = (ROOT / "Makefile").read_text()
-    assert "\t$(RUN) tools/quickstart.py --out quickstart\n" in makefile     # which the fixture ran in small
-    assert "\t$(RUN) -m pytest\n" in makefile                                # which is what runs now
+    assert "\t$(RUN) tools/quickstart.py --out quickstart\n" in makefile  # which the fixture ran in small
+    assert "\t$(RUN) -m pytest\n" in makefile  # which is what runs now
     for line in found[2:]:
         words = shlex.split(line)
         assert words[0] == "python", line

@@ -3,11 +3,10 @@
 import json
 from dataclasses import replace
 
+import densefeed.train as training
 import pytest
 import torch
 import tyro
-
-import densefeed.train as training
 from densefeed.models import checkpoints
 from densefeed.relabel.files import UserError
 
@@ -72,7 +71,7 @@ def test_a_run_killed_between_epochs_resumes_to_the_bit(packed, tmp_path, monkey
 
         def killed(*arguments):
             evaluations.append(1)
-            if len(evaluations) > 2:            # epoch 1 evaluates raw and averaged weights; the third call is epoch 2's
+            if len(evaluations) > 2:  # epoch 1 evaluates raw and averaged weights; the third call is epoch 2's
                 raise KeyboardInterrupt
             return 0.5
 
@@ -129,7 +128,6 @@ def test_other_classes_in_validation_are_refused(packed, folder, tmp_path, comma
 
 def test_maps_of_another_class_count_are_refused(folder, random_maps, tmp_path):
     import numpy as np
-
     from densefeed.relabel.images import Images
     from densefeed.relabel.store import ScoreMapWriter, StoreHeader
 
@@ -156,7 +154,10 @@ def test_a_loss_that_is_not_finite_stops_the_run(packed, tmp_path):
         (["no_such_recipe"], "no_such_recipe"),
         (["lvvit_micro_ce", "--data", "a", "--val", "b", "--out", "c", "--no-such-flag", "1"], "no-such-flag"),
         (["lvvit_micro_ce", "--data", "a", "--val", "b", "--out", "c", "--loader", "tfdata"], "tfdata"),
-        (["lvvit_micro_ce", "--data", "nowhere.beton", "--val", "b.beton", "--out", "c"], "nowhere.beton: there is no such file"),
+        (
+            ["lvvit_micro_ce", "--data", "nowhere.beton", "--val", "b.beton", "--out", "c"],
+            "nowhere.beton: there is no such file",
+        ),
         (["lvvit_micro_ce", "--data", "nowhere", "--val", "b", "--out", "c", "--loader", "folder"], "nowhere is not a folder"),
     ],
 )

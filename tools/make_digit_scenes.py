@@ -18,25 +18,24 @@ from pathlib import Path
 
 import numpy as np
 import tyro
-from PIL import Image
-
 from densefeed.relabel.files import UserError, run
 from densefeed.relabel.progress import bar
+from PIL import Image
 
 PHOTOGRAPHS = ("astronaut", "brick", "chelsea", "coffee", "grass", "gravel", "motorcycle_left", "rocket")
-VAL_SHARE = 4               # every fourth scan of each class is for validation only
-INK = 0.35                  # opacity from which a pixel counts as ink when a digit's box is measured
+VAL_SHARE = 4  # every fourth scan of each class is for validation only
+INK = 0.35  # opacity from which a pixel counts as ink when a digit's box is measured
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scenes:
     """What to make."""
 
-    out: Path                                        # folder to make; must not exist yet
-    train: int = 3000                                # training scenes
-    val: int = 1000                                  # validation scenes
-    size: int = 96                                   # side of a scene, pixels
-    seed: int = 0                                    # the same seed gives the same bytes
+    out: Path  # folder to make; must not exist yet
+    train: int = 3000  # training scenes
+    val: int = 1000  # validation scenes
+    size: int = 96  # side of a scene, pixels
+    seed: int = 0  # the same seed gives the same bytes
 
 
 def main(scenes: Scenes) -> None:
@@ -98,7 +97,7 @@ def scene(rng: np.random.Generator, label: int, size: int, photographs: list, sc
         digit = label if number == 0 else int(rng.choice([c for c in range(10) if c != label]))
         place = free_place(rng, size, side, [d["place"] for d in digits])
         if place is None:
-            continue                                 # the scene is full: one small digit fewer
+            continue  # the scene is full: one small digit fewer
         left, top = place
         scan = scans[digit][rng.integers(len(scans[digit]))]
         resized = Image.fromarray((scan * 255).astype(np.uint8)).resize((side, side), Image.Resampling.BICUBIC)

@@ -16,8 +16,6 @@ from pathlib import Path
 
 import numpy as np
 import tyro
-from PIL import Image
-
 from densefeed.pipelines.beton import Sample, write_beton
 from densefeed.pipelines.ffcv import map_arrays, map_fields
 from densefeed.pipelines.folder import spec_of
@@ -26,9 +24,10 @@ from densefeed.relabel.images import Images, decode
 from densefeed.relabel.prefetch import ordered_map
 from densefeed.relabel.progress import bar
 from densefeed.relabel.store import ScoreMapStore
+from PIL import Image
 
-QUALITY = 95                  # of what must be encoded anew
-NAMED = 10                    # unreadable files named in the message
+QUALITY = 95  # of what must be encoded anew
+NAMED = 10  # unreadable files named in the message
 
 
 @dataclass(frozen=True, kw_only=True)

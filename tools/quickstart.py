@@ -16,15 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import tyro
+from densefeed.relabel.files import run
 from rich.console import Console
 from rich.table import Table
 
-from densefeed.relabel.files import run
-
 ROOT = Path(__file__).parent.parent
-STUDENTS = ("ce", "relabel", "token-label")
+STUDENTS = ("ce", "relabel", "token-label", "token-label-mixtoken")
 LABELS = {"image": "image label", "crop": "crop's dense label", "token": "token's dense label"}
-TEACHER_SIZE = 128           # the teacher's input when it labels: twice what it was trained at, for maps of 8 x 8 cells
+TEACHER_SIZE = 128  # the teacher's input when it labels: twice what it was trained at, for maps of 8 x 8 cells
 
 
 @dataclass(frozen=True, kw_only=True)

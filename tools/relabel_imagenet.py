@@ -13,8 +13,6 @@ from pathlib import Path
 import timm
 import torch
 import tyro
-from timm.data import resolve_data_config
-
 from densefeed.models import checkpoints
 from densefeed.relabel.files import UserError, run
 from densefeed.relabel.geometry import Geometry
@@ -22,6 +20,7 @@ from densefeed.relabel.images import Images
 from densefeed.relabel.labelling import label_images, stored_accuracy
 from densefeed.relabel.store import Absent
 from densefeed.relabel.teacher import Teacher
+from timm.data import resolve_data_config
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +57,7 @@ def load_teacher(labelling: Labelling) -> torch.nn.Module:
         raise UserError(f"{labelling.teacher} is neither a file nor a timm model; timm.list_models() lists them")
     try:
         return timm.create_model(labelling.teacher, pretrained=True)
-    except Exception as error:      # the hub's client raises many kinds when a download fails
+    except Exception as error:  # the hub's client raises many kinds when a download fails
         raise UserError(
             f"the weights of {labelling.teacher} cannot be downloaded ({type(error).__name__}); give a file: "
             f"--teacher weights.safetensors --model {labelling.teacher}"

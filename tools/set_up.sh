@@ -42,9 +42,9 @@ fi
 
 [ -x "$venv/bin/python" ] || { say "making $venv"; "$python" -m venv "$venv"; }
 say "installing torch, torchvision and timm together: their default builds fit each other"
-"$venv/bin/python" -m pip install --disable-pip-version-check -q --progress-bar on torch torchvision timm
+"$venv/bin/python" -m pip install --disable-pip-version-check torch torchvision timm
 say "installing densefeed with what its demo and tests need"
-"$venv/bin/python" -m pip install --disable-pip-version-check -q --progress-bar on -e ".[dev]"
+"$venv/bin/python" -m pip install --disable-pip-version-check -e ".[dev]"
 say "building ffcv 1.0.2 (optional: only the tests against stock FFCV need it)"
-"$venv/bin/python" -m pip install --disable-pip-version-check -q -e ".[ffcv]" ||
+"$venv/bin/python" -m pip install --disable-pip-version-check -e ".[ffcv]" ||
     echo "ffcv could not be built; everything but the tests against stock FFCV works without it" >&2

@@ -18,17 +18,16 @@ import jinja2
 import numpy as np
 import torch
 import tyro
-from PIL import Image
-
 from densefeed.pipelines.batch import Batch, Loader
 from densefeed.pipelines.targets import sparse_targets
 from densefeed.relabel.files import UserError, replacing, run
 from densefeed.relabel.images import Images
 from densefeed.relabel.progress import bar
-from densefeed.train import Config, open_loader
+from densefeed.train import Config, build_model, open_loader
+from PIL import Image
 
-CONTACTS = 12                 # crops on the contact sheet
-JUDGED = 2000                 # crops whose labels are judged
+CONTACTS = 12  # crops on the contact sheet
+JUDGED = 2000  # crops whose labels are judged
 INKS = ("#56b4e9", "#e69f00", "#009e73", "#f0e442", "#d55e00", "#cc79a7", "#0072b2", "#b2df8a", "#ff7f7f", "#9e9ac8")
 CURVES = ("#0b6e99", "#c2571a", "#3a8f4d", "#7a4fa3", "#8a6d1f", "#555555")
 
@@ -48,8 +47,8 @@ class Run(NamedTuple):
     name: str
     config: dict
     result: dict
-    train: list[dict]         # metrics of the training, a record every log_every steps
-    val: list[dict]           # of the evaluations
+    train: list[dict]  # metrics of the training, a record every log_every steps
+    val: list[dict]  # of the evaluations
 
 
 class Truth(NamedTuple):
@@ -65,20 +64,26 @@ def read_run(folder: Path) -> Run:
         config, result = (json.loads((folder / name).read_text()) for name in ("config.json", "result.json"))
         lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     except FileNotFoundError as error:
-        raise UserError(f"{folder} is no finished run ({Path(error.filename).name} is missing); train it with train.py") from None
+        raise UserError(
+            f"{folder} is no finished run ({Path(error.filename).name} is missing); train it with train.py"
+        ) from None
     except ValueError as error:
         raise UserError(f"{folder} holds a damaged file ({error}); train it again") from error
     return Run(folder.name, config, result, *([r for r in lines if r["kind"] == kind] for kind in ("train", "val")))
 
 
-def loader_of(run: Run) -> Loader:
-    """The loader that the run trained with."""
-    names = {"data", "val", "labels", "loader", "threads", "size", "batch", "seed", "crop_scale", "hflip", "crop_pct"}
-    fields = {name: value for name, value in run.config.items() if name in names}
-    for name in ("data", "val", "labels"):
-        fields[name] = Path(fields[name]) if fields[name] else None
-    fields["crop_scale"] = tuple(fields["crop_scale"])
-    return open_loader(Config(out=Path(), **fields), "train")
+def config_of(run: Run) -> Config:
+    """The run's config; fields that are no longer known are left out."""
+    fields = {name: value for name, value in run.config.items() if name in Config.__dataclass_fields__}
+    paths = {name: Path(fields[name]) for name in ("data", "val", "labels", "out") if fields[name]}
+    return Config(**fields | paths | {"crop_scale": tuple(fields["crop_scale"])})
+
+
+def grid_of(run: Run, num_classes: int) -> int:
+    """P, the side of the student's table of tokens; 16 where its model has none."""
+    with torch.device("meta"):
+        model, _ = build_model(config_of(run), num_classes)
+    return getattr(model, "grid_size", 16)
 
 
 def read_truth(path: Path, run: Run) -> list[Truth]:
@@ -180,7 +185,9 @@ def contact_sheet(loader: Loader, truths: list[Truth] | None, grid: int) -> list
         objects = []
         if truths is not None:
             truth = truths[int(batch.index[n])]
-            for c, (left, top, right, bottom) in zip(truth.classes, in_crop(truth.boxes, batch.view[n].numpy()).clip(0, 1), strict=True):
+            for c, (left, top, right, bottom) in zip(
+                truth.classes, in_crop(truth.boxes, batch.view[n].numpy()).clip(0, 1), strict=True
+            ):
                 if right > left and bottom > top:
                     objects.append({
                         "x": left * grid, "y": top * grid, "w": (right - left) * grid, "h": (bottom - top) * grid,
@@ -201,13 +208,17 @@ def curve(runs: list[Run], kind: str, value: str, percent: bool) -> dict:
         return {"lines": [], "ticks_x": [], "ticks_y": []}
     high_x = int(np.ceil(max(x for x, _ in points)))
     low_y, high_y = (0.0, 1.0) if percent else (0.0, max(y for _, y in points) * 1.05)
+
+    def ended(line: list[tuple[float, float]]) -> str:
+        return "" if not line else f"{100 * line[-1][1]:.1f} %" if percent else f"{line[-1][1]:.2f}"
+
+    def placed(x: float, y: float) -> tuple[float, float]:
+        return round(100 * x / high_x, 2), round(100 - 100 * (y - low_y) / (high_y - low_y), 2)
+
     lines = [
-        {
-            "name": name, "ink": CURVES[n % len(CURVES)], "last": (f"{100 * line[-1][1]:.1f} %" if percent else f"{line[-1][1]:.2f}") if line else "",
-            "points": [(round(100 * x / high_x, 2), round(100 - 100 * (y - low_y) / (high_y - low_y), 2)) for x, y in line],
-        }
+        {"name": name, "ink": CURVES[n % len(CURVES)], "last": ended(line), "points": [placed(*point) for point in line]}
         for n, (name, line) in enumerate(series)
-    ]  # fmt: skip
+    ]
     ticks = [low_y + (high_y - low_y) * share for share in (0, 0.25, 0.5, 0.75, 1)]
     return {
         "lines": lines, "ticks_x": [f"{high_x * share:g}" for share in (0, 0.5, 1)],
@@ -223,10 +234,8 @@ def main(report: Report) -> None:
     labelled = next((run for run in reversed(runs) if run.config["objective"] != "ce"), None)
     sheet, purity, grid = [], None, 0
     if labelled:
-        loader = loader_of(labelled)
-        # One label a token: the student's grid where it has one, else as fine as the maps are.
-        patch = {"lvvit_micro": 8}.get(labelled.config["model"], 16)
-        grid = labelled.config["size"] // patch
+        loader = open_loader(config_of(labelled), "train")
+        grid = grid_of(labelled, loader.num_classes)
         truths = read_truth(report.boxes, labelled) if report.boxes else None
         sheet = contact_sheet(loader, truths, grid)
         purity = judge(loader, truths, grid) if truths else None

@@ -3,7 +3,6 @@
 import pytest
 import timm
 import torch
-
 from densefeed.models.lvvit import LVViT, TokenLogits
 
 
@@ -60,7 +59,7 @@ def test_unmixed_tokens_belong_to_their_own_image(count):
     mask[2:5, 1:7] = True
     model.train()
     for module in model.stem:
-        module.eval()                      # batch statistics would differ with nothing mixed, too
+        module.eval()  # batch statistics would differ with nothing mixed, too
     plain, mixed = model(image), model(image, mask)
     torch.testing.assert_close(mixed.tokens, plain.tokens)
 

@@ -2,11 +2,10 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
 from densefeed.models.token_labeling import class_token_loss, hard_label_loss, sparse_cross_entropy, token_loss
 from densefeed.pipelines.targets import SparseTargets
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 
 def random_targets(count, tokens, palette, classes, seed=0, total=1.1):
@@ -34,13 +33,15 @@ def test_sparse_is_dense(count, tokens, palette, classes, seed):
     logits = torch.randn(count, tokens, classes, generator=torch.Generator().manual_seed(seed)) * 5
     got = sparse_cross_entropy(logits.bfloat16(), targets.palette, targets.extra, targets.base, targets.total)
     want = -(dense * logits.bfloat16().double().log_softmax(-1)).sum(-1)
-    torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-4)     # sums of up to 30 float32 terms of size 30
+    torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-4)  # sums of up to 30 float32 terms of size 30
 
 
 def test_token_loss_is_the_mean_over_labelled_tokens():
     targets, dense = random_targets(3, 5, 4, 11)
     logits = torch.randn(3, 5, 11, dtype=torch.float64)
-    torch.testing.assert_close(token_loss(logits, targets).double(), dense_loss(logits, dense, targets.weight), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        token_loss(logits, targets).double(), dense_loss(logits, dense, targets.weight), rtol=1e-5, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("count", [1, 4, 5])
@@ -65,7 +66,9 @@ def test_samples_of_weight_zero_do_not_count():
     torch.testing.assert_close(class_token_loss(logits, targets._replace(weight=weight)).double(), want, rtol=1e-5, atol=1e-5)
     label = torch.tensor([1, 2, 3, 4])
     hard = hard_label_loss(logits, label, weight[:, 0])
-    torch.testing.assert_close(hard.double(), torch.nn.functional.cross_entropy(logits[kept], label[kept]), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        hard.double(), torch.nn.functional.cross_entropy(logits[kept], label[kept]), rtol=1e-5, atol=1e-5
+    )
 
 
 def test_hard_labels_under_mixing_are_cutmix():

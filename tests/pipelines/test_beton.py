@@ -7,11 +7,10 @@ import sys
 
 import numpy as np
 import pytest
-from PIL import Image
-
 from densefeed.pipelines.beton import NDARRAY, Beton, Field, Sample, write_beton
 from densefeed.pipelines.ffcv import map_arrays, map_fields
 from densefeed.relabel.files import UserError
+from PIL import Image
 
 NOTES = {"densefeed": 1, "class_names": ["a", "b", "c"], "fingerprint": "f"}
 
@@ -90,7 +89,7 @@ def test_refusals_name_the_file(tmp_path, random_maps):
         Beton(path)
     write(path, random_maps)
     data = bytearray(path.read_bytes())
-    data[24] = 255                          # the image field's type: a custom field
+    data[24] = 255  # the image field's type: a custom field
     path.write_bytes(data)
     with pytest.raises(UserError, match=r"type 255"):
         Beton(path)
@@ -121,7 +120,8 @@ class Set:
     def __len__(self): return len(images)
     def __getitem__(self, n): return images[n], n % 3
 if __name__ == "__main__":
-    writer = DatasetWriter(sys.argv[2], {"picture": RGBImageField(write_mode=sys.argv[3], jpeg_quality=95), "class": IntField()}, num_workers=2)
+    fields = {"picture": RGBImageField(write_mode=sys.argv[3], jpeg_quality=95), "class": IntField()}
+    writer = DatasetWriter(sys.argv[2], fields, num_workers=2)
     writer.from_indexed_dataset(Set())
 """
 
@@ -160,4 +160,4 @@ def test_we_open_what_stock_ffcv_wrote(tmp_path, mode):
     assert source.class_names == ["0", "1", "2"]
     for n, want in enumerate(smooth):
         got = np.asarray(source.image(n)).astype(int)
-        assert np.abs(got - want).mean() <= (0 if mode == "raw" else 3)       # quality 95 on smooth noise: mean 1 to 2
+        assert np.abs(got - want).mean() <= (0 if mode == "raw" else 3)  # quality 95 on smooth noise: mean 1 to 2

@@ -8,9 +8,6 @@ import time
 import numpy as np
 import pytest
 import torch
-from PIL import Image
-from torchvision.transforms.v2 import functional as tv
-
 from densefeed.pipelines.ffcv import FfcvSource
 from densefeed.pipelines.folder import FolderSource
 from densefeed.pipelines.loader import ThreadedLoader
@@ -18,6 +15,8 @@ from densefeed.pipelines.plan import EpochPlan
 from densefeed.relabel.files import UserError
 from densefeed.relabel.images import Images
 from densefeed.relabel.store import ScoreMapStore
+from PIL import Image
+from torchvision.transforms.v2 import functional as tv
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +77,9 @@ def test_pixels_are_torchvisions_resized_crop(folder):
     for batch in epoch_of(source):
         for n in range(4):
             image = Image.open(images.where(int(batch.index[n]))).convert("RGB")
-            box, flip = loader(source).plan.crops(0, batch.index[n : n + 1].numpy(), np.array([image.height]), np.array([image.width]))
+            box, flip = loader(source).plan.crops(
+                0, batch.index[n : n + 1].numpy(), np.array([image.height]), np.array([image.width])
+            )
             top, left, height, width = box[0].astype(int).tolist()
             pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)
             want = tv.resized_crop(pixels, top, left, height, width, [32, 32], antialias=True)
@@ -93,12 +94,16 @@ def test_views_name_the_pixels_that_the_crop_shows(folder):
     points = torch.stack([*torch.meshgrid(centres, centres, indexing="xy"), torch.ones(8, 8)], -1)
     for batch in epoch_of(source):
         for n in range(4):
-            image = torch.from_numpy(np.array(Image.open(images.where(int(batch.index[n]))).convert("RGB"))).permute(2, 0, 1)[None].float()
+            image = (
+                torch.from_numpy(np.array(Image.open(images.where(int(batch.index[n]))).convert("RGB")))
+                .permute(2, 0, 1)[None]
+                .float()
+            )
             grid = (points @ batch.view[n].T) * 2 - 1
             want = torch.nn.functional.grid_sample(image, grid[None], align_corners=False)[0].permute(1, 2, 0)
             crop = torch.nn.functional.avg_pool2d(batch.image[n].permute(2, 0, 1).float(), 4).permute(1, 2, 0)
             right, mirrored = (crop - want).abs().mean(), (crop.flip(1) - want).abs().mean()
-            assert right < 12                   # the crop is averaged over a token, the image is not
+            assert right < 12  # the crop is averaged over a token, the image is not
             assert right < 0.5 * mirrored
 
 

@@ -1,7 +1,6 @@
 """MixToken's mask and share."""
 
 import torch
-
 from densefeed.pipelines.mixing import mix_mask, partner_share
 from densefeed.pipelines.plan import EpochPlan
 

@@ -3,11 +3,10 @@
 import numpy as np
 import pytest
 import torch
+from densefeed.pipelines.plan import EpochPlan, philox, uniforms
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torchvision.transforms import RandomResizedCrop
-
-from densefeed.pipelines.plan import EpochPlan, philox, uniforms
 
 
 def plan(**fields):
@@ -19,7 +18,11 @@ def plan(**fields):
     [
         ([0, 0, 0, 0], 0, [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]),
         ([0xFFFFFFFF] * 4, 0xFFFFFFFFFFFFFFFF, [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]),
-        ([0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344], 0x299F31D0A4093822, [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1]),
+        (
+            [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344],
+            0x299F31D0A4093822,
+            [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1],
+        ),
     ],
 )
 def test_philox_gives_the_published_vectors(counter, key, want):
@@ -44,7 +47,7 @@ def test_order_is_uniform():
     counts = np.zeros((6, 6))
     for epoch in range(6000):
         counts[np.arange(6), plan(num_samples=6).order(epoch)] += 1
-    assert ((counts - 1000) ** 2 / 1000).sum() * 5 / 6 < 52.6        # 99.9 % quantile
+    assert ((counts - 1000) ** 2 / 1000).sum() * 5 / 6 < 52.6  # 99.9 % quantile
 
 
 @given(st.integers(0, 2**31), st.integers(0, 1000), st.lists(st.integers(0, 2**31), min_size=1, max_size=8))
@@ -83,7 +86,7 @@ def test_crops_have_torchvisions_distribution(height, width):
     ):
         both = np.sort(np.concatenate([measure(ours), measure(theirs)]))
         cdf = [np.searchsorted(np.sort(measure(boxes)), both, side="right") / 4000 for boxes in (ours, theirs)]
-        assert np.abs(cdf[0] - cdf[1]).max() < 1.95 * np.sqrt(2 / 4000)      # 99.9 %
+        assert np.abs(cdf[0] - cdf[1]).max() < 1.95 * np.sqrt(2 / 4000)  # 99.9 %
     assert abs(flips.mean() - 0.5) < 4 * 0.5 / np.sqrt(4000)
 
 

@@ -3,16 +3,15 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from torchvision.ops import roi_align
-
 from densefeed.models.token_labeling import class_token_loss, token_loss
 from densefeed.pipelines.batch import Batch, LabelSpec
 from densefeed.pipelines.plan import EpochPlan
 from densefeed.pipelines.targets import axis_weights, palettes, sparse_targets
 from densefeed.relabel.geometry import crop_views
 from densefeed.relabel.store import palette_sizes
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torchvision.ops import roi_align
 
 
 def random_boxes(count, height=375, width=500, seed=0, flips=False):
@@ -129,7 +128,10 @@ def test_a_position_coded_map_returns_the_cells_under_the_crop(seed, grid, flip)
     from densefeed.relabel.store import ScoreMaps
 
     maps = ScoreMaps(
-        np.full(cls.shape, 9.0, np.float16), cls, np.full((1, side, side), 9.0, np.float16), np.array([[0, 0, 1, 1]], np.float32)
+        np.full(cls.shape, 9.0, np.float16),
+        cls,
+        np.full((1, side, side), 9.0, np.float16),
+        np.array([[0, 0, 1, 1]], np.float32),
     )
     boxes, _ = random_boxes(1, height, width, seed)
     batch = batch_of(maps, boxes, np.array([flip]), height, width)
@@ -147,9 +149,7 @@ def test_a_position_coded_map_returns_the_cells_under_the_crop(seed, grid, flip)
 def test_flipping_twice_changes_nothing(random_maps):
     maps = random_maps(3, 8, 3, 20)
     boxes, _ = random_boxes(3)
-    plain, flipped = (
-        sparse_targets(batch_of(maps, boxes, np.full(3, f)), spec_of(maps, 20, "tail"), 6) for f in (False, True)
-    )
+    plain, flipped = (sparse_targets(batch_of(maps, boxes, np.full(3, f)), spec_of(maps, 20, "tail"), 6) for f in (False, True))
     back = flipped.extra.view(3, 6, 6, -1).flip(2).flatten(1, 2)
     torch.testing.assert_close(back, plain.extra, rtol=0, atol=4e-6)
 
@@ -186,7 +186,9 @@ def test_a_crop_outside_the_window_carries_no_loss(random_maps):
 @settings(max_examples=50, deadline=None)
 def test_palettes_hold_each_class_once(count, side, top_k, num_classes):
     rng = np.random.default_rng(side * 100 + top_k)
-    cls = torch.from_numpy(np.sort(rng.permuted(np.tile(np.arange(num_classes), (count, side, side, 1)), axis=3)[..., :top_k], axis=3))
+    cls = torch.from_numpy(
+        np.sort(rng.permuted(np.tile(np.arange(num_classes), (count, side, side, 1)), axis=3)[..., :top_k], axis=3)
+    )
     size = int(palette_sizes(cls.numpy()).max())
     palette, slot = palettes(cls, size)
     torch.testing.assert_close(palette.gather(1, slot), cls.flatten(1).long())

@@ -5,7 +5,6 @@ import subprocess
 import sys
 
 import pytest
-
 from densefeed.relabel.files import UserError, explain, replacing, run
 
 
@@ -18,7 +17,8 @@ def test_a_failed_write_leaves_the_old_file_and_no_trace(tmp_path):
             part.write_text("half")
             raise OSError(errno.ENOSPC, "full", str(part))
 
-    pytest.raises(OSError, fail)
+    with pytest.raises(OSError, match="full"):
+        fail()
     assert target.read_text() == "old"
     assert list(tmp_path.iterdir()) == [target]
 

@@ -2,10 +2,9 @@
 
 import numpy as np
 import pytest
+from densefeed.relabel.geometry import WHOLE, centre_box, crop_in_pixels, crop_views, samples_per_bin, window_of
 from hypothesis import given
 from hypothesis import strategies as st
-
-from densefeed.relabel.geometry import WHOLE, centre_box, crop_in_pixels, crop_views, samples_per_bin, window_of
 
 
 def at(view, x, y):
@@ -51,7 +50,7 @@ def test_centre_crop_window_is_the_centred_square(height, width):
 
 def test_centre_box_is_timms_evaluation_crop():
     """timm resizes the shorter side to floor(224 / 0.875) = 256 and cuts 224: the same share of the image."""
-    (top, left, height, width), = centre_box(np.array([480]), np.array([640]), 0.875)
+    ((top, left, height, width),) = centre_box(np.array([480]), np.array([640]), 0.875)
     assert (height, width) == (420, 420)
     assert (top, left) == (30, 110)
 

@@ -4,11 +4,10 @@ import io
 
 import numpy as np
 import pytest
-from PIL import Image
-from timm.data import ImageDataset
-
 from densefeed.relabel.files import UserError
 from densefeed.relabel.images import Images, decode
+from PIL import Image
+from timm.data import ImageDataset
 
 
 def test_order_labels_and_bytes_are_timms(folder):

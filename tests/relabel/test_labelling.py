@@ -10,13 +10,12 @@ import numpy as np
 import pytest
 import timm
 import torch
-from safetensors.torch import save_file
-
 from densefeed.relabel.files import UserError
 from densefeed.relabel.images import Images, decode
 from densefeed.relabel.labelling import keep_top, label_images, stored_accuracy
 from densefeed.relabel.store import ScoreMapStore
 from densefeed.relabel.teacher import Teacher
+from safetensors.torch import save_file
 
 ROOT = Path(__file__).parents[2]
 CONFIG = {"mean": (0.5, 0.4, 0.3), "std": (0.2, 0.3, 0.4), "interpolation": "bilinear"}
@@ -41,9 +40,9 @@ def test_a_row_is_the_teachers_top_k_of_that_image(folder, tmp_path, geometry):
         else:
             want_window = np.array([0, 0, 1, 1])
         pixels, _ = scorer.prepare(image)
-        x = (torch.from_numpy(pixels.copy()).permute(2, 0, 1)[None] / 255 - torch.tensor(CONFIG["mean"]).view(3, 1, 1)) / torch.tensor(
-            CONFIG["std"]
-        ).view(3, 1, 1)
+        x = (
+            torch.from_numpy(pixels.copy()).permute(2, 0, 1)[None] / 255 - torch.tensor(CONFIG["mean"]).view(3, 1, 1)
+        ) / torch.tensor(CONFIG["std"]).view(3, 1, 1)
         with torch.no_grad():
             features = scorer.model.forward_features(x)
             logits = torch.einsum("ncij,kc->nijk", features, scorer.model.fc.weight) + scorer.model.fc.bias
@@ -112,7 +111,7 @@ def test_a_run_killed_with_9_continues_and_ends_equal(folder, tmp_path):
         time.sleep(0.002)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    if not killed.exists():             # it may have finished before the signal came
+    if not killed.exists():  # it may have finished before the signal came
         assert done_rows(Path(f"{killed}.part")) >= 2
         again = subprocess.run(words(killed), cwd=ROOT, capture_output=True, text=True)
         assert again.returncode == 0, again.stderr

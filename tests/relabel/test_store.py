@@ -7,12 +7,19 @@ import zlib
 import h5py
 import numpy as np
 import pytest
-
 from densefeed.relabel.files import UserError
 from densefeed.relabel.store import ScoreMaps, ScoreMapStore, ScoreMapWriter, StoreHeader, row_crcs, undone_batches
 
 HEADER = StoreHeader(
-    side=4, top_k=3, num_classes=9, absent="tail", teacher="t 0", input_size=64, geometry="squash", fingerprint="f", class_names=("a", "b")
+    side=4,
+    top_k=3,
+    num_classes=9,
+    absent="tail",
+    teacher="t 0",
+    input_size=64,
+    geometry="squash",
+    fingerprint="f",
+    class_names=("a", "b"),
 )
 PATHS, LABELS = [f"a/{n}.jpg" for n in range(10)], np.arange(10) % 2
 
@@ -128,7 +135,10 @@ def test_refusals_name_the_file_and_the_remedy(tmp_path, random_maps):
 def test_rows_of_the_imagenet_shape_have_the_stated_size(tmp_path):
     """6,480 bytes of maps and 648 of lse at S=18, k=5 (DESIGN, contracts)."""
     maps = ScoreMaps(
-        np.zeros((1, 18, 18, 5), np.float16), np.zeros((1, 18, 18, 5), np.uint16), np.zeros((1, 18, 18), np.float16), np.zeros((1, 4), np.float32)
+        np.zeros((1, 18, 18, 5), np.float16),
+        np.zeros((1, 18, 18, 5), np.uint16),
+        np.zeros((1, 18, 18), np.float16),
+        np.zeros((1, 4), np.float32),
     )
     assert maps.logit.nbytes + maps.cls.nbytes == 6480
     assert maps.lse.nbytes == 648

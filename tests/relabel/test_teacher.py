@@ -4,11 +4,10 @@ import numpy as np
 import pytest
 import timm
 import torch
-from PIL import Image
-
 from densefeed.models import lvvit  # noqa: F401  (registers)
 from densefeed.relabel.files import UserError
 from densefeed.relabel.teacher import Teacher, weights_hash
+from PIL import Image
 
 CONFIG = {"mean": (0.5, 0.4, 0.3), "std": (0.2, 0.3, 0.4), "interpolation": "bilinear"}
 
@@ -21,11 +20,11 @@ def normalised(image_NHWC):
 @pytest.mark.parametrize(
     ("name", "size", "side"),
     [
-        ("test_nfnet", 96, 3),                # NF feature map, final convolution
-        ("test_resnet", 96, 3),               # plain feature map
-        ("test_efficientnet", 96, 3),         # convolutional head
-        ("test_vit", 160, 10),                # class token
-        ("test_vit2", 64, 4),                 # register tokens, averaged
+        ("test_nfnet", 96, 3),  # NF feature map, final convolution
+        ("test_resnet", 96, 3),  # plain feature map
+        ("test_efficientnet", 96, 3),  # convolutional head
+        ("test_vit", 160, 10),  # class token
+        ("test_vit2", 64, 4),  # register tokens, averaged
     ],
 )
 def test_the_mean_over_cells_is_the_models_own_answer(name, size, side):

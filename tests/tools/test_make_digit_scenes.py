@@ -4,11 +4,10 @@ import json
 
 import numpy as np
 import pytest
-from PIL import Image
-from sklearn.datasets import load_digits
-
 from densefeed.relabel.files import UserError
 from densefeed.tools.make_digit_scenes import Scenes, load_scans, main
+from PIL import Image
+from sklearn.datasets import load_digits
 
 
 @pytest.fixture(scope="module")

@@ -5,13 +5,12 @@ import shutil
 
 import numpy as np
 import pytest
-from PIL import Image
-
 from densefeed.pipelines.beton import Beton
 from densefeed.pipelines.ffcv import FfcvSource
 from densefeed.relabel.files import UserError
 from densefeed.relabel.images import Images
 from densefeed.tools.pack_dataset import Packing, main
+from PIL import Image
 
 
 def test_jpegs_keep_their_bytes(folder, tmp_path):
@@ -38,7 +37,7 @@ def test_odd_files_become_rgb_jpegs_and_are_counted(folder, tmp_path, capsys):
         assert stored.format == "JPEG"
         assert stored.mode in ("RGB", "L")
         want = np.asarray(Image.open(images.where(n)).convert("RGB")).astype(int)
-        assert np.abs(np.asarray(source.image(n)) - want).mean() < 2, path      # quality 95 on smooth images
+        assert np.abs(np.asarray(source.image(n)) - want).mean() < 2, path  # quality 95 on smooth images
 
 
 def test_unreadable_files_are_all_named_and_nothing_is_written(folder, tmp_path):

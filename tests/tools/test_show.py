@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-
 from densefeed.relabel.files import UserError
 from densefeed.relabel.geometry import crop_views
 from densefeed.tools.show import in_crop, owner_of_tokens, read_run

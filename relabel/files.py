@@ -77,8 +77,9 @@ def run(main: Callable[[], object]) -> None:
             raise
         stop(f"{error}: {REMEDIES[errno.ENOSPC]}")
     except OSError as error:
-        if error.errno == errno.EPIPE:
-            raise
+        if error.errno == errno.EPIPE:  # `... | head` has read enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            sys.exit(141)
         stop(explain(error))
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

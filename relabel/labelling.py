@@ -71,16 +71,21 @@ def keep_top(logits_NSSK: torch.Tensor, top_k: int, window_N4: np.ndarray) -> Sc
 
 
 def stored_accuracy(store: ScoreMapStore, batch: int = 1024) -> float:
-    """Top-1 accuracy of the stored maps: the class of highest mean probability over the cells, against the labels.
+    """Top-1 accuracy of the stored maps: the class of the highest mean logit over the cells, against the image labels.
 
-    Only the kept classes vote. It should be close to the teacher's own accuracy; if it is not, the maps are wrong.
+    That mean is what a teacher with a linear head answers itself, so the figure should be close to the teacher's own
+    accuracy; if it is not, the maps are wrong. A class that a cell does not name counts there with the logit it is stored
+    with: 0, or its even share of the remaining probability (at least 1e-3, below which float16 leaves nothing of it).
     """
-    right = 0
+    header, right = store.header, 0
     for ids in np.array_split(np.arange(len(store)), -(-len(store) // batch)):
         maps = store.rows(ids)
-        probability = np.exp(maps.logit.astype(np.float32) - maps.lse.astype(np.float32)[..., None])
-        votes = np.zeros((len(ids), store.header.num_classes), np.float32)
-        rows = np.broadcast_to(np.arange(len(ids))[:, None], (len(ids), probability[0].size))
-        np.add.at(votes, (rows, maps.cls.reshape(len(ids), -1)), probability.reshape(len(ids), -1))
-        right += int((votes.argmax(1) == store.labels[ids]).sum())
+        logit, lse = maps.logit.astype(np.float64), maps.lse.astype(np.float64)
+        remainder = np.maximum(1 - np.exp(logit - lse[..., None]).sum(-1), 1e-3) / max(header.num_classes - header.top_k, 1)
+        unnamed = lse + np.log(remainder) if header.absent == "tail" else np.zeros_like(lse)
+        # Every class begins with the sum of `unnamed` over the cells; where it is named, its own logit takes that place.
+        score = np.repeat(unnamed.sum((1, 2))[:, None], header.num_classes, axis=1)
+        rows = np.broadcast_to(np.arange(len(ids))[:, None], (len(ids), logit[0].size))
+        np.add.at(score, (rows, maps.cls.reshape(len(ids), -1)), (logit - unnamed[..., None]).reshape(len(ids), -1))
+        right += int((score.argmax(1) == store.labels[ids]).sum())
     return right / len(store)

@@ -46,8 +46,9 @@ def test_the_quickstart_prints_its_table_and_writes_its_report(newcomer):
     assert "http://" not in text.replace("http://www.w3.org", "")
     assert "https://" not in text  # self-contained
     purity = json.loads(report.with_suffix(".json").read_text())
-    assert purity["tokens"] > 100
-    assert 0 < purity["token"] < 1
+    assert purity["tokens"]["all"] == purity["tokens"]["largest"] + purity["tokens"]["others"] > 100
+    assert (purity["image"]["largest"], purity["image"]["others"]) == (1, 0)  # by construction of the scenes
+    assert 0 < purity["token"]["all"] < 1
 
 
 def test_the_quickstart_keeps_what_is_there(newcomer):

@@ -23,7 +23,8 @@ from rich.table import Table
 ROOT = Path(__file__).parent.parent
 STUDENTS = ("ce", "relabel", "token-label", "token-label-mixtoken")
 LABELS = {"image": "image label", "crop": "crop's dense label", "token": "token's dense label"}
-TEACHER_SIZE = 128  # the teacher's input when it labels: twice what it was trained at, for maps of 8 x 8 cells
+PARTS = {"all": "all digits", "largest": "the largest digit", "others": "the others"}
+TEACHER_SIZE = 112  # its input when it labels: a little over a scene, where it names both large and small digits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,9 +100,10 @@ def main(options: Quickstart) -> None:
     console.print(table)
     judged = Table(title="Tokens inside exactly one digit whose label is that digit", title_justify="left")
     judged.add_column("label")
-    judged.add_column("right", justify="right")
+    for name in PARTS.values():
+        judged.add_column(f"on {name}", justify="right")
     for kind, name in LABELS.items():
-        judged.add_row(name, spread([f["purity"][kind] for f in flows]))
+        judged.add_row(name, *(spread([f["purity"][kind][part] for f in flows]) for part in PARTS))
     console.print(judged)
     where = ", ".join(str((options.out / f"seed-{s}" if many else options.out) / "report.html") for s in options.seeds)
     console.print(f"Report: {where}", soft_wrap=True)

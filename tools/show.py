@@ -135,31 +135,28 @@ def labels_of_tokens(batch: Batch, loader: Loader, grid: int) -> tuple[np.ndarra
 def judge(loader: Loader, truths: list[Truth], grid: int) -> dict:
     """Of the tokens that lie inside exactly one true object: how often is each kind of label that object's class?
 
-    `image`: the image's own label, what plain cross entropy says of every token. `crop`: the dense label of the whole
-    crop (objective relabel). `token`: the dense label of the token. `token_main` and `token_other`: `token`, on the
-    largest object of its image and on all others.
+    Kinds: `image`, the image's own label, which plain cross entropy tells every token; `crop`, the dense label of the whole
+    crop (objective relabel); `token`, the dense label of the token. Each for `all` such tokens, those on the `largest`
+    object of their image and those on the `others`. `tokens` counts them.
     """
-    right, count = dict.fromkeys(("image", "crop", "token", "token_main", "token_other"), 0), {"all": 0, "main": 0, "other": 0}
-    batches = -(-JUDGED // loader.plan.batch)
-    for batch in bar(islice(loader.batches(0), batches), "judge, batches", min(batches, len(loader))):
-        token, _ = labels_of_tokens(batch, loader, grid)
-        crop, _ = labels_of_tokens(batch, loader, 1)
-        for n, index in enumerate(batch.index.tolist()):
-            truth = truths[index]
-            owner = owner_of_tokens(in_crop(truth.boxes, batch.view[n].numpy()), grid).ravel()
-            inside = (owner >= 0) & bool(batch.weight[n] > 0)
-            want, main = truth.classes[owner[inside]], owner[inside] == 0
-            hits = token[n][inside] == want
-            right["image"] += int((want == int(batch.label[n])).sum())
-            right["crop"] += int((want == crop[n, 0]).sum())
-            right["token"] += int(hits.sum())
-            right["token_main"] += int(hits[main].sum())
-            right["token_other"] += int(hits[~main].sum())
-            count["all"] += len(want)
-            count["main"] += int(main.sum())
-            count["other"] += int((~main).sum())
-    of = {"token_main": "main", "token_other": "other"}
-    return {kind: hits / max(count[of.get(kind, "all")], 1) for kind, hits in right.items()} | {"tokens": count["all"]}
+    hits = {kind: {"all": 0, "largest": 0, "others": 0} for kind in ("image", "crop", "token")}
+    tokens = {"all": 0, "largest": 0, "others": 0}
+    batches = min(-(-JUDGED // loader.plan.batch), len(loader))
+    for batch in bar(islice(loader.batches(0), batches), "judge, batches", batches):
+        token_NT, _ = labels_of_tokens(batch, loader, grid)
+        crop_N1, _ = labels_of_tokens(batch, loader, 1)
+        for n in np.nonzero(batch.weight.numpy())[0]:
+            truth = truths[int(batch.index[n])]
+            owner_T = owner_of_tokens(in_crop(truth.boxes, batch.view[n].numpy()), grid).ravel()
+            inside_T = owner_T >= 0
+            want, owner = truth.classes[owner_T[inside_T]], owner_T[inside_T]
+            said = {"image": int(batch.label[n]), "crop": crop_N1[n, 0], "token": token_NT[n][inside_T]}
+            for part, chosen in (("all", owner >= 0), ("largest", owner == 0), ("others", owner > 0)):
+                tokens[part] += int(chosen.sum())
+                for kind, label in said.items():
+                    hits[kind][part] += int(((label == want) & chosen).sum())
+    shares = {kind: {part: hits[kind][part] / max(tokens[part], 1) for part in tokens} for kind in hits}
+    return shares | {"tokens": tokens}
 
 
 def picture(pixels: np.ndarray) -> str:

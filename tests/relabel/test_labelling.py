@@ -55,15 +55,45 @@ def test_a_row_is_the_teachers_top_k_of_that_image(folder, tmp_path, geometry):
     assert store.header.teacher.startswith("t ")
 
 
-def test_accuracy_from_the_store_is_that_of_the_mean_probability(folder, tmp_path):
+def test_accuracy_from_the_store_is_the_models_own(folder, tmp_path):
+    """With every class kept the stored mean logit is the bare timm model's answer."""
     images, scorer = Images(folder, split="train"), teacher(classes=2)
     store = label_images(images, scorer, "t", tmp_path / "maps.h5", top_k=2, batch=4, threads=1, absent="tail")
     right = []
     for index in range(len(images)):
         pixels, _ = scorer.prepare(decode(images.read(index), ""))
-        probability = scorer(torch.from_numpy(pixels.copy())[None]).softmax(-1).mean((1, 2))
-        right.append(int(probability.argmax()) == images.labels[index])
+        x = torch.from_numpy(pixels.copy()).permute(2, 0, 1)[None] / 255
+        x = (x - torch.tensor(CONFIG["mean"]).view(3, 1, 1)) / torch.tensor(CONFIG["std"]).view(3, 1, 1)
+        with torch.no_grad():
+            right.append(int(scorer.model(x).argmax()) == images.labels[index])
     assert stored_accuracy(store, batch=4) == pytest.approx(np.mean(right))
+
+
+@pytest.mark.parametrize("absent", ["tail", "zero-logit"])
+def test_accuracy_counts_unnamed_classes_as_stored(tmp_path, random_maps, absent):
+    """Against dense logits, written out cell by cell."""
+    from densefeed.relabel.store import ScoreMapWriter, StoreHeader
+
+    count, side, top_k, classes = 40, 3, 2, 5
+    maps = random_maps(count, side, top_k, classes)
+    score = np.zeros((count, classes))
+    for n in range(count):
+        for cell in range(side * side):
+            logit, cls, lse = (part[n].reshape(side * side, -1)[cell].astype(float) for part in maps[:3])
+            rest = max(1 - np.exp(logit - lse).sum(), 1e-3) / (classes - top_k)
+            dense = np.full(classes, 0.0 if absent == "zero-logit" else lse[0] + np.log(rest))
+            dense[cls.astype(int)] = logit
+            score[n] += dense
+    labels = score.argmax(1)
+    labels[::4] = (labels[::4] + 1) % classes
+    header = StoreHeader(
+        side=side, top_k=top_k, num_classes=classes, absent=absent, teacher="t", input_size=64, geometry="squash", fingerprint="f",
+        class_names=tuple("abcde"),
+    )  # fmt: skip
+    writer = ScoreMapWriter(tmp_path / "maps.h5", header, [f"{n}" for n in range(count)], labels)
+    writer.write(np.arange(count), maps)
+    writer.finish()
+    assert stored_accuracy(ScoreMapStore(tmp_path / "maps.h5"), batch=16) == 0.75
 
 
 def test_top_k_is_sorted_and_lse_covers_all_classes():

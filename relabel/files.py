@@ -33,15 +33,27 @@ def replacing(path: Path | str) -> Iterator[Path]:
     the name is. The sibling's name ends in `.part`.
     """
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    with naming(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            yield part
+            sync(part)
+            os.replace(part, path)
+            sync(path.parent)
+        except BaseException:
+            part.unlink(missing_ok=True)
+            raise
+
+
+@contextmanager
+def naming(path: Path | str) -> Iterator[None]:
+    """Let an error of the operating system that names no file, as a failed write does, name `path`."""
     try:
-        yield part
-        sync(part)
-        os.replace(part, path)
-        sync(path.parent)
-    except BaseException:
-        part.unlink(missing_ok=True)
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno is not None:
+            error.filename = str(path)
         raise
 
 
@@ -72,10 +84,14 @@ def run(main: Callable[[], object]) -> None:
         main()
     except UserError as error:
         stop(str(error))
-    except RuntimeError as error:  # torch.save reports a full disk so
-        if not any(os.strerror(n) in str(error) for n in REMEDIES) and "file write failed" not in str(error):
+    except RuntimeError as error:
+        # torch.save meets a full disk, and then fails an assertion of its own while it cleans up.
+        cause = error.__context__
+        while cause is not None and not (isinstance(cause, OSError) and cause.errno in REMEDIES):
+            cause = cause.__context__
+        if cause is None:
             raise
-        stop(f"{error}: {REMEDIES[errno.ENOSPC]}")
+        stop(explain(cause))
     except OSError as error:
         if error.errno == errno.EPIPE:  # `... | head` has read enough
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

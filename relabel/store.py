@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 import h5py
 import numpy as np
 
-from .files import UserError, explain, sync
+from .files import UserError, explain, naming, sync
 
 VERSION = 1
 Absent = Literal["tail", "zero-logit"]
@@ -190,7 +190,8 @@ class ScoreMapWriter:
             sync(begun)
             os.replace(begun, self.part)
         except OSError as error:
-            raise UserError(f"{self.path} cannot be made: {explain(error)}") from error
+            error.filename = error.filename or str(self.path)
+            raise UserError(f"the score maps cannot be made: {explain(error)}") from error
         finally:
             begun.unlink(missing_ok=True)
 
@@ -204,7 +205,8 @@ class ScoreMapWriter:
                 data = np.ascontiguousarray(columns[name], dtype)
                 if data.shape != (len(ids), *shape):
                     raise ValueError(f"{name} is {data.shape}, not {(len(ids), *shape)}")
-                os.pwrite(self._file, data.tobytes(), self._offsets[name] + int(ids[0]) * data[0].nbytes)
+                with naming(self.part):
+                    os.pwrite(self._file, data.tobytes(), self._offsets[name] + int(ids[0]) * data[0].nbytes)
         self.done[ids] = True
 
     def finish(self) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import tyro
-from densefeed.relabel.files import UserError, run
+from densefeed.relabel.files import UserError, naming, run
 from densefeed.relabel.progress import bar
 from PIL import Image
 
@@ -56,7 +56,8 @@ def main(scenes: Scenes) -> None:
                 label = number % 10
                 jpeg, digits = scene(rng, label, scenes.size, photographs, scans[split])
                 name = f"{split}/{label}/{number:06d}.jpg"
-                (part / name).write_bytes(jpeg)
+                with naming(scenes.out):
+                    (part / name).write_bytes(jpeg)
                 boxes[name] = digits
         (part / "boxes.json").write_text(json.dumps({"size": scenes.size, "seed": scenes.seed, "scenes": boxes}))
         part.rename(scenes.out)

@@ -19,4 +19,7 @@ $(READY): tools/set_up.sh pyproject.toml setup.py
 	PYTHON="$(PYTHON)" bash tools/set_up.sh .venv
 	touch $(READY)
 
-.PHONY: quickstart test check fix
+gpu-check: $(READY)  ## the tests that need a CUDA device; without one they say so and pass
+	$(RUN) -m pytest -m gpu
+
+.PHONY: quickstart test check fix gpu-check

@@ -11,6 +11,7 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -194,7 +195,7 @@ def check(config: Config, train: Loader, val: Loader) -> None:
 
 def build_model(config: Config, num_classes: int) -> tuple[nn.Module, checkpoints.Recipe]:
     """The student, and how to build it again."""
-    kwargs = {"num_classes": num_classes, "drop_path_rate": config.drop_path}
+    kwargs = {"num_classes": num_classes} | ({"drop_path_rate": config.drop_path} if config.drop_path else {})
     if config.model.startswith("lvvit"):
         kwargs |= {"img_size": config.size, "token_head": config.objective == "token-label"}
     elif config.objective == "token-label" or config.mixtoken:
@@ -225,7 +226,7 @@ def plain(config: Config) -> dict:
     return json.loads(json.dumps(asdict(config), default=str))
 
 
-def find_checkpoint(config: Config) -> dict | None:
+def find_checkpoint(config: Config, fingerprint: str) -> dict | None:
     """The checkpoint to continue from. UserError if the folder holds a run and may not be continued, or another run."""
     path = config.out / "last.pt"
     if not path.exists():
@@ -239,7 +240,17 @@ def find_checkpoint(config: Config) -> dict | None:
         raise UserError(
             f"{path} was trained with {differs[0]}={then.get(differs[0])}; give the same value, or choose another --out"
         )
+    if checkpoint["fingerprint"] != fingerprint:
+        raise UserError(f"{path} was trained on other images than {config.data} holds; give the same, or choose another --out")
     return checkpoint
+
+
+def forget_after(step: int, path: Path) -> None:
+    """Drop the records of steps that a continued run will do again."""
+    if path.exists():
+        kept = [line for line in path.read_text().splitlines(keepends=True) if json.loads(line)["step"] <= step]
+        with replacing(path) as part:
+            part.write_text("".join(kept))
 
 
 # ------------------------------------------------------------------------- the run
@@ -306,7 +317,7 @@ def train(config: Config) -> dict:
     ema = ModelEmaV3(model, decay=config.ema, use_warmup=True, foreach=True) if config.ema else None
     grid = model.grid_size if isinstance(model, LVViT) else 0
 
-    checkpoint, step = find_checkpoint(config), 0
+    checkpoint, step = find_checkpoint(config, loader.fingerprint), 0
     if checkpoint:
         model.load_state_dict(checkpoint["model"])
         optimizer.load_state_dict(checkpoint["optimizer"])
@@ -314,6 +325,7 @@ def train(config: Config) -> dict:
             ema.module.load_state_dict(checkpoint["ema"])
         step = checkpoint["step"]
     config.out.mkdir(parents=True, exist_ok=True)
+    forget_after(step, config.out / "metrics.jsonl")
     for name, content in (("config.json", plain(config)), ("environment.json", environment(config, device))):
         with replacing(config.out / name) as part:
             part.write_text(json.dumps(content, indent=1))
@@ -327,6 +339,7 @@ def train(config: Config) -> dict:
         state = {
             "model": model.state_dict(), "ema": ema.module.state_dict() if ema else None, "optimizer": optimizer.state_dict(),
             "step": step, "config": plain(config), "recipe": recipe._asdict(), "class_names": loader.class_names,
+            "fingerprint": loader.fingerprint,
             "mean": list(model.pretrained_cfg["mean"]), "std": list(model.pretrained_cfg["std"]), "size": config.size,
         }  # fmt: skip
         # Through a Python file: a full disk is an OSError there, and only a failed assertion in torch's own writer.
@@ -337,6 +350,8 @@ def train(config: Config) -> dict:
     logged, waited, result = step, 0.0, {}
     losses, text = torch.zeros((), device=device), ""
     with (
+        closing(loader),
+        closing(val),
         open(config.out / "metrics.jsonl", "a") as metrics,
         SummaryWriter(config.out / "tensorboard", purge_step=step) as board,
         steps_bar(f"train {config.objective}", steps, step) as advance,
@@ -347,6 +362,13 @@ def train(config: Config) -> dict:
             metrics.flush()
             for name, value in values.items():
                 board.add_scalar(f"{kind}/{name}", value, step)
+
+        def evaluate() -> dict:
+            accuracy = {"top1": evaluate_waits(model, val, normalise, device, advance)}
+            if ema:
+                accuracy["top1_ema"] = evaluate_waits(ema.module, val, normalise, device, advance)
+            write("val", accuracy)
+            return accuracy
 
         for epoch in range(step // len(loader), config.epochs):
             timed = Timed(loader.batches(epoch, start=step % len(loader)))
@@ -383,12 +405,10 @@ def train(config: Config) -> dict:
                 advance(1, text)
             waited += timed.waited
             if (epoch + 1) % config.eval_every == 0 or epoch + 1 == config.epochs:
-                result = {"top1": evaluate_waits(model, val, normalise, device, advance)}
-                if ema:
-                    result["top1_ema"] = evaluate_waits(ema.module, val, normalise, device, advance)
-                write("val", result)
+                result = evaluate()
             save()
             logged, clock = step, time.perf_counter()
+        result = result or evaluate()  # a run that was killed after its last step
     seconds = time.perf_counter() - began
     result |= {
         "objective": config.objective, "model": config.model, "epochs": config.epochs, "seconds": round(seconds, 1),
@@ -396,8 +416,6 @@ def train(config: Config) -> dict:
     }  # fmt: skip
     with replacing(config.out / "result.json") as part:
         part.write_text(json.dumps(result, indent=1))
-    loader.close()
-    val.close()
     print(f"{config.out}: top-1 {100 * result['top1']:.1f} % on {len(val.plan.order(0)):,} images, {seconds:.0f} s")
     return result
 
@@ -412,5 +430,10 @@ def main() -> None:
         raise UserError(str(error)) from error
 
 
-if __name__ == "__main__":
+def command() -> None:
+    """The console script `densefeed-train`."""
     run(main)
+
+
+if __name__ == "__main__":
+    command()

@@ -45,6 +45,7 @@ class Loader(Protocol):
     num_classes: int
     class_names: list[str]
     labels: LabelSpec | None
+    fingerprint: str  # of the images: the same set, the same string
     skipped: int  # samples that could not be read, under on_bad_sample="skip"
 
     def __len__(self) -> int: ...

@@ -6,6 +6,7 @@ fingerprint) stands as JSON in the gap between the metadata and the first page; 
 argument bytes says where. FFCV reads neither.
 """
 
+import hashlib
 import json
 import os
 from collections.abc import Iterable
@@ -195,6 +196,10 @@ class Beton:
         """The stored bytes of image `index` and whether they are raw pixels (`[height, width, 3]` uint8) and no JPEG."""
         record = self._metadata[index][self._image]
         return self._extents(np.array([index]), record["ptr"][None])[0].tobytes(), bool(record["mode"] == RAW)
+
+    def fingerprint(self) -> str:
+        """What the packer noted of the images; for a file that FFCV wrote, SHA-256 over its metadata."""
+        return self.notes.get("fingerprint") or hashlib.sha256(self._metadata.tobytes()).hexdigest()
 
     def has(self, name: str) -> bool:
         """Whether there is a field of this name."""

@@ -40,6 +40,7 @@ class FfcvSource:
             raise UserError(
                 f"{path} has labels from {self.labels.min()} to {self.labels.max()}, outside its {num_classes} classes"
             )
+        self.fingerprint = self._beton.fingerprint()
         self.spec, self._store = None, None
         if maps is not None:
             self._store = ScoreMapStore(maps)
@@ -49,7 +50,7 @@ class FfcvSource:
                     f"{maps} holds {len(self._store)} maps but {path} holds {len(self._beton)} images; relabel {path}'s images"
                 )
             if notes:
-                self._store.check(notes["fingerprint"], path)
+                self._store.check(self.fingerprint, path)
             self.spec = spec_of(self._store, num_classes)
         elif self._beton.has("map"):
             side, top_k = next(field for field in self._beton.fields if field.name == "map").shape[2:]

@@ -18,10 +18,11 @@ class FolderSource:
         self._images = Images(root, split=split)
         self.labels, self.class_names = self._images.labels, self._images.class_names
         self.where = self._images.where
+        self.fingerprint = self._images.fingerprint()
         self.spec = None
         if maps is not None:
             self._store = ScoreMapStore(maps)
-            self._store.check(self._images.fingerprint(), root)
+            self._store.check(self.fingerprint, root)
             self.spec = spec_of(self._store, len(self.class_names))
 
     def image(self, index: int) -> Image.Image:

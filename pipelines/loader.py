@@ -32,6 +32,7 @@ class Source(Protocol):
     """Where a loader's samples lie."""
 
     labels: np.ndarray  # int64 [num_samples]
+    fingerprint: str  # of the images
     class_names: list[str]
     spec: LabelSpec | None  # of its score maps, if it has any
 
@@ -69,7 +70,7 @@ class ThreadedLoader:
     ) -> None:
         self.source, self.plan, self.size, self.on_bad_sample = source, plan, size, on_bad_sample
         self.num_classes, self.class_names, self.labels = len(source.class_names), source.class_names, source.spec
-        self.skipped = 0
+        self.fingerprint, self.skipped = source.fingerprint, 0
         self._pool = ThreadPoolExecutor(max(1, threads), thread_name_prefix="decode")
 
     def __len__(self) -> int:
@@ -111,10 +112,12 @@ class ThreadedLoader:
         try:
             return work()
         except (UserError, OSError, SyntaxError) as error:
+            where = self.source.where(index)
+            what = f"sample {index}: {error}" if where in str(error) else f"sample {index}, {where}: {error}"
             if self.on_bad_sample == "raise":
-                raise UserError(f"sample {index}, {self.source.where(index)}: {error}") from error
+                raise UserError(what) from error
             self.skipped += 1
-            print(f"skipped sample {index}, {self.source.where(index)}: {error}", file=sys.stderr)
+            print(f"skipped {what}", file=sys.stderr)
             return None
 
     def _collate(self, ids: np.ndarray, samples: list[Decoded]) -> Batch:

@@ -96,7 +96,7 @@ def read_truth(path: Path, run: Run) -> list[Truth]:
     if data.is_file():
         from densefeed.pipelines.beton import Beton
 
-        if Beton(data).notes.get("fingerprint") != images.fingerprint():
+        if Beton(data).fingerprint() != images.fingerprint():
             raise UserError(f"{path} describes other images than {data} holds; pack {path.parent} again")
     truths = []
     for name in images.paths:

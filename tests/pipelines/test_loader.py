@@ -136,7 +136,7 @@ def broken(folder, tmp_path):
 def test_a_bad_sample_raises_with_its_id_and_path(broken):
     root, victim = broken
     reader = loader(FolderSource(root, "train"))
-    with pytest.raises(UserError, match=rf"sample 3, .*{victim.name}"):
+    with pytest.raises(UserError, match=rf"sample 3: .*{victim.name} cannot be decoded"):
         list(reader.batches(0))
     reader.close()
 

@@ -1,0 +1,49 @@
+"""The set-up says exactly what is missing where there is no apt to install it."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def bare(tmp_path):
+    """A PATH with next to nothing on it: no compiler, no pkg-config, no apt-get."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for name in ("bash", "dirname", "id"):
+        (folder / name).symlink_to(shutil.which(name))
+    (folder / "python3").symlink_to(sys.executable)
+    return folder
+
+
+def test_without_apt_it_names_every_missing_package(bare, tmp_path):
+    done = subprocess.run(
+        ["bash", ROOT / "tools" / "set_up.sh", tmp_path / "venv"], env={"PATH": str(bare)}, capture_output=True, text=True
+    )
+    assert done.returncode == 2
+    for package in ("g++", "pkg-config", "libturbojpeg0-dev", "libopencv-dev"):
+        assert package in done.stderr
+    assert "install them with its package manager and run make again" in done.stderr
+    assert not (tmp_path / "venv").exists()
+
+
+def test_an_old_python_is_refused(bare, tmp_path):
+    """A python3 that says it is 3.9, on a machine where nothing else is missing."""
+    for name in ("c++", "pkg-config"):
+        (bare / name).write_text("#!/bin/sh\nexit 0\n")
+        (bare / name).chmod(0o755)
+    (bare / "python3").unlink()
+    (bare / "python3").write_text(
+        '#!/bin/bash\ncase "$2" in *version_info*) exit 1;; esac\n[ "$1" = --version ] && echo Python 3.9.1\nexit 0\n'
+    )
+    (bare / "python3").chmod(0o755)
+    done = subprocess.run(
+        ["bash", ROOT / "tools" / "set_up.sh", tmp_path / "venv"], env={"PATH": str(bare)}, capture_output=True, text=True
+    )
+    assert done.returncode == 2
+    assert "Python 3.9.1 is too old; install Python 3.11 or newer" in done.stderr

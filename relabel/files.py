@@ -15,6 +15,7 @@ REMEDIES = {
     errno.EPERM: "no permission; choose a place you may write to, or change its owner",
     errno.EROFS: "the file system is read-only; choose another --out",
     errno.ENOENT: "there is no such file or folder; check the path",
+    errno.EEXIST: "a file stands where a folder is needed; choose another --out",
     errno.ENOTDIR: "a part of this path is a file, not a folder; check the path",
     errno.EISDIR: "this is a folder where a file is expected; check the path",
     errno.EMFILE: "too many open files; raise the limit with `ulimit -n 4096`",

@@ -6,6 +6,7 @@ run leaves a file that opens.
 """
 
 import json
+import math
 import os
 import zlib
 from collections.abc import Iterable
@@ -19,6 +20,7 @@ import numpy as np
 from .files import UserError, explain, naming, sync
 
 VERSION = 1
+HDF5_OVERHEAD = 2**16  # bytes of HDF5's own beside the rows; 11 kB measured
 Absent = Literal["tail", "zero-logit"]
 
 
@@ -175,9 +177,13 @@ class ScoreMapWriter:
         begun = Path(f"{self.part}.{os.getpid()}")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
+            types = row_types(header.side, header.top_k) | {"path": (names.dtype.str, ())}
+            # HDF5 crashes the interpreter when the disk fills under it, so ask for the space first.
+            sizes = (np.dtype(dtype).itemsize * math.prod(shape) for dtype, shape in types.values())
+            with open(begun, "wb") as file:
+                os.posix_fallocate(file.fileno(), 0, len(labels) * sum(sizes) + HDF5_OVERHEAD + len(header.class_names) * 100)
             with h5py.File(begun, "w") as file:
                 file.attrs["densefeed"] = json.dumps(asdict(header))
-                types = row_types(header.side, header.top_k) | {"path": (names.dtype.str, ())}
                 early = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
                 early.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
                 early.set_obj_track_times(False)  # the same rows shall give the same bytes

@@ -58,7 +58,7 @@ def test_the_quickstart_keeps_what_is_there(newcomer):
         cwd=home, capture_output=True, text=True,
     )  # fmt: skip
     assert again.returncode == 0, again.stderr
-    assert again.stdout.count("have ") == 9
+    assert again.stdout.count("have ") == 10
     assert "$ python" not in again.stdout
 
 

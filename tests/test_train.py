@@ -97,7 +97,7 @@ def test_a_finished_run_is_not_overwritten_and_another_is_not_continued(packed, 
     training.train(config(packed, tmp_path / "run", epochs=1))
     with pytest.raises(UserError, match=r"exists already; continue it with --resume auto"):
         training.train(config(packed, tmp_path / "run", epochs=1))
-    with pytest.raises(UserError, match=r"trained with lr=0.002"):
+    with pytest.raises(UserError, match=r"trained with lr=0.001;"):
         training.train(config(packed, tmp_path / "run", epochs=1, lr=1.0, resume="auto"))
 
 

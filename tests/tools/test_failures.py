@@ -1,0 +1,131 @@
+"""Every command, run for real against bad input and full disks: one sentence, exit code 2, nothing half-written."""
+
+import os
+import resource
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(*words, cwd, limit=None):
+    """`python WORDS`; `limit` bytes is the most that a file may grow to, which stands for a full disk."""
+
+    def restrict():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+
+    words = [sys.executable, ROOT / words[0], *map(str, words[1:])]
+    return subprocess.run(words, cwd=cwd, capture_output=True, text=True, preexec_fn=restrict if limit else None)
+
+
+def refused(done, *said):
+    """The sentence, after checking that it is one and that it says what it should."""
+    assert done.returncode == 2, done.stdout + done.stderr
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1, done.stderr
+    assert "Traceback" not in done.stderr
+    for words in said:
+        assert words in errors[0], errors[0]
+
+
+@pytest.fixture(scope="module")
+def teacher(folder, tmp_path_factory):
+    """A run folder of one epoch."""
+    out = tmp_path_factory.mktemp("runs") / "teacher"
+    done = run(
+        "train.py", "nfnet_micro_ce", "--loader", "folder", "--data", folder, "--val", folder, "--out", out, "--epochs", 1,
+        "--batch", 4, cwd=out.parent,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return out
+
+
+def test_a_full_disk_ends_every_command_in_one_sentence(folder, teacher, tmp_path):
+    scenes = run("tools/make_digit_scenes.py", "--out", "scenes", "--train", 10, "--val", 10, cwd=tmp_path, limit=500)
+    refused(scenes, "scenes: ")
+    pack = run("tools/pack_dataset.py", "--data", folder, "--out", "x.beton", cwd=tmp_path, limit=100_000)
+    refused(pack, "x.beton: ")
+    relabel = run(
+        "tools/relabel_imagenet.py", "--data", folder, "--teacher", teacher, "--input-size", 64, "--top-k", 2, "--out", "maps.h5",
+        cwd=tmp_path, limit=1_000,
+    )  # fmt: skip
+    refused(relabel, "maps.h5")
+    assert list(tmp_path.iterdir()) == []
+    train = run(
+        "train.py", "lvvit_micro_ce", "--loader", "folder", "--data", folder, "--val", folder, "--out", "run", "--epochs", 1,
+        "--batch", 4, cwd=tmp_path, limit=200_000,
+    )  # fmt: skip
+    refused(train, "last.pt")
+    assert not (tmp_path / "run" / "last.pt").exists()
+    assert not list((tmp_path / "run").glob("*.part"))
+
+
+def test_what_cannot_be_written_is_said(folder, tmp_path):
+    (tmp_path / "file").write_text("")
+    done = run("tools/pack_dataset.py", "--data", folder, "--out", "file/x.beton", cwd=tmp_path)
+    refused(done, "file: a file stands where a folder is needed")
+    if os.geteuid():
+        closed = tmp_path / "closed"
+        closed.mkdir(mode=0o500)
+        refused(run("tools/pack_dataset.py", "--data", folder, "--out", "closed/x.beton", cwd=tmp_path), "no permission")
+
+
+@pytest.mark.parametrize(
+    ("teacher_words", "said"),
+    [
+        (["no_such_model"], ["no_such_model is neither a file nor a timm model"]),
+        (["nowhere.pt"], ["nowhere.pt: there is no such checkpoint"]),
+        (["text.pt"], ["text.pt is no checkpoint that loads safely"]),
+        (["evil.pt"], ["evil.pt is no checkpoint that loads safely"]),
+    ],
+)
+def test_teachers_that_are_none(folder, tmp_path, teacher_words, said):
+    (tmp_path / "text.pt").write_text("hello")
+    import torch
+
+    torch.save({"model": {}, "run": print}, tmp_path / "evil.pt")  # a pickle that names a function
+    done = run("tools/relabel_imagenet.py", "--data", folder, "--teacher", *teacher_words, "--out", "maps.h5", cwd=tmp_path)
+    refused(done, *said)
+    assert not (tmp_path / "maps.h5").exists()
+
+
+def test_an_image_that_cannot_be_read_stops_the_labelling_by_name(folder, teacher, tmp_path):
+    root = shutil.copytree(folder, tmp_path / "broken")
+    victim = sorted((root / "train").glob("*/*.jpg"))[5]
+    victim.write_bytes(victim.read_bytes()[:150])
+    done = run(
+        "tools/relabel_imagenet.py", "--data", root, "--teacher", teacher, "--input-size", 64, "--top-k", 2, "--batch", 2,
+        "--out", "maps.h5", cwd=tmp_path,
+    )  # fmt: skip
+    refused(done, victim.name, "cannot be decoded", "replace or remove")
+    assert not (tmp_path / "maps.h5").exists()
+
+
+def test_empty_and_missing_folders(tmp_path):
+    (tmp_path / "empty").mkdir()
+    refused(run("tools/pack_dataset.py", "--data", "empty", "--out", "x.beton", cwd=tmp_path), "empty", "no images")
+    refused(run("tools/pack_dataset.py", "--data", "nowhere", "--out", "x.beton", cwd=tmp_path), "nowhere is not a folder")
+    refused(run("tools/show.py", "nowhere", cwd=tmp_path), "nowhere is no finished run")
+
+
+def test_cut_files_stop_a_training_before_it_begins(folder, maps, tmp_path):
+    done = run("tools/pack_dataset.py", "--data", folder, "--maps", maps, "--out", "x.beton", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    os.truncate(tmp_path / "x.beton", 9_000_000)
+    words = ["--val", folder, "--out", "run", "--epochs", 1]
+    refused(
+        run("train.py", "lvvit_micro_ce", "--data", "x.beton", *words, cwd=tmp_path),
+        "x.beton is cut or damaged",
+        "pack or copy",
+    )
+    shutil.copy(maps, tmp_path / "maps.h5")
+    os.truncate(tmp_path / "maps.h5", 2_000)
+    done = run(
+        "train.py", "lvvit_micro_relabel", "--loader", "folder", "--data", folder, "--labels", "maps.h5", *words, cwd=tmp_path
+    )
+    refused(done, "maps.h5 is not a whole HDF5 file", "relabel")
+    assert not (tmp_path / "run").exists()

@@ -32,7 +32,7 @@ from densefeed.pipelines.loader import ThreadedLoader
 from densefeed.pipelines.mixing import mix_mask, partner_share
 from densefeed.pipelines.plan import EpochPlan
 from densefeed.pipelines.targets import sparse_targets
-from densefeed.relabel.files import UserError, naming, replacing, run
+from densefeed.relabel.files import UserError, replacing, run
 from densefeed.relabel.progress import steps_bar
 from timm.optim import create_optimizer_v2
 from timm.scheduler import CosineLRScheduler
@@ -343,7 +343,7 @@ def train(config: Config) -> dict:
             "mean": list(model.pretrained_cfg["mean"]), "std": list(model.pretrained_cfg["std"]), "size": config.size,
         }  # fmt: skip
         # Through a Python file: a full disk is an OSError there, and only a failed assertion in torch's own writer.
-        with replacing(config.out / "last.pt") as part, open(part, "wb") as file, naming(part):
+        with replacing(config.out / "last.pt") as part, open(part, "wb") as file:
             torch.save(state, file)
 
     began = clock = time.perf_counter()  # clock and logged: since when, and which step, the rate is measured

@@ -49,13 +49,20 @@ def replacing(path: Path | str) -> Iterator[Path]:
 
 @contextmanager
 def naming(path: Path | str) -> Iterator[None]:
-    """Let an error of the operating system that names no file, as a failed write does, name `path`."""
+    """Let an error of the operating system that names no file, as a failed write does, name `path`.
+
+    torch.save meets a full disk and then fails an assertion of its own while it cleans up; the full disk is raised.
+    """
     try:
         yield
-    except OSError as error:
-        if error.filename is None and error.errno is not None:
-            error.filename = str(path)
-        raise
+    except (OSError, RuntimeError) as error:
+        cause: BaseException | None = error
+        while cause is not None and not (isinstance(cause, OSError) and cause.errno in REMEDIES):
+            cause = cause.__context__
+        if cause is None:
+            raise
+        cause.filename = cause.filename or str(path)
+        raise cause from None
 
 
 def sync(path: Path) -> None:
@@ -85,14 +92,6 @@ def run(main: Callable[[], object]) -> None:
         main()
     except UserError as error:
         stop(str(error))
-    except RuntimeError as error:
-        # torch.save meets a full disk, and then fails an assertion of its own while it cleans up.
-        cause = error.__context__
-        while cause is not None and not (isinstance(cause, OSError) and cause.errno in REMEDIES):
-            cause = cause.__context__
-        if cause is None:
-            raise
-        stop(explain(cause))
     except OSError as error:
         if error.errno == errno.EPIPE:  # `... | head` has read enough
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

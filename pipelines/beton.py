@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from densefeed.relabel.files import UserError, replacing
+
+from ..relabel.files import UserError, replacing
 
 HEADER = np.dtype([("version", "<u2"), ("num_fields", "<u2"), ("page_size", "<u4"), ("num_samples", "<u8"), ("table", "<u8")])
 FIELD = np.dtype([("type", "u1"), ("name", "S16"), ("arguments", "V1024")])

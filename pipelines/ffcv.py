@@ -3,11 +3,11 @@
 from pathlib import Path
 
 import numpy as np
-from densefeed.relabel.files import UserError
-from densefeed.relabel.images import decode
-from densefeed.relabel.store import ScoreMaps, ScoreMapStore
 from PIL import Image
 
+from ..relabel.files import UserError
+from ..relabel.images import decode
+from ..relabel.store import ScoreMaps, ScoreMapStore
 from .batch import LabelSpec
 from .beton import NDARRAY, Beton, Field
 from .folder import spec_of

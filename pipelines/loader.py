@@ -11,13 +11,13 @@ from typing import Literal, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
-from densefeed.relabel.files import UserError
-from densefeed.relabel.geometry import crop_views
-from densefeed.relabel.images import crop_resize
-from densefeed.relabel.prefetch import ordered_map
-from densefeed.relabel.store import ScoreMaps
 from PIL import Image
 
+from ..relabel.files import UserError
+from ..relabel.geometry import crop_views
+from ..relabel.images import crop_resize
+from ..relabel.prefetch import ordered_map
+from ..relabel.store import ScoreMaps
 from .batch import Batch, LabelSpec
 from .plan import EpochPlan
 
@@ -116,12 +116,12 @@ class ThreadedLoader:
             what = f"sample {index}: {error}" if where in str(error) else f"sample {index}, {where}: {error}"
             if self.on_bad_sample == "raise":
                 raise UserError(what) from error
-            self.skipped += 1
             print(f"skipped {what}", file=sys.stderr)
             return None
 
     def _collate(self, ids: np.ndarray, samples: list[Decoded]) -> Batch:
         good = [n for n, sample in enumerate(samples) if sample.pixels is not None]
+        self.skipped += len(samples) - len(good)
         if not good:
             raise UserError(
                 f"none of the {len(ids)} samples of a batch can be read, the first is {self.source.where(int(ids[0]))}"

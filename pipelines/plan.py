@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-from densefeed.relabel.geometry import centre_box
+
+from ..relabel.geometry import centre_box
 
 ORDER, CROP, MIX, STEP = range(4)  # streams; a new kind of draw takes a new number, so that old runs stay equal
 TRIES = 10  # torchvision's RandomResizedCrop

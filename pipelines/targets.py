@@ -8,9 +8,9 @@ small weight matrix per axis and two batched products. Work is done in each imag
 from typing import NamedTuple
 
 import torch
-from densefeed.relabel.geometry import samples_per_bin
 from torch import Tensor
 
+from ..relabel.geometry import samples_per_bin
 from .batch import Batch, LabelSpec
 
 # N images   S map side   k classes per cell   M palette   P grid side   T = P * P tokens   G samples per token and axis

@@ -1,6 +1,6 @@
 """Train a vision transformer from dense teacher score maps.
 
-    python train.py RECIPE --data train.beton --val val.beton --out runs/NAME [--any-field value]
+    python train.py RECIPE --loader ffcv --data train.beton --val val.beton --out runs/NAME [--any-field value]
 
 The file reads top to bottom: what a run is, the recipes, the run. `python train.py RECIPE --help` shows every field.
 """
@@ -47,11 +47,11 @@ from torch.utils.tensorboard import SummaryWriter
 class Config:
     """Everything a run depends on. Fields not given on the command line come from the recipe."""
 
-    data: Path = tyro.MISSING  # training set: a .beton, or with --loader folder a folder of class folders
+    data: Path = tyro.MISSING  # training set: a folder of class folders, or with --loader ffcv a .beton
     val: Path = tyro.MISSING  # validation set, of the same kind
     out: Path = tyro.MISSING  # run folder: config, metrics, checkpoints
     labels: Path | None = None  # score maps (HDF5) of the training set; a .beton may carry its own
-    loader: Literal["ffcv", "folder"] = "ffcv"  # where images come from
+    loader: Literal["folder", "ffcv"] = "folder"  # what --data and --val are: folders of images, or .beton files
     threads: int = os.cpu_count() or 1  # decoding threads
     on_bad_sample: Literal["raise", "skip"] = "raise"  # an unreadable sample stops the run, or is skipped and counted
 
@@ -93,7 +93,7 @@ FREE = {"out", "loader", "data", "val", "labels", "threads", "device", "resume",
 def lvvit_s_224_token_label() -> Config:
     """LV-ViT-S on ImageNet-1k with token labels, 300 epochs; needs a GPU.
 
-    python train.py lvvit_s_224_token_label --data train.beton --val val.beton --out runs/lvvit_s
+    python train.py lvvit_s_224_token_label --loader ffcv --data train.beton --val val.beton --out runs/lvvit_s
 
     Paper: 83.3 % top-1 (Table 10), with RandAugment and erasing, which this version does not have yet. Not run here.
     """
@@ -103,7 +103,7 @@ def lvvit_s_224_token_label() -> Config:
 def lvvit_micro_token_label() -> Config:
     """The demo's student with token labels: digit scenes at 64 px, a minute on two CPU cores.
 
-    python train.py lvvit_micro_token_label --data quickstart/train.beton --val quickstart/val.beton --out runs/token-label
+    python train.py lvvit_micro_token_label --loader ffcv --data quickstart/train.beton --val quickstart/val.beton --out runs/token-label
 
     No MixToken and no drop-path: they regularise trainings of hundreds of epochs and slow one of eight.
     """
@@ -116,7 +116,7 @@ def lvvit_micro_token_label() -> Config:
 def lvvit_micro_token_label_mixtoken() -> Config:
     """The demo's student with token labels and MixToken; all else as lvvit_micro_token_label.
 
-    python train.py lvvit_micro_token_label_mixtoken --data quickstart/train.beton --val quickstart/val.beton --out runs/mixtoken
+    python train.py lvvit_micro_token_label_mixtoken --loader ffcv --data quickstart/train.beton --val quickstart/val.beton --out runs/mix
     """
     return replace(lvvit_micro_token_label(), mixtoken=True)
 
@@ -124,7 +124,7 @@ def lvvit_micro_token_label_mixtoken() -> Config:
 def lvvit_micro_relabel() -> Config:
     """The demo's student with one dense label a crop (ReLabel, arXiv 2101.05022); all else as lvvit_micro_token_label.
 
-    python train.py lvvit_micro_relabel --data quickstart/train.beton --val quickstart/val.beton --out runs/relabel
+    python train.py lvvit_micro_relabel --loader ffcv --data quickstart/train.beton --val quickstart/val.beton --out runs/relabel
     """
     return replace(lvvit_micro_token_label(), objective="relabel")
 
@@ -132,7 +132,7 @@ def lvvit_micro_relabel() -> Config:
 def lvvit_micro_ce() -> Config:
     """The demo's student with image labels only; all else as lvvit_micro_token_label.
 
-    python train.py lvvit_micro_ce --data quickstart/train.beton --val quickstart/val.beton --out runs/ce
+    python train.py lvvit_micro_ce --loader ffcv --data quickstart/train.beton --val quickstart/val.beton --out runs/ce
     """
     return replace(lvvit_micro_token_label(), objective="ce")
 
@@ -140,7 +140,7 @@ def lvvit_micro_ce() -> Config:
 def nfnet_micro_ce() -> Config:
     """The demo's teacher: a small normaliser-free network with plain cross entropy, a minute on two CPU cores.
 
-    python train.py nfnet_micro_ce --data quickstart/train.beton --val quickstart/val.beton --out runs/teacher
+    python train.py nfnet_micro_ce --loader ffcv --data quickstart/train.beton --val quickstart/val.beton --out runs/teacher
     """
     return replace(
         lvvit_micro_token_label(), model="nfnet_micro", objective="ce", smoothing=0.0, epochs=16, lr=5e-3, eval_every=4

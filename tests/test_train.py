@@ -22,7 +22,9 @@ def packed(folder, maps, tmp_path_factory, command):
 
 
 def config(packed, out, **fields):
-    small = dict(batch=4, epochs=2, size=32, ema=0.9, drop_path=0.2, threads=2, eval_every=1, log_every=1, device="cpu")
+    small = dict(
+        loader="ffcv", batch=4, epochs=2, size=32, ema=0.9, drop_path=0.2, threads=2, eval_every=1, log_every=1, device="cpu"
+    )
     return replace(training.lvvit_micro_token_label(), data=packed[0], val=packed[1], out=out, **(small | fields))
 
 
@@ -171,10 +173,10 @@ def test_a_loss_that_is_not_finite_stops_the_run(packed, tmp_path):
         (["lvvit_micro_ce", "--data", "a", "--val", "b", "--out", "c", "--no-such-flag", "1"], "no-such-flag"),
         (["lvvit_micro_ce", "--data", "a", "--val", "b", "--out", "c", "--loader", "tfdata"], "tfdata"),
         (
-            ["lvvit_micro_ce", "--data", "nowhere.beton", "--val", "b.beton", "--out", "c"],
+            ["lvvit_micro_ce", "--data", "nowhere.beton", "--val", "b.beton", "--out", "c", "--loader", "ffcv"],
             "nowhere.beton: there is no such file",
         ),
-        (["lvvit_micro_ce", "--data", "nowhere", "--val", "b", "--out", "c", "--loader", "folder"], "nowhere is not a folder"),
+        (["lvvit_micro_ce", "--data", "nowhere", "--val", "b", "--out", "c"], "nowhere is not a folder"),
     ],
 )
 def test_a_wrong_command_line_says_so_and_exits_with_2(command, words, said):

@@ -84,7 +84,10 @@ def crop_resize(
 def decode(encoded: bytes, where: str) -> Image.Image:
     """The image, RGB, every pixel decoded; UserError names `where` if it is damaged or no image."""
     try:
-        return Image.open(io.BytesIO(encoded)).convert("RGB")
+        image = Image.open(io.BytesIO(encoded))
+        if image.mode.startswith("I;16"):  # Pillow would clip 16 bits to 8: a nearly white image
+            image = Image.fromarray((np.asarray(image) // 257).astype(np.uint8))
+        return image.convert("RGB")
     except (UnidentifiedImageError, OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         reason = "not an image" if isinstance(error, UnidentifiedImageError) else str(error)
         raise UserError(f"{where} cannot be decoded ({reason}); replace or remove this file") from error

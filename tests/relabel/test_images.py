@@ -59,3 +59,12 @@ def test_every_jpeg_becomes_rgb(mode):
     image = decode(buffer.getvalue(), "")
     assert image.mode == "RGB"
     assert image.size == (20, 10)
+
+
+def test_sixteen_bits_are_scaled_and_not_clipped():
+    buffer = io.BytesIO()
+    ramp = np.linspace(0, 65535, 256 * 8).astype(np.uint16).reshape(8, 256)
+    Image.fromarray(ramp).save(buffer, "PNG")
+    got = np.asarray(decode(buffer.getvalue(), ""))
+    assert np.abs(got[..., 0] - ramp / 257).max() < 1
+    assert (got[..., 0] == got[..., 2]).all()

@@ -8,11 +8,11 @@ FOLDERS = ("relabel", "pipelines", "models", "tools")  # top-level here, densefe
 
 
 class BuildPy(build_py):
-    """Of the modules beside setup.py, ship train.py alone."""
+    """Of the modules beside setup.py ship train.py alone, and no alias file."""
 
     def find_package_modules(self, package, package_dir):
         found = super().find_package_modules(package, package_dir)
-        return [module for module in found if package != NAME or module[1] == "train"]
+        return [module for module in found if (module[1] == "train" if package == NAME else module[1] != NAME)]
 
 
 inside = find_packages(include=[pattern for folder in FOLDERS for pattern in (folder, f"{folder}.*")])

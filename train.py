@@ -6,6 +6,7 @@ The file reads top to bottom: what a run is, the recipes, the run. `python train
 """
 
 import json
+import math
 import os
 import platform
 import sys
@@ -16,7 +17,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
 import timm
 import torch
 import tyro
@@ -34,6 +34,7 @@ from densefeed.pipelines.plan import EpochPlan
 from densefeed.pipelines.targets import sparse_targets
 from densefeed.relabel.files import UserError, replacing, run
 from densefeed.relabel.progress import steps_bar
+from densefeed.relabel.teacher import choose_device
 from timm.optim import create_optimizer_v2
 from timm.scheduler import CosineLRScheduler
 from timm.utils import ModelEmaV3
@@ -70,7 +71,7 @@ class Config:
     epochs: int = 300  # passes over the training set
     batch: int = 1024  # images per optimiser step
     lr: float = 1e-3  # peak learning rate at a batch of lr_batch images; scaled linearly with the batch
-    lr_batch: int = 640  # images
+    lr_batch: int = 640  # the batch that lr is meant for, images
     min_lr: float = 1e-5  # learning rate at the end, not scaled
     warmup_epochs: float = 5  # linear from 1e-6
     weight_decay: float = 0.05  # AdamW's; not on biases, norms, tables
@@ -189,15 +190,20 @@ def check(config: Config, train: Loader, val: Loader) -> None:
         raise UserError(
             f"{config.data} has no score maps, which --objective {config.objective} needs; give --labels maps.h5, or pack them"
         )
-    if config.batch < 1 or config.epochs < 1 or config.eval_every < 1 or config.log_every < 1:
-        raise UserError("--batch, --epochs, --eval-every and --log-every must be at least 1")
+    positive = ("batch", "epochs", "lr_batch", "size", "threads", "eval_every", "log_every")
+    wrong = [name for name in positive if getattr(config, name) < 1]
+    if wrong:
+        raise UserError(f"--{wrong[0].replace('_', '-')} must be at least 1")
+    low, high = config.crop_scale
+    if not (0 < low <= high <= 1 and 0 < config.crop_pct <= 1 and 0 <= config.smoothing < 1 and 0 <= config.hflip <= 1):
+        raise UserError("--crop-scale, --crop-pct, --smoothing and --hflip are shares: from 0 to 1, and crops not empty")
 
 
 def build_model(config: Config, num_classes: int) -> tuple[nn.Module, checkpoints.Recipe]:
     """The student, and how to build it again."""
     kwargs = {"num_classes": num_classes} | ({"drop_path_rate": config.drop_path} if config.drop_path else {})
     if config.model.startswith("lvvit"):
-        kwargs |= {"img_size": config.size, "token_head": config.objective == "token-label"}
+        kwargs |= {"token_head": config.objective == "token-label"}
     elif config.objective == "token-label" or config.mixtoken:
         raise UserError(
             f"{config.model} has no token head and no MixToken; use an lvvit model, or --objective ce --no-mixtoken"
@@ -207,8 +213,12 @@ def build_model(config: Config, num_classes: int) -> tuple[nn.Module, checkpoint
             f"timm knows no model {config.model!r}; `python -c 'import timm; print(timm.list_models())'` lists them"
         )
     try:
-        return timm.create_model(config.model, **kwargs), checkpoints.Recipe(config.model, kwargs)
-    except (TypeError, ValueError) as error:
+        try:
+            sized = kwargs | {"img_size": config.size}  # transformers are built for a size, networks of convolutions take any
+            return timm.create_model(config.model, **sized), checkpoints.Recipe(config.model, sized)
+        except TypeError:
+            return timm.create_model(config.model, **kwargs), checkpoints.Recipe(config.model, kwargs)
+    except (TypeError, ValueError, AssertionError) as error:
         raise UserError(f"{config.model} cannot be built: {error}") from error
 
 
@@ -234,6 +244,8 @@ def find_checkpoint(config: Config, fingerprint: str) -> dict | None:
     if config.resume == "never":
         raise UserError(f"{path} exists already; continue it with --resume auto, or choose another --out")
     checkpoint = checkpoints.load(path)
+    if not {"config", "fingerprint", "optimizer", "step", "model"} <= set(checkpoint):
+        raise UserError(f"{path} is no checkpoint of a run of ours; choose another --out")
     now, then = plain(config), checkpoint["config"]
     differs = [name for name in now if name not in FREE and now[name] != then.get(name)]
     if differs:
@@ -248,7 +260,9 @@ def find_checkpoint(config: Config, fingerprint: str) -> dict | None:
 def forget_after(step: int, path: Path) -> None:
     """Drop the records of steps that a continued run will do again."""
     if path.exists():
-        kept = [line for line in path.read_text().splitlines(keepends=True) if json.loads(line)["step"] <= step]
+        # A line that a kill or a full disk cut short ends in no newline; it is forgotten too.
+        whole = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+        kept = [line for line in whole if json.loads(line)["step"] <= step]
         with replacing(path) as part:
             part.write_text("".join(kept))
 
@@ -281,6 +295,14 @@ def evaluate_waits(
     return top1_waits(model, prepared())
 
 
+def finite_waits(loss: Tensor, step: int, config: Config) -> float:
+    """The loss as a number; waits for the device. UserError if it is not finite."""
+    value = loss.item()
+    if not math.isfinite(value):
+        raise UserError(f"the loss is {value} at step {step} of {config.out}; lower --lr")
+    return value
+
+
 class Timed:
     """Iterates and adds up the seconds spent waiting for the next item."""
 
@@ -299,7 +321,7 @@ class Timed:
 
 def train(config: Config) -> dict:
     """Run or continue a training; returns (and writes to result.json) its result."""
-    device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if config.device == "auto" else config.device)
+    device = choose_device(config.device)
     amp = config.precision == "bf16" or (config.precision == "auto" and device.type == "cuda")
     loader, val = open_loader(config, "train"), open_loader(config, "evaluate")
     check(config, loader, val)
@@ -331,7 +353,7 @@ def train(config: Config) -> dict:
             part.write_text(json.dumps(content, indent=1))
     print(
         f"{recipe.name}: {sum(p.numel() for p in model.parameters()):,} parameters on {device}; objective {config.objective}; "
-        f"{len(loader.plan.order(0)):,} images, {config.epochs} epochs of {len(loader)} steps; peak lr {lr:.2g}"
+        f"{loader.plan.num_samples:,} images, {config.epochs} epochs of {len(loader)} steps; peak lr {lr:.2g}"
         + (f"; continuing at step {step}" if step else "")
     )
 
@@ -354,7 +376,7 @@ def train(config: Config) -> dict:
         closing(val),
         open(config.out / "metrics.jsonl", "a") as metrics,
         SummaryWriter(config.out / "tensorboard", purge_step=step) as board,
-        steps_bar(f"train {config.objective}", steps, step) as advance,
+        steps_bar(f"train {config.out.name}", steps, step) as advance,
     ):
 
         def write(kind: str, values: dict) -> None:
@@ -394,29 +416,31 @@ def train(config: Config) -> dict:
                     ema.update(model, step)
                 losses += loss.detach()
                 if step % config.log_every == 0:
-                    mean_loss = losses.item() / config.log_every
+                    mean_loss = finite_waits(losses, step, config) / config.log_every
                     losses.zero_()
-                    if not np.isfinite(mean_loss):
-                        raise UserError(f"the loss is {mean_loss} at step {step} of {config.out}; lower --lr")
                     rate = (step - logged) * config.batch / (time.perf_counter() - clock)
                     logged, clock = step, time.perf_counter()
                     write("train", {"loss": mean_loss, "lr": optimizer.param_groups[0]["lr"], "images_per_s": rate})
                     text = f"loss {mean_loss:.3f}  {rate:.0f} img/s"
                 advance(1, text)
             waited += timed.waited
+            finite_waits(losses, step, config)  # before what is saved replaces a good checkpoint
             if (epoch + 1) % config.eval_every == 0 or epoch + 1 == config.epochs:
                 result = evaluate()
+                text = f"top-1 {100 * result['top1']:.1f} %"
+                advance(0, text)
             save()
             logged, clock = step, time.perf_counter()
         result = result or evaluate()  # a run that was killed after its last step
     seconds = time.perf_counter() - began
     result |= {
+        "date": time.strftime("%Y-%m-%d"), "seed": config.seed,
         "objective": config.objective, "model": config.model, "epochs": config.epochs, "seconds": round(seconds, 1),
-        "data_wait_share": round(waited / seconds, 4), "skipped": loader.skipped,
+        "data_wait_share": round(waited / seconds, 4), "skipped": loader.skipped + val.skipped,
     }  # fmt: skip
     with replacing(config.out / "result.json") as part:
         part.write_text(json.dumps(result, indent=1))
-    print(f"{config.out}: top-1 {100 * result['top1']:.1f} % on {len(val.plan.order(0)):,} images, {seconds:.0f} s")
+    print(f"{config.out}: top-1 {100 * result['top1']:.1f} % on {val.plan.num_samples:,} images, {seconds:.0f} s")
     return result
 
 

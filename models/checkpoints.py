@@ -28,7 +28,7 @@ def load(path: Path) -> dict:
     try:
         if path.suffix == ".safetensors":
             return {"model": load_file(path)}
-        return torch.load(path, map_location="cpu", weights_only=True)
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise CheckpointError(f"{path}: there is no such checkpoint; check the path") from None
     except (OSError, SafetensorError) as error:
@@ -37,6 +37,10 @@ def load(path: Path) -> dict:
         raise CheckpointError(
             f"{path} is no checkpoint that loads safely ({type(error).__name__}); copy or train it again"
         ) from error
+
+    if not isinstance(checkpoint, dict):
+        raise CheckpointError(f"{path} holds a {type(checkpoint).__name__}, no dictionary of weights; choose another file")
+    return checkpoint
 
 
 def weights_of(checkpoint: dict) -> dict[str, torch.Tensor]:
@@ -68,6 +72,6 @@ def build(path: Path, model_name: str = "") -> tuple[nn.Module, dict]:
     try:
         model = timm.create_model(recipe.name, **recipe.kwargs)
         model.load_state_dict(weights_of(checkpoint))
-    except (RuntimeError, TypeError) as error:
+    except (RuntimeError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} does not fit the model {recipe.name}: {str(error).splitlines()[0]}") from error
     return model, checkpoint

@@ -135,10 +135,6 @@ class LVViT(nn.Module):
         """Names that AdamW must not decay, beside biases and one-dimensional tables."""
         return {"pos_embed", "cls_token"}
 
-    def get_classifier(self) -> nn.Module:
-        """The class token's head."""
-        return self.head
-
     def forward_features(self, image_NCHW: Tensor, mix_PP: Tensor | None = None) -> Tensor:
         """Normalised tokens `[N, 1 + T, D]`, class token first.
 

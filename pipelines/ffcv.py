@@ -51,6 +51,10 @@ class FfcvSource:
                 )
             if notes:
                 self._store.check(self.fingerprint, path)
+            if (self._store.labels != self.labels).any():
+                raise UserError(
+                    f"{maps} was made for other images than {path} holds (their labels differ); relabel {path}'s images"
+                )
             self.spec = spec_of(self._store, num_classes)
         elif self._beton.has("map"):
             side, top_k = next(field for field in self._beton.fields if field.name == "map").shape[2:]

@@ -11,8 +11,8 @@ REMEDIES = {
     errno.ENOSPC: "the disk is full; free some space or choose another --out",
     errno.EFBIG: "the file grew past the limit of this file system or shell (ulimit -f)",
     errno.EDQUOT: "the disk quota is used up; free some space or choose another --out",
-    errno.EACCES: "no permission; choose a place you may write to, or change its owner",
-    errno.EPERM: "no permission; choose a place you may write to, or change its owner",
+    errno.EACCES: "no permission; change its owner or mode, or choose another place",
+    errno.EPERM: "no permission; change its owner or mode, or choose another place",
     errno.EROFS: "the file system is read-only; choose another --out",
     errno.ENOENT: "there is no such file or folder; check the path",
     errno.EEXIST: "a file stands where a folder is needed; choose another --out",
@@ -104,5 +104,6 @@ def run(main: Callable[[], object]) -> None:
 
 def stop(sentence: str) -> None:
     """Print the sentence of a failed command and exit with 2."""
-    print(f"error: {sentence}", file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    print(f"error: {' '.join(sentence.split())}", file=sys.stderr, flush=True)
     sys.exit(2)

@@ -17,6 +17,7 @@ from typing import Literal
 import numpy as np
 
 Geometry = Literal["squash", "centre-crop"]
+MOST_SAMPLES = 64
 WHOLE = (0.0, 0.0, 1.0, 1.0)  # the Window of a map that covers the whole image
 
 
@@ -62,6 +63,7 @@ def centre_box(height_N: np.ndarray, width_N: np.ndarray, crop_pct: float) -> np
 def samples_per_bin(map_side: int, grid: int, min_window_side: float) -> int:
     """Most samples that RoIAlign's rule, ceil(box / grid), takes along one axis of one token, over all crops.
 
-    A crop of the whole image spans `map_side / min_window_side` cells of a map that covers only part of the image.
+    A crop of the whole image spans `map_side / min_window_side` cells of a map that covers only part of the image. At most
+    MOST_SAMPLES are taken: one image of 1 x 4000 pixels labelled by its centre square would else ask for 5,000 a token.
     """
-    return max(1, math.ceil(map_side / min_window_side / grid - 1e-5))
+    return max(1, min(math.ceil(map_side / min_window_side / grid - 1e-5), max(MOST_SAMPLES, map_side)))

@@ -11,7 +11,21 @@ from timm.data import create_dataset
 
 from .files import UserError
 
+READ = ("", "hfds")  # timm's kinds of dataset that can be indexed and give encoded bytes
+SPLITS = ({"train", "training"}, {"val", "valid", "validation", "eval", "evaluation"}, {"test"})  # timm's synonyms
 SIZED_FILES = 1024  # files whose byte size enters the fingerprint: a stat of every file of a network disk takes minutes
+
+
+def check_split(root: Path, split: str) -> None:
+    """UserError if `root` is no folder, or holds splits but not this one: timm would then read all of them as one."""
+    if not root.is_dir():
+        raise UserError(f"{root} is not a folder; give a folder of class folders with images in it")
+    there = {path.name for path in root.iterdir() if path.is_dir()}
+    wanted = next((names for names in SPLITS if split in names), {split})
+    if there & set().union(*SPLITS) and not there & wanted:
+        raise UserError(
+            f"{root} holds {', '.join(sorted(there))} but no folder {split!r}; name one of them, or the folder of classes"
+        )
 
 
 class Images:
@@ -26,15 +40,18 @@ class Images:
     """
 
     def __init__(self, root: Path, dataset: str = "", split: str = "train") -> None:
-        if not dataset and not Path(root).is_dir():
-            raise UserError(f"{root} is not a folder; give a folder of class folders with images in them")
+        kind = dataset.partition("/")[0]
+        if kind not in READ:
+            raise UserError(f"--dataset {dataset}: images are read by index, from a folder (no --dataset) or from hfds/NAME")
+        if not dataset:
+            check_split(Path(root), split)
         try:
             self.reader = create_dataset(dataset, root=str(root), split=split).reader
             self.paths = self.reader.filenames()
         except (RuntimeError, AssertionError) as error:
             raise UserError(f"{root}: no images found ({error}); it should hold one folder of images per class") from error
-        except AttributeError as error:
-            raise UserError(f"{root}: timm reads {dataset!r} only as a stream, and labels need an indexable dataset") from error
+        except ImportError as error:
+            raise UserError(f"--dataset {dataset} needs a package that is not here ({error}); pip install datasets") from error
         self.root = Path(root)
         if not self.paths:
             raise UserError(f"{root} holds no images; it should hold one folder of images per class")

@@ -24,13 +24,24 @@ def label_images(
     """
     device = teacher.mean.device
     example = torch.zeros(1, teacher.input_size, teacher.input_size, 3, dtype=torch.uint8, device=device)
-    _, side, _, num_classes = teacher(example).shape
+    try:
+        _, side, _, num_classes = teacher(example).shape
+    except (AssertionError, RuntimeError) as error:
+        said = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UserError(
+            f"{name} does not take images of {teacher.input_size} px ({said}); choose another --input-size"
+        ) from error
+    if top_k < 1 or batch < 1 or threads < 1:
+        raise UserError("--top-k, --batch and --threads must be at least 1")
     if top_k > num_classes:
         raise UserError(f"--top-k {top_k} is more than the {num_classes} classes of {name}")
     if num_classes > 65535:
         raise UserError(f"{name} has {num_classes} classes; a store numbers at most 65,535")
-    if images.labels.max() >= num_classes:
-        raise UserError(f"{images.root} has {len(images.class_names)} classes but the teacher {name} only {num_classes}")
+    if len(images.class_names) != num_classes:
+        raise UserError(
+            f"{images.root} has {len(images.class_names)} classes but the teacher {name} scores {num_classes}; "
+            "choose a teacher of the same classes"
+        )
     header = StoreHeader(
         side=side, top_k=top_k, num_classes=num_classes, absent=absent,
         teacher=f"{name} {weights_hash(teacher.model)}", input_size=teacher.input_size, geometry=teacher.geometry,
@@ -78,7 +89,7 @@ def stored_accuracy(store: ScoreMapStore, batch: int = 1024) -> float:
     with: 0, or its even share of the remaining probability (at least 1e-3, below which float16 leaves nothing of it).
     """
     header, right = store.header, 0
-    for ids in np.array_split(np.arange(len(store)), -(-len(store) // batch)):
+    for ids in bar(np.array_split(np.arange(len(store)), -(-len(store) // batch)), "read back"):
         maps = store.rows(ids)
         logit, lse = maps.logit.astype(np.float64), maps.lse.astype(np.float64)
         remainder = np.maximum(1 - np.exp(logit - lse[..., None]).sum(-1), 1e-3) / max(header.num_classes - header.top_k, 1)

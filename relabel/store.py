@@ -91,6 +91,8 @@ def palette_sizes(cls: np.ndarray) -> np.ndarray:
 
 def map_datasets(path: Path) -> tuple[StoreHeader, dict[str, np.ndarray], dict[str, int]]:
     """Header, memory-mapped datasets (read only) and their offsets in the file; UserError if the file is damaged."""
+    if path.is_dir():
+        raise UserError(f"{path} is a folder; name the HDF5 file of score maps")
     try:
         with h5py.File(path, "r") as file:
             if "densefeed" not in file.attrs:
@@ -99,6 +101,8 @@ def map_datasets(path: Path) -> tuple[StoreHeader, dict[str, np.ndarray], dict[s
             places = {name: (d.dtype, d.shape, d.id.get_offset()) for name, d in file.items()}
     except FileNotFoundError:
         raise UserError(f"{path}: there is no such file; make it with tools/relabel_imagenet.py") from None
+    except PermissionError:
+        raise
     except (OSError, KeyError) as error:
         raise UserError(f"{path} is not a whole HDF5 file ({error}); copy it again or relabel") from error
     arrays = {name: np.memmap(path, dtype, "r", offset, shape) for name, (dtype, shape, offset) in places.items()}
@@ -161,7 +165,10 @@ class ScoreMapWriter:
             raise UserError(f"{path} exists already; remove it or choose another --out")
         if not self.part.exists():
             self._create(header, paths, labels)
-        found, arrays, self._offsets = map_datasets(self.part)
+        try:
+            found, arrays, self._offsets = map_datasets(self.part)
+        except UserError as error:
+            raise UserError(f"{self.part}, left by an earlier run, is damaged; remove it and run again") from error
         if asdict(found) != asdict(header):
             differs = next(name for name, value in asdict(header).items() if asdict(found)[name] != value)
             raise UserError(f"{self.part} was begun with another {differs}; remove it or choose another --out")

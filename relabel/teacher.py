@@ -18,6 +18,18 @@ INTERPOLATIONS = {
 }
 
 
+def choose_device(name: str) -> torch.device:
+    """The device called `name`; `auto` is CUDA if there is one, else the CPU. UserError if it cannot be used."""
+    try:
+        device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise UserError(
+            f"--device {name} cannot be used here ({str(error).splitlines()[0]}); take auto, cpu or cuda"
+        ) from error
+    return device
+
+
 class Teacher(nn.Module):
     """Wraps a timm classifier so that it gives logits for every cell of its feature map.
 

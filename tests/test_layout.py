@@ -2,6 +2,7 @@
 
 import ast
 import re
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -23,41 +24,36 @@ SOURCES = [
 ]
 
 
-def rooms_imported(path: Path) -> set[str]:
-    """The rooms of ours that a file imports from, absolute or relative."""
-    found = set()
-    room = path.relative_to(ROOT).parts[0].removesuffix(".py")
-    for node in ast.walk(ast.parse(path.read_text())):
-        names = []
+def rooms_imported(text: str, room: str) -> set[str]:
+    """The rooms of ours that a file of `room` imports from, absolute or relative, whole or by name."""
+    names = []
+    for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
+            names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            names = (
-                [node.module or ""]
-                if node.level == 0
-                else [f"densefeed.{room}"]
-                if node.level == 1
-                else [f"densefeed.{node.module}"]
-            )
-        found |= {name.split(".")[1] for name in names if name.startswith("densefeed.")}
-    return found
+            base = {0: "", 1: f"densefeed.{room}.", 2: "densefeed."}[node.level] + (node.module or "")
+            names += [f"{base.rstrip('.')}.{alias.name}" for alias in node.names]
+    return {name.split(".")[1] for name in names if name.startswith("densefeed.")}
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_imports_point_upstream(path):
     room = path.relative_to(ROOT).parts[0].removesuffix(".py")
-    extra = rooms_imported(path) - MAY_IMPORT[room]
+    extra = rooms_imported(path.read_text(), room) - MAY_IMPORT[room]
     assert not extra, f"{path} reaches into {extra}"
 
 
-def test_the_rule_would_catch_a_relative_import(tmp_path):
-    """The rule's own test: a model that imports a loader."""
-    wrong = ROOT / "models" / "_wrong_for_this_test.py"
-    wrong.write_text("from ..pipelines import plan\nfrom densefeed.relabel import store\n")
-    try:
-        assert rooms_imported(wrong) == {"pipelines", "relabel"}
-    finally:
-        wrong.unlink()
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from ..pipelines import plan", "from ..pipelines.plan import EpochPlan", "from .. import pipelines",
+        "from densefeed import pipelines",
+        "from densefeed.pipelines import plan", "import densefeed.pipelines.plan", "import densefeed.pipelines as p",
+    ],
+)  # fmt: skip
+def test_the_rule_sees_every_way_to_import(line):
+    assert rooms_imported(line, "models") == {"pipelines"}
+    assert rooms_imported("from . import lvvit\nfrom .lvvit import LVViT\nimport torch", "models") == {"models"}
 
 
 def test_every_config_field_is_read():
@@ -89,7 +85,7 @@ def test_only_one_name_reaches_site_packages(tmp_path):
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0] for name in names if ".dist-info" not in name} == {"densefeed"}
     assert {"densefeed/train.py", "densefeed/relabel/FORMAT.md", "densefeed/tools/show.html"} <= set(names)
-    assert not any("tests" in name or name.endswith(("setup.py", "densefeed/densefeed.py")) for name in names)
+    assert not any("tests" in name or name.endswith(("setup.py", "/densefeed.py")) for name in names)
 
 
 def test_a_checkout_works_without_installing(tmp_path):
@@ -101,6 +97,23 @@ def test_a_checkout_works_without_installing(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == str(ROOT / "train.py")
+
+
+def test_tools_run_from_a_checkout_that_is_not_installed(tmp_path):
+    """The tool's own folder stands first on the path, and the alias beside it wins over whatever is installed."""
+    checkout = tmp_path / "densefeed-checkout"
+    for name in ("relabel", "pipelines", "models", "tools"):
+        shutil.copytree(ROOT / name, checkout / name)
+    for name in ("train.py", "densefeed.py"):
+        shutil.copy(ROOT / name, checkout / name)
+    (checkout / "relabel" / "files.py").write_text(
+        (checkout / "relabel" / "files.py").read_text() + "\nprint('this checkout')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, checkout / "tools" / "show.py", "--help"], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    assert "this checkout" in done.stdout
 
 
 def test_no_room_is_called_utils():

@@ -103,6 +103,54 @@ def test_a_finished_run_is_not_overwritten_and_another_is_not_continued(packed, 
         training.train(config(packed, tmp_path / "run", epochs=1, lr=1.0, resume="auto"))
 
 
+def test_a_diverged_run_never_replaces_a_good_checkpoint(packed, tmp_path):
+    """Also where an epoch is shorter than log_every."""
+    with pytest.raises(UserError, match=r"the loss is (nan|inf)"):
+        training.train(config(packed, tmp_path / "run", lr=1e30, epochs=4, warmup_epochs=0, log_every=1000))
+    saved = tmp_path / "run" / "last.pt"
+    assert not saved.exists() or all(
+        t.isfinite().all() for t in checkpoints.load(saved)["model"].values() if t.is_floating_point()
+    )
+    assert not (tmp_path / "run" / "result.json").exists()
+
+
+def test_a_record_cut_short_is_forgotten(packed, tmp_path):
+    training.train(config(packed, tmp_path / "run", epochs=1))
+    before = (tmp_path / "run" / "metrics.jsonl").read_text()
+    (tmp_path / "run" / "metrics.jsonl").write_text(before + '{"kind": "tra')
+    (tmp_path / "run" / "result.json").unlink()
+    training.train(config(packed, tmp_path / "run", epochs=1, resume="auto"))
+    assert (tmp_path / "run" / "metrics.jsonl").read_text().startswith(before)
+    assert records(tmp_path / "run")
+
+
+def test_a_foreign_checkpoint_is_not_continued(packed, tmp_path):
+    (tmp_path / "run").mkdir()
+    torch.save({"model": {}}, tmp_path / "run" / "last.pt")
+    with pytest.raises(UserError, match=r"no checkpoint of a run of ours"):
+        training.train(config(packed, tmp_path / "run", resume="auto"))
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        (dict(lr_batch=0), "--lr-batch must be at least 1"),
+        (dict(crop_scale=(0.0, 0.0)), "are shares"),
+        (dict(smoothing=2.0), "are shares"),
+        (dict(device="foo"), "--device foo cannot be used here"),
+    ],
+)
+def test_values_that_make_no_sense_are_refused(packed, tmp_path, fields, said):
+    with pytest.raises(UserError, match=said):
+        training.train(config(packed, tmp_path / "run", **fields))
+
+
+def test_a_transformer_of_timm_is_built_for_the_size(packed, tmp_path):
+    training.train(config(packed, tmp_path / "run", model="test_vit", objective="ce", mixtoken=False, size=48, epochs=1))
+    model, _ = checkpoints.build(tmp_path / "run" / "last.pt")
+    assert model(torch.zeros(1, 3, 48, 48)).shape == (1, 2)
+
+
 def test_a_run_killed_after_its_last_step_is_only_evaluated(packed, tmp_path):
     whole = training.train(config(packed, tmp_path / "run"))
     (tmp_path / "run" / "result.json").unlink()

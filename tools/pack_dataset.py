@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import tyro
-from densefeed.pipelines.beton import Sample, write_beton
+from densefeed.pipelines.beton import PAGE, Sample, write_beton
 from densefeed.pipelines.ffcv import map_arrays, map_fields
 from densefeed.pipelines.folder import spec_of
 from densefeed.relabel.files import UserError, run
@@ -44,6 +44,8 @@ class Packing:
 
 def main(packing: Packing) -> None:
     """Pack; a second pass over unreadable files is never needed: all are named at once."""
+    if packing.threads < 1:
+        raise UserError("--threads must be at least 1")
     if packing.out.exists():
         raise UserError(f"{packing.out} exists already; remove it or choose another --out")
     images = Images(packing.data, packing.dataset, packing.split)
@@ -63,6 +65,11 @@ def main(packing: Packing) -> None:
             jpeg, image, anew = as_jpeg(images.read(index), images.where(index))
         except UserError as error:
             unreadable.append(str(error))
+            return None
+        if len(jpeg) > PAGE // 2:
+            unreadable.append(
+                f"{images.where(index)} is a JPEG of {len(jpeg):,} bytes, and a page holds {PAGE:,} (make it smaller)"
+            )
             return None
         if anew:
             encoded_anew.append(images.where(index))
@@ -92,7 +99,10 @@ def as_jpeg(encoded: bytes, where: str) -> tuple[bytes, Image.Image, bool]:
         if opened.format == "JPEG" and opened.mode in ("RGB", "L"):
             return encoded, image, False
     buffer = io.BytesIO()
-    image.save(buffer, "JPEG", quality=QUALITY, subsampling=0)
+    try:
+        image.save(buffer, "JPEG", quality=QUALITY, subsampling=0)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{where} cannot be encoded as JPEG ({error}); make it smaller than 65,500 pixels a side") from error
     return buffer.getvalue(), image, True
 
 

@@ -2,7 +2,7 @@
 
     python tools/quickstart.py --out quickstart
 
-Makes digit scenes, trains a teacher, labels every cell of every image, packs, trains three students that differ in nothing
+Makes digit scenes, trains a teacher, labels every cell of every image, packs, trains four students that differ in nothing
 but their objective, and writes a report. It only runs the commands a user would type, and prints them. What is there
 already is kept, so a second call is quick and a killed one goes on; remove the folder to start anew.
 """

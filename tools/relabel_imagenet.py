@@ -19,7 +19,7 @@ from densefeed.relabel.geometry import Geometry
 from densefeed.relabel.images import Images
 from densefeed.relabel.labelling import label_images, stored_accuracy
 from densefeed.relabel.store import Absent
-from densefeed.relabel.teacher import Teacher
+from densefeed.relabel.teacher import Teacher, choose_device
 from timm.data import resolve_data_config
 
 
@@ -42,21 +42,23 @@ class Labelling:
     device: str = "auto"  # auto: cuda if there is one, else cpu
 
 
-def load_teacher(labelling: Labelling) -> torch.nn.Module:
-    """The teacher with its weights."""
+def load_teacher(labelling: Labelling) -> tuple[torch.nn.Module, list[str]]:
+    """The teacher with its weights, and the names of its classes where its checkpoint tells them."""
+    if labelling.input_size < 1:
+        raise UserError("--input-size must be at least 1 pixel")
     path = Path(labelling.teacher)
     path = path / "last.pt" if path.is_dir() else path
     try:
         if path.exists() or path.suffix in (".pt", ".pth", ".tar", ".safetensors"):
             model, checkpoint = checkpoints.build(path, labelling.model)
             model.pretrained_cfg.update({name: checkpoint[name] for name in ("mean", "std") if name in checkpoint})
-            return model
+            return at_size(model, labelling.input_size), checkpoint.get("class_names", [])
     except checkpoints.CheckpointError as error:
         raise UserError(str(error)) from error
     if not timm.is_model(labelling.teacher.split(".")[0]):
         raise UserError(f"{labelling.teacher} is neither a file nor a timm model; timm.list_models() lists them")
     try:
-        return timm.create_model(labelling.teacher, pretrained=True)
+        return at_size(timm.create_model(labelling.teacher, pretrained=True), labelling.input_size), []
     except Exception as error:  # the hub's client raises many kinds when a download fails
         raise UserError(
             f"the weights of {labelling.teacher} cannot be downloaded ({type(error).__name__}); give a file: "
@@ -64,11 +66,23 @@ def load_teacher(labelling: Labelling) -> torch.nn.Module:
         ) from error
 
 
+def at_size(model: torch.nn.Module, size: int) -> torch.nn.Module:
+    """The model ready for inputs of `size` pixels: timm's transformers resize their position tables, CNNs take any size."""
+    if hasattr(model, "set_input_size"):
+        model.set_input_size(img_size=(size, size))
+    return model
+
+
 def main(labelling: Labelling) -> None:
     """Label, then judge what was stored."""
     images = Images(labelling.data, labelling.dataset, labelling.split)
-    model = load_teacher(labelling)
-    device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if labelling.device == "auto" else labelling.device)
+    device = choose_device(labelling.device)
+    model, class_names = load_teacher(labelling)
+    if class_names and class_names != images.class_names:
+        raise UserError(
+            f"{labelling.teacher} was trained on other classes than {labelling.data} has "
+            f"({class_names[0]}, ... and {images.class_names[0]}, ...); choose a teacher of the same classes"
+        )
     config = resolve_data_config(model=model)
     teacher = Teacher(model, labelling.input_size, labelling.geometry, config).to(device)
     store = label_images(

@@ -86,18 +86,17 @@ def grid_of(run: Run, num_classes: int) -> int:
     return getattr(model, "grid_size", 16)
 
 
-def read_truth(path: Path, run: Run) -> list[Truth]:
+def read_truth(path: Path, run: Run, loader: Loader) -> list[Truth]:
     """True objects in the order of the run's samples. UserError if they are not of the run's images."""
     if not path.exists():
         raise UserError(f"{path}: there is no such file; tools/make_digit_scenes.py writes it beside its scenes")
-    told = json.loads(path.read_text())
+    try:
+        told = json.loads(path.read_text())
+    except ValueError as error:
+        raise UserError(f"{path} is damaged ({error}); make the scenes again") from error
     images = Images(path.parent, split="train")
-    data = Path(run.config["data"])
-    if data.is_file():
-        from densefeed.pipelines.beton import Beton
-
-        if Beton(data).fingerprint() != images.fingerprint():
-            raise UserError(f"{path} describes other images than {data} holds; pack {path.parent} again")
+    if loader.fingerprint != images.fingerprint():
+        raise UserError(f"{path} describes other images than {run.config['data']} holds; name the boxes of these images")
     truths = []
     for name in images.paths:
         objects = told["scenes"][f"train/{name}"]
@@ -228,12 +227,14 @@ def main(report: Report) -> None:
     if not report.runs:
         raise UserError("name at least one run folder of train.py")
     runs = [read_run(folder) for folder in report.runs]
-    labelled = next((run for run in reversed(runs) if run.config["objective"] != "ce"), None)
+    # The sheet shows crops as they are; MixToken would exchange some of their tokens inside the network.
+    dense = [run for run in runs if run.config["objective"] != "ce"]
+    labelled = next((run for run in reversed(dense) if not run.config["mixtoken"]), dense[-1] if dense else None)
     sheet, purity, grid = [], None, 0
     if labelled:
         loader = open_loader(config_of(labelled), "train")
         grid = grid_of(labelled, loader.num_classes)
-        truths = read_truth(report.boxes, labelled) if report.boxes else None
+        truths = read_truth(report.boxes, labelled, loader) if report.boxes else None
         sheet = contact_sheet(loader, truths, grid)
         purity = judge(loader, truths, grid) if truths else None
         loader.close()
@@ -242,6 +243,7 @@ def main(report: Report) -> None:
     )
     out = report.out or report.runs[-1] / "report.html"
     text = page.render(
+        environment=json.loads((report.runs[-1] / "environment.json").read_text()),
         runs=runs, sheet=sheet, purity=purity, grid=grid, labelled=labelled,
         accuracy=curve(runs, "val", "top1", True), losses=curve(runs, "train", "loss", False),
     )  # fmt: skip

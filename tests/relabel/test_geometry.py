@@ -61,3 +61,4 @@ def test_samples_per_bin_is_roi_aligns_rule():
     assert samples_per_bin(18, 1, 1.0) == 18
     assert samples_per_bin(18, 14, 0.75) == 2
     assert samples_per_bin(18, 14, 0.5) == 3
+    assert samples_per_bin(18, 14, 1 / 4000) == 64  # one extreme image must not tax every batch

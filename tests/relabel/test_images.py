@@ -68,3 +68,20 @@ def test_sixteen_bits_are_scaled_and_not_clipped():
     got = np.asarray(decode(buffer.getvalue(), ""))
     assert np.abs(got[..., 0] - ramp / 257).max() < 1
     assert (got[..., 0] == got[..., 2]).all()
+
+
+def test_a_split_that_is_not_there_is_refused(folder, tmp_path):
+    """timm would read all splits as one: training images would be validated on, or validation images packed for training."""
+    import shutil
+
+    only = tmp_path / "only"
+    shutil.copytree(folder / "train", only / "train")
+    with pytest.raises(UserError, match=r"holds train but no folder 'val'"):
+        Images(only, split="val")
+    with pytest.raises(UserError, match=r"holds train, val but no folder 'vall'"):
+        Images(folder, split="vall")
+    assert len(Images(only / "train", split="val")) == 11  # a folder of classes has no splits
+    (only / "train").rename(only / "training")
+    assert len(Images(only, split="train")) == 11  # timm's synonym
+    with pytest.raises(UserError, match=r"--dataset bogus/x"):
+        Images(folder, dataset="bogus/x")

@@ -81,12 +81,14 @@ def test_what_cannot_be_written_is_said(folder, tmp_path):
         (["nowhere.pt"], ["nowhere.pt: there is no such checkpoint"]),
         (["text.pt"], ["text.pt is no checkpoint that loads safely"]),
         (["evil.pt"], ["evil.pt is no checkpoint that loads safely"]),
+        (["list.pt"], ["list.pt holds a list"]),
     ],
 )
 def test_teachers_that_are_none(folder, tmp_path, teacher_words, said):
     (tmp_path / "text.pt").write_text("hello")
     import torch
 
+    torch.save([1, 2], tmp_path / "list.pt")
     torch.save({"model": {}, "run": print}, tmp_path / "evil.pt")  # a pickle that names a function
     done = run("tools/relabel_imagenet.py", "--data", folder, "--teacher", *teacher_words, "--out", "maps.h5", cwd=tmp_path)
     refused(done, *said)
@@ -129,3 +131,13 @@ def test_cut_files_stop_a_training_before_it_begins(folder, maps, tmp_path):
     )
     refused(done, "maps.h5 is not a whole HDF5 file", "relabel")
     assert not (tmp_path / "run").exists()
+
+
+def test_a_teacher_of_other_classes_is_refused(folder, teacher, tmp_path):
+    root = shutil.copytree(folder, tmp_path / "others")
+    (root / "train" / "dog").rename(root / "train" / "wolf")
+    done = run(
+        "tools/relabel_imagenet.py", "--data", root, "--teacher", teacher, "--top-k", 2, "--out", "maps.h5", cwd=tmp_path
+    )
+    refused(done, "was trained on other classes than")
+    assert not list(tmp_path.glob("maps.h5*"))

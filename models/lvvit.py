@@ -7,7 +7,7 @@ counts are met to the unit (tests/models/test_lvvit.py).
 from typing import NamedTuple
 
 import torch
-from timm.layers import DropPath, trunc_normal_
+from timm.layers import DropPath, Mlp, trunc_normal_
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -50,13 +50,6 @@ class Attention(nn.Module):
         N, T, D = x_NTD.shape
         q, k, v = self.qkv(x_NTD).view(N, T, 3, self.num_heads, D // self.num_heads).permute(2, 0, 3, 1, 4)
         return self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(N, T, D))
-
-
-class Mlp(nn.Sequential):
-    """Linear, GELU, linear."""
-
-    def __init__(self, dim: int, hidden: int) -> None:
-        super().__init__(nn.Linear(dim, hidden), nn.GELU(), nn.Linear(hidden, dim))
 
 
 class Block(nn.Module):

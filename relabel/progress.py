@@ -4,9 +4,23 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 Item = TypeVar("Item")
+
+
+def columns(*more: ProgressColumn) -> tuple[ProgressColumn, ...]:
+    """What every bar shows: name, bar, count, time spent, time left."""
+    counted = TextColumn("{task.description:<22}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    return *counted, TextColumn("left"), TimeRemainingColumn(), *more
 
 
 def bar(items: Iterable[Item], what: str, total: int | None = None) -> Iterator[Item]:
@@ -14,30 +28,13 @@ def bar(items: Iterable[Item], what: str, total: int | None = None) -> Iterator[
 
     On a terminal the bar moves; in a log file it is one line, written at the end.
     """
-    columns = (
-        TextColumn("{task.description:<22}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns) as progress:
+    with Progress(*columns()) as progress:
         yield from progress.track(items, description=what, total=total)
 
 
 @contextmanager
 def steps_bar(what: str, total: int, done: int) -> Iterator[Callable[[int, str], None]]:
     """A bar over steps; the callable it gives advances it by a number of steps and shows a text beside it."""
-    columns = (
-        TextColumn("{task.description:<22}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[text]}"),
-    )
-    with Progress(*columns) as progress:
+    with Progress(*columns(TextColumn("{task.fields[text]}"))) as progress:
         task = progress.add_task(what, total=total, completed=done, text="")
         yield lambda steps, text: progress.update(task, advance=steps, text=text)

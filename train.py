@@ -362,7 +362,7 @@ def train(config: Config) -> dict:
             "model": model.state_dict(), "ema": ema.module.state_dict() if ema else None, "optimizer": optimizer.state_dict(),
             "step": step, "config": plain(config), "recipe": recipe._asdict(), "class_names": loader.class_names,
             "fingerprint": loader.fingerprint,
-            "mean": list(model.pretrained_cfg["mean"]), "std": list(model.pretrained_cfg["std"]), "size": config.size,
+            "mean": list(model.pretrained_cfg["mean"]), "std": list(model.pretrained_cfg["std"]),
         }  # fmt: skip
         # Through a Python file: a full disk is an OSError there, and only a failed assertion in torch's own writer.
         with replacing(config.out / "last.pt") as part, open(part, "wb") as file:

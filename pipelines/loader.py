@@ -58,17 +58,16 @@ class ThreadedLoader:
 
     Args:
         source: the samples.
-        plan: which samples, crops and flips.
-        size: side of the network's input, pixels.
+        plan: which samples, crops and flips, and the side of the network's input in each epoch.
         threads: decoding threads.
         on_bad_sample: `raise` stops at a sample that cannot be read, naming its id and path; `skip` gives it weight 0 and
             the pixels of another sample of its batch (never a black image), and counts it in `skipped`.
     """
 
     def __init__(
-        self, source: Source, plan: EpochPlan, size: int, threads: int, on_bad_sample: Literal["raise", "skip"] = "raise"
+        self, source: Source, plan: EpochPlan, threads: int, on_bad_sample: Literal["raise", "skip"] = "raise"
     ) -> None:
-        self.source, self.plan, self.size, self.on_bad_sample = source, plan, size, on_bad_sample
+        self.source, self.plan, self.on_bad_sample = source, plan, on_bad_sample
         self.num_classes, self.class_names, self.labels = len(source.class_names), source.class_names, source.spec
         self.fingerprint, self.skipped = source.fingerprint, 0
         self._pool = ThreadPoolExecutor(max(1, threads), thread_name_prefix="decode")
@@ -81,30 +80,35 @@ class ThreadedLoader:
         self._pool.shutdown(cancel_futures=True)
 
     def batches(self, epoch: int, start: int = 0) -> Iterator[Batch]:
-        """The batches of an epoch from batch `start` on; all have `plan.batch` samples, padding has weight 0."""
-        order = self.plan.order(epoch)
-        spans = [order[at : at + self.plan.batch] for at in range(start * self.plan.batch, len(order), self.plan.batch)]
-        chunks = [chunk for ids in spans for chunk in np.array_split(ids, -(-len(ids) // CHUNK))]
-        decoded = ordered_map(lambda ids: self._decode(epoch, ids), chunks, self._pool, AHEAD * -(-self.plan.batch // CHUNK))
+        """This rank's rows of the batches of an epoch from batch `start` on; padding has weight 0."""
+        index, view, weight = (part[start:] for part in self.plan.shard(epoch))
+        local = index.shape[1]
+        chunks = [np.array_split(rows, -(-local // CHUNK), axis=1) for rows in np.stack([index, view], axis=1)]
+        decoded = ordered_map(
+            lambda rows: self._decode(epoch, *rows),
+            [c for batch in chunks for c in batch],
+            self._pool,
+            AHEAD * -(-local // CHUNK),
+        )
         try:
-            for ids in spans:
+            for ids, weights in zip(index, weight, strict=True):
                 samples: list[Decoded] = []
-                while len(samples) < len(ids):
+                while len(samples) < local:
                     samples += next(decoded)
-                yield self._collate(ids, samples)
+                yield self._collate(ids, weights, samples)
         finally:
             decoded.close()
 
-    def _decode(self, epoch: int, ids: np.ndarray) -> list[Decoded]:
+    def _decode(self, epoch: int, ids: np.ndarray, sample_views: np.ndarray) -> list[Decoded]:
         """Crops of the samples `ids`; one call of the plan for all of them, since small numpy calls cost as much as a decode."""
         images = [self._try(index, lambda index=index: self.source.image(index)) for index in ids.tolist()]
         extents = np.array([(image.height, image.width) if image else (1, 1) for image in images])
-        boxes, flips = self.plan.crops(epoch, ids, *extents.T)
+        boxes, flips = self.plan.crops(epoch, ids, *extents.T, sample_views)
         views = crop_views(boxes, flips, *extents.T)
-        samples = []
+        samples, size = [], self.plan.size(epoch)
         for index, image, (top, left, height, width), flip, view in zip(ids.tolist(), images, boxes, flips, views, strict=True):
             box = (left, top, left + width, top + height)
-            pixels = self._try(index, lambda image=image, box=box: crop_resize(image, box, self.size)) if image else None
+            pixels = self._try(index, lambda image=image, box=box: crop_resize(image, box, size)) if image else None
             samples.append(Decoded(pixels[:, ::-1] if flip and pixels is not None else pixels, view))
         return samples
 
@@ -119,19 +123,18 @@ class ThreadedLoader:
             print(f"skipped {what}", file=sys.stderr)
             return None
 
-    def _collate(self, ids: np.ndarray, samples: list[Decoded]) -> Batch:
+    def _collate(self, ids: np.ndarray, weight: np.ndarray, samples: list[Decoded]) -> Batch:
         good = [n for n, sample in enumerate(samples) if sample.pixels is not None]
-        self.skipped += len(samples) - len(good)
+        bad = [n for n, sample in enumerate(samples) if sample.pixels is None]
+        self.skipped += int(weight[bad].sum())
         if not good:
             raise UserError(
                 f"none of the {len(ids)} samples of a batch can be read, the first is {self.source.where(int(ids[0]))}"
             )
-        # A skipped sample and the padding of the last batch repeat a good sample, with weight 0.
+        # A skipped sample repeats a good one, with weight 0.
         rows = [n if sample.pixels is not None else good[0] for n, sample in enumerate(samples)]
-        rows += [good[n % len(good)] for n in range(self.plan.batch - len(ids))]
-        weight = torch.zeros(self.plan.batch)
-        weight[good] = 1.0
-        ids = ids[rows]
+        weight, ids = weight.copy(), ids[rows]
+        weight[bad] = 0
         logit = cls = lse = window = None
         if self.labels is not None:
             maps = self.source.maps(ids)
@@ -141,7 +144,7 @@ class ThreadedLoader:
             image=torch.from_numpy(np.stack([samples[n].pixels for n in rows])),
             label=torch.from_numpy(self.source.labels[ids]),
             view=torch.from_numpy(np.stack([samples[n].view for n in rows])),
-            index=torch.from_numpy(ids), weight=weight,
+            index=torch.from_numpy(ids), weight=torch.from_numpy(weight),
             map_logit=logit, map_class=cls, map_lse=lse, window=window,
         )  # fmt: skip
         if torch.cuda.is_available():

@@ -28,8 +28,8 @@ def beton(folder, maps, tmp_path_factory, command):
 
 
 def loader(source, batch=4, threads=2, seed=3, size=32, mode="train", **options):
-    plan = EpochPlan(num_samples=len(source.labels), batch=batch, seed=seed, mode=mode)
-    return ThreadedLoader(source, plan, size, threads, **options)
+    plan = EpochPlan(num_samples=len(source.labels), batch=batch, seed=seed, mode=mode, sizes=((0, size),))
+    return ThreadedLoader(source, plan, threads, **options)
 
 
 def assert_equal(one, other):
@@ -114,6 +114,31 @@ def test_maps_are_the_rows_of_the_store(folder, maps):
         np.testing.assert_array_equal(batch.map_logit.numpy(), rows.logit)
         np.testing.assert_array_equal(batch.map_class.numpy(), rows.cls)
         np.testing.assert_array_equal(batch.window.numpy(), rows.window)
+
+
+def test_two_ranks_together_give_the_epoch_and_each_view_its_own_crop(beton):
+    """11 samples twice in batches of 4, so the last batch has two rows of padding: all of them rank 1's."""
+    epochs = {}
+    for ranks in (1, 2):
+        for rank in range(ranks):
+            source = FfcvSource(beton)
+            plan = EpochPlan(num_samples=11, batch=4, seed=3, mode="train", views=2, rank=rank, ranks=ranks, sizes=((0, 32),))
+            reader = ThreadedLoader(source, plan, threads=2)
+            epochs[ranks, rank] = list(reader.batches(0))
+            reader.close()
+    for whole, first, second in zip(epochs[1, 0], epochs[2, 0], epochs[2, 1], strict=True):
+        for name, a, b, c in zip(whole._fields, whole, first, second, strict=True):
+            assert torch.equal(a, torch.cat([b, c])), name
+        assert (whole.index[0::2] == whole.index[1::2]).all()
+        assert all((whole.view[n] != whole.view[n + 1]).any() for n in (0, 2))
+    assert epochs[2, 1][-1].weight.tolist() == [0, 0]
+
+
+def test_the_plans_sizes_are_followed(beton):
+    plan = EpochPlan(num_samples=11, batch=4, seed=3, mode="train", sizes=((0, 16), (2, 48)))
+    reader = ThreadedLoader(FfcvSource(beton), plan, threads=2)
+    assert [next(reader.batches(epoch)).image.shape[1] for epoch in range(4)] == [16, 16, 48, 48]
+    reader.close()
 
 
 def test_padding_has_weight_zero_and_every_sample_comes_once(beton):

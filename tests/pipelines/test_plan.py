@@ -1,9 +1,11 @@
-"""The plan's generator against published vectors, its crops against torchvision's distribution."""
+"""The plan's generator against published vectors, its numbers against their formulas one by one, its crops against
+torchvision's distribution; laws of shards, orders and views."""
 
 import numpy as np
 import pytest
 import torch
-from densefeed.pipelines.plan import EpochPlan, philox, uniforms
+from densefeed.pipelines.plan import EpochPlan, philox
+from densefeed.relabel.files import UserError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torchvision.transforms import RandomResizedCrop
@@ -27,16 +29,16 @@ def plan(**fields):
 )
 def test_philox_gives_the_published_vectors(counter, key, want):
     """Known answers of Random123 (Salmon et al.), philox4x32 10 rounds."""
-    np.testing.assert_array_equal(philox(key, np.array([counter])), [want])
+    np.testing.assert_array_equal(philox(key, counter), want)
 
 
 def test_every_epoch_is_a_permutation_and_differs():
-    first, second = plan().order(0), plan().order(1)
+    first, second = plan().permutation(0), plan().permutation(1)
     for order in (first, second):
         np.testing.assert_array_equal(np.sort(order), np.arange(1000))
     assert (first != second).mean() > 0.99
-    assert (plan(seed=8).order(0) != first).mean() > 0.99
-    np.testing.assert_array_equal(plan().order(0), first)
+    assert (plan(seed=8).permutation(0) != first).mean() > 0.99
+    np.testing.assert_array_equal(plan().permutation(0), first)
 
 
 def test_order_is_uniform():
@@ -46,15 +48,16 @@ def test_order_is_uniform():
     """
     counts = np.zeros((6, 6))
     for epoch in range(6000):
-        counts[np.arange(6), plan(num_samples=6).order(epoch)] += 1
+        counts[np.arange(6), plan(num_samples=6).permutation(epoch)] += 1
     assert ((counts - 1000) ** 2 / 1000).sum() * 5 / 6 < 52.6  # 99.9 % quantile
 
 
 @given(st.integers(0, 2**31), st.integers(0, 1000), st.lists(st.integers(0, 2**31), min_size=1, max_size=8))
 @settings(max_examples=50, deadline=None)
 def test_a_samples_draws_do_not_depend_on_its_batch(seed, epoch, ids):
-    together = uniforms(seed, epoch, np.array(ids), 1, 23)
-    alone = np.concatenate([uniforms(seed, epoch, np.array([i]), 1, 23) for i in ids])
+    drawn = plan(seed=seed)
+    together = drawn.draws(epoch, np.array(ids), 1, range(23))
+    alone = np.concatenate([drawn.draws(epoch, np.array([i]), 1, range(23)) for i in ids], axis=1)
     np.testing.assert_array_equal(together, alone)
     assert together.min() >= 0
     assert together.max() < 1
@@ -101,7 +104,7 @@ def test_the_fallback_is_torchvisions(height, width):
 
 def test_evaluation_is_in_order_and_centred():
     evaluate = plan(mode="evaluate", crop_pct=0.875)
-    np.testing.assert_array_equal(evaluate.order(3), np.arange(1000))
+    np.testing.assert_array_equal(evaluate.permutation(3), np.arange(1000))
     box, flip = evaluate.crops(0, np.array([5]), np.array([480]), np.array([640]))
     np.testing.assert_array_equal(box, [[30, 110, 420, 420]])
     assert not flip.any()
@@ -128,3 +131,217 @@ def test_mix_boxes_are_inside_and_keep_the_uniform_share():
 def test_batches_count_the_padded_one():
     assert plan(num_samples=64).batches == 2
     assert plan(num_samples=65).batches == 3
+
+
+def naive_philox(key, counter):
+    """Salmon et al., SC 2011, as written: Python integers, one counter."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key & 0xFFFFFFFF, key >> 32
+    for _ in range(10):
+        p0, p1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
+        c0, c1, c2, c3 = p1 >> 32 ^ c1 ^ k0, p1 & 0xFFFFFFFF, p0 >> 32 ^ c3 ^ k1, p0 & 0xFFFFFFFF
+        k0, k1 = k0 + 0x9E3779B9 & 0xFFFFFFFF, k1 + 0xBB67AE85 & 0xFFFFFFFF
+    return c0, c1, c2, c3
+
+
+def naive_uniforms(seed, epoch, sample, stream, count):
+    words = [word for block in range(-(-count // 4)) for word in naive_philox(seed, (epoch, sample, stream, block))]
+    return [word / 2**32 for word in words[:count]]
+
+
+def naive_crop(seed, epoch, sample, height, width, scale=(0.08, 1.0), hflip=0.5):
+    """Version 0.1's formulas for one sample, ten tries one after the other."""
+    u = naive_uniforms(seed, epoch, sample, 1, 23)
+    low, high = np.log(3 / 4), np.log(4 / 3)
+    for number in range(10):
+        area = height * width * (scale[0] + (scale[1] - scale[0]) * u[number])
+        ratio = np.exp(low + (high - low) * u[10 + number])
+        w, h = np.rint(np.sqrt(area * ratio)), np.rint(np.sqrt(area / ratio))
+        if 0 < w <= width and 0 < h <= height:
+            return [np.floor(u[20] * (height - h + 1)), np.floor(u[21] * (width - w + 1)), h, w], u[22] < hflip
+    w = np.rint(height * (4 / 3)) if width > height * (4 / 3) else width
+    h = np.rint(width / (3 / 4)) if width < height * (3 / 4) else height
+    return [(height - h) // 2, (width - w) // 2, h, w], u[22] < hflip
+
+
+def extents(count, most=700):
+    rng = np.random.default_rng(1)
+    return rng.integers(1, most, count), rng.integers(1, most, count)
+
+
+@pytest.mark.parametrize("count", [3, 600])  # below and above FEW, so one pass over all tries and two
+@pytest.mark.parametrize("fields", [{}, dict(seed=2**63 + 5, crop_scale=(0.5, 0.9), hflip=0.2)])
+def test_crops_are_the_formulas_one_by_one(count, fields):
+    height, width = extents(count)
+    ids = np.arange(count) * 7919
+    boxes, flips = plan(**fields).crops(3, ids, height, width)
+    scale = {"scale": fields["crop_scale"], "hflip": fields["hflip"]} if fields else {}
+    for n in range(count):
+        box, flip = naive_crop(fields.get("seed", 7), 3, int(ids[n]), int(height[n]), int(width[n]), **scale)
+        assert boxes[n].tolist() == box
+        assert flips[n] == flip
+
+
+def test_order_boxes_and_seeds_are_the_formulas_one_by_one():
+    words = [naive_philox(7, (3, sample, 0, 0))[:2] for sample in range(1000)]
+    assert plan().permutation(3).tolist() == sorted(range(1000), key=words.__getitem__)
+    for step in range(40):
+        share, row, column = naive_uniforms(7, 3, step, 2, 3)
+        half, row, column = int(14 * np.sqrt(1 - share)) // 2, int(row * 14), int(column * 14)
+        want = max(row - half, 0), max(column - half, 0), min(row + half, 14), min(column + half, 14)
+        assert plan().mix_box(3, step, 14) == want
+        high, low = naive_philox(7, (3, step, 3, 0))[:2]
+        assert plan().step_seed(3, step) == high << 32 | low
+
+
+def test_numbers_of_version_0_1_stay():
+    """Printed by 0.1, so that no change of formula and test together goes unseen."""
+    assert plan().permutation(3)[:8].tolist() == [511, 880, 475, 274, 947, 27, 755, 787]
+    boxes, flips = plan().crops(3, np.array([0, 1, 5, 999]), np.array([375, 375, 64, 30]), np.array([500, 333, 64, 300]))
+    assert boxes.tolist() == [[27, 255, 244, 241], [23, 10, 345, 273], [6, 6, 50, 46], [0, 130, 30, 40]]
+    assert flips.tolist() == [True, True, True, False]
+    assert plan().mix_box(3, 5, 14) == (0, 0, 12, 12)
+    assert plan().step_seed(3, 5) == 11750915164156441033
+
+
+@pytest.mark.parametrize("part", [1, 100, 257, 3000])
+def test_a_crop_does_not_depend_on_how_many_are_asked_for(part):
+    height, width = extents(6000)
+    ids, views = np.arange(6000), np.arange(6000) % 3
+    boxes, flips = plan().crops(1, ids, height, width, views)
+    for at in range(0, 6000, max(part, 500)):
+        rows = slice(at, at + part)
+        box, flip = plan().crops(1, ids[rows], height[rows], width[rows], views[rows])
+        np.testing.assert_array_equal(box, boxes[rows])
+        np.testing.assert_array_equal(flip, flips[rows])
+
+
+def test_extents_of_any_integer_type_give_the_same_crops():
+    """A .beton stores them as uint16, whose product wraps at 65,536."""
+    height, width = extents(300)
+    want, _ = plan().crops(0, np.arange(300), height, width)
+    got, _ = plan().crops(0, np.arange(300), height.astype(np.uint16), width.astype(np.uint16))
+    np.testing.assert_array_equal(got, want)
+
+
+plans = st.fixed_dictionaries(
+    {
+        "num_samples": st.integers(1, 300),
+        "batch": st.sampled_from([12, 24, 36]),
+        "order": st.sampled_from(["random", "blocks"]),
+        "block": st.integers(1, 40),
+        "window": st.integers(1, 5),
+        "views": st.sampled_from([1, 2, 3]),
+        "mode": st.sampled_from(["train", "evaluate"]),
+        "seed": st.integers(0, 2**64 - 1),
+    }
+)
+
+
+@given(plans, st.integers(0, 500))
+@settings(max_examples=100, deadline=None)
+def test_ranks_share_an_epoch_and_no_sample_counts_twice(fields, epoch):
+    """Put together, the ranks' rows of a batch are those of one rank; every (sample, view) has weight 1 once."""
+    whole = plan(**fields).shard(epoch)
+    assert [part.dtype for part in whole] == [np.int64, np.int64, np.float32]
+    assert whole.index.shape == (plan(**fields).batches, fields["batch"])
+    for ranks in (2, 4):
+        shards = [plan(**fields, rank=rank, ranks=ranks).shard(epoch) for rank in range(ranks)]
+        for field, parts in zip(whole, zip(*shards, strict=True), strict=True):
+            np.testing.assert_array_equal(np.concatenate(parts, axis=1), field)
+    views = fields["views"] if fields["mode"] == "train" else 1
+    real = whole.weight == 1
+    counted = sorted(zip(whole.index[real].tolist(), whole.view[real].tolist(), strict=True))
+    assert counted == [(sample, view) for sample in range(fields["num_samples"]) for view in range(views)]
+    assert whole.weight.sum() == real.sum() == fields["num_samples"] * views
+    # Padding is the end of the last batch, and real samples: the sequence from its start again.
+    assert (np.diff(whole.weight.ravel()) <= 0).all()
+    padding = whole.index.size - len(counted)
+    np.testing.assert_array_equal(whole.index.ravel()[len(counted) :], np.resize(whole.index.ravel()[: len(counted)], padding))
+    if fields["mode"] == "evaluate":
+        np.testing.assert_array_equal(whole.index[real], np.arange(fields["num_samples"]))
+
+
+@given(plans)
+@settings(max_examples=50, deadline=None)
+def test_views_of_a_sample_share_a_batch_and_follow_the_order(fields):
+    chosen = plan(**fields | {"mode": "train"})
+    shard, views = chosen.shard(0), fields["views"]
+    groups = shard.index.reshape(chosen.batches, -1, views)
+    assert (groups == groups[..., :1]).all()
+    np.testing.assert_array_equal(groups[..., 0].ravel()[: fields["num_samples"]], chosen.permutation(0))
+
+
+def test_views_differ_and_view_0_is_the_crop_without_views():
+    ids, extent = np.arange(200), np.full(200, 400)
+    plain, plain_flips = plan().crops(0, ids, extent, extent)
+    boxes, flips = zip(*(plan().crops(0, ids, extent, extent, np.full(200, view)) for view in range(3)), strict=True)
+    np.testing.assert_array_equal(boxes[0], plain)
+    np.testing.assert_array_equal(flips[0], plain_flips)
+    for one, other in ((0, 1), (0, 2), (1, 2)):
+        assert (boxes[one] != boxes[other]).any(1).all()
+        assert 0.3 < (flips[one] != flips[other]).mean() < 0.7
+
+
+@given(st.integers(1, 400), st.integers(1, 50), st.integers(1, 6), st.integers(0, 2**32), st.integers(0, 1000))
+@settings(max_examples=100, deadline=None)
+def test_block_order_is_a_permutation_whose_windows_are_runs_of_storage(count, block, window, seed, epoch):
+    order = plan(num_samples=count, block=block, window=window, order="blocks", seed=seed).permutation(epoch)
+    np.testing.assert_array_equal(np.sort(order), np.arange(count))
+    # In order of first appearance, each `window` blocks are a window: along the sequence windows never come back.
+    _, first = np.unique(order // block, return_index=True)
+    window_of_block = np.argsort(np.argsort(first)) // window
+    assert (np.diff(window_of_block[order // block]) >= 0).all()
+
+
+def test_block_order_is_as_far_from_uniform_as_its_docstring_says():
+    """Neighbours in storage share a batch with probability (1 - 1 / block) (batch - 1) / (W - 1), here 15 times `random`'s."""
+    fields = dict(num_samples=40_960, batch=64, block=32, window=16)
+
+    def share(order):
+        hits = 0
+        for epoch in range(10):
+            batch_of = np.empty(40_960, np.int64)
+            batch_of[plan(**fields, order=order).shard(epoch).index.ravel()] = np.arange(40_960) // 64
+            hits += (batch_of[1:] == batch_of[:-1]).mean() / 10
+        return hits
+
+    blocks, uniform = 31 / 32 * 63 / 511, 63 / 40_959
+    # Four standard deviations over 400,000 pairs, which tells (1 - 1 / block) from 1.
+    assert share("blocks") == pytest.approx(blocks, abs=4 * (blocks / 4e5) ** 0.5)
+    assert share("random") == pytest.approx(uniform, abs=4 * (uniform / 4e5) ** 0.5)
+
+
+def test_block_order_is_shuffled_at_both_levels():
+    """Each place holds each sample equally often, and any three blocks may make a window."""
+    chosen = plan(num_samples=12, block=2, window=3, order="blocks")
+    orders = np.array([chosen.permutation(epoch) for epoch in range(6000)])
+    for place in orders.T:
+        assert ((np.bincount(place, minlength=12) - 500) ** 2 / 500).sum() < 35.6  # 99.98 % of chi-square, 11 degrees
+    together = np.sort(np.sort(orders[:, :6], axis=1)[:, ::2] // 2, axis=1)  # the three blocks of the first window
+    assert len(np.unique(together, axis=0)) == 20  # of 6
+
+
+def test_sizes_follow_the_table():
+    sizes = plan(sizes=((0, 160), (2, 192), (5, 224)))
+    assert [sizes.size(epoch) for epoch in range(7)] == [160, 160, 192, 192, 192, 224, 224]
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        (dict(ranks=3), r"a batch of 32 is no multiple of the 3 ranks"),
+        (dict(views=3), r"a batch of 32 is no multiple of the 3 views"),
+        (dict(rank=2, ranks=2), r"rank 2 is none of 2 ranks"),
+        (dict(views=0), r"views must be at least 1"),
+        (dict(block=0), r"block must be at least 1"),
+        (dict(sizes=()), r"epochs ascend from 0"),
+        (dict(sizes=((1, 224),)), r"epochs ascend from 0"),
+        (dict(sizes=((0, 160), (0, 224))), r"epochs ascend from 0"),
+        (dict(sizes=((0, 160), (9, 192), (5, 224))), r"epochs ascend from 0"),
+        (dict(sizes=((0, 0),)), r"pixels are positive"),
+    ],
+)
+def test_plans_that_make_no_sense_are_refused(fields, said):
+    with pytest.raises(UserError, match=said):
+        plan(**fields)

@@ -7,7 +7,7 @@ counts are met to the unit (tests/models/test_lvvit.py).
 from typing import NamedTuple
 
 import torch
-from timm.layers import DropPath, Mlp, trunc_normal_
+from timm.layers import DropPath, Mlp, resample_abs_pos_embed, trunc_normal_
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -72,15 +72,17 @@ class LVViT(nn.Module):
     """LV-ViT.
 
     Args:
-        img_size: side of the input, pixels; a multiple of `patch_size`.
+        img_size: side of the input that the position table is built for, pixels; a multiple of `patch_size`.
         patch_size: side of a token, pixels; even, since the stem halves the input before it cuts patches.
         stem_width: channels of the stem's convolutions (64; 128 for L).
         residual_divisor: divides every residual branch (1, 2, 2, 3 for T, S, M, L).
         drop_path_rate: stochastic depth, rising linearly from 0 to this rate over the blocks.
         token_head: a second classifier on every token, trained by token labels and added to the class token's answer.
 
-    Forward takes images `[N, in_chans, img_size, img_size]`. It returns `[N, K]` logits; in training a model with a token
-    head returns `TokenLogits` instead. At evaluation a token head adds 0.5 times the maximum over tokens (as published).
+    Forward takes images `[N, in_chans, H, W]`; for another size than `img_size` (H and W multiples of `patch_size`, else
+    ValueError) the position table is resampled, bicubic and antialiased, the class token's place kept. It returns `[N, K]`
+    logits; in training a model with a token head returns `TokenLogits` instead. At evaluation a token head adds 0.5 times the
+    maximum over tokens (as published).
     """
 
     def __init__(
@@ -102,7 +104,7 @@ class LVViT(nn.Module):
         if img_size % patch_size or patch_size % 2:
             raise ValueError(f"img_size {img_size} must be a multiple of patch_size {patch_size}, and that even")
         self.num_classes, self.num_features = num_classes, embed_dim
-        self.grid_size = img_size // patch_size
+        self.patch_size, self.grid_size = patch_size, img_size // patch_size
         self.stem = Stem(in_chans, stem_width, embed_dim, patch_size)
         self.cls_token = nn.Parameter(torch.zeros(1, 1, embed_dim))
         self.pos_embed = nn.Parameter(torch.zeros(1, 1 + self.grid_size**2, embed_dim))
@@ -128,17 +130,25 @@ class LVViT(nn.Module):
         """Names that AdamW must not decay, beside biases and one-dimensional tables."""
         return {"pos_embed", "cls_token"}
 
+    def grid_of(self, image_NCHW: Tensor) -> tuple[int, int]:
+        """Rows and columns of tokens of these images. ValueError if their size is no multiple of the patch size."""
+        H, W = image_NCHW.shape[2:]
+        if H % self.patch_size or W % self.patch_size:
+            raise ValueError(f"inputs of {H} x {W} pixels must be multiples of patch_size {self.patch_size}")
+        return H // self.patch_size, W // self.patch_size
+
     def forward_features(self, image_NCHW: Tensor, mix_PP: Tensor | None = None) -> Tensor:
         """Normalised tokens `[N, 1 + T, D]`, class token first.
 
-        `mix_PP` (bool `[P, P]`, MixToken) marks the tokens that come from the partner image, which is the batch reversed;
+        `mix_PP` (bool `[P, P]`, the input's grid; MixToken) marks the tokens that come from the partner image, which is the batch reversed;
         they are exchanged after the patch embedding and before positions are added (equation 8).
         """
+        pos_embed = resample_abs_pos_embed(self.pos_embed, list(self.grid_of(image_NCHW)), [self.grid_size] * 2)
         x_NDPP = self.stem(image_NCHW)
         if mix_PP is not None:
             x_NDPP = torch.where(mix_PP, x_NDPP.flip(0), x_NDPP)
         x_NTD = x_NDPP.flatten(2).transpose(1, 2)
-        x_NTD = torch.cat([self.cls_token.expand(len(x_NTD), -1, -1), x_NTD], dim=1) + self.pos_embed
+        x_NTD = torch.cat([self.cls_token.expand(len(x_NTD), -1, -1), x_NTD], dim=1) + pos_embed
         for block in self.blocks:
             x_NTD = block(x_NTD)
         return self.norm(x_NTD)
@@ -159,7 +169,7 @@ class LVViT(nn.Module):
         """Logits of every token as a map, `[N, K, P, P]`: what this model says as a dense teacher."""
         head = self.head if self.token_head is None else self.token_head
         logits_NTK = head(self.forward_features(image_NCHW)[:, 1:])
-        return logits_NTK.transpose(1, 2).unflatten(2, (self.grid_size, self.grid_size))
+        return logits_NTK.transpose(1, 2).unflatten(2, self.grid_of(image_NCHW))
 
 
 def _cfg(crop_pct: float, size: int = 224) -> dict:

@@ -124,6 +124,62 @@ def test_decay_spares_tables_norms_and_biases():
 def test_sizes_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="multiple of patch_size"):
         LVViT(img_size=100, patch_size=16)
+    with pytest.raises(ValueError, match="inputs of 60 x 64 pixels must be multiples of patch_size 8"):
+        tiny()(torch.zeros(1, 3, 60, 64))
+
+
+def seen_positions(model, height, width):
+    """What is added to the tokens of an image of this size: with zero tokens, what the first block sees."""
+    seen = []
+    model.blocks[0].register_forward_hook(lambda _module, args, _out: seen.append(args[0]))
+    for parameter in (*model.stem[-1].parameters(), model.cls_token):
+        torch.nn.init.zeros_(parameter)
+    with torch.no_grad():
+        model(torch.zeros(1, 3, height, width))
+    return seen[0][0]
+
+
+def test_at_the_built_size_the_position_table_is_the_parameter_itself():
+    model = tiny().eval()
+    assert torch.equal(seen_positions(model, 64, 64), model.pos_embed[0])
+
+
+@pytest.mark.parametrize(("height", "width"), [(32, 32), (96, 96), (32, 128)])
+def test_at_another_size_the_table_is_resampled_and_the_class_token_kept(height, width):
+    """Bicubic, antialiased and edge-clamped resampling sums to 1 and keeps a plane's values away from the edges."""
+    model = tiny().eval()
+    rows, columns = height // 8, width // 8
+    centre = (torch.arange(8) + 0.5) / 8
+    with torch.no_grad():
+        model.pos_embed[0, 1:, 0] = 3.0
+        model.pos_embed[0, 1:, 1] = centre.repeat_interleave(8)
+        model.pos_embed[0, 1:, 2] = centre.repeat(8)
+    table = seen_positions(model, height, width)
+    assert table.shape == (1 + rows * columns, 96)
+    assert torch.equal(table[0], model.pos_embed[0, 0])
+    grid = table[1:].view(rows, columns, 96)
+    torch.testing.assert_close(grid[..., 0], torch.full((rows, columns), 3.0))
+    want_row, want_column = (torch.arange(rows) + 0.5) / rows, (torch.arange(columns) + 0.5) / columns
+    row, column = (slice(count // 4 + 1, -(count // 4 + 1)) for count in (rows, columns))
+    torch.testing.assert_close(grid[row, :, 1], want_row[row, None].expand(-1, columns), rtol=0, atol=1e-5)
+    torch.testing.assert_close(grid[:, column, 2], want_column[None, column].expand(rows, -1), rtol=0, atol=1e-5)
+
+
+def test_another_size_trains_every_parameter_and_keeps_the_grid():
+    """Gradients reach the table; token logits, training tokens and the mask of MixToken follow the input's grid."""
+    model = tiny()
+    mask = torch.zeros(4, 6, dtype=torch.bool)
+    mask[1:3, 2:5] = True
+    out = model(torch.randn(2, 3, 32, 48), mask)
+    assert out.tokens.shape == (2, 24, 5)
+    (out.tokens.sum() + out.cls.sum()).backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    assert (model.pos_embed.grad != 0).any(-1).all()
+    model.eval()
+    with torch.no_grad():
+        logits = model.forward_token_logits(torch.randn(2, 3, 32, 48))
+        assert logits.shape == (2, 5, 4, 6)
+        assert model(torch.randn(2, 3, 96, 96)).shape == (2, 5)
 
 
 def test_initialisation_is_the_published_one():

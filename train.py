@@ -59,6 +59,7 @@ class Config:
     model: str = "lvvit_s"  # any timm classifier; token-label needs a model with a token head (lvvit_*)
     drop_path: float = 0.1  # stochastic depth of the last block, probability
     size: int = 224  # side of the network's input, pixels
+    sizes: tuple[tuple[int, int], ...] = ()  # growing in training: pairs FROM_EPOCH PIXELS, the first from epoch 0; empty: size
     objective: Literal["ce", "relabel", "token-label"] = "token-label"  # hard labels; dense label of the crop; of every token
     token_weight: float = 0.5  # beta of equation 7, the weight of the tokens' loss
     smoothing: float = 0.1  # label smoothing, probability
@@ -66,6 +67,8 @@ class Config:
 
     crop_scale: tuple[float, float] = (0.08, 1.0)  # area of a training crop, share of the image
     hflip: float = 0.5  # probability of a left-right flip
+    order: Literal["random", "blocks"] = "random"  # of the training set; blocks: reads runs of storage, for disks and networks
+    views: int = 1  # crops of each image in an epoch (repeated augmentation), which makes an epoch so many times longer
     crop_pct: float = 0.9  # side of the evaluation crop, share of the shorter side
 
     epochs: int = 300  # passes over the training set
@@ -99,6 +102,17 @@ def lvvit_s_224_token_label() -> Config:
     Paper: 83.3 % top-1 (Table 10), with RandAugment and erasing, which this version does not have yet. Not run here.
     """
     return Config(model="lvvit_s")
+
+
+def lvvit_s_160_to_224_token_label() -> Config:
+    """lvvit_s_224_token_label in growing sizes: 160 px, from epoch 100 on 192 px, from epoch 200 on 224 px.
+
+    python train.py lvvit_s_160_to_224_token_label --loader ffcv --data train.beton --val val.beton --out runs/lvvit_s
+
+    An epoch of 160 px has half the tokens of one of 224 px (100 instead of 196), one of 192 px three quarters (144), so the
+    whole run 75 % of them. Not run here.
+    """
+    return replace(lvvit_s_224_token_label(), sizes=((0, 160), (100, 192), (200, 224)))
 
 
 def lvvit_micro_token_label() -> Config:
@@ -150,6 +164,7 @@ def nfnet_micro_ce() -> Config:
 
 RECIPES = (
     lvvit_s_224_token_label,
+    lvvit_s_160_to_224_token_label,
     lvvit_micro_token_label,
     lvvit_micro_token_label_mixtoken,
     lvvit_micro_relabel,
@@ -158,6 +173,17 @@ RECIPES = (
 )
 
 # ------------------------------------------------------------------------- set up
+
+
+def check_values(config: Config) -> None:
+    """UserError where a field's value makes no sense, whatever the data."""
+    positive = ("batch", "epochs", "lr_batch", "size", "views", "threads", "eval_every", "log_every")
+    wrong = [name for name in positive if getattr(config, name) < 1]
+    if wrong:
+        raise UserError(f"--{wrong[0].replace('_', '-')} must be at least 1")
+    low, high = config.crop_scale
+    if not (0 < low <= high <= 1 and 0 < config.crop_pct <= 1 and 0 <= config.smoothing < 1 and 0 <= config.hflip <= 1):
+        raise UserError("--crop-scale, --crop-pct, --smoothing and --hflip are shares: from 0 to 1, and crops not empty")
 
 
 def open_loader(config: Config, mode: Literal["train", "evaluate"]) -> Loader:
@@ -173,10 +199,11 @@ def open_loader(config: Config, mode: Literal["train", "evaluate"]) -> Loader:
             raise UserError(f"{path} is a file; --loader folder reads folders, --loader ffcv reads .beton files")
         source = FolderSource(path, "train" if mode == "train" else "val", maps)
     plan = EpochPlan(
-        num_samples=len(source.labels), batch=config.batch, seed=config.seed, mode=mode,
+        num_samples=len(source.labels), batch=config.batch, seed=config.seed, mode=mode, order=config.order, views=config.views,
+        sizes=config.sizes if config.sizes and mode == "train" else ((0, config.size),),
         crop_scale=config.crop_scale, hflip=config.hflip, crop_pct=config.crop_pct,
     )  # fmt: skip
-    return ThreadedLoader(source, plan, config.size, config.threads, config.on_bad_sample)
+    return ThreadedLoader(source, plan, config.threads, config.on_bad_sample)
 
 
 def check(config: Config, train: Loader, val: Loader) -> None:
@@ -190,13 +217,6 @@ def check(config: Config, train: Loader, val: Loader) -> None:
         raise UserError(
             f"{config.data} has no score maps, which --objective {config.objective} needs; give --labels maps.h5, or pack them"
         )
-    positive = ("batch", "epochs", "lr_batch", "size", "threads", "eval_every", "log_every")
-    wrong = [name for name in positive if getattr(config, name) < 1]
-    if wrong:
-        raise UserError(f"--{wrong[0].replace('_', '-')} must be at least 1")
-    low, high = config.crop_scale
-    if not (0 < low <= high <= 1 and 0 < config.crop_pct <= 1 and 0 <= config.smoothing < 1 and 0 <= config.hflip <= 1):
-        raise UserError("--crop-scale, --crop-pct, --smoothing and --hflip are shares: from 0 to 1, and crops not empty")
 
 
 def build_model(config: Config, num_classes: int) -> tuple[nn.Module, checkpoints.Recipe]:
@@ -212,14 +232,26 @@ def build_model(config: Config, num_classes: int) -> tuple[nn.Module, checkpoint
         raise UserError(
             f"timm knows no model {config.model!r}; `python -c 'import timm; print(timm.list_models())'` lists them"
         )
-    try:
+    # Transformers are built for a size, networks of convolutions take any; timm's transformers take others if told so.
+    sized = kwargs | {"img_size": config.size}
+    ways = [sized | {"dynamic_img_size": True}, sized, kwargs] if config.sizes else [sized, kwargs]
+    for way in ways:
         try:
-            sized = kwargs | {"img_size": config.size}  # transformers are built for a size, networks of convolutions take any
-            return timm.create_model(config.model, **sized), checkpoints.Recipe(config.model, sized)
-        except TypeError:
-            return timm.create_model(config.model, **kwargs), checkpoints.Recipe(config.model, kwargs)
-    except (TypeError, ValueError, AssertionError) as error:
-        raise UserError(f"{config.model} cannot be built: {error}") from error
+            model, recipe = timm.create_model(config.model, **way), checkpoints.Recipe(config.model, way)
+            break
+        except (TypeError, ValueError, AssertionError) as error:
+            if way is ways[-1] or not isinstance(error, TypeError):  # TypeError: this model has no such argument
+                raise UserError(f"{config.model} cannot be built: {error}") from error
+    for side in sorted({side for _, side in config.sizes}):
+        try:
+            with torch.inference_mode():
+                model.eval()(torch.zeros(1, 3, side, side))
+        except (ValueError, RuntimeError, AssertionError) as error:
+            why = str(error).partition("\n")[0]
+            raise UserError(
+                f"{config.model} cannot train at {side} px ({why}); choose other --sizes or another model"
+            ) from error
+    return model, recipe
 
 
 def environment(config: Config, device: torch.device) -> dict:
@@ -323,6 +355,7 @@ def train(config: Config) -> dict:
     """Run or continue a training; returns (and writes to result.json) its result."""
     device = choose_device(config.device)
     amp = config.precision == "bf16" or (config.precision == "auto" and device.type == "cuda")
+    check_values(config)
     loader, val = open_loader(config, "train"), open_loader(config, "evaluate")
     check(config, loader, val)
     torch.manual_seed(config.seed)
@@ -337,7 +370,6 @@ def train(config: Config) -> dict:
         warmup_lr_init=1e-6, t_in_epochs=False,
     )  # fmt: skip
     ema = ModelEmaV3(model, decay=config.ema, use_warmup=True, foreach=True) if config.ema else None
-    grid = model.grid_size if isinstance(model, LVViT) else 0
 
     checkpoint, step = find_checkpoint(config, loader.fingerprint), 0
     if checkpoint:
@@ -393,6 +425,7 @@ def train(config: Config) -> dict:
             return accuracy
 
         for epoch in range(step // len(loader), config.epochs):
+            grid = loader.plan.size(epoch) // model.patch_size if isinstance(model, LVViT) else 0
             timed = Timed(loader.batches(epoch, start=step % len(loader)))
             for batch in timed:
                 # Drop-path is the only draw of the device; seeding it by the step keeps a resumed run equal.

@@ -8,6 +8,7 @@ import pytest
 import torch
 import tyro
 from densefeed.models import checkpoints
+from densefeed.models.lvvit import LVViT
 from densefeed.relabel.files import UserError
 
 
@@ -40,6 +41,8 @@ def records(out, kind="train"):
         dict(objective="relabel"),
         dict(objective="ce"),
         dict(model="nfnet_micro", objective="ce", mixtoken=False),
+        dict(model="nfnet_micro", objective="ce", mixtoken=False, sizes=((0, 32), (1, 48))),
+        dict(order="blocks"),
     ],
 )
 def test_every_objective_trains_and_leaves_a_whole_run_folder(packed, tmp_path, fields):
@@ -63,12 +66,13 @@ def test_the_two_loaders_train_alike(packed, folder, maps, tmp_path):
         assert one["loss"] == other["loss"]
 
 
-def test_a_run_killed_between_epochs_resumes_to_the_bit(packed, tmp_path, monkeypatch):
+@pytest.mark.parametrize("fields", [{}, dict(sizes=((0, 16), (1, 48)))], ids=["one size", "in the middle of another size"])
+def test_a_run_killed_between_epochs_resumes_to_the_bit(packed, tmp_path, monkeypatch, fields):
     """Same losses and same final weights as an uninterrupted run, drop-path, EMA and MixToken on."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        training.train(config(packed, tmp_path / "whole", epochs=3))
+        training.train(config(packed, tmp_path / "whole", epochs=3, **fields))
         evaluations = []
 
         def killed(*arguments):
@@ -79,10 +83,10 @@ def test_a_run_killed_between_epochs_resumes_to_the_bit(packed, tmp_path, monkey
 
         monkeypatch.setattr(training, "evaluate_waits", killed)
         with pytest.raises(KeyboardInterrupt):
-            training.train(config(packed, tmp_path / "killed", epochs=3))
+            training.train(config(packed, tmp_path / "killed", epochs=3, **fields))
         monkeypatch.undo()
         assert not (tmp_path / "killed" / "result.json").exists()
-        training.train(config(packed, tmp_path / "killed", epochs=3, resume="auto"))
+        training.train(config(packed, tmp_path / "killed", epochs=3, resume="auto", **fields))
     finally:
         torch.set_num_threads(threads)
     # The killed run logged steps 4 to 6 before it died; they were forgotten when it resumed.
@@ -93,6 +97,45 @@ def test_a_run_killed_between_epochs_resumes_to_the_bit(packed, tmp_path, monkey
     for part in ("model", "ema"):
         for name, tensor in one[part].items():
             assert torch.equal(tensor, other[part][name]), name
+
+
+def test_progressive_sizes_reach_the_network_its_mask_and_its_targets(packed, tmp_path, monkeypatch):
+    """16, 16, 48 px in training; 32 px in every evaluation; tokens and mask follow at 8 px a token."""
+    seen, grids = [], []
+    forward, targets = LVViT.forward, training.sparse_targets
+
+    def spied(model, image, mask=None):
+        seen.append((model.training, tuple(image.shape[2:]), None if mask is None else tuple(mask.shape)))
+        return forward(model, image, mask)
+
+    def spied_targets(batch, spec, grid, smoothing):
+        grids.append(grid)
+        return targets(batch, spec, grid, smoothing)
+
+    monkeypatch.setattr(LVViT, "forward", spied)
+    monkeypatch.setattr(training, "sparse_targets", spied_targets)
+    sizes = ((0, 16), (2, 48))
+    training.train(config(packed, tmp_path / "run", epochs=3, ema=0.0, mixtoken=True, sizes=sizes))
+    trained = [step for step in seen if step[0]]
+    assert trained == [(True, (side, side), (side // 8, side // 8)) for side in (16, 16, 48) for _ in range(3)]
+    assert grids == [grid for side in (16, 16, 48) for _ in range(3) for grid in (1, side // 8)]
+    # Each size of the table is tried before the first step; evaluations have one batch of 4 and one of 1 and padding.
+    assert [side for training_, (side, _), _ in seen if not training_] == [16, 48] + [32, 32] * 3
+    model, _ = checkpoints.build(tmp_path / "run" / "last.pt")
+    assert model.pos_embed.shape == (1, 1 + 16, 96)
+
+
+def test_views_make_an_epoch_longer(packed, tmp_path):
+    """11 images in batches of 4: three steps an epoch, six of two views."""
+    training.train(config(packed, tmp_path / "run", epochs=1, views=2))
+    assert [r["step"] for r in records(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize(("field", "value"), [("order", "blocks"), ("views", 2), ("sizes", ((0, 16), (1, 32)))])
+def test_order_views_and_sizes_are_part_of_the_run(packed, tmp_path, field, value):
+    training.train(config(packed, tmp_path / "run", epochs=1))
+    with pytest.raises(UserError, match=rf"was trained with {field}="):
+        training.train(config(packed, tmp_path / "run", epochs=1, resume="auto", **{field: value}))
 
 
 def test_a_finished_run_is_not_overwritten_and_another_is_not_continued(packed, tmp_path):
@@ -138,6 +181,10 @@ def test_a_foreign_checkpoint_is_not_continued(packed, tmp_path):
         (dict(crop_scale=(0.0, 0.0)), "are shares"),
         (dict(smoothing=2.0), "are shares"),
         (dict(device="foo"), "--device foo cannot be used here"),
+        (dict(views=0), "--views must be at least 1"),
+        (dict(views=3), "a batch of 4 is no multiple of the 3 views"),
+        (dict(sizes=((1, 16),)), "epochs ascend from 0"),
+        (dict(sizes=((0, 16), (1, 20))), r"lvvit_micro cannot train at 20 px \(inputs of 20 x 20 pixels must be multiples"),
     ],
 )
 def test_values_that_make_no_sense_are_refused(packed, tmp_path, fields, said):
@@ -149,6 +196,17 @@ def test_a_transformer_of_timm_is_built_for_the_size(packed, tmp_path):
     training.train(config(packed, tmp_path / "run", model="test_vit", objective="ce", mixtoken=False, size=48, epochs=1))
     model, _ = checkpoints.build(tmp_path / "run" / "last.pt")
     assert model(torch.zeros(1, 3, 48, 48)).shape == (1, 2)
+
+
+def test_other_models_train_in_growing_sizes_or_say_that_they_cannot(packed, tmp_path):
+    """A transformer of timm resamples its positions; an MLP-Mixer's tokens are fixed in number."""
+    sizes = dict(objective="ce", mixtoken=False, size=48, sizes=((0, 32), (1, 64)))
+    result = training.train(config(packed, tmp_path / "run", model="test_vit", **sizes))
+    assert 0 <= result["top1"] <= 1
+    model, _ = checkpoints.build(tmp_path / "run" / "last.pt")
+    assert model(torch.zeros(1, 3, 64, 64)).shape == (1, 2)
+    with pytest.raises(UserError, match=r"resmlp_12_224 cannot train at 32 px .*; choose other --sizes or another model$"):
+        training.train(config(packed, tmp_path / "mlp", model="resmlp_12_224", **sizes))
 
 
 def test_a_run_killed_after_its_last_step_is_only_evaluated(packed, tmp_path):
@@ -232,6 +290,15 @@ def test_a_wrong_command_line_says_so_and_exits_with_2(command, words, said):
     assert done.returncode == 2
     assert said in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_table_of_sizes_is_given_as_pairs(monkeypatch):
+    words = "lvvit_micro_ce --data a --val b --out c --sizes 0 16 1 32 --views 2 --order blocks"
+    given = []
+    monkeypatch.setattr("sys.argv", ["train.py", *words.split()])
+    monkeypatch.setattr(training, "train", given.append)
+    training.main()
+    assert (given[0].sizes, given[0].views, given[0].order) == (((0, 16), (1, 32)), 2, "blocks")
 
 
 @pytest.mark.parametrize("recipe", training.RECIPES, ids=lambda r: r.__name__)

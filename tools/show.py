@@ -18,6 +18,7 @@ import jinja2
 import numpy as np
 import torch
 import tyro
+from densefeed.models.lvvit import LVViT
 from densefeed.pipelines.batch import Batch, Loader
 from densefeed.pipelines.targets import sparse_targets
 from densefeed.relabel.files import UserError, replacing, run
@@ -76,14 +77,15 @@ def config_of(run: Run) -> Config:
     """The run's config; fields that are no longer known are left out."""
     fields = {name: value for name, value in run.config.items() if name in Config.__dataclass_fields__}
     paths = {name: Path(fields[name]) for name in ("data", "val", "labels", "out") if fields[name]}
-    return Config(**fields | paths | {"crop_scale": tuple(fields["crop_scale"])})
+    tables = {"crop_scale": tuple(fields["crop_scale"]), "sizes": tuple(map(tuple, fields.get("sizes", ())))}
+    return Config(**fields | paths | tables)
 
 
-def grid_of(run: Run, num_classes: int) -> int:
-    """P, the side of the student's table of tokens; 16 where its model has none."""
+def grid_of(run: Run, loader: Loader) -> int:
+    """P, the side of the student's table of tokens in the first epoch; 16 where its model has none."""
     with torch.device("meta"):
-        model, _ = build_model(config_of(run), num_classes)
-    return getattr(model, "grid_size", 16)
+        model, _ = build_model(config_of(run), loader.num_classes)
+    return loader.plan.size(0) // model.patch_size if isinstance(model, LVViT) else 16
 
 
 def read_truth(path: Path, run: Run, loader: Loader) -> list[Truth]:
@@ -233,7 +235,7 @@ def main(report: Report) -> None:
     sheet, purity, grid = [], None, 0
     if labelled:
         loader = open_loader(config_of(labelled), "train")
-        grid = grid_of(labelled, loader.num_classes)
+        grid = grid_of(labelled, loader)
         truths = read_truth(report.boxes, labelled, loader) if report.boxes else None
         sheet = contact_sheet(loader, truths, grid)
         purity = judge(loader, truths, grid) if truths else None

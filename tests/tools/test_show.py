@@ -1,10 +1,16 @@
 """The report's geometry against hand-made cases."""
 
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import densefeed.train as training
 import numpy as np
 import pytest
+from densefeed.pipelines.plan import EpochPlan
 from densefeed.relabel.files import UserError
 from densefeed.relabel.geometry import crop_views
-from densefeed.tools.show import in_crop, owner_of_tokens, read_run
+from densefeed.tools.show import Run, config_of, grid_of, in_crop, owner_of_tokens, read_run
 
 
 @pytest.mark.parametrize("flip", [False, True])
@@ -20,6 +26,16 @@ def test_a_token_has_an_owner_only_if_wholly_inside_exactly_one_box():
     boxes = np.array([[0.0, 0.0, 0.5, 0.5], [0.45, 0.45, 1.0, 1.0]])
     owner = owner_of_tokens(boxes, 4)
     np.testing.assert_array_equal(owner, [[0, 0, -1, -1], [0, -1, -1, -1], [-1, -1, 1, 1], [-1, -1, 1, 1]])
+
+
+def test_a_runs_config_is_read_back_and_its_tokens_are_those_of_the_first_epoch():
+    told = replace(
+        training.lvvit_micro_token_label(), data=Path("t.beton"), val=Path("v.beton"), out=Path("run"), sizes=((0, 32), (1, 64))
+    )
+    run = Run("run", training.plain(told), {}, [], [])
+    assert config_of(run) == told
+    plan = EpochPlan(num_samples=1, batch=1, seed=0, mode="train", sizes=told.sizes)
+    assert grid_of(run, SimpleNamespace(plan=plan, num_classes=2)) == 4
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path):

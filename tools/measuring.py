@@ -179,6 +179,7 @@ def append_rows(path: Path, rows: list[dict]) -> None:
     writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
     if not old:
         writer.writeheader()
-    writer.writerows(rows)
+    short = {float: "{:.6g}".format}  # more digits than that no clock here gives
+    writer.writerows({name: short.get(type(value), str)(value) for name, value in row.items()} for row in rows)
     with replacing(path) as part:
         part.write_text(old + "\n" * (bool(old) and not old.endswith("\n")) + text.getvalue())

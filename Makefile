@@ -22,4 +22,9 @@ $(READY): tools/set_up.sh pyproject.toml setup.py
 gpu-check: $(READY)  ## the tests that need a CUDA device; without one they say so and pass
 	$(RUN) -m pytest -m gpu
 
-.PHONY: quickstart test check fix gpu-check
+bench: $(READY)  ## our loaders beside all others, on real photographs; minutes, and rows in benchmarks/results.csv
+	$(RUN) -m pip install --disable-pip-version-check -q -e ".[bench]" || \
+		echo "not every other loader could be installed; those that are here are measured" >&2
+	$(RUN) tools/benchmark_loaders.py --stages --first-batch --json bench/loaders.json
+
+.PHONY: quickstart test check fix gpu-check bench

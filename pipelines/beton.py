@@ -673,10 +673,15 @@ class BetonWriter:
         row["block"], row["arrays"] = zlib.crc32(block), arrays_crc(pieces)
         return row, block
 
-    def matches(self, index: int, sample: Sample) -> bool:
-        """Whether what is packed of image `index` is this sample."""
+    def check(self, index: int, sample: Sample) -> None:
+        """UserError unless what is packed of image `index` is this sample."""
         row, _ = self._block(index, sample, int(self.tags[index]))
-        return all(row[name] == self._rows[index][name] for name in ("label", "size", "height", "width", "block"))
+        if any(row[name] != self._rows[index][name] for name in ("label", "size", "height", "width", "block")):
+            raise self.changed(index)
+
+    def changed(self, index: int) -> UserError:
+        """What to raise where image `index` is not what was packed."""
+        return UserError(f"{self.part} holds image {index} otherwise than it is now; remove it and {self.journal.name}")
 
     def write(self, index: int, sample: Sample, tag: int = 0) -> None:
         """Append image `index`; `tag`, 0 to 255, is kept for `tags` only. UserError if it does not fit a page (8 MiB)."""
@@ -789,11 +794,15 @@ class BetonWriter:
 
 
 def write_beton(path: Path, samples: Sequence[Sample], arrays: list[Field], notes: dict) -> None:
-    """Write a .beton of samples that are in memory; on an error nothing stays. Raises as `BetonWriter`."""
+    """Write a .beton of samples that are in memory; on an error nothing stays, after a kill it is continued. Raises as
+    `BetonWriter`."""
     with BetonWriter(path, len(samples), arrays, notes) as writer:
         try:
-            for index in writer.todo().tolist():
-                writer.write(index, samples[index])
+            for index, sample in enumerate(samples):
+                if writer.state[index] == PACKED:
+                    writer.check(index, sample)
+                else:
+                    writer.write(index, sample)
             writer.finish()
         except BaseException:
             writer.part.unlink(missing_ok=True)

@@ -61,7 +61,7 @@ class FfcvSource:
                     f"{maps} was made for other images than {path} holds (their labels differ); relabel {path}'s images"
                 )
             self.spec = spec_of(self._store, num_classes)
-        elif self._beton.has("map"):
+        elif "absent" in notes and self._beton.has("map"):  # a stranger's field may have that name
             side, top_k = self._beton.field("map").shape[2:]
             self.spec = LabelSpec(side, top_k, num_classes, notes["absent"], notes["max_palette"], notes["min_window_side"])
 

@@ -122,10 +122,9 @@ def pack(writer: BetonWriter, prepare: Callable[[int], Prepared], threads: int) 
     with ThreadPoolExecutor(threads) as pool, closing(ordered_map(prepare, probes + todo, pool, 8 * threads)) as prepared:
         for index, ready in zip(bar(probes + todo, "pack"), prepared, strict=True):
             if writer.state[index] == PACKED:
-                if ready.sample is None or not writer.matches(index, ready.sample):
-                    raise UserError(
-                        f"{writer.part} holds image {index} otherwise than it is now; remove it and {writer.journal.name}"
-                    )
+                if ready.sample is None:
+                    raise writer.changed(index)
+                writer.check(index, ready.sample)
             elif ready.sample is not None:
                 writer.write(index, ready.sample, ready.became)
             else:

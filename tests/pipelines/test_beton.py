@@ -402,6 +402,11 @@ def test_any_order_of_fields_samples_and_entries(tmp_path, fields, scattered, mo
         np.testing.assert_array_equal(beton.array("x", np.array([7, 2]))[:, 0], [7, 2])
 
 
+def test_a_foreign_field_called_map_is_no_score_map(tmp_path):
+    foreign(tmp_path / "x.beton", [*FOREIGN[0], Field(NDARRAY, "map", "<f4", (3,))], jpegs(3), range(3))
+    assert FfcvSource(tmp_path / "x.beton").spec is None
+
+
 @given(data=st.data())
 @settings(max_examples=150, deadline=None)
 def test_damage_in_a_file_without_checksums_never_crashes(tmp_path_factory, data):
@@ -613,6 +618,14 @@ def test_one_packer_at_a_time(tmp_path, random_maps):
     ):
         pack(tmp_path / "x.beton", samples)
     pack(tmp_path / "x.beton", samples)
+
+
+def test_other_samples_never_mix_with_those_of_a_killed_writer(tmp_path, random_maps):
+    samples, _ = samples_of(random_maps)
+    assert pack_and_die(tmp_path / "x.beton", samples, 8)
+    other, _ = samples_of(random_maps, seed=1)
+    with pytest.raises(UserError, match=r"x\.beton\.part holds image 0 otherwise"):
+        write_beton(tmp_path / "x.beton", other, map_fields(6, 3), NOTES)
 
 
 def test_a_part_of_something_else_is_refused_and_kept(tmp_path, random_maps):

@@ -49,6 +49,11 @@ class FfcvSource:
                 raise UserError(
                     f"{maps} holds {len(self._store)} maps but {path} holds {len(self._beton)} images; relabel {path}'s images"
                 )
+            if notes.get("left_out"):
+                raise UserError(
+                    f"{path} leaves out {notes['left_out']} images that could not be packed, so {maps} has other rows; "
+                    "pack the maps into it with tools/pack_dataset.py --maps"
+                )
             if notes:
                 self._store.check(self.fingerprint, path)
             if (self._store.labels != self.labels).any():
@@ -56,12 +61,12 @@ class FfcvSource:
                     f"{maps} was made for other images than {path} holds (their labels differ); relabel {path}'s images"
                 )
             self.spec = spec_of(self._store, num_classes)
-        elif self._beton.has("map"):
-            side, top_k = next(field for field in self._beton.fields if field.name == "map").shape[2:]
+        elif "absent" in notes and self._beton.has("map"):  # a stranger's field may have that name
+            side, top_k = self._beton.field("map").shape[2:]
             self.spec = LabelSpec(side, top_k, num_classes, notes["absent"], notes["max_palette"], notes["min_window_side"])
 
     def where(self, index: int) -> str:
-        return f"{self._beton.path} image {index}"
+        return self._beton.where(index)
 
     def image(self, index: int) -> Image.Image:
         encoded, raw = self._beton.image(index)
@@ -73,6 +78,6 @@ class FfcvSource:
     def maps(self, ids: np.ndarray) -> ScoreMaps:
         if self._store is not None:
             return self._store.rows(ids)
-        both = self._beton.array("map", ids)
-        lse = self._beton.array("lse", ids).view("<f2")
-        return ScoreMaps(both[:, 0].view("<f2"), both[:, 1].view("<u2"), lse, self._beton.array("window", ids))
+        rows = self._beton.arrays(ids, ["map", "lse", "window"])
+        both = rows["map"]
+        return ScoreMaps(both[:, 0].view("<f2"), both[:, 1].view("<u2"), rows["lse"].view("<f2"), rows["window"])

@@ -3,20 +3,27 @@
     python tools/pack_dataset.py --data imagenet/train --maps maps.h5 --out train.beton
     python tools/pack_dataset.py --data imagenet/val --split val --out val.beton
 
-JPEGs keep their bytes. What a JPEG decoder does not give as RGB (PNG, CMYK, ...) is encoded anew as JPEG, and counted. Files
-that cannot be decoded are listed at the end and nothing is written.
+JPEGs keep their bytes. What a JPEG decoder does not give as RGB (PNG, CMYK, ...) is encoded anew as JPEG, and counted. Every
+image is tried; those that cannot be packed are named at the end. Then mend these files and run the same command again, which
+packs nothing twice, or leave them out with --on-bad-sample skip. A packing that was stopped or killed, or filled the disk, goes
+on in the same way: what is done stands in OUT.part and OUT.part.rows.
 """
 
+import hashlib
 import io
 import os
-from collections.abc import Iterator
+import signal
+import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, NamedTuple
 
 import numpy as np
 import tyro
-from densefeed.pipelines.beton import PAGE, Sample, write_beton
+from densefeed.pipelines.beton import FAILED, PACKED, PAGE, BetonWriter, Sample
 from densefeed.pipelines.ffcv import map_arrays, map_fields
 from densefeed.pipelines.folder import spec_of
 from densefeed.relabel.files import UserError, run
@@ -28,6 +35,8 @@ from PIL import Image
 
 QUALITY = 95  # of what must be encoded anew
 NAMED = 10  # unreadable files named in the message
+PROBES = 64  # packed images that a continued packing prepares again, to see that they still come out the same
+KEPT, ANEW = 0, 1  # what became of an image's bytes; the writer's journal remembers it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,16 +49,23 @@ class Packing:
     dataset: str = ""  # timm's dataset name, if not a folder of class folders
     split: str = "train"  # of the dataset
     threads: int = os.cpu_count() or 1  # threads that read and check images
+    on_bad_sample: Literal["raise", "skip"] = "raise"  # an image that cannot be packed: no file, or a file without it
+
+
+class Prepared(NamedTuple):
+    """An image, ready to be written, or why it cannot be."""
+
+    sample: Sample | None
+    became: int = KEPT
+    reason: str = ""
 
 
 def main(packing: Packing) -> None:
-    """Pack; a second pass over unreadable files is never needed: all are named at once."""
+    """Pack. UserError, once all images were tried, if one cannot be packed and shall not be left out."""
     if packing.threads < 1:
         raise UserError("--threads must be at least 1")
-    if packing.out.exists():
-        raise UserError(f"{packing.out} exists already; remove it or choose another --out")
     images = Images(packing.data, packing.dataset, packing.split)
-    notes = {"densefeed": 1, "class_names": images.class_names, "fingerprint": images.fingerprint()}
+    notes = {"class_names": images.class_names, "fingerprint": images.fingerprint()}
     store, fields = None, []
     if packing.maps is not None:
         store = ScoreMapStore(packing.maps)
@@ -58,38 +74,70 @@ def main(packing: Packing) -> None:
         notes |= {"teacher": store.header.teacher, "absent": spec.absent, "max_palette": spec.max_palette}
         notes |= {"min_window_side": spec.min_window_side}
         fields = map_fields(spec.side, spec.top_k)
-    unreadable, encoded_anew = [], []
+    # The fingerprint also covers file sizes, which mending a file changes.
+    listing = "\n".join(f"{path}\t{label}" for path, label in zip(images.paths, images.labels, strict=True))
+    identity = {"images": hashlib.sha256(listing.encode()).hexdigest(), "quality": QUALITY}
 
-    def prepare(index: int) -> Sample | None:
+    with BetonWriter(packing.out, len(images), fields, notes, identity) as writer:
+
+        def prepare(index: int) -> Prepared:
+            try:
+                jpeg, image, anew = as_jpeg(images.read(index), images.where(index))
+                arrays = map_arrays(store.rows(np.array([index])), 0) if store else ()
+            except (UserError, OSError) as error:
+                return Prepared(None, reason=str(error))
+            if len(jpeg) > writer.room:
+                size = f"is a JPEG of {len(jpeg):,} bytes, and a page holds {PAGE:,} (make it smaller)"
+                return Prepared(None, reason=f"{images.where(index)} {size}")
+            return Prepared(Sample(jpeg, image.height, image.width, int(images.labels[index]), arrays), ANEW if anew else KEPT)
+
         try:
-            jpeg, image, anew = as_jpeg(images.read(index), images.where(index))
-        except UserError as error:
-            unreadable.append(str(error))
-            return None
-        if len(jpeg) > PAGE // 2:
-            unreadable.append(
-                f"{images.where(index)} is a JPEG of {len(jpeg):,} bytes, and a page holds {PAGE:,} (make it smaller)"
-            )
-            return None
-        if anew:
-            encoded_anew.append(images.where(index))
-        arrays = map_arrays(store.rows(np.array([index])), 0) if store else ()
-        return Sample(jpeg, image.height, image.width, int(images.labels[index]), arrays)
-
-    def samples() -> Iterator[Sample]:
-        with ThreadPoolExecutor(packing.threads) as pool:
-            for sample in bar(ordered_map(prepare, range(len(images)), pool, 16 * packing.threads), "pack", len(images)):
-                if sample is not None and not unreadable:
-                    yield sample
-        if unreadable:
-            more = f" (and {len(unreadable) - NAMED} more)" if len(unreadable) > NAMED else ""
-            raise UserError(f"{len(unreadable)} images cannot be packed: {'; '.join(unreadable[:NAMED])}{more}")
-
-    write_beton(packing.out, len(images), samples(), fields, notes)
+            reasons = pack(writer, prepare, packing.threads)
+            if reasons and packing.on_bad_sample == "raise":
+                raise UserError(
+                    f"{named(reasons)}; mend these files and run this again, which packs only them, or add --on-bad-sample skip"
+                )
+            writer.finish()
+        except (KeyboardInterrupt, OSError):
+            done = int((writer.state == PACKED).sum())
+            print(f"{writer.part} keeps {done:,} of {len(images):,} images; run the same command to go on", file=sys.stderr)
+            raise
+        packed, anew = writer.state == PACKED, np.nonzero(writer.tags == ANEW)[0]
     size = packing.out.stat().st_size
-    print(f"{packing.out}: {len(images):,} images{' with score maps' if store else ''}, {size / 2**20:,.1f} MiB")
-    if encoded_anew:
-        print(f"encoded anew as JPEG at quality {QUALITY}: {len(encoded_anew)} images, the first is {encoded_anew[0]}")
+    print(f"{packing.out}: {packed.sum():,} images{' with score maps' if store else ''}, {size / 2**20:,.1f} MiB")
+    if len(anew):
+        print(f"encoded anew as JPEG at quality {QUALITY}: {len(anew)} images, the first is {images.where(int(anew[0]))}")
+    if reasons:
+        print(f"left out: {named(reasons)}")
+
+
+def pack(writer: BetonWriter, prepare: Callable[[int], Prepared], threads: int) -> list[str]:
+    """Write all that is still to be packed; why some could not be. UserError if what is packed is of other images."""
+    todo, packed = writer.todo().tolist(), np.nonzero(writer.state == PACKED)[0]
+    if len(packed):
+        print(f"{writer.path}: continuing, {len(packed):,} of {len(writer.state):,} images are packed already")
+    probes = packed[np.linspace(0, len(packed) - 1, min(len(packed), PROBES)).astype(int)].tolist()
+    reasons = []
+    # Leaving the pool waits for its threads; closing the map first drops what they have not begun.
+    with ThreadPoolExecutor(threads) as pool, closing(ordered_map(prepare, probes + todo, pool, 8 * threads)) as prepared:
+        for index, ready in zip(bar(probes + todo, "pack"), prepared, strict=True):
+            if writer.state[index] == PACKED:
+                if ready.sample is None:
+                    raise writer.changed(index)
+                writer.check(index, ready.sample)
+            elif ready.sample is not None:
+                writer.write(index, ready.sample, ready.became)
+            else:
+                if writer.state[index] != FAILED:
+                    writer.fail(index)
+                reasons.append(ready.reason)
+    return reasons
+
+
+def named(reasons: list[str]) -> str:
+    """The first of them, and how many there are."""
+    more = f" (and {len(reasons) - NAMED} more)" if len(reasons) > NAMED else ""
+    return f"{len(reasons)} images cannot be packed: {'; '.join(reasons[:NAMED])}{more}"
 
 
 def as_jpeg(encoded: bytes, where: str) -> tuple[bytes, Image.Image, bool]:
@@ -106,5 +154,11 @@ def as_jpeg(encoded: bytes, where: str) -> tuple[bytes, Image.Image, bool]:
     return buffer.getvalue(), image, True
 
 
+def command() -> None:
+    """The command line. SIGTERM, with which schedulers stop a job, ends it as Ctrl-C does."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    main(tyro.cli(Packing, description=__doc__))
+
+
 if __name__ == "__main__":
-    run(lambda: main(tyro.cli(Packing, description=__doc__)))
+    run(command)

@@ -1,6 +1,7 @@
 """Every command, run for real against bad input and full disks: one sentence, exit code 2, nothing half-written."""
 
 import os
+import re
 import resource
 import shutil
 import subprocess
@@ -47,8 +48,16 @@ def teacher(folder, tmp_path_factory):
 def test_a_full_disk_ends_every_command_in_one_sentence(folder, teacher, tmp_path):
     scenes = run("tools/make_digit_scenes.py", "--out", "scenes", "--train", 10, "--val", 10, cwd=tmp_path, limit=500)
     refused(scenes, "scenes: ")
-    pack = run("tools/pack_dataset.py", "--data", folder, "--out", "x.beton", cwd=tmp_path, limit=100_000)
+    pack = run("tools/pack_dataset.py", "--data", folder, "--out", "x.beton", cwd=tmp_path, limit=2**23 + 5_000)
     refused(pack, "x.beton: ")
+    # Half of the images fit; what is packed stays, and with space again the same command goes on behind it.
+    assert re.search(r"x\.beton\.part keeps [1-9] of 11 images; run the same command", pack.stderr)
+    assert sorted(os.listdir(tmp_path)) == ["x.beton.part", "x.beton.part.rows"]
+    pack = run("tools/pack_dataset.py", "--data", folder, "--out", "x.beton", cwd=tmp_path)
+    assert pack.returncode == 0, pack.stderr
+    assert "of 11 images are packed already" in pack.stdout
+    assert os.listdir(tmp_path) == ["x.beton"]
+    (tmp_path / "x.beton").unlink()
     relabel = run(
         "tools/relabel_imagenet.py", "--data", folder, "--teacher", teacher, "--input-size", 64, "--top-k", 2, "--out", "maps.h5",
         cwd=tmp_path, limit=1_000,

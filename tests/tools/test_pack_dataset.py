@@ -1,16 +1,25 @@
-"""Packing: bytes kept, odd files transcoded and counted, unreadable ones named all at once."""
+"""Packing: bytes kept, odd files transcoded and counted, bad ones named all at once; stopped, killed and continued."""
 
 import io
+import os
 import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import numpy as np
 import pytest
-from densefeed.pipelines.beton import Beton
+from densefeed.pipelines.beton import Beton, BetonWriter
 from densefeed.pipelines.ffcv import FfcvSource
 from densefeed.relabel.files import UserError
 from densefeed.relabel.images import Images
+from densefeed.relabel.store import ScoreMapStore
 from densefeed.tools.pack_dataset import Packing, main
 from PIL import Image
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_jpegs_keep_their_bytes(folder, tmp_path):
@@ -40,15 +49,66 @@ def test_odd_files_become_rgb_jpegs_and_are_counted(folder, tmp_path, capsys):
         assert np.abs(np.asarray(source.image(n)) - want).mean() < 2, path  # quality 95 on smooth images
 
 
-def test_unreadable_files_are_all_named_and_nothing_is_written(folder, tmp_path):
+@pytest.fixture
+def broken(folder, tmp_path):
+    """The folder with its third and fourth training image damaged; these two files, and what they held."""
     root = shutil.copytree(folder, tmp_path / "broken")
     victims = sorted((root / "train").glob("*/*.jpg"))[2:4]
-    victims[0].write_bytes(victims[0].read_bytes()[:100])
+    whole = [victim.read_bytes() for victim in victims]
+    victims[0].write_bytes(whole[0][:100])
     victims[1].write_text("no image")
+    return root, victims, whole
+
+
+def test_bad_files_are_all_named_and_mended_ones_packed_alone(broken, folder, tmp_path, capsys, monkeypatch):
+    root, victims, whole = broken
+    packing = Packing(data=root, out=tmp_path / "out" / "x.beton")
     with pytest.raises(UserError, match="2 images cannot be packed") as refused:
-        main(Packing(data=root, out=tmp_path / "out" / "x.beton"))
+        main(packing)
     assert all(victim.name in str(refused.value) for victim in victims)
-    assert list((tmp_path / "out").iterdir()) == []
+    assert not packing.out.exists()
+    with pytest.raises(UserError, match="2 images cannot be packed"):
+        main(packing)
+    assert "continuing, 9 of 11 images are packed already" in capsys.readouterr().out
+    for victim, content in zip(victims, whole, strict=True):
+        victim.write_bytes(content)
+    written, write = [], BetonWriter.write
+    monkeypatch.setattr(BetonWriter, "write", lambda self, index, *rest: written.append(index) or write(self, index, *rest))
+    main(packing)
+    assert written == [2, 3]
+    assert os.listdir(packing.out.parent) == ["x.beton"]
+    beton, images = Beton(packing.out), Images(folder)
+    assert [beton.image(n)[0] for n in range(11)] == [images.read(n) for n in range(11)]
+    assert beton.fingerprint() == images.fingerprint()
+    np.testing.assert_array_equal(beton.labels, images.labels)
+
+
+def test_bad_files_may_be_left_out(broken, folder, maps, tmp_path, capsys):
+    root, victims, _ = broken
+    main(Packing(data=root, out=tmp_path / "x.beton", on_bad_sample="skip"))
+    said = capsys.readouterr().out
+    assert "x.beton: 9 images" in said
+    assert "left out: 2 images cannot be packed" in said
+    assert all(victim.name in said for victim in victims)
+    beton, images = Beton(tmp_path / "x.beton"), Images(folder)
+    kept = [0, 1, *range(4, 11)]
+    assert [beton.image(n)[0] for n in range(9)] == [images.read(n) for n in kept]
+    np.testing.assert_array_equal(beton.labels, images.labels[kept])
+    assert beton.notes["left_out"] == 2
+    with pytest.raises(UserError, match=r"leaves out 2 images .* pack the maps into it"):
+        FfcvSource(tmp_path / "x.beton", maps)
+
+
+def test_maps_packed_inside_stay_with_their_images(folder, maps, tmp_path, monkeypatch):
+    """One image turns unreadable after the labelling; its size stays, so the maps are still accepted."""
+    root = shutil.copytree(folder, tmp_path / "later")
+    victim = sorted((root / "train").glob("*/*.jpg"))[4]
+    victim.write_bytes(bytes(victim.stat().st_size))
+    main(Packing(data=root, maps=maps, out=tmp_path / "x.beton", on_bad_sample="skip"))
+    source, store = FfcvSource(tmp_path / "x.beton"), ScoreMapStore(maps)
+    got, want = source.maps(np.arange(10)), store.rows(np.array([0, 1, 2, 3, 5, 6, 7, 8, 9, 10]))
+    for one, other in zip(got, want, strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 def test_an_existing_file_is_kept(folder, tmp_path):
@@ -56,3 +116,102 @@ def test_an_existing_file_is_kept(folder, tmp_path):
     with pytest.raises(UserError, match="exists already"):
         main(Packing(data=folder, out=tmp_path / "x.beton"))
     assert (tmp_path / "x.beton").read_text() == "mine"
+    assert os.listdir(tmp_path) == ["x.beton"]
+
+
+# ----------------------------------------------------------------------- stopped and continued
+
+
+@pytest.fixture(scope="module")
+def many(folder, tmp_path_factory):
+    """A training set of 600 images, and its packed bytes: long enough to be killed on the way."""
+    root, jpegs = tmp_path_factory.mktemp("many"), sorted((folder / "train").glob("*/*.jpg"))
+    for number in range(600):
+        path = root / "images" / "train" / ("cat", "dog")[number % 2] / f"{number:03d}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.hardlink_to(jpegs[number % 11])
+    main(Packing(data=root / "images", out=root / "whole.beton"))
+    return root / "images", (root / "whole.beton").read_bytes()
+
+
+def packing_child(packing):
+    """The process number of a child that packs, no faster than an image in a millisecond."""
+    child = os.fork()
+    if child == 0:
+        try:
+            write = BetonWriter.write
+            BetonWriter.write = lambda *args: time.sleep(0.001) or write(*args)
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            main(packing)
+        finally:
+            os._exit(0)
+    return child
+
+
+def test_killed_at_random_it_goes_on_to_the_same_bytes(many, tmp_path):
+    """kill -9 at three random sizes of the journal; the packing after that finishes with the bytes of an undisturbed one."""
+    images, want = many
+    out, rows = tmp_path / "x.beton", tmp_path / "x.beton.part.rows"
+    for records in np.sort(np.random.default_rng().integers(1, 400, 3)).tolist():
+        child = packing_child(Packing(data=images, out=out))
+        while not (rows.exists() and rows.stat().st_size > 48 * records) and not out.exists():
+            time.sleep(0.001)
+        assert not out.exists(), "it finished before it could be killed"
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    main(Packing(data=images, out=out))
+    assert out.read_bytes() == want
+    assert os.listdir(tmp_path) == ["x.beton"]
+
+
+def test_a_second_packer_is_refused_while_the_first_works(many, tmp_path):
+    images, want = many
+    packing = Packing(data=images, out=tmp_path / "x.beton")
+    child = packing_child(packing)
+    while not (tmp_path / "x.beton.part").exists():
+        time.sleep(0.001)
+    os.kill(child, signal.SIGSTOP)
+    with pytest.raises(UserError, match="is being packed by another process"):
+        main(packing)
+    os.kill(child, signal.SIGCONT)
+    os.waitpid(child, 0)
+    assert packing.out.read_bytes() == want
+
+
+def test_terminated_it_says_how_to_go_on(many, tmp_path):
+    images, want = many
+    done = subprocess.Popen(
+        [sys.executable, ROOT / "tools" / "pack_dataset.py", "--data", images, "--out", "x.beton", "--threads", "1"],
+        cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    rows = tmp_path / "x.beton.part.rows"
+    while not (rows.exists() and rows.stat().st_size > 3000):  # its line of JSON is shorter
+        time.sleep(0.001)
+    done.send_signal(signal.SIGTERM)
+    _, said = done.communicate(timeout=60)
+    assert done.returncode == 130, said
+    assert "x.beton.part keeps" in said
+    assert "run the same command to go on" in said
+    assert "Traceback" not in said
+    main(Packing(data=images, out=tmp_path / "x.beton"))
+    assert (tmp_path / "x.beton").read_bytes() == want
+
+
+def test_images_that_changed_meanwhile_are_found(many, tmp_path):
+    """Same names, labels and sizes, other content: only preparing packed images again can tell."""
+    root = shutil.copytree(many[0], tmp_path / "images")
+    child = packing_child(Packing(data=root, out=tmp_path / "x.beton"))
+    rows = tmp_path / "x.beton.part.rows"
+    while not (rows.exists() and rows.stat().st_size > 48 * 30):
+        time.sleep(0.001)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    first = Images(root).where(0)
+    mirrored = bytearray(Path(first).read_bytes())
+    mirrored[-30] ^= 255
+    Path(first).write_bytes(mirrored)
+    with pytest.raises(UserError, match=r"x\.beton\.part holds image 0 otherwise than it is now; remove it"):
+        main(Packing(data=root, out=tmp_path / "x.beton"))
+    Path(first).rename(Path(first).with_name("zzz.jpg"))
+    with pytest.raises(UserError, match=r"was begun with another (fingerprint|images)"):
+        main(Packing(data=root, out=tmp_path / "x.beton"))

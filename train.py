@@ -197,7 +197,7 @@ def open_loader(config: Config, mode: Literal["train", "evaluate"]) -> Loader:
     else:
         if path.is_file():
             raise UserError(f"{path} is a file; --loader folder reads folders, --loader ffcv reads .beton files")
-        source = FolderSource(path, "train" if mode == "train" else "val", maps)
+        source = FolderSource(path, "train" if mode == "train" else "val", maps, config.threads)
     plan = EpochPlan(
         num_samples=len(source.labels), batch=config.batch, seed=config.seed, mode=mode, order=config.order, views=config.views,
         sizes=config.sizes if config.sizes and mode == "train" else ((0, config.size),),

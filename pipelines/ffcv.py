@@ -1,5 +1,6 @@
 """`--loader ffcv`: an FFCV dataset (.beton), with its score maps inside it or in an HDF5 file beside it."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -8,9 +9,13 @@ from PIL import Image
 from ..relabel.files import UserError
 from ..relabel.images import decode
 from ..relabel.store import ScoreMaps, ScoreMapStore
+from . import native
 from .batch import LabelSpec
 from .beton import NDARRAY, Beton, Field
-from .folder import spec_of
+from .folder import map_tensors, spec_of, store_rows
+from .loader import Encoded, MapRows, Memory
+
+MAP_FIELDS = ("map", "lse", "window")
 
 
 def map_fields(side: int, top_k: int) -> list[Field]:
@@ -28,7 +33,9 @@ def map_arrays(maps: ScoreMaps, row: int) -> tuple[np.ndarray, ...]:
 
 
 class FfcvSource:
-    """Samples of a .beton; `maps` names a store for a file that carries no maps of its own."""
+    """Samples of a .beton, or of several as one; `maps` names a store for files that carry no maps of their own."""
+
+    remedy = "copy the file again, or pack it again"
 
     def __init__(self, path: Path, maps: Path | None = None) -> None:
         self._beton = Beton(path)
@@ -68,6 +75,15 @@ class FfcvSource:
     def where(self, index: int) -> str:
         return self._beton.where(index)
 
+    def begin(self, ids: np.ndarray) -> Callable[[], Encoded]:
+        beton = self._beton
+        samples = np.zeros(len(ids), native.SAMPLE)
+        samples["file"] = np.array(beton.descriptors, np.int32)[beton.images.file[ids]]
+        samples["offset"], samples["length"] = beton.images.offset[ids], beton.images.size[ids]
+        samples["kind"] = np.where(beton.raw[ids], native.RAW, native.JPEG)
+        samples["height"], samples["width"] = beton.heights[ids], beton.widths[ids]
+        return lambda: Encoded(samples, {})
+
     def image(self, index: int) -> Image.Image:
         encoded, raw = self._beton.image(index)
         if raw:
@@ -75,9 +91,26 @@ class FfcvSource:
             return Image.frombytes("RGB", extent, encoded)
         return decode(encoded, self.where(index))
 
+    def map_rows(self, ids: np.ndarray, memory: Memory) -> MapRows:
+        if self._store is not None:
+            return store_rows(self._store, ids, memory)
+        fields = map_tensors(len(ids), self.spec.side, self.spec.top_k, memory)
+        (file, both), (_, lse), (_, window) = (self._beton.array_offsets(name, ids) for name in MAP_FIELDS)
+        # The field `map` is logits and then classes; together with the others in this order the checksum covers them.
+        offsets = np.stack([both, both + fields.logit[0].nbytes, lse, window], axis=1)
+        files = np.repeat(file[:, None], 4, axis=1)
+        crcs = None if self._beton.crcs is None else self._beton.crcs[ids]
+        return MapRows(native.Parts(files, offsets, [field.numpy() for field in fields], crcs), fields)
+
     def maps(self, ids: np.ndarray) -> ScoreMaps:
+        """Score maps of the samples `ids`, each checked against its CRC."""
         if self._store is not None:
             return self._store.rows(ids)
-        rows = self._beton.arrays(ids, ["map", "lse", "window"])
+        rows = self._beton.arrays(ids, MAP_FIELDS)
         both = rows["map"]
         return ScoreMaps(both[:, 0].view("<f2"), both[:, 1].view("<u2"), rows["lse"].view("<f2"), rows["window"])
+
+    def close(self) -> None:
+        self._beton.close()
+        if self._store:
+            self._store.close()

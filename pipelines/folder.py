@@ -1,35 +1,109 @@
 """`--loader folder`: a folder of images (any dataset that timm reads), with the score maps in an HDF5 file beside it."""
 
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
+import torch
 from PIL import Image
 
 from ..relabel.files import UserError
 from ..relabel.images import Images, decode
 from ..relabel.store import ScoreMaps, ScoreMapStore
+from . import native
 from .batch import LabelSpec
+from .loader import Encoded, MapRows, Memory
+
+CHUNK = 16  # files a thread reads at once
+
+
+class _File(NamedTuple):
+    """A file as the native decoder takes it."""
+
+    content: np.ndarray  # uint8: its bytes, or the pixels of what is no JPEG of ours
+    kind: int
+    height: int
+    width: int
 
 
 class FolderSource:
-    """Images of a folder, and their score maps if `maps` names a store made for exactly this folder."""
+    """Images of a folder, and their score maps if `maps` names a store made for exactly this folder.
 
-    def __init__(self, root: Path, split: str, maps: Path | None = None) -> None:
+    Files are read on `threads` threads; what is no grey or RGB JPEG (PNG, WebP, CMYK, ...) is decoded there by Pillow.
+    """
+
+    remedy = "replace or remove this file"
+
+    def __init__(self, root: Path, split: str, maps: Path | None = None, threads: int = 1) -> None:
         self._images = Images(root, split=split)
         self.labels, self.class_names = self._images.labels, self._images.class_names
         self.where = self._images.where
         self.fingerprint = self._images.fingerprint()
-        self.spec = None
+        self.spec, self._store = None, None
         if maps is not None:
             self._store = ScoreMapStore(maps)
             self._store.check(self.fingerprint, root)
             self.spec = spec_of(self._store, len(self.class_names))
+        self._readers = ThreadPoolExecutor(threads, thread_name_prefix="read")
+
+    def begin(self, ids: np.ndarray) -> Callable[[], Encoded]:
+        chunks = [self._readers.submit(self._read, ids[at : at + CHUNK]) for at in range(0, len(ids), CHUNK)]
+
+        def fetched() -> Encoded:
+            files = [file for chunk in chunks for file in chunk.result()]
+            good = [file if isinstance(file, _File) else _File(np.empty(0, np.uint8), native.JPEG, 1, 1) for file in files]
+            samples = np.zeros(len(files), native.SAMPLE)
+            samples["bytes"], samples["length"] = [f.content.ctypes.data for f in good], [len(f.content) for f in good]
+            samples["kind"], samples["height"], samples["width"] = np.array([f[1:] for f in good]).T
+            return Encoded(samples, {n: file for n, file in enumerate(files) if isinstance(file, str)}, good)
+
+        return fetched
+
+    def _read(self, ids: np.ndarray) -> list[_File | str]:
+        """The files of the samples `ids`, or why one cannot be read."""
+        files: list[_File | str] = []
+        for index in ids.tolist():
+            try:
+                content = self._images.read(index)
+                try:
+                    files.append(_File(np.frombuffer(content, np.uint8), native.JPEG, *native.probe(content)))
+                except native.JpegError:  # Pillow reads it, or says what is wrong
+                    pixels = np.asarray(decode(content, self.where(index)))
+                    files.append(_File(pixels.reshape(-1), native.RAW, *pixels.shape[:2]))
+            except (UserError, OSError) as error:
+                files.append(str(error))
+        return files
 
     def image(self, index: int) -> Image.Image:
         return decode(self._images.read(index), self.where(index))
 
-    def maps(self, ids: np.ndarray) -> ScoreMaps:
-        return self._store.rows(ids)
+    def map_rows(self, ids: np.ndarray, memory: Memory) -> MapRows:
+        return store_rows(self._store, ids, memory)
+
+    def close(self) -> None:
+        self._readers.shutdown(cancel_futures=True)
+        if self._store:
+            self._store.close()
+
+
+def store_rows(store: ScoreMapStore, ids: np.ndarray, memory: Memory) -> MapRows:
+    """Where the maps of the samples `ids` lie in an HDF5 store."""
+    side, top_k = store.header.side, store.header.top_k
+    fields = map_tensors(len(ids), side, top_k, memory)
+    file, offsets = store.places(ids)
+    return MapRows(native.Parts(np.full(offsets.shape, file), offsets, [f.numpy() for f in fields], store.crcs[ids]), fields)
+
+
+def map_tensors(count: int, side: int, top_k: int, memory: Memory) -> ScoreMaps:
+    """Memory for the maps of a batch; classes as int16, which has uint16's bits."""
+    return ScoreMaps(
+        memory.empty((count, side, side, top_k), torch.float16),
+        memory.empty((count, side, side, top_k), torch.int16),
+        memory.empty((count, side, side), torch.float16),
+        memory.empty((count, 4), torch.float32),
+    )
 
 
 def spec_of(store: ScoreMapStore, num_classes: int) -> LabelSpec:

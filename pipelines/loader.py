@@ -1,31 +1,44 @@
-"""The loader behind `--loader folder` and `--loader ffcv`: the plan's crops of a source, decoded on threads.
+"""The loader behind `--loader folder` and `--loader ffcv`: the plan's crops of a source, decoded by native threads.
 
 A source says where images and maps lie; everything else (plan, crop, resize, labels, errors) is here, once, so that the two
-loaders cannot differ in anything but the bytes they read.
+loaders cannot differ in anything but the bytes they read. Python plans a batch and submits it; the threads decode it without
+ever waiting for Python's lock, which a training loop in eager mode holds nearly always.
 """
 
 import sys
+import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from typing import Literal, NamedTuple, Protocol, TypeVar
+from itertools import chain
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from PIL import Image
+from torch import Tensor
 
 from ..relabel.files import UserError
 from ..relabel.geometry import crop_views
-from ..relabel.images import crop_resize
-from ..relabel.prefetch import ordered_map
-from ..relabel.store import ScoreMaps
+from . import native
 from .batch import Batch, LabelSpec
 from .plan import EpochPlan
 
 AHEAD = 3  # batches being decoded or waiting while the step works
-CHUNK = 16  # samples a thread takes at once
 
 
-Result = TypeVar("Result")
+class Encoded(NamedTuple):
+    """Where the images of a batch lie, N samples."""
+
+    samples: np.ndarray  # native.SAMPLE [N]: place, kind and size are filled in
+    errors: dict[int, str]  # row: why its image cannot be read
+    keep: object = None  # memory that must live until the batch is decoded
+
+
+class MapRows(NamedTuple):
+    """Where the score maps of a batch lie, and what they are once they were copied."""
+
+    parts: native.Parts
+    fields: tuple[Tensor, Tensor, Tensor, Tensor]  # logit float16, class int16 or uint16 bits, lse float16, window float32
 
 
 class Source(Protocol):
@@ -35,22 +48,60 @@ class Source(Protocol):
     fingerprint: str  # of the images
     class_names: list[str]
     spec: LabelSpec | None  # of its score maps, if it has any
+    remedy: str  # what to do about a sample that cannot be decoded
 
     def where(self, index: int) -> str:
         """How an error message should name sample `index`."""
 
+    def begin(self, ids: np.ndarray) -> Callable[[], Encoded]:
+        """Begin to fetch the samples `ids`; the callable waits for them."""
+
     def image(self, index: int) -> Image.Image:
-        """Sample `index`, RGB; pixels may be decoded later. UserError if it cannot be."""
+        """Sample `index` decoded by Pillow, RGB: for what the native decoder leaves to it. UserError if it cannot be."""
 
-    def maps(self, ids: np.ndarray) -> ScoreMaps:
-        """Score maps of the samples `ids`."""
+    def map_rows(self, ids: np.ndarray, memory: "Memory") -> MapRows:
+        """Where the score maps of the samples `ids` lie; only if `spec` is not None."""
+
+    def close(self) -> None:
+        """Free files and threads."""
 
 
-class Decoded(NamedTuple):
-    """One sample, cropped."""
+class Memory:
+    """Tensors for batches. Memory is used again only after the last tensor that shares it is gone, however the consumer keeps it.
 
-    pixels: np.ndarray | None  # uint8 [size, size, 3]; None: unreadable, and skipped
-    view: np.ndarray  # float32 [2, 3]
+    With CUDA it is pinned, and PyTorch's own allocator does this (it also waits for copies that a stream has not finished).
+    """
+
+    def __init__(self) -> None:
+        self.pinned = torch.cuda.is_available()
+        self._free: dict[int, list[np.ndarray]] = {}
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """An uninitialised tensor on the CPU."""
+        if self.pinned:
+            return torch.empty(shape, dtype=dtype, pin_memory=True)
+        nbytes = int(np.prod(shape)) * dtype.itemsize
+        free = self._free.setdefault(nbytes, [])
+        block = free.pop() if free else np.empty(nbytes, np.uint8)
+        view = block[:]  # the tensor holds this view, so the view dies with the tensor's last relative
+        weakref.finalize(view, free.append, block).atexit = False
+        return torch.from_numpy(view).view(dtype).view(shape)
+
+    def forget(self) -> None:
+        """Give free memory back, as before batches of another size."""
+        self._free.clear()
+
+
+class _Begun(NamedTuple):
+    """A batch being decoded."""
+
+    job: native.Job
+    encoded: Encoded
+    ids: np.ndarray
+    weight: np.ndarray
+    image: Tensor
+    views: np.ndarray
+    maps: MapRows | None
 
 
 class ThreadedLoader:
@@ -62,6 +113,8 @@ class ThreadedLoader:
         threads: decoding threads.
         on_bad_sample: `raise` stops at a sample that cannot be read, naming its id and path; `skip` gives it weight 0 and
             the pixels of another sample of its batch (never a black image), and counts it in `skipped`.
+
+    At most AHEAD batches are in the making, beside those the consumer holds. A batch of the consumer's is never overwritten.
     """
 
     def __init__(
@@ -70,83 +123,99 @@ class ThreadedLoader:
         self.source, self.plan, self.on_bad_sample = source, plan, on_bad_sample
         self.num_classes, self.class_names, self.labels = len(source.class_names), source.class_names, source.spec
         self.fingerprint, self.skipped = source.fingerprint, 0
-        self._pool = ThreadPoolExecutor(max(1, threads), thread_name_prefix="decode")
+        self._pool, self._memory = native.Pool(max(1, threads)), Memory()
 
     def __len__(self) -> int:
         return self.plan.batches
 
     def close(self) -> None:
         """Stop the threads; what they work on is finished, what waits is dropped."""
-        self._pool.shutdown(cancel_futures=True)
+        self._pool.close()
+        self.source.close()
 
     def batches(self, epoch: int, start: int = 0) -> Iterator[Batch]:
         """This rank's rows of the batches of an epoch from batch `start` on; padding has weight 0."""
         index, view, weight = (part[start:] for part in self.plan.shard(epoch))
-        local = index.shape[1]
-        chunks = [np.array_split(rows, -(-local // CHUNK), axis=1) for rows in np.stack([index, view], axis=1)]
-        decoded = ordered_map(
-            lambda rows: self._decode(epoch, *rows),
-            [c for batch in chunks for c in batch],
-            self._pool,
-            AHEAD * -(-local // CHUNK),
-        )
+        rows, size = zip(index, view, weight, strict=True), self.plan.size(epoch)
+        self._memory.forget()
+        # One batch more is being fetched than decoded: a folder's files are read while earlier ones are decoded.
+        fetching = ((self.source.begin(ids), ids, views, weights) for ids, views, weights in rows)
+        fetched: deque = deque()
+        decoding: deque[_Begun] = deque()
         try:
-            for ids, weights in zip(index, weight, strict=True):
-                samples: list[Decoded] = []
-                while len(samples) < local:
-                    samples += next(decoded)
-                yield self._collate(ids, weights, samples)
+            for fetch in chain(fetching, [None] * (AHEAD + 1)):
+                if fetch:
+                    fetched.append(fetch)
+                if fetched and (len(fetched) > 1 or not fetch):
+                    decoding.append(self._submit(epoch, size, *fetched.popleft()))
+                if decoding and (len(decoding) == AHEAD or not fetch):
+                    yield self._finish(decoding.popleft())
         finally:
-            decoded.close()
+            for begun in decoding:
+                self._pool.wait(begun.job, cancel=True)
 
-    def _decode(self, epoch: int, ids: np.ndarray, sample_views: np.ndarray) -> list[Decoded]:
-        """Crops of the samples `ids`; one call of the plan for all of them, since small numpy calls cost as much as a decode."""
-        images = [self._try(index, lambda index=index: self.source.image(index)) for index in ids.tolist()]
-        extents = np.array([(image.height, image.width) if image else (1, 1) for image in images])
-        boxes, flips = self.plan.crops(epoch, ids, *extents.T, sample_views)
-        views = crop_views(boxes, flips, *extents.T)
-        samples, size = [], self.plan.size(epoch)
-        for index, image, (top, left, height, width), flip, view in zip(ids.tolist(), images, boxes, flips, views, strict=True):
-            box = (left, top, left + width, top + height)
-            pixels = self._try(index, lambda image=image, box=box: crop_resize(image, box, size)) if image else None
-            samples.append(Decoded(pixels[:, ::-1] if flip and pixels is not None else pixels, view))
-        return samples
+    def _submit(
+        self, epoch: int, size: int, fetch: Callable[[], Encoded], ids: np.ndarray, sample_views: np.ndarray, weight: np.ndarray
+    ) -> _Begun:
+        """Plan a batch's crops and give it to the threads."""
+        encoded = fetch()
+        samples = encoded.samples
+        samples["box"], samples["flip"] = self.plan.crops(epoch, ids, samples["height"], samples["width"], sample_views)
+        views = crop_views(samples["box"], samples["flip"], samples["height"], samples["width"])
+        image = self._memory.empty((len(ids), size, size, 3), torch.uint8)
+        maps = self.source.map_rows(ids, self._memory) if self.labels else None
+        job = native.Job(samples, image.numpy(), maps.parts if maps else None, encoded.keep)
+        self._pool.submit(job)
+        return _Begun(job, encoded, ids, weight, image, views, maps)
 
-    def _try(self, index: int, work: Callable[[], Result]) -> Result | None:
+    def _finish(self, begun: _Begun) -> Batch:
+        """Wait for a batch, look after its bad samples, and make tensors of it."""
+        self._pool.wait(begun.job)
+        ids, weight, views = begun.ids.copy(), begun.weight.copy(), begun.views
+        bad = [row for row in np.flatnonzero(begun.job.samples["status"]).tolist() if not self._mend(begun, row)]
+        batch = Batch(
+            image=begun.image, label=torch.from_numpy(self.source.labels[ids]), view=torch.from_numpy(views),
+            index=torch.from_numpy(ids), weight=torch.from_numpy(weight),
+            map_logit=None, map_class=None, map_lse=None, window=None,
+        )  # fmt: skip
+        if begun.maps:
+            logit, classes, lse, window = begun.maps.fields
+            batch = batch._replace(map_logit=logit, map_class=classes.to(torch.int32) & 0xFFFF, map_lse=lse, window=window)
+        if bad:
+            self.skipped += int(weight[bad].sum())
+            good = next((row for row in range(len(ids)) if row not in bad), None)
+            if good is None:
+                where = self.source.where(int(ids[0]))
+                raise UserError(f"none of the {len(ids)} samples of a batch can be read, the first is {where}")
+            for field in batch:
+                if field is not None:
+                    field[bad] = field[good].clone()  # a skipped sample repeats a good one, with weight 0
+            weight[bad] = 0
+        return Batch(*(field.pin_memory() if self._memory.pinned and field is not None else field for field in batch))
+
+    def _mend(self, begun: _Begun, row: int) -> bool:
+        """Decode a sample with Pillow that the native decoder leaves to it. False if it is to be skipped."""
+        sample, index = begun.job.samples[row], int(begun.ids[row])
+        where, why = self.source.where(index), sample["message"].decode(errors="replace")
         try:
-            return work()
-        except (UserError, OSError, SyntaxError) as error:
-            where = self.source.where(index)
+            if row in begun.encoded.errors:
+                raise UserError(begun.encoded.errors[row])
+            if sample["status"] == native.NO_MEMORY:
+                raise MemoryError(f"sample {index}, {where}: memory is used up; choose a smaller --batch")
+            if sample["status"] != native.UNSUPPORTED:
+                raise UserError(f"{where} cannot be decoded ({why}); {self.source.remedy}")
+            pixels = np.asarray(self.source.image(index))
+            if pixels.shape[:2] != (sample["height"], sample["width"]):
+                raise UserError(f"{where} has another size than the dataset says; {self.source.remedy}")
+            again = begun.job.samples[row : row + 1].copy()
+            again["bytes"], again["length"], again["kind"] = pixels.ctypes.data, pixels.nbytes, native.RAW
+            native.Job(again, begun.image[row : row + 1].numpy(), keep=pixels).decode()
+            if again["status"][0] != native.OK:
+                raise UserError(f"{where} cannot be resized ({again['message'][0].decode()}); {self.source.remedy}")
+            return True
+        except (UserError, OSError) as error:
             what = f"sample {index}: {error}" if where in str(error) else f"sample {index}, {where}: {error}"
             if self.on_bad_sample == "raise":
                 raise UserError(what) from error
             print(f"skipped {what}", file=sys.stderr)
-            return None
-
-    def _collate(self, ids: np.ndarray, weight: np.ndarray, samples: list[Decoded]) -> Batch:
-        good = [n for n, sample in enumerate(samples) if sample.pixels is not None]
-        bad = [n for n, sample in enumerate(samples) if sample.pixels is None]
-        self.skipped += int(weight[bad].sum())
-        if not good:
-            raise UserError(
-                f"none of the {len(ids)} samples of a batch can be read, the first is {self.source.where(int(ids[0]))}"
-            )
-        # A skipped sample repeats a good one, with weight 0.
-        rows = [n if sample.pixels is not None else good[0] for n, sample in enumerate(samples)]
-        weight, ids = weight.copy(), ids[rows]
-        weight[bad] = 0
-        logit = cls = lse = window = None
-        if self.labels is not None:
-            maps = self.source.maps(ids)
-            logit, lse, window = (torch.from_numpy(part) for part in (maps.logit, maps.lse, maps.window))
-            cls = torch.from_numpy(maps.cls.astype(np.int32))
-        batch = Batch(
-            image=torch.from_numpy(np.stack([samples[n].pixels for n in rows])),
-            label=torch.from_numpy(self.source.labels[ids]),
-            view=torch.from_numpy(np.stack([samples[n].view for n in rows])),
-            index=torch.from_numpy(ids), weight=torch.from_numpy(weight),
-            map_logit=logit, map_class=cls, map_lse=lse, window=window,
-        )  # fmt: skip
-        if torch.cuda.is_available():
-            batch = Batch(*(None if field is None else field.pin_memory() for field in batch))
-        return batch
+            return False

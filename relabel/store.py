@@ -8,6 +8,7 @@ run leaves a file that opens.
 import json
 import math
 import os
+import weakref
 import zlib
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -110,23 +111,34 @@ def map_datasets(path: Path) -> tuple[StoreHeader, dict[str, np.ndarray], dict[s
 
 
 class ScoreMapStore:
-    """A finished store, read through a memory map.
+    """A finished store, read through a memory map or, by whoever asks for `places`, from its file.
+
+    `labels` int64 and `crcs` uint32 `[N]` are copies in memory.
 
     Raises UserError if the file is missing, cut, of another version or not finished; `rows` raises it for a damaged row.
     """
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
-        self.header, self._arrays, _ = map_datasets(self.path)
+        self.header, self._arrays, self._offsets = map_datasets(self.path)
         if not self._arrays["done"].all():
             raise UserError(f"{path}: {int((self._arrays['done'] == 0).sum())} rows are not labelled; run the labelling again")
-        self.labels = np.asarray(self._arrays["label"])
+        self.labels, self.crcs = np.array(self._arrays["label"]), np.array(self._arrays["crc32"])
         self.max_palette = int(self._arrays["palette"].max())
         top, left, bottom, right = self._arrays["window"].T
         self.min_window_side = float(min((bottom - top).min(), (right - left).min()))
 
+        self._file = os.open(self.path, os.O_RDONLY)
+        self.close = weakref.finalize(self, os.close, self._file)  # `rows` still works afterwards, `places` does not
+
     def __len__(self) -> int:
         return len(self.labels)
+
+    def places(self, ids: np.ndarray) -> tuple[int, np.ndarray]:
+        """An open descriptor, and where the rows `ids` of logit, cls, lse and window stand in it: int64 `[len(ids), 4]`."""
+        starts = np.array([self._offsets[name] for name in ScoreMaps._fields])
+        strides = np.array([self._arrays[name][0].nbytes for name in ScoreMaps._fields])
+        return self._file, starts + ids[:, None] * strides
 
     def paths(self) -> list[str]:
         """The path of each row's image, relative to the dataset's folder."""

@@ -99,9 +99,9 @@ def open_ours(kind: Literal["ffcv", "folder"], labels: bool, work: Work) -> Load
         source = FfcvSource(work.data.beton)
         source.spec = source.spec if labels else None
     else:
-        source = FolderSource(work.data.folder, "train", work.data.maps if labels else None)
-    plan = EpochPlan(num_samples=len(source.labels), batch=work.batch, seed=0, mode="train")
-    return ThreadedLoader(source, plan, work.size, work.threads)
+        source = FolderSource(work.data.folder, "train", work.data.maps if labels else None, work.threads)
+    plan = EpochPlan(num_samples=len(source.labels), batch=work.batch, seed=0, mode="train", sizes=((0, work.size),))
+    return ThreadedLoader(source, plan, work.threads)
 
 
 def first_batch(beton: str, threads: str, batch: str, size: str) -> None:

@@ -3,8 +3,9 @@
     python tools/pack_dataset.py --data imagenet/train --maps maps.h5 --out train.beton
     python tools/pack_dataset.py --data imagenet/val --split val --out val.beton
 
-JPEGs keep their bytes. What a JPEG decoder does not give as RGB (PNG, CMYK, ...) is encoded anew as JPEG, and counted. Every
-image is tried; those that cannot be packed are named at the end. Then mend these files and run the same command again, which
+JPEGs keep every pixel: they are rewritten losslessly, with an index from which a crop can be read alone (--no-index keeps their
+bytes too). What is no grey or RGB JPEG (PNG, CMYK, ...), or larger than --max-side, is encoded anew, and counted. Every image is
+tried; those that cannot be packed are named at the end. Then mend these files and run the same command again, which
 packs nothing twice, or leave them out with --on-bad-sample skip. A packing that was stopped or killed, or filled the disk, goes
 on in the same way: what is done stands in OUT.part and OUT.part.rows.
 """
@@ -23,6 +24,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 import tyro
+from densefeed.pipelines import native, segments
 from densefeed.pipelines.beton import FAILED, PACKED, PAGE, BetonWriter, Sample
 from densefeed.pipelines.ffcv import map_arrays, map_fields
 from densefeed.pipelines.folder import spec_of
@@ -33,7 +35,6 @@ from densefeed.relabel.progress import bar
 from densefeed.relabel.store import ScoreMapStore
 from PIL import Image
 
-QUALITY = 95  # of what must be encoded anew
 NAMED = 10  # unreadable files named in the message
 PROBES = 64  # packed images that a continued packing prepares again, to see that they still come out the same
 KEPT, ANEW = 0, 1  # what became of an image's bytes; the writer's journal remembers it
@@ -48,6 +49,9 @@ class Packing:
     maps: Path | None = None  # score maps (HDF5) made for this data
     dataset: str = ""  # timm's dataset name, if not a folder of class folders
     split: str = "train"  # of the dataset
+    max_side: int = 0  # images with a longer side are made smaller, to this, pixels; 0: none is
+    quality: int = 95  # of what must be encoded anew, JPEG's 1 to 100
+    index: bool = True  # rewrite JPEGs losslessly with an index of their segments, which makes crops faster to read
     threads: int = os.cpu_count() or 1  # threads that read and check images
     on_bad_sample: Literal["raise", "skip"] = "raise"  # an image that cannot be packed: no file, or a file without it
 
@@ -62,8 +66,8 @@ class Prepared(NamedTuple):
 
 def main(packing: Packing) -> None:
     """Pack. UserError, once all images were tried, if one cannot be packed and shall not be left out."""
-    if packing.threads < 1:
-        raise UserError("--threads must be at least 1")
+    if packing.threads < 1 or packing.max_side < 0 or not 1 <= packing.quality <= 100:
+        raise UserError("--threads must be at least 1, --max-side no less than 0, and --quality from 1 to 100")
     images = Images(packing.data, packing.dataset, packing.split)
     notes = {"class_names": images.class_names, "fingerprint": images.fingerprint()}
     store, fields = None, []
@@ -76,20 +80,21 @@ def main(packing: Packing) -> None:
         fields = map_fields(spec.side, spec.top_k)
     # The fingerprint also covers file sizes, which mending a file changes.
     listing = "\n".join(f"{path}\t{label}" for path, label in zip(images.paths, images.labels, strict=True))
-    identity = {"images": hashlib.sha256(listing.encode()).hexdigest(), "quality": QUALITY}
+    identity = {"images": hashlib.sha256(listing.encode()).hexdigest()}
+    identity |= {name: getattr(packing, name) for name in ("max_side", "quality", "index")}
 
     with BetonWriter(packing.out, len(images), fields, notes, identity) as writer:
 
         def prepare(index: int) -> Prepared:
             try:
-                jpeg, image, anew = as_jpeg(images.read(index), images.where(index))
+                jpeg, anew = as_jpeg(images.read(index), images.where(index), packing)
                 arrays = map_arrays(store.rows(np.array([index])), 0) if store else ()
             except (UserError, OSError) as error:
                 return Prepared(None, reason=str(error))
             if len(jpeg) > writer.room:
                 size = f"is a JPEG of {len(jpeg):,} bytes, and a page holds {PAGE:,} (make it smaller)"
                 return Prepared(None, reason=f"{images.where(index)} {size}")
-            return Prepared(Sample(jpeg, image.height, image.width, int(images.labels[index]), arrays), ANEW if anew else KEPT)
+            return Prepared(Sample(jpeg, *native.probe(jpeg), int(images.labels[index]), arrays), ANEW if anew else KEPT)
 
         try:
             reasons = pack(writer, prepare, packing.threads)
@@ -106,7 +111,7 @@ def main(packing: Packing) -> None:
     size = packing.out.stat().st_size
     print(f"{packing.out}: {packed.sum():,} images{' with score maps' if store else ''}, {size / 2**20:,.1f} MiB")
     if len(anew):
-        print(f"encoded anew as JPEG at quality {QUALITY}: {len(anew)} images, the first is {images.where(int(anew[0]))}")
+        print(f"encoded anew as JPEG at quality {packing.quality}: {len(anew)} images, the first is {images.where(int(anew[0]))}")
     if reasons:
         print(f"left out: {named(reasons)}")
 
@@ -140,18 +145,32 @@ def named(reasons: list[str]) -> str:
     return f"{len(reasons)} images cannot be packed: {'; '.join(reasons[:NAMED])}{more}"
 
 
-def as_jpeg(encoded: bytes, where: str) -> tuple[bytes, Image.Image, bool]:
-    """Bytes that a JPEG decoder gives as RGB, the decoded image, and whether they were encoded anew. UserError if undecodable."""
-    image = decode(encoded, where)
-    with Image.open(io.BytesIO(encoded)) as opened:
-        if opened.format == "JPEG" and opened.mode in ("RGB", "L"):
-            return encoded, image, False
-    buffer = io.BytesIO()
+def as_jpeg(encoded: bytes, where: str, packing: Packing) -> tuple[bytes, bool]:
+    """An image's bytes as they are packed, and whether its pixels were encoded anew. UserError if it cannot be read whole."""
     try:
-        image.save(buffer, "JPEG", quality=QUALITY, subsampling=0)
-    except (OSError, ValueError) as error:
-        raise UserError(f"{where} cannot be encoded as JPEG ({error}); make it smaller than 65,500 pixels a side") from error
-    return buffer.getvalue(), image, True
+        side, readable = max(native.probe(encoded)), True
+    except native.JpegError as error:
+        if error.status == native.DAMAGED:
+            raise UserError(f"{where} cannot be decoded ({error}); replace or remove this file") from error
+        readable = False
+    anew = not readable or 0 < packing.max_side < side
+    if anew:
+        image = decode(encoded, where)
+        if 0 < packing.max_side < max(image.size):
+            scale = packing.max_side / max(image.size)
+            image = image.resize([max(1, round(extent * scale)) for extent in image.size], Image.Resampling.LANCZOS)
+        buffer = io.BytesIO()
+        try:  # what was no JPEG keeps its colours at full resolution
+            image.save(buffer, "JPEG", quality=packing.quality, subsampling=2 if readable else 0)
+        except (OSError, ValueError) as error:
+            raise UserError(f"{where} cannot be encoded as JPEG ({error}); give a --max-side of at most 65,500") from error
+        encoded = buffer.getvalue()
+    try:
+        # The rewriting reads every coefficient, so it is also the check that the file is whole.
+        indexed = segments.transcode(encoded)
+    except native.JpegError as error:
+        raise UserError(f"{where} cannot be decoded ({error}); replace or remove this file") from error
+    return indexed if packing.index else encoded, anew
 
 
 def command() -> None:

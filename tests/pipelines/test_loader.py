@@ -71,7 +71,7 @@ def test_threads_and_resume_change_nothing(beton, threads):
 
 
 def test_pixels_are_torchvisions_resized_crop(folder):
-    """Pillow's and torchvision's antialiased bilinear are both fixed point: they may differ by 1 grey level."""
+    """Chroma is resampled at half resolution and colour converted once, so roundings differ, and clipped colours do a little."""
     source = FolderSource(folder, "train")
     images = Images(folder, split="train")
     for batch in epoch_of(source):
@@ -84,7 +84,9 @@ def test_pixels_are_torchvisions_resized_crop(folder):
             pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)
             want = tv.resized_crop(pixels, top, left, height, width, [32, 32], antialias=True)
             want = want.flip(2) if flip[0] else want
-            assert (batch.image[n].permute(2, 0, 1).int() - want.int()).abs().max() <= 1
+            difference = (batch.image[n].permute(2, 0, 1).int() - want.int()).abs().float()
+            assert difference.mean() <= 0.6
+            assert (difference > 2).float().mean() < 1e-3
 
 
 def test_views_name_the_pixels_that_the_crop_shows(folder):

@@ -1,0 +1,204 @@
+"""The native decoder, through its plain C interface: batches of crops, lossless transcoding, sizes of JPEGs.
+
+The library is built by `pip install` (setup.py) and lies beside this file. Nothing here knows datasets or plans.
+"""
+
+import ctypes
+import functools
+import os
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from ...relabel.files import UserError
+
+LIBRARY = Path(__file__).with_name("libdensefeed.so")
+OK, DAMAGED, UNSUPPORTED, UNREADABLE, NO_MEMORY = range(5)  # status of a sample
+JPEG, RAW = range(2)  # kinds of encoded image; raw is rows of RGB
+MESSAGE = 120
+WAIT = 0.1  # seconds between looks at Python's signals while a batch is waited for
+
+# One sample of a batch, `Sample` in native.h.
+SAMPLE = np.dtype(
+    [
+        ("bytes", "u8"),  # address of the encoded image, or 0: read it from `file`
+        ("offset", "i8"),
+        ("length", "i8"),
+        ("file", "i4"),  # descriptor
+        ("kind", "i4"),
+        ("height", "i4"),  # of the stored image; a JPEG of another size is damaged
+        ("width", "i4"),
+        ("box", "f8", 4),  # top, left, height, width, pixels
+        ("flip", "i4"),
+        ("status", "i4"),
+        ("message", f"S{MESSAGE}"),
+    ],
+    align=True,
+)
+
+
+class _Batch(ctypes.Structure):
+    """`Batch` in batch.c."""
+
+    _fields_ = (
+        ("samples", ctypes.c_void_p),
+        ("count", ctypes.c_int),
+        ("size", ctypes.c_int),
+        ("pixels", ctypes.c_void_p),
+        ("parts", ctypes.c_int),
+        ("part_file", ctypes.c_void_p),
+        ("part_offset", ctypes.c_void_p),
+        ("part_bytes", ctypes.c_void_p),
+        ("part_to", ctypes.c_void_p),
+        ("part_crc", ctypes.c_void_p),
+        ("next", ctypes.c_int),
+        ("done", ctypes.c_int),
+        ("cancelled", ctypes.c_int),
+        ("after", ctypes.c_void_p),
+    )
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """The loaded library; UserError if it was not built."""
+    try:
+        lib = ctypes.CDLL(str(LIBRARY))
+    except OSError as error:
+        raise UserError(f"the native decoder cannot be loaded ({error}); build it with `pip install -e .`") from error
+    lib.densefeed_open.restype = ctypes.c_void_p
+    for name in ("open", "close", "submit", "wait", "decode", "free", "transcode", "probe", "sizes"):
+        getattr(lib, f"densefeed_{name}").argtypes = {
+            "open": [ctypes.c_int],
+            "close": [ctypes.c_void_p],
+            "submit": [ctypes.c_void_p, ctypes.c_void_p],
+            "wait": [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_double, ctypes.c_int],
+            "decode": [ctypes.c_void_p],
+            "free": [ctypes.c_void_p],
+            "transcode": [ctypes.c_char_p, ctypes.c_size_t, ctypes.c_int] + 2 * [ctypes.c_void_p] + [ctypes.c_char_p],
+            "probe": [ctypes.c_char_p, ctypes.c_size_t] + 2 * [ctypes.c_void_p] + [ctypes.c_char_p],
+            "sizes": [ctypes.c_int],
+        }[name]
+    assert lib.densefeed_sizes(0) == SAMPLE.itemsize, "Sample differs between native.h and here"
+    assert lib.densefeed_sizes(1) == ctypes.sizeof(_Batch), "Batch differs between batch.c and here"
+    return lib
+
+
+class JpegError(Exception):
+    """A JPEG that cannot be read; `status` says whether it is damaged or only of a kind that is left to Pillow."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+def probe(encoded: bytes) -> tuple[int, int]:
+    """Height and width of a JPEG that this decoder reads; JpegError for anything else."""
+    height, width, message = ctypes.c_int(), ctypes.c_int(), ctypes.create_string_buffer(MESSAGE)
+    status = library().densefeed_probe(encoded, len(encoded), ctypes.byref(height), ctypes.byref(width), message)
+    if status != OK:
+        raise JpegError(status, message.value.decode(errors="replace"))
+    return height.value, width.value
+
+
+def transcode(encoded: bytes, interval: int) -> bytes:
+    """The same DCT coefficients as one baseline scan, Huffman tables optimised, a restart marker every `interval` MCUs.
+
+    Of its APP segments JFIF's and Adobe's stay. JpegError if the file is damaged or its colours are neither grey nor RGB.
+    """
+    out, length, message = ctypes.c_void_p(), ctypes.c_size_t(), ctypes.create_string_buffer(MESSAGE)
+    status = library().densefeed_transcode(encoded, len(encoded), interval, ctypes.byref(out), ctypes.byref(length), message)
+    if status != OK:
+        raise JpegError(status, message.value.decode(errors="replace"))
+    try:
+        return ctypes.string_at(out, length.value)
+    finally:
+        library().densefeed_free(out)
+
+
+class Parts(NamedTuple):
+    """Runs of bytes to copy beside each image, P a sample: its score map."""
+
+    file: np.ndarray  # int32 [N, P], descriptors
+    offset: np.ndarray  # int64 [N, P]
+    to: Sequence[np.ndarray]  # P arrays, C-contiguous, [N, ...]; a run is as long as a row
+    crc: np.ndarray | None  # uint32 [N], zlib's CRC-32 over a sample's runs in their order; None: not checked
+
+
+class Job:
+    """A batch of crops to decode. It keeps alive all memory that the library reads and writes.
+
+    Args:
+        samples: `SAMPLE` `[N]`; `status` and `message` are filled in.
+        pixels: uint8 `[N, size, size, 3]`, C-contiguous; rows of samples whose status is not OK hold anything.
+        parts: what to copy beside the images.
+        keep: what else must outlive the decoding (the bytes that samples point to).
+    """
+
+    def __init__(self, samples: np.ndarray, pixels: np.ndarray, parts: Parts | None = None, keep: object = None) -> None:
+        assert samples.dtype == SAMPLE
+        assert samples.flags.c_contiguous
+        assert pixels.flags.c_contiguous
+        assert pixels.dtype == np.uint8
+        assert pixels.shape == (len(samples), pixels.shape[1], pixels.shape[1], 3)
+        self.samples, self.pixels, self._keep = samples, pixels, [keep]
+        self.batch = _Batch(samples.ctypes.data, len(samples), pixels.shape[1], pixels.ctypes.data)
+        if parts is not None:
+            assert all(to.flags.c_contiguous and len(to) == len(samples) for to in parts.to)
+            file, offset = np.ascontiguousarray(parts.file, np.int32), np.ascontiguousarray(parts.offset, np.int64)
+            assert file.shape == offset.shape == (len(samples), len(parts.to))
+            lengths = np.array([to[0].nbytes for to in parts.to], np.int64)
+            addresses = np.array([to.ctypes.data for to in parts.to], np.uint64)
+            crc = None if parts.crc is None else np.ascontiguousarray(parts.crc, np.uint32)
+            self._keep += [file, offset, lengths, addresses, crc, parts.to]
+            self.batch.parts, self.batch.part_file, self.batch.part_offset = len(parts.to), file.ctypes.data, offset.ctypes.data
+            self.batch.part_bytes, self.batch.part_to = lengths.ctypes.data, addresses.ctypes.data
+            self.batch.part_crc = None if crc is None else crc.ctypes.data
+
+    def decode(self) -> None:
+        """Decode on the calling thread."""
+        library().densefeed_decode(ctypes.byref(self.batch))
+
+
+class Pool:
+    """Threads that decode jobs in the order they were submitted; none of them ever needs Python's lock.
+
+    UserError if the system gives no more threads. Not usable in a forked child, which has no threads.
+    """
+
+    def __init__(self, threads: int) -> None:
+        self._handle, self._pid, self._waiting = library().densefeed_open(threads), os.getpid(), []
+        if not self._handle:
+            raise UserError(f"{threads} threads cannot be started; give fewer --threads")
+        self._close = weakref.finalize(self, _close, self._handle, self._pid, self._waiting)
+
+    def submit(self, job: Job) -> None:
+        """Begin a job; it must be waited for."""
+        self._check()
+        self._waiting.append(job)
+        library().densefeed_submit(self._handle, ctypes.byref(job.batch))
+
+    def wait(self, job: Job, cancel: bool = False) -> None:
+        """Wait until a job is finished; with `cancel`, only for the samples that are being decoded."""
+        self._check()
+        while not library().densefeed_wait(self._handle, ctypes.byref(job.batch), WAIT, cancel):
+            pass
+        self._waiting.remove(job)
+
+    def _check(self) -> None:
+        if not self._close.alive:
+            raise RuntimeError("this loader is closed")
+        if os.getpid() != self._pid:
+            raise RuntimeError("a loader cannot be used in a forked process; open it there, or start processes by spawn")
+
+    def close(self) -> None:
+        """Stop the threads; samples not begun are dropped."""
+        self._close()
+
+
+def _close(handle: int, pid: int, waiting: list[Job]) -> None:
+    if os.getpid() == pid:
+        library().densefeed_close(handle)
+    waiting.clear()  # until here no job's memory was freed

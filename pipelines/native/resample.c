@@ -1,0 +1,291 @@
+/* The antialiased bilinear resampling of a crop to size x size RGB, from Y, Cb, Cr planes as they come out of the JPEG.
+ *
+ * The filter is Pillow's and torchvision's (triangle, widened by the scale when shrinking; no pixel outside the crop's whole
+ * pixels is read). Interpolating half-resolution chroma and then resampling are both linear, so they are one filter here:
+ * chroma is never brought to full resolution, and colour is converted once per output pixel. Numbers are int16 with 6
+ * fraction bits, products rounded to the nearest: the mean difference to Pillow is 0.2 grey levels (tests).
+ */
+#include "native.h"
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define ONE 32767 /* weights have 15 fraction bits; 1.0 itself would need a sixteenth */
+#define LANES 32 /* loops run over whole groups of so many, so that no remainder is done one by one */
+#define ROUND_UP(n, to) (((n) + (to) - 1) / (to) * (to))
+
+/* The taps of one axis: output i is the sum of weight[i * room + k] * input[start[i] + k]. Inputs low to high - 1 are used. */
+typedef struct { int *start, *count; int16_t *weight; int room, low, high; } Axis;
+
+/* a * b / 2^15 to the nearest, written as compilers know it: one instruction (pmulhrsw, sqrdmulh) for a whole vector. */
+INLINE int16_t scaled(int16_t a, int16_t b) { return (int16_t)(((a * b >> 14) + 1) >> 1); }
+
+/* Taps of one axis of one plane: box `from` .. `from + length` in pixels of the whole image, inputs clamped to [low, high).
+ * `smooth`: the plane is at half resolution and libjpeg would interpolate it, 3/4 to 1/4, before anything else. */
+static void set_taps(
+    Axis *axis, float *dense, int size, double from, double length, int low, int high, int mirror, int ratio, int smooth, int extent)
+{
+    double scale = length / size, support = scale > 1 ? scale : 1, inverse = 1 / support;
+    axis->low = extent, axis->high = 0;
+    for (int i = 0; i < size; i++) {
+        double centre = from + ((mirror ? size - 1 - i : i) + 0.5) * scale;
+        int first = (int)(centre - support + 0.5), last = (int)(centre + support + 0.5);
+        if (first < low) first = low;
+        if (last > high) last = high;
+        int start = ratio == 1 ? first : smooth ? (first - 1) / 2 : first / ratio;
+        if (first == 0) start = 0;
+        int count = 0;
+        float total = 0;
+        for (int x = first; x < last; x++) {
+            float weight = (float)(1 - fabs((x - centre + 0.5) * inverse));
+            if (weight <= 0) continue;
+            total += weight;
+            int near = (ratio == 1 ? x : x / ratio) - start, far = near;
+            if (smooth) {
+                far += x & 1 ? 1 : -1;
+                if (far + start < 0) far = near;
+            }
+            int most = extent - 1 - start;
+            if (near > most) near = most;
+            if (far > most) far = most;
+            for (int top = near > far ? near : far; count <= top; count++) dense[count] = 0;
+            dense[near] += smooth ? 0.75f * weight : weight;
+            if (smooth) dense[far] += 0.25f * weight;
+        }
+        if (count == 0) { /* a box thinner than a float can weigh */
+            dense[0] = total = 1, count = 1;
+            if (start > extent - 1) start = extent - 1;
+        }
+        int16_t *to = axis->weight + (size_t)i * axis->room;
+        int sum = 0, largest = 0, skip = 0;
+        while (skip < count - 1 && dense[skip] == 0) skip++;
+        start += skip, count -= skip;
+        for (int k = 0; k < count; k++) {
+            to[k] = (int16_t)lrintf(dense[skip + k] / total * ONE);
+            sum += to[k];
+            if (to[k] > to[largest]) largest = k;
+        }
+        to[largest] += (int16_t)(ONE - sum); /* so that a flat image stays flat */
+        axis->start[i] = start, axis->count[i] = count;
+        if (start < axis->low) axis->low = start;
+        if (start + count > axis->high) axis->high = start + count;
+    }
+}
+
+/* to[i] = sum over k of weight[k] * input[k][i], `taps` known to the compiler. */
+#define WEIGH(taps) \
+    for (int i = 0; i < groups * LANES; i++) { \
+        int16_t sum = 0; \
+        for (int k = 0; k < taps; k++) sum += scaled(input[k][i], weight[k]); \
+        to[i] = sum; \
+    }
+
+INLINE void weigh_upto8(const int16_t *const input[8], const int16_t *weight, int count, int groups, int16_t *restrict to)
+{
+    switch (count) {
+    case 1: WEIGH(1) break;
+    case 2: WEIGH(2) break;
+    case 3: WEIGH(3) break;
+    case 4: WEIGH(4) break;
+    case 5: WEIGH(5) break;
+    case 6: WEIGH(6) break;
+    case 7: WEIGH(7) break;
+    default: WEIGH(8) break;
+    }
+}
+
+/* A weighted sum of `count` vectors of groups * LANES numbers, the first at `data`, the others `step` further each. */
+INLINE void weigh(const int16_t *data, size_t step, const int16_t *weight, int count, int groups, int16_t *restrict to, int16_t *restrict more)
+{
+    const int16_t *input[8];
+    for (int k = 0; k < 8; k++) input[k] = data + (k < count ? k : 0) * step;
+    weigh_upto8(input, weight, count < 8 ? count : 8, groups, to);
+    for (int done = 8; done < count; done += 8) { /* a crop of more than 4 times the output's size */
+        for (int k = 0; k < 8; k++) input[k] = data + (done + k < count ? done + k : 0) * step;
+        weigh_upto8(input, weight + done, count - done < 8 ? count - done : 8, groups, more);
+        for (int i = 0; i < groups * LANES; i++) to[i] += more[i];
+    }
+}
+
+/* 8 rows of `columns` int16 become `columns` rows of 8. `columns` is rounded up to 8: both sides have the room. */
+INLINE void transpose_half(const int16_t *from, size_t from_step, int16_t *to, size_t to_step, int columns)
+{
+    for (int x = 0; x < columns; x += 8) {
+        Half m[8];
+        for (int n = 0; n < 8; n++) memcpy(&m[n], from + n * from_step + x, 16);
+        transpose8(m);
+        for (int n = 0; n < 8; n++) memcpy(to + (x + n) * to_step, &m[n], 16);
+    }
+}
+
+/* The horizontal half: rows `top` .. `top + rows` of the plane to `middle`, row-major [rows][across]. `wide` has room for all
+ * columns of the plane as int16, `strip` for 9. */
+FOR_EVERY_CPU static void shrink_columns(
+    const Plane *plane, const Axis *axis, int size, int top, int rows, int16_t *wide, int16_t *strip, int16_t *middle, size_t across)
+{
+    int groups = (rows + LANES - 1) / LANES;
+    size_t tall = (size_t)groups * LANES;
+    for (int x = axis->low; x < axis->high; x++) {
+        const uint8_t *restrict from = plane->data + (size_t)(x - plane->left) * plane->step + (top - plane->top);
+        int16_t *restrict to = wide + (x - axis->low) * tall;
+        for (int y = 0; y < groups * LANES; y++) to[y] = (int16_t)(from[y] << 6);
+    }
+    for (int i = 0; i < size; i += 8) {
+        for (int n = 0; n < 8 && i + n < size; n++)
+            weigh(wide + (axis->start[i + n] - axis->low) * tall, tall, axis->weight + (size_t)(i + n) * axis->room, axis->count[i + n],
+                groups, strip + n * tall, strip + 8 * tall);
+        transpose_half(strip, tall, middle + i, across, rows);
+    }
+}
+
+INLINE uint8_t level(int16_t value)
+{
+    value = (int16_t)(value + 32) >> 6; /* cut to 16 bits before the shift, so that vectors stay narrow */
+    value = value < 0 ? 0 : value;
+    return (uint8_t)(value > 255 ? 255 : value);
+}
+
+INLINE void levels(const int16_t *restrict from, int groups, uint8_t *restrict to)
+{
+    for (int x = 0; x < groups * LANES; x++) to[x] = level(from[x]);
+}
+
+/* Y, Cb, Cr to R, G, B in place, by JFIF's matrix; the parts of its numbers above 1 are added whole. */
+INLINE void to_rgb(int16_t *restrict y, int16_t *restrict cb, int16_t *restrict cr, int groups)
+{
+    for (int x = 0; x < groups * LANES; x++) {
+        int16_t blue = cb[x] - (128 << 6), red = cr[x] - (128 << 6), luma = y[x];
+        y[x] = luma + red + scaled(red, 13173); /* 0.402 */
+        cb[x] = luma - scaled(blue, 11277) - scaled(red, 23401); /* 0.344136, 0.714136 */
+        cr[x] = luma + 2 * blue - scaled(blue, 7471); /* 1.772 = 2 - 0.228 */
+    }
+}
+
+/* Three runs of bytes become RGBRGB... Compilers do not find these shuffles by themselves. */
+INLINE void interleave(const uint8_t *restrict r, const uint8_t *restrict g, const uint8_t *restrict b, int count, uint8_t *restrict to)
+{
+    int x = 0;
+    for (; x + 16 <= count; x += 16, to += 48) {
+        Bytes red, green, blue, mixed;
+        memcpy(&red, r + x, 16), memcpy(&green, g + x, 16), memcpy(&blue, b + x, 16);
+        mixed = SHUFFLE(Bytes, red, green, 0, 16, 0, 1, 17, 0, 2, 18, 0, 3, 19, 0, 4, 20, 0, 5);
+        mixed = SHUFFLE(Bytes, mixed, blue, 0, 1, 16, 3, 4, 17, 6, 7, 18, 9, 10, 19, 12, 13, 20, 15);
+        memcpy(to, &mixed, 16);
+        mixed = SHUFFLE(Bytes, green, red, 5, 0, 22, 6, 0, 23, 7, 0, 24, 8, 0, 25, 9, 0, 26, 10);
+        mixed = SHUFFLE(Bytes, mixed, blue, 0, 21, 2, 3, 22, 5, 6, 23, 8, 9, 24, 11, 12, 25, 14, 15);
+        memcpy(to + 16, &mixed, 16);
+        mixed = SHUFFLE(Bytes, red, green, 0, 11, 27, 0, 12, 28, 0, 13, 29, 0, 14, 30, 0, 15, 31, 0);
+        mixed = SHUFFLE(Bytes, mixed, blue, 26, 1, 2, 27, 4, 5, 28, 7, 8, 29, 10, 11, 30, 13, 14, 31);
+        memcpy(to + 32, &mixed, 16);
+    }
+    for (; x < count; x++, to += 3) to[0] = r[x], to[1] = g[x], to[2] = b[x];
+}
+
+/* The vertical half and the colours of all output rows. `row` has room for 6 rows of `across`. */
+FOR_EVERY_CPU static void shrink_rows(
+    int16_t *const middle[3], const Axis axis[3], const int first[3], int planes, int ycc, int size, size_t across, int16_t *row, uint8_t *pixels)
+{
+    int16_t *const part[3] = {row, row + across, row + 2 * across}, *more = row + 3 * across;
+    int groups = (int)(across / LANES);
+    uint8_t *red = (uint8_t *)(row + 4 * across), *green = red + across, *blue = green + across;
+    for (int i = 0; i < size; i++, pixels += 3 * (size_t)size) {
+        for (int n = 0; n < planes; n++)
+            weigh(middle[n] + (size_t)(axis[n].start[i] - first[n]) * across, across, axis[n].weight + (size_t)i * axis[n].room,
+                axis[n].count[i], groups, part[n], more);
+        if (ycc && planes == 3) to_rgb(part[0], part[1], part[2], groups);
+        levels(part[0], groups, red);
+        if (planes == 3) levels(part[1], groups, green), levels(part[2], groups, blue);
+        interleave(red, planes == 3 ? green : red, planes == 3 ? blue : red, size, pixels);
+    }
+}
+
+/* The crop of `sample` from its decoded picture, size x size x 3. */
+int resample(Scratch *scratch, const Picture *picture, Sample *sample, int size, uint8_t *pixels)
+{
+    double top = sample->top / picture->scale, left = sample->left / picture->scale;
+    double tall = sample->box_height / picture->scale, wide = sample->box_width / picture->scale;
+    int low_x = (int)left, high_x = (int)ceil(left + wide - 1e-9), low_y = (int)top, high_y = (int)ceil(top + tall - 1e-9);
+    if (high_x > picture->width) high_x = picture->width;
+    if (high_y > picture->height) high_y = picture->height;
+    if (low_x >= high_x) low_x = high_x - 1;
+    if (low_y >= high_y) low_y = high_y - 1;
+
+    /* Room for the taps: an output sees at most 2 * scale + 3 inputs. */
+    int room[2] = {(int)(2 * wide / size) + 6, (int)(2 * tall / size) + 6};
+    size_t axis_bytes = 0;
+    for (int d = 0; d < 2; d++) axis_bytes += 3 * (size * (2 * sizeof(int) + room[d] * sizeof(int16_t)) + 64);
+    int dense_room = room[0] > room[1] ? room[0] : room[1];
+    if (!grow(&scratch->weights, &scratch->weights_room, axis_bytes + dense_room * sizeof(float))) return NO_MEMORY;
+    uint8_t *memory = scratch->weights;
+    float *dense = (float *)memory;
+    memory += ROUND_UP(dense_room * sizeof(float), 64);
+    Axis axis[2][3];
+    int first[3] = {0}, rows[3] = {0};
+    size_t across = ROUND_UP(size, LANES), middle_room = 0;
+    for (int n = 0; n < picture->planes; n++) {
+        const Plane *plane = &picture->plane[n];
+        for (int d = 0; d < 2; d++) {
+            axis[d][n] = (Axis){.start = (int *)memory, .count = (int *)memory + size, .room = room[d]};
+            axis[d][n].weight = (int16_t *)(memory + 2 * size * sizeof(int));
+            memory += size * (2 * sizeof(int) + room[d] * sizeof(int16_t)) + 7;
+            memory -= (uintptr_t)memory % 8;
+        }
+        int smooth = plane->ratio_x <= 2 && plane->ratio_y <= 2;
+        int same = n == 2 && plane->ratio_x == picture->plane[1].ratio_x && plane->ratio_y == picture->plane[1].ratio_y;
+        if (same || (n == 1 && plane->ratio_x == 1 && plane->ratio_y == 1)) {
+            axis[0][n] = axis[0][n - 1], axis[1][n] = axis[1][n - 1];
+        } else {
+            set_taps(&axis[0][n], dense, size, left, wide, low_x, high_x, sample->flip, plane->ratio_x,
+                smooth && plane->ratio_x == 2 && plane->extent_x > 2, plane->extent_x);
+            set_taps(&axis[1][n], dense, size, top, tall, low_y, high_y, 0, plane->ratio_y,
+                smooth && plane->ratio_y == 2, plane->extent_y);
+        }
+        const Axis *right = &axis[0][n], *down = &axis[1][n];
+        if (right->low < plane->left || right->high > plane->left + plane->width || down->low < plane->top
+            || down->high > plane->top + plane->height)
+            return fail(sample->message, DAMAGED, "its planes do not cover the crop");
+        first[n] = down->low, rows[n] = down->high - down->low;
+        middle_room += ROUND_UP(rows[n], LANES) * across;
+    }
+    int most = rows[0];
+    for (int n = 1; n < picture->planes; n++) most = rows[n] > most ? rows[n] : most;
+    int columns = 0;
+    for (int n = 0; n < picture->planes; n++) columns = picture->plane[n].width > columns ? picture->plane[n].width : columns;
+    size_t group_rows = ROUND_UP(most, LANES), strip_room = 9 * group_rows, column_room = columns * group_rows;
+    size_t total = (middle_room + strip_room + column_room + 6 * across) * sizeof(int16_t);
+    if (!grow((void **)&scratch->middle, &scratch->middle_room, total)) return NO_MEMORY;
+    int16_t *strip = scratch->middle, *row = strip + strip_room, *column = row + 6 * across, *middle[3], *next = column + column_room;
+    for (int n = 0; n < picture->planes; n++) {
+        middle[n] = next;
+        next += ROUND_UP(rows[n], LANES) * across;
+        shrink_columns(&picture->plane[n], &axis[0][n], size, first[n], rows[n], column, strip, middle[n], across);
+    }
+    shrink_rows(middle, axis[1], first, picture->planes, picture->ycc, size, across, row, pixels);
+    return OK;
+}
+
+/* Rows of bytes to columns of bytes: to[x * to_step + y] = from[y * from_step + x]. */
+FOR_EVERY_CPU void transpose_bytes(const uint8_t *from, int from_step, uint8_t *to, int to_step, int rows, int columns)
+{
+    int x = 0;
+    for (; x + 16 <= columns; x += 16) {
+        int y = 0;
+        for (; y + 8 <= rows; y += 8) {
+            Bytes m[8], a[8];
+            for (int n = 0; n < 8; n++) memcpy(&m[n], from + (size_t)(y + n) * from_step + x, 16);
+#define LOW(a, b) SHUFFLE(Bytes, a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23)
+#define HIGH(a, b) SHUFFLE(Bytes, a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31)
+            for (int n = 0; n < 4; n++) a[2 * n] = LOW(m[n], m[n + 4]), a[2 * n + 1] = HIGH(m[n], m[n + 4]);
+            for (int n = 0; n < 4; n++) m[2 * n] = LOW(a[n], a[n + 4]), m[2 * n + 1] = HIGH(a[n], a[n + 4]);
+            for (int n = 0; n < 4; n++) a[2 * n] = LOW(m[n], m[n + 4]), a[2 * n + 1] = HIGH(m[n], m[n + 4]);
+            for (int n = 0; n < 8; n++) {
+                memcpy(to + (size_t)(x + 2 * n) * to_step + y, &a[n], 8);
+                memcpy(to + (size_t)(x + 2 * n + 1) * to_step + y, (uint8_t *)&a[n] + 8, 8);
+            }
+        }
+        for (; y < rows; y++)
+            for (int n = 0; n < 16; n++) to[(size_t)(x + n) * to_step + y] = from[(size_t)y * from_step + x + n];
+    }
+    for (; x < columns; x++)
+        for (int y = 0; y < rows; y++) to[(size_t)x * to_step + y] = from[(size_t)y * from_step + x];
+}

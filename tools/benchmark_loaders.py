@@ -236,7 +236,7 @@ def stage_seconds(work: Work, epoch: int) -> dict[str, float]:
     """Seconds that each stage of our .beton loader takes over an epoch."""
     source, beton = FfcvSource(work.data.beton), Beton(work.data.beton)
     plan, clock = work.plan(), time.perf_counter
-    ids = plan.order(epoch)
+    ids = plan.permutation(epoch)
     boxes, _ = plan.crops(epoch, ids, beton.heights[ids], beton.widths[ids])
     taken = dict.fromkeys(("read", "decode", "resample"), 0.0)
     for index, (top, left, height, width) in zip(ids.tolist(), boxes.tolist(), strict=True):

@@ -314,7 +314,7 @@ def published_targets(packed: Tensor, grid: int, num_classes: int) -> Tensor:
 
 def planned(plan: EpochPlan, data: BenchmarkSet, epoch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Ids `[N]`, boxes `[N, 4]` (top, left, height, width; int64, pixels) and flips `[N]` of an epoch, in its order."""
-    ids = plan.order(epoch)
+    ids = plan.permutation(epoch)
     boxes, flips = plan.crops(epoch, ids, data.heights[ids], data.widths[ids])
     return ids, boxes.astype(np.int64), flips
 
@@ -383,7 +383,7 @@ class FullDecode(SimpleJpeg):
         self._stock = Beton(work.data.stock)
 
     def batches(self, epoch: int) -> Iterator[Delivered]:
-        ids = self._plan.order(epoch)
+        ids = self._plan.permutation(epoch)
         chunks = np.array_split(ids, -(-len(ids) // CHUNK))
 
         def decode(chunk: np.ndarray) -> int:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from densefeed.pipelines.beton import Beton, Sample, write_beton
+from densefeed.pipelines.beton import Beton
 from densefeed.pipelines.ffcv import FfcvSource
 from densefeed.relabel.files import UserError
 from densefeed.relabel.images import Images
@@ -86,7 +86,7 @@ def complete(home: Path, folder: Path, maps: Path | None, beton: Path) -> Benchm
     """Add what the peers need: a .beton of the plain files, and the maps in the published layout."""
     images, stock, published = Images(folder), home / "stock.beton", None
     if not stock.exists():
-        write_stock(stock, images)
+        write_stock(stock, folder)
     if maps is not None:
         store = ScoreMapStore(maps)
         if store.header.num_classes <= EXACT_HALF:
@@ -176,18 +176,13 @@ def write_maps(path: Path, maps: ScoreMaps, folder: Path, num_classes: int, teac
     writer.finish()
 
 
-def write_stock(path: Path, images: Images) -> None:
+def write_stock(path: Path, folder: Path) -> None:
     """What stock FFCV reads: the files' very bytes. FFCV's own writer would encode them a second time, into other images."""
-
-    def samples():
-        for number in range(len(images)):
-            encoded = images.read(number)
-            with Image.open(io.BytesIO(encoded)) as opened:
-                if opened.format != "JPEG":
-                    raise UserError(f"{images.where(number)} is no JPEG; the benchmark's peers read JPEGs only")
-                yield Sample(encoded, opened.height, opened.width, int(images.labels[number]))
-
-    write_beton(path, len(images), samples(), [], {})
+    images = Images(folder)
+    for number in range(len(images)):
+        if images.read(number)[:2] != b"\xff\xd8":
+            raise UserError(f"{images.where(number)} is no JPEG; the benchmark's peers read JPEGs only")
+    pack(Packing(data=folder, out=path, index=False))
 
 
 def write_published(folder: Path, store: ScoreMapStore) -> None:

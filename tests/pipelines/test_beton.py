@@ -441,6 +441,16 @@ def test_structural_damage_is_named(tmp_path, where, value, said):
         Beton(path)
 
 
+def test_a_sample_that_nobody_owns_is_found(tmp_path):
+    """An entry twice, another not at all: each entry alone is in order."""
+    foreign(tmp_path / "x.beton", FOREIGN[0], jpegs(5), range(5))
+    data = bytearray((tmp_path / "x.beton").read_bytes())
+    data[-5 * 24 : -4 * 24] = data[-24:]
+    (tmp_path / "x.beton").write_bytes(data)
+    with pytest.raises(UserError, match="does not know sample 0"):
+        Beton(tmp_path / "x.beton")
+
+
 # ----------------------------------------------------------------------- memory
 
 
@@ -561,27 +571,49 @@ def test_a_disk_that_fills_at_any_write_is_one_error_and_it_goes_on(tmp_path, ra
 
 
 def test_what_a_power_cut_lost_is_packed_again(tmp_path, random_maps, packed):
-    """The journal reached the disk, the last image and the end of the journal did not."""
+    """The journal reached the disk, but not the third image, nor the end of the journal."""
     samples, _ = samples_of(random_maps)
-    assert pack_and_die(tmp_path / "x.beton", samples, 2 + 12)
-    part, journal = tmp_path / "x.beton.part", tmp_path / "x.beton.part.rows"
+    path, part, journal = (tmp_path / f"x.beton{end}" for end in ("", ".part", ".part.rows"))
+    assert pack_and_die(path, samples, 14)
     with open(part, "r+b") as file:
-        file.seek(-40, os.SEEK_END)
+        file.seek(whole_image(packed[0], 2) - 40)
         file.write(bytes(40))
     with open(journal, "ab") as file:
         file.write(bytes(1000))
-    with BetonWriter(tmp_path / "x.beton", 7, map_fields(6, 3), NOTES) as writer:
-        assert writer.todo()[0] == 5
-    pack(tmp_path / "x.beton", samples)
-    assert (tmp_path / "x.beton").read_bytes() == packed[1]
+    assert pack_and_die(path, samples, 4)  # the third image again, and its record
+    with BetonWriter(path, 7, map_fields(6, 3), NOTES) as writer:
+        assert writer.todo().tolist() == [3, 4, 5, 6]  # what the journal said of 3 and 4 went with it
+    pack(path, samples)
+    assert path.read_bytes() == packed[1]
+
+
+def whole_image(path, index):
+    """Where image `index` of a file ends."""
+    images = Beton(path).images
+    return int(images.offset[index] + images.size[index])
+
+
+def test_half_an_image_leaves_no_trace(tmp_path, random_maps):
+    """Killed in the middle of the last image, which then turns out to be unreadable."""
+    samples, _ = samples_of(random_maps)
+    assert pack_and_die(tmp_path / "x.beton", samples, 4 + 2 * 6)
+    for name in ("x", "y"):
+        pack(tmp_path / f"{name}.beton", samples, fails=[6])
+    assert (tmp_path / "x.beton").read_bytes() == (tmp_path / "y.beton").read_bytes()
 
 
 def test_an_image_that_failed_is_tried_again_and_stands_last(tmp_path, random_maps):
     samples, _ = samples_of(random_maps)
-    path = tmp_path / "x.beton"
-    assert pack_and_die(path, samples, 1 + 2 * 6 + 1 + 8, fails=[2])  # in `finish`, after the metadata of six
-    assert os.path.getsize(tmp_path / "x.beton.part") > PAGE
     notes = NOTES | {"fingerprint": "e" * 64}  # the file was mended, so its size changed
+    with BetonWriter(tmp_path / "y.beton", 7, map_fields(6, 3), notes) as writer:
+        for index in (0, 1, 3, 4, 5, 6, 2):
+            writer.write(index, samples[index])
+        writer.finish()
+    path = tmp_path / "x.beton"
+    assert pack_and_die(path, samples, 23, fails=[2])  # when all is written that says one is missing
+    with open(tmp_path / "x.beton.part", "r+b") as file:
+        file.seek(places(tmp_path / "y.beton")["notes"][0][1])
+        file.write(b"9999")  # as longer notes would have left
     with BetonWriter(path, 7, map_fields(6, 3), notes) as writer:
         assert writer.todo().tolist() == [2]
         writer.write(2, samples[2])
@@ -590,12 +622,7 @@ def test_an_image_that_failed_is_tried_again_and_stands_last(tmp_path, random_ma
     assert [beton.image(n)[0] for n in range(7)] == [sample.jpeg for sample in samples]
     assert beton.images.offset.argmax() == 2
     assert beton.notes == {"densefeed": 2} | notes
-    # The same order without the kill: no trace of the header that was begun.
-    with BetonWriter(tmp_path / "y.beton", 7, map_fields(6, 3), notes) as writer:
-        for index in (0, 1, 3, 4, 5, 6, 2):
-            writer.write(index, samples[index])
-        writer.finish()
-    assert (tmp_path / "y.beton").read_bytes() == path.read_bytes()
+    assert path.read_bytes() == (tmp_path / "y.beton").read_bytes()
 
 
 def test_what_is_left_out_is_counted_and_changes_the_fingerprint(tmp_path, random_maps):

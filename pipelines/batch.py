@@ -29,7 +29,7 @@ class Batch(NamedTuple):
     index: Tensor  # int64 [N], sample ids
     weight: Tensor  # float32 [N], 0 for padding and skipped samples
     map_logit: Tensor | None  # float16 [N, S, S, k], descending over k
-    map_class: Tensor | None  # int32 [N, S, S, k]
+    map_class: Tensor | None  # uint16 [N, S, S, k], as stored: PyTorch can do little with it but widen it
     map_lse: Tensor | None  # float16 [N, S, S]
     window: Tensor | None  # float32 [N, 4]
 

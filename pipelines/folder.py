@@ -97,10 +97,10 @@ def store_rows(store: ScoreMapStore, ids: np.ndarray, memory: Memory) -> MapRows
 
 
 def map_tensors(count: int, side: int, top_k: int, memory: Memory) -> ScoreMaps:
-    """Memory for the maps of a batch; classes as int16, which has uint16's bits."""
+    """Memory for the maps of a batch, as Batch has them."""
     return ScoreMaps(
         memory.empty((count, side, side, top_k), torch.float16),
-        memory.empty((count, side, side, top_k), torch.int16),
+        memory.empty((count, side, side, top_k), torch.uint16),
         memory.empty((count, side, side), torch.float16),
         memory.empty((count, 4), torch.float32),
     )

@@ -38,7 +38,7 @@ class MapRows(NamedTuple):
     """Where the score maps of a batch lie, and what they are once they were copied."""
 
     parts: native.Parts
-    fields: tuple[Tensor, Tensor, Tensor, Tensor]  # logit float16, class int16 or uint16 bits, lse float16, window float32
+    fields: tuple[Tensor, Tensor, Tensor, Tensor]  # logit, class, lse, window, as in Batch
 
 
 class Source(Protocol):
@@ -179,18 +179,19 @@ class ThreadedLoader:
             map_logit=None, map_class=None, map_lse=None, window=None,
         )  # fmt: skip
         if begun.maps:
-            logit, classes, lse, window = begun.maps.fields
-            batch = batch._replace(map_logit=logit, map_class=classes.to(torch.int32) & 0xFFFF, map_lse=lse, window=window)
+            batch = batch._replace(**dict(zip(("map_logit", "map_class", "map_lse", "window"), begun.maps.fields, strict=True)))
         if bad:
             self.skipped += int(weight[bad].sum())
             good = next((row for row in range(len(ids)) if row not in bad), None)
             if good is None:
                 where = self.source.where(int(ids[0]))
                 raise UserError(f"none of the {len(ids)} samples of a batch can be read, the first is {where}")
-            for field in batch:
-                if field is not None:
-                    field[bad] = field[good].clone()  # a skipped sample repeats a good one, with weight 0
-            weight[bad] = 0
+            for row in bad:  # a skipped sample repeats a good one, with weight 0
+                for field in batch:
+                    if field is not None:
+                        field[row] = field[good]
+                weight[row] = 0
+        # Memory is pinned already where it is large; for the small tensors this copies.
         return Batch(*(field.pin_memory() if self._memory.pinned and field is not None else field for field in batch))
 
     def _mend(self, begun: _Begun, row: int) -> bool:

@@ -213,7 +213,8 @@ static void *run(void *argument)
         work_on(batch, n, &scratch);
         pthread_mutex_lock(&pool->lock);
         batch->done++;
-        pthread_cond_broadcast(&pool->finished);
+        /* Waking the waiting thread after every sample cost 3 % on one core. */
+        if (batch->done >= (batch->cancelled ? batch->next : batch->count)) pthread_cond_broadcast(&pool->finished);
     }
     pthread_mutex_unlock(&pool->lock);
     free(scratch.encoded), free(scratch.planes), free(scratch.middle), free(scratch.weights);

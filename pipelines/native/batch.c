@@ -144,9 +144,10 @@ static int decode(Sample *sample, Scratch *scratch, int size, uint8_t *pixels)
     if (header) {
         status = segments_decode(sample, scratch, bytes, header, box, &picture);
     } else {
-        /* libjpeg's transform at 1/2, 1/4 and 1/8 is fast; other fractions are slower than the whole. */
+        /* libjpeg's transform at 1/2, 1/4 and 1/8 is fast; other fractions are slower than the whole. At least another halving is
+         * left to the antialiasing filter, which hides how the transform cuts off frequencies. */
         int scale = 1;
-        while (scale < 8 && sample->box_height >= 2 * scale * size && sample->box_width >= 2 * scale * size) scale *= 2;
+        while (scale < 8 && sample->box_height >= 4.0 * scale * size && sample->box_width >= 4.0 * scale * size) scale *= 2;
         Box small = {box.top / scale, box.left / scale, (box.bottom + scale - 1) / scale, (box.right + scale - 1) / scale};
         status = turbo_decode(sample, scratch, bytes, sample->length, small, scale, &picture);
     }

@@ -1,7 +1,7 @@
 """Batch: the one contract between every loader and the training step."""
 
 from collections.abc import Iterator
-from itertools import chain
+from itertools import chain, pairwise
 from typing import NamedTuple, Protocol
 
 import torch
@@ -47,21 +47,21 @@ def on_device(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]
     if device.type != "cuda":
         yield from (batch.to(device) for batch in batches)
         return
-    side, copied = torch.cuda.Stream(device), None
-    for batch in chain(batches, [None]):
-        if batch is not None:
-            with torch.cuda.stream(side):
-                batch = batch.to(device)
-        if copied is not None:
-            step = torch.cuda.current_stream(device)
-            step.wait_event(event)
-            for field in copied:
-                if field is not None:
-                    field.record_stream(step)
-            yield copied
-        if batch is not None:
-            event = side.record_event()
-        copied = batch
+    side = torch.cuda.Stream(device)
+
+    def copy(batch: Batch) -> tuple[Batch, torch.cuda.Event]:
+        with torch.cuda.stream(side):
+            return batch.to(device), side.record_event()
+
+    # The next batch is fetched, and its copy begun, before the step that uses this one is.
+    copies = (copy(batch) for batch in batches)
+    for (batch, event), _ in pairwise(chain(copies, [(None, None)])):
+        step = torch.cuda.current_stream(device)
+        step.wait_event(event)
+        for field in batch:
+            if field is not None:
+                field.record_stream(step)
+        yield batch
 
 
 class Loader(Protocol):

@@ -20,10 +20,10 @@ from pathlib import Path
 import numpy as np
 import torch
 import tyro
-from densefeed.pipelines.beton import Beton
+from densefeed.pipelines import native
 from densefeed.pipelines.ffcv import FfcvSource
+from densefeed.pipelines.loader import Memory
 from densefeed.relabel.files import UserError, run
-from densefeed.relabel.images import crop_resize, decode
 from densefeed.relabel.progress import steps_bar
 from densefeed.tools.loader_peers import PEERS, BenchmarkSet, FullDecode, Peer, Work, why_missing
 from densefeed.tools.measuring import (
@@ -233,27 +233,20 @@ def stages(data: BenchmarkSet, benchmark: Benchmark) -> dict:
 
 
 def stage_seconds(work: Work, epoch: int) -> dict[str, float]:
-    """Seconds that each stage of our .beton loader takes over an epoch."""
-    source, beton = FfcvSource(work.data.beton), Beton(work.data.beton)
-    plan, clock = work.plan(), time.perf_counter
-    ids = plan.permutation(epoch)
-    boxes, _ = plan.crops(epoch, ids, beton.heights[ids], beton.widths[ids])
-    taken = dict.fromkeys(("read", "decode", "resample"), 0.0)
-    for index, (top, left, height, width) in zip(ids.tolist(), boxes.tolist(), strict=True):
-        times = [clock()]
-        encoded, _ = beton.image(index)
-        times.append(clock())
-        image = decode(encoded, str(index))
-        times.append(clock())
-        crop_resize(image, (left, top, left + width, top + height), work.size)
-        times.append(clock())
-        for name, start, end in zip(taken, times, times[1:], strict=False):
-            taken[name] += end - start
-    if source.spec is not None:
-        start = clock()
-        for at in range(0, len(ids), work.batch):
-            source.maps(ids[at : at + work.batch])
-        taken["labels"] = clock() - start
+    """Seconds that each stage of our .beton loader takes over an epoch, as its native code clocks them, and Python's planning."""
+    source, plan, memory = FfcvSource(work.data.beton), work.plan(), Memory()
+    taken = dict.fromkeys((*native.STAGES, "plan"), 0.0)
+    for ids in plan.shard(epoch).index:
+        start = time.perf_counter()
+        samples = source.begin(ids)().samples
+        samples["box"], samples["flip"] = plan.crops(epoch, ids, samples["height"], samples["width"])
+        parts = source.map_rows(ids, memory).parts if source.spec else None
+        job = native.Job(samples, np.empty((len(ids), work.size, work.size, 3), np.uint8), parts)
+        taken["plan"] += time.perf_counter() - start
+        job.decode()
+        for name, microseconds in zip(native.STAGES, samples["took"].sum(0).tolist(), strict=True):
+            taken[name] += microseconds / 1e6
+    source.close()
     return taken
 
 

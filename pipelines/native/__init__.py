@@ -18,6 +18,7 @@ from ...relabel.files import UserError
 LIBRARY = Path(__file__).with_name("libdensefeed.so")
 OK, DAMAGED, UNSUPPORTED, UNREADABLE, NO_MEMORY = range(5)  # status of a sample
 JPEG, RAW = range(2)  # kinds of encoded image; raw is rows of RGB
+STAGES = ("labels", "read", "decode", "resample")
 MESSAGE = 120
 WAIT = 0.1  # seconds between looks at Python's signals while a batch is waited for
 
@@ -34,6 +35,7 @@ SAMPLE = np.dtype(
         ("box", "f8", 4),  # top, left, height, width, pixels
         ("flip", "i4"),
         ("status", "i4"),
+        ("took", "f4", 4),  # microseconds, in the order of STAGES
         ("message", f"S{MESSAGE}"),
     ],
     align=True,

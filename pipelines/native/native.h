@@ -57,8 +57,10 @@ typedef struct {
     int32_t height, width; /* as the dataset says; a JPEG that says otherwise is damaged */
     double top, left, box_height, box_width; /* the crop, pixels */
     int32_t flip, status;
+    float took[4]; /* microseconds, see the enum below */
     char message[MESSAGE];
 } Sample;
+enum { LABELS, READ, DECODE, RESAMPLE };
 
 /* Memory of one thread, grown as needed and used again for every sample. */
 typedef struct {
@@ -66,6 +68,7 @@ typedef struct {
     uint8_t *planes; size_t planes_room;
     int16_t *middle; size_t middle_room;
     void *weights; size_t weights_room;
+    double reading; /* microseconds of this sample so far */
 } Scratch;
 
 /* A rectangle of one colour plane: data[(x - left) * step + (y - top)] for left <= x < left + width. Coordinates are the
@@ -89,6 +92,8 @@ typedef struct {
 /* The pixels of the whole-image rectangle that a crop touches. */
 typedef struct { int top, left, bottom, right; } Box;
 
+double microseconds(void);
+int read_all(Scratch *scratch, int file, int64_t offset, uint8_t *to, size_t length, char *message);
 int grow(void **memory, size_t *room, size_t needed);
 int fail(char *message, int status, const char *format, ...) __attribute__((format(printf, 3, 4)));
 

@@ -25,7 +25,8 @@ INLINE int16_t scaled(int16_t a, int16_t b) { return (int16_t)(((a * b >> 14) + 
 static void set_taps(
     Axis *axis, float *dense, int size, double from, double length, int low, int high, int mirror, int ratio, int smooth, int extent)
 {
-    double scale = length / size, support = scale > 1 ? scale : 1, inverse = 1 / support;
+    double scale = length / size, support = scale > 1 ? scale : 1;
+    float inverse = (float)(1 / support);
     axis->low = extent, axis->high = 0;
     for (int i = 0; i < size; i++) {
         double centre = from + ((mirror ? size - 1 - i : i) + 0.5) * scale;
@@ -37,7 +38,7 @@ static void set_taps(
         int count = 0;
         float total = 0;
         for (int x = first; x < last; x++) {
-            float weight = (float)(1 - fabs((x - centre + 0.5) * inverse));
+            float weight = 1 - fabsf((float)(x - centre + 0.5) * inverse);
             if (weight <= 0) continue;
             total += weight;
             int near = (ratio == 1 ? x : x / ratio) - start, far = near;
@@ -60,8 +61,9 @@ static void set_taps(
         int sum = 0, largest = 0, skip = 0;
         while (skip < count - 1 && dense[skip] == 0) skip++;
         start += skip, count -= skip;
+        float whole = ONE / total;
         for (int k = 0; k < count; k++) {
-            to[k] = (int16_t)lrintf(dense[skip + k] / total * ONE);
+            to[k] = (int16_t)(dense[skip + k] * whole + 0.5f);
             sum += to[k];
             if (to[k] > to[largest]) largest = k;
         }

@@ -15,7 +15,7 @@ check: $(READY)  ## lint, only reports
 fix: $(READY)  ## lint, mends what it can
 	$(RUN) -m ruff check --fix .
 
-$(READY): tools/set_up.sh pyproject.toml setup.py
+$(READY): tools/set_up.sh pyproject.toml setup.py $(wildcard pipelines/native/*.[ch])
 	PYTHON="$(PYTHON)" bash tools/set_up.sh .venv
 	touch $(READY)
 

@@ -204,3 +204,13 @@ def _close(handle: int, pid: int, waiting: list[Job]) -> None:
     if os.getpid() == pid:
         library().densefeed_close(handle)
     waiting.clear()  # until here no job's memory was freed
+
+
+def check(encoded: bytes, height: int, width: int) -> None:
+    """Decode a whole JPEG, all checksums of its index included; JpegError if it is damaged, of another size, or left to Pillow."""
+    content, sample = np.frombuffer(encoded, np.uint8), np.zeros(1, SAMPLE)
+    sample["bytes"], sample["length"], sample["height"], sample["width"] = content.ctypes.data, len(content), height, width
+    sample["box"] = 0, 0, height, width
+    Job(sample, np.empty((1, 8, 8, 3), np.uint8), keep=content).decode()
+    if sample["status"][0] != OK:
+        raise JpegError(int(sample["status"][0]), sample["message"][0].decode(errors="replace"))

@@ -692,7 +692,7 @@ def test_verify_names_every_damaged_sample(packed, tmp_path, command):
     assert done.returncode == 2, done.stderr
     assert f"{sound}: sound" in done.stdout
     assert f"{bad} image 2: its arrays are damaged" in done.stdout
-    assert f"{bad} image 6 cannot be decoded" in done.stdout
+    assert f"{bad} image 6 is damaged" in done.stdout
     assert f"{cut} is cut or damaged" in done.stdout
     assert "bad.beton (2)" in done.stderr
     module.verify_files((sound,))

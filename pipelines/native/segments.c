@@ -157,6 +157,7 @@ static int parse(Header *header, const uint8_t *bytes, size_t length)
 static int open_header(Header *header, const uint8_t *bytes, size_t length, char *message)
 {
     const uint8_t *index = bytes + INDEX_AT;
+    if (length < INDEX_AT + INDEX_FIXED) return fail(message, DAMAGED, "its header's length is wrong");
     uint32_t crc = densefeed_crc32(bytes, INDEX_AT + 10, 0);
     crc = densefeed_crc32(bytes + INDEX_AT + 14, length - INDEX_AT - 14, crc);
     if (crc != u32(index + 10)) return fail(message, DAMAGED, "its header does not match its checksum");

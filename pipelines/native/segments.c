@@ -7,7 +7,7 @@
 #include "native.h"
 #include <string.h>
 #include <unistd.h>
-#if defined(__x86_64__)
+#if defined(X86)
 #include <immintrin.h>
 #endif
 
@@ -337,7 +337,7 @@ static void transform_any(int16_t block[6][64], const int last[6], int blocks, u
         else flat_block(block[n][0], to[n], step[n]);
 }
 
-#if defined(__x86_64__)
+#if defined(X86)
 #define AVX2 __attribute__((target("avx2")))
 typedef __m256i V;
 
@@ -405,7 +405,7 @@ static void (*transform)(int16_t block[6][64], const int last[6], int blocks, ui
 
 __attribute__((constructor)) static void choose(void)
 {
-#if defined(__x86_64__)
+#if defined(X86)
     __builtin_cpu_init();
     if (__builtin_cpu_supports("avx2")) transform = transform_avx2;
 #endif

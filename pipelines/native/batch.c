@@ -63,7 +63,7 @@ int grow(void **memory, size_t *room, size_t needed)
     return 1;
 }
 
-static int read_all(int file, int64_t offset, uint8_t *to, size_t length, char *message)
+int read_all(int file, int64_t offset, uint8_t *to, size_t length, char *message)
 {
     while (length) {
         ssize_t got = pread(file, to, length, offset);

@@ -94,6 +94,7 @@ typedef struct {
 typedef struct { int top, left, bottom, right; } Box;
 
 int grow(void **memory, size_t *room, size_t needed);
+int read_all(int file, int64_t offset, uint8_t *to, size_t length, char *message);
 int fail(char *message, int status, const char *format, ...) __attribute__((format(printf, 3, 4)));
 
 API uint32_t densefeed_crc32(const uint8_t *bytes, size_t length, uint32_t crc);

@@ -6,7 +6,6 @@
  */
 #include "native.h"
 #include <string.h>
-#include <unistd.h>
 #if defined(X86)
 #include <immintrin.h>
 #endif
@@ -498,13 +497,9 @@ int segments_decode(Sample *sample, Scratch *scratch, const uint8_t *head, size_
         /* The header's memory is reused: what is needed of it was parsed, but for the rows' index. */
         if (!grow((void **)&scratch->encoded, &scratch->encoded_room, head_length + length + PADDING)) return NO_MEMORY;
         header.rows = scratch->encoded + INDEX_AT + INDEX_FIXED;
-        uint8_t *to = scratch->encoded + head_length;
-        for (size_t got = 0; got < length;) {
-            ssize_t n = pread(sample->file, to + got, length - got, sample->offset + start + got);
-            if (n <= 0) return fail(sample->message, UNREADABLE, n ? "it cannot be read" : "its file was cut while open");
-            got += n;
-        }
-        data = to;
+        data = scratch->encoded + head_length;
+        status = read_all(sample->file, sample->offset + start, scratch->encoded + head_length, length, sample->message);
+        if (status) return status;
     }
 
     size_t room = 0, step[3];

@@ -112,13 +112,11 @@ static int raw_decode(Sample *sample, Scratch *scratch, Box box, Picture *pictur
 
 static int decode(Sample *sample, Scratch *scratch, int size, uint8_t *pixels)
 {
-    Box box = {
-        (int)sample->top, (int)sample->left, (int)ceil(sample->top + sample->box_height - 1e-9),
-        (int)ceil(sample->left + sample->box_width - 1e-9),
-    };
-    if (!(sample->top >= 0 && sample->left >= 0 && sample->box_height > 0 && sample->box_width > 0
-          && box.bottom <= sample->height && box.right <= sample->width && box.top < box.bottom && box.left < box.right))
+    double bottom = ceil(sample->top + sample->box_height - 1e-9), right = ceil(sample->left + sample->box_width - 1e-9);
+    if (!(sample->top >= 0 && sample->left >= 0 && sample->box_height > 0 && sample->box_width > 0 && bottom <= sample->height
+          && right <= sample->width && floor(sample->top) < bottom && floor(sample->left) < right))
         return fail(sample->message, UNSUPPORTED, "the crop is not inside it");
+    Box box = {(int)sample->top, (int)sample->left, (int)bottom, (int)right};
     Picture picture;
     int status;
     if (sample->kind == RAW) {

@@ -51,6 +51,7 @@ enum { OK = 0, DAMAGED = 1, UNSUPPORTED = 2, UNREADABLE = 3, NO_MEMORY = 4 };
 enum { JPEG = 0, RAW = 1 };
 
 #define MESSAGE 120
+#define MOST_PIXELS (1 << 28) /* of an image: what its header says is allocated before its bytes can prove it */
 #define PADDING 64 /* bytes that may be read past the end of any buffer of encoded bytes */
 
 /* One sample of a batch; numpy sees the same struct, see __init__.py. */

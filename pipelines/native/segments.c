@@ -164,8 +164,9 @@ static int open_header(Header *header, const uint8_t *bytes, size_t length, char
     Component *c = header->component;
     if (header->components == 1) c[0].h = c[0].v = 1; /* one component is never interleaved: its MCU is one block */
     int chroma = header->components == 1 || (c[1].h == 1 && c[1].v == 1 && c[2].h == 1 && c[2].v == 1);
-    if (!chroma || c[0].h < 1 || c[0].h > 2 || c[0].v < 1 || c[0].v > 2 || !header->height || !header->width)
-        return fail(message, DAMAGED, "its header asks for a sampling that this program does not write");
+    if (!chroma || c[0].h < 1 || c[0].h > 2 || c[0].v < 1 || c[0].v > 2 || !header->height || !header->width
+        || (int64_t)header->height * header->width > MOST_PIXELS)
+        return fail(message, DAMAGED, "its header asks for a size or a sampling that this program does not write");
     header->mcu_width = 8 * c[0].h, header->mcu_height = 8 * c[0].v;
     header->mcus_across = (header->width + header->mcu_width - 1) / header->mcu_width;
     header->mcus_down = (header->height + header->mcu_height - 1) / header->mcu_height;

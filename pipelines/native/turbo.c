@@ -9,7 +9,6 @@
 #include <jerror.h>
 
 #define MOST_SCANS 200 /* a progressive file may ask for thousands of passes over the whole image */
-#define MOST_PIXELS (1 << 28)
 
 typedef struct {
     struct jpeg_error_mgr base;

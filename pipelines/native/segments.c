@@ -297,7 +297,8 @@ INLINE void idct8(int32_t in[8][8], int offset, int shift, int32_t out[8][8])
         int32_t even2 = z - in[6][lane] * FIX(1.847759065), even3 = z + in[2][lane] * FIX(0.765366865);
         int32_t even0 = flat + (in[4][lane] << 13), even1 = flat - (in[4][lane] << 13);
         int32_t z1 = (in[7][lane] + in[1][lane]) * -FIX(0.899976223), z2 = (in[5][lane] + in[3][lane]) * -FIX(2.562915447);
-        int32_t z3 = in[7][lane] + in[3][lane], z4 = in[5][lane] + in[1][lane], z5 = (z3 + z4) * FIX(1.175875602);
+        /* 16 bits as the vectors': only a damaged file gets there, and its pixels shall not depend on the processor */
+        int32_t z3 = (int16_t)(in[7][lane] + in[3][lane]), z4 = (int16_t)(in[5][lane] + in[1][lane]), z5 = (z3 + z4) * FIX(1.175875602);
         z3 = z5 - z3 * FIX(1.961570560), z4 = z5 - z4 * FIX(0.390180644);
         int32_t odd0 = in[1][lane] * FIX(1.501321110) + z1 + z4, odd1 = in[3][lane] * FIX(3.072711026) + z2 + z3;
         int32_t odd2 = in[5][lane] * FIX(2.053119869) + z2 + z4, odd3 = in[7][lane] * FIX(0.298631336) + z1 + z3;
@@ -308,6 +309,7 @@ INLINE void idct8(int32_t in[8][8], int offset, int shift, int32_t out[8][8])
     }
 }
 
+static int saturated(int value) { return value < INT16_MIN ? INT16_MIN : value > INT16_MAX ? INT16_MAX : value; }
 static uint8_t clip(int value) { return (uint8_t)(value < 0 ? 0 : value > 255 ? 255 : value); }
 
 static void idct(const int16_t block[64], uint8_t *to, size_t step)
@@ -315,7 +317,7 @@ static void idct(const int16_t block[64], uint8_t *to, size_t step)
     int32_t in[8][8], middle[8][8];
     for (int n = 0; n < 64; n++) in[n / 8][n % 8] = block[n];
     idct8(in, 1 << 10, 11, middle);
-    for (int n = 0; n < 64; n++) in[n % 8][n / 8] = (int16_t)middle[n / 8][n % 8];
+    for (int n = 0; n < 64; n++) in[n % 8][n / 8] = saturated(middle[n / 8][n % 8]);
     idct8(in, (1 << 17) + (128 << 18), 18, middle);
     for (int x = 0; x < 8; x++)
         for (int y = 0; y < 8; y++) to[x * step + y] = clip(middle[x][y]);

@@ -221,10 +221,10 @@ static void *run(void *argument)
 
 API void densefeed_close(Pool *pool);
 
-/* NULL if the system gives no more threads. */
+/* NULL if the system gives no more threads, or none are asked for. */
 API Pool *densefeed_open(int threads)
 {
-    Pool *pool = calloc(1, sizeof *pool);
+    Pool *pool = threads > 0 ? calloc(1, sizeof *pool) : NULL; /* without threads a batch would never be done */
     if (!pool || !(pool->thread = calloc(threads, sizeof *pool->thread))) return free(pool), NULL;
     pthread_mutex_init(&pool->lock, NULL);
     pthread_cond_init(&pool->work, NULL);

@@ -178,7 +178,7 @@ class Pool:
 
     def submit(self, job: Job) -> None:
         """Begin a job; it must be waited for."""
-        self._check()
+        self._check_process()
         with self._lock:
             self._check()
             self._waiting.append(job)
@@ -191,10 +191,10 @@ class Pool:
         """
         finished = False
         while not finished:
-            if cancel and not self._close.alive:
-                return
-            self._check()  # before the lock, which a forked child may find held for ever
+            self._check_process()  # before the lock, which a forked child may find held for ever
             with self._lock:
+                if cancel and not self._close.alive:
+                    return
                 self._check()
                 finished = library().densefeed_wait(self._handle, ctypes.byref(job.batch), WAIT, cancel)
                 if finished:
@@ -203,6 +203,8 @@ class Pool:
     def _check(self) -> None:
         if not self._close.alive:
             raise RuntimeError("this loader is closed")
+
+    def _check_process(self) -> None:
         if os.getpid() != self._pid:
             raise RuntimeError("a loader cannot be used in a forked process; open it there, or start processes by spawn")
 

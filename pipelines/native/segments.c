@@ -98,7 +98,7 @@ static int parse(Header *header, const uint8_t *bytes, size_t length)
     memset(header->quant_defined, 0, sizeof header->quant_defined);
     for (int n = 0; n < 2; n++) header->dc[n].defined = header->ac[n].defined = 0;
     header->components = header->interval = 0;
-    header->ycc = 1;
+    int jfif = 0, adobe = -1;
     for (size_t at = 2; at + 4 <= length;) {
         int marker = bytes[at + 1], size = be16(bytes + at + 2);
         const uint8_t *body = bytes + at + 4, *end = bytes + at + 2 + size;
@@ -134,7 +134,9 @@ static int parse(Header *header, const uint8_t *bytes, size_t length)
             if (size != 4) return 0;
             header->interval = be16(body);
         } else if (marker == 0xEE) {
-            if (size >= 14 && !memcmp(body, "Adobe", 5)) header->ycc = body[11] != 0;
+            if (size >= 14 && !memcmp(body, "Adobe", 5)) adobe = body[11];
+        } else if (marker == 0xE0) {
+            if (size >= 16 && !memcmp(body, "JFIF", 5)) jfif = 1;
         } else if (marker == 0xDA) {
             if (size != 6 + 2 * header->components || body[0] != header->components || at != length) return 0;
             for (int n = 0; n < header->components; n++) {
@@ -143,6 +145,10 @@ static int parse(Header *header, const uint8_t *bytes, size_t length)
                 if (body[1 + 2 * n] != c->id || c->dc > 1 || c->ac > 1) return 0;
                 if (!header->dc[c->dc].defined || !header->ac[c->ac].defined || !header->quant_defined[c->quant]) return 0;
             }
+            /* Whether the planes are colours or Y, Cb, Cr is guessed as libjpeg does. */
+            const Component *c = header->component;
+            int rgb = adobe < 0 ? c[0].id == 'R' && c[1].id == 'G' && c[2].id == 'B' : adobe == 0;
+            header->ycc = jfif || !rgb;
             header->length = length;
             return header->components > 0;
         } else if (marker < 0xE0 || marker > 0xEF) {

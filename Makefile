@@ -27,4 +27,8 @@ bench: $(READY)  ## our loaders beside all others, on real photographs; minutes,
 		echo "not every other loader could be installed; those that are here are measured" >&2
 	$(RUN) tools/benchmark_loaders.py --stages --first-batch --json bench/loaders.json
 
-.PHONY: quickstart test check fix gpu-check bench
+MINUTES ?= 10
+soak: $(READY)  ## the native decoder under sanitizers on mutated files, for MINUTES of processor time
+	SOAK_MINUTES=$(MINUTES) nice -n 19 $(RUN) -m pytest -s tests/pipelines/native/test_fuzz.py
+
+.PHONY: quickstart test check fix gpu-check bench soak

@@ -6,6 +6,7 @@ The library is built by `pip install` (setup.py) and lies beside this file. Noth
 import ctypes
 import functools
 import os
+import threading
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
@@ -174,24 +175,38 @@ class Pool:
         self._handle, self._pid, self._waiting = library().densefeed_open(threads), os.getpid(), []
         if not self._handle:
             raise UserError(f"{threads} threads cannot be started; give fewer --threads")
-        self._close = weakref.finalize(self, _close, self._handle, self._pid, self._waiting)
+        self._lock = threading.RLock()  # what is being waited for is not freed
+        self._close = weakref.finalize(self, _close, self._handle, self._pid, self._waiting, self._lock)
 
     def submit(self, job: Job) -> None:
         """Begin a job; it must be waited for."""
-        self._check()
-        self._waiting.append(job)
-        library().densefeed_submit(self._handle, ctypes.byref(job.batch))
+        self._check_process()
+        with self._lock:
+            self._check()
+            self._waiting.append(job)
+            library().densefeed_submit(self._handle, ctypes.byref(job.batch))
 
     def wait(self, job: Job, cancel: bool = False) -> None:
-        """Wait until a job is finished; with `cancel`, only for the samples that are being decoded."""
-        self._check()
-        while not library().densefeed_wait(self._handle, ctypes.byref(job.batch), WAIT, cancel):
-            pass
-        self._waiting.remove(job)
+        """Wait until a job is finished; with `cancel`, only for the samples that are being decoded.
+
+        RuntimeError if the pool is closed, then or meanwhile; but closing cancels, so `cancel` then has nothing to do.
+        """
+        finished = False
+        while not finished:
+            self._check_process()  # before the lock, which a forked child may find held for ever
+            with self._lock:
+                if cancel and not self._close.alive:
+                    return
+                self._check()
+                finished = library().densefeed_wait(self._handle, ctypes.byref(job.batch), WAIT, cancel)
+                if finished:
+                    self._waiting.remove(job)
 
     def _check(self) -> None:
         if not self._close.alive:
             raise RuntimeError("this loader is closed")
+
+    def _check_process(self) -> None:
         if os.getpid() != self._pid:
             raise RuntimeError("a loader cannot be used in a forked process; open it there, or start processes by spawn")
 
@@ -200,9 +215,10 @@ class Pool:
         self._close()
 
 
-def _close(handle: int, pid: int, waiting: list[Job]) -> None:
+def _close(handle: int, pid: int, waiting: list[Job], lock: threading.RLock) -> None:
     if os.getpid() == pid:
-        library().densefeed_close(handle)
+        with lock:
+            library().densefeed_close(handle)
     waiting.clear()  # until here no job's memory was freed
 
 

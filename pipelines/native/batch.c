@@ -123,13 +123,11 @@ static int raw_decode(Sample *sample, Scratch *scratch, Box box, Picture *pictur
 /* The planes of what the sample's crop touches. */
 static int decode(Sample *sample, Scratch *scratch, int size, Picture *picture)
 {
-    Box box = {
-        (int)sample->top, (int)sample->left, (int)ceil(sample->top + sample->box_height - 1e-9),
-        (int)ceil(sample->left + sample->box_width - 1e-9),
-    };
-    if (!(sample->top >= 0 && sample->left >= 0 && sample->box_height > 0 && sample->box_width > 0
-          && box.bottom <= sample->height && box.right <= sample->width && box.top < box.bottom && box.left < box.right))
+    double bottom = ceil(sample->top + sample->box_height - 1e-9), right = ceil(sample->left + sample->box_width - 1e-9);
+    if (!(sample->top >= 0 && sample->left >= 0 && sample->box_height > 0 && sample->box_width > 0 && bottom <= sample->height
+          && right <= sample->width && floor(sample->top) < bottom && floor(sample->left) < right))
         return fail(sample->message, UNSUPPORTED, "the crop is not inside it");
+    Box box = {(int)sample->top, (int)sample->left, (int)bottom, (int)right};
     int status;
     if (sample->kind == RAW) return raw_decode(sample, scratch, box, picture);
     const uint8_t *bytes = sample->bytes;
@@ -235,10 +233,10 @@ static void *run(void *argument)
 
 API void densefeed_close(Pool *pool);
 
-/* NULL if the system gives no more threads. */
+/* NULL if the system gives no more threads, or none are asked for. */
 API Pool *densefeed_open(int threads)
 {
-    Pool *pool = calloc(1, sizeof *pool);
+    Pool *pool = threads > 0 ? calloc(1, sizeof *pool) : NULL; /* without threads a batch would never be done */
     if (!pool || !(pool->thread = calloc(threads, sizeof *pool->thread))) return free(pool), NULL;
     pthread_mutex_init(&pool->lock, NULL);
     pthread_cond_init(&pool->work, NULL);

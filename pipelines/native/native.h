@@ -10,9 +10,13 @@
 #include <stddef.h>
 
 /* One source compiled for several instruction sets, chosen when the library is loaded (GNU ifunc; needs ELF and glibc).
- * AddressSanitizer cannot run before it is set up itself, so sanitised builds take the plain one. Levels and not processors:
- * "arch=haswell" would match that one processor only. */
-#if defined(__x86_64__) && defined(__GLIBC__) && __GNUC__ >= 12 && !defined(__clang__) && !defined(__SANITIZE_ADDRESS__)
+ * Sanitizers cannot run before they are set up themselves, so sanitised builds take the plain one. Levels and not processors:
+ * "arch=haswell" would match that one processor only. -DDENSEFEED_PLAIN leaves out all that is made for one processor, so that
+ * what others run is tested everywhere. */
+#if defined(__x86_64__) && !defined(DENSEFEED_PLAIN)
+#define X86
+#endif
+#if defined(X86) && defined(__GLIBC__) && __GNUC__ >= 12 && !defined(__clang__) && !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
 #define FOR_EVERY_CPU __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #else
 #define FOR_EVERY_CPU
@@ -47,6 +51,7 @@ enum { OK = 0, DAMAGED = 1, UNSUPPORTED = 2, UNREADABLE = 3, NO_MEMORY = 4 };
 enum { JPEG = 0, RAW = 1 };
 
 #define MESSAGE 120
+#define MOST_PIXELS (1 << 28) /* of an image: what its header says is allocated before its bytes can prove it */
 #define PADDING 64 /* bytes that may be read past the end of any buffer of encoded bytes */
 
 /* One sample of a batch; numpy sees the same struct, see __init__.py. */

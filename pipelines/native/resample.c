@@ -235,8 +235,7 @@ int resample(Scratch *scratch, const Picture *picture, Sample *sample, int size,
             memory -= (uintptr_t)memory % 8;
         }
         int smooth = plane->ratio_x <= 2 && plane->ratio_y <= 2;
-        int same = n == 2 && plane->ratio_x == picture->plane[1].ratio_x && plane->ratio_y == picture->plane[1].ratio_y;
-        if (same || (n == 1 && plane->ratio_x == 1 && plane->ratio_y == 1)) {
+        if (n && plane->ratio_x == plane[-1].ratio_x && plane->ratio_y == plane[-1].ratio_y) {
             axis[0][n] = axis[0][n - 1], axis[1][n] = axis[1][n - 1];
         } else {
             set_taps(&axis[0][n], dense, size, left, wide, low_x, high_x, sample->flip, plane->ratio_x,

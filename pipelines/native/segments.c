@@ -6,7 +6,7 @@
  */
 #include "native.h"
 #include <string.h>
-#if defined(__x86_64__)
+#if defined(X86)
 #include <immintrin.h>
 #endif
 
@@ -99,7 +99,7 @@ static int parse(Header *header, const uint8_t *bytes, size_t length)
     memset(header->quant_defined, 0, sizeof header->quant_defined);
     for (int n = 0; n < 2; n++) header->dc[n].defined = header->ac[n].defined = 0;
     header->components = header->interval = 0;
-    header->ycc = 1;
+    int jfif = 0, adobe = -1;
     for (size_t at = 2; at + 4 <= length;) {
         int marker = bytes[at + 1], size = be16(bytes + at + 2);
         const uint8_t *body = bytes + at + 4, *end = bytes + at + 2 + size;
@@ -135,7 +135,9 @@ static int parse(Header *header, const uint8_t *bytes, size_t length)
             if (size != 4) return 0;
             header->interval = be16(body);
         } else if (marker == 0xEE) {
-            if (size >= 14 && !memcmp(body, "Adobe", 5)) header->ycc = body[11] != 0;
+            if (size >= 14 && !memcmp(body, "Adobe", 5)) adobe = body[11];
+        } else if (marker == 0xE0) {
+            if (size >= 16 && !memcmp(body, "JFIF", 5)) jfif = 1;
         } else if (marker == 0xDA) {
             if (size != 6 + 2 * header->components || body[0] != header->components || at != length) return 0;
             for (int n = 0; n < header->components; n++) {
@@ -144,6 +146,10 @@ static int parse(Header *header, const uint8_t *bytes, size_t length)
                 if (body[1 + 2 * n] != c->id || c->dc > 1 || c->ac > 1) return 0;
                 if (!header->dc[c->dc].defined || !header->ac[c->ac].defined || !header->quant_defined[c->quant]) return 0;
             }
+            /* Whether the planes are colours or Y, Cb, Cr is guessed as libjpeg does. */
+            const Component *c = header->component;
+            int rgb = adobe < 0 ? c[0].id == 'R' && c[1].id == 'G' && c[2].id == 'B' : adobe == 0;
+            header->ycc = jfif || !rgb;
             header->length = length;
             return header->components > 0;
         } else if (marker < 0xE0 || marker > 0xEF) {
@@ -157,6 +163,7 @@ static int parse(Header *header, const uint8_t *bytes, size_t length)
 static int open_header(Header *header, const uint8_t *bytes, size_t length, char *message)
 {
     const uint8_t *index = bytes + INDEX_AT;
+    if (length < INDEX_AT + INDEX_FIXED) return fail(message, DAMAGED, "its header's length is wrong");
     uint32_t crc = densefeed_crc32(bytes, INDEX_AT + 10, 0);
     crc = densefeed_crc32(bytes + INDEX_AT + 14, length - INDEX_AT - 14, crc);
     if (crc != u32(index + 10)) return fail(message, DAMAGED, "its header does not match its checksum");
@@ -164,8 +171,9 @@ static int open_header(Header *header, const uint8_t *bytes, size_t length, char
     Component *c = header->component;
     if (header->components == 1) c[0].h = c[0].v = 1; /* one component is never interleaved: its MCU is one block */
     int chroma = header->components == 1 || (c[1].h == 1 && c[1].v == 1 && c[2].h == 1 && c[2].v == 1);
-    if (!chroma || c[0].h < 1 || c[0].h > 2 || c[0].v < 1 || c[0].v > 2 || !header->height || !header->width)
-        return fail(message, DAMAGED, "its header asks for a sampling that this program does not write");
+    if (!chroma || c[0].h < 1 || c[0].h > 2 || c[0].v < 1 || c[0].v > 2 || !header->height || !header->width
+        || (int64_t)header->height * header->width > MOST_PIXELS)
+        return fail(message, DAMAGED, "its header asks for a size or a sampling that this program does not write");
     header->mcu_width = 8 * c[0].h, header->mcu_height = 8 * c[0].v;
     header->mcus_across = (header->width + header->mcu_width - 1) / header->mcu_width;
     header->mcus_down = (header->height + header->mcu_height - 1) / header->mcu_height;
@@ -293,7 +301,8 @@ INLINE void idct8(int32_t in[8][8], int offset, int shift, int32_t out[8][8])
         int32_t even2 = z - in[6][lane] * FIX(1.847759065), even3 = z + in[2][lane] * FIX(0.765366865);
         int32_t even0 = flat + (in[4][lane] << 13), even1 = flat - (in[4][lane] << 13);
         int32_t z1 = (in[7][lane] + in[1][lane]) * -FIX(0.899976223), z2 = (in[5][lane] + in[3][lane]) * -FIX(2.562915447);
-        int32_t z3 = in[7][lane] + in[3][lane], z4 = in[5][lane] + in[1][lane], z5 = (z3 + z4) * FIX(1.175875602);
+        /* 16 bits as the vectors': only a damaged file gets there, and its pixels shall not depend on the processor */
+        int32_t z3 = (int16_t)(in[7][lane] + in[3][lane]), z4 = (int16_t)(in[5][lane] + in[1][lane]), z5 = (z3 + z4) * FIX(1.175875602);
         z3 = z5 - z3 * FIX(1.961570560), z4 = z5 - z4 * FIX(0.390180644);
         int32_t odd0 = in[1][lane] * FIX(1.501321110) + z1 + z4, odd1 = in[3][lane] * FIX(3.072711026) + z2 + z3;
         int32_t odd2 = in[5][lane] * FIX(2.053119869) + z2 + z4, odd3 = in[7][lane] * FIX(0.298631336) + z1 + z3;
@@ -304,6 +313,7 @@ INLINE void idct8(int32_t in[8][8], int offset, int shift, int32_t out[8][8])
     }
 }
 
+static int saturated(int value) { return value < INT16_MIN ? INT16_MIN : value > INT16_MAX ? INT16_MAX : value; }
 static uint8_t clip(int value) { return (uint8_t)(value < 0 ? 0 : value > 255 ? 255 : value); }
 
 static void idct(const int16_t block[64], uint8_t *to, size_t step)
@@ -311,7 +321,7 @@ static void idct(const int16_t block[64], uint8_t *to, size_t step)
     int32_t in[8][8], middle[8][8];
     for (int n = 0; n < 64; n++) in[n / 8][n % 8] = block[n];
     idct8(in, 1 << 10, 11, middle);
-    for (int n = 0; n < 64; n++) in[n % 8][n / 8] = (int16_t)middle[n / 8][n % 8];
+    for (int n = 0; n < 64; n++) in[n % 8][n / 8] = saturated(middle[n / 8][n % 8]);
     idct8(in, (1 << 17) + (128 << 18), 18, middle);
     for (int x = 0; x < 8; x++)
         for (int y = 0; y < 8; y++) to[x * step + y] = clip(middle[x][y]);
@@ -333,7 +343,7 @@ static void transform_any(int16_t block[6][64], const int flat[6], int blocks, u
         else idct(block[n], to[n], step[n]);
 }
 
-#if defined(__x86_64__)
+#if defined(X86)
 #define AVX2 __attribute__((target("avx2")))
 typedef __m256i V;
 
@@ -401,7 +411,7 @@ static void (*transform)(int16_t block[6][64], const int flat[6], int blocks, ui
 
 __attribute__((constructor)) static void choose(void)
 {
-#if defined(__x86_64__)
+#if defined(X86)
     __builtin_cpu_init();
     if (__builtin_cpu_supports("avx2")) transform = transform_avx2;
 #endif

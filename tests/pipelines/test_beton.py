@@ -27,14 +27,12 @@ from densefeed.pipelines.beton import (
     PAGE,
     RGB,
     Beton,
-    BetonWriter,
     Field,
-    Sample,
     describe_field,
     metadata_dtype,
     read_front,
-    write_beton,
 )
+from densefeed.pipelines.beton_writer import BetonWriter, Sample, write_beton
 from densefeed.pipelines.ffcv import FfcvSource, map_arrays, map_fields
 from densefeed.relabel.files import UserError
 from densefeed.relabel.store import ScoreMapWriter, StoreHeader, row_crcs

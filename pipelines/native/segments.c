@@ -489,8 +489,8 @@ FOR_EVERY_CPU static int decode_rows(const Header *header, Row *row, int rows, S
                 row[0].flat[k] = at == 1 + END_OF_BLOCK;
             }
             for (int r = 0; r < rows; r++) {
-                uint8_t *to[6];
-                for (int k = 0; k < blocks; k++)
+                uint8_t *to[6]; /* of an MCU before the span there is no such place */
+                for (int k = 0; k < blocks && mcu >= span.from; k++)
                     to[k] = row[r].out[place[k].plane] + (mcu - span.from) * place[k].stride + place[k].offset;
                 if (mcu >= span.from) transform(row[r].block, row[r].flat, blocks, to, steps);
                 memset(row[r].block, 0, blocks * sizeof row[r].block[0]);

@@ -20,7 +20,9 @@ SOURCES = ("batch", "checksum", "resample", "segments", "turbo")
 def compiled(out: Path, sources: list[Path], *flags: str) -> Path:
     """C sources as a program or library at `out`, built as setup.py does but for `flags`."""
     done = subprocess.run(
-        [os.environ.get("CC", "gcc"), *FLAGS, *flags, *map(str, sources), "-o", str(out), *LIBRARIES], capture_output=True, text=True
+        [os.environ.get("CC", "gcc"), *FLAGS, *flags, *map(str, sources), "-o", str(out), *LIBRARIES],
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr
     return out

@@ -70,14 +70,14 @@ def check(jpegs, original: bytes) -> bytes:
     return indexed
 
 
-@pytest.mark.parametrize("height, width", EXTENTS)
+@pytest.mark.parametrize(("height", "width"), EXTENTS)
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 def test_every_coefficient_stays(jpegs, noise, height, width, sampling):
     found = reread(check(jpegs, jpegs.write(noise(height, width), sampling)))
     assert (found["height"], found["width"], found["sampling"]) == (height, width, sampling)
 
 
-@pytest.mark.parametrize("height, width", EXTENTS)
+@pytest.mark.parametrize(("height", "width"), EXTENTS)
 def test_grey_stays_grey(jpegs, noise, height, width):
     for sampling in ((1, 1), (2, 2)):  # a single component's sampling means nothing, but some writers give one
         assert reread(check(jpegs, jpegs.write(noise(height, width, 1), sampling)))["sampling"] == (1, 1)
@@ -145,7 +145,7 @@ def test_app_segments_go_but_for_those_that_decoders_need(jpegs, photographs):
 
 
 @pytest.mark.parametrize(
-    "broken, status",
+    ("broken", "status"),
     [
         (lambda jpeg, cmyk: b"", native.DAMAGED),
         (lambda jpeg, cmyk: b"GIF89a", native.DAMAGED),

@@ -33,7 +33,11 @@ def seeds(jpegs, noise, tmp_path_factory):
     made["arithmetic"] = jpegs.write(noise(40, 48), (2, 2), arithmetic=1)
     made["arithmetic-progressive"] = jpegs.write(noise(24, 24), (2, 1), progressive=1, arithmetic=1)
     made["sharp"] = jpegs.write(np.random.default_rng(0).integers(0, 256, (32, 48, 3), dtype=np.uint8), quality=100)
-    made["exif"] = made["420"][:2] + b"\xff\xe1\x00\x22Exif\0\0MM\0*\0\0\0\x08\0\x01\x01\x12\0\x03\0\0\0\x01\0\x06\0\0\0\0\0\0" + made["420"][2:]
+    made["exif"] = (
+        made["420"][:2]
+        + b"\xff\xe1\x00\x22Exif\0\0MM\0*\0\0\0\x08\0\x01\x01\x12\0\x03\0\0\0\x01\0\x06\0\0\0\0\0\0"
+        + made["420"][2:]
+    )
     for name in (*SAMPLINGS, "one", "long", "tall", "grey", "rgb", "progressive", "sharp"):
         made[f"{name}-indexed"] = segments.transcode(made[name])
     for name, content in made.items():
@@ -46,7 +50,13 @@ def fuzz(folder, seeds, sanitizers: str, seconds: float, threaded: int, seed: in
     fuzzer = folder / "fuzz"
     try:
         compiled(
-            fuzzer, [HERE / "fuzz.c", *LIBRARY], "-O1", "-g", "-march=native", f"-fsanitize={sanitizers}", "-fno-sanitize-recover=all"
+            fuzzer,
+            [HERE / "fuzz.c", *LIBRARY],
+            "-O1",
+            "-g",
+            "-march=native",
+            f"-fsanitize={sanitizers}",
+            "-fno-sanitize-recover=all",
         )
     except AssertionError as error:
         if "cannot find" in str(error):
@@ -54,13 +64,17 @@ def fuzz(folder, seeds, sanitizers: str, seconds: float, threaded: int, seed: in
         raise
     options = {"ASAN_OPTIONS": "allocator_may_return_null=1", "TSAN_OPTIONS": "halt_on_error=1"}
     done = subprocess.run(
-        [fuzzer, str(seconds), str(seed), str(threaded), *seeds], cwd=folder, env=os.environ | options, capture_output=True, text=True
+        [fuzzer, str(seconds), str(seed), str(threaded), *seeds],
+        cwd=folder,
+        env=os.environ | options,
+        capture_output=True,
+        text=True,
     )
     print(done.stdout)
     assert done.returncode == 0, f"{done.stdout}{done.stderr[:6000]}\nthe input is {folder / 'crasher'}"
 
 
-@pytest.mark.parametrize("sanitizers, short, share", [("address,undefined", 4, 0.9), ("thread", 2, 0.1)])
+@pytest.mark.parametrize(("sanitizers", "short", "share"), [("address,undefined", 4, 0.9), ("thread", 2, 0.1)])
 def test_mutated_files_do_no_harm(seeds, tmp_path, sanitizers, short, share):
     """Seconds of always the same mutations; `make soak` gives minutes of others."""
     if MINUTES:

@@ -146,6 +146,7 @@ class Job:
         assert pixels.flags.c_contiguous
         assert pixels.dtype == np.uint8
         assert pixels.shape == (len(samples), pixels.shape[1], pixels.shape[1], 3)
+        assert pixels.shape[1] > 0  # the library divides by it
         self.samples, self.pixels, self._keep = samples, pixels, [keep]
         self.batch = _Batch(samples.ctypes.data, len(samples), pixels.shape[1], pixels.ctypes.data)
         if parts is not None:

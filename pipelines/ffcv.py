@@ -12,7 +12,7 @@ from ..relabel.store import ScoreMaps, ScoreMapStore
 from . import native
 from .batch import LabelSpec
 from .beton import NDARRAY, Beton, Field
-from .folder import map_tensors, spec_of, store_rows
+from .folder import check_row, map_tensors, spec_of, store_rows
 from .loader import Encoded, MapRows, Memory
 
 MAP_FIELDS = ("map", "lse", "window")
@@ -101,6 +101,12 @@ class FfcvSource:
         files = np.repeat(file[:, None], 4, axis=1)
         crcs = None if self._beton.crcs is None else self._beton.crcs[ids]
         return MapRows(native.Parts(files, offsets, [field.numpy() for field in fields], crcs), fields)
+
+    def check_map(self, index: int) -> None:
+        if self._store is not None:
+            check_row(self._store, index)
+        else:
+            self._beton.arrays(np.array([index]))
 
     def maps(self, ids: np.ndarray) -> ScoreMaps:
         """Score maps of the samples `ids`, each checked against its CRC."""

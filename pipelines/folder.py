@@ -1,5 +1,6 @@
 """`--loader folder`: a folder of images (any dataset that timm reads), with the score maps in an HDF5 file beside it."""
 
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -9,7 +10,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from ..relabel.files import UserError
+from ..relabel.files import UserError, explain
 from ..relabel.images import Images, decode
 from ..relabel.store import ScoreMaps, ScoreMapStore
 from . import native
@@ -72,8 +73,10 @@ class FolderSource:
                 except native.JpegError:  # Pillow reads it, or says what is wrong
                     pixels = np.asarray(decode(content, self.where(index)))
                     files.append(_File(pixels.reshape(-1), native.RAW, *pixels.shape[:2]))
-            except (UserError, OSError) as error:
+            except UserError as error:
                 files.append(str(error))
+            except OSError as error:
+                files.append(explain(error))
         return files
 
     def image(self, index: int) -> Image.Image:
@@ -81,6 +84,9 @@ class FolderSource:
 
     def map_rows(self, ids: np.ndarray, memory: Memory) -> MapRows:
         return store_rows(self._store, ids, memory)
+
+    def check_map(self, index: int) -> None:
+        check_row(self._store, index)
 
     def close(self) -> None:
         self._readers.shutdown(cancel_futures=True)
@@ -94,6 +100,14 @@ def store_rows(store: ScoreMapStore, ids: np.ndarray, memory: Memory) -> MapRows
     fields = map_tensors(len(ids), side, top_k, memory)
     file, offsets = store.places(ids)
     return MapRows(native.Parts(np.full(offsets.shape, file), offsets, [f.numpy() for f in fields], store.crcs[ids]), fields)
+
+
+def check_row(store: ScoreMapStore, index: int) -> None:
+    """UserError if row `index` of a store is not there any more, or damaged."""
+    file, offsets = store.places(np.array([index]))
+    if os.fstat(file).st_size <= offsets.max():  # the memory map would end the process
+        raise UserError(f"{store.path} was cut while it was open; copy it again and rerun")
+    store.rows(np.array([index]))
 
 
 def map_tensors(count: int, side: int, top_k: int, memory: Memory) -> ScoreMaps:

@@ -17,7 +17,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from ..relabel.files import UserError
+from ..relabel.files import UserError, explain
 from ..relabel.geometry import crop_views
 from . import native
 from .batch import Batch, LabelSpec
@@ -61,6 +61,9 @@ class Source(Protocol):
 
     def map_rows(self, ids: np.ndarray, memory: "Memory") -> MapRows:
         """Where the score maps of the samples `ids` lie; only if `spec` is not None."""
+
+    def check_map(self, index: int) -> None:
+        """UserError if the score map of sample `index` cannot be read, or is damaged; only if `spec` is not None."""
 
     def close(self) -> None:
         """Free files and threads."""
@@ -135,12 +138,10 @@ class ThreadedLoader:
 
     def batches(self, epoch: int, start: int = 0) -> Iterator[Batch]:
         """This rank's rows of the batches of an epoch from batch `start` on; padding has weight 0."""
-        index, view, weight = (part[start:] for part in self.plan.shard(epoch))
-        rows, size = zip(index, view, weight, strict=True), self.plan.size(epoch)
+        size = self.plan.size(epoch)
         self._memory.forget()
         # One batch more is being fetched than decoded: a folder's files are read while earlier ones are decoded.
-        fetching = ((self.source.begin(ids), ids, views, weights) for ids, views, weights in rows)
-        fetched: deque = deque()
+        fetching, fetched = self._fetch(epoch, start), deque()
         decoding: deque[_Begun] = deque()
         try:
             for fetch in chain(fetching, [None] * (AHEAD + 1)):
@@ -149,10 +150,17 @@ class ThreadedLoader:
                 if fetched and (len(fetched) > 1 or not fetch):
                     decoding.append(self._submit(epoch, size, *fetched.popleft()))
                 if decoding and (len(decoding) == AHEAD or not fetch):
+                    self._pool.wait(decoding[0].job)
                     yield self._finish(decoding.popleft())
         finally:
             for begun in decoding:
-                self._pool.wait(begun.job, cancel=True)
+                self._pool.cancel(begun.job)
+
+    def _fetch(self, epoch: int, start: int) -> Iterator[tuple]:
+        """Begin to fetch one batch after the other: what waits for it, its ids, views and weights."""
+        for ids, views, weights in zip(*(part[start:] for part in self.plan.shard(epoch)), strict=True):
+            self._pool.check()
+            yield self.source.begin(ids), ids, views, weights
 
     def _submit(
         self, epoch: int, size: int, fetch: Callable[[], Encoded], ids: np.ndarray, sample_views: np.ndarray, weight: np.ndarray
@@ -169,8 +177,7 @@ class ThreadedLoader:
         return _Begun(job, encoded, ids, weight, image, views, maps)
 
     def _finish(self, begun: _Begun) -> Batch:
-        """Wait for a batch, look after its bad samples, and make tensors of it."""
-        self._pool.wait(begun.job)
+        """Look after a decoded batch's bad samples, and make tensors of it."""
         ids, weight, views = begun.ids.copy(), begun.weight.copy(), begun.views
         bad = [row for row in np.flatnonzero(begun.job.samples["status"]).tolist() if not self._mend(begun, row)]
         batch = Batch(
@@ -185,7 +192,7 @@ class ThreadedLoader:
             good = next((row for row in range(len(ids)) if row not in bad), None)
             if good is None:
                 where = self.source.where(int(ids[0]))
-                raise UserError(f"none of the {len(ids)} samples of a batch can be read, the first is {where}")
+                raise UserError(f"none of the {len(ids)} samples of a batch can be read, {where} first; the lines above say why")
             for row in bad:  # a skipped sample repeats a good one, with weight 0
                 for field in batch:
                     if field is not None:
@@ -204,6 +211,8 @@ class ThreadedLoader:
             if sample["status"] == native.NO_MEMORY:
                 raise MemoryError(f"sample {index}, {where}: memory is used up; choose a smaller --batch")
             if sample["status"] != native.UNSUPPORTED:
+                if begun.maps:  # the decoder tells the map's damage from the image's only in words
+                    self.source.check_map(index)
                 raise UserError(f"{where} cannot be decoded ({why}); {self.source.remedy}")
             pixels = np.asarray(self.source.image(index))
             if pixels.shape[:2] != (sample["height"], sample["width"]):
@@ -215,7 +224,8 @@ class ThreadedLoader:
                 raise UserError(f"{where} cannot be resized ({again['message'][0].decode()}); {self.source.remedy}")
             return True
         except (UserError, OSError) as error:
-            what = f"sample {index}: {error}" if where in str(error) else f"sample {index}, {where}: {error}"
+            why = explain(error) if isinstance(error, OSError) else str(error)
+            what = f"sample {index}: {why}" if where in why else f"sample {index}, {where}: {why}"
             if self.on_bad_sample == "raise":
                 raise UserError(what) from error
             print(f"skipped {what}", file=sys.stderr)

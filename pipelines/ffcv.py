@@ -1,6 +1,5 @@
 """`--loader ffcv`: an FFCV dataset (.beton), with its score maps inside it or in an HDF5 file beside it."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +12,7 @@ from . import native
 from .batch import LabelSpec
 from .beton import NDARRAY, Beton, Field
 from .folder import check_row, map_tensors, spec_of, store_rows
-from .loader import Encoded, MapRows, Memory
+from .loader import Encoded, Fetch, MapRows, Memory
 
 MAP_FIELDS = ("map", "lse", "window")
 
@@ -75,14 +74,14 @@ class FfcvSource:
     def where(self, index: int) -> str:
         return self._beton.where(index)
 
-    def begin(self, ids: np.ndarray) -> Callable[[], Encoded]:
+    def begin(self, ids: np.ndarray) -> Fetch:
         beton = self._beton
         samples = np.zeros(len(ids), native.SAMPLE)
         samples["file"] = np.array(beton.descriptors, np.int32)[beton.images.file[ids]]
         samples["offset"], samples["length"] = beton.images.offset[ids], beton.images.size[ids]
         samples["kind"] = np.where(beton.raw[ids], native.RAW, native.JPEG)
         samples["height"], samples["width"] = beton.heights[ids], beton.widths[ids]
-        return lambda: Encoded(samples, {})
+        return Fetch(lambda: Encoded(samples, {}), lambda: None)
 
     def image(self, index: int) -> Image.Image:
         encoded, raw = self._beton.image(index)

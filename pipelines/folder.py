@@ -1,7 +1,6 @@
 """`--loader folder`: a folder of images (any dataset that timm reads), with the score maps in an HDF5 file beside it."""
 
 import os
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -15,7 +14,7 @@ from ..relabel.images import Images, decode
 from ..relabel.store import ScoreMaps, ScoreMapStore
 from . import native
 from .batch import LabelSpec
-from .loader import Encoded, MapRows, Memory
+from .loader import Encoded, Fetch, MapRows, Memory
 
 CHUNK = 16  # files a thread reads at once
 
@@ -49,7 +48,7 @@ class FolderSource:
             self.spec = spec_of(self._store, len(self.class_names))
         self._readers = ThreadPoolExecutor(threads, thread_name_prefix="read")
 
-    def begin(self, ids: np.ndarray) -> Callable[[], Encoded]:
+    def begin(self, ids: np.ndarray) -> Fetch:
         chunks = [self._readers.submit(self._read, ids[at : at + CHUNK]) for at in range(0, len(ids), CHUNK)]
 
         def fetched() -> Encoded:
@@ -60,7 +59,7 @@ class FolderSource:
             samples["kind"], samples["height"], samples["width"] = np.array([f[1:] for f in good]).T
             return Encoded(samples, {n: file for n, file in enumerate(files) if isinstance(file, str)}, good)
 
-        return fetched
+        return Fetch(fetched, lambda: [chunk.cancel() for chunk in chunks])
 
     def _read(self, ids: np.ndarray) -> list[_File | str]:
         """The files of the samples `ids`, or why one cannot be read."""

@@ -34,6 +34,13 @@ class Encoded(NamedTuple):
     keep: object = None  # memory that must live until the batch is decoded
 
 
+class Fetch(NamedTuple):
+    """Samples being fetched. Without `cancel` a process that ends would first read all that was asked for."""
+
+    wait: Callable[[], Encoded]
+    cancel: Callable[[], object]
+
+
 class MapRows(NamedTuple):
     """Where the score maps of a batch lie, and what they are once they were copied."""
 
@@ -53,8 +60,8 @@ class Source(Protocol):
     def where(self, index: int) -> str:
         """How an error message should name sample `index`."""
 
-    def begin(self, ids: np.ndarray) -> Callable[[], Encoded]:
-        """Begin to fetch the samples `ids`; the callable waits for them."""
+    def begin(self, ids: np.ndarray) -> Fetch:
+        """Begin to fetch the samples `ids`."""
 
     def image(self, index: int) -> Image.Image:
         """Sample `index` decoded by Pillow, RGB: for what the native decoder leaves to it. UserError if it cannot be."""
@@ -138,35 +145,37 @@ class ThreadedLoader:
 
     def batches(self, epoch: int, start: int = 0) -> Iterator[Batch]:
         """This rank's rows of the batches of an epoch from batch `start` on; padding has weight 0."""
-        size = self.plan.size(epoch)
+        index, view, weight = (part[start:] for part in self.plan.shard(epoch))
+        rows, size = zip(index, view, weight, strict=True), self.plan.size(epoch)
         self._memory.forget()
         # One batch more is being fetched than decoded: a folder's files are read while earlier ones are decoded.
-        fetching, fetched = self._fetch(epoch, start), deque()
+        fetching = ((self.source.begin(ids), ids, views, weights) for ids, views, weights in rows)
+        fetched: deque = deque()
         decoding: deque[_Begun] = deque()
         try:
             for fetch in chain(fetching, [None] * (AHEAD + 1)):
                 if fetch:
                     fetched.append(fetch)
                 if fetched and (len(fetched) > 1 or not fetch):
-                    decoding.append(self._submit(epoch, size, *fetched.popleft()))
+                    decoding.append(self._submit(epoch, size, *fetched[0]))
+                    fetched.popleft()
                 if decoding and (len(decoding) == AHEAD or not fetch):
                     self._pool.wait(decoding[0].job)
                     yield self._finish(decoding.popleft())
+        except Exception:
+            self._pool.check()  # closed meanwhile, or in a forked child: that is the reason, whatever it broke first
+            raise
         finally:
+            for fetch, *_ in fetched:
+                fetch.cancel()
             for begun in decoding:
                 self._pool.cancel(begun.job)
 
-    def _fetch(self, epoch: int, start: int) -> Iterator[tuple]:
-        """Begin to fetch one batch after the other: what waits for it, its ids, views and weights."""
-        for ids, views, weights in zip(*(part[start:] for part in self.plan.shard(epoch)), strict=True):
-            self._pool.check()
-            yield self.source.begin(ids), ids, views, weights
-
     def _submit(
-        self, epoch: int, size: int, fetch: Callable[[], Encoded], ids: np.ndarray, sample_views: np.ndarray, weight: np.ndarray
+        self, epoch: int, size: int, fetch: Fetch, ids: np.ndarray, sample_views: np.ndarray, weight: np.ndarray
     ) -> _Begun:
         """Plan a batch's crops and give it to the threads."""
-        encoded = fetch()
+        encoded = fetch.wait()
         samples = encoded.samples
         samples["box"], samples["flip"] = self.plan.crops(epoch, ids, samples["height"], samples["width"], sample_views)
         views = crop_views(samples["box"], samples["flip"], samples["height"], samples["width"])

@@ -15,7 +15,7 @@ check: $(READY)  ## lint, only reports
 fix: $(READY)  ## lint, mends what it can
 	$(RUN) -m ruff check --fix .
 
-$(READY): tools/set_up.sh pyproject.toml setup.py
+$(READY): tools/set_up.sh pyproject.toml setup.py $(wildcard pipelines/native/*.[ch])
 	PYTHON="$(PYTHON)" bash tools/set_up.sh .venv
 	touch $(READY)
 
@@ -27,4 +27,8 @@ bench: $(READY)  ## our loaders beside all others, on real photographs; minutes,
 		echo "not every other loader could be installed; those that are here are measured" >&2
 	$(RUN) tools/benchmark_loaders.py --stages --first-batch --json bench/loaders.json
 
-.PHONY: quickstart test check fix gpu-check bench
+MINUTES ?= 10
+soak: $(READY)  ## the native decoder under sanitizers on mutated files, for MINUTES of processor time
+	SOAK_MINUTES=$(MINUTES) nice -n 19 $(RUN) -m pytest -s tests/pipelines/native/test_fuzz.py
+
+.PHONY: quickstart test check fix gpu-check bench soak

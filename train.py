@@ -25,7 +25,7 @@ from densefeed.models.evaluation import top1_waits
 from densefeed.models.lvvit import LVViT
 from densefeed.models.token_labeling import class_token_loss, hard_label_loss, token_loss
 from densefeed.pipelines.augment import Normalise
-from densefeed.pipelines.batch import Batch, Loader
+from densefeed.pipelines.batch import Batch, Loader, on_device
 from densefeed.pipelines.ffcv import FfcvSource
 from densefeed.pipelines.folder import FolderSource
 from densefeed.pipelines.loader import ThreadedLoader
@@ -48,7 +48,7 @@ from torch.utils.tensorboard import SummaryWriter
 class Config:
     """Everything a run depends on. Fields not given on the command line come from the recipe."""
 
-    data: Path = tyro.MISSING  # training set: a folder of class folders, or with --loader ffcv a .beton
+    data: Path = tyro.MISSING  # training set: a folder of class folders, or with --loader ffcv a .beton, or a pattern: 'a-*.beton'
     val: Path = tyro.MISSING  # validation set, of the same kind
     out: Path = tyro.MISSING  # run folder: config, metrics, checkpoints
     labels: Path | None = None  # score maps (HDF5) of the training set; a .beton may carry its own
@@ -319,8 +319,7 @@ def evaluate_waits(
     """Top-1 accuracy on the validation set; `advance(0, text)` shows how far it is."""
 
     def prepared() -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        for number, batch in enumerate(loader.batches(0), start=1):
-            batch = batch.to(device)
+        for number, batch in enumerate(on_device(loader.batches(0), device), start=1):
             yield normalise(batch.image), batch.label, batch.weight
             advance(0, f"evaluating, {number} of {len(loader)}")
 
@@ -426,13 +425,12 @@ def train(config: Config) -> dict:
 
         for epoch in range(step // len(loader), config.epochs):
             grid = loader.plan.size(epoch) // model.patch_size if isinstance(model, LVViT) else 0
-            timed = Timed(loader.batches(epoch, start=step % len(loader)))
+            timed = Timed(on_device(loader.batches(epoch, start=step % len(loader)), device))
             for batch in timed:
                 # Drop-path is the only draw of the device; seeding it by the step keeps a resumed run equal.
                 torch.manual_seed(loader.plan.step_seed(epoch, step % len(loader)))
                 scheduler.step_update(step)
                 model.train()
-                batch = batch.to(device)
                 mask = share = None
                 if config.mixtoken:
                     mask = mix_mask(loader.plan, epoch, step % len(loader), grid).to(device, non_blocking=True)

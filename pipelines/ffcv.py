@@ -32,12 +32,18 @@ def map_arrays(maps: ScoreMaps, row: int) -> tuple[np.ndarray, ...]:
 
 
 class FfcvSource:
-    """Samples of a .beton, or of several as one; `maps` names a store for files that carry no maps of their own."""
+    """Samples of a .beton, or of all that match a pattern (`train-*.beton`, read as one in the order of their names).
+
+    `maps` names a store for files that carry no maps of their own.
+    """
 
     remedy = "copy the file again, or pack it again"
 
     def __init__(self, path: Path, maps: Path | None = None) -> None:
-        self._beton = Beton(path)
+        paths = sorted(path.parent.glob(path.name)) if any(sign in path.name for sign in "*?[") else [path]
+        if not paths:
+            raise UserError(f"{path} matches no file; check the pattern, or pack the files with tools/pack_dataset.py")
+        self._beton = Beton(paths)
         self.labels = self._beton.labels
         notes = self._beton.notes
         self.class_names = notes.get("class_names") or [str(number) for number in range(int(self.labels.max()) + 1)]

@@ -85,6 +85,7 @@ class Memory:
     def __init__(self) -> None:
         self.pinned = torch.cuda.is_available()
         self._free: dict[int, list[np.ndarray]] = {}
+        self._size = 0
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """An uninitialised tensor on the CPU."""
@@ -97,9 +98,11 @@ class Memory:
         weakref.finalize(view, free.append, block).atexit = False
         return torch.from_numpy(view).view(dtype).view(shape)
 
-    def forget(self) -> None:
-        """Give free memory back, as before batches of another size."""
-        self._free.clear()
+    def prepare(self, size: int) -> None:
+        """Give free memory back if batches will have another `size`: other tensors than before."""
+        if size != self._size:
+            self._free.clear()
+        self._size = size
 
 
 class _Begun(NamedTuple):
@@ -147,7 +150,7 @@ class ThreadedLoader:
         """This rank's rows of the batches of an epoch from batch `start` on; padding has weight 0."""
         index, view, weight = (part[start:] for part in self.plan.shard(epoch))
         rows, size = zip(index, view, weight, strict=True), self.plan.size(epoch)
-        self._memory.forget()
+        self._memory.prepare(size)
         # One batch more is being fetched than decoded: a folder's files are read while earlier ones are decoded.
         fetching = ((self.source.begin(ids), ids, views, weights) for ids, views, weights in rows)
         fetched: deque = deque()

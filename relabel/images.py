@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 from PIL import Image, UnidentifiedImageError
-from timm.data import create_dataset
 
 from .files import UserError
 
@@ -40,6 +39,8 @@ class Images:
     """
 
     def __init__(self, root: Path, dataset: str = "", split: str = "train") -> None:
+        from timm.data import create_dataset  # takes 1.2 s, which a loader of .beton files need not wait for
+
         kind = dataset.partition("/")[0]
         if kind not in READ:
             raise UserError(f"--dataset {dataset}: images are read by index, from a folder (no --dataset) or from hfds/NAME")

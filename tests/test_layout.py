@@ -84,7 +84,8 @@ def test_only_one_name_reaches_site_packages(tmp_path):
     (wheel,) = tmp_path.glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0] for name in names if ".dist-info" not in name} == {"densefeed"}
-    assert {"densefeed/train.py", "densefeed/relabel/FORMAT.md", "densefeed/tools/show.html"} <= set(names)
+    native = "densefeed/pipelines/native/libdensefeed.so"
+    assert {"densefeed/train.py", "densefeed/relabel/FORMAT.md", "densefeed/tools/show.html", native} <= set(names)
     assert not any("tests" in name or name.endswith(("setup.py", "/densefeed.py")) for name in names)
 
 

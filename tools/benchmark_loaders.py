@@ -20,10 +20,11 @@ from pathlib import Path
 import numpy as np
 import torch
 import tyro
+from densefeed.pipelines import native
 from densefeed.pipelines.beton import Beton
 from densefeed.pipelines.ffcv import FfcvSource
+from densefeed.pipelines.loader import Memory
 from densefeed.relabel.files import UserError, run
-from densefeed.relabel.images import crop_resize, decode
 from densefeed.relabel.progress import steps_bar
 from densefeed.tools.loader_peers import PEERS, BenchmarkSet, FullDecode, Peer, Work, why_missing
 from densefeed.tools.measuring import (
@@ -211,7 +212,8 @@ def stages(data: BenchmarkSet, benchmark: Benchmark) -> dict:
     """Microseconds an image that reading, decoding, resampling and labels take, timed apart on one core.
 
     `share_of_limit` is the time of libjpeg-turbo's decode of the whole file over all of theirs: 1 would mean that a crop
-    with its labels costs no more than decoding the file it is cut from.
+    with its labels costs no more than decoding the file it is cut from. `bytes_to_original` is what the packer's rewriting
+    makes of the JPEGs' size.
     """
     work = Work(data, 1, benchmark.batch, benchmark.size)
     passes, shares = [], []
@@ -228,32 +230,28 @@ def stages(data: BenchmarkSet, benchmark: Benchmark) -> dict:
                 passes.append(taken)
                 shares.append(whole / sum(taken.values()))
     spreads = {name: Spread.of([1e6 * taken[name] / len(data.labels) for taken in passes]) for name in passes[0]}
+    packed = sum(Beton(data.beton).images.size.tolist()) / sum(os.path.getsize(path) for path in data.paths)
     document = {"microseconds_per_image": {name: spread._asdict() for name, spread in spreads.items()}}
+    document |= {"bytes_to_original": packed}
     return document | ({"share_of_limit": Spread.of(shares)._asdict()} if limit else {})
 
 
 def stage_seconds(work: Work, epoch: int) -> dict[str, float]:
-    """Seconds that each stage of our .beton loader takes over an epoch."""
-    source, beton = FfcvSource(work.data.beton), Beton(work.data.beton)
-    plan, clock = work.plan(), time.perf_counter
-    ids = plan.permutation(epoch)
-    boxes, _ = plan.crops(epoch, ids, beton.heights[ids], beton.widths[ids])
-    taken = dict.fromkeys(("read", "decode", "resample"), 0.0)
-    for index, (top, left, height, width) in zip(ids.tolist(), boxes.tolist(), strict=True):
-        times = [clock()]
-        encoded, _ = beton.image(index)
-        times.append(clock())
-        image = decode(encoded, str(index))
-        times.append(clock())
-        crop_resize(image, (left, top, left + width, top + height), work.size)
-        times.append(clock())
-        for name, start, end in zip(taken, times, times[1:], strict=False):
-            taken[name] += end - start
-    if source.spec is not None:
-        start = clock()
-        for at in range(0, len(ids), work.batch):
-            source.maps(ids[at : at + work.batch])
-        taken["labels"] = clock() - start
+    """Seconds that each stage of our .beton loader takes over an epoch, as its native code clocks them, and Python's planning."""
+    source, plan, memory = FfcvSource(work.data.beton), work.plan(), Memory()
+    taken = dict.fromkeys((*native.STAGES, "plan"), 0.0)
+    pixels = np.zeros((work.batch, work.size, work.size, 3), np.uint8)
+    for ids in plan.shard(epoch).index:
+        start = time.perf_counter()
+        samples = source.begin(ids)().samples
+        samples["box"], samples["flip"] = plan.crops(epoch, ids, samples["height"], samples["width"])
+        parts = source.map_rows(ids, memory).parts if source.spec else None
+        job = native.Job(samples, pixels, parts)
+        taken["plan"] += time.perf_counter() - start
+        job.decode()
+        for name, microseconds in zip(native.STAGES, samples["took"].sum(0).tolist(), strict=True):
+            taken[name] += microseconds / 1e6
+    source.close()
     return taken
 
 
@@ -318,6 +316,7 @@ def show(document: dict) -> None:
         for name, spread in document["stages"]["microseconds_per_image"].items():
             table.add_row(name, *(f"{spread[k]:,.1f}" for k in ("median", "p25", "p75")))
         console.print(table)
+        console.print(f"bytes of a packed JPEG to the original's: {document['stages']['bytes_to_original']:.4f} (bar 1.015)")
         if "share_of_limit" in document["stages"]:
             console.print(f"share of libjpeg-turbo's full decode reached: {document['stages']['share_of_limit']['median']:.2f}")
     if "first_batch_s" in document:
@@ -333,6 +332,8 @@ def lines(document: dict) -> list[dict]:
         found.append(line | {"name": f"{line['a']} / {line['b']}", "threads": threads, "unit": "ratio"})
     for name, spread in document.get("stages", {}).get("microseconds_per_image", {}).items():
         found.append(spread | {"name": f"stage {name}", "threads": 1, "unit": "µs/image"})
+    if "stages" in document:
+        found.append({"median": document["stages"]["bytes_to_original"], "name": "bytes to original", "unit": "ratio"})
     if "share_of_limit" in document.get("stages", {}):
         found.append(document["stages"]["share_of_limit"] | {"name": "share of full decode", "threads": 1, "unit": "ratio"})
     if "first_batch_s" in document:

@@ -25,7 +25,8 @@ from typing import Literal, NamedTuple
 import numpy as np
 import tyro
 from densefeed.pipelines import native, segments
-from densefeed.pipelines.beton import FAILED, PACKED, PAGE, BetonWriter, Sample
+from densefeed.pipelines.beton import PAGE
+from densefeed.pipelines.beton_writer import FAILED, PACKED, BetonWriter, Sample
 from densefeed.pipelines.ffcv import map_arrays, map_fields
 from densefeed.pipelines.folder import spec_of
 from densefeed.relabel.files import UserError, run

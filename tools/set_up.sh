@@ -7,11 +7,13 @@ cd "$(dirname "$0")/.."
 
 say() { printf '\n== %s\n' "$*"; }
 
-# What each check misses, as Debian and Ubuntu name it. The compiler, OpenCV and libjpeg-turbo are for ffcv, which comes as source.
+# What each check misses, as Debian and Ubuntu name it. The compiler and libjpeg-turbo are for the native decoder; they, OpenCV and
+# the TurboJPEG library are also for ffcv, which comes as source.
 missing=()
 command -v "$python" >/dev/null || missing+=(python3)
 command -v c++ >/dev/null || missing+=(g++)
 command -v pkg-config >/dev/null || missing+=(pkg-config)
+pkg-config --exists libjpeg 2>/dev/null || missing+=(libjpeg-dev)
 pkg-config --exists libturbojpeg 2>/dev/null || missing+=(libturbojpeg0-dev)
 pkg-config --exists opencv4 2>/dev/null || missing+=(libopencv-dev)
 "$python" -c 'import ensurepip, venv' 2>/dev/null || missing+=(python3-venv)

@@ -20,6 +20,7 @@ from ...relabel.files import UserError
 LIBRARY = Path(__file__).with_name("libdensefeed.so")
 OK, DAMAGED, UNSUPPORTED, UNREADABLE, NO_MEMORY = range(5)  # status of a sample
 JPEG, RAW = range(2)  # kinds of encoded image; raw is rows of RGB
+STAGES = ("labels", "read", "decode", "resample")
 MESSAGE = 120
 WAIT = 0.1  # seconds between looks at Python's signals while a batch is waited for
 MOST_THREADS = 4096  # four times the cores of the largest machines; a system that runs out of threads runs out for everybody
@@ -37,6 +38,7 @@ SAMPLE = np.dtype(
         ("box", "f8", 4),  # top, left, height, width, pixels
         ("flip", "i4"),
         ("status", "i4"),
+        ("took", "f4", 4),  # microseconds, in the order of STAGES
         ("message", f"S{MESSAGE}"),
     ],
     align=True,
@@ -180,8 +182,8 @@ class Pool:
             raise UserError(f"{threads:,} threads cannot be started, the system gives no more; give fewer --threads")
         # Held by whoever is inside the library, so that another thread's `close` frees nothing under it. The garbage
         # collector may close a generator, and so come here, on a thread that holds it already.
-        self._inside = threading.RLock()
-        self._close = weakref.finalize(self, _close, self._handle, self._pid, self._waiting, self._inside)
+        self._lock = threading.RLock()
+        self._close = weakref.finalize(self, _close, self._handle, self._pid, self._waiting, self._lock)
 
     def submit(self, job: Job) -> None:
         """Begin a job; it must be waited for, or cancelled."""
@@ -212,7 +214,7 @@ class Pool:
     @contextlib.contextmanager
     def _entered(self) -> Iterator[None]:
         self.check()  # before the lock: in a forked child nobody may be left who would free it
-        with self._inside:
+        with self._lock:
             self.check()
             yield
 
@@ -228,9 +230,18 @@ class Pool:
         self._close()
 
 
-def _close(handle: int, pid: int, waiting: list[Job], inside: threading.RLock) -> None:
-    if os.getpid() != pid:  # its threads, and perhaps the holder of the lock, live in another process
-        return
-    with inside:
-        library().densefeed_close(handle)
-        waiting.clear()  # until here no job's memory was freed
+def _close(handle: int, pid: int, waiting: list[Job], lock: threading.RLock) -> None:
+    if os.getpid() == pid:  # else its threads, and perhaps the holder of the lock, live in another process
+        with lock:
+            library().densefeed_close(handle)
+    waiting.clear()  # until here no job's memory was freed
+
+
+def check(encoded: bytes, height: int, width: int) -> None:
+    """Decode a whole JPEG, all checksums of its index included; JpegError if it is damaged, of another size, or left to Pillow."""
+    content, sample = np.frombuffer(encoded, np.uint8), np.zeros(1, SAMPLE)
+    sample["bytes"], sample["length"], sample["height"], sample["width"] = content.ctypes.data, len(content), height, width
+    sample["box"] = 0, 0, height, width
+    Job(sample, np.empty((1, 8, 8, 3), np.uint8), keep=content).decode()
+    if sample["status"][0] != OK:
+        raise JpegError(int(sample["status"][0]), sample["message"][0].decode(errors="replace"))

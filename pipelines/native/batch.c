@@ -63,8 +63,17 @@ int grow(void **memory, size_t *room, size_t needed)
     return 1;
 }
 
-static int read_all(int file, int64_t offset, uint8_t *to, size_t length, char *message)
+double microseconds(void)
 {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return now.tv_sec * 1e6 + now.tv_nsec * 1e-3;
+}
+
+/* Exactly `length` bytes of a file. */
+int read_all(Scratch *scratch, int file, int64_t offset, uint8_t *to, size_t length, char *message)
+{
+    double began = microseconds();
     while (length) {
         ssize_t got = pread(file, to, length, offset);
         if (got < 0 && errno == EINTR) continue;
@@ -72,6 +81,7 @@ static int read_all(int file, int64_t offset, uint8_t *to, size_t length, char *
         if (got == 0) return fail(message, UNREADABLE, "its file was cut or replaced while it was open");
         to += got, offset += got, length -= got;
     }
+    scratch->reading += microseconds() - began;
     return OK;
 }
 
@@ -86,7 +96,7 @@ static int raw_decode(Sample *sample, Scratch *scratch, Box box, Picture *pictur
     const uint8_t *from = sample->bytes ? sample->bytes + box.top * row : scratch->encoded;
     if (!sample->bytes) {
         if (!grow((void **)&scratch->encoded, &scratch->encoded_room, rows * row)) return NO_MEMORY;
-        int status = read_all(sample->file, sample->offset + box.top * row, scratch->encoded, rows * row, sample->message);
+        int status = read_all(scratch, sample->file, sample->offset + box.top * row, scratch->encoded, rows * row, sample->message);
         if (status) return status;
         from = scratch->encoded;
     }
@@ -110,51 +120,43 @@ static int raw_decode(Sample *sample, Scratch *scratch, Box box, Picture *pictur
     return OK;
 }
 
-static int decode(Sample *sample, Scratch *scratch, int size, uint8_t *pixels)
+/* The planes of what the sample's crop touches. */
+static int decode(Sample *sample, Scratch *scratch, int size, Picture *picture)
 {
-    Box box = {
-        (int)sample->top, (int)sample->left, (int)ceil(sample->top + sample->box_height - 1e-9),
-        (int)ceil(sample->left + sample->box_width - 1e-9),
-    };
-    if (!(sample->top >= 0 && sample->left >= 0 && sample->box_height > 0 && sample->box_width > 0
-          && box.bottom <= sample->height && box.right <= sample->width && box.top < box.bottom && box.left < box.right))
+    double bottom = ceil(sample->top + sample->box_height - 1e-9), right = ceil(sample->left + sample->box_width - 1e-9);
+    if (!(sample->top >= 0 && sample->left >= 0 && sample->box_height > 0 && sample->box_width > 0 && bottom <= sample->height
+          && right <= sample->width && floor(sample->top) < bottom && floor(sample->left) < right))
         return fail(sample->message, UNSUPPORTED, "the crop is not inside it");
-    Picture picture;
+    Box box = {(int)sample->top, (int)sample->left, (int)bottom, (int)right};
     int status;
-    if (sample->kind == RAW) {
-        status = raw_decode(sample, scratch, box, &picture);
-        return status ? status : resample(scratch, &picture, sample, size, pixels);
-    }
+    if (sample->kind == RAW) return raw_decode(sample, scratch, box, picture);
     const uint8_t *bytes = sample->bytes;
     size_t have = sample->length;
     if (!bytes) {
         if (have > HEAD) have = HEAD;
         if (!grow((void **)&scratch->encoded, &scratch->encoded_room, have + PADDING)) return NO_MEMORY;
-        if ((status = read_all(sample->file, sample->offset, scratch->encoded, have, sample->message))) return status;
+        if ((status = read_all(scratch, sample->file, sample->offset, scratch->encoded, have, sample->message))) return status;
         bytes = scratch->encoded;
     }
     size_t header = segments_header(bytes, have), needed = header ? header : (size_t)sample->length;
     if (needed > (size_t)sample->length) return fail(sample->message, DAMAGED, "its header is longer than the file");
     if (needed > have) {
         if (!grow((void **)&scratch->encoded, &scratch->encoded_room, needed + PADDING)) return NO_MEMORY;
-        status = read_all(sample->file, sample->offset + have, scratch->encoded + have, needed - have, sample->message);
+        status = read_all(scratch, sample->file, sample->offset + have, scratch->encoded + have, needed - have, sample->message);
         if (status) return status;
         bytes = scratch->encoded;
     }
-    if (header) {
-        status = segments_decode(sample, scratch, bytes, header, box, &picture);
-    } else {
-        /* libjpeg's transform at 1/2, 1/4 and 1/8 is fast; other fractions are slower than the whole. */
-        int scale = 1;
-        while (scale < 8 && sample->box_height >= 2 * scale * size && sample->box_width >= 2 * scale * size) scale *= 2;
-        Box small = {box.top / scale, box.left / scale, (box.bottom + scale - 1) / scale, (box.right + scale - 1) / scale};
-        status = turbo_decode(sample, scratch, bytes, sample->length, small, scale, &picture);
-    }
-    return status ? status : resample(scratch, &picture, sample, size, pixels);
+    if (header) return segments_decode(sample, scratch, bytes, header, box, picture);
+    /* libjpeg's transform at 1/2, 1/4 and 1/8 is fast; other fractions are slower than the whole. At least another halving is
+     * left to the antialiasing filter, which hides how the transform cuts off frequencies. */
+    int scale = 1;
+    while (scale < 8 && sample->box_height >= 4.0 * scale * size && sample->box_width >= 4.0 * scale * size) scale *= 2;
+    Box small = {box.top / scale, box.left / scale, (box.bottom + scale - 1) / scale, (box.right + scale - 1) / scale};
+    return turbo_decode(sample, scratch, bytes, sample->length, small, scale, picture);
 }
 
 /* The parts of sample `n`. Neighbours in the file are read by one call: in a .beton that is all of them. */
-static int copy_parts(const Batch *batch, int n, Sample *sample)
+static int copy_parts(const Batch *batch, int n, Sample *sample, Scratch *scratch)
 {
     uint32_t crc = 0;
     const int32_t *file = batch->part_file + (size_t)n * batch->parts;
@@ -173,7 +175,7 @@ static int copy_parts(const Batch *batch, int n, Sample *sample)
         }
         if (preadv(file[p], run, pieces, offset[p]) != end - offset[p]) /* interrupted, cut or at fault: one by one */
             for (int k = p; k < next; k++) {
-                int status = read_all(file[k], offset[k], batch->part_to[k] + n * batch->part_bytes[k], batch->part_bytes[k], sample->message);
+                int status = read_all(scratch, file[k], offset[k], batch->part_to[k] + n * batch->part_bytes[k], batch->part_bytes[k], sample->message);
                 if (status) return status;
             }
         for (int k = p; k < next; k++) crc = densefeed_crc32(batch->part_to[k] + n * batch->part_bytes[k], batch->part_bytes[k], crc);
@@ -186,13 +188,21 @@ static int copy_parts(const Batch *batch, int n, Sample *sample)
 static void work_on(Batch *batch, int n, Scratch *scratch)
 {
     Sample *sample = &batch->samples[n];
-    sample->message[0] = 0;
-    sample->status = copy_parts(batch, n, sample); /* first, so that they are there if the image is left to the caller */
-    if (sample->status == OK && sample->length > 0)
-        sample->status = decode(sample, scratch, batch->size, batch->pixels + (size_t)n * batch->size * batch->size * 3);
-    else if (sample->status == OK)
-        sample->status = fail(sample->message, UNREADABLE, "there are no bytes of it");
+    Picture picture;
+    double at[4] = {microseconds()};
+    sample->message[0] = 0, scratch->reading = 0;
+    sample->status = copy_parts(batch, n, sample, scratch); /* first, so that they are there if the image is left to the caller */
+    at[1] = microseconds();
+    if (sample->status == OK && sample->length <= 0) sample->status = fail(sample->message, UNREADABLE, "there are no bytes of it");
+    scratch->reading = 0;
+    if (sample->status == OK) sample->status = decode(sample, scratch, batch->size, &picture);
+    at[2] = microseconds();
+    if (sample->status == OK)
+        sample->status = resample(scratch, &picture, sample, batch->size, batch->pixels + (size_t)n * batch->size * batch->size * 3);
+    at[3] = microseconds();
     if (sample->status == NO_MEMORY) fail(sample->message, NO_MEMORY, "memory is used up");
+    sample->took[LABELS] = at[1] - at[0], sample->took[READ] = scratch->reading;
+    sample->took[DECODE] = at[2] - at[1] - scratch->reading, sample->took[RESAMPLE] = at[3] - at[2];
 }
 
 static void *run(void *argument)
@@ -223,10 +233,10 @@ static void *run(void *argument)
 
 API void densefeed_close(Pool *pool);
 
-/* NULL if the system gives no more threads. */
+/* NULL if the system gives no more threads, or none are asked for. */
 API Pool *densefeed_open(int threads)
 {
-    Pool *pool = calloc(1, sizeof *pool);
+    Pool *pool = threads > 0 ? calloc(1, sizeof *pool) : NULL; /* without threads a batch would never be done */
     if (!pool || !(pool->thread = calloc(threads, sizeof *pool->thread))) return free(pool), NULL;
     pthread_mutex_init(&pool->lock, NULL);
     pthread_cond_init(&pool->work, NULL);

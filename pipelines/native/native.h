@@ -10,9 +10,13 @@
 #include <stddef.h>
 
 /* One source compiled for several instruction sets, chosen when the library is loaded (GNU ifunc; needs ELF and glibc).
- * AddressSanitizer cannot run before it is set up itself, so sanitised builds take the plain one. Levels and not processors:
- * "arch=haswell" would match that one processor only. */
-#if defined(__x86_64__) && defined(__GLIBC__) && __GNUC__ >= 12 && !defined(__clang__) && !defined(__SANITIZE_ADDRESS__)
+ * Sanitizers cannot run before they are set up themselves, so sanitised builds take the plain one. Levels and not processors:
+ * "arch=haswell" would match that one processor only. -DDENSEFEED_PLAIN leaves out all that is made for one processor, so that
+ * what others run is tested everywhere. */
+#if defined(__x86_64__) && !defined(DENSEFEED_PLAIN)
+#define X86
+#endif
+#if defined(X86) && defined(__GLIBC__) && __GNUC__ >= 12 && !defined(__clang__) && !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
 #define FOR_EVERY_CPU __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #else
 #define FOR_EVERY_CPU
@@ -47,6 +51,7 @@ enum { OK = 0, DAMAGED = 1, UNSUPPORTED = 2, UNREADABLE = 3, NO_MEMORY = 4 };
 enum { JPEG = 0, RAW = 1 };
 
 #define MESSAGE 120
+#define MOST_PIXELS (1 << 28) /* of an image: what its header says is allocated before its bytes can prove it */
 #define PADDING 64 /* bytes that may be read past the end of any buffer of encoded bytes */
 
 /* One sample of a batch; numpy sees the same struct, see __init__.py. */
@@ -57,8 +62,10 @@ typedef struct {
     int32_t height, width; /* as the dataset says; a JPEG that says otherwise is damaged */
     double top, left, box_height, box_width; /* the crop, pixels */
     int32_t flip, status;
+    float took[4]; /* microseconds, see the enum below */
     char message[MESSAGE];
 } Sample;
+enum { LABELS, READ, DECODE, RESAMPLE };
 
 /* Memory of one thread, grown as needed and used again for every sample. */
 typedef struct {
@@ -66,6 +73,7 @@ typedef struct {
     uint8_t *planes; size_t planes_room;
     int16_t *middle; size_t middle_room;
     void *weights; size_t weights_room;
+    double reading; /* microseconds of this sample so far */
 } Scratch;
 
 /* A rectangle of one colour plane: data[(x - left) * step + (y - top)] for left <= x < left + width. Coordinates are the
@@ -89,6 +97,8 @@ typedef struct {
 /* The pixels of the whole-image rectangle that a crop touches. */
 typedef struct { int top, left, bottom, right; } Box;
 
+double microseconds(void);
+int read_all(Scratch *scratch, int file, int64_t offset, uint8_t *to, size_t length, char *message);
 int grow(void **memory, size_t *room, size_t needed);
 int fail(char *message, int status, const char *format, ...) __attribute__((format(printf, 3, 4)));
 

@@ -20,48 +20,52 @@ typedef struct { int *start, *count; int16_t *weight; int room, low, high; } Axi
 /* a * b / 2^15 to the nearest, written as compilers know it: one instruction (pmulhrsw, sqrdmulh) for a whole vector. */
 INLINE int16_t scaled(int16_t a, int16_t b) { return (int16_t)(((a * b >> 14) + 1) >> 1); }
 
-/* Taps of one axis of one plane: box `from` .. `from + length` in pixels of the whole image, inputs clamped to [low, high).
- * `smooth`: the plane is at half resolution and libjpeg would interpolate it, 3/4 to 1/4, before anything else. */
+#define MARGIN 3 /* zeros on both sides of the weights, for the fold below */
+
+/* Taps of one axis of one plane: box `from` .. `from + length` in pixels of the whole image, of which those in [low, high) may be
+ * used. `smooth`: the plane is at half resolution and libjpeg would interpolate it, 3/4 to 1/4, before anything else. */
 static void set_taps(
-    Axis *axis, float *dense, int size, double from, double length, int low, int high, int mirror, int ratio, int smooth, int extent)
+    Axis *axis, float *room, int size, double from, double length, int low, int high, int mirror, int ratio, int smooth, int extent)
 {
-    double scale = length / size, support = scale > 1 ? scale : 1, inverse = 1 / support;
+    double scale = length / size, support = scale > 1 ? scale : 1;
+    float inverse = (float)(1 / support), *whole = room + MARGIN, *half = whole + axis->room * ratio + 2 * MARGIN;
     axis->low = extent, axis->high = 0;
     for (int i = 0; i < size; i++) {
         double centre = from + ((mirror ? size - 1 - i : i) + 0.5) * scale;
-        int first = (int)(centre - support + 0.5), last = (int)(centre + support + 0.5);
-        if (first < low) first = low;
-        if (last > high) last = high;
-        int start = ratio == 1 ? first : smooth ? (first - 1) / 2 : first / ratio;
-        if (first == 0) start = 0;
-        int count = 0;
-        float total = 0;
-        for (int x = first; x < last; x++) {
-            float weight = (float)(1 - fabs((x - centre + 0.5) * inverse));
-            if (weight <= 0) continue;
-            total += weight;
-            int near = (ratio == 1 ? x : x / ratio) - start, far = near;
-            if (smooth) {
-                far += x & 1 ? 1 : -1;
-                if (far + start < 0) far = near;
-            }
-            int most = extent - 1 - start;
-            if (near > most) near = most;
-            if (far > most) far = most;
-            for (int top = near > far ? near : far; count <= top; count++) dense[count] = 0;
-            dense[near] += smooth ? 0.75f * weight : weight;
-            if (smooth) dense[far] += 0.25f * weight;
+        int start = (int)(centre - support + 0.5), end = (int)(centre + support + 0.5);
+        if (start < low) start = low;
+        if (end > high) end = high;
+        if (start >= end) start = end - 1;
+        float total = 0, *weight = whole, offset = (float)(start + 0.5 - centre);
+        int count = end - start;
+        for (int k = 0; k < count; k++) {
+            float w = 1 - fabsf((offset + k) * inverse);
+            whole[k] = w > 0 ? w : 0;
+            total += whole[k];
         }
-        if (count == 0) { /* a box thinner than a float can weigh */
-            dense[0] = total = 1, count = 1;
-            if (start > extent - 1) start = extent - 1;
+        if (total == 0) whole[0] = total = 1; /* a box thinner than a float can weigh */
+        if (smooth) {
+            for (int k = 0; k < MARGIN; k++) whole[-1 - k] = whole[count + k] = 0;
+            int first = (start - 1) >> 1, last = end >> 1;
+            for (int j = first; j <= last; j++) {
+                const float *w = whole + 2 * j - start;
+                half[j - first] = 0.75f * (w[0] + w[1]) + 0.25f * (w[-1] + w[2]);
+            }
+            weight = half;
+            if (first < 0) half[1] += half[0], weight++, first++; /* the plane's first and last pixel are repeated outside it */
+            for (; last > extent - 1; last--) half[last - 1 - ((start - 1) >> 1)] += half[last - ((start - 1) >> 1)];
+            start = first, count = last - first + 1;
+        } else if (ratio > 1) {
+            int first = start / ratio;
+            for (int k = 0; k <= (end - 1) / ratio - first; k++) half[k] = 0;
+            for (int k = 0; k < count; k++) half[(start + k) / ratio - first] += whole[k];
+            count = (end - 1) / ratio - first + 1, start = first, weight = half;
         }
         int16_t *to = axis->weight + (size_t)i * axis->room;
-        int sum = 0, largest = 0, skip = 0;
-        while (skip < count - 1 && dense[skip] == 0) skip++;
-        start += skip, count -= skip;
+        int sum = 0, largest = 0;
+        float unit = ONE / total;
         for (int k = 0; k < count; k++) {
-            to[k] = (int16_t)lrintf(dense[skip + k] / total * ONE);
+            to[k] = (int16_t)(weight[k] * unit + 0.5f);
             sum += to[k];
             if (to[k] > to[largest]) largest = k;
         }
@@ -214,11 +218,11 @@ int resample(Scratch *scratch, const Picture *picture, Sample *sample, int size,
     int room[2] = {(int)(2 * wide / size) + 6, (int)(2 * tall / size) + 6};
     size_t axis_bytes = 0;
     for (int d = 0; d < 2; d++) axis_bytes += 3 * (size * (2 * sizeof(int) + room[d] * sizeof(int16_t)) + 64);
-    int dense_room = room[0] > room[1] ? room[0] : room[1];
-    if (!grow(&scratch->weights, &scratch->weights_room, axis_bytes + dense_room * sizeof(float))) return NO_MEMORY;
+    size_t float_room = 6 * (size_t)(room[0] > room[1] ? room[0] : room[1]) + 6 * MARGIN; /* whole and half, see set_taps */
+    if (!grow(&scratch->weights, &scratch->weights_room, axis_bytes + ROUND_UP(float_room * sizeof(float), 64))) return NO_MEMORY;
     uint8_t *memory = scratch->weights;
     float *dense = (float *)memory;
-    memory += ROUND_UP(dense_room * sizeof(float), 64);
+    memory += ROUND_UP(float_room * sizeof(float), 64);
     Axis axis[2][3];
     int first[3] = {0}, rows[3] = {0};
     size_t across = ROUND_UP(size, LANES), middle_room = 0;
@@ -231,8 +235,7 @@ int resample(Scratch *scratch, const Picture *picture, Sample *sample, int size,
             memory -= (uintptr_t)memory % 8;
         }
         int smooth = plane->ratio_x <= 2 && plane->ratio_y <= 2;
-        int same = n == 2 && plane->ratio_x == picture->plane[1].ratio_x && plane->ratio_y == picture->plane[1].ratio_y;
-        if (same || (n == 1 && plane->ratio_x == 1 && plane->ratio_y == 1)) {
+        if (n && plane->ratio_x == plane[-1].ratio_x && plane->ratio_y == plane[-1].ratio_y) {
             axis[0][n] = axis[0][n - 1], axis[1][n] = axis[1][n - 1];
         } else {
             set_taps(&axis[0][n], dense, size, left, wide, low_x, high_x, sample->flip, plane->ratio_x,

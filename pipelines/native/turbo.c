@@ -9,7 +9,6 @@
 #include <jerror.h>
 
 #define MOST_SCANS 200 /* a progressive file may ask for thousands of passes over the whole image */
-#define MOST_PIXELS (1 << 28)
 
 typedef struct {
     struct jpeg_error_mgr base;
@@ -200,16 +199,19 @@ API int densefeed_transcode(const uint8_t *bytes, size_t length, int interval, u
     struct jpeg_compress_struct to;
     struct jpeg_progress_mgr progress = {.progress_monitor = on_progress};
     Errors errors;
-    unsigned long size = 0;
-    unsigned char *written = NULL; /* libjpeg writes to it through its address, so no register holds it over the jump */
+    /* libjpeg frees its own first buffer when it needs a larger one, and says where that is only at the end: after an error
+     * between, a buffer of its making would be freed twice. So the first one is ours; half more than the input is rarely short. */
+    unsigned long size = length + length / 2 + 65536;
+    unsigned char *const room = malloc(size), *written = room;
     *out = NULL, *out_length = 0;
+    if (!room) return fail(message, NO_MEMORY, "memory is used up");
     memset(&to, 0, sizeof to), memset(&from, 0, sizeof from);
     from.err = to.err = &errors.base;
     watch(&errors);
     if (setjmp(errors.back)) {
         jpeg_destroy_compress(&to);
         jpeg_destroy_decompress(&from);
-        free(written);
+        free(room);
         return fail(message, errors.status, "%s", errors.text);
     }
     jpeg_create_decompress(&from);
@@ -223,6 +225,7 @@ API int densefeed_transcode(const uint8_t *bytes, size_t length, int interval, u
         status = fail(message, UNSUPPORTED, "it has more than %d pixels", MOST_PIXELS);
     if (status) {
         jpeg_destroy_decompress(&from);
+        free(room);
         return status;
     }
     jvirt_barray_ptr *coefficients = jpeg_read_coefficients(&from);
@@ -234,8 +237,8 @@ API int densefeed_transcode(const uint8_t *bytes, size_t length, int interval, u
     jpeg_write_coefficients(&to, coefficients);
     jpeg_finish_compress(&to);
     jpeg_destroy_compress(&to);
-    jpeg_finish_decompress(&from);
-    jpeg_destroy_decompress(&from);
+    jpeg_destroy_decompress(&from); /* the coefficients were read up to the file's end */
+    if (written != room) free(room);
     *out = written, *out_length = size;
     return OK;
 }

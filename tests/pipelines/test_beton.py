@@ -27,14 +27,12 @@ from densefeed.pipelines.beton import (
     PAGE,
     RGB,
     Beton,
-    BetonWriter,
     Field,
-    Sample,
     describe_field,
     metadata_dtype,
     read_front,
-    write_beton,
 )
+from densefeed.pipelines.beton_writer import BetonWriter, Sample, write_beton
 from densefeed.pipelines.ffcv import FfcvSource, map_arrays, map_fields
 from densefeed.relabel.files import UserError
 from densefeed.relabel.store import ScoreMapWriter, StoreHeader, row_crcs
@@ -692,7 +690,7 @@ def test_verify_names_every_damaged_sample(packed, tmp_path, command):
     assert done.returncode == 2, done.stderr
     assert f"{sound}: sound" in done.stdout
     assert f"{bad} image 2: its arrays are damaged" in done.stdout
-    assert f"{bad} image 6 cannot be decoded" in done.stdout
+    assert f"{bad} image 6 is damaged" in done.stdout
     assert f"{cut} is cut or damaged" in done.stdout
     assert "bad.beton (2)" in done.stderr
     module.verify_files((sound,))

@@ -353,8 +353,8 @@ def test_damage_outside_the_crop_is_not_seen(packed, good, tmp_path):
 
 @pytest.mark.parametrize(("kind", "beside"), [("folder", True), ("ffcv", True), ("ffcv", False)])
 def test_a_damaged_or_cut_map_is_named_and_not_the_image(packed, good, tmp_path, kind, beside):
-    maps = shutil.copy(packed / "maps.h5", tmp_path)
-    path = shutil.copy(packed / ("bare.beton" if beside else "x.beton"), tmp_path)
+    maps = shutil.copy(packed / "maps.h5", tmp_path / "maps.h5")
+    path = shutil.copy(packed / ("bare.beton" if beside else "x.beton"), tmp_path / "x.beton")
 
     def source():
         return FolderSource(good, "train", maps) if kind == "folder" else FfcvSource(path, maps if beside else None)
@@ -377,7 +377,7 @@ def test_a_damaged_or_cut_map_is_named_and_not_the_image(packed, good, tmp_path,
 
 
 def test_a_beton_cut_in_place_while_open_is_an_error_and_renamed_away_it_is_read_on(packed, good, tmp_path):
-    path = shutil.copy(packed / "bare.beton", tmp_path)
+    path = shutil.copy(packed / "bare.beton", tmp_path / "bare.beton")
     want, _ = epoch(FfcvSource(path))
     opened = [FfcvSource(path) for _ in range(3)]
     shutil.copy(packed / "x.beton", tmp_path / "other")

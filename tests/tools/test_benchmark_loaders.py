@@ -242,7 +242,7 @@ def test_the_document_has_the_promised_shape(cache, data, tmp_path, capsys):
     for ratio in document["ratios"]:
         assert 0 < ratio["p25"] <= ratio["median"] <= ratio["p75"]
     parts = document["stages"]["microseconds_per_image"]
-    assert list(parts) == ["read", "decode", "resample", "labels"]
+    assert list(parts) == ["labels", "read", "decode", "resample", "plan"]
     assert all(part["median"] > 0 for part in parts.values())
     said = capsys.readouterr().out
     for words in ("ffcv+labels", "Images per second, 16 JPEGs", "2 (3)", "12 (20)", "resample"):

@@ -14,7 +14,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from densefeed.pipelines import segments
-from densefeed.pipelines.beton import Beton, BetonWriter
+from densefeed.pipelines.beton import Beton
+from densefeed.pipelines.beton_writer import BetonWriter
 from densefeed.pipelines.ffcv import FfcvSource
 from densefeed.relabel.files import UserError
 from densefeed.relabel.images import Images

@@ -1,0 +1,436 @@
+/* A fuzzer of the native decoder: mutated files through every function, under sanitizers (test_fuzz.py builds and runs it).
+ *
+ *     fuzz SECONDS SEED THREADED FILE...
+ *
+ * First every FILE as it is, then mutations of them until SECONDS of processor time are used. Whatever is drawn for a file (crop,
+ * size, interval) is drawn from its own bytes, so a file alone repeats what happened to it: a crash or a hang leaves its input
+ * in ./crasher, and the corpus keeps it. THREADED: 1 also gives batches to pools of threads, which wait, cancel and close.
+ *
+ * Beyond what sanitizers see, it checks that a status other than OK has a message, that bytes in memory and in a file decode
+ * alike, that an indexed file decodes to libjpeg's pixels, and that what was transcoded can be read.
+ */
+#define _GNU_SOURCE
+#include "batch.c"
+#include "turbo.c"
+#include <fcntl.h>
+#include <sys/mman.h>
+
+#define MOST 65536 /* bytes of an input */
+#define HANG 20 /* seconds; sanitizers slow everything by 3 to 10 */
+#define BEFORE 5 /* bytes that stand before an image in its file */
+
+typedef struct { uint8_t *bytes; size_t length; } Input;
+
+static Input now; /* being tried */
+static uint64_t state; /* of the generator */
+
+static uint32_t draw(uint32_t below) /* xorshift64*, Vigna 2016 */
+{
+    state ^= state >> 12, state ^= state << 25, state ^= state >> 27;
+    return below ? (uint32_t)((state * 2685821657736338717u) >> 32) % below : 0;
+}
+
+static void keep(void) /* the input that was being tried */
+{
+    int file = open("crasher", O_WRONLY | O_CREAT | O_TRUNC, 0644);
+    if (file < 0 || write(file, now.bytes, now.length) != (ssize_t)now.length) return;
+    close(file);
+}
+
+static void on_alarm(int signal)
+{
+    (void)signal;
+    static const char text[] = "an input took too long\n";
+    (void)!write(2, text, sizeof text - 1);
+    keep();
+    _exit(3);
+}
+
+#define CHECK(condition) ((condition) ? (void)0 : wrong(#condition, __LINE__))
+
+static void wrong(const char *what, int line)
+{
+    fprintf(stderr, "fuzz.c:%d: not true: %s\n", line, what);
+    keep();
+    _exit(4);
+}
+
+#if defined(__SANITIZE_ADDRESS__)
+void __sanitizer_set_death_callback(void (*callback)(void));
+#endif
+
+/* ------------------------------------------------------------------------- what is done with an input */
+
+/* Height and width as the first frame header says, wherever it stands: a broken file's size must be given too. */
+static void extent_of(Input in, int *height, int *width)
+{
+    for (size_t at = 0; at + 9 <= in.length; at++)
+        if (in.bytes[at] == 0xFF && in.bytes[at + 1] >= 0xC0 && in.bytes[at + 1] <= 0xC2) {
+            *height = in.bytes[at + 5] << 8 | in.bytes[at + 6], *width = in.bytes[at + 7] << 8 | in.bytes[at + 8];
+            return;
+        }
+    *height = *width = 16;
+}
+
+static int draw_size(void)
+{
+    static const int sizes[] = {1, 2, 3, 7, 8, 9, 16, 31, 32, 33, 48, 65, 97};
+    return sizes[draw(sizeof sizes / sizeof *sizes)];
+}
+
+static void draw_sample(Sample *sample, Input in)
+{
+    int height, width;
+    extent_of(in, &height, &width);
+    *sample = (Sample){.bytes = in.bytes, .length = (int64_t)in.length, .kind = JPEG, .height = height, .width = width, .flip = (int)draw(2)};
+    double *box[2][2] = {{&sample->top, &sample->box_height}, {&sample->left, &sample->box_width}};
+    for (int d = 0; d < 2; d++) {
+        int extent = d ? width : height;
+        double from = draw(extent), length = 1 + draw(extent - (uint32_t)from);
+        if (draw(4) == 0) from = 0, length = extent;
+        if (draw(8) == 0) from += draw(1000) / 1000., length -= draw(1000) / 1000.; /* may reach over the edge */
+        if (draw(64) == 0) from = (double[]){-1, -0., 1e300, NAN, INFINITY, 65535}[draw(6)];
+        if (draw(64) == 0) length = (double[]){0, -1, 1e-12, 1e300, NAN, INFINITY}[draw(6)];
+        *box[d][0] = from, *box[d][1] = length;
+    }
+}
+
+/* Decode one sample; its pixels, which lie in memory of exactly their size. */
+static uint8_t *decoded(Sample *sample, int size)
+{
+    uint8_t *pixels = malloc(3 * size * size);
+    memset(pixels, 0xA5, 3 * size * size);
+    Batch batch = {.samples = sample, .count = 1, .size = size, .pixels = pixels};
+    densefeed_decode(&batch);
+    CHECK(sample->status >= OK && sample->status <= NO_MEMORY);
+    CHECK(memchr(sample->message, 0, MESSAGE) && !sample->message[0] == (sample->status == OK));
+    return pixels;
+}
+
+static uint32_t get32(const uint8_t *at) { return at[0] | at[1] << 8 | at[2] << 16 | (uint32_t)at[3] << 24; }
+
+/* Does the index say where the restart markers are, and are they in order? If not, libjpeg reads other segments than we do. */
+static int index_is_true(Input in)
+{
+    size_t at = get32(in.bytes + 12), rows = in.bytes[20] | in.bytes[21] << 8, found = 0, per_row = 0;
+    for (size_t row = 0; row < rows; row++) {
+        size_t end = at + get32(in.bytes + 22 + 8 * row), before = found, last = 0;
+        for (; at + 1 < end; at++)
+            if (in.bytes[at] == 0xFF && in.bytes[at + 1]) {
+                if (in.bytes[at + 1] != 0xD0 + (found++ & 7)) return 0;
+                last = at + 2;
+            }
+        if (row < rows - 1 && last != end) return 0;
+        if (!row) per_row = found + (rows == 1);
+        if (found - before + (row == rows - 1) != per_row) return 0;
+        at = end;
+    }
+    return 1;
+}
+
+/* Is no block so bright or dark that the inverse DCT overflows 16 bits? There libjpeg-turbo's vectors, its C code and ours differ. */
+static int tame(Input in)
+{
+    struct jpeg_decompress_struct from;
+    Errors errors;
+    volatile int64_t most = 0;
+    from.err = &errors.base;
+    watch(&errors);
+    if (!setjmp(errors.back)) {
+        jpeg_create_decompress(&from);
+        jpeg_mem_src(&from, in.bytes, in.length);
+        jpeg_read_header(&from, TRUE);
+        jvirt_barray_ptr *arrays = jpeg_read_coefficients(&from);
+        for (int n = 0; n < from.num_components; n++)
+            for (JDIMENSION y = 0; y < from.comp_info[n].height_in_blocks; y++) {
+                JBLOCKARRAY row = from.mem->access_virt_barray((j_common_ptr)&from, arrays[n], y, 1, FALSE);
+                for (JDIMENSION x = 0; x < from.comp_info[n].width_in_blocks; x++) {
+                    int64_t sum = 0;
+                    for (int k = 0; k < 64; k++) sum += labs((long)row[0][x][k] * from.comp_info[n].quant_table->quantval[k]);
+                    if (sum > most) most = sum;
+                }
+            }
+    } else {
+        most = INT64_MAX;
+    }
+    jpeg_destroy_decompress(&from);
+    return most < 8192;
+}
+
+/* The same crop of the indexed file's whole scan, by libjpeg. */
+static void check_pixels(const Sample *sample, int size, const uint8_t *pixels)
+{
+    Sample again = *sample;
+    Scratch scratch = {0};
+    Picture picture;
+    Box box = {(int)again.top, (int)again.left, (int)ceil(again.top + again.box_height - 1e-9), (int)ceil(again.left + again.box_width - 1e-9)};
+    if (turbo_decode(&again, &scratch, again.bytes, again.length, box, 1, &picture) == OK) {
+        uint8_t *want = malloc(3 * size * size);
+        if (resample(&scratch, &picture, &again, size, want) == OK) CHECK(!memcmp(want, pixels, 3 * size * size));
+        free(want);
+    }
+    free(scratch.encoded), free(scratch.planes), free(scratch.middle), free(scratch.weights);
+}
+
+static int indexed(Input in) { return segments_header(in.bytes, in.length) > 0; }
+
+static int file_of(Input in)
+{
+    int file = memfd_create("input", 0);
+    uint8_t around[BEFORE] = {1, 2, 3, 4, 5};
+    if (file < 0 || write(file, around, BEFORE) != BEFORE || write(file, in.bytes, in.length) != (ssize_t)in.length) abort();
+    return file;
+}
+
+static void try_crops(Input in)
+{
+    int file = file_of(in);
+    for (int n = 0; n < 2; n++) {
+        Sample sample;
+        draw_sample(&sample, in);
+        int size = draw_size();
+        uint8_t *pixels = decoded(&sample, size);
+        Sample from_file = sample;
+        from_file.bytes = NULL, from_file.file = file, from_file.offset = BEFORE;
+        uint8_t *same = decoded(&from_file, size);
+        CHECK(from_file.status == sample.status);
+        if (sample.status == OK) {
+            CHECK(!memcmp(pixels, same, 3 * size * size));
+            if (indexed(in) && index_is_true(in) && tame(in)) check_pixels(&sample, size, pixels);
+        }
+        free(pixels), free(same);
+        /* A file that ends sooner than its table says, and one that is no file. */
+        from_file.length += 1 + draw(5000);
+        free(decoded(&from_file, size));
+        CHECK(from_file.status != OK);
+        from_file.file = -1;
+        free(decoded(&from_file, size));
+        CHECK(from_file.status != OK);
+    }
+    close(file);
+}
+
+static void try_raw(Input in)
+{
+    Sample sample;
+    draw_sample(&sample, in);
+    sample.kind = RAW, sample.width = 1 + draw(64), sample.height = (int)(in.length / 3 / sample.width);
+    if (draw(8)) sample.length = 3 * (int64_t)sample.height * sample.width;
+    if (draw(8) && sample.height) {
+        sample.top = draw(sample.height), sample.box_height = 1 + draw(sample.height - (uint32_t)sample.top);
+        sample.left = draw(sample.width), sample.box_width = 1 + draw(sample.width - (uint32_t)sample.left);
+    }
+    free(decoded(&sample, draw_size()));
+}
+
+static void try_transcoding(Input in)
+{
+    char message[MESSAGE] = "";
+    int height, width;
+    int status = densefeed_probe(in.bytes, in.length, &height, &width, message);
+    CHECK(!message[0] == (status == OK));
+    uint8_t *out;
+    size_t length;
+    message[0] = 0;
+    int done = densefeed_transcode(in.bytes, in.length, (int)draw(5), &out, &length, message);
+    CHECK(!message[0] == (done == OK) && !out == (done != OK));
+    if (done == OK) {
+        int new_height, new_width;
+        CHECK(status == OK || memcmp(in.bytes, "\xFF\xD8\xFF", 3)); /* libjpeg would look for the first marker */
+        CHECK(densefeed_probe(out, length, &new_height, &new_width, message) == OK);
+        CHECK(status != OK || (new_height == height && new_width == width));
+        Sample sample;
+        draw_sample(&sample, (Input){out, length});
+        sample.top = sample.left = 0, sample.box_height = sample.height = new_height, sample.box_width = sample.width = new_width;
+        free(decoded(&sample, 16));
+        CHECK(sample.status == OK || sample.status == UNSUPPORTED);
+        densefeed_free(out);
+    }
+}
+
+/* Everything with one input, which lies in memory of exactly its length. */
+static void try_input(const uint8_t *bytes, size_t length)
+{
+    uint8_t *exact = malloc(length ? length : 1);
+    memcpy(exact, bytes, length);
+    now = (Input){exact, length};
+    uint64_t before = state;
+    state = 0x9E3779B97F4A7C15u ^ densefeed_crc32(exact, length, 0);
+    alarm(HANG);
+    try_crops(now), try_raw(now), try_transcoding(now);
+    alarm(0);
+    state = before;
+    free(exact);
+}
+
+/* ------------------------------------------------------------------------- batches */
+
+#define ROWS 12
+#define BATCHES 3
+
+/* Some batches in a pool of threads: waited for in any order, cancelled, or left to close(). */
+static void try_pool(const Input *inputs, int count)
+{
+    static Sample samples[BATCHES][ROWS];
+    static uint8_t pixels[BATCHES][ROWS * 32 * 32 * 3], maps[BATCHES][ROWS][2][8];
+    static int32_t part_file[BATCHES][ROWS][2];
+    static int64_t part_offset[BATCHES][ROWS][2], part_bytes[2] = {8, 8};
+    static uint8_t *part_to[BATCHES][2];
+    Batch batches[BATCHES];
+    int file = file_of(inputs[draw(count)]), waited[BATCHES] = {0};
+    alarm(HANG);
+    Pool *pool = densefeed_open(1 + (int)draw(4));
+    if (!pool) abort();
+    for (int b = 0; b < BATCHES; b++) {
+        for (int n = 0; n < ROWS; n++) {
+            draw_sample(&samples[b][n], inputs[draw(count)]);
+            for (int p = 0; p < 2; p++) part_file[b][n][p] = draw(20) ? file : -1, part_offset[b][n][p] = draw(100) + 8 * p;
+        }
+        for (int p = 0; p < 2; p++) part_to[b][p] = maps[b][0][0] + p * ROWS * 8;
+        batches[b] = (Batch){
+            .samples = samples[b], .count = (int)draw(ROWS + 1), .size = 32, .pixels = pixels[b], .parts = 2,
+            .part_file = part_file[b][0], .part_offset = part_offset[b][0], .part_bytes = part_bytes, .part_to = part_to[b],
+        };
+        densefeed_submit(pool, &batches[b]);
+        if (draw(3) == 0) usleep(draw(2000));
+    }
+    for (int round = 0; round < BATCHES; round++) {
+        int b = (int)draw(BATCHES);
+        if (waited[b] || draw(4) == 0) continue;
+        int cancel = draw(3) == 0;
+        while (!densefeed_wait(pool, &batches[b], draw(2) ? 0.001 : 1.25, cancel)) {}
+        waited[b] = 1;
+        int done = cancel ? batches[b].next : batches[b].count;
+        CHECK(batches[b].done == done);
+        for (int n = 0; n < done; n++) CHECK(!samples[b][n].message[0] == (samples[b][n].status == OK));
+    }
+    densefeed_close(pool);
+    alarm(0);
+    close(file);
+}
+
+/* ------------------------------------------------------------------------- mutations */
+
+static void put32(uint8_t *at, uint32_t value)
+{
+    for (int n = 0; n < 4; n++) at[n] = (uint8_t)(value >> 8 * n);
+}
+
+/* Make lengths and checksums of an indexed file true again, so that a mutation is seen by what comes after them. */
+static void repair(Input *in)
+{
+    uint8_t *bytes = in->bytes;
+    if (in->length < 64 || memcmp(bytes + 6, "DFSEG\1", 6)) return;
+    size_t header = get32(bytes + 12);
+    if (draw(2)) /* where the scan begins now */
+        for (size_t at = 2; at + 4 <= in->length && bytes[at] == 0xFF; at += 2 + (bytes[at + 2] << 8 | bytes[at + 3]))
+            if (bytes[at + 1] == 0xDA) {
+                header = at + 2 + (bytes[at + 2] << 8 | bytes[at + 3]);
+                break;
+            }
+    if (header < 22 || header > in->length) return;
+    put32(bytes + 12, (uint32_t)header);
+    size_t rows = bytes[20] | bytes[21] << 8, at = header;
+    if (22 + 8 * rows > header) return;
+    for (size_t row = 0; row < rows; row++) {
+        size_t length = get32(bytes + 22 + 8 * row);
+        size_t left = in->length - 2 < at ? 0 : in->length - 2 - at;
+        if (row == rows - 1 || length > left) length = left;
+        put32(bytes + 22 + 8 * row, (uint32_t)length);
+        put32(bytes + 26 + 8 * row, densefeed_crc32(bytes + at, length, 0));
+        at += length;
+    }
+    put32(bytes + 16, densefeed_crc32(bytes + 20, header - 20, densefeed_crc32(bytes, 16, 0)));
+}
+
+static void mutate(Input *in, const Input *seeds, int count)
+{
+    static const uint8_t known[] = {0, 1, 2, 3, 4, 0x10, 0x11, 0x21, 0x22, 0x41, 0x7F, 0x80, 0xC0, 0xC2, 0xC4, 0xD0, 0xD9, 0xDA, 0xDB, 0xDD, 0xE9, 0xFE, 0xFF};
+    uint8_t *bytes = in->bytes;
+    for (int edits = 1 + (int)draw(4); edits > 0 && in->length > 4; edits--) {
+        size_t length = in->length, at = draw(2) ? draw((uint32_t)length) : draw(length < 700 ? (uint32_t)length : 700);
+        switch (draw(10)) {
+        case 0: case 1: bytes[at] ^= (uint8_t)(1 << draw(8)); break;
+        case 2: bytes[at] = (uint8_t)draw(256); break;
+        case 3: bytes[at] = known[draw(sizeof known)]; break;
+        case 4: if (at + 1 < length) bytes[at] = 0xFF, bytes[at + 1] = known[draw(sizeof known)]; break;
+        case 5: if (draw(4) == 0) in->length = at; break;
+        case 6: { /* leave out, or say twice */
+            size_t run = 1 + draw(draw(2) ? 4 : 200);
+            if (at + run >= length) break;
+            if (draw(2)) memmove(bytes + at, bytes + at + run, length - at - run), in->length -= run;
+            else if (length + run <= MOST) memmove(bytes + at + run, bytes + at, length - at), in->length += run;
+            break;
+        }
+        case 7: { /* from another file */
+            const Input *other = &seeds[draw((uint32_t)count)];
+            size_t from = draw((uint32_t)other->length), run = 1 + draw(draw(2) ? 16 : 600);
+            if (run > other->length - from) run = other->length - from;
+            if (run > length - at) run = length - at;
+            memcpy(bytes + at, other->bytes + from, run);
+            break;
+        }
+        case 8: { /* another size, sampling, or table in the frame header */
+            for (at = 0; at + 20 < length; at++)
+                if (bytes[at] == 0xFF && bytes[at + 1] >= 0xC0 && bytes[at + 1] <= 0xC2) break;
+            if (at + 20 >= length) break;
+            size_t field = 5 + draw(14);
+            if (draw(8)) bytes[at + field] = known[draw(sizeof known)];
+            else put32(bytes + at + 5, draw(2) ? 0xDCFFDCFF : draw(1 << 30));
+            break;
+        }
+        default: memset(bytes + at, draw(2) ? 0 : 0xFF, length - at < 24 ? length - at : 1 + draw(24));
+        }
+    }
+    if (draw(10) < 8) repair(in);
+}
+
+static double seconds_used(void)
+{
+    struct timespec used;
+    clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &used);
+    return (double)used.tv_sec + used.tv_nsec * 1e-9;
+}
+
+int main(int count, char **words)
+{
+    if (count < 5) return fprintf(stderr, "fuzz SECONDS SEED THREADED FILE...\n"), 2;
+    double until = atof(words[1]), slowest = 0;
+    int threaded = atoi(words[3]), seeds = count - 4;
+    signal(SIGALRM, on_alarm);
+#if defined(__SANITIZE_ADDRESS__)
+    __sanitizer_set_death_callback(keep);
+#endif
+    Input *seed = calloc(seeds, sizeof *seed);
+    for (int n = 0; n < seeds; n++) {
+        FILE *file = fopen(words[4 + n], "rb");
+        if (!file) return fprintf(stderr, "%s cannot be read\n", words[4 + n]), 2;
+        seed[n].bytes = malloc(MOST);
+        seed[n].length = fread(seed[n].bytes, 1, MOST, file);
+        fclose(file);
+        try_input(seed[n].bytes, seed[n].length);
+    }
+    state = 0x853C49E6748FEA9Bu + strtoull(words[2], NULL, 10);
+    Input in = {malloc(MOST), 0}, some[4] = {0};
+    long tried = 0;
+    for (; seconds_used() < until; tried++) {
+        const Input *from = &seed[draw((uint32_t)seeds)];
+        memcpy(in.bytes, from->bytes, in.length = from->length);
+        mutate(&in, seed, seeds);
+        double before = seconds_used();
+        try_input(in.bytes, in.length);
+        if (seconds_used() - before > slowest) slowest = seconds_used() - before;
+        if (!threaded) continue;
+        int slot = (int)(tried % 4);
+        free(some[slot].bytes);
+        some[slot] = (Input){malloc(in.length + 1), in.length};
+        memcpy(some[slot].bytes, in.bytes, in.length);
+        if (tried > 4 && draw(4) == 0) try_pool(some, 4);
+        if (tried > 4 && draw(4) == 0) try_pool(seed, seeds);
+    }
+    printf("%ld inputs from %d files in %.0f s, the slowest took %.2f s\n", tried, seeds, seconds_used(), slowest);
+    for (int n = 0; n < seeds; n++) free(seed[n].bytes);
+    for (int n = 0; n < 4; n++) free(some[n].bytes);
+    free(seed), free(in.bytes);
+    return 0;
+}

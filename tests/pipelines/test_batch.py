@@ -1,0 +1,34 @@
+"""Batches on their way to a device."""
+
+import pytest
+import torch
+from densefeed.pipelines.batch import Batch, on_device
+from densefeed.pipelines.loader import Memory
+
+
+def batches(count, memory):
+    for number in range(count):
+        image = memory.empty((64, 128, 128, 3), torch.uint8).fill_(number)
+        index = torch.full((64,), number)
+        yield Batch(image, index, torch.zeros(64, 2, 3), index, torch.ones(64), None, None, None, None)
+
+
+def test_on_a_cpu_batches_pass_through():
+    given = list(batches(3, Memory()))
+    for one, other in zip(on_device(iter(given), torch.device("cpu")), given, strict=True):
+        assert one.image is other.image
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_copies_on_the_side_stream_are_whole_when_the_step_reads_them():
+    """The host's memory is pinned and reused at once; the step is slow, so copies run ahead of it."""
+    device, memory = torch.device("cuda"), Memory()
+    assert memory.empty((1,), torch.uint8).is_pinned()
+    slow = torch.randn(4096, 4096, device=device)
+    sums = []
+    for batch in on_device(batches(50, memory), device):
+        slow = (slow @ slow).clamp(-1, 1)
+        sums.append(batch.image.long().sum() - batch.image[0, 0, 0, 0].long() * batch.image.numel())
+        sums.append(batch.image[0, 0, 0, 0].long() - len(sums) // 2)
+    assert not torch.stack(sums).any()

@@ -80,6 +80,9 @@ class FfcvSource:
     def where(self, index: int) -> str:
         return self._beton.where(index)
 
+    def read_ahead(self, first: int, end: int) -> None:
+        self._beton.read_ahead(first, end)
+
     def begin(self, ids: np.ndarray) -> Fetch:
         beton = self._beton
         samples = np.zeros(len(ids), native.SAMPLE)

@@ -48,6 +48,9 @@ class FolderSource:
             self.spec = spec_of(self._store, len(self.class_names))
         self._readers = ThreadPoolExecutor(threads, thread_name_prefix="read")
 
+    def read_ahead(self, first: int, end: int) -> None:
+        """Files lie anywhere, so there is no long run to read."""
+
     def begin(self, ids: np.ndarray) -> Fetch:
         chunks = [self._readers.submit(self._read, ids[at : at + CHUNK]) for at in range(0, len(ids), CHUNK)]
 

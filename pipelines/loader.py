@@ -60,6 +60,9 @@ class Source(Protocol):
     def where(self, index: int) -> str:
         """How an error message should name sample `index`."""
 
+    def read_ahead(self, first: int, end: int) -> None:
+        """The samples `first` to `end` - 1 will be needed: if they lie together, have the system read them, without waiting."""
+
     def begin(self, ids: np.ndarray) -> Fetch:
         """Begin to fetch the samples `ids`."""
 
@@ -152,7 +155,7 @@ class ThreadedLoader:
         rows, size = zip(index, view, weight, strict=True), self.plan.size(epoch)
         self._memory.prepare(size)
         # One batch more is being fetched than decoded: a folder's files are read while earlier ones are decoded.
-        fetching = ((self.source.begin(ids), ids, views, weights) for ids, views, weights in rows)
+        fetching = self._fetch(zip(rows, self.plan.runs(epoch, start), strict=True))
         fetched: deque = deque()
         decoding: deque[_Begun] = deque()
         try:
@@ -173,6 +176,13 @@ class ThreadedLoader:
                 fetch.cancel()
             for begun in decoding:
                 self._pool.cancel(begun.job)
+
+    def _fetch(self, rows: Iterator[tuple]) -> Iterator[tuple]:
+        """Begin to fetch one batch after the other, and have the storage read what will be needed a window later."""
+        for (ids, views, weights), runs in rows:
+            for first, end in runs:
+                self.source.read_ahead(first, end)
+            yield self.source.begin(ids), ids, views, weights
 
     def _submit(
         self, epoch: int, size: int, fetch: Fetch, ids: np.ndarray, sample_views: np.ndarray, weight: np.ndarray
@@ -204,7 +214,9 @@ class ThreadedLoader:
             good = next((row for row in range(len(ids)) if row not in bad), None)
             if good is None:
                 where = self.source.where(int(ids[0]))
-                raise UserError(f"none of the {len(ids)} samples of a batch can be read, {where} first; the lines above say why")
+                raise UserError(
+                    f"none of the {len(ids)} samples of a batch can be read, {where} first; the lines above say why"
+                )
             for row in bad:  # a skipped sample repeats a good one, with weight 0
                 for field in batch:
                     if field is not None:

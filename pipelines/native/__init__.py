@@ -176,7 +176,9 @@ class Pool:
 
     def __init__(self, threads: int) -> None:
         if threads > MOST_THREADS:
-            raise UserError(f"{threads:,} decoding threads are more than the {MOST_THREADS:,} that can be of use; give fewer --threads")
+            raise UserError(
+                f"{threads:,} decoding threads are more than the {MOST_THREADS:,} that can be of use; give fewer --threads"
+            )
         self._handle, self._pid, self._waiting = library().densefeed_open(threads), os.getpid(), []
         if not self._handle:
             raise UserError(f"{threads:,} threads cannot be started, the system gives no more; give fewer --threads")

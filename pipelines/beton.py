@@ -40,6 +40,7 @@ ALLOCATED = (RGB, BYTES, NDARRAY, JSON, TENSOR)  # types with one entry a sample
 JPEG, RAW = 0, 1
 VERSION = 2
 PAGE = 2**23  # FFCV's default; a sample never crosses a page
+GAP = 2**18  # bytes: a disk reads over them sooner than it seeks past them
 ALIGN = 16  # arrays start aligned, so that readers need not copy bytes before they view them
 NOTES = np.dtype([("mark", "S8"), ("at", "<u8"), ("size", "<u8"), ("crc", "<u4")])
 NOTES_IN_ARGUMENTS = 512  # where NOTES stands in the image field's arguments; FFCV's own are shorter
@@ -311,6 +312,18 @@ class Beton:
         if not self.raw[index] and stored[:2] != SOI:
             raise UserError(f"{self.where(index)} is damaged: it is no JPEG; pack or copy the file again")
         return bytes(stored), bool(self.raw[index])
+
+    def read_ahead(self, first: int, end: int) -> None:
+        """Ask the system to read the samples `first` to `end` - 1 into its cache, images and arrays, in as few runs as they lie in."""
+        for number in np.unique(self.images.file[first:end]).tolist():
+            ids = first + np.flatnonzero(self.images.file[first:end] == number)
+            starts = np.min([self.images.offset[ids], *(offsets[ids] for offsets in self._offsets.values())], axis=0)
+            ids, starts = ids[np.argsort(starts)], np.sort(starts)
+            stops = self.images.offset[ids] + self.images.size[ids]
+            breaks = np.flatnonzero(starts[1:] - stops[:-1] > GAP) + 1
+            for run in np.split(np.arange(len(ids)), breaks):
+                at = int(starts[run[0]])
+                os.posix_fadvise(self.descriptors[number], at, int(stops[run].max()) - at, os.POSIX_FADV_WILLNEED)
 
     def has(self, name: str) -> bool:
         """Whether there is an ndarray field of this name."""

@@ -1,6 +1,5 @@
 """`--loader ffcv`: an FFCV dataset (.beton), with its score maps inside it or in an HDF5 file beside it."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +11,8 @@ from ..relabel.store import ScoreMaps, ScoreMapStore
 from . import native
 from .batch import LabelSpec
 from .beton import NDARRAY, Beton, Field
-from .folder import map_tensors, spec_of, store_rows
-from .loader import Encoded, MapRows, Memory
+from .folder import check_row, map_tensors, spec_of, store_rows
+from .loader import Encoded, Fetch, MapRows, Memory
 
 MAP_FIELDS = ("map", "lse", "window")
 
@@ -81,14 +80,17 @@ class FfcvSource:
     def where(self, index: int) -> str:
         return self._beton.where(index)
 
-    def begin(self, ids: np.ndarray) -> Callable[[], Encoded]:
+    def read_ahead(self, first: int, end: int) -> None:
+        self._beton.read_ahead(first, end)
+
+    def begin(self, ids: np.ndarray) -> Fetch:
         beton = self._beton
         samples = np.zeros(len(ids), native.SAMPLE)
         samples["file"] = np.array(beton.descriptors, np.int32)[beton.images.file[ids]]
         samples["offset"], samples["length"] = beton.images.offset[ids], beton.images.size[ids]
         samples["kind"] = np.where(beton.raw[ids], native.RAW, native.JPEG)
         samples["height"], samples["width"] = beton.heights[ids], beton.widths[ids]
-        return lambda: Encoded(samples, {})
+        return Fetch(lambda: Encoded(samples, {}), lambda: None)
 
     def image(self, index: int) -> Image.Image:
         encoded, raw = self._beton.image(index)
@@ -107,6 +109,12 @@ class FfcvSource:
         files = np.repeat(file[:, None], 4, axis=1)
         crcs = None if self._beton.crcs is None else self._beton.crcs[ids]
         return MapRows(native.Parts(files, offsets, [field.numpy() for field in fields], crcs), fields)
+
+    def check_map(self, index: int) -> None:
+        if self._store is not None:
+            check_row(self._store, index)
+        else:
+            self._beton.arrays(np.array([index]))
 
     def maps(self, ids: np.ndarray) -> ScoreMaps:
         """Score maps of the samples `ids`, each checked against its CRC."""

@@ -1,6 +1,6 @@
 """`--loader folder`: a folder of images (any dataset that timm reads), with the score maps in an HDF5 file beside it."""
 
-from collections.abc import Callable
+import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from PIL import Image
 
-from ..relabel.files import UserError
+from ..relabel.files import UserError, explain
 from ..relabel.images import Images, decode
 from ..relabel.store import ScoreMaps, ScoreMapStore
 from . import native
 from .batch import LabelSpec
-from .loader import Encoded, MapRows, Memory
+from .loader import Encoded, Fetch, MapRows, Memory
 
 CHUNK = 16  # files a thread reads at once
 
@@ -48,7 +48,10 @@ class FolderSource:
             self.spec = spec_of(self._store, len(self.class_names))
         self._readers = ThreadPoolExecutor(threads, thread_name_prefix="read")
 
-    def begin(self, ids: np.ndarray) -> Callable[[], Encoded]:
+    def read_ahead(self, first: int, end: int) -> None:
+        """Files lie anywhere, so there is no long run to read."""
+
+    def begin(self, ids: np.ndarray) -> Fetch:
         chunks = [self._readers.submit(self._read, ids[at : at + CHUNK]) for at in range(0, len(ids), CHUNK)]
 
         def fetched() -> Encoded:
@@ -59,7 +62,7 @@ class FolderSource:
             samples["kind"], samples["height"], samples["width"] = np.array([f[1:] for f in good]).T
             return Encoded(samples, {n: file for n, file in enumerate(files) if isinstance(file, str)}, good)
 
-        return fetched
+        return Fetch(fetched, lambda: [chunk.cancel() for chunk in chunks])
 
     def _read(self, ids: np.ndarray) -> list[_File | str]:
         """The files of the samples `ids`, or why one cannot be read."""
@@ -72,8 +75,10 @@ class FolderSource:
                 except native.JpegError:  # Pillow reads it, or says what is wrong
                     pixels = np.asarray(decode(content, self.where(index)))
                     files.append(_File(pixels.reshape(-1), native.RAW, *pixels.shape[:2]))
-            except (UserError, OSError) as error:
+            except UserError as error:
                 files.append(str(error))
+            except OSError as error:
+                files.append(explain(error))
         return files
 
     def image(self, index: int) -> Image.Image:
@@ -81,6 +86,9 @@ class FolderSource:
 
     def map_rows(self, ids: np.ndarray, memory: Memory) -> MapRows:
         return store_rows(self._store, ids, memory)
+
+    def check_map(self, index: int) -> None:
+        check_row(self._store, index)
 
     def close(self) -> None:
         self._readers.shutdown(cancel_futures=True)
@@ -94,6 +102,14 @@ def store_rows(store: ScoreMapStore, ids: np.ndarray, memory: Memory) -> MapRows
     fields = map_tensors(len(ids), side, top_k, memory)
     file, offsets = store.places(ids)
     return MapRows(native.Parts(np.full(offsets.shape, file), offsets, [f.numpy() for f in fields], store.crcs[ids]), fields)
+
+
+def check_row(store: ScoreMapStore, index: int) -> None:
+    """UserError if row `index` of a store is not there any more, or damaged."""
+    file, offsets = store.places(np.array([index]))
+    if os.fstat(file).st_size <= offsets.max():  # the memory map would end the process
+        raise UserError(f"{store.path} was cut while it was open; copy it again and rerun")
+    store.rows(np.array([index]))
 
 
 def map_tensors(count: int, side: int, top_k: int, memory: Memory) -> ScoreMaps:

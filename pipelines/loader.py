@@ -17,7 +17,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from ..relabel.files import UserError
+from ..relabel.files import UserError, explain
 from ..relabel.geometry import crop_views
 from . import native
 from .batch import Batch, LabelSpec
@@ -32,6 +32,13 @@ class Encoded(NamedTuple):
     samples: np.ndarray  # native.SAMPLE [N]: place, kind and size are filled in
     errors: dict[int, str]  # row: why its image cannot be read
     keep: object = None  # memory that must live until the batch is decoded
+
+
+class Fetch(NamedTuple):
+    """Samples being fetched. Without `cancel` a process that ends would first read all that was asked for."""
+
+    wait: Callable[[], Encoded]
+    cancel: Callable[[], object]
 
 
 class MapRows(NamedTuple):
@@ -53,14 +60,20 @@ class Source(Protocol):
     def where(self, index: int) -> str:
         """How an error message should name sample `index`."""
 
-    def begin(self, ids: np.ndarray) -> Callable[[], Encoded]:
-        """Begin to fetch the samples `ids`; the callable waits for them."""
+    def read_ahead(self, first: int, end: int) -> None:
+        """The samples `first` to `end` - 1 will be needed: if they lie together, have the system read them, without waiting."""
+
+    def begin(self, ids: np.ndarray) -> Fetch:
+        """Begin to fetch the samples `ids`."""
 
     def image(self, index: int) -> Image.Image:
         """Sample `index` decoded by Pillow, RGB: for what the native decoder leaves to it. UserError if it cannot be."""
 
     def map_rows(self, ids: np.ndarray, memory: "Memory") -> MapRows:
         """Where the score maps of the samples `ids` lie; only if `spec` is not None."""
+
+    def check_map(self, index: int) -> None:
+        """UserError if the score map of sample `index` cannot be read, or is damaged; only if `spec` is not None."""
 
     def close(self) -> None:
         """Free files and threads."""
@@ -142,7 +155,7 @@ class ThreadedLoader:
         rows, size = zip(index, view, weight, strict=True), self.plan.size(epoch)
         self._memory.prepare(size)
         # One batch more is being fetched than decoded: a folder's files are read while earlier ones are decoded.
-        fetching = ((self.source.begin(ids), ids, views, weights) for ids, views, weights in rows)
+        fetching = self._fetch(zip(rows, self.plan.runs(epoch, start), strict=True))
         fetched: deque = deque()
         decoding: deque[_Begun] = deque()
         try:
@@ -150,18 +163,32 @@ class ThreadedLoader:
                 if fetch:
                     fetched.append(fetch)
                 if fetched and (len(fetched) > 1 or not fetch):
-                    decoding.append(self._submit(epoch, size, *fetched.popleft()))
+                    decoding.append(self._submit(epoch, size, *fetched[0]))
+                    fetched.popleft()
                 if decoding and (len(decoding) == AHEAD or not fetch):
+                    self._pool.wait(decoding[0].job)
                     yield self._finish(decoding.popleft())
+        except Exception:
+            self._pool.check()  # closed meanwhile, or in a forked child: that is the reason, whatever it broke first
+            raise
         finally:
+            for fetch, *_ in fetched:
+                fetch.cancel()
             for begun in decoding:
-                self._pool.wait(begun.job, cancel=True)
+                self._pool.cancel(begun.job)
+
+    def _fetch(self, rows: Iterator[tuple]) -> Iterator[tuple]:
+        """Begin to fetch one batch after the other, and have the storage read what will be needed a window later."""
+        for (ids, views, weights), runs in rows:
+            for first, end in runs:
+                self.source.read_ahead(first, end)
+            yield self.source.begin(ids), ids, views, weights
 
     def _submit(
-        self, epoch: int, size: int, fetch: Callable[[], Encoded], ids: np.ndarray, sample_views: np.ndarray, weight: np.ndarray
+        self, epoch: int, size: int, fetch: Fetch, ids: np.ndarray, sample_views: np.ndarray, weight: np.ndarray
     ) -> _Begun:
         """Plan a batch's crops and give it to the threads."""
-        encoded = fetch()
+        encoded = fetch.wait()
         samples = encoded.samples
         samples["box"], samples["flip"] = self.plan.crops(epoch, ids, samples["height"], samples["width"], sample_views)
         views = crop_views(samples["box"], samples["flip"], samples["height"], samples["width"])
@@ -172,8 +199,7 @@ class ThreadedLoader:
         return _Begun(job, encoded, ids, weight, image, views, maps)
 
     def _finish(self, begun: _Begun) -> Batch:
-        """Wait for a batch, look after its bad samples, and make tensors of it."""
-        self._pool.wait(begun.job)
+        """Look after a decoded batch's bad samples, and make tensors of it."""
         ids, weight, views = begun.ids.copy(), begun.weight.copy(), begun.views
         bad = [row for row in np.flatnonzero(begun.job.samples["status"]).tolist() if not self._mend(begun, row)]
         batch = Batch(
@@ -188,7 +214,9 @@ class ThreadedLoader:
             good = next((row for row in range(len(ids)) if row not in bad), None)
             if good is None:
                 where = self.source.where(int(ids[0]))
-                raise UserError(f"none of the {len(ids)} samples of a batch can be read, the first is {where}")
+                raise UserError(
+                    f"none of the {len(ids)} samples of a batch can be read, {where} first; the lines above say why"
+                )
             for row in bad:  # a skipped sample repeats a good one, with weight 0
                 for field in batch:
                     if field is not None:
@@ -207,6 +235,8 @@ class ThreadedLoader:
             if sample["status"] == native.NO_MEMORY:
                 raise MemoryError(f"sample {index}, {where}: memory is used up; choose a smaller --batch")
             if sample["status"] != native.UNSUPPORTED:
+                if begun.maps:  # the decoder tells the map's damage from the image's only in words
+                    self.source.check_map(index)
                 raise UserError(f"{where} cannot be decoded ({why}); {self.source.remedy}")
             pixels = np.asarray(self.source.image(index))
             if pixels.shape[:2] != (sample["height"], sample["width"]):
@@ -218,7 +248,8 @@ class ThreadedLoader:
                 raise UserError(f"{where} cannot be resized ({again['message'][0].decode()}); {self.source.remedy}")
             return True
         except (UserError, OSError) as error:
-            what = f"sample {index}: {error}" if where in str(error) else f"sample {index}, {where}: {error}"
+            why = explain(error) if isinstance(error, OSError) else str(error)
+            what = f"sample {index}: {why}" if where in why else f"sample {index}, {where}: {why}"
             if self.on_bad_sample == "raise":
                 raise UserError(what) from error
             print(f"skipped {what}", file=sys.stderr)

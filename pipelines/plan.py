@@ -5,7 +5,8 @@ number anywhere. So two loaders, any number of threads or ranks and a resumed ru
 state needs saving. The counter is (epoch, sample id or step, stream | view << 16, block), the key the seed.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -131,10 +132,30 @@ class EpochPlan:
         keys = self._keys(epoch, ids, ORDER)
         if self.order == "random":
             return np.argsort(keys, kind="stable")
-        shuffled = np.argsort(self._keys(epoch, np.arange(-(-self.num_samples // self.block)), BLOCKS), kind="stable")
+        shuffled = self._shuffled_blocks(epoch)
         window_of_block = np.empty_like(shuffled)
         window_of_block[shuffled] = np.arange(len(shuffled)) // self.window
         return np.lexsort((keys, window_of_block[ids // self.block]))
+
+    def _shuffled_blocks(self, epoch: int) -> np.ndarray:
+        return np.argsort(self._keys(epoch, np.arange(-(-self.num_samples // self.block)), BLOCKS), kind="stable")
+
+    def runs(self, epoch: int, start: int = 0) -> Iterator[list[tuple[int, int]]]:
+        """For order `blocks`, what to read ahead before each batch from `start` on: runs of storage, (first id, end).
+
+        Before the first batch that is its whole window and a batch more, then as much again as a batch holds: the reading stays a
+        window ahead, evenly. Empty lists for other orders.
+        """
+        if self.order != "blocks" or self.mode == "evaluate":
+            yield from ([] for _ in range(start, self.batches))
+            return
+        firsts = self._shuffled_blocks(epoch) * self.block
+        per_batch, done = self.batch / (self.block * self._views), int(start * self.batch / (self.block * self._views))
+        done -= done % self.window
+        for number in range(start, self.batches):
+            until = math.ceil((number + 1) * per_batch) + self.window
+            yield [(first, min(first + self.block, self.num_samples)) for first in firsts[done:until].tolist()]
+            done = max(done, until)
 
     def _keys(self, epoch: int, ids_N: np.ndarray, stream: int) -> np.ndarray:
         """64 random bits for each id, to sort by: uint64 `[N]`."""

@@ -83,7 +83,7 @@ def explain(error: OSError) -> str:
     number = error.errno or next((n for n in REMEDIES if f"errno = {n}," in text or os.strerror(n) in text), None)
     if number in REMEDIES:
         return f"{error.filename or text}: {REMEDIES[number]}"
-    return text
+    return f"{error.filename}: {error.strerror}" if error.filename and error.strerror else text
 
 
 def run(main: Callable[[], object]) -> None:

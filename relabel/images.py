@@ -106,6 +106,8 @@ def decode(encoded: bytes, where: str) -> Image.Image:
         if image.mode.startswith("I;16"):  # Pillow would clip 16 bits to 8: a nearly white image
             image = Image.fromarray((np.asarray(image) // 257).astype(np.uint8))
         return image.convert("RGB")
-    except (UnidentifiedImageError, OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+    except MemoryError:
+        raise
+    except Exception as error:  # Pillow promises nothing: OSError, SyntaxError, ValueError, of AVIF RuntimeError, ...
         reason = "not an image" if isinstance(error, UnidentifiedImageError) else str(error)
         raise UserError(f"{where} cannot be decoded ({reason}); replace or remove this file") from error

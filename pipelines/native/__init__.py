@@ -3,12 +3,13 @@
 The library is built by `pip install` (setup.py) and lies beside this file. Nothing here knows datasets or plans.
 """
 
+import contextlib
 import ctypes
 import functools
 import os
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,6 +23,7 @@ JPEG, RAW = range(2)  # kinds of encoded image; raw is rows of RGB
 STAGES = ("labels", "read", "decode", "resample")
 MESSAGE = 120
 WAIT = 0.1  # seconds between looks at Python's signals while a batch is waited for
+MOST_THREADS = 4096  # four times the cores of the largest machines; a system that runs out of threads runs out for everybody
 
 # One sample of a batch, `Sample` in native.h.
 SAMPLE = np.dtype(
@@ -169,45 +171,60 @@ class Job:
 class Pool:
     """Threads that decode jobs in the order they were submitted; none of them ever needs Python's lock.
 
-    UserError if the system gives no more threads. Not usable in a forked child, which has no threads.
+    UserError for more threads than MOST_THREADS or than the system gives. Not usable in a forked child, which has no threads:
+    RuntimeError there, and after `close`.
     """
 
     def __init__(self, threads: int) -> None:
+        if threads > MOST_THREADS:
+            raise UserError(
+                f"{threads:,} decoding threads are more than the {MOST_THREADS:,} that can be of use; give fewer --threads"
+            )
         self._handle, self._pid, self._waiting = library().densefeed_open(threads), os.getpid(), []
         if not self._handle:
-            raise UserError(f"{threads} threads cannot be started; give fewer --threads")
-        self._lock = threading.RLock()  # what is being waited for is not freed
+            raise UserError(f"{threads:,} threads cannot be started, the system gives no more; give fewer --threads")
+        # Held by whoever is inside the library, so that another thread's `close` frees nothing under it. The garbage
+        # collector may close a generator, and so come here, on a thread that holds it already.
+        self._lock = threading.RLock()
         self._close = weakref.finalize(self, _close, self._handle, self._pid, self._waiting, self._lock)
 
     def submit(self, job: Job) -> None:
-        """Begin a job; it must be waited for."""
-        self._check_process()
-        with self._lock:
-            self._check()
+        """Begin a job; it must be waited for, or cancelled."""
+        with self._entered():
             self._waiting.append(job)
             library().densefeed_submit(self._handle, ctypes.byref(job.batch))
 
-    def wait(self, job: Job, cancel: bool = False) -> None:
-        """Wait until a job is finished; with `cancel`, only for the samples that are being decoded.
+    def wait(self, job: Job) -> None:
+        """Wait until a job is finished."""
+        while not self._ended(job, cancel=False):
+            pass
 
-        RuntimeError if the pool is closed, then or meanwhile; but closing cancels, so `cancel` then has nothing to do.
-        """
-        finished = False
-        while not finished:
-            self._check_process()  # before the lock, which a forked child may find held for ever
-            with self._lock:
-                if cancel and not self._close.alive:
-                    return
-                self._check()
-                finished = library().densefeed_wait(self._handle, ctypes.byref(job.batch), WAIT, cancel)
-                if finished:
-                    self._waiting.remove(job)
+    def cancel(self, job: Job) -> None:
+        """Begin no more of a job's samples, and wait for those that are being decoded."""
+        with contextlib.suppress(RuntimeError):  # closed, or of another process: nothing of it is being decoded here
+            while not self._ended(job, cancel=True):
+                pass
 
-    def _check(self) -> None:
+    def _ended(self, job: Job, cancel: bool) -> bool:
+        """Wait a little; whether the job is finished."""
+        with self._entered():
+            if job not in self._waiting:
+                return True
+            if ended := library().densefeed_wait(self._handle, ctypes.byref(job.batch), WAIT, cancel):
+                self._waiting.remove(job)
+            return bool(ended)
+
+    @contextlib.contextmanager
+    def _entered(self) -> Iterator[None]:
+        self.check()  # before the lock: in a forked child nobody may be left who would free it
+        with self._lock:
+            self.check()
+            yield
+
+    def check(self) -> None:
+        """RuntimeError if the pool is closed or of another process."""
         if not self._close.alive:
             raise RuntimeError("this loader is closed")
-
-    def _check_process(self) -> None:
         if os.getpid() != self._pid:
             raise RuntimeError("a loader cannot be used in a forked process; open it there, or start processes by spawn")
 
@@ -217,7 +234,7 @@ class Pool:
 
 
 def _close(handle: int, pid: int, waiting: list[Job], lock: threading.RLock) -> None:
-    if os.getpid() == pid:
+    if os.getpid() == pid:  # else its threads, and perhaps the holder of the lock, live in another process
         with lock:
             library().densefeed_close(handle)
     waiting.clear()  # until here no job's memory was freed

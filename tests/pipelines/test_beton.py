@@ -4,6 +4,7 @@ import errno
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -824,3 +825,27 @@ def test_the_checksum_of_a_sample_is_zlibs(packed):
     for n in range(7):
         want = zlib.crc32(b"".join(rows[name][n].tobytes() for name in ("map", "lse", "window")))
         assert int.from_bytes(whole[at + 4 * n : at + 4 * n + 4], "little") == want
+
+
+def test_neighbours_are_read_ahead_in_one_run_and_strangers_in_several(folder, maps, tmp_path, monkeypatch):
+    """Ours lie side by side, image and map; and of several files each is asked for its own."""
+    from densefeed.tools.pack_dataset import Packing, main
+
+    asked = []
+    monkeypatch.setattr(os, "posix_fadvise", lambda file, offset, length, _: asked.append((file, offset, offset + length)))
+    main(Packing(data=folder, maps=maps, out=tmp_path / "x.beton"))
+    beton = Beton([tmp_path / "x.beton", shutil.copy(tmp_path / "x.beton", tmp_path / "y.beton")])
+    beton.read_ahead(9, 14)
+    assert [file for file, _, _ in asked] == beton.descriptors
+    for index in range(9, 14):
+        file, start, end = asked[index // 11]
+        assert start <= beton.array_offsets("map", np.array([index]))[1][0] < end
+        assert start < beton.images.offset[index] < beton.images.offset[index] + beton.images.size[index] <= end
+    used = sum(int(beton.images.size[n]) + 652 for n in range(9, 14))  # 6 x 6 x 2 x 4 + 6 x 6 x 2 + 16 bytes and alignment
+    assert sum(end - start for _, start, end in asked) < used + 5 * 64
+    for offsets in (beton.images.offset, *beton._offsets.values()):
+        offsets[3] += 2**20  # as where several of FFCV's workers wrote
+    asked.clear()
+    beton.read_ahead(2, 5)
+    assert len(asked) == 2
+    assert sum(end - start for _, start, end in asked) < 2**17

@@ -204,3 +204,14 @@ def test_maps_of_another_dataset_are_refused(folder, maps, tmp_path, command):
     assert command("tools/pack_dataset.py", "--data", other, "--out", packed).returncode == 0
     with pytest.raises(UserError, match=r"another dataset"):
         FfcvSource(packed, maps)
+
+
+def test_in_order_blocks_storage_is_asked_before_a_sample_is_fetched(beton, monkeypatch):
+    known, begin = set(), FfcvSource.begin
+    monkeypatch.setattr(FfcvSource, "read_ahead", lambda self, first, end: known.update(range(first, end)))
+    monkeypatch.setattr(FfcvSource, "begin", lambda self, ids: known.issuperset(ids.tolist()) and begin(self, ids))
+    source = FfcvSource(beton)
+    plan = EpochPlan(num_samples=11, batch=2, seed=3, mode="train", order="blocks", block=2, window=2, sizes=((0, 32),))
+    reader = ThreadedLoader(source, plan, 2)
+    assert len(list(reader.batches(0))) == 6
+    reader.close()

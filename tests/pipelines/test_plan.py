@@ -345,3 +345,27 @@ def test_sizes_follow_the_table():
 def test_plans_that_make_no_sense_are_refused(fields, said):
     with pytest.raises(UserError, match=said):
         plan(**fields)
+
+
+@pytest.mark.parametrize("options", [{}, {"views": 2}, {"num_samples": 1024}, {"batch": 512}, {"window": 1}, {"block": 1}])
+@pytest.mark.parametrize("start", [0, 1, 7])
+def test_storage_is_asked_for_a_window_ahead_of_its_use(options, start):
+    """No sample comes before its block was asked for, no block is asked for twice, and it is asked for evenly."""
+    plan = EpochPlan(
+        **{"num_samples": 1000, "batch": 64, "seed": 1, "mode": "train", "order": "blocks", "block": 16, "window": 8} | options
+    )
+    rows, asked = plan.shard(2).index[start:], []
+    runs = list(plan.runs(2, start))
+    assert len(runs) == len(rows)
+    for number, (ids, new) in enumerate(zip(rows, runs, strict=True)):
+        asked += new
+        known = {first for first, _ in asked}
+        padding = start + number == plan.batches - 1  # which repeats the epoch's first samples
+        assert padding or {sample - sample % plan.block for sample in ids.tolist()} <= known
+        if number:
+            assert len(new) <= -(-plan.batch // (plan.block * plan.views))
+    assert len(asked) == len(set(asked))
+    assert all(end == min(first + plan.block, plan.num_samples) for first, end in asked)
+    if start == 0:
+        assert sorted(sample for run in asked for sample in range(*run)) == list(range(plan.num_samples))
+    assert not any(EpochPlan(num_samples=1000, batch=64, seed=1, mode="train").runs(2, start))

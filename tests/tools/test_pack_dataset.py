@@ -1,7 +1,9 @@
-"""Packing: bytes kept, odd files transcoded and counted, bad ones named all at once; stopped, killed and continued."""
+"""Packing: pixels or bytes kept, odd files encoded anew and counted, bad ones named all at once; stopped, killed and continued."""
 
+import dataclasses
 import io
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -11,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from densefeed.pipelines import segments
 from densefeed.pipelines.beton import Beton
 from densefeed.pipelines.beton_writer import BetonWriter
 from densefeed.pipelines.ffcv import FfcvSource
@@ -23,14 +26,65 @@ from PIL import Image
 ROOT = Path(__file__).parents[2]
 
 
-def test_jpegs_keep_their_bytes(folder, tmp_path):
-    main(Packing(data=folder, out=tmp_path / "x.beton"))
-    beton, images = Beton(tmp_path / "x.beton"), Images(folder)
-    assert beton.notes["class_names"] == ["cat", "dog"]
-    assert beton.notes["fingerprint"] == images.fingerprint()
-    np.testing.assert_array_equal(beton.labels, images.labels)
+def pixels(encoded):
+    """What any decoder sees in a JPEG's bytes, and whether crops can be read from it alone."""
+    return Image.open(io.BytesIO(encoded)).convert("RGB").tobytes(), segments.MARK in encoded[:20]
+
+
+def test_jpegs_keep_every_pixel_and_without_index_every_byte(folder, tmp_path):
+    images = Images(folder)
+    for index in (True, False):
+        main(Packing(data=folder, out=tmp_path / f"{index}.beton", index=index))
+        beton = Beton(tmp_path / f"{index}.beton")
+        assert beton.notes["class_names"] == ["cat", "dog"]
+        assert beton.notes["fingerprint"] == images.fingerprint()
+        np.testing.assert_array_equal(beton.labels, images.labels)
+        for n in range(len(images)):
+            stored, raw = beton.image(n)
+            assert not raw
+            assert pixels(stored) == (pixels(images.read(n))[0], index)
+            assert (stored == images.read(n)) == (not index)
+
+
+def test_large_images_are_made_smaller_and_all_else_is_left_alone(folder, tmp_path, capsys):
+    """The set's longer sides go from 48 to 89 px. What is made smaller keeps its shape and looks like Pillow's own."""
+    images = Images(folder)
+    main(Packing(data=folder, out=tmp_path / "x.beton", max_side=64, quality=90))
+    beton, anew = Beton(tmp_path / "x.beton"), 0
     for n in range(len(images)):
-        assert beton.image(n) == (images.read(n), False)
+        original = Image.open(io.BytesIO(images.read(n)))
+        stored, _ = beton.image(n)
+        small = Image.open(io.BytesIO(stored))
+        assert (small.height, small.width) == (beton.heights[n], beton.widths[n])
+        if max(original.size) <= 64:
+            assert pixels(stored)[0] == original.tobytes()
+        else:
+            anew += 1
+            scale = 64 / max(original.size)
+            assert small.size == tuple(round(extent * scale) for extent in original.size)
+            assert max(small.size) == 64
+            want = np.asarray(original.resize(small.size, Image.Resampling.LANCZOS)).astype(int)
+            assert np.abs(np.asarray(small) - want).mean() < 4  # 4:2:0 at quality 90
+    assert 0 < anew < len(images)
+    assert f"encoded anew as JPEG at quality 90: {anew} images" in capsys.readouterr().out
+
+
+def test_quality_is_of_what_is_encoded_anew(folder, tmp_path):
+    sizes = {}
+    for quality in (20, 95):
+        main(Packing(data=folder, out=tmp_path / f"{quality}.beton", max_side=64, quality=quality))
+        sizes[quality] = Beton(tmp_path / f"{quality}.beton")
+    large = [n for n, path in enumerate(Images(folder).paths) if max(Image.open(Images(folder).where(n)).size) > 64]
+    ratio = sizes[20].images.size / sizes[95].images.size
+    assert (ratio[large] < 0.6).all()
+    assert (np.delete(ratio, large) == 1).all()
+
+
+@pytest.mark.parametrize("options", [{"max_side": -1}, {"quality": 0}, {"quality": 101}, {"threads": 0}])
+def test_settings_that_mean_nothing_are_refused(folder, tmp_path, options):
+    with pytest.raises(UserError, match="--threads must be at least 1, --max-side no less than 0, and --quality from 1 to 100"):
+        main(Packing(data=folder, out=tmp_path / "x.beton", **options))
+    assert not list(tmp_path.iterdir())
 
 
 def test_odd_files_become_rgb_jpegs_and_are_counted(folder, tmp_path, capsys):
@@ -66,7 +120,9 @@ def test_bad_files_are_all_named_and_mended_ones_packed_alone(broken, folder, tm
     packing = Packing(data=root, out=tmp_path / "out" / "x.beton")
     with pytest.raises(UserError, match="2 images cannot be packed") as refused:
         main(packing)
-    assert all(victim.name in str(refused.value) for victim in victims)
+    # The first in libjpeg's words, the second, which is no JPEG at all, in Pillow's.
+    for victim, reason in zip(victims, ("premature end of jpeg file", "not an image"), strict=True):
+        assert re.search(rf"(?i){victim.name} cannot be decoded \([^)]*{reason}\); replace or remove", str(refused.value))
     assert not packing.out.exists()
     with pytest.raises(UserError, match="2 images cannot be packed"):
         main(packing)
@@ -79,7 +135,7 @@ def test_bad_files_are_all_named_and_mended_ones_packed_alone(broken, folder, tm
     assert written == [2, 3]
     assert os.listdir(packing.out.parent) == ["x.beton"]
     beton, images = Beton(packing.out), Images(folder)
-    assert [beton.image(n)[0] for n in range(11)] == [images.read(n) for n in range(11)]
+    assert [pixels(beton.image(n)[0]) for n in range(11)] == [(pixels(images.read(n))[0], True) for n in range(11)]
     assert beton.fingerprint() == images.fingerprint()
     np.testing.assert_array_equal(beton.labels, images.labels)
 
@@ -93,7 +149,7 @@ def test_bad_files_may_be_left_out(broken, folder, maps, tmp_path, capsys):
     assert all(victim.name in said for victim in victims)
     beton, images = Beton(tmp_path / "x.beton"), Images(folder)
     kept = [0, 1, *range(4, 11)]
-    assert [beton.image(n)[0] for n in range(9)] == [images.read(n) for n in kept]
+    assert [pixels(beton.image(n)[0])[0] for n in range(9)] == [pixels(images.read(n))[0] for n in kept]
     np.testing.assert_array_equal(beton.labels, images.labels[kept])
     assert beton.notes["left_out"] == 2
     with pytest.raises(UserError, match=r"leaves out 2 images .* pack the maps into it"):
@@ -121,6 +177,19 @@ def test_an_existing_file_is_kept(folder, tmp_path):
 
 
 # ----------------------------------------------------------------------- stopped and continued
+
+
+@pytest.mark.parametrize("other", [{"max_side": 64}, {"quality": 90}, {"index": False}])
+def test_what_was_begun_otherwise_is_not_continued(broken, tmp_path, other):
+    """Else a file would hold images of both kinds. The number of threads is nobody's business."""
+    packing = Packing(data=broken[0], out=tmp_path / "x.beton")
+    with pytest.raises(UserError, match="2 images cannot be packed"):
+        main(packing)
+    name = next(iter(other)).replace("_", " ")
+    with pytest.raises(UserError, match=rf"x\.beton\.part was begun with another {name}; remove it"):
+        main(dataclasses.replace(packing, **other))
+    with pytest.raises(UserError, match="2 images cannot be packed"):
+        main(dataclasses.replace(packing, threads=1))
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,353 @@
+"""However a consumer leaves a loader: nothing of his is overwritten, and no thread, memory, file or process stays behind."""
+
+import contextlib
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from densefeed.pipelines import native
+from densefeed.pipelines.ffcv import FfcvSource
+from densefeed.pipelines.folder import FolderSource
+from densefeed.pipelines.loader import AHEAD, Memory, ThreadedLoader
+from densefeed.pipelines.plan import EpochPlan
+from densefeed.relabel.files import UserError
+from densefeed.tools.pack_dataset import Packing, main
+from PIL import Image
+
+ROOT = Path(__file__).parents[2]
+LARGE = 64 * 224 * 224 * 3  # bytes of a batch's images where memory is measured
+pytestmark = pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")  # "Exception ignored in ..."
+
+
+@pytest.fixture(scope="module")
+def opened(folder, maps, tmp_path_factory):
+    """Opens a loader of 11 samples with score maps, `folder` or `ffcv`."""
+    beton = tmp_path_factory.mktemp("leaving") / "x.beton"
+    main(Packing(data=folder, maps=maps, out=beton))
+
+    def open_loader(kind="ffcv", threads=3, batch=2, views=1, size=32):
+        source = FfcvSource(beton) if kind == "ffcv" else FolderSource(folder, "train", maps, threads)
+        plan = EpochPlan(num_samples=11, batch=batch, seed=3, mode="train", views=views, sizes=((0, size),))
+        return ThreadedLoader(source, plan, threads)
+
+    return open_loader
+
+
+def held():
+    """How many threads this process has, native ones too, and which files of ours are open."""
+    gc.collect()
+    links = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd")]
+    files = {os.readlink(link) for link in links if os.path.exists(link)}
+    return len(os.listdir("/proc/self/task")), {name for name in files if name.endswith((".beton", ".jpg", ".h5"))}
+
+
+@pytest.fixture(scope="module")
+def before():
+    torch.ones(2**20).sum()  # PyTorch starts its own threads at the first large sum
+    return held()
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays(before):
+    """After each test, threads and open files are those of the start; executors take a moment to end theirs."""
+    yield
+    deadline = time.monotonic() + 5
+    while not ((after := held())[0] <= before[0] and after[1] <= before[1]) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert after[0] <= before[0]  # numpy's own end when a test forks
+    assert after[1] <= before[1]
+
+
+def resident():
+    """Bytes of memory of this process."""
+    gc.collect()
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+# ----------------------------------------------------------------------- memory
+
+
+@pytest.mark.parametrize("kind", ["folder", "ffcv"])
+def test_what_a_consumer_holds_is_never_overwritten(opened, kind):
+    """He keeps whole batches, slices, rows, numpy views, or drops them: three epochs, in memory that is used again."""
+    reader, kept = opened(kind), []
+    for epoch in range(3):
+        for number, batch in enumerate(reader.batches(epoch)):
+            held = [
+                lambda b: list(b),
+                lambda b: [field[1:] for field in b],
+                lambda b: [field.numpy()[::2] for field in b],
+                lambda b: [memoryview(field.numpy()[0].reshape(-1).view(np.uint8)) for field in b],
+                lambda b: [],
+            ][(number + epoch) % 5](batch)
+            kept.append((held, [np.array(part) for part in held]))
+            del batch, held
+    reader.close()
+    for held, copies in kept:
+        for part, copy in zip(held, copies, strict=True):
+            np.testing.assert_array_equal(np.asarray(part), copy)
+    gc.collect()
+
+
+def test_few_batches_are_in_memory_however_slow_the_consumer(opened, monkeypatch):
+    """An epoch of 11 batches lives in AHEAD + 2 blocks, one of them the consumer's; what he holds comes on top."""
+    reader, made, empty = opened(batch=64, views=64, size=224), [], Memory.empty
+    monkeypatch.setattr(Memory, "empty", lambda self, shape, dtype: made.append(shape) or empty(self, shape, dtype))
+    before, most, places = resident(), 0, set()
+    for number, batch in enumerate(reader.batches(0)):
+        if number == 0:
+            time.sleep(0.2)
+        assert made.count((64, 224, 224, 3)) <= number + AHEAD
+        places.add(batch.image.data_ptr())
+        most = max(most, resident() - before)
+    assert number == 10
+    assert len(places) <= AHEAD + 2
+    assert most < (AHEAD + 2) * LARGE + 2**24  # stacks and scratch memory of the threads
+    reader.close()
+
+
+def test_leaving_fifty_times_takes_no_memory(opened):
+    sizes = []
+    for number in range(1, 51):
+        reader = opened(batch=32, views=32, size=160)
+        batches = reader.batches(0)
+        next(batches), next(batches)
+        if number % 2:
+            reader.close()
+        del reader, batches
+        if number % 10 == 0:
+            sizes.append(resident())
+    assert max(sizes) - sizes[0] < 2**24  # 40 leaks of one batch of images are 94 MiB
+
+
+# ----------------------------------------------------------------------- ways to leave
+
+
+def leave_by_break(reader):
+    for _ in reader.batches(0):
+        break
+
+
+def leave_by_error(reader):
+    with contextlib.suppress(ZeroDivisionError):
+        for _ in reader.batches(0):
+            _ = 1 / 0
+
+
+def leave_unstarted(reader):
+    reader.batches(0)
+
+
+def leave_with_a_cycle(reader):
+    batches = reader.batches(0)
+    cycle = [batches, next(batches)]
+    cycle.append(cycle)  # only the garbage collector finds it
+
+
+def close_twice_while_iterating(reader):
+    batches = reader.batches(0)
+    next(batches)
+    reader.close()
+    reader.close()
+    with pytest.raises(RuntimeError, match="this loader is closed"):
+        next(batches)
+    with pytest.raises(StopIteration):
+        next(batches)
+
+
+def close_and_drop_the_iterator(reader):
+    batches = reader.batches(0)
+    next(batches)
+    reader.close()
+
+
+def iterate_after_close(reader):
+    reader.close()
+    with pytest.raises(RuntimeError, match="this loader is closed"):
+        next(reader.batches(0))
+
+
+@pytest.mark.parametrize("kind", ["folder", "ffcv"])
+@pytest.mark.parametrize("close", [True, False])
+@pytest.mark.parametrize(
+    "leave",
+    [
+        leave_by_break, leave_by_error, leave_unstarted, leave_with_a_cycle, close_twice_while_iterating,
+        close_and_drop_the_iterator, iterate_after_close,
+    ],
+)  # fmt: skip
+def test_nothing_stays_however_it_ends(opened, leave, close, kind):
+    reader = opened(kind)
+    leave(reader)
+    if close:
+        reader.close()
+
+
+@pytest.mark.parametrize("kind", ["folder", "ffcv"])
+def test_after_leaving_early_the_loader_goes_on(opened, kind):
+    reader = opened(kind)
+    whole = [batch.image.clone() for batch in reader.batches(1)]
+    for _ in range(3):
+        leave_by_break(reader)
+    for want, batch in zip(whole, reader.batches(1), strict=True):
+        assert torch.equal(want, batch.image)
+    reader.close()
+
+
+def test_closed_by_another_thread_the_consumer_gets_an_error(opened):
+    """Never a crash of the interpreter, wherever the consumer is at that moment."""
+    for number in range(20):
+        reader, said = opened(batch=64, views=64, size=64), []
+
+        def consume(reader=reader, said=said):
+            try:
+                while True:
+                    for _ in reader.batches(0):
+                        pass
+            except RuntimeError as error:
+                said.append(str(error))
+
+        consumer = threading.Thread(target=consume)
+        consumer.start()
+        time.sleep(0.002 * number)
+        reader.close()
+        consumer.join(timeout=5)
+        assert said == ["this loader is closed"]
+
+
+def test_a_forked_child_is_told_and_harms_nobody(opened):
+    reader = opened()
+    batches = reader.batches(0)
+    first = next(batches)
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            next(reader.batches(0))
+        except RuntimeError as error:
+            os.write(write, str(error).encode())
+        finally:
+            del batches
+            reader.close()
+            os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert b"cannot be used in a forked process" in os.read(read, 1000)
+    assert len([first, *batches]) == 6
+    os.close(read)
+    os.close(write)
+    reader.close()
+
+
+def test_too_many_threads_are_refused_in_a_sentence(opened):
+    with pytest.raises(UserError, match=r"100,000 decoding threads are more than .* give fewer --threads"):
+        native.Pool(100_000)
+
+
+# ----------------------------------------------------------------------- the process ends
+
+CHILD = """
+import sys, time
+from pathlib import Path
+from densefeed.pipelines.ffcv import FfcvSource
+from densefeed.pipelines.folder import FolderSource
+from densefeed.pipelines.loader import ThreadedLoader
+from densefeed.pipelines.plan import EpochPlan
+kind, path, batch = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
+source = FfcvSource(path) if kind == "ffcv" else FolderSource(path, "train", threads=2)
+plan = EpochPlan(num_samples=2, batch=batch, views=batch, seed=0, mode="train")
+batches = ThreadedLoader(source, plan, 2).batches(0)
+try:
+    print("waiting", flush=True)
+    next(batches)
+    print("got one", flush=True)
+    if sys.argv[4] == "stay":
+        time.sleep(60)
+except KeyboardInterrupt:
+    print(time.monotonic(), flush=True)
+    raise
+"""
+
+
+@pytest.fixture(scope="module")
+def slow(tmp_path_factory):
+    """Two images of 12 megapixels, in a folder and packed without index: a batch of 2,000 crops takes a minute."""
+    root = tmp_path_factory.mktemp("slow")
+    for name in "ab":
+        (root / "images" / "train" / name).mkdir(parents=True)
+        noise = np.random.default_rng(0).integers(0, 256, (300, 400, 3), dtype=np.uint8)
+        Image.fromarray(noise).resize((4000, 3000)).save(root / "images" / "train" / name / "x.jpg")
+    main(Packing(data=root / "images", out=root / "x.beton", index=False))
+    return {"folder": root / "images", "ffcv": root / "x.beton"}
+
+
+@pytest.fixture(scope="module")
+def cwd(tmp_path_factory):
+    """Where the children run, and their folder for temporary files."""
+    return tmp_path_factory.mktemp("cwd")
+
+
+@pytest.fixture(scope="module")
+def children(slow, cwd):
+    """All at once, since each takes seconds to import PyTorch."""
+    started = {}
+    for name, words in {
+        "folder": ["folder", slow["folder"], 2000, "stay"], "ffcv": ["ffcv", slow["ffcv"], 2000, "stay"],
+        "exit": ["ffcv", slow["ffcv"], 2, "go"], "killed": ["ffcv", slow["ffcv"], 2, "stay"],
+    }.items():  # fmt: skip
+        started[name] = subprocess.Popen(
+            [sys.executable, "-c", CHILD, *map(str, words)], cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env=os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(cwd)},
+        )  # fmt: skip
+    yield started
+    for child in started.values():
+        child.kill()
+        child.communicate()
+
+
+@pytest.mark.parametrize("kind", ["folder", "ffcv"])
+def test_ctrl_c_ends_a_wait_within_a_second(children, kind):
+    child = children[kind]
+    assert child.stdout.readline() == "waiting\n"
+    time.sleep(0.5)
+    assert child.poll() is None
+    sent = time.monotonic()
+    child.send_signal(signal.SIGINT)
+    said, traceback = child.communicate(timeout=5)  # its reading threads drop what they have not begun
+    assert float(said) - sent < 1
+    assert child.returncode == -signal.SIGINT
+    assert traceback.rstrip().endswith("KeyboardInterrupt")
+    assert "Exception ignored" not in traceback
+
+
+def test_a_process_may_end_with_everything_open(children):
+    said, complaints = children["exit"].communicate(timeout=20)
+    assert (said, complaints, children["exit"].returncode) == ("waiting\ngot one\n", "", 0)
+
+
+def test_killed_it_leaves_nothing_and_starts_again_at_once(children, slow, cwd):
+    """There are no worker processes to orphan: decoding is done by threads, in memory that no other process shares."""
+    child = children["killed"]
+    assert [child.stdout.readline() for _ in range(2)] == ["waiting\n", "got one\n"]
+    tasks = Path(f"/proc/{child.pid}/task")
+    assert len(list(tasks.iterdir())) > 2
+    assert "".join(path.read_text() for path in tasks.glob("*/children")) == ""  # no process of its own
+    mapped = Path(f"/proc/{child.pid}/maps").read_text()
+    assert "/dev/shm" not in mapped
+    assert "/SYSV" not in mapped
+    child.kill()
+    child.communicate()
+    assert not tasks.exists()
+    assert sorted(os.listdir(slow["ffcv"].parent)) == ["images", "x.beton"]
+    assert not list(cwd.iterdir())  # where its temporary files would lie, too
+    source = FfcvSource(slow["ffcv"])
+    reader = ThreadedLoader(source, EpochPlan(num_samples=2, batch=2, seed=0, mode="train"), 2)
+    assert len(next(reader.batches(0)).image) == 2
+    reader.close()

@@ -1,0 +1,145 @@
+"""An epoch is a pure function of (data, recipe, seed): threads, ranks, resuming, storage and process change nothing."""
+
+import hashlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from densefeed.pipelines.ffcv import FfcvSource
+from densefeed.pipelines.folder import FolderSource
+from densefeed.pipelines.loader import ThreadedLoader
+from densefeed.pipelines.plan import EpochPlan
+from densefeed.tools.pack_dataset import Packing, main
+from PIL import Image
+from sklearn.datasets import load_sample_images
+
+ROOT = Path(__file__).parents[2]
+SIDE = 48  # no crop of the test images (up to 89 px) is twice as large, see the last test
+PLANS = {  # epoch 1 of each is looked at
+    "plain": {},
+    "views": {"views": 2},
+    "sizes": {"sizes": ((0, SIDE), (1, 64))},
+    "blocks": {"order": "blocks", "block": 2, "window": 2},
+    "evaluate": {"mode": "evaluate"},
+}
+
+
+def source(kind, paths):
+    return {
+        "folder": lambda: FolderSource(paths["folder"], "train", paths["maps"]),
+        "maps inside": lambda: FfcvSource(paths["inside"]),
+        "maps beside": lambda: FfcvSource(paths["bare"], paths["maps"]),
+        "no index": lambda: FfcvSource(paths["no index"]),
+    }[kind]()
+
+
+def epoch(kind, paths, threads=2, start=0, **options):
+    """The batches of epoch 1: 11 samples in batches of 8, so that the second one is padded."""
+    plan = EpochPlan(**{"num_samples": 11, "batch": 8, "seed": 5, "mode": "train", "sizes": ((0, SIDE),)} | options)
+    reader = ThreadedLoader(source(kind, paths), plan, threads)
+    batches = list(reader.batches(1, start))
+    reader.close()
+    return batches
+
+
+def digest(*ranks):
+    """SHA-256 over ids, weights, labels, views (crop and flip), pixels and maps; the rows of several ranks put together."""
+    sha = hashlib.sha256()
+    for shards in zip(*ranks, strict=True):
+        for name, *parts in zip(shards[0]._fields, *shards, strict=True):
+            sha.update(f"{name} {parts[0].dtype} {tuple(parts[0].shape[1:])}".encode())
+            sha.update(torch.cat(parts).numpy())
+    return sha.hexdigest()
+
+
+@pytest.fixture(scope="module")
+def paths(folder, maps, tmp_path_factory):
+    root = tmp_path_factory.mktemp("replay")
+    main(Packing(data=folder, maps=maps, out=root / "inside.beton"))
+    main(Packing(data=folder, out=root / "bare.beton"))
+    main(Packing(data=folder, maps=maps, out=root / "no index.beton", index=False))
+    return {"folder": folder, "maps": maps} | {name: root / f"{name}.beton" for name in ("inside", "bare", "no index")}
+
+
+@pytest.fixture(scope="module")
+def wanted(paths):
+    """The digest of each plan: one thread, one rank, from the start, a .beton with maps."""
+    return {name: digest(epoch("maps inside", paths, threads=1, **options)) for name, options in PLANS.items()}
+
+
+def test_the_digest_sees_every_field(paths, wanted):
+    """Else the tests below could not fail. Plans differ from each other, and so does one value in one place."""
+    assert len(set(wanted.values())) == len(PLANS)
+    for field in range(9):
+        batches = epoch("maps inside", paths, threads=1)
+        batches[1][field].view(torch.uint8).view(-1)[-1] ^= 1
+        assert digest(batches) != wanted["plain"], batches[0]._fields[field]
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("kind", ["folder", "maps inside", "maps beside", "no index"])
+def test_threads_and_storage_change_nothing(paths, wanted, kind, plan):
+    """Bit for bit, pixels too: of crops less than twice the output's side, all paths decode and resample alike."""
+    for threads in (1, 2, 4):
+        assert digest(epoch(kind, paths, threads, **PLANS[plan])) == wanted[plan], threads
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_put_together_are_one(paths, wanted, ranks, plan):
+    kinds = ("maps inside", "folder", "maps beside", "no index")  # even if each reads another storage
+    shards = [epoch(kinds[rank], paths, rank=rank, ranks=ranks, **PLANS[plan]) for rank in range(ranks)]
+    assert digest(*shards) == wanted[plan]
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("kind", ["folder", "maps inside"])
+def test_resumed_at_any_batch_it_goes_on_alike(paths, wanted, kind, plan):
+    options = PLANS[plan] | {"batch": 2}
+    whole = epoch(kind, paths, **options)
+    for start in range(len(whole) + 1):
+        assert digest(epoch(kind, paths, start=start, **options)) == digest(whole[start:]), start
+
+
+def test_two_epochs_at_once_do_not_mix(paths, wanted):
+    plan = EpochPlan(num_samples=11, batch=8, seed=5, mode="train", sizes=((0, SIDE),))
+    reader = ThreadedLoader(source("maps inside", paths), plan, 2)
+    pairs = list(zip(reader.batches(1), reader.batches(2), reader.batches(1), strict=True))
+    one, other, again = zip(*pairs, strict=True)
+    reader.close()
+    assert digest(one) == digest(again) == wanted["plain"] != digest(other)
+
+
+def test_other_processes_give_the_same(paths, wanted):
+    code = f"from runpy import run_path; own = run_path({__file__!r}); print(own['digest'](own['epoch']('folder', {paths!r})))"
+    children = [
+        subprocess.Popen(
+            [sys.executable, "-c", "from pathlib import PosixPath; " + code], cwd=ROOT, stdout=subprocess.PIPE, text=True,
+            env=os.environ | {"PYTHONHASHSEED": seed},
+        )
+        for seed in ("1", "2")
+    ]  # fmt: skip
+    assert [child.communicate()[0].strip() for child in children] == 2 * [wanted["plain"]]
+
+
+@pytest.mark.xfail(reason="scaled decoding begins at 2 times the output's side: up to 3.2 grey levels; at 6 times it is 0.55")
+def test_where_decoding_is_scaled_pixels_stay_within_the_resample_tolerance(tmp_path):
+    """Without an index large crops are decoded at 1/2, 1/4 or 1/8, which is another filter than ours. All else is equal."""
+    for name, pixels in zip("ab", load_sample_images().images, strict=True):
+        path = tmp_path / "images" / "train" / name / f"{name}.jpg"
+        path.parent.mkdir(parents=True)
+        Image.fromarray(pixels).save(path, quality=90)
+    main(Packing(data=tmp_path / "images", out=tmp_path / "x.beton"))
+    for side in (213, 160, 106, 71, 53, 32):  # of 427
+        plan = EpochPlan(num_samples=2, batch=2, seed=0, mode="evaluate", sizes=((0, side),))
+        readers = [
+            ThreadedLoader(s, plan, 2) for s in (FolderSource(tmp_path / "images", "train"), FfcvSource(tmp_path / "x.beton"))
+        ]
+        (one,), (other,) = (list(reader.batches(0)) for reader in readers)
+        assert all(torch.equal(one[field], other[field]) for field in range(1, 5))
+        assert (one.image.float() - other.image.float()).abs().mean((1, 2, 3)).max() <= 0.6, side
+        for reader in readers:
+            reader.close()

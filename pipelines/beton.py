@@ -321,9 +321,9 @@ class Beton:
             ids, starts = ids[np.argsort(starts)], np.sort(starts)
             stops = self.images.offset[ids] + self.images.size[ids]
             breaks = np.flatnonzero(starts[1:] - stops[:-1] > GAP) + 1
-            for run in np.split(np.arange(len(ids)), breaks):
-                at = int(starts[run[0]])
-                os.posix_fadvise(self.descriptors[number], at, int(stops[run].max()) - at, os.POSIX_FADV_WILLNEED)
+            for part in np.split(np.arange(len(ids)), breaks):
+                at = int(starts[part[0]])
+                os.posix_fadvise(self.descriptors[number], at, int(stops[part].max()) - at, os.POSIX_FADV_WILLNEED)
 
     def has(self, name: str) -> bool:
         """Whether there is an ndarray field of this name."""

@@ -838,7 +838,7 @@ def test_neighbours_are_read_ahead_in_one_run_and_strangers_in_several(folder, m
     beton.read_ahead(9, 14)
     assert [file for file, _, _ in asked] == beton.descriptors
     for index in range(9, 14):
-        file, start, end = asked[index // 11]
+        _, start, end = asked[index // 11]
         assert start <= beton.array_offsets("map", np.array([index]))[1][0] < end
         assert start < beton.images.offset[index] < beton.images.offset[index] + beton.images.size[index] <= end
     used = sum(int(beton.images.size[n]) + 652 for n in range(9, 14))  # 6 x 6 x 2 x 4 + 6 x 6 x 2 + 16 bytes and alignment

@@ -229,11 +229,11 @@ class ThreadedLoader:
         """Decode a sample with Pillow that the native decoder leaves to it. False if it is to be skipped."""
         sample, index = begun.job.samples[row], int(begun.ids[row])
         where, why = self.source.where(index), sample["message"].decode(errors="replace")
+        if sample["status"] == native.NO_MEMORY:  # no fault of the sample's, so it is not skipped
+            raise UserError(f"sample {index}, {where}: memory is used up; choose a smaller --batch or fewer --threads")
         try:
             if row in begun.encoded.errors:
                 raise UserError(begun.encoded.errors[row])
-            if sample["status"] == native.NO_MEMORY:
-                raise MemoryError(f"sample {index}, {where}: memory is used up; choose a smaller --batch")
             if sample["status"] != native.UNSUPPORTED:
                 if begun.maps:  # the decoder tells the map's damage from the image's only in words
                     self.source.check_map(index)

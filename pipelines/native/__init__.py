@@ -46,7 +46,7 @@ SAMPLE = np.dtype(
 
 
 class _Batch(ctypes.Structure):
-    """`Batch` in batch.c."""
+    """`Batch` in native.h."""
 
     _fields_ = (
         ("samples", ctypes.c_void_p),
@@ -87,7 +87,7 @@ def library() -> ctypes.CDLL:
             "sizes": [ctypes.c_int],
         }[name]
     assert lib.densefeed_sizes(0) == SAMPLE.itemsize, "Sample differs between native.h and here"
-    assert lib.densefeed_sizes(1) == ctypes.sizeof(_Batch), "Batch differs between batch.c and here"
+    assert lib.densefeed_sizes(1) == ctypes.sizeof(_Batch), "Batch differs between native.h and here"
     return lib
 
 

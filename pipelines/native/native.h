@@ -67,6 +67,21 @@ typedef struct {
 } Sample;
 enum { LABELS, READ, DECODE, RESAMPLE };
 
+typedef struct Batch {
+    Sample *samples;
+    int count, size; /* samples; side of the output, pixels */
+    uint8_t *pixels; /* [count][size][size][3] */
+    /* Score maps: `parts` runs of bytes a sample, each read from its file to where numpy wants it. */
+    int parts;
+    const int32_t *part_file; /* [count][parts] */
+    const int64_t *part_offset; /* [count][parts] */
+    const int64_t *part_bytes; /* [parts] */
+    uint8_t *const *part_to; /* [parts], each [count][part_bytes] */
+    const uint32_t *part_crc; /* [count] of all parts in their order, or NULL */
+    int next, done, cancelled; /* under the pool's lock */
+    struct Batch *after;
+} Batch;
+
 /* Memory of one thread, grown as needed and used again for every sample. */
 typedef struct {
     uint8_t *encoded; size_t encoded_room;
@@ -104,6 +119,7 @@ int fail(char *message, int status, const char *format, ...) __attribute__((form
 
 API uint32_t densefeed_crc32(const uint8_t *bytes, size_t length, uint32_t crc);
 
+void sample_decode(const Batch *batch, int n, Scratch *scratch);
 int segments_header(const uint8_t *bytes, size_t length);
 int segments_decode(Sample *sample, Scratch *scratch, const uint8_t *head, size_t head_length, Box box, Picture *picture);
 int turbo_decode(Sample *sample, Scratch *scratch, const uint8_t *bytes, size_t length, Box box, int scale, Picture *picture);

@@ -158,15 +158,13 @@ int turbo_decode(Sample *sample, Scratch *scratch, const uint8_t *bytes, size_t 
                 plane->step, down, plane->width);
         }
     }
-    /* What lies below the crop is not decoded, but a file that stops there was cut. Without an end marker, see whether the rows
-     * are there: some writers forget it. */
+    /* What lies below the crop is not decoded, but a file that stops there was cut; as Pillow, ask for the end marker. */
     const uint8_t *end = bytes + length, *rest = end - jpeg.src->bytes_in_buffer;
     int ended = jpeg_has_multiple_scans(&jpeg); /* all scans were read before the first row */
     while (!ended && rest < end && (rest = memchr(rest, 0xFF, end - rest))) ended = ++rest < end && *rest == 0xD9;
-    for (int n = 0; n < jpeg.num_components; n++) jpeg.comp_info[n].component_needed = FALSE;
-    while (!ended && jpeg.output_scanline < jpeg.output_height && jpeg_read_raw_data(&jpeg, rows, tall)) {}
+    ended |= jpeg.unread_marker == JPEG_EOI;
     jpeg_destroy_decompress(&jpeg);
-    return OK;
+    return ended ? OK : fail(sample->message, DAMAGED, "it ends before its last row");
 }
 
 /* Size and kind of an encoded image: OK if turbo_decode reads it. */

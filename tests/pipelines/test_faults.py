@@ -180,12 +180,7 @@ def test_odd_images_are_read_as_the_teacher_reads_them(data, tmp_path, name):
         assert epoch(source, mode="train")[0].weight.all()  # and any crop of it can be read
 
 
-UNSEEN = pytest.mark.xfail(
-    strict=True, reason="turbo.c takes zeros for blocks, and without an end marker does not ask what is left"
-)
-
-
-@pytest.mark.parametrize("name", [pytest.param(n, marks=UNSEEN if n == "zeros behind the header" else ()) for n in UNREADABLE])
+@pytest.mark.parametrize("name", UNREADABLE)
 def test_bad_images_are_refused_by_name_or_skipped_and_counted(data, tmp_path, name, capsys):
     root, victim = data
     victim.write_bytes(UNREADABLE[name]())

@@ -452,7 +452,7 @@ def test_cancelled_jobs_stop_soon_and_the_next_is_whole(photographs, pool):
     job, after = slow_job(photographs, 2000), slow_job(photographs, 4)
     pool.submit(job)
     pool.submit(after)
-    pool.wait(job, cancel=True)
+    pool.cancel(job)
     assert job.batch.done == job.batch.next < 2000
     pool.wait(after)
     assert after.batch.done == 4
@@ -467,7 +467,7 @@ def test_close_drops_what_waits_and_closed_pools_say_so(photographs):
     pool.close()
     pool.close()
     assert sum(job.batch.done for job in jobs) < 2000
-    pool.wait(jobs[0], cancel=True)
+    pool.cancel(jobs[0])
     with pytest.raises(RuntimeError, match="closed"):
         pool.wait(jobs[0])
     with pytest.raises(RuntimeError, match="closed"):

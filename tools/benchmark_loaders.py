@@ -243,7 +243,7 @@ def stage_seconds(work: Work, epoch: int) -> dict[str, float]:
     pixels = np.zeros((work.batch, work.size, work.size, 3), np.uint8)
     for ids in plan.shard(epoch).index:
         start = time.perf_counter()
-        samples = source.begin(ids)().samples
+        samples = source.begin(ids).wait().samples
         samples["box"], samples["flip"] = plan.crops(epoch, ids, samples["height"], samples["width"])
         parts = source.map_rows(ids, memory).parts if source.spec else None
         job = native.Job(samples, pixels, parts)

@@ -192,8 +192,7 @@ API int densefeed_probe(const uint8_t *bytes, size_t length, int *height, int *w
 }
 
 /* The same DCT coefficients as one baseline scan with optimised Huffman tables and a restart marker every `interval` MCUs (0:
- * none); of the APP segments JFIF's and Adobe's stay. `*out` is freed with densefeed_free. UNSUPPORTED if baseline cannot hold
- * it. */
+ * none); of the APP segments JFIF's and Adobe's stay. `*out` is freed with densefeed_free. */
 API int densefeed_transcode(const uint8_t *bytes, size_t length, int interval, uint8_t **out, size_t *out_length, char *message)
 {
     struct jpeg_decompress_struct from;

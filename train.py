@@ -181,6 +181,8 @@ def check_values(config: Config) -> None:
     wrong = [name for name in positive if getattr(config, name) < 1]
     if wrong:
         raise UserError(f"--{wrong[0].replace('_', '-')} must be at least 1")
+    if not 0 <= config.seed < 2**63:
+        raise UserError("--seed must be from 0 to 2^63 - 1")
     low, high = config.crop_scale
     if not (0 < low <= high <= 1 and 0 < config.crop_pct <= 1 and 0 <= config.smoothing < 1 and 0 <= config.hflip <= 1):
         raise UserError("--crop-scale, --crop-pct, --smoothing and --hflip are shares: from 0 to 1, and crops not empty")
@@ -471,7 +473,8 @@ def train(config: Config) -> dict:
     }  # fmt: skip
     with replacing(config.out / "result.json") as part:
         part.write_text(json.dumps(result, indent=1))
-    print(f"{config.out}: top-1 {100 * result['top1']:.1f} % on {val.plan.num_samples:,} images, {seconds:.0f} s")
+    skipped = f"; skipped {result['skipped']:,} unreadable" if result["skipped"] else ""
+    print(f"{config.out}: top-1 {100 * result['top1']:.1f} % on {val.plan.num_samples:,} images, {seconds:.0f} s{skipped}")
     return result
 
 

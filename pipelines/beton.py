@@ -534,6 +534,8 @@ def verify(path: Path, threads: int) -> list[str]:
 def verify_files(files: tuple[Path, ...], /) -> None:
     """Read everything, decode every image, and name every damaged sample; UserError, after all files, if there is one."""
     bad = []
+    if not files:
+        raise UserError("no .beton file was named; name one or several")
     for path in files:
         try:
             damaged = verify(path, os.cpu_count() or 1)

@@ -1,6 +1,7 @@
 """The run: it learns, resumes to the bit, and refuses what does not fit in one sentence."""
 
 import json
+import shutil
 from dataclasses import replace
 
 import densefeed.train as training
@@ -325,3 +326,17 @@ def test_a_gpu_gives_the_cpus_losses(packed, tmp_path):
     assert first[0] == pytest.approx(first[1], rel=1e-4)
     training.train(config(packed, tmp_path / "bf16", device="cuda"))
     assert records(tmp_path / "bf16")[0]["loss"] == pytest.approx(first[0], rel=2e-2)
+
+
+def test_skipped_samples_are_told_at_the_end(folder, tmp_path, capsys):
+    """Not only in log lines, which a short run does not reach."""
+    root = shutil.copytree(folder, tmp_path / "broken")
+    victim = sorted((root / "train").glob("*/*.jpg"))[3]
+    victim.write_bytes(victim.read_bytes()[:200])
+    training.train(config((root, root), tmp_path / "run", loader="folder", objective="ce", epochs=1, on_bad_sample="skip"))
+    assert "; skipped 1 unreadable" in capsys.readouterr().out
+
+
+def test_a_seed_beyond_64_bits_is_refused(packed, tmp_path):
+    with pytest.raises(UserError, match="--seed must be"):
+        training.train(config(packed, tmp_path / "run", seed=2**70))

@@ -68,7 +68,7 @@ class Benchmark:
     folder: Path | None = None  # the folder --data was packed from, for the peers; default: its JPEGs, unpacked below --cache
     cache: Path = Path("bench")  # folder for what is made once
     images: int = 1024  # of its own set
-    classes: int = 1000  # of its own set, and of its score maps
+    classes: int = 1000  # of its own set, and of its score maps, at most one an image
     loaders: str = ""  # names, separated by commas; default: all that can run here
     threads: tuple[int, ...] = (1, 2)[:CORES]  # one measurement each
     rounds: int = 9  # epochs of each loader, after one to warm up
@@ -86,7 +86,7 @@ def main(benchmark: Benchmark) -> dict:
     names = chosen(benchmark.loaders)
     check(benchmark)
     if benchmark.data is None:
-        data = own_set(benchmark.cache, benchmark.images, benchmark.classes)
+        data = own_set(benchmark.cache, benchmark.images, min(benchmark.classes, benchmark.images))
     else:
         data = set_of(benchmark.data, benchmark.folder, benchmark.cache)
     names = [name for name in names if readable(name, data, asked=bool(benchmark.loaders))]

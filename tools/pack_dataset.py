@@ -171,7 +171,8 @@ def as_jpeg(encoded: bytes, where: str, packing: Packing) -> tuple[bytes, bool]:
         indexed = segments.transcode(encoded)
     except native.JpegError as error:
         raise UserError(f"{where} cannot be decoded ({error}); replace or remove this file") from error
-    return indexed if packing.index else encoded, anew
+    # An index that is there already may not be true any more: the file may have been edited.
+    return indexed if packing.index or segments.MARK in encoded[:64] else encoded, anew
 
 
 def command() -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from densefeed.pipelines import segments
-from densefeed.pipelines.beton import Beton
+from densefeed.pipelines.beton import Beton, verify, verify_files
 from densefeed.pipelines.beton_writer import BetonWriter
 from densefeed.pipelines.ffcv import FfcvSource
 from densefeed.relabel.files import UserError
@@ -285,3 +285,27 @@ def test_images_that_changed_meanwhile_are_found(many, tmp_path):
     Path(first).rename(Path(first).with_name("zzz.jpg"))
     with pytest.raises(UserError, match=r"was begun with another (fingerprint|images)"):
         main(Packing(data=root, out=tmp_path / "x.beton"))
+
+
+def test_a_dangling_link_is_a_bad_sample_like_any_other(folder, tmp_path, capsys):
+    root = shutil.copytree(folder, tmp_path / "linked")
+    (root / "train" / "cat" / "zz.jpg").symlink_to(tmp_path / "nowhere.jpg")
+    main(Packing(data=root, out=tmp_path / "x.beton", on_bad_sample="skip"))
+    assert "zz.jpg" in capsys.readouterr().out
+    assert len(Beton(tmp_path / "x.beton")) == 11
+
+
+def test_an_edited_index_is_made_anew_even_where_bytes_are_kept(folder, tmp_path):
+    """A comment behind our index: every decoder reads the file, but its index is not true any more."""
+    root = shutil.copytree(folder, tmp_path / "edited")
+    victim = sorted((root / "train").glob("*/*.jpg"))[2]
+    indexed = segments.transcode(victim.read_bytes())
+    behind = 4 + int.from_bytes(indexed[4:6], "big")
+    victim.write_bytes(indexed[:behind] + b"\xff\xfe\0\x09comment" + indexed[behind:])
+    main(Packing(data=root, out=tmp_path / "x.beton", index=False))
+    assert verify(tmp_path / "x.beton", 1) == []
+
+
+def test_verify_wants_files():
+    with pytest.raises(UserError, match=r"no \.beton file was named"):
+        verify_files(())

@@ -74,18 +74,19 @@ def library() -> ctypes.CDLL:
     except OSError as error:
         raise UserError(f"the native decoder cannot be loaded ({error}); build it with `pip install -e .`") from error
     lib.densefeed_open.restype = ctypes.c_void_p
-    for name in ("open", "close", "submit", "wait", "decode", "free", "transcode", "probe", "sizes"):
-        getattr(lib, f"densefeed_{name}").argtypes = {
-            "open": [ctypes.c_int],
-            "close": [ctypes.c_void_p],
-            "submit": [ctypes.c_void_p, ctypes.c_void_p],
-            "wait": [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_double, ctypes.c_int],
-            "decode": [ctypes.c_void_p],
-            "free": [ctypes.c_void_p],
-            "transcode": [ctypes.c_char_p, ctypes.c_size_t, ctypes.c_int] + 2 * [ctypes.c_void_p] + [ctypes.c_char_p],
-            "probe": [ctypes.c_char_p, ctypes.c_size_t] + 2 * [ctypes.c_void_p] + [ctypes.c_char_p],
-            "sizes": [ctypes.c_int],
-        }[name]
+    arguments = {
+        "open": [ctypes.c_int],
+        "close": [ctypes.c_void_p],
+        "submit": [ctypes.c_void_p, ctypes.c_void_p],
+        "wait": [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_double, ctypes.c_int],
+        "decode": [ctypes.c_void_p],
+        "free": [ctypes.c_void_p],
+        "transcode": [ctypes.c_char_p, ctypes.c_size_t, ctypes.c_int] + 2 * [ctypes.c_void_p] + [ctypes.c_char_p],
+        "probe": [ctypes.c_char_p, ctypes.c_size_t] + 2 * [ctypes.c_void_p] + [ctypes.c_char_p],
+        "sizes": [ctypes.c_int],
+    }
+    for name, types in arguments.items():
+        getattr(lib, f"densefeed_{name}").argtypes = types
     assert lib.densefeed_sizes(0) == SAMPLE.itemsize, "Sample differs between native.h and here"
     assert lib.densefeed_sizes(1) == ctypes.sizeof(_Batch), "Batch differs between native.h and here"
     return lib

@@ -21,14 +21,16 @@ class Targets(Protocol):
     extra: Tensor  # float [N, T, M]
     base: Tensor  # float [N, T]
     weight: Tensor  # float [N, T]
-    total: float
+    total: Tensor  # float [N, T]
 
 
-def sparse_cross_entropy(logits_NTK: Tensor, palette_NM: Tensor, extra_NTM: Tensor, base_NT: Tensor, total: float) -> Tensor:
+def sparse_cross_entropy(
+    logits_NTK: Tensor, palette_NM: Tensor, extra_NTM: Tensor, base_NT: Tensor, total_NT: Tensor
+) -> Tensor:
     """Cross entropy of each token, `[N, T]`, in float32 whatever the logits' dtype."""
     logits_NTK = logits_NTK.float()
     at_palette = logits_NTK.gather(2, palette_NM[:, None].expand(-1, logits_NTK.shape[1], -1))
-    return total * logits_NTK.logsumexp(-1) - base_NT * logits_NTK.sum(-1) - (extra_NTM * at_palette).sum(-1)
+    return total_NT * logits_NTK.logsumexp(-1) - base_NT * logits_NTK.sum(-1) - (extra_NTM * at_palette).sum(-1)
 
 
 def weighted_mean(loss: Tensor, weight: Tensor) -> Tensor:
@@ -43,14 +45,15 @@ def class_token_loss(cls_NK: Tensor, targets: Targets, partner_share: Tensor | N
     losses are mixed instead. A partner outside its map's Window contributes nothing.
     """
 
-    def against(palette: Tensor, extra: Tensor, base: Tensor) -> Tensor:
-        return sparse_cross_entropy(cls_NK[:, None], palette, extra, base, targets.total)[:, 0]
+    def against(*target: Tensor) -> Tensor:
+        return sparse_cross_entropy(cls_NK[:, None], *target)[:, 0]
 
-    own = against(targets.palette, targets.extra, targets.base)
+    target = targets.palette, targets.extra, targets.base, targets.total
+    own = against(*target)
     weight_N = targets.weight[:, 0]
     if partner_share is None:
         return weighted_mean(own, weight_N)
-    partner = against(targets.palette.flip(0), targets.extra.flip(0), targets.base.flip(0))
+    partner = against(*(part.flip(0) for part in target))
     own_weight, partner_weight = (1 - partner_share) * weight_N, partner_share * weight_N.flip(0)
     return (own_weight * own + partner_weight * partner).sum() / (own_weight + partner_weight).sum().clamp(min=1e-6)
 

@@ -27,7 +27,9 @@ class Batch(NamedTuple):
     image: Tensor  # uint8 [N, H, W, 3], cropped, resized and flipped
     label: Tensor  # int64 [N]
     view: Tensor  # float32 [N, 2, 3], see relabel/geometry.py
+    shown: Tensor  # float32 [N, 4], (top, left, bottom, right): the crop; what `view` reaches beyond it is fill colour
     index: Tensor  # int64 [N], sample ids
+    repeat: Tensor  # int64 [N], which of a sample's `views` in this epoch; 0 without repeated augmentation
     weight: Tensor  # float32 [N], 0 for padding and skipped samples
     map_logit: Tensor | None  # float16 [N, S, S, k], descending over k
     map_class: Tensor | None  # uint16 [N, S, S, k], as stored: PyTorch can do little with it but widen it

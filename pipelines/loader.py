@@ -18,7 +18,7 @@ from PIL import Image
 from torch import Tensor
 
 from ..relabel.files import UserError, explain
-from ..relabel.geometry import crop_views
+from ..relabel.geometry import crop_views, shown_boxes
 from . import native
 from .batch import Batch, LabelSpec
 from .plan import EpochPlan
@@ -114,6 +114,7 @@ class _Begun(NamedTuple):
     job: native.Job
     encoded: Encoded
     ids: np.ndarray
+    repeat: np.ndarray
     weight: np.ndarray
     image: Tensor
     views: np.ndarray
@@ -184,19 +185,17 @@ class ThreadedLoader:
                 self.source.read_ahead(first, end)
             yield self.source.begin(ids), ids, views, weights
 
-    def _submit(
-        self, epoch: int, size: int, fetch: Fetch, ids: np.ndarray, sample_views: np.ndarray, weight: np.ndarray
-    ) -> _Begun:
+    def _submit(self, epoch: int, size: int, fetch: Fetch, ids: np.ndarray, repeat: np.ndarray, weight: np.ndarray) -> _Begun:
         """Plan a batch's crops and give it to the threads."""
         encoded = fetch.wait()
         samples = encoded.samples
-        samples["box"], samples["flip"] = self.plan.crops(epoch, ids, samples["height"], samples["width"], sample_views)
+        samples["box"], samples["flip"] = self.plan.crops(epoch, ids, samples["height"], samples["width"], repeat)
         views = crop_views(samples["box"], samples["flip"], samples["height"], samples["width"])
         image = self._memory.empty((len(ids), size, size, 3), torch.uint8)
         maps = self.source.map_rows(ids, self._memory) if self.labels else None
         job = native.Job(samples, image.numpy(), maps.parts if maps else None, encoded.keep)
         self._pool.submit(job)
-        return _Begun(job, encoded, ids, weight, image, views, maps)
+        return _Begun(job, encoded, ids, repeat, weight, image, views, maps)
 
     def _finish(self, begun: _Begun) -> Batch:
         """Look after a decoded batch's bad samples, and make tensors of it."""
@@ -204,7 +203,8 @@ class ThreadedLoader:
         bad = [row for row in np.flatnonzero(begun.job.samples["status"]).tolist() if not self._mend(begun, row)]
         batch = Batch(
             image=begun.image, label=torch.from_numpy(self.source.labels[ids]), view=torch.from_numpy(views),
-            index=torch.from_numpy(ids), weight=torch.from_numpy(weight),
+            shown=torch.from_numpy(shown_boxes(views)), index=torch.from_numpy(ids),
+            repeat=torch.from_numpy(begun.repeat.copy()), weight=torch.from_numpy(weight),
             map_logit=None, map_class=None, map_lse=None, window=None,
         )  # fmt: skip
         if begun.maps:

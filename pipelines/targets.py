@@ -17,13 +17,16 @@ from .batch import Batch, LabelSpec
 
 
 class SparseTargets(NamedTuple):
-    """Soft targets over K classes: t = base + sum over m of extra[m] at class palette[m]; they sum to `total`."""
+    """Soft targets over K classes: t = base + sum over m of extra[m] at class palette[m]; they sum to `total`.
+
+    A palette may name a class twice: its extras add up.
+    """
 
     palette: Tensor  # int64 [N, M]; unused slots point at class 0 with extra 0
     extra: Tensor  # float32 [N, T, M], may be negative
     base: Tensor  # float32 [N, T], what every class gets
     weight: Tensor  # float32 [N, T], 1 inside Window and image, 0 outside, between at the border
-    total: float  # sum of a target: 1 + smoothing / K, as the published smoothing does
+    total: Tensor  # float32 [N, T], sum of a target: 1 + smoothing / K, as the published smoothing does
 
 
 def palettes(map_class: Tensor, size: int) -> tuple[Tensor, Tensor]:
@@ -111,4 +114,5 @@ def sparse_targets(batch: Batch, spec: LabelSpec, grid: int, smoothing: float = 
     off = smoothing / spec.num_classes
     on = 1 - smoothing + off
     weight = (rows_inside[:, :, None] * columns_inside[:, None]).flatten(1) * batch.weight[:, None]
-    return SparseTargets(palette, on * extra, on * base + off, weight, total=on + smoothing)
+    base = on * base + off
+    return SparseTargets(palette, on * extra, base, weight, total=torch.full_like(base, on + smoothing))

@@ -37,6 +37,12 @@ def crop_views(box_N4: np.ndarray, flip_N: np.ndarray, height_N: np.ndarray, wid
     return view.astype(np.float32)
 
 
+def shown_boxes(view_N23: np.ndarray) -> np.ndarray:
+    """The part of the image that crops of these Views show: float32 `[N, 4]`, (top, left, bottom, right), as a Window."""
+    ends = np.stack([view_N23[:, :, 2], view_N23[:, :, :2].sum(2) + view_N23[:, :, 2]], axis=1)  # N, corner, x and y
+    return np.concatenate([ends.min(1)[:, ::-1], ends.max(1)[:, ::-1]], axis=1)
+
+
 def window_of(geometry: Geometry, height: int, width: int) -> tuple[float, float, float, float]:
     """The Window a teacher sees of an image: all of it (`squash`: aspect ratio not kept) or its centre square."""
     if geometry == "squash":

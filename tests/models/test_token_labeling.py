@@ -18,7 +18,7 @@ def random_targets(count, tokens, palette, classes, seed=0, total=1.1):
     dense.scatter_add_(2, index[:, None].expand(-1, tokens, -1), extra)
     scale = total / dense.sum(-1, keepdim=True)
     weight = (torch.rand(count, tokens, generator=rng) > 0.2).double()
-    return SparseTargets(index, extra * scale, base * scale[..., 0], weight, total), dense * scale
+    return SparseTargets(index, extra * scale, base * scale[..., 0], weight, torch.full_like(weight, total)), dense * scale
 
 
 def dense_loss(logits, dense, weight):

@@ -10,7 +10,9 @@ def batches(count, memory):
     for number in range(count):
         image = memory.empty((64, 128, 128, 3), torch.uint8).fill_(number)
         index = torch.full((64,), number)
-        yield Batch(image, index, torch.zeros(64, 2, 3), index, torch.ones(64), None, None, None, None)
+        yield Batch(
+            image, index, torch.zeros(64, 2, 3), torch.zeros(64, 4), index, index, torch.ones(64), None, None, None, None
+        )
 
 
 def test_on_a_cpu_batches_pass_through():

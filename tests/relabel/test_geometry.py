@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from densefeed.relabel.geometry import WHOLE, centre_box, crop_in_pixels, crop_views, samples_per_bin, window_of
+from densefeed.relabel.geometry import WHOLE, centre_box, crop_in_pixels, crop_views, samples_per_bin, shown_boxes, window_of
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -35,6 +35,12 @@ def test_a_view_names_the_pixel_that_a_crop_shows():
         for column in range(8):
             x, y = at(view, (column + 0.5) / 8, (row + 0.5) / 6)
             assert picture[int(y * height), int(x * width)] == crop[row, column]
+
+
+def test_what_a_crop_shows_is_its_box_flipped_or_not():
+    box, extent = np.array([[10.0, 20.0, 30.0, 50.0]] * 2), np.array([100, 100])
+    view = crop_views(box, np.array([False, True]), extent, 2 * extent)
+    np.testing.assert_allclose(shown_boxes(view), [[0.1, 0.1, 0.4, 0.35]] * 2, atol=1e-7)
 
 
 @pytest.mark.parametrize(("height", "width"), [(375, 500), (500, 375), (1, 4000), (64, 64)])

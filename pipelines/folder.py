@@ -123,10 +123,11 @@ def map_tensors(count: int, side: int, top_k: int, memory: Memory) -> ScoreMaps:
 
 
 def spec_of(store: ScoreMapStore, num_classes: int) -> LabelSpec:
-    """What the step must know of a store; UserError if it scores another number of classes than the dataset has."""
+    """What the step must know of a store. UserError if it scores other classes than the dataset has, or holds impossible values."""
     header = store.header
     if header.num_classes != num_classes:
         raise UserError(
             f"{store.path} scores {header.num_classes} classes but the data has {num_classes}; relabel with a teacher of the same classes"
         )
+    store.check_values()
     return LabelSpec(header.side, header.top_k, num_classes, header.absent, store.max_palette, store.min_window_side)

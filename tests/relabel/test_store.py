@@ -99,6 +99,55 @@ def test_every_flipped_bit_of_a_row_is_seen(tmp_path, random_maps):
             ScoreMapStore(path).rows(np.arange(10))
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "what"),
+    [
+        ("logit", np.nan, "a logit that is not finite"),
+        ("logit", -np.inf, "a logit that is not finite"),
+        ("lse", np.inf, "a logsumexp that is not finite"),
+        ("cls", 9, "class 9 of 9"),
+        ("window", np.nan, "a window that is not finite"),
+    ],
+)
+def test_impossible_values_are_named(tmp_path, random_maps, field, value, what):
+    """Row 6 is written so, with its true CRC; a row that was damaged later is the reader's to name."""
+    maps = random_maps(10, 4, 3, 9)
+    getattr(maps, field)[6].flat[-1] = value
+    writer = ScoreMapWriter(tmp_path / "maps.h5", HEADER, PATHS, LABELS)
+    writer.write(np.arange(10), maps)
+    writer.finish()
+    with pytest.raises(UserError, match=rf"maps.h5: the map of a/6.jpg \(row 6\) holds {what}; label the images again"):
+        ScoreMapStore(tmp_path / "maps.h5").check_values()
+
+
+@pytest.mark.parametrize("change", [{"side": 5}, {"top_k": 2}, {"side": 5, "top_k": 2}])
+def test_rows_that_are_not_what_the_header_says_are_refused(tmp_path, random_maps, change):
+    path = tmp_path / "maps.h5"
+    fill(path, random_maps)
+    with h5py.File(path, "r+") as file:
+        file.attrs["densefeed"] = json.dumps(json.loads(file.attrs["densefeed"]) | change)
+    with pytest.raises(
+        UserError, match=r"maps.h5: its header says 'logit' is .* but it is \(10, 4, 4, 3\).*; label the images again"
+    ):
+        ScoreMapStore(path)
+    with h5py.File(path, "r+") as file:
+        del file["lse"]
+    with pytest.raises(UserError, match=r"maps.h5: its header"):
+        ScoreMapStore(path)
+
+
+def test_values_are_checked_in_parts_and_damage_is_left_to_the_reader(tmp_path, random_maps, monkeypatch):
+    written = fill(tmp_path / "maps.h5", random_maps)
+    monkeypatch.setattr("densefeed.relabel.store.CHECKED_AT_ONCE", 3 * sum(part[:1].nbytes for part in written))
+    store = ScoreMapStore(tmp_path / "maps.h5")
+    store.check_values()
+    with h5py.File(tmp_path / "maps.h5", "r+") as file:
+        file["logit"][8, 0, 0, 0] = np.nan
+    store.check_values()
+    with pytest.raises(UserError, match=r"row 8 .* is damaged"):
+        store.rows(np.array([8]))
+
+
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.9, 0.999])
 def test_a_cut_file_is_refused(tmp_path, random_maps, share):
     path = tmp_path / "maps.h5"

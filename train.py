@@ -22,16 +22,15 @@ import torch
 import tyro
 from densefeed.models import checkpoints
 from densefeed.models.evaluation import top1_waits
-from densefeed.models.lvvit import LVViT
 from densefeed.models.token_labeling import class_token_loss, hard_label_loss, token_loss
 from densefeed.pipelines.augment import Normalise
 from densefeed.pipelines.batch import Batch, Loader, on_device
 from densefeed.pipelines.ffcv import FfcvSource
 from densefeed.pipelines.folder import FolderSource
 from densefeed.pipelines.loader import ThreadedLoader
-from densefeed.pipelines.mixing import mix_mask, partner_share
+from densefeed.pipelines.mixing import Mix, Mixing, label_share, mixed, mixed_images, pooled, share_map
 from densefeed.pipelines.plan import EpochPlan
-from densefeed.pipelines.targets import sparse_targets
+from densefeed.pipelines.targets import SparseTargets, sparse_targets
 from densefeed.relabel.files import UserError, replacing, run
 from densefeed.relabel.progress import steps_bar
 from densefeed.relabel.teacher import choose_device
@@ -64,6 +63,11 @@ class Config:
     token_weight: float = 0.5  # beta of equation 7, the weight of the tokens' loss
     smoothing: float = 0.1  # label smoothing, probability
     mixtoken: bool = True  # exchange a box of tokens with the partner image in every step
+    cutmix: float = 0.0  # alpha of CutMix, which exchanges a box of pixels; 0: none
+    mixup: float = 0.0  # alpha of MixUp, which blends images; 0: none
+    mix_prob: float = 1.0  # share of the steps that CutMix or MixUp mix
+    switch_prob: float = 0.5  # with both, the share of those that are CutMix
+    mix_label: Literal["area", "regions"] = "area"  # dense label of a mixed image: both labels by area; or of what it shows
 
     crop_scale: tuple[float, float] = (0.08, 1.0)  # area of a training crop, share of the image
     hflip: float = 0.5  # probability of a left-right flip
@@ -215,6 +219,8 @@ def check(config: Config, train: Loader, val: Loader) -> None:
             f"{config.data} and {config.val} name different classes ({train.num_classes} and {val.num_classes}); "
             "train and validate on the same classes"
         )
+    if config.objective == "ce" and config.mix_label == "regions":
+        raise UserError("--mix-label regions pools dense labels, which --objective ce does not use; give --mix-label area")
     if config.objective != "ce" and train.labels is None:
         raise UserError(
             f"{config.data} has no score maps, which --objective {config.objective} needs; give --labels maps.h5, or pack them"
@@ -304,15 +310,35 @@ def forget_after(step: int, path: Path) -> None:
 # ------------------------------------------------------------------------- the run
 
 
-def objective_loss(config: Config, output, batch: Batch, loader: Loader, grid: int, share: Tensor | None) -> Tensor:
+def dense_targets(
+    config: Config, batch: Batch, loader: Loader, grid: int, mix: Mix | None
+) -> tuple[SparseTargets, SparseTargets | None]:
+    """Targets of the class token, and of the grid of tokens if they are asked for; both mixed as the logits are."""
+    regions = mix is not None and config.mix_label == "regions"
+    tokens = shown = None
+    if regions or config.objective == "token-label":
+        tokens = shown = sparse_targets(batch, loader.labels, grid, config.smoothing)
+        if mix is not None and (regions or not config.mixtoken):
+            shown = mixed(tokens, share_map(mix, grid))
+    if regions:
+        whole = pooled(shown)
+    else:
+        whole = sparse_targets(batch, loader.labels, 1, config.smoothing)
+        if mix is not None:
+            whole = mixed(whole, label_share(mix))
+    # The model un-mixes what MixToken has mixed, so that every token answers for its own image.
+    return whole, tokens if config.mixtoken else shown
+
+
+def objective_loss(config: Config, output, batch: Batch, loader: Loader, grid: int, mix: Mix | None) -> Tensor:
     """The loss of a step: equation 7, or its first term alone."""
     if config.objective == "ce":
+        share = None if mix is None else label_share(mix)
         return hard_label_loss(output, batch.label, batch.weight, config.smoothing, share)
+    whole, tokens = dense_targets(config, batch, loader, grid, mix)
     if config.objective == "relabel":
-        return class_token_loss(output, sparse_targets(batch, loader.labels, 1, config.smoothing), share)
-    whole = sparse_targets(batch, loader.labels, 1, config.smoothing)
-    tokens = sparse_targets(batch, loader.labels, grid, config.smoothing)
-    return class_token_loss(output.cls, whole, share) + config.token_weight * token_loss(output.tokens, tokens)
+        return class_token_loss(output, whole)
+    return class_token_loss(output.cls, whole) + config.token_weight * token_loss(output.tokens, tokens)
 
 
 def evaluate_waits(
@@ -370,6 +396,10 @@ def train(config: Config) -> dict:
         optimizer, t_initial=steps, lr_min=config.min_lr, warmup_t=round(config.warmup_epochs * len(loader)),
         warmup_lr_init=1e-6, t_in_epochs=False,
     )  # fmt: skip
+    mixing = Mixing(
+        plan=loader.plan, mixtoken=config.mixtoken, cutmix=config.cutmix, mixup=config.mixup, prob=config.mix_prob,
+        switch_prob=config.switch_prob,
+    )  # fmt: skip
     ema = ModelEmaV3(model, decay=config.ema, use_warmup=True, foreach=True) if config.ema else None
 
     checkpoint, step = find_checkpoint(config, loader.fingerprint), 0
@@ -426,21 +456,21 @@ def train(config: Config) -> dict:
             return accuracy
 
         for epoch in range(step // len(loader), config.epochs):
-            grid = loader.plan.size(epoch) // model.patch_size if isinstance(model, LVViT) else 0
+            # Where a network has no tokens of its own, a grid still says what the regions of a mixed image show.
+            grid = max(1, loader.plan.size(epoch) // getattr(model, "patch_size", 16))
             timed = Timed(on_device(loader.batches(epoch, start=step % len(loader)), device))
             for batch in timed:
                 # Drop-path is the only draw of the device; seeding it by the step keeps a resumed run equal.
                 torch.manual_seed(loader.plan.step_seed(epoch, step % len(loader)))
                 scheduler.step_update(step)
                 model.train()
-                mask = share = None
-                if config.mixtoken:
-                    mask = mix_mask(loader.plan, epoch, step % len(loader), grid).to(device, non_blocking=True)
-                    share = partner_share(mask)
+                mix = mixing.draw(epoch, step % len(loader), batch.image.shape[1], grid).to(device) if mixing else None
                 image = normalise(batch.image)
+                if mix is not None and not config.mixtoken:
+                    image = mixed_images(image, mix)
                 with torch.autocast(device.type, torch.bfloat16, enabled=amp):
-                    output = model(image) if mask is None else model(image, mask)
-                loss = objective_loss(config, output, batch, loader, grid, share)
+                    output = model(image, share_map(mix, grid) > 0.5) if config.mixtoken else model(image)
+                loss = objective_loss(config, output, batch, loader, grid, mix)
                 loss.backward()
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)

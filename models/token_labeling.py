@@ -38,24 +38,10 @@ def weighted_mean(loss: Tensor, weight: Tensor) -> Tensor:
     return (loss * weight).sum() / weight.sum().clamp(min=1e-6)
 
 
-def class_token_loss(cls_NK: Tensor, targets: Targets, partner_share: Tensor | None = None) -> Tensor:
-    """H(X_cls, y_cls) with the dense label of the whole crop (`targets` of a 1 x 1 grid).
-
-    Under MixToken y is mixed with the partner's by area (equation 10). Cross entropy is linear in the target, so the two
-    losses are mixed instead. A partner outside its map's Window contributes nothing.
-    """
-
-    def against(*target: Tensor) -> Tensor:
-        return sparse_cross_entropy(cls_NK[:, None], *target)[:, 0]
-
-    target = targets.palette, targets.extra, targets.base, targets.total
-    own = against(*target)
-    weight_N = targets.weight[:, 0]
-    if partner_share is None:
-        return weighted_mean(own, weight_N)
-    partner = against(*(part.flip(0) for part in target))
-    own_weight, partner_weight = (1 - partner_share) * weight_N, partner_share * weight_N.flip(0)
-    return (own_weight * own + partner_weight * partner).sum() / (own_weight + partner_weight).sum().clamp(min=1e-6)
+def class_token_loss(cls_NK: Tensor, targets: Targets) -> Tensor:
+    """H(X_cls, y_cls) with the dense label of the whole crop (`targets` of a 1 x 1 grid), mixed as the images are."""
+    loss_N1 = sparse_cross_entropy(cls_NK[:, None], targets.palette, targets.extra, targets.base, targets.total)
+    return weighted_mean(loss_N1, targets.weight)
 
 
 def token_loss(tokens_NTK: Tensor, targets: Targets) -> Tensor:

@@ -243,15 +243,26 @@ class EpochPlan:
         pick = fits.argmax(0), np.arange(len(ids_N))
         return heights[pick], widths[pick], fits[pick], u[2 * tries :]
 
-    def mix_box(self, epoch: int, step: int, grid: int) -> tuple[int, int, int, int]:
-        """MixToken's box of a batch: (top, left, bottom, right) in tokens of a `grid` x `grid` table.
+    def mix_box(self, epoch: int, step: int, side: int, kept: float | None = None) -> tuple[int, int, int, int]:
+        """The box of a step that is exchanged: (top, left, bottom, right) in pixels or tokens of a `side` x `side` image.
 
-        CutMix's rule as MixToken uses it: the kept share is uniform, the centre uniform over tokens, the box clipped.
+        CutMix's rule: the centre is uniform, the box's area that of the share not `kept` (default: uniform, as MixToken has
+        it), halves are rounded down, and the box is clipped.
         """
         share, row, column = self.draws(epoch, np.array([step]), MIX, range(3))[:, 0]
-        half = int(grid * np.sqrt(1 - share)) // 2
-        row, column = int(row * grid), int(column * grid)
-        return max(row - half, 0), max(column - half, 0), min(row + half, grid), min(column + half, grid)
+        half = int(side * np.sqrt(1 - (share if kept is None else kept))) // 2
+        row, column = int(row * side), int(column * side)
+        return max(row - half, 0), max(column - half, 0), min(row + half, side), min(column + half, side)
+
+    def mix_switches(self, epoch: int, step: int) -> tuple[float, float]:
+        """Two uniform numbers in [0, 1) of a step: whether it is mixed, and which way."""
+        return tuple(self.draws(epoch, np.array([step]), MIX, (4, 5))[:, 0].tolist())
+
+    def beta(self, epoch: int, step: int, alpha: float) -> float:
+        """A number from Beta(alpha, alpha) of a step. numpy's generator draws it, since a counter's fixed number of uniforms
+        does not suffice for every alpha; seeded by the plan."""
+        words = philox(self.seed, (epoch, step, MIX, 2))
+        return float(np.random.Generator(np.random.PCG64([int(word) for word in words])).beta(alpha, alpha))
 
     def step_seed(self, epoch: int, step: int) -> int:
         """The seed of the device's generator (drop-path) in this step: 64 bits."""

@@ -9,7 +9,8 @@ import pytest
 import torch
 import tyro
 from densefeed.models import checkpoints
-from densefeed.models.lvvit import LVViT
+from densefeed.models.lvvit import LVViT, TokenLogits
+from densefeed.pipelines.mixing import Mix
 from densefeed.relabel.files import UserError
 
 
@@ -44,6 +45,12 @@ def records(out, kind="train"):
         dict(model="nfnet_micro", objective="ce", mixtoken=False),
         dict(model="nfnet_micro", objective="ce", mixtoken=False, sizes=((0, 32), (1, 48))),
         dict(order="blocks"),
+        dict(mixtoken=True),
+        dict(mixtoken=True, mix_label="regions"),
+        dict(cutmix=1.0, mixup=0.8, mix_prob=0.8),
+        dict(cutmix=1.0, mix_label="regions"),
+        dict(cutmix=1.0, objective="ce"),
+        dict(model="nfnet_micro", objective="relabel", cutmix=1.0, mix_label="regions"),
     ],
 )
 def test_every_objective_trains_and_leaves_a_whole_run_folder(packed, tmp_path, fields):
@@ -119,11 +126,41 @@ def test_progressive_sizes_reach_the_network_its_mask_and_its_targets(packed, tm
     training.train(config(packed, tmp_path / "run", epochs=3, ema=0.0, mixtoken=True, sizes=sizes))
     trained = [step for step in seen if step[0]]
     assert trained == [(True, (side, side), (side // 8, side // 8)) for side in (16, 16, 48) for _ in range(3)]
-    assert grids == [grid for side in (16, 16, 48) for _ in range(3) for grid in (1, side // 8)]
+    assert grids == [grid for side in (16, 16, 48) for _ in range(3) for grid in (side // 8, 1)]
     # Each size of the table is tried before the first step; evaluations have one batch of 4 and one of 1 and padding.
     assert [side for training_, (side, _), _ in seen if not training_] == [16, 48] + [32, 32] * 3
     model, _ = checkpoints.build(tmp_path / "run" / "last.pt")
     assert model.pos_embed.shape == (1, 1 + 16, 96)
+
+
+def test_a_mixed_step_is_the_published_formula(packed, tmp_path, monkeypatch):
+    """CutMix by hand, with slices and dense targets, in float64: a batch of 3, whose middle sample is its own partner."""
+    fields = dict(cutmix=1.0, objective="token-label", size=32, smoothing=0.1)
+    torch.manual_seed(0)
+    cls, tokens = torch.randn(3, 2), torch.randn(3, 16, 2)
+    run = config(packed, tmp_path / "run", batch=3, **fields)
+    loader = training.open_loader(run, "train")
+    batch = next(loader.batches(0))
+    mix = Mix(torch.tensor([8.0, 0.0, 20.0, 32.0]), torch.tensor(1.0), 32)
+    loss = training.objective_loss(run, TokenLogits(cls, tokens), batch, loader, 4, mix)
+    loader.close()
+
+    def dense(grid):
+        targets = training.sparse_targets(batch, loader.labels, grid, 0.1)
+        full = targets.base.double()[..., None].expand(-1, -1, 2).clone()
+        index = targets.palette[:, None].expand(-1, grid * grid, -1)
+        return full.scatter_add_(2, index, targets.extra.double()), targets.weight.double()
+
+    whole, seen = dense(1)
+    area = 12 / 32
+    share = torch.tensor([0.0, 1.0, 0.5, 0.0], dtype=torch.float64).repeat_interleave(4)  # rows of 8 pixels; 8 to 20 exchanged
+    want = 0.0
+    for logits, target, weight, part in ((cls[:, None], whole, seen, area), (tokens, *dense(4), share)):
+        own, partner = (1 - part) * weight, part * weight.flip(0)
+        mixed = own[..., None] * target + partner[..., None] * target.flip(0)  # by their weights, not yet normalised
+        losses = -(mixed * logits.double().log_softmax(-1)).sum()
+        want += (1.0 if logits.shape[1] == 1 else run.token_weight) * losses / (own + partner).sum()
+    assert loss.item() == pytest.approx(want.item(), rel=1e-5)
 
 
 def test_views_make_an_epoch_longer(packed, tmp_path):
@@ -182,6 +219,9 @@ def test_a_foreign_checkpoint_is_not_continued(packed, tmp_path):
         (dict(crop_scale=(0.0, 0.0)), "are shares"),
         (dict(smoothing=2.0), "are shares"),
         (dict(device="foo"), "--device foo cannot be used here"),
+        (dict(mixtoken=True, mixup=0.8), "MixToken mixes every step already"),
+        (dict(mix_prob=1.5, mixup=0.8), "be from 0 to 1"),
+        (dict(objective="ce", mix_label="regions"), "pools dense labels"),
         (dict(views=0), "--views must be at least 1"),
         (dict(views=3), "a batch of 4 is no multiple of the 3 views"),
         (dict(sizes=((1, 16),)), "epochs ascend from 0"),

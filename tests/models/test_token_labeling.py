@@ -3,6 +3,7 @@
 import pytest
 import torch
 from densefeed.models.token_labeling import class_token_loss, hard_label_loss, sparse_cross_entropy, token_loss
+from densefeed.pipelines.mixing import mixed
 from densefeed.pipelines.targets import SparseTargets
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -50,9 +51,8 @@ def test_class_token_label_is_mixed_with_the_partners_by_area(count):
     targets, dense = random_targets(count, 1, 4, 11)
     targets = targets._replace(weight=torch.ones(count, 1, dtype=torch.float64))
     logits, share = torch.randn(count, 11, dtype=torch.float64), torch.tensor(0.3, dtype=torch.float64)
-    mixed = 0.7 * dense + 0.3 * dense.flip(0)
-    want = dense_loss(logits[:, None], mixed, targets.weight)
-    torch.testing.assert_close(class_token_loss(logits, targets, share).double(), want, rtol=1e-5, atol=1e-5)
+    want = dense_loss(logits[:, None], 0.7 * dense + 0.3 * dense.flip(0), targets.weight)
+    torch.testing.assert_close(class_token_loss(logits, mixed(targets, share)).double(), want, rtol=1e-5, atol=1e-5)
     plain = dense_loss(logits[:, None], dense, targets.weight)
     torch.testing.assert_close(class_token_loss(logits, targets).double(), plain, rtol=1e-5, atol=1e-5)
 

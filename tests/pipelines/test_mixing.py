@@ -1,22 +1,159 @@
-"""MixToken's mask and share."""
+"""Mixing against plain slices and dense targets."""
 
+import numpy as np
+import pytest
 import torch
-from densefeed.pipelines.mixing import mix_mask, partner_share
+from densefeed.pipelines.mixing import Mix, Mixing, label_share, mixed, mixed_images, pooled, share_map
 from densefeed.pipelines.plan import EpochPlan
+from densefeed.pipelines.targets import SparseTargets
+from densefeed.relabel.files import UserError
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+PLAN = EpochPlan(num_samples=10, batch=2, seed=1, mode="train")
 
 
-def test_the_share_is_the_boxes_true_area():
-    plan = EpochPlan(num_samples=10, batch=2, seed=1, mode="train")
-    shares = []
+def mix_of(top, left, bottom, right, inside=1.0, side=32):
+    return Mix(torch.tensor([top, left, bottom, right], dtype=torch.float32), torch.tensor(inside), side)
+
+
+def random_targets(count, tokens, palette=3, classes=9, seed=0):
+    """Targets, some tokens without a label, and the same dense, `[N, T, K]`."""
+    rng = torch.Generator().manual_seed(seed)
+    index = torch.stack([torch.randperm(classes, generator=rng)[:palette] for _ in range(count)])
+    extra = torch.rand(count, tokens, palette, generator=rng)
+    base = torch.rand(count, tokens, generator=rng) / 10
+    weight = (torch.rand(count, tokens, generator=rng) > 0.3).float() * torch.rand(count, tokens, generator=rng)
+    targets = SparseTargets(index, extra, base, weight, base * classes + extra.sum(-1))
+    return targets, dense(targets, classes)
+
+
+def dense(targets, classes=9):
+    full = targets.base.double()[..., None].expand(-1, -1, classes).clone()
+    index = targets.palette[:, None].expand(-1, full.shape[1], -1)
+    return full.scatter_add_(2, index, targets.extra.double())
+
+
+boxes = st.tuples(*[st.integers(0, 32)] * 4).map(lambda b: (min(b[0], b[2]), min(b[1], b[3]), max(b[0], b[2]), max(b[1], b[3])))
+
+
+@given(boxes, st.sampled_from([1, 3, 4, 8, 32]), st.floats(0, 1))
+@settings(max_examples=60, deadline=None)
+def test_a_cells_share_is_the_area_that_the_box_covers_of_it(box, grid, inside):
+    """Against a picture of 32 x 96 x 3 points a cell, counted."""
+    fine = np.zeros((96, 96))
+    fine[3 * box[0] : 3 * box[2], 3 * box[1] : 3 * box[3]] = inside
+    cell = np.kron(fine, np.ones((grid, grid))).reshape(grid, 96, grid, 96).mean((1, 3))
+    mix = mix_of(*box, inside)
+    np.testing.assert_allclose(share_map(mix, grid), cell, atol=1e-6)
+    np.testing.assert_allclose(label_share(mix), fine.mean(), atol=1e-6)
+
+
+@given(boxes, st.integers(1, 4))
+@settings(max_examples=30, deadline=None)
+def test_cutmix_pastes_the_partners_box(box, count):
+    image = torch.randn(count, 3, 32, 32).contiguous(memory_format=torch.channels_last)
+    want = image.clone()
+    top, left, bottom, right = box
+    want[:, :, top:bottom, left:right] = image.flip(0)[:, :, top:bottom, left:right]
+    got = mixed_images(image, mix_of(*box))
+    torch.testing.assert_close(got, want, rtol=0, atol=0)
+    assert got.is_contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("count", [1, 4, 5])
+def test_an_empty_box_changes_nothing(count):
+    image, (targets, full) = torch.randn(count, 3, 32, 32), random_targets(count, 16)
+    targets = targets._replace(weight=(targets.weight > 0).float())
+    empty = mix_of(7, 9, 7, 20)
+    assert torch.equal(mixed_images(image, empty), image)
+    for share in (share_map(empty, 4), label_share(empty)):
+        same = mixed(targets, share)
+        assert torch.equal(same.weight, targets.weight)
+        torch.testing.assert_close(dense(same), full * targets.weight[..., None].double(), rtol=0, atol=0)
+
+
+@given(st.integers(1, 5), boxes, st.integers(0, 99))
+@settings(max_examples=40, deadline=None)
+def test_mixed_targets_are_the_dense_ones_mixed(count, box, seed):
+    targets, full = random_targets(count, 16, seed=seed)
+    for share in (share_map(mix_of(*box), 4), torch.tensor(0.3)):
+        got = mixed(targets, share)
+        part = share.flatten().double()
+        weight = targets.weight.double()
+        own, partner = (1 - part) * weight, part * weight.flip(0)
+        total = own + partner
+        want = (own[..., None] * full + partner[..., None] * full.flip(0)) / total.clamp(min=1e-12)[..., None]
+        torch.testing.assert_close(got.weight.double(), total, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(dense(got), want, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(dense(got).sum(-1), got.total.double(), rtol=1e-5, atol=1e-5)
+
+
+def test_tokens_wholly_inside_the_box_carry_the_partners_label_and_no_other():
+    targets, full = random_targets(3, 16)
+    targets = targets._replace(weight=torch.ones(3, 16))
+    got = dense(mixed(targets, share_map(mix_of(0, 0, 16, 32), 4))).view(3, 4, 4, -1)
+    torch.testing.assert_close(got[:, :2], full.flip(0).view(3, 4, 4, -1)[:, :2])
+    torch.testing.assert_close(got[:, 2:], full.view(3, 4, 4, -1)[:, 2:])
+
+
+def test_the_pooled_label_is_the_mean_of_what_the_image_shows():
+    targets, full = random_targets(4, 16)
+    got = pooled(targets)
+    weight = targets.weight.double()[..., None]
+    torch.testing.assert_close(dense(got)[:, 0], (weight * full).sum(1) / weight.sum(1), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(got.weight[:, 0], targets.weight.mean(1))
+    torch.testing.assert_close(dense(got).sum(-1), got.total.double(), rtol=1e-5, atol=1e-5)
+    nothing = pooled(targets._replace(weight=torch.zeros(4, 16)))
+    assert not nothing.weight.any()
+    assert torch.isfinite(nothing.extra).all()
+
+
+def test_mixtokens_boxes_are_those_of_the_plan_and_their_shares_true_areas():
+    mixing, shares = Mixing(plan=PLAN, mixtoken=True), []
     for step in range(50):
-        top, left, bottom, right = plan.mix_box(0, step, 8)
-        mask = mix_mask(plan, 0, step, 8)
-        assert mask.shape == (8, 8)
-        assert mask.sum() == (bottom - top) * (right - left)
-        if mask.any():
-            assert mask[top, left]
-            assert mask[bottom - 1, right - 1]
-        shares.append(partner_share(mask).item())
+        top, left, bottom, right = PLAN.mix_box(0, step, 8)
+        mix = mixing.draw(0, step, 64, 8)
+        cells = share_map(mix, 8)
+        assert set(cells.unique().tolist()) <= {0.0, 1.0}
+        assert cells[top:bottom, left:right].sum() == cells.sum() == (bottom - top) * (right - left)
+        shares.append(label_share(mix).item())
         assert shares[-1] == (bottom - top) * (right - left) / 64
-    assert 0.1 < sum(shares) / 50 < 0.5
-    assert torch.tensor(shares).std() > 0.1
+    assert 0.1 < np.mean(shares) < 0.5
+    assert np.std(shares) > 0.1
+
+
+def test_steps_are_mixed_as_often_and_as_much_as_asked():
+    """2,000 steps: shares within 4 standard deviations; CutMix's box has the share that is not kept where nothing clips it."""
+    mixing = Mixing(plan=PLAN, cutmix=1.0, mixup=0.8, prob=0.5, switch_prob=0.25)
+    draws = [mixing.draw(epoch, step, 64, 8) for epoch in range(4) for step in range(500)]
+    none = sum(not mix.inside for mix in draws)
+    blended = [mix for mix in draws if mix.inside and mix.box.tolist() == [0, 0, 64, 64]]
+    assert abs(none - 1000) < 4 * np.sqrt(500)
+    assert abs(len(blended) - 750) < 4 * np.sqrt(2000 * 0.375 * 0.625)
+    kept = np.array([1 - label_share(mix).item() for mix in blended])
+    # Beta(a, a) has mean 1/2 and variance 1 / (4 (2a + 1)).
+    assert abs(kept.mean() - 0.5) < 4 * np.sqrt(1 / (4 * 2.6 * len(kept)))
+    assert abs(kept.var() * 4 * 2.6 - 1) < 0.15
+    again = Mixing(plan=PLAN, cutmix=1.0, mixup=0.8, prob=0.5, switch_prob=0.25).draw(2, 17, 64, 8)
+    assert all(torch.equal(a, b) for a, b in zip(again[:2], draws[1017][:2], strict=True))
+
+
+def test_cutmixs_box_is_the_share_that_is_not_kept():
+    plan, boxes = PLAN, []
+    for step in range(300):
+        kept = plan.beta(0, step, 1.0)
+        top, left, bottom, right = plan.mix_box(0, step, 224, kept=kept)
+        boxes.append((top, left, bottom, right))
+        if top > 0 and bottom < 224 and left > 0 and right < 224:  # not clipped; an odd side loses one pixel
+            assert bottom - top == right - left
+            assert 0 <= 224 * np.sqrt(1 - kept) - (bottom - top) < 2
+    assert len(set(boxes)) > 250
+
+
+def test_what_does_not_fit_together_is_refused():
+    with pytest.raises(UserError, match="--no-mixtoken"):
+        Mixing(plan=PLAN, mixtoken=True, cutmix=1.0)
+    with pytest.raises(UserError, match="must not be negative"):
+        Mixing(plan=PLAN, mixup=-1.0)
+    assert not Mixing(plan=PLAN)

@@ -31,7 +31,7 @@ from densefeed.pipelines.folder import FolderSource
 from densefeed.pipelines.loader import ThreadedLoader
 from densefeed.pipelines.mixing import mix_mask, partner_share
 from densefeed.pipelines.plan import EpochPlan
-from densefeed.pipelines.targets import sparse_targets
+from densefeed.pipelines.targets import TargetRules, sparse_targets
 from densefeed.relabel.files import UserError, replacing, run
 from densefeed.relabel.progress import steps_bar
 from densefeed.relabel.teacher import choose_device
@@ -308,10 +308,11 @@ def objective_loss(config: Config, output, batch: Batch, loader: Loader, grid: i
     """The loss of a step: equation 7, or its first term alone."""
     if config.objective == "ce":
         return hard_label_loss(output, batch.label, batch.weight, config.smoothing, share)
+    rules = TargetRules(smoothing=config.smoothing)
     if config.objective == "relabel":
-        return class_token_loss(output, sparse_targets(batch, loader.labels, 1, config.smoothing), share)
-    whole = sparse_targets(batch, loader.labels, 1, config.smoothing)
-    tokens = sparse_targets(batch, loader.labels, grid, config.smoothing)
+        return class_token_loss(output, sparse_targets(batch, loader.labels, 1, rules), share)
+    whole = sparse_targets(batch, loader.labels, 1, rules)
+    tokens = sparse_targets(batch, loader.labels, grid, rules)
     return class_token_loss(output.cls, whole, share) + config.token_weight * token_loss(output.tokens, tokens)
 
 

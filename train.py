@@ -30,7 +30,7 @@ from densefeed.pipelines.folder import FolderSource
 from densefeed.pipelines.loader import ThreadedLoader
 from densefeed.pipelines.mixing import Mix, Mixing, label_share, mixed, mixed_images, pooled, share_map
 from densefeed.pipelines.plan import EpochPlan
-from densefeed.pipelines.targets import SparseTargets, sparse_targets
+from densefeed.pipelines.targets import SparseTargets, TargetRules, palette_maps, sparse_targets
 from densefeed.relabel.files import UserError, replacing, run
 from densefeed.relabel.progress import steps_bar
 from densefeed.relabel.teacher import choose_device
@@ -315,15 +315,16 @@ def dense_targets(
 ) -> tuple[SparseTargets, SparseTargets | None]:
     """Targets of the class token, and of the grid of tokens if they are asked for; both mixed as the logits are."""
     regions = mix is not None and config.mix_label == "regions"
-    tokens = shown = None
+    rules = TargetRules(smoothing=config.smoothing)
+    maps, tokens, shown = palette_maps(batch, loader.labels, rules), None, None
     if regions or config.objective == "token-label":
-        tokens = shown = sparse_targets(batch, loader.labels, grid, config.smoothing)
+        tokens = shown = sparse_targets(batch, loader.labels, grid, rules, maps)
         if mix is not None and (regions or not config.mixtoken):
             shown = mixed(tokens, share_map(mix, grid))
     if regions:
         whole = pooled(shown)
     else:
-        whole = sparse_targets(batch, loader.labels, 1, config.smoothing)
+        whole = sparse_targets(batch, loader.labels, 1, rules, maps)
         if mix is not None:
             whole = mixed(whole, label_share(mix))
     # The model un-mixes what MixToken has mixed, so that every token answers for its own image.

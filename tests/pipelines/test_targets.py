@@ -6,7 +6,7 @@ import torch
 from densefeed.models.token_labeling import class_token_loss, token_loss
 from densefeed.pipelines.batch import Batch, LabelSpec
 from densefeed.pipelines.plan import EpochPlan
-from densefeed.pipelines.targets import axis_weights, palettes, sparse_targets
+from densefeed.pipelines.targets import TargetRules, palettes, sparse_targets
 from densefeed.relabel.geometry import crop_views, shown_boxes
 from densefeed.relabel.store import palette_sizes
 from hypothesis import given, settings
@@ -76,7 +76,7 @@ def densify(targets, num_classes):
 def test_targets_are_dense_roi_align(random_maps, side, grid, count, absent):
     maps = random_maps(count, side, 5, 50)
     boxes, flips = random_boxes(count, flips=True)
-    targets = sparse_targets(batch_of(maps, boxes, flips), spec_of(maps, 50, absent), grid, smoothing=0.1)
+    targets = sparse_targets(batch_of(maps, boxes, flips), spec_of(maps, 50, absent), grid, TargetRules(smoothing=0.1))
     want = dense_targets(maps, boxes, flips, 50, grid, absent, 0.1)
     # Views are float32: 18 cells * 2^-24 are off by 1e-6 cells, and probabilities change by at most 3 a cell.
     torch.testing.assert_close(densify(targets, 50), want, rtol=0, atol=4e-6)
@@ -93,7 +93,7 @@ def test_the_sparse_loss_and_its_gradient_are_the_dense_ones(random_maps, absent
     logits = 2 * torch.randn(count, grid * grid, num_classes, generator=torch.Generator().manual_seed(1))
     ours = logits.clone().requires_grad_()
     batch = batch_of(maps, boxes, flips, dtype=torch.float32)
-    loss = token_loss(ours, sparse_targets(batch, spec_of(maps, num_classes, absent), grid, 0.1))
+    loss = token_loss(ours, sparse_targets(batch, spec_of(maps, num_classes, absent), grid, TargetRules(smoothing=0.1)))
     loss.backward()
     theirs = logits.double().requires_grad_()
     want = -(dense_targets(maps, boxes, flips, num_classes, grid, absent, 0.1) * theirs.log_softmax(-1)).sum(-1).mean()

@@ -31,7 +31,7 @@ from densefeed.pipelines.folder import FolderSource
 from densefeed.pipelines.loader import ThreadedLoader
 from densefeed.pipelines.mixing import mix_mask, partner_share
 from densefeed.pipelines.plan import EpochPlan
-from densefeed.pipelines.targets import TargetRules, sparse_targets
+from densefeed.pipelines.targets import TargetRules, palette_maps, sparse_targets
 from densefeed.relabel.files import UserError, replacing, run
 from densefeed.relabel.progress import steps_bar
 from densefeed.relabel.teacher import choose_device
@@ -311,8 +311,8 @@ def objective_loss(config: Config, output, batch: Batch, loader: Loader, grid: i
     rules = TargetRules(smoothing=config.smoothing)
     if config.objective == "relabel":
         return class_token_loss(output, sparse_targets(batch, loader.labels, 1, rules), share)
-    whole = sparse_targets(batch, loader.labels, 1, rules)
-    tokens = sparse_targets(batch, loader.labels, grid, rules)
+    maps = palette_maps(batch, loader.labels, rules)
+    whole, tokens = (sparse_targets(batch, loader.labels, side, rules, maps) for side in (1, grid))
     return class_token_loss(output.cls, whole, share) + config.token_weight * token_loss(output.tokens, tokens)
 
 

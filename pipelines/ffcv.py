@@ -117,7 +117,6 @@ class FfcvSource:
             self._beton.arrays(np.array([index]))
 
     def maps(self, ids: np.ndarray) -> ScoreMaps:
-        """Score maps of the samples `ids`, each checked against its CRC."""
         if self._store is not None:
             return self._store.rows(ids)
         rows = self._beton.arrays(ids, MAP_FIELDS)

@@ -87,6 +87,9 @@ class FolderSource:
     def map_rows(self, ids: np.ndarray, memory: Memory) -> MapRows:
         return store_rows(self._store, ids, memory)
 
+    def maps(self, ids: np.ndarray) -> ScoreMaps:
+        return self._store.rows(ids)
+
     def check_map(self, index: int) -> None:
         check_row(self._store, index)
 

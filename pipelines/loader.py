@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ..relabel.files import UserError, explain
 from ..relabel.geometry import crop_views, shown_boxes
+from ..relabel.store import ScoreMaps
 from . import native
 from .batch import Batch, LabelSpec
 from .plan import EpochPlan
@@ -71,6 +72,9 @@ class Source(Protocol):
 
     def map_rows(self, ids: np.ndarray, memory: "Memory") -> MapRows:
         """Where the score maps of the samples `ids` lie; only if `spec` is not None."""
+
+    def maps(self, ids: np.ndarray) -> ScoreMaps:
+        """Copies of the score maps of the samples `ids`, each checked; only if `spec` is not None."""
 
     def check_map(self, index: int) -> None:
         """UserError if the score map of sample `index` cannot be read, or is damaged; only if `spec` is not None."""
@@ -130,14 +134,20 @@ class ThreadedLoader:
         threads: decoding threads.
         on_bad_sample: `raise` stops at a sample that cannot be read, naming its id and path; `skip` gives it weight 0 and
             the pixels of another sample of its batch (never a black image), and counts it in `skipped`.
+        maps: whether batches carry score maps, if the source has any; not for maps that are on the device (resident.py).
 
     At most AHEAD batches are in the making, beside those the consumer holds. A batch of the consumer's is never overwritten.
     """
 
     def __init__(
-        self, source: Source, plan: EpochPlan, threads: int, on_bad_sample: Literal["raise", "skip"] = "raise"
+        self,
+        source: Source,
+        plan: EpochPlan,
+        threads: int,
+        on_bad_sample: Literal["raise", "skip"] = "raise",
+        maps: bool = True,
     ) -> None:
-        self.source, self.plan, self.on_bad_sample = source, plan, on_bad_sample
+        self.source, self.plan, self.on_bad_sample, self._maps = source, plan, on_bad_sample, maps
         self.num_classes, self.class_names, self.labels = len(source.class_names), source.class_names, source.spec
         self.fingerprint, self.skipped = source.fingerprint, 0
         self._pool, self._memory = native.Pool(max(1, threads)), Memory()
@@ -192,7 +202,7 @@ class ThreadedLoader:
         samples["box"], samples["flip"] = self.plan.crops(epoch, ids, samples["height"], samples["width"], repeat)
         views = crop_views(samples["box"], samples["flip"], samples["height"], samples["width"])
         image = self._memory.empty((len(ids), size, size, 3), torch.uint8)
-        maps = self.source.map_rows(ids, self._memory) if self.labels else None
+        maps = self.source.map_rows(ids, self._memory) if self.labels and self._maps else None
         job = native.Job(samples, image.numpy(), maps.parts if maps else None, encoded.keep)
         self._pool.submit(job)
         return _Begun(job, encoded, ids, repeat, weight, image, views, maps)

@@ -116,9 +116,9 @@ def test_progressive_sizes_reach_the_network_its_mask_and_its_targets(packed, tm
         seen.append((model.training, tuple(image.shape[2:]), None if mask is None else tuple(mask.shape)))
         return forward(model, image, mask)
 
-    def spied_targets(batch, spec, grid, rules):
+    def spied_targets(batch, spec, grid, *rest):
         grids.append(grid)
-        return targets(batch, spec, grid, rules)
+        return targets(batch, spec, grid, *rest)
 
     monkeypatch.setattr(LVViT, "forward", spied)
     monkeypatch.setattr(training, "sparse_targets", spied_targets)

@@ -1,4 +1,6 @@
-"""Sparse targets against torchvision's RoIAlign in float64 and a dense cross entropy; laws of the geometry."""
+"""Sparse targets against torchvision's RoIAlign, a sampler in plain numpy and a dense cross entropy, all float64; laws of the geometry."""
+
+import itertools
 
 import numpy as np
 import pytest
@@ -6,9 +8,19 @@ import torch
 from densefeed.models.token_labeling import class_token_loss, token_loss
 from densefeed.pipelines.batch import Batch, LabelSpec
 from densefeed.pipelines.plan import EpochPlan
-from densefeed.pipelines.targets import TargetRules, palettes, sparse_targets
+from densefeed.pipelines.targets import (
+    TargetRules,
+    check_batch,
+    check_grid,
+    palette_maps,
+    palettes,
+    sampler,
+    sparse_targets,
+    with_ground_truth,
+)
+from densefeed.relabel.files import UserError
 from densefeed.relabel.geometry import crop_views, shown_boxes
-from densefeed.relabel.store import palette_sizes
+from densefeed.relabel.store import ScoreMaps, palette_sizes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torchvision.ops import roi_align
@@ -102,22 +114,29 @@ def test_the_sparse_loss_and_its_gradient_are_the_dense_ones(random_maps, absent
     assert (ours.grad.double() - theirs.grad).abs().max() < 1e-7
 
 
-def test_sampling_is_roi_align_on_degenerate_boxes():
-    """2,000 boxes down to a thousandth of a cell, read from a random map by both."""
+@pytest.mark.parametrize("sheared", [False, True])
+@pytest.mark.parametrize("grid", [14, 1])
+def test_sampling_is_roi_align_on_ten_thousand_boxes(grid, sheared):
+    """Down to a thousandth of a cell, and up to the whole map; read from a random map by both."""
     rng = np.random.default_rng(0)
-    count, side, grid = 2000, 18, 14
+    count, side, part = 10_000, 18, 500
     low = rng.random((count, 2)) * 0.999
-    extent = (1 - low) * rng.random((count, 2)) ** 4
-    low, extent = torch.from_numpy(low), torch.from_numpy(extent).clamp(min=1e-4)
+    extent = np.maximum((1 - low) * rng.random((count, 2)) ** 4, 1e-5)
+    low[:2000], extent[:2000] = 0, 1 - rng.random((2000, 2)) ** 4
+    low, extent = torch.from_numpy(low), torch.from_numpy(extent)
     values = torch.from_numpy(rng.standard_normal((1, 1, side, side)))
-    zeros, ones = torch.zeros(count, dtype=torch.float64), torch.ones(count, dtype=torch.float64)
-    rows, inside = axis_weights(extent[:, 1], low[:, 1], zeros, ones, side, grid, 2)
-    columns, _ = axis_weights(extent[:, 0], low[:, 0], zeros, ones, side, grid, 2)
-    rois = torch.cat([zeros[:, None], low * side, (low + extent) * side], 1)
-    torch.testing.assert_close(
-        rows @ values[0] @ columns.mT, roi_align(values, rois, grid, sampling_ratio=-1, aligned=True)[:, 0], rtol=0, atol=1e-5
-    )
-    assert (inside == 1).all()
+    rois = torch.cat([torch.zeros(count, 1), low * side, (low + extent) * side], 1)
+    want = roi_align(values, rois, grid, sampling_ratio=-1, aligned=True)[:, 0].flatten(1)
+    window = torch.tensor([[0.0, 0, 1, 1]], dtype=torch.float64).expand(part, -1)
+    blank = Batch(*[None] * len(Batch._fields))._replace(window=window)
+    spec = LabelSpec(side, 1, 1, "tail", 1, 1.0)
+    cells = values[0].movedim(0, -1)[None].expand(part, -1, -1, -1)
+    for at in range(0, count, part):
+        view = torch.cat([torch.diag_embed(extent[at : at + part]), low[at : at + part, :, None]], 2)
+        batch = blank._replace(view=view, shown=torch.from_numpy(shown_boxes(view.numpy())))
+        pooled, inside = sampler(batch, spec, grid, TargetRules(sheared=sheared))
+        torch.testing.assert_close(pooled(cells)[..., 0], want[at : at + part], rtol=0, atol=1e-5)
+        assert (inside == 1).all()
 
 
 @given(st.integers(0, 10_000), st.sampled_from([1, 4, 7]), st.booleans())
@@ -126,8 +145,6 @@ def test_a_position_coded_map_returns_the_cells_under_the_crop(seed, grid, flip)
     """A map whose class is its cell: the class a token puts most weight on is a cell that token overlaps."""
     side, height, width = 9, 300, 420
     cls = np.arange(side * side, dtype=np.uint16).reshape(1, side, side, 1)
-    from densefeed.relabel.store import ScoreMaps
-
     maps = ScoreMaps(
         np.full(cls.shape, 9.0, np.float16),
         cls,
@@ -216,3 +233,363 @@ def test_when_every_class_is_kept_the_target_is_the_softmax(random_maps):
     full = np.zeros((2, 4, 4, 6))
     np.put_along_axis(full, maps.cls.astype(int), maps.logit.astype(float), axis=3)
     torch.testing.assert_close(dense, torch.from_numpy(full).softmax(-1).flatten(1, 2), rtol=0, atol=1e-9)
+
+
+# ------------------------------------------------------------------------- rotated and sheared views
+
+
+def warp(angle=0.0, shear=0.0, shift=(0.0, 0.0)):
+    """Rotation by `angle` radians, then a shear along x and a shift, about the middle of the network's input: `[3, 3]`."""
+    cos, sin = np.cos(angle), np.sin(angle)
+    turned = np.array([[cos, -sin, 0], [sin, cos, 0], [0, 0, 1]]) @ np.array(
+        [[1, shear, shift[0]], [0, 1, shift[1]], [0, 0, 1]]
+    )
+    middle = np.array([[1, 0, 0.5], [0, 1, 0.5], [0, 0, 1]])
+    return middle @ turned @ np.linalg.inv(middle)
+
+
+def warped(batch, *warps):
+    """The batch with its Views composed with a warp each: what augmentation does to an image that was cropped already."""
+    view = torch.from_numpy(np.stack([(v @ w) for v, w in zip(batch.view.double().numpy(), warps, strict=True)]))
+    return batch._replace(view=view.to(batch.view.dtype))
+
+
+def cell_value(cells, x, y):
+    """Bilinear value of a map `[S, S, K]` at (x, y) in 0 to 1, clamped at the outermost cells' centres."""
+    side = len(cells)
+    x, y = (min(max(v * side - 0.5, 0.0), side - 1.0) for v in (x, y))
+    c, r = min(int(x), side - 2), min(int(y), side - 2)
+    u, v = x - c, y - r
+    upper, lower = ((1 - u) * cells[row, c] + u * cells[row, c + 1] for row in (r, r + 1))
+    return (1 - v) * upper + v * lower
+
+
+def walked_targets(batch, maps, num_classes, grid, absent, outside):
+    """Targets `[N, T, K]` and weights `[N, T]` by a walk over samples, one by one, without palettes, in float64."""
+    targets, weights = [], []
+    dense = dense_maps(maps, num_classes, absent).permute(0, 2, 3, 1).numpy()
+    side, nothing = dense.shape[1], np.full(num_classes, 0.0 if absent == "zero-logit" else 1 / num_classes)
+    views, windows, showns = (part.double().numpy() for part in (batch.view, batch.window, batch.shown))
+    for cells, view, (top, left, bottom, right), shown in zip(dense, views, windows, showns, strict=True):
+        edges = view[:, :2] / np.array([[right - left], [bottom - top]]) * side
+        counts = np.maximum(np.ceil(np.linalg.norm(edges, axis=0) / grid - 1e-5), 1).astype(int)
+        for row, column in itertools.product(range(grid), range(grid)):
+            values, hits = [], 0
+            for j, i in itertools.product(range(counts[1]), range(counts[0])):
+                x, y = view @ [(column + (i + 0.5) / counts[0]) / grid, (row + (j + 0.5) / counts[1]) / grid, 1]
+                seen = max(shown[1], left, 0) <= x <= min(shown[3], right, 1) and max(shown[0], top, 0) <= y <= min(
+                    shown[2], bottom, 1
+                )
+                hits += seen
+                if seen:
+                    values.append(cell_value(cells, (x - left) / (right - left), (y - top) / (bottom - top)))
+                elif outside == "uniform":
+                    values.append(nothing)
+            target = np.mean(values, axis=0) if values else nothing
+            targets.append(np.exp(target) / np.exp(target).sum() if absent == "zero-logit" else target)
+            weights.append(1.0 if outside == "uniform" else hits / counts.prod())
+    shape = len(views), grid * grid
+    return torch.from_numpy(np.array(targets)).view(*shape, -1), torch.tensor(weights, dtype=torch.float64).view(shape)
+
+
+@pytest.mark.parametrize("outside", ["ignore", "uniform"])
+@pytest.mark.parametrize("absent", ["tail", "zero-logit"])
+@pytest.mark.parametrize(("side", "grid"), [(9, 4), (6, 1), (5, 7)])
+def test_any_view_is_sampled_as_a_walk_over_its_points(random_maps, side, grid, absent, outside):
+    """Rotated, sheared, shifted, mirrored; Windows and crops that the points leave."""
+    maps = random_maps(5, side, 3, 12, window=(0.05, 0.2, 1.0, 0.8))
+    boxes = np.array([[20, 60, 300, 400], [0, 0, 375, 500], [0, 250, 200, 250], [100, 100, 60, 90], [50, 0, 300, 300.0]])
+    batch = batch_of(maps, boxes, np.array([False, True, False, True, True]))
+    warps = [warp(0.4), warp(-0.5, 0.3), warp(0, 0.28, (0.3, 0)), warp(1.3, -0.3, (0.1, -0.4)), warp(0, 0, (0.45, -0.2))]
+    batch = warped(batch, *warps)
+    rules = TargetRules(outside=outside, sheared=True)
+    targets = sparse_targets(batch, spec_of(maps, 12, absent, 0.6), grid, rules)
+    want, weight = walked_targets(batch, maps, 12, grid, absent, outside)
+    torch.testing.assert_close(targets.weight, weight, rtol=0, atol=1e-9)
+    told = weight > 0
+    torch.testing.assert_close(densify(targets, 12)[told], want[told], rtol=0, atol=1e-9)
+    assert 0 < weight.mean() <= 1
+    if outside == "ignore" and grid > 1:
+        assert (weight == 0).any()
+
+
+@given(
+    st.integers(0, 999),
+    st.sampled_from([1, 7, 14]),
+    st.sampled_from(["tail", "zero-logit"]),
+    st.sampled_from(["aligned", "compatible"]),
+)
+@settings(max_examples=60, deadline=None)
+def test_both_paths_agree_where_no_view_is_sheared(random_maps, seed, grid, absent, geometry):
+    """float32, as in training: crops, flips and shifts, a Window that some crops leave."""
+    rng = np.random.default_rng(seed)
+    maps = random_maps(3, 18, 5, 40, seed, window=(0.0, 0.125, 1.0, 0.875))
+    boxes, flips = random_boxes(3, seed=seed, flips=True)
+    batch = batch_of(maps, boxes, flips, dtype=torch.float32)
+    batch = warped(batch, *(warp(shift=rng.uniform(-0.3, 0.3, 2) * (rng.random() < 0.5)) for _ in range(3)))
+    spec, rules = spec_of(maps, 40, absent, 0.75), TargetRules(geometry=geometry, smoothing=0.1)
+    plain, general = (sparse_targets(batch, spec, grid, rules._replace(sheared=sheared)) for sheared in (False, True))
+    # A sample that lies on a border to the last bit may count on one path alone.
+    border = (plain.weight - general.weight).abs() > 1e-6
+    assert border.float().mean() < 0.02
+    torch.testing.assert_close(densify(plain, 40)[~border], densify(general, 40)[~border], rtol=0, atol=1e-5)
+
+
+def position_coded(count, side):
+    """Maps whose every cell names its own class, surely."""
+    cls = np.tile(np.arange(side * side, dtype=np.uint16).reshape(1, side, side, 1), (count, 1, 1, 1))
+    sure = np.full(cls.shape, 9.0, np.float16)
+    return ScoreMaps(sure, cls, sure[..., 0], np.tile(np.array([[0, 0, 1, 1]], np.float32), (count, 1)))
+
+
+def centres_of(targets, side):
+    """Where in the map, in cells, the targets of a position-coded map lie: (x, y) `[N, T, 2]`, and how far from it the farthest is."""
+    dense = densify(targets, side * side)
+    y, x = torch.meshgrid(torch.arange(side) + 0.5, torch.arange(side) + 0.5, indexing="ij")
+    cells = torch.stack([x.flatten(), y.flatten()], 1).double()
+    centre = dense @ cells
+    far = (cells - centre[:, :, None]).abs().amax(-1) * (dense > 1e-9)
+    return centre, far.amax(-1)
+
+
+@given(st.integers(0, 9999), st.sampled_from([1, 5, 8]), st.floats(-0.6, 0.6), st.floats(-0.4, 0.4), st.booleans())
+@settings(max_examples=40, deadline=None)
+@pytest.mark.parametrize("geometry", ["aligned", "compatible"])
+def test_a_position_coded_map_returns_the_cells_under_any_view(geometry, seed, grid, angle, shear, flip):
+    """Bilinear sampling keeps linear functions: the mean cell of a token's target is the token's own place, exactly."""
+    side, height, width = 9, 300, 420
+    maps = position_coded(1, side)
+    boxes, _ = random_boxes(1, height, width, seed)
+    batch = batch_of(maps, boxes, np.array([flip]), height, width)
+    top, left, bottom, right = batch.shown[0].numpy()
+    batch = warped(batch, warp(angle, shear))
+    targets = sparse_targets(batch, spec_of(maps, side * side, "tail"), grid, TargetRules(geometry=geometry, sheared=True))
+    steps = (np.arange(grid) + 0.5) / grid
+    u, v = (part.ravel() for part in np.meshgrid(steps, steps))
+    x, y = batch.view[0].numpy() @ np.stack([u, v, np.ones_like(u)])
+    if geometry == "compatible":  # as the published code would put it: flip, cut, and hand over rows as columns
+        if flip:
+            x, left, right = 1 - x, 1 - right, 1 - left
+        x, y = top + (x - left) / (right - left) * (bottom - top), left + (y - top) / (bottom - top) * (right - left)
+        x = 1 - x if flip else x
+    centre, far = centres_of(targets, side)
+    # Where every sample is inside and none was clamped to the outermost cells' centres.
+    clear = (torch.from_numpy(np.minimum(np.minimum(x, 1 - x), np.minimum(y, 1 - y))) * side > 0.5 + far[0]) & (
+        targets.weight[0] == 1
+    )
+    want = torch.from_numpy(np.stack([x, y], 1) * side)
+    torch.testing.assert_close(centre[0][clear], want[clear], rtol=0, atol=2e-6)
+    told = targets.weight[0] > 0
+    torch.testing.assert_close(densify(targets, side * side)[0].sum(-1)[told], torch.ones(int(told.sum())).double())
+    torch.testing.assert_close(targets.total, torch.ones_like(targets.total))
+
+
+# ------------------------------------------------------------------------- the published reading
+
+
+def published_dense_targets(maps, shown, flips, num_classes, grid, smoothing):
+    """The published recipe, restated: flip image and map, scatter, RoIAlign with rows for x, softmax, smoothing; float64 `[N, T, K]`."""
+    side = maps.logit.shape[1]
+    pooled = []
+    for logit, cls, (top, left, bottom, right), flip in zip(maps.logit, maps.cls, shown.tolist(), flips, strict=True):
+        dense = torch.zeros(num_classes, side, side, dtype=torch.float64)
+        for row, column, k in itertools.product(range(side), range(side), range(logit.shape[2])):
+            dense[int(cls[row, column, k]), row, side - 1 - column if flip else column] = float(logit[row, column, k])
+        left, right = (1 - right, 1 - left) if flip else (left, right)
+        box = torch.tensor([[top, left, bottom, right]], dtype=torch.float64) * side - 0.5
+        pooled.append(roi_align(dense[None], [box], grid)[0].flatten(1).mT)
+    off = smoothing / num_classes
+    return torch.stack(pooled).softmax(-1) * (1 - smoothing + off) + off
+
+
+@pytest.mark.parametrize("sheared", [False, True])
+@pytest.mark.parametrize(("side", "grid", "count"), [(18, 14, 6), (18, 1, 5), (7, 14, 6), (7, 1, 1), (7, 4, 5)])
+def test_compatible_reads_what_the_published_code_reads(random_maps, side, grid, count, sheared):
+    """Random and tiny crops (its boxes are at least a cell), flipped and not, at the borders; its Window plays no part."""
+    maps = random_maps(count, side, 5, 50, window=(0.1, 0.2, 0.9, 0.7))
+    boxes, flips = random_boxes(count, flips=True)
+    flips[:3] = np.array([True, False, True])[:count]
+    boxes[1:3] = np.array([[360.0, 470, 15, 30], [0, 0, 20, 12]])[: count - 1]
+    batch = batch_of(maps, boxes, flips)
+    batch = batch._replace(shown=torch.from_numpy(shown_boxes(batch.view.numpy())))  # unrounded, as the reference has it
+    rules = TargetRules(smoothing=0.1, outside="uniform", geometry="compatible", sheared=sheared)
+    targets = sparse_targets(batch, spec_of(maps, 50, "zero-logit", 0.5), grid, rules)
+    want = published_dense_targets(maps, batch.shown, flips, 50, grid, 0.1)
+    torch.testing.assert_close(densify(targets, 50), want, rtol=0, atol=1e-9)
+    assert (targets.weight == 1).all()
+    aligned = sparse_targets(batch, spec_of(maps, 50, "zero-logit", 0.5), grid, rules._replace(geometry="aligned"))
+    assert (densify(aligned, 50) - want).abs().max() > 1e-2
+
+
+# ------------------------------------------------------------------------- temperature, ground truth
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
+def test_temperature_divides_logits(random_maps, temperature):
+    maps = random_maps(2, 6, 3, 12)
+    boxes, flips = random_boxes(2, flips=True)
+    batch, rules = batch_of(maps, boxes, flips), TargetRules(temperature=temperature)
+    logit, tail = (densify(sparse_targets(batch, spec_of(maps, 12, kind), 4, rules), 12) for kind in ("zero-logit", "tail"))
+    softer = maps._replace(logit=maps.logit.astype(np.float64) / temperature)
+    torch.testing.assert_close(logit, dense_targets(softer, boxes, flips, 12, 4, "zero-logit", 0.0), rtol=0, atol=4e-6)
+    cells = dense_maps(maps, 12, "tail") ** (1 / temperature)
+    cells = (cells / cells.sum(1, keepdim=True)).permute(0, 2, 3, 1)
+    pooled, _ = sampler(batch, spec_of(maps, 12, "tail"), 4, TargetRules())
+    torch.testing.assert_close(tail, pooled(cells), rtol=0, atol=1e-9)
+    torch.testing.assert_close(tail.sum(-1), torch.ones(2, 16).double())
+
+
+def test_a_low_temperature_of_many_classes_stays_finite():
+    """At K = 65,536 a cell's largest probability may be 2e-5, whose tenth power float32 cannot hold; classes to the last id."""
+    cls = np.array([0, 65535], np.uint16).reshape(1, 1, 1, 2).repeat(3, 1).repeat(3, 2)
+    maps = ScoreMaps(
+        np.float16([0.5, 0.25]) * np.ones(cls.shape, np.float16),
+        cls,
+        np.full((1, 3, 3), 11.1, np.float16),
+        np.float32([[0, 0, 1, 1]]),
+    )
+    batch = batch_of(maps, np.array([[0.0, 0.0, 90.0, 90.0]]), np.array([False]), 100, 100, torch.float32)
+    spec = spec_of(maps, 65536, "tail")
+    targets = sparse_targets(batch, spec, 2, TargetRules(temperature=0.1))
+    assert targets.palette.tolist() == [[0, 65535]]
+    dense = densify(targets, 65536)
+    torch.testing.assert_close(dense.sum(-1), torch.ones(1, 4), rtol=0, atol=2e-4)
+    torch.testing.assert_close(dense[..., 0] / dense[..., 65535], torch.full((1, 4), np.exp(2.5)).float(), rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize(("rule", "shares"), [("published", (0.5, 0.9)), ("intended", (0.9, 0.5))])
+def test_the_image_label_is_mixed_in_by_whether_the_teacher_agrees(random_maps, rule, shares):
+    """Against dense arithmetic; labels that the map names, that it does not, and the one no map with negative logits names first."""
+    maps = random_maps(5, 4, 2, 9)
+    maps.logit[4] = -np.abs(maps.logit[4]) - 1
+    maps.cls[4], maps.cls[3] = np.array([0, 1]), np.array([3, 8])
+    boxes, flips = random_boxes(5, flips=True)
+    spec = spec_of(maps, 9, "zero-logit")
+    targets = sparse_targets(batch_of(maps, boxes, flips), spec, 1, TargetRules(smoothing=0.2))
+    dense = densify(targets, 9)[:, 0]
+    best = dense.argmax(1)
+    assert best[4] == 2
+    for shift in range(9):
+        label = (best + shift * torch.arange(5)) % 9
+        mixed = with_ground_truth(targets, label, 9, 0.2, rule)
+        given = torch.nn.functional.one_hot(label, 9).double() * 0.8 + 0.2 / 9
+        share = torch.where(label == best, *shares)[:, None]
+        want = share * dense + (1 - share) * given
+        torch.testing.assert_close(densify(mixed, 9)[:, 0], want, rtol=0, atol=1e-12)
+        torch.testing.assert_close(mixed.total[:, 0], want.sum(1), rtol=0, atol=1e-12)
+        assert torch.equal(mixed.weight, targets.weight)
+        assert mixed.palette.shape == (5, targets.palette.shape[1] + 1)
+
+
+# ------------------------------------------------------------------------- shapes, devices, the compiler
+
+
+@pytest.mark.parametrize("sheared", [False, True])
+@pytest.mark.parametrize("grid", [7, 10, 14, 18, 24, 28, 32])
+def test_every_grid_of_every_batch_sums_to_one(random_maps, grid, sheared):
+    for count in (1, 3):
+        maps = random_maps(count, 18, 5, 21)
+        boxes, flips = random_boxes(count, flips=True)
+        batch = batch_of(maps, boxes, flips, dtype=torch.float32)
+        targets = sparse_targets(batch, spec_of(maps, 21, "tail"), grid, TargetRules(smoothing=0.1, sheared=sheared))
+        assert targets.extra.shape == (count, grid * grid, 21)
+        torch.testing.assert_close(densify(targets, 21).sum(-1), targets.total, rtol=0, atol=1e-5)
+        assert (targets.weight == 1).all()
+
+
+@pytest.mark.parametrize("sheared", [False, True])
+def test_a_crop_far_outside_a_small_window_stays_small(random_maps, sheared):
+    """An image of 1 x 4000 pixels labelled by its centre square: 64 samples a token and axis would be 27 MB an image and class."""
+    maps = random_maps(1, 18, 2, 6, window=(0.0, 0.499875, 1.0, 0.500125))
+    batch = batch_of(maps, np.array([[0.0, 0.0, 1.0, 4000.0]]), np.array([False]), 1, 4000)
+    spec = spec_of(maps, 6, "tail", 1 / 4000)
+    made = []
+    with torch.profiler.profile(profile_memory=True) as profile:
+        made.append(sparse_targets(batch, spec, 14, TargetRules(sheared=sheared)))
+    assert sum(max(event.cpu_memory_usage, 0) for event in profile.key_averages()) < 40e6
+    assert made[0].weight.isfinite().all()
+
+
+@pytest.mark.parametrize("geometry", ["aligned", "compatible"])
+@pytest.mark.parametrize("absent", ["tail", "zero-logit"])
+@pytest.mark.parametrize("sheared", [False, True])
+def test_nothing_is_read_from_the_device(random_maps, sheared, absent, geometry):
+    """On the meta device there is nothing to read: item, tolist, cpu and nonzero raise there."""
+    maps = random_maps(3, 6, 2, 8)
+    batch = batch_of(maps, *random_boxes(3, flips=True), dtype=torch.float32)
+    batch = batch._replace(map_class=batch.map_class.to(torch.uint16)).to(torch.device("meta"))
+    rules = TargetRules(0.1, 2.0, "uniform", geometry, sheared)
+    targets = sparse_targets(batch, spec_of(maps, 8, absent), 5, rules)
+    assert [part.device.type for part in targets] == ["meta"] * 5
+    whole = with_ground_truth(sparse_targets(batch, spec_of(maps, 8, absent), 1, rules), batch.label, 8, 0.1, "published")
+    assert whole.extra.shape == (3, 1, whole.palette.shape[1])
+    for read in (torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.cpu, torch.Tensor.nonzero):
+        with pytest.raises((RuntimeError, NotImplementedError)):
+            read(targets.base[:1, :1])
+
+
+@pytest.mark.parametrize(("sheared", "backend"), [(False, "inductor"), (True, "aot_eager")])
+def test_targets_and_loss_compile_whole(random_maps, sheared, backend):
+    """One graph, and equal to eager; inductor once, since it takes seconds."""
+    maps = random_maps(3, 6, 2, 8)
+    boxes, flips = random_boxes(3, flips=True)
+    batch, spec = batch_of(maps, boxes, flips, dtype=torch.float32), spec_of(maps, 8, "zero-logit")
+    batch = batch._replace(map_class=batch.map_class.to(torch.uint16))
+    rules = TargetRules(smoothing=0.1, geometry="compatible" if sheared else "aligned", sheared=sheared)
+
+    def step(logits, batch):
+        known = palette_maps(batch, spec, rules)
+        whole = with_ground_truth(sparse_targets(batch, spec, 1, rules, known), batch.label, 8, 0.1, "intended")
+        return class_token_loss(logits[:, 0], whole) + token_loss(logits[:, 1:], sparse_targets(batch, spec, 4, rules, known))
+
+    results = []
+    for run in (step, torch.compile(step, fullgraph=True, backend=backend)):
+        logits = torch.randn(3, 17, 8, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        loss = run(logits, batch)
+        loss.backward()
+        results.append((loss.detach(), logits.grad))
+    torch.testing.assert_close(results[0], results[1], rtol=1e-6, atol=1e-7)
+
+
+# ------------------------------------------------------------------------- refusals
+
+
+def test_a_first_batch_that_cannot_be_right_is_refused(random_maps):
+    maps = random_maps(3, 4, 2, 8)
+    good = batch_of(maps, *random_boxes(3), dtype=torch.float32)._replace(index=torch.tensor([5, 6, 7]))
+    good = good._replace(map_class=good.map_class.to(torch.uint16))
+    spec = spec_of(maps, 8, "tail")
+    check_batch(good, spec, "the maps of x.h5")
+
+    def spoiled(field, row, value):
+        part = getattr(good, field).clone()
+        part[row] = value
+        return good._replace(**{field: part})
+
+    for bad, words in [
+        (spoiled("map_logit", 1, float("nan")), "sample 6 has a logit that is no finite number"),
+        (spoiled("map_logit", 2, float("inf")), "sample 7 has a logit that is no finite number"),
+        (spoiled("map_lse", 0, float("inf")), "sample 5 has a logsumexp that is no finite number"),
+        (spoiled("map_class", 2, torch.tensor(8, dtype=torch.uint16)), "sample 7 names a class beyond the 8 of the data"),
+        (spoiled("view", 1, torch.tensor([[1.0, 2, 0], [0.5, 1, 0]])), "sample 6 has a View that shows a line or a point"),
+        (spoiled("view", 1, float("nan")), "sample 6 has a View"),
+        (spoiled("window", 0, torch.tensor([0.5, 0, 0.5, 1])), "sample 5 has a Window that is no part of its image"),
+        (good._replace(map_lse=None), "did not come with the batch"),
+        (good._replace(map_logit=good.map_logit[:, :3, :3]), r"have 3 x 3 cells of 2 classes, their header says 4 x 4 of 2"),
+    ]:
+        with pytest.raises(UserError, match=rf"the maps of x.h5.* {words}"):
+            check_batch(bad, spec, "the maps of x.h5")
+    check_batch(spoiled("map_lse", 0, float("nan")), spec._replace(absent="zero-logit"), "x")  # imported packs have none
+    with pytest.raises(UserError, match=rf"names more classes than the {spec.max_palette - 1} the header allows"):
+        check_batch(good, spec._replace(max_palette=spec.max_palette - 1), "x")
+    with pytest.raises(UserError, match=r"the maps have .* of 2 classes, their header says .* of 3"):
+        check_batch(good, spec._replace(top_k=3), "the maps")
+
+
+def test_a_grid_that_is_not_the_models_is_refused():
+    check_grid(14, 196, "lvvit_s")
+    for grid, tokens in ((14, 49), (14, 197), (0, 0)):
+        with pytest.raises(
+            UserError, match=rf"lvvit_s gives {tokens} tokens an image, but its labels are a table of {grid} x {grid}"
+        ):
+            check_grid(grid, tokens, "lvvit_s")

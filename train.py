@@ -24,13 +24,13 @@ from densefeed.models import checkpoints
 from densefeed.models.evaluation import top1_waits
 from densefeed.models.token_labeling import class_token_loss, hard_label_loss, token_loss
 from densefeed.pipelines.augment import Normalise
-from densefeed.pipelines.batch import Batch, Loader, on_device
+from densefeed.pipelines.batch import Batch, LabelSpec, Loader, on_device
 from densefeed.pipelines.ffcv import FfcvSource
 from densefeed.pipelines.folder import FolderSource
 from densefeed.pipelines.loader import ThreadedLoader
 from densefeed.pipelines.mixing import Mix, Mixing, label_share, mixed, mixed_images, pooled, share_map
 from densefeed.pipelines.plan import EpochPlan
-from densefeed.pipelines.targets import SparseTargets, TargetRules, palette_maps, sparse_targets
+from densefeed.pipelines.targets import SparseTargets, TargetRules, check_batch, palette_maps, sparse_targets, with_ground_truth
 from densefeed.relabel.files import UserError, replacing, run
 from densefeed.relabel.progress import steps_bar
 from densefeed.relabel.teacher import choose_device
@@ -62,6 +62,12 @@ class Config:
     objective: Literal["ce", "relabel", "token-label"] = "token-label"  # hard labels; dense label of the crop; of every token
     token_weight: float = 0.5  # beta of equation 7, the weight of the tokens' loss
     smoothing: float = 0.1  # label smoothing, probability
+    temperature: float = 1.0  # of dense labels: above 1 softer, below harder than the teacher's
+    ground_truth: Literal["none", "published", "intended"] = "none"  # mix the image's label into the class token's dense one
+    geometry: Literal["aligned", "compatible"] = "aligned"  # where labels are read: what a token shows, or where published code reads
+    outside: Literal["ignore", "uniform"] = "ignore"  # what lies outside map, image or crop: no label, or all classes alike
+    labels_on_device: bool = False  # keep all score maps in the device's memory (ImageNet: 9 GB), not in the batches
+    fused_head: Literal["auto", "always", "never"] = "auto"  # tokens' logits never whole; auto: from 4,096 classes on
     mixtoken: bool = True  # exchange a box of tokens with the partner image in every step
     cutmix: float = 0.0  # alpha of CutMix, which exchanges a box of pixels; 0: none
     mixup: float = 0.0  # alpha of MixUp, which blends images; 0: none
@@ -71,6 +77,12 @@ class Config:
 
     crop_scale: tuple[float, float] = (0.08, 1.0)  # area of a training crop, share of the image
     hflip: float = 0.5  # probability of a left-right flip
+    aa: str = ""  # RandAugment as timm writes it, e.g. rand-m9-mstd0.5-inc1; empty: none
+    color_jitter: tuple[float, ...] = ()  # without RandAugment: brightness, contrast, saturation and perhaps hue; empty: none
+    interpolation: Literal["random", "bilinear", "bicubic"] = "random"  # of rotated, sheared and moved images
+    reprob: float = 0.0  # probability of random erasing
+    remode: Literal["const", "rand", "pixel"] = "pixel"  # what is erased becomes the mean, one colour, or noise
+    recount: int = 1  # most boxes erased of an image
     order: Literal["random", "blocks"] = "random"  # of the training set; blocks: reads runs of storage, for disks and networks
     views: int = 1  # crops of each image in an epoch (repeated augmentation), which makes an epoch so many times longer
     crop_pct: float = 0.9  # side of the evaluation crop, share of the shorter side
@@ -93,7 +105,10 @@ class Config:
 
 
 # Fields in which a resumed run may differ from the run it continues.
-FREE = {"out", "loader", "data", "val", "labels", "threads", "device", "resume", "eval_every", "log_every", "on_bad_sample"}
+FREE = {
+    "out", "loader", "data", "val", "labels", "threads", "device", "resume", "eval_every", "log_every", "on_bad_sample",
+    "labels_on_device",
+}  # fmt: skip
 
 # ------------------------------------------------------------------------- recipes
 
@@ -103,9 +118,9 @@ def lvvit_s_224_token_label() -> Config:
 
     python train.py lvvit_s_224_token_label --loader ffcv --data train.beton --val val.beton --out runs/lvvit_s
 
-    Paper: 83.3 % top-1 (Table 10), with RandAugment and erasing, which this version does not have yet. Not run here.
+    Paper: 83.3 % top-1 (Table 10). Not run here.
     """
-    return Config(model="lvvit_s")
+    return Config(model="lvvit_s", aa="rand-m9-mstd0.5-inc1", reprob=0.25)
 
 
 def lvvit_s_160_to_224_token_label() -> Config:
@@ -140,6 +155,15 @@ def lvvit_micro_token_label_mixtoken() -> Config:
     return replace(lvvit_micro_token_label(), mixtoken=True)
 
 
+def lvvit_micro_token_label_compatible() -> Config:
+    """The demo's student with labels read where the published code reads them; all else as lvvit_micro_token_label.
+
+    python train.py lvvit_micro_token_label_compatible --loader ffcv --data quickstart/train.beton \
+        --val quickstart/val.beton --out runs/compatible
+    """
+    return replace(lvvit_micro_token_label(), geometry="compatible", outside="uniform")
+
+
 def lvvit_micro_relabel() -> Config:
     """The demo's student with one dense label a crop (ReLabel, arXiv 2101.05022); all else as lvvit_micro_token_label.
 
@@ -171,6 +195,7 @@ RECIPES = (
     lvvit_s_160_to_224_token_label,
     lvvit_micro_token_label,
     lvvit_micro_token_label_mixtoken,
+    lvvit_micro_token_label_compatible,
     lvvit_micro_relabel,
     lvvit_micro_ce,
     nfnet_micro_ce,
@@ -209,7 +234,8 @@ def open_loader(config: Config, mode: Literal["train", "evaluate"]) -> Loader:
         sizes=config.sizes if config.sizes and mode == "train" else ((0, config.size),),
         crop_scale=config.crop_scale, hflip=config.hflip, crop_pct=config.crop_pct,
     )  # fmt: skip
-    return ThreadedLoader(source, plan, config.threads, config.on_bad_sample)
+    streamed = mode == "train" and config.objective != "ce" and not config.labels_on_device
+    return ThreadedLoader(source, plan, config.threads, config.on_bad_sample, maps=streamed)
 
 
 def check(config: Config, train: Loader, val: Loader) -> None:
@@ -221,6 +247,8 @@ def check(config: Config, train: Loader, val: Loader) -> None:
         )
     if config.objective == "ce" and config.mix_label == "regions":
         raise UserError("--mix-label regions pools dense labels, which --objective ce does not use; give --mix-label area")
+    if config.ground_truth != "none" and config.mix_label == "regions":
+        raise UserError("--ground-truth knows one label an image, --mix-label regions many; choose one of the two")
     if config.objective != "ce" and train.labels is None:
         raise UserError(
             f"{config.data} has no score maps, which --objective {config.objective} needs; give --labels maps.h5, or pack them"
@@ -311,35 +339,43 @@ def forget_after(step: int, path: Path) -> None:
 
 
 def dense_targets(
-    config: Config, batch: Batch, loader: Loader, grid: int, mix: Mix | None
+    config: Config, batch: Batch, spec: LabelSpec, rules: TargetRules, grid: int, mix: Mix | None
 ) -> tuple[SparseTargets, SparseTargets | None]:
     """Targets of the class token, and of the grid of tokens if they are asked for; both mixed as the logits are."""
     regions = mix is not None and config.mix_label == "regions"
-    rules = TargetRules(smoothing=config.smoothing)
-    maps, tokens, shown = palette_maps(batch, loader.labels, rules), None, None
+    maps, tokens, shown = palette_maps(batch, spec, rules), None, None
     if regions or config.objective == "token-label":
-        tokens = shown = sparse_targets(batch, loader.labels, grid, rules, maps)
+        tokens = shown = sparse_targets(batch, spec, grid, rules, maps)
         if mix is not None and (regions or not config.mixtoken):
             shown = mixed(tokens, share_map(mix, grid))
-    if regions:
-        whole = pooled(shown)
-    else:
-        whole = sparse_targets(batch, loader.labels, 1, rules, maps)
-        if mix is not None:
-            whole = mixed(whole, label_share(mix))
+    whole = pooled(shown) if regions else sparse_targets(batch, spec, 1, rules, maps)
+    if config.ground_truth != "none":
+        whole = with_ground_truth(whole, batch.label, spec.num_classes, config.smoothing, config.ground_truth)
+    if mix is not None and not regions:
+        whole = mixed(whole, label_share(mix))
     # The model un-mixes what MixToken has mixed, so that every token answers for its own image.
     return whole, tokens if config.mixtoken else shown
 
 
-def objective_loss(config: Config, output, batch: Batch, loader: Loader, grid: int, mix: Mix | None) -> Tensor:
+def objective_loss(
+    config: Config, output, batch: Batch, spec: LabelSpec | None, rules: TargetRules, grid: int, mix: Mix | None
+) -> Tensor:
     """The loss of a step: equation 7, or its first term alone."""
     if config.objective == "ce":
         share = None if mix is None else label_share(mix)
         return hard_label_loss(output, batch.label, batch.weight, config.smoothing, share)
-    whole, tokens = dense_targets(config, batch, loader, grid, mix)
+    whole, tokens = dense_targets(config, batch, spec, rules, grid, mix)
     if config.objective == "relabel":
         return class_token_loss(output, whole)
     return class_token_loss(output.cls, whole) + config.token_weight * token_loss(output.tokens, tokens)
+
+
+def checked(batches: Iterator[Batch], spec: LabelSpec, config: Config) -> Iterator[Batch]:
+    """The batches. UserError, before the first is passed on, if its maps, Windows or Views cannot be read."""
+    for number, batch in enumerate(batches):
+        if number == 0:
+            check_batch(batch, spec, f"the score maps of {config.labels or config.data}")
+        yield batch
 
 
 def evaluate_waits(
@@ -401,6 +437,7 @@ def train(config: Config) -> dict:
         plan=loader.plan, mixtoken=config.mixtoken, cutmix=config.cutmix, mixup=config.mixup, prob=config.mix_prob,
         switch_prob=config.switch_prob,
     )  # fmt: skip
+    rules = TargetRules(config.smoothing, config.temperature, config.outside, config.geometry)
     ema = ModelEmaV3(model, decay=config.ema, use_warmup=True, foreach=True) if config.ema else None
 
     checkpoint, step = find_checkpoint(config, loader.fingerprint), 0
@@ -471,7 +508,7 @@ def train(config: Config) -> dict:
                     image = mixed_images(image, mix)
                 with torch.autocast(device.type, torch.bfloat16, enabled=amp):
                     output = model(image, share_map(mix, grid) > 0.5) if config.mixtoken else model(image)
-                loss = objective_loss(config, output, batch, loader, grid, mix)
+                loss = objective_loss(config, output, batch, loader.labels, rules, grid, mix)
                 loss.backward()
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)

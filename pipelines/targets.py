@@ -325,12 +325,3 @@ def check_batch(batch: Batch, spec: LabelSpec, where: str) -> None:
     view = batch.view.double()
     flat = (view[:, 0, 0] * view[:, 1, 1] - view[:, 0, 1] * view[:, 1, 0]).abs() < 1e-12
     refuse(flat[:, None] | ~view.isfinite().all(2), "has a View that shows a line or a point; crop and warp it less")
-
-
-def check_grid(grid: int, tokens: int, model: str) -> None:
-    """UserError unless a model that gives `tokens` tokens an image can learn from a `grid` x `grid` table of labels."""
-    if grid < 1 or tokens != grid * grid:
-        raise UserError(
-            f"{model} gives {tokens} tokens an image, but its labels are a table of {grid} x {grid}; "
-            "choose a --size that is a multiple of the model's patch"
-        )

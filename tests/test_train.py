@@ -11,6 +11,7 @@ import tyro
 from densefeed.models import checkpoints
 from densefeed.models.lvvit import LVViT, TokenLogits
 from densefeed.pipelines.mixing import Mix
+from densefeed.pipelines.targets import TargetRules
 from densefeed.relabel.files import UserError
 
 
@@ -142,11 +143,12 @@ def test_a_mixed_step_is_the_published_formula(packed, tmp_path, monkeypatch):
     loader = training.open_loader(run, "train")
     batch = next(loader.batches(0))
     mix = Mix(torch.tensor([8.0, 0.0, 20.0, 32.0]), torch.tensor(1.0), 32)
-    loss = training.objective_loss(run, TokenLogits(cls, tokens), batch, loader, 4, mix)
+    rules = TargetRules(smoothing=0.1)
+    loss = training.objective_loss(run, TokenLogits(cls, tokens), batch, loader.labels, rules, 4, mix)
     loader.close()
 
     def dense(grid):
-        targets = training.sparse_targets(batch, loader.labels, grid, 0.1)
+        targets = training.sparse_targets(batch, loader.labels, grid, rules)
         full = targets.base.double()[..., None].expand(-1, -1, 2).clone()
         index = targets.palette[:, None].expand(-1, grid * grid, -1)
         return full.scatter_add_(2, index, targets.extra.double()), targets.weight.double()

@@ -20,7 +20,7 @@ import torch
 import tyro
 from densefeed.models.lvvit import LVViT
 from densefeed.pipelines.batch import Batch, Loader
-from densefeed.pipelines.targets import sparse_targets
+from densefeed.pipelines.targets import PLAIN, TargetRules, sparse_targets
 from densefeed.relabel.files import UserError, replacing, run
 from densefeed.relabel.images import Images
 from densefeed.relabel.progress import bar
@@ -78,6 +78,7 @@ def config_of(run: Run) -> Config:
     fields = {name: value for name, value in run.config.items() if name in Config.__dataclass_fields__}
     paths = {name: Path(fields[name]) for name in ("data", "val", "labels", "out") if fields[name]}
     tables = {"crop_scale": tuple(fields["crop_scale"]), "sizes": tuple(map(tuple, fields.get("sizes", ())))}
+    tables |= {"color_jitter": tuple(fields.get("color_jitter", ()))}
     return Config(**fields | paths | tables)
 
 
@@ -126,9 +127,9 @@ def owner_of_tokens(boxes_n4: np.ndarray, grid: int) -> np.ndarray:
     return np.where((touches.sum(-1) == 1) & inside.any(-1), inside.argmax(-1), -1)
 
 
-def labels_of_tokens(batch: Batch, loader: Loader, grid: int) -> tuple[np.ndarray, np.ndarray]:
+def labels_of_tokens(batch: Batch, loader: Loader, grid: int, rules: TargetRules = PLAIN) -> tuple[np.ndarray, np.ndarray]:
     """The likeliest class of every token and its probability, `[N, T]` each."""
-    targets = sparse_targets(batch, loader.labels, grid)
+    targets = sparse_targets(batch, loader.labels, grid, rules)
     best = (targets.extra + targets.base[..., None]).max(-1)
     return targets.palette.gather(1, best.indices).numpy(), best.values.numpy()
 
@@ -137,21 +138,24 @@ def judge(loader: Loader, truths: list[Truth], grid: int) -> dict:
     """Of the tokens that lie inside exactly one true object: how often is each kind of label that object's class?
 
     Kinds: `image`, the image's own label, which plain cross entropy tells every token; `crop`, the dense label of the whole
-    crop (objective relabel); `token`, the dense label of the token. Each for `all` such tokens, those on the `largest`
-    object of their image and those on the `others`. `tokens` counts them.
+    crop (objective relabel); `token`, the dense label of the token; `compatible`, the same read where the published code
+    reads. Each for `all` such tokens, those on the `largest` object of their image and those on the `others`. `tokens`
+    counts them.
     """
-    hits = {kind: {"all": 0, "largest": 0, "others": 0} for kind in ("image", "crop", "token")}
+    hits = {kind: {"all": 0, "largest": 0, "others": 0} for kind in ("image", "crop", "token", "compatible")}
     tokens = {"all": 0, "largest": 0, "others": 0}
     batches = min(-(-JUDGED // loader.plan.batch), len(loader))
     for batch in bar(islice(loader.batches(0), batches), "judge, batches", batches):
         token_NT, _ = labels_of_tokens(batch, loader, grid)
         crop_N1, _ = labels_of_tokens(batch, loader, 1)
+        published_NT, _ = labels_of_tokens(batch, loader, grid, TargetRules(geometry="compatible", outside="uniform"))
         for n in np.nonzero(batch.weight.numpy())[0]:
             truth = truths[int(batch.index[n])]
             owner_T = owner_of_tokens(in_crop(truth.boxes, batch.view[n].numpy()), grid).ravel()
             inside_T = owner_T >= 0
             want, owner = truth.classes[owner_T[inside_T]], owner_T[inside_T]
             said = {"image": int(batch.label[n]), "crop": crop_N1[n, 0], "token": token_NT[n][inside_T]}
+            said["compatible"] = published_NT[n][inside_T]
             for part, chosen in (("all", owner >= 0), ("largest", owner == 0), ("others", owner > 0)):
                 tokens[part] += int(chosen.sum())
                 for kind, label in said.items():

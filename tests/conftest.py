@@ -2,15 +2,62 @@
 
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch.utils._python_dispatch import TorchDispatchMode
 
 ROOT = Path(__file__).parent.parent
 torch.set_num_threads(2)
+
+
+class NoHostRead(TorchDispatchMode):
+    """A context in which AssertionError follows whatever would wait for a device: a tensor's values read into Python, or an
+    operation whose result has a size that depends on values. Sees the backward pass too; does not see inside compiled code.
+    """
+
+    # bool(), float(), int() and a tensor as an index all end in _local_scalar_dense.
+    READS = (
+        "_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique", "_unique2", "unique_dim",
+        "unique_consecutive", "unique_dim_consecutive", "bincount",
+    )  # fmt: skip
+    METHODS = ("item", "tolist", "cpu", "numpy", "__array__")
+
+    def __enter__(self):
+        def refuse(name):
+            def method(*_args, **_kwargs):
+                raise AssertionError(f"host read: Tensor.{name}")
+
+            return method
+
+        self.patches = ExitStack()
+        for name in self.METHODS:
+            self.patches.enter_context(mock.patch.object(torch.Tensor, name, refuse(name)))
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        self.patches.close()
+        return super().__exit__(*error)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        sized = name == "repeat_interleave" and (kwargs or {}).get("output_size") is None
+        if name in ("index", "index_put", "index_put_"):  # a mask as an index is a nonzero() below what is seen here
+            sized = any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
+        if sized or name in self.READS:
+            raise AssertionError(f"host read: {func}")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture(scope="session")
+def no_host_read() -> type[NoHostRead]:
+    """`with no_host_read():` around what must never wait for the device."""
+    return NoHostRead
 
 
 @pytest.fixture(scope="session")

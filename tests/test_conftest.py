@@ -52,3 +52,12 @@ def test_work_on_the_device_passes(no_host_read):
         y = x[torch.tensor([0, 2, 3])].softmax(-1).gather(1, torch.zeros(3, 2, dtype=torch.long))
         torch.where(y > 0.1, y, y.clamp(min=0.2)).sum().backward()
         x.grad.zero_()
+
+
+def test_a_read_inside_an_operator_of_ours_is_trapped(no_host_read):
+    @torch.library.custom_op("densefeed::reads", mutates_args=())
+    def reads(x: torch.Tensor) -> torch.Tensor:
+        return x * (1 if x.sum() > 0 else 2)
+
+    with pytest.raises(AssertionError, match="host read"), no_host_read():
+        reads(torch.ones(2))

@@ -23,7 +23,7 @@ import tyro
 from densefeed.models import checkpoints
 from densefeed.models.evaluation import top1_waits
 from densefeed.models.lvvit import LVViT
-from densefeed.models.token_labeling import class_token_loss, hard_label_loss, token_loss
+from densefeed.models.token_labeling import class_token_loss, hard_label_loss, token_labeling_loss
 from densefeed.pipelines.augment import Normalise
 from densefeed.pipelines.batch import Batch, Loader, on_device
 from densefeed.pipelines.ffcv import FfcvSource
@@ -31,7 +31,7 @@ from densefeed.pipelines.folder import FolderSource
 from densefeed.pipelines.loader import ThreadedLoader
 from densefeed.pipelines.mixing import mix_mask, partner_share
 from densefeed.pipelines.plan import EpochPlan
-from densefeed.pipelines.targets import sparse_targets
+from densefeed.pipelines.targets import SparseTargets, sparse_targets
 from densefeed.relabel.files import UserError, replacing, run
 from densefeed.relabel.progress import steps_bar
 from densefeed.relabel.teacher import choose_device
@@ -304,15 +304,31 @@ def forget_after(step: int, path: Path) -> None:
 # ------------------------------------------------------------------------- the run
 
 
+def mixed_with_partner(targets: SparseTargets, share: Tensor) -> SparseTargets:
+    """Targets mixed with the partner's, which is the batch reversed, by `share` and by what weight each carries."""
+    own_NT, partner_NT = (1 - share) * targets.weight, share * targets.weight.flip(0)
+    weight_NT = own_NT + partner_NT
+    own_NT, partner_NT = (part / weight_NT.clamp(min=1e-6) for part in (own_NT, partner_NT))
+    return SparseTargets(
+        palette=torch.cat([targets.palette, targets.palette.flip(0)], dim=1),
+        extra=torch.cat([own_NT[..., None] * targets.extra, partner_NT[..., None] * targets.extra.flip(0)], dim=2),
+        base=own_NT * targets.base + partner_NT * targets.base.flip(0),
+        weight=weight_NT,
+        total=own_NT * targets.total + partner_NT * targets.total.flip(0),
+    )
+
+
 def objective_loss(config: Config, output, batch: Batch, loader: Loader, grid: int, share: Tensor | None) -> Tensor:
     """The loss of a step: equation 7, or its first term alone."""
     if config.objective == "ce":
         return hard_label_loss(output, batch.label, batch.weight, config.smoothing, share)
-    if config.objective == "relabel":
-        return class_token_loss(output, sparse_targets(batch, loader.labels, 1, config.smoothing), share)
     whole = sparse_targets(batch, loader.labels, 1, config.smoothing)
+    if share is not None:
+        whole = mixed_with_partner(whole, share)
+    if config.objective == "relabel":
+        return class_token_loss(output, whole)
     tokens = sparse_targets(batch, loader.labels, grid, config.smoothing)
-    return class_token_loss(output.cls, whole, share) + config.token_weight * token_loss(output.tokens, tokens)
+    return token_labeling_loss(output, whole, tokens, config.token_weight)
 
 
 def evaluate_waits(

@@ -65,7 +65,7 @@ def backward_kernel(
     for start in range(0, classes, BLOCK_K):
         column = start + tl.arange(0, BLOCK_K)
         inside = column < classes
-        value = tl.load(x + column, mask=inside, other=0.0).to(tl.float32)
+        value = tl.load(x + column, mask=inside, other=-float("inf")).to(tl.float32)
         tl.store(out + column, of_softmax * tl.exp(value - peak) - of_all, mask=inside)
 
     tl.debug_barrier()  # __syncthreads: what is stored below replaces what was stored above

@@ -24,6 +24,11 @@ from torch.nn import functional as F
 LOSS, GRADIENT = 2e-6, 1e-7
 
 
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+
+
 def random_targets(count, tokens, palette, classes, seed=0, total=1.1, repeats=False, dtype=torch.float64):
     """Targets that sum to `total`, and the same dense; with `repeats` a palette names classes twice."""
     rng = torch.Generator().manual_seed(seed)
@@ -266,10 +271,12 @@ def test_the_fused_gradients_are_the_derivatives(small_chunks):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_the_fused_loss_under_autocast_is_no_worse_than_with_logits(dtype, small_chunks):
-    """Both multiply in half precision; ours adds up chunks in float32."""
-    targets, dense = random_targets(6, 7, 5, 31, dtype=torch.float32)
-    head, features = torch.nn.Linear(16, 31), torch.randn(6, 7, 16)
+@pytest.mark.parametrize("rows", [1, 17])
+def test_the_fused_loss_under_autocast_is_no_worse_than_with_logits(dtype, rows, monkeypatch):
+    """Both multiply in half precision; ours adds up its chunks, 280 of one row or 17 of 17, in float32."""
+    monkeypatch.setattr(fused_head, "CHUNK_BYTES", rows * 31 * 2)
+    targets, dense = random_targets(40, 7, 5, 31, dtype=torch.float32)
+    head, features = torch.nn.Linear(16, 31), torch.randn(40, 7, 16)
     exact = materialised(features, head, targets, dense)
     with torch.autocast("cpu", dtype):
         ours, theirs = fused(features, head, targets), materialised(features, head, targets)

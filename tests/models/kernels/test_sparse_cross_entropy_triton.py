@@ -65,9 +65,9 @@ def test_interpreted_kernels_read_logits_where_they_lie():
     from densefeed.models.kernels import sparse_cross_entropy_triton as subject
 
     grad, logits, *targets = case = example(3, 4, 50, 6, torch.float32, "cpu")
-    wide = torch.randn(3, 6, 50)
-    wide[:, 1:5] = logits
-    for view in (wide[:, 1:5], logits.mT.contiguous().mT):
+    wide = torch.randn(3, 9, 60)
+    wide[:, 1::2, :50] = logits
+    for view in (wide[:, 1::2, :50], logits.mT.contiguous().mT):
         loss, *sums = subject.forward(view, *targets)
         check(loss, subject.backward(grad.T.contiguous().T, view, *sums, *targets), case)
 

@@ -22,7 +22,7 @@ import torch
 import tyro
 from densefeed.models import checkpoints
 from densefeed.models.evaluation import top1_waits
-from densefeed.models.token_labeling import class_token_loss, hard_label_loss, token_loss
+from densefeed.models.token_labeling import class_token_loss, hard_label_loss, token_labeling_loss
 from densefeed.pipelines.augment import Normalise
 from densefeed.pipelines.batch import Batch, LabelSpec, Loader, on_device
 from densefeed.pipelines.ffcv import FfcvSource
@@ -367,7 +367,7 @@ def objective_loss(
     whole, tokens = dense_targets(config, batch, spec, rules, grid, mix)
     if config.objective == "relabel":
         return class_token_loss(output, whole)
-    return class_token_loss(output.cls, whole) + config.token_weight * token_loss(output.tokens, tokens)
+    return token_labeling_loss(output, whole, tokens, config.token_weight)
 
 
 def checked(batches: Iterator[Batch], spec: LabelSpec, config: Config) -> Iterator[Batch]:

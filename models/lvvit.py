@@ -22,6 +22,17 @@ class TokenLogits(NamedTuple):
     tokens: Tensor
 
 
+class TokenFeatures(NamedTuple):
+    """What a model with a fused head returns in training: `cls` `[N, K]`, `tokens` `[N, T, D]` and the head that is due on them.
+
+    For `token_labeling.fused_token_loss`, which never holds the tokens' logits whole.
+    """
+
+    cls: Tensor
+    tokens: Tensor
+    head: nn.Linear
+
+
 class Stem(nn.Sequential):
     """Patch embedding "4_2" of the paper's Table 4: 7x7/2, two 3x3/1, then a convolution whose kernel is its stride."""
 
@@ -78,11 +89,12 @@ class LVViT(nn.Module):
         residual_divisor: divides every residual branch (1, 2, 2, 3 for T, S, M, L).
         drop_path_rate: stochastic depth, rising linearly from 0 to this rate over the blocks.
         token_head: a second classifier on every token, trained by token labels and added to the class token's answer.
+        fused_head: in training leave that classifier to the loss, which saves memory where classes are many (21,841).
 
     Forward takes images `[N, in_chans, H, W]`; for another size than `img_size` (H and W multiples of `patch_size`, else
     ValueError) the position table is resampled, bicubic and antialiased, the class token's place kept. It returns `[N, K]`
-    logits; in training a model with a token head returns `TokenLogits` instead. At evaluation a token head adds 0.5 times the
-    maximum over tokens (as published).
+    logits; in training a model with a token head returns `TokenLogits` instead, or with a fused head `TokenFeatures`.
+    At evaluation a token head adds 0.5 times the maximum over tokens (as published).
     """
 
     def __init__(
@@ -99,8 +111,11 @@ class LVViT(nn.Module):
         residual_divisor: float = 2.0,
         drop_path_rate: float = 0.0,
         token_head: bool = True,
+        fused_head: bool = False,
     ) -> None:
         super().__init__()
+        if fused_head and not token_head:
+            raise ValueError("fused_head needs token_head")
         if img_size % patch_size or patch_size % 2:
             raise ValueError(f"img_size {img_size} must be a multiple of patch_size {patch_size}, and that even")
         self.num_classes, self.num_features = num_classes, embed_dim
@@ -113,6 +128,7 @@ class LVViT(nn.Module):
         self.norm = nn.LayerNorm(embed_dim)
         self.head = nn.Linear(embed_dim, num_classes)
         self.token_head = nn.Linear(embed_dim, num_classes) if token_head else None
+        self.fused_head = fused_head
         self._init_weights()
 
     def _init_weights(self) -> None:
@@ -153,14 +169,19 @@ class LVViT(nn.Module):
             x_NTD = block(x_NTD)
         return self.norm(x_NTD)
 
-    def forward(self, image_NCHW: Tensor, mix_PP: Tensor | None = None) -> Tensor | TokenLogits:
+    def forward(self, image_NCHW: Tensor, mix_PP: Tensor | None = None) -> Tensor | TokenLogits | TokenFeatures:
         x_NTD = self.forward_features(image_NCHW, mix_PP)
         cls_NK = self.head(x_NTD[:, 0])
         if self.token_head is None:
             return cls_NK
-        tokens_NTK = self.token_head(x_NTD[:, 1:])
-        if mix_PP is not None:  # back to the image that each token shows, so that token labels need no mixing
-            tokens_NTK = torch.where(mix_PP.flatten()[:, None], tokens_NTK.flip(0), tokens_NTK)
+        x_NTD = x_NTD[:, 1:]
+        # Back to the image that each token shows, so that token labels need no mixing. The published code exchanges logits;
+        # the head sees one token at a time, so features give the same at D / K of the traffic.
+        if mix_PP is not None:
+            x_NTD = torch.where(mix_PP.flatten()[:, None], x_NTD.flip(0), x_NTD)
+        if self.training and self.fused_head:
+            return TokenFeatures(cls_NK, x_NTD, self.token_head)
+        tokens_NTK = self.token_head(x_NTD)
         if self.training:
             return TokenLogits(cls_NK, tokens_NTK)
         return cls_NK + 0.5 * tokens_NTK.amax(1)

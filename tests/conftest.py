@@ -2,15 +2,62 @@
 
 import subprocess
 import sys
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch.utils._python_dispatch import TorchDispatchMode
 
 ROOT = Path(__file__).parent.parent
 torch.set_num_threads(2)
+
+
+class NoHostRead(TorchDispatchMode):
+    """AssertionError at operations that read values back to the host, or whose result has a size that depends on values."""
+
+    # bool(), float(), int() and a tensor as an index all end in _local_scalar_dense; inside an operator they show as item and is_nonzero.
+    READS = (
+        "_local_scalar_dense", "item", "is_nonzero", "argwhere", "nonzero", "masked_select", "equal", "_unique", "_unique2", "unique_dim",
+        "unique_consecutive", "unique_dim_consecutive", "bincount",
+    )  # fmt: skip
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name, kwargs = func.overloadpacket.__name__, kwargs or {}
+        sized = name == "repeat_interleave" and kwargs.get("output_size") is None
+        if name in ("index", "index_put", "index_put_"):  # a mask as an index is a nonzero() below what is seen here
+            sized = any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
+        if sized or name in self.READS:
+            raise AssertionError(f"host read: {func}")
+        if func.namespace == "densefeed":  # look inside our own operators, which would run with no mode on
+            device = next(value for value in args if isinstance(value, torch.Tensor)).device.type
+            with self:
+                return func.redispatch(torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, device.upper())), *args, **kwargs)
+        return func(*args, **kwargs)
+
+
+@pytest.fixture(scope="session")
+def no_host_read():
+    """`with no_host_read():` around what must never wait for the device, backward pass included (not compiled code)."""
+
+    def refuse(name):
+        def method(*_args, **_kwargs):
+            raise AssertionError(f"host read: Tensor.{name}")
+
+        return method
+
+    @contextmanager
+    def trap():
+        with ExitStack() as stack:
+            for name in ("item", "tolist", "cpu", "numpy", "__array__"):
+                stack.enter_context(mock.patch.object(torch.Tensor, name, refuse(name)))
+            stack.enter_context(NoHostRead())
+            yield
+
+    return trap
 
 
 @pytest.fixture(scope="session")

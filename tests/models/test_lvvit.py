@@ -3,7 +3,7 @@
 import pytest
 import timm
 import torch
-from densefeed.models.lvvit import LVViT, TokenLogits
+from densefeed.models.lvvit import LVViT, TokenFeatures, TokenLogits
 
 
 def tiny(**fields):
@@ -62,6 +62,34 @@ def test_unmixed_tokens_belong_to_their_own_image(count):
         module.eval()  # batch statistics would differ with nothing mixed, too
     plain, mixed = model(image), model(image, mask)
     torch.testing.assert_close(mixed.tokens, plain.tokens)
+
+
+@pytest.mark.parametrize("count", [1, 4, 5])
+def test_features_unmixed_are_the_logits_unmixed(count):
+    """The published code exchanges the logits back after the head (reference 1.4, step 6)."""
+    model, image = tiny(), torch.randn(count, 3, 64, 64)
+    mask = torch.zeros(8, 8, dtype=torch.bool)
+    mask[2:5, 1:7] = True
+    with torch.no_grad():
+        mixed = model.token_head(model.forward_features(image, mask)[:, 1:])
+        inside = mask.flatten()[:, None]
+        torch.testing.assert_close(model(image, mask).tokens, torch.where(inside, mixed.flip(0), mixed))
+
+
+def test_a_fused_head_is_left_to_the_loss():
+    """Same weights, same checkpoint, same gradients; at evaluation the same logits."""
+    plain, fused = tiny(), tiny(fused_head=True)
+    assert plain.state_dict().keys() == fused.state_dict().keys()
+    image, mask = torch.randn(3, 3, 64, 64), torch.zeros(8, 8, dtype=torch.bool)
+    mask[2:5, 1:7] = True
+    want, out = plain(image, mask), fused(image, mask)
+    assert isinstance(out, TokenFeatures)
+    assert out.tokens.shape == (3, 64, 96)
+    torch.testing.assert_close(out.cls, want.cls)
+    torch.testing.assert_close(out.head(out.tokens), want.tokens)
+    torch.testing.assert_close(fused.eval()(image), plain.eval()(image))
+    with pytest.raises(ValueError, match="fused_head needs token_head"):
+        tiny(fused_head=True, token_head=False)
 
 
 def test_mixing_swaps_tokens_with_the_reversed_batch():

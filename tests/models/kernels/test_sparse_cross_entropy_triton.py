@@ -1,0 +1,166 @@
+"""The Triton kernels against float64: in Triton's interpreter, compiled for GPUs that need not be there, and on a GPU."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from densefeed.models.kernels import sparse_cross_entropy as kernels
+from densefeed.models.token_labeling import sparse_cross_entropy
+
+triton = pytest.importorskip("triton")
+
+# Triton decides when it is imported, so these run in a process of their own.
+interpreted = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="started by test_in_the_interpreter")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+SHAPES = (  # N T K M: one block and many, of classes and of slots; odd numbers; one of everything
+    (3, 5, 11, 4), (1, 1, 5, 1), (2, 3, 1000, 70), (1, 2, 4096, 64), (1, 2, 9001, 130), (1, 1, 21_841, 300),
+)  # fmt: skip
+
+
+def example(N, T, K, M, dtype, device):
+    """Logits with an offset, targets whose palette names most classes more than once, and a gradient of either sign."""
+    rng = torch.Generator().manual_seed(N + K)
+    palette = torch.randint(K - max(1, M // 3), K, (N, M), generator=rng)
+    base, extra = torch.rand(N, T, generator=rng) / K, (torch.rand(N, T, M, generator=rng) - 0.3) / M
+    logits = (torch.randn(N, T, K, generator=rng) * 5 - 20).to(dtype)
+    grad = torch.randn(N, T, generator=rng)
+    return [tensor.to(device) for tensor in (grad, logits, palette, extra, base, K * base + extra.sum(-1))]
+
+
+def dense(grad, logits, palette, extra, base, total):
+    """Loss and gradient of the logits, by way of a dense target in float64."""
+    x = logits.detach().double().requires_grad_()
+    target = base.double()[..., None].repeat(1, 1, x.shape[2])
+    target.scatter_add_(2, palette[:, None].expand(extra.shape), extra.double())
+    loss = -(target * x.log_softmax(-1)).sum(-1)
+    return loss.detach(), torch.autograd.grad(loss, x, grad.double())[0]
+
+
+def check(loss, gradient, example, rounding=0.5):
+    """Within the task's bars; a gradient in half precision is off by `rounding` units in its last place."""
+    want, want_gradient = dense(*example)
+    torch.testing.assert_close(loss.double(), want, rtol=2e-6, atol=2e-6)
+    assert gradient.dtype == example[1].dtype
+    units = 0 if gradient.dtype == torch.float32 else rounding * torch.finfo(gradient.dtype).eps
+    torch.testing.assert_close(gradient.double(), want_gradient, rtol=units + 3e-6, atol=1e-7)
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_interpreted_kernels(shape, dtype):
+    from densefeed.models.kernels import sparse_cross_entropy_triton as subject
+
+    grad, logits, *targets = case = example(*shape, dtype, "cpu")
+    loss, *sums = subject.forward(logits, *targets)
+    check(loss, subject.backward(grad, logits, *sums, *targets), case, rounding=1)  # the interpreter cuts bfloat16 off
+    twin_loss, *twin_sums = kernels.plain_forward(logits, *targets)
+    torch.testing.assert_close([loss, *sums], [twin_loss, *twin_sums], rtol=2e-6, atol=2e-6)
+
+
+@interpreted
+def test_interpreted_kernels_read_logits_where_they_lie():
+    from densefeed.models.kernels import sparse_cross_entropy_triton as subject
+
+    grad, logits, *targets = case = example(3, 4, 50, 6, torch.float32, "cpu")
+    wide = torch.randn(3, 9, 60)
+    wide[:, 1::2, :50] = logits
+    for view in (wide[:, 1::2, :50], logits.mT.contiguous().mT):
+        loss, *sums = subject.forward(view, *targets)
+        check(loss, subject.backward(grad.T.contiguous().T, view, *sums, *targets), case)
+
+
+def test_in_the_interpreter():
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-k", "interpreted", "-p", "no:cacheprovider", __file__],
+        capture_output=True, text=True, env=os.environ | {"TRITON_INTERPRET": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+    assert f"{len(SHAPES) * len(DTYPES) + 1} passed" in done.stdout
+    assert "skipped" not in done.stdout
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="needs the compiler")
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+@pytest.mark.parametrize("capability", [80, 90])
+def test_compiles_for_a_gpu_that_is_not_here(capability):
+    """To the binary, ptxas included: what the interpreter forgives shows here."""
+    from densefeed.models.kernels import sparse_cross_entropy_triton as subject
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    for pointer in ("*fp32", "*bf16", "*fp16"):
+        for classes, slots in ((1000, 40), (21_841, 512)):
+            sizes = subject.block_sizes(classes, slots)
+            warps = sizes.pop("num_warps")
+            for kernel in (subject.forward_kernel, subject.backward_kernel):
+                types = {name: "constexpr" if name in sizes else "*fp32" for name in kernel.arg_names}
+                types |= {"logits": pointer, "palette": "*i64"} | ({"out": pointer} if "out" in types else {})
+                types |= dict.fromkeys(("tokens", "classes", "slots", "image_stride", "token_stride"), "i32")
+                source = ASTSource(kernel, types, constexprs=sizes)
+                compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps})
+                assert compiled.asm["cubin"].startswith(b"\x7fELF")
+
+
+# ------------------------------------------------------------------------- on a GPU
+
+
+def on_gpu(test):
+    return pytest.mark.gpu(pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")(test))
+
+
+def loss_and_gradient(grad, logits, *targets):
+    loss = sparse_cross_entropy(logits, *targets)
+    return loss, *torch.autograd.grad(loss, logits, grad)
+
+
+@on_gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [*SHAPES, (8, 196, 1000, 40), (4, 49, 21_841, 512)])
+def test_gpu_kernels(shape, dtype):
+    case = example(*shape, dtype, "cuda")
+    case[1].requires_grad_()
+    check(*loss_and_gradient(*case), case)
+
+
+@on_gpu
+def test_gpu_float64_takes_the_plain_path():
+    case = example(2, 3, 50, 6, torch.float64, "cuda")
+    case[1].requires_grad_()
+    loss, gradient = loss_and_gradient(*case)
+    want, want_gradient = dense(*case)
+    torch.testing.assert_close(loss, want, rtol=1e-6, atol=1e-6)  # targets are float32
+    torch.testing.assert_close(gradient, want_gradient, rtol=1e-6, atol=1e-6)
+
+
+@on_gpu
+def test_gpu_waits_for_nothing_and_can_be_captured():
+    """One graph of forward and backward, replayed on other numbers."""
+    case = example(8, 196, 1000, 40, torch.bfloat16, "cuda")
+    case[1].requires_grad_()
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        loss_and_gradient(*case)  # kernels are compiled and loaded at first use
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        loss_and_gradient(*case)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = loss_and_gradient(*case)
+    with torch.no_grad():
+        case[1].mul_(-0.5)
+    graph.replay()
+    torch.testing.assert_close(got, loss_and_gradient(*case))
+
+
+@on_gpu
+def test_gpu_compiles_whole():
+    case = example(8, 49, 1000, 40, torch.bfloat16, "cuda")
+    case[1].requires_grad_()
+    loss = torch.compile(sparse_cross_entropy, fullgraph=True)(*case[1:])
+    check(loss, *torch.autograd.grad(loss, case[1], case[0]), case)

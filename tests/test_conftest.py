@@ -1,0 +1,63 @@
+"""The trap for host reads springs, and only then."""
+
+import pytest
+import torch
+
+READS = {
+    "item": lambda x: x[0].item(),
+    "float": lambda x: float(x[0]),
+    "bool": lambda x: bool(x[0] > 0),
+    "if": lambda x: 1 if x.any() else 2,
+    "tolist": lambda x: x.tolist(),
+    "cpu": lambda x: x.cpu(),
+    "numpy": lambda x: x.numpy(),
+    "nonzero": lambda x: x.nonzero(),
+    "where": lambda x: torch.where(x > 0),
+    "mask": lambda x: x[x > 0],
+    "mask assigned": lambda x: x.clone().__setitem__(x > 0, x[:1]),
+    "unique": lambda x: x.unique(),
+    "repeats": lambda x: x.repeat_interleave(x.long()),
+    "slice": lambda x: x[: x.long()[0]],
+    "equal": lambda x: torch.equal(x, x),
+}
+
+
+@pytest.mark.parametrize("name", READS)
+def test_reads_are_trapped(name, no_host_read):
+    x = torch.tensor([1.0, 0.0, 2.0])
+    with pytest.raises(AssertionError, match="host read"), no_host_read():
+        READS[name](x)
+    assert x[0].item() == 1.0  # and afterwards everything is as before
+    assert "item" not in vars(torch.Tensor)
+
+
+def test_a_read_in_the_backward_pass_is_trapped(no_host_read):
+    class Reads(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * float(grad.sum())
+
+    x = torch.ones(3, requires_grad=True)
+    with pytest.raises(AssertionError, match="host read"), no_host_read():
+        Reads.apply(x).sum().backward()
+
+
+def test_work_on_the_device_passes(no_host_read):
+    x = torch.randn(4, 5, requires_grad=True)
+    with no_host_read():
+        y = x[torch.tensor([0, 2, 3])].softmax(-1).gather(1, torch.zeros(3, 2, dtype=torch.long))
+        torch.where(y > 0.1, y, y.clamp(min=0.2)).sum().backward()
+        x.grad.zero_()
+
+
+def test_a_read_inside_an_operator_of_ours_is_trapped(no_host_read):
+    @torch.library.custom_op("densefeed::reads", mutates_args=())
+    def reads(x: torch.Tensor) -> torch.Tensor:
+        return x * (1 if x.sum() > 0 else 2)
+
+    with pytest.raises(AssertionError, match="host read"), no_host_read():
+        reads(torch.ones(2))

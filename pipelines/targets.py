@@ -34,7 +34,7 @@ class TargetRules(NamedTuple):
     # tail: every class of a cell gets p^(1 / temperature) over their sum, the classes not kept as many equal ones; then pooled. For
     # a p that is a softmax this is softmax(logits / temperature), so both divide logits.
     temperature: float = 1.0
-    # Of the samples outside of image, crop or Window. ignore: they do not count, and a token weighs by its share of others.
+    # Of the samples outside of the crop (and so the image) or the Window. ignore: they do not count, and a token weighs by its share of others.
     # uniform, as published: they count as logit 0 (zero-logit) or probability 1 / K (tail), and every token weighs 1.
     outside: Literal["ignore", "uniform"] = "ignore"
     # compatible: read the map where the published code does, see geometry.published_frame; the Window is ignored.
@@ -54,7 +54,7 @@ class SparseTargets(NamedTuple):
     palette: Tensor  # int64 [N, M]; unused slots point at class 0 with extra 0
     extra: Tensor  # float32 [N, T, M], may be negative
     base: Tensor  # float32 [N, T], what every class gets
-    weight: Tensor  # float32 [N, T], 1 inside Window, crop and image, 0 outside, between at the border
+    weight: Tensor  # float32 [N, T], 1 inside Window and crop, 0 outside, between at the border
     total: Tensor  # float32 [N, T], sum of a target: 1 + smoothing / K, as the published smoothing does
 
 
@@ -66,7 +66,7 @@ class Places(NamedTuple):
 
     view: Tensor  # [N, 2, 3], to the image
     through: Tensor  # [N, 2, 3], to the map: 0 to 1 inside it
-    visible: Tensor  # [N, 2, 2], first and last coordinate of image and crop, in the image
+    visible: Tensor  # [N, 2, 2], first and last coordinate of the crop, in the image
     margin: float  # how far beyond 0 and 1 of the map a point counts as inside
 
 
@@ -80,7 +80,7 @@ def places(batch: Batch, side: int, rules: TargetRules) -> Places:
     scale, shift = frame.unbind(2)
     through = scale[:, :, None] * view
     through = torch.cat([through[:, :, :2], through[:, :, 2:] + shift[:, :, None]], 2)
-    visible = torch.stack([batch.shown[:, [1, 0]].clamp(min=0), batch.shown[:, [3, 2]].clamp(max=1)], 2)
+    visible = batch.shown[:, [1, 3, 0, 2]].unflatten(1, (2, 2))  # a crop lies within its image
     return Places(view, through, visible, margin)
 
 
@@ -231,7 +231,7 @@ def sparse_targets(
 ) -> SparseTargets:
     """Targets of a `grid` x `grid` table of tokens, row-major; `grid=1` gives the class token's.
 
-    A sample of the map counts if it lies in the image, in `shown` and in the Window. `spec.absent` says what a class outside a cell's
+    A sample of the map counts if it lies in `shown`, and so in the image, and in the Window. `spec.absent` says what a class outside a cell's
     top-k has: `zero-logit`: logit 0, logits are averaged over the samples, then softmax (published packs, reference of TokenLabeling);
     `tail`: an even share of the probability the top-k leave, probabilities are averaged.
     Smoothing s: t (1 - s + s/K) + s/K, as published. Padding (`weight` 0 in the batch) has weight 0.

@@ -1,4 +1,4 @@
-"""Sparse targets against torchvision's RoIAlign, a sampler in plain numpy and a dense cross entropy, all float64; laws of the geometry."""
+"""Sparse targets against torchvision's RoIAlign, a sampler in plain numpy and a dense cross entropy, all in float64; laws."""
 
 import itertools
 
@@ -39,7 +39,8 @@ def batch_of(maps, boxes, flips, height=375, width=500, dtype=torch.float64):
     logit, lse, window = (torch.from_numpy(part) for part in (maps.logit, maps.lse, maps.window))
     return Batch(
         image=torch.zeros(count, 1, 1, 3, dtype=torch.uint8), label=torch.zeros(count, dtype=torch.long), view=view.to(dtype),
-        shown=torch.from_numpy(shown_boxes(view.numpy())).to(dtype), index=torch.arange(count), repeat=torch.zeros(count, dtype=torch.long),
+        shown=torch.from_numpy(shown_boxes(view.numpy())).to(dtype), index=torch.arange(count),
+        repeat=torch.zeros(count, dtype=torch.long),
         weight=torch.ones(count, dtype=dtype), map_logit=logit,
         map_class=torch.from_numpy(maps.cls.astype(np.int32)), map_lse=lse, window=window.to(dtype),
     )  # fmt: skip
@@ -343,7 +344,7 @@ def position_coded(count, side):
 
 
 def centres_of(targets, side):
-    """Where in the map, in cells, the targets of a position-coded map lie: (x, y) `[N, T, 2]`, and how far from it the farthest is."""
+    """Where in the map, in cells, the targets of a position-coded map lie: x, y `[N, T, 2]`; how far from it the farthest cell is."""
     dense = densify(targets, side * side)
     y, x = torch.meshgrid(torch.arange(side) + 0.5, torch.arange(side) + 0.5, indexing="ij")
     cells = torch.stack([x.flatten(), y.flatten()], 1).double()
@@ -388,7 +389,7 @@ def test_a_position_coded_map_returns_the_cells_under_any_view(geometry, seed, g
 
 
 def published_dense_targets(maps, shown, flips, num_classes, grid, smoothing):
-    """The published recipe, restated: flip image and map, scatter, RoIAlign with rows for x, softmax, smoothing; float64 `[N, T, K]`."""
+    """The published recipe, restated: flip image and map, scatter, RoIAlign with rows for x, softmax, smoothing; `[N, T, K]`."""
     side = maps.logit.shape[1]
     pooled = []
     for logit, cls, (top, left, bottom, right), flip in zip(maps.logit, maps.cls, shown.tolist(), flips, strict=True):
@@ -459,7 +460,7 @@ def test_a_low_temperature_of_many_classes_stays_finite():
 
 @pytest.mark.parametrize(("rule", "shares"), [("published", (0.5, 0.9)), ("intended", (0.9, 0.5))])
 def test_the_image_label_is_mixed_in_by_whether_the_teacher_agrees(random_maps, rule, shares):
-    """Against dense arithmetic; labels that the map names, that it does not, and the one no map with negative logits names first."""
+    """Against dense arithmetic; labels that the map names, others, and the first of these, the best where logits are negative."""
     maps = random_maps(5, 4, 2, 9)
     maps.logit[4] = -np.abs(maps.logit[4]) - 1
     maps.cls[4], maps.cls[3] = np.array([0, 1]), np.array([3, 8])
@@ -499,7 +500,7 @@ def test_every_grid_of_every_batch_sums_to_one(random_maps, grid, sheared):
 
 @pytest.mark.parametrize("sheared", [False, True])
 def test_a_crop_far_outside_a_small_window_stays_small(random_maps, sheared):
-    """An image of 1 x 4000 pixels labelled by its centre square: 64 samples a token and axis would be 27 MB an image and class."""
+    """1 x 4000 pixels labelled by their centre square: 64 samples a token and axis would be 3 MB an image and class."""
     maps = random_maps(1, 18, 2, 6, window=(0.0, 0.499875, 1.0, 0.500125))
     batch = batch_of(maps, np.array([[0.0, 0.0, 1.0, 4000.0]]), np.array([False]), 1, 4000)
     spec = spec_of(maps, 6, "tail", 1 / 4000)

@@ -108,7 +108,7 @@ def test_a_windows_frame_takes_its_corners_to_the_maps():
     st.floats(0, 1),
 )
 def test_the_published_frame_reads_rows_for_columns(top, left, height, width, flip, u, v):
-    """By the published steps: flip the image and its map, cut the crop out of that, hand (top, left, bottom, right) over as (x, y, x, y)."""
+    """By the published steps: flip image and map, cut the crop out of that, hand (top, left, bottom, right) over as x, y, x, y."""
     side = 18
     view = crop_views(np.array([[top, left, height, width]]) * 1000, np.array([flip]), np.array([1000]), np.array([1000]))
     shown = torch.tensor([[top, left, top + height, left + width]], dtype=torch.float64)

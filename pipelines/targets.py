@@ -158,8 +158,10 @@ def sampler(batch: Batch, spec: LabelSpec, grid: int, rules: TargetRules) -> tup
         rows, rows_inside = axis_weights(at, 1, spec.side, grid, most)
 
         def pooled(map_NSSM: Tensor) -> Tensor:
-            strips = (rows @ map_NSSM.flatten(2)).unflatten(2, map_NSSM.shape[2:])  # N P S M
-            return (columns[:, None] @ strips).flatten(1, 2)
+            # Autocast would make bfloat16 of the products: 8 bits of a logit. (TF32 products have 11: train.py must not allow them.)
+            with torch.autocast(rows.device.type, enabled=False):
+                strips = (rows @ map_NSSM.flatten(2)).unflatten(2, map_NSSM.shape[2:])  # N P S M
+                return (columns[:, None] @ strips).flatten(1, 2)
 
         return pooled, (rows_inside[:, :, None] * columns_inside[:, None]).flatten(1)
     points, share, inside = table_points(at, spec.side, grid, most)

@@ -23,6 +23,7 @@ from densefeed.relabel.geometry import crop_views, shown_boxes
 from densefeed.relabel.store import ScoreMaps, palette_sizes
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torchvision.ops import roi_align
 
 
@@ -515,18 +516,29 @@ def test_a_crop_far_outside_a_small_window_stays_small(random_maps, sheared):
 @pytest.mark.parametrize("absent", ["tail", "zero-logit"])
 @pytest.mark.parametrize("sheared", [False, True])
 def test_nothing_is_read_from_the_device(random_maps, sheared, absent, geometry):
-    """On the meta device there is nothing to read: item, tolist, cpu and nonzero raise there."""
+    """On a pretended GPU, where numbers cannot be read, shapes not depend on them, and tensors of two devices not meet."""
     maps = random_maps(3, 6, 2, 8)
     batch = batch_of(maps, *random_boxes(3, flips=True), dtype=torch.float32)
-    batch = batch._replace(map_class=batch.map_class.to(torch.uint16)).to(torch.device("meta"))
-    rules = TargetRules(0.1, 2.0, "uniform", geometry, sheared)
-    targets = sparse_targets(batch, spec_of(maps, 8, absent), 5, rules)
-    assert [part.device.type for part in targets] == ["meta"] * 5
-    whole = with_ground_truth(sparse_targets(batch, spec_of(maps, 8, absent), 1, rules), batch.label, 8, 0.1, "published")
-    assert whole.extra.shape == (3, 1, whole.palette.shape[1])
-    for read in (torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.cpu, torch.Tensor.nonzero):
-        with pytest.raises((RuntimeError, NotImplementedError)):
-            read(targets.base[:1, :1])
+    batch = batch._replace(map_class=batch.map_class.to(torch.uint16))
+    spec, rules = spec_of(maps, 8, absent), TargetRules(0.1, 2.0, "uniform", geometry, sheared)
+    with FakeTensorMode():
+        batch = Batch(*(torch.empty(part.shape, dtype=part.dtype, device="cuda") for part in batch))
+        targets = sparse_targets(batch, spec, 5, rules)
+        whole = with_ground_truth(sparse_targets(batch, spec, 1, rules), batch.label, 8, 0.1, "published")
+        assert {part.device.type for part in (*targets, *whole)} == {"cuda"}
+        for read in (torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.nonzero):
+            with pytest.raises(RuntimeError):
+                read(targets.base[:1, :1])
+
+
+@pytest.mark.parametrize("sheared", [False, True])
+def test_autocast_leaves_targets_as_they_are(random_maps, sheared):
+    maps = random_maps(3, 6, 2, 8)
+    batch, spec = batch_of(maps, *random_boxes(3, flips=True), dtype=torch.float32), spec_of(maps, 8, "zero-logit")
+    plain = sparse_targets(batch, spec, 5, TargetRules(sheared=sheared))
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = sparse_targets(batch, spec, 5, TargetRules(sheared=sheared))
+    assert all(torch.equal(a, b) for a, b in zip(plain, cast, strict=True))
 
 
 @pytest.mark.parametrize(("sheared", "backend"), [(False, "inductor"), (True, "aot_eager")])

@@ -1,6 +1,6 @@
 """ResidentMaps: the score maps of a whole dataset on the device, so that a batch carries none and names its samples only.
 
-ImageNet-1k at S = 18, k = 5 takes 9.2 GB (8.3 GB without logsumexps, as the published packs) and is read once, before the first step.
+ImageNet-1k at S = 18, k = 5 takes 9.2 GB (8.3 GB without logsumexps, as the published packs), read before the first step.
 """
 
 import os
@@ -30,8 +30,8 @@ class ResidentMaps:
         needed, free = count * bytes_of_map(spec), free_memory(device)
         if needed > SPARE * free:
             raise UserError(
-                f"the score maps of {count:,} images take {needed / 1e9:.2f} GB on {device}, of which {free / 1e9:.2f} GB are free; "
-                "stream them with the batches instead, or give a device with more memory"
+                f"the score maps of {count:,} images take {needed / 1e9:.2f} GB on {device}, "
+                f"of which {free / 1e9:.2f} GB are free; stream them with the batches instead, or give a device with more memory"
             )
         print(f"score maps of {count:,} images: {needed / 1e9:.2f} GB on {device}, {free / 1e9:.2f} GB were free")
         cells = (count, spec.side, spec.side)

@@ -20,8 +20,9 @@ from .batch import Batch, LabelSpec
 # N images   S map side   k classes per cell   M palette   P grid side   T = P * P tokens   G samples per token and axis
 
 GroundTruth = Literal["published", "intended"]
-# Share of the teacher's label where its best class is the image's label, and where it is another. The published code (VOLO's and
-# TokenLabeling's --ground-truth) gives the image's label the larger share where the teacher agrees; its comment says the opposite.
+# Share of the teacher's label where its best class is the image's label, and where it is another. The published code
+# (VOLO's, and TokenLabeling's --ground-truth) gives the image's label the larger share where the teacher agrees; its comment
+# says the opposite.
 TEACHER_SHARE = {"published": (0.5, 0.9), "intended": (0.9, 0.5)}
 EDGE = 1e-6  # of the image or map: a point that rounding puts this far outside is on the border
 
@@ -30,12 +31,13 @@ class TargetRules(NamedTuple):
     """How targets are made of score maps; the defaults read what a token shows and nothing else."""
 
     smoothing: float = 0.0  # probability
-    # Above 1 softens. zero-logit: softmax(logits / temperature), after pooling as published; the classes not kept stay at logit 0.
-    # tail: every class of a cell gets p^(1 / temperature) over their sum, the classes not kept as many equal ones; then pooled. For
-    # a p that is a softmax this is softmax(logits / temperature), so both divide logits.
+    # Above 1 softens. zero-logit: softmax(logits / temperature), after pooling as published; classes not kept stay at logit 0.
+    # tail: every class of a cell gets p^(1 / temperature) over the sum of these, the classes not kept as so many equal ones;
+    # then pooled. For a p that is a softmax this is softmax(logits / temperature): both divide logits.
     temperature: float = 1.0
-    # Of the samples outside of image, crop or Window. ignore: they do not count, and a token weighs by its share of others.
-    # uniform, as published: they count as logit 0 (zero-logit) or probability 1 / K (tail), and every token weighs 1.
+    # Of the samples outside of the crop (and so the image) or the Window. ignore: they do not count, and a token weighs by
+    # its share of others. uniform, as published: they count as logit 0 (zero-logit) or probability 1 / K (tail), and every
+    # token weighs 1.
     outside: Literal["ignore", "uniform"] = "ignore"
     # compatible: read the map where the published code does, see geometry.published_frame; the Window is ignored.
     geometry: Literal["aligned", "compatible"] = "aligned"
@@ -54,7 +56,7 @@ class SparseTargets(NamedTuple):
     palette: Tensor  # int64 [N, M]; unused slots point at class 0 with extra 0
     extra: Tensor  # float32 [N, T, M], may be negative
     base: Tensor  # float32 [N, T], what every class gets
-    weight: Tensor  # float32 [N, T], 1 inside Window, crop and image, 0 outside, between at the border
+    weight: Tensor  # float32 [N, T], 1 inside Window and crop, 0 outside, between at the border
     total: Tensor  # float32 [N, T], sum of a target: 1 + smoothing / K, as the published smoothing does
 
 
@@ -66,7 +68,7 @@ class Places(NamedTuple):
 
     view: Tensor  # [N, 2, 3], to the image
     through: Tensor  # [N, 2, 3], to the map: 0 to 1 inside it
-    visible: Tensor  # [N, 2, 2], first and last coordinate of image and crop, in the image
+    visible: Tensor  # [N, 2, 2], first and last coordinate of the crop, in the image
     margin: float  # how far beyond 0 and 1 of the map a point counts as inside
 
 
@@ -80,7 +82,7 @@ def places(batch: Batch, side: int, rules: TargetRules) -> Places:
     scale, shift = frame.unbind(2)
     through = scale[:, :, None] * view
     through = torch.cat([through[:, :, :2], through[:, :, 2:] + shift[:, :, None]], 2)
-    visible = torch.stack([batch.shown[:, [1, 0]].clamp(min=0), batch.shown[:, [3, 2]].clamp(max=1)], 2)
+    visible = batch.shown[:, [1, 3, 0, 2]].unflatten(1, (2, 2))  # a crop lies within its image
     return Places(view, through, visible, margin)
 
 
@@ -103,7 +105,7 @@ def is_inside(point: Tensor, low: Tensor | float, high: Tensor | float, margin: 
 
 
 def axis_weights(at: Places, axis: int, side: int, grid: int, most: int) -> tuple[Tensor, Tensor]:
-    """Sampling along one axis (0: x, 1: y): weights of the map's cells, `[N, P, S]`, and the share of samples inside, `[N, P]`."""
+    """Sampling along one axis (0: x, 1: y): weights of the map's cells, `[N, P, S]`, and share of samples inside, `[N, P]`."""
 
     def along(matrix: Tensor) -> tuple[Tensor, Tensor]:
         return matrix[:, axis, axis], matrix[:, axis, 2]
@@ -121,8 +123,8 @@ def axis_weights(at: Places, axis: int, side: int, grid: int, most: int) -> tupl
 
 
 def table_points(at: Places, side: int, grid: int, most: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Sampling of any View: points of the map `[N, P * G, P * G, 2]`, -1 to 1 as grid_sample has it, their share in their token's mean,
-    `[N, 1, P * G, P * G]` and 0 for those outside, and the share of samples inside, `[N, P, P]`.
+    """Sampling of any View: points of the map `[N, P * G, P * G, 2]`, -1 to 1 as grid_sample has it, their share in their
+    token's mean, `[N, 1, P * G, P * G]` and 0 for those outside, and the share of samples inside, `[N, P, P]`.
     """
     # The edge of a token along an axis of the network's input, wherever the View turns it.
     extent = at.through[:, :, :2].norm(dim=1) * side
@@ -146,7 +148,7 @@ def table_points(at: Places, side: int, grid: int, most: int) -> tuple[Tensor, T
 
 
 def sampler(batch: Batch, spec: LabelSpec, grid: int, rules: TargetRules) -> tuple[Callable[[Tensor], Tensor], Tensor]:
-    """A function that pools maps `[N, S, S, M]` to tokens `[N, T, M]`, the mean over samples inside, and their share `[N, T]`."""
+    """A function that pools maps `[N, S, S, M]` to tokens `[N, T, M]`, means over samples inside, and their share `[N, T]`."""
     # The published boxes lie within the image, which they take for the map.
     reach = spec.min_window_side if rules.geometry == "aligned" else 1.0
     most = samples_per_bin(spec.side, grid, reach, rules.sheared)
@@ -156,8 +158,10 @@ def sampler(batch: Batch, spec: LabelSpec, grid: int, rules: TargetRules) -> tup
         rows, rows_inside = axis_weights(at, 1, spec.side, grid, most)
 
         def pooled(map_NSSM: Tensor) -> Tensor:
-            strips = (rows @ map_NSSM.flatten(2)).unflatten(2, map_NSSM.shape[2:])  # N P S M
-            return (columns[:, None] @ strips).flatten(1, 2)
+            # Autocast would make bfloat16 of the products: 8 bits of a logit. (TF32 products have 11: train.py must not allow them.)
+            with torch.autocast(rows.device.type, enabled=False):
+                strips = (rows @ map_NSSM.flatten(2)).unflatten(2, map_NSSM.shape[2:])  # N P S M
+                return (columns[:, None] @ strips).flatten(1, 2)
 
         return pooled, (rows_inside[:, :, None] * columns_inside[:, None]).flatten(1)
     points, share, inside = table_points(at, spec.side, grid, most)
@@ -186,16 +190,15 @@ def palettes(map_class: Tensor, size: int) -> tuple[Tensor, Tensor]:
 
     `map_class` is `[N, S, S, k]`; `size` must be at least the number of distinct classes of any map.
     """
-    ordered, source = map_class.flatten(1).long().sort(dim=1)
-    is_new = torch.cat([torch.ones_like(ordered[:, :1]), (ordered[:, 1:] != ordered[:, :-1]).long()], dim=1)
-    rank = is_new.cumsum(1) - 1
+    ordered, source = map_class.flatten(1).int().sort(dim=1)
+    rank = F.pad(ordered[:, 1:] != ordered[:, :-1], (1, 0)).cumsum(1)  # the first is no change
     slot = torch.empty_like(rank).scatter_(1, source, rank)
-    palette = torch.zeros(len(ordered), size, dtype=torch.long, device=ordered.device).scatter_(1, rank, ordered)
+    palette = torch.zeros(len(ordered), size, dtype=torch.long, device=ordered.device).scatter_(1, rank, ordered.long())
     return palette, slot
 
 
 def tempered(log_probability: Tensor, spec: LabelSpec, temperature: float) -> tuple[Tensor, Tensor]:
-    """A cell's probabilities of its top-k classes, `[..., k]`, and of any other class, `[..., 1]`, of log probabilities `[..., k]`."""
+    """Probabilities of a cell's top-k classes, `[..., k]`, and of any other class, `[..., 1]`, of their logs `[..., k]`."""
     probability = log_probability.exp()
     kept = probability.sum(-1, keepdim=True)
     others = spec.num_classes - spec.top_k
@@ -231,31 +234,34 @@ def sparse_targets(
 ) -> SparseTargets:
     """Targets of a `grid` x `grid` table of tokens, row-major; `grid=1` gives the class token's.
 
-    A sample of the map counts if it lies in the image, in `shown` and in the Window. `spec.absent` says what a class outside a cell's
-    top-k has: `zero-logit`: logit 0, logits are averaged over the samples, then softmax (published packs, reference of TokenLabeling);
-    `tail`: an even share of the probability the top-k leave, probabilities are averaged.
+    A sample of the map counts if it lies in `shown`, and so in the image, and in the Window. `spec.absent` says what a class
+    outside a cell's top-k has: `zero-logit`: logit 0, logits are averaged over the samples, then softmax (published packs,
+    reference of TokenLabeling); `tail`: an even share of the probability the top-k leave, probabilities are averaged.
     Smoothing s: t (1 - s + s/K) + s/K, as published. Padding (`weight` 0 in the batch) has weight 0.
 
     `maps` is `palette_maps(batch, spec, rules)`, if the caller has it: half the time of a call.
     """
     maps = palette_maps(batch, spec, rules) if maps is None else maps
     pooled, inside = sampler(batch, spec, grid, rules)
-    # A mean over all samples, with 0 for those outside, is the mean over those inside times their share.
-    covered = inside if rules.outside == "uniform" else torch.ones_like(inside)
-    value = pooled(maps.value) * covered[..., None]  # N T M
-    if maps.share is None:
-        peak = value.amax(-1, keepdim=True).clamp(min=0)
-        grown = (value - peak).exp()
-        rest = (-peak).exp()  # e^0, shifted
-        partition = spec.num_classes * rest + (grown - rest).sum(-1, keepdim=True)
-        base, extra = (rest / partition).squeeze(-1), (grown - rest) / partition
-    else:
-        base, extra = pooled(maps.share).squeeze(-1) * covered + (1 - covered) / spec.num_classes, value
+    value, weight = pooled(maps.value), inside  # N T M, N T
+    if rules.outside == "uniform":  # a mean with 0 for samples outside is the mean of those inside times their share
+        value, weight = value * inside[..., None], torch.ones_like(inside)
     off = rules.smoothing / spec.num_classes
     on = 1 - rules.smoothing + off
-    weight = (inside if rules.outside == "ignore" else torch.ones_like(inside)) * batch.weight[:, None]
-    base = on * base + off
-    return SparseTargets(maps.palette, on * extra, base, weight, total=torch.full_like(base, on + rules.smoothing))
+    if maps.share is None:
+        peak = value.amax(-1, keepdim=True).clamp(min=0)
+        rest = (-peak).exp()  # e^0, shifted
+        above = (value - peak).exp() - rest
+        scale = on / (spec.num_classes * rest + above.sum(-1, keepdim=True))
+        base, extra = (rest * scale).squeeze(-1), above * scale
+    else:
+        base = pooled(maps.share).squeeze(-1)
+        if rules.outside == "uniform":
+            base = base * inside + (1 - inside) / spec.num_classes
+        base, extra = on * base, on * value
+    base = base + off
+    total = torch.full_like(base, on + rules.smoothing)
+    return SparseTargets(maps.palette, extra, base, weight * batch.weight[:, None], total)
 
 
 def with_ground_truth(
@@ -263,9 +269,10 @@ def with_ground_truth(
 ) -> SparseTargets:
     """The class token's targets (T = 1) mixed with the image's label: r * target + (1 - r) * label, one slot of palette more.
 
-    r depends on whether the target's best class is `label_N`, int64 `[N]`: `published` 0.5 if so and else 0.9, so the label counts for
-    more where the teacher confirms it; `intended` 0.9 and 0.5, what that code's comment says. The label is one-hot, smoothed: s/K,
-    and 1 - s + s/K at its class, which sums to 1. Weights stay: a crop without a dense label has no loss under either rule.
+    r depends on whether the target's best class is `label_N`, int64 `[N]`: `published` 0.5 if so and else 0.9, so the label
+    counts for more where the teacher confirms it; `intended` 0.9 and 0.5, what that code's comment says. The label is
+    one-hot, smoothed: s/K, and 1 - s + s/K at its class, which sums to 1. Weights stay: a crop without a dense label has no
+    loss under either rule.
     """
     palette, extra = targets.palette, targets.extra[:, 0]
     best = extra.max(1)
@@ -298,7 +305,8 @@ def check_batch(batch: Batch, spec: LabelSpec, where: str) -> None:
     if batch.map_logit.shape != shape or batch.map_class.shape != shape or batch.map_lse.shape != shape[:3]:
         side, top_k = batch.map_logit.shape[2:]
         raise UserError(
-            f"{where} have {side} x {side} cells of {top_k} classes, their header says {spec.side} x {spec.side} of {spec.top_k}; relabel"
+            f"{where} have {side} x {side} cells of {top_k} classes, "
+            f"their header says {spec.side} x {spec.side} of {spec.top_k}; relabel"
         )
 
     def refuse(bad: Tensor, what: str) -> None:

@@ -107,9 +107,9 @@ def samples_per_bin(map_side: int, grid: int, min_window_side: float, sheared: b
     A crop of the whole image spans `map_side / min_window_side` cells of a map that covers only part of the image. At most
     MOST_SAMPLES are taken: one image of 1 x 4000 pixels labelled by its centre square would else ask for 5,000 a token.
 
-    `sheared` views span up to sqrt(2) times as much (two shears of timm's 0.3 make 1.17). They are sampled one by one and not axis by
-    axis, (grid * samples)^2 points an image, so that only two maps' width of cells gets a sample each: N = 128 crops in 24
-    classes then take 22 MB at map_side 18 and grid 14, where MOST_SAMPLES would take 10 GB. What a crop spans beyond
+    `sheared` views span up to sqrt(2) times as much (two shears of timm's 0.3 make 1.17). They are sampled one by one and not
+    axis by axis, (grid * samples)^2 points an image, so that only two maps' width of cells gets a sample each: N = 128 crops
+    in 24 classes then take 22 MB at map_side 18 and grid 14, where MOST_SAMPLES would take 10 GB. What a crop spans beyond
     that lies for the most part outside the Window and carries no label.
     """
     reach = 1 / min_window_side

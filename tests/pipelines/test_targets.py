@@ -1,4 +1,4 @@
-"""Sparse targets against torchvision's RoIAlign, a sampler in plain numpy and a dense cross entropy, all float64; laws of the geometry."""
+"""Sparse targets against torchvision's RoIAlign, a sampler in plain numpy and a dense cross entropy, all in float64; laws."""
 
 import itertools
 
@@ -23,6 +23,7 @@ from densefeed.relabel.geometry import crop_views, shown_boxes
 from densefeed.relabel.store import ScoreMaps, palette_sizes
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torchvision.ops import roi_align
 
 
@@ -39,7 +40,8 @@ def batch_of(maps, boxes, flips, height=375, width=500, dtype=torch.float64):
     logit, lse, window = (torch.from_numpy(part) for part in (maps.logit, maps.lse, maps.window))
     return Batch(
         image=torch.zeros(count, 1, 1, 3, dtype=torch.uint8), label=torch.zeros(count, dtype=torch.long), view=view.to(dtype),
-        shown=torch.from_numpy(shown_boxes(view.numpy())).to(dtype), index=torch.arange(count), repeat=torch.zeros(count, dtype=torch.long),
+        shown=torch.from_numpy(shown_boxes(view.numpy())).to(dtype), index=torch.arange(count),
+        repeat=torch.zeros(count, dtype=torch.long),
         weight=torch.ones(count, dtype=dtype), map_logit=logit,
         map_class=torch.from_numpy(maps.cls.astype(np.int32)), map_lse=lse, window=window.to(dtype),
     )  # fmt: skip
@@ -343,7 +345,7 @@ def position_coded(count, side):
 
 
 def centres_of(targets, side):
-    """Where in the map, in cells, the targets of a position-coded map lie: (x, y) `[N, T, 2]`, and how far from it the farthest is."""
+    """Where in the map, in cells, the targets of a position-coded map lie: x, y `[N, T, 2]`; how far from it the farthest cell is."""
     dense = densify(targets, side * side)
     y, x = torch.meshgrid(torch.arange(side) + 0.5, torch.arange(side) + 0.5, indexing="ij")
     cells = torch.stack([x.flatten(), y.flatten()], 1).double()
@@ -388,7 +390,7 @@ def test_a_position_coded_map_returns_the_cells_under_any_view(geometry, seed, g
 
 
 def published_dense_targets(maps, shown, flips, num_classes, grid, smoothing):
-    """The published recipe, restated: flip image and map, scatter, RoIAlign with rows for x, softmax, smoothing; float64 `[N, T, K]`."""
+    """The published recipe, restated: flip image and map, scatter, RoIAlign with rows for x, softmax, smoothing; `[N, T, K]`."""
     side = maps.logit.shape[1]
     pooled = []
     for logit, cls, (top, left, bottom, right), flip in zip(maps.logit, maps.cls, shown.tolist(), flips, strict=True):
@@ -459,7 +461,7 @@ def test_a_low_temperature_of_many_classes_stays_finite():
 
 @pytest.mark.parametrize(("rule", "shares"), [("published", (0.5, 0.9)), ("intended", (0.9, 0.5))])
 def test_the_image_label_is_mixed_in_by_whether_the_teacher_agrees(random_maps, rule, shares):
-    """Against dense arithmetic; labels that the map names, that it does not, and the one no map with negative logits names first."""
+    """Against dense arithmetic; labels that the map names, others, and the first of these, the best where logits are negative."""
     maps = random_maps(5, 4, 2, 9)
     maps.logit[4] = -np.abs(maps.logit[4]) - 1
     maps.cls[4], maps.cls[3] = np.array([0, 1]), np.array([3, 8])
@@ -499,7 +501,7 @@ def test_every_grid_of_every_batch_sums_to_one(random_maps, grid, sheared):
 
 @pytest.mark.parametrize("sheared", [False, True])
 def test_a_crop_far_outside_a_small_window_stays_small(random_maps, sheared):
-    """An image of 1 x 4000 pixels labelled by its centre square: 64 samples a token and axis would be 27 MB an image and class."""
+    """1 x 4000 pixels labelled by their centre square: 64 samples a token and axis would be 3 MB an image and class."""
     maps = random_maps(1, 18, 2, 6, window=(0.0, 0.499875, 1.0, 0.500125))
     batch = batch_of(maps, np.array([[0.0, 0.0, 1.0, 4000.0]]), np.array([False]), 1, 4000)
     spec = spec_of(maps, 6, "tail", 1 / 4000)
@@ -514,18 +516,29 @@ def test_a_crop_far_outside_a_small_window_stays_small(random_maps, sheared):
 @pytest.mark.parametrize("absent", ["tail", "zero-logit"])
 @pytest.mark.parametrize("sheared", [False, True])
 def test_nothing_is_read_from_the_device(random_maps, sheared, absent, geometry):
-    """On the meta device there is nothing to read: item, tolist, cpu and nonzero raise there."""
+    """On a pretended GPU, where numbers cannot be read, shapes not depend on them, and tensors of two devices not meet."""
     maps = random_maps(3, 6, 2, 8)
     batch = batch_of(maps, *random_boxes(3, flips=True), dtype=torch.float32)
-    batch = batch._replace(map_class=batch.map_class.to(torch.uint16)).to(torch.device("meta"))
-    rules = TargetRules(0.1, 2.0, "uniform", geometry, sheared)
-    targets = sparse_targets(batch, spec_of(maps, 8, absent), 5, rules)
-    assert [part.device.type for part in targets] == ["meta"] * 5
-    whole = with_ground_truth(sparse_targets(batch, spec_of(maps, 8, absent), 1, rules), batch.label, 8, 0.1, "published")
-    assert whole.extra.shape == (3, 1, whole.palette.shape[1])
-    for read in (torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.cpu, torch.Tensor.nonzero):
-        with pytest.raises((RuntimeError, NotImplementedError)):
-            read(targets.base[:1, :1])
+    batch = batch._replace(map_class=batch.map_class.to(torch.uint16))
+    spec, rules = spec_of(maps, 8, absent), TargetRules(0.1, 2.0, "uniform", geometry, sheared)
+    with FakeTensorMode():
+        batch = Batch(*(torch.empty(part.shape, dtype=part.dtype, device="cuda") for part in batch))
+        targets = sparse_targets(batch, spec, 5, rules)
+        whole = with_ground_truth(sparse_targets(batch, spec, 1, rules), batch.label, 8, 0.1, "published")
+        assert {part.device.type for part in (*targets, *whole)} == {"cuda"}
+        for read in (torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.nonzero):
+            with pytest.raises(RuntimeError):
+                read(targets.base[:1, :1])
+
+
+@pytest.mark.parametrize("sheared", [False, True])
+def test_autocast_leaves_targets_as_they_are(random_maps, sheared):
+    maps = random_maps(3, 6, 2, 8)
+    batch, spec = batch_of(maps, *random_boxes(3, flips=True), dtype=torch.float32), spec_of(maps, 8, "zero-logit")
+    plain = sparse_targets(batch, spec, 5, TargetRules(sheared=sheared))
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = sparse_targets(batch, spec, 5, TargetRules(sheared=sheared))
+    assert all(torch.equal(a, b) for a, b in zip(plain, cast, strict=True))
 
 
 @pytest.mark.parametrize(("sheared", "backend"), [(False, "inductor"), (True, "aot_eager")])

@@ -2,7 +2,18 @@
 
 import numpy as np
 import pytest
-from densefeed.relabel.geometry import WHOLE, centre_box, crop_in_pixels, crop_views, samples_per_bin, shown_boxes, window_of
+import torch
+from densefeed.relabel.geometry import (
+    WHOLE,
+    centre_box,
+    crop_in_pixels,
+    crop_views,
+    published_frame,
+    samples_per_bin,
+    shown_boxes,
+    window_frame,
+    window_of,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -68,3 +79,42 @@ def test_samples_per_bin_is_roi_aligns_rule():
     assert samples_per_bin(18, 14, 0.75) == 2
     assert samples_per_bin(18, 14, 0.5) == 3
     assert samples_per_bin(18, 14, 1 / 4000) == 64  # one extreme image must not tax every batch
+
+
+def test_samples_of_sheared_views_are_bounded_by_two_maps_width():
+    assert samples_per_bin(18, 14, 1.0, sheared=True) == 2
+    assert samples_per_bin(18, 1, 1.0, sheared=True) == 26  # sqrt(2) * 18
+    assert samples_per_bin(18, 32, 1.0, sheared=True) == 1
+    for side in (7, 18, 60):
+        for grid in (1, 7, 14, 32):
+            assert grid * samples_per_bin(side, grid, 1 / 4000, sheared=True) <= 2 * side + grid
+
+
+def test_a_windows_frame_takes_its_corners_to_the_maps():
+    window = torch.tensor([[0.1, 0.2, 0.9, 0.7], WHOLE], dtype=torch.float64)
+    frame = window_frame(window)
+    for corner, (y, x) in enumerate((window[:, :2].T, window[:, 2:].T)):
+        np.testing.assert_allclose(frame[:, 0, 0] * x + frame[:, 0, 1], corner, atol=1e-12)
+        np.testing.assert_allclose(frame[:, 1, 0] * y + frame[:, 1, 1], corner, atol=1e-12)
+
+
+@given(
+    st.floats(0, 0.7),
+    st.floats(0, 0.7),
+    st.floats(0.01, 0.3),
+    st.floats(0.01, 0.3),
+    st.booleans(),
+    st.floats(0, 1),
+    st.floats(0, 1),
+)
+def test_the_published_frame_reads_rows_for_columns(top, left, height, width, flip, u, v):
+    """By the published steps: flip image and map, cut the crop out of that, hand (top, left, bottom, right) over as x, y, x, y."""
+    side = 18
+    view = crop_views(np.array([[top, left, height, width]]) * 1000, np.array([flip]), np.array([1000]), np.array([1000]))
+    shown = torch.tensor([[top, left, top + height, left + width]], dtype=torch.float64)
+    (scale_x, shift_x), (scale_y, shift_y) = published_frame(shown, torch.from_numpy(view), side)[0].tolist()
+    x, y = left + width * (1 - u if flip else u), top + height * v  # where the pixel (u, v) of the crop is in the image
+    cut_left = 1 - left - width if flip else left
+    column, row = top + u * max(height, 1 / side), cut_left + v * max(width, 1 / side)
+    assert scale_x * x + shift_x == pytest.approx(1 - column if flip else column, abs=1e-9)
+    assert scale_y * y + shift_y == pytest.approx(row, abs=1e-9)

@@ -1,0 +1,101 @@
+"""Maps held on the device against the very maps that loaders stream."""
+
+import numpy as np
+import pytest
+import torch
+from densefeed.pipelines import resident
+from densefeed.pipelines.batch import Batch, LabelSpec
+from densefeed.pipelines.ffcv import FfcvSource
+from densefeed.pipelines.folder import FolderSource
+from densefeed.pipelines.loader import ThreadedLoader
+from densefeed.pipelines.plan import EpochPlan
+from densefeed.pipelines.resident import ResidentMaps, bytes_of_map
+from densefeed.pipelines.targets import sparse_targets
+from densefeed.relabel.files import UserError
+from densefeed.relabel.store import ScoreMaps, ScoreMapStore
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def sources(folder, maps, tmp_path_factory, command):
+    """Openers of the same data with its maps in a store beside the images, and inside a .beton."""
+    out = tmp_path_factory.mktemp("packed") / "train.beton"
+    done = command("tools/pack_dataset.py", "--data", folder, "--maps", maps, "--out", out)
+    assert done.returncode == 0, done.stderr
+    return {"folder": lambda: FolderSource(folder, "train", maps), "beton": lambda: FfcvSource(out)}
+
+
+def epoch_of(source, **options):
+    plan = EpochPlan(num_samples=len(source.labels), batch=4, seed=3, mode="train", sizes=((0, 32),))
+    reader = ThreadedLoader(source, plan, 2, **options)
+    try:
+        return list(reader.batches(0)), reader.labels
+    finally:
+        reader.close()
+
+
+@pytest.mark.parametrize("kind", ["folder", "beton"])
+def test_resident_maps_are_the_streamed_ones_to_the_bit(kind, sources, monkeypatch, capsys):
+    """In chunks that do not divide the 11 samples; batches without maps differ in nothing else, and targets are equal."""
+    monkeypatch.setattr(resident, "CHUNK", 3)
+    source = sources[kind]()
+    held = ResidentMaps(source, CPU)
+    assert "score maps of 11 images: 0.00 GB on cpu" in capsys.readouterr().out
+    streamed, spec = epoch_of(source)
+    bare, spec_without = epoch_of(sources[kind](), maps=False)
+    assert spec_without == spec is not None
+    for whole, without in zip(streamed, bare, strict=True):
+        assert all(getattr(without, name) is None for name in ("map_logit", "map_class", "map_lse", "window"))
+        given = held(without)
+        for name, a, b in zip(whole._fields, whole, given, strict=True):
+            assert a.dtype == b.dtype, name
+            assert torch.equal(a, b), name
+        for a, b in zip(sparse_targets(whole, spec, 4), sparse_targets(given, spec, 4), strict=True):
+            assert torch.equal(a, b)
+
+
+def test_class_ids_above_32767_survive():
+    """They are held as int16."""
+
+    class Source:
+        labels = np.zeros(2, np.int64)
+        spec = LabelSpec(1, 2, 65536, "tail", 2, 1.0)
+
+        def maps(self, ids):
+            named = np.array([[0, 65535], [40000, 32768]], np.uint16).reshape(2, 1, 1, 2)[ids]
+            shape = named.shape
+            return ScoreMaps(
+                np.zeros(shape, np.float16), named, np.zeros(shape[:3], np.float16), np.zeros((len(ids), 4), np.float32)
+            )
+
+    batch = Batch(*[None] * len(Batch._fields))._replace(index=torch.tensor([1, 0, 1]))
+    assert ResidentMaps(Source(), CPU)(batch).map_class.tolist() == [[[[40000, 32768]]], [[[0, 65535]]], [[[40000, 32768]]]]
+
+
+def test_maps_that_do_not_fit_are_refused_before_they_are_read(sources, monkeypatch):
+    source = sources["folder"]()
+    needed = 11 * bytes_of_map(source.spec)
+    row = source.maps(np.arange(1))
+    assert bytes_of_map(source.spec) == sum(part.nbytes for part in row)
+    monkeypatch.setattr(source, "maps", lambda ids: pytest.fail("read"))
+    monkeypatch.setattr(resident, "free_memory", lambda device: needed)
+    with pytest.raises(
+        UserError, match=r"the score maps of 11 images take 0.00 GB on cpu, of which 0.00 GB are free; stream them"
+    ):
+        ResidentMaps(source, CPU)
+    monkeypatch.undo()
+    assert 10e6 < resident.free_memory(CPU) < 1e14
+
+
+def test_a_damaged_map_is_named_before_the_first_step(folder, maps, tmp_path):
+    path = tmp_path / "maps.h5"
+    path.write_bytes(maps.read_bytes())
+    _, places = ScoreMapStore(path).places(np.array([7]))
+    with open(path, "r+b") as file:
+        file.seek(int(places[0, 0]) + 5)
+        byte = file.read(1)[0]
+        file.seek(int(places[0, 0]) + 5)
+        file.write(bytes([byte ^ 1]))
+    with pytest.raises(UserError, match=r"maps.h5: row 7 .* is damaged"):
+        ResidentMaps(FolderSource(folder, "train", path), CPU)

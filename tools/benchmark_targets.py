@@ -1,0 +1,299 @@
+"""What targets and loss cost, sparse and dense: time and memory of a step between the score maps and the student's gradient.
+
+    python tools/benchmark_targets.py --batch 128 --classes 1000 --grid 14 --device cpu --json out.json
+
+`sparse` is ours: `sparse_targets` for class token and tokens, their losses, backward. `dense` is the published recipe with
+boxes where they belong: a map scattered for each image in a loop, torchvision's RoIAlign to grid x grid and to 1 x 1, softmax,
+smoothing, log-softmax, backward. Both begin with the same maps, crops and logits, and end with the logits' gradient.
+
+A ratio is sparse / dense, so small is good. Time: the median of the rounds' own ratios. Memory: the peak of what PyTorch's
+allocator gave out from the first to the last operation, without the logits and without their gradient. Both losses are
+printed with their distance from the dense recipe in float64. Rows are appended to --results.
+"""
+
+import json
+import os
+import tempfile
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import numpy as np
+import torch
+import tyro
+from densefeed.models.token_labeling import class_token_loss, token_loss
+from densefeed.pipelines.batch import Batch, LabelSpec
+from densefeed.pipelines.plan import EpochPlan
+from densefeed.pipelines.targets import TargetRules, palette_maps, sparse_targets
+from densefeed.relabel.files import UserError, run
+from densefeed.relabel.geometry import WHOLE, crop_views, shown_boxes
+from densefeed.relabel.progress import steps_bar
+from densefeed.relabel.store import palette_sizes
+from densefeed.relabel.teacher import choose_device
+from densefeed.tools.measuring import (
+    COLUMNS,
+    RESULTS,
+    Spread,
+    append_rows,
+    cores,
+    environment,
+    pairwise,
+    pin,
+    take_turns,
+    unpinned_after,
+    write_json,
+)
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from torch.nn import functional as F
+from torchvision.ops import roi_align
+
+# N images   S map side   k classes a cell   K classes   P grid side   T = P * P tokens
+
+PACKAGES = ("torch", "torchvision", "numpy")
+BARS = {"time": {"cpu": (1 / 5, 1 / 8), "cuda": (1 / 8, 1 / 15)}, "memory": {"cpu": (1 / 10, 1 / 20), "cuda": (1 / 10, 1 / 20)}}
+# Pixels of the images the crops are of. Primes: half of a width of 500 spans 9 of 18 cells up to a rounding, and RoIAlign, which
+# takes ceil(9) samples, may take 10; so no two dense recipes would agree on every crop, whatever their precision.
+HEIGHT, WIDTH = 373, 499
+SMOOTHING, TOKEN_WEIGHT = 0.1, 0.5  # as published
+MEMORY_RUNS = 3
+SLICE = 16  # images at once of the float64 reference
+
+
+@dataclass(frozen=True, kw_only=True)
+class Benchmark:
+    """What to measure."""
+
+    batch: int = 128  # images
+    classes: int = 1000  # K
+    grid: int = 14  # P, tokens along a side
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda if there is one, else cpu
+    side: int = 18  # S, cells along a side of a map
+    top_k: int = 5  # k, classes a cell names
+    palette: int = 24  # classes that the map of an image may name
+    rounds: int = 9  # steps of each, after one to warm up
+    threads: int = 1  # of torch on a CPU, each on a core of its own
+    json: Path | None = None  # write ratios and errors there
+    record: bool = True  # append rows to --results
+    results: Path = RESULTS  # CSV
+
+
+class Step(NamedTuple):
+    """What a training step begins with once the student has answered."""
+
+    batch: Batch  # of maps, crops and flips
+    spec: LabelSpec
+    grid: int
+    cls: Tensor  # [N, K], logits of the class token
+    tokens: Tensor  # [N, T, K], logits of the tokens
+
+
+def main(benchmark: Benchmark) -> dict:
+    """Measure, print, record; the document that --json writes."""
+    check(benchmark)
+    device = choose_device(benchmark.device)
+    step = make_step(benchmark, device)
+    contestants = {"sparse": sparse_loss, "dense": dense_loss}
+    with ExitStack() as stack:
+        allowed = stack.enter_context(unpinned_after())
+        stack.callback(torch.set_num_threads, torch.get_num_threads())
+        if benchmark.threads > len(allowed):
+            raise UserError(f"--threads {benchmark.threads}: this process may use {len(allowed)} cores")
+        torch.set_num_threads(benchmark.threads)
+        pin(cores(benchmark.threads, allowed))
+        advance = stack.enter_context(steps_bar("benchmark", len(contestants) * (benchmark.rounds + 1), 0))
+        works = {name: lambda number, loss=loss: backward(loss, step) for name, loss in contestants.items()}
+        rates = take_turns(works, benchmark.rounds, lambda name: forget(step), lambda name: advance(1, name))
+        peaks = {name: [peak_bytes(loss, step) for _ in range(MEMORY_RUNS)] for name, loss in contestants.items()}
+    loss_error, grad_error = errors(step)
+    document = {
+        "ratios": [
+            {"a": "sparse", "b": "dense", "what": "time", **pairwise(rates["dense"], rates["sparse"])._asdict()},
+            {"a": "sparse", "b": "dense", "what": "memory", **pairwise(peaks["sparse"], peaks["dense"])._asdict()},
+        ],
+        "loss_rel_error": loss_error,
+        "grad_abs_error": grad_error,
+    }
+    show(document, rates, peaks, benchmark, device)
+    if benchmark.json is not None:
+        write_json(benchmark.json, document)
+    if benchmark.record:
+        append_rows(benchmark.results, rows(document, rates, peaks, benchmark, device))
+    return document
+
+
+def check(benchmark: Benchmark) -> None:
+    """UserError for numbers that make no sense here."""
+    positive = ("batch", "classes", "grid", "side", "top_k", "palette", "rounds", "threads")
+    small = [name for name in positive if getattr(benchmark, name) < 1]
+    if small:
+        raise UserError(f"--{small[0].replace('_', '-')} must be at least 1")
+    if not benchmark.top_k <= benchmark.palette <= benchmark.classes <= 2**16:
+        raise UserError("--top-k, --palette and --classes must ascend, and a map numbers at most 65,536 classes")
+
+
+def make_step(benchmark: Benchmark, device: torch.device) -> Step:
+    """Random crops and flips of smooth random maps, as a teacher's are: neighbours name much the same classes."""
+    N, S, K = benchmark.batch, benchmark.side, benchmark.classes
+    rng = torch.Generator().manual_seed(0)
+    palette = torch.rand(N, K, generator=rng).argsort(1)[:, : benchmark.palette]
+    coarse = 4 + 3 * torch.randn(N, benchmark.palette, 5, 5, generator=rng)
+    top = F.interpolate(coarse, (S, S), mode="bicubic", align_corners=True).topk(benchmark.top_k, 1)
+    named = palette.gather(1, top.indices.flatten(1)).view(N, benchmark.top_k, S, S).permute(0, 2, 3, 1).contiguous()
+    logit = top.values.permute(0, 2, 3, 1).half().contiguous()
+    ids, height, width = np.arange(N), np.full(N, HEIGHT), np.full(N, WIDTH)
+    boxes, flips = EpochPlan(num_samples=N, batch=N, seed=0, mode="train").crops(0, ids, height, width)
+    view = crop_views(boxes, flips, height, width)
+    batch = Batch(
+        image=torch.zeros(N, 1, 1, 3, dtype=torch.uint8), label=palette[:, 0], view=torch.from_numpy(view),
+        shown=torch.from_numpy(shown_boxes(view)), index=torch.arange(N), repeat=torch.zeros(N, dtype=torch.long),
+        weight=torch.ones(N), map_logit=logit, map_class=named.to(torch.uint16), map_lse=torch.zeros(N, S, S).half(),
+        window=torch.tensor([WHOLE]).repeat(N, 1),
+    )  # fmt: skip
+    spec = LabelSpec(S, benchmark.top_k, K, "zero-logit", int(palette_sizes(named.numpy()).max()), 1.0)
+    answers = (2 * torch.randn(N, *shape, generator=rng) for shape in ((K,), (benchmark.grid**2, K)))
+    return Step(batch.to(device), spec, benchmark.grid, *(logits.to(device).requires_grad_() for logits in answers))
+
+
+# ------------------------------------------------------------------------- the contestants
+
+
+def sparse_loss(step: Step) -> Tensor:
+    """Ours, as train.py has it."""
+    rules = TargetRules(smoothing=SMOOTHING)
+    maps = palette_maps(step.batch, step.spec, rules)
+    whole, tokens = (sparse_targets(step.batch, step.spec, side, rules, maps) for side in (1, step.grid))
+    return class_token_loss(step.cls, whole) + TOKEN_WEIGHT * token_loss(step.tokens, tokens)
+
+
+def dense_loss(step: Step) -> Tensor:
+    """The published recipe in the logits' dtype: maps are flipped first, boxes are those of the flipped image."""
+    batch, dtype, K = step.batch, step.cls.dtype, step.spec.num_classes
+    flipped = batch.view[:, 0, 0] < 0
+    turn = flipped[:, None, None, None]
+    logit, named = batch.map_logit.to(dtype), batch.map_class.long()
+    logit, named = torch.where(turn, logit.flip(2), logit), torch.where(turn, named.flip(2), named)
+    top, left, bottom, right = batch.shown.to(dtype).unbind(1)
+    left, right = torch.where(flipped, 1 - right, left), torch.where(flipped, 1 - left, right)
+    number = torch.arange(len(left), dtype=dtype, device=left.device)
+    boxes = torch.cat([number[:, None], torch.stack([left, top, right, bottom], 1) * step.spec.side], 1)
+    dense = torch.zeros(len(left), K, step.spec.side, step.spec.side, dtype=dtype, device=left.device)
+    for row, values, classes in zip(dense, logit, named, strict=True):
+        row.scatter_(0, classes.permute(2, 0, 1), values.permute(2, 0, 1))
+    pooled = torch.cat([roi_align(dense, boxes, side, aligned=True).flatten(2) for side in (1, step.grid)], 2)
+    off = SMOOTHING / K
+    target = pooled.softmax(1) * (1 - SMOOTHING + off) + off
+    table = target[:, :, 1:].transpose(1, 2).reshape(-1, K)
+    whole = torch.sum(-target[:, :, 0] * F.log_softmax(step.cls, -1), -1).mean()
+    return whole + TOKEN_WEIGHT * torch.sum(-table * F.log_softmax(step.tokens.reshape(-1, K), -1), -1).mean()
+
+
+# ------------------------------------------------------------------------- measuring
+
+
+def forget(step: Step) -> None:
+    """Drop the logits' gradients."""
+    step.cls.grad = step.tokens.grad = None
+
+
+def backward(loss: Callable[[Step], Tensor], step: Step) -> int:
+    """A loss and its gradient, to the end; the images it was of."""
+    loss(step).backward()
+    if step.cls.is_cuda:
+        torch.cuda.synchronize(step.cls.device)
+    return len(step.cls)
+
+
+def peak_bytes(loss: Callable[[Step], Tensor], step: Step) -> float:
+    """The most memory that a step's targets, loss and backward hold at once beside the logits and their gradient.
+
+    From the allocator's own record, so that what an operation takes and gives back inside itself counts too.
+    """
+    forget(step)
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else it reports a missing GPU as an error
+    kind = 1 if step.cls.is_cuda else 0  # as the trace numbers devices
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        backward(loss, step)
+    with tempfile.TemporaryDirectory() as folder:
+        profile.export_chrome_trace(f"{folder}/trace.json")
+        events = json.loads(Path(folder, "trace.json").read_text())["traceEvents"]
+    changes = [event["args"] for event in events if event["name"] == "[memory]" and event["args"]["Device Type"] == kind]
+    changes.sort(key=lambda change: change["Ev Idx"])
+    # The gradient lies where the last allocation at its address put it, and is not counted from then on.
+    lasting = {change["Addr"]: at for at, change in enumerate(changes) if change["Bytes"] > 0}
+    gradients = {lasting.get(logits.grad.data_ptr()) for logits in (step.cls, step.tokens)}
+    held = np.cumsum([0 if at in gradients else change["Bytes"] for at, change in enumerate(changes)])
+    return float(held.max())
+
+
+def errors(step: Step) -> tuple[float, float]:
+    """Relative error of our loss and the largest error of its gradient, against the dense recipe in float64."""
+    forget(step)
+    loss = sparse_loss(step)
+    loss.backward()
+    N, want, far = len(step.cls), 0.0, 0.0
+    for at in range(0, N, SLICE):  # all at once, float64 maps of 21,841 classes would take 7 GB
+        part = slice(at, at + SLICE)
+        logits = [logits.detach()[part].double().requires_grad_() for logits in (step.cls, step.tokens)]
+        batch = Batch(*(field[part] for field in step.batch))
+        share = len(logits[0]) / N
+        reference = dense_loss(Step(batch, step.spec, step.grid, *logits)) * share
+        reference.backward()
+        want += reference.item()
+        for ours, theirs in zip((step.cls, step.tokens), logits, strict=True):
+            far = max(far, (ours.grad[part] - theirs.grad).abs().max().item())
+    forget(step)
+    return abs(loss.item() / want - 1), far
+
+
+# ------------------------------------------------------------------------- telling
+
+
+def what_of(benchmark: Benchmark, device: torch.device) -> str:
+    """What was measured, in words."""
+    where = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    shape = f"{benchmark.side} x {benchmark.side} cells of {benchmark.top_k} of {benchmark.palette} classes"
+    return f"{benchmark.batch} images, {benchmark.classes} classes, grid {benchmark.grid}, maps of {shape}; {where}"
+
+
+def show(document: dict, rates: dict, peaks: dict, benchmark: Benchmark, device: torch.device) -> None:
+    """Print the document as a table."""
+    print(what_of(benchmark, device))
+    console = Console()
+    console.width = max(console.width, 110)  # the table in full, also in a log file
+    table = Table(title="Targets, loss and gradient", title_justify="left")
+    for name in ("", "sparse", "dense", "sparse / dense", "p25", "p75", "bar (aim)"):
+        table.add_column(name, justify="right" if name else "left")
+    milliseconds = {name: 1e3 * benchmark.batch / Spread.of(values).median for name, values in rates.items()}
+    megabytes = {name: Spread.of(values).median / 1e6 for name, values in peaks.items()}
+    for ratio, unit, values in zip(document["ratios"], ("ms", "MB"), (milliseconds, megabytes), strict=True):
+        bar, aim = BARS[ratio["what"]][device.type]
+        table.add_row(
+            ratio["what"], *(f"{values[name]:,.1f} {unit}" for name in ("sparse", "dense")),
+            *(f"1 / {1 / ratio[at]:.1f}" for at in ("median", "p25", "p75")), f"1 / {1 / bar:.0f} (1 / {1 / aim:.0f})",
+        )  # fmt: skip
+    console.print(table)
+    console.print(
+        f"against the dense recipe in float64: loss {document['loss_rel_error']:.1e} relative (bar 2e-06), "
+        f"gradient {document['grad_abs_error']:.1e} absolute (bar 1e-07)"
+    )
+
+
+def rows(document: dict, rates: dict, peaks: dict, benchmark: Benchmark, device: torch.device) -> list[dict]:
+    """What the CSV gets: a line per contestant and ratio."""
+    facts = environment(PACKAGES) | {"data": what_of(benchmark, device), "threads": benchmark.threads}
+    found = [{"name": f"targets {name}", "unit": "images/s", **Spread.of(rates[name])._asdict()} for name in rates]
+    megabytes = {name: [value / 1e6 for value in values] for name, values in peaks.items()}
+    found += [{"name": f"targets {name}", "unit": "MB", **Spread.of(megabytes[name])._asdict()} for name in peaks]
+    found += [ratio | {"name": f"targets sparse / dense, {ratio['what']}", "unit": "ratio"} for ratio in document["ratios"]]
+    runs = {"images/s": benchmark.rounds, "MB": MEMORY_RUNS}
+    for line in found:
+        line["runs"] = runs.get(line["unit"], benchmark.rounds if line.get("what") == "time" else MEMORY_RUNS)
+    return [facts | {name: line[name] for name in COLUMNS if name in line} for line in found]
+
+
+if __name__ == "__main__":
+    run(lambda: main(tyro.cli(Benchmark, description=__doc__)))

@@ -11,7 +11,6 @@ from densefeed.pipelines.plan import EpochPlan
 from densefeed.pipelines.targets import (
     TargetRules,
     check_batch,
-    check_grid,
     palette_maps,
     palettes,
     sampler,
@@ -597,12 +596,3 @@ def test_a_first_batch_that_cannot_be_right_is_refused(random_maps):
         check_batch(good, spec._replace(max_palette=spec.max_palette - 1), "x")
     with pytest.raises(UserError, match=r"the maps have .* of 2 classes, their header says .* of 3"):
         check_batch(good, spec._replace(top_k=3), "the maps")
-
-
-def test_a_grid_that_is_not_the_models_is_refused():
-    check_grid(14, 196, "lvvit_s")
-    for grid, tokens in ((14, 49), (14, 197), (0, 0)):
-        with pytest.raises(
-            UserError, match=rf"lvvit_s gives {tokens} tokens an image, but its labels are a table of {grid} x {grid}"
-        ):
-            check_grid(grid, tokens, "lvvit_s")

@@ -67,18 +67,16 @@ def plain_backward(
     """Gradient of the logits, contiguous and in their dtype, from the losses' gradient and what `plain_forward` gave."""
     dtype = accumulator(logits_NTK)
     grad_NTK = torch.empty_like(logits_NTK, memory_format=torch.contiguous_format)
+    whole = None
     for images, tokens in blocks(logits_NTK.shape, dtype.itemsize):
-        out, grad = grad_NTK[images, tokens], grad_NT[images, tokens, None].to(dtype)
-        extra = extra_NTM[images, tokens] * -grad
+        logits, grad = logits_NTK[images, tokens], grad_NT[images, tokens, None].to(dtype)
+        extra = (extra_NTM[images, tokens] * -grad).to(dtype)
         palette = palette_NM[images, None].expand(extra.shape)
-        # Written where it stays if it can be; else summed in float32 and rounded once.
-        block = out if out.dtype == dtype else torch.empty_like(out, dtype=dtype)
-        torch.sub(logits_NTK[images, tokens], peak_NT[images, tokens, None], out=block).exp_()
+        whole = torch.empty_like(logits, dtype=dtype) if whole is None else whole
+        block = torch.sub(logits, peak_NT[images, tokens, None], out=whole[: len(logits), : logits.shape[1]]).exp_()
         block.mul_(grad * total_NT[images, tokens, None] / partition_NT[images, tokens, None])
-        block.sub_(grad * base_NT[images, tokens, None])
-        block.scatter_add_(2, palette, extra.to(dtype))
-        if block is not out:
-            out.copy_(block)
+        block.sub_(grad * base_NT[images, tokens, None]).scatter_add_(2, palette, extra)
+        grad_NTK[images, tokens] = block  # rounded once; and memory that is not in the cache yet is passed over once
     return grad_NTK
 
 

@@ -3,12 +3,14 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from densefeed.models.kernels import sparse_cross_entropy as kernels
 from densefeed.models.token_labeling import sparse_cross_entropy
 
+ROOT = Path(__file__).parents[3]
 triton = pytest.importorskip("triton")
 
 # Triton decides when it is imported, so these run in a process of their own.
@@ -80,6 +82,21 @@ def test_in_the_interpreter():
     assert done.returncode == 0, done.stdout
     assert f"{len(SHAPES) * len(DTYPES) + 1} passed" in done.stdout
     assert "skipped" not in done.stdout
+
+
+def test_a_cpu_needs_no_triton():
+    """Builds of PyTorch for CPUs come without it; `None` makes importing it an ImportError."""
+    code = """if True:
+        import sys, torch
+        sys.modules["triton"] = None
+        from densefeed.models.token_labeling import sparse_cross_entropy
+        logits = torch.zeros(1, 1, 2, requires_grad=True)
+        ones = torch.ones(1, 1)
+        sparse_cross_entropy(logits, ones.long(), ones[None], 0 * ones, ones).sum().backward()
+        assert logits.grad.squeeze().tolist() == [0.5, -0.5]
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="needs the compiler")

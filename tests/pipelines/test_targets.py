@@ -116,9 +116,9 @@ def test_the_sparse_loss_and_its_gradient_are_the_dense_ones(random_maps, absent
 
 
 @pytest.mark.parametrize("sheared", [False, True])
-@pytest.mark.parametrize("grid", [14, 1])
-def test_sampling_is_roi_align_on_ten_thousand_boxes(grid, sheared):
-    """Down to a thousandth of a cell, and up to the whole map; read from a random map by both."""
+@pytest.mark.parametrize(("grid", "dtype"), [(14, torch.float64), (1, torch.float64), (14, torch.float32)])
+def test_sampling_is_roi_align_on_ten_thousand_boxes(grid, dtype, sheared):
+    """Down to a thousandth of a cell, and up to the whole map; read from a random map by both, RoIAlign in float64."""
     rng = np.random.default_rng(0)
     count, side, part = 10_000, 18, 500
     low = rng.random((count, 2)) * 0.999
@@ -126,17 +126,19 @@ def test_sampling_is_roi_align_on_ten_thousand_boxes(grid, sheared):
     low[:2000], extent[:2000] = 0, 1 - rng.random((2000, 2)) ** 4
     low, extent = torch.from_numpy(low), torch.from_numpy(extent)
     values = torch.from_numpy(rng.standard_normal((1, 1, side, side)))
+    views = torch.cat([torch.diag_embed(extent), low[:, :, None]], 2).to(dtype)
+    low, extent = views[:, :, 2].double(), views[:, :, :2].double().sum(2)
     rois = torch.cat([torch.zeros(count, 1), low * side, (low + extent) * side], 1)
     want = roi_align(values, rois, grid, sampling_ratio=-1, aligned=True)[:, 0].flatten(1)
-    window = torch.tensor([[0.0, 0, 1, 1]], dtype=torch.float64).expand(part, -1)
+    window = torch.tensor([[0.0, 0, 1, 1]], dtype=dtype).expand(part, -1)
     blank = Batch(*[None] * len(Batch._fields))._replace(window=window)
     spec = LabelSpec(side, 1, 1, "tail", 1, 1.0)
-    cells = values[0].movedim(0, -1)[None].expand(part, -1, -1, -1)
+    cells = values[0].to(dtype).movedim(0, -1)[None].expand(part, -1, -1, -1)
     for at in range(0, count, part):
-        view = torch.cat([torch.diag_embed(extent[at : at + part]), low[at : at + part, :, None]], 2)
+        view = views[at : at + part]
         batch = blank._replace(view=view, shown=torch.from_numpy(shown_boxes(view.numpy())))
         pooled, inside = sampler(batch, spec, grid, TargetRules(sheared=sheared))
-        torch.testing.assert_close(pooled(cells)[..., 0], want[at : at + part], rtol=0, atol=1e-5)
+        torch.testing.assert_close(pooled(cells)[..., 0].double(), want[at : at + part], rtol=0, atol=1e-5)
         assert (inside == 1).all()
 
 
@@ -190,6 +192,14 @@ def test_outside_the_window_there_is_no_label(random_maps):
     torch.testing.assert_close(got[:, 2:6], want.view(8, 4, 2, 6).mean(2), rtol=0, atol=1e-9)
 
 
+@pytest.mark.parametrize("outside", ["ignore", "uniform"])
+def test_padding_carries_no_loss(random_maps, outside):
+    maps = random_maps(3, 6, 2, 8)
+    batch = batch_of(maps, *random_boxes(3))._replace(weight=torch.tensor([1.0, 0.0, 1.0]))
+    targets = sparse_targets(batch, spec_of(maps, 8, "tail"), 2, TargetRules(outside=outside))
+    assert targets.weight.tolist() == [[1.0] * 4, [0.0] * 4, [1.0] * 4]
+
+
 def test_a_crop_outside_the_window_carries_no_loss(random_maps):
     maps = random_maps(2, 8, 2, 6, window=(0.0, 0.5, 1.0, 1.0))
     batch = batch_of(maps, np.array([[0.0, 0.0, 100.0, 40.0]] * 2), np.array([False, True]), 100, 100)
@@ -216,14 +226,17 @@ def test_palettes_hold_each_class_once(count, side, top_k, num_classes):
         torch.testing.assert_close(used, cls[n].unique().long())
 
 
-def test_permuting_the_batch_permutes_the_targets(random_maps):
+@pytest.mark.parametrize("sheared", [False, True])
+def test_permuting_the_batch_permutes_the_targets(random_maps, sheared):
     maps = random_maps(4, 6, 3, 12)
     boxes, flips = random_boxes(4, flips=True)
     order = [2, 0, 3, 1]
     spec = spec_of(maps, 12, "tail")
-    plain = sparse_targets(batch_of(maps, boxes, flips), spec, 5)
-    moved = sparse_targets(Batch(*(f[order] for f in batch_of(maps, boxes, flips) if f is not None)), spec, 5)
-    torch.testing.assert_close(moved.extra, plain.extra[order])
+    batch, rules = batch_of(maps, boxes, flips), TargetRules(sheared=sheared)
+    plain = sparse_targets(batch, spec, 5, rules)
+    moved = sparse_targets(Batch(*(field[order] for field in batch)), spec, 5, rules)
+    for one, other in zip(moved, plain, strict=True):
+        torch.testing.assert_close(one, other[order])
 
 
 def test_when_every_class_is_kept_the_target_is_the_softmax(random_maps):

@@ -1,14 +1,18 @@
 """What targets and loss cost, sparse and dense: time and memory of a step between the score maps and the student's gradient.
 
     python tools/benchmark_targets.py --batch 128 --classes 1000 --grid 14 --device cpu --json out.json
+    python tools/benchmark_targets.py --compare head --batch 64 --classes 21841 --rounds 3
 
 `sparse` is ours: `sparse_targets` for class token and tokens, their losses, backward. `dense` is the published recipe with
 boxes where they belong: a map scattered for each image in a loop, torchvision's RoIAlign to grid x grid and to 1 x 1, softmax,
 smoothing, log-softmax, backward. Both begin with the same maps, crops and logits, and end with the logits' gradient.
 
-A ratio is sparse / dense, so small is good. Time: the median of the rounds' own ratios. Memory: the peak of what PyTorch's
-allocator gave out from the first to the last operation, without the logits and without their gradient. Both losses are
-printed with their distance from the dense recipe in float64. Rows are appended to --results.
+`--compare head` begins a layer earlier, with tokens of --width numbers and the head's weights: `fused` is our loss fused with
+the head's product, `whole` the product and then the sparse loss, whose logits [N * T, K] exist.
+
+A ratio is ours / the other, so small is good. Time: the median of the rounds' own ratios. Memory: the peak of what PyTorch's
+allocator gave out from the first to the last operation, without what it begins with and without the gradients it ends
+with. Our loss and gradients are printed with their distance from float64. Rows are appended to --results.
 """
 
 import json
@@ -23,10 +27,10 @@ from typing import Literal, NamedTuple
 import numpy as np
 import torch
 import tyro
-from densefeed.models.token_labeling import class_token_loss, token_loss
+from densefeed.models.token_labeling import class_token_loss, fused_token_loss, token_loss
 from densefeed.pipelines.batch import Batch, LabelSpec
 from densefeed.pipelines.plan import EpochPlan
-from densefeed.pipelines.targets import TargetRules, palette_maps, sparse_targets
+from densefeed.pipelines.targets import SparseTargets, TargetRules, palette_maps, sparse_targets
 from densefeed.relabel.files import UserError, run
 from densefeed.relabel.geometry import WHOLE, crop_views, shown_boxes
 from densefeed.relabel.progress import steps_bar
@@ -54,7 +58,11 @@ from torchvision.ops import roi_align
 # N images   S map side   k classes a cell   K classes   P grid side   T = P * P tokens
 
 PACKAGES = ("torch", "torchvision", "numpy")
-BARS = {"time": {"cpu": (1 / 5, 1 / 8), "cuda": (1 / 8, 1 / 15)}, "memory": {"cpu": (1 / 10, 1 / 20), "cuda": (1 / 10, 1 / 20)}}
+BARS = {  # (bar, aim) of a ratio
+    ("dense", "time", "cpu"): (1 / 5, 1 / 8), ("dense", "time", "cuda"): (1 / 8, 1 / 15),
+    ("dense", "memory", "cpu"): (1 / 10, 1 / 20), ("dense", "memory", "cuda"): (1 / 10, 1 / 20),
+    ("head", "memory", "cpu"): (1 / 4, 1 / 20), ("head", "memory", "cuda"): (1 / 4, 1 / 20),
+}  # fmt: skip
 # Pixels of the images the crops are of. Primes: half of a width of 500 spans 9 of 18 cells up to a rounding, and RoIAlign, which
 # takes ceil(9) samples, may take 10; so no two dense recipes would agree on every crop, whatever their precision.
 HEIGHT, WIDTH = 373, 499
@@ -70,6 +78,8 @@ class Benchmark:
     batch: int = 128  # images
     classes: int = 1000  # K
     grid: int = 14  # P, tokens along a side
+    compare: Literal["dense", "head"] = "dense"  # with the dense recipe, or the fused head with logits that exist
+    width: int = 384  # D, of a token, for --compare head
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda if there is one, else cpu
     side: int = 18  # S, cells along a side of a map
     top_k: int = 5  # k, classes a cell names
@@ -90,13 +100,37 @@ class Step(NamedTuple):
     cls: Tensor  # [N, K], logits of the class token
     tokens: Tensor  # [N, T, K], logits of the tokens
 
+    @property
+    def leaves(self) -> tuple[Tensor, ...]:
+        """What gets a gradient."""
+        return self.cls, self.tokens
+
+
+class HeadStep(NamedTuple):
+    """What the end of a step begins with before the head: tokens, the head's weights, targets."""
+
+    tokens: Tensor  # [N, T, D]
+    weight: Tensor  # [K, D]
+    bias: Tensor  # [K]
+    targets: SparseTargets
+
+    @property
+    def leaves(self) -> tuple[Tensor, ...]:
+        """What gets a gradient."""
+        return self.tokens, self.weight, self.bias
+
 
 def main(benchmark: Benchmark) -> dict:
     """Measure, print, record; the document that --json writes."""
     check(benchmark)
     device = choose_device(benchmark.device)
-    step = make_step(benchmark, device)
-    contestants = {"sparse": sparse_loss, "dense": dense_loss}
+    if benchmark.compare == "dense":
+        step = make_step(benchmark, device)
+        contestants = {"sparse": sparse_loss, "dense": dense_loss}
+    else:
+        step = make_head_step(benchmark, device)
+        contestants = {"fused": fused_loss, "whole": whole_loss}
+    a, b = contestants
     with ExitStack() as stack:
         allowed = stack.enter_context(unpinned_after())
         stack.callback(torch.set_num_threads, torch.get_num_threads())
@@ -108,11 +142,11 @@ def main(benchmark: Benchmark) -> dict:
         works = {name: lambda number, loss=loss: backward(loss, step) for name, loss in contestants.items()}
         rates = take_turns(works, benchmark.rounds, lambda name: forget(step), lambda name: advance(1, name))
         peaks = {name: [peak_bytes(loss, step) for _ in range(MEMORY_RUNS)] for name, loss in contestants.items()}
-    loss_error, grad_error = errors(step)
+    loss_error, grad_error = errors(step) if benchmark.compare == "dense" else head_errors(step)
     document = {
         "ratios": [
-            {"a": "sparse", "b": "dense", "what": "time", **pairwise(rates["dense"], rates["sparse"])._asdict()},
-            {"a": "sparse", "b": "dense", "what": "memory", **pairwise(peaks["sparse"], peaks["dense"])._asdict()},
+            {"a": a, "b": b, "what": "time", **pairwise(rates[b], rates[a])._asdict()},
+            {"a": a, "b": b, "what": "memory", **pairwise(peaks[a], peaks[b])._asdict()},
         ],
         "loss_rel_error": loss_error,
         "grad_abs_error": grad_error,
@@ -127,7 +161,7 @@ def main(benchmark: Benchmark) -> dict:
 
 def check(benchmark: Benchmark) -> None:
     """UserError for numbers that make no sense here."""
-    positive = ("batch", "classes", "grid", "side", "top_k", "palette", "rounds", "threads")
+    positive = ("batch", "classes", "grid", "width", "side", "top_k", "palette", "rounds", "threads")
     small = [name for name in positive if getattr(benchmark, name) < 1]
     if small:
         raise UserError(f"--{small[0].replace('_', '-')} must be at least 1")
@@ -135,8 +169,11 @@ def check(benchmark: Benchmark) -> None:
         raise UserError("--top-k, --palette and --classes must ascend, and a map numbers at most 65,536 classes")
 
 
-def make_step(benchmark: Benchmark, device: torch.device) -> Step:
-    """Random crops and flips of smooth random maps, as a teacher's are: neighbours name much the same classes."""
+def make_step(benchmark: Benchmark, device: torch.device, logits: bool = True) -> Step:
+    """Random crops and flips of smooth random maps, as a teacher's are: neighbours name much the same classes.
+
+    Without `logits` these are empty.
+    """
     N, S, K = benchmark.batch, benchmark.side, benchmark.classes
     rng = torch.Generator().manual_seed(0)
     palette = torch.rand(N, K, generator=rng).argsort(1)[:, : benchmark.palette]
@@ -154,8 +191,19 @@ def make_step(benchmark: Benchmark, device: torch.device) -> Step:
         window=torch.tensor([WHOLE]).repeat(N, 1),
     )  # fmt: skip
     spec = LabelSpec(S, benchmark.top_k, K, "zero-logit", int(palette_sizes(named.numpy()).max()), 1.0)
-    answers = (2 * torch.randn(N, *shape, generator=rng) for shape in ((K,), (benchmark.grid**2, K)))
-    return Step(batch.to(device), spec, benchmark.grid, *(logits.to(device).requires_grad_() for logits in answers))
+    count = N if logits else 0
+    answers = (2 * torch.randn(count, *shape, generator=rng) for shape in ((K,), (benchmark.grid**2, K)))
+    return Step(batch.to(device), spec, benchmark.grid, *(answer.to(device).requires_grad_() for answer in answers))
+
+
+def make_head_step(benchmark: Benchmark, device: torch.device) -> HeadStep:
+    """Tokens and a head whose logits spread as a trained student's might, and the targets of `make_step`'s maps."""
+    step = make_step(benchmark, device, logits=False)
+    rules, rng = TargetRules(smoothing=SMOOTHING), torch.Generator().manual_seed(1)
+    shapes = (benchmark.batch, benchmark.grid**2, benchmark.width), (benchmark.classes, benchmark.width), (benchmark.classes,)
+    tokens, weight, bias = (torch.randn(shape, generator=rng) for shape in shapes)
+    leaves = (part.to(device).requires_grad_() for part in (tokens, weight * 2 / benchmark.width**0.5, bias / 10))
+    return HeadStep(*leaves, sparse_targets(step.batch, step.spec, benchmark.grid, rules))
 
 
 # ------------------------------------------------------------------------- the contestants
@@ -191,30 +239,41 @@ def dense_loss(step: Step) -> Tensor:
     return whole + TOKEN_WEIGHT * torch.sum(-table * F.log_softmax(step.tokens.reshape(-1, K), -1), -1).mean()
 
 
+def fused_loss(step: HeadStep) -> Tensor:
+    """Ours, without logits that exist whole."""
+    return fused_token_loss(step.tokens, step.weight, step.bias, step.targets)
+
+
+def whole_loss(step: HeadStep) -> Tensor:
+    """The head, then our sparse loss: in float64 where the step is."""
+    return token_loss(F.linear(step.tokens, step.weight, step.bias), step.targets)
+
+
 # ------------------------------------------------------------------------- measuring
 
 
-def forget(step: Step) -> None:
-    """Drop the logits' gradients."""
-    step.cls.grad = step.tokens.grad = None
+def forget(step: Step | HeadStep) -> None:
+    """Drop the gradients."""
+    for leaf in step.leaves:
+        leaf.grad = None
 
 
-def backward(loss: Callable[[Step], Tensor], step: Step) -> int:
+def backward(loss: Callable[[Step | HeadStep], Tensor], step: Step | HeadStep) -> int:
     """A loss and its gradient, to the end; the images it was of."""
     loss(step).backward()
-    if step.cls.is_cuda:
-        torch.cuda.synchronize(step.cls.device)
-    return len(step.cls)
+    if step.tokens.is_cuda:
+        torch.cuda.synchronize(step.tokens.device)
+    return len(step.tokens)
 
 
-def peak_bytes(loss: Callable[[Step], Tensor], step: Step) -> float:
-    """The most memory that a step's targets, loss and backward hold at once beside the logits and their gradient.
+def peak_bytes(loss: Callable[[Step | HeadStep], Tensor], step: Step | HeadStep) -> float:
+    """The most memory that a step holds at once beside what it begins with and the gradients it ends with.
 
     From the allocator's own record, so that what an operation takes and gives back inside itself counts too.
     """
     forget(step)
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else it reports a missing GPU as an error
-    kind = 1 if step.cls.is_cuda else 0  # as the trace numbers devices
+    kind = 1 if step.tokens.is_cuda else 0  # as the trace numbers devices
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         backward(loss, step)
     with tempfile.TemporaryDirectory() as folder:
@@ -224,7 +283,7 @@ def peak_bytes(loss: Callable[[Step], Tensor], step: Step) -> float:
     changes.sort(key=lambda change: change["Ev Idx"])
     # The gradient lies where the last allocation at its address put it, and is not counted from then on.
     lasting = {change["Addr"]: at for at, change in enumerate(changes) if change["Bytes"] > 0}
-    gradients = {lasting.get(logits.grad.data_ptr()) for logits in (step.cls, step.tokens)}
+    gradients = {lasting.get(leaf.grad.data_ptr()) for leaf in step.leaves}
     held = np.cumsum([0 if at in gradients else change["Bytes"] for at, change in enumerate(changes)])
     return float(held.max())
 
@@ -249,6 +308,27 @@ def errors(step: Step) -> tuple[float, float]:
     return abs(loss.item() / want - 1), far
 
 
+def head_errors(step: HeadStep) -> tuple[float, float]:
+    """Relative error of the fused loss and the largest error of its gradients, against the head and loss in float64."""
+    forget(step)
+    loss = fused_loss(step)
+    loss.backward()
+    double = [leaf.detach().double() for leaf in step.leaves]
+    weight, bias = (part.requires_grad_() for part in double[1:])
+    N, want, far = len(step.tokens), 0.0, 0.0
+    for n in range(N):
+        tokens = double[0][n : n + 1].requires_grad_()
+        targets = SparseTargets(*(part[n : n + 1] for part in step.targets))
+        reference = whole_loss(HeadStep(tokens, weight, bias, targets)) * (targets.weight.sum() / step.targets.weight.sum())
+        reference.backward()
+        want += reference.item()
+        far = max(far, (step.tokens.grad[n : n + 1] - tokens.grad).abs().max().item())
+    pairs = ((step.weight, weight), (step.bias, bias))
+    far = max(far, *((ours.grad - theirs.grad).abs().max().item() for ours, theirs in pairs))
+    forget(step)
+    return abs(loss.item() / want - 1), far
+
+
 # ------------------------------------------------------------------------- telling
 
 
@@ -256,6 +336,8 @@ def what_of(benchmark: Benchmark, device: torch.device) -> str:
     """What was measured, in words."""
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     shape = f"{benchmark.side} x {benchmark.side} cells of {benchmark.top_k} of {benchmark.palette} classes"
+    if benchmark.compare == "head":
+        shape += f", tokens of {benchmark.width}"
     return f"{benchmark.batch} images, {benchmark.classes} classes, grid {benchmark.grid}, maps of {shape}; {where}"
 
 
@@ -265,19 +347,20 @@ def show(document: dict, rates: dict, peaks: dict, benchmark: Benchmark, device:
     console = Console()
     console.width = max(console.width, 110)  # the table in full, also in a log file
     table = Table(title="Targets, loss and gradient", title_justify="left")
-    for name in ("", "sparse", "dense", "sparse / dense", "p25", "p75", "bar (aim)"):
+    a, b = rates
+    for name in ("", a, b, f"{a} / {b}", "p25", "p75", "bar (aim)"):
         table.add_column(name, justify="right" if name else "left")
     milliseconds = {name: 1e3 * benchmark.batch / Spread.of(values).median for name, values in rates.items()}
     megabytes = {name: Spread.of(values).median / 1e6 for name, values in peaks.items()}
     for ratio, unit, values in zip(document["ratios"], ("ms", "MB"), (milliseconds, megabytes), strict=True):
-        bar, aim = BARS[ratio["what"]][device.type]
+        bar, aim = BARS.get((benchmark.compare, ratio["what"], device.type), (None, None))
         table.add_row(
-            ratio["what"], *(f"{values[name]:,.1f} {unit}" for name in ("sparse", "dense")),
-            *(f"1 / {1 / ratio[at]:.1f}" for at in ("median", "p25", "p75")), f"1 / {1 / bar:.0f} (1 / {1 / aim:.0f})",
+            ratio["what"], *(f"{values[name]:,.1f} {unit}" for name in (a, b)),
+            *(f"1 / {1 / ratio[at]:.1f}" for at in ("median", "p25", "p75")), f"1 / {1 / bar:.0f} (1 / {1 / aim:.0f})" if bar else "",
         )  # fmt: skip
     console.print(table)
     console.print(
-        f"against the dense recipe in float64: loss {document['loss_rel_error']:.1e} relative (bar 2e-06), "
+        f"against float64: loss {document['loss_rel_error']:.1e} relative (bar 2e-06), "
         f"gradient {document['grad_abs_error']:.1e} absolute (bar 1e-07)"
     )
 
@@ -288,7 +371,10 @@ def rows(document: dict, rates: dict, peaks: dict, benchmark: Benchmark, device:
     found = [{"name": f"targets {name}", "unit": "images/s", **Spread.of(rates[name])._asdict()} for name in rates]
     megabytes = {name: [value / 1e6 for value in values] for name, values in peaks.items()}
     found += [{"name": f"targets {name}", "unit": "MB", **Spread.of(megabytes[name])._asdict()} for name in peaks]
-    found += [ratio | {"name": f"targets sparse / dense, {ratio['what']}", "unit": "ratio"} for ratio in document["ratios"]]
+    found += [
+        ratio | {"name": f"targets {ratio['a']} / {ratio['b']}, {ratio['what']}", "unit": "ratio"}
+        for ratio in document["ratios"]
+    ]
     runs = {"images/s": benchmark.rounds, "MB": MEMORY_RUNS}
     for line in found:
         line["runs"] = runs.get(line["unit"], benchmark.rounds if line.get("what") == "time" else MEMORY_RUNS)

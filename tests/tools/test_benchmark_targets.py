@@ -57,6 +57,20 @@ def test_the_document_is_as_promised_and_rows_are_kept(tmp_path, capsys):
     assert "1 / 5 (1 / 8)" in said
 
 
+def test_the_fused_head_is_compared_with_logits_that_exist(tmp_path, capsys, monkeypatch):
+    """A head of so many classes that its logits, 1.6 MB, are most of the memory; chunks of a sixth of that."""
+    monkeypatch.setattr("densefeed.models.kernels.fused_head.CHUNK_BYTES", 2**18)
+    document = main(small(compare="head", classes=5000, width=8, json=tmp_path / "out.json"))
+    assert [(ratio["a"], ratio["b"], ratio["what"]) for ratio in document["ratios"]] == [
+        ("fused", "whole", "time"),
+        ("fused", "whole", "memory"),
+    ]
+    assert document["ratios"][1]["median"] < 1
+    assert 0 <= document["loss_rel_error"] < 2e-6
+    assert 0 <= document["grad_abs_error"] < 1e-7
+    assert "tokens of 8; CPU" in capsys.readouterr().out
+
+
 def test_peak_memory_counts_all_but_the_gradient():
     """A step that makes 3 buffers of a known size, two of them alive at once, and gradients."""
     step = make_step(small(), CPU)

@@ -25,12 +25,12 @@ def looked_up(image_NHWC: Tensor, table_NC256: Tensor) -> Tensor:
     N, channels, _ = table_NC256.shape
     index_NHL = image_NHWC.flatten(2).int()
     if channels == 3:
-        index_NHL += _channel_L(image_NHWC) * 256
+        index_NHL += _channel_of_byte(image_NHWC) * 256
     index_NHL += torch.arange(N, dtype=torch.int32, device=image_NHWC.device).view(N, 1, 1) * (256 * channels)
     return table_NC256.flatten().index_select(0, index_NHL.flatten()).view_as(image_NHWC)
 
 
-def _channel_L(image_NHWC: Tensor) -> Tensor:
+def _channel_of_byte(image_NHWC: Tensor) -> Tensor:
     """Which channel a byte of a row belongs to: int32 0, 1, 2, 0, 1, ..."""
     return torch.arange(3 * image_NHWC.shape[2], dtype=torch.int32, device=image_NHWC.device) % 3
 
@@ -45,7 +45,7 @@ def _luma(image_NHWC: Tensor) -> Tensor:
 
     L = (19595 R + 38470 G + 7471 B + 32768) / 65536, truncated. The sum stays below 2^24, so float32 is exact.
     """
-    channel_L = _channel_L(image_NHWC)
+    channel_L = _channel_of_byte(image_NHWC)
     weight_L = (channel_L == 0) * 19595.0 + (channel_L == 1) * 38470.0 + (channel_L == 2) * 7471.0
     part_NHL = image_NHWC.flatten(2) * weight_L
     part_NHL[..., :-2] += part_NHL[..., 1:-1] + part_NHL[..., 2:]
@@ -66,7 +66,7 @@ def equalize(image_NHWC: Tensor, _: Tensor) -> Tensor:
     """Each channel's histogram made even, with Pillow's whole-number steps; a channel of too few pixels stays as it is."""
     N = len(image_NHWC)
     number_N = torch.arange(N, device=image_NHWC.device).view(N, 1, 1)
-    bin_NHL = image_NHWC.flatten(2) + (_channel_L(image_NHWC) + 3 * number_N) * 256
+    bin_NHL = image_NHWC.flatten(2) + (_channel_of_byte(image_NHWC) + 3 * number_N) * 256
     # Whole numbers add up the same in any order, so this is deterministic on a GPU; bincount would wait for the device.
     one = torch.ones(1, dtype=torch.int32, device=image_NHWC.device)
     count = torch.zeros(N * 768, dtype=torch.int32, device=image_NHWC.device)
@@ -157,77 +157,6 @@ def hue(image_NHWC: Tensor, turn_N: Tensor) -> Tensor:
     reds = torch.stack([value, falling, down, down, rising, value])  # by sector; green's are two sectors on, blue's four
     channels = [reds.gather(0, ((sector + turn) % 6).long()[None])[0] for turn in (0, 4, 2)]
     return quantised(torch.stack(channels, -1).add_(0.5))
-
-
-def warped(
-    image_NHWC: Tensor,
-    matrix_N23: Tensor,
-    cubic_N: Tensor,
-    fill: tuple[int, int, int],
-    column_taps: tuple[int, ...],
-    row_taps: tuple[int, ...],
-) -> Tensor:
-    """The images seen through affine maps of their pixels, interpolated and filled as Pillow's Image.transform does.
-
-    Border rule: an output pixel whose centre falls outside [0, W) x [0, H) has the fill colour; inside, neighbours beyond
-    the edge are the edge's pixels, so nothing blends with the fill. Bicubic is cubic convolution with a = -1, not -0.75 as
-    in grid_sample. Results are truncated.
-
-    Args:
-        matrix_N23: float32, output to source, in pixels from the top-left corner, x before y.
-        cubic_N: float32, 1 for bicubic and 0 for bilinear.
-        fill: the fill colour.
-        column_taps, row_taps: which neighbours are read along x and y: (-1, 0, 1, 2); (0, 1) where all N are bilinear; (0,)
-            along an axis that the maps leave alone.
-    """
-    N, H, W, _ = image_NHWC.shape
-    device = image_NHWC.device
-    red, green, blue = image_NHWC.unbind(-1)
-    packed = torch.stack([red, green, blue, blue], -1).view(torch.int32).flatten()  # one gather for three channels
-    x_W, y_H1 = torch.arange(W, device=device) + 0.5, (torch.arange(H, device=device) + 0.5)[:, None]
-    per_row = matrix_N23[:, :, :, None, None]
-    cubic_N11 = cubic_N.view(N, 1, 1)
-    inside, axes = None, []
-    for axis, (extent, taps, unmoved) in enumerate(((W, column_taps, x_W[None, None]), (H, row_taps, y_H1[None]))):
-        if taps == (0,):
-            axes.append([((unmoved - 0.5).int(), None)])
-            continue
-        position = per_row[:, axis, 0] * x_W + per_row[:, axis, 1] * y_H1 + per_row[:, axis, 2]
-        within = (position >= 0) & (position < extent)
-        inside = within if inside is None else inside & within
-        axes.append(_taps(position - 0.5, cubic_N11, extent, taps))
-    # R, 256 G and 65536 B: masking without shifting is one operation for the three, and float32 holds each exactly.
-    mask = (torch.arange(3, dtype=torch.int32, device=device) * 8).view(3, 1, 1, 1)
-    mask = torch.full_like(mask, 255) << mask
-    total_3NHW = torch.zeros(3, N, H, W, device=device)
-    first_N11 = torch.arange(N, dtype=torch.int32, device=device).view(N, 1, 1) * (H * W)
-    for row, row_weight in axes[1]:
-        for column, column_weight in axes[0]:
-            index = (first_N11 + row * W + column).expand(N, H, W).flatten()
-            pixel_NHW = packed.index_select(0, index).view(N, H, W)
-            weight = column_weight if row_weight is None else row_weight if column_weight is None else row_weight * column_weight
-            total_3NHW.addcmul_((pixel_NHW & mask).float(), weight)
-    # Weights add up to 1 - 1e-7, and 199.9999 would be truncated to 199 on a flat 200: hence the thousandth.
-    total_3NHW.mul_(1 / (mask // 255)).add_(1e-3).clamp_(0, 255)
-    red, green, blue = total_3NHW.int().unbind(0)
-    colour = torch.where(inside, red + green * 256 + blue * 65536, fill[0] + fill[1] * 256 + fill[2] * 65536)
-    return torch.stack(colour.view(torch.uint8).view(N, H, W, 4).unbind(-1)[:3], -1)
-
-
-def _taps(position: Tensor, cubic_N11: Tensor, extent: int, taps: tuple[int, ...]) -> list[tuple[Tensor, Tensor]]:
-    """Index (int32) and weight of each neighbour along an axis, for positions counted from the first pixel's centre.
-
-    With d the way past neighbour 0 and e = 1 - d, linear weights are (0, e, d, 0); cubic convolution with a = -1 takes d e^2
-    from the outer neighbour on the left to neighbour 0, and d^2 e from the outer one on the right to neighbour 1.
-    """
-    start = position.floor()
-    d = position - start
-    e = 1 - d
-    first = start.int()
-    bend = cubic_N11 * d * e
-    left, right = bend * e, bend * d
-    weight = {-1: lambda: -left, 0: lambda: e + left, 1: lambda: d + right, 2: lambda: -right}
-    return [((first + tap).clamp_(0, extent - 1), weight[tap]()) for tap in taps]
 
 
 OPERATIONS = {

@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 from .batch import Batch, on_device
-from .choices import Augment, Choice, Chooser, Group
+from .choices import Augment, Choice, Chooser, Group, noise_length
 from .operations import OPERATIONS, looked_up
 from .plan import NOISE, EpochPlan, philox
 from .warp import warped
 
-LEAST_NOISE = 2**20
+CACHED = 2**18  # bytes of crops whose float32 fit a CPU's second cache; one crop of 224 px is 150,528
 
 
 class Normalise(torch.nn.Module):
@@ -41,7 +41,7 @@ class Normalise(torch.nn.Module):
         byte_NHL, width = image_NHWC.flatten(2), image_NHWC.shape[2]
         scale_L, shift_L = self.scale.repeat(width), self.shift.repeat(width)
         out_NHL = torch.empty_like(byte_NHL, dtype=self.scale.dtype)
-        for part in parts(0, len(byte_NHL), byte_NHL.device):
+        for part in parts(0, len(byte_NHL), byte_NHL):
             torch.addcmul(shift_L, byte_NHL[part].to(scale_L.dtype), scale_L, out=out_NHL[part])
         return out_NHL.view_as(image_NHWC).permute(0, 3, 1, 2)  # permuting NHWC is channels_last
 
@@ -65,9 +65,9 @@ class Augmentation(torch.nn.Module):
         self.normalise = Normalise(mean, std)
         self.fill = tuple(min(255, round(255 * value)) for value in mean)
         self.mode = augment.erase_mode
-        noise = noise_table(plan) if augment.erase_probability and self.mode != "const" else torch.zeros(noise_length(plan))
-        self.register_buffer("noise", noise, persistent=False)
-        self.choose = Chooser(plan, augment, len(noise)).choose
+        noisy = augment.erase_probability and self.mode != "const"
+        self.register_buffer("noise", noise_table(plan) if noisy else torch.empty(0), persistent=False)
+        self.choose = Chooser(plan, augment).choose
 
     def forward(self, batch: Batch, choice: Choice) -> Batch:
         """The batch with `image` float32 `[N, 3, H, W]` in channels_last memory and `view` after the warp; no wait.
@@ -106,7 +106,7 @@ class Augmentation(torch.nn.Module):
 
 def apply(image_NHWC: Tensor, group: Group, choice: Choice) -> None:
     """One operation on the samples of its group, in place."""
-    for part in parts(group.start, group.stop, image_NHWC.device):
+    for part in parts(group.start, group.stop, image_NHWC):
         row = choice.row[part]
         chosen = image_NHWC.index_select(0, row)
         if group.name == "Table":
@@ -115,9 +115,10 @@ def apply(image_NHWC: Tensor, group: Group, choice: Choice) -> None:
             put(image_NHWC, row, OPERATIONS[group.name](chosen, choice.number[part]))
 
 
-def parts(start: int, stop: int, device: torch.device) -> list[slice]:
-    """How a group is worked on: at once on a GPU; image by image on a CPU, whose caches hold one image's floats and no more."""
-    step = 1 if device.type == "cpu" else stop - start
+def parts(start: int, stop: int, image_NHWC: Tensor) -> list[slice]:
+    """How samples `start` to `stop` are worked on: at once on a GPU, on a CPU as many as its caches hold the floats of."""
+    on_cpu = image_NHWC.device.type == "cpu"
+    step = max(CACHED // image_NHWC[0].numel(), 1) if on_cpu else max(stop - start, 1)
     return [slice(at, min(at + step, stop)) for at in range(start, stop, step)]
 
 
@@ -151,11 +152,6 @@ def augmented(batches: Iterator[Batch], augmentation: Augmentation, epoch: int, 
 
     for batch in on_device(chosen(), device):
         yield augmentation(batch, choices.popleft())
-
-
-def noise_length(plan: EpochPlan) -> int:
-    """Of the table of normals: twice what the largest crop holds, so that a box can begin anywhere in the first half."""
-    return max(LEAST_NOISE, 2 * 3 * max(pixels for _, pixels in plan.sizes) ** 2)
 
 
 def noise_table(plan: EpochPlan) -> Tensor:

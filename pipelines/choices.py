@@ -8,6 +8,7 @@ timm's formulas (timm/data/auto_augment.py, random_erasing.py), torchvision's fo
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -29,6 +30,7 @@ ATTEMPTS = 10  # at a box that is smaller than the image
 LEAST_AREA, LEAST_ASPECT = 0.02, 0.3  # of an erased box, timm's
 # A layer of RandAugment reads eight numbers: operation, whether, two for the magnitude, sign, interpolation, two spare.
 LAYER_NUMBERS = 8
+LEAST_NOISE = 2**20
 # An erased box reads 24: ten areas, ten ratios, top, left, where its noise begins, one spare.
 BOX_NUMBERS = 2 * ATTEMPTS + 4
 
@@ -266,8 +268,8 @@ class Choice(NamedTuple):
 class Chooser:
     """Chooses for the samples of a batch what `augment` says, with the plan's draws. UserError for a string it cannot use."""
 
-    def __init__(self, plan: EpochPlan, augment: Augment, noise: int) -> None:
-        self.plan, self.augment, self.noise = plan, augment, noise
+    def __init__(self, plan: EpochPlan, augment: Augment) -> None:
+        self.plan, self.augment, self.noise = plan, augment, noise_length(plan)
         self.layers = Layers.of(augment.rand_augment) if augment.rand_augment else None
         # As timm: RandAugment switches colour jitter off, but for the sets of three augmentations, which come with it.
         self.jitters = any(augment.jitter) and (self.layers is None or "3a" in augment.rand_augment)
@@ -408,6 +410,11 @@ def groups(
     key_R, code_R, row_R, argument_R = key_R[order], code_R[order], row_R[order], argument_NL[row_R, layer_R][order]
     keys, starts = np.unique(key_R, return_index=True)
     before, after = [], []
-    for key, start, stop in zip(keys.tolist(), starts.tolist(), [*starts[1:].tolist(), len(key_R)], strict=True):
+    for key, (start, stop) in zip(keys.tolist(), pairwise([*starts.tolist(), len(key_R)]), strict=True):
         (before if key // len(CODES) < rounds_before else after).append(Group(NAMES[key % len(CODES)], start, stop))
     return tuple(before), tuple(after), row_R, argument_R, tables_of(code_R, argument_R)
+
+
+def noise_length(plan: EpochPlan) -> int:
+    """Of the table of normals: twice what the largest crop holds, so that a box can begin anywhere in the first half."""
+    return max(LEAST_NOISE, 2 * 3 * max(pixels for _, pixels in plan.sizes) ** 2)

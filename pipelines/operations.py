@@ -56,7 +56,8 @@ def auto_contrast(image_NHWC: Tensor, _: Tensor) -> Tensor:
     """Each channel stretched to [0, 255]; a flat one stays as it is."""
     low_N3, high_N3 = image_NHWC.amin(1).amin(1).double(), image_NHWC.amax(1).amax(1).double()  # H first: W is contiguous
     level = torch.arange(256, dtype=torch.float64, device=image_NHWC.device)
-    scale_N3 = 255 / (high_N3 - low_N3).clamp(min=1)
+    span_N3 = (high_N3 - low_N3).clamp(min=1)
+    scale_N3 = torch.full_like(span_N3, 255) / span_N3  # PyTorch makes 255 / x a product with 1 / x, which rounds twice
     stretched = level * scale_N3[..., None] + (-low_N3 * scale_N3)[..., None]
     is_flat = (high_N3 == low_N3)[..., None]
     return looked_up(image_NHWC, quantised(torch.where(is_flat, level, stretched)))

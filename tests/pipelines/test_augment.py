@@ -143,9 +143,10 @@ def test_the_view_follows_the_warp():
     """Crops whose pixels say where in the crop they were: after the warp the new View, brought back through the old one,
     predicts what is read there.
 
-    Red is x and green y, 8 levels a pixel: half a pixel would be 4. Interpolation of what is linear is exact but for bytes'
-    rounding: half a level where they were written, times 1.5 along each axis (what bicubic weights add up to without their
-    signs), and one where they are truncated. Three pixels from the edge no repeated neighbour is read.
+    Red is x and green y, 8 levels a pixel: half a pixel would be 4. Interpolation of what is linear is exact but for three
+    things: bytes' rounding where they were written, half a level times 1.5 along each axis (what bicubic weights add up to
+    without their signs), truncation, a level, and that cubic convolution with a = -1 bends a line by d (1 - d) (1 - 2 d)
+    pixels, at most 0.0963. Three pixels from the edge no repeated neighbour is read.
     """
     N, side = 64, 32
     augmentation = Augmentation(PLAN, Augment(rand_augment="rand-m9-mstd0.5-p1-n3"), MEAN, STD)
@@ -164,7 +165,7 @@ def test_the_view_follows_the_warp():
     well_inside = ((source > 3 / side) & (source < 1 - 3 / side)).all(-1)
     beyond = ((source < -1e-4) | (source > 1 + 1e-4)).any(-1)
     assert well_inside.float().mean() > 0.2
-    assert (crops[..., :2] - 255 * source)[well_inside].abs().max() < 0.5 * 1.5**2 + 1
+    assert (crops[..., :2] - 255 * source)[well_inside].abs().max() < 0.5 * 1.5**2 + 1 + 0.0963 * 8
     assert beyond.any()
     assert (crops[beyond] == torch.tensor(augmentation.fill, dtype=torch.uint8)).all()
 

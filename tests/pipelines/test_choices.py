@@ -50,7 +50,7 @@ def test_a_string_that_means_nothing_is_named(text):
 
 
 @pytest.mark.parametrize(
-    "field, value",
+    ("field", "value"),
     [
         ("interpolation", "nearest"), ("erase_mode", "black"), ("erase_probability", 1.5), ("erase_count", 0),
         ("erase_max_area", 0.01), ("color_jitter", (0.1, 0.2)), ("color_jitter", -0.1), ("color_jitter", (0.1, 0.1, 0.1, 0.6)),
@@ -202,12 +202,12 @@ def boxes_of_timm(monkeypatch, erasing: random_erasing.RandomErasing, N: int, he
             found.append((sample, rows.stop - rows.start, columns.stop - columns.start, rows.start, columns.start))
 
     random.seed(2)
-    for sample in range(N):
+    for sample in range(N):  # noqa: B007, the spy reads it
         erasing._erase(Spy(), 3, height, width, torch.float32)
     return found
 
 
-@pytest.mark.parametrize("count, area, size", [(1, 1 / 3, (64, 64)), (3, 0.9, (48, 96))])
+@pytest.mark.parametrize(("count", "area", "size"), [(1, 1 / 3, (64, 64)), (3, 0.9, (48, 96))])
 def test_boxes_are_distributed_as_timms(monkeypatch, count, area, size):
     """Number, sides and places of the boxes of 6,000 samples: Kolmogorov and Smirnov's distance, 1e-4 level."""
     N = 6000

@@ -83,7 +83,7 @@ def test_posterize_without_bits_is_black():
     assert not tables_of(np.full(3, CODES["Posterize"]), np.array([0.0, -1.0, -4.0])).any()
 
 
-@pytest.mark.parametrize("height, width", [(1, 1), (2, 5), (3, 3)])
+@pytest.mark.parametrize(("height", "width"), [(1, 1), (2, 5), (3, 3)])
 def test_tiny_crops(height, width):
     images = torch.randint(0, 256, (2, height, width, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     for name in ("AutoContrast", "Equalize", "Contrast", "Color", "Sharpness"):

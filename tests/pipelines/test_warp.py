@@ -113,7 +113,7 @@ def test_two_integral_translations_are_pillows_two():
 
 
 @pytest.mark.parametrize("way", [warped, gathered])
-@pytest.mark.parametrize("height, width", [(1, 1), (1, 7), (5, 2)])
+@pytest.mark.parametrize(("height", "width"), [(1, 1), (1, 7), (5, 2)])
 def test_tiny_crops(way, height, width):
     image = torch.randint(0, 256, (3, height, width, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     for matrix in (

@@ -23,13 +23,15 @@ import tyro
 from densefeed.models import checkpoints
 from densefeed.models.evaluation import top1_waits
 from densefeed.models.token_labeling import class_token_loss, hard_label_loss, token_labeling_loss
-from densefeed.pipelines.augment import Normalise
+from densefeed.pipelines.augment import Augmentation, Normalise, augmented
 from densefeed.pipelines.batch import Batch, LabelSpec, Loader, on_device
+from densefeed.pipelines.choices import Augment
 from densefeed.pipelines.ffcv import FfcvSource
 from densefeed.pipelines.folder import FolderSource
 from densefeed.pipelines.loader import ThreadedLoader
 from densefeed.pipelines.mixing import Mix, Mixing, label_share, mixed, mixed_images, pooled, share_map
 from densefeed.pipelines.plan import EpochPlan
+from densefeed.pipelines.resident import ResidentMaps
 from densefeed.pipelines.targets import SparseTargets, TargetRules, check_batch, palette_maps, sparse_targets, with_ground_truth
 from densefeed.relabel.files import UserError, replacing, run
 from densefeed.relabel.progress import steps_bar
@@ -47,7 +49,9 @@ from torch.utils.tensorboard import SummaryWriter
 class Config:
     """Everything a run depends on. Fields not given on the command line come from the recipe."""
 
-    data: Path = tyro.MISSING  # training set: a folder of class folders, or with --loader ffcv a .beton, or a pattern: 'a-*.beton'
+    data: Path = (
+        tyro.MISSING
+    )  # training set: a folder of class folders, or with --loader ffcv a .beton, or a pattern: 'a-*.beton'
     val: Path = tyro.MISSING  # validation set, of the same kind
     out: Path = tyro.MISSING  # run folder: config, metrics, checkpoints
     labels: Path | None = None  # score maps (HDF5) of the training set; a .beton may carry its own
@@ -64,7 +68,9 @@ class Config:
     smoothing: float = 0.1  # label smoothing, probability
     temperature: float = 1.0  # of dense labels: above 1 softer, below harder than the teacher's
     ground_truth: Literal["none", "published", "intended"] = "none"  # mix the image's label into the class token's dense one
-    geometry: Literal["aligned", "compatible"] = "aligned"  # where labels are read: what a token shows, or where published code reads
+    geometry: Literal["aligned", "compatible"] = (
+        "aligned"  # where labels are read: what a token shows, or where published code reads
+    )
     outside: Literal["ignore", "uniform"] = "ignore"  # what lies outside map, image or crop: no label, or all classes alike
     labels_on_device: bool = False  # keep all score maps in the device's memory (ImageNet: 9 GB), not in the batches
     fused_head: Literal["auto", "always", "never"] = "auto"  # tokens' logits never whole; auto: from 4,096 classes on
@@ -77,12 +83,17 @@ class Config:
 
     crop_scale: tuple[float, float] = (0.08, 1.0)  # area of a training crop, share of the image
     hflip: float = 0.5  # probability of a left-right flip
-    aa: str = ""  # RandAugment as timm writes it, e.g. rand-m9-mstd0.5-inc1; empty: none
-    color_jitter: tuple[float, ...] = ()  # without RandAugment: brightness, contrast, saturation and perhaps hue; empty: none
-    interpolation: Literal["random", "bilinear", "bicubic"] = "random"  # of rotated, sheared and moved images
-    reprob: float = 0.0  # probability of random erasing
-    remode: Literal["const", "rand", "pixel"] = "pixel"  # what is erased becomes the mean, one colour, or noise
-    recount: int = 1  # most boxes erased of an image
+    rand_augment: str = ""  # as timm writes it, e.g. rand-m9-mstd0.5-inc1; empty: none
+    color_jitter: tuple[float, ...] = (
+        0.0,
+        0.0,
+        0.0,
+    )  # of brightness, contrast, saturation and perhaps hue; not beside RandAugment
+    interpolation: Literal["random", "bilinear", "bicubic"] = "random"  # where RandAugment rotates, shears and moves
+    erase_probability: float = 0.0  # of random erasing
+    erase_mode: Literal["const", "rand", "pixel"] = "pixel"  # what is erased becomes the mean colour, one colour, or noise
+    erase_count: int = 1  # most boxes erased of an image
+    erase_max_area: float = 1 / 3  # most that is erased of an image, share
     order: Literal["random", "blocks"] = "random"  # of the training set; blocks: reads runs of storage, for disks and networks
     views: int = 1  # crops of each image in an epoch (repeated augmentation), which makes an epoch so many times longer
     crop_pct: float = 0.9  # side of the evaluation crop, share of the shorter side
@@ -104,6 +115,8 @@ class Config:
     log_every: int = 50  # steps between log lines
 
 
+FUSED_FROM = 4096  # classes; below, logits that exist whole take less memory than the rest of a step, and less time
+
 # Fields in which a resumed run may differ from the run it continues.
 FREE = {
     "out", "loader", "data", "val", "labels", "threads", "device", "resume", "eval_every", "log_every", "on_bad_sample",
@@ -120,7 +133,7 @@ def lvvit_s_224_token_label() -> Config:
 
     Paper: 83.3 % top-1 (Table 10). Not run here.
     """
-    return Config(model="lvvit_s", aa="rand-m9-mstd0.5-inc1", reprob=0.25)
+    return Config(model="lvvit_s", rand_augment="rand-m9-mstd0.5-inc1", erase_probability=0.25)
 
 
 def lvvit_s_160_to_224_token_label() -> Config:
@@ -212,12 +225,14 @@ def check_values(config: Config) -> None:
         raise UserError(f"--{wrong[0].replace('_', '-')} must be at least 1")
     if not 0 <= config.seed < 2**63:
         raise UserError("--seed must be from 0 to 2^63 - 1")
+    if not config.temperature > 0:
+        raise UserError("--temperature must be above 0")
     low, high = config.crop_scale
     if not (0 < low <= high <= 1 and 0 < config.crop_pct <= 1 and 0 <= config.smoothing < 1 and 0 <= config.hflip <= 1):
         raise UserError("--crop-scale, --crop-pct, --smoothing and --hflip are shares: from 0 to 1, and crops not empty")
 
 
-def open_loader(config: Config, mode: Literal["train", "evaluate"]) -> Loader:
+def open_loader(config: Config, mode: Literal["train", "evaluate"]) -> ThreadedLoader:
     """The loader of the training or the validation set."""
     path = config.data if mode == "train" else config.val
     maps = config.labels if mode == "train" else None
@@ -260,6 +275,8 @@ def build_model(config: Config, num_classes: int) -> tuple[nn.Module, checkpoint
     kwargs = {"num_classes": num_classes} | ({"drop_path_rate": config.drop_path} if config.drop_path else {})
     if config.model.startswith("lvvit"):
         kwargs |= {"token_head": config.objective == "token-label"}
+        if config.fused_head == "always" or (config.fused_head == "auto" and num_classes >= FUSED_FROM):
+            kwargs |= {"fused_head": True}
     elif config.objective == "token-label" or config.mixtoken:
         raise UserError(
             f"{config.model} has no token head and no MixToken; use an lvvit model, or --objective ce --no-mixtoken"
@@ -335,6 +352,23 @@ def forget_after(step: int, path: Path) -> None:
             part.write_text("".join(kept))
 
 
+def augment_of(config: Config) -> Augment:
+    """What happens to a crop before the network sees it."""
+    return Augment(
+        rand_augment=config.rand_augment, color_jitter=config.color_jitter, interpolation=config.interpolation,
+        erase_probability=config.erase_probability, erase_mode=config.erase_mode, erase_count=config.erase_count,
+        erase_max_area=config.erase_max_area,
+    )  # fmt: skip
+
+
+def mixing_of(config: Config, plan: EpochPlan) -> Mixing:
+    """What is mixed with what."""
+    return Mixing(
+        plan=plan, mixtoken=config.mixtoken, cutmix=config.cutmix, mixup=config.mixup, prob=config.mix_prob,
+        switch_prob=config.switch_prob,
+    )  # fmt: skip
+
+
 # ------------------------------------------------------------------------- the run
 
 
@@ -370,12 +404,17 @@ def objective_loss(
     return token_labeling_loss(output, whole, tokens, config.token_weight)
 
 
-def checked(batches: Iterator[Batch], spec: LabelSpec, config: Config) -> Iterator[Batch]:
-    """The batches. UserError, before the first is passed on, if its maps, Windows or Views cannot be read."""
-    for number, batch in enumerate(batches):
-        if number == 0:
-            check_batch(batch, spec, f"the score maps of {config.labels or config.data}")
-        yield batch
+def step_loss(
+    config: Config, model: nn.Module, batch: Batch, spec: LabelSpec | None, rules: TargetRules, mix: Mix | None, amp: bool
+) -> Tensor:
+    """The loss of a batch on the device, augmented; nothing in it waits for the device."""
+    # Where a network has no tokens of its own, a grid still says what the regions of a mixed image show.
+    image, grid = batch.image, max(1, batch.image.shape[-1] // getattr(model, "patch_size", 16))
+    if mix is not None and not config.mixtoken:
+        image = mixed_images(image, mix)
+    with torch.autocast(image.device.type, torch.bfloat16, enabled=amp):
+        output = model(image, share_map(mix, grid) > 0.5) if config.mixtoken else model(image)
+    return objective_loss(config, output, batch, spec, rules, grid, mix)
 
 
 def evaluate_waits(
@@ -425,7 +464,6 @@ def train(config: Config) -> dict:
     torch.manual_seed(config.seed)
     model, recipe = build_model(config, loader.num_classes)
     model.to(device, memory_format=torch.channels_last)
-    normalise = Normalise(model.pretrained_cfg["mean"], model.pretrained_cfg["std"]).to(device)
     lr = config.lr * config.batch / config.lr_batch
     optimizer = create_optimizer_v2(model, "adamw", lr=lr, weight_decay=config.weight_decay, fused=True)
     steps = config.epochs * len(loader)
@@ -433,11 +471,10 @@ def train(config: Config) -> dict:
         optimizer, t_initial=steps, lr_min=config.min_lr, warmup_t=round(config.warmup_epochs * len(loader)),
         warmup_lr_init=1e-6, t_in_epochs=False,
     )  # fmt: skip
-    mixing = Mixing(
-        plan=loader.plan, mixtoken=config.mixtoken, cutmix=config.cutmix, mixup=config.mixup, prob=config.mix_prob,
-        switch_prob=config.switch_prob,
-    )  # fmt: skip
-    rules = TargetRules(config.smoothing, config.temperature, config.outside, config.geometry)
+    augment, mixing = augment_of(config), mixing_of(config, loader.plan)
+    augmentation = Augmentation(loader.plan, augment, model.pretrained_cfg["mean"], model.pretrained_cfg["std"]).to(device)
+    rules = TargetRules(config.smoothing, config.temperature, config.outside, config.geometry, sheared=augment.shears)
+    resident = ResidentMaps(loader.source, device) if config.labels_on_device and config.objective != "ce" else None
     ema = ModelEmaV3(model, decay=config.ema, use_warmup=True, foreach=True) if config.ema else None
 
     checkpoint, step = find_checkpoint(config, loader.fingerprint), 0
@@ -470,7 +507,7 @@ def train(config: Config) -> dict:
             torch.save(state, file)
 
     began = clock = time.perf_counter()  # clock and logged: since when, and which step, the rate is measured
-    logged, waited, result = step, 0.0, {}
+    first, logged, waited, result = step, step, 0.0, {}
     losses, text = torch.zeros((), device=device), ""
     with (
         closing(loader),
@@ -487,28 +524,27 @@ def train(config: Config) -> dict:
                 board.add_scalar(f"{kind}/{name}", value, step)
 
         def evaluate() -> dict:
-            accuracy = {"top1": evaluate_waits(model, val, normalise, device, advance)}
+            accuracy = {"top1": evaluate_waits(model, val, augmentation.normalise, device, advance)}
             if ema:
-                accuracy["top1_ema"] = evaluate_waits(ema.module, val, normalise, device, advance)
+                accuracy["top1_ema"] = evaluate_waits(ema.module, val, augmentation.normalise, device, advance)
             write("val", accuracy)
             return accuracy
 
         for epoch in range(step // len(loader), config.epochs):
-            # Where a network has no tokens of its own, a grid still says what the regions of a mixed image show.
-            grid = max(1, loader.plan.size(epoch) // getattr(model, "patch_size", 16))
-            timed = Timed(on_device(loader.batches(epoch, start=step % len(loader)), device))
-            for batch in timed:
+            grid = loader.plan.size(epoch) // getattr(model, "patch_size", loader.plan.size(epoch))
+            timed = Timed(loader.batches(epoch, start=step % len(loader)))
+            for batch in augmented(timed, augmentation, epoch, device):
                 # Drop-path is the only draw of the device; seeding it by the step keeps a resumed run equal.
                 torch.manual_seed(loader.plan.step_seed(epoch, step % len(loader)))
                 scheduler.step_update(step)
                 model.train()
-                mix = mixing.draw(epoch, step % len(loader), batch.image.shape[1], grid).to(device) if mixing else None
-                image = normalise(batch.image)
-                if mix is not None and not config.mixtoken:
-                    image = mixed_images(image, mix)
-                with torch.autocast(device.type, torch.bfloat16, enabled=amp):
-                    output = model(image, share_map(mix, grid) > 0.5) if config.mixtoken else model(image)
-                loss = objective_loss(config, output, batch, loader.labels, rules, grid, mix)
+                if resident:
+                    batch = resident(batch)
+                if step == first and config.objective != "ce":
+                    whole = Batch(*(field.cpu() for field in batch))
+                    check_batch(whole, loader.labels, f"the score maps of {config.labels or config.data}")
+                mix = mixing.draw(epoch, step % len(loader), batch.image.shape[-1], grid).to(device) if mixing else None
+                loss = step_loss(config, model, batch, loader.labels, rules, mix, amp)
                 loss.backward()
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)

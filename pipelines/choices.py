@@ -74,6 +74,12 @@ class Augment:
             return (*self.color_jitter, 0.0)[:4]
         return (self.color_jitter,) * 3 + (0.0,)
 
+    @property
+    def shears(self) -> bool:
+        """Whether Views may be rotated or sheared, which sampling them must know beforehand (targets.TargetRules)."""
+        turning = {"Rotate", "ShearX", "ShearY"}
+        return bool(self.rand_augment) and not turning.isdisjoint(Layers.of(self.rand_augment).names)
+
 
 class Layers(NamedTuple):
     """RandAugment as its string says."""

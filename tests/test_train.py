@@ -10,8 +10,10 @@ import torch
 import tyro
 from densefeed.models import checkpoints
 from densefeed.models.lvvit import LVViT, TokenLogits
+from densefeed.pipelines.augment import Augmentation
 from densefeed.pipelines.mixing import Mix
 from densefeed.pipelines.targets import TargetRules
+from densefeed.pipelines.warp import gathered
 from densefeed.relabel.files import UserError
 
 
@@ -52,6 +54,10 @@ def records(out, kind="train"):
         dict(cutmix=1.0, mix_label="regions"),
         dict(cutmix=1.0, objective="ce"),
         dict(model="nfnet_micro", objective="relabel", cutmix=1.0, mix_label="regions"),
+        dict(rand_augment="rand-m9-mstd0.5-inc1", erase_probability=0.5, erase_count=2, mixtoken=True),
+        dict(color_jitter=(0.4, 0.4, 0.4, 0.1), erase_probability=0.5, erase_mode="rand"),
+        dict(geometry="compatible", outside="uniform", temperature=2.0, ground_truth="published", mixtoken=True),
+        dict(labels_on_device=True, objective="ce"),
     ],
 )
 def test_every_objective_trains_and_leaves_a_whole_run_folder(packed, tmp_path, fields):
@@ -75,7 +81,71 @@ def test_the_two_loaders_train_alike(packed, folder, maps, tmp_path):
         assert one["loss"] == other["loss"]
 
 
-@pytest.mark.parametrize("fields", [{}, dict(sizes=((0, 16), (1, 48)))], ids=["one size", "in the middle of another size"])
+AUGMENTED = dict(rand_augment="rand-m9-mstd0.5-inc1", erase_probability=0.5)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_maps_on_the_device_and_a_fused_head_change_no_loss(packed, tmp_path, fused):
+    """Resident maps to the bit; the fused head sums in another order."""
+    common = AUGMENTED | dict(mixtoken=True)
+    training.train(config(packed, tmp_path / "plain", **common))
+    other = dict(fused_head="always") if fused else dict(labels_on_device=True)
+    training.train(config(packed, tmp_path / "other", **common, **other))
+    for one, same in zip(records(tmp_path / "plain"), records(tmp_path / "other"), strict=True):
+        assert same["loss"] == (pytest.approx(one["loss"], rel=1e-4) if fused else one["loss"])
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        dict(mixtoken=True),
+        dict(cutmix=1.0, mix_label="regions"),
+        dict(mixup=0.8, ground_truth="intended"),
+        dict(objective="ce"),
+    ],
+)
+def test_a_step_waits_for_nothing(packed, tmp_path, no_host_read, monkeypatch, fields):
+    """From the batch in the device's memory to the gradient, nothing is read back; the choices are the host's."""
+    monkeypatch.setattr("densefeed.pipelines.augment.warped", gathered)  # as on a GPU; on a CPU Pillow warps
+    run = config(packed, tmp_path / "run", **AUGMENTED, **fields)
+    loader = training.open_loader(run, "train")
+    model, _ = training.build_model(run, loader.num_classes)
+    augment = training.augment_of(run)
+    mean, std = model.pretrained_cfg["mean"], model.pretrained_cfg["std"]
+    augmentation = Augmentation(loader.plan, augment, mean, std)
+    rules = TargetRules(smoothing=0.1, sheared=augment.shears)
+    mixing = training.mixing_of(run, loader.plan)
+    for number, batch in enumerate(loader.batches(0)):
+        choice = augmentation.choose(0, batch.index, batch.repeat, *batch.image.shape[1:3])
+        mix = mixing.draw(0, number, 32, 4) if mixing else None
+        with no_host_read():
+            seen = augmentation(batch, choice)
+            training.step_loss(run, model, seen, loader.labels, rules, mix, amp=False).backward()
+    loader.close()
+    assert any(parameter.grad is not None and parameter.grad.any() for parameter in model.parameters())
+
+
+def test_the_first_batch_is_checked_before_the_first_step(packed, tmp_path, monkeypatch):
+    """A Window that no store of ours would hold."""
+    batches = training.ThreadedLoader.batches
+
+    def spoilt(loader, epoch, start=0):
+        for batch in batches(loader, epoch, start):
+            yield batch if batch.window is None else batch._replace(window=batch.window * torch.nan)
+
+    monkeypatch.setattr(training.ThreadedLoader, "batches", spoilt)
+    with pytest.raises(
+        UserError, match=r"the score maps of .*train.beton: sample \d+ has a Window that is no part of its image"
+    ):
+        training.train(config(packed, tmp_path / "run"))
+    assert not (tmp_path / "run" / "last.pt").exists()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{}, dict(sizes=((0, 16), (1, 48))), AUGMENTED],
+    ids=["one size", "in the middle of another size", "augmented"],
+)
 def test_a_run_killed_between_epochs_resumes_to_the_bit(packed, tmp_path, monkeypatch, fields):
     """Same losses and same final weights as an uninterrupted run, drop-path, EMA and MixToken on."""
     threads = torch.get_num_threads()
@@ -224,6 +294,10 @@ def test_a_foreign_checkpoint_is_not_continued(packed, tmp_path):
         (dict(mixtoken=True, mixup=0.8), "MixToken mixes every step already"),
         (dict(mix_prob=1.5, mixup=0.8), "be from 0 to 1"),
         (dict(objective="ce", mix_label="regions"), "pools dense labels"),
+        (dict(ground_truth="intended", mixtoken=True, mix_label="regions"), "knows one label an image"),
+        (dict(rand_augment="augmix-m5"), "is no RandAugment string"),
+        (dict(erase_probability=2.0), "choose from 0 to 1"),
+        (dict(temperature=0.0), "--temperature must be above 0"),
         (dict(views=0), "--views must be at least 1"),
         (dict(views=3), "a batch of 4 is no multiple of the 3 views"),
         (dict(sizes=((1, 16),)), "epochs ascend from 0"),
@@ -363,7 +437,8 @@ def test_help_names_every_field_and_the_docstring_states_the_command(recipe, com
 def test_a_gpu_gives_the_cpus_losses(packed, tmp_path):
     """Float32 on both; the first step differs by rounding only, later ones by what training makes of it."""
     for device in ("cpu", "cuda"):
-        training.train(config(packed, tmp_path / device, device=device, precision="fp32", drop_path=0.0, mixtoken=True))
+        fields = dict(device=device, precision="fp32", drop_path=0.0, mixtoken=True, labels_on_device=True)
+        training.train(config(packed, tmp_path / device, **fields, **AUGMENTED))
     first = [records(tmp_path / device)[0]["loss"] for device in ("cpu", "cuda")]
     assert first[0] == pytest.approx(first[1], rel=1e-4)
     training.train(config(packed, tmp_path / "bf16", device="cuda"))

@@ -9,7 +9,7 @@ token drawn over them. `--boxes` (from tools/make_digit_scenes.py) adds the true
 import base64
 import io
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Annotated, NamedTuple
@@ -19,12 +19,13 @@ import numpy as np
 import torch
 import tyro
 from densefeed.models.lvvit import LVViT
+from densefeed.pipelines.augment import Augmentation, augmented
 from densefeed.pipelines.batch import Batch, Loader
 from densefeed.pipelines.targets import PLAIN, TargetRules, sparse_targets
 from densefeed.relabel.files import UserError, replacing, run
 from densefeed.relabel.images import Images
 from densefeed.relabel.progress import bar
-from densefeed.train import Config, build_model, open_loader
+from densefeed.train import Config, augment_of, build_model, open_loader
 from PIL import Image
 
 CONTACTS = 12  # crops on the contact sheet
@@ -77,16 +78,18 @@ def config_of(run: Run) -> Config:
     """The run's config; fields that are no longer known are left out."""
     fields = {name: value for name, value in run.config.items() if name in Config.__dataclass_fields__}
     paths = {name: Path(fields[name]) for name in ("data", "val", "labels", "out") if fields[name]}
-    tables = {"crop_scale": tuple(fields["crop_scale"]), "sizes": tuple(map(tuple, fields.get("sizes", ())))}
-    tables |= {"color_jitter": tuple(fields.get("color_jitter", ()))}
+    tables = {name: tuple(fields[name]) for name in ("crop_scale", "color_jitter") if name in fields}
+    tables |= {"sizes": tuple(map(tuple, fields.get("sizes", ())))}
     return Config(**fields | paths | tables)
 
 
-def grid_of(run: Run, loader: Loader) -> int:
-    """P, the side of the student's table of tokens in the first epoch; 16 where its model has none."""
+def student_of(run: Run, loader: Loader) -> tuple[int, Augmentation]:
+    """P, the side of the student's table of tokens in the first epoch (16 where its model has none), and what it sees of a crop."""
+    config = config_of(run)
     with torch.device("meta"):
-        model, _ = build_model(config_of(run), loader.num_classes)
-    return loader.plan.size(0) // model.patch_size if isinstance(model, LVViT) else 16
+        model, _ = build_model(config, loader.num_classes)
+    grid = loader.plan.size(0) // model.patch_size if isinstance(model, LVViT) else 16
+    return grid, Augmentation(loader.plan, augment_of(config), model.pretrained_cfg["mean"], model.pretrained_cfg["std"])
 
 
 def read_truth(path: Path, run: Run, loader: Loader) -> list[Truth]:
@@ -109,11 +112,10 @@ def read_truth(path: Path, run: Run, loader: Loader) -> list[Truth]:
 
 
 def in_crop(boxes_n4: np.ndarray, view: np.ndarray) -> np.ndarray:
-    """Boxes of the image as the crop shows them: the View undone, corners sorted; normalised, `[n, 4]`."""
+    """Boxes of the image as the crop shows them: the View undone, the box around the four corners; normalised, `[n, 4]`."""
     back = np.linalg.inv(np.vstack([view, [0, 0, 1]]))[:2]
-    corners = boxes_n4.reshape(-1, 2) @ back[:, :2].T + back[:, 2]
-    pairs = corners.reshape(-1, 2, 2)
-    return np.concatenate([pairs.min(1), pairs.max(1)], axis=1)
+    corners = boxes_n4[:, [[0, 1], [2, 1], [2, 3], [0, 3]]] @ back[:, :2].T + back[:, 2]
+    return np.concatenate([corners.min(1), corners.max(1)], axis=1)
 
 
 def owner_of_tokens(boxes_n4: np.ndarray, grid: int) -> np.ndarray:
@@ -128,10 +130,10 @@ def owner_of_tokens(boxes_n4: np.ndarray, grid: int) -> np.ndarray:
 
 
 def labels_of_tokens(batch: Batch, loader: Loader, grid: int, rules: TargetRules = PLAIN) -> tuple[np.ndarray, np.ndarray]:
-    """The likeliest class of every token and its probability, `[N, T]` each."""
+    """The likeliest class of every token, and its probability times the token's weight; `[N, T]` each."""
     targets = sparse_targets(batch, loader.labels, grid, rules)
     best = (targets.extra + targets.base[..., None]).max(-1)
-    return targets.palette.gather(1, best.indices).numpy(), best.values.numpy()
+    return targets.palette.gather(1, best.indices).numpy(), (best.values * targets.weight).numpy()
 
 
 def judge(loader: Loader, truths: list[Truth], grid: int) -> dict:
@@ -171,10 +173,12 @@ def picture(pixels: np.ndarray) -> str:
     return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
 
 
-def contact_sheet(loader: Loader, truths: list[Truth] | None, grid: int) -> list[dict]:
-    """The first crops of epoch 0, each with its tokens' labels and, if known, the true boxes."""
-    batch = next(loader.batches(0))
-    token, probability = labels_of_tokens(batch, loader, grid)
+def contact_sheet(loader: Loader, truths: list[Truth] | None, grid: int, augmentation: Augmentation) -> list[dict]:
+    """The first crops of epoch 0 as the student saw them, each with its tokens' labels and, if known, the true boxes."""
+    (batch,) = augmented(islice(loader.batches(0), 1), augmentation, 0, torch.device("cpu"))
+    batch = batch._replace(image=augmentation.normalise.pixels(batch.image))
+    rules = TargetRules(sheared=True)  # right for all Views
+    token, probability = labels_of_tokens(batch, loader, grid, rules)
     sheet = []
     for n in range(min(CONTACTS, loader.plan.batch)):
         cells = [
@@ -235,13 +239,14 @@ def main(report: Report) -> None:
     runs = [read_run(folder) for folder in report.runs]
     # The sheet shows crops as they are; MixToken would exchange some of their tokens inside the network.
     dense = [run for run in runs if run.config["objective"] != "ce"]
-    labelled = next((run for run in reversed(dense) if not run.config["mixtoken"]), dense[-1] if dense else None)
+    plain = [run for run in dense if not run.config["mixtoken"] and run.config.get("geometry", "aligned") == "aligned"]
+    labelled = (plain or dense or [None])[-1]
     sheet, purity, grid = [], None, 0
     if labelled:
-        loader = open_loader(config_of(labelled), "train")
-        grid = grid_of(labelled, loader)
+        loader = open_loader(replace(config_of(labelled), labels_on_device=False), "train")
+        grid, augmentation = student_of(labelled, loader)
         truths = read_truth(report.boxes, labelled, loader) if report.boxes else None
-        sheet = contact_sheet(loader, truths, grid)
+        sheet = contact_sheet(loader, truths, grid, augmentation)
         purity = judge(loader, truths, grid) if truths else None
         loader.close()
     page = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined).from_string(

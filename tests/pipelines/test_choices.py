@@ -269,3 +269,10 @@ def test_timm_has_the_parts_this_stands_on():
     assert Layers.of(POLICY)[2:] == (2, 0.5, 9, 0.5, 10.0)
     assert Layers.of("rand-m7-n3-mstd101-mmax20-p0.25")[2:] == (3, 0.25, 7, math.inf, 20)
     assert len(Layers.of(POLICY).names) == 15
+
+
+@pytest.mark.parametrize(
+    ("text", "shears"), [("", False), ("rand-m9-mstd0.5-inc1", True), ("rand-m9-t3a", False), ("rand-tweights", True)]
+)
+def test_whether_views_may_be_sheared_is_known_beforehand(text, shears):
+    assert Augment(rand_augment=text).shears == shears

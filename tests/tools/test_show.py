@@ -10,7 +10,7 @@ import pytest
 from densefeed.pipelines.plan import EpochPlan
 from densefeed.relabel.files import UserError
 from densefeed.relabel.geometry import crop_views
-from densefeed.tools.show import Run, config_of, grid_of, in_crop, owner_of_tokens, read_run
+from densefeed.tools.show import Run, config_of, in_crop, owner_of_tokens, read_run, student_of
 
 
 @pytest.mark.parametrize("flip", [False, True])
@@ -35,7 +35,12 @@ def test_a_runs_config_is_read_back_and_its_tokens_are_those_of_the_first_epoch(
     run = Run("run", training.plain(told), {}, [], [])
     assert config_of(run) == told
     plan = EpochPlan(num_samples=1, batch=1, seed=0, mode="train", sizes=told.sizes)
-    assert grid_of(run, SimpleNamespace(plan=plan, num_classes=2)) == 4
+    assert student_of(run, SimpleNamespace(plan=plan, num_classes=2))[0] == 4
+
+
+def test_a_box_in_a_turned_crop_is_the_box_around_its_corners():
+    quarter = np.array([[0.0, 1.0, 0.0], [-1.0, 0.0, 1.0]])  # what is seen at (x, y) lies at (y, 1 - x) in the image
+    np.testing.assert_allclose(in_crop(np.array([[0.1, 0.2, 0.4, 0.3]]), quarter), [[0.7, 0.1, 0.8, 0.4]], atol=1e-12)
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path):

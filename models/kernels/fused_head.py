@@ -12,10 +12,10 @@ from . import sparse_cross_entropy as kernels
 
 # N images   T tokens   D width   K classes   M classes of an image's palette   R rows of a chunk
 
-# Of a chunk's logits and of their gradient each. The gradient of a head of 21,841 classes and width 384 takes 32 MiB in any
-# case: two chunks of half of that leave the peak near twice what must exist, and at 384 rows (bfloat16) a chunk's products
+# Of a chunk's logits, and of their gradient. A head of 21,841 classes and width 384 has a gradient of 32 MiB in any case; two
+# chunks of 12 MiB keep the peak (N = 64, P = 14, float32) at 1/21 of that with logits. At 288 rows of bfloat16 the products
 # are still large ones.
-CHUNK_BYTES = 16 << 20
+CHUNK_BYTES = 12 << 20
 
 
 def loss_and_gradients_in_chunks(

@@ -365,8 +365,8 @@ def peak_bytes(function, tmp_path):
 
 def test_memory_beside_logits_and_gradient_is_a_tenth_of_the_dense_paths(tmp_path):
     """Without the dense path's score maps and RoIAlign, which would count on its side too."""
-    targets, dense = random_targets(32, 196, 40, 1000, dtype=torch.float32)
-    dense, logits = dense.float(), torch.randn(32, 196, 1000, requires_grad=True)
+    targets, dense = random_targets(64, 196, 40, 1000, dtype=torch.float32)
+    dense, logits = dense.float(), torch.randn(64, 196, 1000, requires_grad=True)
     gradient = logits.nbytes
     ours = peak_bytes(lambda: torch.autograd.grad(token_loss(logits, targets), logits), tmp_path) - gradient
     theirs = peak_bytes(lambda: torch.autograd.grad(dense_loss(logits, dense, targets.weight), logits), tmp_path) - gradient

@@ -330,17 +330,20 @@ class Chooser:
         negative_LN = drawn[:, 4] > 0.5
         bicubic_LN = drawn[:, 5] >= 0.5 if self.augment.interpolation == "random" else self.augment.interpolation == "bicubic"
         bicubic_LN = np.broadcast_to(bicubic_LN, (L, N))
+        step_LN33 = np.tile(np.eye(3), (L, N, 1, 1))
+        is_geometric_LN = np.zeros((L, N), bool)
+        for number in np.unique(which_LN[applied_LN]).tolist():
+            name = layers.names[number]
+            mine = np.nonzero(applied_LN & (which_LN == number))
+            argument = argument_of(name, level_LN[mine], negative_LN[mine])
+            if name in GEOMETRIC:
+                is_geometric_LN[mine], step_LN33[mine] = True, step_of(name, argument, height, width)
+            else:
+                code_NL.T[mine], argument_NL.T[mine] = code_of(name), argument
         for layer in range(L):
-            for number in np.unique(which_LN[layer][applied_LN[layer]]):
-                name = layers.names[number]
-                mine = np.flatnonzero(applied_LN[layer] & (which_LN[layer] == number))
-                argument = argument_of(name, level_LN[layer, mine], negative_LN[layer, mine])
-                if name in GEOMETRIC:
-                    # A point of the output goes through the last operation's map first.
-                    matrix_N33[mine] = matrix_N33[mine] @ step_of(name, argument, height, width)
-                    last_N[mine], cubic_N[mine] = layer, bicubic_LN[layer, mine]
-                else:
-                    code_NL[mine, layer], argument_NL[mine, layer] = code_of(name), argument
+            matrix_N33 = matrix_N33 @ step_LN33[layer]  # a point of the output goes through the last operation's map first
+            last_N[is_geometric_LN[layer]] = layer
+        cubic_N = bicubic_LN[last_N, np.arange(N)]
         return code_NL, argument_NL, last_N, matrix_N33, cubic_N
 
     def _chosen(self, epoch: int, index_N: np.ndarray, repeat_N: np.ndarray, drawn_LN: np.ndarray) -> np.ndarray:

@@ -22,12 +22,23 @@ def quantised(value: Tensor) -> Tensor:
 
 def looked_up(image_NHWC: Tensor, table_NC256: Tensor) -> Tensor:
     """Each byte replaced by its table's: uint8 tables `[N, 3, 256]`, or `[N, 1, 256]` for all three channels."""
-    N, channels, _ = table_NC256.shape
+    index = _table_index(image_NHWC, table_NC256.shape[1])
+    return table_NC256.flatten().index_select(0, index).view_as(image_NHWC)
+
+
+def _table_index(image_NHWC: Tensor, channels: int) -> Tensor:
+    """Where each byte stands in tables `[N, channels, 256]`: int32 `[N H L]`."""
     index_NHL = image_NHWC.flatten(2).int()
     if channels == 3:
         index_NHL += _channel_of_byte(image_NHWC) * 256
-    index_NHL += torch.arange(N, dtype=torch.int32, device=image_NHWC.device).view(N, 1, 1) * (256 * channels)
-    return table_NC256.flatten().index_select(0, index_NHL.flatten()).view_as(image_NHWC)
+    number_N = torch.arange(len(image_NHWC), dtype=torch.int32, device=image_NHWC.device)
+    return index_NHL.add_(number_N.view(-1, 1, 1) * (256 * channels)).flatten()
+
+
+def counted(index: Tensor, size: int) -> Tensor:
+    """bincount without a wait for a GPU: int32 `[size]`. Whole numbers add up the same in any order, so it is deterministic."""
+    one = torch.ones(1, dtype=torch.int32, device=index.device).expand_as(index)
+    return torch.zeros(size, dtype=torch.int32, device=index.device).scatter_add_(0, index.long(), one)
 
 
 def _channel_of_byte(image_NHWC: Tensor) -> Tensor:
@@ -41,15 +52,15 @@ def _blended(degenerate: Tensor, image: Tensor, factor_N: Tensor) -> Tensor:
 
 
 def _luma(image_NHWC: Tensor) -> Tensor:
-    """Pillow's L of each pixel in the place of its first byte, 0 in those of the others: float32 `[N, H, L]`, whole numbers.
+    """Pillow's L of each pixel in the place of its first byte, 0 in those of the others: float32 `[N, H, L - 2]`, whole numbers.
 
     L = (19595 R + 38470 G + 7471 B + 32768) / 65536, truncated. The sum stays below 2^24, so float32 is exact.
     """
     channel_L = _channel_of_byte(image_NHWC)
-    weight_L = (channel_L == 0) * 19595.0 + (channel_L == 1) * 38470.0 + (channel_L == 2) * 7471.0
-    part_NHL = image_NHWC.flatten(2) * weight_L
-    part_NHL[..., :-2] += part_NHL[..., 1:-1] + part_NHL[..., 2:]
-    return part_NHL.mul_(2.0**-16).add_(0.5).floor_().mul_(channel_L == 0)
+    is_first_L, is_second_L = (channel_L == 0).float(), (channel_L == 1).float()
+    weight_L = (7471 + (19595 - 7471) * is_first_L + (38470 - 7471) * is_second_L) * 2.0**-16
+    part_NHL = image_NHWC.flatten(2).float().mul_(weight_L)
+    return (part_NHL[..., :-2] + part_NHL[..., 1:-1]).add_(part_NHL[..., 2:]).add_(0.5).floor_().mul_(is_first_L[:-2])
 
 
 def auto_contrast(image_NHWC: Tensor, _: Tensor) -> Tensor:
@@ -65,19 +76,16 @@ def auto_contrast(image_NHWC: Tensor, _: Tensor) -> Tensor:
 
 def equalize(image_NHWC: Tensor, _: Tensor) -> Tensor:
     """Each channel's histogram made even, with Pillow's whole-number steps; a channel of too few pixels stays as it is."""
-    N = len(image_NHWC)
-    number_N = torch.arange(N, device=image_NHWC.device).view(N, 1, 1)
-    bin_NHL = image_NHWC.flatten(2) + (_channel_of_byte(image_NHWC) + 3 * number_N) * 256
-    # Whole numbers add up the same in any order, so this is deterministic on a GPU; bincount would wait for the device.
-    one = torch.ones(1, dtype=torch.int32, device=image_NHWC.device)
-    count = torch.zeros(N * 768, dtype=torch.int32, device=image_NHWC.device)
-    count_N3256 = count.scatter_add_(0, bin_NHL.flatten(), one.expand(bin_NHL.numel())).view(N, 3, 256).long()
+    N, index = len(image_NHWC), _table_index(image_NHWC, 3)
+    count = index.bincount(minlength=N * 768) if index.is_cpu else counted(index, N * 768)
+    count_N3256 = count.view(N, 3, 256).long()
     level = torch.arange(256, device=image_NHWC.device)
     brightest_N3 = (level * (count_N3256 > 0)).amax(-1, keepdim=True)
     step_N3 = (count_N3256.sum(-1, keepdim=True) - count_N3256.gather(-1, brightest_N3)) // 255
     darker_N3256 = count_N3256.cumsum(-1) - count_N3256
     even = ((step_N3 // 2 + darker_N3256) // step_N3.clamp(min=1)).clamp(max=255)
-    return looked_up(image_NHWC, torch.where(step_N3 == 0, level, even).to(torch.uint8))
+    table = torch.where(step_N3 == 0, level, even).to(torch.uint8)
+    return table.flatten().index_select(0, index).view_as(image_NHWC)
 
 
 def contrast(image_NHWC: Tensor, factor_N: Tensor) -> Tensor:
@@ -91,9 +99,9 @@ def contrast(image_NHWC: Tensor, factor_N: Tensor) -> Tensor:
 def color(image_NHWC: Tensor, factor_N: Tensor) -> Tensor:
     """Blend with L."""
     first_NHL = _luma(image_NHWC)
-    luma_NHL = first_NHL.clone()
-    luma_NHL[..., 1:] += first_NHL[..., :-1]
-    luma_NHL[..., 2:] += first_NHL[..., :-2]
+    luma_NHL = torch.nn.functional.pad(first_NHL, (0, 2))
+    luma_NHL[..., 1:-1] += first_NHL
+    luma_NHL[..., 2:] += first_NHL
     return _blended(luma_NHL, image_NHWC.flatten(2).float(), factor_N).view_as(image_NHWC)
 
 

@@ -10,6 +10,7 @@ from densefeed.pipelines import warp
 from densefeed.pipelines.augment import Augmentation, Normalise, augmented, noise_table
 from densefeed.pipelines.batch import Batch
 from densefeed.pipelines.choices import GEOMETRIC, LAYER_NUMBERS, Augment
+from densefeed.pipelines.operations import counted
 from densefeed.pipelines.plan import AUGMENT, EpochPlan
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -231,13 +232,14 @@ class NoReads(TorchDispatchMode):
 
 
 def test_the_device_part_reads_nothing(images, monkeypatch):
-    """As a GPU runs it: all samples at once, and the warp by gathers."""
+    """As a GPU runs it: all samples at once, the warp by gathers, histograms by scattering."""
     augment = Augment(rand_augment="rand-m9-mstd0.5-p1-n4-inc1", erase_probability=0.5)
     augmentation, batch = Augmentation(PLAN, augment, MEAN, STD), batch_of(images)
     choice = chosen(augmentation, batch)
     on_cpu = augmentation(batch, choice).image
     monkeypatch.setattr(augment_module, "warped", warp.gathered)
     monkeypatch.setattr(augment_module, "parts", lambda start, stop, _: [slice(start, stop)])
+    monkeypatch.setattr(torch.Tensor, "bincount", lambda index, minlength: counted(index, minlength))
     with NoReads():
         got = augmentation(batch, choice).image
     assert len(choice.before) + len(choice.after) > 8

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from densefeed.pipelines.choices import CODES, TABLES, tables_of
-from densefeed.pipelines.operations import OPERATIONS, looked_up
+from densefeed.pipelines.operations import OPERATIONS, counted, looked_up
 from PIL import Image, ImageEnhance, ImageFilter, ImageOps
 from timm.data.auto_augment import posterize, solarize_add
 from torchvision.transforms.functional import adjust_hue
@@ -90,3 +90,8 @@ def test_tiny_crops(height, width):
         pillows, _ = PILLOWS[name]
         got = OPERATIONS[name](images, torch.full((2,), 1.7))
         assert torch.equal(got, by_pillow(images, lambda image, pillows=pillows: pillows(image, 1.7))), name
+
+
+def test_counting_without_a_wait_is_bincount():
+    index = torch.randint(0, 900, (5000,), dtype=torch.int32, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(counted(index, 1000).long(), index.bincount(minlength=1000))

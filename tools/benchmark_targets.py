@@ -2,6 +2,7 @@
 
     python tools/benchmark_targets.py --batch 128 --classes 1000 --grid 14 --device cpu --json out.json
     python tools/benchmark_targets.py --compare head --batch 64 --classes 21841 --rounds 3
+    python tools/benchmark_targets.py --compare step --model lvvit_s --device cuda
 
 `sparse` is ours: `sparse_targets` for class token and tokens, their losses, backward. `dense` is the published recipe with
 boxes where they belong: a map scattered for each image in a loop, torchvision's RoIAlign to grid x grid and to 1 x 1, softmax,
@@ -9,6 +10,9 @@ smoothing, log-softmax, backward. Both begin with the same maps, crops and logit
 
 `--compare head` begins a layer earlier, with tokens of --width numbers and the head's weights: `fused` is our loss fused with
 the head's product, `whole` the product and then the sparse loss, whose logits [N * T, K] exist.
+
+`--compare step` takes a whole step of --model (forward, backward, AdamW; bfloat16 autocast on a GPU): `labels` with dense
+labels for class token and tokens, `none` the same network with the image's label for all of them.
 
 A ratio is ours / the other, so small is good. Time: the median of the rounds' own ratios. Memory: the peak of what PyTorch's
 allocator gave out from the first to the last operation, without what it begins with and without the gradients it ends
@@ -20,13 +24,15 @@ import os
 import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 import numpy as np
+import timm
 import torch
 import tyro
+from densefeed.models.lvvit import TokenLogits
 from densefeed.models.token_labeling import class_token_loss, fused_token_loss, token_loss
 from densefeed.pipelines.batch import Batch, LabelSpec
 from densefeed.pipelines.plan import EpochPlan
@@ -51,17 +57,18 @@ from densefeed.tools.measuring import (
 )
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torchvision.ops import roi_align
 
 # N images   S map side   k classes a cell   K classes   P grid side   T = P * P tokens
 
-PACKAGES = ("torch", "torchvision", "numpy")
+PACKAGES = ("torch", "torchvision", "timm", "numpy")
 BARS = {  # (bar, aim) of a ratio
     ("dense", "time", "cpu"): (1 / 5, 1 / 8), ("dense", "time", "cuda"): (1 / 8, 1 / 15),
     ("dense", "memory", "cpu"): (1 / 10, 1 / 20), ("dense", "memory", "cuda"): (1 / 10, 1 / 20),
     ("head", "memory", "cpu"): (1 / 4, 1 / 20), ("head", "memory", "cuda"): (1 / 4, 1 / 20),
+    ("step", "time", "cuda"): (1.03, 1.01),
 }  # fmt: skip
 # Pixels of the images the crops are of. Primes: half of a width of 500 spans 9 of 18 cells up to a rounding, and RoIAlign, which
 # takes ceil(9) samples, may take 10; so no two dense recipes would agree on every crop, whatever their precision.
@@ -78,8 +85,11 @@ class Benchmark:
     batch: int = 128  # images
     classes: int = 1000  # K
     grid: int = 14  # P, tokens along a side
-    compare: Literal["dense", "head"] = "dense"  # with the dense recipe, or the fused head with logits that exist
+    compare: Literal["dense", "head", "step"] = (
+        "dense"  # with the dense recipe; a fused head with logits; a step without labels
+    )
     width: int = 384  # D, of a token, for --compare head
+    model: str = "lvvit_s"  # for --compare step
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda if there is one, else cpu
     side: int = 18  # S, cells along a side of a map
     top_k: int = 5  # k, classes a cell names
@@ -106,6 +116,23 @@ class Step(NamedTuple):
         return self.cls, self.tokens
 
 
+class TrainStep(NamedTuple):
+    """A network before a step, and what it is given."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    tokens: Tensor  # [N, 3, H, W], what the network is given
+    label: Tensor  # [N]
+    batch: Batch
+    spec: LabelSpec
+    grid: int
+
+    @property
+    def leaves(self) -> tuple[Tensor, ...]:
+        """What gets a gradient."""
+        return tuple(self.model.parameters())
+
+
 class HeadStep(NamedTuple):
     """What the end of a step begins with before the head: tokens, the head's weights, targets."""
 
@@ -127,9 +154,12 @@ def main(benchmark: Benchmark) -> dict:
     if benchmark.compare == "dense":
         step = make_step(benchmark, device)
         contestants = {"sparse": sparse_loss, "dense": dense_loss}
-    else:
+    elif benchmark.compare == "head":
         step = make_head_step(benchmark, device)
         contestants = {"fused": fused_loss, "whole": whole_loss}
+    else:
+        step = make_train_step(benchmark, device)
+        contestants = {"labels": labelled_loss, "none": unlabelled_loss}
     a, b = contestants
     with ExitStack() as stack:
         allowed = stack.enter_context(unpinned_after())
@@ -142,7 +172,8 @@ def main(benchmark: Benchmark) -> dict:
         works = {name: lambda number, loss=loss: backward(loss, step) for name, loss in contestants.items()}
         rates = take_turns(works, benchmark.rounds, lambda name: forget(step), lambda name: advance(1, name))
         peaks = {name: [peak_bytes(loss, step) for _ in range(MEMORY_RUNS)] for name, loss in contestants.items()}
-    loss_error, grad_error = errors(step) if benchmark.compare == "dense" else head_errors(step)
+    far = {"dense": errors, "head": head_errors}.get(benchmark.compare)
+    loss_error, grad_error = far(step) if far else (None, None)
     document = {
         "ratios": [
             {"a": a, "b": b, "what": "time", **pairwise(rates[b], rates[a])._asdict()},
@@ -206,6 +237,19 @@ def make_head_step(benchmark: Benchmark, device: torch.device) -> HeadStep:
     return HeadStep(*leaves, sparse_targets(step.batch, step.spec, benchmark.grid, rules))
 
 
+def make_train_step(benchmark: Benchmark, device: torch.device) -> TrainStep:
+    """A new network and noise to look at; the grid is the network's own."""
+    if not benchmark.model.startswith("lvvit"):
+        raise UserError(f"--model {benchmark.model} has no token head; choose one of {', '.join(timm.list_models('lvvit*'))}")
+    model = timm.create_model(benchmark.model, num_classes=benchmark.classes, drop_path_rate=0.1)
+    model = model.to(device, memory_format=torch.channels_last).train()
+    step = make_step(replace(benchmark, grid=model.grid_size), device, logits=False)
+    side = model.grid_size * model.patch_size
+    image = torch.randn(benchmark.batch, 3, side, side, device=device).contiguous(memory_format=torch.channels_last)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    return TrainStep(model, optimizer, image, step.batch.label, step.batch, step.spec, model.grid_size)
+
+
 # ------------------------------------------------------------------------- the contestants
 
 
@@ -249,24 +293,47 @@ def whole_loss(step: HeadStep) -> Tensor:
     return token_loss(F.linear(step.tokens, step.weight, step.bias), step.targets)
 
 
+def answered(step: TrainStep) -> TokenLogits:
+    """The network's answer, in bfloat16 on a GPU as train.py has it."""
+    with torch.autocast(step.tokens.device.type, torch.bfloat16, enabled=step.tokens.is_cuda):
+        return step.model(step.tokens)
+
+
+def labelled_loss(step: TrainStep) -> Tensor:
+    """Equation 7."""
+    cls, tokens = answered(step)
+    return sparse_loss(Step(step.batch, step.spec, step.grid, cls, tokens))
+
+
+def unlabelled_loss(step: TrainStep) -> Tensor:
+    """The image's label for the class token and for every token, as published code has it where there are no maps."""
+    cls, tokens = answered(step)
+    every = step.label[:, None].expand(-1, tokens.shape[1]).flatten()
+    hard = [F.cross_entropy(logits.float(), label, label_smoothing=SMOOTHING) for logits, label in (
+        (cls, step.label), (tokens.flatten(0, 1), every))]  # fmt: skip
+    return hard[0] + TOKEN_WEIGHT * hard[1]
+
+
 # ------------------------------------------------------------------------- measuring
 
 
-def forget(step: Step | HeadStep) -> None:
+def forget(step: Step | HeadStep | TrainStep) -> None:
     """Drop the gradients."""
     for leaf in step.leaves:
         leaf.grad = None
 
 
-def backward(loss: Callable[[Step | HeadStep], Tensor], step: Step | HeadStep) -> int:
+def backward(loss: Callable[[Step | HeadStep | TrainStep], Tensor], step: Step | HeadStep | TrainStep) -> int:
     """A loss and its gradient, to the end; the images it was of."""
     loss(step).backward()
+    if isinstance(step, TrainStep):
+        step.optimizer.step()
     if step.tokens.is_cuda:
         torch.cuda.synchronize(step.tokens.device)
     return len(step.tokens)
 
 
-def peak_bytes(loss: Callable[[Step | HeadStep], Tensor], step: Step | HeadStep) -> float:
+def peak_bytes(loss: Callable[[Step | HeadStep | TrainStep], Tensor], step: Step | HeadStep | TrainStep) -> float:
     """The most memory that a step holds at once beside what it begins with and the gradients it ends with.
 
     From the allocator's own record, so that what an operation takes and gives back inside itself counts too.
@@ -338,6 +405,8 @@ def what_of(benchmark: Benchmark, device: torch.device) -> str:
     shape = f"{benchmark.side} x {benchmark.side} cells of {benchmark.top_k} of {benchmark.palette} classes"
     if benchmark.compare == "head":
         shape += f", tokens of {benchmark.width}"
+    if benchmark.compare == "step":
+        shape += f", {benchmark.model}"
     return f"{benchmark.batch} images, {benchmark.classes} classes, grid {benchmark.grid}, maps of {shape}; {where}"
 
 
@@ -353,16 +422,22 @@ def show(document: dict, rates: dict, peaks: dict, benchmark: Benchmark, device:
     milliseconds = {name: 1e3 * benchmark.batch / Spread.of(values).median for name, values in rates.items()}
     megabytes = {name: Spread.of(values).median / 1e6 for name, values in peaks.items()}
     for ratio, unit, values in zip(document["ratios"], ("ms", "MB"), (milliseconds, megabytes), strict=True):
-        bar, aim = BARS.get((benchmark.compare, ratio["what"], device.type), (None, None))
+        goal = BARS.get((benchmark.compare, ratio["what"], device.type))
         table.add_row(
             ratio["what"], *(f"{values[name]:,.1f} {unit}" for name in (a, b)),
-            *(f"1 / {1 / ratio[at]:.1f}" for at in ("median", "p25", "p75")), f"1 / {1 / bar:.0f} (1 / {1 / aim:.0f})" if bar else "",
+            *(part(ratio[at]) for at in ("median", "p25", "p75")), f"{part(goal[0])} ({part(goal[1])})" if goal else "",
         )  # fmt: skip
     console.print(table)
-    console.print(
-        f"against float64: loss {document['loss_rel_error']:.1e} relative (bar 2e-06), "
-        f"gradient {document['grad_abs_error']:.1e} absolute (bar 1e-07)"
-    )
+    if document["loss_rel_error"] is not None:
+        console.print(
+            f"against float64: loss {document['loss_rel_error']:.1e} relative (bar 2e-06), "
+            f"gradient {document['grad_abs_error']:.1e} absolute (bar 1e-07)"
+        )
+
+
+def part(ratio: float) -> str:
+    """A small ratio as a part of one."""
+    return f"{ratio:.3f}" if ratio > 0.7 else f"1 / {1 / ratio:.1f}"
 
 
 def rows(document: dict, rates: dict, peaks: dict, benchmark: Benchmark, device: torch.device) -> list[dict]:

@@ -54,7 +54,7 @@ def test_the_document_is_as_promised_and_rows_are_kept(tmp_path, capsys):
     assert float(rows[5]["median"]) == pytest.approx(float(rows[2]["median"]) / float(rows[3]["median"]), rel=1e-4)
     said = capsys.readouterr().out
     assert "17 images, 30 classes, grid 4, maps of 6 x 6 cells of 3 of 8 classes; CPU" in said
-    assert "1 / 5 (1 / 8)" in said
+    assert "1 / 5.0 (1 / 8.0)" in said
 
 
 def test_the_fused_head_is_compared_with_logits_that_exist(tmp_path, capsys, monkeypatch):
@@ -69,6 +69,18 @@ def test_the_fused_head_is_compared_with_logits_that_exist(tmp_path, capsys, mon
     assert 0 <= document["loss_rel_error"] < 2e-6
     assert 0 <= document["grad_abs_error"] < 1e-7
     assert "tokens of 8; CPU" in capsys.readouterr().out
+
+
+def test_a_whole_step_is_compared_with_one_without_labels(tmp_path, capsys):
+    document = main(small(compare="step", model="lvvit_micro", json=tmp_path / "out.json"))
+    assert [(ratio["a"], ratio["b"], ratio["what"]) for ratio in document["ratios"]] == [
+        ("labels", "none", "time"),
+        ("labels", "none", "memory"),
+    ]
+    assert document["loss_rel_error"] is None
+    assert "lvvit_micro; CPU" in capsys.readouterr().out
+    with pytest.raises(UserError, match=r"--model resnet18 has no token head; choose one of lvvit_l, lvvit_m"):
+        main(small(compare="step", model="resnet18"))
 
 
 def test_peak_memory_counts_all_but_the_gradient():

@@ -10,7 +10,7 @@ import torch
 import tyro
 from densefeed.models import checkpoints
 from densefeed.models.lvvit import LVViT, TokenLogits
-from densefeed.pipelines.augment import Augmentation
+from densefeed.pipelines.augment import Augmentation, augmented
 from densefeed.pipelines.mixing import Mix
 from densefeed.pipelines.targets import TargetRules
 from densefeed.pipelines.warp import gathered
@@ -123,6 +123,76 @@ def test_a_step_waits_for_nothing(packed, tmp_path, no_host_read, monkeypatch, f
             training.step_loss(run, model, seen, loader.labels, rules, mix, amp=False).backward()
     loader.close()
     assert any(parameter.grad is not None and parameter.grad.any() for parameter in model.parameters())
+
+
+def first_step(run, device):
+    """What a first step is made of: network, augmented batch, specification, rules, mixing."""
+    loader = training.open_loader(run, "train")
+    torch.manual_seed(0)
+    model, _ = training.build_model(run, loader.num_classes)
+    augment = training.augment_of(run)
+    mean, std = model.pretrained_cfg["mean"], model.pretrained_cfg["std"]
+    augmentation = Augmentation(loader.plan, augment, mean, std).to(device)
+    rules = TargetRules(smoothing=0.1, sheared=augment.shears)
+    batch = next(augmented(loader.batches(0), augmentation, 0, device))
+    loader.close()
+    return model.to(device), batch, loader.labels, rules, training.mixing_of(run, loader.plan)
+
+
+@pytest.mark.parametrize("fields", [dict(mixtoken=True), dict(cutmix=1.0, mixup=0.8, mix_label="regions")])
+def test_one_compiled_step_serves_every_box(packed, tmp_path, fields):
+    """No graph break, no recompilation, and the loss and gradient of eager mode."""
+    run = config(packed, tmp_path / "run", drop_path=0.0, **AUGMENTED, **fields)
+    model, batch, spec, rules, mixing = first_step(run, torch.device("cpu"))
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    step = torch.compile(training.step_loss, fullgraph=True, backend="aot_eager", dynamic=False)
+    for number in range(3):
+        mix, grads = mixing.draw(0, number, 32, 4), []
+        for function in (training.step_loss, step):
+            model.zero_grad()
+            loss = function(run, model, batch, spec, rules, mix, False)
+            loss.backward()
+            grads.append((loss.detach(), *(parameter.grad.clone() for parameter in model.parameters())))
+        torch.testing.assert_close(grads[0], grads[1], rtol=1e-4, atol=1e-6)
+        if number == 0:
+            compiled = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == compiled == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_on_a_gpu_a_step_waits_for_nothing_and_is_captured(packed, tmp_path):
+    """CUDA's own trap for waits around augmentation and step; then one CUDA graph for every box."""
+    run = config(packed, tmp_path / "run", drop_path=0.0, mixtoken=True, device="cuda", **AUGMENTED)
+    device = torch.device("cuda")
+    model, batch, spec, rules, mixing = first_step(run, device)
+    mix = mixing.draw(0, 0, 32, 4).to(device)
+
+    def step():
+        loss = training.step_loss(run, model, batch, spec, rules, mix, True)
+        loss.backward()
+        return loss
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    model.zero_grad(set_to_none=True)
+    with torch.cuda.graph(graph):
+        captured = step()
+    for number in (1, 2):
+        mix.box.copy_(mixing.draw(0, number, 32, 4).box)
+        graph.replay()
+        eager = training.step_loss(run, model, batch, spec, rules, mix, True)
+        torch.testing.assert_close(captured, eager, rtol=1e-3, atol=1e-3)
 
 
 def test_the_first_batch_is_checked_before_the_first_step(packed, tmp_path, monkeypatch):

@@ -12,7 +12,8 @@ operations blur once instead of twice, and what the first pushed out of sight th
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import numpy as np
 import torch
@@ -23,8 +24,6 @@ from .choices import Augment, Choice, Chooser, Group, noise_length
 from .operations import OPERATIONS, looked_up
 from .plan import NOISE, EpochPlan, philox
 from .warp import warped
-
-CACHED = 2**18  # bytes of crops whose float32 fit a CPU's second cache; one crop of 224 px is 150,528
 
 
 class Normalise(torch.nn.Module):
@@ -40,9 +39,10 @@ class Normalise(torch.nn.Module):
         # Rows of 3 W numbers: an innermost axis of three costs a CPU ten times as much.
         byte_NHL, width = image_NHWC.flatten(2), image_NHWC.shape[2]
         scale_L, shift_L = self.scale.repeat(width), self.shift.repeat(width)
-        out_NHL = torch.empty_like(byte_NHL, dtype=self.scale.dtype)
-        for part in parts(0, len(byte_NHL), byte_NHL):
-            torch.addcmul(shift_L, byte_NHL[part].to(scale_L.dtype), scale_L, out=out_NHL[part])
+        out_NHL = torch.empty_like(byte_NHL, dtype=torch.float32)
+        # On a CPU one by one, so that what is multiplied is still in its cache.
+        for byte, out in [(byte_NHL, out_NHL)] if not byte_NHL.is_cpu else zip(byte_NHL, out_NHL, strict=True):
+            torch.addcmul(shift_L, byte.float(), scale_L, out=out)
         return out_NHL.view_as(image_NHWC).permute(0, 3, 1, 2)  # permuting NHWC is channels_last
 
     def pixels(self, image_NCHW: Tensor) -> Tensor:
@@ -85,8 +85,7 @@ class Augmentation(torch.nn.Module):
         for group in choice.before:
             apply(image, group, choice)
         if choice.warped:
-            row = choice.warp_row
-            put(image, row, warped(image.index_select(0, row), choice.pixel_matrix, choice.cubic, self.fill))
+            change(image, choice.warp_row, partial(warped, fill=self.fill), choice.pixel_matrix, choice.cubic)
         for group in choice.after:
             apply(image, group, choice)
         return image
@@ -106,28 +105,24 @@ class Augmentation(torch.nn.Module):
 
 def apply(image_NHWC: Tensor, group: Group, choice: Choice) -> None:
     """One operation on the samples of its group, in place."""
-    for part in parts(group.start, group.stop, image_NHWC):
-        row = choice.row[part]
-        chosen = image_NHWC.index_select(0, row)
-        if group.name == "Table":
-            put(image_NHWC, row, looked_up(chosen, choice.table[part][:, None]))
-        else:
-            put(image_NHWC, row, OPERATIONS[group.name](chosen, choice.number[part]))
+    part = slice(group.start, group.stop)
+    if group.name == "Table":
+        change(image_NHWC, choice.row[part], looked_up, choice.table[part][:, None])
+    else:
+        change(image_NHWC, choice.row[part], OPERATIONS[group.name], choice.number[part])
 
 
-def parts(start: int, stop: int, image_NHWC: Tensor) -> list[slice]:
-    """How samples `start` to `stop` are worked on: at once on a GPU, on a CPU as many as its caches hold the floats of."""
-    on_cpu = image_NHWC.device.type == "cpu"
-    step = max(CACHED // image_NHWC[0].numel(), 1) if on_cpu else max(stop - start, 1)
-    return [slice(at, min(at + step, stop)) for at in range(start, stop, step)]
+def change(image_NHWC: Tensor, row_M: Tensor, work: Callable[..., Tensor], *arguments: Tensor) -> None:
+    """Replaces the samples `row_M` by what `work` makes of them and of its arguments `[M, ...]`.
 
-
-def put(image_NHWC: Tensor, row_M: Tensor, new_MHWC: Tensor) -> None:
-    """Replaces the samples `row_M`."""
-    size = image_NHWC[0].numel()
-    # Eight bytes at a time where they come out even: index_copy_ of bytes takes seven times as long on a CPU.
-    wide = torch.int64 if size % 8 == 0 else torch.uint8
-    image_NHWC.view(-1, size).view(wide).index_copy_(0, row_M, new_MHWC.view(-1, size).view(wide))
+    On a GPU at once. On a CPU one by one: the floats of one crop of 224 px fit its second cache, those of two do not.
+    """
+    if not image_NHWC.is_cpu:
+        image_NHWC.index_copy_(0, row_M, work(image_NHWC.index_select(0, row_M), *arguments))
+        return
+    for at, row in enumerate(row_M.tolist()):
+        sample = image_NHWC[row : row + 1]
+        sample.copy_(work(sample, *(argument[at : at + 1] for argument in arguments)))
 
 
 def views(batch: Batch, choice: Choice) -> Tensor:

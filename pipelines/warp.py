@@ -9,6 +9,7 @@ as in torch's grid_sample. Results are truncated, not rounded.
 are, moves every row by a number of its own and takes `slid` 0.2 ms.
 """
 
+from functools import lru_cache
 from typing import TypeVar
 
 import numpy as np
@@ -63,10 +64,8 @@ def slid(image_HW3: Tensor, slope: float, shift: float, cubic: bool, fill: tuple
     first_H = (np.arange(H) + 1) * wide + 1 + np.clip(start_H, -W, W).astype(np.int64)
     row_HL = _windows(pixels, W + 3, first_H)
     # The W pixels whose source lies inside follow one another, so the mask of a row is a window of one pattern.
-    mask = torch.zeros(3 * W, 3, dtype=torch.uint8)
-    mask[W : 2 * W] = 255
     begin_H = W - np.clip(np.ceil(-0.5 - move_H), -W, W).astype(np.int64)
-    inside_HL, out_HL = (_windows(part, W, begin_H) for part in (mask, torch.tensor(fill, dtype=torch.uint8) & ~mask))
+    inside_HL, out_HL = (_windows(pattern, W, begin_H) for pattern in _patterns(W, fill))
     taps = [(3 * tap, torch.from_numpy(weights[tap].astype(np.float32))[:, None]) for tap in (range(4) if cubic else (1, 2))]
     for at in range(0, H, STRIP):
         strip = slice(at, at + STRIP)
@@ -77,6 +76,14 @@ def slid(image_HW3: Tensor, slope: float, shift: float, cubic: bool, fill: tuple
         seen_HL = total_HL.add_(ALMOST).clamp_(0, 255).to(torch.int16).to(torch.uint8)
         out_HL[strip] |= seen_HL & inside_HL[strip]
     return out_HL.view(H, W, 3)
+
+
+@lru_cache(maxsize=8)
+def _patterns(width: int, fill: tuple[int, int, int]) -> tuple[Tensor, Tensor]:
+    """Three images' widths of bytes `[3 width, 3]`: 255 in the middle one; and the fill colour in the others, 0 elsewhere."""
+    mask = torch.zeros(3 * width, 3, dtype=torch.uint8)
+    mask[width : 2 * width] = 255
+    return mask, torch.tensor(fill, dtype=torch.uint8) & ~mask
 
 
 def _windows(pixels: Tensor, width: int, first_H: np.ndarray) -> Tensor:

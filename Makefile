@@ -22,10 +22,13 @@ $(READY): tools/set_up.sh pyproject.toml setup.py $(wildcard pipelines/native/*.
 gpu-check: $(READY)  ## the tests that need a CUDA device; without one they say so and pass
 	$(RUN) -m pytest -m gpu
 
-bench: $(READY)  ## our loaders beside all others, on real photographs; minutes, and rows in benchmarks/results.csv
+bench: $(READY)  ## loaders, targets and augmentation beside all others; minutes, and rows in benchmarks/results.csv
 	$(RUN) -m pip install --disable-pip-version-check -q -e ".[bench]" || \
 		echo "not every other loader could be installed; those that are here are measured" >&2
 	$(RUN) tools/benchmark_loaders.py --stages --first-batch --json bench/loaders.json
+	$(RUN) tools/benchmark_targets.py --json bench/targets.json
+	$(RUN) tools/benchmark_targets.py --compare head --batch 64 --classes 21841 --rounds 3 --json bench/head.json
+	$(RUN) tools/benchmark_augment.py --json bench/augment.json
 
 MINUTES ?= 10
 soak: $(READY)  ## the native decoder under sanitizers on mutated files, for MINUTES of processor time

@@ -56,7 +56,7 @@ class Benchmark:
     rounds: int = 15  # after one to warm up
     seed: int = 0  # of what is chosen
     json: Path | None = None  # write rows and ratio there
-    record: bool = False  # append rows to --results
+    record: bool = True  # append rows to --results
     results: Path = RESULTS
 
 

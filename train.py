@@ -25,12 +25,12 @@ from densefeed.models.evaluation import top1_waits
 from densefeed.models.token_labeling import class_token_loss, hard_label_loss, token_labeling_loss
 from densefeed.pipelines.augment import Augmentation, Normalise, augmented
 from densefeed.pipelines.batch import Batch, LabelSpec, Loader, on_device
-from densefeed.pipelines.choices import Augment
 from densefeed.pipelines.ffcv import FfcvSource
 from densefeed.pipelines.folder import FolderSource
 from densefeed.pipelines.loader import ThreadedLoader
 from densefeed.pipelines.mixing import Mix, Mixing, label_share, mixed, mixed_images, pooled, share_map
 from densefeed.pipelines.plan import EpochPlan
+from densefeed.pipelines.policies import Augment
 from densefeed.pipelines.resident import ResidentMaps
 from densefeed.pipelines.targets import SparseTargets, TargetRules, check_batch, palette_maps, sparse_targets, with_ground_truth
 from densefeed.relabel.files import UserError, replacing, run

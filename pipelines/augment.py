@@ -20,9 +20,10 @@ import torch
 from torch import Tensor
 
 from .batch import Batch, on_device
-from .choices import Augment, Choice, Chooser, Group, noise_length
+from .choices import Choice, Chooser, Group, noise_length
 from .operations import OPERATIONS, looked_up
 from .plan import NOISE, EpochPlan, philox
+from .policies import Augment
 from .warp import warped
 
 

@@ -5,8 +5,8 @@ beyond the edge are the edge's pixels, so nothing blends with the fill. Bicubic 
 as in torch's grid_sample. Results are truncated, not rounded.
 
 `gathered` does all samples at once, on any device; it is what a GPU runs. On a CPU its 16 gathers take 4 ms for an image of
-224 px where Pillow takes 1.8, so there a map of both axes is Pillow's own work. A map along one axis, as four fifths of all
-are, moves every row by a number of its own and takes `slid` 0.2 ms.
+224 px where Pillow takes 1.8 (bicubic; bilinear 0.7), so there a map of both axes is Pillow's own work. A map along one axis,
+as four of the five operations are, moves every row by a number of its own and takes `slid` 0.4 ms, 0.5 along y.
 """
 
 from functools import lru_cache
@@ -89,7 +89,7 @@ def _patterns(width: int, fill: tuple[int, int, int]) -> tuple[Tensor, Tensor]:
 def _windows(pixels: Tensor, width: int, first_H: np.ndarray) -> Tensor:
     """`width` pixels from each of the numbers `first_H` on, of pixels `[..., 3]` in a row: uint8 `[H, 3 width]`.
 
-    A view of all windows, of which index_select copies whole rows: thirty times as fast as to gather pixels.
+    A view of all windows, of which index_select copies whole rows.
     """
     count = pixels.numel() // 3 - width + 1
     return pixels.as_strided((count, 3 * width), (3, 1)).index_select(0, torch.from_numpy(first_H))

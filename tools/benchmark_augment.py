@@ -20,8 +20,8 @@ import torch
 import tyro
 from densefeed.pipelines.augment import Augmentation
 from densefeed.pipelines.batch import Batch
-from densefeed.pipelines.choices import Augment
 from densefeed.pipelines.plan import EpochPlan
+from densefeed.pipelines.policies import Augment
 from densefeed.relabel.files import UserError, run
 from densefeed.tools.measuring import (
     RESULTS,

@@ -9,9 +9,10 @@ from densefeed.pipelines import augment as augment_module
 from densefeed.pipelines import warp
 from densefeed.pipelines.augment import Augmentation, Normalise, augmented, noise_table
 from densefeed.pipelines.batch import Batch
-from densefeed.pipelines.choices import GEOMETRIC, LAYER_NUMBERS, Augment
+from densefeed.pipelines.choices import LAYER_NUMBERS
 from densefeed.pipelines.operations import counted
 from densefeed.pipelines.plan import AUGMENT, EpochPlan
+from densefeed.pipelines.policies import GEOMETRIC, Augment
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image

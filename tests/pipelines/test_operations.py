@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from densefeed.pipelines.choices import CODES, TABLES, tables_of
 from densefeed.pipelines.operations import OPERATIONS, counted, looked_up
+from densefeed.pipelines.policies import CODES, TABLES, tables_of
 from PIL import Image, ImageEnhance, ImageFilter, ImageOps
 from timm.data.auto_augment import posterize, solarize_add
 from torchvision.transforms.functional import adjust_hue

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from densefeed.pipelines.choices import GEOMETRIC, step_of
+from densefeed.pipelines.policies import GEOMETRIC, step_of
 from densefeed.pipelines.warp import gathered, tap_weights, warped
 from PIL import Image
 

@@ -13,7 +13,6 @@ from densefeed.models.lvvit import LVViT, TokenLogits
 from densefeed.pipelines.augment import Augmentation, augmented
 from densefeed.pipelines.mixing import Mix
 from densefeed.pipelines.targets import TargetRules
-from densefeed.pipelines.warp import gathered
 from densefeed.relabel.files import UserError
 
 
@@ -95,36 +94,6 @@ def test_maps_on_the_device_and_a_fused_head_change_no_loss(packed, tmp_path, fu
         assert same["loss"] == (pytest.approx(one["loss"], rel=1e-4) if fused else one["loss"])
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        dict(mixtoken=True),
-        dict(cutmix=1.0, mix_label="regions"),
-        dict(mixup=0.8, ground_truth="intended"),
-        dict(objective="ce"),
-    ],
-)
-def test_a_step_waits_for_nothing(packed, tmp_path, no_host_read, monkeypatch, fields):
-    """From the batch in the device's memory to the gradient, nothing is read back; the choices are the host's."""
-    monkeypatch.setattr("densefeed.pipelines.augment.warped", gathered)  # as on a GPU; on a CPU Pillow warps
-    run = config(packed, tmp_path / "run", **AUGMENTED, **fields)
-    loader = training.open_loader(run, "train")
-    model, _ = training.build_model(run, loader.num_classes)
-    augment = training.augment_of(run)
-    mean, std = model.pretrained_cfg["mean"], model.pretrained_cfg["std"]
-    augmentation = Augmentation(loader.plan, augment, mean, std)
-    rules = TargetRules(smoothing=0.1, sheared=augment.shears)
-    mixing = training.mixing_of(run, loader.plan)
-    for number, batch in enumerate(loader.batches(0)):
-        choice = augmentation.choose(0, batch.index, batch.repeat, *batch.image.shape[1:3])
-        mix = mixing.draw(0, number, 32, 4) if mixing else None
-        with no_host_read():
-            seen = augmentation(batch, choice)
-            training.step_loss(run, model, seen, loader.labels, rules, mix, amp=False).backward()
-    loader.close()
-    assert any(parameter.grad is not None and parameter.grad.any() for parameter in model.parameters())
-
-
 def first_step(run, device):
     """What a first step is made of: network, augmented batch, specification, rules, mixing."""
     loader = training.open_loader(run, "train")
@@ -137,6 +106,25 @@ def first_step(run, device):
     batch = next(augmented(loader.batches(0), augmentation, 0, device))
     loader.close()
     return model.to(device), batch, loader.labels, rules, training.mixing_of(run, loader.plan)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        dict(mixtoken=True),
+        dict(cutmix=1.0, mix_label="regions"),
+        dict(mixup=0.8, ground_truth="intended"),
+        dict(objective="ce"),
+    ],
+)
+def test_a_step_waits_for_nothing(packed, tmp_path, no_host_read, fields):
+    """From the augmented batch to the gradient nothing is read back; of augmentation pipelines/test_augment.py shows it."""
+    run = config(packed, tmp_path / "run", **AUGMENTED, **fields)
+    model, batch, spec, rules, mixing = first_step(run, torch.device("cpu"))
+    mix = mixing.draw(0, 0, 32, 4) if mixing else None
+    with no_host_read():
+        training.step_loss(run, model, batch, spec, rules, mix, amp=False).backward()
+    assert any(parameter.grad is not None and parameter.grad.any() for parameter in model.parameters())
 
 
 @pytest.mark.parametrize("fields", [dict(mixtoken=True), dict(cutmix=1.0, mixup=0.8, mix_label="regions")])

@@ -49,9 +49,7 @@ from torch.utils.tensorboard import SummaryWriter
 class Config:
     """Everything a run depends on. Fields not given on the command line come from the recipe."""
 
-    data: Path = (
-        tyro.MISSING
-    )  # training set: a folder of class folders, or with --loader ffcv a .beton, or a pattern: 'a-*.beton'
+    data: Path = tyro.MISSING  # training set: a folder of class folders; with --loader ffcv a .beton, or a pattern 'a-*.beton'
     val: Path = tyro.MISSING  # validation set, of the same kind
     out: Path = tyro.MISSING  # run folder: config, metrics, checkpoints
     labels: Path | None = None  # score maps (HDF5) of the training set; a .beton may carry its own
@@ -68,9 +66,7 @@ class Config:
     smoothing: float = 0.1  # label smoothing, probability
     temperature: float = 1.0  # of dense labels: above 1 softer, below harder than the teacher's
     ground_truth: Literal["none", "published", "intended"] = "none"  # mix the image's label into the class token's dense one
-    geometry: Literal["aligned", "compatible"] = (
-        "aligned"  # where labels are read: what a token shows, or where published code reads
-    )
+    geometry: Literal["aligned", "compatible"] = "aligned"  # read labels of what a token shows, or where published code reads
     outside: Literal["ignore", "uniform"] = "ignore"  # what lies outside map, image or crop: no label, or all classes alike
     labels_on_device: bool = False  # keep all score maps in the device's memory (ImageNet: 9 GB), not in the batches
     fused_head: Literal["auto", "always", "never"] = "auto"  # tokens' logits never whole; auto: from 4,096 classes on
@@ -84,11 +80,7 @@ class Config:
     crop_scale: tuple[float, float] = (0.08, 1.0)  # area of a training crop, share of the image
     hflip: float = 0.5  # probability of a left-right flip
     rand_augment: str = ""  # as timm writes it, e.g. rand-m9-mstd0.5-inc1; empty: none
-    color_jitter: tuple[float, ...] = (
-        0.0,
-        0.0,
-        0.0,
-    )  # of brightness, contrast, saturation and perhaps hue; not beside RandAugment
+    color_jitter: tuple[float, ...] = (0.0,) * 3  # brightness, contrast, saturation, perhaps hue; not beside RandAugment
     interpolation: Literal["random", "bilinear", "bicubic"] = "random"  # where RandAugment rotates, shears and moves
     erase_probability: float = 0.0  # of random erasing
     erase_mode: Literal["const", "rand", "pixel"] = "pixel"  # what is erased becomes the mean colour, one colour, or noise

@@ -19,8 +19,14 @@ $(READY): tools/set_up.sh pyproject.toml setup.py $(wildcard pipelines/native/*.
 	PYTHON="$(PYTHON)" bash tools/set_up.sh .venv
 	touch $(READY)
 
-gpu-check: $(READY)  ## the tests that need a CUDA device; without one they say so and pass
+gpu-check: $(READY)  ## the tests that need a CUDA device, then what it costs there; without one they say so and pass
 	$(RUN) -m pytest -m gpu
+	@if $(RUN) -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; then \
+		$(RUN) tools/benchmark_targets.py --device cuda && \
+		$(RUN) tools/benchmark_targets.py --device cuda --compare head --batch 64 --classes 21841 && \
+		$(RUN) tools/benchmark_targets.py --device cuda --compare step --model lvvit_s && \
+		$(RUN) tools/benchmark_augment.py --device cuda --batch 128; \
+	else echo "no CUDA device: nothing was measured"; fi
 
 bench: $(READY)  ## loaders, targets and augmentation beside all others; minutes, and rows in benchmarks/results.csv
 	$(RUN) -m pip install --disable-pip-version-check -q -e ".[bench]" || \

@@ -66,7 +66,7 @@ class Config:
     smoothing: float = 0.1  # label smoothing, probability
     temperature: float = 1.0  # of dense labels: above 1 softer, below harder than the teacher's
     ground_truth: Literal["none", "published", "intended"] = "none"  # mix the image's label into the class token's dense one
-    geometry: Literal["aligned", "compatible"] = "aligned"  # read labels of what a token shows, or where published code reads
+    geometry: Literal["aligned", "compatible"] = "aligned"  # labels of what a token shows; or, with outside uniform, as published
     outside: Literal["ignore", "uniform"] = "ignore"  # what lies outside map, image or crop: no label, or all classes alike
     labels_on_device: bool = False  # keep all score maps in the device's memory (ImageNet: 9 GB), not in the batches
     fused_head: Literal["auto", "always", "never"] = "auto"  # tokens' logits never whole; auto: from 4,096 classes on
@@ -80,7 +80,7 @@ class Config:
     crop_scale: tuple[float, float] = (0.08, 1.0)  # area of a training crop, share of the image
     hflip: float = 0.5  # probability of a left-right flip
     rand_augment: str = ""  # as timm writes it, e.g. rand-m9-mstd0.5-inc1; empty: none
-    color_jitter: tuple[float, ...] = (0.0,) * 3  # brightness, contrast, saturation, perhaps hue; not beside RandAugment
+    color_jitter: tuple[float, ...] = ()  # one number, or brightness, contrast, saturation and perhaps hue; empty: none
     interpolation: Literal["random", "bilinear", "bicubic"] = "random"  # where RandAugment rotates, shears and moves
     erase_probability: float = 0.0  # of random erasing
     erase_mode: Literal["const", "rand", "pixel"] = "pixel"  # what is erased becomes the mean colour, one colour, or noise
@@ -107,6 +107,11 @@ class Config:
     log_every: int = 50  # steps between log lines
 
 
+RANGES = {  # of numbers, both ends allowed
+    "lr": (1e-12, math.inf), "min_lr": (0, math.inf), "weight_decay": (0, math.inf), "warmup_epochs": (0, math.inf),
+    "ema": (0, 1), "drop_path": (0, 0.99), "token_weight": (0, math.inf), "temperature": (1e-3, math.inf),
+    "cutmix": (0, math.inf), "mixup": (0, math.inf), "mix_prob": (0, 1), "switch_prob": (0, 1), "erase_probability": (0, 1),
+}  # fmt: skip
 FUSED_FROM = 4096  # classes; below, logits that exist whole take less memory than the rest of a step, and less time
 
 # Fields in which a resumed run may differ from the run it continues.
@@ -217,8 +222,13 @@ def check_values(config: Config) -> None:
         raise UserError(f"--{wrong[0].replace('_', '-')} must be at least 1")
     if not 0 <= config.seed < 2**63:
         raise UserError("--seed must be from 0 to 2^63 - 1")
-    if not config.temperature > 0:
-        raise UserError("--temperature must be above 0")
+    for name, (least, most) in RANGES.items():
+        value = getattr(config, name)
+        if not (least <= value <= most and math.isfinite(value)):
+            bounds = f"at least {least:g}" if most == math.inf else f"from {least:g} to {most:g}"
+            raise UserError(f"--{name.replace('_', '-')} is {value:g}, and must be {bounds}")
+    if any(config.color_jitter) and config.rand_augment and "3a" not in config.rand_augment:
+        raise UserError("--color-jitter is off beside --rand-augment, as in timm; give one of the two")
     low, high = config.crop_scale
     if not (0 < low <= high <= 1 and 0 < config.crop_pct <= 1 and 0 <= config.smoothing < 1 and 0 <= config.hflip <= 1):
         raise UserError("--crop-scale, --crop-pct, --smoothing and --hflip are shares: from 0 to 1, and crops not empty")
@@ -267,8 +277,8 @@ def build_model(config: Config, num_classes: int) -> tuple[nn.Module, checkpoint
     kwargs = {"num_classes": num_classes} | ({"drop_path_rate": config.drop_path} if config.drop_path else {})
     if config.model.startswith("lvvit"):
         kwargs |= {"token_head": config.objective == "token-label"}
-        if config.fused_head == "always" or (config.fused_head == "auto" and num_classes >= FUSED_FROM):
-            kwargs |= {"fused_head": True}
+        many = config.fused_head == "always" or (config.fused_head == "auto" and num_classes >= FUSED_FROM)
+        kwargs |= {"fused_head": True} if many and kwargs["token_head"] else {}
     elif config.objective == "token-label" or config.mixtoken:
         raise UserError(
             f"{config.model} has no token head and no MixToken; use an lvvit model, or --objective ce --no-mixtoken"
@@ -346,8 +356,9 @@ def forget_after(step: int, path: Path) -> None:
 
 def augment_of(config: Config) -> Augment:
     """What happens to a crop before the network sees it."""
+    jitter = config.color_jitter or (0.0,)
     return Augment(
-        rand_augment=config.rand_augment, color_jitter=config.color_jitter, interpolation=config.interpolation,
+        rand_augment=config.rand_augment, color_jitter=jitter if len(jitter) > 1 else jitter[0], interpolation=config.interpolation,
         erase_probability=config.erase_probability, erase_mode=config.erase_mode, erase_count=config.erase_count,
         erase_max_area=config.erase_max_area,
     )  # fmt: skip

@@ -4,6 +4,7 @@ RandAugment's string is read by timm itself; arguments follow the formulas of ti
 """
 
 import math
+import re
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -19,6 +20,9 @@ GEOMETRIC = ("Rotate", "ShearX", "ShearY", "TranslateXRel", "TranslateYRel")
 TABLES = ("Invert", "Posterize", "Solarize", "SolarizeAdd", "Brightness")  # a byte's value follows from the byte
 CODES = {name: code for code, name in enumerate((*TABLES, *OPERATIONS))}
 LEAST_AREA, LEAST_ASPECT = 0.02, 0.3  # of an erased box, timm's
+
+
+STRING = re.compile(r"rand(-((m|n|mmax|inc)\d+|(p|mstd)\d*\.?\d+|t(weights|3aw?)?))*")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +86,8 @@ class Layers(NamedTuple):
     def of(cls, text: str) -> "Layers":
         """timm's reading of the string. UserError where timm refuses it, or where it asks for what is not here."""
         try:
-            if text.split("-")[0] != "rand":
+            # timm passes over what it does not know in silence: rand-mfoo would be magnitude 10.
+            if not STRING.fullmatch(text):
                 raise ValueError
             parsed = rand_augment_transform(text, {})
         except (AssertionError, ValueError):

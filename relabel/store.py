@@ -12,6 +12,7 @@ import weakref
 import zlib
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from itertools import combinations
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -23,6 +24,7 @@ from .progress import bar
 
 VERSION = 1
 CHECKED_AT_ONCE = 2**26  # bytes of rows
+EDGE = 1e-6  # by which rounding may put a Window outside its image
 HDF5_OVERHEAD = 2**16  # bytes of HDF5's own beside the rows; 11 kB measured
 Absent = Literal["tail", "zero-logit"]
 
@@ -48,6 +50,10 @@ class StoreHeader:
         fields = json.loads(text)
         if fields.get("version") != VERSION:
             raise UserError(f"{where}: score maps of version {fields.get('version')}, this program reads {VERSION}; relabel it")
+        if fields.get("absent") not in ("tail", "zero-logit"):
+            raise UserError(
+                f"{where}: absent is {fields.get('absent')!r}, and must be tail or zero-logit; label the images again"
+            )
         return cls(**fields | {"class_names": tuple(fields["class_names"])})
 
 
@@ -89,6 +95,12 @@ def row_crcs(maps: ScoreMaps) -> np.ndarray:
 def not_finite(half_NM: np.ndarray) -> np.ndarray:
     """Which rows of float16 hold an infinity or NaN, bool `[N]`; by their bits, which is faster than `isfinite`."""
     return (half_NM.view(np.uint16) & 0x7FFF).max(1) >= 0x7C00
+
+
+def repeats(cls_NSSk: np.ndarray) -> np.ndarray:
+    """Which rows name a class twice in one cell, bool `[N]`."""
+    ranks = [np.ascontiguousarray(cls_NSSk[..., rank]).reshape(len(cls_NSSk), -1) for rank in range(cls_NSSk.shape[3])]
+    return sum(((one == other).any(1) for one, other in combinations(ranks, 2)), np.zeros(len(cls_NSSk), bool))
 
 
 def palette_sizes(cls: np.ndarray) -> np.ndarray:
@@ -170,7 +182,8 @@ class ScoreMapStore:
         return maps
 
     def check_values(self) -> None:
-        """UserError if a row holds what no teacher can have said: a number that is not finite, or a class there is not.
+        """UserError if a row holds what no teacher can have said: a number that is not finite, a class there is not, a Window
+        that is no part of the image, a class twice in a cell, or more classes than its palette says.
 
         Reads the file once, from end to end: 8 GB for ImageNet, at the disk's rate. A row that does not match its CRC is
         left to whoever reads it, who may want to skip it.
@@ -180,11 +193,19 @@ class ScoreMapStore:
         for ids in bar(chunks, f"check {self.path.name}") if len(chunks) > 16 else chunks:
             maps = ScoreMaps(*(self._read(name, ids) for name in ScoreMaps._fields))
             logit, cls, lse, window = (part.reshape(len(ids), -1) for part in maps)
+            top, left, bottom, right = window.T
+            # Not the other way round: NaN is neither less nor more.
+            within = (
+                (top >= -EDGE) & (top < bottom) & (bottom <= 1 + EDGE) & (left >= -EDGE) & (left < right) & (right <= 1 + EDGE)
+            )
+            known = cls.max(1) < self.header.num_classes
             wrong = {
                 "a logit that is not finite": not_finite(logit),
                 "a logsumexp that is not finite": not_finite(lse),
-                "a window that is not finite": ~np.isfinite(window).all(1),
-                f"class {cls.max()} of {self.header.num_classes}": cls.max(1) >= self.header.num_classes,
+                "a Window that is no part of the image": ~within,
+                f"class {cls.max()} of {self.header.num_classes}": ~known,
+                "a class twice in one cell": repeats(maps.cls),
+                "more classes than its palette says": known & (palette_sizes(cls) > self._read("palette", ids)),
             }
             for what, rows in wrong.items():
                 for n in np.flatnonzero(rows):

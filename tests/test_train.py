@@ -54,6 +54,7 @@ def records(out, kind="train"):
         dict(cutmix=1.0, objective="ce"),
         dict(model="nfnet_micro", objective="relabel", cutmix=1.0, mix_label="regions"),
         dict(rand_augment="rand-m9-mstd0.5-inc1", erase_probability=0.5, erase_count=2, mixtoken=True),
+        dict(color_jitter=(0.4,)),
         dict(color_jitter=(0.4, 0.4, 0.4, 0.1), erase_probability=0.5, erase_mode="rand"),
         dict(geometry="compatible", outside="uniform", temperature=2.0, ground_truth="published", mixtoken=True),
         dict(labels_on_device=True, objective="ce"),
@@ -350,12 +351,20 @@ def test_a_foreign_checkpoint_is_not_continued(packed, tmp_path):
         (dict(smoothing=2.0), "are shares"),
         (dict(device="foo"), "--device foo cannot be used here"),
         (dict(mixtoken=True, mixup=0.8), "MixToken mixes every step already"),
-        (dict(mix_prob=1.5, mixup=0.8), "be from 0 to 1"),
+        (dict(mix_prob=1.5, mixup=0.8), "--mix-prob is 1.5, and must be from 0 to 1"),
         (dict(objective="ce", mix_label="regions"), "pools dense labels"),
         (dict(ground_truth="intended", mixtoken=True, mix_label="regions"), "knows one label an image"),
         (dict(rand_augment="augmix-m5"), "is no RandAugment string"),
-        (dict(erase_probability=2.0), "choose from 0 to 1"),
-        (dict(temperature=0.0), "--temperature must be above 0"),
+        (dict(erase_probability=2.0), "--erase-probability is 2, and must be from 0 to 1"),
+        (dict(temperature=0.0), "--temperature is 0, and must be at least 0.001"),
+        (dict(cutmix=float("nan")), "--cutmix is nan, and must be at least 0"),
+        (dict(lr=float("nan")), "--lr is nan, and must be at least 1e-12"),
+        (dict(drop_path=2.0), "--drop-path is 2, and must be from 0 to 0.99"),
+        (dict(ema=2.0), "--ema is 2, and must be from 0 to 1"),
+        (dict(token_weight=float("inf")), "--token-weight is inf"),
+        (dict(color_jitter=(0.1, 0.2)), "must be one number, or three or four"),
+        (dict(color_jitter=(0.4,), rand_augment="rand-m9"), "--color-jitter is off beside --rand-augment"),
+        (dict(rand_augment="rand-m9-rotate"), "is no RandAugment string"),
         (dict(views=0), "--views must be at least 1"),
         (dict(views=3), "a batch of 4 is no multiple of the 3 views"),
         (dict(sizes=((1, 16),)), "epochs ascend from 0"),
@@ -365,6 +374,13 @@ def test_a_foreign_checkpoint_is_not_continued(packed, tmp_path):
 def test_values_that_make_no_sense_are_refused(packed, tmp_path, fields, said):
     with pytest.raises(UserError, match=said):
         training.train(config(packed, tmp_path / "run", **fields))
+
+
+@pytest.mark.parametrize(("objective", "fused"), [("token-label", True), ("relabel", False), ("ce", False)])
+def test_of_many_classes_the_token_heads_logits_are_left_to_the_loss(packed, tmp_path, objective, fused):
+    model, _ = training.build_model(config(packed, tmp_path / "run", objective=objective), 5000)
+    assert model.fused_head == fused
+    assert not training.build_model(config(packed, tmp_path / "run", objective=objective), 4000)[0].fused_head
 
 
 def test_a_transformer_of_timm_is_built_for_the_size(packed, tmp_path):

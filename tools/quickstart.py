@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import tyro
-from densefeed.relabel.files import run
+from densefeed.relabel.files import UserError, run
+from densefeed.train import RECIPES
 from rich.console import Console
 from rich.table import Table
 
@@ -91,6 +92,10 @@ def spread(values: list[float]) -> str:
 
 def main(options: Quickstart) -> None:
     """Run the flow of every seed and print the table."""
+    known = {recipe.__name__ for recipe in RECIPES}
+    for name in options.students:
+        if f"lvvit_micro_{name.replace('-', '_')}" not in known:
+            raise UserError(f"--students {name}: there is no such student; {', '.join(STUDENTS)}, token-label-compatible are")
     many = len(options.seeds) > 1
     flows = [flow(options.out / f"seed-{seed}" if many else options.out, seed, options) for seed in options.seeds]
     table = Table(title=f"Digit scenes, {len(flows)} seed{'s' * many}", title_justify="left")

@@ -139,6 +139,8 @@ def labels_of_tokens(batch: Batch, loader: Loader, grid: int, rules: TargetRules
 def judge(loader: Loader, truths: list[Truth], grid: int) -> dict:
     """Of the tokens that lie inside exactly one true object: how often is each kind of label that object's class?
 
+    Judged are crops before augmentation.
+
     Kinds: `image`, the image's own label, which plain cross entropy tells every token; `crop`, the dense label of the whole
     crop (objective relabel); `token`, the dense label of the token; `compatible`, the same read where the published code
     reads. Each for `all` such tokens, those on the `largest` object of their image and those on the `others`. `tokens`
@@ -173,11 +175,16 @@ def picture(pixels: np.ndarray) -> str:
     return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
 
 
-def contact_sheet(loader: Loader, truths: list[Truth] | None, grid: int, augmentation: Augmentation) -> list[dict]:
-    """The first crops of epoch 0 as the student saw them, each with its tokens' labels and, if known, the true boxes."""
+def contact_sheet(
+    config: Config, loader: Loader, truths: list[Truth] | None, grid: int, augmentation: Augmentation
+) -> list[dict]:
+    """The first crops of epoch 0 as the student saw them, each with its tokens' labels and, if known, the true boxes.
+
+    Labels are as the run reads them, but for their smoothing, which moves all alike.
+    """
     (batch,) = augmented(islice(loader.batches(0), 1), augmentation, 0, torch.device("cpu"))
     batch = batch._replace(image=augmentation.normalise.pixels(batch.image))
-    rules = TargetRules(sheared=True)  # right for all Views
+    rules = TargetRules(0.0, config.temperature, config.outside, config.geometry, sheared=True)  # right for all Views
     token, probability = labels_of_tokens(batch, loader, grid, rules)
     sheet = []
     for n in range(min(CONTACTS, loader.plan.batch)):
@@ -237,16 +244,22 @@ def main(report: Report) -> None:
     if not report.runs:
         raise UserError("name at least one run folder of train.py")
     runs = [read_run(folder) for folder in report.runs]
-    # The sheet shows crops as they are; MixToken would exchange some of their tokens inside the network.
+    # The sheet shows crops before they are mixed; of several runs the last that mixes nothing and reads labels where they belong.
     dense = [run for run in runs if run.config["objective"] != "ce"]
-    plain = [run for run in dense if not run.config["mixtoken"] and run.config.get("geometry", "aligned") == "aligned"]
+    mixes = ("mixtoken", "cutmix", "mixup")
+    plain = [
+        run
+        for run in dense
+        if not any(run.config.get(name) for name in mixes) and run.config.get("geometry", "aligned") == "aligned"
+    ]
     labelled = (plain or dense or [None])[-1]
     sheet, purity, grid = [], None, 0
     if labelled:
-        loader = open_loader(replace(config_of(labelled), labels_on_device=False), "train")
+        config = replace(config_of(labelled), labels_on_device=False)
+        loader = open_loader(config, "train")
         grid, augmentation = student_of(labelled, loader)
         truths = read_truth(report.boxes, labelled, loader) if report.boxes else None
-        sheet = contact_sheet(loader, truths, grid, augmentation)
+        sheet = contact_sheet(config, loader, truths, grid, augmentation)
         purity = judge(loader, truths, grid) if truths else None
         loader.close()
     page = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined).from_string(

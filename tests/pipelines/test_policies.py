@@ -65,3 +65,12 @@ def test_timm_has_the_parts_this_stands_on():
 )
 def test_whether_views_may_be_sheared_is_known_beforehand(text, shears):
     assert Augment(rand_augment=text).shears == shears
+
+
+@pytest.mark.parametrize(
+    "text", ["rand-mfoo", "rand-mnan", "rand-m9-rotate", "rand-m9-tfoo", "rand-m9-t0.3", "rand-", "rand-m9 "]
+)
+def test_a_slip_of_the_pen_is_refused(text):
+    """timm takes each of these for another string, mostly rand-m10."""
+    with pytest.raises(UserError, match="is no RandAugment string"):
+        Layers.of(text)

@@ -167,12 +167,42 @@ def test_a_position_coded_map_returns_the_cells_under_the_crop(seed, grid, flip)
             assert left + w * seen / grid - 0.51 <= c + 0.5 <= left + w * (seen + 1) / grid + 0.51
 
 
-def test_flipping_twice_changes_nothing(random_maps):
-    maps = random_maps(3, 8, 3, 20)
-    boxes, _ = random_boxes(3)
-    plain, flipped = (sparse_targets(batch_of(maps, boxes, np.full(3, f)), spec_of(maps, 20, "tail"), 6) for f in (False, True))
-    back = flipped.extra.view(3, 6, 6, -1).flip(2).flatten(1, 2)
+@given(st.integers(0, 999), st.integers(1, 4), st.sampled_from([1, 5, 7, 14]), st.booleans())
+@settings(max_examples=25, deadline=None)
+def test_flipping_twice_changes_nothing(random_maps, seed, count, grid, sheared):
+    """Targets of the flipped crop, flipped back, are those of the crop."""
+    maps = random_maps(count, 8, 3, 20, seed=seed)
+    boxes, _ = random_boxes(count, seed=seed)
+    rules = TargetRules(sheared=sheared)
+    plain, flipped = (
+        sparse_targets(batch_of(maps, boxes, np.full(count, flip)), spec_of(maps, 20, "tail"), grid, rules)
+        for flip in (False, True)
+    )
+    back = flipped.extra.view(count, grid, grid, -1).flip(2).flatten(1, 2)
     torch.testing.assert_close(back, plain.extra, rtol=0, atol=4e-6)
+
+
+@given(
+    st.integers(0, 999), st.integers(1, 4), st.sampled_from([1, 7, 14]), st.booleans(), st.sampled_from(["ignore", "uniform"])
+)
+@settings(max_examples=25, deadline=None)
+def test_inside_the_window_every_token_has_its_whole_weight(random_maps, seed, count, grid, sheared, outside):
+    """Weights are 1 and targets sum to their total, wherever the Window lies; a map of ones is pooled to ones."""
+    rng = np.random.default_rng(seed)
+    top, left = rng.uniform(0, 0.4, 2)
+    bottom, right = rng.uniform(0.6, 1, 2)
+    maps = random_maps(count, 9, 3, 20, seed=seed, window=(top, left, bottom, right))
+    height, width = (bottom - top) * 375, (right - left) * 500
+    extent = rng.uniform(0.05, 1, (count, 2)) * (height, width)
+    corner = np.array([top * 375, left * 500]) + rng.uniform(0, 1, (count, 2)) * ((height, width) - extent)
+    batch = batch_of(maps, np.concatenate([corner, extent], 1), rng.random(count) < 0.5)
+    spec = spec_of(maps, 20, "tail", min_window_side=0.2)
+    targets = sparse_targets(batch, spec, grid, TargetRules(sheared=sheared, outside=outside))
+    torch.testing.assert_close(targets.weight, torch.ones_like(targets.weight), rtol=0, atol=0)
+    torch.testing.assert_close(densify(targets, 20).sum(-1), targets.total, rtol=0, atol=1e-9)
+    pooled, inside = sampler(batch, spec, grid, TargetRules(sheared=sheared))
+    torch.testing.assert_close(pooled(torch.ones(count, 9, 9, 1).double()), torch.ones(count, grid * grid, 1).double())
+    assert (inside == 1).all()
 
 
 def test_outside_the_window_there_is_no_label(random_maps):
@@ -226,11 +256,11 @@ def test_palettes_hold_each_class_once(count, side, top_k, num_classes):
         torch.testing.assert_close(used, cls[n].unique().long())
 
 
-@pytest.mark.parametrize("sheared", [False, True])
-def test_permuting_the_batch_permutes_the_targets(random_maps, sheared):
-    maps = random_maps(4, 6, 3, 12)
-    boxes, flips = random_boxes(4, flips=True)
-    order = [2, 0, 3, 1]
+@given(st.permutations(range(5)), st.integers(0, 99), st.booleans())
+@settings(max_examples=20, deadline=None)
+def test_permuting_the_batch_permutes_the_targets(random_maps, order, seed, sheared):
+    maps = random_maps(5, 6, 3, 12, seed=seed)
+    boxes, flips = random_boxes(5, flips=True, seed=seed)
     spec = spec_of(maps, 12, "tail")
     batch, rules = batch_of(maps, boxes, flips), TargetRules(sheared=sheared)
     plain = sparse_targets(batch, spec, 5, rules)
@@ -446,8 +476,13 @@ def test_temperature_divides_logits(random_maps, temperature):
     logit, tail = (densify(sparse_targets(batch, spec_of(maps, 12, kind), 4, rules), 12) for kind in ("zero-logit", "tail"))
     softer = maps._replace(logit=maps.logit.astype(np.float64) / temperature)
     torch.testing.assert_close(logit, dense_targets(softer, boxes, flips, 12, 4, "zero-logit", 0.0), rtol=0, atol=4e-6)
-    cells = dense_maps(maps, 12, "tail") ** (1 / temperature)
-    cells = (cells / cells.sum(1, keepdim=True)).permute(0, 2, 3, 1)
+    cells = dense_maps(maps, 12, "tail").permute(
+        0, 2, 3, 1
+    )  # of each cell's kept classes what their powers share; the rest stays
+    named = torch.from_numpy(maps.cls.astype(int))
+    kept = cells.gather(3, named)
+    power = kept ** (1 / temperature)
+    cells = cells.scatter(3, named, kept.sum(3, keepdim=True) * power / power.sum(3, keepdim=True))
     pooled, _ = sampler(batch, spec_of(maps, 12, "tail"), 4, TargetRules())
     torch.testing.assert_close(tail, pooled(cells), rtol=0, atol=1e-9)
     torch.testing.assert_close(tail.sum(-1), torch.ones(2, 16).double())
@@ -469,6 +504,17 @@ def test_a_low_temperature_of_many_classes_stays_finite():
     dense = densify(targets, 65536)
     torch.testing.assert_close(dense.sum(-1), torch.ones(1, 4), rtol=0, atol=2e-4)
     torch.testing.assert_close(dense[..., 0] / dense[..., 65535], torch.full((1, 4), np.exp(2.5)).float(), rtol=1e-4, atol=0)
+
+
+def test_a_high_temperature_makes_no_target_of_rounding(random_maps):
+    """A confident teacher of 1,000 classes, whose remainder of 1e-8 float16 cannot hold: the kept classes stay all there is."""
+    maps = random_maps(2, 6, 5, 1000)
+    maps = maps._replace(lse=(maps.logit.max(3) + 20).astype(np.float16), logit=(maps.logit + 20).astype(np.float16))
+    boxes, flips = random_boxes(2)
+    for dtype in (torch.float32, torch.float64):
+        batch = batch_of(maps, boxes, flips, dtype=dtype)
+        kept = [sparse_targets(batch, spec_of(maps, 1000, "tail"), 4, TargetRules(temperature=t)).extra.sum(-1) for t in (1, 4)]
+        torch.testing.assert_close(kept[0], kept[1], rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(("rule", "shares"), [("published", (0.5, 0.9)), ("intended", (0.9, 0.5))])

@@ -106,7 +106,9 @@ def test_every_flipped_bit_of_a_row_is_seen(tmp_path, random_maps):
         ("logit", -np.inf, "a logit that is not finite"),
         ("lse", np.inf, "a logsumexp that is not finite"),
         ("cls", 9, "class 9 of 9"),
-        ("window", np.nan, "a window that is not finite"),
+        ("window", np.nan, "a Window that is no part of the image"),
+        ("window", 1.5, "a Window that is no part of the image"),
+        ("window", 0.0, "a Window that is no part of the image"),
     ],
 )
 def test_impossible_values_are_named(tmp_path, random_maps, field, value, what):
@@ -118,6 +120,29 @@ def test_impossible_values_are_named(tmp_path, random_maps, field, value, what):
     writer.finish()
     with pytest.raises(UserError, match=rf"maps.h5: the map of a/6.jpg \(row 6\) holds {what}; label the images again"):
         ScoreMapStore(tmp_path / "maps.h5").check_values()
+
+
+def test_a_class_twice_in_a_cell_and_a_palette_too_small_are_named(tmp_path, random_maps):
+    maps = random_maps(10, 4, 3, 9)
+    maps.cls[4, 2, 1] = (5, 7, 5)
+    writer = ScoreMapWriter(tmp_path / "twice.h5", HEADER, PATHS, LABELS)
+    writer.write(np.arange(10), maps)
+    writer.finish()
+    with pytest.raises(UserError, match=r"the map of a/4.jpg \(row 4\) holds a class twice in one cell"):
+        ScoreMapStore(tmp_path / "twice.h5").check_values()
+    fill(tmp_path / "small.h5", random_maps)
+    with h5py.File(tmp_path / "small.h5", "r+") as file:
+        file["palette"][7] -= 1
+    with pytest.raises(UserError, match=r"the map of a/7.jpg \(row 7\) holds more classes than its palette says"):
+        ScoreMapStore(tmp_path / "small.h5").check_values()
+
+
+def test_an_unknown_convention_is_refused(tmp_path, random_maps):
+    fill(tmp_path / "maps.h5", random_maps)
+    with h5py.File(tmp_path / "maps.h5", "r+") as file:
+        file.attrs["densefeed"] = json.dumps(json.loads(file.attrs["densefeed"]) | {"absent": "foo"})
+    with pytest.raises(UserError, match=r"maps.h5: absent is 'foo', and must be tail or zero-logit"):
+        ScoreMapStore(tmp_path / "maps.h5")
 
 
 @pytest.mark.parametrize("change", [{"side": 5}, {"top_k": 2}, {"side": 5, "top_k": 2}])

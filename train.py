@@ -66,7 +66,7 @@ class Config:
     smoothing: float = 0.1  # label smoothing, probability
     temperature: float = 1.0  # of dense labels: above 1 softer, below harder than the teacher's
     ground_truth: Literal["none", "published", "intended"] = "none"  # mix the image's label into the class token's dense one
-    geometry: Literal["aligned", "compatible"] = "aligned"  # labels of what a token shows; or, with outside uniform, as published
+    geometry: Literal["aligned", "compatible"] = "aligned"  # labels of what a token shows, or of where published code looks
     outside: Literal["ignore", "uniform"] = "ignore"  # what lies outside map, image or crop: no label, or all classes alike
     labels_on_device: bool = False  # keep all score maps in the device's memory (ImageNet: 9 GB), not in the batches
     fused_head: Literal["auto", "always", "never"] = "auto"  # tokens' logits never whole; auto: from 4,096 classes on

@@ -286,11 +286,11 @@ def packed(good, random_maps, tmp_path_factory):
 
     root, images = tmp_path_factory.mktemp("packed"), Images(good)
     header = StoreHeader(
-        side=6, top_k=2, num_classes=1, absent="tail", teacher="random", input_size=96, geometry="squash",
+        side=6, top_k=1, num_classes=1, absent="tail", teacher="random", input_size=96, geometry="squash",
         fingerprint=images.fingerprint(), class_names=("cat",),
     )  # fmt: skip
     writer = ScoreMapWriter(root / "maps.h5", header, images.paths, images.labels)
-    writer.write(np.arange(8), random_maps(8, 6, 2, 2)._replace(cls=np.zeros((8, 6, 6, 2), np.uint16)))
+    writer.write(np.arange(8), random_maps(8, 6, 1, 1))
     writer.finish()
     main(Packing(data=good, maps=root / "maps.h5", out=root / "x.beton"))
     main(Packing(data=good, out=root / "bare.beton"))

@@ -8,7 +8,7 @@ from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
 
 NAME = "densefeed"  # the one name this project puts in site-packages
-FOLDERS = ("relabel", "pipelines", "models", "tools")  # top-level here, densefeed.<folder> once installed
+FOLDERS = ("relabel", "pipelines", "models", "training", "tools")  # top-level here, densefeed.<folder> once installed
 NATIVE = "pipelines/native"
 
 

@@ -15,11 +15,12 @@ MAY_IMPORT = {
     "relabel": {"relabel"},
     "pipelines": {"relabel", "pipelines"},
     "models": {"models"},
-    "train": {"relabel", "pipelines", "models"},
-    "tools": {"relabel", "pipelines", "models", "train", "tools"},
+    "training": {"relabel", "pipelines", "models", "training"},
+    "train": {"relabel", "pipelines", "models", "training"},
+    "tools": {"relabel", "pipelines", "models", "training", "train", "tools"},
 }
 SOURCES = [
-    *(path for room in ("relabel", "pipelines", "models", "tools") for path in (ROOT / room).rglob("*.py")),
+    *(path for room in ("relabel", "pipelines", "models", "training", "tools") for path in (ROOT / room).rglob("*.py")),
     ROOT / "train.py",
 ]
 
@@ -106,7 +107,7 @@ def test_a_checkout_works_without_installing(tmp_path):
 def test_tools_run_from_a_checkout_that_is_not_installed(tmp_path):
     """The tool's own folder stands first on the path, and the alias beside it wins over whatever is installed."""
     checkout = tmp_path / "densefeed-checkout"
-    for name in ("relabel", "pipelines", "models", "tools"):
+    for name in ("relabel", "pipelines", "models", "training", "tools"):
         shutil.copytree(ROOT / name, checkout / name)
     for name in ("train.py", "densefeed.py"):
         shutil.copy(ROOT / name, checkout / name)

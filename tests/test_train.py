@@ -14,6 +14,8 @@ from densefeed.pipelines.augment import Augmentation, augmented
 from densefeed.pipelines.mixing import Mix
 from densefeed.pipelines.targets import TargetRules
 from densefeed.relabel.files import UserError
+from densefeed.training import objective, recipes
+from densefeed.training.config import Config
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +32,7 @@ def config(packed, out, **fields):
     small = dict(
         loader="ffcv", batch=4, epochs=2, size=32, ema=0.9, drop_path=0.2, threads=2, eval_every=1, log_every=1, device="cpu"
     )
-    return replace(training.lvvit_micro_token_label(), data=packed[0], val=packed[1], out=out, **(small | fields))
+    return replace(recipes.lvvit_micro_token_label(), data=packed[0], val=packed[1], out=out, **(small | fields))
 
 
 def records(out, kind="train"):
@@ -58,6 +60,7 @@ def records(out, kind="train"):
         dict(color_jitter=(0.4, 0.4, 0.4, 0.1), erase_probability=0.5, erase_mode="rand"),
         dict(geometry="compatible", outside="uniform", temperature=2.0, ground_truth="published", mixtoken=True),
         dict(labels_on_device=True, objective="ce"),
+        dict(model_kwargs=("depth=2", "mlp_ratio=4.0")),
     ],
 )
 def test_every_objective_trains_and_leaves_a_whole_run_folder(packed, tmp_path, fields):
@@ -100,13 +103,13 @@ def first_step(run, device):
     loader = training.open_loader(run, "train")
     torch.manual_seed(0)
     model, _ = training.build_model(run, loader.num_classes)
-    augment = training.augment_of(run)
+    augment = objective.augment_of(run)
     mean, std = model.pretrained_cfg["mean"], model.pretrained_cfg["std"]
     augmentation = Augmentation(loader.plan, augment, mean, std).to(device)
     rules = TargetRules(smoothing=0.1, sheared=augment.shears)
     batch = next(augmented(loader.batches(0), augmentation, 0, device))
     loader.close()
-    return model.to(device), batch, loader.labels, rules, training.mixing_of(run, loader.plan)
+    return model.to(device), batch, loader.labels, rules, objective.mixing_of(run, loader.plan)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +127,7 @@ def test_a_step_waits_for_nothing(packed, tmp_path, no_host_read, fields):
     model, batch, spec, rules, mixing = first_step(run, torch.device("cpu"))
     mix = mixing.draw(0, 0, 32, 4) if mixing else None
     with no_host_read():
-        training.step_loss(run, model, batch, spec, rules, mix, amp=False).backward()
+        objective.step_loss(run, model, batch, spec, rules, mix, amp=False).backward()
     assert any(parameter.grad is not None and parameter.grad.any() for parameter in model.parameters())
 
 
@@ -135,10 +138,10 @@ def test_one_compiled_step_serves_every_box(packed, tmp_path, fields):
     model, batch, spec, rules, mixing = first_step(run, torch.device("cpu"))
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    step = torch.compile(training.step_loss, fullgraph=True, backend="aot_eager", dynamic=False)
+    step = torch.compile(objective.step_loss, fullgraph=True, backend="aot_eager", dynamic=False)
     for number in range(3):
         mix, grads = mixing.draw(0, number, 32, 4), []
-        for function in (training.step_loss, step):
+        for function in (objective.step_loss, step):
             model.zero_grad()
             loss = function(run, model, batch, spec, rules, mix, False)
             loss.backward()
@@ -159,7 +162,7 @@ def test_on_a_gpu_a_step_waits_for_nothing_and_is_captured(packed, tmp_path):
     mix = mixing.draw(0, 0, 32, 4).to(device)
 
     def step():
-        loss = training.step_loss(run, model, batch, spec, rules, mix, True)
+        loss = objective.step_loss(run, model, batch, spec, rules, mix, True)
         loss.backward()
         return loss
 
@@ -180,7 +183,7 @@ def test_on_a_gpu_a_step_waits_for_nothing_and_is_captured(packed, tmp_path):
     for number in (1, 2):
         mix.box.copy_(mixing.draw(0, number, 32, 4).box)
         graph.replay()
-        eager = training.step_loss(run, model, batch, spec, rules, mix, True)
+        eager = objective.step_loss(run, model, batch, spec, rules, mix, True)
         torch.testing.assert_close(captured, eager, rtol=1e-3, atol=1e-3)
 
 
@@ -240,7 +243,7 @@ def test_a_run_killed_between_epochs_resumes_to_the_bit(packed, tmp_path, monkey
 def test_progressive_sizes_reach_the_network_its_mask_and_its_targets(packed, tmp_path, monkeypatch):
     """16, 16, 48 px in training; 32 px in every evaluation; tokens and mask follow at 8 px a token."""
     seen, grids = [], []
-    forward, targets = LVViT.forward, training.sparse_targets
+    forward, targets = LVViT.forward, objective.sparse_targets
 
     def spied(model, image, mask=None):
         seen.append((model.training, tuple(image.shape[2:]), None if mask is None else tuple(mask.shape)))
@@ -251,7 +254,7 @@ def test_progressive_sizes_reach_the_network_its_mask_and_its_targets(packed, tm
         return targets(batch, spec, grid, *rest)
 
     monkeypatch.setattr(LVViT, "forward", spied)
-    monkeypatch.setattr(training, "sparse_targets", spied_targets)
+    monkeypatch.setattr(objective, "sparse_targets", spied_targets)
     sizes = ((0, 16), (2, 48))
     training.train(config(packed, tmp_path / "run", epochs=3, ema=0.0, mixtoken=True, sizes=sizes))
     trained = [step for step in seen if step[0]]
@@ -273,11 +276,11 @@ def test_a_mixed_step_is_the_published_formula(packed, tmp_path, monkeypatch):
     batch = next(loader.batches(0))
     mix = Mix(torch.tensor([8.0, 0.0, 20.0, 32.0]), torch.tensor(1.0), 32)
     rules = TargetRules(smoothing=0.1)
-    loss = training.objective_loss(run, TokenLogits(cls, tokens), batch, loader.labels, rules, 4, mix)
+    loss = objective.objective_loss(run, TokenLogits(cls, tokens), batch, loader.labels, rules, 4, mix)
     loader.close()
 
     def dense(grid):
-        targets = training.sparse_targets(batch, loader.labels, grid, rules)
+        targets = objective.sparse_targets(batch, loader.labels, grid, rules)
         full = targets.base.double()[..., None].expand(-1, -1, 2).clone()
         index = targets.palette[:, None].expand(-1, grid * grid, -1)
         return full.scatter_add_(2, index, targets.extra.double()), targets.weight.double()
@@ -365,6 +368,9 @@ def test_a_foreign_checkpoint_is_not_continued(packed, tmp_path):
         (dict(color_jitter=(0.1, 0.2)), "must be one number, or three or four"),
         (dict(color_jitter=(0.4,), rand_augment="rand-m9"), "--color-jitter is off beside --rand-augment"),
         (dict(rand_augment="rand-m9-rotate"), "is no RandAugment string"),
+        (dict(model_kwargs=("depth",)), "--model-kwargs 'depth' is not NAME=VALUE"),
+        (dict(model_kwargs=("depth=two",)), "--model-kwargs 'depth=two' is not NAME=VALUE"),
+        (dict(model_kwargs=("no_such=1",)), "lvvit_micro cannot be built: .*no_such"),
         (dict(views=0), "--views must be at least 1"),
         (dict(views=3), "a batch of 4 is no multiple of the 3 views"),
         (dict(sizes=((1, 16),)), "epochs ascend from 0"),
@@ -492,13 +498,13 @@ def test_a_table_of_sizes_is_given_as_pairs(monkeypatch):
     assert (given[0].sizes, given[0].views, given[0].order) == (((0, 16), (1, 32)), 2, "blocks")
 
 
-@pytest.mark.parametrize("recipe", training.RECIPES, ids=lambda r: r.__name__)
+@pytest.mark.parametrize("recipe", recipes.RECIPES, ids=lambda r: r.__name__)
 def test_help_names_every_field_and_the_docstring_states_the_command(recipe, command):
     assert f"python train.py {recipe.__name__} " in recipe.__doc__
-    if recipe is training.lvvit_micro_ce:
+    if recipe is recipes.lvvit_micro_ce:
         done = command("train.py", recipe.__name__, "--help")
         assert done.returncode == 0
-        for name in training.Config.__dataclass_fields__:
+        for name in Config.__dataclass_fields__:
             assert f"--{name.replace('_', '-')}" in done.stdout, name
     chosen = recipe()
     model, _ = training.build_model(replace(chosen, drop_path=0.0), 10)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import tyro
 from densefeed.relabel.files import UserError, run
-from densefeed.train import RECIPES
+from densefeed.training.recipes import RECIPES
 from rich.console import Console
 from rich.table import Table
 

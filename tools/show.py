@@ -25,7 +25,9 @@ from densefeed.pipelines.targets import PLAIN, TargetRules, sparse_targets
 from densefeed.relabel.files import UserError, replacing, run
 from densefeed.relabel.images import Images
 from densefeed.relabel.progress import bar
-from densefeed.train import Config, augment_of, build_model, open_loader
+from densefeed.train import build_model, open_loader
+from densefeed.training.config import Config, from_plain
+from densefeed.training.objective import augment_of
 from PIL import Image
 
 CONTACTS = 12  # crops on the contact sheet
@@ -74,18 +76,9 @@ def read_run(folder: Path) -> Run:
     return Run(folder.name, config, result, *([r for r in lines if r["kind"] == kind] for kind in ("train", "val")))
 
 
-def config_of(run: Run) -> Config:
-    """The run's config; fields that are no longer known are left out."""
-    fields = {name: value for name, value in run.config.items() if name in Config.__dataclass_fields__}
-    paths = {name: Path(fields[name]) for name in ("data", "val", "labels", "out") if fields[name]}
-    tables = {name: tuple(fields[name]) for name in ("crop_scale", "color_jitter") if name in fields}
-    tables |= {"sizes": tuple(map(tuple, fields.get("sizes", ())))}
-    return Config(**fields | paths | tables)
-
-
 def student_of(run: Run, loader: Loader) -> tuple[int, Augmentation]:
     """P, the side of the student's table of tokens in the first epoch (16 where its model has none), and what it sees of a crop."""
-    config = config_of(run)
+    config = from_plain(run.config)
     with torch.device("meta"):
         model, _ = build_model(config, loader.num_classes)
     grid = loader.plan.size(0) // model.patch_size if isinstance(model, LVViT) else 16
@@ -255,7 +248,7 @@ def main(report: Report) -> None:
     labelled = (plain or dense or [None])[-1]
     sheet, purity, grid = [], None, 0
     if labelled:
-        config = replace(config_of(labelled), labels_on_device=False)
+        config = replace(from_plain(labelled), labels_on_device=False)
         loader = open_loader(config, "train")
         grid, augmentation = student_of(labelled, loader)
         truths = read_truth(report.boxes, labelled, loader) if report.boxes else None

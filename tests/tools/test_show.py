@@ -4,13 +4,14 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
-import densefeed.train as training
 import numpy as np
 import pytest
 from densefeed.pipelines.plan import EpochPlan
 from densefeed.relabel.files import UserError
 from densefeed.relabel.geometry import crop_views
-from densefeed.tools.show import Run, config_of, in_crop, owner_of_tokens, read_run, student_of
+from densefeed.tools.show import Run, in_crop, owner_of_tokens, read_run, student_of
+from densefeed.training import config as configuration
+from densefeed.training import recipes
 
 
 @pytest.mark.parametrize("flip", [False, True])
@@ -30,10 +31,10 @@ def test_a_token_has_an_owner_only_if_wholly_inside_exactly_one_box():
 
 def test_a_runs_config_is_read_back_and_its_tokens_are_those_of_the_first_epoch():
     told = replace(
-        training.lvvit_micro_token_label(), data=Path("t.beton"), val=Path("v.beton"), out=Path("run"), sizes=((0, 32), (1, 64))
+        recipes.lvvit_micro_token_label(), data=Path("t.beton"), val=Path("v.beton"), out=Path("run"), sizes=((0, 32), (1, 64))
     )
-    run = Run("run", training.plain(told), {}, [], [])
-    assert config_of(run) == told
+    run = Run("run", configuration.plain(told), {}, [], [])
+    assert configuration.from_plain(run.config) == told
     plan = EpochPlan(num_samples=1, batch=1, seed=0, mode="train", sizes=told.sizes)
     assert student_of(run, SimpleNamespace(plan=plan, num_classes=2))[0] == 4
 

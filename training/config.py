@@ -1,0 +1,145 @@
+"""Config: everything a run depends on, and which values of it make sense."""
+
+import ast
+import json
+import math
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal, get_type_hints
+
+import tyro
+
+from ..relabel.files import UserError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Everything a run depends on. Fields not given on the command line come from the recipe."""
+
+    data: Path = tyro.MISSING  # training set: a folder of class folders; with --loader ffcv a .beton, or a pattern 'a-*.beton'
+    val: Path = tyro.MISSING  # validation set, of the same kind
+    out: Path = tyro.MISSING  # run folder: config, metrics, checkpoints
+    labels: Path | None = None  # score maps (HDF5) of the training set; a .beton may carry its own
+    loader: Literal["folder", "ffcv"] = "folder"  # what --data and --val are: folders of images, or .beton files
+    threads: int = os.cpu_count() or 1  # decoding threads
+    on_bad_sample: Literal["raise", "skip"] = "raise"  # an unreadable sample stops the run, or is skipped and counted
+
+    model: str = "lvvit_s"  # any timm classifier; token-label needs a model with a token head (lvvit_*)
+    model_kwargs: tuple[str, ...] = ()  # more arguments of the model, each NAME=VALUE as Python writes it, e.g. depth=12
+    drop_path: float = 0.1  # stochastic depth of the last block, probability
+    size: int = 224  # side of the network's input, pixels
+    sizes: tuple[tuple[int, int], ...] = ()  # growing in training: pairs FROM_EPOCH PIXELS, the first from epoch 0; empty: size
+    objective: Literal["ce", "relabel", "token-label"] = "token-label"  # hard labels; dense label of the crop; of every token
+    token_weight: float = 0.5  # beta of equation 7, the weight of the tokens' loss
+    smoothing: float = 0.1  # label smoothing, probability
+    temperature: float = 1.0  # of dense labels: above 1 softer, below harder than the teacher's
+    ground_truth: Literal["none", "published", "intended"] = "none"  # mix the image's label into the class token's dense one
+    geometry: Literal["aligned", "compatible"] = "aligned"  # labels of what a token shows, or of where published code looks
+    outside: Literal["ignore", "uniform"] = "ignore"  # what lies outside map, image or crop: no label, or all classes alike
+    labels_on_device: bool = False  # keep all score maps in the device's memory (ImageNet: 9 GB), not in the batches
+    fused_head: Literal["auto", "always", "never"] = "auto"  # tokens' logits never whole; auto: from 4,096 classes on
+    mixtoken: bool = True  # exchange a box of tokens with the partner image in every step
+    cutmix: float = 0.0  # alpha of CutMix, which exchanges a box of pixels; 0: none
+    mixup: float = 0.0  # alpha of MixUp, which blends images; 0: none
+    mix_prob: float = 1.0  # share of the steps that CutMix or MixUp mix
+    switch_prob: float = 0.5  # with both, the share of those that are CutMix
+    mix_label: Literal["area", "regions"] = "area"  # dense label of a mixed image: both labels by area; or of what it shows
+
+    crop_scale: tuple[float, float] = (0.08, 1.0)  # area of a training crop, share of the image
+    hflip: float = 0.5  # probability of a left-right flip
+    rand_augment: str = ""  # as timm writes it, e.g. rand-m9-mstd0.5-inc1; empty: none
+    color_jitter: tuple[float, ...] = ()  # one number, or brightness, contrast, saturation and perhaps hue; empty: none
+    interpolation: Literal["random", "bilinear", "bicubic"] = "random"  # where RandAugment rotates, shears and moves
+    erase_probability: float = 0.0  # of random erasing
+    erase_mode: Literal["const", "rand", "pixel"] = "pixel"  # what is erased becomes the mean colour, one colour, or noise
+    erase_count: int = 1  # most boxes erased of an image
+    erase_max_area: float = 1 / 3  # most that is erased of an image, share
+    order: Literal["random", "blocks"] = "random"  # of the training set; blocks: reads runs of storage, for disks and networks
+    views: int = 1  # crops of each image in an epoch (repeated augmentation), which makes an epoch so many times longer
+    crop_pct: float = 0.9  # side of the evaluation crop, share of the shorter side
+
+    epochs: int = 300  # passes over the training set
+    batch: int = 1024  # images per optimiser step
+    lr: float = 1e-3  # peak learning rate at a batch of lr_batch images; scaled linearly with the batch
+    lr_batch: int = 640  # the batch that lr is meant for, images
+    min_lr: float = 1e-5  # learning rate at the end, not scaled
+    warmup_epochs: float = 5  # linear from 1e-6
+    weight_decay: float = 0.05  # AdamW's; not on biases, norms, tables
+    ema: float = 0.99992  # decay per step of the averaged weights, with warm-up; 0: none
+    precision: Literal["auto", "fp32", "bf16"] = "auto"  # auto: bf16 autocast on CUDA, float32 on a CPU
+
+    seed: int = 0  # of weights, order, crops, mixing
+    device: str = "auto"  # auto: cuda if there is one, else cpu
+    resume: Literal["auto", "never"] = "never"  # auto: continue from OUT/last.pt if it is there
+    eval_every: int = 10  # epochs between evaluations; the last epoch always
+    log_every: int = 50  # steps between log lines
+
+
+RANGES = {  # of numbers, both ends allowed
+    "lr": (1e-12, math.inf), "min_lr": (0, math.inf), "weight_decay": (0, math.inf), "warmup_epochs": (0, math.inf),
+    "ema": (0, 1), "drop_path": (0, 0.99), "token_weight": (0, math.inf), "temperature": (1e-3, math.inf),
+    "cutmix": (0, math.inf), "mixup": (0, math.inf), "mix_prob": (0, 1), "switch_prob": (0, 1), "erase_probability": (0, 1),
+}  # fmt: skip
+
+# Fields in which a resumed run may differ from the run it continues.
+FREE = {
+    "out", "loader", "data", "val", "labels", "threads", "device", "resume", "eval_every", "log_every", "on_bad_sample",
+    "labels_on_device",
+}  # fmt: skip
+
+
+def check_values(config: Config) -> None:
+    """UserError where a field's value makes no sense, whatever the data."""
+    positive = ("batch", "epochs", "lr_batch", "size", "views", "threads", "eval_every", "log_every")
+    wrong = [name for name in positive if getattr(config, name) < 1]
+    if wrong:
+        raise UserError(f"--{wrong[0].replace('_', '-')} must be at least 1")
+    if not 0 <= config.seed < 2**63:
+        raise UserError("--seed must be from 0 to 2^63 - 1")
+    for name, (least, most) in RANGES.items():
+        value = getattr(config, name)
+        if not (least <= value <= most and math.isfinite(value)):
+            bounds = f"at least {least:g}" if most == math.inf else f"from {least:g} to {most:g}"
+            raise UserError(f"--{name.replace('_', '-')} is {value:g}, and must be {bounds}")
+    if any(config.color_jitter) and config.rand_augment and "3a" not in config.rand_augment:
+        raise UserError("--color-jitter is off beside --rand-augment, as in timm; give one of the two")
+    low, high = config.crop_scale
+    if not (0 < low <= high <= 1 and 0 < config.crop_pct <= 1 and 0 <= config.smoothing < 1 and 0 <= config.hflip <= 1):
+        raise UserError("--crop-scale, --crop-pct, --smoothing and --hflip are shares: from 0 to 1, and crops not empty")
+
+
+def model_arguments(config: Config) -> dict[str, object]:
+    """`model_kwargs` as a dictionary. UserError where one is no NAME=VALUE."""
+    arguments = {}
+    for word in config.model_kwargs:
+        name, equals, value = word.partition("=")
+        try:
+            arguments[name.strip()] = ast.literal_eval(value.strip())
+        except (ValueError, SyntaxError):
+            equals = ""
+        if not equals or not name.strip().isidentifier():
+            raise UserError(f"--model-kwargs {word!r} is not NAME=VALUE with a Python number, string or tuple, as depth=12 is")
+    return arguments
+
+
+def plain(config: Config) -> dict:
+    """The config as JSON can hold it."""
+    return json.loads(json.dumps(asdict(config), default=str))
+
+
+def from_plain(fields: dict) -> Config:
+    """The config that `plain` wrote, perhaps in an earlier version: fields that are no longer known are left out."""
+    hints = get_type_hints(Config)
+    known = {name: value for name, value in fields.items() if name in hints}
+    return Config(
+        **{
+            name: Path(value) if value is not None and hints[name] in (Path, Path | None) else as_tuple(value)
+            for name, value in known.items()
+        }
+    )
+
+
+def as_tuple(value: object) -> object:
+    """JSON's lists as the tuples they were."""
+    return tuple(map(as_tuple, value)) if isinstance(value, list) else value

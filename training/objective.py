@@ -1,0 +1,75 @@
+"""The loss of a step, as a config states it: augmented batch in, equation 7 of the paper (or its first term alone) out."""
+
+import torch
+from torch import Tensor, nn
+
+from ..models.token_labeling import class_token_loss, hard_label_loss, token_labeling_loss
+from ..pipelines.batch import Batch, LabelSpec
+from ..pipelines.mixing import Mix, Mixing, label_share, mixed, mixed_images, pooled, share_map
+from ..pipelines.plan import EpochPlan
+from ..pipelines.policies import Augment
+from ..pipelines.targets import SparseTargets, TargetRules, palette_maps, sparse_targets, with_ground_truth
+from .config import Config
+
+
+def augment_of(config: Config) -> Augment:
+    """What happens to a crop before the network sees it."""
+    jitter = config.color_jitter or (0.0,)
+    return Augment(
+        rand_augment=config.rand_augment, color_jitter=jitter if len(jitter) > 1 else jitter[0], interpolation=config.interpolation,
+        erase_probability=config.erase_probability, erase_mode=config.erase_mode, erase_count=config.erase_count,
+        erase_max_area=config.erase_max_area,
+    )  # fmt: skip
+
+
+def mixing_of(config: Config, plan: EpochPlan) -> Mixing:
+    """What is mixed with what."""
+    return Mixing(
+        plan=plan, mixtoken=config.mixtoken, cutmix=config.cutmix, mixup=config.mixup, prob=config.mix_prob,
+        switch_prob=config.switch_prob,
+    )  # fmt: skip
+
+
+def dense_targets(
+    config: Config, batch: Batch, spec: LabelSpec, rules: TargetRules, grid: int, mix: Mix | None
+) -> tuple[SparseTargets, SparseTargets | None]:
+    """Targets of the class token, and of the grid of tokens if they are asked for; both mixed as the logits are."""
+    regions = mix is not None and config.mix_label == "regions"
+    maps, tokens, shown = palette_maps(batch, spec, rules), None, None
+    if regions or config.objective == "token-label":
+        tokens = shown = sparse_targets(batch, spec, grid, rules, maps)
+        if mix is not None and (regions or not config.mixtoken):
+            shown = mixed(tokens, share_map(mix, grid))
+    whole = pooled(shown) if regions else sparse_targets(batch, spec, 1, rules, maps)
+    if config.ground_truth != "none":
+        whole = with_ground_truth(whole, batch.label, spec.num_classes, config.smoothing, config.ground_truth)
+    if mix is not None and not regions:
+        whole = mixed(whole, label_share(mix))
+    # The model un-mixes what MixToken has mixed, so that every token answers for its own image.
+    return whole, tokens if config.mixtoken else shown
+
+
+def objective_loss(
+    config: Config, output, batch: Batch, spec: LabelSpec | None, rules: TargetRules, grid: int, mix: Mix | None
+) -> Tensor:
+    """The loss of a step: equation 7, or its first term alone."""
+    if config.objective == "ce":
+        share = None if mix is None else label_share(mix)
+        return hard_label_loss(output, batch.label, batch.weight, config.smoothing, share)
+    whole, tokens = dense_targets(config, batch, spec, rules, grid, mix)
+    if config.objective == "relabel":
+        return class_token_loss(output, whole)
+    return token_labeling_loss(output, whole, tokens, config.token_weight)
+
+
+def step_loss(
+    config: Config, model: nn.Module, batch: Batch, spec: LabelSpec | None, rules: TargetRules, mix: Mix | None, amp: bool
+) -> Tensor:
+    """The loss of a batch on the device, augmented; nothing in it waits for the device."""
+    # Where a network has no tokens of its own, a grid still says what the regions of a mixed image show.
+    image, grid = batch.image, max(1, batch.image.shape[-1] // getattr(model, "patch_size", 16))
+    if mix is not None and not config.mixtoken:
+        image = mixed_images(image, mix)
+    with torch.autocast(image.device.type, torch.bfloat16, enabled=amp):
+        output = model(image, share_map(mix, grid) > 0.5) if config.mixtoken else model(image)
+    return objective_loss(config, output, batch, spec, rules, grid, mix)

@@ -76,6 +76,9 @@ class EpochPlan:
         seed: key of every draw, 64 bits.
         hflip: probability of a left-right flip.
         rank, ranks: whose rows `shard` gives.
+        parts: forward passes that a global batch is cut into, all ranks together; a multiple of `ranks`; 0: one a rank. In
+            training, row i and its partner for mixing, row batch - 1 - i, lie in one part, and a part reversed is its partners:
+            what is mixed with what does not depend on parts and ranks.
         sizes: progressive resolution, (from epoch, side of the network's input in pixels) ascending from epoch 0.
 
     Raises UserError where these do not fit together.
@@ -91,6 +94,7 @@ class EpochPlan:
     views: int = 1
     rank: int = 0
     ranks: int = 1
+    parts: int = 0
     sizes: tuple[tuple[int, int], ...] = ((0, 224),)
     crop_scale: tuple[float, float] = (0.08, 1.0)
     crop_ratio: tuple[float, float] = (3 / 4, 4 / 3)
@@ -104,6 +108,16 @@ class EpochPlan:
         for name in ("ranks", "views"):
             if self.batch % (count := getattr(self, name)):
                 raise UserError(f"a batch of {self.batch} is no multiple of the {count} {name}; choose a batch that is")
+        if self.parts % self.ranks or self.batch % self._parts:
+            raise UserError(
+                f"{self.parts} parts of a batch of {self.batch} cannot be shared by {self.ranks} ranks; "
+                "choose parts that the ranks divide, and that divide the batch"
+            )
+        if self.mode == "train" and self._parts > 1 and self.batch // self._parts % 2:
+            raise UserError(
+                f"a batch of {self.batch} in {self._parts} parts has {self.batch // self._parts} images in each; "
+                "choose an even number, as image and partner are mixed in one"
+            )
         if not 0 <= self.rank < self.ranks:
             raise UserError(f"rank {self.rank} is none of {self.ranks} ranks, which count from 0")
         starts = [start for start, _ in self.sizes]
@@ -116,6 +130,27 @@ class EpochPlan:
     def batches(self) -> int:
         """Batches of an epoch; the last one is padded with weight 0."""
         return -(-self.num_samples * self._views // self.batch)
+
+    @property
+    def _parts(self) -> int:
+        return self.parts or self.ranks
+
+    @property
+    def rows(self) -> np.ndarray:
+        """The rows of a global batch that this rank has, part after part: int64 `[batch / ranks]`."""
+        local = self._parts // self.ranks
+        if self.mode == "evaluate" or self._parts == 1:
+            return np.arange(self.rank * (size := self.batch // self.ranks), (self.rank + 1) * size)
+        half = self.batch // self._parts // 2
+        low = np.arange(self.rank * local, (self.rank + 1) * local)[:, None] * half + np.arange(half)
+        return np.concatenate([low, self.batch - 1 - low[:, ::-1]], axis=1).ravel()
+
+    def part_weights(self, step: int) -> list[float]:
+        """What the mean loss of each of this rank's parts counts for in a step, so that their mean over all parts of all
+        ranks is the global batch's mean: 1, but for the padded last batch of an epoch."""
+        real = min(self.batch, self.num_samples * self._views - step * self.batch)
+        counted = (self.rows < real).reshape(self._parts // self.ranks, -1).sum(1)
+        return (counted * (self._parts / real)).tolist()
 
     @property
     def _views(self) -> int:
@@ -170,11 +205,10 @@ class EpochPlan:
         """This rank's rows of every batch of the epoch.
 
         Global batch b is rows b * batch to (b + 1) * batch of the epoch's sequence, the permutation with each sample `views`
-        times; the rank has the rank-th of `ranks` equal slices of it. The last batch is filled up from the start of the
-        sequence with weight 0, so every row is a real sample, whatever the rank, and none has weight twice.
+        times; the rank has its `rows` of it. The last batch is filled up from the start of the sequence with weight 0, so
+        every row is a real sample, whatever the rank, and none has weight twice.
         """
-        local = self.batch // self.ranks
-        rows = np.arange(self.batches)[:, None] * self.batch + np.arange(self.rank * local, (self.rank + 1) * local)
+        rows = np.arange(self.batches)[:, None] * self.batch + self.rows
         total = self.num_samples * self._views
         weight = (rows < total).astype(np.float32)
         sample, view = np.divmod(rows % total, self._views) if self._views > 1 else (rows % total, np.zeros_like(rows))
@@ -265,7 +299,8 @@ class EpochPlan:
         words = philox(self.seed, (epoch, step, MIX, 2))
         return float(np.random.Generator(np.random.PCG64([int(word) for word in words])).beta(alpha, alpha))
 
-    def step_seed(self, epoch: int, step: int) -> int:
-        """The seed of the device's generator (drop-path) in this step: 64 bits."""
-        high, low, _, _ = philox(self.seed, (epoch, step, STEP, 0))
+    def step_seed(self, epoch: int, step: int, part: int = 0) -> int:
+        """The seed of the device's generator (drop-path) for this rank's part number `part` of a step: 64 bits."""
+        first = self.rank * self._parts // self.ranks
+        high, low, _, _ = philox(self.seed, (epoch, step, STEP | (first + part) << 16, 0))
         return int(high) << 32 | int(low)

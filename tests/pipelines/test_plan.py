@@ -227,7 +227,7 @@ def test_extents_of_any_integer_type_give_the_same_crops():
 plans = st.fixed_dictionaries(
     {
         "num_samples": st.integers(1, 300),
-        "batch": st.sampled_from([12, 24, 36]),
+        "batch": st.sampled_from([24, 48, 72]),
         "order": st.sampled_from(["random", "blocks"]),
         "block": st.integers(1, 40),
         "window": st.integers(1, 5),
@@ -245,10 +245,20 @@ def test_ranks_share_an_epoch_and_no_sample_counts_twice(fields, epoch):
     whole = plan(**fields).shard(epoch)
     assert [part.dtype for part in whole] == [np.int64, np.int64, np.float32]
     assert whole.index.shape == (plan(**fields).batches, fields["batch"])
-    for ranks in (2, 4):
-        shards = [plan(**fields, rank=rank, ranks=ranks).shard(epoch) for rank in range(ranks)]
-        for field, parts in zip(whole, zip(*shards, strict=True), strict=True):
-            np.testing.assert_array_equal(np.concatenate(parts, axis=1), field)
+    for ranks, parts in ((2, 0), (4, 0), (1, 2), (2, 4)):
+        plans = [plan(**fields, rank=rank, ranks=ranks, parts=parts) for rank in range(ranks)]
+        order = np.argsort(np.concatenate([one.rows for one in plans]))
+        for field, shares in zip(whole, zip(*(one.shard(epoch) for one in plans), strict=True), strict=True):
+            np.testing.assert_array_equal(np.concatenate(shares, axis=1)[:, order], field)
+        # A part's mean of a value a row, weighted, is the whole batch's.
+        last = plans[0].batches - 1
+        real, size = whole.weight[last] == 1, fields["batch"] // (parts or ranks)
+        means = []
+        for one in plans:
+            for rows, weight in zip(one.rows.reshape(-1, size), one.part_weights(last), strict=True):
+                assert fields["mode"] == "evaluate" or (rows + rows[::-1] == fields["batch"] - 1).all()  # partners share a part
+                means.append(weight * rows[real[rows]].mean() if real[rows].any() else 0.0 * weight)
+        assert np.mean(means) == pytest.approx(np.flatnonzero(real).mean())
     views = fields["views"] if fields["mode"] == "train" else 1
     real = whole.weight == 1
     counted = sorted(zip(whole.index[real].tolist(), whole.view[real].tolist(), strict=True))
@@ -332,6 +342,9 @@ def test_sizes_follow_the_table():
     [
         (dict(ranks=3), r"a batch of 32 is no multiple of the 3 ranks"),
         (dict(views=3), r"a batch of 32 is no multiple of the 3 views"),
+        (dict(ranks=2, parts=3), r"3 parts of a batch of 32 cannot be shared by 2 ranks"),
+        (dict(parts=5), r"5 parts of a batch of 32 cannot be shared"),
+        (dict(parts=32), r"has 1 images in each; choose an even number"),
         (dict(rank=2, ranks=2), r"rank 2 is none of 2 ranks"),
         (dict(views=0), r"views must be at least 1"),
         (dict(block=0), r"block must be at least 1"),

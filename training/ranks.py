@@ -1,0 +1,96 @@
+"""Ranks: one process a device, started by torchrun; a process alone is a run of one rank, and pays for nothing here."""
+
+import os
+from collections.abc import Iterable
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..relabel.files import UserError
+from ..relabel.teacher import choose_device
+
+PATIENCE = timedelta(minutes=30)  # a first evaluation or a large resident store may keep the other ranks waiting
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Which of how many processes this one is, and its device."""
+
+    rank: int
+    size: int
+    device: torch.device
+
+    @property
+    def first(self) -> bool:
+        """Whether this rank speaks and writes files."""
+        return self.rank == 0
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The sum over ranks, in place, queued on the device: nothing waits. All ranks must ask."""
+        if self.size > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def any_waits(self, flag: bool) -> bool:
+        """Whether any rank says so; waits for the slowest process, and for no device."""
+        if self.size == 1:
+            return flag
+        flags = torch.tensor([int(flag)])  # on the CPU: gloo carries it beside the gradients' nccl
+        dist.all_reduce(flags, dist.ReduceOp.MAX)
+        return bool(flags)
+
+    def tell_waits(self, word: object) -> object:
+        """What the first rank says, on all."""
+        words = [word]
+        if self.size > 1:
+            dist.broadcast_object_list(words, device=torch.device("cpu"))
+        return words[0]
+
+    def average(self, modules: Iterable[nn.Module]) -> None:
+        """Replace each floating buffer (BatchNorm's running statistics) by its mean over ranks."""
+        if self.size > 1:
+            buffers = [b for module in modules for b in module.buffers() if b.is_floating_point()]
+            for buffer in buffers:
+                dist.all_reduce(buffer)
+                buffer /= self.size
+
+    def parallel(self, model: nn.Module) -> nn.Module:
+        """The model whose backward pass averages gradients over ranks. Each rank keeps its own running statistics."""
+        if self.size == 1:
+            return model
+        return nn.parallel.DistributedDataParallel(
+            model,
+            device_ids=[self.device.index] if self.device.type == "cuda" else None,
+            broadcast_buffers=False,
+            gradient_as_bucket_view=True,
+        )
+
+
+@contextmanager
+def started(device: str) -> Iterable[Ranks]:
+    """The ranks that torchrun began, or one alone. UserError for a device that cannot be used, or is one for several ranks."""
+    size, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
+    chosen = choose_device(device)
+    if size == 1:
+        yield Ranks(0, 1, chosen)
+        return
+    if chosen.type == "cuda":
+        local = int(os.environ["LOCAL_RANK"])
+        if chosen.index is not None:
+            raise UserError(f"--device {device} is one device; under torchrun give --device cuda, and each rank takes its own")
+        if local >= torch.cuda.device_count():
+            raise UserError(
+                f"torchrun began {local + 1} or more ranks on a machine of {torch.cuda.device_count()} CUDA devices; "
+                "give --nproc-per-node as many as there are"
+            )
+        chosen = torch.device("cuda", local)
+        torch.cuda.set_device(chosen)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo", timeout=PATIENCE)
+    try:
+        yield Ranks(rank, size, chosen)
+    finally:
+        dist.destroy_process_group()

@@ -67,7 +67,7 @@ def test_every_objective_trains_and_leaves_a_whole_run_folder(packed, tmp_path, 
     result = training.train(config(packed, tmp_path / "run", **fields))
     assert 0 <= result["top1"] <= 1
     assert {path.name for path in (tmp_path / "run").iterdir()} == {
-        "config.json", "environment.json", "last.pt", "metrics.jsonl", "result.json", "tensorboard",
+        "best.pt", "checkpoints", "config.json", "environment.json", "last.pt", "metrics.jsonl", "result.json", "tensorboard",
     }  # fmt: skip
     steps = records(tmp_path / "run")
     assert [r["step"] for r in steps] == [1, 2, 3, 4, 5, 6]
@@ -127,7 +127,7 @@ def test_a_step_waits_for_nothing(packed, tmp_path, no_host_read, fields):
     model, batch, spec, rules, mixing = first_step(run, torch.device("cpu"))
     mix = mixing.draw(0, 0, 32, 4) if mixing else None
     with no_host_read():
-        objective.step_loss(run, model, batch, spec, rules, mix, amp=False).backward()
+        objective.step_loss(run, model, batch, spec, rules, 4, mix, None).backward()
     assert any(parameter.grad is not None and parameter.grad.any() for parameter in model.parameters())
 
 
@@ -143,7 +143,7 @@ def test_one_compiled_step_serves_every_box(packed, tmp_path, fields):
         mix, grads = mixing.draw(0, number, 32, 4), []
         for function in (objective.step_loss, step):
             model.zero_grad()
-            loss = function(run, model, batch, spec, rules, mix, False)
+            loss = function(run, model, batch, spec, rules, 4, mix, None)
             loss.backward()
             grads.append((loss.detach(), *(parameter.grad.clone() for parameter in model.parameters())))
         torch.testing.assert_close(grads[0], grads[1], rtol=1e-4, atol=1e-6)
@@ -162,7 +162,7 @@ def test_on_a_gpu_a_step_waits_for_nothing_and_is_captured(packed, tmp_path):
     mix = mixing.draw(0, 0, 32, 4).to(device)
 
     def step():
-        loss = objective.step_loss(run, model, batch, spec, rules, mix, True)
+        loss = objective.step_loss(run, model, batch, spec, rules, 4, mix, torch.bfloat16)
         loss.backward()
         return loss
 
@@ -183,7 +183,7 @@ def test_on_a_gpu_a_step_waits_for_nothing_and_is_captured(packed, tmp_path):
     for number in (1, 2):
         mix.box.copy_(mixing.draw(0, number, 32, 4).box)
         graph.replay()
-        eager = objective.step_loss(run, model, batch, spec, rules, mix, True)
+        eager = objective.step_loss(run, model, batch, spec, rules, 4, mix, torch.bfloat16)
         torch.testing.assert_close(captured, eager, rtol=1e-3, atol=1e-3)
 
 
@@ -246,7 +246,8 @@ def test_progressive_sizes_reach_the_network_its_mask_and_its_targets(packed, tm
     forward, targets = LVViT.forward, objective.sparse_targets
 
     def spied(model, image, mask=None):
-        seen.append((model.training, tuple(image.shape[2:]), None if mask is None else tuple(mask.shape)))
+        if not image.is_meta:  # where operations are counted
+            seen.append((model.training, tuple(image.shape[2:]), None if mask is None else tuple(mask.shape)))
         return forward(model, image, mask)
 
     def spied_targets(batch, spec, grid, *rest):
@@ -312,7 +313,7 @@ def test_order_views_and_sizes_are_part_of_the_run(packed, tmp_path, field, valu
 
 def test_a_finished_run_is_not_overwritten_and_another_is_not_continued(packed, tmp_path):
     training.train(config(packed, tmp_path / "run", epochs=1))
-    with pytest.raises(UserError, match=r"exists already; continue it with --resume auto"):
+    with pytest.raises(UserError, match=r"holds a run already; continue it with --resume auto"):
         training.train(config(packed, tmp_path / "run", epochs=1))
     with pytest.raises(UserError, match=r"trained with lr=0.001;"):
         training.train(config(packed, tmp_path / "run", epochs=1, lr=1.0, resume="auto"))
@@ -320,7 +321,7 @@ def test_a_finished_run_is_not_overwritten_and_another_is_not_continued(packed, 
 
 def test_a_diverged_run_never_replaces_a_good_checkpoint(packed, tmp_path):
     """Also where an epoch is shorter than log_every."""
-    with pytest.raises(UserError, match=r"the loss is (nan|inf)"):
+    with pytest.raises(UserError, match=r"the gradients of step 2 are not finite; the output of .* is the first that is not"):
         training.train(config(packed, tmp_path / "run", lr=1e30, epochs=4, warmup_epochs=0, log_every=1000))
     saved = tmp_path / "run" / "last.pt"
     assert not saved.exists() or all(
@@ -342,7 +343,7 @@ def test_a_record_cut_short_is_forgotten(packed, tmp_path):
 def test_a_foreign_checkpoint_is_not_continued(packed, tmp_path):
     (tmp_path / "run").mkdir()
     torch.save({"model": {}}, tmp_path / "run" / "last.pt")
-    with pytest.raises(UserError, match=r"no checkpoint of a run of ours"):
+    with pytest.raises(UserError, match=r"holds no checkpoint of a run of ours"):
         training.train(config(packed, tmp_path / "run", resume="auto"))
 
 
@@ -465,7 +466,7 @@ def test_maps_of_another_class_count_are_refused(folder, random_maps, tmp_path):
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(packed, tmp_path):
-    with pytest.raises(UserError, match=r"the loss is nan|the loss is inf"):
+    with pytest.raises(UserError, match=r"the gradients of step 2 are not finite"):
         training.train(config(packed, tmp_path / "run", lr=1e30, epochs=4, warmup_epochs=0))
 
 

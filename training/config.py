@@ -22,7 +22,7 @@ class Config:
     out: Path = tyro.MISSING  # run folder: config, metrics, checkpoints
     labels: Path | None = None  # score maps (HDF5) of the training set; a .beton may carry its own
     loader: Literal["folder", "ffcv"] = "folder"  # what --data and --val are: folders of images, or .beton files
-    threads: int = os.cpu_count() or 1  # decoding threads
+    threads: int = max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))  # decoding threads of each rank
     on_bad_sample: Literal["raise", "skip"] = "raise"  # an unreadable sample stops the run, or is skipped and counted
 
     model: str = "lvvit_s"  # any timm classifier; token-label needs a model with a token head (lvvit_*)
@@ -60,38 +60,54 @@ class Config:
     crop_pct: float = 0.9  # side of the evaluation crop, share of the shorter side
 
     epochs: int = 300  # passes over the training set
-    batch: int = 1024  # images per optimiser step
+    batch: int = 1024  # images per optimiser step, all ranks together
+    microbatch: int = 0  # images that go through the network at once, for memory; 0: all that a rank has of a batch
     lr: float = 1e-3  # peak learning rate at a batch of lr_batch images; scaled linearly with the batch
     lr_batch: int = 640  # the batch that lr is meant for, images
     min_lr: float = 1e-5  # learning rate at the end, not scaled
     warmup_epochs: float = 5  # linear from 1e-6
     weight_decay: float = 0.05  # AdamW's; not on biases, norms, tables
     ema: float = 0.99992  # decay per step of the averaged weights, with warm-up; 0: none
-    precision: Literal["auto", "fp32", "bf16"] = "auto"  # auto: bf16 autocast on CUDA, float32 on a CPU
+    clip_grad: float = 0.0  # longest gradient, by its norm; longer ones are shortened; 0: any
+    on_nonfinite: Literal["stop", "skip"] = (
+        "stop"  # where gradients are not finite: stop the run, or leave the weights as they are
+    )
+    max_skips: int = 10  # such steps that --on-nonfinite skip allows
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"  # auto: bf16 autocast on CUDA, float32 on a CPU
+    compile: Literal["auto", "never", "blocks", "whole"] = (
+        "auto"  # blocks: each once, and the loss; auto: blocks on CUDA, else never
+    )
+    grad_checkpointing: bool = False  # compute blocks anew in the backward pass instead of keeping them: less memory, more time
 
     seed: int = 0  # of weights, order, crops, mixing
     device: str = "auto"  # auto: cuda if there is one, else cpu
-    resume: Literal["auto", "never"] = "never"  # auto: continue from OUT/last.pt if it is there
+    resume: Literal["auto", "never"] = "never"  # auto: continue from the newest checkpoint in OUT if there is one
+    save_every: int = 1000  # steps between checkpoints within an epoch; each epoch's end always
+    keep: int = 2  # newest checkpoints that stay; the best one does in any case
     eval_every: int = 10  # epochs between evaluations; the last epoch always
     log_every: int = 50  # steps between log lines
+    wandb: str = ""  # Weights & Biases project that follows the run; empty: none
+    dry_run: bool = False  # only check data, labels, recipe and memory, in seconds
 
 
 RANGES = {  # of numbers, both ends allowed
     "lr": (1e-12, math.inf), "min_lr": (0, math.inf), "weight_decay": (0, math.inf), "warmup_epochs": (0, math.inf),
     "ema": (0, 1), "drop_path": (0, 0.99), "token_weight": (0, math.inf), "temperature": (1e-3, math.inf),
-    "cutmix": (0, math.inf), "mixup": (0, math.inf), "mix_prob": (0, 1), "switch_prob": (0, 1), "erase_probability": (0, 1),
+    "clip_grad": (0, math.inf), "cutmix": (0, math.inf), "mixup": (0, math.inf), "mix_prob": (0, 1),
+    "switch_prob": (0, 1), "erase_probability": (0, 1),
 }  # fmt: skip
 
 # Fields in which a resumed run may differ from the run it continues.
 FREE = {
     "out", "loader", "data", "val", "labels", "threads", "device", "resume", "eval_every", "log_every", "on_bad_sample",
-    "labels_on_device",
+    "labels_on_device", "microbatch", "compile", "grad_checkpointing", "save_every", "keep", "wandb", "dry_run", "on_nonfinite",
+    "max_skips",
 }  # fmt: skip
 
 
 def check_values(config: Config) -> None:
     """UserError where a field's value makes no sense, whatever the data."""
-    positive = ("batch", "epochs", "lr_batch", "size", "views", "threads", "eval_every", "log_every")
+    positive = ("batch", "epochs", "lr_batch", "size", "views", "threads", "eval_every", "log_every", "save_every", "keep")
     wrong = [name for name in positive if getattr(config, name) < 1]
     if wrong:
         raise UserError(f"--{wrong[0].replace('_', '-')} must be at least 1")

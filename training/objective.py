@@ -1,5 +1,7 @@
 """The loss of a step, as a config states it: augmented batch in, equation 7 of the paper (or its first term alone) out."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -63,13 +65,24 @@ def objective_loss(
 
 
 def step_loss(
-    config: Config, model: nn.Module, batch: Batch, spec: LabelSpec | None, rules: TargetRules, mix: Mix | None, amp: bool
+    config: Config,
+    model: nn.Module,
+    batch: Batch,
+    spec: LabelSpec | None,
+    rules: TargetRules,
+    grid: int,
+    mix: Mix | None,
+    dtype: torch.dtype | None,
+    measure: Callable[..., Tensor] = objective_loss,
 ) -> Tensor:
-    """The loss of a batch on the device, augmented; nothing in it waits for the device."""
-    # Where a network has no tokens of its own, a grid still says what the regions of a mixed image show.
-    image, grid = batch.image, max(1, batch.image.shape[-1] // getattr(model, "patch_size", 16))
+    """The loss of a batch on the device, augmented; nothing in it waits for the device.
+
+    `grid` is the side of the network's table of tokens (a network without one still needs it, to say what the regions of a
+    mixed image show), `dtype` that of autocast, None for none, `measure` `objective_loss` or its compiled twin.
+    """
+    image = batch.image
     if mix is not None and not config.mixtoken:
         image = mixed_images(image, mix)
-    with torch.autocast(image.device.type, torch.bfloat16, enabled=amp):
+    with torch.autocast(image.device.type, dtype or torch.bfloat16, enabled=dtype is not None):
         output = model(image, share_map(mix, grid) > 0.5) if config.mixtoken else model(image)
-    return objective_loss(config, output, batch, spec, rules, grid, mix)
+    return measure(config, output, batch, spec, rules, grid, mix)

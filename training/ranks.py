@@ -35,14 +35,6 @@ class Ranks:
             dist.all_reduce(tensor)
         return tensor
 
-    def any_waits(self, flag: bool) -> bool:
-        """Whether any rank says so; waits for the slowest process, and for no device."""
-        if self.size == 1:
-            return flag
-        flags = torch.tensor([int(flag)])  # on the CPU: gloo carries it beside the gradients' nccl
-        dist.all_reduce(flags, dist.ReduceOp.MAX)
-        return bool(flags)
-
     def tell_waits(self, word: object) -> object:
         """What the first rank says, on all."""
         words = [word]
@@ -68,6 +60,28 @@ class Ranks:
             broadcast_buffers=False,
             gradient_as_bucket_view=True,
         )
+
+
+class Agreement:
+    """Lets all ranks act on a flag of any of them after the same step: each call gives what was said in the call before it.
+
+    So the exchange goes on while the step runs, and no rank waits for another. A rank alone acts at once.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.size, self._said, self._work = ranks.size, torch.zeros(1, dtype=torch.int32), None
+
+    def __call__(self, flag: bool) -> bool:
+        if self.size == 1:
+            return flag
+        if self._work is not None:
+            self._work.wait()
+        before, self._said = (
+            bool(self._said),
+            torch.tensor([flag], dtype=torch.int32),
+        )  # on the CPU: gloo carries it beside nccl
+        self._work = dist.all_reduce(self._said, dist.ReduceOp.MAX, async_op=True)
+        return before
 
 
 @contextmanager

@@ -14,8 +14,9 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, nullcontext
+from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from typing import Literal
 
 import timm
@@ -33,16 +34,15 @@ from densefeed.pipelines.resident import ResidentMaps, free_memory
 from densefeed.pipelines.targets import TargetRules, check_batch
 from densefeed.relabel.files import UserError, replacing, run
 from densefeed.training.config import FREE, Config, check_values, model_arguments, plain
-from densefeed.training.guards import Finite, Leaps, first_not_finite, memory_told, stopping
+from densefeed.training.guards import Leaps, first_not_finite, memory_told, stopping
 from densefeed.training.logs import logging
 from densefeed.training.objective import augment_of, mixing_of, objective_loss, step_loss
 from densefeed.training.ranks import Agreement, Ranks, started
 from densefeed.training.recipes import RECIPES
 from densefeed.training.saving import Checkpoints
 from densefeed.training.speed import Saved, peak_flops, peak_memory, settle, training_flops
-from timm.optim import create_optimizer_v2
+from densefeed.training.student import student_of, update
 from timm.scheduler import CosineLRScheduler
-from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 
 FUSED_FROM = 4096  # classes; below, logits that exist whole take less memory than the rest of a step, and less time
@@ -141,13 +141,16 @@ def environment(config: Config, ranks: Ranks) -> dict:
     }  # fmt: skip
 
 
-def find_checkpoint(config: Config, kept: Checkpoints) -> dict | None:
+def find_checkpoint(config: Config, kept: Checkpoints, ranks: Ranks) -> dict | None:
     """The checkpoint to continue from. UserError if the folder holds a run and may not be continued, or another run."""
     if not kept.exist():
         return None
     if config.resume == "never":
+        if config.dry_run:
+            return None
         raise UserError(f"{config.out} holds a run already; continue it with --resume auto, or choose another --out")
-    checkpoint = kept.newest()
+    name = ranks.tell_waits(kept.newest() if ranks.first else None)
+    checkpoint = checkpoints.load(kept.folder / name) if name else None
     if checkpoint is None or not {"config", "fingerprint", "optimizer", "step", "model", "microbatch"} <= set(checkpoint):
         raise UserError(f"{config.out} holds no checkpoint of a run of ours; choose another --out")
     now, then = plain(config), checkpoint["config"]
@@ -159,9 +162,12 @@ def find_checkpoint(config: Config, kept: Checkpoints) -> dict | None:
     return checkpoint
 
 
-def small_batch(config: Config, ranks: Ranks, checkpoint: dict | None) -> int:
-    """Images that go through the network at once. A continued run keeps them where it can: statistics of BatchNorm and
-    drop-path are of these. UserError where a batch cannot be cut so."""
+def resolved(config: Config, ranks: Ranks, checkpoint: dict | None) -> Config:
+    """The config with what it leaves open decided: what to compile, and how many images go through the network at once.
+
+    A continued run keeps the latter where it can, since BatchNorm's statistics and drop-path are of these. UserError where
+    a batch cannot be cut so.
+    """
     local = config.batch // ranks.size
     before = checkpoint["microbatch"] if checkpoint else 0
     small = config.microbatch or (before if before and local % before == 0 else local)
@@ -174,7 +180,8 @@ def small_batch(config: Config, ranks: Ranks, checkpoint: dict | None) -> int:
         print(
             f"continuing with {small} images at once, not {before}: same samples, crops and partners, other BatchNorm statistics"
         )
-    return small
+    how = config.compile if config.compile != "auto" else "blocks" if ranks.device.type == "cuda" else "never"
+    return replace(config, compile=how, microbatch=small)
 
 
 def autocast_of(config: Config, device: torch.device) -> torch.dtype | None:
@@ -195,18 +202,29 @@ def compiled(how: str, model: nn.Module) -> Callable[..., Tensor]:
     return lambda *arguments: step_loss(*arguments, measure=measure)
 
 
-def dry_run(config: Config, ranks: Ranks, loader: Loader, model: nn.Module, loss_of: Callable[..., Tensor]) -> None:
-    """One small step with the first images, and what memory a whole one will take. UserError if there is not so much."""
-    batch = next(iter(loader.batches(0)))
-    images = min(len(batch.label), 2)
+def flops_of_sizes(config: Config, loader: Loader) -> dict[int, float]:
+    """Operations of one image in training, for each side of the network's input."""
+    with torch.device("meta"):
+        twin, _ = build_model(config, loader.num_classes)
+    return {size: training_flops(twin, size) for _, size in loader.plan.sizes}
+
+
+def maps_of(config: Config) -> str:
+    """What a message calls the score maps."""
+    return f"the score maps of {config.labels or config.data}"
+
+
+def dry_run(config: Config, ranks: Ranks, model: nn.Module, compute: Callable[[], Tensor], images: int) -> None:
+    """The first loss, of `images` images, and what memory a whole step will take. UserError if there is not so much."""
     with Saved(model) as saved:
-        loss = loss_of(Batch(*(None if field is None else field[:images] for field in batch)))
+        loss = compute()
     loss.backward()
     weights = sum(p.nbytes for p in model.parameters())
-    needed = weights * (4 + (config.ema > 0)) + saved.bytes * config.microbatch / images
-    free = free_memory(ranks.device) + weights * 2
+    # Gradients, two moments and perhaps averaged weights are as large as the weights.
+    needed = weights * (3 + (config.ema > 0)) + saved.bytes * config.microbatch / images
+    free = free_memory(ranks.device)
     print(
-        f"dry run: data, labels and recipe fit together; loss {loss.item():.3f} of {images} images; weights, moments and "
+        f"dry run: data, labels and recipe fit together; loss {loss.item():.3f} of {images} images; gradients, moments and "
         f"{config.microbatch} images at once take about {needed / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free on {ranks.device}"
     )
     if needed > free:
@@ -240,19 +258,24 @@ def evaluate_waits(
 
 
 class Timed:
-    """Iterates and adds up the seconds spent waiting for the next item."""
+    """Passes items on, and adds up the seconds spent waiting for them."""
 
-    def __init__(self, items: Iterator[Batch]) -> None:
-        self.items, self.waited = items, 0.0
+    def __init__(self) -> None:
+        self.waited = self._told = 0.0
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __call__(self, items: Iterator[Batch]) -> Iterator[Batch]:
         while True:
             began = time.perf_counter()
-            item = next(self.items, None)
+            item = next(items, None)
             self.waited += time.perf_counter() - began
             if item is None:
                 return
             yield item
+
+    def since_last(self) -> float:
+        """Seconds waited since the last call."""
+        before, self._told = self._told, self.waited
+        return self.waited - before
 
 
 def train(config: Config) -> dict:
@@ -265,72 +288,63 @@ def train(config: Config) -> dict:
 def run_on(config: Config, ranks: Ranks, asked: Callable[[], str]) -> dict:
     """`train` on this rank; `asked` names the signal that wants it to stop."""
     device, dtype, kept = ranks.device, autocast_of(config, ranks.device), Checkpoints(config.out, config.keep)
-    checkpoint = find_checkpoint(config, kept)
-    how = config.compile if config.compile != "auto" else "blocks" if device.type == "cuda" else "never"
-    config = replace(config, compile=how, microbatch=small_batch(config, ranks, checkpoint))
+    checkpoint = find_checkpoint(config, kept, ranks)
+    config = resolved(config, ranks, checkpoint)
     loader, val = open_loader(config, "train", ranks), open_loader(config, "evaluate", ranks)
     check(config, loader, val)
     if checkpoint and checkpoint["fingerprint"] != loader.fingerprint:
         raise UserError(
             f"{config.out} was trained on other images than {config.data} holds; give the same, or choose another --out"
         )
-    plan = loader.plan
+    plan, steps = loader.plan, config.epochs * len(loader)
     torch.manual_seed(config.seed)
     model, recipe = build_model(config, loader.num_classes)
     model.to(device, memory_format=torch.channels_last)
     if config.grad_checkpointing:
         model.set_grad_checkpointing(True)
-    lr = config.lr * config.batch / config.lr_batch
-    optimizer = create_optimizer_v2(model, "adamw", lr=lr, weight_decay=config.weight_decay, fused=True)
-    steps = config.epochs * len(loader)
+    student = student_of(config, model, ranks, dtype)
     scheduler = CosineLRScheduler(
-        optimizer, t_initial=steps, lr_min=config.min_lr, warmup_t=round(config.warmup_epochs * len(loader)),
+        student.optimizer, t_initial=steps, lr_min=config.min_lr, warmup_t=round(config.warmup_epochs * len(loader)),
         warmup_lr_init=1e-6, t_in_epochs=False,
     )  # fmt: skip
-    scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
+    step, seen = 0, torch.zeros(2, dtype=torch.float64, device=device)  # sum of the losses since the last log line, how many
+    if checkpoint:
+        student.restore(checkpoint)
+        seen.copy_(checkpoint["seen"])
+        step = checkpoint["step"]
+    del checkpoint
     augment, mixing = augment_of(config), mixing_of(config, plan)
     augmentation = Augmentation(plan, augment, model.pretrained_cfg["mean"], model.pretrained_cfg["std"]).to(device)
     rules = TargetRules(config.smoothing, config.temperature, config.outside, config.geometry, sheared=augment.shears)
     resident = ResidentMaps(loader.source, device) if config.labels_on_device and config.objective != "ce" else None
-    ema = ModelEmaV3(model, decay=config.ema, use_warmup=True, foreach=True) if config.ema else None
-    averaged = [model, ema.module] if ema else [model]
-    patch = getattr(model, "patch_size", 16)
-    with torch.device("meta"):
-        twin, _ = build_model(config, loader.num_classes)
-    flops = {size: training_flops(twin, size) for _, size in plan.sizes}
-    peak = peak_flops(device, dtype or torch.float32) * ranks.size
-    network, loss_of = ranks.parallel(model), compiled(config.compile, model)
-    seen = torch.zeros(
-        2, dtype=torch.float64, device=device
-    )  # sum of the losses since the last log line, and of how many steps
+    loss_of, patch = compiled(config.compile, model), getattr(model, "patch_size", 16)
 
-    step = 0
-    if checkpoint:
-        model.load_state_dict(checkpoint["model"])
-        optimizer.load_state_dict(checkpoint["optimizer"])
-        scaler.load_state_dict(checkpoint["scaler"])
-        seen.copy_(checkpoint["seen"])
-        if ema:
-            ema.module.load_state_dict(checkpoint["ema"])
-        step = checkpoint["step"]
-    del checkpoint
+    def batches(epoch: int, start: int, timed: Callable[[Iterator[Batch]], Iterator[Batch]]) -> Iterator[list[Batch]]:
+        """Augmented batches of this rank on the device, from `start` on, each cut into its parts."""
+        for batch in augmented(timed(loader.batches(epoch, start)), augmentation, epoch, device):
+            yield parts_of(resident(batch) if resident else batch, config.batch // ranks.size // config.microbatch)
 
-    def part_loss(network: nn.Module, part: Batch, epoch: int, at: int) -> Tensor:
-        """The loss of a part of an augmented batch of step `at` of an epoch, which is all of it or `microbatch` rows."""
-        size = part.image.shape[-1]
+    def losses(network: nn.Module, parts: list[Batch], epoch: int, at: int) -> list[Callable[[], Tensor]]:
+        """For each part of the batch `at` of an epoch what computes its loss."""
+        size = plan.size(epoch)
         grid = max(1, size // patch)
         mix = mixing.draw(epoch, at, size, grid).to(device) if mixing else None
-        return loss_of(config, network, part, loader.labels, rules, grid, mix, dtype)
+
+        def compute(number: int) -> Tensor:
+            # Drop-path is the only draw of the device; seeding it by step and part keeps a resumed run equal.
+            torch.manual_seed(plan.step_seed(epoch, at, number))
+            return loss_of(config, network, parts[number], loader.labels, rules, grid, mix, dtype) * weights[number]
+
+        weights = plan.part_weights(at)
+        return [partial(compute, number) for number in range(len(parts))]
 
     if config.dry_run:
-
-        def first_loss(batch: Batch) -> Tensor:
-            choice = augmentation.choose(0, batch.index, batch.repeat, *batch.image.shape[1:3])
-            batch = augmentation((resident or (lambda b: b))(batch.to(device)), choice)
-            return part_loss(model, batch, 0, 0)
-
         with closing(loader), closing(val):
-            dry_run(config, ranks, loader, model, first_loss)
+            batch = next(batches(0, 0, iter))[0]
+            few = Batch(*(None if field is None else field[:2] for field in batch))
+            if config.objective != "ce":
+                check_batch(Batch(*(field.cpu() for field in batch)), loader.labels, maps_of(config))
+            dry_run(config, ranks, model, losses(model, [few], 0, 0)[0], len(few.label))
         return {}
 
     if ranks.first:
@@ -342,15 +356,15 @@ def run_on(config: Config, ranks: Ranks, asked: Callable[[], str]) -> dict:
             f"{recipe.name}: {sum(p.numel() for p in model.parameters()):,} parameters on {device}"
             + (f" and {ranks.size - 1} more" if ranks.size > 1 else "")
             + f"; objective {config.objective}; {plan.num_samples:,} images, {config.epochs} epochs of {len(loader)} steps; "
-            f"peak lr {lr:.2g} = {config.lr:.2g} x {config.batch} / {config.lr_batch}"
+            f"peak lr {config.lr * config.batch / config.lr_batch:.2g} = {config.lr:.2g} x {config.batch} / {config.lr_batch}"
             + (f"; continuing at step {step}" if step else ""),
             flush=True,
         )
-
-    finite, leaps, agreement = Finite(device, config.on_nonfinite == "skip"), Leaps(), Agreement(ranks)
-    local_parts = config.batch // ranks.size // config.microbatch
-    began = clock = time.perf_counter()  # clock, logged and idle: since when, which step and which wait the rate is measured
-    first, logged, waited, idle, skips, result, text = step, step, 0.0, 0.0, 0, {}, ""
+    flops = flops_of_sizes(config, loader)
+    peak = peak_flops(device, dtype or torch.float32) * ranks.size
+    began = clock = time.perf_counter()  # clock and logged: since when, and which step, the rate is measured
+    first, logged, waited, skips, result, text = step, step, 0.0, 0, {}, ""
+    leaps, agreement = Leaps(), Agreement(ranks)
     with (
         closing(loader),
         closing(val),
@@ -358,30 +372,10 @@ def run_on(config: Config, ranks: Ranks, asked: Callable[[], str]) -> dict:
         memory_told(config.microbatch, str(config.out)),
     ):
 
-        def save(top1: float | None = None) -> None:
-            mean_waits()  # numbers that are not finite never replace a good checkpoint
-            ranks.average(averaged)
-            if ranks.first:
-                state = {
-                    "model": model.state_dict(), "ema": ema.module.state_dict() if ema else None, "optimizer": optimizer.state_dict(),
-                    "scaler": scaler.state_dict(), "seen": seen, "step": step, "config": plain(config), "recipe": recipe._asdict(),
-                    "microbatch": config.microbatch, "class_names": loader.class_names, "fingerprint": loader.fingerprint,
-                    "mean": list(model.pretrained_cfg["mean"]), "std": list(model.pretrained_cfg["std"]),
-                }  # fmt: skip
-                kept.save(state, step, top1)
-
-        def evaluate() -> dict:
-            ranks.average(averaged)
-            accuracy = {"top1": evaluate_waits(model, val, augmentation.normalise, ranks, dtype, advance)}
-            if ema:
-                accuracy["top1_ema"] = evaluate_waits(ema.module, val, augmentation.normalise, ranks, dtype, advance)
-            write("val", step, step / len(loader), accuracy)
-            return accuracy
-
         def mean_waits() -> float:
             """The mean loss since the last log line; waits for the device. UserError if numbers are not finite."""
             nonlocal skips
-            bad, when = finite.looked_waits()
+            bad, when = student.finite.looked_waits()
             skips += bad
             if bad and (config.on_nonfinite == "stop" or skips > config.max_skips):
                 raise UserError(f"{config.out}: {why_not_finite(when)}")
@@ -400,12 +394,9 @@ def run_on(config: Config, ranks: Ranks, asked: Callable[[], str]) -> dict:
         def why_not_finite(when: int) -> str:
             """One sentence on a step whose gradients were not finite. Weights are still those before it, so it is done again."""
             epoch, at = divmod(when, len(loader))
-            again = next(augmented(loader.batches(epoch, start=at), augmentation, epoch, device))
-            again = resident(again) if resident else again
-            cause = ""
-            for number, part in enumerate(parts_of(again, local_parts)):
-                torch.manual_seed(plan.step_seed(epoch, at, number))
-                found = first_not_finite(model.train(), lambda part=part: part_loss(model, part, epoch, at))
+            parts, cause = next(batches(epoch, at, iter)), ""
+            for part, compute in zip(parts, losses(model, parts, epoch, at), strict=True):
+                found = first_not_finite(model.train(), compute)
                 if found and not cause:
                     cause = f"{found} is the first that is not, with samples {', '.join(map(str, part.index[:8].tolist()))} ..."
             return (
@@ -413,58 +404,52 @@ def run_on(config: Config, ranks: Ranks, asked: Callable[[], str]) -> dict:
                 "lower --lr, or give --clip-grad 1 or --on-nonfinite skip"
             )
 
+        def save(top1: float | None = None) -> None:
+            mean_waits()  # numbers that are not finite never replace a good checkpoint
+            ranks.average(student.averaged())
+            if ranks.first:
+                about = {
+                    "seen": seen, "step": step, "config": plain(config), "recipe": recipe._asdict(),
+                    "microbatch": config.microbatch, "class_names": loader.class_names, "fingerprint": loader.fingerprint,
+                    "mean": list(model.pretrained_cfg["mean"]), "std": list(model.pretrained_cfg["std"]),
+                }  # fmt: skip
+                kept.save(student.state() | about, step, top1)
+
+        def evaluate() -> dict:
+            ranks.average(student.averaged())
+            accuracy = {"top1": evaluate_waits(model, val, augmentation.normalise, ranks, dtype, advance)}
+            if student.ema:
+                accuracy["top1_ema"] = evaluate_waits(student.ema.module, val, augmentation.normalise, ranks, dtype, advance)
+            write("val", step, step / len(loader), accuracy)
+            return accuracy
+
         for epoch in range(step // len(loader), config.epochs):
-            timed = Timed(loader.batches(epoch, start=step % len(loader)))
-            for batch in augmented(timed, augmentation, epoch, device):
+            timed = Timed()
+            for parts in batches(epoch, step % len(loader), timed):
                 at = step % len(loader)
+                if step == first and config.objective != "ce":
+                    check_batch(Batch(*(field.cpu() for field in parts[0])), loader.labels, maps_of(config))
                 scheduler.step_update(step)
                 model.train()
-                batch = resident(batch) if resident else batch
-                if step == first and config.objective != "ce":
-                    whole = Batch(*(field.cpu() for field in batch))
-                    check_batch(whole, loader.labels, f"the score maps of {config.labels or config.data}")
-                weights = plan.part_weights(at)
-                for number, part in enumerate(parts_of(batch, local_parts)):
-                    # Drop-path is the only draw of the device; seeding it by step and part keeps a resumed run equal.
-                    torch.manual_seed(plan.step_seed(epoch, at, number))
-                    last = number + 1 == local_parts
-                    with nullcontext() if last or ranks.size == 1 else network.no_sync():
-                        loss = part_loss(network, part, epoch, at) * (weights[number] / local_parts)
-                        scaler.scale(loss).backward()
-                    seen[0] += loss.detach()
+                loss, norm = update(student, ranks, step, losses(student.network, parts, epoch, at))
+                seen[0] += loss
                 seen[1] += 1
-                scaler.unscale_(optimizer)
-                gradients = [p.grad for p in model.parameters() if p.grad is not None]
-                norm = torch.nn.utils.get_total_norm(gradients, foreach=True)
-                if config.clip_grad:
-                    torch.nn.utils.clip_grads_with_norm_(model.parameters(), config.clip_grad, norm, foreach=True)
-                if scaler.is_enabled():  # it finds overflows itself, and steps over them
-                    finite.update(ranks.sum(loss.detach().clone()), step)
-                    scaler.step(optimizer)
-                    scaler.update()
-                else:
-                    optimizer.found_inf = finite.update(norm, step)
-                    optimizer.step()
-                optimizer.zero_grad(set_to_none=True)
                 step += 1
-                if ema:
-                    ema.update(model, step)
                 if step == first + 1 and config.compile != "never" and ranks.first:
                     settle(device)
                     print(f"first step, with what is compiled: {time.perf_counter() - began:.1f} s", flush=True)
                 if step % config.log_every == 0:
-                    mean_loss = mean_waits()
-                    took, rate = time.perf_counter() - clock, (step - logged) * config.batch / (time.perf_counter() - clock)
+                    mean, now = mean_waits(), time.perf_counter()
+                    rate = (step - logged) * config.batch / (now - clock)
                     write("train", step, step / len(loader), {
-                        "loss": mean_loss, "lr": optimizer.param_groups[0]["lr"], "grad_norm": norm.item(), "images_per_s": rate,
-                        "mfu": rate * flops[plan.size(epoch)] / peak, "data_wait_share": (timed.waited - idle) / took,
-                        "peak_memory_gb": peak_memory(device) / 1e9,
+                        "loss": mean, "lr": student.optimizer.param_groups[0]["lr"], "grad_norm": norm.item(),
+                        "images_per_s": rate, "mfu": rate * flops[plan.size(epoch)] / peak,
+                        "data_wait_share": timed.since_last() / (now - clock), "peak_memory_gb": peak_memory(device) / 1e9,
                     })  # fmt: skip
-                    seen.zero_()
-                    logged, clock, idle = step, time.perf_counter(), timed.waited
-                    if told := leaps.seen(mean_loss):
+                    if told := leaps.seen(mean):
                         print(f"step {step}: {told}", file=sys.stderr, flush=True)
-                    text = f"loss {mean_loss:.3f}  {rate:.0f} img/s"
+                    seen.zero_()
+                    logged, clock, text = step, now, f"loss {mean:.3f}  {rate:.0f} img/s"
                 advance(1, text)
                 stop = agreement(bool(asked()))
                 if at + 1 < len(loader) and (stop or (at + 1) % config.save_every == 0):
@@ -480,7 +465,7 @@ def run_on(config: Config, ranks: Ranks, asked: Callable[[], str]) -> dict:
                 text = f"top-1 {100 * result['top1']:.1f} %"
                 advance(0, text)
             save(max(result["top1"], result.get("top1_ema", 0)) if ended else None)
-            logged, clock, idle = step, time.perf_counter(), 0.0
+            logged, clock = step, time.perf_counter()
             if agreement(bool(asked())):
                 break
         if step < steps:

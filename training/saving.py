@@ -53,8 +53,8 @@ class Checkpoints:
             if other.name not in names:
                 other.unlink()
 
-    def newest(self) -> dict | None:
-        """The newest checkpoint that is whole, loaded on the CPU; None if there is none at all.
+    def newest(self) -> str | None:
+        """The file name of the newest checkpoint that is whole; None if there is none at all.
 
         A damaged one is told on stderr and passed over. UserError if all are.
         """
@@ -62,9 +62,11 @@ class Checkpoints:
         for entry in reversed(entries):
             path = self.folder / entry["file"]
             try:
-                if "sha256" in entry and sha256(path) != entry["sha256"]:
+                if "sha256" not in entry:
+                    checkpoints.load(path)
+                elif sha256(path) != entry["sha256"]:
                     raise checkpoints.CheckpointError(f"{path} is not what was saved: its SHA-256 differs")
-                return checkpoints.load(path)
+                return entry["file"]
             except (checkpoints.CheckpointError, OSError) as error:
                 print(f"warning: {error}; going back to the checkpoint before it", file=sys.stderr, flush=True)
         if entries:

@@ -1,0 +1,91 @@
+"""The student: what a step changes, and what a checkpoint must hold to go on as if nothing had happened."""
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import NamedTuple
+
+import torch
+from timm.optim import create_optimizer_v2
+from timm.utils import ModelEmaV3
+from torch import Tensor, nn
+
+from .config import Config
+from .guards import Finite
+from .ranks import Ranks
+
+
+class Student(NamedTuple):
+    """A network in training."""
+
+    model: nn.Module
+    network: nn.Module  # the model as the backward pass wants it: under several ranks it averages gradients
+    ema: ModelEmaV3 | None
+    optimizer: torch.optim.Optimizer
+    scaler: torch.amp.GradScaler  # of float16's losses; else it does nothing
+    finite: Finite
+    clip_grad: float
+
+    def state(self) -> dict:
+        """What `restore` needs."""
+        return {
+            "model": self.model.state_dict(), "ema": self.ema.module.state_dict() if self.ema else None,
+            "optimizer": self.optimizer.state_dict(), "scaler": self.scaler.state_dict(),
+        }  # fmt: skip
+
+    def restore(self, checkpoint: dict) -> None:
+        """Go on from a checkpoint that holds `state`."""
+        self.model.load_state_dict(checkpoint["model"])
+        self.optimizer.load_state_dict(checkpoint["optimizer"])
+        self.scaler.load_state_dict(checkpoint["scaler"])
+        if self.ema:
+            self.ema.module.load_state_dict(checkpoint["ema"])
+
+    def averaged(self) -> list[nn.Module]:
+        """Models whose buffers differ between ranks until they are averaged."""
+        return [self.model, self.ema.module] if self.ema else [self.model]
+
+
+def student_of(config: Config, model: nn.Module, ranks: Ranks, dtype: torch.dtype | None) -> Student:
+    """`model` with its optimiser, averaged weights and guards; `dtype` is that of autocast.
+
+    AdamW decays no biases, norms and tables (timm's grouping). Its fused form takes `found_inf`, on which the guard relies.
+    """
+    rate = config.lr * config.batch / config.lr_batch
+    return Student(
+        model=model,
+        network=ranks.parallel(model),
+        ema=ModelEmaV3(model, decay=config.ema, use_warmup=True, foreach=True) if config.ema else None,
+        optimizer=create_optimizer_v2(model, "adamw", lr=rate, weight_decay=config.weight_decay, fused=True),
+        scaler=torch.amp.GradScaler(ranks.device.type, enabled=dtype == torch.float16),
+        finite=Finite(ranks.device, config.on_nonfinite == "skip"),
+        clip_grad=config.clip_grad,
+    )
+
+
+def update(student: Student, ranks: Ranks, step: int, losses: Sequence[Callable[[], Tensor]]) -> tuple[Tensor, Tensor]:
+    """Step number `step`, from 0: gradients of the mean of `losses`, then new weights; nothing waits for the device.
+
+    Each of `losses` computes that of a part of this rank's batch. Returns their mean and the norm of the gradients, before
+    they are clipped: float32 `[]` each.
+    """
+    model, scaler, mean = student.model, student.scaler, torch.zeros((), device=ranks.device)
+    for number, loss_of in enumerate(losses, start=1):
+        with nullcontext() if number == len(losses) or ranks.size == 1 else student.network.no_sync():
+            loss = loss_of() / len(losses)
+            scaler.scale(loss).backward()
+        mean += loss.detach()
+    scaler.unscale_(student.optimizer)
+    norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None], foreach=True)
+    if student.clip_grad:
+        torch.nn.utils.clip_grads_with_norm_(model.parameters(), student.clip_grad, norm, foreach=True)
+    if scaler.is_enabled():  # it steps over overflows, which are part of its method, by itself
+        student.finite.update(ranks.sum(mean.clone()), step)
+        scaler.step(student.optimizer)
+        scaler.update()
+    else:
+        student.optimizer.found_inf = student.finite.update(norm, step)
+        student.optimizer.step()
+    student.optimizer.zero_grad(set_to_none=True)
+    if student.ema:
+        student.ema.update(model, step + 1)
+    return mean, norm

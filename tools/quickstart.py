@@ -52,6 +52,9 @@ def call(made: Path, *words: object) -> None:
     done = subprocess.run([sys.executable, ROOT / str(words[0]), *map(str, words[1:])])
     if done.returncode:
         sys.exit(done.returncode)
+    if not made.exists():  # a training that a signal stopped has saved itself and ends well
+        print("stopped; the same command goes on")
+        sys.exit(130)
 
 
 def flow(out: Path, seed: int, options: Quickstart) -> dict:

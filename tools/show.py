@@ -248,7 +248,7 @@ def main(report: Report) -> None:
     labelled = (plain or dense or [None])[-1]
     sheet, purity, grid = [], None, 0
     if labelled:
-        config = replace(from_plain(labelled), labels_on_device=False)
+        config = replace(from_plain(labelled.config), labels_on_device=False)
         loader = open_loader(config, "train")
         grid, augmentation = student_of(labelled, loader)
         truths = read_truth(report.boxes, labelled, loader) if report.boxes else None

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from inspect import signature
 
 import torch
 import torch.distributed as dist
@@ -54,11 +55,15 @@ class Ranks:
         """The model whose backward pass averages gradients over ranks. Each rank keeps its own running statistics."""
         if self.size == 1:
             return model
-        return nn.parallel.DistributedDataParallel(
+        parallel = nn.parallel.DistributedDataParallel
+        # PyTorch 2.15 gave the option a new name, and warns of the old one.
+        names = ("forward_sync_buffers", "broadcast_buffers")
+        own_buffers = next(name for name in names if name in signature(parallel).parameters)
+        return parallel(
             model,
             device_ids=[self.device.index] if self.device.type == "cuda" else None,
-            broadcast_buffers=False,
             gradient_as_bucket_view=True,
+            **{own_buffers: False},
         )
 
 

@@ -9,6 +9,8 @@ token drawn over them. `--boxes` (from tools/make_digit_scenes.py) adds the true
 import base64
 import io
 import json
+import statistics
+import sys
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -45,6 +47,10 @@ class Report:
     out: Path | None = None  # the HTML to write; default: report.html in the last run's folder
 
 
+# Fields of a config that say where and how fast, not what.
+PLACES = {"data", "val", "out", "labels", "threads", "device", "resume", "loader", "microbatch", "log_every", "wandb", "keep"}
+
+
 class Run(NamedTuple):
     """A run folder, read."""
 
@@ -63,17 +69,40 @@ class Truth(NamedTuple):
 
 
 def read_run(folder: Path) -> Run:
-    """UserError if the folder is no finished run."""
+    """A run, finished or not (then its result is empty). UserError if the folder is none."""
     try:
-        config, result = (json.loads((folder / name).read_text()) for name in ("config.json", "result.json"))
-        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        config = json.loads((folder / "config.json").read_text())
+        done = folder / "result.json"
+        result = json.loads(done.read_text()) if done.exists() else {}
+        # The last line of a run that goes on may be half written.
+        text = (folder / "metrics.jsonl").read_text()
+        lines = [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
     except FileNotFoundError as error:
-        raise UserError(
-            f"{folder} is no finished run ({Path(error.filename).name} is missing); train it with train.py"
-        ) from None
+        raise UserError(f"{folder} is no run ({Path(error.filename).name} is missing); train it with train.py") from None
     except ValueError as error:
         raise UserError(f"{folder} holds a damaged file ({error}); train it again") from error
     return Run(folder.name, config, result, *([r for r in lines if r["kind"] == kind] for kind in ("train", "val")))
+
+
+def row_of(run: Run, runs: list[Run]) -> dict:
+    """A run's line in the table of results; `told` is what of its config not all `runs` share."""
+    tops = [(record["top1"], "") for record in run.val[-1:]]
+    tops += [(record["top1_ema"], "averaged") for record in run.val[-1:] if "top1_ema" in record]
+    names = [name for name in run.config if name not in PLACES and len({json.dumps(r.config.get(name)) for r in runs}) > 1]
+    told = ", ".join(f"{name.replace('_', '-')} {brief(run.config[name])}" for name in names)
+    speeds = {name: [record[name] for record in run.train if name in record] for name in ("images_per_s", "mfu")}
+    return {
+        "name": run.name, "told": told, "tops": tops, "epoch": max((r["epoch"] for r in run.train + run.val), default=0),
+        "epochs": run.config["epochs"], "result": run.result,
+        **{name: statistics.median(values) if values else None for name, values in speeds.items()},
+    }  # fmt: skip
+
+
+def brief(value: object) -> str:
+    """A config's value in a table's cell."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return " ".join(map(brief, value)) or "none" if isinstance(value, list) else "none" if value in ("", None) else str(value)
 
 
 def student_of(run: Run, loader: Loader) -> tuple[int, Augmentation]:
@@ -249,7 +278,12 @@ def main(report: Report) -> None:
     sheet, purity, grid = [], None, 0
     if labelled:
         config = replace(from_plain(labelled.config), labels_on_device=False)
-        loader = open_loader(config, "train")
+        try:
+            loader = open_loader(config, "train")
+        except (UserError, OSError) as error:
+            print(f"no pictures of crops, as the training set cannot be opened: {error}", file=sys.stderr)
+            labelled = None
+    if labelled:
         grid, augmentation = student_of(labelled, loader)
         truths = read_truth(report.boxes, labelled, loader) if report.boxes else None
         sheet = contact_sheet(config, loader, truths, grid, augmentation)
@@ -261,7 +295,7 @@ def main(report: Report) -> None:
     out = report.out or report.runs[-1] / "report.html"
     text = page.render(
         environment=json.loads((report.runs[-1] / "environment.json").read_text()),
-        runs=runs, sheet=sheet, purity=purity, grid=grid, labelled=labelled,
+        rows=[row_of(run, runs) for run in runs], first=runs[-1], sheet=sheet, purity=purity, grid=grid, labelled=labelled,
         accuracy=curve(runs, "val", "top1", True), losses=curve(runs, "train", "loss", False),
     )  # fmt: skip
     with replacing(out) as part:

@@ -1,5 +1,6 @@
 """The report's geometry against hand-made cases."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,7 +10,7 @@ import pytest
 from densefeed.pipelines.plan import EpochPlan
 from densefeed.relabel.files import UserError
 from densefeed.relabel.geometry import crop_views
-from densefeed.tools.show import Run, in_crop, owner_of_tokens, read_run, student_of
+from densefeed.tools.show import Run, in_crop, owner_of_tokens, read_run, row_of, student_of
 from densefeed.training import config as configuration
 from densefeed.training import recipes
 
@@ -45,5 +46,23 @@ def test_a_box_in_a_turned_crop_is_the_box_around_its_corners():
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path):
-    with pytest.raises(UserError, match=r"is no finished run \(config.json is missing\)"):
+    with pytest.raises(UserError, match=r"is no run \(config.json is missing\)"):
         read_run(tmp_path)
+
+
+def test_runs_are_compared_by_what_they_do_not_share(tmp_path):
+    """Also one that has not ended, whose last line is half written."""
+    runs = []
+    for name, more in (("a", {"lr": 0.1}), ("b", {"lr": 0.2, "ema": 0.9})):
+        folder = tmp_path / name
+        folder.mkdir()
+        told = configuration.plain(replace(recipes.lvvit_micro_ce(), data=Path(name), val=Path(name), out=folder, epochs=4, **more))
+        (folder / "config.json").write_text(json.dumps(told))
+        lines = [{"kind": "train", "step": n, "epoch": n / 2, "images_per_s": 10 * n, "mfu": 0.1, "loss": 1.0} for n in (1, 2, 3)]
+        lines += [{"kind": "val", "step": 3, "epoch": 1.5, "top1": 0.25} | ({"top1_ema": 0.5} if name == "b" else {})]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"kind": "tr')
+        runs.append(read_run(folder))
+    one, other = (row_of(run, runs) for run in runs)
+    assert (one["told"], other["told"]) == ("lr 0.1, ema 0.0", "lr 0.2, ema 0.9")
+    assert (one["tops"], other["tops"]) == ([(0.25, "")], [(0.25, ""), (0.5, "averaged")])
+    assert (one["epoch"], one["epochs"], one["result"], one["images_per_s"]) == (1.5, 4, {}, 20)

@@ -187,6 +187,25 @@ def test_on_a_gpu_a_step_waits_for_nothing_and_is_captured(packed, tmp_path):
         torch.testing.assert_close(captured, eager, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("fields", [dict(), dict(microbatch=2, clip_grad=1.0), dict(precision="fp16"), dict(compile="never")])
+def test_on_a_gpu_an_update_waits_for_nothing(packed, tmp_path, monkeypatch, fields):
+    """CUDA's own trap around losses, gradients, guard, optimiser and averaged weights, from the third step on."""
+    update = training.update
+
+    def trapped(student, ranks, step, losses):
+        torch.cuda.set_sync_debug_mode("error" if step >= 2 else "default")
+        try:
+            return update(student, ranks, step, losses)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    monkeypatch.setattr(training, "update", trapped)
+    result = training.train(config(packed, tmp_path / "run", mixtoken=True, device="cuda", **AUGMENTED, **fields))
+    assert 0 <= result["top1"] <= 1
+
+
 def test_the_first_batch_is_checked_before_the_first_step(packed, tmp_path, monkeypatch):
     """A Window that no store of ours would hold."""
     batches = training.ThreadedLoader.batches

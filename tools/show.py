@@ -48,7 +48,10 @@ class Report:
 
 
 # Fields of a config that say where and how fast, not what.
-PLACES = {"data", "val", "out", "labels", "threads", "device", "resume", "loader", "microbatch", "log_every", "wandb", "keep"}
+PLACES = {
+    "data", "val", "out", "labels", "threads", "device", "resume", "loader", "microbatch", "log_every", "eval_every", "save_every",
+    "wandb", "keep",
+}  # fmt: skip
 
 
 class Run(NamedTuple):

@@ -8,7 +8,6 @@ What a run is stands in training/config.py, the recipes in training/recipes.py; 
 """
 
 import json
-import math
 import os
 import platform
 import sys
@@ -301,13 +300,16 @@ def run_on(config: Config, ranks: Ranks, asked: Callable[[], str]) -> dict:
     model, recipe = build_model(config, loader.num_classes)
     model.to(device, memory_format=torch.channels_last)
     if config.grad_checkpointing:
-        model.set_grad_checkpointing(True)
+        try:
+            model.set_grad_checkpointing(True)
+        except (AssertionError, AttributeError) as error:
+            raise UserError(f"{config.model} cannot compute its blocks anew; leave --grad-checkpointing away") from error
     student = student_of(config, model, ranks, dtype)
     scheduler = CosineLRScheduler(
         student.optimizer, t_initial=steps, lr_min=config.min_lr, warmup_t=round(config.warmup_epochs * len(loader)),
         warmup_lr_init=1e-6, t_in_epochs=False,
     )  # fmt: skip
-    step, seen = 0, torch.zeros(2, dtype=torch.float64, device=device)  # sum of the losses since the last log line, how many
+    step, seen = 0, torch.zeros(2, dtype=torch.float64, device=device)  # sum of the finite losses since the last log line, how many
     if checkpoint:
         student.restore(checkpoint)
         seen.copy_(checkpoint["seen"])
@@ -386,10 +388,7 @@ def run_on(config: Config, ranks: Ranks, asked: Callable[[], str]) -> dict:
                     flush=True,
                 )
             total, count = ranks.sum(seen.clone()).tolist()
-            mean = total / max(count, 1)
-            if not math.isfinite(mean) and not skips:
-                raise UserError(f"the loss is {mean} at step {step} of {config.out}; lower --lr, or give --clip-grad 1")
-            return mean
+            return total / max(count, 1)
 
         def why_not_finite(when: int) -> str:
             """One sentence on a step whose gradients were not finite. Weights are still those before it, so it is done again."""
@@ -432,8 +431,7 @@ def run_on(config: Config, ranks: Ranks, asked: Callable[[], str]) -> dict:
                 scheduler.step_update(step)
                 model.train()
                 loss, norm = update(student, ranks, step, losses(student.network, parts, epoch, at))
-                seen[0] += loss
-                seen[1] += 1
+                seen += torch.stack([loss.nan_to_num(0, 0, 0), loss.isfinite()])
                 step += 1
                 if step == first + 1 and config.compile != "never" and ranks.first:
                     settle(device)

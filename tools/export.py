@@ -36,6 +36,7 @@ from densefeed.tools.trained import Trained, Weights, open_trained
 from timm.models._hub import save_config_for_hf  # timm's own writer; its public door, push_to_hf_hub, uploads
 
 NEEDED = ("onnx", "onnxscript", "onnxruntime")  # of the dependency group `export`
+ONNX = "model.onnx"
 TOLERANCE = 1e-4  # between ONNX Runtime and PyTorch, of the largest logit where that is above 1
 BATCHES = (1, 3)  # that are compared; neither is the one that the graph is traced with
 TRACED = 2
@@ -68,6 +69,11 @@ def write_config(trained: Trained, path: Path) -> None:
     arguments = {name: value for name, value in trained.kwargs.items() if not name.endswith(("drop_rate", "drop_path_rate"))}
     config = {"pretrained_cfg": preprocessing(trained), "label_names": trained.class_names}
     save_config_for_hf(trained.model, str(path), model_config=config, model_args=arguments)
+    # timm writes a pair of sides; one number says the same, and models of one side (LV-ViT) take it too.
+    told = json.loads(path.read_text())
+    if "img_size" in told.get("model_args", {}):
+        told["model_args"]["img_size"] = trained.size
+    path.write_text(json.dumps(told, indent=2) + "\n")
 
 
 def write_safetensors(trained: Trained, path: Path) -> None:
@@ -147,19 +153,18 @@ def main(export: Export) -> list[Path]:
     if as_onnx:
         check_onnx_packages()
     trained = open_trained(export.checkpoint, export.weights, export.model, export.size)
-    files = [export.out / name for name in ("model.safetensors", "config.json")] if as_tensors else []
-    files += [export.out / "model.onnx"] if as_onnx else []
+    writers = {"model.safetensors": write_safetensors, "config.json": write_config} if as_tensors else {}
+    writers |= {ONNX: write_onnx} if as_onnx else {}
+    files = {export.out / name: write for name, write in writers.items()}
     fresh, said = not export.out.exists(), ""
     try:
         with ExitStack() as stack:
-            parts = {path.name: stack.enter_context(replacing(path)) for path in files}
-            if as_tensors:
-                write_safetensors(trained, parts["model.safetensors"])
-                write_config(trained, parts["config.json"])
+            parts = {path: stack.enter_context(replacing(path)) for path in files}
+            for path, write in files.items():
+                with naming(path):
+                    write(trained, parts[path])
             if as_onnx:
-                with naming(export.out / "model.onnx"):
-                    write_onnx(trained, parts["model.onnx"])
-                    said = f"; ONNX within {check_onnx(trained, parts['model.onnx']):.0e} of PyTorch"
+                said = f"; ONNX within {check_onnx(trained, parts[export.out / ONNX]):.0e} of PyTorch"
     except BaseException:
         if fresh and export.out.is_dir():  # replacing has removed what was in it
             export.out.rmdir()
@@ -167,7 +172,7 @@ def main(export: Export) -> list[Path]:
     for path in files:
         print(f"{path}: {path.stat().st_size:,} bytes")
     print(f"{trained.name}, {trained.weights} weights, {trained.model.num_classes:,} classes, {trained.size} px{said}")
-    return files
+    return list(files)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
 """A trained model from a checkpoint or a run folder, ready to be judged or given away: weights, size, classes, preprocessing."""
 
-import sys
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -69,7 +68,7 @@ def open_trained(path: Path, weights: Weights = "ema", model_name: str = "", siz
     if names and len(names) != model.num_classes:
         raise UserError(f"{path} names {len(names)} classes but its model has {model.num_classes}; train or copy it again")
     trained_size = run.get("size") or data["input_size"][-1]
-    model, kwargs = at_size(model.eval(), recipe, size or trained_size, path)
+    model, kwargs = at_size(model, recipe, size or trained_size, path)
     return Trained(
         path, model, recipe.name, kwargs, "ema" if averaged and weights == "ema" else "raw", list(names), size or trained_size,
         run.get("crop_pct") or data["crop_pct"], OUR_INTERPOLATION if ours else data["interpolation"],
@@ -86,46 +85,28 @@ def imagenet_names(model: nn.Module) -> list[str]:
 def at_size(model: nn.Module, recipe: checkpoints.Recipe, size: int, path: Path) -> tuple[nn.Module, dict]:
     """The model for square inputs of `size` pixels, and the arguments that build it so. UserError if it cannot take them.
 
-    A position table is resampled once: LV-ViT's as its forward pass would each time, timm's by their own rule. Networks of
-    convolutions stay as they are.
+    A position table is resampled once: LV-ViT's as its forward pass would each time, timm's by `set_input_size`, which every
+    family of timm has that knows how. What has neither, as networks of convolutions, stays as it is.
     """
     kwargs = recipe.kwargs
     try:
         if isinstance(model, LVViT):
             if size != model.grid_size * model.patch_size:
-                model, kwargs = rebuilt(model, recipe, size)
+                kwargs = kwargs | {"img_size": size}
+                model = resampled(model, timm.create_model(recipe.name, **kwargs))
         elif hasattr(model, "set_input_size"):
             model.set_input_size(img_size=(size, size))
             kwargs = kwargs | {"img_size": size}
-        elif not takes(model, size):
-            model, kwargs = rebuilt(model, recipe, size)
         with torch.inference_mode():
-            model(torch.zeros(1, 3, size, size))
+            model.eval()(torch.zeros(1, 3, size, size))
     except (ValueError, RuntimeError, AssertionError, TypeError) as error:
         why = str(error).partition("\n")[0]
         raise UserError(f"{path}: {recipe.name} cannot take inputs of {size} px ({why}); choose another --size") from error
     return model, kwargs
 
 
-def takes(model: nn.Module, size: int) -> bool:
-    """Whether the model answers inputs of this size as it is."""
-    try:
-        with torch.inference_mode():
-            model(torch.zeros(1, 3, size, size))
-    except (ValueError, RuntimeError, AssertionError):
-        return False
-    return True
-
-
-def rebuilt(model: nn.Module, recipe: checkpoints.Recipe, size: int) -> tuple[nn.Module, dict]:
-    """The model built anew for `size`, its weights fitted by LV-ViT's resampling or by the filter of its family in timm."""
-    kwargs = recipe.kwargs | {"img_size": size}
-    new, state = timm.create_model(recipe.name, **kwargs).eval(), model.state_dict()
-    if isinstance(model, LVViT):
-        grids = [new.grid_size] * 2, [model.grid_size] * 2
-        state["pos_embed"] = resample_abs_pos_embed(model.pos_embed.detach(), *grids)
-    else:
-        fit = getattr(sys.modules[type(model).__module__], "checkpoint_filter_fn", lambda state, _: state)
-        state = fit(state, new)
-    new.load_state_dict(state)
-    return new, kwargs
+def resampled(model: LVViT, new: LVViT) -> LVViT:
+    """`new` with the weights of `model`, its position table resampled."""
+    table = resample_abs_pos_embed(model.pos_embed.detach(), [new.grid_size] * 2, [model.grid_size] * 2)
+    new.load_state_dict(model.state_dict() | {"pos_embed": table})
+    return new

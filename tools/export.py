@@ -22,7 +22,7 @@ import importlib.util
 import json
 import logging
 import warnings
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -166,8 +166,9 @@ def main(export: Export) -> list[Path]:
             if as_onnx:
                 said = f"; ONNX within {check_onnx(trained, parts[export.out / ONNX]):.0e} of PyTorch"
     except BaseException:
-        if fresh and export.out.is_dir():  # replacing has removed what was in it
-            export.out.rmdir()
+        if fresh:
+            with suppress(OSError):  # it may not have been made yet
+                export.out.rmdir()
         raise
     for path in files:
         print(f"{path}: {path.stat().st_size:,} bytes")

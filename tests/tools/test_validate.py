@@ -1,6 +1,7 @@
 """Validation against a plain loop over Pillow's images with timm's own model, and ReaL and subsets of classes by hand."""
 
 import json
+import pkgutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -141,6 +142,16 @@ def test_classes_match_by_name_in_any_order():
     assert match == ([2, 1], "name")
     # A network trained on digits knows its own numbers, whose folders may be sorted as text.
     assert match_classes(["2", "10"], ["0", "1", "10", "2"], 4, []) == ([3, 2], "name")
+
+
+@pytest.mark.parametrize("subset", ["a", "r"])
+def test_imagenet_a_and_r_have_the_columns_that_timm_lists(subset):
+    def listed(kind):
+        return pkgutil.get_data("timm.data", f"_info/imagenet_{subset}_{kind}.txt").decode().split()
+
+    columns, by = match_classes(listed("synsets"), WNIDS, 1000, WNIDS)
+    assert columns == [int(number.strip(",")) for number in listed("indices")]
+    assert (len(columns), by) == (200, "name")
 
 
 def test_numbers_are_numbers_and_not_text():

@@ -272,6 +272,30 @@ def test_timms_own_copy_is_for_all_of_imagenet(images, resnet):
         validate.main(asked(resnet, images, real="timm"))
 
 
+class Listed:
+    """A source of 50,000 images of which only names and labels are asked."""
+
+    def __init__(self, numbers, labels):
+        self.numbers, self.labels, self.class_names = numbers, labels, WNIDS
+
+    def where(self, index):
+        return f"val/{WNIDS[self.labels[index]]}/ILSVRC2012_val_{self.numbers[index] + 1:08d}.JPEG"
+
+
+def test_timms_own_copy_judges_imagenet_in_the_order_of_its_folders():
+    """Sorted by class, as folders are. Says the image's own label, or for every fourth image a class that is none of its."""
+    lists = json.loads(pkgutil.get_data("timm.data", "_info/imagenet_real_labels.json"))
+    own = np.array([right[0] if right else 0 for right in lists])
+    order = np.argsort(own, kind="stable")
+    judge = validate.open_real("timm", Listed(order.tolist(), own[order]), Path("val"))
+    wrong = [next(iter(set(range(9)) - set(right))) for right in lists]
+    said = np.array([right[-1] if right and number % 4 else wrong[number] for number, right in enumerate(lists)])
+    judged = [number for number, right in enumerate(lists) if right]
+    share = validate.real_top1(judge, torch.from_numpy(said[order]), 1000)
+    assert share == pytest.approx(sum(number % 4 > 0 for number in judged) / len(judged), abs=1e-9)
+    assert len(judged) == 46_837  # as Beyer et al. count them
+
+
 # ------------------------------------------------------------------------- our own checkpoints
 
 

@@ -22,7 +22,7 @@ import timm
 import torch
 import tyro
 from densefeed.models import checkpoints
-from densefeed.models.evaluation import sums
+from densefeed.models.evaluation import Shares, Sums, answers, shares_waits, sums_of
 from densefeed.pipelines.augment import Augmentation, Normalise, augmented
 from densefeed.pipelines.batch import Batch, Loader, on_device
 from densefeed.pipelines.ffcv import FfcvSource
@@ -243,17 +243,16 @@ def evaluate_waits(
     ranks: Ranks,
     dtype: torch.dtype | None,
     advance: Callable[[int, str], None],
-) -> float:
-    """Top-1 accuracy on the validation set, each image once, over all ranks; `advance(0, text)` shows how far it is."""
+) -> Shares:
+    """Top-1, top-5 and loss on the validation set, each image once, over all ranks; `advance(0, text)` shows how far it is."""
 
     def prepared() -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         for number, batch in enumerate(on_device(loader.batches(0), ranks.device), start=1):
             yield normalise(batch.image), batch.label, batch.weight
             advance(0, f"evaluating, {number} of {len(loader)}")
 
-    with torch.autocast(ranks.device.type, dtype or torch.bfloat16, enabled=dtype is not None):
-        right, total = ranks.sum(sums(model, prepared())).tolist()
-    return right / total
+    sums = ranks.sum(torch.stack(sums_of(answers(model, prepared(), dtype=dtype))))
+    return shares_waits(Sums(*sums))
 
 
 class Timed:
@@ -309,7 +308,10 @@ def run_on(config: Config, ranks: Ranks, asked: Callable[[], str]) -> dict:
         student.optimizer, t_initial=steps, lr_min=config.min_lr, warmup_t=round(config.warmup_epochs * len(loader)),
         warmup_lr_init=1e-6, t_in_epochs=False,
     )  # fmt: skip
-    step, seen = 0, torch.zeros(2, dtype=torch.float64, device=device)  # sum of the finite losses since the last log line, how many
+    step, seen = (
+        0,
+        torch.zeros(2, dtype=torch.float64, device=device),
+    )  # sum of the finite losses since the last log line, how many
     if checkpoint:
         student.restore(checkpoint)
         seen.copy_(checkpoint["seen"])
@@ -416,9 +418,11 @@ def run_on(config: Config, ranks: Ranks, asked: Callable[[], str]) -> dict:
 
         def evaluate() -> dict:
             ranks.average(student.averaged())
-            accuracy = {"top1": evaluate_waits(model, val, augmentation.normalise, ranks, dtype, advance)}
-            if student.ema:
-                accuracy["top1_ema"] = evaluate_waits(student.ema.module, val, augmentation.normalise, ranks, dtype, advance)
+            accuracy = {}
+            for kind, one in (("", model), ("_ema", student.ema and student.ema.module)):
+                if one:
+                    shares = evaluate_waits(one, val, augmentation.normalise, ranks, dtype, advance)
+                    accuracy |= {f"top1{kind}": shares.top1, f"top5{kind}": shares.top5, f"loss{kind}": shares.loss}
             write("val", step, step / len(loader), accuracy)
             return accuracy
 

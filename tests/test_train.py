@@ -9,6 +9,7 @@ import pytest
 import torch
 import tyro
 from densefeed.models import checkpoints
+from densefeed.models.evaluation import Shares
 from densefeed.models.lvvit import LVViT, TokenLogits
 from densefeed.pipelines.augment import Augmentation, augmented
 from densefeed.pipelines.mixing import Mix
@@ -239,7 +240,7 @@ def test_a_run_killed_between_epochs_resumes_to_the_bit(packed, tmp_path, monkey
             evaluations.append(1)
             if len(evaluations) > 2:  # epoch 1 evaluates raw and averaged weights; the third call is epoch 2's
                 raise KeyboardInterrupt
-            return 0.5
+            return Shares(0.5, 0.5, 1.0)
 
         monkeypatch.setattr(training, "evaluate_waits", killed)
         with pytest.raises(KeyboardInterrupt):

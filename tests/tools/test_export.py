@@ -1,0 +1,255 @@
+"""Exported models, read back by timm and by ONNX Runtime: the same answers."""
+
+import importlib.util
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import timm
+import torch
+from densefeed.models import checkpoints  # noqa: F401  (registers our models)
+from densefeed.relabel.files import UserError
+from densefeed.tools import export
+from densefeed.tools.export import Export
+from safetensors import safe_open
+from timm.data import create_transform, resolve_data_config
+
+ROOT = Path(__file__).parents[2]
+NAMES = ["ant", "bee", "cat", "dog", "eel"]
+MODELS = {
+    "lvvit_micro": {"num_classes": 5, "img_size": 32, "token_head": True, "drop_path_rate": 0.1},
+    "nfnet_micro": {"num_classes": 5},
+    "test_vit": {"num_classes": 5, "img_size": 32},
+}
+needs_onnx = pytest.mark.skipif(
+    any(importlib.util.find_spec(name) is None for name in export.NEEDED), reason="the group `export` is not installed"
+)
+
+
+def network(name, seed, **kwargs):
+    torch.manual_seed(seed)
+    model = timm.create_model(name, **(MODELS[name] | kwargs)).eval()
+    with torch.no_grad():  # every weight counts, also those that begin as zero
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    return model
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """A run folder for each model, as train.py leaves it."""
+    root = tmp_path_factory.mktemp("runs")
+    for name, kwargs in MODELS.items():
+        (root / name).mkdir()
+        state = {"model": network(name, 1).state_dict(), "ema": network(name, 2).state_dict(), "class_names": NAMES}
+        state |= {"recipe": {"name": name, "kwargs": kwargs}, "config": {"size": 32, "crop_pct": 0.85}}
+        torch.save(state | {"mean": [0.4, 0.5, 0.6], "std": [0.2, 0.25, 0.3]}, root / name / "last.pt")
+    return root
+
+
+def loaded(folder):
+    """As a stranger loads it."""
+    return timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
+
+
+@pytest.mark.parametrize("weights", ["ema", "raw"])
+@pytest.mark.parametrize("name", MODELS)
+def test_timm_reads_it_back_to_the_bit(runs, tmp_path, name, weights):
+    files = export.main(Export(checkpoint=runs / name, out=tmp_path / "out", weights=weights))
+    assert sorted(os.listdir(tmp_path / "out")) == ["config.json", "model.safetensors"] == sorted(f.name for f in files)
+    model, want = loaded(tmp_path / "out"), network(name, 2 if weights == "ema" else 1)
+    image = torch.randn(3, 3, 32, 32)
+    assert torch.equal(model(image), want(image))
+    assert not torch.equal(model(image), network(name, 1 if weights == "ema" else 2)(image))
+    assert model.num_classes == 5
+    assert model.pretrained_cfg["label_names"] == NAMES
+
+
+def test_timm_knows_the_preprocessing(runs, tmp_path):
+    export.main(Export(checkpoint=runs / "lvvit_micro", out=tmp_path))
+    data = resolve_data_config(model=loaded(tmp_path))
+    assert [tuple(data[name]) for name in ("input_size", "mean", "std")] == [(3, 32, 32), (0.4, 0.5, 0.6), (0.2, 0.25, 0.3)]
+    assert [data[name] for name in ("crop_pct", "interpolation", "crop_mode")] == [0.85, "bilinear", "center"]
+    resize = create_transform(**data, is_training=False).transforms[0]
+    assert resize.size == int(32 / 0.85)
+
+
+def test_the_config_says_what_the_hub_wants(runs, tmp_path):
+    export.main(Export(checkpoint=runs / "lvvit_micro", out=tmp_path))
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert (config["architecture"], config["num_classes"], config["num_features"]) == ("lvvit_micro", 5, 96)
+    assert config["label_names"] == NAMES
+    assert "drop_path_rate" not in config["model_args"]
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+        assert set(file.keys()) == set(network("lvvit_micro", 0).state_dict())
+
+
+@pytest.mark.parametrize("name", ["lvvit_micro", "test_vit"])
+def test_another_size_is_in_the_file(runs, tmp_path, name):
+    """At 48 px the exported model is the one that was asked for at 48: the table is resampled once, and stored so."""
+    export.main(Export(checkpoint=runs / name, out=tmp_path, size=48))
+    model, was = loaded(tmp_path), network(name, 2)
+    assert tuple(model.pretrained_cfg["input_size"]) == (3, 48, 48)
+    assert model.pos_embed.shape[1] > was.pos_embed.shape[1]
+    image = torch.randn(2, 3, 48, 48)
+    if name == "test_vit":
+        was.set_input_size(img_size=(48, 48))
+    assert torch.equal(model(image), was(image))
+
+
+# ------------------------------------------------------------------------- ONNX
+
+
+@pytest.fixture(scope="module")
+def exported(runs, tmp_path_factory) -> Path:
+    """lvvit_micro in every format."""
+    out = tmp_path_factory.mktemp("exported") / "out"
+    files = export.main(Export(checkpoint=runs / "lvvit_micro", out=out, format="both"))
+    assert sorted(os.listdir(out)) == sorted(path.name for path in files) == ["config.json", "model.onnx", "model.safetensors"]
+    return out
+
+
+def check_graph(path, name, side):
+    """Signature, metadata, and logits of four batches that were not traced, against PyTorch."""
+    import onnxruntime
+
+    session, want = onnxruntime.InferenceSession(str(path)), network(name, 2)
+    (image_in,), (logits_out,) = session.get_inputs(), session.get_outputs()
+    assert (image_in.name, image_in.type, image_in.shape) == ("image", "tensor(float)", ["batch", 3, side, side])
+    assert (logits_out.name, logits_out.type, logits_out.shape) == ("logits", "tensor(float)", ["batch", 5])
+    for batch in (1, 4, 5, 7):
+        image = torch.randn(batch, 3, side, side)
+        (said,) = session.run(None, {"image": image.numpy()})
+        np.testing.assert_allclose(said, want(image).detach().numpy(), rtol=1e-4, atol=1e-4)
+    told = session.get_modelmeta().custom_metadata_map
+    assert {key: json.loads(told[key]) for key in ("architecture", "size", "mean", "std", "crop_pct", "class_names")} == {
+        "architecture": name, "size": side, "mean": [0.4, 0.5, 0.6], "std": [0.2, 0.25, 0.3], "crop_pct": 0.85,
+        "class_names": NAMES,
+    }  # fmt: skip
+
+
+@needs_onnx
+def test_onnx_runtime_gives_the_same_logits_in_any_batch(exported):
+    check_graph(exported / "model.onnx", "lvvit_micro", 32)
+
+
+@needs_onnx
+@pytest.mark.parametrize(("name", "size"), [("lvvit_micro", 48), ("nfnet_micro", 40), ("test_vit", 48)])
+def test_other_models_and_sizes_do_too(runs, tmp_path, name, size):
+    """A table that is resampled beforehand, a network of convolutions, a transformer of timm's."""
+    export.main(Export(checkpoint=runs / name, out=tmp_path, format="onnx", size=size))
+    assert os.listdir(tmp_path) == ["model.onnx"]
+    check_graph(tmp_path / "model.onnx", name, size)
+
+
+@needs_onnx
+def test_evaluation_adds_half_the_best_token(exported):
+    """What is exported is the answer at evaluation: class token plus half the maximum over tokens."""
+    import onnxruntime
+
+    model, image = network("lvvit_micro", 2), torch.randn(3, 3, 32, 32)
+    with torch.no_grad():
+        x_NTD = model.forward_features(image)
+        cls_NK, tokens_NTK = model.head(x_NTD[:, 0]), model.token_head(x_NTD[:, 1:])
+    (said,) = onnxruntime.InferenceSession(str(exported / "model.onnx")).run(None, {"image": image.numpy()})
+    np.testing.assert_allclose(said, (cls_NK + 0.5 * tokens_NTK.amax(1)).numpy(), rtol=1e-4, atol=1e-4)
+    assert np.abs(said - cls_NK.numpy()).max() > 0.01
+
+
+@needs_onnx
+@pytest.mark.parametrize("older", [False, True])
+def test_a_graph_of_other_logits_leaves_what_was_there(runs, exported, tmp_path, monkeypatch, older):
+    """The averaged weights' graph in the place of that of the raw ones: neither file is written, an older export stays."""
+    out = tmp_path / "a" / "out"
+    if older:
+        shutil.copytree(exported, out)
+    monkeypatch.setattr(export, "write_onnx", lambda _, path: shutil.copy(exported / "model.onnx", path))
+    with pytest.raises(UserError, match=r"says other logits as ONNX .* in a batch of 1"):
+        export.main(Export(checkpoint=runs / "lvvit_micro", out=out, format="both", weights="raw"))
+    assert out.exists() == older
+    for path in exported.iterdir() if older else ():
+        assert (out / path.name).read_bytes() == path.read_bytes()
+    assert len(list(out.glob("*"))) == 3 * older
+
+
+@needs_onnx
+def test_a_graph_of_nothing_is_refused(runs, exported, tmp_path, monkeypatch):
+    """Logits that are no numbers differ from every number."""
+
+    def write(trained, path):
+        shutil.copy(exported / "model.onnx", path)
+        with torch.no_grad():
+            trained.model.head.bias.fill_(torch.nan)
+
+    monkeypatch.setattr(export, "write_onnx", write)
+    with pytest.raises(UserError, match="says other logits as ONNX"):
+        export.main(Export(checkpoint=runs / "lvvit_micro", out=tmp_path / "out", format="onnx"))
+
+
+def test_without_the_packages_one_sentence_says_how_to_get_them(runs, tmp_path, monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in ("onnx", "onnxruntime") else find(name))
+    with pytest.raises(UserError, match="needs onnx, onnxruntime; run `pip install onnx onnxruntime`"):
+        export.main(Export(checkpoint=runs / "lvvit_micro", out=tmp_path / "out", format="onnx"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_one_onnx_file_cannot_hold_is_refused(runs, tmp_path, monkeypatch):
+    monkeypatch.setattr(export, "ONNX_LIMIT", 1_000_000)
+    with pytest.raises(UserError, match="more than one ONNX file can"):
+        export.main(Export(checkpoint=runs / "lvvit_micro", out=tmp_path / "out", format="both"))
+    assert not (tmp_path / "out").exists()
+
+
+# ------------------------------------------------------------------------- failures
+
+
+def test_what_cannot_be_exported_leaves_nothing(runs, tmp_path):
+    (tmp_path / "text.pt").write_text("hello")
+    shutil.copy(runs / "nfnet_micro" / "last.pt", tmp_path / "cut.pt")
+    os.truncate(tmp_path / "cut.pt", 100_000)
+    state = torch.load(runs / "nfnet_micro" / "last.pt", weights_only=True)
+    torch.save(state | {"class_names": NAMES[:4]}, tmp_path / "names.pt")
+    torch.save(state | {"recipe": {"name": "nfnet_micro", "kwargs": {"num_classes": 4}}}, tmp_path / "classes.pt")
+    (tmp_path / "file").write_text("")
+    there, out = set(os.listdir(tmp_path)), Export(checkpoint=runs / "nfnet_micro", out=tmp_path / "out")
+    cases = [
+        (replace(out, checkpoint=tmp_path / "text.pt"), "text.pt is no checkpoint that loads safely"),
+        (replace(out, checkpoint=tmp_path / "cut.pt"), "cut.pt is no checkpoint that loads safely"),
+        (replace(out, checkpoint=tmp_path / "nowhere"), "there is no such checkpoint"),
+        (replace(out, checkpoint=tmp_path / "names.pt"), "names 4 classes but its model has 5"),
+        (replace(out, checkpoint=tmp_path / "classes.pt"), "does not fit the model nfnet_micro"),
+        (replace(out, checkpoint=runs / "lvvit_micro", size=33), "cannot take inputs of 33 px"),
+        (replace(out, out=tmp_path / "file"), "file is a file, and --out a folder"),
+    ]
+    for asked, said in cases:
+        with pytest.raises(UserError, match=said) as error:
+            export.main(asked)
+        assert "\n" not in str(error.value)
+        assert set(os.listdir(tmp_path)) == there
+
+
+def test_the_command_says_what_it_wrote_or_one_sentence(runs, tmp_path):
+    def command(limit=None):
+        words = ["tools/export.py", runs / "lvvit_micro", "--out", tmp_path / "out", "--size", "48"]
+        restrict = (lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))) if limit else None
+        return subprocess.run([sys.executable, *map(str, words)], cwd=ROOT, capture_output=True, text=True, preexec_fn=restrict)
+
+    full = command(limit=200_000)  # stands for a full disk
+    assert full.returncode == 2
+    assert [line for line in full.stderr.splitlines() if line.startswith("error: ")] == [
+        f"error: {tmp_path / 'out' / 'model.safetensors'}: the file grew past the limit of this file system or shell (ulimit -f)"
+    ]
+    assert not (tmp_path / "out").exists()
+    done = command()
+    assert done.returncode == 0, done.stderr
+    assert "lvvit_micro, ema weights, 5 classes, 48 px" in done.stdout
+    assert f"{(tmp_path / 'out' / 'model.safetensors').stat().st_size:,} bytes" in done.stdout

@@ -1,0 +1,380 @@
+"""Validation against a plain loop over Pillow's images with timm's own model, and ReaL and subsets of classes by hand."""
+
+import json
+import pkgutil
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import timm
+import torch
+from densefeed.models import checkpoints  # noqa: F401  (registers our models)
+from densefeed.pipelines.ffcv import FfcvSource
+from densefeed.relabel.files import UserError
+from densefeed.tools import validate
+from densefeed.tools.pack_dataset import Packing
+from densefeed.tools.pack_dataset import main as pack
+from densefeed.tools.validate import Validation, match_classes
+from PIL import Image
+from safetensors.torch import save_file
+from timm.data import ImageNetInfo
+from torchvision.transforms import v2
+
+WNIDS = ImageNetInfo().label_names()
+COLUMNS = list(range(7, 1000, 90))  # twelve of ImageNet's classes, in order
+SIZE = 48
+
+
+@pytest.fixture(autouse=True)
+def _hurried(monkeypatch):
+    """Speeds are not looked at here, so the model alone is timed over three runs and no more."""
+    monkeypatch.setattr(validate, "MODEL_SECONDS", 0.0)
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory) -> Path:
+    """Thirty JPEGs of twelve of ImageNet's classes, named like its validation set in an order that is not theirs by class."""
+    root = tmp_path_factory.mktemp("imagenet-r")
+    rng = np.random.default_rng(0)
+    for number in range(30):
+        path = root / WNIDS[COLUMNS[number * 7 % 12]] / f"ILSVRC2012_val_{number + 1:08d}.JPEG"
+        path.parent.mkdir(exist_ok=True)
+        height, width = 2 * rng.integers(30, 60, 2)  # even: centred crops begin at whole pixels
+        coarse = rng.integers(0, 256, (5, 5, 3), dtype=np.uint8)
+        Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC).save(path, "JPEG", quality=95)
+    return root
+
+
+@pytest.fixture(scope="module")
+def beton(images, tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("packed") / "r.beton"
+    pack(Packing(data=images, split="val", out=out))
+    return out
+
+
+@pytest.fixture(scope="module")
+def resnet(tmp_path_factory) -> tuple[torch.nn.Module, Path]:
+    """timm's network of 1,000 classes, of which images say different ones, and its weights in a file that says no more."""
+    torch.manual_seed(0)
+    model = timm.create_model("test_resnet").eval()
+    # Statistics of the images' own kind, and a wide head: untrained, all images would look alike to it.
+    model.train()
+    noise = torch.nn.functional.interpolate(torch.randn(32, 3, 5, 5), size=SIZE, mode="bicubic")
+    with torch.no_grad():
+        for _ in range(20):
+            model(noise)
+        model.fc.weight.normal_()
+    path = tmp_path_factory.mktemp("weights") / "resnet.safetensors"
+    save_file(model.state_dict(), path)
+    return model.eval(), path
+
+
+def asked(resnet, data, **fields) -> Validation:
+    plain = dict(checkpoint=resnet[1], model="test_resnet", loader="folder", size=SIZE, crop_pct=1.0, device="cpu", threads=2)
+    return replace(Validation(data=data, **plain), **fields)
+
+
+def plain_loop(model, root: Path, columns: list[int], crop_pct: float = 1.0):
+    """(names, labels, logits of `columns`) one image at a time, in the order of class folders and names."""
+    names, labels, logits = [], [], []
+    normalise = v2.Normalize(model.pretrained_cfg["mean"], model.pretrained_cfg["std"])
+    for label, folder in enumerate(sorted(root.iterdir(), key=lambda f: (len(f.name), f.name))):
+        for path in sorted(folder.iterdir()):
+            image = Image.open(path).convert("RGB")
+            image = v2.functional.center_crop(image, round(min(image.size) * crop_pct))
+            image = v2.functional.resize(image, [SIZE, SIZE], v2.InterpolationMode.BILINEAR, antialias=True)
+            with torch.no_grad():
+                said = model(normalise(v2.functional.to_dtype(v2.functional.pil_to_tensor(image), scale=True))[None])
+            names.append(path.name)
+            labels.append(label)
+            logits.append(said[0, columns])
+    return names, torch.tensor(labels), torch.stack(logits)
+
+
+@pytest.mark.parametrize(("crop_pct", "batch"), [(1.0, 30), (1.0, 7), (0.5, 4)])
+def test_a_subset_of_classes_equals_a_plain_loop(images, resnet, tmp_path, crop_pct, batch):
+    names, label_N, logits_NC = plain_loop(resnet[0], images, COLUMNS, crop_pct)
+    row = validate.main(asked(resnet, images, crop_pct=crop_pct, batch=batch, json=tmp_path / "row.json"))
+    ranks_N = (logits_NC > logits_NC.gather(1, label_N[:, None])).sum(1)
+    assert len(names) == 30
+    assert row["images"] == 30
+    # The loader's pixels differ from Pillow's by rounding, so an image on the fence may fall to the other side: one of 30.
+    assert row["top1"] == pytest.approx((ranks_N == 0).double().mean().item(), abs=1 / 30 + 1e-9)
+    assert row["top5"] == pytest.approx((ranks_N < 5).double().mean().item(), abs=1 / 30 + 1e-9)
+    assert row["loss"] == pytest.approx(torch.nn.functional.cross_entropy(logits_NC, label_N).item(), rel=0.02)
+    assert 0 < row["top1"] < row["top5"] < 1  # neither is trivial here
+    assert (row["classes"], row["model_classes"], row["classes_by"]) == (12, 1000, "name")
+    assert row["parameters"] == sum(p.numel() for p in resnet[0].parameters())
+    assert min(row["images_per_s"], row["model_images_per_s"]) > 0
+    assert json.loads((tmp_path / "row.json").read_text()) == row
+
+
+def test_padding_does_not_count_and_the_loaders_agree(images, beton, resnet):
+    rows = [validate.main(asked(resnet, images, batch=batch)) for batch in (30, 30 - 1, 128)]
+    rows += [validate.main(asked(resnet, beton, loader="ffcv", batch=7))]
+    assert [row["batch"] for row in rows] == [30, 29, 30, 7]
+    for row in rows[1:]:
+        assert [row[name] for name in ("top1", "top5", "images", "classes")] == [
+            rows[0][name] for name in ("top1", "top5", "images", "classes")
+        ]
+        assert row["loss"] == pytest.approx(rows[0]["loss"], rel=1e-4)
+
+
+def test_all_other_classes_would_have_counted(images, resnet):
+    """The subset makes a difference: over all 1,000 classes hardly an image is right."""
+    _, label_N, logits_NK = plain_loop(resnet[0], images, list(range(1000)))
+    everywhere = (logits_NK.argmax(1) == torch.tensor(COLUMNS)[label_N]).double().mean().item()
+    assert everywhere + 1 / 30 < validate.main(asked(resnet, images))["top1"]
+
+
+def test_bfloat16_is_near_float32(images, resnet):
+    rows = [validate.main(asked(resnet, images, precision=precision)) for precision in ("fp32", "bf16")]
+    assert rows[1]["precision"] == "bf16"
+    assert rows[0]["loss"] != rows[1]["loss"] == pytest.approx(rows[0]["loss"], rel=0.05)
+
+
+# ------------------------------------------------------------------------- classes
+
+
+def test_classes_match_by_name_in_any_order():
+    match = match_classes(["dog", "cat"], ["ant", "cat", "dog"], 3, [])
+    assert match == ([2, 1], "name")
+    # A network trained on digits knows its own numbers, whose folders may be sorted as text.
+    assert match_classes(["2", "10"], ["0", "1", "10", "2"], 4, []) == ([3, 2], "name")
+
+
+@pytest.mark.parametrize("subset", ["a", "r"])
+def test_imagenet_a_and_r_have_the_columns_that_timm_lists(subset):
+    def listed(kind):
+        return pkgutil.get_data("timm.data", f"_info/imagenet_{subset}_{kind}.txt").decode().split()
+
+    columns, by = match_classes(listed("synsets"), WNIDS, 1000, WNIDS)
+    assert columns == [int(number.strip(",")) for number in listed("indices")]
+    assert (len(columns), by) == (200, "name")
+
+
+def test_numbers_are_numbers_and_not_text():
+    """ImageNet-V2's folders, in torchvision's order."""
+    folders = sorted(map(str, range(1000)))
+    assert folders[2] == "10"
+    match = match_classes(folders, WNIDS, 1000, WNIDS)
+    assert match == ([int(name) for name in folders], "number")
+
+
+def test_a_network_of_numbers_is_named_after_imagenet():
+    """Trained from a file that FFCV wrote, judged on folders named by WordNet id."""
+    numbers = [str(number) for number in range(1000)]
+    assert match_classes([WNIDS[5], WNIDS[3]], numbers, 1000, WNIDS) == ([5, 3], "name")
+    assert match_classes(["7", "70"], numbers, 1000, WNIDS) == ([7, 70], "name")
+
+
+def test_without_any_name_the_order_must_do():
+    assert match_classes(["cat", "dog"], [], 2, []) == ([0, 1], "order")
+
+
+@pytest.mark.parametrize(
+    ("data", "model", "count", "stand_in"),
+    [
+        (["cat", "wolf"], ["cat", "dog"], 2, []),  # a class that the model does not have
+        (["cat", "dog"], ["a", "b"], 2, []),  # as many, of other names
+        (["cat"], [], 2, []),  # fewer, and no names to find them by
+        (["0", "1000"], WNIDS, 1000, WNIDS),  # a number beyond
+        (["cat"], [str(number) for number in range(1000)], 1000, WNIDS),
+    ],
+)
+def test_classes_that_do_not_match_are_refused(data, model, count, stand_in):
+    with pytest.raises(UserError, match="are none of the model's") as error:
+        match_classes(data, model, count, stand_in)
+    assert "\n" not in str(error.value)
+
+
+def test_folders_of_numbers_are_read_as_imagenet_v2_has_them(images, resnet, tmp_path):
+    """The same images in folders 7, 97, ..., 997 give the same result."""
+    for column in COLUMNS:
+        (tmp_path / "v2").mkdir(exist_ok=True)
+        (tmp_path / "v2" / str(column)).symlink_to(images / WNIDS[column])
+    by_number, by_name = (validate.main(asked(resnet, root)) for root in (tmp_path / "v2", images))
+    assert (by_number["classes_by"], by_name["classes_by"]) == ("number", "name")
+    assert by_number["loss"] == pytest.approx(by_name["loss"], rel=1e-4)
+    assert by_number["top1"] == by_name["top1"]
+
+
+# ------------------------------------------------------------------------- ReaL
+
+
+def right_classes(images: Path) -> list[list[int]]:
+    """Made-up ReaL labels in the order of the files' numbers: of every six images the first has none, the second its own
+    label and three more, the third another one alone, the others their own."""
+    names = sorted(path.name for path in images.iterdir())
+    own = {int(path.stem[-8:]) - 1: names.index(path.parent.name) for path in images.glob("*/*")}
+    others = {
+        0: lambda _: [],
+        1: lambda own: [(own + 5) % 12, own, (own + 2) % 12, (own + 3) % 12],
+        2: lambda own: [(own + 1) % 12],
+    }
+    return [others.get(number % 6, lambda own: [own])(own[number]) for number in range(30)]
+
+
+@pytest.fixture
+def real(images, tmp_path) -> Path:
+    (tmp_path / "real.json").write_text(json.dumps(right_classes(images)))
+    return tmp_path / "real.json"
+
+
+def test_real_labels_by_hand(images, resnet, real):
+    names, _, logits_NC = plain_loop(resnet[0], images, COLUMNS)
+    said = {int(Path(name).stem[-8:]) - 1: best for name, best in zip(names, logits_NC.argmax(1).tolist(), strict=True)}
+    lists = right_classes(images)
+    right = [said[number] in lists[number] for number in range(30) if lists[number]]
+    row = validate.main(asked(resnet, images, real=str(real), batch=8))
+    assert (len(right), row["real_images"]) == (25, 25)
+    assert row["real_top1"] == pytest.approx(np.mean(right), abs=1 / 25 + 1e-9)
+    assert row["real_top1"] != pytest.approx(row["top1"], abs=0.02)
+
+
+def test_a_beton_has_no_names_so_its_own_order_counts(images, beton, resnet, real, tmp_path):
+    """Packed class by class: the labels of the files' order are refused, those of the packed order give the folder's result."""
+    packed = asked(resnet, beton, loader="ffcv")
+    with pytest.raises(UserError, match="their orders differ"):
+        validate.main(replace(packed, real=str(real)))
+    lists = right_classes(images)
+    order = [int(path.stem[-8:]) - 1 for folder in sorted(images.iterdir()) for path in sorted(folder.iterdir())]
+    (tmp_path / "packed.json").write_text(json.dumps([lists[number] for number in order]))
+    here = validate.main(replace(packed, real=str(tmp_path / "packed.json")))
+    there = validate.main(asked(resnet, images, real=str(real)))
+    assert (here["real_top1"], here["real_images"]) == (there["real_top1"], there["real_images"])
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[[1], [2", "is no JSON that can be read"),
+        ('{"a": 1}', "is no list of lists"),
+        ("[1, 2]", "is no list of lists"),
+        ('[["cat"]]', "is no list of lists"),
+        ("[[0], [1]]", "another number of images than the 30"),
+        (json.dumps([[]] * 30), "has no labels of the 12 classes"),
+        (json.dumps([[12]] * 30), "has no labels of the 12 classes"),
+        (json.dumps([[0]] * 30), "their orders differ"),
+    ],
+)
+def test_real_labels_that_are_none(images, resnet, tmp_path, text, said):
+    (tmp_path / "real.json").write_text(text)
+    with pytest.raises(UserError, match=said) as error:
+        validate.main(asked(resnet, images, real=str(tmp_path / "real.json"), json=tmp_path / "row.json"))
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "row.json").exists()
+
+
+def test_timms_own_copy_is_for_all_of_imagenet(images, resnet):
+    with pytest.raises(UserError, match="another number of images than the 30"):
+        validate.main(asked(resnet, images, real="timm"))
+
+
+class Listed:
+    """A source of 50,000 images of which only names and labels are asked."""
+
+    def __init__(self, numbers, labels):
+        self.numbers, self.labels, self.class_names = numbers, labels, WNIDS
+
+    def where(self, index):
+        return f"val/{WNIDS[self.labels[index]]}/ILSVRC2012_val_{self.numbers[index] + 1:08d}.JPEG"
+
+
+def test_timms_own_copy_judges_imagenet_in_the_order_of_its_folders():
+    """Sorted by class, as folders are. Says the image's own label, or for every fourth image a class that is none of its."""
+    lists = json.loads(pkgutil.get_data("timm.data", "_info/imagenet_real_labels.json"))
+    own = np.array([right[0] if right else 0 for right in lists])
+    order = np.argsort(own, kind="stable")
+    judge = validate.open_real("timm", Listed(order.tolist(), own[order]), Path("val"))
+    wrong = [next(iter(set(range(9)) - set(right))) for right in lists]
+    said = np.array([right[-1] if right and number % 4 else wrong[number] for number, right in enumerate(lists)])
+    judged = [number for number, right in enumerate(lists) if right]
+    share = validate.real_top1(judge, torch.from_numpy(said[order]), 1000)
+    assert share == pytest.approx(sum(number % 4 > 0 for number in judged) / len(judged), abs=1e-9)
+    assert len(judged) == 46_837  # as Beyer et al. count them
+
+
+# ------------------------------------------------------------------------- our own checkpoints
+
+
+@pytest.fixture(scope="module")
+def student(tmp_path_factory):
+    """A run's checkpoint, raw and averaged weights different, trained at 32 px."""
+    path = tmp_path_factory.mktemp("run") / "last.pt"
+    kwargs = {"num_classes": 14, "img_size": 32, "token_head": True}
+    models = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        model = timm.create_model("lvvit_micro", **kwargs).eval()
+        with torch.no_grad():
+            model.head.weight.normal_()
+        models.append(model)
+    # Two classes that the data does not have stand first, and the rest backwards.
+    names = ["n0", "n1", *(WNIDS[column] for column in reversed(COLUMNS))]
+    told = {"recipe": {"name": "lvvit_micro", "kwargs": kwargs}, "class_names": names, "config": {"size": 32, "crop_pct": 1.0}}
+    mean, std = (list(models[0].pretrained_cfg[name]) for name in ("mean", "std"))
+    torch.save(told | {"model": models[0].state_dict(), "ema": models[1].state_dict(), "mean": mean, "std": std}, path)
+    return path, {"raw": models[0], "ema": models[1]}
+
+
+@pytest.mark.parametrize("weights", ["ema", "raw"])
+def test_a_run_is_judged_with_the_weights_asked_for_at_another_size(images, student, weights):
+    """Trained at 32 px, judged at 48: LV-ViT resamples its table, as its forward pass does in the plain loop."""
+    path, models = student
+    columns = [13 - number for number in range(12)]
+    _, label_N, logits_NC = plain_loop(models[weights], images, columns)
+    row = validate.main(
+        Validation(checkpoint=path.parent, data=images, loader="folder", weights=weights, size=SIZE, device="cpu")
+    )
+    assert (row["weights"], row["size"], row["model"]) == (weights, SIZE, "lvvit_micro")
+    want = torch.nn.functional.cross_entropy(logits_NC, label_N).item()
+    assert row["loss"] == pytest.approx(want, rel=0.02)
+    other = plain_loop(models["raw" if weights == "ema" else "ema"], images, columns)[2]
+    assert torch.nn.functional.cross_entropy(other, label_N).item() != pytest.approx(want, rel=0.05)
+
+
+def test_what_the_run_says_is_the_default(images, student):
+    row = validate.main(Validation(checkpoint=student[0], data=images, loader="folder", device="cpu", precision="auto"))
+    assert (row["size"], row["crop_pct"], row["weights"], row["precision"]) == (32, 1.0, "ema", "fp32")
+
+
+# ------------------------------------------------------------------------- failures
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        (dict(loader="ffcv"), "is a folder; read it with --loader folder"),
+        (dict(threads=0), "--threads and --batch must be at least 1"),
+        (dict(crop_pct=1.5), "--crop-pct a share"),
+        (dict(device="nowhere"), "--device nowhere cannot be used"),
+        (dict(model="test_vit"), "does not fit the model test_vit"),
+        (dict(model=""), "does not say which model it holds"),
+    ],
+)
+def test_what_does_not_fit_is_refused(images, resnet, tmp_path, fields, said):
+    with pytest.raises(UserError, match=said) as error:
+        validate.main(asked(resnet, images, json=tmp_path / "row.json", **fields))
+    assert "\n" not in str(error.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_command_prints_a_table_or_one_sentence(command, images, beton, resnet, tmp_path):
+    words = ("tools/validate.py", resnet[1], "--model", "test_resnet", "--size", SIZE, "--device", "cpu", "--data")
+    done = command(*words, beton, "--json", tmp_path / "row.json")
+    assert done.returncode == 0, done.stderr
+    row = json.loads((tmp_path / "row.json").read_text())
+    assert f"{100 * row['top1']:.2f} %" in done.stdout
+    assert "30, 12 of 1,000, matched by name" in done.stdout
+    assert row["crop_pct"] == resnet[0].pretrained_cfg["crop_pct"]
+    assert FfcvSource(beton).class_names == [WNIDS[column] for column in COLUMNS]
+    cut = tmp_path / "cut.safetensors"
+    cut.write_bytes(resnet[1].read_bytes()[:-1000])
+    done = command(words[0], cut, *words[2:], beton, "--json", tmp_path / "none.json")
+    assert done.returncode == 2
+    (error,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert error.startswith(f"error: {cut} cannot be read")
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "none.json").exists()

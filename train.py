@@ -212,6 +212,8 @@ def train(config: Config) -> dict:
     check(config, loader, val)
     torch.manual_seed(config.seed)
     model, recipe = build_model(config, loader.num_classes)
+    if config.init and not (config.out / "last.pt").exists():  # else the run continues, or is refused below
+        print(checkpoints.initialise(model, config.init))
     model.to(device, memory_format=torch.channels_last)
     lr = config.lr * config.batch / config.lr_batch
     optimizer = create_optimizer_v2(model, "adamw", lr=lr, weight_decay=config.weight_decay, fused=True)

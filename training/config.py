@@ -27,6 +27,7 @@ class Config:
 
     model: str = "lvvit_s"  # any timm classifier; token-label needs a model with a token head (lvvit_*)
     model_kwargs: tuple[str, ...] = ()  # more arguments of the model, each NAME=VALUE as Python writes it, e.g. depth=12
+    init: Path | None = None  # weights to begin from: a checkpoint of ours, of the published LV-ViT, or of timm for this model
     drop_path: float = 0.1  # stochastic depth of the last block, probability
     size: int = 224  # side of the network's input, pixels
     sizes: tuple[tuple[int, int], ...] = ()  # growing in training: pairs FROM_EPOCH PIXELS, the first from epoch 0; empty: size

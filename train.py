@@ -36,8 +36,8 @@ from densefeed.relabel.teacher import choose_device
 from densefeed.training.config import FREE, Config, check_values, model_arguments, plain
 from densefeed.training.objective import augment_of, mixing_of, step_loss
 from densefeed.training.recipes import RECIPES
+from densefeed.training.schedule import learning_rate, peak_rate, total_epochs
 from timm.optim import create_optimizer_v2
-from timm.scheduler import CosineLRScheduler
 from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 from torch.utils.tensorboard import SummaryWriter
@@ -215,13 +215,9 @@ def train(config: Config) -> dict:
     if config.init and not (config.out / "last.pt").exists():  # else the run continues, or is refused below
         print(checkpoints.initialise(model, config.init))
     model.to(device, memory_format=torch.channels_last)
-    lr = config.lr * config.batch / config.lr_batch
+    lr, epochs = peak_rate(config), total_epochs(config)
     optimizer = create_optimizer_v2(model, "adamw", lr=lr, weight_decay=config.weight_decay, fused=True)
-    steps = config.epochs * len(loader)
-    scheduler = CosineLRScheduler(
-        optimizer, t_initial=steps, lr_min=config.min_lr, warmup_t=round(config.warmup_epochs * len(loader)),
-        warmup_lr_init=1e-6, t_in_epochs=False,
-    )  # fmt: skip
+    steps = epochs * len(loader)
     augment, mixing = augment_of(config), mixing_of(config, loader.plan)
     augmentation = Augmentation(loader.plan, augment, model.pretrained_cfg["mean"], model.pretrained_cfg["std"]).to(device)
     rules = TargetRules(config.smoothing, config.temperature, config.outside, config.geometry, sheared=augment.shears)
@@ -242,7 +238,8 @@ def train(config: Config) -> dict:
             part.write_text(json.dumps(content, indent=1))
     print(
         f"{recipe.name}: {sum(p.numel() for p in model.parameters()):,} parameters on {device}; objective {config.objective}; "
-        f"{loader.plan.num_samples:,} images, {config.epochs} epochs of {len(loader)} steps; peak lr {lr:.2g}"
+        f"{loader.plan.num_samples:,} images, {epochs} epochs of {len(loader)} steps; "
+        f"peak lr {lr:.2g} ({config.lr:g} x {config.batch} / {config.lr_batch})"
         + (f"; continuing at step {step}" if step else "")
     )
 
@@ -281,13 +278,14 @@ def train(config: Config) -> dict:
             write("val", accuracy)
             return accuracy
 
-        for epoch in range(step // len(loader), config.epochs):
+        for epoch in range(step // len(loader), epochs):
             grid = loader.plan.size(epoch) // getattr(model, "patch_size", loader.plan.size(epoch))
             timed = Timed(loader.batches(epoch, start=step % len(loader)))
             for batch in augmented(timed, augmentation, epoch, device):
                 # Drop-path is the only draw of the device; seeding it by the step keeps a resumed run equal.
                 torch.manual_seed(loader.plan.step_seed(epoch, step % len(loader)))
-                scheduler.step_update(step)
+                for group in optimizer.param_groups:
+                    group["lr"] = learning_rate(config, step, len(loader))
                 model.train()
                 if resident:
                     batch = resident(batch)
@@ -313,7 +311,7 @@ def train(config: Config) -> dict:
                 advance(1, text)
             waited += timed.waited
             finite_waits(losses, step, config)  # before what is saved replaces a good checkpoint
-            if (epoch + 1) % config.eval_every == 0 or epoch + 1 == config.epochs:
+            if (epoch + 1) % config.eval_every == 0 or epoch + 1 == epochs:
                 result = evaluate()
                 text = f"top-1 {100 * result['top1']:.1f} %"
                 advance(0, text)
@@ -323,7 +321,7 @@ def train(config: Config) -> dict:
     seconds = time.perf_counter() - began
     result |= {
         "date": time.strftime("%Y-%m-%d"), "seed": config.seed,
-        "objective": config.objective, "model": config.model, "epochs": config.epochs, "seconds": round(seconds, 1),
+        "objective": config.objective, "model": config.model, "epochs": epochs, "seconds": round(seconds, 1),
         "data_wait_share": round(waited / seconds, 4), "skipped": loader.skipped + val.skipped,
     }  # fmt: skip
     with replacing(config.out / "result.json") as part:

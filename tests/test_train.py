@@ -303,6 +303,14 @@ def test_views_make_an_epoch_longer(packed, tmp_path):
     assert [r["step"] for r in records(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
 
 
+def test_a_cooldown_adds_epochs_at_the_lowest_rate(packed, tmp_path):
+    """Two epochs of three steps by the epoch, one more at the end; what is logged is what the optimiser used."""
+    fields = dict(cooldown_epochs=1, lr_updates="epoch", warmup_epochs=1, lr=3e-3, lr_batch=4, min_lr=1e-3)
+    result = training.train(config(packed, tmp_path / "run", **fields))
+    assert [r["lr"] for r in records(tmp_path / "run")] == pytest.approx([1e-6] * 3 + [2e-3] * 3 + [1e-3] * 3)
+    assert result["epochs"] == 3
+
+
 @pytest.mark.parametrize(("field", "value"), [("order", "blocks"), ("views", 2), ("sizes", ((0, 16), (1, 32)))])
 def test_order_views_and_sizes_are_part_of_the_run(packed, tmp_path, field, value):
     training.train(config(packed, tmp_path / "run", epochs=1))

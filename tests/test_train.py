@@ -52,6 +52,8 @@ def records(out, kind="train"):
         dict(mixtoken=True),
         dict(mixtoken=True, mix_label="regions"),
         dict(cutmix=1.0, mixup=0.8, mix_prob=0.8),
+        dict(mixtoken=True, mixup=0.8),
+        dict(mixtoken=True, mixup=0.8, mix_label="regions", objective="relabel"),
         dict(cutmix=1.0, mix_label="regions"),
         dict(cutmix=1.0, objective="ce"),
         dict(model="nfnet_micro", objective="relabel", cutmix=1.0, mix_label="regions"),
@@ -131,7 +133,7 @@ def test_a_step_waits_for_nothing(packed, tmp_path, no_host_read, fields):
     assert any(parameter.grad is not None and parameter.grad.any() for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("fields", [dict(mixtoken=True), dict(cutmix=1.0, mixup=0.8, mix_label="regions")])
+@pytest.mark.parametrize("fields", [dict(mixtoken=True, mixup=0.8), dict(cutmix=1.0, mixup=0.8, mix_label="regions")])
 def test_one_compiled_step_serves_every_box(packed, tmp_path, fields):
     """No graph break, no recompilation, and the loss and gradient of eager mode."""
     run = config(packed, tmp_path / "run", drop_path=0.0, **AUGMENTED, **fields)
@@ -274,7 +276,7 @@ def test_a_mixed_step_is_the_published_formula(packed, tmp_path, monkeypatch):
     run = config(packed, tmp_path / "run", batch=3, **fields)
     loader = training.open_loader(run, "train")
     batch = next(loader.batches(0))
-    mix = Mix(torch.tensor([8.0, 0.0, 20.0, 32.0]), torch.tensor(1.0), 32)
+    mix = Mix(torch.tensor([8.0, 0.0, 20.0, 32.0]), torch.tensor(0.0), 32)
     rules = TargetRules(smoothing=0.1)
     loss = objective.objective_loss(run, TokenLogits(cls, tokens), batch, loader.labels, rules, 4, mix)
     loader.close()
@@ -361,7 +363,7 @@ def test_a_foreign_checkpoint_is_not_continued(packed, tmp_path):
         (dict(crop_scale=(0.0, 0.0)), "are shares"),
         (dict(smoothing=2.0), "are shares"),
         (dict(device="foo"), "--device foo cannot be used here"),
-        (dict(mixtoken=True, mixup=0.8), "MixToken mixes every step already"),
+        (dict(mixtoken=True, cutmix=1.0), "MixToken exchanges a box in every step already"),
         (dict(mix_prob=1.5, mixup=0.8), "--mix-prob is 1.5, and must be from 0 to 1"),
         (dict(objective="ce", mix_label="regions"), "pools dense labels"),
         (dict(ground_truth="intended", mixtoken=True, mix_label="regions"), "knows one label an image"),

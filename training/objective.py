@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from ..models.token_labeling import class_token_loss, hard_label_loss, token_labeling_loss
 from ..pipelines.batch import Batch, LabelSpec
-from ..pipelines.mixing import Mix, Mixing, label_share, mixed, mixed_images, pooled, share_map
+from ..pipelines.mixing import Mix, Mixing, box_map, label_share, mixed, mixed_images, pooled, share_map
 from ..pipelines.plan import EpochPlan
 from ..pipelines.policies import Augment
 from ..pipelines.targets import SparseTargets, TargetRules, palette_maps, sparse_targets, with_ground_truth
@@ -45,8 +45,10 @@ def dense_targets(
         whole = with_ground_truth(whole, batch.label, spec.num_classes, config.smoothing, config.ground_truth)
     if mix is not None and not regions:
         whole = mixed(whole, label_share(mix))
-    # The model un-mixes what MixToken has mixed, so that every token answers for its own image.
-    return whole, tokens if config.mixtoken else shown
+    if not config.mixtoken or tokens is None:
+        return whole, shown
+    # The model un-mixes what MixToken has exchanged, so that every token answers for its own image, which MixUp has blended.
+    return whole, mixed(tokens, mix.blend) if mix is not None and config.mixup else tokens
 
 
 def objective_loss(
@@ -68,8 +70,8 @@ def step_loss(
     """The loss of a batch on the device, augmented; nothing in it waits for the device."""
     # Where a network has no tokens of its own, a grid still says what the regions of a mixed image show.
     image, grid = batch.image, max(1, batch.image.shape[-1] // getattr(model, "patch_size", 16))
-    if mix is not None and not config.mixtoken:
-        image = mixed_images(image, mix)
+    if mix is not None and (config.cutmix or config.mixup):
+        image = mixed_images(image, mix.blend if config.mixtoken else share_map(mix, image.shape[-1]))
     with torch.autocast(image.device.type, torch.bfloat16, enabled=amp):
-        output = model(image, share_map(mix, grid) > 0.5) if config.mixtoken else model(image)
+        output = model(image, box_map(mix, grid) > 0.5) if config.mixtoken else model(image)
     return objective_loss(config, output, batch, spec, rules, grid, mix)

@@ -6,6 +6,7 @@ What a run is stands in training/config.py, the recipes in training/recipes.py; 
 `python train.py RECIPE --help` shows every field.
 """
 
+import inspect
 import json
 import math
 import os
@@ -333,7 +334,13 @@ def train(config: Config) -> dict:
 
 def main() -> None:
     """The command line: a recipe's name, then any field of its config."""
-    recipes = {recipe.__name__: (recipe.__doc__ or "", recipe()) for recipe in RECIPES}
+
+    def about(recipe: Callable[[], Config]) -> str:
+        """In the list of recipes a line of each; for one's own --help its whole docstring."""
+        text = inspect.getdoc(recipe)
+        return text if recipe.__name__ in sys.argv else text.partition("\n")[0]
+
+    recipes = {recipe.__name__: (about(recipe), recipe()) for recipe in RECIPES}
     config = tyro.extras.overridable_config_cli(recipes, description=__doc__)
     try:
         train(config)

@@ -7,7 +7,6 @@ from dataclasses import replace
 import densefeed.train as training
 import pytest
 import torch
-import tyro
 from densefeed.models import checkpoints
 from densefeed.models.lvvit import LVViT, TokenLogits
 from densefeed.pipelines.augment import Augmentation, augmented
@@ -508,18 +507,11 @@ def test_a_table_of_sizes_is_given_as_pairs(monkeypatch):
     assert (given[0].sizes, given[0].views, given[0].order) == (((0, 16), (1, 32)), 2, "blocks")
 
 
-@pytest.mark.parametrize("recipe", recipes.RECIPES, ids=lambda r: r.__name__)
-def test_help_names_every_field_and_the_docstring_states_the_command(recipe, command):
-    assert f"python train.py {recipe.__name__} " in recipe.__doc__
-    if recipe is recipes.lvvit_micro_ce:
-        done = command("train.py", recipe.__name__, "--help")
-        assert done.returncode == 0
-        for name in Config.__dataclass_fields__:
-            assert f"--{name.replace('_', '-')}" in done.stdout, name
-    chosen = recipe()
-    model, _ = training.build_model(replace(chosen, drop_path=0.0), 10)
-    assert sum(p.numel() for p in model.parameters()) > 0
-    assert chosen.data is tyro.MISSING
+def test_help_names_every_field(command):
+    done = command("train.py", "lvvit_micro_ce", "--help")
+    assert done.returncode == 0
+    for name in Config.__dataclass_fields__:
+        assert f"--{name.replace('_', '-')}" in done.stdout, name
 
 
 @pytest.mark.gpu

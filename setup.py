@@ -43,7 +43,7 @@ inside = find_packages(include=[pattern for folder in FOLDERS for pattern in (fo
 setup(
     package_dir={NAME: "."},
     packages=[NAME, *(f"{NAME}.{package}" for package in inside)],
-    package_data={f"{NAME}.relabel": ["FORMAT.md"], f"{NAME}.tools": ["*.html"]},
+    package_data={f"{NAME}.relabel": ["FORMAT.md"], f"{NAME}.training": ["ABLATIONS.md"], f"{NAME}.tools": ["*.html"]},
     ext_modules=[
         Extension(
             f"{NAME}.pipelines.native.libdensefeed",

@@ -7,6 +7,7 @@ What a run is stands in training/config.py, the recipes in training/recipes.py; 
 `python train.py RECIPE --help` shows every field.
 """
 
+import inspect
 import json
 import os
 import platform
@@ -39,9 +40,9 @@ from densefeed.training.objective import augment_of, mixing_of, objective_loss, 
 from densefeed.training.ranks import Agreement, Ranks, started
 from densefeed.training.recipes import RECIPES
 from densefeed.training.saving import Checkpoints
+from densefeed.training.schedule import learning_rate, peak_rate, total_epochs
 from densefeed.training.speed import Saved, peak_flops, peak_memory, settle, training_flops
 from densefeed.training.student import student_of, update
-from timm.scheduler import CosineLRScheduler
 from torch import Tensor, nn
 
 FUSED_FROM = 4096  # classes; below, logits that exist whole take less memory than the rest of a step, and less time
@@ -294,9 +295,14 @@ def run_on(config: Config, ranks: Ranks, asked: Callable[[], str]) -> dict:
         raise UserError(
             f"{config.out} was trained on other images than {config.data} holds; give the same, or choose another --out"
         )
-    plan, steps = loader.plan, config.epochs * len(loader)
+    plan, epochs = loader.plan, total_epochs(config)
+    steps = epochs * len(loader)
     torch.manual_seed(config.seed)
     model, recipe = build_model(config, loader.num_classes)
+    if config.init and not checkpoint:  # else the run continues
+        begun = checkpoints.initialise(model, config.init)
+        if ranks.first:
+            print(begun)
     model.to(device, memory_format=torch.channels_last)
     if config.grad_checkpointing:
         try:
@@ -304,14 +310,7 @@ def run_on(config: Config, ranks: Ranks, asked: Callable[[], str]) -> dict:
         except (AssertionError, AttributeError) as error:
             raise UserError(f"{config.model} cannot compute its blocks anew; leave --grad-checkpointing away") from error
     student = student_of(config, model, ranks, dtype)
-    scheduler = CosineLRScheduler(
-        student.optimizer, t_initial=steps, lr_min=config.min_lr, warmup_t=round(config.warmup_epochs * len(loader)),
-        warmup_lr_init=1e-6, t_in_epochs=False,
-    )  # fmt: skip
-    step, seen = (
-        0,
-        torch.zeros(2, dtype=torch.float64, device=device),
-    )  # sum of the finite losses since the last log line, how many
+    step, seen = 0, torch.zeros(2, dtype=torch.float64, device=device)  # of the finite losses since the last log line: sum, count
     if checkpoint:
         student.restore(checkpoint)
         seen.copy_(checkpoint["seen"])
@@ -359,8 +358,8 @@ def run_on(config: Config, ranks: Ranks, asked: Callable[[], str]) -> dict:
         print(
             f"{recipe.name}: {sum(p.numel() for p in model.parameters()):,} parameters on {device}"
             + (f" and {ranks.size - 1} more" if ranks.size > 1 else "")
-            + f"; objective {config.objective}; {plan.num_samples:,} images, {config.epochs} epochs of {len(loader)} steps; "
-            f"peak lr {config.lr * config.batch / config.lr_batch:.2g} = {config.lr:.2g} x {config.batch} / {config.lr_batch}"
+            + f"; objective {config.objective}; {plan.num_samples:,} images, {epochs} epochs of {len(loader)} steps; "
+            f"peak lr {peak_rate(config):.2g} = {config.lr:.2g} x {config.batch} / {config.lr_batch}"
             + (f"; continuing at step {step}" if step else ""),
             flush=True,
         )
@@ -426,13 +425,14 @@ def run_on(config: Config, ranks: Ranks, asked: Callable[[], str]) -> dict:
             write("val", step, step / len(loader), accuracy)
             return accuracy
 
-        for epoch in range(step // len(loader), config.epochs):
+        for epoch in range(step // len(loader), epochs):
             timed = Timed()
             for parts in batches(epoch, step % len(loader), timed):
                 at = step % len(loader)
                 if step == first and config.objective != "ce":
                     check_batch(Batch(*(field.cpu() for field in parts[0])), loader.labels, maps_of(config))
-                scheduler.step_update(step)
+                for group in student.optimizer.param_groups:
+                    group["lr"] = learning_rate(config, step, len(loader))
                 model.train()
                 loss, norm = update(student, ranks, step, losses(student.network, parts, epoch, at))
                 seen += torch.stack([loss.nan_to_num(0, 0, 0), loss.isfinite()])
@@ -461,7 +461,7 @@ def run_on(config: Config, ranks: Ranks, asked: Callable[[], str]) -> dict:
             waited += timed.waited
             if step % len(loader):
                 break
-            ended = (epoch + 1) % config.eval_every == 0 or epoch + 1 == config.epochs
+            ended = (epoch + 1) % config.eval_every == 0 or epoch + 1 == epochs
             if ended:
                 result = evaluate()
                 text = f"top-1 {100 * result['top1']:.1f} %"
@@ -480,7 +480,7 @@ def run_on(config: Config, ranks: Ranks, asked: Callable[[], str]) -> dict:
     seconds = time.perf_counter() - began
     result |= {
         "date": time.strftime("%Y-%m-%d"), "seed": config.seed,
-        "objective": config.objective, "model": config.model, "epochs": config.epochs, "seconds": round(seconds, 1),
+        "objective": config.objective, "model": config.model, "epochs": epochs, "seconds": round(seconds, 1),
         "data_wait_share": round(waited / seconds, 4), "skipped": loader.skipped + val.skipped,
     }  # fmt: skip
     if ranks.first:
@@ -499,7 +499,13 @@ def parts_of(batch: Batch, count: int) -> list[Batch]:
 
 def main() -> None:
     """The command line: a recipe's name, then any field of its config."""
-    recipes = {recipe.__name__: (recipe.__doc__ or "", recipe()) for recipe in RECIPES}
+
+    def about(recipe: Callable[[], Config]) -> str:
+        """In the list of recipes a line of each; for one's own --help its whole docstring."""
+        text = inspect.getdoc(recipe)
+        return text if recipe.__name__ in sys.argv else text.partition("\n")[0]
+
+    recipes = {recipe.__name__: (about(recipe), recipe()) for recipe in RECIPES}
     config = tyro.extras.overridable_config_cli(recipes, description=__doc__)
     try:
         train(config)

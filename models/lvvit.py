@@ -1,14 +1,20 @@
 """LV-ViT: a vision transformer with a convolutional stem, scaled residuals and a head on every token.
 
 Token Labeling (arXiv 2104.10858), sections 3.2 and 4; the layers are those of the published models, whose parameter
-counts are met to the unit (tests/models/test_lvvit.py).
+counts are met to the unit (tests/models/test_lvvit.py). The rows of its ablations (Tables 3, 4, 5 and 9) are arguments.
 """
 
-from typing import NamedTuple
+import math
+import re
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from timm.layers import DropPath, Mlp, resample_abs_pos_embed, trunc_normal_
-from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
+from timm.models import build_model_with_cfg, checkpoint_seq, generate_default_cfgs, register_model
+from timm.models._features import feature_take_indices
+from timm.models.vision_transformer import global_pool_nlc
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -34,27 +40,54 @@ class TokenFeatures(NamedTuple):
 
 
 class Stem(nn.Sequential):
-    """Patch embedding "4_2" of the paper's Table 4: 7x7/2, two 3x3/1, then a convolution whose kernel is its stride."""
+    """Patch embedding: convolutions given as (kernel, stride), the last of which projects to `embed_dim` (Table 4).
 
-    def __init__(self, in_chans: int, width: int, embed_dim: int, patch_size: int) -> None:
+    All but the last carry no bias and are followed by BatchNorm and ReLU; the last has a bias and no norm. Forward takes
+    `[N, in_chans, H, W]` and returns `[N, embed_dim, H / S, W / S]`, S the product of the strides, which must divide H and W.
+    Raises ValueError for a kernel with which no equal padding on both sides gives that size.
+    """
+
+    def __init__(self, in_chans: int, width: int, embed_dim: int, convs: Sequence[tuple[int, int]]) -> None:
         layers: list[nn.Module] = []
-        for kernel, stride in ((7, 2), (3, 1), (3, 1)):
-            layers += [
-                nn.Conv2d(in_chans, width, kernel, stride, kernel // 2, bias=False),
-                nn.BatchNorm2d(width),
-                nn.ReLU(inplace=True),
-            ]
-            in_chans = width
-        super().__init__(*layers, nn.Conv2d(width, embed_dim, patch_size // 2, patch_size // 2))
+        for number, (kernel, stride) in enumerate(convs, start=1):
+            # Exactly size / stride outputs need kernel - stride <= 2 * padding < kernel; the least such padding is the
+            # published one: 3 for 7/2, 1 for 3/1, 0 for 8/8. The paper gives none for 3/2 and 8/4: 1 and 2.
+            padding = math.ceil((kernel - stride) / 2)
+            if not 1 <= stride <= kernel or 2 * padding >= kernel:
+                raise ValueError(
+                    f"stem: kernel {kernel} with stride {stride} leaves out pixels or shifts them; "
+                    "choose a kernel that is no smaller than its stride, and odd where the stride is 1"
+                )
+            if number == len(convs):
+                layers.append(nn.Conv2d(in_chans, embed_dim, kernel, stride, padding))
+            else:
+                layers += [
+                    nn.Conv2d(in_chans, width, kernel, stride, padding, bias=False),
+                    nn.BatchNorm2d(width),
+                    nn.ReLU(inplace=True),
+                ]
+                in_chans = width
+        super().__init__(*layers)
+
+
+class TokenGroupNorm(nn.GroupNorm):
+    """GroupNorm over the channels of each token of `[N, T, D]`; with one group it is LayerNorm.
+
+    Section 4.3 names no axes. Tokens are not normalised together: the paper's GroupNorm of one group scores as LayerNorm
+    does (Table 9), and a token's value must not depend on how many tokens there are.
+    """
+
+    def forward(self, x_NTD: Tensor) -> Tensor:
+        return super().forward(x_NTD.flatten(0, -2)).view_as(x_NTD)
 
 
 class Attention(nn.Module):
-    """Multi-head self-attention; q, k and v carry no bias."""
+    """Multi-head self-attention; q, k and v carry no bias unless `qkv_bias`."""
 
-    def __init__(self, dim: int, num_heads: int) -> None:
+    def __init__(self, dim: int, num_heads: int, qkv_bias: bool) -> None:
         super().__init__()
         self.num_heads = num_heads
-        self.qkv = nn.Linear(dim, 3 * dim, bias=False)
+        self.qkv = nn.Linear(dim, 3 * dim, bias=qkv_bias)
         self.proj = nn.Linear(dim, dim)
 
     def forward(self, x_NTD: Tensor) -> Tensor:
@@ -64,29 +97,60 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Pre-norm block of equation 5: each branch is divided by `residual_divisor` (1/alpha in the paper)."""
+    """Pre-norm block of equation 5: each branch is divided by `residual_divisor` (1/alpha in the paper).
 
-    def __init__(self, dim: int, num_heads: int, mlp_ratio: float, drop_path: float, residual_divisor: float) -> None:
+    With `post_norm` the norms follow the sums (section 4.3) instead of opening the branches.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        mlp_ratio: float,
+        drop_path: float,
+        residual_divisor: float,
+        qkv_bias: bool,
+        norm_groups: int,
+        post_norm: bool,
+    ) -> None:
         super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
-        self.attn = Attention(dim, num_heads)
+        norm = partial(TokenGroupNorm, norm_groups) if norm_groups else nn.LayerNorm
+        self.norm1, self.norm2 = norm(dim), norm(dim)
+        self.attn = Attention(dim, num_heads, qkv_bias)
         self.mlp = Mlp(dim, int(dim * mlp_ratio))
         self.drop_path = DropPath(drop_path) if drop_path else nn.Identity()
-        self.residual_divisor = residual_divisor
+        self.residual_divisor, self.post_norm = residual_divisor, post_norm
 
     def forward(self, x_NTD: Tensor) -> Tensor:
-        x_NTD = x_NTD + self.drop_path(self.attn(self.norm1(x_NTD))) / self.residual_divisor
-        return x_NTD + self.drop_path(self.mlp(self.norm2(x_NTD))) / self.residual_divisor
+        for branch, norm in ((self.attn, self.norm1), (self.mlp, self.norm2)):
+            branch_NTD = self.drop_path(branch(x_NTD if self.post_norm else norm(x_NTD))) / self.residual_divisor
+            x_NTD = norm(x_NTD + branch_NTD) if self.post_norm else x_NTD + branch_NTD
+        return x_NTD
+
+
+def init_linear(module: nn.Module) -> None:
+    """Truncated normal, std 0.02, and no bias for linear layers (reference 1.5); the others keep PyTorch's defaults."""
+    if isinstance(module, nn.Linear):
+        trunc_normal_(module.weight, std=0.02)
+        if module.bias is not None:
+            nn.init.zeros_(module.bias)
 
 
 class LVViT(nn.Module):
     """LV-ViT.
 
     Args:
-        img_size: side of the input that the position table is built for, pixels; a multiple of `patch_size`.
-        patch_size: side of a token, pixels; even, since the stem halves the input before it cuts patches.
+        img_size: side of the input that the position table is built for, pixels; a multiple of `patch_size`. Or a pair of equals.
+        patch_size: side of a token, pixels; even unless `stem` is given, since the published stem halves the input first.
+        num_classes: K; 0 builds no heads, and forward returns the pooled features.
+        global_pool: what `head` reads: the class token, the mean ("avg") of the others, or ("", without heads) all of them.
+        stem: (kernel, stride) of the stem's convolutions, the last the projection (Table 4); their strides multiply to
+            `patch_size`. None: as published, (7, 2), (3, 1), (3, 1), then kernel = stride = `patch_size` / 2.
         stem_width: channels of the stem's convolutions (64; 128 for L).
-        residual_divisor: divides every residual branch (1, 2, 2, 3 for T, S, M, L).
+        residual_divisor: divides every residual branch (1, 2, 2, 3 for T, S, M, L; Table 5).
+        qkv_bias: a bias on q, k and v, as in DeiT (Table 3's first row).
+        norm_groups: 0 for LayerNorm, else the groups of a GroupNorm in the blocks (Table 9).
+        post_norm: norms after the sums; the final norm stays. Diverges in the paper (section 4.3).
         drop_path_rate: stochastic depth, rising linearly from 0 to this rate over the blocks.
         token_head: a second classifier on every token, trained by token labels and added to the class token's answer.
         fused_head: in training leave that classifier to the loss, which saves memory where classes are many (21,841).
@@ -94,21 +158,27 @@ class LVViT(nn.Module):
     Forward takes images `[N, in_chans, H, W]`; for another size than `img_size` (H and W multiples of `patch_size`, else
     ValueError) the position table is resampled, bicubic and antialiased, the class token's place kept. It returns `[N, K]`
     logits; in training a model with a token head returns `TokenLogits` instead, or with a fused head `TokenFeatures`.
-    At evaluation a token head adds 0.5 times the maximum over tokens (as published).
+    At evaluation a token head adds 0.5 times the maximum over tokens (as published). The rest is timm's interface, by timm's
+    names. Raises ValueError for sizes that do not fit together.
     """
 
     def __init__(
         self,
-        img_size: int = 224,
+        img_size: int | tuple[int, int] = 224,
         patch_size: int = 16,
         in_chans: int = 3,
         num_classes: int = 1000,
+        global_pool: str = "token",
         embed_dim: int = 384,
         depth: int = 16,
         num_heads: int = 6,
         mlp_ratio: float = 3.0,
+        stem: Sequence[tuple[int, int]] | None = None,
         stem_width: int = 64,
         residual_divisor: float = 2.0,
+        qkv_bias: bool = False,
+        norm_groups: int = 0,
+        post_norm: bool = False,
         drop_path_rate: float = 0.0,
         token_head: bool = True,
         fused_head: bool = False,
@@ -116,35 +186,79 @@ class LVViT(nn.Module):
         super().__init__()
         if fused_head and not token_head:
             raise ValueError("fused_head needs token_head")
-        if img_size % patch_size or patch_size % 2:
-            raise ValueError(f"img_size {img_size} must be a multiple of patch_size {patch_size}, and that even")
-        self.num_classes, self.num_features = num_classes, embed_dim
-        self.patch_size, self.grid_size = patch_size, img_size // patch_size
-        self.stem = Stem(in_chans, stem_width, embed_dim, patch_size)
+        rows, columns = (img_size, img_size) if isinstance(img_size, int) else img_size
+        if rows != columns:
+            raise ValueError(f"img_size {rows} x {columns} must be square")
+        if rows % patch_size or (stem is None and patch_size % 2):
+            raise ValueError(f"img_size {rows} must be a multiple of patch_size {patch_size}, and that even")
+        if embed_dim % num_heads:
+            raise ValueError(f"embed_dim {embed_dim} must be a multiple of num_heads {num_heads}")
+        convs = ((7, 2), (3, 1), (3, 1), (patch_size // 2, patch_size // 2)) if stem is None else stem
+        if not convs or not all(isinstance(pair, Sequence) and len(pair) == 2 for pair in convs):
+            raise ValueError(f"stem {stem!r} must be pairs (kernel, stride), as ((16, 16),) is")
+        if math.prod(stride for _, stride in convs) != patch_size:
+            raise ValueError(f"stem: the strides of {tuple(convs)} must multiply to patch_size {patch_size}")
+        self.in_chans = in_chans
+        self.num_features = self.head_hidden_size = self.embed_dim = embed_dim
+        self.num_prefix_tokens = 1
+        self.patch_size, self.grid_size = patch_size, rows // patch_size
+        self.grad_checkpointing = False
+        self.stem = Stem(in_chans, stem_width, embed_dim, convs)
         self.cls_token = nn.Parameter(torch.zeros(1, 1, embed_dim))
         self.pos_embed = nn.Parameter(torch.zeros(1, 1 + self.grid_size**2, embed_dim))
         rates = [drop_path_rate * number / max(depth - 1, 1) for number in range(depth)]
-        self.blocks = nn.ModuleList(Block(embed_dim, num_heads, mlp_ratio, rate, residual_divisor) for rate in rates)
+        self.blocks = nn.ModuleList(
+            Block(embed_dim, num_heads, mlp_ratio, rate, residual_divisor, qkv_bias, norm_groups, post_norm) for rate in rates
+        )
+        self.feature_info = [dict(module=f"blocks.{i}", num_chs=embed_dim, reduction=patch_size) for i in range(depth)]
         self.norm = nn.LayerNorm(embed_dim)
-        self.head = nn.Linear(embed_dim, num_classes)
-        self.token_head = nn.Linear(embed_dim, num_classes) if token_head else None
-        self.fused_head = fused_head
-        self._init_weights()
-
-    def _init_weights(self) -> None:
-        """Truncated normal, std 0.02, for tables and linear layers; convolutions and norms keep PyTorch's defaults."""
+        self.with_token_head, self.fused_head = token_head, fused_head
+        self._make_heads(num_classes, global_pool)
         trunc_normal_(self.pos_embed, std=0.02)
         trunc_normal_(self.cls_token, std=0.02)
-        for module in self.modules():
-            if isinstance(module, nn.Linear):
-                trunc_normal_(module.weight, std=0.02)
-                if module.bias is not None:
-                    nn.init.zeros_(module.bias)
+        self.apply(init_linear)
+
+    def _make_heads(self, num_classes: int, global_pool: str) -> None:
+        if global_pool not in ("token", "avg", "") or (num_classes and not global_pool):
+            raise ValueError(f"global_pool {global_pool!r} must be 'token', 'avg', or '' where num_classes is 0")
+        self.num_classes, self.global_pool = num_classes, global_pool
+        like = {"device": self.pos_embed.device, "dtype": self.pos_embed.dtype}
+        with_tokens = self.with_token_head and num_classes > 0
+        self.head = nn.Linear(self.embed_dim, num_classes, **like) if num_classes else nn.Identity()
+        self.token_head = nn.Linear(self.embed_dim, num_classes, **like) if with_tokens else None
 
     @torch.jit.ignore
     def no_weight_decay(self) -> set[str]:
         """Names that AdamW must not decay, beside biases and one-dimensional tables."""
         return {"pos_embed", "cls_token"}
+
+    @torch.jit.ignore
+    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
+        """Patterns of parameter names by depth, for timm's layer-wise decay; `coarse` changes nothing, as blocks have no parts."""
+        return {"stem": r"^cls_token|^pos_embed|^stem", "blocks": [(r"^blocks\.(\d+)", None), (r"^norm", (99999,))]}
+
+    @torch.jit.ignore
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Compute every block a second time in the backward pass instead of keeping what it computed. Same gradients."""
+        self.grad_checkpointing = enable
+
+    @torch.jit.ignore
+    def get_classifier(self) -> nn.Module | tuple[nn.Module, nn.Module]:
+        """The classifier of the class token; with a token head, both (as timm's distilled models do)."""
+        return self.head if self.token_head is None else (self.head, self.token_head)
+
+    def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
+        """New heads for `num_classes`, on the device and in the dtype of the rest; 0: none. `global_pool` as in the class.
+
+        Raises ValueError for a pool that is not known, or "" beside heads.
+        """
+        self._make_heads(num_classes, self.global_pool if global_pool is None else global_pool)
+        for head in filter(None, (self.head, self.token_head)):
+            head.apply(init_linear).train(self.training)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As every module's, and takes the published names too: timm's `checkpoint_path=` passes through no filter."""
+        return super().load_state_dict(with_our_names(state_dict, self), strict, assign)
 
     def grid_of(self, image_NCHW: Tensor) -> tuple[int, int]:
         """Rows and columns of tokens of these images. ValueError if their size is no multiple of the patch size."""
@@ -153,25 +267,85 @@ class LVViT(nn.Module):
             raise ValueError(f"inputs of {H} x {W} pixels must be multiples of patch_size {self.patch_size}")
         return H // self.patch_size, W // self.patch_size
 
-    def forward_features(self, image_NCHW: Tensor, mix_PP: Tensor | None = None) -> Tensor:
-        """Normalised tokens `[N, 1 + T, D]`, class token first.
-
-        `mix_PP` (bool `[P, P]`, the input's grid; MixToken) marks the tokens that come from the partner image, which is the batch reversed;
-        they are exchanged after the patch embedding and before positions are added (equation 8).
-        """
+    def _embed(self, image_NCHW: Tensor, mix_PP: Tensor | None = None) -> Tensor:
+        """What the first block reads: class token and patches, with their positions, `[N, 1 + T, D]`."""
         pos_embed = resample_abs_pos_embed(self.pos_embed, list(self.grid_of(image_NCHW)), [self.grid_size] * 2)
         x_NDPP = self.stem(image_NCHW)
         if mix_PP is not None:
             x_NDPP = torch.where(mix_PP, x_NDPP.flip(0), x_NDPP)
         x_NTD = x_NDPP.flatten(2).transpose(1, 2)
-        x_NTD = torch.cat([self.cls_token.expand(len(x_NTD), -1, -1), x_NTD], dim=1) + pos_embed
-        for block in self.blocks:
-            x_NTD = block(x_NTD)
-        return self.norm(x_NTD)
+        return torch.cat([self.cls_token.expand(len(x_NTD), -1, -1), x_NTD], dim=1) + pos_embed
 
-    def forward(self, image_NCHW: Tensor, mix_PP: Tensor | None = None) -> Tensor | TokenLogits | TokenFeatures:
-        x_NTD = self.forward_features(image_NCHW, mix_PP)
-        cls_NK = self.head(x_NTD[:, 0])
+    def _run(self, blocks: Sequence[nn.Module], x_NTD: Tensor) -> Tensor:
+        if self.grad_checkpointing and torch.is_grad_enabled():
+            return checkpoint_seq(tuple(blocks), x_NTD)
+        for block in blocks:
+            x_NTD = block(x_NTD)
+        return x_NTD
+
+    def forward_features(self, image_NCHW: Tensor, mix_PP: Tensor | None = None) -> Tensor:
+        """Normalised tokens `[N, 1 + T, D]`, class token first.
+
+        `mix_PP` (bool `[P, P]`, the input's grid; MixToken) marks the tokens that come from the partner image, which is the
+        batch reversed; they are exchanged after the patch embedding and before positions are added (equation 8).
+        """
+        return self.norm(self._run(self.blocks, self._embed(image_NCHW, mix_PP)))
+
+    def forward_intermediates(
+        self,
+        x: Tensor,
+        indices: int | Sequence[int] | None = None,
+        return_prefix_tokens: bool = False,
+        norm: bool = False,
+        stop_early: bool = False,
+        output_fmt: str = "NCHW",
+        intermediates_only: bool = False,
+    ) -> list | tuple[Tensor, list]:
+        """What the blocks at `indices` (None: all; a number: the last so many) say of the images `x` `[N, in_chans, H, W]`.
+
+        Each is `[N, D, P, P]`, or `[N, T, D]` with `output_fmt="NLC"`, through the final norm if `norm`; with
+        `return_prefix_tokens` a pair of it and the class token `[N, 1, D]`. The answer is (final features, list), or with
+        `intermediates_only` the list. `stop_early` runs no block after the last that is asked for. Arguments and order are
+        those of timm's vision transformer. Raises ValueError for another format, AssertionError for a block that is not there.
+        """
+        if output_fmt not in ("NCHW", "NLC"):
+            raise ValueError(f"output_fmt {output_fmt!r} must be NCHW or NLC")
+        taken, last = feature_take_indices(len(self.blocks), indices)
+        rows, columns = self.grid_of(x)
+        x_NTD, found = self._embed(x), []
+        for number, block in enumerate(self.blocks[: last + 1] if stop_early else self.blocks):
+            x_NTD = self._run((block,), x_NTD)
+            if number in taken:
+                found.append(self.norm(x_NTD) if norm else x_NTD)
+        prefixes, patches = [y_NTD[:, :1] for y_NTD in found], [y_NTD[:, 1:] for y_NTD in found]
+        if output_fmt == "NCHW":
+            patches = [y_NTD.transpose(1, 2).unflatten(2, (rows, columns)).contiguous() for y_NTD in patches]
+        answers = list(zip(patches, prefixes, strict=True)) if return_prefix_tokens else patches
+        return answers if intermediates_only else (self.norm(x_NTD), answers)
+
+    def prune_intermediate_layers(
+        self, indices: int | Sequence[int] = 1, prune_norm: bool = False, prune_head: bool = True
+    ) -> list[int]:
+        """Drop what `forward_intermediates` does not need for these `indices`; returns them counted from the first block."""
+        taken, last = feature_take_indices(len(self.blocks), indices)
+        self.blocks = self.blocks[: last + 1]
+        if prune_norm:
+            self.norm = nn.Identity()
+        if prune_head:
+            self.reset_classifier(0, "")
+        return taken
+
+    def forward_head(
+        self, x_NTD: Tensor, pre_logits: bool = False, mix_PP: Tensor | None = None
+    ) -> Tensor | TokenLogits | TokenFeatures:
+        """From `forward_features` to what forward returns; with `pre_logits`, or without heads, the pooled features.
+
+        `mix_PP` is what `forward_features` was given.
+        """
+        pooled_ND = global_pool_nlc(x_NTD, pool_type=self.global_pool, num_prefix_tokens=1)
+        if pre_logits or not self.num_classes:
+            return pooled_ND
+        cls_NK = self.head(pooled_ND)
         if self.token_head is None:
             return cls_NK
         x_NTD = x_NTD[:, 1:]
@@ -186,11 +360,56 @@ class LVViT(nn.Module):
             return TokenLogits(cls_NK, tokens_NTK)
         return cls_NK + 0.5 * tokens_NTK.amax(1)
 
+    def forward(self, image_NCHW: Tensor, mix_PP: Tensor | None = None) -> Tensor | TokenLogits | TokenFeatures:
+        return self.forward_head(self.forward_features(image_NCHW, mix_PP), mix_PP=mix_PP)
+
     def forward_token_logits(self, image_NCHW: Tensor) -> Tensor:
         """Logits of every token as a map, `[N, K, P, P]`: what this model says as a dense teacher."""
         head = self.head if self.token_head is None else self.token_head
         logits_NTK = head(self.forward_features(image_NCHW)[:, 1:])
         return logits_NTK.transpose(1, 2).unflatten(2, self.grid_of(image_NCHW))
+
+
+# Stem tensors of published files. `convN` and `proj` are the layers of the reference's table 1.2; `bnN` is how torchvision's
+# networks name what follows them and `normN` the other habit; `conv.N` is the stem as one sequence, as timm's VOLO, by the same
+# authors, has it: its numbers are ours. Of the rest, `cls_token`, `pos_embed`, `blocks.N.norm1`, `attn.qkv`, `attn.proj`,
+# `mlp.fc1`, `mlp.fc2`, `norm` and `head` are timm's and ours alike; `aux_head` (1.3) is our `token_head`.
+STEM_NAME = re.compile(r"^patch_embed\.(?:(conv|bn|norm)(\d+)|conv\.(\d+)|(proj))\.")
+
+
+def with_our_names(state_dict: Mapping[str, Any], model: LVViT) -> Mapping[str, Any]:
+    """Tensors by our names, from a state dict by the published names, timm's (DeiT) or ours, which stays as it is."""
+
+    def ours(name: str) -> str:
+        found = STEM_NAME.match(name)
+        if found:
+            layer, number, place, _ = found.groups()
+            if layer:
+                place = 3 * (int(number) - 1) + (layer != "conv")  # convolution, norm and ReLU take three places
+            name = f"stem.{len(model.stem) - 1 if place is None else place}.{name[found.end() :]}"
+        return re.sub(r"^aux_head\.", "token_head.", name)
+
+    if not any(name.startswith(("patch_embed.", "aux_head.")) for name in state_dict):
+        return state_dict
+    return {ours(name): tensor for name, tensor in state_dict.items()}
+
+
+def checkpoint_filter_fn(state_dict: Mapping[str, Any], model: LVViT) -> dict[str, Any]:
+    """A state dict made to fit this model: our names, the position table at its size, no token head where it has none.
+
+    The table is resized as published: bicubic, not antialiased, the class token's row kept (reference 5.4). That differs from
+    the table that forward resamples for another size, which is antialiased, and by PyTorch's other bicubic kernel even where
+    it grows. A table that is no square grid and a class token stays as it is, for `load_state_dict` to refuse.
+    """
+    fitting = dict(with_our_names(state_dict, model))
+    if model.token_head is None:
+        fitting = {name: tensor for name, tensor in fitting.items() if not name.startswith("token_head.")}
+    table = fitting.get("pos_embed")
+    if table is not None and table.ndim == 3 and table.shape[1] != model.pos_embed.shape[1]:
+        side = math.isqrt(max(table.shape[1] - 1, 0))
+        if side and side**2 + 1 == table.shape[1]:
+            fitting["pos_embed"] = resample_abs_pos_embed(table, [model.grid_size] * 2, [side] * 2, antialias=False)
+    return fitting
 
 
 def _cfg(crop_pct: float, size: int = 224) -> dict:
@@ -205,6 +424,7 @@ def _cfg(crop_pct: float, size: int = 224) -> dict:
 default_cfgs = generate_default_cfgs(
     {
         "lvvit_micro": _cfg(1.0, 64),
+        "lvvit_deit_s": _cfg(0.9),
         "lvvit_t": _cfg(0.9),
         "lvvit_s": _cfg(0.9),
         "lvvit_m": _cfg(1.0),
@@ -213,35 +433,47 @@ default_cfgs = generate_default_cfgs(
 )
 
 
+def _build(name: str, pretrained: bool, sizes: dict, kwargs: dict) -> nn.Module:
+    return build_model_with_cfg(
+        LVViT, name, pretrained, pretrained_filter_fn=checkpoint_filter_fn,
+        feature_cfg={"out_indices": 3, "feature_cls": "getter"}, **(sizes | kwargs),
+    )  # fmt: skip
+
+
 @register_model
-def lvvit_micro(pretrained: bool = False, **kwargs) -> LVViT:
+def lvvit_micro(pretrained: bool = False, **kwargs) -> nn.Module:
     """For demonstrations at 64 px on a CPU: patch 8, narrow stem."""
     sizes = dict(img_size=64, patch_size=8, embed_dim=96, depth=4, num_heads=3, stem_width=16, residual_divisor=1.0)
-    return build_model_with_cfg(LVViT, "lvvit_micro", pretrained, **(sizes | kwargs))
+    return _build("lvvit_micro", pretrained, sizes, kwargs)
 
 
 @register_model
-def lvvit_t(pretrained: bool = False, **kwargs) -> LVViT:
+def lvvit_deit_s(pretrained: bool = False, **kwargs) -> nn.Module:
+    """DeiT-S (Table 3's first row), with a head on every token: 22.4 M parameters, 22.1 M with `token_head=False`."""
+    sizes = dict(embed_dim=384, depth=12, num_heads=6, mlp_ratio=4.0, stem=((16, 16),), qkv_bias=True, residual_divisor=1.0)
+    return _build("lvvit_deit_s", pretrained, sizes, kwargs)
+
+
+@register_model
+def lvvit_t(pretrained: bool = False, **kwargs) -> nn.Module:
     """LV-ViT-T: 8.5 M parameters."""
-    return build_model_with_cfg(
-        LVViT, "lvvit_t", pretrained, **(dict(embed_dim=240, depth=12, num_heads=4, residual_divisor=1.0) | kwargs)
-    )
+    return _build("lvvit_t", pretrained, dict(embed_dim=240, depth=12, num_heads=4, residual_divisor=1.0), kwargs)
 
 
 @register_model
-def lvvit_s(pretrained: bool = False, **kwargs) -> LVViT:
+def lvvit_s(pretrained: bool = False, **kwargs) -> nn.Module:
     """LV-ViT-S: 26.2 M parameters."""
-    return build_model_with_cfg(LVViT, "lvvit_s", pretrained, **(dict(embed_dim=384, depth=16, num_heads=6) | kwargs))
+    return _build("lvvit_s", pretrained, dict(embed_dim=384, depth=16, num_heads=6), kwargs)
 
 
 @register_model
-def lvvit_m(pretrained: bool = False, **kwargs) -> LVViT:
+def lvvit_m(pretrained: bool = False, **kwargs) -> nn.Module:
     """LV-ViT-M: 55.8 M parameters."""
-    return build_model_with_cfg(LVViT, "lvvit_m", pretrained, **(dict(embed_dim=512, depth=20, num_heads=8) | kwargs))
+    return _build("lvvit_m", pretrained, dict(embed_dim=512, depth=20, num_heads=8), kwargs)
 
 
 @register_model
-def lvvit_l(pretrained: bool = False, **kwargs) -> LVViT:
+def lvvit_l(pretrained: bool = False, **kwargs) -> nn.Module:
     """LV-ViT-L: 150.0 M parameters."""
     sizes = dict(embed_dim=768, depth=24, num_heads=12, stem_width=128, residual_divisor=3.0)
-    return build_model_with_cfg(LVViT, "lvvit_l", pretrained, **(sizes | kwargs))
+    return _build("lvvit_l", pretrained, sizes, kwargs)

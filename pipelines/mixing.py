@@ -20,13 +20,13 @@ from .targets import SparseTargets
 class Mix(NamedTuple):
     """What is mixed in one step."""
 
-    box: Tensor  # float32 [4], (top, left, bottom, right), in units of which the image's side has `side`
-    inside: Tensor  # float32 [], the partner's share of what lies in the box: 1, or less under MixUp, whose box is the image
+    box: Tensor  # float32 [4], (top, left, bottom, right), in units of which the image's side has `side`; what is exchanged
+    blend: Tensor  # float32 [], the partner's share of every pixel (MixUp), blended before anything is exchanged
     side: int  # pixels (CutMix, MixUp) or tokens (MixToken)
 
     def to(self, device: torch.device) -> "Mix":
         """On `device`, without waiting."""
-        return Mix(self.box.to(device, non_blocking=True), self.inside.to(device, non_blocking=True), self.side)
+        return Mix(self.box.to(device, non_blocking=True), self.blend.to(device, non_blocking=True), self.side)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,10 +37,10 @@ class Mixing:
         plan: draws every box.
         mixtoken: exchange a box of tokens in every step (arXiv 2104.10858, section 3.3; the kept share is uniform).
         cutmix, mixup: alpha of the Beta distribution of the kept share (arXiv 1905.04899, 1710.09412); 0: never. With both,
-            a step is CutMix with probability `switch_prob`, as timm's.
+            a step is CutMix with probability `switch_prob`, as timm's. MixToken may follow MixUp (Table 7, third row).
         prob: share of the steps that CutMix or MixUp mix at all.
 
-    Raises UserError for MixToken together with the others, and for numbers out of range.
+    Raises UserError for MixToken together with CutMix, whose two boxes would need a label each, and for numbers out of range.
     """
 
     plan: EpochPlan
@@ -51,8 +51,8 @@ class Mixing:
     switch_prob: float = 0.5
 
     def __post_init__(self) -> None:
-        if self.mixtoken and (self.cutmix or self.mixup):
-            raise UserError("MixToken mixes every step already; choose --no-mixtoken, or --cutmix 0 --mixup 0")
+        if self.mixtoken and self.cutmix:
+            raise UserError("MixToken exchanges a box in every step already; choose --no-mixtoken, or --cutmix 0")
         if min(self.cutmix, self.mixup) < 0 or not (0 <= self.prob <= 1 and 0 <= self.switch_prob <= 1):
             raise UserError("--cutmix and --mixup must not be negative, --mix-prob and --switch-prob be from 0 to 1")
 
@@ -61,42 +61,53 @@ class Mixing:
 
     def draw(self, epoch: int, step: int, size: int, grid: int) -> Mix:
         """The mix of a step, on the CPU: of images of `size` pixels a side, or of a `grid` x `grid` table of tokens."""
-        plan = self.plan
-        if self.mixtoken:
-            return _mix(plan.mix_box(epoch, step, grid), 1.0, grid)
+        plan, box, blend = self.plan, (0, 0, 0, 0), 0.0
         mixes, switch = plan.mix_switches(epoch, step)
-        if mixes >= self.prob:
-            return _mix((0, 0, 0, 0), 0.0, size)
-        if self.cutmix and (not self.mixup or switch < self.switch_prob):
-            return _mix(plan.mix_box(epoch, step, size, kept=plan.beta(epoch, step, self.cutmix)), 1.0, size)
-        return _mix((0, 0, size, size), 1 - plan.beta(epoch, step, self.mixup), size)
+        if mixes < self.prob and self.cutmix and (not self.mixup or switch < self.switch_prob):
+            box = plan.mix_box(epoch, step, size, kept=plan.beta(epoch, step, self.cutmix))
+        elif mixes < self.prob and self.mixup:
+            blend = 1 - plan.beta(epoch, step, self.mixup)
+        if self.mixtoken:
+            box, size = plan.mix_box(epoch, step, grid), grid
+        return Mix(torch.tensor(box, dtype=torch.float32), torch.tensor(blend, dtype=torch.float32), size)
 
 
-def _mix(box: tuple[int, int, int, int], inside: float, side: int) -> Mix:
-    return Mix(torch.tensor(box, dtype=torch.float32), torch.tensor(inside, dtype=torch.float32), side)
+def either(one: Tensor, other: Tensor) -> Tensor:
+    """The partner's share after two mixings with the same partner: who is exchanged twice is back."""
+    return one + other - 2 * one * other
 
 
-def share_map(mix: Mix, grid: int) -> Tensor:
-    """The partner's share of each cell of a `grid` x `grid` table over the image: the covered area. float32 `[grid, grid]`."""
+def box_map(mix: Mix, grid: int) -> Tensor:
+    """The share of each cell of a `grid` x `grid` table over the image that the box covers. float32 `[grid, grid]`."""
     edges = torch.arange(grid + 1, device=mix.box.device) * (mix.side / grid)
     top, left, bottom, right = mix.box.unbind()
 
     def covered(low: Tensor, high: Tensor) -> Tensor:
         return (torch.minimum(edges[1:], high) - torch.maximum(edges[:-1], low)).clamp(min=0) * (grid / mix.side)
 
-    return covered(top, bottom)[:, None] * covered(left, right) * mix.inside
+    return covered(top, bottom)[:, None] * covered(left, right)
+
+
+def share_map(mix: Mix, grid: int) -> Tensor:
+    """The partner's share of what each cell of a `grid` x `grid` table over the image shows. float32 `[grid, grid]`."""
+    return either(box_map(mix, grid), mix.blend)
 
 
 def label_share(mix: Mix) -> Tensor:
-    """The partner's share of the image's label: the box's true area, after it was clipped (1 - M̄ of equation 10). float32 `[]`."""
+    """The partner's share of the image's label. float32 `[]`.
+
+    The box's true area, after it was clipped (1 - M̄ of equation 10), applied to labels that are blended already.
+    """
     top, left, bottom, right = mix.box.unbind()
-    return (bottom - top) * (right - left) * mix.inside / mix.side**2
+    return either((bottom - top) * (right - left) / mix.side**2, mix.blend)
 
 
-def mixed_images(image_NCHW: Tensor, mix: Mix) -> Tensor:
-    """Images with their partners' pixels in the box (CutMix), or blended (MixUp); the memory format is kept."""
-    share_HW = share_map(mix, image_NCHW.shape[-1]).to(image_NCHW.dtype)
-    return torch.lerp(image_NCHW, image_NCHW.flip(0), share_HW)
+def mixed_images(image_NCHW: Tensor, share: Tensor) -> Tensor:
+    """Images with `share` (`[H, W]` or a scalar) of their partners; the memory format is kept.
+
+    `share_map` at the input's side gives CutMix and MixUp. Where MixToken does the exchange later, `Mix.blend` alone is due.
+    """
+    return torch.lerp(image_NCHW, image_NCHW.flip(0), share.to(image_NCHW.dtype))
 
 
 def mixed(targets: SparseTargets, share: Tensor) -> SparseTargets:

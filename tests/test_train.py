@@ -7,7 +7,6 @@ from dataclasses import replace
 import densefeed.train as training
 import pytest
 import torch
-import tyro
 from densefeed.models import checkpoints
 from densefeed.models.evaluation import Shares
 from densefeed.models.lvvit import LVViT, TokenLogits
@@ -53,6 +52,8 @@ def records(out, kind="train"):
         dict(mixtoken=True),
         dict(mixtoken=True, mix_label="regions"),
         dict(cutmix=1.0, mixup=0.8, mix_prob=0.8),
+        dict(mixtoken=True, mixup=0.8),
+        dict(mixtoken=True, mixup=0.8, mix_label="regions", objective="relabel"),
         dict(cutmix=1.0, mix_label="regions"),
         dict(cutmix=1.0, objective="ce"),
         dict(model="nfnet_micro", objective="relabel", cutmix=1.0, mix_label="regions"),
@@ -132,7 +133,7 @@ def test_a_step_waits_for_nothing(packed, tmp_path, no_host_read, fields):
     assert any(parameter.grad is not None and parameter.grad.any() for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("fields", [dict(mixtoken=True), dict(cutmix=1.0, mixup=0.8, mix_label="regions")])
+@pytest.mark.parametrize("fields", [dict(mixtoken=True, mixup=0.8), dict(cutmix=1.0, mixup=0.8, mix_label="regions")])
 def test_one_compiled_step_serves_every_box(packed, tmp_path, fields):
     """No graph break, no recompilation, and the loss and gradient of eager mode."""
     run = config(packed, tmp_path / "run", drop_path=0.0, **AUGMENTED, **fields)
@@ -295,7 +296,7 @@ def test_a_mixed_step_is_the_published_formula(packed, tmp_path, monkeypatch):
     run = config(packed, tmp_path / "run", batch=3, **fields)
     loader = training.open_loader(run, "train")
     batch = next(loader.batches(0))
-    mix = Mix(torch.tensor([8.0, 0.0, 20.0, 32.0]), torch.tensor(1.0), 32)
+    mix = Mix(torch.tensor([8.0, 0.0, 20.0, 32.0]), torch.tensor(0.0), 32)
     rules = TargetRules(smoothing=0.1)
     loss = objective.objective_loss(run, TokenLogits(cls, tokens), batch, loader.labels, rules, 4, mix)
     loader.close()
@@ -322,6 +323,14 @@ def test_views_make_an_epoch_longer(packed, tmp_path):
     """11 images in batches of 4: three steps an epoch, six of two views."""
     training.train(config(packed, tmp_path / "run", epochs=1, views=2))
     assert [r["step"] for r in records(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_cooldown_adds_epochs_at_the_lowest_rate(packed, tmp_path):
+    """Two epochs of three steps by the epoch, one more at the end; what is logged is what the optimiser used."""
+    fields = dict(cooldown_epochs=1, lr_updates="epoch", warmup_epochs=1, lr=3e-3, lr_batch=4, min_lr=1e-3)
+    result = training.train(config(packed, tmp_path / "run", **fields))
+    assert [r["lr"] for r in records(tmp_path / "run")] == pytest.approx([1e-6] * 3 + [2e-3] * 3 + [1e-3] * 3)
+    assert result["epochs"] == 3
 
 
 @pytest.mark.parametrize(("field", "value"), [("order", "blocks"), ("views", 2), ("sizes", ((0, 16), (1, 32)))])
@@ -374,7 +383,7 @@ def test_a_foreign_checkpoint_is_not_continued(packed, tmp_path):
         (dict(crop_scale=(0.0, 0.0)), "are shares"),
         (dict(smoothing=2.0), "are shares"),
         (dict(device="foo"), "--device foo cannot be used here"),
-        (dict(mixtoken=True, mixup=0.8), "MixToken mixes every step already"),
+        (dict(mixtoken=True, cutmix=1.0), "MixToken exchanges a box in every step already"),
         (dict(mix_prob=1.5, mixup=0.8), "--mix-prob is 1.5, and must be from 0 to 1"),
         (dict(objective="ce", mix_label="regions"), "pools dense labels"),
         (dict(ground_truth="intended", mixtoken=True, mix_label="regions"), "knows one label an image"),
@@ -519,18 +528,11 @@ def test_a_table_of_sizes_is_given_as_pairs(monkeypatch):
     assert (given[0].sizes, given[0].views, given[0].order) == (((0, 16), (1, 32)), 2, "blocks")
 
 
-@pytest.mark.parametrize("recipe", recipes.RECIPES, ids=lambda r: r.__name__)
-def test_help_names_every_field_and_the_docstring_states_the_command(recipe, command):
-    assert f"python train.py {recipe.__name__} " in recipe.__doc__
-    if recipe is recipes.lvvit_micro_ce:
-        done = command("train.py", recipe.__name__, "--help")
-        assert done.returncode == 0
-        for name in Config.__dataclass_fields__:
-            assert f"--{name.replace('_', '-')}" in done.stdout, name
-    chosen = recipe()
-    model, _ = training.build_model(replace(chosen, drop_path=0.0), 10)
-    assert sum(p.numel() for p in model.parameters()) > 0
-    assert chosen.data is tyro.MISSING
+def test_help_names_every_field(command):
+    done = command("train.py", "lvvit_micro_ce", "--help")
+    assert done.returncode == 0
+    for name in Config.__dataclass_fields__:
+        assert f"--{name.replace('_', '-')}" in done.stdout, name
 
 
 @pytest.mark.gpu

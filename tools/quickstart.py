@@ -57,31 +57,42 @@ def call(made: Path, *words: object) -> None:
         sys.exit(130)
 
 
-def flow(out: Path, seed: int, options: Quickstart) -> dict:
-    """One whole flow; its accuracies and how right the labels are."""
-    scenes, maps, packed, val = out / "scenes", out / "maps.h5", out / "train.beton", out / "val.beton"
-    epochs = () if options.epochs is None else ("--epochs", options.epochs)
-    common = ("--seed", seed, "--resume", "auto", *epochs)
-    runs = {name: out / "runs" / name for name in ("teacher", *options.students)}
+def prepared(out: Path, seed: int, options: Quickstart) -> tuple[Path, Path]:
+    """Scenes, a teacher, its score maps and packed files in `out`; the training and the validation set."""
+    scenes, teacher, maps = out / "scenes", out / "runs/teacher", out / "maps.h5"
+    packed, val = out / "train.beton", out / "val.beton"
     call(scenes, "tools/make_digit_scenes.py", "--out", scenes, "--train", options.train, "--val", options.val, "--seed", seed)
     call(
-        runs["teacher"] / "result.json",
-        "train.py", "nfnet_micro_ce", "--loader", "folder", "--data", scenes, "--val", scenes, "--out", runs["teacher"], *common,
+        teacher / "result.json", "train.py", "nfnet_micro_ce", "--loader", "folder", "--data", scenes, "--val", scenes,
+        "--out", teacher, *common(seed, options),
     )  # fmt: skip
     call(
-        maps, "tools/relabel_imagenet.py", "--data", scenes, "--teacher", runs["teacher"], "--input-size", TEACHER_SIZE,
+        maps, "tools/relabel_imagenet.py", "--data", scenes, "--teacher", teacher, "--input-size", TEACHER_SIZE,
         "--top-k", 5, "--out", maps,
     )  # fmt: skip
     call(packed, "tools/pack_dataset.py", "--data", scenes, "--maps", maps, "--out", packed)
     call(val, "tools/pack_dataset.py", "--data", scenes, "--split", "val", "--out", val)
+    return packed, val
+
+
+def common(seed: int, options: Quickstart) -> tuple[object, ...]:
+    """What all trainings are told."""
+    epochs = () if options.epochs is None else ("--epochs", options.epochs)
+    return ("--seed", seed, "--resume", "auto", *epochs)
+
+
+def flow(out: Path, seed: int, options: Quickstart) -> dict:
+    """One whole flow; its accuracies and how right the labels are."""
+    packed, val = prepared(out, seed, options)
+    runs = {name: out / "runs" / name for name in ("teacher", *options.students)}
     for name in options.students:
         recipe = f"lvvit_micro_{name.replace('-', '_')}"
         call(
             runs[name] / "result.json",
-            "train.py", recipe, "--loader", "ffcv", "--data", packed, "--val", val, "--out", runs[name], *common,
+            "train.py", recipe, "--loader", "ffcv", "--data", packed, "--val", val, "--out", runs[name], *common(seed, options),
         )  # fmt: skip
     report = out / "report.html"
-    call(report, "tools/show.py", *runs.values(), "--boxes", scenes / "boxes.json", "--out", report)
+    call(report, "tools/show.py", *runs.values(), "--boxes", out / "scenes/boxes.json", "--out", report)
     results = {name: json.loads((folder / "result.json").read_text()) for name, folder in runs.items()}
     purity = json.loads(report.with_suffix(".json").read_text())
     return {"top1": {name: r["top1"] for name, r in results.items()}, "purity": {kind: purity[kind] for kind in LABELS}}

@@ -27,6 +27,7 @@ class Config:
 
     model: str = "lvvit_s"  # any timm classifier; token-label needs a model with a token head (lvvit_*)
     model_kwargs: tuple[str, ...] = ()  # more arguments of the model, each NAME=VALUE as Python writes it, e.g. depth=12
+    init: Path | None = None  # weights to begin from: a checkpoint of ours, of the published LV-ViT, or of timm for this model
     drop_path: float = 0.1  # stochastic depth of the last block, probability
     size: int = 224  # side of the network's input, pixels
     sizes: tuple[tuple[int, int], ...] = ()  # growing in training: pairs FROM_EPOCH PIXELS, the first from epoch 0; empty: size
@@ -59,13 +60,15 @@ class Config:
     views: int = 1  # crops of each image in an epoch (repeated augmentation), which makes an epoch so many times longer
     crop_pct: float = 0.9  # side of the evaluation crop, share of the shorter side
 
-    epochs: int = 300  # passes over the training set
+    epochs: int = 300  # passes over the training set until the learning rate is at its lowest
+    cooldown_epochs: int = 0  # further passes at min_lr
     batch: int = 1024  # images per optimiser step, all ranks together
     microbatch: int = 0  # images that go through the network at once, for memory; 0: all that a rank has of a batch
     lr: float = 1e-3  # peak learning rate at a batch of lr_batch images; scaled linearly with the batch
     lr_batch: int = 640  # the batch that lr is meant for, images
     min_lr: float = 1e-5  # learning rate at the end, not scaled
     warmup_epochs: float = 5  # linear from 1e-6
+    lr_updates: Literal["step", "epoch"] = "step"  # when the learning rate changes
     weight_decay: float = 0.05  # AdamW's; not on biases, norms, tables
     ema: float = 0.99992  # decay per step of the averaged weights, with warm-up; 0: none
     clip_grad: float = 0.0  # longest gradient, by its norm; longer ones are shortened; 0: any
@@ -92,7 +95,7 @@ class Config:
 
 RANGES = {  # of numbers, both ends allowed
     "lr": (1e-12, math.inf), "min_lr": (0, math.inf), "weight_decay": (0, math.inf), "warmup_epochs": (0, math.inf),
-    "ema": (0, 1), "drop_path": (0, 0.99), "token_weight": (0, math.inf), "temperature": (1e-3, math.inf),
+    "cooldown_epochs": (0, math.inf), "ema": (0, 1), "drop_path": (0, 0.99), "token_weight": (0, math.inf), "temperature": (1e-3, math.inf),
     "clip_grad": (0, math.inf), "cutmix": (0, math.inf), "mixup": (0, math.inf), "mix_prob": (0, 1),
     "switch_prob": (0, 1), "erase_probability": (0, 1),
 }  # fmt: skip

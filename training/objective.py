@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from ..models.token_labeling import class_token_loss, hard_label_loss, token_labeling_loss
 from ..pipelines.batch import Batch, LabelSpec
-from ..pipelines.mixing import Mix, Mixing, label_share, mixed, mixed_images, pooled, share_map
+from ..pipelines.mixing import Mix, Mixing, box_map, label_share, mixed, mixed_images, pooled, share_map
 from ..pipelines.plan import EpochPlan
 from ..pipelines.policies import Augment
 from ..pipelines.targets import SparseTargets, TargetRules, palette_maps, sparse_targets, with_ground_truth
@@ -47,8 +47,10 @@ def dense_targets(
         whole = with_ground_truth(whole, batch.label, spec.num_classes, config.smoothing, config.ground_truth)
     if mix is not None and not regions:
         whole = mixed(whole, label_share(mix))
-    # The model un-mixes what MixToken has mixed, so that every token answers for its own image.
-    return whole, tokens if config.mixtoken else shown
+    if not config.mixtoken or tokens is None:
+        return whole, shown
+    # The model un-mixes what MixToken has exchanged, so that every token answers for its own image, which MixUp has blended.
+    return whole, mixed(tokens, mix.blend) if mix is not None and config.mixup else tokens
 
 
 def objective_loss(
@@ -81,8 +83,8 @@ def step_loss(
     mixed image show), `dtype` that of autocast, None for none, `measure` `objective_loss` or its compiled twin.
     """
     image = batch.image
-    if mix is not None and not config.mixtoken:
-        image = mixed_images(image, mix)
+    if mix is not None and (config.cutmix or config.mixup):
+        image = mixed_images(image, mix.blend if config.mixtoken else share_map(mix, image.shape[-1]))
     with torch.autocast(image.device.type, dtype or torch.bfloat16, enabled=dtype is not None):
-        output = model(image, share_map(mix, grid) > 0.5) if config.mixtoken else model(image)
+        output = model(image, box_map(mix, grid) > 0.5) if config.mixtoken else model(image)
     return measure(config, output, batch, spec, rules, grid, mix)

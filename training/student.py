@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from .config import Config
 from .guards import Finite
 from .ranks import Ranks
+from .schedule import peak_rate
 
 
 class Student(NamedTuple):
@@ -50,12 +51,11 @@ def student_of(config: Config, model: nn.Module, ranks: Ranks, dtype: torch.dtyp
 
     AdamW decays no biases, norms and tables (timm's grouping). Its fused form takes `found_inf`, on which the guard relies.
     """
-    rate = config.lr * config.batch / config.lr_batch
     return Student(
         model=model,
         network=ranks.parallel(model),
         ema=ModelEmaV3(model, decay=config.ema, use_warmup=True, foreach=True) if config.ema else None,
-        optimizer=create_optimizer_v2(model, "adamw", lr=rate, weight_decay=config.weight_decay, fused=True),
+        optimizer=create_optimizer_v2(model, "adamw", lr=peak_rate(config), weight_decay=config.weight_decay, fused=True),
         scaler=torch.amp.GradScaler(ranks.device.type, enabled=dtype == torch.float16),
         finite=Finite(ranks.device, config.on_nonfinite == "skip"),
         clip_grad=config.clip_grad,

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from densefeed.pipelines.mixing import Mix, Mixing, label_share, mixed, mixed_images, pooled, share_map
+from densefeed.pipelines.mixing import Mix, Mixing, box_map, label_share, mixed, mixed_images, pooled, share_map
 from densefeed.pipelines.plan import EpochPlan
 from densefeed.pipelines.targets import SparseTargets
 from densefeed.relabel.files import UserError
@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 PLAN = EpochPlan(num_samples=10, batch=2, seed=1, mode="train")
 
 
-def mix_of(top, left, bottom, right, inside=1.0, side=32):
-    return Mix(torch.tensor([top, left, bottom, right], dtype=torch.float32), torch.tensor(inside), side)
+def mix_of(top, left, bottom, right, blend=0.0, side=32):
+    return Mix(torch.tensor([top, left, bottom, right], dtype=torch.float32), torch.tensor(blend), side)
 
 
 def random_targets(count, tokens, palette=3, classes=9, seed=0):
@@ -39,14 +39,20 @@ boxes = st.tuples(*[st.integers(0, 32)] * 4).map(lambda b: (min(b[0], b[2]), min
 
 @given(boxes, st.sampled_from([1, 3, 4, 8, 32]), st.floats(0, 1))
 @settings(max_examples=60, deadline=None)
-def test_a_cells_share_is_the_area_that_the_box_covers_of_it(box, grid, inside):
-    """Against a picture of 32 x 96 x 3 points a cell, counted."""
-    fine = np.zeros((96, 96))
-    fine[3 * box[0] : 3 * box[2], 3 * box[1] : 3 * box[3]] = inside
-    cell = np.kron(fine, np.ones((grid, grid))).reshape(grid, 96, grid, 96).mean((1, 3))
-    mix = mix_of(*box, inside)
-    np.testing.assert_allclose(share_map(mix, grid), cell, atol=1e-6)
-    np.testing.assert_allclose(label_share(mix), fine.mean(), atol=1e-6)
+def test_a_cells_share_is_what_two_pictures_mixed_show(box, grid, blend):
+    """A black image and its white partner, blended and then exchanged in the box, pixel by pixel; a cell is a mean of points."""
+    black, white = np.full((96, 96), blend), np.full((96, 96), 1 - blend)
+    inside = np.s_[3 * box[0] : 3 * box[2], 3 * box[1] : 3 * box[3]]
+    covered = np.zeros((96, 96))
+    black[inside], covered[inside] = white[inside], 1
+
+    def cells(picture):
+        return np.kron(picture, np.ones((grid, grid))).reshape(grid, 96, grid, 96).mean((1, 3))
+
+    mix = mix_of(*box, blend)
+    np.testing.assert_allclose(box_map(mix, grid), cells(covered), atol=1e-6)
+    np.testing.assert_allclose(share_map(mix, grid), cells(black), atol=1e-6)
+    np.testing.assert_allclose(label_share(mix), black.mean(), atol=1e-6)
 
 
 @given(boxes, st.integers(1, 4))
@@ -56,7 +62,7 @@ def test_cutmix_pastes_the_partners_box(box, count):
     want = image.clone()
     top, left, bottom, right = box
     want[:, :, top:bottom, left:right] = image.flip(0)[:, :, top:bottom, left:right]
-    got = mixed_images(image, mix_of(*box))
+    got = mixed_images(image, share_map(mix_of(*box), 32))
     torch.testing.assert_close(got, want, rtol=0, atol=0)
     assert got.is_contiguous(memory_format=torch.channels_last)
 
@@ -66,7 +72,8 @@ def test_an_empty_box_changes_nothing(count):
     image, (targets, full) = torch.randn(count, 3, 32, 32), random_targets(count, 16)
     targets = targets._replace(weight=(targets.weight > 0).float())
     empty = mix_of(7, 9, 7, 20)
-    assert torch.equal(mixed_images(image, empty), image)
+    assert torch.equal(mixed_images(image, share_map(empty, 32)), image)
+    assert torch.equal(mixed_images(image, empty.blend), image)
     for share in (share_map(empty, 4), label_share(empty)):
         same = mixed(targets, share)
         assert torch.equal(same.weight, targets.weight)
@@ -127,8 +134,9 @@ def test_steps_are_mixed_as_often_and_as_much_as_asked():
     """2,000 steps: shares within 4 standard deviations; CutMix's box has the share that is not kept where nothing clips it."""
     mixing = Mixing(plan=PLAN, cutmix=1.0, mixup=0.8, prob=0.5, switch_prob=0.25)
     draws = [mixing.draw(epoch, step, 64, 8) for epoch in range(4) for step in range(500)]
-    none = sum(not mix.inside for mix in draws)
-    blended = [mix for mix in draws if mix.inside and mix.box.tolist() == [0, 0, 64, 64]]
+    none = sum(not mix.blend and mix.box.tolist() == [0, 0, 0, 0] for mix in draws)
+    blended = [mix for mix in draws if mix.blend]
+    assert all(mix.box.tolist() == [0, 0, 0, 0] for mix in blended)
     assert abs(none - 1000) < 4 * np.sqrt(500)
     assert abs(len(blended) - 750) < 4 * np.sqrt(2000 * 0.375 * 0.625)
     kept = np.array([1 - label_share(mix).item() for mix in blended])
@@ -137,6 +145,29 @@ def test_steps_are_mixed_as_often_and_as_much_as_asked():
     assert abs(kept.var() * 4 * 2.6 - 1) < 0.15
     again = Mixing(plan=PLAN, cutmix=1.0, mixup=0.8, prob=0.5, switch_prob=0.25).draw(2, 17, 64, 8)
     assert all(torch.equal(a, b) for a, b in zip(again[:2], draws[1017][:2], strict=True))
+
+
+def test_mixtoken_after_mixup_has_the_boxes_of_the_one_and_the_shares_of_the_other():
+    both = Mixing(plan=PLAN, mixtoken=True, mixup=0.8, prob=0.5)
+    alone = Mixing(plan=PLAN, mixup=0.8, prob=0.5), Mixing(plan=PLAN, mixtoken=True)
+    draws = [[mixing.draw(1, step, 64, 8) for mixing in (both, *alone)] for step in range(100)]
+    for mix, blended, exchanged in draws:
+        assert torch.equal(mix.box, exchanged.box)
+        assert torch.equal(mix.blend, blended.blend)
+        assert mix.side == 8
+    assert 30 < sum(bool(mix.blend) for mix, *_ in draws) < 70
+
+
+@given(boxes, st.floats(0, 1), st.integers(0, 99))
+@settings(max_examples=30, deadline=None)
+def test_a_label_that_is_mixed_twice_is_mixed_once_by_both_shares(box, blend, seed):
+    """MixUp, then the exchange by area: the targets themselves mixed one after the other."""
+    targets, _ = random_targets(4, 1, seed=seed)
+    mix = mix_of(*box, blend)
+    area = (box[2] - box[0]) * (box[3] - box[1]) / 32**2
+    once, twice = mixed(targets, label_share(mix)), mixed(mixed(targets, mix.blend), torch.tensor(area))
+    torch.testing.assert_close(once.weight, twice.weight, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(dense(once) * once.weight[..., None], dense(twice) * once.weight[..., None], rtol=1e-5, atol=1e-6)
 
 
 def test_cutmixs_box_is_the_share_that_is_not_kept():
@@ -153,7 +184,7 @@ def test_cutmixs_box_is_the_share_that_is_not_kept():
 
 def test_what_does_not_fit_together_is_refused():
     with pytest.raises(UserError, match="--no-mixtoken"):
-        Mixing(plan=PLAN, mixtoken=True, cutmix=1.0)
+        Mixing(plan=PLAN, mixtoken=True, cutmix=1.0, mixup=0.8)
     with pytest.raises(UserError, match="must not be negative"):
         Mixing(plan=PLAN, mixup=-1.0)
     assert not Mixing(plan=PLAN)

@@ -1,0 +1,86 @@
+"""The small ablations: every row is a command whose model can be built, and the tool trains, keeps and tabulates."""
+
+import json
+import shutil
+from dataclasses import asdict
+from itertools import pairwise
+
+import densefeed.train as run
+import pytest
+import torch
+from densefeed.tools.ablations import RUNS, TABLES
+from densefeed.training.config import check_values
+from densefeed.training.objective import mixing_of
+
+
+@pytest.fixture(scope="module")
+def configs():
+    """The config of every row, as train.py reads its words."""
+    given = {}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, words in RUNS.items():
+            patch.setattr("sys.argv", ["train.py", words[0], "--data", "a", "--val", "b", "--out", "c", *words[1:]])
+            patch.setattr(run, "train", lambda config, name=name: given.setdefault(name, config))
+            run.main()
+    return given
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_row_is_a_run_that_can_be_built(configs, name):
+    check_values(configs[name])
+    mixing_of(configs[name], plan=None)
+    with torch.device("meta"):
+        model, _ = run.build_model(configs[name], 10)
+    assert model.stem(torch.zeros(1, 3, 64, 64, device="meta")).shape == (1, 96, 8, 8)
+
+
+def test_rows_differ_and_each_stands_in_a_table(configs):
+    assert {name for names in TABLES.values() for name in names} == set(RUNS)
+    assert len({repr(config) for config in configs.values()}) == len(RUNS)
+
+
+def test_a_row_of_a_table_changes_what_the_table_is_about(configs):
+    """From one row of the path to the next no more than the paper's step; Table 7 switches one thing off (or MixUp on)."""
+
+    def differing(one, other):
+        one, other = asdict(configs[one]), asdict(configs[other])
+        return {name for name in one if one[name] != other[name]}
+
+    path = TABLES["Table 3, path"]
+    steps = [differing(*pair) for pair in pairwise(path)]
+    assert steps == [{"model_kwargs"}] * 4 + [{"objective"}] * 2
+    switches = [differing("augmented", name) for name in TABLES["Table 7, augmentation"][1:]]
+    assert switches == [{"mixtoken"}, {"mixup"}, {"erase_probability"}, {"rand_augment"}]
+
+
+def test_rows_are_trained_kept_and_tabulated(command, tmp_path):
+    """One seed is trained; the second is that folder again with other results, of which nothing is done anew."""
+    rows = ("mlp-ratio-3", "relabel-cutmix")
+    words = ("tools/ablations.py", "--out", tmp_path, "--train", 60, "--val", 20, "--epochs", 1, "--rows", *rows, "--seeds")
+    done = command(*words, 1)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    results = {name: tmp_path / "seed-1" / "runs" / name for name in rows}
+    config = json.loads((results["relabel-cutmix"] / "config.json").read_text())
+    assert (config["seed"], config["cutmix"], config["objective"], config["epochs"]) == (1, 1.0, "relabel", 1)
+    shutil.copytree(tmp_path / "seed-1", tmp_path / "seed-2", symlinks=True)
+    for name, path in results.items():
+        top1 = json.loads((path / "result.json").read_text())["top1"]
+        assert f"{name} " in done.stdout
+        assert f"│ {100 * top1:.1f} % │" in done.stdout
+        (tmp_path / "seed-2" / path.relative_to(tmp_path / "seed-1") / "result.json").write_text(
+            json.dumps({"top1": top1 + 0.2})
+        )
+    again = command(*words, 1, 2)
+    assert again.stdout.count("have ") == 2 * (5 + 2)
+    assert "$ python" not in again.stdout
+    for path in results.values():
+        top1 = json.loads((path / "result.json").read_text())["top1"]
+        assert f"│ {100 * top1 + 10:.1f} ± 14.1 % │" in again.stdout  # 0.2 apart: 0.2 / sqrt(2)
+    assert [title for title in TABLES if title in again.stdout] == ["Table 3, path", "Table 4, stem", "Table 6, mixing"]
+
+
+def test_a_row_that_is_not_there_is_refused(command, tmp_path):
+    done = command("tools/ablations.py", "--out", tmp_path / "a", "--rows", "nothing")
+    assert done.returncode == 2
+    assert "--rows nothing: there is no such row; choose of deit, " in done.stderr
+    assert not (tmp_path / "a").exists()

@@ -1,0 +1,87 @@
+"""MixToken after MixUp: the loss of a step against the paper's equations, written out with slices and dense float64 targets."""
+
+from dataclasses import replace
+
+import densefeed.train as run
+import pytest
+import torch
+from densefeed.pipelines.augment import Augmentation, augmented
+from densefeed.pipelines.mixing import Mix
+from densefeed.pipelines.targets import TargetRules, sparse_targets
+from densefeed.training import objective, recipes
+
+BOX, BLEND = (1, 0, 3, 3), 0.3  # of 4 x 4 tokens, 6 are the partner's
+RULES = TargetRules(smoothing=0.1)
+
+
+@pytest.fixture(scope="module")
+def first(folder, maps):
+    """The config, the first batch (3 images: the middle one is its own partner) augmented, and what its labels mean."""
+    config = replace(
+        recipes.lvvit_micro_token_label(), data=folder, val=folder, labels=maps, loader="folder", batch=3, size=32, threads=2,
+        mixtoken=True, mixup=0.8,
+    )  # fmt: skip
+    loader = run.open_loader(config, "train")
+    augmentation = Augmentation(loader.plan, objective.augment_of(config), (0.5,) * 3, (0.2,) * 3)
+    batch = next(augmented(loader.batches(0), augmentation, 0, torch.device("cpu")))
+    loader.close()
+    return config, batch, loader.labels
+
+
+def dense(batch, spec, grid):
+    """Targets [N, T, K] and their weights [N, T, 1] in float64."""
+    targets = sparse_targets(batch, spec, grid, RULES)
+    full = targets.base.double()[..., None].repeat(1, 1, 2)
+    full.scatter_add_(2, targets.palette[:, None].expand(-1, grid * grid, -1), targets.extra.double())
+    return full, targets.weight.double()[..., None]
+
+
+def hand_made(model, image):
+    """Class token and tokens of blended images, tokens exchanged by a slice and left where they went."""
+    top, left, bottom, right = BOX
+    x = model.stem((1 - BLEND) * image + BLEND * image.flip(0))
+    other = x.flip(0).clone()
+    x[:, :, top:bottom, left:right] = other[:, :, top:bottom, left:right]
+    x = torch.cat([model.cls_token.expand(len(x), -1, -1), x.flatten(2).mT], 1) + model.pos_embed
+    for block in model.blocks:
+        x = block(x)
+    x = model.norm(x)
+    return x[:, :1], x[:, 1:]
+
+
+@pytest.mark.parametrize("kind", ["token-label", "relabel", "ce"])
+def test_mixtoken_after_mixup_is_the_papers_loss(first, kind):
+    """Equation 9 as it stands: labels are exchanged with the tokens. Ours un-mixes the logits instead, and must agree."""
+    config, batch, spec = first
+    config = replace(config, objective=kind)
+    torch.manual_seed(0)
+    model, _ = run.build_model(config, 2)
+    mix = Mix(torch.tensor(BOX, dtype=torch.float32), torch.tensor(BLEND), 4)
+    ours = objective.step_loss(config, model, batch, spec, RULES, 4, mix, None)
+
+    def blended(whole):
+        return (1 - BLEND) * whole + BLEND * whole.flip(0)
+
+    def loss(logits, target, weight):
+        """Targets come times their weight, which is how much of them is known."""
+        return -(target * logits.double().log_softmax(-1)).sum() / weight.sum()
+
+    area = 6 / 16
+    if kind == "ce":
+        target = 0.9 * torch.nn.functional.one_hot(batch.label, 2).double()[:, None] + 0.1 / 2
+        weight = torch.ones(3, 1, 1, dtype=torch.float64)
+    else:
+        target, weight = dense(batch, spec, 1)
+    known = blended(weight)
+    whole = blended(target * weight)
+    cls, tokens = hand_made(model, batch.image)
+    want = loss(model.head(cls), (1 - area) * whole + area * whole.flip(0), (1 - area) * known + area * known.flip(0))
+    if kind == "token-label":
+        target, weight = dense(batch, spec, 4)
+        assert weight.min() < 0.99 < weight.max()  # the maps' windows leave some tokens without a label
+        shown, seen = (blended(part).unflatten(1, (4, 4)) for part in (target * weight, weight))
+        top, left, bottom, right = BOX
+        for part in (shown, seen):
+            part[:, top:bottom, left:right] = part.flip(0).clone()[:, top:bottom, left:right]
+        want = want + config.token_weight * loss(model.token_head(tokens), shown.flatten(1, 2), seen)
+    assert ours.item() == pytest.approx(want.item(), rel=1e-5)

@@ -1,0 +1,90 @@
+"""Learning rates against hand formulas and timm's scheduler; which tensors AdamW decays."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import timm
+import torch
+from densefeed.training.config import Config
+from densefeed.training.schedule import learning_rate, peak_rate, total_epochs
+from timm.optim import create_optimizer_v2
+from timm.scheduler import CosineLRScheduler
+
+PUBLISHED = Config(
+    lr=1.6e-3, lr_batch=1024, batch=1024, min_lr=1e-5, warmup_epochs=5, epochs=300, cooldown_epochs=10, lr_updates="epoch"
+)
+
+
+@pytest.mark.parametrize(
+    ("epoch", "want"),
+    [
+        (0, 1e-6),
+        (1, 1e-6 + (1.6e-3 - 1e-6) / 5),
+        (5, 1e-5 + 0.5 * 1.59e-3 * (1 + math.cos(math.pi / 60))),
+        (150, 1e-5 + 0.5 * 1.59e-3),
+        (299, 1e-5 + 0.5 * 1.59e-3 * (1 - math.cos(math.pi / 300))),
+        (300, 1e-5),
+        (305, 1e-5),
+        (309, 1e-5),
+    ],
+)
+def test_the_published_schedule_epoch_by_epoch(epoch, want):
+    """One rate from the first to the last of an epoch's 1,251 steps; the cosine's angles are reduced by hand."""
+    for step in (0, 1, 1250):
+        assert learning_rate(PUBLISHED, epoch * 1251 + step, 1251) == pytest.approx(want, abs=1e-12)
+    assert total_epochs(PUBLISHED) == 310
+
+
+def timms(config, **arguments):
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=peak_rate(config))
+    scheduler = CosineLRScheduler(optimizer, lr_min=config.min_lr, warmup_lr_init=1e-6, **arguments)
+    return optimizer, scheduler
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, dict(batch=192), dict(warmup_epochs=0.5), dict(warmup_epochs=0), dict(min_lr=5e-6, lr=5e-6)]
+)
+def test_each_step_has_timms_rate(fields):
+    """To the bit: what a schedule of timm's gave in earlier versions of this program stays what it was."""
+    config = replace(PUBLISHED, epochs=7, cooldown_epochs=2, lr_updates="step", **fields)
+    optimizer, scheduler = timms(config, t_initial=7 * 12, warmup_t=int(config.warmup_epochs * 12), t_in_epochs=False)
+    for step in range(9 * 12):
+        scheduler.step_update(step)
+        assert learning_rate(config, step, 12) == optimizer.param_groups[0]["lr"]
+
+
+def test_each_epoch_has_timms_rate():
+    optimizer, scheduler = timms(PUBLISHED, t_initial=300, warmup_t=5)
+    for epoch in range(310):
+        assert learning_rate(PUBLISHED, epoch * 12 + 7, 12) == optimizer.param_groups[0]["lr"]
+        scheduler.step(epoch + 1)
+
+
+def test_the_peak_grows_with_the_batch():
+    """The paper's rule with token labels, 1e-3 * batch / 640; the lowest rate is not scaled."""
+    config = Config(batch=1280)
+    assert peak_rate(config) == 2e-3
+    assert peak_rate(replace(config, batch=64)) == pytest.approx(1e-4)
+    assert learning_rate(replace(config, warmup_epochs=0), 0, 10) == 2e-3
+    assert learning_rate(config, 300 * 10, 10) == config.min_lr == 1e-5
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"), [("lvvit_micro", {}), ("test_vit", {}), ("test_vit", dict(class_token=True, reg_tokens=1))]
+)
+def test_biases_norms_and_tables_are_not_decayed_and_all_else_is(name, arguments):
+    """What train.py hands to timm, against a rule by name and shape: vectors, and the tables of places and classes."""
+    import densefeed.models.checkpoints  # noqa: F401  (registers our models)
+
+    model = timm.create_model(name, num_classes=10, **arguments)
+    optimizer = create_optimizer_v2(model, "adamw", lr=1e-3, weight_decay=0.05)
+    decay = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+    seen = {True: 0, False: 0}
+    for parameter_name, parameter in model.named_parameters():
+        table = parameter_name in ("pos_embed", "cls_token", "reg_token")
+        kept = table or parameter.squeeze().ndim == 1
+        assert decay[id(parameter)] == (0.0 if kept else 0.05), parameter_name
+        seen[kept] += 1
+    assert seen[True] > 10
+    assert seen[False] > 8

@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
-from functools import partial
 from typing import Literal
 
 import timm
@@ -24,19 +23,18 @@ import torch
 import tyro
 from densefeed.models import checkpoints
 from densefeed.models.evaluation import Shares, Sums, answers, shares_waits, sums_of
-from densefeed.pipelines.augment import Augmentation, Normalise, augmented
+from densefeed.pipelines.augment import Normalise
 from densefeed.pipelines.batch import Batch, Loader, on_device
 from densefeed.pipelines.ffcv import FfcvSource
 from densefeed.pipelines.folder import FolderSource
 from densefeed.pipelines.loader import ThreadedLoader
 from densefeed.pipelines.plan import EpochPlan
-from densefeed.pipelines.resident import ResidentMaps, free_memory
-from densefeed.pipelines.targets import TargetRules, check_batch
+from densefeed.pipelines.resident import free_memory
 from densefeed.relabel.files import UserError, replacing, run
 from densefeed.training.config import FREE, Config, check_values, model_arguments, plain
+from densefeed.training.feed import Feed
 from densefeed.training.guards import Leaps, first_not_finite, memory_told, stopping
 from densefeed.training.logs import logging
-from densefeed.training.objective import augment_of, mixing_of, objective_loss, step_loss
 from densefeed.training.ranks import Agreement, Ranks, started
 from densefeed.training.recipes import RECIPES
 from densefeed.training.saving import Checkpoints
@@ -143,7 +141,7 @@ def environment(config: Config, ranks: Ranks) -> dict:
 
 def find_checkpoint(config: Config, kept: Checkpoints, ranks: Ranks) -> dict | None:
     """The checkpoint to continue from. UserError if the folder holds a run and may not be continued, or another run."""
-    if not kept.exist():
+    if not ranks.tell_waits(kept.exist()):
         return None
     if config.resume == "never":
         if config.dry_run:
@@ -190,28 +188,11 @@ def autocast_of(config: Config, device: torch.device) -> torch.dtype | None:
     return known.get(config.precision, torch.bfloat16 if device.type == "cuda" else None)
 
 
-def compiled(how: str, model: nn.Module) -> Callable[..., Tensor]:
-    """`step_loss`, with what `how` says compiled. The model's blocks are alike, so one compilation serves all."""
-    if how == "never":
-        return step_loss
-    if how == "whole" or not isinstance(getattr(model, "blocks", None), nn.Module):
-        return torch.compile(step_loss, dynamic=False)
-    for block in model.blocks:
-        block.compile(dynamic=False)
-    measure = torch.compile(objective_loss, dynamic=False)
-    return lambda *arguments: step_loss(*arguments, measure=measure)
-
-
 def flops_of_sizes(config: Config, loader: Loader) -> dict[int, float]:
     """Operations of one image in training, for each side of the network's input."""
     with torch.device("meta"):
         twin, _ = build_model(config, loader.num_classes)
     return {size: training_flops(twin, size) for _, size in loader.plan.sizes}
-
-
-def maps_of(config: Config) -> str:
-    """What a message calls the score maps."""
-    return f"the score maps of {config.labels or config.data}"
 
 
 def dry_run(config: Config, ranks: Ranks, model: nn.Module, compute: Callable[[], Tensor], images: int) -> None:
@@ -310,44 +291,23 @@ def run_on(config: Config, ranks: Ranks, asked: Callable[[], str]) -> dict:
         except (AssertionError, AttributeError) as error:
             raise UserError(f"{config.model} cannot compute its blocks anew; leave --grad-checkpointing away") from error
     student = student_of(config, model, ranks, dtype)
-    step, seen = 0, torch.zeros(2, dtype=torch.float64, device=device)  # of the finite losses since the last log line: sum, count
+    step, seen = (
+        0,
+        torch.zeros(2, dtype=torch.float64, device=device),
+    )  # of the finite losses since the last log line: sum, count
     if checkpoint:
         student.restore(checkpoint)
         seen.copy_(checkpoint["seen"])
         step = checkpoint["step"]
     del checkpoint
-    augment, mixing = augment_of(config), mixing_of(config, plan)
-    augmentation = Augmentation(plan, augment, model.pretrained_cfg["mean"], model.pretrained_cfg["std"]).to(device)
-    rules = TargetRules(config.smoothing, config.temperature, config.outside, config.geometry, sheared=augment.shears)
-    resident = ResidentMaps(loader.source, device) if config.labels_on_device and config.objective != "ce" else None
-    loss_of, patch = compiled(config.compile, model), getattr(model, "patch_size", 16)
-
-    def batches(epoch: int, start: int, timed: Callable[[Iterator[Batch]], Iterator[Batch]]) -> Iterator[list[Batch]]:
-        """Augmented batches of this rank on the device, from `start` on, each cut into its parts."""
-        for batch in augmented(timed(loader.batches(epoch, start)), augmentation, epoch, device):
-            yield parts_of(resident(batch) if resident else batch, config.batch // ranks.size // config.microbatch)
-
-    def losses(network: nn.Module, parts: list[Batch], epoch: int, at: int) -> list[Callable[[], Tensor]]:
-        """For each part of the batch `at` of an epoch what computes its loss."""
-        size = plan.size(epoch)
-        grid = max(1, size // patch)
-        mix = mixing.draw(epoch, at, size, grid).to(device) if mixing else None
-
-        def compute(number: int) -> Tensor:
-            # Drop-path is the only draw of the device; seeding it by step and part keeps a resumed run equal.
-            torch.manual_seed(plan.step_seed(epoch, at, number))
-            return loss_of(config, network, parts[number], loader.labels, rules, grid, mix, dtype) * weights[number]
-
-        weights = plan.part_weights(at)
-        return [partial(compute, number) for number in range(len(parts))]
+    feed = Feed(config, ranks, loader, model, dtype)
 
     if config.dry_run:
         with closing(loader), closing(val):
-            batch = next(batches(0, 0, iter))[0]
-            few = Batch(*(None if field is None else field[:2] for field in batch))
-            if config.objective != "ce":
-                check_batch(Batch(*(field.cpu() for field in batch)), loader.labels, maps_of(config))
-            dry_run(config, ranks, model, losses(model, [few], 0, 0)[0], len(few.label))
+            first = next(feed.batches(0, 0))
+            feed.check_waits(first)
+            few = Batch(*(None if field is None else field[:2] for field in first[0]))
+            dry_run(config, ranks, model, feed.losses(model, [few], 0, 0)[0], len(few.label))
         return {}
 
     if ranks.first:
@@ -394,8 +354,8 @@ def run_on(config: Config, ranks: Ranks, asked: Callable[[], str]) -> dict:
         def why_not_finite(when: int) -> str:
             """One sentence on a step whose gradients were not finite. Weights are still those before it, so it is done again."""
             epoch, at = divmod(when, len(loader))
-            parts, cause = next(batches(epoch, at, iter)), ""
-            for part, compute in zip(parts, losses(model, parts, epoch, at), strict=True):
+            parts, cause = next(feed.batches(epoch, at)), ""
+            for part, compute in zip(parts, feed.losses(model, parts, epoch, at), strict=True):
                 found = first_not_finite(model.train(), compute)
                 if found and not cause:
                     cause = f"{found} is the first that is not, with samples {', '.join(map(str, part.index[:8].tolist()))} ..."
@@ -420,21 +380,21 @@ def run_on(config: Config, ranks: Ranks, asked: Callable[[], str]) -> dict:
             accuracy = {}
             for kind, one in (("", model), ("_ema", student.ema and student.ema.module)):
                 if one:
-                    shares = evaluate_waits(one, val, augmentation.normalise, ranks, dtype, advance)
+                    shares = evaluate_waits(one, val, feed.augmentation.normalise, ranks, dtype, advance)
                     accuracy |= {f"top1{kind}": shares.top1, f"top5{kind}": shares.top5, f"loss{kind}": shares.loss}
             write("val", step, step / len(loader), accuracy)
             return accuracy
 
         for epoch in range(step // len(loader), epochs):
             timed = Timed()
-            for parts in batches(epoch, step % len(loader), timed):
+            for parts in feed.batches(epoch, step % len(loader), timed):
                 at = step % len(loader)
-                if step == first and config.objective != "ce":
-                    check_batch(Batch(*(field.cpu() for field in parts[0])), loader.labels, maps_of(config))
+                if step == first:
+                    feed.check_waits(parts)
                 for group in student.optimizer.param_groups:
                     group["lr"] = learning_rate(config, step, len(loader))
                 model.train()
-                loss, norm = update(student, ranks, step, losses(student.network, parts, epoch, at))
+                loss, norm = update(student, ranks, step, feed.losses(student.network, parts, epoch, at))
                 seen += torch.stack([loss.nan_to_num(0, 0, 0), loss.isfinite()])
                 step += 1
                 if step == first + 1 and config.compile != "never" and ranks.first:
@@ -489,12 +449,6 @@ def run_on(config: Config, ranks: Ranks, asked: Callable[[], str]) -> dict:
         skipped = f"; skipped {result['skipped']:,} unreadable" if result["skipped"] else ""
         print(f"{config.out}: top-1 {100 * result['top1']:.1f} % on {val.plan.num_samples:,} images, {seconds:.0f} s{skipped}")
     return result
-
-
-def parts_of(batch: Batch, count: int) -> list[Batch]:
-    """A batch cut into `count` equal parts, row by row."""
-    fields = [[None] * count if field is None else field.chunk(count) for field in batch]
-    return [Batch(*part) for part in zip(*fields, strict=True)]
 
 
 def main() -> None:

@@ -8,11 +8,11 @@
 fused AdamW, averaged weights. `timm` is the step of timm's train.py made of timm's own parts: autocast around network and
 LabelSmoothingCrossEntropy, NativeScaler in float16, `create_optimizer_v2("adamw")` as it comes (on CUDA foreach, on a CPU a
 loop; not fused), ModelEmaV3 with warm-up, and `loss.item()`, by which one device is waited for in every step. Both train one
-network from equal weights on equal normalised images in channels_last with the image's label; their first two losses, the
-second after an update, are printed with their distance. Both have a constant learning rate, neither drop-path nor mixing.
+network from equal weights on equal normalised images in channels_last with the image's label; their losses before and
+after the first update are printed with their distance. Both have a constant learning rate, neither drop-path nor mixing.
 
 `--objective token-label` adds `ours+labels`: the same step with a dense label on every token. Its network has a second head,
-which `ours` has not, so its ratio to `ours` is the whole price. `--loader ffcv` adds a contestant whose batches come from --data
+which `ours` has not, so its ratio to `ours` is the whole price. `--loader ffcv` adds a contestant that gets --data's batches
 by train.py's loader, from asking for the first to the end of the last step, and the share of that time spent waiting for data.
 
 `compiled` compiles what each train.py would: ours the blocks and the loss, timm's the network. A CUDA graph of the whole step
@@ -79,6 +79,7 @@ CORES = len(os.sched_getaffinity(0))
 BARS = {(LABELS, OURS): 0.97, (OURS + LOADER, OURS): 0.97, (LABELS + LOADER, LABELS): 0.97}
 # Largest distance of two losses that are equal but for rounding: 16 bits resolve 2^-8 (bfloat16), of whose sums some stays.
 EQUAL = {None: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+SCALES = 16  # halvings from GradScaler's first scale, 65,536, to 1
 RATE = 1e-4  # learning rate: no warm-up here, and the same images in every step
 COPIED = {"cpu": 2**28, "cuda": 2**30}  # bytes of the copy whose rate is measured, more than caches hold
 
@@ -140,7 +141,10 @@ def main(benchmark: Benchmark) -> dict:
             config = config_of(benchmark, benchmark.objective, "never")
             loader = stack.enter_context(closing(open_loader(config, "train")))
             check_loader(benchmark, loader)
-        contest = prepared(benchmark, device, loader)
+        try:
+            contest = prepared(benchmark, device, loader)
+        except torch.OutOfMemoryError as error:
+            raise UserError(f"--batch {benchmark.batch}: memory ran out on {device}; give a smaller one") from error
         pin(cores(benchmark.threads, allowed))
         dtype = autocast_of(config_of(benchmark, "ce", "never"), device) or torch.float32
         ceilings = {"matmul_flops_per_s": matmul_rate(device, dtype), "copy_bytes_per_s": copy_rate(device)}
@@ -219,7 +223,7 @@ def check_loader(benchmark: Benchmark, loader: ThreadedLoader) -> None:
 
 
 def prepared(benchmark: Benchmark, device: torch.device, loader: ThreadedLoader | None) -> Contest:
-    """Every contestant in every mode, after two steps each that showed whether ours and timm's do the same."""
+    """Every contestant in every mode; ours and timm's have taken the first steps, which show whether they do the same."""
     classes = loader.num_classes if loader else benchmark.classes
     objectives = {OURS: "ce"} | ({LABELS: "token-label"} if benchmark.objective == "token-label" else {})
     contest, models = Contest(), {}
@@ -246,7 +250,7 @@ def prepared(benchmark: Benchmark, device: torch.device, loader: ThreadedLoader 
         if loader is not None:
             name = list(objectives)[-1]
             config = config_of(benchmark, objectives[name], "blocks" if mode == "compiled" else "never")
-            # Another student of the same kind: the first two go on with their constant batches.
+            # Another student of the same kind: the first goes on with its constant batch.
             step = our_step(config, deepcopy(models[name][0]), device, loader.labels)
             key = name + LOADER, mode
             contest.works[key] = loader_turn(key, contest, step, config, models[name][0], loader, benchmark.steps, device)
@@ -325,10 +329,20 @@ def timm_step(config: Config, model: nn.Module, device: torch.device, compile: b
 
 
 def equality(steps: dict[str, Step], batch: Batch, mode: str, dtype: torch.dtype | None) -> dict:
-    """The losses of the first two steps of ours and of timm's from equal weights, and their largest relative distance."""
-    losses = {name: [float(steps[name](batch)) for _ in range(2)] for name in (OURS, TIMM)}
+    """Losses before and after the first update, ours and timm's from equal weights, and their largest relative distance."""
+    losses = {name: first_losses(steps[name], batch) for name in (OURS, TIMM)}
     far = max(abs(a / b - 1) for a, b in zip(losses[OURS], losses[TIMM], strict=True))
     return {"mode": mode, **losses, "rel_error": far, "bar": EQUAL[dtype]}
+
+
+def first_losses(step: Step, batch: Batch) -> tuple[float, float]:
+    """The first loss, and the first that is another: float16's scaler steps over updates until it has found its scale."""
+    before = after = float(step(batch))
+    for _ in range(SCALES):
+        after = float(step(batch))
+        if after != before:
+            break
+    return before, after
 
 
 # ------------------------------------------------------------------------- measuring
@@ -393,7 +407,7 @@ def floor_of(config: Config, model: nn.Module, batch: Batch, spec: LabelSpec, cl
     """What a step of `model` must do; what the backward pass needs is measured in one eager forward pass.
 
     Weights are read by the forward and backward passes, gradients written; the update reads both and two moments, and writes
-    weights and moments; averaged weights are read and written: 12 times the weights' bytes. Saved activations are written and read.
+    weights and moments; averaged weights are read and written: 12 times the weights' bytes. Activations that are kept are written and read.
     """
     with torch.device("meta"):
         twin, _ = build_model(config, classes)

@@ -407,7 +407,8 @@ def floor_of(config: Config, model: nn.Module, batch: Batch, spec: LabelSpec, cl
     """What a step of `model` must do; what the backward pass needs is measured in one eager forward pass.
 
     Weights are read by the forward and backward passes, gradients written; the update reads both and two moments, and writes
-    weights and moments; averaged weights are read and written: 12 times the weights' bytes. Activations that are kept are written and read.
+    weights and moments; averaged weights are read and written: 12 times the weights' bytes.
+    Activations that are kept are written and read.
     """
     with torch.device("meta"):
         twin, _ = build_model(config, classes)

@@ -25,16 +25,21 @@ gpu-check: $(READY)  ## the tests that need a CUDA device, then what it costs th
 		$(RUN) tools/benchmark_targets.py --device cuda && \
 		$(RUN) tools/benchmark_targets.py --device cuda --compare head --batch 64 --classes 21841 && \
 		$(RUN) tools/benchmark_targets.py --device cuda --compare step --model lvvit_s && \
-		$(RUN) tools/benchmark_augment.py --device cuda --batch 128; \
+		$(RUN) tools/benchmark_augment.py --device cuda --batch 128 && \
+		$(RUN) tools/benchmark_step.py --device cuda --batch 128 --objective token-label --json bench/step-cuda.json && \
+		$(RUN) tools/benchmark_step.py --device cuda --batch 128 --model deit_small_patch16_224; \
 	else echo "no CUDA device: nothing was measured"; fi
 
-bench: $(READY)  ## loaders, targets and augmentation beside all others; minutes, and rows in benchmarks/results.csv
+bench: $(READY)  ## loaders, targets, augmentation and whole steps beside all others; minutes, and rows in benchmarks/results.csv
 	$(RUN) -m pip install --disable-pip-version-check -q -e ".[bench]" || \
 		echo "not every other loader could be installed; those that are here are measured" >&2
 	$(RUN) tools/benchmark_loaders.py --stages --first-batch --json bench/loaders.json
 	$(RUN) tools/benchmark_targets.py --json bench/targets.json
 	$(RUN) tools/benchmark_targets.py --compare head --batch 64 --classes 21841 --rounds 3 --json bench/head.json
 	$(RUN) tools/benchmark_augment.py --json bench/augment.json
+	$(RUN) tools/benchmark_step.py --batch 8 --objective token-label --steps 1 --json bench/step.json
+	$(RUN) tools/benchmark_step.py --model lvvit_micro --size 64 --batch 32 --steps 16 --objective token-label --loader ffcv \
+		--data bench/photographs-1024-1000/train.beton --json bench/step-loader.json
 
 MINUTES ?= 10
 soak: $(READY)  ## the native decoder under sanitizers on mutated files, for MINUTES of processor time

@@ -1,0 +1,518 @@
+"""How fast a whole training step is: ours beside timm's on the same network and images, and beside what the device could do.
+
+    python tools/benchmark_step.py --model lvvit_s --batch 8 --objective token-label --json step.json
+    python tools/benchmark_step.py --model deit_small_patch16_224 --batch 256 --device cuda
+    python tools/benchmark_step.py --loader ffcv --data train.beton --objective token-label --device cuda
+
+`ours` is what train.py does between a batch on the device and the next: forward, loss, backward, norm of the gradients, guard,
+fused AdamW, averaged weights. `timm` is the step of timm's train.py made of timm's own parts: autocast around network and
+LabelSmoothingCrossEntropy, NativeScaler in float16, `create_optimizer_v2("adamw")` as it comes (on CUDA foreach, on a CPU a
+loop; not fused), ModelEmaV3 with warm-up, and `loss.item()`, by which one device is waited for in every step. Both train one
+network from equal weights on equal normalised images in channels_last with the image's label; their losses before and
+after the first update are printed with their distance. Both have a constant learning rate, neither drop-path nor mixing.
+
+`--objective token-label` adds `ours+labels`: the same step with a dense label on every token. Its network has a second head,
+which `ours` has not, so its ratio to `ours` is the whole price. `--loader ffcv` adds a contestant that gets --data's batches
+by train.py's loader, from asking for the first to the end of the last step, and the share of that time spent waiting for data.
+
+`compiled` compiles what each train.py would: ours the blocks and the loss, timm's the network. A CUDA graph of the whole step
+is no mode: train.py's update takes the step's number and the averaging's decay from the host, which a graph would freeze.
+
+The floor is the least time of a step: its products at the rate of the best one measured here, or its bytes at the rate of the
+best copy, whichever takes longer. A ratio is a / b in images per second of the same round, so large is good. Rows are appended
+to --results.
+"""
+
+import math
+import os
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, closing
+from copy import deepcopy
+from dataclasses import dataclass, field
+from itertools import count, islice
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import timm
+import torch
+import tyro
+from densefeed.pipelines.augment import Augmentation, augmented
+from densefeed.pipelines.batch import Batch, LabelSpec
+from densefeed.pipelines.loader import ThreadedLoader
+from densefeed.pipelines.plan import EpochPlan
+from densefeed.pipelines.targets import TargetRules
+from densefeed.relabel.files import UserError, run
+from densefeed.relabel.progress import steps_bar
+from densefeed.relabel.teacher import choose_device
+from densefeed.tools import benchmark_targets
+from densefeed.tools.measuring import (
+    COLUMNS,
+    RESULTS,
+    Spread,
+    append_rows,
+    cores,
+    environment,
+    pairwise,
+    pin,
+    take_turns,
+    unpinned_after,
+    write_json,
+)
+from densefeed.train import Timed, autocast_of, build_model, compiled, open_loader
+from densefeed.training.config import Config
+from densefeed.training.objective import augment_of, step_loss
+from densefeed.training.ranks import Ranks
+from densefeed.training.speed import SECONDS, Saved, matmul_rate, settle, training_flops
+from densefeed.training.student import student_of, update
+from rich.console import Console
+from rich.table import Table
+from timm.loss import LabelSmoothingCrossEntropy
+from timm.optim import create_optimizer_v2
+from timm.utils import ModelEmaV3, NativeScaler
+from torch import Tensor, nn
+
+PACKAGES = ("torch", "torchvision", "timm", "numpy")
+OURS, TIMM, LABELS, LOADER = "ours", "timm", "ours+labels", "+loader"
+CORES = len(os.sched_getaffinity(0))
+# What a median ratio must reach: DESIGN's labels that cost at most 3 % of the step, and of the loader.
+BARS = {(LABELS, OURS): 0.97, (OURS + LOADER, OURS): 0.97, (LABELS + LOADER, LABELS): 0.97}
+# Largest distance of two losses that are equal but for rounding: 16 bits resolve 2^-8 (bfloat16), of whose sums some stays.
+EQUAL = {None: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+SCALES = 16  # halvings from GradScaler's first scale, 65,536, to 1
+RATE = 1e-4  # learning rate: no warm-up here, and the same images in every step
+COPIED = {"cpu": 2**28, "cuda": 2**30}  # bytes of the copy whose rate is measured, more than caches hold
+
+Key = tuple[str, str]  # contestant, mode
+Step = Callable[[Batch], Tensor | float]  # trains on a batch; the loss it found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Benchmark:
+    """What to measure."""
+
+    model: str = "lvvit_s"  # any timm classifier; token-label needs a token head (lvvit_*)
+    batch: int = 64  # images
+    size: int = 224  # side of the network's input, pixels
+    classes: int = 1000  # of constant batches; --data brings its own
+    objective: Literal["ce", "token-label"] = "ce"  # token-label: also ours with a dense label on every token
+    loader: Literal["synthetic", "ffcv"] = "synthetic"  # ffcv: also ours with batches from --data
+    data: Path | None = None  # a .beton, for --loader ffcv; tools/pack_dataset.py makes it
+    rand_augment: str = ""  # what --loader ffcv does to its crops, as timm writes it; empty: none
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"  # auto: bf16 autocast on CUDA, float32 on a CPU
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda if there is one, else cpu
+    modes: tuple[Literal["eager", "compiled"], ...] = ("eager", "compiled")  # one measurement each, all in the same rounds
+    steps: int = 4  # of each contestant in a round
+    rounds: int = 9  # after one to warm up
+    threads: int = CORES  # of torch on a CPU, each on a core of its own; and of the loader
+    json: Path | None = None  # write rows, ratios, losses and floor there
+    record: bool = True  # append rows to --results
+    results: Path = RESULTS  # CSV
+
+
+class Floor(NamedTuple):
+    """What a step of a network must do at least."""
+
+    flops_per_image: float  # forward and backward
+    bytes_per_step: float  # read and written, if no cache keeps anything between two uses
+
+
+@dataclass
+class Contest:
+    """What is measured, and what was found before."""
+
+    works: dict[Key, Callable[[int], int]] = field(default_factory=dict)
+    losses: dict[Key, Tensor | float] = field(default_factory=dict)  # the last ones
+    waits: dict[Key, list[float]] = field(default_factory=dict)  # share of each turn spent waiting for data, of the loader
+    equality: list[dict] = field(default_factory=list)
+    floors: dict[str, Floor] = field(default_factory=dict)  # of contestants, without the loader
+
+
+def main(benchmark: Benchmark) -> dict:
+    """Measure, print, record; the document that --json writes."""
+    check(benchmark)
+    device, facts = choose_device(benchmark.device), environment(PACKAGES)
+    with ExitStack() as stack:
+        allowed = stack.enter_context(unpinned_after())
+        stack.callback(torch.set_num_threads, torch.get_num_threads())
+        torch.set_num_threads(benchmark.threads)
+        loader = None
+        if benchmark.loader == "ffcv":
+            config = config_of(benchmark, benchmark.objective, "never")
+            loader = stack.enter_context(closing(open_loader(config, "train")))
+            check_loader(benchmark, loader)
+        try:
+            contest = prepared(benchmark, device, loader)
+        except torch.OutOfMemoryError as error:
+            raise UserError(f"--batch {benchmark.batch}: memory ran out on {device}; give a smaller one") from error
+        pin(cores(benchmark.threads, allowed))
+        dtype = autocast_of(config_of(benchmark, "ce", "never"), device) or torch.float32
+        ceilings = {"matmul_flops_per_s": matmul_rate(device, dtype), "copy_bytes_per_s": copy_rate(device)}
+        advance = stack.enter_context(steps_bar("benchmark", len(contest.works) * (benchmark.rounds + 1), 0))
+        rates = take_turns(contest.works, benchmark.rounds, lambda _: None, lambda key: advance(1, ", ".join(key)))
+    if broken := [key for key, loss in contest.losses.items() if not math.isfinite(loss)]:
+        # An update of ours that is not finite is left out, so its time says nothing.
+        raise UserError(f"the loss of {', '.join(broken[0])} is {float(contest.losses[broken[0]])}; choose another --precision")
+    waits = {key: values[-benchmark.rounds :] for key, values in contest.waits.items()}  # the first turn warmed up
+    document = {
+        "rows": [
+            {"name": name, "mode": mode, "images_per_s": Spread.of(values)._asdict(), "runs": len(values)}
+            for (name, mode), values in rates.items()
+        ],
+        "ratios": ratios(rates),
+        "equality": contest.equality,
+        "floor": ceilings | {"rows": floor_rows(contest.floors, ceilings, rates, benchmark.batch)},
+        "data_wait_share": [
+            {"name": name, "mode": mode, **Spread.of(values)._asdict()} for (name, mode), values in waits.items()
+        ],
+        "data": what_of(benchmark, device, loader),
+        "environment": facts,
+    }
+    show(document)
+    if benchmark.json is not None:
+        write_json(benchmark.json, document)
+    if benchmark.record:
+        shared = facts | {"data": document["data"], "threads": benchmark.threads, "runs": benchmark.rounds}
+        append_rows(benchmark.results, [shared | line for line in lines(document)])
+    return document
+
+
+def check(benchmark: Benchmark) -> None:
+    """UserError for requests that make no sense here."""
+    small = [name for name in ("batch", "size", "classes", "steps", "rounds", "threads") if getattr(benchmark, name) < 1]
+    if small:
+        raise UserError(f"--{small[0]} must be at least 1")
+    if not benchmark.modes:
+        raise UserError("--modes names nothing to measure; give eager, compiled or both")
+    if benchmark.threads > CORES:
+        raise UserError(f"--threads {benchmark.threads}: this process may use {CORES} cores")
+    if (benchmark.loader == "ffcv") != (benchmark.data is not None):
+        raise UserError("--loader ffcv and --data go together: it reads that .beton")
+    if benchmark.rand_augment and benchmark.loader != "ffcv":
+        raise UserError("--rand-augment goes with --loader ffcv: constant batches are not augmented")
+    if benchmark.objective == "token-label" and not benchmark.model.startswith("lvvit"):
+        raise UserError(
+            f"--model {benchmark.model} has no token head; choose one of {', '.join(timm.list_models('lvvit*'))}, "
+            "or --objective ce"
+        )
+    if benchmark.objective == "token-label" and benchmark.classes > 2**16:
+        raise UserError(f"--classes {benchmark.classes}: a score map numbers at most 65,536 classes")
+
+
+def config_of(benchmark: Benchmark, objective: str, compile: str) -> Config:
+    """The training that a contestant is a step of; timm's has the fields that both know."""
+    return Config(
+        data=benchmark.data, loader="ffcv", threads=benchmark.threads, model=benchmark.model,
+        size=benchmark.size, objective=objective, mixtoken=False, drop_path=0.0, rand_augment=benchmark.rand_augment,
+        batch=benchmark.batch, microbatch=benchmark.batch, lr=RATE, lr_batch=benchmark.batch, precision=benchmark.precision,
+        compile=compile,
+    )  # fmt: skip
+
+
+def check_loader(benchmark: Benchmark, loader: ThreadedLoader) -> None:
+    """UserError if --data has no score maps and they are needed, or too few images."""
+    if benchmark.objective == "token-label" and loader.labels is None:
+        raise UserError(
+            f"{benchmark.data} has no score maps, which --objective token-label needs; pack it with --maps, or take ce"
+        )
+    if (whole := loader.plan.num_samples // benchmark.batch) < benchmark.steps:
+        raise UserError(f"--steps {benchmark.steps}: {benchmark.data} has {whole} whole batches of {benchmark.batch} images")
+
+
+# ------------------------------------------------------------------------- the contestants
+
+
+def prepared(benchmark: Benchmark, device: torch.device, loader: ThreadedLoader | None) -> Contest:
+    """Every contestant in every mode; ours and timm's have taken the first steps, which show whether they do the same."""
+    classes = loader.num_classes if loader else benchmark.classes
+    objectives = {OURS: "ce"} | ({LABELS: "token-label"} if benchmark.objective == "token-label" else {})
+    contest, models = Contest(), {}
+    for name, objective in objectives.items():
+        config = config_of(benchmark, objective, "never")
+        torch.manual_seed(config.seed)
+        model = build_model(config, classes)[0].to(device, memory_format=torch.channels_last)
+        batch, spec = constant_batch(benchmark, model, classes, device)
+        models[name] = model, batch, spec
+        contest.floors[name] = floor_of(config, deepcopy(model), batch, spec, classes)
+    contest.floors[TIMM] = contest.floors[OURS]
+    for mode in dict.fromkeys(benchmark.modes):
+        steps: dict[str, Step] = {}
+        for name, objective in objectives.items():
+            model, _, spec = models[name]
+            config = config_of(benchmark, objective, "blocks" if mode == "compiled" else "never")
+            steps[name] = our_step(config, deepcopy(model), device, spec)
+        model, plain, _ = models[OURS]
+        steps[TIMM] = timm_step(config_of(benchmark, "ce", "never"), deepcopy(model), device, mode == "compiled")
+        contest.equality.append(equality(steps, plain, mode, autocast_of(config_of(benchmark, "ce", "never"), device)))
+        for name, step in steps.items():
+            batch = models[LABELS if name == LABELS else OURS][1]
+            contest.works[name, mode] = constant_turn((name, mode), contest, step, batch, benchmark.steps, device)
+        if loader is not None:
+            name = list(objectives)[-1]
+            config = config_of(benchmark, objectives[name], "blocks" if mode == "compiled" else "never")
+            # Another student of the same kind: the first goes on with its constant batch.
+            step = our_step(config, deepcopy(models[name][0]), device, loader.labels)
+            key = name + LOADER, mode
+            contest.works[key] = loader_turn(key, contest, step, config, models[name][0], loader, benchmark.steps, device)
+    return contest
+
+
+def constant_batch(benchmark: Benchmark, model: nn.Module, classes: int, device: torch.device) -> tuple[Batch, LabelSpec]:
+    """Normalised noise to look at, with crops and smooth random score maps, on the device; the same on every call."""
+    palette = min(24, classes)  # as benchmark_targets has it
+    shape = benchmark_targets.Benchmark(
+        batch=benchmark.batch, classes=classes, grid=grid_of(model, benchmark.size), palette=palette, top_k=min(5, palette)
+    )
+    step = benchmark_targets.make_step(shape, device, logits=False)
+    rng = torch.Generator().manual_seed(1)
+    image = torch.randn(benchmark.batch, 3, benchmark.size, benchmark.size, generator=rng).to(device)
+    return step.batch._replace(image=image.contiguous(memory_format=torch.channels_last)), step.spec
+
+
+def grid_of(model: nn.Module, size: int) -> int:
+    """Side of the table of tokens, as train.py reckons it."""
+    return max(1, size // getattr(model, "patch_size", 16))
+
+
+def rules_of(config: Config) -> TargetRules:
+    """As train.py has them."""
+    return TargetRules(config.smoothing, config.temperature, config.outside, config.geometry, sheared=augment_of(config).shears)
+
+
+def our_step(config: Config, model: nn.Module, device: torch.device, spec: LabelSpec | None) -> Step:
+    """The inside of train.py's loop on one device."""
+    ranks, dtype = Ranks(0, 1, device), autocast_of(config, device)
+    student, loss_of, rules = student_of(config, model, ranks, dtype), compiled(config.compile, model), rules_of(config)
+    plan = EpochPlan(num_samples=config.batch, batch=config.batch, seed=config.seed, mode="train")
+    grid, numbers, seen = grid_of(model, config.size), count(), torch.zeros(2, dtype=torch.float64, device=device)
+
+    def step(batch: Batch) -> Tensor:
+        number = next(numbers)
+        model.train()
+
+        def compute() -> Tensor:
+            torch.manual_seed(plan.step_seed(0, number))
+            return loss_of(config, student.network, batch, spec, rules, grid, None, dtype)
+
+        loss, _ = update(student, ranks, number, [compute])
+        seen[0] += loss
+        seen[1] += 1
+        return loss
+
+    return step
+
+
+def timm_step(config: Config, model: nn.Module, device: torch.device, compile: bool) -> Step:
+    """What timm's train.py does in a step on one device, of timm's public parts with their own defaults."""
+    dtype = autocast_of(config, device)
+    network = torch.compile(model) if compile else model
+    loss_of = LabelSmoothingCrossEntropy(config.smoothing)
+    optimizer = create_optimizer_v2(model, opt="adamw", lr=config.lr, weight_decay=config.weight_decay)
+    scaler = NativeScaler(device=device.type) if dtype == torch.float16 else None
+    ema, numbers = ModelEmaV3(model, decay=config.ema, use_warmup=True), count(1)
+    model.train()
+
+    def step(batch: Batch) -> float:
+        with torch.autocast(device.type, dtype or torch.bfloat16, enabled=dtype is not None):
+            loss = loss_of(network(batch.image), batch.label)
+        if scaler is not None:
+            scaler(loss, optimizer)
+        else:
+            loss.backward()
+            optimizer.step()
+        found = loss.item()  # for its running mean, in every step
+        optimizer.zero_grad()
+        ema.update(model, step=next(numbers))
+        return found
+
+    return step
+
+
+def equality(steps: dict[str, Step], batch: Batch, mode: str, dtype: torch.dtype | None) -> dict:
+    """Losses before and after the first update, ours and timm's from equal weights, and their largest relative distance."""
+    losses = {name: first_losses(steps[name], batch) for name in (OURS, TIMM)}
+    far = max(abs(a / b - 1) for a, b in zip(losses[OURS], losses[TIMM], strict=True))
+    return {"mode": mode, **losses, "rel_error": far, "bar": EQUAL[dtype]}
+
+
+def first_losses(step: Step, batch: Batch) -> tuple[float, float]:
+    """The first loss, and the first that is another: float16's scaler steps over updates until it has found its scale."""
+    before = after = float(step(batch))
+    for _ in range(SCALES):
+        after = float(step(batch))
+        if after != before:
+            break
+    return before, after
+
+
+# ------------------------------------------------------------------------- measuring
+
+
+def constant_turn(
+    key: Key, contest: Contest, step: Step, batch: Batch, steps: int, device: torch.device
+) -> Callable[[int], int]:
+    """A turn of `steps` steps on one batch."""
+
+    def turn(_: int) -> int:
+        for _ in range(steps):
+            contest.losses[key] = step(batch)
+        settle(device)
+        return steps * len(batch.label)
+
+    return turn
+
+
+def loader_turn(
+    key: Key,
+    contest: Contest,
+    step: Step,
+    config: Config,
+    model: nn.Module,
+    loader: ThreadedLoader,
+    steps: int,
+    device: torch.device,
+) -> Callable[[int], int]:
+    """A turn of `steps` steps on an epoch's first batches, which nobody began to decode before the turn."""
+    mean, std = (model.pretrained_cfg[name] for name in ("mean", "std"))
+    augmentation = Augmentation(loader.plan, augment_of(config), mean, std).to(device)
+    shares = contest.waits[key] = []
+
+    def turn(epoch: int) -> int:
+        began, timed, images = time.perf_counter(), Timed(), 0
+        with closing(loader.batches(epoch)) as batches:
+            for batch in islice(augmented(timed(batches), augmentation, epoch, device), steps):
+                contest.losses[key] = step(batch)
+                images += len(batch.label)
+            settle(device)
+            shares.append(timed.waited / (time.perf_counter() - began))
+        return images
+
+    return turn
+
+
+def copy_rate(device: torch.device) -> float:
+    """The best rate of a copy within the device's memory, bytes read and written per second, measured for a moment."""
+    one = torch.zeros(COPIED[device.type], dtype=torch.uint8, device=device)
+    other, best, until = torch.ones_like(one), 0.0, time.perf_counter() + SECONDS
+    while time.perf_counter() < until:
+        settle(device)
+        began = time.perf_counter()
+        other.copy_(one)
+        settle(device)
+        best = max(best, 2 * one.nbytes / (time.perf_counter() - began))
+    return best
+
+
+def floor_of(config: Config, model: nn.Module, batch: Batch, spec: LabelSpec, classes: int) -> Floor:
+    """What a step of `model` must do; what the backward pass needs is measured in one eager forward pass.
+
+    Weights are read by the forward and backward passes, gradients written; the update reads both and two moments, and writes
+    weights and moments; averaged weights are read and written: 12 times the weights' bytes.
+    Activations that are kept are written and read.
+    """
+    with torch.device("meta"):
+        twin, _ = build_model(config, classes)
+    device, grid = batch.label.device, grid_of(model, config.size)
+    with Saved(model.train()) as saved:
+        step_loss(config, model, batch, spec, rules_of(config), grid, None, autocast_of(config, device))
+    weights = sum(p.nbytes for p in model.parameters())
+    return Floor(training_flops(twin, config.size), 12 * weights + 2 * saved.bytes)
+
+
+def floor_rows(floors: dict[str, Floor], ceilings: dict[str, float], rates: dict[Key, list[float]], images: int) -> list[dict]:
+    """The least time of each contestant's step, what sets it, and its share of the time that the step took."""
+    found = []
+    for (name, mode), values in rates.items():
+        floor = floors[name.removesuffix(LOADER)]
+        compute = floor.flops_per_image * images / ceilings["matmul_flops_per_s"]
+        traffic = floor.bytes_per_step / ceilings["copy_bytes_per_s"]
+        took, least = images / Spread.of(values).median, max(compute, traffic)
+        found.append({
+            "name": name, "mode": mode, **floor._asdict(), "compute_s": compute, "traffic_s": traffic, "least_s": least,
+            "step_s": took, "share": least / took,
+        })  # fmt: skip
+    return found
+
+
+def ratios(rates: dict[Key, list[float]]) -> list[dict]:
+    """Round by round: ours to timm's, labels to none, the loader's batches to constant ones."""
+    pairs = [(OURS, TIMM), (LABELS, OURS), (OURS + LOADER, OURS), (LABELS + LOADER, LABELS)]
+    return [
+        {"a": a, "b": b, "what": "images_per_s", "mode": mode, **pairwise(rates[a, mode], rates[b, mode])._asdict()}
+        for mode in dict.fromkeys(mode for _, mode in rates)
+        for a, b in pairs
+        if (a, mode) in rates and (b, mode) in rates
+    ]
+
+
+# ------------------------------------------------------------------------- telling
+
+
+def what_of(benchmark: Benchmark, device: torch.device, loader: ThreadedLoader | None) -> str:
+    """What was measured, in words."""
+    where = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    dtype = autocast_of(config_of(benchmark, "ce", "never"), device) or torch.float32
+    classes = loader.num_classes if loader else benchmark.classes
+    return (
+        f"{benchmark.model}, {benchmark.batch} images of {benchmark.size} px, {classes} classes, "
+        f"{str(dtype).removeprefix('torch.')}; {where}"
+    )
+
+
+def show(document: dict) -> None:
+    """Print the document as tables."""
+    console = Console()
+    console.width = max(console.width, 110)  # the tables in full, also in a log file
+    print(document["data"])
+    table = Table(title="Images per second, whole steps", title_justify="left")
+    for name in ("step", "mode", "median", "p25", "p75"):
+        table.add_column(name, justify="left" if name in ("step", "mode") else "right")
+    for line in document["rows"]:
+        table.add_row(line["name"], line["mode"], *(f"{line['images_per_s'][at]:,.1f}" for at in ("median", "p25", "p75")))
+    console.print(table)
+    table = Table(title="Ratios, round by round", title_justify="left")
+    for name in ("a", "to b", "mode", "median", "p25", "p75", "bar"):
+        table.add_column(name, justify="left" if name in ("a", "to b", "mode") else "right")
+    for line in document["ratios"]:
+        bar = BARS.get((line["a"], line["b"]))
+        spread = (f"{line[at]:.3f}" for at in ("median", "p25", "p75"))
+        table.add_row(line["a"], line["b"], line["mode"], *spread, f"{bar:g}" if bar else "")
+    console.print(table)
+    for line in document["equality"]:
+        ours, theirs = (" and ".join(f"{loss:.6f}" for loss in line[name]) for name in (OURS, TIMM))
+        console.print(
+            f"{line['mode']}: losses before and after an update {ours}, timm's {theirs}: "
+            f"{line['rel_error']:.1e} relative (bar {line['bar']:g})"
+        )
+    floor = document["floor"]
+    table = Table(
+        title=f"The least time of a step, at {floor['matmul_flops_per_s'] / 1e12:,.3g} TFLOP/s of products and "
+        f"{floor['copy_bytes_per_s'] / 1e9:,.3g} GB/s of copies, measured",
+        title_justify="left",
+    )
+    for name in ("step", "mode", "GFLOP/image", "MB/step", "products", "bytes", "least", "took", "share"):
+        table.add_column(name, justify="left" if name in ("step", "mode") else "right")
+    for line in floor["rows"]:
+        times = (f"{1e3 * line[name]:,.2f} ms" for name in ("compute_s", "traffic_s", "least_s", "step_s"))
+        numbers = f"{line['flops_per_image'] / 1e9:,.3f}", f"{line['bytes_per_step'] / 1e6:,.1f}"
+        table.add_row(line["name"], line["mode"], *numbers, *times, f"{100 * line['share']:.1f} %")
+    console.print(table)
+    for line in document["data_wait_share"]:
+        console.print(f"{line['name']}, {line['mode']}: {100 * line['median']:.1f} % of the time spent waiting for data")
+
+
+def lines(document: dict) -> list[dict]:
+    """What the CSV gets: a line per contestant, ratio, share of the floor and share of waiting."""
+    found = [line | line["images_per_s"] | {"name": line["name"], "unit": "images/s"} for line in document["rows"]]
+    found += [line | {"name": f"{line['a']} / {line['b']}", "unit": "ratio"} for line in document["ratios"]]
+    found += [
+        line | {"name": f"least time of {line['name']}", "median": line["share"], "unit": "ratio"}
+        for line in document["floor"]["rows"]
+    ]
+    found += [line | {"name": f"{line['name']} waits for data", "unit": "ratio"} for line in document["data_wait_share"]]
+    found = [line | {"name": f"step {line['name']}, {line['mode']}"} for line in found]
+    return [{name: line[name] for name in COLUMNS if name in line} for line in found]
+
+
+if __name__ == "__main__":
+    run(lambda: main(tyro.cli(Benchmark, description=__doc__)))

@@ -387,13 +387,13 @@ def run_on(config: Config, ranks: Ranks, asked: Callable[[], str]) -> dict:
 
         for epoch in range(step // len(loader), epochs):
             timed = Timed()
+            model.train()
             for parts in feed.batches(epoch, step % len(loader), timed):
                 at = step % len(loader)
                 if step == first:
                     feed.check_waits(parts)
                 for group in student.optimizer.param_groups:
                     group["lr"] = learning_rate(config, step, len(loader))
-                model.train()
                 loss, norm = update(student, ranks, step, feed.losses(student.network, parts, epoch, at))
                 seen += torch.stack([loss.nan_to_num(0, 0, 0), loss.isfinite()])
                 step += 1

@@ -59,8 +59,9 @@ from densefeed.tools.measuring import (
     unpinned_after,
     write_json,
 )
-from densefeed.train import Timed, autocast_of, build_model, compiled, open_loader
+from densefeed.train import Timed, autocast_of, build_model, open_loader
 from densefeed.training.config import Config
+from densefeed.training.feed import compiled
 from densefeed.training.objective import augment_of, step_loss
 from densefeed.training.ranks import Ranks
 from densefeed.training.speed import SECONDS, Saved, matmul_rate, settle, training_flops

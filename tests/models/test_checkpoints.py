@@ -434,3 +434,17 @@ def test_the_command_refuses_a_file_that_does_not_fit_and_writes_nothing(folder,
     assert f"{path} does not fit this LVViT" in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("model", "arguments"),
+    [
+        ("lvvit_deit_s", ("depth=1", "embed_dim=48", "num_heads=3")),
+        ("lvvit_micro", ("stem=((7, 2), (3, 2), (4, 2))", "norm_groups=3", "qkv_bias=True", "post_norm=True")),
+    ],
+)
+def test_ablations_train_from_the_command_line_with_mixtoken_and_are_built_again(folder, maps, tmp_path, model, arguments):
+    training.train(run_of(folder, maps, tmp_path / "run", model=model, model_kwargs=arguments, mixtoken=True))
+    built, checkpoint = checkpoints.build(tmp_path / "run" / "last.pt")
+    assert checkpoint["recipe"]["name"] == model
+    assert answer(built).shape == (1, 2)

@@ -1,9 +1,14 @@
-"""LV-ViT against its published parameter counts and the laws of MixToken."""
+"""LV-ViT against its published parameter counts, the laws of MixToken, timm's DeiT and timm's own rules for models."""
+
+import copy
 
 import pytest
 import timm
 import torch
-from densefeed.models.lvvit import LVViT, TokenFeatures, TokenLogits
+from densefeed.models.lvvit import LVViT, Stem, TokenFeatures, TokenLogits
+from timm.models import FeatureListNet, group_parameters
+from timm.optim import param_groups_layer_decay
+from torch.nn import functional as F
 
 
 def tiny(**fields):
@@ -218,3 +223,346 @@ def test_initialisation_is_the_published_one():
     assert (model.head.bias == 0).all()
     assert model.norm.eps == 1e-5
     assert model.blocks[0].attn.qkv.bias is None
+
+
+# --------------------------------------------------------------------------------------------------- the paper's ablations
+
+PLAIN = ((16, 16),)
+FOUR = ((7, 2), (3, 1), (3, 1), (8, 8))
+SIXTEEN = dict(depth=16, residual_divisor=1.0, token_head=False)  # the baseline of Tables 4, 5 and 9, but for its stem
+ROWS = {  # arguments of lvvit_s, then millions of parameters in the paper
+    "table 3, DeiT-S": (SIXTEEN | dict(depth=12, mlp_ratio=4.0, stem=PLAIN, qkv_bias=True), 22),
+    "table 3, 16 blocks": (SIXTEEN | dict(mlp_ratio=4.0, stem=PLAIN, qkv_bias=True), 28),
+    "table 3, MLP ratio 3": (SIXTEEN | dict(stem=PLAIN), 25),
+    "table 3, convolutions": (SIXTEEN, 26),
+    "table 3, residuals and re-labeling": (SIXTEEN | dict(residual_divisor=2.0), 26),
+    "table 3, token labeling": ({}, 26),
+    "table 3, 384 px": (dict(img_size=384), 26),
+    "table 4, [16]/[16]": (SIXTEEN | dict(stem=PLAIN), 25),
+    "table 4, [7,8]/[2,8]": (SIXTEEN | dict(stem=((7, 2), (8, 8))), 25),
+    "table 4, [7,3,8]/[2,2,4]": (SIXTEEN | dict(stem=((7, 2), (3, 2), (8, 4))), 25),
+    "table 4, [7,3,8]/[2,1,8]": (SIXTEEN | dict(stem=((7, 2), (3, 1), (8, 8))), 26),
+    "table 4, [7,3,3,8]/[2,1,1,8]": (SIXTEEN | dict(stem=FOUR), 26),
+    "table 4, [7,3,3,8]/[2,2,1,4]": (SIXTEEN | dict(stem=((7, 2), (3, 2), (3, 1), (8, 4))), 26),
+    "table 4, six": (SIXTEEN | dict(stem=((7, 2), *[(3, 1)] * 4, (8, 8))), 26),
+    "table 5, X + F": (SIXTEEN, 26),
+    "table 5, X + F / 2": (SIXTEEN | dict(residual_divisor=2.0), 26),
+    "table 5, X + F / 3": (SIXTEEN | dict(residual_divisor=3.0), 26),
+    "table 9, LayerNorm": (SIXTEEN, 26),
+    "table 9, GroupNorm 1": (SIXTEEN | dict(norm_groups=1), 26),
+    "table 9, GroupNorm 2": (SIXTEEN | dict(norm_groups=2), 26),
+    "table 9, GroupNorm 3": (SIXTEEN | dict(norm_groups=3), 26),
+    "table 9, GroupNorm 6": (SIXTEEN | dict(norm_groups=6), 26),
+    "section 4.3, post-norm": (SIXTEEN | dict(post_norm=True), 26),
+}
+
+
+def counted_by_hand(depth=16, mlp_ratio=3.0, stem=FOUR, qkv_bias=False, token_head=True, img_size=224, **_same_count):
+    """Parameters of a 384-wide model of 1,000 classes."""
+    width, channels, total = 384, 3, 0
+    for kernel, _ in stem[:-1]:
+        total += channels * 64 * kernel**2 + 2 * 64  # no bias; BatchNorm's scale and shift
+        channels = 64
+    total += channels * width * stem[-1][0] ** 2 + width
+    total += width + (1 + (img_size // 16) ** 2) * width
+    hidden = int(mlp_ratio * width)
+    attention = 3 * width**2 + (3 * width if qkv_bias else 0) + width**2 + width
+    total += depth * (attention + width * hidden + hidden + hidden * width + width + 2 * 2 * width)
+    return total + 2 * width + (1 + token_head) * (1000 * width + 1000)
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_every_row_of_the_ablations_counts_as_by_hand_and_as_printed(row):
+    arguments, millions = ROWS[row]
+    with torch.device("meta"):
+        model = timm.create_model("lvvit_s", **arguments)
+    count = sum(p.numel() for p in model.parameters())
+    assert count == counted_by_hand(**arguments)
+    # The paper prints whole millions and rounds them as it likes: 24.41 is its 25, and 25.73 is 25 in one row of Table 4 and 26 in
+    # the next, whose kernels are the same. Its 28 for 16 blocks of DeiT-S, 1,774,464 parameters each, is a million too low.
+    assert abs(count / 1e6 - (29 if row == "table 3, 16 blocks" else millions)) < 0.75
+
+
+def test_deit_s_has_timms_count_and_the_paper_s_baseline_grows_as_it_says():
+    with torch.device("meta"):
+        ours = timm.create_model("lvvit_deit_s", token_head=False)
+        timms = timm.create_model("deit_small_patch16_224")
+        headed = timm.create_model("lvvit_deit_s")
+    assert sum(p.numel() for p in ours.parameters()) == sum(p.numel() for p in timms.parameters()) == 22_050_664
+    assert sum(p.numel() for p in headed.parameters()) == 22_050_664 + 385_000
+
+
+@pytest.mark.parametrize("drop_path_rate", [0.0, 0.3])
+def test_deit_s_computes_what_timms_computes(drop_path_rate):
+    """Blocks, order of q, k and v, positions and head against timm's, whose LayerNorm has eps 1e-6; drop-path draws alike."""
+    torch.manual_seed(0)
+    fields = dict(img_size=96, num_classes=11, drop_path_rate=drop_path_rate)
+    timms = timm.create_model("deit_small_patch16_224", **fields)
+    ours = timm.create_model("lvvit_deit_s", **fields, token_head=False)
+    with torch.no_grad():
+        for parameter in timms.parameters():
+            parameter += 0.05 * torch.randn_like(parameter)  # norms and biases that show, too
+    names = {f"patch_embed.proj.{part}": f"stem.0.{part}" for part in ("weight", "bias")}
+    ours.load_state_dict({names.get(name, name): tensor for name, tensor in timms.state_dict().items()})
+    for module in ours.modules():
+        if isinstance(module, torch.nn.LayerNorm):
+            module.eps = 1e-6
+    image = torch.randn(4, 3, 96, 96)
+    answers = []
+    for model in (ours.train(), timms.train()):
+        torch.manual_seed(1)
+        with torch.no_grad():
+            answers.append(model(image))
+    torch.testing.assert_close(*answers, rtol=1e-4, atol=1e-5)
+    with torch.no_grad():
+        assert (timms.eval()(image) - timms.train()(image)).abs().max() > 1e-3 or not drop_path_rate
+
+
+VARIANTS = {row: arguments for row, (arguments, _) in ROWS.items()} | {
+    "all": dict(stem=PLAIN, qkv_bias=True, norm_groups=3, post_norm=True, mlp_ratio=2.0, drop_path_rate=0.5),
+    "avg": dict(global_pool="avg"),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_variant_trains_a_step(variant):
+    """Every parameter gets a finite gradient, and following it lowers the loss; evaluation gives one answer an image."""
+    torch.manual_seed(0)
+    small = dict(img_size=32, embed_dim=48, depth=2, num_heads=3, num_classes=5, stem_width=8)
+    model = timm.create_model("lvvit_s", **VARIANTS[variant] | small)
+    image, label = torch.randn(4, 3, 32, 32), torch.tensor([0, 1, 2, 3])
+
+    def loss():
+        out = model(image)
+        out = out if isinstance(out, TokenLogits) else TokenLogits(out, out[:, None])
+        return F.cross_entropy(out.cls, label) + F.cross_entropy(out.tokens.mean(1), label)
+
+    torch.manual_seed(1)
+    before = loss()
+    before.backward()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            assert parameter.grad.isfinite().all(), name
+            assert parameter.grad.any(), name
+            parameter -= 0.01 * parameter.grad
+    torch.manual_seed(1)
+    assert loss() < before
+    assert model.eval()(image).shape == (4, 5)
+
+
+@pytest.mark.parametrize("convs", [arguments["stem"] for arguments, _ in ROWS.values() if "stem" in arguments])
+@pytest.mark.parametrize("side", [16, 48, 224])
+def test_stems_give_a_token_for_every_patch_from_its_own_pixels(convs, side):
+    """Exactly side / 16 tokens; each reads the window that kernels and strides span, about its patch's centre, off by no more
+    than half a pixel of what each layer reads."""
+    stem = Stem(3, 4, 6, convs).eval()
+    image = torch.zeros(1, 3, side, side, requires_grad=True)
+    out = stem(image)
+    assert out.shape == (1, 6, side // 16, side // 16)
+    for layer in stem:  # positive and linear, so that a gradient shows all that is read
+        if isinstance(layer, torch.nn.Conv2d):
+            torch.nn.init.ones_(layer.weight)
+    middle = side // 32
+    linear = torch.nn.Sequential(*(layer for layer in stem if isinstance(layer, torch.nn.Conv2d)))
+    linear(image)[0, 0, middle, middle].backward()
+    rows = image.grad[0, 0].sum(1).nonzero().flatten()
+    if side == 224:  # else the window runs over the edge
+        reach, step, off = 1, 1, 0.0
+        for kernel, stride in convs:
+            reach, step, off = reach + (kernel - 1) * step, step * stride, off + step / 2
+        assert rows[-1] - rows[0] + 1 == reach
+        centre = (rows[0] + rows[-1] + 1).item() / 2
+        assert abs(centre - (16 * middle + 8)) <= off
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (dict(stem=((7, 2), (8, 4))), "strides of .* must multiply to patch_size 16"),
+        (dict(stem=()), "must be pairs"),
+        (dict(stem=(16, 16)), "must be pairs"),
+        (dict(stem=((8, 16),)), "kernel 8 with stride 16"),
+        (dict(stem=((4, 1), (16, 16))), "kernel 4 with stride 1"),
+        (dict(norm_groups=5), "divisible by num_groups"),
+        (dict(num_heads=5), "multiple of num_heads"),
+        (dict(img_size=(224, 192)), "must be square"),
+        (dict(global_pool=""), "global_pool ''"),
+        (dict(global_pool="map"), "global_pool 'map'"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused(arguments, why):
+    with torch.device("meta"), pytest.raises(ValueError, match=why):
+        timm.create_model("lvvit_s", **arguments)
+
+
+def test_one_group_is_layer_norm_and_more_normalise_each_part_of_a_token():
+    plain, one, three = (tiny(norm_groups=groups).eval() for groups in (0, 1, 3))
+    for model in (one, three):
+        model.load_state_dict(plain.state_dict())
+    image = torch.randn(2, 3, 64, 64)
+    torch.testing.assert_close(one(image), plain(image), rtol=1e-5, atol=1e-5)
+    assert (three(image) - plain(image)).abs().max() > 1e-3
+    x = torch.randn(2, 5, 96)
+    parts = [F.layer_norm(part, (32,)) for part in x.split(32, -1)]
+    torch.testing.assert_close(three.blocks[0].norm1(x), torch.cat(parts, -1), rtol=1e-5, atol=1e-5)
+
+
+def test_post_norm_normalises_the_sums():
+    torch.manual_seed(0)
+    fields = dict(img_size=32, embed_dim=48, depth=1, num_heads=3, num_classes=2)
+    block = LVViT(**fields, residual_divisor=2.0, post_norm=True).blocks[0]
+    x = torch.randn(2, 5, 48)
+    attended = F.layer_norm(x + block.attn(x) / 2, (48,))
+    torch.testing.assert_close(block(x), F.layer_norm(attended + block.mlp(attended) / 2, (48,)))
+
+
+# --------------------------------------------------------------------------------------------------------- timm's interface
+
+NAMES = ["lvvit_micro", "lvvit_deit_s", "lvvit_t", "lvvit_s", "lvvit_m", "lvvit_l"]
+SMALL = dict(embed_dim=48, depth=4, num_heads=3, num_classes=5)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_timms_rules_for_models_hold(name):
+    """What timm's tests ask of its own: pooled features without a classifier, names in the config, both ways to lose the head."""
+    model = timm.create_model(name, img_size=64, **SMALL).eval()
+    image = torch.randn(2, 3, 64, 64)
+    features = model.forward_features(image)
+    torch.testing.assert_close(model.forward_head(features), model(image))
+    pooled = model.forward_head(features, pre_logits=True)
+    assert torch.equal(pooled, features[:, 0])
+    assert pooled.shape == (2, model.head_hidden_size) == (2, model.num_features)
+    cfg = timm.get_pretrained_cfg(name)
+    assert cfg.crop_pct == (1.0 if name in ("lvvit_micro", "lvvit_m", "lvvit_l") else 0.9)
+    names = model.state_dict().keys()
+    assert {f"{module}.weight" for module in (cfg.first_conv, *cfg.classifier)} <= names
+
+    model.reset_classifier(0)
+    assert torch.equal(model(image), pooled)
+    model.reset_classifier(0, "")
+    assert torch.equal(model(image), features)
+    headless = timm.create_model(name, img_size=64, **SMALL | dict(num_classes=0), global_pool="").eval()
+    assert not [key for key in headless.state_dict() if "head" in key]
+    assert headless(image).shape == features.shape
+
+
+def test_new_classifiers_come_in_the_kind_of_the_old():
+    model = tiny().double()
+    head, token_head = model.get_classifier()
+    assert head is model.head
+    assert token_head is model.token_head
+    model.reset_classifier(7)
+    assert model.num_classes == 7
+    out = model(torch.randn(2, 3, 64, 64, dtype=torch.float64))
+    assert out.cls.shape == (2, 7)
+    assert out.tokens.shape == (2, 64, 7)
+    assert model.head.weight.std().item() == pytest.approx(0.02, rel=0.15)
+    assert not model.token_head.bias.any()
+    model.reset_classifier(0)
+    assert model(torch.randn(2, 3, 64, 64, dtype=torch.float64)).shape == (2, 96)
+    model.reset_classifier(3, "avg")
+    out = model(image := torch.randn(2, 3, 64, 64, dtype=torch.float64))
+    torch.testing.assert_close(out.cls, model.head(model.forward_features(image)[:, 1:].mean(1)))
+    single = tiny(token_head=False)
+    assert single.get_classifier() is single.head
+    single.reset_classifier(4)
+    assert single(torch.randn(2, 3, 64, 64)).shape == (2, 4)
+
+
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("stop_early", [False, True])
+def test_intermediates_are_timms_on_the_same_weights(norm, stop_early):
+    torch.manual_seed(0)
+    fields = dict(img_size=64, embed_dim=48, depth=4, num_heads=3, num_classes=5)
+    timms = timm.create_model("deit_small_patch16_224", **fields, norm_layer="layernorm").eval()
+    ours = timm.create_model("lvvit_deit_s", **fields, token_head=False).eval()
+    names = {f"patch_embed.proj.{part}": f"stem.0.{part}" for part in ("weight", "bias")}
+    ours.load_state_dict({names.get(name, name): tensor for name, tensor in timms.state_dict().items()})
+    for model in (ours, timms):
+        for module in model.modules():
+            if isinstance(module, torch.nn.LayerNorm):
+                module.eps = 1e-5
+    image = torch.randn(2, 3, 64, 64)
+    for indices in (None, 2, [0, 2], (1, -2)):
+        for fmt in ("NCHW", "NLC"):
+            arguments = dict(indices=indices, norm=norm, stop_early=stop_early, output_fmt=fmt)
+            got, want = (model.forward_intermediates(image, **arguments) for model in (ours, timms))
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+            arguments |= dict(return_prefix_tokens=True, intermediates_only=True)
+            got, want = (model.forward_intermediates(image, **arguments) for model in (ours, timms))
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match="output_fmt 'NHWC'"):
+        ours.forward_intermediates(image, output_fmt="NHWC")
+
+
+def test_the_last_intermediate_is_what_the_head_reads():
+    model, image = tiny().eval(), torch.randn(2, 3, 64, 96)
+    final, (last,) = model.forward_intermediates(image, indices=1, norm=True)
+    assert torch.equal(final, model.forward_features(image))
+    assert last.shape == (2, 96, 8, 12)
+    assert torch.equal(last.flatten(2).mT, final[:, 1:])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_features_only_gives_maps_of_the_promised_shapes(name):
+    """As timm's tests ask: channels and reductions as announced, by timm's wrapper, with nothing left that is not needed."""
+    image = torch.randn(2, 3, 64, 64)
+    torch.manual_seed(0)
+    whole = timm.create_model(name, img_size=64, **SMALL).eval()
+    for arguments, blocks in (({}, (1, 2, 3)), (dict(out_indices=(0, 2)), (0, 2))):
+        torch.manual_seed(0)
+        model = timm.create_model(name, img_size=64, **SMALL, features_only=True, **arguments).eval()
+        maps = model(image)
+        assert model.feature_info.channels() == [48] * len(blocks)
+        for map_NDPP, reduction in zip(maps, model.feature_info.reduction(), strict=True):
+            assert map_NDPP.shape == (2, 48, 64 // reduction, 64 // reduction)
+        assert len(model.model.blocks) == blocks[-1] + 1
+        assert not [key for key in model.state_dict() if "head" in key or key.startswith("model.norm")]
+        want = whole.forward_intermediates(image, indices=blocks, intermediates_only=True)
+        for got, expected in zip(maps, want, strict=True):
+            torch.testing.assert_close(got, expected)
+    assert not isinstance(model, FeatureListNet)
+
+
+@pytest.mark.parametrize("fields", [{}, dict(fused_head=True), dict(token_head=False, qkv_bias=True)])
+def test_gradient_checkpointing_changes_no_gradient(fields):
+    """Drop-path draws the same again in the second pass."""
+    torch.manual_seed(0)
+    plain = timm.create_model("lvvit_micro", num_classes=5, drop_path_rate=0.5, **fields)
+    saving = copy.deepcopy(plain)
+    saving.set_grad_checkpointing()
+    image, gradients, calls = torch.randn(6, 3, 64, 64), [], []
+    for model in (plain, saving):
+        count = []
+        model.blocks[-1].register_forward_pre_hook(lambda *_, count=count: count.append(1))
+        torch.manual_seed(1)
+        out = model(image)
+        outputs = [out] if torch.is_tensor(out) else [out[0], out[1]]
+        sum((tensor * torch.linspace(-1, 1, tensor.shape[-1])).sum() for tensor in outputs).backward()
+        gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+        calls.append(len(count))
+    assert calls == [1, 2]
+    assert gradients[0].keys() == gradients[1].keys()
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], gradient, rtol=0, atol=0)
+    saving.set_grad_checkpointing(False)
+    assert not saving.grad_checkpointing
+
+
+def test_layers_are_grouped_by_depth_as_timms_and_decay_so():
+    ours = timm.create_model("lvvit_deit_s", **SMALL)
+    timms = timm.create_model("deit_small_patch16_224", **SMALL)
+    groups, want = (group_parameters(model, model.group_matcher(), reverse=True) for model in (ours, timms))
+    of_timms = {name: name.replace("stem.0", "patch_embed.proj").replace("token_head", "head") for name in groups}
+    assert groups == {name: want[theirs] for name, theirs in of_timms.items()}
+    assert groups.keys() == {name for name, _ in ours.named_parameters()}
+    assert set(groups.values()) == set(range(6))  # stem, four blocks, heads
+    scales = {
+        id(p): group["lr_scale"]
+        for group in param_groups_layer_decay(ours, layer_decay=0.5, no_weight_decay_list=ours.no_weight_decay())
+        for p in group["params"]
+    }
+    assert {name: scales[id(p)] for name, p in ours.named_parameters()} == {
+        name: 0.5 ** (5 - group) for name, group in groups.items()
+    }
+    assert set(group_parameters(tiny(), tiny().group_matcher(), reverse=True).values()) == set(range(4))

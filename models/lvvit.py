@@ -274,7 +274,7 @@ class LVViT(nn.Module):
         if mix_PP is not None:
             x_NDPP = torch.where(mix_PP, x_NDPP.flip(0), x_NDPP)
         x_NTD = x_NDPP.flatten(2).transpose(1, 2)
-        return torch.cat([self.cls_token.expand(len(x_NTD), -1, -1), x_NTD], dim=1) + pos_embed
+        return torch.cat([self.cls_token.expand(x_NTD.shape[0], -1, -1), x_NTD], dim=1) + pos_embed
 
     def _run(self, blocks: Sequence[nn.Module], x_NTD: Tensor) -> Tensor:
         if self.grad_checkpointing and torch.is_grad_enabled():

@@ -104,7 +104,7 @@ RANGES = {  # of numbers, both ends allowed
 FREE = {
     "out", "loader", "data", "val", "labels", "threads", "device", "resume", "eval_every", "log_every", "on_bad_sample",
     "labels_on_device", "microbatch", "compile", "grad_checkpointing", "save_every", "keep", "wandb", "dry_run", "on_nonfinite",
-    "max_skips",
+    "max_skips", "init",
 }  # fmt: skip
 
 

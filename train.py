@@ -66,7 +66,7 @@ def open_loader(config: Config, mode: Literal["train", "evaluate"], ranks: Ranks
     small = config.microbatch or config.batch // ranks.size
     plan = EpochPlan(
         num_samples=len(source.labels), batch=config.batch if mode == "train" else small * ranks.size, seed=config.seed,
-        mode=mode, order=config.order, views=config.views, rank=ranks.rank, ranks=ranks.size,
+        mode=mode, order=config.order, views=config.views if mode == "train" else 1, rank=ranks.rank, ranks=ranks.size,
         parts=config.batch // small if mode == "train" and config.microbatch else 0,
         sizes=config.sizes if config.sizes and mode == "train" else ((0, config.size),),
         crop_scale=config.crop_scale, hflip=config.hflip, crop_pct=config.crop_pct,

@@ -69,6 +69,9 @@ def update(student: Student, ranks: Ranks, step: int, losses: Sequence[Callable[
     they are clipped: float32 `[]` each.
     """
     model, scaler, mean = student.model, student.scaler, torch.zeros((), device=ranks.device)
+    # BatchNorm's running statistics change in the forward pass, before anybody knows whether it was finite.
+    running = [b for b in model.buffers() if b.is_floating_point()] if student.finite.skip else []
+    before = [b.clone() for b in running]
     for number, loss_of in enumerate(losses, start=1):
         with nullcontext() if number == len(losses) or ranks.size == 1 else student.network.no_sync():
             loss = loss_of() / len(losses)
@@ -86,6 +89,8 @@ def update(student: Student, ranks: Ranks, step: int, losses: Sequence[Callable[
         student.optimizer.found_inf = student.finite.update(norm, step)
         student.optimizer.step()
     student.optimizer.zero_grad(set_to_none=True)
+    for buffer, old in zip(running, before, strict=True):
+        buffer.copy_(torch.where(student.finite.flag > 0, old, buffer))
     if student.ema:
         student.ema.update(model, step + 1)
     return mean, norm

@@ -307,11 +307,12 @@ def run_on(config: Config, ranks: Ranks, asked: Callable[[], str]) -> dict:
         student.optimizer, t_initial=steps, lr_min=config.min_lr, warmup_t=round(config.warmup_epochs * len(loader)),
         warmup_lr_init=1e-6, t_in_epochs=False,
     )  # fmt: skip
-    step, seen = 0, torch.zeros(2, dtype=torch.float64, device=device)  # sum of the losses since the last log line, how many
+    step, skips = 0, 0  # done so far; and of these without an update
+    seen = torch.zeros(2, dtype=torch.float64, device=device)  # sum of the losses since the last log line, how many
     if checkpoint:
         student.restore(checkpoint)
         seen.copy_(checkpoint["seen"])
-        step = checkpoint["step"]
+        step, skips = checkpoint["step"], checkpoint.get("skips", 0)
     del checkpoint
     augment, mixing = augment_of(config), mixing_of(config, plan)
     augmentation = Augmentation(plan, augment, model.pretrained_cfg["mean"], model.pretrained_cfg["std"]).to(device)
@@ -349,6 +350,8 @@ def run_on(config: Config, ranks: Ranks, asked: Callable[[], str]) -> dict:
 
     if ranks.first:
         config.out.mkdir(parents=True, exist_ok=True)
+        for left in config.out.glob("*.part"):  # half-written when an earlier process was killed
+            left.unlink()
         for name, content in (("config.json", plain(config)), ("environment.json", environment(config, ranks))):
             with replacing(config.out / name) as part:
                 part.write_text(json.dumps(content, indent=1))
@@ -363,7 +366,7 @@ def run_on(config: Config, ranks: Ranks, asked: Callable[[], str]) -> dict:
     flops = flops_of_sizes(config, loader)
     peak = peak_flops(device, dtype or torch.float32) * ranks.size
     began = clock = time.perf_counter()  # clock and logged: since when, and which step, the rate is measured
-    first, logged, waited, skips, result, text = step, step, 0.0, 0, {}, ""
+    first, logged, waited, result, text = step, step, 0.0, {}, ""
     leaps, agreement = Leaps(), Agreement(ranks)
     with (
         closing(loader),
@@ -373,7 +376,7 @@ def run_on(config: Config, ranks: Ranks, asked: Callable[[], str]) -> dict:
     ):
 
         def mean_waits() -> float:
-            """The mean loss since the last log line; waits for the device. UserError if numbers are not finite."""
+            """The mean loss since the last log line, NaN of no steps; waits. UserError if numbers are not finite and may not be."""
             nonlocal skips
             bad, when = student.finite.looked_waits()
             skips += bad
@@ -386,8 +389,8 @@ def run_on(config: Config, ranks: Ranks, asked: Callable[[], str]) -> dict:
                     flush=True,
                 )
             total, count = ranks.sum(seen.clone()).tolist()
-            mean = total / max(count, 1)
-            if not math.isfinite(mean) and not skips:
+            mean = total / count if count else math.nan
+            if count and not math.isfinite(mean):  # though its gradients were
                 raise UserError(f"the loss is {mean} at step {step} of {config.out}; lower --lr, or give --clip-grad 1")
             return mean
 
@@ -407,9 +410,10 @@ def run_on(config: Config, ranks: Ranks, asked: Callable[[], str]) -> dict:
         def save(top1: float | None = None) -> None:
             mean_waits()  # numbers that are not finite never replace a good checkpoint
             ranks.average(student.averaged())
+            mean_seen = ranks.sum(seen.clone()) / ranks.size  # of all ranks, so that any number of them can go on from it
             if ranks.first:
                 about = {
-                    "seen": seen, "step": step, "config": plain(config), "recipe": recipe._asdict(),
+                    "seen": mean_seen, "skips": skips, "step": step, "config": plain(config), "recipe": recipe._asdict(),
                     "microbatch": config.microbatch, "class_names": loader.class_names, "fingerprint": loader.fingerprint,
                     "mean": list(model.pretrained_cfg["mean"]), "std": list(model.pretrained_cfg["std"]),
                 }  # fmt: skip
@@ -432,8 +436,8 @@ def run_on(config: Config, ranks: Ranks, asked: Callable[[], str]) -> dict:
                 scheduler.step_update(step)
                 model.train()
                 loss, norm = update(student, ranks, step, losses(student.network, parts, epoch, at))
-                seen[0] += loss
-                seen[1] += 1
+                counted = loss.isfinite() | (config.on_nonfinite == "stop")  # the guard counts what is skipped
+                seen += torch.stack([torch.where(counted, loss, 0), counted])
                 step += 1
                 if step == first + 1 and config.compile != "never" and ranks.first:
                     settle(device)

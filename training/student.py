@@ -77,12 +77,16 @@ def update(student: Student, ranks: Ranks, step: int, losses: Sequence[Callable[
             loss = loss_of() / len(losses)
             scaler.scale(loss).backward()
         mean += loss.detach()
+    if scaler.is_enabled():
+        # Overflows of scaled gradients are part of the method: the scaler steps over them by itself. The guard judges the
+        # loss, and shows the scaler a gradient that is not finite where the step must be left out.
+        flag = student.finite.update(ranks.sum(mean.clone()), step)
+        next(p.grad for p in model.parameters() if p.grad is not None).add_(torch.where(flag > 0, torch.nan, 0.0))
     scaler.unscale_(student.optimizer)
     norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None], foreach=True)
     if student.clip_grad:
         torch.nn.utils.clip_grads_with_norm_(model.parameters(), student.clip_grad, norm, foreach=True)
-    if scaler.is_enabled():  # it steps over overflows, which are part of its method, by itself
-        student.finite.update(ranks.sum(mean.clone()), step)
+    if scaler.is_enabled():
         scaler.step(student.optimizer)
         scaler.update()
     else:

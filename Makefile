@@ -37,7 +37,9 @@ bench: $(READY)  ## loaders, targets and augmentation beside all others; minutes
 	$(RUN) tools/benchmark_augment.py --json bench/augment.json
 
 MINUTES ?= 10
-soak: $(READY)  ## the native decoder under sanitizers on mutated files, for MINUTES of processor time
+KILLS ?= 20
+soak: $(READY)  ## the native decoder on mutated files for MINUTES of processor time, and a run that is killed KILLS times
 	SOAK_MINUTES=$(MINUTES) nice -n 19 $(RUN) -m pytest -s tests/pipelines/native/test_fuzz.py
+	SOAK_KILLS=$(KILLS) $(RUN) -m pytest -s tests/test_resume.py -k killed_at_random_times
 
 .PHONY: quickstart test check fix gpu-check bench soak

@@ -107,11 +107,13 @@ def test_a_signal_asks_and_a_second_one_acts(number, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "error", [torch.OutOfMemoryError("CUDA out of memory"), MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory")]
+    "error",
+    [torch.OutOfMemoryError("CUDA out of memory"), MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory")],
 )
 def test_memory_that_runs_out_names_the_knobs(error):
-    with pytest.raises(UserError, match=r"^runs/x: memory ran out with 64 images at once; give --microbatch 32 .*--ema 0$"), (
-        memory_told(64, "runs/x")
+    with (
+        pytest.raises(UserError, match=r"^runs/x: memory ran out with 64 images at once; give --microbatch 32 .*--ema 0$"),
+        memory_told(64, "runs/x"),
     ):
         raise error
 

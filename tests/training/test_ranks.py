@@ -71,7 +71,9 @@ def assert_alike(one: Path, other: Path, rel: float = 1e-5) -> None:
     for kind, names in (("train", ("loss", "grad_norm", "lr")), ("val", ("top1",))):
         first, second = told(one, kind, *names), told(other, kind, *names)
         assert [step for step, *_ in first] == [step for step, *_ in second]
-        assert [v for _, *values in second for v in values] == pytest.approx([v for _, *values in first for v in values], rel=rel)
+        assert [v for _, *values in second for v in values] == pytest.approx(
+            [v for _, *values in first for v in values], rel=rel
+        )
 
 
 LAWS = {
@@ -140,9 +142,7 @@ with started("cpu") as ranks:
     (tmp_path / "program.py").write_text(program)
     said = begun(tmp_path / "program.py")
     flags = [False, False, True, False]
-    assert sorted(said.splitlines()) == [
-        str((rank, [2.0, 4.0], rank, flags, [2.0, 1.0], "first")) for rank in range(2)
-    ]
+    assert sorted(said.splitlines()) == [str((rank, [2.0, 4.0], rank, flags, [2.0, 1.0], "first")) for rank in range(2)]
 
 
 def test_a_rank_alone_acts_at_once_and_pays_nothing():
@@ -162,5 +162,8 @@ def test_one_device_for_several_ranks_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(UserError, match=r"--device cuda:0 is one device; under torchrun give --device cuda"), started("cuda:0"):
         pass
-    with pytest.raises(UserError, match=r"2 or more ranks on a machine of 1 CUDA devices; give --nproc-per-node"), started("cuda"):
+    with (
+        pytest.raises(UserError, match=r"2 or more ranks on a machine of 1 CUDA devices; give --nproc-per-node"),
+        started("cuda"),
+    ):
         pass

@@ -52,19 +52,24 @@ def test_the_newest_stay_and_the_best(tmp_path, keep):
     assert assert_whole(tmp_path) == 60
 
 
+def dying(out, number):
+    """Save step 3 in a process that ends at its call `number`; its exit code, 9, or 0 if it was done before."""
+    child = os.fork()
+    if child == 0:
+        calls = iter(range(1, 1000))
+        sys.addaudithook(lambda event, _: event in WRITING and next(calls) == number and os._exit(9))
+        saved(out, 1, (3, 0.6))
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
 def test_a_process_that_dies_at_any_call_leaves_whole_checkpoints(tmp_path):
     """A child ends in the middle of `save`, without cleaning up, at its first open, rename, remove or link, at its second, ..."""
     ends = 0
     for number in range(1, 100):
         out = tmp_path / str(number)
         saved(out, 1, (1, 0.5), (2, 0.4))
-        child = os.fork()
-        if child == 0:
-            calls = iter(range(1, 1000))
-            sys.addaudithook(lambda event, _: event in WRITING and next(calls) == number and os._exit(9))
-            saved(out, 1, (3, 0.6))
-            os._exit(0)
-        ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        ended = dying(out, number)
         assert assert_whole(out) in ((2, 3) if ended else (3,))
         saved(out, 1, (3, 0.6), (4, None))  # the run that goes on cleans up
         assert assert_whole(out) == 4

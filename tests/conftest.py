@@ -120,6 +120,15 @@ def maps(folder, random_maps, tmp_path_factory) -> Path:
     return path
 
 
+@pytest.fixture
+def one_thread():
+    """PyTorch on one thread: sums in one order."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="session")
 def packed(folder, maps, tmp_path_factory, command) -> tuple[Path, Path]:
     """The small folder as .beton: (train with maps, val)."""

@@ -23,21 +23,13 @@ from densefeed.training.guards import STOPPING, Finite
 
 ROOT = Path(__file__).parent.parent
 KILLS = int(os.environ.get("SOAK_KILLS", 3))
+pytestmark = pytest.mark.usefixtures("one_thread")
 TIMINGS = {"images_per_s", "mfu", "data_wait_share", "peak_memory_gb"}
 # Everything that a step depends on: two sizes, two parts a batch, every kind of draw, log lines that end in another epoch.
 EVERYTHING = dict(
     rand_augment="rand-m9-mstd0.5-inc1", erase_probability=0.5, erase_count=2, microbatch=2, clip_grad=0.5, sizes=((0, 16), (1, 32)),
     log_every=4,
 )  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Sums in one order."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def records(out: Path) -> list[dict]:

@@ -20,6 +20,7 @@ from . import spied_run
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def run(spied: Path, config, steps: int | None = None) -> None:
@@ -109,7 +110,10 @@ def test_a_run_moves_between_numbers_of_ranks(micro, tmp_path, alone):
     assert hashes(*(tmp_path / f"rows-{part}" for part in range(3))) == hashes(tmp_path / "whole-rows")
     assert_alike(tmp_path / "whole", tmp_path / "moved")
     one, other = (checkpoints.load(tmp_path / name / "last.pt")["model"] for name in ("whole", "moved"))
-    assert all(torch.allclose(one[name], other[name], rtol=1e-3, atol=1e-5) for name in one)
+    # Running statistics are not compared: each rank keeps those of its own parts, and they are averaged where they are read.
+    names = [name for name in one if ".running_" not in name and not name.endswith("num_batches_tracked")]
+    far = {name: (one[name] - other[name]).abs().max().item() for name in names}
+    assert max(far.values()) < 1e-4, far  # the rate is 2.5e-4 at most: no weight went another way for a step
 
 
 def test_a_batch_that_ranks_cannot_share_is_refused(micro, tmp_path):

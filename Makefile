@@ -42,7 +42,9 @@ bench: $(READY)  ## loaders, targets, augmentation and whole steps beside all ot
 		--data bench/photographs-1024-1000/train.beton --json bench/step-loader.json
 
 MINUTES ?= 10
-soak: $(READY)  ## the native decoder under sanitizers on mutated files, for MINUTES of processor time
+KILLS ?= 20
+soak: $(READY)  ## the native decoder on mutated files for MINUTES of processor time, and a run that is killed KILLS times
 	SOAK_MINUTES=$(MINUTES) nice -n 19 $(RUN) -m pytest -s tests/pipelines/native/test_fuzz.py
+	SOAK_KILLS=$(KILLS) $(RUN) -m pytest -s tests/test_resume.py -k killed_at_random_times
 
 .PHONY: quickstart test check fix gpu-check bench soak

@@ -9,6 +9,7 @@ What a run is stands in training/config.py, the recipes in training/recipes.py; 
 
 import inspect
 import json
+import math
 import os
 import platform
 import sys
@@ -64,7 +65,7 @@ def open_loader(config: Config, mode: Literal["train", "evaluate"], ranks: Ranks
     small = config.microbatch or config.batch // ranks.size
     plan = EpochPlan(
         num_samples=len(source.labels), batch=config.batch if mode == "train" else small * ranks.size, seed=config.seed,
-        mode=mode, order=config.order, views=config.views, rank=ranks.rank, ranks=ranks.size,
+        mode=mode, order=config.order, views=config.views if mode == "train" else 1, rank=ranks.rank, ranks=ranks.size,
         parts=config.batch // small if mode == "train" and config.microbatch else 0,
         sizes=config.sizes if config.sizes and mode == "train" else ((0, config.size),),
         crop_scale=config.crop_scale, hflip=config.hflip, crop_pct=config.crop_pct,
@@ -291,14 +292,12 @@ def run_on(config: Config, ranks: Ranks, asked: Callable[[], str]) -> dict:
         except (AssertionError, AttributeError) as error:
             raise UserError(f"{config.model} cannot compute its blocks anew; leave --grad-checkpointing away") from error
     student = student_of(config, model, ranks, dtype)
-    step, seen = (
-        0,
-        torch.zeros(2, dtype=torch.float64, device=device),
-    )  # of the finite losses since the last log line: sum, count
+    step, skips = 0, 0  # done so far; and of these without an update
+    seen = torch.zeros(2, dtype=torch.float64, device=device)  # sum of the losses since the last log line, how many
     if checkpoint:
         student.restore(checkpoint)
         seen.copy_(checkpoint["seen"])
-        step = checkpoint["step"]
+        step, skips = checkpoint["step"], checkpoint.get("skips", 0)
     del checkpoint
     feed = Feed(config, ranks, loader, model, dtype)
 
@@ -312,6 +311,8 @@ def run_on(config: Config, ranks: Ranks, asked: Callable[[], str]) -> dict:
 
     if ranks.first:
         config.out.mkdir(parents=True, exist_ok=True)
+        for left in config.out.glob("*.part"):  # half-written when an earlier process was killed
+            left.unlink()
         for name, content in (("config.json", plain(config)), ("environment.json", environment(config, ranks))):
             with replacing(config.out / name) as part:
                 part.write_text(json.dumps(content, indent=1))
@@ -326,7 +327,7 @@ def run_on(config: Config, ranks: Ranks, asked: Callable[[], str]) -> dict:
     flops = flops_of_sizes(config, loader)
     peak = peak_flops(device, dtype or torch.float32) * ranks.size
     began = clock = time.perf_counter()  # clock and logged: since when, and which step, the rate is measured
-    first, logged, waited, skips, result, text = step, step, 0.0, 0, {}, ""
+    first, logged, waited, result, text = step, step, 0.0, {}, ""
     leaps, agreement = Leaps(), Agreement(ranks)
     with (
         closing(loader),
@@ -336,7 +337,7 @@ def run_on(config: Config, ranks: Ranks, asked: Callable[[], str]) -> dict:
     ):
 
         def mean_waits() -> float:
-            """The mean loss since the last log line; waits for the device. UserError if numbers are not finite."""
+            """The mean loss since the last log line, NaN of no steps; waits. UserError if numbers are not finite and may not be."""
             nonlocal skips
             bad, when = student.finite.looked_waits()
             skips += bad
@@ -349,7 +350,10 @@ def run_on(config: Config, ranks: Ranks, asked: Callable[[], str]) -> dict:
                     flush=True,
                 )
             total, count = ranks.sum(seen.clone()).tolist()
-            return total / max(count, 1)
+            mean = total / count if count else math.nan
+            if count and not math.isfinite(mean):  # though its gradients were
+                raise UserError(f"the loss is {mean} at step {step} of {config.out}; lower --lr, or give --clip-grad 1")
+            return mean
 
         def why_not_finite(when: int) -> str:
             """One sentence on a step whose gradients were not finite. Weights are still those before it, so it is done again."""
@@ -367,9 +371,10 @@ def run_on(config: Config, ranks: Ranks, asked: Callable[[], str]) -> dict:
         def save(top1: float | None = None) -> None:
             mean_waits()  # numbers that are not finite never replace a good checkpoint
             ranks.average(student.averaged())
+            mean_seen = ranks.sum(seen.clone()) / ranks.size  # of all ranks, so that any number of them can go on from it
             if ranks.first:
                 about = {
-                    "seen": seen, "step": step, "config": plain(config), "recipe": recipe._asdict(),
+                    "seen": mean_seen, "skips": skips, "step": step, "config": plain(config), "recipe": recipe._asdict(),
                     "microbatch": config.microbatch, "class_names": loader.class_names, "fingerprint": loader.fingerprint,
                     "mean": list(model.pretrained_cfg["mean"]), "std": list(model.pretrained_cfg["std"]),
                 }  # fmt: skip
@@ -395,7 +400,8 @@ def run_on(config: Config, ranks: Ranks, asked: Callable[[], str]) -> dict:
                 for group in student.optimizer.param_groups:
                     group["lr"] = learning_rate(config, step, len(loader))
                 loss, norm = update(student, ranks, step, feed.losses(student.network, parts, epoch, at))
-                seen += torch.stack([loss.nan_to_num(0, 0, 0), loss.isfinite()])
+                counted = loss.isfinite() | (config.on_nonfinite == "stop")  # the guard counts what is skipped
+                seen += torch.stack([torch.where(counted, loss, 0), counted])
                 step += 1
                 if step == first + 1 and config.compile != "never" and ranks.first:
                     settle(device)

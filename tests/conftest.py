@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -117,3 +118,38 @@ def maps(folder, random_maps, tmp_path_factory) -> Path:
     writer.write(np.arange(len(images)), random_maps(len(images), 6, 2, 2, window=(0.0, 0.1, 1.0, 0.9)))
     writer.finish()
     return path
+
+
+@pytest.fixture
+def one_thread():
+    """PyTorch on one thread: sums in one order."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def packed(folder, maps, tmp_path_factory, command) -> tuple[Path, Path]:
+    """The small folder as .beton: (train with maps, val)."""
+    root = tmp_path_factory.mktemp("packed")
+    for split, extra in (("train", ("--maps", maps)), ("val", ())):
+        done = command("tools/pack_dataset.py", "--data", folder, "--split", split, "--out", root / f"{split}.beton", *extra)
+        assert done.returncode == 0, done.stderr
+    return root / "train.beton", root / "val.beton"
+
+
+@pytest.fixture(scope="session")
+def micro(packed):
+    """A maker of configs of the smallest run: `micro(out, **fields)` trains two epochs of three steps of four images."""
+    from densefeed.training import recipes
+
+    small = dict(
+        loader="ffcv", batch=4, epochs=2, size=32, mixtoken=True, ema=0.9, drop_path=0.2, threads=2, eval_every=1, log_every=1,
+        device="cpu",
+    )  # fmt: skip
+
+    def make(out: Path, **fields):
+        return replace(recipes.lvvit_micro_token_label(), data=packed[0], val=packed[1], out=out, **(small | fields))
+
+    return make

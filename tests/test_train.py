@@ -18,16 +18,6 @@ from densefeed.training import objective, recipes
 from densefeed.training.config import Config
 
 
-@pytest.fixture(scope="module")
-def packed(folder, maps, tmp_path_factory, command):
-    """The small folder as .beton: (train with maps, val)."""
-    root = tmp_path_factory.mktemp("packed")
-    for split, extra in (("train", ("--maps", maps)), ("val", ())):
-        done = command("tools/pack_dataset.py", "--data", folder, "--split", split, "--out", root / f"{split}.beton", *extra)
-        assert done.returncode == 0, done.stderr
-    return root / "train.beton", root / "val.beton"
-
-
 def config(packed, out, **fields):
     small = dict(
         loader="ffcv", batch=4, epochs=2, size=32, ema=0.9, drop_path=0.2, threads=2, eval_every=1, log_every=1, device="cpu"

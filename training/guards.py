@@ -3,6 +3,7 @@
 import math
 import signal
 import statistics
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from ..relabel.files import UserError
 
+ECHO = 1.0  # seconds
 STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # SIGUSR1: what Slurm sends with --signal=USR1@120
 
 
@@ -90,7 +92,9 @@ class Leaps:
         self.factor, self.last = factor, deque[float](maxlen=window)
 
     def seen(self, loss: float) -> str:
-        """What to say of the loss of another interval; empty if nothing."""
+        """What to say of the loss of another interval; empty if nothing, or if all its steps were skipped (NaN)."""
+        if math.isnan(loss):
+            return ""
         usual = statistics.median(self.last) if len(self.last) >= 5 else math.inf
         self.last.append(loss)
         return f"the loss leapt to {loss:.3f}; it was {usual:.3f} before" if loss > self.factor * usual else ""
@@ -98,13 +102,18 @@ class Leaps:
 
 @contextmanager
 def stopping() -> Iterator[Callable[[], str]]:
-    """Asks for the name of the signal that wants the run to stop, empty if none. A second one of it acts as ever."""
+    """Asks for the name of the signal that wants the run to stop, empty if none. A second one of it acts as ever.
+
+    Unless it comes within ECHO seconds: Slurm signals every process of a job, torchrun among them, which passes it on.
+    """
     came: list[str] = []
-    before = {}
+    before, when = {}, {}
 
     def handler(number: int, _frame: object) -> None:
         came.append(signal.Signals(number).name)
-        signal.signal(number, before[number])
+        if time.monotonic() - when.setdefault(number, time.monotonic()) > ECHO:
+            signal.signal(number, before[number])
+            signal.raise_signal(number)
 
     for number in STOPPING:
         before[number] = signal.signal(number, handler)

@@ -1,6 +1,8 @@
 """What a run tells: metrics.jsonl, TensorBoard, Weights & Biases if asked for, and a bar."""
 
 import json
+import math
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -14,12 +16,13 @@ Write = Callable[[str, int, float, dict[str, float]], None]
 Advance = Callable[[int, str], None]
 
 
-def forget_after(step: int, path: Path) -> None:
-    """Drop the records of steps that a continued run will do again."""
+def forget_after(step: int, path: Path, evaluated: bool = True) -> None:
+    """Drop the records of what a continued run will do again: later steps, and unless `evaluated` the accuracy at this one."""
     if path.exists():
         # A line that a kill or a full disk cut short ends in no newline; it is forgotten too.
         whole = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
-        kept = [line for line in whole if json.loads(line)["step"] <= step]
+        told = [(line, json.loads(line)) for line in whole]
+        kept = [line for line, r in told if r["step"] < step or (r["step"] == step and (evaluated or r["kind"] == "train"))]
         with replacing(path) as part:
             part.write_text("".join(kept))
 
@@ -36,24 +39,30 @@ def logging(
         yield lambda kind, step, epoch, values: None, lambda steps, text: None
         return
     with ExitStack() as stack:
-        if wandb_project:  # before TensorBoard begins, whose scalars it takes over
-            follow(out, config, wandb_project, stack)
-        forget_after(step, out / "metrics.jsonl")
+        follower = follow(out, config, wandb_project, stack) if wandb_project else None
+        forget_after(step, out / "metrics.jsonl", evaluated=step < steps)  # a run of no more steps is only evaluated
         metrics = stack.enter_context(open(out / "metrics.jsonl", "a"))
         board = stack.enter_context(SummaryWriter(out / "tensorboard", purge_step=step))
         advance = stack.enter_context(steps_bar(f"train {out.name}", steps, step))
 
         def write(kind: str, step: int, epoch: float, values: dict[str, float]) -> None:
+            values = {name: value for name, value in values.items() if math.isfinite(value)}  # JSON has no word for NaN
             metrics.write(json.dumps({"kind": kind, "step": step, "epoch": round(epoch, 4)} | values) + "\n")
             metrics.flush()
             for name, value in values.items():
                 board.add_scalar(f"{kind}/{name}", value, step)
+            if follower:
+                follower({"step": step} | {f"{kind}/{name}": value for name, value in values.items()})
 
         yield write, advance
 
 
-def follow(out: Path, config: dict, project: str, stack: ExitStack) -> None:
-    """Have Weights & Biases follow the TensorBoard of this run; a continued run goes on under its old identity."""
+def follow(out: Path, config: dict, project: str, stack: ExitStack) -> Callable[[dict[str, float]], None]:
+    """What Weights & Biases is told through; a continued run goes on under its old identity.
+
+    Steps are a value like others and the horizontal axis of all: W&B's own count never goes back, as a continued run does.
+    (Its copying of TensorBoard's files waited 10 s at the end of each run, and copied nothing of short ones: wandb 0.31.)
+    """
     try:
         import wandb
     except ImportError as error:
@@ -61,8 +70,8 @@ def follow(out: Path, config: dict, project: str, stack: ExitStack) -> None:
     named = out / "wandb-id"
     if not named.exists():
         with replacing(named) as part:
-            part.write_text(wandb.util.generate_id())
-    run = wandb.init(
-        project=project, name=out.name, id=named.read_text(), resume="allow", config=config, dir=out, sync_tensorboard=True
-    )
+            part.write_text(uuid.uuid4().hex[:8])
+    run = wandb.init(project=project, name=out.name, id=named.read_text(), resume="allow", config=config, dir=out)
     stack.callback(run.finish)
+    run.define_metric("*", step_metric="step")
+    return run.log

@@ -26,6 +26,7 @@ class Checkpoints:
     def __init__(self, out: Path, keep: int) -> None:
         self.out, self.folder, self.keep = out, out / "checkpoints", keep
         self.manifest = self.folder / "manifest.json"
+        self._damaged: set[str] = set()  # names that `newest` passed over
 
     def exist(self) -> bool:
         """Whether the folder holds a run."""
@@ -34,13 +35,14 @@ class Checkpoints:
     def save(self, state: dict, step: int, top1: float | None = None) -> None:
         """Write `state`, the run after `step` steps; `top1` is what an evaluation there gave."""
         path = self.folder / f"step-{step:08d}.pt"
+        # Steps from here on are of a run that was continued from an earlier one, and is done again.
+        older = [old for old in self._entries() if old["step"] < step and old["file"] not in self._damaged]
         # Through a Python file: a full disk is an OSError there, and only a failed assertion in torch's own writer.
         with replacing(path) as part:
             with open(part, "wb") as file:
-                torch.save(state, file)
+                torch.save(state | {"top1": top1}, file)
             entry = {"file": path.name, "step": step, "bytes": part.stat().st_size, "sha256": sha256(part), "top1": top1}
-        # Steps from here on are of a run that was continued from an earlier one, and is done again.
-        entries = [old for old in self._entries() if old["step"] < step] + [entry]
+        entries = [*older, entry]
         best = max((e for e in entries if e["top1"] is not None), key=lambda e: e["top1"], default=None)
         kept = [e for e in entries if e in entries[-self.keep :] or e is best]
         with replacing(self.manifest) as part:
@@ -48,8 +50,11 @@ class Checkpoints:
         self._link("last.pt", path)
         if best is not None:
             self._link("best.pt", self.folder / best["file"])
-        names = {e["file"] for e in kept} | {self.manifest.name}
-        for other in self.folder.iterdir():  # also what a killed process left: it is named in no manifest
+        else:
+            (self.out / "best.pt").unlink(missing_ok=True)  # of a run that is done again
+        names = {e["file"] for e in kept}
+        # Also what a killed process left: it is named in no manifest. Files of other names are not ours.
+        for other in [*self._files(), *self.folder.glob("*.part")]:
             if other.name not in names:
                 other.unlink()
 
@@ -58,33 +63,56 @@ class Checkpoints:
 
         A damaged one is told on stderr and passed over. UserError if all are.
         """
-        entries = self._entries() or [{"file": path.name} for path in sorted(self._files())]
+        entries = self._entries()
         for entry in reversed(entries):
             path = self.folder / entry["file"]
             try:
-                if "sha256" not in entry:
-                    checkpoints.load(path)
-                elif sha256(path) != entry["sha256"]:
+                if sha256(path) != entry["sha256"]:
                     raise checkpoints.CheckpointError(f"{path} is not what was saved: its SHA-256 differs")
                 return entry["file"]
             except (checkpoints.CheckpointError, OSError) as error:
-                print(f"warning: {error}; going back to the checkpoint before it", file=sys.stderr, flush=True)
-        if entries:
+                self._pass_over(entry["file"], error)
+        if entries or any(self._files()):
             raise UserError(f"no checkpoint in {self.folder} can be read; copy them again, or choose another --out")
         return None
 
+    def _pass_over(self, name: str, error: Exception) -> None:
+        print(f"warning: {error}; going back to the checkpoint before it", file=sys.stderr, flush=True)
+        self._damaged.add(name)
+
     def _files(self) -> list[Path]:
-        return list(self.folder.glob("step-*.pt"))
+        """Of checkpoints, oldest first."""
+        return sorted(self.folder.glob("step-*.pt"))
 
     def _entries(self) -> list[dict]:
+        """What the manifest says, or the files themselves where it says nothing."""
         try:
             entries = json.loads(self.manifest.read_text())
-            return [e for e in entries if {"file", "step", "sha256", "top1"} <= set(e)]
+            if entries and all(e["file"] == f"step-{e['step']:08d}.pt" and e["sha256"] and (e["top1"] or 0) >= 0 for e in entries):
+                return entries
+            raise ValueError("its entries are not ours")
         except FileNotFoundError:
-            return []
-        except (ValueError, TypeError) as error:
-            print(f"warning: {self.manifest} cannot be read ({error}); trying the files beside it", file=sys.stderr, flush=True)
-            return []
+            if not self._files():
+                return []
+            why = "is not there"
+        except (ValueError, TypeError, KeyError) as error:
+            why = f"cannot be read ({error})"
+        print(f"warning: {self.manifest} {why}; trying the files beside it", file=sys.stderr, flush=True)
+        return self._found()
+
+    def _found(self) -> list[dict]:
+        """Entries of the files that load."""
+        entries = []
+        for path in self._files():
+            try:
+                content = checkpoints.load(path)
+                entries.append({
+                    "file": path.name, "step": int(path.stem.removeprefix("step-")), "bytes": path.stat().st_size,
+                    "sha256": sha256(path), "top1": content.get("top1"),
+                })  # fmt: skip
+            except (checkpoints.CheckpointError, ValueError, OSError) as error:
+                self._pass_over(path.name, error)
+        return entries
 
     def _link(self, name: str, path: Path) -> None:
         """Let OUT/name lead to `path`, in one step."""

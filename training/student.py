@@ -69,23 +69,32 @@ def update(student: Student, ranks: Ranks, step: int, losses: Sequence[Callable[
     they are clipped: float32 `[]` each.
     """
     model, scaler, mean = student.model, student.scaler, torch.zeros((), device=ranks.device)
+    # BatchNorm's running statistics change in the forward pass, before anybody knows whether it was finite.
+    running = [b for b in model.buffers() if b.is_floating_point()] if student.finite.skip else []
+    before = [b.clone() for b in running]
     for number, loss_of in enumerate(losses, start=1):
         with nullcontext() if number == len(losses) or ranks.size == 1 else student.network.no_sync():
             loss = loss_of() / len(losses)
             scaler.scale(loss).backward()
         mean += loss.detach()
+    if scaler.is_enabled():
+        # Overflows of scaled gradients are part of the method: the scaler steps over them by itself. The guard judges the
+        # loss, and shows the scaler a gradient that is not finite where the step must be left out.
+        flag = student.finite.update(ranks.sum(mean.clone()), step)
+        next(p.grad for p in model.parameters() if p.grad is not None).add_(torch.where(flag > 0, torch.nan, 0.0))
     scaler.unscale_(student.optimizer)
     norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None], foreach=True)
     if student.clip_grad:
         torch.nn.utils.clip_grads_with_norm_(model.parameters(), student.clip_grad, norm, foreach=True)
-    if scaler.is_enabled():  # it steps over overflows, which are part of its method, by itself
-        student.finite.update(ranks.sum(mean.clone()), step)
+    if scaler.is_enabled():
         scaler.step(student.optimizer)
         scaler.update()
     else:
         student.optimizer.found_inf = student.finite.update(norm, step)
         student.optimizer.step()
     student.optimizer.zero_grad(set_to_none=True)
+    for buffer, old in zip(running, before, strict=True):
+        buffer.copy_(torch.where(student.finite.flag > 0, old, buffer))
     if student.ema:
         student.ema.update(model, step + 1)
     return mean, norm

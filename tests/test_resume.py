@@ -1,0 +1,414 @@
+"""No run is ever lost: stopped, killed or damaged anywhere, it goes on as if nothing had happened."""
+
+import hashlib
+import json
+import math
+import multiprocessing
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import densefeed.train as training
+import pytest
+import torch
+from densefeed.models import checkpoints
+from densefeed.relabel.files import UserError
+from densefeed.training import feed
+from densefeed.training.guards import STOPPING, Finite
+
+ROOT = Path(__file__).parent.parent
+KILLS = int(os.environ.get("SOAK_KILLS", 3))
+pytestmark = pytest.mark.usefixtures("one_thread")
+TIMINGS = {"images_per_s", "mfu", "data_wait_share", "peak_memory_gb"}
+# Everything that a step depends on: two sizes, two parts a batch, every kind of draw, log lines that end in another epoch.
+EVERYTHING = dict(
+    rand_augment="rand-m9-mstd0.5-inc1", erase_probability=0.5, erase_count=2, microbatch=2, clip_grad=0.5, sizes=((0, 16), (1, 32)),
+    log_every=4,
+)  # fmt: skip
+
+
+def records(out: Path) -> list[dict]:
+    """What metrics.jsonl says, but for what depends on the clock."""
+    lines = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
+    return [{name: value for name, value in line.items() if name not in TIMINGS} for line in lines]
+
+
+def differences(one: object, other: object, path: str = "") -> list[str]:
+    """Where two checkpoints differ, to the bit."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        missing = [f"{path}/{name}" for name in one.keys() ^ other.keys()]
+        return missing + [
+            d for name in one.keys() & other.keys() for d in differences(one[name], other[name], f"{path}/{name}")
+        ]
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return [] if one.dtype == other.dtype and torch.equal(one, other) else [path]
+    if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
+        return [d for at, (a, b) in enumerate(zip(one, other, strict=True)) for d in differences(a, b, f"{path}/{at}")]
+    return [] if one == other else [path]
+
+
+def state(out: Path) -> dict:
+    """The newest checkpoint but for the config, whose `out` and `resume` differ."""
+    return {name: value for name, value in checkpoints.load(out / "last.pt").items() if name != "config"}
+
+
+def stopped_after(steps: int):
+    """In place of `stopping`: asks for a stop after so many steps of this process, and goes on asking."""
+
+    @contextmanager
+    def stopping():
+        asks = iter(range(1, 10**9))
+        yield lambda: "SIGTERM" if next(asks) >= steps else ""
+
+    return stopping
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        EVERYTHING,
+        dict(objective="ce", mixtoken=False, cutmix=1.0, mixup=0.8, precision="fp16", log_every=2, eval_every=2),
+        dict(objective="relabel", precision="bf16", views=2, epochs=1, order="blocks", labels_on_device=True, ema=0.0),
+    ],
+    ids=["everything", "fp16", "bf16"],
+)
+def test_a_run_stopped_after_every_step_is_the_uninterrupted_one(micro, tmp_path, monkeypatch, fields):
+    """Six processes of a step each against one of six: records, weights, averages, moments and loss scale to the bit."""
+    whole = training.train(micro(tmp_path / "whole", **fields))
+    with monkeypatch.context() as patch:
+        patch.setattr(training, "stopping", stopped_after(1))
+        for step in range(1, 6):
+            assert training.train(micro(tmp_path / "cut", resume="auto", **fields)) == {}
+            assert checkpoints.load(tmp_path / "cut" / "last.pt")["step"] == step
+        result = training.train(micro(tmp_path / "cut", resume="auto", **fields))
+    assert records(tmp_path / "cut") == records(tmp_path / "whole")
+    assert all(math.isfinite(r.get("loss", 0.0)) for r in records(tmp_path / "whole"))
+    assert differences(state(tmp_path / "cut"), state(tmp_path / "whole")) == []
+    assert result["top1"] == whole["top1"]
+    if fields.get("precision") == "fp16":
+        assert state(tmp_path / "whole")["scaler"]["scale"] > 0
+
+
+# ------------------------------------------------------------------------- kills
+
+
+@pytest.fixture(scope="module")
+def processes():
+    """A maker of processes that have imported everything already: children of a server that did it once."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["densefeed.train"])
+    before = {name: os.environ.get(name) for name in ("PYTHONPATH", "OMP_NUM_THREADS")}
+    os.environ |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    context.Process(target=int).start()  # the server imports
+    yield lambda config: context.Process(target=training.train, args=(config,))
+    for name, value in before.items():
+        os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
+def assert_whole(out: Path) -> int:
+    """Every checkpoint that the manifest names loads and is what was saved, and so are the links; the newest's step, or 0."""
+    manifest = out / "checkpoints" / "manifest.json"
+    entries = json.loads(manifest.read_text()) if manifest.exists() else []
+    for entry in entries:
+        content = (out / "checkpoints" / entry["file"]).read_bytes()
+        assert hashlib.sha256(content).hexdigest() == entry["sha256"]
+        assert torch.load(out / "checkpoints" / entry["file"], weights_only=True)["step"] == entry["step"]
+    for link in (out / "last.pt", out / "best.pt"):
+        if link.is_symlink():
+            torch.load(link, weights_only=True)
+    return entries[-1]["step"] if entries else 0
+
+
+def test_a_run_killed_at_random_times_loses_no_more_than_was_not_saved(micro, tmp_path, processes):
+    """SIGKILL, again and again, until the run is through; `make soak` kills 20 times."""
+    fields = dict(epochs=3, save_every=2, keep=1, ema=0.0)
+    began = time.monotonic()
+    whole = processes(micro(tmp_path / "whole", **fields))
+    whole.start()
+    whole.join()
+    assert whole.exitcode == 0
+    lasts, seed = time.monotonic() - began, 0 if KILLS == 3 else int.from_bytes(os.urandom(4))
+    print(f"seed {seed}, a run lasts {lasts:.1f} s")
+    draws, kills, rounds, cut = random.Random(seed), 0, 0, tmp_path / "cut-0"
+    while kills < KILLS:
+        child = processes(micro(cut, resume="auto", **fields))
+        child.start()
+        child.join(draws.uniform(0.1, 0.9) * lasts)
+        child.kill()
+        child.join()
+        killed = child.exitcode == -signal.SIGKILL
+        kills += killed
+        step = assert_whole(cut)
+        logged = [r["step"] for r in records(cut)] if (cut / "metrics.jsonl").exists() else []
+        assert step >= max(logged, default=0) - fields["save_every"]
+        if not killed:  # through before it was killed
+            assert child.exitcode == 0
+            assert_equal(cut, tmp_path / "whole")
+            rounds += 1
+            cut = tmp_path / f"cut-{rounds}"
+    for left in (
+        cut / "config.json.1.part",
+        cut / "checkpoints" / "step-00000001.pt.1.part",
+    ):  # what a kill leaves, if it is rare
+        left.parent.mkdir(parents=True, exist_ok=True)
+        left.write_text("{")
+    training.train(micro(cut, resume="auto", **fields))
+    assert_equal(cut, tmp_path / "whole")
+
+
+def assert_equal(cut: Path, whole: Path) -> None:
+    """A run that is through is the uninterrupted one, and nothing half-written is left."""
+    assert records(cut) == records(whole)
+    assert differences(state(cut), state(whole)) == []
+    assert not list(cut.rglob("*.part"))
+    results = [json.loads((out / "result.json").read_text()) for out in (cut, whole)]
+    assert results[0]["top1"] == results[1]["top1"]
+
+
+def test_a_run_killed_between_its_last_checkpoint_and_its_result_says_its_accuracy_once(micro, tmp_path):
+    training.train(micro(tmp_path / "run", epochs=1))
+    before = records(tmp_path / "run")
+    (tmp_path / "run" / "result.json").unlink()
+    training.train(micro(tmp_path / "run", epochs=1, resume="auto"))
+    assert records(tmp_path / "run") == before
+
+
+# ------------------------------------------------------------------------- signals
+
+
+@pytest.mark.parametrize("number", STOPPING)
+def test_a_signal_saves_after_the_step_and_says_how_to_go_on(micro, tmp_path, monkeypatch, capsys, number):
+    """Sent to this process in the middle of step 2 of 6, twice, as torchrun passes on what Slurm has sent already."""
+    update = training.update
+
+    def signalled(student, ranks, step, losses):
+        for _ in range(2 if step == 1 else 0):
+            os.kill(os.getpid(), number)
+        return update(student, ranks, step, losses)
+
+    monkeypatch.setattr(training, "update", signalled)
+    before = signal.getsignal(number)
+    assert training.train(micro(tmp_path / "run")) == {}
+    assert signal.getsignal(number) == before
+    assert "stopped after step 2 of 6, all saved; the same command with --resume auto goes on" in capsys.readouterr().out
+    assert checkpoints.load(tmp_path / "run" / "last.pt")["step"] == 2
+    assert not (tmp_path / "run" / "result.json").exists()
+
+
+def test_a_second_interrupt_ends_at_once(micro, tmp_path, monkeypatch, capsys):
+    """With 130, in the middle of step 5; what was saved before is there."""
+    update = training.update
+
+    def interrupted(student, ranks, step, losses):
+        for _ in range(2 if step == 4 else 0):
+            os.kill(os.getpid(), signal.SIGINT)
+        return update(student, ranks, step, losses)
+
+    monkeypatch.setattr(training, "update", interrupted)
+    monkeypatch.setattr("densefeed.training.guards.ECHO", 0.0)
+    with pytest.raises(SystemExit) as ended:
+        training.run(lambda: training.train(micro(tmp_path / "run")))
+    assert ended.value.code == 130
+    assert "interrupted" in capsys.readouterr().err
+    assert assert_whole(tmp_path / "run") == 3
+
+
+def words(config, *more: object) -> list[object]:
+    """A run as a user would type it."""
+    return [
+        sys.executable, ROOT / "train.py", "lvvit_micro_token_label", "--loader", "ffcv", "--data", config.data, "--val", config.val,
+        "--out", config.out, "--batch", 4, "--size", 32, "--log-every", 1, "--device", "cpu", "--threads", 1, "--resume", "auto", *more,
+    ]  # fmt: skip
+
+
+def test_the_command_ends_with_0_after_a_signal(micro, tmp_path):
+    config = micro(tmp_path / "run")
+    process = subprocess.Popen(
+        list(map(str, words(config, "--epochs", 5000, "--eval-every", 5000))), env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path,
+    )  # fmt: skip
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    while process.poll() is None and not (metrics.exists() and len(metrics.read_text().splitlines()) > 3):
+        time.sleep(0.02)
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert "all saved; the same command with --resume auto goes on" in out
+    assert assert_whole(tmp_path / "run") == records(tmp_path / "run")[-1]["step"]
+
+
+# ------------------------------------------------------------------------- damage
+
+
+SAVED = dict(save_every=1, keep=9)
+
+
+@pytest.fixture(scope="module")
+def finished(micro, tmp_path_factory) -> Path:
+    """Two epochs of three steps, all six checkpoints kept."""
+    out = tmp_path_factory.mktemp("finished") / "run"
+    torch.set_num_threads(1)
+    training.train(micro(out, **SAVED))
+    return out
+
+
+@pytest.fixture
+def stopped(finished, micro, tmp_path, monkeypatch) -> Path:
+    """The same, stopped after step 5."""
+    with monkeypatch.context() as patch:
+        patch.setattr(training, "stopping", stopped_after(6))  # it is asked once more where an epoch ends
+        training.train(micro(tmp_path / "run", **SAVED))
+    assert assert_whole(tmp_path / "run") == 5
+    return tmp_path / "run"
+
+
+def damaged(path: Path, harm: str) -> None:
+    content = path.read_bytes()
+    if harm == "deleted":
+        path.unlink()
+    elif harm == "flipped":
+        path.write_bytes(content[:1000] + bytes([content[1000] ^ 64]) + content[1001:])
+    else:
+        path.write_bytes(content[: len(content) // 2] if harm == "cut" else b"{]")
+
+
+@pytest.mark.parametrize(
+    ("what", "harm"),
+    [
+        ("step-00000005.pt", "cut"), ("step-00000005.pt", "flipped"), ("step-00000005.pt", "deleted"), ("manifest.json", "cut"),
+        ("manifest.json", "deleted"), ("manifest.json", "garbage"), ("both", "cut"),
+    ],
+)  # fmt: skip
+def test_a_damaged_run_goes_on_from_what_is_whole(micro, finished, stopped, capsys, what, harm):
+    """The result is that of the run that nothing happened to."""
+    names = ("step-00000005.pt", "manifest.json") if what == "both" else (what,)
+    for name in names:
+        damaged(stopped / "checkpoints" / name, harm)
+    training.train(micro(stopped, resume="auto", **SAVED))
+    said = capsys.readouterr()
+    assert all(any(line.startswith("warning: ") and name in line for line in said.err.splitlines()) for name in names)
+    assert f"continuing at step {5 if what == 'manifest.json' else 4}" in said.out
+    assert records(stopped) == records(finished)
+    assert differences(state(stopped), state(finished)) == []
+    assert assert_whole(stopped) == 6
+    assert (stopped / "best.pt").resolve().name == (finished / "best.pt").resolve().name
+
+
+def refused(done: subprocess.CompletedProcess) -> str:
+    """The one sentence of a command that exits with 2."""
+    assert done.returncode == 2, done.stderr
+    (error,) = [line for line in done.stderr.splitlines() if not line.startswith("warning: ")]
+    return error
+
+
+def test_where_all_is_damaged_one_sentence_says_so(micro, stopped):
+    for path in (stopped / "checkpoints").glob("step-*.pt"):
+        damaged(path, "cut")
+    done = subprocess.run(list(map(str, words(micro(stopped)))), capture_output=True, text=True)
+    assert (
+        refused(done) == f"error: no checkpoint in {stopped}/checkpoints can be read; copy them again, or choose another --out"
+    )
+
+
+def test_a_full_disk_leaves_the_checkpoint_before_it(micro, stopped):
+    """Files may grow to 2 MB, which stands for a full disk: a checkpoint takes more."""
+    given = "--epochs", 2, "--drop-path", 0.2, "--ema", 0.9, "--mixtoken"
+    done = subprocess.run(
+        list(map(str, words(micro(stopped), *given))), capture_output=True, text=True,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (2_000_000, 2_000_000)),
+    )  # fmt: skip
+    assert f"{stopped}/checkpoints/step-00000006.pt: the file grew past the limit" in refused(done)
+    assert not list(stopped.rglob("*.part"))
+    assert assert_whole(stopped) == 5
+
+
+# ------------------------------------------------------------------------- guards
+
+
+def poisoned(monkeypatch, *steps: int) -> list[dict]:
+    """The loss of these steps, from 0, becomes infinite; gives the weights before each step."""
+    update, seen = training.update, []
+
+    def spoilt(student, ranks, step, losses):
+        seen.append({name: parameter.clone() for name, parameter in student.model.named_parameters()})
+        bad = [lambda loss=loss: loss() * math.inf for loss in losses] if step in steps else losses
+        return update(student, ranks, step, bad)
+
+    monkeypatch.setattr(training, "update", spoilt)
+    return seen
+
+
+def test_a_bad_step_stops_the_run_and_changes_no_weight(micro, tmp_path, monkeypatch):
+    """Two good steps later the log looks; it names the step, and the checkpoint is still that of the epoch before."""
+    seen = poisoned(monkeypatch, 3)
+    with pytest.raises(
+        UserError, match=r"run: the gradients of step 4 are not finite; .*lower --lr, or give --clip-grad 1 or --on-"
+    ):
+        training.train(micro(tmp_path / "run", log_every=6, microbatch=2))
+    assert len(seen) == 6
+    saved = checkpoints.load(tmp_path / "run" / "last.pt")
+    assert saved["step"] == 3
+    for weights in seen[3:]:
+        assert all(torch.equal(saved["model"][name], tensor) for name, tensor in weights.items())
+
+
+def test_the_cause_of_a_bad_step_is_found_by_doing_it_again(micro, tmp_path, monkeypatch):
+    """A sample whose pixels are spoilt: the step, its samples and the first tensor."""
+    augmented = feed.augmented
+
+    def spoilt(batches, augmentation, epoch, device):
+        for batch in augmented(batches, augmentation, epoch, device):
+            bad = (batch.index == 7) & (epoch == 1)
+            yield batch._replace(image=torch.where(bad[:, None, None, None], math.nan, batch.image))
+
+    monkeypatch.setattr(feed, "augmented", spoilt)
+    plan = training.open_loader(micro(tmp_path / "run"), "train").plan
+    index = plan.shard(1)[0]
+    at = int((index == 7).any(1).argmax())
+    with pytest.raises(UserError) as error:
+        training.train(micro(tmp_path / "run"))
+    assert f"the gradients of step {3 + at + 1} are not finite; the output of stem.0 (Conv2d) is the first" in str(error.value)
+    samples = ", ".join(map(str, index[at].tolist()))
+    assert f"with samples {samples} ..." in str(error.value)
+
+
+def test_skipped_steps_are_counted_and_their_losses_are_not(micro, tmp_path, monkeypatch, capsys):
+    fields = dict(on_nonfinite="skip", max_skips=2, log_every=3, epochs=3)
+    with monkeypatch.context() as patch:
+        seen = poisoned(patch, 1, 3, 4, 5)
+        with pytest.raises(UserError, match=r"the gradients of step 4 are not finite"):  # more than max_skips by then
+            training.train(micro(tmp_path / "run", **fields))
+    assert "skipped 1 updates whose gradients were not finite, of step 2 first" in capsys.readouterr().err
+    assert all(torch.equal(seen[1][name], seen[2][name]) for name in seen[1])
+    assert not all(torch.equal(seen[2][name], seen[3][name]) for name in seen[2])
+    (line,) = [r for r in records(tmp_path / "run") if r["kind"] == "train"]
+    assert math.isfinite(line["loss"])
+    # The skip of the first epoch counts after a resume too: one more is allowed.
+    assert checkpoints.load(tmp_path / "run" / "last.pt")["skips"] == 1
+    poisoned(monkeypatch, 3, 4)
+    with pytest.raises(UserError, match=r"the gradients of step 4 are not finite"):
+        training.train(micro(tmp_path / "run", resume="auto", **fields))
+    monkeypatch.undo()
+    poisoned(monkeypatch, 3)
+    assert training.train(micro(tmp_path / "run", resume="auto", **fields))["top1"] >= 0
+    assert checkpoints.load(tmp_path / "run" / "last.pt")["skips"] == 2
+
+
+def test_nothing_waits_between_log_lines(micro, tmp_path, monkeypatch):
+    """The guard's numbers are read once a log line and once a checkpoint, not at every step."""
+    looks, look = [], Finite.looked_waits
+    monkeypatch.setattr(Finite, "looked_waits", lambda finite: looks.append(1) or look(finite))
+    training.train(micro(tmp_path / "run", log_every=6, save_every=100))
+    assert len(looks) == 3  # a log line after six steps, two epochs' checkpoints
+
+
+def test_more_epochs_are_another_run(micro, finished):
+    """A schedule that ends elsewhere is not the same training."""
+    with pytest.raises(UserError, match="was trained with epochs=2"):
+        training.train(micro(finished, epochs=3, resume="auto"))

@@ -1,0 +1,96 @@
+"""Logs: what a continued run forgets, what JSON can hold, and Weights & Biases under one identity."""
+
+import builtins
+import json
+import math
+
+import pytest
+from densefeed.relabel.files import UserError
+from densefeed.training.logs import forget_after, logging
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+
+def lines(out):
+    return [json.loads(line, parse_constant=pytest.fail) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def written(out, *records, step=0, steps=10, project=""):
+    with logging(out, step, steps, {"seed": 0}, project, speaks=True) as (write, advance):
+        for kind, at, values in records:
+            write(kind, at, at / 4, values)
+            advance(1, "text")
+
+
+def test_a_continued_run_forgets_what_it_does_again(tmp_path):
+    written(tmp_path, *(("train", at, {"loss": at / 2}) for at in range(1, 6)), ("val", 5, {"top1": 0.5}))
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('{"kind": "train", "step": 6, "lo')  # killed in the middle of a line
+    written(tmp_path, ("train", 4, {"loss": 7.0}), step=3)
+    assert [(r["step"], r["loss"]) for r in lines(tmp_path)] == [(1, 0.5), (2, 1.0), (3, 1.5), (4, 7.0)]
+    board = EventAccumulator(str(tmp_path / "tensorboard"))
+    board.Reload()
+    assert [(e.step, e.value) for e in board.Scalars("train/loss")][-1] == (4, 7.0)
+
+
+def test_an_accuracy_is_kept_unless_it_is_measured_again(tmp_path):
+    """A run that was killed after its last step is only evaluated: its line comes again."""
+    records = ("train", 5, {"loss": 1.0}), ("val", 5, {"top1": 0.5})
+    written(tmp_path, *records)
+    written(tmp_path, step=5, steps=10)
+    assert [r["kind"] for r in lines(tmp_path)] == ["train", "val"]
+    written(tmp_path, ("val", 5, {"top1": 0.5}), step=5, steps=5)
+    assert [r["kind"] for r in lines(tmp_path)] == ["train", "val"]
+    forget_after(4, tmp_path / "nothing.jsonl")  # a folder without records is no error
+    assert not (tmp_path / "nothing.jsonl").exists()
+
+
+def test_json_holds_no_nan(tmp_path):
+    written(tmp_path, ("train", 1, {"loss": math.nan, "grad_norm": math.inf, "lr": 0.5}))
+    assert lines(tmp_path) == [{"kind": "train", "step": 1, "epoch": 0.25, "lr": 0.5}]
+
+
+def test_of_several_ranks_one_speaks(tmp_path):
+    with logging(tmp_path, 0, 1, {}, "", speaks=False) as (write, advance):
+        write("train", 1, 1.0, {"loss": 1.0})
+        advance(1, "")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_the_package_weights_and_biases_is_refused(tmp_path, monkeypatch):
+    importing = builtins.__import__
+
+    def without(name, *rest):
+        if name == "wandb":
+            raise ImportError(name)
+        return importing(name, *rest)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(UserError, match=r"^--wandb needs the package wandb; `pip install wandb`, or leave it away$"):
+        written(tmp_path, project="densefeed")
+    assert not (tmp_path / "metrics.jsonl").exists()
+
+
+def test_weights_and_biases_follows_a_continued_run_under_one_identity(tmp_path, monkeypatch, command):
+    """Offline, in a process that ends: what it would send lies in its own files, as uncompressed records."""
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    program = f"""
+import time
+from pathlib import Path
+from densefeed.training.logs import logging
+for step, loss in ((0, 0.515625), (1, 0.265625)):
+    with logging(Path({str(tmp_path / "run")!r}), step, 2, dict(seed=0), "densefeed", True) as (write, _):
+        write("train", step + 1, 1.0, dict(loss=loss))
+    time.sleep(1.1)  # W&B names the offline folder by the second
+"""
+    (tmp_path / "run").mkdir()
+    done = command("-c", program)
+    assert done.returncode == 0, done.stderr
+    identity = (tmp_path / "run" / "wandb-id").read_text()
+    sent = [path.read_bytes() for path in sorted((tmp_path / "run").glob(f"wandb/offline-run-*-{identity}/*.wandb"))]
+    assert len(sent) == 2
+    for content, loss in zip(sent, (b"0.515625", b"0.265625"), strict=True):
+        assert identity.encode() in content
+        assert b"train/loss" in content
+        assert loss in content

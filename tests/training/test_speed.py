@@ -1,0 +1,133 @@
+"""Operations and bytes against counts by hand, and what a dry run promises against what a step takes."""
+
+import json
+import os
+import re
+import time
+from dataclasses import replace
+
+import densefeed.train as training
+import pytest
+import timm
+import torch
+from densefeed.models import lvvit  # noqa: F401  (registers its models)
+from densefeed.relabel.files import UserError
+from densefeed.training.config import plain
+from densefeed.training.speed import Saved, matmul_rate, peak_flops, peak_memory, training_flops
+from torch import nn
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "D", "depth", "hidden", "published"),
+    [("lvvit_s", 224, 384, 16, 1152, 6.55), ("lvvit_t", 224, 240, 12, 720, 2.87), ("lvvit_s", 160, 384, 16, 1152, None)],
+)
+def test_operations_are_those_counted_by_hand(name, size, D, depth, hidden, published):
+    """Forward multiply-adds, layer by layer; two operations each, and backward is twice forward."""
+    with torch.device("meta"):
+        model = timm.create_model(name)
+    half, T = size // 2, (size // 16) ** 2
+    stem = half**2 * 64 * (3 * 49 + 2 * 64 * 9) + T * D * 64 * 64
+    block = (T + 1) * D * (3 * D + D + 2 * hidden) + 2 * (T + 1) ** 2 * D
+    macs = stem + depth * block + (1 + T) * D * 1000
+    assert training_flops(model, size) == 6 * macs
+    if published:
+        assert macs / 1e9 == pytest.approx(published, abs=0.005)
+
+
+def test_saved_bytes_are_those_counted_by_hand():
+    """5 samples: the input for the first weight's gradient, and what ReLU gave, for its own and the second weight's, once."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    with Saved(model) as saved:
+        out = model(torch.randn(5, 4))
+    assert saved.bytes == 4 * (5 * 4 + 5 * 8)
+    out.sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_saved_counts_no_weights_and_no_storage_twice():
+    model, x = nn.Linear(16, 16, bias=False), torch.randn(3, 16, requires_grad=True)
+    with Saved(model) as saved:
+        (model(x) + model(x.view(3, 16))).sum()
+    assert saved.bytes == 4 * 3 * 16
+
+
+def test_the_devices_rate_is_measured_or_known(monkeypatch):
+    assert 1e8 < matmul_rate(CPU, torch.float32) < 1e14
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H200 141GB HBM3e")
+    assert peak_flops(torch.device("cuda"), torch.bfloat16) == 989e12
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA L40S-48C")
+    assert peak_flops(torch.device("cuda"), torch.float16) == 362e12
+    before = peak_memory(CPU)
+    block = torch.ones(2**26)  # 256 MB
+    assert peak_memory(CPU) >= max(before, block.nbytes)
+
+
+def test_a_dry_run_writes_nothing_and_is_over_soon(micro, tmp_path, capsys):
+    began = time.process_time()  # not the clock's, which other processes share
+    assert training.train(micro(tmp_path / "run", dry_run=True)) == {}
+    assert time.process_time() - began < 10
+    assert "dry run: data, labels and recipe fit together; loss " in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == []
+    training.train(micro(tmp_path / "run", epochs=1))
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    for resume in ("auto", "never"):
+        training.train(micro(tmp_path / "run", epochs=1, dry_run=True, resume=resume))
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        (dict(model="resnet18"), "has no token head"),
+        (dict(size=36), "cannot be built"),
+        (dict(batch=4, microbatch=3), "cannot be cut into 3 images each"),
+        (dict(lr=0.0), "--lr is 0"),
+    ],
+)
+def test_a_dry_run_refuses_what_a_run_refuses(micro, tmp_path, fields, said):
+    with pytest.raises(UserError, match=said):
+        training.train(micro(tmp_path / "run", dry_run=True, **fields))
+
+
+def test_a_dry_run_refuses_what_memory_cannot_hold(micro, tmp_path, monkeypatch):
+    monkeypatch.setattr(training, "free_memory", lambda device: 10_000_000)
+    with pytest.raises(UserError, match=r"64 images at once take about 0\.\d GB on cpu, of which 0\.0 GB .*--microbatch 32 or"):
+        training.train(micro(tmp_path / "run", batch=64, dry_run=True))
+
+
+MEASURED = r"""
+import json, os, re, sys
+
+import densefeed.train as training
+import torch
+from densefeed.training.config import from_plain
+
+torch.set_num_threads(1)
+grown, update = [], training.update
+
+def measured(*arguments):
+    held = int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    open("/proc/self/clear_refs", "w").write("5")  # the peak begins anew
+    given = update(*arguments)
+    peak = int(re.search(r"VmHWM:\s+(\d+)", open("/proc/self/status").read())[1]) * 1024
+    grown.append((peak - held) / 1e9)
+    return given
+
+training.update = measured
+training.train(from_plain(json.loads(sys.argv[1])))
+print(json.dumps(grown))
+"""
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="not Linux")
+def test_a_dry_run_knows_what_a_step_takes(micro, tmp_path, command, capsys):
+    """What a process grows by in its first step, within a factor of 1.5, at 16 images of 96 pixels (0.2 GB)."""
+    config = micro(tmp_path / "run", model="lvvit_t", size=96, batch=16, epochs=1, eval_every=9, ema=0.0)
+    training.train(replace(config, dry_run=True))
+    promised = float(re.search(r"take about ([\d.]+) GB", capsys.readouterr().out)[1])
+    done = command("-c", MEASURED, json.dumps(plain(config)))
+    assert done.returncode == 0, done.stderr
+    taken = json.loads(done.stdout.splitlines()[-1])[0]
+    assert 1 / 1.5 < promised / taken < 1.5, (promised, taken)

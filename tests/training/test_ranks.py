@@ -97,6 +97,8 @@ def test_two_ranks_are_one(micro, tmp_path, alone, law):
     assert one == two
     assert len(set(one.values())) == 4  # steps
     assert_alike(tmp_path / "1", tmp_path / "2")
+    # Each of the 5 images counts once: padding to a batch of 8 would give eighths.
+    assert all(5 * top1 == pytest.approx(round(5 * top1)) for _, top1 in told(tmp_path / "2", "val", "top1"))
 
 
 def test_a_run_moves_between_numbers_of_ranks(micro, tmp_path, alone):

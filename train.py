@@ -40,7 +40,7 @@ from densefeed.training.ranks import Agreement, Ranks, started
 from densefeed.training.recipes import RECIPES
 from densefeed.training.saving import Checkpoints
 from densefeed.training.schedule import learning_rate, peak_rate, total_epochs
-from densefeed.training.speed import Saved, peak_flops, peak_memory, settle, training_flops
+from densefeed.training.speed import Saved, keep_memory, peak_flops, peak_memory, settle, training_flops
 from densefeed.training.student import student_of, update
 from torch import Tensor, nn
 
@@ -269,6 +269,8 @@ def train(config: Config) -> dict:
 def run_on(config: Config, ranks: Ranks, asked: Callable[[], str]) -> dict:
     """`train` on this rank; `asked` names the signal that wants it to stop."""
     device, dtype, kept = ranks.device, autocast_of(config, ranks.device), Checkpoints(config.out, config.keep)
+    if device.type == "cpu":
+        keep_memory()
     checkpoint = find_checkpoint(config, kept, ranks)
     config = resolved(config, ranks, checkpoint)
     loader, val = open_loader(config, "train", ranks), open_loader(config, "evaluate", ranks)

@@ -15,6 +15,8 @@ after the first update are printed with their distance. Both have a constant lea
 which `ours` has not, so its ratio to `ours` is the whole price. `--loader ffcv` adds a contestant that gets --data's batches
 by train.py's loader, from asking for the first to the end of the last step, and the share of that time spent waiting for data.
 
+On a CPU ours keeps freed memory (`keep_memory`), and timm's turns find the C library as it is when left alone.
+
 `compiled` compiles what each train.py would: ours the blocks and the loss, timm's the network. A CUDA graph of the whole step
 is no mode: train.py's update takes the step's number and the averaging's decay from the host, which a graph would freeze.
 
@@ -64,7 +66,7 @@ from densefeed.training.config import Config
 from densefeed.training.feed import compiled
 from densefeed.training.objective import augment_of, step_loss
 from densefeed.training.ranks import Ranks
-from densefeed.training.speed import SECONDS, Saved, matmul_rate, settle, training_flops
+from densefeed.training.speed import SECONDS, Saved, keep_memory, matmul_rate, set_malloc, settle, training_flops
 from densefeed.training.student import student_of, update
 from rich.console import Console
 from rich.table import Table
@@ -85,6 +87,8 @@ RATE = 1e-4  # learning rate: no warm-up here, and the same images in every step
 COPIED = {"cpu": 2**28, "cuda": 2**30}  # bytes of the copy whose rate is measured, more than caches hold
 
 Key = tuple[str, str]  # contestant, mode
+# Where glibc's own adaptation ends once a tensor of 32 MiB was freed: larger ones are mapped, and 64 MiB stay free at most.
+LEFT_ALONE = {"mmap_max": 65536, "mmap_threshold": 2**25, "trim_threshold": 2**26}
 Step = Callable[[Batch], Tensor | float]  # trains on a batch; the loss it found
 
 
@@ -150,7 +154,9 @@ def main(benchmark: Benchmark) -> dict:
         dtype = autocast_of(config_of(benchmark, "ce", "never"), device) or torch.float32
         ceilings = {"matmul_flops_per_s": matmul_rate(device, dtype), "copy_bytes_per_s": copy_rate(device)}
         advance = stack.enter_context(steps_bar("benchmark", len(contest.works) * (benchmark.rounds + 1), 0))
-        rates = take_turns(contest.works, benchmark.rounds, lambda _: None, lambda key: advance(1, ", ".join(key)))
+        rates = take_turns(
+            contest.works, benchmark.rounds, lambda key: own_memory(key, device), lambda key: advance(1, ", ".join(key))
+        )
     if broken := [key for key, loss in contest.losses.items() if not math.isfinite(loss)]:
         # An update of ours that is not finite is left out, so its time says nothing.
         raise UserError(f"the loss of {', '.join(broken[0])} is {float(contest.losses[broken[0]])}; choose another --precision")
@@ -418,6 +424,16 @@ def floor_of(config: Config, model: nn.Module, batch: Batch, spec: LabelSpec, cl
         step_loss(config, model, batch, spec, rules_of(config), grid, None, autocast_of(config, device))
     weights = sum(p.nbytes for p in model.parameters())
     return Floor(training_flops(twin, config.size), 12 * weights + 2 * saved.bytes)
+
+
+def own_memory(key: Key, device: torch.device) -> None:
+    """Before a turn on a CPU: the C library deals with freed memory as it does in that train.py."""
+    if device.type != "cpu":
+        return
+    if key[0] == "timm":
+        set_malloc(**LEFT_ALONE)
+    else:
+        keep_memory()
 
 
 def floor_rows(floors: dict[str, Floor], ceilings: dict[str, float], rates: dict[Key, list[float]], images: int) -> list[dict]:

@@ -131,3 +131,25 @@ def test_a_dry_run_knows_what_a_step_takes(micro, tmp_path, command, capsys):
     assert done.returncode == 0, done.stderr
     taken = json.loads(done.stdout.splitlines()[-1])[0]
     assert 1 / 1.5 < promised / taken < 1.5, (promised, taken)
+
+
+FAULTS = """
+import resource, sys
+import torch
+from densefeed.training.speed import keep_memory, set_malloc
+if sys.argv[1] == "kept":
+    keep_memory()
+for number in range(30):
+    if number == 10:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    tensors = [torch.ones(2**20 * size) for size in (1, 3, 9, 17)]  # 4 to 68 MiB
+    del tensors
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def test_kept_memory_is_not_asked_for_again(command):
+    """Twenty times the same 120 MiB: 30,720 pages of 4 KiB each time, unless they are kept."""
+    faults = {how: int(command("-c", FAULTS, how).stdout) for how in ("kept", "left")}
+    assert faults["kept"] < 1000
+    assert faults["left"] > 10 * 30_720 * 17 / 30

@@ -14,11 +14,13 @@ import os
 import platform
 import sys
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
 from typing import Literal
 
+import numpy as np
 import timm
 import torch
 import tyro
@@ -45,6 +47,7 @@ from densefeed.training.student import student_of, update
 from torch import Tensor, nn
 
 FUSED_FROM = 4096  # classes; below, logits that exist whole take less memory than the rest of a step, and less time
+LEAST_SCALE = 2**-10  # of a float16 loss; it begins at 2^16 and each overflow halves it
 ALONE = Ranks(0, 1, torch.device("cpu"))
 
 # ------------------------------------------------------------------------- set up
@@ -183,6 +186,19 @@ def resolved(config: Config, ranks: Ranks, checkpoint: dict | None) -> Config:
     return replace(config, compile=how, microbatch=small)
 
 
+def maps_checksum(config: Config, loader: ThreadedLoader) -> int:
+    """Of the first 64 score maps, wherever they are stored: tells a resumed run that its labels are others. 0 without maps."""
+    if config.objective == "ce":
+        return 0
+    try:
+        maps = loader.source.maps(np.arange(min(64, len(loader.source.labels))))
+    except UserError:
+        if config.on_bad_sample == "skip":  # a damaged one among them is left out when its turn comes
+            return 0
+        raise
+    return zlib.crc32(b"".join(np.ascontiguousarray(part).tobytes() for part in (maps.logit, maps.cls, maps.lse, maps.window)))
+
+
 def autocast_of(config: Config, device: torch.device) -> torch.dtype | None:
     """The type that products are computed in, None for float32."""
     known = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -196,23 +212,42 @@ def flops_of_sizes(config: Config, loader: Loader) -> dict[int, float]:
     return {size: training_flops(twin, size) for _, size in loader.plan.sizes}
 
 
-def dry_run(config: Config, ranks: Ranks, model: nn.Module, compute: Callable[[], Tensor], images: int) -> None:
-    """The first loss, of `images` images, and what memory a whole step will take. UserError if there is not so much."""
-    with Saved(model) as saved:
-        loss = compute()
-    loss.backward()
-    weights = sum(p.nbytes for p in model.parameters())
-    # Gradients, two moments and perhaps averaged weights are as large as the weights.
-    needed = weights * (3 + (config.ema > 0)) + saved.bytes * config.microbatch / images
-    free = free_memory(ranks.device)
-    print(
-        f"dry run: data, labels and recipe fit together; loss {loss.item():.3f} of {images} images; gradients, moments and "
-        f"{config.microbatch} images at once take about {needed / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free on {ranks.device}"
+def dry_run(config: Config, ranks: Ranks, model: nn.Module, dtype: torch.dtype | None) -> None:
+    """The loss and gradient of the first images, and what memory a whole step takes. UserError if there is not so much."""
+    images = 2 * config.views
+    largest = max((side for _, side in config.sizes), default=config.size)
+    few = replace(
+        config,
+        batch=images,
+        microbatch=images,
+        threads=1,
+        sizes=((0, largest),) if config.sizes else (),
+        labels_on_device=False,
     )
+    loader = open_loader(few, "train")
+    with closing(loader):
+        alone = replace(ranks, rank=0, size=1)
+        feed = Feed(few, alone, loader, model.train(), dtype)
+        parts = next(feed.batches(0, 0))
+        feed.check_waits(parts)
+        (compute,) = feed.losses(model, parts, 0, 0)
+        with Saved(model) as saved:
+            loss = compute()
+        loss.backward()
+    # Gradients, two moments and perhaps averaged weights are as large as the weights.
+    fixed, each = sum(p.nbytes for p in model.parameters()) * (3 + (config.ema > 0)), saved.bytes / images
+    needed, free = fixed + each * config.microbatch, free_memory(ranks.device)
+    if ranks.first:
+        print(
+            f"dry run: data, labels and recipe fit together; loss {loss.item():.3f} of {images} images; gradients, moments and "
+            f"{config.microbatch} images at once take about {needed / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free on {ranks.device}"
+        )
     if needed > free:
+        local = config.batch // ranks.size
+        fits = [n for n in range(2, config.microbatch, 2) if local % n == 0 and fixed + each * n < free]
         raise UserError(
-            f"{config.microbatch} images at once take about {needed / 1e9:.1f} GB on {ranks.device}, of which {free / 1e9:.1f} GB "
-            f"are free; give --microbatch {max(2, config.microbatch // 4 * 2)} or --grad-checkpointing"
+            f"{config.microbatch} images at once take about {needed / 1e9:.2f} GB on {ranks.device}, of which {free / 1e9:.2f} GB "
+            f"are free; give {f'--microbatch {fits[-1]}' if fits else '--grad-checkpointing, or a smaller model'}"
         )
 
 
@@ -279,6 +314,9 @@ def run_on(config: Config, ranks: Ranks, asked: Callable[[], str]) -> dict:
         raise UserError(
             f"{config.out} was trained on other images than {config.data} holds; give the same, or choose another --out"
         )
+    maps = maps_checksum(config, loader)
+    if checkpoint and checkpoint["maps"] != maps:
+        raise UserError(f"{config.out} was trained with other score maps than these; give the same, or choose another --out")
     plan, epochs = loader.plan, total_epochs(config)
     steps = epochs * len(loader)
     torch.manual_seed(config.seed)
@@ -294,22 +332,26 @@ def run_on(config: Config, ranks: Ranks, asked: Callable[[], str]) -> dict:
         except (AssertionError, AttributeError) as error:
             raise UserError(f"{config.model} cannot compute its blocks anew; leave --grad-checkpointing away") from error
     student = student_of(config, model, ranks, dtype)
+
+    def is_due(epoch: int) -> bool:
+        """Whether there is an evaluation after so many epochs."""
+        return epoch % config.eval_every == 0 or epoch == epochs
+
     step, skips = 0, 0  # done so far; and of these without an update
+    owed, spent = False, np.zeros(2)  # an evaluation; seconds, and of these waited for data, in the processes before this one
     seen = torch.zeros(2, dtype=torch.float64, device=device)  # sum of the losses since the last log line, how many
     if checkpoint:
         student.restore(checkpoint)
         seen.copy_(checkpoint["seen"])
-        step, skips = checkpoint["step"], checkpoint.get("skips", 0)
+        step, skips, spent = checkpoint["step"], checkpoint["skips"], np.array(checkpoint["spent"])
+    ends = bool(step) and step % len(loader) == 0  # of an epoch, whose evaluation may not have been made
+    owed = ends and is_due(step // len(loader)) and (step == steps or not ranks.tell_waits(kept.rated(step)))
     del checkpoint
-    feed = Feed(config, ranks, loader, model, dtype)
-
     if config.dry_run:
         with closing(loader), closing(val):
-            first = next(feed.batches(0, 0))
-            feed.check_waits(first)
-            few = Batch(*(None if field is None else field[:2] for field in first[0]))
-            dry_run(config, ranks, model, feed.losses(model, [few], 0, 0)[0], len(few.label))
+            dry_run(config, ranks, model, dtype)
         return {}
+    feed = Feed(config, ranks, loader, model, dtype)
 
     if ranks.first:
         config.out.mkdir(parents=True, exist_ok=True)
@@ -329,12 +371,12 @@ def run_on(config: Config, ranks: Ranks, asked: Callable[[], str]) -> dict:
     flops = flops_of_sizes(config, loader)
     peak = peak_flops(device, dtype or torch.float32) * ranks.size
     began = clock = time.perf_counter()  # clock and logged: since when, and which step, the rate is measured
-    first, logged, waited, result, text = step, step, 0.0, {}, ""
+    first, logged, result, text, timed = step, step, {}, "", Timed()
     leaps, agreement = Leaps(), Agreement(ranks)
     with (
         closing(loader),
         closing(val),
-        logging(config.out, step, steps, plain(config), config.wandb, ranks.first) as (write, advance),
+        logging(config.out, step, steps, plain(config), config.wandb, ranks.first, evaluated=not owed) as (write, advance),
         memory_told(config.microbatch, str(config.out)),
     ):
 
@@ -343,8 +385,18 @@ def run_on(config: Config, ranks: Ranks, asked: Callable[[], str]) -> dict:
             nonlocal skips
             bad, when = student.finite.looked_waits()
             skips += bad
-            if bad and (config.on_nonfinite == "stop" or skips > config.max_skips):
+            if bad and config.on_nonfinite == "stop":
                 raise UserError(f"{config.out}: {why_not_finite(when)}")
+            if skips > config.max_skips:
+                raise UserError(
+                    f"{config.out}: {skips} updates were skipped, as their gradients were not finite, of the last ones step {when + 1} "
+                    f"first; that is more than --max-skips {config.max_skips}; lower --lr, or give --clip-grad 1"
+                )
+            if student.scaler.is_enabled() and student.scaler.get_scale() < LEAST_SCALE:
+                raise UserError(
+                    f"{config.out}: gradients overflow in float16 at any scale of the loss, up to step {step}; "
+                    "give --precision bf16 or fp32, or lower --lr"
+                )
             if bad and ranks.first:
                 print(
                     f"skipped {bad} updates whose gradients were not finite, of step {when + 1} first",
@@ -370,19 +422,25 @@ def run_on(config: Config, ranks: Ranks, asked: Callable[[], str]) -> dict:
                 "lower --lr, or give --clip-grad 1 or --on-nonfinite skip"
             )
 
-        def save(top1: float | None = None) -> None:
+        def so_far() -> np.ndarray:
+            """Seconds since this process began, and of these waited for data."""
+            return np.array([time.perf_counter() - began, timed.waited])
+
+        def save() -> None:
             mean_waits()  # numbers that are not finite never replace a good checkpoint
             ranks.average(student.averaged())
             mean_seen = ranks.sum(seen.clone()) / ranks.size  # of all ranks, so that any number of them can go on from it
             if ranks.first:
                 about = {
-                    "seen": mean_seen, "skips": skips, "step": step, "config": plain(config), "recipe": recipe._asdict(),
-                    "microbatch": config.microbatch, "class_names": loader.class_names, "fingerprint": loader.fingerprint,
+                    "seen": mean_seen, "skips": skips, "spent": (spent + so_far()).tolist(), "step": step,
+                    "config": plain(config), "recipe": recipe._asdict(), "microbatch": config.microbatch,
+                    "class_names": loader.class_names, "fingerprint": loader.fingerprint, "maps": maps,
                     "mean": list(model.pretrained_cfg["mean"]), "std": list(model.pretrained_cfg["std"]),
                 }  # fmt: skip
-                kept.save(student.state() | about, step, top1)
+                kept.save(student.state() | about, step)
 
-        def evaluate() -> dict:
+        def evaluate() -> None:
+            nonlocal result, text
             ranks.average(student.averaged())
             accuracy = {}
             for kind, one in (("", model), ("_ema", student.ema and student.ema.module)):
@@ -390,10 +448,14 @@ def run_on(config: Config, ranks: Ranks, asked: Callable[[], str]) -> dict:
                     shares = evaluate_waits(one, val, feed.augmentation.normalise, ranks, dtype, advance)
                     accuracy |= {f"top1{kind}": shares.top1, f"top5{kind}": shares.top5, f"loss{kind}": shares.loss}
             write("val", step, step / len(loader), accuracy)
-            return accuracy
+            result, text = accuracy, f"top-1 {100 * accuracy['top1']:.1f} %"
+            advance(0, text)
+            if ranks.first:
+                kept.rate(step, max(accuracy["top1"], accuracy.get("top1_ema", 0)))
 
+        if owed:
+            evaluate()
         for epoch in range(step // len(loader), epochs):
-            timed = Timed()
             model.train()
             for parts in feed.batches(epoch, step % len(loader), timed):
                 at = step % len(loader)
@@ -426,15 +488,12 @@ def run_on(config: Config, ranks: Ranks, asked: Callable[[], str]) -> dict:
                     save()
                 if stop:
                     break
-            waited += timed.waited
             if step % len(loader):
                 break
-            ended = (epoch + 1) % config.eval_every == 0 or epoch + 1 == epochs
-            if ended:
-                result = evaluate()
-                text = f"top-1 {100 * result['top1']:.1f} %"
-                advance(0, text)
-            save(max(result["top1"], result.get("top1_ema", 0)) if ended else None)
+            save()  # also before an evaluation, so that whoever is killed in it has lost nothing
+            if is_due(epoch + 1):
+                evaluate()
+            timed.since_last()
             logged, clock = step, time.perf_counter()
             if agreement(bool(asked())):
                 break
@@ -444,12 +503,11 @@ def run_on(config: Config, ranks: Ranks, asked: Callable[[], str]) -> dict:
                     f"{config.out}: stopped after step {step} of {steps}, all saved; the same command with --resume auto goes on"
                 )
             return {}
-        result = result or evaluate()  # a run that was killed after its last step
-    seconds = time.perf_counter() - began
+        seconds, waited = spent + so_far()
     result |= {
         "date": time.strftime("%Y-%m-%d"), "seed": config.seed,
-        "objective": config.objective, "model": config.model, "epochs": epochs, "seconds": round(seconds, 1),
-        "data_wait_share": round(waited / seconds, 4), "skipped": loader.skipped + val.skipped,
+        "objective": config.objective, "model": config.model, "epochs": epochs, "seconds": round(float(seconds), 1),
+        "data_wait_share": round(float(waited / seconds), 4), "skipped": loader.skipped + val.skipped,
     }  # fmt: skip
     if ranks.first:
         with replacing(config.out / "result.json") as part:

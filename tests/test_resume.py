@@ -54,8 +54,9 @@ def differences(one: object, other: object, path: str = "") -> list[str]:
 
 
 def state(out: Path) -> dict:
-    """The newest checkpoint but for the config, whose `out` and `resume` differ."""
-    return {name: value for name, value in checkpoints.load(out / "last.pt").items() if name != "config"}
+    """The newest checkpoint but for the config, whose `out` and `resume` differ, time spent, and what it says of older ones."""
+    other = ("config", "spent", "accuracies")
+    return {name: value for name, value in checkpoints.load(out / "last.pt").items() if name not in other}
 
 
 def stopped_after(steps: int):
@@ -382,7 +383,7 @@ def test_skipped_steps_are_counted_and_their_losses_are_not(micro, tmp_path, mon
     fields = dict(on_nonfinite="skip", max_skips=2, log_every=3, epochs=3)
     with monkeypatch.context() as patch:
         seen = poisoned(patch, 1, 3, 4, 5)
-        with pytest.raises(UserError, match=r"the gradients of step 4 are not finite"):  # more than max_skips by then
+        with pytest.raises(UserError, match=r"4 updates were skipped, .* of the last ones step 4 first; .* more than --max-skips 2"):
             training.train(micro(tmp_path / "run", **fields))
     assert "skipped 1 updates whose gradients were not finite, of step 2 first" in capsys.readouterr().err
     assert all(torch.equal(seen[1][name], seen[2][name]) for name in seen[1])
@@ -392,7 +393,7 @@ def test_skipped_steps_are_counted_and_their_losses_are_not(micro, tmp_path, mon
     # The skip of the first epoch counts after a resume too: one more is allowed.
     assert checkpoints.load(tmp_path / "run" / "last.pt")["skips"] == 1
     poisoned(monkeypatch, 3, 4)
-    with pytest.raises(UserError, match=r"the gradients of step 4 are not finite"):
+    with pytest.raises(UserError, match=r"3 updates were skipped"):
         training.train(micro(tmp_path / "run", resume="auto", **fields))
     monkeypatch.undo()
     poisoned(monkeypatch, 3)
@@ -412,3 +413,32 @@ def test_more_epochs_are_another_run(micro, finished):
     """A schedule that ends elsewhere is not the same training."""
     with pytest.raises(UserError, match="was trained with epochs=2"):
         training.train(micro(finished, epochs=3, resume="auto"))
+
+
+def test_who_is_killed_in_an_evaluation_has_lost_nothing_and_makes_it_again(micro, tmp_path, monkeypatch):
+    """The epoch is saved before it is judged; the continued run judges it first, and all records are those of one run."""
+    training.train(micro(tmp_path / "whole"))
+    evaluate = training.evaluate_waits
+    for epoch in (1, 2):
+        calls = []
+
+        def killed(*arguments, calls=calls):
+            calls.append(1)
+            if len(calls) == 2:
+                raise KeyboardInterrupt
+            return evaluate(*arguments)
+
+        monkeypatch.setattr(training, "evaluate_waits", killed)  # raw weights are judged, the averaged ones no more
+        with pytest.raises(KeyboardInterrupt):
+            training.train(micro(tmp_path / "cut", resume="auto"))
+        monkeypatch.undo()
+        saved = checkpoints.load(tmp_path / "cut" / "last.pt")
+        assert saved["step"] == 3 * epoch
+        if epoch == 1:
+            monkeypatch.setattr(training, "stopping", stopped_after(1))
+            assert training.train(micro(tmp_path / "cut", resume="auto")) == {}
+            monkeypatch.undo()
+    result = training.train(micro(tmp_path / "cut", resume="auto"))
+    assert records(tmp_path / "cut") == records(tmp_path / "whole")
+    assert differences(state(tmp_path / "cut"), state(tmp_path / "whole")) == []
+    assert result["top1"] == json.loads((tmp_path / "whole" / "result.json").read_text())["top1"]

@@ -1,10 +1,12 @@
 """The run: it learns, resumes to the bit, and refuses what does not fit in one sentence."""
 
 import json
+import re
 import shutil
 from dataclasses import replace
 
 import densefeed.train as training
+import numpy as np
 import pytest
 import torch
 from densefeed.models import checkpoints
@@ -14,6 +16,8 @@ from densefeed.pipelines.augment import Augmentation, augmented
 from densefeed.pipelines.mixing import Mix
 from densefeed.pipelines.targets import TargetRules
 from densefeed.relabel.files import UserError
+from densefeed.relabel.images import Images
+from densefeed.relabel.store import ScoreMapWriter, StoreHeader
 from densefeed.training import objective, recipes
 from densefeed.training.config import Config
 
@@ -432,6 +436,38 @@ def test_a_run_killed_after_its_last_step_is_only_evaluated(packed, tmp_path):
     again = training.train(config(packed, tmp_path / "run", resume="auto"))
     assert again["top1"] == whole["top1"]
     assert again["top1_ema"] == whole["top1_ema"]
+
+
+def test_a_continued_run_counts_all_its_time_and_no_other_maps(packed, folder, maps, random_maps, tmp_path):
+    """A finished run that is begun again keeps its seconds; with the maps of another teacher it is refused."""
+    whole = training.train(config(packed, tmp_path / "run"))
+    again = training.train(config(packed, tmp_path / "run", resume="auto", labels=maps))  # the same maps, beside the images
+    assert again["seconds"] >= whole["seconds"] > 0
+    assert again["data_wait_share"] > 0
+    images = Images(folder, split="train")
+    header = StoreHeader(
+        side=6, top_k=2, num_classes=2, absent="tail", teacher="another", input_size=96, geometry="centre-crop",
+        fingerprint=images.fingerprint(), class_names=tuple(images.class_names),
+    )  # fmt: skip
+    writer = ScoreMapWriter(tmp_path / "others.h5", header, images.paths, images.labels)
+    writer.write(np.arange(len(images)), random_maps(len(images), 6, 2, 2, seed=1, window=(0.0, 0.1, 1.0, 0.9)))
+    writer.finish()
+    with pytest.raises(UserError, match=r"was trained with other score maps than these"):
+        training.train(config(packed, tmp_path / "run", resume="auto", labels=tmp_path / "others.h5"))
+
+
+@pytest.mark.parametrize("fields", [dict(sizes=((0, 16), (1, 48))), dict(batch=1024, size=224), dict(views=2, mixtoken=True)])
+def test_a_dry_run_takes_two_images_whatever_the_recipe(packed, tmp_path, capsys, fields):
+    """Of a large batch too, where what is kept of two images is no view of it all: in proportion to the microbatch."""
+    said = {}
+    for small in (8, 32):
+        chosen = config(packed, tmp_path / "run", **{"batch": 32} | fields, microbatch=small, dry_run=True)
+        assert training.train(chosen) == {}
+        out = capsys.readouterr().out
+        said[small] = float(re.search(r"take about ([\d.]+) GB", out)[1])
+        assert "2 images" in out or "4 images" in out
+    assert said[8] <= said[32] < 4.2 * said[8] + 0.02
+    assert not (tmp_path / "run").exists()
 
 
 def test_other_images_are_not_continued_on(packed, folder, tmp_path):

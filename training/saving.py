@@ -32,22 +32,35 @@ class Checkpoints:
         """Whether the folder holds a run."""
         return (self.out / "last.pt").is_symlink() or (self.out / "last.pt").exists() or any(self._files())
 
-    def save(self, state: dict, step: int, top1: float | None = None) -> None:
-        """Write `state`, the run after `step` steps; `top1` is what an evaluation there gave."""
+    def save(self, state: dict, step: int) -> None:
+        """Write `state`, the run after `step` steps."""
         path = self.folder / f"step-{step:08d}.pt"
         # Steps from here on are of a run that was continued from an earlier one, and is done again.
         older = [old for old in self._entries() if old["step"] < step and old["file"] not in self._damaged]
+        # Accuracies stand in every later checkpoint too, should the manifest be lost.
+        state = state | {"accuracies": {old["file"]: old["top1"] for old in older}}
         # Through a Python file: a full disk is an OSError there, and only a failed assertion in torch's own writer.
         with replacing(path) as part:
             with open(part, "wb") as file:
-                torch.save(state | {"top1": top1}, file)
-            entry = {"file": path.name, "step": step, "bytes": part.stat().st_size, "sha256": sha256(part), "top1": top1}
-        entries = [*older, entry]
+                torch.save(state, file)
+            entry = {"file": path.name, "step": step, "bytes": part.stat().st_size, "sha256": sha256(part), "top1": None}
+        self._settle([*older, entry])
+
+    def rate(self, step: int, top1: float) -> None:
+        """Note the accuracy of the checkpoint of `step`; the file stays as it is, so that its hash holds at every moment."""
+        self._settle([entry | {"top1": top1} if entry["step"] == step else entry for entry in self._entries()])
+
+    def rated(self, step: int) -> bool:
+        """Whether the accuracy after `step` is noted."""
+        return any(entry["step"] == step and entry["top1"] is not None for entry in self._entries())
+
+    def _settle(self, entries: list[dict]) -> None:
+        """Write the manifest, let the links lead where they should, delete what need not stay."""
         best = max((e for e in entries if e["top1"] is not None), key=lambda e: e["top1"], default=None)
         kept = [e for e in entries if e in entries[-self.keep :] or e is best]
         with replacing(self.manifest) as part:
             part.write_text(json.dumps(kept, indent=1) + "\n")
-        self._link("last.pt", path)
+        self._link("last.pt", self.folder / kept[-1]["file"])
         if best is not None:
             self._link("best.pt", self.folder / best["file"])
         else:
@@ -88,7 +101,9 @@ class Checkpoints:
         """What the manifest says, or the files themselves where it says nothing."""
         try:
             entries = json.loads(self.manifest.read_text())
-            if entries and all(e["file"] == f"step-{e['step']:08d}.pt" and e["sha256"] and (e["top1"] or 0) >= 0 for e in entries):
+            if entries and all(
+                e["file"] == f"step-{e['step']:08d}.pt" and e["sha256"] and (e["top1"] or 0) >= 0 for e in entries
+            ):
                 return entries
             raise ValueError("its entries are not ours")
         except FileNotFoundError:
@@ -102,17 +117,17 @@ class Checkpoints:
 
     def _found(self) -> list[dict]:
         """Entries of the files that load."""
-        entries = []
+        entries, accuracies = [], {}
         for path in self._files():
             try:
-                content = checkpoints.load(path)
+                accuracies |= checkpoints.load(path).get("accuracies", {})
                 entries.append({
                     "file": path.name, "step": int(path.stem.removeprefix("step-")), "bytes": path.stat().st_size,
-                    "sha256": sha256(path), "top1": content.get("top1"),
+                    "sha256": sha256(path),
                 })  # fmt: skip
             except (checkpoints.CheckpointError, ValueError, OSError) as error:
                 self._pass_over(path.name, error)
-        return entries
+        return [entry | {"top1": accuracies.get(entry["file"])} for entry in entries]
 
     def _link(self, name: str, path: Path) -> None:
         """Let OUT/name lead to `path`, in one step."""

@@ -14,8 +14,8 @@ def lines(out):
     return [json.loads(line, parse_constant=pytest.fail) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
-def written(out, *records, step=0, steps=10, project=""):
-    with logging(out, step, steps, {"seed": 0}, project, speaks=True) as (write, advance):
+def written(out, *records, step=0, steps=10, project="", evaluated=True):
+    with logging(out, step, steps, {"seed": 0}, project, speaks=True, evaluated=evaluated) as (write, advance):
         for kind, at, values in records:
             write(kind, at, at / 4, values)
             advance(1, "text")
@@ -38,10 +38,19 @@ def test_an_accuracy_is_kept_unless_it_is_measured_again(tmp_path):
     written(tmp_path, *records)
     written(tmp_path, step=5, steps=10)
     assert [r["kind"] for r in lines(tmp_path)] == ["train", "val"]
-    written(tmp_path, ("val", 5, {"top1": 0.5}), step=5, steps=5)
+    written(tmp_path, ("val", 5, {"top1": 0.5}), step=5, steps=5, evaluated=False)
     assert [r["kind"] for r in lines(tmp_path)] == ["train", "val"]
     forget_after(4, tmp_path / "nothing.jsonl")  # a folder without records is no error
     assert not (tmp_path / "nothing.jsonl").exists()
+
+
+def test_a_damaged_line_is_told_and_left_out(tmp_path, capsys):
+    written(tmp_path, ("train", 1, {"loss": 1.0}))
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write("garbage\n[1]\n")
+    written(tmp_path, ("train", 2, {"loss": 0.5}), step=1)
+    assert [r["step"] for r in lines(tmp_path)] == [1, 2]
+    assert capsys.readouterr().err.count("is damaged and left out") == 2
 
 
 def test_json_holds_no_nan(tmp_path):

@@ -17,7 +17,9 @@ def saved(out, keep, *steps):
     """A run folder after these steps: (step, top1 or None)."""
     kept = Checkpoints(out, keep)
     for step, top1 in steps:
-        kept.save({"weights": torch.full((100,), float(step))}, step, top1)
+        kept.save({"weights": torch.full((100,), float(step))}, step)
+        if top1 is not None:
+            kept.rate(step, top1)
     return kept
 
 
@@ -112,7 +114,7 @@ def test_a_damaged_checkpoint_never_pushes_out_a_whole_one(tmp_path):
     damage(tmp_path / "checkpoints" / "step-00000002.pt", "cut")
     kept = Checkpoints(tmp_path, 2)
     kept.newest()
-    kept.save({"weights": torch.full((100,), 3.0)}, 3, None)
+    kept.save({"weights": torch.full((100,), 3.0)}, 3)
     assert [entry["step"] for entry in listed(tmp_path)] == [1, 3]
     assert os.readlink(tmp_path / "best.pt") == "checkpoints/step-00000001.pt"
     assert assert_whole(tmp_path) == 3
@@ -136,7 +138,8 @@ def test_without_its_manifest_a_run_is_found_by_its_files(tmp_path, capsys, cont
     said = capsys.readouterr().err
     assert "manifest.json" in said
     assert "step-00000003.pt" in said
-    kept.save({"weights": torch.full((100,), 4.0)}, 4, 0.5)
+    kept.save({"weights": torch.full((100,), 4.0)}, 4)
+    kept.rate(4, 0.5)
     assert [entry["step"] for entry in listed(tmp_path)] == [1, 4]
     assert os.readlink(tmp_path / "best.pt") == "checkpoints/step-00000001.pt"
     assert assert_whole(tmp_path) == 4

@@ -92,9 +92,15 @@ def test_a_dry_run_refuses_what_a_run_refuses(micro, tmp_path, fields, said):
 
 
 def test_a_dry_run_refuses_what_memory_cannot_hold(micro, tmp_path, monkeypatch):
+    """The largest part of the batch that fits is named, and fits."""
     monkeypatch.setattr(training, "free_memory", lambda device: 10_000_000)
-    with pytest.raises(UserError, match=r"64 images at once take about 0\.\d GB on cpu, of which 0\.0 GB .*--microbatch 32 or"):
+    with pytest.raises(UserError, match=r"64 images at once take about 0\.\d\d GB on cpu, of which 0\.01 GB .*--microbatch") as told:
         training.train(micro(tmp_path / "run", batch=64, dry_run=True))
+    fits = int(str(told.value).rpartition(" ")[2])
+    assert 64 % fits == 0
+    assert training.train(micro(tmp_path / "run", batch=64, microbatch=fits, dry_run=True)) == {}
+    with pytest.raises(UserError, match="images at once take about"):
+        training.train(micro(tmp_path / "run", batch=64, microbatch=2 * fits, dry_run=True))
 
 
 MEASURED = r"""

@@ -20,6 +20,7 @@ from densefeed.relabel.images import Images
 from densefeed.relabel.store import ScoreMapWriter, StoreHeader
 from densefeed.training import objective, recipes
 from densefeed.training.config import Config
+from densefeed.training.saving import Checkpoints
 
 
 def config(packed, out, **fields):
@@ -439,11 +440,14 @@ def test_a_run_killed_after_its_last_step_is_only_evaluated(packed, tmp_path):
 
 
 def test_a_continued_run_counts_all_its_time_and_no_other_maps(packed, folder, maps, random_maps, tmp_path):
-    """A finished run that is begun again keeps its seconds; with the maps of another teacher it is refused."""
-    whole = training.train(config(packed, tmp_path / "run"))
+    """The seconds of earlier processes count, here 100 and 50 of waiting; with the maps of another teacher it is refused."""
+    training.train(config(packed, tmp_path / "run"))
+    state = checkpoints.load(tmp_path / "run" / "last.pt")
+    assert state["spent"][0] > state["spent"][1] > 0
+    Checkpoints(tmp_path / "run", 2).save(state | {"spent": [100.0, 50.0]}, 6)
     again = training.train(config(packed, tmp_path / "run", resume="auto", labels=maps))  # the same maps, beside the images
-    assert again["seconds"] >= whole["seconds"] > 0
-    assert again["data_wait_share"] > 0
+    assert 100 <= again["seconds"] < 160
+    assert 0.3 < again["data_wait_share"] <= 0.5
     images = Images(folder, split="train")
     header = StoreHeader(
         side=6, top_k=2, num_classes=2, absent="tail", teacher="another", input_size=96, geometry="centre-crop",

@@ -338,7 +338,7 @@ def run_on(config: Config, ranks: Ranks, asked: Callable[[], str]) -> dict:
         return epoch % config.eval_every == 0 or epoch == epochs
 
     step, skips = 0, 0  # done so far; and of these without an update
-    owed, spent = False, np.zeros(2)  # an evaluation; seconds, and of these waited for data, in the processes before this one
+    spent = np.zeros(2)  # seconds, and of these waited for data, in the processes before this one
     seen = torch.zeros(2, dtype=torch.float64, device=device)  # sum of the losses since the last log line, how many
     if checkpoint:
         student.restore(checkpoint)
@@ -387,7 +387,7 @@ def run_on(config: Config, ranks: Ranks, asked: Callable[[], str]) -> dict:
             skips += bad
             if bad and config.on_nonfinite == "stop":
                 raise UserError(f"{config.out}: {why_not_finite(when)}")
-            if skips > config.max_skips:
+            if bad and skips > config.max_skips:
                 raise UserError(
                     f"{config.out}: {skips} updates were skipped, as their gradients were not finite, of the last ones step {when + 1} "
                     f"first; that is more than --max-skips {config.max_skips}; lower --lr, or give --clip-grad 1"

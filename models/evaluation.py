@@ -72,8 +72,3 @@ def shares_waits(sums: Sums) -> Shares:
     """Averages over the images that count; waits for the device."""
     right, right5, loss, total = torch.stack(sums).tolist()
     return Shares(right / total, right5 / total, loss / total)
-
-
-def top1_waits(model: nn.Module, batches: Iterable[Told]) -> float:
-    """Top-1 accuracy over batches of (normalised images, labels, weights); weight 0 does not count. Waits for the device once."""
-    return shares_waits(sums_of(answers(model, batches))).top1

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import random
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -392,6 +393,10 @@ def test_skipped_steps_are_counted_and_their_losses_are_not(micro, tmp_path, mon
     assert math.isfinite(line["loss"])
     # The skip of the first epoch counts after a resume too: one more is allowed.
     assert checkpoints.load(tmp_path / "run" / "last.pt")["skips"] == 1
+    # Nor does a lower limit stop a run in which nothing more is skipped.
+    shutil.copytree(tmp_path / "run", tmp_path / "strict", symlinks=True)
+    strict = micro(tmp_path / "strict", resume="auto", **fields | {"max_skips": 0})
+    assert training.train(strict)["top1"] >= 0
     poisoned(monkeypatch, 3, 4)
     with pytest.raises(UserError, match=r"3 updates were skipped"):
         training.train(micro(tmp_path / "run", resume="auto", **fields))

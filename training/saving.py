@@ -1,7 +1,7 @@
 """The checkpoints of a run: whole or not there, each with its hash, the last few and the best kept.
 
     OUT/checkpoints/step-00001000.pt ...   plain dictionaries that torch.load(weights_only=True) reads
-    OUT/checkpoints/manifest.json          their steps, sizes, SHA-256 and accuracies, oldest first
+    OUT/checkpoints/manifest.json          their steps, SHA-256 and accuracies, oldest first
     OUT/last.pt, OUT/best.pt               links to the newest and to the most accurate
 
 A checkpoint is written under another name, synced, renamed, and only then named in the manifest; old ones are deleted
@@ -43,7 +43,7 @@ class Checkpoints:
         with replacing(path) as part:
             with open(part, "wb") as file:
                 torch.save(state, file)
-            entry = {"file": path.name, "step": step, "bytes": part.stat().st_size, "sha256": sha256(part), "top1": None}
+            entry = {"file": path.name, "step": step, "sha256": sha256(part), "top1": None}
         self._settle([*older, entry])
 
     def rate(self, step: int, top1: float) -> None:
@@ -121,10 +121,7 @@ class Checkpoints:
         for path in self._files():
             try:
                 accuracies |= checkpoints.load(path).get("accuracies", {})
-                entries.append({
-                    "file": path.name, "step": int(path.stem.removeprefix("step-")), "bytes": path.stat().st_size,
-                    "sha256": sha256(path),
-                })  # fmt: skip
+                entries.append({"file": path.name, "step": int(path.stem.removeprefix("step-")), "sha256": sha256(path)})
             except (checkpoints.CheckpointError, ValueError, OSError) as error:
                 self._pass_over(path.name, error)
         return [entry | {"top1": accuracies.get(entry["file"])} for entry in entries]

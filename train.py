@@ -9,7 +9,6 @@ What a run is stands in training/config.py, the recipes in training/recipes.py; 
 
 import inspect
 import json
-import math
 import os
 import platform
 import sys
@@ -18,7 +17,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import timm
@@ -36,18 +35,18 @@ from densefeed.pipelines.resident import free_memory
 from densefeed.relabel.files import UserError, replacing, run
 from densefeed.training.config import FREE, Config, check_values, model_arguments, plain
 from densefeed.training.feed import Feed
-from densefeed.training.guards import Leaps, first_not_finite, memory_told, stopping
+from densefeed.training.guards import memory_told, stopping
 from densefeed.training.logs import logging
 from densefeed.training.ranks import Agreement, Ranks, started
 from densefeed.training.recipes import RECIPES
 from densefeed.training.saving import Checkpoints
 from densefeed.training.schedule import learning_rate, peak_rate, total_epochs
 from densefeed.training.speed import Saved, keep_memory, peak_flops, peak_memory, settle, training_flops
-from densefeed.training.student import student_of, update
+from densefeed.training.student import Student, student_of, update
+from densefeed.training.watch import Watch
 from torch import Tensor, nn
 
 FUSED_FROM = 4096  # classes; below, logits that exist whole take less memory than the rest of a step, and less time
-LEAST_SCALE = 2**-10  # of a float16 loss; it begins at 2^16 and each overflow halves it
 ALONE = Ranks(0, 1, torch.device("cpu"))
 
 # ------------------------------------------------------------------------- set up
@@ -298,14 +297,34 @@ def train(config: Config) -> dict:
     """Run or continue a training; returns (and writes to result.json) its result, or {} if a signal stopped it."""
     check_values(config)
     with started(config.device) as ranks, stopping() as asked:
-        return run_on(config, ranks, asked)
+        if ranks.device.type == "cpu":
+            keep_memory()
+        run = prepared(config, ranks)
+        with closing(run.loader), closing(run.val):
+            if config.dry_run:
+                dry_run(run.config, ranks, run.student.model, autocast_of(config, ranks.device))
+                return {}
+            return run_on(run, ranks, asked)
 
 
-def run_on(config: Config, ranks: Ranks, asked: Callable[[], str]) -> dict:
-    """`train` on this rank; `asked` names the signal that wants it to stop."""
-    device, dtype, kept = ranks.device, autocast_of(config, ranks.device), Checkpoints(config.out, config.keep)
-    if device.type == "cpu":
-        keep_memory()
+class Prepared(NamedTuple):
+    """A run before its next step."""
+
+    config: Config  # resolved
+    loader: ThreadedLoader
+    val: ThreadedLoader
+    maps: int  # checksum of the score maps
+    recipe: checkpoints.Recipe
+    student: Student
+    step: int  # steps done
+    watched: tuple[Tensor | None, int]  # what Watch goes on from
+    spent: np.ndarray  # seconds, and of these waited for data, in the processes before this one
+    owed: bool  # whether the last of these steps ended an epoch whose evaluation has not been made
+
+
+def prepared(config: Config, ranks: Ranks) -> Prepared:
+    """Open, check and build everything, as new or as a checkpoint left it. UserError if something does not fit."""
+    dtype, kept = autocast_of(config, ranks.device), Checkpoints(config.out, config.keep)
     checkpoint = find_checkpoint(config, kept, ranks)
     config = resolved(config, ranks, checkpoint)
     loader, val = open_loader(config, "train", ranks), open_loader(config, "evaluate", ranks)
@@ -317,124 +336,85 @@ def run_on(config: Config, ranks: Ranks, asked: Callable[[], str]) -> dict:
     maps = maps_checksum(config, loader)
     if checkpoint and checkpoint["maps"] != maps:
         raise UserError(f"{config.out} was trained with other score maps than these; give the same, or choose another --out")
-    plan, epochs = loader.plan, total_epochs(config)
-    steps = epochs * len(loader)
     torch.manual_seed(config.seed)
     model, recipe = build_model(config, loader.num_classes)
     if config.init and not checkpoint:  # else the run continues
         begun = checkpoints.initialise(model, config.init)
         if ranks.first:
             print(begun)
-    model.to(device, memory_format=torch.channels_last)
+    model.to(ranks.device, memory_format=torch.channels_last)
     if config.grad_checkpointing:
         try:
             model.set_grad_checkpointing(True)
         except (AssertionError, AttributeError) as error:
             raise UserError(f"{config.model} cannot compute its blocks anew; leave --grad-checkpointing away") from error
     student = student_of(config, model, ranks, dtype)
+    if not checkpoint:
+        return Prepared(config, loader, val, maps, recipe, student, 0, (None, 0), np.zeros(2), owed=False)
+    student.restore(checkpoint)
+    step, steps = checkpoint["step"], total_epochs(config) * len(loader)
+    ends = step > 0 and step % len(loader) == 0 and is_due(config, step // len(loader))
+    owed = ends and (step == steps or not ranks.tell_waits(kept.rated(step)))
+    watched, spent = (checkpoint["seen"], checkpoint["skips"]), np.array(checkpoint["spent"])
+    return Prepared(config, loader, val, maps, recipe, student, step, watched, spent, owed)
 
-    def is_due(epoch: int) -> bool:
-        """Whether there is an evaluation after so many epochs."""
-        return epoch % config.eval_every == 0 or epoch == epochs
 
-    step, skips = 0, 0  # done so far; and of these without an update
-    spent = np.zeros(2)  # seconds, and of these waited for data, in the processes before this one
-    seen = torch.zeros(2, dtype=torch.float64, device=device)  # sum of the losses since the last log line, how many
-    if checkpoint:
-        student.restore(checkpoint)
-        seen.copy_(checkpoint["seen"])
-        step, skips, spent = checkpoint["step"], checkpoint["skips"], np.array(checkpoint["spent"])
-    ends = bool(step) and step % len(loader) == 0  # of an epoch, whose evaluation may not have been made
-    owed = ends and is_due(step // len(loader)) and (step == steps or not ranks.tell_waits(kept.rated(step)))
-    del checkpoint
-    if config.dry_run:
-        with closing(loader), closing(val):
-            dry_run(config, ranks, model, dtype)
-        return {}
-    feed = Feed(config, ranks, loader, model, dtype)
+def is_due(config: Config, epoch: int) -> bool:
+    """Whether there is an evaluation after so many epochs."""
+    return epoch % config.eval_every == 0 or epoch == total_epochs(config)
 
+
+def announced(run: Prepared, ranks: Ranks) -> None:
+    """Make the run's folder, write what the run is, and say it."""
+    config = run.config
+    config.out.mkdir(parents=True, exist_ok=True)
+    for left in config.out.glob("*.part"):  # half-written when an earlier process was killed
+        left.unlink()
+    for name, content in (("config.json", plain(config)), ("environment.json", environment(config, ranks))):
+        with replacing(config.out / name) as part:
+            part.write_text(json.dumps(content, indent=1))
+    print(
+        f"{run.recipe.name}: {sum(p.numel() for p in run.student.model.parameters()):,} parameters on {ranks.device}"
+        + (f" and {ranks.size - 1} more" if ranks.size > 1 else "")
+        + f"; objective {config.objective}; {run.loader.plan.num_samples:,} images, {total_epochs(config)} epochs of "
+        f"{len(run.loader)} steps; peak lr {peak_rate(config):.2g} = {config.lr:.2g} x {config.batch} / {config.lr_batch}"
+        + (f"; continuing at step {run.step}" if run.step else ""),
+        flush=True,
+    )
+
+
+def run_on(run: Prepared, ranks: Ranks, asked: Callable[[], str]) -> dict:
+    """The steps that are left, on this rank; `asked` names the signal that wants it to stop."""
+    config, loader, val, student, step = run.config, run.loader, run.val, run.student, run.step
+    device, model, plan, dtype = ranks.device, student.model, loader.plan, autocast_of(config, ranks.device)
+    epochs, steps = total_epochs(config), total_epochs(config) * len(loader)
+    kept, feed = Checkpoints(config.out, config.keep), Feed(config, ranks, loader, model, dtype)
+    watch = Watch(config, ranks, student, feed, *run.watched)
     if ranks.first:
-        config.out.mkdir(parents=True, exist_ok=True)
-        for left in config.out.glob("*.part"):  # half-written when an earlier process was killed
-            left.unlink()
-        for name, content in (("config.json", plain(config)), ("environment.json", environment(config, ranks))):
-            with replacing(config.out / name) as part:
-                part.write_text(json.dumps(content, indent=1))
-        print(
-            f"{recipe.name}: {sum(p.numel() for p in model.parameters()):,} parameters on {device}"
-            + (f" and {ranks.size - 1} more" if ranks.size > 1 else "")
-            + f"; objective {config.objective}; {plan.num_samples:,} images, {epochs} epochs of {len(loader)} steps; "
-            f"peak lr {peak_rate(config):.2g} = {config.lr:.2g} x {config.batch} / {config.lr_batch}"
-            + (f"; continuing at step {step}" if step else ""),
-            flush=True,
-        )
+        announced(run, ranks)
     flops = flops_of_sizes(config, loader)
     peak = peak_flops(device, dtype or torch.float32) * ranks.size
     began = clock = time.perf_counter()  # clock and logged: since when, and which step, the rate is measured
-    first, logged, result, text, timed = step, step, {}, "", Timed()
-    leaps, agreement = Leaps(), Agreement(ranks)
+    logged, result, text, timed = step, {}, "", Timed()
+    agreement = Agreement(ranks)
     with (
-        closing(loader),
-        closing(val),
-        logging(config.out, step, steps, plain(config), config.wandb, ranks.first, evaluated=not owed) as (write, advance),
+        logging(config.out, step, steps, plain(config), config.wandb, ranks.first, evaluated=not run.owed) as (write, advance),
         memory_told(config.microbatch, str(config.out)),
     ):
 
-        def mean_waits() -> float:
-            """The mean loss since the last log line, NaN of no steps; waits. UserError if numbers are not finite and may not be."""
-            nonlocal skips
-            bad, when = student.finite.looked_waits()
-            skips += bad
-            if bad and config.on_nonfinite == "stop":
-                raise UserError(f"{config.out}: {why_not_finite(when)}")
-            if bad and skips > config.max_skips:
-                raise UserError(
-                    f"{config.out}: {skips} updates were skipped, as their gradients were not finite, of the last ones step {when + 1} "
-                    f"first; that is more than --max-skips {config.max_skips}; lower --lr, or give --clip-grad 1"
-                )
-            if student.scaler.is_enabled() and student.scaler.get_scale() < LEAST_SCALE:
-                raise UserError(
-                    f"{config.out}: gradients overflow in float16 at any scale of the loss, up to step {step}; "
-                    "give --precision bf16 or fp32, or lower --lr"
-                )
-            if bad and ranks.first:
-                print(
-                    f"skipped {bad} updates whose gradients were not finite, of step {when + 1} first",
-                    file=sys.stderr,
-                    flush=True,
-                )
-            total, count = ranks.sum(seen.clone()).tolist()
-            mean = total / count if count else math.nan
-            if count and not math.isfinite(mean):  # though its gradients were
-                raise UserError(f"the loss is {mean} at step {step} of {config.out}; lower --lr, or give --clip-grad 1")
-            return mean
-
-        def why_not_finite(when: int) -> str:
-            """One sentence on a step whose gradients were not finite. Weights are still those before it, so it is done again."""
-            epoch, at = divmod(when, len(loader))
-            parts, cause = next(feed.batches(epoch, at)), ""
-            for part, compute in zip(parts, feed.losses(model, parts, epoch, at), strict=True):
-                found = first_not_finite(model.train(), compute)
-                if found and not cause:
-                    cause = f"{found} is the first that is not, with samples {', '.join(map(str, part.index[:8].tolist()))} ..."
-            return (
-                f"the gradients of step {when + 1} are not finite; {cause or 'of this rank all are'}; "
-                "lower --lr, or give --clip-grad 1 or --on-nonfinite skip"
-            )
-
         def so_far() -> np.ndarray:
-            """Seconds since this process began, and of these waited for data."""
-            return np.array([time.perf_counter() - began, timed.waited])
+            """Seconds of this run, and of these waited for data."""
+            return run.spent + np.array([time.perf_counter() - began, timed.waited])
 
         def save() -> None:
-            mean_waits()  # numbers that are not finite never replace a good checkpoint
+            watch.mean_waits(step)  # numbers that are not finite never replace a good checkpoint
             ranks.average(student.averaged())
-            mean_seen = ranks.sum(seen.clone()) / ranks.size  # of all ranks, so that any number of them can go on from it
+            seen = ranks.sum(watch.seen.clone()) / ranks.size  # of all ranks, so that any number of them can go on from it
             if ranks.first:
                 about = {
-                    "seen": mean_seen, "skips": skips, "spent": (spent + so_far()).tolist(), "step": step,
-                    "config": plain(config), "recipe": recipe._asdict(), "microbatch": config.microbatch,
-                    "class_names": loader.class_names, "fingerprint": loader.fingerprint, "maps": maps,
+                    "seen": seen, "skips": watch.skips, "spent": so_far().tolist(), "step": step,
+                    "config": plain(config), "recipe": run.recipe._asdict(), "microbatch": config.microbatch,
+                    "class_names": loader.class_names, "fingerprint": loader.fingerprint, "maps": run.maps,
                     "mean": list(model.pretrained_cfg["mean"]), "std": list(model.pretrained_cfg["std"]),
                 }  # fmt: skip
                 kept.save(student.state() | about, step)
@@ -453,34 +433,31 @@ def run_on(config: Config, ranks: Ranks, asked: Callable[[], str]) -> dict:
             if ranks.first:
                 kept.rate(step, max(accuracy["top1"], accuracy.get("top1_ema", 0)))
 
-        if owed:
+        if run.owed:
             evaluate()
         for epoch in range(step // len(loader), epochs):
             model.train()
             for parts in feed.batches(epoch, step % len(loader), timed):
                 at = step % len(loader)
-                if step == first:
+                if step == run.step:
                     feed.check_waits(parts)
                 for group in student.optimizer.param_groups:
                     group["lr"] = learning_rate(config, step, len(loader))
                 loss, norm = update(student, ranks, step, feed.losses(student.network, parts, epoch, at))
-                counted = loss.isfinite() | (config.on_nonfinite == "stop")  # the guard counts what is skipped
-                seen += torch.stack([torch.where(counted, loss, 0), counted])
+                watch.add(loss)
                 step += 1
-                if step == first + 1 and config.compile != "never" and ranks.first:
+                if step == run.step + 1 and config.compile != "never" and ranks.first:
                     settle(device)
                     print(f"first step, with what is compiled: {time.perf_counter() - began:.1f} s", flush=True)
                 if step % config.log_every == 0:
-                    mean, now = mean_waits(), time.perf_counter()
+                    mean, now = watch.mean_waits(step), time.perf_counter()
                     rate = (step - logged) * config.batch / (now - clock)
                     write("train", step, step / len(loader), {
                         "loss": mean, "lr": student.optimizer.param_groups[0]["lr"], "grad_norm": norm.item(),
                         "images_per_s": rate, "mfu": rate * flops[plan.size(epoch)] / peak,
                         "data_wait_share": timed.since_last() / (now - clock), "peak_memory_gb": peak_memory(device) / 1e9,
                     })  # fmt: skip
-                    if told := leaps.seen(mean):
-                        print(f"step {step}: {told}", file=sys.stderr, flush=True)
-                    seen.zero_()
+                    watch.next_interval(step, mean)
                     logged, clock, text = step, now, f"loss {mean:.3f}  {rate:.0f} img/s"
                 advance(1, text)
                 stop = agreement(bool(asked()))
@@ -491,7 +468,7 @@ def run_on(config: Config, ranks: Ranks, asked: Callable[[], str]) -> dict:
             if step % len(loader):
                 break
             save()  # also before an evaluation, so that whoever is killed in it has lost nothing
-            if is_due(epoch + 1):
+            if is_due(config, epoch + 1):
                 evaluate()
             timed.since_last()
             logged, clock = step, time.perf_counter()
@@ -503,7 +480,7 @@ def run_on(config: Config, ranks: Ranks, asked: Callable[[], str]) -> dict:
                     f"{config.out}: stopped after step {step} of {steps}, all saved; the same command with --resume auto goes on"
                 )
             return {}
-        seconds, waited = spent + so_far()
+        seconds, waited = so_far()
     result |= {
         "date": time.strftime("%Y-%m-%d"), "seed": config.seed,
         "objective": config.objective, "model": config.model, "epochs": epochs, "seconds": round(float(seconds), 1),

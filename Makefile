@@ -26,7 +26,8 @@ gpu-check: $(READY)  ## the tests that need a CUDA device, then what it costs th
 		$(RUN) tools/benchmark_targets.py --device cuda --compare head --batch 64 --classes 21841 && \
 		$(RUN) tools/benchmark_targets.py --device cuda --compare step --model lvvit_s && \
 		$(RUN) tools/benchmark_augment.py --device cuda --batch 128 && \
-		$(RUN) tools/benchmark_step.py --device cuda --batch 128 --objective token-label --json bench/step-cuda.json && \
+		$(RUN) tools/benchmark_step.py --device cuda --batch 128 --objective token-label --modes eager compiled whole captured \
+			--json bench/step-cuda.json && \
 		$(RUN) tools/benchmark_step.py --device cuda --batch 128 --model deit_small_patch16_224; \
 	else echo "no CUDA device: nothing was measured"; fi
 

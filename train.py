@@ -181,6 +181,9 @@ def resolved(config: Config, ranks: Ranks, checkpoint: dict | None) -> Config:
         print(
             f"continuing with {small} images at once, not {before}: same samples, crops and partners, other BatchNorm statistics"
         )
+    if config.compile == "graph" and config.batch // small != 1:
+        # Its gradients lie in the graph's own memory, which the next pass writes anew; with several ranks others read it too.
+        raise UserError("--compile graph takes one rank and whole batches; give --compile whole, or leave --microbatch away")
     how = config.compile if config.compile != "auto" else "blocks" if ranks.device.type == "cuda" else "never"
     return replace(config, compile=how, microbatch=small)
 

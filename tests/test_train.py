@@ -186,7 +186,10 @@ def test_on_a_gpu_a_step_waits_for_nothing_and_is_captured(packed, tmp_path):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize("fields", [dict(), dict(microbatch=2, clip_grad=1.0), dict(precision="fp16"), dict(compile="never")])
+@pytest.mark.parametrize(
+    "fields",
+    [dict(), dict(microbatch=2, clip_grad=1.0), dict(precision="fp16"), dict(compile="never"), dict(compile="graph")],
+)
 def test_on_a_gpu_an_update_waits_for_nothing(packed, tmp_path, monkeypatch, fields):
     """CUDA's own trap around losses, gradients, guard, optimiser and averaged weights, from the third step on."""
     update = training.update
@@ -201,6 +204,30 @@ def test_on_a_gpu_an_update_waits_for_nothing(packed, tmp_path, monkeypatch, fie
     monkeypatch.setattr(training, "update", trapped)
     result = training.train(config(packed, tmp_path / "run", mixtoken=True, device="cuda", **AUGMENTED, **fields))
     assert 0 <= result["top1"] <= 1
+
+
+@pytest.mark.parametrize("how", ["blocks", "graph"])
+def test_what_is_compiled_trains_as_what_is_not(packed, tmp_path, monkeypatch, how):
+    """Without code generation, which takes a minute."""
+    compiler, modes = torch.compile, []
+
+    def traced(function, mode=None, **options):
+        modes.append(mode)
+        return compiler(function, backend="aot_eager", **options)
+
+    fields = dict(epochs=1, drop_path=0.0, log_every=1, model_kwargs=("depth=1",))
+    training.train(config(packed, tmp_path / "plain", **fields))
+    monkeypatch.setattr(torch, "compile", traced)
+    torch._dynamo.reset()
+    training.train(config(packed, tmp_path / how, compile=how, **fields))
+    assert set(modes) == {"reduce-overhead" if how == "graph" else None}
+    losses = [[r["loss"] for r in records(tmp_path / name)] for name in ("plain", how)]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+def test_graphs_take_whole_batches(packed, tmp_path):
+    with pytest.raises(UserError, match="--compile graph takes one rank and whole batches"):
+        training.train(config(packed, tmp_path / "run", compile="graph", microbatch=2))
 
 
 def test_the_first_batch_is_checked_before_the_first_step(packed, tmp_path, monkeypatch):

@@ -17,8 +17,8 @@ by train.py's loader, from asking for the first to the end of the last step, and
 
 On a CPU ours keeps freed memory (`keep_memory`), and timm's turns find the C library as it is when left alone.
 
-`compiled` compiles what each train.py would: ours the blocks and the loss, timm's the network. A CUDA graph of the whole step
-is no mode: train.py's update takes the step's number and the averaging's decay from the host, which a graph would freeze.
+Modes but `eager` compile what each train.py would: ours the blocks and the loss (`compiled`), the step from image to loss
+(`whole`), or that as CUDA graphs (`captured`); timm's the network, `captured` with PyTorch's CUDA graphs too.
 
 The floor is the least time of a step: its products at the rate of the best one measured here, or its bytes at the rate of the
 best copy, whichever takes longer. A ratio is a / b in images per second of the same round, so large is good. Rows are appended
@@ -86,6 +86,8 @@ SCALES = 16  # halvings from GradScaler's first scale, 65,536, to 1
 RATE = 1e-4  # learning rate: no warm-up here, and the same images in every step
 COPIED = {"cpu": 2**28, "cuda": 2**30}  # bytes of the copy whose rate is measured, more than caches hold
 
+Mode = Literal["eager", "compiled", "whole", "captured"]
+COMPILED = {"eager": "never", "compiled": "blocks", "whole": "whole", "captured": "graph"}  # as --compile of train.py
 Key = tuple[str, str]  # contestant, mode
 # Where glibc's own adaptation ends once a tensor of 32 MiB was freed: larger ones are mapped, and 64 MiB stay free at most.
 LEFT_ALONE = {"mmap_max": 65536, "mmap_threshold": 2**25, "trim_threshold": 2**26}
@@ -106,7 +108,7 @@ class Benchmark:
     rand_augment: str = ""  # what --loader ffcv does to its crops, as timm writes it; empty: none
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"  # auto: bf16 autocast on CUDA, float32 on a CPU
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda if there is one, else cpu
-    modes: tuple[Literal["eager", "compiled"], ...] = ("eager", "compiled")  # one measurement each, all in the same rounds
+    modes: tuple[Mode, ...] = ("eager", "compiled")  # one measurement each, all in the same rounds
     steps: int = 4  # of each contestant in a round
     rounds: int = 9  # after one to warm up
     threads: int = CORES  # of torch on a CPU, each on a core of its own; and of the loader
@@ -137,6 +139,8 @@ def main(benchmark: Benchmark) -> dict:
     """Measure, print, record; the document that --json writes."""
     check(benchmark)
     device, facts = choose_device(benchmark.device), environment(PACKAGES)
+    if device.type != "cuda" and "captured" in benchmark.modes:
+        raise UserError(f"--modes captured: there are CUDA graphs on no {device}; leave it away, or give --device cuda")
     with ExitStack() as stack:
         allowed = stack.enter_context(unpinned_after())
         stack.callback(torch.set_num_threads, torch.get_num_threads())
@@ -190,7 +194,7 @@ def check(benchmark: Benchmark) -> None:
     if small:
         raise UserError(f"--{small[0]} must be at least 1")
     if not benchmark.modes:
-        raise UserError("--modes names nothing to measure; give eager, compiled or both")
+        raise UserError("--modes names nothing to measure; give eager, compiled, whole or captured")
     if benchmark.threads > CORES:
         raise UserError(f"--threads {benchmark.threads}: this process may use {CORES} cores")
     if (benchmark.loader == "ffcv") != (benchmark.data is not None):
@@ -246,17 +250,17 @@ def prepared(benchmark: Benchmark, device: torch.device, loader: ThreadedLoader 
         steps: dict[str, Step] = {}
         for name, objective in objectives.items():
             model, _, spec = models[name]
-            config = config_of(benchmark, objective, "blocks" if mode == "compiled" else "never")
+            config = config_of(benchmark, objective, COMPILED[mode])
             steps[name] = our_step(config, deepcopy(model), device, spec)
         model, plain, _ = models[OURS]
-        steps[TIMM] = timm_step(config_of(benchmark, "ce", "never"), deepcopy(model), device, mode == "compiled")
+        steps[TIMM] = timm_step(config_of(benchmark, "ce", COMPILED[mode]), deepcopy(model), device)
         contest.equality.append(equality(steps, plain, mode, autocast_of(config_of(benchmark, "ce", "never"), device)))
         for name, step in steps.items():
             batch = models[LABELS if name == LABELS else OURS][1]
             contest.works[name, mode] = constant_turn((name, mode), contest, step, batch, benchmark.steps, device)
         if loader is not None:
             name = list(objectives)[-1]
-            config = config_of(benchmark, objectives[name], "blocks" if mode == "compiled" else "never")
+            config = config_of(benchmark, objectives[name], COMPILED[mode])
             # Another student of the same kind: the first goes on with its constant batch.
             step = our_step(config, deepcopy(models[name][0]), device, loader.labels)
             key = name + LOADER, mode
@@ -309,10 +313,11 @@ def our_step(config: Config, model: nn.Module, device: torch.device, spec: Label
     return step
 
 
-def timm_step(config: Config, model: nn.Module, device: torch.device, compile: bool) -> Step:
+def timm_step(config: Config, model: nn.Module, device: torch.device) -> Step:
     """What timm's train.py does in a step on one device, of timm's public parts with their own defaults."""
     dtype = autocast_of(config, device)
-    network = torch.compile(model) if compile else model
+    how = "reduce-overhead" if config.compile == "graph" else None
+    network = model if config.compile == "never" else torch.compile(model, mode=how)
     loss_of = LabelSmoothingCrossEntropy(config.smoothing)
     optimizer = create_optimizer_v2(model, opt="adamw", lr=config.lr, weight_decay=config.weight_decay)
     scaler = NativeScaler(device=device.type) if dtype == torch.float16 else None

@@ -77,8 +77,8 @@ class Config:
     )
     max_skips: int = 10  # such steps that --on-nonfinite skip allows
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"  # auto: bf16 autocast on CUDA, float32 on a CPU
-    compile: Literal["auto", "never", "blocks", "whole"] = (
-        "auto"  # blocks: each once, and the loss; auto: blocks on CUDA, else never
+    compile: Literal["auto", "never", "blocks", "whole", "graph"] = (
+        "auto"  # blocks: each once, and the loss; whole: all as one; graph: that, as CUDA graphs; auto: blocks on CUDA, else never
     )
     grad_checkpointing: bool = False  # compute blocks anew in the backward pass instead of keeping them: less memory, more time
 

@@ -102,15 +102,15 @@ def test_compiled_steps_are_compiled_and_give_the_same_losses(monkeypatch):
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    benchmark = small(modes=("compiled", "eager", "compiled"), rounds=1)
+    benchmark = small(modes=("compiled", "eager", "compiled", "whole"), rounds=1)
     document = main(benchmark)
-    # A block of ours, our loss, and timm's network.
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 3
-    assert [found["mode"] for found in document["equality"]] == ["compiled", "eager"]
+    # A block of ours, our loss, timm's network; and our whole step. Timm's network is found compiled the second time.
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 4
+    assert [found["mode"] for found in document["equality"]] == ["compiled", "eager", "whole"]
     assert all(found["rel_error"] < found["bar"] for found in document["equality"])
     assert document["equality"][0]["ours"] == pytest.approx(document["equality"][1]["ours"], rel=1e-5)
     assert [(row["name"], row["mode"]) for row in document["rows"]] == [
-        ("ours", "compiled"), ("timm", "compiled"), ("ours", "eager"), ("timm", "eager"),
+        ("ours", "compiled"), ("timm", "compiled"), ("ours", "eager"), ("timm", "eager"), ("ours", "whole"), ("timm", "whole"),
     ]  # fmt: skip
 
 
@@ -164,6 +164,7 @@ def test_too_large_a_batch_is_said(monkeypatch):
         ({"batch": 0}, "--batch must be at least 1"),
         ({"rounds": 0}, "--rounds must be at least 1"),
         ({"modes": ()}, "--modes names nothing"),
+        ({"modes": ("captured",), "device": "cpu"}, "--modes captured: there are CUDA graphs on no cpu"),
         ({"threads": 999}, r"--threads 999: this process may use \d+ cores"),
         ({"loader": "ffcv"}, "--loader ffcv and --data go together"),
         ({"rand_augment": "rand-m9"}, "--rand-augment goes with --loader ffcv"),
@@ -192,6 +193,6 @@ def test_data_that_cannot_serve_is_refused_in_a_sentence(packed, tmp_path, comma
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_on_a_gpu_both_steps_give_the_same_losses():
-    document = main(small(device="cuda", objective="token-label", modes=("eager", "compiled"), precision="bf16"))
+    document = main(small(device="cuda", objective="token-label", modes=("eager", "compiled", "captured"), precision="bf16"))
     assert all(found["rel_error"] < found["bar"] for found in document["equality"])
     assert all(line["share"] > 0 for line in document["floor"]["rows"])

@@ -16,10 +16,10 @@
 
 `its own`: a loader that cannot be told the crop draws it from the same distribution (area 8 to 100 %, aspect 3/4 to 4/3, ten
 tries). No peer normalises; all deliver uint8. With one thread everything runs in the calling process, with more a DataLoader
-has as many worker processes, the others as many threads. DALI's crops and filter (triangular, antialiased) are those of its
-ImageNet example with a hundred tries and our areas and aspects; its images are handed over as bytes [N, H, W, 3] and not as
-normalised floats, which took 2 % more (one core, 1,024 JPEGs of 33 kB). timm drops an incomplete last batch. token-labeling resizes by the
-bilinear filter alone, where the published code draws bilinear or (slower) bicubic, and has no RandAugment, as no other here.
+has as many worker processes, the others as many threads. timm drops an incomplete last batch. DALI's pipeline is that of its
+ImageNet example (a hundred tries, triangular antialiased filter) with our areas and aspects; it hands over bytes [N, H, W, 3],
+as ours do, which costs it no more than the example's normalised floats. token-labeling resizes by the bilinear filter alone,
+where the published code draws bilinear or (slower) bicubic, and has no RandAugment, as no other here.
 """
 
 import functools

@@ -53,12 +53,14 @@ def said(call):
         call()
     except UserError as error:
         return str(error)
-for name, maps, cut, workers in (
-    ("ours", None, random, 2), ("stock", root + "/maps.h5", random, 1), ("damaged", None, centre, 2)
+twice = crop_pipelines(random, flip=0.5)  # of ffcv's own lists a Loader takes the decoder away
+for name, maps, pipelines, workers, cached in (
+    ("ours", None, twice, 2, True), ("stock", root + "/maps.h5", twice, 1, False),
+    ("damaged", None, crop_pipelines(centre, flip=0.5), 2, True),
 ):
     path, parts, first = f"{{root}}/{{name}}.beton", [], ""
     loader = Loader(path, batch_size=5, num_workers=workers, order=OrderOption.RANDOM, seed=1, drop_last=False,
-                    pipelines=crop_pipelines(cut, flip=0.5))
+                    os_cache=cached, pipelines=pipelines)
     strict, labels = DenseLabels(path, maps), DenseLabels(path, maps, on_bad_sample="skip")
     for epoch in range({EPOCHS}):
         for image, label, crop in loader:

@@ -6,6 +6,7 @@ allow, of which an image takes so many seconds of the loader and so many of the 
 A moment's advice is no benchmark: nothing is appended to --results.
 """
 
+import os
 import shlex
 import time
 from collections.abc import Callable, Iterator
@@ -32,6 +33,7 @@ SECONDS = 1.0  # of each measurement in each round
 ROUNDS = 3
 WARM_STEPS = 3  # cuDNN chooses, the compiler compiles, memory is asked for
 CPU_BATCH = 8  # images of a step on a CPU, whose rate hardly depends on it: LV-ViT-S takes seconds for 64
+BUSY = 0.5  # load average of the last minute, of the cores
 ALIKE = 0.98  # of the best rate: what no measurement of a second tells apart
 LOADERS = get_args(get_type_hints(Config)["loader"])
 
@@ -199,6 +201,14 @@ def endless(loader: ThreadedLoader, epoch: int) -> Iterator[int]:
         epoch += 1
 
 
+def busy_note(cores: int) -> str:
+    """What to say if others use this machine. Two threads of a step then wait for each other: a seventh of one's rate was seen."""
+    load = os.getloadavg()[0]
+    if load <= BUSY * cores:
+        return ""
+    return f"Other processes kept {load:.1f} of {cores} cores busy before this began; ask again on an idle machine."
+
+
 def step_speed(request: Request, classes: int, objective: str, device: torch.device) -> tuple[Speed, int]:
     """The inside of train.py's loop on a constant batch; and of how many images."""
     images = request.batch if device.type == "cuda" else min(request.batch, CPU_BATCH)
@@ -228,7 +238,7 @@ def step_speed(request: Request, classes: int, objective: str, device: torch.dev
 
 def main(request: Request, json: Path | None) -> dict:
     """Measure, decide, print; the document that --json writes."""
-    device, loaders = choose_device("auto"), opened(request)
+    note, device, loaders = busy_note(request.cores), choose_device("auto"), opened(request)
     with ExitStack() as stack:
         first, *_ = [stack.enter_context(closing(loader)) for loader in loaders.values()]
         candidates = loader_speeds(loaders)
@@ -253,6 +263,8 @@ def main(request: Request, json: Path | None) -> dict:
         "environment": environment(("torch", "torchvision", "timm", "numpy", "pillow")),
     }
     show(document, advice, request.cores)
+    if note:
+        print(note)
     if json is not None:
         write_json(json, document)
     return document

@@ -90,6 +90,13 @@ def test_a_slow_loader_comes_with_a_remedy(loader, remedy):
     assert f"the loader is the bottleneck (1,000 images/s alone, the step 6,000): {remedy}" in said
 
 
+@pytest.mark.parametrize(("load", "said"), [(1.9, ""), (2.1, "Other processes kept 2.1 of 4 cores busy before this began; ")])
+def test_a_busy_machine_is_said_to_be_one(load, said, monkeypatch):
+    monkeypatch.setattr(advise.os, "getloadavg", lambda: (load, 0.0, 0.0))
+    assert advise.busy_note(4).startswith(said)
+    assert bool(advise.busy_note(4)) == bool(said)
+
+
 @pytest.fixture
 def hasty(monkeypatch):
     monkeypatch.setattr(advise, "SECONDS", 0.02)

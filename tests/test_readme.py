@@ -77,3 +77,19 @@ def test_every_command_of_the_readme_runs(newcomer):
         extra = SMALL.get(words[1], []) if "--help" not in words else []
         done = subprocess.run([sys.executable, *words[1:], *extra], cwd=home, capture_output=True, text=True)
         assert done.returncode == 0, f"{line}\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
+
+
+@pytest.mark.ffcv
+def test_the_example_with_ffcv_runs_as_it_stands(newcomer):
+    pytest.importorskip("ffcv", reason="ffcv could not be built here")
+    home, _ = newcomer
+    (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    assert len(example.splitlines()) <= 10
+    told = "import json; print(json.dumps([len(loader), image.shape, float(image.float().std()), tokens.weight.tolist()]))"
+    done = subprocess.run([sys.executable, "-c", example + told], cwd=home, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    batches, shape, spread, weight = json.loads(done.stdout)
+    assert (batches, shape) == (3, [20, 112, 112, 3])  # of the fixture's 60 scenes
+    assert spread > 10  # scenes, not one colour
+    assert [len(row) for row in weight] == 20 * [49]
+    assert all(one == 1 for row in weight for one in row)  # maps of the quickstart cover the whole image

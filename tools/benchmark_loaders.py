@@ -2,6 +2,7 @@
 
     python tools/benchmark_loaders.py                                   # everything that can run here, on its own photographs
     python tools/benchmark_loaders.py --data train.beton --loaders ffcv+labels,ffcv-stock --threads 1 2 --json out.json
+    python tools/benchmark_loaders.py --advise --data train.beton --model lvvit_s   # what to tell train.py, see tools/advise.py
 
 Each round runs one epoch of every loader, from asking for the first batch to holding the last, in an order that rotates;
 a ratio is the median of the rounds' own ratios. With --threads n the process and its workers are confined to n cores.
@@ -14,7 +15,7 @@ import subprocess
 import sys
 import time
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +27,7 @@ from densefeed.pipelines.ffcv import FfcvSource
 from densefeed.pipelines.loader import Memory
 from densefeed.relabel.files import UserError, run
 from densefeed.relabel.progress import steps_bar
+from densefeed.tools import advise
 from densefeed.tools.loader_peers import PEERS, BenchmarkSet, FullDecode, Peer, Work, why_missing
 from densefeed.tools.measuring import (
     COLUMNS,
@@ -45,7 +47,7 @@ from densefeed.tools.photographs import own_set, set_of
 from rich.console import Console
 from rich.table import Table
 
-PACKAGES = ("torch", "torchvision", "timm", "numpy", "pillow", "ffcv", "simplejpeg", "spdl-core")
+PACKAGES = ("torch", "torchvision", "timm", "numpy", "pillow", "ffcv", "simplejpeg", "spdl-core", "nvidia-dali-cuda130")
 OURS = "ffcv+labels"
 LIMIT = "turbojpeg-full"
 # What a median ratio should reach, and the aim beyond it: one thread, 500 pixel q90 4:2:0 JPEGs, 224 pixels out.
@@ -64,13 +66,16 @@ CORES = len(os.sched_getaffinity(0))
 class Benchmark:
     """What to measure."""
 
-    data: Path | None = None  # a .beton of JPEGs; default: photographs of its own
+    advise: bool = False  # only say which loader, with how many threads, a training of --model on --data should be given
+    data: Path | None = None  # a .beton of JPEGs; default: photographs of its own; with --advise also a folder
+    labels: Path | None = None  # with --advise: score maps (HDF5) of --data; a .beton may carry its own
+    model: str = "lvvit_s"  # with --advise: whose step is measured
     folder: Path | None = None  # the folder --data was packed from, for the peers; default: its JPEGs, unpacked below --cache
     cache: Path = Path("bench")  # folder for what is made once
     images: int = 1024  # of its own set
     classes: int = 1000  # of its own set, and of its score maps, at most one an image
     loaders: str = ""  # names, separated by commas; default: all that can run here
-    threads: tuple[int, ...] = (1, 2)[:CORES]  # one measurement each
+    threads: tuple[int, ...] = ()  # one measurement each; default: 1 and 2, with --advise 1, 2, 4, ... and all cores
     rounds: int = 9  # epochs of each loader, after one to warm up
     batch: int = 64  # images
     size: int = 224  # side of the output, pixels
@@ -83,8 +88,12 @@ class Benchmark:
 
 def main(benchmark: Benchmark) -> dict:
     """Measure, print, record; the document that --json writes."""
-    names = chosen(benchmark.loaders)
+    benchmark = replace(benchmark, threads=benchmark.threads or (advise.thread_counts(CORES) if benchmark.advise else (1, 2)[:CORES]))
     check(benchmark)
+    if benchmark.advise:
+        wanted = (benchmark.data, benchmark.labels, benchmark.model, benchmark.batch, benchmark.size, benchmark.threads)
+        return advise.main(advise.Request(*wanted, cores=CORES), benchmark.json)
+    names = chosen(benchmark.loaders)
     if benchmark.data is None:
         data = own_set(benchmark.cache, benchmark.images, min(benchmark.classes, benchmark.images))
     else:
@@ -135,10 +144,14 @@ def check(benchmark: Benchmark) -> None:
     small = [name for name in ("rounds", "batch", "size", "images", "classes") if getattr(benchmark, name) < 1]
     if small:
         raise UserError(f"--{small[0]} must be at least 1")
-    if not benchmark.threads or min(benchmark.threads) < 1 or max(benchmark.threads) > CORES:
+    if min(benchmark.threads) < 1 or max(benchmark.threads) > CORES:
         raise UserError(f"--threads {' '.join(map(str, benchmark.threads))}: from 1 to the {CORES} cores this process may use")
     if benchmark.folder is not None and benchmark.data is None:
         raise UserError("--folder goes with --data: it is the folder that the .beton was packed from")
+    if benchmark.advise and benchmark.data is None:
+        raise UserError("--advise is about a data set of yours; give --data")
+    if not benchmark.advise and (benchmark.labels is not None or benchmark.model != Benchmark.model):
+        raise UserError("--labels and --model go with --advise; the peers' score maps are those in the .beton")
 
 
 def readable(name: str, data: BenchmarkSet, asked: bool) -> bool:

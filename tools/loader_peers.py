@@ -3,6 +3,7 @@
 | name | what runs | crops |
 |---|---|---|
 | `ffcv`, `folder` (`+labels`) | ours, from a .beton or a folder; score maps delivered with every batch | the plan's |
+| `nvidia-dali-cpu`, `-gpu` | NVIDIA's ImageNet pipeline: file reader, decode of the crop alone, resize, mirror; no score maps | its own |
 | `ffcv-stock` | ffcv 1.0.2, the very same JPEG bytes in a .beton, RandomResizedCropRGBImageDecoder, os_cache | its own |
 | `torchvision` | DataLoader, ImageFolder (Pillow), v2.RandomResizedCrop(antialias) and flip | its own |
 | `torchvision-tensor` | the same, but decoded by torchvision.io.decode_jpeg and resized as a uint8 tensor | its own |
@@ -15,13 +16,18 @@
 
 `its own`: a loader that cannot be told the crop draws it from the same distribution (area 8 to 100 %, aspect 3/4 to 4/3, ten
 tries). No peer normalises; all deliver uint8. With one thread everything runs in the calling process, with more a DataLoader
-has as many worker processes, the others as many threads. timm drops an incomplete last batch. token-labeling resizes by the
-bilinear filter alone, where the published code draws bilinear or (slower) bicubic, and has no RandAugment, as no other here.
+has as many worker processes, the others as many threads. timm drops an incomplete last batch. DALI's pipeline is that of its
+ImageNet example (a hundred tries, triangular antialiased filter) with our areas and aspects; it hands over bytes [N, H, W, 3],
+as ours do, which costs it no more than the example's normalised floats. token-labeling resizes by the bilinear filter alone,
+where the published code draws bilinear or (slower) bicubic, and has no RandAugment, as no other here.
 """
 
 import functools
 import importlib
 import io
+import subprocess
+import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -34,9 +40,10 @@ from densefeed.pipelines.batch import Loader
 from densefeed.pipelines.beton import Beton
 from densefeed.pipelines.ffcv import FfcvSource
 from densefeed.pipelines.folder import FolderSource
-from densefeed.pipelines.loader import ThreadedLoader
+from densefeed.pipelines.loader import Source, ThreadedLoader
 from densefeed.pipelines.plan import EpochPlan
 from densefeed.relabel.prefetch import ordered_map
+from densefeed.tools.measuring import ROOT
 from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
@@ -93,31 +100,42 @@ class Peer(Protocol):
     def close(self) -> None: ...
 
 
-def open_ours(kind: Literal["ffcv", "folder"], labels: bool, work: Work) -> Loader:
-    """Our loader as train.py opens it. Without labels a .beton is the very same file, its maps unread."""
-    if kind == "ffcv":
-        source = FfcvSource(work.data.beton)
-        source.spec = source.spec if labels else None
-    else:
-        source = FolderSource(work.data.folder, "train", work.data.maps if labels else None, work.threads)
+def ffcv_source(work: Work, labels: bool) -> Source:
+    """Our .beton. Without labels it is the very same file, its maps unread."""
+    source = FfcvSource(work.data.beton)
+    source.spec = source.spec if labels else None
+    return source
+
+
+def folder_source(work: Work, labels: bool) -> Source:
+    """The folder of JPEGs, with or without score maps beside it."""
+    return FolderSource(work.data.folder, "train", work.data.maps if labels else None, work.threads)
+
+
+def threaded(source_of: Callable[[Work, bool], Source], work: Work, labels: bool) -> Loader:
+    """A source's images decoded by our native threads."""
+    source = source_of(work, labels)
     plan = EpochPlan(num_samples=len(source.labels), batch=work.batch, seed=0, mode="train", sizes=((0, work.size),))
     return ThreadedLoader(source, plan, work.threads)
+
+
+OURS = {"ffcv": functools.partial(threaded, ffcv_source), "folder": functools.partial(threaded, folder_source)}
 
 
 def first_batch(beton: str, threads: str, batch: str, size: str) -> None:
     """Open our loader on a .beton and wait for its first batch, labels included where the file has them."""
     nothing = np.zeros(0, np.int64)
     data = BenchmarkSet(Path(), Path(beton), Path(), None, None, (), nothing, nothing, nothing, 0)
-    loader = open_ours("ffcv", True, Work(data, int(threads), int(batch), int(size)))
+    loader = OURS["ffcv"](Work(data, int(threads), int(batch), int(size)), True)
     next(loader.batches(0))
     loader.close()
 
 
 class Ours:
-    """`ffcv`, `folder`, with or without `+labels`."""
+    """One of OURS, with or without score maps."""
 
-    def __init__(self, kind: Literal["ffcv", "folder"], labels: bool, work: Work) -> None:
-        self._loader = open_ours(kind, labels, work)
+    def __init__(self, kind: str, labels: bool, work: Work) -> None:
+        self._loader = OURS[kind](work, labels)
 
     def batches(self, epoch: int) -> Iterator[Delivered]:
         for batch in self._loader.batches(epoch):
@@ -149,6 +167,79 @@ class StockFfcv:
 
     def close(self) -> None:
         """Nothing: an epoch that ran to its end has stopped its thread."""
+
+
+class NvidiaDali:
+    """`nvidia-dali-cpu` and, decoding in mixed mode, `nvidia-dali-gpu`, whose batches stay on the GPU."""
+
+    def __init__(self, device: Literal["cpu", "gpu"], work: Work) -> None:
+        from nvidia.dali.plugin.base_iterator import LastBatchPolicy
+        from nvidia.dali.plugin.pytorch import DALIGenericIterator
+
+        # Padded and cut again by the iterator: an epoch is each image once (without, the next epoch's begins in its place).
+        self._iterator = DALIGenericIterator(
+            [nvidia_pipeline(device, str(work.data.folder), work)], ["image", "label"], reader_name="reader",
+            last_batch_policy=LastBatchPolicy.PARTIAL, auto_reset=True,
+        )  # fmt: skip
+
+    def batches(self, epoch: int) -> Iterator[Delivered]:
+        for (batch,) in self._iterator:
+            yield Delivered(len(batch["label"]), batch["image"], batch["label"][:, 0].long(), None)
+
+    def close(self) -> None:
+        """Forget the pipeline, which stops its threads."""
+        self._iterator = None
+
+
+def nvidia_pipeline(device: Literal["cpu", "gpu"], folder: str, work: Work) -> "nvidia.dali.Pipeline":  # noqa: F821
+    """DALI's pipeline: images uint8 `[N, H, W, 3]`, labels int32 `[N, 1]`."""
+    from nvidia.dali import fn, pipeline_def, types
+
+    options = {"batch_size": work.batch, "num_threads": work.threads, "device_id": None if device == "cpu" else 0, "seed": 0}
+
+    @pipeline_def(**options)
+    def pipeline():
+        encoded, label = fn.readers.file(file_root=folder, random_shuffle=True, pad_last_batch=True, name="reader")
+        image = fn.decoders.image_random_crop(
+            encoded, device="cpu" if device == "cpu" else "mixed", output_type=types.RGB, random_area=[0.08, 1.0],
+            random_aspect_ratio=[3 / 4, 4 / 3], num_attempts=100,
+        )  # fmt: skip
+        image = fn.resize(image, size=(work.size, work.size), interp_type=types.INTERP_TRIANGULAR)
+        image = fn.crop_mirror_normalize(
+            image, dtype=types.UINT8, output_layout="HWC", mean=[0.0] * 3, std=[1.0] * 3, mirror=fn.random.coin_flip()
+        )
+        return image, label if device == "cpu" else label.gpu()
+
+    return pipeline()
+
+
+NVIDIA_PROBE = """
+import sys
+from pathlib import Path
+import numpy as np
+from densefeed.tools.loader_peers import BenchmarkSet, NvidiaDali, Work
+nothing = np.zeros(0, np.int64)
+data = BenchmarkSet(Path(sys.argv[1]), Path(), Path(), None, None, (), nothing, nothing, nothing, 0)
+assert sum(batch.count for batch in NvidiaDali("gpu", Work(data, 1, 2, 32)).batches(0)) == 2
+"""
+
+
+def nvidia_gpu_works() -> None:
+    """There is a GPU, and decoding a crop on it does not end the process.
+
+    nvImageCodec 0.9, which DALI 2.3 and 2.4 bring, was reported to segfault there on H100 and B200 (nvImageCodec issue 55), so
+    a process of its own tries first.
+    """
+    if not torch.cuda.is_available():
+        raise RuntimeError("it needs a CUDA device")
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "class").mkdir()
+        for number in range(2):
+            Image.effect_noise((320, 240), 60).convert("RGB").save(Path(folder) / "class" / f"{number}.jpg")
+        done = subprocess.run([sys.executable, "-c", NVIDIA_PROBE, folder], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    if done.returncode:
+        why = done.stderr.strip().splitlines()[-1:] or [f"the process ended with {done.returncode}"]
+        raise RuntimeError(f"it cannot decode crops on this GPU: {why[0]}")
 
 
 class Workers:
@@ -449,12 +540,17 @@ class Entry(NamedTuple):
     try_out: Callable[[], None] = lambda: None  # raises where the package is here but cannot work
 
 
+DALI = "pip install nvidia-dali-cuda130, or -cuda120"
 PEERS = {
     "ffcv+labels": Entry(functools.partial(Ours, "ffcv", True), maps=True),
     "ffcv": Entry(functools.partial(Ours, "ffcv", False)),
     "folder+labels": Entry(functools.partial(Ours, "folder", True), maps=True),
     "folder": Entry(functools.partial(Ours, "folder", False)),
     "ffcv-stock": Entry(StockFfcv, "ffcv", "pip install ffcv==1.0.2 setuptools"),
+    "nvidia-dali-cpu": Entry(functools.partial(NvidiaDali, "cpu"), "nvidia.dali.plugin.pytorch", DALI),
+    "nvidia-dali-gpu": Entry(
+        functools.partial(NvidiaDali, "gpu"), "nvidia.dali.plugin.pytorch", DALI, try_out=nvidia_gpu_works
+    ),
     "torchvision": Entry(functools.partial(Torchvision, False)),
     "torchvision-tensor": Entry(functools.partial(Torchvision, True)),
     "timm": Entry(Timm),

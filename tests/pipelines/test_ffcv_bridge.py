@@ -1,0 +1,226 @@
+"""The bridge with stock ffcv 1.0.2 itself: position-coded images show which pixels a crop really has, and labels are ours.
+
+ffcv draws other crops in every run, so what is asserted holds for any.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from densefeed.pipelines.beton import Beton
+from densefeed.pipelines.ffcv import FfcvSource
+from densefeed.pipelines.loader import ThreadedLoader
+from densefeed.pipelines.plan import EpochPlan
+from densefeed.pipelines.targets import TargetRules, sparse_targets
+from densefeed.relabel.images import Images
+from densefeed.relabel.store import ScoreMapWriter, StoreHeader
+from PIL import Image
+
+pytestmark = pytest.mark.ffcv
+IMAGES, SIZE, GRID, EPOCHS = 13, 24, 4, 3
+ROOT = Path(__file__).parents[2]
+RULES = TargetRules(smoothing=0.1)
+
+# All of ffcv runs in one process of its own: a fault of its threads would leave the test waiting for ever, and its compiler
+# takes seconds a Loader.
+FFCV = f"""
+import json
+import sys
+import numpy as np
+import torch
+from ffcv.fields import IntField, RGBImageField
+from ffcv.fields.rgb_image import CenterCropRGBImageDecoder, RandomResizedCropRGBImageDecoder
+from ffcv.loader import Loader, OrderOption
+from ffcv.transforms import RandomHorizontalFlip, ToTensor
+from ffcv.writer import DatasetWriter
+from densefeed.pipelines.ffcv_bridge import DenseLabels, crop_pipelines
+from densefeed.pipelines.targets import TargetRules, sparse_targets
+from densefeed.relabel.files import UserError
+from densefeed.relabel.images import Images, decode
+root = sys.argv[1]
+images = Images(root + "/images", split="train")
+class Samples:
+    def __len__(self): return len(images)
+    def __getitem__(self, n): return np.asarray(decode(images.read(n), "x")), int(images.labels[n])
+fields = {{"image": RGBImageField(write_mode="raw"), "label": IntField()}}
+DatasetWriter(root + "/stock.beton", fields, num_workers=1).from_indexed_dataset(Samples())
+random, centre = RandomResizedCropRGBImageDecoder(({SIZE}, {SIZE})), CenterCropRGBImageDecoder(({SIZE}, {SIZE}), 0.8)
+def said(call):
+    try:
+        call()
+    except UserError as error:
+        return str(error)
+twice = crop_pipelines(random, flip=0.5)  # of ffcv's own lists a Loader takes the decoder away
+for name, maps, pipelines, workers, cached in (
+    ("ours", None, twice, 2, True), ("stock", root + "/maps.h5", twice, 1, False),
+    ("damaged", None, crop_pipelines(centre, flip=0.5), 2, True),
+):
+    path, parts, first = f"{{root}}/{{name}}.beton", [], ""
+    loader = Loader(path, batch_size=5, num_workers=workers, order=OrderOption.RANDOM, seed=1, drop_last=False,
+                    os_cache=cached, pipelines=pipelines)
+    strict, labels = DenseLabels(path, maps), DenseLabels(path, maps, on_bad_sample="skip")
+    for epoch in range({EPOCHS}):
+        for image, label, crop in loader:
+            first = first or said(lambda: strict(image, label, crop)) or ""
+            batch = labels(image, label, crop)
+            targets = sparse_targets(batch, labels.spec, {GRID}, TargetRules(smoothing=0.1))
+            fields = batch._asdict() | targets._asdict()
+            fields |= {{"crop": crop, "token_weight": targets.weight, "weight": batch.weight}}
+            fields |= {{"epoch": torch.full(batch.label.shape, epoch)}}
+            parts.append({{name: np.array(field) for name, field in fields.items()}})  # copies: ffcv writes there again
+    arrays = {{name: np.concatenate([part[name] for part in parts]) for name in parts[0]}}
+    np.savez(f"{{root}}/{{name}}.npz", said=first, skipped=labels.skipped, **arrays)
+row = torch.tensor([[0, 0, 0, 9, 9, 10, 10, 0, 0]])
+refused = [
+    said(lambda: crop_pipelines(random, transforms=[RandomHorizontalFlip(), ToTensor()])),
+    said(lambda: DenseLabels(root + "/stock.beton")),
+    said(lambda: DenseLabels(root + "/ours.beton")(torch.zeros(1, 8, 8, 3), torch.zeros(1, 1), row)),
+]
+print(json.dumps(refused))
+"""
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory, random_maps, command):
+    """The folder of all files, and what was refused.
+
+    Images' red is the row and their green the column. ours.beton is packed here with maps, damaged.beton a copy in which a JPEG
+    lacks its second half and a map has a bit turned, stock.beton what ffcv writes: raw pixels.
+    """
+    pytest.importorskip("ffcv", reason="ffcv could not be built here")
+    root, rng = tmp_path_factory.mktemp("coded"), np.random.default_rng(0)
+    for number in range(IMAGES):
+        height, width = rng.integers(100, 250, 2)
+        row, column = np.mgrid[:height, :width]
+        path = root / "images" / "train" / ("cat", "dog", "emu")[number % 3] / f"{number:02d}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(np.stack([row, column, np.full_like(row, 10 * number)], -1).astype(np.uint8)).save(path)
+    images, maps = Images(root / "images", split="train"), root / "maps.h5"
+    header = StoreHeader(
+        side=6, top_k=2, num_classes=3, absent="tail", teacher="random", input_size=96, geometry="centre-crop",
+        fingerprint=images.fingerprint(), class_names=tuple(images.class_names),
+    )  # fmt: skip
+    writer = ScoreMapWriter(maps, header, images.paths, images.labels)
+    writer.write(np.arange(IMAGES), random_maps(IMAGES, 6, 2, 3, window=(0.0, 0.2, 1.0, 0.6)))
+    writer.finish()
+    packing = ("--data", root / "images", "--maps", maps, "--out", root / "ours.beton", "--quality", 98)
+    done = command("tools/pack_dataset.py", *packing)
+    assert done.returncode == 0, done.stderr
+    beton, data = Beton(root / "ours.beton"), bytearray((root / "ours.beton").read_bytes())
+    at, size = int(beton.images.offset[4]), int(beton.images.size[4])
+    data[at + size // 2 : at + size] = bytes(size - size // 2)
+    data[int(beton.array_offsets("map", np.array([7]))[1][0]) + 3] ^= 1
+    (root / "damaged.beton").write_bytes(data)
+    words = [sys.executable, "-c", FFCV, str(root)]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return root, json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture(params=["ours", "stock"])
+def got(request, ran):
+    return request.param, dict(np.load(ran[0] / f"{request.param}.npz"))
+
+
+def test_pixels_are_those_of_the_view(got):
+    """An area filter keeps a ramp: what an output pixel shows is the row and column at its centre, through the View."""
+    name, read = got
+    centre = (np.arange(SIZE) + 0.5) / SIZE
+    scale, shift = read["view"][:, :, :2], read["view"][:, :, 2]
+    height, width = read["crop"][:, 5], read["crop"][:, 6]
+    assert (scale[:, 0, 1] == 0).all()
+    x = (scale[:, 0, 0, None] * centre + shift[:, 0, None]) * width[:, None] - 0.5  # N, columns
+    y = (scale[:, 1, 1, None] * centre + shift[:, 1, None]) * height[:, None] - 0.5
+    image = read["image"].astype(float)
+    limit = 0.51 if name == "stock" else 5.0  # rounding alone; JPEG at quality 98 and a fast DCT
+    assert np.abs(image[..., 1] - x[:, None, :]).max() < limit
+    assert np.abs(image[..., 0] - y[:, :, None]).max() < limit
+    assert np.abs(image[..., 2] - 10 * number_of(read)[:, None, None]).max() < limit
+    assert (scale[:, 0, 0] < 0).any()
+    assert (scale[:, 0, 0] > 0).any()
+    np.testing.assert_array_equal(scale[:, 0, 0] < 0, read["crop"][:, 7] == 1)
+
+
+def number_of(read):
+    """The number that each sample's file has; rows stand by class."""
+    order = sorted(range(IMAGES), key=lambda n: (n % 3, n))
+    return np.array(order)[read["index"]]
+
+
+def test_every_sample_comes_once_an_epoch_with_a_crop_of_its_own(got):
+    _, read = got
+    for epoch in range(EPOCHS):
+        assert sorted(read["index"][read["epoch"] == epoch]) == list(range(IMAGES))
+    np.testing.assert_array_equal(read["label"], number_of(read) % 3)
+    assert len(np.unique(read["crop"][:, 1:5], axis=0)) > 0.9 * EPOCHS * IMAGES
+    _, top, left, high, wide, height, width, _, status = read["crop"].T
+    assert ((top >= 0) & (left >= 0) & (top + high <= height) & (left + wide <= width)).all()
+    assert not status.any()
+    assert (int(read["skipped"]), str(read["said"])) == (0, "")
+
+
+class Told(EpochPlan):
+    """A plan whose crops are another loader's."""
+
+    def crops(self, epoch, ids, height, width, repeat=None):
+        return self.boxes[ids].astype(np.float64), self.flips[ids]
+
+
+def test_labels_equal_what_our_loader_gives_for_the_same_box(got, ran):
+    (name, read), (root, _) = got, ran
+    source = FfcvSource(root / f"{name}.beton", root / "maps.h5" if name == "stock" else None)
+    plan = Told(num_samples=IMAGES, batch=IMAGES, seed=0, mode="train", sizes=((0, SIZE),))
+    rows = np.flatnonzero(read["epoch"] == 1)
+    rows = rows[np.argsort(read["index"][rows])]
+    object.__setattr__(plan, "boxes", read["crop"][rows, 1:5])
+    object.__setattr__(plan, "flips", read["crop"][rows, 7] > 0)
+    loader = ThreadedLoader(source, plan, threads=1)
+    (batch,) = loader.batches(0)
+    rows = rows[batch.index.numpy()]
+    want = batch._asdict() | (targets := sparse_targets(batch, source.spec, GRID, RULES))._asdict()
+    want |= {"token_weight": targets.weight, "weight": batch.weight}
+    loader.close()
+    assert np.abs(read["image"][rows].astype(float) - want.pop("image").numpy()).mean() < 3  # ffcv's filter is another one
+    for field, value in want.items():
+        np.testing.assert_array_equal(read[field][rows], value.numpy(), err_msg=field)
+    assert (read["token_weight"] < 0.5).any()  # beyond the Window
+    assert (read["token_weight"] > 0.99).any()
+
+
+def test_a_bad_sample_is_named_or_repeats_a_good_one_and_weighs_nothing(ran):
+    root, _ = ran
+    read = dict(np.load(root / "damaged.npz"))
+    assert str(read["said"]).startswith(("sample 4, ", "sample 7: "))
+    assert str(root / "damaged.beton") in str(read["said"])
+    out = np.isin(read["crop"][:, 0], (4, 7))
+    assert (out.sum(), int(read["skipped"])) == (2 * EPOCHS, 2 * EPOCHS)
+    np.testing.assert_array_equal(read["weight"], ~out)
+    assert not read["token_weight"][out].any()
+    for row in np.flatnonzero(out):
+        same = [n for n in np.flatnonzero(~out) if (read["image"][n] == read["image"][row]).all()]
+        assert any(read["index"][n] == read["index"][row] and (read["view"][n] == read["view"][row]).all() for n in same)
+
+
+def test_a_centre_crop_is_reported_too(ran):
+    _, top, left, high, wide, height, width, _, status = np.load(ran[0] / "damaged.npz")["crop"].T
+    np.testing.assert_array_equal(high, (0.8 * np.minimum(height, width)).astype(int))
+    np.testing.assert_array_equal(wide, high)
+    np.testing.assert_array_equal(top, (height - high) // 2)
+    np.testing.assert_array_equal(left, (width - wide) // 2)
+    assert (status != 0).sum() == EPOCHS
+
+
+def test_what_cannot_be_right_is_refused(ran):
+    root, (moves, bare, other) = ran
+    assert moves.startswith("RandomHorizontalFlip moves pixels")
+    assert bare.startswith(f"{root / 'stock.beton'} has no score maps; give DenseLabels")
+    assert other.startswith("the Loader reads other images than")
+
+
+def test_without_ffcv_the_import_says_what_to_install(command):
+    code = "import sys; sys.modules['ffcv'] = None\nimport densefeed.pipelines.ffcv_bridge"
+    done = command("-c", code)
+    assert 'pip install "densefeed[ffcv]"' in done.stderr.splitlines()[-1]

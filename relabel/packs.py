@@ -16,7 +16,7 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TextIO
 
 import numpy as np
 from PIL import Image
@@ -181,9 +181,10 @@ def to_rows(
         peak = np.maximum(logit[..., 0], 0).astype(np.float32) if num_classes > k else logit[..., 0].astype(np.float32)
         total = np.exp(logit.astype(np.float32) - peak[..., None]).sum(-1) + (num_classes - k) * np.exp(-peak)
         lse = (peak + np.log(total)).astype(np.float16)
+    beyond = f"a class number that is none of 0 to {num_classes - 1:,}, the classes of the images"
     wrong = {
         "a logit that is NaN, or no finite number in float16": infinite,
-        f"a class number that is none of 0 to {num_classes - 1:,}": fractional | (cls.reshape(N, -1).max(1) >= num_classes),
+        beyond: fractional | (cls.reshape(N, -1).max(1) >= num_classes),
     }
     wrong["a class twice in one cell"] = repeats(cls) & ~np.logical_or.reduce(list(wrong.values()))
     return logit, cls, lse, wrong
@@ -200,10 +201,13 @@ class Report:
     earlier: int = 0  # in the passes before, which were stopped
     problems: Counter = field(default_factory=Counter)
     examples: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
+    log: TextIO | None = None  # where every one of them is written, a line each
 
     def add(self, kind: str, sentence: str) -> None:
         """One image more without a usable map."""
         self.problems[kind] += 1
+        if self.log is not None:
+            print(kind, sentence, sep="\t", file=self.log, flush=True)
         if len(self.examples[kind]) < NAMED:
             self.examples[kind].append(sentence)
 
@@ -266,7 +270,12 @@ def probe(images: Images, matching: Matching) -> tuple[int, int]:
 
 
 def import_pack(
-    images: Images, pack: Pack, out: Path, threads: int, missing: Literal["raise", "label"] = "raise"
+    images: Images,
+    pack: Pack,
+    out: Path,
+    threads: int,
+    missing: Literal["raise", "label"] = "raise",
+    log: TextIO | None = None,
 ) -> tuple[ScoreMapStore, Report]:
     """Every map of the pack into a store for `images`; the finished store, and what was met.
 
@@ -274,9 +283,10 @@ def import_pack(
     goes on at its first undone row. Images without a usable map (no file, one that several images ask for, a damaged one, another
     shape, a number that is not finite, a class there is not) are counted and named when all files were tried: with `raise`
     in a UserError, while `<out>.part` keeps the others, so that the same command tries only these again; with `label` each
-    cell of such a map names the image's own label alone, as a token's label is where there are no maps.
+    cell of such a map names the image's own label alone, as a token's label is where there are no maps. All of them are written
+    to `log`, kind TAB what.
     """
-    num_classes, report = len(images.class_names), Report()
+    num_classes, report = len(images.class_names), Report(log=log)
     if threads < 1:
         raise UserError("--threads must be at least 1")
     if not pack.top_k <= num_classes <= MOST_CLASSES:

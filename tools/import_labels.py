@@ -37,6 +37,7 @@ class Import:
     input_size: int = 0  # side of the teacher's input, pixels; 0: as published
     split: str = "train"  # of the images
     missing: Literal["raise", "label"] = "raise"  # an image without a usable map: no store, or its own label in every cell
+    problems: Path | None = None  # text file to write: every image without a usable map, and why
     threads: int = os.cpu_count() or 1  # that read files
 
 
@@ -52,7 +53,8 @@ def main(wanted: Import) -> None:
         f"{wanted.labels}: maps of {side} x {side} cells, top {top_k}, by {pack.teacher} at {pack.input_size} px; "
         f"taken to cover {'the whole image' if pack.footprint == 'squash' else 'its centre square'}, axes {pack.axes}"
     )
-    store, report = import_pack(images, pack, wanted.out, wanted.threads, wanted.missing)
+    with open(wanted.problems or os.devnull, "w") as log:
+        store, report = import_pack(images, pack, wanted.out, wanted.threads, wanted.missing, log)
     # Here an audit of the finished store can hold the declared footprint and axes against the images.
     print(
         f"{wanted.out}: {len(store):,} maps of {store.header.num_classes:,} classes ({report.kept:,} read now, {report.earlier:,} "

@@ -1,5 +1,6 @@
 """Packs against what was written into them: every number where it belongs, every fault counted and named, nothing lost by a kill."""
 
+import io
 import math
 import subprocess
 import sys
@@ -134,14 +135,16 @@ def test_every_fault_is_counted_and_named_and_mending_it_completes_the_import(pa
     for kind, path in bad.items():
         spoil(labels, path, kind)
     wanted, out = declared(images, labels), tmp_path / "maps.h5"
+    log = io.StringIO()
     with pytest.raises(UserError) as refused:
-        import_pack(images, wanted, out, 2)
+        import_pack(images, wanted, out, 2, log=log)
+    assert len(log.getvalue().splitlines()) == 10
     said = str(refused.value)
     assert said.startswith("10 images have no usable map")
     for kind, path in bad.items():
         assert FAULTS[kind] in said
         assert Path(path).stem in said
-    assert "none of 0 to 5: 4 (" in said
+    assert "none of 0 to 5, the classes of the images: 4 (" in said
     assert not out.exists()
 
     for path in bad.values():

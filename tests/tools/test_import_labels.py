@@ -163,9 +163,10 @@ def test_the_command_names_what_is_missing_and_what_is_over(scenes, tmp_path, co
     assert done.stderr.startswith("error: 1 images have no usable map - no file: 1 (3/000003.jpg); mend")
     assert done.stderr.count("\n") == 1
     assert not (tmp_path / "a.h5").exists()
-    done = command(*words, "--missing", "label")
+    done = command(*words, "--missing", "label", "--problems", tmp_path / "problems.txt")
     assert done.returncode == 0, done.stderr
     assert "(0 read now, 19 earlier)" in done.stdout
+    assert (tmp_path / "problems.txt").read_text() == "no file\t3/000003.jpg\n"
     assert "left out: 1 maps that belong to no image (3/no-image)" in done.stdout
     done = command(*words)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)

@@ -21,7 +21,7 @@ from typing import Literal, NamedTuple, TextIO
 import numpy as np
 from PIL import Image
 
-from .files import UserError
+from .files import UserError, replacing
 from .geometry import WHOLE, Geometry, window_of
 from .images import Images
 from .prefetch import ordered_map
@@ -294,6 +294,10 @@ def import_pack(
             f"{images.root} has {num_classes:,} classes; maps of {pack.top_k} classes a cell need {pack.top_k} to {MOST_CLASSES:,}"
         )
     writer = ScoreMapWriter(out, pack.header(images), images.paths, images.labels)
+    # What a run wrote that was killed while it filled in labels must not pass for maps in the next.
+    filled = Path(f"{writer.part}.labelled.npy")
+    if filled.exists() and writer.done.any():
+        writer.done[np.load(filled, allow_pickle=False)] = False
     try:
         report.earlier = int(writer.done.sum())
         files, work = TensorFiles(), list(undone_batches(writer.done, CHUNK))
@@ -318,9 +322,13 @@ def import_pack(
                 f"{report}; mend these files and run this again, which reads only them, or add --missing label: "
                 "images without a map are then labelled by their class folder"
             )
-        for ids in undone_batches(writer.done, CHUNK):
+        if report.problems:
+            with replacing(filled) as path, open(path, "wb") as file:
+                np.save(file, np.flatnonzero(~writer.done))
+        for ids in list(undone_batches(writer.done, CHUNK)):
             writer.write(ids, label_rows(images.labels[ids], num_classes, pack.side, pack.top_k))
         writer.finish()
+        filled.unlink(missing_ok=True)
     finally:
         writer.close()
     return ScoreMapStore(out), report

@@ -13,6 +13,7 @@ Two containers (PyTorch 1.6 changed the default from the second to the first):
 import io
 import re
 import struct
+import zipfile
 import zlib
 from pathlib import Path
 from typing import NamedTuple
@@ -21,6 +22,7 @@ import numpy as np
 import torch
 
 MOST_BYTES = 2**26  # of a file; a map of 64 x 64 cells of 10 classes in float64 has 0.7 MB
+LARGE = f"is larger than {MOST_BYTES >> 20} MiB, which no score map is"
 LEARNED = 256  # pickles remembered; a tree of strange files shall not fill the memory
 END, ENTRY, LOCAL = struct.Struct("<4s4H2LH"), struct.Struct("<4s6H3L5H2L"), struct.Struct("<4s5H3L2H")  # of a zip file
 END64 = 56 + 20  # bytes of the 64-bit end and its locator
@@ -62,7 +64,7 @@ class TensorFiles:
         with open(path, "rb", buffering=0) as file:
             content = file.read(MOST_BYTES + 1)
         if len(content) > MOST_BYTES:
-            raise TensorError(f"is larger than {MOST_BYTES >> 20} MiB, which no score map is")
+            raise TensorError(LARGE)
         if not content:
             raise TensorError("is empty")
         if content[:6] == b"\x93NUMPY":
@@ -94,8 +96,10 @@ class TensorFiles:
     def _learn(self, content: bytes, found: tuple[bytes, memoryview] | None) -> np.ndarray:
         """Through `torch.load`; what its pickle means is remembered if the numbers lie where they are looked for."""
         try:
+            if content[:2] == b"PK" and inflated(content) > MOST_BYTES:  # a thousandfold, if its members are zeros, compressed
+                raise TensorError(LARGE)
             tensor = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-        except MemoryError:
+        except (MemoryError, TensorError):
             raise
         except Exception as error:  # torch promises nothing: RuntimeError, UnpicklingError, EOFError, KeyError, ...
             raise TensorError(f"is no tensor that can be read without running code ({first_line(error)})") from error
@@ -105,6 +109,8 @@ class TensorFiles:
             array = tensor.detach().numpy()
         except (TypeError, RuntimeError) as error:
             raise TensorError(f"holds {tensor.dtype}, which is none of float16, float32, float64") from error
+        if array.nbytes > MOST_BYTES:  # an expanded tensor needs few bytes in its file
+            raise TensorError(LARGE)
         storage = tensor.untyped_storage().nbytes()
         layout = Layout(array.dtype, array.shape, array.strides, tensor.storage_offset() * array.itemsize, storage)
         legacy = found is None and content[:2] != b"PK"
@@ -200,6 +206,12 @@ def legacy_parts(content: bytes, nbytes: int) -> tuple[bytes, memoryview] | None
         return None
     # The number of numbers, before them, is part of what must be equal.
     return b"legacy" + front.replace(keys[0][0], b"X"), memoryview(content)[at:]
+
+
+def inflated(content: bytes) -> int:
+    """Bytes of a zip's members, once they are decompressed."""
+    with zipfile.ZipFile(io.BytesIO(content)) as packed:
+        return sum(member.file_size for member in packed.infolist())
 
 
 def first_line(error: Exception) -> str:

@@ -172,6 +172,28 @@ def test_missing_label_names_the_images_own_class_in_every_cell(pack, tmp_path):
             assert (probability > 1 - 1e-5).all()
 
 
+def test_labels_filled_in_by_a_run_that_was_killed_do_not_pass_for_maps(pack, tmp_path, monkeypatch):
+    images, labels, maps = pack
+    (labels / images.paths[7]).with_suffix(".pt").unlink()
+
+    def killed(_):
+        raise KeyboardInterrupt
+
+    finish = packs.ScoreMapWriter.finish
+    monkeypatch.setattr(packs.ScoreMapWriter, "finish", killed)
+    with pytest.raises(KeyboardInterrupt):
+        import_pack(images, declared(images, labels), tmp_path / "maps.h5", 2, "label")
+    monkeypatch.setattr(packs.ScoreMapWriter, "finish", finish)
+    with pytest.raises(UserError, match="1 images have no usable map - no file"):
+        import_pack(images, declared(images, labels), tmp_path / "maps.h5", 2)
+    write((labels / images.paths[7]).with_suffix(".pt"), maps[images.paths[7]])
+    _, report = import_pack(images, declared(images, labels), tmp_path / "maps.h5", 2)
+    assert (report.earlier, report.kept) == (29, 1)
+    import_pack(images, declared(images, labels), tmp_path / "clean.h5", 2)
+    assert (tmp_path / "clean.h5").read_bytes() == (tmp_path / "maps.h5").read_bytes()
+    assert not list(tmp_path.glob("*.part*"))
+
+
 @pytest.mark.parametrize("top_k", [1, 3, 6])
 def test_label_rows_name_each_class_once(top_k):
     rows = label_rows(np.arange(6), 6, 2, top_k)

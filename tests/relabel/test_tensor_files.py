@@ -220,6 +220,21 @@ def test_text_and_files_too_large_are_refused(tmp_path, monkeypatch):
         TensorFiles().read(tmp_path / "none.pt")
 
 
+def test_what_swells_when_it_is_read_is_refused(tmp_path, monkeypatch):
+    """A compressed storage of zeros, and a tensor of 4 TB that is one number expanded; neither takes the memory it claims."""
+    monkeypatch.setattr(tensor_files, "MOST_BYTES", 2**18)
+    torch.save(torch.zeros(2**20, dtype=torch.float16), tmp_path / "zeros.pt")
+    with zipfile.ZipFile(tmp_path / "zeros.pt") as old, zipfile.ZipFile(tmp_path / "bomb.pt", "w", zipfile.ZIP_DEFLATED) as new:
+        for name in old.namelist():
+            new.writestr(name, old.read(name))
+    assert (tmp_path / "bomb.pt").stat().st_size < 2**14
+    for zipped in (True, False):
+        saved(tmp_path / f"expanded{zipped}.pt", torch.zeros(1).expand(2**40), zipped)
+    for name in ("bomb.pt", "expandedTrue.pt", "expandedFalse.pt"):
+        with pytest.raises(TensorError, match="is larger"):
+            TensorFiles().read(tmp_path / name)
+
+
 def test_arrays_of_numpy(tmp_path):
     """Types, orders, versions; read again from what was learned; cut and lengthened ones are refused."""
     files, plain = TensorFiles(), a_map().numpy()

@@ -191,8 +191,7 @@ class Job:
                 self._unpack(parts)
 
     def _unpack(self, parts: Parts) -> None:
-        logit, classes, lse, window = parts.to
-        cells, top_k = lse[0].size, logit.shape[-1]
+        cells, top_k = parts.to[2][0].size, parts.to[0].shape[-1]
         assert [part.dtype for part in parts.to] == ["<f2", "<u2", "<f2", "<f4"]
         assert [part[0].size for part in parts.to] == [cells * top_k, cells * top_k, cells, 4]
         palette = np.ascontiguousarray(parts.packed.palette, np.int32)

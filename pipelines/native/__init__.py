@@ -92,6 +92,7 @@ def library() -> ctypes.CDLL:
         "submit": [ctypes.c_void_p, ctypes.c_void_p],
         "wait": [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_double, ctypes.c_int],
         "decode": [ctypes.c_void_p],
+        "maps": [ctypes.c_void_p],
         "free": [ctypes.c_void_p],
         "transcode": [ctypes.c_char_p, ctypes.c_size_t, ctypes.c_int] + 2 * [ctypes.c_void_p] + [ctypes.c_char_p],
         "probe": [ctypes.c_char_p, ctypes.c_size_t] + 2 * [ctypes.c_void_p] + [ctypes.c_char_p],
@@ -209,6 +210,14 @@ class Job:
     def decode(self) -> None:
         """Decode on the calling thread."""
         library().densefeed_decode(ctypes.byref(self.batch))
+
+
+def read_maps(parts: Parts) -> np.ndarray:
+    """Read parts alone, on the calling thread; the status of each sample, int32 `[N]`."""
+    samples = np.zeros(len(parts.file), SAMPLE)
+    job = Job(samples, np.empty((len(samples), 1, 1, 3), np.uint8), parts)
+    library().densefeed_maps(ctypes.byref(job.batch))
+    return samples["status"]
 
 
 class Pool:

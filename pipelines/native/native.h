@@ -132,6 +132,7 @@ int map_planes(int palette);
 int64_t map_bytes(const Packed *packed, int palette);
 int map_unpack(const Packed *packed, int palette, const uint8_t *row, uint8_t *room, uint8_t *logit, uint8_t *class, uint8_t *lse, char *message);
 
+int sample_map(const Batch *batch, int n, Sample *sample, Scratch *scratch);
 void sample_decode(const Batch *batch, int n, Scratch *scratch);
 int segments_header(const uint8_t *bytes, size_t length);
 int segments_decode(Sample *sample, Scratch *scratch, const uint8_t *head, size_t head_length, Box box, Picture *picture);

@@ -129,7 +129,7 @@ static int copy_packed(const Batch *batch, int n, Sample *sample, Scratch *scrat
 }
 
 /* Score map `n` of a batch. */
-static int copy_map(const Batch *batch, int n, Sample *sample, Scratch *scratch)
+int sample_map(const Batch *batch, int n, Sample *sample, Scratch *scratch)
 {
     return batch->packed ? copy_packed(batch, n, sample, scratch) : copy_parts(batch, n, sample, scratch);
 }
@@ -141,7 +141,7 @@ void sample_decode(const Batch *batch, int n, Scratch *scratch)
     Picture picture;
     double at[4] = {microseconds()};
     sample->message[0] = 0, scratch->reading = 0;
-    sample->status = copy_map(batch, n, sample, scratch); /* first, so that they are there if the image is left to the caller */
+    sample->status = sample_map(batch, n, sample, scratch); /* first, so that they are there if the image is left to the caller */
     at[1] = microseconds();
     if (sample->status == OK && sample->length <= 0) sample->status = fail(sample->message, UNREADABLE, "there are no bytes of it");
     scratch->reading = 0;

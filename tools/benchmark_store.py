@@ -4,10 +4,11 @@
     python tools/benchmark_store.py --images 20000 --json bench/store.json
 
 The published way is torch.load of float16 `[2, k, S, S]`, logits and class numbers, and a cast to float32, with
-`weights_only=True` (`torch.load`) and without, as that code does (`torch.load, unpickled`). Ours is what the loaders do: random
-rows, each read from the file, checked against its CRC and expanded, in batches of --batch; and `raw, one by one`, a call of
-`ScoreMapStore.rows` for every row. `raw, memory map` is the row alone: a copy out of a memory map, one at a time, no CRC looked at. All read the same maps in the same random order on one core; everything is in the page
-cache. The maps are made up: --palette classes an image, in patches.
+`weights_only=True` (`torch.load`) and without, as that code does (`torch.load, unpickled`). `raw`, `lossless` and `compact` are
+what the loaders do: random rows, each read from the file, checked against its CRC and expanded, in batches of --batch. `raw,
+memory map` is the row alone: a copy out of a memory map, one at a time, no CRC looked at; `raw, one by one` a call of
+`ScoreMapStore.rows` for every row. All read the same maps in random order on one core; everything is in the page cache. The maps
+are made up: --palette classes an image, in patches.
 
 A ratio is torch.load / ours, so large is good: the median of the rounds' own. Bytes an image are the whole file's, path and
 label included. Rows are appended to --results.

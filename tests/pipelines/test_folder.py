@@ -128,6 +128,8 @@ def test_a_damaged_or_cut_row_is_named(stores, folder, tmp_path, capsys, form):
         batches_of(FolderSource(folder, "train", path))
     batches, _ = batches_of(FolderSource(folder, "train", path), on_bad_sample="skip")
     assert capsys.readouterr().err.count("skipped sample 7") == 1
+    with pytest.raises(UserError, match=r"maps.h5: row 7 .* is damaged"):  # as resident maps read it, whatever the loader does
+        FolderSource(folder, "train", path).maps(np.arange(11))
     assert 7 not in torch.cat([batch.index for batch in batches]).tolist()
     path.write_bytes(stores[form].read_bytes())
     source = FolderSource(folder, "train", path)

@@ -47,7 +47,7 @@ setup(
     ext_modules=[
         Extension(
             f"{NAME}.pipelines.native.libdensefeed",
-            sources=[f"{NATIVE}/{file}.c" for file in ("batch", "checksum", "resample", "sample", "scratch", "segments", "turbo")],
+            sources=[f"{NATIVE}/{file}.c" for file in ("batch", "checksum", "maps", "resample", "sample", "scratch", "segments", "turbo")],
             depends=[f"{NATIVE}/native.h"],
             libraries=["jpeg", "m", "pthread"],
             extra_compile_args=flags(),

@@ -11,7 +11,7 @@ from ..relabel.store import ScoreMaps, ScoreMapStore
 from . import native
 from .batch import LabelSpec
 from .beton import NDARRAY, Beton, Field
-from .folder import check_row, map_tensors, spec_of, store_rows
+from .folder import check_row, map_tensors, spec_of, store_maps, store_rows
 from .loader import Encoded, Fetch, MapRows, Memory
 
 MAP_FIELDS = ("map", "lse", "window")
@@ -118,7 +118,7 @@ class FfcvSource:
 
     def maps(self, ids: np.ndarray) -> ScoreMaps:
         if self._store is not None:
-            return self._store.rows(ids)
+            return store_maps(self._store, ids)
         rows = self._beton.arrays(ids, MAP_FIELDS)
         both = rows["map"]
         return ScoreMaps(both[:, 0].view("<f2"), both[:, 1].view("<u2"), rows["lse"].view("<f2"), rows["window"])

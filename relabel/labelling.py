@@ -7,20 +7,24 @@ import numpy as np
 import torch
 
 from .files import UserError
+from .forms import Form
 from .images import Images, decode
 from .prefetch import ordered_map
 from .progress import bar
 from .store import Absent, ScoreMaps, ScoreMapStore, ScoreMapWriter, StoreHeader, undone_batches
 from .teacher import Teacher, weights_hash
+from .upkeep import convert
 
 
 def label_images(
-    images: Images, teacher: Teacher, name: str, out: Path, top_k: int, batch: int, threads: int, absent: Absent
-) -> ScoreMapStore:
+    images: Images, teacher: Teacher, name: str, out: Path, top_k: int, batch: int, threads: int, absent: Absent,
+    form: Form = "raw",
+) -> ScoreMapStore:  # fmt: skip
     """Label every image that `out` does not hold yet and return the finished store.
 
-    Work is written batch by batch, so a killed run continues at its first undone row. UserError names an image that
-    cannot be read, and says so if `top_k` exceeds the teacher's classes.
+    Work is written batch by batch, so a killed run continues at its first undone row. Another `form` than raw is made at the
+    end, of the raw rows in `<out>.part`. UserError names an image that cannot be read, and says so if `top_k` exceeds the
+    teacher's classes.
     """
     device = teacher.mean.device
     example = torch.zeros(1, teacher.input_size, teacher.input_size, 3, dtype=torch.uint8, device=device)
@@ -62,7 +66,11 @@ def label_images(
                 pixels, windows = zip(*(next(loaded) for _ in ids), strict=True)
                 logits_NSSK = teacher(torch.from_numpy(np.stack(pixels)).to(device))
                 writer.write(ids, keep_top(logits_NSSK, top_k, np.array(windows, np.float32)))
-        writer.finish()
+        if form == "raw":
+            writer.finish()
+        else:
+            convert(ScoreMapStore(writer.part), out, form)
+            writer.part.unlink()
     finally:
         writer.close()
     return ScoreMapStore(out)

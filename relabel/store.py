@@ -1,5 +1,8 @@
 """ScoreMapStore: the score maps of a dataset in one HDF5 file, rows in dataset order. The bytes are described in FORMAT.md.
 
+    python -m densefeed.relabel.store verify maps.h5
+    python -m densefeed.relabel.store convert maps.h5 --form compact --out small.h5
+
 HDF5 gives the layout, names and types. Every dataset is contiguous and allocated when the file is made, so rows are
 afterwards written with `pwrite` and read through a memory map: no HDF5 metadata changes while a labelling runs, and a killed
 run leaves a file that opens.
@@ -10,23 +13,24 @@ import math
 import os
 import weakref
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from itertools import combinations
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import h5py
 import numpy as np
 
-from .files import UserError, explain, naming, sync
+from .files import UserError, explain, naming, run, sync
+from .forms import Absent, Form, FormError, ScoreMaps, row_sizes, unpack
 from .progress import bar
 
-VERSION = 1
+VERSIONS = {"raw": 1, "lossless": 2, "compact": 2}  # of the file, by the form of its rows
 CHECKED_AT_ONCE = 2**26  # bytes of rows
+WINDOW_BYTES = 16
 EDGE = 1e-6  # by which rounding may put a Window outside its image
 HDF5_OVERHEAD = 2**16  # bytes of HDF5's own beside the rows; 11 kB measured
-Absent = Literal["tail", "zero-logit"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,29 +46,29 @@ class StoreHeader:
     geometry: str  # how an image was fitted to it
     fingerprint: str  # of the dataset, see images.py
     class_names: tuple[str, ...]  # in label order; of the dataset
-    version: int = VERSION
+    form: Form = "raw"  # how a row is kept
+
+    def describe(self) -> str:
+        """As JSON. Version 1 knows no forms, and its files stay as they were."""
+        fields = asdict(self) | {"version": VERSIONS[self.form]}
+        if self.form == "raw":
+            del fields["form"]
+        return json.dumps(fields)
 
     @classmethod
     def parse(cls, text: str, where: Path) -> "StoreHeader":
         """From JSON; UserError for another version."""
         fields = json.loads(text)
-        if fields.get("version") != VERSION:
-            raise UserError(f"{where}: score maps of version {fields.get('version')}, this program reads {VERSION}; relabel it")
+        version, form = fields.pop("version", None), fields.setdefault("form", "raw")
+        if version not in VERSIONS.values():
+            raise UserError(f"{where}: score maps of version {version}, this program reads 1 and 2; relabel it")
+        if VERSIONS.get(form) != version:
+            raise UserError(f"{where}: version {version} has no form {form!r}; label the images again")
         if fields.get("absent") not in ("tail", "zero-logit"):
             raise UserError(
                 f"{where}: absent is {fields.get('absent')!r}, and must be tail or zero-logit; label the images again"
             )
         return cls(**fields | {"class_names": tuple(fields["class_names"])})
-
-
-class ScoreMaps(NamedTuple):
-    """Rows of a store. `logit` float16 `[N, S, S, k]` descending over k, `cls` uint16 alike, `lse` float16 `[N, S, S]`
-    the logsumexp over all K classes, `window` float32 `[N, 4]`."""
-
-    logit: np.ndarray
-    cls: np.ndarray
-    lse: np.ndarray
-    window: np.ndarray
 
 
 def row_types(side: int, top_k: int) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -81,15 +85,29 @@ def row_types(side: int, top_k: int) -> dict[str, tuple[str, tuple[int, ...]]]:
     }
 
 
-def row_crcs(maps: ScoreMaps) -> np.ndarray:
-    """CRC-32 of each row: over the bytes of logit, cls, lse and window in that order; uint32 `[N]`."""
-    crcs = np.zeros(len(maps.logit), np.uint32)
-    for n in range(len(crcs)):
+def whole_types(form: Form) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """dtype and shape of datasets that are the same for all rows."""
+    return {"levels": ("<f4", (256,)), "error": ("<f8", (len(FormError._fields),))} if form == "compact" else {}
+
+
+def packed_types() -> dict[str, tuple[str, tuple[int, ...]]]:
+    """The same of a packed store, whose maps stand in `rows`, a dataset of bytes."""
+    kept = {name: kind for name, kind in row_types(0, 0).items() if name not in ("logit", "cls", "lse")}
+    return kept | {"start": ("<i8", ())}
+
+
+def row_crcs(parts: Iterable[Iterable[np.ndarray]]) -> np.ndarray:
+    """CRC-32 of each row: over the bytes of its parts in their order (raw: logit, cls, lse, window); uint32 `[N]`.
+
+    `parts` is, for each part, its rows: ScoreMaps, or packed rows and windows.
+    """
+    crcs = []
+    for row in zip(*parts, strict=True):
         crc = 0
-        for part in maps:
-            crc = zlib.crc32(np.ascontiguousarray(part[n]).data, crc)
-        crcs[n] = crc
-    return crcs
+        for part in row:
+            crc = zlib.crc32(np.ascontiguousarray(part).data, crc)
+        crcs.append(crc)
+    return np.array(crcs, np.uint32)
 
 
 def not_finite(half_NM: np.ndarray) -> np.ndarray:
@@ -126,20 +144,36 @@ def map_datasets(path: Path) -> tuple[StoreHeader, dict[str, np.ndarray], dict[s
     except (OSError, KeyError) as error:
         raise UserError(f"{path} is not a whole HDF5 file ({error}); copy it again or relabel") from error
     rows = places["label"][1][0] if "label" in places else 0
-    for name, (dtype, shape) in row_types(header.side, header.top_k).items():
-        said, found = (np.dtype(dtype), (rows, *shape)), places.get(name, (None, ()))[:2]
+    if header.form == "raw":
+        types = {name: (dtype, (rows, *shape)) for name, (dtype, shape) in row_types(header.side, header.top_k).items()}
+    else:
+        types = {name: (dtype, (rows, *shape)) for name, (dtype, shape) in packed_types().items()}
+        types |= {"rows": ("|u1", places.get("rows", (None, ()))[1][:1])} | whole_types(header.form)
+    for name, (dtype, shape) in types.items():
+        said, found = (np.dtype(dtype), shape), places.get(name, (None, ()))[:2]
         if said != found:
             raise UserError(
                 f"{path}: its header says {name!r} is {said[1]} of {said[0]} but it is {found[1]} of {found[0]}; label the images again"
             )
-    arrays = {name: np.memmap(path, dtype, "r", offset, shape) for name, (dtype, shape, offset) in places.items()}
+    # Without their class, whose every slice costs a microsecond more.
+    arrays = {name: np.asarray(np.memmap(path, dtype, "r", offset, shape)) for name, (dtype, shape, offset) in places.items()}
     return header, arrays, {name: place[2] for name, place in places.items()}
+
+
+class PackedRows(NamedTuple):
+    """What it takes to unpack the rows of a packed store; copies in memory."""
+
+    form: Form
+    palette: np.ndarray  # int32 [N], classes in each row's palette
+    size: np.ndarray  # int64 [N], bytes of each row
+    levels: np.ndarray | None  # float32 [256], of a compact store
 
 
 class ScoreMapStore:
     """A finished store, read through a memory map or, by whoever asks for `places`, from its file.
 
-    `labels` int64 and `crcs` uint32 `[N]` are copies in memory.
+    `labels` int64, `crcs` uint32 and `palette` uint16 `[N]` (how many classes each row names) are copies in memory. `packed` is
+    None if the rows stand as they are; `error` is, of a compact store, how far it is from what it was made of.
 
     Raises UserError if the file is missing, cut, of another version or not finished; `rows` raises it for a damaged row.
     """
@@ -147,11 +181,21 @@ class ScoreMapStore:
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
         self.header, self._arrays, self._offsets = map_datasets(self.path)
-        if not self._arrays["done"].all():
-            raise UserError(f"{path}: {int((self._arrays['done'] == 0).sum())} rows are not labelled; run the labelling again")
-        self.labels, self.crcs = np.array(self._arrays["label"]), np.array(self._arrays["crc32"])
-        self.max_palette = int(self._arrays["palette"].max())
-        top, left, bottom, right = self._arrays["window"].T
+        header, arrays = self.header, self._arrays
+        if not arrays["done"].all():
+            raise UserError(f"{path}: {int((arrays['done'] == 0).sum())} rows are not labelled; run the labelling again")
+        self.labels, self.crcs = np.array(arrays["label"]), np.array(arrays["crc32"])
+        self.palette = np.array(arrays["palette"])
+        self.max_palette = int(self.palette.max())
+        self.error = FormError(*arrays["error"].tolist()) if header.form == "compact" else None
+        self.packed = None
+        if header.form != "raw":
+            size = row_sizes(header.form, header.side, header.top_k, self.palette)
+            if (arrays["start"] != np.cumsum(size) - size).any() or len(arrays["rows"]) != size.sum():
+                raise UserError(f"{path}: its rows do not stand where their palettes say; copy it again or relabel")
+            levels = np.array(arrays["levels"]) if header.form == "compact" else None
+            self.packed = PackedRows(header.form, self.palette.astype(np.int32), size, levels)
+        top, left, bottom, right = arrays["window"].T
         self.min_window_side = float(min((bottom - top).min(), (right - left).min()))
 
         self._file = os.open(self.path, os.O_RDONLY)
@@ -161,7 +205,11 @@ class ScoreMapStore:
         return len(self.labels)
 
     def places(self, ids: np.ndarray) -> tuple[int, np.ndarray]:
-        """An open descriptor, and where the rows `ids` of logit, cls, lse and window stand in it: int64 `[len(ids), 4]`."""
+        """An open descriptor, and where the rows `ids` stand in it: of logit, cls, lse and window, int64 `[len(ids), 4]`; in a
+        packed store of the packed row and window, `[len(ids), 2]`."""
+        if self.packed:
+            rows, windows = self._offsets["rows"] + self._arrays["start"][ids], self._offsets["window"] + ids * WINDOW_BYTES
+            return self._file, np.stack([rows, windows], 1)
         starts = np.array([self._offsets[name] for name in ScoreMaps._fields])
         strides = np.array([self._arrays[name][0].nbytes for name in ScoreMaps._fields])
         return self._file, starts + ids[:, None] * strides
@@ -171,15 +219,21 @@ class ScoreMapStore:
         return [raw.decode() for raw in self._arrays["path"]]
 
     def rows(self, ids: np.ndarray) -> ScoreMaps:
-        """Copies of the rows `ids`, each checked against its CRC."""
-        maps = ScoreMaps(*(self._arrays[name][ids] for name in ScoreMaps._fields))
-        bad = np.nonzero(row_crcs(maps) != self._arrays["crc32"][ids])[0]
+        """Copies of the rows `ids`, each checked against its CRC, unpacked if they were packed."""
+        if self.packed:
+            ends = zip(self._arrays["start"][ids].tolist(), self.packed.size[ids].tolist(), strict=True)
+            stored = [np.array(self._arrays["rows"][start : start + size]) for start, size in ends], self._arrays["window"][ids]
+        else:
+            stored = ScoreMaps(*(self._arrays[name][ids] for name in ScoreMaps._fields))
+        bad = np.nonzero(row_crcs(stored) != self.crcs[ids])[0]
         if len(bad):
             row = int(ids[bad[0]])
-            raise UserError(
-                f"{self.path}: row {row} ({self._arrays['path'][row].decode()}) is damaged; relabel or copy it again"
-            )
-        return maps
+            raise UserError(f"{self.path}: row {row} ({self.path_of(row)}) is damaged; relabel or copy it again")
+        return self._unpacked(ids, *stored) if self.packed else stored
+
+    def path_of(self, row: int) -> str:
+        """The path of a row's image; of a damaged file, as much of it as can be read."""
+        return self._arrays["path"][row].decode(errors="replace")
 
     def check_values(self) -> None:
         """UserError if a row holds what no teacher can have said: a number that is not finite, a class there is not, a Window
@@ -188,39 +242,57 @@ class ScoreMapStore:
         Reads the file once, from end to end: 8 GB for ImageNet, at the disk's rate. A row that does not match its CRC is
         left to whoever reads it, who may want to skip it.
         """
-        row_bytes = sum(self._arrays[name][:1].nbytes for name in ScoreMaps._fields)
-        chunks = np.array_split(np.arange(len(self)), -(-len(self) * row_bytes // CHECKED_AT_ONCE))
-        for ids in bar(chunks, f"check {self.path.name}") if len(chunks) > 16 else chunks:
-            maps = ScoreMaps(*(self._read(name, ids) for name in ScoreMaps._fields))
-            logit, cls, lse, window = (part.reshape(len(ids), -1) for part in maps)
-            top, left, bottom, right = window.T
-            # Not the other way round: NaN is neither less nor more.
-            within = (
-                (top >= -EDGE) & (top < bottom) & (bottom <= 1 + EDGE) & (left >= -EDGE) & (left < right) & (right <= 1 + EDGE)
-            )
-            known = cls.max(1) < self.header.num_classes
-            wrong = {
-                "a logit that is not finite": not_finite(logit),
-                "a logsumexp that is not finite": not_finite(lse),
-                "a Window that is no part of the image": ~within,
-                f"class {cls.max()} of {self.header.num_classes}": ~known,
-                "a class twice in one cell": repeats(maps.cls),
-                "more classes than its palette says": known & (palette_sizes(cls) > self._read("palette", ids)),
-            }
-            for what, rows in wrong.items():
+        for ids, stored, maps in self.chunks("check"):
+            for what, rows in self.impossible(ids, maps).items():
                 for n in np.flatnonzero(rows):
-                    if row_crcs(ScoreMaps(*(part[n : n + 1] for part in maps)))[0] == self.crcs[ids[n]]:
-                        path = self._arrays["path"][ids[n]].decode()
-                        raise UserError(f"{self.path}: the map of {path} (row {ids[n]}) holds {what}; label the images again")
+                    if row_crcs([part[n : n + 1] for part in stored])[0] == self.crcs[ids[n]]:
+                        where = f"{self.path_of(ids[n])} (row {ids[n]})"
+                        raise UserError(f"{self.path}: the map of {where} holds {what}; label the images again")
 
-    def _read(self, name: str, ids: np.ndarray) -> np.ndarray:
-        """Rows `ids`, neighbours, of a dataset, by a read: a memory map would count as memory of ours."""
+    def impossible(self, ids: np.ndarray, maps: ScoreMaps) -> dict[str, np.ndarray]:
+        """What no teacher can have said, and which of the rows `ids`, whose maps are given, hold it: bool `[len(ids)]`."""
+        logit, cls, lse, window = (part.reshape(len(ids), -1) for part in maps)
+        top, left, bottom, right = window.T
+        # Not the other way round: NaN is neither less nor more.
+        within = (top >= -EDGE) & (top < bottom) & (bottom <= 1 + EDGE) & (left >= -EDGE) & (left < right) & (right <= 1 + EDGE)
+        known = cls.max(1) < self.header.num_classes
+        return {
+            "a logit that is not finite": not_finite(logit),
+            "a logsumexp that is not finite": not_finite(lse),
+            "a Window that is no part of the image": ~within,
+            f"class {cls.max()} of {self.header.num_classes}": ~known,
+            "a class twice in one cell": repeats(maps.cls),
+            "more classes than its palette says": known & (palette_sizes(cls) > self.palette[ids]),
+        }
+
+    def chunks(self, doing: str) -> Iterator[tuple[np.ndarray, tuple, ScoreMaps]]:
+        """All rows in order, some at once: their ids, their parts as `row_crcs` takes them, and their maps. No CRC is checked."""
+        row_bytes = len(self._arrays["rows"]) // len(self) if self.packed else 0
+        row_bytes += sum(self._arrays[name][:1].nbytes for name in ScoreMaps._fields if name in self._arrays)
+        chunks = np.array_split(np.arange(len(self)), -(-len(self) * row_bytes // CHECKED_AT_ONCE))
+        for ids in bar(chunks, f"{doing} {self.path.name}") if len(chunks) > 16 else chunks:
+            if not self.packed:
+                maps = ScoreMaps(*(self._read(name, ids[0], ids[-1] + 1) for name in ScoreMaps._fields))
+                yield ids, maps, maps
+                continue
+            start, size = int(self._arrays["start"][ids[0]]), self.packed.size[ids]
+            rows = np.split(self._read("rows", start, start + int(size.sum())), np.cumsum(size)[:-1])
+            window = self._read("window", ids[0], ids[-1] + 1)
+            yield ids, (rows, window), self._unpacked(ids, rows, window)
+
+    def _unpacked(self, ids: np.ndarray, rows: list[np.ndarray], window: np.ndarray) -> ScoreMaps:
+        side, top_k, packed = self.header.side, self.header.top_k, self.packed
+        return ScoreMaps(*unpack(packed.form, side, top_k, packed.levels, packed.palette[ids], rows), window)
+
+    def _read(self, name: str, first: int, end: int) -> np.ndarray:
+        """Elements `first` to `end` - 1 of a dataset, by a read: a memory map would count as memory of ours."""
         like = self._arrays[name]
+        each, first, count = like[:1].nbytes, int(first), int(end - first)
         with naming(self.path):
-            read = os.pread(self._file, len(ids) * like[:1].nbytes, self._offsets[name] + int(ids[0]) * like[:1].nbytes)
-        if len(read) < len(ids) * like[:1].nbytes:
+            read = os.pread(self._file, count * each, self._offsets[name] + first * each)
+        if len(read) < count * each:
             raise UserError(f"{self.path} was cut while it was open; copy it again and rerun")
-        return np.frombuffer(read, like.dtype).reshape(len(ids), *like.shape[1:])
+        return np.frombuffer(read, like.dtype).reshape(count, *like.shape[1:])
 
     def check(self, fingerprint: str, where: Path) -> None:
         """UserError unless the maps were made for the dataset of this fingerprint."""
@@ -228,6 +300,29 @@ class ScoreMapStore:
             raise UserError(
                 f"{self.path} holds the maps of another dataset than {where} (fingerprints differ); relabel {where}"
             )
+
+
+def lay_out(
+    path: Path, header: StoreHeader, types: dict[str, tuple[str, tuple[int, ...]]], known: dict[str, np.ndarray]
+) -> None:
+    """Make an HDF5 file of contiguous datasets of these dtypes and shapes, zeros but for the `known` ones; OSError if the disk
+    cannot hold it."""
+    # HDF5 crashes the interpreter when the disk fills under it, so ask for the space first.
+    sizes = (np.dtype(dtype).itemsize * math.prod(shape) for dtype, shape in types.values())
+    with open(path, "wb") as file:
+        os.posix_fallocate(file.fileno(), 0, sum(sizes) + HDF5_OVERHEAD + len(header.class_names) * 100)
+    with h5py.File(path, "w") as file:
+        file.attrs["densefeed"] = header.describe()
+        early = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+        early.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
+        early.set_obj_track_times(False)  # the same rows shall give the same bytes
+        for name, (dtype, shape) in types.items():
+            space = h5py.h5s.create_simple(shape)
+            h5py.h5d.create(file.id, name.encode(), h5py.h5t.py_create(np.dtype(dtype)), space, early)
+        for name, values in known.items():
+            file[name][:] = values
+    with open(path, "r+b") as file:
+        os.posix_fallocate(file.fileno(), 0, os.path.getsize(path))
 
 
 class ScoreMapWriter:
@@ -260,25 +355,12 @@ class ScoreMapWriter:
 
     def _create(self, header: StoreHeader, paths: list[str], labels: np.ndarray) -> None:
         names = np.array([path.encode() for path in paths])
+        types = row_types(header.side, header.top_k) | {"path": (names.dtype.str, ())}
+        types = {name: (dtype, (len(labels), *shape)) for name, (dtype, shape) in types.items()}
         begun = Path(f"{self.part}.{os.getpid()}")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            types = row_types(header.side, header.top_k) | {"path": (names.dtype.str, ())}
-            # HDF5 crashes the interpreter when the disk fills under it, so ask for the space first.
-            sizes = (np.dtype(dtype).itemsize * math.prod(shape) for dtype, shape in types.values())
-            with open(begun, "wb") as file:
-                os.posix_fallocate(file.fileno(), 0, len(labels) * sum(sizes) + HDF5_OVERHEAD + len(header.class_names) * 100)
-            with h5py.File(begun, "w") as file:
-                file.attrs["densefeed"] = json.dumps(asdict(header))
-                early = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
-                early.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
-                early.set_obj_track_times(False)  # the same rows shall give the same bytes
-                for name, (dtype, shape) in types.items():
-                    space = h5py.h5s.create_simple((len(labels), *shape))
-                    h5py.h5d.create(file.id, name.encode(), h5py.h5t.py_create(np.dtype(dtype)), space, early)
-                file["label"][:], file["path"][:] = labels, names
-            with open(begun, "r+b") as file:
-                os.posix_fallocate(file.fileno(), 0, os.path.getsize(begun))
+            lay_out(begun, header, types, {"label": labels, "path": names})
             sync(begun)
             os.replace(begun, self.part)
         except OSError as error:
@@ -319,5 +401,13 @@ class ScoreMapWriter:
 def undone_batches(done: np.ndarray, batch: int) -> Iterable[np.ndarray]:
     """The undone rows in order, in runs of neighbours of at most `batch`."""
     undone = np.nonzero(~done)[0]
-    for run in np.split(undone, np.nonzero(np.diff(undone) > 1)[0] + 1):
-        yield from (run[at : at + batch] for at in range(0, len(run), batch))
+    for piece in np.split(undone, np.nonzero(np.diff(undone) > 1)[0] + 1):
+        yield from (piece[at : at + batch] for at in range(0, len(piece), batch))
+
+
+if __name__ == "__main__":
+    import tyro
+
+    from .upkeep import convert_file, verify_files
+
+    run(lambda: tyro.extras.subcommand_cli_from_dict({"verify": verify_files, "convert": convert_file}, description=__doc__))

@@ -75,6 +75,8 @@ def main(packing: Packing) -> None:
     if packing.maps is not None:
         store = ScoreMapStore(packing.maps)
         store.check(notes["fingerprint"], packing.data)
+        if store.error:
+            print(f"{packing.maps} is compact, and the .beton takes over what it lost: {store.error}")
         spec = spec_of(store, len(images.class_names))
         notes |= {"teacher": store.header.teacher, "absent": spec.absent, "max_palette": spec.max_palette}
         notes |= {"min_window_side": spec.min_window_side}

@@ -45,6 +45,17 @@ SAMPLE = np.dtype(
 )
 
 
+class _Packed(ctypes.Structure):
+    """`Packed` in native.h."""
+
+    _fields_ = (
+        ("cells", ctypes.c_int32),
+        ("top_k", ctypes.c_int32),
+        ("palette", ctypes.c_void_p),
+        ("levels", ctypes.c_void_p),
+    )
+
+
 class _Batch(ctypes.Structure):
     """`Batch` in native.h."""
 
@@ -59,6 +70,7 @@ class _Batch(ctypes.Structure):
         ("part_bytes", ctypes.c_void_p),
         ("part_to", ctypes.c_void_p),
         ("part_crc", ctypes.c_void_p),
+        ("packed", ctypes.c_void_p),
         ("next", ctypes.c_int),
         ("done", ctypes.c_int),
         ("cancelled", ctypes.c_int),
@@ -80,6 +92,7 @@ def library() -> ctypes.CDLL:
         "submit": [ctypes.c_void_p, ctypes.c_void_p],
         "wait": [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_double, ctypes.c_int],
         "decode": [ctypes.c_void_p],
+        "maps": [ctypes.c_void_p],
         "free": [ctypes.c_void_p],
         "transcode": [ctypes.c_char_p, ctypes.c_size_t, ctypes.c_int] + 2 * [ctypes.c_void_p] + [ctypes.c_char_p],
         "probe": [ctypes.c_char_p, ctypes.c_size_t] + 2 * [ctypes.c_void_p] + [ctypes.c_char_p],
@@ -124,13 +137,25 @@ def transcode(encoded: bytes, interval: int) -> bytes:
         library().densefeed_free(out)
 
 
+class Packed(NamedTuple):
+    """How the score maps of N samples are packed (relabel/FORMAT.md), lossless or compact."""
+
+    palette: np.ndarray  # int32 [N], classes in each row's palette, which says how long the row is
+    levels: np.ndarray | None  # float32 [256], of a compact store
+
+
 class Parts(NamedTuple):
-    """Runs of bytes to copy beside each image, P a sample: its score map."""
+    """Runs of bytes to copy beside each image, P a sample: its score map.
+
+    If they are `packed`, P is 2, a packed row and its Window, and `to` are four arrays: logits `[N, S, S, k]`, classes, logsumexps
+    `[N, S, S]` and Windows `[N, 4]`.
+    """
 
     file: np.ndarray  # int32 [N, P], descriptors
     offset: np.ndarray  # int64 [N, P]
     to: Sequence[np.ndarray]  # P arrays, C-contiguous, [N, ...]; a run is as long as a row
     crc: np.ndarray | None  # uint32 [N], zlib's CRC-32 over a sample's runs in their order; None: not checked
+    packed: Packed | None = None
 
 
 class Job:
@@ -155,7 +180,7 @@ class Job:
         if parts is not None:
             assert all(to.flags.c_contiguous and len(to) == len(samples) for to in parts.to)
             file, offset = np.ascontiguousarray(parts.file, np.int32), np.ascontiguousarray(parts.offset, np.int64)
-            assert file.shape == offset.shape == (len(samples), len(parts.to))
+            assert file.shape == offset.shape == (len(samples), 2 if parts.packed else len(parts.to))
             lengths = np.array([to[0].nbytes for to in parts.to], np.int64)
             addresses = np.array([to.ctypes.data for to in parts.to], np.uint64)
             crc = None if parts.crc is None else np.ascontiguousarray(parts.crc, np.uint32)
@@ -163,10 +188,36 @@ class Job:
             self.batch.parts, self.batch.part_file, self.batch.part_offset = len(parts.to), file.ctypes.data, offset.ctypes.data
             self.batch.part_bytes, self.batch.part_to = lengths.ctypes.data, addresses.ctypes.data
             self.batch.part_crc = None if crc is None else crc.ctypes.data
+            if parts.packed is not None:
+                self._unpack(parts)
+
+    def _unpack(self, parts: Parts) -> None:
+        cells, top_k = parts.to[2][0].size, parts.to[0].shape[-1]
+        assert [part.dtype for part in parts.to] == ["<f2", "<u2", "<f2", "<f4"]
+        assert [part[0].size for part in parts.to] == [cells * top_k, cells * top_k, cells, 4]
+        palette = np.ascontiguousarray(parts.packed.palette, np.int32)
+        assert palette.shape == (len(self.samples),)
+        assert palette.min(initial=1) > 0
+        assert palette.max(initial=1) <= 65536
+        levels = None
+        if parts.packed.levels is not None:
+            levels = np.ascontiguousarray(parts.packed.levels, np.float32)
+            assert levels.shape == (256,)
+        packed = _Packed(cells, top_k, palette.ctypes.data, None if levels is None else levels.ctypes.data)
+        self._keep += [palette, levels, packed]
+        self.batch.packed = ctypes.addressof(packed)
 
     def decode(self) -> None:
         """Decode on the calling thread."""
         library().densefeed_decode(ctypes.byref(self.batch))
+
+
+def read_maps(parts: Parts) -> np.ndarray:
+    """Read parts alone, on the calling thread; the status of each sample, int32 `[N]`."""
+    samples = np.zeros(len(parts.file), SAMPLE)
+    job = Job(samples, np.empty((len(samples), 1, 1, 3), np.uint8), parts)
+    library().densefeed_maps(ctypes.byref(job.batch))
+    return samples["status"]
 
 
 class Pool:

@@ -67,6 +67,13 @@ typedef struct {
 } Sample;
 enum { LABELS, READ, DECODE, RESAMPLE };
 
+/* How score maps are packed (relabel/FORMAT.md). */
+typedef struct {
+    int32_t cells, top_k; /* of a map; classes a cell names */
+    const int32_t *palette; /* [count], classes in each row's palette */
+    const float *levels; /* [256] of a compact store; NULL: lossless */
+} Packed;
+
 typedef struct Batch {
     Sample *samples;
     int count, size; /* samples; side of the output, pixels */
@@ -78,6 +85,8 @@ typedef struct Batch {
     const int64_t *part_bytes; /* [parts] */
     uint8_t *const *part_to; /* [parts], each [count][part_bytes] */
     const uint32_t *part_crc; /* [count] of all parts in their order, or NULL */
+    /* If not NULL there are 2 parts, a packed row and a Window, and `part_to` is of logits, classes, logsumexps and Windows. */
+    const Packed *packed;
     int next, done, cancelled; /* under the pool's lock */
     struct Batch *after;
 } Batch;
@@ -119,6 +128,11 @@ int fail(char *message, int status, const char *format, ...) __attribute__((form
 
 API uint32_t densefeed_crc32(const uint8_t *bytes, size_t length, uint32_t crc);
 
+int map_planes(int palette);
+int64_t map_bytes(const Packed *packed, int palette);
+int map_unpack(const Packed *packed, int palette, const uint8_t *row, uint8_t *room, uint8_t *logit, uint8_t *class, uint8_t *lse, char *message);
+
+int sample_map(const Batch *batch, int n, Sample *sample, Scratch *scratch);
 void sample_decode(const Batch *batch, int n, Scratch *scratch);
 int segments_header(const uint8_t *bytes, size_t length);
 int segments_decode(Sample *sample, Scratch *scratch, const uint8_t *head, size_t head_length, Box box, Picture *picture);

@@ -5,6 +5,7 @@
 
 #define HEAD 2048 /* bytes read first: header and index of nearly every image of up to 1,000 rows */
 #define MOST_PARTS 8 /* read by one call */
+#define WINDOW_BYTES 16
 #define MOST_GAP 64 /* bytes between two such parts */
 
 /* Three planes of the rows that a crop of raw RGB touches. */
@@ -108,6 +109,31 @@ static int copy_parts(const Batch *batch, int n, Sample *sample, Scratch *scratc
     return OK;
 }
 
+/* The packed score map of sample `n`, and its Window. */
+static int copy_packed(const Batch *batch, int n, Sample *sample, Scratch *scratch)
+{
+    const Packed *packed = batch->packed;
+    int palette = packed->palette[n], status;
+    size_t entries = (size_t)packed->cells * packed->top_k, bytes = map_bytes(packed, palette);
+    const int32_t *file = batch->part_file + (size_t)n * 2;
+    const int64_t *offset = batch->part_offset + (size_t)n * 2;
+    uint8_t *const *to = batch->part_to, *window = to[3] + (size_t)n * WINDOW_BYTES;
+    if (!grow((void **)&scratch->encoded, &scratch->encoded_room, bytes + 2 * (entries + 8))) return NO_MEMORY;
+    if ((status = read_all(scratch, file[0], offset[0], scratch->encoded, bytes, sample->message))) return status;
+    if ((status = read_all(scratch, file[1], offset[1], window, WINDOW_BYTES, sample->message))) return status;
+    uint32_t crc = densefeed_crc32(window, WINDOW_BYTES, densefeed_crc32(scratch->encoded, bytes, 0));
+    if (batch->part_crc && crc != batch->part_crc[n])
+        return fail(sample->message, DAMAGED, "its score map does not match its checksum");
+    return map_unpack(packed, palette, scratch->encoded, scratch->encoded + bytes, to[0] + n * 2 * entries, to[1] + n * 2 * entries,
+                      to[2] + (size_t)n * 2 * packed->cells, sample->message);
+}
+
+/* Score map `n` of a batch. */
+int sample_map(const Batch *batch, int n, Sample *sample, Scratch *scratch)
+{
+    return batch->packed ? copy_packed(batch, n, sample, scratch) : copy_parts(batch, n, sample, scratch);
+}
+
 /* Sample `n` of a batch, from its files to its pixels and score map; its status says how it went. */
 void sample_decode(const Batch *batch, int n, Scratch *scratch)
 {
@@ -115,7 +141,7 @@ void sample_decode(const Batch *batch, int n, Scratch *scratch)
     Picture picture;
     double at[4] = {microseconds()};
     sample->message[0] = 0, scratch->reading = 0;
-    sample->status = copy_parts(batch, n, sample, scratch); /* first, so that they are there if the image is left to the caller */
+    sample->status = sample_map(batch, n, sample, scratch); /* first, so that they are there if the image is left to the caller */
     at[1] = microseconds();
     if (sample->status == OK && sample->length <= 0) sample->status = fail(sample->message, UNREADABLE, "there are no bytes of it");
     scratch->reading = 0;

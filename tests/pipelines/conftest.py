@@ -14,7 +14,7 @@ NATIVE = Path(__file__).parents[2] / "pipelines" / "native"
 HERE = Path(__file__).parent / "native"
 FLAGS = ("-std=gnu11", "-fwrapv", "-Wall", "-Wextra", f"-I{NATIVE}")
 LIBRARIES = ("-ljpeg", "-lm", "-lpthread")
-SOURCES = ("batch", "checksum", "resample", "sample", "scratch", "segments", "turbo")
+SOURCES = ("batch", "checksum", "maps", "resample", "sample", "scratch", "segments", "turbo")
 
 
 def compiled(out: Path, sources: list[Path], *flags: str) -> Path:

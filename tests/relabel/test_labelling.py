@@ -15,6 +15,7 @@ from densefeed.relabel.images import Images, decode
 from densefeed.relabel.labelling import keep_top, label_images, stored_accuracy
 from densefeed.relabel.store import ScoreMapStore
 from densefeed.relabel.teacher import Teacher
+from densefeed.relabel.upkeep import convert
 from safetensors.torch import save_file
 
 ROOT = Path(__file__).parents[2]
@@ -150,6 +151,26 @@ def test_a_run_killed_with_9_continues_and_ends_equal(folder, tmp_path):
     assert killed.read_bytes() == whole.read_bytes()
     assert not Path(f"{killed}.part").exists()
     assert len(ScoreMapStore(killed)) == 11
+
+
+@pytest.mark.parametrize("form", ["lossless", "compact"])
+def test_another_form_is_made_of_the_raw_rows(folder, tmp_path, monkeypatch, form):
+    """Also if the run ended between the last row and the end of the conversion: the teacher is not asked again."""
+    images, scorer = Images(folder, split="train"), teacher()
+    options = {"top_k": 2, "batch": 4, "threads": 1, "absent": "tail"}
+    raw = label_images(images, scorer, "t", tmp_path / "raw.h5", **options)
+    want = convert(raw, tmp_path / "want.h5", form).path.read_bytes()
+    store = label_images(images, scorer, "t", tmp_path / "maps.h5", **options, form=form)
+    assert store.header.form == form
+    assert store.path.read_bytes() == want
+    with monkeypatch.context() as patch:
+        patch.setattr("densefeed.relabel.labelling.convert", lambda *words: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            label_images(images, scorer, "t", tmp_path / "again.h5", **options, form=form)
+    assert not (tmp_path / "again.h5").exists()
+    monkeypatch.setattr(scorer, "prepare", lambda image: pytest.fail("labelled again"))
+    assert label_images(images, scorer, "t", tmp_path / "again.h5", **options, form=form).path.read_bytes() == want
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["again.h5", "maps.h5", "raw.h5", "want.h5"]
 
 
 def done_rows(part):

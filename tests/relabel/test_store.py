@@ -192,8 +192,12 @@ def test_refusals_name_the_file_and_the_remedy(tmp_path, random_maps):
     with pytest.raises(UserError, match=r"another dataset"):
         ScoreMapStore(path).check("other", tmp_path)
     with h5py.File(path, "r+") as file:
-        file.attrs["densefeed"] = json.dumps(json.loads(file.attrs["densefeed"]) | {"version": 2})
-    with pytest.raises(UserError, match=r"version 2, this program reads 1; relabel"):
+        file.attrs["densefeed"] = json.dumps(json.loads(file.attrs["densefeed"]) | {"version": 3})
+    with pytest.raises(UserError, match=r"version 3, this program reads 1 and 2; relabel"):
+        ScoreMapStore(path)
+    with h5py.File(path, "r+") as file:
+        file.attrs["densefeed"] = json.dumps(json.loads(file.attrs["densefeed"]) | {"version": 2, "form": "tiny"})
+    with pytest.raises(UserError, match=r"version 2 has no form 'tiny'; label"):
         ScoreMapStore(path)
     unfinished = tmp_path / "unfinished.h5"
     fill(unfinished, random_maps, slice(0, 4), finish=False)

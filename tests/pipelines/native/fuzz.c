@@ -249,6 +249,27 @@ static void try_transcoding(Input in)
     }
 }
 
+/* ------------------------------------------------------------------------- score maps */
+
+/* Any bytes as a packed row, in memory that ends where it should. */
+static void try_map(Input in)
+{
+    static float levels[256];
+    for (int n = 0; n < 256; n++) levels[n] = (float)n * (n % 3 ? 1e-6f : 1e3f);
+    int side = 1 + (int)draw(9), top_k = 1 + (int)draw(6), palette = 1 + (int)draw(draw(3) ? 12 : 700);
+    Packed packed = {.cells = side * side, .top_k = top_k, .palette = &palette, .levels = draw(2) ? levels : NULL};
+    size_t entries = (size_t)packed.cells * top_k, bytes = map_bytes(&packed, palette);
+    uint8_t *row = malloc(bytes), *room = malloc(2 * entries + 16), *logit = malloc(2 * entries), *class = malloc(2 * entries);
+    uint8_t *lse = malloc(2 * packed.cells);
+    char message[MESSAGE] = "";
+    for (size_t n = 0; n < bytes; n++) row[n] = in.length ? in.bytes[n % in.length] : 0;
+    int status = map_unpack(&packed, palette, row, room, logit, class, lse, message);
+    CHECK(status == OK || status == DAMAGED);
+    CHECK(!message[0] == (status == OK));
+    CHECK(status == OK || palette & (palette - 1)); /* a full palette has no place outside */
+    free(row), free(room), free(logit), free(class), free(lse);
+}
+
 /* Everything with one input, which lies in memory of exactly its length. */
 static void try_input(const uint8_t *bytes, size_t length)
 {
@@ -258,7 +279,7 @@ static void try_input(const uint8_t *bytes, size_t length)
     uint64_t before = state;
     state = 0x9E3779B97F4A7C15u ^ densefeed_crc32(exact, length, 0);
     alarm(HANG);
-    try_crops(now), try_raw(now), try_transcoding(now);
+    try_crops(now), try_raw(now), try_transcoding(now), try_map(now);
     alarm(0);
     state = before;
     free(exact);
@@ -273,10 +294,13 @@ static void try_input(const uint8_t *bytes, size_t length)
 static void try_pool(const Input *inputs, int count)
 {
     static Sample samples[BATCHES][ROWS];
-    static uint8_t pixels[BATCHES][ROWS * 32 * 32 * 3], maps[BATCHES][ROWS][2][8];
+    static uint8_t pixels[BATCHES][ROWS * 32 * 32 * 3], maps[BATCHES][ROWS][2][8], rows[BATCHES][3][ROWS * 16], windows[BATCHES][ROWS][16];
     static int32_t part_file[BATCHES][ROWS][2];
     static int64_t part_offset[BATCHES][ROWS][2], part_bytes[2] = {8, 8};
-    static uint8_t *part_to[BATCHES][2];
+    static uint8_t *part_to[BATCHES][4];
+    static int32_t palettes[BATCHES][ROWS];
+    static float levels[256];
+    Packed packed[BATCHES];
     Batch batches[BATCHES];
     int file = file_of(inputs[draw(count)]), waited[BATCHES] = {0};
     alarm(HANG);
@@ -285,12 +309,18 @@ static void try_pool(const Input *inputs, int count)
     for (int b = 0; b < BATCHES; b++) {
         for (int n = 0; n < ROWS; n++) {
             draw_sample(&samples[b][n], inputs[draw(count)]);
+            palettes[b][n] = 1 + (int)draw(20);
             for (int p = 0; p < 2; p++) part_file[b][n][p] = draw(20) ? file : -1, part_offset[b][n][p] = draw(100) + 8 * p;
         }
         for (int p = 0; p < 2; p++) part_to[b][p] = maps[b][0][0] + p * ROWS * 8;
+        packed[b] = (Packed){.cells = 4, .top_k = 2, .palette = palettes[b], .levels = draw(2) ? levels : NULL};
+        int is_packed = draw(2);
+        if (is_packed)
+            for (int p = 0; p < 4; p++) part_to[b][p] = p < 3 ? rows[b][p] : windows[b][0];
         batches[b] = (Batch){
             .samples = samples[b], .count = (int)draw(ROWS + 1), .size = 32, .pixels = pixels[b], .parts = 2,
             .part_file = part_file[b][0], .part_offset = part_offset[b][0], .part_bytes = part_bytes, .part_to = part_to[b],
+            .packed = is_packed ? &packed[b] : NULL,
         };
         densefeed_submit(pool, &batches[b]);
         if (draw(3) == 0) usleep(draw(2000));

@@ -1,0 +1,139 @@
+"""Packed score maps through the loaders, resident maps and the packer: lossless ones are the raw ones, compact ones as near as
+their store says."""
+
+import numpy as np
+import pytest
+import torch
+from densefeed.pipelines.ffcv import FfcvSource
+from densefeed.pipelines.folder import FolderSource
+from densefeed.pipelines.loader import ThreadedLoader
+from densefeed.pipelines.plan import EpochPlan
+from densefeed.pipelines.resident import ResidentMaps
+from densefeed.pipelines.targets import SparseTargets, sparse_targets
+from densefeed.relabel.files import UserError
+from densefeed.relabel.images import Images
+from densefeed.relabel.store import ScoreMapStore, ScoreMapWriter, StoreHeader
+from densefeed.relabel.upkeep import convert
+
+MAPS = ("map_logit", "map_class", "map_lse", "window")
+
+
+@pytest.fixture(scope="module", params=["tail", "zero-logit"])
+def stores(request, folder, tmp_path_factory):
+    """The same maps of `folder` in every form: {form: path}."""
+    from densefeed.relabel.labelling import keep_top
+
+    images, root = Images(folder, split="train"), tmp_path_factory.mktemp("forms")
+    header = StoreHeader(
+        side=6, top_k=2, num_classes=2, absent=request.param, teacher="random", input_size=96, geometry="centre-crop",
+        fingerprint=images.fingerprint(), class_names=tuple(images.class_names),
+    )  # fmt: skip
+    logits = 3 * torch.randn(len(images), 6, 6, 2, generator=torch.Generator().manual_seed(4))
+    writer = ScoreMapWriter(root / "raw.h5", header, images.paths, images.labels)
+    writer.write(
+        np.arange(len(images)), keep_top(logits, 2, np.tile(np.array([[0, 0.1, 1, 0.9]], np.float32), (len(images), 1)))
+    )
+    writer.finish()
+    paths = {form: root / f"{form}.h5" for form in ("raw", "lossless", "compact")}
+    for form in ("lossless", "compact"):
+        convert(ScoreMapStore(paths["raw"]), paths[form], form)
+    return paths
+
+
+@pytest.fixture(scope="module")
+def bare(folder, tmp_path_factory, command):
+    """The images alone, packed."""
+    out = tmp_path_factory.mktemp("bare") / "train.beton"
+    done = command("tools/pack_dataset.py", "--data", folder, "--out", out)
+    assert done.returncode == 0, done.stderr
+    return out
+
+
+def batches_of(source, **options):
+    plan = EpochPlan(num_samples=len(source.labels), batch=4, seed=3, mode="train", sizes=((0, 32),))
+    loader = ThreadedLoader(source, plan, 2, **options)
+    try:
+        return list(loader.batches(0)), loader.labels
+    finally:
+        loader.close()
+
+
+def equal(one, other) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def dense(targets: SparseTargets, num_classes: int) -> torch.Tensor:
+    """All of every target, `[N, T, K]`."""
+    palette = targets.palette[:, None].expand_as(targets.extra)
+    whole = targets.base[..., None].repeat(1, 1, num_classes)
+    return whole.scatter_add(2, palette, targets.extra)
+
+
+@pytest.mark.parametrize("kind", ["folder", "ffcv"])
+def test_batches_of_every_form(stores, folder, bare, kind):
+    def opened(form):
+        return FolderSource(folder, "train", stores[form]) if kind == "folder" else FfcvSource(bare, stores[form])
+
+    raw, spec = batches_of(opened("raw"))
+    lossless, its = batches_of(opened("lossless"))
+    assert its == spec
+    assert all(equal(*pair) for pair in zip(raw, lossless, strict=True))
+
+    compact, its = batches_of(opened("compact"))
+    assert its == spec
+    store, far = ScoreMapStore(stores["compact"]), 0.0
+    for before, after in zip(raw, compact, strict=True):
+        want = store.rows(after.index.numpy())
+        for name, field in zip(MAPS, want, strict=True):
+            np.testing.assert_array_equal(getattr(after, name).numpy(), field)
+        same = [name for name in before._fields if name not in ("map_logit", "map_lse")]
+        assert equal([getattr(before, name) for name in same], [getattr(after, name) for name in same])
+        one, other = (dense(sparse_targets(batch, spec, 4), 2) for batch in (before, after))
+        far = max(far, float((one - other).abs().sum(-1).max()) / 2)
+    slack = 1e-6 if spec.absent == "tail" else store.error.variation_max  # logits are averaged before the softmax, not targets
+    assert 0 < far <= store.error.variation_max + slack
+
+
+@pytest.mark.parametrize("form", ["lossless", "compact"])
+def test_resident_maps_are_the_streamed_ones(stores, folder, form):
+    source = FolderSource(folder, "train", stores[form])
+    held = ResidentMaps(source, torch.device("cpu"))
+    streamed, _ = batches_of(source)
+    bare, _ = batches_of(FolderSource(folder, "train", stores[form]), maps=False)
+    for whole, without in zip(streamed, bare, strict=True):
+        assert equal(whole, held(without))
+
+
+@pytest.mark.parametrize("form", ["lossless", "compact"])
+def test_the_packer_expands(stores, folder, tmp_path, command, form):
+    out = tmp_path / "train.beton"
+    done = command("tools/pack_dataset.py", "--data", folder, "--maps", stores[form], "--out", out)
+    assert done.returncode == 0, done.stderr
+    assert ("what it lost: error of a probability" in done.stdout) == (form == "compact")
+    source, store = FfcvSource(out), ScoreMapStore(stores[form])
+    for got, want in zip(source.maps(np.arange(11)), store.rows(np.arange(11)), strict=True):
+        np.testing.assert_array_equal(got, want)
+    source.close()
+
+
+@pytest.mark.parametrize("form", ["lossless", "compact"])
+def test_a_damaged_or_cut_row_is_named(stores, folder, tmp_path, capsys, form):
+    path = tmp_path / "maps.h5"
+    path.write_bytes(stores[form].read_bytes())
+    _, places = ScoreMapStore(path).places(np.array([7]))
+    content = bytearray(path.read_bytes())
+    content[places[0, 0] + 5] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=r"sample 7.*maps.h5: row 7 .* is damaged"):
+        batches_of(FolderSource(folder, "train", path))
+    batches, _ = batches_of(FolderSource(folder, "train", path), on_bad_sample="skip")
+    assert capsys.readouterr().err.count("skipped sample 7") == 1
+    with pytest.raises(UserError, match=r"maps.h5: row 7 .* is damaged"):  # as resident maps read it, whatever the loader does
+        FolderSource(folder, "train", path).maps(np.arange(11))
+    assert 7 not in torch.cat([batch.index for batch in batches]).tolist()
+    path.write_bytes(stores[form].read_bytes())
+    source = FolderSource(folder, "train", path)
+    with open(path, "r+b") as file:
+        file.truncate(int(places[0, 0]) + 3)
+    with pytest.raises(UserError, match=r"maps.h5 was cut while it was open"):
+        source.check_map(7)

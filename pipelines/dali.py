@@ -2,8 +2,8 @@
 
 Which sample, which crop, flip and map row are the plan's, exactly as with `ffcv` and `folder`; DALI is fed with encoded bytes and
 boxes and draws nothing. Its pixels differ: it decodes with full-size chroma and rounds to 8 bits before it resizes, where our
-decoder resamples planes. On a CPU a crop is within 0.6 of 255 grey levels of Pillow's crop and resize, and within 1.2 of the
-other loaders', each on average over the crop (tests/pipelines/test_dali.py); on a GPU the JPEG decoder is another one.
+decoder resamples planes. On a CPU a crop of a photograph is within 0.3 of 255 grey levels of Pillow's crop and resize, and within
+0.6 of the other loaders', each on average over the crop (tests/pipelines/test_dali.py); on a GPU the JPEG decoder is another one.
 
 What stands before DALI: our threads read the bytes, cut the segments that the crop needs out of an indexed JPEG (their checksums
 looked at), and look for damage in all of a JPEG without index when it is first seen, since DALI takes most of it for pixels, and the
@@ -12,6 +12,7 @@ Cut JPEGs are 0.34 as long as whole ones on average over 500 px photographs; on 
 as with its own region decoder on whole JPEGs, and 1.07 times as many are decoded and resized (one core, other jobs beside).
 """
 
+import atexit
 import functools
 import io
 import os
@@ -19,10 +20,11 @@ import queue
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from collections import deque
 from contextlib import ExitStack, suppress
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -41,20 +43,30 @@ INSIDE = 2  # runs of DALI at once, so that it need not wait for Python between 
 # Samples of a run: enough for every thread to have several, few enough that what a run decodes takes little memory and that a loader
 # which is left ends soon.
 LEAST_RUN, RUN_PER_THREAD = 64, 8
+RUN_PIXELS = 2**22  # of a run's JPEGs, for each thread: 22 images of 500 x 375, or one of 12 megapixels, which takes 0.1 s
 HARDWARE_SHARE = 0.65  # of the JPEGs that the GPU's own engine takes, where it has one; DALI's default
 CPU = torch.device("cpu")
+PAUSE = 0.0005  # seconds between looks at what the native threads have ready
 PROBE_SECONDS = 120  # importing PyTorch and DALI from a network disk takes most of it
 FAILURES = 3  # runs in a row that DALI breaks off though our decoder finds nothing wrong: then DALI itself is what is wrong
 
 
+@functools.cache
 def check_installed() -> None:
     """UserError if DALI cannot be imported."""
     try:
-        import nvidia.dali  # noqa: F401
+        import nvidia.dali.pipeline  # noqa: F401
     except (ImportError, OSError) as error:
         raise UserError(
             f"--loader dali needs NVIDIA DALI ({error}); pip install nvidia-dali-cuda130 (nvidia-dali-cuda120 for older drivers)"
         ) from error
+    # When the interpreter ends, what was registered last comes first: our threads are to be gone before DALI ends its pipelines.
+    atexit.register(_stop_all)
+
+
+def _stop_all() -> None:
+    for engine in list(_Engine.alive):
+        engine.stop()
 
 
 def build(run: int, threads: int, device: int | None, regions: bool) -> "Pipeline":
@@ -163,8 +175,8 @@ def why_no_regions(device: int) -> str:
 class _Work:
     """A batch on its way through the native threads and DALI."""
 
-    def __init__(self, job: native.Job, cuts: np.ndarray, room: np.ndarray, ids: np.ndarray, size: int, image: Tensor | None):
-        self.job, self.cuts, self.room, self.ids, self.size, self.image = job, cuts, room, ids, size, image
+    def __init__(self, job: native.Job, cuts: np.ndarray, ids: np.ndarray, size: int, image: Tensor | None) -> None:
+        self.job, self.cuts, self.ids, self.size, self.image = job, cuts, ids, size, image
         self.runs = 0  # begun and not yet over
         self.begun = self.cancelled = False
         self.error: BaseException | None = None
@@ -172,7 +184,7 @@ class _Work:
 
 
 class _Run(NamedTuple):
-    """Some rows of a batch, inside DALI."""
+    """Some rows of a batch, inside DALI. The memory of its JPEGs is the work's."""
 
     work: _Work
     rows: np.ndarray
@@ -180,12 +192,14 @@ class _Run(NamedTuple):
 
 
 class _Engine:
-    """What the thread `run` does: it alone touches the pipeline, from its making to its end.
+    """A thread that alone touches the pipeline, from its making to its end.
 
     It feeds DALI in runs of `rows` samples and copies what comes out into the batch's own memory: 0.02 ms of 1.5 ms an image on a
     CPU. On a GPU that is what makes a batch safe: PyTorch's allocator does not know DALI's memory, so it could not wait for the
     streams that still use it. The copies are over before the batch is handed on; streams of the consumer need not wait for any.
     """
+
+    alive: ClassVar[weakref.WeakSet] = weakref.WeakSet()
 
     def __init__(self, pool: native.Pool, threads: int, rows: int, device: torch.device, regions: bool, samples: int) -> None:
         self.pool, self.works, self.closing = pool, queue.SimpleQueue(), False
@@ -194,9 +208,21 @@ class _Engine:
         self._threads, self._rows, self._device, self._regions = threads, rows, device, regions
         self._pipeline: Pipeline | None = None
         self._inside: deque[_Run] = deque()
-        self._failures = 0
+        self._failures, self._pid = 0, os.getpid()
+        self._thread = threading.Thread(target=self._run, name="dali", daemon=True)
+        self._thread.start()
+        self.alive.add(self)
 
-    def run(self) -> None:
+    def stop(self) -> None:
+        """End the thread, and the native ones; in a forked child there is none."""
+        if os.getpid() == self._pid:
+            self.closing = True
+            self.works.put(None)
+            self.pool.close()
+            if threading.current_thread() is not self._thread:  # the garbage collector may run anywhere
+                self._thread.join()
+
+    def _run(self) -> None:
         """Work until there is None to do."""
         with ExitStack() as stack:
             if self._number is not None:
@@ -212,11 +238,11 @@ class _Engine:
                 self._guarded(work, self._begin, work)
                 self._end(work)
                 del work  # else a batch would live until the next one comes
-            while self._inside and self._pipeline:
-                self._inside.popleft()
-                with suppress(RuntimeError):
+            for _ in self._inside:
+                with suppress(Exception):  # nobody waits for them, but DALI still reads their bytes
                     self._pipeline.outputs()
             self._pipeline = None
+            self._inside.clear()
 
     def _guarded(self, work: _Work, do, *arguments) -> None:
         """Call `do`; its error is the work's."""
@@ -232,7 +258,7 @@ class _Engine:
 
     def _begin(self, work: _Work) -> None:
         """Give the rows of a work to DALI that it can have, and decode the others here."""
-        self.pool.wait(work.job)
+        self._prepared(work.job)
         if work.cancelled:
             return
         samples, cuts = work.job.samples, work.cuts
@@ -240,14 +266,12 @@ class _Engine:
         self.sound[work.ids[good]] = True
         if work.image is None:
             work.image = torch.empty((len(samples), work.size, work.size, 3), dtype=torch.uint8, device=self._device)
-        starts = cuts["bytes"].astype(np.int64) - work.room.ctypes.data
         rows, others = np.flatnonzero(good & (cuts["length"] > 0)), np.flatnonzero(good & (cuts["length"] == 0))
         work.runs += 1  # this one
-        for at in range(0, len(rows), self._rows):
+        for some in self._runs(rows, cuts["height"][rows].astype(np.int64) * cuts["width"][rows]):
             if work.cancelled or self.closing:
                 break
-            some = rows[at : at + self._rows]
-            jpegs = [work.room[starts[row] : starts[row] + cuts["length"][row]] for row in some.tolist()]
+            jpegs = [native.memory_at(*place) for place in cuts[["bytes", "length"]][some].tolist()]
             while len(self._inside) >= INSIDE:
                 self._collect()
             work.runs += 1
@@ -255,6 +279,21 @@ class _Engine:
         if len(others):
             self._decode(work, others)
         work.runs -= 1
+
+    def _prepared(self, job: native.Job) -> None:
+        """Wait for the native threads."""
+        while not self.pool.ended(job):
+            time.sleep(PAUSE)
+
+    def _runs(self, rows: np.ndarray, pixels: np.ndarray) -> list[np.ndarray]:
+        """Rows whose JPEGs have so many pixels, in runs; one at least in each."""
+        ends, load = [], 0
+        for n, more in enumerate(pixels.tolist()):
+            if n and (n - (ends[-1] if ends else 0) == self._rows or load + more > RUN_PIXELS * self._threads):
+                ends.append(n)
+                load = 0
+            load += more
+        return np.split(rows, ends) if len(rows) else []
 
     def _feed(self, run: _Run) -> None:
         work, rows = run.work, run.rows
@@ -301,7 +340,7 @@ class _Engine:
         some, pixels = work.job.samples[rows], np.empty((len(rows), work.size, work.size, 3), np.uint8)
         job = native.Job(some, pixels, keep=work.job)
         self.pool.submit(job)
-        self.pool.wait(job)
+        self._prepared(job)
         work.job.samples[rows] = some
         self._copy(work, rows, pixels)
 
@@ -317,8 +356,7 @@ class _Engine:
                 self._decode(work, rows)
             bad = work.job.samples["status"][rows] != native.OK
             self._failures = 0 if bad.any() else self._failures + 1
-            lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-            why = next((line for line in lines if line.startswith("Failed")), lines[0] if lines else type(error).__name__)
+            why = " ".join(str(error).partition("encountered:")[2].split() or str(error).split())
             if self._failures >= FAILURES:
                 raise UserError(
                     f"DALI broke off {FAILURES} runs in which nothing is wrong ({why}); give fewer --threads or a smaller --batch "
@@ -330,16 +368,6 @@ class _Engine:
         finally:
             for other in later:
                 self._guarded(other.work, self._feed, other)
-
-
-def _stop(engine: _Engine, thread: threading.Thread, pid: int) -> None:
-    """End the thread; in a forked child there is none."""
-    if os.getpid() == pid:
-        engine.closing = True
-        engine.works.put(None)
-        engine.pool.close()  # what the thread may be waiting for
-        if threading.current_thread() is not thread:  # the garbage collector may run anywhere
-            thread.join()
 
 
 # ------------------------------------------------------------------------- the loader
@@ -372,12 +400,12 @@ class DaliLoader(ThreadedLoader):
             why = why_no_regions(device.index or 0)
             regions = not why
             if plan.rank == 0:
-                print(f"DALI decodes {f'whole JPEGs on {device}: its decoder of regions {why}' if why else f'regions on {device}'}")
+                print(
+                    f"DALI decodes {f'whole JPEGs on {device}: its decoder of regions {why}' if why else f'regions on {device}'}"
+                )
         rows = min(len(plan.rows), max(LEAST_RUN, RUN_PER_THREAD * threads))
         self._engine = _Engine(self._pool, max(1, threads), rows, device, regions, plan.num_samples)
-        thread = threading.Thread(target=self._engine.run, name="dali", daemon=True)
-        thread.start()
-        self._end = weakref.finalize(self, _stop, self._engine, thread, os.getpid())
+        self._end = weakref.finalize(self, self._engine.stop)
 
     def close(self) -> None:
         """Stop the threads; what they work on is finished, what waits is dropped."""
@@ -391,7 +419,7 @@ class DaliLoader(ThreadedLoader):
         cuts["check"] = ~self._engine.sound[ids]
         job = native.Job(samples, cuts, maps.parts if maps else None, [keep, room])
         image = self._memory.empty((len(ids), size, size, 3), torch.uint8) if self._device.type == "cpu" else None
-        work = _Work(job, cuts, room, ids, size, image)
+        work = _Work(job, cuts, ids, size, image)
         self._pool.submit(job)
         self._engine.works.put(work)
         return work

@@ -47,7 +47,7 @@ SAMPLE = np.dtype(
 # A JPEG that shows a sample's crop, for another decoder; `Cut` in native.h.
 CUT = np.dtype(
     [
-        ("bytes", "u8"),  # address of as much room as the sample is long
+        ("bytes", "u8"),  # in: address of as much room as the sample is long; out: of the JPEG, perhaps the sample's own
         ("length", "i8"),  # of the JPEG; 0: none, the image is raw or its sample's status is not OK
         ("top", "i4"),  # what it shows of the stored image, pixels
         ("left", "i4"),
@@ -140,6 +140,15 @@ def transcode(encoded: bytes, interval: int) -> bytes:
         library().densefeed_free(out)
 
 
+def memory_at(address: int, length: int) -> np.ndarray:
+    """Memory that a library wrote, uint8 `[length]`; whoever owns it must outlive this view of it."""
+    return np.frombuffer(_view(address, length, 0x100), np.uint8)  # PyBUF_READ
+
+
+_view = ctypes.pythonapi.PyMemoryView_FromMemory
+_view.restype, _view.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int]
+
+
 class Parts(NamedTuple):
     """Runs of bytes to copy beside each image, P a sample: its score map."""
 
@@ -221,18 +230,22 @@ class Pool:
         while not self._ended(job, cancel=False):
             pass
 
+    def ended(self, job: Job) -> bool:
+        """Whether a job is finished. For threads that look now and then: who waits, keeps others from submitting meanwhile."""
+        return self._ended(job, cancel=False, seconds=0)
+
     def cancel(self, job: Job) -> None:
         """Begin no more of a job's samples, and wait for those that are being decoded."""
         with contextlib.suppress(RuntimeError):  # closed, or of another process: nothing of it is being decoded here
             while not self._ended(job, cancel=True):
                 pass
 
-    def _ended(self, job: Job, cancel: bool) -> bool:
+    def _ended(self, job: Job, cancel: bool, seconds: float = WAIT) -> bool:
         """Wait a little; whether the job is finished."""
         with self._entered():
             if job not in self._waiting:
                 return True
-            if ended := library().densefeed_wait(self._handle, ctypes.byref(job.batch), WAIT, cancel):
+            if ended := library().densefeed_wait(self._handle, ctypes.byref(job.batch), seconds, cancel):
                 self._waiting.remove(job)
             return bool(ended)
 

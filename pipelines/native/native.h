@@ -69,7 +69,7 @@ enum { LABELS, READ, DECODE, RESAMPLE };
 
 /* Instead of pixels: a JPEG that shows at least the crop, for another decoder, and found sound. */
 typedef struct {
-    uint8_t *bytes; /* room for as many as the sample has */
+    uint8_t *bytes; /* in: room for as many as the sample has; out: where the JPEG is, which may be the sample's own memory */
     int64_t length; /* of the JPEG; 0: the image is left to be decoded here, or is not OK */
     int32_t top, left, height, width; /* what it shows of the stored image, pixels */
     int32_t check; /* in: 1 looks for damage in all of an image without our index; the index's checksums are always looked at */

@@ -2,7 +2,6 @@
 
 import contextlib
 import gc
-import importlib.util
 import os
 import signal
 import subprocess
@@ -305,17 +304,11 @@ def cwd(tmp_path_factory):
     return tmp_path_factory.mktemp("cwd")
 
 
-@pytest.fixture(scope="module")
-def children(slow, cwd):
-    """All at once, since each takes seconds to import PyTorch."""
+@contextlib.contextmanager
+def running(words_of, cwd):
+    """Children with these words, all at once, since each takes seconds to import PyTorch."""
     started = {}
-    for name, words in {
-        "folder": ["folder", slow["folder"], 2000, "stay"], "ffcv": ["ffcv", slow["ffcv"], 2000, "stay"],
-        "exit": ["ffcv", slow["ffcv"], 2, "go"], "killed": ["ffcv", slow["ffcv"], 2, "stay"],
-        "dali": ["dali", slow["ffcv"], 2000, "stay"], "exit dali": ["dali", slow["ffcv"], 2, "go"],
-    }.items():  # fmt: skip
-        if "dali" in name and not importlib.util.find_spec("nvidia.dali"):
-            continue
+    for name, words in words_of.items():
         started[name] = subprocess.Popen(
             [sys.executable, "-c", CHILD, *map(str, words)], cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
             env=os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(cwd)},
@@ -326,10 +319,27 @@ def children(slow, cwd):
         child.communicate()
 
 
+@pytest.fixture(scope="module")
+def children(slow, cwd):
+    words = {
+        "folder": ["folder", slow["folder"], 2000, "stay"], "ffcv": ["ffcv", slow["ffcv"], 2000, "stay"],
+        "exit": ["ffcv", slow["ffcv"], 2, "go"], "killed": ["ffcv", slow["ffcv"], 2, "stay"],
+    }  # fmt: skip
+    with running(words, cwd) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def dali_children(slow, cwd):
+    """Apart from the others, which would wait for processors longer than a second."""
+    loader_class("dali")
+    with running({"dali": ["dali", slow["ffcv"], 2000, "stay"], "exit": ["dali", slow["ffcv"], 2, "go"]}, cwd) as started:
+        yield started
+
+
 @pytest.mark.parametrize("kind", ["folder", "ffcv", DALI])
-def test_ctrl_c_ends_a_wait_within_a_second(children, kind):
-    loader_class("dali" if kind == "dali" else "native")
-    child = children[kind]
+def test_ctrl_c_ends_a_wait_within_a_second(request, kind):
+    child = request.getfixturevalue("dali_children" if kind == "dali" else "children")[kind]
     assert child.stdout.readline() == "waiting\n"
     time.sleep(0.5)
     assert child.poll() is None
@@ -342,11 +352,11 @@ def test_ctrl_c_ends_a_wait_within_a_second(children, kind):
     assert "Exception ignored" not in traceback
 
 
-@pytest.mark.parametrize("name", ["exit", pytest.param("exit dali", marks=pytest.mark.dali)])
-def test_a_process_may_end_with_everything_open(children, name):
-    loader_class("dali" if "dali" in name else "native")
-    said, complaints = children[name].communicate(timeout=20)
-    assert (said, complaints, children[name].returncode) == ("waiting\ngot one\n", "", 0)
+@pytest.mark.parametrize("started", ["children", pytest.param("dali_children", marks=pytest.mark.dali)])
+def test_a_process_may_end_with_everything_open(request, started):
+    child = request.getfixturevalue(started)["exit"]
+    said, complaints = child.communicate(timeout=20)
+    assert (said, complaints, child.returncode) == ("waiting\ngot one\n", "", 0)
 
 
 def test_killed_it_leaves_nothing_and_starts_again_at_once(children, slow, cwd):

@@ -281,9 +281,12 @@ class _Engine:
         work.runs -= 1
 
     def _prepared(self, job: native.Job) -> None:
-        """Wait for the native threads."""
+        """Wait for the native threads. Who waits for an earlier batch, gets it meanwhile."""
         while not self.pool.ended(job):
-            time.sleep(PAUSE)
+            if self._inside:
+                self._collect()
+            else:
+                time.sleep(PAUSE)
 
     def _runs(self, rows: np.ndarray, pixels: np.ndarray) -> list[np.ndarray]:
         """Rows whose JPEGs have so many pixels, in runs; one at least in each."""

@@ -194,7 +194,7 @@ class _Run(NamedTuple):
 class _Engine:
     """A thread that alone touches the pipeline, from its making to its end.
 
-    It feeds DALI in runs of `rows` samples and copies what comes out into the batch's own memory: 0.02 ms of 1.5 ms an image on a
+    It feeds DALI in runs of `rows` samples and copies what comes out into the batch's own memory: 0.01 ms of 1.5 ms an image on a
     CPU. On a GPU that is what makes a batch safe: PyTorch's allocator does not know DALI's memory, so it could not wait for the
     streams that still use it. The copies are over before the batch is handed on; streams of the consumer need not wait for any.
     """
@@ -245,15 +245,16 @@ class _Engine:
             self._inside.clear()
 
     def _guarded(self, work: _Work, do, *arguments) -> None:
-        """Call `do`; its error is the work's."""
+        """Call `do`; its error is the work's, and whoever waits for it is told."""
         try:
             do(*arguments)
         except BaseException as error:
             work.error, work.cancelled = work.error or error, True
+            work.done.set()
 
     def _end(self, work: _Work) -> None:
         """If all of a work is over, tell whoever waits."""
-        if work.error or not work.runs:
+        if not work.runs:
             work.done.set()
 
     def _begin(self, work: _Work) -> None:
@@ -313,6 +314,7 @@ class _Engine:
                 self._collect()
             self._guarded(work, self._recover, run, error)
             work.runs -= 1
+            self._end(work)
         else:
             self._inside.append(run)
 

@@ -27,6 +27,7 @@ from densefeed.models import checkpoints
 from densefeed.models.evaluation import Shares, Sums, answers, shares_waits, sums_of
 from densefeed.pipelines.augment import Normalise
 from densefeed.pipelines.batch import Batch, Loader, on_device
+from densefeed.pipelines.dali import DaliLoader
 from densefeed.pipelines.ffcv import FfcvSource
 from densefeed.pipelines.folder import FolderSource
 from densefeed.pipelines.loader import ThreadedLoader
@@ -56,7 +57,7 @@ def open_loader(config: Config, mode: Literal["train", "evaluate"], ranks: Ranks
     """The loader of the training or the validation set: this rank's rows."""
     path = config.data if mode == "train" else config.val
     maps = config.labels if mode == "train" else None
-    if config.loader == "ffcv":
+    if config.loader == "ffcv" or (config.loader == "dali" and not path.is_dir()):
         if path.is_dir():
             raise UserError(f"{path} is a folder; pack it with tools/pack_dataset.py, or read it with --loader folder")
         source = FfcvSource(path, maps)
@@ -73,6 +74,8 @@ def open_loader(config: Config, mode: Literal["train", "evaluate"], ranks: Ranks
         crop_scale=config.crop_scale, hflip=config.hflip, crop_pct=config.crop_pct,
     )  # fmt: skip
     streamed = mode == "train" and config.objective != "ce" and not config.labels_on_device
+    if config.loader == "dali":
+        return DaliLoader(source, plan, config.threads, config.on_bad_sample, streamed, ranks.device)
     return ThreadedLoader(source, plan, config.threads, config.on_bad_sample, maps=streamed)
 
 

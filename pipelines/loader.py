@@ -112,15 +112,28 @@ class Memory:
         self._size = size
 
 
+class Decoding(Protocol):
+    """Images of a batch being decoded."""
+
+    job: native.Job  # its samples' status says how each of them went, its parts are the score maps
+    image: Tensor  # uint8 [N, size, size, 3], valid once it was waited for
+
+
+class _Native(NamedTuple):
+    """Images being decoded by our own threads."""
+
+    job: native.Job
+    image: Tensor
+
+
 class _Begun(NamedTuple):
     """A batch being decoded."""
 
-    job: native.Job
+    decoding: Decoding
     encoded: Encoded
     ids: np.ndarray
     repeat: np.ndarray
     weight: np.ndarray
-    image: Tensor
     views: np.ndarray
     maps: MapRows | None
 
@@ -177,7 +190,7 @@ class ThreadedLoader:
                     decoding.append(self._submit(epoch, size, *fetched[0]))
                     fetched.popleft()
                 if decoding and (len(decoding) == AHEAD or not fetch):
-                    self._pool.wait(decoding[0].job)
+                    self._wait(decoding[0].decoding)
                     yield self._finish(decoding.popleft())
         except Exception:
             self._pool.check()  # closed meanwhile, or in a forked child: that is the reason, whatever it broke first
@@ -186,7 +199,22 @@ class ThreadedLoader:
             for fetch, *_ in fetched:
                 fetch.cancel()
             for begun in decoding:
-                self._pool.cancel(begun.job)
+                self._cancel(begun.decoding)
+
+    def _begin(self, samples: np.ndarray, ids: np.ndarray, size: int, maps: MapRows | None, keep: object) -> Decoding:
+        """Have the crops of `samples` decoded, at `size` pixels a side, and their `maps` copied; without waiting."""
+        image = self._memory.empty((len(ids), size, size, 3), torch.uint8)
+        job = native.Job(samples, image.numpy(), maps.parts if maps else None, keep)
+        self._pool.submit(job)
+        return _Native(job, image)
+
+    def _wait(self, decoding: Decoding) -> None:
+        """Wait until it is decoded."""
+        self._pool.wait(decoding.job)
+
+    def _cancel(self, decoding: Decoding) -> None:
+        """Nobody waits for it any more."""
+        self._pool.cancel(decoding.job)
 
     def _fetch(self, rows: Iterator[tuple]) -> Iterator[tuple]:
         """Begin to fetch one batch after the other, and have the storage read what will be needed a window later."""
@@ -196,23 +224,21 @@ class ThreadedLoader:
             yield self.source.begin(ids), ids, views, weights
 
     def _submit(self, epoch: int, size: int, fetch: Fetch, ids: np.ndarray, repeat: np.ndarray, weight: np.ndarray) -> _Begun:
-        """Plan a batch's crops and give it to the threads."""
+        """Plan a batch's crops and have them decoded."""
         encoded = fetch.wait()
         samples = encoded.samples
         samples["box"], samples["flip"] = self.plan.crops(epoch, ids, samples["height"], samples["width"], repeat)
         views = crop_views(samples["box"], samples["flip"], samples["height"], samples["width"])
-        image = self._memory.empty((len(ids), size, size, 3), torch.uint8)
         maps = self.source.map_rows(ids, self._memory) if self.labels and self._maps else None
-        job = native.Job(samples, image.numpy(), maps.parts if maps else None, encoded.keep)
-        self._pool.submit(job)
-        return _Begun(job, encoded, ids, repeat, weight, image, views, maps)
+        decoding = self._begin(samples, ids, size, maps, encoded.keep)
+        return _Begun(decoding, encoded, ids, repeat, weight, views, maps)
 
     def _finish(self, begun: _Begun) -> Batch:
         """Look after a decoded batch's bad samples, and make tensors of it."""
         ids, weight, views = begun.ids.copy(), begun.weight.copy(), begun.views
-        bad = [row for row in np.flatnonzero(begun.job.samples["status"]).tolist() if not self._mend(begun, row)]
+        bad = [row for row in np.flatnonzero(begun.decoding.job.samples["status"]).tolist() if not self._mend(begun, row)]
         batch = Batch(
-            image=begun.image, label=torch.from_numpy(self.source.labels[ids]), view=torch.from_numpy(views),
+            image=begun.decoding.image, label=torch.from_numpy(self.source.labels[ids]), view=torch.from_numpy(views),
             shown=torch.from_numpy(shown_boxes(views)), index=torch.from_numpy(ids),
             repeat=torch.from_numpy(begun.repeat.copy()), weight=torch.from_numpy(weight),
             map_logit=None, map_class=None, map_lse=None, window=None,
@@ -233,11 +259,13 @@ class ThreadedLoader:
                         field[row] = field[good]
                 weight[row] = 0
         # Memory is pinned already where it is large; for the small tensors this copies.
-        return Batch(*(field.pin_memory() if self._memory.pinned and field is not None else field for field in batch))
+        pin = self._memory.pinned
+        return Batch(*(field.pin_memory() if pin and field is not None and not field.is_cuda else field for field in batch))
 
     def _mend(self, begun: _Begun, row: int) -> bool:
         """Decode a sample with Pillow that the native decoder leaves to it. False if it is to be skipped."""
-        sample, index = begun.job.samples[row], int(begun.ids[row])
+        image, samples = begun.decoding.image, begun.decoding.job.samples
+        sample, index = samples[row], int(begun.ids[row])
         where, why = self.source.where(index), sample["message"].decode(errors="replace")
         if sample["status"] == native.NO_MEMORY:  # no fault of the sample's, so it is not skipped
             raise UserError(f"sample {index}, {where}: memory is used up; choose a smaller --batch or fewer --threads")
@@ -251,11 +279,12 @@ class ThreadedLoader:
             pixels = np.asarray(self.source.image(index))
             if pixels.shape[:2] != (sample["height"], sample["width"]):
                 raise UserError(f"{where} has another size than the dataset says; {self.source.remedy}")
-            again = begun.job.samples[row : row + 1].copy()
+            again, crop = samples[row : row + 1].copy(), np.empty((1, *image.shape[1:]), np.uint8)
             again["bytes"], again["length"], again["kind"] = pixels.ctypes.data, pixels.nbytes, native.RAW
-            native.Job(again, begun.image[row : row + 1].numpy(), keep=pixels).decode()
+            native.Job(again, crop, keep=pixels).decode()
             if again["status"][0] != native.OK:
                 raise UserError(f"{where} cannot be resized ({again['message'][0].decode()}); {self.source.remedy}")
+            image[row] = torch.from_numpy(crop[0])
             return True
         except (UserError, OSError) as error:
             why = explain(error) if isinstance(error, OSError) else str(error)

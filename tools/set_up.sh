@@ -50,3 +50,6 @@ say "installing densefeed with what its demo and tests need"
 say "building ffcv 1.0.2 (optional: only the tests against stock FFCV need it)"
 "$venv/bin/python" -m pip install --disable-pip-version-check -e ".[ffcv]" ||
     echo "ffcv could not be built; everything but the tests against stock FFCV works without it" >&2
+say "installing NVIDIA DALI (optional: only --loader dali and its tests need it; 0.3 GB beside torch's 3 GB)"
+"$venv/bin/python" -m pip install --disable-pip-version-check -e ".[dali]" ||
+    echo "DALI could not be installed; everything but --loader dali and its tests works without it" >&2

@@ -34,6 +34,7 @@ import tyro
 from densefeed.models.evaluation import Shares, Told, answers, shares_waits, sums_of
 from densefeed.pipelines.augment import Normalise
 from densefeed.pipelines.batch import on_device
+from densefeed.pipelines.dali import DaliLoader
 from densefeed.pipelines.ffcv import FfcvSource
 from densefeed.pipelines.folder import FolderSource
 from densefeed.pipelines.loader import Source, ThreadedLoader
@@ -61,7 +62,7 @@ class Validation:
 
     checkpoint: Annotated[Path, tyro.conf.Positional]  # a checkpoint, or a run folder of train.py
     data: Path  # a .beton, or a folder of class folders (or of splits, of which `val` is taken)
-    loader: Literal["ffcv", "folder"] = "ffcv"  # reads .beton files, or folders
+    loader: Literal["ffcv", "folder", "dali"] = "ffcv"  # reads .beton files, or folders; dali reads both, decoded by NVIDIA DALI
     size: int = 0  # side of the input, pixels; 0: what the model was trained for
     crop_pct: float = 0.0  # side of the crop, share of the shorter side; 0: the checkpoint's
     weights: Weights = "ema"  # averaged weights where the checkpoint has them, or the raw ones
@@ -105,7 +106,8 @@ def match_classes(data: list[str], model: list[str], num_classes: int, stand_in:
 
 def open_source(validation: Validation) -> Source:
     """The samples. UserError if the loader does not read such data."""
-    path, folder = validation.data, validation.loader == "folder"
+    path = validation.data
+    folder = validation.loader == "folder" or (validation.loader == "dali" and path.is_dir())
     if folder and path.is_file():
         raise UserError(f"{path} is a file; --loader folder reads folders, --loader ffcv reads .beton files")
     if not folder and path.is_dir():
@@ -232,7 +234,10 @@ def main(validation: Validation) -> dict:
         num_samples=count, batch=min(validation.batch, count), seed=0, mode="evaluate", sizes=((0, trained.size),),
         crop_pct=crop_pct,
     )  # fmt: skip
-    loader = ThreadedLoader(source, plan, validation.threads, maps=False)
+    if validation.loader == "dali":
+        loader = DaliLoader(source, plan, validation.threads, maps=False, device=device)
+    else:
+        loader = ThreadedLoader(source, plan, validation.threads, maps=False)
     try:
         model = trained.model
         match = match_classes(source.class_names, trained.class_names, model.num_classes, imagenet_names(model))

@@ -17,11 +17,11 @@ from ..relabel.files import UserError
 class Config:
     """Everything a run depends on. Fields not given on the command line come from the recipe."""
 
-    data: Path = tyro.MISSING  # training set: a folder of class folders; with --loader ffcv a .beton, or a pattern 'a-*.beton'
+    data: Path = tyro.MISSING  # training set: a folder of class folders; or, with --loader ffcv or dali, a .beton or 'a-*.beton'
     val: Path = tyro.MISSING  # validation set, of the same kind
     out: Path = tyro.MISSING  # run folder: config, metrics, checkpoints
     labels: Path | None = None  # score maps (HDF5) of the training set; a .beton may carry its own
-    loader: Literal["folder", "ffcv"] = "folder"  # what --data and --val are: folders of images, or .beton files
+    loader: Literal["folder", "ffcv", "dali"] = "folder"  # folders of images; .beton files; either, decoded by NVIDIA DALI
     threads: int = max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))  # decoding threads of each rank
     on_bad_sample: Literal["raise", "skip"] = "raise"  # an unreadable sample stops the run, or is skipped and counted
 

@@ -44,6 +44,20 @@ SAMPLE = np.dtype(
     align=True,
 )
 
+# A JPEG that shows a sample's crop, for another decoder; `Cut` in native.h.
+CUT = np.dtype(
+    [
+        ("bytes", "u8"),  # in: address of as much room as the sample is long; out: of the JPEG, perhaps the sample's own
+        ("length", "i8"),  # of the JPEG; 0: none, the image is raw or its sample's status is not OK
+        ("top", "i4"),  # what it shows of the stored image, pixels
+        ("left", "i4"),
+        ("height", "i4"),
+        ("width", "i4"),
+        ("check", "i4"),  # in: whether all of an image without index is looked at for damage; an index's checksums always are
+    ],
+    align=True,
+)
+
 
 class _Packed(ctypes.Structure):
     """`Packed` in native.h."""
@@ -64,6 +78,7 @@ class _Batch(ctypes.Structure):
         ("count", ctypes.c_int),
         ("size", ctypes.c_int),
         ("pixels", ctypes.c_void_p),
+        ("cuts", ctypes.c_void_p),
         ("parts", ctypes.c_int),
         ("part_file", ctypes.c_void_p),
         ("part_offset", ctypes.c_void_p),
@@ -102,6 +117,7 @@ def library() -> ctypes.CDLL:
         getattr(lib, f"densefeed_{name}").argtypes = types
     assert lib.densefeed_sizes(0) == SAMPLE.itemsize, "Sample differs between native.h and here"
     assert lib.densefeed_sizes(1) == ctypes.sizeof(_Batch), "Batch differs between native.h and here"
+    assert lib.densefeed_sizes(2) == CUT.itemsize, "Cut differs between native.h and here"
     return lib
 
 
@@ -144,6 +160,15 @@ class Packed(NamedTuple):
     levels: np.ndarray | None  # float32 [256], of a compact store
 
 
+def memory_at(address: int, length: int) -> np.ndarray:
+    """Memory that a library wrote, uint8 `[length]`; whoever owns it must outlive this view of it."""
+    return np.frombuffer(_view(address, length, 0x100), np.uint8)  # PyBUF_READ
+
+
+_view = ctypes.pythonapi.PyMemoryView_FromMemory
+_view.restype, _view.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int]
+
+
 class Parts(NamedTuple):
     """Runs of bytes to copy beside each image, P a sample: its score map.
 
@@ -159,11 +184,12 @@ class Parts(NamedTuple):
 
 
 class Job:
-    """A batch of crops to decode. It keeps alive all memory that the library reads and writes.
+    """A batch of crops to decode, or to cut out for another decoder. It keeps alive all memory that the library reads and writes.
 
     Args:
         samples: `SAMPLE` `[N]`; `status` and `message` are filled in.
-        pixels: uint8 `[N, size, size, 3]`, C-contiguous; rows of samples whose status is not OK hold anything.
+        pixels: uint8 `[N, size, size, 3]`, C-contiguous; rows of samples whose status is not OK hold anything. Or, to cut out
+            and decode nothing, `CUT` `[N]`; all but `bytes` and `check` is filled in.
         parts: what to copy beside the images.
         keep: what else must outlive the decoding (the bytes that samples point to).
     """
@@ -172,11 +198,15 @@ class Job:
         assert samples.dtype == SAMPLE
         assert samples.flags.c_contiguous
         assert pixels.flags.c_contiguous
-        assert pixels.dtype == np.uint8
-        assert pixels.shape == (len(samples), pixels.shape[1], pixels.shape[1], 3)
-        assert pixels.shape[1] > 0  # the library divides by it
         self.samples, self.pixels, self._keep = samples, pixels, [keep]
-        self.batch = _Batch(samples.ctypes.data, len(samples), pixels.shape[1], pixels.ctypes.data)
+        if pixels.dtype == CUT:
+            assert pixels.shape == samples.shape
+            self.batch = _Batch(samples.ctypes.data, len(samples), cuts=pixels.ctypes.data)
+        else:
+            assert pixels.dtype == np.uint8
+            assert pixels.shape == (len(samples), pixels.shape[1], pixels.shape[1], 3)
+            assert pixels.shape[1] > 0  # the library divides by it
+            self.batch = _Batch(samples.ctypes.data, len(samples), pixels.shape[1], pixels.ctypes.data)
         if parts is not None:
             assert all(to.flags.c_contiguous and len(to) == len(samples) for to in parts.to)
             file, offset = np.ascontiguousarray(parts.file, np.int32), np.ascontiguousarray(parts.offset, np.int64)
@@ -251,18 +281,22 @@ class Pool:
         while not self._ended(job, cancel=False):
             pass
 
+    def ended(self, job: Job) -> bool:
+        """Whether a job is finished. For threads that look now and then: who waits, keeps others from submitting meanwhile."""
+        return self._ended(job, cancel=False, seconds=0)
+
     def cancel(self, job: Job) -> None:
         """Begin no more of a job's samples, and wait for those that are being decoded."""
         with contextlib.suppress(RuntimeError):  # closed, or of another process: nothing of it is being decoded here
             while not self._ended(job, cancel=True):
                 pass
 
-    def _ended(self, job: Job, cancel: bool) -> bool:
+    def _ended(self, job: Job, cancel: bool, seconds: float = WAIT) -> bool:
         """Wait a little; whether the job is finished."""
         with self._entered():
             if job not in self._waiting:
                 return True
-            if ended := library().densefeed_wait(self._handle, ctypes.byref(job.batch), WAIT, cancel):
+            if ended := library().densefeed_wait(self._handle, ctypes.byref(job.batch), seconds, cancel):
                 self._waiting.remove(job)
             return bool(ended)
 

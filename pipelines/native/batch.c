@@ -141,4 +141,4 @@ API void densefeed_maps(Batch *batch)
 }
 
 /* For the caller's own check that both sides mean the same structs. */
-API int densefeed_sizes(int which) { return which ? (int)sizeof(Batch) : (int)sizeof(Sample); }
+API int densefeed_sizes(int which) { return which == 0 ? (int)sizeof(Sample) : which == 1 ? (int)sizeof(Batch) : (int)sizeof(Cut); }

@@ -74,10 +74,19 @@ typedef struct {
     const float *levels; /* [256] of a compact store; NULL: lossless */
 } Packed;
 
+/* Instead of pixels: a JPEG that shows at least the crop, for another decoder, and found sound. */
+typedef struct {
+    uint8_t *bytes; /* in: room for as many as the sample has; out: where the JPEG is, which may be the sample's own memory */
+    int64_t length; /* of the JPEG; 0: the image is left to be decoded here, or is not OK */
+    int32_t top, left, height, width; /* what it shows of the stored image, pixels */
+    int32_t check; /* in: 1 looks for damage in all of an image without our index; the index's checksums are always looked at */
+} Cut;
+
 typedef struct Batch {
     Sample *samples;
     int count, size; /* samples; side of the output, pixels */
     uint8_t *pixels; /* [count][size][size][3] */
+    Cut *cuts; /* [count], or NULL; if not, `pixels` is not used */
     /* Score maps: `parts` runs of bytes a sample, each read from its file to where numpy wants it. */
     int parts;
     const int32_t *part_file; /* [count][parts] */
@@ -136,6 +145,7 @@ int sample_map(const Batch *batch, int n, Sample *sample, Scratch *scratch);
 void sample_decode(const Batch *batch, int n, Scratch *scratch);
 int segments_header(const uint8_t *bytes, size_t length);
 int segments_decode(Sample *sample, Scratch *scratch, const uint8_t *head, size_t head_length, Box box, Picture *picture);
+int segments_cut(Sample *sample, Scratch *scratch, const uint8_t *head, size_t head_length, Box box, Cut *cut);
 int turbo_decode(Sample *sample, Scratch *scratch, const uint8_t *bytes, size_t length, Box box, int scale, Picture *picture);
 int resample(Scratch *scratch, const Picture *picture, Sample *sample, int size, uint8_t *pixels);
 void transpose_bytes(const uint8_t *from, int from_step, uint8_t *to, int to_step, int rows, int columns);

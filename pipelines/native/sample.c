@@ -1,6 +1,7 @@
 /* One sample: read what its crop needs, decode it by whichever way its bytes allow, resample it, and fetch its score map. */
 #include "native.h"
 #include <math.h>
+#include <string.h>
 #include <sys/uio.h>
 
 #define HEAD 2048 /* bytes read first: header and index of nearly every image of up to 1,000 rows */
@@ -43,32 +44,70 @@ static int raw_decode(Sample *sample, Scratch *scratch, Box box, Picture *pictur
     return OK;
 }
 
-/* The planes of what the sample's crop touches. */
-static int decode(Sample *sample, Scratch *scratch, int size, Picture *picture)
+/* The pixels that the sample's crop touches. */
+static int box_of(Sample *sample, Box *box)
 {
     double bottom = ceil(sample->top + sample->box_height - 1e-9), right = ceil(sample->left + sample->box_width - 1e-9);
     if (!(sample->top >= 0 && sample->left >= 0 && sample->box_height > 0 && sample->box_width > 0 && bottom <= sample->height
           && right <= sample->width && floor(sample->top) < bottom && floor(sample->left) < right))
         return fail(sample->message, UNSUPPORTED, "the crop is not inside it");
-    Box box = {(int)sample->top, (int)sample->left, (int)bottom, (int)right};
+    *box = (Box){(int)sample->top, (int)sample->left, (int)bottom, (int)right};
+    return OK;
+}
+
+/* Have the bytes of a JPEG in memory: its header if it has our index, of `*header` bytes, else all of it. */
+static int open_jpeg(Sample *sample, Scratch *scratch, const uint8_t **bytes, size_t *header)
+{
     int status;
-    if (sample->kind == RAW) return raw_decode(sample, scratch, box, picture);
-    const uint8_t *bytes = sample->bytes;
     size_t have = sample->length;
-    if (!bytes) {
+    *bytes = sample->bytes;
+    if (!sample->bytes) {
         if (have > HEAD) have = HEAD;
         if (!grow((void **)&scratch->encoded, &scratch->encoded_room, have + PADDING)) return NO_MEMORY;
         if ((status = read_all(scratch, sample->file, sample->offset, scratch->encoded, have, sample->message))) return status;
-        bytes = scratch->encoded;
+        *bytes = scratch->encoded;
     }
-    size_t header = segments_header(bytes, have), needed = header ? header : (size_t)sample->length;
+    *header = segments_header(*bytes, have);
+    size_t needed = *header ? *header : (size_t)sample->length;
     if (needed > (size_t)sample->length) return fail(sample->message, DAMAGED, "its header is longer than the file");
     if (needed > have) {
         if (!grow((void **)&scratch->encoded, &scratch->encoded_room, needed + PADDING)) return NO_MEMORY;
         status = read_all(scratch, sample->file, sample->offset + have, scratch->encoded + have, needed - have, sample->message);
         if (status) return status;
-        bytes = scratch->encoded;
+        *bytes = scratch->encoded;
     }
+    return OK;
+}
+
+/* A sound JPEG that shows the sample's crop, for another decoder. */
+static int cut_out(Sample *sample, Scratch *scratch, Cut *cut)
+{
+    const uint8_t *bytes;
+    size_t header;
+    Box box;
+    Picture picture;
+    int status = box_of(sample, &box);
+    if (status || sample->kind == RAW || (status = open_jpeg(sample, scratch, &bytes, &header))) return status;
+    if (header) return segments_cut(sample, scratch, bytes, header, box, cut);
+    /* The last row's pixels need all of the code to be read, and no more of it to be transformed. */
+    Box last = {sample->height - 1, 0, sample->height, sample->width};
+    if (cut->check && (status = turbo_decode(sample, scratch, bytes, sample->length, last, 1, &picture))) return status;
+    if (sample->bytes) cut->bytes = (uint8_t *)bytes;
+    else memcpy(cut->bytes, bytes, sample->length);
+    cut->length = sample->length, cut->height = sample->height, cut->width = sample->width;
+    return OK;
+}
+
+/* The planes of what the sample's crop touches. */
+static int decode(Sample *sample, Scratch *scratch, int size, Picture *picture)
+{
+    const uint8_t *bytes;
+    size_t header;
+    Box box;
+    int status = box_of(sample, &box);
+    if (status) return status;
+    if (sample->kind == RAW) return raw_decode(sample, scratch, box, picture);
+    if ((status = open_jpeg(sample, scratch, &bytes, &header))) return status;
     if (header) return segments_decode(sample, scratch, bytes, header, box, picture);
     /* libjpeg's transform at 1/2, 1/4 and 1/8 is fast; other fractions are slower than the whole. It drops frequencies that the
      * resampling filter would keep a little of, so 4 of its pixels must be left for each of the output's: in a sweep over photographs the
@@ -145,9 +184,11 @@ void sample_decode(const Batch *batch, int n, Scratch *scratch)
     at[1] = microseconds();
     if (sample->status == OK && sample->length <= 0) sample->status = fail(sample->message, UNREADABLE, "there are no bytes of it");
     scratch->reading = 0;
-    if (sample->status == OK) sample->status = decode(sample, scratch, batch->size, &picture);
-    at[2] = microseconds();
+    if (batch->cuts) batch->cuts[n].length = batch->cuts[n].top = batch->cuts[n].left = 0;
     if (sample->status == OK)
+        sample->status = batch->cuts ? cut_out(sample, scratch, &batch->cuts[n]) : decode(sample, scratch, batch->size, &picture);
+    at[2] = microseconds();
+    if (sample->status == OK && !batch->cuts)
         sample->status = resample(scratch, &picture, sample, batch->size, batch->pixels + (size_t)n * batch->size * batch->size * 3);
     at[3] = microseconds();
     if (sample->status == NO_MEMORY) fail(sample->message, NO_MEMORY, "memory is used up");

@@ -433,14 +433,19 @@ typedef struct {
     int16_t block[6][64] __attribute__((aligned(64))); /* dequantised, row-major; zeroes between MCUs */
 } Row;
 
-/* The next segment of a row: it ends at its restart marker, or with the row. 0: no segment. */
+/* Where the segment at `at` ends: at its restart marker, or with the row. */
+static const uint8_t *segment_end(const uint8_t *at, const uint8_t *end)
+{
+    while ((at = memchr(at, 0xFF, end - at)) && at + 1 < end && at[1] == 0) at += 2;
+    return at && at + 1 < end ? at : end;
+}
+
+/* The next segment of a row. 0: no segment. */
 static int next_segment(Row *row, int number)
 {
-    const uint8_t *stop = row->at;
     if (row->at >= row->end) return 0;
-    while ((stop = memchr(stop, 0xFF, row->end - stop)) && stop + 1 < row->end && stop[1] == 0) stop += 2;
-    if (!stop || stop + 1 >= row->end) stop = row->end;
-    else if (stop[1] != 0xD0 + ((row->marker + number) & 7)) return 0;
+    const uint8_t *stop = segment_end(row->at, row->end);
+    if (stop != row->end && stop[1] != 0xD0 + ((row->marker + number) & 7)) return 0;
     row->bits = (Bits){.at = row->at, .end = stop};
     row->at = stop == row->end ? stop : stop + 2;
     memset(row->prediction, 0, sizeof row->prediction);
@@ -502,38 +507,57 @@ FOR_EVERY_CPU static int decode_rows(const Header *header, Row *row, int rows, S
     return 1;
 }
 
-/* The planes of `box` from an image with our index, of which `head` (the header at least) is in memory already. */
-int segments_decode(Sample *sample, Scratch *scratch, const uint8_t *head, size_t head_length, Box box, Picture *picture)
+/* Open an image with our index, of which `head` (the header at least) is in memory already: the MCUs that `box` needs, and the
+ * bytes of their rows. `head` may have moved: it then begins where scratch->encoded does. */
+static int open_rows(Header *header, Sample *sample, Scratch *scratch, const uint8_t *head, size_t head_length, Box box, Span *across,
+    Span *down, const uint8_t **data)
 {
-    static __thread Header header; /* 20 KB, too much for a thread's stack to take for granted */
-    int status = open_header(&header, head, head_length, sample->message);
+    int status = open_header(header, head, head_length, sample->message);
     if (status) return status;
-    if (header.height != sample->height || header.width != sample->width)
-        return fail(sample->message, DAMAGED, "it is %d x %d pixels, not %d x %d as the dataset says", header.width,
-            header.height, sample->width, sample->height);
+    if (header->height != sample->height || header->width != sample->width)
+        return fail(sample->message, DAMAGED, "it is %d x %d pixels, not %d x %d as the dataset says", header->width,
+            header->height, sample->width, sample->height);
     /* Two pixels more on each side, because half-resolution chroma is interpolated between neighbours. */
-    Span across = {(box.left > 2 ? box.left - 2 : 0) / header.mcu_width, (box.right + 1) / header.mcu_width};
-    Span down = {(box.top > 2 ? box.top - 2 : 0) / header.mcu_height, (box.bottom + 1) / header.mcu_height};
-    if (across.to >= header.mcus_across) across.to = header.mcus_across - 1;
-    if (down.to >= header.mcus_down) down.to = header.mcus_down - 1;
-    size_t start = header.length, length = 0, whole = header.length + 2;
-    for (int row = 0; row < header.mcus_down; row++) {
-        size_t bytes = u32(header.rows + 8 * row);
-        if (row < down.from) start += bytes;
-        else if (row <= down.to) length += bytes;
+    *across = (Span){(box.left > 2 ? box.left - 2 : 0) / header->mcu_width, (box.right + 1) / header->mcu_width};
+    *down = (Span){(box.top > 2 ? box.top - 2 : 0) / header->mcu_height, (box.bottom + 1) / header->mcu_height};
+    if (across->to >= header->mcus_across) across->to = header->mcus_across - 1;
+    if (down->to >= header->mcus_down) down->to = header->mcus_down - 1;
+    size_t start = header->length, length = 0, whole = header->length + 2;
+    for (int row = 0; row < header->mcus_down; row++) {
+        size_t bytes = u32(header->rows + 8 * row);
+        if (row < down->from) start += bytes;
+        else if (row <= down->to) length += bytes;
         whole += bytes;
     }
     if (whole != (size_t)sample->length) return fail(sample->message, DAMAGED, "its length is not what its index says");
-
-    const uint8_t *data = sample->bytes ? sample->bytes + start : NULL;
-    if (!data) {
-        /* The header's memory is reused: what is needed of it was parsed, but for the rows' index. */
-        if (!grow((void **)&scratch->encoded, &scratch->encoded_room, head_length + length + PADDING)) return NO_MEMORY;
-        header.rows = scratch->encoded + INDEX_AT + INDEX_FIXED;
-        data = scratch->encoded + head_length;
-        status = read_all(scratch, sample->file, sample->offset + start, scratch->encoded + head_length, length, sample->message);
-        if (status) return status;
+    if (sample->bytes) {
+        *data = sample->bytes + start;
+        return OK;
     }
+    /* The header's memory is reused: what is needed of it was parsed, but for the rows' index. */
+    if (!grow((void **)&scratch->encoded, &scratch->encoded_room, head_length + length + PADDING)) return NO_MEMORY;
+    header->rows = scratch->encoded + INDEX_AT + INDEX_FIXED;
+    *data = scratch->encoded + head_length;
+    return read_all(scratch, sample->file, sample->offset + start, scratch->encoded + head_length, length, sample->message);
+}
+
+/* Whether the bytes of a row of MCUs match their checksum. */
+static int check_row(const Header *header, Sample *sample, const uint8_t *data, int number)
+{
+    const uint8_t *entry = header->rows + 8 * number;
+    if (densefeed_crc32(data, u32(entry), 0) == u32(entry + 4)) return OK;
+    return fail(sample->message, DAMAGED, "the bytes of pixel rows %d to %d do not match their checksum",
+        number * header->mcu_height, (number + 1) * header->mcu_height - 1);
+}
+
+/* The planes of `box` from an image with our index. */
+int segments_decode(Sample *sample, Scratch *scratch, const uint8_t *head, size_t head_length, Box box, Picture *picture)
+{
+    static __thread Header header; /* 20 KB, too much for a thread's stack to take for granted */
+    const uint8_t *data;
+    Span across, down;
+    int status = open_rows(&header, sample, scratch, head, head_length, box, &across, &down, &data);
+    if (status) return status;
 
     size_t room = 0, step[3];
     int columns = across.to - across.from + 1, rows = down.to - down.from + 1;
@@ -561,16 +585,59 @@ int segments_decode(Sample *sample, Scratch *scratch, const uint8_t *head, size_
     for (int number = down.from, rows; number <= down.to; number += rows) {
         rows = number < down.to ? 2 : 1;
         for (int r = 0; r < rows; r++) {
-            const uint8_t *entry = header.rows + 8 * (number + r);
-            row[r].at = data, row[r].end = data += u32(entry), row[r].marker = (number + r) * segments;
-            if (densefeed_crc32(row[r].at, u32(entry), 0) != u32(entry + 4))
-                return fail(sample->message, DAMAGED, "the bytes of pixel rows %d to %d do not match their checksum",
-                    (number + r) * header.mcu_height, (number + r + 1) * header.mcu_height - 1);
+            if ((status = check_row(&header, sample, data, number + r))) return status;
+            row[r].at = data, row[r].end = data += u32(header.rows + 8 * (number + r)), row[r].marker = (number + r) * segments;
             for (int n = 0; n < header.components; n++)
                 row[r].out[n] = out[n] + (size_t)(number + r - down.from) * header.component[n].v * 8;
         }
         if (!decode_rows(&header, row, rows, across, step))
             return fail(sample->message, DAMAGED, "the segments of pixel row %d are not whole", number * header.mcu_height);
     }
+    return OK;
+}
+
+/* A shorter JPEG of the segments that `box` needs: the header without our index and with the new size, then those segments, their
+ * restart markers counted anew. It is no longer than the image: only an end marker and what was there is written. */
+int segments_cut(Sample *sample, Scratch *scratch, const uint8_t *head, size_t head_length, Box box, Cut *cut)
+{
+    static __thread Header header;
+    const uint8_t *data;
+    Span across, down;
+    int status = open_rows(&header, sample, scratch, head, head_length, box, &across, &down, &data);
+    if (status) return status;
+    if (!sample->bytes) head = scratch->encoded;
+    int first = across.from / header.interval, final = across.to / header.interval;
+    cut->left = first * header.interval * header.mcu_width, cut->top = down.from * header.mcu_height;
+    int right = (final + 1) * header.interval * header.mcu_width, bottom = (down.to + 1) * header.mcu_height;
+    cut->width = (right < header.width ? right : header.width) - cut->left;
+    cut->height = (bottom < header.height ? bottom : header.height) - cut->top;
+
+    uint8_t *out = cut->bytes;
+    *out++ = 0xFF, *out++ = 0xD8;
+    for (size_t at = 4 + be16(head + 4), size; at < header.length; at += size, out += size) {
+        memcpy(out, head + at, size = 2 + be16(head + at + 2));
+        if (head[at + 1] == 0xC0)
+            out[5] = cut->height >> 8, out[6] = cut->height & 255, out[7] = cut->width >> 8, out[8] = cut->width & 255;
+    }
+    int segments = header.mcus_across / header.interval, marker = 0;
+    for (int number = down.from; number <= down.to; number++) {
+        if ((status = check_row(&header, sample, data, number))) return status;
+        const uint8_t *at = data, *end = data += u32(header.rows + 8 * number);
+        for (int segment = 0; segment <= final; segment++) {
+            const uint8_t *stop = segment_end(at, end);
+            int last = number == header.mcus_down - 1 && segment == segments - 1; /* of the image: no marker follows */
+            if (at >= end || (stop == end) != last)
+                return fail(sample->message, DAMAGED, "the segments of pixel row %d are not whole", number * header.mcu_height);
+            if (segment >= first) {
+                memcpy(out, at, stop - at);
+                out += stop - at;
+                if (number == down.to && segment == final) break;
+                *out++ = 0xFF, *out++ = 0xD0 + (marker++ & 7);
+            }
+            at = stop + 2;
+        }
+    }
+    *out++ = 0xFF, *out++ = 0xD9;
+    cut->length = out - cut->bytes;
     return OK;
 }

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from densefeed.pipelines.dali import DaliLoader
+from densefeed.pipelines.loader import ThreadedLoader
 from PIL import Image
 
 NATIVE = Path(__file__).parents[2] / "pipelines" / "native"
@@ -85,6 +87,14 @@ def photographs() -> list[Image.Image]:
     images = [data.astronaut(), data.coffee(), data.chelsea(), data.rocket(), *sklearn.load_sample_images().images]
     pictures = [Image.fromarray(image) for image in images]
     return [p.resize([round(side * 500 / max(p.size)) for side in p.size], Image.Resampling.LANCZOS) for p in pictures]
+
+
+def loader_class(decoder: str):
+    """The loader of a decoder, `native` or `dali`; skips where DALI is not installed."""
+    if decoder == "native":
+        return ThreadedLoader
+    pytest.importorskip("nvidia.dali", reason="DALI is not installed here")
+    return DaliLoader
 
 
 def encoded(image: Image.Image, **options) -> bytes:

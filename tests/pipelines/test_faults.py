@@ -1,4 +1,4 @@
-"""Bad input through both loaders: read right, or refused by name; never a black image, a hang or a crash.
+"""Bad input through all loaders, by our decoder and by DALI: read right, or refused by name; never a black image, a hang or a crash.
 
 What is decided: a crop is right or refused. Damage outside the crop may go unseen, since that is never read; whoever wants to know
 runs `python -m densefeed.pipelines.beton verify`. A JPEG without our index carries no checksum, so there damage is only seen
@@ -16,7 +16,6 @@ import torch
 from densefeed.pipelines.beton import Beton
 from densefeed.pipelines.ffcv import FfcvSource
 from densefeed.pipelines.folder import FolderSource
-from densefeed.pipelines.loader import ThreadedLoader
 from densefeed.pipelines.plan import EpochPlan
 from densefeed.relabel.files import UserError
 from densefeed.relabel.images import Images, crop_resize, decode
@@ -24,7 +23,18 @@ from densefeed.relabel.store import ScoreMapStore
 from densefeed.tools.pack_dataset import Packing, main
 from PIL import Image
 
+from .conftest import loader_class
+
 VICTIM, SIDE = 3, 48
+DECODER = "native"
+
+
+@pytest.fixture(params=["native", pytest.param("dali", marks=pytest.mark.dali)], autouse=True)
+def decoder(request, monkeypatch):
+    """Every test of this file is run with both."""
+    monkeypatch.setitem(globals(), "DECODER", request.param)
+
+
 # jpegtran -arithmetic of a 20 x 20 JPEG: Pillow reads such files but does not write them.
 ARITHMETIC = base64.b64decode(
     "/9j/2wBDAA0JCgsKCA0LCgsODg0PEyAVExISEyccHhcgLikxMC4pLSwzOko+MzZGNywtQFdBRkxOUlNSMj5aYVpQYEpRUk//2wBDAQ4ODhMREyYVFSZPNS01T09P"
@@ -120,7 +130,7 @@ def data(good, tmp_path):
 
 def loader(source, on_bad_sample="raise", mode="evaluate", batch=4):
     plan = EpochPlan(num_samples=len(source.labels), batch=batch, seed=3, mode=mode, sizes=((0, SIDE),))
-    return ThreadedLoader(source, plan, 2, on_bad_sample)
+    return loader_class(DECODER)(source, plan, 2, on_bad_sample)
 
 
 def epoch(source, epoch=0, **options):

@@ -66,7 +66,7 @@ def plain(tmp_path_factory):
 
 
 def test_structs_lie_as_c_has_them(tmp_path):
-    fields = {"Sample": [*native.SAMPLE.names], "Batch": [name for name, _ in native._Batch._fields_]}
+    fields = {"Sample": [*native.SAMPLE.names], "Batch": [name for name, _ in native._Batch._fields_], "Cut": [*native.CUT.names]}
     fields["Sample"][fields["Sample"].index("box")] = "top"
     lines = [f'printf("%zu\\n", offsetof({kind}, {name}));' for kind, names in fields.items() for name in names]
     source = tmp_path / "offsets.c"
@@ -75,6 +75,7 @@ def test_structs_lie_as_c_has_them(tmp_path):
     printed = subprocess.check_output([compiled(tmp_path / "offsets", [source, *others], "-O0")], text=True).split()
     ours = [native.SAMPLE.fields[name][1] for name in native.SAMPLE.names]
     ours += [getattr(native._Batch, name).offset for name, _ in native._Batch._fields_]
+    ours += [native.CUT.fields[name][1] for name in native.CUT.names]
     assert [int(offset) for offset in printed] == ours
 
 

@@ -11,11 +11,12 @@ import pytest
 import torch
 from densefeed.pipelines.ffcv import FfcvSource
 from densefeed.pipelines.folder import FolderSource
-from densefeed.pipelines.loader import ThreadedLoader
 from densefeed.pipelines.plan import EpochPlan
 from densefeed.tools.pack_dataset import Packing, main
 from PIL import Image
 from sklearn.datasets import load_sample_images
+
+from .conftest import loader_class
 
 ROOT = Path(__file__).parents[2]
 SIDE = 48  # no crop of the test images (up to 89 px) is twice as large, see the last test
@@ -26,6 +27,9 @@ PLANS = {  # epoch 1 of each is looked at
     "blocks": {"order": "blocks", "block": 2, "window": 2},
     "evaluate": {"mode": "evaluate"},
 }
+
+
+DALI = [pytest.param(kind, marks=pytest.mark.dali) for kind in ("dali folder", "dali maps inside", "dali no index")]
 
 
 def source(kind, paths):
@@ -44,17 +48,20 @@ def plan_of(**options):
 
 def epoch(kind, paths, threads=2, start=0, **options):
     """The batches of epoch 1."""
-    reader = ThreadedLoader(source(kind, paths), plan_of(**options), threads)
+    decoder = "dali" if kind.startswith("dali") else "native"
+    reader = loader_class(decoder)(source(kind.removeprefix("dali "), paths), plan_of(**options), threads)
     batches = list(reader.batches(1, start))
     reader.close()
     return batches
 
 
-def digest(*ranks, rows=None):
+def digest(*ranks, rows=None, pixels=True):
     """SHA-256 over ids, weights, labels, views (crop and flip), pixels and maps; the rows of several ranks put together."""
     sha, order = hashlib.sha256(), slice(None) if rows is None else np.argsort(np.concatenate(rows))
     for shards in zip(*ranks, strict=True):
         for name, *parts in zip(shards[0]._fields, *shards, strict=True):
+            if name == "image" and not pixels:
+                continue
             sha.update(f"{name} {parts[0].dtype} {tuple(parts[0].shape[1:])}".encode())
             sha.update(np.ascontiguousarray(torch.cat(parts).numpy()[order]))
     return sha.hexdigest()
@@ -75,6 +82,23 @@ def wanted(paths):
     return {name: digest(epoch("maps inside", paths, threads=1, **options)) for name, options in PLANS.items()}
 
 
+@pytest.fixture(scope="module")
+def wanted_of(paths, wanted):
+    """The digest that a loader should give of a plan. DALI's pixels are its own; all else is the same, which is looked at here."""
+    dalis = {}
+
+    def digest_of(kind, plan):
+        if not kind.startswith("dali"):
+            return wanted[plan]
+        if plan not in dalis:
+            ours, theirs = (epoch(kind, paths, threads=1, **PLANS[plan]) for kind in ("maps inside", "dali maps inside"))
+            assert digest(ours, pixels=False) == digest(theirs, pixels=False)
+            dalis[plan] = digest(theirs)
+        return dalis[plan]
+
+    return digest_of
+
+
 def test_the_digest_sees_every_field(paths, wanted):
     """Else the tests below could not fail. Plans differ from each other, and so does one value in one place."""
     assert len(set(wanted.values())) == len(PLANS)
@@ -85,24 +109,26 @@ def test_the_digest_sees_every_field(paths, wanted):
 
 
 @pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("kind", ["folder", "maps inside", "maps beside", "no index"])
-def test_threads_and_storage_change_nothing(paths, wanted, kind, plan):
+@pytest.mark.parametrize("kind", ["folder", "maps inside", "maps beside", "no index", *DALI])
+def test_threads_and_storage_change_nothing(paths, wanted_of, kind, plan):
     """Bit for bit, pixels too: of crops less than twice the output's side, all paths decode and resample alike."""
     for threads in (1, 2, 4):
-        assert digest(epoch(kind, paths, threads, **PLANS[plan])) == wanted[plan], threads
+        assert digest(epoch(kind, paths, threads, **PLANS[plan])) == wanted_of(kind, plan), threads
 
 
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize(("ranks", "parts"), [(2, 0), (4, 0), (1, 4), (2, 4)])
-def test_ranks_put_together_are_one(paths, wanted, ranks, parts, plan):
+@pytest.mark.parametrize("dali", [False, pytest.param(True, marks=pytest.mark.dali)])
+def test_ranks_put_together_are_one(paths, wanted_of, ranks, parts, plan, dali):
     kinds = ("maps inside", "folder", "maps beside", "no index")  # even if each reads another storage
+    kinds = [f"dali {kind}" for kind in kinds] if dali else kinds
     shares = [dict(rank=rank, ranks=ranks, parts=parts, **PLANS[plan]) for rank in range(ranks)]
     shards = [epoch(kinds[rank], paths, **share) for rank, share in enumerate(shares)]
-    assert digest(*shards, rows=[plan_of(**share).rows for share in shares]) == wanted[plan]
+    assert digest(*shards, rows=[plan_of(**share).rows for share in shares]) == wanted_of(kinds[0], plan)
 
 
 @pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("kind", ["folder", "maps inside"])
+@pytest.mark.parametrize("kind", ["folder", "maps inside", *DALI[:2]])
 def test_resumed_at_any_batch_it_goes_on_alike(paths, wanted, kind, plan):
     options = PLANS[plan] | {"batch": 2}
     whole = epoch(kind, paths, **options)
@@ -110,17 +136,18 @@ def test_resumed_at_any_batch_it_goes_on_alike(paths, wanted, kind, plan):
         assert digest(epoch(kind, paths, start=start, **options)) == digest(whole[start:]), start
 
 
-def test_two_epochs_at_once_do_not_mix(paths, wanted):
+@pytest.mark.parametrize("kind", ["maps inside", DALI[1]])
+def test_two_epochs_at_once_do_not_mix(paths, wanted_of, kind):
     plan = EpochPlan(num_samples=11, batch=8, seed=5, mode="train", sizes=((0, SIDE),))
-    reader = ThreadedLoader(source("maps inside", paths), plan, 2)
+    reader = loader_class("dali" if "dali" in kind else "native")(source("maps inside", paths), plan, 2)
     pairs = list(zip(reader.batches(1), reader.batches(2), reader.batches(1), strict=True))
     one, other, again = zip(*pairs, strict=True)
     reader.close()
-    assert digest(one) == digest(again) == wanted["plain"] != digest(other)
+    assert digest(one) == digest(again) == wanted_of(kind, "plain") != digest(other)
 
 
 def test_other_processes_give_the_same(paths, wanted):
-    code = f"from runpy import run_path; own = run_path({__file__!r}); print(own['digest'](own['epoch']('folder', {paths!r})))"
+    code = f"from tests.pipelines.test_replay import digest, epoch; print(digest(epoch('folder', {paths!r})))"
     children = [
         subprocess.Popen(
             [sys.executable, "-c", "from pathlib import PosixPath; " + code], cwd=ROOT, stdout=subprocess.PIPE, text=True,
@@ -141,7 +168,7 @@ def test_where_decoding_is_scaled_pixels_stay_within_the_resample_tolerance(tmp_
     for side in (213, 160, 106, 71, 53, 32):  # of 427
         plan = EpochPlan(num_samples=2, batch=2, seed=0, mode="evaluate", sizes=((0, side),))
         readers = [
-            ThreadedLoader(s, plan, 2) for s in (FolderSource(tmp_path / "images", "train"), FfcvSource(tmp_path / "x.beton"))
+            loader_class("native")(s, plan, 2) for s in (FolderSource(tmp_path / "images", "train"), FfcvSource(tmp_path / "x.beton"))
         ]
         (one,), (other,) = (list(reader.batches(0)) for reader in readers)
         assert all(torch.equal(one[field], other[field]) for field in range(1, 5))

@@ -121,6 +121,19 @@ def test_padding_does_not_count_and_the_loaders_agree(images, beton, resnet):
         assert row["loss"] == pytest.approx(rows[0]["loss"], rel=1e-4)
 
 
+@pytest.mark.dali
+def test_dali_reads_folders_and_packed_files_and_agrees(images, beton, resnet):
+    """Its pixels are its own by rounding, so an image on the fence may fall to the other side: one of 30."""
+    pytest.importorskip("nvidia.dali", reason="DALI is not installed here")
+    ours = validate.main(asked(resnet, images))
+    dalis = [validate.main(asked(resnet, data, loader="dali", batch=7)) for data in (images, beton)]
+    for row in dalis:
+        assert (row["loader"], row["images"]) == ("dali", 30)
+        assert row["top1"] == pytest.approx(ours["top1"], abs=1 / 30 + 1e-9)
+        assert row["loss"] == pytest.approx(ours["loss"], rel=0.02)
+    assert dalis[0]["loss"] == pytest.approx(dalis[1]["loss"], rel=1e-4)
+
+
 def test_all_other_classes_would_have_counted(images, resnet):
     """The subset makes a difference: over all 1,000 classes hardly an image is right."""
     _, label_N, logits_NK = plain_loop(resnet[0], images, list(range(1000)))

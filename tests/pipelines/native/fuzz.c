@@ -211,6 +211,43 @@ static void try_crops(Input in)
     close(file);
 }
 
+/* Cut JPEGs lie in room of exactly the input's length; those that were found sound show the crop as libjpeg shows it of the input. */
+static void try_cuts(Input in)
+{
+    int file = file_of(in);
+    for (int n = 0; n < 2; n++) {
+        Sample sample;
+        draw_sample(&sample, in);
+        int check = (int)draw(2);
+        Cut cut[2];
+        uint8_t *room[2];
+        for (int from_file = 0; from_file < 2; from_file++) {
+            Sample one = sample;
+            if (from_file) one.bytes = NULL, one.file = file, one.offset = BEFORE;
+            cut[from_file] = (Cut){.bytes = room[from_file] = malloc(in.length + !in.length), .check = check};
+            Batch batch = {.samples = &one, .count = 1, .cuts = &cut[from_file]};
+            densefeed_decode(&batch);
+            CHECK(!one.message[0] == (one.status == OK) && (cut[from_file].length > 0) == (one.status == OK));
+            CHECK(cut[from_file].length <= (int64_t)in.length);
+        }
+        CHECK(cut[0].length == cut[1].length && !memcmp(cut[0].bytes, cut[1].bytes, cut[0].length));
+        if (cut[0].length && indexed(in) && index_is_true(in) && tame(in)) {
+            int size = draw_size();
+            uint8_t *want = decoded(&sample, size), *got;
+            Sample shown = sample;
+            shown.bytes = cut[0].bytes, shown.length = cut[0].length, shown.height = cut[0].height, shown.width = cut[0].width;
+            shown.top -= cut[0].top, shown.left -= cut[0].left;
+            int was = sample.status;
+            got = decoded(&shown, size);
+            if (was == OK && sample.box_height < 8 * size && sample.box_width < 8 * size) /* else libjpeg scales the cut */
+                CHECK(shown.status == OK && !memcmp(want, got, 3 * size * size));
+            free(want), free(got);
+        }
+        free(room[0]), free(room[1]);
+    }
+    close(file);
+}
+
 static void try_raw(Input in)
 {
     Sample sample;
@@ -279,7 +316,7 @@ static void try_input(const uint8_t *bytes, size_t length)
     uint64_t before = state;
     state = 0x9E3779B97F4A7C15u ^ densefeed_crc32(exact, length, 0);
     alarm(HANG);
-    try_crops(now), try_raw(now), try_transcoding(now), try_map(now);
+    try_crops(now), try_cuts(now), try_raw(now), try_transcoding(now), try_map(now);
     alarm(0);
     state = before;
     free(exact);

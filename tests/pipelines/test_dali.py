@@ -1,0 +1,395 @@
+"""`--loader dali`: pixels beside Pillow's and our own decoder's, what breaks DALI, and whether a GPU may be given regions."""
+
+import io
+import json
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+from densefeed.pipelines import dali, native, segments
+from densefeed.pipelines.dali import DaliLoader
+from densefeed.pipelines.ffcv import FfcvSource
+from densefeed.pipelines.folder import FolderSource
+from densefeed.pipelines.loader import ThreadedLoader
+from densefeed.pipelines.plan import EpochPlan
+from densefeed.relabel.files import UserError
+from densefeed.relabel.images import Images, crop_resize
+from densefeed.tools.pack_dataset import Packing, main
+from PIL import Image
+
+from densefeed import train as training
+
+from .conftest import encoded
+
+OF_PILLOW, OF_OURS = 0.3, 0.6  # grey levels, the mean over a crop; 0.20 and 0.39 were seen
+
+
+@pytest.fixture
+def installed():
+    pytest.importorskip("nvidia.dali", reason="DALI is not installed here")
+
+
+def marked(test):
+    """Of a test that needs DALI."""
+    return pytest.mark.dali(pytest.mark.usefixtures("installed")(test))
+
+
+@pytest.fixture(scope="module")
+def photos(photographs, tmp_path_factory):
+    """The photographs as a folder of JPEGs of three samplings, and packed with index."""
+    root = tmp_path_factory.mktemp("photos")
+    for number, photograph in enumerate(photographs):
+        path = root / "images" / "train" / "ab"[number % 2] / f"{number}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(encoded(photograph, subsampling=("4:2:0", "4:2:2", "4:4:4")[number % 3]))
+    main(Packing(data=root / "images", out=root / "x.beton"))
+    return root
+
+
+def opened(source, kind=DaliLoader, threads=2, batch=4, views=4, size=96, mode="train", **options):
+    plan = EpochPlan(
+        num_samples=len(source.labels), batch=batch, seed=3, mode=mode, views=views, sizes=((0, size),), crop_pct=0.87
+    )
+    return kind(source, plan, threads, **options)
+
+
+def epoch(*arguments, number=0, **options):
+    """The batches of an epoch."""
+    reader = opened(*arguments, **options)
+    try:
+        return list(reader.batches(number))
+    finally:
+        reader.close()
+
+
+# ----------------------------------------------------------------------- pixels
+
+
+@marked
+@pytest.mark.parametrize("mode", ["train", "evaluate"])
+@pytest.mark.parametrize("size", [48, 224])
+def test_crops_are_pillows_and_all_else_is_the_other_loaders(photos, mode, size):
+    """Fractional boxes (evaluation) and flips too. A .beton's crops are decoded from cut JPEGs, to the very same pixels."""
+    source, images = FolderSource(photos / "images", "train"), Images(photos / "images", split="train")
+    how = dict(mode=mode, size=size, batch=7, views=1)
+    plan = opened(source, ThreadedLoader, **how).plan
+    flips = 0
+    for number in range(3 if mode == "train" else 1):
+        every = [
+            epoch(FolderSource(photos / "images", "train"), number=number, **how),
+            epoch(FfcvSource(photos / "x.beton"), number=number, **how),
+            epoch(FfcvSource(photos / "x.beton"), ThreadedLoader, number=number, **how),
+        ]
+        for whole, cut, ours in zip(*every, strict=True):
+            assert torch.equal(whole.image, cut.image)
+            for name, one, other in zip(whole._fields, cut, ours, strict=True):
+                assert name == "image" or one is other is None or torch.equal(one, other), name
+            assert (cut.image.float() - ours.image.float()).abs().mean((1, 2, 3)).max() <= OF_OURS
+            for row, index in enumerate(whole.index.tolist()):
+                image = Image.open(images.where(index))
+                box, flip = plan.crops(number, np.array([index]), np.array([image.height]), np.array([image.width]))
+                (top, left, height, width), mirrored = box[0], flip[0]
+                want = crop_resize(image, (left, top, left + width, top + height), size)
+                want = want[:, ::-1] if mirrored else want
+                assert np.abs(whole.image[row].numpy().astype(int) - want).mean() <= OF_PILLOW, (number, index)
+                flips += mirrored
+    assert flips > 3 or mode == "evaluate"
+
+
+@marked
+def test_whole_decode_and_cut_gives_the_pixels_of_region_decode(photos):
+    """What a GPU falls back to, run on a CPU."""
+    path = sorted((photos / "images" / "train" / "a").iterdir())[0]
+    jpeg = np.frombuffer(path.read_bytes(), np.uint8)
+    box, flip = np.array([[10, 20, 200, 111], [0.5, 7.25, 30.75, 99.5]]), np.array([True, False])
+    shown = []
+    for regions in (True, False):
+        pipeline = dali.build(4, 1, None, regions)
+        dali.feed(pipeline, [jpeg, jpeg], box, flip, 64)
+        shown.append(np.array(pipeline.outputs()[0].as_tensor()))
+    np.testing.assert_array_equal(*shown)
+    assert shown[0].std() > 5
+
+
+@marked
+def test_three_epochs_at_awkward_sizes_show_every_sample_once(photos):
+    """6 photographs; batches that are no part of that, runs that are no part of a batch, two ranks."""
+    for batch, views, ranks in ((8, 2, 2), (4, 1, 2), (5, 1, 1), (24, 24, 1)):
+        source = FfcvSource(photos / "x.beton")
+        plans = [
+            EpochPlan(
+                num_samples=6, batch=batch, seed=1, mode="train", views=views, rank=rank, ranks=ranks, parts=ranks,
+                sizes=((0, 32), (2, 48)),
+            )
+            for rank in range(ranks)
+        ]  # fmt: skip
+        readers = [DaliLoader(source, plan, 1) for plan in plans]
+        for reader in readers:
+            reader._engine._rows = 3
+        for number in range(3):
+            batches = [batch for reader in readers for batch in reader.batches(number)]
+            seen = torch.cat([b.index[b.weight > 0] * 100 + b.repeat[b.weight > 0] for b in batches])
+            assert sorted(seen.tolist()) == [n * 100 + view for n in range(6) for view in range(views)]
+            assert {b.image.shape[1] for b in batches} == {48 if number == 2 else 32}
+        for reader in readers:
+            reader.close()
+
+
+# ----------------------------------------------------------------------- cutting
+
+
+def cut_of(jpeg, box, check=0):
+    """A Cut, its JPEG and the sample, of a JPEG in memory."""
+    with Image.open(io.BytesIO(jpeg)) as image:
+        width, height = image.size
+    content, room = np.frombuffer(jpeg, np.uint8), np.zeros(len(jpeg) + 64, np.uint8)
+    sample, cut = np.zeros(1, native.SAMPLE), np.zeros(1, native.CUT)
+    sample["bytes"], sample["length"], sample["height"], sample["width"] = content.ctypes.data, len(jpeg), height, width
+    sample["box"], cut["bytes"], cut["check"] = box, room.ctypes.data, check
+    native.Job(sample, cut, keep=content).decode()
+    assert not room[len(jpeg) :].any()  # nothing is written behind the room
+    made = native.memory_at(int(cut["bytes"][0]), int(cut["length"][0])).tobytes()
+    return cut[0], made, sample[0]
+
+
+@pytest.mark.parametrize("kind", ["4:2:0", "4:2:2", "4:4:4", "grey"])
+def test_a_cut_jpeg_shows_the_crop_as_the_whole_one_does(noise, kind):
+    """Byte for byte, by libjpeg as Pillow runs it, with 2 pixels to spare for chroma; and it is short."""
+    rng = np.random.default_rng(0)
+    for height, width in ((120, 200), (375, 500), (9, 33), (64, 64), (1, 1)):
+        image = Image.fromarray(noise(height, width))
+        image = image.convert("L") if kind == "grey" else image
+        jpeg = segments.transcode(encoded(image, **({} if kind == "grey" else {"subsampling": kind})))
+        whole, lengths = np.asarray(Image.open(io.BytesIO(jpeg))), []
+        for _ in range(40):
+            tall, wide = int(rng.integers(1, height + 1)), int(rng.integers(1, width + 1))
+            top, left = int(rng.integers(height - tall + 1)), int(rng.integers(width - wide + 1))
+            cut, made, sample = cut_of(jpeg, (top, left, tall, wide))
+            assert sample["status"] == native.OK, sample["message"]
+            shown = np.asarray(Image.open(io.BytesIO(made)))
+            assert shown.shape[:2] == (cut["height"], cut["width"])
+            at = slice(top - cut["top"], top - cut["top"] + tall), slice(left - cut["left"], left - cut["left"] + wide)
+            np.testing.assert_array_equal(shown[at], whole[top : top + tall, left : left + wide])
+            lengths.append(len(made))
+        assert max(lengths) <= len(jpeg)
+        if height == 375:
+            assert np.mean(lengths) < 0.6 * len(jpeg)
+
+
+def test_damage_is_found_before_another_decoder_sees_it(noise):
+    """Of an indexed JPEG by its checksums, in the rows that are needed; of any other by reading all of it, if asked to."""
+    jpeg = bytearray(segments.transcode(encoded(Image.fromarray(noise(160, 160)))))
+    jpeg[-300] ^= 4
+    assert cut_of(bytes(jpeg), (0, 0, 40, 40))[2]["status"] == native.OK  # its last rows are not read
+    cut, made, sample = cut_of(bytes(jpeg), (100, 0, 60, 160))
+    assert (sample["status"], cut["length"], made) == (native.DAMAGED, 0, b"")
+    assert b"do not match their checksum" in sample["message"]
+    short = encoded(Image.fromarray(noise(160, 160)))[:-300]
+    assert cut_of(short, (0, 0, 40, 40))[2]["status"] == native.OK
+    assert cut_of(short, (0, 0, 40, 40), check=1)[2]["status"] == native.DAMAGED
+
+
+# ----------------------------------------------------------------------- what breaks DALI
+
+
+@pytest.fixture
+def unchecked(monkeypatch):
+    """Our own look at a file finds nothing, as if it changed after it was seen first."""
+    monkeypatch.setattr(
+        dali._Engine, "sound", property(lambda self: np.ones(99, bool), lambda self, value: None), raising=False
+    )
+
+
+@marked
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_pipeline_that_broke_is_made_anew_and_the_guilty_sample_named(photos, tmp_path, capfd, monkeypatch):
+    """The samples in runs before, with and behind it are all there."""
+    build, built = dali.build, []
+    monkeypatch.setattr(dali, "build", lambda *arguments: built.append(arguments) or build(*arguments))
+    root = tmp_path / "images"
+    for number, path in enumerate(sorted((photos / "images").rglob("*.jpg"))):
+        to = root / "train" / "ab"[number % 2] / path.name
+        to.parent.mkdir(parents=True, exist_ok=True)
+        to.write_bytes(path.read_bytes())
+    victim = sorted((root / "train" / "a").iterdir())[1]
+    want = epoch(FolderSource(root, "train"), mode="evaluate", batch=6, views=1)[0]
+    victim.write_bytes(victim.read_bytes()[:5000])
+    with pytest.raises(UserError, match=f"sample 1: {victim} cannot be decoded .* replace or remove this file"):
+        epoch(FolderSource(root, "train"), mode="evaluate", batch=6, views=1)
+    for rows in (1, 2, 6):
+        reader = opened(FolderSource(root, "train"), mode="evaluate", batch=6, views=1, on_bad_sample="skip")
+        reader._engine._rows = rows
+        for _ in range(2):
+            (got,) = reader.batches(0)
+            assert got.weight.tolist() == [n != 1 for n in range(6)]
+            shown = [n for n in range(6) if n != 1]
+            # The run that broke was decoded by our own decoder.
+            assert (got.image[shown].float() - want.image[shown].float()).abs().mean((1, 2, 3)).max() <= OF_OURS
+        assert reader.skipped == 2
+        reader.close()
+    assert len(built) > 1 + 1 + 3  # one of each loader at least, and more
+    assert f"skipped sample 1: {victim}" in capfd.readouterr().err
+
+
+@marked
+@pytest.mark.parametrize("at_once", [True, False])
+def test_what_dali_alone_cannot_do_our_decoder_does_and_says_so(photos, monkeypatch, capfd, at_once):
+    """Until it is every run: then DALI is what is wrong. It may fail when it is fed, or later, with runs behind it."""
+    feed, calls = dali.feed, []
+
+    def breaks(pipeline, jpegs, *others):
+        calls.append(len(jpegs))
+        if len(calls) in broken:
+            if at_once:
+                raise RuntimeError("no more memory")
+            jpegs = [np.zeros(100, np.uint8), *jpegs[1:]]
+        feed(pipeline, jpegs, *others)
+
+    monkeypatch.setattr(dali, "feed", breaks)
+    ours = epoch(FfcvSource(photos / "x.beton"), ThreadedLoader, batch=3, views=3)
+    for broken in ({1}, {2}, {6}, {7, 8}, {8, 9}, {3, 5, 9}):
+        reader = opened(FfcvSource(photos / "x.beton"), batch=3, views=3)
+        reader._engine._rows = 2
+        calls.clear()
+        for got, want in zip(reader.batches(0), ours, strict=True):
+            assert torch.equal(got.weight, want.weight)
+            assert (got.image.float() - want.image.float()).abs().mean((1, 2, 3)).max() <= OF_OURS
+        reader.close()
+        said = capfd.readouterr().err
+        # A run that was behind one that broke is fed again, to a new pipeline, and may then be left alone by `breaks`.
+        assert 1 <= said.count("our own decoder has read them") <= len(broken)
+    broken = set(range(1000))
+    with pytest.raises(UserError, match=r"DALI broke off 3 runs in which nothing is wrong .* use --loader ffcv or folder"):
+        epoch(FfcvSource(photos / "x.beton"), batch=4)
+
+
+@marked
+def test_runs_are_no_longer_than_what_can_be_waited_for(photos):
+    reader = opened(FfcvSource(photos / "x.beton"), threads=2)
+    engine = reader._engine
+    engine._rows = 3
+    for pixels, lengths in (
+        ([1] * 7, [3, 3, 1]), ([2**23] * 3, [1, 1, 1]), ([2**22] * 4, [2, 2]), ([2**30, 1, 1], [1, 2]), ([], []),
+    ):  # fmt: skip
+        runs = engine._runs(np.arange(len(pixels)), np.array(pixels, np.int64))
+        assert [len(run) for run in runs] == lengths
+        assert [row for run in runs for row in run.tolist()] == list(range(len(pixels)))
+    reader.close()
+
+
+@marked
+def test_closed_from_elsewhere_the_thread_ends(photos):
+    """Closing ends the thread, whatever it is doing."""
+    reader = opened(FfcvSource(photos / "x.beton"), batch=256, views=256, size=224)
+    batches = reader.batches(0)
+    threading.Timer(0.2, reader.close).start()
+    with pytest.raises(RuntimeError, match="this loader is closed"):
+        for _ in batches:
+            pass
+    reader._engine._thread.join(5)
+    assert not reader._engine._thread.is_alive()
+
+
+# ----------------------------------------------------------------------- whether a GPU may be given regions
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("pass", ""),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "died of signal 11"),
+        ("raise RuntimeError('status 8')", "failed (RuntimeError: status 8)"),
+        ("import sys; sys.exit(3)", "failed (exit code 3)"),
+        ("import time; time.sleep(60)", "did not answer within 1 s"),
+    ],
+)
+def test_a_probe_may_succeed_fail_die_or_hang(code, said):
+    began = time.monotonic()
+    assert dali.failure_of([sys.executable, "-c", code], 30 if "sleep" not in code else 1) == said
+    assert time.monotonic() - began < 30
+
+
+@marked
+@pytest.mark.skipif(torch.cuda.is_available(), reason="its answer is for machines without a GPU")
+def test_the_probe_runs_our_own_pipeline_and_tells_why_it_cannot():
+    why = dali.why_no_regions(0)
+    assert why.startswith(("failed (", "died of signal"))
+    assert "No module" not in why  # the child found us
+
+
+@marked
+def test_the_probe_compares_pixels(monkeypatch):
+    """On a CPU both are the same; a decoder that mirrors what it should not is noticed."""
+    build = dali.build
+    monkeypatch.setattr(dali, "build", lambda run, threads, device, regions: build(run, threads, None, regions))
+    dali.try_regions(0)
+    feed, flips = dali.feed, iter([False, True])
+    monkeypatch.setattr(dali, "feed", lambda pipe, jpegs, box, flip, size: feed(pipe, jpegs, box, flip ^ next(flips), size))
+    with pytest.raises(RuntimeError, match="its pixels differ from the CPU's by"):
+        dali.try_regions(0)
+
+
+@pytest.mark.gpu
+@marked
+def test_on_a_gpu_batches_are_there_and_near_the_cpus(photos):
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    device = torch.device("cuda", 0)
+    kept = []
+    for source in (FfcvSource(photos / "x.beton"), FolderSource(photos / "images", "train")):
+        theirs = epoch(source, device=device, batch=8, views=8)
+        kept.append(theirs)
+        ours = epoch(FfcvSource(photos / "x.beton"), ThreadedLoader, batch=8, views=8)
+        for one, other in zip(theirs, ours, strict=True):
+            assert one.image.is_cuda
+            assert one.label.is_pinned()
+            for name, a, b in zip(one._fields, one, other, strict=True):
+                assert name == "image" or a is b is None or torch.equal(a, b), name
+            # Another decoder: its inverse DCT and chroma round otherwise.
+            assert (one.image.cpu().float() - other.image.float()).abs().mean((1, 2, 3)).max() <= 3
+
+
+# ----------------------------------------------------------------------- the commands
+
+
+def test_without_dali_the_loader_is_refused_in_a_sentence(photos, monkeypatch):
+    monkeypatch.setitem(sys.modules, "nvidia.dali.pipeline", None)
+    dali.check_installed.cache_clear()
+    with pytest.raises(UserError, match=r"--loader dali needs NVIDIA DALI \(.*\); pip install nvidia-dali-cuda130"):
+        opened(FfcvSource(photos / "x.beton"))
+    dali.check_installed.cache_clear()
+
+
+def test_dali_is_imported_only_when_asked_for():
+    code = "import sys, densefeed.train, densefeed.pipelines.dali; sys.exit(any('nvidia.dali' in name for name in sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], cwd=dali.native.LIBRARY.parents[2]).returncode == 0
+
+
+@marked
+def test_a_run_trains_from_a_packed_file(micro, tmp_path):
+    """Its losses are those of `ffcv` but for the pixels: other pixels, hardly another loss."""
+    losses = {}
+    for loader in ("dali", "ffcv"):
+        result = training.train(micro(tmp_path / loader, loader=loader, epochs=1))
+        assert result["skipped"] == 0
+        lines = [json.loads(line) for line in (tmp_path / loader / "metrics.jsonl").read_text().splitlines()]
+        losses[loader] = [line["loss"] for line in lines if "lr" in line]
+    assert len(losses["dali"]) == 3
+    np.testing.assert_allclose(losses["dali"], losses["ffcv"], rtol=0.02)
+    assert losses["dali"] != losses["ffcv"]
+
+
+@marked
+def test_the_command_trains_from_a_folder_and_its_maps(folder, maps, tmp_path, command):
+    """Nothing was packed."""
+    done = command(
+        "train.py", "lvvit_micro_token_label", "--loader", "dali", "--data", folder, "--val", folder, "--labels", maps,
+        "--out", tmp_path / "run", "--batch", 4, "--epochs", 1, "--size", 32, "--threads", 1, "--device", "cpu",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["skipped"] == 0

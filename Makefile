@@ -19,6 +19,8 @@ $(READY): tools/set_up.sh pyproject.toml setup.py $(wildcard pipelines/native/*.
 	PYTHON="$(PYTHON)" bash tools/set_up.sh .venv
 	touch $(READY)
 
+comma := ,
+GPU_LOADERS := ffcv+labels,dali-gpu+labels,dali-gpu,dali-gpu+ffcv+labels,nvidia-dali-gpu
 gpu-check: $(READY)  ## the tests that need a CUDA device, then what it costs there; without one they say so and pass
 	$(RUN) -m pytest -m gpu
 	@if $(RUN) -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; then \
@@ -28,7 +30,10 @@ gpu-check: $(READY)  ## the tests that need a CUDA device, then what it costs th
 		$(RUN) tools/benchmark_augment.py --device cuda --batch 128 && \
 		$(RUN) tools/benchmark_step.py --device cuda --batch 128 --objective token-label --modes eager compiled whole captured \
 			--json bench/step-cuda.json && \
-		$(RUN) tools/benchmark_step.py --device cuda --batch 128 --model deit_small_patch16_224; \
+		$(RUN) tools/benchmark_step.py --device cuda --batch 128 --model deit_small_patch16_224 && \
+		$(RUN) tools/benchmark_loaders.py --threads $$(nproc) --loaders $(GPU_LOADERS) --json bench/loaders-cuda.json && \
+		for one in $(subst $(comma), ,$(GPU_LOADERS)); do \
+			$(RUN) tools/benchmark_loaders.py --threads $$(nproc) --rounds 3 --loaders $$one || exit; done; \
 	else echo "no CUDA device: nothing was measured"; fi
 
 bench: $(READY)  ## loaders, targets, augmentation and whole steps beside all others; minutes, and rows in benchmarks/results.csv

@@ -55,6 +55,8 @@ BARS = {
     (OURS, "ffcv-stock"): (3.0, 4.0),
     (OURS, "token-labeling+labels"): (12.0, 20.0),
     (OURS, "ffcv"): (0.97, 0.99),
+    ("dali-cpu+labels", "nvidia-dali-cpu"): (1.0, 1.0),
+    ("dali-cpu+labels", "dali-cpu"): (0.97, 0.99),
     **{(OURS, peer): (2.0, 3.0) for peer in ("simplejpeg", "spdl", "torchvision", "torchvision-tensor", "timm")},
 }
 SCALING = (1.8, 1.9)  # two threads to one
@@ -102,13 +104,15 @@ def main(benchmark: Benchmark) -> dict:
     size_kb = np.mean([os.path.getsize(path) for path in data.paths]) / 1000
     what = f"{len(data.paths):,} JPEGs of {size_kb:.1f} kB"
     facts = environment(PACKAGES)
-    rates = measure(names, data, benchmark)
+    rates, gpu_memory = measure(names, data, benchmark)
     document = {
         "rows": [row(*key, rates[key]) for key in sorted(rates, key=lambda key: key[1])],
         "ratios": ratios(rates),
         "data": what,
         "environment": facts,
     }
+    if gpu_memory:
+        document |= {"gpu_memory_gb": gpu_memory / 1e9}
     if benchmark.stages:
         document |= {"stages": stages(data, benchmark)}
     if benchmark.first_batch:
@@ -171,8 +175,9 @@ def readable(name: str, data: BenchmarkSet, asked: bool) -> bool:
 # ------------------------------------------------------------------------- measuring
 
 
-def measure(names: list[str], data: BenchmarkSet, benchmark: Benchmark) -> dict[tuple[str, int], list[float]]:
-    """Images per second of every loader with every number of threads, a value a round."""
+def measure(names: list[str], data: BenchmarkSet, benchmark: Benchmark) -> tuple[dict[tuple[str, int], list[float]], int]:
+    """Images per second of every loader with every number of threads, a value a round; and the bytes of the GPU's memory that
+    are in use at the end, by all loaders together: DALI's pools are no single loader's, so name one for its own."""
     # A loader's thread counts stand beside each other: their ratio is the one that a drifting machine would blur most.
     keys = [(name, threads) for name in names for threads in dict.fromkeys(benchmark.threads)]
     with ExitStack() as stack:
@@ -192,7 +197,9 @@ def measure(names: list[str], data: BenchmarkSet, benchmark: Benchmark) -> dict[
             pin(cores(key[1], allowed))
 
         works = {key: lambda number, peer=peer: deliver(peer, number) for key, peer in peers.items()}
-        return take_turns(works, benchmark.rounds, before, lambda key: advance(1, f"{key[0]}, {key[1]} threads"))
+        rates = take_turns(works, benchmark.rounds, before, lambda key: advance(1, f"{key[0]}, {key[1]} threads"))
+        free, total = torch.cuda.mem_get_info() if torch.cuda.is_available() else (0, 0)
+        return rates, total - free
 
 
 def deliver(peer: Peer, epoch: int) -> int:
@@ -206,13 +213,17 @@ def row(name: str, threads: int, values: list[float]) -> dict:
 
 
 def ratios(rates: dict[tuple[str, int], list[float]]) -> list[dict]:
-    """Round by round: ours with labels to every other loader, each of ours with labels to without, more threads to the fewest."""
+    """Round by round: ours with labels to every other loader, each of ours with labels to without, through DALI to NVIDIA's
+    own pipeline, more threads to the fewest."""
     pairs = []
     counts = list(dict.fromkeys(threads for _, threads in rates))
     names = list(dict.fromkeys(name for name, _ in rates))
     for threads in counts:
         pairs += [((OURS, threads), (name, threads)) for name in names if name != OURS]
-        pairs += [(("folder+labels", threads), ("folder", threads))]
+        others = [("folder+labels", "folder")]
+        for kind in ("dali-cpu", "dali-gpu"):
+            others += [(f"{kind}+labels", kind), (f"{kind}+labels", f"nvidia-{kind}")]
+        pairs += [((a, threads), (b, threads)) for a, b in others]
     pairs += [((name, most), (name, min(counts))) for most in counts for name in names if most != min(counts)]
     return [
         {"a": a[0], "b": b[0], "threads": a[1], "b_threads": b[1], **pairwise(rates[a], rates[b])._asdict()}
@@ -332,6 +343,8 @@ def show(document: dict) -> None:
         console.print(f"bytes of a packed JPEG to the original's: {document['stages']['bytes_to_original']:.4f} (bar 1.015)")
         if "share_of_limit" in document["stages"]:
             console.print(f"share of libjpeg-turbo's full decode reached: {document['stages']['share_of_limit']['median']:.2f}")
+    if "gpu_memory_gb" in document:
+        console.print(f"GPU memory in use: {document['gpu_memory_gb']:.2f} GB")
     if "first_batch_s" in document:
         console.print(f"first batch after `import torch`: {document['first_batch_s']['median']:.2f} s")
 
@@ -349,6 +362,9 @@ def lines(document: dict) -> list[dict]:
         found.append({"median": document["stages"]["bytes_to_original"], "name": "bytes to original", "unit": "ratio"})
     if "share_of_limit" in document.get("stages", {}):
         found.append(document["stages"]["share_of_limit"] | {"name": "share of full decode", "threads": 1, "unit": "ratio"})
+    if "gpu_memory_gb" in document:
+        names = ", ".join(dict.fromkeys(line["loader"] for line in document["rows"]))
+        found.append({"median": document["gpu_memory_gb"], "name": f"GPU memory with {names}", "unit": "GB"})
     if "first_batch_s" in document:
         found.append(document["first_batch_s"] | {"name": "first batch", "threads": "", "unit": "s", "runs": FIRST_BATCHES})
     return [{name: line[name] for name in COLUMNS if name in line} for line in found]

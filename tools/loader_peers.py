@@ -3,6 +3,8 @@
 | name | what runs | crops |
 |---|---|---|
 | `ffcv`, `folder` (`+labels`) | ours, from a .beton or a folder; score maps delivered with every batch | the plan's |
+| `dali-cpu`, `dali-gpu` (`+labels`) | ours, from the same .beton, decoded by DALI | the plan's |
+| `dali-gpu+ffcv+labels` | two of ours at once, half of the threads each, two epochs in all | the plan's |
 | `nvidia-dali-cpu`, `-gpu` | NVIDIA's ImageNet pipeline: file reader, decode of the crop alone, resize, mirror; no score maps | its own |
 | `ffcv-stock` | ffcv 1.0.2, the very same JPEG bytes in a .beton, RandomResizedCropRGBImageDecoder, os_cache | its own |
 | `torchvision` | DataLoader, ImageFolder (Pillow), v2.RandomResizedCrop(antialias) and flip | its own |
@@ -32,12 +34,13 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 import torch
-from densefeed.pipelines.batch import Loader
 from densefeed.pipelines.beton import Beton
+from densefeed.pipelines.dali import DaliLoader
 from densefeed.pipelines.ffcv import FfcvSource
 from densefeed.pipelines.folder import FolderSource
 from densefeed.pipelines.loader import Source, ThreadedLoader
@@ -112,14 +115,21 @@ def folder_source(work: Work, labels: bool) -> Source:
     return FolderSource(work.data.folder, "train", work.data.maps if labels else None, work.threads)
 
 
-def threaded(source_of: Callable[[Work, bool], Source], work: Work, labels: bool) -> Loader:
-    """A source's images decoded by our native threads."""
+def threaded(
+    source_of: Callable[[Work, bool], Source], make: Callable[..., ThreadedLoader], work: Work, labels: bool
+) -> ThreadedLoader:
+    """A source's images decoded by our native threads, or what else `make` makes a loader of."""
     source = source_of(work, labels)
     plan = EpochPlan(num_samples=len(source.labels), batch=work.batch, seed=0, mode="train", sizes=((0, work.size),))
-    return ThreadedLoader(source, plan, work.threads)
+    return make(source, plan, work.threads)
 
 
-OURS = {"ffcv": functools.partial(threaded, ffcv_source), "folder": functools.partial(threaded, folder_source)}
+OURS = {
+    "ffcv": functools.partial(threaded, ffcv_source, ThreadedLoader),
+    "folder": functools.partial(threaded, folder_source, ThreadedLoader),
+    "dali-cpu": functools.partial(threaded, ffcv_source, DaliLoader),
+    "dali-gpu": functools.partial(threaded, ffcv_source, functools.partial(DaliLoader, device=torch.device("cuda", 0))),
+}
 
 
 def first_batch(beton: str, threads: str, batch: str, size: str) -> None:
@@ -143,6 +153,35 @@ class Ours:
 
     def close(self) -> None:
         self._loader.close()
+
+
+class Both:
+    """Two peers at once, each in a thread of its own with half of the threads; batches as they come."""
+
+    def __init__(self, make: Callable[[Work], Peer], other: Callable[[Work], Peer], work: Work) -> None:
+        half = work._replace(threads=max(1, work.threads // 2))
+        self._peers = make(half), other(half)
+
+    def batches(self, epoch: int) -> Iterator[Delivered]:
+        came: SimpleQueue[Delivered | None] = SimpleQueue()
+
+        def run(peer: Peer) -> None:
+            try:
+                for batch in peer.batches(epoch):
+                    came.put(batch)
+            finally:
+                came.put(None)
+
+        with ThreadPoolExecutor(2) as pool:
+            runs = [pool.submit(run, peer) for peer in self._peers]
+            for _ in runs:
+                yield from iter(came.get, None)
+            for one in runs:
+                one.result()
+
+    def close(self) -> None:
+        for peer in self._peers:
+            peer.close()
 
 
 class StockFfcv:
@@ -224,14 +263,19 @@ assert sum(batch.count for batch in NvidiaDali("gpu", Work(data, 1, 2, 32)).batc
 """
 
 
+def gpu_is_here() -> None:
+    """There is a GPU."""
+    if not torch.cuda.is_available():
+        raise RuntimeError("it needs a CUDA device")
+
+
 def nvidia_gpu_works() -> None:
     """There is a GPU, and decoding a crop on it does not end the process.
 
     nvImageCodec 0.9, which DALI 2.3 and 2.4 bring, was reported to segfault there on H100 and B200 (nvImageCodec issue 55), so
     a process of its own tries first.
     """
-    if not torch.cuda.is_available():
-        raise RuntimeError("it needs a CUDA device")
+    gpu_is_here()
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "class").mkdir()
         for number in range(2):
@@ -546,6 +590,14 @@ PEERS = {
     "ffcv": Entry(functools.partial(Ours, "ffcv", False)),
     "folder+labels": Entry(functools.partial(Ours, "folder", True), maps=True),
     "folder": Entry(functools.partial(Ours, "folder", False)),
+    "dali-cpu+labels": Entry(functools.partial(Ours, "dali-cpu", True), "nvidia.dali", DALI, maps=True),
+    "dali-cpu": Entry(functools.partial(Ours, "dali-cpu", False), "nvidia.dali", DALI),
+    "dali-gpu+labels": Entry(functools.partial(Ours, "dali-gpu", True), "nvidia.dali", DALI, True, gpu_is_here),
+    "dali-gpu": Entry(functools.partial(Ours, "dali-gpu", False), "nvidia.dali", DALI, False, gpu_is_here),
+    "dali-gpu+ffcv+labels": Entry(
+        functools.partial(Both, functools.partial(Ours, "dali-gpu", True), functools.partial(Ours, "ffcv", True)),
+        "nvidia.dali", DALI, True, gpu_is_here,
+    ),
     "ffcv-stock": Entry(StockFfcv, "ffcv", "pip install ffcv==1.0.2 setuptools"),
     "nvidia-dali-cpu": Entry(functools.partial(NvidiaDali, "cpu"), "nvidia.dali.plugin.pytorch", DALI),
     "nvidia-dali-gpu": Entry(

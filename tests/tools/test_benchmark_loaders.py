@@ -5,6 +5,7 @@ import json
 import math
 import os
 import subprocess
+from functools import partial
 
 import numpy as np
 import pytest
@@ -113,7 +114,7 @@ def deliver_twice(name, data, threads):
 
 def check_delivered(name, epochs, data):
     dense = {
-        "ffcv+labels": (BATCH, 18, 18, 5), "folder+labels": (BATCH, 18, 18, 5), "token-labeling": (BATCH, 3, 5, 18, 18),
+        **dict.fromkeys(("ffcv+labels", "folder+labels", "dali-cpu+labels"), (BATCH, 18, 18, 5)), "token-labeling": (BATCH, 3, 5, 18, 18),
         "token-labeling+labels": (BATCH, CLASSES, 2 + (SIZE // 16) ** 2),
     }.get(name)  # fmt: skip
     for batches in epochs:
@@ -134,6 +135,19 @@ def check_delivered(name, epochs, data):
 @pytest.mark.parametrize("name", [name for name in PEERS if name != "ffcv-stock"])
 def test_every_peer_delivers_every_image_once(name, data):
     check_delivered(name, deliver_twice(name, data, 1), data)
+
+
+def test_two_loaders_at_once_deliver_all_that_both_do(data):
+    """As `dali-gpu+ffcv+labels` has them, of loaders that need no GPU."""
+    ours = [partial(loader_peers.Ours, kind, True) for kind in ("folder", "ffcv")]
+    both = loader_peers.Both(*ours, Work(data, 2, BATCH, SIZE))
+    for _ in range(2):
+        came = list(both.batches(0))
+        assert sum(batch.count for batch in came) == 2 * IMAGES
+        assert sorted(torch.cat([batch.label for batch in came]).tolist()) == sorted(2 * data.labels.tolist())
+    both.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        list(both.batches(0))
 
 
 @pytest.mark.ffcv

@@ -6,8 +6,8 @@ RUN := .venv/bin/python
 quickstart: $(READY)  ## real images to a token-labelled transformer, and a report to look at
 	$(RUN) tools/quickstart.py --out quickstart
 
-test: $(READY)  ## the test suite
-	$(RUN) -m pytest
+test: $(READY)  ## the test suite, a process a core
+	$(RUN) -m pytest -n auto --maxprocesses 8 --dist worksteal
 
 check: $(READY)  ## lint, only reports
 	$(RUN) -m ruff check .

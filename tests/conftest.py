@@ -1,5 +1,6 @@
 """Small real datasets that several rooms' tests share."""
 
+import os
 import subprocess
 import sys
 from contextlib import ExitStack, contextmanager
@@ -14,7 +15,9 @@ from PIL import Image
 from torch.utils._python_dispatch import TorchDispatchMode
 
 ROOT = Path(__file__).parent.parent
-torch.set_num_threads(2)
+if "PYTEST_XDIST_WORKER" in os.environ:  # a worker has one core, and so have the commands it starts
+    os.environ["OMP_NUM_THREADS"] = "1"
+torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 2)))
 
 
 class NoHostRead(TorchDispatchMode):

@@ -15,6 +15,8 @@ from densefeed.relabel.images import Images
 from densefeed.relabel.store import ScoreMapStore, ScoreMapWriter, StoreHeader
 from densefeed.relabel.upkeep import convert
 
+from .conftest import loader_class
+
 MAPS = ("map_logit", "map_class", "map_lse", "window")
 
 
@@ -49,9 +51,9 @@ def bare(folder, tmp_path_factory, command):
     return out
 
 
-def batches_of(source, **options):
+def batches_of(source, kind=ThreadedLoader, **options):
     plan = EpochPlan(num_samples=len(source.labels), batch=4, seed=3, mode="train", sizes=((0, 32),))
-    loader = ThreadedLoader(source, plan, 2, **options)
+    loader = kind(source, plan, 2, **options)
     try:
         return list(loader.batches(0)), loader.labels
     finally:
@@ -92,6 +94,14 @@ def test_batches_of_every_form(stores, folder, bare, kind):
         far = max(far, float((one - other).abs().sum(-1).max()) / 2)
     slack = 1e-6 if spec.absent == "tail" else store.error.variation_max  # logits are averaged before the softmax, not targets
     assert 0 < far <= store.error.variation_max + slack
+
+
+@pytest.mark.dali
+@pytest.mark.parametrize("form", ["lossless", "compact"])
+def test_dali_has_the_same_maps(stores, folder, form):
+    ours, theirs = (batches_of(FolderSource(folder, "train", stores[form]), loader_class(kind))[0] for kind in ("native", "dali"))
+    for one, other in zip(ours, theirs, strict=True):
+        assert equal(one._replace(image=one.label), other._replace(image=other.label))
 
 
 @pytest.mark.parametrize("form", ["lossless", "compact"])

@@ -68,7 +68,7 @@ def test_every_command_of_the_readme_runs(newcomer):
     assert found[:2] == ["make quickstart", "make test"]
     makefile = (ROOT / "Makefile").read_text()
     assert "\t$(RUN) tools/quickstart.py --out quickstart\n" in makefile  # which the fixture ran in small
-    assert "\t$(RUN) -m pytest\n" in makefile  # which is what runs now
+    assert "\t$(RUN) -m pytest -n auto" in makefile  # which is what runs now
     for line in found[2:]:
         words = shlex.split(line)
         if words[0] == "torchrun":

@@ -1,15 +1,16 @@
-"""`--loader dali`: the plan's crops of a .beton or a folder, decoded, cropped and resized by NVIDIA DALI, on a CPU or a GPU.
+"""`--loader dali`: the plan's crops of a .beton or a folder, decoded and cropped by NVIDIA DALI, on a GPU resized there too.
 
 Which sample, which crop, flip and map row are the plan's, exactly as with `ffcv` and `folder`; DALI is fed with encoded bytes and
-boxes and draws nothing. Its pixels differ: it decodes with full-size chroma and rounds to 8 bits before it resizes, where our
-decoder resamples planes. On a CPU a crop of a photograph is within 0.3 of 255 grey levels of Pillow's crop and resize, and within
+boxes and draws nothing. Its pixels differ: it decodes with full-size chroma and rounds to 8 bits before they are resized, where
+our decoder resamples planes. On a CPU a crop of a photograph is within 0.3 of 255 grey levels of Pillow's crop and resize, and within
 0.6 of the other loaders', each on average over the crop (tests/pipelines/test_dali.py); on a GPU the JPEG decoder is another one.
 
 What stands before DALI: our threads read the bytes, cut the segments that the crop needs out of an indexed JPEG (their checksums
 looked at), and look for damage in all of a JPEG without index when it is first seen, since DALI takes most of it for pixels, and the
 rest breaks its pipeline. What DALI cannot have (raw pixels, and whatever of it breaks the pipeline anyway) our own decoder decodes.
-Cut JPEGs are 0.34 as long as whole ones on average over 500 px photographs; on a CPU DALI then decodes 1.2 times as many
-as with its own region decoder on whole JPEGs, and 1.07 times as many are decoded and resized (one core, other jobs beside).
+Cut JPEGs are 0.34 as long as whole ones on average over 500 px photographs, and on a CPU DALI then decodes 1.2 times as many as
+with its own region decoder on whole JPEGs. There our threads resize and mirror what it has decoded, straight into the batch:
+DALI's own resize takes 1.2 ms of the 1.65 ms that an image would take with it.
 """
 
 import atexit
@@ -69,12 +70,13 @@ def _stop_all() -> None:
         engine.stop()
 
 
-def build(run: int, threads: int, device: int | None, regions: bool) -> "Pipeline":
+def build(run: int, threads: int, device: int | None, regions: bool, resize: bool) -> "Pipeline":
     """DALI's pipeline of up to `run` samples: JPEGs and boxes in, uint8 `[N, size, size, 3]` out.
 
     Args:
         device: number of the GPU, None for a CPU pipeline.
         regions: decode only the box of each JPEG; else all of it, and cut the box out then. The same pixels.
+        resize: without, what comes out are the boxes' pixels as they are, uint8 `[height, width, 3]` each.
     """
     from nvidia.dali import Pipeline, fn, types
 
@@ -83,7 +85,8 @@ def build(run: int, threads: int, device: int | None, regions: bool) -> "Pipelin
     with pipeline:
         encoded = fn.external_source(name="encoded", dtype=types.UINT8, ndim=1, no_copy=True)
         anchor, shape = (fn.external_source(name=name, dtype=types.INT32, ndim=1) for name in ("anchor", "shape"))
-        start, end, size = (fn.external_source(name=name, dtype=types.FLOAT, ndim=1) for name in ("start", "end", "size"))
+        if resize:
+            start, end, size = (fn.external_source(name=name, dtype=types.FLOAT, ndim=1) for name in ("start", "end", "size"))
         how = {"output_type": types.RGB, "adjust_orientation": False}
         if device is not None:  # chroma interpolated as libjpeg does
             how |= {"device": "mixed", "hw_decoder_load": HARDWARE_SHARE, "jpeg_fancy_upsampling": True}
@@ -91,30 +94,37 @@ def build(run: int, threads: int, device: int | None, regions: bool) -> "Pipelin
             image = fn.decoders.image_slice(encoded, anchor, shape, axis_names="HW", **how)
         else:
             image = fn.slice(fn.decoders.image(encoded, **how), anchor, shape, axis_names="HW")
-        pipeline.set_outputs(
-            fn.resize(image, size=size, roi_start=start, roi_end=end, interp_type=types.INTERP_TRIANGULAR, antialias=True)
-        )
+        if resize:
+            image = fn.resize(
+                image, size=size, roi_start=start, roi_end=end, interp_type=types.INTERP_TRIANGULAR, antialias=True
+            )
+        pipeline.set_outputs(image)
     pipeline.build()
     return pipeline
 
 
-def feed(pipeline: "Pipeline", jpegs: list[np.ndarray], box_N4: np.ndarray, flip_N: np.ndarray, size: int) -> None:
+def pixels_of(box_N4: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The pixels that boxes touch, the native decoder's rule: first row and column, and those behind the last, `[N, 2]` each."""
+    return np.floor(box_N4[:, :2]), np.ceil(box_N4[:, :2] + box_N4[:, 2:] - 1e-9)
+
+
+def feed(pipeline: "Pipeline", jpegs: list[np.ndarray], box_N4: np.ndarray, flip_N: np.ndarray, size: int | None) -> None:
     """Begin a run. `jpegs` must live until it is over.
 
     Args:
         jpegs: uint8, N of any lengths.
         box_N4: crops (top, left, height, width) in pixels of these JPEGs, float64.
         flip_N: whether a crop is mirrored left-right, bool.
+        size: of what comes out, pixels; None if the pipeline resizes (and mirrors) nothing.
     """
-    low = np.floor(box_N4[:, :2])
-    high = np.ceil(box_N4[:, :2] + box_N4[:, 2:] - 1e-9)  # the native decoder's rule
+    low, high = pixels_of(box_N4)
+    inputs = {"encoded": jpegs, "anchor": low.astype(np.int32), "shape": (high - low).astype(np.int32)}
     start = (box_N4[:, :2] - low).astype(np.float32)
     end = start + box_N4[:, 2:].astype(np.float32)
     start[flip_N, 1], end[flip_N, 1] = end[flip_N, 1], start[flip_N, 1]  # from right to left: mirrored, and no further pass
-    for name, value in (
-        ("encoded", jpegs), ("anchor", low.astype(np.int32)), ("shape", (high - low).astype(np.int32)), ("start", start),
-        ("end", end), ("size", np.full((len(jpegs), 2), size, np.float32)),
-    ):  # fmt: skip
+    if size is not None:
+        inputs |= {"start": start, "end": end, "size": np.full((len(jpegs), 2), size, np.float32)}
+    for name, value in inputs.items():
         pipeline.feed_input(name, value)
     pipeline.schedule_run()
 
@@ -136,7 +146,7 @@ def try_regions(device: int) -> None:
         boxes.append((rng.integers(height - tall), rng.integers(width - wide), tall, wide))
     shown = []
     for where in (None, device):
-        pipeline = build(len(jpegs), 2, where, regions=True)
+        pipeline = build(len(jpegs), 2, where, regions=True, resize=True)
         feed(pipeline, jpegs, np.array(boxes, float), np.arange(len(jpegs)) % 3 == 0, 96)
         (out,) = pipeline.outputs()
         shown.append(torch.from_dlpack(out.as_tensor()).float().cpu())
@@ -194,9 +204,10 @@ class _Run(NamedTuple):
 class _Engine:
     """A thread that alone touches the pipeline, from its making to its end.
 
-    It feeds DALI in runs of `rows` samples and copies what comes out into the batch's own memory: 0.01 ms of 1.5 ms an image on a
-    CPU. On a GPU that is what makes a batch safe: PyTorch's allocator does not know DALI's memory, so it could not wait for the
-    streams that still use it. The copies are over before the batch is handed on; streams of the consumer need not wait for any.
+    It feeds DALI in runs of `rows` samples, and what comes out is put into the batch's own memory: on a CPU by the native threads,
+    which resize it on its way, on a GPU by a copy. That makes a batch safe there: PyTorch's allocator does not know DALI's memory,
+    so it could not wait for the streams that still use it. The copies are over before the batch is handed on; streams of the
+    consumer need not wait for any.
     """
 
     alive: ClassVar[weakref.WeakSet] = weakref.WeakSet()
@@ -307,8 +318,8 @@ class _Engine:
         box[:, 1] -= cuts["left"]
         try:
             if self._pipeline is None:
-                self._pipeline = build(self._rows, self._threads, self._number, self._regions)
-            feed(self._pipeline, run.jpegs, box, samples["flip"] != 0, work.size)
+                self._pipeline = build(self._rows, self._threads, self._number, self._regions, self._number is not None)
+            feed(self._pipeline, run.jpegs, box, samples["flip"] != 0, None if self._number is None else work.size)
         except Exception as error:  # of this run, or of one before it
             while self._inside:
                 self._collect()
@@ -327,7 +338,10 @@ class _Engine:
             self._guarded(run.work, self._recover, run, error)
         else:
             if not run.work.cancelled:
-                self._guarded(run.work, self._copy, run.work, run.rows, out.as_tensor())
+                if self._number is None:
+                    self._guarded(run.work, self._resample, run, out)
+                else:
+                    self._guarded(run.work, self._copy, run.work, run.rows, out.as_tensor())
             self._failures = 0
         run.work.runs -= 1
         self._end(run.work)
@@ -339,6 +353,26 @@ class _Engine:
         else:
             work.image[torch.from_numpy(rows).to(self._device)] = torch.from_dlpack(pixels).to(self._device)
             torch.cuda.current_stream().synchronize()  # DALI may use the memory of `pixels` again from here on
+
+    def _resample(self, run: _Run, crops: object) -> None:
+        """Have the native threads resize and mirror `crops`, DALI's list of uint8 `[height, width, 3]`, into the work's image."""
+        work, rows = run.work, run.rows
+        some = work.job.samples[rows]
+        low, high = pixels_of(some["box"])
+        some["box"][:, :2] -= low
+        some["height"], some["width"] = (high - low).T
+        some["bytes"] = [crops[n].data_ptr() for n in range(len(rows))]
+        some["kind"], some["length"] = native.RAW, 3 * some["height"].astype(np.int64) * some["width"]
+        together = rows[-1] - rows[0] + 1 == len(rows)
+        pixels = work.image.numpy()[rows[0] : rows[-1] + 1] if together else np.empty((len(rows), *work.image.shape[1:]), np.uint8)
+        job = native.Job(some, pixels, keep=crops)
+        self.pool.submit(job)
+        while not self.pool.ended(job):
+            time.sleep(PAUSE)
+        for field in ("status", "message"):
+            work.job.samples[field][rows] = some[field]
+        if not together:
+            self._copy(work, rows, pixels)
 
     def _decode(self, work: _Work, rows: np.ndarray) -> None:
         """Decode these rows with the native decoder, and note in the work's samples how it went."""

@@ -108,7 +108,7 @@ def test_whole_decode_and_cut_gives_the_pixels_of_region_decode(photos):
     box, flip = np.array([[10, 20, 200, 111], [0.5, 7.25, 30.75, 99.5]]), np.array([True, False])
     shown = []
     for regions in (True, False):
-        pipeline = dali.build(4, 1, None, regions)
+        pipeline = dali.build(4, 1, None, regions, resize=True)
         dali.feed(pipeline, [jpeg, jpeg], box, flip, 64)
         shown.append(np.array(pipeline.outputs()[0].as_tensor()))
     np.testing.assert_array_equal(*shown)
@@ -326,7 +326,7 @@ def test_the_probe_runs_our_own_pipeline_and_tells_why_it_cannot():
 def test_the_probe_compares_pixels(monkeypatch):
     """On a CPU both are the same; a decoder that mirrors what it should not is noticed."""
     build = dali.build
-    monkeypatch.setattr(dali, "build", lambda run, threads, device, regions: build(run, threads, None, regions))
+    monkeypatch.setattr(dali, "build", lambda run, threads, device, **how: build(run, threads, None, **how))
     dali.try_regions(0)
     feed, flips = dali.feed, iter([False, True])
     monkeypatch.setattr(dali, "feed", lambda pipe, jpegs, box, flip, size: feed(pipe, jpegs, box, flip ^ next(flips), size))

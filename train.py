@@ -15,7 +15,7 @@ import sys
 import time
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from typing import Literal, NamedTuple
 
@@ -32,7 +32,7 @@ from densefeed.pipelines.ffcv import FfcvSource
 from densefeed.pipelines.folder import FolderSource
 from densefeed.pipelines.loader import ThreadedLoader
 from densefeed.pipelines.plan import EpochPlan
-from densefeed.pipelines.resident import free_memory
+from densefeed.pipelines.resident import bytes_of_map, free_memory
 from densefeed.relabel.files import UserError, replacing, run
 from densefeed.training.config import FREE, Config, check_values, model_arguments, plain
 from densefeed.training.feed import Feed
@@ -228,6 +228,7 @@ def dry_run(config: Config, ranks: Ranks, model: nn.Module, dtype: torch.dtype |
         threads=1,
         sizes=((0, largest),) if config.sizes else (),
         labels_on_device=False,
+        compile="never",
     )
     loader = open_loader(few, "train")
     with closing(loader):
@@ -241,11 +242,14 @@ def dry_run(config: Config, ranks: Ranks, model: nn.Module, dtype: torch.dtype |
         loss.backward()
     # Gradients, two moments and perhaps averaged weights are as large as the weights.
     fixed, each = sum(p.nbytes for p in model.parameters()) * (3 + (config.ema > 0)), saved.bytes / images
+    if config.labels_on_device and loader.labels:
+        fixed += loader.plan.num_samples * bytes_of_map(loader.labels)
     needed, free = fixed + each * config.microbatch, free_memory(ranks.device)
     if ranks.first:
         print(
-            f"dry run: data, labels and recipe fit together; loss {loss.item():.3f} of {images} images; gradients, moments and "
-            f"{config.microbatch} images at once take about {needed / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free on {ranks.device}"
+            f"dry run: data, labels and recipe fit together; loss {loss.item():.3f} of {images} images; gradients, moments"
+            f"{', all score maps' * config.labels_on_device} and {config.microbatch} images at once take about "
+            f"{needed / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free on {ranks.device}"
         )
     if needed > free:
         local = config.batch // ranks.size
@@ -302,7 +306,8 @@ class Timed:
 def train(config: Config) -> dict:
     """Run or continue a training; returns (and writes to result.json) its result, or {} if a signal stopped it."""
     check_values(config)
-    with started(config.device) as ranks, stopping() as asked:
+    # A dry run has nothing to save: signals end it at once.
+    with started(config.device) as ranks, nullcontext(str) if config.dry_run else stopping() as asked:
         if ranks.device.type == "cpu":
             keep_memory()
         run = prepared(config, ranks)

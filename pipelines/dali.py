@@ -391,8 +391,9 @@ class _Engine:
         work, rows = run.work, run.rows
         try:
             self.sound[work.ids[rows]] = False
-            if not work.cancelled:
-                self._decode(work, rows)
+            if work.cancelled:  # nobody will ask how its samples are
+                return
+            self._decode(work, rows)
             bad = work.job.samples["status"][rows] != native.OK
             self._failures = 0 if bad.any() else self._failures + 1
             why = " ".join(str(error).partition("encountered:")[2].split() or str(error).split())

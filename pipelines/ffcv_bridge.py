@@ -182,7 +182,7 @@ class DenseLabels:
         or clone them, before the next batch is asked for. UserError for what cannot be read, see `on_bad_sample`.
         """
         crop_NC, label = crop.cpu().numpy(), label.reshape(len(crop), -1)[:, 0].long()
-        self._check_file(crop_NC)
+        self._check_file(crop_NC, label.cpu().numpy())
         bad, maps = self._read(crop_NC)
         weight, shown = np.ones(len(crop_NC), np.float32), np.arange(len(crop_NC))
         if bad:
@@ -204,12 +204,13 @@ class DenseLabels:
             weight=torch.from_numpy(weight), **fields,
         )  # fmt: skip
 
-    def _check_file(self, crop_NC: np.ndarray) -> None:
-        """UserError if the Loader's images are not those of our file: their maps would be other images' labels."""
+    def _check_file(self, crop_NC: np.ndarray, label_N: np.ndarray) -> None:
+        """UserError if sizes or labels of the Loader's images are not those of our file: their maps would be other images'."""
         index_N, known = crop_NC[:, 0], len(self.source.labels)
         if index_N.max() < known:
             samples = self.source.begin(index_N).wait().samples
-            if (samples["height"] == crop_NC[:, 5]).all() and (samples["width"] == crop_NC[:, 6]).all():
+            same = (samples["height"] == crop_NC[:, 5]) & (samples["width"] == crop_NC[:, 6]) & (self.source.labels[index_N] == label_N)
+            if same.all():
                 return
         raise UserError(f"the Loader reads other images than {self._data} holds; give both the same file")
 

@@ -62,8 +62,8 @@ from densefeed.tools.measuring import (
     write_json,
 )
 from densefeed.train import Timed, autocast_of, build_model, open_loader
+from densefeed.training.compiling import compiled
 from densefeed.training.config import Config
-from densefeed.training.feed import compiled
 from densefeed.training.objective import augment_of, step_loss
 from densefeed.training.ranks import Ranks
 from densefeed.training.speed import SECONDS, Saved, keep_memory, matmul_rate, set_malloc, settle, training_flops

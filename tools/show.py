@@ -240,7 +240,7 @@ def contact_sheet(
 
 def curve(runs: list[Run], kind: str, value: str, percent: bool) -> dict:
     """Points of one value of all runs over epochs, in a 100 x 100 frame with its axes' ticks."""
-    series = [(run.name, [(r["epoch"], r[value]) for r in getattr(run, kind)]) for run in runs]
+    series = [(run.name, [(r["epoch"], r[value]) for r in getattr(run, kind) if value in r]) for run in runs]
     points = [point for _, line in series for point in line]
     if not points:
         return {"lines": [], "ticks_x": [], "ticks_y": []}

@@ -10,8 +10,9 @@ from ..pipelines.augment import Augmentation, augmented
 from ..pipelines.batch import Batch, Loader
 from ..pipelines.resident import ResidentMaps
 from ..pipelines.targets import TargetRules, check_batch
+from .compiling import compiled
 from .config import Config
-from .objective import augment_of, mixing_of, objective_loss, step_loss
+from .objective import augment_of, mixing_of
 from .ranks import Ranks
 
 
@@ -70,27 +71,3 @@ def parts_of(batch: Batch, count: int) -> list[Batch]:
     """A batch cut into `count` equal parts, row by row."""
     fields = [[None] * count if field is None else field.chunk(count) for field in batch]
     return [Batch(*part) for part in zip(*fields, strict=True)]
-
-
-def compiled(how: str, model: nn.Module) -> Callable[..., Tensor]:
-    """`step_loss`, with what `how` says compiled. The model's blocks are alike, so one compilation serves all.
-
-    `graph`: forward and backward pass are CUDA graphs that PyTorch captures and replays; on a CPU the same as `whole`. The
-    update stays outside: it takes the learning rate and the averaging's decay from the host, in some ten launches of fused
-    and foreach operations.
-    """
-    if how == "never":
-        return step_loss
-    if how == "graph":
-        whole = torch.compile(step_loss, dynamic=False, mode="reduce-overhead")
-
-        def captured(*args: object) -> Tensor:
-            torch.compiler.cudagraph_mark_step_begin()  # what the graphs of the last step gave has been used up
-            return whole(*args)
-
-        return captured
-    if how == "whole" or not isinstance(getattr(model, "blocks", None), nn.Module):
-        return torch.compile(step_loss, dynamic=False)
-    for block in model.blocks:
-        block.compile(dynamic=False)
-    return partial(step_loss, measure=torch.compile(objective_loss, dynamic=False))

@@ -10,7 +10,7 @@ import pytest
 from densefeed.pipelines.plan import EpochPlan
 from densefeed.relabel.files import UserError
 from densefeed.relabel.geometry import crop_views
-from densefeed.tools.show import Run, in_crop, owner_of_tokens, read_run, row_of, student_of
+from densefeed.tools.show import Run, curve, in_crop, owner_of_tokens, read_run, row_of, student_of
 from densefeed.training import config as configuration
 from densefeed.training import recipes
 
@@ -62,6 +62,8 @@ def test_runs_are_compared_by_what_they_do_not_share(tmp_path):
         lines += [{"kind": "val", "step": 3, "epoch": 1.5, "top1": 0.25} | ({"top1_ema": 0.5} if name == "b" else {})]
         (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"kind": "tr')
         runs.append(read_run(folder))
+    runs[0].train[1].pop("loss")  # an interval all of whose updates were skipped
+    assert [len(line["points"]) for line in curve(runs, "train", "loss", percent=False)["lines"]] == [2, 3]
     one, other = (row_of(run, runs) for run in runs)
     assert (one["told"], other["told"]) == ("lr 0.1, ema 0.0", "lr 0.2, ema 0.9")
     assert (one["tops"], other["tops"]) == ([(0.25, "")], [(0.25, ""), (0.5, "averaged")])

@@ -70,6 +70,8 @@ def test_a_dry_run_writes_nothing_and_is_over_soon(micro, tmp_path, capsys):
     assert time.process_time() - began < 10
     assert "dry run: data, labels and recipe fit together; loss " in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == []
+    training.train(micro(tmp_path / "run", dry_run=True, labels_on_device=True, compile="whole"))
+    assert "gradients, moments, all score maps and 4 images at once take about" in capsys.readouterr().out
     training.train(micro(tmp_path / "run", epochs=1))
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
     for resume in ("auto", "never"):

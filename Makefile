@@ -7,7 +7,7 @@ quickstart: $(READY)  ## real images to a token-labelled transformer, and a repo
 	$(RUN) tools/quickstart.py --out quickstart
 
 test: $(READY)  ## the test suite, a process a core
-	$(RUN) -m pytest -n auto --maxprocesses 8 --dist worksteal
+	$(RUN) -m pytest -n auto --maxprocesses 8 --dist worksteal --durations 25
 
 check: $(READY)  ## lint, only reports
 	$(RUN) -m ruff check .

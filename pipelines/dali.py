@@ -3,7 +3,8 @@
 Which sample, which crop, flip and map row are the plan's, exactly as with `ffcv` and `folder`; DALI is fed with encoded bytes and
 boxes and draws nothing. Its pixels differ: it decodes with full-size chroma and rounds to 8 bits before they are resized, where
 our decoder resamples planes. On a CPU a crop of a photograph is within 0.3 of 255 grey levels of Pillow's crop and resize, and within
-0.6 of the other loaders', each on average over the crop (tests/pipelines/test_dali.py); on a GPU the JPEG decoder is another one.
+0.6 of the other loaders', each on average over the crop (tests/pipelines/test_dali.py; images one to three pixels wide up to 4.4);
+on a GPU the JPEG decoder is another one.
 
 What stands before DALI: our threads read the bytes, cut the segments that the crop needs out of an indexed JPEG (their checksums
 looked at), and look for damage in all of a JPEG without index when it is first seen, since DALI takes most of it for pixels, and the
@@ -14,6 +15,7 @@ DALI's own resize takes 1.2 ms of the 1.65 ms that an image would take with it.
 """
 
 import atexit
+import ctypes
 import functools
 import io
 import os
@@ -47,6 +49,8 @@ LEAST_RUN, RUN_PER_THREAD = 64, 8
 RUN_PIXELS = 2**22  # of a run's JPEGs, for each thread: 22 images of 500 x 375, or one of 12 megapixels, which takes 0.1 s
 HARDWARE_SHARE = 0.65  # of the JPEGs that the GPU's own engine takes, where it has one; DALI's default
 CPU = torch.device("cpu")
+_built: weakref.WeakSet["Pipeline"] = weakref.WeakSet()  # by this process
+_forked = False  # from a process that had built some
 PAUSE = 0.0005  # seconds between looks at what the native threads have ready
 PROBE_SECONDS = 120  # importing PyTorch and DALI from a network disk takes most of it
 FAILURES = 3  # runs in a row that DALI breaks off though our decoder finds nothing wrong: then DALI itself is what is wrong
@@ -61,8 +65,19 @@ def check_installed() -> None:
         raise UserError(
             f"--loader dali needs NVIDIA DALI ({error}); pip install nvidia-dali-cuda130 (nvidia-dali-cuda120 for older drivers)"
         ) from error
+    os.register_at_fork(after_in_child=_forget)
     # When the interpreter ends, what was registered last comes first: our threads are to be gone before DALI ends its pipelines.
     atexit.register(_stop_all)
+
+
+def _forget() -> None:
+    """In a forked child: DALI's threads are not there, and at its end DALI would wait for them, or crash. So its pipelines are left
+    alone for ever, and it is used no more."""
+    global _forked
+    _forked = bool(_built)
+    for pipeline in _built:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(pipeline._pipe))
+        pipeline._pipe = None
 
 
 def _stop_all() -> None:
@@ -100,6 +115,7 @@ def build(run: int, threads: int, device: int | None, regions: bool, resize: boo
             )
         pipeline.set_outputs(image)
     pipeline.build()
+    _built.add(pipeline)
     return pipeline
 
 
@@ -421,7 +437,7 @@ class DaliLoader(ThreadedLoader):
         device: where DALI decodes. With CUDA a batch's image is there already, and all else in pinned memory.
         plan, threads, on_bad_sample, maps: as ThreadedLoader's.
 
-    Raises UserError if DALI is not installed.
+    Raises UserError if DALI is not installed, and in a process that was forked while DALI was at work.
     """
 
     def __init__(
@@ -434,6 +450,8 @@ class DaliLoader(ThreadedLoader):
         device: torch.device = CPU,
     ) -> None:
         check_installed()
+        if _forked:
+            raise UserError("this process was forked from one that used DALI, which works in none; start processes by spawn")
         super().__init__(source, plan, threads, on_bad_sample, maps)
         regions, self._device = True, device
         if device.type != "cpu":

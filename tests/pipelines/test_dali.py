@@ -295,6 +295,38 @@ def test_closed_from_elsewhere_the_thread_ends(photos):
     assert not reader._engine._thread.is_alive()
 
 
+FORK = """
+import os, sys
+from pathlib import Path
+from densefeed.pipelines.dali import DaliLoader
+from densefeed.pipelines.ffcv import FfcvSource
+from densefeed.pipelines.plan import EpochPlan
+from densefeed.relabel.files import UserError
+def opened():
+    source = FfcvSource(Path(sys.argv[1]))
+    return DaliLoader(source, EpochPlan(num_samples=len(source.labels), batch=4, seed=1, mode="train", sizes=((0, 32),)), 2)
+loader = opened()
+batches = loader.batches(0)
+next(batches)
+child = os.fork()
+if not child:
+    try:
+        opened()
+    except UserError as error:
+        sys.exit(7 if "start processes by spawn" in str(error) else 1)
+    sys.exit(0)
+status = os.waitpid(child, 0)[1]
+print(os.waitstatus_to_exitcode(status), next(batches).image.shape)
+"""
+
+
+@marked
+def test_a_forked_child_ends_as_it_should(photos):
+    """DALI's own end would wait for its threads, which no child has, or crash."""
+    done = subprocess.run([sys.executable, "-c", FORK, photos / "x.beton"], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout.split()[:1]) == (0, ["7"]), done.stderr
+
+
 # ----------------------------------------------------------------------- whether a GPU may be given regions
 
 

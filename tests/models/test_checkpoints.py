@@ -13,7 +13,7 @@ from densefeed.models import checkpoints
 from densefeed.models.lvvit import LVViT, checkpoint_filter_fn
 from densefeed.pipelines.augment import Normalise
 from densefeed.pipelines.batch import on_device
-from densefeed.training import feed, recipes
+from densefeed.training import compiling, recipes
 from densefeed.training.config import Config
 from safetensors.torch import save_file
 from torch.nn import functional as F
@@ -342,15 +342,15 @@ def run_of(folder, maps, out, **fields):
 
 def first_state(monkeypatch, config: Config):
     """The weights that a run's first step sees, and the run's result."""
-    seen, real = [], feed.step_loss
+    seen, real = [], compiling.step_loss
 
     def step_loss(run, model, *others, **named):
         seen.append({name: tensor.clone() for name, tensor in model.state_dict().items()})
         return real(run, model, *others, **named)
 
-    monkeypatch.setattr(feed, "step_loss", step_loss)
+    monkeypatch.setattr(compiling, "step_loss", step_loss)
     result = training.train(config)
-    monkeypatch.setattr(feed, "step_loss", real)
+    monkeypatch.setattr(compiling, "step_loss", real)
     return seen[0], result
 
 

@@ -5,9 +5,10 @@
     python tools/benchmark_loaders.py --advise --data train.beton --model lvvit_s   # what to tell train.py, see tools/advise.py
 
 Each round runs one epoch of every loader, from asking for the first batch to holding the last, in an order that rotates;
-a ratio is the median of the rounds' own ratios. With --threads n the process and its workers are confined to n cores.
-What each loader is: tools/loader_peers.py. Without --data the images are made once, below --cache, from photographs that
-ship with scikit-image and scikit-learn. Rows are appended to --results.
+a ratio is the median of the rounds' own ratios. Loaders are made anew --makings times, as two of a kind are not equally fast.
+With --threads n the process and its workers are confined to n cores. What each loader is: tools/loader_peers.py. Without
+--data the images are made once, below --cache, from photographs that ship with scikit-image and scikit-learn. Rows are
+appended to --results.
 """
 
 import os
@@ -78,7 +79,8 @@ class Benchmark:
     classes: int = 1000  # of its own set, and of its score maps, at most one an image
     loaders: str = ""  # names, separated by commas; default: all that can run here
     threads: tuple[int, ...] = ()  # one measurement each; default: 1 and 2, with --advise 1, 2, 4, ... and all cores
-    rounds: int = 9  # epochs of each loader, after one to warm up
+    rounds: int = 9  # epochs of each loader
+    makings: int = 3  # times each loader is made, for as many rounds each and one to warm up: see measure()
     batch: int = 64  # images
     size: int = 224  # side of the output, pixels
     stages: bool = False  # also our loader's stages apart, on one core
@@ -90,7 +92,9 @@ class Benchmark:
 
 def main(benchmark: Benchmark) -> dict:
     """Measure, print, record; the document that --json writes."""
-    benchmark = replace(benchmark, threads=benchmark.threads or (advise.thread_counts(CORES) if benchmark.advise else (1, 2)[:CORES]))
+    benchmark = replace(
+        benchmark, threads=benchmark.threads or (advise.thread_counts(CORES) if benchmark.advise else (1, 2)[:CORES])
+    )
     check(benchmark)
     if benchmark.advise:
         wanted = (benchmark.data, benchmark.labels, benchmark.model, benchmark.batch, benchmark.size, benchmark.threads)
@@ -145,7 +149,7 @@ def chosen(loaders: str) -> list[str]:
 
 def check(benchmark: Benchmark) -> None:
     """UserError for numbers that make no sense here."""
-    small = [name for name in ("rounds", "batch", "size", "images", "classes") if getattr(benchmark, name) < 1]
+    small = [name for name in ("rounds", "makings", "batch", "size", "images", "classes") if getattr(benchmark, name) < 1]
     if small:
         raise UserError(f"--{small[0]} must be at least 1")
     if min(benchmark.threads) < 1 or max(benchmark.threads) > CORES:
@@ -177,18 +181,19 @@ def readable(name: str, data: BenchmarkSet, asked: bool) -> bool:
 
 def measure(names: list[str], data: BenchmarkSet, benchmark: Benchmark) -> tuple[dict[tuple[str, int], list[float]], int]:
     """Images per second of every loader with every number of threads, a value a round; and the bytes of the GPU's memory that
-    are in use at the end, by all loaders together: DALI's pools are no single loader's, so name one for its own."""
+    are in use at the end, by all loaders together: DALI's pools are no single loader's, so name one for its own.
+
+    Loaders are made anew for each share of the rounds, in another order each time. Two that do the same differ by up to 6 % of
+    processor time for as long as they live (DALI's, twins made in one process), and no number of rounds averages that out.
+    """
     # A loader's thread counts stand beside each other: their ratio is the one that a drifting machine would blur most.
     keys = [(name, threads) for name in names for threads in dict.fromkeys(benchmark.threads)]
+    shares = [len(share) for share in np.array_split(np.arange(benchmark.rounds), min(benchmark.makings, benchmark.rounds))]
+    rates: dict[tuple[str, int], list[float]] = {key: [] for key in keys}
     with ExitStack() as stack:
         allowed = stack.enter_context(unpinned_after())
         stack.callback(torch.set_num_threads, torch.get_num_threads())
-        # All are made before the first is confined to a core: numba fixes its most threads when it is imported.
-        peers = {
-            key: stack.enter_context(closing(PEERS[key[0]].make(Work(data, key[1], benchmark.batch, benchmark.size))))
-            for key in keys
-        }
-        advance = stack.enter_context(steps_bar("benchmark", len(keys) * (benchmark.rounds + 1), 0))
+        advance = stack.enter_context(steps_bar("benchmark", len(keys) * (benchmark.rounds + len(shares)), 0))
 
         def before(key: tuple[str, int]) -> None:
             # Threads and processes are the peers' own; a torch that splits each resize again halves simplejpeg's rate on two
@@ -196,9 +201,20 @@ def measure(names: list[str], data: BenchmarkSet, benchmark: Benchmark) -> tuple
             torch.set_num_threads(1)
             pin(cores(key[1], allowed))
 
-        works = {key: lambda number, peer=peer: deliver(peer, number) for key, peer in peers.items()}
-        rates = take_turns(works, benchmark.rounds, before, lambda key: advance(1, f"{key[0]}, {key[1]} threads"))
-        free, total = torch.cuda.mem_get_info() if torch.cuda.is_available() else (0, 0)
+        for making, share in enumerate(shares):
+            with ExitStack() as alive:
+                # All are made before the first is confined to a core: numba fixes its most threads when it is imported.
+                pin(allowed)
+                first = making % len(keys)
+                peers = {
+                    key: alive.enter_context(closing(PEERS[key[0]].make(Work(data, key[1], benchmark.batch, benchmark.size))))
+                    for key in keys[first:] + keys[:first]
+                }
+                works = {key: lambda number, peer=peers[key]: deliver(peer, number) for key in keys}
+                some = take_turns(works, share, before, lambda key: advance(1, f"{key[0]}, {key[1]} threads"))
+                for key in keys:
+                    rates[key] += some[key]
+                free, total = torch.cuda.mem_get_info() if torch.cuda.is_available() else (0, 0)
         return rates, total - free
 
 

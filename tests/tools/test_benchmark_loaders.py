@@ -6,6 +6,7 @@ import math
 import os
 import subprocess
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -322,6 +323,33 @@ def test_rounds_take_turns_and_ratios_are_pair_by_pair():
     assert rates == {"a": [10 / 15, 10 / 4, 10 / 25], "b": [10 / 30, 10 / 8, 10 / 50]}
     assert pairwise(rates["a"], rates["b"]) == (2.0, 2.0, 2.0)
     assert Spread.of([4, 1, 3, 2, 5]) == (3, 2, 4)
+
+
+def test_loaders_are_made_anew_in_another_order(cache, data, monkeypatch):
+    """Five rounds in three makings: 2, 2 and 1, with a warm-up each; every loader is closed before the next making."""
+    made, alive = [], []
+
+    class Counting:
+        def __init__(self, name):
+            self.name, self.rounds = name, []
+            made.append(self)
+            alive.append(self)
+            assert len(alive) <= 2
+
+        def batches(self, epoch):
+            self.rounds.append(epoch)
+            yield SimpleNamespace(count=16)
+
+        def close(self):
+            alive.remove(self)
+
+    for name in ("ffcv", "folder"):
+        monkeypatch.setitem(PEERS, name, PEERS[name]._replace(make=lambda work, name=name: Counting(name)))
+    document = main(small(cache, loaders="ffcv,folder", rounds=5, makings=3))
+    assert [peer.name for peer in made] == ["ffcv", "folder", "folder", "ffcv", "ffcv", "folder"]
+    assert [len(peer.rounds) for peer in made] == [3, 3, 3, 3, 2, 2]
+    assert not alive
+    assert [line["runs"] for line in document["rows"]] == [5, 5]
 
 
 def test_pinned_threads_stay_on_their_cores():

@@ -269,6 +269,46 @@ def test_what_dali_alone_cannot_do_our_decoder_does_and_says_so(photos, monkeypa
 
 
 @marked
+def test_what_breaks_in_an_epoch_that_was_left_is_forgotten(photos, monkeypatch, capfd):
+    """A run of a batch that nobody waits for any more breaks, another behind it: they are decoded by nobody and count as no
+    failure, their samples are looked at again, and the next epoch is whole."""
+    feed, decode, calls, decoded = dali.feed, dali._Engine._decode, [], []
+    entered, left = threading.Event(), threading.Event()
+
+    def breaks(pipeline, jpegs, *others):
+        calls.append(len(jpegs))
+        if not left.is_set() and len(calls) == 3:  # the first batch is done, and the second inside DALI
+            entered.set()
+            left.wait(60)
+        if len(calls) == 2:
+            jpegs = [np.zeros(100, np.uint8), *jpegs[1:]]
+        feed(pipeline, jpegs, *others)
+
+    monkeypatch.setattr(dali, "feed", breaks)
+    monkeypatch.setattr(dali._Engine, "_decode", lambda self, work, rows: decoded.append(work) or decode(self, work, rows))
+    want = epoch(FfcvSource(photos / "x.beton"), ThreadedLoader, batch=3, views=3)
+    loader = opened(FfcvSource(photos / "x.beton"), batch=3, views=3)
+    for _ in range(dali.FAILURES + 1):
+        calls.clear()
+        entered.clear()
+        left.clear()
+        batches = loader.batches(0)
+        first = next(batches)
+        assert entered.wait(60)
+        batches.close()
+        left.set()
+        got = list(loader.batches(0))  # the same loader goes on, behind what was left
+        assert torch.equal(first.index, want[0].index)
+        assert [batch.index.tolist() for batch in got] == [batch.index.tolist() for batch in want]
+        for one, other in zip(got, want, strict=True):
+            assert (one.image.float() - other.image.float()).abs().mean((1, 2, 3)).max() <= OF_OURS
+    loader.close()
+    assert not decoded
+    assert loader._engine._failures == 0
+    assert "broke off" not in capfd.readouterr().err
+
+
+@marked
 def test_runs_are_no_longer_than_what_can_be_waited_for(photos):
     reader = opened(FfcvSource(photos / "x.beton"), threads=2)
     engine = reader._engine

@@ -182,6 +182,13 @@ class Parts(NamedTuple):
     crc: np.ndarray | None  # uint32 [N], zlib's CRC-32 over a sample's runs in their order; None: not checked
     packed: Packed | None = None
 
+    def of(self, row: int) -> "Parts":
+        """Those of one sample, to the same place."""
+        here = slice(row, row + 1)
+        packed = self.packed and self.packed._replace(palette=self.packed.palette[here])
+        crc = None if self.crc is None else self.crc[here]
+        return Parts(self.file[here], self.offset[here], [to[here] for to in self.to], crc, packed)
+
 
 class Job:
     """A batch of crops to decode, or to cut out for another decoder. It keeps alive all memory that the library reads and writes.

@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 import subprocess
 import sys
 import threading
@@ -18,6 +19,7 @@ from densefeed.pipelines.loader import ThreadedLoader
 from densefeed.pipelines.plan import EpochPlan
 from densefeed.relabel.files import UserError
 from densefeed.relabel.images import Images, crop_resize
+from densefeed.relabel.store import ScoreMapWriter, StoreHeader
 from densefeed.tools.pack_dataset import Packing, main
 from PIL import Image
 
@@ -48,6 +50,24 @@ def photos(photographs, tmp_path_factory):
         path.write_bytes(encoded(photograph, subsampling=("4:2:0", "4:2:2", "4:4:4")[number % 3]))
     main(Packing(data=root / "images", out=root / "x.beton"))
     return root
+
+
+@pytest.fixture
+def maps_of(random_maps, tmp_path):
+    """A maker of score maps of a folder's training split."""
+
+    def make(root):
+        images = Images(root, split="train")
+        header = StoreHeader(
+            side=6, top_k=2, num_classes=2, absent="tail", teacher="random", input_size=96, geometry="squash",
+            fingerprint=images.fingerprint(), class_names=tuple(images.class_names),
+        )  # fmt: skip
+        writer = ScoreMapWriter(tmp_path / "maps.h5", header, images.paths, images.labels)
+        writer.write(np.arange(len(images)), random_maps(len(images), 6, 2, 2))
+        writer.finish()
+        return tmp_path / "maps.h5"
+
+    return make
 
 
 def opened(source, kind=DaliLoader, threads=2, batch=4, views=4, size=96, mode="train", **options):
@@ -234,6 +254,27 @@ def test_a_pipeline_that_broke_is_made_anew_and_the_guilty_sample_named(photos, 
         reader.close()
     assert len(built) > 1 + 1 + 3  # one of each loader at least, and more
     assert f"skipped sample 1: {victim}" in capfd.readouterr().err
+
+
+@marked
+def test_damage_outside_the_crop_of_an_ordinary_jpeg_has_the_other_loaders_outcome(photos, maps_of, tmp_path):
+    """The check that stands before DALI looks at the whole file, and finds it; whether the crop is refused our own decoder says."""
+    root = tmp_path / "images"
+    shutil.copytree(photos / "images", root)
+    victim = sorted((root / "train" / "a").iterdir())[0]
+    content = bytearray(victim.read_bytes())
+    content[-(len(content) // 8) : -2] = bytes(len(content) // 8 - 2)  # its last rows, all but the end marker
+    source = FolderSource(root, "train", maps_of(root))  # the file is read when it is asked for
+    victim.write_bytes(content)
+    outcomes = []
+    for number in range(8):
+        loaders = [opened(source, kind, batch=6, views=1, size=48, on_bad_sample="skip") for kind in (ThreadedLoader, DaliLoader)]
+        (want,), (got,) = (list(loader.batches(number)) for loader in loaders)
+        assert got.weight.tolist() == want.weight.tolist()
+        for name in ("index", "view", "map_logit", "map_class", "map_lse", "window"):
+            assert torch.equal(getattr(got, name), getattr(want, name))
+        outcomes.append(loaders[1].skipped)
+    assert 0 < sum(outcomes) < 8
 
 
 @marked

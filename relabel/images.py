@@ -4,10 +4,12 @@ import hashlib
 import io
 import math
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
+from . import datasets
 from .files import UserError
 
 READ = ("", "hfds")  # timm's kinds of dataset that can be indexed and give encoded bytes
@@ -32,47 +34,57 @@ class Images:
 
     Args:
         root: the folder (an ImageFolder unless `dataset` says otherwise).
-        dataset: timm's dataset name, e.g. `hfds/...`; empty for a folder of class folders.
-        split: the split timm is asked for; for a folder that holds `train/` and `val/`, their names.
+        dataset: empty for a folder of class folders; a name of datasets.py; or timm's, `hfds/...`.
+        split: the split that is asked for; for a folder that holds `train/` and `val/`, their names.
 
     Raises UserError if there is no such folder, no image in it, or the set cannot be read in any order.
+
+    Attributes:
+        paths: of each image, relative to the folder it was found in. labels: int64 `[N]`. class_names: in label order.
     """
 
     def __init__(self, root: Path, dataset: str = "", split: str = "train") -> None:
+        self.root, kind = Path(root), dataset.partition("/")[0]
+        if kind in datasets.KINDS:
+            found = datasets.find(self.root, dataset, split)
+            self.paths, self.labels, self.class_names = found.paths, found.labels, found.class_names
+            self.where, self._open = found.where, found.open
+            return
         from timm.data import create_dataset  # takes 1.2 s, which a loader of .beton files need not wait for
 
-        kind = dataset.partition("/")[0]
         if kind not in READ:
-            raise UserError(f"--dataset {dataset}: images are read by index, from a folder (no --dataset) or from hfds/NAME")
+            raise UserError(
+                f"--dataset {dataset}: give none for a folder of class folders, or {', '.join(datasets.KINDS)} (see --help), or hfds/NAME"
+            )
         if not dataset:
-            check_split(Path(root), split)
+            check_split(self.root, split)
         try:
-            self.reader = create_dataset(dataset, root=str(root), split=split).reader
-            self.paths = self.reader.filenames()
+            reader = create_dataset(dataset, root=str(root), split=split).reader
+            self.paths = reader.filenames()
         except (RuntimeError, AssertionError) as error:
             raise UserError(f"{root}: no images found ({error}); it should hold one folder of images per class") from error
         except ImportError as error:
             raise UserError(f"--dataset {dataset} needs a package that is not here ({error}); pip install datasets") from error
-        self.root = Path(root)
         if not self.paths:
             raise UserError(f"{root} holds no images; it should hold one folder of images per class")
-        samples = getattr(self.reader, "samples", None)
-        labels = [sample[1] for sample in samples] if samples else [self.reader[i][1] for i in range(len(self.paths))]
+        samples = getattr(reader, "samples", None)
+        labels = [sample[1] for sample in samples] if samples else [reader[i][1] for i in range(len(self.paths))]
         self.labels = np.array(labels, np.int64)
-        names = getattr(self.reader, "class_to_idx", None) or {str(label): label for label in range(self.labels.max() + 1)}
+        names = getattr(reader, "class_to_idx", None) or {str(label): label for label in range(self.labels.max() + 1)}
         self.class_names = [name for name, _ in sorted(names.items(), key=lambda item: item[1])]
+        self.where = lambda index: str(reader.filename(index, absolute=True))  # as an error message should name it
+        self._open = lambda index: reader[index][0]
 
     def __len__(self) -> int:
         return len(self.paths)
 
-    def where(self, index: int) -> str:
-        """The path of image `index`, as an error message should name it."""
-        return str(self.reader.filename(index, absolute=True))
+    def open(self, index: int) -> BinaryIO:
+        """The file of image `index`, to be closed."""
+        return self._open(index)
 
     def read(self, index: int) -> bytes:
         """The encoded bytes of image `index`, as stored."""
-        file, _ = self.reader[index]
-        with file:
+        with self.open(index) as file:
             return file.read()
 
     def fingerprint(self) -> str:
@@ -80,8 +92,7 @@ class Images:
         digest = hashlib.sha256("\n".join(f"{p}\t{label}" for p, label in zip(self.paths, self.labels, strict=True)).encode())
         for index in np.linspace(0, len(self) - 1, min(len(self), SIZED_FILES)).astype(int):
             try:
-                file, _ = self.reader[int(index)]
-                with file:
+                with self.open(int(index)) as file:
                     digest.update(str(file.seek(0, io.SEEK_END)).encode())
             except OSError:  # whoever reads this image says what is wrong with it
                 digest.update(b"unreadable")

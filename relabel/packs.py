@@ -389,8 +389,7 @@ def window(images: Images, index: int, footprint: Geometry) -> tuple[float, floa
     """The Window of a map. A centre crop's depends on the image's size, of which only the file's header is read."""
     if footprint == "squash":
         return WHOLE
-    encoded, _ = images.reader[index]
-    with encoded:
+    with images.open(index) as encoded:
         try:
             with Image.open(encoded) as image:
                 width, height = image.size

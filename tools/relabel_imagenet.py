@@ -40,7 +40,7 @@ class Labelling:
     geometry: Geometry = "squash"  # how an image is fitted: whole and squashed, or its centre square (as published)
     absent: Absent = "tail"  # the classes not kept: true remainder spread evenly, or logit 0 (as published)
     form: Form = "raw"  # of the rows on disk: as they are, packed without loss, or compact, of which the error is printed
-    dataset: str = ""  # timm's dataset name, if not a folder of class folders
+    dataset: str = ""  # a name as tools/pack_dataset.py --help lists them, if not a folder of class folders
     split: str = "train"  # of the dataset
     batch: int = 32  # images per forward pass
     threads: int = os.cpu_count() or 1  # decoding threads

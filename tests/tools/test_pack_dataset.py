@@ -82,7 +82,7 @@ def test_quality_is_of_what_is_encoded_anew(folder, tmp_path):
 
 @pytest.mark.parametrize("options", [{"max_side": -1}, {"quality": 0}, {"quality": 101}, {"threads": 0}])
 def test_settings_that_mean_nothing_are_refused(folder, tmp_path, options):
-    with pytest.raises(UserError, match="--threads must be at least 1, --max-side no less than 0, and --quality from 1 to 100"):
+    with pytest.raises(UserError, match=r"--threads must be at least 1, --max-side and --pixels-to no less .* from 1 to 100"):
         main(Packing(data=folder, out=tmp_path / "x.beton", **options))
     assert not list(tmp_path.iterdir())
 

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from .files import UserError
 from .forms import Absent, ScoreMaps, cell_targets
-from .geometry import WHOLE, window_of
+from .geometry import window_of
 from .images import Images, decode
 from .prefetch import ordered_map
 from .progress import bar
@@ -313,7 +313,10 @@ def numbers(store: ScoreMapStore, seen: Survey) -> Check:
         evidence = f"{said} and no cell's add up to more than {seen.fullest:.3g}: these are probabilities, not logits"
         return Check(name, "fault", evidence, mend)
     if header.absent == "zero-logit" and seen.high <= 0 and seen.whole <= slack and header.num_classes > header.top_k:
-        evidence = f"{said} and their exponentials add up to at most {seen.whole:.3g} a cell: these are logs of probabilities, beside which a class not named, at logit 0, would be the likeliest"
+        evidence = (
+            f"{said} and their exponentials add up to at most {seen.whole:.3g} a cell: these are logs of probabilities, "
+            "beside which a class not named, at logit 0, would be the likeliest"
+        )
         return Check(name, "fault", evidence, "Import again from raw logits, or store with absent = tail.")
     # Of logits in [0, 1] the likeliest class has at most e times the probability of any other.
     flattest = math.e / (header.num_classes - 1 + math.e)
@@ -379,7 +382,7 @@ def duplicates(store: ScoreMapStore, images: Images | None, image_of: np.ndarray
         # ImageNet's training set holds some images twice; a store of which a hundredth is double has a fault of its own.
         verdict: Verdict = "fault" if share > 0.01 or len(pairs) == len(store) - 1 else "warning"
         return Check(
-            name, verdict, f"about {len(pairs) * scale:,.0f} maps stand there twice, such as {shown}; whether the images are the same was not checked{told}",
+            name, verdict, f"about {len(pairs) * scale:,.0f} maps stand there twice, such as {shown}; are the images the same?{told}",
             remedy if verdict == "fault" else "Give --data: only the images tell whether they are there twice.",
         )  # fmt: skip
     different = [
@@ -408,71 +411,37 @@ def against_images(store: ScoreMapStore, images: Images) -> tuple[np.ndarray, li
     paths = store.paths()
     place = {path: index for index, path in enumerate(images.paths)}
     image_of = np.array([place.get(path, -1) for path in paths], np.int64)
-    checks = []
     without = sorted(place.keys() - set(paths))
     gone = [path for path, at in zip(paths, image_of, strict=True) if at < 0]
-    if without or gone:
-        parts = []
-        if without:
-            parts.append(f"{len(without):,} of {len(images):,} images have no row ({', '.join(without[:NAMED])})")
-        if gone:
-            parts.append(f"{len(gone):,} of {len(store):,} rows have no image ({', '.join(gone[:NAMED])})")
-        checks.append(
-            Check("images", "fault", "; ".join(parts), "Name the folder the maps were made for, or label the images again.")
-        )
-    elif (image_of != np.arange(len(store))).any():
-        first = int((image_of != np.arange(len(store))).argmax())
-        checks.append(
-            Check(
-                "images",
-                "fault",
-                f"all are there, but in another order, from row {first} ({paths[first]}) on",
-                "Label or import again: rows are read by their number.",
-            )  # fmt: skip
-        )
-    elif images.fingerprint() != store.header.fingerprint:
-        checks.append(
-            Check(
-                "images",
-                "fault",
-                f"all {len(images):,} names agree, but the fingerprint does not: files or labels have changed",
-                "Bring the old files back, or label the images again.",
-            )  # fmt: skip
-        )
-    else:
-        checks.append(Check("images", "sound", f"a row for each of {len(images):,} images, in their order, files unchanged"))
-    there = image_of >= 0
-    different = np.flatnonzero(there)[images.labels[image_of[there]] != store.labels[there]]
-    names = list(store.header.class_names)
+    moved = np.flatnonzero(image_of != np.arange(len(store)))
+    remedy = "Name the folder the maps were made for, or label the images again."
+    parts = [f"{len(without):,} of {len(images):,} images have no row ({', '.join(without[:NAMED])})"] if without else []
+    parts += [f"{len(gone):,} of {len(store):,} rows have no image ({', '.join(gone[:NAMED])})"] if gone else []
+    if not parts and len(moved):
+        parts = [f"all are there, but in another order, from row {moved[0]} ({paths[moved[0]]}) on"]
+    if not parts and images.fingerprint() != store.header.fingerprint:
+        parts = [f"all {len(images):,} names agree, but the fingerprint does not: files or labels have changed"]
+    files = Check("images", "sound", f"a row for each of {len(images):,} images, in their order, files unchanged")
+    if parts:
+        files = Check("images", "fault", "; ".join(parts), remedy)
+
+    names, there = list(store.header.class_names), np.flatnonzero(image_of >= 0)
+    others = there[images.labels[image_of[there]] != store.labels[there]]
+    classes = Check("class names", "sound", f"{len(names):,} names and all labels are the folder's")
     if names != images.class_names:
-        mismatch = sum(a != b for a, b in zip(names, images.class_names, strict=False)) + abs(
-            len(names) - len(images.class_names)
+        shared = sum(a == b for a, b in zip(names, images.class_names, strict=False))
+        told = (
+            f"{shared:,} of {len(names):,} class names are, at their places, those of the folder's {len(images.class_names):,}"
         )
-        checks.append(
-            Check(
-                "class names",
-                "fault",
-                f"{mismatch:,} of {len(images.class_names):,} class names are not those of the folder",
-                "Name the folder the maps were made for, or label the images again.",
-            )  # fmt: skip
-        )
-    elif len(different):
-        row = int(different[0])
-        checks.append(
-            Check(
-                "class names",
-                "fault",
-                f"{len(different):,} rows have another label than their image, the first {paths[row]}",
-                "Label or import the images again.",
-            )  # fmt: skip
-        )
-    else:
-        checks.append(Check("class names", "sound", f"{len(names):,} names and all labels are the folder's"))
-    return image_of, checks
+        classes = Check("class names", "fault", told, remedy)
+    elif len(others):
+        told = f"{len(others):,} rows have another label than their image, the first is {paths[others[0]]}"
+        classes = Check("class names", "fault", told, remedy)
+    return image_of, [files, classes]
 
 
 def neighbours(labels: np.ndarray, usable: np.ndarray, count: int) -> np.ndarray:
-    """About `count` of the rows `usable`, evenly spaced, in pairs of neighbours: [0] and [1], [2] and [3], ... have one label if possible."""
+    """About `count` of the rows `usable`, evenly spaced, in pairs of neighbours ([0] and [1], [2] and [3]), of one label if possible."""
     if len(usable) < 2 or count < 2:
         return np.empty(0, np.int64)
     pairs = max(1, min(count // 2, len(usable) // 2))
@@ -594,7 +563,10 @@ def labels_known(store: ScoreMapStore, seen: Survey, looks: "Looks | None", rena
     most = max(int(label.max()), int(top.max())) + 1
     chance = float((np.bincount(label, minlength=most) / len(label) * (np.bincount(top, minlength=most) / len(top))).sum())
     error = math.sqrt(max(chance * (1 - chance), 1 / len(label)) / len(label))
-    told = f"the likeliest class of {100 * agreement:.1f} % of {len(label):,} maps is the image's label; by chance it would be of {100 * chance:.1f} %"
+    told = (
+        f"the likeliest class of {100 * agreement:.1f} % of {len(label):,} maps is the image's label; by chance it would be of "
+        f"{100 * chance:.1f} %"
+    )
     if agreement > chance + SURE_T * error:
         return Check(name, "sound", told)
     if chance + SURE_T * error > 0.8:
@@ -678,6 +650,11 @@ def look(
             looks.elongated[at] = np.array(ratios) >= ELONGATED
             maps = read(rows[at])
             scored = [scores(reference, pixels, g) for g, reference in enumerate(references.values())]
+            scored_classes = next(iter(scored[0].values())).shape[-1]
+            if scored_classes != kept.num_classes:
+                raise UserError(
+                    f"the reference scores {scored_classes:,} classes, the maps have {kept.num_classes:,}; choose one of the same classes"
+                )
             looks.labels[at] = images.labels[image_of[rows[at]]]
             looks.reference_top[at] = [scored[0][n].mean((0, 1)).argmax() for n in range(len(at))]
             palettes, stored = zip(*(roots(maps, n, kept.num_classes, kept.absent) for n in range(len(at))), strict=True)
@@ -841,6 +818,34 @@ def coverage(looks: Looks, declared: str) -> Check:
         name, "fault", f"{told}, but they are taken to cover {what(declared)}",
         f"Import the pack again with --footprint {looks.footprints[best]}, or label the images again.",
     )  # fmt: skip
+
+
+def find_layout(looks: Looks, where: object, footprint: str | None = None) -> tuple[str, str]:
+    """Which of a pack's axes comes first, and what its maps cover, as `Axes` and `Geometry` name it; UserError if that is not sure.
+
+    `looks` are of maps read as row-column; `footprint` is given back if it is known. Where no image's sides differ, `squash` is
+    right and so is `centre-crop`.
+    """
+    g, o = looks.best()
+    choice = choose(looks.own[:, g])
+    if choice.count < FEWEST or not looks.located() or not choice.sure_against(choice.runner_up(), ALARM_T):
+        raise UserError(
+            f"{where}: the reference does not tell how these maps lie ({ORIENTATIONS[choice.best]} {choice.mean[choice.best]:.3f}, "
+            f"{ORIENTATIONS[choice.runner_up()]} {choice.mean[choice.runner_up()]:.3f}, t = {choice.over.min():.1f}, {choice.count} "
+            "images); give more images or a better reference, or declare --axes and --footprint"
+        )
+    if o not in (0, 4):
+        raise UserError(f"{where}: these maps are {ORIENTATIONS[o]}, which no --axes mends; turn them before the import")
+    axes = "column-row" if o else "row-column"
+    if footprint or not looks.elongated.any():
+        return axes, footprint or "squash"
+    cover = choose(looks.own[looks.elongated][:, :, o])
+    if cover.count < FEWEST or not cover.sure_against(cover.runner_up(), ALARM_T):
+        raise UserError(
+            f"{where}: the reference does not tell what these maps cover ({cover.count} images whose sides differ, "
+            f"t = {cover.over.min():.1f}); give more images or a better reference, or declare --footprint"
+        )
+    return axes, looks.footprints[cover.best]
 
 
 def what(footprint: str) -> str:

@@ -9,10 +9,11 @@ from pathlib import Path
 import jinja2
 import numpy as np
 import torch
-from densefeed.relabel.audit import ORIENTATIONS, Audit, References, audit
+from densefeed.relabel.audit import Audit, audit
 from densefeed.relabel.files import UserError, replacing
 from densefeed.relabel.forms import cell_targets
 from densefeed.relabel.images import Images, decode
+from densefeed.relabel.looks import ORIENTATIONS, References
 from densefeed.relabel.teacher import Teacher, choose_device
 from densefeed.tools.relabel_imagenet import Labelling, load_teacher
 from PIL import Image
@@ -99,7 +100,7 @@ def audit_store(
 
 def page(result: Audit) -> str:
     """The HTML, self-contained."""
-    figures = result.figures
+    figures = {"header": None, "looks": None, "classes": []} | result.figures  # of an unfinished store nothing more is known
     classes = sorted(figures.get("classes", []), key=lambda c: (c["agree"], -c["images"]))
     few = len(classes) <= FEW_CLASSES
     parts = [("", classes)] if few else [("lowest", classes[:20]), ("highest", classes[-5:])]

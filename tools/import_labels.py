@@ -21,11 +21,12 @@ from typing import Literal
 
 import numpy as np
 import tyro
-from densefeed.relabel.audit import References, audit, find_layout, look, neighbours
+from densefeed.relabel.audit import audit, neighbours
 from densefeed.relabel.files import UserError, run
 from densefeed.relabel.forms import ScoreMaps
 from densefeed.relabel.geometry import Geometry
 from densefeed.relabel.images import Images
+from densefeed.relabel.looks import References, find_layout, look
 from densefeed.relabel.packs import FIRST_DOT, PUBLISHED, WHOLE_STEM, Axes, Matching, Pack, import_pack, match, probe, read_part
 from densefeed.relabel.tensor_files import TensorFiles
 from densefeed.tools.audit_page import conclude, references, tell

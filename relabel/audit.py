@@ -252,11 +252,11 @@ def values(store: ScoreMapStore, seen: Survey) -> Check:
     kinds = Counter(what for said in seen.faults.values() for what in said)
     first = {what: next(row for row, said in seen.faults.items() if what in said) for what in kinds}
     told = "; ".join(
-        f"{n:,} {'hold ' if 'checksum' not in what else ''}{what} (the first: row {first[what]}, {store.path_of(first[what])})"
+        f"{n:,} {'row' if n == 1 else 'rows'}: {what} (the first: row {first[what]}, {store.path_of(first[what])})"
         for what, n in kinds.most_common()
     )
     return Check(
-        "values", "fault", f"of {len(seen.ids):,} rows read {len(seen.faults):,} are bad: {told}",
+        "values", "fault", f"bad are {len(seen.faults):,} of {len(seen.ids):,} rows read; {told}",
         "Copy the file again; if that does not help, label or import these images again.",
     )  # fmt: skip
 

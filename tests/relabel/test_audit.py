@@ -365,7 +365,7 @@ def test_bad_values_are_named_by_row(clean, tmp_path):
         "does not match its checksum (the first: row 9",
     ):
         assert said in fault.evidence
-    assert fault.evidence.startswith(f"of {clean.count:,} rows read 3 are bad")
+    assert fault.evidence.startswith(f"bad are 3 of {clean.count:,} rows read; 1 row: ")
 
 
 def test_duplicates_are_named_unless_the_images_are_the_same(clean, tmp_path):

@@ -50,8 +50,10 @@ bench: $(READY)  ## loaders, targets, augmentation and whole steps beside all ot
 
 MINUTES ?= 10
 KILLS ?= 20
-soak: $(READY)  ## the native decoder on mutated files for MINUTES of processor time, and a run that is killed KILLS times
+ORIENTATIONS ?= 100
+soak: $(READY)  ## the native decoder on mutated files for MINUTES of processor time, a run killed KILLS times, ORIENTATIONS planted for the audit
 	SOAK_MINUTES=$(MINUTES) nice -n 19 $(RUN) -m pytest -s tests/pipelines/native/test_fuzz.py
 	SOAK_KILLS=$(KILLS) $(RUN) -m pytest -s tests/test_resume.py -k killed_at_random_times
+	SOAK_ORIENTATIONS=$(ORIENTATIONS) $(RUN) -m pytest -s tests/relabel/test_audit.py -k planted_orientations
 
 .PHONY: quickstart test check fix gpu-check bench soak

@@ -89,6 +89,7 @@ def test_only_one_name_reaches_site_packages(tmp_path):
     assert {name.split("/")[0] for name in names if ".dist-info" not in name} == {"densefeed"}
     native = "densefeed/pipelines/native/libdensefeed.so"
     documents = {"densefeed/relabel/FORMAT.md", "densefeed/training/ABLATIONS.md", "densefeed/tools/show.html"}
+    documents |= {"densefeed/tools/audit.html", "densefeed/tools/style.html"}
     assert {"densefeed/train.py", native} | documents <= set(names)
     assert not any("tests" in name or name.endswith(("setup.py", "/densefeed.py")) for name in names)
 

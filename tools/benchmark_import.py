@@ -115,6 +115,7 @@ def measure(benchmark: Benchmark, folder: Path) -> dict[str, list[float]]:
     out, paths = folder / "maps.h5", sorted((folder / "labels").rglob("*.pt"))
     wanted = import_labels.Import(
         labels=folder / "labels", data=folder / "images", out=out, footprint=benchmark.footprint, threads=benchmark.threads,
+        audit=False,
     )  # fmt: skip
 
     def by_ours(_: int) -> int:

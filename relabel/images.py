@@ -87,6 +87,17 @@ class Images:
         with self.open(index) as file:
             return file.read()
 
+    def size(self, index: int) -> tuple[int, int]:
+        """Height and width of image `index`, of which only the file's header is read; OSError that names the file if it cannot be."""
+        with self.open(index) as file:
+            try:
+                with Image.open(file) as image:
+                    return image.height, image.width
+            except MemoryError:
+                raise
+            except Exception as error:  # Pillow promises nothing
+                raise OSError(None, f"its size cannot be read ({error})", self.where(index)) from error
+
     def fingerprint(self) -> str:
         """SHA-256 over all paths and labels in order, and the byte sizes of up to 1,024 evenly spaced files."""
         digest = hashlib.sha256("\n".join(f"{p}\t{label}" for p, label in zip(self.paths, self.labels, strict=True)).encode())

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Literal, NamedTuple, TextIO
 
 import numpy as np
-from PIL import Image
 
 from .files import UserError, replacing
 from .geometry import WHOLE, Geometry, window_of
@@ -386,18 +385,8 @@ def read_part(images: Images, pack: Pack, ids: np.ndarray, files: TensorFiles) -
 
 
 def window(images: Images, index: int, footprint: Geometry) -> tuple[float, float, float, float]:
-    """The Window of a map. A centre crop's depends on the image's size, of which only the file's header is read."""
-    if footprint == "squash":
-        return WHOLE
-    with images.open(index) as encoded:
-        try:
-            with Image.open(encoded) as image:
-                width, height = image.size
-        except MemoryError:
-            raise
-        except Exception as error:  # Pillow promises nothing
-            raise OSError(None, f"its size cannot be read ({error})", images.where(index)) from error
-    return window_of(footprint, height, width)
+    """The Window of a map. A centre crop's depends on the image's size."""
+    return WHOLE if footprint == "squash" else window_of(footprint, *images.size(index))
 
 
 def label_rows(label_N: np.ndarray, num_classes: int, side: int, top_k: int) -> ScoreMaps:

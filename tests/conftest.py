@@ -1,6 +1,7 @@
 """Small real datasets that several rooms' tests share."""
 
 import os
+import signal
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from .preloaded import Preloaded
 if "PYTEST_XDIST_WORKER" in os.environ:  # a worker has one core, and so have the commands it starts
     os.environ["OMP_NUM_THREADS"] = "1"
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 2)))
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's `&` has processes ignore, and tests send it
 
 
 class NoHostRead(TorchDispatchMode):

@@ -45,7 +45,8 @@ def test_a_program_sees_what_it_sees_in_an_interpreter_of_its_own(command, tmp_p
     command("-c", "pass")
     monkeypatch.setenv("SAID_LATE", "yes")  # the server runs already
     monkeypatch.delenv("HOME", raising=False)
-    how = {"cwd": tmp_path, "environment": {"TMPDIR": str(tmp_path / "elsewhere")}, "limit": 12_345}
+    environment = {"TMPDIR": str(tmp_path / "elsewhere"), "PYTHONPATH": f"{tmp_path / 'real'}:/nowhere"}
+    how = {"cwd": tmp_path, "environment": environment, "limit": 12_345}
     forked, fresh = (command(*words, "--word", "two words", fresh=fresh, **how) for fresh in (False, True))
     assert (forked.args, forked.returncode, forked.stderr) == (fresh.args, 0, "heard\n")
     said = [done.stdout.splitlines() for done in (forked, fresh)]
@@ -70,6 +71,8 @@ ENDS = {
     "an error": "print('before'); 1 / 0",
     "an error at exit": "import atexit; atexit.register(lambda: 1 / 0)",
     "no program": "1 +",
+    "-1": "import sys; sys.exit(-1)",
+    "a closed stream": "import os; print('x'); os.close(1)",
     "a full disk": "open('x', 'wb', 0).write(bytes(100)); open('x', 'ab', 0).write(b'x')",
 }
 
@@ -109,6 +112,11 @@ def test_threads_and_processes_work_and_draws_are_its_own(command, tmp_path):
     assert len({threads for threads, *_ in first}) == 1
     assert len({draw for _, *draws in first for draw in draws}) == 6
     assert [done.stdout.splitlines()[1:] for done in forked] == 2 * [fresh.stdout.splitlines()[1:]]
+
+
+def test_a_teardown_frees_what_is_left(command):
+    left = "import os; left = type('Left', (), {'__del__': lambda left, write=os.write: write(1, b'freed')})()"
+    assert [command("-c", left, **how).stdout for how in ({}, {"teardown": True}, {"fresh": True})] == ["", "freed", "freed"]
 
 
 def test_nothing_is_left_behind(command):
@@ -173,6 +181,27 @@ def test_who_is_dropped_is_killed_and_a_dead_server_is_noticed():
         kept.wait()
     os.kill(kept.pid, signal.SIGKILL)
     kept.close()
-    with pytest.raises(BrokenPipeError):
+    with pytest.raises(ConnectionRefusedError):
         preloaded("-c", "pass")
     preloaded.close()
+
+
+STARTS = """
+import os, subprocess, sys
+def run(code, **how): return subprocess.run([sys.executable, "-c", code, "two words"], text=True, **how)
+preloaded = "import sys; print('torch' in sys.modules, sys.flags.optimize)"
+code = "import os, sys; print(sys.argv, os.getcwd(), os.environ['A']); sys.stderr.write('e'); sys.exit(5)"
+done = run(code, capture_output=True, cwd="/", env=os.environ | {"A": "b"})
+print(done.stdout.strip(), done.stderr, done.returncode)
+print(run("import os, signal; os.kill(os.getpid(), signal.SIGKILL)").returncode, flush=True)
+run(preloaded)
+run(preloaded, env=os.environ | {"PYTHONOPTIMIZE": "1"})
+run(f"import subprocess, sys; subprocess.run([sys.executable, '-c', {preloaded!r}])")
+"""
+
+
+def test_what_a_command_starts_may_be_forked_too(command):
+    done = command("-c", STARTS, descendants=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines() == ["['-c', 'two words'] / b e 5", "-9", "True 0", "False 1", "True 0"]
+    assert command("-c", STARTS).stdout == done.stdout.replace("True 0", "False 0")

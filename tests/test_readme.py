@@ -25,7 +25,8 @@ def newcomer(tmp_path_factory, command):
     for path in ROOT.iterdir():
         if path.name not in (".git", "quickstart", "runs", ".venv"):
             (home / path.name).symlink_to(path)
-    done = command("tools/quickstart.py", "--out", home / "quickstart", *SMALL["tools/quickstart.py"], cwd=home)
+    words = "tools/quickstart.py", "--out", home / "quickstart", *SMALL["tools/quickstart.py"]
+    done = command(*words, cwd=home, descendants=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return home, done.stdout
 
@@ -65,9 +66,10 @@ def test_every_command_of_the_readme_runs(newcomer, command):
         words = shlex.split(line)
         if words[0] == "torchrun":
             words = ["python", "-m", "torch.distributed.run", *words[1:], *SMALL["train.py"]]
+        fresh = words[1:3] == ["-m", "torch.distributed.run"]  # of a launcher, which says itself how its ranks begin
         assert words[0] == "python", line
         extra = SMALL.get(words[1], []) if "--help" not in words else []
-        done = command(*words[1:], *extra, cwd=home)
+        done = command(*words[1:], *extra, cwd=home, fresh=fresh, teardown=True)
         assert done.returncode == 0, f"{line}\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
 
 

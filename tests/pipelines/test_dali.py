@@ -322,7 +322,7 @@ print(os.waitstatus_to_exitcode(status), next(batches).image.shape)
 @marked
 def test_a_forked_child_ends_as_it_should(photos, command):
     """DALI's own end would wait for its threads, which no child has, or crash."""
-    done = command("-c", FORK, photos / "x.beton", timeout=60)
+    done = command("-c", FORK, photos / "x.beton", timeout=60, teardown=True)
     assert (done.returncode, done.stdout.split()[:1]) == (0, ["7"]), done.stderr
 
 

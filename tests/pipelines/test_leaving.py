@@ -300,7 +300,8 @@ def slow(tmp_path_factory):
 def child_of(command, tmp_path):
     """A maker of processes with these words; `tmp_path` is where they run, and their folder for temporary files."""
     code = f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{CHILD}"
-    return lambda *words: command.start("-c", code, *words, cwd=tmp_path, environment={"TMPDIR": str(tmp_path)})
+    how = {"cwd": tmp_path, "environment": {"TMPDIR": str(tmp_path)}, "teardown": True}
+    return lambda *words: command.start("-c", code, *words, **how)
 
 
 @pytest.mark.parametrize("kind", ["folder", "ffcv", DALI])

@@ -60,7 +60,7 @@ def before():
 def nothing_stays(before):
     """After each test, threads and open files are those of the start; executors take a moment to end theirs."""
     yield
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while not ((after := held())[0] <= before[0] and after[1] <= before[1]) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert after[0] <= before[0]  # numpy's own end when a test forks

@@ -93,6 +93,7 @@ if __name__ == "__main__":
     from torch.utils.data import DataLoader
     print(torch.get_num_threads(), random.random(), np.random.rand())
     x = torch.randn(400, 400, requires_grad=True)
+    assert not torch.cuda._is_in_bad_fork()  # as where the server has asked for CUDA's devices
     torch.set_num_threads(3)
     (x @ x).relu().sum().backward()
     assert torch.isfinite(x.grad).all() and len(os.listdir("/proc/self/task")) > 1

@@ -41,7 +41,8 @@ THEN = (
 )  # fmt: skip
 # Read when Python, the C library, OpenMP, PyTorch or Triton begins: too late for a process that is forked.
 READ_AT_START = ("PYTHON", "OMP_", "OPENBLAS_", "MKL_", "TORCH", "PYTORCH", "TRITON", "CUDA", "LD_", "MALLOC_", "LANG", "LC_")
-READ_LATER = ("PYTHONPATH", "TORCHELASTIC_", "TORCH_NCCL_")  # the first by this file
+# The first by this file; the caches' PyTorch sets itself where it compiles, which tests do.
+READ_LATER = ("PYTHONPATH", "TORCHELASTIC_", "TORCH_NCCL_", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 
 # ------------------------------------------------------------------------- the tests' side
 

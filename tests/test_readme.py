@@ -80,7 +80,7 @@ def test_the_example_with_ffcv_runs_as_it_stands(newcomer, command):
     (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
     assert len(example.splitlines()) <= 10
     told = "import json; print(json.dumps([len(loader), image.shape, float(image.float().std()), tokens.weight.tolist()]))"
-    done = command("-c", example + told, cwd=home, timeout=120)
+    done = command("-c", example + told, cwd=home, timeout=600)
     assert done.returncode == 0, done.stderr[-2000:]
     batches, shape, spread, weight = json.loads(done.stdout)
     assert (batches, shape) == (3, [20, 112, 112, 3])  # of the fixture's 60 scenes

@@ -743,7 +743,7 @@ def ffcv(command):
     pytest.importorskip("ffcv", reason="ffcv could not be built here")
 
     def run(code, *words):
-        done = command("-c", code, *words, timeout=120)
+        done = command("-c", code, *words, timeout=600)
         assert done.returncode == 0, done.stderr[-2000:]
 
     return run

@@ -117,7 +117,7 @@ def ran(tmp_path_factory, random_maps, command):
     data[at + size // 2 : at + size] = bytes(size - size // 2)
     data[int(beton.array_offsets("map", np.array([7]))[1][0]) + 3] ^= 1
     (root / "damaged.beton").write_bytes(data)
-    done = command("-c", FFCV, root, timeout=240)
+    done = command("-c", FFCV, root, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
     return root, json.loads(done.stdout.splitlines()[-1])
 

@@ -48,7 +48,9 @@ READ_LATER = ("PYTHONPATH", "TORCHELASTIC_", "TORCH_NCCL_", "TORCHINDUCTOR_CACHE
 
 
 def read_at_start(environment: dict[str, str]) -> dict[str, str]:
-    return {name: value for name, value in environment.items() if name.startswith(READ_AT_START) and not name.startswith(READ_LATER)}
+    return {
+        name: value for name, value in environment.items() if name.startswith(READ_AT_START) and not name.startswith(READ_LATER)
+    }
 
 
 def needs_interpreter(words: list[str], environment: dict[str, str], servers: dict[str, str]) -> bool:

@@ -1,9 +1,8 @@
 """Small real datasets that several rooms' tests share."""
 
 import os
-import subprocess
-import sys
-from contextlib import ExitStack, contextmanager
+import signal
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
@@ -14,10 +13,12 @@ import torch
 from PIL import Image
 from torch.utils._python_dispatch import TorchDispatchMode
 
-ROOT = Path(__file__).parent.parent
+from .preloaded import Preloaded
+
 if "PYTEST_XDIST_WORKER" in os.environ:  # a worker has one core, and so have the commands it starts
     os.environ["OMP_NUM_THREADS"] = "1"
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 2)))
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's `&` has processes ignore, and tests send it
 
 
 class NoHostRead(TorchDispatchMode):
@@ -66,12 +67,9 @@ def no_host_read():
 
 @pytest.fixture(scope="session")
 def command():
-    """Runs `python WORDS` in the checkout as a user would; output captured."""
-
-    def run(*words: object, cwd: Path = ROOT) -> subprocess.CompletedProcess:
-        return subprocess.run([sys.executable, *map(str, words)], cwd=cwd, capture_output=True, text=True)
-
-    return run
+    """`command(*WORDS)` runs `python WORDS` in the checkout as a user would, output captured; preloaded.py says how."""
+    with closing(Preloaded()) as preloaded:
+        yield preloaded
 
 
 def photograph(rng: np.random.Generator, height: int, width: int) -> Image.Image:

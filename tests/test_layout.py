@@ -95,6 +95,7 @@ def test_only_one_name_reaches_site_packages(tmp_path):
 
 
 def test_a_checkout_works_without_installing(tmp_path):
+    """Nothing but the interpreter may put the checkout on the path, here and in the next test."""
     code = "import densefeed.train, densefeed.tools.show; print(densefeed.train.__file__)"
     done = subprocess.run(
         [sys.executable, "-S", "-c", f"import sys; sys.path[:] = {[str(ROOT), *sys.path]!r}; {code}"],

@@ -3,7 +3,6 @@
 import io
 import json
 import shutil
-import subprocess
 import sys
 import threading
 import time
@@ -402,9 +401,9 @@ print(os.waitstatus_to_exitcode(status), next(batches).image.shape)
 
 
 @marked
-def test_a_forked_child_ends_as_it_should(photos):
+def test_a_forked_child_ends_as_it_should(photos, command):
     """DALI's own end would wait for its threads, which no child has, or crash."""
-    done = subprocess.run([sys.executable, "-c", FORK, photos / "x.beton"], capture_output=True, text=True, timeout=60)
+    done = command("-c", FORK, photos / "x.beton", timeout=60, teardown=True)
     assert (done.returncode, done.stdout.split()[:1]) == (0, ["7"]), done.stderr
 
 
@@ -478,9 +477,9 @@ def test_without_dali_the_loader_is_refused_in_a_sentence(photos, monkeypatch):
     dali.check_installed.cache_clear()
 
 
-def test_dali_is_imported_only_when_asked_for():
+def test_dali_is_imported_only_when_asked_for(command):
     code = "import sys, densefeed.train, densefeed.pipelines.dali; sys.exit(any('nvidia.dali' in name for name in sys.modules))"
-    assert subprocess.run([sys.executable, "-c", code], cwd=dali.native.LIBRARY.parents[2]).returncode == 0
+    assert command("-c", code).returncode == 0
 
 
 @marked

@@ -1,8 +1,5 @@
 """The pass: stored rows against a direct computation, resume after kill -9, accuracy from the store."""
 
-import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -121,33 +118,32 @@ def test_impossible_wishes_are_refused_before_any_work(folder, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_run_killed_with_9_continues_and_ends_equal(folder, tmp_path):
+def test_a_run_killed_with_9_continues_and_ends_equal(folder, tmp_path, command):
     """SIGKILL once rows are on disk; the same command again gives the bytes of an uninterrupted run."""
     torch.manual_seed(0)
     save_file(timm.create_model("test_resnet", num_classes=2).state_dict(), tmp_path / "teacher.safetensors")
 
     def words(out):
         return [
-            sys.executable, "tools/relabel_imagenet.py", "--data", folder, "--teacher", tmp_path / "teacher.safetensors", "--model",
+            "tools/relabel_imagenet.py", "--data", folder, "--teacher", tmp_path / "teacher.safetensors", "--model",
             "test_resnet", "--input-size", "512", "--top-k", "2", "--batch", "1", "--threads", "1", "--device", "cpu", "--out", out,
         ]  # fmt: skip
 
     killed, whole = tmp_path / "killed.h5", tmp_path / "whole.h5"
-    process = subprocess.Popen(words(killed), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 120
-    while process.poll() is None and time.monotonic() < deadline:
-        part = Path(f"{killed}.part")
-        if part.exists() and done_rows(part) >= 2:
-            break
-        time.sleep(0.002)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    with command.start(*words(killed)) as process:
+        deadline = time.monotonic() + 120
+        while process.poll() is None and time.monotonic() < deadline:
+            part = Path(f"{killed}.part")
+            if part.exists() and done_rows(part) >= 2:
+                break
+            time.sleep(0.002)
+        process.kill()
     if not killed.exists():  # it may have finished before the signal came
         assert done_rows(Path(f"{killed}.part")) >= 2
-        again = subprocess.run(words(killed), cwd=ROOT, capture_output=True, text=True)
+        again = command(*words(killed))
         assert again.returncode == 0, again.stderr
         assert "labelled already" in again.stdout
-    subprocess.run(words(whole), cwd=ROOT, capture_output=True, check=True)
+    assert command(*words(whole)).returncode == 0
     assert killed.read_bytes() == whole.read_bytes()
     assert not Path(f"{killed}.part").exists()
     assert len(ScoreMapStore(killed)) == 11

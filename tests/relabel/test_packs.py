@@ -2,8 +2,6 @@
 
 import io
 import math
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -264,7 +262,7 @@ def test_what_is_no_pack_is_refused_in_a_sentence(pack, break_it, said):
         declared(images, labels)
 
 
-def test_a_killed_import_goes_on_with_what_it_has_and_only_under_the_same_declarations(pack, tmp_path, monkeypatch):
+def test_a_killed_import_goes_on_with_what_it_has_and_only_under_the_same_declarations(pack, tmp_path, monkeypatch, command):
     images, labels, _ = pack
     wanted, out = declared(images, labels), tmp_path / "maps.h5"
     code = f"""
@@ -283,7 +281,7 @@ pack = packs.Pack(matching=packs.match(images, Path({str(labels)!r})), side={SID
                   axes="row-column", teacher="t", input_size=64)
 packs.import_pack(images, pack, Path({str(out)!r}), 2)
 """
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 9
+    assert command("-c", code).returncode == 9
     assert not out.exists()
     for other in (dict(axes="column-row"), dict(footprint="centre-crop"), dict(teacher="u")):
         with pytest.raises(UserError, match="was begun with another"):

@@ -57,7 +57,7 @@ def test_rows_are_trained_kept_and_tabulated(command, tmp_path):
     """One seed is trained; the second is that folder again with other results, of which nothing is done anew."""
     rows = ("mlp-ratio-3", "relabel-cutmix")
     words = ("tools/ablations.py", "--out", tmp_path, "--train", 60, "--val", 20, "--epochs", 1, "--rows", *rows, "--seeds")
-    done = command(*words, 1)
+    done = command(*words, 1, descendants=True)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     results = {name: tmp_path / "seed-1" / "runs" / name for name in rows}
     config = json.loads((results["relabel-cutmix"] / "config.json").read_text())

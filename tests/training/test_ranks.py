@@ -2,9 +2,6 @@
 
 import hashlib
 import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,20 +20,30 @@ ROOT = HERE.parents[1]
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def run(spied: Path, config, steps: int | None = None) -> None:
+@pytest.fixture
+def begun(command):
+    """What `torchrun --nproc-per-node 2 WORDS` says, a thread a rank; README's torchrun has interpreters of its own."""
+
+    def begun(*words: object) -> str:
+        torchrun = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2
+        environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        done = command(*torchrun, *words, environment=environment, descendants=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    return begun
+
+
+@pytest.fixture
+def run(begun):
     """Train on two ranks."""
-    file = spied.with_suffix(".json")
-    file.write_text(json.dumps(plain(config)))
-    begun(HERE / "spied_run.py", spied, file, *([] if steps is None else [str(steps)]))
 
+    def run(spied: Path, config, steps: int | None = None) -> None:
+        file = spied.with_suffix(".json")
+        file.write_text(json.dumps(plain(config)))
+        begun(HERE / "spied_run.py", spied, file, *([] if steps is None else [steps]))
 
-def begun(*words: object) -> str:
-    """What `torchrun --nproc-per-node 2 WORDS` says, a thread a rank."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *words]
-    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return run
 
 
 @pytest.fixture
@@ -88,7 +95,7 @@ LAWS = {
 
 
 @pytest.mark.parametrize("law", LAWS)
-def test_two_ranks_are_one(micro, tmp_path, alone, law):
+def test_two_ranks_are_one(micro, tmp_path, alone, run, law):
     """Also the padded last batch of an epoch (3 images of 8), and an evaluation of 5 images, which 2 does not divide."""
     fields = dict(batch=8, log_every=1, rand_augment="rand-m9-mstd0.5-inc1", erase_probability=0.5) | LAWS[law]
     alone(tmp_path / "rows-1", micro(tmp_path / "1", threads=2, **fields))
@@ -101,7 +108,7 @@ def test_two_ranks_are_one(micro, tmp_path, alone, law):
     assert all(5 * top1 == pytest.approx(round(5 * top1)) for _, top1 in told(tmp_path / "2", "val", "top1"))
 
 
-def test_a_run_moves_between_numbers_of_ranks(micro, tmp_path, alone):
+def test_a_run_moves_between_numbers_of_ranks(micro, tmp_path, alone, run):
     """One rank, two, one: samples of an uninterrupted run of one; log lines are of four steps, on one rank and on two."""
     fields = dict(batch=8, microbatch=2, views=4, log_every=4)
     alone(tmp_path / "whole-rows", micro(tmp_path / "whole", **fields))
@@ -129,7 +136,7 @@ def test_a_batch_that_ranks_cannot_share_is_refused(micro, tmp_path):
         assert training.resolved(micro(tmp_path, batch=8), two, {"microbatch": before}).microbatch == after
 
 
-def test_buffers_are_averaged_and_sums_are_over_ranks(tmp_path):
+def test_buffers_are_averaged_and_sums_are_over_ranks(tmp_path, begun):
     """Two processes, by hand: means of floating buffers, counters left alone; flags are acted on a call later, by both."""
     program = """
 import sys, torch

@@ -310,21 +310,23 @@ def test_what_dali_alone_cannot_do_our_decoder_does_and_says_so(photos, monkeypa
 
 @marked
 def test_what_breaks_in_an_epoch_that_was_left_is_forgotten(photos, monkeypatch, capfd):
-    """A run of a batch that nobody waits for any more breaks, another behind it: they are decoded by nobody and count as no
-    failure, their samples are looked at again, and the next epoch is whole."""
-    feed, decode, calls, decoded = dali.feed, dali._Engine._decode, [], []
+    """A run of a batch that nobody waits for any more breaks: it is decoded by nobody and counts as no failure, its samples are
+    looked at again, and the next epoch is whole."""
+    feed, collect, decode, calls, decoded = dali.feed, dali._Engine._collect, dali._Engine._decode, [], []
     entered, left = threading.Event(), threading.Event()
 
     def breaks(pipeline, jpegs, *others):
-        calls.append(len(jpegs))
-        if not left.is_set() and len(calls) == 3:  # the first batch is done, and the second inside DALI
+        calls.append(jpegs)
+        feed(pipeline, [np.zeros(100, np.uint8), *jpegs[1:]] if len(calls) == 2 else jpegs, *others)
+
+    def waits(self):  # with the run that will break, until the epoch was left
+        if len(calls) > 1 and self._inside[0].jpegs is calls[1]:
             entered.set()
             left.wait(60)
-        if len(calls) == 2:
-            jpegs = [np.zeros(100, np.uint8), *jpegs[1:]]
-        feed(pipeline, jpegs, *others)
+        collect(self)
 
     monkeypatch.setattr(dali, "feed", breaks)
+    monkeypatch.setattr(dali._Engine, "_collect", waits)
     monkeypatch.setattr(dali._Engine, "_decode", lambda self, work, rows: decoded.append(work) or decode(self, work, rows))
     want = epoch(FfcvSource(photos / "x.beton"), ThreadedLoader, batch=3, views=3)
     loader = opened(FfcvSource(photos / "x.beton"), batch=3, views=3)

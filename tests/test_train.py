@@ -11,7 +11,8 @@ import pytest
 import torch
 from densefeed.models import checkpoints
 from densefeed.models.evaluation import Shares
-from densefeed.models.lvvit import LVViT, TokenLogits
+from densefeed.models.lvvit import LVViT
+from densefeed.models.token_transformer import TokenLogits
 from densefeed.pipelines.augment import Augmentation, augmented
 from densefeed.pipelines.mixing import Mix
 from densefeed.pipelines.targets import TargetRules

@@ -6,6 +6,7 @@ Tokens-to-Token ViT (arXiv 2101.11986), the variant whose token module is a Perf
 
 import math
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -45,7 +46,8 @@ class TokenPerformer(nn.Module):
 
     def forward(self, x_NTE: Tensor) -> Tensor:
         k, q, v = self.kqv(self.norm1(x_NTE)).chunk(3, dim=-1)
-        with torch.autocast(x_NTE.device.type, enabled=False):
+        device = x_NTE.device.type
+        with torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext():
             at_least = torch.promote_types(v.dtype, torch.float32)
             k_NTM, q_NTM = self.features_of(k.to(at_least)), self.features_of(q.to(at_least))
             sums_NT1 = q_NTM @ k_NTM.sum(1).unsqueeze(-1)

@@ -51,6 +51,7 @@ class Config:
 
     crop_scale: tuple[float, float] = (0.08, 1.0)  # area of a training crop, share of the image
     hflip: float = 0.5  # probability of a left-right flip
+    shift: int = 0  # most pixels that a crop moves by, each way; with --crop-scale 1 1 CIFAR's crop of a padded image
     rand_augment: str = ""  # as timm writes it, e.g. rand-m9-mstd0.5-inc1; empty: none
     color_jitter: tuple[float, ...] = ()  # one number, or brightness, contrast, saturation and perhaps hue; empty: none
     interpolation: Literal["random", "bilinear", "bicubic"] = "random"  # where RandAugment rotates, shears and moves

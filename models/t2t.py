@@ -157,21 +157,28 @@ def checkpoint_filter_fn(state_dict: Mapping[str, Any], model: T2TViT) -> dict[s
     return fitting
 
 
-default_cfgs = generate_default_cfgs(
-    {
-        "t2t_vit_14": {
-            "input_size": (3, 224, 224), "crop_pct": 0.9, "interpolation": "bicubic", "num_classes": 1000,
-            "mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225),
-            "first_conv": "tokens_to_token.project", "classifier": ("head", "token_head"),
-        }
-    }
-)  # fmt: skip
+_CFG = {
+    "input_size": (3, 224, 224), "crop_pct": 0.9, "interpolation": "bicubic", "num_classes": 1000,
+    "mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225),
+    "first_conv": "tokens_to_token.project", "classifier": ("head", "token_head"),
+}  # fmt: skip
+default_cfgs = generate_default_cfgs({"t2t_vit_7": _CFG, "t2t_vit_14": _CFG})
+
+
+def _build(name: str, pretrained: bool, sizes: dict, kwargs: dict) -> nn.Module:
+    return build_model_with_cfg(
+        T2TViT, name, pretrained, pretrained_filter_fn=checkpoint_filter_fn,
+        feature_cfg={"out_indices": 3, "feature_cls": "getter"}, **(sizes | kwargs),
+    )  # fmt: skip
+
+
+@register_model
+def t2t_vit_7(pretrained: bool = False, **kwargs) -> nn.Module:
+    """T2T-ViT-7: 4.3 M parameters."""
+    return _build("t2t_vit_7", pretrained, dict(embed_dim=256, depth=7, num_heads=4, mlp_ratio=2.0), kwargs)
 
 
 @register_model
 def t2t_vit_14(pretrained: bool = False, **kwargs) -> nn.Module:
     """T2T-ViT-14: 21.5 M parameters."""
-    return build_model_with_cfg(
-        T2TViT, "t2t_vit_14", pretrained, pretrained_filter_fn=checkpoint_filter_fn,
-        feature_cfg={"out_indices": 3, "feature_cls": "getter"}, **kwargs,
-    )  # fmt: skip
+    return _build("t2t_vit_14", pretrained, {}, kwargs)

@@ -43,6 +43,11 @@ def test_parameters_to_the_unit_and_multiply_adds():
     assert costs.whole == pytest.approx(4.80, abs=0.005)  # reference 2.7
 
 
+def test_t2t_vit_7_has_the_published_count():
+    with torch.device("meta"):
+        assert count(timm.create_model("t2t_vit_7").parameters()) == 4_255_694
+
+
 def written_out(model: T2TViT, image: torch.Tensor, scale: float) -> torch.Tensor:
     """Logits at evaluation, layer by layer, from the model's weights alone."""
     w, x = {name: tensor.double() for name, tensor in model.state_dict().items()}, image.double()

@@ -123,12 +123,6 @@ def build_model(config: Config, num_classes: int) -> tuple[nn.Module, checkpoint
         except (TypeError, ValueError, AssertionError) as error:
             if way is ways[-1] or not isinstance(error, TypeError):  # TypeError: this model has no such argument
                 raise UserError(f"{config.model} cannot be built: {error}") from error
-    if isinstance(model, TokenTransformer) and (config.objective == "token-label" or config.mixtoken):
-        for _, side in config.sizes or ((0, config.size),):
-            if side % model.patch_size:
-                raise UserError(
-                    f"{config.model} would see cut tokens at {side} px, which have no labels; choose a multiple of {model.patch_size} px"
-                )
     for side in sorted({side for _, side in config.sizes}):
         try:
             with torch.inference_mode():
@@ -138,6 +132,12 @@ def build_model(config: Config, num_classes: int) -> tuple[nn.Module, checkpoint
             raise UserError(
                 f"{config.model} cannot train at {side} px ({why}); choose other --sizes or another model"
             ) from error
+    if isinstance(model, TokenTransformer) and (config.objective == "token-label" or config.mixtoken):
+        for _, side in config.sizes or ((0, config.size),):
+            if side % model.patch_size:
+                raise UserError(
+                    f"{config.model} would see cut tokens at {side} px, which have no labels; choose a multiple of {model.patch_size} px"
+                )
     return model, recipe
 
 

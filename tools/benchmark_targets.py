@@ -32,6 +32,7 @@ import numpy as np
 import timm
 import torch
 import tyro
+from densefeed.models import checkpoints  # noqa: F401  (registers our models with timm)
 from densefeed.models.token_labeling import class_token_loss, fused_token_loss, token_loss
 from densefeed.models.token_transformer import FAMILIES, TokenLogits, has_tokens
 from densefeed.pipelines.batch import Batch, LabelSpec

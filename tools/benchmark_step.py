@@ -203,7 +203,7 @@ def check(benchmark: Benchmark) -> None:
     if benchmark.rand_augment and benchmark.loader != "ffcv":
         raise UserError("--rand-augment goes with --loader ffcv: constant batches are not augmented")
     if benchmark.objective == "token-label" and not has_tokens(benchmark.model):
-        known = timm.list_models([f"{name}*" for name in FAMILIES])
+        known = [f"{family}_*" for family in FAMILIES]
         raise UserError(f"--model {benchmark.model} has no token head; choose one of {', '.join(known)}, or --objective ce")
     if benchmark.objective == "token-label" and benchmark.classes > 2**16:
         raise UserError(f"--classes {benchmark.classes}: a score map numbers at most 65,536 classes")

@@ -241,7 +241,7 @@ def make_head_step(benchmark: Benchmark, device: torch.device) -> HeadStep:
 def make_train_step(benchmark: Benchmark, device: torch.device) -> TrainStep:
     """A new network and noise to look at; the grid is the network's own."""
     if not has_tokens(benchmark.model):
-        known = timm.list_models([f"{name}*" for name in FAMILIES])
+        known = [f"{family}_*" for family in FAMILIES]
         raise UserError(f"--model {benchmark.model} has no token head; choose one of {', '.join(known)}")
     model = timm.create_model(benchmark.model, num_classes=benchmark.classes, drop_path_rate=0.1, token_head=True)
     model = model.to(device, memory_format=torch.channels_last).train()

@@ -36,7 +36,6 @@ from itertools import count, islice
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-import timm
 import torch
 import tyro
 from densefeed.models.token_transformer import FAMILIES, has_tokens

@@ -75,6 +75,10 @@ class Scored:
         if self.ended is not None:
             self.ended.synchronize()
 
+    def idle_since(self, before: "Scored") -> float:
+        """Seconds that the device had nothing to do between a batch and this one, both waited for; 0 on a CPU."""
+        return before.ended.elapsed_time(self.began) / 1000 if self.ended is not None else 0.0
+
     def maps(self, window_N4: np.ndarray) -> ScoreMaps:
         """The rows to store."""
         self.wait()
@@ -107,6 +111,11 @@ class Scorer:
         with torch.inference_mode(), nullcontext() if fp32 else torch.autocast(self.device.type, DTYPES[self.precision]):
             return self.teacher(look_NLHWC).float()
 
+    def try_out(self, look_NLHWC: Tensor, top_k: int) -> None:
+        """Score a batch as `begin` does, but never compiled, and wait for it."""
+        with torch.inference_mode():
+            Scored(self._score(look_NLHWC.to(self.device), top_k), len(look_NLHWC), None).wait()
+
     def begin(self, look_NLHWC: Tensor, rows: int, top_k: int) -> Scored:
         """Begin to score the first `rows` images of a batch on the host, which must not change until it was waited for."""
         began = None
@@ -137,5 +146,7 @@ def batch_that_fits(attempt: Callable[[int], None], device: torch.device) -> int
         fits = max(1, 2 * fits)
     torch.cuda.empty_cache()
     if not fits:
-        raise UserError("the teacher does not fit into the GPU's memory with one image; choose a smaller --input-size or teacher")
+        raise UserError(
+            "the teacher does not fit into the GPU's memory with one image; choose a smaller --input-size or teacher"
+        )
     return fits

@@ -11,6 +11,7 @@
 #include <string.h>
 
 #define ONE 32767 /* weights have 15 fraction bits; 1.0 itself would need a sixteenth */
+#define ONE_CUBIC 16384 /* at an image's edge a cubic's largest weight is 1.09 of their sum: these are halved, and sums doubled */
 #define LANES 32 /* loops run over whole groups of so many, so that no remainder is done one by one */
 #define ROUND_UP(n, to) (((n) + (to) - 1) / (to) * (to))
 
@@ -69,15 +70,15 @@ static void set_taps(
             count = (end - 1) / ratio - first + 1, start = first, weight = half;
         }
         int16_t *to = axis->weight + (size_t)i * axis->room;
-        int sum = 0, largest = 0;
-        float unit = ONE / total;
+        int sum = 0, largest = 0, one = filter == BICUBIC ? ONE_CUBIC : ONE;
+        float unit = one / total;
         for (int k = 0; k < count; k++) {
             float w = weight[k] * unit;
             to[k] = (int16_t)(w < 0 ? w - 0.5f : w + 0.5f);
             sum += to[k];
             if (to[k] > to[largest]) largest = k;
         }
-        to[largest] += (int16_t)(ONE - sum); /* so that a flat image stays flat */
+        to[largest] += (int16_t)(one - sum); /* so that a flat image stays flat */
         axis->start[i] = start, axis->count[i] = count;
         if (start < axis->low) axis->low = start;
         if (start + count > axis->high) axis->high = start + count;
@@ -119,6 +120,11 @@ INLINE void weigh(const int16_t *data, size_t step, const int16_t *weight, int c
     }
 }
 
+INLINE void twice(int16_t *restrict values, int groups)
+{
+    for (int i = 0; i < groups * LANES; i++) values[i] = (int16_t)(2 * values[i]);
+}
+
 /* 8 rows of `columns` int16 become `columns` rows of 8. `columns` is rounded up to 8: both sides have the room. */
 INLINE void transpose_half(const int16_t *from, size_t from_step, int16_t *to, size_t to_step, int columns)
 {
@@ -133,7 +139,7 @@ INLINE void transpose_half(const int16_t *from, size_t from_step, int16_t *to, s
 /* The horizontal half: rows `top` .. `top + rows` of the plane to `middle`, row-major [rows][across]. `wide` has room for all
  * columns of the plane as int16, `strip` for 9. */
 FOR_EVERY_CPU static void shrink_columns(
-    const Plane *plane, const Axis *axis, int size, int top, int rows, int16_t *wide, int16_t *strip, int16_t *middle, size_t across)
+    const Plane *plane, const Axis *axis, int size, int filter, int top, int rows, int16_t *wide, int16_t *strip, int16_t *middle, size_t across)
 {
     int groups = (rows + LANES - 1) / LANES;
     size_t tall = (size_t)groups * LANES;
@@ -143,9 +149,11 @@ FOR_EVERY_CPU static void shrink_columns(
         for (int y = 0; y < groups * LANES; y++) to[y] = (int16_t)(from[y] << 6);
     }
     for (int i = 0; i < size; i += 8) {
-        for (int n = 0; n < 8 && i + n < size; n++)
+        for (int n = 0; n < 8 && i + n < size; n++) {
             weigh(wide + (axis->start[i + n] - axis->low) * tall, tall, axis->weight + (size_t)(i + n) * axis->room, axis->count[i + n],
                 groups, strip + n * tall, strip + 8 * tall);
+            if (filter == BICUBIC) twice(strip + n * tall, groups);
+        }
         transpose_half(strip, tall, middle + i, across, rows);
     }
 }
@@ -212,6 +220,7 @@ FOR_EVERY_CPU static void shrink_rows(
         for (int n = 0; n < planes; n++)
             weigh(middle[n] + (size_t)(axis[n].start[i] - first[n]) * across, across, axis[n].weight + (size_t)i * axis[n].room,
                 axis[n].count[i], groups, part[n], more);
+        for (int n = 0; n < planes && filter == BICUBIC; n++) twice(part[n], groups);
         if (ycc && planes == 3 && filter == BICUBIC) {
             bound(part[0], -2048, 18000, groups);
             bound(part[1], 0, 16384, groups), bound(part[2], 0, 16384, groups);
@@ -282,7 +291,7 @@ int resample(Scratch *scratch, const Picture *picture, Sample *sample, int size,
     for (int n = 0; n < picture->planes; n++) {
         middle[n] = next;
         next += ROUND_UP(rows[n], LANES) * across;
-        shrink_columns(&picture->plane[n], &axis[0][n], size, first[n], rows[n], column, strip, middle[n], across);
+        shrink_columns(&picture->plane[n], &axis[0][n], size, filter, first[n], rows[n], column, strip, middle[n], across);
     }
     shrink_rows(middle, axis[1], first, picture->planes, picture->ycc, filter, size, across, row, pixels);
     return OK;

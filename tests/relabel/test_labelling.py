@@ -12,7 +12,9 @@ import timm
 import torch
 from densefeed.relabel.files import UserError
 from densefeed.relabel.images import Images, decode
-from densefeed.relabel.labelling import keep_top, label_images, stored_accuracy
+from densefeed.relabel.labelling import label_images, stored_accuracy
+from densefeed.relabel.rendering import render
+from densefeed.relabel.scoring import keep_top
 from densefeed.relabel.store import ScoreMapStore
 from densefeed.relabel.teacher import Teacher
 from densefeed.relabel.upkeep import convert
@@ -25,6 +27,13 @@ CONFIG = {"mean": (0.5, 0.4, 0.3), "std": (0.2, 0.3, 0.4), "interpolation": "bil
 def teacher(classes=2, size=64, geometry="squash"):
     torch.manual_seed(0)
     return Teacher(timm.create_model("test_resnet", num_classes=classes), size, geometry, CONFIG)
+
+
+def shown(scorer, image):
+    """The only look of a teacher at an image."""
+    out = np.empty((1, scorer.input_size, scorer.input_size, 3), np.uint8)
+    render(image, scorer, out)
+    return out[0]
 
 
 @pytest.mark.parametrize("geometry", ["squash", "centre-crop"])
@@ -40,7 +49,7 @@ def test_a_row_is_the_teachers_top_k_of_that_image(folder, tmp_path, geometry):
             want_window = np.array([top / image.height, left / image.width, 1 - top / image.height, 1 - left / image.width])
         else:
             want_window = np.array([0, 0, 1, 1])
-        pixels, _ = scorer.prepare(image)
+        pixels = shown(scorer, image)
         x = (
             torch.from_numpy(pixels.copy()).permute(2, 0, 1)[None] / 255 - torch.tensor(CONFIG["mean"]).view(3, 1, 1)
         ) / torch.tensor(CONFIG["std"]).view(3, 1, 1)
@@ -62,7 +71,7 @@ def test_accuracy_from_the_store_is_the_models_own(folder, tmp_path):
     store = label_images(images, scorer, "t", tmp_path / "maps.h5", top_k=2, batch=4, threads=1, absent="tail")
     right = []
     for index in range(len(images)):
-        pixels, _ = scorer.prepare(decode(images.read(index), ""))
+        pixels = shown(scorer, decode(images.read(index), ""))
         x = torch.from_numpy(pixels.copy()).permute(2, 0, 1)[None] / 255
         x = (x - torch.tensor(CONFIG["mean"]).view(3, 1, 1)) / torch.tensor(CONFIG["std"]).view(3, 1, 1)
         with torch.no_grad():
@@ -164,11 +173,11 @@ def test_another_form_is_made_of_the_raw_rows(folder, tmp_path, monkeypatch, for
     assert store.header.form == form
     assert store.path.read_bytes() == want
     with monkeypatch.context() as patch:
-        patch.setattr("densefeed.relabel.labelling.convert", lambda *words: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr("densefeed.relabel.shards.convert", lambda *words: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             label_images(images, scorer, "t", tmp_path / "again.h5", **options, form=form)
     assert not (tmp_path / "again.h5").exists()
-    monkeypatch.setattr(scorer, "prepare", lambda image: pytest.fail("labelled again"))
+    monkeypatch.setattr("densefeed.relabel.labelling.PillowRender", lambda *words: lambda *more: pytest.fail("labelled again"))
     assert label_images(images, scorer, "t", tmp_path / "again.h5", **options, form=form).path.read_bytes() == want
     assert sorted(path.name for path in tmp_path.iterdir()) == ["again.h5", "maps.h5", "raw.h5", "want.h5"]
 

@@ -50,8 +50,8 @@ bench: $(READY)  ## loaders, targets, augmentation and whole steps beside all ot
 
 MINUTES ?= 10
 KILLS ?= 20
-soak: $(READY)  ## the native decoder on mutated files for MINUTES of processor time, and a run that is killed KILLS times
+soak: $(READY)  ## the native decoder on mutated files for MINUTES of processor time, a run and labelling passes killed KILLS times
 	SOAK_MINUTES=$(MINUTES) nice -n 19 $(RUN) -m pytest -s tests/pipelines/native/test_fuzz.py
-	SOAK_KILLS=$(KILLS) $(RUN) -m pytest -s tests/test_resume.py -k killed_at_random_times
+	SOAK_KILLS=$(KILLS) $(RUN) -m pytest -s tests/test_resume.py tests/relabel/test_shards.py -k killed_at_random_times
 
 .PHONY: quickstart test check fix gpu-check bench soak

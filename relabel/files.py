@@ -6,7 +6,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 REMEDIES = {
@@ -47,9 +47,8 @@ def replacing(path: Path | str) -> Iterator[Path]:
     with naming(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         remove_orphans(path)
-        descriptor = os.open(part, os.O_RDWR | os.O_CREAT, 0o666)
+        descriptor = create_locked(part)
         try:
-            lock(descriptor, part)
             yield part
             sync(part)
             os.replace(part, path)
@@ -84,6 +83,14 @@ def open_locked(path: Path) -> int:
             os.close(descriptor)
             raise
         os.close(descriptor)  # between our two calls the other process gave the file another name
+
+
+def create_locked(path: Path) -> int:
+    """The same for a file that is made if it is not there."""
+    while True:
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o666))
+        with suppress(FileNotFoundError):  # for an instant it was nobody's, and taken for an orphan
+            return open_locked(path)
 
 
 def remove_orphans(path: Path) -> None:

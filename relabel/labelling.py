@@ -24,7 +24,7 @@ from .images import Images
 from .progress import bar, tally
 from .rendering import PillowRender, Render
 from .scoring import Precision, Scored, Scorer, batch_that_fits, choose_precision
-from .shards import Shard, absorb, clean_up, finish, left_over, merge_if_complete, missing
+from .shards import Shard, absorb, check_left_over, clean_up, finish, left_over, merge_if_complete, missing
 from .store import Absent, ScoreMapStore, ScoreMapWriter, StoreHeader, map_datasets
 from .teacher import Teacher, weights_hash
 
@@ -135,6 +135,7 @@ def label_images(
             raise UserError(f"{out} exists already; remove it or choose another --out")
         print(f"{out} is finished already")
         return ScoreMapStore(out)
+    check_left_over(out, whole)
     if shard.of > 1 and own.exists():
         mine.check_same(map_datasets(own)[0], own)
         with telling(out, shard, ranks, count, np.ones(1, bool)) as tell:

@@ -69,6 +69,18 @@ def left_over(out: Path) -> dict[Path, Shard]:
     return dict(sorted(found.items(), key=lambda item: (item[1].of, item[1].index, item[0])))
 
 
+def check_left_over(out: Path, header: StoreHeader) -> None:
+    """UserError naming a file of a shard of `out`, or its `.part`, that another labelling left; before ours makes one."""
+    for path in left_over(out):
+        try:
+            found = map_datasets(path)[0]
+        except UserError:
+            if path.exists():  # else finished, or merged and removed, while we looked
+                raise
+        else:
+            replace(header, shard=None).check_same(replace(found, shard=None), path)
+
+
 def absorb(writer: ScoreMapWriter, header: StoreHeader, files: list[Path]) -> int:
     """Copy the finished rows that `writer` lacks out of other files of the same labelling; how many were copied.
 

@@ -25,7 +25,7 @@ from typing import NamedTuple
 import h5py
 import numpy as np
 
-from .files import UserError, explain, lock, naming, open_locked, remove_orphans, run, sync
+from .files import UserError, create_locked, explain, naming, open_locked, remove_orphans, run, sync
 from .forms import Absent, Form, FormError, ScoreMaps, row_sizes, unpack
 from .progress import bar
 
@@ -80,7 +80,8 @@ class StoreHeader:
 
     def check_same(self, other: "StoreHeader", where: Path) -> None:
         """UserError, naming `where`, if its header `other` is not this one."""
-        for name, value in asdict(self).items():
+        # Causes before what follows from them.
+        for name, value in sorted(asdict(self).items(), key=lambda item: item[0] in ("side", "num_classes", "shard")):
             if (found := getattr(other, name)) != value:
                 what = "of another dataset" if name in ("fingerprint", "class_names") else f"with another {name.replace('_', ' ')}"
                 values = f" ({found}, not {value})" if isinstance(value, int | str) and name != "fingerprint" else ""
@@ -392,9 +393,8 @@ class ScoreMapWriter:
         begun = self.path.with_name(f"{self.path.name}.{os.getpid()}.part")  # removed by the next run if we are killed
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            held = os.open(begun, os.O_RDWR | os.O_CREAT, 0o666)
+            held = create_locked(begun)
             try:
-                lock(held, begun)
                 lay_out(begun, header, types, {"label": labels, "path": names})
                 sync(begun)
             finally:

@@ -70,7 +70,8 @@ def begin_pass(
     images: Images, teacher: Teacher, name: str, *, top_k: int, batch: int | Literal["auto"], threads: int, absent: Absent,
     form: Form = "raw", render: Render | None = None, precision: Precision = "fp32", compiled: bool = False,
 ) -> Pass:  # fmt: skip
-    """Look at one image, decide precision and batch. UserError for wishes that cannot be met."""
+    """Look at one image, decide precision and batch. UserError for wishes that cannot be met, as a `top_k` beyond the teacher's
+    classes."""
     device = teacher.mean.device
     scorer = Scorer(teacher, device, choose_precision(precision, device), compiled)
     look_shape = (len(teacher.looks(teacher.input_size, teacher.input_size)), teacher.input_size, teacher.input_size, 3)
@@ -111,20 +112,24 @@ def begin_pass(
 def label_images(
     images: Images, teacher: Teacher, name: str, out: Path, *, shard: Shard = WHOLE_SET, ranks: bool = False, **options
 ) -> ScoreMapStore | None:
+    """`begin_pass`, with these options, and `finish_pass`."""
+    return finish_pass(begin_pass(images, teacher, name, **options), out, shard, ranks)
+
+
+def finish_pass(work: Pass, out: Path, shard: Shard = WHOLE_SET, ranks: bool = False) -> ScoreMapStore | None:
     """Label every image of a shard that no file of this labelling holds yet, and return the finished store.
 
     Work is written batch by batch, so a killed run continues at its first unfinished batch, in any number of shards: rows that
-    another number of them left are copied. Another `form` than raw is made at the end, of the raw rows in `<out>.part`.
+    another number of them left are copied. Another form than raw is made at the end, of the raw rows in `<out>.part`.
 
     Args:
         shard: which part of the dataset; whoever finishes the last one merges them.
         ranks: the shards are processes of one command: only the first tells progress, of all, and it waits for the others.
-        options: of `begin_pass`.
 
-    None if this shard is finished but others are not. UserError names an image that cannot be read, a file of another labelling,
-    and says so if `top_k` exceeds the teacher's classes; BusyError if another process labels the same shard.
+    None if this shard is finished but others are not. UserError names an image that cannot be read, or a file of another
+    labelling; BusyError if another process labels the same shard.
     """
-    work, count = begin_pass(images, teacher, name, **options), len(images)
+    images, count = work.images, len(work.images)
     whole, form = replace(work.header, form="raw"), work.header.form
     mine, own, leads = shard.header(whole, count), shard.file(out), shard.index == 0
     if out.exists():

@@ -108,12 +108,13 @@ class Scorer:
     def logits(self, look_NLHWC: Tensor) -> Tensor:
         """Logits of uint8 looks on the device, float32 `[N, S, S, K]`."""
         fp32 = self.precision == "fp32"
-        with torch.inference_mode(), nullcontext() if fp32 else torch.autocast(self.device.type, DTYPES[self.precision]):
+        # inference_mode would be the same, but for torch.compile, which fails on its tensors (torch 2.15).
+        with torch.no_grad(), nullcontext() if fp32 else torch.autocast(self.device.type, DTYPES[self.precision]):
             return self.teacher(look_NLHWC).float()
 
     def try_out(self, look_NLHWC: Tensor, top_k: int) -> None:
         """Score a batch as `begin` does, but never compiled, and wait for it."""
-        with torch.inference_mode():
+        with torch.no_grad():
             Scored(self._score(look_NLHWC.to(self.device), top_k), len(look_NLHWC), None).wait()
 
     def begin(self, look_NLHWC: Tensor, rows: int, top_k: int) -> Scored:
@@ -123,7 +124,7 @@ class Scorer:
             began = torch.cuda.Event(enable_timing=True)
             began.record()
         looks = look_NLHWC if self.compiled else look_NLHWC[:rows]
-        with torch.inference_mode():
+        with torch.no_grad():
             return Scored(self._keep(looks.to(self.device, non_blocking=True), top_k), rows, began)
 
 

@@ -54,7 +54,7 @@ class Teacher(nn.Module):
         """What to show the teacher of an image of this size, pixels: as many Looks for every image."""
         return [Look(crop_in_pixels(self.window(height, width), height, width), flip=False)]
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def forward(self, image_NLHWC: Tensor) -> Tensor:
         """Logits of every cell, float32 `[N, S, S, K]`, of uint8 images `[N, L, size, size, 3]`: their L looks, as `looks` has them.
 

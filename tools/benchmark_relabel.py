@@ -6,8 +6,9 @@
 The generator of TokenLabeling's maps reads an ImageFolder through timm's evaluation transform (shorter side resized by Pillow,
 centre square) and PyTorch's DataLoader, runs the teacher in fp32 in batches, takes the top k logits of every cell, opens each
 image file again to learn its name, and saves float16 [2, k, S, S] by torch.save, a file an image, in the order batches come.
-`stand-in` does this with --threads worker processes. `pass` is the whole of tools/relabel_imagenet.py without loading the teacher:
-list, hash, decode natively, score, write one store, sync it. Both show the teacher the centre square at --input-size. Teachers have
+`stand-in` does this with --threads worker processes. `pass` is what tools/relabel_imagenet.py does once it has begun: decode
+natively, score, write one store, sync it; --compile and --precision are its own, the stand-in knows none. Neither lists the
+folder, loads or compiles within the clock. Both show the teacher the centre square at --input-size. Teachers have
 random weights, which take as long; `teacher` scores a batch again and again, what no pass can exceed. Each round does all
 three in turns on --threads cores; the ratio is the median of the rounds' own. The images, in the page cache, are crops of real
 photographs (photographs.py): 500 pixels on the longer side, 33 kB.
@@ -19,6 +20,7 @@ import tempfile
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import timm
 import torch
@@ -27,7 +29,7 @@ from densefeed.models import nfnet  # noqa: F401  (registers)
 from densefeed.pipelines.rendering import NativeRender
 from densefeed.relabel.files import UserError, run
 from densefeed.relabel.images import Images
-from densefeed.relabel.labelling import label_images
+from densefeed.relabel.labelling import begin_pass, finish_pass
 from densefeed.relabel.teacher import Teacher
 from densefeed.tools.measuring import (
     RESULTS,
@@ -61,6 +63,8 @@ class Benchmark:
     top_k: int = 5
     batch: int = 32  # as the published command
     threads: int = 2  # decoding threads of ours, worker processes of the stand-in, and cores
+    compile: bool = False  # our teacher
+    precision: Literal["fp32", "bf16"] = "fp32"  # of ours
     rounds: int = 5  # after one to warm up
     work: Path | None = None  # folder for the files; none: a temporary one
     json: Path | None = None  # write rows and ratios there
@@ -88,7 +92,8 @@ def main(benchmark: Benchmark) -> dict:
         {"a": a, "b": b, "what": "images/s", **pairwise(rates[a], rates[b])._asdict()} for a, b in ((OURS, PEER), (OURS, FLOOR))
     ]
     document = {"rows": rows, "ratios": ratios, "environment": facts}
-    what = f"{benchmark.images} JPEGs of {bytes_each / 1e3:.0f} kB, {benchmark.teacher} at {benchmark.input_size}"
+    ours = f"{benchmark.precision}{', compiled' if benchmark.compile else ''}"
+    what = f"{benchmark.images} JPEGs of {bytes_each / 1e3:.0f} kB, {benchmark.teacher} at {benchmark.input_size}, ours {ours}"
     print(what)
     for row in rows:
         print(f"{row['name']:10} {row['median']:8,.1f} images/s ({row['p25']:,.1f} to {row['p75']:,.1f})")
@@ -107,9 +112,8 @@ def main(benchmark: Benchmark) -> dict:
     return document
 
 
-def generate(root: Path, out: Path, teacher: Teacher, benchmark: Benchmark) -> int:
+def generate(dataset: ImageDataset, root: Path, out: Path, teacher: Teacher, benchmark: Benchmark) -> int:
     """The stand-in: a .pt file an image, as the published generator makes them; how many."""
-    dataset = ImageDataset(str(root))
     options = {name: CONFIG[name] for name in ("mean", "std", "interpolation")}
     dataset.transform = create_transform(benchmark.input_size, is_training=False, crop_pct=1.0, **options)
     loader = torch.utils.data.DataLoader(dataset, benchmark.batch, num_workers=benchmark.threads)
@@ -134,28 +138,33 @@ def measure(folder: Path, benchmark: Benchmark) -> dict[str, list[float]]:
     torch.manual_seed(0)
     model = timm.create_model(benchmark.teacher, num_classes=benchmark.classes)
     teacher = Teacher(model, benchmark.input_size, "centre-crop", CONFIG)
+    images, dataset = Images(folder / "images"), ImageDataset(str(folder / "images"))
+    work = begin_pass(
+        images, teacher, benchmark.teacher, top_k=benchmark.top_k, batch=benchmark.batch, threads=benchmark.threads, absent="tail",
+        render=NativeRender(images, teacher), precision=benchmark.precision, compiled=benchmark.compile,
+    )  # fmt: skip
     example = torch.zeros(benchmark.batch, 1, benchmark.input_size, benchmark.input_size, 3, dtype=torch.uint8)
 
     def by_ours(_: int) -> int:
         with redirect_stdout(io.StringIO()):
-            images = Images(folder / "images")
-            label_images(
-                images, teacher, benchmark.teacher, folder / "maps.h5", top_k=benchmark.top_k, batch=benchmark.batch,
-                threads=benchmark.threads, absent="tail", render=NativeRender(images, teacher),
-            )  # fmt: skip
+            finish_pass(work, folder / "maps.h5")
         return benchmark.images
 
     def by_teacher(_: int) -> int:
         runs = -(-benchmark.images // benchmark.batch)
         for _ in range(runs):
-            teacher(example).topk(benchmark.top_k, dim=-1)
+            work.scorer.begin(example, benchmark.batch, benchmark.top_k)
         return runs * benchmark.batch
 
     def clear(_: str) -> None:
         (folder / "maps.h5").unlink(missing_ok=True)
         shutil.rmtree(folder / "pt", ignore_errors=True)
 
-    works = {OURS: by_ours, PEER: lambda _: generate(folder / "images", folder / "pt", teacher, benchmark), FLOOR: by_teacher}
+    works = {
+        OURS: by_ours,
+        PEER: lambda _: generate(dataset, folder / "images", folder / "pt", teacher, benchmark),
+        FLOOR: by_teacher,
+    }
     with unpinned_after() as allowed:
         chosen, before = cores(benchmark.threads, allowed), torch.get_num_threads()
         torch.set_num_threads(benchmark.threads)

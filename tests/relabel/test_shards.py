@@ -53,7 +53,9 @@ def teacher(size=64):
 def label(folder: Path, out: Path, index: int = 0, of: int = 1, **options):
     """What one process of a pass does."""
     torch.set_num_threads(1)
-    return label_images(Images(folder), teacher(options.pop("size", 64)), "t", out, shard=Shard(index, of), **(OPTIONS | options))
+    return label_images(
+        Images(folder), teacher(options.pop("size", 64)), "t", out, shard=Shard(index, of), **(OPTIONS | options)
+    )
 
 
 @pytest.fixture(scope="module")

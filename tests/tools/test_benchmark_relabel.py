@@ -53,7 +53,12 @@ def test_a_small_run_is_whole(tmp_path):
 
 @pytest.mark.parametrize(
     ("fields", "said"),
-    [(dict(rounds=0), "--rounds"), (dict(top_k=0), "--top-k"), (dict(images=3), "fewer than"), (dict(teacher="x"), "not a timm")],
+    [
+        (dict(rounds=0), "--rounds"),
+        (dict(top_k=0), "--top-k"),
+        (dict(images=3), "fewer than"),
+        (dict(teacher="x"), "not a timm"),
+    ],
 )
 def test_what_cannot_be_measured_is_said(fields, said):
     with pytest.raises(UserError, match=said):

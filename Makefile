@@ -44,6 +44,8 @@ bench: $(READY)  ## loaders, targets, augmentation and whole steps beside all ot
 	$(RUN) tools/benchmark_targets.py --compare head --batch 64 --classes 21841 --rounds 3 --json bench/head.json
 	$(RUN) tools/benchmark_augment.py --json bench/augment.json
 	$(RUN) tools/benchmark_store.py --json bench/store.json
+	$(RUN) tools/benchmark_relabel.py --json bench/relabel.json
+	$(RUN) tools/benchmark_relabel.py --compile --precision bf16 --json bench/relabel-compiled.json
 	$(RUN) tools/benchmark_step.py --batch 8 --objective token-label --steps 1 --json bench/step.json
 	$(RUN) tools/benchmark_step.py --model lvvit_micro --size 64 --batch 32 --steps 16 --objective token-label --loader ffcv \
 		--data bench/photographs-1024-1000/train.beton --json bench/step-loader.json

@@ -277,6 +277,7 @@ def telling(out: Path, shard: Shard, ranks: bool, count: int, done: np.ndarray) 
         rows = DoneRows(out, shard.of)
         with tally("relabel, images", count, rows.count()) as tell:
             yield lambda _: tell(rows.count())
+            tell(count)  # the first has waited for all
     else:
         with tally("relabel, images", len(done), int(done.sum())) as tell:
             yield tell

@@ -15,7 +15,7 @@ crop relative to the whole image where the map covers only its centre square. `p
 """
 
 import math
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -24,6 +24,13 @@ from torch import Tensor
 Geometry = Literal["squash", "centre-crop"]
 MOST_SAMPLES = 64
 WHOLE = (0.0, 0.0, 1.0, 1.0)  # the Window of a map that covers the whole image
+
+
+class Look(NamedTuple):
+    """One picture that a teacher takes of an image: a box of it, brought to the teacher's size, mirrored if `flip`."""
+
+    box: tuple[float, float, float, float]  # left, top, right, bottom; pixels of the image, fractions allowed, padded beyond it
+    flip: bool
 
 
 def crop_views(box_N4: np.ndarray, flip_N: np.ndarray, height_N: np.ndarray, width_N: np.ndarray) -> np.ndarray:

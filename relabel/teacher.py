@@ -2,14 +2,12 @@
 
 import hashlib
 
-import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor, nn
 
 from .files import UserError
-from .geometry import Geometry, crop_in_pixels, window_of
-from .images import crop_resize
+from .geometry import Geometry, Look, crop_in_pixels, window_of
 
 INTERPOLATIONS = {
     "bilinear": Image.Resampling.BILINEAR,
@@ -48,20 +46,22 @@ class Teacher(nn.Module):
         self.register_buffer("mean", torch.tensor(config["mean"]).view(1, 3, 1, 1) * 255)
         self.register_buffer("std", torch.tensor(config["std"]).view(1, 3, 1, 1) * 255)
 
-    def prepare(self, image: Image.Image) -> tuple[np.ndarray, tuple[float, float, float, float]]:
-        """The network's input, uint8 `[size, size, 3]`, and the Window of the image it shows."""
-        window = window_of(self.geometry, image.height, image.width)
-        box = crop_in_pixels(window, image.height, image.width)
-        return crop_resize(image, box, self.input_size, self.interpolation), window
+    def window(self, height: int, width: int) -> tuple[float, float, float, float]:
+        """The Window of an image of this size, pixels, that its map covers."""
+        return window_of(self.geometry, height, width)
 
-    @torch.inference_mode()
-    def forward(self, image_NHWC: Tensor) -> Tensor:
-        """Logits of every cell, float32 `[N, S, S, K]`, of uint8 images `[N, size, size, 3]`.
+    def looks(self, height: int, width: int) -> list[Look]:
+        """What to show the teacher of an image of this size, pixels: as many Looks for every image."""
+        return [Look(crop_in_pixels(self.window(height, width), height, width), flip=False)]
+
+    @torch.no_grad()
+    def forward(self, image_NLHWC: Tensor) -> Tensor:
+        """Logits of every cell, float32 `[N, S, S, K]`, of uint8 images `[N, L, size, size, 3]`: their L looks, as `looks` has them.
 
         The classifier, bias included, is applied at each position as if that position were the whole image, so the mean
         over positions of a linear head is the model's own answer.
         """
-        image_NCHW = (image_NHWC.permute(0, 3, 1, 2).float() - self.mean) / self.std
+        image_NCHW = (image_NLHWC.squeeze(1).permute(0, 3, 1, 2).float() - self.mean) / self.std
         if hasattr(self.model, "forward_token_logits"):
             return self.model.forward_token_logits(image_NCHW).permute(0, 2, 3, 1).float()
         features = self.model.forward_features(image_NCHW)

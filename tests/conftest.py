@@ -94,7 +94,7 @@ def folder(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def random_maps():
     """A maker of score maps of any shape, as a teacher of K classes might give them."""
-    from densefeed.relabel.labelling import keep_top
+    from densefeed.relabel.scoring import keep_top
 
     def make(count: int, side: int, top_k: int, num_classes: int, seed: int = 0, window=(0.0, 0.0, 1.0, 1.0)):
         logits = 3 * torch.randn(count, side, side, num_classes, generator=torch.Generator().manual_seed(seed))

@@ -6,6 +6,7 @@ import timm
 import torch
 from densefeed.models import lvvit  # noqa: F401  (registers)
 from densefeed.relabel.files import UserError
+from densefeed.relabel.rendering import render
 from densefeed.relabel.teacher import Teacher, weights_hash
 from PIL import Image
 
@@ -69,10 +70,11 @@ def test_geometry_decides_what_is_seen():
     pixels[:, :25, 0] = pixels[:, 75:, 0] = pixels[:, 25:75, 2] = 255
     image = Image.fromarray(pixels)
     model = timm.create_model("test_resnet", num_classes=2)
-    squashed, window = Teacher(model, 64, "squash", CONFIG).prepare(image)
+    squashed, centre = np.empty((2, 1, 64, 64, 3), np.uint8)
+    window = render(image, Teacher(model, 64, "squash", CONFIG), squashed)
     assert window == (0.0, 0.0, 1.0, 1.0)
-    assert squashed[:, :8, 0].min() > 200
-    centre, window = Teacher(model, 64, "centre-crop", CONFIG).prepare(image)
+    assert squashed[0, :, :8, 0].min() > 200
+    window = render(image, Teacher(model, 64, "centre-crop", CONFIG), centre)
     assert window == (0.0, 0.25, 1.0, 0.75)
     assert centre[..., 0].max() == 0
 

@@ -27,7 +27,7 @@ def label_images(
     teacher's classes.
     """
     device = teacher.mean.device
-    example = torch.zeros(1, teacher.input_size, teacher.input_size, 3, dtype=torch.uint8, device=device)
+    example = torch.zeros(1, *teacher.shape, dtype=torch.uint8, device=device)
     try:
         _, side, _, num_classes = teacher(example).shape
     except (AssertionError, RuntimeError) as error:
@@ -44,7 +44,7 @@ def label_images(
     if len(images.class_names) != num_classes:
         raise UserError(
             f"{images.root} has {len(images.class_names)} classes but the teacher {name} scores {num_classes}; "
-            "choose a teacher of the same classes"
+            "choose a teacher of the same classes, or give a --class-map"
         )
     header = StoreHeader(
         side=side, top_k=top_k, num_classes=num_classes, absent=absent,

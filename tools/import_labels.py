@@ -19,7 +19,7 @@ from typing import Literal
 
 import tyro
 from densefeed.relabel.files import UserError, run
-from densefeed.relabel.geometry import Geometry
+from densefeed.relabel.geometry import Footprint
 from densefeed.relabel.images import Images
 from densefeed.relabel.packs import PUBLISHED, Axes, Matching, Pack, import_pack, match, probe
 
@@ -31,7 +31,7 @@ class Import:
     labels: Path  # the pack: a folder of class folders with .pt or .npy files
     data: Path  # the images: a folder of class folders
     out: Path  # the store to write, HDF5
-    footprint: Geometry | None = None  # what a map covers: the whole image or its centre square; none: as published
+    footprint: Footprint | None = None  # what a map covers: all of the image, its centre square, or with padding; none: as published
     axes: Axes = "row-column"  # of a file's last two axes, which comes first
     teacher: str = ""  # who made the maps; empty: as published
     input_size: int = 0  # side of the teacher's input, pixels; 0: as published

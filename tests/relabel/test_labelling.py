@@ -42,7 +42,7 @@ def test_a_row_is_the_teachers_top_k_of_that_image(folder, tmp_path, geometry):
             want_window = np.array([0, 0, 1, 1])
         pixels, _ = scorer.prepare(image)
         x = (
-            torch.from_numpy(pixels.copy()).permute(2, 0, 1)[None] / 255 - torch.tensor(CONFIG["mean"]).view(3, 1, 1)
+            torch.from_numpy(pixels).permute(0, 3, 1, 2) / 255 - torch.tensor(CONFIG["mean"]).view(3, 1, 1)
         ) / torch.tensor(CONFIG["std"]).view(3, 1, 1)
         with torch.no_grad():
             features = scorer.model.forward_features(x)
@@ -63,7 +63,7 @@ def test_accuracy_from_the_store_is_the_models_own(folder, tmp_path):
     right = []
     for index in range(len(images)):
         pixels, _ = scorer.prepare(decode(images.read(index), ""))
-        x = torch.from_numpy(pixels.copy()).permute(2, 0, 1)[None] / 255
+        x = torch.from_numpy(pixels).permute(0, 3, 1, 2) / 255
         x = (x - torch.tensor(CONFIG["mean"]).view(3, 1, 1)) / torch.tensor(CONFIG["std"]).view(3, 1, 1)
         with torch.no_grad():
             right.append(int(scorer.model(x).argmax()) == images.labels[index])

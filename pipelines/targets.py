@@ -81,7 +81,7 @@ def places(batch: Batch, side: int, rules: TargetRules) -> Places:
         cells = labelling_cells(frame, side)
     else:  # published sampling clamps points within half a cell beyond the map, and takes what is farther for 0
         frame, margin = published_frame(batch.shown, view, side), 0.5 / side + EDGE
-        cells = view.new_tensor([0, side - 1]).expand(len(view), 2, 2)
+        cells = (torch.arange(2, dtype=view.dtype, device=view.device) * (side - 1)).expand(len(view), 2, 2)
     scale, shift = frame.unbind(2)
     through = scale[:, :, None] * view
     through = torch.cat([through[:, :, :2], through[:, :, 2:] + shift[:, :, None]], 2)

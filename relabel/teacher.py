@@ -5,7 +5,6 @@ the pictures (`forward`). Who calls it cuts the pictures out; `prepare` does so 
 """
 
 import hashlib
-import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -18,7 +17,7 @@ from .class_map import ClassMap
 from .files import UserError
 from .geometry import Box, Geometry, Look, crop_in_pixels, window_of
 from .images import crop_resize
-from .scorer import Scorer
+from .network import Network
 
 # N images   L looks, view by view and in each tile by tile   S cells along a map's side, s along a tile's   K classes
 
@@ -60,7 +59,7 @@ class Teacher(nn.Module):
     that agree come out as they were and zero-logit stores keep their scale. The published generators average nothing.
 
     Args:
-        model, input_size, config, class_map, name: of the first network, see Scorer.
+        model, input_size, config, class_map, name: of the first network, see Network.
         views: 1 to 18.
         tiles: along a side, with `tile` at least 2 and else 1.
         others: the other networks, of the same classes.
@@ -70,15 +69,15 @@ class Teacher(nn.Module):
 
     def __init__(
         self, model: nn.Module, input_size: int, geometry: Geometry, config: dict, *,
-        class_map: ClassMap | None = None, name: str = "", views: int = 1, tiles: int = 1, others: Sequence[Scorer] = (),
+        class_map: ClassMap | None = None, name: str = "", views: int = 1, tiles: int = 1, others: Sequence[Network] = (),
     ) -> None:  # fmt: skip
         super().__init__()
         if not 1 <= views <= MOST_VIEWS:
             raise UserError(f"--views {views} cannot be; take 1 to {MOST_VIEWS}, 2 being the image and its mirror")
         if (geometry == "tile") != (tiles > 1) or tiles < 1:
             raise UserError(f"--geometry {geometry} cannot have --tiles {tiles}; tile takes 2 and more, the others take 1")
-        self.scorers = nn.ModuleList([Scorer(model, input_size, config, class_map, name), *others])
-        largest = max(self.scorers, key=lambda scorer: scorer.input_size)
+        self.networks = nn.ModuleList([Network(model, input_size, config, class_map, name), *others])
+        largest = max(self.networks, key=lambda network: network.input_size)
         self.input_size, self.interpolation = largest.input_size, largest.interpolation
         self.fill = tuple(round(level) for level in largest.mean.flatten().tolist())  # 0 to 255, of what is beyond an image
         self.window_geometry, self.views, self.tiles = geometry, views, tiles
@@ -88,12 +87,12 @@ class Teacher(nn.Module):
     @property
     def model(self) -> nn.Module:
         """The network, or all of an ensemble: what the hash of the weights is over."""
-        return self.scorers[0].model if len(self.scorers) == 1 else nn.ModuleList(scorer.model for scorer in self.scorers)
+        return self.networks[0].model if len(self.networks) == 1 else nn.ModuleList(network.model for network in self.networks)
 
     @property
     def mean(self) -> Tensor:
         """The first network's mean colour, 0 to 255, `[1, 3, 1, 1]`, on the device that all are on."""
-        return self.scorers[0].mean
+        return self.networks[0].mean
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -110,8 +109,7 @@ class Teacher(nn.Module):
         if self.views <= 2 and self.tiles == 1:
             return [Look((left, top, right, bottom), flip) for flip in (False, True)[: self.views]]
         if not self.cells:
-            with torch.inference_mode():
-                self._score(torch.zeros(1, *self.shape[1:], dtype=torch.uint8, device=self.mean.device))
+            self._count_cells()
         side = self.tiles * self.cells - (self.tiles - 1) * self.overlap
         across, down = (right - left) / side, (bottom - top) / side  # a cell
         looks = []
@@ -125,6 +123,20 @@ class Teacher(nn.Module):
                 )  # a whole pixel stays one: nothing beyond it is read
         return looks
 
+    def _count_cells(self) -> None:
+        """Ask the networks: what they are shown depends on how many cells they give."""
+        try:
+            with torch.inference_mode():
+                self._score(torch.zeros(1, *self.shape[1:], dtype=torch.uint8, device=self.mean.device))
+        except torch.OutOfMemoryError:
+            raise
+        except (AssertionError, RuntimeError) as error:
+            said = str(error).partition("\n")[0] or type(error).__name__
+            names = " and ".join(network.name for network in self.networks)
+            raise UserError(
+                f"{names} cannot be shown images of {self.input_size} px ({said}); choose another --input-size"
+            ) from error
+
     @property
     def overlap(self) -> int:
         """Cells that neighbouring tiles share; even, so that its middle lies between two."""
@@ -134,11 +146,11 @@ class Teacher(nn.Module):
         """The pictures of an image, uint8 `[L, size, size, 3]`, and the Window of its map."""
         pictures = []
         for box, flip in self.looks(image.height, image.width):
-            picture = crop_resize(*_padded(image, box, self.fill), self.input_size, self.interpolation)
+            picture = crop_resize(image, box, self.input_size, self.interpolation, self.fill)
             pictures.append(picture[:, ::-1] if flip else picture)
         return np.stack(pictures), self.window(image.height, image.width)
 
-    @torch.inference_mode()
+    @torch.no_grad()  # and not inference_mode, within which torch.compile (2.15) fails on a slice of the input
     def forward(self, image_NLHW3: Tensor) -> Tensor:
         """Logits of every cell, float32 `[N, S, S, K]`, of the looks at images, uint8 `[N, L, size, size, 3]`.
 
@@ -148,7 +160,7 @@ class Teacher(nn.Module):
             raise ValueError(f"pictures are {tuple(image_NLHW3.shape[1:])}, not {self.shape}")
         if self.views == 1 and self.tiles == 1:
             return self._score(image_NLHW3[:, 0])
-        looks = iter(image_NLHW3.unbind(1))
+        looks = (image_NLHW3[:, look] for look in range(self.shape[0]))
         sums = [Mean() for _ in range(self.tiles**2)]
         for shift, flip in _views(self.views):
             for mean in sums:
@@ -158,11 +170,11 @@ class Teacher(nn.Module):
 
     def _score(self, image_NHWC: Tensor) -> Tensor:
         """The members' mean of one look, `[N, s, s, K]`."""
-        maps = [scorer(image_NHWC) for scorer in self.scorers]
+        maps = [network(image_NHWC) for network in self.networks]
         self.cells = max(logits.shape[1] for logits in maps)
         if len(maps) == 1:
             return maps[0]
-        classes = {scorer.name: logits.shape[3] for scorer, logits in zip(self.scorers, maps, strict=True)}
+        classes = {network.name: logits.shape[3] for network, logits in zip(self.networks, maps, strict=True)}
         if len(set(classes.values())) > 1:
             said = ", ".join(f"{name} {count}" for name, count in classes.items())
             raise UserError(f"the teachers score different numbers of classes ({said}); give each a --class-map")
@@ -229,17 +241,6 @@ def resampled(logits_NssK: Tensor, side: int) -> Tensor:
 def _views(count: int) -> list[tuple[tuple[int, int], bool]]:
     """Shift (down, right; cells) and flip of each view."""
     return [(shift, flip) for shift in SHIFTS for flip in (False, True)][:count]
-
-
-def _padded(image: Image.Image, box: Box, fill: tuple[int, ...]) -> tuple[Image.Image, Box]:
-    """The image and the box, or where the box reaches beyond the image a canvas of `fill` that has both, and the box on it."""
-    left, top, right, bottom = box
-    if left >= 0 and top >= 0 and right <= image.width and bottom <= image.height:
-        return image, box
-    x, y = math.floor(left), math.floor(top)
-    canvas = Image.new("RGB", (math.ceil(right) - x, math.ceil(bottom) - y), fill)
-    canvas.paste(image, (-x, -y))
-    return canvas, (left - x, top - y, right - x, bottom - y)
 
 
 def weights_hash(model: nn.Module) -> str:

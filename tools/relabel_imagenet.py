@@ -61,9 +61,9 @@ def main(labelling: Labelling) -> None:
         labelling.teacher, labelling.model, labelling.input_size, labelling.class_map, images.class_names, labelling.geometry,
         labelling.views, labelling.tiles,
     )  # fmt: skip
-    for scorer in teacher.scorers:
-        if scorer.caveat:
-            print(f"note: {scorer.caveat}")
+    for network in teacher.networks:
+        if network.caveat:
+            print(f"note: {network.caveat}")
     store = label_images(
         images, teacher.to(device), name, labelling.out, labelling.top_k, labelling.batch, labelling.threads, labelling.absent,
         labelling.form,

@@ -14,7 +14,7 @@ from densefeed.models import checkpoints
 from densefeed.relabel.class_map import ClassMap, read_class_map
 from densefeed.relabel.files import UserError
 from densefeed.relabel.geometry import Geometry
-from densefeed.relabel.scorer import Scorer, own_config
+from densefeed.relabel.network import Network, own_config
 from densefeed.relabel.teacher import Teacher
 from densefeed.tools.trained import imagenet_names
 from timm.data import resolve_data_config
@@ -24,7 +24,7 @@ OWN = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")  # package.module:factory
 SAME = "-"  # in place of a class map: the teacher's classes are the data's
 
 
-class Network(NamedTuple):
+class Loaded(NamedTuple):
     """A network with its weights."""
 
     model: nn.Module
@@ -66,12 +66,12 @@ def load_teacher(
             {"model": network.model, "input_size": size, "config": network.config, "class_map": class_map, "name": word}
         )
         names.append(word)
-    others = [Scorer(**member) for member in members[1:]]
+    others = [Network(**member) for member in members[1:]]
     teacher = Teacher(**members[0], geometry=geometry, views=views, tiles=tiles, others=others)
     return teacher, " + ".join(names) + (f", {views} views" if views > 1 else "")
 
 
-def load_network(word: str, model_name: str, size: int) -> Network:
+def load_network(word: str, model_name: str, size: int) -> Loaded:
     """The network that a word names, for inputs of `size` pixels. `model_name` (timm's) is for checkpoints that do not say."""
     path = Path(word)
     path = path / "last.pt" if path.is_dir() else path
@@ -79,12 +79,12 @@ def load_network(word: str, model_name: str, size: int) -> Network:
         if path.exists() or path.suffix in (".pt", ".pth", ".tar", ".safetensors"):
             model, checkpoint = checkpoints.build(path, model_name)
             model.pretrained_cfg.update({name: checkpoint[name] for name in ("mean", "std") if name in checkpoint})
-            return Network(at_size(model, size), resolve_data_config(model=model), list(checkpoint.get("class_names", [])))
+            return Loaded(at_size(model, size), resolve_data_config(model=model), list(checkpoint.get("class_names", [])))
     except checkpoints.CheckpointError as error:
         raise UserError(str(error)) from error
     if OWN.fullmatch(word):
         model = own_module(word)
-        return Network(model, own_config(model), list(getattr(model, "class_names", [])))
+        return Loaded(model, own_config(model), list(getattr(model, "class_names", [])))
     if not timm.is_model(word.split(".")[0]):
         raise UserError(f"{word} is neither a file nor a timm model; timm.list_models() lists them")
     try:
@@ -96,7 +96,7 @@ def load_network(word: str, model_name: str, size: int) -> Network:
             f"the weights of {word} cannot be downloaded ({type(error).__name__}); give a file: "
             f"--teacher weights.safetensors --model {word}"
         ) from error
-    return Network(model, resolve_data_config(model=model), [])
+    return Loaded(model, resolve_data_config(model=model), [])
 
 
 def own_module(word: str) -> nn.Module:
@@ -141,7 +141,7 @@ def _one_each(values: Sequence, count: int, flag: str) -> list:
     return list(values) * (count if len(values) == 1 else 1)
 
 
-def _class_map(path: Path, network: Network, word: str, data_names: list[str]) -> ClassMap:
+def _class_map(path: Path, network: Loaded, word: str, data_names: list[str]) -> ClassMap:
     names = network.class_names
     count = len(names) or getattr(network.model, "num_classes", 0)
     if not count:

@@ -8,7 +8,7 @@ from densefeed.relabel.class_map import ClassMap
 from densefeed.relabel.files import UserError
 from densefeed.relabel.geometry import WHOLE
 from densefeed.relabel.images import crop_resize
-from densefeed.relabel.scorer import Scorer
+from densefeed.relabel.network import Network
 from densefeed.relabel.teacher import MOST_VIEWS, Teacher, resampled, weights_hash
 from PIL import Image
 from torch import nn
@@ -160,7 +160,7 @@ def test_an_ensembles_map_is_the_mean_of_its_members_probabilities():
     large = Mosaic(cell=2 * CELL, scale=0.03)
     small = Mosaic(scale=0.01, classes=6)
     swap = ClassMap(torch.tensor([0, 1, 3, 4, 5]), torch.tensor([1, 0, 2, 3, 4]), 5)
-    others = [Scorer(large, side, CONFIG), Scorer(small, side, PLAIN, swap)]
+    others = [Network(large, side, CONFIG), Network(small, side, PLAIN, swap)]
     got = labelled(Teacher(Mosaic(), side, "squash", PLAIN, others=others), image)
     pixels = torch.from_numpy(np.asarray(image).copy())[None]
     one = by_hand(image, Mosaic()).double()
@@ -180,16 +180,16 @@ def test_members_of_other_sizes_see_nearly_what_they_would_alone():
     image = mosaic(300, 200)
     big, small = Mosaic(scale=1.0), Mosaic(scale=1.0)
     alone = labelled(Teacher(small, 6 * CELL, "squash", PLAIN), image)
-    pair = Teacher(small, 6 * CELL, "squash", PLAIN, others=[Scorer(big, 12 * CELL, PLAIN)])
+    pair = Teacher(small, 6 * CELL, "squash", PLAIN, others=[Network(big, 12 * CELL, PLAIN)])
     assert pair.shape == (1, 96, 96, 3)
     picture, _ = pair.prepare(image)
-    through = pair.scorers[0](torch.from_numpy(picture))[0]
+    through = pair.networks[0](torch.from_numpy(picture))[0]
     assert (through - alone).abs().max() < 4 * small.weights.abs().sum(1).max()
     assert labelled(pair, image).shape == (12, 12, 5)
 
 
 def test_members_must_agree_on_the_classes():
-    pair = Teacher(Mosaic(), 48, "squash", PLAIN, name="a", others=[Scorer(Mosaic(classes=4), 48, PLAIN, name="b")])
+    pair = Teacher(Mosaic(), 48, "squash", PLAIN, name="a", others=[Network(Mosaic(classes=4), 48, PLAIN, name="b")])
     with pytest.raises(
         UserError, match=r"the teachers score different numbers of classes \(a 5, b 4\); give each a --class-map"
     ):
@@ -225,19 +225,38 @@ def test_tiles_too_small_to_overlap_are_refused():
         labelled(Teacher(Mosaic(), 2 * CELL, "tile", PLAIN, tiles=2), mosaic(48, 48))
 
 
+def test_sizes_that_a_network_does_not_take_are_said_when_its_cells_are_counted():
+    model = timm.create_model("deit_tiny_patch16_224", depth=1, num_classes=5)
+    with pytest.raises(UserError, match=r"^vit cannot be shown images of 64 px \(.*\); choose another --input-size"):
+        Teacher(model, 64, "squash", CONFIG, name="vit", views=4).looks(50, 50)
+
+
+def test_a_compiled_teacher_says_the_same():
+    """torch.compile's tracing, with no code generated: views, a class map and an ensemble in one graph."""
+    image = mosaic(6 * CELL, 6 * CELL)
+    other = Network(Mosaic(classes=6), 6 * CELL, CONFIG, ClassMap(torch.arange(6), torch.tensor([0, 1, 2, 3, 4, 4]), 5))
+    teacher = Teacher(Mosaic(), 6 * CELL, "squash", PLAIN, views=3, others=[other])
+    pictures = torch.from_numpy(teacher.prepare(image)[0])[None]
+    compiled = torch.compile(teacher, backend="aot_eager", fullgraph=True, dynamic=False)
+    with torch.inference_mode():
+        torch.testing.assert_close(compiled(pictures.clone()), teacher(pictures), rtol=1e-5, atol=1e-5)
+
+
 def test_all_members_move_to_the_device_together():
-    pair = Teacher(Mosaic(), 48, "squash", PLAIN, others=[Scorer(Mosaic(), 48, CONFIG)]).to("meta")
+    pair = Teacher(Mosaic(), 48, "squash", PLAIN, others=[Network(Mosaic(), 48, CONFIG)]).to("meta")
     assert {tensor.device.type for tensor in pair.state_dict().values()} == {"meta"}
     assert pair.mean.device.type == "meta"
 
 
 def test_the_hash_follows_the_weights_of_every_member():
-    pair = Teacher(timm.create_model("test_resnet", num_classes=5), 64, "squash", CONFIG, others=[Scorer(Mosaic(), 48, CONFIG)])
+    pair = Teacher(
+        timm.create_model("test_resnet", num_classes=5), 64, "squash", CONFIG, others=[Network(Mosaic(), 48, CONFIG)]
+    )
     before = weights_hash(pair.model)
     assert weights_hash(pair.model) == before
-    for scorer in pair.scorers:
+    for network in pair.networks:
         with torch.no_grad():
-            next(scorer.model.parameters()).view(-1)[0] += 1
+            next(network.model.parameters()).view(-1)[0] += 1
         assert weights_hash(pair.model) != before
         before = weights_hash(pair.model)
     alone = timm.create_model("test_resnet", num_classes=5)

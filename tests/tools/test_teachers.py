@@ -118,8 +118,8 @@ def test_imagenets_classes_are_known_by_their_wordnet_ids(here, monkeypatch):
     monkeypatch.setattr("timm.create_model", lambda name, pretrained: create(name))
     (here / "pets.json").write_text('{"n02123045": "cat", "n02106662": "dog"}')
     teacher, _ = load("test_resnet", class_maps=["pets.json"])
-    assert teacher.scorers[0].source.tolist() == [235, 281]
-    assert teacher.scorers[0].target.tolist() == [1, 0]
+    assert teacher.networks[0].source.tolist() == [235, 281]
+    assert teacher.networks[0].target.tolist() == [1, 0]
 
 
 def test_the_command_labels_with_two_teachers(here, folder, command):

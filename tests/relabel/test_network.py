@@ -6,7 +6,7 @@ import torch
 from densefeed.models import lvvit  # noqa: F401  (registers)
 from densefeed.relabel.class_map import ClassMap
 from densefeed.relabel.files import UserError
-from densefeed.relabel.scorer import Scorer, own_config
+from densefeed.relabel.network import Network, own_config
 from timm.models.volo import VOLO
 from torch import nn
 
@@ -60,7 +60,7 @@ def normalised(image_NHWC):
 def test_the_mean_over_cells_of_a_linear_head_is_the_models_own_answer(name, options, size, side):
     model = model_of(name, options)
     with torch.no_grad():
-        logits = Scorer(model, size, CONFIG)(pictures(size))
+        logits = Network(model, size, CONFIG)(pictures(size))
         assert logits.shape == (2, side, side, CLASSES)
         assert logits.std((1, 2)).min() > 1e-4  # cells differ
         torch.testing.assert_close(logits.mean((1, 2)), model(normalised(pictures(size))), rtol=1e-4, atol=1e-4)
@@ -72,7 +72,7 @@ def test_a_cell_is_the_models_answer_to_features_that_are_this_cell_everywhere(n
     model = model_of(name, options)
     prefix = getattr(model, "num_prefix_tokens", 0)
     with torch.no_grad():
-        logits = Scorer(model, size, CONFIG)(pictures(size))
+        logits = Network(model, size, CONFIG)(pictures(size))
         features = model.forward_features(normalised(pictures(size)))
         assert logits.shape == (2, side, side, CLASSES)
         for row, column in [(0, 0), (0, 1), (side - 1, 0), (1, side - 1)]:
@@ -91,7 +91,7 @@ def test_a_cell_is_features_times_the_classifier_with_its_bias():
     with torch.no_grad():
         features = model.forward_features(normalised(pictures(64)))
         want = torch.nn.functional.conv2d(features, model.head.fc.weight[:, :, None, None], model.head.fc.bias)
-        torch.testing.assert_close(Scorer(model, 64, CONFIG)(pictures(64)), want.permute(0, 2, 3, 1), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(Network(model, 64, CONFIG)(pictures(64)), want.permute(0, 2, 3, 1), rtol=1e-4, atol=1e-5)
 
 
 def test_distilled_heads_are_averaged_and_norms_applied_written_out():
@@ -101,15 +101,15 @@ def test_distilled_heads_are_averaged_and_norms_applied_written_out():
         x = normalised(pictures(64))
         tokens = deit.forward_features(x)[:, 2:]
         want = (deit.head(tokens) + deit.head_dist(tokens)) / 2
-        torch.testing.assert_close(Scorer(deit, 64, CONFIG)(pictures(64)).flatten(1, 2), want, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(Network(deit, 64, CONFIG)(pictures(64)).flatten(1, 2), want, rtol=1e-4, atol=1e-4)
         want = beit.head(beit.fc_norm(beit.forward_features(x)[:, 1:]))
-        torch.testing.assert_close(Scorer(beit, 64, CONFIG)(pictures(64)).flatten(1, 2), want, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(Network(beit, 64, CONFIG)(pictures(64)).flatten(1, 2), want, rtol=1e-4, atol=1e-4)
 
 
 def test_lvvit_teaches_with_its_token_head():
     model = model_of("lvvit_micro", {})
     with torch.no_grad():
-        logits = Scorer(model, 64, CONFIG)(pictures(64))
+        logits = Network(model, 64, CONFIG)(pictures(64))
         assert logits.shape == (2, 8, 8, CLASSES)
         x = normalised(pictures(64))
         want = model.head(model.forward_features(x)[:, 0]) + 0.5 * logits.flatten(1, 2).amax(1)
@@ -123,7 +123,7 @@ def test_volo_teaches_with_its_token_head():
     model = VOLO(layers=ones, img_size=64, num_classes=CLASSES, embed_dims=dims, num_heads=ones, use_mix_token=False).eval()
     nn.init.normal_(model.aux_head.bias)
     with torch.no_grad():
-        logits = Scorer(model, 64, CONFIG)(pictures(64))
+        logits = Network(model, 64, CONFIG)(pictures(64))
         model.training = True
         _, tokens, _ = model.forward_train(normalised(pictures(64)))
         torch.testing.assert_close(logits.flatten(1, 2), tokens, rtol=1e-4, atol=1e-4)
@@ -142,7 +142,7 @@ def test_volo_teaches_with_its_token_head():
 def test_models_without_a_classifier_of_cells_are_refused_by_name(name, options, size, words):
     model = timm.create_model(name, **{"num_classes": CLASSES} | options)
     with pytest.raises(UserError, match=rf"my {name} {words}"), torch.no_grad():
-        Scorer(model, size, CONFIG, name=f"my {name}")(pictures(size))
+        Network(model, size, CONFIG, name=f"my {name}")(pictures(size))
 
 
 def test_tables_that_are_not_square_are_refused():
@@ -150,20 +150,20 @@ def test_tables_that_are_not_square_are_refused():
     model = timm.create_model("test_vit", num_classes=2, img_size=(72, 64), patch_size=(8, 16))
     model.patch_embed.img_size = None
     with pytest.raises(UserError, match=r"test_vit gives 36 tokens \(9 x 4\), which are no square table"), torch.no_grad():
-        Scorer(model, 72, CONFIG, name="test_vit")._of_features(torch.zeros(1, 37, model.num_features))
+        Network(model, 72, CONFIG, name="test_vit")._of_features(torch.zeros(1, 37, model.num_features))
     model = timm.create_model("test_resnet", num_classes=2)
     model.forward_features = lambda x: torch.zeros(len(x), model.num_features, 2, 3)
     with pytest.raises(UserError, match=r"ResNet gives 2 x 3 cells, and a map is square"), torch.no_grad():
-        Scorer(model, 64, CONFIG)(pictures(64))
+        Network(model, 64, CONFIG)(pictures(64))
     model.forward_features = lambda x: torch.zeros(len(x), 5)
     with pytest.raises(UserError, match=r"gives features of shape \(2, 5\), and a teacher must keep space"), torch.no_grad():
-        Scorer(model, 64, CONFIG)(pictures(64))
+        Network(model, 64, CONFIG)(pictures(64))
 
 
 def test_who_answers_from_a_class_token_says_so():
-    assert "was trained to answer from its class token" in Scorer(model_of("test_vit", {}), 64, CONFIG, name="x").caveat
+    assert "was trained to answer from its class token" in Network(model_of("test_vit", {}), 64, CONFIG, name="x").caveat
     for name in ("test_vit2", "test_resnet", "lvvit_micro"):
-        assert not Scorer(model_of(name, {}), 64, CONFIG).caveat
+        assert not Network(model_of(name, {}), 64, CONFIG).caveat
 
 
 class Own(nn.Module):
@@ -181,7 +181,7 @@ def test_a_module_of_ones_own_says_its_preprocessing():
     assert config["interpolation"] == "lanczos"
     image = pictures(32)
     want = image.double().unflatten(2, (4, 8)).unflatten(1, (4, 8)).mean((2, 4))
-    torch.testing.assert_close(Scorer(Own(), 32, config)(image).double(), want, rtol=1e-5, atol=1e-3)
+    torch.testing.assert_close(Network(Own(), 32, config)(image).double(), want, rtol=1e-5, atol=1e-3)
     assert own_config(nn.Identity()) == {
         "mean": (0.485, 0.456, 0.406),
         "std": (0.229, 0.224, 0.225),
@@ -193,16 +193,16 @@ def test_a_module_of_ones_own_says_its_preprocessing():
     with pytest.raises(UserError, match="the std of Identity must be three numbers"):
         own_config(module)
     with pytest.raises(UserError, match="Identity wants images resized by 'nearest', known are bilinear"):
-        Scorer(nn.Identity(), 32, CONFIG | {"interpolation": "nearest"})
+        Network(nn.Identity(), 32, CONFIG | {"interpolation": "nearest"})
     with pytest.raises(UserError, match="Identity has neither forward_token_logits nor forward_features"):
-        Scorer(nn.Identity(), 32, CONFIG)
+        Network(nn.Identity(), 32, CONFIG)
 
 
 def test_a_class_map_adds_probabilities_of_merged_classes():
-    scorer = Scorer(Own(), 16, CONFIG, ClassMap(torch.tensor([0, 2]), torch.tensor([0, 0]), 1))
+    network = Network(Own(), 16, CONFIG, ClassMap(torch.tensor([0, 2]), torch.tensor([0, 0]), 1))
     image = pictures(16)
-    want = Scorer(Own(), 16, CONFIG)(image)[..., [0, 2]].logsumexp(-1, keepdim=True)
-    torch.testing.assert_close(scorer(image), want, rtol=1e-6, atol=1e-5)
+    want = Network(Own(), 16, CONFIG)(image)[..., [0, 2]].logsumexp(-1, keepdim=True)
+    torch.testing.assert_close(network(image), want, rtol=1e-6, atol=1e-5)
 
 
 def test_a_picture_of_another_size_is_resized_on_the_device():
@@ -213,6 +213,6 @@ def test_a_picture_of_another_size_is_resized_on_the_device():
     picture = Image.fromarray(pictures(64)[0].numpy()).resize((48, 48), Image.Resampling.BICUBIC)
     for word, filter in (("bilinear", Image.Resampling.BILINEAR), ("bicubic", Image.Resampling.BICUBIC)):
         small = torch.from_numpy(np.array(picture.resize((16, 16), filter)))[None]
-        scorer = Scorer(Own(), 16, own_config(Own()) | {"interpolation": word})
-        got, want = scorer(torch.from_numpy(np.array(picture))[None]), scorer(small)
+        network = Network(Own(), 16, own_config(Own()) | {"interpolation": word})
+        got, want = network(torch.from_numpy(np.array(picture))[None]), network(small)
         assert (got - want).abs().max() < 0.6

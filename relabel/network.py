@@ -1,4 +1,4 @@
-"""Scorer: one network as a dense scorer. Pixels in, logits of every cell of its feature map out."""
+"""Network: a classifier as a dense scorer. Pixels in, logits of every cell of its feature map out."""
 
 import torch
 from PIL import Image
@@ -37,7 +37,7 @@ def own_config(module: nn.Module) -> dict:
     return config
 
 
-class Scorer(nn.Module):
+class Network(nn.Module):
     """A classifier that gives logits for every cell of its feature map.
 
     The classifier, bias included, is applied to each cell as if that cell were the whole feature map. For a head that

@@ -118,9 +118,8 @@ class Teacher(nn.Module):
                 y, x = (at * (self.cells - self.overlap) for at in divmod(tile, self.tiles))
                 ends = x + column, y + row, x + column + self.cells, y + row + self.cells
                 box = (start + end * cell for start, end, cell in zip((left, top) * 2, ends, (across, down) * 2, strict=True))
-                looks.append(
-                    Look(tuple(round(edge, 6) for edge in box), flip)
-                )  # a whole pixel stays one: nothing beyond it is read
+                # A whole pixel stays one, so that nothing beyond it is read.
+                looks.append(Look(tuple(round(edge, 6) for edge in box), flip))
         return looks
 
     def _count_cells(self) -> None:

@@ -8,6 +8,7 @@ of orientation and coverage, because an image's label is the same however its ma
 """
 
 import math
+import re
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,6 +38,8 @@ NAMED = 5  # rows in a check's evidence
 
 FEWEST_LABELS = 100  # rows, to hold the maps against the labels
 OTHER = 0.5  # correlation below which two maps are surely of different things
+
+MANY = re.compile(r", \d+ views [0-9a-f]+$| by \S+ [0-9a-f]{8}\b")  # in a teacher's name: views, a class map
 
 NOT_YET = "the class list must be put right first"
 ALONE = "only a reference model can tell, and none was given: an image's label is the same however its map lies"
@@ -130,11 +133,12 @@ def audit(
 
 
 def made_by(store: ScoreMapStore, references: References | None) -> bool:
-    """Is the reference the very model that made this store? Its header ends with a hash of the weights."""
+    """Is the reference the very model that made this store, alone and in one view? Its header ends with a hash of the weights."""
     known = (references or {}).get(store.header.geometry)
     model = getattr(known, "model", None)
     same_input = getattr(known, "input_size", None) == store.header.input_size
-    return model is not None and same_input and store.header.teacher.endswith(f" {weights_hash(model)}")
+    otherwise = MANY.search(store.header.teacher)
+    return model is not None and same_input and not otherwise and store.header.teacher.endswith(f" {weights_hash(model)}")
 
 
 # ------------------------------------------------------------------------------------------------ the store's own rows
@@ -417,7 +421,7 @@ def neighbours(labels: np.ndarray, usable: np.ndarray, count: int) -> np.ndarray
 def windows(store: ScoreMapStore, images: Images, image_of: np.ndarray, rows: np.ndarray) -> Check:
     """Does the stored Window follow from the image's size and the geometry that the header names?"""
     name, geometry = "windows", store.header.geometry
-    if geometry not in ("squash", "centre-crop"):
+    if geometry not in ("squash", "centre-crop", "letterbox"):
         return Check(name, "unchecked", f"of geometry {geometry} only its maker knows the Windows")
     said = store.rows(rows).window
     want = np.array([window_of(geometry, *size) for size in map(images.size, image_of[rows].tolist())], np.float32)

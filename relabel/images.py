@@ -111,16 +111,22 @@ class Images:
 
 
 def crop_resize(
-    image: Image.Image, box: tuple[float, float, float, float], size: int, filter: Image.Resampling = Image.Resampling.BILINEAR
-) -> np.ndarray:
+    image: Image.Image, box: tuple[float, float, float, float], size: int,
+    filter: Image.Resampling = Image.Resampling.BILINEAR, fill: tuple[int, ...] = (0, 0, 0),
+) -> np.ndarray:  # fmt: skip
     """The box (left, top, right, bottom; pixels, fractions allowed) as uint8 `[size, size, 3]`, antialiased.
 
     No pixel outside the box (rounded outwards) is read: as torchvision, crop first and then resize. Pillow's own
-    `resize(box=...)` lets the filter reach over the box's edge.
+    `resize(box=...)` lets the filter reach over the box's edge. Where the box reaches beyond the image it shows `fill`, 0 to 255.
     """
     left, top, right, bottom = box
     x, y = math.floor(left), math.floor(top)
-    cut = image.crop((x, y, math.ceil(right), math.ceil(bottom)))
+    ends = math.ceil(right), math.ceil(bottom)
+    if x >= 0 and y >= 0 and ends[0] <= image.width and ends[1] <= image.height:
+        cut = image.crop((x, y, *ends))
+    else:
+        cut = Image.new("RGB", (ends[0] - x, ends[1] - y), fill)
+        cut.paste(image, (-x, -y))
     return np.asarray(cut.resize((size, size), filter, box=(left - x, top - y, right - x, bottom - y)))
 
 

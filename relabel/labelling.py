@@ -93,7 +93,7 @@ def begin_pass(
     if len(images.class_names) != num_classes:
         raise UserError(
             f"{images.root} has {len(images.class_names)} classes but the teacher {name} scores {num_classes}; "
-            "choose a teacher of the same classes"
+            "choose a teacher of the same classes, or give a --class-map"
         )
     said = "" if scorer.precision == "fp32" else f" {scorer.precision}"  # other products round otherwise: another teacher
     header = StoreHeader(

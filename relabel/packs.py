@@ -21,7 +21,7 @@ from typing import Literal, NamedTuple, TextIO
 import numpy as np
 
 from .files import UserError, replacing
-from .geometry import WHOLE, Geometry, window_of
+from .geometry import WHOLE, Footprint, window_of
 from .images import Images
 from .prefetch import ordered_map
 from .progress import steps_bar
@@ -45,7 +45,7 @@ class Published(NamedTuple):
 
     teacher: str
     input_size: int  # of the teacher, pixels
-    footprint: Geometry
+    footprint: Footprint
 
 
 PUBLISHED = {  # by (S, k)
@@ -225,7 +225,7 @@ class Pack:
     matching: Matching
     side: int  # S
     top_k: int  # k
-    footprint: Geometry  # what part of each image a map covers
+    footprint: Footprint  # what part of each image a map covers
     axes: Axes  # which of a file's last two axes comes first
     teacher: str
     input_size: int  # of the teacher, pixels
@@ -384,7 +384,7 @@ def read_part(images: Images, pack: Pack, ids: np.ndarray, files: TensorFiles) -
     return Part(found[order], maps, problems, len(ids))
 
 
-def window(images: Images, index: int, footprint: Geometry) -> tuple[float, float, float, float]:
+def window(images: Images, index: int, footprint: Footprint) -> tuple[float, float, float, float]:
     """The Window of a map. A centre crop's depends on the image's size."""
     return WHOLE if footprint == "squash" else window_of(footprint, *images.size(index))
 

@@ -21,6 +21,7 @@ class Viewer(Protocol):
 
     input_size: int  # pixels
     interpolation: Image.Resampling
+    fill: tuple[int, ...]  # 0 to 255, what is shown beyond an image
 
     def looks(self, height: int, width: int) -> list[Look]:
         """Its looks at an image of this size, pixels; always as many."""
@@ -41,8 +42,8 @@ class PillowRender(NamedTuple):
 
 
 def render(image: Image.Image, viewer: Viewer, out_LHWC: np.ndarray) -> tuple[float, float, float, float]:
-    """All looks at an RGB image into uint8 `[L, H, W, 3]`; its Window. What lies beyond the image is black."""
+    """All looks at an RGB image into uint8 `[L, H, W, 3]`; its Window."""
     for look, out_HWC in zip(viewer.looks(image.height, image.width), out_LHWC, strict=True):
-        pixels = crop_resize(image, look.box, viewer.input_size, viewer.interpolation)
+        pixels = crop_resize(image, look.box, viewer.input_size, viewer.interpolation, viewer.fill)
         out_HWC[:] = pixels[:, ::-1] if look.flip else pixels
     return viewer.window(image.height, image.width)

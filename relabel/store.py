@@ -27,13 +27,13 @@ import numpy as np
 
 from .files import UserError, create_locked, explain, naming, open_locked, remove_orphans, run, sync
 from .forms import Absent, Form, FormError, ScoreMaps, row_sizes, unpack
+from .geometry import are_windows
 from .progress import bar
 
 VERSIONS = {"raw": 1, "lossless": 2, "compact": 2}  # of the file, by the form of its rows
 CHECKED_AT_ONCE = 2**26  # bytes of rows
 WINDOW_BYTES = 16
 NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)  # of file systems that give a file one name only
-EDGE = 1e-6  # by which rounding may put a Window outside its image
 HDF5_OVERHEAD = 2**16  # bytes of HDF5's own beside the rows; 11 kB measured
 
 
@@ -275,14 +275,11 @@ class ScoreMapStore:
     def impossible(self, ids: np.ndarray, maps: ScoreMaps) -> dict[str, np.ndarray]:
         """What no teacher can have said, and which of the rows `ids`, whose maps are given, hold it: bool `[len(ids)]`."""
         logit, cls, lse, window = (part.reshape(len(ids), -1) for part in maps)
-        top, left, bottom, right = window.T
-        # Not the other way round: NaN is neither less nor more.
-        within = (top >= -EDGE) & (top < bottom) & (bottom <= 1 + EDGE) & (left >= -EDGE) & (left < right) & (right <= 1 + EDGE)
         known = cls.max(1) < self.header.num_classes
         return {
             "a logit that is not finite": not_finite(logit),
             "a logsumexp that is not finite": not_finite(lse),
-            "a Window that is no part of the image": ~within,
+            "a Window that is no part of the image": ~are_windows(window),
             f"class {cls.max()} of {self.header.num_classes}": ~known,
             "a class twice in one cell": repeats(maps.cls),
             "more classes than its palette says": known & (palette_sizes(cls) > self.palette[ids]),

@@ -15,9 +15,8 @@ from densefeed.relabel.forms import cell_targets
 from densefeed.relabel.images import Images, decode
 from densefeed.relabel.looks import ORIENTATIONS, References
 from densefeed.relabel.teacher import Teacher, choose_device
-from densefeed.tools.relabel_imagenet import Labelling, load_teacher
+from densefeed.tools.teachers import load_network
 from PIL import Image
-from timm.data import resolve_data_config
 
 FOLDER = Path(__file__).parent
 INKS = ("#56b4e9", "#e69f00", "#009e73", "#f0e442", "#d55e00", "#cc79a7", "#0072b2", "#b2df8a", "#ff7f7f", "#9e9ac8")
@@ -35,14 +34,16 @@ def references(name: str, model: str, input_size: int, class_names: Sequence[str
 
     UserError if it cannot be loaded, was trained on other classes, or does not take inputs of `input_size` pixels.
     """
-    place = Path("unused")  # of images and store, which a teacher does not need
-    network, names = load_teacher(Labelling(data=place, out=place, teacher=name, model=model, input_size=input_size))
+    network = load_network(name, model, input_size)
+    names = network.class_names
     if names and list(names) != list(class_names):
         raise UserError(
             f"{name} was trained on other classes than the maps have ({names[0]}, ... and {class_names[0]}, ...); choose another"
         )
-    config = resolve_data_config(model=network)
-    found = {g: Teacher(network, input_size, g, config).to(choose_device(device)) for g in ("squash", "centre-crop")}
+    found = {
+        geometry: Teacher(network.model, input_size, geometry, network.config, name=name).to(choose_device(device))
+        for geometry in ("squash", "centre-crop")
+    }
     teacher = found["squash"]
     try:
         example = torch.from_numpy(np.stack([teacher.prepare(Image.new("RGB", (input_size, input_size)))[0]]))

@@ -24,7 +24,7 @@ import tyro
 from densefeed.relabel.audit import audit, neighbours
 from densefeed.relabel.files import UserError, run
 from densefeed.relabel.forms import ScoreMaps
-from densefeed.relabel.geometry import Geometry
+from densefeed.relabel.geometry import Footprint
 from densefeed.relabel.images import Images
 from densefeed.relabel.looks import References, find_layout, look
 from densefeed.relabel.packs import FIRST_DOT, PUBLISHED, WHOLE_STEM, Axes, Matching, Pack, import_pack, match, probe, read_part
@@ -39,7 +39,7 @@ class Import:
     labels: Path  # the pack: a folder of class folders with .pt or .npy files
     data: Path  # the images: a folder of class folders
     out: Path  # the store to write, HDF5
-    footprint: Geometry | Literal["find"] | None = None  # what a map covers: the whole image or its centre square; none: as published
+    footprint: Footprint | Literal["find"] | None = None  # all of the image, its centre, or padding too; none: as published
     axes: Axes | Literal["find"] = "row-column"  # of a file's last two axes, which comes first
     teacher: str = ""  # who made the maps; empty: as published
     input_size: int = 0  # side of the teacher's input, pixels; 0: as published
@@ -112,7 +112,7 @@ def declared(wanted: Import, matching: Matching, side: int, top_k: int) -> Pack:
     """The pack as it was declared, and as published where it was not. UserError if neither says."""
     known = PUBLISHED.get((side, top_k))
     # What is to be found is read as if it were the usual until then.
-    footprint: Geometry | None = "squash" if wanted.footprint == "find" else wanted.footprint
+    footprint: Footprint | None = "squash" if wanted.footprint == "find" else wanted.footprint
     axes: Axes = "row-column" if wanted.axes == "find" else wanted.axes
     given = {"teacher": wanted.teacher, "input_size": wanted.input_size, "footprint": footprint}
     unsaid = [name for name, value in given.items() if not value]

@@ -14,7 +14,7 @@ from densefeed.relabel.estimates import try_out
 from densefeed.relabel.files import UserError, explain
 from densefeed.relabel.images import Images, decode
 from densefeed.relabel.labelling import begin_pass, label_images, score_batches, stored_accuracy, unfinished_batches
-from densefeed.relabel.rendering import PillowRender, render
+from densefeed.relabel.rendering import PillowRender
 from densefeed.relabel.scoring import keep_top
 from densefeed.relabel.store import ScoreMapStore, ScoreMapWriter, map_datasets
 from densefeed.relabel.teacher import Teacher
@@ -31,13 +31,6 @@ def teacher(classes=2, size=64, geometry="squash"):
     return Teacher(timm.create_model("test_resnet", num_classes=classes), size, geometry, CONFIG)
 
 
-def shown(scorer, image):
-    """The only look of a teacher at an image."""
-    out = np.empty((1, scorer.input_size, scorer.input_size, 3), np.uint8)
-    render(image, scorer, out)
-    return out[0]
-
-
 @pytest.mark.parametrize("geometry", ["squash", "centre-crop"])
 def test_a_row_is_the_teachers_top_k_of_that_image(folder, tmp_path, geometry):
     """One image alone through the bare timm model, against its row; float16 keeps 11 bits."""
@@ -51,9 +44,9 @@ def test_a_row_is_the_teachers_top_k_of_that_image(folder, tmp_path, geometry):
             want_window = np.array([top / image.height, left / image.width, 1 - top / image.height, 1 - left / image.width])
         else:
             want_window = np.array([0, 0, 1, 1])
-        pixels = shown(scorer, image)
+        pixels, _ = scorer.prepare(image)
         x = (
-            torch.from_numpy(pixels.copy()).permute(2, 0, 1)[None] / 255 - torch.tensor(CONFIG["mean"]).view(3, 1, 1)
+            torch.from_numpy(pixels).permute(0, 3, 1, 2) / 255 - torch.tensor(CONFIG["mean"]).view(3, 1, 1)
         ) / torch.tensor(CONFIG["std"]).view(3, 1, 1)
         with torch.no_grad():
             features = scorer.model.forward_features(x)
@@ -73,8 +66,8 @@ def test_accuracy_from_the_store_is_the_models_own(folder, tmp_path):
     store = label_images(images, scorer, "t", tmp_path / "maps.h5", top_k=2, batch=4, threads=1, absent="tail")
     right = []
     for index in range(len(images)):
-        pixels = shown(scorer, decode(images.read(index), ""))
-        x = torch.from_numpy(pixels.copy()).permute(2, 0, 1)[None] / 255
+        pixels, _ = scorer.prepare(decode(images.read(index), ""))
+        x = torch.from_numpy(pixels).permute(0, 3, 1, 2) / 255
         x = (x - torch.tensor(CONFIG["mean"]).view(3, 1, 1)) / torch.tensor(CONFIG["std"]).view(3, 1, 1)
         with torch.no_grad():
             right.append(int(scorer.model(x).argmax()) == images.labels[index])

@@ -73,13 +73,15 @@ def test_every_number_stands_where_it_belongs(pack, tmp_path, axes):
     assert (rows.window == np.array([0, 0, 1, 1])).all()
 
 
-def test_the_window_of_a_centre_crop_is_the_centre_square(pack, tmp_path):
+@pytest.mark.parametrize(("footprint", "square"), [("centre-crop", min), ("letterbox", max)])
+def test_the_window_is_the_square_in_or_about_the_image(pack, tmp_path, footprint, square):
     images, labels, _ = pack
-    store, _ = import_pack(images, declared(images, labels, footprint="centre-crop"), tmp_path / "maps.h5", 2)
-    assert store.header.geometry == "centre-crop"
+    store, _ = import_pack(images, declared(images, labels, footprint=footprint), tmp_path / "maps.h5", 2)
+    assert store.header.geometry == footprint
+    store.check_values()
     for path, window in zip(store.paths(), store.rows(np.arange(30)).window, strict=True):
         width, height = SIZES[int(path[-7:-4]) % 3]
-        side = min(width, height)
+        side = square(width, height)
         want = [(height - side) / 2, (width - side) / 2, (height + side) / 2, (width + side) / 2] / np.array(
             [height, width] * 2
         )

@@ -47,7 +47,7 @@ def clean(located, tmp_path_factory):
     """The teacher's own maps of the scenes, every class kept: a store, its maps, and what a Teacher needs."""
     images = Images(located.scenes)
     path = tmp_path_factory.mktemp("clean") / "maps.h5"
-    store = label_images(images, located.teachers(0)[SQUASH], "t", path, 10, 64, 2, "tail")
+    store = label_images(images, located.teachers(0)[SQUASH], "t", path, top_k=10, batch=64, threads=2, absent="tail")
     return SimpleNamespace(store=store, images=images, maps=store.rows(np.arange(len(store))), count=len(store))
 
 
@@ -170,7 +170,8 @@ def test_maps_of_another_part_of_the_image_are_named(clean, located, tmp_path, t
     """Made of `truth`, and taken for it or for the other; half of the scenes are wider than high."""
     other = {SQUASH: CENTRE, CENTRE: SQUASH}
     teachers = located.teachers(0)
-    made = {g: label_images(clean.images, teachers[g], "t", tmp_path / f"{g}.h5", 10, 64, 2, "tail") for g in other}
+    options = dict(top_k=10, batch=64, threads=2, absent="tail")
+    made = {g: label_images(clean.images, teachers[g], "t", tmp_path / f"{g}.h5", **options) for g in other}
     assert not alarms(audit(made[truth].path, clean.images, located.teachers(1), 200))
     maps = {g: store.rows(np.arange(clean.count)) for g, store in made.items()}
     taken = maps[truth]._replace(window=maps[other[truth]].window)

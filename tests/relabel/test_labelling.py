@@ -291,7 +291,8 @@ def test_the_command_dry_runs(folder, tmp_path, capsys):
     save_file(timm.create_model("test_resnet", num_classes=2).state_dict(), tmp_path / "teacher.safetensors")
     relabel_imagenet.main(
         relabel_imagenet.Labelling(
-            data=folder, out=tmp_path / "maps.h5", teacher=str(tmp_path / "teacher.safetensors"), model="test_resnet", input_size=64,
+            data=folder, out=tmp_path / "maps.h5", teacher=(str(tmp_path / "teacher.safetensors"),), model=("test_resnet",),
+            input_size=(64,),
             top_k=2, device="cpu", dry_run=True,
         )
     )  # fmt: skip

@@ -361,7 +361,7 @@ def test_torchrun_labels_with_two_ranks_and_speaks_with_one_voice(many, whole, t
 
 
 def test_ranks_have_their_own_devices_and_shards(monkeypatch):
-    wanted = relabel_imagenet.Labelling(data=Path("d"), out=Path("o"), teacher="t")
+    wanted = relabel_imagenet.Labelling(data=Path("d"), out=Path("o"), teacher=("t",))
     assert relabel_imagenet.ranks_of_torchrun(replace(wanted, device="cpu", shard="3/8"))[0] == Shard(3, 8)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(relabel_imagenet, "choose_device", lambda name: torch.device(name))

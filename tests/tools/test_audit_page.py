@@ -19,6 +19,7 @@ from densefeed.tools.audit_page import references
 from densefeed.tools.export_labels import Export
 from densefeed.tools.import_labels import Import
 from densefeed.tools.show import Report
+from densefeed.tools.teachers import Loaded
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +27,8 @@ def scenes(located, tmp_path_factory):
     """A teacher's centre-crop maps of the scenes, as a store and as a tree."""
     root = tmp_path_factory.mktemp("scenes")
     label_images(
-        Images(located.scenes), located.teachers(0)["centre-crop"], "t", root / "maps.h5", 5, 64, 2, "zero-logit"
+        Images(located.scenes), located.teachers(0)["centre-crop"], "t", root / "maps.h5", top_k=5, batch=64, threads=2,
+        absent="zero-logit",
     )  # fmt: skip
     export_labels.main(Export(maps=root / "maps.h5", out=root / "tree"))
     return root
@@ -36,8 +38,8 @@ def scenes(located, tmp_path_factory):
 def student(located, monkeypatch):
     """`--teacher` and `--reference` give the second network, which is no timm model."""
     network = located.teachers(1)["squash"].model
-    network.pretrained_cfg = {"input_size": (3, 48, 48), "mean": (0.4,) * 3, "std": (0.25,) * 3, "interpolation": "bilinear"}
-    monkeypatch.setattr(audit_page, "load_teacher", lambda labelling: (network, [str(n) for n in range(10)]))
+    config = {"mean": (0.4,) * 3, "std": (0.25,) * 3, "interpolation": "bilinear"}
+    monkeypatch.setattr(audit_page, "load_network", lambda *_: Loaded(network, config, [str(n) for n in range(10)]))
 
 
 def report_of(path: Path, located, **fields):

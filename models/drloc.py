@@ -92,6 +92,11 @@ class LocalisationHead(nn.Sequential):
         )  # fmt: skip
 
 
+def at_least_float32(x: Tensor) -> Tensor:
+    """Losses are no matter for 16 bits, whatever the products before them were computed in."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 def regression_loss(said_NM: Tensor, offset_NM: Tensor, side: int, signed: bool, released: bool) -> Tensor:
     """Equations 1 to 3 along one axis of `side` places: how far off the offset (first place less second) is said. `[N, M]`.
 
@@ -103,14 +108,15 @@ def regression_loss(said_NM: Tensor, offset_NM: Tensor, side: int, signed: bool,
         target_NM = target_NM + (side - 1) * signed
     else:
         target_NM = target_NM / side
-    return (said_NM.float() - target_NM).abs()
+    return (at_least_float32(said_NM) - target_NM).abs()
 
 
 def classification_loss(logits_NMB: Tensor, offset_NM: Tensor) -> Tensor:
     """Equation 5 along one axis: cross entropy with the offset, of which that of 0 is the middle class. `[N, M]`."""
     B = logits_NMB.shape[-1]
     label_NM = offset_NM + B // 2
-    return F.cross_entropy(logits_NMB.float().flatten(0, 1), label_NM.flatten(), reduction="none").view_as(label_NM)
+    logits_LB = at_least_float32(logits_NMB).flatten(0, 1)
+    return F.cross_entropy(logits_LB, label_NM.flatten(), reduction="none").view_as(label_NM)
 
 
 def expectation_loss(logits_NMB: Tensor, offset_NM: Tensor, released: bool) -> Tensor:
@@ -118,7 +124,7 @@ def expectation_loss(logits_NMB: Tensor, offset_NM: Tensor, released: bool) -> T
 
     ALPHA log(sigma) is added; `released` adds ALPHA log(sigma^2).
     """
-    p_NMB = logits_NMB.float().softmax(-1)
+    p_NMB = at_least_float32(logits_NMB).softmax(-1)
     B = p_NMB.shape[-1]
     classes_B = torch.arange(B, device=p_NMB.device) - B // 2
     mean_NM1 = (p_NMB * classes_B).sum(-1, keepdim=True)

@@ -29,7 +29,9 @@ def pool_factor(grid: tuple[int, int], side: int) -> int:
     """
     R, C = grid
     if side and min(R, C) < side:
-        raise ValueError(f"its grid of {R} x {C} is smaller than a pool to {side} x {side}; choose a smaller pool, or 0 for none")
+        raise ValueError(
+            f"its grid of {R} x {C} is smaller than a pool to {side} x {side}; choose a smaller pool, or 0 for none"
+        )
     factor = R // side if side else 1
     if side and (R % side or C % factor):
         raise ValueError(
@@ -104,10 +106,7 @@ def regression_loss(said_NM: Tensor, offset_NM: Tensor, side: int, signed: bool,
     in places, signed ones counted from 0 to 2 k - 2.
     """
     target_NM = offset_NM if signed else offset_NM.abs()
-    if released:
-        target_NM = target_NM + (side - 1) * signed
-    else:
-        target_NM = target_NM / side
+    target_NM = target_NM + (side - 1) * signed if released else target_NM / side
     return (at_least_float32(said_NM) - target_NM).abs()
 
 
@@ -161,8 +160,7 @@ class Localiser(nn.Module):
     def forward(self, maps: Sequence[Tensor], words_NM4: Tensor, weight_N: Tensor) -> Tensor:
         factor = pool_factor(tuple(maps[-1].shape[2:]), self.side)
         losses = [
-            self._of_pairs(head, pooled(map_NDRC, factor), words_NM4)
-            for head, map_NDRC in zip(self.heads, maps, strict=True)
+            self._of_pairs(head, pooled(map_NDRC, factor), words_NM4) for head, map_NDRC in zip(self.heads, maps, strict=True)
         ]
         return (sum(losses).mean(1) * weight_N).sum() / weight_N.sum().clamp(min=1e-6)
 

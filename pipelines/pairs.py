@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from .batch import Batch
-from .plan import PAIRS, EpochPlan
+from .plan import EpochPlan
 
+PAIRS = 10  # this stream's number; those below are plan.py's
 MASK = 2**32 - 1
 
 
@@ -29,7 +30,12 @@ def philox_on_device(key: int, counter: tuple[int | Tensor, ...]) -> Tensor:
         low = (key + number * 0x9E3779B9) & MASK
         high = ((key >> 32) + number * 0xBB67AE85) & MASK
         product0, product1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
-        c0, c1, c2, c3 = (product1 >> 32 & MASK) ^ (c1 ^ low), product1 & MASK, (product0 >> 32 & MASK) ^ (c3 ^ high), product0 & MASK
+        c0, c1, c2, c3 = (
+            (product1 >> 32 & MASK) ^ (c1 ^ low),
+            product1 & MASK,
+            (product0 >> 32 & MASK) ^ (c3 ^ high),
+            product0 & MASK,
+        )
     return torch.stack(torch.broadcast_tensors(c0, c1, c2, c3), -1)
 
 

@@ -13,9 +13,11 @@ network from equal weights on equal normalised images in channels_last with the 
 after the first update are printed with their distance. Both have a constant learning rate, neither drop-path nor mixing.
 
 `--objective token-label` adds `ours+labels`: the same step with a dense label on every token. Its network has a second head,
-which `ours` has not, so its ratio to `ours` is the whole price. So is that of `ours+drloc`, which `--drloc` adds: the step with DRLoc's
-loss, of which Table 14 of its supplementary (arXiv 2106.03746) says that CvT-13, Swin-T and T2T-ViT-14 pay 2.43, 2.36 and 1.77 %. `--loader ffcv` adds a contestant that gets --data's batches
+which `ours` has not, so its ratio to `ours` is the whole price. `--loader ffcv` adds a contestant that gets --data's batches
 by train.py's loader, from asking for the first to the end of the last step, and the share of that time spent waiting for data.
+
+`--drloc` adds `ours+drloc`: the step with DRLoc's loss, whose ratio to `ours` is its price. Table 14 of its supplementary (arXiv
+2106.03746) has it for CvT-13, Swin-T and T2T-ViT-14: 2.43, 2.36 and 1.77 %.
 
 On a CPU ours keeps freed memory (`keep_memory`), and timm's turns find the C library as it is when left alone.
 
@@ -219,9 +221,10 @@ def config_of(benchmark: Benchmark, name: str, compile: str) -> Config:
     """The training that a contestant is a step of; timm's has the fields that both know."""
     return Config(
         data=benchmark.data, loader="ffcv", threads=benchmark.threads, model=benchmark.model,
-        size=benchmark.size, objective="token-label" if name == LABELS else "ce", mixtoken=False, drop_path=0.0, rand_augment=benchmark.rand_augment,
+        size=benchmark.size, objective="token-label" if name == LABELS else "ce", mixtoken=False, drop_path=0.0,
+        drloc="l1" if name == DRLOC else "none", drloc_grid=benchmark.drloc_grid, rand_augment=benchmark.rand_augment,
         batch=benchmark.batch, microbatch=benchmark.batch, lr=RATE, lr_batch=benchmark.batch, precision=benchmark.precision,
-        compile=compile, drloc="l1" if name == DRLOC else "none", drloc_grid=benchmark.drloc_grid,
+        compile=compile,
     )  # fmt: skip
 
 

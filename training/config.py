@@ -115,8 +115,8 @@ FREE = {
 
 def check_values(config: Config) -> None:
     """UserError where a field's value makes no sense, whatever the data."""
-    positive = ("batch", "epochs", "lr_batch", "size", "views", "threads", "eval_every", "log_every", "save_every", "keep", "drloc_pairs")
-    wrong = [name for name in positive if getattr(config, name) < 1]
+    positive = ("batch", "epochs", "lr_batch", "size", "views", "threads", "eval_every", "log_every", "save_every", "keep")
+    wrong = [name for name in (*positive, "drloc_pairs") if getattr(config, name) < 1]
     if wrong:
         raise UserError(f"--{wrong[0].replace('_', '-')} must be at least 1")
     if not 0 <= config.seed < 2**63:

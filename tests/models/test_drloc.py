@@ -117,7 +117,10 @@ def test_a_pool_is_the_mean_of_what_lies_within_the_map(grid, factor):
     for r in range(got.shape[2]):
         for c in range(got.shape[3]):
             window = map_NDRC[
-                :, :, max(0, factor * r - factor + 1) : factor * r + factor, max(0, factor * c - factor + 1) : factor * c + factor
+                :,
+                :,
+                max(0, factor * r - factor + 1) : factor * r + factor,
+                max(0, factor * c - factor + 1) : factor * c + factor,
             ]
             torch.testing.assert_close(got[:, :, r, c], window.mean((2, 3)))
     if factor == 2:

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from densefeed.pipelines.pairs import pairs_of, philox_on_device
+from densefeed.pipelines.pairs import PAIRS, pairs_of, philox_on_device
 from densefeed.pipelines.plan import EpochPlan, philox
 
 
@@ -42,7 +42,7 @@ def test_a_samples_pairs_are_its_own():
 def test_no_other_stream_of_the_plan_has_these_numbers():
     """A new kind of draw takes a new number."""
     words = pairs_of(plan(), 0, batch(list(range(50))), 8, 0.5).words.flatten().tolist()
-    drawn = [plan().draws(0, np.arange(50), stream, range(32)) for stream in range(9)]
+    drawn = [plan().draws(0, np.arange(50), stream, range(32)) for stream in range(PAIRS)]
     assert not set(words) & set((np.stack(drawn) * 2**32).astype(np.int64).ravel().tolist())
 
 

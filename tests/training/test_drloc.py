@@ -28,7 +28,9 @@ SWIN = ("embed_dim=12", "depths=(1,1,2,1)", "num_heads=(1,2,3,4)", "window_size=
 COMBINED = {
     "token-label, mixtoken": dict(drloc="l1", drloc_grid=4),
     "token-label, mixtoken, mixup": dict(drloc="signed", drloc_grid=2, mixup=0.8, compile="never"),
-    "relabel, cutmix, regions": dict(drloc="ce", drloc_grid=0, objective="relabel", mixtoken=False, cutmix=1.0, mix_label="regions"),
+    "relabel, cutmix, regions": dict(
+        drloc="ce", drloc_grid=0, objective="relabel", mixtoken=False, cutmix=1.0, mix_label="regions"
+    ),
     "ce, cutmix, mixup": dict(CE, drloc="reg", drloc_grid=4, cutmix=1.0, mixup=0.8),
     "all, token-label": dict(drloc="all", drloc_grid=2, mixtoken=False),
     "released, fused head": dict(drloc="ce", drloc_grid=0, drloc_released=True, fused_head="always"),
@@ -69,13 +71,19 @@ def test_what_combines_trains_and_its_heads_change(micro, tmp_path, name):
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        (dict(drloc_grid=7), r"--drloc l1 cannot be computed of lvvit_micro: its grid of 4 x 4 is smaller than a pool to 7 x 7"),
+        (
+            dict(drloc_grid=7),
+            r"--drloc l1 cannot be computed of lvvit_micro: its grid of 4 x 4 is smaller than a pool to 7 x 7",
+        ),
         (dict(drloc_grid=3), r"grid of 4 x 4 is no multiple of 3 x 3; choose a pool that divides it, or 0 for none"),
         (dict(drloc_grid=1), r"leaves 1 x 1 places, too few"),
         (dict(drloc="all"), r"--drloc all reads every block's tokens, .*give --no-mixtoken"),
         (dict(CE, drloc="ce", drloc_grid=0, sizes=((0, 16), (1, 32))), r"with ce a class each; choose one size"),
         (dict(CE, drloc_grid=0, model="resnet18"), r"of resnet18: its grid of 1 x 1 leaves 1 x 1 places"),
-        (dict(CE, drloc_grid=0, model="crossvit_tiny_240", size=240), r"of crossvit_tiny_240: it gives no map and no grid of tokens"),
+        (
+            dict(CE, drloc_grid=0, model="crossvit_tiny_240", size=240),
+            r"of crossvit_tiny_240: it gives no map and no grid of tokens",
+        ),
         (dict(drloc_pairs=0), "--drloc-pairs must be at least 1"),
         (dict(drloc_weight=-1.0), "--drloc-weight is -1, and must be at least 0"),
         (dict(drloc_grid=-1), "--drloc-grid is -1, and must be at least 0"),
@@ -130,7 +138,9 @@ def test_a_steps_loss_is_the_objectives_and_the_weighted_distance(micro, tmp_pat
     assert away > 0.05
 
 
-@pytest.mark.parametrize("fields", [dict(drloc="l1", drloc_grid=2), dict(drloc="all", drloc_grid=0, mixtoken=False), dict(drloc="ce", drloc_grid=4)])
+@pytest.mark.parametrize(
+    "fields", [dict(drloc="l1", drloc_grid=2), dict(drloc="all", drloc_grid=0, mixtoken=False), dict(drloc="ce", drloc_grid=4)]
+)
 def test_one_compiled_step_serves_every_step(micro, tmp_path, no_host_read, fields):
     """No graph break, one compilation whatever is drawn and weighed, nothing read back."""
     config = micro(tmp_path, drop_path=0.0, **fields)
@@ -154,7 +164,9 @@ def test_what_is_compiled_trains_as_what_is_not(micro, tmp_path, monkeypatch, ho
     compiler = torch.compile
     fields = dict(epochs=1, drop_path=0.0, drloc="l1", drloc_grid=2, model_kwargs=("depth=1",))
     training.train(micro(tmp_path / "plain", **fields))
-    monkeypatch.setattr(torch, "compile", lambda function, mode=None, **options: compiler(function, backend="aot_eager", **options))
+    monkeypatch.setattr(
+        torch, "compile", lambda function, mode=None, **options: compiler(function, backend="aot_eager", **options)
+    )
     torch._dynamo.reset()
     training.train(micro(tmp_path / how, compile=how, **fields))
     losses = [[r["loss"] for r in records(tmp_path / name)] for name in ("plain", how)]
@@ -162,7 +174,9 @@ def test_what_is_compiled_trains_as_what_is_not(micro, tmp_path, monkeypatch, ho
 
 
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("fields", [dict(drloc="l1", drloc_grid=2), dict(drloc="reg", drloc_grid=0, drloc_released=True, microbatch=2)])
+@pytest.mark.parametrize(
+    "fields", [dict(drloc="l1", drloc_grid=2), dict(drloc="reg", drloc_grid=0, drloc_released=True, microbatch=2)]
+)
 def test_a_killed_run_resumes_to_the_bit(micro, tmp_path, monkeypatch, fields):
     training.train(micro(tmp_path / "whole", epochs=3, **fields))
     evaluations = []

@@ -373,6 +373,7 @@ def table3_relabel() -> Config:
 # Tables of this section are those of DRLoc's supplementary, whose section 6 has the scheme: 100 epochs of 1,024 images at 224
 # pixels, 20 of warm-up. Mixing, RandAugment, erasing, smoothing, the length of gradients and Swin's drop-path are those of the
 # public code, which is Swin's trainer. Its figures are the best epoch's on the test set; baselines are these with --drloc none.
+# Weights of the loss are the paper's, whose offsets are shares of 7 places; that code counts places: there they weigh 7 times as much.
 DRLOC = replace(
     STANDARD, drop_path=0.0, epochs=100, warmup_epochs=20, clip_grad=5.0, ema=0.0, crop_pct=0.875, drloc="l1", drloc_weight=0.1
 )

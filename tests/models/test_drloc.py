@@ -376,3 +376,20 @@ def test_only_biases_of_the_heads_and_what_the_model_says_is_not_decayed():
     both = Localised(network("swin_tiny_patch4_window7_224"), "l1", 0, [64])
     assert len(both.no_weight_decay()) == 5  # a table of relative positions for each block
     assert both.no_weight_decay() <= {name for name, _ in both.named_parameters()}
+
+
+def test_it_learns_where_places_are_told():
+    """An identity map of coordinates: the head alone brings the distance from 0.33 to below 0.05."""
+    torch.manual_seed(0)
+    ours, weight = Localiser("l1", [2], 0, (4, 4), released=False), torch.ones(8)
+    grid = torch.stack(torch.meshgrid(torch.arange(4.0), torch.arange(4.0), indexing="ij")).expand(8, 2, 4, 4)
+    optimizer, losses = torch.optim.Adam(ours.parameters(), 1e-3), []
+    for step in range(150):
+        words = torch.randint(2**32, (8, 64, 4), generator=torch.Generator().manual_seed(step))
+        loss = ours([grid], words, weight)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[0] > 0.2
+    assert losses[-1] < 0.05

@@ -25,6 +25,7 @@ import torch
 import tyro
 from densefeed.models import checkpoints
 from densefeed.models.evaluation import Shares, Sums, answers, shares_waits, sums_of
+from densefeed.models.token_transformer import TokenTransformer, has_tokens
 from densefeed.pipelines.augment import Normalise
 from densefeed.pipelines.batch import Batch, Loader, on_device
 from densefeed.pipelines.dali import DaliLoader
@@ -100,13 +101,13 @@ def build_model(config: Config, num_classes: int) -> tuple[nn.Module, checkpoint
     """The student, and how to build it again."""
     kwargs = {"num_classes": num_classes} | ({"drop_path_rate": config.drop_path} if config.drop_path else {})
     kwargs |= model_arguments(config)
-    if config.model.startswith("lvvit"):
+    if has_tokens(config.model):
         kwargs |= {"token_head": config.objective == "token-label"}
         many = config.fused_head == "always" or (config.fused_head == "auto" and num_classes >= FUSED_FROM)
         kwargs |= {"fused_head": True} if many and kwargs["token_head"] else {}
     elif config.objective == "token-label" or config.mixtoken:
         raise UserError(
-            f"{config.model} has no token head and no MixToken; use an lvvit model, or --objective ce --no-mixtoken"
+            f"{config.model} has no token head and no MixToken; use an lvvit, dhvt or t2t_vit model, or --objective ce --no-mixtoken"
         )
     if not timm.is_model(config.model):
         raise UserError(
@@ -131,6 +132,12 @@ def build_model(config: Config, num_classes: int) -> tuple[nn.Module, checkpoint
             raise UserError(
                 f"{config.model} cannot train at {side} px ({why}); choose other --sizes or another model"
             ) from error
+    if isinstance(model, TokenTransformer) and (config.objective == "token-label" or config.mixtoken):
+        for _, side in config.sizes or ((0, config.size),):
+            if side % model.patch_size:
+                raise UserError(
+                    f"{config.model} would see cut tokens at {side} px, which have no labels; choose a multiple of {model.patch_size} px"
+                )
     return model, recipe
 
 
@@ -219,7 +226,7 @@ def flops_of_sizes(config: Config, loader: Loader) -> dict[int, float]:
 
 def dry_run(config: Config, ranks: Ranks, student: Student, dtype: torch.dtype | None) -> None:
     """The loss and gradient of the first images, and what memory a whole step takes. UserError if there is not so much."""
-    images, trained = 2 * config.views, student.trained.train()
+    images, trained = 2 * config.views, student.trained.train(not config.frozen_statistics)
     largest = max((side for _, side in config.sizes), default=config.size)
     few = replace(
         config,
@@ -354,6 +361,8 @@ def prepared(config: Config, ranks: Ranks) -> Prepared:
         if ranks.first:
             print(begun)
     model.to(ranks.device, memory_format=torch.channels_last)
+    if config.sync_batchnorm:
+        model = ranks.synchronised(model)
     if config.grad_checkpointing:
         try:
             model.set_grad_checkpointing(True)
@@ -451,7 +460,7 @@ def run_on(run: Prepared, ranks: Ranks, asked: Callable[[], str]) -> dict:
         if run.owed:
             evaluate()
         for epoch in range(step // len(loader), epochs):
-            model.train()
+            model.train(not config.frozen_statistics)
             for parts in feed.batches(epoch, step % len(loader), timed):
                 at = step % len(loader)
                 if step == run.step:

@@ -40,9 +40,9 @@ from itertools import count, islice
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-import timm
 import torch
 import tyro
+from densefeed.models.token_transformer import FAMILIES, has_tokens
 from densefeed.pipelines.augment import Augmentation, augmented
 from densefeed.pipelines.batch import Batch, LabelSpec
 from densefeed.pipelines.loader import ThreadedLoader
@@ -208,11 +208,9 @@ def check(benchmark: Benchmark) -> None:
         raise UserError("--loader ffcv and --data go together: it reads that .beton")
     if benchmark.rand_augment and benchmark.loader != "ffcv":
         raise UserError("--rand-augment goes with --loader ffcv: constant batches are not augmented")
-    if benchmark.objective == "token-label" and not benchmark.model.startswith("lvvit"):
-        raise UserError(
-            f"--model {benchmark.model} has no token head; choose one of {', '.join(timm.list_models('lvvit*'))}, "
-            "or --objective ce"
-        )
+    if benchmark.objective == "token-label" and not has_tokens(benchmark.model):
+        known = [f"{family}_*" for family in FAMILIES]
+        raise UserError(f"--model {benchmark.model} has no token head; choose one of {', '.join(known)}, or --objective ce")
     if benchmark.objective == "token-label" and benchmark.classes > 2**16:
         raise UserError(f"--classes {benchmark.classes}: a score map numbers at most 65,536 classes")
 

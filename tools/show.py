@@ -20,7 +20,7 @@ import jinja2
 import numpy as np
 import torch
 import tyro
-from densefeed.models.lvvit import LVViT
+from densefeed.models.token_transformer import TokenTransformer
 from densefeed.pipelines.augment import Augmentation, augmented
 from densefeed.pipelines.batch import Batch, Loader
 from densefeed.pipelines.targets import PLAIN, TargetRules, sparse_targets
@@ -113,7 +113,7 @@ def student_of(run: Run, loader: Loader) -> tuple[int, Augmentation]:
     config = from_plain(run.config)
     with torch.device("meta"):
         model, _ = build_model(config, loader.num_classes)
-    grid = loader.plan.size(0) // model.patch_size if isinstance(model, LVViT) else 16
+    grid = loader.plan.size(0) // model.patch_size if isinstance(model, TokenTransformer) else 16
     return grid, Augmentation(loader.plan, augment_of(config), model.pretrained_cfg["mean"], model.pretrained_cfg["std"])
 
 

@@ -17,7 +17,9 @@ from ..relabel.files import UserError
 class Config:
     """Everything a run depends on. Fields not given on the command line come from the recipe."""
 
-    data: Path = tyro.MISSING  # training set: a folder of class folders; or, with --loader ffcv or dali, a .beton or 'a-*.beton'
+    data: Path = (
+        tyro.MISSING
+    )  # training set: a folder of class folders; or, with --loader ffcv or dali, a .beton or 'a-*.beton'
     val: Path = tyro.MISSING  # validation set, of the same kind
     out: Path = tyro.MISSING  # run folder: config, metrics, checkpoints
     labels: Path | None = None  # score maps (HDF5) of the training set; a .beton may carry its own
@@ -25,7 +27,7 @@ class Config:
     threads: int = max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))  # decoding threads of each rank
     on_bad_sample: Literal["raise", "skip"] = "raise"  # an unreadable sample stops the run, or is skipped and counted
 
-    model: str = "lvvit_s"  # any timm classifier; token-label needs a model with a token head (lvvit_*)
+    model: str = "lvvit_s"  # any timm classifier; token-label needs a model with a token head (lvvit_*, dhvt_*, t2t_vit_*)
     model_kwargs: tuple[str, ...] = ()  # more arguments of the model, each NAME=VALUE as Python writes it, e.g. depth=12
     init: Path | None = None  # weights to begin from: a checkpoint of ours, of the published LV-ViT, or of timm for this model
     drop_path: float = 0.1  # stochastic depth of the last block, probability
@@ -54,6 +56,7 @@ class Config:
 
     crop_scale: tuple[float, float] = (0.08, 1.0)  # area of a training crop, share of the image
     hflip: float = 0.5  # probability of a left-right flip
+    shift: int = 0  # most pixels that a crop moves by, each way; with --crop-scale 1 1 CIFAR's crop of a padded image
     rand_augment: str = ""  # as timm writes it, e.g. rand-m9-mstd0.5-inc1; empty: none
     color_jitter: tuple[float, ...] = ()  # one number, or brightness, contrast, saturation and perhaps hue; empty: none
     interpolation: Literal["random", "bilinear", "bicubic"] = "random"  # where RandAugment rotates, shears and moves
@@ -84,6 +87,10 @@ class Config:
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"  # auto: bf16 autocast on CUDA, float32 on a CPU
     compile: Literal["auto", "never", "blocks", "whole", "graph"] = (
         "auto"  # blocks: each once, and the loss; whole: all as one; graph: that, as CUDA graphs; auto: blocks on CUDA, else never
+    )
+    sync_batchnorm: bool = False  # BatchNorm over the images of all ranks; else each rank's own, averaged when they are saved
+    frozen_statistics: bool = (
+        False  # train in evaluation mode: BatchNorm as it was learnt, no drop-path (DHVT's released fine-tuning)
     )
     grad_checkpointing: bool = False  # compute blocks anew in the backward pass instead of keeping them: less memory, more time
 
@@ -130,6 +137,10 @@ def check_values(config: Config) -> None:
         raise UserError("--color-jitter is off beside --rand-augment, as in timm; give one of the two")
     if config.drloc == "all" and config.mixtoken:
         raise UserError("--drloc all reads every block's tokens, which no model here tells of mixed ones; give --no-mixtoken")
+    if config.frozen_statistics and config.objective == "token-label":
+        raise UserError(
+            "--frozen-statistics trains in evaluation mode, where tokens give no answers; give --objective ce or relabel"
+        )
     low, high = config.crop_scale
     if not (0 < low <= high <= 1 and 0 < config.crop_pct <= 1 and 0 <= config.smoothing < 1 and 0 <= config.hflip <= 1):
         raise UserError("--crop-scale, --crop-pct, --smoothing and --hflip are shares: from 0 to 1, and crops not empty")

@@ -23,9 +23,9 @@ def augment_of(config: Config) -> Augment:
     """What happens to a crop before the network sees it."""
     jitter = config.color_jitter or (0.0,)
     return Augment(
-        rand_augment=config.rand_augment, color_jitter=jitter if len(jitter) > 1 else jitter[0], interpolation=config.interpolation,
-        erase_probability=config.erase_probability, erase_mode=config.erase_mode, erase_count=config.erase_count,
-        erase_max_area=config.erase_max_area,
+        rand_augment=config.rand_augment, color_jitter=jitter if len(jitter) > 1 else jitter[0], shift=config.shift,
+        interpolation=config.interpolation, erase_probability=config.erase_probability, erase_mode=config.erase_mode,
+        erase_count=config.erase_count, erase_max_area=config.erase_max_area,
     )  # fmt: skip
 
 

@@ -30,6 +30,10 @@ MODELS = {  # with the width and grid of the last map, at 64 pixels
     "lvvit_micro": (dict(num_classes=5, token_head=False), (96, 8, 8)),
     "swin_tiny_patch4_window7_224": (SWIN, (96, 2, 2)),
     "resnet18": (dict(num_classes=5), (512, 2, 2)),
+    "cvt_13": (dict(num_classes=5), (384, 4, 4)),
+    "cvt_13_drloc": (dict(num_classes=5), (384, 4, 4)),
+    "t2t_vit_14": (dict(img_size=64, depth=2, num_classes=5), (384, 4, 4)),
+    "dhvt_tiny_imagenet_patch16": (dict(img_size=64, depth=2, num_classes=5), (192, 4, 4)),
     "nfnet_micro": (dict(num_classes=5), (128, 4, 4)),
     "resmlp_12_224": (dict(img_size=64, num_classes=5), (384, 4, 4)),
 }
@@ -340,7 +344,9 @@ def test_under_autocast_the_loss_is_float32_and_nearly_the_same(variant, dtype):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("name", ["lvvit_micro", "swin_tiny_patch4_window7_224", "resnet18"])
+@pytest.mark.parametrize(
+    "name", ["lvvit_micro", "swin_tiny_patch4_window7_224", "resnet18", "cvt_13_drloc", "dhvt_tiny_imagenet_patch16"]
+)
 def test_a_network_with_its_heads_is_one_graph(name, variant):
     torch._dynamo.reset()
     both = Localised(network(name), variant, 0, [64]).eval()

@@ -189,7 +189,7 @@ def test_too_large_a_batch_is_said(monkeypatch):
         ({"threads": 999}, r"--threads 999: this process may use \d+ cores"),
         ({"loader": "ffcv"}, "--loader ffcv and --data go together"),
         ({"rand_augment": "rand-m9"}, "--rand-augment goes with --loader ffcv"),
-        ({"model": "resnet18", "objective": "token-label"}, "resnet18 has no token head; choose one of lvvit_deit_s, "),
+        ({"model": "resnet18", "objective": "token-label"}, "resnet18 has no token head; choose one of lvvit_\*, "),
         ({"model": "resnet1"}, "timm knows no model 'resnet1'"),
         ({"objective": "token-label", "classes": 2**16 + 1}, "at most 65,536 classes"),
         ({"size": 33}, "cannot be built"),

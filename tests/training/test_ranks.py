@@ -10,6 +10,7 @@ from pathlib import Path
 
 import densefeed.train as training
 import pytest
+import timm
 import torch
 from densefeed.models import checkpoints
 from densefeed.relabel.files import UserError
@@ -177,3 +178,17 @@ def test_one_device_for_several_ranks_is_refused(monkeypatch):
         started("cuda"),
     ):
         pass
+
+
+def test_batchnorm_is_joined_over_several_cuda_ranks_alone():
+    """Same weights under the same names; a rank alone keeps its model, and a CPU has no such layer."""
+    model = timm.create_model("dhvt_tiny_cifar_patch4", depth=1, embed_dim=16)
+    names, several = list(model.state_dict()), Ranks(0, 2, torch.device("cuda"))
+    assert Ranks(0, 1, torch.device("cuda")).synchronised(model) is model
+    with pytest.raises(UserError, match="--sync-batchnorm needs CUDA"):
+        Ranks(0, 2, torch.device("cpu")).synchronised(model)
+    assert sum(isinstance(module, torch.nn.BatchNorm2d) for module in model.modules()) == 5
+    joined = several.synchronised(model)
+    assert sum(isinstance(module, torch.nn.SyncBatchNorm) for module in joined.modules()) == 5
+    assert not any(isinstance(module, torch.nn.BatchNorm2d) for module in joined.modules())
+    assert list(joined.state_dict()) == names

@@ -224,9 +224,9 @@ def flops_of_sizes(config: Config, loader: Loader) -> dict[int, float]:
     return {size: training_flops(twin, size) for _, size in loader.plan.sizes}
 
 
-def dry_run(config: Config, ranks: Ranks, model: nn.Module, dtype: torch.dtype | None) -> None:
+def dry_run(config: Config, ranks: Ranks, student: Student, dtype: torch.dtype | None) -> None:
     """The loss and gradient of the first images, and what memory a whole step takes. UserError if there is not so much."""
-    images = 2 * config.views
+    images, trained = 2 * config.views, student.trained.train(not config.frozen_statistics)
     largest = max((side for _, side in config.sizes), default=config.size)
     few = replace(
         config,
@@ -240,15 +240,15 @@ def dry_run(config: Config, ranks: Ranks, model: nn.Module, dtype: torch.dtype |
     loader = open_loader(few, "train")
     with closing(loader):
         alone = replace(ranks, rank=0, size=1)
-        feed = Feed(few, alone, loader, model.train(not config.frozen_statistics), dtype)
+        feed = Feed(few, alone, loader, student.model, dtype)
         parts = next(feed.batches(0, 0))
         feed.check_waits(parts)
-        (compute,) = feed.losses(model, parts, 0, 0)
-        with Saved(model) as saved:
+        (compute,) = feed.losses(trained, parts, 0, 0)
+        with Saved(trained) as saved:
             loss = compute()
         loss.backward()
     # Gradients, two moments and perhaps averaged weights are as large as the weights.
-    fixed, each = sum(p.nbytes for p in model.parameters()) * (3 + (config.ema > 0)), saved.bytes / images
+    fixed, each = sum(p.nbytes for p in trained.parameters()) * (3 + (config.ema > 0)), saved.bytes / images
     if config.labels_on_device and loader.labels:
         fixed += loader.plan.num_samples * bytes_of_map(loader.labels)
     needed, free = fixed + each * config.microbatch, free_memory(ranks.device)
@@ -320,7 +320,7 @@ def train(config: Config) -> dict:
         run = prepared(config, ranks)
         with closing(run.loader), closing(run.val):
             if config.dry_run:
-                dry_run(run.config, ranks, run.student.model, autocast_of(config, ranks.device))
+                dry_run(run.config, ranks, run.student, autocast_of(config, ranks.device))
                 return {}
             return run_on(run, ranks, asked)
 
@@ -393,8 +393,12 @@ def announced(run: Prepared, ranks: Ranks) -> None:
     for name, content in (("config.json", plain(config)), ("environment.json", environment(config, ranks))):
         with replacing(config.out / name) as part:
             part.write_text(json.dumps(content, indent=1))
+    student = run.student
+    count, beside = (sum(p.numel() for p in part.parameters()) for part in (student.model, student.trained))
     print(
-        f"{run.recipe.name}: {sum(p.numel() for p in run.student.model.parameters()):,} parameters on {ranks.device}"
+        f"{run.recipe.name}: {count:,} parameters"
+        + (f", and {beside - count:,} that --drloc {config.drloc} trains beside them," if beside > count else "")
+        + f" on {ranks.device}"
         + (f" and {ranks.size - 1} more" if ranks.size > 1 else "")
         + f"; objective {config.objective}; {run.loader.plan.num_samples:,} images, {total_epochs(config)} epochs of "
         f"{len(run.loader)} steps; peak lr {peak_rate(config):.2g} = {config.lr:.2g} x {config.batch} / {config.lr_batch}"

@@ -35,6 +35,11 @@ class Config:
     sizes: tuple[tuple[int, int], ...] = ()  # growing in training: pairs FROM_EPOCH PIXELS, the first from epoch 0; empty: size
     objective: Literal["ce", "relabel", "token-label"] = "token-label"  # hard labels; dense label of the crop; of every token
     token_weight: float = 0.5  # beta of equation 7, the weight of the tokens' loss
+    drloc: Literal["none", "l1", "signed", "ce", "reg", "all"] = "none"  # also tell how far apart two tokens lie, in that variant
+    drloc_weight: float = 0.5  # lambda, the weight of that loss
+    drloc_pairs: int = 64  # of tokens, in each image
+    drloc_grid: int = 7  # rows to which the grid of tokens is pooled for it; 0: none
+    drloc_released: bool = False  # as the public code has it: offsets counted in places, weight that rises and falls, other heads
     smoothing: float = 0.1  # label smoothing, probability
     temperature: float = 1.0  # of dense labels: above 1 softer, below harder than the teacher's
     ground_truth: Literal["none", "published", "intended"] = "none"  # mix the image's label into the class token's dense one
@@ -104,7 +109,7 @@ RANGES = {  # of numbers, both ends allowed
     "lr": (1e-12, math.inf), "min_lr": (0, math.inf), "weight_decay": (0, math.inf), "warmup_epochs": (0, math.inf),
     "cooldown_epochs": (0, math.inf), "ema": (0, 1), "drop_path": (0, 0.99), "token_weight": (0, math.inf), "temperature": (1e-3, math.inf),
     "clip_grad": (0, math.inf), "cutmix": (0, math.inf), "mixup": (0, math.inf), "mix_prob": (0, 1),
-    "switch_prob": (0, 1), "erase_probability": (0, 1),
+    "switch_prob": (0, 1), "erase_probability": (0, 1), "drloc_weight": (0, math.inf), "drloc_grid": (0, math.inf),
 }  # fmt: skip
 
 # Fields in which a resumed run may differ from the run it continues.
@@ -118,7 +123,7 @@ FREE = {
 def check_values(config: Config) -> None:
     """UserError where a field's value makes no sense, whatever the data."""
     positive = ("batch", "epochs", "lr_batch", "size", "views", "threads", "eval_every", "log_every", "save_every", "keep")
-    wrong = [name for name in positive if getattr(config, name) < 1]
+    wrong = [name for name in (*positive, "drloc_pairs") if getattr(config, name) < 1]
     if wrong:
         raise UserError(f"--{wrong[0].replace('_', '-')} must be at least 1")
     if not 0 <= config.seed < 2**63:
@@ -130,6 +135,8 @@ def check_values(config: Config) -> None:
             raise UserError(f"--{name.replace('_', '-')} is {value:g}, and must be {bounds}")
     if any(config.color_jitter) and config.rand_augment and "3a" not in config.rand_augment:
         raise UserError("--color-jitter is off beside --rand-augment, as in timm; give one of the two")
+    if config.drloc == "all" and config.mixtoken:
+        raise UserError("--drloc all reads every block's tokens, which no model here tells of mixed ones; give --no-mixtoken")
     if config.frozen_statistics and config.objective == "token-label":
         raise UserError(
             "--frozen-statistics trains in evaluation mode, where tokens give no answers; give --objective ce or relabel"

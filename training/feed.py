@@ -8,11 +8,12 @@ from torch import Tensor, nn
 
 from ..pipelines.augment import Augmentation, augmented
 from ..pipelines.batch import Batch, Loader
+from ..pipelines.pairs import pairs_of
 from ..pipelines.resident import ResidentMaps
 from ..pipelines.targets import TargetRules, check_batch
 from .compiling import compiled
 from .config import Config
-from .objective import augment_of, mixing_of
+from .objective import augment_of, localisation_weight, mixing_of
 from .ranks import Ranks
 
 
@@ -53,8 +54,10 @@ class Feed:
         def compute(number: int) -> Tensor:
             # Drop-path is the only draw of the device; seeding it by step and part keeps a resumed run equal.
             torch.manual_seed(plan.step_seed(epoch, at, number))
-            labels = self.loader.labels
-            loss = self.loss_of(self.config, network, parts[number], labels, self.rules, grid, mix, self.dtype)
+            config, part, labels, pairs = self.config, parts[number], self.loader.labels, None
+            if config.drloc != "none":
+                pairs = pairs_of(plan, epoch, part, config.drloc_pairs, localisation_weight(config, epoch))
+            loss = self.loss_of(config, network, part, labels, self.rules, grid, mix, self.dtype, pairs)
             return loss * weights[number]
 
         return [partial(compute, number) for number in range(len(parts))]

@@ -5,13 +5,18 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from ..models.drloc import Localised
 from ..models.token_labeling import class_token_loss, hard_label_loss, token_labeling_loss
 from ..pipelines.batch import Batch, LabelSpec
 from ..pipelines.mixing import Mix, Mixing, box_map, label_share, mixed, mixed_images, pooled, share_map
+from ..pipelines.pairs import Pairs
 from ..pipelines.plan import EpochPlan
 from ..pipelines.policies import Augment
 from ..pipelines.targets import SparseTargets, TargetRules, palette_maps, sparse_targets, with_ground_truth
+from ..relabel.files import UserError
 from .config import Config
+
+RISING_EPOCHS = 20  # of the weight of DRLoc's loss, in its public code
 
 
 def augment_of(config: Config) -> Augment:
@@ -75,16 +80,42 @@ def step_loss(
     grid: int,
     mix: Mix | None,
     dtype: torch.dtype | None,
+    pairs: Pairs | None = None,
     measure: Callable[..., Tensor] = objective_loss,
 ) -> Tensor:
     """The loss of a batch on the device, augmented; nothing in it waits for the device.
 
     `grid` is the side of the network's table of tokens (a network without one still needs it, to say what the regions of a
-    mixed image show), `dtype` that of autocast, None for none, `measure` `objective_loss` or its compiled twin.
+    mixed image show), `dtype` that of autocast, None for none, `pairs` what a `Localised` model is asked, None of any other,
+    `measure` `objective_loss` or its compiled twin.
     """
     image = batch.image
     if mix is not None and (config.cutmix or config.mixup):
         image = mixed_images(image, mix.blend if config.mixtoken else share_map(mix, image.shape[-1]))
     with torch.autocast(image.device.type, dtype or torch.bfloat16, enabled=dtype is not None):
-        output = model(image, box_map(mix, grid) > 0.5) if config.mixtoken else model(image)
-    return measure(config, output, batch, spec, rules, grid, mix)
+        more = {"mix_PP": box_map(mix, grid) > 0.5} if config.mixtoken else {}
+        output = model(image, **more) if pairs is None else model(image, pairs.words, batch.weight, **more)
+    if pairs is None:
+        return measure(config, output, batch, spec, rules, grid, mix)
+    return measure(config, output.output, batch, spec, rules, grid, mix) + pairs.weight * output.loss
+
+
+def localised(config: Config, model: nn.Module) -> nn.Module:
+    """The model with the heads of `config.drloc` beside it, or as it is without. UserError where the two do not go together."""
+    if config.drloc == "none":
+        return model
+    sizes = sorted({side for _, side in config.sizes} or {config.size})
+    try:
+        heads = Localised(model, config.drloc, config.drloc_grid, sizes, config.drloc_released)
+    except (ValueError, RuntimeError, AssertionError, AttributeError, TypeError) as error:
+        why = str(error).partition("\n")[0]
+        raise UserError(f"--drloc {config.drloc} cannot be computed of {config.model}: {why}") from error
+    return heads.to(next(model.parameters()).device)
+
+
+def localisation_weight(config: Config, epoch: int) -> float:
+    """Lambda in this epoch: constant in the paper; the public code raises it over 20 epochs and then lowers it to 0."""
+    if not config.drloc_released:
+        return config.drloc_weight
+    rising, falling = epoch / RISING_EPOCHS, (config.epochs - epoch) / max(config.epochs - RISING_EPOCHS, 1)
+    return config.drloc_weight * max(0.0, min(rising, falling))

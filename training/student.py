@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from .config import Config
 from .guards import Finite
+from .objective import localised
 from .ranks import Ranks
 from .schedule import peak_rate
 
@@ -18,8 +19,9 @@ from .schedule import peak_rate
 class Student(NamedTuple):
     """A network in training."""
 
-    model: nn.Module
-    network: nn.Module  # the model as the backward pass wants it: under several ranks it averages gradients
+    model: nn.Module  # what is judged, averaged and given away
+    trained: nn.Module  # what is optimised: the model, or it and DRLoc's heads beside it
+    network: nn.Module  # that as the backward pass wants it: under several ranks it averages gradients
     ema: ModelEmaV3 | None
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler  # of float16's losses; else it does nothing
@@ -31,11 +33,13 @@ class Student(NamedTuple):
         return {
             "model": self.model.state_dict(), "ema": self.ema.module.state_dict() if self.ema else None,
             "optimizer": self.optimizer.state_dict(), "scaler": self.scaler.state_dict(),
-        }  # fmt: skip
+        } | ({"localiser": self.trained.localiser.state_dict()} if self.trained is not self.model else {})  # fmt: skip
 
     def restore(self, checkpoint: dict) -> None:
         """Go on from a checkpoint that holds `state`."""
         self.model.load_state_dict(checkpoint["model"])
+        if self.trained is not self.model:
+            self.trained.localiser.load_state_dict(checkpoint["localiser"])
         self.optimizer.load_state_dict(checkpoint["optimizer"])
         self.scaler.load_state_dict(checkpoint["scaler"])
         if self.ema:
@@ -50,12 +54,16 @@ def student_of(config: Config, model: nn.Module, ranks: Ranks, dtype: torch.dtyp
     """`model` with its optimiser, averaged weights and guards; `dtype` is that of autocast.
 
     AdamW decays no biases, norms and tables (timm's grouping). Its fused form takes `found_inf`, on which the guard relies.
+    DRLoc's heads are trained and saved, but not averaged: averaged weights are for judging, which needs no heads. UserError
+    where the model cannot have such heads.
     """
+    trained = localised(config, model)
     return Student(
         model=model,
-        network=ranks.parallel(model),
+        trained=trained,
+        network=ranks.parallel(trained),
         ema=ModelEmaV3(model, decay=config.ema, use_warmup=True, foreach=True) if config.ema else None,
-        optimizer=create_optimizer_v2(model, "adamw", lr=peak_rate(config), weight_decay=config.weight_decay, fused=True),
+        optimizer=create_optimizer_v2(trained, "adamw", lr=peak_rate(config), weight_decay=config.weight_decay, fused=True),
         scaler=torch.amp.GradScaler(ranks.device.type, enabled=dtype == torch.float16),
         finite=Finite(ranks.device, config.on_nonfinite == "skip"),
         clip_grad=config.clip_grad,
@@ -68,7 +76,7 @@ def update(student: Student, ranks: Ranks, step: int, losses: Sequence[Callable[
     Each of `losses` computes that of a part of this rank's batch. Returns their mean and the norm of the gradients, before
     they are clipped: float32 `[]` each.
     """
-    model, scaler, mean = student.model, student.scaler, torch.zeros((), device=ranks.device)
+    model, scaler, mean = student.trained, student.scaler, torch.zeros((), device=ranks.device)
     # BatchNorm's running statistics change in the forward pass, before anybody knows whether it was finite.
     running = [b for b in model.buffers() if b.is_floating_point()] if student.finite.skip else []
     before = [b.clone() for b in running]
@@ -96,5 +104,5 @@ def update(student: Student, ranks: Ranks, step: int, losses: Sequence[Callable[
     for buffer, old in zip(running, before, strict=True):
         buffer.copy_(torch.where(student.finite.flag > 0, old, buffer))
     if student.ema:
-        student.ema.update(model, step + 1)
+        student.ema.update(student.model, step + 1)
     return mean, norm

@@ -51,6 +51,10 @@ def test_a_row_of_a_table_changes_what_the_table_is_about(configs):
     assert steps == [{"model_kwargs"}] * 4 + [{"objective"}] * 2
     switches = [differing("augmented", name) for name in TABLES["Table 7, augmentation"][1:]]
     assert switches == [{"mixtoken"}, {"mixup"}, {"erase_probability"}, {"rand_augment"}]
+    none, *variants = TABLES["DRLoc's Table 6, variants"]
+    assert [differing(none, name) for name in variants] == [{"drloc", "drloc_grid"}] * 5
+    assert [configs[name].drloc for name in variants] == ["l1", "signed", "ce", "reg", "all"]
+    assert differing(*TABLES["DRLoc, beside token labels"]) == {"drloc", "drloc_grid"}
 
 
 def test_rows_are_trained_kept_and_tabulated(command, tmp_path):

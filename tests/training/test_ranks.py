@@ -92,6 +92,9 @@ LAWS = {
     # Nothing in these networks joins samples but mixing, whose partners lie in one part whatever the ranks.
     "mixtoken": dict(model="lvvit_groupnorm", drop_path=0.0, mixtoken=True, outside="uniform"),
     "cutmix": dict(model="test_vit", objective="ce", drop_path=0.0, mixtoken=False, cutmix=1.0),
+    # The heads are inside what averages gradients, and a sample's pairs are its own.
+    "drloc": dict(model="lvvit_groupnorm", drop_path=0.0, mixtoken=True, outside="uniform", drloc="l1", drloc_grid=2),
+    "drloc, parts": dict(model="test_vit", objective="ce", microbatch=2, mixtoken=False, drloc="all", drloc_grid=0),
 }
 
 

@@ -117,6 +117,27 @@ def test_fine_tuning_is_the_supplementarys(name, command):
         assert "--init" in done.stdout + done.stderr
 
 
+def test_drlocs_recipes_are_the_supplementarys(command):
+    """Section 6 and Table 9; lambda of Swin and ViT, the rest of the scheme as in the public commands."""
+    weights = {"swin_t_drloc": 0.5, "vit_b_drloc": 0.01, "resnet_50_drloc": 0.1, "cvt_drloc": 0.1, "t2t_drloc": 0.1}
+    for name, weight in weights.items():
+        config = NAMED[name]()
+        assert (config.epochs, config.warmup_epochs, config.batch, peak_rate(config)) == (100, 20, 1024, 1e-3)
+        assert (config.size, config.weight_decay, config.clip_grad, config.mixup, config.cutmix) == (224, 0.05, 5.0, 0.8, 1.0)
+        assert (config.drloc, config.drloc_weight, config.drloc_pairs, config.drloc_grid) == ("l1", weight, 64, 7)
+        assert (config.objective, config.drloc_released, config.drop_path) == ("ce", False, 0.2 if "swin" in name else 0)
+        # The released rates: 5e-7, 5e-4 and 5e-6 a batch of 512.
+        assert learning_rate(config, 0, 10) == pytest.approx(1e-6)
+        assert config.min_lr == 1e-5
+    tuned = NAMED["swin_t_drloc_fine_tune"]()
+    assert (tuned.epochs, tuned.warmup_epochs, peak_rate(tuned), tuned.init) == (100, 10, 5e-4, tyro.MISSING)
+    done = command("train.py", "swin_t_drloc_fine_tune", *FOLDERS)
+    assert done.returncode == 2
+    assert "--init" in done.stdout + done.stderr
+    micro, plain = NAMED["lvvit_micro_drloc"](), NAMED["lvvit_micro_ce"]()
+    assert replace(micro, drloc="none", drloc_grid=7) == plain
+
+
 DHVT = {  # peak rate at the recipe's batch, batch, epochs of warm-up, epochs, size
     "cifar_patch4": (1e-3, 512, 5, 300, 32),
     "cifar_patch2": (1e-3, 512, 5, 300, 32),

@@ -41,9 +41,12 @@ except ImportError as error:
     raise ImportError(f'the bridge for ffcv needs ffcv ({error}); pip install "densefeed[ffcv]"') from error
 
 # A row of a crop table, int64: sample id, box and size of the stored image in pixels, whether it was flipped after it was cut
-# (0, 1), and what the JPEG's decoder returned (0: decoded whole, and for raw pixels).
-CROP = ("index", "top", "left", "height", "width", "image_height", "image_width", "flip", "status")
+# (0, 1), what the JPEG's decoder returned (0: decoded whole, and for raw pixels), and where in the file the image stands.
+CROP = ("index", "top", "left", "height", "width", "image_height", "image_width", "flip", "status", "offset")
 MOVERS = (RandomHorizontalFlip, RandomTranslate, RandomResizedCrop)  # of ffcv: they move pixels and say nothing
+# The words in the names of torchvision's transforms, version 1 and 2, that move pixels; its policies may.
+MOVING = ("Flip", "Crop", "Affine", "Rotation", "Perspective", "Elastic", "Resize", "Pad", "Zoom", "Scale", "RandAugment", "AutoAugment",
+          "TrivialAugment", "AugMix")  # fmt: skip
 
 
 class ReportingDecoder(ResizedCropRGBImageDecoder):
@@ -54,7 +57,7 @@ class ReportingDecoder(ResizedCropRGBImageDecoder):
             `get_crop_generator`; what it cuts is what it would have cut, resized by ffcv's own filter.
         flip: probability of a left-right flip.
 
-    Images are uint8 `[N, H, W, 3]`, crops int64 `[N, 9]`, a CROP each.
+    Images are uint8 `[N, H, W, 3]`, crops int64 `[N, 10]`, a CROP each.
     """
 
     def __init__(self, decoder: ResizedCropRGBImageDecoder, flip: float) -> None:
@@ -97,6 +100,7 @@ class ReportingDecoder(ResizedCropRGBImageDecoder):
                 crops[row, 0] = sample
                 crops[row, 1], crops[row, 2], crops[row, 3], crops[row, 4] = top, left, high, wide
                 crops[row, 5], crops[row, 6], crops[row, 7], crops[row, 8] = height, width, flipped, status
+                crops[row, 9] = field["data_ptr"]
             return images[: len(batch_indices)], crops[: len(batch_indices)]
 
         decode.is_parallel = True
@@ -129,21 +133,25 @@ def crop_pipelines(
     transforms: Sequence[Operation | nn.Module] = (),
     field: str = "image",
 ) -> dict[str, PipelineSpec | None]:
-    """`pipelines` of an ffcv Loader that also yields each image's crop, int64 `[N, 9]`, after the fields of the file.
+    """`pipelines` of an ffcv Loader that also yields each image's crop, int64 `[N, 10]`, after the fields of the file.
 
     Args:
         decoder: how images are cropped, see ReportingDecoder.
         flip: probability of a left-right flip, in place of RandomHorizontalFlip.
         transforms: what else is done to images; default: ToTensor. They must not move pixels: UserError for those of ffcv's
-            that do.
+            and torchvision's that do.
         field: the images' field in the file.
 
     Fields of score maps, which a .beton of ours has, are switched off: DenseLabels reads them, checked. Other fields are read
     as ffcv reads them unless you add pipelines of your own (`crop_pipelines(...) | {"label": [...]}`).
     """
+    if not isinstance(decoder, ResizedCropRGBImageDecoder):
+        raise UserError(
+            f"{type(decoder).__name__} does not crop to one size; give RandomResizedCropRGBImageDecoder or CenterCropRGBImageDecoder"
+        )
     for operation in transforms:
-        if isinstance(operation, MOVERS):
-            name = type(operation).__name__
+        name, home = type(operation).__name__, type(operation).__module__
+        if isinstance(operation, MOVERS) or (home.startswith("torchvision.") and any(word in name for word in MOVING)):
             raise UserError(
                 f"{name} moves pixels and does not say where; leave it out, and give crop_pipelines decoder and flip"
             )
@@ -176,11 +184,13 @@ class DenseLabels:
         self.spec, self.on_bad_sample, self.skipped, self._data = self.source.spec, on_bad_sample, 0, data
 
     def __call__(self, image: Tensor, label: Tensor, crop: Tensor) -> Batch:
-        """The Batch of `image` `[N, ...]`, as it is, `label` `[N]` or `[N, 1]`, and `crop` int64 `[N, 9]`, a CROP each.
+        """The Batch of `image` `[N, ...]`, as it is, `label` `[N]` or `[N, 1]`, and `crop` int64 `[N, 10]`, a CROP each.
 
         Views, ids and maps are memory of its own, on the CPU; image and label share the Loader's memory, so `Batch.to` a GPU,
         or clone them, before the next batch is asked for. UserError for what cannot be read, see `on_bad_sample`.
         """
+        if not len(crop):
+            raise UserError("the Loader gave an empty batch; leave it out")
         crop_NC, label = crop.cpu().numpy(), label.reshape(len(crop), -1)[:, 0].long()
         self._check_file(crop_NC, label.cpu().numpy())
         bad, maps = self._read(crop_NC)
@@ -205,11 +215,13 @@ class DenseLabels:
         )  # fmt: skip
 
     def _check_file(self, crop_NC: np.ndarray, label_N: np.ndarray) -> None:
-        """UserError if sizes or labels of the Loader's images are not those of our file: their maps would be other images'."""
+        """UserError if places, sizes or labels of the Loader's images are not those of our file: their maps would be other images'.
+        Of files of raw pixels all of one size, with the same labels in the same order, this tells nothing apart."""
         index_N, known = crop_NC[:, 0], len(self.source.labels)
         if index_N.max() < known:
             samples = self.source.begin(index_N).wait().samples
-            same = (samples["height"] == crop_NC[:, 5]) & (samples["width"] == crop_NC[:, 6]) & (self.source.labels[index_N] == label_N)
+            known_N4 = np.stack([samples["height"], samples["width"], self.source.labels[index_N], samples["offset"]], 1)
+            same = known_N4 == np.stack([*crop_NC[:, 5:7].T, label_N, crop_NC[:, 9]], 1)
             if same.all():
                 return
         raise UserError(f"the Loader reads other images than {self._data} holds; give both the same file")

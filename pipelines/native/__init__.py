@@ -54,7 +54,7 @@ CUT = np.dtype(
         ("left", "i4"),
         ("height", "i4"),
         ("width", "i4"),
-        ("check", "i4"),  # in: whether all of an image without index is looked at for damage; an index's checksums always are
+        ("sound", "u8"),  # length << 32 | CRC-32 of an image without index. In: what was found sound before; out: its own
     ],
     align=True,
 )
@@ -198,7 +198,7 @@ class Job:
     Args:
         samples: `SAMPLE` `[N]`; `status` and `message` are filled in.
         pixels: uint8 `[N, size, size, 3]`, C-contiguous; rows of samples whose status is not OK hold anything. Or, to cut out
-            and decode nothing, `CUT` `[N]`; all but `bytes` and `check` is filled in.
+            and decode nothing, `CUT` `[N]`; all but `bytes` is filled in.
         parts: what to copy beside the images.
         keep: what else must outlive the decoding (the bytes that samples point to).
         filter: BILINEAR or BICUBIC, by which crops are resized.

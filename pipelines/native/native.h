@@ -80,7 +80,9 @@ typedef struct {
     uint8_t *bytes; /* in: room for as many as the sample has; out: where the JPEG is, which may be the sample's own memory */
     int64_t length; /* of the JPEG; 0: the image is left to be decoded here, or is not OK */
     int32_t top, left, height, width; /* what it shows of the stored image, pixels */
-    int32_t check; /* in: 1 looks for damage in all of an image without our index; the index's checksums are always looked at */
+    /* Of an image without our index, its length << 32 | CRC-32. In: of the bytes that were found sound before, 0 for none: others
+     * are looked at as a whole; out: of these, which are. An index's checksums are always looked at. */
+    uint64_t sound;
 } Cut;
 
 typedef struct Batch {

@@ -2,7 +2,7 @@
 
 What is decided: a crop is right or refused. Damage outside the crop may go unseen, since that is never read; whoever wants to know
 runs `python -m densefeed.pipelines.beton verify`. A JPEG without our index carries no checksum, so there damage is only seen
-where it breaks the code; before DALI all of such a file is looked at, so there damage outside the crop is refused too.
+where it breaks the code.
 """
 
 import base64

@@ -30,10 +30,12 @@ import sys
 import numpy as np
 import torch
 from ffcv.fields import IntField, RGBImageField
-from ffcv.fields.rgb_image import CenterCropRGBImageDecoder, RandomResizedCropRGBImageDecoder
+from ffcv.fields.rgb_image import CenterCropRGBImageDecoder, RandomResizedCropRGBImageDecoder, SimpleRGBImageDecoder
 from ffcv.loader import Loader, OrderOption
 from ffcv.transforms import RandomHorizontalFlip, ToTensor
 from ffcv.writer import DatasetWriter
+from torchvision import transforms as v1
+from torchvision.transforms import v2
 from densefeed.pipelines.ffcv_bridge import DenseLabels, crop_pipelines
 from densefeed.pipelines.targets import TargetRules, sparse_targets
 from densefeed.relabel.files import UserError
@@ -71,17 +73,25 @@ for name, maps, pipelines, workers, cached in (
             parts.append({{name: np.array(field) for name, field in fields.items()}})  # copies: ffcv writes there again
     arrays = {{name: np.concatenate([part[name] for part in parts]) for name in parts[0]}}
     np.savez(f"{{root}}/{{name}}.npz", said=first, skipped=labels.skipped, **arrays)
-row = torch.tensor([[0, 0, 0, 9, 9, 10, 10, 0, 0]])
+row = torch.tensor([[0, 0, 0, 9, 9, 10, 10, 0, 0, 0]])
 ours = DenseLabels(root + "/ours.beton")
-sizes = ours.source.begin(np.array([0])).wait().samples[["height", "width"]][0].tolist()
-fits = torch.tensor([[0, 0, 0, 9, 9, *sizes, 0, 0]])
+height, width, offset = ours.source.begin(np.array([0])).wait().samples[["height", "width", "offset"]][0].tolist()
+fits = torch.tensor([[0, 0, 0, 9, 9, height, width, 0, 0, offset]])
+moved = torch.tensor([[0, 0, 0, 9, 9, height, width, 0, 0, offset + 1]])
 ours(torch.zeros(1, 8, 8, 3), torch.zeros(1, 1), fits)  # the first image, whose label is 0
 refused = [
     said(lambda: crop_pipelines(random, transforms=[RandomHorizontalFlip(), ToTensor()])),
     said(lambda: DenseLabels(root + "/stock.beton")),
     said(lambda: ours(torch.zeros(1, 8, 8, 3), torch.zeros(1, 1), row)),
     said(lambda: ours(torch.zeros(1, 8, 8, 3), torch.ones(1, 1), fits)),
+    said(lambda: ours(torch.zeros(1, 8, 8, 3), torch.zeros(1, 1), moved)),
+    said(lambda: crop_pipelines(random, transforms=[ToTensor(), v1.RandomHorizontalFlip()])),
+    said(lambda: crop_pipelines(random, transforms=[v2.RandAugment()])),
+    said(lambda: crop_pipelines(SimpleRGBImageDecoder())),
+    said(lambda: ours(torch.zeros(0, 8, 8, 3), torch.zeros(0, 1), torch.zeros(0, 10, dtype=torch.int64))),
 ]
+assert said(lambda: crop_pipelines(random, transforms=[ToTensor(), v2.ColorJitter(0.4)])) is None
+
 print(json.dumps(refused))
 """
 
@@ -158,7 +168,7 @@ def test_every_sample_comes_once_an_epoch_with_a_crop_of_its_own(got):
         assert sorted(read["index"][read["epoch"] == epoch]) == list(range(IMAGES))
     np.testing.assert_array_equal(read["label"], number_of(read) % 3)
     assert len(np.unique(read["crop"][:, 1:5], axis=0)) > 0.9 * EPOCHS * IMAGES
-    _, top, left, high, wide, height, width, _, status = read["crop"].T
+    _, top, left, high, wide, height, width, _, status, _ = read["crop"].T
     assert ((top >= 0) & (left >= 0) & (top + high <= height) & (left + wide <= width)).all()
     assert not status.any()
     assert (int(read["skipped"]), str(read["said"])) == (0, "")
@@ -207,7 +217,7 @@ def test_a_bad_sample_is_named_or_repeats_a_good_one_and_weighs_nothing(ran):
 
 
 def test_a_centre_crop_is_reported_too(ran):
-    _, top, left, high, wide, height, width, _, status = np.load(ran[0] / "damaged.npz")["crop"].T
+    _, top, left, high, wide, height, width, _, status, _ = np.load(ran[0] / "damaged.npz")["crop"].T
     np.testing.assert_array_equal(high, (0.8 * np.minimum(height, width)).astype(int))
     np.testing.assert_array_equal(wide, high)
     np.testing.assert_array_equal(top, (height - high) // 2)
@@ -216,10 +226,14 @@ def test_a_centre_crop_is_reported_too(ran):
 
 
 def test_what_cannot_be_right_is_refused(ran):
-    root, (moves, bare, *others) = ran
+    root, (moves, bare, *others, flips, augments, whole, empty) = ran
     assert moves.startswith("RandomHorizontalFlip moves pixels")
+    assert flips.startswith("RandomHorizontalFlip moves pixels")
+    assert augments.startswith("RandAugment moves pixels")
+    assert whole.startswith("SimpleRGBImageDecoder does not crop to one size; give RandomResizedCropRGBImageDecoder")
+    assert empty == "the Loader gave an empty batch; leave it out"
     assert bare.startswith(f"{root / 'stock.beton'} has no score maps; give DenseLabels")
-    assert len(others) == 2
+    assert len(others) == 3
     assert all(other.startswith("the Loader reads other images than") for other in others)
 
 

@@ -7,7 +7,7 @@ from densefeed.pipelines.batch import Batch, LabelSpec
 from densefeed.pipelines.plan import EpochPlan
 from densefeed.pipelines.targets import TargetRules, check_batch, sparse_targets
 from densefeed.relabel.geometry import crop_views, shown_boxes
-from densefeed.relabel.labelling import keep_top
+from densefeed.relabel.scoring import keep_top
 from densefeed.relabel.store import palette_sizes
 from densefeed.relabel.teacher import Teacher
 from PIL import Image

@@ -2,6 +2,7 @@
 
 import json
 import shlex
+from pathlib import Path
 
 import pytest
 from densefeed.relabel.files import UserError
@@ -82,9 +83,15 @@ def test_the_words_are_a_training_of_that_model(model, objective, size, words, m
     assert not config.mixtoken or model.startswith("lvvit")
 
 
-@pytest.mark.parametrize(("loader", "remedy"), [("folder", "pack the images with"), ("ffcv", "pack them smaller")])
-def test_a_slow_loader_comes_with_a_remedy(loader, remedy):
-    request = Request("x", None, "lvvit_s", 64, 224, (1,), 2)
+@pytest.mark.parametrize(
+    ("loader", "packed", "remedy"),
+    [
+        ("folder", False, "pack the images with"), ("dali", False, "pack the images with"), ("dali", True, "pack them smaller"),
+        ("ffcv", True, "pack them smaller"),
+    ],
+)  # fmt: skip
+def test_a_slow_loader_comes_with_a_remedy(tmp_path, loader, packed, remedy):
+    request = Request(Path("x-*.beton") if packed else tmp_path, None, "lvvit_s", 64, 224, (1,), 2)
     step = Speed(6000, 0.1)
     said = sentence(advise.advise(ladder(loader, 1000, 1.0, (1,)), step, 2), step, request, "ce")
     assert f"the loader is the bottleneck (1,000 images/s alone, the step 6,000): {remedy}" in said

@@ -92,7 +92,8 @@ def build(path: Path, model_name: str = "") -> tuple[nn.Module, dict]:
                 model = timm.create_model(recipe.name, img_size=side * model.patch_size, **recipe.kwargs)
         model.load_state_dict(weights_of(checkpoint))
     except (RuntimeError, TypeError, AttributeError, ValueError, IndexError) as error:
-        raise CheckpointError(f"{path} does not fit the model {recipe.name}: {str(error).splitlines()[0]}") from error
+        said = " ".join(line.strip() for line in str(error).splitlines()[:2])  # PyTorch names the first weight in the second
+        raise CheckpointError(f"{path} does not fit the model {recipe.name}: {said}; check --model") from error
     return model, checkpoint
 
 

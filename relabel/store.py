@@ -127,6 +127,12 @@ def row_crcs(parts: Iterable[Iterable[np.ndarray]]) -> np.ndarray:
     return np.array(crcs, np.uint32)
 
 
+def names_crc(label_N: np.ndarray, path_N: np.ndarray) -> np.uint32:
+    """CRC-32 over the bytes of the datasets `label` and `path`, in this order."""
+    label = np.ascontiguousarray(label_N, row_types(0, 0)["label"][0])
+    return np.uint32(zlib.crc32(np.ascontiguousarray(path_N).tobytes(), zlib.crc32(label.tobytes())))
+
+
 def not_finite(half_NM: np.ndarray) -> np.ndarray:
     """Which rows of float16 hold an infinity or NaN, bool `[N]`; by their bits, which is faster than `isfinite`."""
     return (half_NM.view(np.uint16) & 0x7FFF).max(1) >= 0x7C00
@@ -238,8 +244,17 @@ class ScoreMapStore:
         return self._file, starts + ids[:, None] * strides
 
     def paths(self) -> list[str]:
-        """The path of each row's image, relative to the dataset's folder."""
-        return [raw.decode() for raw in self._arrays["path"]]
+        """The path of each row's image, relative to the dataset's folder. UserError if they are damaged."""
+        try:
+            return [raw.decode() for raw in self._arrays["path"]]
+        except UnicodeDecodeError as error:
+            raise UserError(f"{self.path} names images by bytes that are no text; copy it again or relabel") from error
+
+    def names_sound(self) -> bool:
+        """Whether labels and paths are those that were written; also true of files that carry no checksum of them."""
+        with h5py.File(self.path, "r", locking=False) as file:
+            written = file.attrs.get("names_crc32")
+        return written is None or written == names_crc(self.labels, self._arrays["path"])
 
     def rows(self, ids: np.ndarray) -> ScoreMaps:
         """Copies of the rows `ids`, each checked against its CRC, unpacked if they were packed."""
@@ -333,6 +348,7 @@ def lay_out(
         os.posix_fallocate(file.fileno(), 0, sum(sizes) + HDF5_OVERHEAD + len(header.class_names) * 100)
     with h5py.File(path, "w", locking=False) as file:  # whoever makes it holds a lock of ours
         file.attrs["densefeed"] = header.describe()
+        file.attrs["names_crc32"] = names_crc(known["label"], known["path"])
         early = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
         early.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
         early.set_obj_track_times(False)  # the same rows shall give the same bytes

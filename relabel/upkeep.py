@@ -155,13 +155,17 @@ def verify_files(files: tuple[Path, ...], /) -> None:
             bad.append(str(path))
             continue
         print(summary(store))
-        if not faults:
-            print(f"{path}: sound")
-            continue
+        what = [] if store.names_sound() else ["labels or paths"]
+        if what:
+            print(f"{path}: its labels and paths do not match their checksum")
         for row, said in list(faults.items())[:NAMED]:
             print(f"{path}: row {row} ({store.path_of(row)}) {' and '.join(said)}")
         if len(faults) > NAMED:
             print(f"{path}: and {len(faults) - NAMED:,} more bad rows")
-        bad.append(f"{path} ({len(faults):,} of {len(store):,} rows)")
+        what += [f"{len(faults):,} of {len(store):,} rows"] * bool(faults)
+        if what:
+            bad.append(f"{path} ({', '.join(what)})")
+        else:
+            print(f"{path}: sound")
     if bad:
         raise UserError(f"faults were found in {', '.join(bad)}; the lines above name them, copy the file again or relabel")

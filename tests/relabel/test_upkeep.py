@@ -2,6 +2,7 @@
 
 import json
 import os
+import zlib
 
 import h5py
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 from densefeed.relabel import upkeep
 from densefeed.relabel.files import UserError
 from densefeed.relabel.store import ScoreMapStore, ScoreMapWriter, StoreHeader, row_crcs
-from densefeed.relabel.upkeep import convert, verify
+from densefeed.relabel.upkeep import convert, verify, verify_files
 
 FORMS = ("raw", "lossless", "compact")
 COUNT = 10
@@ -142,6 +143,30 @@ def test_every_flipped_bit_is_named(stores, form):
             assert verify(store) == {row: ["does not match its checksum"]}
             with pytest.raises(UserError, match=rf"row {row} \(a/{row}.jpg\) is damaged"):
                 store.rows(np.arange(COUNT))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_changed_names_and_labels_are_told(stores, form, capsys):
+    """No row's checksum covers them. A file made before they had one of their own has nothing to be held against."""
+    path, whole = stores[form].path, stores[form].path.read_bytes()
+    with h5py.File(path) as file:
+        places = {name: file[name].id.get_offset() + 2 * file[name].dtype.itemsize for name in ("path", "label")}
+        by_hand = zlib.crc32(file["path"][:].tobytes(), zlib.crc32(file["label"][:].tobytes()))
+        assert file.attrs["names_crc32"] == by_hand
+    verify_files((path,))
+    for name, at in places.items():
+        damaged = bytearray(whole)
+        damaged[at] = 0xFF if name == "path" else damaged[at] ^ 1
+        path.write_bytes(damaged)
+        with pytest.raises(UserError, match=rf"faults were found in {path} \(labels or paths\)"):
+            verify_files((path,))
+        assert f"{path}: its labels and paths do not match their checksum" in capsys.readouterr().out
+        if name == "path":
+            with pytest.raises(UserError, match=r"names images by bytes that are no text"):
+                ScoreMapStore(path).paths()
+    with h5py.File(path, "r+") as file:
+        del file.attrs["names_crc32"]
+    verify_files((path,))
 
 
 def plant(maps, what):

@@ -34,6 +34,7 @@ from densefeed.pipelines.loader import ThreadedLoader
 from densefeed.pipelines.plan import EpochPlan
 from densefeed.pipelines.resident import bytes_of_map, free_memory
 from densefeed.relabel.files import UserError, replacing, run
+from densefeed.training.bootstrapping import agent_for, check_sizes, trained_of
 from densefeed.training.config import FREE, Config, check_values, model_arguments, plain
 from densefeed.training.feed import Feed
 from densefeed.training.guards import memory_told, stopping
@@ -214,6 +215,7 @@ def flops_of_sizes(config: Config, loader: Loader) -> dict[int, float]:
     """Operations of one image in training, for each side of the network's input."""
     with torch.device("meta"):
         twin, _ = build_model(config, loader.num_classes)
+        twin = trained_of(config, twin, agent_for(config, twin, loader.num_classes))
     return {size: training_flops(twin, size) for _, size in loader.plan.sizes}
 
 
@@ -313,7 +315,7 @@ def train(config: Config) -> dict:
         run = prepared(config, ranks)
         with closing(run.loader), closing(run.val):
             if config.dry_run:
-                dry_run(run.config, ranks, run.student.model, autocast_of(config, ranks.device))
+                dry_run(run.config, ranks, run.student.trained, autocast_of(config, ranks.device))
                 return {}
             return run_on(run, ranks, asked)
 
@@ -359,7 +361,12 @@ def prepared(config: Config, ranks: Ranks) -> Prepared:
             model.set_grad_checkpointing(True)
         except (AssertionError, AttributeError) as error:
             raise UserError(f"{config.model} cannot compute its blocks anew; leave --grad-checkpointing away") from error
-    student = student_of(config, model, ranks, dtype)
+    if config.bootstrap != "none":
+        with torch.device("meta"):
+            check_sizes(config, build_model(config, loader.num_classes)[0], loader.num_classes)
+    agent = agent_for(config, model, loader.num_classes)
+    agent = agent and agent.to(ranks.device, memory_format=torch.channels_last)
+    student = student_of(config, model, ranks, dtype, agent)
     if not checkpoint:
         return Prepared(config, loader, val, maps, recipe, student, 0, (None, 0), np.zeros(2), owed=False)
     student.restore(checkpoint)
@@ -387,6 +394,7 @@ def announced(run: Prepared, ranks: Ranks) -> None:
     print(
         f"{run.recipe.name}: {sum(p.numel() for p in run.student.model.parameters()):,} parameters on {ranks.device}"
         + (f" and {ranks.size - 1} more" if ranks.size > 1 else "")
+        + (f"; with its agent {sum(p.numel() for p in run.student.trained.parameters()):,}" if run.student.agent else "")
         + f"; objective {config.objective}; {run.loader.plan.num_samples:,} images, {total_epochs(config)} epochs of "
         f"{len(run.loader)} steps; peak lr {peak_rate(config):.2g} = {config.lr:.2g} x {config.batch} / {config.lr_batch}"
         + (f"; continuing at step {run.step}" if run.step else ""),
@@ -399,7 +407,7 @@ def run_on(run: Prepared, ranks: Ranks, asked: Callable[[], str]) -> dict:
     config, loader, val, student, step = run.config, run.loader, run.val, run.student, run.step
     device, model, plan, dtype = ranks.device, student.model, loader.plan, autocast_of(config, ranks.device)
     epochs, steps = total_epochs(config), total_epochs(config) * len(loader)
-    kept, feed = Checkpoints(config.out, config.keep), Feed(config, ranks, loader, model, dtype)
+    kept, feed = Checkpoints(config.out, config.keep), Feed(config, ranks, loader, student.trained, dtype)
     watch = Watch(config, ranks, student, feed, *run.watched)
     if ranks.first:
         announced(run, ranks)
@@ -434,7 +442,7 @@ def run_on(run: Prepared, ranks: Ranks, asked: Callable[[], str]) -> dict:
             nonlocal result, text
             ranks.average(student.averaged())
             accuracy = {}
-            for kind, one in (("", model), ("_ema", student.ema and student.ema.module)):
+            for kind, one in (("", model), ("_ema", student.ema and student.ema.module), ("_agent", student.agent)):
                 if one:
                     shares = evaluate_waits(one, val, feed.augmentation.normalise, ranks, dtype, advance)
                     accuracy |= {f"top1{kind}": shares.top1, f"top5{kind}": shares.top5, f"loss{kind}": shares.loss}
@@ -447,7 +455,7 @@ def run_on(run: Prepared, ranks: Ranks, asked: Callable[[], str]) -> dict:
         if run.owed:
             evaluate()
         for epoch in range(step // len(loader), epochs):
-            model.train()
+            student.trained.train()
             for parts in feed.batches(epoch, step % len(loader), timed):
                 at = step % len(loader)
                 if step == run.step:

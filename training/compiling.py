@@ -7,6 +7,7 @@ import torch
 from timm.layers import DropPath
 from torch import Tensor, nn
 
+from ..models.bootstrapping import Bootstrapped
 from .objective import objective_loss, step_loss
 
 
@@ -46,10 +47,11 @@ def compiled(how: str, model: nn.Module) -> Callable[..., Tensor]:
             return whole(*args)
 
         return captured
-    if how == "whole" or not isinstance(getattr(model, "blocks", None), nn.Module):
+    networks = [model.vit, model.agent] if isinstance(model, Bootstrapped) else [model]
+    if how == "whole" or not all(isinstance(getattr(network, "blocks", None), nn.Module) for network in networks):
         return torch.compile(step_loss, dynamic=False)
     device = next(model.parameters()).device
-    for block in model.blocks:
+    for block in (block for network in networks for block in network.blocks):
         for name, part in list(block.named_modules()):
             if isinstance(part, DropPath):
                 block.set_submodule(name, SharedDropPath(part).to(device).train(part.training))

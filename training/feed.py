@@ -10,6 +10,7 @@ from ..pipelines.augment import Augmentation, augmented
 from ..pipelines.batch import Batch, Loader
 from ..pipelines.resident import ResidentMaps
 from ..pipelines.targets import TargetRules, check_batch
+from .bootstrapping import feature_share
 from .compiling import compiled
 from .config import Config
 from .objective import augment_of, mixing_of
@@ -49,12 +50,14 @@ class Feed:
         # Where a network has no tokens of its own, a grid still says what the regions of a mixed image show.
         grid, weights = max(1, size // self.patch), plan.part_weights(at)
         mix = self.mixing.draw(epoch, at, size, grid).to(self.ranks.device) if self.mixing else None
+        share = feature_share(self.config, epoch)
+        share = None if share is None else share.to(self.ranks.device, non_blocking=True)
 
         def compute(number: int) -> Tensor:
             # Drop-path is the only draw of the device; seeding it by step and part keeps a resumed run equal.
             torch.manual_seed(plan.step_seed(epoch, at, number))
             labels = self.loader.labels
-            loss = self.loss_of(self.config, network, parts[number], labels, self.rules, grid, mix, self.dtype)
+            loss = self.loss_of(self.config, network, parts[number], labels, self.rules, grid, mix, self.dtype, share)
             return loss * weights[number]
 
         return [partial(compute, number) for number in range(len(parts))]

@@ -9,6 +9,9 @@ from timm.optim import create_optimizer_v2
 from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 
+from ..models.agent_cnn import AgentCNN
+from ..models.bootstrapping import Align, Bootstrapped
+from .bootstrapping import trained_of
 from .config import Config
 from .guards import Finite
 from .ranks import Ranks
@@ -18,19 +21,27 @@ from .schedule import peak_rate
 class Student(NamedTuple):
     """A network in training."""
 
-    model: nn.Module
-    network: nn.Module  # the model as the backward pass wants it: under several ranks it averages gradients
+    model: nn.Module  # what is evaluated, averaged and given away
+    trained: nn.Module  # what the optimiser changes: the model, or it and its agent
+    network: nn.Module  # that as the backward pass wants it: under several ranks it averages gradients
     ema: ModelEmaV3 | None
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler  # of float16's losses; else it does nothing
     finite: Finite
     clip_grad: float
+    align: Align
+
+    @property
+    def agent(self) -> nn.Module | None:
+        """The second network, if there is one."""
+        return self.trained.agent if isinstance(self.trained, Bootstrapped) else None
 
     def state(self) -> dict:
         """What `restore` needs."""
         return {
             "model": self.model.state_dict(), "ema": self.ema.module.state_dict() if self.ema else None,
             "optimizer": self.optimizer.state_dict(), "scaler": self.scaler.state_dict(),
+            "agent": self.agent.state_dict() if self.agent else None,
         }  # fmt: skip
 
     def restore(self, checkpoint: dict) -> None:
@@ -40,25 +51,34 @@ class Student(NamedTuple):
         self.scaler.load_state_dict(checkpoint["scaler"])
         if self.ema:
             self.ema.module.load_state_dict(checkpoint["ema"])
+        if self.agent:
+            self.agent.load_state_dict(checkpoint["agent"])
 
     def averaged(self) -> list[nn.Module]:
         """Models whose buffers differ between ranks until they are averaged."""
-        return [self.model, self.ema.module] if self.ema else [self.model]
+        return [self.trained, self.ema.module] if self.ema else [self.trained]
 
 
-def student_of(config: Config, model: nn.Module, ranks: Ranks, dtype: torch.dtype | None) -> Student:
-    """`model` with its optimiser, averaged weights and guards; `dtype` is that of autocast.
+def student_of(
+    config: Config, model: nn.Module, ranks: Ranks, dtype: torch.dtype | None, agent: AgentCNN | None = None
+) -> Student:
+    """`model` with its optimiser, averaged weights and guards, and perhaps an agent that learns beside it.
+
+    `dtype` is that of autocast. Model and agent must be on the device already.
 
     AdamW decays no biases, norms and tables (timm's grouping). Its fused form takes `found_inf`, on which the guard relies.
     """
+    trained = trained_of(config, model, agent)
     return Student(
         model=model,
-        network=ranks.parallel(model),
+        trained=trained,
+        network=ranks.parallel(trained),
         ema=ModelEmaV3(model, decay=config.ema, use_warmup=True, foreach=True) if config.ema else None,
-        optimizer=create_optimizer_v2(model, "adamw", lr=peak_rate(config), weight_decay=config.weight_decay, fused=True),
+        optimizer=create_optimizer_v2(trained, "adamw", lr=peak_rate(config), weight_decay=config.weight_decay, fused=True),
         scaler=torch.amp.GradScaler(ranks.device.type, enabled=dtype == torch.float16),
         finite=Finite(ranks.device, config.on_nonfinite == "skip"),
         clip_grad=config.clip_grad,
+        align=config.align,
     )
 
 
@@ -68,7 +88,7 @@ def update(student: Student, ranks: Ranks, step: int, losses: Sequence[Callable[
     Each of `losses` computes that of a part of this rank's batch. Returns their mean and the norm of the gradients, before
     they are clipped: float32 `[]` each.
     """
-    model, scaler, mean = student.model, student.scaler, torch.zeros((), device=ranks.device)
+    model, scaler, mean = student.trained, student.scaler, torch.zeros((), device=ranks.device)
     # BatchNorm's running statistics change in the forward pass, before anybody knows whether it was finite.
     running = [b for b in model.buffers() if b.is_floating_point()] if student.finite.skip else []
     before = [b.clone() for b in running]
@@ -77,6 +97,8 @@ def update(student: Student, ranks: Ranks, step: int, losses: Sequence[Callable[
             loss = loss_of() / len(losses)
             scaler.scale(loss).backward()
         mean += loss.detach()
+    if isinstance(model, Bootstrapped) and model.shared:
+        model.combine_gradients(student.align, ranks.average_gradients)
     if scaler.is_enabled():
         # Overflows of scaled gradients are part of the method: the scaler steps over them by itself. The guard judges the
         # loss, and shows the scaler a gradient that is not finite where the step must be left out.
@@ -96,5 +118,5 @@ def update(student: Student, ranks: Ranks, step: int, losses: Sequence[Callable[
     for buffer, old in zip(running, before, strict=True):
         buffer.copy_(torch.where(student.finite.flag > 0, old, buffer))
     if student.ema:
-        student.ema.update(model, step + 1)
+        student.ema.update(student.model, step + 1)
     return mean, norm

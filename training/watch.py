@@ -81,7 +81,7 @@ class Watch:
 
     def _why_not_finite(self, when: int) -> str:
         """One sentence on a step whose gradients were not finite. Weights are still those before it, so it is done again."""
-        feed, model = self._feed, self._student.model
+        feed, model = self._feed, self._student.trained
         epoch, at = divmod(when, len(feed.loader))
         parts, cause = next(feed.batches(epoch, at)), ""
         for part, compute in zip(parts, feed.losses(model, parts, epoch, at), strict=True):

@@ -11,6 +11,9 @@ loop; not fused), ModelEmaV3 with warm-up, and `loss.item()`, by which one devic
 network from equal weights on equal normalised images in channels_last with the image's label; their losses before and
 after the first update are printed with their distance. Both have a constant learning rate, neither drop-path nor mixing.
 
+`--bootstrap joint` (or `shared`) adds `agent`, the same step of the model's agent CNN alone, and `both`, a step of the two together
+(Bootstrapping ViTs, models/bootstrapping.py); `both` is compared with `ours` and `agent` one after the other.
+
 `--objective token-label` adds `ours+labels`: the same step with a dense label on every token. Its network has a second head,
 which `ours` has not, so its ratio to `ours` is the whole price. `--loader ffcv` adds a contestant that gets --data's batches
 by train.py's loader, from asking for the first to the end of the last step, and the share of that time spent waiting for data.
@@ -31,7 +34,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack, closing
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count, islice
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -39,6 +42,8 @@ from typing import Literal, NamedTuple
 import timm
 import torch
 import tyro
+from densefeed.models.agent_cnn import AgentCNN
+from densefeed.models.bootstrapping import Bootstrapped
 from densefeed.pipelines.augment import Augmentation, augmented
 from densefeed.pipelines.batch import Batch, LabelSpec
 from densefeed.pipelines.loader import ThreadedLoader
@@ -62,6 +67,7 @@ from densefeed.tools.measuring import (
     write_json,
 )
 from densefeed.train import Timed, autocast_of, build_model, open_loader
+from densefeed.training.bootstrapping import agent_for, feature_share, trained_of
 from densefeed.training.compiling import compiled
 from densefeed.training.config import Config
 from densefeed.training.objective import augment_of, step_loss
@@ -77,9 +83,11 @@ from torch import Tensor, nn
 
 PACKAGES = ("torch", "torchvision", "timm", "numpy")
 OURS, TIMM, LABELS, LOADER = "ours", "timm", "ours+labels", "+loader"
+AGENT, BOTH, IN_TURN = "agent", "both", "ours, then agent"
 CORES = len(os.sched_getaffinity(0))
-# What a median ratio must reach: DESIGN's labels that cost at most 3 % of the step, and of the loader.
-BARS = {(LABELS, OURS): 0.97, (OURS + LOADER, OURS): 0.97, (LABELS + LOADER, LABELS): 0.97}
+# What a median ratio must reach: DESIGN's labels that cost at most 3 % of the step, and of the loader; two networks together
+# take at most 1.15 times as long as one after the other.
+BARS = {(LABELS, OURS): 0.97, (OURS + LOADER, OURS): 0.97, (LABELS + LOADER, LABELS): 0.97, (BOTH, IN_TURN): 1 / 1.15}
 # Largest distance of two losses that are equal but for rounding: 16 bits resolve 2^-8 (bfloat16), of whose sums some stays.
 EQUAL = {None: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 SCALES = 16  # halvings from GradScaler's first scale, 65,536, to 1
@@ -103,6 +111,7 @@ class Benchmark:
     size: int = 224  # side of the network's input, pixels
     classes: int = 1000  # of constant batches; --data brings its own
     objective: Literal["ce", "token-label"] = "ce"  # token-label: also ours with a dense label on every token
+    bootstrap: Literal["none", "joint", "shared"] = "none"  # also ours beside an agent CNN, and that alone
     loader: Literal["synthetic", "ffcv"] = "synthetic"  # ffcv: also ours with batches from --data
     data: Path | None = None  # a .beton, for --loader ffcv; tools/pack_dataset.py makes it
     rand_augment: str = ""  # what --loader ffcv does to its crops, as timm writes it; empty: none
@@ -206,6 +215,8 @@ def check(benchmark: Benchmark) -> None:
             f"--model {benchmark.model} has no token head; choose one of {', '.join(timm.list_models('lvvit*'))}, "
             "or --objective ce"
         )
+    if benchmark.bootstrap != "none" and (benchmark.objective, benchmark.loader) != ("ce", "synthetic"):
+        raise UserError("--bootstrap goes with --objective ce and constant batches; leave --objective and --loader away")
     if benchmark.objective == "token-label" and benchmark.classes > 2**16:
         raise UserError(f"--classes {benchmark.classes}: a score map numbers at most 65,536 classes")
 
@@ -245,6 +256,11 @@ def prepared(benchmark: Benchmark, device: torch.device, loader: ThreadedLoader 
         batch, spec = constant_batch(benchmark, model, classes, device)
         models[name] = model, batch, spec
         contest.floors[name] = floor_of(config, deepcopy(model), batch, spec, classes)
+    if benchmark.bootstrap != "none":
+        model, batch, spec = models[OURS]
+        for name, agent in agents_of(benchmark, model, classes).items():
+            contest.floors[name] = floor_of(*two_of(benchmark, name, "never", model, agent), batch, spec, classes)
+            models[name] = agent, batch, spec
     contest.floors[TIMM] = contest.floors[OURS]
     for mode in dict.fromkeys(benchmark.modes):
         steps: dict[str, Step] = {}
@@ -252,6 +268,10 @@ def prepared(benchmark: Benchmark, device: torch.device, loader: ThreadedLoader 
             model, _, spec = models[name]
             config = config_of(benchmark, objective, COMPILED[mode])
             steps[name] = our_step(config, deepcopy(model), device, spec)
+        for name in (AGENT, BOTH) if benchmark.bootstrap != "none" else ():
+            config, trained = two_of(benchmark, name, COMPILED[mode], models[OURS][0], models[name][0])
+            alone = trained if name == AGENT else trained.vit
+            steps[name] = our_step(config, alone, device, spec, None if name == AGENT else trained.agent)
         model, plain, _ = models[OURS]
         steps[TIMM] = timm_step(config_of(benchmark, "ce", COMPILED[mode]), deepcopy(model), device)
         contest.equality.append(equality(steps, plain, mode, autocast_of(config_of(benchmark, "ce", "never"), device)))
@@ -290,20 +310,45 @@ def rules_of(config: Config) -> TargetRules:
     return TargetRules(config.smoothing, config.temperature, config.outside, config.geometry, sheared=augment_of(config).shears)
 
 
-def our_step(config: Config, model: nn.Module, device: torch.device, spec: LabelSpec | None) -> Step:
+def agents_of(benchmark: Benchmark, model: nn.Module, classes: int) -> dict[str, AgentCNN]:
+    """The agent that is trained alone, with weights of its own, and the one that is trained beside the model."""
+    found = {}
+    for name, how in ((AGENT, "joint"), (BOTH, benchmark.bootstrap)):
+        config = replace(config_of(benchmark, "ce", "never"), bootstrap=how)
+        torch.manual_seed(config.seed)
+        agent = agent_for(config, model, classes)
+        found[name] = agent.to(next(model.parameters()).device, memory_format=torch.channels_last)
+    return found
+
+
+def two_of(
+    benchmark: Benchmark, name: str, compile: str, model: nn.Module, agent: AgentCNN
+) -> tuple[Config, AgentCNN | Bootstrapped]:
+    """What AGENT or BOTH trains, a copy, and how."""
+    config = config_of(benchmark, "ce", compile)
+    if name == AGENT:
+        return config, deepcopy(agent)
+    config = replace(config, bootstrap=benchmark.bootstrap)
+    return config, trained_of(config, deepcopy(model), deepcopy(agent))
+
+
+def our_step(
+    config: Config, model: nn.Module, device: torch.device, spec: LabelSpec | None, agent: AgentCNN | None = None
+) -> Step:
     """The inside of train.py's loop on one device."""
     ranks, dtype = Ranks(0, 1, device), autocast_of(config, device)
-    student, loss_of, rules = student_of(config, model, ranks, dtype), compiled(config.compile, model), rules_of(config)
+    student, rules, share = student_of(config, model, ranks, dtype, agent), rules_of(config), feature_share(config, 0)
+    loss_of, share = compiled(config.compile, student.trained), None if share is None else share.to(device)
     plan = EpochPlan(num_samples=config.batch, batch=config.batch, seed=config.seed, mode="train")
     grid, numbers, seen = grid_of(model, config.size), count(), torch.zeros(2, dtype=torch.float64, device=device)
 
     def step(batch: Batch) -> Tensor:
         number = next(numbers)
-        model.train()
+        student.trained.train()
 
         def compute() -> Tensor:
             torch.manual_seed(plan.step_seed(0, number))
-            return loss_of(config, student.network, batch, spec, rules, grid, None, dtype)
+            return loss_of(config, student.network, batch, spec, rules, grid, None, dtype, share)
 
         loss, _ = update(student, ranks, number, [compute])
         seen[0] += loss
@@ -422,11 +467,16 @@ def floor_of(config: Config, model: nn.Module, batch: Batch, spec: LabelSpec, cl
     weights and moments; averaged weights are read and written: 12 times the weights' bytes.
     Activations that are kept are written and read.
     """
-    with torch.device("meta"):
-        twin, _ = build_model(config, classes)
-    device, grid = batch.label.device, grid_of(model, config.size)
+    if isinstance(model, AgentCNN):
+        twin = deepcopy(model).to("meta")
+    else:
+        with torch.device("meta"):
+            twin, _ = build_model(config, classes)
+            twin = trained_of(config, twin, agent_for(config, twin, classes))
+    device, grid, share = batch.label.device, grid_of(model, config.size), feature_share(config, 0)
+    share = None if share is None else share.to(device)
     with Saved(model.train()) as saved:
-        step_loss(config, model, batch, spec, rules_of(config), grid, None, autocast_of(config, device))
+        step_loss(config, model, batch, spec, rules_of(config), grid, None, autocast_of(config, device), share)
     weights = sum(p.nbytes for p in model.parameters())
     return Floor(training_flops(twin, config.size), 12 * weights + 2 * saved.bytes)
 
@@ -457,8 +507,12 @@ def floor_rows(floors: dict[str, Floor], ceilings: dict[str, float], rates: dict
 
 
 def ratios(rates: dict[Key, list[float]]) -> list[dict]:
-    """Round by round: ours to timm's, labels to none, the loader's batches to constant ones."""
-    pairs = [(OURS, TIMM), (LABELS, OURS), (OURS + LOADER, OURS), (LABELS + LOADER, LABELS)]
+    """Round by round: ours to timm's, labels to none, the loader's batches to constant ones, two networks together to one by one."""
+    pairs = [(OURS, TIMM), (LABELS, OURS), (OURS + LOADER, OURS), (LABELS + LOADER, LABELS), (BOTH, IN_TURN)]
+    rates = dict(rates)
+    for mode in dict.fromkeys(mode for name, mode in rates if name == AGENT):
+        # Images that both have seen, in the time that the two took for them one after the other.
+        rates[IN_TURN, mode] = [1 / (1 / a + 1 / b) for a, b in zip(rates[OURS, mode], rates[AGENT, mode], strict=True)]
     return [
         {"a": a, "b": b, "what": "images_per_s", "mode": mode, **pairwise(rates[a, mode], rates[b, mode])._asdict()}
         for mode in dict.fromkeys(mode for _, mode in rates)
@@ -498,7 +552,7 @@ def show(document: dict) -> None:
     for line in document["ratios"]:
         bar = BARS.get((line["a"], line["b"]))
         spread = (f"{line[at]:.3f}" for at in ("median", "p25", "p75"))
-        table.add_row(line["a"], line["b"], line["mode"], *spread, f"{bar:g}" if bar else "")
+        table.add_row(line["a"], line["b"], line["mode"], *spread, f"{bar:.3g}" if bar else "")
     console.print(table)
     for line in document["equality"]:
         ours, theirs = (" and ".join(f"{loss:.6f}" for loss in line[name]) for name in (OURS, TIMM))

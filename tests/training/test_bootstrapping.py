@@ -194,7 +194,7 @@ def test_both_networks_learn_from_the_score_maps(config):
 
 
 @pytest.mark.parametrize(
-    "fields", [JOINT | dict(cutmix=1.0), SHARED, DENSE | dict(cutmix=1.0)], ids=["joint", "shared", "dense"]
+    "fields", [SHARED | dict(cutmix=1.0), DENSE | dict(bootstrap="joint", cutmix=1.0)], ids=["shared", "dense"]
 )
 def test_one_compiled_step_serves_every_box_and_epoch(config, fields):
     """No graph break, no recompilation as the weight of features falls, and the loss and gradients of eager mode."""
@@ -283,7 +283,7 @@ def test_the_weight_of_features_falls_to_nothing(config, decay, shares):
         (dict(distill_temperature=0.0), "--distill-temperature is 0, and must be at least 0.001"),
         (dict(feature_weight=-1.0), "--feature-weight is -1, and must be at least 0"),
         (dict(model="lvvit_micro"), "lvvit_micro can have no such agent .3 heads have no CONV"),
-        (dict(model="nfnet_micro"), "nfnet_micro can have no such agent .has no blocks of attention"),
+        (dict(model="nfnet_micro", model_kwargs=()), "nfnet_micro can have no such agent .has no blocks of attention"),
         (dict(agent_kwargs=("down=(9,)",)), r"down \(9,\) must be numbers of blocks, from 1 to 2"),
         (dict(agent_kwargs=("nonsense=1",)), "unexpected keyword argument 'nonsense'"),
         (dict(agent_kwargs=("pool",)), "--agent-kwargs 'pool' is not NAME=VALUE"),

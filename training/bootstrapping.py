@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from ..models.agent_cnn import AgentCNN, agent_of
 from ..models.bootstrapping import Bootstrapped, feature_loss
 from ..relabel.files import UserError
-from .config import Config, model_arguments
+from .config import Config, arguments_of
 from .schedule import total_epochs
 
 
@@ -17,7 +17,9 @@ def agent_for(config: Config, model: nn.Module, num_classes: int) -> AgentCNN | 
     """
     if config.bootstrap == "none":
         return None
-    options = {"stem": config.agent, "token_head": config.objective == "token-label"} | model_arguments(config, "agent_kwargs")
+    options = {"stem": config.agent, "token_head": config.objective == "token-label"} | arguments_of(
+        config.agent_kwargs, "--agent-kwargs"
+    )
     try:
         return agent_of(model, num_classes, shared=config.bootstrap == "shared", **options)
     except (ValueError, TypeError) as error:

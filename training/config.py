@@ -152,17 +152,22 @@ def check_values(config: Config) -> None:
         )
 
 
-def model_arguments(config: Config, field: str = "model_kwargs") -> dict[str, object]:
-    """`model_kwargs`, or another such field, as a dictionary. UserError where one is no NAME=VALUE."""
+def model_arguments(config: Config) -> dict[str, object]:
+    """`model_kwargs` as a dictionary. UserError where one is no NAME=VALUE."""
+    return arguments_of(config.model_kwargs, "--model-kwargs")
+
+
+def arguments_of(words: tuple[str, ...], field: str) -> dict[str, object]:
+    """NAME=VALUE words of the option `field` as a dictionary. UserError where one is none."""
     arguments = {}
-    for word in getattr(config, field):
+    for word in words:
         name, equals, value = word.partition("=")
         try:
             arguments[name.strip()] = ast.literal_eval(value.strip())
         except (ValueError, SyntaxError):
             equals = ""
         if not equals or not name.strip().isidentifier():
-            raise UserError(f"--{field.replace('_', '-')} {word!r} is not NAME=VALUE with a Python number, string or tuple, as depth=12 is")
+            raise UserError(f"{field} {word!r} is not NAME=VALUE with a Python number, string or tuple, as depth=12 is")
     return arguments
 
 

@@ -70,8 +70,8 @@ def objective_loss(
     if isinstance(output, Both):
         return loss_of_both(config, output, batch, spec, rules, grid, mix, share)
     if config.objective == "ce":
-        share = None if mix is None else label_share(mix)
-        return hard_label_loss(output, batch.label, batch.weight, config.smoothing, share)
+        partners = None if mix is None else label_share(mix)
+        return hard_label_loss(output, batch.label, batch.weight, config.smoothing, partners)
     whole, tokens = dense_targets(config, batch, spec, rules, grid, mix)
     if config.objective == "relabel":
         return class_token_loss(output, whole)

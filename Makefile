@@ -44,14 +44,18 @@ bench: $(READY)  ## loaders, targets, augmentation and whole steps beside all ot
 	$(RUN) tools/benchmark_targets.py --compare head --batch 64 --classes 21841 --rounds 3 --json bench/head.json
 	$(RUN) tools/benchmark_augment.py --json bench/augment.json
 	$(RUN) tools/benchmark_store.py --json bench/store.json
+	$(RUN) tools/benchmark_relabel.py --json bench/relabel.json
+	$(RUN) tools/benchmark_relabel.py --compile --precision bf16 --json bench/relabel-compiled.json
 	$(RUN) tools/benchmark_step.py --batch 8 --objective token-label --steps 1 --json bench/step.json
 	$(RUN) tools/benchmark_step.py --model lvvit_micro --size 64 --batch 32 --steps 16 --objective token-label --loader ffcv \
 		--data bench/photographs-1024-1000/train.beton --json bench/step-loader.json
 
 MINUTES ?= 10
 KILLS ?= 20
-soak: $(READY)  ## the native decoder on mutated files for MINUTES of processor time, and a run that is killed KILLS times
+ORIENTATIONS ?= 100
+soak: $(READY)  ## the native decoder on mutated files for MINUTES of processor time, runs and passes killed KILLS times, ORIENTATIONS planted for the audit
 	SOAK_MINUTES=$(MINUTES) nice -n 19 $(RUN) -m pytest -s tests/pipelines/native/test_fuzz.py
-	SOAK_KILLS=$(KILLS) $(RUN) -m pytest -s tests/test_resume.py -k killed_at_random_times
+	SOAK_KILLS=$(KILLS) $(RUN) -m pytest -s tests/test_resume.py tests/relabel/test_shards.py -k killed_at_random_times
+	SOAK_ORIENTATIONS=$(ORIENTATIONS) $(RUN) -m pytest -s tests/relabel/test_audit.py -k planted_orientations
 
 .PHONY: quickstart test check fix gpu-check bench soak

@@ -25,6 +25,7 @@ import torch
 import tyro
 from densefeed.models import checkpoints
 from densefeed.models.evaluation import Shares, Sums, answers, shares_waits, sums_of
+from densefeed.models.token_transformer import TokenTransformer, has_tokens
 from densefeed.pipelines.augment import Normalise
 from densefeed.pipelines.batch import Batch, Loader, on_device
 from densefeed.pipelines.dali import DaliLoader
@@ -101,13 +102,13 @@ def build_model(config: Config, num_classes: int) -> tuple[nn.Module, checkpoint
     """The student, and how to build it again."""
     kwargs = {"num_classes": num_classes} | ({"drop_path_rate": config.drop_path} if config.drop_path else {})
     kwargs |= model_arguments(config)
-    if config.model.startswith("lvvit"):
+    if has_tokens(config.model):
         kwargs |= {"token_head": config.objective == "token-label"}
         many = config.fused_head == "always" or (config.fused_head == "auto" and num_classes >= FUSED_FROM)
         kwargs |= {"fused_head": True} if many and kwargs["token_head"] else {}
     elif config.objective == "token-label" or config.mixtoken:
         raise UserError(
-            f"{config.model} has no token head and no MixToken; use an lvvit model, or --objective ce --no-mixtoken"
+            f"{config.model} has no token head and no MixToken; use an lvvit, dhvt or t2t_vit model, or --objective ce --no-mixtoken"
         )
     if not timm.is_model(config.model):
         raise UserError(
@@ -132,6 +133,12 @@ def build_model(config: Config, num_classes: int) -> tuple[nn.Module, checkpoint
             raise UserError(
                 f"{config.model} cannot train at {side} px ({why}); choose other --sizes or another model"
             ) from error
+    if isinstance(model, TokenTransformer) and (config.objective == "token-label" or config.mixtoken):
+        for _, side in config.sizes or ((0, config.size),):
+            if side % model.patch_size:
+                raise UserError(
+                    f"{config.model} would see cut tokens at {side} px, which have no labels; choose a multiple of {model.patch_size} px"
+                )
     return model, recipe
 
 
@@ -219,9 +226,9 @@ def flops_of_sizes(config: Config, loader: Loader) -> dict[int, float]:
     return {size: training_flops(twin, size) for _, size in loader.plan.sizes}
 
 
-def dry_run(config: Config, ranks: Ranks, model: nn.Module, dtype: torch.dtype | None) -> None:
+def dry_run(config: Config, ranks: Ranks, student: Student, dtype: torch.dtype | None) -> None:
     """The loss and gradient of the first images, and what memory a whole step takes. UserError if there is not so much."""
-    images = 2 * config.views
+    images, trained = 2 * config.views, student.trained.train(not config.frozen_statistics)
     largest = max((side for _, side in config.sizes), default=config.size)
     few = replace(
         config,
@@ -235,15 +242,16 @@ def dry_run(config: Config, ranks: Ranks, model: nn.Module, dtype: torch.dtype |
     loader = open_loader(few, "train")
     with closing(loader):
         alone = replace(ranks, rank=0, size=1)
-        feed = Feed(few, alone, loader, model.train(), dtype)
+        feed = Feed(few, alone, loader, trained, dtype)
         parts = next(feed.batches(0, 0))
         feed.check_waits(parts)
-        (compute,) = feed.losses(model, parts, 0, 0)
-        with Saved(model) as saved:
+        (compute,) = feed.losses(trained, parts, 0, 0)
+        with Saved(trained) as saved:
             loss = compute()
         loss.backward()
-    # Gradients, two moments and perhaps averaged weights are as large as the weights.
-    fixed, each = sum(p.nbytes for p in model.parameters()) * (3 + (config.ema > 0)), saved.bytes / images
+    # Gradients, two moments and perhaps averaged weights are as large as the weights; what an agent borrows has a gradient more.
+    fixed, each = sum(p.nbytes for p in trained.parameters()) * (3 + (config.ema > 0)), saved.bytes / images
+    fixed += sum(tensor.nbytes for tensor in student.agent.borrowed()) if student.agent else 0
     if config.labels_on_device and loader.labels:
         fixed += loader.plan.num_samples * bytes_of_map(loader.labels)
     needed, free = fixed + each * config.microbatch, free_memory(ranks.device)
@@ -315,7 +323,7 @@ def train(config: Config) -> dict:
         run = prepared(config, ranks)
         with closing(run.loader), closing(run.val):
             if config.dry_run:
-                dry_run(run.config, ranks, run.student.trained, autocast_of(config, ranks.device))
+                dry_run(run.config, ranks, run.student, autocast_of(config, ranks.device))
                 return {}
             return run_on(run, ranks, asked)
 
@@ -356,6 +364,8 @@ def prepared(config: Config, ranks: Ranks) -> Prepared:
         if ranks.first:
             print(begun)
     model.to(ranks.device, memory_format=torch.channels_last)
+    if config.sync_batchnorm:
+        model = ranks.synchronised(model)
     if config.grad_checkpointing:
         try:
             model.set_grad_checkpointing(True)
@@ -365,7 +375,9 @@ def prepared(config: Config, ranks: Ranks) -> Prepared:
         with torch.device("meta"):
             check_sizes(config, build_model(config, loader.num_classes)[0], loader.num_classes)
     agent = agent_for(config, model, loader.num_classes)
-    agent = agent and agent.to(ranks.device, memory_format=torch.channels_last)
+    if agent is not None:
+        agent.to(ranks.device, memory_format=torch.channels_last)
+        agent = ranks.synchronised(agent) if config.sync_batchnorm else agent
     student = student_of(config, model, ranks, dtype, agent)
     if not checkpoint:
         return Prepared(config, loader, val, maps, recipe, student, 0, (None, 0), np.zeros(2), owed=False)
@@ -391,10 +403,14 @@ def announced(run: Prepared, ranks: Ranks) -> None:
     for name, content in (("config.json", plain(config)), ("environment.json", environment(config, ranks))):
         with replacing(config.out / name) as part:
             part.write_text(json.dumps(content, indent=1))
+    student = run.student
+    count, beside = (sum(p.numel() for p in part.parameters()) for part in (student.model, student.trained))
+    option = f"--bootstrap {config.bootstrap}" if student.agent else f"--drloc {config.drloc}"
     print(
-        f"{run.recipe.name}: {sum(p.numel() for p in run.student.model.parameters()):,} parameters on {ranks.device}"
+        f"{run.recipe.name}: {count:,} parameters"
+        + (f", and {beside - count:,} that {option} trains beside them," if beside > count else "")
+        + f" on {ranks.device}"
         + (f" and {ranks.size - 1} more" if ranks.size > 1 else "")
-        + (f"; with its agent {sum(p.numel() for p in run.student.trained.parameters()):,}" if run.student.agent else "")
         + f"; objective {config.objective}; {run.loader.plan.num_samples:,} images, {total_epochs(config)} epochs of "
         f"{len(run.loader)} steps; peak lr {peak_rate(config):.2g} = {config.lr:.2g} x {config.batch} / {config.lr_batch}"
         + (f"; continuing at step {run.step}" if run.step else ""),
@@ -455,7 +471,7 @@ def run_on(run: Prepared, ranks: Ranks, asked: Callable[[], str]) -> dict:
         if run.owed:
             evaluate()
         for epoch in range(step // len(loader), epochs):
-            student.trained.train()
+            student.trained.train(not config.frozen_statistics)
             for parts in feed.batches(epoch, step % len(loader), timed):
                 at = step % len(loader)
                 if step == run.step:

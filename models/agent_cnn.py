@@ -14,7 +14,8 @@ from timm.models import build_model_with_cfg, generate_default_cfgs, register_mo
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .lvvit import TokenLogits
+from .dhvt import DHVT
+from .token_transformer import TokenLogits
 
 # N images   D width   H heads, that is taps   Y, X rows and columns of the map   K classes
 
@@ -47,6 +48,8 @@ class Wiring(NamedTuple):
 
 def wiring_of(vit: nn.Module) -> Wiring:
     """Of a transformer in timm's manner. ValueError, which says what is missing, for what can have no agent."""
+    if isinstance(vit, DHVT):
+        raise ValueError("DHVT's attention adds tokens of heads and its MLP, DAFF, convolves; an agent has neither")
     missing = "has no blocks of attention (qkv, proj) and MLP (fc1, fc2) that all have the width of its tokens"
     blocks = getattr(vit, "blocks", None)
     if not isinstance(blocks, nn.Module) or not hasattr(vit, "forward_intermediates"):
@@ -228,6 +231,10 @@ class AgentCNN(nn.Module):
     def lend(self, vit: nn.Module) -> None:
         """Use the weights of `vit` from now on. Both must be on their device: moving either would part them."""
         self.lent = lent_by(vit)
+
+    def borrowed(self) -> list[Tensor]:
+        """What it has been lent, which has gradients of its own; none for an agent with weights of its own."""
+        return [tensor for lent in self.lent if lent is not None for tensor in lent if tensor is not None]
 
     def forward_maps(self, image_NCHW: Tensor) -> tuple[Tensor, list[Tensor]]:
         """The normalised last map, and what every block says, before any halving: `[N, D, Y, X]` each."""

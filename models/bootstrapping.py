@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .agent_cnn import AgentCNN, Lent
-from .lvvit import TokenFeatures, TokenLogits
 from .token_labeling import weighted_mean
+from .token_transformer import TokenFeatures, TokenLogits
 
 # N images   T tokens   D width   K classes   Y, X rows and columns of the agent's map
 
@@ -52,12 +52,14 @@ class Bootstrapped(nn.Module):
             raise ValueError(f"blocks {tuple(blocks)} must be numbers from 1 to {depth}")
         self.vit, self.agent = vit, agent
         self.taken = sorted({number - 1 for number in blocks}) or list(range(depth))
-        self.pretrained_cfg = vit.pretrained_cfg
         self.shared = not hasattr(agent.blocks[0], "conv")
         if self.shared:
             agent.lend(vit)
-        if hasattr(vit, "patch_size"):
-            self.patch_size = vit.patch_size
+
+    @property
+    def networks(self) -> tuple[nn.Module, nn.Module]:
+        """Transformer and agent."""
+        return self.vit, self.agent
 
     @torch.jit.ignore
     def no_weight_decay(self) -> set[str]:
@@ -95,10 +97,8 @@ class Bootstrapped(nn.Module):
         for block in pairs:
             for mine, agents in block:
                 mine.add_(agents).mul_(0.5)
-        for lent in self.agent.lent:
-            for seen in lent:
-                if seen is not None:
-                    seen.grad = None
+        for seen in self.agent.borrowed():
+            seen.grad = None
 
 
 def gradients(vit: nn.Module) -> list[Lent]:

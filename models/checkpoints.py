@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from . import agent_cnn, lvvit, nfnet, vit  # noqa: F401  (registers their models with timm)
+from . import agent_cnn, cvt, dhvt, lvvit, nfnet, t2t, vit  # noqa: F401  (registers their models with timm)
 
 # Where the weights lie in a checkpoint, the averaged ones first: ours, timm's two names for EMA, ours, timm's.
 AVERAGED = ("ema", "state_dict_ema", "model_ema")
@@ -68,8 +68,8 @@ def weights_key(checkpoint: dict) -> str:
 def build(path: Path, model_name: str = "") -> tuple[nn.Module, dict]:
     """A model with its weights from a checkpoint, and the checkpoint.
 
-    Our checkpoints say which model they hold; for others `model_name` (timm's) must. An lvvit model is built at the size of
-    the file's position table. Raises CheckpointError.
+    Our checkpoints say which model they hold; for others `model_name` (timm's) must. A model of ours that has a position table is built at
+    the size of the file's. Raises CheckpointError.
     """
     checkpoint = load(path)
     if "recipe" in checkpoint:
@@ -86,7 +86,7 @@ def build(path: Path, model_name: str = "") -> tuple[nn.Module, dict]:
         raise CheckpointError(f"{path} does not say which model it holds; name it with --model")
     try:
         model = timm.create_model(recipe.name, **recipe.kwargs)
-        if "recipe" not in checkpoint and isinstance(model, lvvit.LVViT) and "pos_embed" in weights:
+        if "recipe" not in checkpoint and isinstance(model, (lvvit.LVViT, t2t.T2TViT)) and "pos_embed" in weights:
             side = math.isqrt(weights["pos_embed"].shape[1] - 1)
             if side != model.grid_size:
                 model = timm.create_model(recipe.name, img_size=side * model.patch_size, **recipe.kwargs)

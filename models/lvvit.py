@@ -8,35 +8,17 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from timm.layers import DropPath, Mlp, resample_abs_pos_embed, trunc_normal_
-from timm.models import build_model_with_cfg, checkpoint_seq, generate_default_cfgs, register_model
-from timm.models._features import feature_take_indices
-from timm.models.vision_transformer import global_pool_nlc
+from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from .token_transformer import TokenTransformer, init_linear
+
 # N images   T tokens without the class token   D width   K classes   P side of the token grid
-
-
-class TokenLogits(NamedTuple):
-    """What a model with a token head returns in training: `cls` `[N, K]` and `tokens` `[N, T, K]`, row-major over the grid."""
-
-    cls: Tensor
-    tokens: Tensor
-
-
-class TokenFeatures(NamedTuple):
-    """What a model with a fused head returns in training: `cls` `[N, K]`, `tokens` `[N, T, D]` and the head that is due on them.
-
-    For `token_labeling.fused_token_loss`, which never holds the tokens' logits whole.
-    """
-
-    cls: Tensor
-    tokens: Tensor
-    head: nn.Linear
 
 
 class Stem(nn.Sequential):
@@ -82,18 +64,18 @@ class TokenGroupNorm(nn.GroupNorm):
 
 
 class Attention(nn.Module):
-    """Multi-head self-attention; q, k and v carry no bias unless `qkv_bias`."""
+    """Multi-head self-attention; q, k and v carry no bias unless `qkv_bias`. `scale`: of the products, None for width^-1/2 of a head."""
 
-    def __init__(self, dim: int, num_heads: int, qkv_bias: bool) -> None:
+    def __init__(self, dim: int, num_heads: int, qkv_bias: bool, scale: float | None = None) -> None:
         super().__init__()
-        self.num_heads = num_heads
+        self.num_heads, self.scale = num_heads, scale
         self.qkv = nn.Linear(dim, 3 * dim, bias=qkv_bias)
         self.proj = nn.Linear(dim, dim)
 
     def forward(self, x_NTD: Tensor) -> Tensor:
         N, T, D = x_NTD.shape
         q, k, v = self.qkv(x_NTD).view(N, T, 3, self.num_heads, D // self.num_heads).permute(2, 0, 3, 1, 4)
-        return self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(N, T, D))
+        return self.proj(F.scaled_dot_product_attention(q, k, v, scale=self.scale).transpose(1, 2).reshape(N, T, D))
 
 
 class Block(nn.Module):
@@ -128,15 +110,7 @@ class Block(nn.Module):
         return x_NTD
 
 
-def init_linear(module: nn.Module) -> None:
-    """Truncated normal, std 0.02, and no bias for linear layers (reference 1.5); the others keep PyTorch's defaults."""
-    if isinstance(module, nn.Linear):
-        trunc_normal_(module.weight, std=0.02)
-        if module.bias is not None:
-            nn.init.zeros_(module.bias)
-
-
-class LVViT(nn.Module):
+class LVViT(TokenTransformer):
     """LV-ViT.
 
     Args:
@@ -155,11 +129,8 @@ class LVViT(nn.Module):
         token_head: a second classifier on every token, trained by token labels and added to the class token's answer.
         fused_head: in training leave that classifier to the loss, which saves memory where classes are many (21,841).
 
-    Forward takes images `[N, in_chans, H, W]`; for another size than `img_size` (H and W multiples of `patch_size`, else
-    ValueError) the position table is resampled, bicubic and antialiased, the class token's place kept. It returns `[N, K]`
-    logits; in training a model with a token head returns `TokenLogits` instead, or with a fused head `TokenFeatures`.
-    At evaluation a token head adds 0.5 times the maximum over tokens (as published). The rest is timm's interface, by timm's
-    names. Raises ValueError for sizes that do not fit together.
+    Forward and the rest of the interface are `TokenTransformer`'s; H and W must be multiples of `patch_size`. Raises ValueError for
+    sizes that do not fit together.
     """
 
     def __init__(
@@ -184,190 +155,39 @@ class LVViT(nn.Module):
         fused_head: bool = False,
     ) -> None:
         super().__init__()
-        if fused_head and not token_head:
-            raise ValueError("fused_head needs token_head")
-        rows, columns = (img_size, img_size) if isinstance(img_size, int) else img_size
-        if rows != columns:
-            raise ValueError(f"img_size {rows} x {columns} must be square")
-        if rows % patch_size or (stem is None and patch_size % 2):
-            raise ValueError(f"img_size {rows} must be a multiple of patch_size {patch_size}, and that even")
-        if embed_dim % num_heads:
-            raise ValueError(f"embed_dim {embed_dim} must be a multiple of num_heads {num_heads}")
+        self._begin(img_size, patch_size, in_chans, embed_dim, depth, num_heads, token_head, fused_head)
+        side = self.grid_size * patch_size
+        if img_size not in (side, (side, side)) or (stem is None and patch_size % 2):
+            raise ValueError(f"img_size {img_size} must be a multiple of patch_size {patch_size}, and that even")
         convs = ((7, 2), (3, 1), (3, 1), (patch_size // 2, patch_size // 2)) if stem is None else stem
         if not convs or not all(isinstance(pair, Sequence) and len(pair) == 2 for pair in convs):
             raise ValueError(f"stem {stem!r} must be pairs (kernel, stride), as ((16, 16),) is")
         if math.prod(stride for _, stride in convs) != patch_size:
             raise ValueError(f"stem: the strides of {tuple(convs)} must multiply to patch_size {patch_size}")
-        self.in_chans = in_chans
-        self.num_features = self.head_hidden_size = self.embed_dim = embed_dim
-        self.num_prefix_tokens = 1
-        self.patch_size, self.grid_size = patch_size, rows // patch_size
-        self.grad_checkpointing = False
         self.stem = Stem(in_chans, stem_width, embed_dim, convs)
-        self.cls_token = nn.Parameter(torch.zeros(1, 1, embed_dim))
         self.pos_embed = nn.Parameter(torch.zeros(1, 1 + self.grid_size**2, embed_dim))
         rates = [drop_path_rate * number / max(depth - 1, 1) for number in range(depth)]
         self.blocks = nn.ModuleList(
             Block(embed_dim, num_heads, mlp_ratio, rate, residual_divisor, qkv_bias, norm_groups, post_norm) for rate in rates
         )
-        self.feature_info = [dict(module=f"blocks.{i}", num_chs=embed_dim, reduction=patch_size) for i in range(depth)]
         self.norm = nn.LayerNorm(embed_dim)
-        self.with_token_head, self.fused_head = token_head, fused_head
         self._make_heads(num_classes, global_pool)
         trunc_normal_(self.pos_embed, std=0.02)
         trunc_normal_(self.cls_token, std=0.02)
         self.apply(init_linear)
-
-    def _make_heads(self, num_classes: int, global_pool: str) -> None:
-        if global_pool not in ("token", "avg", "") or (num_classes and not global_pool):
-            raise ValueError(f"global_pool {global_pool!r} must be 'token', 'avg', or '' where num_classes is 0")
-        self.num_classes, self.global_pool = num_classes, global_pool
-        like = {"device": self.pos_embed.device, "dtype": self.pos_embed.dtype}
-        with_tokens = self.with_token_head and num_classes > 0
-        self.head = nn.Linear(self.embed_dim, num_classes, **like) if num_classes else nn.Identity()
-        self.token_head = nn.Linear(self.embed_dim, num_classes, **like) if with_tokens else None
-
-    @torch.jit.ignore
-    def no_weight_decay(self) -> set[str]:
-        """Names that AdamW must not decay, beside biases and one-dimensional tables."""
-        return {"pos_embed", "cls_token"}
 
     @torch.jit.ignore
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
         """Patterns of parameter names by depth, for timm's layer-wise decay; `coarse` changes nothing, as blocks have no parts."""
         return {"stem": r"^cls_token|^pos_embed|^stem", "blocks": [(r"^blocks\.(\d+)", None), (r"^norm", (99999,))]}
 
-    @torch.jit.ignore
-    def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Compute every block a second time in the backward pass instead of keeping what it computed. Same gradients."""
-        self.grad_checkpointing = enable
-
-    @torch.jit.ignore
-    def get_classifier(self) -> nn.Module | tuple[nn.Module, nn.Module]:
-        """The classifier of the class token; with a token head, both (as timm's distilled models do)."""
-        return self.head if self.token_head is None else (self.head, self.token_head)
-
-    def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        """New heads for `num_classes`, on the device and in the dtype of the rest; 0: none. `global_pool` as in the class.
-
-        Raises ValueError for a pool that is not known, or "" beside heads.
-        """
-        self._make_heads(num_classes, self.global_pool if global_pool is None else global_pool)
-        for head in filter(None, (self.head, self.token_head)):
-            head.apply(init_linear).train(self.training)
+    def embed_patches(self, image_NCHW: Tensor) -> Tensor:
+        self.grid_of(image_NCHW)  # refuses what would lose pixels
+        return self.stem(image_NCHW)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """As every module's, and takes the published names too: timm's `checkpoint_path=` passes through no filter."""
         return super().load_state_dict(with_our_names(state_dict, self), strict, assign)
-
-    def grid_of(self, image_NCHW: Tensor) -> tuple[int, int]:
-        """Rows and columns of tokens of these images. ValueError if their size is no multiple of the patch size."""
-        H, W = image_NCHW.shape[2:]
-        if H % self.patch_size or W % self.patch_size:
-            raise ValueError(f"inputs of {H} x {W} pixels must be multiples of patch_size {self.patch_size}")
-        return H // self.patch_size, W // self.patch_size
-
-    def _embed(self, image_NCHW: Tensor, mix_PP: Tensor | None = None) -> Tensor:
-        """What the first block reads: class token and patches, with their positions, `[N, 1 + T, D]`."""
-        pos_embed = resample_abs_pos_embed(self.pos_embed, list(self.grid_of(image_NCHW)), [self.grid_size] * 2)
-        x_NDPP = self.stem(image_NCHW)
-        if mix_PP is not None:
-            x_NDPP = torch.where(mix_PP, x_NDPP.flip(0), x_NDPP)
-        x_NTD = x_NDPP.flatten(2).transpose(1, 2)
-        return torch.cat([self.cls_token.expand(x_NTD.shape[0], -1, -1), x_NTD], dim=1) + pos_embed
-
-    def _run(self, blocks: Sequence[nn.Module], x_NTD: Tensor) -> Tensor:
-        if self.grad_checkpointing and torch.is_grad_enabled():
-            return checkpoint_seq(tuple(blocks), x_NTD)
-        for block in blocks:
-            x_NTD = block(x_NTD)
-        return x_NTD
-
-    def forward_features(self, image_NCHW: Tensor, mix_PP: Tensor | None = None) -> Tensor:
-        """Normalised tokens `[N, 1 + T, D]`, class token first.
-
-        `mix_PP` (bool `[P, P]`, the input's grid; MixToken) marks the tokens that come from the partner image, which is the
-        batch reversed; they are exchanged after the patch embedding and before positions are added (equation 8).
-        """
-        return self.norm(self._run(self.blocks, self._embed(image_NCHW, mix_PP)))
-
-    def forward_intermediates(
-        self,
-        x: Tensor,
-        indices: int | Sequence[int] | None = None,
-        return_prefix_tokens: bool = False,
-        norm: bool = False,
-        stop_early: bool = False,
-        output_fmt: str = "NCHW",
-        intermediates_only: bool = False,
-    ) -> list | tuple[Tensor, list]:
-        """What the blocks at `indices` (None: all; a number: the last so many) say of the images `x` `[N, in_chans, H, W]`.
-
-        Each is `[N, D, P, P]`, or `[N, T, D]` with `output_fmt="NLC"`, through the final norm if `norm`; with
-        `return_prefix_tokens` a pair of it and the class token `[N, 1, D]`. The answer is (final features, list), or with
-        `intermediates_only` the list. `stop_early` runs no block after the last that is asked for. Arguments and order are
-        those of timm's vision transformer. Raises ValueError for another format, AssertionError for a block that is not there.
-        """
-        if output_fmt not in ("NCHW", "NLC"):
-            raise ValueError(f"output_fmt {output_fmt!r} must be NCHW or NLC")
-        taken, last = feature_take_indices(len(self.blocks), indices)
-        rows, columns = self.grid_of(x)
-        x_NTD, found = self._embed(x), []
-        for number, block in enumerate(self.blocks[: last + 1] if stop_early else self.blocks):
-            x_NTD = self._run((block,), x_NTD)
-            if number in taken:
-                found.append(self.norm(x_NTD) if norm else x_NTD)
-        prefixes, patches = [y_NTD[:, :1] for y_NTD in found], [y_NTD[:, 1:] for y_NTD in found]
-        if output_fmt == "NCHW":
-            patches = [y_NTD.transpose(1, 2).unflatten(2, (rows, columns)).contiguous() for y_NTD in patches]
-        answers = list(zip(patches, prefixes, strict=True)) if return_prefix_tokens else patches
-        return answers if intermediates_only else (self.norm(x_NTD), answers)
-
-    def prune_intermediate_layers(
-        self, indices: int | Sequence[int] = 1, prune_norm: bool = False, prune_head: bool = True
-    ) -> list[int]:
-        """Drop what `forward_intermediates` does not need for these `indices`; returns them counted from the first block."""
-        taken, last = feature_take_indices(len(self.blocks), indices)
-        self.blocks = self.blocks[: last + 1]
-        if prune_norm:
-            self.norm = nn.Identity()
-        if prune_head:
-            self.reset_classifier(0, "")
-        return taken
-
-    def forward_head(
-        self, x_NTD: Tensor, pre_logits: bool = False, mix_PP: Tensor | None = None
-    ) -> Tensor | TokenLogits | TokenFeatures:
-        """From `forward_features` to what forward returns; with `pre_logits`, or without heads, the pooled features.
-
-        `mix_PP` is what `forward_features` was given.
-        """
-        pooled_ND = global_pool_nlc(x_NTD, pool_type=self.global_pool, num_prefix_tokens=1)
-        if pre_logits or not self.num_classes:
-            return pooled_ND
-        cls_NK = self.head(pooled_ND)
-        if self.token_head is None:
-            return cls_NK
-        x_NTD = x_NTD[:, 1:]
-        # Back to the image that each token shows, so that token labels need no mixing. The published code exchanges logits;
-        # the head sees one token at a time, so features give the same at D / K of the traffic.
-        if mix_PP is not None:
-            x_NTD = torch.where(mix_PP.flatten()[:, None], x_NTD.flip(0), x_NTD)
-        if self.training and self.fused_head:
-            return TokenFeatures(cls_NK, x_NTD, self.token_head)
-        tokens_NTK = self.token_head(x_NTD)
-        if self.training:
-            return TokenLogits(cls_NK, tokens_NTK)
-        return cls_NK + 0.5 * tokens_NTK.amax(1)
-
-    def forward(self, image_NCHW: Tensor, mix_PP: Tensor | None = None) -> Tensor | TokenLogits | TokenFeatures:
-        return self.forward_head(self.forward_features(image_NCHW, mix_PP), mix_PP=mix_PP)
-
-    def forward_token_logits(self, image_NCHW: Tensor) -> Tensor:
-        """Logits of every token as a map, `[N, K, P, P]`: what this model says as a dense teacher."""
-        head = self.head if self.token_head is None else self.token_head
-        logits_NTK = head(self.forward_features(image_NCHW)[:, 1:])
-        return logits_NTK.transpose(1, 2).unflatten(2, self.grid_of(image_NCHW))
 
 
 # Stem tensors of published files. `convN` and `proj` are the layers of the reference's table 1.2; `bnN` is how torchvision's

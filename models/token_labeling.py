@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from .kernels import fused_head
 from .kernels import sparse_cross_entropy as kernels
-from .lvvit import TokenFeatures, TokenLogits
+from .token_transformer import TokenFeatures, TokenLogits
 
 # N images   T tokens   D width   K classes   M classes of an image's palette
 

@@ -26,6 +26,7 @@ from .beton import (
     NOTES,
     NOTES_VERSION,
     PAGE,
+    RAW,
     RGB,
     VERSION,
     Field,
@@ -40,20 +41,22 @@ SYNC_BYTES = 2**30  # the packer makes its work durable this often
 
 
 class Sample(NamedTuple):
-    """What is written for one image: encoded JPEG, its height and width, its class, and arrays in the order of the fields."""
+    """What is written for one image: encoded JPEG, its height and width, its class, and arrays in the order of the fields. If it is
+    `raw`, its pixels uint8 `[height, width, 3]` in place of a JPEG; no checksum covers them."""
 
     jpeg: bytes
     height: int
     width: int
     label: int
     arrays: tuple[np.ndarray, ...] = ()
+    raw: bool = False
 
 
 # A line of the journal: what was done with one image. `block` is the CRC-32 of all that was written for it, `arrays` that of
 # its arrays, `crc` that of this record. `ptr` is where its first array stands; the JPEG is last.
 ROW = np.dtype([
     ("index", "<u8"), ("ptr", "<u8"), ("label", "<i8"), ("size", "<u4"), ("height", "<u2"), ("width", "<u2"),
-    ("block", "<u4"), ("arrays", "<u4"), ("state", "u1"), ("tag", "u1"), ("unused", "<u2"), ("crc", "<u4"),
+    ("block", "<u4"), ("arrays", "<u4"), ("state", "u1"), ("tag", "u1"), ("mode", "u1"), ("unused", "u1"), ("crc", "<u4"),
 ])  # fmt: skip
 UNTRIED, PACKED, FAILED = 0, 1, 2
 
@@ -213,13 +216,13 @@ class BetonWriter:
         row = np.zeros((), ROW)
         row["index"], row["label"], row["size"] = index, sample.label, len(sample.jpeg)
         row["height"], row["width"], row["state"], row["tag"] = sample.height, sample.width, PACKED, tag
-        row["block"], row["arrays"] = zlib.crc32(block), arrays_crc(pieces)
+        row["block"], row["arrays"], row["mode"] = zlib.crc32(block), arrays_crc(pieces), RAW if sample.raw else JPEG
         return row, block
 
     def check(self, index: int, sample: Sample) -> None:
         """UserError unless what is packed of image `index` is this sample."""
         row, _ = self._block(index, sample, int(self.tags[index]))
-        if any(row[name] != self._rows[index][name] for name in ("label", "size", "height", "width", "block")):
+        if any(row[name] != self._rows[index][name] for name in ("label", "size", "height", "width", "mode", "block")):
             raise self.changed(index)
 
     def changed(self, index: int) -> UserError:
@@ -295,7 +298,7 @@ class BetonWriter:
         for at in range(0, count, CHUNK):
             rows = self._rows[kept[at : at + CHUNK]]
             metadata = np.zeros(len(rows), self._dtype)
-            metadata["f0"]["mode"], metadata["f0"]["ptr"] = JPEG, rows["ptr"] + self._starts[-1]
+            metadata["f0"]["mode"], metadata["f0"]["ptr"] = rows["mode"], rows["ptr"] + self._starts[-1]
             metadata["f0"]["height"], metadata["f0"]["width"] = rows["height"], rows["width"]
             metadata["f1"] = rows["label"]
             entries = np.zeros((len(rows), width), ALLOCATION)

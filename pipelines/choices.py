@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .operations import OPERATIONS
-from .plan import AUGMENT, ERASE, JITTER, EpochPlan
+from .plan import AUGMENT, ERASE, JITTER, SHIFT, EpochPlan
 from .policies import (
     CODES,
     GEOMETRIC,
@@ -126,6 +126,9 @@ class Chooser:
         last_N, matrix_N33, cubic_N = np.full(N, -1), np.tile(np.eye(3), (N, 1, 1)), np.zeros(N, bool)
         if self.layers is not None:
             code_NL, argument_NL, last_N, matrix_N33, cubic_N = self._rand_augment(epoch, index_N, repeat_N, height, width)
+        if self.augment.shift:  # as a geometric layer before all others
+            code_NL, argument_NL = (np.pad(part, ((0, 0), (1, 0)), constant_values=-1) for part in (code_NL, argument_NL))
+            last_N, matrix_N33 = last_N + 1, self._shift(epoch, index_N, repeat_N) @ matrix_N33
         if self.jitters:
             jitter_code_NL, jitter_argument_NL = self._jitter(epoch, index_N, repeat_N)
             code_NL = np.concatenate([code_NL, jitter_code_NL], 1)
@@ -183,6 +186,13 @@ class Chooser:
             last_N[is_geometric_LN[layer]] = layer
         cubic_N = bicubic_LN[last_N, np.arange(N)]
         return code_NL, argument_NL, last_N, matrix_N33, cubic_N
+
+    def _shift(self, epoch: int, index_N: np.ndarray, repeat_N: np.ndarray) -> np.ndarray:
+        """Translations by whole pixels, uniform from -shift to shift along each axis: float64 `[N, 3, 3]`."""
+        drawn = self.plan.draws(epoch, index_N, SHIFT, (0, 1), repeat_N)
+        step_N33 = np.tile(np.eye(3), (len(index_N), 1, 1))
+        step_N33[:, :2, 2] = np.floor((2 * self.augment.shift + 1) * drawn.T) - self.augment.shift
+        return step_N33
 
     def _chosen(self, epoch: int, index_N: np.ndarray, repeat_N: np.ndarray, drawn_LN: np.ndarray) -> np.ndarray:
         """Numbers of the operations, int64 `[L, N]`."""

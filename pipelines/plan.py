@@ -16,7 +16,7 @@ from ..relabel.files import UserError
 from ..relabel.geometry import centre_box
 
 # Streams. A new kind of draw takes a new number, so that old runs stay equal.
-ORDER, CROP, MIX, STEP, BLOCKS, AUGMENT, JITTER, ERASE, NOISE = range(9)
+ORDER, CROP, MIX, STEP, BLOCKS, AUGMENT, JITTER, ERASE, NOISE, SHIFT = range(10)
 TRIES = 10  # torchvision's RandomResizedCrop
 # A crop reads numbers 0 to 9 for its areas, 10 to 19 for its ratios, 20 to 22 for top, left and flip. The Philox blocks of
 # the last three and of the first try (0, 2 and 5 of six) hold the second try too; of a 500 x 375 photograph's crops 7 % need a third.

@@ -34,6 +34,7 @@ class Augment:
 
     rand_augment: str = ""  # timm's, as "rand-m9-mstd0.5-inc1"; its "3a" sets come together with colour jitter
     color_jitter: float | tuple[float, ...] = 0.0  # brightness, contrast, saturation, perhaps hue; not beside RandAugment
+    shift: int = 0  # most whole pixels that a crop moves by, each way: RandomCrop with so much padding
     interpolation: Literal["random", "bilinear", "bicubic"] = "random"  # of rotation, shear and translation
     erase_probability: float = 0.0  # timm's reprob
     erase_mode: Literal["const", "rand", "pixel"] = "pixel"  # zeros (the mean), one colour, noise
@@ -45,6 +46,8 @@ class Augment:
             raise UserError(f"interpolation {self.interpolation!r} is none of random, bilinear and bicubic")
         if self.erase_mode not in ("const", "rand", "pixel"):
             raise UserError(f"erase_mode {self.erase_mode!r} is none of const, rand and pixel")
+        if self.shift < 0:
+            raise UserError(f"shift is {self.shift}; choose 0 or more pixels")
         if not 0 <= self.erase_probability <= 1:
             raise UserError(f"erase_probability is {self.erase_probability}; choose from 0 to 1")
         if self.erase_count < 1:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..relabel.files import UserError
-from ..relabel.geometry import published_frame, samples_per_bin, window_frame
+from ..relabel.geometry import are_windows, labelling_cells, published_frame, samples_per_bin, window_frame
 from .batch import Batch, LabelSpec
 
 # N images   S map side   k classes per cell   M palette   P grid side   T = P * P tokens   G samples per token and axis
@@ -64,11 +64,12 @@ class SparseTargets(NamedTuple):
 
 
 class Places(NamedTuple):
-    """How points of the network's input relate to image and map. The last two hold for x and y: `[N, 2, ...]`."""
+    """How points of the network's input relate to image and map. All hold for x and y: `[N, 2, ...]`."""
 
     view: Tensor  # [N, 2, 3], to the image
     through: Tensor  # [N, 2, 3], to the map: 0 to 1 inside it
     visible: Tensor  # [N, 2, 2], first and last coordinate of the crop, in the image
+    cells: Tensor  # [N, 2, 2], first and last cell of the map that shows the image
     margin: float  # how far beyond 0 and 1 of the map a point counts as inside
 
 
@@ -77,13 +78,15 @@ def places(batch: Batch, side: int, rules: TargetRules) -> Places:
     view = batch.view
     if rules.geometry == "aligned":
         frame, margin = window_frame(batch.window), EDGE
+        cells = labelling_cells(frame, side)
     else:  # published sampling clamps points within half a cell beyond the map, and takes what is farther for 0
         frame, margin = published_frame(batch.shown, view, side), 0.5 / side + EDGE
+        cells = (torch.arange(2, dtype=view.dtype, device=view.device) * (side - 1)).expand(len(view), 2, 2)
     scale, shift = frame.unbind(2)
     through = scale[:, :, None] * view
     through = torch.cat([through[:, :, :2], through[:, :, 2:] + shift[:, :, None]], 2)
     visible = batch.shown[:, [1, 3, 0, 2]].unflatten(1, (2, 2))  # a crop lies within its image
-    return Places(view, through, visible, margin)
+    return Places(view, through, visible, cells, margin)
 
 
 def sample_points(extent: Tensor, grid: int, most: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -116,7 +119,8 @@ def axis_weights(at: Places, axis: int, side: int, grid: int, most: int) -> tupl
     through = map_scale[:, None, None] * points + map_shift[:, None, None]
     low, high = at.visible[:, axis, :, None, None].unbind(1)
     inside = (is_inside(through, 0, 1, at.margin) & is_inside(image, low, high) & used).to(scale.dtype)
-    cell = (through * side - 0.5).clamp(0, side - 1)
+    first, last = at.cells[:, axis, :, None, None].unbind(1)
+    cell = (through * side - 0.5).clamp(first, last)  # at an image's edge as at a map's: its last cell, and no padding
     hat = (1 - (cell[..., None] - torch.arange(side, device=scale.device)).abs()).clamp(min=0)  # N P G S, bilinear
     hits = inside.sum(-1)
     return (hat * inside[..., None]).sum(2) / hits.clamp(min=1)[..., None], hits / count[:, None]
@@ -140,6 +144,8 @@ def table_points(at: Places, side: int, grid: int, most: int) -> tuple[Tensor, T
     for axis in (0, 1):
         low, high = at.visible[:, axis, :, None, None].unbind(1)
         inside = inside & is_inside(through[axis], 0, 1, at.margin) & is_inside(image[axis], low, high)
+        first, last = ((at.cells[:, axis, :, None, None] + 0.5) / side).unbind(1)
+        through[axis] = through[axis].clamp(first, last)
     inside = inside.to(x.dtype).unflatten(2, (grid, most)).unflatten(1, (grid, most))  # N P G P G
     hits = inside.sum((2, 4))
     share = inside / hits.clamp(min=1)[:, :, None, :, None]
@@ -323,9 +329,7 @@ def check_batch(batch: Batch, spec: LabelSpec, where: str) -> None:
     refuse(
         (distinct > spec.max_palette)[:, None], f"names more classes than the {spec.max_palette} the header allows; relabel it"
     )
-    top, left, bottom, right = batch.window.unbind(1)
-    within = (top >= -EDGE) & (top < bottom) & (bottom <= 1 + EDGE) & (left >= -EDGE) & (left < right) & (right <= 1 + EDGE)
-    refuse(~within[:, None], "has a Window that is no part of its image; relabel it")
+    refuse(~are_windows(batch.window)[:, None], "has a Window that is no part of its image; relabel it")
     view = batch.view.double()
     flat = (view[:, 0, 0] * view[:, 1, 1] - view[:, 0, 1] * view[:, 1, 0]).abs() < 1e-12
     refuse(flat[:, None] | ~view.isfinite().all(2), "has a View that shows a line or a point; crop and warp it less")

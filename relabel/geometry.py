@@ -5,7 +5,7 @@ Everything is normalised: (0, 0) is the top-left *corner* of the image, (1, 1) i
 - A `View` is float32 `[N, 2, 3]`: it takes a point (x, y, 1) of the network's input to a point of the stored image. Crop,
   flip, rotate, shear and translate are all one matrix. The identity shows the whole image.
 - A `Window` is float32 `[N, 4]`, (top, left, bottom, right): the part of the stored image that the score map covers. A
-  point outside it has no dense label.
+  point outside it has no dense label. A letterbox's reaches beyond the image; cells there show padding and label nothing.
 
 - A `Frame` is float32 `[N, 2, 2]`: (scale, shift) of x and of y, which take a point of the stored image to a point of the
   map, (0, 0) being its first corner again. A Window's frame is the right one.
@@ -15,15 +15,26 @@ crop relative to the whole image where the map covers only its centre square. `p
 """
 
 import math
-from typing import Literal
+from typing import Literal, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-Geometry = Literal["squash", "centre-crop"]
+Footprint = Literal["squash", "centre-crop", "letterbox"]  # of maps that others made
+Geometry = Literal["squash", "centre-crop", "letterbox", "tile"]
+Box = tuple[float, float, float, float]
+Array = TypeVar("Array", np.ndarray, Tensor)
+EDGE = 1e-6  # by which rounding may put a Window outside its image
 MOST_SAMPLES = 64
 WHOLE = (0.0, 0.0, 1.0, 1.0)  # the Window of a map that covers the whole image
+
+
+class Look(NamedTuple):
+    """One picture that a teacher is shown of an image."""
+
+    box: Box  # (left, top, right, bottom) in pixels of the image, fractions allowed; beyond the image is the teacher's mean colour
+    flip: bool  # mirrored left-right after it was cut
 
 
 def crop_views(box_N4: np.ndarray, flip_N: np.ndarray, height_N: np.ndarray, width_N: np.ndarray) -> np.ndarray:
@@ -48,15 +59,35 @@ def shown_boxes(view_N23: np.ndarray) -> np.ndarray:
     return np.concatenate([ends.min(1)[:, ::-1], ends.max(1)[:, ::-1]], axis=1)
 
 
-def window_of(geometry: Geometry, height: int, width: int) -> tuple[float, float, float, float]:
-    """The Window a teacher sees of an image: all of it (`squash`: aspect ratio not kept) or its centre square."""
-    if geometry == "squash":
+def window_of(geometry: Geometry, height: int, width: int) -> Box:
+    """The Window a teacher sees of an image of these pixels, (top, left, bottom, right).
+
+    `squash` and `tile`: all of it, aspect ratio not kept. `centre-crop`: its centre square. `letterbox`: the square about it, as
+    long as its longer side, so along the shorter one the Window reaches beyond 0 and 1.
+    """
+    if geometry in ("squash", "tile"):
         return WHOLE
-    top, left = (max(extent - min(height, width), 0) / 2 / extent for extent in (height, width))
+    side = max(height, width) if geometry == "letterbox" else min(height, width)
+    top, left = ((extent - side) / 2 / extent for extent in (height, width))
     return top, left, 1.0 - top, 1.0 - left
 
 
-def crop_in_pixels(window: tuple[float, float, float, float], height: int, width: int) -> tuple[float, float, float, float]:
+def are_windows(window_N4: Array) -> Array:
+    """Which of these can be a Window, bool `[N]`: a part of the image or, along either axis, centred and longer than it.
+
+    Neither a map of another place passes nor corners in pixels, nor what is not finite.
+    """
+
+    def along(low: Array, high: Array) -> Array:
+        within = (low >= -EDGE) & (high <= 1 + EDGE)
+        # float32 rounds the ends of 4,000 images' length by 1e-4. An end at infinity is not less.
+        around = (low <= 0) & (high >= 1) & (abs(low + high - 1) < EDGE * (high - low))
+        return (low < high) & (within | around)  # not the other way round: NaN is neither less nor more
+
+    return along(window_N4[:, 0], window_N4[:, 2]) & along(window_N4[:, 1], window_N4[:, 3])
+
+
+def crop_in_pixels(window: Box, height: int, width: int) -> Box:
     """A Window as Pillow's box: (left, top, right, bottom) in pixels, fractions allowed."""
     top, left, bottom, right = window
     return left * width, top * height, right * width, bottom * height
@@ -76,6 +107,18 @@ def window_frame(window_N4: Tensor) -> Tensor:
     top, left, bottom, right = window_N4.unbind(1)
     scale = torch.stack([1 / (right - left), 1 / (bottom - top)], 1)
     return torch.stack([scale, -scale * torch.stack([left, top], 1)], 2)
+
+
+def labelling_cells(frame_N22: Tensor, side: int) -> Tensor:
+    """First and last cell along x and y whose centre shows the image and not padding: float `[N, 2, 2]`, 0 to `side` - 1.
+
+    All of them unless the Window reaches beyond the image. An image narrower than a cell has the one it lies in.
+    """
+    scale, shift = (side * part for part in frame_N22.unbind(2))
+    # The guard keeps a cell whose centre lies on the image's edge, and 0 and side - 1 where rounding moved them.
+    first, last = (shift - 0.5 - 1e-4).ceil(), (shift + scale - 0.5 + 1e-4).floor()
+    middle = (shift + scale / 2).floor()
+    return torch.stack([torch.minimum(first, middle), torch.maximum(last, middle)], 2).clamp(0, side - 1)
 
 
 def published_frame(shown_N4: Tensor, view_N23: Tensor, side: int) -> Tensor:

@@ -4,10 +4,12 @@ import hashlib
 import io
 import math
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
+from . import datasets
 from .files import UserError
 
 READ = ("", "hfds")  # timm's kinds of dataset that can be indexed and give encoded bytes
@@ -32,56 +34,76 @@ class Images:
 
     Args:
         root: the folder (an ImageFolder unless `dataset` says otherwise).
-        dataset: timm's dataset name, e.g. `hfds/...`; empty for a folder of class folders.
-        split: the split timm is asked for; for a folder that holds `train/` and `val/`, their names.
+        dataset: empty for a folder of class folders; a name of datasets.py; or timm's, `hfds/...`.
+        split: the split that is asked for; for a folder that holds `train/` and `val/`, their names.
 
     Raises UserError if there is no such folder, no image in it, or the set cannot be read in any order.
+
+    Attributes:
+        paths: of each image, relative to the folder it was found in. labels: int64 `[N]`. class_names: in label order.
     """
 
     def __init__(self, root: Path, dataset: str = "", split: str = "train") -> None:
+        self.root, kind = Path(root), dataset.partition("/")[0]
+        if kind in datasets.KINDS:
+            found = datasets.find(self.root, dataset, split)
+            self.paths, self.labels, self.class_names = found.paths, found.labels, found.class_names
+            self.where, self._open = found.where, found.open
+            return
         from timm.data import create_dataset  # takes 1.2 s, which a loader of .beton files need not wait for
 
-        kind = dataset.partition("/")[0]
         if kind not in READ:
-            raise UserError(f"--dataset {dataset}: images are read by index, from a folder (no --dataset) or from hfds/NAME")
+            raise UserError(
+                f"--dataset {dataset}: give none for a folder of class folders, or {', '.join(datasets.KINDS)} (see --help), or hfds/NAME"
+            )
         if not dataset:
-            check_split(Path(root), split)
+            check_split(self.root, split)
         try:
-            self.reader = create_dataset(dataset, root=str(root), split=split).reader
-            self.paths = self.reader.filenames()
+            reader = create_dataset(dataset, root=str(root), split=split).reader
+            self.paths = reader.filenames()
         except (RuntimeError, AssertionError) as error:
             raise UserError(f"{root}: no images found ({error}); it should hold one folder of images per class") from error
         except ImportError as error:
             raise UserError(f"--dataset {dataset} needs a package that is not here ({error}); pip install datasets") from error
-        self.root = Path(root)
         if not self.paths:
             raise UserError(f"{root} holds no images; it should hold one folder of images per class")
-        samples = getattr(self.reader, "samples", None)
-        labels = [sample[1] for sample in samples] if samples else [self.reader[i][1] for i in range(len(self.paths))]
+        samples = getattr(reader, "samples", None)
+        labels = [sample[1] for sample in samples] if samples else [reader[i][1] for i in range(len(self.paths))]
         self.labels = np.array(labels, np.int64)
-        names = getattr(self.reader, "class_to_idx", None) or {str(label): label for label in range(self.labels.max() + 1)}
+        names = getattr(reader, "class_to_idx", None) or {str(label): label for label in range(self.labels.max() + 1)}
         self.class_names = [name for name, _ in sorted(names.items(), key=lambda item: item[1])]
+        self.where = lambda index: str(reader.filename(index, absolute=True))  # as an error message should name it
+        self._open = lambda index: reader[index][0]
 
     def __len__(self) -> int:
         return len(self.paths)
 
-    def where(self, index: int) -> str:
-        """The path of image `index`, as an error message should name it."""
-        return str(self.reader.filename(index, absolute=True))
+    def open(self, index: int) -> BinaryIO:
+        """The file of image `index`, to be closed."""
+        return self._open(index)
 
     def read(self, index: int) -> bytes:
         """The encoded bytes of image `index`, as stored."""
-        file, _ = self.reader[index]
-        with file:
+        with self.open(index) as file:
             return file.read()
+
+    def size(self, index: int) -> tuple[int, int]:
+        """Height and width of image `index`, of which only the file's header is read; OSError that names the file if it cannot be."""
+        with self.open(index) as file:
+            try:
+                with Image.open(file) as image:
+                    return image.height, image.width
+            except MemoryError:
+                raise
+            except Exception as error:  # Pillow promises nothing
+                raise OSError(None, f"its size cannot be read ({error})", self.where(index)) from error
 
     def fingerprint(self) -> str:
         """SHA-256 over all paths and labels in order, and the byte sizes of up to 1,024 evenly spaced files."""
         digest = hashlib.sha256("\n".join(f"{p}\t{label}" for p, label in zip(self.paths, self.labels, strict=True)).encode())
         for index in np.linspace(0, len(self) - 1, min(len(self), SIZED_FILES)).astype(int):
             try:
-                file, _ = self.reader[int(index)]
-                with file:
+                with self.open(int(index)) as file:
                     digest.update(str(file.seek(0, io.SEEK_END)).encode())
             except OSError:  # whoever reads this image says what is wrong with it
                 digest.update(b"unreadable")
@@ -89,16 +111,22 @@ class Images:
 
 
 def crop_resize(
-    image: Image.Image, box: tuple[float, float, float, float], size: int, filter: Image.Resampling = Image.Resampling.BILINEAR
-) -> np.ndarray:
+    image: Image.Image, box: tuple[float, float, float, float], size: int,
+    filter: Image.Resampling = Image.Resampling.BILINEAR, fill: tuple[int, ...] = (0, 0, 0),
+) -> np.ndarray:  # fmt: skip
     """The box (left, top, right, bottom; pixels, fractions allowed) as uint8 `[size, size, 3]`, antialiased.
 
     No pixel outside the box (rounded outwards) is read: as torchvision, crop first and then resize. Pillow's own
-    `resize(box=...)` lets the filter reach over the box's edge.
+    `resize(box=...)` lets the filter reach over the box's edge. Where the box reaches beyond the image it shows `fill`, 0 to 255.
     """
     left, top, right, bottom = box
     x, y = math.floor(left), math.floor(top)
-    cut = image.crop((x, y, math.ceil(right), math.ceil(bottom)))
+    ends = math.ceil(right), math.ceil(bottom)
+    if x >= 0 and y >= 0 and ends[0] <= image.width and ends[1] <= image.height:
+        cut = image.crop((x, y, *ends))
+    else:
+        cut = Image.new("RGB", (ends[0] - x, ends[1] - y), fill)
+        cut.paste(image, (-x, -y))
     return np.asarray(cut.resize((size, size), filter, box=(left - x, top - y, right - x, bottom - y)))
 
 

@@ -19,10 +19,9 @@ from pathlib import Path
 from typing import Literal, NamedTuple, TextIO
 
 import numpy as np
-from PIL import Image
 
 from .files import UserError, replacing
-from .geometry import WHOLE, Geometry, window_of
+from .geometry import WHOLE, Footprint, window_of
 from .images import Images
 from .prefetch import ordered_map
 from .progress import steps_bar
@@ -46,7 +45,7 @@ class Published(NamedTuple):
 
     teacher: str
     input_size: int  # of the teacher, pixels
-    footprint: Geometry
+    footprint: Footprint
 
 
 PUBLISHED = {  # by (S, k)
@@ -226,7 +225,7 @@ class Pack:
     matching: Matching
     side: int  # S
     top_k: int  # k
-    footprint: Geometry  # what part of each image a map covers
+    footprint: Footprint  # what part of each image a map covers
     axes: Axes  # which of a file's last two axes comes first
     teacher: str
     input_size: int  # of the teacher, pixels
@@ -385,20 +384,9 @@ def read_part(images: Images, pack: Pack, ids: np.ndarray, files: TensorFiles) -
     return Part(found[order], maps, problems, len(ids))
 
 
-def window(images: Images, index: int, footprint: Geometry) -> tuple[float, float, float, float]:
-    """The Window of a map. A centre crop's depends on the image's size, of which only the file's header is read."""
-    if footprint == "squash":
-        return WHOLE
-    encoded, _ = images.reader[index]
-    with encoded:
-        try:
-            with Image.open(encoded) as image:
-                width, height = image.size
-        except MemoryError:
-            raise
-        except Exception as error:  # Pillow promises nothing
-            raise OSError(None, f"its size cannot be read ({error})", images.where(index)) from error
-    return window_of(footprint, height, width)
+def window(images: Images, index: int, footprint: Footprint) -> tuple[float, float, float, float]:
+    """The Window of a map. A centre crop's depends on the image's size."""
+    return WHOLE if footprint == "squash" else window_of(footprint, *images.size(index))
 
 
 def label_rows(label_N: np.ndarray, num_classes: int, side: int, top_k: int) -> ScoreMaps:

@@ -1,7 +1,9 @@
 """One progress bar for everything that takes longer than a second."""
 
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import TypeVar
 
 from rich.progress import (
@@ -15,6 +17,7 @@ from rich.progress import (
 )
 
 Item = TypeVar("Item")
+SAID_EVERY = 60.0  # seconds, in a log file
 
 
 def columns(*more: ProgressColumn) -> tuple[ProgressColumn, ...]:
@@ -38,3 +41,22 @@ def steps_bar(what: str, total: int, done: int) -> Iterator[Callable[[int, str],
     with Progress(*columns(TextColumn("{task.fields[text]}"))) as progress:
         task = progress.add_task(what, total=total, completed=done, text="")
         yield lambda steps, text: progress.update(task, advance=steps, text=text)
+
+
+@contextmanager
+def tally(what: str, total: int, done: int) -> Iterator[Callable[[int], None]]:
+    """A bar that is told how many of `total` are through, whoever did them. A log file gets a line every minute, and one at the end."""
+    with Progress(*columns()) as progress:
+        task, began, said = progress.add_task(what, total=total, completed=done), time.monotonic(), time.monotonic()
+
+        def tell(through: int) -> None:
+            nonlocal said
+            progress.update(task, completed=through)
+            now = time.monotonic()
+            if progress.console.is_terminal or now - said < SAID_EVERY or through <= done:
+                return
+            said, rate = now, (through - done) / (now - began)
+            left = timedelta(seconds=round((total - through) / rate))
+            progress.console.print(f"{what}: {through:,} of {total:,}, {rate:,.1f}/s, {left} left")
+
+        yield tell

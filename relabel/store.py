@@ -2,12 +2,15 @@
 
     python -m densefeed.relabel.store verify maps.h5
     python -m densefeed.relabel.store convert maps.h5 --form compact --out small.h5
+    python -m densefeed.relabel.store merge maps.h5
 
 HDF5 gives the layout, names and types. Every dataset is contiguous and allocated when the file is made, so rows are
 afterwards written with `pwrite` and read through a memory map: no HDF5 metadata changes while a labelling runs, and a killed
 run leaves a file that opens.
 """
 
+import contextlib
+import errno
 import json
 import math
 import os
@@ -22,14 +25,15 @@ from typing import NamedTuple
 import h5py
 import numpy as np
 
-from .files import UserError, explain, naming, run, sync
+from .files import UserError, create_locked, explain, naming, open_locked, remove_orphans, run, sync
 from .forms import Absent, Form, FormError, ScoreMaps, row_sizes, unpack
+from .geometry import are_windows
 from .progress import bar
 
 VERSIONS = {"raw": 1, "lossless": 2, "compact": 2}  # of the file, by the form of its rows
 CHECKED_AT_ONCE = 2**26  # bytes of rows
 WINDOW_BYTES = 16
-EDGE = 1e-6  # by which rounding may put a Window outside its image
+NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)  # of file systems that give a file one name only
 HDF5_OVERHEAD = 2**16  # bytes of HDF5's own beside the rows; 11 kB measured
 
 
@@ -47,12 +51,15 @@ class StoreHeader:
     fingerprint: str  # of the dataset, see images.py
     class_names: tuple[str, ...]  # in label order; of the dataset
     form: Form = "raw"  # how a row is kept
+    shard: tuple[int, int, int, int] | None = None  # of a part of a dataset: which, of how many, its first row, all rows
 
     def describe(self) -> str:
         """As JSON. Version 1 knows no forms, and its files stay as they were."""
         fields = asdict(self) | {"version": VERSIONS[self.form]}
         if self.form == "raw":
             del fields["form"]
+        if self.shard is None:
+            del fields["shard"]
         return json.dumps(fields)
 
     @classmethod
@@ -68,7 +75,17 @@ class StoreHeader:
             raise UserError(
                 f"{where}: absent is {fields.get('absent')!r}, and must be tail or zero-logit; label the images again"
             )
-        return cls(**fields | {"class_names": tuple(fields["class_names"])})
+        shard = fields.get("shard")
+        return cls(**fields | {"class_names": tuple(fields["class_names"]), "shard": None if shard is None else tuple(shard)})
+
+    def check_same(self, other: "StoreHeader", where: Path) -> None:
+        """UserError, naming `where`, if its header `other` is not this one."""
+        # Causes before what follows from them.
+        for name, value in sorted(asdict(self).items(), key=lambda item: item[0] in ("side", "num_classes", "shard")):
+            if (found := getattr(other, name)) != value:
+                what = "of another dataset" if name in ("fingerprint", "class_names") else f"with another {name.replace('_', ' ')}"
+                values = f" ({found}, not {value})" if isinstance(value, int | str) and name != "fingerprint" else ""
+                raise UserError(f"{where} was begun {what}{values}; remove it or choose another --out")
 
 
 def row_types(side: int, top_k: int) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -132,7 +149,8 @@ def map_datasets(path: Path) -> tuple[StoreHeader, dict[str, np.ndarray], dict[s
     if path.is_dir():
         raise UserError(f"{path} is a folder; name the HDF5 file of score maps")
     try:
-        with h5py.File(path, "r") as file:
+        # HDF5's own locks would meet the writer's; nothing that is read here changes after the file was made.
+        with h5py.File(path, "r", locking=False) as file:
             if "densefeed" not in file.attrs:
                 raise UserError(f"{path} holds no score maps of ours; make them with tools/relabel_imagenet.py")
             header = StoreHeader.parse(file.attrs["densefeed"], path)
@@ -182,6 +200,11 @@ class ScoreMapStore:
         self.path = Path(path)
         self.header, self._arrays, self._offsets = map_datasets(self.path)
         header, arrays = self.header, self._arrays
+        if header.shard:
+            which, of = header.shard[:2]
+            raise UserError(
+                f"{path} is shard {which} of {of}, not all maps; merge them with `python -m densefeed.relabel.store merge OUT`"
+            )
         if not arrays["done"].all():
             raise UserError(f"{path}: {int((arrays['done'] == 0).sum())} rows are not labelled; run the labelling again")
         self.labels, self.crcs = np.array(arrays["label"]), np.array(arrays["crc32"])
@@ -252,14 +275,11 @@ class ScoreMapStore:
     def impossible(self, ids: np.ndarray, maps: ScoreMaps) -> dict[str, np.ndarray]:
         """What no teacher can have said, and which of the rows `ids`, whose maps are given, hold it: bool `[len(ids)]`."""
         logit, cls, lse, window = (part.reshape(len(ids), -1) for part in maps)
-        top, left, bottom, right = window.T
-        # Not the other way round: NaN is neither less nor more.
-        within = (top >= -EDGE) & (top < bottom) & (bottom <= 1 + EDGE) & (left >= -EDGE) & (left < right) & (right <= 1 + EDGE)
         known = cls.max(1) < self.header.num_classes
         return {
             "a logit that is not finite": not_finite(logit),
             "a logsumexp that is not finite": not_finite(lse),
-            "a Window that is no part of the image": ~within,
+            "a Window that is no part of the image": ~are_windows(window),
             f"class {cls.max()} of {self.header.num_classes}": ~known,
             "a class twice in one cell": repeats(maps.cls),
             "more classes than its palette says": known & (palette_sizes(cls) > self.palette[ids]),
@@ -311,7 +331,7 @@ def lay_out(
     sizes = (np.dtype(dtype).itemsize * math.prod(shape) for dtype, shape in types.values())
     with open(path, "wb") as file:
         os.posix_fallocate(file.fileno(), 0, sum(sizes) + HDF5_OVERHEAD + len(header.class_names) * 100)
-    with h5py.File(path, "w") as file:
+    with h5py.File(path, "w", locking=False) as file:  # whoever makes it holds a lock of ours
         file.attrs["densefeed"] = header.describe()
         early = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
         early.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
@@ -330,39 +350,61 @@ class ScoreMapWriter:
 
     A `.part` left by a killed run of the same labelling is continued: rows whose bytes do not match their CRC count as
     undone. UserError if the `.part` belongs to another labelling, or if the disk cannot hold the whole file (the space is
-    reserved before the first row is computed).
+    reserved before the first row is computed); BusyError if another process writes it.
     """
 
     def __init__(self, path: Path, header: StoreHeader, paths: list[str], labels: np.ndarray) -> None:
-        self.path, self.part = Path(path), Path(f"{path}.part")
+        self.path, self.part, self._file = Path(path), Path(f"{path}.part"), None
+        remove_orphans(self.path)
+        try:
+            while self._file is None:
+                self._refuse_existing()
+                if not self.part.exists():
+                    self._create(header, paths, labels)
+                with contextlib.suppress(FileNotFoundError):  # its last writer has finished it meanwhile
+                    self._file = open_locked(self.part)
+            if self.path.exists():  # finished by another process after we had looked, and before we made a new one
+                self.part.unlink()
+            self._refuse_existing()
+            self._continue(header)
+        except BaseException:
+            self.close()
+            raise
+
+    def _refuse_existing(self) -> None:
         if self.path.exists():
-            raise UserError(f"{path} exists already; remove it or choose another --out")
-        if not self.part.exists():
-            self._create(header, paths, labels)
+            raise UserError(f"{self.path} exists already; remove it or choose another --out")
+
+    def _continue(self, header: StoreHeader) -> None:
         try:
             found, arrays, self._offsets = map_datasets(self.part)
         except UserError as error:
             raise UserError(f"{self.part}, left by an earlier run, is damaged; remove it and run again") from error
-        if asdict(found) != asdict(header):
-            differs = next(name for name, value in asdict(header).items() if asdict(found)[name] != value)
-            raise UserError(f"{self.part} was begun with another {differs}; remove it or choose another --out")
-        self.done = np.array(arrays["done"], bool)
-        begun = np.nonzero(self.done)[0]
-        for ids in np.array_split(begun, len(begun) // 4096 + 1):
-            crcs = row_crcs(ScoreMaps(*(arrays[name][ids] for name in ScoreMaps._fields)))
-            self.done[ids] = crcs == arrays["crc32"][ids]
-        self._file = os.open(self.part, os.O_RDWR)
+        header.check_same(found, self.part)
+        self.done = sound_rows(arrays)
 
     def _create(self, header: StoreHeader, paths: list[str], labels: np.ndarray) -> None:
         names = np.array([path.encode() for path in paths])
         types = row_types(header.side, header.top_k) | {"path": (names.dtype.str, ())}
         types = {name: (dtype, (len(labels), *shape)) for name, (dtype, shape) in types.items()}
-        begun = Path(f"{self.part}.{os.getpid()}")
+        begun = self.path.with_name(f"{self.path.name}.{os.getpid()}.part")  # removed by the next run if we are killed
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            lay_out(begun, header, types, {"label": labels, "path": names})
-            sync(begun)
-            os.replace(begun, self.part)
+            held = create_locked(begun)
+            try:
+                lay_out(begun, header, types, {"label": labels, "path": names})
+                sync(begun)
+            finally:
+                os.close(held)
+            # Unlike a renaming, a link never takes the place of what another process made in the meantime.
+            try:
+                os.link(begun, self.part)
+            except FileExistsError:
+                pass
+            except OSError as error:
+                if error.errno not in NO_LINKS:
+                    raise
+                os.replace(begun, self.part)
         except OSError as error:
             error.filename = error.filename or str(self.path)
             raise UserError(f"the score maps cannot be made: {explain(error)}") from error
@@ -387,15 +429,25 @@ class ScoreMapWriter:
         """fsync and give the file its final name; every row must be done."""
         assert self.done.all(), "rows are missing"
         os.fsync(self._file)
-        self.close()
         os.replace(self.part, self.path)
         sync(self.path.parent)
+        self.close()
 
     def close(self) -> None:
         """Close the file; what is done stays in `.part`."""
         if self._file is not None:
             os.close(self._file)
             self._file = None
+
+
+def sound_rows(arrays: dict[str, np.ndarray]) -> np.ndarray:
+    """Which rows of an unfinished raw store are done, and match their CRC; bool `[N]`."""
+    done = np.array(arrays["done"], bool)
+    begun = np.nonzero(done)[0]
+    for ids in np.array_split(begun, len(begun) // 4096 + 1):
+        crcs = row_crcs(ScoreMaps(*(arrays[name][ids] for name in ScoreMaps._fields)))
+        done[ids] = crcs == arrays["crc32"][ids]
+    return done
 
 
 def undone_batches(done: np.ndarray, batch: int) -> Iterable[np.ndarray]:
@@ -408,6 +460,8 @@ def undone_batches(done: np.ndarray, batch: int) -> Iterable[np.ndarray]:
 if __name__ == "__main__":
     import tyro
 
+    from .shards import merge_files
     from .upkeep import convert_file, verify_files
 
-    run(lambda: tyro.extras.subcommand_cli_from_dict({"verify": verify_files, "convert": convert_file}, description=__doc__))
+    commands = {"verify": verify_files, "convert": convert_file, "merge": merge_files}
+    run(lambda: tyro.extras.subcommand_cli_from_dict(commands, description=__doc__))

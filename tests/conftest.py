@@ -1,9 +1,8 @@
 """Small real datasets that several rooms' tests share."""
 
 import os
-import subprocess
-import sys
-from contextlib import ExitStack, contextmanager
+import signal
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
@@ -14,10 +13,12 @@ import torch
 from PIL import Image
 from torch.utils._python_dispatch import TorchDispatchMode
 
-ROOT = Path(__file__).parent.parent
+from .preloaded import Preloaded
+
 if "PYTEST_XDIST_WORKER" in os.environ:  # a worker has one core, and so have the commands it starts
     os.environ["OMP_NUM_THREADS"] = "1"
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 2)))
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's `&` has processes ignore, and tests send it
 
 
 class NoHostRead(TorchDispatchMode):
@@ -66,12 +67,9 @@ def no_host_read():
 
 @pytest.fixture(scope="session")
 def command():
-    """Runs `python WORDS` in the checkout as a user would; output captured."""
-
-    def run(*words: object, cwd: Path = ROOT) -> subprocess.CompletedProcess:
-        return subprocess.run([sys.executable, *map(str, words)], cwd=cwd, capture_output=True, text=True)
-
-    return run
+    """`command(*WORDS)` runs `python WORDS` in the checkout as a user would, output captured; preloaded.py says how."""
+    with closing(Preloaded()) as preloaded:
+        yield preloaded
 
 
 def photograph(rng: np.random.Generator, height: int, width: int) -> Image.Image:
@@ -96,7 +94,7 @@ def folder(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def random_maps():
     """A maker of score maps of any shape, as a teacher of K classes might give them."""
-    from densefeed.relabel.labelling import keep_top
+    from densefeed.relabel.scoring import keep_top
 
     def make(count: int, side: int, top_k: int, num_classes: int, seed: int = 0, window=(0.0, 0.0, 1.0, 1.0)):
         logits = 3 * torch.randn(count, side, side, num_classes, generator=torch.Generator().manual_seed(seed))
@@ -156,3 +154,82 @@ def micro(packed):
         return replace(recipes.lvvit_micro_token_label(), data=packed[0], val=packed[1], out=out, **(small | fields))
 
     return make
+
+
+class CellNet(torch.nn.Module):
+    """Scores every cell of 8 pixels, each seeing 44."""
+
+    def __init__(self, width: int, classes: int = 10) -> None:
+        super().__init__()
+        conv = torch.nn.Conv2d
+        self.layers = torch.nn.Sequential(
+            conv(3, width, 4, 4), torch.nn.GELU(), conv(width, 2 * width, 3, 1, 1), torch.nn.GELU(),
+            conv(2 * width, 4 * width, 3, 2, 1), torch.nn.GELU(), conv(4 * width, 4 * width, 3, 1, 1), torch.nn.GELU(),
+            conv(4 * width, classes, 1),
+        )  # fmt: skip
+
+    def forward_token_logits(self, image_NCHW: torch.Tensor) -> torch.Tensor:
+        return self.layers(image_NCHW)
+
+
+@pytest.fixture(scope="session")
+def located(tmp_path_factory):
+    """What an audit needs: 320 digit scenes of 48 pixels (every other one a third wider), and models that know where digits are.
+
+    `teachers(0)` and `teachers(1)` are two networks of different width, seed and training, as References of the audit;
+    `untrained(seed)` is one that knows nothing. Of the boxes of other scenes they learn, which is faster than of labels.
+    """
+    import io
+    from types import SimpleNamespace
+
+    from densefeed.relabel.teacher import Teacher
+    from densefeed.tools.make_digit_scenes import load_photographs, load_scans, scene
+
+    size, side = 48, 6
+    photographs, scans = load_photographs(), load_scans()["train"]
+    root = tmp_path_factory.mktemp("located")
+    pixels_NHWC, cell_NSS = np.empty((450, size, size, 3), np.uint8), torch.full((450, side, side), -1)
+    for n in range(450):
+        jpeg, digits = scene(np.random.default_rng([7, n]), n % 10, size, photographs, scans)
+        pixels_NHWC[n] = np.asarray(Image.open(io.BytesIO(jpeg)))
+        for digit in digits:
+            left, top, right, bottom = (round(v * side / size) for v in digit["box"])
+            cell_NSS[n, top : max(bottom, top + 1), left : max(right, left + 1)] = digit["digit"]
+    for n in range(320):
+        jpeg, _ = scene(np.random.default_rng([8, n]), n % 10, size, photographs, scans)
+        path = root / "train" / str(n % 10) / f"{n:03d}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        image = Image.open(io.BytesIO(jpeg))
+        image.resize((size * 4 // 3, size), Image.Resampling.BICUBIC).save(path) if n // 10 % 2 else image.save(path)
+
+    config = {"mean": (0.4, 0.4, 0.4), "std": (0.25, 0.25, 0.25), "interpolation": "bilinear"}
+
+    def references(net: torch.nn.Module):
+        return {geometry: Teacher(net, size, geometry, config) for geometry in ("squash", "centre-crop")}
+
+    def trained(seed: int, width: int, steps: int = 140):
+        with torch.enable_grad(), torch.random.fork_rng():
+            torch.manual_seed(seed)
+            net, rng = CellNet(width), np.random.default_rng(seed)
+            optimiser = torch.optim.AdamW(net.parameters(), 5e-3)
+            schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, 5e-3, steps)
+            x = (torch.from_numpy(pixels_NHWC).permute(0, 3, 1, 2).float() / 255 - 0.4) / 0.25
+            for _ in range(steps):
+                some = torch.from_numpy(rng.integers(0, len(x), 32))
+                logits_NSSK, want = net.forward_token_logits(x[some]).permute(0, 2, 3, 1), cell_NSS[some]
+                on = want >= 0
+                loss = torch.nn.functional.cross_entropy(logits_NSSK[on], want[on])
+                loss = loss - 0.5 * logits_NSSK[~on].log_softmax(-1).mean()  # the background is nothing in particular
+                optimiser.zero_grad()
+                loss.backward()
+                optimiser.step()
+                schedule.step()
+        return references(net)
+
+    def untrained(seed: int, classes: int = 10):
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            return references(CellNet(24, classes))
+
+    both = [trained(0, 24), trained(1, 20)]
+    return SimpleNamespace(scenes=root, teachers=both.__getitem__, untrained=untrained)

@@ -89,11 +89,13 @@ def test_only_one_name_reaches_site_packages(tmp_path):
     assert {name.split("/")[0] for name in names if ".dist-info" not in name} == {"densefeed"}
     native = "densefeed/pipelines/native/libdensefeed.so"
     documents = {"densefeed/relabel/FORMAT.md", "densefeed/training/ABLATIONS.md", "densefeed/tools/show.html"}
+    documents |= {"densefeed/tools/audit.html", "densefeed/tools/style.html"}
     assert {"densefeed/train.py", native} | documents <= set(names)
     assert not any("tests" in name or name.endswith(("setup.py", "/densefeed.py")) for name in names)
 
 
 def test_a_checkout_works_without_installing(tmp_path):
+    """Nothing but the interpreter may put the checkout on the path, here and in the next test."""
     code = "import densefeed.train, densefeed.tools.show; print(densefeed.train.__file__)"
     done = subprocess.run(
         [sys.executable, "-S", "-c", f"import sys; sys.path[:] = {[str(ROOT), *sys.path]!r}; {code}"],

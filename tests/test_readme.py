@@ -3,8 +3,6 @@
 import json
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -21,16 +19,14 @@ def commands() -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def newcomer(tmp_path_factory):
+def newcomer(tmp_path_factory, command):
     """A folder with the checkout's files in it, where the quickstart has run in small."""
     home = tmp_path_factory.mktemp("newcomer")
     for path in ROOT.iterdir():
         if path.name not in (".git", "quickstart", "runs", ".venv"):
             (home / path.name).symlink_to(path)
-    done = subprocess.run(
-        [sys.executable, "tools/quickstart.py", "--out", home / "quickstart", *SMALL["tools/quickstart.py"]],
-        cwd=home, capture_output=True, text=True,
-    )  # fmt: skip
+    words = "tools/quickstart.py", "--out", home / "quickstart", *SMALL["tools/quickstart.py"]
+    done = command(*words, cwd=home, descendants=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return home, done.stdout
 
@@ -51,18 +47,15 @@ def test_the_quickstart_prints_its_table_and_writes_its_report(newcomer):
     assert 0 < purity["token"]["all"] < 1
 
 
-def test_the_quickstart_keeps_what_is_there(newcomer):
+def test_the_quickstart_keeps_what_is_there(newcomer, command):
     home, _ = newcomer
-    again = subprocess.run(
-        [sys.executable, "tools/quickstart.py", "--out", home / "quickstart", *SMALL["tools/quickstart.py"]],
-        cwd=home, capture_output=True, text=True,
-    )  # fmt: skip
+    again = command("tools/quickstart.py", "--out", home / "quickstart", *SMALL["tools/quickstart.py"], cwd=home)
     assert again.returncode == 0, again.stderr
     assert again.stdout.count("have ") == 10
     assert "$ python" not in again.stdout
 
 
-def test_every_command_of_the_readme_runs(newcomer):
+def test_every_command_of_the_readme_runs(newcomer, command):
     home, _ = newcomer
     found = commands()
     assert found[:2] == ["make quickstart", "make test"]
@@ -72,21 +65,22 @@ def test_every_command_of_the_readme_runs(newcomer):
     for line in found[2:]:
         words = shlex.split(line)
         if words[0] == "torchrun":
-            words = ["python", "-m", "torch.distributed.run", *words[1:], *SMALL["train.py"]]
+            words = ["python", "-m", "torch.distributed.run", *words[1:], *(SMALL["train.py"] if "train.py" in words else [])]
+        fresh = words[1:3] == ["-m", "torch.distributed.run"]  # of a launcher, which says itself how its ranks begin
         assert words[0] == "python", line
         extra = SMALL.get(words[1], []) if "--help" not in words else []
-        done = subprocess.run([sys.executable, *words[1:], *extra], cwd=home, capture_output=True, text=True)
+        done = command(*words[1:], *extra, cwd=home, fresh=fresh, teardown=True)
         assert done.returncode == 0, f"{line}\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
 
 
 @pytest.mark.ffcv
-def test_the_example_with_ffcv_runs_as_it_stands(newcomer):
+def test_the_example_with_ffcv_runs_as_it_stands(newcomer, command):
     pytest.importorskip("ffcv", reason="ffcv could not be built here")
     home, _ = newcomer
     (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
     assert len(example.splitlines()) <= 10
     told = "import json; print(json.dumps([len(loader), image.shape, float(image.float().std()), tokens.weight.tolist()]))"
-    done = subprocess.run([sys.executable, "-c", example + told], cwd=home, capture_output=True, text=True, timeout=120)
+    done = command("-c", example + told, cwd=home, timeout=600)
     assert done.returncode == 0, done.stderr[-2000:]
     batches, shape, spread, weight = json.loads(done.stdout)
     assert (batches, shape) == (3, [20, 112, 112, 3])  # of the fixture's 60 scenes

@@ -3,16 +3,13 @@
 import hashlib
 import json
 import math
-import multiprocessing
 import os
 import random
-import resource
 import shutil
 import signal
 import subprocess
-import sys
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import densefeed.train as training
@@ -21,6 +18,7 @@ import torch
 from densefeed.models import checkpoints
 from densefeed.relabel.files import UserError
 from densefeed.training import feed
+from densefeed.training.config import plain
 from densefeed.training.guards import STOPPING, Finite
 
 ROOT = Path(__file__).parent.parent
@@ -100,17 +98,19 @@ def test_a_run_stopped_after_every_step_is_the_uninterrupted_one(micro, tmp_path
 # ------------------------------------------------------------------------- kills
 
 
-@pytest.fixture(scope="module")
-def processes():
-    """A maker of processes that have imported everything already: children of a server that did it once."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["densefeed.train"])
-    before = {name: os.environ.get(name) for name in ("PYTHONPATH", "OMP_NUM_THREADS")}
-    os.environ |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    context.Process(target=int).start()  # the server imports
-    yield lambda config: context.Process(target=training.train, args=(config,))
-    for name, value in before.items():
-        os.environ.pop(name) if value is None else os.environ.update({name: value})
+TRAIN = """
+import json, sys, torch
+from densefeed.train import train
+from densefeed.training.config import from_plain
+torch.set_num_threads(1)
+train(from_plain(json.loads(sys.argv[1])))
+"""
+
+
+@pytest.fixture
+def training_of(command):
+    """A maker of processes that train with a config."""
+    return lambda config: command.start("-c", TRAIN, json.dumps(plain(config)))
 
 
 def assert_whole(out: Path) -> int:
@@ -127,30 +127,29 @@ def assert_whole(out: Path) -> int:
     return entries[-1]["step"] if entries else 0
 
 
-def test_a_run_killed_at_random_times_loses_no_more_than_was_not_saved(micro, tmp_path, processes):
+def test_a_run_killed_at_random_times_loses_no_more_than_was_not_saved(micro, tmp_path, training_of):
     """SIGKILL, again and again, until the run is through; `make soak` kills 20 times."""
     fields = dict(epochs=3, save_every=2, keep=1, ema=0.0)
     began = time.monotonic()
-    whole = processes(micro(tmp_path / "whole", **fields))
-    whole.start()
-    whole.join()
-    assert whole.exitcode == 0
+    with training_of(micro(tmp_path / "whole", **fields)) as whole:
+        complaints = whole.communicate()[1]
+        assert whole.returncode == 0, complaints
     lasts, seed = time.monotonic() - began, 0 if KILLS == 3 else int.from_bytes(os.urandom(4))
     print(f"seed {seed}, a run lasts {lasts:.1f} s")
     draws, kills, rounds, cut = random.Random(seed), 0, 0, tmp_path / "cut-0"
     while kills < KILLS:
-        child = processes(micro(cut, resume="auto", **fields))
-        child.start()
-        child.join(draws.uniform(0.1, 0.9) * lasts)
-        child.kill()
-        child.join()
-        killed = child.exitcode == -signal.SIGKILL
+        with training_of(micro(cut, resume="auto", **fields)) as child:
+            with suppress(subprocess.TimeoutExpired):
+                child.wait(draws.uniform(0.1, 0.9) * lasts)
+            child.kill()
+            child.wait()
+        killed = child.returncode == -signal.SIGKILL
         kills += killed
         step = assert_whole(cut)
         logged = [r["step"] for r in records(cut)] if (cut / "metrics.jsonl").exists() else []
         assert step >= max(logged, default=0) - fields["save_every"]
         if not killed:  # through before it was killed
-            assert child.exitcode == 0
+            assert child.returncode == 0
             assert_equal(cut, tmp_path / "whole")
             rounds += 1
             cut = tmp_path / f"cut-{rounds}"
@@ -224,22 +223,19 @@ def test_a_second_interrupt_ends_at_once(micro, tmp_path, monkeypatch, capsys):
 def words(config, *more: object) -> list[object]:
     """A run as a user would type it."""
     return [
-        sys.executable, ROOT / "train.py", "lvvit_micro_token_label", "--loader", "ffcv", "--data", config.data, "--val", config.val,
+        ROOT / "train.py", "lvvit_micro_token_label", "--loader", "ffcv", "--data", config.data, "--val", config.val,
         "--out", config.out, "--batch", 4, "--size", 32, "--log-every", 1, "--device", "cpu", "--threads", 1, "--resume", "auto", *more,
     ]  # fmt: skip
 
 
-def test_the_command_ends_with_0_after_a_signal(micro, tmp_path):
+def test_the_command_ends_with_0_after_a_signal(micro, tmp_path, command):
     config = micro(tmp_path / "run")
-    process = subprocess.Popen(
-        list(map(str, words(config, "--epochs", 5000, "--eval-every", 5000))), env=os.environ | {"OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path,
-    )  # fmt: skip
-    metrics = tmp_path / "run" / "metrics.jsonl"
-    while process.poll() is None and not (metrics.exists() and len(metrics.read_text().splitlines()) > 3):
-        time.sleep(0.02)
-    process.send_signal(signal.SIGTERM)
-    out, err = process.communicate(timeout=120)
+    with command.start(*words(config, "--epochs", 5000, "--eval-every", 5000), cwd=tmp_path) as process:
+        metrics = tmp_path / "run" / "metrics.jsonl"
+        while process.poll() is None and not (metrics.exists() and len(metrics.read_text().splitlines()) > 3):
+            time.sleep(0.02)
+        process.send_signal(signal.SIGTERM)
+        out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
     assert "all saved; the same command with --resume auto goes on" in out
     assert assert_whole(tmp_path / "run") == records(tmp_path / "run")[-1]["step"]
@@ -309,22 +305,19 @@ def refused(done: subprocess.CompletedProcess) -> str:
     return error
 
 
-def test_where_all_is_damaged_one_sentence_says_so(micro, stopped):
+def test_where_all_is_damaged_one_sentence_says_so(micro, stopped, command):
     for path in (stopped / "checkpoints").glob("step-*.pt"):
         damaged(path, "cut")
-    done = subprocess.run(list(map(str, words(micro(stopped)))), capture_output=True, text=True)
+    done = command(*words(micro(stopped)))
     assert (
         refused(done) == f"error: no checkpoint in {stopped}/checkpoints can be read; copy them again, or choose another --out"
     )
 
 
-def test_a_full_disk_leaves_the_checkpoint_before_it(micro, stopped):
+def test_a_full_disk_leaves_the_checkpoint_before_it(micro, stopped, command):
     """Files may grow to 2 MB, which stands for a full disk: a checkpoint takes more."""
     given = "--epochs", 2, "--drop-path", 0.2, "--ema", 0.9, "--mixtoken"
-    done = subprocess.run(
-        list(map(str, words(micro(stopped), *given))), capture_output=True, text=True,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (2_000_000, 2_000_000)),
-    )  # fmt: skip
+    done = command(*words(micro(stopped), *given), limit=2_000_000)
     assert f"{stopped}/checkpoints/step-00000006.pt: the file grew past the limit" in refused(done)
     assert not list(stopped.rglob("*.part"))
     assert assert_whole(stopped) == 5

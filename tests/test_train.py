@@ -11,7 +11,8 @@ import pytest
 import torch
 from densefeed.models import checkpoints
 from densefeed.models.evaluation import Shares
-from densefeed.models.lvvit import LVViT, TokenLogits
+from densefeed.models.lvvit import LVViT
+from densefeed.models.token_transformer import TokenLogits
 from densefeed.pipelines.augment import Augmentation, augmented
 from densefeed.pipelines.mixing import Mix
 from densefeed.pipelines.targets import TargetRules
@@ -58,6 +59,13 @@ def records(out, kind="train"):
         dict(geometry="compatible", outside="uniform", temperature=2.0, ground_truth="published", mixtoken=True),
         dict(labels_on_device=True, objective="ce"),
         dict(model_kwargs=("depth=2", "mlp_ratio=4.0")),
+        dict(model="dhvt_tiny_cifar_patch4", model_kwargs=("depth=2", "embed_dim=32"), mixtoken=True),
+        dict(model="dhvt_tiny_cifar_patch2", model_kwargs=("depth=1", "embed_dim=32"), fused_head="always"),
+        dict(model="dhvt_tiny_cifar_patch4", model_kwargs=("depth=2", "embed_dim=32"), objective="ce", mixtoken=False, cutmix=1.0, shift=4),
+        dict(model="dhvt_tiny_cifar_patch4", model_kwargs=("depth=2", "embed_dim=32"), mixtoken=True, shift=4, grad_checkpointing=True),
+        dict(model="t2t_vit_14", model_kwargs=("depth=1", "embed_dim=24", "token_dim=8"), mixtoken=True),
+        dict(model="cvt_13", model_kwargs=("depths=(1,1,1)", "dims=(8,16,24)", "num_heads=(1,2,3)"), objective="relabel", mixtoken=False),
+        dict(model="cvt_13_drloc", model_kwargs=("depths=(1,1,1)", "dims=(8,16,24)", "num_heads=(1,2,3)"), objective="ce", mixtoken=False),
     ],
 )
 def test_every_objective_trains_and_leaves_a_whole_run_folder(packed, tmp_path, fields):
@@ -70,7 +78,7 @@ def test_every_objective_trains_and_leaves_a_whole_run_folder(packed, tmp_path, 
     assert [r["step"] for r in steps] == [1, 2, 3, 4, 5, 6]
     model, checkpoint = checkpoints.build(tmp_path / "run" / "last.pt")
     assert checkpoint["class_names"] == ["cat", "dog"]
-    assert model(torch.zeros(1, 3, 32, 32)) is not None
+    assert model(torch.zeros(2, 3, 32, 32)) is not None
 
 
 def test_the_two_loaders_train_alike(packed, folder, maps, tmp_path):
@@ -617,3 +625,31 @@ def test_skipped_samples_are_told_at_the_end(folder, tmp_path, capsys):
 def test_a_seed_beyond_64_bits_is_refused(packed, tmp_path):
     with pytest.raises(UserError, match="--seed must be"):
         training.train(config(packed, tmp_path / "run", seed=2**70))
+
+
+DHVT = dict(model="dhvt_tiny_cifar_patch4", model_kwargs=("depth=2", "embed_dim=32"))
+
+
+def test_frozen_statistics_stay_while_weights_learn(packed, tmp_path):
+    """DHVT's released fine-tuning runs in evaluation mode: BatchNorm as in the file that --init names, and nothing dropped."""
+    ce = DHVT | dict(objective="ce", mixtoken=False, drop_path=0.9)
+    training.train(config(packed, tmp_path / "first", **ce))
+    training.train(config(packed, tmp_path / "second", **ce, init=tmp_path / "first" / "last.pt", frozen_statistics=True, ema=0.0))
+    before = checkpoints.weights_of(checkpoints.load(tmp_path / "first" / "last.pt"))
+    after = checkpoints.weights_of(checkpoints.load(tmp_path / "second" / "last.pt"))
+    running = [name for name in before if name.endswith(("running_mean", "running_var"))]
+    assert len(running) == 2 * (2 + 2 * 3)
+    assert all(torch.equal(before[name], after[name]) for name in running)
+    assert not torch.equal(before["blocks.1.attn.attn.qkv.weight"], after["blocks.1.attn.attn.qkv.weight"])
+    training.train(config(packed, tmp_path / "third", **ce, init=tmp_path / "first" / "last.pt", ema=0.0))
+    moved = checkpoints.weights_of(checkpoints.load(tmp_path / "third" / "last.pt"))
+    assert not any(torch.equal(before[name], moved[name]) for name in running)
+    with pytest.raises(UserError, match="--frozen-statistics trains in evaluation mode"):
+        training.train(config(packed, tmp_path / "fourth", **DHVT, frozen_statistics=True))
+
+
+def test_cut_tokens_have_no_labels(packed, tmp_path):
+    """DHVT takes any size; token labels and MixToken want whole tokens."""
+    with pytest.raises(UserError, match="cut tokens at 34 px, which have no labels; choose a multiple of 4 px"):
+        training.train(config(packed, tmp_path / "run", **DHVT, size=34))
+    assert training.train(config(packed, tmp_path / "ce", **DHVT, size=34, objective="ce", mixtoken=False))["epochs"] == 2

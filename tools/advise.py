@@ -16,6 +16,7 @@ from statistics import median
 from typing import Literal, NamedTuple, get_args, get_type_hints
 
 import torch
+from densefeed.models.token_transformer import has_tokens
 from densefeed.pipelines.loader import ThreadedLoader
 from densefeed.relabel.files import UserError
 from densefeed.relabel.progress import steps_bar
@@ -102,7 +103,7 @@ def recipe_of(model: str, objective: str, size: int) -> list[str]:
     fitting = [name for name in same if recipes[name].model == model and not recipes[name].model_kwargs]
     name = next((name for name in fitting if recipes[name].size == size), (fitting or same)[0])
     words = [name] if recipes[name].model == model else [name, "--model", model]
-    if recipes[name].mixtoken and not model.startswith("lvvit"):
+    if recipes[name].mixtoken and not has_tokens(model):
         words.append("--no-mixtoken")
     return words if recipes[name].size == size else [*words, "--size", str(size)]
 
@@ -243,7 +244,7 @@ def main(request: Request, json: Path | None) -> dict:
         first, *_ = [stack.enter_context(closing(loader)) for loader in loaders.values()]
         candidates = loader_speeds(loaders)
     classes, dense, images = first.num_classes, first.labels is not None, first.plan.num_samples
-    objective = ("token-label" if request.model.startswith("lvvit") else "relabel") if dense else "ce"
+    objective = ("token-label" if has_tokens(request.model) else "relabel") if dense else "ce"
     step, step_batch = step_speed(request, classes, objective, device)
     advice = advise(candidates, step, request.cores)
     document = {

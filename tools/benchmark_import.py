@@ -21,7 +21,7 @@ import numpy as np
 import torch
 import tyro
 from densefeed.relabel.files import UserError, run
-from densefeed.relabel.geometry import Geometry
+from densefeed.relabel.geometry import Footprint
 from densefeed.relabel.progress import bar
 from densefeed.tools import import_labels
 from densefeed.tools.measuring import (
@@ -51,7 +51,7 @@ class Benchmark:
 
     files: int = 100_000  # images, and as many maps
     form: Literal["zip", "legacy"] = "zip"  # of torch.save
-    footprint: Geometry = "squash"  # centre-crop: every image's header is read too
+    footprint: Footprint = "squash"  # centre-crop: every image's header is read too
     threads: int = 2  # of ours, each on a core of its own
     rounds: int = 5  # after one to warm up
     work: Path | None = None  # folder for the files, 1.2 GB for 100,000; none: a temporary one
@@ -115,6 +115,7 @@ def measure(benchmark: Benchmark, folder: Path) -> dict[str, list[float]]:
     out, paths = folder / "maps.h5", sorted((folder / "labels").rglob("*.pt"))
     wanted = import_labels.Import(
         labels=folder / "labels", data=folder / "images", out=out, footprint=benchmark.footprint, threads=benchmark.threads,
+        audit=False,
     )  # fmt: skip
 
     def by_ours(_: int) -> int:

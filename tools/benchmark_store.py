@@ -27,7 +27,7 @@ from densefeed.pipelines.loader import Memory
 from densefeed.pipelines.native import read_maps
 from densefeed.relabel.files import UserError, run
 from densefeed.relabel.forms import ScoreMaps
-from densefeed.relabel.labelling import keep_top
+from densefeed.relabel.scoring import keep_top
 from densefeed.relabel.store import ScoreMapStore, ScoreMapWriter, StoreHeader
 from densefeed.relabel.upkeep import convert
 from densefeed.tools.measuring import (

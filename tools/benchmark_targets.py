@@ -32,8 +32,9 @@ import numpy as np
 import timm
 import torch
 import tyro
-from densefeed.models.lvvit import TokenLogits
+from densefeed.models import checkpoints  # noqa: F401  (registers our models with timm)
 from densefeed.models.token_labeling import class_token_loss, fused_token_loss, token_loss
+from densefeed.models.token_transformer import FAMILIES, TokenLogits, has_tokens
 from densefeed.pipelines.batch import Batch, LabelSpec
 from densefeed.pipelines.plan import EpochPlan
 from densefeed.pipelines.targets import SparseTargets, TargetRules, palette_maps, sparse_targets
@@ -239,9 +240,10 @@ def make_head_step(benchmark: Benchmark, device: torch.device) -> HeadStep:
 
 def make_train_step(benchmark: Benchmark, device: torch.device) -> TrainStep:
     """A new network and noise to look at; the grid is the network's own."""
-    if not benchmark.model.startswith("lvvit"):
-        raise UserError(f"--model {benchmark.model} has no token head; choose one of {', '.join(timm.list_models('lvvit*'))}")
-    model = timm.create_model(benchmark.model, num_classes=benchmark.classes, drop_path_rate=0.1)
+    if not has_tokens(benchmark.model):
+        known = [f"{family}_*" for family in FAMILIES]
+        raise UserError(f"--model {benchmark.model} has no token head; choose one of {', '.join(known)}")
+    model = timm.create_model(benchmark.model, num_classes=benchmark.classes, drop_path_rate=0.1, token_head=True)
     model = model.to(device, memory_format=torch.channels_last).train()
     step = make_step(replace(benchmark, grid=model.grid_size), device, logits=False)
     side = model.grid_size * model.patch_size

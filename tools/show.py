@@ -1,14 +1,18 @@
-"""One self-contained HTML file that shows what runs were trained on and what came out.
+"""One self-contained HTML file that shows what runs were trained on and what came out, or whether score maps are right.
 
     python tools/show.py runs/ce runs/token-label --boxes scenes/boxes.json
+    python tools/show.py maps.h5 --data imagenet/train --teacher dm_nfnet_f6.dm_in1k --out audit.html
 
 A table of results, curves, and a contact sheet: training crops exactly as the student saw them, with the label of every
 token drawn over them. `--boxes` (from tools/make_digit_scenes.py) adds the true objects, and judges the labels by them.
+
+Of a file of score maps it writes an audit, and JSON beside it: values, names, labels and duplicates; with --data also names, sizes and
+pictures; with --teacher, any model of the same classes that knows where things are, orientation, coverage, and whether each map stands
+at its image. Exit code 2 says that a fault was found.
 """
 
-import base64
-import io
 import json
+import os
 import statistics
 import sys
 from dataclasses import dataclass, replace
@@ -16,25 +20,24 @@ from itertools import islice
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
-import jinja2
 import numpy as np
 import torch
 import tyro
-from densefeed.models.lvvit import LVViT
+from densefeed.models.token_transformer import TokenTransformer
 from densefeed.pipelines.augment import Augmentation, augmented
 from densefeed.pipelines.batch import Batch, Loader
 from densefeed.pipelines.targets import PLAIN, TargetRules, sparse_targets
 from densefeed.relabel.files import UserError, replacing, run
 from densefeed.relabel.images import Images
 from densefeed.relabel.progress import bar
+from densefeed.relabel.store import map_datasets
+from densefeed.tools.audit_page import INKS, audit_store, environment, picture, references
 from densefeed.train import build_model, open_loader
 from densefeed.training.config import Config, from_plain
 from densefeed.training.objective import augment_of
-from PIL import Image
 
 CONTACTS = 12  # crops on the contact sheet
 JUDGED = 2000  # crops whose labels are judged
-INKS = ("#56b4e9", "#e69f00", "#009e73", "#f0e442", "#d55e00", "#cc79a7", "#0072b2", "#b2df8a", "#ff7f7f", "#9e9ac8")
 CURVES = ("#0b6e99", "#c2571a", "#3a8f4d", "#7a4fa3", "#8a6d1f", "#555555")
 
 
@@ -42,9 +45,20 @@ CURVES = ("#0b6e99", "#c2571a", "#3a8f4d", "#7a4fa3", "#8a6d1f", "#555555")
 class Report:
     """What to show."""
 
-    runs: Annotated[tuple[Path, ...], tyro.conf.Positional]  # run folders of train.py
+    runs: Annotated[tuple[Path, ...], tyro.conf.Positional]  # run folders of train.py, or one file of score maps
     boxes: Path | None = None  # true boxes of the training images, to judge labels by
-    out: Path | None = None  # the HTML to write; default: report.html in the last run's folder
+    out: Path | None = None  # the HTML to write; default: report.html in the last run's folder, or NAME.audit.html beside the maps
+    json: Path | None = None  # of an audit: where its numbers go; default: beside the HTML
+    data: Path | None = None  # of an audit, as all below: the images that the maps are of, a folder or what --dataset asks for
+    dataset: str = ""  # timm's dataset name, if not a folder of class folders
+    split: str = "train"  # of the images
+    teacher: str = ""  # a reference to hold the maps against: a timm model's name, a checkpoint, or a run folder of train.py
+    model: str = ""  # timm's name of the reference, for a checkpoint that does not say
+    input_size: int = 0  # side of the reference's input, pixels; 0: that of the store's teacher
+    images: int = 300  # that the reference looks at
+    every_row: bool = False  # read all rows also of more than 100,000, of which else 20,480 are read
+    threads: int = os.cpu_count() or 1  # decoding threads
+    device: str = "auto"  # of the reference: auto: cuda if there is one, else cpu
 
 
 # Fields of a config that say where and how fast, not what.
@@ -113,7 +127,7 @@ def student_of(run: Run, loader: Loader) -> tuple[int, Augmentation]:
     config = from_plain(run.config)
     with torch.device("meta"):
         model, _ = build_model(config, loader.num_classes)
-    grid = loader.plan.size(0) // model.patch_size if isinstance(model, LVViT) else 16
+    grid = loader.plan.size(0) // model.patch_size if isinstance(model, TokenTransformer) else 16
     return grid, Augmentation(loader.plan, augment_of(config), model.pretrained_cfg["mean"], model.pretrained_cfg["std"])
 
 
@@ -193,13 +207,6 @@ def judge(loader: Loader, truths: list[Truth], grid: int) -> dict:
     return shares | {"tokens": tokens}
 
 
-def picture(pixels: np.ndarray) -> str:
-    """A data URL of the pixels, PNG."""
-    buffer = io.BytesIO()
-    Image.fromarray(pixels).save(buffer, "PNG", optimize=True)
-    return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
-
-
 def contact_sheet(
     config: Config, loader: Loader, truths: list[Truth] | None, grid: int, augmentation: Augmentation
 ) -> list[dict]:
@@ -264,10 +271,35 @@ def curve(runs: list[Run], kind: str, value: str, percent: bool) -> dict:
     }  # fmt: skip
 
 
+def audit_of(report: Report) -> None:
+    """Audit the one file of score maps that is named."""
+    if len(report.runs) > 1:
+        raise UserError("one file of score maps is audited at a time, and not beside runs; name it alone")
+    (path,) = report.runs
+    if report.teacher and report.data is None:
+        raise UserError("--teacher looks at images; give them with --data")
+    if report.images < 2 or report.threads < 1:
+        raise UserError("--images must be at least 2 and --threads at least 1")
+    images = Images(report.data, report.dataset, report.split) if report.data else None
+    found = None
+    if report.teacher:
+        header, _, _ = map_datasets(path)
+        found = references(
+            report.teacher, report.model, report.input_size or header.input_size, header.class_names, report.device
+        )
+    out = report.out or path.with_suffix(".audit.html")
+    audit_store(
+        path, out, images, found, report.images, report.every_row, report.threads, report.json or out.with_suffix(".json")
+    )
+
+
 def main(report: Report) -> None:
     """Read the runs, replay the last one's first epoch, write the file."""
     if not report.runs:
-        raise UserError("name at least one run folder of train.py")
+        raise UserError("name at least one run folder of train.py, or a file of score maps")
+    if any(path.is_file() or path.suffix in (".h5", ".hdf5") for path in report.runs):
+        audit_of(report)
+        return
     runs = [read_run(folder) for folder in report.runs]
     # The sheet shows crops before they are mixed; of several runs the last that mixes nothing and reads labels where they belong.
     dense = [run for run in runs if run.config["objective"] != "ce"]
@@ -292,9 +324,7 @@ def main(report: Report) -> None:
         sheet = contact_sheet(config, loader, truths, grid, augmentation)
         purity = judge(loader, truths, grid) if truths else None
         loader.close()
-    page = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined).from_string(
-        (Path(__file__).parent / "show.html").read_text()
-    )
+    page = environment().get_template("show.html")
     out = report.out or report.runs[-1] / "report.html"
     text = page.render(
         environment=json.loads((report.runs[-1] / "environment.json").read_text()),

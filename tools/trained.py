@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 import timm
 import torch
 from densefeed.models import checkpoints
-from densefeed.models.lvvit import LVViT
+from densefeed.models.token_transformer import TokenTransformer
 from densefeed.relabel.files import UserError
 from timm.data import ImageNetInfo, infer_imagenet_subset, resolve_data_config
 from timm.layers import resample_abs_pos_embed
@@ -85,12 +85,12 @@ def imagenet_names(model: nn.Module) -> list[str]:
 def at_size(model: nn.Module, recipe: checkpoints.Recipe, size: int, path: Path) -> tuple[nn.Module, dict]:
     """The model for square inputs of `size` pixels, and the arguments that build it so. UserError if it cannot take them.
 
-    A position table is resampled once: LV-ViT's as its forward pass would each time, timm's by `set_input_size`, which every
+    A position table is resampled once: that of our families as their forward pass would each time, timm's by `set_input_size`, which every
     family of timm has that knows how. What has neither, as networks of convolutions, stays as it is.
     """
     kwargs = recipe.kwargs
     try:
-        if isinstance(model, LVViT):
+        if isinstance(model, TokenTransformer) and model.pos_embed is not None:
             if size != model.grid_size * model.patch_size:
                 kwargs = kwargs | {"img_size": size}
                 model = resampled(model, timm.create_model(recipe.name, **kwargs))
@@ -105,7 +105,7 @@ def at_size(model: nn.Module, recipe: checkpoints.Recipe, size: int, path: Path)
     return model, kwargs
 
 
-def resampled(model: LVViT, new: LVViT) -> LVViT:
+def resampled(model: TokenTransformer, new: TokenTransformer) -> TokenTransformer:
     """`new` with the weights of `model`, its position table resampled."""
     table = resample_abs_pos_embed(model.pos_embed.detach(), [new.grid_size] * 2, [model.grid_size] * 2)
     new.load_state_dict(model.state_dict() | {"pos_embed": table})

@@ -17,7 +17,9 @@ from ..relabel.files import UserError
 class Config:
     """Everything a run depends on. Fields not given on the command line come from the recipe."""
 
-    data: Path = tyro.MISSING  # training set: a folder of class folders; or, with --loader ffcv or dali, a .beton or 'a-*.beton'
+    data: Path = (
+        tyro.MISSING
+    )  # training set: a folder of class folders; or, with --loader ffcv or dali, a .beton or 'a-*.beton'
     val: Path = tyro.MISSING  # validation set, of the same kind
     out: Path = tyro.MISSING  # run folder: config, metrics, checkpoints
     labels: Path | None = None  # score maps (HDF5) of the training set; a .beton may carry its own
@@ -25,7 +27,7 @@ class Config:
     threads: int = max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))  # decoding threads of each rank
     on_bad_sample: Literal["raise", "skip"] = "raise"  # an unreadable sample stops the run, or is skipped and counted
 
-    model: str = "lvvit_s"  # any timm classifier; token-label needs a model with a token head (lvvit_*)
+    model: str = "lvvit_s"  # any timm classifier; token-label needs a model with a token head (lvvit_*, dhvt_*, t2t_vit_*)
     model_kwargs: tuple[str, ...] = ()  # more arguments of the model, each NAME=VALUE as Python writes it, e.g. depth=12
     init: Path | None = None  # weights to begin from: a checkpoint of ours, of the published LV-ViT, or of timm for this model
     drop_path: float = 0.1  # stochastic depth of the last block, probability
@@ -33,6 +35,11 @@ class Config:
     sizes: tuple[tuple[int, int], ...] = ()  # growing in training: pairs FROM_EPOCH PIXELS, the first from epoch 0; empty: size
     objective: Literal["ce", "relabel", "token-label"] = "token-label"  # hard labels; dense label of the crop; of every token
     token_weight: float = 0.5  # beta of equation 7, the weight of the tokens' loss
+    drloc: Literal["none", "l1", "signed", "ce", "reg", "all"] = "none"  # also tell how far apart two tokens lie, in that variant
+    drloc_weight: float = 0.5  # lambda, the weight of that loss
+    drloc_pairs: int = 64  # of tokens, in each image
+    drloc_grid: int = 7  # rows to which the grid of tokens is pooled for it; 0: none
+    drloc_released: bool = False  # as the public code has it: offsets counted in places, weight that rises and falls, other heads
     smoothing: float = 0.1  # label smoothing, probability
     temperature: float = 1.0  # of dense labels: above 1 softer, below harder than the teacher's
     ground_truth: Literal["none", "published", "intended"] = "none"  # mix the image's label into the class token's dense one
@@ -61,6 +68,7 @@ class Config:
 
     crop_scale: tuple[float, float] = (0.08, 1.0)  # area of a training crop, share of the image
     hflip: float = 0.5  # probability of a left-right flip
+    shift: int = 0  # most pixels that a crop moves by, each way; with --crop-scale 1 1 CIFAR's crop of a padded image
     rand_augment: str = ""  # as timm writes it, e.g. rand-m9-mstd0.5-inc1; empty: none
     color_jitter: tuple[float, ...] = ()  # one number, or brightness, contrast, saturation and perhaps hue; empty: none
     interpolation: Literal["random", "bilinear", "bicubic"] = "random"  # where RandAugment rotates, shears and moves
@@ -92,6 +100,10 @@ class Config:
     compile: Literal["auto", "never", "blocks", "whole", "graph"] = (
         "auto"  # blocks: each once, and the loss; whole: all as one; graph: that, as CUDA graphs; auto: blocks on CUDA, else never
     )
+    sync_batchnorm: bool = False  # BatchNorm over the images of all ranks; else each rank's own, averaged when they are saved
+    frozen_statistics: bool = (
+        False  # train in evaluation mode: BatchNorm as it was learnt, no drop-path (DHVT's released fine-tuning)
+    )
     grad_checkpointing: bool = False  # compute blocks anew in the backward pass instead of keeping them: less memory, more time
 
     seed: int = 0  # of weights, order, crops, mixing
@@ -109,7 +121,7 @@ RANGES = {  # of numbers, both ends allowed
     "lr": (1e-12, math.inf), "min_lr": (0, math.inf), "weight_decay": (0, math.inf), "warmup_epochs": (0, math.inf),
     "cooldown_epochs": (0, math.inf), "ema": (0, 1), "drop_path": (0, 0.99), "token_weight": (0, math.inf), "temperature": (1e-3, math.inf),
     "clip_grad": (0, math.inf), "cutmix": (0, math.inf), "mixup": (0, math.inf), "mix_prob": (0, 1),
-    "switch_prob": (0, 1), "erase_probability": (0, 1),
+    "switch_prob": (0, 1), "erase_probability": (0, 1), "drloc_weight": (0, math.inf), "drloc_grid": (0, math.inf),
     "distill_weight": (0, math.inf), "distill_temperature": (1e-3, math.inf), "feature_weight": (0, math.inf),
 }  # fmt: skip
 
@@ -124,7 +136,7 @@ FREE = {
 def check_values(config: Config) -> None:
     """UserError where a field's value makes no sense, whatever the data."""
     positive = ("batch", "epochs", "lr_batch", "size", "views", "threads", "eval_every", "log_every", "save_every", "keep")
-    wrong = [name for name in positive if getattr(config, name) < 1]
+    wrong = [name for name in (*positive, "drloc_pairs") if getattr(config, name) < 1]
     if wrong:
         raise UserError(f"--{wrong[0].replace('_', '-')} must be at least 1")
     if not 0 <= config.seed < 2**63:
@@ -136,9 +148,25 @@ def check_values(config: Config) -> None:
             raise UserError(f"--{name.replace('_', '-')} is {value:g}, and must be {bounds}")
     if any(config.color_jitter) and config.rand_augment and "3a" not in config.rand_augment:
         raise UserError("--color-jitter is off beside --rand-augment, as in timm; give one of the two")
+    if config.drloc == "all" and config.mixtoken:
+        raise UserError("--drloc all reads every block's tokens, which no model here tells of mixed ones; give --no-mixtoken")
+    if config.frozen_statistics and config.objective == "token-label":
+        raise UserError(
+            "--frozen-statistics trains in evaluation mode, where tokens give no answers; give --objective ce or relabel"
+        )
     low, high = config.crop_scale
     if not (0 < low <= high <= 1 and 0 < config.crop_pct <= 1 and 0 <= config.smoothing < 1 and 0 <= config.hflip <= 1):
         raise UserError("--crop-scale, --crop-pct, --smoothing and --hflip are shares: from 0 to 1, and crops not empty")
+    if config.bootstrap != "none" and config.drloc != "none":
+        raise UserError(
+            "--drloc and --bootstrap: its heads read the last map of one network, and no paper says which of two is asked for "
+            "places; give one of the two"
+        )
+    if config.bootstrap != "none" and config.frozen_statistics:
+        raise UserError(
+            "--frozen-statistics keeps BatchNorm as it was learnt, and the agent CNN of --bootstrap begins with statistics that "
+            "nobody has learnt; give one of the two"
+        )
     if config.bootstrap != "none" and config.mixtoken:
         raise UserError(
             "--bootstrap: MixToken exchanges tokens, which an agent CNN has not, so the two networks would see different images; "

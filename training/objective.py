@@ -7,23 +7,28 @@ import torch
 from torch import Tensor, nn
 
 from ..models.bootstrapping import Both, class_logits, distillation_loss, feature_loss
-from ..models.lvvit import TokenLogits
+from ..models.drloc import Localised
 from ..models.token_labeling import class_token_loss, hard_label_loss, token_labeling_loss
+from ..models.token_transformer import TokenLogits
 from ..pipelines.batch import Batch, LabelSpec
 from ..pipelines.mixing import Mix, Mixing, box_map, label_share, mixed, mixed_images, pooled, share_map
+from ..pipelines.pairs import Pairs
 from ..pipelines.plan import EpochPlan
 from ..pipelines.policies import Augment
 from ..pipelines.targets import SparseTargets, TargetRules, palette_maps, sparse_targets, with_ground_truth
+from ..relabel.files import UserError
 from .config import Config
+
+RISING_EPOCHS = 20  # of the weight of DRLoc's loss, in its public code
 
 
 def augment_of(config: Config) -> Augment:
     """What happens to a crop before the network sees it."""
     jitter = config.color_jitter or (0.0,)
     return Augment(
-        rand_augment=config.rand_augment, color_jitter=jitter if len(jitter) > 1 else jitter[0], interpolation=config.interpolation,
-        erase_probability=config.erase_probability, erase_mode=config.erase_mode, erase_count=config.erase_count,
-        erase_max_area=config.erase_max_area,
+        rand_augment=config.rand_augment, color_jitter=jitter if len(jitter) > 1 else jitter[0], shift=config.shift,
+        interpolation=config.interpolation, erase_probability=config.erase_probability, erase_mode=config.erase_mode,
+        erase_count=config.erase_count, erase_max_area=config.erase_max_area,
     )  # fmt: skip
 
 
@@ -114,18 +119,44 @@ def step_loss(
     grid: int,
     mix: Mix | None,
     dtype: torch.dtype | None,
+    *,
+    pairs: Pairs | None = None,
     share: Tensor | None = None,
     measure: Callable[..., Tensor] = objective_loss,
 ) -> Tensor:
     """The loss of a batch on the device, augmented; nothing in it waits for the device.
 
     `grid` is the side of the network's table of tokens (a network without one still needs it, to say what the regions of a
-    mixed image show), `dtype` that of autocast, None for none, `share` that of `loss_of_both`, `measure` `objective_loss` or its
-    compiled twin.
+    mixed image show), `dtype` that of autocast, None for none, `pairs` what a `Localised` model is asked and `share` that of
+    `loss_of_both`, None of any other, `measure` `objective_loss` or its compiled twin.
     """
     image = batch.image
     if mix is not None and (config.cutmix or config.mixup):
         image = mixed_images(image, mix.blend if config.mixtoken else share_map(mix, image.shape[-1]))
     with torch.autocast(image.device.type, dtype or torch.bfloat16, enabled=dtype is not None):
-        output = model(image, box_map(mix, grid) > 0.5) if config.mixtoken else model(image)
-    return measure(config, output, batch, spec, rules, grid, mix, share)
+        more = {"mix_PP": box_map(mix, grid) > 0.5} if config.mixtoken else {}
+        output = model(image, **more) if pairs is None else model(image, pairs.words, batch.weight, **more)
+    if pairs is None:
+        return measure(config, output, batch, spec, rules, grid, mix, share)
+    return measure(config, output.output, batch, spec, rules, grid, mix) + pairs.weight * output.loss
+
+
+def localised(config: Config, model: nn.Module) -> nn.Module:
+    """The model with the heads of `config.drloc` beside it, or as it is without. UserError where the two do not go together."""
+    if config.drloc == "none":
+        return model
+    sizes = sorted({side for _, side in config.sizes} or {config.size})
+    try:
+        heads = Localised(model, config.drloc, config.drloc_grid, sizes, config.drloc_released)
+    except (ValueError, RuntimeError, AssertionError, AttributeError, TypeError) as error:
+        why = str(error).partition("\n")[0]
+        raise UserError(f"--drloc {config.drloc} cannot be computed of {config.model}: {why}") from error
+    return heads.to(next(model.parameters()).device)
+
+
+def localisation_weight(config: Config, epoch: int) -> float:
+    """Lambda in this epoch: constant in the paper; the public code raises it over 20 epochs and then lowers it to 0."""
+    if not config.drloc_released:
+        return config.drloc_weight
+    rising, falling = epoch / RISING_EPOCHS, (config.epochs - epoch) / max(config.epochs - RISING_EPOCHS, 1)
+    return config.drloc_weight * max(0.0, min(rising, falling))

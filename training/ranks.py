@@ -9,6 +9,7 @@ from inspect import signature
 
 import torch
 import torch.distributed as dist
+from timm.layers import convert_sync_batchnorm
 from torch import Tensor, nn
 
 from ..relabel.files import UserError
@@ -57,6 +58,17 @@ class Ranks:
             for buffer in buffers:
                 dist.all_reduce(buffer)
                 buffer /= self.size
+
+    def synchronised(self, model: nn.Module) -> nn.Module:
+        """The model with BatchNorm over the images of all ranks in place of each rank's own; a rank alone keeps it as it is.
+
+        UserError on a CPU, for which PyTorch has no such layer.
+        """
+        if self.size == 1:
+            return model
+        if self.device.type == "cpu":
+            raise UserError("--sync-batchnorm needs CUDA devices; leave it away, or give --device cuda")
+        return convert_sync_batchnorm(model)
 
     def parallel(self, model: nn.Module) -> nn.Module:
         """The model whose backward pass averages gradients over ranks. Each rank keeps its own running statistics."""

@@ -14,6 +14,7 @@ from ..models.bootstrapping import Align, Bootstrapped
 from .bootstrapping import trained_of
 from .config import Config
 from .guards import Finite
+from .objective import localised
 from .ranks import Ranks
 from .schedule import peak_rate
 
@@ -21,8 +22,8 @@ from .schedule import peak_rate
 class Student(NamedTuple):
     """A network in training."""
 
-    model: nn.Module  # what is evaluated, averaged and given away
-    trained: nn.Module  # what the optimiser changes: the model, or it and its agent
+    model: nn.Module  # what is judged, averaged and given away
+    trained: nn.Module  # what is optimised: the model, or it and DRLoc's heads or its agent beside it
     network: nn.Module  # that as the backward pass wants it: under several ranks it averages gradients
     ema: ModelEmaV3 | None
     optimizer: torch.optim.Optimizer
@@ -34,25 +35,31 @@ class Student(NamedTuple):
     @property
     def agent(self) -> nn.Module | None:
         """The second network, if there is one."""
-        return self.trained.agent if isinstance(self.trained, Bootstrapped) else None
+        return self.beside.get("agent")
+
+    @property
+    def beside(self) -> dict[str, nn.Module]:
+        """What is trained and is not the model, by its name in a checkpoint."""
+        if self.trained is self.model:
+            return {}
+        return {name: part for name, part in self.trained.named_children() if part is not self.model}
 
     def state(self) -> dict:
         """What `restore` needs."""
         return {
             "model": self.model.state_dict(), "ema": self.ema.module.state_dict() if self.ema else None,
             "optimizer": self.optimizer.state_dict(), "scaler": self.scaler.state_dict(),
-            "agent": self.agent.state_dict() if self.agent else None,
-        }  # fmt: skip
+        } | {name: part.state_dict() for name, part in self.beside.items()}  # fmt: skip
 
     def restore(self, checkpoint: dict) -> None:
         """Go on from a checkpoint that holds `state`."""
         self.model.load_state_dict(checkpoint["model"])
+        for name, part in self.beside.items():
+            part.load_state_dict(checkpoint[name])
         self.optimizer.load_state_dict(checkpoint["optimizer"])
         self.scaler.load_state_dict(checkpoint["scaler"])
         if self.ema:
             self.ema.module.load_state_dict(checkpoint["ema"])
-        if self.agent:
-            self.agent.load_state_dict(checkpoint["agent"])
 
     def averaged(self) -> list[nn.Module]:
         """Models whose buffers differ between ranks until they are averaged."""
@@ -64,11 +71,13 @@ def student_of(
 ) -> Student:
     """`model` with its optimiser, averaged weights and guards, and perhaps an agent that learns beside it.
 
-    `dtype` is that of autocast. Model and agent must be on the device already.
+    `dtype` is that of autocast. Model and agent must be on the device already, and synchronised if they are to be.
 
     AdamW decays no biases, norms and tables (timm's grouping). Its fused form takes `found_inf`, on which the guard relies.
+    DRLoc's heads and the agent are trained and saved, but have no averaged weights: those are for judging, which needs the
+    model alone. UserError where the model cannot have such heads.
     """
-    trained = trained_of(config, model, agent)
+    trained = localised(config, trained_of(config, model, agent))
     return Student(
         model=model,
         trained=trained,

@@ -85,7 +85,7 @@ class Watch:
         epoch, at = divmod(when, len(feed.loader))
         parts, cause = next(feed.batches(epoch, at)), ""
         for part, compute in zip(parts, feed.losses(model, parts, epoch, at), strict=True):
-            found = first_not_finite(model.train(), compute)
+            found = first_not_finite(model.train(not self._config.frozen_statistics), compute)
             if found and not cause:
                 cause = f"{found} is the first that is not, with samples {', '.join(map(str, part.index[:8].tolist()))} ..."
         return (

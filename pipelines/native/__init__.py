@@ -20,6 +20,7 @@ from ...relabel.files import UserError
 LIBRARY = Path(__file__).with_name("libdensefeed.so")
 OK, DAMAGED, UNSUPPORTED, UNREADABLE, NO_MEMORY = range(5)  # status of a sample
 JPEG, RAW = range(2)  # kinds of encoded image; raw is rows of RGB
+BILINEAR, BICUBIC = range(2)  # filters, antialiased as Pillow's
 STAGES = ("labels", "read", "decode", "resample")
 MESSAGE = 120
 WAIT = 0.1  # seconds between looks at Python's signals while a batch is waited for
@@ -86,6 +87,7 @@ class _Batch(ctypes.Structure):
         ("part_to", ctypes.c_void_p),
         ("part_crc", ctypes.c_void_p),
         ("packed", ctypes.c_void_p),
+        ("filter", ctypes.c_int),
         ("next", ctypes.c_int),
         ("done", ctypes.c_int),
         ("cancelled", ctypes.c_int),
@@ -182,6 +184,13 @@ class Parts(NamedTuple):
     crc: np.ndarray | None  # uint32 [N], zlib's CRC-32 over a sample's runs in their order; None: not checked
     packed: Packed | None = None
 
+    def of(self, row: int) -> "Parts":
+        """Those of one sample, to the same place."""
+        here = slice(row, row + 1)
+        packed = self.packed and self.packed._replace(palette=self.packed.palette[here])
+        crc = None if self.crc is None else self.crc[here]
+        return Parts(self.file[here], self.offset[here], [to[here] for to in self.to], crc, packed)
+
 
 class Job:
     """A batch of crops to decode, or to cut out for another decoder. It keeps alive all memory that the library reads and writes.
@@ -192,9 +201,12 @@ class Job:
             and decode nothing, `CUT` `[N]`; all but `bytes` and `check` is filled in.
         parts: what to copy beside the images.
         keep: what else must outlive the decoding (the bytes that samples point to).
+        filter: BILINEAR or BICUBIC, by which crops are resized.
     """
 
-    def __init__(self, samples: np.ndarray, pixels: np.ndarray, parts: Parts | None = None, keep: object = None) -> None:
+    def __init__(
+        self, samples: np.ndarray, pixels: np.ndarray, parts: Parts | None = None, keep: object = None, filter: int = BILINEAR
+    ) -> None:
         assert samples.dtype == SAMPLE
         assert samples.flags.c_contiguous
         assert pixels.flags.c_contiguous
@@ -206,7 +218,7 @@ class Job:
             assert pixels.dtype == np.uint8
             assert pixels.shape == (len(samples), pixels.shape[1], pixels.shape[1], 3)
             assert pixels.shape[1] > 0  # the library divides by it
-            self.batch = _Batch(samples.ctypes.data, len(samples), pixels.shape[1], pixels.ctypes.data)
+            self.batch = _Batch(samples.ctypes.data, len(samples), pixels.shape[1], pixels.ctypes.data, filter=filter)
         if parts is not None:
             assert all(to.flags.c_contiguous and len(to) == len(samples) for to in parts.to)
             file, offset = np.ascontiguousarray(parts.file, np.int32), np.ascontiguousarray(parts.offset, np.int64)

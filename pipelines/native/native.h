@@ -49,6 +49,7 @@ INLINE void transpose8(Half m[8])
 
 enum { OK = 0, DAMAGED = 1, UNSUPPORTED = 2, UNREADABLE = 3, NO_MEMORY = 4 };
 enum { JPEG = 0, RAW = 1 };
+enum { BILINEAR = 0, BICUBIC = 1 }; /* filters, antialiased as Pillow's */
 
 #define MESSAGE 120
 #define MOST_PIXELS (1 << 28) /* of an image: what its header says is allocated before its bytes can prove it */
@@ -96,6 +97,7 @@ typedef struct Batch {
     const uint32_t *part_crc; /* [count] of all parts in their order, or NULL */
     /* If not NULL there are 2 parts, a packed row and a Window, and `part_to` is of logits, classes, logsumexps and Windows. */
     const Packed *packed;
+    int filter;
     int next, done, cancelled; /* under the pool's lock */
     struct Batch *after;
 } Batch;
@@ -147,7 +149,7 @@ int segments_header(const uint8_t *bytes, size_t length);
 int segments_decode(Sample *sample, Scratch *scratch, const uint8_t *head, size_t head_length, Box box, Picture *picture);
 int segments_cut(Sample *sample, Scratch *scratch, const uint8_t *head, size_t head_length, Box box, Cut *cut);
 int turbo_decode(Sample *sample, Scratch *scratch, const uint8_t *bytes, size_t length, Box box, int scale, Picture *picture);
-int resample(Scratch *scratch, const Picture *picture, Sample *sample, int size, uint8_t *pixels);
+int resample(Scratch *scratch, const Picture *picture, Sample *sample, int size, int filter, uint8_t *pixels);
 void transpose_bytes(const uint8_t *from, int from_step, uint8_t *to, int to_step, int rows, int columns);
 
 #endif

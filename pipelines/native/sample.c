@@ -189,7 +189,7 @@ void sample_decode(const Batch *batch, int n, Scratch *scratch)
         sample->status = batch->cuts ? cut_out(sample, scratch, &batch->cuts[n]) : decode(sample, scratch, batch->size, &picture);
     at[2] = microseconds();
     if (sample->status == OK && !batch->cuts)
-        sample->status = resample(scratch, &picture, sample, batch->size, batch->pixels + (size_t)n * batch->size * batch->size * 3);
+        sample->status = resample(scratch, &picture, sample, batch->size, batch->filter, batch->pixels + (size_t)n * batch->size * batch->size * 3);
     at[3] = microseconds();
     if (sample->status == NO_MEMORY) fail(sample->message, NO_MEMORY, "memory is used up");
     sample->took[LABELS] = at[1] - at[0], sample->took[READ] = scratch->reading;

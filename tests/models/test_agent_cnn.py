@@ -5,7 +5,7 @@ import pytest
 import timm
 import torch
 from densefeed.models.agent_cnn import AgentBlock, AgentCNN, Conv, agent_of, lent_by, shared_conv, taps_of, wiring_of
-from densefeed.models.lvvit import TokenLogits
+from densefeed.models.token_transformer import TokenLogits
 from torch.nn import functional as F
 
 HEADS = (1, 5, 6, 7, 8, 9, 17, 25)

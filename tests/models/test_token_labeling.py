@@ -6,7 +6,6 @@ import pytest
 import torch
 from densefeed.models.kernels import fused_head
 from densefeed.models.kernels import sparse_cross_entropy as kernels
-from densefeed.models.lvvit import TokenFeatures, TokenLogits
 from densefeed.models.token_labeling import (
     class_token_loss,
     fused_token_loss,
@@ -15,6 +14,7 @@ from densefeed.models.token_labeling import (
     token_labeling_loss,
     token_loss,
 )
+from densefeed.models.token_transformer import TokenFeatures, TokenLogits
 from densefeed.pipelines.mixing import mixed
 from densefeed.pipelines.targets import SparseTargets
 from hypothesis import given, settings

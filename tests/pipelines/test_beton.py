@@ -6,8 +6,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import tracemalloc
 import zlib
 from contextlib import contextmanager, suppress
@@ -739,14 +737,20 @@ if __name__ == "__main__":
 """
 
 
-def ffcv(code, *words):
+@pytest.fixture(scope="module")
+def ffcv(command):
+    """A maker of processes that use stock ffcv."""
     pytest.importorskip("ffcv", reason="ffcv could not be built here")
-    done = subprocess.run([sys.executable, "-c", code, *map(str, words)], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr[-2000:]
+
+    def run(code, *words):
+        done = command("-c", code, *words, timeout=600)
+        assert done.returncode == 0, done.stderr[-2000:]
+
+    return run
 
 
 @pytest.mark.ffcv
-def test_stock_ffcv_opens_our_file(tmp_path, random_maps):
+def test_stock_ffcv_opens_our_file(tmp_path, random_maps, ffcv):
     samples, maps = write(tmp_path / "x.beton", random_maps)
     ffcv(FFCV_READS, tmp_path / "x.beton", tmp_path / "read.npz")
     image, label, both, lse, window = np.load(tmp_path / "read.npz").values()
@@ -755,7 +759,7 @@ def test_stock_ffcv_opens_our_file(tmp_path, random_maps):
     np.testing.assert_array_equal(both[:, 1].view("<u2"), maps.cls)
     np.testing.assert_array_equal(lse.view("<f2"), maps.lse)
     np.testing.assert_array_equal(window, maps.window)
-    for got, (jpeg, height, width, _, _) in zip(image, samples, strict=True):
+    for got, (jpeg, height, width, *_) in zip(image, samples, strict=True):
         side = min(height, width)
         box = ((width - side) // 2, (height - side) // 2, (width + side) // 2, (height + side) // 2)
         want = np.asarray(Image.open(io.BytesIO(jpeg)).crop(box).resize((16, 16), Image.Resampling.BOX)).astype(int)
@@ -763,7 +767,7 @@ def test_stock_ffcv_opens_our_file(tmp_path, random_maps):
 
 
 @pytest.fixture(scope="module")
-def stock(tmp_path_factory):
+def stock(tmp_path_factory, ffcv):
     """What stock ffcv wrote: jpg.beton, raw.beton and many.beton (five fields in another order), and the images."""
     root, rng = tmp_path_factory.mktemp("stock"), np.random.default_rng(0)
     smooth = [np.asarray(Image.fromarray(rng.integers(0, 255, (4, 5, 3), dtype=np.uint8)).resize((50, 40))) for _ in range(9)]

@@ -41,7 +41,7 @@ def flat(choice, N: int) -> list[tuple]:
     [
         Augment(rand_augment=POLICY, erase_probability=0.4, erase_count=2),
         Augment(rand_augment="rand-m5-n4-p0.8-mstd101-tweights"), Augment(color_jitter=(0.4, 0.3, 0.2, 0.1)),
-        Augment(rand_augment="rand-m3-t3a", color_jitter=0.3),
+        Augment(rand_augment="rand-m3-t3a", color_jitter=0.3), Augment(shift=4), Augment(shift=4, rand_augment=POLICY),
     ],
 )  # fmt: skip
 def test_a_choice_depends_on_seed_epoch_sample_and_repeat_alone(augment):
@@ -221,3 +221,28 @@ def test_every_sample_keeps_the_order_of_its_operations():
             sequence[choice.row[at]].append(choice.number[at].item())
     for row in range(N):
         assert sequence[row] == argument[row][code[row] >= 0].astype(np.float32).tolist()
+
+
+def test_shifts_are_whole_pixels_uniform_and_independent_along_both_axes():
+    """49 pairs of 20,000 draws: chi-square of 48 degrees stays below 84.0 (0.999 quantile)."""
+    choice = chooser(shift=3).choose(0, np.arange(20_000), np.zeros(20_000, int), 32, 48)
+    assert not choice.cubic.any()
+    moved = choice.pixel_matrix
+    assert torch.equal(moved[:, :, :2], torch.eye(2).expand(20_000, 2, 2))
+    counts = np.array(list(Counter(map(tuple, moved[:, :, 2].tolist())).values()))
+    assert len(counts) == 49
+    assert moved[:, :, 2].abs().max() == 3
+    assert ((counts - 20_000 / 49) ** 2 / (20_000 / 49)).sum() < 84.0
+
+
+def test_a_shift_comes_before_rand_augment_and_changes_none_of_its_draws():
+    """A sample's map is the shift after that of RandAugment, seen from the output; what was photometric stays."""
+    index, repeat = np.arange(300), np.zeros(300, int)
+    with_shift = chooser(shift=2, rand_augment=POLICY).choose(1, index, repeat, 32, 32)
+    alone, shift = (chooser(**one).choose(1, index, repeat, 32, 32) for one in (dict(rand_augment=POLICY), dict(shift=2)))
+    assert [s[0] for s in flat(with_shift, 300)] == [s[0] for s in flat(alone, 300)]
+    want = torch.eye(3, dtype=torch.float64).repeat(300, 1, 1)
+    want[alone.warp_row, :2] = alone.pixel_matrix.double()
+    for row in range(300):
+        step = torch.cat([shift.pixel_matrix[row].double(), torch.tensor([[0.0, 0.0, 1.0]])])
+        torch.testing.assert_close(with_shift.pixel_matrix[row].double(), (step @ want[row])[:2], rtol=0, atol=1e-4)

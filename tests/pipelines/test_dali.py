@@ -2,7 +2,7 @@
 
 import io
 import json
-import subprocess
+import shutil
 import sys
 import threading
 import time
@@ -18,6 +18,7 @@ from densefeed.pipelines.loader import ThreadedLoader
 from densefeed.pipelines.plan import EpochPlan
 from densefeed.relabel.files import UserError
 from densefeed.relabel.images import Images, crop_resize
+from densefeed.relabel.store import ScoreMapWriter, StoreHeader
 from densefeed.tools.pack_dataset import Packing, main
 from PIL import Image
 
@@ -48,6 +49,24 @@ def photos(photographs, tmp_path_factory):
         path.write_bytes(encoded(photograph, subsampling=("4:2:0", "4:2:2", "4:4:4")[number % 3]))
     main(Packing(data=root / "images", out=root / "x.beton"))
     return root
+
+
+@pytest.fixture
+def maps_of(random_maps, tmp_path):
+    """A maker of score maps of a folder's training split."""
+
+    def make(root):
+        images = Images(root, split="train")
+        header = StoreHeader(
+            side=6, top_k=2, num_classes=2, absent="tail", teacher="random", input_size=96, geometry="squash",
+            fingerprint=images.fingerprint(), class_names=tuple(images.class_names),
+        )  # fmt: skip
+        writer = ScoreMapWriter(tmp_path / "maps.h5", header, images.paths, images.labels)
+        writer.write(np.arange(len(images)), random_maps(len(images), 6, 2, 2))
+        writer.finish()
+        return tmp_path / "maps.h5"
+
+    return make
 
 
 def opened(source, kind=DaliLoader, threads=2, batch=4, views=4, size=96, mode="train", **options):
@@ -237,6 +256,27 @@ def test_a_pipeline_that_broke_is_made_anew_and_the_guilty_sample_named(photos, 
 
 
 @marked
+def test_damage_outside_the_crop_of_an_ordinary_jpeg_has_the_other_loaders_outcome(photos, maps_of, tmp_path):
+    """The check that stands before DALI looks at the whole file, and finds it; whether the crop is refused our own decoder says."""
+    root = tmp_path / "images"
+    shutil.copytree(photos / "images", root)
+    victim = sorted((root / "train" / "a").iterdir())[0]
+    content = bytearray(victim.read_bytes())
+    content[-(len(content) // 8) : -2] = bytes(len(content) // 8 - 2)  # its last rows, all but the end marker
+    source = FolderSource(root, "train", maps_of(root))  # the file is read when it is asked for
+    victim.write_bytes(content)
+    outcomes = []
+    for number in range(8):
+        loaders = [opened(source, kind, batch=6, views=1, size=48, on_bad_sample="skip") for kind in (ThreadedLoader, DaliLoader)]
+        (want,), (got,) = (list(loader.batches(number)) for loader in loaders)
+        assert got.weight.tolist() == want.weight.tolist()
+        for name in ("index", "view", "map_logit", "map_class", "map_lse", "window"):
+            assert torch.equal(getattr(got, name), getattr(want, name))
+        outcomes.append(loaders[1].skipped)
+    assert 0 < sum(outcomes) < 8
+
+
+@marked
 @pytest.mark.parametrize("at_once", [True, False])
 def test_what_dali_alone_cannot_do_our_decoder_does_and_says_so(photos, monkeypatch, capfd, at_once):
     """Until it is every run: then DALI is what is wrong. It may fail when it is fed, or later, with runs behind it."""
@@ -270,21 +310,23 @@ def test_what_dali_alone_cannot_do_our_decoder_does_and_says_so(photos, monkeypa
 
 @marked
 def test_what_breaks_in_an_epoch_that_was_left_is_forgotten(photos, monkeypatch, capfd):
-    """A run of a batch that nobody waits for any more breaks, another behind it: they are decoded by nobody and count as no
-    failure, their samples are looked at again, and the next epoch is whole."""
-    feed, decode, calls, decoded = dali.feed, dali._Engine._decode, [], []
+    """A run of a batch that nobody waits for any more breaks: it is decoded by nobody and counts as no failure, its samples are
+    looked at again, and the next epoch is whole."""
+    feed, collect, decode, calls, decoded = dali.feed, dali._Engine._collect, dali._Engine._decode, [], []
     entered, left = threading.Event(), threading.Event()
 
     def breaks(pipeline, jpegs, *others):
-        calls.append(len(jpegs))
-        if not left.is_set() and len(calls) == 3:  # the first batch is done, and the second inside DALI
+        calls.append(jpegs)
+        feed(pipeline, [np.zeros(100, np.uint8), *jpegs[1:]] if len(calls) == 2 else jpegs, *others)
+
+    def waits(self):  # with the run that will break, until the epoch was left
+        if len(calls) > 1 and self._inside[0].jpegs is calls[1]:
             entered.set()
             left.wait(60)
-        if len(calls) == 2:
-            jpegs = [np.zeros(100, np.uint8), *jpegs[1:]]
-        feed(pipeline, jpegs, *others)
+        collect(self)
 
     monkeypatch.setattr(dali, "feed", breaks)
+    monkeypatch.setattr(dali._Engine, "_collect", waits)
     monkeypatch.setattr(dali._Engine, "_decode", lambda self, work, rows: decoded.append(work) or decode(self, work, rows))
     want = epoch(FfcvSource(photos / "x.beton"), ThreadedLoader, batch=3, views=3)
     loader = opened(FfcvSource(photos / "x.beton"), batch=3, views=3)
@@ -361,9 +403,9 @@ print(os.waitstatus_to_exitcode(status), next(batches).image.shape)
 
 
 @marked
-def test_a_forked_child_ends_as_it_should(photos):
+def test_a_forked_child_ends_as_it_should(photos, command):
     """DALI's own end would wait for its threads, which no child has, or crash."""
-    done = subprocess.run([sys.executable, "-c", FORK, photos / "x.beton"], capture_output=True, text=True, timeout=60)
+    done = command("-c", FORK, photos / "x.beton", timeout=60, teardown=True)
     assert (done.returncode, done.stdout.split()[:1]) == (0, ["7"]), done.stderr
 
 
@@ -437,9 +479,9 @@ def test_without_dali_the_loader_is_refused_in_a_sentence(photos, monkeypatch):
     dali.check_installed.cache_clear()
 
 
-def test_dali_is_imported_only_when_asked_for():
+def test_dali_is_imported_only_when_asked_for(command):
     code = "import sys, densefeed.train, densefeed.pipelines.dali; sys.exit(any('nvidia.dali' in name for name in sys.modules))"
-    assert subprocess.run([sys.executable, "-c", code], cwd=dali.native.LIBRARY.parents[2]).returncode == 0
+    assert command("-c", code).returncode == 0
 
 
 @marked

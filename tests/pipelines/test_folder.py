@@ -23,7 +23,7 @@ MAPS = ("map_logit", "map_class", "map_lse", "window")
 @pytest.fixture(scope="module", params=["tail", "zero-logit"])
 def stores(request, folder, tmp_path_factory):
     """The same maps of `folder` in every form: {form: path}."""
-    from densefeed.relabel.labelling import keep_top
+    from densefeed.relabel.scoring import keep_top
 
     images, root = Images(folder, split="train"), tmp_path_factory.mktemp("forms")
     header = StoreHeader(

@@ -4,8 +4,6 @@ import contextlib
 import gc
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -62,7 +60,7 @@ def before():
 def nothing_stays(before):
     """After each test, threads and open files are those of the start; executors take a moment to end theirs."""
     yield
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while not ((after := held())[0] <= before[0] and after[1] <= before[1]) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert after[0] <= before[0]  # numpy's own end when a test forks
@@ -298,83 +296,52 @@ def slow(tmp_path_factory):
     return {"folder": root / "images", "ffcv": root / "x.beton"}
 
 
-@pytest.fixture(scope="module")
-def cwd(tmp_path_factory):
-    """Where the children run, and their folder for temporary files."""
-    return tmp_path_factory.mktemp("cwd")
-
-
-@contextlib.contextmanager
-def running(words_of, cwd):
-    """Children with these words, all at once, since each takes seconds to import PyTorch."""
-    started = {}
-    for name, words in words_of.items():
-        started[name] = subprocess.Popen(
-            [sys.executable, "-c", CHILD, *map(str, words)], cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            env=os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(cwd)},
-        )  # fmt: skip
-    yield started
-    for child in started.values():
-        child.kill()
-        child.communicate()
-
-
-@pytest.fixture(scope="module")
-def children(slow, cwd):
-    words = {
-        "folder": ["folder", slow["folder"], 2000, "stay"], "ffcv": ["ffcv", slow["ffcv"], 2000, "stay"],
-        "exit": ["ffcv", slow["ffcv"], 2, "go"], "killed": ["ffcv", slow["ffcv"], 2, "stay"],
-    }  # fmt: skip
-    with running(words, cwd) as started:
-        yield started
-
-
-@pytest.fixture(scope="module")
-def dali_children(slow, cwd):
-    """Apart from the others, which would wait for processors longer than a second."""
-    loader_class("dali")
-    with running({"dali": ["dali", slow["ffcv"], 2000, "stay"], "exit": ["dali", slow["ffcv"], 2, "go"]}, cwd) as started:
-        yield started
+@pytest.fixture
+def child_of(command, tmp_path):
+    """A maker of processes with these words; `tmp_path` is where they run, and their folder for temporary files."""
+    code = f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{CHILD}"
+    how = {"cwd": tmp_path, "environment": {"TMPDIR": str(tmp_path)}, "teardown": True}
+    return lambda *words: command.start("-c", code, *words, **how)
 
 
 @pytest.mark.parametrize("kind", ["folder", "ffcv", DALI])
-def test_ctrl_c_ends_a_wait_long_before_the_batch(request, kind):
+def test_ctrl_c_ends_a_wait_long_before_the_batch(child_of, slow, kind):
     """2,000 photographs of 12 megapixels take minutes. Alone on two cores it ends within a second, beside other work later."""
-    child = request.getfixturevalue("dali_children" if kind == "dali" else "children")[kind]
-    assert child.stdout.readline() == "waiting\n"
-    time.sleep(0.5)
-    assert child.poll() is None
-    sent = time.monotonic()
-    child.send_signal(signal.SIGINT)
-    said, traceback = child.communicate(timeout=60)  # its reading threads drop what they have not begun
+    with child_of(kind, slow["folder" if kind == "folder" else "ffcv"], 2000, "stay") as child:
+        assert child.stdout.readline() == "waiting\n"
+        time.sleep(0.5)
+        assert child.poll() is None
+        sent = time.monotonic()
+        child.send_signal(signal.SIGINT)
+        said, traceback = child.communicate(timeout=60)  # its reading threads drop what they have not begun
     assert float(said) - sent < 20
     assert child.returncode == -signal.SIGINT
     assert traceback.rstrip().endswith("KeyboardInterrupt")
     assert "Exception ignored" not in traceback
 
 
-@pytest.mark.parametrize("started", ["children", pytest.param("dali_children", marks=pytest.mark.dali)])
-def test_a_process_may_end_with_everything_open(request, started):
-    child = request.getfixturevalue(started)["exit"]
-    said, complaints = child.communicate(timeout=20)
+@pytest.mark.parametrize("kind", ["ffcv", DALI])
+def test_a_process_may_end_with_everything_open(child_of, slow, kind):
+    with child_of(kind, slow["ffcv"], 2, "go") as child:
+        said, complaints = child.communicate(timeout=60)
     assert (said, complaints, child.returncode) == ("waiting\ngot one\n", "", 0)
 
 
-def test_killed_it_leaves_nothing_and_starts_again_at_once(children, slow, cwd):
+def test_killed_it_leaves_nothing_and_starts_again_at_once(child_of, slow, tmp_path):
     """There are no worker processes to orphan: decoding is done by threads, in memory that no other process shares."""
-    child = children["killed"]
-    assert [child.stdout.readline() for _ in range(2)] == ["waiting\n", "got one\n"]
-    tasks = Path(f"/proc/{child.pid}/task")
-    assert len(list(tasks.iterdir())) > 2
-    assert "".join(path.read_text() for path in tasks.glob("*/children")) == ""  # no process of its own
-    mapped = Path(f"/proc/{child.pid}/maps").read_text()
-    assert "/dev/shm" not in mapped
-    assert "/SYSV" not in mapped
-    child.kill()
-    child.communicate()
-    assert not tasks.exists()
+    with child_of("ffcv", slow["ffcv"], 2, "stay") as child:
+        assert [child.stdout.readline() for _ in range(2)] == ["waiting\n", "got one\n"]
+        tasks = Path(f"/proc/{child.pid}/task")
+        assert len(list(tasks.iterdir())) > 2
+        assert "".join(path.read_text() for path in tasks.glob("*/children")) == ""  # no process of its own
+        mapped = Path(f"/proc/{child.pid}/maps").read_text()
+        assert "/dev/shm" not in mapped
+        assert "/SYSV" not in mapped
+        child.kill()
+        child.wait()
+        assert not tasks.exists()
     assert sorted(os.listdir(slow["ffcv"].parent)) == ["images", "x.beton"]
-    assert not list(cwd.iterdir())  # where its temporary files would lie, too
+    assert not list(tmp_path.iterdir())  # where its temporary files would lie, too
     source = FfcvSource(slow["ffcv"])
     reader = ThreadedLoader(source, EpochPlan(num_samples=2, batch=2, seed=0, mode="train"), 2)
     assert len(next(reader.batches(0)).image) == 2

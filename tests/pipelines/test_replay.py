@@ -147,6 +147,7 @@ def test_two_epochs_at_once_do_not_mix(paths, wanted_of, kind):
 
 
 def test_other_processes_give_the_same(paths, wanted):
+    """With interpreters of their own, which alone can be given other hashes of strings."""
     code = f"from tests.pipelines.test_replay import digest, epoch; print(digest(epoch('folder', {paths!r})))"
     children = [
         subprocess.Popen(

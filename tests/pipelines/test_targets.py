@@ -298,10 +298,16 @@ def warped(batch, *warps):
     return batch._replace(view=view.to(batch.view.dtype))
 
 
-def cell_value(cells, x, y):
+def outermost(low, high, side):
+    """First and last cell of a map from `low` to `high` of an image whose centre shows it."""
+    shown = [cell for cell in range(side) if 0 <= low + (cell + 0.5) / side * (high - low) <= 1]
+    return shown[0], shown[-1]
+
+
+def cell_value(cells, x, y, columns, rows):
     """Bilinear value of a map `[S, S, K]` at (x, y) in 0 to 1, clamped at the outermost cells' centres."""
     side = len(cells)
-    x, y = (min(max(v * side - 0.5, 0.0), side - 1.0) for v in (x, y))
+    x, y = (min(max(v * side - 0.5, first), last) for v, (first, last) in ((x, columns), (y, rows)))
     c, r = min(int(x), side - 2), min(int(y), side - 2)
     u, v = x - c, y - r
     upper, lower = ((1 - u) * cells[row, c] + u * cells[row, c + 1] for row in (r, r + 1))
@@ -326,7 +332,8 @@ def walked_targets(batch, maps, num_classes, grid, absent, outside):
                 )
                 hits += seen
                 if seen:
-                    values.append(cell_value(cells, (x - left) / (right - left), (y - top) / (bottom - top)))
+                    ends = outermost(left, right, side), outermost(top, bottom, side)
+                    values.append(cell_value(cells, (x - left) / (right - left), (y - top) / (bottom - top), *ends))
                 elif outside == "uniform":
                     values.append(nothing)
             target = np.mean(values, axis=0) if values else nothing
@@ -357,6 +364,36 @@ def test_any_view_is_sampled_as_a_walk_over_its_points(random_maps, side, grid, 
         assert (weight == 0).any()
 
 
+@pytest.mark.parametrize("absent", ["tail", "zero-logit"])
+@pytest.mark.parametrize("sheared", [False, True])
+@pytest.mark.parametrize(("side", "grid"), [(9, 4), (6, 1), (5, 7)])
+@pytest.mark.parametrize("window", [(-1 / 6, 0, 7 / 6, 1), (0, -0.9, 1, 1.9)])
+def test_a_letterboxs_tokens_read_the_image_and_no_padding(random_maps, window, side, grid, sheared, absent):
+    """As a walk has it; what the padding's cells say changes nothing; every token in the image has its whole weight."""
+    maps = random_maps(5, side, 3, 12, window=window)
+    boxes = np.array([[20, 60, 300, 400], [0, 0, 375, 500], [0, 250, 200, 250], [100, 100, 60, 90], [50, 0, 300, 300.0]])
+    batch = batch_of(maps, boxes, np.array([False, True, False, True, True]))
+    if sheared:
+        batch = warped(batch, warp(0.4), warp(-0.5, 0.3), warp(0, 0.28, (0.3, 0)), warp(1.3, -0.3), warp(0, 0, (0.45, -0.2)))
+    spec, rules = spec_of(maps, 12, absent, 1.0), TargetRules(sheared=sheared)
+    targets = sparse_targets(batch, spec, grid, rules)
+    want, weight = walked_targets(batch, maps, 12, grid, absent, "ignore")
+    torch.testing.assert_close(targets.weight, weight, rtol=0, atol=1e-9)
+    told = weight > 0
+    torch.testing.assert_close(densify(targets, 12)[told], want[told], rtol=0, atol=4e-6)
+    if not sheared:
+        assert (weight == 1).all()
+    (left, right), (top, bottom) = (outermost(window[axis], window[axis + 2], side) for axis in (1, 0))
+    padding = np.ones((side, side), bool)
+    padding[top : bottom + 1, left : right + 1] = False
+    assert padding.any()
+    logit = maps.logit.copy()
+    logit[:, padding] = np.array([60, 50, 40], np.float16)
+    other = batch._replace(map_logit=torch.from_numpy(logit))
+    # Points that grid_sample is given lie on the last cell's centre up to rounding.
+    torch.testing.assert_close(sparse_targets(other, spec, grid, rules).extra, targets.extra, rtol=0, atol=1e-12 if sheared else 0)
+
+
 @given(
     st.integers(0, 999),
     st.sampled_from([1, 7, 14]),
@@ -364,10 +401,11 @@ def test_any_view_is_sampled_as_a_walk_over_its_points(random_maps, side, grid, 
     st.sampled_from(["aligned", "compatible"]),
 )
 @settings(max_examples=60, deadline=None)
-def test_both_paths_agree_where_no_view_is_sheared(random_maps, seed, grid, absent, geometry):
-    """float32, as in training: crops, flips and shifts, a Window that some crops leave."""
+@pytest.mark.parametrize("window", [(0.0, 0.125, 1.0, 0.875), (-1 / 6, 0.0, 7 / 6, 1.0)])
+def test_both_paths_agree_where_no_view_is_sheared(random_maps, window, seed, grid, absent, geometry):
+    """float32, as in training: crops, flips and shifts, a Window that some crops leave, one that reaches beyond the image."""
     rng = np.random.default_rng(seed)
-    maps = random_maps(3, 18, 5, 40, seed, window=(0.0, 0.125, 1.0, 0.875))
+    maps = random_maps(3, 18, 5, 40, seed, window=window)
     boxes, flips = random_boxes(3, seed=seed, flips=True)
     batch = batch_of(maps, boxes, flips, dtype=torch.float32)
     batch = warped(batch, *(warp(shift=rng.uniform(-0.3, 0.3, 2) * (rng.random() < 0.5)) for _ in range(3)))

@@ -1,8 +1,6 @@
 """Nothing half-written under a final name; every failure one sentence and exit code 2."""
 
 import errno
-import subprocess
-import sys
 
 import pytest
 from densefeed.relabel.files import UserError, explain, replacing, run
@@ -67,20 +65,17 @@ def test_explain_names_the_file_and_the_remedy():
     assert "change its owner or mode" in sentence
 
 
-def test_a_full_disk_ends_in_one_sentence(tmp_path):
+def test_a_full_disk_ends_in_one_sentence(tmp_path, command):
     """A file size limit stands for the full disk: a real write fails half-way with a real errno."""
     code = f"""
-import resource, signal
 from pathlib import Path
 from densefeed.relabel.files import replacing, run
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
 def main():
     with replacing(Path({str(tmp_path / "big")!r})) as part:
         part.write_bytes(bytes(5000))
 run(main)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = command("-c", code, limit=1000)
     assert done.returncode == 2, done.stderr
     assert "Traceback" not in done.stderr
     assert list(tmp_path.iterdir()) == []

@@ -5,9 +5,11 @@ import pytest
 import torch
 from densefeed.relabel.geometry import (
     WHOLE,
+    are_windows,
     centre_box,
     crop_in_pixels,
     crop_views,
+    labelling_cells,
     published_frame,
     samples_per_bin,
     shown_boxes,
@@ -62,7 +64,51 @@ def test_centre_crop_window_is_the_centred_square(height, width):
     assert bottom - top == pytest.approx(side)
     assert left + right == pytest.approx(width)
     assert top + bottom == pytest.approx(height)
-    assert window_of("squash", height, width) == WHOLE
+    assert window_of("squash", height, width) == window_of("tile", height, width) == WHOLE
+
+
+@pytest.mark.parametrize(("height", "width"), [(375, 500), (500, 375), (1, 4000), (64, 64)])
+def test_a_letterbox_is_the_square_about_the_image(height, width):
+    left, top, right, bottom = crop_in_pixels(window_of("letterbox", height, width), height, width)
+    side = max(height, width)
+    assert right - left == pytest.approx(side)
+    assert bottom - top == pytest.approx(side)
+    assert left + right == pytest.approx(width)
+    assert top + bottom == pytest.approx(height)
+
+
+def test_windows_are_parts_of_an_image_or_reach_around_it():
+    every = [window_of(how, h, w) for how in ("squash", "centre-crop", "letterbox") for h, w in [(1, 4000), (375, 500), (333, 7)]]
+    every += [(0.1, 0.2, 0.3, 0.4), (-1e-7, 0, 1 + 1e-7, 1)]
+    for kind in (np.asarray, torch.tensor):
+        assert are_windows(kind(np.array(every, np.float32))).all()
+    nan, inf = float("nan"), float("inf")
+    none = [
+        (0, 0, 375, 500), (0.5, 0, 0.5, 1), (0.7, 0, 0.3, 1), (-0.2, 0, 0.9, 1), (-0.5, 0, 1, 1), (0, 1.1, 1, 1.2), (0, -2, 1, 2.9),
+        (nan, 0, 1, 1), (0, 0, 1, nan), (0, -inf, 1, 1), (0, 0, 1, inf),
+    ]  # fmt: skip
+    for kind in (np.asarray, torch.tensor):
+        assert not are_windows(kind(np.array(none, np.float32))).any()
+
+
+@given(st.integers(1, 4000), st.integers(1, 4000), st.integers(1, 64), st.sampled_from(["squash", "centre-crop", "letterbox"]))
+def test_cells_that_label_are_those_whose_centre_shows_the_image(height, width, side, geometry):
+    window = window_of(geometry, height, width)
+    cells = labelling_cells(window_frame(torch.tensor([window])), side)[0].int().tolist()
+    for (first, last), low, high in zip(cells, (window[1], window[0]), (window[3], window[2]), strict=True):
+        centres = low + (np.arange(side) + 0.5) / side * (high - low)
+        edge = 1e-3 / side * (high - low)  # float32; a centre on the edge may be either
+        assert 0 <= first <= last < side
+        inside = (centres > edge) & (centres < 1 - edge)
+        near = (centres > -edge) & (centres < 1 + edge)
+        if near.any():
+            assert inside[first + 1 : last].all()
+            assert near[[first, last]].all()
+            assert not np.delete(inside, np.arange(first, last + 1)).any()
+        else:  # the image lies between two centres: a cell that holds some of it
+            assert last - first <= 1
+            assert centres[first] - (high - low) / side / 2 <= 1 + edge
+            assert centres[last] + (high - low) / side / 2 >= -edge
 
 
 def test_centre_box_is_timms_evaluation_crop():

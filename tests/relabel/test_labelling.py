@@ -1,8 +1,8 @@
 """The pass: stored rows against a direct computation, resume after kill -9, accuracy from the store."""
 
-import signal
-import subprocess
-import sys
+import errno
+import shutil
+import threading
 import time
 from pathlib import Path
 
@@ -10,12 +10,16 @@ import numpy as np
 import pytest
 import timm
 import torch
-from densefeed.relabel.files import UserError
+from densefeed.relabel.estimates import try_out
+from densefeed.relabel.files import UserError, explain
 from densefeed.relabel.images import Images, decode
-from densefeed.relabel.labelling import keep_top, label_images, stored_accuracy
-from densefeed.relabel.store import ScoreMapStore
+from densefeed.relabel.labelling import begin_pass, label_images, score_batches, stored_accuracy, unfinished_batches
+from densefeed.relabel.rendering import PillowRender
+from densefeed.relabel.scoring import keep_top
+from densefeed.relabel.store import ScoreMapStore, ScoreMapWriter, map_datasets
 from densefeed.relabel.teacher import Teacher
 from densefeed.relabel.upkeep import convert
+from densefeed.tools import relabel_imagenet
 from safetensors.torch import save_file
 
 ROOT = Path(__file__).parents[2]
@@ -42,7 +46,7 @@ def test_a_row_is_the_teachers_top_k_of_that_image(folder, tmp_path, geometry):
             want_window = np.array([0, 0, 1, 1])
         pixels, _ = scorer.prepare(image)
         x = (
-            torch.from_numpy(pixels.copy()).permute(2, 0, 1)[None] / 255 - torch.tensor(CONFIG["mean"]).view(3, 1, 1)
+            torch.from_numpy(pixels).permute(0, 3, 1, 2) / 255 - torch.tensor(CONFIG["mean"]).view(3, 1, 1)
         ) / torch.tensor(CONFIG["std"]).view(3, 1, 1)
         with torch.no_grad():
             features = scorer.model.forward_features(x)
@@ -63,7 +67,7 @@ def test_accuracy_from_the_store_is_the_models_own(folder, tmp_path):
     right = []
     for index in range(len(images)):
         pixels, _ = scorer.prepare(decode(images.read(index), ""))
-        x = torch.from_numpy(pixels.copy()).permute(2, 0, 1)[None] / 255
+        x = torch.from_numpy(pixels).permute(0, 3, 1, 2) / 255
         x = (x - torch.tensor(CONFIG["mean"]).view(3, 1, 1)) / torch.tensor(CONFIG["std"]).view(3, 1, 1)
         with torch.no_grad():
             right.append(int(scorer.model(x).argmax()) == images.labels[index])
@@ -121,33 +125,32 @@ def test_impossible_wishes_are_refused_before_any_work(folder, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_run_killed_with_9_continues_and_ends_equal(folder, tmp_path):
+def test_a_run_killed_with_9_continues_and_ends_equal(folder, tmp_path, command):
     """SIGKILL once rows are on disk; the same command again gives the bytes of an uninterrupted run."""
     torch.manual_seed(0)
     save_file(timm.create_model("test_resnet", num_classes=2).state_dict(), tmp_path / "teacher.safetensors")
 
     def words(out):
         return [
-            sys.executable, "tools/relabel_imagenet.py", "--data", folder, "--teacher", tmp_path / "teacher.safetensors", "--model",
+            "tools/relabel_imagenet.py", "--data", folder, "--teacher", tmp_path / "teacher.safetensors", "--model",
             "test_resnet", "--input-size", "512", "--top-k", "2", "--batch", "1", "--threads", "1", "--device", "cpu", "--out", out,
         ]  # fmt: skip
 
     killed, whole = tmp_path / "killed.h5", tmp_path / "whole.h5"
-    process = subprocess.Popen(words(killed), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 120
-    while process.poll() is None and time.monotonic() < deadline:
-        part = Path(f"{killed}.part")
-        if part.exists() and done_rows(part) >= 2:
-            break
-        time.sleep(0.002)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    with command.start(*words(killed)) as process:
+        deadline = time.monotonic() + 120
+        while process.poll() is None and time.monotonic() < deadline:
+            part = Path(f"{killed}.part")
+            if part.exists() and done_rows(part) >= 2:
+                break
+            time.sleep(0.002)
+        process.kill()
     if not killed.exists():  # it may have finished before the signal came
         assert done_rows(Path(f"{killed}.part")) >= 2
-        again = subprocess.run(words(killed), cwd=ROOT, capture_output=True, text=True)
+        again = command(*words(killed))
         assert again.returncode == 0, again.stderr
         assert "labelled already" in again.stdout
-    subprocess.run(words(whole), cwd=ROOT, capture_output=True, check=True)
+    assert command(*words(whole)).returncode == 0
     assert killed.read_bytes() == whole.read_bytes()
     assert not Path(f"{killed}.part").exists()
     assert len(ScoreMapStore(killed)) == 11
@@ -164,11 +167,11 @@ def test_another_form_is_made_of_the_raw_rows(folder, tmp_path, monkeypatch, for
     assert store.header.form == form
     assert store.path.read_bytes() == want
     with monkeypatch.context() as patch:
-        patch.setattr("densefeed.relabel.labelling.convert", lambda *words: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr("densefeed.relabel.shards.convert", lambda *words: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             label_images(images, scorer, "t", tmp_path / "again.h5", **options, form=form)
     assert not (tmp_path / "again.h5").exists()
-    monkeypatch.setattr(scorer, "prepare", lambda image: pytest.fail("labelled again"))
+    monkeypatch.setattr("densefeed.relabel.labelling.PillowRender", lambda *words: lambda *more: pytest.fail("labelled again"))
     assert label_images(images, scorer, "t", tmp_path / "again.h5", **options, form=form).path.read_bytes() == want
     assert sorted(path.name for path in tmp_path.iterdir()) == ["again.h5", "maps.h5", "raw.h5", "want.h5"]
 
@@ -182,3 +185,116 @@ def done_rows(part):
             return int(file["done"][:].sum())
     except OSError:
         return 0
+
+
+# ------------------------------------------------------------------------- threads side by side
+
+
+def options(**more):
+    return dict(top_k=2, batch=2, threads=2, absent="tail") | more
+
+
+def test_a_failed_write_ends_the_pass_and_what_was_written_stays(folder, tmp_path, monkeypatch):
+    """The disk refuses the seventh row's batch, on the writing thread; the sentence names the file, and the pass goes on later."""
+    images, scorer, write = Images(folder, split="train"), teacher(), ScoreMapWriter.write
+
+    def failing(self, ids, maps):
+        if 6 in ids:
+            raise OSError(errno.ENOSPC, "No space left on device", str(self.part))
+        write(self, ids, maps)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ScoreMapWriter, "write", failing)
+        with pytest.raises(OSError, match="No space left") as error:
+            label_images(images, scorer, "t", tmp_path / "maps.h5", **options())
+    assert explain(error.value).endswith("maps.h5.part: the disk is full; free some space or choose another --out")
+    assert done_rows(tmp_path / "maps.h5.part") >= 6
+    label_images(images, scorer, "t", tmp_path / "maps.h5", **options())
+    assert len(ScoreMapStore(tmp_path / "maps.h5")) == 11
+    assert threading.active_count() == 1 + sum(t.daemon for t in threading.enumerate())
+
+
+def test_a_damaged_image_ends_the_pass_after_those_before_it_are_written(folder, tmp_path):
+    copy = tmp_path / "images"
+    shutil.copytree(folder, copy)
+    victim = sorted((copy / "train").rglob("*.jpg"))[7]
+    victim.write_bytes(bytes(victim.stat().st_size))  # as long as before: it is the same dataset
+    with pytest.raises(UserError, match=rf"{victim.name} cannot be decoded"):
+        label_images(Images(copy, split="train"), teacher(), "t", tmp_path / "maps.h5", **options())
+    assert done_rows(tmp_path / "maps.h5.part") == 6
+    victim.write_bytes((folder / victim.relative_to(copy)).read_bytes())
+    assert len(label_images(Images(copy, split="train"), teacher(), "t", tmp_path / "maps.h5", **options())) == 11
+
+
+def test_images_are_shown_in_order_though_they_are_rendered_in_any(folder, tmp_path):
+    """Rendering of the first images of a batch takes longest; looks are not overwritten before they were scored."""
+    images, scorer = Images(folder, split="train"), teacher()
+    want = label_images(images, scorer, "t", tmp_path / "one.h5", **options(threads=1)).path.read_bytes()
+    plain = PillowRender(images, scorer)
+
+    def late(index, out):
+        time.sleep(0.02 * (index % 2 == 0))
+        return plain(index, out)
+
+    got = label_images(images, scorer, "t", tmp_path / "two.h5", **options(threads=4), render=late)
+    assert got.path.read_bytes() == want
+
+
+@pytest.mark.parametrize(("slow", "waits"), [("render", "images_wait"), ("write", "disk_wait"), ("nothing", None)])
+def test_what_the_teacher_waits_for_is_said(folder, tmp_path, slow, waits):
+    """0.1 s a batch of two by sleeping, in one stage at a time: most of the time is then that stage's, and none the other's."""
+    images, scorer = Images(folder, split="train"), teacher()
+    pause = {name: 0.1 * (name == slow) for name in ("render", "write")}
+    plain = PillowRender(images, scorer)
+    work = begin_pass(images, scorer, "t", **options(threads=1), render=lambda *w: (time.sleep(pause["render"] / 2), plain(*w))[1])
+    heard = []
+    batches = [np.arange(at, min(at + 2, 11)) for at in range(0, 11, 2)]
+    speed = score_batches(work, batches, lambda *words: time.sleep(pause["write"]), heard.append)
+    assert heard == [2, 4, 6, 8, 10, 11]
+    assert speed.images == 11
+    if waits is not None:
+        assert getattr(speed, waits) > 0.3 * speed.seconds
+        assert getattr(speed, waits) > 3 * (speed.images_wait + speed.disk_wait - getattr(speed, waits))
+    assert f"{100 * speed.disk_wait / speed.seconds:.1f} % for the disk" in str(speed)
+
+
+def test_a_batch_is_always_the_same_images():
+    done = np.array([1, 1, 1, 1, 1, 0, 1, 1, 1, 1, 0], bool)
+    assert [ids.tolist() for ids in unfinished_batches(done, 4)] == [[4, 5, 6, 7], [8, 9, 10]]
+    assert unfinished_batches(np.ones(3, bool), 4) == []
+
+
+# ------------------------------------------------------------------------- what it will cost
+
+
+def test_a_dry_run_writes_nothing_and_its_sizes_are_the_files(folder, tmp_path, capsys):
+    """Bytes an image against stores that are then made; hours by hand."""
+    images, scorer = Images(folder, split="train"), teacher()
+    estimate = try_out(begin_pass(images, scorer, "t", **options()))
+    assert list(tmp_path.iterdir()) == []
+    raw = label_images(images, scorer, "t", tmp_path / "raw.h5", **options())
+    for form, each in estimate.row_bytes.items():
+        path = raw.path if form == "raw" else convert(raw, tmp_path / f"{form}.h5", form).path
+        whole = {"levels": 1024, "error": 32} if form == "compact" else {}
+        _, arrays, _ = map_datasets(path)
+        assert sum(array.nbytes for array in arrays.values()) - sum(whole.values()) == pytest.approx(11 * each)
+    assert estimate.images == 11
+    assert estimate._replace(rate=100.0).hours(1_281_167, 8) == pytest.approx(1_281_167 / 800 / 3600)
+    assert 1e7 < estimate.memory_bytes < 1e11
+    said = "\n".join(estimate._replace(rate=100.0).lines())
+    for words in ("100.0 images/s in batches of 2", "8 such devices: 0.00 h for 11 images, 0.44 h for 1,281,167 images", "compact: "):
+        assert words in said
+
+
+def test_the_command_dry_runs(folder, tmp_path, capsys):
+    torch.manual_seed(0)
+    save_file(timm.create_model("test_resnet", num_classes=2).state_dict(), tmp_path / "teacher.safetensors")
+    relabel_imagenet.main(
+        relabel_imagenet.Labelling(
+            data=folder, out=tmp_path / "maps.h5", teacher=(str(tmp_path / "teacher.safetensors"),), model=("test_resnet",),
+            input_size=(64,),
+            top_k=2, device="cpu", dry_run=True,
+        )
+    )  # fmt: skip
+    assert "64 such devices" in capsys.readouterr().out
+    assert [path.name for path in tmp_path.iterdir()] == ["teacher.safetensors"]

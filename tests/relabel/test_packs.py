@@ -2,8 +2,6 @@
 
 import io
 import math
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -75,13 +73,15 @@ def test_every_number_stands_where_it_belongs(pack, tmp_path, axes):
     assert (rows.window == np.array([0, 0, 1, 1])).all()
 
 
-def test_the_window_of_a_centre_crop_is_the_centre_square(pack, tmp_path):
+@pytest.mark.parametrize(("footprint", "square"), [("centre-crop", min), ("letterbox", max)])
+def test_the_window_is_the_square_in_or_about_the_image(pack, tmp_path, footprint, square):
     images, labels, _ = pack
-    store, _ = import_pack(images, declared(images, labels, footprint="centre-crop"), tmp_path / "maps.h5", 2)
-    assert store.header.geometry == "centre-crop"
+    store, _ = import_pack(images, declared(images, labels, footprint=footprint), tmp_path / "maps.h5", 2)
+    assert store.header.geometry == footprint
+    store.check_values()
     for path, window in zip(store.paths(), store.rows(np.arange(30)).window, strict=True):
         width, height = SIZES[int(path[-7:-4]) % 3]
-        side = min(width, height)
+        side = square(width, height)
         want = [(height - side) / 2, (width - side) / 2, (height + side) / 2, (width + side) / 2] / np.array(
             [height, width] * 2
         )
@@ -264,7 +264,7 @@ def test_what_is_no_pack_is_refused_in_a_sentence(pack, break_it, said):
         declared(images, labels)
 
 
-def test_a_killed_import_goes_on_with_what_it_has_and_only_under_the_same_declarations(pack, tmp_path, monkeypatch):
+def test_a_killed_import_goes_on_with_what_it_has_and_only_under_the_same_declarations(pack, tmp_path, monkeypatch, command):
     images, labels, _ = pack
     wanted, out = declared(images, labels), tmp_path / "maps.h5"
     code = f"""
@@ -283,7 +283,7 @@ pack = packs.Pack(matching=packs.match(images, Path({str(labels)!r})), side={SID
                   axes="row-column", teacher="t", input_size=64)
 packs.import_pack(images, pack, Path({str(out)!r}), 2)
 """
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 9
+    assert command("-c", code).returncode == 9
     assert not out.exists()
     for other in (dict(axes="column-row"), dict(footprint="centre-crop"), dict(teacher="u")):
         with pytest.raises(UserError, match="was begun with another"):

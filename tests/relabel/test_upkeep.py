@@ -2,9 +2,6 @@
 
 import json
 import os
-import signal
-import subprocess
-import sys
 
 import h5py
 import numpy as np
@@ -103,7 +100,7 @@ def test_what_cannot_be_converted_is_refused(stores, tmp_path, random_maps):
     assert not [path for path in tmp_path.iterdir() if "new" in path.name]
 
 
-def test_a_conversion_that_is_killed_leaves_no_file(tmp_path, random_maps):
+def test_a_conversion_that_is_killed_leaves_no_file(tmp_path, random_maps, command):
     """SIGKILL after each of some chunks; then the whole gives the bytes it always gives."""
     raw = write(tmp_path / "raw.h5", random_maps(40, 4, 3, 20))
     slow = (
@@ -113,12 +110,10 @@ def test_a_conversion_that_is_killed_leaves_no_file(tmp_path, random_maps):
         f"upkeep.convert(upkeep.ScoreMapStore({str(raw.path)!r}), upkeep.Path({str(tmp_path / 'out.h5')!r}), 'compact')"
     )
     for chunks in (1, 5):
-        process = subprocess.Popen([sys.executable, "-c", slow], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-        for _ in range(chunks):
-            assert process.stdout.readline() == b"chunk\n"
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        process.stdout.close()
+        with command.start("-c", slow) as process:
+            for _ in range(chunks):
+                assert process.stdout.readline() == "chunk\n"
+            process.kill()
         assert not (tmp_path / "out.h5").exists()
     out = convert(raw, tmp_path / "out.h5", "compact")
     assert out.path.read_bytes() == convert(raw, tmp_path / "other.h5", "compact").path.read_bytes()

@@ -62,13 +62,17 @@ def test_a_row_of_a_table_changes_what_the_table_is_about(configs):
     assert switches == [{field} for field in fields]
     assert differing("vit", "vit-joint") == differing("vit", "vit-shared") == {"bootstrap"}
     assert differing("vit", "vit-agent") == {"model"}
+    none, *variants = TABLES["DRLoc's Table 6, variants"]
+    assert [differing(none, name) for name in variants] == [{"drloc", "drloc_grid"}] * 5
+    assert [configs[name].drloc for name in variants] == ["l1", "signed", "ce", "reg", "all"]
+    assert differing(*TABLES["DRLoc, beside token labels"]) == {"drloc", "drloc_grid"}
 
 
 def test_rows_are_trained_kept_and_tabulated(command, tmp_path):
     """One seed is trained; the second is that folder again with other results, of which nothing is done anew."""
     rows = ("mlp-ratio-3", "relabel-cutmix")
     words = ("tools/ablations.py", "--out", tmp_path, "--train", 60, "--val", 20, "--epochs", 1, "--rows", *rows, "--seeds")
-    done = command(*words, 1)
+    done = command(*words, 1, descendants=True)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     results = {name: tmp_path / "seed-1" / "runs" / name for name in rows}
     config = json.loads((results["relabel-cutmix"] / "config.json").read_text())

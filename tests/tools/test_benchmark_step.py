@@ -154,6 +154,27 @@ def test_the_floor_is_what_a_hand_counts():
         assert saved[8] == pytest.approx(2 * saved[4], rel=0.02)
 
 
+def test_drlocs_price_stands_beside_the_step_without(tmp_path, capsys):
+    """Its own contestant in the same rounds; its floor is that of the network and of 64 pairs through its head's matrices."""
+    out = tmp_path / "out.json"
+    main(small(size=64, drloc=True, drloc_grid=0, json=out))
+    document = json.loads(out.read_text())
+    assert [row["name"] for row in document["rows"]] == ["ours", "ours+drloc", "timm"]
+    (ratio,) = (ratio for ratio in document["ratios"] if ratio["a"] == "ours+drloc")
+    assert ratio["b"] == "ours"
+    floors = {row["name"]: row for row in document["floor"]["rows"]}
+    matrices = 2 * 96 * 512 + 512 * 512 + 512 * 2
+    more = floors["ours+drloc"]["flops_per_image"] - floors["ours"]["flops_per_image"]
+    assert more == pytest.approx(6 * 64 * matrices)
+    heads = 4 * (matrices + 512 + 512 + 2)
+    # Weights, moments and gradients; and of every pair at least what enters the three products, written and read.
+    kept = floors["ours+drloc"]["bytes_per_step"] - floors["ours"]["bytes_per_step"] - 12 * heads
+    assert kept > 2 * 4 * 4 * 64 * (2 * 96 + 512 + 512)
+    said = capsys.readouterr().out
+    assert f"DRLoc costs {100 * (1 / ratio['median'] - 1):+.1f} % of a step" in said
+    assert "0.98" in said
+
+
 def test_a_copys_rate_counts_what_is_read_and_written(monkeypatch):
     """By a clock of which every look takes a hundredth of a second, so that every copy does."""
     ticks = count()
@@ -186,12 +207,13 @@ def test_too_large_a_batch_is_said(monkeypatch):
         ({"threads": 999}, r"--threads 999: this process may use \d+ cores"),
         ({"loader": "ffcv"}, "--loader ffcv and --data go together"),
         ({"rand_augment": "rand-m9"}, "--rand-augment goes with --loader ffcv"),
-        ({"model": "resnet18", "objective": "token-label"}, "resnet18 has no token head; choose one of lvvit_deit_s, "),
+        ({"model": "resnet18", "objective": "token-label"}, r"resnet18 has no token head; choose one of lvvit_\*, "),
         ({"model": "resnet1"}, "timm knows no model 'resnet1'"),
         ({"objective": "token-label", "classes": 2**16 + 1}, "at most 65,536 classes"),
         ({"size": 33}, "cannot be built"),
         ({"bootstrap": "joint"}, "3 heads have no CONV"),
         ({"bootstrap": "joint", "objective": "token-label"}, "--bootstrap goes with --objective ce and constant batches"),
+        ({"drloc": True}, "--drloc l1 cannot be computed of lvvit_micro: its grid of 4 x 4 is smaller than a pool to 7 x 7"),
     ],
 )
 def test_bad_requests_are_refused_in_a_sentence(options, said):

@@ -3,10 +3,7 @@
 import importlib.util
 import json
 import os
-import resource
 import shutil
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -237,19 +234,15 @@ def test_what_cannot_be_exported_leaves_nothing(runs, tmp_path):
         assert set(os.listdir(tmp_path)) == there
 
 
-def test_the_command_says_what_it_wrote_or_one_sentence(runs, tmp_path):
-    def command(limit=None):
-        words = ["tools/export.py", runs / "lvvit_micro", "--out", tmp_path / "out", "--size", "48"]
-        restrict = (lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))) if limit else None
-        return subprocess.run([sys.executable, *map(str, words)], cwd=ROOT, capture_output=True, text=True, preexec_fn=restrict)
-
-    full = command(limit=200_000)  # stands for a full disk
+def test_the_command_says_what_it_wrote_or_one_sentence(runs, tmp_path, command):
+    words = "tools/export.py", runs / "lvvit_micro", "--out", tmp_path / "out", "--size", 48
+    full = command(*words, limit=200_000)  # stands for a full disk
     assert full.returncode == 2
     assert [line for line in full.stderr.splitlines() if line.startswith("error: ")] == [
         f"error: {tmp_path / 'out' / 'model.safetensors'}: the file grew past the limit of this file system or shell (ulimit -f)"
     ]
     assert not (tmp_path / "out").exists()
-    done = command()
+    done = command(*words)
     assert done.returncode == 0, done.stderr
     assert "lvvit_micro, ema weights, 5 classes, 48 px" in done.stdout
     assert f"{(tmp_path / 'out' / 'model.safetensors').stat().st_size:,} bytes" in done.stdout

@@ -2,10 +2,7 @@
 
 import os
 import re
-import resource
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,14 +10,10 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-def run(*words, cwd, limit=None):
-    """`python WORDS`; `limit` bytes is the most that a file may grow to, which stands for a full disk."""
-
-    def restrict():
-        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-
-    words = [sys.executable, ROOT / words[0], *map(str, words[1:])]
-    return subprocess.run(words, cwd=cwd, capture_output=True, text=True, preexec_fn=restrict if limit else None)
+@pytest.fixture(scope="module")
+def run(command):
+    """A command of the checkout in another folder; `limit` bytes is the most that a file may grow to: a full disk."""
+    return lambda program, *words, **how: command(ROOT / program, *words, **how)
 
 
 def refused(done, *said):
@@ -34,7 +27,7 @@ def refused(done, *said):
 
 
 @pytest.fixture(scope="module")
-def teacher(folder, tmp_path_factory):
+def teacher(folder, tmp_path_factory, run):
     """A run folder of one epoch."""
     out = tmp_path_factory.mktemp("runs") / "teacher"
     done = run(
@@ -45,7 +38,7 @@ def teacher(folder, tmp_path_factory):
     return out
 
 
-def test_a_full_disk_ends_every_command_in_one_sentence(folder, teacher, tmp_path):
+def test_a_full_disk_ends_every_command_in_one_sentence(folder, teacher, tmp_path, run):
     scenes = run("tools/make_digit_scenes.py", "--out", "scenes", "--train", 10, "--val", 10, cwd=tmp_path, limit=500)
     refused(scenes, "scenes: ")
     pack = run("tools/pack_dataset.py", "--data", folder, "--out", "x.beton", cwd=tmp_path, limit=2**23 + 5_000)
@@ -73,7 +66,7 @@ def test_a_full_disk_ends_every_command_in_one_sentence(folder, teacher, tmp_pat
     assert not list((tmp_path / "run").glob("*.part"))
 
 
-def test_what_cannot_be_written_is_said(folder, tmp_path):
+def test_what_cannot_be_written_is_said(folder, tmp_path, run):
     (tmp_path / "file").write_text("")
     done = run("tools/pack_dataset.py", "--data", folder, "--out", "file/x.beton", cwd=tmp_path)
     refused(done, "file: a file stands where a folder is needed")
@@ -93,7 +86,7 @@ def test_what_cannot_be_written_is_said(folder, tmp_path):
         (["list.pt"], ["list.pt holds a list"]),
     ],
 )
-def test_teachers_that_are_none(folder, tmp_path, teacher_words, said):
+def test_teachers_that_are_none(folder, tmp_path, teacher_words, said, run):
     (tmp_path / "text.pt").write_text("hello")
     import torch
 
@@ -104,7 +97,7 @@ def test_teachers_that_are_none(folder, tmp_path, teacher_words, said):
     assert not (tmp_path / "maps.h5").exists()
 
 
-def test_an_image_that_cannot_be_read_stops_the_labelling_by_name(folder, teacher, tmp_path):
+def test_an_image_that_cannot_be_read_stops_the_labelling_by_name(folder, teacher, tmp_path, run):
     root = shutil.copytree(folder, tmp_path / "broken")
     victim = sorted((root / "train").glob("*/*.jpg"))[5]
     victim.write_bytes(victim.read_bytes()[:150])
@@ -116,14 +109,14 @@ def test_an_image_that_cannot_be_read_stops_the_labelling_by_name(folder, teache
     assert not (tmp_path / "maps.h5").exists()
 
 
-def test_empty_and_missing_folders(tmp_path):
+def test_empty_and_missing_folders(tmp_path, run):
     (tmp_path / "empty").mkdir()
     refused(run("tools/pack_dataset.py", "--data", "empty", "--out", "x.beton", cwd=tmp_path), "empty", "no images")
     refused(run("tools/pack_dataset.py", "--data", "nowhere", "--out", "x.beton", cwd=tmp_path), "nowhere is not a folder")
     refused(run("tools/show.py", "nowhere", cwd=tmp_path), "nowhere is no run")
 
 
-def test_cut_files_stop_a_training_before_it_begins(folder, maps, tmp_path):
+def test_cut_files_stop_a_training_before_it_begins(folder, maps, tmp_path, run):
     done = run("tools/pack_dataset.py", "--data", folder, "--maps", maps, "--out", "x.beton", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     os.truncate(tmp_path / "x.beton", 9_000_000)
@@ -142,7 +135,7 @@ def test_cut_files_stop_a_training_before_it_begins(folder, maps, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_teacher_of_other_classes_is_refused(folder, teacher, tmp_path):
+def test_a_teacher_of_other_classes_is_refused(folder, teacher, tmp_path, run):
     root = shutil.copytree(folder, tmp_path / "others")
     (root / "train" / "dog").rename(root / "train" / "wolf")
     done = run(

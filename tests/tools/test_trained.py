@@ -3,9 +3,9 @@
 import pytest
 import timm
 import torch
-from densefeed.models import checkpoints  # noqa: F401  (registers our models)
+from densefeed.models import checkpoints
 from densefeed.relabel.files import UserError
-from densefeed.tools.trained import open_trained
+from densefeed.tools.trained import at_size, open_trained
 from safetensors.torch import save_file
 from timm.data import ImageNetInfo
 from torch.nn import functional as F
@@ -122,3 +122,19 @@ def test_what_cannot_be_opened_is_said_in_one_sentence(run, tmp_path):
         with pytest.raises(UserError, match=said) as error:
             open_trained(*words)
         assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [("dhvt_tiny_cifar_patch4", dict(depth=1, embed_dim=16)), ("t2t_vit_14", dict(depth=1, embed_dim=12, token_dim=8, img_size=64))],
+)
+def test_small_data_models_take_another_size_as_their_forward_pass_does(tmp_path, name, fields):
+    """T2T-ViT's positions are resampled once; DHVT has none, and is the same model."""
+    torch.manual_seed(0)
+    model = timm.create_model(name, num_classes=3, **fields).eval()
+    at_96, kwargs = at_size(model, checkpoints.Recipe(name, dict(num_classes=3, **fields)), 96, tmp_path)
+    assert (at_96 is model) == (name != "t2t_vit_14")
+    assert kwargs.get("img_size") == (96 if name == "t2t_vit_14" else None)
+    image = torch.randn(2, 3, 96, 96)
+    with torch.no_grad():
+        torch.testing.assert_close(at_96(image), model(image), rtol=1e-4, atol=1e-5)

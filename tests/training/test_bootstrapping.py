@@ -159,7 +159,7 @@ def test_the_loss_of_a_step_is_the_papers(config):
     both, batch, _, _ = first_step(run)
     share = feature_share(run, 1)
     assert share.item() == 0.75
-    ours = objective.step_loss(run, both.eval(), batch, None, TargetRules(), 2, None, None, share)
+    ours = objective.step_loss(run, both.eval(), batch, None, TargetRules(), 2, None, None, share=share)
     with torch.no_grad():
         said = both(batch.image)
     own = sum(F.cross_entropy(logits.double(), batch.label) for logits in (said.vit, said.agent))
@@ -179,7 +179,7 @@ def test_both_networks_learn_from_the_score_maps(config):
     run = config(**DENSE, distill_weight=0.0, feature_weight=0.0, drop_path=0.0)
     both, batch, spec, _ = first_step(run)
     rules = TargetRules(smoothing=0.1)
-    ours = objective.step_loss(run, both.train(), batch, spec, rules, 4, None, None, feature_share(run, 0))
+    ours = objective.step_loss(run, both.train(), batch, spec, rules, 4, None, None, share=feature_share(run, 0))
     with torch.no_grad():
         said, want = both(batch.image), 0.0
     for output, grid in ((said.vit, 4), (said.agent, 1)):
@@ -208,7 +208,7 @@ def test_one_compiled_step_serves_every_box_and_epoch(config, fields):
         mix, found = mixing.draw(epoch, 0, 32, 4) if mixing else None, []
         for function in (objective.step_loss, step):
             both.zero_grad()
-            loss = function(run, both, batch, spec, rules, 4, mix, None, feature_share(run, epoch))
+            loss = function(run, both, batch, spec, rules, 4, mix, None, share=feature_share(run, epoch))
             loss.backward()
             if both.shared:
                 both.combine_gradients("global", lambda gradients: None)
@@ -238,7 +238,7 @@ def test_an_update_waits_for_nothing(config, no_host_read, fields):
     share = feature_share(run, 1)
 
     def loss():
-        return objective.step_loss(run, student.network, batch, spec, TargetRules(), 4, None, None, share)
+        return objective.step_loss(run, student.network, batch, spec, TargetRules(), 4, None, None, share=share)
 
     with no_host_read():
         mean, norm = update(student, ALONE, 0, [loss, loss])
@@ -258,7 +258,7 @@ def test_float16s_scale_changes_no_aligned_gradient(config):
         student = student._replace(scaler=torch.amp.GradScaler("cpu", init_scale=scale))
 
         def loss(student=student, batch=batch, spec=spec):
-            return objective.step_loss(run, student.network, batch, spec, TargetRules(), 4, None, None, feature_share(run, 0))
+            return objective.step_loss(run, student.network, batch, spec, TargetRules(), 4, None, None, share=feature_share(run, 0))
 
         update(student, ALONE, 0, [loss])
         weights.append([parameter.detach() for parameter in both.parameters()])

@@ -9,12 +9,13 @@ from densefeed.training.compiling import SharedDropPath, compiled
 from timm.layers import DropPath
 
 
-def test_blocks_with_rates_of_their_own_share_a_compilation(monkeypatch):
+@pytest.mark.parametrize("name", ["lvvit_micro", "dhvt_tiny_cifar_patch4"])
+def test_blocks_with_rates_of_their_own_share_a_compilation(monkeypatch, name):
     """Twelve of them, where the compiler's limit is eight; in training and in evaluation."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    model = timm.create_model("lvvit_micro", depth=12, drop_path_rate=0.3, img_size=32, num_classes=3).train()
+    model = timm.create_model(name, depth=12, embed_dim=24, drop_path_rate=0.3, img_size=32, num_classes=3).train()
     names = list(model.state_dict())
     compiled("blocks", model)
     assert list(model.state_dict()) == names

@@ -2,14 +2,12 @@
 
 import hashlib
 import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import densefeed.train as training
 import pytest
+import timm
 import torch
 from densefeed.models import checkpoints
 from densefeed.relabel.files import UserError
@@ -23,20 +21,30 @@ ROOT = HERE.parents[1]
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def run(spied: Path, config, steps: int | None = None) -> None:
+@pytest.fixture
+def begun(command):
+    """What `torchrun --nproc-per-node 2 WORDS` says, a thread a rank; README's torchrun has interpreters of its own."""
+
+    def begun(*words: object) -> str:
+        torchrun = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2
+        environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        done = command(*torchrun, *words, environment=environment, descendants=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    return begun
+
+
+@pytest.fixture
+def run(begun):
     """Train on two ranks."""
-    file = spied.with_suffix(".json")
-    file.write_text(json.dumps(plain(config)))
-    begun(HERE / "spied_run.py", spied, file, *([] if steps is None else [str(steps)]))
 
+    def run(spied: Path, config, steps: int | None = None) -> None:
+        file = spied.with_suffix(".json")
+        file.write_text(json.dumps(plain(config)))
+        begun(HERE / "spied_run.py", spied, file, *([] if steps is None else [steps]))
 
-def begun(*words: object) -> str:
-    """What `torchrun --nproc-per-node 2 WORDS` says, a thread a rank."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *words]
-    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return run
 
 
 @pytest.fixture
@@ -84,11 +92,14 @@ LAWS = {
     # Nothing in these networks joins samples but mixing, whose partners lie in one part whatever the ranks.
     "mixtoken": dict(model="lvvit_groupnorm", drop_path=0.0, mixtoken=True, outside="uniform"),
     "cutmix": dict(model="test_vit", objective="ce", drop_path=0.0, mixtoken=False, cutmix=1.0),
+    # The heads are inside what averages gradients, and a sample's pairs are its own.
+    "drloc": dict(model="lvvit_groupnorm", drop_path=0.0, mixtoken=True, outside="uniform", drloc="l1", drloc_grid=2),
+    "drloc, parts": dict(model="test_vit", objective="ce", microbatch=2, mixtoken=False, drloc="all", drloc_grid=0),
 }
 
 
 @pytest.mark.parametrize("law", LAWS)
-def test_two_ranks_are_one(micro, tmp_path, alone, law):
+def test_two_ranks_are_one(micro, tmp_path, alone, run, law):
     """Also the padded last batch of an epoch (3 images of 8), and an evaluation of 5 images, which 2 does not divide."""
     fields = dict(batch=8, log_every=1, rand_augment="rand-m9-mstd0.5-inc1", erase_probability=0.5) | LAWS[law]
     alone(tmp_path / "rows-1", micro(tmp_path / "1", threads=2, **fields))
@@ -101,7 +112,7 @@ def test_two_ranks_are_one(micro, tmp_path, alone, law):
     assert all(5 * top1 == pytest.approx(round(5 * top1)) for _, top1 in told(tmp_path / "2", "val", "top1"))
 
 
-def test_a_run_moves_between_numbers_of_ranks(micro, tmp_path, alone):
+def test_a_run_moves_between_numbers_of_ranks(micro, tmp_path, alone, run):
     """One rank, two, one: samples of an uninterrupted run of one; log lines are of four steps, on one rank and on two."""
     fields = dict(batch=8, microbatch=2, views=4, log_every=4)
     alone(tmp_path / "whole-rows", micro(tmp_path / "whole", **fields))
@@ -129,7 +140,7 @@ def test_a_batch_that_ranks_cannot_share_is_refused(micro, tmp_path):
         assert training.resolved(micro(tmp_path, batch=8), two, {"microbatch": before}).microbatch == after
 
 
-def test_buffers_are_averaged_and_sums_are_over_ranks(tmp_path):
+def test_buffers_are_averaged_and_sums_are_over_ranks(tmp_path, begun):
     """Two processes, by hand: means of floating buffers, counters left alone; flags are acted on a call later, by both."""
     program = """
 import sys, torch
@@ -174,3 +185,17 @@ def test_one_device_for_several_ranks_is_refused(monkeypatch):
         started("cuda"),
     ):
         pass
+
+
+def test_batchnorm_is_joined_over_several_cuda_ranks_alone():
+    """Same weights under the same names; a rank alone keeps its model, and a CPU has no such layer."""
+    model = timm.create_model("dhvt_tiny_cifar_patch4", depth=1, embed_dim=16)
+    names, several = list(model.state_dict()), Ranks(0, 2, torch.device("cuda"))
+    assert Ranks(0, 1, torch.device("cuda")).synchronised(model) is model
+    with pytest.raises(UserError, match="--sync-batchnorm needs CUDA"):
+        Ranks(0, 2, torch.device("cpu")).synchronised(model)
+    assert sum(isinstance(module, torch.nn.BatchNorm2d) for module in model.modules()) == 5
+    joined = several.synchronised(model)
+    assert sum(isinstance(module, torch.nn.SyncBatchNorm) for module in joined.modules()) == 5
+    assert not any(isinstance(module, torch.nn.BatchNorm2d) for module in joined.modules())
+    assert list(joined.state_dict()) == names

@@ -75,6 +75,7 @@ def test_interpreted_kernels_read_logits_where_they_lie():
 
 
 def test_in_the_interpreter():
+    """In an interpreter of its own: Triton reads the variable where it is imported."""
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-k", "interpreted", "-p", "no:cacheprovider", __file__],
         capture_output=True, text=True, env=os.environ | {"TRITON_INTERPRET": "1"},
@@ -85,7 +86,7 @@ def test_in_the_interpreter():
 
 
 def test_a_cpu_needs_no_triton():
-    """Builds of PyTorch for CPUs come without it; `None` makes importing it an ImportError."""
+    """Builds of PyTorch for CPUs come without it; `None` makes importing it an ImportError, and nothing may have done so before."""
     code = """if True:
         import sys, torch
         sys.modules["triton"] = None

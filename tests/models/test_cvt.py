@@ -1,0 +1,200 @@
+"""Both CvT-13 against their counts, their formulas written out in float64, and timm's rules for models."""
+
+import copy
+
+import pytest
+import timm
+import torch
+from densefeed.models import checkpoints
+from densefeed.models.cvt import CvT
+from densefeed.tools.model_costs import costs_by_name
+from timm.models import group_parameters
+from torch.nn import functional as F
+
+from . import plain_layers as plain
+
+MICRO = dict(dims=(8, 16, 32), depths=(1, 2, 2), num_heads=(1, 2, 4), num_classes=5)
+BOTH = pytest.mark.parametrize("drloc", [False, True], ids=["authors", "drloc"])
+
+
+def small(drloc: bool, **fields) -> CvT:
+    torch.manual_seed(0)
+    return timm.create_model("cvt_13_drloc" if drloc else "cvt_13", **MICRO | fields)
+
+
+def count(module) -> int:
+    return sum(p.numel() for p in module.parameters())
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "multiply_adds"), [("cvt_13", 19_997_480, 4.59), ("cvt_13_drloc", 19_936_296, 4.55)]
+)
+def test_parameters_to_the_unit_and_multiply_adds(name, params, multiply_adds):
+    """Counted by hand; G as the reference measured them (2.7), to the rounding of two digits and of norms."""
+    with torch.device("meta"):
+        model = timm.create_model(name)
+    drloc, channels, by_hand = name == "cvt_13_drloc", 3, 0
+    for dim, depth, kernel in ((64, 1, 7), (192, 2, 3), (384, 10, 3)):
+        near = 9 * dim + 2 * dim  # a depth-wise convolution and its BatchNorm
+        attention = 4 * dim**2 + dim + (2 * near if drloc else 3 * near + 3 * dim)
+        block = 2 * 2 * dim + attention + 4 * dim**2 + 4 * dim + 4 * dim**2 + dim
+        by_hand += channels * dim * kernel**2 + dim + 2 * dim + depth * block
+        channels = dim
+    by_hand += 1000 * 384 + 1000 + (0 if drloc else 384 + 2 * 384)  # class token and final norm
+    assert count(model) == by_hand == params
+    costs, _ = costs_by_name(name)
+    assert costs.whole == pytest.approx(multiply_adds, abs=0.012)
+
+
+def written_out(model: CvT, image: torch.Tensor, drloc: bool) -> torch.Tensor:
+    """Logits, layer by layer, from the model's weights alone (CvT, sections 3.2 and 3.3; reference 2.7)."""
+    w, x = {name: tensor.double() for name, tensor in model.state_dict().items()}, image.double()
+
+    def norm(name: str, x: torch.Tensor) -> torch.Tensor:
+        if not drloc:
+            return plain.layer_norm(w, name, x, 1e-5)
+        deviation = (x - x.mean(-1, keepdim=True)).square().mean(-1, keepdim=True).sqrt()
+        return (x - x.mean(-1, keepdim=True)) / (deviation + 1e-5) * w[f"{name}.weight"] + w[f"{name}.bias"]
+
+    for number, (dim, depth, heads) in enumerate(zip(MICRO["dims"], MICRO["depths"], MICRO["num_heads"], strict=True)):
+        stage = f"stages.{number}"
+        stride, padding = (4, 3 if drloc else 2) if number == 0 else (2, 1)
+        x = plain.conv(w, f"{stage}.patch_embed.proj", x, stride, padding)
+        grid = tuple(x.shape[2:])
+        x = norm(f"{stage}.patch_embed.norm", plain.to_tokens(x))
+        extra = int(number == 2 and not drloc)
+        if extra:
+            x = torch.cat([w[f"{stage}.cls_token"].expand(len(x), -1, -1), x], 1)
+        for place in range(depth):
+            name = f"{stage}.blocks.{place}"
+            z = norm(f"{name}.norm1", x)
+
+            def made(letter: str, stride: int, name=name, z=z, grid=grid, extra=extra) -> torch.Tensor:
+                y = plain.conv(w, f"{name}.attn.conv_proj_{letter}.conv", plain.to_map(z[:, extra:], grid), stride, 1)
+                y = plain.to_tokens(plain.batch_norm(w, f"{name}.attn.conv_proj_{letter}.bn", y, model.training))
+                return plain.dense(w, f"{name}.attn.proj_{letter}", torch.cat([z[:, :extra], y], 1))
+
+            q = made("q", 1)
+            k, v = made("kv", 2).split(dim, -1) if drloc else (made("k", 2), made("v", 2))
+            scale = (dim // heads) ** -0.5 if drloc else dim**-0.5
+            x = x + plain.dense(w, f"{name}.attn.proj", plain.attention(q, k, v, heads, scale))
+            z = plain.dense(w, f"{name}.mlp.fc1", norm(f"{name}.norm2", x))
+            z = plain.erf_gelu(z) if drloc else z / (1 + torch.exp(-1.702 * z))
+            x = x + plain.dense(w, f"{name}.mlp.fc2", z)
+        x = x if number == 2 else plain.to_map(x, grid)
+    pooled = x.mean(1) if drloc else norm("norm", x)[:, 0]
+    return plain.dense(w, "head", pooled)
+
+
+@BOTH
+@pytest.mark.parametrize("size", [(64, 64), (72, 100)])
+def test_it_computes_its_formula(drloc, size):
+    """With running statistics and the batch's; the second size has grids of odd sides, of which every second place is a key."""
+    model = plain.randomised(small(drloc))
+    image = torch.randn(3, 3, *size, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    with torch.no_grad():
+        for training in (False, True):
+            want = written_out(model.train(training), image, drloc)
+            torch.testing.assert_close(model(image), want, rtol=1e-9, atol=1e-9)
+
+
+@BOTH
+def test_it_trains_a_step_and_drop_path_is_the_last_stages(drloc):
+    model = small(drloc, drop_path_rate=0.1)
+    rates = [[getattr(block.drop_path, "drop_prob", 0.0) for block in stage.blocks] for stage in model.stages]
+    assert rates == [[0.0], [0.0, 0.0], [0.0, 0.1]]
+    image, label = torch.randn(6, 3, 64, 64), torch.tensor([0, 1, 2, 3, 4, 0])
+    torch.manual_seed(1)
+    before = F.cross_entropy(model(image), label)
+    before.backward()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            assert parameter.grad.isfinite().all(), name
+            # Where the class token answers, what the last block's patches ask for reaches nobody; the class token's own query
+            # goes past the convolution.
+            unheard = not drloc and name.startswith("stages.2.blocks.1.attn.conv_proj_q")
+            assert parameter.grad.any() != unheard, name
+            parameter -= 0.01 * parameter.grad
+    torch.manual_seed(1)
+    assert F.cross_entropy(model(image), label) < before
+
+
+@BOTH
+def test_it_compiles_without_a_graph_break(drloc):
+    model, image = small(drloc), torch.randn(2, 3, 64, 64)
+    torch._dynamo.reset()
+    torch.testing.assert_close(torch.compile(copy.deepcopy(model), backend="eager", fullgraph=True)(image), model(image))
+
+
+@BOTH
+def test_timms_rules_for_models_hold(drloc):
+    model, image = small(drloc).eval(), torch.randn(2, 3, 96, 64)
+    with torch.no_grad():
+        features = model.forward_features(image)
+        assert features.shape == ((2, 32, 6, 4) if drloc else (2, 1 + 24, 32))
+        assert model.num_prefix_tokens == (not drloc)
+        torch.testing.assert_close(model.forward_head(features), model(image))
+        pooled = model.forward_head(features, pre_logits=True)
+        assert pooled.shape == (2, model.num_features) == (2, model.head_hidden_size)
+        final, maps = model.forward_intermediates(image, norm=True)
+        assert torch.equal(final, features)
+        assert [tuple(m.shape) for m in maps] == [(2, 8, 24, 16), (2, 16, 12, 8), (2, 32, 6, 4)]
+        torch.testing.assert_close(maps[-1], features if drloc else features[:, 1:].mT.unflatten(2, (6, 4)))
+        (early,) = model.forward_intermediates(image, indices=[1], stop_early=True, intermediates_only=True)
+        assert torch.equal(early, maps[1])
+        with pytest.raises(ValueError, match="output_fmt 'NLC'"):
+            model.forward_intermediates(image, output_fmt="NLC")
+        only = timm.create_model("cvt_13_drloc" if drloc else "cvt_13", **MICRO, features_only=True).eval()
+        assert [tuple(m.shape) for m in only(image)] == [tuple(m.shape) for m in maps]
+        assert only.feature_info.channels() == [8, 16, 32]
+        assert only.feature_info.reduction() == [4, 8, 16]
+        cfg = timm.get_pretrained_cfg("cvt_13")
+        assert {f"{cfg.first_conv}.weight", f"{cfg.classifier}.weight"} <= model.state_dict().keys()
+        assert model.get_classifier() is model.head
+        model.reset_classifier(0)
+        assert torch.equal(model(image), pooled)
+        model.reset_classifier(3, "avg")
+        tokens = features.flatten(2).mT if drloc else features[:, 1:]
+        torch.testing.assert_close(model(image), model.head(tokens.mean(1)))
+    with pytest.raises(ValueError, match="global_pool 'max'"):
+        model.reset_classifier(3, "max")
+    if drloc:
+        with pytest.raises(ValueError, match="global_pool 'token'"):
+            model.reset_classifier(3, "token")
+
+
+@BOTH
+def test_gradient_checkpointing_changes_no_gradient(drloc):
+    plainly = small(drloc, drop_path_rate=0.5)
+    saving = copy.deepcopy(plainly)
+    saving.set_grad_checkpointing()
+    image, calls = torch.randn(6, 3, 64, 64), []
+    for model in (plainly, saving):
+        seen = []
+        model.stages[1].blocks[0].register_forward_pre_hook(lambda *_, seen=seen: seen.append(1))
+        torch.manual_seed(1)
+        (model(image) * torch.linspace(-1, 1, 5)).sum().backward()
+        calls.append(len(seen))
+    assert calls == [1, 2]
+    for (name, one), other in zip(plainly.named_parameters(), saving.parameters(), strict=True):
+        torch.testing.assert_close(other.grad, one.grad, rtol=0, atol=0, msg=name)
+
+
+def test_layers_are_grouped_by_depth_and_the_class_token_is_spared():
+    model = small(False)
+    assert model.no_weight_decay() == {"stages.2.cls_token"} <= {name for name, _ in model.named_parameters()}
+    for coarse, groups in ((True, 3), (False, 5)):  # stages; blocks, each stage's first with its embedding, as timm's Swin
+        found = group_parameters(model, model.group_matcher(coarse), reverse=True)
+        assert found.keys() == {name for name, _ in model.named_parameters()}
+        assert set(found.values()) == set(range(groups + 2))  # the stem before, the head after
+        assert found["stages.0.patch_embed.proj.weight"] == 0
+        assert found["head.weight"] == max(found.values())
+
+
+def test_its_authors_names_are_taken(tmp_path):
+    model = small(False)
+    theirs = {name.replace("stages.", "stage", 1): tensor + 1 for name, tensor in model.state_dict().items()}
+    assert "stage2.blocks.0.attn.conv_proj_q.conv.weight" in theirs
+    torch.save(theirs, tmp_path / "theirs.pth")
+    checkpoints.initialise(model, tmp_path / "theirs.pth")
+    assert torch.equal(model.stages[2].cls_token, theirs["stage2.cls_token"])

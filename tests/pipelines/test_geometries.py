@@ -1,0 +1,102 @@
+"""From pixels to targets through every geometry: what a teacher is shown of a planted picture comes back at the right tokens."""
+
+import numpy as np
+import pytest
+import torch
+from densefeed.pipelines.batch import Batch, LabelSpec
+from densefeed.pipelines.plan import EpochPlan
+from densefeed.pipelines.targets import TargetRules, check_batch, sparse_targets
+from densefeed.relabel.geometry import crop_views, shown_boxes
+from densefeed.relabel.labelling import keep_top
+from densefeed.relabel.store import palette_sizes
+from densefeed.relabel.teacher import Teacher
+from PIL import Image
+from torch import nn
+from torch.nn import functional as F
+
+CELL, SIZE, BLOCKS = 4, 192, (2, 3)
+LEVELS = {"mean": (0.5, 0.5, 0.5), "std": (0.5, 0.5, 0.5), "interpolation": "bilinear"}
+CORNERS = torch.tensor([[r, g, b] for r in (-1.0, 1) for g in (-1.0, 1) for b in (-1.0, 1)])
+COLOURS = torch.cat([CORNERS, torch.zeros(1, 3)])  # eight classes, and grey: the padding
+PADDING, CLASSES = 8, 9
+
+
+class Colours(nn.Module):
+    """Says which of COLOURS a cell of CELL x CELL pixels is nearest to, surely."""
+
+    def forward_token_logits(self, image_NCHW):
+        cells = F.avg_pool2d(image_NCHW, CELL)
+        far = (cells[:, None] - COLOURS[None, :, :, None, None]).square().sum(2)
+        return -30 * far
+
+
+def planted(height, width, seed):
+    """A picture of BLOCKS, and their classes."""
+    classes = np.random.default_rng(seed).integers(0, 8, BLOCKS)
+    rows = np.arange(height) * BLOCKS[0] // height
+    columns = np.arange(width) * BLOCKS[1] // width
+    pixels = ((CORNERS.numpy()[classes[rows[:, None], columns]] + 1) * 127.5).astype(np.uint8)
+    return Image.fromarray(pixels), classes
+
+
+@pytest.mark.parametrize(
+    ("height", "width", "seed", "views", "flip"),
+    [(120, 300, 0, 1, False), (300, 130, 1, 2, True), (173, 211, 2, 4, False), (88, 88, 3, 2, True)],
+)
+@pytest.mark.parametrize("geometry", ["squash", "centre-crop", "letterbox", "tile"])
+@pytest.mark.parametrize("sheared", [False, True])
+def test_every_token_has_the_label_of_what_it_shows(sheared, geometry, height, width, seed, views, flip):
+    image, classes = planted(height, width, seed)
+    teacher = Teacher(Colours(), SIZE, geometry, LEVELS, views=views, tiles=2 if geometry == "tile" else 1)
+    pictures, window = teacher.prepare(image)
+    maps = keep_top(teacher(torch.from_numpy(pictures)[None]), 3, np.array([window], np.float32))
+    assert maps.logit.shape[1] == (84 if geometry == "tile" else 48)
+    plan = EpochPlan(num_samples=8, batch=1, seed=seed, mode="train")
+    boxes, _ = plan.crops(0, np.arange(8), np.full(8, height), np.full(8, width))
+    view = crop_views(boxes, np.full(8, flip), np.full(8, height), np.full(8, width))
+    shown = shown_boxes(view)
+    if sheared:
+        turn = np.array([[0.9, -0.3, 0.2], [0.25, 0.95, -0.1], [0, 0, 1]])
+        view = (view.astype(np.float64) @ turn).astype(np.float32)
+    logit, cls, lse, windows = (torch.from_numpy(np.repeat(part.astype(kind), 8, 0)) for part, kind in zip(
+        maps, (np.float16, np.uint16, np.float16, np.float32), strict=True
+    ))  # fmt: skip
+    batch = Batch(
+        torch.zeros(8, 1, 1, 3, dtype=torch.uint8), torch.zeros(8, dtype=torch.long), torch.from_numpy(view), torch.from_numpy(shown),
+        torch.arange(8), torch.zeros(8, dtype=torch.long), torch.ones(8), logit, cls, lse, windows,
+    )  # fmt: skip
+    side = maps.logit.shape[1]
+    reach = min(window[2] - window[0], window[3] - window[1])
+    spec = LabelSpec(side, 3, CLASSES, "tail", int(palette_sizes(maps.cls).max()), reach)
+    check_batch(batch, spec, "these maps")
+    grid = 7
+    targets = sparse_targets(batch, spec, grid, TargetRules(sheared=sheared))
+    dense = targets.base[..., None].expand(-1, -1, CLASSES).clone()
+    dense = dense.scatter_add_(2, targets.palette[:, None].expand(-1, grid * grid, -1), targets.extra).view(
+        8, grid, grid, CLASSES
+    )
+    weight = targets.weight.view(8, grid, grid)
+
+    cell = np.array([window[3] - window[1], window[2] - window[0]]) / side  # x, y
+    checked = 0
+    for n, row, column in np.ndindex(8, grid, grid):
+        u, v = (np.arange(9)[None] / 8 + [[column], [row]]) / grid
+        ones = np.ones(81)
+        points = view[n] @ np.stack([*(part.ravel() for part in np.meshgrid(u, v)), ones])  # x, y, of what the token shows
+        low, high = points.min(1), points.max(1)
+        begin, end = np.maximum(shown[n], window)[[1, 0]], np.minimum(shown[n], window)[[3, 2]]  # of crop and Window
+        if (low >= begin - 1e-6).all() and (high <= end + 1e-6).all():
+            assert weight[n, row, column] == 1
+        elif (low > end + 1e-6).any() or (high < begin - 1e-6).any():
+            assert weight[n, row, column] == 0
+        # One cell for the bilinear samples, half a cell of the average, and a pixel of Pillow's. At the image's edge the
+        # cells that see half padding are told by the walk in test_targets.py.
+        low, high = low - 1.6 * cell - 1 / np.array([width, height]), high + 1.6 * cell + 1 / np.array([width, height])
+        if geometry == "letterbox" and ((low < 0).any() or (high > 1).any()):
+            continue
+        first, last = (np.floor(np.clip(ends, 0, 1 - 1e-9) * BLOCKS[::-1]).astype(int) for ends in (low, high))
+        seen = np.unique(classes[first[1] : last[1] + 1, first[0] : last[0] + 1])
+        if len(seen) == 1 and weight[n, row, column] > 0:
+            assert dense[n, row, column, seen[0]] > 0.95, (n, row, column, window)
+            checked += 1
+    assert checked > 20

@@ -1,0 +1,88 @@
+"""Class maps: files read, probabilities merged against float64, faults named."""
+
+import json
+
+import pytest
+import torch
+from densefeed.relabel.class_map import ClassMap, merge_classes, read_class_map
+from densefeed.relabel.files import UserError
+
+TEACHER = ["tabby", "poodle", "siamese", "truck"]
+DATA = ["cat", "dog"]
+WANT = ClassMap(torch.tensor([0, 1, 2]), torch.tensor([0, 1, 0]), 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("map.json", '{"tabby": "cat", "siamese": "cat", "1": "dog", "truck": null}'),
+        ("map.json", '{"2": "cat", "0": "cat", "poodle": "dog"}'),
+        ("map.csv", "teacher,data\ntabby,cat\nsiamese, cat\n\n1,dog\ntruck,\n"),
+        ("map.csv", '"tabby",cat\r\n2,cat\r\npoodle,dog\r\n'),
+    ],
+)
+def test_both_forms_say_the_same(tmp_path, name, text):
+    (tmp_path / name).write_text(text)
+    found = read_class_map(tmp_path / name, TEACHER, 4, DATA)
+    assert found.classes == 2
+    assert found.source.tolist() == WANT.source.tolist()
+    assert found.target.tolist() == WANT.target.tolist()
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('{"tabby": "cat"}', r"no class of the teacher becomes 'dog'; name one"),
+        ("{}", r"no class of the teacher becomes 'cat' and 1 more"),
+        ('{"wolf": "dog"}', r"the teacher has no class 'wolf'; it takes names as tabby and numbers from 0 to 3"),
+        ('{"tabby": "cat", "4": "dog"}', r"the teacher has no class '4'"),
+        ('{"tabby": "cat", "poodle": "wolf"}', r"the data has no class 'wolf', its first is 'cat'"),
+        ('{"tabby": "cat", "0": "dog"}', r"names the teacher's class '0' twice"),
+        ('{"tabby": "cat", "tabby": null}', r"names the teacher's class 'tabby' twice"),
+        ('{"tabby": 0}', r"must be an object like"),
+        ('["tabby"]', r"must be an object like"),
+        ('{"tabby": ', r"is not JSON"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_with_a_map_is_said(tmp_path, text, words):
+    (tmp_path / "map.json").write_text(text)
+    with pytest.raises(UserError, match=rf"map.json.* ?{words}"):
+        read_class_map(tmp_path / "map.json", TEACHER, 4, DATA)
+
+
+def test_what_is_wrong_with_a_table_is_said(tmp_path):
+    (tmp_path / "map.csv").write_text("tabby,cat\npoodle\n")
+    with pytest.raises(UserError, match=r"map.csv: 'poodle' has 1 columns"):
+        read_class_map(tmp_path / "map.csv", TEACHER, 4, DATA)
+    (tmp_path / "map.csv").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(UserError, match=r"map.csv is not text"):
+        read_class_map(tmp_path / "map.csv", TEACHER, 4, DATA)
+    with pytest.raises(UserError, match=r"nowhere.csv: there is no such class map"):
+        read_class_map(tmp_path / "nowhere.csv", TEACHER, 4, DATA)
+
+
+def test_without_names_numbers_are_all_there_is(tmp_path):
+    (tmp_path / "map.json").write_text(json.dumps({"0": "cat", "3": "dog"}))
+    assert read_class_map(tmp_path / "map.json", [], 4, DATA).source.tolist() == [0, 3]
+    (tmp_path / "map.json").write_text(json.dumps({"tabby": "cat"}))
+    with pytest.raises(UserError, match=r"it takes numbers from 0 to 3"):
+        read_class_map(tmp_path / "map.json", [], 4, DATA)
+
+
+def test_merged_probabilities_add_up_and_those_of_no_class_are_left_out():
+    """In float64, by hand; classes 1e-130 times as probable as the best keep their log."""
+    logits = 5 * torch.randn(2, 3, 3, 4, generator=torch.Generator().manual_seed(0))
+    logits[0, 0, 0] = torch.tensor([-300.0, 0.0, -301.0, 5.0])
+    merged = merge_classes(logits, WANT)
+    probability = logits.double().softmax(-1)[..., :3]
+    probability = probability / probability.sum(-1, keepdim=True)
+    want = torch.stack([probability[..., 0] + probability[..., 2], probability[..., 1]], -1)
+    torch.testing.assert_close(merged.double().softmax(-1), want, rtol=1e-5, atol=1e-9)
+    assert merged[0, 0, 0, 0].item() == pytest.approx(-300 + torch.tensor(-1.0).exp().log1p().item(), rel=1e-6)
+
+
+def test_a_map_of_the_same_classes_changes_no_bit():
+    logits = torch.randn(2, 3, 3, 4)
+    order = torch.tensor([2, 0, 3, 1])
+    merged = merge_classes(logits, ClassMap(torch.arange(4), order, 4))
+    torch.testing.assert_close(merged[..., order], logits, rtol=0, atol=0)

@@ -1,0 +1,122 @@
+"""What is kept of a batch, in which precision, of how many images; held against float64 and by hand."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import timm
+import torch
+from densefeed.relabel.files import UserError
+from densefeed.relabel.scoring import Scorer, batch_that_fits, choose_precision, keep, keep_top
+from densefeed.relabel.teacher import Teacher
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+def scorer(**options):
+    torch.manual_seed(0)
+    config = {"mean": (0.5, 0.4, 0.3), "std": (0.2, 0.3, 0.4), "interpolation": "bilinear"}
+    return Scorer(Teacher(timm.create_model("test_resnet", num_classes=7), 64, "squash", config), CPU, **options)
+
+
+def looks(count=3):
+    return torch.randint(0, 256, (count, 1, 64, 64, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+
+
+def test_kept_numbers_are_top_k_and_classes_beyond_int16():
+    """40,000 classes: what does not fit int16 comes back as uint16."""
+    logits = torch.randn(1, 2, 2, 40_000, generator=torch.Generator().manual_seed(0))
+    maps = keep_top(logits, 3, np.zeros((1, 4), np.float32))
+    order = np.argsort(-logits.double().numpy(), axis=-1)[..., :3]
+    np.testing.assert_array_equal(maps.cls, order)
+    assert maps.cls.max() > 32767
+    np.testing.assert_allclose(maps.lse, logits.double().exp().sum(-1).log(), rtol=1e-3)
+    assert (maps.logit.dtype, maps.cls.dtype, maps.lse.dtype) == (np.float16, np.uint16, np.float16)
+
+
+def test_nothing_waits_for_the_device(no_host_read):
+    with no_host_read():
+        assert keep(torch.zeros(1, 2, 2, 9), 4).logit.shape == (1, 2, 2, 4)
+
+
+def test_bf16_is_fp32_to_its_eight_bits():
+    with torch.no_grad():
+        exact, rounded = (scorer(precision=precision).logits(looks()).double() for precision in ("fp32", "bf16"))
+    error = (exact - rounded).abs().max()
+    assert 0 < error < 10 * 2.0**-8 * exact.abs().max()  # ten layers' roundings
+
+
+def test_a_compiled_scorer_keeps_the_same(monkeypatch):
+    """By the compiler's front end, whose graph is run as it is; the last batch is filled up, so that nothing is compiled twice."""
+    shapes, compile_ = [], torch.compile
+
+    def run_as_it_is(graph, inputs):
+        shapes.extend(len(x) for x in inputs if x.dtype == torch.uint8)
+        return make_boxed_func(graph.forward)
+
+    backend = aot_autograd(fw_compiler=run_as_it_is, inference_compiler=run_as_it_is)
+    monkeypatch.setattr(torch, "compile", lambda function, **more: compile_(function, backend=backend, fullgraph=True, **more))
+    plain, compiled = scorer(), scorer(compiled=True)
+    for rows in (3, 2):
+        want, got = (one.begin(looks(), rows, 2).maps(np.zeros((rows, 4), np.float32)) for one in (plain, compiled))
+        assert len(got.logit) == rows
+        for ours, theirs in zip(got, want, strict=True):
+            np.testing.assert_allclose(ours.astype(float), theirs.astype(float), atol=2e-3)
+    assert shapes == [3]
+
+
+@pytest.mark.parametrize(("capability", "want"), [((7, 5), "fp32"), ((8, 0), "bf16"), ((9, 0), "bf16")])
+def test_auto_is_bf16_where_the_device_computes_it(monkeypatch, capability, want):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert choose_precision("auto", CUDA) == want
+    assert choose_precision("auto", CPU) == "fp32"
+    assert choose_precision("fp16", CUDA) == "fp16"
+    with pytest.raises(UserError, match=r"--precision fp16 needs a GPU"):
+        choose_precision("fp16", CPU)
+
+
+@pytest.mark.parametrize(("total", "room", "want"), [(100, 12, 8), (10_000, 10_000, 256), (17, 17, 8), (100, 1, 1)])
+def test_auto_batch_grows_until_memory_is_used_up(monkeypatch, total, room, want):
+    """A device on which an image takes 1 of `total`, and of which others have left `room`; 0.9 of 17 is less than 16."""
+    peak = [0]
+
+    def attempt(count):
+        if count > room:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        peak[0] = count
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=total))
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: peak[0])
+    for name in ("reset_peak_memory_stats", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, lambda *device: None)
+    assert batch_that_fits(attempt, CUDA) == want
+    assert batch_that_fits(lambda count: pytest.fail("a CPU is not tried"), CPU) == 32
+
+
+def test_a_teacher_too_large_is_said(monkeypatch):
+    for name in ("get_device_properties", "reset_peak_memory_stats", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, lambda *device: SimpleNamespace(total_memory=1))
+
+    def attempt(count):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(UserError, match=r"does not fit into the GPU's memory with one image"):
+        batch_that_fits(attempt, CUDA)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_on_a_gpu_numbers_arrive_as_on_the_cpu():
+    torch.manual_seed(0)
+    config = {"mean": (0.5, 0.4, 0.3), "std": (0.2, 0.3, 0.4), "interpolation": "bilinear"}
+    teacher = Teacher(timm.create_model("test_resnet", num_classes=7), 64, "squash", config)
+    window = np.zeros((3, 4), np.float32)
+    want = Scorer(teacher, CPU).begin(looks(), 3, 7).maps(window)
+    ours = Scorer(teacher.cuda(), CUDA)
+    first, second = (ours.begin(looks().pin_memory(), 3, 7) for _ in range(2))
+    got = second.maps(window)
+    assert second.idle_since(first) >= 0
+    np.testing.assert_allclose(got.logit.astype(float), want.logit.astype(float), atol=2e-2)
+    assert batch_that_fits(lambda count: ours.try_out(looks(count), 7), CUDA) == 256

@@ -1,0 +1,57 @@
+"""What models cost, counted by hand and against published figures."""
+
+import pytest
+import torch
+from densefeed.relabel.files import UserError
+from densefeed.tools.model_costs import Costs, costs_by_name, costs_of, main
+from timm.layers import use_fused_attn
+from torch import nn
+
+
+def test_layers_products_and_norms_are_counted_apart():
+    """4 x 4 pixels: a convolution to 2 x 2, norms of both kinds, a linear layer and a product of activations."""
+
+    class Small(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.bn = nn.Conv2d(3, 5, 3, stride=2, padding=1), nn.BatchNorm2d(5)
+            self.norm, self.linear = nn.LayerNorm(5), nn.Linear(5, 7)
+            self.linear.bias.requires_grad_(False)
+
+        def forward(self, x):
+            x = self.norm(self.bn(self.conv(x)).flatten(2).transpose(1, 2))
+            return self.linear(x) * (x @ x.transpose(1, 2)).mean()
+
+    with torch.device("meta"):
+        costs = costs_of(Small(), 4)
+    assert costs == Costs(3 * 5 * 9 + 5 + 10 + 10 + 35, 4 * 3 * 5 * 9 + 4 * 35, 4 * 4 * 5, 2 * 20 + 5 * 20)
+    assert costs.whole == pytest.approx((costs.layers + costs.attention + costs.norms) / 1e9)
+    assert costs.without_attention == pytest.approx((costs.layers + costs.norms) / 1e9)
+
+
+@pytest.mark.parametrize(
+    ("name", "without", "whole"), [("deit_small_patch16_224", 4.25, 4.61), ("swin_tiny_patch4_window7_224", None, 4.51)]
+)
+def test_timms_models_cost_what_fvcore_says(name, without, whole):
+    """The reference's figures (section 4, 2.7), and timm's fused attention is left as it was."""
+    fused = use_fused_attn()
+    costs, size = costs_by_name(name)
+    assert (size, use_fused_attn()) == (224, fused)
+    assert round(costs.whole, 2) == whole
+    assert without is None or round(costs.without_attention, 2) == without
+
+
+def test_the_command_prints_a_line_for_each_model(command):
+    done = command("tools/model_costs.py", "dhvt_tiny_cifar_patch4", "t2t_vit_7", "--size", 64)
+    assert done.returncode == 0, done.stderr
+    assert "6,008,650" in done.stdout
+    assert "4,255,694" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "why"), [(["dhvt_huge"], "timm knows no model 'dhvt_huge'"), ([], "name at least one model")]
+)
+def test_what_is_not_known_is_refused(monkeypatch, words, why):
+    monkeypatch.setattr("sys.argv", ["model_costs.py", *words])
+    with pytest.raises(UserError, match=why):
+        main()

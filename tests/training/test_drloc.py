@@ -1,0 +1,277 @@
+"""Runs with DRLoc: what combines trains, resumes and moves between ranks; what does not is refused; what is given away is the model."""
+
+import json
+import math
+from dataclasses import replace
+
+import densefeed.train as training
+import pytest
+import timm
+import torch
+from densefeed.models import checkpoints
+from densefeed.models.drloc import Localised
+from densefeed.models.evaluation import Shares
+from densefeed.pipelines.augment import Augmentation, augmented
+from densefeed.pipelines.pairs import pairs_of
+from densefeed.pipelines.targets import TargetRules
+from densefeed.relabel.files import UserError
+from densefeed.tools import export, validate
+from densefeed.training import objective
+from densefeed.training.config import Config
+from densefeed.training.ranks import Ranks
+from densefeed.training.student import student_of
+
+ALONE = Ranks(0, 1, torch.device("cpu"))
+CE = dict(objective="ce", mixtoken=False)
+SWIN = ("embed_dim=12", "depths=(1,1,2,1)", "num_heads=(1,2,3,4)", "window_size=2")
+COMBINED = {
+    "token-label, mixtoken": dict(drloc="l1", drloc_grid=4),
+    "token-label, mixtoken, mixup": dict(drloc="signed", drloc_grid=2, mixup=0.8, compile="never"),
+    "relabel, cutmix, regions": dict(
+        drloc="ce", drloc_grid=0, objective="relabel", mixtoken=False, cutmix=1.0, mix_label="regions"
+    ),
+    "ce, cutmix, mixup": dict(CE, drloc="reg", drloc_grid=4, cutmix=1.0, mixup=0.8),
+    "all, token-label": dict(drloc="all", drloc_grid=2, mixtoken=False),
+    "released, fused head": dict(drloc="ce", drloc_grid=0, drloc_released=True, fused_head="always"),
+    "vit": dict(CE, drloc="l1", drloc_grid=2, model="test_vit"),
+    "vit, released": dict(CE, drloc="reg", drloc_grid=0, model="test_vit", drloc_released=True),
+    "resnet": dict(CE, drloc="l1", drloc_grid=2, model="test_resnet", size=64),
+    "resnet, all": dict(CE, drloc="all", drloc_grid=0, model="test_resnet", size=64),
+    "nfnet, views": dict(CE, drloc="l1", drloc_grid=0, model="nfnet_micro", views=2),
+    "swin": dict(CE, drloc="l1", drloc_grid=0, model="swin_tiny_patch4_window7_224", model_kwargs=SWIN, size=64),
+    "dhvt, token labels": dict(drloc="l1", drloc_grid=8, model="dhvt_tiny_cifar_patch4", model_kwargs=("depth=2",)),
+    "dhvt, all": dict(CE, drloc="all", drloc_grid=4, model="dhvt_tiny_cifar_patch4", model_kwargs=("depth=2",)),
+    "t2t, token labels": dict(drloc="ce", drloc_grid=0, model="t2t_vit_14", model_kwargs=("depth=2",), size=64),
+    "cvt": dict(CE, drloc="reg", drloc_grid=2, model="cvt_13_drloc", size=64, frozen_statistics=True),
+    "cvt, all": dict(CE, drloc="all", drloc_grid=2, model="cvt_13", size=64),
+    "sizes": dict(drloc="l1", drloc_grid=2, sizes=((0, 16), (1, 32))),
+    "checkpointing, clipping": dict(drloc="l1", drloc_grid=2, grad_checkpointing=True, clip_grad=0.1, on_nonfinite="skip"),
+    "all, checkpointing": dict(drloc="all", drloc_grid=2, mixtoken=False, grad_checkpointing=True),
+    "bf16": dict(drloc="l1", drloc_grid=2, precision="bf16"),
+    "fp16": dict(drloc="reg", drloc_grid=0, precision="fp16"),
+}
+
+
+def records(out, kind="train"):
+    return [r for r in map(json.loads, (out / "metrics.jsonl").read_text().splitlines()) if r["kind"] == kind]
+
+
+@pytest.mark.parametrize("name", COMBINED)
+def test_what_combines_trains_and_its_heads_change(micro, tmp_path, name):
+    fields = dict(epochs=1) if name != "sizes" else {}
+    config = micro(tmp_path / "run", **fields, **COMBINED[name])
+    training.train(config)
+    saved = checkpoints.load(tmp_path / "run" / "last.pt")
+    torch.manual_seed(config.seed)
+    model, _ = training.build_model(config, 2)
+    begun = objective.localised(config, model).localiser.state_dict()
+    assert list(begun) == list(saved["localiser"])
+    assert all(tensor.isfinite().all() for tensor in saved["localiser"].values())
+    assert any(not torch.equal(tensor, begun[key]) for key, tensor in saved["localiser"].items())
+    assert list(saved["model"]) == list(model.state_dict())
+    assert not any("localiser" in key for part in ("model", "ema") for key in saved[part])
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        (
+            dict(drloc_grid=7),
+            r"--drloc l1 cannot be computed of lvvit_micro: its grid of 4 x 4 is smaller than a pool to 7 x 7",
+        ),
+        (dict(drloc_grid=3), r"grid of 4 x 4 is no multiple of 3 x 3; choose a pool that divides it, or 0 for none"),
+        (dict(drloc_grid=1), r"leaves 1 x 1 places, too few"),
+        (dict(drloc="all"), r"--drloc all reads every block's tokens, .*give --no-mixtoken"),
+        (dict(CE, drloc="ce", drloc_grid=0, sizes=((0, 16), (1, 32))), r"with ce a class each; choose one size"),
+        (dict(CE, drloc_grid=0, model="resnet18"), r"of resnet18: its grid of 1 x 1 leaves 1 x 1 places"),
+        (
+            dict(CE, drloc_grid=0, model="crossvit_tiny_240", size=240),
+            r"of crossvit_tiny_240: it gives no map and no grid of tokens",
+        ),
+        (dict(drloc_pairs=0), "--drloc-pairs must be at least 1"),
+        (dict(drloc_weight=-1.0), "--drloc-weight is -1, and must be at least 0"),
+        (dict(drloc_grid=-1), "--drloc-grid is -1, and must be at least 0"),
+    ],
+)
+def test_what_conflicts_is_refused_before_the_first_step(micro, tmp_path, fields, said):
+    with pytest.raises(UserError, match=said):
+        training.train(micro(tmp_path / "run", **{"drloc": "l1", **fields}))
+    assert not (tmp_path / "run").exists()
+
+
+def test_another_loss_is_another_run(micro, tmp_path):
+    training.train(micro(tmp_path / "run", epochs=1, drloc="l1", drloc_grid=0))
+    for fields in (dict(drloc="none"), dict(drloc_weight=0.1), dict(drloc_pairs=8), dict(drloc="signed")):
+        name = next(iter(fields))
+        with pytest.raises(UserError, match=rf"was trained with {name}="):
+            training.train(micro(tmp_path / "run", epochs=1, resume="auto", **{"drloc": "l1", "drloc_grid": 0, **fields}))
+
+
+def test_a_dry_run_asks_for_places_too(micro, tmp_path, capsys, monkeypatch):
+    """Of its two images, once."""
+    said = []
+    monkeypatch.setattr(
+        Localised, "forward", lambda both, *a, f=Localised.forward, **k: (out := f(both, *a, **k), said.append(out.loss))[0]
+    )
+    assert training.train(micro(tmp_path / "run", drloc="l1", drloc_grid=0, dry_run=True)) == {}
+    assert "dry run: data, labels and recipe fit together" in capsys.readouterr().out
+    assert [0.1 < loss.item() < 1 for loss in said] == [True]
+    assert not (tmp_path / "run").exists()
+
+
+def step_of(config: Config):
+    """What a first step is made of, but for the pairs."""
+    loader = training.open_loader(config, "train")
+    torch.manual_seed(0)
+    model, _ = training.build_model(config, loader.num_classes)
+    augmentation = Augmentation(loader.plan, objective.augment_of(config), (0.5,) * 3, (0.2,) * 3)
+    batch = next(augmented(loader.batches(0), augmentation, 0, torch.device("cpu")))
+    loader.close()
+    return objective.localised(config, model), batch, loader.labels, TargetRules(smoothing=0.1), loader.plan
+
+
+@pytest.mark.parametrize("variant", ["l1", "all"])
+def test_a_steps_loss_is_the_objectives_and_the_weighted_distance(micro, tmp_path, variant):
+    """The one of a run without, at the same weights; the other by timm's maps and the heads themselves."""
+    config = replace(micro(tmp_path), drloc=variant, drloc_grid=0, drloc_weight=0.3, drop_path=0.0, mixtoken=False)
+    both, batch, spec, rules, plan = step_of(config)
+    pairs = pairs_of(plan, 0, batch, 5, 0.3)
+    batch = batch._replace(weight=torch.tensor([1.0, 1.0, 0.0, 1.0]))
+    model = both.model
+    model.stem.eval()  # so that BatchNorm is the same in every pass
+    without = objective.step_loss(config, model, batch, spec, rules, 4, None, None)
+    maps = model.forward_intermediates(batch.image, intermediates_only=True, norm=variant == "l1")
+    away = both.localiser(maps if variant == "all" else maps[-1:], pairs.words, batch.weight)
+    got = objective.step_loss(config, both, batch, spec, rules, 4, None, None, pairs=pairs)
+    torch.testing.assert_close(got, without + 0.3 * away)
+    assert away > 0.05
+
+
+@pytest.mark.parametrize(
+    "fields", [dict(drloc="l1", drloc_grid=2), dict(drloc="all", drloc_grid=0, mixtoken=False), dict(drloc="ce", drloc_grid=4)]
+)
+def test_one_compiled_step_serves_every_step(micro, tmp_path, no_host_read, fields):
+    """No graph break, one compilation whatever is drawn and weighed, nothing read back."""
+    config = micro(tmp_path, drop_path=0.0, **fields)
+    both, batch, spec, rules, plan = step_of(config)
+    mixing = objective.mixing_of(config, plan)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compiled = torch.compile(objective.step_loss, fullgraph=True, backend="eager", dynamic=False)
+    for number in range(3):
+        mix = mixing.draw(0, number, 32, 4) if mixing else None
+        pairs = pairs_of(plan, number, batch, 6, 0.1 * number)
+        with no_host_read():
+            want = objective.step_loss(config, both, batch, spec, rules, 4, mix, None, pairs=pairs)
+        torch.testing.assert_close(compiled(config, both, batch, spec, rules, 4, mix, None, pairs=pairs), want)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.parametrize("how", ["blocks", "whole"])
+def test_what_is_compiled_trains_as_what_is_not(micro, tmp_path, monkeypatch, how):
+    """Without code generation, which takes a minute."""
+    compiler = torch.compile
+    fields = dict(epochs=1, drop_path=0.0, drloc="l1", drloc_grid=2, model_kwargs=("depth=1",))
+    training.train(micro(tmp_path / "plain", **fields))
+    monkeypatch.setattr(
+        torch, "compile", lambda function, mode=None, **options: compiler(function, backend="aot_eager", **options)
+    )
+    torch._dynamo.reset()
+    training.train(micro(tmp_path / how, compile=how, **fields))
+    losses = [[r["loss"] for r in records(tmp_path / name)] for name in ("plain", how)]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize(
+    "fields", [dict(drloc="l1", drloc_grid=2), dict(drloc="reg", drloc_grid=0, drloc_released=True, microbatch=2)]
+)
+def test_a_killed_run_resumes_to_the_bit(micro, tmp_path, monkeypatch, fields):
+    training.train(micro(tmp_path / "whole", epochs=3, **fields))
+    evaluations = []
+
+    def killed(*arguments):
+        evaluations.append(1)
+        if len(evaluations) > 2:  # raw and averaged weights after epoch 1
+            raise KeyboardInterrupt
+        return Shares(0.5, 0.5, 1.0)
+
+    monkeypatch.setattr(training, "evaluate_waits", killed)
+    with pytest.raises(KeyboardInterrupt):
+        training.train(micro(tmp_path / "killed", epochs=3, **fields))
+    monkeypatch.undo()
+    training.train(micro(tmp_path / "killed", epochs=3, resume="auto", **fields))
+    one, other = (checkpoints.load(tmp_path / name / "last.pt") for name in ("whole", "killed"))
+    for part in ("model", "ema", "localiser"):
+        for name, tensor in one[part].items():
+            assert torch.equal(tensor, other[part][name]), (part, name)
+    losses = [[(r["step"], r["loss"]) for r in records(tmp_path / name)] for name in ("whole", "killed")]
+    assert losses[0] == losses[1]
+
+
+def test_what_a_run_leaves_is_judged_and_exported_without_heads(micro, packed, tmp_path):
+    training.train(micro(tmp_path / "run", drloc="l1", drloc_grid=0))
+    for weights in ("ema", "raw"):
+        row = validate.main(
+            validate.Validation(checkpoint=tmp_path / "run", data=packed[1], weights=weights, device="cpu", threads=2)
+        )
+        said = records(tmp_path / "run", "val")[-1]
+        assert row["top1"] == said["top1" + "_ema" * (weights == "ema")]
+        assert row["parameters"] == sum(p.numel() for p in training.build_model(micro(tmp_path), 2)[0].parameters())
+        export.main(export.Export(checkpoint=tmp_path / "run", out=tmp_path / weights, weights=weights))
+        model = timm.create_model(f"local-dir:{tmp_path / weights}", pretrained=True)
+        saved = checkpoints.load(tmp_path / "run" / "last.pt")["ema" if weights == "ema" else "model"]
+        assert all(torch.equal(tensor, saved[name]) for name, tensor in model.state_dict().items())
+
+
+def test_a_fine_tune_begins_from_such_a_run_with_heads_of_its_own(micro, tmp_path):
+    training.train(micro(tmp_path / "run", epochs=1, drloc="ce", drloc_grid=0))
+    training.train(micro(tmp_path / "tuned", epochs=1, drloc="l1", drloc_grid=0, init=tmp_path / "run" / "last.pt"))
+    training.train(micro(tmp_path / "plain", epochs=1, init=tmp_path / "run" / "last.pt"))
+    assert "localiser" not in checkpoints.load(tmp_path / "plain" / "last.pt")
+
+
+def test_the_optimiser_decays_the_heads_matrices_and_nothing_else_of_them():
+    torch.manual_seed(0)
+    model = timm.create_model("test_vit", img_size=32, num_classes=3)
+    plain, ours = (
+        student_of(Config(model="test_vit", size=32, drloc=drloc, drloc_grid=0), model, ALONE, None) for drloc in ("none", "l1")
+    )
+    assert plain.trained is plain.model is model
+    assert ours.model is model
+    assert isinstance(ours.trained, Localised)
+    names = {id(p): name for name, p in ours.trained.named_parameters()}
+    decayed = [{names[id(p)] for p in group["params"]} for group in ours.optimizer.param_groups if group["weight_decay"]]
+    before = [{names[id(p)] for p in group["params"]} for group in plain.optimizer.param_groups if group["weight_decay"]]
+    (decayed,), (before,) = decayed, before
+    assert decayed - before == {f"localiser.heads.0.{layer}.weight" for layer in (0, 2, 4)}
+    assert before <= decayed
+    assert "model.pos_embed" not in decayed
+    assert sum(len(group["params"]) for group in ours.optimizer.param_groups) == len(names)
+    assert ours.averaged()[0] is ours.trained
+    assert not any(isinstance(part, Localised) for part in ours.ema.module.modules())
+
+
+@pytest.mark.parametrize(
+    ("epoch", "share"), [(0, 0.0), (5, 0.25), (20, 1.0), (21, 279 / 280), (100, 200 / 280), (299, 1 / 280), (305, 0.0)]
+)
+def test_the_released_weight_rises_for_20_epochs_and_falls_to_0(epoch, share):
+    config = Config(drloc="l1", drloc_weight=0.5, epochs=300)
+    assert objective.localisation_weight(config, epoch) == 0.5
+    assert objective.localisation_weight(replace(config, drloc_released=True), epoch) == pytest.approx(0.5 * share)
+    assert math.isfinite(objective.localisation_weight(replace(config, drloc_released=True, epochs=8), epoch))
+
+
+def test_without_it_nothing_changes(micro, tmp_path):
+    """No heads, in training or in what is saved."""
+    config = micro(tmp_path / "run")
+    model, _ = training.build_model(config, 2)
+    assert objective.localised(config, model) is model
+    training.train(config)
+    assert "localiser" not in checkpoints.load(tmp_path / "run" / "last.pt")
+
+
+def test_the_log_says_what_is_trained_beside_the_model(micro, tmp_path, capsys):
+    training.train(micro(tmp_path / "run", epochs=1, drloc="l1", drloc_grid=0))
+    count = (2 * 96 + 1) * 512 + 513 * 512 + 513 * 2
+    assert f", and {count:,} that --drloc l1 trains beside them, on cpu" in capsys.readouterr().out

@@ -195,6 +195,15 @@ def test_networks_that_can_have_no_agent_are_refused(name, kwargs):
         wiring_of(model)
 
 
+@pytest.mark.parametrize("kwargs", [{}, {"feed_forward": "mlp", "aggregate": "none", "num_heads": 6}])
+def test_dhvt_is_refused_by_name(kwargs):
+    """Also with a plain MLP and heads that have a CONV."""
+    with torch.device("meta"):
+        model = timm.create_model("dhvt_tiny_cifar_patch4", num_classes=2, depth=1, **kwargs)
+    with pytest.raises(ValueError, match="DHVT's attention adds tokens of heads and its MLP, DAFF, convolves"):
+        wiring_of(model)
+
+
 @pytest.mark.parametrize(
     ("kwargs", "said"),
     [

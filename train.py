@@ -35,6 +35,7 @@ from densefeed.pipelines.loader import ThreadedLoader
 from densefeed.pipelines.plan import EpochPlan
 from densefeed.pipelines.resident import bytes_of_map, free_memory
 from densefeed.relabel.files import UserError, replacing, run
+from densefeed.training.bootstrapping import agent_for, check_sizes, trained_of
 from densefeed.training.config import FREE, Config, check_values, model_arguments, plain
 from densefeed.training.feed import Feed
 from densefeed.training.guards import memory_told, stopping
@@ -221,6 +222,7 @@ def flops_of_sizes(config: Config, loader: Loader) -> dict[int, float]:
     """Operations of one image in training, for each side of the network's input."""
     with torch.device("meta"):
         twin, _ = build_model(config, loader.num_classes)
+        twin = trained_of(config, twin, agent_for(config, twin, loader.num_classes))
     return {size: training_flops(twin, size) for _, size in loader.plan.sizes}
 
 
@@ -240,15 +242,16 @@ def dry_run(config: Config, ranks: Ranks, student: Student, dtype: torch.dtype |
     loader = open_loader(few, "train")
     with closing(loader):
         alone = replace(ranks, rank=0, size=1)
-        feed = Feed(few, alone, loader, student.model, dtype)
+        feed = Feed(few, alone, loader, trained, dtype)
         parts = next(feed.batches(0, 0))
         feed.check_waits(parts)
         (compute,) = feed.losses(trained, parts, 0, 0)
         with Saved(trained) as saved:
             loss = compute()
         loss.backward()
-    # Gradients, two moments and perhaps averaged weights are as large as the weights.
+    # Gradients, two moments and perhaps averaged weights are as large as the weights; what an agent borrows has a gradient more.
     fixed, each = sum(p.nbytes for p in trained.parameters()) * (3 + (config.ema > 0)), saved.bytes / images
+    fixed += sum(tensor.nbytes for tensor in student.agent.borrowed()) if student.agent else 0
     if config.labels_on_device and loader.labels:
         fixed += loader.plan.num_samples * bytes_of_map(loader.labels)
     needed, free = fixed + each * config.microbatch, free_memory(ranks.device)
@@ -368,7 +371,14 @@ def prepared(config: Config, ranks: Ranks) -> Prepared:
             model.set_grad_checkpointing(True)
         except (AssertionError, AttributeError) as error:
             raise UserError(f"{config.model} cannot compute its blocks anew; leave --grad-checkpointing away") from error
-    student = student_of(config, model, ranks, dtype)
+    if config.bootstrap != "none":
+        with torch.device("meta"):
+            check_sizes(config, build_model(config, loader.num_classes)[0], loader.num_classes)
+    agent = agent_for(config, model, loader.num_classes)
+    if agent is not None:
+        agent.to(ranks.device, memory_format=torch.channels_last)
+        agent = ranks.synchronised(agent) if config.sync_batchnorm else agent
+    student = student_of(config, model, ranks, dtype, agent)
     if not checkpoint:
         return Prepared(config, loader, val, maps, recipe, student, 0, (None, 0), np.zeros(2), owed=False)
     student.restore(checkpoint)
@@ -395,9 +405,10 @@ def announced(run: Prepared, ranks: Ranks) -> None:
             part.write_text(json.dumps(content, indent=1))
     student = run.student
     count, beside = (sum(p.numel() for p in part.parameters()) for part in (student.model, student.trained))
+    option = f"--bootstrap {config.bootstrap}" if student.agent else f"--drloc {config.drloc}"
     print(
         f"{run.recipe.name}: {count:,} parameters"
-        + (f", and {beside - count:,} that --drloc {config.drloc} trains beside them," if beside > count else "")
+        + (f", and {beside - count:,} that {option} trains beside them," if beside > count else "")
         + f" on {ranks.device}"
         + (f" and {ranks.size - 1} more" if ranks.size > 1 else "")
         + f"; objective {config.objective}; {run.loader.plan.num_samples:,} images, {total_epochs(config)} epochs of "
@@ -412,7 +423,7 @@ def run_on(run: Prepared, ranks: Ranks, asked: Callable[[], str]) -> dict:
     config, loader, val, student, step = run.config, run.loader, run.val, run.student, run.step
     device, model, plan, dtype = ranks.device, student.model, loader.plan, autocast_of(config, ranks.device)
     epochs, steps = total_epochs(config), total_epochs(config) * len(loader)
-    kept, feed = Checkpoints(config.out, config.keep), Feed(config, ranks, loader, model, dtype)
+    kept, feed = Checkpoints(config.out, config.keep), Feed(config, ranks, loader, student.trained, dtype)
     watch = Watch(config, ranks, student, feed, *run.watched)
     if ranks.first:
         announced(run, ranks)
@@ -447,7 +458,7 @@ def run_on(run: Prepared, ranks: Ranks, asked: Callable[[], str]) -> dict:
             nonlocal result, text
             ranks.average(student.averaged())
             accuracy = {}
-            for kind, one in (("", model), ("_ema", student.ema and student.ema.module)):
+            for kind, one in (("", model), ("_ema", student.ema and student.ema.module), ("_agent", student.agent)):
                 if one:
                     shares = evaluate_waits(one, val, feed.augmentation.normalise, ranks, dtype, advance)
                     accuracy |= {f"top1{kind}": shares.top1, f"top5{kind}": shares.top5, f"loss{kind}": shares.loss}
@@ -460,7 +471,7 @@ def run_on(run: Prepared, ranks: Ranks, asked: Callable[[], str]) -> dict:
         if run.owed:
             evaluate()
         for epoch in range(step // len(loader), epochs):
-            model.train(not config.frozen_statistics)
+            student.trained.train(not config.frozen_statistics)
             for parts in feed.batches(epoch, step % len(loader), timed):
                 at = step % len(loader)
                 if step == run.step:

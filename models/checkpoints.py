@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from . import cvt, dhvt, lvvit, nfnet, t2t  # noqa: F401  (registers their models with timm)
+from . import agent_cnn, cvt, dhvt, lvvit, nfnet, t2t, vit  # noqa: F401  (registers their models with timm)
 
 # Where the weights lie in a checkpoint, the averaged ones first: ours, timm's two names for EMA, ours, timm's.
 AVERAGED = ("ema", "state_dict_ema", "model_ema")

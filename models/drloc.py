@@ -235,6 +235,11 @@ class Localised(nn.Module):
             raise ValueError(f"its offsets differ in number between input sizes, with {variant} a class each; choose one size")
         self.localiser = Localiser(variant, [D for D, _, _ in shapes[0]], side, grids[0], released)
 
+    @property
+    def networks(self) -> tuple[nn.Module]:
+        """The model, without the heads."""
+        return (self.model,)
+
     @torch.no_grad()
     def _shapes(self, size: int) -> list[tuple[int, int, int]]:
         """D, R and C of each map of an input of `size` pixels, learnt from a blank image."""

@@ -296,10 +296,10 @@ def test_progressive_sizes_reach_the_network_its_mask_and_its_targets(packed, tm
     seen, grids = [], []
     forward, targets = LVViT.forward, objective.sparse_targets
 
-    def spied(model, image, mask=None):
+    def spied(model, image, mix_PP=None):
         if not image.is_meta:  # where operations are counted
-            seen.append((model.training, tuple(image.shape[2:]), None if mask is None else tuple(mask.shape)))
-        return forward(model, image, mask)
+            seen.append((model.training, tuple(image.shape[2:]), None if mix_PP is None else tuple(mix_PP.shape)))
+        return forward(model, image, mix_PP)
 
     def spied_targets(batch, spec, grid, *rest):
         grids.append(grid)

@@ -1,13 +1,14 @@
-"""The papers' ablations in small: rows of Token Labeling's Tables 3 to 7 and 9 (arXiv 2104.10858) and of the Table 6 of DRLoc's
-supplementary (arXiv 2106.03746) on digit scenes.
+"""The papers' ablations in small, on digit scenes: rows of Token Labeling's Tables 3 to 7 and 9 (arXiv 2104.10858), of the Table 6
+of DRLoc's supplementary (arXiv 2106.03746), and of Bootstrapping ViTs' Tables 1, 4 and 5 (arXiv 2112.03552).
 
     python tools/ablations.py --out ablations --seeds 0 1 2
     python tools/ablations.py --out ablations --seeds 0 1 2 --rows ce drloc token-label token-label-drloc
 
-Trains `lvvit_micro`, 4 blocks at 64 pixels, eight epochs a row, a minute each on two CPU cores, and prints a table: means and
-standard deviations over the seeds, which change scenes, teacher and students alike, and each seed's figure. What is there
-already is kept, also of `tools/quickstart.py --seeds`, so a killed call goes on. Trainings so short tell that a row works and
-in which direction it may point; differences within the deviations tell nothing, and regularisers cost accuracy.
+Trains `lvvit_micro` (or `bootstrapping_vit_micro`), 4 blocks at 64 pixels, eight epochs a row, a minute each on two CPU cores (two
+networks: three), and prints a table: means and standard deviations over the seeds, which change scenes, teacher and students
+alike, and each seed's figure. What is there already is kept, also of `tools/quickstart.py --seeds`, so a killed call goes on.
+Trainings so short tell that a row works and in which direction it may point; differences within the deviations tell nothing, and
+regularisers cost accuracy.
 """
 
 import json
@@ -24,6 +25,7 @@ CE, RELABEL, TOKENS = "lvvit_micro_ce", "lvvit_micro_relabel", "lvvit_micro_toke
 MIXTOKEN = f"{TOKENS}_mixtoken"
 DRLOC = "lvvit_micro_drloc"
 PLAIN = "stem=((8,8),)"  # as 16 / 16 of the paper: one convolution cuts the patches
+VIT, JOINT, SHARED = (f"bootstrapping_micro_{name}" for name in ("scratch", "joint", "shared"))
 ERASE, OPERATIONS = ("--erase-probability", "0.25"), ("--rand-augment", "rand-m9-mstd0.5-inc1")
 
 
@@ -68,6 +70,17 @@ RUNS = {
     "drloc-all": (DRLOC, "--drloc", "all"),
     "token-label": (TOKENS,),
     "token-label-drloc": (f"{TOKENS}_drloc",),
+    "vit": (VIT,),
+    "vit-agent": ("bootstrapping_micro_agent",),
+    "vit-joint": (JOINT,),
+    "vit-shared": (SHARED,),
+    "vit-shared-unaligned": (SHARED, "--align", "none"),
+    "vit-joint-answers": (JOINT, "--feature-weight", "0"),
+    "vit-joint-features": (JOINT, "--distill-weight", "0"),
+    "vit-joint-constant": (JOINT, "--feature-decay", "none"),
+    "vit-joint-squares": (JOINT, "--feature-adapt", "pool-2d"),
+    "vit-joint-released": (JOINT, "--feature-norm", "layernorm"),
+    "vit-joint-base": (JOINT, "--agent", "base"),
 }
 TABLES = {
     "Table 3, path": (
@@ -82,6 +95,11 @@ TABLES = {
     "Table 9, norms": ("ce", "groups-1", "groups-2", "groups-3", "groups-6", "post-norm"),
     "DRLoc's Table 6, variants": ("ce", "drloc", "drloc-signed", "drloc-ce", "drloc-reg", "drloc-all"),
     "DRLoc, beside token labels": ("token-label", "token-label-drloc"),
+    "Bootstrapping, Table 1": ("vit", "vit-agent", "vit-joint", "vit-shared", "vit-shared-unaligned"),
+    "Bootstrapping, Table 4": (
+        "vit-joint-answers", "vit-joint-features", "vit-joint-constant", "vit-joint-squares", "vit-joint-released",
+    ),
+    "Bootstrapping, Table 5": ("vit-joint-base",),
 }  # fmt: skip
 
 

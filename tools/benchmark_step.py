@@ -12,6 +12,9 @@ loop; not fused), ModelEmaV3 with warm-up, and `loss.item()`, by which one devic
 network from equal weights on equal normalised images in channels_last with the image's label; their losses before and
 after the first update are printed with their distance. Both have a constant learning rate, neither drop-path nor mixing.
 
+`--bootstrap joint` (or `shared`) adds `agent`, the same step of the model's agent CNN alone, and `both`, a step of the two together
+(Bootstrapping ViTs, models/bootstrapping.py); `both` is compared with `ours` and `agent` one after the other.
+
 `--objective token-label` adds `ours+labels`: the same step with a dense label on every token. Its network has a second head,
 which `ours` has not, so its ratio to `ours` is the whole price. `--loader ffcv` adds a contestant that gets --data's batches
 by train.py's loader, from asking for the first to the end of the last step, and the share of that time spent waiting for data.
@@ -35,13 +38,15 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack, closing
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count, islice
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 import torch
 import tyro
+from densefeed.models.agent_cnn import AgentCNN
+from densefeed.models.bootstrapping import Bootstrapped
 from densefeed.models.token_transformer import FAMILIES, has_tokens
 from densefeed.pipelines.augment import Augmentation, augmented
 from densefeed.pipelines.batch import Batch, LabelSpec
@@ -67,7 +72,8 @@ from densefeed.tools.measuring import (
     write_json,
 )
 from densefeed.train import Timed, autocast_of, build_model, open_loader
-from densefeed.training.compiling import compiled
+from densefeed.training.bootstrapping import agent_for, feature_share, trained_of
+from densefeed.training.compiling import compiled, networks_of
 from densefeed.training.config import Config
 from densefeed.training.objective import augment_of, localised, step_loss
 from densefeed.training.ranks import Ranks
@@ -82,9 +88,14 @@ from torch import Tensor, nn
 
 PACKAGES = ("torch", "torchvision", "timm", "numpy")
 OURS, TIMM, LABELS, DRLOC, LOADER = "ours", "timm", "ours+labels", "ours+drloc", "+loader"
+AGENT, BOTH, IN_TURN = "agent", "both", "ours, then agent"
 CORES = len(os.sched_getaffinity(0))
-# What a median ratio must reach: DESIGN's labels that cost at most 3 % of the step, and of the loader; DRLoc at most 2 %.
-BARS = {(LABELS, OURS): 0.97, (DRLOC, OURS): 1 / 1.02, (OURS + LOADER, OURS): 0.97, (LABELS + LOADER, LABELS): 0.97}
+# What a median ratio must reach: DESIGN's labels that cost at most 3 % of the step, and of the loader; DRLoc at most 2 %; two
+# networks together take at most 1.15 times as long as one after the other.
+BARS = {
+    (LABELS, OURS): 0.97, (DRLOC, OURS): 1 / 1.02, (OURS + LOADER, OURS): 0.97, (LABELS + LOADER, LABELS): 0.97,
+    (BOTH, IN_TURN): 1 / 1.15,
+}  # fmt: skip
 # Largest distance of two losses that are equal but for rounding: 16 bits resolve 2^-8 (bfloat16), of whose sums some stays.
 EQUAL = {None: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 SCALES = 16  # halvings from GradScaler's first scale, 65,536, to 1
@@ -110,6 +121,7 @@ class Benchmark:
     objective: Literal["ce", "token-label"] = "ce"  # token-label: also ours with a dense label on every token
     drloc: bool = False  # also ours with DRLoc's loss
     drloc_grid: int = 7  # rows to which the grid of tokens is pooled for it; 0: none
+    bootstrap: Literal["none", "joint", "shared"] = "none"  # also ours beside an agent CNN, and that alone
     loader: Literal["synthetic", "ffcv"] = "synthetic"  # ffcv: also ours with batches from --data
     data: Path | None = None  # a .beton, for --loader ffcv; tools/pack_dataset.py makes it
     rand_augment: str = ""  # what --loader ffcv does to its crops, as timm writes it; empty: none
@@ -211,6 +223,8 @@ def check(benchmark: Benchmark) -> None:
     if benchmark.objective == "token-label" and not has_tokens(benchmark.model):
         known = [f"{family}_*" for family in FAMILIES]
         raise UserError(f"--model {benchmark.model} has no token head; choose one of {', '.join(known)}, or --objective ce")
+    if benchmark.bootstrap != "none" and (benchmark.objective, benchmark.loader) != ("ce", "synthetic"):
+        raise UserError("--bootstrap goes with --objective ce and constant batches; leave --objective and --loader away")
     if benchmark.objective == "token-label" and benchmark.classes > 2**16:
         raise UserError(f"--classes {benchmark.classes}: a score map numbers at most 65,536 classes")
 
@@ -251,6 +265,11 @@ def prepared(benchmark: Benchmark, device: torch.device, loader: ThreadedLoader 
         batch, spec = constant_batch(benchmark, model, classes, device)
         models[name] = model, batch, spec
         contest.floors[name] = floor_of(config, deepcopy(model), batch, spec, classes)
+    if benchmark.bootstrap != "none":
+        model, batch, spec = models[OURS]
+        for name, agent in agents_of(benchmark, model, classes).items():
+            contest.floors[name] = floor_of(*two_of(benchmark, name, "never", model, agent), batch, spec, classes)
+            models[name] = agent, batch, spec
     contest.floors[TIMM] = contest.floors[OURS]
     for mode in dict.fromkeys(benchmark.modes):
         steps: dict[str, Step] = {}
@@ -258,6 +277,10 @@ def prepared(benchmark: Benchmark, device: torch.device, loader: ThreadedLoader 
             model, _, spec = models[name]
             config = config_of(benchmark, name, COMPILED[mode])
             steps[name] = our_step(config, deepcopy(model), device, spec)
+        for name in (AGENT, BOTH) if benchmark.bootstrap != "none" else ():
+            config, trained = two_of(benchmark, name, COMPILED[mode], models[OURS][0], models[name][0])
+            alone = trained if name == AGENT else trained.vit
+            steps[name] = our_step(config, alone, device, spec, None if name == AGENT else trained.agent)
         model, plain, _ = models[OURS]
         steps[TIMM] = timm_step(config_of(benchmark, OURS, COMPILED[mode]), deepcopy(model), device)
         contest.equality.append(equality(steps, plain, mode, autocast_of(config_of(benchmark, OURS, "never"), device)))
@@ -296,21 +319,46 @@ def rules_of(config: Config) -> TargetRules:
     return TargetRules(config.smoothing, config.temperature, config.outside, config.geometry, sheared=augment_of(config).shears)
 
 
-def our_step(config: Config, model: nn.Module, device: torch.device, spec: LabelSpec | None) -> Step:
+def agents_of(benchmark: Benchmark, model: nn.Module, classes: int) -> dict[str, AgentCNN]:
+    """The agent that is trained alone, with weights of its own, and the one that is trained beside the model."""
+    found = {}
+    for name, how in ((AGENT, "joint"), (BOTH, benchmark.bootstrap)):
+        config = replace(config_of(benchmark, OURS, "never"), bootstrap=how)
+        torch.manual_seed(config.seed)
+        agent = agent_for(config, model, classes)
+        found[name] = agent.to(next(model.parameters()).device, memory_format=torch.channels_last)
+    return found
+
+
+def two_of(
+    benchmark: Benchmark, name: str, compile: str, model: nn.Module, agent: AgentCNN
+) -> tuple[Config, AgentCNN | Bootstrapped]:
+    """What AGENT or BOTH trains, a copy, and how."""
+    config = config_of(benchmark, OURS, compile)
+    if name == AGENT:
+        return config, deepcopy(agent)
+    config = replace(config, bootstrap=benchmark.bootstrap)
+    return config, trained_of(config, deepcopy(model), deepcopy(agent))
+
+
+def our_step(
+    config: Config, model: nn.Module, device: torch.device, spec: LabelSpec | None, agent: AgentCNN | None = None
+) -> Step:
     """The inside of train.py's loop on one device."""
     ranks, dtype = Ranks(0, 1, device), autocast_of(config, device)
-    student, loss_of, rules = student_of(config, model, ranks, dtype), compiled(config.compile, model), rules_of(config)
-    plan = plan_of(config)
+    student, rules, plan = student_of(config, model, ranks, dtype, agent), rules_of(config), plan_of(config)
+    loss_of, share = compiled(config.compile, student.trained), share_of(config, device)
     grid, numbers, seen = grid_of(model, config.size), count(), torch.zeros(2, dtype=torch.float64, device=device)
 
     def step(batch: Batch) -> Tensor:
         number = next(numbers)
-        model.train()
+        student.trained.train()
 
         def compute() -> Tensor:
             torch.manual_seed(plan.step_seed(0, number))
             # Other pairs in every step, as in a training; its epochs stand for steps here.
-            return loss_of(config, student.network, batch, spec, rules, grid, None, dtype, asked(config, plan, number, batch))
+            pairs = asked(config, plan, number, batch)
+            return loss_of(config, student.network, batch, spec, rules, grid, None, dtype, pairs=pairs, share=share)
 
         loss, _ = update(student, ranks, number, [compute])
         seen[0] += loss
@@ -323,6 +371,12 @@ def our_step(config: Config, model: nn.Module, device: torch.device, spec: Label
 def asked(config: Config, plan: EpochPlan, number: int, batch: Batch) -> Pairs | None:
     """What DRLoc asks in a step; None where it is off."""
     return None if config.drloc == "none" else pairs_of(plan, number, batch, config.drloc_pairs, config.drloc_weight)
+
+
+def share_of(config: Config, device: torch.device) -> Tensor | None:
+    """What is left of the features' weight in a first epoch; None without an agent."""
+    share = feature_share(config, 0)
+    return None if share is None else share.to(device)
 
 
 def plan_of(config: Config) -> EpochPlan:
@@ -439,16 +493,21 @@ def floor_of(config: Config, model: nn.Module, batch: Batch, spec: LabelSpec, cl
     weights and moments; averaged weights are read and written: 12 times the weights' bytes.
     Activations that are kept are written and read.
     """
-    with torch.device("meta"):
-        twin, _ = build_model(config, classes)
-    device, grid = batch.label.device, grid_of(model, config.size)
+    if isinstance(model, AgentCNN):
+        twin = deepcopy(model).to("meta")
+    else:
+        with torch.device("meta"):
+            twin, _ = build_model(config, classes)
+            twin = trained_of(config, twin, agent_for(config, twin, classes))
+    device, grid = batch.label.device, grid_of(networks_of(model)[0], config.size)
     trained, pairs, heads = localised(config, model), asked(config, plan_of(config), 0, batch), 0.0
     if pairs is not None:
         # Of each head the weights' products with every pair of an image, forward and twice that backward.
         matrices = sum(layer.weight.numel() for layer in trained.localiser.modules() if isinstance(layer, nn.Linear))
         heads = 3 * 2 * config.drloc_pairs * matrices
+    more = dict(pairs=pairs, share=share_of(config, device))
     with Saved(trained.train()) as saved:
-        step_loss(config, trained, batch, spec, rules_of(config), grid, None, autocast_of(config, device), pairs)
+        step_loss(config, trained, batch, spec, rules_of(config), grid, None, autocast_of(config, device), **more)
     weights = sum(p.nbytes for p in trained.parameters())
     return Floor(training_flops(twin, config.size) + heads, 12 * weights + 2 * saved.bytes)
 
@@ -479,8 +538,14 @@ def floor_rows(floors: dict[str, Floor], ceilings: dict[str, float], rates: dict
 
 
 def ratios(rates: dict[Key, list[float]]) -> list[dict]:
-    """Round by round: ours to timm's, labels to none, DRLoc to none, the loader's batches to constant ones."""
-    pairs = [(OURS, TIMM), (LABELS, OURS), (DRLOC, OURS), (OURS + LOADER, OURS), (LABELS + LOADER, LABELS)]
+    """Round by round: ours to timm's, labels to none, DRLoc to none, the loader's batches to constant ones, two networks to one by one."""
+    pairs = [
+        (OURS, TIMM), (LABELS, OURS), (DRLOC, OURS), (OURS + LOADER, OURS), (LABELS + LOADER, LABELS), (BOTH, IN_TURN),
+    ]  # fmt: skip
+    rates = dict(rates)
+    for mode in dict.fromkeys(mode for name, mode in rates if name == AGENT):
+        # Images that both have seen, in the time that the two took for them one after the other.
+        rates[IN_TURN, mode] = [1 / (1 / a + 1 / b) for a, b in zip(rates[OURS, mode], rates[AGENT, mode], strict=True)]
     return [
         {"a": a, "b": b, "what": "images_per_s", "mode": mode, **pairwise(rates[a, mode], rates[b, mode])._asdict()}
         for mode in dict.fromkeys(mode for _, mode in rates)

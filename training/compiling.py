@@ -7,6 +7,8 @@ import torch
 from timm.layers import DropPath
 from torch import Tensor, nn
 
+from ..models.bootstrapping import Bootstrapped
+from ..models.drloc import Localised
 from .objective import objective_loss, step_loss
 
 
@@ -29,8 +31,13 @@ class SharedDropPath(nn.Module):
         return x * (kept / self.keep if self.scale_by_keep else kept).to(x.dtype)
 
 
-def compiled(how: str, model: nn.Module) -> Callable[..., Tensor]:
-    """`step_loss`, with what `how` says compiled.
+def networks_of(trained: nn.Module) -> tuple[nn.Module, ...]:
+    """The networks in what a run trains, the model first: without DRLoc's heads, with the agent."""
+    return trained.networks if isinstance(trained, Localised | Bootstrapped) else (trained,)
+
+
+def compiled(how: str, trained: nn.Module) -> Callable[..., Tensor]:
+    """`step_loss` of `trained`, with what `how` says compiled.
 
     `blocks`: one compilation serves all blocks that are alike, whose DropPath then is a SharedDropPath. `graph`: forward and
     backward pass are CUDA graphs that PyTorch captures and replays; on a CPU the same as `whole`. The update stays outside: it
@@ -41,15 +48,16 @@ def compiled(how: str, model: nn.Module) -> Callable[..., Tensor]:
     if how == "graph":
         whole = torch.compile(step_loss, dynamic=False, mode="reduce-overhead")
 
-        def captured(*args: object) -> Tensor:
+        def captured(*args: object, **more: object) -> Tensor:
             torch.compiler.cudagraph_mark_step_begin()  # what the graphs of the last step gave has been used up
-            return whole(*args)
+            return whole(*args, **more)
 
         return captured
-    if how == "whole" or not isinstance(getattr(model, "blocks", None), nn.Module):
+    networks = networks_of(trained)
+    if how == "whole" or not all(isinstance(getattr(network, "blocks", None), nn.Module) for network in networks):
         return torch.compile(step_loss, dynamic=False)
-    device = next(model.parameters()).device
-    for block in model.blocks:
+    device = next(trained.parameters()).device
+    for block in (block for network in networks for block in network.blocks):
         for name, part in list(block.named_modules()):
             if isinstance(part, DropPath):
                 block.set_submodule(name, SharedDropPath(part).to(device).train(part.training))

@@ -54,6 +54,18 @@ class Config:
     switch_prob: float = 0.5  # with both, the share of those that are CutMix
     mix_label: Literal["area", "regions"] = "area"  # dense label of a mixed image: both labels by area; or of what it shows
 
+    bootstrap: Literal["none", "joint", "shared"] = "none"  # train an agent CNN beside the model, perhaps with its weights
+    agent: Literal["res-like", "base"] = "res-like"  # tables 7 and 6 of Bootstrapping ViTs
+    agent_kwargs: tuple[str, ...] = ()  # more arguments of the agent, as model_kwargs: down, pool, norm
+    distill_weight: float = 1.0  # of what model and agent learn of each other's answers
+    distill_temperature: float = 4.0  # of these answers
+    feature_weight: float = 10.0  # of what the model's blocks learn of the agent's
+    feature_decay: Literal["linear", "none"] = "linear"  # of that weight, to 0 after the last epoch
+    feature_blocks: tuple[int, ...] = ()  # which learn so, counted from 1; empty: all
+    feature_norm: Literal["l2-token", "l2-whole", "layernorm"] = "l2-token"  # before features are compared; layernorm: as released
+    feature_adapt: Literal["sequence", "pool-2d"] = "sequence"  # to equal numbers: neighbours in the sequence, or squares
+    align: Literal["global", "layer", "tensor", "none"] = "global"  # of which shared weights gradients are aligned together
+
     crop_scale: tuple[float, float] = (0.08, 1.0)  # area of a training crop, share of the image
     hflip: float = 0.5  # probability of a left-right flip
     shift: int = 0  # most pixels that a crop moves by, each way; with --crop-scale 1 1 CIFAR's crop of a padded image
@@ -110,6 +122,7 @@ RANGES = {  # of numbers, both ends allowed
     "cooldown_epochs": (0, math.inf), "ema": (0, 1), "drop_path": (0, 0.99), "token_weight": (0, math.inf), "temperature": (1e-3, math.inf),
     "clip_grad": (0, math.inf), "cutmix": (0, math.inf), "mixup": (0, math.inf), "mix_prob": (0, 1),
     "switch_prob": (0, 1), "erase_probability": (0, 1), "drloc_weight": (0, math.inf), "drloc_grid": (0, math.inf),
+    "distill_weight": (0, math.inf), "distill_temperature": (1e-3, math.inf), "feature_weight": (0, math.inf),
 }  # fmt: skip
 
 # Fields in which a resumed run may differ from the run it continues.
@@ -144,19 +157,45 @@ def check_values(config: Config) -> None:
     low, high = config.crop_scale
     if not (0 < low <= high <= 1 and 0 < config.crop_pct <= 1 and 0 <= config.smoothing < 1 and 0 <= config.hflip <= 1):
         raise UserError("--crop-scale, --crop-pct, --smoothing and --hflip are shares: from 0 to 1, and crops not empty")
+    if config.bootstrap != "none" and config.drloc != "none":
+        raise UserError(
+            "--drloc and --bootstrap: its heads read the last map of one network, and no paper says which of two is asked for "
+            "places; give one of the two"
+        )
+    if config.bootstrap != "none" and config.frozen_statistics:
+        raise UserError(
+            "--frozen-statistics keeps BatchNorm as it was learnt, and the agent CNN of --bootstrap begins with statistics that "
+            "nobody has learnt; give one of the two"
+        )
+    if config.bootstrap != "none" and config.mixtoken:
+        raise UserError(
+            "--bootstrap: MixToken exchanges tokens, which an agent CNN has not, so the two networks would see different images; "
+            "give --no-mixtoken, and perhaps --cutmix 1, which exchanges pixels"
+        )
+    uneven = config.agent == "res-like" and config.feature_adapt == "sequence" and config.feature_weight > 0
+    if config.bootstrap != "none" and config.objective == "token-label" and uneven:
+        raise UserError(
+            "--feature-adapt sequence compares tokens with other places of the agent's maps than they show, which token labels "
+            "contradict; give --feature-adapt pool-2d, or --agent base, whose maps are as large as the tokens' grid"
+        )
 
 
 def model_arguments(config: Config) -> dict[str, object]:
     """`model_kwargs` as a dictionary. UserError where one is no NAME=VALUE."""
+    return arguments_of(config.model_kwargs, "--model-kwargs")
+
+
+def arguments_of(words: tuple[str, ...], field: str) -> dict[str, object]:
+    """NAME=VALUE words of the option `field` as a dictionary. UserError where one is none."""
     arguments = {}
-    for word in config.model_kwargs:
+    for word in words:
         name, equals, value = word.partition("=")
         try:
             arguments[name.strip()] = ast.literal_eval(value.strip())
         except (ValueError, SyntaxError):
             equals = ""
         if not equals or not name.strip().isidentifier():
-            raise UserError(f"--model-kwargs {word!r} is not NAME=VALUE with a Python number, string or tuple, as depth=12 is")
+            raise UserError(f"{field} {word!r} is not NAME=VALUE with a Python number, string or tuple, as depth=12 is")
     return arguments
 
 

@@ -11,7 +11,8 @@ from ..pipelines.batch import Batch, Loader
 from ..pipelines.pairs import pairs_of
 from ..pipelines.resident import ResidentMaps
 from ..pipelines.targets import TargetRules, check_batch
-from .compiling import compiled
+from .bootstrapping import feature_share
+from .compiling import compiled, networks_of
 from .config import Config
 from .objective import augment_of, localisation_weight, mixing_of
 from .ranks import Ranks
@@ -21,19 +22,21 @@ class Feed:
     """This rank's batches on its device, augmented, in parts of `config.microbatch` images; and the losses of these parts.
 
     Args:
-        model: whose mean, deviation and patch size count; its blocks are compiled if `config.compile` says so.
+        trained: `Student.trained`: the blocks of its networks are compiled if `config.compile` says so; mean, deviation and patch
+            size are those of the first, the model.
         dtype: of autocast, None for none.
     """
 
-    def __init__(self, config: Config, ranks: Ranks, loader: Loader, model: nn.Module, dtype: torch.dtype | None) -> None:
+    def __init__(self, config: Config, ranks: Ranks, loader: Loader, trained: nn.Module, dtype: torch.dtype | None) -> None:
         self.config, self.ranks, self.loader, self.dtype = config, ranks, loader, dtype
+        model = networks_of(trained)[0]
         augment, mean, std = augment_of(config), model.pretrained_cfg["mean"], model.pretrained_cfg["std"]
         self.mixing = mixing_of(config, loader.plan)
         self.augmentation = Augmentation(loader.plan, augment, mean, std).to(ranks.device)
         self.rules = TargetRules(config.smoothing, config.temperature, config.outside, config.geometry, sheared=augment.shears)
         resident = config.labels_on_device and config.objective != "ce"
         self.resident = ResidentMaps(loader.source, ranks.device) if resident else None
-        self.loss_of, self.patch = compiled(config.compile, model), getattr(model, "patch_size", 16)
+        self.loss_of, self.patch = compiled(config.compile, trained), getattr(model, "patch_size", 16)
 
     def batches(
         self, epoch: int, start: int, through: Callable[[Iterator[Batch]], Iterator[Batch]] = iter
@@ -50,6 +53,8 @@ class Feed:
         # Where a network has no tokens of its own, a grid still says what the regions of a mixed image show.
         grid, weights = max(1, size // self.patch), plan.part_weights(at)
         mix = self.mixing.draw(epoch, at, size, grid).to(self.ranks.device) if self.mixing else None
+        share = feature_share(self.config, epoch)
+        share = None if share is None else share.to(self.ranks.device, non_blocking=True)
 
         def compute(number: int) -> Tensor:
             # Drop-path is the only draw of the device; seeding it by step and part keeps a resumed run equal.
@@ -57,7 +62,7 @@ class Feed:
             config, part, labels, pairs = self.config, parts[number], self.loader.labels, None
             if config.drloc != "none":
                 pairs = pairs_of(plan, epoch, part, config.drloc_pairs, localisation_weight(config, epoch))
-            loss = self.loss_of(config, network, part, labels, self.rules, grid, mix, self.dtype, pairs)
+            loss = self.loss_of(config, network, part, labels, self.rules, grid, mix, self.dtype, pairs=pairs, share=share)
             return loss * weights[number]
 
         return [partial(compute, number) for number in range(len(parts))]

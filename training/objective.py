@@ -1,12 +1,15 @@
 """The loss of a step, as a config states it: augmented batch in, equation 7 of the paper (or its first term alone) out."""
 
+import math
 from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
+from ..models.bootstrapping import Both, class_logits, distillation_loss, feature_loss
 from ..models.drloc import Localised
 from ..models.token_labeling import class_token_loss, hard_label_loss, token_labeling_loss
+from ..models.token_transformer import TokenLogits
 from ..pipelines.batch import Batch, LabelSpec
 from ..pipelines.mixing import Mix, Mixing, box_map, label_share, mixed, mixed_images, pooled, share_map
 from ..pipelines.pairs import Pairs
@@ -59,16 +62,52 @@ def dense_targets(
 
 
 def objective_loss(
-    config: Config, output, batch: Batch, spec: LabelSpec | None, rules: TargetRules, grid: int, mix: Mix | None
+    config: Config,
+    output,
+    batch: Batch,
+    spec: LabelSpec | None,
+    rules: TargetRules,
+    grid: int,
+    mix: Mix | None,
+    share: Tensor | None = None,
 ) -> Tensor:
-    """The loss of a step: equation 7, or its first term alone."""
+    """The loss of a step: equation 7, or its first term alone; of two networks `loss_of_both`."""
+    if isinstance(output, Both):
+        return loss_of_both(config, output, batch, spec, rules, grid, mix, share)
     if config.objective == "ce":
-        share = None if mix is None else label_share(mix)
-        return hard_label_loss(output, batch.label, batch.weight, config.smoothing, share)
+        partners = None if mix is None else label_share(mix)
+        return hard_label_loss(output, batch.label, batch.weight, config.smoothing, partners)
     whole, tokens = dense_targets(config, batch, spec, rules, grid, mix)
     if config.objective == "relabel":
         return class_token_loss(output, whole)
     return token_labeling_loss(output, whole, tokens, config.token_weight)
+
+
+def loss_of_both(
+    config: Config,
+    output: Both,
+    batch: Batch,
+    spec: LabelSpec | None,
+    rules: TargetRules,
+    grid: int,
+    mix: Mix | None,
+    share: Tensor,
+) -> Tensor:
+    """Equations 6 to 9 of Bootstrapping ViTs: each network's own loss, the other's answers, the agent's features.
+
+    `share` is what the decay leaves of the features' weight. The agent's dense targets are those of its last map's own grid.
+    """
+    agent_grid = math.isqrt(output.agent.tokens.shape[1]) if isinstance(output.agent, TokenLogits) else grid
+    total = objective_loss(config, output.vit, batch, spec, rules, grid, mix)
+    total = total + objective_loss(config, output.agent, batch, spec, rules, agent_grid, mix)
+    if config.distill_weight:
+        vit, agent, T = class_logits(output.vit), class_logits(output.agent), config.distill_temperature
+        soft = distillation_loss(vit, agent, batch.weight, T) + distillation_loss(agent, vit, batch.weight, T)
+        total = total + config.distill_weight * soft
+    if config.feature_weight:
+        features = feature_loss(output.tokens, output.maps, batch.weight, config.feature_norm, config.feature_adapt)
+        total = total + config.feature_weight * share * features
+    return total
 
 
 def step_loss(
@@ -80,14 +119,16 @@ def step_loss(
     grid: int,
     mix: Mix | None,
     dtype: torch.dtype | None,
+    *,
     pairs: Pairs | None = None,
+    share: Tensor | None = None,
     measure: Callable[..., Tensor] = objective_loss,
 ) -> Tensor:
     """The loss of a batch on the device, augmented; nothing in it waits for the device.
 
     `grid` is the side of the network's table of tokens (a network without one still needs it, to say what the regions of a
-    mixed image show), `dtype` that of autocast, None for none, `pairs` what a `Localised` model is asked, None of any other,
-    `measure` `objective_loss` or its compiled twin.
+    mixed image show), `dtype` that of autocast, None for none, `pairs` what a `Localised` model is asked and `share` that of
+    `loss_of_both`, None of any other, `measure` `objective_loss` or its compiled twin.
     """
     image = batch.image
     if mix is not None and (config.cutmix or config.mixup):
@@ -96,7 +137,7 @@ def step_loss(
         more = {"mix_PP": box_map(mix, grid) > 0.5} if config.mixtoken else {}
         output = model(image, **more) if pairs is None else model(image, pairs.words, batch.weight, **more)
     if pairs is None:
-        return measure(config, output, batch, spec, rules, grid, mix)
+        return measure(config, output, batch, spec, rules, grid, mix, share)
     return measure(config, output.output, batch, spec, rules, grid, mix) + pairs.weight * output.loss
 
 

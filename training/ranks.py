@@ -37,6 +37,13 @@ class Ranks:
             dist.all_reduce(tensor)
         return tensor
 
+    def average_gradients(self, gradients: list[Tensor]) -> None:
+        """Replace tensors by their means over ranks, in place, in one exchange; for what DDP does not know. All ranks must ask."""
+        if self.size > 1:
+            flat = self.sum(torch.cat([gradient.flatten() for gradient in gradients])).div_(self.size)
+            for gradient, mean in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+                gradient.copy_(mean.view_as(gradient))
+
     def tell_waits(self, word: object) -> object:
         """What the first rank says, on all."""
         words = [word]

@@ -9,6 +9,9 @@ from timm.optim import create_optimizer_v2
 from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 
+from ..models.agent_cnn import AgentCNN
+from ..models.bootstrapping import Align, Bootstrapped
+from .bootstrapping import trained_of
 from .config import Config
 from .guards import Finite
 from .objective import localised
@@ -20,26 +23,39 @@ class Student(NamedTuple):
     """A network in training."""
 
     model: nn.Module  # what is judged, averaged and given away
-    trained: nn.Module  # what is optimised: the model, or it and DRLoc's heads beside it
+    trained: nn.Module  # what is optimised: the model, or it and DRLoc's heads or its agent beside it
     network: nn.Module  # that as the backward pass wants it: under several ranks it averages gradients
     ema: ModelEmaV3 | None
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler  # of float16's losses; else it does nothing
     finite: Finite
     clip_grad: float
+    align: Align
+
+    @property
+    def agent(self) -> nn.Module | None:
+        """The second network, if there is one."""
+        return self.beside.get("agent")
+
+    @property
+    def beside(self) -> dict[str, nn.Module]:
+        """What is trained and is not the model, by its name in a checkpoint."""
+        if self.trained is self.model:
+            return {}
+        return {name: part for name, part in self.trained.named_children() if part is not self.model}
 
     def state(self) -> dict:
         """What `restore` needs."""
         return {
             "model": self.model.state_dict(), "ema": self.ema.module.state_dict() if self.ema else None,
             "optimizer": self.optimizer.state_dict(), "scaler": self.scaler.state_dict(),
-        } | ({"localiser": self.trained.localiser.state_dict()} if self.trained is not self.model else {})  # fmt: skip
+        } | {name: part.state_dict() for name, part in self.beside.items()}  # fmt: skip
 
     def restore(self, checkpoint: dict) -> None:
         """Go on from a checkpoint that holds `state`."""
         self.model.load_state_dict(checkpoint["model"])
-        if self.trained is not self.model:
-            self.trained.localiser.load_state_dict(checkpoint["localiser"])
+        for name, part in self.beside.items():
+            part.load_state_dict(checkpoint[name])
         self.optimizer.load_state_dict(checkpoint["optimizer"])
         self.scaler.load_state_dict(checkpoint["scaler"])
         if self.ema:
@@ -47,17 +63,21 @@ class Student(NamedTuple):
 
     def averaged(self) -> list[nn.Module]:
         """Models whose buffers differ between ranks until they are averaged."""
-        return [self.model, self.ema.module] if self.ema else [self.model]
+        return [self.trained, self.ema.module] if self.ema else [self.trained]
 
 
-def student_of(config: Config, model: nn.Module, ranks: Ranks, dtype: torch.dtype | None) -> Student:
-    """`model` with its optimiser, averaged weights and guards; `dtype` is that of autocast.
+def student_of(
+    config: Config, model: nn.Module, ranks: Ranks, dtype: torch.dtype | None, agent: AgentCNN | None = None
+) -> Student:
+    """`model` with its optimiser, averaged weights and guards, and perhaps an agent that learns beside it.
+
+    `dtype` is that of autocast. Model and agent must be on the device already, and synchronised if they are to be.
 
     AdamW decays no biases, norms and tables (timm's grouping). Its fused form takes `found_inf`, on which the guard relies.
-    DRLoc's heads are trained and saved, but not averaged: averaged weights are for judging, which needs no heads. UserError
-    where the model cannot have such heads.
+    DRLoc's heads and the agent are trained and saved, but have no averaged weights: those are for judging, which needs the
+    model alone. UserError where the model cannot have such heads.
     """
-    trained = localised(config, model)
+    trained = localised(config, trained_of(config, model, agent))
     return Student(
         model=model,
         trained=trained,
@@ -67,6 +87,7 @@ def student_of(config: Config, model: nn.Module, ranks: Ranks, dtype: torch.dtyp
         scaler=torch.amp.GradScaler(ranks.device.type, enabled=dtype == torch.float16),
         finite=Finite(ranks.device, config.on_nonfinite == "skip"),
         clip_grad=config.clip_grad,
+        align=config.align,
     )
 
 
@@ -85,6 +106,8 @@ def update(student: Student, ranks: Ranks, step: int, losses: Sequence[Callable[
             loss = loss_of() / len(losses)
             scaler.scale(loss).backward()
         mean += loss.detach()
+    if isinstance(model, Bootstrapped) and model.shared:
+        model.combine_gradients(student.align, ranks.average_gradients)
     if scaler.is_enabled():
         # Overflows of scaled gradients are part of the method: the scaler steps over them by itself. The guard judges the
         # loss, and shows the scaler a gradient that is not finite where the step must be left out.

@@ -9,6 +9,7 @@ import densefeed.train as run
 import pytest
 import torch
 from densefeed.tools.ablations import RUNS, TABLES
+from densefeed.training.bootstrapping import agent_for, check_sizes, trained_of
 from densefeed.training.config import check_values
 from densefeed.training.objective import mixing_of
 
@@ -31,6 +32,10 @@ def test_a_row_is_a_run_that_can_be_built(configs, name):
     mixing_of(configs[name], plan=None)
     with torch.device("meta"):
         model, _ = run.build_model(configs[name], 10)
+        if name.startswith("vit"):
+            trained_of(configs[name], model, agent_for(configs[name], model, 10))
+            check_sizes(configs[name], model, 10)
+            return
     assert model.stem(torch.zeros(1, 3, 64, 64, device="meta")).shape == (1, 96, 8, 8)
 
 
@@ -51,6 +56,12 @@ def test_a_row_of_a_table_changes_what_the_table_is_about(configs):
     assert steps == [{"model_kwargs"}] * 4 + [{"objective"}] * 2
     switches = [differing("augmented", name) for name in TABLES["Table 7, augmentation"][1:]]
     assert switches == [{"mixtoken"}, {"mixup"}, {"erase_probability"}, {"rand_augment"}]
+    table = TABLES["Bootstrapping, Table 4"]
+    switches = [differing("vit-joint", name) for name in (*table, "vit-joint-base")]
+    fields = "feature_weight", "distill_weight", "feature_decay", "feature_adapt", "feature_norm", "agent"
+    assert switches == [{field} for field in fields]
+    assert differing("vit", "vit-joint") == differing("vit", "vit-shared") == {"bootstrap"}
+    assert differing("vit", "vit-agent") == {"model"}
     none, *variants = TABLES["DRLoc's Table 6, variants"]
     assert [differing(none, name) for name in variants] == [{"drloc", "drloc_grid"}] * 5
     assert [configs[name].drloc for name in variants] == ["l1", "signed", "ce", "reg", "all"]

@@ -114,6 +114,24 @@ def test_compiled_steps_are_compiled_and_give_the_same_losses(monkeypatch):
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("bootstrap", ["joint", "shared"])
+def test_two_networks_are_measured_together_and_one_by_one(bootstrap):
+    """Their ratio is that of times: (model's + agent's) / both's."""
+    model = "bootstrapping_vit_micro"
+    contest = prepared(small(model=model, bootstrap=bootstrap), CPU, None)
+    assert [name for name, _ in contest.works] == ["ours", "agent", "both", "timm"]
+    floors = {name: floor.flops_per_image for name, floor in contest.floors.items()}
+    if bootstrap == "joint":
+        assert floors["both"] == pytest.approx(floors["ours"] + floors["agent"])
+    else:  # a shared CONV takes 2 products a weight's place, one of its own 9
+        assert floors["ours"] < floors["both"] < floors["ours"] + floors["agent"]
+    rates = {(name, "eager"): [rate] for name, rate in (("ours", 6.0), ("agent", 3.0), ("both", 1.0), ("timm", 1.0))}
+    (found,) = [ratio for ratio in benchmark_step.ratios(rates) if ratio["a"] == "both"]
+    assert (found["b"], found["median"]) == ("ours, then agent", 0.5)
+    document = main(small(model=model, bootstrap=bootstrap, rounds=1, steps=1))
+    assert [ratio["b"] for ratio in document["ratios"]] == ["timm", "ours, then agent"]
+
+
 def hand_count(classes: int, heads: int) -> float:
     """Multiply-adds of lvvit_micro's forward pass at 64 px: stem, 4 blocks of 65 tokens of 96 numbers, the heads."""
     D, T = 96, 65
@@ -193,6 +211,8 @@ def test_too_large_a_batch_is_said(monkeypatch):
         ({"model": "resnet1"}, "timm knows no model 'resnet1'"),
         ({"objective": "token-label", "classes": 2**16 + 1}, "at most 65,536 classes"),
         ({"size": 33}, "cannot be built"),
+        ({"bootstrap": "joint"}, "3 heads have no CONV"),
+        ({"bootstrap": "joint", "objective": "token-label"}, "--bootstrap goes with --objective ce and constant batches"),
         ({"drloc": True}, "--drloc l1 cannot be computed of lvvit_micro: its grid of 4 x 4 is smaller than a pool to 7 x 7"),
     ],
 )

@@ -5,7 +5,10 @@ from functools import partial
 import pytest
 import timm
 import torch
-from densefeed.training.compiling import SharedDropPath, compiled
+from densefeed.models.agent_cnn import agent_of
+from densefeed.models.bootstrapping import Bootstrapped
+from densefeed.models.drloc import Localised
+from densefeed.training.compiling import SharedDropPath, compiled, networks_of
 from timm.layers import DropPath
 
 
@@ -24,6 +27,25 @@ def test_blocks_with_rates_of_their_own_share_a_compilation(monkeypatch, name):
         model(image)
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == wanted
         model.eval()
+
+
+def test_what_stands_beside_a_model_leaves_its_blocks_to_be_compiled(monkeypatch):
+    """Of DRLoc's heads none is a network; an agent is one, and its blocks are compiled too."""
+    asked = []
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda module, **options: asked.append(module))
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    with_heads = timm.create_model("test_vit", img_size=32, num_classes=3)
+    vit = timm.create_model("bootstrapping_vit_micro", img_size=32, num_classes=3, depth=2)
+    agent = agent_of(vit, 3, shared=True)
+    for trained, networks in (
+        (vit, (vit,)),
+        (Localised(with_heads, "l1", 0, [32]), (with_heads,)),
+        (Bootstrapped(vit, agent), (vit, agent)),
+    ):
+        assert networks_of(trained) == networks
+        compiled("blocks", trained)
+        assert asked == [block for network in networks for block in network.blocks]
+        asked.clear()
 
 
 @pytest.mark.parametrize("scale", [True, False])

@@ -142,7 +142,7 @@ def test_a_steps_loss_is_the_objectives_and_the_weighted_distance(micro, tmp_pat
     without = objective.step_loss(config, model, batch, spec, rules, 4, None, None)
     maps = model.forward_intermediates(batch.image, intermediates_only=True, norm=variant == "l1")
     away = both.localiser(maps if variant == "all" else maps[-1:], pairs.words, batch.weight)
-    got = objective.step_loss(config, both, batch, spec, rules, 4, None, None, pairs)
+    got = objective.step_loss(config, both, batch, spec, rules, 4, None, None, pairs=pairs)
     torch.testing.assert_close(got, without + 0.3 * away)
     assert away > 0.05
 
@@ -162,8 +162,8 @@ def test_one_compiled_step_serves_every_step(micro, tmp_path, no_host_read, fiel
         mix = mixing.draw(0, number, 32, 4) if mixing else None
         pairs = pairs_of(plan, number, batch, 6, 0.1 * number)
         with no_host_read():
-            want = objective.step_loss(config, both, batch, spec, rules, 4, mix, None, pairs)
-        torch.testing.assert_close(compiled(config, both, batch, spec, rules, 4, mix, None, pairs), want)
+            want = objective.step_loss(config, both, batch, spec, rules, 4, mix, None, pairs=pairs)
+        torch.testing.assert_close(compiled(config, both, batch, spec, rules, 4, mix, None, pairs=pairs), want)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
@@ -248,7 +248,7 @@ def test_the_optimiser_decays_the_heads_matrices_and_nothing_else_of_them():
     assert before <= decayed
     assert "model.pos_embed" not in decayed
     assert sum(len(group["params"]) for group in ours.optimizer.param_groups) == len(names)
-    assert ours.averaged()[0] is model
+    assert ours.averaged()[0] is ours.trained
     assert not any(isinstance(part, Localised) for part in ours.ema.module.modules())
 
 

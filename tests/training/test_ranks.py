@@ -95,7 +95,12 @@ LAWS = {
     # The heads are inside what averages gradients, and a sample's pairs are its own.
     "drloc": dict(model="lvvit_groupnorm", drop_path=0.0, mixtoken=True, outside="uniform", drloc="l1", drloc_grid=2),
     "drloc, parts": dict(model="test_vit", objective="ce", microbatch=2, mixtoken=False, drloc="all", drloc_grid=0),
-}
+    # Gradients of both networks are averaged before they are aligned.
+    "bootstrap": dict(
+        model="bootstrapping_vit_micro", model_kwargs=("depth=2",), objective="ce", mixtoken=False, microbatch=4, drop_path=0.0,
+        bootstrap="shared", agent="base", align="layer",
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("law", LAWS)

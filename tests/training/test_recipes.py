@@ -117,6 +117,25 @@ def test_fine_tuning_is_the_supplementarys(name, command):
         assert "--init" in done.stdout + done.stderr
 
 
+@pytest.mark.parametrize("name", [name for name in NAMED if name.startswith("bootstrapping") and "micro" not in name])
+def test_bootstrapping_is_its_section_4_1(name):
+    """240 epochs of 2 x 32 images, AdamW; the features' factor 10 and T = 4; the rate is 0 in the end and never warmed up."""
+    config = NAMED[name]()
+    assert (config.epochs, config.batch, peak_rate(config), config.weight_decay, config.size) == (240, 64, 1e-3, 0.05, 224)
+    assert [learning_rate(config, step, 10) for step in (0, 9, 1200, 2400)] == pytest.approx([1e-3, 1e-3, 5e-4, 0])
+    assert (config.feature_weight, config.distill_weight, config.distill_temperature) == (10, 1, 4)
+    assert (config.feature_decay, config.feature_adapt, config.agent) == ("linear", "sequence", "res-like")
+    assert (config.smoothing, config.mixup, config.cutmix, config.rand_augment, config.ema) == (0, 0, 0, "", 0)
+    released = name.endswith("published")
+    assert config.feature_norm == ("layernorm" if released else "l2-token")
+    assert config.align == ("none" if released and "shared" in name else "global")
+    kind = name.replace("_published", "").rpartition("_")[2]
+    assert config.bootstrap == (kind if kind in ("joint", "shared") else "none")
+    # CIFAR's crop of an image padded by an eighth of its side; of ImageNet the released crop.
+    crop = (0, (0.6, 1.0), 0.875) if "imagenet" in name else (224 * 4 // 32, (1.0, 1.0), 1.0)
+    assert (config.shift, config.crop_scale, config.crop_pct) == crop
+
+
 def test_drlocs_recipes_are_the_supplementarys(command):
     """Section 6 and Table 9; lambda of Swin and ViT, the rest of the scheme as in the public commands."""
     weights = {"swin_t_drloc": 0.5, "vit_b_drloc": 0.01, "resnet_50_drloc": 0.1, "cvt_drloc": 0.1, "t2t_drloc": 0.1}

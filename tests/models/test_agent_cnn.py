@@ -1,0 +1,223 @@
+"""Agents: CONV against explicit matrices and attention, parameter counts to the unit, weights that are the transformer's own."""
+
+import densefeed.models.checkpoints  # noqa: F401  (registers our models with timm)
+import pytest
+import timm
+import torch
+from densefeed.models.agent_cnn import AgentBlock, AgentCNN, Conv, agent_of, lent_by, shared_conv, taps_of, wiring_of
+from densefeed.models.token_transformer import TokenLogits
+from torch.nn import functional as F
+
+HEADS = (1, 5, 6, 7, 8, 9, 17, 25)
+
+
+def phi(heads: int, Y: int, X: int) -> torch.Tensor:
+    """Equations 13 and 15, a loop over places: `[H, Y X, Y X]`, the first H of a square's taps, row by row."""
+    side = next(side for side in range(1, 99) if side * side >= heads)
+    matrices = torch.zeros(heads, Y * X, Y * X, dtype=torch.float64)
+    for tap in range(heads):
+        down, right = tap // side - side // 2, tap % side - side // 2
+        for y in range(Y):
+            for x in range(X):
+                if 0 <= y + down < Y and 0 <= x + right < X:
+                    matrices[tap, y * X + x, (y + down) * X + x + right] = 1
+    return matrices
+
+
+def test_the_matrices_have_the_sums_that_a_hand_counts():
+    """Of 9 taps a corner reads 4 places and the middle all; of 6 the top left reads 2, the bottom right 4."""
+    sums = {heads: phi(heads, 4, 5).sum((0, 2)).unflatten(0, (4, 5)) for heads in (9, 6)}
+    assert (sums[9][0, 0], sums[9][1, 1], sums[9][3, 4]) == (4, 9, 4)
+    assert (sums[6][0, 0], sums[6][1, 1], sums[6][3, 4]) == (2, 6, 4)
+    assert all(phi(heads, 4, 5).sum(2).max() == 1 for heads in HEADS)
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("grid", [(5, 5), (4, 7), (2, 1)])
+def test_conv_is_the_sum_of_phi_x_w(heads, grid):
+    torch.manual_seed(0)
+    conv, x = Conv(6, heads).double(), torch.randn(2, 6, *grid, dtype=torch.float64)
+    torch.nn.init.normal_(conv.bias)
+    tokens = x.flatten(2).mT
+    want = sum(matrix @ tokens @ conv.weight[:, :, tap].T for tap, matrix in enumerate(phi(heads, *grid))) + conv.bias
+    torch.testing.assert_close(conv(x).flatten(2).mT, want, rtol=1e-12, atol=1e-12)
+
+
+def test_conv_of_nine_heads_is_a_3_x_3_convolution_and_of_six_one_without_its_last_row():
+    torch.manual_seed(0)
+    x = torch.randn(2, 4, 5, 6, dtype=torch.float64)
+    for heads in (9, 6):
+        conv = Conv(4, heads).double()
+        kernel = torch.zeros(4, 4, 9, dtype=torch.float64)
+        kernel[:, :, :heads] = conv.weight.detach()
+        torch.testing.assert_close(conv(x), F.conv2d(x, kernel.unflatten(2, (3, 3)), conv.bias, padding=1))
+
+
+@pytest.mark.parametrize("heads", [2, 3, 4, 10, 12, 16, 26, 36])
+def test_heads_without_a_middle_are_refused(heads):
+    with pytest.raises(ValueError, match=f"{heads} heads have no CONV: their square of . x . taps has no middle"):
+        taps_of(heads)
+
+
+@pytest.mark.parametrize("name", ["bootstrapping_vit_micro", "lvvit_micro"])
+def test_the_shared_conv_is_attention_that_looks_at_one_tap(name):
+    """Equation 4, by the kernels W_h^V W_h^O that our function never makes: d x d each, V's bias left out."""
+    torch.manual_seed(0)
+    vit = timm.create_model(name, num_heads=6, **({"embed_dim": 96}), num_classes=3).double()
+    block, x = vit.blocks[1], torch.randn(2, 96, 4, 5, dtype=torch.float64)
+    torch.nn.init.normal_(block.attn.proj.bias)
+    value, proj = block.attn.qkv.weight[2 * 96 :], block.attn.proj.weight
+    want, tokens = block.attn.proj.bias, x.flatten(2).mT
+    for head, matrix in enumerate(phi(6, 4, 5)):
+        part = slice(16 * head, 16 * head + 16)
+        want = want + matrix @ tokens @ (proj[:, part] @ value[part]).T
+    torch.testing.assert_close(shared_conv(x, lent_by(vit)[1], 6).flatten(2).mT, want, rtol=1e-11, atol=1e-11)
+
+
+def test_a_shared_block_is_a_block_with_the_composed_kernels():
+    """MLP, norms and all, both places of the norms; in training, so that BatchNorm normalises."""
+    torch.manual_seed(0)
+    vit = timm.create_model("bootstrapping_vit_micro", num_classes=3).double()
+    block, lent = vit.blocks[0], lent_by(vit)[0]
+    for norm in ("before", "after"):
+        own, shared = (AgentBlock(108, 9, 432, norm, own=own).double() for own in (True, False))
+        with torch.no_grad():
+            value, proj = lent.value.unflatten(0, (9, 12)), lent.proj.unflatten(1, (9, 12))
+            own.conv.weight.copy_(torch.einsum("ohk,hki->oih", proj, value))
+            own.conv.bias.copy_(lent.proj_bias)
+            own.fc1.weight.copy_(block.mlp.fc1.weight[:, :, None, None])
+            own.fc2.weight.copy_(block.mlp.fc2.weight[:, :, None, None])
+            own.fc1.bias.copy_(block.mlp.fc1.bias)
+            own.fc2.bias.copy_(block.mlp.fc2.bias)
+        x = torch.randn(3, 108, 4, 4, dtype=torch.float64)
+        torch.testing.assert_close(shared(x, lent), own(x), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs", "counts"),
+    [
+        ("bootstrapping_vit_s", {}, (6_276_394, 6_302_404)),
+        ("bootstrapping_vit_b", {}, (21_669_514, 21_704_164)),
+        ("agent_s", {"stem": "base"}, (8_702_506, 8_728_516)),
+        ("agent_s", {}, (8_656_746, 8_682_756)),
+        ("agent_b", {"stem": "base"}, (25_118_602, 25_153_252)),
+        ("agent_b", {"norm": "after", "pool": 3, "down": (3, 9)}, (25_054_410, 25_089_060)),
+    ],
+)
+def test_parameters_are_those_of_table_1(name, kwargs, counts):
+    with torch.device("meta"):
+        models = [timm.create_model(name, num_classes=classes, **kwargs) for classes in (10, 100)]
+    assert tuple(sum(p.numel() for p in model.parameters()) for model in models) == counts
+
+
+@pytest.mark.parametrize(
+    ("vit", "stem", "private", "total"),
+    [
+        ("bootstrapping_vit_s", "res-like", 212_100, 6_514_504),
+        ("bootstrapping_vit_s", "base", 257_860, 6_560_264),
+        ("bootstrapping_vit_b", "res-like", 288_804, 21_992_968),
+    ],
+)
+def test_an_agent_with_lent_weights_has_few_of_its_own(vit, stem, private, total):
+    with torch.device("meta"):
+        vit = timm.create_model(vit, num_classes=100)
+        agent = agent_of(vit, 100, shared=True, stem=stem)
+        alone = agent_of(vit, 100, shared=False, stem=stem)
+    count = sum(p.numel() for p in agent.parameters())
+    assert (count, count + sum(p.numel() for p in vit.parameters())) == (private, total)
+    assert sum(p.numel() for p in alone.parameters()) == {  # Table 1's
+        (288, "res-like"): 8_682_756, (288, "base"): 8_728_516, (384, "res-like"): 25_089_060,
+    }[vit.embed_dim, stem]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "sides"),
+    [
+        ({"stem": "base"}, 6 * [14]),
+        ({}, [28, 14, 7, 7, 7, 7]),
+        ({"depth": 12, "num_heads": 6}, 2 * [28] + 2 * [14] + 8 * [7]),
+        ({"depth": 12, "num_heads": 6, "down": (3, 9), "pool": 3}, 3 * [28] + 6 * [14] + 3 * [7]),
+    ],
+)
+def test_maps_have_the_sides_of_tables_6_and_7(kwargs, sides):
+    with torch.device("meta"):
+        agent = AgentCNN(num_classes=10, **kwargs)
+        last, maps = agent.forward_maps(torch.empty(2, 3, 224, 224))
+    assert [found.shape[2:] for found in maps] == [(side, side) for side in sides]
+    assert last.shape[2] == sides[-1]
+
+
+def test_a_base_agent_and_its_transformer_have_equal_grids_at_any_patch():
+    with torch.device("meta"):
+        vit = timm.create_model("bootstrapping_vit_micro", num_classes=2)
+        agent = agent_of(vit, 2, shared=False, stem="base")
+        assert agent.forward_maps(torch.empty(2, 3, 64, 64))[0].shape[2:] == (8, 8)
+
+
+def test_an_agent_with_a_token_head_answers_as_lvvit_does():
+    torch.manual_seed(0)
+    agent = AgentCNN(num_classes=5, embed_dim=18, depth=3, num_heads=9, token_head=True)
+    image = torch.randn(2, 3, 64, 64)
+    said = agent.train()(image)
+    assert isinstance(said, TokenLogits)
+    assert (said.cls.shape, said.tokens.shape) == ((2, 5), (2, 4, 5))
+    last, _ = agent.eval().forward_maps(image)
+    want = agent.head(last.mean((2, 3))) + 0.5 * agent.token_head(last.flatten(2).mT).amax(1)
+    torch.testing.assert_close(agent(image), want)
+
+
+def test_lent_weights_are_the_transformers_own_also_after_an_update():
+    vit = timm.create_model("bootstrapping_vit_micro", num_classes=2)
+    lent = lent_by(vit)
+    optimizer = torch.optim.AdamW(vit.parameters(), lr=0.1, fused=True)
+    vit(torch.randn(2, 3, 64, 64)).sum().backward()
+    optimizer.step()
+    for block, weights in zip(vit.blocks, lent, strict=True):
+        assert weights.value.data_ptr() == block.attn.qkv.weight[2 * 108 :].data_ptr()
+        assert torch.equal(weights.value, block.attn.qkv.weight[2 * 108 :])
+        assert torch.equal(weights.fc2, block.mlp.fc2.weight)
+        assert weights.fc2.grad is None
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs"),
+    [
+        ("resnet18", {}),
+        ("nfnet_micro", {}),
+        ("swin_tiny_patch4_window7_224", {}),
+        ("test_vit", {"mlp_layer": timm.layers.GluMlp}),
+    ],
+)
+def test_networks_that_can_have_no_agent_are_refused(name, kwargs):
+    with torch.device("meta"):
+        model = timm.create_model(name, num_classes=2, **kwargs)
+    with pytest.raises(ValueError, match="has no blocks of attention"):
+        wiring_of(model)
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"feed_forward": "mlp", "aggregate": "none", "num_heads": 6}])
+def test_dhvt_is_refused_by_name(kwargs):
+    """Also with a plain MLP and heads that have a CONV."""
+    with torch.device("meta"):
+        model = timm.create_model("dhvt_tiny_cifar_patch4", num_classes=2, depth=1, **kwargs)
+    with pytest.raises(ValueError, match="DHVT's attention adds tokens of heads and its MLP, DAFF, convolves"):
+        wiring_of(model)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "said"),
+    [
+        ({"stem": "vgg"}, "stem 'vgg' must be"),
+        ({"down": (0,)}, r"down \(0,\) must be numbers of blocks, from 1 to 6"),
+        ({"down": (7,)}, "from 1 to 6"),
+        ({"num_heads": 4}, "4 heads have no CONV"),
+    ],
+)
+def test_agents_that_make_no_sense_are_refused(kwargs, said):
+    with pytest.raises(ValueError, match=said):
+        AgentCNN(num_classes=2, **kwargs)
+
+
+def test_images_that_leave_nothing_to_halve_are_refused():
+    with pytest.raises(ValueError, match="block 2 has 1 x 1 places, which cannot be halved"):
+        AgentCNN(num_classes=2, embed_dim=18, num_heads=9).eval()(torch.zeros(1, 3, 16, 16))

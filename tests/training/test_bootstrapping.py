@@ -1,0 +1,345 @@
+"""Runs of two networks: they train, resume and compile as one does; what conflicts is refused before it begins.
+
+That they spread over ranks is one of test_ranks' laws.
+"""
+
+import json
+import math
+from contextlib import closing, contextmanager
+from dataclasses import replace
+
+import densefeed.train as training
+import pytest
+import torch
+from densefeed.models import checkpoints
+from densefeed.models.agent_cnn import AgentCNN
+from densefeed.pipelines.augment import Augmentation, augmented
+from densefeed.pipelines.targets import TargetRules, sparse_targets
+from densefeed.relabel.files import UserError
+from densefeed.training import objective
+from densefeed.training.bootstrapping import agent_for, feature_share, trained_of
+from densefeed.training.ranks import Ranks
+from densefeed.training.student import student_of, update
+from timm.layers import convert_sync_batchnorm
+from torch.nn import functional as F
+
+ALONE = Ranks(0, 1, torch.device("cpu"))
+# Two blocks: at 32 pixels the agent's maps are 4 x 4 and 2 x 2, and its last one a place.
+JOINT = dict(
+    model="bootstrapping_vit_micro", model_kwargs=("depth=2",), objective="ce", mixtoken=False, bootstrap="joint"
+)  # fmt: skip
+SHARED = JOINT | dict(bootstrap="shared")
+DENSE = dict(
+    model="lvvit_micro", model_kwargs=("num_heads=6", "depth=2"), objective="token-label", mixtoken=False, bootstrap="shared",
+    feature_adapt="pool-2d",
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def unmeasured(monkeypatch):
+    """No third of a second in every run for the device's best rate, of which nothing here is asked."""
+    monkeypatch.setattr(training, "peak_flops", lambda *_: 1e12)
+
+
+@pytest.fixture
+def config(micro, tmp_path):
+    return lambda **fields: micro(tmp_path / "run", **(JOINT | fields))
+
+
+def records(out, kind="train"):
+    return [r for r in map(json.loads, (out / "metrics.jsonl").read_text().splitlines()) if r["kind"] == kind]
+
+
+def first_step(run):
+    """Both networks as one, an augmented batch, and what its labels mean."""
+    loader = training.open_loader(run, "train")
+    torch.manual_seed(0)
+    model, _ = training.build_model(run, loader.num_classes)
+    both = trained_of(run, model, agent_for(run, model, loader.num_classes))
+    augmentation = Augmentation(loader.plan, objective.augment_of(run), (0.5,) * 3, (0.2,) * 3)
+    batch = next(augmented(loader.batches(0), augmentation, 0, torch.device("cpu")))
+    loader.close()
+    return both, batch, loader.labels, loader.plan
+
+
+# ------------------------------------------------------------------------- whole runs
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        JOINT
+        | dict(
+            objective="relabel", cutmix=1.0, mixup=0.8, feature_decay="none", agent_kwargs=("norm='after'", "pool=3"), epochs=1
+        ),
+        JOINT
+        | dict(precision="fp16", epochs=1, feature_weight=0.0, agent="base", feature_norm="layernorm", on_nonfinite="skip"),
+        SHARED | dict(cutmix=1.0, microbatch=2, clip_grad=1.0, sizes=((0, 32), (1, 64)), grad_checkpointing=True),
+        SHARED | dict(precision="bf16", epochs=1, feature_blocks=(2,), distill_weight=0.0, align="none"),
+        DENSE | dict(bootstrap="joint", cutmix=1.0, epochs=1, fused_head="always", labels_on_device=True),
+        DENSE | dict(agent="base", epochs=1, feature_adapt="sequence", cutmix=1.0, mix_label="regions"),
+    ],
+)
+def test_a_run_leaves_the_transformer_alone_and_judges_both(micro, tmp_path, capsys, fields):
+    """Its checkpoint is the transformer's, for every tool to read; the agent lies beside it."""
+    out = tmp_path / "run"
+    result = training.train(micro(out, **fields))
+    assert {"top1", "top1_ema", "top1_agent"} <= set(result)
+    assert all(math.isfinite(r["loss"]) for r in records(out))
+    model, checkpoint = checkpoints.build(out / "last.pt")
+    alone, _ = training.build_model(replace(micro(out, **fields), bootstrap="none"), 2)
+    assert set(model.state_dict()) == set(alone.state_dict()) == set(checkpoint["ema"])
+    own = [name for name in checkpoint["agent"] if "fc1" in name]
+    assert bool(own) == (fields["bootstrap"] == "joint")
+    count = sum(p.numel() for p in agent_for(micro(out, **fields), alone, 2).parameters())
+    assert f", and {count:,} that --bootstrap {fields['bootstrap']} trains beside them, on cpu" in capsys.readouterr().out
+
+
+def stopped_after(steps: int):
+    @contextmanager
+    def stopping():
+        asks = iter(range(1, 10**9))
+        yield lambda: "SIGTERM" if next(asks) >= steps else ""
+
+    return stopping
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize(
+    "fields",
+    [JOINT | dict(microbatch=2, cutmix=1.0), DENSE | dict(precision="fp16")],
+    ids=["joint", "shared, dense"],
+)  # fmt: skip
+def test_a_run_stopped_after_every_step_is_the_uninterrupted_one(micro, tmp_path, monkeypatch, fields):
+    """To the bit: both networks, averages and moments; the weight of features falls from epoch to epoch."""
+    monkeypatch.setattr(training, "flops_of_sizes", lambda config, loader: {32: 1.0})  # of which nothing is asked
+    whole = training.train(micro(tmp_path / "whole", **fields))
+    monkeypatch.setattr(training, "stopping", stopped_after(1))
+    for _ in range(5):
+        assert training.train(micro(tmp_path / "cut", resume="auto", **fields)) == {}
+    result = training.train(micro(tmp_path / "cut", resume="auto", **fields))
+    assert {name: result[name] for name in result if "top1" in name} == {name: whole[name] for name in whole if "top1" in name}
+    one, other = (checkpoints.load(tmp_path / name / "last.pt") for name in ("cut", "whole"))
+    for part in ("model", "agent", "ema"):
+        assert set(one[part]) == set(other[part])
+        assert all(torch.equal(tensor, other[part][name]) for name, tensor in one[part].items()), part
+    for number, moments in one["optimizer"]["state"].items():
+        assert all(torch.equal(value, other["optimizer"]["state"][number][name]) for name, value in moments.items())
+    assert [(r["step"], r["loss"]) for r in records(tmp_path / "cut")] == [
+        (r["step"], r["loss"]) for r in records(tmp_path / "whole")
+    ]
+
+
+def test_a_dry_run_counts_both_networks(config, capsys):
+    for bootstrap in ("none", "joint"):
+        training.train(config(bootstrap=bootstrap, dry_run=True))
+    lines = capsys.readouterr().out.splitlines()
+    alone, both = (float(line.partition("take about ")[2].split()[0]) for line in lines)
+    assert both >= alone + 0.005  # 0.5 M parameters of the agent, four times 4 bytes each
+
+
+def test_a_dry_run_counts_the_gradients_of_what_is_lent(config, capsys, monkeypatch):
+    """10 D² numbers and 6 D biases of each of two blocks, D = 936: 70 MB; what an agent stores beside them is the same."""
+    kwargs = dict(bootstrap="shared", model_kwargs=("depth=2", "embed_dim=936"), dry_run=True)
+    training.train(config(**kwargs))
+    monkeypatch.setattr(AgentCNN, "borrowed", lambda agent: [])
+    training.train(config(**kwargs))
+    said = [float(line.partition("take about ")[2].split()[0]) for line in capsys.readouterr().out.splitlines()]
+    assert said[0] - said[1] == pytest.approx(2 * (10 * 936**2 + 6 * 936) * 4 / 1e9, abs=0.011)  # printed in steps of 0.01
+
+
+@pytest.mark.parametrize("bootstrap", ["joint", "shared"])
+def test_synchronised_statistics_are_both_networks(config, monkeypatch, bootstrap):
+    """As on several ranks; what is lent stays one with what lends it."""
+    monkeypatch.setattr(Ranks, "synchronised", lambda ranks, model: convert_sync_batchnorm(model))
+    run = training.prepared(config(bootstrap=bootstrap, sync_batchnorm=True), ALONE)
+    with closing(run.loader), closing(run.val):
+        kinds = {type(module) for module in run.student.trained.modules() if "BatchNorm" in type(module).__name__}
+        assert kinds == {torch.nn.SyncBatchNorm}
+        both = run.student.trained
+        for lent, block in zip(both.agent.lent, both.vit.blocks, strict=True):
+            assert (lent is None) == (bootstrap == "joint")
+            assert lent is None or lent.fc1.data_ptr() == block.mlp.fc1.weight.data_ptr()
+
+
+def test_what_is_not_finite_in_the_agent_is_named(config, monkeypatch):
+    build = training.agent_for
+
+    def poisoned(*arguments):
+        agent = build(*arguments)
+        if agent is not None and not next(agent.parameters()).is_meta:
+            with torch.no_grad():
+                agent.norm.bias.fill_(math.nan)
+        return agent
+
+    monkeypatch.setattr(training, "agent_for", poisoned)
+    with pytest.raises(UserError, match=r"the gradients of step 1 are not finite; the weight agent\.norm\.bias is the first"):
+        training.train(config())
+
+
+# ------------------------------------------------------------------------- a step
+
+
+def test_the_loss_of_a_step_is_the_papers(config):
+    """Hard labels: two cross entropies, two divergences and the features, by hand in float64; decay in the second of 4 epochs."""
+    run = config(epochs=4, smoothing=0.0, drop_path=0.0)
+    both, batch, _, _ = first_step(run)
+    share = feature_share(run, 1)
+    assert share.item() == 0.75
+    ours = objective.step_loss(run, both.eval(), batch, None, TargetRules(), 2, None, None, share=share)
+    with torch.no_grad():
+        said = both(batch.image)
+    own = sum(F.cross_entropy(logits.double(), batch.label) for logits in (said.vit, said.agent))
+    p, q = ((logits.double() / 4).softmax(1) for logits in (said.vit, said.agent))
+    soft = 16 * ((p * (p / q).log()).sum(1).mean() + (q * (q / p).log()).sum(1).mean())
+    features = 0.0
+    for x, y in zip(said.tokens, said.maps, strict=True):
+        y = y.flatten(2).mT.double()
+        x = x.double().unflatten(1, (y.shape[1], -1)).mean(2)
+        features += (2 - 2 * F.cosine_similarity(x, y, dim=2)).mean()
+    assert [y.flatten(2).shape[2] for y in said.maps] == [16, 4]
+    assert ours.item() == pytest.approx((own + soft + 10 * 0.75 * features).item(), rel=1e-5)
+
+
+def test_both_networks_learn_from_the_score_maps(config):
+    """Each of its own grid's dense labels, in float64: 4 x 4 tokens of the transformer, 1 place of the agent's last map."""
+    run = config(**DENSE, distill_weight=0.0, feature_weight=0.0, drop_path=0.0)
+    both, batch, spec, _ = first_step(run)
+    rules = TargetRules(smoothing=0.1)
+    ours = objective.step_loss(run, both.train(), batch, spec, rules, 4, None, None, share=feature_share(run, 0))
+    with torch.no_grad():
+        said, want = both(batch.image), 0.0
+    for output, grid in ((said.vit, 4), (said.agent, 1)):
+        assert output.tokens.shape[1] == grid**2
+        for logits, side, factor in ((output.cls[:, None], 1, 1.0), (output.tokens, grid, 0.5)):
+            targets = sparse_targets(batch, spec, side, rules)
+            full = targets.base.double()[..., None].repeat(1, 1, 2)
+            full.scatter_add_(2, targets.palette[:, None].expand(-1, side**2, -1), targets.extra.double())
+            loss = -(full * logits.double().log_softmax(-1)).sum(-1)
+            want += factor * (loss * targets.weight).sum() / targets.weight.sum()
+    assert ours.item() == pytest.approx(want.item(), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [JOINT | dict(model_kwargs=("depth=1",)), DENSE | dict(model_kwargs=("num_heads=6", "depth=1"))],
+    ids=["joint", "shared, dense"],
+)
+def test_one_compiled_step_serves_every_box_and_epoch(config, fields):
+    """No graph break, no recompilation as the weight of features falls, and the loss and gradients of eager mode."""
+    run = config(**fields, agent_kwargs=("down=(1,)",), cutmix=1.0, drop_path=0.0, epochs=4)
+    both, batch, spec, plan = first_step(run)
+    mixing, rules = objective.mixing_of(run, plan), TargetRules(smoothing=0.1)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    step = torch.compile(objective.step_loss, fullgraph=True, backend="aot_eager", dynamic=False)
+    for epoch in range(3):
+        mix, found = mixing.draw(epoch, 0, 32, 4) if mixing else None, []
+        for function in (objective.step_loss, step):
+            both.zero_grad()
+            loss = function(run, both, batch, spec, rules, 4, mix, None, share=feature_share(run, epoch))
+            loss.backward()
+            if both.shared:
+                both.combine_gradients("global", lambda gradients: None)
+            found.append((loss.detach(), *(parameter.grad.clone() for parameter in both.parameters())))
+        torch.testing.assert_close(found[0], found[1], rtol=1e-3, atol=1e-5)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+def test_blocks_of_both_networks_are_compiled(config, monkeypatch, tmp_path):
+    """Once each kind: the transformer's, the agent's at its two sizes; and the loss. Without code generation."""
+    compiler, asked = torch.compile, []
+
+    def without_code(function, **options):
+        asked.append(type(getattr(function, "__self__", function)).__name__)
+        return compiler(function, backend="aot_eager", **options)
+
+    monkeypatch.setattr(torch, "compile", without_code)
+    torch._dynamo.reset()
+    plain_run = training.train(config(epochs=1, drop_path=0.0))
+    losses = [r["loss"] for r in records(tmp_path / "run")]
+    other = config(epochs=1, drop_path=0.0, compile="blocks")
+    compiled_run = training.train(replace(other, out=tmp_path / "compiled"))
+    assert [r["loss"] for r in records(tmp_path / "compiled")] == pytest.approx(losses, rel=1e-4)
+    assert plain_run.keys() == compiled_run.keys()
+    assert asked == ["Block"] * 2 + ["AgentBlock"] * 2 + ["function"]
+
+
+@pytest.mark.parametrize("fields", [JOINT, SHARED, SHARED | dict(align="tensor", clip_grad=1.0, on_nonfinite="skip")])
+def test_an_update_waits_for_nothing(config, no_host_read, fields):
+    run = config(**fields, ema=0.0)
+    both, batch, spec, _ = first_step(run)
+    student = student_of(run, both.vit, ALONE, None, both.agent)
+    share = feature_share(run, 1)
+
+    def loss():
+        return objective.step_loss(run, student.network, batch, spec, TargetRules(), 4, None, None, share=share)
+
+    with no_host_read():
+        mean, norm = update(student, ALONE, 0, [loss, loss])
+    assert mean.isfinite()
+    assert norm > 0
+    if both.shared:  # still one set of weights
+        assert both.agent.lent[0].fc1.data_ptr() == both.vit.blocks[0].mlp.fc1.weight.data_ptr()
+        assert all(seen.grad is None for lent in both.agent.lent for seen in lent)
+
+
+def test_float16s_scale_changes_no_aligned_gradient(config):
+    """Gradients are aligned while they are scaled: 1,024 times as long, exactly the same update."""
+    run, weights = config(**SHARED, ema=0.0, drop_path=0.0), []
+    for scale in (1.0, 1024.0):
+        both, batch, spec, _ = first_step(run)
+        student = student_of(run, both.vit, ALONE, None, both.agent)
+        student = student._replace(scaler=torch.amp.GradScaler("cpu", init_scale=scale))
+
+        def loss(student=student, batch=batch, spec=spec):
+            return objective.step_loss(
+                run, student.network, batch, spec, TargetRules(), 4, None, None, share=feature_share(run, 0)
+            )
+
+        update(student, ALONE, 0, [loss])
+        weights.append([parameter.detach() for parameter in both.parameters()])
+    torch.testing.assert_close(*weights, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(("decay", "shares"), [("linear", [1.0, 0.75, 0.5, 0.25]), ("none", [1.0] * 4)])
+def test_the_weight_of_features_falls_to_nothing(config, decay, shares):
+    run = config(epochs=3, cooldown_epochs=1, feature_decay=decay)
+    assert [feature_share(run, epoch).item() for epoch in range(4)] == shares
+    assert feature_share(replace(run, bootstrap="none"), 0) is None
+
+
+# ------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        (dict(drloc="l1", drloc_grid=0), "--drloc and --bootstrap: its heads read the last map of one network"),
+        (dict(frozen_statistics=True), "the agent CNN of --bootstrap begins with statistics that nobody has learnt"),
+        (dict(model="dhvt_tiny_cifar_patch4"), "dhvt_tiny_cifar_patch4 can have no such agent .DHVT's attention adds tokens"),
+        (dict(mixtoken=True, model="lvvit_micro"), "MixToken exchanges tokens, which an agent CNN has not"),
+        (DENSE | dict(feature_adapt="sequence"), "give --feature-adapt pool-2d, or --agent base"),
+        (dict(distill_temperature=0.0), "--distill-temperature is 0, and must be at least 0.001"),
+        (dict(feature_weight=-1.0), "--feature-weight is -1, and must be at least 0"),
+        (dict(model="lvvit_micro"), "lvvit_micro can have no such agent .3 heads have no CONV"),
+        (dict(model="nfnet_micro", model_kwargs=()), "nfnet_micro can have no such agent .has no blocks of attention"),
+        (dict(agent_kwargs=("down=(9,)",)), r"down \(9,\) must be numbers of blocks, from 1 to 2"),
+        (dict(agent_kwargs=("nonsense=1",)), "unexpected keyword argument 'nonsense'"),
+        (dict(agent_kwargs=("pool",)), "--agent-kwargs 'pool' is not NAME=VALUE"),
+        (dict(feature_blocks=(5,)), r"--feature-blocks: blocks \(5,\) must be numbers from 1 to 2"),
+        (dict(size=16, agent_kwargs=("down=(1,2)",)), "cannot train at 16 px .block 2 has 1 x 1 places, which cannot be halved"),
+        (dict(sizes=((0, 32), (1, 40))), "cannot train at 40 px .* choose another --size, --agent"),
+    ],
+)  # fmt: skip
+def test_what_conflicts_is_refused_before_the_first_step(config, fields, said):
+    run = config(**fields)
+    with pytest.raises(UserError, match=said):
+        training.train(run)
+    assert not (run.out / "checkpoints").exists()
+
+
+def test_the_agents_table_is_part_of_what_a_resumed_run_must_repeat(config):
+    training.train(config(epochs=1))
+    with pytest.raises(UserError, match="was trained with bootstrap=joint"):
+        training.train(config(epochs=1, bootstrap="shared", resume="auto"))

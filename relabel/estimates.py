@@ -1,6 +1,8 @@
 """What a labelling will cost, from a few batches of it that are not kept: hours, bytes on disk, memory."""
 
+import math
 import resource
+import time
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -13,6 +15,7 @@ from .scoring import Scored
 from .store import palette_sizes, row_types
 
 BATCHES = 8  # timed, after as many as it takes to fill the queue
+RENDERED = 64  # images rendered alone, on one thread
 DEVICES = (1, 8, 64)
 IMAGENET = 1_281_167  # images of ImageNet-1k's training split
 
@@ -23,6 +26,7 @@ class Estimate(NamedTuple):
     images: int  # of the dataset
     rate: float  # images a second of one device
     images_wait: float  # share of the time, 0 to 1, that the teacher waited for images
+    render_rate: float  # images a second that one thread reads, decodes and resizes, with nothing beside it
     row_bytes: dict[Form, float]  # on disk, an image
     memory_bytes: int  # at most, of the device, on a CPU of the process
     batch: int
@@ -35,6 +39,8 @@ class Estimate(NamedTuple):
         """As the command prints it."""
         waited = f"the teacher waited {100 * self.images_wait:.0f} % of the time for images"
         yield f"{self.rate:,.1f} images/s in batches of {self.batch}; {waited}"
+        threads = math.ceil(self.rate / self.render_rate)
+        yield f"a decoding thread renders {self.render_rate:,.0f} images/s: {threads} keep{'s' * (threads == 1)} this device busy"
         for devices in DEVICES:
             hours = (f"{self.hours(count, devices):,.2f} h for {count:,} images" for count in (self.images, IMAGENET))
             yield f"{devices:2} such device{'s' if devices > 1 else ''}: {', '.join(hours)}"
@@ -56,6 +62,11 @@ def try_out(work: Pass) -> Estimate:
 
     score_batches(work, batches[:1], look, lambda _: None)  # libraries choose their kernels, a compiler compiles
     speed = score_batches(work, batches, look, lambda _: None)
+    out, some = np.empty(work.look_shape, np.uint8), ids[:RENDERED].tolist()
+    began = time.perf_counter()
+    for index in some:
+        work.render(index, out)
+    render_rate = len(some) / (time.perf_counter() - began)
     header, palette = work.header, np.concatenate(sizes[1:])
     per_row = {
         name: np.dtype(dtype).itemsize * int(np.prod(shape, dtype=int))
@@ -69,4 +80,4 @@ def try_out(work: Pass) -> Estimate:
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     if device.type == "cuda":
         memory = torch.cuda.max_memory_reserved(device)
-    return Estimate(count, speed.images / speed.seconds, speed.images_wait / speed.seconds, row_bytes, memory, work.batch)
+    return Estimate(count, speed.images / speed.seconds, speed.images_wait / speed.seconds, render_rate, row_bytes, memory, work.batch)

@@ -1,6 +1,7 @@
 """The pass: stored rows against a direct computation, resume after kill -9, accuracy from the store."""
 
 import errno
+import re
 import shutil
 import threading
 import time
@@ -296,5 +297,7 @@ def test_the_command_dry_runs(folder, tmp_path, capsys):
             top_k=2, device="cpu", dry_run=True,
         )
     )  # fmt: skip
-    assert "64 such devices" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "64 such devices" in said
+    assert re.search(r"a decoding thread renders [\d,]+ images/s: \d+ keeps? this device busy", said)
     assert [path.name for path in tmp_path.iterdir()] == ["teacher.safetensors"]

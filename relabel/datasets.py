@@ -1,10 +1,12 @@
-"""Datasets that are no folder of class folders: the small sets of the papers, lists of files, and parts of a folder.
+"""What samples a dataset has: a folder of class folders, the small sets of the papers, lists of files, parts of a folder.
 
+    (empty)                            a folder of class folders, or of train/ and val/ that hold them
     cifar10 cifar100 svhn flowers102   as torchvision keeps them below the root, downloaded if they are not there and the network allows
     domainnet/NAME                     clipart infograph painting quickdraw real sketch: <root>/<name>_train.txt and _test.txt, as published
     list/FILE                          lines "path label" or "class/file", paths relative to the root
     classes/FILE                       those class folders of the root that FILE names, a line each, in its order (ImageNet-100)
     share/PERCENT                      so many of every class folder's images, always the same (ImageNet 1, 5, 10, 50 %)
+    hfds/NAME                          as timm reads it
 
 Small arrays of pixels are handed on as PNG, so everything behind this file reads encoded images only.
 """
@@ -12,12 +14,15 @@ Small arrays of pixels are handed on as PNG, so everything behind this file read
 import io
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
 import numpy as np
 from PIL import Image
 
 from .files import UserError, explain
+
+if TYPE_CHECKING:
+    from timm.data.readers.reader import Reader
 
 # Classes and images of each split: DHVT, Table 6; DRLoc, Section 5 (Flowers: train and val together, to test on test); SVHN's own page.
 CIFAR = {"train": 50_000, "test": 10_000}
@@ -33,7 +38,8 @@ COUNTS: dict[str, tuple[int, dict[str, int]]] = {
     "domainnet/real": (345, {"train": 120_906, "test": 52_041}),
     "domainnet/sketch": (345, {"train": 48_212, "test": 20_916}),
 }
-KINDS = ("cifar10", "cifar100", "svhn", "flowers102", "domainnet", "list", "classes", "share")
+SPLITS = ({"train", "training"}, {"val", "valid", "validation", "eval", "evaluation"}, {"test"})  # timm's synonyms
+KINDS = ("cifar10", "cifar100", "svhn", "flowers102", "domainnet", "list", "classes", "share", "hfds")
 WHERE = {
     "cifar10": "the folder cifar-10-batches-py of cifar-10-python.tar.gz",
     "cifar100": "the folder cifar-100-python of cifar-100-python.tar.gz",
@@ -65,12 +71,33 @@ class Listed(NamedTuple):
         return file
 
 
-def find(root: Path, dataset: str, split: str) -> Listed:
+class ByTimm(NamedTuple):
+    """A dataset that timm reads, in its order."""
+
+    paths: list[str]
+    labels: np.ndarray
+    class_names: list[str]
+    reader: "Reader"
+
+    def where(self, index: int) -> str:
+        """How an error message should name sample `index`."""
+        return str(self.reader.filename(index, absolute=True))
+
+    def open(self, index: int) -> BinaryIO:
+        """The encoded bytes of sample `index`."""
+        return self.reader[index][0]
+
+
+def find(root: Path, dataset: str, split: str) -> Listed | ByTimm:
     """The samples of `dataset` below `root`; a warning if a published set has not as many as published.
 
     Raises UserError if it is not there and cannot be downloaded, has no such split, or its list names what is not there.
     """
     kind, _, rest = dataset.partition("/")
+    if dataset and kind not in KINDS:
+        raise UserError(f"--dataset {dataset}: give none for a folder of class folders, or one of {', '.join(KINDS)} (see --help)")
+    if kind in ("", "hfds"):
+        return by_timm(root, dataset, split)
     finder: Callable[[Path, str, str], Listed] = {
         "domainnet": domainnet, "list": listed, "classes": chosen_classes, "share": share_of_each
     }.get(kind, of_torchvision)  # fmt: skip
@@ -86,6 +113,39 @@ def find(root: Path, dataset: str, split: str) -> Listed:
             f"where {counts.get(split, 0):,} of {classes} were published"
         )
     return found
+
+
+def by_timm(root: Path, dataset: str, split: str) -> ByTimm:
+    """A folder of class folders, or what timm calls `dataset`."""
+    from timm.data import create_dataset  # takes 1.2 s, which a loader of .beton files need not wait for
+
+    if not dataset:
+        check_split(root, split)
+    try:
+        reader = create_dataset(dataset, root=str(root), split=split).reader
+        paths = reader.filenames()
+    except (RuntimeError, AssertionError) as error:
+        raise UserError(f"{root}: no images found ({error}); it should hold one folder of images per class") from error
+    except ImportError as error:
+        raise UserError(f"--dataset {dataset} needs a package that is not here ({error}); pip install datasets") from error
+    if not paths:
+        raise UserError(f"{root} holds no images; it should hold one folder of images per class")
+    samples = getattr(reader, "samples", None)
+    labels = np.array([sample[1] for sample in samples] if samples else [reader[i][1] for i in range(len(paths))], np.int64)
+    names = getattr(reader, "class_to_idx", None) or {str(label): label for label in range(labels.max() + 1)}
+    return ByTimm(paths, labels, [name for name, _ in sorted(names.items(), key=lambda item: item[1])], reader)
+
+
+def check_split(root: Path, split: str) -> None:
+    """UserError if `root` is no folder, or holds splits but not this one: timm would then read all of them as one."""
+    if not root.is_dir():
+        raise UserError(f"{root} is not a folder; give a folder of class folders with images in it")
+    there = {path.name for path in root.iterdir() if path.is_dir()}
+    wanted = next((names for names in SPLITS if split in names), {split})
+    if there & set().union(*SPLITS) and not there & wanted:
+        raise UserError(
+            f"{root} holds {', '.join(sorted(there))} but no folder {split!r}; name one of them, or the folder of classes"
+        )
 
 
 def of_torchvision(root: Path, name: str, split: str) -> Listed:
@@ -191,26 +251,17 @@ def lines_of(file: Path) -> list[str]:
         raise UserError(f"{file} is no text; give a list of one name a line") from error
 
 
-def class_folders(root: Path, split: str) -> Listed:
-    """All images of a folder of class folders, as `Images` reads it."""
-    from .images import Images
-
-    images = Images(root, split=split)
-    home = Path(images.where(0).removesuffix(images.paths[0]))
-    return Listed(images.paths, images.labels, images.class_names, home)
-
-
 def chosen_classes(root: Path, name: str, split: str) -> Listed:
     """Those class folders that the file `name` lists, numbered in its order."""
-    whole, names = class_folders(root, split), [line.split()[0] for line in lines_of(Path(name))]
+    whole, names = by_timm(root, "", split), [line.split()[0] for line in lines_of(Path(name))]
     missing = [name for name in names if name not in whole.class_names]
     if missing or len(set(names)) != len(names):
-        what = f"{missing[0]}, which is no class folder of {whole.root}" if missing else "a class twice"
+        what = f"{missing[0]}, which is no class folder of {root}" if missing else "a class twice"
         raise UserError(f"{name} names {what}; mend the list, or check --data")
     number_of = {whole.class_names.index(name): number for number, name in enumerate(names)}
     kept = [index for index, label in enumerate(whole.labels.tolist()) if label in number_of]
     labels = np.array([number_of[int(whole.labels[index])] for index in kept], np.int64)
-    return Listed([whole.paths[index] for index in kept], labels, names, whole.root)
+    return Listed([whole.paths[index] for index in kept], labels, names, Path(whole.reader.root))
 
 
 def share_of_each(root: Path, percent: str, split: str) -> Listed:
@@ -222,11 +273,11 @@ def share_of_each(root: Path, percent: str, split: str) -> Listed:
         share = 0.0
     if not 0 < share <= 1:
         raise UserError(f"--dataset share/{percent}: a percentage, as share/10")
-    whole = class_folders(root, split)
+    whole = by_timm(root, "", split)
     kept = []
     for label in range(len(whole.class_names)):
         all_of_it = np.flatnonzero(whole.labels == label)
         drawn = np.random.default_rng(label).permutation(len(all_of_it))[: max(1, round(len(all_of_it) * share))]
         kept.append(np.sort(all_of_it[drawn]))
     order = np.sort(np.concatenate(kept))
-    return Listed([whole.paths[index] for index in order], whole.labels[order], whole.class_names, whole.root)
+    return Listed([whole.paths[index] for index in order], whole.labels[order], whole.class_names, Path(whole.reader.root))

@@ -12,21 +12,7 @@ from PIL import Image, UnidentifiedImageError
 from . import datasets
 from .files import UserError
 
-READ = ("", "hfds")  # timm's kinds of dataset that can be indexed and give encoded bytes
-SPLITS = ({"train", "training"}, {"val", "valid", "validation", "eval", "evaluation"}, {"test"})  # timm's synonyms
 SIZED_FILES = 1024  # files whose byte size enters the fingerprint: a stat of every file of a network disk takes minutes
-
-
-def check_split(root: Path, split: str) -> None:
-    """UserError if `root` is no folder, or holds splits but not this one: timm would then read all of them as one."""
-    if not root.is_dir():
-        raise UserError(f"{root} is not a folder; give a folder of class folders with images in it")
-    there = {path.name for path in root.iterdir() if path.is_dir()}
-    wanted = next((names for names in SPLITS if split in names), {split})
-    if there & set().union(*SPLITS) and not there & wanted:
-        raise UserError(
-            f"{root} holds {', '.join(sorted(there))} but no folder {split!r}; name one of them, or the folder of classes"
-        )
 
 
 class Images:
@@ -44,43 +30,20 @@ class Images:
     """
 
     def __init__(self, root: Path, dataset: str = "", split: str = "train") -> None:
-        self.root, kind = Path(root), dataset.partition("/")[0]
-        if kind in datasets.KINDS:
-            found = datasets.find(self.root, dataset, split)
-            self.paths, self.labels, self.class_names = found.paths, found.labels, found.class_names
-            self.where, self._open = found.where, found.open
-            return
-        from timm.data import create_dataset  # takes 1.2 s, which a loader of .beton files need not wait for
-
-        if kind not in READ:
-            raise UserError(
-                f"--dataset {dataset}: give none for a folder of class folders, or {', '.join(datasets.KINDS)} (see --help), or hfds/NAME"
-            )
-        if not dataset:
-            check_split(self.root, split)
-        try:
-            reader = create_dataset(dataset, root=str(root), split=split).reader
-            self.paths = reader.filenames()
-        except (RuntimeError, AssertionError) as error:
-            raise UserError(f"{root}: no images found ({error}); it should hold one folder of images per class") from error
-        except ImportError as error:
-            raise UserError(f"--dataset {dataset} needs a package that is not here ({error}); pip install datasets") from error
-        if not self.paths:
-            raise UserError(f"{root} holds no images; it should hold one folder of images per class")
-        samples = getattr(reader, "samples", None)
-        labels = [sample[1] for sample in samples] if samples else [reader[i][1] for i in range(len(self.paths))]
-        self.labels = np.array(labels, np.int64)
-        names = getattr(reader, "class_to_idx", None) or {str(label): label for label in range(self.labels.max() + 1)}
-        self.class_names = [name for name, _ in sorted(names.items(), key=lambda item: item[1])]
-        self.where = lambda index: str(reader.filename(index, absolute=True))  # as an error message should name it
-        self._open = lambda index: reader[index][0]
+        self.root = Path(root)
+        self._found = datasets.find(self.root, dataset, split)
+        self.paths, self.labels, self.class_names = self._found.paths, self._found.labels, self._found.class_names
 
     def __len__(self) -> int:
         return len(self.paths)
 
     def open(self, index: int) -> BinaryIO:
         """The file of image `index`, to be closed."""
-        return self._open(index)
+        return self._found.open(index)
+
+    def where(self, index: int) -> str:
+        """How an error message should name image `index`."""
+        return self._found.where(index)
 
     def read(self, index: int) -> bytes:
         """The encoded bytes of image `index`, as stored."""

@@ -253,7 +253,7 @@ def test_a_share_takes_the_same_of_every_class_each_time(folders):
 
 
 def test_names_that_are_none_are_refused(tmp_path):
-    with pytest.raises(UserError, match=r"--dataset mnist: give none .* or cifar10, .* or hfds/NAME"):
+    with pytest.raises(UserError, match=r"--dataset mnist: give none .* or one of cifar10, .* hfds \(see --help\)"):
         Images(tmp_path, "mnist")
     with pytest.raises(UserError, match=r"there is no such domain; choose from domainnet/clipart,"):
         Images(tmp_path, "domainnet/photo")

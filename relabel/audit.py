@@ -345,7 +345,7 @@ def are_probabilities(high: float, shares: np.ndarray, top_k: int) -> bool:
     over, full, thin = shares
     if high < 0.5 or thin > 0.01:
         return False
-    if top_k * high >= 1.5 and over == 0:  # several as great as the greatest would pass 1 by far
+    if top_k * high >= 2 and over == 0:  # several as great as the greatest would pass 1 by far
         return True
     # Made of logits that were float16, sums pass 1 by up to a tenth where logits pass 100: in 1 of 10,000 cells of digit scenes by
     # more than 2 %, where 27 % add up to 1. Sums of logits do not pile up there and end: what passes 1 is then as much.

@@ -41,7 +41,10 @@ OTHER = 0.5  # correlation below which two maps are surely of different things
 
 MANY = re.compile(r", \d+ views [0-9a-f]+$| by \S+ [0-9a-f]{8}\b")  # in a teacher's name: views, a class map
 
+LOGITS_FIRST = "the logits must be put right first"
 NOT_YET = "the class list must be put right first"
+OVER = "probabilities that sum to more than 1"  # as upkeep.disorder calls it
+WHOLE = 1.02  # sum of a cell's probabilities, each rounded to float16, perhaps their logarithms too
 ALONE = "only a reference model can tell, and none was given: an image's label is the same however its map lies"
 
 
@@ -102,8 +105,9 @@ def audit(
     seen = survey(store, ids)
     add = result.checks.append
     add(Check("finished", "sound", f"all {rows:,} rows are labelled"))
-    add(values(store, seen))
-    add(numbers(store, seen))
+    logits = numbers(store, seen)
+    add(values(store, seen, logits.verdict == "fault"))
+    add(logits)
     add(rounded_classes(store, seen))
     if images is None:
         add(Check("images", "unchecked", "no images were given"))
@@ -112,8 +116,10 @@ def audit(
         result.image_of, checks = against_images(store, images)
         result.checks += checks
     add(duplicates(store, images, result.image_of))
-    names, mapping = class_list(store, seen)
+    wait = LOGITS_FIRST if logits.verdict == "fault" else ""
+    names, mapping = class_list(store, seen, wait)
     add(names)
+    wait = wait or (NOT_YET if names.verdict == "fault" else "")
     looks = None
     usable = np.setdiff1d(seen.ids, [*seen.faults])
     if images is not None:
@@ -121,11 +127,13 @@ def audit(
         result.looked = neighbours(store.labels, usable, count)
         if len(result.looked):
             add(windows(store, images, result.image_of, result.looked))
-        if references and len(result.looked) and names.verdict != "fault":
+        if references and len(result.looked) and not wait:
             looks = look(store.rows, store.header, images, result.image_of, result.looked, references, threads)
-    result.checks += geometry(store, looks, names.verdict == "fault")
-    add(rows_in_place(store, looks, made_by(store, references), names.verdict == "fault"))
-    add(labels_known(store, seen, looks, names.verdict == "fault"))
+    maker = made_by(store, references)
+    labels = labels_known(store, seen, looks, wait)
+    result.checks += geometry(store, looks, wait, maker or labels.verdict == "fault")
+    add(rows_in_place(store, looks, maker, wait))
+    add(labels)
     order = {"fault": 0, "warning": 1, "unchecked": 2, "sound": 3}
     result.checks.sort(key=lambda check: order[check.verdict])
     result.figures = figures(store, seen, looks, mapping)
@@ -169,11 +177,15 @@ class Survey:
     constant: np.ndarray  # bool: all cells, of more than one, say the same
     faults: dict[int, list[str]] = field(default_factory=dict)
     named: np.ndarray = field(default_factory=lambda: np.zeros(2**16, bool))  # classes that any cell names
-    low: float = math.inf  # the least logit
-    high: float = -math.inf  # the greatest
-    fullest: float = 0.0  # greatest sum of the logits of a cell
-    whole: float = 0.0  # greatest sum of exp(logit) of a cell
-    surest: float = 0.0  # greatest probability of a class in a cell
+    range: np.ndarray = field(init=False)  # [N, 2]: the least logit and the greatest, NaN of rows whose logits cannot be judged
+    sums: np.ndarray = field(init=False)  # [N, 2]: the greatest sums of a cell's logits and of their exponentials
+    shares: np.ndarray = field(init=False)  # [N, 3]: of the cells, see `sums_of_probabilities`
+    surest: np.ndarray = field(init=False)  # [N]: greatest probability of a class in a cell, 0 of rows with faults
+
+    def __post_init__(self):
+        N = len(self.ids)
+        self.range, self.sums, self.shares = np.full((N, 2), np.nan), np.zeros((N, 2)), np.zeros((N, 3))
+        self.surest = np.zeros(N)
 
     def good(self) -> np.ndarray:
         """Which rows have no fault, bool."""
@@ -196,6 +208,9 @@ def survey(store: ScoreMapStore, ids: np.ndarray) -> Survey:
         bad = np.any(list(wrong.values()), axis=0)
         for n in np.flatnonzero(bad).tolist():
             seen.faults[int(ids[at[n]])] = [what for what, rows in wrong.items() if rows[n]]
+        # Probabilities beside logsumexps of logits add up to anything: such rows are no witness but of what was stored.
+        bad_otherwise = np.any([rows for what, rows in wrong.items() if what != OVER], axis=0)
+        gather_logits(seen, at[~bad_otherwise], maps.logit[~bad_otherwise], header.num_classes)
         at, maps = at[~bad], ScoreMaps(*(part[~bad] for part in maps))
         if not len(at):
             continue
@@ -209,13 +224,30 @@ def survey(store: ScoreMapStore, ids: np.ndarray) -> Survey:
         same = (maps.cls == maps.cls[:, :1, :1]) & (maps.logit == maps.logit[:, :1, :1])
         seen.constant[at] = same.reshape(len(at), -1).all(1) & (header.side > 1)
         seen.named[np.unique(maps.cls)] = True
-        logit = maps.logit.astype(np.float32)
-        seen.low, seen.high = min(seen.low, float(logit.min())), max(seen.high, float(logit.max()))
-        seen.fullest = max(seen.fullest, float(logit.sum(-1).max()))
-        with np.errstate(over="ignore"):
-            seen.whole = max(seen.whole, float(np.exp(logit).sum(-1).max()))
-        seen.surest = max(seen.surest, float(named.max()))
+        seen.surest[at] = named.max((1, 2, 3))
     return seen
+
+
+def gather_logits(seen: Survey, at: np.ndarray, logit_NSSk: np.ndarray, num_classes: int) -> None:
+    """What `numbers` asks of rows, for those of `seen.ids[at]`. A row that says the same everywhere, as of an image labelled by its
+    class, is left out where a map has cells."""
+    differ = (logit_NSSk != logit_NSSk[:, :1, :1]).any((1, 2, 3)) | (logit_NSSk.shape[1] == 1)
+    at, logit = at[differ], logit_NSSk[differ].astype(np.float32)
+    if not len(at):
+        return
+    seen.range[at] = np.stack([logit.min((1, 2, 3)), logit.max((1, 2, 3))], 1)
+    with np.errstate(over="ignore"):
+        seen.sums[at] = np.stack([logit.sum(-1).max((1, 2)), np.exp(logit).sum(-1).max((1, 2))], 1)
+    seen.shares[at] = sums_of_probabilities(logit, num_classes)
+
+
+def sums_of_probabilities(logit_NSSk: np.ndarray, num_classes: int) -> np.ndarray:
+    """Shares of a row's cells, `[N, 3]`, whose logits add up to more than 1, to 1, and to less than the k greatest of K
+    probabilities can, which is k / K; all but for roundings."""
+    sums = logit_NSSk.sum(-1)
+    thin = sums < logit_NSSk.shape[-1] / num_classes / WHOLE
+    kinds = (sums > WHOLE, (sums >= 1 / WHOLE) & (sums <= WHOLE), thin)
+    return np.stack([kind.mean((1, 2)) for kind in kinds], 1)
 
 
 def readable(store: ScoreMapStore, at: np.ndarray, seen: Survey) -> tuple[np.ndarray, ScoreMaps | None]:
@@ -247,7 +279,7 @@ def _plogp(p: np.ndarray) -> np.ndarray:
     return p * np.log(np.maximum(p, 1e-300))
 
 
-def values(store: ScoreMapStore, seen: Survey) -> Check:
+def values(store: ScoreMapStore, seen: Survey, no_logits: bool) -> Check:
     """Damaged rows, NaN, classes there are not, a disorder of ranks: what `verify` finds, counted by kind."""
     if not seen.faults:
         return Check("values", "sound", f"{len(seen.ids):,} of {len(store):,} rows were read: checksums, ranges and order hold")
@@ -259,7 +291,8 @@ def values(store: ScoreMapStore, seen: Survey) -> Check:
     )
     return Check(
         "values", "fault", f"bad are {len(seen.faults):,} of {len(seen.ids):,} rows read; {told}",
-        "Copy the file again; if that does not help, label or import these images again.",
+        "Put the logits right first: such sums follow from them." if no_logits and set(kinds) == {OVER}
+        else "Copy the file again; if that does not help, label or import these images again.",
     )  # fmt: skip
 
 
@@ -267,30 +300,56 @@ def numbers(store: ScoreMapStore, seen: Survey) -> Check:
     """Are the numbers logits? Probabilities in their place lie in [0, 1] and a cell's add up to at most 1; logs of probabilities, where
     classes not named have logit 0, make the named classes the least likely."""
     name, header = "logits", store.header
-    if not seen.good().any():
-        return Check(name, "unchecked", "no row could be read")
-    said = f"logits lie from {seen.low:.3g} to {seen.high:.3g}"
-    mend = "Take the logarithm of what was stored, or label or import again from raw logits."
-    slack = 1.02  # a cell's probabilities were each rounded to float16, perhaps their logarithms too
-    # An untrained model's logits are small too, but then none comes near 1, as the probability of some cell of hundreds does.
-    if seen.low >= 0 and 0.5 <= seen.high <= slack and seen.fullest <= slack:
-        evidence = f"{said} and no cell's add up to more than {seen.fullest:.3g}: these are probabilities, not logits"
-        return Check(name, "fault", evidence, mend)
-    if header.absent == "zero-logit" and seen.high <= 0 and seen.whole <= slack and header.num_classes > header.top_k:
+    judged = ~np.isnan(seen.range[:, 0])
+    if not judged.any():
+        if not seen.good().any():
+            return Check(name, "unchecked", "no row could be read")
+        return Check(name, "unchecked", "every map says the same in all its cells, as maps made of labels do")
+    low, high = float(seen.range[judged, 0].min()), float(seen.range[judged, 1].max())
+    fullest, whole = seen.sums[judged].max(0)
+    said = f"logits lie from {low:.3g} to {high:.3g}"
+    if low >= 0 and high <= WHOLE and are_probabilities(high, seen.shares[judged].mean(0), header.top_k):
+        share = 100 * (1 - seen.shares[judged, 0].mean())
         evidence = (
-            f"{said} and their exponentials add up to at most {seen.whole:.3g} a cell: these are logs of probabilities, "
+            f"{said}, and of {'all' if fullest <= WHOLE else f'{share:.4g} % of the'} cells they add up to no more than 1 (at most "
+            f"{fullest:.3g}): these are probabilities, not logits"
+        )
+        return Check(
+            name, "fault", evidence, "Take the logarithm of what was stored, or label or import again from raw logits."
+        )
+    if header.absent == "zero-logit" and high <= 0 and whole <= WHOLE and header.num_classes > header.top_k:
+        evidence = (
+            f"{said} and their exponentials add up to at most {whole:.3g} a cell: these are logs of probabilities, "
             "beside which a class not named, at logit 0, would be the likeliest"
         )
         return Check(name, "fault", evidence, "Import again from raw logits, or store with absent = tail.")
+    if not (judged & seen.good()).any():
+        return Check(name, "unchecked", "no row could be read")
     # Of logits in [0, 1] the likeliest class has at most e times the probability of any other.
-    flattest = math.e / (header.num_classes - 1 + math.e)
-    if seen.surest <= flattest:
+    surest, flattest = float(seen.surest[judged].max()), math.e / (header.num_classes - 1 + math.e)
+    if surest <= flattest:
         evidence = (
-            f"{said}; the surest cell gives its class {100 * seen.surest:.2g} %, no more than probabilities in the place of logits "
+            f"{said}; the surest cell gives its class {100 * surest:.2g} %, no more than probabilities in the place of logits "
             f"would ({100 * flattest:.2g} %)"
         )
         return Check(name, "warning", evidence, "Hold a few rows against the teacher's own logits before training on them.")
-    return Check(name, "sound", f"{said}; the surest cell gives its class {100 * seen.surest:.1f} %")
+    return Check(name, "sound", f"{said}; the surest cell gives its class {100 * surest:.1f} %")
+
+
+def are_probabilities(high: float, shares: np.ndarray, top_k: int) -> bool:
+    """Of numbers in [0, 1]: does the sum of a cell's say that they are probabilities? `shares` are those of `sums_of_probabilities`.
+
+    An untrained model's logits are small too, but then none comes near 1, as the probability of some cell of hundreds does; or
+    sums of several, mostly alike, pass 1; or they fall short of what k of K probabilities must reach.
+    """
+    over, full, thin = shares
+    if high < 0.5 or thin > 0.01:
+        return False
+    if top_k * high >= 2 and over == 0:  # several as great as the greatest would pass 1 by far
+        return True
+    # Made of logits that were float16, sums pass 1 by up to a tenth where logits pass 100: in 1 of 10,000 cells of digit scenes by
+    # more than 2 %, where 27 % add up to 1. Sums of logits do not pile up there and end: what passes 1 is then as much.
+    return bool(high >= 0.9 and full >= 0.05 and over <= min(0.01, full / 10))
 
 
 def rounded_classes(store: ScoreMapStore, seen: Survey) -> Check:
@@ -448,9 +507,33 @@ class Renaming(NamedTuple):
     mapped: float  # the same of `called`
 
 
-def class_list(store: ScoreMapStore, seen: Survey) -> tuple[Check, Renaming | None]:
-    """Are the classes of the maps those of the labels? If whole labels are called by another class's name, they are not."""
+class Agreement(NamedTuple):
+    """How often two columns of classes agree."""
+
+    share: float
+    chance: float  # as often they would by chance, made of both columns' frequencies
+    error: float  # standard deviation of a share that is chance
+
+    def known(self) -> bool:
+        """Is it more than chance?"""
+        return self.share > self.chance + SURE_T * self.error
+
+
+def agreement(label: np.ndarray, top: np.ndarray) -> Agreement:
+    """Of classes int64 `[N]`, N > 0."""
+    N, most = len(label), max(int(label.max()), int(top.max())) + 1
+    chance = float((np.bincount(label, minlength=most) / N * (np.bincount(top, minlength=most) / N)).sum())
+    return Agreement(float((label == top).mean()), chance, math.sqrt(max(chance * (1 - chance), 1 / N) / N))
+
+
+def class_list(store: ScoreMapStore, seen: Survey, wait: str) -> tuple[Check, Renaming | None]:
+    """Are the classes of the maps those of the labels? If whole labels are called by another class's name, they are not.
+
+    `wait`, here and below, is why the check cannot be made before another fault is mended, or "".
+    """
     name, good = "class list", seen.good() & ~seen.constant
+    if wait:
+        return Check(name, "unchecked", wait), None
     label, top = store.labels[seen.ids[good]], seen.top[good]
     if len(label) < FEWEST_LABELS:
         return Check(name, "unchecked", f"{len(label):,} rows are too few to hold against their labels"), None
@@ -491,6 +574,11 @@ def class_list(store: ScoreMapStore, seen: Survey) -> tuple[Check, Renaming | No
         return Check(
             name, "fault", evidence, "Label or import again with the class list of the teacher in the order of the folders."
         ), mapping
+    if not (known := agreement(label, top)).known():
+        return Check(
+            name, "unchecked", f"{told}; of all {len(label):,} it is of {100 * known.share:.1f} %, by chance it would be of "
+            f"{100 * known.chance:.1f} %, too near to tell whose classes they are",
+        ), mapping  # fmt: skip
     return Check(
         name, "sound", f"{told}, and no class is called by another's name (best renaming: {100 * mapping.mapped:.1f} %)"
     ), mapping
@@ -501,25 +589,22 @@ def named(names: tuple[str, ...], number: int) -> str:
     return names[number] if 0 <= number < len(names) else f"class {number}"
 
 
-def labels_known(store: ScoreMapStore, seen: Survey, looks: "Looks | None", renamed: bool) -> Check:
+def labels_known(store: ScoreMapStore, seen: Survey, looks: Looks | None, wait: str) -> Check:
     """Do the maps know anything of the labels? By chance they agree as often as both columns' frequencies make them."""
     name, good = "labels", seen.good() & ~seen.constant
     label, top = store.labels[seen.ids[good]], seen.top[good]
+    if wait:
+        return Check(name, "unchecked", wait)
     if len(label) < FEWEST_LABELS:
         return Check(name, "unchecked", f"{len(label):,} rows are too few to hold against their labels")
-    if renamed:
-        return Check(name, "unchecked", NOT_YET)
-    agreement = float((label == top).mean())
-    most = max(int(label.max()), int(top.max())) + 1
-    chance = float((np.bincount(label, minlength=most) / len(label) * (np.bincount(top, minlength=most) / len(top))).sum())
-    error = math.sqrt(max(chance * (1 - chance), 1 / len(label)) / len(label))
+    known = agreement(label, top)
     told = (
-        f"the likeliest class of {100 * agreement:.1f} % of {len(label):,} maps is the image's label; by chance it would be of "
-        f"{100 * chance:.1f} %"
+        f"the likeliest class of {100 * known.share:.1f} % of {len(label):,} maps is the image's label; by chance it would be of "
+        f"{100 * known.chance:.1f} %"
     )
-    if agreement > chance + SURE_T * error:
+    if known.known():
         return Check(name, "sound", told)
-    if chance + SURE_T * error > 0.8:
+    if known.chance + SURE_T * known.error > 0.8:
         return Check(name, "unchecked", f"{told}, too near to tell")
     if looks is not None and looks.reproduced():
         return Check(
@@ -535,15 +620,23 @@ def labels_known(store: ScoreMapStore, seen: Survey, looks: "Looks | None", rena
 # ------------------------------------------------------------------------------------------------ the reference
 
 
-def geometry(store: ScoreMapStore, looks: Looks | None, renamed: bool) -> list[Check]:
-    """The checks of orientation and coverage."""
+def geometry(store: ScoreMapStore, looks: Looks | None, wait: str, foreign: bool) -> list[Check]:
+    """The checks of orientation and coverage. `foreign` says that maps unlike the reference's can only be of other images: it made
+    these, or they know nothing of their labels."""
     names, declared = ("orientation", "coverage"), store.header.geometry
     if looks is None:
-        return [Check(name, "unchecked", NOT_YET if renamed else ALONE) for name in names]
-    return [orientation(looks), coverage(looks, declared)]
+        return [Check(name, "unchecked", wait or ALONE) for name in names]
+    return [orientation(looks, foreign), coverage(looks, declared, foreign)]
 
 
-def orientation(looks: Looks) -> Check:
+def unlike(foreign: bool) -> str:
+    """Why maps that the reference's are not like do not tell how they lie."""
+    if foreign:
+        return "the maps do not fit what is in these images, see rows"
+    return "the reference does not say where in these images things are, or the maps are of others of the same classes"
+
+
+def orientation(looks: Looks, foreign: bool) -> Check:
     """Which of the 8 ways the maps lie, under the footprint that fits best."""
     g, _ = looks.best()
     choice = choose(looks.own[:, g])
@@ -551,14 +644,15 @@ def orientation(looks: Looks) -> Check:
     told = (
         f"maps correlate with the reference's at {choice.mean[0]:.3f} as they lie"
         + (f", at {choice.mean[best]:.3f} if they are {ORIENTATIONS[best]}" if best else "")
-        + f"; the next best is {ORIENTATIONS[second]} at {choice.mean[second]:.3f} (t = {choice.over[second]:.1f}, {choice.count} images)"
+        + f"; the next best is {ORIENTATIONS[second]} at {choice.mean[second]:.3f} (against each other way t is at least "
+        f"{choice.over.min():.1f}, {choice.count} images)"
     )
     if choice.count < FEWEST:
         return Check(name, "unchecked", f"only {choice.count} images have maps that are not flat; {FEWEST} are needed")
     if not looks.located():
-        return Check(name, "unchecked", f"{told}: the reference does not say where in these images things are")
+        return Check(name, "unchecked", f"{told}: {unlike(foreign)}")
     if best == 0:
-        sure = choice.sure_against(second, SURE_T)
+        sure = choice.sure(SURE_T)
         return Check(name, "sound" if sure else "unchecked", told if sure else f"{told}: too near to tell")
     if not choice.sure_against(0, ALARM_T):
         return Check(name, "unchecked", f"{told}: too near to tell")
@@ -566,12 +660,16 @@ def orientation(looks: Looks) -> Check:
         "Import the pack again with --axes column-row." if best == 4
         else f"Put the maps upright (they are {ORIENTATIONS[best]}) before the import, or label the images again."
     )  # fmt: skip
-    if not choice.sure_against(second, SURE_T):
-        told, remedy = f"{told}: one of the two", "Give more --images to tell which, then import or label again."
+    if not choice.sure(SURE_T):
+        others = [ORIENTATIONS[h] for h in range(8) if h != best and not choice.sure_against(h, SURE_T)]
+        told, remedy = (
+            f"{told}: they may as well be {' or '.join(others)}",
+            "Give more --images to tell which, then import or label again.",
+        )
     return Check(name, "fault", told, remedy)
 
 
-def coverage(looks: Looks, declared: str) -> Check:
+def coverage(looks: Looks, declared: str, foreign: bool) -> Check:
     """Whole image or centre square: by images whose sides differ."""
     name, (_, o) = "coverage", looks.best()
     long = looks.elongated
@@ -586,10 +684,12 @@ def coverage(looks: Looks, declared: str) -> Check:
     at, best = looks.footprints.index(declared), choice.best
     told = ", ".join(f"{choice.mean[g]:.3f} if they cover {what(footprint)}" for g, footprint in enumerate(looks.footprints))
     told = f"maps of {choice.count} images that are not square correlate with the reference's at {told} (t = {choice.over.min():.1f})"
-    if choice.count < FEWEST or not looks.located():
-        return Check(name, "unchecked", f"{told}: too few images, or a reference that does not say where in them things are")
+    if choice.count < FEWEST:
+        return Check(name, "unchecked", f"{told}: too few images; {FEWEST} are needed")
+    if not looks.located():
+        return Check(name, "unchecked", f"{told}: {unlike(foreign)}")
     if best == at:
-        sure = choice.sure_against(choice.runner_up(), SURE_T)
+        sure = choice.sure(SURE_T)
         return Check(name, "sound" if sure else "unchecked", told if sure else f"{told}: too near to tell")
     if not choice.sure_against(at, ALARM_T):
         return Check(name, "unchecked", f"{told}: too near to tell")
@@ -599,14 +699,14 @@ def coverage(looks: Looks, declared: str) -> Check:
     )  # fmt: skip
 
 
-def rows_in_place(store: ScoreMapStore, looks: Looks | None, maker: bool, renamed: bool) -> Check:
+def rows_in_place(store: ScoreMapStore, looks: Looks | None, maker: bool, wait: str) -> Check:
     """Is a map more like the reference's of its own image than like that of the neighbour, which mostly is of the same class?
 
     `maker` says that the reference is the very teacher of this store, whose maps of the same images can only be the same.
     """
     name = "rows"
     if looks is None:
-        return Check(name, "unchecked", NOT_YET if renamed else ALONE)
+        return Check(name, "unchecked", wait or ALONE)
     own, other = looks.of_best(looks.own), looks.of_best(looks.other)
     valid = ~np.isnan(own) & ~np.isnan(other)
     rows, own, other = looks.rows[valid], own[valid], other[valid]

@@ -216,12 +216,16 @@ class Choice(NamedTuple):
     over: np.ndarray  # t of the best against each, infinite against itself
 
     def runner_up(self) -> int:
-        """The hypothesis that is hardest to tell from the best."""
-        return int(self.over.argmin())
+        """The hypothesis of the second greatest mean. Not always that of the smallest t, which it takes to be sure."""
+        return max((h for h in range(len(self.mean)) if h != self.best), key=self.mean.__getitem__)
 
     def sure_against(self, other: int, t: float) -> bool:
         """Is the best better than that one beyond doubt?"""
         return self.over[other] >= t and self.mean[self.best] - self.mean[other] >= EFFECT
+
+    def sure(self, t: float) -> bool:
+        """Is the best better than every other beyond doubt?"""
+        return all(self.sure_against(other, t) for other in range(len(self.mean)) if other != self.best)
 
 
 def choose(scores_NH: np.ndarray) -> Choice:
@@ -243,10 +247,10 @@ def find_layout(looks: Looks, where: object, footprint: str | None = None) -> tu
     """
     g, o = looks.best()
     choice = choose(looks.own[:, g])
-    if choice.count < FEWEST or not looks.located() or not choice.sure_against(choice.runner_up(), ALARM_T):
+    if choice.count < FEWEST or not looks.located() or not choice.sure(ALARM_T):
         raise UserError(
             f"{where}: the reference does not tell how these maps lie ({ORIENTATIONS[choice.best]} {choice.mean[choice.best]:.3f}, "
-            f"{ORIENTATIONS[choice.runner_up()]} {choice.mean[choice.runner_up()]:.3f}, t = {choice.over.min():.1f}, {choice.count} "
+            f"{ORIENTATIONS[choice.runner_up()]} {choice.mean[choice.runner_up()]:.3f}, smallest t {choice.over.min():.1f}, {choice.count} "
             "images); give more images or a better reference, or declare --axes and --footprint"
         )
     if o not in (0, 4):
@@ -255,7 +259,7 @@ def find_layout(looks: Looks, where: object, footprint: str | None = None) -> tu
     if footprint or not looks.elongated.any():
         return axes, footprint or "squash"
     cover = choose(looks.own[looks.elongated][:, :, o])
-    if cover.count < FEWEST or not cover.sure_against(cover.runner_up(), ALARM_T):
+    if cover.count < FEWEST or not cover.sure(ALARM_T):
         raise UserError(
             f"{where}: the reference does not tell what these maps cover ({cover.count} images whose sides differ, "
             f"t = {cover.over.min():.1f}); give more images or a better reference, or declare --footprint"

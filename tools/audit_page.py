@@ -23,6 +23,8 @@ INKS = ("#56b4e9", "#e69f00", "#009e73", "#f0e442", "#d55e00", "#cc79a7", "#0072
 OVERLAID, DOUBTED = 12, 24  # pictures on the page: with 18 x 18 cells 0.8 MB in all
 SHOWN = 224  # longer side of a picture, pixels
 FEW_CLASSES = 30  # of more, the page names the best and the worst
+# Checks without which the agreement with the labels says nothing of the teacher.
+OF_LABELS = ("logits", "images", "class names", "class list", "labels", "rows")
 ORDER = {"fault": "Fault", "warning": "Look at this", "unchecked": "Not checked", "sound": "Sound"}
 
 
@@ -105,7 +107,12 @@ def page(result: Audit) -> str:
     classes = sorted(figures.get("classes", []), key=lambda c: (c["agree"], -c["images"]))
     few = len(classes) <= FEW_CLASSES
     parts = [("", classes)] if few else [("lowest", classes[:20]), ("highest", classes[-5:])]
+    verdicts = {check.name: check.verdict for check in result.checks}
+    at_fault = [name for name in OF_LABELS if verdicts.get(name) == "fault"]
+    # At chance, the teacher may know nothing, or the maps be others'; a rows warning says that they may be.
+    labels_hold = verdicts.get("labels") in ("sound", "warning") and verdicts.get("rows") != "warning"
     return environment().get_template("audit.html").render(
+        at_fault=at_fault, labels_hold=labels_hold,
         checks=result.checks, words=ORDER, figures=figures, class_parts=parts, class_count=len(classes),
         agreement=histogram([100 * c["agree"] for c in classes], 0, 100, 20) if not few else None,
         entropy=bars(figures["entropy"]["histogram"], 0, figures["entropy"]["nats_most"]) if figures.get("entropy") else None,

@@ -46,7 +46,7 @@ class Report:
     """What to show."""
 
     runs: Annotated[tuple[Path, ...], tyro.conf.Positional]  # run folders of train.py, or one file of score maps
-    boxes: Path | None = None  # true boxes of the training images, to judge labels by
+    boxes: Path | None = None  # of runs: true boxes of the training images, to judge labels by
     out: Path | None = None  # the HTML to write; default: report.html in the last run's folder, or NAME.audit.html beside the maps
     json: Path | None = None  # of an audit: where its numbers go; default: beside the HTML
     data: Path | None = None  # of an audit, as all below: the images that the maps are of, a folder or what --dataset asks for
@@ -276,6 +276,8 @@ def audit_of(report: Report) -> None:
     if len(report.runs) > 1:
         raise UserError("one file of score maps is audited at a time, and not beside runs; name it alone")
     (path,) = report.runs
+    if report.boxes:
+        raise UserError("--boxes judges the labels of runs; leave it out of an audit of score maps")
     if report.teacher and report.data is None:
         raise UserError("--teacher looks at images; give them with --data")
     if report.images < 2 or report.threads < 1:

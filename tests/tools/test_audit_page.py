@@ -54,6 +54,7 @@ def test_the_page_of_a_clean_store(scenes, located, student, tmp_path, capsys):
     wrong = min(24, round((1 - numbers["agreement"]) * 320))
     assert text.count("<img") == 12 + wrong
     assert "No fault was found." in text
+    assert "That is about the teacher's own accuracy" in text
     assert numbers["looks"]["correlation"]["centre-crop"]["upright"] > 0.3
     assert sum(numbers["entropy"]["histogram"]) == sum(numbers["palette"]["counts"]) == 320
     assert [c["images"] for c in numbers["classes"]] == [32] * 10
@@ -75,6 +76,22 @@ def test_faults_stand_on_top_and_end_in_exit_code_2(scenes, located, student, tm
     assert text.index("Fault: orientation") < text.index("Sound: ")
     assert "Do not train on this file" in text
     assert json.loads((tmp_path / "maps.audit.json").read_text())["checks"][0]["name"] == "orientation"
+    assert "That is about the teacher's own accuracy" in text  # whichever way they lie
+
+
+@pytest.mark.parametrize("held", [True, False])
+def test_the_page_of_shuffled_maps_says_nothing_of_the_teacher(scenes, located, student, tmp_path, held):
+    """With a reference and without."""
+    store = ScoreMapStore(scenes / "maps.h5")
+    writer = ScoreMapWriter(tmp_path / "maps.h5", store.header, store.paths(), store.labels)
+    writer.write(np.arange(len(store)), store.rows(np.random.default_rng(0).permutation(len(store))))
+    writer.finish()
+    # The Windows, which follow from the images, were shuffled too.
+    with pytest.raises(UserError, match="labels"):
+        show.main(report_of(tmp_path / "maps.h5", located, **({"teacher": "student", "input_size": 48} if held else {})))
+    text = (tmp_path / "maps.audit.html").read_text()
+    assert "the teacher's own accuracy" not in text
+    assert "While there is a fault of labels, that says nothing of the teacher." in text
 
 
 def random_store(path: Path, folder: Path, random_maps, side: int, top_k: int, num_classes: int):
@@ -110,6 +127,7 @@ def test_the_command(folder, random_maps, tmp_path, command):
     [
         (["maps"], {"data": None, "teacher": "x"}, "--teacher looks at images; give them with --data"),
         (["maps", "maps"], {}, "one file of score maps is audited at a time"),
+        (["maps"], {"boxes": Path("boxes.json")}, "--boxes judges the labels of runs; leave it out of an audit of score maps"),
         (["maps"], {"images": 1}, "--images must be at least 2"),
         (["none"], {}, "there is no such file"),
         (["maps"], {"teacher": "nobody"}, "neither a file nor a timm model"),

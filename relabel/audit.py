@@ -379,7 +379,7 @@ def duplicates(store: ScoreMapStore, images: Images | None, image_of: np.ndarray
     name = "duplicates"
     order = np.argsort(store.crcs, kind="stable")
     again = np.flatnonzero(store.crcs[order][1:] == store.crcs[order][:-1])
-    pairs, filled = [], 0
+    pairs, filled = [], set()
     for at in again[:2000].tolist():  # the checksums of 1.28 million rows agree by chance 190 times
         one, other = order[at : at + 2]
         try:
@@ -394,11 +394,11 @@ def duplicates(store: ScoreMapStore, images: Images | None, image_of: np.ndarray
             and (first.cls == by_label.cls).all()
             and first.logit[0, 0, 0, 0] >= SURE - 0.5
         ):
-            filled += 1
+            filled |= {int(one), int(other)}
         else:
             pairs.append((int(one), int(other)))
     scale = len(again) / max(min(len(again), 2000), 1)
-    told = f"; {filled:,} more name nothing but their label in every cell, as where a pack had no map" if filled else ""
+    told = f"; {len(filled):,} name nothing but their label in every cell, as where a pack had no map" if filled else ""
     if not pairs:
         return Check(name, "sound", f"no two images share a map{told}")
     remedy = "Find out which of the images the map is of, and label or import the others again."

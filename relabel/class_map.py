@@ -61,7 +61,8 @@ def read_class_map(path: Path, teacher_names: Sequence[str], num_teacher: int, d
         if ours not in wanted:
             raise UserError(f"{path}: the data has no class {ours!r}, its first is {data_names[0]!r}; mend this name")
         becomes[number] = wanted[ours]
-    without = [name for name, index in wanted.items() if index not in becomes.values()]
+    reached = set(becomes.values())
+    without = [name for name, index in wanted.items() if index not in reached]
     if without:
         more = f" and {len(without) - 1} more" if without[1:] else ""
         raise UserError(f"{path}: no class of the teacher becomes {without[0]!r}{more}; name one for each class of the data")

@@ -45,8 +45,10 @@ except ImportError as error:
 CROP = ("index", "top", "left", "height", "width", "image_height", "image_width", "flip", "status", "offset")
 MOVERS = (RandomHorizontalFlip, RandomTranslate, RandomResizedCrop)  # of ffcv: they move pixels and say nothing
 # The words in the names of torchvision's transforms, version 1 and 2, that move pixels; its policies may.
-MOVING = ("Flip", "Crop", "Affine", "Rotation", "Perspective", "Elastic", "Resize", "Pad", "Zoom", "Scale", "RandAugment", "AutoAugment",
-          "TrivialAugment", "AugMix")  # fmt: skip
+MOVING = (
+    "Flip", "Crop", "Affine", "Rotation", "Perspective", "Elastic", "Resize", "ShortestSize", "Pad", "Zoom", "Scale", "RandAugment",
+    "AutoAugment", "TrivialAugment", "AugMix",
+)  # fmt: skip
 
 
 class ReportingDecoder(ResizedCropRGBImageDecoder):

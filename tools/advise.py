@@ -99,7 +99,7 @@ def thread_counts(cores: int) -> tuple[int, ...]:
 def recipe_of(model: str, objective: str, size: int) -> list[str]:
     """Words of train.py for a model and an objective: the first recipe of both at this size, or another one with what differs."""
     recipes = {recipe.__name__: recipe() for recipe in RECIPES}
-    plain = {name: config for name, config in recipes.items() if config.drloc == "none"}
+    plain = {name: config for name, config in recipes.items() if config.drloc == config.bootstrap == "none"}
     same = [name for name, config in plain.items() if config.objective == objective]
     fitting = [name for name in same if recipes[name].model == model and not recipes[name].model_kwargs]
     name = next((name for name in fitting if recipes[name].size == size), (fitting or same)[0])

@@ -24,8 +24,8 @@ from .token_transformer import TokenTransformer, init_linear
 
 Norm = Literal["batch", "layer"]
 NORMS = {"batch": nn.BatchNorm2d, "layer": partial(LayerNorm2d, eps=1e-6)}
-# Channels after each convolution, as shares of the width (the supplementary's section 1.2).
-SOPE_WIDTHS = {2: (1,), 4: (2, 1), 16: (8, 4, 2, 1)}
+# Channels after each convolution, as shares of the width (the supplementary's section 1.2, which has no patches of 8).
+SOPE_WIDTHS = {2: (1,), 4: (2, 1), 8: (4, 2, 1), 16: (8, 4, 2, 1)}
 
 
 class Affine(nn.Module):
@@ -45,7 +45,7 @@ class SOPE(nn.Sequential):
 
     `[N, in_chans, H, W]` to `[N, embed_dim, R, C]`, R = H / `patch_size` rounded up, C likewise. Convolutions carry no bias (the
     pseudo-code has one, the released code and so Table 11's counts do not); each is followed by its norm, all but the last by
-    GELU, and the only one of patch size 2 too. Raises ValueError for patch sizes other than 2, 4 and 16.
+    GELU, and the only one of patch size 2 too. Raises ValueError for patch sizes other than 2, 4, 8 and 16.
     """
 
     def __init__(self, patch_size: int, in_chans: int, embed_dim: int, affine: bool, norm: Norm) -> None:
@@ -190,7 +190,7 @@ class DHVT(TokenTransformer):
     Args:
         img_size: side of the input, pixels, or both; counts only for `pos_embed` and `embedding="patch"`, and then is a multiple of
             `patch_size` and square.
-        patch_size: side of a token, pixels: 2, 4 or 16, or any with `embedding="patch"`.
+        patch_size: side of a token, pixels: 2, 4, 8 or 16, or any with `embedding="patch"`.
         num_classes: K; 0 builds no heads, and forward returns the pooled features.
         global_pool: what `head` reads: the class token, the mean ("avg") of the others, or ("", without heads) all of them.
         num_heads: M; with more heads there are fewer parameters, as `head_proj` maps D / M to D.
@@ -341,6 +341,7 @@ def _cfg(size: int, num_classes: int, crop_pct: float) -> dict:
 
 default_cfgs = generate_default_cfgs(
     {
+        "dhvt_micro": _cfg(64, 1000, 1.0),
         "dhvt_tiny_cifar_patch4": _cfg(32, 100, 1.0),
         "dhvt_tiny_cifar_patch2": _cfg(32, 100, 1.0),
         "dhvt_small_cifar_patch4": _cfg(32, 100, 1.0),
@@ -360,6 +361,12 @@ def _build(name: str, pretrained: bool, sizes: dict, kwargs: dict) -> nn.Module:
         DHVT, name, pretrained, pretrained_filter_fn=checkpoint_filter_fn,
         feature_cfg={"out_indices": 3, "feature_cls": "getter"}, **(sizes | kwargs),
     )  # fmt: skip
+
+
+@register_model
+def dhvt_micro(pretrained: bool = False, **kwargs) -> nn.Module:
+    """For demonstrations at 64 px on a CPU: 8 x 8 tokens and 4 blocks of width 96, as lvvit_micro has; 4 heads, as DHVT-T on CIFAR."""
+    return _build("dhvt_micro", pretrained, dict(patch_size=8, embed_dim=96, depth=4, num_heads=4), kwargs)
 
 
 @register_model

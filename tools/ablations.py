@@ -1,5 +1,5 @@
 """The papers' ablations in small, on digit scenes: rows of Token Labeling's Tables 3 to 7 and 9 (arXiv 2104.10858), of the Table 6
-of DRLoc's supplementary (arXiv 2106.03746), and of Bootstrapping ViTs' Tables 1, 4 and 5 (arXiv 2112.03552).
+of DRLoc's supplementary (arXiv 2106.03746), of Bootstrapping ViTs' Tables 1, 4 and 5 (arXiv 2112.03552), and DHVT beside DeiT.
 
     python tools/ablations.py --out ablations --seeds 0 1 2
     python tools/ablations.py --out ablations --seeds 0 1 2 --rows ce drloc token-label token-label-drloc
@@ -26,6 +26,8 @@ MIXTOKEN = f"{TOKENS}_mixtoken"
 DRLOC = "lvvit_micro_drloc"
 PLAIN = "stem=((8,8),)"  # as 16 / 16 of the paper: one convolution cuts the patches
 VIT, JOINT, SHARED = (f"bootstrapping_micro_{name}" for name in ("scratch", "joint", "shared"))
+DHVT, DEIT = "dhvt_micro_ce", "deit_tiny_patch16_224"
+DEIT_SIZES = ("img_size=64", "patch_size=8", "embed_dim=96", "depth=4", "num_heads=4")  # dhvt_micro's
 ERASE, OPERATIONS = ("--erase-probability", "0.25"), ("--rand-augment", "rand-m9-mstd0.5-inc1")
 
 
@@ -70,6 +72,12 @@ RUNS = {
     "drloc-all": (DRLOC, "--drloc", "all"),
     "token-label": (TOKENS,),
     "token-label-drloc": (f"{TOKENS}_drloc",),
+    "deit-tiny": (DHVT, "--model", DEIT, "--model-kwargs", *DEIT_SIZES),
+    "deit-tiny-head-tokens": (
+        DHVT, "--model-kwargs", "embedding='patch'", "pos_embed=True", "feed_forward='mlp'", "aggregate='none'",
+    ),
+    "dhvt-no-head-tokens": (DHVT, "--model-kwargs", "head_tokens=False"),
+    "dhvt": (DHVT,),
     "vit": (VIT,),
     "vit-agent": ("bootstrapping_micro_agent",),
     "vit-joint": (JOINT,),
@@ -95,6 +103,7 @@ TABLES = {
     "Table 9, norms": ("ce", "groups-1", "groups-2", "groups-3", "groups-6", "post-norm"),
     "DRLoc's Table 6, variants": ("ce", "drloc", "drloc-signed", "drloc-ce", "drloc-reg", "drloc-all"),
     "DRLoc, beside token labels": ("token-label", "token-label-drloc"),
+    "DHVT's Figures 1 and 2": ("deit-tiny", "deit-tiny-head-tokens", "dhvt-no-head-tokens", "dhvt"),
     "Bootstrapping, Table 1": ("vit", "vit-agent", "vit-joint", "vit-shared", "vit-shared-unaligned"),
     "Bootstrapping, Table 4": (
         "vit-joint-answers", "vit-joint-features", "vit-joint-constant", "vit-joint-squares", "vit-joint-released",

@@ -829,6 +829,14 @@ def nfnet_micro_ce() -> Config:
     )  # fmt: skip
 
 
+def dhvt_micro_ce() -> Config:
+    """A small DHVT on the demo's digit scenes; all else as lvvit_micro_ce.
+
+    python train.py dhvt_micro_ce --loader ffcv --data quickstart/train.beton --val quickstart/val.beton --out runs/dhvt
+    """
+    return replace(lvvit_micro_ce(), model="dhvt_micro")
+
+
 def bootstrapping_micro_scratch() -> Config:
     """A small vision transformer alone on the demo's digit scenes; all else as lvvit_micro_ce, without label smoothing.
 
@@ -933,6 +941,7 @@ RECIPES = (
     lvvit_micro_drloc,
     lvvit_micro_token_label_drloc,
     nfnet_micro_ce,
+    dhvt_micro_ce,
     bootstrapping_micro_scratch,
     bootstrapping_micro_joint,
     bootstrapping_micro_shared,

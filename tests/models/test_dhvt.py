@@ -27,7 +27,7 @@ TABLE11 = {
     "dhvt_tiny_imagenet_patch16": (6_267_334, 6.2, 1.2, 1.170, 1.185, 1.369),
     "dhvt_small_imagenet_patch16": (24_040_606, 24.1, 4.7, 4.653, 4.682, 5.062),
 }
-SHARES = {2: [1], 4: [2, 1], 16: [8, 4, 2, 1]}  # the embedding's channels, as shares of the width
+SHARES = {2: [1], 4: [2, 1], 8: [4, 2, 1], 16: [8, 4, 2, 1]}  # the embedding's channels, as shares of the width
 MICRO = dict(patch_size=4, embed_dim=16, depth=2, num_heads=4, num_classes=5)
 
 
@@ -250,7 +250,7 @@ def test_no_two_ablations_compute_the_same():
     assert all((one - other).abs().max() > 1e-3 for a, one in said.items() for b, other in said.items() if a < b)
 
 
-@pytest.mark.parametrize("patch", [2, 16])
+@pytest.mark.parametrize("patch", [2, 8, 16])
 def test_the_other_patch_sizes_compute_their_formula(patch):
     model = plain.randomised(small(patch_size=patch))
     image = torch.randn(2, 3, 48, 32, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -292,11 +292,11 @@ def test_class_token_and_patches_meet_as_they_should():
     assert torch.equal(near, want)
 
 
-@pytest.mark.parametrize(("patch", "trailing"), [(2, True), (4, False), (16, False)])
+@pytest.mark.parametrize(("patch", "trailing"), [(2, True), (4, False), (8, False), (16, False)])
 def test_only_the_smallest_patches_end_in_gelu(patch, trailing):
     kinds = [type(layer).__name__ for layer in SOPE(patch, 3, 16, True, "batch")]
     assert (kinds[-2] == "GELU") == trailing
-    assert kinds.count("Conv2d") == {2: 1, 4: 2, 16: 4}[patch]
+    assert kinds.count("Conv2d") == {2: 1, 4: 2, 8: 3, 16: 4}[patch]
     assert not SOPE(patch, 3, 16, True, "batch")[1].bias
 
 
@@ -462,7 +462,7 @@ def test_layers_are_grouped_by_depth():
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
-        (dict(patch_size=8), "patch_size 8 must be one of 2, 4, 16"),
+        (dict(patch_size=6), "patch_size 6 must be one of 2, 4, 8, 16"),
         (dict(num_heads=5), "multiple of num_heads"),
         (dict(norms=("batch",)), "must be two"),
         (dict(norms=("batch", "group")), "'group' must be one of batch, layer"),

@@ -36,6 +36,9 @@ def test_a_row_is_a_run_that_can_be_built(configs, name):
             trained_of(configs[name], model, agent_for(configs[name], model, 10))
             check_sizes(configs[name], model, 10)
             return
+    if configs[name].model != "lvvit_micro":
+        assert model.forward_features(torch.zeros(1, 3, 64, 64, device="meta")).shape == (1, 65, 96)
+        return
     assert model.stem(torch.zeros(1, 3, 64, 64, device="meta")).shape == (1, 96, 8, 8)
 
 
@@ -62,6 +65,9 @@ def test_a_row_of_a_table_changes_what_the_table_is_about(configs):
     assert switches == [{field} for field in fields]
     assert differing("vit", "vit-joint") == differing("vit", "vit-shared") == {"bootstrap"}
     assert differing("vit", "vit-agent") == {"model"}
+    deit, _, *dhvts = TABLES["DHVT's Figures 1 and 2"]
+    assert differing(deit, dhvts[-1]) == {"model", "model_kwargs"}
+    assert differing(*dhvts) == {"model_kwargs"}
     none, *variants = TABLES["DRLoc's Table 6, variants"]
     assert [differing(none, name) for name in variants] == [{"drloc", "drloc_grid"}] * 5
     assert [configs[name].drloc for name in variants] == ["l1", "signed", "ce", "reg", "all"]

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from .lvvit import Attention
 from .recomputing import recomputed
-from .token_transformer import TokenTransformer, init_linear
+from .token_transformer import TokenTransformer, fitting_weights, init_linear
 
 # N images   T tokens, class token first   D width   M heads   E width of a head   R x C the grid of patches
 
@@ -307,10 +307,8 @@ class DHVT(TokenTransformer):
 
 
 def checkpoint_filter_fn(state_dict: Mapping[str, Any], model: DHVT) -> dict[str, Any]:
-    """A state dict made to fit this model: no token head where it has none. (No weights of DHVT were ever published.)"""
-    if model.token_head is not None:
-        return dict(state_dict)
-    return {name: tensor for name, tensor in state_dict.items() if not name.startswith("token_head.")}
+    """A state dict made to fit this model: positions at its size, no token head where it has none. (No weights were ever published.)"""
+    return fitting_weights(state_dict, model)
 
 
 def _cfg(size: int, num_classes: int, crop_pct: float) -> dict:

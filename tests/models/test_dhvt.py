@@ -368,6 +368,18 @@ def test_it_compiles_without_a_graph_break(fields):
         torch.testing.assert_close(got, want)
 
 
+def test_positions_of_another_size_are_taken(tmp_path):
+    """Figure 1's models alone have a table; LV-ViT's rule resizes it, and keeps the class token's row."""
+    trained = small(pos_embed=True)
+    torch.save(trained.state_dict(), tmp_path / "at-32.pth")
+    model = small(pos_embed=True, img_size=48)
+    assert "position table resized from 65 to 145 rows" in checkpoints.initialise(model, tmp_path / "at-32.pth")
+    assert torch.equal(model.pos_embed[:, 0], trained.pos_embed[:, 0])
+    table = trained.pos_embed[:, 1:].detach().mT.unflatten(2, (8, 8))
+    want = F.interpolate(table, (12, 12), mode="bicubic", align_corners=False)
+    torch.testing.assert_close(model.pos_embed[:, 1:].detach(), want.flatten(2).mT)
+
+
 def test_decay_spares_tables_norms_and_biases_and_released_code_does_not():
     def decayed(model) -> set[str]:
         groups = param_groups_weight_decay(model, 0.05, no_weight_decay_list=model.no_weight_decay())

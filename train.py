@@ -124,15 +124,17 @@ def build_model(config: Config, num_classes: int) -> tuple[nn.Module, checkpoint
         except (TypeError, ValueError, AssertionError) as error:
             if way is ways[-1] or not isinstance(error, TypeError):  # TypeError: this model has no such argument
                 raise UserError(f"{config.model} cannot be built: {error}") from error
-    for side in sorted({side for _, side in config.sizes}):
+    # A transformer of ours is never built for a size that it cannot take; some of timm's are, and others take no second one.
+    # Twins on the meta device are of what was built before.
+    asked = bool(config.sizes) or not isinstance(model, TokenTransformer)
+    asked = asked and not next(model.parameters()).is_meta
+    for side in sorted({side for _, side in config.sizes} or {config.size}) if asked else ():
         try:
             with torch.inference_mode():
                 model.eval()(torch.zeros(1, 3, side, side))
         except (ValueError, RuntimeError, AssertionError) as error:
-            why = str(error).partition("\n")[0]
-            raise UserError(
-                f"{config.model} cannot train at {side} px ({why}); choose other --sizes or another model"
-            ) from error
+            why, option = str(error).partition("\n")[0], "other --sizes" if config.sizes else "another --size"
+            raise UserError(f"{config.model} cannot train at {side} px ({why}); choose {option} or another model") from error
     if isinstance(model, TokenTransformer) and (config.objective == "token-label" or config.mixtoken):
         for _, side in config.sizes or ((0, config.size),):
             if side % model.patch_size:

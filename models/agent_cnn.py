@@ -52,7 +52,7 @@ def wiring_of(vit: nn.Module) -> Wiring:
         raise ValueError("DHVT's attention adds tokens of heads and its MLP, DAFF, convolves; an agent has neither")
     missing = "has no blocks of attention (qkv, proj) and MLP (fc1, fc2) that all have the width of its tokens"
     blocks = getattr(vit, "blocks", None)
-    if not isinstance(blocks, nn.Module) or not hasattr(vit, "forward_intermediates"):
+    if not isinstance(blocks, nn.Module) or not len(blocks) or not hasattr(vit, "forward_intermediates"):
         raise ValueError(f"{missing}, or does not tell what they say (forward_intermediates)")
     for block in blocks:
         attn, mlp, D = getattr(block, "attn", None), getattr(block, "mlp", None), getattr(vit, "embed_dim", 0)
@@ -208,10 +208,11 @@ class AgentCNN(nn.Module):
             raise ValueError(
                 f"stem {stem!r} must be 'res-like' or 'base', norm {norm!r} 'before' or 'after', pool {pool!r} 2 or 3"
             )
+        taps_of(num_heads)  # refuses heads without a CONV, also where the weights are lent
         if down is None:
             each = max(1, round(depth / 6))
             down = (each, 2 * each) if stem == "res-like" else ()
-        if not all(isinstance(at, int) and 1 <= at <= depth for at in down):
+        if not isinstance(down, Sequence) or not all(isinstance(at, int) and 1 <= at <= depth for at in down):
             raise ValueError(f"down {down!r} must be numbers of blocks, from 1 to {depth}")
         self.num_classes, self.num_features, self.embed_dim = num_classes, embed_dim, embed_dim
         self.down, self.lent = frozenset(down), [None] * depth

@@ -14,8 +14,8 @@ from timm.models import build_model_with_cfg, generate_default_cfgs, register_mo
 from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
+from .recomputing import recomputed
 from .token_transformer import init_linear
 
 # N images   T tokens, class token first where there is one   D width   R x C the grid of patches
@@ -121,11 +121,9 @@ class Stage(nn.Module):
         x_NTD, grid = self.patch_embed(x_NCHW)
         if self.cls_token is not None:
             x_NTD = torch.cat([self.cls_token.expand(x_NTD.shape[0], -1, -1), x_NTD], dim=1)
+        saving = self.grad_checkpointing and torch.is_grad_enabled()
         for block in self.blocks:
-            if self.grad_checkpointing and torch.is_grad_enabled():
-                x_NTD = checkpoint(block, x_NTD, grid, use_reentrant=False)
-            else:
-                x_NTD = block(x_NTD, grid)
+            x_NTD = recomputed(block, x_NTD, grid) if saving else block(x_NTD, grid)
         class_NXD, patch_NTD = x_NTD.split([x_NTD.shape[1] - grid[0] * grid[1], grid[0] * grid[1]], dim=1)
         return patch_NTD.transpose(1, 2).unflatten(2, grid), class_NXD
 
@@ -204,10 +202,7 @@ class CvT(nn.Module):
 
     @torch.jit.ignore
     def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Compute every block a second time in the backward pass instead of keeping what it computed. Same gradients.
-
-        BatchNorm counts both passes in its running statistics, as in timm's networks.
-        """
+        """Compute every block a second time in the backward pass instead of keeping what it computed. Same gradients."""
         for stage in self.stages:
             stage.grad_checkpointing = enable
 

@@ -5,8 +5,7 @@ patch embedding and the positions, DAFF the feed-forward network, HI-MHSA the at
 of the released code (tests/models/test_dhvt.py). The rows of its ablations (Tables 2 to 5, section 2.2.2) are arguments.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -15,10 +14,10 @@ from timm.layers import DropPath, LayerNorm2d, Mlp, trunc_normal_
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from .lvvit import Attention
-from .token_transformer import TokenTransformer, init_linear
+from .recomputing import recomputed
+from .token_transformer import TokenTransformer, fitting_weights, init_linear
 
 # N images   T tokens, class token first   D width   M heads   E width of a head   R x C the grid of patches
 
@@ -170,20 +169,6 @@ class Block(nn.Module):
         return x_NTD + self.drop_path(self.feed_forward(self.norm2(x_NTD), grid))
 
 
-@contextmanager
-def running_statistics_kept(block: nn.Module) -> Iterator[None]:
-    """BatchNorm does not count a second pass: with momentum 0 its running statistics stay as they are."""
-    norms = [module for module in block.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
-    before = [norm.momentum for norm in norms]
-    for norm in norms:
-        norm.momentum = 0.0
-    try:
-        yield
-    finally:
-        for norm, momentum in zip(norms, before, strict=True):
-            norm.momentum = momentum
-
-
 class DHVT(TokenTransformer):
     """DHVT.
 
@@ -301,12 +286,10 @@ class DHVT(TokenTransformer):
         return block(x_NTD, grid)
 
     def _run(self, blocks: Sequence[nn.Module], x_NTD: Tensor, grid: tuple[int, int]) -> Tensor:
-        # Under the compiler a second pass writes no buffers, and a context of ours would break the graph.
-        if not (self.grad_checkpointing and torch.is_grad_enabled()) or torch.compiler.is_compiling():
+        if not (self.grad_checkpointing and torch.is_grad_enabled()):
             return super()._run(blocks, x_NTD, grid)
         for block in blocks:
-            twice = partial(lambda block: (nullcontext(), running_statistics_kept(block)), block)
-            x_NTD = checkpoint(block, x_NTD, grid, use_reentrant=False, context_fn=twice)
+            x_NTD = recomputed(block, x_NTD, grid)
         return x_NTD
 
     @torch.jit.ignore
@@ -324,10 +307,8 @@ class DHVT(TokenTransformer):
 
 
 def checkpoint_filter_fn(state_dict: Mapping[str, Any], model: DHVT) -> dict[str, Any]:
-    """A state dict made to fit this model: no token head where it has none. (No weights of DHVT were ever published.)"""
-    if model.token_head is not None:
-        return dict(state_dict)
-    return {name: tensor for name, tensor in state_dict.items() if not name.startswith("token_head.")}
+    """A state dict made to fit this model: positions at its size, no token head where it has none. (No weights were ever published.)"""
+    return fitting_weights(state_dict, model)
 
 
 def _cfg(size: int, num_classes: int, crop_pct: float) -> dict:

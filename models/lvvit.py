@@ -11,12 +11,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from timm.layers import DropPath, Mlp, resample_abs_pos_embed, trunc_normal_
+from timm.layers import DropPath, Mlp, trunc_normal_
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .token_transformer import TokenTransformer, init_linear
+from .token_transformer import TokenTransformer, fitting_weights, init_linear
 
 # N images   T tokens without the class token   D width   K classes   P side of the token grid
 
@@ -215,21 +215,8 @@ def with_our_names(state_dict: Mapping[str, Any], model: LVViT) -> Mapping[str, 
 
 
 def checkpoint_filter_fn(state_dict: Mapping[str, Any], model: LVViT) -> dict[str, Any]:
-    """A state dict made to fit this model: our names, the position table at its size, no token head where it has none.
-
-    The table is resized as published: bicubic, not antialiased, the class token's row kept (reference 5.4). That differs from
-    the table that forward resamples for another size, which is antialiased, and by PyTorch's other bicubic kernel even where
-    it grows. A table that is no square grid and a class token stays as it is, for `load_state_dict` to refuse.
-    """
-    fitting = dict(with_our_names(state_dict, model))
-    if model.token_head is None:
-        fitting = {name: tensor for name, tensor in fitting.items() if not name.startswith("token_head.")}
-    table = fitting.get("pos_embed")
-    if table is not None and table.ndim == 3 and table.shape[1] != model.pos_embed.shape[1]:
-        side = math.isqrt(max(table.shape[1] - 1, 0))
-        if side and side**2 + 1 == table.shape[1]:
-            fitting["pos_embed"] = resample_abs_pos_embed(table, [model.grid_size] * 2, [side] * 2, antialias=False)
-    return fitting
+    """A state dict made to fit this model: our names, the position table at its size, no token head where it has none."""
+    return fitting_weights(with_our_names(state_dict, model), model)
 
 
 def _cfg(crop_pct: float, size: int = 224) -> dict:

@@ -10,13 +10,13 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from timm.layers import resample_abs_pos_embed, trunc_normal_
+from timm.layers import trunc_normal_
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .lvvit import Block
-from .token_transformer import TokenTransformer, init_linear
+from .token_transformer import TokenTransformer, fitting_weights, init_linear
 
 # N images   T tokens   D width   E width of a token while it is made   M random features   R x C a grid
 
@@ -146,15 +146,7 @@ class T2TViT(TokenTransformer):
 
 def checkpoint_filter_fn(state_dict: Mapping[str, Any], model: T2TViT) -> dict[str, Any]:
     """A state dict made to fit this model: positions at its size, no token head where it has none; the published names are ours."""
-    fitting = dict(state_dict)
-    if model.token_head is None:
-        fitting = {name: tensor for name, tensor in fitting.items() if not name.startswith("token_head.")}
-    table = fitting.get("pos_embed")
-    if table is not None and table.ndim == 3 and table.shape[1] != model.pos_embed.shape[1]:
-        side = math.isqrt(max(table.shape[1] - 1, 0))
-        if side and side**2 + 1 == table.shape[1]:
-            fitting["pos_embed"] = resample_abs_pos_embed(table, [model.grid_size] * 2, [side] * 2, antialias=False)
-    return fitting
+    return fitting_weights(state_dict, model)
 
 
 _CFG = {

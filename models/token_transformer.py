@@ -4,9 +4,10 @@ A family gives its patch embedding and its blocks; everything from there to the 
 reads one (token labels, intermediate features, a dense teacher) reads each.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from timm.layers import resample_abs_pos_embed, trunc_normal_
@@ -238,3 +239,21 @@ class TokenTransformer(nn.Module):
         head = self.head if self.token_head is None else self.token_head
         logits_NTK = head(self.forward_features(image_NCHW)[:, 1:])
         return logits_NTK.transpose(1, 2).unflatten(2, self.grid_of(image_NCHW))
+
+
+def fitting_weights(state_dict: Mapping[str, Any], model: TokenTransformer) -> dict[str, Any]:
+    """A state dict by our names made to fit this model: the position table at its size, no token head where it has none.
+
+    The table is resized as LV-ViT's published code does: bicubic, not antialiased, the class token's row kept (reference 5.4). That
+    differs from the table that forward resamples for another size, which is antialiased, and by PyTorch's other bicubic kernel even
+    where it grows. A table that is no square grid and a class token stays as it is, for `load_state_dict` to refuse.
+    """
+    fitting = dict(state_dict)
+    if model.token_head is None:
+        fitting = {name: tensor for name, tensor in fitting.items() if not name.startswith("token_head.")}
+    table, own = fitting.get("pos_embed"), model.pos_embed
+    if table is not None and own is not None and table.ndim == 3 and table.shape[1] != own.shape[1]:
+        side = math.isqrt(max(table.shape[1] - 1, 0))
+        if side and side**2 + 1 == table.shape[1]:
+            fitting["pos_embed"] = resample_abs_pos_embed(table, [model.grid_size] * 2, [side] * 2, antialias=False)
+    return fitting

@@ -464,6 +464,8 @@ def test_other_models_train_in_growing_sizes_or_say_that_they_cannot(packed, tmp
     assert model(torch.zeros(1, 3, 64, 64)).shape == (1, 2)
     with pytest.raises(UserError, match=r"resmlp_12_224 cannot train at 32 px .*; choose other --sizes or another model$"):
         training.train(config(packed, tmp_path / "mlp", model="resmlp_12_224", **sizes))
+    with pytest.raises(UserError, match=r"levit_128s cannot train at 100 px .*; choose another --size or another model$"):
+        training.build_model(config(packed, tmp_path, model="levit_128s", objective="ce", mixtoken=False, size=100), 2)
 
 
 def test_a_run_killed_after_its_last_step_is_only_evaluated(packed, tmp_path):

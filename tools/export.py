@@ -65,8 +65,10 @@ def preprocessing(trained: Trained) -> dict:
 
 def write_config(trained: Trained, path: Path) -> None:
     """config.json as `timm.create_model("local-dir:...")` and the hub read it."""
-    # Rates of dropping belong to a training, and timm leaves them out of what it saves too.
-    arguments = {name: value for name, value in trained.kwargs.items() if not name.endswith(("drop_rate", "drop_path_rate"))}
+    # Rates of dropping belong to a training, and timm leaves them out of what it saves too. What a run put over pretrained_cfg
+    # (mean and deviation of its own) is in the one below, and timm takes it only once.
+    left_out = ("drop_rate", "drop_path_rate", "pretrained_cfg_overlay")
+    arguments = {name: value for name, value in trained.kwargs.items() if not name.endswith(left_out)}
     config = {"pretrained_cfg": preprocessing(trained), "label_names": trained.class_names}
     save_config_for_hf(trained.model, str(path), model_config=config, model_args=arguments)
     # timm writes a pair of sides; one number says the same, and models of one side (LV-ViT) take it too.

@@ -9,6 +9,8 @@ from ..relabel.files import UserError
 from .config import Config, arguments_of
 from .schedule import total_epochs
 
+AGENT_KWARGS = ("down", "pool", "norm")  # all else of an agent is its transformer's
+
 
 def agent_for(config: Config, model: nn.Module, num_classes: int) -> AgentCNN | None:
     """The agent of `model`, on the CPU or where the default device is; None for a run without one.
@@ -17,9 +19,13 @@ def agent_for(config: Config, model: nn.Module, num_classes: int) -> AgentCNN | 
     """
     if config.bootstrap == "none":
         return None
-    options = {"stem": config.agent, "token_head": config.objective == "token-label"} | arguments_of(
-        config.agent_kwargs, "--agent-kwargs"
-    )
+    given = arguments_of(config.agent_kwargs, "--agent-kwargs")
+    if unknown := [name for name in given if name not in AGENT_KWARGS]:
+        raise UserError(
+            f"--agent-kwargs knows {', '.join(AGENT_KWARGS[:-1])} and {AGENT_KWARGS[-1]}, and no {unknown[0]}; what else an agent "
+            "has is its transformer's, or --agent's"
+        )
+    options = {"stem": config.agent, "token_head": config.objective == "token-label"} | given
     try:
         return agent_of(model, num_classes, shared=config.bootstrap == "shared", **options)
     except (ValueError, TypeError) as error:

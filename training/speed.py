@@ -20,7 +20,8 @@ def training_flops(model: nn.Module, size: int) -> float:
     A multiply-add is two; backward is twice forward, as each product has two of its size behind it.
     """
     with FlopCounterMode(display=False) as counter, torch.no_grad():
-        model.train()(torch.empty(2, 3, size, size, device="meta"))  # BatchNorm wants two
+        # Without gradients the counter hooks none: in CaiT it finds a class token whose gradient has no function, and stops.
+        model.train().requires_grad_(False)(torch.empty(2, 3, size, size, device="meta"))  # BatchNorm wants two
     return 3 * counter.get_total_flops() / 2
 
 

@@ -185,6 +185,8 @@ def test_lent_weights_are_the_transformers_own_also_after_an_update():
         ("resnet18", {}),
         ("nfnet_micro", {}),
         ("swin_tiny_patch4_window7_224", {}),
+        ("cvt_13", {"depths": (1, 1, 1)}),
+        ("test_vit", {"depth": 0}),
         ("test_vit", {"mlp_layer": timm.layers.GluMlp}),
     ],
 )
@@ -210,7 +212,9 @@ def test_dhvt_is_refused_by_name(kwargs):
         ({"stem": "vgg"}, "stem 'vgg' must be"),
         ({"down": (0,)}, r"down \(0,\) must be numbers of blocks, from 1 to 6"),
         ({"down": (7,)}, "from 1 to 6"),
+        ({"down": 3}, r"down 3 must be numbers of blocks, from 1 to 6"),
         ({"num_heads": 4}, "4 heads have no CONV"),
+        ({"num_heads": 4, "own_weights": False}, "4 heads have no CONV"),
     ],
 )
 def test_agents_that_make_no_sense_are_refused(kwargs, said):

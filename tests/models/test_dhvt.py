@@ -368,24 +368,16 @@ def test_it_compiles_without_a_graph_break(fields):
         torch.testing.assert_close(got, want)
 
 
-def test_gradient_checkpointing_changes_neither_gradient_nor_running_statistics():
-    saved = small(drop_path_rate=0.5)
-    saving = copy.deepcopy(saved)
-    saving.set_grad_checkpointing()
-    image, calls = torch.randn(6, 3, 32, 32), []
-    for model in (saved, saving):
-        seen = []
-        model.blocks[-1].register_forward_pre_hook(lambda *_, seen=seen: seen.append(1))
-        torch.manual_seed(1)
-        (model(image) * torch.linspace(-1, 1, 5)).sum().backward()
-        calls.append(len(seen))
-    assert calls == [1, 2]
-    for (name, one), other in zip(saved.named_parameters(), saving.parameters(), strict=True):
-        torch.testing.assert_close(other.grad, one.grad, rtol=0, atol=0, msg=name)
-    for (name, one), other in zip(saved.named_buffers(), saving.buffers(), strict=True):
-        if not name.endswith("num_batches_tracked"):  # which counts both passes, and nobody reads
-            assert torch.equal(one, other), name
-    assert saving.blocks[0].feed_forward.norm1.momentum == 0.1
+def test_positions_of_another_size_are_taken(tmp_path):
+    """Figure 1's models alone have a table; LV-ViT's rule resizes it, and keeps the class token's row."""
+    trained = small(pos_embed=True)
+    torch.save(trained.state_dict(), tmp_path / "at-32.pth")
+    model = small(pos_embed=True, img_size=48)
+    assert "position table resized from 65 to 145 rows" in checkpoints.initialise(model, tmp_path / "at-32.pth")
+    assert torch.equal(model.pos_embed[:, 0], trained.pos_embed[:, 0])
+    table = trained.pos_embed[:, 1:].detach().mT.unflatten(2, (8, 8))
+    want = F.interpolate(table, (12, 12), mode="bicubic", align_corners=False)
+    torch.testing.assert_close(model.pos_embed[:, 1:].detach(), want.flatten(2).mT)
 
 
 def test_decay_spares_tables_norms_and_biases_and_released_code_does_not():

@@ -17,7 +17,7 @@ from densefeed.pipelines.augment import Augmentation, augmented
 from densefeed.pipelines.targets import TargetRules, sparse_targets
 from densefeed.relabel.files import UserError
 from densefeed.training import objective
-from densefeed.training.bootstrapping import agent_for, feature_share, trained_of
+from densefeed.training.bootstrapping import agent_for, check_sizes, feature_share, trained_of
 from densefeed.training.ranks import Ranks
 from densefeed.training.student import student_of, update
 from timm.layers import convert_sync_batchnorm
@@ -78,6 +78,7 @@ def first_step(run):
         SHARED | dict(precision="bf16", epochs=1, feature_blocks=(2,), distill_weight=0.0, align="none"),
         DENSE | dict(bootstrap="joint", cutmix=1.0, epochs=1, fused_head="always", labels_on_device=True),
         DENSE | dict(agent="base", epochs=1, feature_adapt="sequence", cutmix=1.0, mix_label="regions"),
+        SHARED | dict(model="t2t_vit_14", model_kwargs=("depth=2", "embed_dim=48", "token_dim=16"), size=64, epochs=1),
     ],
 )
 def test_a_run_leaves_the_transformer_alone_and_judges_both(micro, tmp_path, capsys, fields):
@@ -325,7 +326,8 @@ def test_the_weight_of_features_falls_to_nothing(config, decay, shares):
         (dict(model="lvvit_micro"), "lvvit_micro can have no such agent .3 heads have no CONV"),
         (dict(model="nfnet_micro", model_kwargs=()), "nfnet_micro can have no such agent .has no blocks of attention"),
         (dict(agent_kwargs=("down=(9,)",)), r"down \(9,\) must be numbers of blocks, from 1 to 2"),
-        (dict(agent_kwargs=("nonsense=1",)), "unexpected keyword argument 'nonsense'"),
+        (dict(agent_kwargs=("down=3",)), r"down 3 must be numbers of blocks, from 1 to 2"),
+        (dict(agent_kwargs=("depth=1",)), "--agent-kwargs knows down, pool and norm, and no depth; what else an agent has"),
         (dict(agent_kwargs=("pool",)), "--agent-kwargs 'pool' is not NAME=VALUE"),
         (dict(feature_blocks=(5,)), r"--feature-blocks: blocks \(5,\) must be numbers from 1 to 2"),
         (dict(size=16, agent_kwargs=("down=(1,2)",)), "cannot train at 16 px .block 2 has 1 x 1 places, which cannot be halved"),
@@ -337,6 +339,37 @@ def test_what_conflicts_is_refused_before_the_first_step(config, fields, said):
     with pytest.raises(UserError, match=said):
         training.train(run)
     assert not (run.out / "checkpoints").exists()
+
+
+NO_CONV = "{} heads have no CONV: their square of 2 x 2 taps has no middle"
+NO_BLOCKS = r"has no blocks of attention \(qkv, proj\) and MLP \(fc1, fc2\)"
+TRANSFORMERS = {  # arguments, and why there is no agent; None: there is one
+    "deit_small_patch16_224": (("depth=2",), None),
+    "deit_small_distilled_patch16_224": (("depth=2",), None),
+    "lvvit_s": (("depth=2",), None),
+    "t2t_vit_14": (("depth=2",), None),
+    "deit_tiny_patch16_224": (("depth=2",), NO_CONV.format(3)),
+    "lvvit_t": (("depth=2",), NO_CONV.format(4)),
+    "t2t_vit_7": (("depth=2",), NO_CONV.format(4)),
+    "dhvt_small_imagenet_patch16": (("depth=2",), "DHVT's attention adds tokens of heads and its MLP, DAFF, convolves"),
+    "cvt_13": (("depths=(1,1,1)",), NO_BLOCKS),
+    "swin_tiny_patch4_window7_224": (("depths=(1,1,1,1)",), NO_BLOCKS),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TRANSFORMERS)
+def test_which_transformers_have_agents(config, name):
+    """Those of plain blocks with heads for a CONV, whoever has the weights; the others are refused with the reason."""
+    arguments, why = TRANSFORMERS[name]
+    for bootstrap in ("joint", "shared"):
+        run = config(model=name, model_kwargs=arguments, size=224, bootstrap=bootstrap)
+        with torch.device("meta"):
+            model, _ = training.build_model(run, 2)
+        if why is None:
+            check_sizes(run, model, 2)
+            continue
+        with pytest.raises(UserError, match=rf"--bootstrap {bootstrap}: {name} can have no such agent \({why}.*; choose another"):
+            check_sizes(run, model, 2)
 
 
 def test_the_agents_table_is_part_of_what_a_resumed_run_must_repeat(config):

@@ -148,22 +148,27 @@ def test_a_steps_loss_is_the_objectives_and_the_weighted_distance(micro, tmp_pat
 
 
 @pytest.mark.parametrize(
-    "fields", [dict(drloc="l1", drloc_grid=2), dict(drloc="all", drloc_grid=0, mixtoken=False), dict(drloc="ce", drloc_grid=4)]
+    "fields",
+    [
+        dict(drloc="l1", drloc_grid=2),
+        dict(drloc="all", drloc_grid=0, mixtoken=False),
+        dict(drloc="ce", drloc_grid=4, model="dhvt_tiny_cifar_patch4", model_kwargs=("depth=1", "embed_dim=32")),
+    ],
 )
 def test_one_compiled_step_serves_every_step(micro, tmp_path, no_host_read, fields):
     """No graph break, one compilation whatever is drawn and weighed, nothing read back."""
     config = micro(tmp_path, drop_path=0.0, **fields)
     both, batch, spec, rules, plan = step_of(config)
-    mixing = objective.mixing_of(config, plan)
+    mixing, grid = objective.mixing_of(config, plan), 32 // both.model.patch_size
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     compiled = torch.compile(objective.step_loss, fullgraph=True, backend="eager", dynamic=False)
     for number in range(3):
-        mix = mixing.draw(0, number, 32, 4) if mixing else None
+        mix = mixing.draw(0, number, 32, grid) if mixing else None
         pairs = pairs_of(plan, number, batch, 6, 0.1 * number)
         with no_host_read():
-            want = objective.step_loss(config, both, batch, spec, rules, 4, mix, None, pairs=pairs)
-        torch.testing.assert_close(compiled(config, both, batch, spec, rules, 4, mix, None, pairs=pairs), want)
+            want = objective.step_loss(config, both, batch, spec, rules, grid, mix, None, pairs=pairs)
+        torch.testing.assert_close(compiled(config, both, batch, spec, rules, grid, mix, None, pairs=pairs), want)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 

@@ -129,6 +129,9 @@ def test_bootstrapping_is_its_section_4_1(name):
     released = name.endswith("published")
     assert config.feature_norm == ("layernorm" if released else "l2-token")
     assert config.align == ("none" if released and "shared" in name else "global")
+    with torch.device("meta"):
+        mean = run.build_model(config, 100)[0].pretrained_cfg["mean"]
+    assert mean == ((0.5071, 0.4867, 0.4408) if released else (0.485, 0.456, 0.406))
     kind = name.replace("_published", "").rpartition("_")[2]
     assert config.bootstrap == (kind if kind in ("joint", "shared") else "none")
     # CIFAR's crop of an image padded by an eighth of its side; of ImageNet the released crop.

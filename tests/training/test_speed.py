@@ -36,6 +36,14 @@ def test_operations_are_those_counted_by_hand(name, size, D, depth, hidden, publ
         assert macs / 1e9 == pytest.approx(published, abs=0.005)
 
 
+@pytest.mark.parametrize(("name", "kwargs"), [("cait_xxs24_224", dict(depth=1)), ("pit_ti_224", dict(depth=(1, 1, 1)))])
+def test_operations_are_counted_of_networks_that_pass_their_class_token_on(name, kwargs):
+    """PyTorch's counter hooks such a token's gradient, where it finds no function."""
+    with torch.device("meta"):
+        model = timm.create_model(name, **kwargs)
+    assert training_flops(model, 224) > 6e7
+
+
 def test_saved_bytes_are_those_counted_by_hand():
     """5 samples: the input for the first weight's gradient, and what ReLU gave, for its own and the second weight's, once."""
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))

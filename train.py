@@ -123,7 +123,8 @@ def build_model(config: Config, num_classes: int) -> tuple[nn.Module, checkpoint
             break
         except (TypeError, ValueError, AssertionError) as error:
             if way is ways[-1] or not isinstance(error, TypeError):  # TypeError: this model has no such argument
-                raise UserError(f"{config.model} cannot be built: {error}") from error
+                remedy = "; give --drop-path 0" if "drop_path_rate" in str(error) else ""
+                raise UserError(f"{config.model} cannot be built: {error}{remedy}") from error
     # A transformer of ours is never built for a size that it cannot take; some of timm's are, and others take no second one.
     # Twins on the meta device are of what was built before.
     asked = bool(config.sizes) or not isinstance(model, TokenTransformer)

@@ -431,6 +431,7 @@ def test_a_foreign_checkpoint_is_not_continued(packed, tmp_path):
         (dict(model_kwargs=("depth",)), "--model-kwargs 'depth' is not NAME=VALUE"),
         (dict(model_kwargs=("depth=two",)), "--model-kwargs 'depth=two' is not NAME=VALUE"),
         (dict(model_kwargs=("no_such=1",)), "lvvit_micro cannot be built: .*no_such"),
+        (dict(model="vgg11", objective="ce", mixtoken=False, drop_path=0.1), "vgg11 cannot be built: .*give --drop-path 0"),
         (dict(views=0), "--views must be at least 1"),
         (dict(views=3), "a batch of 4 is no multiple of the 3 views"),
         (dict(sizes=((1, 16),)), "epochs ascend from 0"),

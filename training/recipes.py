@@ -844,11 +844,12 @@ def dhvt_micro_ce() -> Config:
 
 
 def bootstrapping_micro_scratch() -> Config:
-    """A small vision transformer alone on the demo's digit scenes; all else as lvvit_micro_ce, without label smoothing.
+    """A small vision transformer alone on the demo's digit scenes; all else as lvvit_micro_ce, without label smoothing, and 40 epochs.
 
     python train.py bootstrapping_micro_scratch --loader ffcv --data quickstart/train.beton --val quickstart/val.beton --out runs/vit
     """
-    return replace(lvvit_micro_ce(), model="bootstrapping_vit_micro", smoothing=0.0)
+    # In 8 epochs the agent's features cost the transformer more than they teach it (README): 45 % alone, 22 % beside the agent.
+    return replace(lvvit_micro_ce(), model="bootstrapping_vit_micro", smoothing=0.0, epochs=40, eval_every=5)
 
 
 def bootstrapping_micro_joint() -> Config:

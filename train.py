@@ -84,8 +84,12 @@ def open_loader(config: Config, mode: Literal["train", "evaluate"], ranks: Ranks
 def check(config: Config, train: Loader, val: Loader) -> None:
     """UserError where the two sets, the labels and the objective do not fit together."""
     if train.class_names != val.class_names:
+        pairs = enumerate(zip(train.class_names, val.class_names, strict=False))
+        differ = next(
+            (f"; class {number} is {ours!r} and {theirs!r}" for number, (ours, theirs) in pairs if ours != theirs), ""
+        )
         raise UserError(
-            f"{config.data} and {config.val} name different classes ({train.num_classes} and {val.num_classes}); "
+            f"{config.data} and {config.val} name different classes ({train.num_classes} and {val.num_classes}{differ}); "
             "train and validate on the same classes"
         )
     if config.objective == "ce" and config.mix_label == "regions":

@@ -8,11 +8,16 @@
     share/PERCENT                      so many of every class folder's images, always the same (ImageNet 1, 5, 10, 50 %)
     hfds/NAME                          as timm reads it
 
+Number and names of the classes belong to a dataset, not to a split: lists whose file names differ only in the word of the split
+(a_train.txt, a_test.txt) are read together for them, so that a class without images in one has its place and name in both.
 Small arrays of pixels are handed on as PNG, so everything behind this file reads encoded images only.
 """
 
 import io
-from collections.abc import Callable
+import os
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
@@ -39,6 +44,7 @@ COUNTS: dict[str, tuple[int, dict[str, int]]] = {
     "domainnet/sketch": (345, {"train": 48_212, "test": 20_916}),
 }
 SPLITS = ({"train", "training"}, {"val", "valid", "validation", "eval", "evaluation"}, {"test"})  # timm's synonyms
+MOST_CLASSES = 65_535  # a store and a batch number the classes of score maps in uint16
 KINDS = ("cifar10", "cifar100", "svhn", "flowers102", "domainnet", "list", "classes", "share", "hfds")
 WHERE = {
     "cifar10": "the folder cifar-10-batches-py of cifar-10-python.tar.gz",
@@ -69,6 +75,15 @@ class Listed(NamedTuple):
         Image.fromarray(self.pixels[index]).save(file, "PNG", compress_level=1)
         file.seek(0)
         return file
+
+
+class Entry(NamedTuple):
+    """A line of a list."""
+
+    line: int  # from 1
+    path: str
+    label: int | None
+    folder: str  # the name of the folder in which the image stands
 
 
 class ByTimm(NamedTuple):
@@ -103,7 +118,9 @@ def find(root: Path, dataset: str, split: str) -> Listed | ByTimm:
     }.get(kind, of_torchvision)  # fmt: skip
     if kind in WHERE and rest:
         raise UserError(f"--dataset {dataset}: it is called {kind}")
-    found = finder(Path(root), rest or kind, split)
+    if kind in ("list", "classes") and not rest:
+        raise UserError(f"--dataset {dataset} names no file; give {kind}/FILE, as {kind}/some.txt")
+    found = finder(Path(root), kind if kind in WHERE else rest, split)
     if not found.paths:
         raise UserError(f"--dataset {dataset}: {root} holds no images of the split {split!r}")
     classes, counts = COUNTS.get(dataset, (len(found.class_names), {}))
@@ -167,13 +184,14 @@ def of_torchvision(root: Path, name: str, split: str) -> Listed:
     try:
         parts = read(download=False)
     except (RuntimeError, FileNotFoundError):  # not there, or not whole
+        fault = fault_of(root, name, split)
         try:
-            print(f"{name} is not in {root}; downloading it there")
+            print(f"{name} is not whole in {root} ({fault}); downloading it there")
             parts = read(download=True)
         except (RuntimeError, OSError) as error:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise UserError(
-                f"{name} is not whole in {root} and cannot be downloaded ({reason}); put there {WHERE[name]}"
+                f"{name} is not whole in {root} ({fault}) and cannot be downloaded ({reason}); put there {WHERE[name]}"
             ) from error
     except ImportError as error:
         raise UserError(f"--dataset {name} needs a package that is not here ({error}); pip install scipy") from error
@@ -191,19 +209,40 @@ def of_torchvision(root: Path, name: str, split: str) -> Listed:
     return Listed(paths, np.array(labels, np.int64), names, root, np.ascontiguousarray(pixels))
 
 
+def fault_of(root: Path, name: str, split: str) -> str:
+    """Which file of a set of torchvision's is not there, or is another than the published one."""
+    import torchvision.datasets as sets
+    from torchvision.datasets.utils import check_integrity
+
+    if name == "svhn":
+        home, files = root, [sets.SVHN.split_list[split][1:3]]
+    elif name == "flowers102":
+        home, files = root / "flowers-102", [sets.Flowers102._file_dict[what] for what in ("label", "setid")]
+    else:
+        kind = sets.CIFAR10 if name == "cifar10" else sets.CIFAR100
+        home, files = root / kind.base_folder, [*kind.train_list, *kind.test_list, (kind.meta["filename"], kind.meta["md5"])]
+    for file, published in files:
+        if not (home / file).is_file():
+            return f"there is no {(home / file).relative_to(root)}"
+        if not check_integrity(home / file, published):
+            return f"the MD5 of {(home / file).relative_to(root)} is not the published one"
+    return "images are missing"
+
+
 def domainnet(root: Path, name: str, split: str) -> Listed:
-    """One domain of DomainNet, from its own lists; classes are the folders that the lists name."""
+    """One domain of DomainNet, from its own lists, of which both must be there; 345 classes, named by the folders in them."""
     if f"domainnet/{name}" not in COUNTS:
         names = ", ".join(dataset for dataset in COUNTS if dataset.startswith("domainnet/"))
         raise UserError(f"--dataset domainnet/{name}: there is no such domain; choose from {names}")
-    file = root / f"{name}_{split}.txt"
     if split not in ("train", "test"):
         raise UserError(f"--dataset domainnet/{name} has no split {split!r}; give --split train or test")
-    if not file.exists():
-        raise UserError(
-            f"{file} is not there; put there {name}.zip, unpacked, and its lists {name}_train.txt and {name}_test.txt"
-        )
-    return of_list(root, file)
+    lists = {word: root / f"{name}_{word}.txt" for word in ("train", "test")}
+    for file in lists.values():
+        if not file.exists():
+            raise UserError(
+                f"{file} is not there; put there {name}.zip, unpacked, and its lists {name}_train.txt and {name}_test.txt"
+            )
+    return of_list(root, lists[split], COUNTS[f"domainnet/{name}"][0])
 
 
 def listed(root: Path, name: str, split: str) -> Listed:
@@ -212,48 +251,140 @@ def listed(root: Path, name: str, split: str) -> Listed:
     return of_list(root, Path(name))
 
 
-def of_list(root: Path, file: Path) -> Listed:
-    """Lines "path label"; or of paths alone, whose folder is the class. UserError names a line that makes no sense."""
-    paths, labels, folders = [], [], []
-    for number, line in enumerate(lines_of(file), start=1):
-        path, space, label = line.rpartition(" ")
-        if not (space and label.isdecimal()):
-            path, label = line, ""
-        if paths and bool(label) != bool(labels[-1]):
-            raise UserError(f"{file}, line {number}: some lines end in a label and some do not; mend the list")
-        paths.append(path)
-        labels.append(label)
-        folders.append(Path(path).parent.name)
-    if not paths:
-        raise UserError(f"{file} names no images")
-    missing = next((path for path in (paths[0], paths[-1]) if not (root / path).is_file()), None)
+def of_list(root: Path, file: Path, classes: int = 0) -> Listed:
+    """Lines "path label"; or of paths alone, whose folder is the class.
+
+    The lists of the other splits, where they stand beside it (`siblings`), are read for the classes alone. Without labels the
+    folders of all of them, sorted, are the classes. With labels there are `classes`, or one more than the highest label of all.
+
+    Raises UserError that names a line that makes no sense, and if the first or the last image is not below `root`; of others
+    that are not there it prints how many, since whoever reads them may leave them out.
+    """
+    most = classes or MOST_CLASSES
+    own = entries_of(file, most)
+    if not own:
+        raise UserError(f'{file} names no images; give it lines "path label" or "class/file"')
+    every = list(own)
+    for other in siblings(file):
+        theirs = entries_of(other, most)
+        if theirs and (theirs[0].label is None) != (own[0].label is None):
+            with_labels, without = (file, other) if theirs[0].label is None else (other, file)
+            raise UserError(
+                f"{with_labels} has labels and {without} has none, though by their names they are splits of one dataset; "
+                "give labels to both or neither, or move one to another folder"
+            )
+        every += theirs
+    check_paths(root, file, own)
+    paths = [entry.path for entry in own]
+    if own[0].label is None:
+        names = sorted({entry.folder for entry in every})
+        number_of = {name: number for number, name in enumerate(names)}
+        return Listed(paths, np.array([number_of[entry.folder] for entry in own], np.int64), names, root)
+    first: dict[str, Entry] = {}
+    for entry in own:
+        earlier = first.setdefault(entry.path, entry)
+        if earlier.label != entry.label:
+            raise UserError(
+                f"{file}, line {entry.line} gives {entry.path} the label {entry.label}, and line {earlier.line} the label "
+                f"{earlier.label}; keep one of them"
+            )
+    return Listed(paths, np.array([entry.label for entry in own], np.int64), names_of_labels(every, classes), root)
+
+
+def siblings(file: Path) -> list[Path]:
+    """The lists beside `file` whose names are its own but for the split: that of a_train.txt is a_test.txt, and so on."""
+    words = sorted({"trainval"}.union(*SPLITS))
+    places = list(re.finditer(rf"(?<![A-Za-z])({'|'.join(words)})(?![A-Za-z])", file.name))
+    if not places:
+        return []
+    begin, end = places[-1].span()
+    others = [file.with_name(file.name[:begin] + word + file.name[end:]) for word in words if word != places[-1].group()]
+    return [other for other in others if other.is_file()]
+
+
+def entries_of(file: Path, most: int) -> list[Entry]:
+    """The lines of a list, with labels below `most` or all without; UserError names a line that makes no sense."""
+    entries: list[Entry] = []
+    for number, line in lines_of(file):
+        path, *last = line.rsplit(maxsplit=1)
+        label = None
+        if last and re.fullmatch(r"[-+]?\d+(\.\d*)?", last[0]):
+            digits = last[0].lstrip("0") or "0"
+            if not digits.isdecimal() or len(digits) > len(str(most)) or int(digits) >= most:
+                raise UserError(
+                    f"{file}, line {number} ends in {last[0][:24]}; a label is a whole number from 0 to {most - 1:,}, mend the list"
+                )
+            label = int(digits)
+        else:
+            path = line
+        folder = Path(path).parent.name
+        if label is None and not folder:
+            raise UserError(f'{file}, line {number}: {path} has no label and no folder; a line is "path label" or "class/file"')
+        if entries and (label is None) != (entries[0].label is None):
+            raise UserError(
+                f"{file}, line {number}: some lines end in a label and some do not, as line {entries[0].line} and this one; "
+                f"a label is a whole number from 0 to {most - 1:,}, mend the list"
+            )
+        entries.append(Entry(number, path, label, folder))
+    return entries
+
+
+def names_of_labels(entries: Sequence[Entry], classes: int) -> list[str]:
+    """A label's name is that of its folder, if it has one folder in which no other label's images stand (one for all images of a
+    split names no class); else `class 7`, or plain numbers where no label has a name. As many as `classes`; 0: one more than the
+    highest label."""
+    pairs = {(entry.label, entry.folder) for entry in entries if entry.label is not None}
+    labels = Counter(folder for _, folder in pairs)
+    own = [(label, folder) for label, folder in pairs if folder and labels[folder] == 1]
+    folders = Counter(label for label, _ in own)
+    name_of = {label: folder for label, folder in own if folders[label] == 1}
+    numbers = range(classes or 1 + max(label for label, _ in pairs))
+    return [name_of.get(number, f"class {number}" if name_of else str(number)) for number in numbers]
+
+
+def check_paths(root: Path, file: Path, entries: Sequence[Entry]) -> None:
+    """UserError if the first or the last image of a list is not below `root`; prints how many of the others are not."""
+    for entry in (entries[0], entries[-1]):
+        if not (root / entry.path).is_file():
+            raise UserError(
+                f"{file}, line {entry.line} names {entry.path}, which is not below {root}; check --data, and that lines are "
+                '"path label" or "class/file"'
+            )
+    there: dict[str, set[str]] = {}  # a folder is listed once: a stat of every file of a network disk takes minutes
+    missing = []
+    for entry in entries:
+        folder, name = os.path.split(entry.path)
+        if folder not in there:
+            try:
+                there[folder] = set(os.listdir(root / folder))
+            except (FileNotFoundError, NotADirectoryError):
+                there[folder] = set()
+        if name not in there[folder]:
+            missing.append(entry)
     if missing:
-        raise UserError(f"{file} names {missing}, which is not below {root}; check --data")
-    if not labels[0]:
-        names = sorted(set(folders))
-        return Listed(paths, np.array([names.index(folder) for folder in folders], np.int64), names, root)
-    numbers = np.array(labels, np.int64)
-    folder_of = dict(zip(numbers.tolist(), folders, strict=True))
-    if len(set(folder_of.values())) != len(folder_of):  # one folder for all: it is no name of a class
-        folder_of = {number: str(number) for number in folder_of}
-    # A class without an image in this list keeps its place, so that lists of train and test agree on all numbers.
-    names = [folder_of.get(number, f"class {number}") for number in range(int(numbers.max()) + 1)]
-    return Listed(paths, numbers, names, root)
+        first = missing[0]
+        print(f"{file} names {len(missing):,} images that are not below {root}, the first in line {first.line}: {first.path}")
 
 
-def lines_of(file: Path) -> list[str]:
-    """Its lines, without those that are empty. UserError if it cannot be read."""
+def lines_of(file: Path) -> list[tuple[int, str]]:
+    """Its lines, numbered from 1, without those that are empty. UserError if it cannot be read."""
     try:
-        return [line.strip() for line in file.read_text().splitlines() if line.strip()]
+        text = file.read_text()
+        if "\0" in text:
+            raise UnicodeError("a zero byte")
     except OSError as error:
         raise UserError(f"{file}: {explain(error)}") from error
-    except UnicodeDecodeError as error:
+    except UnicodeError as error:
         raise UserError(f"{file} is no text; give a list of one name a line") from error
+    return [(number, line.strip()) for number, line in enumerate(text.splitlines(), start=1) if line.strip()]
 
 
 def chosen_classes(root: Path, name: str, split: str) -> Listed:
     """Those class folders that the file `name` lists, numbered in its order."""
-    whole, names = by_timm(root, "", split), [line.split()[0] for line in lines_of(Path(name))]
+    names = [line.split()[0] for _, line in lines_of(Path(name))]
+    if not names:
+        raise UserError(f"{name} is empty; give it a line for each class folder")
+    whole = by_timm(root, "", split)
     missing = [name for name in names if name not in whole.class_names]
     if missing or len(set(names)) != len(names):
         what = f"{missing[0]}, which is no class folder of {root}" if missing else "a class twice"

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .datasets import MOST_CLASSES
 from .files import UserError
 from .forms import Form
 from .images import Images
@@ -88,8 +89,8 @@ def begin_pass(
         raise UserError("--top-k, --batch and --threads must be at least 1")
     if top_k > num_classes:
         raise UserError(f"--top-k {top_k} is more than the {num_classes} classes of {name}")
-    if num_classes > 65535:
-        raise UserError(f"{name} has {num_classes} classes; a store numbers at most 65,535")
+    if num_classes > MOST_CLASSES:
+        raise UserError(f"{name} has {num_classes} classes; a store numbers at most {MOST_CLASSES:,}")
     if len(images.class_names) != num_classes:
         raise UserError(
             f"{images.root} has {len(images.class_names)} classes but the teacher {name} scores {num_classes}; "

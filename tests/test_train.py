@@ -541,7 +541,7 @@ def test_other_classes_in_validation_are_refused(packed, folder, tmp_path, comma
     other = shutil.copytree(folder, tmp_path / "other")
     (other / "val" / "dog").rename(other / "val" / "wolf")
     assert command("tools/pack_dataset.py", "--data", other, "--split", "val", "--out", tmp_path / "v.beton").returncode == 0
-    with pytest.raises(UserError, match=r"name different classes"):
+    with pytest.raises(UserError, match=r"name different classes \(2 and 2; class 1 is 'dog' and 'wolf'\)"):
         training.train(config((packed[0], tmp_path / "v.beton"), tmp_path / "a"))
 
 

@@ -5,8 +5,9 @@
     python tools/pack_dataset.py --dataset cifar100 --root data --out cifar100-train.beton
 
 --dataset: cifar10, cifar100, svhn, flowers102 (as torchvision keeps them below --root, downloaded if they are not there);
-domainnet/clipart (... infograph, painting, quickdraw, real, sketch; with their lists); list/FILE of lines "path label"; classes/FILE, the
-class folders that it names (ImageNet-100); share/10, so many percent of every class folder's images; hfds/NAME, as timm reads it.
+domainnet/clipart (... infograph, painting, quickdraw, real, sketch; with their lists); list/FILE of lines "path label" or "class/file"
+(give a_train.txt and a_test.txt names that differ in that word alone: then both count for the classes of each); classes/FILE, the class
+folders that it names (ImageNet-100); share/10, so many percent of every class folder's images; hfds/NAME, as timm reads it.
 
 JPEGs keep every pixel: they are rewritten losslessly, with an index from which a crop can be read alone (--no-index keeps their
 bytes too). What is no grey or RGB JPEG (PNG, CMYK, ...), or larger than --max-side, is encoded anew, and counted; what is no JPEG and no

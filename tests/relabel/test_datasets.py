@@ -121,7 +121,9 @@ def test_a_pickle_with_another_checksum_is_never_opened(tmp_path, monkeypatch):
             return opened.touch, ()
 
     victim.write_bytes(pickle.dumps(Bomb()))
-    with pytest.raises(UserError, match=r"cifar10 is not whole"):
+    with pytest.raises(
+        UserError, match=r"cifar10 is not whole .* \(the MD5 of .*data_batch_3 is not the published one\) and cannot"
+    ):
         Images(tmp_path, "cifar10")
     assert not opened.exists()
 
@@ -171,8 +173,13 @@ def test_domainnets_labels_are_its_lists(domain, capsys):
     train, test = Images(domain, "domainnet/clipart"), Images(domain, "domainnet/clipart", "test")
     assert train.labels.tolist() == [0, 0, 1, 1, 2, 2]
     assert test.labels.tolist() == [0, 0, 2, 2]
-    assert train.class_names == ["aircraft_carrier", "airplane", "alarm_clock"]
-    assert test.class_names == ["aircraft_carrier", "class 1", "alarm_clock"]
+    assert train.class_names == [
+        "aircraft_carrier",
+        "airplane",
+        "alarm_clock",
+        *(f"class {number}" for number in range(3, 345)),
+    ]
+    assert test.class_names == train.class_names
     assert train.read(0) == (domain / train.paths[0]).read_bytes()
     assert "where 33,525 of 345 were published" in capsys.readouterr().out
 
@@ -196,15 +203,79 @@ def test_a_list_of_files_without_labels_takes_their_folders(domain):
     assert images.class_names == ["aircraft_carrier", "airplane"]
 
 
+@pytest.mark.parametrize("separator", [" ", "\t", "  \t "])
+def test_any_white_space_stands_before_a_label(domain, separator):
+    (domain / "some.txt").write_text(f"clipart/airplane/clipart_002_000003.jpg{separator}07\r\n")
+    images = Images(domain, f"list/{domain / 'some.txt'}")
+    assert (images.labels.tolist(), images.paths) == ([7], ["clipart/airplane/clipart_002_000003.jpg"])
+
+
+# What lists say (of images that stand where they say), and the classes and the labels of the first list.
+@pytest.mark.parametrize(
+    ("lists", "names", "labels"),
+    [
+        # A class is missing in one list, in the middle or at the end.
+        ({"train": "cat/1 0\nant/1 1\nbee/1 2", "test": "cat/2 0\nbee/2 2"}, ["cat", "ant", "bee"], [0, 1, 2]),
+        ({"test": "cat/2 0\nant/1 1", "train": "cat/1 0\nbee/1 2"}, ["cat", "ant", "bee"], [0, 1]),
+        ({"val": "cat/2 0", "test": "ant/1 4", "trainval": "bee/1 2"}, ["cat", "class 1", "bee", "class 3", "ant"], [0]),
+        # Without labels a missing folder would move the numbers of those behind it.
+        ({"test": "cat/1", "train": "ant/1\ncat/2"}, ["ant", "cat"], [1]),
+        # Names that cannot be told: two folders of one label, one folder of two labels, no folder, one folder for all.
+        ({"train": "cat/1 0\ndog/1 0\nant/1 1", "test": ""}, ["class 0", "ant"], [0, 0, 1]),
+        ({"train": "cat/1 0\nant/1 1", "test": "dog/1 0"}, ["class 0", "ant"], [0, 1]),
+        ({"train": "cat/1 0\ncat/2 1\nant/1 2"}, ["class 0", "class 1", "ant"], [0, 1, 2]),
+        ({"train": "1 1\nant/1 0"}, ["ant", "class 1"], [1, 0]),
+        ({"train": "cat/1 0\ncat/2 1"}, ["0", "1"], [0, 1]),
+        # One folder for all of a split, as ImageNet's val is published, does not take the names that the other gives.
+        ({"val": "all/1 1\nall/2 0", "train": "cat/1 0\nant/1 1"}, ["cat", "ant"], [1, 0]),
+        # An image may be named twice, but its label is one.
+        ({"train": "ant/1 0\nant/1 0"}, ["ant"], [0, 0]),
+    ],
+)  # fmt: skip
+def test_classes_are_those_of_all_splits(tmp_path, lists, names, labels):
+    for split, text in lists.items():
+        file = tmp_path / f"my-{split}-2.txt"
+        file.write_text(text)
+        for line in text.splitlines():
+            image = tmp_path / line.split()[0]
+            image.parent.mkdir(exist_ok=True)
+            image.touch()
+    (tmp_path / "my-tested-2.txt").write_text("bear/1 70")  # no split's word
+    splits = [Images(tmp_path, f"list/{tmp_path / f'my-{split}-2.txt'}") for split, text in lists.items() if text]
+    assert splits[0].labels.tolist() == labels
+    assert [images.class_names for images in splits] == [names] * len(splits)
+
+
+def test_images_that_are_not_there_are_counted_at_once(domain, capsys):
+    there = "clipart/airplane/clipart_002_000003.jpg 1\n"
+    (domain / "some.txt").write_text(there + "\nclipart/airplane/no.jpg 1\n" + "nowhere/1.jpg 1\n" + there)
+    Images(domain, f"list/{domain / 'some.txt'}")
+    assert "some.txt names 2 images that are not below " in (said := capsys.readouterr().out)
+    assert "the first in line 3: clipart/airplane/no.jpg" in said
+
+
+AIRPLANE = "clipart/airplane/clipart_002_000003.jpg"
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
         ("", "names no images"),
-        ("clipart/airplane/clipart_002_000003.jpg 1\nclipart/airplane/clipart_002_000001.jpg\n", "line 2: some lines end in a label"),
-        ("nowhere/1.jpg 0\n", "names nowhere/1.jpg, which is not below .*; check --data"),
+        (f"{AIRPLANE} 1\nclipart/airplane/clipart_002_000001.jpg\n", "line 2: some lines end in a label"),
+        ("nowhere/1.jpg 0\n", "line 1 names nowhere/1.jpg, which is not below .*; check --data"),
+        (f"{AIRPLANE} cat\n", f'line 1 names {AIRPLANE} cat, which is not below .* and that lines are "path label"'),
+        (f"\n{AIRPLANE} -1\n", "line 2 ends in -1; a label is a whole number from 0 to 65,534"),
+        (f"{AIRPLANE} 1.5\n", "line 1 ends in 1.5; a label is a whole number"),
+        (f"{AIRPLANE} 65535\n", "line 1 ends in 65535; .* to 65,534"),
+        (f"{AIRPLANE} 99999999999999999999\n", "line 1 ends in 99999999999999999999; .* to 65,534"),
+        (f"{AIRPLANE} {'9' * 5000}\n", "line 1 ends in 9{24}; .* to 65,534"),
+        (f"{AIRPLANE} 1\n{AIRPLANE} 2\n", f"line 2 gives {AIRPLANE} the label 2, and line 1 the label 1; keep one"),
+        ("1.jpg\n", "line 1: 1.jpg has no label and no folder"),
         (None, "there is no such file"),
         (b"\xff\xfe\x00\xd8", "is no text"),
+        (b"a\x00b/1.jpg 1\n", "is no text"),
     ],
+    ids=lambda value: repr(value)[-24:],
 )  # fmt: skip
 def test_bad_lists_are_refused_by_name(domain, text, said):
     file = domain / "bad.txt"
@@ -212,6 +283,24 @@ def test_bad_lists_are_refused_by_name(domain, text, said):
         file.write_bytes(text.encode() if isinstance(text, str) else text)
     with pytest.raises(UserError, match=rf"{file}.*{said}"):
         Images(domain, f"list/{file}")
+
+
+def test_a_split_without_labels_beside_one_with_them_is_refused(domain):
+    (domain / "a_train.txt").write_text(f"{AIRPLANE} 1\n")
+    (domain / "a_test.txt").write_text(f"{AIRPLANE}\n")
+    for split in ("train", "test"):
+        with pytest.raises(UserError, match=r"a_train.txt has labels and .*a_test.txt has none, .*; give labels to both or"):
+            Images(domain, f"list/{domain / f'a_{split}.txt'}")
+
+
+def test_domainnet_needs_both_lists_and_has_345_classes(domain):
+    with (domain / "clipart_test.txt").open("a") as file:
+        file.write(f"{AIRPLANE} 345\n")
+    with pytest.raises(UserError, match=r"clipart_test.txt, line 5 ends in 345; a label is a whole number from 0 to 344"):
+        Images(domain, "domainnet/clipart")
+    (domain / "clipart_test.txt").unlink()
+    with pytest.raises(UserError, match=r"clipart_test.txt is not there; put there clipart.zip"):
+        Images(domain, "domainnet/clipart")
 
 
 @pytest.fixture
@@ -231,7 +320,11 @@ def test_a_class_list_chooses_and_numbers_class_folders(folders):
     assert images.labels.tolist() == [1] * 20 + [0]
     assert images.read(20) == b"n03 0"
     assert images.where(20) == str(folders / "train" / "n03" / "00.jpg")
-    for text, said in (("n01\nn04\n", "names n04, which is no class folder"), ("n01\nn01\n", "names a class twice")):
+    for text, said in (
+        ("n01\nn04\n", "names n04, which is no class folder"),
+        ("n01\nn01\n", "names a class twice"),
+        ("\n", "in2.txt is empty; give it a line for each class folder"),
+    ):
         (folders / "in2.txt").write_text(text)
         with pytest.raises(UserError, match=said):
             Images(folders, f"classes/{folders / 'in2.txt'}")
@@ -259,6 +352,9 @@ def test_names_that_are_none_are_refused(tmp_path):
         Images(tmp_path, "domainnet/photo")
     with pytest.raises(UserError, match=r"clipart_train.txt is not there; put there clipart.zip"):
         Images(tmp_path, "domainnet/clipart")
+    for name in ("list", "list/", "classes", "classes/"):
+        with pytest.raises(UserError, match=rf"--dataset {name} names no file; give {name.strip('/')}/FILE"):
+            Images(tmp_path, name)
     with pytest.raises(UserError, match=r"it is called cifar10"):
         Images(tmp_path, "cifar10/train")
 

@@ -76,6 +76,22 @@ def test_every_config_field_is_read():
                 assert declared <= read | {"version"}, f"{path}: nobody reads {declared - read}"
 
 
+COMMANDS = [path for path in SOURCES if "tyro.cli(" in path.read_text() and path.parent.name == "tools"]
+
+
+@pytest.mark.parametrize("path", [ROOT / "training" / "config.py", *COMMANDS], ids=lambda p: p.stem)
+def test_every_option_says_what_it_does(path):
+    """tyro takes the comment that ends a field's line, or those above it; within parentheses it sees none."""
+    text = path.read_text()
+    name = match[1] if (match := re.search(r"tyro\.cli\((\w+)", text)) else "Config"
+    (options,) = [node for node in ast.parse(text).body if isinstance(node, ast.ClassDef) and node.name == name]
+    fields, lines = [node for node in options.body if isinstance(node, ast.AnnAssign)], text.splitlines()
+    assert fields
+    for field in fields:
+        beside = field.lineno == field.end_lineno and "#" in lines[field.lineno - 1][field.end_col_offset :]
+        assert beside or lines[field.lineno - 2].lstrip().startswith("#"), field.target.id
+
+
 def test_only_one_name_reaches_site_packages(tmp_path):
     """Build the wheel as `pip install .` does; it must hold `densefeed` alone, and what is not Python too."""
     done = subprocess.run(

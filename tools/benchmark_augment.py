@@ -57,7 +57,7 @@ class Benchmark:
     seed: int = 0  # of what is chosen
     json: Path | None = None  # write rows and ratio there
     record: bool = True  # append rows to --results
-    results: Path = RESULTS
+    results: Path = RESULTS  # CSV
 
 
 def main(benchmark: Benchmark) -> dict:

@@ -57,7 +57,7 @@ class Benchmark:
     work: Path | None = None  # folder for the files, 1.2 GB for 100,000; none: a temporary one
     json: Path | None = None  # write rows and ratio there
     record: bool = True  # append rows to --results
-    results: Path = RESULTS
+    results: Path = RESULTS  # CSV
 
 
 def main(benchmark: Benchmark) -> dict:

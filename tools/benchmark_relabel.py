@@ -56,11 +56,11 @@ CONFIG = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225), "interpol
 class Benchmark:
     """What to measure."""
 
-    images: int = 1024
+    images: int = 1024  # parts of photographs, 500 pixels on the longer side
     classes: int = 1000  # of the teacher, and of the folder
     teacher: str = "nfnet_micro"  # a cheap one, so that what surrounds it is measured
     input_size: int = 112  # pixels
-    top_k: int = 5
+    top_k: int = 5  # classes kept of a cell
     batch: int = 32  # as the published command
     threads: int = 2  # decoding threads of ours, worker processes of the stand-in, and cores
     compile: bool = False  # our teacher
@@ -69,7 +69,7 @@ class Benchmark:
     work: Path | None = None  # folder for the files; none: a temporary one
     json: Path | None = None  # write rows and ratios there
     record: bool = True  # append rows to --results
-    results: Path = RESULTS
+    results: Path = RESULTS  # CSV
 
 
 def main(benchmark: Benchmark) -> dict:

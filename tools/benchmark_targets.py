@@ -86,9 +86,8 @@ class Benchmark:
     batch: int = 128  # images
     classes: int = 1000  # K
     grid: int = 14  # P, tokens along a side
-    compare: Literal["dense", "head", "step"] = (
-        "dense"  # with the dense recipe; a fused head with logits; a step without labels
-    )
+    # dense: with the dense recipe; head: a fused head with logits; step: with a step without labels
+    compare: Literal["dense", "head", "step"] = "dense"
     width: int = 384  # D, of a token, for --compare head
     model: str = "lvvit_s"  # for --compare step
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda if there is one, else cpu

@@ -49,7 +49,7 @@ class Export:
 
     checkpoint: Annotated[Path, tyro.conf.Positional]  # a checkpoint, or a run folder of train.py
     out: Path  # the folder to write
-    format: Literal["safetensors", "onnx", "both"] = "safetensors"
+    format: Literal["safetensors", "onnx", "both"] = "safetensors"  # safetensors: config.json too, as timm reads them
     weights: Weights = "ema"  # averaged weights where the checkpoint has them, or the raw ones
     size: int = 0  # side of the input, pixels; 0: what the model was trained for
     model: str = ""  # timm's name of the model, for a checkpoint that does not say

@@ -17,9 +17,7 @@ from ..relabel.files import UserError
 class Config:
     """Everything a run depends on. Fields not given on the command line come from the recipe."""
 
-    data: Path = (
-        tyro.MISSING
-    )  # training set: a folder of class folders; or, with --loader ffcv or dali, a .beton or 'a-*.beton'
+    data: Path = tyro.MISSING  # training set: a folder of class folders; with --loader ffcv or dali a .beton or 'a-*.beton'
     val: Path = tyro.MISSING  # validation set, of the same kind
     out: Path = tyro.MISSING  # run folder: config, metrics, checkpoints
     labels: Path | None = None  # score maps (HDF5) of the training set; a .beton may carry its own
@@ -92,18 +90,13 @@ class Config:
     weight_decay: float = 0.05  # AdamW's; not on biases, norms, tables
     ema: float = 0.99992  # decay per step of the averaged weights, with warm-up; 0: none
     clip_grad: float = 0.0  # longest gradient, by its norm; longer ones are shortened; 0: any
-    on_nonfinite: Literal["stop", "skip"] = (
-        "stop"  # where gradients are not finite: stop the run, or leave the weights as they are
-    )
+    on_nonfinite: Literal["stop", "skip"] = "stop"  # where gradients are not finite: end the run, or leave the weights alone
     max_skips: int = 10  # such steps that --on-nonfinite skip allows
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"  # auto: bf16 autocast on CUDA, float32 on a CPU
-    compile: Literal["auto", "never", "blocks", "whole", "graph"] = (
-        "auto"  # blocks: each once, and the loss; whole: all as one; graph: that, as CUDA graphs; auto: blocks on CUDA, else never
-    )
+    # blocks: each once, and the loss; whole: all as one; graph: that, as CUDA graphs; auto: blocks on CUDA, else never
+    compile: Literal["auto", "never", "blocks", "whole", "graph"] = "auto"
     sync_batchnorm: bool = False  # BatchNorm over the images of all ranks; else each rank's own, averaged when they are saved
-    frozen_statistics: bool = (
-        False  # train in evaluation mode: BatchNorm as it was learnt, no drop-path (DHVT's released fine-tuning)
-    )
+    frozen_statistics: bool = False  # train in evaluation mode: BatchNorm as it was learnt, no drop-path (DHVT's fine-tuning)
     grad_checkpointing: bool = False  # compute blocks anew in the backward pass instead of keeping them: less memory, more time
 
     seed: int = 0  # of weights, order, crops, mixing

@@ -198,13 +198,15 @@ def test_every_ablation_is_a_command_whose_model_has_the_parameters_that_are_sta
     config = parsed(line.strip("`"), monkeypatch)
     check_values(config)
     mixing_of(config, plan=None)
-    assert parameters(config) == int(count.replace(",", ""))
-    assert paper == "diverges" or 79 < float(paper) < 85.5
+    dhvt = "dhvt" in line
+    assert parameters(config, 100 if dhvt else 1000) == int(count.replace(",", ""))
+    assert paper == "diverges" or (66 if dhvt else 79) < float(paper) < 85.5
 
 
 def test_all_of_the_papers_ablation_rows_are_there():
-    """Tables 3 to 9 have 8, 7, 3, 3, 5, 4 and 5 rows, section 4.3 one; none is the same run as its neighbour."""
-    assert len(ABLATIONS) == 8 + 7 + 3 + 3 + 5 + 4 + 5 + 1
+    """Tables 3 to 9 have 8, 7, 3, 3, 5, 4 and 5 rows, section 4.3 one; DHVT's Tables 2 to 5 have 4, 3, 7 and 4, its section 2.2.2
+    three. None is the same run as its neighbour."""
+    assert len(ABLATIONS) == 8 + 7 + 3 + 3 + 5 + 4 + 5 + 1 + 4 + 3 + 3 + 7 + 4
     assert all(one[1] != other[1] for one, other in pairwise(ABLATIONS))
 
 

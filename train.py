@@ -36,11 +36,11 @@ from densefeed.pipelines.plan import EpochPlan
 from densefeed.pipelines.resident import bytes_of_map, free_memory
 from densefeed.relabel.files import UserError, replacing, run
 from densefeed.training.bootstrapping import agent_for, check_sizes, trained_of
-from densefeed.training.config import FREE, Config, check_values, model_arguments, plain
+from densefeed.training.config import FREE, Config, check_read, check_values, model_arguments, plain
 from densefeed.training.feed import Feed
 from densefeed.training.guards import memory_told, stopping
 from densefeed.training.logs import logging
-from densefeed.training.ranks import Agreement, Ranks, started
+from densefeed.training.ranks import Agreement, Ranks, first_to_refuse, started
 from densefeed.training.recipes import RECIPES
 from densefeed.training.saving import Checkpoints
 from densefeed.training.schedule import learning_rate, peak_rate, total_epochs
@@ -546,10 +546,13 @@ def main() -> None:
 
     recipes = {recipe.__name__: (about(recipe), recipe()) for recipe in RECIPES}
     config = tyro.extras.overridable_config_cli(recipes, description=__doc__)
-    try:
-        train(config)
-    except checkpoints.CheckpointError as error:
-        raise UserError(str(error)) from error
+    name = next(word for word in sys.argv[1:] if word in recipes)
+    with first_to_refuse():
+        try:
+            check_read(config, recipes[name][1])
+            train(config)
+        except checkpoints.CheckpointError as error:
+            raise UserError(str(error)) from error
 
 
 def command() -> None:

@@ -9,12 +9,15 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import torch
-from timm.layers import Mlp
-from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
+from timm.layers import Attention, AttentionRope, GELUTanh, Mlp
+from timm.layers.activations import GELU
+from timm.models import beit, build_model_with_cfg, eva, generate_default_cfgs, register_model, vision_transformer_relpos
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from . import lvvit
 from .dhvt import DHVT
+from .places import check_places
 from .token_transformer import TokenLogits
 
 # N images   D width   H heads, that is taps   Y, X rows and columns of the map   K classes
@@ -46,8 +49,20 @@ class Wiring(NamedTuple):
     patch: int
 
 
+# Attention whose heads give proj a mean of their values and nothing else: they differ in where the weights of that mean come
+# from (positions, relative or rotary), which taps replace. CaiT's heads talk, XCiT's are of channels, differential ones subtract:
+# none of these is equation 4's sum of W_h^V W_h^O.
+PLAIN = {
+    Attention, AttentionRope, beit.Attention, eva.EvaAttention, vision_transformer_relpos.RelPosAttention, lvvit.Attention,
+}  # fmt: skip
+
+
 def wiring_of(vit: nn.Module) -> Wiring:
-    """Of a transformer in timm's manner. ValueError, which says what is missing, for what can have no agent."""
+    """Of a transformer in timm's manner: DeiT, BEiT, EVA with a plain MLP, relative or rotary positions, a CNN before its blocks.
+
+    Norms, layer scales and what is before the blocks stay each network's own. ValueError, which says what is missing or stands
+    between the shared weights, for what can have no agent, and where patches are left out in training.
+    """
     if isinstance(vit, DHVT):
         raise ValueError("DHVT's attention adds tokens of heads and its MLP, DAFF, convolves; an agent has neither")
     missing = "has no blocks of attention (qkv, proj) and MLP (fc1, fc2) that all have the width of its tokens"
@@ -62,9 +77,31 @@ def wiring_of(vit: nn.Module) -> Wiring:
             plain and isinstance(mlp, Mlp) and isinstance(mlp.fc1, nn.Linear) and mlp.fc2.in_features == mlp.fc1.out_features
         ):
             raise ValueError(missing)
-    patch = vit.patch_size if hasattr(vit, "patch_size") else vit.patch_embed.patch_size[0]
+        if type(attn) not in PLAIN:
+            name = f"{type(attn).__module__.rpartition('.')[2]}.{type(attn).__name__}"
+            raise ValueError(
+                f"its attention, {name}, is none that is known to give no more than a mean of values for each head"
+            )
+        if not all(isinstance(getattr(part, "norm", None), nn.Identity | None) for part in (attn, mlp)):
+            raise ValueError("a norm stands between the weights of its attention or MLP that an agent shares")
+        if not isinstance(mlp.act, nn.GELU | GELU | GELUTanh):
+            raise ValueError(f"its MLP has {type(mlp.act).__name__} where an agent has GELU")
+    check_places(vit)
     heads, hidden = blocks[0].attn.num_heads, blocks[0].mlp.fc1.out_features
-    return Wiring(vit.embed_dim, heads, hidden, len(blocks), patch)
+    return Wiring(vit.embed_dim, heads, hidden, len(blocks), patch_of(vit))
+
+
+def patch_of(vit: nn.Module) -> int:
+    """Side of what a token shows, pixels; of a CNN with patches behind it that of both. ValueError where there is none."""
+    if hasattr(vit, "patch_size"):
+        return vit.patch_size
+    embed = getattr(vit, "patch_embed", None)
+    if not hasattr(embed, "feat_ratio"):
+        raise ValueError("it has no patch_embed that tells the side of its patches")
+    rows, columns = embed.feat_ratio(as_scalar=False)
+    if rows != columns:
+        raise ValueError(f"its patches, {rows} x {columns} pixels, are no squares")
+    return rows
 
 
 def lent_by(vit: nn.Module) -> list[Lent]:
@@ -178,7 +215,7 @@ class AgentCNN(nn.Module):
             one convolution of `patch_size`, no pyramid).
         down: after which blocks, counted from 1, a 2 x 2 average halves the map; None: as Table 7 has it, after a sixth and
             two sixths of the blocks, (1, 2) of 6 and (2, 4) of 12; none in a base agent. Released code: (3, 9) of 12.
-        pool: side of the stem's max-pool: 2 in Table 7, 3 in the released code.
+        pool: side of the res-like stem's max-pool: 2 in Table 7, 3 in the released code.
         norm: "before" CONV and MLP or "after" them, on the branch; the paper does not say, the released Agent-B has "after".
         token_head: a second classifier on every place of the last map, for dense labels; at evaluation half its maximum is added.
         own_weights: False leaves out what a transformer lends (`lend`).
@@ -204,15 +241,17 @@ class AgentCNN(nn.Module):
         own_weights: bool = True,
     ) -> None:
         super().__init__()
-        if stem not in ("res-like", "base") or norm not in ("before", "after") or pool not in (2, 3):
-            raise ValueError(
-                f"stem {stem!r} must be 'res-like' or 'base', norm {norm!r} 'before' or 'after', pool {pool!r} 2 or 3"
-            )
+        options = {"stem": (stem, ("res-like", "base")), "norm": (norm, ("before", "after")), "pool": (pool, (2, 3))}
+        for name, (value, known) in options.items():
+            if value not in known:
+                raise ValueError(f"{name} {value!r} must be {known[0]!r} or {known[1]!r}")
+        if stem == "base" and pool != 2:
+            raise ValueError(f"pool {pool} is a res-like stem's, and a base one has no max-pool")
         taps_of(num_heads)  # refuses heads without a CONV, also where the weights are lent
         if down is None:
             each = max(1, round(depth / 6))
             down = (each, 2 * each) if stem == "res-like" else ()
-        if not isinstance(down, Sequence) or not all(isinstance(at, int) and 1 <= at <= depth for at in down):
+        if not isinstance(down, Sequence) or not all(type(at) is int and 1 <= at <= depth for at in down):
             raise ValueError(f"down {down!r} must be numbers of blocks, from 1 to {depth}")
         self.num_classes, self.num_features, self.embed_dim = num_classes, embed_dim, embed_dim
         self.down, self.lent = frozenset(down), [None] * depth
@@ -249,6 +288,10 @@ class AgentCNN(nn.Module):
                 x_NDYX = F.avg_pool2d(x_NDYX, 2)
         return F.gelu(self.norm(x_NDYX)), maps
 
+    def forward_features(self, image_NCHW: Tensor) -> Tensor:
+        """The normalised last map, `[N, D, Y, X]`: timm's name for what `forward_head` reads."""
+        return self.forward_maps(image_NCHW)[0]
+
     def forward_head(self, x_NDYX: Tensor) -> Tensor | TokenLogits:
         """From the normalised last map to what forward returns."""
         cls_NK = self.head(x_NDYX.mean((2, 3)))
@@ -258,7 +301,7 @@ class AgentCNN(nn.Module):
         return TokenLogits(cls_NK, tokens_NTK) if self.training else cls_NK + 0.5 * tokens_NTK.amax(1)
 
     def forward(self, image_NCHW: Tensor) -> Tensor | TokenLogits:
-        return self.forward_head(self.forward_maps(image_NCHW)[0])
+        return self.forward_head(self.forward_features(image_NCHW))
 
 
 def agent_of(vit: nn.Module, num_classes: int, shared: bool, **options: object) -> AgentCNN:

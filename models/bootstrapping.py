@@ -48,8 +48,8 @@ class Bootstrapped(nn.Module):
     def __init__(self, vit: nn.Module, agent: AgentCNN, blocks: Sequence[int] = ()) -> None:
         super().__init__()
         depth = len(vit.blocks)
-        if not all(1 <= number <= depth for number in blocks):
-            raise ValueError(f"blocks {tuple(blocks)} must be numbers from 1 to {depth}")
+        if wrong := [number for number in blocks if not 1 <= number <= depth]:
+            raise ValueError(f"{wrong[0]} is no number of a block; they go from 1 to {depth}")
         self.vit, self.agent = vit, agent
         self.taken = sorted({number - 1 for number in blocks}) or list(range(depth))
         self.shared = not hasattr(agent.blocks[0], "conv")

@@ -14,6 +14,8 @@ from timm.models import SwinTransformer, VisionTransformer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from .places import check_places
+
 # N images   D width   R x C a grid, rows and columns   T = R C   M pairs of an image   B offsets that ce and reg tell apart
 
 Variant = Literal["l1", "signed", "ce", "reg", "all"]
@@ -22,23 +24,29 @@ ALPHA = 1e-3  # of equation 6
 LEAST_VARIANCE = 1e-8  # keeps equation 6 finite where a distribution is one single offset; the public code's number
 
 
+class PoolError(ValueError):
+    """A grid that cannot be pooled as it was asked; `sides` are what it can be pooled to, 0 (not at all) first, perhaps none."""
+
+    def __init__(self, why: str, grid: tuple[int, int]) -> None:
+        super().__init__(f"its grid of {grid[0]} x {grid[1]} {why}")
+        R, C = grid
+        smaller = [R // factor for factor in range(2, min(R, C) // 2 + 1) if R % factor == C % factor == 0]
+        self.sides = [0, *smaller] if min(R, C) > 1 else []
+
+
 def pool_factor(grid: tuple[int, int], side: int) -> int:
     """How many places of a grid of (rows, columns), along each axis, become one, so that `side` rows are left; 1 for side 0.
 
-    ValueError if the grid is smaller than that, is no whole multiple of it, or leaves nothing to compare.
+    PoolError, a ValueError, if the grid is smaller than that, is no whole multiple of it, or leaves nothing to compare.
     """
     R, C = grid
     if side and min(R, C) < side:
-        raise ValueError(
-            f"its grid of {R} x {C} is smaller than a pool to {side} x {side}; choose a smaller pool, or 0 for none"
-        )
+        raise PoolError(f"is smaller than a pool to {side} x {side}", grid)
     factor = R // side if side else 1
     if side and (R % side or C % factor):
-        raise ValueError(
-            f"its grid of {R} x {C} is no multiple of {side} x {side}; choose a pool that divides it, or 0 for none"
-        )
+        raise PoolError(f"is no multiple of {side} x {side}", grid)
     if min(R, C) // factor < 2:
-        raise ValueError(f"its grid of {R} x {C} leaves {R // factor} x {C // factor} places, too few to have a distance")
+        raise PoolError(f"leaves {R // factor} x {C // factor} places, too few to have a distance", grid)
     return factor
 
 
@@ -190,12 +198,15 @@ class LocalisedOutput(NamedTuple):
 
 def map_of(features: Any, model: nn.Module, image_NCHW: Tensor) -> Tensor:
     """What timm's `forward_features` gives, `[N, T, D]` with or without prefix tokens, `[N, D, R, C]` or `[N, R, C, D]`, as
-    `[N, D, R, C]`. ValueError if it is none of these."""
+    `[N, D, R, C]`. ValueError if it is none of these, or the class token alone."""
     if isinstance(features, Tensor) and features.ndim == 4:
         return features.permute(0, 3, 1, 2) if getattr(model, "output_fmt", "NCHW") == "NHWC" else features
     if isinstance(features, Tensor) and features.ndim == 3:
         tokens_NTD, (H, W) = features[:, getattr(model, "num_prefix_tokens", 0) :], image_NCHW.shape[2:]
         T = tokens_NTD.shape[1]
+        # PiT, which tells no number of prefix tokens, keeps its map to itself.
+        if not hasattr(model, "num_prefix_tokens") and getattr(model, "cls_token", tokens_NTD[:, :0]).shape[1] == T:
+            raise ValueError("its features are the class token alone, and no grid of tokens; choose another model")
         R = round(math.sqrt(T * H / W))
         if R and T % R == 0:
             return tokens_NTD.transpose(1, 2).unflatten(2, (R, T // R))
@@ -215,7 +226,7 @@ class Localised(nn.Module):
     MixToken it is the map of the mixed image: what is exchanged keeps its place, so offsets stay true.
 
     Forward takes images `[N, C, H, W]`, bits and weights as `Localiser` does, and what else the model takes. Raises ValueError
-    where the model gives no such map, or one that cannot be pooled so.
+    where the model gives no such map, one that cannot be pooled so, or leaves out patches in training.
     """
 
     def __init__(self, model: nn.Module, variant: Variant, side: int, sizes: Sequence[int], released: bool = False) -> None:
@@ -225,7 +236,9 @@ class Localised(nn.Module):
         self.from_blocks = variant == "all" or (released and isinstance(model, SwinTransformer | VisionTransformer))
         needed = ("forward_features", "forward_head", *(("forward_intermediates",) if self.from_blocks else ()))
         if missing := [name for name in needed if not callable(getattr(model, name, None))]:
-            raise ValueError(f"it has no {missing[0]}; choose another model")
+            other = ", or another variant" if missing[0] == "forward_intermediates" else ""
+            raise ValueError(f"it has no {missing[0]}; choose another model{other}")
+        check_places(model)
         shapes = [self._shapes(size) for size in sizes]
         grids = []
         for *_, (_, R, C) in shapes:

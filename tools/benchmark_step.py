@@ -114,7 +114,7 @@ Step = Callable[[Batch], Tensor | float]  # trains on a batch; the loss it found
 class Benchmark:
     """What to measure."""
 
-    model: str = "lvvit_s"  # any timm classifier; token-label needs a token head (lvvit_*)
+    model: str = "lvvit_s"  # any timm classifier; token-label needs a token head (lvvit_*, dhvt_*, t2t_vit_*)
     batch: int = 64  # images
     size: int = 224  # side of the network's input, pixels
     classes: int = 1000  # of constant batches; --data brings its own

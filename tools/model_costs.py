@@ -98,7 +98,9 @@ def main() -> None:
     for name in request.models:
         costs, size = costs_by_name(name, request.size)
         table.add_row(name, str(size), f"{costs.parameters:,}", f"{costs.without_attention:.3f}", f"{costs.whole:.3f}")
-    Console().print(table)
+    console = Console()
+    console.width = max(console.width, 110)  # names in full, also in a log file
+    console.print(table)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from ..models.agent_cnn import AgentCNN, agent_of
+from ..models.agent_cnn import AgentCNN, agent_of, wiring_of
 from ..models.bootstrapping import Bootstrapped, feature_loss
 from ..relabel.files import UserError
 from .config import Config, arguments_of
@@ -42,7 +42,7 @@ def trained_of(config: Config, model: nn.Module, agent: AgentCNN | None) -> nn.M
     try:
         return Bootstrapped(model, agent, config.feature_blocks)
     except ValueError as error:
-        raise UserError(f"--feature-blocks: {error}") from error
+        raise UserError(f"--feature-blocks {' '.join(map(str, config.feature_blocks))}: {error}") from error
 
 
 def check_sizes(config: Config, model: nn.Module, num_classes: int) -> None:
@@ -60,11 +60,31 @@ def check_sizes(config: Config, model: nn.Module, num_classes: int) -> None:
                 said = both(torch.empty(1, 3, side, side))
                 feature_loss(said.tokens, said.maps, torch.ones(1), config.feature_norm, config.feature_adapt)
             except (ValueError, RuntimeError, AssertionError) as error:
-                why = str(error).partition("\n")[0]
+                why, option = str(error).partition("\n")[0], "--sizes" if config.sizes else "--size"
+                fit = " or ".join(map(str, sides_beside(config, both, side)))
                 raise UserError(
-                    f"--bootstrap {config.bootstrap} cannot train at {side} px ({why}); choose another --size, --agent, "
-                    "--agent-kwargs or --feature-adapt"
+                    f"--bootstrap {config.bootstrap} cannot train at {side} px ({why}); choose another {option}"
+                    f"{f' ({fit} px fit)' if fit else ''}, --agent, --agent-kwargs or --feature-adapt"
                 ) from error
+
+
+def sides_beside(config: Config, both: Bootstrapped, side: int) -> list[int]:
+    """The next smaller and larger sides, up to twice as large, of whole patches and features that can be compared."""
+    patch, width = wiring_of(both.vit).patch, both.vit.embed_dim
+
+    def fits(other: int) -> bool:
+        try:
+            maps = both.agent.forward_maps(torch.empty(1, 3, other, other))[1]
+            tokens = [torch.empty(1, (other // patch) ** 2, width)] * len(both.taken)
+            said = [maps[number] for number in both.taken]
+            feature_loss(tokens, said, torch.ones(1), config.feature_norm, config.feature_adapt)
+        except (ValueError, RuntimeError):
+            return False
+        return True
+
+    below = range((side - 1) // patch * patch, 0, -patch)
+    above = range((side // patch + 1) * patch, 2 * side + 1, patch)
+    return [found for sides in (below, above) if (found := next(filter(fits, sides), 0))]
 
 
 def feature_share(config: Config, epoch: int) -> Tensor | None:

@@ -4,7 +4,7 @@ import ast
 import json
 import math
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Literal, get_type_hints
 
@@ -118,6 +118,12 @@ RANGES = {  # of numbers, both ends allowed
     "distill_weight": (0, math.inf), "distill_temperature": (1e-3, math.inf), "feature_weight": (0, math.inf),
 }  # fmt: skip
 
+# Fields, by how their names begin; the option that they belong to, and its values with which nobody reads them.
+READ_WITH = {
+    "drloc_": ("drloc", ("none",)), "agent": ("bootstrap", ("none",)), "distill_": ("bootstrap", ("none",)),
+    "feature_": ("bootstrap", ("none",)), "align": ("bootstrap", ("none", "joint")),
+}  # fmt: skip
+
 # Fields in which a resumed run may differ from the run it continues.
 FREE = {
     "out", "loader", "data", "val", "labels", "threads", "device", "resume", "eval_every", "log_every", "on_bad_sample",
@@ -137,7 +143,8 @@ def check_values(config: Config) -> None:
     for name, (least, most) in RANGES.items():
         value = getattr(config, name)
         if not (least <= value <= most and math.isfinite(value)):
-            bounds = f"at least {least:g}" if most == math.inf else f"from {least:g} to {most:g}"
+            finite = "" if math.isfinite(value) else " and finite"
+            bounds = f"at least {least:g}{finite}" if most == math.inf else f"from {least:g} to {most:g}"
             raise UserError(f"--{name.replace('_', '-')} is {value:g}, and must be {bounds}")
     if any(config.color_jitter) and config.rand_augment and "3a" not in config.rand_augment:
         raise UserError("--color-jitter is off beside --rand-augment, as in timm; give one of the two")
@@ -171,6 +178,20 @@ def check_values(config: Config) -> None:
             "--feature-adapt sequence compares tokens with other places of the agent's maps than they show, which token labels "
             "contradict; give --feature-adapt pool-2d, or --agent base, whose maps are as large as the tokens' grid"
         )
+
+
+def check_read(config: Config, recipe: Config) -> None:
+    """UserError where a field has another value than its recipe's and belongs to an option that is off.
+
+    A recipe's own values may wait for theirs: with `--drloc none` it is the baseline of itself.
+    """
+    for name in (field.name for field in fields(config)):
+        option, off = next((of for start, of in READ_WITH.items() if name.startswith(start)), ("", ()))
+        if option and getattr(config, option) in off and getattr(config, name) != getattr(recipe, name):
+            written = f"--{name.replace('_', '-')}"
+            raise UserError(
+                f"{written} is read by nobody with --{option} {getattr(config, option)}; leave it away, or give another --{option}"
+            )
 
 
 def model_arguments(config: Config) -> dict[str, object]:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from ..models.bootstrapping import Both, class_logits, distillation_loss, feature_loss
-from ..models.drloc import Localised
+from ..models.drloc import Localised, PoolError
 from ..models.token_labeling import class_token_loss, hard_label_loss, token_labeling_loss
 from ..models.token_transformer import TokenLogits
 from ..pipelines.batch import Batch, LabelSpec
@@ -150,6 +150,9 @@ def localised(config: Config, model: nn.Module) -> nn.Module:
         heads = Localised(model, config.drloc, config.drloc_grid, sizes, config.drloc_released)
     except (ValueError, RuntimeError, AssertionError, AttributeError, TypeError) as error:
         why = str(error).partition("\n")[0]
+        if isinstance(error, PoolError):
+            fit = ", ".join(map(str, error.sides))
+            why += f"; give --drloc-grid one of {fit}" if fit else "; choose a larger --size or another --model"
         raise UserError(f"--drloc {config.drloc} cannot be computed of {config.model}: {why}") from error
     return heads.to(next(model.parameters()).device)
 

@@ -1,7 +1,8 @@
 """Ranks: one process a device, started by torchrun; a process alone is a run of one rank, and pays for nothing here."""
 
 import os
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from ..relabel.files import UserError
 from ..relabel.teacher import choose_device
 
+WAIT = 5.0  # seconds; torchrun looks ten times a second whether a rank has ended
 PATIENCE = timedelta(minutes=30)  # a first evaluation or a large resident store may keep the other ranks waiting
 
 
@@ -106,6 +108,20 @@ class Agreement:
         )  # on the CPU: gloo carries it beside nccl
         self._work = dist.all_reduce(self._said, dist.ReduceOp.MAX, async_op=True)
         return before
+
+
+@contextmanager
+def first_to_refuse() -> Iterator[None]:
+    """Lets the first rank alone say a UserError that all meet: torchrun ends the others, which wait, as soon as it has ended.
+
+    What the first does not meet the others say after that wait.
+    """
+    try:
+        yield
+    except UserError:
+        if int(os.environ.get("RANK", 0)) > 0:
+            time.sleep(WAIT)
+        raise
 
 
 @contextmanager

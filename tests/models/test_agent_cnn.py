@@ -1,11 +1,26 @@
 """Agents: CONV against explicit matrices and attention, parameter counts to the unit, weights that are the transformer's own."""
 
+import inspect
+
 import densefeed.models.checkpoints  # noqa: F401  (registers our models with timm)
 import pytest
 import timm
 import torch
-from densefeed.models.agent_cnn import AgentBlock, AgentCNN, Conv, agent_of, lent_by, shared_conv, taps_of, wiring_of
+from densefeed.models.agent_cnn import (
+    PLAIN,
+    AgentBlock,
+    AgentCNN,
+    Conv,
+    Lent,
+    agent_of,
+    lent_by,
+    shared_conv,
+    taps_of,
+    wiring_of,
+)
 from densefeed.models.token_transformer import TokenLogits
+from timm.layers import Attention, AttentionRope
+from timm.models import beit, eva, vision_transformer_relpos
 from torch.nn import functional as F
 
 HEADS = (1, 5, 6, 7, 8, 9, 17, 25)
@@ -72,6 +87,51 @@ def test_the_shared_conv_is_attention_that_looks_at_one_tap(name):
         part = slice(16 * head, 16 * head + 16)
         want = want + matrix @ tokens @ (proj[:, part] @ value[part]).T
     torch.testing.assert_close(shared_conv(x, lent_by(vit)[1], 6).flatten(2).mT, want, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize(
+    "attention",
+    [
+        Attention(18, 9),
+        AttentionRope(18, 9, qkv_bias=False, num_prefix_tokens=0),
+        beit.Attention(18, 9),
+        eva.EvaAttention(18, 9, qk_norm=False, scale_norm=False, num_prefix_tokens=0),
+        vision_transformer_relpos.RelPosAttention(18, 9),
+    ],
+    ids=lambda attention: type(attention).__name__,
+)
+def test_each_kind_of_attention_that_is_plain_becomes_the_shared_conv(attention):
+    """The module itself, told by a bias on its own logits to look at one tap a head: away from the border, where all taps lie."""
+    assert type(attention) in PLAIN
+    torch.manual_seed(0)
+    attention, x = attention.eval().double(), torch.randn(2, 18, 4, 5, dtype=torch.float64)
+    torch.nn.init.normal_(attention.proj.bias)
+    names = inspect.signature(attention.forward).parameters
+    bias = next(name for name in ("attn_mask", "shared_rel_pos_bias", "shared_rel_pos") if name in names)
+    with torch.no_grad():
+        got = attention(x.flatten(2).mT, **{bias: 1e4 * phi(9, 4, 5)[None]}).mT.unflatten(2, (4, 5))
+        lent = Lent(attention.qkv.weight[36:], attention.proj.weight, attention.proj.bias, *4 * [None])
+        want = shared_conv(x, lent, 9)
+    torch.testing.assert_close(got[:, :, 1:-1, 1:-1], want[:, :, 1:-1, 1:-1], rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "patch"), [("vit_small_r26_s32_224", 224, 32), ("vit_small_resnet26d_224", 224, 32), ("flexivit_small", 240, 16)]
+)
+def test_an_agent_of_a_hybrid_has_the_patch_of_both_its_parts(name, size, patch):
+    """So a base agent's grid is the tokens'."""
+    with torch.device("meta"):
+        vit = timm.create_model(name, depth=1, num_heads=6, embed_dim=96)
+        assert wiring_of(vit).patch == patch
+        (tokens,) = vit.forward_intermediates(torch.empty(1, 3, size, size), intermediates_only=True)
+    assert tokens.shape[2:] == (size // patch, size // patch)
+
+
+def test_patches_that_are_no_squares_are_refused():
+    with torch.device("meta"):
+        vit = timm.create_model("test_vit", patch_size=(16, 8))
+    with pytest.raises(ValueError, match="its patches, 16 x 8 pixels, are no squares"):
+        wiring_of(vit)
 
 
 def test_a_shared_block_is_a_block_with_the_composed_kernels():
@@ -209,7 +269,11 @@ def test_dhvt_is_refused_by_name(kwargs):
 @pytest.mark.parametrize(
     ("kwargs", "said"),
     [
-        ({"stem": "vgg"}, "stem 'vgg' must be"),
+        ({"stem": "vgg"}, "^stem 'vgg' must be 'res-like' or 'base'$"),
+        ({"norm": "none"}, "^norm 'none' must be 'before' or 'after'$"),
+        ({"pool": 5}, "^pool 5 must be 2 or 3$"),
+        ({"pool": 3, "stem": "base"}, "pool 3 is a res-like stem's"),
+        ({"down": (True,)}, r"down \(True,\) must be numbers of blocks"),
         ({"down": (0,)}, r"down \(0,\) must be numbers of blocks, from 1 to 6"),
         ({"down": (7,)}, "from 1 to 6"),
         ({"down": 3}, r"down 3 must be numbers of blocks, from 1 to 6"),

@@ -316,5 +316,5 @@ def test_some_blocks_alone_can_be_supervised():
     for number, block in enumerate((0, 2)):
         torch.testing.assert_close(said.tokens[number], whole.tokens[block])
         torch.testing.assert_close(said.maps[number], whole.maps[block])
-    with pytest.raises(ValueError, match=r"blocks \(0,\) must be numbers from 1 to 3"):
+    with pytest.raises(ValueError, match="0 is no number of a block; they go from 1 to 3"):
         Bootstrapped(pair.vit, pair.agent, (0,))

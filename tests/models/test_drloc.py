@@ -11,6 +11,7 @@ from densefeed.models.drloc import (
     LocalisationHead,
     Localised,
     Localiser,
+    PoolError,
     classification_loss,
     collected,
     expectation_loss,
@@ -135,14 +136,24 @@ def test_a_pool_is_the_mean_of_what_lies_within_the_map(grid, factor):
     ("grid", "side", "said"),
     [
         ((4, 4), 7, "grid of 4 x 4 is smaller than a pool to 7 x 7"),
-        ((8, 8), 7, "grid of 8 x 8 is no multiple of 7 x 7; choose a pool that divides it, or 0 for none"),
+        ((8, 8), 7, "grid of 8 x 8 is no multiple of 7 x 7"),
+        ((12, 18), 7, "grid of 12 x 18 is no multiple of 7 x 7"),
+        ((5, 4), 2, "grid of 5 x 4 is no multiple of 2 x 2"),
         ((4, 4), 1, "leaves 1 x 1 places, too few"),
         ((1, 1), 0, "leaves 1 x 1 places, too few"),
     ],
 )
-def test_a_grid_that_cannot_be_pooled_is_refused(grid, side, said):
-    with pytest.raises(ValueError, match=said):
+def test_a_grid_that_cannot_be_pooled_is_refused_with_all_that_it_can_be_pooled_to(grid, side, said):
+    def fits(side):
+        try:
+            return bool(pool_factor(grid, side))
+        except PoolError:
+            return False
+
+    with pytest.raises(PoolError, match=said) as refused:
         pool_factor(grid, side)
+    # A pool to all rows is none.
+    assert sorted(refused.value.sides) == [side for side in range(grid[0]) if fits(side)]
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -212,6 +223,41 @@ class Flat(nn.Module):
 def test_a_model_without_a_map_is_refused(model, variant, said):
     with pytest.raises(ValueError, match=said):
         Localised(model, variant, 0, [64])
+
+
+@pytest.mark.parametrize("name", ["pit_ti_224", "pit_ti_distilled_224"])
+def test_features_that_are_class_tokens_alone_are_no_map(name):
+    """PiT's, one or two."""
+    with torch.device("meta"):
+        model = timm.create_model(name, img_size=64, depth=(1, 1, 1), num_classes=5)
+        with pytest.raises(ValueError, match="its features are the class token alone"):
+            Localised(model, "l1", 0, [64])
+
+
+@pytest.mark.parametrize("name", ["test_vit", "eva02_tiny_patch14_224"])
+@pytest.mark.parametrize("released", [False, True])
+def test_a_model_that_leaves_out_patches_is_refused(name, released):
+    for rate in (0.0, 0.5):
+        with torch.device("meta"):
+            model = timm.create_model(name, img_size=56 if "eva" in name else 64, depth=1, patch_drop_rate=rate)
+            if not rate:
+                Localised(model, "l1", 0, [model.patch_embed.img_size[0]], released)
+                continue
+            with pytest.raises(ValueError, match=r"it leaves out patches in training, .*leave patch_drop_rate away"):
+                Localised(model, "l1", 0, [model.patch_embed.img_size[0]], released)
+
+
+def test_an_agents_map_is_its_last_one():
+    torch.manual_seed(0)
+    model, image = timm.create_model("agent_micro", num_classes=5, embed_dim=18, depth=2).eval(), torch.randn(2, 3, 64, 64)
+    both = Localised(model, "l1", 0, [64])
+    with torch.no_grad():
+        last = model.forward_maps(image)[0]
+        assert last.shape[2:] == (2, 2)
+        assert torch.equal(both._features(image)[1][0], last)
+        assert torch.equal(both(image, drawn(2, 3), torch.ones(2)).output, model(image))
+    with pytest.raises(ValueError, match="it has no forward_intermediates; choose another model, or another variant"):
+        Localised(model, "all", 0, [64])
 
 
 def test_a_class_for_each_offset_allows_one_grid():

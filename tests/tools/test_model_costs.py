@@ -42,10 +42,11 @@ def test_timms_models_cost_what_fvcore_says(name, without, whole):
 
 
 def test_the_command_prints_a_line_for_each_model(command):
-    done = command("tools/model_costs.py", "dhvt_tiny_cifar_patch4", "t2t_vit_7", "--size", 64)
+    done = command("tools/model_costs.py", "dhvt_tiny_cifar_patch4", "dhvt_small_imagenet_patch16", "t2t_vit_7", "--size", 64)
     assert done.returncode == 0, done.stderr
     assert "6,008,650" in done.stdout
     assert "4,255,694" in done.stdout
+    assert "dhvt_small_imagenet_patch16 " in done.stdout  # in full, also in a pipe
 
 
 @pytest.mark.parametrize(

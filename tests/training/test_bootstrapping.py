@@ -329,9 +329,14 @@ def test_the_weight_of_features_falls_to_nothing(config, decay, shares):
         (dict(agent_kwargs=("down=3",)), r"down 3 must be numbers of blocks, from 1 to 2"),
         (dict(agent_kwargs=("depth=1",)), "--agent-kwargs knows down, pool and norm, and no depth; what else an agent has"),
         (dict(agent_kwargs=("pool",)), "--agent-kwargs 'pool' is not NAME=VALUE"),
-        (dict(feature_blocks=(5,)), r"--feature-blocks: blocks \(5,\) must be numbers from 1 to 2"),
+        (dict(feature_blocks=(1, 5)), "--feature-blocks 1 5: 5 is no number of a block; they go from 1 to 2"),
+        (dict(agent_kwargs=("pool=5",)), r"\(pool 5 must be 2 or 3\)"),
+        (dict(agent="base", agent_kwargs=("pool=3",)), r"\(pool 3 is a res-like stem's, and a base one has no max-pool\)"),
+        (dict(model_kwargs=("depth=2", "patch_drop_rate=0.3")), "can have no such agent .it leaves out patches in training"),
+        (dict(SHARED, model_kwargs=("depth=2", "patch_drop_rate=0.5")), "no such agent .it leaves out patches in training"),
         (dict(size=16, agent_kwargs=("down=(1,2)",)), "cannot train at 16 px .block 2 has 1 x 1 places, which cannot be halved"),
-        (dict(sizes=((0, 32), (1, 40))), "cannot train at 40 px .* choose another --size, --agent"),
+        (dict(sizes=((0, 32), (1, 40))), r"cannot train at 40 px .* choose another --sizes \(32 or 48 px fit\), --agent"),
+        (dict(size=72), r"72 px \(81 tokens .* to 16\); choose another --size \(64 or 80 px fit\), --agent"),
     ],
 )  # fmt: skip
 def test_what_conflicts_is_refused_before_the_first_step(config, fields, said):
@@ -343,6 +348,8 @@ def test_what_conflicts_is_refused_before_the_first_step(config, fields, said):
 
 NO_CONV = "{} heads have no CONV: their square of 2 x 2 taps has no middle"
 NO_BLOCKS = r"has no blocks of attention \(qkv, proj\) and MLP \(fc1, fc2\)"
+NOT_PLAIN = "its attention, {}, is none that is known to give no more than a mean of values for each head"
+NARROW = "depth=2", "num_heads=6", "embed_dim=96"
 TRANSFORMERS = {  # arguments, and why there is no agent; None: there is one
     "deit_small_patch16_224": (("depth=2",), None),
     "deit_small_distilled_patch16_224": (("depth=2",), None),
@@ -352,6 +359,16 @@ TRANSFORMERS = {  # arguments, and why there is no agent; None: there is one
     "lvvit_t": (("depth=2",), NO_CONV.format(4)),
     "t2t_vit_7": (("depth=2",), NO_CONV.format(4)),
     "dhvt_small_imagenet_patch16": (("depth=2",), "DHVT's attention adds tokens of heads and its MLP, DAFF, convolves"),
+    "beit_base_patch16_224": (NARROW, None),
+    "vit_relpos_base_patch16_224": (NARROW, None),
+    "vit_base_patch16_rope_224": (NARROW, None),
+    "vit_small_r26_s32_224": (("depth=2",), None),
+    "cait_xxs24_224": (("depth=1", "num_heads=6"), NOT_PLAIN.format(r"cait\.TalkingHeadAttn")),
+    "xcit_nano_12_p16_224": (("depth=1", "num_heads=8"), NOT_PLAIN.format(r"xcit\.XCA")),
+    "vit_dlittle_patch16_reg1_gap_256": (("depth=1",), NOT_PLAIN.format(r"diff_attention\.DiffAttention")),
+    "beit3_base_patch16_224": (NARROW, "a norm stands between the weights"),
+    "vit_base_patch16_clip_quickgelu_224": (NARROW, "its MLP has QuickGELU where an agent has GELU"),
+    "naflexvit_base_patch16_gap": (NARROW, "it has no patch_embed that tells the side of its patches"),
     "cvt_13": (("depths=(1,1,1)",), NO_BLOCKS),
     "swin_tiny_patch4_window7_224": (("depths=(1,1,1,1)",), NO_BLOCKS),
 }  # fmt: skip
@@ -362,7 +379,8 @@ def test_which_transformers_have_agents(config, name):
     """Those of plain blocks with heads for a CONV, whoever has the weights; the others are refused with the reason."""
     arguments, why = TRANSFORMERS[name]
     for bootstrap in ("joint", "shared"):
-        run = config(model=name, model_kwargs=arguments, size=224, bootstrap=bootstrap)
+        size = 256 if "256" in name else 224
+        run = config(model=name, model_kwargs=arguments, size=size, bootstrap=bootstrap)
         with torch.device("meta"):
             model, _ = training.build_model(run, 2)
         if why is None:

@@ -77,19 +77,26 @@ def test_what_combines_trains_and_its_heads_change(micro, tmp_path, name):
     [
         (
             dict(drloc_grid=7),
-            r"--drloc l1 cannot be computed of lvvit_micro: its grid of 4 x 4 is smaller than a pool to 7 x 7",
+            r"--drloc l1 cannot be computed of lvvit_micro: its grid of 4 x 4 is smaller than a pool to 7 x 7; "
+            r"give --drloc-grid one of 0, 2$",
         ),
-        (dict(drloc_grid=3), r"grid of 4 x 4 is no multiple of 3 x 3; choose a pool that divides it, or 0 for none"),
+        (dict(drloc_grid=3), r"grid of 4 x 4 is no multiple of 3 x 3; give --drloc-grid one of 0, 2$"),
+        (dict(drloc_grid=7, model="dhvt_tiny_cifar_patch4"), r"grid of 8 x 8 .* 7 x 7; give --drloc-grid one of 0, 4, 2$"),
+        (
+            dict(CE, drloc_grid=0, model="test_vit", model_kwargs=("patch_drop_rate=0.5",)),
+            "--drloc l1 cannot be computed of test_vit: it leaves out patches in training",
+        ),
         (dict(drloc_grid=1), r"leaves 1 x 1 places, too few"),
         (dict(drloc="all"), r"--drloc all reads every block's tokens, .*give --no-mixtoken"),
         (dict(CE, drloc="ce", drloc_grid=0, sizes=((0, 16), (1, 32))), r"with ce a class each; choose one size"),
-        (dict(CE, drloc_grid=0, model="resnet18"), r"of resnet18: its grid of 1 x 1 leaves 1 x 1 places"),
+        (dict(CE, drloc_grid=0, model="resnet18"), r"resnet18: its grid of 1 x 1 leaves .*; choose a larger --size or another"),
         (
             dict(CE, drloc_grid=0, model="crossvit_tiny_240", size=240),
             r"of crossvit_tiny_240: it gives no map and no grid of tokens",
         ),
         (dict(drloc_pairs=0), "--drloc-pairs must be at least 1"),
-        (dict(drloc_weight=-1.0), "--drloc-weight is -1, and must be at least 0"),
+        (dict(drloc_weight=-1.0), "--drloc-weight is -1, and must be at least 0$"),
+        (dict(drloc_weight=math.inf), "--drloc-weight is inf, and must be at least 0 and finite"),
         (dict(drloc_grid=-1), "--drloc-grid is -1, and must be at least 0"),
     ],
 )

@@ -1,0 +1,71 @@
+"""What is given on the command line and read by nobody is refused; what a recipe brings may wait for its option."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import densefeed.train as training
+import pytest
+from densefeed.relabel.files import UserError
+from densefeed.training import ranks
+from densefeed.training.config import Config, check_read
+from densefeed.training.recipes import RECIPES
+
+NAMED = {recipe.__name__: recipe() for recipe in RECIPES}
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "said"),
+    [
+        ("lvvit_micro_ce", dict(agent_kwargs=("pool=3",)), "--agent-kwargs is read by nobody with --bootstrap none"),
+        ("lvvit_micro_ce", dict(agent="base"), "--agent is read by nobody"),
+        ("lvvit_micro_ce", dict(align="none"), "--align is read by nobody with --bootstrap none"),
+        ("lvvit_micro_ce", dict(feature_blocks=(1,)), "--feature-blocks is read by nobody"),
+        ("lvvit_micro_ce", dict(distill_weight=0.0), "--distill-weight is read by nobody"),
+        ("lvvit_micro_ce", dict(drloc_released=True), "--drloc-released is read by nobody with --drloc none; leave it away"),
+        ("lvvit_micro_ce", dict(drloc_weight=0.1), "--drloc-weight is read by nobody"),
+        ("swin_t_drloc", dict(drloc="none", drloc_pairs=8), "--drloc-pairs is read by nobody"),
+        ("bootstrapping_vit_s_joint", dict(align="none"), "--align is read by nobody with --bootstrap joint"),
+        ("bootstrapping_vit_s_joint", dict(agent="base", feature_weight=1.0), ""),
+        ("bootstrapping_vit_s_shared", dict(align="none"), ""),
+        ("lvvit_micro_ce", dict(drloc="l1", drloc_grid=4, drloc_released=True), ""),
+    ],
+)
+def test_what_nobody_reads_is_refused_where_it_is_given(name, fields, said):
+    given = replace(NAMED[name], **fields)
+    if not said:
+        return check_read(given, NAMED[name])
+    with pytest.raises(UserError, match=said):
+        check_read(given, NAMED[name])
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_a_recipe_without_its_option_is_its_baseline(name):
+    check_read(NAMED[name], NAMED[name])
+    check_read(replace(NAMED[name], drloc="none", bootstrap="none"), NAMED[name])
+
+
+def test_the_command_asks_it_of_its_recipe(monkeypatch):
+    """Before anything is opened; and of the values that the recipe has."""
+    trained: list[Config] = []
+    monkeypatch.setattr(training, "train", trained.append)
+    words = ["train.py", "lvvit_micro_drloc", "--data", "a", "--val", "b", "--out", "lvvit_micro_ce", "--drloc", "none"]
+    monkeypatch.setattr("sys.argv", words)
+    training.main()
+    assert [(config.out, config.drloc_grid) for config in trained] == [(Path("lvvit_micro_ce"), 0)]
+    monkeypatch.setattr("sys.argv", [*words, "--drloc-grid", "7"])
+    with pytest.raises(UserError, match="--drloc-grid is read by nobody"):
+        training.main()
+    assert len(trained) == 1
+
+
+@pytest.mark.parametrize(("rank", "waited"), [(None, []), ("0", []), ("1", [ranks.WAIT])])
+def test_what_all_ranks_refuse_the_first_one_says(monkeypatch, rank, waited):
+    """The others wait, in which time torchrun ends them."""
+    slept: list[float] = []
+    monkeypatch.setattr(ranks.time, "sleep", slept.append)
+    monkeypatch.delenv("RANK", raising=False)
+    if rank is not None:
+        monkeypatch.setenv("RANK", rank)
+    with pytest.raises(UserError, match="of all"), ranks.first_to_refuse():
+        raise UserError("of all")
+    assert slept == waited

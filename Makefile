@@ -31,6 +31,9 @@ gpu-check: $(READY)  ## the tests that need a CUDA device, then what it costs th
 		$(RUN) tools/benchmark_step.py --device cuda --batch 128 --objective token-label --modes eager compiled whole captured \
 			--json bench/step-cuda.json && \
 		$(RUN) tools/benchmark_step.py --device cuda --batch 128 --model deit_small_patch16_224 && \
+		$(RUN) tools/benchmark_step.py --device cuda --batch 128 --model swin_tiny_patch4_window7_224 --drloc && \
+		$(RUN) tools/benchmark_step.py --device cuda --batch 128 --model dhvt_tiny_imagenet_patch16 --drloc && \
+		$(RUN) tools/benchmark_step.py --device cuda --batch 64 --model bootstrapping_vit_b --bootstrap joint && \
 		$(RUN) tools/benchmark_loaders.py --threads $$(nproc) --loaders $(GPU_LOADERS) --json bench/loaders-cuda.json && \
 		for one in $(subst $(comma), ,$(GPU_LOADERS)); do \
 			$(RUN) tools/benchmark_loaders.py --threads $$(nproc) --rounds 3 --loaders $$one || exit; done; \

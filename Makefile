@@ -15,8 +15,8 @@ check: $(READY)  ## lint, only reports
 fix: $(READY)  ## lint, mends what it can
 	$(RUN) -m ruff check --fix .
 
-$(READY): tools/set_up.sh pyproject.toml setup.py $(wildcard pipelines/native/*.[ch])
-	PYTHON="$(PYTHON)" bash tools/set_up.sh .venv
+$(READY): .ci/set_up.sh pyproject.toml setup.py $(wildcard densefeed/native/*.[ch])
+	PYTHON="$(PYTHON)" bash .ci/set_up.sh .venv
 	touch $(READY)
 
 comma := ,
@@ -24,41 +24,41 @@ GPU_LOADERS := ffcv+labels,dali-gpu+labels,dali-gpu,dali-gpu+ffcv+labels,nvidia-
 gpu-check: $(READY)  ## the tests that need a CUDA device, then what it costs there; without one they say so and pass
 	$(RUN) -m pytest -m gpu
 	@if $(RUN) -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; then \
-		$(RUN) tools/benchmark_targets.py --device cuda && \
-		$(RUN) tools/benchmark_targets.py --device cuda --compare head --batch 64 --classes 21841 && \
-		$(RUN) tools/benchmark_targets.py --device cuda --compare step --model lvvit_s && \
-		$(RUN) tools/benchmark_augment.py --device cuda --batch 128 && \
-		$(RUN) tools/benchmark_step.py --device cuda --batch 128 --objective token-label --modes eager compiled whole captured \
+		$(RUN) -m benchmarks.targets --device cuda && \
+		$(RUN) -m benchmarks.targets --device cuda --compare head --batch 64 --classes 21841 && \
+		$(RUN) -m benchmarks.targets --device cuda --compare step --model lvvit_s && \
+		$(RUN) -m benchmarks.augment --device cuda --batch 128 && \
+		$(RUN) -m benchmarks.step --device cuda --batch 128 --objective token-label --modes eager compiled whole captured \
 			--json bench/step-cuda.json && \
-		$(RUN) tools/benchmark_step.py --device cuda --batch 128 --model deit_small_patch16_224 && \
-		$(RUN) tools/benchmark_step.py --device cuda --batch 128 --model swin_tiny_patch4_window7_224 --drloc && \
-		$(RUN) tools/benchmark_step.py --device cuda --batch 128 --model dhvt_tiny_imagenet_patch16 --drloc && \
-		$(RUN) tools/benchmark_step.py --device cuda --batch 64 --model bootstrapping_vit_b --bootstrap joint && \
-		$(RUN) tools/benchmark_loaders.py --threads $$(nproc) --loaders $(GPU_LOADERS) --json bench/loaders-cuda.json && \
+		$(RUN) -m benchmarks.step --device cuda --batch 128 --model deit_small_patch16_224 && \
+		$(RUN) -m benchmarks.step --device cuda --batch 128 --model swin_tiny_patch4_window7_224 --drloc && \
+		$(RUN) -m benchmarks.step --device cuda --batch 128 --model dhvt_tiny_imagenet_patch16 --drloc && \
+		$(RUN) -m benchmarks.step --device cuda --batch 64 --model bootstrapping_vit_b --bootstrap joint && \
+		$(RUN) -m benchmarks.loaders --threads $$(nproc) --loaders $(GPU_LOADERS) --json bench/loaders-cuda.json && \
 		for one in $(subst $(comma), ,$(GPU_LOADERS)); do \
-			$(RUN) tools/benchmark_loaders.py --threads $$(nproc) --rounds 3 --loaders $$one || exit; done; \
+			$(RUN) -m benchmarks.loaders --threads $$(nproc) --rounds 3 --loaders $$one || exit; done; \
 	else echo "no CUDA device: nothing was measured"; fi
 
 bench: $(READY)  ## loaders, targets, augmentation and whole steps beside all others; minutes, and rows in benchmarks/results.csv
 	$(RUN) -m pip install --disable-pip-version-check -q -e ".[bench]" || \
 		echo "not every other loader could be installed; those that are here are measured" >&2
-	$(RUN) tools/benchmark_loaders.py --stages --first-batch --json bench/loaders.json
-	$(RUN) tools/benchmark_targets.py --json bench/targets.json
-	$(RUN) tools/benchmark_targets.py --compare head --batch 64 --classes 21841 --rounds 3 --json bench/head.json
-	$(RUN) tools/benchmark_augment.py --json bench/augment.json
-	$(RUN) tools/benchmark_store.py --json bench/store.json
-	$(RUN) tools/benchmark_relabel.py --json bench/relabel.json
-	$(RUN) tools/benchmark_relabel.py --compile --precision bf16 --json bench/relabel-compiled.json
-	$(RUN) tools/benchmark_step.py --batch 8 --objective token-label --steps 1 --json bench/step.json
-	$(RUN) tools/benchmark_step.py --model lvvit_micro --size 64 --batch 32 --steps 16 --objective token-label --loader ffcv \
+	$(RUN) -m benchmarks.loaders --stages --first-batch --json bench/loaders.json
+	$(RUN) -m benchmarks.targets --json bench/targets.json
+	$(RUN) -m benchmarks.targets --compare head --batch 64 --classes 21841 --rounds 3 --json bench/head.json
+	$(RUN) -m benchmarks.augment --json bench/augment.json
+	$(RUN) -m benchmarks.store --json bench/store.json
+	$(RUN) -m benchmarks.relabel --json bench/relabel.json
+	$(RUN) -m benchmarks.relabel --compile --precision bf16 --json bench/relabel-compiled.json
+	$(RUN) -m benchmarks.step --batch 8 --objective token-label --steps 1 --json bench/step.json
+	$(RUN) -m benchmarks.step --model lvvit_micro --size 64 --batch 32 --steps 16 --objective token-label --loader ffcv \
 		--data bench/photographs-1024-1000/train.beton --json bench/step-loader.json
 
 MINUTES ?= 10
 KILLS ?= 20
 ORIENTATIONS ?= 100
 soak: $(READY)  ## the native decoder on mutated files for MINUTES of processor time, runs and passes killed KILLS times, ORIENTATIONS planted for the audit
-	SOAK_MINUTES=$(MINUTES) nice -n 19 $(RUN) -m pytest -s tests/pipelines/native/test_fuzz.py
-	SOAK_KILLS=$(KILLS) $(RUN) -m pytest -s tests/test_resume.py tests/relabel/test_shards.py -k killed_at_random_times
+	SOAK_MINUTES=$(MINUTES) nice -n 19 $(RUN) -m pytest -s tests/native/test_fuzz.py
+	SOAK_KILLS=$(KILLS) $(RUN) -m pytest -s tests/test_resume.py tests/storage/test_shards.py -k killed_at_random_times
 	SOAK_ORIENTATIONS=$(ORIENTATIONS) $(RUN) -m pytest -s tests/relabel/test_audit.py -k planted_orientations
 
 .PHONY: quickstart test check fix gpu-check bench soak

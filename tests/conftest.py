@@ -13,6 +13,7 @@ import torch
 from PIL import Image
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .jpeg_files import jpegs, noise, photographs  # noqa: F401
 from .preloaded import Preloaded
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # a worker has one core, and so have the commands it starts
@@ -106,8 +107,8 @@ def random_maps():
 @pytest.fixture(scope="session")
 def maps(folder, random_maps, tmp_path_factory) -> Path:
     """A store of random maps (S=6, k=2, K=2) for `folder`'s training split, its windows not the whole image."""
-    from densefeed.relabel.images import Images
-    from densefeed.relabel.store import ScoreMapWriter, StoreHeader
+    from densefeed.storage.images import Images
+    from densefeed.storage.score_maps import ScoreMapWriter, StoreHeader
 
     images = Images(folder, split="train")
     path = tmp_path_factory.mktemp("maps") / "maps.h5"
@@ -186,17 +187,17 @@ def located(tmp_path_factory):
     from densefeed.tools.make_digit_scenes import load_photographs, load_scans, scene
 
     size, side = 48, 6
-    photographs, scans = load_photographs(), load_scans()["train"]
+    backgrounds, scans = load_photographs(), load_scans()["train"]
     root = tmp_path_factory.mktemp("located")
     pixels_NHWC, cell_NSS = np.empty((450, size, size, 3), np.uint8), torch.full((450, side, side), -1)
     for n in range(450):
-        jpeg, digits = scene(np.random.default_rng([7, n]), n % 10, size, photographs, scans)
+        jpeg, digits = scene(np.random.default_rng([7, n]), n % 10, size, backgrounds, scans)
         pixels_NHWC[n] = np.asarray(Image.open(io.BytesIO(jpeg)))
         for digit in digits:
             left, top, right, bottom = (round(v * side / size) for v in digit["box"])
             cell_NSS[n, top : max(bottom, top + 1), left : max(right, left + 1)] = digit["digit"]
     for n in range(320):
-        jpeg, _ = scene(np.random.default_rng([8, n]), n % 10, size, photographs, scans)
+        jpeg, _ = scene(np.random.default_rng([8, n]), n % 10, size, backgrounds, scans)
         path = root / "train" / str(n % 10) / f"{n:03d}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         image = Image.open(io.BytesIO(jpeg))

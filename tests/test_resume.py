@@ -12,12 +12,13 @@ import time
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-import densefeed.train as training
 import pytest
 import torch
+
+import densefeed.train as training
 from densefeed.models import checkpoints
-from densefeed.relabel.files import UserError
-from densefeed.training import feed
+from densefeed.system.errors import UserError
+from densefeed.training import step_inputs
 from densefeed.training.config import plain
 from densefeed.training.guards import STOPPING, Finite
 
@@ -355,14 +356,14 @@ def test_a_bad_step_stops_the_run_and_changes_no_weight(micro, tmp_path, monkeyp
 
 def test_the_cause_of_a_bad_step_is_found_by_doing_it_again(micro, tmp_path, monkeypatch):
     """A sample whose pixels are spoilt: the step, its samples and the first tensor."""
-    augmented = feed.augmented
+    augmented = step_inputs.augmented
 
     def spoilt(batches, augmentation, epoch, device):
         for batch in augmented(batches, augmentation, epoch, device):
             bad = (batch.index == 7) & (epoch == 1)
             yield batch._replace(image=torch.where(bad[:, None, None, None], math.nan, batch.image))
 
-    monkeypatch.setattr(feed, "augmented", spoilt)
+    monkeypatch.setattr(step_inputs, "augmented", spoilt)
     plan = training.open_loader(micro(tmp_path / "run"), "train").plan
     index = plan.shard(1)[0]
     at = int((index == 7).any(1).argmax())

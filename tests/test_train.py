@@ -5,23 +5,24 @@ import re
 import shutil
 from dataclasses import replace
 
-import densefeed.train as training
 import numpy as np
 import pytest
 import torch
+
+import densefeed.train as training
 from densefeed.models import checkpoints
-from densefeed.models.evaluation import Shares
 from densefeed.models.lvvit import LVViT
 from densefeed.models.token_transformer import TokenLogits
-from densefeed.pipelines.augment import Augmentation, augmented
+from densefeed.pipelines.augment.augmentation import Augmentation, augmented
 from densefeed.pipelines.mixing import Mix
 from densefeed.pipelines.targets import TargetRules
-from densefeed.relabel.files import UserError
-from densefeed.relabel.images import Images
-from densefeed.relabel.store import ScoreMapWriter, StoreHeader
+from densefeed.storage.images import Images
+from densefeed.storage.score_maps import ScoreMapWriter, StoreHeader
+from densefeed.system.errors import UserError
 from densefeed.training import objective, recipes
 from densefeed.training.config import Config
-from densefeed.training.saving import Checkpoints
+from densefeed.training.evaluation import Shares
+from densefeed.training.run_checkpoints import Checkpoints
 
 
 def config(packed, out, **fields):
@@ -547,8 +548,9 @@ def test_other_classes_in_validation_are_refused(packed, folder, tmp_path, comma
 
 def test_maps_of_another_class_count_are_refused(folder, random_maps, tmp_path):
     import numpy as np
-    from densefeed.relabel.images import Images
-    from densefeed.relabel.store import ScoreMapWriter, StoreHeader
+
+    from densefeed.storage.images import Images
+    from densefeed.storage.score_maps import ScoreMapWriter, StoreHeader
 
     images = Images(folder, split="train")
     header = StoreHeader(

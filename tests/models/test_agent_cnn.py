@@ -2,10 +2,14 @@
 
 import inspect
 
-import densefeed.models.checkpoints  # noqa: F401  (registers our models with timm)
 import pytest
 import timm
 import torch
+from timm.layers import Attention, AttentionRope
+from timm.models import beit, eva, vision_transformer_relpos
+from torch.nn import functional as F
+
+import densefeed.models.checkpoints  # noqa: F401  (registers our models with timm)
 from densefeed.models.agent_cnn import (
     PLAIN,
     AgentBlock,
@@ -19,9 +23,6 @@ from densefeed.models.agent_cnn import (
     wiring_of,
 )
 from densefeed.models.token_transformer import TokenLogits
-from timm.layers import Attention, AttentionRope
-from timm.models import beit, eva, vision_transformer_relpos
-from torch.nn import functional as F
 
 HEADS = (1, 5, 6, 7, 8, 9, 17, 25)
 

@@ -5,18 +5,19 @@ import json
 import pickle
 from dataclasses import replace
 
-import densefeed.train as training
 import pytest
 import timm
 import torch
-from densefeed.models import checkpoints
-from densefeed.models.lvvit import LVViT, checkpoint_filter_fn
-from densefeed.pipelines.augment import Normalise
-from densefeed.pipelines.batch import on_device
-from densefeed.training import compiling, recipes
-from densefeed.training.config import Config
 from safetensors.torch import save_file
 from torch.nn import functional as F
+
+import densefeed.train as training
+from densefeed.models import checkpoints
+from densefeed.models.lvvit import LVViT, checkpoint_filter_fn
+from densefeed.pipelines.augment.augmentation import Normalise
+from densefeed.pipelines.batch import on_device
+from densefeed.training import compile, recipes
+from densefeed.training.config import Config
 
 # What the published module calls the tensors that we call otherwise (reference 1.1 to 1.3).
 PUBLISHED = {
@@ -342,15 +343,15 @@ def run_of(folder, maps, out, **fields):
 
 def first_state(monkeypatch, config: Config):
     """The weights that a run's first step sees, and the run's result."""
-    seen, real = [], compiling.step_loss
+    seen, real = [], compile.step_loss
 
     def step_loss(run, model, *others, **named):
         seen.append({name: tensor.clone() for name, tensor in model.state_dict().items()})
         return real(run, model, *others, **named)
 
-    monkeypatch.setattr(compiling, "step_loss", step_loss)
+    monkeypatch.setattr(compile, "step_loss", step_loss)
     result = training.train(config)
-    monkeypatch.setattr(compiling, "step_loss", real)
+    monkeypatch.setattr(compile, "step_loss", real)
     return seen[0], result
 
 

@@ -5,11 +5,12 @@ import copy
 import pytest
 import timm
 import torch
+from timm.models import group_parameters
+from torch.nn import functional as F
+
 from densefeed.models import checkpoints
 from densefeed.models.cvt import CvT
 from densefeed.tools.model_costs import costs_by_name
-from timm.models import group_parameters
-from torch.nn import functional as F
 
 from . import plain_layers as plain
 

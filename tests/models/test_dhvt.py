@@ -5,13 +5,14 @@ import copy
 import pytest
 import timm
 import torch
+from timm.models import group_parameters
+from timm.optim import param_groups_weight_decay
+from torch.nn import functional as F
+
 from densefeed.models import checkpoints
 from densefeed.models.dhvt import DHVT, SOPE
 from densefeed.models.token_transformer import TokenFeatures, TokenLogits
 from densefeed.tools.model_costs import costs_by_name
-from timm.models import group_parameters
-from timm.optim import param_groups_weight_decay
-from torch.nn import functional as F
 
 from . import plain_layers as plain
 

@@ -5,11 +5,12 @@ import copy
 import pytest
 import timm
 import torch
-from densefeed.models.lvvit import LVViT, Stem
-from densefeed.models.token_transformer import TokenFeatures, TokenLogits
 from timm.models import FeatureListNet, group_parameters
 from timm.optim import param_groups_layer_decay
 from torch.nn import functional as F
+
+from densefeed.models.lvvit import LVViT, Stem
+from densefeed.models.token_transformer import TokenFeatures, TokenLogits
 
 
 def tiny(**fields):

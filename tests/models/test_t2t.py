@@ -6,12 +6,13 @@ import math
 import pytest
 import timm
 import torch
+from timm.models import group_parameters
+from torch.nn import functional as F
+
 from densefeed.models import checkpoints
 from densefeed.models.t2t import T2TViT, TokenPerformer, sinusoids
 from densefeed.models.token_transformer import TokenLogits
 from densefeed.tools.model_costs import costs_by_name
-from timm.models import group_parameters
-from torch.nn import functional as F
 
 from . import plain_layers as plain
 

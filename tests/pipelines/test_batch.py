@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from densefeed.pipelines.batch import Batch, on_device
 from densefeed.pipelines.loader import Memory
 

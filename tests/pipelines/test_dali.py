@@ -11,21 +11,23 @@ import zlib
 import numpy as np
 import pytest
 import torch
-from densefeed.pipelines import dali, native, segments
+from PIL import Image
+
+from densefeed import native
+from densefeed import train as training
+from densefeed.pipelines import dali
 from densefeed.pipelines.dali import DaliLoader
 from densefeed.pipelines.ffcv import FfcvSource
 from densefeed.pipelines.folder import FolderSource
 from densefeed.pipelines.loader import ThreadedLoader
 from densefeed.pipelines.plan import EpochPlan
-from densefeed.relabel.files import UserError
-from densefeed.relabel.images import Images, crop_resize
-from densefeed.relabel.store import ScoreMapWriter, StoreHeader
+from densefeed.storage import indexed_jpeg
+from densefeed.storage.images import Images, crop_resize
+from densefeed.storage.score_maps import ScoreMapWriter, StoreHeader
+from densefeed.system.errors import UserError
 from densefeed.tools.pack_dataset import Packing, main
-from PIL import Image
 
-from densefeed import train as training
-
-from .conftest import encoded
+from ..jpeg_files import encoded
 
 OF_PILLOW, OF_OURS = 0.3, 0.6  # grey levels, the mean over a crop; 0.20 and 0.39 were seen
 
@@ -187,7 +189,7 @@ def test_a_cut_jpeg_shows_the_crop_as_the_whole_one_does(noise, kind):
     for height, width in ((120, 200), (375, 500), (9, 33), (64, 64), (1, 1)):
         image = Image.fromarray(noise(height, width))
         image = image.convert("L") if kind == "grey" else image
-        jpeg = segments.transcode(encoded(image, **({} if kind == "grey" else {"subsampling": kind})))
+        jpeg = indexed_jpeg.transcode(encoded(image, **({} if kind == "grey" else {"subsampling": kind})))
         whole, lengths = np.asarray(Image.open(io.BytesIO(jpeg))), []
         for _ in range(40):
             tall, wide = int(rng.integers(1, height + 1)), int(rng.integers(1, width + 1))
@@ -206,7 +208,7 @@ def test_a_cut_jpeg_shows_the_crop_as_the_whole_one_does(noise, kind):
 
 def test_damage_is_found_before_another_decoder_sees_it(noise):
     """Of an indexed JPEG by its checksums, in the rows that are needed; of any other by reading all of it, unless these very bytes were."""
-    jpeg = bytearray(segments.transcode(encoded(Image.fromarray(noise(160, 160)))))
+    jpeg = bytearray(indexed_jpeg.transcode(encoded(Image.fromarray(noise(160, 160)))))
     jpeg[-300] ^= 4
     assert cut_of(bytes(jpeg), (0, 0, 40, 40))[2]["status"] == native.OK  # its last rows are not read
     cut, made, sample = cut_of(bytes(jpeg), (100, 0, 60, 160))
@@ -421,7 +423,7 @@ from pathlib import Path
 from densefeed.pipelines.dali import DaliLoader
 from densefeed.pipelines.ffcv import FfcvSource
 from densefeed.pipelines.plan import EpochPlan
-from densefeed.relabel.files import UserError
+from densefeed.system.files import UserError
 def opened():
     source = FfcvSource(Path(sys.argv[1]))
     return DaliLoader(source, EpochPlan(num_samples=len(source.labels), batch=4, seed=1, mode="train", sizes=((0, 32),)), 2)

@@ -1,7 +1,7 @@
 """Bad input through all loaders, by our decoder and by DALI: read right, or refused by name; never a black image, a hang or a crash.
 
 What is decided: a crop is right or refused. Damage outside the crop may go unseen, since that is never read; whoever wants to know
-runs `python -m densefeed.pipelines.beton verify`. A JPEG without our index carries no checksum, so there damage is only seen
+runs `python tools/beton.py verify`. A JPEG without our index carries no checksum, so there damage is only seen
 where it breaks the code.
 """
 
@@ -13,17 +13,18 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from densefeed.pipelines.beton import Beton
+from PIL import Image
+
 from densefeed.pipelines.ffcv import FfcvSource
 from densefeed.pipelines.folder import FolderSource
 from densefeed.pipelines.plan import EpochPlan
-from densefeed.relabel.files import UserError
-from densefeed.relabel.images import Images, crop_resize, decode
-from densefeed.relabel.store import ScoreMapStore
+from densefeed.storage.beton import Beton
+from densefeed.storage.images import Images, crop_resize, decode
+from densefeed.storage.score_maps import ScoreMapStore
+from densefeed.system.errors import UserError
 from densefeed.tools.pack_dataset import Packing, main
-from PIL import Image
 
-from .conftest import loader_class
+from ..jpeg_files import loader_class
 
 VICTIM, SIDE = 3, 48
 DECODER = "native"
@@ -292,7 +293,7 @@ def test_a_file_replaced_by_another_image_is_read_as_it_is_now(data):
 @pytest.fixture(scope="module")
 def packed(good, random_maps, tmp_path_factory):
     """The good images as .beton with maps inside, the maps as .h5, and the epoch 0 of random crops that they give."""
-    from densefeed.relabel.store import ScoreMapWriter, StoreHeader
+    from densefeed.storage.score_maps import ScoreMapWriter, StoreHeader
 
     root, images = tmp_path_factory.mktemp("packed"), Images(good)
     header = StoreHeader(

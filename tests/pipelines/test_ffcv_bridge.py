@@ -8,14 +8,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from densefeed.pipelines.beton import Beton
+from PIL import Image
+
 from densefeed.pipelines.ffcv import FfcvSource
 from densefeed.pipelines.loader import ThreadedLoader
 from densefeed.pipelines.plan import EpochPlan
 from densefeed.pipelines.targets import TargetRules, sparse_targets
-from densefeed.relabel.images import Images
-from densefeed.relabel.store import ScoreMapWriter, StoreHeader
-from PIL import Image
+from densefeed.storage.beton import Beton
+from densefeed.storage.images import Images
+from densefeed.storage.score_maps import ScoreMapWriter, StoreHeader
 
 pytestmark = pytest.mark.ffcv
 IMAGES, SIZE, GRID, EPOCHS = 13, 24, 4, 3
@@ -38,8 +39,8 @@ from torchvision import transforms as v1
 from torchvision.transforms import v2
 from densefeed.pipelines.ffcv_bridge import DenseLabels, crop_pipelines
 from densefeed.pipelines.targets import TargetRules, sparse_targets
-from densefeed.relabel.files import UserError
-from densefeed.relabel.images import Images, decode
+from densefeed.system.files import UserError
+from densefeed.storage.images import Images, decode
 root = sys.argv[1]
 images = Images(root + "/images", split="train")
 class Samples:

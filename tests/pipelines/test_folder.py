@@ -4,18 +4,19 @@ their store says."""
 import numpy as np
 import pytest
 import torch
+
 from densefeed.pipelines.ffcv import FfcvSource
 from densefeed.pipelines.folder import FolderSource
 from densefeed.pipelines.loader import ThreadedLoader
 from densefeed.pipelines.plan import EpochPlan
 from densefeed.pipelines.resident import ResidentMaps
 from densefeed.pipelines.targets import SparseTargets, sparse_targets
-from densefeed.relabel.files import UserError
-from densefeed.relabel.images import Images
-from densefeed.relabel.store import ScoreMapStore, ScoreMapWriter, StoreHeader
-from densefeed.relabel.upkeep import convert
+from densefeed.storage.images import Images
+from densefeed.storage.maintenance import convert
+from densefeed.storage.score_maps import ScoreMapStore, ScoreMapWriter, StoreHeader
+from densefeed.system.errors import UserError
 
-from .conftest import loader_class
+from ..jpeg_files import loader_class
 
 MAPS = ("map_logit", "map_class", "map_lse", "window")
 

@@ -3,16 +3,17 @@
 import numpy as np
 import pytest
 import torch
-from densefeed.pipelines.batch import Batch, LabelSpec
-from densefeed.pipelines.plan import EpochPlan
-from densefeed.pipelines.targets import TargetRules, check_batch, sparse_targets
-from densefeed.relabel.geometry import crop_views, shown_boxes
-from densefeed.relabel.scoring import keep_top
-from densefeed.relabel.store import palette_sizes
-from densefeed.relabel.teacher import Teacher
 from PIL import Image
 from torch import nn
 from torch.nn import functional as F
+
+from densefeed.pipelines.batch import Batch, LabelSpec
+from densefeed.pipelines.plan import EpochPlan
+from densefeed.pipelines.targets import TargetRules, check_batch, sparse_targets
+from densefeed.relabel.scoring import keep_top
+from densefeed.relabel.teacher import Teacher
+from densefeed.storage.geometry import crop_views, shown_boxes
+from densefeed.storage.score_maps import palette_sizes
 
 CELL, SIZE, BLOCKS = 4, 192, (2, 3)
 LEVELS = {"mean": (0.5, 0.5, 0.5), "std": (0.5, 0.5, 0.5), "interpolation": "bilinear"}

@@ -11,16 +11,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from densefeed.pipelines import native
+from PIL import Image
+
+from densefeed import native
 from densefeed.pipelines.ffcv import FfcvSource
 from densefeed.pipelines.folder import FolderSource
 from densefeed.pipelines.loader import AHEAD, Memory, ThreadedLoader
 from densefeed.pipelines.plan import EpochPlan
-from densefeed.relabel.files import UserError
+from densefeed.system.errors import UserError
 from densefeed.tools.pack_dataset import Packing, main
-from PIL import Image
 
-from .conftest import loader_class
+from ..jpeg_files import loader_class
 
 ROOT = Path(__file__).parents[2]
 DALI = pytest.param("dali", marks=pytest.mark.dali)  # of a .beton

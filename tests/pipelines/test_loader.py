@@ -8,15 +8,16 @@ import time
 import numpy as np
 import pytest
 import torch
+from PIL import Image
+from torchvision.transforms.v2 import functional as tv
+
 from densefeed.pipelines.ffcv import FfcvSource
 from densefeed.pipelines.folder import FolderSource
 from densefeed.pipelines.loader import ThreadedLoader
 from densefeed.pipelines.plan import EpochPlan
-from densefeed.relabel.files import UserError
-from densefeed.relabel.images import Images
-from densefeed.relabel.store import ScoreMapStore
-from PIL import Image
-from torchvision.transforms.v2 import functional as tv
+from densefeed.storage.images import Images
+from densefeed.storage.score_maps import ScoreMapStore
+from densefeed.system.errors import UserError
 
 
 @pytest.fixture(scope="module")

@@ -3,12 +3,22 @@
 import numpy as np
 import pytest
 import torch
-from densefeed.pipelines.mixing import Mix, Mixing, box_map, label_share, mixed, mixed_images, pooled, share_map
-from densefeed.pipelines.plan import EpochPlan
-from densefeed.pipelines.targets import SparseTargets
-from densefeed.relabel.files import UserError
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from densefeed.pipelines.mixing import (
+    Mix,
+    Mixing,
+    box_map,
+    label_share,
+    mixed,
+    mixed_images,
+    pooled,
+    share_map,
+)
+from densefeed.pipelines.plan import EpochPlan
+from densefeed.pipelines.targets import SparseTargets
+from densefeed.system.errors import UserError
 
 PLAN = EpochPlan(num_samples=10, batch=2, seed=1, mode="train")
 

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+
 from densefeed.pipelines.pairs import PAIRS, pairs_of, philox_on_device
 from densefeed.pipelines.plan import EpochPlan, philox
 

@@ -4,11 +4,12 @@ torchvision's distribution; laws of shards, orders and views."""
 import numpy as np
 import pytest
 import torch
-from densefeed.pipelines.plan import EpochPlan, philox
-from densefeed.relabel.files import UserError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torchvision.transforms import RandomResizedCrop
+
+from densefeed.pipelines.plan import EpochPlan, philox
+from densefeed.system.errors import UserError
 
 
 def plan(**fields):

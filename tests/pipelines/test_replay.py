@@ -9,14 +9,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from PIL import Image
+from sklearn.datasets import load_sample_images
+
 from densefeed.pipelines.ffcv import FfcvSource
 from densefeed.pipelines.folder import FolderSource
 from densefeed.pipelines.plan import EpochPlan
 from densefeed.tools.pack_dataset import Packing, main
-from PIL import Image
-from sklearn.datasets import load_sample_images
 
-from .conftest import loader_class
+from ..jpeg_files import loader_class
 
 ROOT = Path(__file__).parents[2]
 SIDE = 48  # no crop of the test images (up to 89 px) is twice as large, see the last test

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+
 from densefeed.pipelines import resident
 from densefeed.pipelines.batch import Batch, LabelSpec
 from densefeed.pipelines.ffcv import FfcvSource
@@ -11,8 +12,8 @@ from densefeed.pipelines.loader import ThreadedLoader
 from densefeed.pipelines.plan import EpochPlan
 from densefeed.pipelines.resident import ResidentMaps, bytes_of_map
 from densefeed.pipelines.targets import sparse_targets
-from densefeed.relabel.files import UserError
-from densefeed.relabel.store import ScoreMaps, ScoreMapStore
+from densefeed.storage.score_maps import ScoreMaps, ScoreMapStore
+from densefeed.system.errors import UserError
 
 CPU = torch.device("cpu")
 

@@ -5,7 +5,12 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from densefeed.models.token_labeling import class_token_loss, token_loss
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torchvision.ops import roi_align
+
+from densefeed.objectives.losses import class_token_loss, token_loss
 from densefeed.pipelines.batch import Batch, LabelSpec
 from densefeed.pipelines.plan import EpochPlan
 from densefeed.pipelines.targets import (
@@ -17,13 +22,9 @@ from densefeed.pipelines.targets import (
     sparse_targets,
     with_ground_truth,
 )
-from densefeed.relabel.files import UserError
-from densefeed.relabel.geometry import crop_views, shown_boxes
-from densefeed.relabel.store import ScoreMaps, palette_sizes
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torchvision.ops import roi_align
+from densefeed.storage.geometry import crop_views, shown_boxes
+from densefeed.storage.score_maps import ScoreMaps, palette_sizes
+from densefeed.system.errors import UserError
 
 
 def random_boxes(count, height=375, width=500, seed=0, flips=False):

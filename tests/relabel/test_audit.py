@@ -13,17 +13,25 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from PIL import Image
+
 from densefeed.relabel import audit as auditing
 from densefeed.relabel.audit import audit, neighbours
-from densefeed.relabel.files import UserError
-from densefeed.relabel.forms import ScoreMaps
-from densefeed.relabel.images import Images
-from densefeed.relabel.labelling import label_images
-from densefeed.relabel.looks import ORIENTATIONS, choose, find_layout, look, turned, upright
-from densefeed.relabel.packs import label_rows
-from densefeed.relabel.store import ScoreMapStore, ScoreMapWriter, map_datasets
-from densefeed.relabel.upkeep import convert
-from PIL import Image
+from densefeed.relabel.labeling import label_images
+from densefeed.relabel.reference_match import (
+    ORIENTATIONS,
+    choose,
+    find_layout,
+    look,
+    turned,
+    upright,
+)
+from densefeed.storage.images import Images
+from densefeed.storage.maintenance import convert
+from densefeed.storage.packs import label_rows
+from densefeed.storage.row_codecs import ScoreMaps
+from densefeed.storage.score_maps import ScoreMapStore, ScoreMapWriter, map_datasets
+from densefeed.system.errors import UserError
 
 CASES = int(os.environ.get("SOAK_ORIENTATIONS", 16))
 SQUASH, CENTRE = "squash", "centre-crop"

@@ -4,8 +4,9 @@ import json
 
 import pytest
 import torch
+
 from densefeed.relabel.class_map import ClassMap, merge_classes, read_class_map
-from densefeed.relabel.files import UserError
+from densefeed.system.errors import UserError
 
 TEACHER = ["tabby", "poodle", "siamese", "truck"]
 DATA = ["cat", "dog"]

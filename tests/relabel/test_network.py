@@ -3,12 +3,13 @@
 import pytest
 import timm
 import torch
-from densefeed.models import lvvit  # noqa: F401  (registers)
-from densefeed.relabel.class_map import ClassMap
-from densefeed.relabel.files import UserError
-from densefeed.relabel.network import Network, own_config
 from timm.models.volo import VOLO
 from torch import nn
+
+from densefeed.models import lvvit  # noqa: F401  (registers)
+from densefeed.relabel.class_map import ClassMap
+from densefeed.relabel.network import Network, own_config
+from densefeed.system.errors import UserError
 
 CONFIG = {"mean": (0.5, 0.4, 0.3), "std": (0.2, 0.3, 0.4), "interpolation": "bilinear"}
 CLASSES = 7

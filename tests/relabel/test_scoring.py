@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 import timm
 import torch
-from densefeed.relabel.files import UserError
-from densefeed.relabel.scoring import Scorer, batch_that_fits, choose_precision, keep, keep_top
-from densefeed.relabel.teacher import Teacher
 from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
+
+from densefeed.relabel.scoring import Scorer, batch_that_fits, choose_precision, keep, keep_top
+from densefeed.relabel.teacher import Teacher
+from densefeed.system.errors import UserError
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 

@@ -4,15 +4,16 @@ import numpy as np
 import pytest
 import timm
 import torch
-from densefeed.relabel.class_map import ClassMap
-from densefeed.relabel.files import UserError
-from densefeed.relabel.geometry import WHOLE
-from densefeed.relabel.images import crop_resize
-from densefeed.relabel.network import Network
-from densefeed.relabel.teacher import MOST_VIEWS, Teacher, resampled, weights_hash
 from PIL import Image
 from torch import nn
 from torch.nn import functional as F
+
+from densefeed.relabel.class_map import ClassMap
+from densefeed.relabel.network import Network
+from densefeed.relabel.teacher import MOST_VIEWS, Teacher, resampled, weights_hash
+from densefeed.storage.geometry import WHOLE
+from densefeed.storage.images import crop_resize
+from densefeed.system.errors import UserError
 
 CONFIG = {"mean": (0.5, 0.4, 0.3), "std": (0.2, 0.3, 0.4), "interpolation": "bilinear"}
 PLAIN = {"mean": (0.5, 0.5, 0.5), "std": (1 / 255,) * 3, "interpolation": "bilinear"}  # levels, less those of the padding

@@ -5,11 +5,12 @@ import shutil
 from dataclasses import asdict
 from itertools import pairwise
 
-import densefeed.train as run
 import pytest
 import torch
+
+import densefeed.train as run
 from densefeed.tools.ablations import RUNS, TABLES
-from densefeed.training.bootstrapping import agent_for, check_sizes, trained_of
+from densefeed.training.agent import agent_for, check_sizes, trained_of
 from densefeed.training.config import check_values
 from densefeed.training.objective import mixing_of
 

@@ -5,12 +5,20 @@ import shlex
 from pathlib import Path
 
 import pytest
-from densefeed.relabel.files import UserError
-from densefeed.tools import advise
-from densefeed.tools.advise import Candidate, Request, Speed, recipe_of, sentence, thread_counts, together
-from densefeed.tools.benchmark_loaders import Benchmark, main
 
+from benchmarks.loaders import Benchmark, main
 from densefeed import train
+from densefeed.system.errors import UserError
+from densefeed.tools import advise
+from densefeed.tools.advise import (
+    Candidate,
+    Request,
+    Speed,
+    recipe_of,
+    sentence,
+    thread_counts,
+    together,
+)
 
 
 def test_a_training_is_as_fast_as_its_slower_half_or_as_the_cores_allow():

@@ -1,4 +1,4 @@
-"""The audit as commands: the page of tools/show.py, and imports that find how a pack lies."""
+"""The audit as commands: the page of tools/report.py, and imports that find how a pack lies."""
 
 import json
 from dataclasses import replace
@@ -8,18 +8,19 @@ import numpy as np
 import pytest
 import timm
 import torch
+
 from densefeed.models import nfnet  # noqa: F401  (registers)
-from densefeed.relabel.files import UserError
-from densefeed.relabel.images import Images
-from densefeed.relabel.labelling import label_images
-from densefeed.relabel.looks import turned
-from densefeed.relabel.store import ScoreMapStore, ScoreMapWriter, StoreHeader
-from densefeed.tools import audit_page, export_labels, import_labels, show
+from densefeed.relabel.labeling import label_images
+from densefeed.relabel.reference_match import turned
+from densefeed.storage.images import Images
+from densefeed.storage.score_maps import ScoreMapStore, ScoreMapWriter, StoreHeader
+from densefeed.system.errors import UserError
+from densefeed.tools import audit_page, export_labels, import_labels, report
 from densefeed.tools.audit_page import references
 from densefeed.tools.export_labels import Export
 from densefeed.tools.import_labels import Import
-from densefeed.tools.show import Report
-from densefeed.tools.teachers import Loaded
+from densefeed.tools.load_teacher import Loaded
+from densefeed.tools.report import Report
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +48,7 @@ def report_of(path: Path, located, **fields):
 
 
 def test_the_page_of_a_clean_store(scenes, located, student, tmp_path, capsys):
-    show.main(report_of(scenes / "maps.h5", located, teacher="student", input_size=48, out=tmp_path / "a.html"))
+    report.main(report_of(scenes / "maps.h5", located, teacher="student", input_size=48, out=tmp_path / "a.html"))
     text, numbers = (tmp_path / "a.html").read_text(), json.loads((tmp_path / "a.json").read_text())
     assert len(text) < 3e6
     assert "http" not in text  # self-contained
@@ -71,7 +72,7 @@ def test_faults_stand_on_top_and_end_in_exit_code_2(scenes, located, student, tm
     writer.write(np.arange(len(store)), maps._replace(**parts))
     writer.finish()
     with pytest.raises(UserError, match=r"maps.h5: the audit found 1 fault \(orientation\); .*maps.audit.html says what to do"):
-        show.main(report_of(tmp_path / "maps.h5", located, teacher="student", input_size=48))
+        report.main(report_of(tmp_path / "maps.h5", located, teacher="student", input_size=48))
     text = (tmp_path / "maps.audit.html").read_text()
     assert text.index("Fault: orientation") < text.index("Sound: ")
     assert "Do not train on this file" in text
@@ -88,7 +89,7 @@ def test_the_page_of_shuffled_maps_says_nothing_of_the_teacher(scenes, located, 
     writer.finish()
     # The Windows, which follow from the images, were shuffled too.
     with pytest.raises(UserError, match="labels"):
-        show.main(report_of(tmp_path / "maps.h5", located, **({"teacher": "student", "input_size": 48} if held else {})))
+        report.main(report_of(tmp_path / "maps.h5", located, **({"teacher": "student", "input_size": 48} if held else {})))
     text = (tmp_path / "maps.audit.html").read_text()
     assert "the teacher's own accuracy" not in text
     assert "While there is a fault of labels, that says nothing of the teacher." in text
@@ -110,14 +111,14 @@ def random_store(path: Path, folder: Path, random_maps, side: int, top_k: int, n
 def test_the_command(folder, random_maps, tmp_path, command):
     """Of a store and its images; unfinished, it says so on a page too."""
     store = random_store(tmp_path / "maps.h5", folder, random_maps, 6, 2, 2)
-    done = command("tools/show.py", store.path, "--data", folder, "--out", tmp_path / "a.html", "--json", tmp_path / "b.json")
+    done = command("tools/report.py", store.path, "--data", folder, "--out", tmp_path / "a.html", "--json", tmp_path / "b.json")
     assert done.returncode == 0, done.stderr
     assert "not checked  orientation: only a reference model can tell" in done.stdout
     assert (tmp_path / "b.json").exists()
     assert (tmp_path / "a.html").read_text().count("<img") > 5
     writer = ScoreMapWriter(tmp_path / "part.h5", store.header, store.paths(), store.labels)
     writer.close()
-    done = command("tools/show.py", writer.part, "--out", tmp_path / "c.html")
+    done = command("tools/report.py", writer.part, "--out", tmp_path / "c.html")
     assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
     assert "11 of 11 rows are not labelled" in (tmp_path / "c.html").read_text()
 
@@ -137,7 +138,7 @@ def test_the_command(folder, random_maps, tmp_path, command):
 def test_what_cannot_be_audited_is_said(scenes, located, tmp_path, names, fields, said):
     told = replace(report_of(tmp_path, located), runs=tuple(scenes / f"{name}.h5" for name in names), out=tmp_path / "a.html")
     with pytest.raises(UserError, match=said):
-        show.main(replace(told, **fields))
+        report.main(replace(told, **fields))
     assert not list(tmp_path.iterdir())
 
 

@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 import timm
 import torch
-from densefeed.models import checkpoints  # noqa: F401  (registers our models)
-from densefeed.relabel.files import UserError
-from densefeed.tools import export
-from densefeed.tools.export import Export
 from safetensors import safe_open
 from timm.data import create_transform, resolve_data_config
+
+from densefeed.models import checkpoints  # noqa: F401  (registers our models)
+from densefeed.system.errors import UserError
+from densefeed.tools import export
+from densefeed.tools.export import Export
 
 ROOT = Path(__file__).parents[2]
 NAMES = ["ant", "bee", "cat", "dog", "eel"]

@@ -113,7 +113,7 @@ def test_empty_and_missing_folders(tmp_path, run):
     (tmp_path / "empty").mkdir()
     refused(run("tools/pack_dataset.py", "--data", "empty", "--out", "x.beton", cwd=tmp_path), "empty", "no images")
     refused(run("tools/pack_dataset.py", "--data", "nowhere", "--out", "x.beton", cwd=tmp_path), "nowhere is not a folder")
-    refused(run("tools/show.py", "nowhere", cwd=tmp_path), "nowhere is no run")
+    refused(run("tools/report.py", "nowhere", cwd=tmp_path), "nowhere is no run")
 
 
 def test_cut_files_stop_a_training_before_it_begins(folder, maps, tmp_path, run):

@@ -3,20 +3,21 @@
 import json
 from dataclasses import replace
 
-import densefeed.train as training
 import numpy as np
 import pytest
 import torch
+from torchvision.ops import roi_align
+
+import densefeed.train as training
 from densefeed.pipelines.targets import TargetRules, sparse_targets
-from densefeed.relabel.files import UserError
-from densefeed.relabel.images import Images
-from densefeed.relabel.packs import PUBLISHED
-from densefeed.relabel.store import ScoreMapStore, ScoreMapWriter, StoreHeader
+from densefeed.storage.images import Images
+from densefeed.storage.packs import PUBLISHED
+from densefeed.storage.score_maps import ScoreMapStore, ScoreMapWriter, StoreHeader
+from densefeed.system.errors import UserError
 from densefeed.tools import export_labels, import_labels, make_digit_scenes
 from densefeed.tools.export_labels import Export
 from densefeed.tools.import_labels import Import
 from densefeed.training import recipes
-from torchvision.ops import roi_align
 
 SIDE, TOP_K, CLASSES = 18, 5, 10
 

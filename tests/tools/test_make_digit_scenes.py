@@ -4,10 +4,11 @@ import json
 
 import numpy as np
 import pytest
-from densefeed.relabel.files import UserError
-from densefeed.tools.make_digit_scenes import Scenes, load_scans, main
 from PIL import Image
 from sklearn.datasets import load_digits
+
+from densefeed.system.errors import UserError
+from densefeed.tools.make_digit_scenes import Scenes, load_scans, main
 
 
 @pytest.fixture(scope="module")

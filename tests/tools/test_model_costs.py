@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-from densefeed.relabel.files import UserError
-from densefeed.tools.model_costs import Costs, costs_by_name, costs_of, main
 from timm.layers import use_fused_attn
 from torch import nn
+
+from densefeed.system.errors import UserError
+from densefeed.tools.model_costs import Costs, costs_by_name, costs_of, main
 
 
 def test_layers_products_and_norms_are_counted_apart():

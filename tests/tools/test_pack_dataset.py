@@ -11,22 +11,23 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from densefeed.pipelines import segments
-from densefeed.pipelines.beton import Beton, verify, verify_files
-from densefeed.pipelines.beton_writer import BetonWriter
-from densefeed.pipelines.ffcv import FfcvSource
-from densefeed.relabel.files import UserError
-from densefeed.relabel.images import Images
-from densefeed.relabel.store import ScoreMapStore
-from densefeed.tools.pack_dataset import Packing, main
 from PIL import Image
+
+from densefeed.pipelines.ffcv import FfcvSource
+from densefeed.storage import indexed_jpeg
+from densefeed.storage.beton import Beton, verify, verify_files
+from densefeed.storage.beton_writer import BetonWriter
+from densefeed.storage.images import Images
+from densefeed.storage.score_maps import ScoreMapStore
+from densefeed.system.errors import UserError
+from densefeed.tools.pack_dataset import Packing, main
 
 ROOT = Path(__file__).parents[2]
 
 
 def pixels(encoded):
     """What any decoder sees in a JPEG's bytes, and whether crops can be read from it alone."""
-    return Image.open(io.BytesIO(encoded)).convert("RGB").tobytes(), segments.MARK in encoded[:20]
+    return Image.open(io.BytesIO(encoded)).convert("RGB").tobytes(), indexed_jpeg.MARK in encoded[:20]
 
 
 def test_jpegs_keep_every_pixel_and_without_index_every_byte(folder, tmp_path):
@@ -295,7 +296,7 @@ def test_an_edited_index_is_made_anew_even_where_bytes_are_kept(folder, tmp_path
     """A comment behind our index: every decoder reads the file, but its index is not true any more."""
     root = shutil.copytree(folder, tmp_path / "edited")
     victim = sorted((root / "train").glob("*/*.jpg"))[2]
-    indexed = segments.transcode(victim.read_bytes())
+    indexed = indexed_jpeg.transcode(victim.read_bytes())
     behind = 4 + int.from_bytes(indexed[4:6], "big")
     victim.write_bytes(indexed[:behind] + b"\xff\xfe\0\x09comment" + indexed[behind:])
     main(Packing(data=root, out=tmp_path / "x.beton", index=False))

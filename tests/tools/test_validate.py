@@ -9,17 +9,18 @@ import numpy as np
 import pytest
 import timm
 import torch
-from densefeed.models import checkpoints  # noqa: F401  (registers our models)
-from densefeed.pipelines.ffcv import FfcvSource
-from densefeed.relabel.files import UserError
-from densefeed.tools import validate
-from densefeed.tools.pack_dataset import Packing
-from densefeed.tools.pack_dataset import main as pack
-from densefeed.tools.validate import Validation, match_classes
 from PIL import Image
 from safetensors.torch import save_file
 from timm.data import ImageNetInfo
 from torchvision.transforms import v2
+
+from densefeed.models import checkpoints  # noqa: F401  (registers our models)
+from densefeed.pipelines.ffcv import FfcvSource
+from densefeed.system.errors import UserError
+from densefeed.tools import validate
+from densefeed.tools.pack_dataset import Packing
+from densefeed.tools.pack_dataset import main as pack
+from densefeed.tools.validate import Validation, match_classes
 
 WNIDS = ImageNetInfo().label_names()
 COLUMNS = list(range(7, 1000, 90))  # twelve of ImageNet's classes, in order

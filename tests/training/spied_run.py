@@ -12,12 +12,13 @@ import sys
 from contextlib import contextmanager
 from pathlib import Path
 
-import densefeed.train as training
 import timm
 import torch
-from densefeed.training import feed
-from densefeed.training.config import from_plain
 from torch import nn
+
+import densefeed.train as training
+from densefeed.training import step_inputs
+from densefeed.training.config import from_plain
 
 RANK, SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
@@ -34,7 +35,7 @@ def lvvit_groupnorm(pretrained: bool = False, **kwargs) -> nn.Module:
 
 def spied(path: Path) -> tuple[tuple, ...]:
     """What to put where, (module, name, function), to have the rows of each step written down before it is done."""
-    cut, update, rows = feed.parts_of, training.update, []
+    cut, update, rows = step_inputs.parts_of, training.update, []
 
     def parts_of(batch, count):
         fields = batch.index, batch.repeat, batch.view.flatten(1), batch.weight
@@ -46,7 +47,7 @@ def spied(path: Path) -> tuple[tuple, ...]:
             file.write(json.dumps({"step": step, "rows": rows}) + "\n")
         return update(student, ranks, step, losses)
 
-    return (feed, "parts_of", parts_of), (training, "update", written)
+    return (step_inputs, "parts_of", parts_of), (training, "update", written)
 
 
 def stopped_after(steps: int):

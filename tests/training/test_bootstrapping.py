@@ -8,20 +8,21 @@ import math
 from contextlib import closing, contextmanager
 from dataclasses import replace
 
-import densefeed.train as training
 import pytest
 import torch
-from densefeed.models import checkpoints
-from densefeed.models.agent_cnn import AgentCNN
-from densefeed.pipelines.augment import Augmentation, augmented
-from densefeed.pipelines.targets import TargetRules, sparse_targets
-from densefeed.relabel.files import UserError
-from densefeed.training import objective
-from densefeed.training.bootstrapping import agent_for, check_sizes, feature_share, trained_of
-from densefeed.training.ranks import Ranks
-from densefeed.training.student import student_of, update
 from timm.layers import convert_sync_batchnorm
 from torch.nn import functional as F
+
+import densefeed.train as training
+from densefeed.models import checkpoints
+from densefeed.models.agent_cnn import AgentCNN
+from densefeed.pipelines.augment.augmentation import Augmentation, augmented
+from densefeed.pipelines.targets import TargetRules, sparse_targets
+from densefeed.system.errors import UserError
+from densefeed.training import objective
+from densefeed.training.agent import agent_for, check_sizes, feature_share, trained_of
+from densefeed.training.ranks import Ranks
+from densefeed.training.student import student_of, update
 
 ALONE = Ranks(0, 1, torch.device("cpu"))
 # Two blocks: at 32 pixels the agent's maps are 4 x 4 and 2 x 2, and its last one a place.

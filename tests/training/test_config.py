@@ -3,9 +3,10 @@
 from dataclasses import replace
 from pathlib import Path
 
-import densefeed.train as training
 import pytest
-from densefeed.relabel.files import UserError
+
+import densefeed.train as training
+from densefeed.system.errors import UserError
 from densefeed.training import ranks
 from densefeed.training.config import Config, check_read
 from densefeed.training.recipes import RECIPES

@@ -4,20 +4,21 @@ import json
 import math
 from dataclasses import replace
 
-import densefeed.train as training
 import pytest
 import timm
 import torch
+
+import densefeed.train as training
 from densefeed.models import checkpoints
-from densefeed.models.drloc import Localised
-from densefeed.models.evaluation import Shares
-from densefeed.pipelines.augment import Augmentation, augmented
+from densefeed.objectives.drloc import Localised
+from densefeed.pipelines.augment.augmentation import Augmentation, augmented
 from densefeed.pipelines.pairs import pairs_of
 from densefeed.pipelines.targets import TargetRules
-from densefeed.relabel.files import UserError
+from densefeed.system.errors import UserError
 from densefeed.tools import export, validate
 from densefeed.training import objective
 from densefeed.training.config import Config
+from densefeed.training.evaluation import Shares
 from densefeed.training.ranks import Ranks
 from densefeed.training.student import student_of
 

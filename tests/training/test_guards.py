@@ -7,10 +7,18 @@ import time
 
 import pytest
 import torch
-from densefeed.relabel.files import UserError
-from densefeed.training import guards
-from densefeed.training.guards import STOPPING, Finite, Leaps, first_not_finite, memory_told, stopping
 from torch import nn
+
+from densefeed.system.errors import UserError
+from densefeed.training import guards
+from densefeed.training.guards import (
+    STOPPING,
+    Finite,
+    Leaps,
+    first_not_finite,
+    memory_told,
+    stopping,
+)
 
 CPU = torch.device("cpu")
 

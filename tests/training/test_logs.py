@@ -5,9 +5,10 @@ import json
 import math
 
 import pytest
-from densefeed.relabel.files import UserError
-from densefeed.training.logs import forget_after, logging
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from densefeed.system.errors import UserError
+from densefeed.training.logs import forget_after, logging
 
 
 def lines(out):

@@ -2,10 +2,11 @@
 
 from dataclasses import replace
 
-import densefeed.train as run
 import pytest
 import torch
-from densefeed.pipelines.augment import Augmentation, augmented
+
+import densefeed.train as run
+from densefeed.pipelines.augment.augmentation import Augmentation, augmented
 from densefeed.pipelines.mixing import Mix
 from densefeed.pipelines.targets import TargetRules, sparse_targets
 from densefeed.training import objective, recipes

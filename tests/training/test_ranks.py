@@ -5,12 +5,13 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-import densefeed.train as training
 import pytest
 import timm
 import torch
+
+import densefeed.train as training
 from densefeed.models import checkpoints
-from densefeed.relabel.files import UserError
+from densefeed.system.errors import UserError
 from densefeed.training.config import plain
 from densefeed.training.ranks import Agreement, Ranks, started
 

@@ -7,12 +7,13 @@ from inspect import getdoc
 from itertools import pairwise
 from pathlib import Path
 
-import densefeed.train as run
 import pytest
 import timm
 import torch
 import tyro
-from densefeed.relabel.files import UserError
+
+import densefeed.train as run
+from densefeed.system.errors import UserError
 from densefeed.training import recipes
 from densefeed.training.config import Config, check_values
 from densefeed.training.objective import mixing_of

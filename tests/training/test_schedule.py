@@ -6,10 +6,11 @@ from dataclasses import replace
 import pytest
 import timm
 import torch
-from densefeed.training.config import Config
-from densefeed.training.schedule import learning_rate, peak_rate, total_epochs
 from timm.optim import create_optimizer_v2
 from timm.scheduler import CosineLRScheduler
+
+from densefeed.training.config import Config
+from densefeed.training.schedule import learning_rate, peak_rate, total_epochs
 
 PUBLISHED = Config(
     lr=1.6e-3, lr_batch=1024, batch=1024, min_lr=1e-5, warmup_epochs=5, epochs=300, cooldown_epochs=10, lr_updates="epoch"

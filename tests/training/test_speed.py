@@ -6,15 +6,17 @@ import re
 import time
 from dataclasses import replace
 
-import densefeed.train as training
 import pytest
 import timm
 import torch
-from densefeed.models import lvvit  # noqa: F401  (registers its models)
-from densefeed.relabel.files import UserError
-from densefeed.training.config import plain
-from densefeed.training.speed import Saved, matmul_rate, peak_flops, peak_memory, training_flops
 from torch import nn
+
+import densefeed.train as training
+from densefeed.models import lvvit  # noqa: F401  (registers its models)
+from densefeed.system.devices import peak_memory
+from densefeed.system.errors import UserError
+from densefeed.training.config import plain
+from densefeed.training.speed import Saved, matmul_rate, peak_flops, training_flops
 
 CPU = torch.device("cpu")
 

@@ -5,11 +5,12 @@ from functools import partial
 
 import pytest
 import torch
+from timm.optim import param_groups_weight_decay
+from torch import nn
+
 from densefeed.training.config import Config
 from densefeed.training.ranks import Ranks
 from densefeed.training.student import student_of, update
-from timm.optim import param_groups_weight_decay
-from torch import nn
 
 ALONE = Ranks(0, 1, torch.device("cpu"))
 

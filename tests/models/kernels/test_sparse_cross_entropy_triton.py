@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from densefeed.models.kernels import sparse_cross_entropy as kernels
-from densefeed.models.token_labeling import sparse_cross_entropy
+from densefeed.objectives.losses import sparse_cross_entropy
 
 ROOT = Path(__file__).parents[3]
 triton = pytest.importorskip("triton")
@@ -90,7 +91,7 @@ def test_a_cpu_needs_no_triton():
     code = """if True:
         import sys, torch
         sys.modules["triton"] = None
-        from densefeed.models.token_labeling import sparse_cross_entropy
+        from densefeed.objectives.losses import sparse_cross_entropy
         logits = torch.zeros(1, 1, 2, requires_grad=True)
         ones = torch.ones(1, 1)
         sparse_cross_entropy(logits, ones.long(), ones[None], 0 * ones, ones).sum().backward()
@@ -105,9 +106,10 @@ def test_a_cpu_needs_no_triton():
 @pytest.mark.parametrize("capability", [80, 90])
 def test_compiles_for_a_gpu_that_is_not_here(capability):
     """To the binary, ptxas included: what the interpreter forgives shows here."""
-    from densefeed.models.kernels import sparse_cross_entropy_triton as subject
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
+
+    from densefeed.models.kernels import sparse_cross_entropy_triton as subject
 
     for pointer in ("*fp32", "*bf16", "*fp16"):
         for classes, slots in ((1000, 40), (21_841, 512)):

@@ -1,0 +1,306 @@
+"""CvT-13: a pyramid of three stages whose tokens are embedded, and whose queries, keys and values are made, by convolutions.
+
+CvT (arXiv 2103.15808), Table 2. Two networks go by the name: its authors', with a class token in the last stage, and the one
+that DRLoc (arXiv 2106.03746) trained, without; counts of both are met to the unit (tests/models/test_cvt.py).
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from timm.layers import DropPath, Mlp, QuickGELU, trunc_normal_
+from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
+from timm.models._features import feature_take_indices
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from densefeed.models.recompute import recomputed
+from densefeed.models.token_transformer import init_linear
+
+# N images   T tokens, class token first where there is one   D width   R x C the grid of patches
+
+STRIDES, KERNELS = (4, 2, 2), (7, 3, 3)  # of the stages' embeddings
+
+
+class DeviationNorm(nn.LayerNorm):
+    """LayerNorm that adds eps to the standard deviation instead of to the variance, as DRLoc's CvT does."""
+
+    def forward(self, x_NTD: Tensor) -> Tensor:
+        variance, mean = torch.var_mean(x_NTD, dim=-1, correction=0, keepdim=True)
+        return (x_NTD - mean) / (variance.sqrt() + self.eps) * self.weight + self.bias
+
+
+def near(dim: int, stride: int) -> nn.Sequential:
+    """A depth-wise 3 x 3 convolution and its BatchNorm: what a token's neighbours add before it is projected."""
+    layers = {"conv": nn.Conv2d(dim, dim, 3, stride, 1, groups=dim, bias=False), "bn": nn.BatchNorm2d(dim)}
+    both = nn.Sequential()
+    for name, layer in layers.items():
+        both.add_module(name, layer)
+    return both
+
+
+class ConvAttention(nn.Module):
+    """Attention of `[N, T, D]`, queries from every place of the grid, keys and values from every second.
+
+    A class token goes past the convolutions. As CvT's authors have it, q, k and v have a convolution and a biased projection
+    each, and products are scaled by D^-1/2; DRLoc's (`drloc`) has one of both for k and v together, no biases, and scales by
+    the width of a head.
+    """
+
+    def __init__(self, dim: int, num_heads: int, drloc: bool) -> None:
+        super().__init__()
+        self.num_heads, self.drloc, self.scale = num_heads, drloc, None if drloc else dim**-0.5
+        self.conv_proj_q, self.proj_q = near(dim, 1), nn.Linear(dim, dim, bias=not drloc)
+        if drloc:
+            self.conv_proj_kv, self.proj_kv = near(dim, 2), nn.Linear(dim, 2 * dim, bias=False)
+        else:
+            self.conv_proj_k, self.proj_k = near(dim, 2), nn.Linear(dim, dim)
+            self.conv_proj_v, self.proj_v = near(dim, 2), nn.Linear(dim, dim)
+        self.proj = nn.Linear(dim, dim)
+
+    def forward(self, x_NTD: Tensor, grid: tuple[int, int]) -> Tensor:
+        N, T, D = x_NTD.shape
+        class_NXD, patch_NTD = x_NTD.split([T - grid[0] * grid[1], grid[0] * grid[1]], dim=1)  # X: 1 or 0
+        patch_NDRC = patch_NTD.transpose(1, 2).unflatten(2, grid)
+
+        def made(near: nn.Module, project: nn.Module) -> Tensor:
+            return project(torch.cat([class_NXD, near(patch_NDRC).flatten(2).transpose(1, 2)], dim=1))
+
+        def heads(y_NTD: Tensor) -> Tensor:
+            return y_NTD.unflatten(2, (self.num_heads, -1)).transpose(1, 2)
+
+        q = made(self.conv_proj_q, self.proj_q)
+        if self.drloc:
+            k, v = made(self.conv_proj_kv, self.proj_kv).chunk(2, dim=-1)
+        else:
+            k, v = made(self.conv_proj_k, self.proj_k), made(self.conv_proj_v, self.proj_v)
+        out = F.scaled_dot_product_attention(heads(q), heads(k), heads(v), scale=self.scale)
+        return self.proj(out.transpose(1, 2).reshape(N, T, D))
+
+
+class Block(nn.Module):
+    """Pre-norm block."""
+
+    def __init__(self, dim: int, num_heads: int, mlp_ratio: float, drop_path: float, drloc: bool) -> None:
+        super().__init__()
+        norm = DeviationNorm if drloc else nn.LayerNorm
+        self.norm1, self.norm2 = norm(dim), norm(dim)
+        self.attn = ConvAttention(dim, num_heads, drloc)
+        self.mlp = Mlp(dim, int(dim * mlp_ratio), act_layer=nn.GELU if drloc else QuickGELU)
+        self.drop_path = DropPath(drop_path) if drop_path else nn.Identity()
+
+    def forward(self, x_NTD: Tensor, grid: tuple[int, int]) -> Tensor:
+        x_NTD = x_NTD + self.drop_path(self.attn(self.norm1(x_NTD), grid))
+        return x_NTD + self.drop_path(self.mlp(self.norm2(x_NTD)))
+
+
+class Embedding(nn.Module):
+    """An overlapping convolution and a norm of each token: `[N, C, H, W]` to `[N, R C, D]` and its grid (R, C)."""
+
+    def __init__(self, in_chans: int, dim: int, kernel: int, stride: int, padding: int, drloc: bool) -> None:
+        super().__init__()
+        self.proj = nn.Conv2d(in_chans, dim, kernel, stride, padding)
+        self.norm = DeviationNorm(dim) if drloc else nn.LayerNorm(dim)
+
+    def forward(self, x_NCHW: Tensor) -> tuple[Tensor, tuple[int, int]]:
+        x_NDRC = self.proj(x_NCHW)
+        return self.norm(x_NDRC.flatten(2).transpose(1, 2)), x_NDRC.shape[2:]
+
+
+class Stage(nn.Module):
+    """`[N, C, H, W]` to a map `[N, D, R, C]` and the class token `[N, 1, D]` (`[N, 0, D]` without)."""
+
+    def __init__(self, embedding: Embedding, blocks: Sequence[Block], dim: int, class_token: bool) -> None:
+        super().__init__()
+        self.patch_embed, self.blocks = embedding, nn.ModuleList(blocks)
+        self.cls_token = nn.Parameter(torch.zeros(1, 1, dim)) if class_token else None
+        self.grad_checkpointing = False
+
+    def forward(self, x_NCHW: Tensor) -> tuple[Tensor, Tensor]:
+        x_NTD, grid = self.patch_embed(x_NCHW)
+        if self.cls_token is not None:
+            x_NTD = torch.cat([self.cls_token.expand(x_NTD.shape[0], -1, -1), x_NTD], dim=1)
+        saving = self.grad_checkpointing and torch.is_grad_enabled()
+        for block in self.blocks:
+            x_NTD = recomputed(block, x_NTD, grid) if saving else block(x_NTD, grid)
+        class_NXD, patch_NTD = x_NTD.split([x_NTD.shape[1] - grid[0] * grid[1], grid[0] * grid[1]], dim=1)
+        return patch_NTD.transpose(1, 2).unflatten(2, grid), class_NXD
+
+
+class CvT(nn.Module):
+    """CvT.
+
+    Args:
+        num_classes: K; 0 builds no head, and forward returns the pooled features.
+        global_pool: what `head` reads: the class token ("token"), the mean of the others ("avg"), or ("", without a head) all
+            of them. None: the class token, or with `drloc`, which has none, the mean.
+        dims, depths, num_heads: of the three stages.
+        drop_path_rate: stochastic depth, rising linearly from 0 to this rate over the last stage's blocks (published: 0.1).
+        drloc: DRLoc's network: no class token and no final norm, the stem padded by 3 (not 2), one projection for keys and
+            values, no biases on it, GELU (not its sigmoid form), and eps on the standard deviation.
+
+    Forward takes images `[N, in_chans, H, W]` of any size and returns `[N, K]` logits. `forward_features` returns normalised
+    tokens `[N, 1 + T, D]`, class token first; with `drloc` the last stage's map `[N, D, R, C]`. 224 pixels give grids of 56, 28
+    and 14. The rest is timm's interface, by timm's names. Raises ValueError for a pool that is not there.
+    """
+
+    def __init__(
+        self,
+        in_chans: int = 3,
+        num_classes: int = 1000,
+        global_pool: str | None = None,
+        dims: Sequence[int] = (64, 192, 384),
+        depths: Sequence[int] = (1, 2, 10),
+        num_heads: Sequence[int] = (1, 3, 6),
+        mlp_ratio: float = 4.0,
+        drop_path_rate: float = 0.0,
+        drloc: bool = False,
+    ) -> None:
+        super().__init__()
+        self.drloc, self.num_prefix_tokens = drloc, 0 if drloc else 1
+        self.num_features = self.head_hidden_size = dims[-1]
+        self.stages = nn.ModuleList()
+        for number, (dim, depth, heads) in enumerate(zip(dims, depths, num_heads, strict=True)):
+            last = number == len(dims) - 1
+            rates = [drop_path_rate * place / max(depth - 1, 1) if last else 0.0 for place in range(depth)]
+            padding = 3 if drloc and not number else KERNELS[number] // 2 - (not number)
+            embedding = Embedding(in_chans, dim, KERNELS[number], STRIDES[number], padding, drloc)
+            blocks = [Block(dim, heads, mlp_ratio, rate, drloc) for rate in rates]
+            self.stages.append(Stage(embedding, blocks, dim, class_token=last and not drloc))
+            in_chans = dim
+        self.feature_info = [
+            dict(module=f"stages.{number}", num_chs=dim, reduction=4 * 2**number) for number, dim in enumerate(dims)
+        ]
+        self.norm = nn.Identity() if drloc else nn.LayerNorm(dims[-1])
+        self._make_head(num_classes, global_pool)
+        if not drloc:
+            trunc_normal_(self.stages[-1].cls_token, std=0.02)
+        self.apply(init_linear)
+
+    def _make_head(self, num_classes: int, global_pool: str | None) -> None:
+        pool = ("avg" if self.drloc else "token") if global_pool is None else global_pool
+        known = ("avg",) if self.drloc else ("token", "avg")
+        if pool not in (*known, "") or (num_classes and not pool):
+            raise ValueError(f"global_pool {pool!r} must be one of {', '.join(known)}, or '' where num_classes is 0")
+        self.num_classes, self.global_pool = num_classes, pool
+        like = self.stages[0].patch_embed.proj.weight
+        width = self.num_features
+        self.head = nn.Linear(width, num_classes, device=like.device, dtype=like.dtype) if num_classes else nn.Identity()
+
+    @torch.jit.ignore
+    def no_weight_decay(self) -> set[str]:
+        """Names that AdamW must not decay, beside biases and norms."""
+        return set() if self.drloc else {f"stages.{len(self.stages) - 1}.cls_token"}
+
+    @torch.jit.ignore
+    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
+        """Patterns of parameter names by depth, for timm's layer-wise decay: by blocks, or `coarse` by stages."""
+        stage = [(r"^stages\.(\d+)", None)]
+        block = [(r"^stages\.(\d+)\.(?:patch_embed|cls_token)", (0,)), (r"^stages\.(\d+)\.blocks\.(\d+)", None)]
+        return {"stem": r"^stages\.0\.patch_embed", "blocks": [*(stage if coarse else block), (r"^norm", (99999,))]}
+
+    @torch.jit.ignore
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Compute every block a second time in the backward pass instead of keeping what it computed. Same gradients."""
+        for stage in self.stages:
+            stage.grad_checkpointing = enable
+
+    @torch.jit.ignore
+    def get_classifier(self) -> nn.Module:
+        """The classifier."""
+        return self.head
+
+    def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
+        """A new head for `num_classes`; 0: none. ValueError for a pool that is not there."""
+        self._make_head(num_classes, self.global_pool if global_pool is None else global_pool)
+        self.head.apply(init_linear)
+
+    def forward_features(self, image_NCHW: Tensor) -> Tensor:
+        x_NDRC = image_NCHW
+        for stage in self.stages:
+            x_NDRC, class_NXD = stage(x_NDRC)
+        if self.drloc:
+            return x_NDRC
+        return self.norm(torch.cat([class_NXD, x_NDRC.flatten(2).transpose(1, 2)], dim=1))
+
+    def forward_intermediates(
+        self,
+        x: Tensor,
+        indices: int | Sequence[int] | None = None,
+        norm: bool = False,
+        stop_early: bool = False,
+        output_fmt: str = "NCHW",
+        intermediates_only: bool = False,
+    ) -> list | tuple[Tensor, list]:
+        """Maps `[N, D, R, C]` of the stages at `indices`, arguments and order as timm's pyramids have them.
+
+        `norm` is as timm's Swin has it: the final norm on the last stage's map. Raises ValueError for a format other than NCHW.
+        """
+        if output_fmt != "NCHW":
+            raise ValueError(f"output_fmt {output_fmt!r} must be NCHW")
+        taken, last = feature_take_indices(len(self.stages), indices)
+        found = []
+        for number, stage in enumerate(self.stages[: last + 1] if stop_early else self.stages):
+            x, class_NXD = stage(x)
+            if number in taken:
+                normed = norm and number == len(self.stages) - 1
+                found.append(self.norm(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2) if normed else x)
+        if intermediates_only:
+            return found
+        return (x if self.drloc else self.norm(torch.cat([class_NXD, x.flatten(2).transpose(1, 2)], dim=1))), found
+
+    def prune_intermediate_layers(
+        self, indices: int | Sequence[int] = 1, prune_norm: bool = False, prune_head: bool = True
+    ) -> list[int]:
+        """Drop what `forward_intermediates` does not need for these `indices`; returns them counted from the first stage."""
+        taken, last = feature_take_indices(len(self.stages), indices)
+        self.stages = self.stages[: last + 1]
+        if prune_norm:
+            self.norm = nn.Identity()
+        if prune_head:
+            self.reset_classifier(0, "")
+        return taken
+
+    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
+        """From `forward_features` to logits; with `pre_logits`, or without a head, the pooled features."""
+        if self.global_pool == "avg":
+            x = x.mean((2, 3)) if self.drloc else x[:, 1:].mean(1)
+        elif self.global_pool == "token":
+            x = x[:, 0]
+        return x if pre_logits else self.head(x)
+
+    def forward(self, image_NCHW: Tensor) -> Tensor:
+        return self.forward_head(self.forward_features(image_NCHW))
+
+
+def checkpoint_filter_fn(state_dict: Mapping[str, Any], model: CvT) -> dict[str, Any]:
+    """A state dict by our names, from one by its authors' (`stage0`, ...) or ours."""
+    return {re.sub(r"^stage(\d+)\.", r"stages.\1.", name): tensor for name, tensor in state_dict.items()}
+
+
+_CFG = {
+    "input_size": (3, 224, 224), "crop_pct": 0.875, "interpolation": "bicubic", "num_classes": 1000,
+    "mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225),
+    "first_conv": "stages.0.patch_embed.proj", "classifier": "head",
+}  # fmt: skip
+default_cfgs = generate_default_cfgs({"cvt_13": _CFG, "cvt_13_drloc": _CFG})
+
+
+def _build(name: str, pretrained: bool, sizes: dict, kwargs: dict) -> nn.Module:
+    return build_model_with_cfg(
+        CvT, name, pretrained, pretrained_filter_fn=checkpoint_filter_fn,
+        feature_cfg={"out_indices": (0, 1, 2), "feature_cls": "getter"}, **(sizes | kwargs),
+    )  # fmt: skip
+
+
+@register_model
+def cvt_13(pretrained: bool = False, **kwargs) -> nn.Module:
+    """CvT-13 as its authors have it: 20.0 M parameters."""
+    return _build("cvt_13", pretrained, {}, kwargs)
+
+
+@register_model
+def cvt_13_drloc(pretrained: bool = False, **kwargs) -> nn.Module:
+    """CvT-13 as DRLoc trained it: 19.9 M parameters."""
+    return _build("cvt_13_drloc", pretrained, dict(drloc=True), kwargs)

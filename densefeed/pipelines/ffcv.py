@@ -1,0 +1,129 @@
+"""`--loader ffcv`: an FFCV dataset (.beton), with its score maps inside it or in an HDF5 file beside it."""
+
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from densefeed import native
+from densefeed.pipelines.batch import LabelSpec
+from densefeed.pipelines.folder import check_row, map_tensors, spec_of, store_maps, store_rows
+from densefeed.pipelines.loader import Encoded, Fetch, MapRows, Memory
+from densefeed.storage.beton import NDARRAY, Beton, Field
+from densefeed.storage.images import decode
+from densefeed.storage.score_maps import ScoreMaps, ScoreMapStore
+from densefeed.system.errors import UserError
+
+MAP_FIELDS = ("map", "lse", "window")
+
+
+def map_fields(side: int, top_k: int) -> list[Field]:
+    """The fields that carry a score map. FFCV cannot read float16, so its bits stand as int16."""
+    return [
+        Field(NDARRAY, "map", "<i2", (2, side, side, top_k)),
+        Field(NDARRAY, "lse", "<i2", (side, side)),
+        Field(NDARRAY, "window", "<f4", (4,)),
+    ]
+
+
+def map_arrays(maps: ScoreMaps, row: int) -> tuple[np.ndarray, ...]:
+    """Row `row` of `maps` as the arrays of `map_fields`."""
+    return np.stack([maps.logit[row].view("<i2"), maps.cls[row].view("<i2")]), maps.lse[row].view("<i2"), maps.window[row]
+
+
+class FfcvSource:
+    """Samples of a .beton, or of all that match a pattern (`train-*.beton`, read as one in the order of their names).
+
+    `maps` names a store for files that carry no maps of their own.
+    """
+
+    remedy = "copy the file again, or pack it again"
+
+    def __init__(self, path: Path, maps: Path | None = None) -> None:
+        paths = sorted(path.parent.glob(path.name)) if any(sign in path.name for sign in "*?[") else [path]
+        if not paths:
+            raise UserError(f"{path} matches no file; check the pattern, or pack the files with tools/pack_dataset.py")
+        self._beton = Beton(paths)
+        self.labels = self._beton.labels
+        notes = self._beton.notes
+        self.class_names = notes.get("class_names") or [str(number) for number in range(int(self.labels.max()) + 1)]
+        num_classes = len(self.class_names)
+        if self.labels.min() < 0 or self.labels.max() >= num_classes:
+            raise UserError(
+                f"{path} has labels from {self.labels.min()} to {self.labels.max()}, outside its {num_classes} classes"
+            )
+        self.fingerprint = self._beton.fingerprint()
+        self.spec, self._store = None, None
+        if maps is not None:
+            self._store = ScoreMapStore(maps)
+            # A file packed by FFCV itself has no fingerprint; all that can be compared is the number of images.
+            if not notes and len(self._store) != len(self._beton):
+                raise UserError(
+                    f"{maps} holds {len(self._store)} maps but {path} holds {len(self._beton)} images; relabel {path}'s images"
+                )
+            if notes.get("left_out"):
+                raise UserError(
+                    f"{path} leaves out {notes['left_out']} images that could not be packed, so {maps} has other rows; "
+                    "pack the maps into it with tools/pack_dataset.py --maps"
+                )
+            if notes:
+                self._store.check(self.fingerprint, path)
+            if (self._store.labels != self.labels).any():
+                raise UserError(
+                    f"{maps} was made for other images than {path} holds (their labels differ); relabel {path}'s images"
+                )
+            self.spec = spec_of(self._store, num_classes)
+        elif "absent" in notes and self._beton.has("map"):  # a stranger's field may have that name
+            side, top_k = self._beton.field("map").shape[2:]
+            self.spec = LabelSpec(side, top_k, num_classes, notes["absent"], notes["max_palette"], notes["min_window_side"])
+
+    def where(self, index: int) -> str:
+        return self._beton.where(index)
+
+    def read_ahead(self, first: int, end: int) -> None:
+        self._beton.read_ahead(first, end)
+
+    def begin(self, ids: np.ndarray) -> Fetch:
+        beton = self._beton
+        samples = np.zeros(len(ids), native.SAMPLE)
+        samples["file"] = np.array(beton.descriptors, np.int32)[beton.images.file[ids]]
+        samples["offset"], samples["length"] = beton.images.offset[ids], beton.images.size[ids]
+        samples["kind"] = np.where(beton.raw[ids], native.RAW, native.JPEG)
+        samples["height"], samples["width"] = beton.heights[ids], beton.widths[ids]
+        return Fetch(lambda: Encoded(samples, {}), lambda: None)
+
+    def image(self, index: int) -> Image.Image:
+        encoded, raw = self._beton.image(index)
+        if raw:
+            extent = int(self._beton.widths[index]), int(self._beton.heights[index])
+            return Image.frombytes("RGB", extent, encoded)
+        return decode(encoded, self.where(index))
+
+    def map_rows(self, ids: np.ndarray, memory: Memory) -> MapRows:
+        if self._store is not None:
+            return store_rows(self._store, ids, memory)
+        fields = map_tensors(len(ids), self.spec.side, self.spec.top_k, memory)
+        (file, both), (_, lse), (_, window) = (self._beton.array_offsets(name, ids) for name in MAP_FIELDS)
+        # The field `map` is logits and then classes; together with the others in this order the checksum covers them.
+        offsets = np.stack([both, both + fields.logit[0].nbytes, lse, window], axis=1)
+        files = np.repeat(file[:, None], 4, axis=1)
+        crcs = None if self._beton.crcs is None else self._beton.crcs[ids]
+        return MapRows(native.Parts(files, offsets, [field.numpy() for field in fields], crcs), fields)
+
+    def check_map(self, index: int) -> None:
+        if self._store is not None:
+            check_row(self._store, index)
+        else:
+            self._beton.arrays(np.array([index]))
+
+    def maps(self, ids: np.ndarray) -> ScoreMaps:
+        if self._store is not None:
+            return store_maps(self._store, ids)
+        rows = self._beton.arrays(ids, MAP_FIELDS)
+        both = rows["map"]
+        return ScoreMaps(both[:, 0].view("<f2"), both[:, 1].view("<u2"), rows["lse"].view("<f2"), rows["window"])
+
+    def close(self) -> None:
+        self._beton.close()
+        if self._store:
+            self._store.close()

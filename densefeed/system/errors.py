@@ -1,0 +1,63 @@
+"""How commands fail: one sentence on stderr and exit code 2."""
+
+import errno
+import os
+import sys
+from collections.abc import Callable
+
+REMEDIES = {
+    errno.ENOSPC: "the disk is full; free some space or choose another --out",
+    errno.EFBIG: "the file grew past the limit of this file system or shell (ulimit -f)",
+    errno.EDQUOT: "the disk quota is used up; free some space or choose another --out",
+    errno.EACCES: "no permission; change its owner or mode, or choose another place",
+    errno.EPERM: "no permission; change its owner or mode, or choose another place",
+    errno.EROFS: "the file system is read-only; choose another --out",
+    errno.ENOENT: "there is no such file or folder; check the path",
+    errno.EEXIST: "a file stands where a folder is needed; choose another --out",
+    errno.ENOTDIR: "a part of this path is a file, not a folder; check the path",
+    errno.EISDIR: "this is a folder where a file is expected; check the path",
+    errno.EMFILE: "too many open files; raise the limit with `ulimit -n 4096`",
+}
+
+
+class UserError(Exception):
+    """Bad input. The message is one sentence that names the file and the remedy; commands print it and exit with 2."""
+
+
+class BusyError(UserError):
+    """Another process writes the file."""
+
+
+def explain(error: OSError) -> str:
+    """One sentence for an error of the operating system: the file, what happened, what to do.
+
+    Libraries (h5py, torch) wrap such errors and keep only their text, so the number is also looked for there.
+    """
+    text = str(error)
+    number = error.errno or next((n for n in REMEDIES if f"errno = {n}," in text or os.strerror(n) in text), None)
+    if number in REMEDIES:
+        return f"{error.filename or text}: {REMEDIES[number]}"
+    return f"{error.filename}: {error.strerror}" if error.filename and error.strerror else text
+
+
+def run(main: Callable[[], object]) -> None:
+    """Call `main` as the body of a command: bad input ends in one sentence on stderr and exit code 2, not a traceback."""
+    try:
+        main()
+    except UserError as error:
+        stop(str(error))
+    except OSError as error:
+        if error.errno == errno.EPIPE:  # `... | head` has read enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            sys.exit(141)
+        stop(explain(error))
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)
+
+
+def stop(sentence: str) -> None:
+    """Print the sentence of a failed command and exit with 2."""
+    sys.stdout.flush()
+    print(f"error: {' '.join(sentence.split())}", file=sys.stderr, flush=True)
+    sys.exit(2)

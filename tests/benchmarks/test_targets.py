@@ -1,0 +1,131 @@
+"""The benchmark in small: both contestants give the same loss, and the numbers are computed and kept as promised."""
+
+import csv
+import json
+
+import pytest
+import torch
+
+from benchmarks.targets import (
+    Benchmark,
+    backward,
+    dense_loss,
+    forget,
+    main,
+    make_step,
+    peak_bytes,
+    sparse_loss,
+)
+from densefeed.system.errors import UserError
+
+CPU = torch.device("cpu")
+
+
+def small(**options):
+    sizes = {"batch": 5, "classes": 30, "grid": 4, "side": 6, "top_k": 3, "palette": 8}
+    return Benchmark(**{**sizes, "device": "cpu", "rounds": 2, "record": False, **options})
+
+
+def test_both_contestants_give_the_same_loss_and_gradient():
+    step = make_step(small(batch=17), CPU)
+    assert {float(turned) for turned in step.batch.view[:, 0, 0].sign()} == {-1.0, 1.0}
+    results = []
+    for loss in (sparse_loss, dense_loss):
+        forget(step)
+        value = loss(step)
+        value.backward()
+        results.append((value.detach(), step.cls.grad, step.tokens.grad))
+    torch.testing.assert_close(results[0], results[1], rtol=1e-5, atol=1e-6)
+
+
+def test_the_document_is_as_promised_and_rows_are_kept(tmp_path, capsys):
+    out, results = tmp_path / "out.json", tmp_path / "results.csv"
+    main(small(batch=17, rounds=1, json=out, record=True, results=results))  # 17: the reference takes two slices
+    document = json.loads(out.read_text())
+    assert list(document) == ["ratios", "loss_rel_error", "grad_abs_error"]
+    assert [(ratio["a"], ratio["b"], ratio["what"]) for ratio in document["ratios"]] == [
+        ("sparse", "dense", "time"),
+        ("sparse", "dense", "memory"),
+    ]
+    for ratio in document["ratios"]:
+        assert set(ratio) == {"a", "b", "what", "median", "p25", "p75"}
+        assert 0 < ratio["p25"] <= ratio["median"] <= ratio["p75"]
+    assert 0 <= document["loss_rel_error"] < 2e-6
+    assert 0 <= document["grad_abs_error"] < 1e-7
+    rows = list(csv.DictReader(results.open()))
+    assert [(row["name"], row["unit"], row["runs"]) for row in rows] == [
+        ("targets sparse", "images/s", "1"), ("targets dense", "images/s", "1"),
+        ("targets sparse", "MB", "3"), ("targets dense", "MB", "3"),
+        ("targets sparse / dense, time", "ratio", "1"), ("targets sparse / dense, memory", "ratio", "3"),
+    ]  # fmt: skip
+    for row in rows:
+        assert float(row["p25"]) <= float(row["median"]) <= float(row["p75"])
+    assert float(rows[4]["median"]) == pytest.approx(float(rows[1]["median"]) / float(rows[0]["median"]), rel=1e-4)
+    assert float(rows[5]["median"]) == pytest.approx(float(rows[2]["median"]) / float(rows[3]["median"]), rel=1e-4)
+    said = capsys.readouterr().out
+    assert "17 images, 30 classes, grid 4, maps of 6 x 6 cells of 3 of 8 classes; CPU" in said
+    assert "1 / 5.0 (1 / 8.0)" in said
+
+
+def test_the_fused_head_is_compared_with_logits_that_exist(tmp_path, capsys, monkeypatch):
+    """A head of so many classes that its logits, 1.6 MB, are most of the memory; chunks of a sixth of that."""
+    monkeypatch.setattr("densefeed.models.kernels.fused_head.CHUNK_BYTES", 2**18)
+    document = main(small(compare="head", classes=5000, width=8, json=tmp_path / "out.json"))
+    assert [(ratio["a"], ratio["b"], ratio["what"]) for ratio in document["ratios"]] == [
+        ("fused", "whole", "time"),
+        ("fused", "whole", "memory"),
+    ]
+    assert document["ratios"][1]["median"] < 1
+    assert 0 <= document["loss_rel_error"] < 2e-6
+    assert 0 <= document["grad_abs_error"] < 1e-7
+    assert "tokens of 8; CPU" in capsys.readouterr().out
+
+
+def test_a_whole_step_is_compared_with_one_without_labels(tmp_path, capsys):
+    document = main(small(compare="step", model="lvvit_micro", json=tmp_path / "out.json"))
+    assert [(ratio["a"], ratio["b"], ratio["what"]) for ratio in document["ratios"]] == [
+        ("labels", "none", "time"),
+        ("labels", "none", "memory"),
+    ]
+    assert document["loss_rel_error"] is None
+    assert "lvvit_micro; CPU" in capsys.readouterr().out
+    with pytest.raises(UserError, match=r"--model resnet18 has no token head; choose one of lvvit_\*, "):
+        main(small(compare="step", model="resnet18"))
+
+
+def test_peak_memory_counts_all_but_the_gradient():
+    """A step that makes 3 buffers of a known size, two of them alive at once, and gradients."""
+    step = make_step(small(), CPU)
+
+    def loss(step):
+        first = torch.zeros(1_000_000)
+        second = first + 1
+        del first
+        third = second + 1
+        return step.cls.sum() + step.tokens.sum() + third[0] * 0
+
+    assert 8e6 <= peak_bytes(loss, step) < 8.1e6
+    big = step._replace(tokens=torch.zeros(1000, 1000, requires_grad=True))
+    assert peak_bytes(lambda step: step.cls.sum() + step.tokens.sum(), big) < 0.1e6  # its gradient alone has 4 MB
+    # A product keeps a copy of its gradient's size besides.
+    assert 4e6 <= peak_bytes(lambda step: step.cls.sum() + (step.tokens * 2).sum(), big) < 8.1e6
+
+
+def test_what_was_measured_leaves_nothing_behind():
+    step = make_step(small(), CPU)
+    assert backward(sparse_loss, step) == 5
+    assert step.tokens.grad.abs().sum() > 0
+    forget(step)
+    assert step.tokens.grad is step.cls.grad is None
+
+
+def test_bad_requests_are_refused_in_a_sentence():
+    for options, words in [
+        ({"grid": 0}, "--grid must be at least 1"),
+        ({"top_k": 9}, "--top-k, --palette and --classes must ascend"),
+        ({"palette": 31}, "must ascend"),
+        ({"classes": 2**16 + 1}, "at most 65,536 classes"),
+        ({"threads": 999}, r"--threads 999: this process may use \d+ cores"),
+    ]:
+        with pytest.raises(UserError, match=words):
+            main(small(**options))

@@ -1,0 +1,536 @@
+"""The native decoder against Pillow, against libjpeg, against itself without SIMD; its threads; what it says of bad input."""
+
+import ctypes
+import io
+import os
+import struct
+import subprocess
+import threading
+import time
+import zlib
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from densefeed import native
+from densefeed.storage import indexed_jpeg
+from densefeed.storage.images import crop_resize
+from densefeed.system.errors import UserError
+
+from ..jpeg_files import NATIVE, SOURCES, compiled, encoded
+
+MEAN = 0.6  # of 255: the issue's bar for the mean absolute difference to Pillow
+
+
+def job_of(files: list[bytes], boxes, size: int, flips=0, kind=native.JPEG, extents=None, parts=None) -> native.Job:
+    """A job over files in memory; `boxes` are (top, left, height, width)."""
+    samples = np.zeros(len(files), native.SAMPLE)
+    memory = [np.frombuffer(file, np.uint8) for file in files]
+    samples["bytes"], samples["length"] = [m.ctypes.data for m in memory], [len(m) for m in memory]
+    samples["height"], samples["width"] = np.array(extents or [native.probe(file) for file in files]).T
+    samples["box"], samples["flip"], samples["kind"] = boxes, flips, kind
+    return native.Job(samples, np.full((len(files), size, size, 3), 99, np.uint8), parts, keep=memory)
+
+
+def crop(file: bytes, box, size: int, flip=0, **options) -> np.ndarray:
+    """One crop, which must succeed."""
+    job = job_of([file], [box], size, flip, **options)
+    job.decode()
+    assert job.samples["status"][0] == native.OK, job.samples["message"][0]
+    assert job.samples["message"][0] == b""
+    return job.pixels[0]
+
+
+def by_pillow(image: Image.Image, box, size: int, flip=0) -> np.ndarray:
+    top, left, height, width = box
+    want = crop_resize(image.convert("RGB"), (left, top, left + width, top + height), size)
+    return want[:, ::-1] if flip else want
+
+
+def difference(pixels: np.ndarray, want: np.ndarray) -> float:
+    return float(np.abs(pixels.astype(int) - want).mean())
+
+
+def random_box(rng, height, width, least=8) -> tuple[int, int, int, int]:
+    tall, wide = (int(rng.integers(min(least, extent), extent + 1)) for extent in (height, width))
+    return int(rng.integers(height - tall + 1)), int(rng.integers(width - wide + 1)), tall, wide
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """The library as processors without AVX2 and carry-less products run it."""
+    flags = ("-O3", "-shared", "-fPIC", "-fvisibility=hidden", "-DDENSEFEED_PLAIN")
+    out = tmp_path_factory.mktemp("plain") / "plain.so"
+    return ctypes.CDLL(str(compiled(out, [NATIVE / f"{name}.c" for name in SOURCES], *flags)))
+
+
+def test_structs_lie_as_c_has_them(tmp_path):
+    fields = {"Sample": [*native.SAMPLE.names], "Batch": [name for name, _ in native._Batch._fields_], "Cut": [*native.CUT.names]}
+    fields["Sample"][fields["Sample"].index("box")] = "top"
+    lines = [f'printf("%zu\\n", offsetof({kind}, {name}));' for kind, names in fields.items() for name in names]
+    source = tmp_path / "offsets.c"
+    source.write_text('#include "batch.c"\nint main(void) {' + "\n".join(lines) + "return 0;}")
+    others = [NATIVE / f"{name}.c" for name in SOURCES if name != "batch"]
+    printed = subprocess.check_output([compiled(tmp_path / "offsets", [source, *others], "-O0")], text=True).split()
+    ours = [native.SAMPLE.fields[name][1] for name in native.SAMPLE.names]
+    ours += [getattr(native._Batch, name).offset for name, _ in native._Batch._fields_]
+    ours += [native.CUT.fields[name][1] for name in native.CUT.names]
+    assert [int(offset) for offset in printed] == ours
+
+
+# ------------------------------------------------------------------------------------------------ pixels
+
+
+@pytest.mark.parametrize("subsampling", ["4:2:0", "4:2:2", "4:4:4"])
+@pytest.mark.parametrize("index", [True, False], ids=["indexed", "plain"])
+def test_crops_of_photographs_are_pillows(photographs, subsampling, index):
+    rng = np.random.default_rng(0)
+    for photograph in photographs:
+        file = encoded(photograph, subsampling=subsampling)
+        image = Image.open(io.BytesIO(file))
+        file = indexed_jpeg.transcode(file) if index else file
+        for size in (32, 97, 160, 224, 300):
+            box, flip = random_box(rng, image.height, image.width), int(rng.integers(2))
+            assert difference(crop(file, box, size, flip), by_pillow(image, box, size, flip)) <= MEAN, (box, size)
+
+
+@pytest.mark.parametrize("index", [True, False], ids=["indexed", "plain"])
+def test_large_photographs_are_pillows_at_every_scale(photographs, index):
+    """Crops of up to 33 times the output: without an index libjpeg decodes at 1/2, 1/4 or 1/8; with one the filter has 66 taps."""
+    for photograph in photographs[:3]:
+        file = encoded(photograph.resize([3 * side for side in photograph.size], Image.Resampling.LANCZOS))
+        image = Image.open(io.BytesIO(file))
+        file = indexed_jpeg.transcode(file) if index else file
+        for ratio in (5, 7.9, 8, 9, 15.9, 16, 17, 31.9, 32, 33):
+            for size in (31, 48):
+                side = min(int(ratio * size) + 1, image.height, image.width - 5)
+                box = (image.height - side, 5, side, side)
+                assert difference(crop(file, box, size), by_pillow(image, box, size)) <= MEAN, (ratio, size)
+
+
+def test_boxes_of_fractions_as_evaluation_has_them(photographs):
+    rng = np.random.default_rng(1)
+    for photograph in photographs:
+        file = encoded(photograph)
+        indexed, image = indexed_jpeg.transcode(file), Image.open(io.BytesIO(file))
+        for _ in range(6):
+            tall, wide = rng.uniform(20, image.height), rng.uniform(20, image.width)
+            box = (rng.uniform(0, image.height - tall), rng.uniform(0, image.width - wide), tall, wide)
+            for each in (file, indexed):
+                assert difference(crop(each, box, 128), by_pillow(image, box, 128)) <= MEAN, box
+
+
+def test_small_crops_are_enlarged_as_pillow_does(photographs):
+    rng = np.random.default_rng(2)
+    for photograph in photographs:
+        file = encoded(photograph)
+        indexed, image = indexed_jpeg.transcode(file), Image.open(io.BytesIO(file))
+        for side in (1, 2, 3, 8, 33):
+            box = (int(rng.integers(image.height - side)), int(rng.integers(image.width - side)), side, side)
+            # Pillow interpolates chroma with neighbours outside the box as we do, but rounds before it resamples.
+            assert difference(crop(indexed, box, 100), by_pillow(image, box, 100)) <= 1, box
+
+
+def test_a_crop_at_its_own_size_is_the_decoded_image(photographs, jpegs, noise):
+    """Grey needs no colour conversion, so there is nothing to round."""
+    file = jpegs.write(noise(75, 91, 1))
+    want = np.asarray(Image.open(io.BytesIO(file)))
+    for each in (file, indexed_jpeg.transcode(file)):
+        np.testing.assert_array_equal(crop(each, (0, 0, 75, 75), 75), np.repeat(want[:, :75, None], 3, 2))
+        np.testing.assert_array_equal(crop(each, (11, 27, 64, 64), 64, 1), np.repeat(want[11:75, 27:, None][:, ::-1], 3, 2))
+    file = encoded(photographs[0])
+    want = np.asarray(Image.open(io.BytesIO(file)))[100:300, 100:300].astype(int)
+    assert np.abs(crop(indexed_jpeg.transcode(file), (100, 100, 200, 200), 200) - want).max() <= 2
+
+
+@pytest.mark.parametrize("from_file", [False, True], ids=["memory", "file"])
+def test_raw_pixels_are_cropped_as_pillow_does(photographs, tmp_path, from_file):
+    rng = np.random.default_rng(3)
+    for photograph in photographs[:3]:
+        content = photograph.tobytes()
+        for size in (1, 64, 211):
+            box, flip = random_box(rng, photograph.height, photograph.width), int(rng.integers(2))
+            job = job_of([content], [box], size, flip, native.RAW, [(photograph.height, photograph.width)])
+            if from_file:
+                (tmp_path / "raw").write_bytes(b"before" + content)
+                with open(tmp_path / "raw", "rb") as file:
+                    job.samples["bytes"], job.samples["file"], job.samples["offset"] = 0, file.fileno(), 6
+                    job.decode()
+            else:
+                job.decode()
+            assert job.samples["status"][0] == native.OK
+            assert difference(job.pixels[0], by_pillow(photograph, box, size, flip)) <= MEAN
+
+
+@settings(max_examples=120, deadline=None)
+@given(st.data())
+def test_segments_give_libjpegs_pixels_to_the_bit(jpegs, noise, plain, data):
+    """Any size, sampling, quality, box (image borders above all), output and interval; and so does the build without SIMD."""
+    height, width = data.draw(st.integers(1, 120)), data.draw(st.integers(1, 120))
+    channels = data.draw(st.sampled_from([1, 3]))
+    sampling = data.draw(st.sampled_from([(1, 1), (2, 1), (1, 2), (2, 2)]))
+    rgb = channels == 3 and sampling == (1, 1) and data.draw(st.booleans())
+    original = jpegs.write(noise(height, width, channels), sampling, rgb=rgb, quality=data.draw(st.integers(1, 100)))
+    across = -(-width // (8 * (sampling[0] if channels == 3 else 1)))
+    interval = data.draw(st.sampled_from([n for n in range(1, across + 1) if across % n == 0]))
+    indexed = indexed_jpeg._with_index(native.transcode(original, interval))
+    box = []
+    for extent in (height, width):
+        from_ = data.draw(st.sampled_from([0, extent - 1]) | st.integers(0, extent - 1))
+        box.append((from_, data.draw(st.sampled_from([1, extent - from_]) | st.integers(1, extent - from_))))
+    (top, tall), (left, wide) = box
+    size = data.draw(st.integers(max(tall, wide) // 8 + 1, 256))  # libjpeg's path would scale smaller outputs
+    box, flip = (top, left, tall, wide), data.draw(st.integers(0, 1))
+    ours = crop(indexed, box, size, flip)
+    np.testing.assert_array_equal(ours, crop(original, box, size, flip))
+    job = job_of([indexed, original], [box, box], size, flip)
+    plain.densefeed_decode(ctypes.byref(job.batch))
+    np.testing.assert_array_equal(job.pixels, [ours, ours])
+
+
+def test_wild_coefficients_decode_alike_without_simd(jpegs, plain):
+    """Quantisers of 255 where 1 belongs: every block overflows 16 bits, as in a damaged file whose checksums are whole."""
+    pixels = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)
+    file = bytearray(indexed_jpeg.transcode(jpegs.write(pixels, (2, 2), quality=100)))
+    for at in (n for n in range(len(file)) if file[n : n + 4] == b"\xff\xdb\0\x43"):
+        file[at + 5 : at + 69] = 64 * b"\xff"
+    (header,) = struct.unpack_from("<I", file, 12)
+    struct.pack_into("<I", file, 16, zlib.crc32(file[20:header], zlib.crc32(file[:16])))
+    ours = crop(bytes(file), (0, 0, 64, 64), 64)
+    job = job_of([bytes(file)], [(0, 0, 64, 64)], 64)
+    plain.densefeed_decode(ctypes.byref(job.batch))
+    np.testing.assert_array_equal(job.pixels[0], ours)
+
+
+@pytest.mark.parametrize("sampling", [(4, 1), (4, 2), (1, 4)])
+def test_unusual_samplings_are_left_to_libjpeg(jpegs, noise, sampling):
+    file = jpegs.write(noise(90, 110), sampling)
+    image = Image.open(io.BytesIO(file))
+    assert difference(crop(file, (0, 0, 90, 110), 90), by_pillow(image, (0, 0, 90, 110), 90)) <= 1
+
+
+def test_whatever_the_size_nothing_is_written_beside_the_pixels(photographs):
+    file = indexed_jpeg.transcode(encoded(photographs[0]))
+    for size in range(1, 70):
+        memory = np.full(3 * size * size + 256, 77, np.uint8)
+        job = job_of([file], [(3, 5, 200, 300)], size)
+        job.batch.pixels = memory[128:].ctypes.data
+        job.decode()
+        assert (memory[:128] == 77).all()
+        assert (memory[-128:] == 77).all()
+        np.testing.assert_array_equal(memory[128:-128].reshape(size, size, 3), crop(file, (3, 5, 200, 300), size))
+
+
+# ------------------------------------------------------------------------------------------------ checksums and parts
+
+
+def test_checksums_are_zlibs(plain):
+    rng = np.random.default_rng(0)
+    for lib in (native.library(), plain):
+        crc32 = lib.densefeed_crc32
+        crc32.argtypes, crc32.restype = [ctypes.c_char_p, ctypes.c_size_t, ctypes.c_uint32], ctypes.c_uint32
+        for length in [*range(200), 1000, 4097, 100_003]:
+            content = rng.bytes(length)
+            assert crc32(content, length, 0) == zlib.crc32(content)
+            assert crc32(content, length, 0xDEADBEEF) == zlib.crc32(content, 0xDEADBEEF)
+
+
+@pytest.fixture
+def maps(tmp_path, jpegs, noise):
+    """A file of bytes, the job of five samples with three parts each, and what the parts should be."""
+    rng = np.random.default_rng(5)
+    content = rng.bytes(5000)
+    path = tmp_path / "maps"
+    path.write_bytes(content)
+    lengths = (24, 100, 7)
+    offset = np.array(
+        [
+            [0, 24, 124],  # neighbours
+            [1000, 1030, 1194],  # with gaps that are read over, the last of the greatest width
+            [1000, 1030, 1195],  # and one that is too wide for that
+            [4000, 3000, 2000],  # backwards
+            [500, 510, 505],  # one over the other
+        ]
+    )
+    want = [[content[at : at + length] for at, length in zip(row, lengths, strict=True)] for row in offset]
+    crc = np.array([zlib.crc32(b"".join(row)) for row in want], np.uint32)
+    to = [np.zeros((5, length), np.uint8) for length in lengths]
+    with open(path, "rb") as file:
+        parts = native.Parts(np.full((5, 3), file.fileno(), np.int32), offset, to, crc)
+        yield job_of(5 * [jpegs.write(noise(20, 20))], 5 * [(0, 0, 20, 20)], 16, parts=parts), parts, want, path
+
+
+def test_parts_are_copied_wherever_they_lie(maps):
+    job, parts, want, _ = maps
+    job.decode()
+    assert not job.samples["status"].any()
+    for n, row in enumerate(want):
+        assert [to[n].tobytes() for to in parts.to] == row
+
+
+def test_a_part_that_changed_or_ends_is_that_samples_fault_alone(maps):
+    job, _parts, _, path = maps
+    changed = bytearray(path.read_bytes())
+    changed[3050] ^= 1  # in sample 3's second part
+    path.write_bytes(changed[:4010])  # and its first is cut
+    job.decode()
+    assert job.samples["status"].tolist() == [0, 0, 0, native.UNREADABLE, 0]
+    assert b"cut" in job.samples["message"][3]
+    path.write_bytes(changed)
+    job.decode()
+    assert job.samples["status"].tolist() == [0, 0, 0, native.DAMAGED, 0]
+    assert b"checksum" in job.samples["message"][3]
+
+
+# ------------------------------------------------------------------------------------------------ bad input
+
+
+@pytest.fixture(scope="module")
+def whole(jpegs, noise):
+    return jpegs.write(noise(70, 90), (2, 2))
+
+
+BREAKAGES = {
+    "empty": lambda file: b"",
+    "one byte": lambda file: file[:1],
+    "header cut": lambda file: file[:30],
+    "cut": lambda file: file[: len(file) * 2 // 3],
+    "last byte gone": lambda file: file[:-1],
+    "zeroed": lambda file: file[:900] + bytes(len(file) - 900),
+    "all zeros": lambda file: bytes(len(file)),
+    "no image": lambda file: b"hello " * 100,
+    "bit in the scan": lambda file: file[:-200] + bytes([file[-200] ^ 8]) + file[-199:],
+    "bit in the header": lambda file: file[:60] + bytes([file[60] ^ 1]) + file[61:],
+}
+
+
+@pytest.mark.parametrize("name", BREAKAGES)
+def test_a_damaged_indexed_file_is_never_decoded(whole, name):
+    """Every bit of it lies under a checksum: of the rows that a crop reads, and of the header."""
+    job = job_of([BREAKAGES[name](indexed_jpeg.transcode(whole))], [(0, 0, 70, 90)], 32, extents=[(70, 90)])
+    job.decode()
+    assert job.samples["status"][0] in (native.DAMAGED, native.UNREADABLE), name
+    assert job.samples["message"][0]
+
+
+@pytest.mark.parametrize("name", ["empty", "one byte", "header cut", "cut", "zeroed", "all zeros", "no image"])
+def test_a_cut_or_zeroed_plain_file_is_never_decoded(whole, name):
+    for box in ((0, 0, 70, 90), (0, 0, 8, 8)):  # the second needs nothing of what is missing
+        job = job_of([BREAKAGES[name](whole)], [box], 32, extents=[(70, 90)])
+        job.decode()
+        assert job.samples["status"][0] in (native.DAMAGED, native.UNREADABLE), name
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_no_single_byte_of_an_indexed_file_can_change_unseen(whole, data):
+    """But for the mark that makes it an indexed file, and the two bytes of EOI, which decide nothing."""
+    indexed = bytearray(indexed_jpeg.transcode(whole))
+    at = data.draw(st.integers(16, len(indexed) - 3))
+    indexed[at] ^= data.draw(st.integers(1, 255))
+    job = job_of([bytes(indexed)], [(0, 0, 70, 90)], 16, extents=[(70, 90)])
+    job.decode()
+    assert job.samples["status"][0] == native.DAMAGED
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_mutated_bytes_end_in_a_status(whole, data):
+    file = bytearray(data.draw(st.sampled_from([whole, indexed_jpeg.transcode(whole)])))
+    for _ in range(data.draw(st.integers(1, 4))):
+        at = data.draw(st.integers(0, len(file) - 1))
+        file[at : at + data.draw(st.integers(0, 3))] = data.draw(st.binary(max_size=3))
+    job = job_of([bytes(file), whole], 2 * [(0, 0, 70, 90)], 16, extents=2 * [(70, 90)])
+    job.decode()
+    assert job.samples["status"][0] in range(5)
+    assert bool(job.samples["message"][0]) == (job.samples["status"][0] != native.OK)
+    assert job.samples["status"][1] == native.OK
+
+
+@pytest.mark.parametrize(
+    "box", [(-1, 0, 5, 5), (0, 0, 71, 5), (0, 88, 5, 3), (0, 0, 0, 5), (0, 0, np.nan, 5), (np.inf, 0, 5, 5), (0, 0, 1e300, 5)]
+)
+def test_a_crop_outside_the_image_is_refused(whole, box):
+    for file in (whole, indexed_jpeg.transcode(whole)):
+        job = job_of([file], [box], 16)
+        job.decode()
+        assert job.samples["status"][0] == native.UNSUPPORTED
+        assert job.samples["message"][0] == b"the crop is not inside it"
+
+
+def test_an_image_of_another_size_than_the_dataset_says_is_damaged(whole):
+    for file in (whole, indexed_jpeg.transcode(whole)):
+        job = job_of([file], [(0, 0, 60, 60)], 16, extents=[(71, 90)])
+        job.decode()
+        assert job.samples["status"][0] == native.DAMAGED
+        assert b"90 x 70 pixels, not 90 x 71" in job.samples["message"][0]
+
+
+def test_files_may_vanish_be_cut_or_be_longer(whole, tmp_path):
+    path = tmp_path / "image"
+    for content in (whole, indexed_jpeg.transcode(whole)):
+        path.write_bytes(content)
+        with open(path, "rb") as file:
+            job = job_of([content], [(0, 0, 70, 90)], 16)
+            job.samples["bytes"], job.samples["file"] = 0, file.fileno()
+            job.decode()
+            assert job.samples["status"][0] == native.OK
+            os.truncate(path, len(content) // 2)
+            job.decode()
+            assert job.samples["status"][0] == native.UNREADABLE
+        job.decode()
+        assert job.samples["status"][0] == native.UNREADABLE
+        assert b"descriptor" in job.samples["message"][0]
+
+
+def progressive_bomb(side: int, scans: int) -> bytes:
+    """A valid-looking progressive file of few bytes, each scan of which visits every block of a large image."""
+
+    def segment(marker, body):
+        return bytes([0xFF, marker]) + struct.pack(">H", 2 + len(body)) + body
+
+    file = (
+        b"\xff\xd8" + segment(0xDB, b"\0" + 64 * b"\1") + segment(0xC2, struct.pack(">BHHBBBB", 8, side, side, 1, 1, 0x11, 0))
+    )
+    file += segment(0xC4, b"\0\1" + bytes(15) + b"\0") + segment(
+        0xC4, b"\x10\1" + bytes(15) + b"\xe0"
+    )  # DC 0; a run of 2^14 blocks
+    blocks = (-(-side // 8)) ** 2
+    file += segment(0xDA, bytes([1, 1, 0, 0, 0, 0])) + bytes(-(-blocks // 8))
+    runs = -(-blocks // 2**14)
+    return file + scans * (segment(0xDA, bytes([1, 1, 0, 1, 63, 0])) + bytes(-(-15 * runs // 8))) + b"\xff\xd9"
+
+
+def test_a_progressive_bomb_ends_soon():
+    bomb = progressive_bomb(8000, 190)
+    assert len(bomb) < 300_000
+    began = time.process_time()
+    job = job_of([bomb], [(0, 0, 100, 100)], 16)
+    job.decode()
+    with pytest.raises(native.JpegError):
+        native.transcode(bomb, 0)
+    assert job.samples["status"][0] == native.UNSUPPORTED
+    assert b"scans" in job.samples["message"][0]
+    assert time.process_time() - began < 10  # 0.2 s here
+
+
+# ------------------------------------------------------------------------------------------------ threads
+
+
+@pytest.fixture
+def pool():
+    pool = native.Pool(2)
+    yield pool
+    pool.close()
+
+
+def slow_job(photographs, count=64) -> native.Job:
+    """A tenth of a second or more."""
+    file = encoded(photographs[0], progressive=True)
+    return job_of(count * [file], count * [(0, 0, *native.probe(file))], 224)
+
+
+def test_threads_give_what_one_thread_gives(photographs):
+    file = indexed_jpeg.transcode(encoded(photographs[1]))
+    rng = np.random.default_rng(0)
+    boxes = [random_box(rng, *native.probe(file)) for _ in range(40)]
+    want = job_of(40 * [file], boxes, 64)
+    want.decode()
+    pools = [native.Pool(threads) for threads in (1, 3, 4)]
+    jobs = [[job_of(40 * [file], boxes, 64) for _ in range(3)] for _ in pools]
+    for pool, mine in zip(pools, jobs, strict=True):
+        for job in mine:
+            pool.submit(job)
+    for pool, mine in zip(pools, jobs, strict=True):
+        for job in reversed(mine):
+            pool.wait(job)
+            np.testing.assert_array_equal(job.pixels, want.pixels)
+        pool.close()
+
+
+def test_cancelled_jobs_stop_soon_and_the_next_is_whole(photographs, pool):
+    job, after = slow_job(photographs, 2000), slow_job(photographs, 4)
+    pool.submit(job)
+    pool.submit(after)
+    pool.cancel(job)
+    assert job.batch.done == job.batch.next < 2000
+    pool.wait(after)
+    assert after.batch.done == 4
+    assert not after.samples["status"].any()
+
+
+def test_close_drops_what_waits_and_closed_pools_say_so(photographs):
+    pool = native.Pool(2)
+    jobs = [slow_job(photographs, 2000) for _ in range(3)]
+    for job in jobs:
+        pool.submit(job)
+    pool.close()
+    pool.close()
+    assert sum(job.batch.done for job in jobs) < 2000
+    pool.cancel(jobs[0])
+    with pytest.raises(RuntimeError, match="closed"):
+        pool.wait(jobs[0])
+    with pytest.raises(RuntimeError, match="closed"):
+        pool.submit(jobs[0])
+
+
+def test_close_from_another_thread_ends_a_wait(photographs):
+    pool, job, raised = native.Pool(1), slow_job(photographs, 5000), []
+
+    def wait():
+        try:
+            pool.wait(job)
+        except RuntimeError as error:
+            raised.append(str(error))
+
+    pool.submit(job)
+    waiter = threading.Thread(target=wait)
+    waiter.start()
+    time.sleep(0.05)
+    pool.close()
+    waiter.join(5)
+    assert not waiter.is_alive()
+    assert raised == ["this loader is closed"]
+
+
+def test_a_forgotten_pool_is_closed(photographs):
+    def native_threads():
+        return len(os.listdir("/proc/self/task"))
+
+    before = native_threads()
+    pool = native.Pool(3)
+    pool.submit(slow_job(photographs, 2000))
+    assert native_threads() == before + 3
+    del pool
+    assert native_threads() == before
+
+
+def test_a_forked_child_gets_an_error_and_ends(photographs, pool):
+    job = slow_job(photographs, 4)
+    pool.submit(job)
+    child = os.fork()
+    if child == 0:  # nothing of pytest may run in here
+        code = 1
+        try:
+            pool.wait(job)
+        except RuntimeError:
+            pool.close()
+            code = 0
+        finally:
+            os._exit(code)
+    deadline = time.monotonic() + 120
+    while (done := os.waitpid(child, os.WNOHANG)) == (0, 0):
+        assert time.monotonic() < deadline, "the child hangs"
+        time.sleep(0.01)
+    assert done[1] == 0
+    pool.wait(job)
+    assert not job.samples["status"].any()
+
+
+@pytest.mark.parametrize("threads", [0, -1])
+def test_a_pool_needs_threads(threads):
+    with pytest.raises(UserError, match="threads cannot be started"):
+        native.Pool(threads)

@@ -1,0 +1,321 @@
+"""Bootstrapping's losses and gradients against plain float64, and what is shared held once."""
+
+import copy
+
+import pytest
+import timm
+import torch
+from timm.optim import create_optimizer_v2
+from torch.nn import functional as F
+
+import densefeed.models.checkpoints  # noqa: F401  (registers our models with timm)
+from densefeed.models.agent_cnn import agent_of
+from densefeed.objectives.bootstrapping import (
+    Bootstrapped,
+    aligned,
+    class_logits,
+    distillation_loss,
+    feature_loss,
+    pooled_grid,
+    pooled_sequence,
+)
+
+KEPT = torch.tensor([1.0, 0.0, 1.0])  # the middle image is padding
+
+
+def both(shared: bool, **options) -> Bootstrapped:
+    torch.manual_seed(0)
+    vit = timm.create_model("bootstrapping_vit_micro", img_size=32, num_classes=3, depth=3)
+    return Bootstrapped(vit, agent_of(vit, 3, shared=shared, **options))
+
+
+def features(*sides: int) -> tuple[list, list]:
+    """Tokens of a 4 x 4 grid, and maps of these sides."""
+    rng = torch.Generator().manual_seed(0)
+    tokens = [torch.randn(3, 16, 6, generator=rng, dtype=torch.float64).requires_grad_() for _ in sides]
+    return tokens, [torch.randn(3, 6, side, side, generator=rng, dtype=torch.float64).requires_grad_() for side in sides]
+
+
+# ------------------------------------------------------------------------- features
+
+
+def own_places(many: int, few: int, place: int, adapt: str) -> list[int]:
+    """Which of `many` tokens become number `place` of `few`."""
+    if adapt == "sequence":
+        return list(range(place * (many // few), (place + 1) * (many // few)))
+    wide, small = int(many**0.5), int(few**0.5)
+    times = wide // small
+    top, left = place // small * times, place % small * times
+    return [(top + row) * wide + left + column for row in range(times) for column in range(times)]
+
+
+def by_hand(tokens, maps, norm, adapt):
+    """Equation 6, image by image and token by token, in float64."""
+    total = 0.0
+    for x, y in zip(tokens, maps, strict=True):
+        for image in (0, 2):
+            vit, agent = x[image], y[image].flatten(1).T
+            few = min(len(vit), len(agent))
+            vit, agent = (
+                torch.stack([x[own_places(len(x), few, place, adapt)].mean(0) for place in range(few)]) for x in (vit, agent)
+            )
+            if norm == "layernorm":
+                vit, agent = (
+                    (z - z.mean(1, keepdim=True)) / (z.var(1, keepdim=True, correction=0) + 1e-5).sqrt() for z in (vit, agent)
+                )
+                total += ((vit - agent) ** 2).mean()
+            elif norm == "l2-token":
+                total += sum(((v / v.norm() - a / a.norm()) ** 2).sum() for v, a in zip(vit, agent, strict=True)) / few
+            else:
+                total += ((vit / vit.norm() - agent / agent.norm()) ** 2).sum()
+    return total / 2
+
+
+@pytest.mark.parametrize("adapt", ["sequence", "pool-2d"])
+@pytest.mark.parametrize("norm", ["l2-token", "l2-whole", "layernorm"])
+def test_the_feature_loss_is_equations_6_and_7(norm, adapt):
+    """Maps larger than the tokens' grid, equal and smaller."""
+    tokens, maps = features(8, 4, 2)
+    loss = feature_loss(tokens, maps, KEPT, norm, adapt)
+    want = by_hand(tokens, maps, norm, adapt)
+    assert loss.item() == pytest.approx(want.item(), rel=1e-5)
+    torch.testing.assert_close(torch.autograd.grad(loss, tokens), torch.autograd.grad(want, tokens), rtol=1e-4, atol=1e-7)
+
+
+def test_the_agents_features_are_constants():
+    tokens, maps = features(8, 2)
+    feature_loss(tokens, maps, KEPT).backward()
+    assert all(found.grad is None for found in maps)
+    assert all(found.grad[0].any() and not found.grad[1].any() for found in tokens)
+
+
+def test_the_norms_are_correlations():
+    """2 - 2 cos over each token, over the whole, and 2 - 2 rho; zero for what is equal but for its length."""
+    (x,), (y,) = features(4)
+    agent, one = y.flatten(2).mT, torch.ones(3)
+    want = {
+        "l2-token": 2 - 2 * F.cosine_similarity(x, agent, dim=2).mean(),
+        "l2-whole": 2 - 2 * F.cosine_similarity(x.flatten(1), agent.flatten(1)).mean(),
+        "layernorm": 2
+        - 2
+        * torch.stack(
+            [torch.corrcoef(torch.stack(pair))[0, 1] for pair in zip(x.flatten(0, 1), agent.flatten(0, 1), strict=True)]
+        ).mean(),
+    }
+    for norm, value in want.items():
+        assert feature_loss([x], [y], one, norm).item() == pytest.approx(value.item(), rel=1e-4)
+        assert feature_loss([3 * agent], [y], one, norm).item() == pytest.approx(0, abs=1e-5)
+
+
+def test_pooling_in_squares_gives_back_a_map_that_is_constant_in_each_square_and_sequences_do_not():
+    small = torch.arange(12.0).view(1, 4, 3)
+    large = F.interpolate(small.mT.unflatten(2, (2, 2)), scale_factor=2).flatten(2).mT
+    torch.testing.assert_close(pooled_grid(large, 4), small)
+    assert not torch.allclose(pooled_sequence(large, 4), small)
+    torch.testing.assert_close(pooled_grid(large, 4).mT.unflatten(2, (2, 2)), F.avg_pool2d(large.mT.unflatten(2, (4, 4)), 2))
+    torch.testing.assert_close(pooled_sequence(large, 4).mT, F.avg_pool1d(large.mT, 4))
+
+
+def test_places_that_do_not_fit_are_refused():
+    x = torch.zeros(1, 16, 2)
+    with pytest.raises(ValueError, match="16 tokens cannot be averaged to 9"):
+        pooled_sequence(x, 9)
+    for length in (9, 8):
+        with pytest.raises(ValueError, match=f"16 tokens cannot be averaged to {length} in squares"):
+            pooled_grid(x, length)
+
+
+# ------------------------------------------------------------------------- answers
+
+
+def test_distillation_is_the_divergence_by_hand_and_teaches_one_alone():
+    torch.manual_seed(0)
+    student, teacher = (torch.randn(3, 5, dtype=torch.float64).requires_grad_() for _ in range(2))
+    p, q = (logits / 4 for logits in (teacher, student))
+    p, q = p.exp() / p.exp().sum(1, keepdim=True), q.exp() / q.exp().sum(1, keepdim=True)
+    want = 16 * (p * (p / q).log()).sum(1)[[0, 2]].mean()
+    loss = distillation_loss(student, teacher, KEPT, 4.0)
+    assert loss.item() == pytest.approx(want.item(), rel=1e-5)
+    loss.backward()
+    assert teacher.grad is None
+    assert student.grad[0].any()
+    assert distillation_loss(teacher + 3, teacher, KEPT, 4.0).item() == pytest.approx(0, abs=1e-6)
+
+
+def test_the_temperature_does_not_change_the_gradients_size():
+    """Of small logits, to first order (Hinton et al., arXiv 1503.02531): T² makes up for T."""
+    torch.manual_seed(0)
+    teacher, student = 0.01 * torch.randn(3, 5), (0.01 * torch.randn(3, 5)).requires_grad_()
+    norms = [
+        torch.autograd.grad(distillation_loss(student, teacher, KEPT, T), student)[0].norm().item() for T in (1.0, 4.0, 16.0)
+    ]
+    assert norms[1:] == pytest.approx(norms[:2], rel=0.03)
+
+
+# ------------------------------------------------------------------------- gradients
+
+
+def test_alignment_of_hand_made_gradients():
+    """Against it: its part along the other goes. With it, or square to it: nothing changes. Lists are one vector."""
+    vit = [torch.tensor([2.0, 0.0]), torch.tensor([[0.0]])]
+    for agent, want in (
+        ([[-3.0, 5.0], [[7.0]]], [[0.0, 5.0], [[7.0]]]),
+        ([[3.0, 5.0], [[7.0]]], [[3.0, 5.0], [[7.0]]]),
+        ([[0.0, 5.0], [[7.0]]], [[0.0, 5.0], [[7.0]]]),
+    ):
+        found = aligned([torch.tensor(part) for part in agent], vit)
+        assert [part.tolist() for part in found] == want
+        assert [part.tolist() for part in aligned(found, vit)] == want  # once is enough
+    # One vector: (1, -2) has the product -1 with (1, 1), and loses -1/2 of it, though its first part alone agrees.
+    found = aligned([torch.tensor([1.0]), torch.tensor([-2.0])], [torch.tensor([1.0]), torch.tensor([1.0])])
+    assert [part.item() for part in found] == [1.5, -1.5]
+    nothing = aligned([torch.tensor([1.0])], [torch.tensor([0.0])])
+    assert nothing[0].item() == 1.0
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_what_is_left_is_never_against_the_other(seed):
+    rng = torch.Generator().manual_seed(seed)
+    agent, vit = ([torch.randn(shape, generator=rng, dtype=torch.float64) for shape in ((3, 4), (5,))] for _ in range(2))
+
+    def product(one, other):
+        return sum((a * b).sum() for a, b in zip(one, other, strict=True)).item()
+
+    before, after = product(agent, vit), product(aligned(agent, vit), vit)
+    assert after == pytest.approx(max(before, 0.0), abs=1e-12)
+    scaled = aligned([1e4 * a for a in agent], [1e4 * v for v in vit])
+    torch.testing.assert_close(scaled, [1e4 * a for a in aligned(agent, vit)])
+
+
+def losses(said) -> tuple[torch.Tensor, torch.Tensor]:
+    """One of each network: some classes, and features."""
+    label = torch.tensor([0, 2])
+    vit = F.cross_entropy(class_logits(said.vit), label) + feature_loss(said.tokens, said.maps, torch.ones(2))
+    return vit + distillation_loss(said.vit, said.agent, torch.ones(2), 4.0), F.cross_entropy(class_logits(said.agent), label)
+
+
+def reference(pair: Bootstrapped, image, align: str) -> dict[str, torch.Tensor]:
+    """Gradients by two backward passes through one set of weights, and Algorithm 1 with loops, in float64."""
+    plain = copy.deepcopy(pair)
+    V = slice(2 * plain.vit.embed_dim, None)
+    for block, lent in enumerate(plain.agent.lent):  # the very parameters, in place of aliases
+        own = plain.vit.blocks[block]
+        plain.agent.lent[block] = lent._replace(
+            value=own.attn.qkv.weight[V], proj=own.attn.proj.weight, proj_bias=own.attn.proj.bias, fc1=own.mlp.fc1.weight,
+            fc1_bias=own.mlp.fc1.bias, fc2=own.mlp.fc2.weight, fc2_bias=own.mlp.fc2.bias,
+        )  # fmt: skip
+    vit_loss, agent_loss = losses(plain(image))
+    names, tensors = zip(*plain.named_parameters(), strict=True)
+    of_vit, of_agent = (
+        dict(zip(names, torch.autograd.grad(loss, tensors, retain_graph=True, materialize_grads=True), strict=True))
+        for loss in (vit_loss, agent_loss)
+    )
+    ends = (
+        "attn.qkv.weight",
+        "attn.proj.weight",
+        "attn.proj.bias",
+        "mlp.fc1.weight",
+        "mlp.fc1.bias",
+        "mlp.fc2.weight",
+        "mlp.fc2.bias",
+    )
+    shared = [[f"vit.blocks.{block}.{end}" for end in ends] for block in range(len(plain.vit.blocks))]
+    groups = {
+        "global": [[name for block in shared for name in block]], "layer": shared,
+        "tensor": [[name] for block in shared for name in block], "none": [],
+    }[align]  # fmt: skip
+
+    def rows(gradient, name):
+        return gradient[V] if "qkv" in name else gradient
+
+    for group in groups:
+        product = sum((rows(of_agent[name], name) * rows(of_vit[name], name)).sum() for name in group)
+        square = sum(rows(of_vit[name], name).square().sum() for name in group)
+        if product < 0:
+            for name in group:
+                rows(of_agent[name], name).sub_(product / square * rows(of_vit[name], name))
+    found = {}
+    for name in names:
+        found[name] = of_vit[name] + of_agent[name]
+        if any(name in block for block in shared):
+            rows(found[name], name).div_(2)
+            if "qkv" in name:
+                assert not of_agent[name][: V.start].any()
+    return found
+
+
+@pytest.mark.parametrize("align", ["global", "layer", "tensor", "none"])
+def test_one_backward_pass_and_the_combination_are_algorithm_1(align):
+    """Private weights get their own network's gradient whole, shared ones the mean, q and k nothing of the agent's."""
+    pair, image = both(shared=True).double(), torch.randn(2, 3, 32, 32, dtype=torch.float64)
+    pair.agent.lend(pair.vit)  # double() has moved the weights
+    want = reference(pair, image, align)
+    sum(losses(pair(image))).backward()
+    pair.combine_gradients(align, lambda gradients: None)
+    for name, parameter in pair.named_parameters():
+        torch.testing.assert_close(
+            parameter.grad, want[name], rtol=1e-6, atol=1e-9, msg=lambda text, name=name: f"{name}: {text}"
+        )
+    assert all(seen.grad is None for lent in pair.agent.lent for seen in lent)
+
+
+def test_the_four_ways_differ_here():
+    """Else the test above would show little."""
+    pair, image = both(shared=True).double(), torch.randn(2, 3, 32, 32, dtype=torch.float64)
+    pair.agent.lend(pair.vit)
+    found = [torch.cat([g.flatten() for g in reference(pair, image, align).values()]) for align in ("layer", "tensor", "none")]
+    assert all(not torch.equal(one, other) for one, other in zip(found, found[1:] + found[:1], strict=True))
+
+
+def test_two_parts_of_a_batch_add_up_and_ranks_are_asked_once():
+    pair, images, asked = both(shared=True), torch.randn(2, 2, 3, 32, 32), []
+    for image in images:
+        sum(losses(pair(image))).backward()
+    want = [seen.grad.clone() for lent in pair.agent.lent for seen in lent]
+    pair.combine_gradients("none", lambda gradients: asked.append([gradient.clone() for gradient in gradients]))
+    assert len(asked) == 1
+    assert all(torch.equal(a, b) for a, b in zip(asked[0], want, strict=True))
+
+
+# ------------------------------------------------------------------------- one set of weights
+
+
+def test_what_is_shared_is_held_once():
+    """By parameters, state dict, optimiser and average, which do not hold the agent's aliases."""
+    pair, joint = both(shared=True), both(shared=False)
+    storages = [p.untyped_storage().data_ptr() for p in pair.parameters()]
+    assert len(storages) == len(set(storages))
+    assert {name for name in pair.state_dict() if name.startswith("vit.")} == {f"vit.{name}" for name in pair.vit.state_dict()}
+    assert not any("fc1" in name or "conv" in name for name in pair.agent.state_dict())
+    assert any("fc1" in name for name in joint.agent.state_dict())
+    groups = create_optimizer_v2(pair, "adamw", weight_decay=0.05).param_groups
+    decayed = {id(p) for group in groups if group["weight_decay"] for p in group["params"]}
+    assert sum(len(group["params"]) for group in groups) == len(storages)
+    assert id(pair.vit.pos_embed) not in decayed
+    assert id(pair.vit.blocks[0].mlp.fc1.weight) in decayed
+
+
+def test_the_networks_say_what_they_say_alone():
+    for shared in (False, True):
+        pair, image = both(shared=shared).eval(), torch.randn(2, 3, 32, 32)
+        said = pair(image)
+        torch.testing.assert_close(said.vit, pair.vit(image))
+        torch.testing.assert_close(said.agent, pair.agent(image))
+        assert [x.shape for x in said.tokens] == 3 * [(2, 16, 108)]
+        seen = []
+        handle = pair.vit.blocks[1].register_forward_hook(lambda block, inputs, output, seen=seen: seen.append(output))
+        pair.vit(image)
+        handle.remove()
+        torch.testing.assert_close(said.tokens[1], seen[0][:, 1:])  # no class token
+
+
+def test_some_blocks_alone_can_be_supervised():
+    pair = both(shared=False)
+    some = Bootstrapped(pair.vit, pair.agent, (3, 1)).eval()
+    image = torch.randn(2, 3, 32, 32)
+    said, whole = some(image), pair.eval()(image)
+    for number, block in enumerate((0, 2)):
+        torch.testing.assert_close(said.tokens[number], whole.tokens[block])
+        torch.testing.assert_close(said.maps[number], whole.maps[block])
+    with pytest.raises(ValueError, match="0 is no number of a block; they go from 1 to 3"):
+        Bootstrapped(pair.vit, pair.agent, (0,))

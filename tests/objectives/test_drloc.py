@@ -1,0 +1,448 @@
+"""DRLoc against loops over images and pairs in float64, hand-counted heads, the constants of uniform places, and timm's maps."""
+
+import math
+
+import pytest
+import timm
+import torch
+from torch import nn
+
+from densefeed.models import checkpoints  # noqa: F401  (registers our models)
+from densefeed.objectives.drloc import (
+    ALPHA,
+    LocalisationHead,
+    Localised,
+    Localiser,
+    PoolError,
+    classification_loss,
+    collected,
+    expectation_loss,
+    map_of,
+    offset_classes,
+    places,
+    pool_factor,
+    pooled,
+    regression_loss,
+)
+
+VARIANTS = ("l1", "signed", "ce", "reg", "all")
+SWIN = dict(img_size=64, window_size=2, embed_dim=12, depths=(1, 1, 2, 1), num_heads=(1, 2, 3, 4), num_classes=5)
+MODELS = {  # with the width and grid of the last map, at 64 pixels
+    "test_vit": (dict(img_size=64, num_classes=5), (64, 4, 4)),
+    "lvvit_micro": (dict(num_classes=5, token_head=False), (96, 8, 8)),
+    "swin_tiny_patch4_window7_224": (SWIN, (96, 2, 2)),
+    "resnet18": (dict(num_classes=5), (512, 2, 2)),
+    "cvt_13": (dict(num_classes=5), (384, 4, 4)),
+    "cvt_13_drloc": (dict(num_classes=5), (384, 4, 4)),
+    "t2t_vit_14": (dict(img_size=64, depth=2, num_classes=5), (384, 4, 4)),
+    "dhvt_tiny_imagenet_patch16": (dict(img_size=64, depth=2, num_classes=5), (192, 4, 4)),
+    "nfnet_micro": (dict(num_classes=5), (128, 4, 4)),
+    "resmlp_12_224": (dict(img_size=64, num_classes=5), (384, 4, 4)),
+}
+
+
+def network(name: str, **more) -> nn.Module:
+    torch.manual_seed(0)
+    return timm.create_model(name, **(MODELS[name][0] | more))
+
+
+def words_of(row1: int, column1: int, row2: int, column2: int, grid: tuple[int, int]) -> list[int]:
+    """The middle word of those that lead to these places."""
+    return [(2 * at + 1) * 2**31 // side for at, side in zip((row1, column1, row2, column2), 2 * grid, strict=True)]
+
+
+def drawn(N: int, M: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(2**32, (N, M, 4), generator=torch.Generator().manual_seed(seed))
+
+
+# ------------------------------------------------------------------------- the head
+
+
+@pytest.mark.parametrize(("width", "count"), [(384, 657_410), (768, 1_050_626), (2048, 2_361_346)])
+def test_a_head_has_the_published_parameters(width, count):
+    """CvT-13 and T2T-ViT-14; Swin-T and ViT-B; ResNet-50. By hand: two hidden layers of 512, two outputs, biases."""
+    assert count == (2 * width + 1) * 512 + 513 * 512 + 513 * 2
+    assert sum(p.numel() for p in LocalisationHead(width, 2).parameters()) == count
+    assert sum(p.numel() for p in Localiser("signed", [width], 7, (7, 7), released=False).parameters()) == count
+
+
+def test_the_other_variants_heads_have_their_parameters():
+    """The four maps of the public code's `all`; 15 classes an axis (2 k + 1) in the paper, 13 and a layer more in the code."""
+    assert sum(p.numel() for p in Localiser("all", [192, 384, 768, 768], 0, (7, 7), True).parameters()) == 3_219_464
+    body = (2 * 768 + 1) * 512 + 513 * 512
+    for variant in ("ce", "reg"):
+        for released, count in ((False, body + 513 * 30), (True, body + 513 * 512 + 513 * 26)):
+            assert sum(p.numel() for p in Localiser(variant, [768], 0, (7, 7), released).parameters()) == count
+    assert [offset_classes(k) for k in (7, 14)] == [15, 29]
+    assert [offset_classes(k, released=True) for k in (7, 14)] == [13, 27]
+
+
+def test_a_head_is_three_layers_with_relu_between_and_nothing_behind():
+    torch.manual_seed(0)
+    head, x = LocalisationHead(3, 2), torch.randn(4, 6)
+    first, second, last = (layer for layer in head if isinstance(layer, nn.Linear))
+    want = (x @ first.weight.T + first.bias).clamp(min=0)
+    want = (want @ second.weight.T + second.bias).clamp(min=0) @ last.weight.T + last.bias
+    torch.testing.assert_close(head(x), want)
+    assert bool((head(torch.randn(200, 6)) < 0).any())
+
+
+# ------------------------------------------------------------------------- places and maps
+
+
+@pytest.mark.parametrize("grid", [(7, 7), (3, 5)])
+def test_words_are_uniform_places_up_to_the_last(grid):
+    edges = torch.tensor([[[0, 0, 2**32 - 1, 2**32 - 1]]])
+    row, column = places(edges, grid)
+    assert (row.tolist(), column.tolist()) == ([[[0, grid[0] - 1]]], [[[0, grid[1] - 1]]])
+    for side, place in zip(grid, places(drawn(70, 1000), grid), strict=True):
+        counts = torch.bincount(place.flatten(), minlength=side).double()
+        expected = place.numel() / side
+        assert len(counts) == side
+        # Chi-square of side - 1 degrees of freedom: mean side - 1, variance twice that; six deviations.
+        assert ((counts - expected) ** 2 / expected).sum() < side - 1 + 6 * math.sqrt(2 * (side - 1))
+
+
+def test_embeddings_are_collected_by_row_and_column_of_any_grid():
+    """The published code multiplies rows by the height, which is wrong on this 3 x 5."""
+    map_NDRC = torch.randn(2, 4, 3, 5)
+    row, column = places(drawn(2, 6), (3, 5))
+    got = collected(map_NDRC, row, column)
+    assert got.shape == (2, 6, 8)
+    for n in range(2):
+        for m in range(6):
+            pair = [map_NDRC[n, :, row[n, m, p], column[n, m, p]] for p in (0, 1)]
+            assert torch.equal(got[n, m], torch.cat(pair))
+
+
+@pytest.mark.parametrize(("grid", "factor"), [((14, 14), 2), ((6, 10), 2), ((9, 6), 3), ((7, 7), 1)])
+def test_a_pool_is_the_mean_of_what_lies_within_the_map(grid, factor):
+    map_NDRC = torch.randn(2, 3, *grid, dtype=torch.float64)
+    got = pooled(map_NDRC, factor)
+    assert got.shape == (2, 3, grid[0] // factor, grid[1] // factor)
+    for r in range(got.shape[2]):
+        for c in range(got.shape[3]):
+            window = map_NDRC[
+                :,
+                :,
+                max(0, factor * r - factor + 1) : factor * r + factor,
+                max(0, factor * c - factor + 1) : factor * c + factor,
+            ]
+            torch.testing.assert_close(got[:, :, r, c], window.mean((2, 3)))
+    if factor == 2:
+        torch.testing.assert_close(got, nn.AvgPool2d(3, 2, 1, count_include_pad=False)(map_NDRC))
+
+
+@pytest.mark.parametrize(
+    ("grid", "side", "said"),
+    [
+        ((4, 4), 7, "grid of 4 x 4 is smaller than a pool to 7 x 7"),
+        ((8, 8), 7, "grid of 8 x 8 is no multiple of 7 x 7"),
+        ((12, 18), 7, "grid of 12 x 18 is no multiple of 7 x 7"),
+        ((5, 4), 2, "grid of 5 x 4 is no multiple of 2 x 2"),
+        ((4, 4), 1, "leaves 1 x 1 places, too few"),
+        ((1, 1), 0, "leaves 1 x 1 places, too few"),
+    ],
+)
+def test_a_grid_that_cannot_be_pooled_is_refused_with_all_that_it_can_be_pooled_to(grid, side, said):
+    def fits(side):
+        try:
+            return bool(pool_factor(grid, side))
+        except PoolError:
+            return False
+
+    with pytest.raises(PoolError, match=said) as refused:
+        pool_factor(grid, side)
+    # A pool to all rows is none.
+    assert sorted(refused.value.sides) == [side for side in range(grid[0]) if fits(side)]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_map_is_timms_last_one_and_the_output_the_models(name):
+    """Against timm's own forward_intermediates where it normalises, and the plain forward pass."""
+    model, (_, shape) = network(name).eval(), MODELS[name]
+    image = torch.randn(2, 3, 64, 64)
+    with torch.no_grad():
+        got = map_of(model.forward_features(image), model, image)
+        assert got.shape == (2, *shape)
+        (want,) = model.forward_intermediates(image, indices=1, norm=True, intermediates_only=True)
+        # An NFNet's activation comes last, which timm leaves out of its intermediates.
+        torch.testing.assert_close(got, model.final_act(model.final_conv(want)) if name == "nfnet_micro" else want)
+        for variant in ("l1", "all"):
+            both = Localised(model, variant, 0, [64]).eval()
+            assert not both.model.training
+            torch.testing.assert_close(both(image, drawn(2, 3), torch.ones(2)).output, model(image))
+
+
+def test_the_map_of_an_oblong_image_has_its_rows_and_columns():
+    model = network("test_vit", dynamic_img_size=True).eval()
+    image = torch.randn(1, 3, 32, 80)
+    with torch.no_grad():
+        got = map_of(model.forward_features(image), model, image)
+        want = model.forward_intermediates(image, indices=1, norm=True, intermediates_only=True)[0]
+    assert got.shape == (1, 64, 2, 5)
+    torch.testing.assert_close(got, want)
+
+
+def test_released_reads_swin_and_vit_before_their_norm_and_all_reads_every_block():
+    image = torch.randn(2, 3, 64, 64)
+    for name in ("test_vit", "swin_tiny_patch4_window7_224", "lvvit_micro"):
+        model = network(name).eval()
+        maps = model.forward_intermediates(image, intermediates_only=True)
+        for variant, released, want in (("l1", True, maps[-1:]), ("all", False, maps)):
+            both = Localised(model, variant, 0, [64], released)
+            assert len(both.localiser.heads) == len(want)
+            if released and name == "lvvit_micro":
+                want = model.forward_intermediates(image, indices=1, norm=True, intermediates_only=True)
+            for got, map_NDRC in zip(both._features(image)[1], want, strict=True):
+                torch.testing.assert_close(got, map_NDRC)
+
+
+class Flat(nn.Module):
+    """Features `[N, D]`, which have no places."""
+
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.weight, self.shape = nn.Parameter(torch.zeros(1)), shape
+
+    def forward_features(self, image):
+        return torch.zeros(len(image), *self.shape)
+
+    def forward_head(self, x):
+        return x
+
+
+@pytest.mark.parametrize(
+    ("model", "variant", "said"),
+    [
+        (nn.Linear(2, 2), "l1", "it has no forward_features"),
+        (Flat(7), "l1", "it gives no map and no grid of tokens"),
+        (Flat(15, 7), "l1", "it gives no map and no grid of tokens"),
+        (Flat(16, 7), "all", "it has no forward_intermediates"),
+    ],
+)
+def test_a_model_without_a_map_is_refused(model, variant, said):
+    with pytest.raises(ValueError, match=said):
+        Localised(model, variant, 0, [64])
+
+
+@pytest.mark.parametrize("name", ["pit_ti_224", "pit_ti_distilled_224"])
+def test_features_that_are_class_tokens_alone_are_no_map(name):
+    """PiT's, one or two."""
+    with torch.device("meta"):
+        model = timm.create_model(name, img_size=64, depth=(1, 1, 1), num_classes=5)
+        with pytest.raises(ValueError, match="its features are the class token alone"):
+            Localised(model, "l1", 0, [64])
+
+
+@pytest.mark.parametrize("name", ["test_vit", "eva02_tiny_patch14_224"])
+@pytest.mark.parametrize("released", [False, True])
+def test_a_model_that_leaves_out_patches_is_refused(name, released):
+    for rate in (0.0, 0.5):
+        with torch.device("meta"):
+            model = timm.create_model(name, img_size=56 if "eva" in name else 64, depth=1, patch_drop_rate=rate)
+            if not rate:
+                Localised(model, "l1", 0, [model.patch_embed.img_size[0]], released)
+                continue
+            with pytest.raises(ValueError, match=r"it leaves out patches in training, .*leave patch_drop_rate away"):
+                Localised(model, "l1", 0, [model.patch_embed.img_size[0]], released)
+
+
+def test_an_agents_map_is_its_last_one():
+    torch.manual_seed(0)
+    model, image = timm.create_model("agent_micro", num_classes=5, embed_dim=18, depth=2).eval(), torch.randn(2, 3, 64, 64)
+    both = Localised(model, "l1", 0, [64])
+    with torch.no_grad():
+        last = model.forward_maps(image)[0]
+        assert last.shape[2:] == (2, 2)
+        assert torch.equal(both._features(image)[1][0], last)
+        assert torch.equal(both(image, drawn(2, 3), torch.ones(2)).output, model(image))
+    with pytest.raises(ValueError, match="it has no forward_intermediates; choose another model, or another variant"):
+        Localised(model, "all", 0, [64])
+
+
+def test_a_class_for_each_offset_allows_one_grid():
+    model = network("resnet18")
+    for variant in ("ce", "reg"):
+        with pytest.raises(ValueError, match=rf"differ in number between input sizes, with {variant} a class each"):
+            Localised(model, variant, 0, [64, 96])
+        Localised(model, variant, 2, [64, 128])  # pooled to one
+    assert model.training
+    Localised(model, "l1", 0, [64, 96])
+
+
+# ------------------------------------------------------------------------- the loss
+
+
+def plain_loss(variant, heads, maps, words, weights, side, released):
+    """One number after the other, in float64; maps are lists of tensors with gradients."""
+    total = torch.zeros((), dtype=torch.float64)
+    for head, map_NDRC in zip(heads, maps, strict=True):
+        factor = maps[-1].shape[2] // side if side else 1
+        if factor > 1:
+            map_NDRC = nn.AvgPool2d(2 * factor - 1, factor, factor - 1, count_include_pad=False)(map_NDRC)
+        N, _, R, C = map_NDRC.shape
+        for n in range(N):
+            of_image = torch.zeros((), dtype=torch.float64)
+            for row1, column1, row2, column2 in words[n].tolist():
+                r1, r2 = (math.floor(word / 2**32 * R) for word in (row1, row2))
+                c1, c2 = (math.floor(word / 2**32 * C) for word in (column1, column2))
+                said = head(torch.cat([map_NDRC[n, :, r1, c1], map_NDRC[n, :, r2, c2]]))
+                if variant in ("ce", "reg"):
+                    B = [2 * k - 1 if released else 2 * k + 1 for k in (R, C)]
+                    for logits, offset in zip(said.split(B), (r1 - r2, c1 - c2), strict=True):
+                        p, half = logits.exp() / logits.exp().sum(), len(logits) // 2
+                        if variant == "ce":
+                            of_image = of_image - p[offset + half].log()
+                            continue
+                        mean = sum(p[i] * (i - half) for i in range(len(p)))
+                        variance = sum(p[i] * (i - half - mean) ** 2 for i in range(len(p)))
+                        sigma = variance.sqrt()
+                        spread = (variance if released else sigma).log()
+                        of_image = of_image + (offset - mean) ** 2 / variance + 0.001 * spread
+                    continue
+                for one, (a, b), k in zip(said, ((r1, r2), (c1, c2)), (R, C), strict=True):
+                    if variant == "signed":
+                        target = a - b + k - 1 if released else (a - b) / k
+                    else:
+                        target = abs(a - b) if released else abs(a - b) / k
+                    of_image = of_image + abs(one - target) / 2
+            total = total + weights[n] * of_image / words.shape[1]
+    return total / weights.sum()
+
+
+@pytest.mark.parametrize("released", [False, True])
+@pytest.mark.parametrize(("grid", "side"), [((3, 5), 0), ((6, 4), 3)])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_variant_and_its_gradients_are_the_plain_loops(variant, grid, side, released):
+    """Oblong grids, pooled ones, an image of no weight; `all` on maps of two sizes. In float64 to rounding."""
+    torch.manual_seed(1)
+    sizes = [(2 * grid[0], 2 * grid[1]), grid] if variant == "all" else [grid]
+    widths = list(range(4, 4 + len(sizes)))
+    maps = [torch.randn(3, D, *size, dtype=torch.float64, requires_grad=True) for D, size in zip(widths, sizes, strict=True)]
+    factor = grid[0] // side if side else 1
+    ours = Localiser(variant, widths, side, (grid[0] // factor, grid[1] // factor), released).double()
+    words, weights = drawn(3, 7), torch.tensor([1.0, 0.0, 0.5], dtype=torch.float64)
+    grads = []
+    for loss in (ours(maps, words, weights), plain_loss(variant, ours.heads, maps, words, weights, side, released)):
+        grads.append((loss, *torch.autograd.grad(loss, [*maps, *ours.parameters()])))
+    torch.testing.assert_close(grads[0], grads[1], rtol=1e-6, atol=1e-9)
+    assert all(grad.any() for grad in grads[0][1:])
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_gradient_is_that_of_finite_differences(variant):
+    torch.manual_seed(0)
+    ours = Localiser(variant, [3], 2, (2, 2), released=False).double()
+    map_NDRC = torch.randn(2, 3, 4, 4, dtype=torch.float64, requires_grad=True)
+    words, weights = drawn(2, 3), torch.ones(2, dtype=torch.float64)
+    assert torch.autograd.gradcheck(lambda map_NDRC: ours([map_NDRC], words, weights), (map_NDRC,))
+
+
+def test_gradients_reach_both_places_of_a_pair_and_no_others():
+    torch.manual_seed(0)
+    map_NDRC = torch.randn(1, 6, 4, 4, requires_grad=True)
+    words = torch.tensor([[words_of(0, 1, 3, 2, (4, 4))]])
+    Localiser("l1", [6], 0, (4, 4), released=False)([map_NDRC], words, torch.ones(1)).backward()
+    assert map_NDRC.grad[0].abs().sum(0).nonzero().tolist() == [[0, 1], [3, 2]]
+
+
+@pytest.mark.parametrize(("k", "raw", "share"), [(7, 2.2857, 0.3265), (8, 2.625, 0.3281), (14, 4.6429, 0.3316)])
+def test_who_always_says_0_has_the_mean_distance_of_uniform_places(k, raw, share):
+    """(k^2 - 1) / (3 k) over all pairs of places; what an untrained head begins near."""
+    offset = torch.arange(k)[:, None] - torch.arange(k)
+    zero = torch.zeros(k, k)
+    assert regression_loss(zero, offset, k, False, True).mean().item() == pytest.approx(raw, abs=5e-5)
+    assert regression_loss(zero, offset, k, False, False).mean().item() == pytest.approx(share, abs=5e-5)
+    targets = regression_loss(zero, offset, k, True, False)
+    assert targets.max() == (k - 1) / k
+    assert regression_loss(zero + k - 1, offset, k, True, True).mean().item() == pytest.approx(raw, abs=5e-5)
+
+
+@pytest.mark.parametrize(("released", "start"), [(False, 5.416), (True, 5.130)])
+def test_who_knows_nothing_pays_two_logarithms_of_the_classes(released, start):
+    offset = torch.arange(-6, 7)[None]
+    loss = classification_loss(torch.zeros(1, 13, offset_classes(7, released)), offset)
+    assert torch.equal(loss, loss[:, :1].expand_as(loss))
+    assert 2 * loss[0, 0].item() == pytest.approx(start, abs=5e-4)
+
+
+def test_who_is_sure_and_right_pays_least_and_who_is_sure_and_wrong_nothing_infinite():
+    """A distribution that is one offset: its variance is 0, and only LEAST_VARIANCE is left of it."""
+    logits = torch.full((1, 2, 15), -200.0)
+    logits[0, :, 7 + 3] = 200.0
+    offset = torch.tensor([[3, 2]])
+    for released, factor in ((False, 0.5), (True, 1.0)):
+        right, wrong = expectation_loss(logits, offset, released)[0].tolist()
+        assert right == pytest.approx(factor * ALPHA * math.log(1e-8), rel=1e-4)
+        assert wrong == pytest.approx(1e8, rel=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_under_autocast_the_loss_is_float32_and_nearly_the_same(variant, dtype):
+    torch.manual_seed(0)
+    ours, maps = Localiser(variant, [16], 0, (4, 4), released=False), [torch.randn(4, 16, 4, 4)]
+    words, weights = drawn(4, 32), torch.ones(4)
+    with torch.autocast("cpu", dtype):
+        got = ours(maps, words, weights)
+    assert got.dtype == torch.float32
+    torch.testing.assert_close(got, ours(maps, words, weights), rtol=2e-2, atol=2e-3)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    "name", ["lvvit_micro", "swin_tiny_patch4_window7_224", "resnet18", "cvt_13_drloc", "dhvt_tiny_imagenet_patch16"]
+)
+def test_a_network_with_its_heads_is_one_graph(name, variant):
+    torch._dynamo.reset()
+    both = Localised(network(name), variant, 0, [64]).eval()
+    image, words, weights = torch.randn(2, 3, 64, 64), drawn(2, 5), torch.ones(2)
+    compiled = torch.compile(both, fullgraph=True, backend="eager", dynamic=False)
+    torch.testing.assert_close(compiled(image, words, weights), both(image, words, weights))
+
+
+def test_nothing_waits(no_host_read):
+    both = Localised(network("lvvit_micro"), "all", 4, [64])
+    image, words, weights = torch.randn(2, 3, 64, 64), drawn(2, 5), torch.ones(2)
+    with no_host_read():
+        both(image, words, weights).loss.backward()
+    assert all(head[0].weight.grad.any() for head in both.localiser.heads)
+    assert both.model.stem[0].weight.grad.any()
+
+
+def test_under_mixtoken_the_map_is_the_mixed_images():
+    """What is exchanged keeps its place; the tokens' logits alone go back to their images."""
+    model = network("lvvit_micro", token_head=True).eval()
+    image, mask = torch.randn(2, 3, 64, 64), torch.zeros(8, 8, dtype=torch.bool)
+    mask[2:5, 1:7] = True
+    both = Localised(model, "l1", 0, [64])
+    with torch.no_grad():
+        _, (map_NDRC,) = both._features(image, mix_PP=mask)
+        want = model.forward_features(image, mask)[:, 1:]
+        torch.testing.assert_close(map_NDRC.flatten(2).mT, want)
+        assert not torch.allclose(want, model.forward_features(image)[:, 1:])
+        torch.testing.assert_close(both(image, drawn(2, 5), torch.ones(2), mix_PP=mask).output, model(image, mask))
+
+
+def test_only_biases_of_the_heads_and_what_the_model_says_is_not_decayed():
+    both = Localised(network("swin_tiny_patch4_window7_224"), "l1", 0, [64])
+    assert len(both.no_weight_decay()) == 5  # a table of relative positions for each block
+    assert both.no_weight_decay() <= {name for name, _ in both.named_parameters()}
+
+
+def test_it_learns_where_places_are_told():
+    """An identity map of coordinates: the head alone brings the distance from 0.33 to below 0.05."""
+    torch.manual_seed(0)
+    ours, weight = Localiser("l1", [2], 0, (4, 4), released=False), torch.ones(8)
+    grid = torch.stack(torch.meshgrid(torch.arange(4.0), torch.arange(4.0), indexing="ij")).expand(8, 2, 4, 4)
+    optimizer, losses = torch.optim.Adam(ours.parameters(), 1e-3), []
+    for step in range(150):
+        words = torch.randint(2**32, (8, 64, 4), generator=torch.Generator().manual_seed(step))
+        loss = ours([grid], words, weight)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[0] > 0.2
+    assert losses[-1] < 0.05

@@ -1,0 +1,145 @@
+"""Our renderer against Pillow's, on photographs and on every odd kind of file."""
+
+import io
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import timm
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+
+from densefeed import native
+from densefeed.relabel import rendering
+from densefeed.relabel.rendering import NativeRender, PillowRender
+from densefeed.storage.geometry import Look, crop_in_pixels, window_of
+from densefeed.storage.score_maps import ScoreMapStore
+from densefeed.system.errors import UserError
+from densefeed.tools import relabel_imagenet
+
+MEAN = 0.6  # grey levels
+
+
+class Viewer:
+    """Looks as a teacher has them: two boxes with fractions, one mirrored; or one."""
+
+    fill = (120, 110, 100)
+
+    def __init__(self, size, interpolation, several=False, geometry="centre-crop"):
+        self.input_size, self.interpolation, self.several, self.geometry = size, interpolation, several, geometry
+
+    def window(self, height, width):
+        return window_of(self.geometry, height, width)
+
+    def looks(self, height, width):
+        one = Look(crop_in_pixels(self.window(height, width), height, width), False)
+        return [one, Look((0.3, 1.6, width - 2.2, height - 0.7), True)] if self.several else [one]
+
+
+def images_of(*files: bytes) -> SimpleNamespace:
+    return SimpleNamespace(read=lambda index: files[index], where=lambda index: f"image-{index}")
+
+
+def both(file: bytes, viewer: Viewer) -> tuple[np.ndarray, np.ndarray]:
+    """Ours and Pillow's looks; their windows are equal."""
+    pixels = np.full((2, 1 + viewer.several, viewer.input_size, viewer.input_size, 3), 99, np.uint8)
+    windows = [make(images_of(file), viewer)(0, out) for make, out in zip((NativeRender, PillowRender), pixels, strict=True)]
+    assert windows[0] == windows[1]
+    return pixels[0].astype(int), pixels[1].astype(int)
+
+
+def saved(image: Image.Image, kind: str = "JPEG", **options) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize("filter", ["BILINEAR", "BICUBIC", "LANCZOS"])
+@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize("size", [48, 224, 576])
+def test_looks_are_pillows(photographs, filter, several, size, monkeypatch):
+    viewer = Viewer(size, Image.Resampling[filter], several)
+    used = []
+    cut = rendering.cut
+    monkeypatch.setattr(rendering, "cut", lambda *words: used.append(cut(*words)) or used[-1])
+    for photograph in photographs[:3]:
+        for subsampling in ("4:2:0", "4:4:4"):
+            ours, pillows = both(saved(photograph, quality=90, subsampling=subsampling), viewer)
+            assert np.abs(ours - pillows).mean() <= MEAN, subsampling
+    assert used == ([] if filter == "LANCZOS" else [True] * 6)
+
+
+def test_a_cubic_at_sharp_edges_stays_within_its_levels():
+    """Black and white to the edge of the image, enlarged: Pillow clips between its two passes, ours after both. Nothing wraps around."""
+    rng = np.random.default_rng(0)
+    black_or_white = (rng.integers(0, 2, (20, 24, 1)) * 255).repeat(3, 2).astype(np.uint8)
+    blocks = Image.fromarray(black_or_white).resize((96, 80), Image.Resampling.NEAREST)
+    for file in (saved(blocks, quality=95), saved(blocks, "PNG")):
+        for size in (31, 200):
+            ours, pillows = both(file, Viewer(size, Image.Resampling.BICUBIC, geometry="squash"))
+            assert np.abs(ours - pillows).mean() < 3
+            assert np.abs(ours - pillows).max() < 40
+
+
+def odd_files(photograph: Image.Image) -> dict[str, bytes]:
+    """What occurs in real sets."""
+    rotated = Image.Exif()
+    rotated[0x0112] = 6
+    ramp = np.linspace(0, 65535, 60 * 50).astype(np.uint16).reshape(50, 60)
+    small = photograph.resize((60, 50))
+    return {
+        "grey": saved(small.convert("L")), "cmyk": saved(small.convert("CMYK")), "progressive": saved(small, progressive=True),
+        "exif-rotated": saved(small, exif=rotated), "16 bits": saved(Image.fromarray(ramp), "PNG"),
+        "transparent": saved(small.convert("RGBA"), "PNG"), "palette": saved(small.convert("P"), "GIF"), "webp": saved(small, "WEBP"),
+        "rgb": saved(small, keep_rgb=True), "one pixel": saved(small.resize((1, 1))), "thin": saved(small.resize((400, 1))),
+    }  # fmt: skip
+
+
+def test_odd_files_are_what_pillow_makes_of_them(photographs):
+    for kind, file in odd_files(photographs[0]).items():
+        ours, pillows = both(file, Viewer(64, Image.Resampling.BICUBIC, geometry="squash"))
+        assert np.abs(ours - pillows).mean() <= 1, kind
+
+
+def test_damaged_files_are_refused_in_pillows_words(photographs):
+    whole = saved(photographs[0])
+    for file in (whole[: len(whole) // 2], b"hello", b"", whole[:2]):
+        said = []
+        for make in (NativeRender, PillowRender):
+            with pytest.raises(UserError, match=r"image-0 cannot be decoded .*; replace or remove this file") as error:
+                make(images_of(file), Viewer(64, Image.Resampling.BILINEAR))(0, np.empty((1, 64, 64, 3), np.uint8))
+            said.append(str(error.value))
+        assert said[0] == said[1]
+
+
+def test_a_look_beyond_the_image_shows_the_teachers_fill_there(photographs):
+    """Letterboxed: the image stands in the middle of its square."""
+    image = photographs[0].resize((60, 30))
+    viewer = Viewer(60, Image.Resampling.BILINEAR)
+    viewer.looks = lambda height, width: [Look((0.0, -15.0, 60.0, 45.0), False)]
+    ours, pillows = both(saved(image), viewer)
+    np.testing.assert_array_equal(ours, pillows)
+    assert (ours[0, :14] == Viewer.fill).all()
+    assert ours[0, 20:40].mean() > 5
+
+
+def test_memory_used_up_is_said(photographs, monkeypatch):
+    monkeypatch.setattr(native.Job, "decode", lambda self: self.samples["status"].fill(native.NO_MEMORY))
+    with pytest.raises(UserError, match=r"memory is used up; choose a smaller --batch"):
+        both(saved(photographs[0]), Viewer(48, Image.Resampling.BILINEAR))
+
+
+def test_the_pass_by_our_decoder_labels_as_by_pillow(folder, tmp_path):
+    """The command with either decoder: other pixels by a rounding, so other logits, by no more than 2 %."""
+    torch.manual_seed(0)
+    save_file(timm.create_model("test_resnet", num_classes=2).state_dict(), tmp_path / "teacher.safetensors")
+    logits = []
+    for decoder in ("native", "pillow"):
+        wanted = relabel_imagenet.Labelling(
+            data=folder, teacher=(str(tmp_path / "teacher.safetensors"),), model=("test_resnet",), input_size=(64,), top_k=2, device="cpu",
+            decoder=decoder, threads=2, out=tmp_path / f"{decoder}.h5",
+        )  # fmt: skip
+        relabel_imagenet.main(wanted)
+        logits.append(ScoreMapStore(wanted.out).rows(np.arange(11)).logit.astype(float))
+    assert 0 < np.abs(logits[0] - logits[1]).mean() < 0.02 * np.abs(logits[1]).mean()

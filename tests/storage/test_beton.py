@@ -1,0 +1,856 @@
+""".beton read and written both ways against stock ffcv 1.0.2, against damage, kills and full disks."""
+
+import errno
+import io
+import json
+import os
+import shutil
+import signal
+import tracemalloc
+import zlib
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from densefeed.pipelines.ffcv import FfcvSource, map_arrays, map_fields
+from densefeed.storage import beton as module
+from densefeed.storage.beton import (
+    ALLOCATION,
+    BYTES,
+    FIELD,
+    HEADER,
+    IMAGE,
+    INT,
+    JSON,
+    NDARRAY,
+    PAGE,
+    RGB,
+    Beton,
+    Field,
+    describe_field,
+    metadata_dtype,
+    read_front,
+)
+from densefeed.storage.beton_writer import BetonWriter, Sample, write_beton
+from densefeed.storage.score_maps import ScoreMapWriter, StoreHeader, row_crcs
+from densefeed.system.errors import UserError
+
+NOTES = {"class_names": ["a", "b", "c"], "fingerprint": "f" * 64, "teacher": "t", "absent": "tail"}
+NOTES |= {"max_palette": 9, "min_window_side": 0.5}
+
+
+def jpegs(count, seed=0):
+    rng = np.random.default_rng(seed)
+    out = []
+    for _ in range(count):
+        height, width = rng.integers(20, 60, 2)
+        buffer = io.BytesIO()
+        coarse = Image.fromarray(rng.integers(0, 255, (3, 3, 3), dtype=np.uint8))
+        coarse.resize((width, height), Image.Resampling.BICUBIC).save(buffer, "JPEG", quality=95)
+        out.append((buffer.getvalue(), int(height), int(width)))
+    return out
+
+
+def samples_of(random_maps, count=7, seed=0):
+    maps = random_maps(count, 6, 3, 9, seed=seed)
+    return [Sample(*image, n % 3, map_arrays(maps, n)) for n, image in enumerate(jpegs(count, seed))], maps
+
+
+def write(path, random_maps, count=7, seed=0, **notes):
+    samples, maps = samples_of(random_maps, count, seed)
+    write_beton(path, samples, map_fields(6, 3), NOTES | notes)
+    return samples, maps
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory, random_maps):
+    """A file of seven samples with maps, its bytes, and what a reader gets of it."""
+    path = tmp_path_factory.mktemp("packed") / "x.beton"
+    write(path, random_maps)
+    return path, path.read_bytes(), everything(path)
+
+
+def everything(path):
+    """All that a reader can get out of a file, arrays before images."""
+    beton = Beton(path)
+    arrays = beton.arrays(np.arange(len(beton))) if beton.crcs is not None else {}
+    columns = (beton.labels, beton.heights, beton.widths, beton.raw, *arrays.values())
+    images = [beton.image(n) for n in range(len(beton))]
+    got = [column.tobytes() for column in columns], beton.fields, beton.notes, beton.fingerprint(), images
+    beton.close()
+    return got
+
+
+# ----------------------------------------------------------------------- round trip
+
+
+def test_what_is_written_comes_back(tmp_path, random_maps):
+    samples, maps = write(tmp_path / "x.beton", random_maps)
+    beton = Beton(tmp_path / "x.beton")
+    assert len(beton) == 7
+    assert beton.notes == {"densefeed": 2} | NOTES
+    np.testing.assert_array_equal(beton.labels, np.arange(7) % 3)
+    for n, sample in enumerate(samples):
+        assert beton.image(n) == (sample.jpeg, False)
+        assert (beton.heights[n], beton.widths[n]) == (sample.height, sample.width)
+    ids = np.array([5, 0, 5])
+    both = beton.array("map", ids)
+    np.testing.assert_array_equal(both[:, 0].view("<f2"), maps.logit[ids])
+    np.testing.assert_array_equal(both[:, 1].view("<u2"), maps.cls[ids])
+    np.testing.assert_array_equal(beton.array("window", ids), maps.window[ids])
+    np.testing.assert_array_equal(beton.crcs, row_crcs(maps))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["x.beton"]
+
+
+def test_the_extents_are_where_the_bytes_stand(tmp_path, random_maps):
+    """What a reader in C uses: descriptor, offset and size, of two files at once."""
+    (one, _), (two, _) = write(tmp_path / "1.beton", random_maps), write(tmp_path / "2.beton", random_maps, seed=1)
+    beton = Beton([tmp_path / "1.beton", tmp_path / "2.beton"])
+    for n, sample in enumerate([*one, *two]):
+        file, offset, size = (int(column[n]) for column in beton.images)
+        assert os.pread(beton.descriptors[file], size, offset) == sample.jpeg
+    ids = np.array([9, 2])
+    for name, number in (("map", 0), ("lse", 1), ("window", 2)):
+        descriptors, offsets = beton.array_offsets(name, ids)
+        for n, descriptor, offset in zip(ids, descriptors, offsets, strict=True):
+            array = (*one, *two)[n].arrays[number]
+            assert os.pread(descriptor, beton.field(name).nbytes, offset) == array.tobytes()
+
+
+def test_samples_never_cross_a_page_and_arrays_are_aligned(tmp_path):
+    """Three samples of 3 MB in pages of 8 MiB: the third must begin the second page."""
+    noise = module.SOI + np.random.default_rng(0).bytes(2_999_999)
+    field = Field(NDARRAY, "x", "<f4", (3,))
+    write_beton(tmp_path / "x.beton", [Sample(noise, 10, 10, 0, (np.arange(3.0) + n,)) for n in range(3)], [field], NOTES)
+    beton = Beton(tmp_path / "x.beton")
+    for n in range(3):
+        assert beton.image(n)[0] == noise
+        np.testing.assert_array_equal(beton.array("x", np.array([n]))[0], np.arange(3) + n)
+    assert (beton.images.offset // PAGE == (beton.images.offset + beton.images.size - 1) // PAGE).all()
+    assert (beton.array_offsets("x", np.arange(3))[1] % 16 == 0).all()
+
+
+def test_a_sample_larger_than_a_page_is_refused_and_nothing_stays(tmp_path):
+    with pytest.raises(UserError, match=r"does not fit a page"):
+        write_beton(tmp_path / "x.beton", [Sample(bytes(9_000_000), 1, 1, 0)], [], NOTES)
+    assert list(tmp_path.iterdir()) == []
+
+
+# ----------------------------------------------------------------------- several files
+
+
+def test_several_files_are_one_dataset(tmp_path, random_maps):
+    one, _ = write(tmp_path / "1.beton", random_maps, 4, min_window_side=0.25)
+    two, _ = write(tmp_path / "2.beton", random_maps, 3, seed=1, max_palette=11, fingerprint="e" * 64)
+    both, first = Beton([tmp_path / "2.beton", tmp_path / "1.beton"]), Beton(tmp_path / "1.beton")
+    assert [both.image(n)[0] for n in range(7)] == [sample.jpeg for sample in [*two, *one]]
+    np.testing.assert_array_equal(both.array("map", np.array([5, 0])), np.stack([one[2].arrays[0], two[0].arrays[0]]))
+    assert both.where(5) == f"{tmp_path / '1.beton'} image 2"
+    assert (both.notes["max_palette"], both.notes["min_window_side"]) == (11, 0.25)
+    assert first.fingerprint() == "f" * 64
+    assert (
+        len({both.fingerprint(), first.fingerprint(), Beton([tmp_path / "1.beton", tmp_path / "2.beton"]).fingerprint()}) == 3
+    )
+
+
+def test_files_that_do_not_fit_are_refused_by_name(tmp_path, random_maps):
+    write(tmp_path / "1.beton", random_maps)
+    write(tmp_path / "2.beton", random_maps, class_names=["a", "b", "d"])
+    write(tmp_path / "3.beton", random_maps, absent="zero-logit")
+    write_beton(tmp_path / "4.beton", [Sample(*jpegs(1)[0], 0)], [], NOTES)
+    for name, said in (("2", "another class names"), ("3", "another absent"), ("4", "other fields")):
+        with pytest.raises(UserError, match=rf"{name}\.beton has {said} than .*1\.beton"):
+            Beton([tmp_path / "1.beton", tmp_path / f"{name}.beton"])
+    with pytest.raises(UserError, match=r"no \.beton file was named"):
+        Beton([])
+
+
+# ----------------------------------------------------------------------- damage
+
+
+def places(path):
+    """The parts of a packed file that have a checksum, and those that nobody reads: {name: [(start, end)]}."""
+    with open(path, "rb") as file:
+        front = read_front(path, file.fileno())
+    beton = Beton(path)
+    count, sums_at = len(beton), front.notes["crc32"]["samples_at"]
+    notes_end = sums_at + 4 * count + len(json.dumps(front.notes))
+    found = {
+        "header": [(0, HEADER.itemsize)], "descriptors": [(HEADER.itemsize, front.metadata)],
+        "metadata": [(front.metadata, sums_at)], "checksums": [(sums_at, sums_at + 4 * count)],
+        "notes": [(sums_at + 4 * count, notes_end)], "table": [(front.table, path.stat().st_size)],
+    }  # fmt: skip
+    extents = []
+    for name in ("map", "lse", "window"):
+        starts = beton.array_offsets(name, np.arange(count))[1]
+        extents += [(at, at + beton.field(name).nbytes) for at in starts.tolist()]
+    found["arrays"] = sorted(extents)
+    images = [(at, at + size) for at, size in zip(beton.images.offset.tolist(), beton.images.size.tolist(), strict=True)]
+    used = sorted(extents + images)
+    ends = [notes_end, *(end for _, end in used)]
+    found["padding"] = [(a, b) for a, b in zip(ends, [*(start for start, _ in used), front.table], strict=True) if a < b]
+    return found
+
+
+@contextmanager
+def flipped(path, at, bit):
+    """One bit of the file the other way round, for a while."""
+    with open(path, "r+b", buffering=0) as file:
+        before = os.pread(file.fileno(), 1, at)
+        os.pwrite(file.fileno(), bytes([before[0] ^ 1 << bit]), at)
+        yield
+        os.pwrite(file.fileno(), before, at)
+
+
+@given(data=st.data())
+@settings(max_examples=500, deadline=None)
+def test_a_flipped_bit_is_found_or_harmless(packed, data):
+    path, _, want = packed
+    regions = places(path)
+    region = data.draw(st.sampled_from(sorted(regions)))
+    start, end = data.draw(st.sampled_from(regions[region]))
+    at, bit = data.draw(st.integers(start, end - 1)), data.draw(st.integers(0, 7))
+    with flipped(path, at, bit):
+        if region == "padding":
+            assert everything(path) == want
+        elif region == "arrays":
+            beton = Beton(path)
+            with pytest.raises(UserError, match=r"x\.beton image \d: its arrays are damaged"):
+                beton.arrays(np.arange(7))
+            with pytest.raises(UserError, match=r"its arrays are damaged"):  # also where another field is asked for
+                beton.array("window", np.arange(7))
+        else:
+            with pytest.raises(UserError, match=r"x\.beton"):
+                Beton(path)
+
+
+def test_every_bit_of_header_and_notes_place_counts(packed):
+    """The few bytes that decide how the rest is read, exhaustively: 24 of the header, the types, the place of the notes."""
+    path, _, _ = packed
+    image = HEADER.itemsize
+    notes = module.notes_place(image)
+    for at in (*range(HEADER.itemsize), *(image + n * FIELD.itemsize for n in range(5)), *range(notes, notes + 28)):
+        for bit in range(8):
+            with flipped(path, at, bit), pytest.raises(UserError, match=r"x\.beton"):
+                Beton(path)
+
+
+def test_an_image_that_is_no_jpeg_is_found(packed):
+    path, _, _ = packed
+    beton = Beton(path)
+    with flipped(path, int(beton.images.offset[3]), 0), pytest.raises(UserError, match=r"x\.beton image 3 .*no JPEG"):
+        beton.image(3)
+
+
+def cuts(path):
+    """Every border between two parts of the file, and a byte to either side."""
+    borders = {edge for spans in places(path).values() for span in spans for edge in span}
+    return sorted(at for edge in borders for at in (edge - 1, edge, edge + 1) if 0 <= at < path.stat().st_size)
+
+
+def test_a_cut_at_every_border_is_refused(packed, tmp_path):
+    path, whole, _ = packed
+    (tmp_path / "cut.beton").write_bytes(whole)
+    for at in reversed(cuts(path)):
+        os.truncate(tmp_path / "cut.beton", at)
+        with pytest.raises(UserError, match=r"cut\.beton"):
+            Beton(tmp_path / "cut.beton")
+
+
+@given(share=st.floats(0, 1, exclude_max=True))
+@settings(max_examples=60, deadline=None)
+def test_a_cut_anywhere_is_refused(packed, share):
+    path, whole, _ = packed
+    cut = path.with_name("cut.beton")
+    cut.write_bytes(whole)
+    os.truncate(cut, int(share * len(whole)))
+    with pytest.raises(UserError, match=r"cut\.beton"):
+        Beton(cut)
+
+
+def test_a_longer_file_is_refused(packed, tmp_path):
+    _, whole, _ = packed
+    (tmp_path / "x.beton").write_bytes(whole + bytes(24))
+    with pytest.raises(UserError, match=r"cut or damaged"):
+        Beton(tmp_path / "x.beton")
+
+
+def test_cut_while_open_is_an_error_and_no_signal(packed, tmp_path):
+    _, whole, _ = packed
+    path = tmp_path / "x.beton"
+    path.write_bytes(whole)
+    beton = Beton(path)
+    assert str(path) not in Path("/proc/self/maps").read_text()
+    os.truncate(path, int(beton.images.offset[4]) + 10)
+    assert beton.image(3)[0][:2] == module.SOI
+    for read in (lambda: beton.image(4), lambda: beton.array("map", np.array([5]))):
+        with pytest.raises(UserError, match=r"x\.beton image [45] is gone: .* cut or replaced while open"):
+            read()
+
+
+def test_replaced_while_open_goes_on_with_the_old_file(packed, tmp_path, random_maps):
+    _, whole, want = packed
+    path = tmp_path / "x.beton"
+    path.write_bytes(whole)
+    beton = Beton(path)
+    write(tmp_path / "new.beton", random_maps, seed=5)
+    os.replace(tmp_path / "new.beton", path)
+    assert [beton.image(n) for n in range(7)] == want[-1]
+
+
+def test_nothing_stays_open(packed):
+    path, whole, _ = packed
+    before = len(os.listdir("/proc/self/fd"))
+    beton = Beton([path, path])
+    assert len(os.listdir("/proc/self/fd")) == before + 2
+    beton.close()
+    with pytest.raises(ValueError, match="closed"):
+        beton.image(0)
+    Beton(path)  # nobody keeps it
+    (path.parent / "short.beton").write_bytes(whole[:5000])
+    with pytest.raises(UserError):
+        Beton([path, path.parent / "short.beton"])
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_refusals_name_the_file(tmp_path, packed):
+    with pytest.raises(UserError, match=r"nowhere.beton: there is no such file"):
+        Beton(tmp_path / "nowhere.beton")
+    with pytest.raises(UserError, match=r"is no file"):
+        Beton(tmp_path)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UserError, match=r"is no file"):  # opening it would wait for a writer
+        Beton(tmp_path / "pipe")
+    path = tmp_path / "x.beton"
+    path.write_bytes(b"\x01" * 5000)
+    with pytest.raises(UserError, match=r"not an FFCV dataset of version 2"):
+        Beton(path)
+    path.write_bytes(earlier_version(packed[1]))
+    with pytest.raises(UserError, match=r"earlier version"):
+        Beton(path)
+
+
+def earlier_version(whole):
+    """The file with notes of version 1, which had no checksums."""
+    data, at = bytearray(whole), module.notes_place(HEADER.itemsize)
+    place = np.frombuffer(data, module.NOTES, 1, at)[0]
+    text = bytes(data[place["at"] : place["at"] + place["size"]]).replace(b'"densefeed": 2', b'"densefeed": 1')
+    data[place["at"] : place["at"] + place["size"]] = text
+    data[at + 24 : at + 28] = bytes(4)
+    return data
+
+
+# ----------------------------------------------------------------------- files of others
+
+
+def foreign(path, fields, images, order, scattered=False):
+    """A .beton as FFCV's workers might have written it: any fields, samples in the file in another order, no notes."""
+    metadata = np.zeros(len(images), metadata_dtype([field.type for field in fields]))
+    start = HEADER.itemsize + FIELD.itemsize * len(fields) + metadata.nbytes
+    pages, table, at = bytearray(), [], -(-start // PAGE) * PAGE
+    for index in order:
+        jpeg, height, width = images[index]
+        for n, field in enumerate(fields):
+            if field.type == INT:
+                metadata[index][f"f{n}"] = index % 3
+                continue
+            content = {RGB: jpeg, BYTES: b"x" * (index % 3), JSON: b'{"a": 1}\0', NDARRAY: np.full(3, index, "<f4").tobytes()}
+            content = content[field.type]
+            record = {RGB: (0, width, height, at), BYTES: (at, len(content)), JSON: (at, len(content)), NDARRAY: at}
+            metadata[index][f"f{n}"] = record[field.type]
+            table.append((index, at, len(content)))
+            pages += content
+            at += len(content)
+    end = -(-at // PAGE) * PAGE
+    table = np.array(table, ALLOCATION)
+    if scattered:
+        table = table[np.random.default_rng(0).permutation(len(table))]
+    with open(path, "wb") as file:
+        file.write(np.array((2, len(fields), PAGE, len(images), end), HEADER).tobytes())
+        file.write(b"".join(describe_field(field) for field in fields) + metadata.tobytes())
+        file.seek(-(-start // PAGE) * PAGE)
+        file.write(pages)
+        file.seek(end)
+        file.write(table.tobytes())
+
+
+FOREIGN = [
+    [Field(RGB, "image"), Field(INT, "label")],
+    [Field(INT, "label"), Field(BYTES, "text"), Field(NDARRAY, "x", "<f4", (3,)), Field(RGB, "image"), Field(JSON, "j")],
+]
+
+
+@pytest.mark.parametrize("scattered", [False, True])
+@pytest.mark.parametrize("fields", FOREIGN, ids=["two", "many"])
+def test_any_order_of_fields_samples_and_entries(tmp_path, fields, scattered, monkeypatch):
+    monkeypatch.setattr(module, "CHUNK", 4)
+    images, order = jpegs(11), np.random.default_rng(1).permutation(11).tolist()
+    foreign(tmp_path / "x.beton", fields, images, order, scattered)
+    beton = Beton(tmp_path / "x.beton")
+    assert [beton.image(n)[0] for n in range(11)] == [jpeg for jpeg, _, _ in images]
+    np.testing.assert_array_equal(beton.labels, np.arange(11) % 3)
+    np.testing.assert_array_equal(beton.heights, [height for _, height, _ in images])
+    assert (beton.notes, beton.crcs) == ({}, None)
+    if beton.has("x"):
+        np.testing.assert_array_equal(beton.array("x", np.array([7, 2]))[:, 0], [7, 2])
+
+
+def test_a_foreign_field_called_map_is_no_score_map(tmp_path):
+    foreign(tmp_path / "x.beton", [*FOREIGN[0], Field(NDARRAY, "map", "<f4", (3,))], jpegs(3), range(3))
+    assert FfcvSource(tmp_path / "x.beton").spec is None
+
+
+@given(data=st.data())
+@settings(max_examples=150, deadline=None)
+def test_damage_in_a_file_without_checksums_never_crashes(tmp_path_factory, data):
+    """Bits that decide about structure are checked; the rest may give other data, but an answer or a UserError."""
+    path = tmp_path_factory.getbasetemp() / "foreign.beton"
+    if not path.exists():
+        foreign(path, FOREIGN[1], jpegs(5), [3, 1, 0, 2, 4])
+    size, front = path.stat().st_size, HEADER.itemsize + 5 * FIELD.itemsize + 5 * 72
+    at = data.draw(st.one_of(st.integers(0, 23), st.integers(0, front - 1), st.integers(size - 20 * 24, size - 1)))
+    with flipped(path, at, data.draw(st.integers(0, 7))), suppress(UserError):
+        everything(path)
+
+
+@pytest.mark.parametrize(
+    ("where", "value", "said"),
+    [
+        ("type", 255, "type 255"), ("mode", 9, "unknown mode"), ("height", 0, "without a size"),
+        ("ptr", 3, "does not know sample"), ("owner", 4, "does not know sample 4"),
+        ("size", 2**40, "outside the pages"), ("size", 2**63, "outside the pages"), ("size", 0, "outside the pages"),
+    ],
+)  # fmt: skip
+def test_structural_damage_is_named(tmp_path, where, value, said):
+    path = tmp_path / "x.beton"
+    foreign(path, FOREIGN[0], jpegs(5), range(5))
+    data = bytearray(path.read_bytes())
+    image, table = HEADER.itemsize + 2 * FIELD.itemsize, len(data) - 5 * 24
+    offset = {name: image + IMAGE.fields[name][1] for name in IMAGE.names} | {"type": 24, "owner": table, "size": table + 16}
+    width = {"type": 1, "mode": 1, "height": 2}.get(where, 8)
+    data[offset[where] : offset[where] + width] = value.to_bytes(width, "little")
+    path.write_bytes(data)
+    with pytest.raises(UserError, match=said):
+        Beton(path)
+
+
+def test_a_sample_that_nobody_owns_is_found(tmp_path):
+    """An entry twice, another not at all: each entry alone is in order."""
+    foreign(tmp_path / "x.beton", FOREIGN[0], jpegs(5), range(5))
+    data = bytearray((tmp_path / "x.beton").read_bytes())
+    data[-5 * 24 : -4 * 24] = data[-24:]
+    (tmp_path / "x.beton").write_bytes(data)
+    with pytest.raises(UserError, match="does not know sample 0"):
+        Beton(tmp_path / "x.beton")
+
+
+# ----------------------------------------------------------------------- memory
+
+
+def test_opening_takes_little_memory(tmp_path):
+    """A law for 1.28 M samples, measured at a twentieth: at most 80 bytes a sample with maps, and 20 MB of buffers."""
+    count = 64_000
+    with BetonWriter(tmp_path / "x.beton", count, map_fields(18, 5), NOTES) as writer:
+        rows = writer._rows  # 64,000 images that nobody reads: records of them, and a hole for their bytes
+        rows["index"], rows["size"], rows["height"], rows["width"], rows["state"] = np.arange(count), 30_000, 375, 500, 1
+        rows["ptr"] = writer._first_page + np.arange(count, dtype=np.uint64) * 2**16
+        writer._at = int(rows["ptr"][-1]) + 2**16
+        writer.finish()
+    tracemalloc.start()
+    beton = Beton(tmp_path / "x.beton")
+    kept, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(beton) == count
+    assert kept < 80 * count
+    assert peak < kept + 20e6
+
+
+# ----------------------------------------------------------------------- interrupted writing
+
+FAULTY = ("pwrite", "ftruncate", "fsync", "replace", "unlink")
+
+
+def break_after(calls, act):
+    """Let the call number `calls` of those that change a disk do half its work and then `act`; gives them back on call."""
+    left, real = [calls], {name: getattr(os, name) for name in FAULTY}
+
+    def wrap(name):
+        def call(*args, **kwargs):
+            left[0] -= 1
+            if left[0] < 0:
+                if name == "pwrite":
+                    real[name](args[0], bytes(args[1])[: len(args[1]) // 2], args[2])
+                act()
+            return real[name](*args, **kwargs)
+
+        return call
+
+    for name in FAULTY:
+        setattr(os, name, wrap(name))
+    return lambda: [setattr(os, name, real[name]) for name in FAULTY]
+
+
+def pack(path, samples, fails=()):
+    with BetonWriter(path, len(samples), map_fields(6, 3), NOTES) as writer:
+        for index in writer.todo().tolist():
+            writer.fail(index) if index in fails else writer.write(index, samples[index])
+        writer.finish()
+
+
+def pack_and_die(path, samples, calls, **options):
+    """Pack in a child that is killed at its call number `calls`; whether it was."""
+    child = os.fork()
+    if child == 0:
+        try:
+            break_after(calls, lambda: os.kill(os.getpid(), signal.SIGKILL))
+            pack(path, samples, **options)
+        finally:
+            os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("begun", [None, 9], ids=["fresh", "continued"])
+def test_killed_at_any_write_it_goes_on_to_the_same_bytes(tmp_path, random_maps, packed, begun):
+    """Also where the packing that is killed continues one that was killed after `begun` writes."""
+    samples, _ = samples_of(random_maps)
+    path, calls = tmp_path / "x.beton", 0
+    while (begun is None or pack_and_die(path, samples, begun)) and pack_and_die(path, samples, calls):
+        if path.exists():  # killed between name and clean-up: a later packing is refused, and cleans up
+            with pytest.raises(UserError, match="exists already"):
+                pack(path, samples)
+        else:
+            pack(path, samples)
+        assert path.read_bytes() == packed[1], calls
+        assert [file.name for file in tmp_path.iterdir()] == ["x.beton"]
+        path.unlink()
+        calls += 1
+    assert calls > 15
+    assert path.read_bytes() == packed[1]
+
+
+def test_killed_again_and_again_it_arrives(tmp_path, random_maps, packed):
+    samples, _ = samples_of(random_maps)
+    deaths = 0
+    while pack_and_die(tmp_path / "x.beton", samples, 14):
+        deaths += 1
+        assert deaths < 10
+    assert deaths > 1
+    assert (tmp_path / "x.beton").read_bytes() == packed[1]
+
+
+def test_a_disk_that_fills_at_any_write_is_one_error_and_it_goes_on(tmp_path, random_maps, packed):
+    samples, _ = samples_of(random_maps)
+    path = tmp_path / "x.beton"
+
+    def full():
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    for calls in range(100):
+        restore, error = break_after(calls, full), None
+        try:
+            pack(path, samples)
+        except OSError as raised:
+            error = raised
+        finally:
+            restore()
+        if error is None:
+            break
+        assert (error.errno, error.filename) == (errno.ENOSPC, str(path))
+        if path.exists():  # all is written but the last clean-up
+            path.unlink()
+            (tmp_path / "x.beton.part.rows").unlink(missing_ok=True)
+    assert calls > 5
+    assert path.read_bytes() == packed[1]
+
+
+def test_what_a_power_cut_lost_is_packed_again(tmp_path, random_maps, packed):
+    """The journal reached the disk, but not the third image, nor the end of the journal."""
+    samples, _ = samples_of(random_maps)
+    path, part, journal = (tmp_path / f"x.beton{end}" for end in ("", ".part", ".part.rows"))
+    assert pack_and_die(path, samples, 14)
+    with open(part, "r+b") as file:
+        file.seek(whole_image(packed[0], 2) - 40)
+        file.write(bytes(40))
+    with open(journal, "ab") as file:
+        file.write(bytes(1000))
+    assert pack_and_die(path, samples, 4)  # the third image again, and its record
+    with BetonWriter(path, 7, map_fields(6, 3), NOTES) as writer:
+        assert writer.todo().tolist() == [3, 4, 5, 6]  # what the journal said of 3 and 4 went with it
+    pack(path, samples)
+    assert path.read_bytes() == packed[1]
+
+
+def whole_image(path, index):
+    """Where image `index` of a file ends."""
+    images = Beton(path).images
+    return int(images.offset[index] + images.size[index])
+
+
+def test_half_an_image_leaves_no_trace(tmp_path, random_maps):
+    """Killed in the middle of the last image, which then turns out to be unreadable."""
+    samples, _ = samples_of(random_maps)
+    assert pack_and_die(tmp_path / "x.beton", samples, 4 + 2 * 6)
+    for name in ("x", "y"):
+        pack(tmp_path / f"{name}.beton", samples, fails=[6])
+    assert (tmp_path / "x.beton").read_bytes() == (tmp_path / "y.beton").read_bytes()
+
+
+def test_an_image_that_failed_is_tried_again_and_stands_last(tmp_path, random_maps):
+    samples, _ = samples_of(random_maps)
+    notes = NOTES | {"fingerprint": "e" * 64}  # the file was mended, so its size changed
+    with BetonWriter(tmp_path / "y.beton", 7, map_fields(6, 3), notes) as writer:
+        for index in (0, 1, 3, 4, 5, 6, 2):
+            writer.write(index, samples[index])
+        writer.finish()
+    path = tmp_path / "x.beton"
+    assert pack_and_die(path, samples, 23, fails=[2])  # when all is written that says one is missing
+    with open(tmp_path / "x.beton.part", "r+b") as file:
+        file.seek(places(tmp_path / "y.beton")["notes"][0][1])
+        file.write(b"9999")  # as longer notes would have left
+    with BetonWriter(path, 7, map_fields(6, 3), notes) as writer:
+        assert writer.todo().tolist() == [2]
+        writer.write(2, samples[2])
+        writer.finish()
+    beton = Beton(path)
+    assert [beton.image(n)[0] for n in range(7)] == [sample.jpeg for sample in samples]
+    assert beton.images.offset.argmax() == 2
+    assert beton.notes == {"densefeed": 2} | notes
+    assert path.read_bytes() == (tmp_path / "y.beton").read_bytes()
+
+
+def test_what_is_left_out_is_counted_and_changes_the_fingerprint(tmp_path, random_maps):
+    samples, _ = samples_of(random_maps)
+    pack(tmp_path / "x.beton", samples, fails=[0, 4])
+    beton = Beton(tmp_path / "x.beton")
+    assert [beton.image(n)[0] for n in range(5)] == [samples[n].jpeg for n in (1, 2, 3, 5, 6)]
+    assert beton.notes["left_out"] == 2
+    assert beton.fingerprint() != NOTES["fingerprint"]
+    np.testing.assert_array_equal(beton.array("map", np.array([3]))[0], samples[5].arrays[0])
+    with pytest.raises(UserError, match="none of the 7 images"):
+        pack(tmp_path / "y.beton", samples, fails=range(7))
+
+
+def test_one_packer_at_a_time(tmp_path, random_maps):
+    samples, _ = samples_of(random_maps)
+    with (
+        BetonWriter(tmp_path / "x.beton", 7, map_fields(6, 3), NOTES),
+        pytest.raises(UserError, match=r"x\.beton is being packed by another process"),
+    ):
+        pack(tmp_path / "x.beton", samples)
+    pack(tmp_path / "x.beton", samples)
+
+
+def test_other_samples_never_mix_with_those_of_a_killed_writer(tmp_path, random_maps):
+    samples, _ = samples_of(random_maps)
+    assert pack_and_die(tmp_path / "x.beton", samples, 8)
+    other, _ = samples_of(random_maps, seed=1)
+    with pytest.raises(UserError, match=r"x\.beton\.part holds image 0 otherwise"):
+        write_beton(tmp_path / "x.beton", other, map_fields(6, 3), NOTES)
+
+
+def test_a_part_of_something_else_is_refused_and_kept(tmp_path, random_maps):
+    samples, _ = samples_of(random_maps)
+    assert pack_and_die(tmp_path / "x.beton", samples, 8)
+    before = (tmp_path / "x.beton.part").read_bytes()
+    for notes, arrays, count, said in (
+        (NOTES | {"teacher": "u"}, map_fields(6, 3), 7, "another teacher"),
+        (NOTES | {"fingerprint": "e" * 64}, map_fields(6, 3), 7, "another fingerprint"),
+        (NOTES, map_fields(6, 3), 8, "another num samples"),
+        (NOTES, map_fields(6, 2), 7, "another arrays"),
+    ):
+        with pytest.raises(UserError, match=rf"x\.beton\.part was begun with {said}; remove it"):
+            BetonWriter(tmp_path / "x.beton", count, arrays, notes)
+    assert (tmp_path / "x.beton.part").read_bytes() == before
+    (tmp_path / "y.beton.part").write_text("mine")
+    with pytest.raises(UserError, match=r"y\.beton\.part is in the way"):
+        BetonWriter(tmp_path / "y.beton", 7, [], NOTES)
+    assert (tmp_path / "y.beton.part").read_text() == "mine"
+
+
+# ----------------------------------------------------------------------- verify
+
+
+def test_verify_names_every_damaged_sample(packed, tmp_path, command):
+    _, whole, _ = packed
+    sound, bad, cut = (tmp_path / f"{name}.beton" for name in ("sound", "bad", "cut"))
+    sound.write_bytes(whole)
+    cut.write_bytes(whole[:-1])
+    beton = Beton(sound)
+    data = bytearray(whole)
+    data[int(beton.array_offsets("lse", np.array([2]))[1][0]) + 5] ^= 1
+    end = int(beton.images.offset[6] + beton.images.size[6])
+    data[end - 300 : end] = bytes(300)
+    bad.write_bytes(data)
+    done = command("tools/beton.py", "verify", sound, bad, cut)
+    assert done.returncode == 2, done.stderr
+    assert f"{sound}: sound" in done.stdout
+    assert f"{bad} image 2: its arrays are damaged" in done.stdout
+    assert f"{bad} image 6 is damaged" in done.stdout
+    assert f"{cut} is cut or damaged" in done.stdout
+    assert "bad.beton (2)" in done.stderr
+    module.verify_files((sound,))
+
+
+# ----------------------------------------------------------------------- stock ffcv
+
+FFCV_READS = """
+import sys
+import numpy as np
+from ffcv.fields.basics import IntDecoder
+from ffcv.fields.ndarray import NDArrayDecoder
+from ffcv.fields.rgb_image import CenterCropRGBImageDecoder
+from ffcv.loader import Loader, OrderOption
+from ffcv.transforms import ToTensor
+loader = Loader(sys.argv[1], batch_size=4, num_workers=2, order=OrderOption.SEQUENTIAL, drop_last=False, pipelines={
+    "image": [CenterCropRGBImageDecoder((16, 16), ratio=1.0), ToTensor()], "label": [IntDecoder(), ToTensor()],
+    "map": [NDArrayDecoder(), ToTensor()], "lse": [NDArrayDecoder(), ToTensor()], "window": [NDArrayDecoder(), ToTensor()]})
+parts = [[np.array(field) for field in batch] for batch in loader]
+np.savez(sys.argv[2], *[np.concatenate(column) for column in zip(*parts)])
+"""
+
+FFCV_WRITES = """
+import sys
+import numpy as np
+from ffcv.fields import BytesField, IntField, JSONField, NDArrayField, RGBImageField
+from ffcv.writer import DatasetWriter
+images = np.load(sys.argv[1])
+class Two:
+    def __len__(self): return len(images)
+    def __getitem__(self, n): return images[n % len(images)], n % 3
+class Many:
+    def __len__(self): return 230
+    def __getitem__(self, n):
+        return n % 3, np.full((2, 3), n, "f4"), {"n": int(n)}, images[n % len(images)], np.full(n % 5, n % 256, "u1")
+def image(mode): return RGBImageField(write_mode=mode, jpeg_quality=95)
+if __name__ == "__main__":
+    for mode in ("jpg", "raw"):
+        fields = {"picture": image(mode), "class": IntField()}
+        DatasetWriter(f"{sys.argv[2]}/{mode}.beton", fields, num_workers=2).from_indexed_dataset(Two(), chunksize=2)
+    fields = {"class": IntField(), "x": NDArrayField(np.dtype("f4"), (2, 3)), "j": JSONField(), "picture": image("jpg")}
+    fields["text"] = BytesField()
+    # Two workers and chunks of 10: the samples do not lie in their order.
+    DatasetWriter(f"{sys.argv[2]}/many.beton", fields, num_workers=2).from_indexed_dataset(Many(), chunksize=10)
+"""
+
+
+@pytest.fixture(scope="module")
+def ffcv(command):
+    """A maker of processes that use stock ffcv."""
+    pytest.importorskip("ffcv", reason="ffcv could not be built here")
+
+    def run(code, *words):
+        done = command("-c", code, *words, timeout=600)
+        assert done.returncode == 0, done.stderr[-2000:]
+
+    return run
+
+
+@pytest.mark.ffcv
+def test_stock_ffcv_opens_our_file(tmp_path, random_maps, ffcv):
+    samples, maps = write(tmp_path / "x.beton", random_maps)
+    ffcv(FFCV_READS, tmp_path / "x.beton", tmp_path / "read.npz")
+    image, label, both, lse, window = np.load(tmp_path / "read.npz").values()
+    np.testing.assert_array_equal(label[:, 0], np.arange(7) % 3)
+    np.testing.assert_array_equal(both[:, 0].view("<f2"), maps.logit)
+    np.testing.assert_array_equal(both[:, 1].view("<u2"), maps.cls)
+    np.testing.assert_array_equal(lse.view("<f2"), maps.lse)
+    np.testing.assert_array_equal(window, maps.window)
+    for got, (jpeg, height, width, *_) in zip(image, samples, strict=True):
+        side = min(height, width)
+        box = ((width - side) // 2, (height - side) // 2, (width + side) // 2, (height + side) // 2)
+        want = np.asarray(Image.open(io.BytesIO(jpeg)).crop(box).resize((16, 16), Image.Resampling.BOX)).astype(int)
+        assert np.abs(got - want).mean() < 4  # ffcv's fast DCT and area filter against Pillow's, on smooth images
+
+
+@pytest.fixture(scope="module")
+def stock(tmp_path_factory, ffcv):
+    """What stock ffcv wrote: jpg.beton, raw.beton and many.beton (five fields in another order), and the images."""
+    root, rng = tmp_path_factory.mktemp("stock"), np.random.default_rng(0)
+    smooth = [np.asarray(Image.fromarray(rng.integers(0, 255, (4, 5, 3), dtype=np.uint8)).resize((50, 40))) for _ in range(9)]
+    np.save(root / "images.npy", np.stack(smooth))
+    ffcv(FFCV_WRITES, root / "images.npy", root)
+    return root, smooth
+
+
+@pytest.mark.ffcv
+@pytest.mark.parametrize("mode", ["jpg", "raw"])
+def test_we_open_what_stock_ffcv_wrote(stock, mode):
+    root, smooth = stock
+    source = FfcvSource(root / f"{mode}.beton")
+    np.testing.assert_array_equal(source.labels, np.arange(9) % 3)
+    assert source.class_names == ["0", "1", "2"]
+    for n, want in enumerate(smooth):
+        got = np.asarray(source.image(n)).astype(int)
+        assert np.abs(got - want).mean() <= (0 if mode == "raw" else 3)  # quality 95 on smooth noise: mean 1 to 2
+
+
+@pytest.mark.ffcv
+def test_stock_files_of_many_fields_open_alone_and_together(stock):
+    root, smooth = stock
+    beton = Beton([root / "many.beton"] * 2)
+    np.testing.assert_array_equal(beton.labels, np.tile(np.arange(230) % 3, 2))
+    np.testing.assert_array_equal(beton.array("x", np.arange(460))[:, 1, 2], np.tile(np.arange(230.0), 2))
+    for n in (0, 117, 459):
+        got = np.asarray(Image.open(io.BytesIO(beton.image(n)[0]))).astype(int)
+        assert np.abs(got - smooth[n % 230 % 9]).mean() <= 3
+    with pytest.raises(UserError, match=r"raw\.beton has other fields than .*many\.beton"):
+        Beton([root / "many.beton", root / "raw.beton"])
+
+
+@pytest.mark.ffcv
+def test_a_stock_file_trains_with_maps_beside_it(stock, tmp_path, random_maps, command):
+    root, _ = stock
+    header = StoreHeader(
+        side=6, top_k=3, num_classes=3, absent="tail", teacher="random", input_size=96, geometry="centre-crop",
+        fingerprint="of the folder that FFCV packed", class_names=("0", "1", "2"),
+    )  # fmt: skip
+    writer, maps = ScoreMapWriter(tmp_path / "maps.h5", header, [*"abcdefghi"], np.arange(9) % 3), random_maps(9, 6, 3, 3)
+    writer.write(np.arange(9), maps)
+    writer.finish()
+    source = FfcvSource(root / "jpg.beton", tmp_path / "maps.h5")
+    np.testing.assert_array_equal(source.maps(np.array([8, 1])).logit, maps.logit[[8, 1]])
+    done = command(
+        "train.py", "lvvit_micro_relabel", "--loader", "ffcv", "--data", root / "jpg.beton", "--val", root / "jpg.beton",
+        "--labels", tmp_path / "maps.h5", "--epochs", 1, "--batch", 4, "--out", tmp_path / "run",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_checksum_of_a_sample_is_zlibs(packed):
+    """FORMAT.md's words, followed by hand: little endian CRC-32 over map, lse and window."""
+    path, whole, _ = packed
+    beton = Beton(path)
+    at = json.loads(whole[whole.index(b'{"densefeed"') :].split(b"\0", 1)[0])["crc32"]["samples_at"]
+    rows = beton.arrays(np.arange(7))
+    for n in range(7):
+        want = zlib.crc32(b"".join(rows[name][n].tobytes() for name in ("map", "lse", "window")))
+        assert int.from_bytes(whole[at + 4 * n : at + 4 * n + 4], "little") == want
+
+
+def test_neighbours_are_read_ahead_in_one_run_and_strangers_in_several(folder, maps, tmp_path, monkeypatch):
+    """Ours lie side by side, image and map; and of several files each is asked for its own."""
+    from densefeed.tools.pack_dataset import Packing, main
+
+    asked = []
+    monkeypatch.setattr(os, "posix_fadvise", lambda file, offset, length, _: asked.append((file, offset, offset + length)))
+    main(Packing(data=folder, maps=maps, out=tmp_path / "x.beton"))
+    beton = Beton([tmp_path / "x.beton", shutil.copy(tmp_path / "x.beton", tmp_path / "y.beton")])
+    beton.read_ahead(9, 14)
+    assert [file for file, _, _ in asked] == beton.descriptors
+    for index in range(9, 14):
+        _, start, end = asked[index // 11]
+        assert start <= beton.array_offsets("map", np.array([index]))[1][0] < end
+        assert start < beton.images.offset[index] < beton.images.offset[index] + beton.images.size[index] <= end
+    used = sum(int(beton.images.size[n]) + 652 for n in range(9, 14))  # 6 x 6 x 2 x 4 + 6 x 6 x 2 + 16 bytes and alignment
+    assert sum(end - start for _, start, end in asked) < used + 5 * 64
+    for offsets in (beton.images.offset, *beton._offsets.values()):
+        offsets[3] += 2**20  # as where several of FFCV's workers wrote
+    asked.clear()
+    beton.read_ahead(2, 5)
+    assert len(asked) == 2
+    assert sum(end - start for _, start, end in asked) < 2**17

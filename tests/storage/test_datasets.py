@@ -1,0 +1,418 @@
+"""Datasets that are no class folders: small copies in the formats in which they are published, read as torchvision reads them."""
+
+import hashlib
+import io
+import pickle
+import tarfile
+
+import numpy as np
+import pytest
+import torchvision.datasets as sets
+from PIL import Image
+from scipy.io import savemat
+
+from densefeed.pipelines.ffcv import FfcvSource
+from densefeed.pipelines.loader import ThreadedLoader
+from densefeed.pipelines.plan import EpochPlan
+from densefeed.storage import datasets
+from densefeed.storage.beton import Beton
+from densefeed.storage.images import Images, crop_resize, decode
+from densefeed.system.errors import UserError
+from densefeed.tools.pack_dataset import Packing, main
+
+RNG = np.random.default_rng(0)
+
+
+@pytest.fixture(autouse=True)
+def no_network(monkeypatch):
+    """A download fails, as it does behind a firewall, and says which address it wanted."""
+    import urllib.request
+
+    def refuse(request, *_args, **_kwargs):
+        raise OSError(f"no route to {getattr(request, 'full_url', request)}")
+
+    monkeypatch.setattr(urllib.request, "urlopen", refuse)
+
+
+def md5(path):
+    return hashlib.md5(path.read_bytes()).hexdigest()
+
+
+def cifar(root, kind, monkeypatch, images=4):
+    """`kind` with a few images a file, and MD5s to match; what torchvision downloads and unpacks has this layout."""
+    home = root / kind.base_folder
+    home.mkdir(parents=True)
+    fine = kind is sets.CIFAR100
+    names = [f"class {n}" for n in range(100 if fine else 10)]
+    (home / kind.meta["filename"]).write_bytes(pickle.dumps({kind.meta["key"]: names}))
+    for batches in ("train_list", "test_list"):
+        listed = []
+        for file, _ in getattr(kind, batches):
+            data = RNG.integers(0, 256, (images, 3072), dtype=np.uint8)
+            labels = RNG.integers(0, len(names), images).tolist()
+            (home / file).write_bytes(pickle.dumps({"data": data, "fine_labels" if fine else "labels": labels}))
+            listed.append([file, md5(home / file)])
+        monkeypatch.setattr(kind, batches, listed)
+    monkeypatch.setattr(kind, "meta", kind.meta | {"md5": md5(home / kind.meta["filename"])})
+    return root
+
+
+@pytest.mark.parametrize("name", ["cifar10", "cifar100"])
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_cifars_pixels_labels_and_names_are_torchvisions(tmp_path, monkeypatch, capsys, name, split):
+    kind = {"cifar10": sets.CIFAR10, "cifar100": sets.CIFAR100}[name]
+    images, theirs = Images(cifar(tmp_path, kind, monkeypatch), name, split), kind(tmp_path, split == "train")
+    assert len(images) == len(theirs) == {("cifar10", "train"): 20}.get((name, split), 4)
+    assert images.class_names == theirs.classes
+    for index, (picture, label) in enumerate(theirs):
+        np.testing.assert_array_equal(np.asarray(decode(images.read(index), "")), np.asarray(picture))
+        assert images.labels[index] == label
+    published = 50_000 if split == "train" else 10_000
+    assert f"where {published:,} of {len(theirs.classes)} were published" in capsys.readouterr().out
+
+
+def test_svhns_zero_is_class_zero(tmp_path, monkeypatch):
+    """In the .mat files channels come third, images last, and the digit 0 is class 10."""
+    pixels, labels = RNG.integers(0, 256, (32, 32, 3, 5), dtype=np.uint8), np.array([[10], [1], [9], [10], [3]], np.uint8)
+    savemat(tmp_path / "train_32x32.mat", {"X": pixels, "y": labels})
+    address, file, _ = sets.SVHN.split_list["train"]
+    monkeypatch.setitem(sets.SVHN.split_list, "train", [address, file, md5(tmp_path / file)])
+    images = Images(tmp_path, "svhn")
+    assert images.labels.tolist() == [0, 1, 9, 0, 3]
+    assert images.class_names == list("0123456789")
+    for index in range(5):
+        np.testing.assert_array_equal(np.asarray(decode(images.read(index), "")), pixels[..., index])
+
+
+def test_flowers_train_and_val_together_are_drlocs_training_set(tmp_path, monkeypatch):
+    home = tmp_path / "flowers-102"
+    (home / "jpg").mkdir(parents=True)
+    for number in range(1, 7):
+        Image.fromarray(RNG.integers(0, 256, (40, 50, 3), dtype=np.uint8)).save(home / "jpg" / f"image_{number:05d}.jpg")
+    savemat(home / "imagelabels.mat", {"labels": np.array([[5, 102, 1, 5, 7, 7]])})
+    savemat(home / "setid.mat", {"trnid": np.array([[2, 1]]), "valid": np.array([[4, 5]]), "tstid": np.array([[3, 6]])})
+    files = dict(sets.Flowers102._file_dict)
+    for what, file in (("label", "imagelabels.mat"), ("setid", "setid.mat")):
+        files[what] = (file, md5(home / file))
+    monkeypatch.setattr(sets.Flowers102, "_file_dict", files)
+    both, test = Images(tmp_path, "flowers102", "trainval"), Images(tmp_path, "flowers102", "test")
+    assert both.paths == [f"jpg/image_{number:05d}.jpg" for number in (2, 1, 4, 5)]
+    assert both.labels.tolist() == [101, 4, 4, 6]
+    assert test.labels.tolist() == [0, 6]
+    assert both.read(1) == (home / "jpg" / "image_00001.jpg").read_bytes()
+    assert both.where(1) == str(home / "jpg" / "image_00001.jpg")
+    assert len(both.class_names) == 102
+
+
+@pytest.mark.parametrize("name", ["cifar10", "cifar100", "svhn", "flowers102"])
+def test_what_is_not_there_and_cannot_be_downloaded_is_told_how_to_get(tmp_path, name):
+    with pytest.raises(UserError, match=rf"{name} is not whole in .* cannot be downloaded \(.*\); put there .*"):
+        Images(tmp_path, name)
+    with pytest.raises(UserError, match=r"has no split 'validation'; give --split train or"):
+        Images(tmp_path, name, "validation")
+
+
+def test_a_pickle_with_another_checksum_is_never_opened(tmp_path, monkeypatch):
+    cifar(tmp_path, sets.CIFAR10, monkeypatch)
+    victim = tmp_path / "cifar-10-batches-py" / "data_batch_3"
+    opened = tmp_path / "opened"
+
+    class Bomb:
+        def __reduce__(self):
+            return opened.touch, ()
+
+    victim.write_bytes(pickle.dumps(Bomb()))
+    with pytest.raises(
+        UserError, match=r"cifar10 is not whole .* \(the MD5 of .*data_batch_3 is not the published one\) and cannot"
+    ):
+        Images(tmp_path, "cifar10")
+    assert not opened.exists()
+
+
+def test_a_download_is_unpacked_and_read(tmp_path, monkeypatch, capsys):
+    """torchvision's own download, the network replaced by an archive."""
+    import urllib.request
+
+    source = cifar(tmp_path / "source", sets.CIFAR100, monkeypatch)
+    archive = io.BytesIO()
+    with tarfile.open(fileobj=archive, mode="w:gz") as tar:
+        tar.add(source / "cifar-100-python", "cifar-100-python")
+    monkeypatch.setattr(sets.CIFAR100, "tgz_md5", hashlib.md5(archive.getvalue()).hexdigest())
+
+    class Response(io.BytesIO):
+        length = len(archive.getvalue())
+        url = sets.CIFAR100.url
+
+    monkeypatch.setattr(urllib.request, "urlopen", lambda *_args, **_kwargs: Response(archive.getvalue()))
+    here = Images(tmp_path / "here", "cifar100", "test")
+    assert here.labels.tolist() == Images(source, "cifar100", "test").labels.tolist()
+    assert "downloading it there" in capsys.readouterr().out
+
+
+# ------------------------------------------------------------------------- lists and folders
+
+
+@pytest.fixture
+def domain(tmp_path):
+    """Three classes of DomainNet's clipart; the test list lacks the middle one."""
+    lists = {"train": [], "test": []}
+    for label, name in enumerate(("aircraft_carrier", "airplane", "alarm_clock")):
+        for number in range(4):
+            path = tmp_path / "clipart" / name / f"clipart_{label + 1:03d}_{number:06d}.jpg"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(RNG.integers(0, 256, (50, 60, 3), dtype=np.uint8)).save(path)
+            split = "train" if number % 2 else "test"
+            if (split, label) != ("test", 1):
+                lists[split].append(f"clipart/{name}/{path.name} {label}")
+    for split, lines in lists.items():
+        (tmp_path / f"clipart_{split}.txt").write_text("\n".join(lines) + "\n")
+    return tmp_path
+
+
+def test_domainnets_labels_are_its_lists(domain, capsys):
+    """Sorted folders would number the test split's classes 0 and 1."""
+    train, test = Images(domain, "domainnet/clipart"), Images(domain, "domainnet/clipart", "test")
+    assert train.labels.tolist() == [0, 0, 1, 1, 2, 2]
+    assert test.labels.tolist() == [0, 0, 2, 2]
+    assert train.class_names == [
+        "aircraft_carrier",
+        "airplane",
+        "alarm_clock",
+        *(f"class {number}" for number in range(3, 345)),
+    ]
+    assert test.class_names == train.class_names
+    assert train.read(0) == (domain / train.paths[0]).read_bytes()
+    assert "where 33,525 of 345 were published" in capsys.readouterr().out
+
+
+def test_counts_are_the_papers():
+    """DHVT's Table 6 gives train and test of each domain; the sums are those of DomainNet's own page."""
+    domains = [counts for name, (_, counts) in datasets.COUNTS.items() if name.startswith("domainnet/")]
+    assert (sum(counts["train"] for counts in domains), sum(counts["test"] for counts in domains)) == (409_832, 176_743)
+    assert len(domains) == 6
+    flowers = datasets.COUNTS["flowers102"][1]
+    assert flowers["train"] + flowers["val"] == flowers["trainval"]
+    assert sum(flowers[split] for split in ("trainval", "test")) == 8_189
+
+
+def test_a_list_of_files_without_labels_takes_their_folders(domain):
+    (domain / "some.txt").write_text(
+        "clipart/airplane/clipart_002_000003.jpg\n\nclipart/aircraft_carrier/clipart_001_000000.jpg\n"
+    )
+    images = Images(domain, f"list/{domain / 'some.txt'}")
+    assert images.labels.tolist() == [1, 0]
+    assert images.class_names == ["aircraft_carrier", "airplane"]
+
+
+@pytest.mark.parametrize("separator", [" ", "\t", "  \t "])
+def test_any_white_space_stands_before_a_label(domain, separator):
+    (domain / "some.txt").write_text(f"clipart/airplane/clipart_002_000003.jpg{separator}07\r\n")
+    images = Images(domain, f"list/{domain / 'some.txt'}")
+    assert (images.labels.tolist(), images.paths) == ([7], ["clipart/airplane/clipart_002_000003.jpg"])
+
+
+# What lists say (of images that stand where they say), and the classes and the labels of the first list.
+@pytest.mark.parametrize(
+    ("lists", "names", "labels"),
+    [
+        # A class is missing in one list, in the middle or at the end.
+        ({"train": "cat/1 0\nant/1 1\nbee/1 2", "test": "cat/2 0\nbee/2 2"}, ["cat", "ant", "bee"], [0, 1, 2]),
+        ({"test": "cat/2 0\nant/1 1", "train": "cat/1 0\nbee/1 2"}, ["cat", "ant", "bee"], [0, 1]),
+        ({"val": "cat/2 0", "test": "ant/1 4", "trainval": "bee/1 2"}, ["cat", "class 1", "bee", "class 3", "ant"], [0]),
+        # Without labels a missing folder would move the numbers of those behind it.
+        ({"test": "cat/1", "train": "ant/1\ncat/2"}, ["ant", "cat"], [1]),
+        # Names that cannot be told: two folders of one label, one folder of two labels, no folder, one folder for all.
+        ({"train": "cat/1 0\ndog/1 0\nant/1 1", "test": ""}, ["class 0", "ant"], [0, 0, 1]),
+        ({"train": "cat/1 0\nant/1 1", "test": "dog/1 0"}, ["class 0", "ant"], [0, 1]),
+        ({"train": "cat/1 0\ncat/2 1\nant/1 2"}, ["class 0", "class 1", "ant"], [0, 1, 2]),
+        ({"train": "1 1\nant/1 0"}, ["ant", "class 1"], [1, 0]),
+        ({"train": "cat/1 0\ncat/2 1"}, ["0", "1"], [0, 1]),
+        # One folder for all of a split, as ImageNet's val is published, does not take the names that the other gives.
+        ({"val": "all/1 1\nall/2 0", "train": "cat/1 0\nant/1 1"}, ["cat", "ant"], [1, 0]),
+        # An image may be named twice, but its label is one.
+        ({"train": "ant/1 0\nant/1 0"}, ["ant"], [0, 0]),
+    ],
+)  # fmt: skip
+def test_classes_are_those_of_all_splits(tmp_path, lists, names, labels):
+    for split, text in lists.items():
+        file = tmp_path / f"my-{split}-2.txt"
+        file.write_text(text)
+        for line in text.splitlines():
+            image = tmp_path / line.split()[0]
+            image.parent.mkdir(exist_ok=True)
+            image.touch()
+    (tmp_path / "my-tested-2.txt").write_text("bear/1 70")  # no split's word
+    splits = [Images(tmp_path, f"list/{tmp_path / f'my-{split}-2.txt'}") for split, text in lists.items() if text]
+    assert splits[0].labels.tolist() == labels
+    assert [images.class_names for images in splits] == [names] * len(splits)
+
+
+def test_images_that_are_not_there_are_counted_at_once(domain, capsys):
+    there = "clipart/airplane/clipart_002_000003.jpg 1\n"
+    (domain / "some.txt").write_text(there + "\nclipart/airplane/no.jpg 1\n" + "nowhere/1.jpg 1\n" + there)
+    Images(domain, f"list/{domain / 'some.txt'}")
+    assert "some.txt names 2 images that are not below " in (said := capsys.readouterr().out)
+    assert "the first in line 3: clipart/airplane/no.jpg" in said
+
+
+AIRPLANE = "clipart/airplane/clipart_002_000003.jpg"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "names no images"),
+        (f"{AIRPLANE} 1\nclipart/airplane/clipart_002_000001.jpg\n", "line 2: some lines end in a label"),
+        ("nowhere/1.jpg 0\n", "line 1 names nowhere/1.jpg, which is not below .*; check --data"),
+        (f"{AIRPLANE} cat\n", f'line 1 names {AIRPLANE} cat, which is not below .* and that lines are "path label"'),
+        (f"\n{AIRPLANE} -1\n", "line 2 ends in -1; a label is a whole number from 0 to 65,534"),
+        (f"{AIRPLANE} 1.5\n", "line 1 ends in 1.5; a label is a whole number"),
+        (f"{AIRPLANE} 65535\n", "line 1 ends in 65535; .* to 65,534"),
+        (f"{AIRPLANE} 99999999999999999999\n", "line 1 ends in 99999999999999999999; .* to 65,534"),
+        (f"{AIRPLANE} {'9' * 5000}\n", "line 1 ends in 9{24}; .* to 65,534"),
+        (f"{AIRPLANE} 1\n{AIRPLANE} 2\n", f"line 2 gives {AIRPLANE} the label 2, and line 1 the label 1; keep one"),
+        ("1.jpg\n", "line 1: 1.jpg has no label and no folder"),
+        (None, "there is no such file"),
+        (b"\xff\xfe\x00\xd8", "is no text"),
+        (b"a\x00b/1.jpg 1\n", "is no text"),
+    ],
+    ids=lambda value: repr(value)[-24:],
+)  # fmt: skip
+def test_bad_lists_are_refused_by_name(domain, text, said):
+    file = domain / "bad.txt"
+    if text is not None:
+        file.write_bytes(text.encode() if isinstance(text, str) else text)
+    with pytest.raises(UserError, match=rf"{file}.*{said}"):
+        Images(domain, f"list/{file}")
+
+
+def test_a_split_without_labels_beside_one_with_them_is_refused(domain):
+    (domain / "a_train.txt").write_text(f"{AIRPLANE} 1\n")
+    (domain / "a_test.txt").write_text(f"{AIRPLANE}\n")
+    for split in ("train", "test"):
+        with pytest.raises(UserError, match=r"a_train.txt has labels and .*a_test.txt has none, .*; give labels to both or"):
+            Images(domain, f"list/{domain / f'a_{split}.txt'}")
+
+
+def test_domainnet_needs_both_lists_and_has_345_classes(domain):
+    with (domain / "clipart_test.txt").open("a") as file:
+        file.write(f"{AIRPLANE} 345\n")
+    with pytest.raises(UserError, match=r"clipart_test.txt, line 5 ends in 345; a label is a whole number from 0 to 344"):
+        Images(domain, "domainnet/clipart")
+    (domain / "clipart_test.txt").unlink()
+    with pytest.raises(UserError, match=r"clipart_test.txt is not there; put there clipart.zip"):
+        Images(domain, "domainnet/clipart")
+
+
+@pytest.fixture
+def folders(tmp_path):
+    """Classes of 20, 7 and 1 files (nobody looks into them), train alone."""
+    for name, count in (("n01", 20), ("n02", 7), ("n03", 1)):
+        (tmp_path / "train" / name).mkdir(parents=True)
+        for number in range(count):
+            (tmp_path / "train" / name / f"{number:02d}.jpg").write_bytes(f"{name} {number}".encode())
+    return tmp_path
+
+
+def test_a_class_list_chooses_and_numbers_class_folders(folders):
+    (folders / "in2.txt").write_text("n03 a name behind it\nn01\n")
+    images = Images(folders, f"classes/{folders / 'in2.txt'}")
+    assert images.class_names == ["n03", "n01"]
+    assert images.labels.tolist() == [1] * 20 + [0]
+    assert images.read(20) == b"n03 0"
+    assert images.where(20) == str(folders / "train" / "n03" / "00.jpg")
+    for text, said in (
+        ("n01\nn04\n", "names n04, which is no class folder"),
+        ("n01\nn01\n", "names a class twice"),
+        ("\n", "in2.txt is empty; give it a line for each class folder"),
+    ):
+        (folders / "in2.txt").write_text(text)
+        with pytest.raises(UserError, match=said):
+            Images(folders, f"classes/{folders / 'in2.txt'}")
+
+
+def test_a_share_takes_the_same_of_every_class_each_time(folders):
+    whole, some = Images(folders), Images(folders, "share/10")
+    assert np.bincount(some.labels).tolist() == [2, 1, 1]
+    assert some.paths == Images(folders, "share/10").paths
+    assert set(some.paths) < set(whole.paths)
+    assert some.paths == sorted(some.paths)
+    half = Images(folders, "share/50")
+    assert np.bincount(half.labels).tolist() == [10, 4, 1]
+    assert set(some.paths) < set(half.paths)  # a smaller share is part of a larger one
+    assert Images(folders, "share/100").paths == whole.paths
+    for wrong in ("share/0", "share/101", "share/ten", "share"):
+        with pytest.raises(UserError, match=r"a percentage, as share/10"):
+            Images(folders, wrong)
+
+
+def test_names_that_are_none_are_refused(tmp_path):
+    with pytest.raises(UserError, match=r"--dataset mnist: give none .* or one of cifar10, .* hfds \(see --help\)"):
+        Images(tmp_path, "mnist")
+    with pytest.raises(UserError, match=r"there is no such domain; choose from domainnet/clipart,"):
+        Images(tmp_path, "domainnet/photo")
+    with pytest.raises(UserError, match=r"clipart_train.txt is not there; put there clipart.zip"):
+        Images(tmp_path, "domainnet/clipart")
+    for name in ("list", "list/", "classes", "classes/"):
+        with pytest.raises(UserError, match=rf"--dataset {name} names no file; give {name.strip('/')}/FILE"):
+            Images(tmp_path, name)
+    with pytest.raises(UserError, match=r"it is called cifar10"):
+        Images(tmp_path, "cifar10/train")
+
+
+# ------------------------------------------------------------------------- packed
+
+
+def test_small_pictures_are_packed_to_the_pixel(tmp_path, monkeypatch, capsys):
+    """32 x 32: what the loader crops is what torchvision has, no JPEG between; and stock ffcv's mode for it."""
+    theirs = sets.CIFAR10(cifar(tmp_path, sets.CIFAR10, monkeypatch))
+    main(Packing(data=tmp_path, dataset="cifar10", out=tmp_path / "x.beton"))
+    assert "kept as pixels: 20 images that are no JPEG and no larger than 64" in capsys.readouterr().out
+    beton = Beton(tmp_path / "x.beton")
+    assert beton.raw.all()
+    assert beton.notes["class_names"] == theirs.classes
+    for index, (picture, label) in enumerate(theirs):
+        stored, raw = beton.image(index)
+        assert raw
+        np.testing.assert_array_equal(np.frombuffer(stored, np.uint8).reshape(32, 32, 3), np.asarray(picture))
+        assert beton.labels[index] == label
+    plan = EpochPlan(num_samples=20, batch=20, seed=0, mode="evaluate", sizes=((0, 28),), crop_pct=0.875)
+    loader = ThreadedLoader(FfcvSource(tmp_path / "x.beton"), plan, 1)
+    (batch,) = loader.batches(0)
+    loader.close()
+    for index in range(20):
+        np.testing.assert_array_equal(batch.image[index].numpy(), np.asarray(theirs[index][0])[2:30, 2:30])
+    beton.close()
+
+
+def test_larger_ones_and_what_is_asked_for_are_jpegs(tmp_path, monkeypatch):
+    theirs = sets.CIFAR10(cifar(tmp_path, sets.CIFAR10, monkeypatch))
+    main(Packing(data=tmp_path, dataset="cifar10", out=tmp_path / "x.beton", pixels_to=31))
+    beton = Beton(tmp_path / "x.beton")
+    assert not beton.raw.any()
+    assert np.asarray(decode(beton.image(0)[0], "")).shape == np.asarray(theirs[0][0]).shape
+    beton.close()
+    main(Packing(data=tmp_path, dataset="cifar10", out=tmp_path / "y.beton", max_side=16))
+    beton = Beton(tmp_path / "y.beton")
+    assert beton.raw.all()
+    assert set(beton.heights.tolist()) == {16}
+    want = crop_resize(theirs[0][0], (0, 0, 32, 32), 16, Image.Resampling.LANCZOS)
+    np.testing.assert_array_equal(np.frombuffer(beton.image(0)[0], np.uint8).reshape(16, 16, 3), want)
+    beton.close()
+
+
+def test_the_command_takes_a_root(domain, command):
+    """The list's labels reach the .beton, though no folder of train and val is there."""
+    done = command(
+        "tools/pack_dataset.py",
+        "--dataset",
+        "domainnet/clipart",
+        "--root",
+        domain,
+        "--split",
+        "test",
+        "--out",
+        domain / "x.beton",
+    )
+    assert done.returncode == 0, done.stderr
+    assert Beton(domain / "x.beton").labels.tolist() == [0, 0, 2, 2]

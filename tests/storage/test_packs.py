@@ -1,0 +1,319 @@
+"""Packs against what was written into them: every number where it belongs, every fault counted and named, nothing lost by a kill."""
+
+import io
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from densefeed.storage import packs
+from densefeed.storage.images import Images
+from densefeed.storage.packs import (
+    FIRST_DOT,
+    NONE,
+    SHARED,
+    WHOLE_STEM,
+    Pack,
+    import_pack,
+    label_rows,
+    match,
+    probe,
+    to_rows,
+)
+from densefeed.storage.score_maps import ScoreMapStore
+from densefeed.system.errors import UserError
+
+ROOT = Path(__file__).parent.parent.parent
+CLASSES, SIDE, TOP_K = ("ant", "bee", "cow", "doe", "eel", "fox"), 4, 3
+SIZES = ((40, 30), (30, 50), (32, 32))  # width, height
+
+
+def a_map(seed, side=SIDE, top_k=TOP_K, num_classes=6):
+    """[2, k, S, S] as published: logits that descend over k, classes, both float16."""
+    rng = np.random.default_rng(seed)
+    logit = -np.sort(-rng.normal(4, 3, (top_k, side, side)), axis=0)
+    number = np.argsort(rng.random((num_classes, side, side)), axis=0)[:top_k]
+    return np.stack([logit, number]).astype(np.float16)
+
+
+def write(path, array):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.save(torch.from_numpy(array), path) if path.suffix == ".pt" else np.save(path, array)
+
+
+@pytest.fixture
+def pack(tmp_path):
+    """30 images of three sizes in `images/train`, and `labels` with a map each: (images, labels, maps by path)."""
+    maps = {}
+    for number in range(30):
+        path = f"{CLASSES[number % 6]}/{number:03d}.jpg"
+        (tmp_path / "images" / "train" / path).parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", SIZES[number % 3]).save(tmp_path / "images" / "train" / path)
+        maps[path] = a_map(number)
+        write((tmp_path / "labels" / path).with_suffix(".pt"), maps[path])
+    return Images(tmp_path / "images"), tmp_path / "labels", maps
+
+
+def declared(images, labels, **fields):
+    matching = match(images, labels)
+    side, top_k = probe(images, matching)
+    said = dict(footprint="squash", axes="row-column", teacher="t", input_size=64) | fields
+    return Pack(matching=matching, side=side, top_k=top_k, **said)
+
+
+@pytest.mark.parametrize("axes", ["row-column", "column-row"])
+def test_every_number_stands_where_it_belongs(pack, tmp_path, axes):
+    images, labels, maps = pack
+    store, report = import_pack(images, declared(images, labels, axes=axes), tmp_path / "maps.h5", 2)
+    assert (report.kept, report.earlier, report.problems.total(), len(store)) == (30, 0, 0, 30)
+    assert store.header.absent == "zero-logit"
+    assert store.header.num_classes == 6
+    store.check(images.fingerprint(), tmp_path)
+    store.check_values()
+    rows = store.rows(np.arange(30))
+    for row, path in enumerate(store.paths()):
+        for r, c, k in np.ndindex(SIDE, SIDE, TOP_K):
+            at = (k, r, c) if axes == "row-column" else (k, c, r)
+            assert rows.logit[row, r, c, k] == maps[path][0][at]
+            assert rows.cls[row, r, c, k] == maps[path][1][at]
+            every = [*rows.logit[row, r, c].tolist(), 0.0, 0.0, 0.0]  # three classes are not named
+            assert rows.lse[row, r, c] == pytest.approx(math.log(sum(map(math.exp, every))), rel=1e-3)
+    assert (rows.window == np.array([0, 0, 1, 1])).all()
+
+
+@pytest.mark.parametrize(("footprint", "square"), [("centre-crop", min), ("letterbox", max)])
+def test_the_window_is_the_square_in_or_about_the_image(pack, tmp_path, footprint, square):
+    images, labels, _ = pack
+    store, _ = import_pack(images, declared(images, labels, footprint=footprint), tmp_path / "maps.h5", 2)
+    assert store.header.geometry == footprint
+    store.check_values()
+    for path, window in zip(store.paths(), store.rows(np.arange(30)).window, strict=True):
+        width, height = SIZES[int(path[-7:-4]) % 3]
+        side = square(width, height)
+        want = [(height - side) / 2, (width - side) / 2, (height + side) / 2, (width + side) / 2] / np.array(
+            [height, width] * 2
+        )
+        assert np.allclose(window, want, atol=1e-6), path
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+@pytest.mark.parametrize("suffix", [".pt", ".npy"])
+def test_types_and_files_of_numpy(pack, tmp_path, dtype, suffix):
+    """float32 maps, as ReLabel's, hold logits that float16 rounds: to the nearest."""
+    images, _, maps = pack
+    fine = {
+        path: array.astype(dtype) * np.array([1 + 1e-4, 1]).reshape(2, 1, 1, 1).astype(dtype) for path, array in maps.items()
+    }
+    for path, array in fine.items():
+        write((tmp_path / "other" / path).with_suffix(suffix), array)
+    store, _ = import_pack(images, declared(images, tmp_path / "other"), tmp_path / "maps.h5", 2)
+    logit = store.rows(np.arange(30)).logit
+    for row, path in enumerate(store.paths()):
+        assert np.array_equal(logit[row], np.moveaxis(fine[path][0], 0, 2).astype(np.float16))
+
+
+def spoil(labels, path, kind):
+    """Plant a fault into the map of an image."""
+    file, array = (labels / path).with_suffix(".pt"), a_map(int(path[-7:-4]))
+    if kind == "no file":
+        file.unlink()
+    elif kind == "damaged or no map":
+        file.write_bytes(file.read_bytes()[:-200])
+    elif kind == "another shape":
+        write(file, a_map(0, side=5))
+    else:
+        plane, value = {
+            "NaN": (0, np.nan), "infinite": (0, np.inf), "class beyond": (1, 6), "class below": (1, -1),
+            "class between": (1, 1.5), "class NaN": (1, np.nan), "class twice": (1, array[1, 1, 2, 3]),
+        }[kind]  # fmt: skip
+        array[plane, 0, 2, 3] = value
+        write(file, array)
+
+
+FAULTS = {
+    "no file": "no file", "damaged or no map": "damaged or no map", "another shape": "another shape",
+    "NaN": "a logit that is NaN", "infinite": "a logit that is NaN", "class beyond": "none of 0 to 5",
+    "class below": "none of 0 to 5", "class between": "none of 0 to 5", "class NaN": "none of 0 to 5", "class twice": "a class twice",
+}  # fmt: skip
+
+
+def test_every_fault_is_counted_and_named_and_mending_it_completes_the_import(pack, tmp_path):
+    images, labels, maps = pack
+    bad = dict(zip(FAULTS, images.paths[3:], strict=False))
+    for kind, path in bad.items():
+        spoil(labels, path, kind)
+    wanted, out = declared(images, labels), tmp_path / "maps.h5"
+    log = io.StringIO()
+    with pytest.raises(UserError) as refused:
+        import_pack(images, wanted, out, 2, log=log)
+    assert len(log.getvalue().splitlines()) == 10
+    said = str(refused.value)
+    assert said.startswith("10 images have no usable map")
+    for kind, path in bad.items():
+        assert FAULTS[kind] in said
+        assert Path(path).stem in said
+    assert "none of 0 to 5, the classes of the images: 4 (" in said
+    assert not out.exists()
+
+    for path in bad.values():
+        write((labels / path).with_suffix(".pt"), maps[path])
+    store, report = import_pack(images, declared(images, labels), out, 2)
+    assert (report.earlier, report.kept) == (20, 10)
+    clean, _ = import_pack(images, declared(images, labels), tmp_path / "clean.h5", 1)
+    assert (tmp_path / "clean.h5").read_bytes() == out.read_bytes()
+    assert len(clean) == len(store)
+
+
+def test_missing_label_names_the_images_own_class_in_every_cell(pack, tmp_path):
+    images, labels, _ = pack
+    for path, kind in zip(images.paths[::7], FAULTS, strict=False):
+        spoil(labels, path, kind)
+    store, report = import_pack(images, declared(images, labels), tmp_path / "maps.h5", 2, "label")
+    assert report.problems.total() == len(images.paths[::7])
+    store.check_values()
+    for row in range(30):
+        maps = store.rows(np.array([row]))
+        filled = (maps.cls[..., 0] == images.labels[row]).all() and (maps.logit[..., 1:] == 0).all()
+        assert filled == (row % 7 == 0)
+        if filled:
+            probability = np.exp(maps.logit[..., 0].astype(float)) / (np.exp(maps.logit.astype(float)).sum(-1) + 3)
+            assert (probability > 1 - 1e-5).all()
+
+
+def test_labels_filled_in_by_a_run_that_was_killed_do_not_pass_for_maps(pack, tmp_path, monkeypatch):
+    images, labels, maps = pack
+    (labels / images.paths[7]).with_suffix(".pt").unlink()
+
+    def killed(_):
+        raise KeyboardInterrupt
+
+    finish = packs.ScoreMapWriter.finish
+    monkeypatch.setattr(packs.ScoreMapWriter, "finish", killed)
+    with pytest.raises(KeyboardInterrupt):
+        import_pack(images, declared(images, labels), tmp_path / "maps.h5", 2, "label")
+    monkeypatch.setattr(packs.ScoreMapWriter, "finish", finish)
+    with pytest.raises(UserError, match="1 images have no usable map - no file"):
+        import_pack(images, declared(images, labels), tmp_path / "maps.h5", 2)
+    write((labels / images.paths[7]).with_suffix(".pt"), maps[images.paths[7]])
+    _, report = import_pack(images, declared(images, labels), tmp_path / "maps.h5", 2)
+    assert (report.earlier, report.kept) == (29, 1)
+    import_pack(images, declared(images, labels), tmp_path / "clean.h5", 2)
+    assert (tmp_path / "clean.h5").read_bytes() == (tmp_path / "maps.h5").read_bytes()
+    assert not list(tmp_path.glob("*.part*"))
+
+
+@pytest.mark.parametrize("top_k", [1, 3, 6])
+def test_label_rows_name_each_class_once(top_k):
+    rows = label_rows(np.arange(6), 6, 2, top_k)
+    assert (rows.cls[..., 0] == np.arange(6)[:, None, None]).all()
+    assert all(len(set(cell)) == top_k and max(cell) < 6 for cell in rows.cls.reshape(-1, top_k).tolist())
+
+
+def test_ranks_that_rise_are_put_in_order_and_nothing_else_is():
+    array = np.stack([a_map(0), a_map(1)])
+    array[1] = array[1][:, ::-1]
+    (logit, cls, _, wrong), (want, named, _, _) = to_rows(array, 6), to_rows(np.stack([a_map(0), a_map(1)]), 6)
+    assert np.array_equal(logit, want)
+    assert np.array_equal(cls, named)
+    assert not any(rows.any() for rows in wrong.values())
+
+
+def test_more_classes_than_float16_numbers_are_refused_by_name(pack, tmp_path, monkeypatch):
+    images, labels, maps = pack
+    monkeypatch.setattr(images, "class_names", [f"{n:05d}" for n in range(2049)])
+    with pytest.raises(UserError, match=r"000\.pt numbers 2,049 classes in float16, which is exact only to 2,048"):
+        import_pack(images, declared(images, labels), tmp_path / "maps.h5", 2)
+    for path, array in maps.items():
+        wide = array.astype(np.float32)
+        wide[1, 0] += 2040
+        write((labels / path).with_suffix(".pt"), wide)
+    monkeypatch.setattr(images, "class_names", [f"{n:05d}" for n in range(2060)])
+    store, _ = import_pack(images, declared(images, labels), tmp_path / "wide.h5", 2)
+    assert store.rows(np.arange(30)).cls.max() > 2040
+
+
+def test_the_rules_by_which_an_image_finds_its_file(tmp_path):
+    """The whole stem, then, as published code cuts, up to the first dot of class/file; files that two images want are nobody's."""
+    paths = {
+        "ant/1.jpg": WHOLE_STEM, "ant/2.x.jpg": WHOLE_STEM, "ant/3.x.jpg": FIRST_DOT, "ant/4.a.jpg": SHARED, "ant/4.b.jpg": SHARED,
+        "ant/5.jpg": SHARED, "ant/5.png": SHARED, "ant/6.jpg": NONE, "ant/7.jpg": SHARED, "ant/7.x.jpg": SHARED,
+        "b.old/1.jpg": WHOLE_STEM, "c.old/1.jpg": FIRST_DOT, "d.old/1.jpg": SHARED, "d.old/2.jpg": SHARED, "e.1/1.jpg": SHARED,
+        "e.2/1.jpg": SHARED,
+    }  # fmt: skip
+    for path in paths:
+        (tmp_path / "images" / path).parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (8, 8)).save(tmp_path / "images" / path)
+    for stem in ("ant/1", "ant/2.x", "ant/3", "ant/4", "ant/5", "ant/7", "b.old/1", "c", "d", "e", "ant/99", "yak/1", "zoo"):
+        write(tmp_path / "labels" / f"{stem}.pt", a_map(0))
+    (tmp_path / "labels" / "ant" / "notes.txt").touch()
+    images = Images(tmp_path / "images")
+    found = match(images, tmp_path / "labels")
+    assert dict(zip(images.paths, found.rule.tolist(), strict=True)) == paths
+    assert (found.extra, set(found.extra_names)) == (3, {"ant/99", "yak/1", "zoo"})
+    for path, rule in paths.items():
+        if rule in (WHOLE_STEM, FIRST_DOT):
+            assert found.file(path, rule).is_file()
+
+
+@pytest.mark.parametrize(
+    ("break_it", "said"),
+    [
+        (lambda labels: labels.rename(labels.with_name("gone")), "is not a folder"),
+        (lambda labels: [path.unlink() for path in labels.rglob("*.pt")], "holds no .pt or .npy"),
+        (lambda labels: np.save(labels / "ant" / "000.npy", a_map(0)), "both .pt and .npy"),
+        (lambda labels: [path.write_bytes(b"") for path in labels.rglob("*.pt")], "holds no maps that can be read: .*000.pt is empty"),
+        (lambda labels: [path.rename(path.with_name(f"x{path.name}")) for path in labels.rglob("*.pt")], "has no map of any image"),
+    ],
+)  # fmt: skip
+def test_what_is_no_pack_is_refused_in_a_sentence(pack, break_it, said):
+    images, labels, _ = pack
+    break_it(labels)
+    with pytest.raises(UserError, match=said):
+        declared(images, labels)
+
+
+def test_a_killed_import_goes_on_with_what_it_has_and_only_under_the_same_declarations(pack, tmp_path, monkeypatch, command):
+    images, labels, _ = pack
+    wanted, out = declared(images, labels), tmp_path / "maps.h5"
+    code = f"""
+import os
+from pathlib import Path
+from densefeed.relabel import packs, store
+from densefeed.storage.images import Images
+packs.CHUNK, writes, write = 4, [], store.ScoreMapWriter.write
+def count(*arguments):
+    if len(writes) == 3:
+        os._exit(9)
+    writes.append(write(*arguments))
+store.ScoreMapWriter.write = count
+images = Images(Path({str(images.root)!r}))
+pack = packs.Pack(matching=packs.match(images, Path({str(labels)!r})), side={SIDE}, top_k={TOP_K}, footprint="squash",
+                  axes="row-column", teacher="t", input_size=64)
+packs.import_pack(images, pack, Path({str(out)!r}), 2)
+"""
+    assert command("-c", code).returncode == 9
+    assert not out.exists()
+    for other in (dict(axes="column-row"), dict(footprint="centre-crop"), dict(teacher="u")):
+        with pytest.raises(UserError, match="was begun with another"):
+            import_pack(images, replace(wanted, **other), out, 2)
+    read = []
+    whole = packs.read_part
+    monkeypatch.setattr(packs, "read_part", lambda *arguments: read.extend(arguments[2].tolist()) or whole(*arguments))
+    _, report = import_pack(images, wanted, out, 2)
+    assert (report.earlier, report.kept) == (12, 18)
+    assert sorted(read) == list(range(12, 30))
+    import_pack(images, wanted, tmp_path / "clean.h5", 2)
+    assert (tmp_path / "clean.h5").read_bytes() == out.read_bytes()
+    assert len(ScoreMapStore(out)) == 30
+
+
+def test_an_image_without_a_size_is_named(pack, tmp_path):
+    images, labels, _ = pack
+    Path(images.where(4)).write_bytes(b"no image")
+    wanted = declared(images, labels, footprint="centre-crop")
+    with pytest.raises(UserError, match=f"1 images have no usable map - not readable: 1 .*{images.paths[4]}: its size"):
+        import_pack(images, wanted, tmp_path / "maps.h5", 2)

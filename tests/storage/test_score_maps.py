@@ -1,0 +1,231 @@
+"""The store against h5py alone, and against damage."""
+
+import json
+import os
+import zlib
+
+import h5py
+import numpy as np
+import pytest
+
+from densefeed.storage.score_maps import (
+    ScoreMaps,
+    ScoreMapStore,
+    ScoreMapWriter,
+    StoreHeader,
+    row_crcs,
+    undone_batches,
+)
+from densefeed.system.errors import UserError
+
+HEADER = StoreHeader(
+    side=4,
+    top_k=3,
+    num_classes=9,
+    absent="tail",
+    teacher="t 0",
+    input_size=64,
+    geometry="squash",
+    fingerprint="f",
+    class_names=("a", "b"),
+)
+PATHS, LABELS = [f"a/{n}.jpg" for n in range(10)], np.arange(10) % 2
+
+
+def fill(path, random_maps, rows=slice(0, 10), finish=True, header=HEADER):
+    maps = random_maps(10, 4, 3, 9)
+    writer = ScoreMapWriter(path, header, PATHS, LABELS)
+    ids = np.arange(10)[rows]
+    writer.write(ids, ScoreMaps(*(part[rows] for part in maps)))
+    writer.finish() if finish else writer.close()
+    return maps
+
+
+def test_rows_come_back_and_h5py_reads_the_same(tmp_path, random_maps):
+    path = tmp_path / "maps.h5"
+    written = fill(path, random_maps)
+    store = ScoreMapStore(path)
+    ids = np.array([7, 0, 7, 3])
+    for got, want in zip(store.rows(ids), written, strict=True):
+        np.testing.assert_array_equal(got, want[ids])
+    assert store.paths() == PATHS
+    np.testing.assert_array_equal(store.labels, LABELS)
+    with h5py.File(path) as file:
+        assert json.loads(file.attrs["densefeed"])["num_classes"] == 9
+        np.testing.assert_array_equal(file["logit"][:], written.logit)
+        np.testing.assert_array_equal(file["cls"][:], written.cls)
+        assert store.max_palette == max(len(np.unique(row)) for row in file["cls"][:])
+        row = 4
+        by_hand = zlib.crc32(b"".join(file[name][row].tobytes() for name in ("logit", "cls", "lse", "window")))
+        assert file["crc32"][row] == by_hand
+
+
+def test_a_killed_run_continues_where_it_was(tmp_path, random_maps):
+    path = tmp_path / "maps.h5"
+    fill(path, random_maps, slice(0, 4), finish=False)
+    assert not path.exists()
+    writer = ScoreMapWriter(path, HEADER, PATHS, LABELS)
+    assert [list(ids) for ids in undone_batches(writer.done, 4)] == [[4, 5, 6, 7], [8, 9]]
+    maps = random_maps(10, 4, 3, 9)
+    writer.write(np.arange(4, 10), ScoreMaps(*(part[4:] for part in maps)))
+    writer.finish()
+    whole = tmp_path / "whole.h5"
+    fill(whole, random_maps)
+    assert path.read_bytes() == whole.read_bytes()
+
+
+def test_a_torn_row_is_done_again(tmp_path, random_maps):
+    path = tmp_path / "maps.h5"
+    fill(path, random_maps, slice(0, 6), finish=False)
+    with h5py.File(f"{path}.part", "r+") as file:
+        file["logit"][2, 0, 0, 0] += 1
+    writer = ScoreMapWriter(path, HEADER, PATHS, LABELS)
+    assert [list(ids) for ids in undone_batches(writer.done, 8)] == [[2], [6, 7, 8, 9]]
+    writer.close()
+
+
+def test_a_part_of_another_labelling_is_refused(tmp_path, random_maps):
+    path = tmp_path / "maps.h5"
+    fill(path, random_maps, slice(0, 4), finish=False)
+    other = StoreHeader(**{**HEADER.__dict__, "teacher": "another"})
+    with pytest.raises(UserError, match=r"begun with another teacher .*; remove it"):
+        ScoreMapWriter(path, other, PATHS, LABELS)
+
+
+def test_every_flipped_bit_of_a_row_is_seen(tmp_path, random_maps):
+    path = tmp_path / "maps.h5"
+    fill(path, random_maps)
+    with h5py.File(path) as file:
+        places = [(file[name].id.get_offset(), file[name].id.get_storage_size()) for name in ("logit", "cls", "lse", "window")]
+    whole = path.read_bytes()
+    rng = np.random.default_rng(0)
+    for offset, size in places * 5:
+        damaged = bytearray(whole)
+        damaged[offset + int(rng.integers(size))] ^= 1 << int(rng.integers(8))
+        path.write_bytes(damaged)
+        with pytest.raises(UserError, match=r"row \d+ .* is damaged"):
+            ScoreMapStore(path).rows(np.arange(10))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "what"),
+    [
+        ("logit", np.nan, "a logit that is not finite"),
+        ("logit", -np.inf, "a logit that is not finite"),
+        ("lse", np.inf, "a logsumexp that is not finite"),
+        ("cls", 9, "class 9 of 9"),
+        ("window", np.nan, "a Window that is no part of the image"),
+        ("window", 1.5, "a Window that is no part of the image"),
+        ("window", 0.0, "a Window that is no part of the image"),
+    ],
+)
+def test_impossible_values_are_named(tmp_path, random_maps, field, value, what):
+    """Row 6 is written so, with its true CRC; a row that was damaged later is the reader's to name."""
+    maps = random_maps(10, 4, 3, 9)
+    getattr(maps, field)[6].flat[-1] = value
+    writer = ScoreMapWriter(tmp_path / "maps.h5", HEADER, PATHS, LABELS)
+    writer.write(np.arange(10), maps)
+    writer.finish()
+    with pytest.raises(UserError, match=rf"maps.h5: the map of a/6.jpg \(row 6\) holds {what}; label the images again"):
+        ScoreMapStore(tmp_path / "maps.h5").check_values()
+
+
+def test_a_class_twice_in_a_cell_and_a_palette_too_small_are_named(tmp_path, random_maps):
+    maps = random_maps(10, 4, 3, 9)
+    maps.cls[4, 2, 1] = (5, 7, 5)
+    writer = ScoreMapWriter(tmp_path / "twice.h5", HEADER, PATHS, LABELS)
+    writer.write(np.arange(10), maps)
+    writer.finish()
+    with pytest.raises(UserError, match=r"the map of a/4.jpg \(row 4\) holds a class twice in one cell"):
+        ScoreMapStore(tmp_path / "twice.h5").check_values()
+    fill(tmp_path / "small.h5", random_maps)
+    with h5py.File(tmp_path / "small.h5", "r+") as file:
+        file["palette"][7] -= 1
+    with pytest.raises(UserError, match=r"the map of a/7.jpg \(row 7\) holds more classes than its palette says"):
+        ScoreMapStore(tmp_path / "small.h5").check_values()
+
+
+def test_an_unknown_convention_is_refused(tmp_path, random_maps):
+    fill(tmp_path / "maps.h5", random_maps)
+    with h5py.File(tmp_path / "maps.h5", "r+") as file:
+        file.attrs["densefeed"] = json.dumps(json.loads(file.attrs["densefeed"]) | {"absent": "foo"})
+    with pytest.raises(UserError, match=r"maps.h5: absent is 'foo', and must be tail or zero-logit"):
+        ScoreMapStore(tmp_path / "maps.h5")
+
+
+@pytest.mark.parametrize("change", [{"side": 5}, {"top_k": 2}, {"side": 5, "top_k": 2}])
+def test_rows_that_are_not_what_the_header_says_are_refused(tmp_path, random_maps, change):
+    path = tmp_path / "maps.h5"
+    fill(path, random_maps)
+    with h5py.File(path, "r+") as file:
+        file.attrs["densefeed"] = json.dumps(json.loads(file.attrs["densefeed"]) | change)
+    with pytest.raises(
+        UserError, match=r"maps.h5: its header says 'logit' is .* but it is \(10, 4, 4, 3\).*; label the images again"
+    ):
+        ScoreMapStore(path)
+    with h5py.File(path, "r+") as file:
+        del file["lse"]
+    with pytest.raises(UserError, match=r"maps.h5: its header"):
+        ScoreMapStore(path)
+
+
+def test_values_are_checked_in_parts_and_damage_is_left_to_the_reader(tmp_path, random_maps, monkeypatch):
+    written = fill(tmp_path / "maps.h5", random_maps)
+    monkeypatch.setattr("densefeed.storage.score_maps.CHECKED_AT_ONCE", 3 * sum(part[:1].nbytes for part in written))
+    store = ScoreMapStore(tmp_path / "maps.h5")
+    store.check_values()
+    with h5py.File(tmp_path / "maps.h5", "r+") as file:
+        file["logit"][8, 0, 0, 0] = np.nan
+    store.check_values()
+    with pytest.raises(UserError, match=r"row 8 .* is damaged"):
+        store.rows(np.array([8]))
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.9, 0.999])
+def test_a_cut_file_is_refused(tmp_path, random_maps, share):
+    path = tmp_path / "maps.h5"
+    fill(path, random_maps)
+    os.truncate(path, int(share * path.stat().st_size))
+    with pytest.raises(UserError, match=r"maps.h5"):
+        ScoreMapStore(path)
+
+
+def test_refusals_name_the_file_and_the_remedy(tmp_path, random_maps):
+    with pytest.raises(UserError, match=r"nowhere.h5: there is no such file; make it"):
+        ScoreMapStore(tmp_path / "nowhere.h5")
+    path = tmp_path / "maps.h5"
+    fill(path, random_maps)
+    with pytest.raises(UserError, match=r"exists already; remove it"):
+        ScoreMapWriter(path, HEADER, PATHS, LABELS)
+    with pytest.raises(UserError, match=r"another dataset"):
+        ScoreMapStore(path).check("other", tmp_path)
+    with h5py.File(path, "r+") as file:
+        file.attrs["densefeed"] = json.dumps(json.loads(file.attrs["densefeed"]) | {"version": 3})
+    with pytest.raises(UserError, match=r"version 3, this program reads 1 and 2; relabel"):
+        ScoreMapStore(path)
+    with h5py.File(path, "r+") as file:
+        file.attrs["densefeed"] = json.dumps(json.loads(file.attrs["densefeed"]) | {"version": 2, "form": "tiny"})
+    with pytest.raises(UserError, match=r"version 2 has no form 'tiny'; label"):
+        ScoreMapStore(path)
+    unfinished = tmp_path / "unfinished.h5"
+    fill(unfinished, random_maps, slice(0, 4), finish=False)
+    os.rename(f"{unfinished}.part", unfinished)
+    with pytest.raises(UserError, match=r"6 rows are not labelled"):
+        ScoreMapStore(unfinished)
+    foreign = tmp_path / "foreign.h5"
+    h5py.File(foreign, "w").close()
+    with pytest.raises(UserError, match=r"no score maps of ours"):
+        ScoreMapStore(foreign)
+
+
+def test_rows_of_the_imagenet_shape_have_the_stated_size(tmp_path):
+    """6,480 bytes of maps and 648 of lse at S=18, k=5 (DESIGN, contracts)."""
+    maps = ScoreMaps(
+        np.zeros((1, 18, 18, 5), np.float16),
+        np.zeros((1, 18, 18, 5), np.uint16),
+        np.zeros((1, 18, 18), np.float16),
+        np.zeros((1, 4), np.float32),
+    )
+    assert maps.logit.nbytes + maps.cls.nbytes == 6480
+    assert maps.lse.nbytes == 648
+    assert row_crcs(maps)[0] == zlib.crc32(bytes(6480 + 648 + 16))

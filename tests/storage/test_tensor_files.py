@@ -1,0 +1,255 @@
+"""Arrays from .pt and .npy against torch.load and numpy.load, on sound, damaged and hostile files; what is pickled never runs."""
+
+import os
+import pickle
+import random
+import struct
+import zipfile
+from contextlib import suppress
+
+import numpy as np
+import pytest
+import torch
+
+from densefeed.storage import tensor_files
+from densefeed.storage.tensor_files import TensorError, TensorFiles
+
+
+def a_map(seed=0, dtype=torch.float16):
+    return (8 * torch.rand(2, 5, 6, 6, generator=torch.Generator().manual_seed(seed))).to(dtype)
+
+
+def saved(path, tensor, zipped=True):
+    torch.save(tensor, path, _use_new_zipfile_serialization=zipped)
+    return path
+
+
+def rezipped(path, key):
+    """A saved file as PyTorch 1.6 to 1.8 wrote it: three members, the storage named by an address."""
+    with zipfile.ZipFile(path) as old:
+        members = {name.split("/", 1)[1]: old.read(name) for name in old.namelist()}
+    named = b"X\1\0\0\0" + b"0", b"X" + struct.pack("<L", len(key)) + key.encode()
+    with zipfile.ZipFile(path, "w") as new:
+        new.writestr("archive/data.pkl", members["data.pkl"].replace(*named))
+        new.writestr(f"archive/data/{key}", members["data/0"])
+        new.writestr("archive/version", b"3\n")
+    return path
+
+
+@pytest.fixture
+def no_torch_load(monkeypatch):
+    """From its call on, torch.load is an error: what is read then is read without it."""
+
+    def refuse(*_args, **_kwargs):
+        raise AssertionError("torch.load was called")
+
+    return lambda: monkeypatch.setattr(torch, "load", refuse)
+
+
+VIEWS = {
+    "float16": lambda n: a_map(n),
+    "float32": lambda n: a_map(n, torch.float32),
+    "float64": lambda n: a_map(n, torch.float64),
+    "int64": lambda n: a_map(n, torch.int64),
+    "axes exchanged": lambda n: a_map(n).transpose(2, 3),
+    "one of a batch, with the storage of all": lambda n: torch.stack([a_map(n + more) for more in range(3)])[1],
+    "every other cell": lambda n: a_map(n)[..., ::2],
+    "expanded": lambda n: a_map(n)[:, :1].expand(2, 5, 6, 6),
+}
+
+
+@pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy"])
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
+def test_reads_what_torch_load_reads_and_the_second_time_without_it(tmp_path, zipped, view, no_torch_load):
+    paths = [saved(tmp_path / f"{n}.pt", view(n), zipped) for n in range(3)]
+    want = [torch.load(path, weights_only=True).numpy() for path in paths]
+    files = TensorFiles()
+    assert np.array_equal(files.read(paths[0]), want[0])
+    no_torch_load()
+    for path, array in zip(paths, want, strict=True):
+        found = files.read(path)
+        assert found.dtype == array.dtype
+        assert np.array_equal(found, array)
+
+
+def test_kinds_of_files_do_not_mix_up(tmp_path):
+    """Pickles that differ in shape, type or container are told apart, whatever was read before."""
+    tensors = [a_map(), a_map(1).float(), a_map(2).view(2, 5, 4, 9), a_map(3).view(5, 2, 6, 6).transpose(0, 1), a_map(4)[:, :4]]
+    paths = [saved(tmp_path / f"{n}{z}.pt", t, z) for n, t in enumerate(tensors) for z in (True, False)]
+    files, shuffled = TensorFiles(), random.Random(0)
+    for _ in range(4):
+        shuffled.shuffle(paths)
+        for path in paths:
+            assert np.array_equal(files.read(path), torch.load(path, weights_only=True).numpy())
+
+
+def test_the_address_by_which_older_versions_name_a_storage_may_differ(tmp_path, no_torch_load):
+    paths = [rezipped(saved(tmp_path / f"{n}.pt", a_map(n)), key) for n, key in enumerate(("94037821", "140112233445566"))]
+    kept = [a_map(n) for n in range(3)]  # alive at once, so at different addresses
+    paths += [saved(tmp_path / f"legacy{n}.pt", tensor, zipped=False) for n, tensor in enumerate(kept)]
+    want = [torch.load(path, weights_only=True).numpy() for path in paths]
+    files = TensorFiles()
+    files.read(paths[0])
+    files.read(paths[2])
+    no_torch_load()
+    for path, array in zip(paths, want, strict=True):
+        assert np.array_equal(files.read(path), array)
+
+
+def test_with_no_room_to_remember_everything_is_still_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(tensor_files, "LEARNED", 1)
+    files = TensorFiles()
+    for dtype in (torch.float16, torch.float32, torch.float16, torch.float64, torch.float64):
+        assert np.array_equal(files.read(saved(tmp_path / "x.pt", a_map(dtype=dtype))), a_map(dtype=dtype).numpy())
+    assert len(files._layouts) == 1
+
+
+class Touch:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+def hostile(kind, path, mark):
+    """A file that makes the folder `mark` when its pickle is run."""
+    pickled = pickle.dumps(Touch(mark), 2)
+    if kind == "zip":
+        torch.save(Touch(mark), path)
+    elif kind == "legacy":
+        torch.save(Touch(mark), path, _use_new_zipfile_serialization=False)
+    elif kind == "pickle":
+        path.write_bytes(pickled)
+    elif kind == "a map's zip with another pickle":
+        saved(path, a_map())
+        with zipfile.ZipFile(path) as old:
+            members = {name: old.read(name) for name in old.namelist()}
+        with zipfile.ZipFile(path, "w") as new:
+            for name, content in members.items():
+                new.writestr(name, pickled + b"X\1\0\0\x000." if name.endswith("data.pkl") else content)
+    elif kind == "legacy, in the list of keys":
+        content = saved(path, a_map(), zipped=False).read_bytes()
+        at = content.rindex(b"\x80\x02]")
+        path.write_bytes(content[:at] + pickled + content[-8 - 720 :])
+    else:
+        np.save(path, np.array([Touch(mark)], object), allow_pickle=True)
+        path.with_suffix(".pt.npy").rename(path)
+    return path
+
+
+KINDS = ["zip", "legacy", "pickle", "a map's zip with another pickle", "legacy, in the list of keys", "array of objects"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_pickle_is_run(tmp_path, kind):
+    """Neither before nor after layouts were learned; the file would do harm if it were run."""
+    mark, files = tmp_path / "mark", TensorFiles()
+    path = hostile(kind, tmp_path / "hostile.pt", mark)
+    for _ in range(2):
+        with pytest.raises(TensorError):
+            files.read(path)
+        assert not mark.exists()
+        for zipped in (True, False):
+            files.read(saved(tmp_path / "map.pt", a_map(), zipped))
+    if kind == "array of objects":  # the control: whoever unpickles it makes the folder
+        np.load(path, allow_pickle=True)
+    elif kind == "pickle":
+        pickle.loads(path.read_bytes())
+    else:
+        with suppress(Exception):
+            torch.load(path, weights_only=False)
+    assert mark.exists()
+
+
+@pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy"])
+def test_a_changed_byte_is_refused_or_changes_nothing_that_has_a_checksum(tmp_path, zipped):
+    """Of a zip, pickle and numbers have one. The legacy form has none, so there numbers change as torch.load's do."""
+    content = saved(tmp_path / "x.pt", a_map(), zipped).read_bytes()
+    path, files, rng, refused = tmp_path / "y.pt", TensorFiles(), random.Random(0), 0
+    files.read(tmp_path / "x.pt")
+    for at in rng.sample(range(len(content)), 300):
+        path.write_bytes(content[:at] + bytes([content[at] ^ rng.randrange(1, 256)]) + content[at + 1 :])
+        try:
+            found = files.read(path)
+        except TensorError:
+            refused += 1
+            continue
+        want = a_map() if zipped else torch.load(path, map_location="cpu", weights_only=True)
+        assert found.tobytes() == want.numpy().tobytes(), at
+    assert 20 < refused < 300
+
+
+@pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy"])
+def test_a_cut_or_lengthened_file_is_refused(tmp_path, zipped):
+    content, files = saved(tmp_path / "x.pt", a_map(), zipped).read_bytes(), TensorFiles()
+    files.read(tmp_path / "x.pt")
+    for length in (0, 1, 2, 21, 22, 100, len(content) // 2, len(content) - 1):
+        (tmp_path / "y.pt").write_bytes(content[:length])
+        with pytest.raises(TensorError):
+            files.read(tmp_path / "y.pt")
+
+
+@pytest.mark.parametrize(
+    ("held", "said"),
+    [
+        ({"map": a_map()}, "a dict"),
+        ([a_map()], "a list"),
+        (a_map().to_sparse(), "plain tensor"),
+        (a_map().bfloat16(), "bfloat16"),
+        (torch.nn.Parameter(a_map()), "Parameter"),
+        ("text", "a str"),
+    ],
+)
+def test_anything_but_one_plain_tensor_is_refused(tmp_path, held, said):
+    torch.save(held, tmp_path / "x.pt")
+    with pytest.raises(TensorError, match=said):
+        TensorFiles().read(tmp_path / "x.pt")
+
+
+def test_text_and_files_too_large_are_refused(tmp_path, monkeypatch):
+    path = tmp_path / "x.pt"
+    path.write_text("<html>404</html>")
+    with pytest.raises(TensorError, match="no tensor"):
+        TensorFiles().read(path)
+    monkeypatch.setattr(tensor_files, "MOST_BYTES", 1000)
+    with pytest.raises(TensorError, match="larger"):
+        TensorFiles().read(saved(path, a_map()))
+    with pytest.raises(FileNotFoundError):
+        TensorFiles().read(tmp_path / "none.pt")
+
+
+def test_what_swells_when_it_is_read_is_refused(tmp_path, monkeypatch):
+    """A compressed storage of zeros, and a tensor of 4 TB that is one number expanded; neither takes the memory it claims."""
+    monkeypatch.setattr(tensor_files, "MOST_BYTES", 2**18)
+    torch.save(torch.zeros(2**20, dtype=torch.float16), tmp_path / "zeros.pt")
+    with zipfile.ZipFile(tmp_path / "zeros.pt") as old, zipfile.ZipFile(tmp_path / "bomb.pt", "w", zipfile.ZIP_DEFLATED) as new:
+        for name in old.namelist():
+            new.writestr(name, old.read(name))
+    assert (tmp_path / "bomb.pt").stat().st_size < 2**14
+    for zipped in (True, False):
+        saved(tmp_path / f"expanded{zipped}.pt", torch.zeros(1).expand(2**40), zipped)
+    for name in ("bomb.pt", "expandedTrue.pt", "expandedFalse.pt"):
+        with pytest.raises(TensorError, match="is larger"):
+            TensorFiles().read(tmp_path / name)
+
+
+def test_arrays_of_numpy(tmp_path):
+    """Types, orders, versions; read again from what was learned; cut and lengthened ones are refused."""
+    files, plain = TensorFiles(), a_map().numpy()
+    big_endian, fortran = plain.astype(">f4"), np.asfortranarray(plain)
+    for n, array in enumerate([plain, plain.astype(np.float32), fortran, big_endian, plain + 1, fortran + 1, big_endian + 1]):
+        path = tmp_path / f"{n}.npy"
+        np.save(path, array)
+        for _ in range(2):
+            assert np.array_equal(files.read(path), array)
+    with open(tmp_path / "2.npy", "wb") as file:
+        np.lib.format.write_array(file, plain, version=(2, 0))
+    assert np.array_equal(files.read(tmp_path / "2.npy"), plain)
+    content = (tmp_path / "0.npy").read_bytes()
+    for wrong in (content[:-1], content + b"\0", content[:7], content[:60], content[:6]):
+        path.write_bytes(wrong)
+        with pytest.raises(TensorError):
+            files.read(path)

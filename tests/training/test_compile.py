@@ -1,0 +1,63 @@
+"""How few times a step is compiled."""
+
+from functools import partial
+
+import pytest
+import timm
+import torch
+from timm.layers import DropPath
+
+from densefeed.models.agent_cnn import agent_of
+from densefeed.objectives.bootstrapping import Bootstrapped
+from densefeed.objectives.drloc import Localised
+from densefeed.training.compile import SharedDropPath, compiled, networks_of
+
+
+@pytest.mark.parametrize("name", ["lvvit_micro", "dhvt_tiny_cifar_patch4"])
+def test_blocks_with_rates_of_their_own_share_a_compilation(monkeypatch, name):
+    """Twelve of them, where the compiler's limit is eight; in training and in evaluation."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model = timm.create_model(name, depth=12, embed_dim=24, drop_path_rate=0.3, img_size=32, num_classes=3).train()
+    names = list(model.state_dict())
+    compiled("blocks", model)
+    assert list(model.state_dict()) == names
+    image = torch.randn(2, 3, 32, 32)
+    for wanted in (2, 4):  # the first block drops nothing, and has no DropPath; then both again, in evaluation
+        model(image)
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == wanted
+        model.eval()
+
+
+def test_what_stands_beside_a_model_leaves_its_blocks_to_be_compiled(monkeypatch):
+    """Of DRLoc's heads none is a network; an agent is one, and its blocks are compiled too."""
+    asked = []
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda module, **options: asked.append(module))
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    with_heads = timm.create_model("test_vit", img_size=32, num_classes=3)
+    vit = timm.create_model("bootstrapping_vit_micro", img_size=32, num_classes=3, depth=2)
+    agent = agent_of(vit, 3, shared=True)
+    for trained, networks in (
+        (vit, (vit,)),
+        (Localised(with_heads, "l1", 0, [32]), (with_heads,)),
+        (Bootstrapped(vit, agent), (vit, agent)),
+    ):
+        assert networks_of(trained) == networks
+        compiled("blocks", trained)
+        assert asked == [block for network in networks for block in network.blocks]
+        asked.clear()
+
+
+@pytest.mark.parametrize("scale", [True, False])
+def test_paths_are_dropped_at_timms_rate(scale):
+    """Of 20,000 samples; the share's standard deviation is 0.003. What is kept is scaled as timm's is."""
+    timms = DropPath(0.3, scale)
+    ours = SharedDropPath(timms)
+    x = torch.ones(20_000, 2, 3, dtype=torch.bfloat16)
+    seen = ours(x)
+    assert seen.dtype == x.dtype
+    assert set(seen.unique().tolist()) == set(timms(x).unique().tolist())
+    assert torch.equal(seen, seen[:, :1, :1].expand_as(seen))
+    assert (seen[:, 0, 0] == 0).float().mean().item() == pytest.approx(0.3, abs=0.012)
+    assert ours.eval()(x) is x

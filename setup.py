@@ -11,7 +11,9 @@ SOURCES = ("batch", "checksum", "maps", "resample", "sample", "scratch", "segmen
 
 
 class BuildNative(build_ext):
-    """Build a plain shared library for ctypes: no Python version in its name, no module to export."""
+    """Build a plain shared library for ctypes: no Python version in its name, no module to
+    export.
+    """
 
     def get_ext_filename(self, name):
         return os.path.join(*name.split(".")) + ".so"

@@ -1,15 +1,17 @@
-"""What RandAugment costs an image: ours on batches of bytes beside timm's on Pillow images, in one run on the same crops.
+"""What RandAugment costs an image: ours on batches of bytes beside timm's on Pillow images, in one
+run on the same crops.
 
     python -m benchmarks.augment
     python -m benchmarks.augment --policy rand-m9-mstd0.5-inc1 --device cuda --json augment.json
 
-Compared is what differs, bytes in and bytes out. Ours includes choosing on the host and, on a GPU, the copy of what was
-chosen; the crops lie on the device, as they do in training. timm's begins and ends with Pillow images, so it is spared the
-conversions that a loader pays for. Each round does all crops with both, on one core, in an order that rotates; the ratio is
-the median of the rounds' own. Normalisation and erasing, of ours alone, stand beside it.
+Compared is what differs, bytes in and bytes out. Ours includes choosing on the host and, on a GPU,
+the copy of what was chosen; the crops lie on the device, as they do in training. timm's begins and
+ends with Pillow images, so it is spared the conversions that a loader pays for. Each round does all
+crops with both, on one core, in an order that rotates; the ratio is the median of the rounds' own.
+Normalisation and erasing, of ours alone, stand beside it.
 
-Pillow 13 refuses to posterize to no bits, which timm's policy asks for in 2 % of its posterizings at magnitude 9; there its
-operation is given one bit, at the same cost.
+Pillow 13 refuses to posterize to no bits, which timm's policy asks for in 2 % of its posterizings
+at magnitude 9; there its operation is given one bit, at the same cost.
 """
 
 from dataclasses import dataclass
@@ -53,7 +55,9 @@ class Benchmark:
 
 def main(benchmark: Benchmark) -> dict:
     """Measure, print, record; the document that --json writes."""
-    small = [name for name in ("batch", "batches", "size", "rounds") if getattr(benchmark, name) < 1]
+    small = [
+        name for name in ("batch", "batches", "size", "rounds") if getattr(benchmark, name) < 1
+    ]
     if small:
         raise UserError(f"--{small[0]} must be at least 1")
     if benchmark.device not in ("cpu", "cuda"):
@@ -63,14 +67,19 @@ def main(benchmark: Benchmark) -> dict:
     facts = environment(PACKAGES)
     milliseconds = measure(benchmark)
     ratio = pairwise(milliseconds[OURS], milliseconds[TIMMS])
-    rows = [{"name": name, "unit": "ms/image", **Spread.of(values)._asdict()} for name, values in milliseconds.items()]
+    rows = [
+        {"name": name, "unit": "ms/image", **Spread.of(values)._asdict()}
+        for name, values in milliseconds.items()
+    ]
     document = {
         "rows": rows,
         "ratios": [{"a": OURS, "b": TIMMS, "what": "time", **ratio._asdict()}],
         "environment": facts | {"device": benchmark.device, "policy": benchmark.policy},
     }
     for row in rows:
-        print(f"{row['name']:24} {row['median']:.3f} ms an image ({row['p25']:.3f} to {row['p75']:.3f})")
+        print(
+            f"{row['name']:24} {row['median']:.3f} ms an image ({row['p25']:.3f} to {row['p75']:.3f})"
+        )
     print(f"{OURS} / {TIMMS}: {ratio.median:.3f} ({ratio.p25:.3f} to {ratio.p75:.3f})")
     if benchmark.json is not None:
         write_json(benchmark.json, document)
@@ -78,7 +87,11 @@ def main(benchmark: Benchmark) -> dict:
         what = f"{benchmark.batch * benchmark.batches} crops of {benchmark.size} px, {benchmark.policy}, {benchmark.device}"
         lines = [*rows, {"name": f"{OURS} / {TIMMS}", "unit": "ratio", **ratio._asdict()}]
         append_rows(
-            benchmark.results, [facts | {"data": what, "threads": 1, "runs": benchmark.rounds} | line for line in lines]
+            benchmark.results,
+            [
+                facts | {"data": what, "threads": 1, "runs": benchmark.rounds} | line
+                for line in lines
+            ],
         )
     return document
 
@@ -87,12 +100,20 @@ def measure(benchmark: Benchmark) -> dict[str, list[float]]:
     """Milliseconds an image of each contestant, a value a round."""
     device = torch.device(benchmark.device)
     total = benchmark.batch * benchmark.batches
-    plan = EpochPlan(num_samples=total, batch=benchmark.batch, seed=benchmark.seed, mode="train", sizes=((0, benchmark.size),))
+    plan = EpochPlan(
+        num_samples=total,
+        batch=benchmark.batch,
+        seed=benchmark.seed,
+        mode="train",
+        sizes=((0, benchmark.size),),
+    )
     crops = crops_of(photographs(), plan)
     pictures = [Image.fromarray(crop) for crop in crops]
     crops = torch.from_numpy(crops).to(device)
     ours = Augmentation(plan, Augment(rand_augment=benchmark.policy), MEAN, STD).to(device)
-    whole = Augmentation(plan, Augment(rand_augment=benchmark.policy, erase_probability=0.25), MEAN, STD).to(device)
+    whole = Augmentation(
+        plan, Augment(rand_augment=benchmark.policy, erase_probability=0.25), MEAN, STD
+    ).to(device)
     policy = auto_augment.rand_augment_transform(benchmark.policy, {"img_mean": ours.fill})
     for op in policy.ops:
         if op.name.startswith("Posterize"):
@@ -100,7 +121,15 @@ def measure(benchmark: Benchmark) -> dict[str, list[float]]:
 
     def batches() -> list[Batch]:
         ids, view = torch.arange(total), torch.eye(3)[:2].expand(total, 2, 3)
-        fields = (crops, ids, view.to(device), torch.zeros(total, 4), ids, torch.zeros_like(ids), torch.ones(total))
+        fields = (
+            crops,
+            ids,
+            view.to(device),
+            torch.zeros(total, 4),
+            ids,
+            torch.zeros_like(ids),
+            torch.ones(total),
+        )
         parts = zip(*(field.split(benchmark.batch) for field in fields), strict=True)
         return [Batch(*part, None, None, None, None) for part in parts]
 
@@ -114,7 +143,10 @@ def measure(benchmark: Benchmark) -> dict[str, list[float]]:
 
     def by_ours_whole(number: int) -> int:
         for batch in cut:
-            whole(batch, whole.choose(number, batch.index, batch.repeat, benchmark.size, benchmark.size))
+            whole(
+                batch,
+                whole.choose(number, batch.index, batch.repeat, benchmark.size, benchmark.size),
+            )
         return settled(device, total)
 
     def by_timm(_: int) -> int:
@@ -127,7 +159,9 @@ def measure(benchmark: Benchmark) -> dict[str, list[float]]:
         torch.set_num_threads(1)
         try:
             works = {OURS: by_ours, TIMMS: by_timm, WHOLE: by_ours_whole}
-            rates = take_turns(works, benchmark.rounds, lambda _: pin(cores(1, allowed)), lambda _: None)
+            rates = take_turns(
+                works, benchmark.rounds, lambda _: pin(cores(1, allowed)), lambda _: None
+            )
         finally:
             torch.set_num_threads(threads)
     return {name: [1000 / rate for rate in values] for name, values in rates.items()}
@@ -141,16 +175,26 @@ def settled(device: torch.device, count: int) -> int:
 
 
 def crops_of(originals: list[Image.Image], plan: EpochPlan) -> np.ndarray:
-    """One crop for each sample of the plan, by its own first epoch, of the photographs in turn: uint8 `[N, size, size, 3]`."""
+    """One crop for each sample of the plan, by its own first epoch, of the photographs in turn:
+    uint8 `[N, size, size, 3]`.
+    """
     size, count = plan.size(0), plan.num_samples
     pictures = [originals[number % len(originals)] for number in range(count)]
     boxes, _ = plan.crops(
-        0, np.arange(count), *(np.array(side) for side in zip(*((p.height, p.width) for p in pictures), strict=True))
+        0,
+        np.arange(count),
+        *(np.array(side) for side in zip(*((p.height, p.width) for p in pictures), strict=True)),
     )
-    return np.stack([
-        np.asarray(picture.resize((size, size), Image.Resampling.BILINEAR, (left, top, left + width, top + height)))
-        for picture, (top, left, height, width) in zip(pictures, boxes.tolist(), strict=True)
-    ])  # fmt: skip
+    return np.stack(
+        [
+            np.asarray(
+                picture.resize(
+                    (size, size), Image.Resampling.BILINEAR, (left, top, left + width, top + height)
+                )
+            )
+            for picture, (top, left, height, width) in zip(pictures, boxes.tolist(), strict=True)
+        ]
+    )
 
 
 if __name__ == "__main__":

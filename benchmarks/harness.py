@@ -1,7 +1,9 @@
-"""What every benchmark shares: runs in turns on pinned cores, median and quartiles, ratios pair by pair, JSON and CSV.
+"""What every benchmark shares: runs in turns on pinned cores, median and quartiles, ratios pair by
+pair, JSON and CSV.
 
-A speed is a row: command, hardware, versions, commit, runs, middle and spread. Two speeds are compared only within a round,
-where they were taken seconds apart: on a shared machine the rate of a whole minute drifts by more than what is compared.
+A speed is a row: command, hardware, versions, commit, runs, middle and spread. Two speeds are
+compared only within a round, where they were taken seconds apart: on a shared machine the rate of a
+whole minute drifts by more than what is compared.
 """
 
 import csv
@@ -24,8 +26,21 @@ Key = TypeVar("Key")
 ROOT = Path(__file__).parent.parent
 RESULTS = Path("benchmarks/results.csv")
 COLUMNS = (
-    "date", "commit", "cpu", "cores", "versions", "command", "data", "name", "threads", "median", "p25", "p75", "unit", "runs",
-)  # fmt: skip
+    "date",
+    "commit",
+    "cpu",
+    "cores",
+    "versions",
+    "command",
+    "data",
+    "name",
+    "threads",
+    "median",
+    "p25",
+    "p75",
+    "unit",
+    "runs",
+)
 
 
 class Spread(NamedTuple):
@@ -54,8 +69,9 @@ def take_turns(
 ) -> dict[Key, list[float]]:
     """Things per second of each work in each of `rounds` rounds.
 
-    `works[key](n)` does its n-th run and says how many things it did. Every round runs every work once, beginning with
-    another one each time; `warm` rounds before them are not counted. `before` and `done` stand outside the clock.
+    `works[key](n)` does its n-th run and says how many things it did. Every round runs every work
+    once, beginning with another one each time; `warm` rounds before them are not counted. `before`
+    and `done` stand outside the clock.
     """
     keys, rates = list(works), {key: [] for key in works}
     for number in range(warm + rounds):
@@ -86,8 +102,8 @@ def cores(count: int, allowed: set[int]) -> set[int]:
 def pin(cpus: set[int]) -> None:
     """Confine every thread of this process, and of the worker processes it started, to `cpus`.
 
-    sched_setaffinity alone moves one thread only: pools started earlier (OpenMP, numba, a DataLoader's workers) would keep
-    all cores and help a contestant that was granted one.
+    sched_setaffinity alone moves one thread only: pools started earlier (OpenMP, numba, a
+    DataLoader's workers) would keep all cores and help a contestant that was granted one.
     """
     for process in ["self", *(child.pid for child in active_children())]:
         for task in Path(f"/proc/{process}/task").iterdir():
@@ -107,23 +123,24 @@ def unpinned_after() -> Iterator[set[int]]:
         pin(allowed)
 
 
-
-
-
-
 def append_rows(path: Path, rows: list[dict]) -> None:
     """Append rows of COLUMNS to a CSV, all or none; it begins with its header.
 
-    UserError if the file has other columns: rows of two layouts under one header would be read wrongly.
+    UserError if the file has other columns: rows of two layouts under one header would be read
+    wrongly.
     """
     old = path.read_text() if path.exists() else ""
     if old and tuple(old.splitlines()[0].split(",")) != COLUMNS:
-        raise UserError(f"{path} has other columns than {', '.join(COLUMNS)}; move it away, and a new one will be begun")
+        raise UserError(
+            f"{path} has other columns than {', '.join(COLUMNS)}; move it away, and a new one will be begun"
+        )
     text = io.StringIO()
     writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
     if not old:
         writer.writeheader()
     short = {float: "{:.6g}".format}  # more digits than that no clock here gives
-    writer.writerows({name: short.get(type(value), str)(value) for name, value in row.items()} for row in rows)
+    writer.writerows(
+        {name: short.get(type(value), str)(value) for name, value in row.items()} for row in rows
+    )
     with replacing(path) as part:
         part.write_text(old + "\n" * (bool(old) and not old.endswith("\n")) + text.getvalue())

@@ -1,11 +1,13 @@
-"""How fast published packs are imported: files a second of ours beside a plain loop of torch.load over the same files.
+"""How fast published packs are imported: files a second of ours beside a plain loop of torch.load
+over the same files.
 
     python -m benchmarks.import_labels --files 100000
     python -m benchmarks.import_labels --form legacy --footprint centre-crop --json import.json
 
-Both begin with an ImageFolder of --files images and a tree of as many .pt files, as TokenLabeling's: float16 [2, 5, 18, 18], 1,000
-classes, made for the purpose and in the page cache. `import` is the whole of tools/import_labels.py: list both folders, match,
-read, check every number, write the store, sync it. `torch.load` reads each file of the list with weights_only=True and does
+Both begin with an ImageFolder of --files images and a tree of as many .pt files, as
+TokenLabeling's: float16 [2, 5, 18, 18], 1,000 classes, made for the purpose and in the page cache.
+`import` is the whole of tools/import_labels.py: list both folders, match, read, check every number,
+write the store, sync it. `torch.load` reads each file of the list with weights_only=True and does
 nothing with it, in one process and thread, as a script would. Each round does both, in turns, on
 --threads cores; the ratio is the median of the rounds' own.
 """
@@ -63,11 +65,22 @@ def main(benchmark: Benchmark) -> dict:
         make_files(Path(folder), benchmark.files, benchmark.form)
         rates = measure(benchmark, Path(folder))
     ratio = pairwise(rates[OURS], rates[PEER])
-    rows = [{"name": name, "unit": "files/s", **Spread.of(values)._asdict()} for name, values in rates.items()]
-    document = {"rows": rows, "ratios": [{"a": OURS, "b": PEER, "what": "files/s", **ratio._asdict()}], "environment": facts}
+    rows = [
+        {"name": name, "unit": "files/s", **Spread.of(values)._asdict()}
+        for name, values in rates.items()
+    ]
+    document = {
+        "rows": rows,
+        "ratios": [{"a": OURS, "b": PEER, "what": "files/s", **ratio._asdict()}],
+        "environment": facts,
+    }
     for row in rows:
-        print(f"{row['name']:12} {row['median']:8,.0f} files/s ({row['p25']:,.0f} to {row['p75']:,.0f})")
-    print(f"{OURS} / {PEER}: {ratio.median:.2f} ({ratio.p25:.2f} to {ratio.p75:.2f}); bar {BAR:,} files/s, aim {AIM:,}")
+        print(
+            f"{row['name']:12} {row['median']:8,.0f} files/s ({row['p25']:,.0f} to {row['p75']:,.0f})"
+        )
+    print(
+        f"{OURS} / {PEER}: {ratio.median:.2f} ({ratio.p25:.2f} to {ratio.p75:.2f}); bar {BAR:,} files/s, aim {AIM:,}"
+    )
     if benchmark.json is not None:
         write_json(benchmark.json, document)
     if benchmark.record:
@@ -85,7 +98,9 @@ def make_files(folder: Path, count: int, form: str) -> None:
     Image.new("RGB", (50, 37)).save(jpeg, "JPEG")
     for _ in range(DISTINCT):
         logit = -np.sort(-rng.normal(4, 3, (TOP_K, SIDE, SIDE)), axis=0)
-        number = (rng.integers(0, CLASSES, (1, SIDE, SIDE)) + 7 * np.arange(TOP_K)[:, None, None]) % CLASSES
+        number = (
+            rng.integers(0, CLASSES, (1, SIDE, SIDE)) + 7 * np.arange(TOP_K)[:, None, None]
+        ) % CLASSES
         encoded = io.BytesIO()
         tensor = torch.from_numpy(np.stack([logit, number]).astype(np.float16))
         torch.save(tensor, encoded, _use_new_zipfile_serialization=form == "zip")
@@ -105,9 +120,13 @@ def measure(benchmark: Benchmark, folder: Path) -> dict[str, list[float]]:
     """Files a second of each contestant, a value a round."""
     out, paths = folder / "maps.h5", sorted((folder / "labels").rglob("*.pt"))
     wanted = import_labels.Import(
-        labels=folder / "labels", data=folder / "images", out=out, footprint=benchmark.footprint, threads=benchmark.threads,
+        labels=folder / "labels",
+        data=folder / "images",
+        out=out,
+        footprint=benchmark.footprint,
+        threads=benchmark.threads,
         audit=False,
-    )  # fmt: skip
+    )
 
     def by_ours(_: int) -> int:
         with redirect_stdout(io.StringIO()):
@@ -122,7 +141,9 @@ def measure(benchmark: Benchmark, folder: Path) -> dict[str, list[float]]:
     works = {OURS: by_ours, PEER: by_torch}
     with unpinned_after() as allowed:
         chosen = cores(benchmark.threads, allowed)
-        return take_turns(works, benchmark.rounds, lambda _: pin(chosen), lambda _: out.unlink(missing_ok=True))
+        return take_turns(
+            works, benchmark.rounds, lambda _: pin(chosen), lambda _: out.unlink(missing_ok=True)
+        )
 
 
 if __name__ == "__main__":

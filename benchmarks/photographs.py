@@ -1,11 +1,14 @@
-"""The benchmarks' data: crops of real photographs, in every form that a loader of loader_peers.py reads.
+"""The benchmarks' data: crops of real photographs, in every form that a loader of loader_peers.py
+reads.
 
-The photographs ship with scikit-image and scikit-learn (astronaut, coffee, chelsea, rocket, motorcycle; china, flower), so
-nothing is downloaded. Every image is another crop of one of them, of 4:3 or 3:4, mirrored or not, resized to 500 pixels on
-its longer side and encoded by Pillow at quality 90, 4:2:0. The crops cover 5 to 30 % of what would fit, which makes files of
-33 kB on average; whole photographs of that size have about 48 kB, where every decoder has more to do.
+The photographs ship with scikit-image and scikit-learn (astronaut, coffee, chelsea, rocket,
+motorcycle; china, flower), so nothing is downloaded. Every image is another crop of one of them, of
+4:3 or 3:4, mirrored or not, resized to 500 pixels on its longer side and encoded by Pillow at
+quality 90, 4:2:0. The crops cover 5 to 30 % of what would fit, which makes files of 33 kB on
+average; whole photographs of that size have about 48 kB, where every decoder has more to do.
 
-Score maps are random but of the published shape: 18 x 18 cells, 5 of 1000 classes each, 24 distinct classes an image.
+Score maps are random but of the published shape: 18 x 18 cells, 5 of 1000 classes each, 24 distinct
+classes an image.
 """
 
 import hashlib
@@ -35,17 +38,21 @@ QUALITY = 90
 SHARE = (0.05, 0.3)  # area of a crop, of the largest one of its shape
 MAP_SIDE, TOP_K = 18, 5  # of a score map, as published
 DISTINCT = 24  # classes that the map of an image names
-EXACT_HALF = 2048  # float16 holds whole numbers up to here, and the published files hold class numbers as float16
+# float16 holds whole numbers up to here, and the published files hold class numbers as float16
+EXACT_HALF = 2048
 
 
 def own_set(cache: Path, images: int, classes: int) -> BenchmarkSet:
-    """The set of `images` crops under `classes` class names, made on the first call; the .beton is packed anew each time.
+    """The set of `images` crops under `classes` class names, made on the first call; the .beton is
+    packed anew each time.
 
-    A class is but a number here. There are as many as published maps score, since dense targets cost in proportion.
-    UserError if scikit-image or scikit-learn is missing.
+    A class is but a number here. There are as many as published maps score, since dense targets
+    cost in proportion. UserError if scikit-image or scikit-learn is missing.
     """
     if not 1 <= classes <= images:
-        raise UserError(f"{images} images cannot fill {classes} classes; take at least one image a class")
+        raise UserError(
+            f"{images} images cannot fill {classes} classes; take at least one image a class"
+        )
     home = cache / f"photographs-{images}-{classes}"
     folder, maps = home / "images", home / "maps.h5"
     make_once(folder, lambda part: write_crops(part, images, classes))
@@ -60,31 +67,48 @@ def own_set(cache: Path, images: int, classes: int) -> BenchmarkSet:
 
 
 def set_of(beton: Path, folder: Path | None, cache: Path) -> BenchmarkSet:
-    """The set around a given .beton: its JPEGs as a folder (or the `folder` it was packed from), its maps in the other forms.
+    """The set around a given .beton: its JPEGs as a folder (or the `folder` it was packed from),
+    its maps in the other forms.
 
     UserError if it holds raw pixels, or if `folder` holds other images.
     """
     opened, source, stat = Beton(beton), FfcvSource(beton), beton.stat()
-    key = hashlib.sha256(f"{source.fingerprint} {stat.st_size} {stat.st_mtime_ns} {folder}".encode()).hexdigest()
+    key = hashlib.sha256(
+        f"{source.fingerprint} {stat.st_size} {stat.st_mtime_ns} {folder}".encode()
+    ).hexdigest()
     home = cache / f"data-{key[:12]}"
     if folder is None:
         folder = home / "images"
         make_once(folder, lambda part: unpack(opened, part))
     labels = Images(folder).labels
-    if len(labels) != len(opened) or (np.bincount(labels) != np.unique(opened.labels, return_counts=True)[1]).any():
-        raise UserError(f"{folder} holds other images than {beton}; give the folder it was packed from")
+    if (
+        len(labels) != len(opened)
+        or (np.bincount(labels) != np.unique(opened.labels, return_counts=True)[1]).any()
+    ):
+        raise UserError(
+            f"{folder} holds other images than {beton}; give the folder it was packed from"
+        )
     maps = None
     if source.spec is not None:
         maps = home / "maps.h5"
         if not maps.exists():
             # Unpacked files stand by class and, within a class, in the order of the .beton.
             rows = source.maps(np.argsort(opened.labels, kind="stable"))
-            write_maps(maps, rows, folder, source.spec.num_classes, opened.notes["teacher"], source.spec.absent)
+            write_maps(
+                maps,
+                rows,
+                folder,
+                source.spec.num_classes,
+                opened.notes["teacher"],
+                source.spec.absent,
+            )
     return complete(home, folder, maps, beton)
 
 
 def complete(home: Path, folder: Path, maps: Path | None, beton: Path) -> BenchmarkSet:
-    """Add what the peers need: a .beton of the plain files, and the maps in the published layout."""
+    """Add what the peers need: a .beton of the plain files, and the maps in the published
+    layout.
+    """
     images, stock, published = Images(folder), home / "stock.beton", None
     if not stock.exists():
         write_stock(stock, folder)
@@ -96,11 +120,24 @@ def complete(home: Path, folder: Path, maps: Path | None, beton: Path) -> Benchm
     paths = tuple(images.where(n) for n in range(len(images)))
     plain = Beton(stock)
     num_classes = store.header.num_classes if maps is not None else len(images.class_names)
-    return BenchmarkSet(folder, beton, stock, maps, published, paths, plain.labels, plain.heights, plain.widths, num_classes)
+    return BenchmarkSet(
+        folder,
+        beton,
+        stock,
+        maps,
+        published,
+        paths,
+        plain.labels,
+        plain.heights,
+        plain.widths,
+        num_classes,
+    )
 
 
 def make_once(path: Path, make: Callable[[Path], None]) -> None:
-    """Let `make` fill a folder that appears under its name when it is whole; nothing if it is there."""
+    """Let `make` fill a folder that appears under its name when it is whole; nothing if it is
+    there.
+    """
     if path.exists():
         return
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
@@ -122,7 +159,13 @@ def photographs() -> list[Image.Image]:
         raise UserError(
             f"the benchmark's photographs need {error.name}; pip install scikit-image scikit-learn, or give --data"
         ) from None
-    pixels = [data.astronaut(), data.coffee(), data.chelsea(), data.rocket(), data.stereo_motorcycle()[0]]
+    pixels = [
+        data.astronaut(),
+        data.coffee(),
+        data.chelsea(),
+        data.rocket(),
+        data.stereo_motorcycle()[0],
+    ]
     pixels += [load_sample_image("china.jpg"), load_sample_image("flower.jpg")]
     return [Image.fromarray(np.ascontiguousarray(image)) for image in pixels]
 
@@ -137,8 +180,13 @@ def write_crops(folder: Path, images: int, classes: int) -> None:
         original = originals[number % len(originals)]
         shape, area, left, top, mirrored = draws[number]
         width, height = (LONG, SHORT) if shape < 0.7 else (SHORT, LONG)
-        scale = min(original.width / width, original.height / height) * np.sqrt(SHARE[0] + area * (SHARE[1] - SHARE[0]))
-        left, top = left * (original.width - width * scale), top * (original.height - height * scale)
+        scale = min(original.width / width, original.height / height) * np.sqrt(
+            SHARE[0] + area * (SHARE[1] - SHARE[0])
+        )
+        left, top = (
+            left * (original.width - width * scale),
+            top * (original.height - height * scale),
+        )
         box = (left, top, left + width * scale, top + height * scale)
         crop = original.resize((width, height), Image.Resampling.LANCZOS, box)
         if mirrored < 0.5:
@@ -152,7 +200,9 @@ def write_crops(folder: Path, images: int, classes: int) -> None:
 
 
 def random_maps(images: int, classes: int) -> ScoreMaps:
-    """Maps as a teacher of `classes` classes might give them: a few likely classes an image, the others at logit 0."""
+    """Maps as a teacher of `classes` classes might give them: a few likely classes an image, the
+    others at logit 0.
+    """
     rng = np.random.default_rng(1)
     distinct, top_k = min(DISTINCT, classes), min(TOP_K, classes)
     palette = np.argsort(rng.random((images, classes)), axis=1)[:, :distinct]
@@ -162,34 +212,55 @@ def random_maps(images: int, classes: int) -> ScoreMaps:
     cls = np.take_along_axis(palette[:, None, None], best, axis=-1)
     logit = np.take_along_axis(logit, best, axis=-1)
     window = np.tile(np.array([0, 0, 1, 1], np.float32), (images, 1))
-    return ScoreMaps(logit.astype(np.float16), cls.astype(np.uint16), lse.astype(np.float16), window)
+    return ScoreMaps(
+        logit.astype(np.float16), cls.astype(np.uint16), lse.astype(np.float16), window
+    )
 
 
-def write_maps(path: Path, maps: ScoreMaps, folder: Path, num_classes: int, teacher: str, absent: str) -> None:
+def write_maps(
+    path: Path, maps: ScoreMaps, folder: Path, num_classes: int, teacher: str, absent: str
+) -> None:
     """A store of `maps` for the images of `folder`, in their order."""
     images = Images(folder)
     header = StoreHeader(
-        side=maps.logit.shape[1], top_k=maps.logit.shape[3], num_classes=num_classes, absent=absent, teacher=teacher,
-        input_size=576, geometry="squash", fingerprint=images.fingerprint(), class_names=tuple(images.class_names),
-    )  # fmt: skip
+        side=maps.logit.shape[1],
+        top_k=maps.logit.shape[3],
+        num_classes=num_classes,
+        absent=absent,
+        teacher=teacher,
+        input_size=576,
+        geometry="squash",
+        fingerprint=images.fingerprint(),
+        class_names=tuple(images.class_names),
+    )
     writer = ScoreMapWriter(path, header, images.paths, images.labels)
     writer.write(np.arange(len(images)), maps)
     writer.finish()
 
 
 def write_stock(path: Path, folder: Path) -> None:
-    """What stock FFCV reads: the files' very bytes. FFCV's own writer would encode them a second time, into other images."""
+    """What stock FFCV reads: the files' very bytes. FFCV's own writer would encode them a second
+    time, into other images.
+    """
     images = Images(folder)
     for number in range(len(images)):
         if images.read(number)[:2] != b"\xff\xd8":
-            raise UserError(f"{images.where(number)} is no JPEG; the benchmark's peers read JPEGs only")
+            raise UserError(
+                f"{images.where(number)} is no JPEG; the benchmark's peers read JPEGs only"
+            )
     pack(Packing(data=folder, out=path, index=False))
 
 
 def write_published(folder: Path, store: ScoreMapStore) -> None:
-    """One file an image, `<class>/<stem>.pt`: float16 `[2, k, S, S]`, logits and then class numbers."""
+    """One file an image, `<class>/<stem>.pt`: float16 `[2, k, S, S]`, logits and then class
+    numbers.
+    """
     rows = store.rows(np.arange(len(store)))
-    both = torch.from_numpy(np.stack([rows.logit, rows.cls.astype(np.float16)], axis=1)).permute(0, 1, 4, 2, 3).contiguous()
+    both = (
+        torch.from_numpy(np.stack([rows.logit, rows.cls.astype(np.float16)], axis=1))
+        .permute(0, 1, 4, 2, 3)
+        .contiguous()
+    )
     for name, row in zip(store.paths(), both, strict=True):
         path = (folder / name).with_suffix(".pt")
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -201,7 +272,9 @@ def unpack(beton: Beton, folder: Path) -> None:
     for number, label in enumerate(beton.labels.tolist()):
         encoded, raw = beton.image(number)
         if raw:
-            raise UserError(f"{beton.path} image {number} is raw pixels; the benchmark's peers read JPEGs only")
+            raise UserError(
+                f"{beton.path} image {number} is raw pixels; the benchmark's peers read JPEGs only"
+            )
         path = folder / f"{label:06d}" / f"{number:08d}.jpg"
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(encoded)

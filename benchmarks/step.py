@@ -1,35 +1,43 @@
-"""How fast a whole training step is: ours beside timm's on the same network and images, and beside what the device could do.
+"""How fast a whole training step is: ours beside timm's on the same network and images, and beside
+what the device could do.
 
     python -m benchmarks.step --model lvvit_s --batch 8 --objective token-label --json step.json
     python -m benchmarks.step --model deit_small_patch16_224 --batch 256 --device cuda
     python -m benchmarks.step --loader ffcv --data train.beton --objective token-label --device cuda
     python -m benchmarks.step --model swin_tiny_patch4_window7_224 --drloc --batch 8
 
-`ours` is what train.py does between a batch on the device and the next: forward, loss, backward, norm of the gradients, guard,
-fused AdamW, averaged weights. `timm` is the step of timm's train.py made of timm's own parts: autocast around network and
-LabelSmoothingCrossEntropy, NativeScaler in float16, `create_optimizer_v2("adamw")` as it comes (on CUDA foreach, on a CPU a
-loop; not fused), ModelEmaV3 with warm-up, and `loss.item()`, by which one device is waited for in every step. Both train one
-network from equal weights on equal normalised images in channels_last with the image's label; their losses before and
-after the first update are printed with their distance. Both have a constant learning rate, neither drop-path nor mixing.
+`ours` is what train.py does between a batch on the device and the next: forward, loss, backward,
+norm of the gradients, guard, fused AdamW, averaged weights. `timm` is the step of timm's train.py
+made of timm's own parts: autocast around network and LabelSmoothingCrossEntropy, NativeScaler in
+float16, `create_optimizer_v2("adamw")` as it comes (on CUDA foreach, on a CPU a loop; not fused),
+ModelEmaV3 with warm-up, and `loss.item()`, by which one device is waited for in every step. Both
+train one network from equal weights on equal normalised images in channels_last with the image's
+label; their losses before and after the first update are printed with their distance. Both have a
+constant learning rate, neither drop-path nor mixing.
 
-`--bootstrap joint` (or `shared`) adds `agent`, the same step of the model's agent CNN alone, and `both`, a step of the two together
-(Bootstrapping ViTs, densefeed/objectives/bootstrapping.py); `both` is compared with `ours` and `agent` one after the other.
+`--bootstrap joint` (or `shared`) adds `agent`, the same step of the model's agent CNN alone, and
+`both`, a step of the two together (Bootstrapping ViTs, densefeed/objectives/bootstrapping.py);
+`both` is compared with `ours` and `agent` one after the other.
 
-`--objective token-label` adds `ours+labels`: the same step with a dense label on every token. Its network has a second head,
-which `ours` has not, so its ratio to `ours` is the whole price. `--loader ffcv` adds a contestant that gets --data's batches
-by train.py's loader, from asking for the first to the end of the last step, and the share of that time spent waiting for data.
+`--objective token-label` adds `ours+labels`: the same step with a dense label on every token. Its
+network has a second head, which `ours` has not, so its ratio to `ours` is the whole price.
+`--loader ffcv` adds a contestant that gets --data's batches by train.py's loader, from asking for
+the first to the end of the last step, and the share of that time spent waiting for data.
 
-`--drloc` adds `ours+drloc`: the step with DRLoc's loss, whose ratio to `ours` is its price. Table 14 of its supplementary (arXiv
-2106.03746) has it for CvT-13, Swin-T and T2T-ViT-14: 2.43, 2.36 and 1.77 %.
+`--drloc` adds `ours+drloc`: the step with DRLoc's loss, whose ratio to `ours` is its price. Table
+14 of its supplementary (arXiv 2106.03746) has it for CvT-13, Swin-T and T2T-ViT-14: 2.43, 2.36 and
+1.77 %.
 
-On a CPU ours keeps freed memory (`keep_memory`), and timm's turns find the C library as it is when left alone.
+On a CPU ours keeps freed memory (`keep_memory`), and timm's turns find the C library as it is when
+left alone.
 
-Modes but `eager` compile what each train.py would: ours the blocks and the loss (`compiled`), the step from image to loss
-(`whole`), or that as CUDA graphs (`captured`); timm's the network, `captured` with PyTorch's CUDA graphs too.
+Modes but `eager` compile what each train.py would: ours the blocks and the loss (`compiled`), the
+step from image to loss (`whole`), or that as CUDA graphs (`captured`); timm's the network,
+`captured` with PyTorch's CUDA graphs too.
 
-The floor is the least time of a step: its products at the rate of the best one measured here, or its bytes at the rate of the
-best copy, whichever takes longer. A ratio is a / b in images per second of the same round, so large is good. Rows are appended
-to --results.
+The floor is the least time of a step: its products at the rate of the best one measured here, or
+its bytes at the rate of the best copy, whichever takes longer. A ratio is a / b in images per
+second of the same round, so large is good. Rows are appended to --results.
 """
 
 import math
@@ -90,22 +98,36 @@ PACKAGES = ("torch", "torchvision", "timm", "numpy")
 OURS, TIMM, LABELS, DRLOC, LOADER = "ours", "timm", "ours+labels", "ours+drloc", "+loader"
 AGENT, BOTH, IN_TURN = "agent", "both", "ours, then agent"
 CORES = len(os.sched_getaffinity(0))
-# What a median ratio must reach: DESIGN's labels that cost at most 3 % of the step, and of the loader; DRLoc at most 2 %; two
-# networks together take at most 1.15 times as long as one after the other.
+# What a median ratio must reach: DESIGN's labels that cost at most 3 % of the step, and of the
+# loader; DRLoc at most 2 %; two networks together take at most 1.15 times as long as one after the
+# other.
 BARS = {
-    (LABELS, OURS): 0.97, (DRLOC, OURS): 1 / 1.02, (OURS + LOADER, OURS): 0.97, (LABELS + LOADER, LABELS): 0.97,
+    (LABELS, OURS): 0.97,
+    (DRLOC, OURS): 1 / 1.02,
+    (OURS + LOADER, OURS): 0.97,
+    (LABELS + LOADER, LABELS): 0.97,
     (BOTH, IN_TURN): 1 / 1.15,
-}  # fmt: skip
-# Largest distance of two losses that are equal but for rounding: 16 bits resolve 2^-8 (bfloat16), of whose sums some stays.
+}
+# Largest distance of two losses that are equal but for rounding: 16 bits resolve 2^-8 (bfloat16),
+# of whose sums some stays.
 EQUAL = {None: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 SCALES = 16  # halvings from GradScaler's first scale, 65,536, to 1
 RATE = 1e-4  # learning rate: no warm-up here, and the same images in every step
-COPIED = {"cpu": 2**28, "cuda": 2**30}  # bytes of the copy whose rate is measured, more than caches hold
+COPIED = {
+    "cpu": 2**28,
+    "cuda": 2**30,
+}  # bytes of the copy whose rate is measured, more than caches hold
 
 Mode = Literal["eager", "compiled", "whole", "captured"]
-COMPILED = {"eager": "never", "compiled": "blocks", "whole": "whole", "captured": "graph"}  # as --compile of train.py
+COMPILED = {
+    "eager": "never",
+    "compiled": "blocks",
+    "whole": "whole",
+    "captured": "graph",
+}  # as --compile of train.py
 Key = tuple[str, str]  # contestant, mode
-# Where glibc's own adaptation ends once a tensor of 32 MiB was freed: larger ones are mapped, and 64 MiB stay free at most.
+# Where glibc's own adaptation ends once a tensor of 32 MiB was freed: larger ones are mapped, and
+# 64 MiB stay free at most.
 LEFT_ALONE = {"mmap_max": 65536, "mmap_threshold": 2**25, "trim_threshold": 2**26}
 Step = Callable[[Batch], Tensor | float]  # trains on a batch; the loss it found
 
@@ -114,18 +136,25 @@ Step = Callable[[Batch], Tensor | float]  # trains on a batch; the loss it found
 class Benchmark:
     """What to measure."""
 
-    model: str = "lvvit_s"  # any timm classifier; token-label needs a token head (lvvit_*, dhvt_*, t2t_vit_*)
+    # any timm classifier; token-label needs a token head (lvvit_*, dhvt_*, t2t_vit_*)
+    model: str = "lvvit_s"
     batch: int = 64  # images
     size: int = 224  # side of the network's input, pixels
     classes: int = 1000  # of constant batches; --data brings its own
-    objective: Literal["ce", "token-label"] = "ce"  # token-label: also ours with a dense label on every token
+    objective: Literal["ce", "token-label"] = (
+        "ce"  # token-label: also ours with a dense label on every token
+    )
     drloc: bool = False  # also ours with DRLoc's loss
     drloc_grid: int = 7  # rows to which the grid of tokens is pooled for it; 0: none
-    bootstrap: Literal["none", "joint", "shared"] = "none"  # also ours beside an agent CNN, and that alone
+    bootstrap: Literal["none", "joint", "shared"] = (
+        "none"  # also ours beside an agent CNN, and that alone
+    )
     loader: Literal["synthetic", "ffcv"] = "synthetic"  # ffcv: also ours with batches from --data
     data: Path | None = None  # a .beton, for --loader ffcv; tools/pack_dataset.py makes it
     rand_augment: str = ""  # what --loader ffcv does to its crops, as timm writes it; empty: none
-    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"  # auto: bf16 autocast on CUDA, float32 on a CPU
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = (
+        "auto"  # auto: bf16 autocast on CUDA, float32 on a CPU
+    )
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda if there is one, else cpu
     modes: tuple[Mode, ...] = ("eager", "compiled")  # one measurement each, all in the same rounds
     steps: int = 4  # of each contestant in a round
@@ -149,7 +178,9 @@ class Contest:
 
     works: dict[Key, Callable[[int], int]] = field(default_factory=dict)
     losses: dict[Key, Tensor | float] = field(default_factory=dict)  # the last ones
-    waits: dict[Key, list[float]] = field(default_factory=dict)  # share of each turn spent waiting for data, of the loader
+    waits: dict[Key, list[float]] = field(
+        default_factory=dict
+    )  # share of each turn spent waiting for data, of the loader
     equality: list[dict] = field(default_factory=list)
     floors: dict[str, Floor] = field(default_factory=dict)  # of contestants, without the loader
 
@@ -159,41 +190,65 @@ def main(benchmark: Benchmark) -> dict:
     check(benchmark)
     device, facts = choose_device(benchmark.device), environment(PACKAGES)
     if device.type != "cuda" and "captured" in benchmark.modes:
-        raise UserError(f"--modes captured: there are CUDA graphs on no {device}; leave it away, or give --device cuda")
+        raise UserError(
+            f"--modes captured: there are CUDA graphs on no {device}; leave it away, or give --device cuda"
+        )
     with ExitStack() as stack:
         allowed = stack.enter_context(unpinned_after())
         stack.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(benchmark.threads)
         loader = None
         if benchmark.loader == "ffcv":
-            config = config_of(benchmark, LABELS if benchmark.objective == "token-label" else OURS, "never")
+            config = config_of(
+                benchmark, LABELS if benchmark.objective == "token-label" else OURS, "never"
+            )
             loader = stack.enter_context(closing(open_loader(config, "train")))
             check_loader(benchmark, loader)
         try:
             contest = prepared(benchmark, device, loader)
         except torch.OutOfMemoryError as error:
-            raise UserError(f"--batch {benchmark.batch}: memory ran out on {device}; give a smaller one") from error
+            raise UserError(
+                f"--batch {benchmark.batch}: memory ran out on {device}; give a smaller one"
+            ) from error
         pin(cores(benchmark.threads, allowed))
         dtype = autocast_of(config_of(benchmark, OURS, "never"), device) or torch.float32
-        ceilings = {"matmul_flops_per_s": matmul_rate(device, dtype), "copy_bytes_per_s": copy_rate(device)}
-        advance = stack.enter_context(steps_bar("benchmark", len(contest.works) * (benchmark.rounds + 1), 0))
+        ceilings = {
+            "matmul_flops_per_s": matmul_rate(device, dtype),
+            "copy_bytes_per_s": copy_rate(device),
+        }
+        advance = stack.enter_context(
+            steps_bar("benchmark", len(contest.works) * (benchmark.rounds + 1), 0)
+        )
         rates = take_turns(
-            contest.works, benchmark.rounds, lambda key: own_memory(key, device), lambda key: advance(1, ", ".join(key))
+            contest.works,
+            benchmark.rounds,
+            lambda key: own_memory(key, device),
+            lambda key: advance(1, ", ".join(key)),
         )
     if broken := [key for key, loss in contest.losses.items() if not math.isfinite(loss)]:
         # An update of ours that is not finite is left out, so its time says nothing.
-        raise UserError(f"the loss of {', '.join(broken[0])} is {float(contest.losses[broken[0]])}; choose another --precision")
-    waits = {key: values[-benchmark.rounds :] for key, values in contest.waits.items()}  # the first turn warmed up
+        raise UserError(
+            f"the loss of {', '.join(broken[0])} is {float(contest.losses[broken[0]])}; choose another --precision"
+        )
+    waits = {
+        key: values[-benchmark.rounds :] for key, values in contest.waits.items()
+    }  # the first turn warmed up
     document = {
         "rows": [
-            {"name": name, "mode": mode, "images_per_s": Spread.of(values)._asdict(), "runs": len(values)}
+            {
+                "name": name,
+                "mode": mode,
+                "images_per_s": Spread.of(values)._asdict(),
+                "runs": len(values),
+            }
             for (name, mode), values in rates.items()
         ],
         "ratios": ratios(rates),
         "equality": contest.equality,
         "floor": ceilings | {"rows": floor_rows(contest.floors, ceilings, rates, benchmark.batch)},
         "data_wait_share": [
-            {"name": name, "mode": mode, **Spread.of(values)._asdict()} for (name, mode), values in waits.items()
+            {"name": name, "mode": mode, **Spread.of(values)._asdict()}
+            for (name, mode), values in waits.items()
         ],
         "data": what_of(benchmark, device, loader),
         "environment": facts,
@@ -202,14 +257,22 @@ def main(benchmark: Benchmark) -> dict:
     if benchmark.json is not None:
         write_json(benchmark.json, document)
     if benchmark.record:
-        shared = facts | {"data": document["data"], "threads": benchmark.threads, "runs": benchmark.rounds}
+        shared = facts | {
+            "data": document["data"],
+            "threads": benchmark.threads,
+            "runs": benchmark.rounds,
+        }
         append_rows(benchmark.results, [shared | line for line in lines(document)])
     return document
 
 
 def check(benchmark: Benchmark) -> None:
     """UserError for requests that make no sense here."""
-    small = [name for name in ("batch", "size", "classes", "steps", "rounds", "threads") if getattr(benchmark, name) < 1]
+    small = [
+        name
+        for name in ("batch", "size", "classes", "steps", "rounds", "threads")
+        if getattr(benchmark, name) < 1
+    ]
     if small:
         raise UserError(f"--{small[0]} must be at least 1")
     if not benchmark.modes:
@@ -219,25 +282,48 @@ def check(benchmark: Benchmark) -> None:
     if (benchmark.loader == "ffcv") != (benchmark.data is not None):
         raise UserError("--loader ffcv and --data go together: it reads that .beton")
     if benchmark.rand_augment and benchmark.loader != "ffcv":
-        raise UserError("--rand-augment goes with --loader ffcv: constant batches are not augmented")
+        raise UserError(
+            "--rand-augment goes with --loader ffcv: constant batches are not augmented"
+        )
     if benchmark.objective == "token-label" and not has_tokens(benchmark.model):
         known = [f"{family}_*" for family in FAMILIES]
-        raise UserError(f"--model {benchmark.model} has no token head; choose one of {', '.join(known)}, or --objective ce")
-    if benchmark.bootstrap != "none" and (benchmark.objective, benchmark.loader) != ("ce", "synthetic"):
-        raise UserError("--bootstrap goes with --objective ce and constant batches; leave --objective and --loader away")
+        raise UserError(
+            f"--model {benchmark.model} has no token head; choose one of {', '.join(known)}, or --objective ce"
+        )
+    if benchmark.bootstrap != "none" and (benchmark.objective, benchmark.loader) != (
+        "ce",
+        "synthetic",
+    ):
+        raise UserError(
+            "--bootstrap goes with --objective ce and constant batches; leave --objective and --loader away"
+        )
     if benchmark.objective == "token-label" and benchmark.classes > 2**16:
-        raise UserError(f"--classes {benchmark.classes}: a score map numbers at most 65,536 classes")
+        raise UserError(
+            f"--classes {benchmark.classes}: a score map numbers at most 65,536 classes"
+        )
 
 
 def config_of(benchmark: Benchmark, name: str, compile: str) -> Config:
     """The training that a contestant is a step of; timm's has the fields that both know."""
     return Config(
-        data=benchmark.data, loader="ffcv", threads=benchmark.threads, model=benchmark.model,
-        size=benchmark.size, objective="token-label" if name == LABELS else "ce", mixtoken=False, drop_path=0.0,
-        drloc="l1" if name == DRLOC else "none", drloc_grid=benchmark.drloc_grid, rand_augment=benchmark.rand_augment,
-        batch=benchmark.batch, microbatch=benchmark.batch, lr=RATE, lr_batch=benchmark.batch, precision=benchmark.precision,
+        data=benchmark.data,
+        loader="ffcv",
+        threads=benchmark.threads,
+        model=benchmark.model,
+        size=benchmark.size,
+        objective="token-label" if name == LABELS else "ce",
+        mixtoken=False,
+        drop_path=0.0,
+        drloc="l1" if name == DRLOC else "none",
+        drloc_grid=benchmark.drloc_grid,
+        rand_augment=benchmark.rand_augment,
+        batch=benchmark.batch,
+        microbatch=benchmark.batch,
+        lr=RATE,
+        lr_batch=benchmark.batch,
+        precision=benchmark.precision,
         compile=compile,
-    )  # fmt: skip
+    )
 
 
 def check_loader(benchmark: Benchmark, loader: ThreadedLoader) -> None:
@@ -247,16 +333,24 @@ def check_loader(benchmark: Benchmark, loader: ThreadedLoader) -> None:
             f"{benchmark.data} has no score maps, which --objective token-label needs; pack it with --maps, or take ce"
         )
     if (whole := loader.plan.num_samples // benchmark.batch) < benchmark.steps:
-        raise UserError(f"--steps {benchmark.steps}: {benchmark.data} has {whole} whole batches of {benchmark.batch} images")
+        raise UserError(
+            f"--steps {benchmark.steps}: {benchmark.data} has {whole} whole batches of {benchmark.batch} images"
+        )
 
 
 # ------------------------------------------------------------------------- the contestants
 
 
 def prepared(benchmark: Benchmark, device: torch.device, loader: ThreadedLoader | None) -> Contest:
-    """Every contestant in every mode; ours and timm's have taken the first steps, which show whether they do the same."""
+    """Every contestant in every mode; ours and timm's have taken the first steps, which show
+    whether they do the same.
+    """
     classes = loader.num_classes if loader else benchmark.classes
-    names = [OURS, *([LABELS] if benchmark.objective == "token-label" else []), *([DRLOC] if benchmark.drloc else [])]
+    names = [
+        OURS,
+        *([LABELS] if benchmark.objective == "token-label" else []),
+        *([DRLOC] if benchmark.drloc else []),
+    ]
     contest, models = Contest(), {}
     for name in names:
         config = config_of(benchmark, name, "never")
@@ -268,7 +362,9 @@ def prepared(benchmark: Benchmark, device: torch.device, loader: ThreadedLoader 
     if benchmark.bootstrap != "none":
         model, batch, spec = models[OURS]
         for name, agent in agents_of(benchmark, model, classes).items():
-            contest.floors[name] = floor_of(*two_of(benchmark, name, "never", model, agent), batch, spec, classes)
+            contest.floors[name] = floor_of(
+                *two_of(benchmark, name, "never", model, agent), batch, spec, classes
+            )
             models[name] = agent, batch, spec
     contest.floors[TIMM] = contest.floors[OURS]
     for mode in dict.fromkeys(benchmark.modes):
@@ -278,34 +374,54 @@ def prepared(benchmark: Benchmark, device: torch.device, loader: ThreadedLoader 
             config = config_of(benchmark, name, COMPILED[mode])
             steps[name] = our_step(config, deepcopy(model), device, spec)
         for name in (AGENT, BOTH) if benchmark.bootstrap != "none" else ():
-            config, trained = two_of(benchmark, name, COMPILED[mode], models[OURS][0], models[name][0])
+            config, trained = two_of(
+                benchmark, name, COMPILED[mode], models[OURS][0], models[name][0]
+            )
             alone = trained if name == AGENT else trained.vit
-            steps[name] = our_step(config, alone, device, spec, None if name == AGENT else trained.agent)
+            steps[name] = our_step(
+                config, alone, device, spec, None if name == AGENT else trained.agent
+            )
         model, plain, _ = models[OURS]
         steps[TIMM] = timm_step(config_of(benchmark, OURS, COMPILED[mode]), deepcopy(model), device)
-        contest.equality.append(equality(steps, plain, mode, autocast_of(config_of(benchmark, OURS, "never"), device)))
+        contest.equality.append(
+            equality(steps, plain, mode, autocast_of(config_of(benchmark, OURS, "never"), device))
+        )
         for name, step in steps.items():
             batch = models[LABELS if name == LABELS else OURS][1]
-            contest.works[name, mode] = constant_turn((name, mode), contest, step, batch, benchmark.steps, device)
+            contest.works[name, mode] = constant_turn(
+                (name, mode), contest, step, batch, benchmark.steps, device
+            )
         if loader is not None:
             name = LABELS if LABELS in names else OURS
             config = config_of(benchmark, name, COMPILED[mode])
             # Another student of the same kind: the first goes on with its constant batch.
             step = our_step(config, deepcopy(models[name][0]), device, loader.labels)
             key = name + LOADER, mode
-            contest.works[key] = loader_turn(key, contest, step, config, models[name][0], loader, benchmark.steps, device)
+            contest.works[key] = loader_turn(
+                key, contest, step, config, models[name][0], loader, benchmark.steps, device
+            )
     return contest
 
 
-def constant_batch(benchmark: Benchmark, model: nn.Module, classes: int, device: torch.device) -> tuple[Batch, LabelSpec]:
-    """Normalised noise to look at, with crops and smooth random score maps, on the device; the same on every call."""
+def constant_batch(
+    benchmark: Benchmark, model: nn.Module, classes: int, device: torch.device
+) -> tuple[Batch, LabelSpec]:
+    """Normalised noise to look at, with crops and smooth random score maps, on the device; the same
+    on every call.
+    """
     palette = min(24, classes)  # as benchmarks.targets has it
     shape = targets.Benchmark(
-        batch=benchmark.batch, classes=classes, grid=grid_of(model, benchmark.size), palette=palette, top_k=min(5, palette)
+        batch=benchmark.batch,
+        classes=classes,
+        grid=grid_of(model, benchmark.size),
+        palette=palette,
+        top_k=min(5, palette),
     )
     step = targets.make_step(shape, device, logits=False)
     rng = torch.Generator().manual_seed(1)
-    image = torch.randn(benchmark.batch, 3, benchmark.size, benchmark.size, generator=rng).to(device)
+    image = torch.randn(benchmark.batch, 3, benchmark.size, benchmark.size, generator=rng).to(
+        device
+    )
     return step.batch._replace(image=image.contiguous(memory_format=torch.channels_last)), step.spec
 
 
@@ -316,11 +432,19 @@ def grid_of(model: nn.Module, size: int) -> int:
 
 def rules_of(config: Config) -> TargetRules:
     """As train.py has them."""
-    return TargetRules(config.smoothing, config.temperature, config.outside, config.geometry, sheared=augment_of(config).shears)
+    return TargetRules(
+        config.smoothing,
+        config.temperature,
+        config.outside,
+        config.geometry,
+        sheared=augment_of(config).shears,
+    )
 
 
 def agents_of(benchmark: Benchmark, model: nn.Module, classes: int) -> dict[str, AgentCNN]:
-    """The agent that is trained alone, with weights of its own, and the one that is trained beside the model."""
+    """The agent that is trained alone, with weights of its own, and the one that is trained beside
+    the model.
+    """
     found = {}
     for name, how in ((AGENT, "joint"), (BOTH, benchmark.bootstrap)):
         config = replace(config_of(benchmark, OURS, "never"), bootstrap=how)
@@ -342,13 +466,25 @@ def two_of(
 
 
 def our_step(
-    config: Config, model: nn.Module, device: torch.device, spec: LabelSpec | None, agent: AgentCNN | None = None
+    config: Config,
+    model: nn.Module,
+    device: torch.device,
+    spec: LabelSpec | None,
+    agent: AgentCNN | None = None,
 ) -> Step:
     """The inside of train.py's loop on one device."""
     ranks, dtype = Ranks(0, 1, device), autocast_of(config, device)
-    student, rules, plan = student_of(config, model, ranks, dtype, agent), rules_of(config), plan_of(config)
+    student, rules, plan = (
+        student_of(config, model, ranks, dtype, agent),
+        rules_of(config),
+        plan_of(config),
+    )
     loss_of, share = compiled(config.compile, student.trained), share_of(config, device)
-    grid, numbers, seen = grid_of(model, config.size), count(), torch.zeros(2, dtype=torch.float64, device=device)
+    grid, numbers, seen = (
+        grid_of(model, config.size),
+        count(),
+        torch.zeros(2, dtype=torch.float64, device=device),
+    )
 
     def step(batch: Batch) -> Tensor:
         number = next(numbers)
@@ -358,7 +494,18 @@ def our_step(
             torch.manual_seed(plan.step_seed(0, number))
             # Other pairs in every step, as in a training; its epochs stand for steps here.
             pairs = asked(config, plan, number, batch)
-            return loss_of(config, student.network, batch, spec, rules, grid, None, dtype, pairs=pairs, share=share)
+            return loss_of(
+                config,
+                student.network,
+                batch,
+                spec,
+                rules,
+                grid,
+                None,
+                dtype,
+                pairs=pairs,
+                share=share,
+            )
 
         loss, _ = update(student, ranks, number, [compute])
         seen[0] += loss
@@ -370,7 +517,11 @@ def our_step(
 
 def asked(config: Config, plan: EpochPlan, number: int, batch: Batch) -> Pairs | None:
     """What DRLoc asks in a step; None where it is off."""
-    return None if config.drloc == "none" else pairs_of(plan, number, batch, config.drloc_pairs, config.drloc_weight)
+    return (
+        None
+        if config.drloc == "none"
+        else pairs_of(plan, number, batch, config.drloc_pairs, config.drloc_weight)
+    )
 
 
 def share_of(config: Config, device: torch.device) -> Tensor | None:
@@ -385,12 +536,16 @@ def plan_of(config: Config) -> EpochPlan:
 
 
 def timm_step(config: Config, model: nn.Module, device: torch.device) -> Step:
-    """What timm's train.py does in a step on one device, of timm's public parts with their own defaults."""
+    """What timm's train.py does in a step on one device, of timm's public parts with their own
+    defaults.
+    """
     dtype = autocast_of(config, device)
     how = "reduce-overhead" if config.compile == "graph" else None
     network = model if config.compile == "never" else torch.compile(model, mode=how)
     loss_of = LabelSmoothingCrossEntropy(config.smoothing)
-    optimizer = create_optimizer_v2(model, opt="adamw", lr=config.lr, weight_decay=config.weight_decay)
+    optimizer = create_optimizer_v2(
+        model, opt="adamw", lr=config.lr, weight_decay=config.weight_decay
+    )
     scaler = NativeScaler(device=device.type) if dtype == torch.float16 else None
     ema, numbers = ModelEmaV3(model, decay=config.ema, use_warmup=True), count(1)
     model.train()
@@ -412,14 +567,18 @@ def timm_step(config: Config, model: nn.Module, device: torch.device) -> Step:
 
 
 def equality(steps: dict[str, Step], batch: Batch, mode: str, dtype: torch.dtype | None) -> dict:
-    """Losses before and after the first update, ours and timm's from equal weights, and their largest relative distance."""
+    """Losses before and after the first update, ours and timm's from equal weights, and their
+    largest relative distance.
+    """
     losses = {name: first_losses(steps[name], batch) for name in (OURS, TIMM)}
     far = max(abs(a / b - 1) for a, b in zip(losses[OURS], losses[TIMM], strict=True))
     return {"mode": mode, **losses, "rel_error": far, "bar": EQUAL[dtype]}
 
 
 def first_losses(step: Step, batch: Batch) -> tuple[float, float]:
-    """The first loss, and the first that is another: float16's scaler steps over updates until it has found its scale."""
+    """The first loss, and the first that is another: float16's scaler steps over updates until it
+    has found its scale.
+    """
     before = after = float(step(batch))
     for _ in range(SCALES):
         after = float(step(batch))
@@ -455,7 +614,9 @@ def loader_turn(
     steps: int,
     device: torch.device,
 ) -> Callable[[int], int]:
-    """A turn of `steps` steps on an epoch's first batches, which nobody began to decode before the turn."""
+    """A turn of `steps` steps on an epoch's first batches, which nobody began to decode before the
+    turn.
+    """
     mean, std = (model.pretrained_cfg[name] for name in ("mean", "std"))
     augmentation = Augmentation(loader.plan, augment_of(config), mean, std).to(device)
     shares = contest.waits[key] = []
@@ -474,7 +635,9 @@ def loader_turn(
 
 
 def copy_rate(device: torch.device) -> float:
-    """The best rate of a copy within the device's memory, bytes read and written per second, measured for a moment."""
+    """The best rate of a copy within the device's memory, bytes read and written per second,
+    measured for a moment.
+    """
     one = torch.zeros(COPIED[device.type], dtype=torch.uint8, device=device)
     other, best, until = torch.ones_like(one), 0.0, time.perf_counter() + SECONDS
     while time.perf_counter() < until:
@@ -486,12 +649,15 @@ def copy_rate(device: torch.device) -> float:
     return best
 
 
-def floor_of(config: Config, model: nn.Module, batch: Batch, spec: LabelSpec, classes: int) -> Floor:
-    """What a step of `model` must do; what the backward pass needs is measured in one eager forward pass.
+def floor_of(
+    config: Config, model: nn.Module, batch: Batch, spec: LabelSpec, classes: int
+) -> Floor:
+    """What a step of `model` must do; what the backward pass needs is measured in one eager forward
+    pass.
 
-    Weights are read by the forward and backward passes, gradients written; the update reads both and two moments, and writes
-    weights and moments; averaged weights are read and written: 12 times the weights' bytes.
-    Activations that are kept are written and read.
+    Weights are read by the forward and backward passes, gradients written; the update reads both
+    and two moments, and writes weights and moments; averaged weights are read and written: 12 times
+    the weights' bytes. Activations that are kept are written and read.
     """
     if isinstance(model, AgentCNN):
         twin = deepcopy(model).to("meta")
@@ -502,12 +668,27 @@ def floor_of(config: Config, model: nn.Module, batch: Batch, spec: LabelSpec, cl
     device, grid = batch.label.device, grid_of(networks_of(model)[0], config.size)
     trained, pairs, heads = localised(config, model), asked(config, plan_of(config), 0, batch), 0.0
     if pairs is not None:
-        # Of each head the weights' products with every pair of an image, forward and twice that backward.
-        matrices = sum(layer.weight.numel() for layer in trained.localiser.modules() if isinstance(layer, nn.Linear))
+        # Of each head the weights' products with every pair of an image, forward and twice that
+        # backward.
+        matrices = sum(
+            layer.weight.numel()
+            for layer in trained.localiser.modules()
+            if isinstance(layer, nn.Linear)
+        )
         heads = 3 * 2 * config.drloc_pairs * matrices
     more = dict(pairs=pairs, share=share_of(config, device))
     with Saved(trained.train()) as saved:
-        step_loss(config, trained, batch, spec, rules_of(config), grid, None, autocast_of(config, device), **more)
+        step_loss(
+            config,
+            trained,
+            batch,
+            spec,
+            rules_of(config),
+            grid,
+            None,
+            autocast_of(config, device),
+            **more,
+        )
     weights = sum(p.nbytes for p in trained.parameters())
     return Floor(training_flops(twin, config.size) + heads, 12 * weights + 2 * saved.bytes)
 
@@ -522,32 +703,59 @@ def own_memory(key: Key, device: torch.device) -> None:
         keep_memory()
 
 
-def floor_rows(floors: dict[str, Floor], ceilings: dict[str, float], rates: dict[Key, list[float]], images: int) -> list[dict]:
-    """The least time of each contestant's step, what sets it, and its share of the time that the step took."""
+def floor_rows(
+    floors: dict[str, Floor], ceilings: dict[str, float], rates: dict[Key, list[float]], images: int
+) -> list[dict]:
+    """The least time of each contestant's step, what sets it, and its share of the time that the
+    step took.
+    """
     found = []
     for (name, mode), values in rates.items():
         floor = floors[name.removesuffix(LOADER)]
         compute = floor.flops_per_image * images / ceilings["matmul_flops_per_s"]
         traffic = floor.bytes_per_step / ceilings["copy_bytes_per_s"]
         took, least = images / Spread.of(values).median, max(compute, traffic)
-        found.append({
-            "name": name, "mode": mode, **floor._asdict(), "compute_s": compute, "traffic_s": traffic, "least_s": least,
-            "step_s": took, "share": least / took,
-        })  # fmt: skip
+        found.append(
+            {
+                "name": name,
+                "mode": mode,
+                **floor._asdict(),
+                "compute_s": compute,
+                "traffic_s": traffic,
+                "least_s": least,
+                "step_s": took,
+                "share": least / took,
+            }
+        )
     return found
 
 
 def ratios(rates: dict[Key, list[float]]) -> list[dict]:
-    """Round by round: ours to timm's, labels to none, DRLoc to none, the loader's batches to constant ones, two networks to one by one."""
+    """Round by round: ours to timm's, labels to none, DRLoc to none, the loader's batches to
+    constant ones, two networks to one by one.
+    """
     pairs = [
-        (OURS, TIMM), (LABELS, OURS), (DRLOC, OURS), (OURS + LOADER, OURS), (LABELS + LOADER, LABELS), (BOTH, IN_TURN),
-    ]  # fmt: skip
+        (OURS, TIMM),
+        (LABELS, OURS),
+        (DRLOC, OURS),
+        (OURS + LOADER, OURS),
+        (LABELS + LOADER, LABELS),
+        (BOTH, IN_TURN),
+    ]
     rates = dict(rates)
     for mode in dict.fromkeys(mode for name, mode in rates if name == AGENT):
         # Images that both have seen, in the time that the two took for them one after the other.
-        rates[IN_TURN, mode] = [1 / (1 / a + 1 / b) for a, b in zip(rates[OURS, mode], rates[AGENT, mode], strict=True)]
+        rates[IN_TURN, mode] = [
+            1 / (1 / a + 1 / b) for a, b in zip(rates[OURS, mode], rates[AGENT, mode], strict=True)
+        ]
     return [
-        {"a": a, "b": b, "what": "images_per_s", "mode": mode, **pairwise(rates[a, mode], rates[b, mode])._asdict()}
+        {
+            "a": a,
+            "b": b,
+            "what": "images_per_s",
+            "mode": mode,
+            **pairwise(rates[a, mode], rates[b, mode])._asdict(),
+        }
         for mode in dict.fromkeys(mode for _, mode in rates)
         for a, b in pairs
         if (a, mode) in rates and (b, mode) in rates
@@ -577,7 +785,11 @@ def show(document: dict) -> None:
     for name in ("step", "mode", "median", "p25", "p75"):
         table.add_column(name, justify="left" if name in ("step", "mode") else "right")
     for line in document["rows"]:
-        table.add_row(line["name"], line["mode"], *(f"{line['images_per_s'][at]:,.1f}" for at in ("median", "p25", "p75")))
+        table.add_row(
+            line["name"],
+            line["mode"],
+            *(f"{line['images_per_s'][at]:,.1f}" for at in ("median", "p25", "p75")),
+        )
     console.print(table)
     table = Table(title="Ratios, round by round", title_justify="left")
     for name in ("a", "to b", "mode", "median", "p25", "p75", "bar"):
@@ -590,7 +802,9 @@ def show(document: dict) -> None:
     for line in document["ratios"]:
         if line["a"] == DRLOC:
             paid = 100 * (1 / line["median"] - 1)
-            console.print(f"{line['mode']}: DRLoc costs {paid:+.1f} % of a step; Table 14 of its paper: +1.8 to +2.4 %")
+            console.print(
+                f"{line['mode']}: DRLoc costs {paid:+.1f} % of a step; Table 14 of its paper: +1.8 to +2.4 %"
+            )
     for line in document["equality"]:
         ours, theirs = (" and ".join(f"{loss:.6f}" for loss in line[name]) for name in (OURS, TIMM))
         console.print(
@@ -603,26 +817,50 @@ def show(document: dict) -> None:
         f"{floor['copy_bytes_per_s'] / 1e9:,.3g} GB/s of copies, measured",
         title_justify="left",
     )
-    for name in ("step", "mode", "GFLOP/image", "MB/step", "products", "bytes", "least", "took", "share"):
+    for name in (
+        "step",
+        "mode",
+        "GFLOP/image",
+        "MB/step",
+        "products",
+        "bytes",
+        "least",
+        "took",
+        "share",
+    ):
         table.add_column(name, justify="left" if name in ("step", "mode") else "right")
     for line in floor["rows"]:
-        times = (f"{1e3 * line[name]:,.2f} ms" for name in ("compute_s", "traffic_s", "least_s", "step_s"))
+        times = (
+            f"{1e3 * line[name]:,.2f} ms"
+            for name in ("compute_s", "traffic_s", "least_s", "step_s")
+        )
         numbers = f"{line['flops_per_image'] / 1e9:,.3f}", f"{line['bytes_per_step'] / 1e6:,.1f}"
         table.add_row(line["name"], line["mode"], *numbers, *times, f"{100 * line['share']:.1f} %")
     console.print(table)
     for line in document["data_wait_share"]:
-        console.print(f"{line['name']}, {line['mode']}: {100 * line['median']:.1f} % of the time spent waiting for data")
+        console.print(
+            f"{line['name']}, {line['mode']}: {100 * line['median']:.1f} % of the time spent waiting for data"
+        )
 
 
 def lines(document: dict) -> list[dict]:
     """What the CSV gets: a line per contestant, ratio, share of the floor and share of waiting."""
-    found = [line | line["images_per_s"] | {"name": line["name"], "unit": "images/s"} for line in document["rows"]]
-    found += [line | {"name": f"{line['a']} / {line['b']}", "unit": "ratio"} for line in document["ratios"]]
+    found = [
+        line | line["images_per_s"] | {"name": line["name"], "unit": "images/s"}
+        for line in document["rows"]
+    ]
+    found += [
+        line | {"name": f"{line['a']} / {line['b']}", "unit": "ratio"}
+        for line in document["ratios"]
+    ]
     found += [
         line | {"name": f"least time of {line['name']}", "median": line["share"], "unit": "ratio"}
         for line in document["floor"]["rows"]
     ]
-    found += [line | {"name": f"{line['name']} waits for data", "unit": "ratio"} for line in document["data_wait_share"]]
+    found += [
+        line | {"name": f"{line['name']} waits for data", "unit": "ratio"}
+        for line in document["data_wait_share"]
+    ]
     found = [line | {"name": f"step {line['name']}, {line['mode']}"} for line in found]
     return [{name: line[name] for name in COLUMNS if name in line} for line in found]
 

@@ -1,22 +1,27 @@
-"""What targets and loss cost, sparse and dense: time and memory of a step between the score maps and the student's gradient.
+"""What targets and loss cost, sparse and dense: time and memory of a step between the score maps
+and the student's gradient.
 
     python -m benchmarks.targets --batch 128 --classes 1000 --grid 14 --device cpu --json out.json
     python -m benchmarks.targets --compare head --batch 64 --classes 21841 --rounds 3
     python -m benchmarks.targets --compare step --model lvvit_s --device cuda
 
-`sparse` is ours: `sparse_targets` for class token and tokens, their losses, backward. `dense` is the published recipe with
-boxes where they belong: a map scattered for each image in a loop, torchvision's RoIAlign to grid x grid and to 1 x 1, softmax,
-smoothing, log-softmax, backward. Both begin with the same maps, crops and logits, and end with the logits' gradient.
+`sparse` is ours: `sparse_targets` for class token and tokens, their losses, backward. `dense` is
+the published recipe with boxes where they belong: a map scattered for each image in a loop,
+torchvision's RoIAlign to grid x grid and to 1 x 1, softmax, smoothing, log-softmax, backward. Both
+begin with the same maps, crops and logits, and end with the logits' gradient.
 
-`--compare head` begins a layer earlier, with tokens of --width numbers and the head's weights: `fused` is our loss fused with
-the head's product, `whole` the product and then the sparse loss, whose logits [N * T, K] exist.
+`--compare head` begins a layer earlier, with tokens of --width numbers and the head's weights:
+`fused` is our loss fused with the head's product, `whole` the product and then the sparse loss,
+whose logits [N * T, K] exist.
 
-`--compare step` takes a whole step of --model (forward, backward, AdamW; bfloat16 autocast on a GPU): `labels` with dense
-labels for class token and tokens, `none` the same network with the image's label for all of them.
+`--compare step` takes a whole step of --model (forward, backward, AdamW; bfloat16 autocast on a
+GPU): `labels` with dense labels for class token and tokens, `none` the same network with the
+image's label for all of them.
 
-A ratio is ours / the other, so small is good. Time: the median of the rounds' own ratios. Memory: the peak of what PyTorch's
-allocator gave out from the first to the last operation, without what it begins with and without the gradients it ends
-with. Our loss and gradients are printed with their distance from float64. Rows are appended to --results.
+A ratio is ours / the other, so small is good. Time: the median of the rounds' own ratios. Memory:
+the peak of what PyTorch's allocator gave out from the first to the last operation, without what it
+begins with and without the gradients it ends with. Our loss and gradients are printed with their
+distance from float64. Rows are appended to --results.
 """
 
 import json
@@ -65,13 +70,17 @@ from densefeed.system.provenance import RESULTS, environment, write_json
 
 PACKAGES = ("torch", "torchvision", "timm", "numpy")
 BARS = {  # (bar, aim) of a ratio
-    ("dense", "time", "cpu"): (1 / 5, 1 / 8), ("dense", "time", "cuda"): (1 / 8, 1 / 15),
-    ("dense", "memory", "cpu"): (1 / 10, 1 / 20), ("dense", "memory", "cuda"): (1 / 10, 1 / 20),
-    ("head", "memory", "cpu"): (1 / 4, 1 / 20), ("head", "memory", "cuda"): (1 / 4, 1 / 20),
+    ("dense", "time", "cpu"): (1 / 5, 1 / 8),
+    ("dense", "time", "cuda"): (1 / 8, 1 / 15),
+    ("dense", "memory", "cpu"): (1 / 10, 1 / 20),
+    ("dense", "memory", "cuda"): (1 / 10, 1 / 20),
+    ("head", "memory", "cpu"): (1 / 4, 1 / 20),
+    ("head", "memory", "cuda"): (1 / 4, 1 / 20),
     ("step", "time", "cuda"): (1.03, 1.01),
-}  # fmt: skip
-# Pixels of the images the crops are of. Primes: half of a width of 500 spans 9 of 18 cells up to a rounding, and RoIAlign, which
-# takes ceil(9) samples, may take 10; so no two dense recipes would agree on every crop, whatever their precision.
+}
+# Pixels of the images the crops are of. Primes: half of a width of 500 spans 9 of 18 cells up to a
+# rounding, and RoIAlign, which takes ceil(9) samples, may take 10; so no two dense recipes would
+# agree on every crop, whatever their precision.
 HEIGHT, WIDTH = 373, 499
 SMOOTHING, TOKEN_WEIGHT = 0.1, 0.5  # as published
 MEMORY_RUNS = 3
@@ -164,13 +173,25 @@ def main(benchmark: Benchmark) -> dict:
         allowed = stack.enter_context(unpinned_after())
         stack.callback(torch.set_num_threads, torch.get_num_threads())
         if benchmark.threads > len(allowed):
-            raise UserError(f"--threads {benchmark.threads}: this process may use {len(allowed)} cores")
+            raise UserError(
+                f"--threads {benchmark.threads}: this process may use {len(allowed)} cores"
+            )
         torch.set_num_threads(benchmark.threads)
         pin(cores(benchmark.threads, allowed))
-        advance = stack.enter_context(steps_bar("benchmark", len(contestants) * (benchmark.rounds + 1), 0))
-        works = {name: lambda number, loss=loss: backward(loss, step) for name, loss in contestants.items()}
-        rates = take_turns(works, benchmark.rounds, lambda name: forget(step), lambda name: advance(1, name))
-        peaks = {name: [peak_bytes(loss, step) for _ in range(MEMORY_RUNS)] for name, loss in contestants.items()}
+        advance = stack.enter_context(
+            steps_bar("benchmark", len(contestants) * (benchmark.rounds + 1), 0)
+        )
+        works = {
+            name: lambda number, loss=loss: backward(loss, step)
+            for name, loss in contestants.items()
+        }
+        rates = take_turns(
+            works, benchmark.rounds, lambda name: forget(step), lambda name: advance(1, name)
+        )
+        peaks = {
+            name: [peak_bytes(loss, step) for _ in range(MEMORY_RUNS)]
+            for name, loss in contestants.items()
+        }
     far = {"dense": errors, "head": head_errors}.get(benchmark.compare)
     loss_error, grad_error = far(step) if far else (None, None)
     document = {
@@ -191,16 +212,29 @@ def main(benchmark: Benchmark) -> dict:
 
 def check(benchmark: Benchmark) -> None:
     """UserError for numbers that make no sense here."""
-    positive = ("batch", "classes", "grid", "width", "side", "top_k", "palette", "rounds", "threads")
+    positive = (
+        "batch",
+        "classes",
+        "grid",
+        "width",
+        "side",
+        "top_k",
+        "palette",
+        "rounds",
+        "threads",
+    )
     small = [name for name in positive if getattr(benchmark, name) < 1]
     if small:
         raise UserError(f"--{small[0].replace('_', '-')} must be at least 1")
     if not benchmark.top_k <= benchmark.palette <= benchmark.classes <= 2**16:
-        raise UserError("--top-k, --palette and --classes must ascend, and a map numbers at most 65,536 classes")
+        raise UserError(
+            "--top-k, --palette and --classes must ascend, and a map numbers at most 65,536 classes"
+        )
 
 
 def make_step(benchmark: Benchmark, device: torch.device, logits: bool = True) -> Step:
-    """Random crops and flips of smooth random maps, as a teacher's are: neighbours name much the same classes.
+    """Random crops and flips of smooth random maps, as a teacher's are: neighbours name much the
+    same classes.
 
     Without `logits` these are empty.
     """
@@ -209,30 +243,62 @@ def make_step(benchmark: Benchmark, device: torch.device, logits: bool = True) -
     palette = torch.rand(N, K, generator=rng).argsort(1)[:, : benchmark.palette]
     coarse = 4 + 3 * torch.randn(N, benchmark.palette, 5, 5, generator=rng)
     top = F.interpolate(coarse, (S, S), mode="bicubic", align_corners=True).topk(benchmark.top_k, 1)
-    named = palette.gather(1, top.indices.flatten(1)).view(N, benchmark.top_k, S, S).permute(0, 2, 3, 1).contiguous()
+    named = (
+        palette.gather(1, top.indices.flatten(1))
+        .view(N, benchmark.top_k, S, S)
+        .permute(0, 2, 3, 1)
+        .contiguous()
+    )
     logit = top.values.permute(0, 2, 3, 1).half().contiguous()
     ids, height, width = np.arange(N), np.full(N, HEIGHT), np.full(N, WIDTH)
-    boxes, flips = EpochPlan(num_samples=N, batch=N, seed=0, mode="train").crops(0, ids, height, width)
+    boxes, flips = EpochPlan(num_samples=N, batch=N, seed=0, mode="train").crops(
+        0, ids, height, width
+    )
     view = crop_views(boxes, flips, height, width)
     batch = Batch(
-        image=torch.zeros(N, 1, 1, 3, dtype=torch.uint8), label=palette[:, 0], view=torch.from_numpy(view),
-        shown=torch.from_numpy(shown_boxes(view)), index=torch.arange(N), repeat=torch.zeros(N, dtype=torch.long),
-        weight=torch.ones(N), map_logit=logit, map_class=named.to(torch.uint16), map_lse=torch.zeros(N, S, S).half(),
+        image=torch.zeros(N, 1, 1, 3, dtype=torch.uint8),
+        label=palette[:, 0],
+        view=torch.from_numpy(view),
+        shown=torch.from_numpy(shown_boxes(view)),
+        index=torch.arange(N),
+        repeat=torch.zeros(N, dtype=torch.long),
+        weight=torch.ones(N),
+        map_logit=logit,
+        map_class=named.to(torch.uint16),
+        map_lse=torch.zeros(N, S, S).half(),
         window=torch.tensor([WHOLE]).repeat(N, 1),
-    )  # fmt: skip
-    spec = LabelSpec(S, benchmark.top_k, K, "zero-logit", int(palette_sizes(named.numpy()).max()), 1.0)
+    )
+    spec = LabelSpec(
+        S, benchmark.top_k, K, "zero-logit", int(palette_sizes(named.numpy()).max()), 1.0
+    )
     count = N if logits else 0
-    answers = (2 * torch.randn(count, *shape, generator=rng) for shape in ((K,), (benchmark.grid**2, K)))
-    return Step(batch.to(device), spec, benchmark.grid, *(answer.to(device).requires_grad_() for answer in answers))
+    answers = (
+        2 * torch.randn(count, *shape, generator=rng) for shape in ((K,), (benchmark.grid**2, K))
+    )
+    return Step(
+        batch.to(device),
+        spec,
+        benchmark.grid,
+        *(answer.to(device).requires_grad_() for answer in answers),
+    )
 
 
 def make_head_step(benchmark: Benchmark, device: torch.device) -> HeadStep:
-    """Tokens and a head whose logits spread as a trained student's might, and the targets of `make_step`'s maps."""
+    """Tokens and a head whose logits spread as a trained student's might, and the targets of
+    `make_step`'s maps.
+    """
     step = make_step(benchmark, device, logits=False)
     rules, rng = TargetRules(smoothing=SMOOTHING), torch.Generator().manual_seed(1)
-    shapes = (benchmark.batch, benchmark.grid**2, benchmark.width), (benchmark.classes, benchmark.width), (benchmark.classes,)
+    shapes = (
+        (benchmark.batch, benchmark.grid**2, benchmark.width),
+        (benchmark.classes, benchmark.width),
+        (benchmark.classes,),
+    )
     tokens, weight, bias = (torch.randn(shape, generator=rng) for shape in shapes)
-    leaves = (part.to(device).requires_grad_() for part in (tokens, weight * 2 / benchmark.width**0.5, bias / 10))
+    leaves = (
+        part.to(device).requires_grad_()
+        for part in (tokens, weight * 2 / benchmark.width**0.5, bias / 10)
+    )
     return HeadStep(*leaves, sparse_targets(step.batch, step.spec, benchmark.grid, rules))
 
 
@@ -240,14 +306,22 @@ def make_train_step(benchmark: Benchmark, device: torch.device) -> TrainStep:
     """A new network and noise to look at; the grid is the network's own."""
     if not has_tokens(benchmark.model):
         known = [f"{family}_*" for family in FAMILIES]
-        raise UserError(f"--model {benchmark.model} has no token head; choose one of {', '.join(known)}")
-    model = timm.create_model(benchmark.model, num_classes=benchmark.classes, drop_path_rate=0.1, token_head=True)
+        raise UserError(
+            f"--model {benchmark.model} has no token head; choose one of {', '.join(known)}"
+        )
+    model = timm.create_model(
+        benchmark.model, num_classes=benchmark.classes, drop_path_rate=0.1, token_head=True
+    )
     model = model.to(device, memory_format=torch.channels_last).train()
     step = make_step(replace(benchmark, grid=model.grid_size), device, logits=False)
     side = model.grid_size * model.patch_size
-    image = torch.randn(benchmark.batch, 3, side, side, device=device).contiguous(memory_format=torch.channels_last)
+    image = torch.randn(benchmark.batch, 3, side, side, device=device).contiguous(
+        memory_format=torch.channels_last
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    return TrainStep(model, optimizer, image, step.batch.label, step.batch, step.spec, model.grid_size)
+    return TrainStep(
+        model, optimizer, image, step.batch.label, step.batch, step.spec, model.grid_size
+    )
 
 
 # ------------------------------------------------------------------------- the contestants
@@ -257,12 +331,16 @@ def sparse_loss(step: Step) -> Tensor:
     """Ours, as train.py has it."""
     rules = TargetRules(smoothing=SMOOTHING)
     maps = palette_maps(step.batch, step.spec, rules)
-    whole, tokens = (sparse_targets(step.batch, step.spec, side, rules, maps) for side in (1, step.grid))
+    whole, tokens = (
+        sparse_targets(step.batch, step.spec, side, rules, maps) for side in (1, step.grid)
+    )
     return class_token_loss(step.cls, whole) + TOKEN_WEIGHT * token_loss(step.tokens, tokens)
 
 
 def dense_loss(step: Step) -> Tensor:
-    """The published recipe in the logits' dtype: maps are flipped first, boxes are those of the flipped image."""
+    """The published recipe in the logits' dtype: maps are flipped first, boxes are those of the
+    flipped image.
+    """
     batch, dtype, K = step.batch, step.cls.dtype, step.spec.num_classes
     flipped = batch.view[:, 0, 0] < 0
     turn = flipped[:, None, None, None]
@@ -271,16 +349,26 @@ def dense_loss(step: Step) -> Tensor:
     top, left, bottom, right = batch.shown.to(dtype).unbind(1)
     left, right = torch.where(flipped, 1 - right, left), torch.where(flipped, 1 - left, right)
     number = torch.arange(len(left), dtype=dtype, device=left.device)
-    boxes = torch.cat([number[:, None], torch.stack([left, top, right, bottom], 1) * step.spec.side], 1)
-    dense = torch.zeros(len(left), K, step.spec.side, step.spec.side, dtype=dtype, device=left.device)
+    boxes = torch.cat(
+        [number[:, None], torch.stack([left, top, right, bottom], 1) * step.spec.side], 1
+    )
+    dense = torch.zeros(
+        len(left), K, step.spec.side, step.spec.side, dtype=dtype, device=left.device
+    )
     for row, values, classes in zip(dense, logit, named, strict=True):
         row.scatter_(0, classes.permute(2, 0, 1), values.permute(2, 0, 1))
-    pooled = torch.cat([roi_align(dense, boxes, side, aligned=True).flatten(2) for side in (1, step.grid)], 2)
+    pooled = torch.cat(
+        [roi_align(dense, boxes, side, aligned=True).flatten(2) for side in (1, step.grid)], 2
+    )
     off = SMOOTHING / K
     target = pooled.softmax(1) * (1 - SMOOTHING + off) + off
     table = target[:, :, 1:].transpose(1, 2).reshape(-1, K)
     whole = torch.sum(-target[:, :, 0] * F.log_softmax(step.cls, -1), -1).mean()
-    return whole + TOKEN_WEIGHT * torch.sum(-table * F.log_softmax(step.tokens.reshape(-1, K), -1), -1).mean()
+    return (
+        whole
+        + TOKEN_WEIGHT
+        * torch.sum(-table * F.log_softmax(step.tokens.reshape(-1, K), -1), -1).mean()
+    )
 
 
 def fused_loss(step: HeadStep) -> Tensor:
@@ -306,11 +394,15 @@ def labelled_loss(step: TrainStep) -> Tensor:
 
 
 def unlabelled_loss(step: TrainStep) -> Tensor:
-    """The image's label for the class token and for every token, as published code has it where there are no maps."""
+    """The image's label for the class token and for every token, as published code has it where
+    there are no maps.
+    """
     cls, tokens = answered(step)
     every = step.label[:, None].expand(-1, tokens.shape[1]).flatten()
-    hard = [F.cross_entropy(logits.float(), label, label_smoothing=SMOOTHING) for logits, label in (
-        (cls, step.label), (tokens.flatten(0, 1), every))]  # fmt: skip
+    hard = [
+        F.cross_entropy(logits.float(), label, label_smoothing=SMOOTHING)
+        for logits, label in ((cls, step.label), (tokens.flatten(0, 1), every))
+    ]
     return hard[0] + TOKEN_WEIGHT * hard[1]
 
 
@@ -323,7 +415,9 @@ def forget(step: Step | HeadStep | TrainStep) -> None:
         leaf.grad = None
 
 
-def backward(loss: Callable[[Step | HeadStep | TrainStep], Tensor], step: Step | HeadStep | TrainStep) -> int:
+def backward(
+    loss: Callable[[Step | HeadStep | TrainStep], Tensor], step: Step | HeadStep | TrainStep
+) -> int:
     """A loss and its gradient, to the end; the images it was of."""
     loss(step).backward()
     if isinstance(step, TrainStep):
@@ -333,37 +427,54 @@ def backward(loss: Callable[[Step | HeadStep | TrainStep], Tensor], step: Step |
     return len(step.tokens)
 
 
-def peak_bytes(loss: Callable[[Step | HeadStep | TrainStep], Tensor], step: Step | HeadStep | TrainStep) -> float:
-    """The most memory that a step holds at once beside what it begins with and the gradients it ends with.
+def peak_bytes(
+    loss: Callable[[Step | HeadStep | TrainStep], Tensor], step: Step | HeadStep | TrainStep
+) -> float:
+    """The most memory that a step holds at once beside what it begins with and the gradients it
+    ends with.
 
-    From the allocator's own record, so that what an operation takes and gives back inside itself counts too.
+    From the allocator's own record, so that what an operation takes and gives back inside itself
+    counts too.
     """
     forget(step)
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else it reports a missing GPU as an error
     kind = 1 if step.tokens.is_cuda else 0  # as the trace numbers devices
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profile:
         backward(loss, step)
     with tempfile.TemporaryDirectory() as folder:
         profile.export_chrome_trace(f"{folder}/trace.json")
         events = json.loads(Path(folder, "trace.json").read_text())["traceEvents"]
-    changes = [event["args"] for event in events if event["name"] == "[memory]" and event["args"]["Device Type"] == kind]
+    changes = [
+        event["args"]
+        for event in events
+        if event["name"] == "[memory]" and event["args"]["Device Type"] == kind
+    ]
     changes.sort(key=lambda change: change["Ev Idx"])
-    # The gradient lies where the last allocation at its address put it, and is not counted from then on.
+    # The gradient lies where the last allocation at its address put it, and is not counted from
+    # then on.
     lasting = {change["Addr"]: at for at, change in enumerate(changes) if change["Bytes"] > 0}
     gradients = {lasting.get(leaf.grad.data_ptr()) for leaf in step.leaves}
-    held = np.cumsum([0 if at in gradients else change["Bytes"] for at, change in enumerate(changes)])
+    held = np.cumsum(
+        [0 if at in gradients else change["Bytes"] for at, change in enumerate(changes)]
+    )
     return float(held.max())
 
 
 def errors(step: Step) -> tuple[float, float]:
-    """Relative error of our loss and the largest error of its gradient, against the dense recipe in float64."""
+    """Relative error of our loss and the largest error of its gradient, against the dense recipe in
+    float64.
+    """
     forget(step)
     loss = sparse_loss(step)
     loss.backward()
     N, want, far = len(step.cls), 0.0, 0.0
     for at in range(0, N, SLICE):  # all at once, float64 maps of 21,841 classes would take 7 GB
         part = slice(at, at + SLICE)
-        logits = [logits.detach()[part].double().requires_grad_() for logits in (step.cls, step.tokens)]
+        logits = [
+            logits.detach()[part].double().requires_grad_() for logits in (step.cls, step.tokens)
+        ]
         batch = Batch(*(field[part] for field in step.batch))
         share = len(logits[0]) / N
         reference = dense_loss(Step(batch, step.spec, step.grid, *logits)) * share
@@ -376,7 +487,9 @@ def errors(step: Step) -> tuple[float, float]:
 
 
 def head_errors(step: HeadStep) -> tuple[float, float]:
-    """Relative error of the fused loss and the largest error of its gradients, against the head and loss in float64."""
+    """Relative error of the fused loss and the largest error of its gradients, against the head and
+    loss in float64.
+    """
     forget(step)
     loss = fused_loss(step)
     loss.backward()
@@ -386,7 +499,9 @@ def head_errors(step: HeadStep) -> tuple[float, float]:
     for n in range(N):
         tokens = double[0][n : n + 1].requires_grad_()
         targets = SparseTargets(*(part[n : n + 1] for part in step.targets))
-        reference = whole_loss(HeadStep(tokens, weight, bias, targets)) * (targets.weight.sum() / step.targets.weight.sum())
+        reference = whole_loss(HeadStep(tokens, weight, bias, targets)) * (
+            targets.weight.sum() / step.targets.weight.sum()
+        )
         reference.backward()
         want += reference.item()
         far = max(far, (step.tokens.grad[n : n + 1] - tokens.grad).abs().max().item())
@@ -410,7 +525,9 @@ def what_of(benchmark: Benchmark, device: torch.device) -> str:
     return f"{benchmark.batch} images, {benchmark.classes} classes, grid {benchmark.grid}, maps of {shape}; {where}"
 
 
-def show(document: dict, rates: dict, peaks: dict, benchmark: Benchmark, device: torch.device) -> None:
+def show(
+    document: dict, rates: dict, peaks: dict, benchmark: Benchmark, device: torch.device
+) -> None:
     """Print the document as a table."""
     print(what_of(benchmark, device))
     console = Console()
@@ -419,14 +536,20 @@ def show(document: dict, rates: dict, peaks: dict, benchmark: Benchmark, device:
     a, b = rates
     for name in ("", a, b, f"{a} / {b}", "p25", "p75", "bar (aim)"):
         table.add_column(name, justify="right" if name else "left")
-    milliseconds = {name: 1e3 * benchmark.batch / Spread.of(values).median for name, values in rates.items()}
+    milliseconds = {
+        name: 1e3 * benchmark.batch / Spread.of(values).median for name, values in rates.items()
+    }
     megabytes = {name: Spread.of(values).median / 1e6 for name, values in peaks.items()}
-    for ratio, unit, values in zip(document["ratios"], ("ms", "MB"), (milliseconds, megabytes), strict=True):
+    for ratio, unit, values in zip(
+        document["ratios"], ("ms", "MB"), (milliseconds, megabytes), strict=True
+    ):
         goal = BARS.get((benchmark.compare, ratio["what"], device.type))
         table.add_row(
-            ratio["what"], *(f"{values[name]:,.1f} {unit}" for name in (a, b)),
-            *(part(ratio[at]) for at in ("median", "p25", "p75")), f"{part(goal[0])} ({part(goal[1])})" if goal else "",
-        )  # fmt: skip
+            ratio["what"],
+            *(f"{values[name]:,.1f} {unit}" for name in (a, b)),
+            *(part(ratio[at]) for at in ("median", "p25", "p75")),
+            f"{part(goal[0])} ({part(goal[1])})" if goal else "",
+        )
     console.print(table)
     if document["loss_rel_error"] is not None:
         console.print(
@@ -440,19 +563,32 @@ def part(ratio: float) -> str:
     return f"{ratio:.3f}" if ratio > 0.7 else f"1 / {1 / ratio:.1f}"
 
 
-def rows(document: dict, rates: dict, peaks: dict, benchmark: Benchmark, device: torch.device) -> list[dict]:
+def rows(
+    document: dict, rates: dict, peaks: dict, benchmark: Benchmark, device: torch.device
+) -> list[dict]:
     """What the CSV gets: a line per contestant and ratio."""
-    facts = environment(PACKAGES) | {"data": what_of(benchmark, device), "threads": benchmark.threads}
-    found = [{"name": f"targets {name}", "unit": "images/s", **Spread.of(rates[name])._asdict()} for name in rates]
+    facts = environment(PACKAGES) | {
+        "data": what_of(benchmark, device),
+        "threads": benchmark.threads,
+    }
+    found = [
+        {"name": f"targets {name}", "unit": "images/s", **Spread.of(rates[name])._asdict()}
+        for name in rates
+    ]
     megabytes = {name: [value / 1e6 for value in values] for name, values in peaks.items()}
-    found += [{"name": f"targets {name}", "unit": "MB", **Spread.of(megabytes[name])._asdict()} for name in peaks]
+    found += [
+        {"name": f"targets {name}", "unit": "MB", **Spread.of(megabytes[name])._asdict()}
+        for name in peaks
+    ]
     found += [
         ratio | {"name": f"targets {ratio['a']} / {ratio['b']}, {ratio['what']}", "unit": "ratio"}
         for ratio in document["ratios"]
     ]
     runs = {"images/s": benchmark.rounds, "MB": MEMORY_RUNS}
     for line in found:
-        line["runs"] = runs.get(line["unit"], benchmark.rounds if line.get("what") == "time" else MEMORY_RUNS)
+        line["runs"] = runs.get(
+            line["unit"], benchmark.rounds if line.get("what") == "time" else MEMORY_RUNS
+        )
     return [facts | {name: line[name] for name in COLUMNS if name in line} for line in found]
 
 

@@ -3,8 +3,8 @@
     python train.py RECIPE --loader ffcv --data train.beton --val val.beton --out runs/NAME [--any-field value]
     torchrun --nproc-per-node 8 train.py RECIPE ...
 
-What a run is stands in densefeed/training/config.py, the recipes in densefeed/training/recipes.py; this file is the run, top to bottom.
-`python train.py RECIPE --help` shows every field.
+What a run is stands in densefeed/training/config.py, the recipes in densefeed/training/recipes.py;
+this file is the run, top to bottom. `python train.py RECIPE --help` shows every field.
 """
 
 import inspect
@@ -53,35 +53,52 @@ from densefeed.training.speed import Saved, peak_flops, training_flops
 from densefeed.training.step_inputs import Feed
 from densefeed.training.student import Student, student_of, update
 
-FUSED_FROM = 4096  # classes; below, logits that exist whole take less memory than the rest of a step, and less time
+# classes; below, logits that exist whole take less memory than the rest of a step, and less time
+FUSED_FROM = 4096
 ALONE = Ranks(0, 1, torch.device("cpu"))
 
 # ------------------------------------------------------------------------- set up
 
 
-def open_loader(config: Config, mode: Literal["train", "evaluate"], ranks: Ranks = ALONE) -> ThreadedLoader:
+def open_loader(
+    config: Config, mode: Literal["train", "evaluate"], ranks: Ranks = ALONE
+) -> ThreadedLoader:
     """The loader of the training or the validation set: this rank's rows."""
     path = config.data if mode == "train" else config.val
     maps = config.labels if mode == "train" else None
     if config.loader == "ffcv" or (config.loader == "dali" and not path.is_dir()):
         if path.is_dir():
-            raise UserError(f"{path} is a folder; pack it with tools/pack_dataset.py, or read it with --loader folder")
+            raise UserError(
+                f"{path} is a folder; pack it with tools/pack_dataset.py, or read it with --loader folder"
+            )
         source = FfcvSource(path, maps)
     else:
         if path.is_file():
-            raise UserError(f"{path} is a file; --loader folder reads folders, --loader ffcv reads .beton files")
+            raise UserError(
+                f"{path} is a file; --loader folder reads folders, --loader ffcv reads .beton files"
+            )
         source = FolderSource(path, "train" if mode == "train" else "val", maps, config.threads)
     small = config.microbatch or config.batch // ranks.size
     plan = EpochPlan(
-        num_samples=len(source.labels), batch=config.batch if mode == "train" else small * ranks.size, seed=config.seed,
-        mode=mode, order=config.order, views=config.views if mode == "train" else 1, rank=ranks.rank, ranks=ranks.size,
+        num_samples=len(source.labels),
+        batch=config.batch if mode == "train" else small * ranks.size,
+        seed=config.seed,
+        mode=mode,
+        order=config.order,
+        views=config.views if mode == "train" else 1,
+        rank=ranks.rank,
+        ranks=ranks.size,
         parts=config.batch // small if mode == "train" and config.microbatch else 0,
         sizes=config.sizes if config.sizes and mode == "train" else ((0, config.size),),
-        crop_scale=config.crop_scale, hflip=config.hflip, crop_pct=config.crop_pct,
-    )  # fmt: skip
+        crop_scale=config.crop_scale,
+        hflip=config.hflip,
+        crop_pct=config.crop_pct,
+    )
     streamed = mode == "train" and config.objective != "ce" and not config.labels_on_device
     if config.loader == "dali":
-        return DaliLoader(source, plan, config.threads, config.on_bad_sample, streamed, ranks.device)
+        return DaliLoader(
+            source, plan, config.threads, config.on_bad_sample, streamed, ranks.device
+        )
     return ThreadedLoader(source, plan, config.threads, config.on_bad_sample, maps=streamed)
 
 
@@ -90,16 +107,25 @@ def check(config: Config, train: Loader, val: Loader) -> None:
     if train.class_names != val.class_names:
         pairs = enumerate(zip(train.class_names, val.class_names, strict=False))
         differ = next(
-            (f"; class {number} is {ours!r} and {theirs!r}" for number, (ours, theirs) in pairs if ours != theirs), ""
+            (
+                f"; class {number} is {ours!r} and {theirs!r}"
+                for number, (ours, theirs) in pairs
+                if ours != theirs
+            ),
+            "",
         )
         raise UserError(
             f"{config.data} and {config.val} name different classes ({train.num_classes} and {val.num_classes}{differ}); "
             "train and validate on the same classes"
         )
     if config.objective == "ce" and config.mix_label == "regions":
-        raise UserError("--mix-label regions pools dense labels, which --objective ce does not use; give --mix-label area")
+        raise UserError(
+            "--mix-label regions pools dense labels, which --objective ce does not use; give --mix-label area"
+        )
     if config.ground_truth != "none" and config.mix_label == "regions":
-        raise UserError("--ground-truth knows one label an image, --mix-label regions many; choose one of the two")
+        raise UserError(
+            "--ground-truth knows one label an image, --mix-label regions many; choose one of the two"
+        )
     if config.objective != "ce" and train.labels is None:
         raise UserError(
             f"{config.data} has no score maps, which --objective {config.objective} needs; give --labels maps.h5, or pack them"
@@ -108,11 +134,15 @@ def check(config: Config, train: Loader, val: Loader) -> None:
 
 def build_model(config: Config, num_classes: int) -> tuple[nn.Module, checkpoints.Recipe]:
     """The student, and how to build it again."""
-    kwargs = {"num_classes": num_classes} | ({"drop_path_rate": config.drop_path} if config.drop_path else {})
+    kwargs = {"num_classes": num_classes} | (
+        {"drop_path_rate": config.drop_path} if config.drop_path else {}
+    )
     kwargs |= model_arguments(config)
     if has_tokens(config.model):
         kwargs |= {"token_head": config.objective == "token-label"}
-        many = config.fused_head == "always" or (config.fused_head == "auto" and num_classes >= FUSED_FROM)
+        many = config.fused_head == "always" or (
+            config.fused_head == "auto" and num_classes >= FUSED_FROM
+        )
         kwargs |= {"fused_head": True} if many and kwargs["token_head"] else {}
     elif config.objective == "token-label" or config.mixtoken:
         raise UserError(
@@ -122,19 +152,25 @@ def build_model(config: Config, num_classes: int) -> tuple[nn.Module, checkpoint
         raise UserError(
             f"timm knows no model {config.model!r}; `python -c 'import timm; print(timm.list_models())'` lists them"
         )
-    # Transformers are built for a size, networks of convolutions take any; timm's transformers take others if told so.
+    # Transformers are built for a size, networks of convolutions take any; timm's transformers take
+    # others if told so.
     sized = kwargs | {"img_size": config.size}
     ways = [sized | {"dynamic_img_size": True}, sized, kwargs] if config.sizes else [sized, kwargs]
     for way in ways:
         try:
-            model, recipe = timm.create_model(config.model, **way), checkpoints.Recipe(config.model, way)
+            model, recipe = (
+                timm.create_model(config.model, **way),
+                checkpoints.Recipe(config.model, way),
+            )
             break
         except (TypeError, ValueError, AssertionError) as error:
-            if way is ways[-1] or not isinstance(error, TypeError):  # TypeError: this model has no such argument
+            if way is ways[-1] or not isinstance(
+                error, TypeError
+            ):  # TypeError: this model has no such argument
                 remedy = "; give --drop-path 0" if "drop_path_rate" in str(error) else ""
                 raise UserError(f"{config.model} cannot be built: {error}{remedy}") from error
-    # A transformer of ours is never built for a size that it cannot take; some of timm's are, and others take no second one.
-    # Twins on the meta device are of what was built before.
+    # A transformer of ours is never built for a size that it cannot take; some of timm's are, and
+    # others take no second one. Twins on the meta device are of what was built before.
     asked = bool(config.sizes) or not isinstance(model, TokenTransformer)
     asked = asked and not next(model.parameters()).is_meta
     for side in sorted({side for _, side in config.sizes} or {config.size}) if asked else ():
@@ -142,9 +178,16 @@ def build_model(config: Config, num_classes: int) -> tuple[nn.Module, checkpoint
             with torch.inference_mode():
                 model.eval()(torch.zeros(1, 3, side, side))
         except (ValueError, RuntimeError, AssertionError) as error:
-            why, option = str(error).partition("\n")[0], "other --sizes" if config.sizes else "another --size"
-            raise UserError(f"{config.model} cannot train at {side} px ({why}); choose {option} or another model") from error
-    if isinstance(model, TokenTransformer) and (config.objective == "token-label" or config.mixtoken):
+            why, option = (
+                str(error).partition("\n")[0],
+                "other --sizes" if config.sizes else "another --size",
+            )
+            raise UserError(
+                f"{config.model} cannot train at {side} px ({why}); choose {option} or another model"
+            ) from error
+    if isinstance(model, TokenTransformer) and (
+        config.objective == "token-label" or config.mixtoken
+    ):
         for _, side in config.sizes or ((0, config.size),):
             if side % model.patch_size:
                 raise UserError(
@@ -156,25 +199,43 @@ def build_model(config: Config, num_classes: int) -> tuple[nn.Module, checkpoint
 def environment(config: Config, ranks: Ranks) -> dict:
     """What a result depends on beside the config."""
     return {
-        "command": sys.argv, "python": platform.python_version(), "torch": torch.__version__, "timm": timm.__version__,
+        "command": sys.argv,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "timm": timm.__version__,
         "device": (
-            torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else platform.processor() or platform.machine()
+            torch.cuda.get_device_name(ranks.device)
+            if ranks.device.type == "cuda"
+            else platform.processor() or platform.machine()
         ),
-        "ranks": ranks.size, "cores": os.cpu_count(), "precision": config.precision,
-    }  # fmt: skip
+        "ranks": ranks.size,
+        "cores": os.cpu_count(),
+        "precision": config.precision,
+    }
 
 
 def find_checkpoint(config: Config, kept: Checkpoints, ranks: Ranks) -> dict | None:
-    """The checkpoint to continue from. UserError if the folder holds a run and may not be continued, or another run."""
+    """The checkpoint to continue from. UserError if the folder holds a run and may not be
+    continued, or another run.
+    """
     if not ranks.tell_waits(kept.exist()):
         return None
     if config.resume == "never":
         if config.dry_run:
             return None
-        raise UserError(f"{config.out} holds a run already; continue it with --resume auto, or choose another --out")
+        raise UserError(
+            f"{config.out} holds a run already; continue it with --resume auto, or choose another --out"
+        )
     name = ranks.tell_waits(kept.newest() if ranks.first else None)
     checkpoint = checkpoints.load(kept.folder / name) if name else None
-    if checkpoint is None or not {"config", "fingerprint", "optimizer", "step", "model", "microbatch"} <= set(checkpoint):
+    if checkpoint is None or not {
+        "config",
+        "fingerprint",
+        "optimizer",
+        "step",
+        "model",
+        "microbatch",
+    } <= set(checkpoint):
         raise UserError(f"{config.out} holds no checkpoint of a run of ours; choose another --out")
     now, then = plain(config), checkpoint["config"]
     differs = [name for name in now if name not in FREE and now[name] != then.get(name)]
@@ -186,10 +247,11 @@ def find_checkpoint(config: Config, kept: Checkpoints, ranks: Ranks) -> dict | N
 
 
 def resolved(config: Config, ranks: Ranks, checkpoint: dict | None) -> Config:
-    """The config with what it leaves open decided: what to compile, and how many images go through the network at once.
+    """The config with what it leaves open decided: what to compile, and how many images go through
+    the network at once.
 
-    A continued run keeps the latter where it can, since BatchNorm's statistics and drop-path are of these. UserError where
-    a batch cannot be cut so.
+    A continued run keeps the latter where it can, since BatchNorm's statistics and drop-path are of
+    these. UserError where a batch cannot be cut so.
     """
     local = config.batch // ranks.size
     before = checkpoint["microbatch"] if checkpoint else 0
@@ -204,23 +266,41 @@ def resolved(config: Config, ranks: Ranks, checkpoint: dict | None) -> Config:
             f"continuing with {small} images at once, not {before}: same samples, crops and partners, other BatchNorm statistics"
         )
     if config.compile == "graph" and config.batch // small != 1:
-        # Its gradients lie in the graph's own memory, which the next pass writes anew; with several ranks others read it too.
-        raise UserError("--compile graph takes one rank and whole batches; give --compile whole, or leave --microbatch away")
-    how = config.compile if config.compile != "auto" else "blocks" if ranks.device.type == "cuda" else "never"
+        # Its gradients lie in the graph's own memory, which the next pass writes anew; with several
+        # ranks others read it too.
+        raise UserError(
+            "--compile graph takes one rank and whole batches; give --compile whole, or leave --microbatch away"
+        )
+    how = (
+        config.compile
+        if config.compile != "auto"
+        else "blocks"
+        if ranks.device.type == "cuda"
+        else "never"
+    )
     return replace(config, compile=how, microbatch=small)
 
 
 def maps_checksum(config: Config, loader: ThreadedLoader) -> int:
-    """Of the first 64 score maps, wherever they are stored: tells a resumed run that its labels are others. 0 without maps."""
+    """Of the first 64 score maps, wherever they are stored: tells a resumed run that its labels are
+    others. 0 without maps.
+    """
     if config.objective == "ce":
         return 0
     try:
         maps = loader.source.maps(np.arange(min(64, len(loader.source.labels))))
     except UserError:
-        if config.on_bad_sample == "skip":  # a damaged one among them is left out when its turn comes
+        if (
+            config.on_bad_sample == "skip"
+        ):  # a damaged one among them is left out when its turn comes
             return 0
         raise
-    return zlib.crc32(b"".join(np.ascontiguousarray(part).tobytes() for part in (maps.logit, maps.cls, maps.lse, maps.window)))
+    return zlib.crc32(
+        b"".join(
+            np.ascontiguousarray(part).tobytes()
+            for part in (maps.logit, maps.cls, maps.lse, maps.window)
+        )
+    )
 
 
 def autocast_of(config: Config, device: torch.device) -> torch.dtype | None:
@@ -238,7 +318,9 @@ def flops_of_sizes(config: Config, loader: Loader) -> dict[int, float]:
 
 
 def dry_run(config: Config, ranks: Ranks, student: Student, dtype: torch.dtype | None) -> None:
-    """The loss and gradient of the first images, and what memory a whole step takes. UserError if there is not so much."""
+    """The loss and gradient of the first images, and what memory a whole step takes. UserError if
+    there is not so much.
+    """
     images, trained = 2 * config.views, student.trained.train(not config.frozen_statistics)
     largest = max((side for _, side in config.sizes), default=config.size)
     few = replace(
@@ -260,8 +342,12 @@ def dry_run(config: Config, ranks: Ranks, student: Student, dtype: torch.dtype |
         with Saved(trained) as saved:
             loss = compute()
         loss.backward()
-    # Gradients, two moments and perhaps averaged weights are as large as the weights; what an agent borrows has a gradient more.
-    fixed, each = sum(p.nbytes for p in trained.parameters()) * (3 + (config.ema > 0)), saved.bytes / images
+    # Gradients, two moments and perhaps averaged weights are as large as the weights; what an agent
+    # borrows has a gradient more.
+    fixed, each = (
+        sum(p.nbytes for p in trained.parameters()) * (3 + (config.ema > 0)),
+        saved.bytes / images,
+    )
     fixed += sum(tensor.nbytes for tensor in student.agent.borrowed()) if student.agent else 0
     if config.labels_on_device and loader.labels:
         fixed += loader.plan.num_samples * bytes_of_map(loader.labels)
@@ -274,7 +360,9 @@ def dry_run(config: Config, ranks: Ranks, student: Student, dtype: torch.dtype |
         )
     if needed > free:
         local = config.batch // ranks.size
-        fits = [n for n in range(2, config.microbatch, 2) if local % n == 0 and fixed + each * n < free]
+        fits = [
+            n for n in range(2, config.microbatch, 2) if local % n == 0 and fixed + each * n < free
+        ]
         raise UserError(
             f"{config.microbatch} images at once take about {needed / 1e9:.2f} GB on {ranks.device}, of which {free / 1e9:.2f} GB "
             f"are free; give {f'--microbatch {fits[-1]}' if fits else '--grad-checkpointing, or a smaller model'}"
@@ -292,7 +380,9 @@ def evaluate_waits(
     dtype: torch.dtype | None,
     advance: Callable[[int, str], None],
 ) -> Shares:
-    """Top-1, top-5 and loss on the validation set, each image once, over all ranks; `advance(0, text)` shows how far it is."""
+    """Top-1, top-5 and loss on the validation set, each image once, over all ranks; `advance(0,
+    text)` shows how far it is.
+    """
 
     def prepared() -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         for number, batch in enumerate(on_device(loader.batches(0), ranks.device), start=1):
@@ -325,10 +415,15 @@ class Timed:
 
 
 def train(config: Config) -> dict:
-    """Run or continue a training; returns (and writes to result.json) its result, or {} if a signal stopped it."""
+    """Run or continue a training; returns (and writes to result.json) its result, or {} if a signal
+    stopped it.
+    """
     check_values(config)
     # A dry run has nothing to save: signals end it at once.
-    with started(config.device) as ranks, nullcontext(str) if config.dry_run else stopping() as asked:
+    with (
+        started(config.device) as ranks,
+        nullcontext(str) if config.dry_run else stopping() as asked,
+    ):
         if ranks.device.type == "cpu":
             keep_memory()
         run = prepared(config, ranks)
@@ -355,7 +450,9 @@ class Prepared(NamedTuple):
 
 
 def prepared(config: Config, ranks: Ranks) -> Prepared:
-    """Open, check and build everything, as new or as a checkpoint left it. UserError if something does not fit."""
+    """Open, check and build everything, as new or as a checkpoint left it. UserError if something
+    does not fit.
+    """
     dtype, kept = autocast_of(config, ranks.device), Checkpoints(config.out, config.keep)
     checkpoint = find_checkpoint(config, kept, ranks)
     config = resolved(config, ranks, checkpoint)
@@ -367,7 +464,9 @@ def prepared(config: Config, ranks: Ranks) -> Prepared:
         )
     maps = maps_checksum(config, loader)
     if checkpoint and checkpoint["maps"] != maps:
-        raise UserError(f"{config.out} was trained with other score maps than these; give the same, or choose another --out")
+        raise UserError(
+            f"{config.out} was trained with other score maps than these; give the same, or choose another --out"
+        )
     torch.manual_seed(config.seed)
     model, recipe = build_model(config, loader.num_classes)
     if config.init and not checkpoint:  # else the run continues
@@ -381,7 +480,9 @@ def prepared(config: Config, ranks: Ranks) -> Prepared:
         try:
             model.set_grad_checkpointing(True)
         except (AssertionError, AttributeError) as error:
-            raise UserError(f"{config.model} cannot compute its blocks anew; leave --grad-checkpointing away") from error
+            raise UserError(
+                f"{config.model} cannot compute its blocks anew; leave --grad-checkpointing away"
+            ) from error
     if config.bootstrap != "none":
         with torch.device("meta"):
             check_sizes(config, build_model(config, loader.num_classes)[0], loader.num_classes)
@@ -391,7 +492,9 @@ def prepared(config: Config, ranks: Ranks) -> Prepared:
         agent = ranks.synchronised(agent) if config.sync_batchnorm else agent
     student = student_of(config, model, ranks, dtype, agent)
     if not checkpoint:
-        return Prepared(config, loader, val, maps, recipe, student, 0, (None, 0), np.zeros(2), owed=False)
+        return Prepared(
+            config, loader, val, maps, recipe, student, 0, (None, 0), np.zeros(2), owed=False
+        )
     student.restore(checkpoint)
     step, steps = checkpoint["step"], total_epochs(config) * len(loader)
     ends = step > 0 and step % len(loader) == 0 and is_due(config, step // len(loader))
@@ -411,11 +514,16 @@ def announced(run: Prepared, ranks: Ranks) -> None:
     config.out.mkdir(parents=True, exist_ok=True)
     for left in config.out.glob("*.part"):  # half-written when an earlier process was killed
         left.unlink()
-    for name, content in (("config.json", plain(config)), ("environment.json", environment(config, ranks))):
+    for name, content in (
+        ("config.json", plain(config)),
+        ("environment.json", environment(config, ranks)),
+    ):
         with replacing(config.out / name) as part:
             part.write_text(json.dumps(content, indent=1))
     student = run.student
-    count, beside = (sum(p.numel() for p in part.parameters()) for part in (student.model, student.trained))
+    count, beside = (
+        sum(p.numel() for p in part.parameters()) for part in (student.model, student.trained)
+    )
     option = f"--bootstrap {config.bootstrap}" if student.agent else f"--drloc {config.drloc}"
     print(
         f"{run.recipe.name}: {count:,} parameters"
@@ -432,19 +540,37 @@ def announced(run: Prepared, ranks: Ranks) -> None:
 def run_on(run: Prepared, ranks: Ranks, asked: Callable[[], str]) -> dict:
     """The steps that are left, on this rank; `asked` names the signal that wants it to stop."""
     config, loader, val, student, step = run.config, run.loader, run.val, run.student, run.step
-    device, model, plan, dtype = ranks.device, student.model, loader.plan, autocast_of(config, ranks.device)
+    device, model, plan, dtype = (
+        ranks.device,
+        student.model,
+        loader.plan,
+        autocast_of(config, ranks.device),
+    )
     epochs, steps = total_epochs(config), total_epochs(config) * len(loader)
-    kept, feed = Checkpoints(config.out, config.keep), Feed(config, ranks, loader, student.trained, dtype)
+    kept, feed = (
+        Checkpoints(config.out, config.keep),
+        Feed(config, ranks, loader, student.trained, dtype),
+    )
     watch = Watch(config, ranks, student, feed, *run.watched)
     if ranks.first:
         announced(run, ranks)
     flops = flops_of_sizes(config, loader)
     peak = peak_flops(device, dtype or torch.float32) * ranks.size
-    began = clock = time.perf_counter()  # clock and logged: since when, and which step, the rate is measured
+    began = clock = (
+        time.perf_counter()
+    )  # clock and logged: since when, and which step, the rate is measured
     logged, result, text, timed = step, {}, "", Timed()
     agreement = Agreement(ranks)
     with (
-        logging(config.out, step, steps, plain(config), config.wandb, ranks.first, evaluated=not run.owed) as (write, advance),
+        logging(
+            config.out,
+            step,
+            steps,
+            plain(config),
+            config.wandb,
+            ranks.first,
+            evaluated=not run.owed,
+        ) as (write, advance),
         memory_told(config.microbatch, str(config.out)),
     ):
 
@@ -455,24 +581,44 @@ def run_on(run: Prepared, ranks: Ranks, asked: Callable[[], str]) -> dict:
         def save() -> None:
             watch.mean_waits(step)  # numbers that are not finite never replace a good checkpoint
             ranks.average(student.averaged())
-            seen = ranks.sum(watch.seen.clone()) / ranks.size  # of all ranks, so that any number of them can go on from it
+            seen = (
+                ranks.sum(watch.seen.clone()) / ranks.size
+            )  # of all ranks, so that any number of them can go on from it
             if ranks.first:
                 about = {
-                    "seen": seen, "skips": watch.skips, "spent": so_far().tolist(), "step": step,
-                    "config": plain(config), "recipe": run.recipe._asdict(), "microbatch": config.microbatch,
-                    "class_names": loader.class_names, "fingerprint": loader.fingerprint, "maps": run.maps,
-                    "mean": list(model.pretrained_cfg["mean"]), "std": list(model.pretrained_cfg["std"]),
-                }  # fmt: skip
+                    "seen": seen,
+                    "skips": watch.skips,
+                    "spent": so_far().tolist(),
+                    "step": step,
+                    "config": plain(config),
+                    "recipe": run.recipe._asdict(),
+                    "microbatch": config.microbatch,
+                    "class_names": loader.class_names,
+                    "fingerprint": loader.fingerprint,
+                    "maps": run.maps,
+                    "mean": list(model.pretrained_cfg["mean"]),
+                    "std": list(model.pretrained_cfg["std"]),
+                }
                 kept.save(student.state() | about, step)
 
         def evaluate() -> None:
             nonlocal result, text
             ranks.average(student.averaged())
             accuracy = {}
-            for kind, one in (("", model), ("_ema", student.ema and student.ema.module), ("_agent", student.agent)):
+            for kind, one in (
+                ("", model),
+                ("_ema", student.ema and student.ema.module),
+                ("_agent", student.agent),
+            ):
                 if one:
-                    shares = evaluate_waits(one, val, feed.augmentation.normalise, ranks, dtype, advance)
-                    accuracy |= {f"top1{kind}": shares.top1, f"top5{kind}": shares.top5, f"loss{kind}": shares.loss}
+                    shares = evaluate_waits(
+                        one, val, feed.augmentation.normalise, ranks, dtype, advance
+                    )
+                    accuracy |= {
+                        f"top1{kind}": shares.top1,
+                        f"top5{kind}": shares.top5,
+                        f"loss{kind}": shares.loss,
+                    }
             write("val", step, step / len(loader), accuracy)
             result, text = accuracy, f"top-1 {100 * accuracy['top1']:.1f} %"
             advance(0, text)
@@ -489,20 +635,34 @@ def run_on(run: Prepared, ranks: Ranks, asked: Callable[[], str]) -> dict:
                     feed.check_waits(parts)
                 for group in student.optimizer.param_groups:
                     group["lr"] = learning_rate(config, step, len(loader))
-                loss, norm = update(student, ranks, step, feed.losses(student.network, parts, epoch, at))
+                loss, norm = update(
+                    student, ranks, step, feed.losses(student.network, parts, epoch, at)
+                )
                 watch.add(loss)
                 step += 1
                 if step == run.step + 1 and config.compile != "never" and ranks.first:
                     settle(device)
-                    print(f"first step, with what is compiled: {time.perf_counter() - began:.1f} s", flush=True)
+                    print(
+                        f"first step, with what is compiled: {time.perf_counter() - began:.1f} s",
+                        flush=True,
+                    )
                 if step % config.log_every == 0:
                     mean, now = watch.mean_waits(step), time.perf_counter()
                     rate = (step - logged) * config.batch / (now - clock)
-                    write("train", step, step / len(loader), {
-                        "loss": mean, "lr": student.optimizer.param_groups[0]["lr"], "grad_norm": norm.item(),
-                        "images_per_s": rate, "mfu": rate * flops[plan.size(epoch)] / peak,
-                        "data_wait_share": timed.since_last() / (now - clock), "peak_memory_gb": peak_memory(device) / 1e9,
-                    })  # fmt: skip
+                    write(
+                        "train",
+                        step,
+                        step / len(loader),
+                        {
+                            "loss": mean,
+                            "lr": student.optimizer.param_groups[0]["lr"],
+                            "grad_norm": norm.item(),
+                            "images_per_s": rate,
+                            "mfu": rate * flops[plan.size(epoch)] / peak,
+                            "data_wait_share": timed.since_last() / (now - clock),
+                            "peak_memory_gb": peak_memory(device) / 1e9,
+                        },
+                    )
                     watch.next_interval(step, mean)
                     logged, clock, text = step, now, f"loss {mean:.3f}  {rate:.0f} img/s"
                 advance(1, text)
@@ -528,15 +688,22 @@ def run_on(run: Prepared, ranks: Ranks, asked: Callable[[], str]) -> dict:
             return {}
         seconds, waited = so_far()
     result |= {
-        "date": time.strftime("%Y-%m-%d"), "seed": config.seed,
-        "objective": config.objective, "model": config.model, "epochs": epochs, "seconds": round(float(seconds), 1),
-        "data_wait_share": round(float(waited / seconds), 4), "skipped": loader.skipped + val.skipped,
-    }  # fmt: skip
+        "date": time.strftime("%Y-%m-%d"),
+        "seed": config.seed,
+        "objective": config.objective,
+        "model": config.model,
+        "epochs": epochs,
+        "seconds": round(float(seconds), 1),
+        "data_wait_share": round(float(waited / seconds), 4),
+        "skipped": loader.skipped + val.skipped,
+    }
     if ranks.first:
         with replacing(config.out / "result.json") as part:
             part.write_text(json.dumps(result, indent=1))
         skipped = f"; skipped {result['skipped']:,} unreadable" if result["skipped"] else ""
-        print(f"{config.out}: top-1 {100 * result['top1']:.1f} % on {val.plan.num_samples:,} images, {seconds:.0f} s{skipped}")
+        print(
+            f"{config.out}: top-1 {100 * result['top1']:.1f} % on {val.plan.num_samples:,} images, {seconds:.0f} s{skipped}"
+        )
     return result
 
 

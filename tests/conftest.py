@@ -19,35 +19,65 @@ from .preloaded import Preloaded
 if "PYTEST_XDIST_WORKER" in os.environ:  # a worker has one core, and so have the commands it starts
     os.environ["OMP_NUM_THREADS"] = "1"
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 2)))
-signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's `&` has processes ignore, and tests send it
+signal.signal(
+    signal.SIGINT, signal.default_int_handler
+)  # which a shell's `&` has processes ignore, and tests send it
 
 
 class NoHostRead(TorchDispatchMode):
-    """AssertionError at operations that read values back to the host, or whose result has a size that depends on values."""
+    """AssertionError at operations that read values back to the host, or whose result has a size
+    that depends on values.
+    """
 
-    # bool(), float(), int() and a tensor as an index all end in _local_scalar_dense; inside an operator they show as item and is_nonzero.
+    # bool(), float(), int() and a tensor as an index all end in _local_scalar_dense; inside an
+    # operator they show as item and is_nonzero.
     READS = (
-        "_local_scalar_dense", "item", "is_nonzero", "argwhere", "nonzero", "masked_select", "equal", "_unique", "_unique2", "unique_dim",
-        "unique_consecutive", "unique_dim_consecutive", "bincount",
-    )  # fmt: skip
+        "_local_scalar_dense",
+        "item",
+        "is_nonzero",
+        "argwhere",
+        "nonzero",
+        "masked_select",
+        "equal",
+        "_unique",
+        "_unique2",
+        "unique_dim",
+        "unique_consecutive",
+        "unique_dim_consecutive",
+        "bincount",
+    )
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name, kwargs = func.overloadpacket.__name__, kwargs or {}
         sized = name == "repeat_interleave" and kwargs.get("output_size") is None
-        if name in ("index", "index_put", "index_put_"):  # a mask as an index is a nonzero() below what is seen here
-            sized = any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
+        if name in (
+            "index",
+            "index_put",
+            "index_put_",
+        ):  # a mask as an index is a nonzero() below what is seen here
+            sized = any(
+                index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]
+            )
         if sized or name in self.READS:
             raise AssertionError(f"host read: {func}")
-        if func.namespace == "densefeed":  # look inside our own operators, which would run with no mode on
+        if (
+            func.namespace == "densefeed"
+        ):  # look inside our own operators, which would run with no mode on
             device = next(value for value in args if isinstance(value, torch.Tensor)).device.type
             with self:
-                return func.redispatch(torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, device.upper())), *args, **kwargs)
+                return func.redispatch(
+                    torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, device.upper())),
+                    *args,
+                    **kwargs,
+                )
         return func(*args, **kwargs)
 
 
 @pytest.fixture(scope="session")
 def no_host_read():
-    """`with no_host_read():` around what must never wait for the device, backward pass included (not compiled code)."""
+    """`with no_host_read():` around what must never wait for the device, backward pass included
+    (not compiled code).
+    """
 
     def refuse(name):
         def method(*_args, **_kwargs):
@@ -68,7 +98,9 @@ def no_host_read():
 
 @pytest.fixture(scope="session")
 def command():
-    """`command(*WORDS)` runs `python WORDS` in the checkout as a user would, output captured; preloaded.py says how."""
+    """`command(*WORDS)` runs `python WORDS` in the checkout as a user would, output captured;
+    preloaded.py says how.
+    """
     with closing(Preloaded()) as preloaded:
         yield preloaded
 
@@ -88,7 +120,9 @@ def folder(tmp_path_factory) -> Path:
         for number in range(count):
             path = root / split / ("cat", "dog")[number % 2] / f"{number:03d}.jpg"
             path.parent.mkdir(parents=True, exist_ok=True)
-            photograph(rng, int(rng.integers(40, 90)), int(rng.integers(40, 90))).save(path, quality=90)
+            photograph(rng, int(rng.integers(40, 90)), int(rng.integers(40, 90))).save(
+                path, quality=90
+            )
     return root
 
 
@@ -97,8 +131,17 @@ def random_maps():
     """A maker of score maps of any shape, as a teacher of K classes might give them."""
     from densefeed.relabel.scoring import keep_top
 
-    def make(count: int, side: int, top_k: int, num_classes: int, seed: int = 0, window=(0.0, 0.0, 1.0, 1.0)):
-        logits = 3 * torch.randn(count, side, side, num_classes, generator=torch.Generator().manual_seed(seed))
+    def make(
+        count: int,
+        side: int,
+        top_k: int,
+        num_classes: int,
+        seed: int = 0,
+        window=(0.0, 0.0, 1.0, 1.0),
+    ):
+        logits = 3 * torch.randn(
+            count, side, side, num_classes, generator=torch.Generator().manual_seed(seed)
+        )
         return keep_top(logits, top_k, np.tile(np.array(window, np.float32), (count, 1)))
 
     return make
@@ -106,18 +149,29 @@ def random_maps():
 
 @pytest.fixture(scope="session")
 def maps(folder, random_maps, tmp_path_factory) -> Path:
-    """A store of random maps (S=6, k=2, K=2) for `folder`'s training split, its windows not the whole image."""
+    """A store of random maps (S=6, k=2, K=2) for `folder`'s training split, its windows not the
+    whole image.
+    """
     from densefeed.storage.images import Images
     from densefeed.storage.score_maps import ScoreMapWriter, StoreHeader
 
     images = Images(folder, split="train")
     path = tmp_path_factory.mktemp("maps") / "maps.h5"
     header = StoreHeader(
-        side=6, top_k=2, num_classes=2, absent="tail", teacher="random", input_size=96, geometry="centre-crop",
-        fingerprint=images.fingerprint(), class_names=tuple(images.class_names),
-    )  # fmt: skip
+        side=6,
+        top_k=2,
+        num_classes=2,
+        absent="tail",
+        teacher="random",
+        input_size=96,
+        geometry="centre-crop",
+        fingerprint=images.fingerprint(),
+        class_names=tuple(images.class_names),
+    )
     writer = ScoreMapWriter(path, header, images.paths, images.labels)
-    writer.write(np.arange(len(images)), random_maps(len(images), 6, 2, 2, window=(0.0, 0.1, 1.0, 0.9)))
+    writer.write(
+        np.arange(len(images)), random_maps(len(images), 6, 2, 2, window=(0.0, 0.1, 1.0, 0.9))
+    )
     writer.finish()
     return path
 
@@ -136,23 +190,49 @@ def packed(folder, maps, tmp_path_factory, command) -> tuple[Path, Path]:
     """The small folder as .beton: (train with maps, val)."""
     root = tmp_path_factory.mktemp("packed")
     for split, extra in (("train", ("--maps", maps)), ("val", ())):
-        done = command("tools/pack_dataset.py", "--data", folder, "--split", split, "--out", root / f"{split}.beton", *extra)
+        done = command(
+            "tools/pack_dataset.py",
+            "--data",
+            folder,
+            "--split",
+            split,
+            "--out",
+            root / f"{split}.beton",
+            *extra,
+        )
         assert done.returncode == 0, done.stderr
     return root / "train.beton", root / "val.beton"
 
 
 @pytest.fixture(scope="session")
 def micro(packed):
-    """A maker of configs of the smallest run: `micro(out, **fields)` trains two epochs of three steps of four images."""
+    """A maker of configs of the smallest run: `micro(out, **fields)` trains two epochs of three
+    steps of four images.
+    """
     from densefeed.training import recipes
 
     small = dict(
-        loader="ffcv", batch=4, epochs=2, size=32, mixtoken=True, ema=0.9, drop_path=0.2, threads=2, eval_every=1, log_every=1,
+        loader="ffcv",
+        batch=4,
+        epochs=2,
+        size=32,
+        mixtoken=True,
+        ema=0.9,
+        drop_path=0.2,
+        threads=2,
+        eval_every=1,
+        log_every=1,
         device="cpu",
-    )  # fmt: skip
+    )
 
     def make(out: Path, **fields):
-        return replace(recipes.lvvit_micro_token_label(), data=packed[0], val=packed[1], out=out, **(small | fields))
+        return replace(
+            recipes.lvvit_micro_token_label(),
+            data=packed[0],
+            val=packed[1],
+            out=out,
+            **(small | fields),
+        )
 
     return make
 
@@ -164,10 +244,16 @@ class CellNet(torch.nn.Module):
         super().__init__()
         conv = torch.nn.Conv2d
         self.layers = torch.nn.Sequential(
-            conv(3, width, 4, 4), torch.nn.GELU(), conv(width, 2 * width, 3, 1, 1), torch.nn.GELU(),
-            conv(2 * width, 4 * width, 3, 2, 1), torch.nn.GELU(), conv(4 * width, 4 * width, 3, 1, 1), torch.nn.GELU(),
+            conv(3, width, 4, 4),
+            torch.nn.GELU(),
+            conv(width, 2 * width, 3, 1, 1),
+            torch.nn.GELU(),
+            conv(2 * width, 4 * width, 3, 2, 1),
+            torch.nn.GELU(),
+            conv(4 * width, 4 * width, 3, 1, 1),
+            torch.nn.GELU(),
             conv(4 * width, classes, 1),
-        )  # fmt: skip
+        )
 
     def forward_token_logits(self, image_NCHW: torch.Tensor) -> torch.Tensor:
         return self.layers(image_NCHW)
@@ -175,10 +261,12 @@ class CellNet(torch.nn.Module):
 
 @pytest.fixture(scope="session")
 def located(tmp_path_factory):
-    """What an audit needs: 320 digit scenes of 48 pixels (every other one a third wider), and models that know where digits are.
+    """What an audit needs: 320 digit scenes of 48 pixels (every other one a third wider), and
+    models that know where digits are.
 
-    `teachers(0)` and `teachers(1)` are two networks of different width, seed and training, as References of the audit;
-    `untrained(seed)` is one that knows nothing. Of the boxes of other scenes they learn, which is faster than of labels.
+    `teachers(0)` and `teachers(1)` are two networks of different width, seed and training, as
+    References of the audit; `untrained(seed)` is one that knows nothing. Of the boxes of other
+    scenes they learn, which is faster than of labels.
     """
     import io
     from types import SimpleNamespace
@@ -189,7 +277,10 @@ def located(tmp_path_factory):
     size, side = 48, 6
     backgrounds, scans = load_photographs(), load_scans()["train"]
     root = tmp_path_factory.mktemp("located")
-    pixels_NHWC, cell_NSS = np.empty((450, size, size, 3), np.uint8), torch.full((450, side, side), -1)
+    pixels_NHWC, cell_NSS = (
+        np.empty((450, size, size, 3), np.uint8),
+        torch.full((450, side, side), -1),
+    )
     for n in range(450):
         jpeg, digits = scene(np.random.default_rng([7, n]), n % 10, size, backgrounds, scans)
         pixels_NHWC[n] = np.asarray(Image.open(io.BytesIO(jpeg)))
@@ -201,12 +292,16 @@ def located(tmp_path_factory):
         path = root / "train" / str(n % 10) / f"{n:03d}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         image = Image.open(io.BytesIO(jpeg))
-        image.resize((size * 4 // 3, size), Image.Resampling.BICUBIC).save(path) if n // 10 % 2 else image.save(path)
+        image.resize((size * 4 // 3, size), Image.Resampling.BICUBIC).save(
+            path
+        ) if n // 10 % 2 else image.save(path)
 
     config = {"mean": (0.4, 0.4, 0.4), "std": (0.25, 0.25, 0.25), "interpolation": "bilinear"}
 
     def references(net: torch.nn.Module):
-        return {geometry: Teacher(net, size, geometry, config) for geometry in ("squash", "centre-crop")}
+        return {
+            geometry: Teacher(net, size, geometry, config) for geometry in ("squash", "centre-crop")
+        }
 
     def trained(seed: int, width: int, steps: int = 140):
         with torch.enable_grad(), torch.random.fork_rng():
@@ -217,10 +312,15 @@ def located(tmp_path_factory):
             x = (torch.from_numpy(pixels_NHWC).permute(0, 3, 1, 2).float() / 255 - 0.4) / 0.25
             for _ in range(steps):
                 some = torch.from_numpy(rng.integers(0, len(x), 32))
-                logits_NSSK, want = net.forward_token_logits(x[some]).permute(0, 2, 3, 1), cell_NSS[some]
+                logits_NSSK, want = (
+                    net.forward_token_logits(x[some]).permute(0, 2, 3, 1),
+                    cell_NSS[some],
+                )
                 on = want >= 0
                 loss = torch.nn.functional.cross_entropy(logits_NSSK[on], want[on])
-                loss = loss - 0.5 * logits_NSSK[~on].log_softmax(-1).mean()  # the background is nothing in particular
+                loss = (
+                    loss - 0.5 * logits_NSSK[~on].log_softmax(-1).mean()
+                )  # the background is nothing in particular
                 optimiser.zero_grad()
                 loss.backward()
                 optimiser.step()

@@ -23,7 +23,15 @@ SOURCES = ("batch", "checksum", "maps", "resample", "sample", "scratch", "segmen
 def compiled(out: Path, sources: list[Path], *flags: str) -> Path:
     """C sources as a program or library at `out`, built as setup.py does but for `flags`."""
     done = subprocess.run(
-        [os.environ.get("CC", "gcc"), *FLAGS, *flags, *map(str, sources), "-o", str(out), *LIBRARIES],
+        [
+            os.environ.get("CC", "gcc"),
+            *FLAGS,
+            *flags,
+            *map(str, sources),
+            "-o",
+            str(out),
+            *LIBRARIES,
+        ],
         capture_output=True,
         text=True,
     )
@@ -35,25 +43,42 @@ class Jpegs:
     """jpegs.c."""
 
     def __init__(self, folder: Path) -> None:
-        self._lib = ctypes.CDLL(str(compiled(folder / "jpegs.so", [HERE / "jpegs.c"], "-O1", "-shared", "-fPIC")))
+        self._lib = ctypes.CDLL(
+            str(compiled(folder / "jpegs.so", [HERE / "jpegs.c"], "-O1", "-shared", "-fPIC"))
+        )
         self._lib.write_jpeg.argtypes = [ctypes.c_char_p] + 10 * [ctypes.c_int] + [ctypes.c_void_p]
         self._lib.read_jpeg.argtypes = [ctypes.c_char_p, ctypes.c_size_t, ctypes.c_void_p]
         self._lib.write_jpeg.restype = self._lib.read_jpeg.restype = ctypes.c_size_t
         self._lib.free_jpeg.argtypes = [ctypes.c_void_p]
 
-    def write(self, pixels: np.ndarray, sampling=(1, 1), rgb=0, progressive=0, arithmetic=0, restart=0, quality=90) -> bytes:
-        """`pixels` uint8 `[H,W]` or `[H,W,C]` (C of 3 or 4) as a JPEG; `sampling` is luma's, chroma's is 1 x 1."""
+    def write(
+        self,
+        pixels: np.ndarray,
+        sampling=(1, 1),
+        rgb=0,
+        progressive=0,
+        arithmetic=0,
+        restart=0,
+        quality=90,
+    ) -> bytes:
+        """`pixels` uint8 `[H,W]` or `[H,W,C]` (C of 3 or 4) as a JPEG; `sampling` is luma's,
+        chroma's is 1 x 1.
+        """
         planes = pixels.reshape(*pixels.shape[:2], -1)
         out = ctypes.c_void_p()
         coding = (*sampling, rgb, progressive, arithmetic, restart, quality)
-        length = self._lib.write_jpeg(np.ascontiguousarray(planes).tobytes(), *planes.shape, *coding, ctypes.byref(out))
+        length = self._lib.write_jpeg(
+            np.ascontiguousarray(planes).tobytes(), *planes.shape, *coding, ctypes.byref(out)
+        )
         try:
             return ctypes.string_at(out, length)
         finally:
             self._lib.free_jpeg(out)
 
     def contents(self, jpeg: bytes) -> np.ndarray:
-        """Sampling factors, sizes, quantisation tables and all coefficients of a JPEG, as libjpeg reads them."""
+        """Sampling factors, sizes, quantisation tables and all coefficients of a JPEG, as libjpeg
+        reads them.
+        """
         numbers = np.empty(self._lib.read_jpeg(jpeg, len(jpeg), None), np.int16)
         self._lib.read_jpeg(jpeg, len(jpeg), numbers.ctypes.data)
         return numbers
@@ -66,15 +91,21 @@ def jpegs(tmp_path_factory) -> Jpegs:
 
 @pytest.fixture(scope="session")
 def noise():
-    """A maker of smooth coloured noise, uint8 `[height, width, channels]`: its spectrum is a photograph's, more or less."""
+    """A maker of smooth coloured noise, uint8 `[height, width, channels]`: its spectrum is a
+    photograph's, more or less.
+    """
 
     def make(height: int, width: int, channels: int = 3, seed: int = 0) -> np.ndarray:
         rng = np.random.default_rng((seed, height, width))
         layers = []
         for _ in range(channels):
-            coarse = Image.fromarray(rng.integers(0, 256, (height // 8 + 2, width // 8 + 2), dtype=np.uint8))
+            coarse = Image.fromarray(
+                rng.integers(0, 256, (height // 8 + 2, width // 8 + 2), dtype=np.uint8)
+            )
             fine = rng.normal(0, 4, (height, width))
-            layers.append(np.asarray(coarse.resize((width, height), Image.Resampling.BICUBIC)) + fine)
+            layers.append(
+                np.asarray(coarse.resize((width, height), Image.Resampling.BICUBIC)) + fine
+            )
         return np.stack(layers, -1).clip(0, 255).astype(np.uint8)
 
     return make
@@ -82,12 +113,23 @@ def noise():
 
 @pytest.fixture(scope="session")
 def photographs() -> list[Image.Image]:
-    """Real photographs that come with scikit-image and scikit-learn, their longer side 500 px, RGB."""
+    """Real photographs that come with scikit-image and scikit-learn, their longer side 500 px,
+    RGB.
+    """
     data = pytest.importorskip("skimage.data")
     sklearn = pytest.importorskip("sklearn.datasets")
-    images = [data.astronaut(), data.coffee(), data.chelsea(), data.rocket(), *sklearn.load_sample_images().images]
+    images = [
+        data.astronaut(),
+        data.coffee(),
+        data.chelsea(),
+        data.rocket(),
+        *sklearn.load_sample_images().images,
+    ]
     pictures = [Image.fromarray(image) for image in images]
-    return [p.resize([round(side * 500 / max(p.size)) for side in p.size], Image.Resampling.LANCZOS) for p in pictures]
+    return [
+        p.resize([round(side * 500 / max(p.size)) for side in p.size], Image.Resampling.LANCZOS)
+        for p in pictures
+    ]
 
 
 def loader_class(decoder: str):

@@ -1,14 +1,17 @@
-"""Commands without their imports: a server that imported the libraries once forks a process for each command.
+"""Commands without their imports: a server that imported the libraries once forks a process for
+each command.
 
-`python train.py ...` works for some 4 s of processor time before its first own line, which is PyTorch, timm and what they
-import. The server, this file run as a script, imports them and nothing of ours, then waits; for a command it forks a process
-that becomes what `python WORDS` would be. Exit codes, tracebacks (with two frames of this file above), waiting for threads
-and atexit handlers are the interpreter's own; when they are done the process ends at once, without freeing its objects one by
-one, which takes 0.9 s. `teardown` asks for that too.
+`python train.py ...` works for some 4 s of processor time before its first own line, which is
+PyTorch, timm and what they import. The server, this file run as a script, imports them and nothing
+of ours, then waits; for a command it forks a process that becomes what `python WORDS` would be.
+Exit codes, tracebacks (with two frames of this file above), waiting for threads and atexit handlers
+are the interpreter's own; when they are done the process ends at once, without freeing its objects
+one by one, which takes 0.9 s. `teardown` asks for that too.
 
-What is not a fresh interpreter's: the libraries are in sys.modules though the command may not import them, /proc/PID/cmdline
-is the server's, and children of one server share their seed of string hashes. Environment variables that are read where a
-process or library begins cannot be given anew; `Preloaded.start` then starts a fresh interpreter, as it does for `fresh`.
+What is not a fresh interpreter's: the libraries are in sys.modules though the command may not
+import them, /proc/PID/cmdline is the server's, and children of one server share their seed of
+string hashes. Environment variables that are read where a process or library begins cannot be given
+anew; `Preloaded.start` then starts a fresh interpreter, as it does for `fresh`.
 """
 
 import atexit
@@ -32,28 +35,69 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 FIRST = (
-    "numpy", "h5py", "PIL.Image", "PIL.JpegImagePlugin", "tyro", "rich.console", "rich.table", "rich.progress", "jinja2", "torch",
-    "safetensors.torch", "torch.distributed",
-)  # fmt: skip
+    "numpy",
+    "h5py",
+    "PIL.Image",
+    "PIL.JpegImagePlugin",
+    "tyro",
+    "rich.console",
+    "rich.table",
+    "rich.progress",
+    "jinja2",
+    "torch",
+    "safetensors.torch",
+    "torch.distributed",
+)
 THEN = (
-    "torchvision.ops", "torchvision.transforms.v2", "torchvision.datasets", "timm", "timm.data", "timm.optim", "timm.utils",
-    "torch.utils.tensorboard", "torch.utils.flop_counter",
-)  # fmt: skip
-# Read when Python, the C library, OpenMP, PyTorch or Triton begins: too late for a process that is forked.
-READ_AT_START = ("PYTHON", "OMP_", "OPENBLAS_", "MKL_", "TORCH", "PYTORCH", "TRITON", "CUDA", "LD_", "MALLOC_", "LANG", "LC_")
+    "torchvision.ops",
+    "torchvision.transforms.v2",
+    "torchvision.datasets",
+    "timm",
+    "timm.data",
+    "timm.optim",
+    "timm.utils",
+    "torch.utils.tensorboard",
+    "torch.utils.flop_counter",
+)
+# Read when Python, the C library, OpenMP, PyTorch or Triton begins: too late for a process that is
+# forked.
+READ_AT_START = (
+    "PYTHON",
+    "OMP_",
+    "OPENBLAS_",
+    "MKL_",
+    "TORCH",
+    "PYTORCH",
+    "TRITON",
+    "CUDA",
+    "LD_",
+    "MALLOC_",
+    "LANG",
+    "LC_",
+)
 # The first by this file; the caches' PyTorch sets itself where it compiles, which tests do.
-READ_LATER = ("PYTHONPATH", "TORCHELASTIC_", "TORCH_NCCL_", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+READ_LATER = (
+    "PYTHONPATH",
+    "TORCHELASTIC_",
+    "TORCH_NCCL_",
+    "TORCHINDUCTOR_CACHE_DIR",
+    "TRITON_CACHE_DIR",
+)
 
 # ------------------------------------------------------------------------- the tests' side
 
 
 def read_at_start(environment: dict[str, str]) -> dict[str, str]:
     return {
-        name: value for name, value in environment.items() if name.startswith(READ_AT_START) and not name.startswith(READ_LATER)
+        name: value
+        for name, value in environment.items()
+        if name.startswith(READ_AT_START) and not name.startswith(READ_LATER)
     }
 
 
-def needs_interpreter(words: list[str], environment: dict[str, str], servers: dict[str, str]) -> bool:
+def needs_interpreter(
+    words: list[str], environment: dict[str, str], servers: dict[str, str]
+) -> bool:
     """Whether these words or variables are for the start of an interpreter."""
     options = words[0].startswith("-") and words[0] not in ("-c", "-m", "-u")
     return options or read_at_start(environment) != servers
@@ -66,12 +110,18 @@ def connected(address: str) -> socket.socket:
 
 
 class Forked:
-    """A running command: what these tests use of subprocess.Popen. Who drops it unfinished has it killed."""
+    """A running command: what these tests use of subprocess.Popen. Who drops it unfinished has it
+    killed.
+    """
 
-    def __init__(self, address: str, words: list[str], request: dict, streams: tuple[int, int, int]) -> None:
+    def __init__(
+        self, address: str, words: list[str], request: dict, streams: tuple[int, int, int]
+    ) -> None:
         self.args, self.returncode = [sys.executable, *words], None
         self._connection = connected(address)
-        socket.send_fds(self._connection, [json.dumps({"words": words, **request}).encode()], streams)
+        socket.send_fds(
+            self._connection, [json.dumps({"words": words, **request}).encode()], streams
+        )
         self.pid = int.from_bytes(self._told(None))
 
     def _told(self, timeout: float | None) -> bytes:
@@ -103,10 +153,15 @@ class Forked:
         self.send_signal(signal.SIGKILL)
 
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
-        """All it writes, once it has ended. Each stream has a reader of its own: a full pipe would stop it."""
+        """All it writes, once it has ended. Each stream has a reader of its own: a full pipe would
+        stop it.
+        """
         said = {}
         readers = [
-            threading.Thread(target=lambda name=name: said.update({name: getattr(self, name).read()}), daemon=True)
+            threading.Thread(
+                target=lambda name=name: said.update({name: getattr(self, name).read()}),
+                daemon=True,
+            )
             for name in ("stdout", "stderr")
         ]
         for reader in readers:
@@ -139,19 +194,27 @@ class Preloaded:
 
     def _started(self) -> None:
         self._folder = tempfile.TemporaryDirectory()
-        self._address, self._relay = (os.path.join(self._folder.name, name) for name in ("socket", "python"))
+        self._address, self._relay = (
+            os.path.join(self._folder.name, name) for name in ("socket", "python")
+        )
         self._environment = read_at_start(os.environ)
         known = f"{self._address!r}, {sys.executable!r}, {self._environment!r}"
         relay = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); from preloaded import relay; relay({known})"
         Path(self._relay).write_text(f"#!{sys.executable} -SE\n{relay}\n")
         os.chmod(self._relay, 0o700)
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener, tempfile.TemporaryFile() as said:
+        with (
+            socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener,
+            tempfile.TemporaryFile() as said,
+        ):
             listener.bind(self._address)
             listener.listen(64)
             self._server = subprocess.Popen(
-                [sys.executable, __file__, str(listener.fileno())], stdin=subprocess.DEVNULL, stdout=said, stderr=said,
+                [sys.executable, __file__, str(listener.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=said,
+                stderr=said,
                 pass_fds=[listener.fileno()],
-            )  # fmt: skip
+            )
             self._life = connected(self._address)
             listener.close()
             ready = self._life.recv(1)
@@ -160,7 +223,9 @@ class Preloaded:
             said.seek(0)
             complaints = said.read().decode()
         # What imports print would be missing from what commands print.
-        assert (ready, complaints) == (b"+", ""), f"the libraries cannot be preloaded in silence:\n{complaints}"
+        assert (ready, complaints) == (b"+", ""), (
+            f"the libraries cannot be preloaded in silence:\n{complaints}"
+        )
 
     def start(
         self,
@@ -174,20 +239,34 @@ class Preloaded:
     ) -> "Forked | subprocess.Popen":
         """`python WORDS` in `cwd`, by default the checkout; its output in pipes.
 
-        `environment` is added to this process's; `limit` bytes is the most that a file may grow to, which stands for a full
-        disk; `fresh` asks for an interpreter of its own. With `descendants` what the command starts by sys.executable is
-        forked too: that is the path of a program that asks the server. `teardown`: to the very end of the interpreter.
+        `environment` is added to this process's; `limit` bytes is the most that a file may grow to,
+        which stands for a full disk; `fresh` asks for an interpreter of its own. With `descendants`
+        what the command starts by sys.executable is forked too: that is the path of a program that
+        asks the server. `teardown`: to the very end of the interpreter.
         """
         words, environment = list(map(str, words)), {**os.environ, **(environment or {})}
         if self._server is None:
             self._started()
         if fresh or needs_interpreter(words, environment, self._environment):
             return subprocess.Popen(
-                [sys.executable, *words], cwd=cwd, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                preexec_fn=None if limit is None else lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
-            )  # fmt: skip
+                [sys.executable, *words],
+                cwd=cwd,
+                env=environment,
+                text=True,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                preexec_fn=None
+                if limit is None
+                else lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
+            )
         executable = self._relay if descendants else sys.executable
-        request = {"cwd": str(cwd), "environment": environment, "limit": limit, "executable": executable, "teardown": teardown}
+        request = {
+            "cwd": str(cwd),
+            "environment": environment,
+            "limit": limit,
+            "executable": executable,
+            "teardown": teardown,
+        }
         (stdout, out), (stderr, err) = os.pipe(), os.pipe()
         try:
             process = Forked(self._address, words, request, (0, out, err))
@@ -201,8 +280,12 @@ class Preloaded:
         process.stdout, process.stderr = open(stdout), open(stderr)  # noqa: SIM115 (closed by communicate or __exit__)
         return process
 
-    def __call__(self, *words: object, timeout: float | None = None, **how: object) -> subprocess.CompletedProcess:
-        """`start(*words, **how)`, its end and all that it said; killed if that takes longer than `timeout` seconds."""
+    def __call__(
+        self, *words: object, timeout: float | None = None, **how: object
+    ) -> subprocess.CompletedProcess:
+        """`start(*words, **how)`, its end and all that it said; killed if that takes longer than
+        `timeout` seconds.
+        """
         with self.start(*words, **how) as process:
             try:
                 stdout, stderr = process.communicate(timeout=timeout)
@@ -245,9 +328,12 @@ def serve(listener: socket.socket, life: socket.socket) -> dict:
     waiting = selectors.DefaultSelector()
     for one in (listener, life):
         waiting.register(one, selectors.EVENT_READ)
-    running = {}  # the descriptor of a process: its id, and the connection that is told how it ended
+    # the descriptor of a process: its id, and the connection that is told how it ended
+    running = {}
     while True:
-        event = waiting.select()[0][0]  # one at a time: it may be that others of the list are over then
+        event = waiting.select()[0][
+            0
+        ]  # one at a time: it may be that others of the list are over then
         if event.fileobj is life:  # the tests are over
             for process, _ in running.values():
                 os.kill(process, signal.SIGKILL)
@@ -293,11 +379,20 @@ def serve(listener: socket.socket, life: socket.socket) -> dict:
 
 def search_path(environment: dict[str, str]) -> list[str]:
     """What PYTHONPATH adds to sys.path."""
-    return [os.path.abspath(path) for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
+    return [
+        os.path.abspath(path)
+        for path in environment.get("PYTHONPATH", "").split(os.pathsep)
+        if path
+    ]
 
 
 def become(
-    words: list[str], cwd: str, environment: dict[str, str], limit: int | None, executable: str, streams: list[int]
+    words: list[str],
+    cwd: str,
+    environment: dict[str, str],
+    limit: int | None,
+    executable: str,
+    streams: list[int],
 ) -> None:
     """Run `python WORDS` here, as the interpreter would: a script, `-m MODULE` or `-c CODE`."""
     for number, stream in enumerate(streams):
@@ -314,7 +409,9 @@ def become(
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
     importlib.invalidate_caches()
     tempfile.tempdir = None  # TMPDIR may be another
-    importlib.import_module("numpy").random.seed()  # of all generators this one alone is not seeded anew in a forked process
+    importlib.import_module(
+        "numpy"
+    ).random.seed()  # of all generators this one alone is not seeded anew in a forked process
     sys.executable, sys.orig_argv = executable, [executable, *words]
     if words[0] == "-u":
         sys.stdout.reconfigure(write_through=True)
@@ -337,7 +434,9 @@ def become(
 
 
 def end(requested: dict) -> None:
-    """The last handler of atexit: the process is over, unless it must be torn down or ends by a signal."""
+    """The last handler of atexit: the process is over, unless it must be torn down or ends by a
+    signal.
+    """
     if "status" in requested:
         with contextlib.suppress(OSError, ValueError):  # else the interpreter says so
             sys.stdout.flush()
@@ -348,8 +447,8 @@ def end(requested: dict) -> None:
 def preload() -> None:
     for library in FIRST:
         importlib.import_module(library)
-    # What is there now is left out of collections, which would copy its pages. Not what follows: torchvision imports Triton,
-    # which prints at a teardown that its objects were not freed.
+    # What is there now is left out of collections, which would copy its pages. Not what follows:
+    # torchvision imports Triton, which prints at a teardown that its objects were not freed.
     gc.collect()
     gc.freeze()
     for library in THEN:
@@ -369,7 +468,9 @@ if __name__ == "__main__":
         become(**words)
         status = 0
     except SystemExit as error:
-        status = 0 if error.code is None else error.code & 0xFF if isinstance(error.code, int) else 1
+        status = (
+            0 if error.code is None else error.code & 0xFF if isinstance(error.code, int) else 1
+        )
         raise
     except KeyboardInterrupt:
         teardown = True

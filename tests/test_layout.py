@@ -1,4 +1,6 @@
-"""The house rules, each a few lines: imports point upstream, no dead config field, one name in site-packages, README is true."""
+"""The house rules, each a few lines: imports point upstream, no dead config field, one name in
+site-packages, README is true.
+"""
 
 import ast
 import os
@@ -14,14 +16,26 @@ import pytest
 ROOT = Path(__file__).parent.parent
 # In the order of the data flow: a room imports from those before it.
 ROOMS = (
-    "system", "native", "storage", "relabel", "pipelines", "models", "objectives", "training", "recipes", "train", "tools",
-)  # fmt: skip
+    "system",
+    "native",
+    "storage",
+    "relabel",
+    "pipelines",
+    "models",
+    "objectives",
+    "training",
+    "recipes",
+    "train",
+    "tools",
+)
 PACKAGE = ROOT / "densefeed"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 
 
 def modules_imported(text: str) -> set[str]:
-    """The modules of ours that a file imports from, at its top or later. AssertionError for a relative import."""
+    """The modules of ours that a file imports from, at its top or later. AssertionError for a
+    relative import.
+    """
     names = set()
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
@@ -42,22 +56,35 @@ def test_imports_point_upstream(path):
 
 def test_no_module_imports_itself_in_a_circle():
     """Late imports count too."""
-    modules = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in SOURCES}
+    modules = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+        for path in SOURCES
+    }
     graph = {
-        name: {m for m in modules if any(i == m or i.startswith(f"{m}.") for i in modules_imported(path.read_text()))} - {"densefeed"}
+        name: {
+            m
+            for m in modules
+            if any(i == m or i.startswith(f"{m}.") for i in modules_imported(path.read_text()))
+        }
+        - {"densefeed"}
         for name, path in modules.items()
     }
     graph = {
-        name: {m for m in found if not any(other.startswith(f"{m}.") for other in found)} - {name} for name, found in graph.items()
+        name: {m for m in found if not any(other.startswith(f"{m}.") for other in found)} - {name}
+        for name, found in graph.items()
     }
     TopologicalSorter(graph).prepare()  # CycleError names the circle
 
 
 @pytest.mark.parametrize(
     "line",
-    ["from densefeed import pipelines", "from densefeed.pipelines import plan", "import densefeed.pipelines.plan as p",
-     "def f():\n    from densefeed.pipelines.plan import EpochPlan"],
-)  # fmt: skip
+    [
+        "from densefeed import pipelines",
+        "from densefeed.pipelines import plan",
+        "import densefeed.pipelines.plan as p",
+        "def f():\n    from densefeed.pipelines.plan import EpochPlan",
+    ],
+)
 def test_the_rule_sees_every_way_to_import(line):
     assert {name.split(".")[1] for name in modules_imported(line)} == {"pipelines"}
     with pytest.raises(AssertionError):
@@ -75,31 +102,62 @@ def test_every_config_field_is_read():
     }
     for path, tree in trees.items():
         for node in tree.body:
-            if isinstance(node, ast.ClassDef) and any("dataclass" in ast.unparse(d) for d in node.decorator_list):
+            if isinstance(node, ast.ClassDef) and any(
+                "dataclass" in ast.unparse(d) for d in node.decorator_list
+            ):
                 declared = {item.target.id for item in node.body if isinstance(item, ast.AnnAssign)}
                 assert declared <= read | {"version"}, f"{path}: nobody reads {declared - read}"
 
 
-COMMANDS = [path for path in SOURCES if "tyro.cli(" in path.read_text() and path.parent.name == "tools"]
+COMMANDS = [
+    path for path in SOURCES if "tyro.cli(" in path.read_text() and path.parent.name == "tools"
+]
 
 
-@pytest.mark.parametrize("path", [PACKAGE / "training" / "config.py", *COMMANDS], ids=lambda p: p.stem)
+@pytest.mark.parametrize(
+    "path", [PACKAGE / "training" / "config.py", *COMMANDS], ids=lambda p: p.stem
+)
 def test_every_option_says_what_it_does(path):
-    """tyro takes the comment that ends a field's line, or those above it; within parentheses it sees none."""
+    """tyro takes the comment that ends a field's line, or those above it; within parentheses it
+    sees none.
+    """
     text = path.read_text()
     name = match[1] if (match := re.search(r"tyro\.cli\((\w+)", text)) else "Config"
-    (options,) = [node for node in ast.parse(text).body if isinstance(node, ast.ClassDef) and node.name == name]
-    fields, lines = [node for node in options.body if isinstance(node, ast.AnnAssign)], text.splitlines()
+    (options,) = [
+        node
+        for node in ast.parse(text).body
+        if isinstance(node, ast.ClassDef) and node.name == name
+    ]
+    fields, lines = (
+        [node for node in options.body if isinstance(node, ast.AnnAssign)],
+        text.splitlines(),
+    )
     assert fields
     for field in fields:
-        beside = field.lineno == field.end_lineno and "#" in lines[field.lineno - 1][field.end_col_offset :]
+        beside = (
+            field.lineno == field.end_lineno
+            and "#" in lines[field.lineno - 1][field.end_col_offset :]
+        )
         assert beside or lines[field.lineno - 2].lstrip().startswith("#"), field.target.id
 
 
 def test_only_one_name_reaches_site_packages(tmp_path):
-    """Build the wheel as `pip install .` does; it must hold `densefeed` alone, and what is not Python too."""
+    """Build the wheel as `pip install .` does; it must hold `densefeed` alone, and what is not
+    Python too.
+    """
     done = subprocess.run(
-        [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-q", "-w", tmp_path, ROOT],
+        [
+            sys.executable,
+            "-m",
+            "pip",
+            "wheel",
+            "--no-deps",
+            "--no-build-isolation",
+            "-q",
+            "-w",
+            tmp_path,
+            ROOT,
+        ],
         capture_output=True,
         text=True,
     )
@@ -107,7 +165,14 @@ def test_only_one_name_reaches_site_packages(tmp_path):
     (wheel,) = tmp_path.glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0] for name in names if ".dist-info" not in name} == {"densefeed"}
-    data = {"native/libdensefeed.so", "storage/FORMAT.md", "recipes/ABLATIONS.md", "tools/report.html", "tools/audit.html", "tools/style.html"}
+    data = {
+        "native/libdensefeed.so",
+        "storage/FORMAT.md",
+        "recipes/ABLATIONS.md",
+        "tools/report.html",
+        "tools/audit.html",
+        "tools/style.html",
+    }
     assert {f"densefeed/{name}" for name in ("train.py", *data)} <= set(names)
     assert not any(name.endswith((".c", "setup.py")) for name in names)
 
@@ -118,7 +183,13 @@ def test_the_wheel_works_beside_files_of_the_same_names(tmp_path):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('the wrong module')")
     code = "import densefeed.train, densefeed.tools.report, densefeed.models.lvvit, densefeed.recipes; print('imported')"
     path = {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, env={**os.environ, **path})
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, **path},
+    )
     assert (done.returncode, done.stdout) == (0, "imported\n"), done.stderr
 
 
@@ -128,7 +199,9 @@ def test_what_stands_at_the_top_level_is_the_package(name):
 
 
 def test_no_room_is_called_utils():
-    assert not [path for path in SOURCES if path.stem in ("utils", "util", "helpers", "misc", "common")]
+    assert not [
+        path for path in SOURCES if path.stem in ("utils", "util", "helpers", "misc", "common")
+    ]
 
 
 def test_no_machine_paths_or_large_files_are_tracked():

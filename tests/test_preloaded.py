@@ -35,7 +35,9 @@ print(json.dumps({
 
 
 @pytest.mark.parametrize("form", ["script", "-c", "-m"])
-def test_a_program_sees_what_it_sees_in_an_interpreter_of_its_own(command, tmp_path, form, monkeypatch):
+def test_a_program_sees_what_it_sees_in_an_interpreter_of_its_own(
+    command, tmp_path, form, monkeypatch
+):
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "real").mkdir()
     (tmp_path / "real" / "seen.py").write_text(SEEN)
@@ -45,9 +47,14 @@ def test_a_program_sees_what_it_sees_in_an_interpreter_of_its_own(command, tmp_p
     command("-c", "pass")
     monkeypatch.setenv("SAID_LATE", "yes")  # the server runs already
     monkeypatch.delenv("HOME", raising=False)
-    environment = {"TMPDIR": str(tmp_path / "elsewhere"), "PYTHONPATH": f"{tmp_path / 'real'}:/nowhere"}
+    environment = {
+        "TMPDIR": str(tmp_path / "elsewhere"),
+        "PYTHONPATH": f"{tmp_path / 'real'}:/nowhere",
+    }
     how = {"cwd": tmp_path, "environment": environment, "limit": 12_345}
-    forked, fresh = (command(*words, "--word", "two words", fresh=fresh, **how) for fresh in (False, True))
+    forked, fresh = (
+        command(*words, "--word", "two words", fresh=fresh, **how) for fresh in (False, True)
+    )
     assert (forked.args, forked.returncode, forked.stderr) == (fresh.args, 0, "heard\n")
     said = [done.stdout.splitlines() for done in (forked, fresh)]
     seen = [json.loads(next(line for line in lines if line[0] == "{")) for lines in said]
@@ -79,7 +86,9 @@ ENDS = {
 
 @pytest.mark.parametrize("how", ENDS)
 def test_a_program_ends_as_in_an_interpreter_of_its_own(command, how, tmp_path):
-    forked, fresh = (command("-c", ENDS[how], fresh=fresh, limit=100, cwd=tmp_path) for fresh in (False, True))
+    forked, fresh = (
+        command("-c", ENDS[how], fresh=fresh, limit=100, cwd=tmp_path) for fresh in (False, True)
+    )
     assert (forked.returncode, forked.stdout) == (fresh.returncode, fresh.stdout)
     # Not all lines: two frames of the server's stand above the program's.
     assert forked.stderr.splitlines()[-1:] == fresh.stderr.splitlines()[-1:]
@@ -117,11 +126,18 @@ def test_threads_and_processes_work_and_draws_are_its_own(command, tmp_path):
 
 def test_a_teardown_frees_what_is_left(command):
     left = "import os; left = type('Left', (), {'__del__': lambda left, write=os.write: write(1, b'freed')})()"
-    assert [command("-c", left, **how).stdout for how in ({}, {"teardown": True}, {"fresh": True})] == ["", "freed", "freed"]
+    assert [
+        command("-c", left, **how).stdout for how in ({}, {"teardown": True}, {"fresh": True})
+    ] == ["", "freed", "freed"]
 
 
 def test_nothing_is_left_behind(command):
-    assert command("-c", "import sys, os; sys.left = os.environ['LEFT'] = 'x'; os.chdir('/')").returncode == 0
+    assert (
+        command(
+            "-c", "import sys, os; sys.left = os.environ['LEFT'] = 'x'; os.chdir('/')"
+        ).returncode
+        == 0
+    )
     seen = "import sys, os; print(hasattr(sys, 'left'), 'LEFT' in os.environ, os.getcwd() == '/')"
     assert command("-c", seen).stdout.split() == 3 * ["False"]
 
@@ -129,9 +145,14 @@ def test_nothing_is_left_behind(command):
 def test_what_is_read_at_the_start_is_given_to_a_fresh_interpreter(command, monkeypatch):
     asked = "import sys; print(sys.flags.optimize, 'torch' in sys.modules)"
     assert command("-c", asked).stdout.split() == ["0", "True"]
-    cache = {"TORCHINDUCTOR_CACHE_DIR": "/nowhere"}  # PyTorch sets it in this process where a test compiles
+    cache = {
+        "TORCHINDUCTOR_CACHE_DIR": "/nowhere"
+    }  # PyTorch sets it in this process where a test compiles
     assert command("-c", asked, environment=cache).stdout.split() == ["0", "True"]
-    assert command("-c", asked, environment={"PYTHONOPTIMIZE": "1"}).stdout.split() == ["1", "False"]
+    assert command("-c", asked, environment={"PYTHONOPTIMIZE": "1"}).stdout.split() == [
+        "1",
+        "False",
+    ]
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert command("-c", asked).stdout.split() == ["0", "False"]
     assert command("-O", "-c", asked).stdout.split() == ["1", "False"]
@@ -139,7 +160,11 @@ def test_what_is_read_at_the_start_is_given_to_a_fresh_interpreter(command, monk
 
 def test_several_run_at_once_get_signals_and_are_waited_for(command):
     stays = "import time; print('here', flush=True); time.sleep(60)"
-    with command.start("-c", stays) as killed, command.start("-c", stays) as interrupted, command.start("-c", stays) as left:
+    with (
+        command.start("-c", stays) as killed,
+        command.start("-c", stays) as interrupted,
+        command.start("-c", stays) as left,
+    ):
         assert [child.stdout.readline() for child in (killed, interrupted, left)] == 3 * ["here\n"]
         assert killed.poll() is None
         with pytest.raises(subprocess.TimeoutExpired):
@@ -156,7 +181,10 @@ def test_several_run_at_once_get_signals_and_are_waited_for(command):
 
 
 def test_much_output_does_not_stop_a_program(command):
-    done = command("-c", "import sys\nfor _ in range(20): sys.stderr.write(9999 * 'e'); sys.stdout.write(9999 * 'o')")
+    done = command(
+        "-c",
+        "import sys\nfor _ in range(20): sys.stderr.write(9999 * 'e'); sys.stdout.write(9999 * 'o')",
+    )
     assert (done.stdout, done.stderr) == (20 * 9999 * "o", 20 * 9999 * "e")
 
 
@@ -206,5 +234,11 @@ run(f"import subprocess, sys; subprocess.run([sys.executable, '-c', {preloaded!r
 def test_what_a_command_starts_may_be_forked_too(command):
     done = command("-c", STARTS, descendants=True)
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.splitlines() == ["['-c', 'two words'] / b e 5", "-9", "True 0", "False 1", "True 0"]
+    assert done.stdout.splitlines() == [
+        "['-c', 'two words'] / b e 5",
+        "-9",
+        "True 0",
+        "False 1",
+        "True 0",
+    ]
     assert command("-c", STARTS).stdout == done.stdout.replace("True 0", "False 0")

@@ -1,4 +1,6 @@
-"""README's commands, run as a newcomer would in the order in which they stand, on a flow small enough for a test."""
+"""README's commands, run as a newcomer would in the order in which they stand, on a flow small
+enough for a test.
+"""
 
 import json
 import re
@@ -8,14 +10,19 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-SMALL = {"tools/quickstart.py": ["--train", "60", "--val", "20", "--epochs", "1"], "train.py": ["--epochs", "1"]}
+SMALL = {
+    "tools/quickstart.py": ["--train", "60", "--val", "20", "--epochs", "1"],
+    "train.py": ["--epochs", "1"],
+}
 
 
 def commands() -> list[str]:
     """Every line of README's shell blocks that is no comment."""
     blocks = re.findall(r"```(?:sh|bash)\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
     lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
-    return [line.split("  #")[0].strip() for line in lines if line.strip() and not line.startswith("#")]
+    return [
+        line.split("  #")[0].strip() for line in lines if line.strip() and not line.startswith("#")
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +42,11 @@ def test_the_quickstart_prints_its_table_and_writes_its_report(newcomer):
     home, said = newcomer
     report = home / "quickstart" / "report.html"
     assert str(report) in said.replace("\n", "")
-    for words in ("student (lvvit_micro), token-label", "teacher (nfnet_micro)", "token's dense label"):
+    for words in (
+        "student (lvvit_micro), token-label",
+        "teacher (nfnet_micro)",
+        "token's dense label",
+    ):
         assert words in said
     text = report.read_text()
     assert text.count("<img") == 24  # 12 crops, with labels and with boxes
@@ -43,13 +54,18 @@ def test_the_quickstart_prints_its_table_and_writes_its_report(newcomer):
     assert "https://" not in text  # self-contained
     purity = json.loads(report.with_suffix(".json").read_text())
     assert purity["tokens"]["all"] == purity["tokens"]["largest"] + purity["tokens"]["others"] > 100
-    assert (purity["image"]["largest"], purity["image"]["others"]) == (1, 0)  # by construction of the scenes
+    assert (purity["image"]["largest"], purity["image"]["others"]) == (
+        1,
+        0,
+    )  # by construction of the scenes
     assert 0 < purity["token"]["all"] < 1
 
 
 def test_the_quickstart_keeps_what_is_there(newcomer, command):
     home, _ = newcomer
-    again = command("tools/quickstart.py", "--out", home / "quickstart", *SMALL["tools/quickstart.py"], cwd=home)
+    again = command(
+        "tools/quickstart.py", "--out", home / "quickstart", *SMALL["tools/quickstart.py"], cwd=home
+    )
     assert again.returncode == 0, again.stderr
     assert again.stdout.count("have ") == 10
     assert "$ python" not in again.stdout
@@ -60,13 +76,24 @@ def test_every_command_of_the_readme_runs(newcomer, command):
     found = commands()
     assert found[:2] == ["make quickstart", "make test"]
     makefile = (ROOT / "Makefile").read_text()
-    assert "\t$(RUN) tools/quickstart.py --out quickstart\n" in makefile  # which the fixture ran in small
+    assert (
+        "\t$(RUN) tools/quickstart.py --out quickstart\n" in makefile
+    )  # which the fixture ran in small
     assert "\t$(RUN) -m pytest -n auto" in makefile  # which is what runs now
     for line in found[2:]:
         words = shlex.split(line)
         if words[0] == "torchrun":
-            words = ["python", "-m", "torch.distributed.run", *words[1:], *(SMALL["train.py"] if "train.py" in words else [])]
-        fresh = words[1:3] == ["-m", "torch.distributed.run"]  # of a launcher, which says itself how its ranks begin
+            words = [
+                "python",
+                "-m",
+                "torch.distributed.run",
+                *words[1:],
+                *(SMALL["train.py"] if "train.py" in words else []),
+            ]
+        fresh = words[1:3] == [
+            "-m",
+            "torch.distributed.run",
+        ]  # of a launcher, which says itself how its ranks begin
         assert words[0] == "python", line
         extra = SMALL.get(words[1], []) if "--help" not in words else []
         done = command(*words[1:], *extra, cwd=home, fresh=fresh, teardown=True)
@@ -86,4 +113,6 @@ def test_the_example_with_ffcv_runs_as_it_stands(newcomer, command):
     assert (batches, shape) == (3, [20, 112, 112, 3])  # of the fixture's 60 scenes
     assert spread > 10  # scenes, not one colour
     assert [len(row) for row in weight] == 20 * [49]
-    assert all(one == 1 for row in weight for one in row)  # maps of the quickstart cover the whole image
+    assert all(
+        one == 1 for row in weight for one in row
+    )  # maps of the quickstart cover the whole image

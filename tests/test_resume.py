@@ -1,4 +1,6 @@
-"""No run is ever lost: stopped, killed or damaged anywhere, it goes on as if nothing had happened."""
+"""No run is ever lost: stopped, killed or damaged anywhere, it goes on as if nothing had
+happened.
+"""
 
 import hashlib
 import json
@@ -26,11 +28,17 @@ ROOT = Path(__file__).parent.parent
 KILLS = int(os.environ.get("SOAK_KILLS", 3))
 pytestmark = pytest.mark.usefixtures("one_thread")
 TIMINGS = {"images_per_s", "mfu", "data_wait_share", "peak_memory_gb"}
-# Everything that a step depends on: two sizes, two parts a batch, every kind of draw, log lines that end in another epoch.
+# Everything that a step depends on: two sizes, two parts a batch, every kind of draw, log lines
+# that end in another epoch.
 EVERYTHING = dict(
-    rand_augment="rand-m9-mstd0.5-inc1", erase_probability=0.5, erase_count=2, microbatch=2, clip_grad=0.5, sizes=((0, 16), (1, 32)),
+    rand_augment="rand-m9-mstd0.5-inc1",
+    erase_probability=0.5,
+    erase_count=2,
+    microbatch=2,
+    clip_grad=0.5,
+    sizes=((0, 16), (1, 32)),
     log_every=4,
-)  # fmt: skip
+)
 
 
 def records(out: Path) -> list[dict]:
@@ -44,23 +52,37 @@ def differences(one: object, other: object, path: str = "") -> list[str]:
     if isinstance(one, dict) and isinstance(other, dict):
         missing = [f"{path}/{name}" for name in one.keys() ^ other.keys()]
         return missing + [
-            d for name in one.keys() & other.keys() for d in differences(one[name], other[name], f"{path}/{name}")
+            d
+            for name in one.keys() & other.keys()
+            for d in differences(one[name], other[name], f"{path}/{name}")
         ]
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return [] if one.dtype == other.dtype and torch.equal(one, other) else [path]
     if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
-        return [d for at, (a, b) in enumerate(zip(one, other, strict=True)) for d in differences(a, b, f"{path}/{at}")]
+        return [
+            d
+            for at, (a, b) in enumerate(zip(one, other, strict=True))
+            for d in differences(a, b, f"{path}/{at}")
+        ]
     return [] if one == other else [path]
 
 
 def state(out: Path) -> dict:
-    """The newest checkpoint but for the config, whose `out` and `resume` differ, time spent, and what it says of older ones."""
+    """The newest checkpoint but for the config, whose `out` and `resume` differ, time spent, and
+    what it says of older ones.
+    """
     other = ("config", "spent", "accuracies")
-    return {name: value for name, value in checkpoints.load(out / "last.pt").items() if name not in other}
+    return {
+        name: value
+        for name, value in checkpoints.load(out / "last.pt").items()
+        if name not in other
+    }
 
 
 def stopped_after(steps: int):
-    """In place of `stopping`: asks for a stop after so many steps of this process, and goes on asking."""
+    """In place of `stopping`: asks for a stop after so many steps of this process, and goes on
+    asking.
+    """
 
     @contextmanager
     def stopping():
@@ -74,13 +96,33 @@ def stopped_after(steps: int):
     "fields",
     [
         EVERYTHING,
-        dict(objective="ce", mixtoken=False, cutmix=1.0, mixup=0.8, precision="fp16", log_every=2, eval_every=2),
-        dict(objective="relabel", precision="bf16", views=2, epochs=1, order="blocks", labels_on_device=True, ema=0.0),
+        dict(
+            objective="ce",
+            mixtoken=False,
+            cutmix=1.0,
+            mixup=0.8,
+            precision="fp16",
+            log_every=2,
+            eval_every=2,
+        ),
+        dict(
+            objective="relabel",
+            precision="bf16",
+            views=2,
+            epochs=1,
+            order="blocks",
+            labels_on_device=True,
+            ema=0.0,
+        ),
     ],
     ids=["everything", "fp16", "bf16"],
 )
-def test_a_run_stopped_after_every_step_is_the_uninterrupted_one(micro, tmp_path, monkeypatch, fields):
-    """Six processes of a step each against one of six: records, weights, averages, moments and loss scale to the bit."""
+def test_a_run_stopped_after_every_step_is_the_uninterrupted_one(
+    micro, tmp_path, monkeypatch, fields
+):
+    """Six processes of a step each against one of six: records, weights, averages, moments and loss
+    scale to the bit.
+    """
     whole = training.train(micro(tmp_path / "whole", **fields))
     with monkeypatch.context() as patch:
         patch.setattr(training, "stopping", stopped_after(1))
@@ -115,20 +157,27 @@ def training_of(command):
 
 
 def assert_whole(out: Path) -> int:
-    """Every checkpoint that the manifest names loads and is what was saved, and so are the links; the newest's step, or 0."""
+    """Every checkpoint that the manifest names loads and is what was saved, and so are the links;
+    the newest's step, or 0.
+    """
     manifest = out / "checkpoints" / "manifest.json"
     entries = json.loads(manifest.read_text()) if manifest.exists() else []
     for entry in entries:
         content = (out / "checkpoints" / entry["file"]).read_bytes()
         assert hashlib.sha256(content).hexdigest() == entry["sha256"]
-        assert torch.load(out / "checkpoints" / entry["file"], weights_only=True)["step"] == entry["step"]
+        assert (
+            torch.load(out / "checkpoints" / entry["file"], weights_only=True)["step"]
+            == entry["step"]
+        )
     for link in (out / "last.pt", out / "best.pt"):
         if link.is_symlink():
             torch.load(link, weights_only=True)
     return entries[-1]["step"] if entries else 0
 
 
-def test_a_run_killed_at_random_times_loses_no_more_than_was_not_saved(micro, tmp_path, training_of):
+def test_a_run_killed_at_random_times_loses_no_more_than_was_not_saved(
+    micro, tmp_path, training_of
+):
     """SIGKILL, again and again, until the run is through; `make soak` kills 20 times."""
     fields = dict(epochs=3, save_every=2, keep=1, ema=0.0)
     began = time.monotonic()
@@ -173,7 +222,9 @@ def assert_equal(cut: Path, whole: Path) -> None:
     assert results[0]["top1"] == results[1]["top1"]
 
 
-def test_a_run_killed_between_its_last_checkpoint_and_its_result_says_its_accuracy_once(micro, tmp_path):
+def test_a_run_killed_between_its_last_checkpoint_and_its_result_says_its_accuracy_once(
+    micro, tmp_path
+):
     training.train(micro(tmp_path / "run", epochs=1))
     before = records(tmp_path / "run")
     (tmp_path / "run" / "result.json").unlink()
@@ -185,8 +236,12 @@ def test_a_run_killed_between_its_last_checkpoint_and_its_result_says_its_accura
 
 
 @pytest.mark.parametrize("number", STOPPING)
-def test_a_signal_saves_after_the_step_and_says_how_to_go_on(micro, tmp_path, monkeypatch, capsys, number):
-    """Sent to this process in the middle of step 2 of 6, twice, as torchrun passes on what Slurm has sent already."""
+def test_a_signal_saves_after_the_step_and_says_how_to_go_on(
+    micro, tmp_path, monkeypatch, capsys, number
+):
+    """Sent to this process in the middle of step 2 of 6, twice, as torchrun passes on what Slurm
+    has sent already.
+    """
     update = training.update
 
     def signalled(student, ranks, step, losses):
@@ -198,7 +253,10 @@ def test_a_signal_saves_after_the_step_and_says_how_to_go_on(micro, tmp_path, mo
     before = signal.getsignal(number)
     assert training.train(micro(tmp_path / "run")) == {}
     assert signal.getsignal(number) == before
-    assert "stopped after step 2 of 6, all saved; the same command with --resume auto goes on" in capsys.readouterr().out
+    assert (
+        "stopped after step 2 of 6, all saved; the same command with --resume auto goes on"
+        in capsys.readouterr().out
+    )
     assert checkpoints.load(tmp_path / "run" / "last.pt")["step"] == 2
     assert not (tmp_path / "run" / "result.json").exists()
 
@@ -224,16 +282,41 @@ def test_a_second_interrupt_ends_at_once(micro, tmp_path, monkeypatch, capsys):
 def words(config, *more: object) -> list[object]:
     """A run as a user would type it."""
     return [
-        ROOT / "train.py", "lvvit_micro_token_label", "--loader", "ffcv", "--data", config.data, "--val", config.val,
-        "--out", config.out, "--batch", 4, "--size", 32, "--log-every", 1, "--device", "cpu", "--threads", 1, "--resume", "auto", *more,
-    ]  # fmt: skip
+        ROOT / "train.py",
+        "lvvit_micro_token_label",
+        "--loader",
+        "ffcv",
+        "--data",
+        config.data,
+        "--val",
+        config.val,
+        "--out",
+        config.out,
+        "--batch",
+        4,
+        "--size",
+        32,
+        "--log-every",
+        1,
+        "--device",
+        "cpu",
+        "--threads",
+        1,
+        "--resume",
+        "auto",
+        *more,
+    ]
 
 
 def test_the_command_ends_with_0_after_a_signal(micro, tmp_path, command):
     config = micro(tmp_path / "run")
-    with command.start(*words(config, "--epochs", 5000, "--eval-every", 5000), cwd=tmp_path) as process:
+    with command.start(
+        *words(config, "--epochs", 5000, "--eval-every", 5000), cwd=tmp_path
+    ) as process:
         metrics = tmp_path / "run" / "metrics.jsonl"
-        while process.poll() is None and not (metrics.exists() and len(metrics.read_text().splitlines()) > 3):
+        while process.poll() is None and not (
+            metrics.exists() and len(metrics.read_text().splitlines()) > 3
+        ):
             time.sleep(0.02)
         process.send_signal(signal.SIGTERM)
         out, err = process.communicate(timeout=120)
@@ -261,7 +344,9 @@ def finished(micro, tmp_path_factory) -> Path:
 def stopped(finished, micro, tmp_path, monkeypatch) -> Path:
     """The same, stopped after step 5."""
     with monkeypatch.context() as patch:
-        patch.setattr(training, "stopping", stopped_after(6))  # it is asked once more where an epoch ends
+        patch.setattr(
+            training, "stopping", stopped_after(6)
+        )  # it is asked once more where an epoch ends
         training.train(micro(tmp_path / "run", **SAVED))
     assert assert_whole(tmp_path / "run") == 5
     return tmp_path / "run"
@@ -280,10 +365,15 @@ def damaged(path: Path, harm: str) -> None:
 @pytest.mark.parametrize(
     ("what", "harm"),
     [
-        ("step-00000005.pt", "cut"), ("step-00000005.pt", "flipped"), ("step-00000005.pt", "deleted"), ("manifest.json", "cut"),
-        ("manifest.json", "deleted"), ("manifest.json", "garbage"), ("both", "cut"),
+        ("step-00000005.pt", "cut"),
+        ("step-00000005.pt", "flipped"),
+        ("step-00000005.pt", "deleted"),
+        ("manifest.json", "cut"),
+        ("manifest.json", "deleted"),
+        ("manifest.json", "garbage"),
+        ("both", "cut"),
     ],
-)  # fmt: skip
+)
 def test_a_damaged_run_goes_on_from_what_is_whole(micro, finished, stopped, capsys, what, harm):
     """The result is that of the run that nothing happened to."""
     names = ("step-00000005.pt", "manifest.json") if what == "both" else (what,)
@@ -291,7 +381,10 @@ def test_a_damaged_run_goes_on_from_what_is_whole(micro, finished, stopped, caps
         damaged(stopped / "checkpoints" / name, harm)
     training.train(micro(stopped, resume="auto", **SAVED))
     said = capsys.readouterr()
-    assert all(any(line.startswith("warning: ") and name in line for line in said.err.splitlines()) for name in names)
+    assert all(
+        any(line.startswith("warning: ") and name in line for line in said.err.splitlines())
+        for name in names
+    )
     assert f"continuing at step {5 if what == 'manifest.json' else 4}" in said.out
     assert records(stopped) == records(finished)
     assert differences(state(stopped), state(finished)) == []
@@ -311,7 +404,8 @@ def test_where_all_is_damaged_one_sentence_says_so(micro, stopped, command):
         damaged(path, "cut")
     done = command(*words(micro(stopped)))
     assert (
-        refused(done) == f"error: no checkpoint in {stopped}/checkpoints can be read; copy them again, or choose another --out"
+        refused(done)
+        == f"error: no checkpoint in {stopped}/checkpoints can be read; copy them again, or choose another --out"
     )
 
 
@@ -332,7 +426,9 @@ def poisoned(monkeypatch, *steps: int) -> list[dict]:
     update, seen = training.update, []
 
     def spoilt(student, ranks, step, losses):
-        seen.append({name: parameter.clone() for name, parameter in student.model.named_parameters()})
+        seen.append(
+            {name: parameter.clone() for name, parameter in student.model.named_parameters()}
+        )
         bad = [lambda loss=loss: loss() * math.inf for loss in losses] if step in steps else losses
         return update(student, ranks, step, bad)
 
@@ -341,10 +437,13 @@ def poisoned(monkeypatch, *steps: int) -> list[dict]:
 
 
 def test_a_bad_step_stops_the_run_and_changes_no_weight(micro, tmp_path, monkeypatch):
-    """Two good steps later the log looks; it names the step, and the checkpoint is still that of the epoch before."""
+    """Two good steps later the log looks; it names the step, and the checkpoint is still that of
+    the epoch before.
+    """
     seen = poisoned(monkeypatch, 3)
     with pytest.raises(
-        UserError, match=r"run: the gradients of step 4 are not finite; .*lower --lr, or give --clip-grad 1 or --on-"
+        UserError,
+        match=r"run: the gradients of step 4 are not finite; .*lower --lr, or give --clip-grad 1 or --on-",
     ):
         training.train(micro(tmp_path / "run", log_every=6, microbatch=2))
     assert len(seen) == 6
@@ -369,7 +468,10 @@ def test_the_cause_of_a_bad_step_is_found_by_doing_it_again(micro, tmp_path, mon
     at = int((index == 7).any(1).argmax())
     with pytest.raises(UserError) as error:
         training.train(micro(tmp_path / "run"))
-    assert f"the gradients of step {3 + at + 1} are not finite; the output of stem.0 (Conv2d) is the first" in str(error.value)
+    assert (
+        f"the gradients of step {3 + at + 1} are not finite; the output of stem.0 (Conv2d) is the first"
+        in str(error.value)
+    )
     samples = ", ".join(map(str, index[at].tolist()))
     assert f"with samples {samples} ..." in str(error.value)
 
@@ -378,9 +480,15 @@ def test_skipped_steps_are_counted_and_their_losses_are_not(micro, tmp_path, mon
     fields = dict(on_nonfinite="skip", max_skips=2, log_every=3, epochs=3)
     with monkeypatch.context() as patch:
         seen = poisoned(patch, 1, 3, 4, 5)
-        with pytest.raises(UserError, match=r"4 updates were skipped, .* of the last ones step 4 first; .* more than --max-skips 2"):
+        with pytest.raises(
+            UserError,
+            match=r"4 updates were skipped, .* of the last ones step 4 first; .* more than --max-skips 2",
+        ):
             training.train(micro(tmp_path / "run", **fields))
-    assert "skipped 1 updates whose gradients were not finite, of step 2 first" in capsys.readouterr().err
+    assert (
+        "skipped 1 updates whose gradients were not finite, of step 2 first"
+        in capsys.readouterr().err
+    )
     assert all(torch.equal(seen[1][name], seen[2][name]) for name in seen[1])
     assert not all(torch.equal(seen[2][name], seen[3][name]) for name in seen[2])
     (line,) = [r for r in records(tmp_path / "run") if r["kind"] == "train"]
@@ -414,8 +522,12 @@ def test_more_epochs_are_another_run(micro, finished):
         training.train(micro(finished, epochs=3, resume="auto"))
 
 
-def test_who_is_killed_in_an_evaluation_has_lost_nothing_and_makes_it_again(micro, tmp_path, monkeypatch):
-    """The epoch is saved before it is judged; the continued run judges it first, and all records are those of one run."""
+def test_who_is_killed_in_an_evaluation_has_lost_nothing_and_makes_it_again(
+    micro, tmp_path, monkeypatch
+):
+    """The epoch is saved before it is judged; the continued run judges it first, and all records
+    are those of one run.
+    """
     training.train(micro(tmp_path / "whole"))
     evaluate = training.evaluate_waits
     for epoch in (1, 2):
@@ -427,7 +539,9 @@ def test_who_is_killed_in_an_evaluation_has_lost_nothing_and_makes_it_again(micr
                 raise KeyboardInterrupt
             return evaluate(*arguments)
 
-        monkeypatch.setattr(training, "evaluate_waits", killed)  # raw weights are judged, the averaged ones no more
+        monkeypatch.setattr(
+            training, "evaluate_waits", killed
+        )  # raw weights are judged, the averaged ones no more
         with pytest.raises(KeyboardInterrupt):
             training.train(micro(tmp_path / "cut", resume="auto"))
         monkeypatch.undo()

@@ -27,13 +27,32 @@ from densefeed.training.run_checkpoints import Checkpoints
 
 def config(packed, out, **fields):
     small = dict(
-        loader="ffcv", batch=4, epochs=2, size=32, ema=0.9, drop_path=0.2, threads=2, eval_every=1, log_every=1, device="cpu"
+        loader="ffcv",
+        batch=4,
+        epochs=2,
+        size=32,
+        ema=0.9,
+        drop_path=0.2,
+        threads=2,
+        eval_every=1,
+        log_every=1,
+        device="cpu",
     )
-    return replace(recipes.lvvit_micro_token_label(), data=packed[0], val=packed[1], out=out, **(small | fields))
+    return replace(
+        recipes.lvvit_micro_token_label(),
+        data=packed[0],
+        val=packed[1],
+        out=out,
+        **(small | fields),
+    )
 
 
 def records(out, kind="train"):
-    return [r for r in map(json.loads, (out / "metrics.jsonl").read_text().splitlines()) if r["kind"] == kind]
+    return [
+        r
+        for r in map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
+        if r["kind"] == kind
+    ]
 
 
 @pytest.mark.parametrize(
@@ -54,27 +73,75 @@ def records(out, kind="train"):
         dict(cutmix=1.0, mix_label="regions"),
         dict(cutmix=1.0, objective="ce"),
         dict(model="nfnet_micro", objective="relabel", cutmix=1.0, mix_label="regions"),
-        dict(rand_augment="rand-m9-mstd0.5-inc1", erase_probability=0.5, erase_count=2, mixtoken=True),
+        dict(
+            rand_augment="rand-m9-mstd0.5-inc1", erase_probability=0.5, erase_count=2, mixtoken=True
+        ),
         dict(color_jitter=(0.4,)),
         dict(color_jitter=(0.4, 0.4, 0.4, 0.1), erase_probability=0.5, erase_mode="rand"),
-        dict(geometry="compatible", outside="uniform", temperature=2.0, ground_truth="published", mixtoken=True),
+        dict(
+            geometry="compatible",
+            outside="uniform",
+            temperature=2.0,
+            ground_truth="published",
+            mixtoken=True,
+        ),
         dict(labels_on_device=True, objective="ce"),
         dict(model_kwargs=("depth=2", "mlp_ratio=4.0")),
-        dict(model="dhvt_tiny_cifar_patch4", model_kwargs=("depth=2", "embed_dim=32"), mixtoken=True),
-        dict(model="dhvt_tiny_cifar_patch2", model_kwargs=("depth=1", "embed_dim=32"), fused_head="always"),
-        dict(model="dhvt_tiny_cifar_patch4", model_kwargs=("depth=2", "embed_dim=32"), objective="ce", mixtoken=False, cutmix=1.0, shift=4),
-        dict(model="dhvt_tiny_cifar_patch4", model_kwargs=("depth=2", "embed_dim=32"), mixtoken=True, shift=4, grad_checkpointing=True),
-        dict(model="t2t_vit_14", model_kwargs=("depth=1", "embed_dim=24", "token_dim=8"), mixtoken=True),
-        dict(model="cvt_13", model_kwargs=("depths=(1,1,1)", "dims=(8,16,24)", "num_heads=(1,2,3)"), objective="relabel", mixtoken=False),
-        dict(model="cvt_13_drloc", model_kwargs=("depths=(1,1,1)", "dims=(8,16,24)", "num_heads=(1,2,3)"), objective="ce", mixtoken=False),
+        dict(
+            model="dhvt_tiny_cifar_patch4", model_kwargs=("depth=2", "embed_dim=32"), mixtoken=True
+        ),
+        dict(
+            model="dhvt_tiny_cifar_patch2",
+            model_kwargs=("depth=1", "embed_dim=32"),
+            fused_head="always",
+        ),
+        dict(
+            model="dhvt_tiny_cifar_patch4",
+            model_kwargs=("depth=2", "embed_dim=32"),
+            objective="ce",
+            mixtoken=False,
+            cutmix=1.0,
+            shift=4,
+        ),
+        dict(
+            model="dhvt_tiny_cifar_patch4",
+            model_kwargs=("depth=2", "embed_dim=32"),
+            mixtoken=True,
+            shift=4,
+            grad_checkpointing=True,
+        ),
+        dict(
+            model="t2t_vit_14",
+            model_kwargs=("depth=1", "embed_dim=24", "token_dim=8"),
+            mixtoken=True,
+        ),
+        dict(
+            model="cvt_13",
+            model_kwargs=("depths=(1,1,1)", "dims=(8,16,24)", "num_heads=(1,2,3)"),
+            objective="relabel",
+            mixtoken=False,
+        ),
+        dict(
+            model="cvt_13_drloc",
+            model_kwargs=("depths=(1,1,1)", "dims=(8,16,24)", "num_heads=(1,2,3)"),
+            objective="ce",
+            mixtoken=False,
+        ),
     ],
 )
 def test_every_objective_trains_and_leaves_a_whole_run_folder(packed, tmp_path, fields):
     result = training.train(config(packed, tmp_path / "run", **fields))
     assert 0 <= result["top1"] <= 1
     assert {path.name for path in (tmp_path / "run").iterdir()} == {
-        "best.pt", "checkpoints", "config.json", "environment.json", "last.pt", "metrics.jsonl", "result.json", "tensorboard",
-    }  # fmt: skip
+        "best.pt",
+        "checkpoints",
+        "config.json",
+        "environment.json",
+        "last.pt",
+        "metrics.jsonl",
+        "result.json",
+        "tensorboard",
+    }
     steps = records(tmp_path / "run")
     assert [r["step"] for r in steps] == [1, 2, 3, 4, 5, 6]
     model, checkpoint = checkpoints.build(tmp_path / "run" / "last.pt")
@@ -128,16 +195,22 @@ def first_step(run, device):
     ],
 )
 def test_a_step_waits_for_nothing(packed, tmp_path, no_host_read, fields):
-    """From the augmented batch to the gradient nothing is read back; of augmentation pipelines/test_augment.py shows it."""
+    """From the augmented batch to the gradient nothing is read back; of augmentation
+    pipelines/test_augment.py shows it.
+    """
     run = config(packed, tmp_path / "run", **AUGMENTED, **fields)
     model, batch, spec, rules, mixing = first_step(run, torch.device("cpu"))
     mix = mixing.draw(0, 0, 32, 4) if mixing else None
     with no_host_read():
         objective.step_loss(run, model, batch, spec, rules, 4, mix, None).backward()
-    assert any(parameter.grad is not None and parameter.grad.any() for parameter in model.parameters())
+    assert any(
+        parameter.grad is not None and parameter.grad.any() for parameter in model.parameters()
+    )
 
 
-@pytest.mark.parametrize("fields", [dict(mixtoken=True, mixup=0.8), dict(cutmix=1.0, mixup=0.8, mix_label="regions")])
+@pytest.mark.parametrize(
+    "fields", [dict(mixtoken=True, mixup=0.8), dict(cutmix=1.0, mixup=0.8, mix_label="regions")]
+)
 def test_one_compiled_step_serves_every_box(packed, tmp_path, fields):
     """No graph break, no recompilation, and the loss and gradient of eager mode."""
     run = config(packed, tmp_path / "run", drop_path=0.0, **AUGMENTED, **fields)
@@ -151,7 +224,9 @@ def test_one_compiled_step_serves_every_box(packed, tmp_path, fields):
             model.zero_grad()
             loss = function(run, model, batch, spec, rules, 4, mix, None)
             loss.backward()
-            grads.append((loss.detach(), *(parameter.grad.clone() for parameter in model.parameters())))
+            grads.append(
+                (loss.detach(), *(parameter.grad.clone() for parameter in model.parameters()))
+            )
         torch.testing.assert_close(grads[0], grads[1], rtol=1e-4, atol=1e-6)
         if number == 0:
             compiled = torch._dynamo.utils.counters["stats"]["unique_graphs"]
@@ -197,10 +272,18 @@ def test_on_a_gpu_a_step_waits_for_nothing_and_is_captured(packed, tmp_path):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize(
     "fields",
-    [dict(), dict(microbatch=2, clip_grad=1.0), dict(precision="fp16"), dict(compile="never"), dict(compile="graph")],
+    [
+        dict(),
+        dict(microbatch=2, clip_grad=1.0),
+        dict(precision="fp16"),
+        dict(compile="never"),
+        dict(compile="graph"),
+    ],
 )
 def test_on_a_gpu_an_update_waits_for_nothing(packed, tmp_path, monkeypatch, fields):
-    """CUDA's own trap around losses, gradients, guard, optimiser and averaged weights, from the third step on."""
+    """CUDA's own trap around losses, gradients, guard, optimiser and averaged weights, from the
+    third step on.
+    """
     update = training.update
 
     def trapped(student, ranks, step, losses):
@@ -211,7 +294,9 @@ def test_on_a_gpu_an_update_waits_for_nothing(packed, tmp_path, monkeypatch, fie
             torch.cuda.set_sync_debug_mode("default")
 
     monkeypatch.setattr(training, "update", trapped)
-    result = training.train(config(packed, tmp_path / "run", mixtoken=True, device="cuda", **AUGMENTED, **fields))
+    result = training.train(
+        config(packed, tmp_path / "run", mixtoken=True, device="cuda", **AUGMENTED, **fields)
+    )
     assert 0 <= result["top1"] <= 1
 
 
@@ -249,7 +334,8 @@ def test_the_first_batch_is_checked_before_the_first_step(packed, tmp_path, monk
 
     monkeypatch.setattr(training.ThreadedLoader, "batches", spoilt)
     with pytest.raises(
-        UserError, match=r"the score maps of .*train.beton: sample \d+ has a Window that is no part of its image"
+        UserError,
+        match=r"the score maps of .*train.beton: sample \d+ has a Window that is no part of its image",
     ):
         training.train(config(packed, tmp_path / "run"))
     assert not (tmp_path / "run" / "last.pt").exists()
@@ -261,7 +347,9 @@ def test_the_first_batch_is_checked_before_the_first_step(packed, tmp_path, monk
     ids=["one size", "in the middle of another size", "augmented"],
 )
 def test_a_run_killed_between_epochs_resumes_to_the_bit(packed, tmp_path, monkeypatch, fields):
-    """Same losses and same final weights as an uninterrupted run, drop-path, EMA and MixToken on."""
+    """Same losses and same final weights as an uninterrupted run, drop-path, EMA and MixToken
+    on.
+    """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -270,7 +358,9 @@ def test_a_run_killed_between_epochs_resumes_to_the_bit(packed, tmp_path, monkey
 
         def killed(*arguments):
             evaluations.append(1)
-            if len(evaluations) > 2:  # epoch 1 evaluates raw and averaged weights; the third call is epoch 2's
+            if (
+                len(evaluations) > 2
+            ):  # epoch 1 evaluates raw and averaged weights; the third call is epoch 2's
                 raise KeyboardInterrupt
             return Shares(0.5, 0.5, 1.0)
 
@@ -292,14 +382,24 @@ def test_a_run_killed_between_epochs_resumes_to_the_bit(packed, tmp_path, monkey
             assert torch.equal(tensor, other[part][name]), name
 
 
-def test_progressive_sizes_reach_the_network_its_mask_and_its_targets(packed, tmp_path, monkeypatch):
-    """16, 16, 48 px in training; 32 px in every evaluation; tokens and mask follow at 8 px a token."""
+def test_progressive_sizes_reach_the_network_its_mask_and_its_targets(
+    packed, tmp_path, monkeypatch
+):
+    """16, 16, 48 px in training; 32 px in every evaluation; tokens and mask follow at 8 px a
+    token.
+    """
     seen, grids = [], []
     forward, targets = LVViT.forward, objective.sparse_targets
 
     def spied(model, image, mix_PP=None):
         if not image.is_meta:  # where operations are counted
-            seen.append((model.training, tuple(image.shape[2:]), None if mix_PP is None else tuple(mix_PP.shape)))
+            seen.append(
+                (
+                    model.training,
+                    tuple(image.shape[2:]),
+                    None if mix_PP is None else tuple(mix_PP.shape),
+                )
+            )
         return forward(model, image, mix_PP)
 
     def spied_targets(batch, spec, grid, *rest):
@@ -311,16 +411,21 @@ def test_progressive_sizes_reach_the_network_its_mask_and_its_targets(packed, tm
     sizes = ((0, 16), (2, 48))
     training.train(config(packed, tmp_path / "run", epochs=3, ema=0.0, mixtoken=True, sizes=sizes))
     trained = [step for step in seen if step[0]]
-    assert trained == [(True, (side, side), (side // 8, side // 8)) for side in (16, 16, 48) for _ in range(3)]
+    assert trained == [
+        (True, (side, side), (side // 8, side // 8)) for side in (16, 16, 48) for _ in range(3)
+    ]
     assert grids == [grid for side in (16, 16, 48) for _ in range(3) for grid in (side // 8, 1)]
-    # Each size of the table is tried before the first step; evaluations have one batch of 4 and one of 1 and padding.
+    # Each size of the table is tried before the first step; evaluations have one batch of 4 and one
+    # of 1 and padding.
     assert [side for training_, (side, _), _ in seen if not training_] == [16, 48] + [32, 32] * 3
     model, _ = checkpoints.build(tmp_path / "run" / "last.pt")
     assert model.pos_embed.shape == (1, 1 + 16, 96)
 
 
 def test_a_mixed_step_is_the_published_formula(packed, tmp_path, monkeypatch):
-    """CutMix by hand, with slices and dense targets, in float64: a batch of 3, whose middle sample is its own partner."""
+    """CutMix by hand, with slices and dense targets, in float64: a batch of 3, whose middle sample
+    is its own partner.
+    """
     fields = dict(cutmix=1.0, objective="token-label", size=32, smoothing=0.1)
     torch.manual_seed(0)
     cls, tokens = torch.randn(3, 2), torch.randn(3, 16, 2)
@@ -329,7 +434,9 @@ def test_a_mixed_step_is_the_published_formula(packed, tmp_path, monkeypatch):
     batch = next(loader.batches(0))
     mix = Mix(torch.tensor([8.0, 0.0, 20.0, 32.0]), torch.tensor(0.0), 32)
     rules = TargetRules(smoothing=0.1)
-    loss = objective.objective_loss(run, TokenLogits(cls, tokens), batch, loader.labels, rules, 4, mix)
+    loss = objective.objective_loss(
+        run, TokenLogits(cls, tokens), batch, loader.labels, rules, 4, mix
+    )
     loader.close()
 
     def dense(grid):
@@ -340,11 +447,18 @@ def test_a_mixed_step_is_the_published_formula(packed, tmp_path, monkeypatch):
 
     whole, seen = dense(1)
     area = 12 / 32
-    share = torch.tensor([0.0, 1.0, 0.5, 0.0], dtype=torch.float64).repeat_interleave(4)  # rows of 8 pixels; 8 to 20 exchanged
+    share = torch.tensor([0.0, 1.0, 0.5, 0.0], dtype=torch.float64).repeat_interleave(
+        4
+    )  # rows of 8 pixels; 8 to 20 exchanged
     want = 0.0
-    for logits, target, weight, part in ((cls[:, None], whole, seen, area), (tokens, *dense(4), share)):
+    for logits, target, weight, part in (
+        (cls[:, None], whole, seen, area),
+        (tokens, *dense(4), share),
+    ):
         own, partner = (1 - part) * weight, part * weight.flip(0)
-        mixed = own[..., None] * target + partner[..., None] * target.flip(0)  # by their weights, not yet normalised
+        mixed = own[..., None] * target + partner[..., None] * target.flip(
+            0
+        )  # by their weights, not yet normalised
         losses = -(mixed * logits.double().log_softmax(-1)).sum()
         want += (1.0 if logits.shape[1] == 1 else run.token_weight) * losses / (own + partner).sum()
     assert loss.item() == pytest.approx(want.item(), rel=1e-5)
@@ -357,14 +471,22 @@ def test_views_make_an_epoch_longer(packed, tmp_path):
 
 
 def test_a_cooldown_adds_epochs_at_the_lowest_rate(packed, tmp_path):
-    """Two epochs of three steps by the epoch, one more at the end; what is logged is what the optimiser used."""
-    fields = dict(cooldown_epochs=1, lr_updates="epoch", warmup_epochs=1, lr=3e-3, lr_batch=4, min_lr=1e-3)
+    """Two epochs of three steps by the epoch, one more at the end; what is logged is what the
+    optimiser used.
+    """
+    fields = dict(
+        cooldown_epochs=1, lr_updates="epoch", warmup_epochs=1, lr=3e-3, lr_batch=4, min_lr=1e-3
+    )
     result = training.train(config(packed, tmp_path / "run", **fields))
-    assert [r["lr"] for r in records(tmp_path / "run")] == pytest.approx([1e-6] * 3 + [2e-3] * 3 + [1e-3] * 3)
+    assert [r["lr"] for r in records(tmp_path / "run")] == pytest.approx(
+        [1e-6] * 3 + [2e-3] * 3 + [1e-3] * 3
+    )
     assert result["epochs"] == 3
 
 
-@pytest.mark.parametrize(("field", "value"), [("order", "blocks"), ("views", 2), ("sizes", ((0, 16), (1, 32)))])
+@pytest.mark.parametrize(
+    ("field", "value"), [("order", "blocks"), ("views", 2), ("sizes", ((0, 16), (1, 32)))]
+)
 def test_order_views_and_sizes_are_part_of_the_run(packed, tmp_path, field, value):
     training.train(config(packed, tmp_path / "run", epochs=1))
     with pytest.raises(UserError, match=rf"was trained with {field}="):
@@ -381,11 +503,18 @@ def test_a_finished_run_is_not_overwritten_and_another_is_not_continued(packed, 
 
 def test_a_diverged_run_never_replaces_a_good_checkpoint(packed, tmp_path):
     """Also where an epoch is shorter than log_every."""
-    with pytest.raises(UserError, match=r"the gradients of step 2 are not finite; the output of .* is the first that is not"):
-        training.train(config(packed, tmp_path / "run", lr=1e30, epochs=4, warmup_epochs=0, log_every=1000))
+    with pytest.raises(
+        UserError,
+        match=r"the gradients of step 2 are not finite; the output of .* is the first that is not",
+    ):
+        training.train(
+            config(packed, tmp_path / "run", lr=1e30, epochs=4, warmup_epochs=0, log_every=1000)
+        )
     saved = tmp_path / "run" / "last.pt"
     assert not saved.exists() or all(
-        t.isfinite().all() for t in checkpoints.load(saved)["model"].values() if t.is_floating_point()
+        t.isfinite().all()
+        for t in checkpoints.load(saved)["model"].values()
+        if t.is_floating_point()
     )
     assert not (tmp_path / "run" / "result.json").exists()
 
@@ -417,7 +546,10 @@ def test_a_foreign_checkpoint_is_not_continued(packed, tmp_path):
         (dict(mixtoken=True, cutmix=1.0), "MixToken exchanges a box in every step already"),
         (dict(mix_prob=1.5, mixup=0.8), "--mix-prob is 1.5, and must be from 0 to 1"),
         (dict(objective="ce", mix_label="regions"), "pools dense labels"),
-        (dict(ground_truth="intended", mixtoken=True, mix_label="regions"), "knows one label an image"),
+        (
+            dict(ground_truth="intended", mixtoken=True, mix_label="regions"),
+            "knows one label an image",
+        ),
         (dict(rand_augment="augmix-m5"), "is no RandAugment string"),
         (dict(erase_probability=2.0), "--erase-probability is 2, and must be from 0 to 1"),
         (dict(temperature=0.0), "--temperature is 0, and must be at least 0.001"),
@@ -427,16 +559,25 @@ def test_a_foreign_checkpoint_is_not_continued(packed, tmp_path):
         (dict(ema=2.0), "--ema is 2, and must be from 0 to 1"),
         (dict(token_weight=float("inf")), "--token-weight is inf"),
         (dict(color_jitter=(0.1, 0.2)), "must be one number, or three or four"),
-        (dict(color_jitter=(0.4,), rand_augment="rand-m9"), "--color-jitter is off beside --rand-augment"),
+        (
+            dict(color_jitter=(0.4,), rand_augment="rand-m9"),
+            "--color-jitter is off beside --rand-augment",
+        ),
         (dict(rand_augment="rand-m9-rotate"), "is no RandAugment string"),
         (dict(model_kwargs=("depth",)), "--model-kwargs 'depth' is not NAME=VALUE"),
         (dict(model_kwargs=("depth=two",)), "--model-kwargs 'depth=two' is not NAME=VALUE"),
         (dict(model_kwargs=("no_such=1",)), "lvvit_micro cannot be built: .*no_such"),
-        (dict(model="vgg11", objective="ce", mixtoken=False, drop_path=0.1), "vgg11 cannot be built: .*give --drop-path 0"),
+        (
+            dict(model="vgg11", objective="ce", mixtoken=False, drop_path=0.1),
+            "vgg11 cannot be built: .*give --drop-path 0",
+        ),
         (dict(views=0), "--views must be at least 1"),
         (dict(views=3), "a batch of 4 is no multiple of the 3 views"),
         (dict(sizes=((1, 16),)), "epochs ascend from 0"),
-        (dict(sizes=((0, 16), (1, 20))), r"lvvit_micro cannot train at 20 px \(inputs of 20 x 20 pixels must be multiples"),
+        (
+            dict(sizes=((0, 16), (1, 20))),
+            r"lvvit_micro cannot train at 20 px \(inputs of 20 x 20 pixels must be multiples",
+        ),
     ],
 )
 def test_values_that_make_no_sense_are_refused(packed, tmp_path, fields, said):
@@ -444,15 +585,31 @@ def test_values_that_make_no_sense_are_refused(packed, tmp_path, fields, said):
         training.train(config(packed, tmp_path / "run", **fields))
 
 
-@pytest.mark.parametrize(("objective", "fused"), [("token-label", True), ("relabel", False), ("ce", False)])
-def test_of_many_classes_the_token_heads_logits_are_left_to_the_loss(packed, tmp_path, objective, fused):
+@pytest.mark.parametrize(
+    ("objective", "fused"), [("token-label", True), ("relabel", False), ("ce", False)]
+)
+def test_of_many_classes_the_token_heads_logits_are_left_to_the_loss(
+    packed, tmp_path, objective, fused
+):
     model, _ = training.build_model(config(packed, tmp_path / "run", objective=objective), 5000)
     assert model.fused_head == fused
-    assert not training.build_model(config(packed, tmp_path / "run", objective=objective), 4000)[0].fused_head
+    assert not training.build_model(config(packed, tmp_path / "run", objective=objective), 4000)[
+        0
+    ].fused_head
 
 
 def test_a_transformer_of_timm_is_built_for_the_size(packed, tmp_path):
-    training.train(config(packed, tmp_path / "run", model="test_vit", objective="ce", mixtoken=False, size=48, epochs=1))
+    training.train(
+        config(
+            packed,
+            tmp_path / "run",
+            model="test_vit",
+            objective="ce",
+            mixtoken=False,
+            size=48,
+            epochs=1,
+        )
+    )
     model, _ = checkpoints.build(tmp_path / "run" / "last.pt")
     assert model(torch.zeros(1, 3, 48, 48)).shape == (1, 2)
 
@@ -464,10 +621,19 @@ def test_other_models_train_in_growing_sizes_or_say_that_they_cannot(packed, tmp
     assert 0 <= result["top1"] <= 1
     model, _ = checkpoints.build(tmp_path / "run" / "last.pt")
     assert model(torch.zeros(1, 3, 64, 64)).shape == (1, 2)
-    with pytest.raises(UserError, match=r"resmlp_12_224 cannot train at 32 px .*; choose other --sizes or another model$"):
+    with pytest.raises(
+        UserError,
+        match=r"resmlp_12_224 cannot train at 32 px .*; choose other --sizes or another model$",
+    ):
         training.train(config(packed, tmp_path / "mlp", model="resmlp_12_224", **sizes))
-    with pytest.raises(UserError, match=r"levit_128s cannot train at 100 px .*; choose another --size or another model$"):
-        training.build_model(config(packed, tmp_path, model="levit_128s", objective="ce", mixtoken=False, size=100), 2)
+    with pytest.raises(
+        UserError,
+        match=r"levit_128s cannot train at 100 px .*; choose another --size or another model$",
+    ):
+        training.build_model(
+            config(packed, tmp_path, model="levit_128s", objective="ce", mixtoken=False, size=100),
+            2,
+        )
 
 
 def test_a_run_killed_after_its_last_step_is_only_evaluated(packed, tmp_path):
@@ -478,33 +644,58 @@ def test_a_run_killed_after_its_last_step_is_only_evaluated(packed, tmp_path):
     assert again["top1_ema"] == whole["top1_ema"]
 
 
-def test_a_continued_run_counts_all_its_time_and_no_other_maps(packed, folder, maps, random_maps, tmp_path):
-    """The seconds of earlier processes count, here 100 and 50 of waiting; with the maps of another teacher it is refused."""
+def test_a_continued_run_counts_all_its_time_and_no_other_maps(
+    packed, folder, maps, random_maps, tmp_path
+):
+    """The seconds of earlier processes count, here 100 and 50 of waiting; with the maps of another
+    teacher it is refused.
+    """
     training.train(config(packed, tmp_path / "run"))
     state = checkpoints.load(tmp_path / "run" / "last.pt")
     assert state["spent"][0] > state["spent"][1] > 0
     Checkpoints(tmp_path / "run", 2).save(state | {"spent": [100.0, 50.0]}, 6)
-    again = training.train(config(packed, tmp_path / "run", resume="auto", labels=maps))  # the same maps, beside the images
+    again = training.train(
+        config(packed, tmp_path / "run", resume="auto", labels=maps)
+    )  # the same maps, beside the images
     assert 100 <= again["seconds"] < 160
     assert 0.3 < again["data_wait_share"] <= 0.5
     images = Images(folder, split="train")
     header = StoreHeader(
-        side=6, top_k=2, num_classes=2, absent="tail", teacher="another", input_size=96, geometry="centre-crop",
-        fingerprint=images.fingerprint(), class_names=tuple(images.class_names),
-    )  # fmt: skip
+        side=6,
+        top_k=2,
+        num_classes=2,
+        absent="tail",
+        teacher="another",
+        input_size=96,
+        geometry="centre-crop",
+        fingerprint=images.fingerprint(),
+        class_names=tuple(images.class_names),
+    )
     writer = ScoreMapWriter(tmp_path / "others.h5", header, images.paths, images.labels)
-    writer.write(np.arange(len(images)), random_maps(len(images), 6, 2, 2, seed=1, window=(0.0, 0.1, 1.0, 0.9)))
+    writer.write(
+        np.arange(len(images)),
+        random_maps(len(images), 6, 2, 2, seed=1, window=(0.0, 0.1, 1.0, 0.9)),
+    )
     writer.finish()
     with pytest.raises(UserError, match=r"was trained with other score maps than these"):
-        training.train(config(packed, tmp_path / "run", resume="auto", labels=tmp_path / "others.h5"))
+        training.train(
+            config(packed, tmp_path / "run", resume="auto", labels=tmp_path / "others.h5")
+        )
 
 
-@pytest.mark.parametrize("fields", [dict(sizes=((0, 16), (1, 48))), dict(batch=1024, size=224), dict(views=2, mixtoken=True)])
+@pytest.mark.parametrize(
+    "fields",
+    [dict(sizes=((0, 16), (1, 48))), dict(batch=1024, size=224), dict(views=2, mixtoken=True)],
+)
 def test_a_dry_run_takes_two_images_whatever_the_recipe(packed, tmp_path, capsys, fields):
-    """Of a large batch too, where what is kept of two images is no view of it all: in proportion to the microbatch."""
+    """Of a large batch too, where what is kept of two images is no view of it all: in proportion to
+    the microbatch.
+    """
     said = {}
     for small in (8, 32):
-        chosen = config(packed, tmp_path / "run", **{"batch": 32} | fields, microbatch=small, dry_run=True)
+        chosen = config(
+            packed, tmp_path / "run", **{"batch": 32} | fields, microbatch=small, dry_run=True
+        )
         assert training.train(chosen) == {}
         out = capsys.readouterr().out
         said[small] = float(re.search(r"take about ([\d.]+) GB", out)[1])
@@ -514,10 +705,16 @@ def test_a_dry_run_takes_two_images_whatever_the_recipe(packed, tmp_path, capsys
 
 
 def test_other_images_are_not_continued_on(packed, folder, tmp_path):
-    training.train(config((folder, folder), tmp_path / "run", loader="folder", objective="ce", epochs=1))
+    training.train(
+        config((folder, folder), tmp_path / "run", loader="folder", objective="ce", epochs=1)
+    )
     other = (folder / "val", folder / "val")
     with pytest.raises(UserError, match=r"trained on other images"):
-        training.train(config(other, tmp_path / "run", loader="folder", objective="ce", epochs=1, resume="auto"))
+        training.train(
+            config(
+                other, tmp_path / "run", loader="folder", objective="ce", epochs=1, resume="auto"
+            )
+        )
 
 
 def test_what_does_not_fit_is_refused(packed, folder, maps, tmp_path, random_maps):
@@ -530,7 +727,9 @@ def test_what_does_not_fit_is_refused(packed, folder, maps, tmp_path, random_map
     with pytest.raises(UserError, match=r"has no token head"):
         training.train(config(packed, tmp_path / "a", model="resnet18"))
     with pytest.raises(UserError, match=r"timm knows no model 'resnet1'"):
-        training.train(config(packed, tmp_path / "a", model="resnet1", objective="ce", mixtoken=False))
+        training.train(
+            config(packed, tmp_path / "a", model="resnet1", objective="ce", mixtoken=False)
+        )
     with pytest.raises(UserError, match=r"cannot be built"):
         training.train(config(packed, tmp_path / "a", size=36))
     assert not (tmp_path / "a").exists()
@@ -541,8 +740,21 @@ def test_other_classes_in_validation_are_refused(packed, folder, tmp_path, comma
 
     other = shutil.copytree(folder, tmp_path / "other")
     (other / "val" / "dog").rename(other / "val" / "wolf")
-    assert command("tools/pack_dataset.py", "--data", other, "--split", "val", "--out", tmp_path / "v.beton").returncode == 0
-    with pytest.raises(UserError, match=r"name different classes \(2 and 2; class 1 is 'dog' and 'wolf'\)"):
+    assert (
+        command(
+            "tools/pack_dataset.py",
+            "--data",
+            other,
+            "--split",
+            "val",
+            "--out",
+            tmp_path / "v.beton",
+        ).returncode
+        == 0
+    )
+    with pytest.raises(
+        UserError, match=r"name different classes \(2 and 2; class 1 is 'dog' and 'wolf'\)"
+    ):
         training.train(config((packed[0], tmp_path / "v.beton"), tmp_path / "a"))
 
 
@@ -554,14 +766,23 @@ def test_maps_of_another_class_count_are_refused(folder, random_maps, tmp_path):
 
     images = Images(folder, split="train")
     header = StoreHeader(
-        side=6, top_k=2, num_classes=7, absent="tail", teacher="t", input_size=96, geometry="squash", fingerprint=images.fingerprint(),
+        side=6,
+        top_k=2,
+        num_classes=7,
+        absent="tail",
+        teacher="t",
+        input_size=96,
+        geometry="squash",
+        fingerprint=images.fingerprint(),
         class_names=tuple(images.class_names),
-    )  # fmt: skip
+    )
     writer = ScoreMapWriter(tmp_path / "seven.h5", header, images.paths, images.labels)
     writer.write(np.arange(len(images)), random_maps(len(images), 6, 2, 7))
     writer.finish()
     with pytest.raises(UserError, match=r"seven.h5 scores 7 classes but the data has 2"):
-        training.train(config((folder, folder), tmp_path / "a", loader="folder", labels=tmp_path / "seven.h5"))
+        training.train(
+            config((folder, folder), tmp_path / "a", loader="folder", labels=tmp_path / "seven.h5")
+        )
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(packed, tmp_path):
@@ -573,13 +794,32 @@ def test_a_loss_that_is_not_finite_stops_the_run(packed, tmp_path):
     ("words", "said"),
     [
         (["no_such_recipe"], "no_such_recipe"),
-        (["lvvit_micro_ce", "--data", "a", "--val", "b", "--out", "c", "--no-such-flag", "1"], "no-such-flag"),
-        (["lvvit_micro_ce", "--data", "a", "--val", "b", "--out", "c", "--loader", "tfdata"], "tfdata"),
         (
-            ["lvvit_micro_ce", "--data", "nowhere.beton", "--val", "b.beton", "--out", "c", "--loader", "ffcv"],
+            ["lvvit_micro_ce", "--data", "a", "--val", "b", "--out", "c", "--no-such-flag", "1"],
+            "no-such-flag",
+        ),
+        (
+            ["lvvit_micro_ce", "--data", "a", "--val", "b", "--out", "c", "--loader", "tfdata"],
+            "tfdata",
+        ),
+        (
+            [
+                "lvvit_micro_ce",
+                "--data",
+                "nowhere.beton",
+                "--val",
+                "b.beton",
+                "--out",
+                "c",
+                "--loader",
+                "ffcv",
+            ],
             "nowhere.beton: there is no such file",
         ),
-        (["lvvit_micro_ce", "--data", "nowhere", "--val", "b", "--out", "c"], "nowhere is not a folder"),
+        (
+            ["lvvit_micro_ce", "--data", "nowhere", "--val", "b", "--out", "c"],
+            "nowhere is not a folder",
+        ),
     ],
 )
 def test_a_wrong_command_line_says_so_and_exits_with_2(command, words, said):
@@ -608,9 +848,13 @@ def test_help_names_every_field(command):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_a_gpu_gives_the_cpus_losses(packed, tmp_path):
-    """Float32 on both; the first step differs by rounding only, later ones by what training makes of it."""
+    """Float32 on both; the first step differs by rounding only, later ones by what training makes
+    of it.
+    """
     for device in ("cpu", "cuda"):
-        fields = dict(device=device, precision="fp32", drop_path=0.0, mixtoken=True, labels_on_device=True)
+        fields = dict(
+            device=device, precision="fp32", drop_path=0.0, mixtoken=True, labels_on_device=True
+        )
         training.train(config(packed, tmp_path / device, **fields, **AUGMENTED))
     first = [records(tmp_path / device)[0]["loss"] for device in ("cpu", "cuda")]
     assert first[0] == pytest.approx(first[1], rel=1e-4)
@@ -623,7 +867,16 @@ def test_skipped_samples_are_told_at_the_end(folder, tmp_path, capsys):
     root = shutil.copytree(folder, tmp_path / "broken")
     victim = sorted((root / "train").glob("*/*.jpg"))[3]
     victim.write_bytes(victim.read_bytes()[:200])
-    training.train(config((root, root), tmp_path / "run", loader="folder", objective="ce", epochs=1, on_bad_sample="skip"))
+    training.train(
+        config(
+            (root, root),
+            tmp_path / "run",
+            loader="folder",
+            objective="ce",
+            epochs=1,
+            on_bad_sample="skip",
+        )
+    )
     assert "; skipped 1 unreadable" in capsys.readouterr().out
 
 
@@ -636,17 +889,32 @@ DHVT = dict(model="dhvt_tiny_cifar_patch4", model_kwargs=("depth=2", "embed_dim=
 
 
 def test_frozen_statistics_stay_while_weights_learn(packed, tmp_path):
-    """DHVT's released fine-tuning runs in evaluation mode: BatchNorm as in the file that --init names, and nothing dropped."""
+    """DHVT's released fine-tuning runs in evaluation mode: BatchNorm as in the file that --init
+    names, and nothing dropped.
+    """
     ce = DHVT | dict(objective="ce", mixtoken=False, drop_path=0.9)
     training.train(config(packed, tmp_path / "first", **ce))
-    training.train(config(packed, tmp_path / "second", **ce, init=tmp_path / "first" / "last.pt", frozen_statistics=True, ema=0.0))
+    training.train(
+        config(
+            packed,
+            tmp_path / "second",
+            **ce,
+            init=tmp_path / "first" / "last.pt",
+            frozen_statistics=True,
+            ema=0.0,
+        )
+    )
     before = checkpoints.weights_of(checkpoints.load(tmp_path / "first" / "last.pt"))
     after = checkpoints.weights_of(checkpoints.load(tmp_path / "second" / "last.pt"))
     running = [name for name in before if name.endswith(("running_mean", "running_var"))]
     assert len(running) == 2 * (2 + 2 * 3)
     assert all(torch.equal(before[name], after[name]) for name in running)
-    assert not torch.equal(before["blocks.1.attn.attn.qkv.weight"], after["blocks.1.attn.attn.qkv.weight"])
-    training.train(config(packed, tmp_path / "third", **ce, init=tmp_path / "first" / "last.pt", ema=0.0))
+    assert not torch.equal(
+        before["blocks.1.attn.attn.qkv.weight"], after["blocks.1.attn.attn.qkv.weight"]
+    )
+    training.train(
+        config(packed, tmp_path / "third", **ce, init=tmp_path / "first" / "last.pt", ema=0.0)
+    )
     moved = checkpoints.weights_of(checkpoints.load(tmp_path / "third" / "last.pt"))
     assert not any(torch.equal(before[name], moved[name]) for name in running)
     with pytest.raises(UserError, match="--frozen-statistics trains in evaluation mode"):
@@ -655,6 +923,13 @@ def test_frozen_statistics_stay_while_weights_learn(packed, tmp_path):
 
 def test_cut_tokens_have_no_labels(packed, tmp_path):
     """DHVT takes any size; token labels and MixToken want whole tokens."""
-    with pytest.raises(UserError, match="cut tokens at 34 px, which have no labels; choose a multiple of 4 px"):
+    with pytest.raises(
+        UserError, match="cut tokens at 34 px, which have no labels; choose a multiple of 4 px"
+    ):
         training.train(config(packed, tmp_path / "run", **DHVT, size=34))
-    assert training.train(config(packed, tmp_path / "ce", **DHVT, size=34, objective="ce", mixtoken=False))["epochs"] == 2
+    assert (
+        training.train(
+            config(packed, tmp_path / "ce", **DHVT, size=34, objective="ce", mixtoken=False)
+        )["epochs"]
+        == 2
+    )

@@ -1,7 +1,9 @@
-"""CvT-13: a pyramid of three stages whose tokens are embedded, and whose queries, keys and values are made, by convolutions.
+"""CvT-13: a pyramid of three stages whose tokens are embedded, and whose queries, keys and values
+are made, by convolutions.
 
-CvT (arXiv 2103.15808), Table 2. Two networks go by the name: its authors', with a class token in the last stage, and the one
-that DRLoc (arXiv 2106.03746) trained, without; counts of both are met to the unit (tests/models/test_cvt.py).
+CvT (arXiv 2103.15808), Table 2. Two networks go by the name: its authors', with a class token in
+the last stage, and the one that DRLoc (arXiv 2106.03746) trained, without; counts of both are met
+to the unit (tests/models/test_cvt.py).
 """
 
 import re
@@ -24,7 +26,9 @@ STRIDES, KERNELS = (4, 2, 2), (7, 3, 3)  # of the stages' embeddings
 
 
 class DeviationNorm(nn.LayerNorm):
-    """LayerNorm that adds eps to the standard deviation instead of to the variance, as DRLoc's CvT does."""
+    """LayerNorm that adds eps to the standard deviation instead of to the variance, as DRLoc's CvT
+    does.
+    """
 
     def forward(self, x_NTD: Tensor) -> Tensor:
         variance, mean = torch.var_mean(x_NTD, dim=-1, correction=0, keepdim=True)
@@ -32,8 +36,13 @@ class DeviationNorm(nn.LayerNorm):
 
 
 def near(dim: int, stride: int) -> nn.Sequential:
-    """A depth-wise 3 x 3 convolution and its BatchNorm: what a token's neighbours add before it is projected."""
-    layers = {"conv": nn.Conv2d(dim, dim, 3, stride, 1, groups=dim, bias=False), "bn": nn.BatchNorm2d(dim)}
+    """A depth-wise 3 x 3 convolution and its BatchNorm: what a token's neighbours add before it is
+    projected.
+    """
+    layers = {
+        "conv": nn.Conv2d(dim, dim, 3, stride, 1, groups=dim, bias=False),
+        "bn": nn.BatchNorm2d(dim),
+    }
     both = nn.Sequential()
     for name, layer in layers.items():
         both.add_module(name, layer)
@@ -41,11 +50,12 @@ def near(dim: int, stride: int) -> nn.Sequential:
 
 
 class ConvAttention(nn.Module):
-    """Attention of `[N, T, D]`, queries from every place of the grid, keys and values from every second.
+    """Attention of `[N, T, D]`, queries from every place of the grid, keys and values from every
+    second.
 
-    A class token goes past the convolutions. As CvT's authors have it, q, k and v have a convolution and a biased projection
-    each, and products are scaled by D^-1/2; DRLoc's (`drloc`) has one of both for k and v together, no biases, and scales by
-    the width of a head.
+    A class token goes past the convolutions. As CvT's authors have it, q, k and v have a
+    convolution and a biased projection each, and products are scaled by D^-1/2; DRLoc's (`drloc`)
+    has one of both for k and v together, no biases, and scales by the width of a head.
     """
 
     def __init__(self, dim: int, num_heads: int, drloc: bool) -> None:
@@ -61,11 +71,15 @@ class ConvAttention(nn.Module):
 
     def forward(self, x_NTD: Tensor, grid: tuple[int, int]) -> Tensor:
         N, T, D = x_NTD.shape
-        class_NXD, patch_NTD = x_NTD.split([T - grid[0] * grid[1], grid[0] * grid[1]], dim=1)  # X: 1 or 0
+        class_NXD, patch_NTD = x_NTD.split(
+            [T - grid[0] * grid[1], grid[0] * grid[1]], dim=1
+        )  # X: 1 or 0
         patch_NDRC = patch_NTD.transpose(1, 2).unflatten(2, grid)
 
         def made(near: nn.Module, project: nn.Module) -> Tensor:
-            return project(torch.cat([class_NXD, near(patch_NDRC).flatten(2).transpose(1, 2)], dim=1))
+            return project(
+                torch.cat([class_NXD, near(patch_NDRC).flatten(2).transpose(1, 2)], dim=1)
+            )
 
         def heads(y_NTD: Tensor) -> Tensor:
             return y_NTD.unflatten(2, (self.num_heads, -1)).transpose(1, 2)
@@ -82,7 +96,9 @@ class ConvAttention(nn.Module):
 class Block(nn.Module):
     """Pre-norm block."""
 
-    def __init__(self, dim: int, num_heads: int, mlp_ratio: float, drop_path: float, drloc: bool) -> None:
+    def __init__(
+        self, dim: int, num_heads: int, mlp_ratio: float, drop_path: float, drloc: bool
+    ) -> None:
         super().__init__()
         norm = DeviationNorm if drloc else nn.LayerNorm
         self.norm1, self.norm2 = norm(dim), norm(dim)
@@ -96,9 +112,13 @@ class Block(nn.Module):
 
 
 class Embedding(nn.Module):
-    """An overlapping convolution and a norm of each token: `[N, C, H, W]` to `[N, R C, D]` and its grid (R, C)."""
+    """An overlapping convolution and a norm of each token: `[N, C, H, W]` to `[N, R C, D]` and its
+    grid (R, C).
+    """
 
-    def __init__(self, in_chans: int, dim: int, kernel: int, stride: int, padding: int, drloc: bool) -> None:
+    def __init__(
+        self, in_chans: int, dim: int, kernel: int, stride: int, padding: int, drloc: bool
+    ) -> None:
         super().__init__()
         self.proj = nn.Conv2d(in_chans, dim, kernel, stride, padding)
         self.norm = DeviationNorm(dim) if drloc else nn.LayerNorm(dim)
@@ -109,9 +129,13 @@ class Embedding(nn.Module):
 
 
 class Stage(nn.Module):
-    """`[N, C, H, W]` to a map `[N, D, R, C]` and the class token `[N, 1, D]` (`[N, 0, D]` without)."""
+    """`[N, C, H, W]` to a map `[N, D, R, C]` and the class token `[N, 1, D]` (`[N, 0, D]`
+    without).
+    """
 
-    def __init__(self, embedding: Embedding, blocks: Sequence[Block], dim: int, class_token: bool) -> None:
+    def __init__(
+        self, embedding: Embedding, blocks: Sequence[Block], dim: int, class_token: bool
+    ) -> None:
         super().__init__()
         self.patch_embed, self.blocks = embedding, nn.ModuleList(blocks)
         self.cls_token = nn.Parameter(torch.zeros(1, 1, dim)) if class_token else None
@@ -124,7 +148,9 @@ class Stage(nn.Module):
         saving = self.grad_checkpointing and torch.is_grad_enabled()
         for block in self.blocks:
             x_NTD = recomputed(block, x_NTD, grid) if saving else block(x_NTD, grid)
-        class_NXD, patch_NTD = x_NTD.split([x_NTD.shape[1] - grid[0] * grid[1], grid[0] * grid[1]], dim=1)
+        class_NXD, patch_NTD = x_NTD.split(
+            [x_NTD.shape[1] - grid[0] * grid[1], grid[0] * grid[1]], dim=1
+        )
         return patch_NTD.transpose(1, 2).unflatten(2, grid), class_NXD
 
 
@@ -133,16 +159,20 @@ class CvT(nn.Module):
 
     Args:
         num_classes: K; 0 builds no head, and forward returns the pooled features.
-        global_pool: what `head` reads: the class token ("token"), the mean of the others ("avg"), or ("", without a head) all
-            of them. None: the class token, or with `drloc`, which has none, the mean.
+        global_pool: what `head` reads: the class token ("token"), the mean of the others ("avg"),
+            or ("", without a head) all of them. None: the class token, or with `drloc`, which has
+            none, the mean.
         dims, depths, num_heads: of the three stages.
-        drop_path_rate: stochastic depth, rising linearly from 0 to this rate over the last stage's blocks (published: 0.1).
-        drloc: DRLoc's network: no class token and no final norm, the stem padded by 3 (not 2), one projection for keys and
-            values, no biases on it, GELU (not its sigmoid form), and eps on the standard deviation.
+        drop_path_rate: stochastic depth, rising linearly from 0 to this rate over the last stage's
+            blocks (published: 0.1).
+        drloc: DRLoc's network: no class token and no final norm, the stem padded by 3 (not 2), one
+            projection for keys and values, no biases on it, GELU (not its sigmoid form), and eps on
+            the standard deviation.
 
-    Forward takes images `[N, in_chans, H, W]` of any size and returns `[N, K]` logits. `forward_features` returns normalised
-    tokens `[N, 1 + T, D]`, class token first; with `drloc` the last stage's map `[N, D, R, C]`. 224 pixels give grids of 56, 28
-    and 14. The rest is timm's interface, by timm's names. Raises ValueError for a pool that is not there.
+    Forward takes images `[N, in_chans, H, W]` of any size and returns `[N, K]` logits.
+    `forward_features` returns normalised tokens `[N, 1 + T, D]`, class token first; with `drloc`
+    the last stage's map `[N, D, R, C]`. 224 pixels give grids of 56, 28 and 14. The rest is timm's
+    interface, by timm's names. Raises ValueError for a pool that is not there.
     """
 
     def __init__(
@@ -163,14 +193,18 @@ class CvT(nn.Module):
         self.stages = nn.ModuleList()
         for number, (dim, depth, heads) in enumerate(zip(dims, depths, num_heads, strict=True)):
             last = number == len(dims) - 1
-            rates = [drop_path_rate * place / max(depth - 1, 1) if last else 0.0 for place in range(depth)]
+            rates = [
+                drop_path_rate * place / max(depth - 1, 1) if last else 0.0
+                for place in range(depth)
+            ]
             padding = 3 if drloc and not number else KERNELS[number] // 2 - (not number)
             embedding = Embedding(in_chans, dim, KERNELS[number], STRIDES[number], padding, drloc)
             blocks = [Block(dim, heads, mlp_ratio, rate, drloc) for rate in rates]
             self.stages.append(Stage(embedding, blocks, dim, class_token=last and not drloc))
             in_chans = dim
         self.feature_info = [
-            dict(module=f"stages.{number}", num_chs=dim, reduction=4 * 2**number) for number, dim in enumerate(dims)
+            dict(module=f"stages.{number}", num_chs=dim, reduction=4 * 2**number)
+            for number, dim in enumerate(dims)
         ]
         self.norm = nn.Identity() if drloc else nn.LayerNorm(dims[-1])
         self._make_head(num_classes, global_pool)
@@ -182,11 +216,17 @@ class CvT(nn.Module):
         pool = ("avg" if self.drloc else "token") if global_pool is None else global_pool
         known = ("avg",) if self.drloc else ("token", "avg")
         if pool not in (*known, "") or (num_classes and not pool):
-            raise ValueError(f"global_pool {pool!r} must be one of {', '.join(known)}, or '' where num_classes is 0")
+            raise ValueError(
+                f"global_pool {pool!r} must be one of {', '.join(known)}, or '' where num_classes is 0"
+            )
         self.num_classes, self.global_pool = num_classes, pool
         like = self.stages[0].patch_embed.proj.weight
         width = self.num_features
-        self.head = nn.Linear(width, num_classes, device=like.device, dtype=like.dtype) if num_classes else nn.Identity()
+        self.head = (
+            nn.Linear(width, num_classes, device=like.device, dtype=like.dtype)
+            if num_classes
+            else nn.Identity()
+        )
 
     @torch.jit.ignore
     def no_weight_decay(self) -> set[str]:
@@ -195,14 +235,24 @@ class CvT(nn.Module):
 
     @torch.jit.ignore
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        """Patterns of parameter names by depth, for timm's layer-wise decay: by blocks, or `coarse` by stages."""
+        """Patterns of parameter names by depth, for timm's layer-wise decay: by blocks, or `coarse`
+        by stages.
+        """
         stage = [(r"^stages\.(\d+)", None)]
-        block = [(r"^stages\.(\d+)\.(?:patch_embed|cls_token)", (0,)), (r"^stages\.(\d+)\.blocks\.(\d+)", None)]
-        return {"stem": r"^stages\.0\.patch_embed", "blocks": [*(stage if coarse else block), (r"^norm", (99999,))]}
+        block = [
+            (r"^stages\.(\d+)\.(?:patch_embed|cls_token)", (0,)),
+            (r"^stages\.(\d+)\.blocks\.(\d+)", None),
+        ]
+        return {
+            "stem": r"^stages\.0\.patch_embed",
+            "blocks": [*(stage if coarse else block), (r"^norm", (99999,))],
+        }
 
     @torch.jit.ignore
     def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Compute every block a second time in the backward pass instead of keeping what it computed. Same gradients."""
+        """Compute every block a second time in the backward pass instead of keeping what it
+        computed. Same gradients.
+        """
         for stage in self.stages:
             stage.grad_checkpointing = enable
 
@@ -233,9 +283,11 @@ class CvT(nn.Module):
         output_fmt: str = "NCHW",
         intermediates_only: bool = False,
     ) -> list | tuple[Tensor, list]:
-        """Maps `[N, D, R, C]` of the stages at `indices`, arguments and order as timm's pyramids have them.
+        """Maps `[N, D, R, C]` of the stages at `indices`, arguments and order as timm's pyramids
+        have them.
 
-        `norm` is as timm's Swin has it: the final norm on the last stage's map. Raises ValueError for a format other than NCHW.
+        `norm` is as timm's Swin has it: the final norm on the last stage's map. Raises ValueError
+        for a format other than NCHW.
         """
         if output_fmt != "NCHW":
             raise ValueError(f"output_fmt {output_fmt!r} must be NCHW")
@@ -248,12 +300,18 @@ class CvT(nn.Module):
                 found.append(self.norm(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2) if normed else x)
         if intermediates_only:
             return found
-        return (x if self.drloc else self.norm(torch.cat([class_NXD, x.flatten(2).transpose(1, 2)], dim=1))), found
+        return (
+            x
+            if self.drloc
+            else self.norm(torch.cat([class_NXD, x.flatten(2).transpose(1, 2)], dim=1))
+        ), found
 
     def prune_intermediate_layers(
         self, indices: int | Sequence[int] = 1, prune_norm: bool = False, prune_head: bool = True
     ) -> list[int]:
-        """Drop what `forward_intermediates` does not need for these `indices`; returns them counted from the first stage."""
+        """Drop what `forward_intermediates` does not need for these `indices`; returns them counted
+        from the first stage.
+        """
         taken, last = feature_take_indices(len(self.stages), indices)
         self.stages = self.stages[: last + 1]
         if prune_norm:
@@ -263,7 +321,9 @@ class CvT(nn.Module):
         return taken
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
-        """From `forward_features` to logits; with `pre_logits`, or without a head, the pooled features."""
+        """From `forward_features` to logits; with `pre_logits`, or without a head, the pooled
+        features.
+        """
         if self.global_pool == "avg":
             x = x.mean((2, 3)) if self.drloc else x[:, 1:].mean(1)
         elif self.global_pool == "token":
@@ -276,22 +336,33 @@ class CvT(nn.Module):
 
 def checkpoint_filter_fn(state_dict: Mapping[str, Any], model: CvT) -> dict[str, Any]:
     """A state dict by our names, from one by its authors' (`stage0`, ...) or ours."""
-    return {re.sub(r"^stage(\d+)\.", r"stages.\1.", name): tensor for name, tensor in state_dict.items()}
+    return {
+        re.sub(r"^stage(\d+)\.", r"stages.\1.", name): tensor for name, tensor in state_dict.items()
+    }
 
 
 _CFG = {
-    "input_size": (3, 224, 224), "crop_pct": 0.875, "interpolation": "bicubic", "num_classes": 1000,
-    "mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225),
-    "first_conv": "stages.0.patch_embed.proj", "classifier": "head",
-}  # fmt: skip
+    "input_size": (3, 224, 224),
+    "crop_pct": 0.875,
+    "interpolation": "bicubic",
+    "num_classes": 1000,
+    "mean": (0.485, 0.456, 0.406),
+    "std": (0.229, 0.224, 0.225),
+    "first_conv": "stages.0.patch_embed.proj",
+    "classifier": "head",
+}
 default_cfgs = generate_default_cfgs({"cvt_13": _CFG, "cvt_13_drloc": _CFG})
 
 
 def _build(name: str, pretrained: bool, sizes: dict, kwargs: dict) -> nn.Module:
     return build_model_with_cfg(
-        CvT, name, pretrained, pretrained_filter_fn=checkpoint_filter_fn,
-        feature_cfg={"out_indices": (0, 1, 2), "feature_cls": "getter"}, **(sizes | kwargs),
-    )  # fmt: skip
+        CvT,
+        name,
+        pretrained,
+        pretrained_filter_fn=checkpoint_filter_fn,
+        feature_cfg={"out_indices": (0, 1, 2), "feature_cls": "getter"},
+        **(sizes | kwargs),
+    )
 
 
 @register_model

@@ -1,8 +1,11 @@
-"""Bootstrapping ViTs (arXiv 2112.03552): a transformer and its agent CNN in one step, and what they learn of each other.
+"""Bootstrapping ViTs (arXiv 2112.03552): a transformer and its agent CNN in one step, and what they
+learn of each other.
 
-    L = sum over both of [ own loss + distill_weight L_KD ] + feature_weight share sum over blocks L_feat
+    L = sum over both of [ own loss + distill_weight L_KD ] + feature_weight share sum over blocks
+    L_feat
 
-The paper's equation 9 gives the factor 10 to the mutual term, its section 4.5 and the released code to L_feat; so do we.
+The paper's equation 9 gives the factor 10 to the mutual term, its section 4.5 and the released code
+to L_feat; so do we.
 """
 
 import math
@@ -38,8 +41,9 @@ class Bootstrapped(nn.Module):
 
     Args:
         vit: any that `agent_cnn.wiring_of` knows.
-        agent: its agent, on the same device. If it has no weights of its own it gets those of `vit`, which stay one set: they are
-            parameters of `vit` alone, so checkpoints, optimiser and averages hold each once.
+        agent: its agent, on the same device. If it has no weights of its own it gets those of
+            `vit`, which stay one set: they are parameters of `vit` alone, so checkpoints, optimiser
+            and averages hold each once.
         blocks: which are supervised, counted from 1; none given: all.
 
     Raises ValueError for blocks that are not there. Move it no more: what is shared would part.
@@ -67,21 +71,35 @@ class Bootstrapped(nn.Module):
         return {f"vit.{name}" for name in getattr(self.vit, "no_weight_decay", set)()}
 
     def forward(self, image_NCHW: Tensor) -> Both:
-        x_NTD, tokens = self.vit.forward_intermediates(image_NCHW, indices=self.taken, output_fmt="NLC")
+        x_NTD, tokens = self.vit.forward_intermediates(
+            image_NCHW, indices=self.taken, output_fmt="NLC"
+        )
         vit = self.vit.forward_head(x_NTD)
         x_NDYX, maps = self.agent.forward_maps(image_NCHW)
-        return Both(vit, self.agent.forward_head(x_NDYX), tokens, [maps[number] for number in self.taken])
+        return Both(
+            vit, self.agent.forward_head(x_NDYX), tokens, [maps[number] for number in self.taken]
+        )
 
     @torch.no_grad()
     def combine_gradients(self, align: Align, over_ranks: Callable[[list[Tensor]], None]) -> None:
-        """Give every shared weight the mean of the transformer's gradient and the aligned one of the agent (Algorithm 1, line 8).
+        """Give every shared weight the mean of the transformer's gradient and the aligned one of
+        the agent (Algorithm 1, line 8).
 
-        `over_ranks` averages the agent's gradients over the ranks, in place, as DDP has averaged the transformer's. A loss may
-        be scaled: the projection does not depend on the gradients' length. No wait.
+        `over_ranks` averages the agent's gradients over the ranks, in place, as DDP has averaged
+        the transformer's. A loss may be scaled: the projection does not depend on the gradients'
+        length. No wait.
         """
-        pairs: list[list[tuple[Tensor, Tensor]]] = []  # of each block: the transformer's gradient, the agent's
+        pairs: list[
+            list[tuple[Tensor, Tensor]]
+        ] = []  # of each block: the transformer's gradient, the agent's
         for own, lent in zip(gradients(self.vit), self.agent.lent, strict=True):
-            pairs.append([(mine, seen.grad) for mine, seen in zip(own, lent, strict=True) if seen is not None])
+            pairs.append(
+                [
+                    (mine, seen.grad)
+                    for mine, seen in zip(own, lent, strict=True)
+                    if seen is not None
+                ]
+            )
         over_ranks([agents for block in pairs for _, agents in block])
         groups = {
             "global": [[pair for block in pairs for pair in block]],
@@ -91,7 +109,9 @@ class Bootstrapped(nn.Module):
         }[align]
         for group in groups:
             for agents, turned in zip(
-                [a for _, a in group], aligned([a for _, a in group], [v for v, _ in group]), strict=True
+                [a for _, a in group],
+                aligned([a for _, a in group], [v for v, _ in group]),
+                strict=True,
             ):
                 agents.copy_(turned)
         for block in pairs:
@@ -104,21 +124,27 @@ class Bootstrapped(nn.Module):
 def gradients(vit: nn.Module) -> list[Lent]:
     """Those of what `agent_cnn.lent_by` lends.
 
-    Of qkv only the rows of v: q and k are the transformer's alone, so they neither count in its length nor get any of the agent's.
+    Of qkv only the rows of v: q and k are the transformer's alone, so they neither count in its
+    length nor get any of the agent's.
     """
     found = []
     for block in vit.blocks:
         layers = block.attn.proj, block.mlp.fc1, block.mlp.fc2
-        rest = [None if tensor is None else tensor.grad for layer in layers for tensor in (layer.weight, layer.bias)]
+        rest = [
+            None if tensor is None else tensor.grad
+            for layer in layers
+            for tensor in (layer.weight, layer.bias)
+        ]
         found.append(Lent(block.attn.qkv.weight.grad[2 * vit.embed_dim :], *rest))
     return found
 
 
 def aligned(agent: Sequence[Tensor], vit: Sequence[Tensor]) -> list[Tensor]:
-    """The agent's gradients without what is against the transformer's: g_A - min(0, <g_A, g_V>) / |g_V|² g_V.
+    """The agent's gradients without what is against the transformer's: g_A - min(0, <g_A, g_V>) /
+    |g_V|² g_V.
 
-    PCGrad's projection (arXiv 2001.06782) in one direction; each list is one vector, of any shapes. The inner product with
-    `vit` is then not negative, and 0 where it was.
+    PCGrad's projection (arXiv 2001.06782) in one direction; each list is one vector, of any shapes.
+    The inner product with `vit` is then not negative, and 0 where it was.
     """
     product = torch.stack([(a * v).sum() for a, v in zip(agent, vit, strict=True)]).sum()
     square = torch.stack([v.square().sum() for v in vit]).sum()
@@ -127,9 +153,11 @@ def aligned(agent: Sequence[Tensor], vit: Sequence[Tensor]) -> list[Tensor]:
 
 
 def pooled_sequence(x_NTD: Tensor, length: int) -> Tensor:
-    """Sequence interpolation: means of neighbours in the sequence, `[N, length, D]`. ValueError where `length` does not divide T.
+    """Sequence interpolation: means of neighbours in the sequence, `[N, length, D]`. ValueError
+    where `length` does not divide T.
 
-    Rows of an image follow each other in the sequence, so neighbours at a row's end lie far apart; the paper's default all the same.
+    Rows of an image follow each other in the sequence, so neighbours at a row's end lie far apart;
+    the paper's default all the same.
     """
     if x_NTD.shape[1] % length:
         raise ValueError(f"{x_NTD.shape[1]} tokens cannot be averaged to {length}")
@@ -137,24 +165,37 @@ def pooled_sequence(x_NTD: Tensor, length: int) -> Tensor:
 
 
 def pooled_grid(x_NTD: Tensor, length: int) -> Tensor:
-    """AP-2D: the same in squares of a square grid. ValueError where that leaves no whole squares."""
+    """AP-2D: the same in squares of a square grid. ValueError where that leaves no whole
+    squares.
+    """
     side, small = math.isqrt(x_NTD.shape[1]), math.isqrt(length)
     if side**2 != x_NTD.shape[1] or small**2 != length or side % small:
         raise ValueError(f"{x_NTD.shape[1]} tokens cannot be averaged to {length} in squares")
-    return x_NTD.unflatten(1, (small, side // small, small, side // small)).mean((2, 4)).flatten(1, 2)
+    return (
+        x_NTD.unflatten(1, (small, side // small, small, side // small)).mean((2, 4)).flatten(1, 2)
+    )
 
 
 def feature_loss(
-    tokens: Sequence[Tensor], maps: Sequence[Tensor], weight_N: Tensor, norm: Norm = "l2-token", adapt: Adapt = "sequence"
+    tokens: Sequence[Tensor],
+    maps: Sequence[Tensor],
+    weight_N: Tensor,
+    norm: Norm = "l2-token",
+    adapt: Adapt = "sequence",
 ) -> Tensor:
-    """Equation 7: the sum over blocks of equation 6, the squared distance of normalised features; float32 `[]`.
+    """Equation 7: the sum over blocks of equation 6, the squared distance of normalised features;
+    float32 `[]`.
 
-    The agent's maps are constants. Whichever of the two has more places is averaged to the other's number. `norm`: each token
-    by its length and the mean over tokens ("l2-token"; the paper names no axis, the released code normalises tokens), the whole
-    sequence by its length ("l2-whole"), or each token by its mean and deviation and the mean over channels, too ("layernorm", the
-    released code: 2 - 2 times the correlation). ValueError where the numbers of places do not fit.
+    The agent's maps are constants. Whichever of the two has more places is averaged to the other's
+    number. `norm`: each token by its length and the mean over tokens ("l2-token"; the paper names
+    no axis, the released code normalises tokens), the whole sequence by its length ("l2-whole"), or
+    each token by its mean and deviation and the mean over channels, too ("layernorm", the released
+    code: 2 - 2 times the correlation). ValueError where the numbers of places do not fit.
     """
-    pool, total = {"sequence": pooled_sequence, "pool-2d": pooled_grid}[adapt], weight_N.new_zeros((), dtype=torch.float32)
+    pool, total = (
+        {"sequence": pooled_sequence, "pool-2d": pooled_grid}[adapt],
+        weight_N.new_zeros((), dtype=torch.float32),
+    )
     for x_NTD, x_NDYX in zip(tokens, maps, strict=True):
         agent = x_NDYX.detach().flatten(2).transpose(1, 2).float()
         vit, length = x_NTD.float(), min(x_NTD.shape[1], agent.shape[1])
@@ -172,9 +213,15 @@ def feature_loss(
     return total
 
 
-def distillation_loss(student_NK: Tensor, teacher_NK: Tensor, weight_N: Tensor, temperature: float) -> Tensor:
-    """T² KL(softmax(teacher / T) || softmax(student / T)), the soft part of L_KD in equation 8; the teacher is a constant."""
-    of_teacher, of_student = (F.log_softmax(x.float() / temperature, -1) for x in (teacher_NK.detach(), student_NK))
+def distillation_loss(
+    student_NK: Tensor, teacher_NK: Tensor, weight_N: Tensor, temperature: float
+) -> Tensor:
+    """T² KL(softmax(teacher / T) || softmax(student / T)), the soft part of L_KD in equation 8; the
+    teacher is a constant.
+    """
+    of_teacher, of_student = (
+        F.log_softmax(x.float() / temperature, -1) for x in (teacher_NK.detach(), student_NK)
+    )
     loss_N = F.kl_div(of_student, of_teacher, reduction="none", log_target=True).sum(-1)
     return temperature**2 * weighted_mean(loss_N, weight_N)
 

@@ -1,8 +1,9 @@
-"""DRLoc: two tokens of a grid are shown, and a small head says how far apart they lie (arXiv 2106.03746 and its supplementary).
+"""DRLoc: two tokens of a grid are shown, and a small head says how far apart they lie (arXiv
+2106.03746 and its supplementary).
 
-The loss is added to whatever else a network is trained on. It needs no labels but places, and every network with a grid of
-tokens or a map of features has these. Equations and tables are those of the supplementary; `released` is what its public code
-does instead, where that differs.
+The loss is added to whatever else a network is trained on. It needs no labels but places, and every
+network with a grid of tokens or a map of features has these. Equations and tables are those of the
+supplementary; `released` is what its public code does instead, where that differs.
 """
 
 import math
@@ -21,23 +22,30 @@ from densefeed.models.patch_dropout import check_places
 Variant = Literal["l1", "signed", "ce", "reg", "all"]
 HIDDEN = 512  # Table 16: 256 and 1,024 gain less
 ALPHA = 1e-3  # of equation 6
-LEAST_VARIANCE = 1e-8  # keeps equation 6 finite where a distribution is one single offset; the public code's number
+# keeps equation 6 finite where a distribution is one single offset; the public code's number
+LEAST_VARIANCE = 1e-8
 
 
 class PoolError(ValueError):
-    """A grid that cannot be pooled as it was asked; `sides` are what it can be pooled to, 0 (not at all) first, perhaps none."""
+    """A grid that cannot be pooled as it was asked; `sides` are what it can be pooled to, 0 (not at
+    all) first, perhaps none.
+    """
 
     def __init__(self, why: str, grid: tuple[int, int]) -> None:
         super().__init__(f"its grid of {grid[0]} x {grid[1]} {why}")
         R, C = grid
-        smaller = [R // factor for factor in range(2, min(R, C) // 2 + 1) if R % factor == C % factor == 0]
+        smaller = [
+            R // factor for factor in range(2, min(R, C) // 2 + 1) if R % factor == C % factor == 0
+        ]
         self.sides = [0, *smaller] if min(R, C) > 1 else []
 
 
 def pool_factor(grid: tuple[int, int], side: int) -> int:
-    """How many places of a grid of (rows, columns), along each axis, become one, so that `side` rows are left; 1 for side 0.
+    """How many places of a grid of (rows, columns), along each axis, become one, so that `side`
+    rows are left; 1 for side 0.
 
-    PoolError, a ValueError, if the grid is smaller than that, is no whole multiple of it, or leaves nothing to compare.
+    PoolError, a ValueError, if the grid is smaller than that, is no whole multiple of it, or leaves
+    nothing to compare.
     """
     R, C = grid
     if side and min(R, C) < side:
@@ -46,12 +54,15 @@ def pool_factor(grid: tuple[int, int], side: int) -> int:
     if side and (R % side or C % factor):
         raise PoolError(f"is no multiple of {side} x {side}", grid)
     if min(R, C) // factor < 2:
-        raise PoolError(f"leaves {R // factor} x {C // factor} places, too few to have a distance", grid)
+        raise PoolError(
+            f"leaves {R // factor} x {C // factor} places, too few to have a distance", grid
+        )
     return factor
 
 
 def pooled(map_NDRC: Tensor, factor: int) -> Tensor:
-    """Means over windows of 2 `factor` - 1 places, `factor` apart, zeros beyond the edge not counted: `[N, D, R / factor, ...]`.
+    """Means over windows of 2 `factor` - 1 places, `factor` apart, zeros beyond the edge not
+    counted: `[N, D, R / factor, ...]`.
 
     For a factor of 2 that is the published pool of 14 x 14 to 7 x 7.
     """
@@ -61,7 +72,8 @@ def pooled(map_NDRC: Tensor, factor: int) -> Tensor:
 
 
 def places(words_NM4: Tensor, grid: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """Uniform rows and columns of both places of a pair from 32 random bits each, all int64: `[N, M, 2]` each.
+    """Uniform rows and columns of both places of a pair from 32 random bits each, all int64: `[N,
+    M, 2]` each.
 
     Of k rows each has the probability 1 / k to within 2^-32. Both places of a pair may be one.
     """
@@ -70,13 +82,17 @@ def places(words_NM4: Tensor, grid: tuple[int, int]) -> tuple[Tensor, Tensor]:
 
 
 def collected(map_NDRC: Tensor, row_NM2: Tensor, column_NM2: Tensor) -> Tensor:
-    """The embeddings at both places of each pair, one behind the other: `[N, D, R, C]`, int64 `[N, M, 2]` to `[N, M, 2 D]`.
+    """The embeddings at both places of each pair, one behind the other: `[N, D, R, C]`, int64 `[N,
+    M, 2]` to `[N, M, 2 D]`.
 
-    An embedding lookup, because its backward pass adds up what falls on one place in a fixed order on every device.
+    An embedding lookup, because its backward pass adds up what falls on one place in a fixed order
+    on every device.
     """
     N, D, R, C = map_NDRC.shape
     image = torch.arange(N, device=map_NDRC.device)[:, None, None]
-    return F.embedding((image * R + row_NM2) * C + column_NM2, map_NDRC.permute(0, 2, 3, 1).reshape(N * R * C, D)).flatten(2)
+    return F.embedding(
+        (image * R + row_NM2) * C + column_NM2, map_NDRC.permute(0, 2, 3, 1).reshape(N * R * C, D)
+    ).flatten(2)
 
 
 def offset_classes(side: int, released: bool = False) -> int:
@@ -88,18 +104,22 @@ def offset_classes(side: int, released: bool = False) -> int:
 
 
 class LocalisationHead(nn.Sequential):
-    """Table 15: `[..., 2 width]`, the embeddings of a pair one behind the other, to `[..., outputs]`.
+    """Table 15: `[..., 2 width]`, the embeddings of a pair one behind the other, to `[...,
+    outputs]`.
 
-    With `deep` a third linear layer without an activation stands before the last, as in the public code of `ce` and `reg`.
+    With `deep` a third linear layer without an activation stands before the last, as in the public
+    code of `ce` and `reg`.
     """
 
     def __init__(self, width: int, outputs: int, hidden: int = HIDDEN, deep: bool = False) -> None:
         super().__init__(
-            nn.Linear(2 * width, hidden), nn.ReLU(),
-            nn.Linear(hidden, hidden), nn.ReLU(),
+            nn.Linear(2 * width, hidden),
+            nn.ReLU(),
+            nn.Linear(hidden, hidden),
+            nn.ReLU(),
             *([nn.Linear(hidden, hidden)] if deep else []),
             nn.Linear(hidden, outputs),
-        )  # fmt: skip
+        )
 
 
 def at_least_float32(x: Tensor) -> Tensor:
@@ -107,11 +127,14 @@ def at_least_float32(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def regression_loss(said_NM: Tensor, offset_NM: Tensor, side: int, signed: bool, released: bool) -> Tensor:
-    """Equations 1 to 3 along one axis of `side` places: how far off the offset (first place less second) is said. `[N, M]`.
+def regression_loss(
+    said_NM: Tensor, offset_NM: Tensor, side: int, signed: bool, released: bool
+) -> Tensor:
+    """Equations 1 to 3 along one axis of `side` places: how far off the offset (first place less
+    second) is said. `[N, M]`.
 
-    Offsets without their sign, or `signed`, are divided by `side`, so that they lie in [0, 1) or (-1, 1); `released` leaves them
-    in places, signed ones counted from 0 to 2 k - 2.
+    Offsets without their sign, or `signed`, are divided by `side`, so that they lie in [0, 1) or
+    (-1, 1); `released` leaves them in places, signed ones counted from 0 to 2 k - 2.
     """
     target_NM = offset_NM if signed else offset_NM.abs()
     target_NM = target_NM + (side - 1) * signed if released else target_NM / side
@@ -119,7 +142,9 @@ def regression_loss(said_NM: Tensor, offset_NM: Tensor, side: int, signed: bool,
 
 
 def classification_loss(logits_NMB: Tensor, offset_NM: Tensor) -> Tensor:
-    """Equation 5 along one axis: cross entropy with the offset, of which that of 0 is the middle class. `[N, M]`."""
+    """Equation 5 along one axis: cross entropy with the offset, of which that of 0 is the middle
+    class. `[N, M]`.
+    """
     B = logits_NMB.shape[-1]
     label_NM = offset_NM + B // 2
     logits_LB = at_least_float32(logits_NMB).flatten(0, 1)
@@ -127,7 +152,8 @@ def classification_loss(logits_NMB: Tensor, offset_NM: Tensor) -> Tensor:
 
 
 def expectation_loss(logits_NMB: Tensor, offset_NM: Tensor, released: bool) -> Tensor:
-    """Equation 6 along one axis: the squared distance from the mean of what is said, over its variance. `[N, M]`.
+    """Equation 6 along one axis: the squared distance from the mean of what is said, over its
+    variance. `[N, M]`.
 
     ALPHA log(sigma) is added; `released` adds ALPHA log(sigma^2).
     """
@@ -144,31 +170,47 @@ class Localiser(nn.Module):
     """The loss, with its heads.
 
     Args:
-        variant: `l1` (L_drloc), `signed` (L*_drloc, equation 3), `ce` (equation 5), `reg` (equation 6), or `all` (equation 7):
-            l1 on every map, each with its own head, summed.
+        variant: `l1` (L_drloc), `signed` (L*_drloc, equation 3), `ce` (equation 5), `reg` (equation
+            6), or `all` (equation 7): l1 on every map, each with its own head, summed.
         widths: D of each map; one, but for `all`.
         side: rows to which the last map is pooled, the others as it is; 0: none is.
-        grid: rows and columns of the last map, pooled; `ce` and `reg` have a class for each of its offsets, and take no other.
-        released: targets count places and are no shares of the grid, so the same weight weighs 2 k times as much in `signed` and
-            k times in `l1`; in `ce` and `reg` other classes, a deeper head and twice the logarithm of equation 6.
+        grid: rows and columns of the last map, pooled; `ce` and `reg` have a class for each of its
+            offsets, and take no other.
+        released: targets count places and are no shares of the grid, so the same weight weighs 2 k
+            times as much in `signed` and k times in `l1`; in `ce` and `reg` other classes, a deeper
+            head and twice the logarithm of equation 6.
 
-    Forward takes maps `[N, D, R, C]`, 32 random bits for each number of each pair (int64 `[N, M, 4]`: row and column of the first
-    place, then of the second) and a weight of each image, float `[N]`. It returns the mean over pairs and over images by weight,
-    float32 `[]`. Gradients reach both embeddings of a pair. All maps are asked for the same shares of their sides: that changes
+    Forward takes maps `[N, D, R, C]`, 32 random bits for each number of each pair (int64 `[N, M,
+    4]`: row and column of the first place, then of the second) and a weight of each image, float
+    `[N]`. It returns the mean over pairs and over images by weight, float32 `[]`. Gradients reach
+    both embeddings of a pair. All maps are asked for the same shares of their sides: that changes
     none of equation 7's expectations. Raises ValueError for maps that cannot be pooled so.
     """
 
-    def __init__(self, variant: Variant, widths: Sequence[int], side: int, grid: tuple[int, int], released: bool) -> None:
+    def __init__(
+        self,
+        variant: Variant,
+        widths: Sequence[int],
+        side: int,
+        grid: tuple[int, int],
+        released: bool,
+    ) -> None:
         super().__init__()
         self.variant, self.side, self.released = variant, side, released
         classes = variant in ("ce", "reg")
-        self.outputs = [offset_classes(places, released) if classes else 1 for places in grid]  # along each axis
-        self.heads = nn.ModuleList(LocalisationHead(width, sum(self.outputs), deep=released and classes) for width in widths)
+        self.outputs = [
+            offset_classes(places, released) if classes else 1 for places in grid
+        ]  # along each axis
+        self.heads = nn.ModuleList(
+            LocalisationHead(width, sum(self.outputs), deep=released and classes)
+            for width in widths
+        )
 
     def forward(self, maps: Sequence[Tensor], words_NM4: Tensor, weight_N: Tensor) -> Tensor:
         factor = pool_factor(tuple(maps[-1].shape[2:]), self.side)
         losses = [
-            self._of_pairs(head, pooled(map_NDRC, factor), words_NM4) for head, map_NDRC in zip(self.heads, maps, strict=True)
+            self._of_pairs(head, pooled(map_NDRC, factor), words_NM4)
+            for head, map_NDRC in zip(self.heads, maps, strict=True)
         ]
         return (sum(losses).mean(1) * weight_N).sum() / weight_N.sum().clamp(min=1e-6)
 
@@ -180,8 +222,12 @@ class Localiser(nn.Module):
         if self.variant == "ce":
             return sum(map(classification_loss, said, offsets))
         if self.variant == "reg":
-            return sum(expectation_loss(logits, offset, self.released) for logits, offset in zip(said, offsets, strict=True))
-        # The mean of both axes, as in the published pseudocode; equation 2 writes the sum, which is twice that.
+            return sum(
+                expectation_loss(logits, offset, self.released)
+                for logits, offset in zip(said, offsets, strict=True)
+            )
+        # The mean of both axes, as in the published pseudocode; equation 2 writes the sum, which is
+        # twice that.
         signed = self.variant == "signed"
         return sum(
             regression_loss(one.squeeze(-1), offset, side, signed, self.released) / 2
@@ -190,23 +236,39 @@ class Localiser(nn.Module):
 
 
 class LocalisedOutput(NamedTuple):
-    """What a `Localised` network returns: what its model does, and the loss of the places, float32 `[]`."""
+    """What a `Localised` network returns: what its model does, and the loss of the places, float32
+    `[]`.
+    """
 
     output: Any
     loss: Tensor
 
 
 def map_of(features: Any, model: nn.Module, image_NCHW: Tensor) -> Tensor:
-    """What timm's `forward_features` gives, `[N, T, D]` with or without prefix tokens, `[N, D, R, C]` or `[N, R, C, D]`, as
-    `[N, D, R, C]`. ValueError if it is none of these, or the class token alone."""
+    """What timm's `forward_features` gives, `[N, T, D]` with or without prefix tokens, `[N, D, R,
+    C]` or `[N, R, C, D]`, as `[N, D, R, C]`. ValueError if it is none of these, or the class token
+    alone.
+    """
     if isinstance(features, Tensor) and features.ndim == 4:
-        return features.permute(0, 3, 1, 2) if getattr(model, "output_fmt", "NCHW") == "NHWC" else features
+        return (
+            features.permute(0, 3, 1, 2)
+            if getattr(model, "output_fmt", "NCHW") == "NHWC"
+            else features
+        )
     if isinstance(features, Tensor) and features.ndim == 3:
-        tokens_NTD, (H, W) = features[:, getattr(model, "num_prefix_tokens", 0) :], image_NCHW.shape[2:]
+        tokens_NTD, (H, W) = (
+            features[:, getattr(model, "num_prefix_tokens", 0) :],
+            image_NCHW.shape[2:],
+        )
         T = tokens_NTD.shape[1]
         # PiT, which tells no number of prefix tokens, keeps its map to itself.
-        if not hasattr(model, "num_prefix_tokens") and getattr(model, "cls_token", tokens_NTD[:, :0]).shape[1] == T:
-            raise ValueError("its features are the class token alone, and no grid of tokens; choose another model")
+        if (
+            not hasattr(model, "num_prefix_tokens")
+            and getattr(model, "cls_token", tokens_NTD[:, :0]).shape[1] == T
+        ):
+            raise ValueError(
+                "its features are the class token alone, and no grid of tokens; choose another model"
+            )
         R = round(math.sqrt(T * H / W))
         if R and T % R == 0:
             return tokens_NTD.transpose(1, 2).unflatten(2, (R, T // R))
@@ -214,27 +276,43 @@ def map_of(features: Any, model: nn.Module, image_NCHW: Tensor) -> Tensor:
 
 
 class Localised(nn.Module):
-    """A network of timm's kind and a `Localiser` that reads its last map, or all of its maps, in the same forward pass.
+    """A network of timm's kind and a `Localiser` that reads its last map, or all of its maps, in
+    the same forward pass.
 
     Args:
         model: has `forward_features` and `forward_head`, which one after the other are its forward.
         variant, side, released: see `Localiser`.
         sizes: sides of the inputs that it will see, pixels.
 
-    The map is what `forward_features` gives, after the final norm; `all` reads those of `forward_intermediates`, without norm: of
-    every block, or of every stage of a pyramid. `released` takes Swin's and ViT's before the norm, as the public code does. Under
-    MixToken it is the map of the mixed image: what is exchanged keeps its place, so offsets stay true.
+    The map is what `forward_features` gives, after the final norm; `all` reads those of
+    `forward_intermediates`, without norm: of every block, or of every stage of a pyramid.
+    `released` takes Swin's and ViT's before the norm, as the public code does. Under MixToken it is
+    the map of the mixed image: what is exchanged keeps its place, so offsets stay true.
 
-    Forward takes images `[N, C, H, W]`, bits and weights as `Localiser` does, and what else the model takes. Raises ValueError
-    where the model gives no such map, one that cannot be pooled so, or leaves out patches in training.
+    Forward takes images `[N, C, H, W]`, bits and weights as `Localiser` does, and what else the
+    model takes. Raises ValueError where the model gives no such map, one that cannot be pooled so,
+    or leaves out patches in training.
     """
 
-    def __init__(self, model: nn.Module, variant: Variant, side: int, sizes: Sequence[int], released: bool = False) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        variant: Variant,
+        side: int,
+        sizes: Sequence[int],
+        released: bool = False,
+    ) -> None:
         super().__init__()
         self.model = model
         self.indices = None if variant == "all" else 1  # of forward_intermediates: all, or the last
-        self.from_blocks = variant == "all" or (released and isinstance(model, SwinTransformer | VisionTransformer))
-        needed = ("forward_features", "forward_head", *(("forward_intermediates",) if self.from_blocks else ()))
+        self.from_blocks = variant == "all" or (
+            released and isinstance(model, SwinTransformer | VisionTransformer)
+        )
+        needed = (
+            "forward_features",
+            "forward_head",
+            *(("forward_intermediates",) if self.from_blocks else ()),
+        )
         if missing := [name for name in needed if not callable(getattr(model, name, None))]:
             other = ", or another variant" if missing[0] == "forward_intermediates" else ""
             raise ValueError(f"it has no {missing[0]}; choose another model{other}")
@@ -245,7 +323,9 @@ class Localised(nn.Module):
             factor = pool_factor((R, C), side)
             grids.append((R // factor, C // factor))
         if variant in ("ce", "reg") and len(set(grids)) > 1:
-            raise ValueError(f"its offsets differ in number between input sizes, with {variant} a class each; choose one size")
+            raise ValueError(
+                f"its offsets differ in number between input sizes, with {variant} a class each; choose one size"
+            )
         self.localiser = Localiser(variant, [D for D, _, _ in shapes[0]], side, grids[0], released)
 
     @property
@@ -259,7 +339,9 @@ class Localised(nn.Module):
         like, training = next(self.model.parameters()), self.model.training
         try:
             self.model.eval()
-            _, maps = self._features(torch.zeros(1, 3, size, size, device=like.device, dtype=like.dtype))
+            _, maps = self._features(
+                torch.zeros(1, 3, size, size, device=like.device, dtype=like.dtype)
+            )
         finally:
             self.model.train(training)
         return [tuple(map_NDRC.shape[1:]) for map_NDRC in maps]
@@ -276,6 +358,10 @@ class Localised(nn.Module):
         """The model's own exceptions; of the heads timm's rule finds all, which are biases."""
         return {f"model.{name}" for name in getattr(self.model, "no_weight_decay", set)()}
 
-    def forward(self, image_NCHW: Tensor, words_NM4: Tensor, weight_N: Tensor, **more: Any) -> LocalisedOutput:
+    def forward(
+        self, image_NCHW: Tensor, words_NM4: Tensor, weight_N: Tensor, **more: Any
+    ) -> LocalisedOutput:
         features, maps = self._features(image_NCHW, **more)
-        return LocalisedOutput(self.model.forward_head(features, **more), self.localiser(maps, words_NM4, weight_N))
+        return LocalisedOutput(
+            self.model.forward_head(features, **more), self.localiser(maps, words_NM4, weight_N)
+        )

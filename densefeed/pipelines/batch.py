@@ -27,24 +27,33 @@ class Batch(NamedTuple):
     image: Tensor  # uint8 [N, H, W, 3], cropped, resized and flipped
     label: Tensor  # int64 [N]
     view: Tensor  # float32 [N, 2, 3], see densefeed/storage/geometry.py
-    shown: Tensor  # float32 [N, 4], (top, left, bottom, right): the crop; what `view` reaches beyond it is fill colour
+    # float32 [N, 4], (top, left, bottom, right): the crop; what `view` reaches beyond it is fill
+    # colour
+    shown: Tensor
     index: Tensor  # int64 [N], sample ids
-    repeat: Tensor  # int64 [N], which of a sample's `views` in this epoch; 0 without repeated augmentation
+    # int64 [N], which of a sample's `views` in this epoch; 0 without repeated augmentation
+    repeat: Tensor
     weight: Tensor  # float32 [N], 0 for padding and skipped samples
     map_logit: Tensor | None  # float16 [N, S, S, k], descending over k
-    map_class: Tensor | None  # uint16 [N, S, S, k], as stored: PyTorch can do little with it but widen it
+    map_class: (
+        Tensor | None
+    )  # uint16 [N, S, S, k], as stored: PyTorch can do little with it but widen it
     map_lse: Tensor | None  # float16 [N, S, S]
     window: Tensor | None  # float32 [N, 4]
 
     def to(self, device: torch.device) -> "Batch":
         """The batch on `device`; from pinned memory the copy does not wait."""
-        return Batch(*(None if field is None else field.to(device, non_blocking=True) for field in self))
+        return Batch(
+            *(None if field is None else field.to(device, non_blocking=True) for field in self)
+        )
 
 
 def on_device(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
-    """The batches on `device`. On a GPU each is copied from pinned memory on a side stream while the step before it runs.
+    """The batches on `device`. On a GPU each is copied from pinned memory on a side stream while
+    the step before it runs.
 
-    Nothing waits on the host: the step's stream waits for the copy, and memory is reused only after both are through with it.
+    Nothing waits on the host: the step's stream waits for the copy, and memory is reused only after
+    both are through with it.
     """
     if device.type != "cuda":
         yield from (batch.to(device) for batch in batches)
@@ -67,7 +76,9 @@ def on_device(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]
 
 
 class Loader(Protocol):
-    """What `train.py` asks of a loader. An error in any thread surfaces from `batches`, with the sample's id and path."""
+    """What `train.py` asks of a loader. An error in any thread surfaces from `batches`, with the
+    sample's id and path.
+    """
 
     plan: EpochPlan
     num_classes: int

@@ -1,19 +1,22 @@
-"""`--loader dali`: the plan's crops of a .beton or a folder, decoded and cropped by NVIDIA DALI, on a GPU resized there too.
+"""`--loader dali`: the plan's crops of a .beton or a folder, decoded and cropped by NVIDIA DALI, on
+a GPU resized there too.
 
-Which sample, which crop, flip and map row are the plan's, exactly as with `ffcv` and `folder`; DALI is fed with encoded bytes and
-boxes and draws nothing. Its pixels differ: it decodes with full-size chroma and rounds to 8 bits before they are resized, where
-our decoder resamples planes. On a CPU a crop of a photograph is within 0.3 of 255 grey levels of Pillow's crop and resize, and within
-0.6 of the other loaders', each on average over the crop (tests/pipelines/test_dali.py; images one to three pixels wide up to 4.4);
-on a GPU the JPEG decoder is another one.
+Which sample, which crop, flip and map row are the plan's, exactly as with `ffcv` and `folder`; DALI
+is fed with encoded bytes and boxes and draws nothing. Its pixels differ: it decodes with full-size
+chroma and rounds to 8 bits before they are resized, where our decoder resamples planes. On a CPU a
+crop of a photograph is within 0.3 of 255 grey levels of Pillow's crop and resize, and within 0.6 of
+the other loaders', each on average over the crop (tests/pipelines/test_dali.py; images one to three
+pixels wide up to 4.4); on a GPU the JPEG decoder is another one.
 
-What stands before DALI: our threads read the bytes, cut the segments that the crop needs out of an indexed JPEG (their checksums
-looked at), and look for damage in all of a JPEG without index whose bytes were not looked at before (the CRC-32 of 33 kB takes 3 µs),
-since DALI takes most of it for pixels, and the rest breaks its pipeline. What DALI cannot have (raw pixels, JPEGs in which damage
-was found, perhaps outside the crop, and whatever breaks the pipeline anyway) our own decoder decodes, or refuses as in the other
-loaders.
-Cut JPEGs are 0.34 as long as whole ones on average over 500 px photographs, and on a CPU DALI then decodes 1.2 times as many as
-with its own region decoder on whole JPEGs. There our threads resize and mirror what it has decoded, straight into the batch:
-DALI's own resize takes 1.2 ms of the 1.65 ms that an image would take with it.
+What stands before DALI: our threads read the bytes, cut the segments that the crop needs out of an
+indexed JPEG (their checksums looked at), and look for damage in all of a JPEG without index whose
+bytes were not looked at before (the CRC-32 of 33 kB takes 3 µs), since DALI takes most of it for
+pixels, and the rest breaks its pipeline. What DALI cannot have (raw pixels, JPEGs in which damage
+was found, perhaps outside the crop, and whatever breaks the pipeline anyway) our own decoder
+decodes, or refuses as in the other loaders. Cut JPEGs are 0.34 as long as whole ones on average
+over 500 px photographs, and on a CPU DALI then decodes 1.2 times as many as with its own region
+decoder on whole JPEGs. There our threads resize and mirror what it has decoded, straight into the
+batch: DALI's own resize takes 1.2 ms of the 1.65 ms that an image would take with it.
 """
 
 import atexit
@@ -45,17 +48,23 @@ if TYPE_CHECKING:
     from nvidia.dali import Pipeline
 
 INSIDE = 2  # runs of DALI at once, so that it need not wait for Python between them
-# Samples of a run: enough for every thread to have several, few enough that what a run decodes takes little memory and that a loader
-# which is left ends soon.
+# Samples of a run: enough for every thread to have several, few enough that what a run decodes
+# takes little memory and that a loader which is left ends soon.
 LEAST_RUN, RUN_PER_THREAD = 64, 8
-RUN_PIXELS = 2**22  # of a run's JPEGs, for each thread: 22 images of 500 x 375, or one of 12 megapixels, which takes 0.1 s
-HARDWARE_SHARE = 0.65  # of the JPEGs that the GPU's own engine takes, where it has one; DALI's default
+# of a run's JPEGs, for each thread: 22 images of 500 x 375, or one of 12 megapixels, which takes
+# 0.1 s
+RUN_PIXELS = 2**22
+HARDWARE_SHARE = (
+    0.65  # of the JPEGs that the GPU's own engine takes, where it has one; DALI's default
+)
 CPU = torch.device("cpu")
 _built: weakref.WeakSet["Pipeline"] = weakref.WeakSet()  # by this process
 _forked = False  # from a process that had built some
 PAUSE = 0.0005  # seconds between looks at what the native threads have ready
 PROBE_SECONDS = 120  # importing PyTorch and DALI from a network disk takes most of it
-FAILURES = 3  # runs in a row that DALI breaks off though our decoder finds nothing wrong: then DALI itself is what is wrong
+# runs in a row that DALI breaks off though our decoder finds nothing wrong: then DALI itself is
+# what is wrong
+FAILURES = 3
 
 
 @functools.cache
@@ -68,13 +77,15 @@ def check_installed() -> None:
             f"--loader dali needs NVIDIA DALI ({error}); pip install nvidia-dali-cuda130 (nvidia-dali-cuda120 for older drivers)"
         ) from error
     os.register_at_fork(after_in_child=_forget)
-    # When the interpreter ends, what was registered last comes first: our threads are to be gone before DALI ends its pipelines.
+    # When the interpreter ends, what was registered last comes first: our threads are to be gone
+    # before DALI ends its pipelines.
     atexit.register(_stop_all)
 
 
 def _forget() -> None:
-    """In a forked child: DALI's threads are not there, and at its end DALI would wait for them, or crash. So its pipelines are left
-    alone for ever, and it is used no more."""
+    """In a forked child: DALI's threads are not there, and at its end DALI would wait for them, or
+    crash. So its pipelines are left alone for ever, and it is used no more.
+    """
     global _forked
     _forked = bool(_built)
     for pipeline in _built:
@@ -88,32 +99,56 @@ def _stop_all() -> None:
 
 
 def build(run: int, threads: int, device: int | None, regions: bool, resize: bool) -> "Pipeline":
-    """DALI's pipeline of up to `run` samples: JPEGs and boxes in, uint8 `[N, size, size, 3]` or the boxes' own pixels out.
+    """DALI's pipeline of up to `run` samples: JPEGs and boxes in, uint8 `[N, size, size, 3]` or the
+    boxes' own pixels out.
 
     Args:
         device: number of the GPU, None for a CPU pipeline.
-        regions: decode only the box of each JPEG; else all of it, and cut the box out then. The same pixels.
-        resize: without, what comes out are the boxes' pixels as they are, uint8 `[height, width, 3]` each.
+        regions: decode only the box of each JPEG; else all of it, and cut the box out then. The
+            same pixels.
+        resize: without, what comes out are the boxes' pixels as they are, uint8 `[height, width,
+            3]` each.
     """
     from nvidia.dali import Pipeline, fn, types
 
-    # A queue of one: a longer one would have DALI ask for several runs before it begins the first. It takes more all the same.
-    pipeline = Pipeline(batch_size=run, num_threads=threads, device_id=device, prefetch_queue_depth=1, exec_dynamic=True)
+    # A queue of one: a longer one would have DALI ask for several runs before it begins the first.
+    # It takes more all the same.
+    pipeline = Pipeline(
+        batch_size=run,
+        num_threads=threads,
+        device_id=device,
+        prefetch_queue_depth=1,
+        exec_dynamic=True,
+    )
     with pipeline:
         encoded = fn.external_source(name="encoded", dtype=types.UINT8, ndim=1, no_copy=True)
-        anchor, shape = (fn.external_source(name=name, dtype=types.INT32, ndim=1) for name in ("anchor", "shape"))
+        anchor, shape = (
+            fn.external_source(name=name, dtype=types.INT32, ndim=1) for name in ("anchor", "shape")
+        )
         if resize:
-            start, end, size = (fn.external_source(name=name, dtype=types.FLOAT, ndim=1) for name in ("start", "end", "size"))
+            start, end, size = (
+                fn.external_source(name=name, dtype=types.FLOAT, ndim=1)
+                for name in ("start", "end", "size")
+            )
         how = {"output_type": types.RGB, "adjust_orientation": False}
         if device is not None:  # chroma interpolated as libjpeg does
-            how |= {"device": "mixed", "hw_decoder_load": HARDWARE_SHARE, "jpeg_fancy_upsampling": True}
+            how |= {
+                "device": "mixed",
+                "hw_decoder_load": HARDWARE_SHARE,
+                "jpeg_fancy_upsampling": True,
+            }
         if regions:
             image = fn.decoders.image_slice(encoded, anchor, shape, axis_names="HW", **how)
         else:
             image = fn.slice(fn.decoders.image(encoded, **how), anchor, shape, axis_names="HW")
         if resize:
             image = fn.resize(
-                image, size=size, roi_start=start, roi_end=end, interp_type=types.INTERP_TRIANGULAR, antialias=True
+                image,
+                size=size,
+                roi_start=start,
+                roi_end=end,
+                interp_type=types.INTERP_TRIANGULAR,
+                antialias=True,
             )
         pipeline.set_outputs(image)
     pipeline.build()
@@ -122,11 +157,19 @@ def build(run: int, threads: int, device: int | None, regions: bool, resize: boo
 
 
 def pixels_of(box_N4: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The pixels that boxes touch, the native decoder's rule: first row and column, and those behind the last, `[N, 2]` each."""
+    """The pixels that boxes touch, the native decoder's rule: first row and column, and those
+    behind the last, `[N, 2]` each.
+    """
     return np.floor(box_N4[:, :2]), np.ceil(box_N4[:, :2] + box_N4[:, 2:] - 1e-9)
 
 
-def feed(pipeline: "Pipeline", jpegs: list[np.ndarray], box_N4: np.ndarray, flip_N: np.ndarray, size: int | None) -> None:
+def feed(
+    pipeline: "Pipeline",
+    jpegs: list[np.ndarray],
+    box_N4: np.ndarray,
+    flip_N: np.ndarray,
+    size: int | None,
+) -> None:
     """Begin a run. `jpegs` must live until it is over.
 
     Args:
@@ -136,10 +179,17 @@ def feed(pipeline: "Pipeline", jpegs: list[np.ndarray], box_N4: np.ndarray, flip
         size: of what comes out, pixels; None if the pipeline resizes (and mirrors) nothing.
     """
     low, high = pixels_of(box_N4)
-    inputs = {"encoded": jpegs, "anchor": low.astype(np.int32), "shape": (high - low).astype(np.int32)}
+    inputs = {
+        "encoded": jpegs,
+        "anchor": low.astype(np.int32),
+        "shape": (high - low).astype(np.int32),
+    }
     start = (box_N4[:, :2] - low).astype(np.float32)
     end = start + box_N4[:, 2:].astype(np.float32)
-    start[flip_N, 1], end[flip_N, 1] = end[flip_N, 1], start[flip_N, 1]  # from right to left: mirrored, and no further pass
+    start[flip_N, 1], end[flip_N, 1] = (
+        end[flip_N, 1],
+        start[flip_N, 1],
+    )  # from right to left: mirrored, and no further pass
     if size is not None:
         inputs |= {"start": start, "end": end, "size": np.full((len(jpegs), 2), size, np.float32)}
     for name, value in inputs.items():
@@ -151,14 +201,18 @@ def feed(pipeline: "Pipeline", jpegs: list[np.ndarray], box_N4: np.ndarray, flip
 
 
 def try_regions(device: int) -> None:
-    """Decode boxes of JPEGs on a GPU, and compare with a CPU. An exception if they differ; it may as well end the process."""
+    """Decode boxes of JPEGs on a GPU, and compare with a CPU. An exception if they differ; it may
+    as well end the process.
+    """
     rng = np.random.default_rng(0)
     jpegs, boxes = [], []
     for number in range(32):
         height, width = int(rng.integers(40, 400)), int(rng.integers(40, 400))
         out = io.BytesIO()
         coarse = Image.fromarray(rng.integers(0, 256, (8, 8, 3), dtype=np.uint8))
-        coarse.resize((width, height), Image.Resampling.BICUBIC).save(out, "JPEG", quality=90, subsampling=(0, 2)[number % 2])
+        coarse.resize((width, height), Image.Resampling.BICUBIC).save(
+            out, "JPEG", quality=90, subsampling=(0, 2)[number % 2]
+        )
         jpegs.append(np.frombuffer(out.getvalue(), np.uint8))
         tall, wide = int(rng.integers(8, height)), int(rng.integers(8, width))
         boxes.append((rng.integers(height - tall), rng.integers(width - wide), tall, wide))
@@ -178,23 +232,38 @@ def failure_of(words: list[str], seconds: float) -> str:
     # The child finds our modules where this process found them, installed or not.
     known = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     try:
-        done = subprocess.run(words, env=known, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=seconds)
+        done = subprocess.run(
+            words,
+            env=known,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=seconds,
+        )
     except subprocess.TimeoutExpired:
         return f"did not answer within {seconds:g} s"
     if done.returncode < 0:
         return f"died of signal {-done.returncode}"
     lines = done.stderr.strip().splitlines()
-    return f"failed ({lines[-1].strip() if lines else f'exit code {done.returncode}'})" if done.returncode else ""
+    return (
+        f"failed ({lines[-1].strip() if lines else f'exit code {done.returncode}'})"
+        if done.returncode
+        else ""
+    )
 
 
 @functools.cache
 def why_no_regions(device: int) -> str:
     """Why this GPU's decoder cannot be given regions; empty if it can.
 
-    Tried in a child, since nvImageCodec 0.9, which DALI 2.3 and 2.4 come with, was reported to end the process with SIGSEGV on
-    H100 and B200, and to refuse regions on A100 (NVIDIA/nvImageCodec, issue 55).
+    Tried in a child, since nvImageCodec 0.9, which DALI 2.3 and 2.4 come with, was reported to end
+    the process with SIGSEGV on H100 and B200, and to refuse regions on A100 (NVIDIA/nvImageCodec,
+    issue 55).
     """
-    return failure_of([sys.executable, "-c", f"from {__name__} import try_regions; try_regions({device})"], PROBE_SECONDS)
+    return failure_of(
+        [sys.executable, "-c", f"from {__name__} import try_regions; try_regions({device})"],
+        PROBE_SECONDS,
+    )
 
 
 # ------------------------------------------------------------------------- the thread that has the pipeline
@@ -204,9 +273,22 @@ class _Work:
     """A batch on its way through the native threads and DALI."""
 
     def __init__(
-        self, job: native.Job, parts: native.Parts | None, cuts: np.ndarray, ids: np.ndarray, size: int, image: Tensor | None
+        self,
+        job: native.Job,
+        parts: native.Parts | None,
+        cuts: np.ndarray,
+        ids: np.ndarray,
+        size: int,
+        image: Tensor | None,
     ) -> None:
-        self.job, self.parts, self.cuts, self.ids, self.size, self.image = job, parts, cuts, ids, size, image
+        self.job, self.parts, self.cuts, self.ids, self.size, self.image = (
+            job,
+            parts,
+            cuts,
+            ids,
+            size,
+            image,
+        )
         self.runs = 0  # begun and not yet over
         self.cancelled = False
         self.error: BaseException | None = None
@@ -224,17 +306,28 @@ class _Run(NamedTuple):
 class _Engine:
     """A thread that alone touches the pipeline, from its making to its end.
 
-    It feeds DALI in runs of `rows` samples, and what comes out is put into the batch's own memory: on a CPU by the native threads,
-    which resize it on its way, on a GPU by a copy. That makes a batch safe there: PyTorch's allocator does not know DALI's memory,
-    so it could not wait for the streams that still use it. The copies are over before the batch is handed on; streams of the
+    It feeds DALI in runs of `rows` samples, and what comes out is put into the batch's own memory:
+    on a CPU by the native threads, which resize it on its way, on a GPU by a copy. That makes a
+    batch safe there: PyTorch's allocator does not know DALI's memory, so it could not wait for the
+    streams that still use it. The copies are over before the batch is handed on; streams of the
     consumer need not wait for any.
     """
 
     alive: ClassVar[weakref.WeakSet] = weakref.WeakSet()
 
-    def __init__(self, pool: native.Pool, threads: int, rows: int, device: torch.device, regions: bool, samples: int) -> None:
+    def __init__(
+        self,
+        pool: native.Pool,
+        threads: int,
+        rows: int,
+        device: torch.device,
+        regions: bool,
+        samples: int,
+    ) -> None:
         self.pool, self.works, self.closing = pool, queue.SimpleQueue(), False
-        self.sound = np.zeros(samples, np.uint64)  # which bytes were looked at as a whole and no damage found, see native.CUT
+        self.sound = np.zeros(
+            samples, np.uint64
+        )  # which bytes were looked at as a whole and no damage found, see native.CUT
         self._number = None if device.type == "cpu" else device.index or 0
         self._threads, self._rows, self._device, self._regions = threads, rows, device, regions
         self._pipeline: Pipeline | None = None
@@ -250,7 +343,9 @@ class _Engine:
             self.closing = True
             self.works.put(None)
             self.pool.close()
-            if threading.current_thread() is not self._thread:  # the garbage collector may run anywhere
+            if (
+                threading.current_thread() is not self._thread
+            ):  # the garbage collector may run anywhere
                 self._thread.join()
 
     def _run(self) -> None:
@@ -297,8 +392,13 @@ class _Engine:
         good = samples["status"] == native.OK
         self.sound[work.ids[good]] = cuts["sound"][good]
         if work.image is None:
-            work.image = torch.empty((len(samples), work.size, work.size, 3), dtype=torch.uint8, device=self._device)
-        rows, others = np.flatnonzero(good & (cuts["length"] > 0)), np.flatnonzero(good & (cuts["length"] == 0))
+            work.image = torch.empty(
+                (len(samples), work.size, work.size, 3), dtype=torch.uint8, device=self._device
+            )
+        rows, others = (
+            np.flatnonzero(good & (cuts["length"] > 0)),
+            np.flatnonzero(good & (cuts["length"] == 0)),
+        )
         work.runs += 1  # this one
         for some in self._runs(rows, cuts["height"][rows].astype(np.int64) * cuts["width"][rows]):
             if work.cancelled or self.closing:
@@ -310,8 +410,8 @@ class _Engine:
             self._feed(_Run(work, some, jpegs))
         if len(others):
             self._decode(work, others)
-        # The check looks at all of a JPEG, so its damage may lie outside the crop: whether it can be used our own decoder says, as
-        # it does in the other loaders, and of the map with it.
+        # The check looks at all of a JPEG, so its damage may lie outside the crop: whether it can
+        # be used our own decoder says, as it does in the other loaders, and of the map with it.
         for row in np.flatnonzero(~good):
             self._decode(work, row[None], work.parts and work.parts.of(row))
         work.runs -= 1
@@ -328,7 +428,10 @@ class _Engine:
         """Rows whose JPEGs have so many pixels, in runs; one at least in each."""
         ends, load = [], 0
         for n, more in enumerate(pixels.tolist()):
-            if n and (n - (ends[-1] if ends else 0) == self._rows or load + more > RUN_PIXELS * self._threads):
+            if n and (
+                n - (ends[-1] if ends else 0) == self._rows
+                or load + more > RUN_PIXELS * self._threads
+            ):
                 ends.append(n)
                 load = 0
             load += more
@@ -342,8 +445,16 @@ class _Engine:
         box[:, 1] -= cuts["left"]
         try:
             if self._pipeline is None:
-                self._pipeline = build(self._rows, self._threads, self._number, self._regions, self._number is not None)
-            feed(self._pipeline, run.jpegs, box, samples["flip"] != 0, None if self._number is None else work.size)
+                self._pipeline = build(
+                    self._rows, self._threads, self._number, self._regions, self._number is not None
+                )
+            feed(
+                self._pipeline,
+                run.jpegs,
+                box,
+                samples["flip"] != 0,
+                None if self._number is None else work.size,
+            )
         except Exception as error:  # of this run, or of one before it
             while self._inside:
                 self._collect()
@@ -371,24 +482,38 @@ class _Engine:
         self._end(run.work)
 
     def _copy(self, work: _Work, rows: np.ndarray, pixels: object) -> None:
-        """`pixels`, DALI's tensor or an array, uint8 `[len(rows), size, size, 3]`, to these rows of the work's image."""
+        """`pixels`, DALI's tensor or an array, uint8 `[len(rows), size, size, 3]`, to these rows of
+        the work's image.
+        """
         if self._number is None:
             work.image.numpy()[rows] = np.asarray(pixels)
         else:
-            work.image[torch.from_numpy(rows).to(self._device)] = torch.from_dlpack(pixels).to(self._device)
-            torch.cuda.current_stream().synchronize()  # DALI may use the memory of `pixels` again from here on
+            work.image[torch.from_numpy(rows).to(self._device)] = torch.from_dlpack(pixels).to(
+                self._device
+            )
+            # DALI may use the memory of `pixels` again from here on
+            torch.cuda.current_stream().synchronize()
 
     def _resample(self, run: _Run, crops: object) -> None:
-        """Have the native threads resize and mirror `crops`, DALI's list of uint8 `[height, width, 3]`, into the work's image."""
+        """Have the native threads resize and mirror `crops`, DALI's list of uint8 `[height, width,
+        3]`, into the work's image.
+        """
         work, rows = run.work, run.rows
         some = work.job.samples[rows]
         low, high = pixels_of(some["box"])
         some["box"][:, :2] -= low
         some["height"], some["width"] = (high - low).T
         some["bytes"] = [crops[n].data_ptr() for n in range(len(rows))]
-        some["kind"], some["length"] = native.RAW, 3 * some["height"].astype(np.int64) * some["width"]
+        some["kind"], some["length"] = (
+            native.RAW,
+            3 * some["height"].astype(np.int64) * some["width"],
+        )
         together = rows[-1] - rows[0] + 1 == len(rows)
-        pixels = work.image.numpy()[rows[0] : rows[-1] + 1] if together else np.empty((len(rows), *work.image.shape[1:]), np.uint8)
+        pixels = (
+            work.image.numpy()[rows[0] : rows[-1] + 1]
+            if together
+            else np.empty((len(rows), *work.image.shape[1:]), np.uint8)
+        )
         job = native.Job(some, pixels, keep=crops)
         self.pool.submit(job)
         while not self.pool.ended(job):
@@ -399,8 +524,13 @@ class _Engine:
             self._copy(work, rows, pixels)
 
     def _decode(self, work: _Work, rows: np.ndarray, parts: native.Parts | None = None) -> None:
-        """Decode these rows with the native decoder, and their maps if `parts` says so; note in the work's samples how it went."""
-        some, pixels = work.job.samples[rows], np.empty((len(rows), work.size, work.size, 3), np.uint8)
+        """Decode these rows with the native decoder, and their maps if `parts` says so; note in the
+        work's samples how it went.
+        """
+        some, pixels = (
+            work.job.samples[rows],
+            np.empty((len(rows), work.size, work.size, 3), np.uint8),
+        )
         job = native.Job(some, pixels, parts, keep=work.job)
         self.pool.submit(job)
         self._prepared(job)
@@ -408,8 +538,9 @@ class _Engine:
         self._copy(work, rows, pixels)
 
     def _recover(self, run: _Run, error: Exception) -> None:
-        """DALI broke a run off, and its pipeline is of no use any more: decode that run here, which names its bad samples, if
-        any, and give the runs behind it to a new pipeline."""
+        """DALI broke a run off, and its pipeline is of no use any more: decode that run here, which
+        names its bad samples, if any, and give the runs behind it to a new pipeline.
+        """
         later, self._pipeline = list(self._inside), None
         self._inside.clear()
         work, rows = run.work, run.rows
@@ -428,7 +559,11 @@ class _Engine:
                 ) from error
             if not bad.any():
                 named = f"{len(rows)} samples, {work.ids[rows[0]]} first"
-                print(f"DALI broke off a run of {named} ({why}); our own decoder has read them", file=sys.stderr, flush=True)
+                print(
+                    f"DALI broke off a run of {named} ({why}); our own decoder has read them",
+                    file=sys.stderr,
+                    flush=True,
+                )
         finally:
             for other in later:
                 self._guarded(other.work, self._feed, other)
@@ -442,10 +577,12 @@ class DaliLoader(ThreadedLoader):
 
     Args:
         source: the samples: FfcvSource or FolderSource.
-        device: where DALI decodes. With CUDA a batch's image is there already, and all else in pinned memory.
+        device: where DALI decodes. With CUDA a batch's image is there already, and all else in
+            pinned memory.
         plan, threads, on_bad_sample, maps: as ThreadedLoader's.
 
-    Raises UserError if DALI is not installed, and in a process that was forked while DALI was at work.
+    Raises UserError if DALI is not installed, and in a process that was forked while DALI was at
+    work.
     """
 
     def __init__(
@@ -459,7 +596,9 @@ class DaliLoader(ThreadedLoader):
     ) -> None:
         check_installed()
         if _forked:
-            raise UserError("this process was forked from one that used DALI, which works in none; start processes by spawn")
+            raise UserError(
+                "this process was forked from one that used DALI, which works in none; start processes by spawn"
+            )
         super().__init__(source, plan, threads, on_bad_sample, maps)
         regions, self._device = True, device
         if device.type != "cpu":
@@ -478,14 +617,20 @@ class DaliLoader(ThreadedLoader):
         self._end()
         super().close()
 
-    def _begin(self, samples: np.ndarray, ids: np.ndarray, size: int, maps: MapRows | None, keep: object) -> _Work:
+    def _begin(
+        self, samples: np.ndarray, ids: np.ndarray, size: int, maps: MapRows | None, keep: object
+    ) -> _Work:
         lengths = np.where(samples["kind"] == native.RAW, 0, samples["length"])
         room, cuts = np.empty(int(lengths.sum()), np.uint8), np.zeros(len(ids), native.CUT)
         cuts["bytes"] = room.ctypes.data + np.cumsum(lengths) - lengths
         cuts["sound"] = self._engine.sound[ids]
         parts = maps.parts if maps else None
         job = native.Job(samples, cuts, parts, [keep, room])
-        image = self._memory.empty((len(ids), size, size, 3), torch.uint8) if self._device.type == "cpu" else None
+        image = (
+            self._memory.empty((len(ids), size, size, 3), torch.uint8)
+            if self._device.type == "cpu"
+            else None
+        )
         work = _Work(job, parts, cuts, ids, size, image)
         self._pool.submit(job)
         self._engine.works.put(work)

@@ -1,4 +1,6 @@
-"""`--loader ffcv`: an FFCV dataset (.beton), with its score maps inside it or in an HDF5 file beside it."""
+"""`--loader ffcv`: an FFCV dataset (.beton), with its score maps inside it or in an HDF5 file
+beside it.
+"""
 
 from pathlib import Path
 
@@ -28,11 +30,16 @@ def map_fields(side: int, top_k: int) -> list[Field]:
 
 def map_arrays(maps: ScoreMaps, row: int) -> tuple[np.ndarray, ...]:
     """Row `row` of `maps` as the arrays of `map_fields`."""
-    return np.stack([maps.logit[row].view("<i2"), maps.cls[row].view("<i2")]), maps.lse[row].view("<i2"), maps.window[row]
+    return (
+        np.stack([maps.logit[row].view("<i2"), maps.cls[row].view("<i2")]),
+        maps.lse[row].view("<i2"),
+        maps.window[row],
+    )
 
 
 class FfcvSource:
-    """Samples of a .beton, or of all that match a pattern (`train-*.beton`, read as one in the order of their names).
+    """Samples of a .beton, or of all that match a pattern (`train-*.beton`, read as one in the
+    order of their names).
 
     `maps` names a store for files that carry no maps of their own.
     """
@@ -40,13 +47,21 @@ class FfcvSource:
     remedy = "copy the file again, or pack it again"
 
     def __init__(self, path: Path, maps: Path | None = None) -> None:
-        paths = sorted(path.parent.glob(path.name)) if any(sign in path.name for sign in "*?[") else [path]
+        paths = (
+            sorted(path.parent.glob(path.name))
+            if any(sign in path.name for sign in "*?[")
+            else [path]
+        )
         if not paths:
-            raise UserError(f"{path} matches no file; check the pattern, or pack the files with tools/pack_dataset.py")
+            raise UserError(
+                f"{path} matches no file; check the pattern, or pack the files with tools/pack_dataset.py"
+            )
         self._beton = Beton(paths)
         self.labels = self._beton.labels
         notes = self._beton.notes
-        self.class_names = notes.get("class_names") or [str(number) for number in range(int(self.labels.max()) + 1)]
+        self.class_names = notes.get("class_names") or [
+            str(number) for number in range(int(self.labels.max()) + 1)
+        ]
         num_classes = len(self.class_names)
         if self.labels.min() < 0 or self.labels.max() >= num_classes:
             raise UserError(
@@ -56,7 +71,8 @@ class FfcvSource:
         self.spec, self._store = None, None
         if maps is not None:
             self._store = ScoreMapStore(maps)
-            # A file packed by FFCV itself has no fingerprint; all that can be compared is the number of images.
+            # A file packed by FFCV itself has no fingerprint; all that can be compared is the
+            # number of images.
             if not notes and len(self._store) != len(self._beton):
                 raise UserError(
                     f"{maps} holds {len(self._store)} maps but {path} holds {len(self._beton)} images; relabel {path}'s images"
@@ -75,7 +91,14 @@ class FfcvSource:
             self.spec = spec_of(self._store, num_classes)
         elif "absent" in notes and self._beton.has("map"):  # a stranger's field may have that name
             side, top_k = self._beton.field("map").shape[2:]
-            self.spec = LabelSpec(side, top_k, num_classes, notes["absent"], notes["max_palette"], notes["min_window_side"])
+            self.spec = LabelSpec(
+                side,
+                top_k,
+                num_classes,
+                notes["absent"],
+                notes["max_palette"],
+                notes["min_window_side"],
+            )
 
     def where(self, index: int) -> str:
         return self._beton.where(index)
@@ -103,12 +126,17 @@ class FfcvSource:
         if self._store is not None:
             return store_rows(self._store, ids, memory)
         fields = map_tensors(len(ids), self.spec.side, self.spec.top_k, memory)
-        (file, both), (_, lse), (_, window) = (self._beton.array_offsets(name, ids) for name in MAP_FIELDS)
-        # The field `map` is logits and then classes; together with the others in this order the checksum covers them.
+        (file, both), (_, lse), (_, window) = (
+            self._beton.array_offsets(name, ids) for name in MAP_FIELDS
+        )
+        # The field `map` is logits and then classes; together with the others in this order the
+        # checksum covers them.
         offsets = np.stack([both, both + fields.logit[0].nbytes, lse, window], axis=1)
         files = np.repeat(file[:, None], 4, axis=1)
         crcs = None if self._beton.crcs is None else self._beton.crcs[ids]
-        return MapRows(native.Parts(files, offsets, [field.numpy() for field in fields], crcs), fields)
+        return MapRows(
+            native.Parts(files, offsets, [field.numpy() for field in fields], crcs), fields
+        )
 
     def check_map(self, index: int) -> None:
         if self._store is not None:
@@ -121,7 +149,9 @@ class FfcvSource:
             return store_maps(self._store, ids)
         rows = self._beton.arrays(ids, MAP_FIELDS)
         both = rows["map"]
-        return ScoreMaps(both[:, 0].view("<f2"), both[:, 1].view("<u2"), rows["lse"].view("<f2"), rows["window"])
+        return ScoreMaps(
+            both[:, 0].view("<f2"), both[:, 1].view("<u2"), rows["lse"].view("<f2"), rows["window"]
+        )
 
     def close(self) -> None:
         self._beton.close()

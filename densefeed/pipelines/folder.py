@@ -1,4 +1,6 @@
-"""`--loader folder`: a folder of images (any dataset that timm reads), with the score maps in an HDF5 file beside it."""
+"""`--loader folder`: a folder of images (any dataset that timm reads), with the score maps in an
+HDF5 file beside it.
+"""
 
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -29,9 +31,11 @@ class _File(NamedTuple):
 
 
 class FolderSource:
-    """Images of a folder, and their score maps if `maps` names a store made for exactly this folder.
+    """Images of a folder, and their score maps if `maps` names a store made for exactly this
+    folder.
 
-    Files are read on `threads` threads; what is no grey or RGB JPEG (PNG, WebP, CMYK, ...) is decoded there by Pillow.
+    Files are read on `threads` threads; what is no grey or RGB JPEG (PNG, WebP, CMYK, ...) is
+    decoded there by Pillow.
     """
 
     remedy = "replace or remove this file"
@@ -52,15 +56,26 @@ class FolderSource:
         """Files lie anywhere, so there is no long run to read."""
 
     def begin(self, ids: np.ndarray) -> Fetch:
-        chunks = [self._readers.submit(self._read, ids[at : at + CHUNK]) for at in range(0, len(ids), CHUNK)]
+        chunks = [
+            self._readers.submit(self._read, ids[at : at + CHUNK])
+            for at in range(0, len(ids), CHUNK)
+        ]
 
         def fetched() -> Encoded:
             files = [file for chunk in chunks for file in chunk.result()]
-            good = [file if isinstance(file, _File) else _File(np.empty(0, np.uint8), native.JPEG, 1, 1) for file in files]
+            good = [
+                file if isinstance(file, _File) else _File(np.empty(0, np.uint8), native.JPEG, 1, 1)
+                for file in files
+            ]
             samples = np.zeros(len(files), native.SAMPLE)
-            samples["bytes"], samples["length"] = [f.content.ctypes.data for f in good], [len(f.content) for f in good]
+            samples["bytes"], samples["length"] = (
+                [f.content.ctypes.data for f in good],
+                [len(f.content) for f in good],
+            )
             samples["kind"], samples["height"], samples["width"] = np.array([f[1:] for f in good]).T
-            return Encoded(samples, {n: file for n, file in enumerate(files) if isinstance(file, str)}, good)
+            return Encoded(
+                samples, {n: file for n, file in enumerate(files) if isinstance(file, str)}, good
+            )
 
         return Fetch(fetched, lambda: [chunk.cancel() for chunk in chunks])
 
@@ -71,7 +86,9 @@ class FolderSource:
             try:
                 content = self._images.read(index)
                 try:
-                    files.append(_File(np.frombuffer(content, np.uint8), native.JPEG, *native.probe(content)))
+                    files.append(
+                        _File(np.frombuffer(content, np.uint8), native.JPEG, *native.probe(content))
+                    )
                 except native.JpegError:  # Pillow reads it, or says what is wrong
                     pixels = np.asarray(decode(content, self.where(index)))
                     files.append(_File(pixels.reshape(-1), native.RAW, *pixels.shape[:2]))
@@ -105,12 +122,16 @@ def store_rows(store: ScoreMapStore, ids: np.ndarray, memory: Memory) -> MapRows
     fields = map_tensors(len(ids), side, top_k, memory)
     file, offsets = store.places(ids)
     packed = native.Packed(store.packed.palette[ids], store.packed.levels) if store.packed else None
-    parts = native.Parts(np.full(offsets.shape, file), offsets, [f.numpy() for f in fields], store.crcs[ids], packed)
+    parts = native.Parts(
+        np.full(offsets.shape, file), offsets, [f.numpy() for f in fields], store.crcs[ids], packed
+    )
     return MapRows(parts, fields)
 
 
 def store_maps(store: ScoreMapStore, ids: np.ndarray) -> ScoreMaps:
-    """`store.rows(ids)`, read by the library: compact rows in 3 microseconds each, where numpy needs 17."""
+    """`store.rows(ids)`, read by the library: compact rows in 3 microseconds each, where numpy
+    needs 17.
+    """
     rows = store_rows(store, ids, Memory())
     for n in np.flatnonzero(native.read_maps(rows.parts)):
         check_row(store, int(ids[n]))  # says what is wrong
@@ -138,11 +159,20 @@ def map_tensors(count: int, side: int, top_k: int, memory: Memory) -> ScoreMaps:
 
 
 def spec_of(store: ScoreMapStore, num_classes: int) -> LabelSpec:
-    """What the step must know of a store. UserError if it scores other classes than the dataset has, or holds impossible values."""
+    """What the step must know of a store. UserError if it scores other classes than the dataset
+    has, or holds impossible values.
+    """
     header = store.header
     if header.num_classes != num_classes:
         raise UserError(
             f"{store.path} scores {header.num_classes} classes but the data has {num_classes}; relabel with a teacher of the same classes"
         )
     store.check_values()
-    return LabelSpec(header.side, header.top_k, num_classes, header.absent, store.max_palette, store.min_window_side)
+    return LabelSpec(
+        header.side,
+        header.top_k,
+        num_classes,
+        header.absent,
+        store.max_palette,
+        store.min_window_side,
+    )

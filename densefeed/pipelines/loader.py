@@ -1,8 +1,10 @@
-"""The loader behind `--loader folder` and `--loader ffcv`: the plan's crops of a source, decoded by native threads.
+"""The loader behind `--loader folder` and `--loader ffcv`: the plan's crops of a source, decoded by
+native threads.
 
-A source says where images and maps lie; everything else (plan, crop, resize, labels, errors) is here, once, so that the two
-loaders cannot differ in anything but the bytes they read. Python plans a batch and submits it; the threads decode it without
-ever waiting for Python's lock, which a training loop in eager mode holds nearly always.
+A source says where images and maps lie; everything else (plan, crop, resize, labels, errors) is
+here, once, so that the two loaders cannot differ in anything but the bytes they read. Python plans
+a batch and submits it; the threads decode it without ever waiting for Python's lock, which a
+training loop in eager mode holds nearly always.
 """
 
 import sys
@@ -36,7 +38,9 @@ class Encoded(NamedTuple):
 
 
 class Fetch(NamedTuple):
-    """Samples being fetched. Without `cancel` a process that ends would first read all that was asked for."""
+    """Samples being fetched. Without `cancel` a process that ends would first read all that was
+    asked for.
+    """
 
     wait: Callable[[], Encoded]
     cancel: Callable[[], object]
@@ -62,31 +66,41 @@ class Source(Protocol):
         """How an error message should name sample `index`."""
 
     def read_ahead(self, first: int, end: int) -> None:
-        """The samples `first` to `end` - 1 will be needed: if they lie together, have the system read them, without waiting."""
+        """The samples `first` to `end` - 1 will be needed: if they lie together, have the system
+        read them, without waiting.
+        """
 
     def begin(self, ids: np.ndarray) -> Fetch:
         """Begin to fetch the samples `ids`."""
 
     def image(self, index: int) -> Image.Image:
-        """Sample `index` decoded by Pillow, RGB: for what the native decoder leaves to it. UserError if it cannot be."""
+        """Sample `index` decoded by Pillow, RGB: for what the native decoder leaves to it.
+        UserError if it cannot be.
+        """
 
     def map_rows(self, ids: np.ndarray, memory: "Memory") -> MapRows:
         """Where the score maps of the samples `ids` lie; only if `spec` is not None."""
 
     def maps(self, ids: np.ndarray) -> ScoreMaps:
-        """Copies of the score maps of the samples `ids`, each checked; only if `spec` is not None."""
+        """Copies of the score maps of the samples `ids`, each checked; only if `spec` is not
+        None.
+        """
 
     def check_map(self, index: int) -> None:
-        """UserError if the score map of sample `index` cannot be read, or is damaged; only if `spec` is not None."""
+        """UserError if the score map of sample `index` cannot be read, or is damaged; only if
+        `spec` is not None.
+        """
 
     def close(self) -> None:
         """Free files and threads."""
 
 
 class Memory:
-    """Tensors for batches. Memory is used again only after the last tensor that shares it is gone, however the consumer keeps it.
+    """Tensors for batches. Memory is used again only after the last tensor that shares it is gone,
+    however the consumer keeps it.
 
-    With CUDA it is pinned, and PyTorch's own allocator does this (it also waits for copies that a stream has not finished).
+    With CUDA it is pinned, and PyTorch's own allocator does this (it also waits for copies that a
+    stream has not finished).
     """
 
     def __init__(self) -> None:
@@ -101,7 +115,9 @@ class Memory:
         nbytes = int(np.prod(shape)) * dtype.itemsize
         free = self._free.setdefault(nbytes, [])
         block = free.pop() if free else np.empty(nbytes, np.uint8)
-        view = block[:]  # the tensor holds this view, so the view dies with the tensor's last relative
+        view = block[
+            :
+        ]  # the tensor holds this view, so the view dies with the tensor's last relative
         weakref.finalize(view, free.append, block).atexit = False
         return torch.from_numpy(view).view(dtype).view(shape)
 
@@ -145,11 +161,14 @@ class ThreadedLoader:
         source: the samples.
         plan: which samples, crops and flips, and the side of the network's input in each epoch.
         threads: decoding threads.
-        on_bad_sample: `raise` stops at a sample that cannot be read, naming its id and path; `skip` gives it weight 0 and
-            the pixels of another sample of its batch (never a black image), and counts it in `skipped`.
-        maps: whether batches carry score maps, if the source has any; not for maps that are on the device (resident.py).
+        on_bad_sample: `raise` stops at a sample that cannot be read, naming its id and path; `skip`
+            gives it weight 0 and the pixels of another sample of its batch (never a black image),
+            and counts it in `skipped`.
+        maps: whether batches carry score maps, if the source has any; not for maps that are on the
+            device (resident.py).
 
-    At most AHEAD batches are in the making, beside those the consumer holds. A batch of the consumer's is never overwritten.
+    At most AHEAD batches are in the making, beside those the consumer holds. A batch of the
+    consumer's is never overwritten.
     """
 
     def __init__(
@@ -161,7 +180,11 @@ class ThreadedLoader:
         maps: bool = True,
     ) -> None:
         self.source, self.plan, self.on_bad_sample, self._maps = source, plan, on_bad_sample, maps
-        self.num_classes, self.class_names, self.labels = len(source.class_names), source.class_names, source.spec
+        self.num_classes, self.class_names, self.labels = (
+            len(source.class_names),
+            source.class_names,
+            source.spec,
+        )
         self.fingerprint, self.skipped = source.fingerprint, 0
         self._pool, self._memory = native.Pool(max(1, threads)), Memory()
 
@@ -174,11 +197,14 @@ class ThreadedLoader:
         self.source.close()
 
     def batches(self, epoch: int, start: int = 0) -> Iterator[Batch]:
-        """This rank's rows of the batches of an epoch from batch `start` on; padding has weight 0."""
+        """This rank's rows of the batches of an epoch from batch `start` on; padding has weight
+        0.
+        """
         index, view, weight = (part[start:] for part in self.plan.shard(epoch))
         rows, size = zip(index, view, weight, strict=True), self.plan.size(epoch)
         self._memory.prepare(size)
-        # One batch more is being fetched than decoded: a folder's files are read while earlier ones are decoded.
+        # One batch more is being fetched than decoded: a folder's files are read while earlier ones
+        # are decoded.
         fetching = self._fetch(zip(rows, self.plan.runs(epoch, start), strict=True))
         fetched: deque = deque()
         decoding: deque[_Begun] = deque()
@@ -193,7 +219,8 @@ class ThreadedLoader:
                     self._wait(decoding[0].decoding)
                     yield self._finish(decoding.popleft())
         except Exception:
-            self._pool.check()  # closed meanwhile, or in a forked child: that is the reason, whatever it broke first
+            # closed meanwhile, or in a forked child: that is the reason, whatever it broke first
+            self._pool.check()
             raise
         finally:
             for fetch, *_ in fetched:
@@ -201,8 +228,12 @@ class ThreadedLoader:
             for begun in decoding:
                 self._cancel(begun.decoding)
 
-    def _begin(self, samples: np.ndarray, ids: np.ndarray, size: int, maps: MapRows | None, keep: object) -> Decoding:
-        """Have the crops of `samples` decoded, at `size` pixels a side, and their `maps` copied; without waiting."""
+    def _begin(
+        self, samples: np.ndarray, ids: np.ndarray, size: int, maps: MapRows | None, keep: object
+    ) -> Decoding:
+        """Have the crops of `samples` decoded, at `size` pixels a side, and their `maps` copied;
+        without waiting.
+        """
         image = self._memory.empty((len(ids), size, size, 3), torch.uint8)
         job = native.Job(samples, image.numpy(), maps.parts if maps else None, keep)
         self._pool.submit(job)
@@ -217,17 +248,29 @@ class ThreadedLoader:
         self._pool.cancel(decoding.job)
 
     def _fetch(self, rows: Iterator[tuple]) -> Iterator[tuple]:
-        """Begin to fetch one batch after the other, and have the storage read what will be needed a window later."""
+        """Begin to fetch one batch after the other, and have the storage read what will be needed a
+        window later.
+        """
         for (ids, views, weights), runs in rows:
             for first, end in runs:
                 self.source.read_ahead(first, end)
             yield self.source.begin(ids), ids, views, weights
 
-    def _submit(self, epoch: int, size: int, fetch: Fetch, ids: np.ndarray, repeat: np.ndarray, weight: np.ndarray) -> _Begun:
+    def _submit(
+        self,
+        epoch: int,
+        size: int,
+        fetch: Fetch,
+        ids: np.ndarray,
+        repeat: np.ndarray,
+        weight: np.ndarray,
+    ) -> _Begun:
         """Plan a batch's crops and have them decoded."""
         encoded = fetch.wait()
         samples = encoded.samples
-        samples["box"], samples["flip"] = self.plan.crops(epoch, ids, samples["height"], samples["width"], repeat)
+        samples["box"], samples["flip"] = self.plan.crops(
+            epoch, ids, samples["height"], samples["width"], repeat
+        )
         views = crop_views(samples["box"], samples["flip"], samples["height"], samples["width"])
         maps = self.source.map_rows(ids, self._memory) if self.labels and self._maps else None
         decoding = self._begin(samples, ids, size, maps, encoded.keep)
@@ -236,15 +279,34 @@ class ThreadedLoader:
     def _finish(self, begun: _Begun) -> Batch:
         """Look after a decoded batch's bad samples, and make tensors of it."""
         ids, weight, views = begun.ids.copy(), begun.weight.copy(), begun.views
-        bad = [row for row in np.flatnonzero(begun.decoding.job.samples["status"]).tolist() if not self._mend(begun, row)]
+        bad = [
+            row
+            for row in np.flatnonzero(begun.decoding.job.samples["status"]).tolist()
+            if not self._mend(begun, row)
+        ]
         batch = Batch(
-            image=begun.decoding.image, label=torch.from_numpy(self.source.labels[ids]), view=torch.from_numpy(views),
-            shown=torch.from_numpy(shown_boxes(views)), index=torch.from_numpy(ids),
-            repeat=torch.from_numpy(begun.repeat.copy()), weight=torch.from_numpy(weight),
-            map_logit=None, map_class=None, map_lse=None, window=None,
-        )  # fmt: skip
+            image=begun.decoding.image,
+            label=torch.from_numpy(self.source.labels[ids]),
+            view=torch.from_numpy(views),
+            shown=torch.from_numpy(shown_boxes(views)),
+            index=torch.from_numpy(ids),
+            repeat=torch.from_numpy(begun.repeat.copy()),
+            weight=torch.from_numpy(weight),
+            map_logit=None,
+            map_class=None,
+            map_lse=None,
+            window=None,
+        )
         if begun.maps:
-            batch = batch._replace(**dict(zip(("map_logit", "map_class", "map_lse", "window"), begun.maps.fields, strict=True)))
+            batch = batch._replace(
+                **dict(
+                    zip(
+                        ("map_logit", "map_class", "map_lse", "window"),
+                        begun.maps.fields,
+                        strict=True,
+                    )
+                )
+            )
         if bad:
             self.skipped += int(weight[bad].sum())
             good = next((row for row in range(len(ids)) if row not in bad), None)
@@ -260,15 +322,24 @@ class ThreadedLoader:
                 weight[row] = 0
         # Memory is pinned already where it is large; for the small tensors this copies.
         pin = self._memory.pinned
-        return Batch(*(field.pin_memory() if pin and field is not None and not field.is_cuda else field for field in batch))
+        return Batch(
+            *(
+                field.pin_memory() if pin and field is not None and not field.is_cuda else field
+                for field in batch
+            )
+        )
 
     def _mend(self, begun: _Begun, row: int) -> bool:
-        """Decode a sample with Pillow that the native decoder leaves to it. False if it is to be skipped."""
+        """Decode a sample with Pillow that the native decoder leaves to it. False if it is to be
+        skipped.
+        """
         image, samples = begun.decoding.image, begun.decoding.job.samples
         sample, index = samples[row], int(begun.ids[row])
         where, why = self.source.where(index), sample["message"].decode(errors="replace")
         if sample["status"] == native.NO_MEMORY:  # no fault of the sample's, so it is not skipped
-            raise UserError(f"sample {index}, {where}: memory is used up; choose a smaller --batch or fewer --threads")
+            raise UserError(
+                f"sample {index}, {where}: memory is used up; choose a smaller --batch or fewer --threads"
+            )
         try:
             if row in begun.encoded.errors:
                 raise UserError(begun.encoded.errors[row])
@@ -278,12 +349,20 @@ class ThreadedLoader:
                 raise UserError(f"{where} cannot be decoded ({why}); {self.source.remedy}")
             pixels = np.asarray(self.source.image(index))
             if pixels.shape[:2] != (sample["height"], sample["width"]):
-                raise UserError(f"{where} has another size than the dataset says; {self.source.remedy}")
+                raise UserError(
+                    f"{where} has another size than the dataset says; {self.source.remedy}"
+                )
             again, crop = samples[row : row + 1].copy(), np.empty((1, *image.shape[1:]), np.uint8)
-            again["bytes"], again["length"], again["kind"] = pixels.ctypes.data, pixels.nbytes, native.RAW
+            again["bytes"], again["length"], again["kind"] = (
+                pixels.ctypes.data,
+                pixels.nbytes,
+                native.RAW,
+            )
             native.Job(again, crop, keep=pixels).decode()
             if again["status"][0] != native.OK:
-                raise UserError(f"{where} cannot be resized ({again['message'][0].decode()}); {self.source.remedy}")
+                raise UserError(
+                    f"{where} cannot be resized ({again['message'][0].decode()}); {self.source.remedy}"
+                )
             image[row] = torch.from_numpy(crop[0])
             return True
         except (UserError, OSError) as error:

@@ -1,7 +1,8 @@
 """MixToken, CutMix and MixUp: what a batch takes from its partner, which is the batch reversed.
 
-Reversing needs no even batch: the middle sample of an odd one is its own partner. The box is drawn by the plan and reaches
-the device as five numbers in a tensor, so a compiled or captured step is one and the same for every box.
+Reversing needs no even batch: the middle sample of an odd one is its own partner. The box is drawn
+by the plan and reaches the device as five numbers in a tensor, so a compiled or captured step is
+one and the same for every box.
 """
 
 from dataclasses import dataclass
@@ -20,13 +21,20 @@ from densefeed.system.errors import UserError
 class Mix(NamedTuple):
     """What is mixed in one step."""
 
-    box: Tensor  # float32 [4], (top, left, bottom, right), in units of which the image's side has `side`; what is exchanged
-    blend: Tensor  # float32 [], the partner's share of every pixel (MixUp), blended before anything is exchanged
+    # float32 [4], (top, left, bottom, right), in units of which the image's side has `side`; what
+    # is exchanged
+    box: Tensor
+    # float32 [], the partner's share of every pixel (MixUp), blended before anything is exchanged
+    blend: Tensor
     side: int  # pixels (CutMix, MixUp) or tokens (MixToken)
 
     def to(self, device: torch.device) -> "Mix":
         """On `device`, without waiting."""
-        return Mix(self.box.to(device, non_blocking=True), self.blend.to(device, non_blocking=True), self.side)
+        return Mix(
+            self.box.to(device, non_blocking=True),
+            self.blend.to(device, non_blocking=True),
+            self.side,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,12 +43,15 @@ class Mixing:
 
     Args:
         plan: draws every box.
-        mixtoken: exchange a box of tokens in every step (arXiv 2104.10858, section 3.3; the kept share is uniform).
-        cutmix, mixup: alpha of the Beta distribution of the kept share (arXiv 1905.04899, 1710.09412); 0: never. With both,
-            a step is CutMix with probability `switch_prob`, as timm's. MixToken may follow MixUp (Table 7, third row).
+        mixtoken: exchange a box of tokens in every step (arXiv 2104.10858, section 3.3; the kept
+            share is uniform).
+        cutmix, mixup: alpha of the Beta distribution of the kept share (arXiv 1905.04899,
+            1710.09412); 0: never. With both, a step is CutMix with probability `switch_prob`, as
+            timm's. MixToken may follow MixUp (Table 7, third row).
         prob: share of the steps that CutMix or MixUp mix at all.
 
-    Raises UserError for MixToken together with CutMix, whose two boxes would need a label each, and for numbers out of range.
+    Raises UserError for MixToken together with CutMix, whose two boxes would need a label each, and
+    for numbers out of range.
     """
 
     plan: EpochPlan
@@ -52,15 +63,23 @@ class Mixing:
 
     def __post_init__(self) -> None:
         if self.mixtoken and self.cutmix:
-            raise UserError("MixToken exchanges a box in every step already; choose --no-mixtoken, or --cutmix 0")
-        if min(self.cutmix, self.mixup) < 0 or not (0 <= self.prob <= 1 and 0 <= self.switch_prob <= 1):
-            raise UserError("--cutmix and --mixup must not be negative, --mix-prob and --switch-prob be from 0 to 1")
+            raise UserError(
+                "MixToken exchanges a box in every step already; choose --no-mixtoken, or --cutmix 0"
+            )
+        if min(self.cutmix, self.mixup) < 0 or not (
+            0 <= self.prob <= 1 and 0 <= self.switch_prob <= 1
+        ):
+            raise UserError(
+                "--cutmix and --mixup must not be negative, --mix-prob and --switch-prob be from 0 to 1"
+            )
 
     def __bool__(self) -> bool:
         return bool(self.mixtoken or self.cutmix or self.mixup)
 
     def draw(self, epoch: int, step: int, size: int, grid: int) -> Mix:
-        """The mix of a step, on the CPU: of images of `size` pixels a side, or of a `grid` x `grid` table of tokens."""
+        """The mix of a step, on the CPU: of images of `size` pixels a side, or of a `grid` x `grid`
+        table of tokens.
+        """
         plan, box, blend = self.plan, (0, 0, 0, 0), 0.0
         mixes, switch = plan.mix_switches(epoch, step)
         if mixes < self.prob and self.cutmix and (not self.mixup or switch < self.switch_prob):
@@ -69,34 +88,45 @@ class Mixing:
             blend = 1 - plan.beta(epoch, step, self.mixup)
         if self.mixtoken:
             box, size = plan.mix_box(epoch, step, grid), grid
-        return Mix(torch.tensor(box, dtype=torch.float32), torch.tensor(blend, dtype=torch.float32), size)
+        return Mix(
+            torch.tensor(box, dtype=torch.float32), torch.tensor(blend, dtype=torch.float32), size
+        )
 
 
 def either(one: Tensor, other: Tensor) -> Tensor:
-    """The partner's share after two mixings with the same partner: who is exchanged twice is back."""
+    """The partner's share after two mixings with the same partner: who is exchanged twice is
+    back.
+    """
     return one + other - 2 * one * other
 
 
 def box_map(mix: Mix, grid: int) -> Tensor:
-    """The share of each cell of a `grid` x `grid` table over the image that the box covers. float32 `[grid, grid]`."""
+    """The share of each cell of a `grid` x `grid` table over the image that the box covers. float32
+    `[grid, grid]`.
+    """
     edges = torch.arange(grid + 1, device=mix.box.device) * (mix.side / grid)
     top, left, bottom, right = mix.box.unbind()
 
     def covered(low: Tensor, high: Tensor) -> Tensor:
-        return (torch.minimum(edges[1:], high) - torch.maximum(edges[:-1], low)).clamp(min=0) * (grid / mix.side)
+        return (torch.minimum(edges[1:], high) - torch.maximum(edges[:-1], low)).clamp(min=0) * (
+            grid / mix.side
+        )
 
     return covered(top, bottom)[:, None] * covered(left, right)
 
 
 def share_map(mix: Mix, grid: int) -> Tensor:
-    """The partner's share of what each cell of a `grid` x `grid` table over the image shows. float32 `[grid, grid]`."""
+    """The partner's share of what each cell of a `grid` x `grid` table over the image shows.
+    float32 `[grid, grid]`.
+    """
     return either(box_map(mix, grid), mix.blend)
 
 
 def label_share(mix: Mix) -> Tensor:
     """The partner's share of the image's label. float32 `[]`.
 
-    The box's true area, after it was clipped (1 - M̄ of equation 10), applied to labels that are blended already.
+    The box's true area, after it was clipped (1 - M̄ of equation 10), applied to labels that are
+    blended already.
     """
     top, left, bottom, right = mix.box.unbind()
     return either((bottom - top) * (right - left) / mix.side**2, mix.blend)
@@ -105,16 +135,19 @@ def label_share(mix: Mix) -> Tensor:
 def mixed_images(image_NCHW: Tensor, share: Tensor) -> Tensor:
     """Images with `share` (`[H, W]` or a scalar) of their partners; the memory format is kept.
 
-    `share_map` at the input's side gives CutMix and MixUp. Where MixToken does the exchange later, `Mix.blend` alone is due.
+    `share_map` at the input's side gives CutMix and MixUp. Where MixToken does the exchange later,
+    `Mix.blend` alone is due.
     """
     return torch.lerp(image_NCHW, image_NCHW.flip(0), share.to(image_NCHW.dtype))
 
 
 def mixed(targets: SparseTargets, share: Tensor) -> SparseTargets:
-    """Targets mixed with the partner's: (1 - share) t + share t_partner, both by their weights; the palette is twice as long.
+    """Targets mixed with the partner's: (1 - share) t + share t_partner, both by their weights; the
+    palette is twice as long.
 
-    `share` is a scalar (a label mixed by area) or `[T]` (each token by its own covered area). Where only one of the two has
-    a label, that is the label, and the weight says how much of the token it covers.
+    `share` is a scalar (a label mixed by area) or `[T]` (each token by its own covered area). Where
+    only one of the two has a label, that is the label, and the weight says how much of the token it
+    covers.
     """
     share = share.flatten()  # 1 or T
     own, partner = (1 - share) * targets.weight, share * targets.weight.flip(0)
@@ -122,7 +155,9 @@ def mixed(targets: SparseTargets, share: Tensor) -> SparseTargets:
     own, partner = (part / weight.clamp(min=1e-12) for part in (own, partner))
     return SparseTargets(
         palette=torch.cat([targets.palette, targets.palette.flip(0)], 1),
-        extra=torch.cat([own[..., None] * targets.extra, partner[..., None] * targets.extra.flip(0)], 2),
+        extra=torch.cat(
+            [own[..., None] * targets.extra, partner[..., None] * targets.extra.flip(0)], 2
+        ),
         base=own * targets.base + partner * targets.base.flip(0),
         weight=weight,
         total=own * targets.total + partner * targets.total.flip(0),
@@ -132,8 +167,9 @@ def mixed(targets: SparseTargets, share: Tensor) -> SparseTargets:
 def pooled(targets: SparseTargets) -> SparseTargets:
     """One target an image, the mean of its tokens': T becomes 1.
 
-    Of tokens that were `mixed` it is a class label that knows what the exchanged region shows, where mixing by area takes
-    the partner's label for the whole of its image (asked for in relabel_imagenet's issue 4).
+    Of tokens that were `mixed` it is a class label that knows what the exchanged region shows,
+    where mixing by area takes the partner's label for the whole of its image (asked for in
+    relabel_imagenet's issue 4).
     """
     part = targets.weight / targets.weight.sum(1, keepdim=True).clamp(min=1e-12)
     return SparseTargets(

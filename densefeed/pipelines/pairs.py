@@ -1,7 +1,9 @@
-"""The pairs of places that DRLoc compares (densefeed/objectives/drloc.py), drawn on the device by the plan's generator.
+"""The pairs of places that DRLoc compares (densefeed/objectives/drloc.py), drawn on the device by
+the plan's generator.
 
-A batch of 1,024 images needs 262,144 numbers a step, and their counters are sample ids, which lie on the device already: so
-Philox runs there, on int64, where a product of two 32-bit words wraps and keeps its bits. Words are those of `plan.philox`.
+A batch of 1,024 images needs 262,144 numbers a step, and their counters are sample ids, which lie
+on the device already: so Philox runs there, on int64, where a product of two 32-bit words wraps and
+keeps its bits. Words are those of `plan.philox`.
 """
 
 from typing import NamedTuple
@@ -19,12 +21,15 @@ MASK = 2**32 - 1
 class Pairs(NamedTuple):
     """What a step localises."""
 
-    words: Tensor  # int64 [N, M, 4], 32 random bits each: row and column of the first place, of the second
+    # int64 [N, M, 4], 32 random bits each: row and column of the first place, of the second
+    words: Tensor
     weight: Tensor  # float32 [], lambda: the weight of the loss
 
 
 def philox_on_device(key: int, counter: tuple[int | Tensor, ...]) -> Tensor:
-    """`plan.philox` of words that are numbers or int64 tensors which broadcast; all four words, int64 `[..., 4]`, no wait."""
+    """`plan.philox` of words that are numbers or int64 tensors which broadcast; all four words,
+    int64 `[..., 4]`, no wait.
+    """
     c0, c1, c2, c3 = counter
     for number in range(10):
         low = (key + number * 0x9E3779B9) & MASK
@@ -40,8 +45,12 @@ def philox_on_device(key: int, counter: tuple[int | Tensor, ...]) -> Tensor:
 
 
 def pairs_of(plan: EpochPlan, epoch: int, batch: Batch, count: int, weight: float) -> Pairs:
-    """`count` pairs of each image of a batch on a device: a function of (seed, epoch, sample id, view) alone, no wait."""
+    """`count` pairs of each image of a batch on a device: a function of (seed, epoch, sample id,
+    view) alone, no wait.
+    """
     device = batch.index.device
     kind = (batch.repeat << 16 | PAIRS)[:, None]
-    words = philox_on_device(plan.seed, (epoch, batch.index[:, None], kind, torch.arange(count, device=device)))
+    words = philox_on_device(
+        plan.seed, (epoch, batch.index[:, None], kind, torch.arange(count, device=device))
+    )
     return Pairs(words, torch.full((), weight, device=device))

@@ -1,8 +1,10 @@
-"""EpochPlan: which samples, in which order, which crop, flipped or not, mixed where: all from (seed, epoch, sample id).
+"""EpochPlan: which samples, in which order, which crop, flipped or not, mixed where: all from
+(seed, epoch, sample id).
 
-Every draw comes from Philox 4x32-10, a counter-based generator (Salmon et al., SC 2011): the same counter gives the same
-number anywhere. So two loaders, any number of threads or ranks and a resumed run see the same samples, and no generator
-state needs saving. The counter is (epoch, sample id or step, stream | view << 16, block), the key the seed.
+Every draw comes from Philox 4x32-10, a counter-based generator (Salmon et al., SC 2011): the same
+counter gives the same number anywhere. So two loaders, any number of threads or ranks and a resumed
+run see the same samples, and no generator state needs saving. The counter is (epoch, sample id or
+step, stream | view << 16, block), the key the seed.
 """
 
 import math
@@ -18,18 +20,22 @@ from densefeed.system.errors import UserError
 # Streams. A new kind of draw takes a new number, so that old runs stay equal.
 ORDER, CROP, MIX, STEP, BLOCKS, AUGMENT, JITTER, ERASE, NOISE, SHIFT = range(10)
 TRIES = 10  # torchvision's RandomResizedCrop
-# A crop reads numbers 0 to 9 for its areas, 10 to 19 for its ratios, 20 to 22 for top, left and flip. The Philox blocks of
-# the last three and of the first try (0, 2 and 5 of six) hold the second try too; of a 500 x 375 photograph's crops 7 % need a third.
+# A crop reads numbers 0 to 9 for its areas, 10 to 19 for its ratios, 20 to 22 for top, left and
+# flip. The Philox blocks of the last three and of the first try (0, 2 and 5 of six) hold the second
+# try too; of a 500 x 375 photograph's crops 7 % need a third.
 FIRST_TRIES = 2
-# Samples at once. More, and the 64-bit words of three blocks leave the cache (2,048 ran fastest of 1,024 to 16,384); up to
-# FEW, numpy's calls cost more than what they compute, and one pass over all tries is cheaper than two.
+# Samples at once. More, and the 64-bit words of three blocks leave the cache (2,048 ran fastest of
+# 1,024 to 16,384); up to FEW, numpy's calls cost more than what they compute, and one pass over all
+# tries is cheaper than two.
 CHUNK, FEW = 2048, 256
 
 
 def philox(key: int, counter: Sequence[int | np.ndarray]) -> tuple[np.ndarray, ...]:
-    """Philox 4x32 with 10 rounds: four words below 2^32, as uint64, for a counter of four such words and a 64-bit key.
+    """Philox 4x32 with 10 rounds: four words below 2^32, as uint64, for a counter of four such
+    words and a 64-bit key.
 
-    The counter's words are numbers or arrays of any shapes that broadcast; what all samples share is computed once.
+    The counter's words are numbers or arrays of any shapes that broadcast; what all samples share
+    is computed once.
     """
     c0, c1, c2, c3 = (np.asarray(word, np.uint64) for word in counter)
     mask, shift = np.uint64(0xFFFFFFFF), np.uint64(32)
@@ -37,12 +43,19 @@ def philox(key: int, counter: Sequence[int | np.ndarray]) -> tuple[np.ndarray, .
         low = np.uint64((key + number * 0x9E3779B9) & 0xFFFFFFFF)
         high = np.uint64(((key >> 32) + number * 0xBB67AE85) & 0xFFFFFFFF)
         product0, product1 = c0 * np.uint64(0xD2511F53), c2 * np.uint64(0xCD9E8D57)
-        c0, c1, c2, c3 = (product1 >> shift) ^ (c1 ^ low), product1 & mask, (product0 >> shift) ^ (c3 ^ high), product0 & mask
+        c0, c1, c2, c3 = (
+            (product1 >> shift) ^ (c1 ^ low),
+            product1 & mask,
+            (product0 >> shift) ^ (c3 ^ high),
+            product0 & mask,
+        )
     return c0, c1, c2, c3
 
 
 class Shard(NamedTuple):
-    """A rank's rows of every batch of an epoch; from batch `start` on it is `index[start:]`, and so on."""
+    """A rank's rows of every batch of an epoch; from batch `start` on it is `index[start:]`, and so
+    on.
+    """
 
     index: np.ndarray  # int64 [batches, local batch], sample ids
     view: np.ndarray  # int64 [batches, local batch], which view of the sample
@@ -53,22 +66,26 @@ class Shard(NamedTuple):
 class EpochPlan:
     """The plan of every epoch of a run.
 
-    `train` shuffles, crops as torchvision's RandomResizedCrop (area uniform in `crop_scale`, log of the aspect ratio
-    uniform in `crop_ratio`, ten tries, then the largest centred box of an allowed ratio) and flips; `evaluate` keeps order,
-    shows each sample once and takes the centred square of `crop_pct` times the shorter side.
+    `train` shuffles, crops as torchvision's RandomResizedCrop (area uniform in `crop_scale`, log of
+    the aspect ratio uniform in `crop_ratio`, ten tries, then the largest centred box of an allowed
+    ratio) and flips; `evaluate` keeps order, shows each sample once and takes the centred square of
+    `crop_pct` times the shorter side.
 
-    Order `random` is a uniform permutation. `blocks` is for disks and network file systems: blocks of `block` neighbours in
-    storage are shuffled, then samples within every `window` blocks. So a window, W = block * window samples, lies in at
-    most `window` runs of storage, and who reads those runs ahead reads sequentially: 128 ImageNet files are 14 MB, of whose
-    0.1 s a disk seeks for a tenth. The price: two neighbours in storage share a batch with probability
-    (1 - 1 / block) (batch - 1) / (W - 1), which is num_samples / W times that of `random` (with 1.28 M samples, batches of
-    1,024 and the defaults 6 % instead of 0.08 %), and where storage is sorted by class, a window of ImageNet shows at most
-    2 * window of its classes.
+    Order `random` is a uniform permutation. `blocks` is for disks and network file systems: blocks
+    of `block` neighbours in storage are shuffled, then samples within every `window` blocks. So a
+    window, W = block * window samples, lies in at most `window` runs of storage, and who reads
+    those runs ahead reads sequentially: 128 ImageNet files are 14 MB, of whose 0.1 s a disk seeks
+    for a tenth. The price: two neighbours in storage share a batch with probability (1 - 1 / block)
+    (batch - 1) / (W - 1), which is num_samples / W times that of `random` (with 1.28 M samples,
+    batches of 1,024 and the defaults 6 % instead of 0.08 %), and where storage is sorted by class,
+    a window of ImageNet shows at most 2 * window of its classes.
 
-    Repeated augmentation (Hoffer et al., arXiv 1901.09335): each sample comes `views` times, with another crop and flip,
-    next to each other and so in the same global batch. Unlike DeiT's RASampler, which cuts the repeated sequence to the
-    length of the data set and so shows a third of the samples (of 3 views) in an epoch, and spreads the views over ranks,
-    an epoch here is `views` times longer and shows every sample; for as many steps as DeiT divide the epochs by `views`.
+    Repeated augmentation (Hoffer et al., arXiv 1901.09335): each sample comes `views` times, with
+    another crop and flip, next to each other and so in the same global batch. Unlike DeiT's
+    RASampler, which cuts the repeated sequence to the length of the data set and so shows a third
+    of the samples (of 3 views) in an epoch, and spreads the views over ranks, an epoch here is
+    `views` times longer and shows every sample; for as many steps as DeiT divide the epochs by
+    `views`.
 
     Args:
         num_samples: samples in storage.
@@ -76,10 +93,12 @@ class EpochPlan:
         seed: key of every draw, 64 bits.
         hflip: probability of a left-right flip.
         rank, ranks: whose rows `shard` gives.
-        parts: forward passes that a global batch is cut into, all ranks together; a multiple of `ranks`; 0: one a rank. In
-            training, row i and its partner for mixing, row batch - 1 - i, lie in one part, and a part reversed is its partners:
-            what is mixed with what does not depend on parts and ranks.
-        sizes: progressive resolution, (from epoch, side of the network's input in pixels) ascending from epoch 0.
+        parts: forward passes that a global batch is cut into, all ranks together; a multiple of
+            `ranks`; 0: one a rank. In training, row i and its partner for mixing, row batch - 1 -
+            i, lie in one part, and a part reversed is its partners: what is mixed with what does
+            not depend on parts and ranks.
+        sizes: progressive resolution, (from epoch, side of the network's input in pixels) ascending
+            from epoch 0.
 
     Raises UserError where these do not fit together.
     """
@@ -107,7 +126,9 @@ class EpochPlan:
                 raise UserError(f"{name} must be at least 1, and is {getattr(self, name)}")
         for name in ("ranks", "views"):
             if self.batch % (count := getattr(self, name)):
-                raise UserError(f"a batch of {self.batch} is no multiple of the {count} {name}; choose a batch that is")
+                raise UserError(
+                    f"a batch of {self.batch} is no multiple of the {count} {name}; choose a batch that is"
+                )
         if self.parts % self.ranks or self.batch % self._parts:
             raise UserError(
                 f"{self.parts} parts of a batch of {self.batch} cannot be shared by {self.ranks} ranks; "
@@ -121,7 +142,12 @@ class EpochPlan:
         if not 0 <= self.rank < self.ranks:
             raise UserError(f"rank {self.rank} is none of {self.ranks} ranks, which count from 0")
         starts = [start for start, _ in self.sizes]
-        if not starts or starts[0] != 0 or starts != sorted(set(starts)) or min(pixels for _, pixels in self.sizes) < 1:
+        if (
+            not starts
+            or starts[0] != 0
+            or starts != sorted(set(starts))
+            or min(pixels for _, pixels in self.sizes) < 1
+        ):
             raise UserError(
                 f"sizes {self.sizes} must be pairs (epoch, pixels) whose epochs ascend from 0 and pixels are positive"
             )
@@ -137,17 +163,23 @@ class EpochPlan:
 
     @property
     def rows(self) -> np.ndarray:
-        """The rows of a global batch that this rank has, part after part: int64 `[batch / ranks]`."""
+        """The rows of a global batch that this rank has, part after part: int64 `[batch /
+        ranks]`.
+        """
         local = self._parts // self.ranks
         if self.mode == "evaluate" or self._parts == 1:
             return np.arange(self.rank * (size := self.batch // self.ranks), (self.rank + 1) * size)
         half = self.batch // self._parts // 2
-        low = np.arange(self.rank * local, (self.rank + 1) * local)[:, None] * half + np.arange(half)
+        low = np.arange(self.rank * local, (self.rank + 1) * local)[:, None] * half + np.arange(
+            half
+        )
         return np.concatenate([low, self.batch - 1 - low[:, ::-1]], axis=1).ravel()
 
     def part_weights(self, step: int) -> list[float]:
-        """What the mean loss of each of this rank's parts counts for in a step, so that their mean over all parts of all
-        ranks is the global batch's mean: 1, but for the padded last batch of an epoch."""
+        """What the mean loss of each of this rank's parts counts for in a step, so that their mean
+        over all parts of all ranks is the global batch's mean: 1, but for the padded last batch of
+        an epoch.
+        """
         real = min(self.batch, self.num_samples * self._views - step * self.batch)
         counted = (self.rows < real).reshape(self._parts // self.ranks, -1).sum(1)
         return (counted * (self._parts / real)).tolist()
@@ -174,23 +206,32 @@ class EpochPlan:
         return np.lexsort((keys, window_of_block[ids // self.block]))
 
     def _shuffled_blocks(self, epoch: int) -> np.ndarray:
-        return np.argsort(self._keys(epoch, np.arange(-(-self.num_samples // self.block)), BLOCKS), kind="stable")
+        return np.argsort(
+            self._keys(epoch, np.arange(-(-self.num_samples // self.block)), BLOCKS), kind="stable"
+        )
 
     def runs(self, epoch: int, start: int = 0) -> Iterator[list[tuple[int, int]]]:
-        """For order `blocks`, what to read ahead before each batch from `start` on: runs of storage, (first id, end).
+        """For order `blocks`, what to read ahead before each batch from `start` on: runs of
+        storage, (first id, end).
 
-        Before the first batch that is its whole window and a batch more, then as much again as a batch holds: the reading stays a
-        window ahead, evenly. Empty lists for other orders.
+        Before the first batch that is its whole window and a batch more, then as much again as a
+        batch holds: the reading stays a window ahead, evenly. Empty lists for other orders.
         """
         if self.order != "blocks" or self.mode == "evaluate":
             yield from ([] for _ in range(start, self.batches))
             return
         firsts = self._shuffled_blocks(epoch) * self.block
-        per_batch, done = self.batch / (self.block * self._views), int(start * self.batch / (self.block * self._views))
+        per_batch, done = (
+            self.batch / (self.block * self._views),
+            int(start * self.batch / (self.block * self._views)),
+        )
         done -= done % self.window
         for number in range(start, self.batches):
             until = math.ceil((number + 1) * per_batch) + self.window
-            yield [(first, min(first + self.block, self.num_samples)) for first in firsts[done:until].tolist()]
+            yield [
+                (first, min(first + self.block, self.num_samples))
+                for first in firsts[done:until].tolist()
+            ]
             done = max(done, until)
 
     def _keys(self, epoch: int, ids_N: np.ndarray, stream: int) -> np.ndarray:
@@ -204,59 +245,95 @@ class EpochPlan:
     def shard(self, epoch: int) -> Shard:
         """This rank's rows of every batch of the epoch.
 
-        Global batch b is rows b * batch to (b + 1) * batch of the epoch's sequence, the permutation with each sample `views`
-        times; the rank has its `rows` of it. The last batch is filled up from the start of the sequence with weight 0, so
-        every row is a real sample, whatever the rank, and none has weight twice.
+        Global batch b is rows b * batch to (b + 1) * batch of the epoch's sequence, the permutation
+        with each sample `views` times; the rank has its `rows` of it. The last batch is filled up
+        from the start of the sequence with weight 0, so every row is a real sample, whatever the
+        rank, and none has weight twice.
         """
         rows = np.arange(self.batches)[:, None] * self.batch + self.rows
         total = self.num_samples * self._views
         weight = (rows < total).astype(np.float32)
-        sample, view = np.divmod(rows % total, self._views) if self._views > 1 else (rows % total, np.zeros_like(rows))
+        sample, view = (
+            np.divmod(rows % total, self._views)
+            if self._views > 1
+            else (rows % total, np.zeros_like(rows))
+        )
         return Shard(self.permutation(epoch)[sample], view, weight)
 
     def draws(
-        self, epoch: int, ids_N: np.ndarray, stream: int, numbers: Sequence[int], view_N: np.ndarray | int = 0
+        self,
+        epoch: int,
+        ids_N: np.ndarray,
+        stream: int,
+        numbers: Sequence[int],
+        view_N: np.ndarray | int = 0,
     ) -> np.ndarray:
         """Uniform numbers in [0, 1) of samples, multiples of 2^-32: float64 `[len(numbers), N]`.
 
-        The door for every draw of a sample or step: `stream` names its kind, `numbers` which of the stream's endless numbers
-        are wanted (only the Philox blocks of four that hold them are computed), `view_N` the view (below 2^16) of each sample.
+        The door for every draw of a sample or step: `stream` names its kind, `numbers` which of the
+        stream's endless numbers are wanted (only the Philox blocks of four that hold them are
+        computed), `view_N` the view (below 2^16) of each sample.
         """
         blocks = sorted({number // 4 for number in numbers})
         kind = stream | np.asarray(view_N) << 16
         words = philox(self.seed, (epoch, ids_N, kind, np.array(blocks)[:, None]))
-        return np.stack([words[number % 4][blocks.index(number // 4)] for number in numbers]) / 2.0**32
+        return (
+            np.stack([words[number % 4][blocks.index(number // 4)] for number in numbers]) / 2.0**32
+        )
 
     def crops(
-        self, epoch: int, ids_N: np.ndarray, height_N: np.ndarray, width_N: np.ndarray, view_N: np.ndarray | None = None
+        self,
+        epoch: int,
+        ids_N: np.ndarray,
+        height_N: np.ndarray,
+        width_N: np.ndarray,
+        view_N: np.ndarray | None = None,
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Boxes (top, left, height, width) in pixels, float64 `[N, 4]`, and flips, bool `[N]`, of stored images.
+        """Boxes (top, left, height, width) in pixels, float64 `[N, 4]`, and flips, bool `[N]`, of
+        stored images.
 
-        `view_N` tells the views of a sample apart; without it all are view 0. Extents may be of any integer type.
+        `view_N` tells the views of a sample apart; without it all are view 0. Extents may be of any
+        integer type.
         """
         ids_N = np.asarray(ids_N)
-        height_N, width_N = np.asarray(height_N, np.int64), np.asarray(width_N, np.int64)  # a product of uint16 would wrap
+        height_N, width_N = (
+            np.asarray(height_N, np.int64),
+            np.asarray(width_N, np.int64),
+        )  # a product of uint16 would wrap
         if self.mode == "evaluate":
             return centre_box(height_N, width_N, self.crop_pct), np.zeros(len(ids_N), bool)
         box_N4, flip_N = np.empty((len(ids_N), 4)), np.empty(len(ids_N), bool)
         for at in range(0, len(ids_N), CHUNK):
             part = slice(at, at + CHUNK)
             views = 0 if view_N is None else np.asarray(view_N)[part]
-            box_N4[part], flip_N[part] = self._random_crops(epoch, ids_N[part], height_N[part], width_N[part], views)
+            box_N4[part], flip_N[part] = self._random_crops(
+                epoch, ids_N[part], height_N[part], width_N[part], views
+            )
         return box_N4, flip_N
 
     def _random_crops(
-        self, epoch: int, ids_N: np.ndarray, height_N: np.ndarray, width_N: np.ndarray, view_N: np.ndarray | int
+        self,
+        epoch: int,
+        ids_N: np.ndarray,
+        height_N: np.ndarray,
+        width_N: np.ndarray,
+        view_N: np.ndarray | int,
     ) -> tuple[np.ndarray, np.ndarray]:
         tries = TRIES if len(ids_N) <= FEW else FIRST_TRIES
-        h, w, found, (down, right, mirror) = self._tries(tries, epoch, ids_N, height_N, width_N, view_N)
+        h, w, found, (down, right, mirror) = self._tries(
+            tries, epoch, ids_N, height_N, width_N, view_N
+        )
         rest = np.flatnonzero(~found)
         if tries < TRIES and len(rest):
             views = view_N if np.ndim(view_N) == 0 else view_N[rest]
-            h[rest], w[rest], found[rest], _ = self._tries(TRIES, epoch, ids_N[rest], height_N[rest], width_N[rest], views)
+            h[rest], w[rest], found[rest], _ = self._tries(
+                TRIES, epoch, ids_N[rest], height_N[rest], width_N[rest], views
+            )
             rest = rest[~found[rest]]
         top, left = np.floor(down * (height_N - h + 1)), np.floor(right * (width_N - w + 1))
-        if len(rest):  # the fallback keeps an allowed ratio: a wide image loses width, a tall one height
+        if len(
+            rest
+        ):  # the fallback keeps an allowed ratio: a wide image loses width, a tall one height
             height, width = height_N[rest], width_N[rest]
             low, high = self.crop_ratio
             w[rest] = np.where(width > height * high, np.rint(height * high), width)
@@ -265,42 +342,67 @@ class EpochPlan:
         return np.stack([top, left, h, w], axis=1), mirror < self.hflip
 
     def _tries(
-        self, tries: int, epoch: int, ids_N: np.ndarray, height_N: np.ndarray, width_N: np.ndarray, view_N: np.ndarray | int
+        self,
+        tries: int,
+        epoch: int,
+        ids_N: np.ndarray,
+        height_N: np.ndarray,
+        width_N: np.ndarray,
+        view_N: np.ndarray | int,
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """The first of `tries` extents that fit: heights, widths, found, each `[N]`, and the last three draws, `[3, N]`."""
+        """The first of `tries` extents that fit: heights, widths, found, each `[N]`, and the last
+        three draws, `[3, N]`.
+        """
         numbers = (*range(tries), *range(TRIES, TRIES + tries), *range(2 * TRIES, 2 * TRIES + 3))
         u = self.draws(epoch, ids_N, CROP, numbers, view_N)
         low, high = np.log(self.crop_ratio)
-        area = height_N * width_N * (self.crop_scale[0] + (self.crop_scale[1] - self.crop_scale[0]) * u[:tries])
+        area = (
+            height_N
+            * width_N
+            * (self.crop_scale[0] + (self.crop_scale[1] - self.crop_scale[0]) * u[:tries])
+        )
         ratio = np.exp(low + (high - low) * u[tries : 2 * tries])
         widths, heights = np.rint(np.sqrt(area * ratio)), np.rint(np.sqrt(area / ratio))
         fits = (widths > 0) & (widths <= width_N) & (heights > 0) & (heights <= height_N)
         pick = fits.argmax(0), np.arange(len(ids_N))
         return heights[pick], widths[pick], fits[pick], u[2 * tries :]
 
-    def mix_box(self, epoch: int, step: int, side: int, kept: float | None = None) -> tuple[int, int, int, int]:
-        """The box of a step that is exchanged: (top, left, bottom, right) in pixels or tokens of a `side` x `side` image.
+    def mix_box(
+        self, epoch: int, step: int, side: int, kept: float | None = None
+    ) -> tuple[int, int, int, int]:
+        """The box of a step that is exchanged: (top, left, bottom, right) in pixels or tokens of a
+        `side` x `side` image.
 
-        CutMix's rule: the centre is uniform, the box's area that of the share not `kept` (default: uniform, as MixToken has
-        it), halves are rounded down, and the box is clipped.
+        CutMix's rule: the centre is uniform, the box's area that of the share not `kept` (default:
+        uniform, as MixToken has it), halves are rounded down, and the box is clipped.
         """
         share, row, column = self.draws(epoch, np.array([step]), MIX, range(3))[:, 0]
         half = int(side * np.sqrt(1 - (share if kept is None else kept))) // 2
         row, column = int(row * side), int(column * side)
-        return max(row - half, 0), max(column - half, 0), min(row + half, side), min(column + half, side)
+        return (
+            max(row - half, 0),
+            max(column - half, 0),
+            min(row + half, side),
+            min(column + half, side),
+        )
 
     def mix_switches(self, epoch: int, step: int) -> tuple[float, float]:
         """Two uniform numbers in [0, 1) of a step: whether it is mixed, and which way."""
         return tuple(self.draws(epoch, np.array([step]), MIX, (4, 5))[:, 0].tolist())
 
     def beta(self, epoch: int, step: int, alpha: float) -> float:
-        """A number from Beta(alpha, alpha) of a step. numpy's generator draws it, since a counter's fixed number of uniforms
-        does not suffice for every alpha; seeded by the plan."""
+        """A number from Beta(alpha, alpha) of a step. numpy's generator draws it, since a counter's
+        fixed number of uniforms does not suffice for every alpha; seeded by the plan.
+        """
         words = philox(self.seed, (epoch, step, MIX, 2))
-        return float(np.random.Generator(np.random.PCG64([int(word) for word in words])).beta(alpha, alpha))
+        return float(
+            np.random.Generator(np.random.PCG64([int(word) for word in words])).beta(alpha, alpha)
+        )
 
     def step_seed(self, epoch: int, step: int, part: int = 0) -> int:
-        """The seed of the device's generator (drop-path) for this rank's part number `part` of a step: 64 bits."""
+        """The seed of the device's generator (drop-path) for this rank's part number `part` of a
+        step: 64 bits.
+        """
         first = self.rank * self._parts // self.ranks
         high, low, _, _ = philox(self.seed, (epoch, step, STEP | (first + part) << 16, 0))
         return int(high) << 32 | int(low)

@@ -1,4 +1,6 @@
-"""What a labelling will cost, from a few batches of it that are not kept: hours, bytes on disk, memory."""
+"""What a labelling will cost, from a few batches of it that are not kept: hours, bytes on disk,
+memory.
+"""
 
 import math
 import resource
@@ -26,7 +28,9 @@ class Estimate(NamedTuple):
     images: int  # of the dataset
     rate: float  # images a second of one device
     images_wait: float  # share of the time, 0 to 1, that the teacher waited for images
-    render_rate: float  # images a second that one thread reads, decodes and resizes, with nothing beside it
+    render_rate: (
+        float  # images a second that one thread reads, decodes and resizes, with nothing beside it
+    )
     row_bytes: dict[Form, float]  # on disk, an image
     memory_bytes: int  # at most, of the device, on a CPU of the process
     batch: int
@@ -42,16 +46,23 @@ class Estimate(NamedTuple):
         threads = math.ceil(self.rate / self.render_rate)
         yield f"a decoding thread renders {self.render_rate:,.0f} images/s: {threads} keep{'s' * (threads == 1)} this device busy"
         for devices in DEVICES:
-            hours = (f"{self.hours(count, devices):,.2f} h for {count:,} images" for count in (self.images, IMAGENET))
+            hours = (
+                f"{self.hours(count, devices):,.2f} h for {count:,} images"
+                for count in (self.images, IMAGENET)
+            )
             yield f"{devices:2} such device{'s' if devices > 1 else ''}: {', '.join(hours)}"
         for form, each in self.row_bytes.items():
-            whole = (f"{each * count / 1e9:,.3f} GB for {count:,}" for count in (self.images, IMAGENET))
+            whole = (
+                f"{each * count / 1e9:,.3f} GB for {count:,}" for count in (self.images, IMAGENET)
+            )
             yield f"{form}: {each:,.0f} bytes an image, {', '.join(whole)}"
         yield f"memory: {self.memory_bytes / 1e9:.2f} GB at most; nothing was written"
 
 
 def try_out(work: Pass) -> Estimate:
-    """Label a few batches, of images spread evenly over the dataset, and write nothing. UserError as of a real pass."""
+    """Label a few batches, of images spread evenly over the dataset, and write nothing. UserError
+    as of a real pass.
+    """
     count, sizes = len(work.images), []
     device = work.scorer.device
     ids = np.linspace(0, count - 1, min(count, BATCHES * work.batch)).astype(np.int64)
@@ -60,7 +71,9 @@ def try_out(work: Pass) -> Estimate:
     def look(_ids: np.ndarray, scored: Scored, window_N4: np.ndarray) -> None:
         sizes.append(palette_sizes(scored.maps(window_N4).cls))
 
-    score_batches(work, batches[:1], look, lambda _: None)  # libraries choose their kernels, a compiler compiles
+    score_batches(
+        work, batches[:1], look, lambda _: None
+    )  # libraries choose their kernels, a compiler compiles
     speed = score_batches(work, batches, look, lambda _: None)
     out, some = np.empty(work.look_shape, np.uint8), ids[:RENDERED].tolist()
     began = time.perf_counter()
@@ -76,8 +89,18 @@ def try_out(work: Pass) -> Estimate:
     beside = sum(per_row.values()) - maps + max(len(path.encode()) for path in work.images.paths)
     row_bytes: dict[Form, float] = {"raw": beside + maps}
     for form in ("lossless", "compact"):  # which also say where a row begins
-        row_bytes[form] = beside + 8 + float(row_sizes(form, header.side, header.top_k, palette).mean())
+        row_bytes[form] = (
+            beside + 8 + float(row_sizes(form, header.side, header.top_k, palette).mean())
+        )
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     if device.type == "cuda":
         memory = torch.cuda.max_memory_reserved(device)
-    return Estimate(count, speed.images / speed.seconds, speed.images_wait / speed.seconds, render_rate, row_bytes, memory, work.batch)
+    return Estimate(
+        count,
+        speed.images / speed.seconds,
+        speed.images_wait / speed.seconds,
+        render_rate,
+        row_bytes,
+        memory,
+        work.batch,
+    )

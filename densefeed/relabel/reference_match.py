@@ -1,8 +1,11 @@
-"""A reference, any trained model of the same classes, laid over stored maps: which way they lie, and what they cover.
+"""A reference, any trained model of the same classes, laid over stored maps: which way they lie,
+and what they cover.
 
-The statistic is, for each image, the correlation over cells and classes between the stored map, put upright from each of the 8
-orientations, and the reference's own map of the image: of roots of probabilities, each class less its mean over the cells, which no
-turning changes. Orientations are compared by paired differences over the images, so that what makes one image hard makes it hard for all.
+The statistic is, for each image, the correlation over cells and classes between the stored map, put
+upright from each of the 8 orientations, and the reference's own map of the image: of roots of
+probabilities, each class less its mean over the cells, which no turning changes. Orientations are
+compared by paired differences over the images, so that what makes one image hard makes it hard for
+all.
 """
 
 import math
@@ -26,20 +29,28 @@ from densefeed.system.progress import bar
 # N images   G footprints   S cells along a side of a map   P classes of a map's palette   K classes
 
 LOOKS_AT_ONCE = 16  # images through the reference
-# What a verdict takes. A paired t of 5 happens by chance once in 3 million: 24 layouts of a thousand clean stores give no alarm.
+# What a verdict takes. A paired t of 5 happens by chance once in 3 million: 24 layouts of a
+# thousand clean stores give no alarm.
 ALARM_T, SURE_T = 5.0, 3.0
 EFFECT = 0.05  # of a correlation, below which even a sure difference is none of geometry
-# Least correlation for a verdict. A student trained on image labels alone names classes but does not know where they are:
-# digit scenes, 0.64 of images right, its cells correlated at -0.09 with the maps as they lie and -0.03 turned by 180 degrees (t = 5).
+# Least correlation for a verdict. A student trained on image labels alone names classes but does
+# not know where they are: digit scenes, 0.64 of images right, its cells correlated at -0.09 with
+# the maps as they lie and -0.03 turned by 180 degrees (t = 5).
 FLOOR = 0.1
 FEWEST = 30  # images, for a t
 ELONGATED = 1.1  # ratio of an image's sides from which its centre square is another picture
 SAME = 0.95  # correlation of a map with itself made anew: 0.99 where the store kept 5 of 10 classes
 
 ORIENTATIONS = (
-    "upright", "mirrored left-right", "turned by 180 degrees", "mirrored top-bottom", "transposed (rows for columns)",
-    "turned by 90 degrees clockwise", "transposed along the other diagonal", "turned by 90 degrees counter-clockwise",
-)  # fmt: skip
+    "upright",
+    "mirrored left-right",
+    "turned by 180 degrees",
+    "mirrored top-bottom",
+    "transposed (rows for columns)",
+    "turned by 90 degrees clockwise",
+    "transposed along the other diagonal",
+    "turned by 90 degrees counter-clockwise",
+)
 
 
 def turned(map_SS: np.ndarray, orientation: int) -> np.ndarray:
@@ -60,18 +71,24 @@ def upright(map_SS: np.ndarray, orientation: int) -> np.ndarray:
 class Reference(Protocol):
     """A model that scores cells; relabel.teacher.Teacher is one."""
 
-    def prepare(self, image: Image.Image) -> tuple[np.ndarray, tuple[float, float, float, float]]: ...
+    def prepare(
+        self, image: Image.Image
+    ) -> tuple[np.ndarray, tuple[float, float, float, float]]: ...
 
     def __call__(self, pixels: torch.Tensor) -> torch.Tensor: ...
 
 
-References = Mapping[str, Reference]  # by geometry: the same model, shown the whole image and its centre square
+References = Mapping[
+    str, Reference
+]  # by geometry: the same model, shown the whole image and its centre square
 
 
 @dataclass
 class Looks:
-    """How like the reference's maps the stored ones are, as correlations over cells and classes, each class less its mean over the
-    cells (which no turning of the map changes). NaN where a map is flat."""
+    """How like the reference's maps the stored ones are, as correlations over cells and classes,
+    each class less its mean over the cells (which no turning of the map changes). NaN where a map
+    is flat.
+    """
 
     rows: np.ndarray  # int64 [N]; neighbours are partners, see `neighbours`
     footprints: tuple[str, ...]  # G
@@ -83,7 +100,10 @@ class Looks:
 
     def best(self) -> tuple[int, int]:
         """Footprint and orientation of the greatest mean correlation."""
-        mean = np.nan_to_num(np.nanmean(self.own, axis=0) if len(self.own) else np.zeros(self.own.shape[1:]), nan=-1.0)
+        mean = np.nan_to_num(
+            np.nanmean(self.own, axis=0) if len(self.own) else np.zeros(self.own.shape[1:]),
+            nan=-1.0,
+        )
         return tuple(int(at) for at in np.unravel_index(mean.argmax(), mean.shape))
 
     def reproduced(self) -> bool:
@@ -96,16 +116,24 @@ class Looks:
         return likeness_NG8[:, g, o]
 
     def located(self) -> bool:
-        """Does the reference know where in these very images things are? Only then is it a witness of layout."""
+        """Does the reference know where in these very images things are? Only then is it a witness
+        of layout.
+        """
         own = self.of_best(self.own)
         return bool(np.nanmean(own) >= FLOOR and paired_t(own - self.of_best(self.other)) >= SURE_T)
 
 
 def look(
-    read: Callable[[np.ndarray], ScoreMaps], kept: "Kept", images: Images, image_of: np.ndarray, rows: np.ndarray,
-    references: References, threads: int,
-) -> Looks:  # fmt: skip
-    """Lay the reference's maps of the images of `rows` over the stored ones, in every orientation and each of its geometries.
+    read: Callable[[np.ndarray], ScoreMaps],
+    kept: "Kept",
+    images: Images,
+    image_of: np.ndarray,
+    rows: np.ndarray,
+    references: References,
+    threads: int,
+) -> Looks:
+    """Lay the reference's maps of the images of `rows` over the stored ones, in every orientation
+    and each of its geometries.
 
     Args:
         read: gives the maps of rows.
@@ -113,9 +141,14 @@ def look(
     """
     footprints, count = tuple(references), len(rows)
     looks = Looks(
-        rows, footprints, np.full((count, len(footprints), 8), np.nan), np.full((count, len(footprints), 8), np.nan),
-        np.zeros(count, bool), np.zeros(count, np.int64), np.zeros(count, np.int64),
-    )  # fmt: skip
+        rows,
+        footprints,
+        np.full((count, len(footprints), 8), np.nan),
+        np.full((count, len(footprints), 8), np.nan),
+        np.zeros(count, bool),
+        np.zeros(count, np.int64),
+        np.zeros(count, np.int64),
+    )
 
     def load(n: int) -> tuple[list[np.ndarray], float]:
         index = int(image_of[rows[n]])
@@ -126,13 +159,18 @@ def look(
         return [reference.prepare(image)[0] for reference in shown], ratio
 
     starts = range(0, count, LOOKS_AT_ONCE)
-    with ThreadPoolExecutor(threads) as pool, closing(ordered_map(load, range(count), pool, 2 * LOOKS_AT_ONCE)) as loaded:
+    with (
+        ThreadPoolExecutor(threads) as pool,
+        closing(ordered_map(load, range(count), pool, 2 * LOOKS_AT_ONCE)) as loaded,
+    ):
         for start in bar(starts, "audit, looks") if len(starts) > 4 else starts:
             at = np.arange(start, min(start + LOOKS_AT_ONCE, count))
             pixels, ratios = zip(*(next(loaded) for _ in at), strict=True)
             looks.elongated[at] = np.array(ratios) >= ELONGATED
             maps = read(rows[at])
-            scored = [scores(reference, pixels, g) for g, reference in enumerate(references.values())]
+            scored = [
+                scores(reference, pixels, g) for g, reference in enumerate(references.values())
+            ]
             scored_classes = next(iter(scored[0].values())).shape[-1]
             if scored_classes != kept.num_classes:
                 raise UserError(
@@ -140,13 +178,20 @@ def look(
                 )
             looks.labels[at] = images.labels[image_of[rows[at]]]
             looks.reference_top[at] = [scored[0][n].mean((0, 1)).argmax() for n in range(len(at))]
-            palettes, stored = zip(*(roots(maps, n, kept.num_classes, kept.absent) for n in range(len(at))), strict=True)
+            palettes, stored = zip(
+                *(roots(maps, n, kept.num_classes, kept.absent) for n in range(len(at))),
+                strict=True,
+            )
             for n in range(len(at)):
                 partner = n ^ 1  # of row 0 it is 1, of 1 it is 0, of 2 it is 3
                 for g in range(len(footprints)):
-                    looks.own[at[n], g] = likeness(stored[n], palettes[n], scored[g].get(n, scored[0].get(n)))
+                    looks.own[at[n], g] = likeness(
+                        stored[n], palettes[n], scored[g].get(n, scored[0].get(n))
+                    )
                     if partner < len(at):
-                        looks.other[at[n], g] = likeness(stored[n], palettes[n], scored[g].get(partner, scored[0].get(partner)))
+                        looks.other[at[n], g] = likeness(
+                            stored[n], palettes[n], scored[g].get(partner, scored[0].get(partner))
+                        )
     return looks
 
 
@@ -158,8 +203,12 @@ class Kept(Protocol):
 
 
 @torch.inference_mode()
-def scores(reference: Reference, pixels: tuple[list[np.ndarray], ...], g: int) -> dict[int, np.ndarray]:
-    """The reference's probabilities `[S, S, K]` of those images that have a look `g`, by their place."""
+def scores(
+    reference: Reference, pixels: tuple[list[np.ndarray], ...], g: int
+) -> dict[int, np.ndarray]:
+    """The reference's probabilities `[S, S, K]` of those images that have a look `g`, by their
+    place.
+    """
     have = [n for n, looks in enumerate(pixels) if g < len(looks)]
     if not have:
         return {}
@@ -168,10 +217,13 @@ def scores(reference: Reference, pixels: tuple[list[np.ndarray], ...], g: int) -
     return dict(zip(have, logits_NSSK.softmax(-1).cpu().numpy(), strict=True))
 
 
-def roots(maps: ScoreMaps, n: int, num_classes: int, absent: Absent) -> tuple[np.ndarray, np.ndarray]:
+def roots(
+    maps: ScoreMaps, n: int, num_classes: int, absent: Absent
+) -> tuple[np.ndarray, np.ndarray]:
     """The palette of a row and the square roots of its probabilities, `[S, S, P]`.
 
-    Roots, because cells that are sure would else drown the others: their inner product is that of Hellinger's distance.
+    Roots, because cells that are sure would else drown the others: their inner product is that of
+    Hellinger's distance.
     """
     named, other = cell_targets(ScoreMaps(*(part[n : n + 1] for part in maps)), num_classes, absent)
     palette, place = np.unique(maps.cls[n], return_inverse=True)
@@ -180,16 +232,20 @@ def roots(maps: ScoreMaps, n: int, num_classes: int, absent: Absent) -> tuple[np
     return palette, dense
 
 
-def likeness(stored_SSP: np.ndarray, palette: np.ndarray, reference_SSK: np.ndarray | None) -> np.ndarray:
-    """Correlation of a stored map, put upright from each of 8 orientations, with the reference's; float64 `[8]`, NaN if one is flat."""
+def likeness(
+    stored_SSP: np.ndarray, palette: np.ndarray, reference_SSK: np.ndarray | None
+) -> np.ndarray:
+    """Correlation of a stored map, put upright from each of 8 orientations, with the reference's;
+    float64 `[8]`, NaN if one is flat.
+    """
     if reference_SSK is None:
         return np.full(8, np.nan)
     side = len(stored_SSP)
     seen = torch.from_numpy(np.sqrt(reference_SSK[..., palette].astype(np.float64)))
     if len(seen) != side:  # a student's tokens are others than the teacher's cells
-        seen = F.interpolate(seen.permute(2, 0, 1)[None], size=(side, side), mode="bilinear", antialias=True)[0].permute(
-            1, 2, 0
-        )
+        seen = F.interpolate(
+            seen.permute(2, 0, 1)[None], size=(side, side), mode="bilinear", antialias=True
+        )[0].permute(1, 2, 0)
     seen = seen.numpy() - seen.numpy().mean((0, 1))
     stored = stored_SSP - stored_SSP.mean((0, 1))
     size = math.sqrt((seen**2).sum() * (stored**2).sum())
@@ -199,12 +255,20 @@ def likeness(stored_SSP: np.ndarray, palette: np.ndarray, reference_SSK: np.ndar
 
 
 def paired_t(difference_N: np.ndarray) -> float:
-    """Student's t of differences against 0; 0 for fewer than two, infinite where they are equal and not 0."""
+    """Student's t of differences against 0; 0 for fewer than two, infinite where they are equal and
+    not 0.
+    """
     difference_N = difference_N[~np.isnan(difference_N)]
     if len(difference_N) < 2:
         return 0.0
     mean, error = difference_N.mean(), difference_N.std(ddof=1) / math.sqrt(len(difference_N))
-    return float(mean / error) if error > 1e-12 else math.copysign(math.inf, mean) if abs(mean) > 1e-9 else 0.0
+    return (
+        float(mean / error)
+        if error > 1e-12
+        else math.copysign(math.inf, mean)
+        if abs(mean) > 1e-9
+        else 0.0
+    )
 
 
 class Choice(NamedTuple):
@@ -216,7 +280,9 @@ class Choice(NamedTuple):
     over: np.ndarray  # t of the best against each, infinite against itself
 
     def runner_up(self) -> int:
-        """The hypothesis of the second greatest mean. Not always that of the smallest t, which it takes to be sure."""
+        """The hypothesis of the second greatest mean. Not always that of the smallest t, which it
+        takes to be sure.
+        """
         return max((h for h in range(len(self.mean)) if h != self.best), key=self.mean.__getitem__)
 
     def sure_against(self, other: int, t: float) -> bool:
@@ -225,7 +291,9 @@ class Choice(NamedTuple):
 
     def sure(self, t: float) -> bool:
         """Is the best better than every other beyond doubt?"""
-        return all(self.sure_against(other, t) for other in range(len(self.mean)) if other != self.best)
+        return all(
+            self.sure_against(other, t) for other in range(len(self.mean)) if other != self.best
+        )
 
 
 def choose(scores_NH: np.ndarray) -> Choice:
@@ -235,15 +303,21 @@ def choose(scores_NH: np.ndarray) -> Choice:
         return Choice(0, np.zeros(scores_NH.shape[1]), 0, np.zeros(scores_NH.shape[1]))
     mean = scores_NH.mean(0)
     best = int(mean.argmax())
-    over = np.array([math.inf if h == best else paired_t(scores_NH[:, best] - scores_NH[:, h]) for h in range(len(mean))])
+    over = np.array(
+        [
+            math.inf if h == best else paired_t(scores_NH[:, best] - scores_NH[:, h])
+            for h in range(len(mean))
+        ]
+    )
     return Choice(best, mean, len(scores_NH), over)
 
 
 def find_layout(looks: Looks, where: object, footprint: str | None = None) -> tuple[str, str]:
-    """Which of a pack's axes comes first, and what its maps cover, as `Axes` and `Geometry` name it; UserError if that is not sure.
+    """Which of a pack's axes comes first, and what its maps cover, as `Axes` and `Geometry` name
+    it; UserError if that is not sure.
 
-    `looks` are of maps read as row-column; `footprint` is given back if it is known. Where no image's sides differ, `squash` is
-    right and so is `centre-crop`.
+    `looks` are of maps read as row-column; `footprint` is given back if it is known. Where no
+    image's sides differ, `squash` is right and so is `centre-crop`.
     """
     g, o = looks.best()
     choice = choose(looks.own[:, g])
@@ -254,7 +328,9 @@ def find_layout(looks: Looks, where: object, footprint: str | None = None) -> tu
             "images); give more images or a better reference, or declare --axes and --footprint"
         )
     if o not in (0, 4):
-        raise UserError(f"{where}: these maps are {ORIENTATIONS[o]}, which no --axes mends; turn them before the import")
+        raise UserError(
+            f"{where}: these maps are {ORIENTATIONS[o]}, which no --axes mends; turn them before the import"
+        )
     axes = "column-row" if o else "row-column"
     if footprint or not looks.elongated.any():
         return axes, footprint or "squash"
@@ -269,4 +345,6 @@ def find_layout(looks: Looks, where: object, footprint: str | None = None) -> tu
 
 def what(footprint: str) -> str:
     """A footprint in words."""
-    return {"squash": "the whole image", "centre-crop": "its centre square"}.get(footprint, footprint)
+    return {"squash": "the whole image", "centre-crop": "its centre square"}.get(
+        footprint, footprint
+    )

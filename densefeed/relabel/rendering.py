@@ -13,8 +13,8 @@ from densefeed.system.errors import UserError
 
 # L looks an image   H, W side of the teacher's input, both the same, pixels
 
-# Renders image `index` into uint8 [L, H, W, 3]; gives its Window. UserError names an image that cannot be read. Called from
-# several threads at once.
+# Renders image `index` into uint8 [L, H, W, 3]; gives its Window. UserError names an image that
+# cannot be read. Called from several threads at once.
 Render = Callable[[int, np.ndarray], tuple[float, float, float, float]]
 
 
@@ -43,7 +43,9 @@ class PillowRender(NamedTuple):
         return render(image, self.viewer, out_LHWC)
 
 
-def render(image: Image.Image, viewer: Viewer, out_LHWC: np.ndarray) -> tuple[float, float, float, float]:
+def render(
+    image: Image.Image, viewer: Viewer, out_LHWC: np.ndarray
+) -> tuple[float, float, float, float]:
     """All looks at an RGB image into uint8 `[L, H, W, 3]`; its Window."""
     for look, out_HWC in zip(viewer.looks(image.height, image.width), out_LHWC, strict=True):
         pixels = crop_resize(image, look.box, viewer.input_size, viewer.interpolation, viewer.fill)
@@ -57,8 +59,9 @@ FILTERS = {Image.Resampling.BILINEAR: native.BILINEAR, Image.Resampling.BICUBIC:
 class NativeRender(NamedTuple):
     """A Render by our own decoder, on whichever thread calls it, without Python's lock.
 
-    It gives the pixels of PillowRender to 0.6 grey levels on average (tests). What it does not read it leaves to Pillow, whose word
-    on damaged files is the last: other formats and colours, looks that reach beyond the image, filters other than FILTERS.
+    It gives the pixels of PillowRender to 0.6 grey levels on average (tests). What it does not read
+    it leaves to Pillow, whose word on damaged files is the last: other formats and colours, looks
+    that reach beyond the image, filters other than FILTERS.
     """
 
     images: Images
@@ -78,24 +81,34 @@ class NativeRender(NamedTuple):
                 return self.viewer.window(height, width)
         image = decode(content, self.images.where(index))
         samples = samples_of(self.viewer, image.height, image.width) if filter is not None else None
-        if samples is not None and cut(samples, np.asarray(image).reshape(-1), native.RAW, out_LHWC, filter):
+        if samples is not None and cut(
+            samples, np.asarray(image).reshape(-1), native.RAW, out_LHWC, filter
+        ):
             return self.viewer.window(image.height, image.width)
         return render(image, self.viewer, out_LHWC)
 
 
 def samples_of(viewer: Viewer, height: int, width: int) -> np.ndarray | None:
-    """The looks at an image of this size as the library takes them, SAMPLE `[L]`; None if one reaches beyond the image."""
+    """The looks at an image of this size as the library takes them, SAMPLE `[L]`; None if one
+    reaches beyond the image.
+    """
     looks = viewer.looks(height, width)
     left, top, right, bottom = np.array([look.box for look in looks], np.float64).T
     if min(left.min(), top.min()) < 0 or right.max() > width + 1e-9 or bottom.max() > height + 1e-9:
         return None
     samples = np.zeros(len(looks), native.SAMPLE)
-    samples["height"], samples["width"], samples["flip"] = height, width, [look.flip for look in looks]
+    samples["height"], samples["width"], samples["flip"] = (
+        height,
+        width,
+        [look.flip for look in looks],
+    )
     samples["box"] = np.stack([top, left, bottom - top, right - left], 1)
     return samples
 
 
-def cut(samples: np.ndarray, content: np.ndarray, kind: int, out_LHWC: np.ndarray, filter: int) -> bool:
+def cut(
+    samples: np.ndarray, content: np.ndarray, kind: int, out_LHWC: np.ndarray, filter: int
+) -> bool:
     """Render the looks of one image; whether the library could. UserError if memory is used up."""
     samples["bytes"], samples["length"], samples["kind"] = content.ctypes.data, len(content), kind
     native.Job(samples, out_LHWC, keep=content, filter=filter).decode()

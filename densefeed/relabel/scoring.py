@@ -1,4 +1,6 @@
-"""A teacher on its device: uint8 looks in, the top-k logits of every cell out, of which only the kept numbers reach the host."""
+"""A teacher on its device: uint8 looks in, the top-k logits of every cell out, of which only the
+kept numbers reach the host.
+"""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -21,13 +23,19 @@ MOST_MEMORY = 0.9  # of the device's; the allocator's rounding and the next libr
 
 
 def choose_precision(precision: Precision, device: torch.device) -> str:
-    """What `auto` stands for on this device: bf16 on CUDA devices that compute it, else fp32. UserError for fp16 on a CPU."""
+    """What `auto` stands for on this device: bf16 on CUDA devices that compute it, else fp32.
+    UserError for fp16 on a CPU.
+    """
     if precision == "fp16" and device.type == "cpu":
         raise UserError("--precision fp16 needs a GPU; take bf16 or fp32 on a CPU")
     if precision != "auto":
         return precision
     # 8.0: older ones emulate bf16, slower than fp32.
-    return "bf16" if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0) else "fp32"
+    return (
+        "bf16"
+        if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+        else "fp32"
+    )
 
 
 class Kept(NamedTuple):
@@ -40,7 +48,9 @@ class Kept(NamedTuple):
 
 
 def keep(logits_NSSK: Tensor, top_k: int) -> Kept:
-    """The top-k logits, their classes, and the logsumexp over all classes; nothing waits for the device."""
+    """The top-k logits, their classes, and the logsumexp over all classes; nothing waits for the
+    device.
+    """
     top, lse = logits_NSSK.topk(top_k, dim=-1), logits_NSSK.logsumexp(-1)
     # NaN is not less than anything, so it is not sound either.
     sound = (logits_NSSK.abs() <= torch.finfo(torch.float16).max).all()
@@ -50,8 +60,12 @@ def keep(logits_NSSK: Tensor, top_k: int) -> Kept:
 def to_maps(kept: Kept, window_N4: np.ndarray) -> ScoreMaps:
     """The rows to store, of what is on the host already; UserError if they are not finite."""
     if not bool(kept.sound):
-        raise UserError("the teacher gave logits that are not finite in float16; check its weights and preprocessing")
-    return ScoreMaps(kept.logit.numpy(), kept.cls.numpy().view(np.uint16), kept.lse.numpy(), window_N4)
+        raise UserError(
+            "the teacher gave logits that are not finite in float16; check its weights and preprocessing"
+        )
+    return ScoreMaps(
+        kept.logit.numpy(), kept.cls.numpy().view(np.uint16), kept.lse.numpy(), window_N4
+    )
 
 
 def keep_top(logits_NSSK: Tensor, top_k: int, window_N4: np.ndarray) -> ScoreMaps:
@@ -66,7 +80,12 @@ class Scored:
         self._kept, self._rows, self.began, self.ended = kept, rows, began, None
         if kept.logit.is_cuda:
             # Pinned memory, else the copy would wait for the device.
-            self._kept = Kept(*(torch.empty(p.shape, dtype=p.dtype, pin_memory=True).copy_(p, non_blocking=True) for p in kept))
+            self._kept = Kept(
+                *(
+                    torch.empty(p.shape, dtype=p.dtype, pin_memory=True).copy_(p, non_blocking=True)
+                    for p in kept
+                )
+            )
             self.ended = torch.cuda.Event(enable_timing=True)
             self.ended.record()
 
@@ -76,7 +95,9 @@ class Scored:
             self.ended.synchronize()
 
     def idle_since(self, before: "Scored") -> float:
-        """Seconds that the device had nothing to do between a batch and this one, both waited for; 0 on a CPU."""
+        """Seconds that the device had nothing to do between a batch and this one, both waited for;
+        0 on a CPU.
+        """
         return before.ended.elapsed_time(self.began) / 1000 if self.ended is not None else 0.0
 
     def maps(self, window_N4: np.ndarray) -> ScoreMaps:
@@ -96,11 +117,26 @@ class Scorer:
         compiled: whether torch.compile makes it. A batch is then always filled up to the same size.
     """
 
-    def __init__(self, teacher: nn.Module, device: torch.device, precision: str = "fp32", compiled: bool = False) -> None:
-        self.teacher, self.device, self.precision, self.compiled = teacher, device, precision, compiled
-        if device.type == "cuda":  # tensor cores read channels together; on a CPU the library lays out its own
+    def __init__(
+        self,
+        teacher: nn.Module,
+        device: torch.device,
+        precision: str = "fp32",
+        compiled: bool = False,
+    ) -> None:
+        self.teacher, self.device, self.precision, self.compiled = (
+            teacher,
+            device,
+            precision,
+            compiled,
+        )
+        if (
+            device.type == "cuda"
+        ):  # tensor cores read channels together; on a CPU the library lays out its own
             teacher.to(memory_format=torch.channels_last)
-        self._keep: Callable[[Tensor, int], Kept] = torch.compile(self._score, dynamic=False) if compiled else self._score
+        self._keep: Callable[[Tensor, int], Kept] = (
+            torch.compile(self._score, dynamic=False) if compiled else self._score
+        )
 
     def _score(self, looks: Tensor, top_k: int) -> Kept:
         return keep(self.logits(looks), top_k)
@@ -108,8 +144,12 @@ class Scorer:
     def logits(self, look_NLHWC: Tensor) -> Tensor:
         """Logits of uint8 looks on the device, float32 `[N, S, S, K]`."""
         fp32 = self.precision == "fp32"
-        # inference_mode would be the same, but for torch.compile, which fails on its tensors (torch 2.15).
-        with torch.no_grad(), nullcontext() if fp32 else torch.autocast(self.device.type, DTYPES[self.precision]):
+        # inference_mode would be the same, but for torch.compile, which fails on its tensors (torch
+        # 2.15).
+        with (
+            torch.no_grad(),
+            nullcontext() if fp32 else torch.autocast(self.device.type, DTYPES[self.precision]),
+        ):
             return self.teacher(look_NLHWC).float()
 
     def try_out(self, look_NLHWC: Tensor, top_k: int) -> None:
@@ -118,7 +158,9 @@ class Scorer:
             Scored(self._score(look_NLHWC.to(self.device), top_k), len(look_NLHWC), None).wait()
 
     def begin(self, look_NLHWC: Tensor, rows: int, top_k: int) -> Scored:
-        """Begin to score the first `rows` images of a batch on the host, which must not change until it was waited for."""
+        """Begin to score the first `rows` images of a batch on the host, which must not change
+        until it was waited for.
+        """
         began = None
         if self.device.type == "cuda":
             began = torch.cuda.Event(enable_timing=True)
@@ -129,7 +171,8 @@ class Scorer:
 
 
 def batch_that_fits(attempt: Callable[[int], None], device: torch.device) -> int:
-    """The largest power of two, at most 256, of images that `attempt` scores within 0.9 of the device's memory; 32 on a CPU.
+    """The largest power of two, at most 256, of images that `attempt` scores within 0.9 of the
+    device's memory; 32 on a CPU.
 
     UserError if not even one image fits.
     """

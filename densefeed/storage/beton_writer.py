@@ -1,4 +1,6 @@
-"""Writing FFCV datasets (.beton): image by image, resumed after a kill, and under the final name only when whole."""
+"""Writing FFCV datasets (.beton): image by image, resumed after a kill, and under the final name
+only when whole.
+"""
 
 import fcntl
 import hashlib
@@ -42,8 +44,10 @@ SYNC_BYTES = 2**30  # the packer makes its work durable this often
 
 
 class Sample(NamedTuple):
-    """What is written for one image: encoded JPEG, its height and width, its class, and arrays in the order of the fields. If it is
-    `raw`, its pixels uint8 `[height, width, 3]` in place of a JPEG; no checksum covers them."""
+    """What is written for one image: encoded JPEG, its height and width, its class, and arrays in
+    the order of the fields. If it is `raw`, its pixels uint8 `[height, width, 3]` in place of a
+    JPEG; no checksum covers them.
+    """
 
     jpeg: bytes
     height: int
@@ -53,49 +57,81 @@ class Sample(NamedTuple):
     raw: bool = False
 
 
-# A line of the journal: what was done with one image. `block` is the CRC-32 of all that was written for it, `arrays` that of
-# its arrays, `crc` that of this record. `ptr` is where its first array stands; the JPEG is last.
-ROW = np.dtype([
-    ("index", "<u8"), ("ptr", "<u8"), ("label", "<i8"), ("size", "<u4"), ("height", "<u2"), ("width", "<u2"),
-    ("block", "<u4"), ("arrays", "<u4"), ("state", "u1"), ("tag", "u1"), ("mode", "u1"), ("unused", "u1"), ("crc", "<u4"),
-])  # fmt: skip
+# A line of the journal: what was done with one image. `block` is the CRC-32 of all that was written
+# for it, `arrays` that of its arrays, `crc` that of this record. `ptr` is where its first array
+# stands; the JPEG is last.
+ROW = np.dtype(
+    [
+        ("index", "<u8"),
+        ("ptr", "<u8"),
+        ("label", "<i8"),
+        ("size", "<u4"),
+        ("height", "<u2"),
+        ("width", "<u2"),
+        ("block", "<u4"),
+        ("arrays", "<u4"),
+        ("state", "u1"),
+        ("tag", "u1"),
+        ("mode", "u1"),
+        ("unused", "u1"),
+        ("crc", "<u4"),
+    ]
+)
 UNTRIED, PACKED, FAILED = 0, 1, 2
 
 
 class BetonWriter:
-    """Writes a .beton image by image, under the name `<path>.part` until it is whole; `<path>.part.rows` is its journal.
+    """Writes a .beton image by image, under the name `<path>.part` until it is whole;
+    `<path>.part.rows` is its journal.
 
     Args:
         path: the file to make.
         num_samples: how many images there are.
         arrays: fields of type NDARRAY that come with every image, beside `image` and `label`.
-        notes: JSON that readers find in `Beton.notes`; `class_names` and `fingerprint` are ours to expect.
-        identity: JSON, not stored in the file, that must be equal for a `.part` to be continued: which images, which options.
+        notes: JSON that readers find in `Beton.notes`; `class_names` and `fingerprint` are ours to
+            expect.
+        identity: JSON, not stored in the file, that must be equal for a `.part` to be continued:
+            which images, which options.
 
-    A writer that finds the `.part` of an earlier one goes on behind its last whole image, and the finished file has the same
-    bytes as if it had not been interrupted. Images that earlier could not be read are tried again, and stand last if they can.
-    The journal is a JSON line and then ROWs; a ROW is written after its image, so what it names is whole after a kill; after
-    a power cut, too, before the last 1 to 2 GiB, and those are read back and compared.
+    A writer that finds the `.part` of an earlier one goes on behind its last whole image, and the
+    finished file has the same bytes as if it had not been interrupted. Images that earlier could
+    not be read are tried again, and stand last if they can. The journal is a JSON line and then
+    ROWs; a ROW is written after its image, so what it names is whole after a kill; after a power
+    cut, too, before the last 1 to 2 GiB, and those are read back and compared.
 
-    Raises UserError if `path` exists, another process is writing it, the `.part` is not of this packing, or num_samples is 0.
+    Raises UserError if `path` exists, another process is writing it, the `.part` is not of this
+    packing, or num_samples is 0.
 
     Attributes:
-        state: uint8 `[num_samples]`, UNTRIED, PACKED or FAILED. tags: uint8 alike, what `write` was given.
+        state: uint8 `[num_samples]`, UNTRIED, PACKED or FAILED. tags: uint8 alike, what `write` was
+            given.
         room: the most bytes a JPEG may have, since a sample does not cross a page.
     """
 
     def __init__(
-        self, path: Path | str, num_samples: int, arrays: list[Field], notes: dict, identity: dict | None = None
+        self,
+        path: Path | str,
+        num_samples: int,
+        arrays: list[Field],
+        notes: dict,
+        identity: dict | None = None,
     ) -> None:
-        self.path, self.part, self.journal = Path(path), Path(f"{path}.part"), Path(f"{path}.part.rows")
+        self.path, self.part, self.journal = (
+            Path(path),
+            Path(f"{path}.part"),
+            Path(f"{path}.part.rows"),
+        )
         if num_samples < 1:
             raise UserError(f"{path} would hold no images")
         self.arrays, self.notes = arrays, {"densefeed": NOTES_VERSION} | notes
         self._fields = [Field(RGB, "image"), Field(INT, "label"), *arrays]
         self._dtype = metadata_dtype([field.type for field in self._fields])
-        self._starts = np.cumsum([0] + [-(-field.nbytes // ALIGN) * ALIGN for field in arrays]).tolist()
+        self._starts = np.cumsum(
+            [0] + [-(-field.nbytes // ALIGN) * ALIGN for field in arrays]
+        ).tolist()
         self.room = PAGE - self._starts[-1]
-        # The notes may still grow by what `finish` finds: checksums, a longer fingerprint, how many images are missing.
+        # The notes may still grow by what `finish` finds: checksums, a longer fingerprint, how many
+        # images are missing.
         longest = self.notes | {
             "fingerprint": "0" * 64,
             "left_out": num_samples,
@@ -106,7 +142,11 @@ class BetonWriter:
         self._first_page = -(-front // PAGE) * PAGE
         self._rows = np.zeros(num_samples, ROW)
         self._at, self._synced = self._first_page, self._first_page
-        same = {"num_samples": num_samples, "arrays": [list(field) for field in arrays], "page": PAGE} | (identity or {})
+        same = {
+            "num_samples": num_samples,
+            "arrays": [list(field) for field in arrays],
+            "page": PAGE,
+        } | (identity or {})
         self.descriptors: list[int] = []
         self._close = weakref.finalize(self, close_all, self.descriptors)
         try:
@@ -125,14 +165,18 @@ class BetonWriter:
         return self._rows["tag"]
 
     def todo(self) -> np.ndarray:
-        """The images to write, in the order they should come: those never tried, then those that failed before."""
+        """The images to write, in the order they should come: those never tried, then those that
+        failed before.
+        """
         return np.concatenate([np.nonzero(self.state == kind)[0] for kind in (UNTRIED, FAILED)])
 
     def _begin(self, identity: dict) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         fresh = not self.journal.exists()
         if fresh and self.part.exists():
-            raise UserError(f"{self.part} is in the way, and no packing left it; remove it or choose another --out")
+            raise UserError(
+                f"{self.part} is in the way, and no packing left it; remove it or choose another --out"
+            )
         if fresh and self.path.exists():
             raise UserError(f"{self.path} exists already; remove it or choose another --out")
         self._lock()
@@ -150,7 +194,9 @@ class BetonWriter:
         self._resume(line, records, identity)
 
     def _lock(self) -> None:
-        """Open the journal for us alone; the system drops the lock when the process ends, however it ends."""
+        """Open the journal for us alone; the system drops the lock when the process ends, however
+        it ends.
+        """
         while True:
             self.descriptors[:] = [os.open(self.journal, os.O_RDWR | os.O_CREAT, 0o666)]
             try:
@@ -164,20 +210,30 @@ class BetonWriter:
                     return
             except FileNotFoundError:
                 pass
-            close_all(self.descriptors)  # the other process finished, and removed the file, between our two calls
+            close_all(
+                self.descriptors
+            )  # the other process finished, and removed the file, between our two calls
 
     def _resume(self, line: bytes, records: bytes, identity: dict) -> None:
         rows = np.frombuffer(records[: len(records) // ROW.itemsize * ROW.itemsize], ROW)
         starts = range(0, rows.nbytes, ROW.itemsize)
-        whole = rows["crc"] == np.fromiter((zlib.crc32(records[at : at + ROW.itemsize - 4]) for at in starts), "<u4", len(rows))
+        whole = rows["crc"] == np.fromiter(
+            (zlib.crc32(records[at : at + ROW.itemsize - 4]) for at in starts), "<u4", len(rows)
+        )
         rows = rows[: len(rows) if whole.all() else whole.argmin()]
         try:
             begun = json.loads(line)
         except ValueError:
-            raise UserError(f"{self.journal}, left by an earlier packing, is damaged; remove it and {self.part}") from None
-        differ = [key for key in begun.keys() | identity.keys() if begun.get(key) != identity.get(key)]
+            raise UserError(
+                f"{self.journal}, left by an earlier packing, is damaged; remove it and {self.part}"
+            ) from None
+        differ = [
+            key for key in begun.keys() | identity.keys() if begun.get(key) != identity.get(key)
+        ]
         if "fingerprint" in differ and (rows["state"] == FAILED).any():
-            differ.remove("fingerprint")  # it covers file sizes, and files that failed are there to be mended
+            differ.remove(
+                "fingerprint"
+            )  # it covers file sizes, and files that failed are there to be mended
         if differ:
             key = min(differ).replace("_", " ")
             raise UserError(
@@ -194,44 +250,74 @@ class BetonWriter:
         self._synced = self._at
 
     def _sound(self, rows: np.ndarray) -> int:
-        """How many records name images that are really there. Only those that may not have reached the disk are read."""
+        """How many records name images that are really there. Only those that may not have reached
+        the disk are read.
+        """
         packed = np.nonzero(rows["state"] == PACKED)[0]
         if not len(packed):
             return len(rows)
         ends = rows["ptr"] + self._starts[-1] + rows["size"]
         recent = packed[ends[packed] + 2 * SYNC_BYTES > ends[packed[-1]]]
         for n in bar(recent.tolist(), "check what is packed"):
-            block = os.pread(self.descriptors[1], self._starts[-1] + int(rows[n]["size"]), int(rows[n]["ptr"]))
+            block = os.pread(
+                self.descriptors[1], self._starts[-1] + int(rows[n]["size"]), int(rows[n]["ptr"])
+            )
             if zlib.crc32(block) != rows[n]["block"]:
                 return n
         return len(rows)
 
     def _block(self, index: int, sample: Sample, tag: int) -> tuple[np.ndarray, bytes]:
-        """The record of a sample, without its place, and its bytes: arrays, each padded, then the JPEG."""
-        arrays = [np.ascontiguousarray(a, f.dtype) for a, f in zip(sample.arrays, self.arrays, strict=True)]
+        """The record of a sample, without its place, and its bytes: arrays, each padded, then the
+        JPEG.
+        """
+        arrays = [
+            np.ascontiguousarray(a, f.dtype)
+            for a, f in zip(sample.arrays, self.arrays, strict=True)
+        ]
         for array, field in zip(arrays, self.arrays, strict=True):
             if array.shape != field.shape:
                 raise ValueError(f"{field.name} is {array.shape}, not {field.shape}")
         pieces = [array.tobytes() for array in arrays]
-        block = b"".join([*(piece.ljust(-(-len(piece) // ALIGN) * ALIGN, b"\0") for piece in pieces), sample.jpeg])
+        block = b"".join(
+            [
+                *(piece.ljust(-(-len(piece) // ALIGN) * ALIGN, b"\0") for piece in pieces),
+                sample.jpeg,
+            ]
+        )
         row = np.zeros((), ROW)
         row["index"], row["label"], row["size"] = index, sample.label, len(sample.jpeg)
-        row["height"], row["width"], row["state"], row["tag"] = sample.height, sample.width, PACKED, tag
-        row["block"], row["arrays"], row["mode"] = zlib.crc32(block), arrays_crc(pieces), RAW if sample.raw else JPEG
+        row["height"], row["width"], row["state"], row["tag"] = (
+            sample.height,
+            sample.width,
+            PACKED,
+            tag,
+        )
+        row["block"], row["arrays"], row["mode"] = (
+            zlib.crc32(block),
+            arrays_crc(pieces),
+            RAW if sample.raw else JPEG,
+        )
         return row, block
 
     def check(self, index: int, sample: Sample) -> None:
         """UserError unless what is packed of image `index` is this sample."""
         row, _ = self._block(index, sample, int(self.tags[index]))
-        if any(row[name] != self._rows[index][name] for name in ("label", "size", "height", "width", "mode", "block")):
+        if any(
+            row[name] != self._rows[index][name]
+            for name in ("label", "size", "height", "width", "mode", "block")
+        ):
             raise self.changed(index)
 
     def changed(self, index: int) -> UserError:
         """What to raise where image `index` is not what was packed."""
-        return UserError(f"{self.part} holds image {index} otherwise than it is now; remove it and {self.journal.name}")
+        return UserError(
+            f"{self.part} holds image {index} otherwise than it is now; remove it and {self.journal.name}"
+        )
 
     def write(self, index: int, sample: Sample, tag: int = 0) -> None:
-        """Append image `index`; `tag`, 0 to 255, is kept for `tags` only. UserError if it does not fit a page (8 MiB)."""
+        """Append image `index`; `tag`, 0 to 255, is kept for `tags` only. UserError if it does not
+        fit a page (8 MiB).
+        """
         if len(sample.jpeg) > self.room:
             raise UserError(
                 f"sample {index}: a JPEG of {len(sample.jpeg):,} bytes does not fit a page of {PAGE:,}; make this image smaller"
@@ -262,23 +348,33 @@ class BetonWriter:
         self._rows[row["index"]] = row
 
     def _sync(self) -> None:
-        for descriptor in reversed(self.descriptors):  # images before the records that vouch for them
+        for descriptor in reversed(
+            self.descriptors
+        ):  # images before the records that vouch for them
             os.fsync(descriptor)
         self._synced = self._at
 
     def finish(self) -> None:
-        """Write table, metadata, notes and header, and give the file its name. Images that failed are left out, in the notes
-        `left_out` says how many, and the fingerprint is then another one; UserError if none is left."""
+        """Write table, metadata, notes and header, and give the file its name. Images that failed
+        are left out, in the notes `left_out` says how many, and the fingerprint is then another
+        one; UserError if none is left.
+        """
         if (self.state == UNTRIED).any():
-            raise ValueError(f"image {int((self.state == UNTRIED).argmax())} was neither written nor failed")
+            raise ValueError(
+                f"image {int((self.state == UNTRIED).argmax())} was neither written nor failed"
+            )
         kept = np.nonzero(self.state == PACKED)[0]
         if not len(kept):
-            raise UserError(f"{self.path}: none of the {len(self._rows)} images can be packed; there is nothing to write")
+            raise UserError(
+                f"{self.path}: none of the {len(self._rows)} images can be packed; there is nothing to write"
+            )
         notes = dict(self.notes)
         if len(kept) < len(self._rows):
             notes["left_out"] = len(self._rows) - len(kept)
             missing = np.nonzero(self.state != PACKED)[0].tolist()
-            notes["fingerprint"] = hashlib.sha256(f"{notes.get('fingerprint')} without {missing}".encode()).hexdigest()
+            notes["fingerprint"] = hashlib.sha256(
+                f"{notes.get('fingerprint')} without {missing}".encode()
+            ).hexdigest()
         with naming(self.path):
             self._write_front(kept, notes)
             os.fsync(self.descriptors[1])
@@ -299,7 +395,10 @@ class BetonWriter:
         for at in range(0, count, CHUNK):
             rows = self._rows[kept[at : at + CHUNK]]
             metadata = np.zeros(len(rows), self._dtype)
-            metadata["f0"]["mode"], metadata["f0"]["ptr"] = rows["mode"], rows["ptr"] + self._starts[-1]
+            metadata["f0"]["mode"], metadata["f0"]["ptr"] = (
+                rows["mode"],
+                rows["ptr"] + self._starts[-1],
+            )
             metadata["f0"]["height"], metadata["f0"]["width"] = rows["height"], rows["width"]
             metadata["f1"] = rows["label"]
             entries = np.zeros((len(rows), width), ALLOCATION)
@@ -313,7 +412,10 @@ class BetonWriter:
             write_at(out, entries.tobytes(), table + at * width * ALLOCATION.itemsize)
             write_at(out, metadata.tobytes(), self._metadata + at * self._dtype.itemsize)
             write_at(out, sums, sums_at + 4 * at)
-            table_crc, metadata_crc = zlib.crc32(entries.tobytes(), table_crc), zlib.crc32(metadata.tobytes(), metadata_crc)
+            table_crc, metadata_crc = (
+                zlib.crc32(entries.tobytes(), table_crc),
+                zlib.crc32(metadata.tobytes(), metadata_crc),
+            )
             samples_crc = zlib.crc32(sums, samples_crc)
         notes["crc32"] = checksums(metadata_crc, table_crc, samples_crc, sums_at)
         text = json.dumps(notes).encode()
@@ -326,8 +428,11 @@ class BetonWriter:
         head[place_at : place_at + NOTES.itemsize] = place.tobytes()
         place["crc"] = zlib.crc32(text, zlib.crc32(head))
         head[place_at : place_at + NOTES.itemsize] = place.tobytes()
-        # A packing killed in here leaves notes that may reach some digits further: the numbers in them differ.
-        write_at(out, text.ljust(min(len(text) + 256, self._first_page - notes_at), b"\0"), notes_at)
+        # A packing killed in here leaves notes that may reach some digits further: the numbers in
+        # them differ.
+        write_at(
+            out, text.ljust(min(len(text) + 256, self._first_page - notes_at), b"\0"), notes_at
+        )
         write_at(out, bytes(head), 0)
 
     def close(self) -> None:
@@ -342,8 +447,9 @@ class BetonWriter:
 
 
 def write_beton(path: Path, samples: Sequence[Sample], arrays: list[Field], notes: dict) -> None:
-    """Write a .beton of samples that are in memory; on an error nothing stays, after a kill it is continued. Raises as
-    `BetonWriter`."""
+    """Write a .beton of samples that are in memory; on an error nothing stays, after a kill it is
+    continued. Raises as `BetonWriter`.
+    """
     with BetonWriter(path, len(samples), arrays, notes) as writer:
         try:
             for index, sample in enumerate(samples):
@@ -359,12 +465,16 @@ def write_beton(path: Path, samples: Sequence[Sample], arrays: list[Field], note
 
 
 def checksums(metadata: int, table: int, samples: int, samples_at: int) -> dict[str, int]:
-    """The `crc32` of the notes: of metadata, table, and the samples' own checksums, and where those stand."""
+    """The `crc32` of the notes: of metadata, table, and the samples' own checksums, and where those
+    stand.
+    """
     return {"metadata": metadata, "table": table, "samples": samples, "samples_at": samples_at}
 
 
 def write_at(descriptor: int, data: bytes, offset: int) -> None:
-    """pwrite all of it; a disk that fills in the middle takes a part, and the next call says why."""
+    """pwrite all of it; a disk that fills in the middle takes a part, and the next call says
+    why.
+    """
     view = memoryview(data)
     while len(view):
         put = os.pwrite(descriptor, view, offset)

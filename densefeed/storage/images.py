@@ -1,4 +1,6 @@
-"""Images as every stage reads them: the encoded bytes, label and path of any dataset that timm reads, in a fixed order."""
+"""Images as every stage reads them: the encoded bytes, label and path of any dataset that timm
+reads, in a fixed order.
+"""
 
 import hashlib
 import io
@@ -12,7 +14,8 @@ from PIL import Image, UnidentifiedImageError
 from densefeed.storage import datasets
 from densefeed.system.errors import UserError
 
-SIZED_FILES = 1024  # files whose byte size enters the fingerprint: a stat of every file of a network disk takes minutes
+# files whose byte size enters the fingerprint: a stat of every file of a network disk takes minutes
+SIZED_FILES = 1024
 
 
 class Images:
@@ -21,18 +24,25 @@ class Images:
     Args:
         root: the folder (an ImageFolder unless `dataset` says otherwise).
         dataset: empty for a folder of class folders; a name of datasets.py; or timm's, `hfds/...`.
-        split: the split that is asked for; for a folder that holds `train/` and `val/`, their names.
+        split: the split that is asked for; for a folder that holds `train/` and `val/`, their
+            names.
 
-    Raises UserError if there is no such folder, no image in it, or the set cannot be read in any order.
+    Raises UserError if there is no such folder, no image in it, or the set cannot be read in any
+    order.
 
     Attributes:
-        paths: of each image, relative to the folder it was found in. labels: int64 `[N]`. class_names: in label order.
+        paths: of each image, relative to the folder it was found in. labels: int64 `[N]`.
+            class_names: in label order.
     """
 
     def __init__(self, root: Path, dataset: str = "", split: str = "train") -> None:
         self.root = Path(root)
         self._found = datasets.find(self.root, dataset, split)
-        self.paths, self.labels, self.class_names = self._found.paths, self._found.labels, self._found.class_names
+        self.paths, self.labels, self.class_names = (
+            self._found.paths,
+            self._found.labels,
+            self._found.class_names,
+        )
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -51,7 +61,9 @@ class Images:
             return file.read()
 
     def size(self, index: int) -> tuple[int, int]:
-        """Height and width of image `index`, of which only the file's header is read; OSError that names the file if it cannot be."""
+        """Height and width of image `index`, of which only the file's header is read; OSError that
+        names the file if it cannot be.
+        """
         with self.open(index) as file:
             try:
                 with Image.open(file) as image:
@@ -59,11 +71,19 @@ class Images:
             except MemoryError:
                 raise
             except Exception as error:  # Pillow promises nothing
-                raise OSError(None, f"its size cannot be read ({error})", self.where(index)) from error
+                raise OSError(
+                    None, f"its size cannot be read ({error})", self.where(index)
+                ) from error
 
     def fingerprint(self) -> str:
-        """SHA-256 over all paths and labels in order, and the byte sizes of up to 1,024 evenly spaced files."""
-        digest = hashlib.sha256("\n".join(f"{p}\t{label}" for p, label in zip(self.paths, self.labels, strict=True)).encode())
+        """SHA-256 over all paths and labels in order, and the byte sizes of up to 1,024 evenly
+        spaced files.
+        """
+        digest = hashlib.sha256(
+            "\n".join(
+                f"{p}\t{label}" for p, label in zip(self.paths, self.labels, strict=True)
+            ).encode()
+        )
         for index in np.linspace(0, len(self) - 1, min(len(self), SIZED_FILES)).astype(int):
             try:
                 with self.open(int(index)) as file:
@@ -74,13 +94,18 @@ class Images:
 
 
 def crop_resize(
-    image: Image.Image, box: tuple[float, float, float, float], size: int,
-    filter: Image.Resampling = Image.Resampling.BILINEAR, fill: tuple[int, ...] = (0, 0, 0),
-) -> np.ndarray:  # fmt: skip
-    """The box (left, top, right, bottom; pixels, fractions allowed) as uint8 `[size, size, 3]`, antialiased.
+    image: Image.Image,
+    box: tuple[float, float, float, float],
+    size: int,
+    filter: Image.Resampling = Image.Resampling.BILINEAR,
+    fill: tuple[int, ...] = (0, 0, 0),
+) -> np.ndarray:
+    """The box (left, top, right, bottom; pixels, fractions allowed) as uint8 `[size, size, 3]`,
+    antialiased.
 
-    No pixel outside the box (rounded outwards) is read: as torchvision, crop first and then resize. Pillow's own
-    `resize(box=...)` lets the filter reach over the box's edge. Where the box reaches beyond the image it shows `fill`, 0 to 255.
+    No pixel outside the box (rounded outwards) is read: as torchvision, crop first and then resize.
+    Pillow's own `resize(box=...)` lets the filter reach over the box's edge. Where the box reaches
+    beyond the image it shows `fill`, 0 to 255.
     """
     left, top, right, bottom = box
     x, y = math.floor(left), math.floor(top)
@@ -90,7 +115,9 @@ def crop_resize(
     else:
         cut = Image.new("RGB", (ends[0] - x, ends[1] - y), fill)
         cut.paste(image, (-x, -y))
-    return np.asarray(cut.resize((size, size), filter, box=(left - x, top - y, right - x, bottom - y)))
+    return np.asarray(
+        cut.resize((size, size), filter, box=(left - x, top - y, right - x, bottom - y))
+    )
 
 
 def decode(encoded: bytes, where: str) -> Image.Image:
@@ -102,6 +129,9 @@ def decode(encoded: bytes, where: str) -> Image.Image:
         return image.convert("RGB")
     except MemoryError:
         raise
-    except Exception as error:  # Pillow promises nothing: OSError, SyntaxError, ValueError, of AVIF RuntimeError, ...
+    except Exception as error:
+        # Pillow promises nothing: OSError, SyntaxError, ValueError, of AVIF RuntimeError, ...
         reason = "not an image" if isinstance(error, UnidentifiedImageError) else str(error)
-        raise UserError(f"{where} cannot be decoded ({reason}); replace or remove this file") from error
+        raise UserError(
+            f"{where} cannot be decoded ({reason}); replace or remove this file"
+        ) from error

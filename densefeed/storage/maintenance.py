@@ -1,4 +1,6 @@
-"""What is done to a finished store: looking for faults in every row, and writing it anew in another form."""
+"""What is done to a finished store: looking for faults in every row, and writing it anew in another
+form.
+"""
 
 import os
 from collections.abc import Iterator
@@ -39,22 +41,32 @@ SLACK = 2.0**-11  # a rounding to float16, relative
 
 
 def convert(store: ScoreMapStore, out: Path, form: Form) -> ScoreMapStore:
-    """Write the rows of `store` in another form to `out`, and return that store. The same rows give the same bytes.
+    """Write the rows of `store` in another form to `out`, and return that store. The same rows give
+    the same bytes.
 
-    UserError if `out` is there already, if a row is damaged or impossible, or if the rows are compact, from which nothing else
-    can be made. `out` appears when it is whole.
+    UserError if `out` is there already, if a row is damaged or impossible, or if the rows are
+    compact, from which nothing else can be made. `out` appears when it is whole.
     """
     header, (side, top_k) = store.header, (store.header.side, store.header.top_k)
     if header.form == "compact":
-        raise UserError(f"{store.path} is compact, and what that lost cannot be had back; convert the store it was made of")
+        raise UserError(
+            f"{store.path} is compact, and what that lost cannot be had back; convert the store it was made of"
+        )
     if header.form == form:
         raise UserError(f"{store.path} is {form} already; choose another --form")
     if out.exists():
         raise UserError(f"{out} exists already; remove it or choose another --out")
     count, paths = len(store), np.array([path.encode() for path in store.paths()])
     types = row_types(side, top_k) if form == "raw" else packed_types()
-    types = {name: (dtype, (count, *shape)) for name, (dtype, shape) in types.items()} | {"path": (paths.dtype.str, (count,))}
-    known = {"label": store.labels, "path": paths, "palette": store.palette, "done": np.ones(count, np.uint8)}
+    types = {name: (dtype, (count, *shape)) for name, (dtype, shape) in types.items()} | {
+        "path": (paths.dtype.str, (count,))
+    }
+    known = {
+        "label": store.labels,
+        "path": paths,
+        "palette": store.palette,
+        "done": np.ones(count, np.uint8),
+    }
     if form != "raw":
         size = row_sizes(form, side, top_k, store.palette)
         types |= {"rows": ("|u1", (int(size.sum()),))} | whole_types(form)
@@ -72,7 +84,9 @@ def convert(store: ScoreMapStore, out: Path, form: Form) -> ScoreMapStore:
     return ScoreMapStore(out)
 
 
-def columns(store: ScoreMapStore, form: Form, known: dict[str, np.ndarray]) -> Iterator[tuple[str, int, bytes]]:
+def columns(
+    store: ScoreMapStore, form: Form, known: dict[str, np.ndarray]
+) -> Iterator[tuple[str, int, bytes]]:
     """The datasets of a store in another form, piece by piece: name, first element, bytes."""
     header, error = store.header, ErrorSum(store.header.num_classes, store.header.absent)
     for first in bar(range(0, len(store), CHUNK), f"{form}, chunks"):
@@ -88,7 +102,10 @@ def columns(store: ScoreMapStore, form: Form, known: dict[str, np.ndarray]) -> I
                     f"{store.path}: the map of {store.path_of(row)} (row {row}) holds {what}; label the images again"
                 )
         if form == "raw":
-            yield from ((name, first, np.ascontiguousarray(part).tobytes()) for name, part in maps._asdict().items())
+            yield from (
+                (name, first, np.ascontiguousarray(part).tobytes())
+                for name, part in maps._asdict().items()
+            )
             yield "crc32", first, row_crcs(maps).tobytes()
             continue
         rows = [np.frombuffer(row, np.uint8) for row in pack(form, header.absent, maps)]
@@ -96,14 +113,18 @@ def columns(store: ScoreMapStore, form: Form, known: dict[str, np.ndarray]) -> I
         yield "window", first, np.ascontiguousarray(maps.window).tobytes()
         yield "crc32", first, row_crcs((rows, maps.window)).tobytes()
         if form == "compact":
-            back = unpack(form, header.side, header.top_k, known["levels"], store.palette[ids], rows)
+            back = unpack(
+                form, header.side, header.top_k, known["levels"], store.palette[ids], rows
+            )
             error.add(maps, ScoreMaps(*back, maps.window))
     if form == "compact":
         yield "error", 0, np.array(error.result(), "<f8").tobytes()
 
 
 def convert_file(file: Path, /, form: Form, out: Path) -> None:
-    """Write a store in another form: `lossless` keeps every bit, `compact` 8 bits of a probability, `raw` undoes `lossless`."""
+    """Write a store in another form: `lossless` keeps every bit, `compact` 8 bits of a probability,
+    `raw` undoes `lossless`.
+    """
     store = convert(ScoreMapStore(file), out, form)
     print(summary(store))
 
@@ -123,7 +144,9 @@ def summary(store: ScoreMapStore) -> str:
 
 
 def verify(store: ScoreMapStore) -> dict[int, list[str]]:
-    """What is wrong with each bad row of a store, rows ascending: its checksum, or values, order and counts no labelling gives."""
+    """What is wrong with each bad row of a store, rows ascending: its checksum, or values, order
+    and counts no labelling gives.
+    """
     faults: dict[int, list[str]] = {}
     for ids, stored, maps in store.chunks("verify"):
         damaged = row_crcs(stored) != store.crcs[ids]
@@ -131,21 +154,26 @@ def verify(store: ScoreMapStore) -> dict[int, list[str]]:
         for n in np.flatnonzero(damaged | np.any(list(wrong.values()), axis=0)).tolist():
             # What a damaged row says is nobody's word.
             said = (
-                ["does not match its checksum"] if damaged[n] else [f"holds {what}" for what, rows in wrong.items() if rows[n]]
+                ["does not match its checksum"]
+                if damaged[n]
+                else [f"holds {what}" for what, rows in wrong.items() if rows[n]]
             )
             faults[int(ids[n])] = said
     return faults
 
 
 def disorder(store: ScoreMapStore, ids: np.ndarray, maps: ScoreMaps) -> dict[str, np.ndarray]:
-    """What a reader does not stumble over and a labelling does not write, and which of the rows `ids` hold it: bool `[len(ids)]`."""
+    """What a reader does not stumble over and a labelling does not write, and which of the rows
+    `ids` hold it: bool `[len(ids)]`.
+    """
     header, count = store.header, len(ids)
     with np.errstate(all="ignore"):  # numbers that are not finite have a fault of their own
         logit, lse = maps.logit.astype(np.float64), maps.lse.astype(np.float64)[..., None]
         rising = (logit[..., 1:] > logit[..., :-1]).reshape(count, -1).any(1)
         over = np.zeros(count, bool)
         if header.absent == "tail":
-            # Both numbers were rounded to float16; compact probabilities to half a step of 255 between square roots.
+            # Both numbers were rounded to float16; compact probabilities to half a step of 255
+            # between square roots.
             most = np.exp(SLACK * (abs(lse[..., 0]) + abs(logit).max(-1))) + 1e-3
             if header.form == "compact":
                 most += (header.top_k**0.5 + 1) / 255
@@ -155,12 +183,15 @@ def disorder(store: ScoreMapStore, ids: np.ndarray, maps: ScoreMaps) -> dict[str
         "logits that do not descend": rising,
         "probabilities that sum to more than 1": over,
         "fewer classes than its palette says": palette_sizes(maps.cls) < store.palette[ids],
-        f"a label outside the {len(header.class_names)} classes": (label < 0) | (label >= len(header.class_names)),
+        f"a label outside the {len(header.class_names)} classes": (label < 0)
+        | (label >= len(header.class_names)),
     }
 
 
 def verify_files(files: tuple[Path, ...], /) -> None:
-    """Read every row and name the first bad ones of each file; UserError, after all files, if there is one."""
+    """Read every row and name the first bad ones of each file; UserError, after all files, if there
+    is one.
+    """
     bad = []
     if not files:
         raise UserError("no file of score maps was named; name one or several")
@@ -186,4 +217,6 @@ def verify_files(files: tuple[Path, ...], /) -> None:
         else:
             print(f"{path}: sound")
     if bad:
-        raise UserError(f"faults were found in {', '.join(bad)}; the lines above name them, copy the file again or relabel")
+        raise UserError(
+            f"faults were found in {', '.join(bad)}; the lines above name them, copy the file again or relabel"
+        )

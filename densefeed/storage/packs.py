@@ -1,11 +1,14 @@
-"""Published score maps, one small file an image, into a store: TokenLabeling's and ReLabel's trees, and folders of NumPy arrays.
+"""Published score maps, one small file an image, into a store: TokenLabeling's and ReLabel's trees,
+and folders of NumPy arrays.
 
-A pack is a folder `<class>/<name>.pt` (or `.npy`) beside an ImageFolder of the same classes and names. Each file holds one
-array `[2, k, S, S]`: [0] the logits of the cell's top k classes, [1] their numbers, as floats. TokenLabeling's are float16
-with S = 18 and k = 5, ReLabel's float32 with S = 15. What a class not named has is by convention logit 0 (`absent` =
-`zero-logit`); the logsumexp stored is that of this convention, since packs do not tell the teacher's own.
+A pack is a folder `<class>/<name>.pt` (or `.npy`) beside an ImageFolder of the same classes and
+names. Each file holds one array `[2, k, S, S]`: [0] the logits of the cell's top k classes, [1]
+their numbers, as floats. TokenLabeling's are float16 with S = 18 and k = 5, ReLabel's float32 with
+S = 15. What a class not named has is by convention logit 0 (`absent` = `zero-logit`); the logsumexp
+stored is that of this convention, since packs do not tell the teacher's own.
 
-The files do not say what part of an image they cover, nor which axis comes first, so whoever imports them declares it.
+The files do not say what part of an image they cover, nor which axis comes first, so whoever
+imports them declares it.
 """
 
 import os
@@ -44,13 +47,20 @@ SUFFIXES = (".pt", ".npy")
 CHUNK = 256  # files read at once by a thread: 1.8 MB of maps at S = 18, k = 5
 PROBES = 64  # files that are looked at to learn S and k
 NAMED = 5  # of each kind of problem, in messages
-EXACT = {2: 2**11, 4: 2**24, 8: 2**53}  # by bytes of a float: up to here it holds every whole number
-SURE = 20.0  # logit of the image's label where there is no map: probability 1 - 2e-6 among 1,000 classes
+EXACT = {
+    2: 2**11,
+    4: 2**24,
+    8: 2**53,
+}  # by bytes of a float: up to here it holds every whole number
+# logit of the image's label where there is no map: probability 1 - 2e-6 among 1,000 classes
+SURE = 20.0
 MOST_CLASSES = 65535
 
 
 class Published(NamedTuple):
-    """What is known of a published pack that its files do not say (reference: TokenLabeling's and ReLabel's code)."""
+    """What is known of a published pack that its files do not say (reference: TokenLabeling's and
+    ReLabel's code).
+    """
 
     teacher: str
     input_size: int  # of the teacher, pixels
@@ -70,8 +80,10 @@ NONE, WHOLE_STEM, FIRST_DOT, SHARED = range(4)
 
 @dataclass
 class Matching:
-    """The file of each image: `rule` uint8 `[N]` is one of NONE (there is none), WHOLE_STEM (`a.b.jpg` has `a.b.pt`), FIRST_DOT
-    (`a.b.jpg` has `a.pt`, as published code names it) and SHARED (so has another image: nobody knows whose it is)."""
+    """The file of each image: `rule` uint8 `[N]` is one of NONE (there is none), WHOLE_STEM
+    (`a.b.jpg` has `a.b.pt`), FIRST_DOT (`a.b.jpg` has `a.pt`, as published code names it) and
+    SHARED (so has another image: nobody knows whose it is).
+    """
 
     root: Path
     suffix: str  # .pt | .npy
@@ -85,17 +97,25 @@ class Matching:
 
 
 def stem_of(path: str, whole: bool) -> str:
-    """`class/name` of an image's path: up to its last dot, or, as published code cuts, to the first of `class/file`."""
+    """`class/name` of an image's path: up to its last dot, or, as published code cuts, to the first
+    of `class/file`.
+    """
     last_two = "/".join(path.replace(os.sep, "/").split("/")[-2:])
     return os.path.splitext(last_two)[0] if whole else last_two.partition(".")[0]
 
 
 def match(images: Images, labels: Path) -> Matching:
-    """Find every image's file, folder by folder. UserError if `labels` is no folder, or holds no maps or two kinds of files."""
+    """Find every image's file, folder by folder. UserError if `labels` is no folder, or holds no
+    maps or two kinds of files.
+    """
     if not labels.is_dir():
-        raise UserError(f"{labels} is not a folder; give the folder of class folders with .pt or .npy files in it")
+        raise UserError(
+            f"{labels} is not a folder; give the folder of class folders with .pt or .npy files in it"
+        )
     kinds: Counter = Counter()
-    at_root = listing(labels, "", kinds)  # where published code looks if a class folder has a dot in its name
+    at_root = listing(
+        labels, "", kinds
+    )  # where published code looks if a class folder has a dot in its name
     folders = defaultdict(list)
     for index, path in enumerate(images.paths):
         folders[stem_of(path, True).rpartition("/")[0]].append(index)
@@ -123,7 +143,9 @@ def match(images: Images, labels: Path) -> Matching:
         if entry.is_dir() and entry.name not in folders:
             leave(listing(labels, entry.name, kinds))
     if not kinds:
-        raise UserError(f"{labels} holds no .pt or .npy files in class folders; give the folder above the class folders")
+        raise UserError(
+            f"{labels} holds no .pt or .npy files in class folders; give the folder above the class folders"
+        )
     if len(kinds) > 1:
         raise UserError(f"{labels} holds both .pt and .npy files; move one kind away")
     (found.suffix,) = kinds
@@ -138,7 +160,9 @@ def share(found: Matching, claims: dict[str, list[int]]) -> None:
 
 
 def listing(root: Path, folder: str, kinds: Counter) -> set[str]:
-    """`folder/stem` of the maps in a folder of `root`, which may not be there; their suffixes are counted in `kinds`."""
+    """`folder/stem` of the maps in a folder of `root`, which may not be there; their suffixes are
+    counted in `kinds`.
+    """
     stems = set()
     try:
         with os.scandir(root / folder) as entries:
@@ -167,15 +191,19 @@ def shape_of(array: np.ndarray) -> tuple[int, int]:
 def to_rows(
     array_N2kSS: np.ndarray, num_classes: int, axes: Axes = "row-column"
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, dict[str, np.ndarray]]:
-    """Maps as published into `logit` float16 `[N, S, S, k]` descending, `cls` uint16 alike, `lse` float16 `[N, S, S]`, and which
-    of them, bool `[N]`, no teacher can have said, by what is wrong with them.
+    """Maps as published into `logit` float16 `[N, S, S, k]` descending, `cls` uint16 alike, `lse`
+    float16 `[N, S, S]`, and which of them, bool `[N]`, no teacher can have said, by what is wrong
+    with them.
 
-    `axes` says which of the last two comes first. Numbers of float32 are rounded to float16; ranks that do not descend are put
-    in order. `lse` is ln(K - k + sum e^logit): the classes not named at logit 0.
+    `axes` says which of the last two comes first. Numbers of float32 are rounded to float16; ranks
+    that do not descend are put in order. `lse` is ln(K - k + sum e^logit): the classes not named at
+    logit 0.
     """
     if axes == "column-row":
         array_N2kSS = array_N2kSS.swapaxes(3, 4)
-    value, number = np.ascontiguousarray(np.moveaxis(array_N2kSS, 2, 4).swapaxes(0, 1))  # each N S S k
+    value, number = np.ascontiguousarray(
+        np.moveaxis(array_N2kSS, 2, 4).swapaxes(0, 1)
+    )  # each N S S k
     N, k = len(value), value.shape[3]
     with np.errstate(over="ignore", invalid="ignore"):
         logit, cls = value.astype(np.float16), number.astype(np.uint16)
@@ -186,8 +214,14 @@ def to_rows(
         order = np.argsort(-logit[row], axis=-1, kind="stable")
         logit[row], cls[row] = (np.take_along_axis(part[row], order, -1) for part in (logit, cls))
     with np.errstate(over="ignore", invalid="ignore"):
-        peak = np.maximum(logit[..., 0], 0).astype(np.float32) if num_classes > k else logit[..., 0].astype(np.float32)
-        total = np.exp(logit.astype(np.float32) - peak[..., None]).sum(-1) + (num_classes - k) * np.exp(-peak)
+        peak = (
+            np.maximum(logit[..., 0], 0).astype(np.float32)
+            if num_classes > k
+            else logit[..., 0].astype(np.float32)
+        )
+        total = np.exp(logit.astype(np.float32) - peak[..., None]).sum(-1) + (
+            num_classes - k
+        ) * np.exp(-peak)
         lse = (peak + np.log(total)).astype(np.float16)
     beyond = f"a class number that is none of 0 to {num_classes - 1:,}, the classes of the images"
     wrong = {
@@ -203,7 +237,9 @@ def to_rows(
 
 @dataclass
 class Report:
-    """What an import met. `problems` counts, by kind, the images without a usable map; `examples` names the first of each kind."""
+    """What an import met. `problems` counts, by kind, the images without a usable map; `examples`
+    names the first of each kind.
+    """
 
     kept: int = 0  # images whose map was read in this pass
     earlier: int = 0  # in the passes before, which were stopped
@@ -240,13 +276,21 @@ class Pack:
     input_size: int  # of the teacher, pixels
 
     def header(self, images: Images) -> StoreHeader:
-        """Of the store; it names what was declared, so that a killed import goes on with the same declarations only."""
+        """Of the store; it names what was declared, so that a killed import goes on with the same
+        declarations only.
+        """
         name = self.matching.root.resolve().name
         return StoreHeader(
-            side=self.side, top_k=self.top_k, num_classes=len(images.class_names), absent="zero-logit",
-            teacher=f"{self.teacher} (pack {name}, axes {self.axes})", input_size=self.input_size, geometry=self.footprint,
-            fingerprint=images.fingerprint(), class_names=tuple(images.class_names),
-        )  # fmt: skip
+            side=self.side,
+            top_k=self.top_k,
+            num_classes=len(images.class_names),
+            absent="zero-logit",
+            teacher=f"{self.teacher} (pack {name}, axes {self.axes})",
+            input_size=self.input_size,
+            geometry=self.footprint,
+            fingerprint=images.fingerprint(),
+            class_names=tuple(images.class_names),
+        )
 
 
 class Part(NamedTuple):
@@ -259,7 +303,9 @@ class Part(NamedTuple):
 
 
 def probe(images: Images, matching: Matching) -> tuple[int, int]:
-    """(S, k) of most of the maps, of up to 64 files over the whole pack. UserError if none can be read."""
+    """(S, k) of most of the maps, of up to 64 files over the whole pack. UserError if none can be
+    read.
+    """
     matched = np.flatnonzero((matching.rule == WHOLE_STEM) | (matching.rule == FIRST_DOT))
     if not len(matched):
         raise UserError(
@@ -287,12 +333,13 @@ def import_pack(
 ) -> tuple[ScoreMapStore, Report]:
     """Every map of the pack into a store for `images`; the finished store, and what was met.
 
-    Each file is opened once, `threads` of them at a time, and at most 2 * threads * 256 maps are in memory. A killed import
-    goes on at its first undone row. Images without a usable map (no file, one that several images ask for, a damaged one, another
-    shape, a number that is not finite, a class there is not) are counted and named when all files were tried: with `raise`
-    in a UserError, while `<out>.part` keeps the others, so that the same command tries only these again; with `label` each
-    cell of such a map names the image's own label alone, as a token's label is where there are no maps. All of them are written
-    to `log`, kind TAB what.
+    Each file is opened once, `threads` of them at a time, and at most 2 * threads * 256 maps are in
+    memory. A killed import goes on at its first undone row. Images without a usable map (no file,
+    one that several images ask for, a damaged one, another shape, a number that is not finite, a
+    class there is not) are counted and named when all files were tried: with `raise` in a
+    UserError, while `<out>.part` keeps the others, so that the same command tries only these again;
+    with `label` each cell of such a map names the image's own label alone, as a token's label is
+    where there are no maps. All of them are written to `log`, kind TAB what.
     """
     num_classes, report = len(images.class_names), Report(log=log)
     if threads < 1:
@@ -324,7 +371,10 @@ def import_pack(
                 for kind, sentence in part.problems:
                     report.add(kind, sentence)
                 report.kept += len(part.ids)
-                advance(part.tried, f"{report.problems.total():,} without a map" if report.problems else "")
+                advance(
+                    part.tried,
+                    f"{report.problems.total():,} without a map" if report.problems else "",
+                )
         if report.problems and missing == "raise":
             raise UserError(
                 f"{report}; mend these files and run this again, which reads only them, or add --missing label: "
@@ -362,7 +412,10 @@ def read_part(images: Images, pack: Pack, ids: np.ndarray, files: TensorFiles) -
             array = files.read(file)
             form = shape_of(array)
             if form != (pack.side, pack.top_k):
-                have, most = (f"{side} x {side} cells of {top_k} classes" for side, top_k in (form, (pack.side, pack.top_k)))
+                have, most = (
+                    f"{side} x {side} cells of {top_k} classes"
+                    for side, top_k in (form, (pack.side, pack.top_k))
+                )
                 problems.append(("another shape", f"{file} has {have}, not {most}"))
             elif num_classes > EXACT[array.itemsize]:
                 bits, most = array.itemsize * 8, EXACT[array.itemsize]
@@ -373,7 +426,9 @@ def read_part(images: Images, pack: Pack, ids: np.ndarray, files: TensorFiles) -
         except TensorError as error:
             problems.append(("damaged or no map", f"{file} {error}"))
         except OSError as error:
-            problems.append(("not readable", f"{error.filename or file}: {error.strerror or error}"))
+            problems.append(
+                ("not readable", f"{error.filename or file}: {error.strerror or error}")
+            )
     good, columns = [], []
     for members in read.values():  # one type at a time; a pack has only one
         indices, arrays, windows = zip(*members, strict=True)
@@ -382,10 +437,14 @@ def read_part(images: Images, pack: Pack, ids: np.ndarray, files: TensorFiles) -
         for what, rows in wrong.items():
             for row in np.flatnonzero(rows & kept):
                 path = images.paths[indices[row]]
-                problems.append((what, str(pack.matching.file(path, pack.matching.rule[indices[row]]))))
+                problems.append(
+                    (what, str(pack.matching.file(path, pack.matching.rule[indices[row]])))
+                )
             kept &= ~rows
         good.append(np.array(indices)[kept])
-        columns.append(ScoreMaps(*(part[kept] for part in (logit, cls, lse, np.array(windows, np.float32)))))
+        columns.append(
+            ScoreMaps(*(part[kept] for part in (logit, cls, lse, np.array(windows, np.float32))))
+        )
     if not good:
         return Part(np.empty(0, np.int64), None, problems, len(ids))
     found, order = np.concatenate(good), np.argsort(np.concatenate(good))
@@ -399,8 +458,12 @@ def window(images: Images, index: int, footprint: Footprint) -> tuple[float, flo
 
 
 def label_rows(label_N: np.ndarray, num_classes: int, side: int, top_k: int) -> ScoreMaps:
-    """Rows whose every cell names the image's label alone: as sure of it as float32 is, the other ranks at logit 0."""
-    others = np.tile(np.arange(top_k), (len(label_N), 1))  # of 0 .. k-1 the label's own place goes to class 0 instead
+    """Rows whose every cell names the image's label alone: as sure of it as float32 is, the other
+    ranks at logit 0.
+    """
+    others = np.tile(
+        np.arange(top_k), (len(label_N), 1)
+    )  # of 0 .. k-1 the label's own place goes to class 0 instead
     cls_Nk = np.concatenate([label_N[:, None], others[:, 1:]], 1)
     cls_Nk[:, 1:] = np.where(cls_Nk[:, 1:] == label_N[:, None], 0, cls_Nk[:, 1:])
     logit_k = np.zeros(top_k, np.float16)
@@ -416,8 +479,11 @@ def label_rows(label_N: np.ndarray, num_classes: int, side: int, top_k: int) -> 
 
 
 def to_published(maps: ScoreMaps) -> np.ndarray:
-    """Rows as TokenLabeling's files hold them: float16 `[N, 2, k, S, S]`, logits and class numbers, rows before columns.
+    """Rows as TokenLabeling's files hold them: float16 `[N, 2, k, S, S]`, logits and class numbers,
+    rows before columns.
 
     Exact up to class 2,048. `lse` and `window` have no place there.
     """
-    return np.stack([np.moveaxis(part, 3, 1).astype(np.float16) for part in (maps.logit, maps.cls)], 1)
+    return np.stack(
+        [np.moveaxis(part, 3, 1).astype(np.float16) for part in (maps.logit, maps.cls)], 1
+    )

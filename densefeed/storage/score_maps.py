@@ -1,12 +1,13 @@
-"""ScoreMapStore: the score maps of a dataset in one HDF5 file, rows in dataset order. The bytes are described in FORMAT.md.
+"""ScoreMapStore: the score maps of a dataset in one HDF5 file, rows in dataset order. The bytes are
+described in FORMAT.md.
 
     python tools/score_maps.py verify maps.h5
     python tools/score_maps.py convert maps.h5 --form compact --out small.h5
     python tools/score_maps.py merge maps.h5
 
-HDF5 gives the layout, names and types. Every dataset is contiguous and allocated when the file is made, so rows are
-afterwards written with `pwrite` and read through a memory map: no HDF5 metadata changes while a labelling runs, and a killed
-run leaves a file that opens.
+HDF5 gives the layout, names and types. Every dataset is contiguous and allocated when the file is
+made, so rows are afterwards written with `pwrite` and read through a memory map: no HDF5 metadata
+changes while a labelling runs, and a killed run leaves a file that opens.
 """
 
 import contextlib
@@ -34,7 +35,11 @@ from densefeed.system.progress import bar
 VERSIONS = {"raw": 1, "lossless": 2, "compact": 2}  # of the file, by the form of its rows
 CHECKED_AT_ONCE = 2**26  # bytes of rows
 WINDOW_BYTES = 16
-NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)  # of file systems that give a file one name only
+NO_LINKS = (
+    errno.EPERM,
+    errno.EOPNOTSUPP,
+    errno.ENOSYS,
+)  # of file systems that give a file one name only
 HDF5_OVERHEAD = 2**16  # bytes of HDF5's own beside the rows; 11 kB measured
 
 
@@ -52,7 +57,9 @@ class StoreHeader:
     fingerprint: str  # of the dataset, see images.py
     class_names: tuple[str, ...]  # in label order; of the dataset
     form: Form = "raw"  # how a row is kept
-    shard: tuple[int, int, int, int] | None = None  # of a part of a dataset: which, of how many, its first row, all rows
+    shard: tuple[int, int, int, int] | None = (
+        None  # of a part of a dataset: which, of how many, its first row, all rows
+    )
 
     def describe(self) -> str:
         """As JSON. Version 1 knows no forms, and its files stay as they were."""
@@ -69,24 +76,46 @@ class StoreHeader:
         fields = json.loads(text)
         version, form = fields.pop("version", None), fields.setdefault("form", "raw")
         if version not in VERSIONS.values():
-            raise UserError(f"{where}: score maps of version {version}, this program reads 1 and 2; relabel it")
+            raise UserError(
+                f"{where}: score maps of version {version}, this program reads 1 and 2; relabel it"
+            )
         if VERSIONS.get(form) != version:
-            raise UserError(f"{where}: version {version} has no form {form!r}; label the images again")
+            raise UserError(
+                f"{where}: version {version} has no form {form!r}; label the images again"
+            )
         if fields.get("absent") not in ("tail", "zero-logit"):
             raise UserError(
                 f"{where}: absent is {fields.get('absent')!r}, and must be tail or zero-logit; label the images again"
             )
         shard = fields.get("shard")
-        return cls(**fields | {"class_names": tuple(fields["class_names"]), "shard": None if shard is None else tuple(shard)})
+        return cls(
+            **fields
+            | {
+                "class_names": tuple(fields["class_names"]),
+                "shard": None if shard is None else tuple(shard),
+            }
+        )
 
     def check_same(self, other: "StoreHeader", where: Path) -> None:
         """UserError, naming `where`, if its header `other` is not this one."""
         # Causes before what follows from them.
-        for name, value in sorted(asdict(self).items(), key=lambda item: item[0] in ("side", "num_classes", "shard")):
+        for name, value in sorted(
+            asdict(self).items(), key=lambda item: item[0] in ("side", "num_classes", "shard")
+        ):
             if (found := getattr(other, name)) != value:
-                what = "of another dataset" if name in ("fingerprint", "class_names") else f"with another {name.replace('_', ' ')}"
-                values = f" ({found}, not {value})" if isinstance(value, int | str) and name != "fingerprint" else ""
-                raise UserError(f"{where} was begun {what}{values}; remove it or choose another --out")
+                what = (
+                    "of another dataset"
+                    if name in ("fingerprint", "class_names")
+                    else f"with another {name.replace('_', ' ')}"
+                )
+                values = (
+                    f" ({found}, not {value})"
+                    if isinstance(value, int | str) and name != "fingerprint"
+                    else ""
+                )
+                raise UserError(
+                    f"{where} was begun {what}{values}; remove it or choose another --out"
+                )
 
 
 def row_types(side: int, top_k: int) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -105,17 +134,24 @@ def row_types(side: int, top_k: int) -> dict[str, tuple[str, tuple[int, ...]]]:
 
 def whole_types(form: Form) -> dict[str, tuple[str, tuple[int, ...]]]:
     """dtype and shape of datasets that are the same for all rows."""
-    return {"levels": ("<f4", (256,)), "error": ("<f8", (len(FormError._fields),))} if form == "compact" else {}
+    return (
+        {"levels": ("<f4", (256,)), "error": ("<f8", (len(FormError._fields),))}
+        if form == "compact"
+        else {}
+    )
 
 
 def packed_types() -> dict[str, tuple[str, tuple[int, ...]]]:
     """The same of a packed store, whose maps stand in `rows`, a dataset of bytes."""
-    kept = {name: kind for name, kind in row_types(0, 0).items() if name not in ("logit", "cls", "lse")}
+    kept = {
+        name: kind for name, kind in row_types(0, 0).items() if name not in ("logit", "cls", "lse")
+    }
     return kept | {"start": ("<i8", ())}
 
 
 def row_crcs(parts: Iterable[Iterable[np.ndarray]]) -> np.ndarray:
-    """CRC-32 of each row: over the bytes of its parts in their order (raw: logit, cls, lse, window); uint32 `[N]`.
+    """CRC-32 of each row: over the bytes of its parts in their order (raw: logit, cls, lse,
+    window); uint32 `[N]`.
 
     `parts` is, for each part, its rows: ScoreMaps, or packed rows and windows.
     """
@@ -131,18 +167,28 @@ def row_crcs(parts: Iterable[Iterable[np.ndarray]]) -> np.ndarray:
 def names_crc(label_N: np.ndarray, path_N: np.ndarray) -> np.uint32:
     """CRC-32 over the bytes of the datasets `label` and `path`, in this order."""
     label = np.ascontiguousarray(label_N, row_types(0, 0)["label"][0])
-    return np.uint32(zlib.crc32(np.ascontiguousarray(path_N).tobytes(), zlib.crc32(label.tobytes())))
+    return np.uint32(
+        zlib.crc32(np.ascontiguousarray(path_N).tobytes(), zlib.crc32(label.tobytes()))
+    )
 
 
 def not_finite(half_NM: np.ndarray) -> np.ndarray:
-    """Which rows of float16 hold an infinity or NaN, bool `[N]`; by their bits, which is faster than `isfinite`."""
+    """Which rows of float16 hold an infinity or NaN, bool `[N]`; by their bits, which is faster
+    than `isfinite`.
+    """
     return (half_NM.view(np.uint16) & 0x7FFF).max(1) >= 0x7C00
 
 
 def repeats(cls_NSSk: np.ndarray) -> np.ndarray:
     """Which rows name a class twice in one cell, bool `[N]`."""
-    ranks = [np.ascontiguousarray(cls_NSSk[..., rank]).reshape(len(cls_NSSk), -1) for rank in range(cls_NSSk.shape[3])]
-    return sum(((one == other).any(1) for one, other in combinations(ranks, 2)), np.zeros(len(cls_NSSk), bool))
+    ranks = [
+        np.ascontiguousarray(cls_NSSk[..., rank]).reshape(len(cls_NSSk), -1)
+        for rank in range(cls_NSSk.shape[3])
+    ]
+    return sum(
+        ((one == other).any(1) for one, other in combinations(ranks, 2)),
+        np.zeros(len(cls_NSSk), bool),
+    )
 
 
 def palette_sizes(cls: np.ndarray) -> np.ndarray:
@@ -152,25 +198,37 @@ def palette_sizes(cls: np.ndarray) -> np.ndarray:
 
 
 def map_datasets(path: Path) -> tuple[StoreHeader, dict[str, np.ndarray], dict[str, int]]:
-    """Header, memory-mapped datasets (read only) and their offsets in the file; UserError if the file is damaged."""
+    """Header, memory-mapped datasets (read only) and their offsets in the file; UserError if the
+    file is damaged.
+    """
     if path.is_dir():
         raise UserError(f"{path} is a folder; name the HDF5 file of score maps")
     try:
-        # HDF5's own locks would meet the writer's; nothing that is read here changes after the file was made.
+        # HDF5's own locks would meet the writer's; nothing that is read here changes after the file
+        # was made.
         with h5py.File(path, "r", locking=False) as file:
             if "densefeed" not in file.attrs:
-                raise UserError(f"{path} holds no score maps of ours; make them with tools/relabel_imagenet.py")
+                raise UserError(
+                    f"{path} holds no score maps of ours; make them with tools/relabel_imagenet.py"
+                )
             header = StoreHeader.parse(file.attrs["densefeed"], path)
             places = {name: (d.dtype, d.shape, d.id.get_offset()) for name, d in file.items()}
     except FileNotFoundError:
-        raise UserError(f"{path}: there is no such file; make it with tools/relabel_imagenet.py") from None
+        raise UserError(
+            f"{path}: there is no such file; make it with tools/relabel_imagenet.py"
+        ) from None
     except PermissionError:
         raise
     except (OSError, KeyError) as error:
-        raise UserError(f"{path} is not a whole HDF5 file ({error}); copy it again or relabel") from error
+        raise UserError(
+            f"{path} is not a whole HDF5 file ({error}); copy it again or relabel"
+        ) from error
     rows = places["label"][1][0] if "label" in places else 0
     if header.form == "raw":
-        types = {name: (dtype, (rows, *shape)) for name, (dtype, shape) in row_types(header.side, header.top_k).items()}
+        types = {
+            name: (dtype, (rows, *shape))
+            for name, (dtype, shape) in row_types(header.side, header.top_k).items()
+        }
     else:
         types = {name: (dtype, (rows, *shape)) for name, (dtype, shape) in packed_types().items()}
         types |= {"rows": ("|u1", places.get("rows", (None, ()))[1][:1])} | whole_types(header.form)
@@ -181,7 +239,10 @@ def map_datasets(path: Path) -> tuple[StoreHeader, dict[str, np.ndarray], dict[s
                 f"{path}: its header says {name!r} is {said[1]} of {said[0]} but it is {found[1]} of {found[0]}; label the images again"
             )
     # Without their class, whose every slice costs a microsecond more.
-    arrays = {name: np.asarray(np.memmap(path, dtype, "r", offset, shape)) for name, (dtype, shape, offset) in places.items()}
+    arrays = {
+        name: np.asarray(np.memmap(path, dtype, "r", offset, shape))
+        for name, (dtype, shape, offset) in places.items()
+    }
     return header, arrays, {name: place[2] for name, place in places.items()}
 
 
@@ -197,10 +258,12 @@ class PackedRows(NamedTuple):
 class ScoreMapStore:
     """A finished store, read through a memory map or, by whoever asks for `places`, from its file.
 
-    `labels` int64, `crcs` uint32 and `palette` uint16 `[N]` (how many classes each row names) are copies in memory. `packed` is
-    None if the rows stand as they are; `error` is, of a compact store, how far it is from what it was made of.
+    `labels` int64, `crcs` uint32 and `palette` uint16 `[N]` (how many classes each row names) are
+    copies in memory. `packed` is None if the rows stand as they are; `error` is, of a compact
+    store, how far it is from what it was made of.
 
-    Raises UserError if the file is missing, cut, of another version or not finished; `rows` raises it for a damaged row.
+    Raises UserError if the file is missing, cut, of another version or not finished; `rows` raises
+    it for a damaged row.
     """
 
     def __init__(self, path: Path | str) -> None:
@@ -213,7 +276,9 @@ class ScoreMapStore:
                 f"{path} is shard {which} of {of}, not all maps; merge them with `python tools/score_maps.py merge OUT`"
             )
         if not arrays["done"].all():
-            raise UserError(f"{path}: {int((arrays['done'] == 0).sum())} rows are not labelled; run the labelling again")
+            raise UserError(
+                f"{path}: {int((arrays['done'] == 0).sum())} rows are not labelled; run the labelling again"
+            )
         self.labels, self.crcs = np.array(arrays["label"]), np.array(arrays["crc32"])
         self.palette = np.array(arrays["palette"])
         self.max_palette = int(self.palette.max())
@@ -221,38 +286,54 @@ class ScoreMapStore:
         self.packed = None
         if header.form != "raw":
             size = row_sizes(header.form, header.side, header.top_k, self.palette)
-            if (arrays["start"] != np.cumsum(size) - size).any() or len(arrays["rows"]) != size.sum():
-                raise UserError(f"{path}: its rows do not stand where their palettes say; copy it again or relabel")
+            if (arrays["start"] != np.cumsum(size) - size).any() or len(
+                arrays["rows"]
+            ) != size.sum():
+                raise UserError(
+                    f"{path}: its rows do not stand where their palettes say; copy it again or relabel"
+                )
             levels = np.array(arrays["levels"]) if header.form == "compact" else None
             self.packed = PackedRows(header.form, self.palette.astype(np.int32), size, levels)
         top, left, bottom, right = arrays["window"].T
         self.min_window_side = float(min((bottom - top).min(), (right - left).min()))
 
         self._file = os.open(self.path, os.O_RDONLY)
-        self.close = weakref.finalize(self, os.close, self._file)  # `rows` still works afterwards, `places` does not
+        self.close = weakref.finalize(
+            self, os.close, self._file
+        )  # `rows` still works afterwards, `places` does not
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def places(self, ids: np.ndarray) -> tuple[int, np.ndarray]:
-        """An open descriptor, and where the rows `ids` stand in it: of logit, cls, lse and window, int64 `[len(ids), 4]`; in a
-        packed store of the packed row and window, `[len(ids), 2]`."""
+        """An open descriptor, and where the rows `ids` stand in it: of logit, cls, lse and window,
+        int64 `[len(ids), 4]`; in a packed store of the packed row and window, `[len(ids), 2]`.
+        """
         if self.packed:
-            rows, windows = self._offsets["rows"] + self._arrays["start"][ids], self._offsets["window"] + ids * WINDOW_BYTES
+            rows, windows = (
+                self._offsets["rows"] + self._arrays["start"][ids],
+                self._offsets["window"] + ids * WINDOW_BYTES,
+            )
             return self._file, np.stack([rows, windows], 1)
         starts = np.array([self._offsets[name] for name in ScoreMaps._fields])
         strides = np.array([self._arrays[name][0].nbytes for name in ScoreMaps._fields])
         return self._file, starts + ids[:, None] * strides
 
     def paths(self) -> list[str]:
-        """The path of each row's image, relative to the dataset's folder. UserError if they are damaged."""
+        """The path of each row's image, relative to the dataset's folder. UserError if they are
+        damaged.
+        """
         try:
             return [raw.decode() for raw in self._arrays["path"]]
         except UnicodeDecodeError as error:
-            raise UserError(f"{self.path} names images by bytes that are no text; copy it again or relabel") from error
+            raise UserError(
+                f"{self.path} names images by bytes that are no text; copy it again or relabel"
+            ) from error
 
     def names_sound(self) -> bool:
-        """Whether labels and paths are those that were written; also true of files that carry no checksum of them."""
+        """Whether labels and paths are those that were written; also true of files that carry no
+        checksum of them.
+        """
         with h5py.File(self.path, "r", locking=False) as file:
             written = file.attrs.get("names_crc32")
         return written is None or written == names_crc(self.labels, self._arrays["path"])
@@ -260,14 +341,21 @@ class ScoreMapStore:
     def rows(self, ids: np.ndarray) -> ScoreMaps:
         """Copies of the rows `ids`, each checked against its CRC, unpacked if they were packed."""
         if self.packed:
-            ends = zip(self._arrays["start"][ids].tolist(), self.packed.size[ids].tolist(), strict=True)
-            stored = [np.array(self._arrays["rows"][start : start + size]) for start, size in ends], self._arrays["window"][ids]
+            ends = zip(
+                self._arrays["start"][ids].tolist(), self.packed.size[ids].tolist(), strict=True
+            )
+            stored = (
+                [np.array(self._arrays["rows"][start : start + size]) for start, size in ends],
+                self._arrays["window"][ids],
+            )
         else:
             stored = ScoreMaps(*(self._arrays[name][ids] for name in ScoreMaps._fields))
         bad = np.nonzero(row_crcs(stored) != self.crcs[ids])[0]
         if len(bad):
             row = int(ids[bad[0]])
-            raise UserError(f"{self.path}: row {row} ({self.path_of(row)}) is damaged; relabel or copy it again")
+            raise UserError(
+                f"{self.path}: row {row} ({self.path_of(row)}) is damaged; relabel or copy it again"
+            )
         return self._unpacked(ids, *stored) if self.packed else stored
 
     def path_of(self, row: int) -> str:
@@ -275,21 +363,26 @@ class ScoreMapStore:
         return self._arrays["path"][row].decode(errors="replace")
 
     def check_values(self) -> None:
-        """UserError if a row holds what no teacher can have said: a number that is not finite, a class there is not, a Window
-        that is no part of the image, a class twice in a cell, or more classes than its palette says.
+        """UserError if a row holds what no teacher can have said: a number that is not finite, a
+        class there is not, a Window that is no part of the image, a class twice in a cell, or more
+        classes than its palette says.
 
-        Reads the file once, from end to end: 8 GB for ImageNet, at the disk's rate. A row that does not match its CRC is
-        left to whoever reads it, who may want to skip it.
+        Reads the file once, from end to end: 8 GB for ImageNet, at the disk's rate. A row that does
+        not match its CRC is left to whoever reads it, who may want to skip it.
         """
         for ids, stored, maps in self.chunks("check"):
             for what, rows in self.impossible(ids, maps).items():
                 for n in np.flatnonzero(rows):
                     if row_crcs([part[n : n + 1] for part in stored])[0] == self.crcs[ids[n]]:
                         where = f"{self.path_of(ids[n])} (row {ids[n]})"
-                        raise UserError(f"{self.path}: the map of {where} holds {what}; label the images again")
+                        raise UserError(
+                            f"{self.path}: the map of {where} holds {what}; label the images again"
+                        )
 
     def impossible(self, ids: np.ndarray, maps: ScoreMaps) -> dict[str, np.ndarray]:
-        """What no teacher can have said, and which of the rows `ids`, whose maps are given, hold it: bool `[len(ids)]`."""
+        """What no teacher can have said, and which of the rows `ids`, whose maps are given, hold
+        it: bool `[len(ids)]`.
+        """
         logit, cls, lse, window = (part.reshape(len(ids), -1) for part in maps)
         known = cls.max(1) < self.header.num_classes
         return {
@@ -302,26 +395,38 @@ class ScoreMapStore:
         }
 
     def chunks(self, doing: str) -> Iterator[tuple[np.ndarray, tuple, ScoreMaps]]:
-        """All rows in order, some at once: their ids, their parts as `row_crcs` takes them, and their maps. No CRC is checked."""
+        """All rows in order, some at once: their ids, their parts as `row_crcs` takes them, and
+        their maps. No CRC is checked.
+        """
         row_bytes = len(self._arrays["rows"]) // len(self) if self.packed else 0
-        row_bytes += sum(self._arrays[name][:1].nbytes for name in ScoreMaps._fields if name in self._arrays)
+        row_bytes += sum(
+            self._arrays[name][:1].nbytes for name in ScoreMaps._fields if name in self._arrays
+        )
         chunks = np.array_split(np.arange(len(self)), -(-len(self) * row_bytes // CHECKED_AT_ONCE))
         for ids in bar(chunks, f"{doing} {self.path.name}") if len(chunks) > 16 else chunks:
             if not self.packed:
-                maps = ScoreMaps(*(self._read(name, ids[0], ids[-1] + 1) for name in ScoreMaps._fields))
+                maps = ScoreMaps(
+                    *(self._read(name, ids[0], ids[-1] + 1) for name in ScoreMaps._fields)
+                )
                 yield ids, maps, maps
                 continue
             start, size = int(self._arrays["start"][ids[0]]), self.packed.size[ids]
-            rows = np.split(self._read("rows", start, start + int(size.sum())), np.cumsum(size)[:-1])
+            rows = np.split(
+                self._read("rows", start, start + int(size.sum())), np.cumsum(size)[:-1]
+            )
             window = self._read("window", ids[0], ids[-1] + 1)
             yield ids, (rows, window), self._unpacked(ids, rows, window)
 
     def _unpacked(self, ids: np.ndarray, rows: list[np.ndarray], window: np.ndarray) -> ScoreMaps:
         side, top_k, packed = self.header.side, self.header.top_k, self.packed
-        return ScoreMaps(*unpack(packed.form, side, top_k, packed.levels, packed.palette[ids], rows), window)
+        return ScoreMaps(
+            *unpack(packed.form, side, top_k, packed.levels, packed.palette[ids], rows), window
+        )
 
     def _read(self, name: str, first: int, end: int) -> np.ndarray:
-        """Elements `first` to `end` - 1 of a dataset, by a read: a memory map would count as memory of ours."""
+        """Elements `first` to `end` - 1 of a dataset, by a read: a memory map would count as memory
+        of ours.
+        """
         like = self._arrays[name]
         each, first, count = like[:1].nbytes, int(first), int(end - first)
         with naming(self.path):
@@ -339,14 +444,20 @@ class ScoreMapStore:
 
 
 def lay_out(
-    path: Path, header: StoreHeader, types: dict[str, tuple[str, tuple[int, ...]]], known: dict[str, np.ndarray]
+    path: Path,
+    header: StoreHeader,
+    types: dict[str, tuple[str, tuple[int, ...]]],
+    known: dict[str, np.ndarray],
 ) -> None:
-    """Make an HDF5 file of contiguous datasets of these dtypes and shapes, zeros but for the `known` ones; OSError if the disk
-    cannot hold it."""
+    """Make an HDF5 file of contiguous datasets of these dtypes and shapes, zeros but for the
+    `known` ones; OSError if the disk cannot hold it.
+    """
     # HDF5 crashes the interpreter when the disk fills under it, so ask for the space first.
     sizes = (np.dtype(dtype).itemsize * math.prod(shape) for dtype, shape in types.values())
     with open(path, "wb") as file:
-        os.posix_fallocate(file.fileno(), 0, sum(sizes) + HDF5_OVERHEAD + len(header.class_names) * 100)
+        os.posix_fallocate(
+            file.fileno(), 0, sum(sizes) + HDF5_OVERHEAD + len(header.class_names) * 100
+        )
     with h5py.File(path, "w", locking=False) as file:  # whoever makes it holds a lock of ours
         file.attrs["densefeed"] = header.describe()
         file.attrs["names_crc32"] = names_crc(known["label"], known["path"])
@@ -355,7 +466,9 @@ def lay_out(
         early.set_obj_track_times(False)  # the same rows shall give the same bytes
         for name, (dtype, shape) in types.items():
             space = h5py.h5s.create_simple(shape)
-            h5py.h5d.create(file.id, name.encode(), h5py.h5t.py_create(np.dtype(dtype)), space, early)
+            h5py.h5d.create(
+                file.id, name.encode(), h5py.h5t.py_create(np.dtype(dtype)), space, early
+            )
         for name, values in known.items():
             file[name][:] = values
     with open(path, "r+b") as file:
@@ -365,12 +478,15 @@ def lay_out(
 class ScoreMapWriter:
     """Writes a store row by row under the name `<path>.part`; `finish` gives it its name.
 
-    A `.part` left by a killed run of the same labelling is continued: rows whose bytes do not match their CRC count as
-    undone. UserError if the `.part` belongs to another labelling, or if the disk cannot hold the whole file (the space is
-    reserved before the first row is computed); BusyError if another process writes it.
+    A `.part` left by a killed run of the same labelling is continued: rows whose bytes do not match
+    their CRC count as undone. UserError if the `.part` belongs to another labelling, or if the disk
+    cannot hold the whole file (the space is reserved before the first row is computed); BusyError
+    if another process writes it.
     """
 
-    def __init__(self, path: Path, header: StoreHeader, paths: list[str], labels: np.ndarray) -> None:
+    def __init__(
+        self, path: Path, header: StoreHeader, paths: list[str], labels: np.ndarray
+    ) -> None:
         self.path, self.part, self._file = Path(path), Path(f"{path}.part"), None
         remove_orphans(self.path)
         try:
@@ -378,9 +494,13 @@ class ScoreMapWriter:
                 self._refuse_existing()
                 if not self.part.exists():
                     self._create(header, paths, labels)
-                with contextlib.suppress(FileNotFoundError):  # its last writer has finished it meanwhile
+                with contextlib.suppress(
+                    FileNotFoundError
+                ):  # its last writer has finished it meanwhile
                     self._file = open_locked(self.part)
-            if self.path.exists():  # finished by another process after we had looked, and before we made a new one
+            if (
+                self.path.exists()
+            ):  # finished by another process after we had looked, and before we made a new one
                 self.part.unlink()
             self._refuse_existing()
             self._continue(header)
@@ -396,7 +516,9 @@ class ScoreMapWriter:
         try:
             found, arrays, self._offsets = map_datasets(self.part)
         except UserError as error:
-            raise UserError(f"{self.part}, left by an earlier run, is damaged; remove it and run again") from error
+            raise UserError(
+                f"{self.part}, left by an earlier run, is damaged; remove it and run again"
+            ) from error
         header.check_same(found, self.part)
         self.done = sound_rows(arrays)
 
@@ -404,7 +526,9 @@ class ScoreMapWriter:
         names = np.array([path.encode() for path in paths])
         types = row_types(header.side, header.top_k) | {"path": (names.dtype.str, ())}
         types = {name: (dtype, (len(labels), *shape)) for name, (dtype, shape) in types.items()}
-        begun = self.path.with_name(f"{self.path.name}.{os.getpid()}.part")  # removed by the next run if we are killed
+        begun = self.path.with_name(
+            f"{self.path.name}.{os.getpid()}.part"
+        )  # removed by the next run if we are killed
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             held = create_locked(begun)
@@ -413,7 +537,8 @@ class ScoreMapWriter:
                 sync(begun)
             finally:
                 os.close(held)
-            # Unlike a renaming, a link never takes the place of what another process made in the meantime.
+            # Unlike a renaming, a link never takes the place of what another process made in the
+            # meantime.
             try:
                 os.link(begun, self.part)
             except FileExistsError:
@@ -432,14 +557,22 @@ class ScoreMapWriter:
         """Write the rows `ids` (ascending neighbours), then mark them done."""
         if not (np.diff(ids) == 1).all():
             raise ValueError("rows must be neighbours, ascending")
-        columns = maps._asdict() | {"crc32": row_crcs(maps), "palette": palette_sizes(maps.cls), "done": np.ones(len(ids))}
+        columns = maps._asdict() | {
+            "crc32": row_crcs(maps),
+            "palette": palette_sizes(maps.cls),
+            "done": np.ones(len(ids)),
+        }
         for name, (dtype, shape) in row_types(*maps.logit.shape[2:]).items():
             if name in columns:
                 data = np.ascontiguousarray(columns[name], dtype)
                 if data.shape != (len(ids), *shape):
                     raise ValueError(f"{name} is {data.shape}, not {(len(ids), *shape)}")
                 with naming(self.part):
-                    os.pwrite(self._file, data.tobytes(), self._offsets[name] + int(ids[0]) * data[0].nbytes)
+                    os.pwrite(
+                        self._file,
+                        data.tobytes(),
+                        self._offsets[name] + int(ids[0]) * data[0].nbytes,
+                    )
         self.done[ids] = True
 
     def finish(self) -> None:

@@ -1,8 +1,10 @@
-"""Parts of a labelling: which rows each of several processes labels, in which file, and how the files become one.
+"""Parts of a labelling: which rows each of several processes labels, in which file, and how the
+files become one.
 
-Shard 2 of 8 of `maps.h5` is `maps.shard-2-of-8.h5`: a raw store of some neighbouring rows, made and continued like any other,
-which readers refuse by the `shard` in its header. Merging copies the rows into one file: readers find a row by its place in
-one contiguous dataset, where HDF5's virtual datasets would need HDF5 itself, and all shards, for every read.
+Shard 2 of 8 of `maps.h5` is `maps.shard-2-of-8.h5`: a raw store of some neighbouring rows, made and
+continued like any other, which readers refuse by the `shard` in its header. Merging copies the rows
+into one file: readers find a row by its place in one contiguous dataset, where HDF5's virtual
+datasets would need HDF5 itself, and all shards, for every read.
 """
 
 import re
@@ -26,7 +28,9 @@ from densefeed.system.errors import BusyError, UserError
 from densefeed.system.progress import bar
 
 CHUNK = 1024  # rows copied at once: 7 MB at S = 18, k = 5
-GRAIN = 256  # shards begin at multiples of it, so that batches of a power of two are the same images in any number of shards
+# shards begin at multiples of it, so that batches of a power of two are the same images in any
+# number of shards
+GRAIN = 256
 
 
 class Shard(NamedTuple):
@@ -51,32 +55,55 @@ class Shard(NamedTuple):
         if count < self.of:
             raise UserError(f"{count} images cannot be divided among {self.of} shards; take fewer")
         grain = GRAIN
-        while grain > max(1, count // (8 * self.of)):  # no shard is larger than another by more than an eighth
+        while grain > max(
+            1, count // (8 * self.of)
+        ):  # no shard is larger than another by more than an eighth
             grain //= 2
-        first, end = (min(round(n * count / self.of / grain) * grain, count) for n in (self.index, self.index + 1))
+        first, end = (
+            min(round(n * count / self.of / grain) * grain, count)
+            for n in (self.index, self.index + 1)
+        )
         return range(first, count if self.index + 1 == self.of else end)
 
     def file(self, out: Path) -> Path:
         """Its finished file; `<name>.part` until then. A single shard is the whole."""
-        return out.with_name(f"{out.stem}.shard-{self.index}-of-{self.of}{out.suffix}") if self.of > 1 else out
+        return (
+            out.with_name(f"{out.stem}.shard-{self.index}-of-{self.of}{out.suffix}")
+            if self.of > 1
+            else out
+        )
 
     def header(self, whole: StoreHeader, count: int) -> StoreHeader:
         """What its file says of itself."""
-        return whole if self.of == 1 else replace(whole, shard=(self.index, self.of, self.rows(count).start, count))
+        return (
+            whole
+            if self.of == 1
+            else replace(whole, shard=(self.index, self.of, self.rows(count).start, count))
+        )
 
 
 def left_over(out: Path) -> dict[Path, Shard]:
-    """The files of shards of `out`, of any number of them, finished or not, and its own `.part`; in order."""
-    pattern = re.compile(re.escape(out.stem) + r"\.shard-(\d+)-of-(\d+)" + re.escape(out.suffix) + r"(\.part)?")
+    """The files of shards of `out`, of any number of them, finished or not, and its own `.part`; in
+    order.
+    """
+    pattern = re.compile(
+        re.escape(out.stem) + r"\.shard-(\d+)-of-(\d+)" + re.escape(out.suffix) + r"(\.part)?"
+    )
     there = out.parent.iterdir() if out.parent.is_dir() else ()
-    found = {file: Shard(int(match[1]), int(match[2])) for file in there if (match := pattern.fullmatch(file.name))}
+    found = {
+        file: Shard(int(match[1]), int(match[2]))
+        for file in there
+        if (match := pattern.fullmatch(file.name))
+    }
     if (part := Path(f"{out}.part")).exists():
         found[part] = Shard(0, 1)
     return dict(sorted(found.items(), key=lambda item: (item[1].of, item[1].index, item[0])))
 
 
 def check_left_over(out: Path, header: StoreHeader) -> None:
-    """UserError naming a file of a shard of `out`, or its `.part`, that another labelling left; before ours makes one."""
+    """UserError naming a file of a shard of `out`, or its `.part`, that another labelling left;
+    before ours makes one.
+    """
     for path in left_over(out):
         try:
             found = map_datasets(path)[0]
@@ -88,7 +115,8 @@ def check_left_over(out: Path, header: StoreHeader) -> None:
 
 
 def absorb(writer: ScoreMapWriter, header: StoreHeader, files: list[Path]) -> int:
-    """Copy the finished rows that `writer` lacks out of other files of the same labelling; how many were copied.
+    """Copy the finished rows that `writer` lacks out of other files of the same labelling; how many
+    were copied.
 
     `header` is the writer's. UserError names a file of another labelling, or a damaged one.
     """
@@ -146,13 +174,17 @@ def clean_up(out: Path, header: StoreHeader) -> None:
 
 def missing(out: Path, of: int) -> list[Shard]:
     """Which of the `of` shards of `out` are not finished."""
-    return [shard for shard in (Shard(index, of) for index in range(of)) if not shard.file(out).exists()]
+    return [
+        shard for shard in (Shard(index, of) for index in range(of)) if not shard.file(out).exists()
+    ]
 
 
 def merge(out: Path, of: int, form: Form = "raw") -> ScoreMapStore:
-    """Copy the finished shards of `out`, `of` of them, into one file, and remove them. The same rows give the same bytes.
+    """Copy the finished shards of `out`, `of` of them, into one file, and remove them. The same
+    rows give the same bytes.
 
-    UserError names a shard that is missing, damaged or of another labelling than shard 0; BusyError if another process merges.
+    UserError names a shard that is missing, damaged or of another labelling than shard 0; BusyError
+    if another process merges.
     """
     if lacking := missing(out, of):
         unfinished = "; it is not finished" if Path(f"{lacking[0].file(out)}.part").exists() else ""
@@ -165,21 +197,33 @@ def merge(out: Path, of: int, form: Form = "raw") -> ScoreMapStore:
         header, arrays, _ = map_datasets(path)
         whole = whole or replace(header, shard=None)
         whole.check_same(replace(header, shard=None), path)
-        if not header.shard or header.shard[2] != next_row or len(arrays["label"]) != len(arrays["path"]):
-            raise UserError(f"{path} does not begin where the shard before it ends; remove it and label it again")
+        if (
+            not header.shard
+            or header.shard[2] != next_row
+            or len(arrays["label"]) != len(arrays["path"])
+        ):
+            raise UserError(
+                f"{path} does not begin where the shard before it ends; remove it and label it again"
+            )
         paths += [path.decode() for path in arrays["path"]]
         labels.append(arrays["label"])
         next_row += len(arrays["label"])
     if next_row != header.shard[3]:
-        raise UserError(f"{path} ends at row {next_row} of {header.shard[3]}; remove it and label it again")
+        raise UserError(
+            f"{path} ends at row {next_row} of {header.shard[3]}; remove it and label it again"
+        )
     writer = ScoreMapWriter(out, whole, paths, np.concatenate(labels))
     try:
         for path in bar(files, "merge, shards"):
             absorb(writer, whole, [path])
         if not writer.done.all():
             row = int(writer.done.argmin())
-            path = next(Shard(i, of).file(out) for i in range(of) if row in Shard(i, of).rows(next_row))
-            raise UserError(f"{path}: the map of {paths[row]} is damaged; remove this file and label its images again")
+            path = next(
+                Shard(i, of).file(out) for i in range(of) if row in Shard(i, of).rows(next_row)
+            )
+            raise UserError(
+                f"{path}: the map of {paths[row]} is damaged; remove this file and label its images again"
+            )
         store = finish(writer, out, form)
     finally:
         writer.close()
@@ -195,15 +239,21 @@ def merge_if_complete(out: Path, of: int, form: Form) -> ScoreMapStore | None:
     except BusyError:
         return None
     except UserError:
-        if not out.exists():  # else another process has merged them, and removed what we were looking at
+        if (
+            not out.exists()
+        ):  # else another process has merged them, and removed what we were looking at
             raise
     return ScoreMapStore(out) if out.exists() else None
 
 
 def merge_files(out: Path, /, form: Form = "raw") -> None:
-    """Merge the finished shards of OUT, by default as raw rows, into OUT, and remove them. The last shard's job does it by itself."""
+    """Merge the finished shards of OUT, by default as raw rows, into OUT, and remove them. The last
+    shard's job does it by itself.
+    """
     counts = sorted({shard.of for shard in left_over(out).values() if shard.of > 1})
     if not counts:
-        raise UserError(f"{out} has no shards ({Shard(0, 8).file(out).name}, ...) beside it; name the file they are to become")
+        raise UserError(
+            f"{out} has no shards ({Shard(0, 8).file(out).name}, ...) beside it; name the file they are to become"
+        )
     whole = [of for of in counts if not missing(out, of)]
     print(summary(merge(out, (whole or counts)[0], form)))

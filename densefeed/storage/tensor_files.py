@@ -1,12 +1,15 @@
-"""One array out of a small .pt or .npy file, fast, and without ever running what a stranger pickled.
+"""One array out of a small .pt or .npy file, fast, and without ever running what a stranger
+pickled.
 
-Score maps were published as a million files of one tensor each, and `torch.load` takes 0.3 ms of each: more than reading and
-storing the map. But all pickles of a tree are equal byte by byte, but for the storage's name. So the first file of a kind goes
-through `torch.load(weights_only=True)`, which says what its pickle means; where another file has the same pickle, its
-numbers are at hand. No pickle is ever parsed here, and what is not known goes to `torch.load(weights_only=True)` again.
+Score maps were published as a million files of one tensor each, and `torch.load` takes 0.3 ms of
+each: more than reading and storing the map. But all pickles of a tree are equal byte by byte, but
+for the storage's name. So the first file of a kind goes through `torch.load(weights_only=True)`,
+which says what its pickle means; where another file has the same pickle, its numbers are at hand.
+No pickle is ever parsed here, and what is not known goes to `torch.load(weights_only=True)` again.
 
 Two containers (PyTorch 1.6 changed the default from the second to the first):
-- zip: stored, not compressed; `NAME/data.pkl` the pickle, `NAME/data/KEY` the numbers, perhaps `NAME/byteorder`.
+- zip: stored, not compressed; `NAME/data.pkl` the pickle, `NAME/data/KEY` the numbers, perhaps
+  `NAME/byteorder`.
 - legacy: five pickles, in which KEY stands twice; the number of numbers, int64; the numbers.
 """
 
@@ -25,14 +28,22 @@ import torch
 MOST_BYTES = 2**26  # of a file; a map of 64 x 64 cells of 10 classes in float64 has 0.7 MB
 LARGE = f"is larger than {MOST_BYTES >> 20} MiB, which no score map is"
 LEARNED = 256  # pickles remembered; a tree of strange files shall not fill the memory
-END, ENTRY, LOCAL = struct.Struct("<4s4H2LH"), struct.Struct("<4s6H3L5H2L"), struct.Struct("<4s5H3L2H")  # of a zip file
+END, ENTRY, LOCAL = (
+    struct.Struct("<4s4H2LH"),
+    struct.Struct("<4s6H3L5H2L"),
+    struct.Struct("<4s5H3L2H"),
+)  # of a zip file
 END64 = 56 + 20  # bytes of the 64-bit end and its locator
 NPY = struct.Struct("<6sBBH")  # magic, version 1.0, bytes of the header
-KEY = re.compile(rb"X(.)\0\0\0([0-9]+)", re.DOTALL)  # a pickled name of a storage: its length, and digits
+KEY = re.compile(
+    rb"X(.)\0\0\0([0-9]+)", re.DOTALL
+)  # a pickled name of a storage: its length, and digits
 
 
 class TensorError(Exception):
-    """The file holds no array that can be read; the message says why, and does not name the file."""
+    """The file holds no array that can be read; the message says why, and does not name the
+    file.
+    """
 
 
 class Layout(NamedTuple):
@@ -50,17 +61,21 @@ class Layout(NamedTuple):
 
 
 class TensorFiles:
-    """Reads arrays from .pt and .npy files and remembers the layouts it met. Threads may share it."""
+    """Reads arrays from .pt and .npy files and remembers the layouts it met. Threads may share
+    it.
+    """
 
     def __init__(self) -> None:
         self._layouts: dict[bytes, Layout] = {}  # by the pickle, KEY taken out
-        self._fronts: dict[int, int] = {}  # bytes of a legacy storage, and how many of its layouts are known
+        self._fronts: dict[
+            int, int
+        ] = {}  # bytes of a legacy storage, and how many of its layouts are known
 
     def read(self, path: Path | str) -> np.ndarray:
         """The one array of a file, as it is stored: any shape, float or int.
 
-        Raises TensorError where there is no such array, or it is damaged, or only a pickle that may run could give it. OSError
-        of the operating system passes.
+        Raises TensorError where there is no such array, or it is damaged, or only a pickle that may
+        run could give it. OSError of the operating system passes.
         """
         with open(path, "rb", buffering=0) as file:
             content = file.read(MOST_BYTES + 1)
@@ -86,35 +101,60 @@ class TensorFiles:
         try:
             file = io.BytesIO(content)
             array = np.load(file, allow_pickle=False)
-        except Exception as error:  # numpy promises nothing: ValueError, EOFError, SyntaxError of the header, ...
+        except (
+            Exception
+        ) as error:  # numpy promises nothing: ValueError, EOFError, SyntaxError of the header, ...
             raise TensorError(f"is no whole array of NumPy ({first_line(error)})") from error
         if file.read(1):
             raise TensorError("has more bytes than its array")
         if content[6:8] == b"\1\0" and array.size:
-            self._remember(content[:start], Layout(array.dtype, array.shape, array.strides, 0, array.nbytes))
+            self._remember(
+                content[:start], Layout(array.dtype, array.shape, array.strides, 0, array.nbytes)
+            )
         return array
 
     def _learn(self, content: bytes, found: tuple[bytes, memoryview] | None) -> np.ndarray:
-        """Through `torch.load`; what its pickle means is remembered if the numbers lie where they are looked for."""
+        """Through `torch.load`; what its pickle means is remembered if the numbers lie where they
+        are looked for.
+        """
         try:
-            if content[:2] == b"PK" and inflated(content) > MOST_BYTES:  # a thousandfold, if its members are zeros, compressed
+            if (
+                content[:2] == b"PK" and inflated(content) > MOST_BYTES
+            ):  # a thousandfold, if its members are zeros, compressed
                 raise TensorError(LARGE)
-            with warnings.catch_warnings(action="ignore"):  # of files that no longer are what they were; the caller counts them
+            with warnings.catch_warnings(
+                action="ignore"
+            ):  # of files that no longer are what they were; the caller counts them
                 tensor = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
         except (MemoryError, TensorError):
             raise
-        except Exception as error:  # torch promises nothing: RuntimeError, UnpicklingError, EOFError, KeyError, ...
-            raise TensorError(f"is no tensor that can be read without running code ({first_line(error)})") from error
-        if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.device.type != "cpu":
+        except Exception as error:
+            # torch promises nothing: RuntimeError, UnpicklingError, EOFError, KeyError, ...
+            raise TensorError(
+                f"is no tensor that can be read without running code ({first_line(error)})"
+            ) from error
+        if (
+            type(tensor) is not torch.Tensor
+            or tensor.layout is not torch.strided
+            or tensor.device.type != "cpu"
+        ):
             raise TensorError(f"holds a {type(tensor).__name__}, and should hold one plain tensor")
         try:
             array = tensor.detach().numpy()
         except (TypeError, RuntimeError) as error:
-            raise TensorError(f"holds {tensor.dtype}, which is none of float16, float32, float64") from error
+            raise TensorError(
+                f"holds {tensor.dtype}, which is none of float16, float32, float64"
+            ) from error
         if array.nbytes > MOST_BYTES:  # an expanded tensor needs few bytes in its file
             raise TensorError(LARGE)
         storage = tensor.untyped_storage().nbytes()
-        layout = Layout(array.dtype, array.shape, array.strides, tensor.storage_offset() * array.itemsize, storage)
+        layout = Layout(
+            array.dtype,
+            array.shape,
+            array.strides,
+            tensor.storage_offset() * array.itemsize,
+            storage,
+        )
         legacy = found is None and content[:2] != b"PK"
         if legacy and array.size:
             found = legacy_parts(content, storage)
@@ -132,7 +172,9 @@ class TensorFiles:
         return True
 
     def _legacy_parts(self, content: bytes) -> tuple[bytes, memoryview] | None:
-        """How much of a legacy file is its storage only its pickle says, so the sizes met before are tried."""
+        """How much of a legacy file is its storage only its pickle says, so the sizes met before
+        are tried.
+        """
         for nbytes in tuple(self._fronts):
             found = legacy_parts(content, nbytes)
             if found is not None and found[0] in self._layouts:
@@ -141,18 +183,28 @@ class TensorFiles:
 
 
 def parts(content: bytes) -> tuple[bytes, memoryview] | None:
-    """The pickle, KEY taken out, and the storage of a zip that holds one tensor; None if it is anything else.
+    """The pickle, KEY taken out, and the storage of a zip that holds one tensor; None if it is
+    anything else.
 
     Raises TensorError if pickle or storage do not match the CRC that the zip keeps of them.
     """
     size = len(content)
     if size < END.size:
         return None
-    signature, disk, first_disk, here, count, length, start, comment = END.unpack_from(content, size - END.size)
+    signature, disk, first_disk, here, count, length, start, comment = END.unpack_from(
+        content, size - END.size
+    )
     stop = start + length  # PyTorch puts the 64-bit form of the same end between here and there
     if content[stop : stop + 4] == b"PK\6\6":
         size -= END64
-    if signature != b"PK\5\6" or disk or first_disk or here != count or comment or stop != size - END.size:
+    if (
+        signature != b"PK\5\6"
+        or disk
+        or first_disk
+        or here != count
+        or comment
+        or stop != size - END.size
+    ):
         return None
     root, found, at = None, {}, start
     for _ in range(count):
@@ -171,7 +223,13 @@ def parts(content: bytes) -> tuple[bytes, memoryview] | None:
             if found[member] is None:
                 return None
     keys = [member[5:] for member in found if member.startswith(b"data/")]
-    if at != stop or b"data.pkl" not in found or len(keys) != 1 or not keys[0].isdigit() or len(keys[0]) > 255:
+    if (
+        at != stop
+        or b"data.pkl" not in found
+        or len(keys) != 1
+        or not keys[0].isdigit()
+        or len(keys[0]) > 255
+    ):
         return None
     if found.get(b"byteorder", b"little") != b"little":
         return None
@@ -183,8 +241,17 @@ def parts(content: bytes) -> tuple[bytes, memoryview] | None:
 
 
 def stored(content: bytes, entry: tuple, name: bytes, directory: int) -> memoryview | None:
-    """The bytes of a zip's member that is stored as it is, or None; TensorError if they do not match their CRC."""
-    flags, method, crc, packed, nbytes, place = entry[3], entry[4], entry[7], entry[8], entry[9], entry[16]
+    """The bytes of a zip's member that is stored as it is, or None; TensorError if they do not
+    match their CRC.
+    """
+    flags, method, crc, packed, nbytes, place = (
+        entry[3],
+        entry[4],
+        entry[7],
+        entry[8],
+        entry[9],
+        entry[16],
+    )
     if method or packed != nbytes or flags & 1 or place + LOCAL.size > directory:
         return None
     local = LOCAL.unpack_from(content, place)
@@ -200,7 +267,9 @@ def stored(content: bytes, entry: tuple, name: bytes, directory: int) -> memoryv
 
 
 def legacy_parts(content: bytes, nbytes: int) -> tuple[bytes, memoryview] | None:
-    """The pickles, KEY taken out, and the storage of a legacy file whose storage has `nbytes` bytes; None if it has not."""
+    """The pickles, KEY taken out, and the storage of a legacy file whose storage has `nbytes`
+    bytes; None if it has not.
+    """
     at = len(content) - nbytes
     front = content[: max(at, 0)]
     keys = [match for match in KEY.finditer(front) if match[1][0] == len(match[2])]

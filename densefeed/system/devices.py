@@ -9,9 +9,13 @@ from densefeed.system.errors import UserError
 
 
 def choose_device(name: str) -> torch.device:
-    """The device called `name`; `auto` is CUDA if there is one, else the CPU. UserError if it cannot be used."""
+    """The device called `name`; `auto` is CUDA if there is one, else the CPU. UserError if it
+    cannot be used.
+    """
     try:
-        device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
+        device = torch.device(
+            ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
+        )
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise UserError(
@@ -32,7 +36,9 @@ def free_memory(device: torch.device) -> int:
         return torch.cuda.mem_get_info(device)[0]
     try:
         with open("/proc/meminfo") as file:
-            return next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable"))
+            return next(
+                int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable")
+            )
     except (OSError, StopIteration):  # not Linux
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 

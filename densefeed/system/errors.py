@@ -21,7 +21,9 @@ REMEDIES = {
 
 
 class UserError(Exception):
-    """Bad input. The message is one sentence that names the file and the remedy; commands print it and exit with 2."""
+    """Bad input. The message is one sentence that names the file and the remedy; commands print it
+    and exit with 2.
+    """
 
 
 class BusyError(UserError):
@@ -31,17 +33,22 @@ class BusyError(UserError):
 def explain(error: OSError) -> str:
     """One sentence for an error of the operating system: the file, what happened, what to do.
 
-    Libraries (h5py, torch) wrap such errors and keep only their text, so the number is also looked for there.
+    Libraries (h5py, torch) wrap such errors and keep only their text, so the number is also looked
+    for there.
     """
     text = str(error)
-    number = error.errno or next((n for n in REMEDIES if f"errno = {n}," in text or os.strerror(n) in text), None)
+    number = error.errno or next(
+        (n for n in REMEDIES if f"errno = {n}," in text or os.strerror(n) in text), None
+    )
     if number in REMEDIES:
         return f"{error.filename or text}: {REMEDIES[number]}"
     return f"{error.filename}: {error.strerror}" if error.filename and error.strerror else text
 
 
 def run(main: Callable[[], object]) -> None:
-    """Call `main` as the body of a command: bad input ends in one sentence on stderr and exit code 2, not a traceback."""
+    """Call `main` as the body of a command: bad input ends in one sentence on stderr and exit code
+    2, not a traceback.
+    """
     try:
         main()
     except UserError as error:

@@ -10,15 +10,21 @@ from pathlib import Path
 
 from densefeed.system.errors import REMEDIES, BusyError
 
-NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)  # some network disks know none; then nothing keeps two writers apart
+NO_LOCKS = (
+    errno.ENOLCK,
+    errno.EOPNOTSUPP,
+    errno.ENOSYS,
+)  # some network disks know none; then nothing keeps two writers apart
 
 
 @contextmanager
 def replacing(path: Path | str) -> Iterator[Path]:
-    """Give a temporary sibling of `path` to write; fsync and rename it over `path` on success, delete it on failure.
+    """Give a temporary sibling of `path` to write; fsync and rename it over `path` on success,
+    delete it on failure.
 
-    A reader of `path` sees the whole old file or the whole new one, also after a power cut: the data is on disk before
-    the name is. The sibling's name ends in `.part`, and it is locked; siblings that killed processes left are removed.
+    A reader of `path` sees the whole old file or the whole new one, also after a power cut: the
+    data is on disk before the name is. The sibling's name ends in `.part`, and it is locked;
+    siblings that killed processes left are removed.
     """
     path = Path(path)
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
@@ -39,18 +45,24 @@ def replacing(path: Path | str) -> Iterator[Path]:
 
 
 def lock(descriptor: int, path: Path) -> None:
-    """Lock an open file for us alone, until it is closed or the process ends, however it ends; BusyError if another has it."""
+    """Lock an open file for us alone, until it is closed or the process ends, however it ends;
+    BusyError if another has it.
+    """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise BusyError(f"{path} is being written by another process; wait for it or choose another --out") from None
+        raise BusyError(
+            f"{path} is being written by another process; wait for it or choose another --out"
+        ) from None
     except OSError as error:
         if error.errno not in NO_LOCKS:
             raise
 
 
 def open_locked(path: Path) -> int:
-    """Open a file to be read and written by us alone. BusyError if another process has it, FileNotFoundError if it is gone."""
+    """Open a file to be read and written by us alone. BusyError if another process has it,
+    FileNotFoundError if it is gone.
+    """
     while True:
         descriptor = os.open(path, os.O_RDWR)
         try:
@@ -72,9 +84,15 @@ def create_locked(path: Path) -> int:
 
 
 def remove_orphans(path: Path) -> None:
-    """Remove what killed processes left of making `path`: siblings `<path>.PID.part` that nobody holds locked."""
+    """Remove what killed processes left of making `path`: siblings `<path>.PID.part` that nobody
+    holds locked.
+    """
     pattern = re.compile(re.escape(path.name) + r"\.\d+\.part")
-    for part in [file for file in path.parent.iterdir() if pattern.fullmatch(file.name)] if path.parent.is_dir() else []:
+    for part in (
+        [file for file in path.parent.iterdir() if pattern.fullmatch(file.name)]
+        if path.parent.is_dir()
+        else []
+    ):
         try:
             descriptor = open_locked(part)
         except (BusyError, OSError):  # its maker lives, or it is none of ours
@@ -87,7 +105,8 @@ def remove_orphans(path: Path) -> None:
 def naming(path: Path | str) -> Iterator[None]:
     """Let an error of the operating system that names no file, as a failed write does, name `path`.
 
-    torch.save meets a full disk and then fails an assertion of its own while it cleans up; the full disk is raised.
+    torch.save meets a full disk and then fails an assertion of its own while it cleans up; the full
+    disk is raised.
     """
     try:
         yield

@@ -24,16 +24,24 @@ def environment(packages: tuple[str, ...]) -> dict[str, str | int]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return {
-        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M"), "commit": commit(), "cpu": cpu_model(),
-        "cores": len(os.sched_getaffinity(0)), "versions": "; ".join(versions), "command": command(sys.argv),
-    }  # fmt: skip
+        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M"),
+        "commit": commit(),
+        "cpu": cpu_model(),
+        "cores": len(os.sched_getaffinity(0)),
+        "versions": "; ".join(versions),
+        "command": command(sys.argv),
+    }
 
 
 def commit() -> str:
-    """The checkout's commit, `-dirty` if any file but the results differs from it; `unknown` outside a checkout."""
+    """The checkout's commit, `-dirty` if any file but the results differs from it; `unknown`
+    outside a checkout.
+    """
 
     def git(*words: str) -> str:
-        return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+        return subprocess.run(
+            ["git", *words], cwd=ROOT, capture_output=True, text=True, check=True
+        ).stdout.strip()
 
     try:
         dirty = git("status", "--porcelain", "--", ".", f":!{RESULTS}")
@@ -51,11 +59,19 @@ def cpu_model() -> str:
 
 
 def command(argv: list[str]) -> str:
-    """The command line with every path cut to its last part, since a row is published and folders are private."""
+    """The command line with every path cut to its last part, since a row is published and folders
+    are private.
+    """
     words = [Path(argv[0]).name]
     for word in argv[1:]:
         option, equals, value = word.partition("=")
-        words.append(f"{option}={Path(value).name}" if equals and "/" in value else Path(word).name if "/" in word else word)
+        words.append(
+            f"{option}={Path(value).name}"
+            if equals and "/" in value
+            else Path(word).name
+            if "/" in word
+            else word
+        )
     return " ".join(words)
 
 

@@ -1,14 +1,17 @@
-"""The papers' ablations in small, on digit scenes: rows of Token Labeling's Tables 3 to 7 and 9 (arXiv 2104.10858), of the Table 6
-of DRLoc's supplementary (arXiv 2106.03746), of Bootstrapping ViTs' Tables 1, 4 and 5 (arXiv 2112.03552), and DHVT beside DeiT.
+"""The papers' ablations in small, on digit scenes: rows of Token Labeling's Tables 3 to 7 and 9
+(arXiv 2104.10858), of the Table 6 of DRLoc's supplementary (arXiv 2106.03746), of Bootstrapping
+ViTs' Tables 1, 4 and 5 (arXiv 2112.03552), and DHVT beside DeiT.
 
     python tools/ablations.py --out ablations --seeds 0 1 2
     python tools/ablations.py --out ablations --seeds 0 1 2 --rows ce drloc token-label token-label-drloc
 
-Trains `lvvit_micro` (or `dhvt_micro`), 4 blocks at 64 pixels, eight epochs a row, a minute or two each on two CPU cores; rows of
-Bootstrapping have forty epochs of `bootstrapping_vit_micro`, six minutes, beside an agent fifteen. It prints a table: means and
-standard deviations over the seeds, which change scenes, teacher and students alike, and each seed's figure. What is there already is
-kept, also of `tools/quickstart.py --seeds`, so a killed call goes on. Trainings so short tell that a row works and in which
-direction it may point; differences within the deviations tell nothing, and regularisers cost accuracy.
+Trains `lvvit_micro` (or `dhvt_micro`), 4 blocks at 64 pixels, eight epochs a row, a minute or two
+each on two CPU cores; rows of Bootstrapping have forty epochs of `bootstrapping_vit_micro`, six
+minutes, beside an agent fifteen. It prints a table: means and standard deviations over the seeds,
+which change scenes, teacher and students alike, and each seed's figure. What is there already is
+kept, also of `tools/quickstart.py --seeds`, so a killed call goes on. Trainings so short tell that
+a row works and in which direction it may point; differences within the deviations tell nothing, and
+regularisers cost accuracy.
 """
 
 import json
@@ -28,7 +31,13 @@ DRLOC = "lvvit_micro_drloc"
 PLAIN = "stem=((8,8),)"  # as 16 / 16 of the paper: one convolution cuts the patches
 VIT, JOINT, SHARED = (f"bootstrapping_micro_{name}" for name in ("scratch", "joint", "shared"))
 DHVT, DEIT = "dhvt_micro_ce", "deit_tiny_patch16_224"
-DEIT_SIZES = ("img_size=64", "patch_size=8", "embed_dim=96", "depth=4", "num_heads=4")  # dhvt_micro's
+DEIT_SIZES = (
+    "img_size=64",
+    "patch_size=8",
+    "embed_dim=96",
+    "depth=4",
+    "num_heads=4",
+)  # dhvt_micro's
 ERASE, OPERATIONS = ("--erase-probability", "0.25"), ("--rand-augment", "rand-m9-mstd0.5-inc1")
 
 
@@ -37,8 +46,8 @@ def model(*arguments: str) -> tuple[str, ...]:
     return CE, "--model-kwargs", *arguments
 
 
-# A name, the recipe, and what differs. The base (`ce`) has four blocks, MLPs of ratio 3, four convolutions as stem, LayerNorm,
-# and residual branches that nothing divides.
+# A name, the recipe, and what differs. The base (`ce`) has four blocks, MLPs of ratio 3, four
+# convolutions as stem, LayerNorm, and residual branches that nothing divides.
 RUNS = {
     "deit": model("depth=3", "mlp_ratio=4.0", "qkv_bias=True", PLAIN),
     "depth-4": model("mlp_ratio=4.0", "qkv_bias=True", PLAIN),
@@ -75,7 +84,12 @@ RUNS = {
     "token-label-drloc": (f"{TOKENS}_drloc",),
     "deit-tiny": (DHVT, "--model", DEIT, "--model-kwargs", *DEIT_SIZES),
     "deit-tiny-head-tokens": (
-        DHVT, "--model-kwargs", "embedding='patch'", "pos_embed=True", "feed_forward='mlp'", "aggregate='none'",
+        DHVT,
+        "--model-kwargs",
+        "embedding='patch'",
+        "pos_embed=True",
+        "feed_forward='mlp'",
+        "aggregate='none'",
     ),
     "dhvt-no-head-tokens": (DHVT, "--model-kwargs", "head_tokens=False"),
     "dhvt": (DHVT,),
@@ -93,24 +107,59 @@ RUNS = {
 }
 TABLES = {
     "Table 3, path": (
-        "deit", "depth-4", "mlp-ratio-3", "ce", "residual-2", "residual-2-relabel", "residual-2-token-label",
+        "deit",
+        "depth-4",
+        "mlp-ratio-3",
+        "ce",
+        "residual-2",
+        "residual-2-relabel",
+        "residual-2-token-label",
     ),
-    "Table 4, stem": ("mlp-ratio-3", "stem-2", "stem-3-strides", "stem-3", "ce", "stem-4-strides", "stem-6"),
+    "Table 4, stem": (
+        "mlp-ratio-3",
+        "stem-2",
+        "stem-3-strides",
+        "stem-3",
+        "ce",
+        "stem-4-strides",
+        "stem-6",
+    ),
     "Table 5, residual": ("ce", "residual-2", "residual-3"),
     "Table 6, mixing": ("token-label-mixtoken", "relabel-mixtoken", "relabel-cutmix"),
     "Table 7, augmentation": (
-        "augmented", "augmented-no-mixtoken", "augmented-mixup", "augmented-no-erasing", "augmented-no-operations",
+        "augmented",
+        "augmented-no-mixtoken",
+        "augmented-mixup",
+        "augmented-no-erasing",
+        "augmented-no-operations",
     ),
     "Table 9, norms": ("ce", "groups-1", "groups-2", "groups-3", "groups-6", "post-norm"),
-    "DRLoc's Table 6, variants": ("ce", "drloc", "drloc-signed", "drloc-ce", "drloc-reg", "drloc-all"),
+    "DRLoc's Table 6, variants": (
+        "ce",
+        "drloc",
+        "drloc-signed",
+        "drloc-ce",
+        "drloc-reg",
+        "drloc-all",
+    ),
     "DRLoc, beside token labels": ("token-label", "token-label-drloc"),
     "DHVT's Figures 1 and 2": ("deit-tiny", "deit-tiny-head-tokens", "dhvt-no-head-tokens", "dhvt"),
-    "Bootstrapping, Table 1": ("vit", "vit-agent", "vit-joint", "vit-shared", "vit-shared-unaligned"),
+    "Bootstrapping, Table 1": (
+        "vit",
+        "vit-agent",
+        "vit-joint",
+        "vit-shared",
+        "vit-shared-unaligned",
+    ),
     "Bootstrapping, Table 4": (
-        "vit-joint-answers", "vit-joint-features", "vit-joint-constant", "vit-joint-squares", "vit-joint-released",
+        "vit-joint-answers",
+        "vit-joint-features",
+        "vit-joint-constant",
+        "vit-joint-squares",
+        "vit-joint-released",
     ),
     "Bootstrapping, Table 5": ("vit-joint-base",),
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +179,9 @@ def main(options: Ablations) -> None:
     unknown = [name for name in options.rows if name not in RUNS]
     if unknown:
         raise UserError(f"--rows {unknown[0]}: there is no such row; choose of {', '.join(RUNS)}")
-    settings = Quickstart(out=options.out, train=options.train, val=options.val, epochs=options.epochs)
+    settings = Quickstart(
+        out=options.out, train=options.train, val=options.val, epochs=options.epochs
+    )
     top1: dict[str, list[float]] = {name: [] for name in options.rows}
     for seed in options.seeds:
         folder = options.out / f"seed-{seed}"
@@ -139,9 +190,20 @@ def main(options: Ablations) -> None:
             recipe, *words = RUNS[name]
             result = folder / "runs" / name / "result.json"
             call(
-                result, "train.py", recipe, "--loader", "ffcv", "--data", packed, "--val", val, "--out", result.parent,
-                *common(seed, settings), *words,
-            )  # fmt: skip
+                result,
+                "train.py",
+                recipe,
+                "--loader",
+                "ffcv",
+                "--data",
+                packed,
+                "--val",
+                val,
+                "--out",
+                result.parent,
+                *common(seed, settings),
+                *words,
+            )
             top1[name].append(json.loads(result.read_text())["top1"])
     many = len(options.seeds)
     table = Table(title=f"Digit scenes, {many} seed{'s' * (many > 1)}", title_justify="left")
@@ -153,7 +215,13 @@ def main(options: Ablations) -> None:
         chosen = [name for name in names if name in options.rows]
         for name in chosen:
             seeds = ", ".join(f"{100 * value:.1f}" for value in top1[name])
-            table.add_row(title if name == chosen[0] else "", name, spread(top1[name]), seeds, end_section=name == chosen[-1])
+            table.add_row(
+                title if name == chosen[0] else "",
+                name,
+                spread(top1[name]),
+                seeds,
+                end_section=name == chosen[-1],
+            )
     console = Console()
     console.print()
     console.print(table)

@@ -1,9 +1,11 @@
-"""`benchmarks/loaders.py --advise`: which loader, with how many threads, a training on this machine should be given.
+"""`benchmarks/loaders.py --advise`: which loader, with how many threads, a training on this machine
+should be given.
 
-Each loader that can read the data delivers alone for a moment, with each number of threads, and the model trains alone on a
-constant batch. What they would do together is reckoned, not measured: no more than either alone, and no more than the cores
-allow, of which an image takes so many seconds of the loader and so many of the step (on a GPU its launching thread's).
-A moment's advice is no benchmark: nothing is appended to --results.
+Each loader that can read the data delivers alone for a moment, with each number of threads, and the
+model trains alone on a constant batch. What they would do together is reckoned, not measured: no
+more than either alone, and no more than the cores allow, of which an image takes so many seconds of
+the loader and so many of the step (on a GPU its launching thread's). A moment's advice is no
+benchmark: nothing is appended to --results.
 """
 
 import os
@@ -34,7 +36,9 @@ from densefeed.training.recipes import RECIPES
 SECONDS = 1.0  # of each measurement in each round
 ROUNDS = 3
 WARM_STEPS = 3  # cuDNN chooses, the compiler compiles, memory is asked for
-CPU_BATCH = 8  # images of a step on a CPU, whose rate hardly depends on it: LV-ViT-S takes seconds for 64
+CPU_BATCH = (
+    8  # images of a step on a CPU, whose rate hardly depends on it: LV-ViT-S takes seconds for 64
+)
 BUSY = 0.5  # load average of the last minute, of the cores
 ALIKE = 0.98  # of the best rate: what no measurement of a second tells apart
 LOADERS = get_args(get_type_hints(Config)["loader"])
@@ -79,30 +83,50 @@ class Request(NamedTuple):
 
 
 def together(loader: Speed, step: Speed, cores: int) -> float:
-    """Images per second of a training: as its slower half, or as the cores that both share allow."""
+    """Images per second of a training: as its slower half, or as the cores that both share
+    allow.
+    """
     core_seconds = loader.cores / loader.images_per_s + step.cores / step.images_per_s
-    return min(loader.images_per_s, step.images_per_s, cores / core_seconds if core_seconds else float("inf"))
+    return min(
+        loader.images_per_s,
+        step.images_per_s,
+        cores / core_seconds if core_seconds else float("inf"),
+    )
 
 
 def advise(candidates: list[Candidate], step: Speed, cores: int) -> Advice:
-    """The candidate whose training is fastest; of those alike, the fewest threads, then the least processor time an image."""
+    """The candidate whose training is fastest; of those alike, the fewest threads, then the least
+    processor time an image.
+    """
     rates = {one: together(one.speed, step, cores) for one in candidates}
     alike = [one for one, rate in rates.items() if rate >= ALIKE * max(rates.values())]
     choice = min(alike, key=lambda one: (one.threads, one.speed.cores / one.speed.images_per_s))
-    return Advice(choice, rates[choice], "loader" if choice.speed.images_per_s < step.images_per_s else "step")
+    return Advice(
+        choice, rates[choice], "loader" if choice.speed.images_per_s < step.images_per_s else "step"
+    )
 
 
 def thread_counts(cores: int) -> tuple[int, ...]:
     """1, 2, 4, ... and all cores."""
-    return tuple(sorted({cores, *(2**power for power in range(cores.bit_length()) if 2**power <= cores)}))
+    return tuple(
+        sorted({cores, *(2**power for power in range(cores.bit_length()) if 2**power <= cores)})
+    )
 
 
 def recipe_of(model: str, objective: str, size: int) -> list[str]:
-    """Words of train.py for a model and an objective: the first recipe of both at this size, or another one with what differs."""
+    """Words of train.py for a model and an objective: the first recipe of both at this size, or
+    another one with what differs.
+    """
     recipes = {recipe.__name__: recipe() for recipe in RECIPES}
-    plain = {name: config for name, config in recipes.items() if config.drloc == config.bootstrap == "none"}
+    plain = {
+        name: config
+        for name, config in recipes.items()
+        if config.drloc == config.bootstrap == "none"
+    }
     same = [name for name, config in plain.items() if config.objective == objective]
-    fitting = [name for name in same if recipes[name].model == model and not recipes[name].model_kwargs]
+    fitting = [
+        name for name in same if recipes[name].model == model and not recipes[name].model_kwargs
+    ]
     name = next((name for name in fitting if recipes[name].size == size), (fitting or same)[0])
     words = [name] if recipes[name].model == model else [name, "--model", model]
     if recipes[name].mixtoken and not has_tokens(model):
@@ -164,15 +188,22 @@ def middle(speeds: list[Speed]) -> Speed:
 
 
 def opened(request: Request) -> dict[tuple[str, int], ThreadedLoader]:
-    """A loader of each kind that can read the data with each number of threads. UserError if no kind can."""
+    """A loader of each kind that can read the data with each number of threads. UserError if no
+    kind can.
+    """
     found, reasons = {}, []
     for kind in LOADERS:
         try:
             for threads in request.threads:
                 config = Config(
-                    data=request.data, labels=request.labels, loader=kind, threads=threads, size=request.size,
-                    batch=request.batch, objective="relabel",
-                )  # fmt: skip
+                    data=request.data,
+                    labels=request.labels,
+                    loader=kind,
+                    threads=threads,
+                    size=request.size,
+                    batch=request.batch,
+                    objective="relabel",
+                )
                 found[kind, threads] = open_loader(config, "train")
         except UserError as error:
             reasons.append(error)
@@ -205,18 +236,26 @@ def endless(loader: ThreadedLoader, epoch: int) -> Iterator[int]:
 
 
 def busy_note(cores: int) -> str:
-    """What to say if others use this machine. Two threads of a step then wait for each other: a seventh of one's rate was seen."""
+    """What to say if others use this machine. Two threads of a step then wait for each other: a
+    seventh of one's rate was seen.
+    """
     load = os.getloadavg()[0]
     if load <= BUSY * cores:
         return ""
     return f"Other processes kept {load:.1f} of {cores} cores busy before this began; ask again on an idle machine."
 
 
-def step_speed(request: Request, classes: int, objective: str, device: torch.device) -> tuple[Speed, int]:
+def step_speed(
+    request: Request, classes: int, objective: str, device: torch.device
+) -> tuple[Speed, int]:
     """The inside of train.py's loop on a constant batch; and of how many images."""
     images = request.batch if device.type == "cuda" else min(request.batch, CPU_BATCH)
-    shape = step_benchmark.Benchmark(model=request.model, batch=images, size=request.size, classes=classes)
-    config = step_benchmark.config_of(shape, objective, "blocks" if device.type == "cuda" else "never")
+    shape = step_benchmark.Benchmark(
+        model=request.model, batch=images, size=request.size, classes=classes
+    )
+    config = step_benchmark.config_of(
+        shape, objective, "blocks" if device.type == "cuda" else "never"
+    )
     if device.type == "cpu":
         keep_memory()
     try:
@@ -233,7 +272,9 @@ def step_speed(request: Request, classes: int, objective: str, device: torch.dev
             turn()
         return middle([speed_of(turn) for _ in range(ROUNDS)]), images
     except torch.OutOfMemoryError as error:
-        raise UserError(f"--batch {images}: memory ran out on {device}; give a smaller one") from error
+        raise UserError(
+            f"--batch {images}: memory ran out on {device}; give a smaller one"
+        ) from error
 
 
 # ------------------------------------------------------------------------- telling
@@ -259,7 +300,13 @@ def main(request: Request, json: Path | None) -> dict:
             }
             for one in candidates
         ],
-        "step": {"model": request.model, "objective": objective, "batch": step_batch, "device": str(device), **step._asdict()},
+        "step": {
+            "model": request.model,
+            "objective": objective,
+            "batch": step_batch,
+            "device": str(device),
+            **step._asdict(),
+        },
         "data": f"{images:,} images, {'with' if dense else 'without'} dense labels",
         "bottleneck": advice.bottleneck,
         "advice": sentence(advice, step, request, objective),
@@ -277,14 +324,30 @@ def show(document: dict, advice: Advice, cores: int) -> None:
     """Print the document as a table and a sentence."""
     console, step = Console(), document["step"]
     console.width = max(console.width, 110)
-    table = Table(title=f"Alone and together on {cores} cores, {document['data']}", title_justify="left")
+    table = Table(
+        title=f"Alone and together on {cores} cores, {document['data']}", title_justify="left"
+    )
     for name in ("", "threads", "images/s alone", "share of the cores", "training, images/s"):
         table.add_column(name, justify="right" if name else "left")
     for line in document["loaders"]:
         chosen = (line["loader"], line["threads"]) == advice.choice[:2]
-        numbers = shown(line["images_per_s"]), f"{line['cores'] / cores:.0%}", shown(line["training"])
-        table.add_row(f"--loader {line['loader']}", str(line["threads"]), *numbers, style="bold" if chosen else None)
+        numbers = (
+            shown(line["images_per_s"]),
+            f"{line['cores'] / cores:.0%}",
+            shown(line["training"]),
+        )
+        table.add_row(
+            f"--loader {line['loader']}",
+            str(line["threads"]),
+            *numbers,
+            style="bold" if chosen else None,
+        )
     numbers = shown(step["images_per_s"]), f"{step['cores'] / cores:.0%}"
-    table.add_row(f"step of {step['model']}, {step['objective']}, {step['batch']} images, {step['device']}", "", *numbers, "")
+    table.add_row(
+        f"step of {step['model']}, {step['objective']}, {step['batch']} images, {step['device']}",
+        "",
+        *numbers,
+        "",
+    )
     console.print(table)
     console.print(document["advice"], markup=False, soft_wrap=True)

@@ -1,4 +1,6 @@
-"""What an audit needs and gives: a reference model, findings on the terminal, and one self-contained HTML page with JSON beside it."""
+"""What an audit needs and gives: a reference model, findings on the terminal, and one
+self-contained HTML page with JSON beside it.
+"""
 
 import base64
 import io
@@ -22,7 +24,18 @@ from densefeed.system.files import replacing
 from densefeed.tools.load_teacher import load_network
 
 FOLDER = Path(__file__).parent
-INKS = ("#56b4e9", "#e69f00", "#009e73", "#f0e442", "#d55e00", "#cc79a7", "#0072b2", "#b2df8a", "#ff7f7f", "#9e9ac8")
+INKS = (
+    "#56b4e9",
+    "#e69f00",
+    "#009e73",
+    "#f0e442",
+    "#d55e00",
+    "#cc79a7",
+    "#0072b2",
+    "#b2df8a",
+    "#ff7f7f",
+    "#9e9ac8",
+)
 OVERLAID, DOUBTED = 12, 24  # pictures on the page: with 18 x 18 cells 0.8 MB in all
 SHOWN = 224  # longer side of a picture, pixels
 FEW_CLASSES = 30  # of more, the page names the best and the worst
@@ -34,10 +47,14 @@ ORDER = {"fault": "Fault", "warning": "Look at this", "unchecked": "Not checked"
 # ------------------------------------------------------------------------------------------------ the reference
 
 
-def references(name: str, model: str, input_size: int, class_names: Sequence[str], device: str = "auto") -> References:
-    """A model, as tools/relabel_imagenet.py names teachers, that looks at whole images and at their centre squares.
+def references(
+    name: str, model: str, input_size: int, class_names: Sequence[str], device: str = "auto"
+) -> References:
+    """A model, as tools/relabel_imagenet.py names teachers, that looks at whole images and at their
+    centre squares.
 
-    UserError if it cannot be loaded, was trained on other classes, or does not take inputs of `input_size` pixels.
+    UserError if it cannot be loaded, was trained on other classes, or does not take inputs of
+    `input_size` pixels.
     """
     network = load_network(name, model, input_size)
     names = network.class_names
@@ -46,16 +63,22 @@ def references(name: str, model: str, input_size: int, class_names: Sequence[str
             f"{name} was trained on other classes than the maps have ({names[0]}, ... and {class_names[0]}, ...); choose another"
         )
     found = {
-        geometry: Teacher(network.model, input_size, geometry, network.config, name=name).to(choose_device(device))
+        geometry: Teacher(network.model, input_size, geometry, network.config, name=name).to(
+            choose_device(device)
+        )
         for geometry in ("squash", "centre-crop")
     }
     teacher = found["squash"]
     try:
-        example = torch.from_numpy(np.stack([teacher.prepare(Image.new("RGB", (input_size, input_size)))[0]]))
+        example = torch.from_numpy(
+            np.stack([teacher.prepare(Image.new("RGB", (input_size, input_size)))[0]])
+        )
         teacher(example.to(teacher.mean.device))
     except (AssertionError, RuntimeError) as error:
         said = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UserError(f"{name} does not take images of {input_size} px ({said}); give the size it takes") from error
+        raise UserError(
+            f"{name} does not take images of {input_size} px ({said}); give the size it takes"
+        ) from error
     return found
 
 
@@ -76,7 +99,9 @@ def conclude(result: Audit, path: Path, see: str) -> None:
     faults = result.faults()
     if faults:
         names = ", ".join(check.name for check in faults)
-        raise UserError(f"{path}: the audit found {len(faults)} fault{'s' * (len(faults) > 1)} ({names}); {see}")
+        raise UserError(
+            f"{path}: the audit found {len(faults)} fault{'s' * (len(faults) > 1)} ({names}); {see}"
+        )
 
 
 def audit_store(
@@ -89,7 +114,9 @@ def audit_store(
     threads: int,
     report: Path,
 ) -> None:
-    """Audit a store, print what was found, and write the page to `out` and the numbers to `report`."""
+    """Audit a store, print what was found, and write the page to `out` and the numbers to
+    `report`.
+    """
     result = audit(path, data, found, count, every_row, threads)
     text = page(result)
     with replacing(out) as part:
@@ -97,7 +124,9 @@ def audit_store(
     with replacing(report) as part:
         part.write_text(json.dumps(result.plain(), indent=1))
     tell(result)
-    print(f"{out}: {out.stat().st_size / 1024:,.0f} KiB, open it in a browser; the numbers are in {report}")
+    print(
+        f"{out}: {out.stat().st_size / 1024:,.0f} KiB, open it in a browser; the numbers are in {report}"
+    )
     conclude(result, path, f"{out} says what to do")
 
 
@@ -106,36 +135,63 @@ def audit_store(
 
 def page(result: Audit) -> str:
     """The HTML, self-contained."""
-    figures = {"header": None, "looks": None, "classes": []} | result.figures  # of an unfinished store nothing more is known
+    figures = {
+        "header": None,
+        "looks": None,
+        "classes": [],
+    } | result.figures  # of an unfinished store nothing more is known
     classes = sorted(figures.get("classes", []), key=lambda c: (c["agree"], -c["images"]))
     few = len(classes) <= FEW_CLASSES
     parts = [("", classes)] if few else [("lowest", classes[:20]), ("highest", classes[-5:])]
     verdicts = {check.name: check.verdict for check in result.checks}
     at_fault = [name for name in OF_LABELS if verdicts.get(name) == "fault"]
-    # At chance, the teacher may know nothing, or the maps be others'; a rows warning says that they may be.
-    labels_hold = verdicts.get("labels") in ("sound", "warning") and verdicts.get("rows") != "warning"
-    return environment().get_template("audit.html").render(
-        at_fault=at_fault, labels_hold=labels_hold,
-        checks=result.checks, words=ORDER, figures=figures, class_parts=parts, class_count=len(classes),
-        agreement=histogram([100 * c["agree"] for c in classes], 0, 100, 20) if not few else None,
-        entropy=bars(figures["entropy"]["histogram"], 0, figures["entropy"]["nats_most"]) if figures.get("entropy") else None,
-        palette=palette_bars(figures["palette"]) if figures.get("palette") else None,
-        overlays=overlays(result), doubted=doubted(result), orientations=ORIENTATIONS,
-    )  # fmt: skip
+    # At chance, the teacher may know nothing, or the maps be others'; a rows warning says that they
+    # may be.
+    labels_hold = (
+        verdicts.get("labels") in ("sound", "warning") and verdicts.get("rows") != "warning"
+    )
+    return (
+        environment()
+        .get_template("audit.html")
+        .render(
+            at_fault=at_fault,
+            labels_hold=labels_hold,
+            checks=result.checks,
+            words=ORDER,
+            figures=figures,
+            class_parts=parts,
+            class_count=len(classes),
+            agreement=histogram([100 * c["agree"] for c in classes], 0, 100, 20)
+            if not few
+            else None,
+            entropy=bars(figures["entropy"]["histogram"], 0, figures["entropy"]["nats_most"])
+            if figures.get("entropy")
+            else None,
+            palette=palette_bars(figures["palette"]) if figures.get("palette") else None,
+            overlays=overlays(result),
+            doubted=doubted(result),
+            orientations=ORIENTATIONS,
+        )
+    )
 
 
 def environment() -> jinja2.Environment:
     """Templates of this folder; a name that is not given is an error."""
-    return jinja2.Environment(loader=jinja2.FileSystemLoader(FOLDER), autoescape=True, undefined=jinja2.StrictUndefined)
+    return jinja2.Environment(
+        loader=jinja2.FileSystemLoader(FOLDER), autoescape=True, undefined=jinja2.StrictUndefined
+    )
 
 
 def bars(counts: Sequence[int], low: float, high: float) -> dict:
-    """A histogram for the page: heights in per cent of the highest bar, its count, and the ends of the axis."""
+    """A histogram for the page: heights in per cent of the highest bar, its count, and the ends of
+    the axis.
+    """
     most = max([*counts, 1])
     return {
-        "heights": [round(100 * n / most, 2) for n in counts], "most": most,
+        "heights": [round(100 * n / most, 2) for n in counts],
+        "most": most,
         "ticks": [f"{low + (high - low) * share:.3g}" for share in (0, 0.5, 1)],
-    }  # fmt: skip
+    }
 
 
 def histogram(values: Sequence[float], low: float, high: float, count: int) -> dict:
@@ -148,7 +204,11 @@ def palette_bars(palette: dict) -> dict:
     sizes = np.array(palette["sizes"])
     low, high = 0, int(sizes.max())
     count = min(24, high - low + 1)
-    found = np.histogram(sizes, bins=count, range=(low, high + 1), weights=palette["counts"])[0].astype(int).tolist()
+    found = (
+        np.histogram(sizes, bins=count, range=(low, high + 1), weights=palette["counts"])[0]
+        .astype(int)
+        .tolist()
+    )
     return bars(found, low, high)
 
 
@@ -161,7 +221,9 @@ def picture(pixels: np.ndarray | Image.Image, kind: str = "PNG") -> str:
 
 
 def shown(result: Audit, row: int) -> tuple[str, float]:
-    """The image of a row, small, as a data URL, and its width over its height; UserError if it cannot be read."""
+    """The image of a row, small, as a data URL, and its width over its height; UserError if it
+    cannot be read.
+    """
     index = int(result.image_of[row])
     image = decode(result.images.read(index), result.images.where(index))
     ratio = image.width / image.height
@@ -172,7 +234,9 @@ def shown(result: Audit, row: int) -> tuple[str, float]:
 
 
 def cells_of(result: Audit, row: int) -> tuple[list[dict], list[dict]]:
-    """Rectangles of a map, placed in its image (0 to 1), and its greatest classes with their inks."""
+    """Rectangles of a map, placed in its image (0 to 1), and its greatest classes with their
+    inks.
+    """
     store = result.store
     header, maps = store.header, store.rows(np.array([row]))
     named, _ = cell_targets(maps, header.num_classes, header.absent)
@@ -183,13 +247,23 @@ def cells_of(result: Audit, row: int) -> tuple[list[dict], list[dict]]:
     top, left, bottom, right = maps.window[0].tolist()
     wide, high = (right - left) / header.side, (bottom - top) / header.side
     cells = [
-        {"x": round(left + x * wide, 4), "y": round(top + y * high, 4), "w": round(wide, 4), "h": round(high, 4),
-         "ink": ink[int(best_SS[y, x])], "opacity": round(0.62 * float(p_SS[y, x]) ** 2, 2)}
-        for y in range(header.side) for x in range(header.side) if p_SS[y, x] > 0.2
-    ]  # fmt: skip
+        {
+            "x": round(left + x * wide, 4),
+            "y": round(top + y * high, 4),
+            "w": round(wide, 4),
+            "h": round(high, 4),
+            "ink": ink[int(best_SS[y, x])],
+            "opacity": round(0.62 * float(p_SS[y, x]) ** 2, 2),
+        }
+        for y in range(header.side)
+        for x in range(header.side)
+        if p_SS[y, x] > 0.2
+    ]
     names = header.class_names
     key = [
-        {"name": names[c] if c < len(names) else f"class {c}", "ink": ink[c]} for c in ranked[:4] if mass[c] > 0.02 * mass.sum()
+        {"name": names[c] if c < len(names) else f"class {c}", "ink": ink[c]}
+        for c in ranked[:4]
+        if mass[c] > 0.02 * mass.sum()
     ]
     return cells, key
 
@@ -205,9 +279,16 @@ def overlays(result: Audit) -> list[dict]:
         source, ratio = shown(result, row)
         cells, key = cells_of(result, row)
         names, label = result.store.header.class_names, int(result.store.labels[row])
-        items.append({
-            "image": source, "ratio": round(ratio, 4), "cells": cells, "key": key, "path": result.store.path_of(row), "label": names[label],
-        })  # fmt: skip
+        items.append(
+            {
+                "image": source,
+                "ratio": round(ratio, 4),
+                "cells": cells,
+                "key": key,
+                "path": result.store.path_of(row),
+                "label": names[label],
+            }
+        )
     return items
 
 

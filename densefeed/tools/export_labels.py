@@ -1,10 +1,12 @@
-"""Write a store of score maps (HDF5) as a TokenLabeling tree: one .pt file an image, which the published code can read.
+"""Write a store of score maps (HDF5) as a TokenLabeling tree: one .pt file an image, which the
+published code can read.
 
     python tools/export_labels.py --maps maps.h5 --out label_top5_train
 
-`<class>/<name>.pt` is one tensor, float16 [2, k, S, S]: logits and class numbers; the name ends at the first dot of `class/file`, where
-published code looks. Logits and classes come back bit by bit by tools/import_labels.py. What such files cannot hold is printed: the
-logsumexp, and which part of the image a map covers. The folder gets its name when all files are in it.
+`<class>/<name>.pt` is one tensor, float16 [2, k, S, S]: logits and class numbers; the name ends at
+the first dot of `class/file`, where published code looks. Logits and classes come back bit by bit
+by tools/import_labels.py. What such files cannot hold is printed: the logsumexp, and which part of
+the image a map covers. The folder gets its name when all files are in it.
 """
 
 import io
@@ -46,7 +48,10 @@ def main(wanted: Export) -> None:
             "train from the store itself"
         )
     part = wanted.out.with_name(f"{wanted.out.name}.part")
-    for path, remedy in ((wanted.out, "remove it or choose another --out"), (part, "an export was stopped there; remove it")):
+    for path, remedy in (
+        (wanted.out, "remove it or choose another --out"),
+        (part, "an export was stopped there; remove it"),
+    ):
         if path.exists():
             raise UserError(f"{path} exists already; {remedy}")
     stems = distinct_stems(store)
@@ -58,9 +63,18 @@ def main(wanted: Export) -> None:
     except BaseException:
         shutil.rmtree(part, ignore_errors=True)
         raise
-    print(f"{wanted.out}: {len(store):,} maps of {header.side} x {header.side} cells, top {header.top_k}, {header.geometry}")
-    print("not in these files: the logsumexp of each cell; published code gives the classes not named logit 0", end="")
-    print(", where this store knows their true remainder" if header.absent == "tail" else ", as this store does")
+    print(
+        f"{wanted.out}: {len(store):,} maps of {header.side} x {header.side} cells, top {header.top_k}, {header.geometry}"
+    )
+    print(
+        "not in these files: the logsumexp of each cell; published code gives the classes not named logit 0",
+        end="",
+    )
+    print(
+        ", where this store knows their true remainder"
+        if header.absent == "tail"
+        else ", as this store does"
+    )
     if covers_part:
         print(
             f"not in these files: that {covers_part:,} maps cover only a part of their image; published code reads them as if "

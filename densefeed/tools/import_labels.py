@@ -4,14 +4,17 @@
     python tools/import_labels.py --labels imagenet_efficientnet_l2_sz475_top5 --data imagenet/train --out maps.h5
     python tools/import_labels.py --labels arrays --data photos --teacher mine --input-size 384 --footprint squash --out maps.h5
 
-Read are TokenLabeling's tree (.pt, float16 [2,5,18,18]), ReLabel's (.pt, float32 [2,5,15,15]) and folders of NumPy arrays (.npy) of
-such shapes, for any number of classes a cell and cells. No pickle is ever run. Each image finds its file by class folder and name.
-What a file does not say is declared: --footprint (the part of the image that its map covers) and --axes (which of the map's axes comes
-first). Of the two published packs only the generators' code is known, and what it says is the default. With --reference, any model of the
-same classes that knows where things are, both can be found: `--footprint find --axes find`. At the end the store is audited (as
-tools/report.py does, which also makes a page of it); exit code 2 says that a fault was found.
+Read are TokenLabeling's tree (.pt, float16 [2,5,18,18]), ReLabel's (.pt, float32 [2,5,15,15]) and
+folders of NumPy arrays (.npy) of such shapes, for any number of classes a cell and cells. No pickle
+is ever run. Each image finds its file by class folder and name. What a file does not say is
+declared: --footprint (the part of the image that its map covers) and --axes (which of the map's
+axes comes first). Of the two published packs only the generators' code is known, and what it says
+is the default. With --reference, any model of the same classes that knows where things are, both
+can be found: `--footprint find --axes find`. At the end the store is audited (as tools/report.py
+does, which also makes a page of it); exit code 2 says that a fault was found.
 
-Run the same command again to continue a killed import. Images without a usable map are counted and named at the end.
+Run the same command again to continue a killed import. Images without a usable map are counted and
+named at the end.
 """
 
 import os
@@ -51,15 +54,20 @@ class Import:
     labels: Path  # the pack: a folder of class folders with .pt or .npy files
     data: Path  # the images: a folder of class folders
     out: Path  # the store to write, HDF5
-    footprint: Footprint | Literal["find"] | None = None  # all of the image, its centre, or padding too; none: as published
+    footprint: Footprint | Literal["find"] | None = (
+        None  # all of the image, its centre, or padding too; none: as published
+    )
     axes: Axes | Literal["find"] = "row-column"  # of a file's last two axes, which comes first
     teacher: str = ""  # who made the maps; empty: as published
     input_size: int = 0  # side of the teacher's input, pixels; 0: as published
     split: str = "train"  # of the images
-    missing: Literal["raise", "label"] = "raise"  # an image without a usable map: no store, or its own label in every cell
+    missing: Literal["raise", "label"] = (
+        "raise"  # an image without a usable map: no store, or its own label in every cell
+    )
     problems: Path | None = None  # text file to write: every image without a usable map, and why
     threads: int = os.cpu_count() or 1  # that read files
-    reference: str = ""  # a model to hold maps against: a timm model's name, a checkpoint, or a run folder of train.py
+    # a model to hold maps against: a timm model's name, a checkpoint, or a run folder of train.py
+    reference: str = ""
     reference_model: str = ""  # timm's name of it, for a checkpoint that does not say
     reference_size: int = 0  # side of its input, pixels; 0: that of the teacher
     audit: bool = True  # the finished store
@@ -75,7 +83,9 @@ def main(wanted: Import) -> None:
     side, top_k = probe(images, matching)
     finding = [name for name in ("footprint", "axes") if getattr(wanted, name) == "find"]
     if finding and not wanted.reference:
-        raise UserError(f"--{finding[0]} find needs a model to hold the maps against; give --reference")
+        raise UserError(
+            f"--{finding[0]} find needs a model to hold the maps against; give --reference"
+        )
     pack = declared(wanted, matching, side, top_k)
     found = None
     if wanted.reference:
@@ -96,7 +106,9 @@ def main(wanted: Import) -> None:
     if report.problems:
         print(f"labelled by their class folders: {report}")
     if matching.extra:
-        print(f"left out: {matching.extra:,} maps that belong to no image ({', '.join(matching.extra_names)})")
+        print(
+            f"left out: {matching.extra:,} maps that belong to no image ({', '.join(matching.extra_names)})"
+        )
     if wanted.audit:
         result = audit(wanted.out, images, found, wanted.audit_images, threads=wanted.threads)
         tell(result)
@@ -104,10 +116,17 @@ def main(wanted: Import) -> None:
 
 
 def laid_out(wanted: Import, pack: Pack, images: Images, found: References) -> Pack:
-    """The pack with the axes and the footprint that are to be found. UserError if the reference cannot tell them."""
+    """The pack with the axes and the footprint that are to be found. UserError if the reference
+    cannot tell them.
+    """
     matched = np.flatnonzero((pack.matching.rule == WHOLE_STEM) | (pack.matching.rule == FIRST_DOT))
     as_it_lies = replace(pack, axes="row-column", footprint="squash")
-    part = read_part(images, as_it_lies, np.unique(neighbours(images.labels, matched, wanted.audit_images)), TensorFiles())
+    part = read_part(
+        images,
+        as_it_lies,
+        np.unique(neighbours(images.labels, matched, wanted.audit_images)),
+        TensorFiles(),
+    )
     rows = neighbours(images.labels, part.ids, wanted.audit_images)
     if not len(rows):
         raise UserError(f"{wanted.labels}: none of its maps could be read; copy it again")
@@ -115,8 +134,12 @@ def laid_out(wanted: Import, pack: Pack, images: Images, found: References) -> P
     def read(ids: np.ndarray) -> ScoreMaps:
         return ScoreMaps(*(column[np.searchsorted(part.ids, ids)] for column in part.maps))
 
-    looks = look(read, pack.header(images), images, np.arange(len(images)), rows, found, wanted.threads)
-    axes, footprint = find_layout(looks, wanted.labels, None if wanted.footprint == "find" else pack.footprint)
+    looks = look(
+        read, pack.header(images), images, np.arange(len(images)), rows, found, wanted.threads
+    )
+    axes, footprint = find_layout(
+        looks, wanted.labels, None if wanted.footprint == "find" else pack.footprint
+    )
     return replace(pack, axes=axes if wanted.axes == "find" else wanted.axes, footprint=footprint)
 
 

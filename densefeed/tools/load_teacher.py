@@ -1,4 +1,6 @@
-"""Teachers by their words on a command line: a timm name, a checkpoint, or a module of the user's own, with its class map."""
+"""Teachers by their words on a command line: a timm name, a checkpoint, or a module of the user's
+own, with its class map.
+"""
 
 import hashlib
 import importlib
@@ -34,24 +36,36 @@ class Loaded(NamedTuple):
 
 
 def load_teacher(
-    words: Sequence[str], models: Sequence[str], sizes: Sequence[int], class_maps: Sequence[str], data_names: list[str],
-    geometry: Geometry, views: int, tiles: int,
-) -> tuple[Teacher, str]:  # fmt: skip
+    words: Sequence[str],
+    models: Sequence[str],
+    sizes: Sequence[int],
+    class_maps: Sequence[str],
+    data_names: list[str],
+    geometry: Geometry,
+    views: int,
+    tiles: int,
+) -> tuple[Teacher, str]:
     """The teacher, on the CPU, and what a store calls it, class maps and views included.
 
-    `words` name one network or the members of an ensemble; `models`, `sizes` and `class_maps` are one for all or one each, and
-    the first and the last may be empty. Raises UserError, naming which cannot be used and why.
+    `words` name one network or the members of an ensemble; `models`, `sizes` and `class_maps` are
+    one for all or one each, and the first and the last may be empty. Raises UserError, naming which
+    cannot be used and why.
     """
     if not words:
-        raise UserError("--teacher is missing: a timm model's name, a checkpoint, a run folder, or package.module:factory")
+        raise UserError(
+            "--teacher is missing: a timm model's name, a checkpoint, a run folder, or package.module:factory"
+        )
     sizes = _one_each(sizes, len(words), "--input-size")
     if min(sizes) < 1:
         raise UserError("--input-size must be at least 1 pixel")
     members, names = [], []
     each = zip(
-        words, _one_each(models or [""], len(words), "--model"), sizes,
-        _one_each(class_maps or [SAME], len(words), "--class-map"), strict=True,
-    )  # fmt: skip
+        words,
+        _one_each(models or [""], len(words), "--model"),
+        sizes,
+        _one_each(class_maps or [SAME], len(words), "--class-map"),
+        strict=True,
+    )
     for word, model_name, size, file in each:
         network = load_network(word, model_name, size)
         class_map = None
@@ -64,7 +78,13 @@ def load_teacher(
                 f"({network.class_names[0]}, ... and {data_names[0]}, ...); choose a teacher of the same classes, or give a --class-map"
             )
         members.append(
-            {"model": network.model, "input_size": size, "config": network.config, "class_map": class_map, "name": word}
+            {
+                "model": network.model,
+                "input_size": size,
+                "config": network.config,
+                "class_map": class_map,
+                "name": word,
+            }
         )
         names.append(word)
     others = [Network(**member) for member in members[1:]]
@@ -73,14 +93,22 @@ def load_teacher(
 
 
 def load_network(word: str, model_name: str, size: int) -> Loaded:
-    """The network that a word names, for inputs of `size` pixels. `model_name` (timm's) is for checkpoints that do not say."""
+    """The network that a word names, for inputs of `size` pixels. `model_name` (timm's) is for
+    checkpoints that do not say.
+    """
     path = Path(word)
     path = path / "last.pt" if path.is_dir() else path
     try:
         if path.exists() or path.suffix in (".pt", ".pth", ".tar", ".safetensors"):
             model, checkpoint = checkpoints.build(path, model_name)
-            model.pretrained_cfg.update({name: checkpoint[name] for name in ("mean", "std") if name in checkpoint})
-            return Loaded(at_size(model, size), resolve_data_config(model=model), list(checkpoint.get("class_names", [])))
+            model.pretrained_cfg.update(
+                {name: checkpoint[name] for name in ("mean", "std") if name in checkpoint}
+            )
+            return Loaded(
+                at_size(model, size),
+                resolve_data_config(model=model),
+                list(checkpoint.get("class_names", [])),
+            )
     except checkpoints.CheckpointError as error:
         raise UserError(str(error)) from error
     if OWN.fullmatch(word):
@@ -101,7 +129,9 @@ def load_network(word: str, model_name: str, size: int) -> Loaded:
 
 
 def own_module(word: str) -> nn.Module:
-    """What `package.module:factory` makes, called without arguments; modules in the current folder are found too."""
+    """What `package.module:factory` makes, called without arguments; modules in the current folder
+    are found too.
+    """
     module_name, factory_name = word.split(":")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
@@ -113,18 +143,26 @@ def own_module(word: str) -> nn.Module:
         ) from error
     factory = getattr(module, factory_name, None)
     if not callable(factory):
-        raise UserError(f"{word}: {module_name} has no function {factory_name}; name one that makes the teacher")
+        raise UserError(
+            f"{word}: {module_name} has no function {factory_name}; name one that makes the teacher"
+        )
     try:
         model = factory()
     except Exception as error:
-        raise UserError(f"{word} failed ({type(error).__name__}: {error}); it is called without arguments") from error
+        raise UserError(
+            f"{word} failed ({type(error).__name__}: {error}); it is called without arguments"
+        ) from error
     if not isinstance(model, nn.Module):
-        raise UserError(f"{word} made a {type(model).__name__}; it must make a torch.nn.Module with its weights loaded")
+        raise UserError(
+            f"{word} made a {type(model).__name__}; it must make a torch.nn.Module with its weights loaded"
+        )
     return model
 
 
 def at_size(model: nn.Module, size: int) -> nn.Module:
-    """The model ready for inputs of `size` pixels: timm's transformers resize their position tables, CNNs take any size."""
+    """The model ready for inputs of `size` pixels: timm's transformers resize their position
+    tables, CNNs take any size.
+    """
     if hasattr(model, "set_input_size"):
         try:
             model.set_input_size(img_size=(size, size))
@@ -138,7 +176,9 @@ def at_size(model: nn.Module, size: int) -> nn.Module:
 
 def _one_each(values: Sequence, count: int, flag: str) -> list:
     if len(values) not in (1, count):
-        raise UserError(f"{flag} was given {len(values)} times for {count} teachers; give it once, or once for each")
+        raise UserError(
+            f"{flag} was given {len(values)} times for {count} teachers; give it once, or once for each"
+        )
     return list(values) * (count if len(values) == 1 else 1)
 
 
@@ -146,7 +186,9 @@ def _class_map(path: Path, network: Loaded, word: str, data_names: list[str]) ->
     names = network.class_names
     count = len(names) or getattr(network.model, "num_classes", 0)
     if not count:
-        raise UserError(f"{word} does not say how many classes it has, which a --class-map needs; give it num_classes")
+        raise UserError(
+            f"{word} does not say how many classes it has, which a --class-map needs; give it num_classes"
+        )
     return read_class_map(path, names or imagenet_names(network.model), count, data_names)
 
 

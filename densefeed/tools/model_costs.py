@@ -2,9 +2,10 @@
 
     python tools/model_costs.py dhvt_tiny_cifar_patch4 cvt_13 swin_tiny_patch4_window7_224
 
-Papers disagree on what a "FLOP" is. Counted here are multiply-adds of one image: of convolutions and linear layers; of the
-products inside attention (queries with keys, weights with values), which many tables leave out; and of norms, which fvcore
-counts besides (5 a number of LayerNorm, 2 of BatchNorm at evaluation).
+Papers disagree on what a "FLOP" is. Counted here are multiply-adds of one image: of convolutions
+and linear layers; of the products inside attention (queries with keys, weights with values), which
+many tables leave out; and of norms, which fvcore counts besides (5 a number of LayerNorm, 2 of
+BatchNorm at evaluation).
 """
 
 from dataclasses import dataclass
@@ -51,15 +52,25 @@ def costs_of(model: nn.Module, size: int) -> Costs:
 
     def count(module: nn.Module, _inputs: tuple, output: torch.Tensor) -> None:
         nonlocal norms
-        norms += next(each for kind, each in PER_NUMBER.items() if isinstance(module, kind)) * output.numel()
+        norms += (
+            next(each for kind, each in PER_NUMBER.items() if isinstance(module, kind))
+            * output.numel()
+        )
 
-    hooks = [m.register_forward_hook(count) for m in model.modules() if isinstance(m, tuple(PER_NUMBER))]
+    hooks = [
+        m.register_forward_hook(count) for m in model.modules() if isinstance(m, tuple(PER_NUMBER))
+    ]
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model.eval()(torch.empty(1, 3, size, size, device="meta"))
     for hook in hooks:
         hook.remove()
-    by_operation = {str(name).split(".")[-1]: number for name, number in counter.get_flop_counts()["Global"].items()}
-    attention = sum(n for name, n in by_operation.items() if name in INNER or "attention" in name) // 2
+    by_operation = {
+        str(name).split(".")[-1]: number
+        for name, number in counter.get_flop_counts()["Global"].items()
+    }
+    attention = (
+        sum(n for name, n in by_operation.items() if name in INNER or "attention" in name) // 2
+    )
     return Costs(
         sum(p.numel() for p in model.parameters() if p.requires_grad),
         counter.get_total_flops() // 2 - attention,
@@ -69,9 +80,13 @@ def costs_of(model: nn.Module, size: int) -> Costs:
 
 
 def costs_by_name(name: str, size: int = 0, **arguments: object) -> tuple[Costs, int]:
-    """Costs of the model of that name, at `size` pixels (0: its own), and that size. UserError for a model that is not known."""
+    """Costs of the model of that name, at `size` pixels (0: its own), and that size. UserError for
+    a model that is not known.
+    """
     if not timm.is_model(name):
-        raise UserError(f"timm knows no model {name!r}; `python -c 'import timm; print(timm.list_models())'` lists them")
+        raise UserError(
+            f"timm knows no model {name!r}; `python -c 'import timm; print(timm.list_models())'` lists them"
+        )
     fused = use_fused_attn()
     set_fused_attn(False)  # a fused attention has no products that could be counted
     try:
@@ -98,7 +113,13 @@ def main() -> None:
     table = Table("model", "pixels", "parameters", "G, no attention products", "G", box=None)
     for name in request.models:
         costs, size = costs_by_name(name, request.size)
-        table.add_row(name, str(size), f"{costs.parameters:,}", f"{costs.without_attention:.3f}", f"{costs.whole:.3f}")
+        table.add_row(
+            name,
+            str(size),
+            f"{costs.parameters:,}",
+            f"{costs.without_attention:.3f}",
+            f"{costs.whole:.3f}",
+        )
     console = Console()
     console.width = max(console.width, 110)  # names in full, also in a log file
     console.print(table)

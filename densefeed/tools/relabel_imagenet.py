@@ -7,16 +7,19 @@ Run the same command again to continue a killed run. On several devices, and mac
     torchrun --nproc-per-node 8 tools/relabel_imagenet.py ...
     python tools/relabel_imagenet.py ... --shard 0/64        one of 64 jobs, in any order; the last one to finish merges
 
-Each rank or job writes a file of its own beside OUT, and continues it; a pass may go on with another number of them.
---dry-run labels a few batches, writes nothing, and says what all of it will cost. At the end a pass prints the teacher's accuracy
-as read back from the stored maps: if that is not near the teacher's own, do not train on them.
+Each rank or job writes a file of its own beside OUT, and continues it; a pass may go on with
+another number of them. --dry-run labels a few batches, writes nothing, and says what all of it will
+cost. At the end a pass prints the teacher's accuracy as read back from the stored maps: if that is
+not near the teacher's own, do not train on them.
 
-The teacher is any timm model, a checkpoint, or a module of your own: --teacher package.module:factory, which is called without
-arguments and makes a torch.nn.Module that has forward_token_logits (images [N, 3, H, W] to logits [N, K, h, w]) or timm's
-forward_features and forward_head; what it says of mean, std, interpolation, num_classes and class_names is heard.
+The teacher is any timm model, a checkpoint, or a module of your own: --teacher
+package.module:factory, which is called without arguments and makes a torch.nn.Module that has
+forward_token_logits (images [N, 3, H, W] to logits [N, K, h, w]) or timm's forward_features and
+forward_head; what it says of mean, std, interpolation, num_classes and class_names is heard.
 --teacher a --teacher b averages several.
 
---form compact takes 2.7 kB an image at 18 x 18 cells, where raw takes 7.1; until it is made, at the end, OUT.part is raw.
+--form compact takes 2.7 kB an image at 18 x 18 cells, where raw takes 7.1; until it is made, at the
+end, OUT.part is raw.
 """
 
 import os
@@ -49,20 +52,38 @@ class Labelling:
 
     data: Path  # folder of class folders, or what --dataset asks for
     out: Path  # the score maps to write, HDF5
-    teacher: UseAppendAction[tuple[str, ...]]  # a timm model, a checkpoint, a run folder or package.module:factory; again for more
-    model: tuple[str, ...] = ()  # timm's name of the model, for a checkpoint that does not say; once, or for each teacher
-    input_size: tuple[int, ...] = (576,)  # side of the teacher's input, pixels; once, or for each teacher
-    class_map: tuple[str, ...] = ()  # JSON or CSV: which class of the data each of a teacher's becomes; - for none
+    teacher: UseAppendAction[
+        tuple[str, ...]
+    ]  # a timm model, a checkpoint, a run folder or package.module:factory; again for more
+    # timm's name of the model, for a checkpoint that does not say; once, or for each teacher
+    model: tuple[str, ...] = ()
+    input_size: tuple[int, ...] = (
+        576,
+    )  # side of the teacher's input, pixels; once, or for each teacher
+    class_map: tuple[
+        str, ...
+    ] = ()  # JSON or CSV: which class of the data each of a teacher's becomes; - for none
     top_k: int = 5  # classes kept per cell
-    geometry: Geometry = "squash"  # how an image is fitted: squashed, its centre square (as published), padded, or in tiles
+    # how an image is fitted: squashed, its centre square (as published), padded, or in tiles
+    geometry: Geometry = "squash"
     tiles: int = 1  # along each side, with --geometry tile
     views: int = 1  # looks to average: 2 is the image and its mirror, more are moved by a cell
-    absent: Absent = "tail"  # the classes not kept: true remainder spread evenly, or logit 0 (as published)
-    form: Form = "raw"  # of the rows on disk: as they are, packed without loss, or compact, of which the error is printed
-    dataset: str = ""  # a name as tools/pack_dataset.py --help lists them, if not a folder of class folders
+    absent: Absent = (
+        "tail"  # the classes not kept: true remainder spread evenly, or logit 0 (as published)
+    )
+    # of the rows on disk: as they are, packed without loss, or compact, of which the error is
+    # printed
+    form: Form = "raw"
+    dataset: str = (
+        ""  # a name as tools/pack_dataset.py --help lists them, if not a folder of class folders
+    )
     split: str = "train"  # of the dataset
-    batch: int | Literal["auto"] = "auto"  # images per forward pass; auto: the largest power of two that fits, 32 on a CPU
-    threads: int = max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))  # decoding threads
+    batch: int | Literal["auto"] = (
+        "auto"  # images per forward pass; auto: the largest power of two that fits, 32 on a CPU
+    )
+    threads: int = max(
+        1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    )  # decoding threads
     device: str = "auto"  # auto: cuda if there is one, else cpu
     precision: Precision = "auto"  # auto: bf16 on GPUs that have it, else fp32
     compile: bool = False  # the teacher, by torch.compile
@@ -73,15 +94,22 @@ class Labelling:
 
 def ranks_of_torchrun(labelling: Labelling) -> tuple[Shard, torch.device]:
     """This process's part of the images, by --shard or as torchrun numbers it, and its device."""
-    rank, size, local = (int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
+    rank, size, local = (
+        int(os.environ.get(name, default))
+        for name, default in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0))
+    )
     device = choose_device(labelling.device)
     if size == 1:
         return Shard.parse(labelling.shard) if labelling.shard else Shard(0, 1), device
     if labelling.shard or labelling.dry_run:
-        raise UserError("torchrun gives each rank its own shard; run --shard and --dry-run without it")
+        raise UserError(
+            "torchrun gives each rank its own shard; run --shard and --dry-run without it"
+        )
     if device.type == "cuda":
         if device.index is not None:
-            raise UserError(f"--device {device} is one device; under torchrun give --device cuda, and each rank takes its own")
+            raise UserError(
+                f"--device {device} is one device; under torchrun give --device cuda, and each rank takes its own"
+            )
         if local >= torch.cuda.device_count():
             raise UserError(
                 f"torchrun began {local + 1} or more ranks on a machine of {torch.cuda.device_count()} CUDA devices; "
@@ -97,19 +125,30 @@ def main(labelling: Labelling) -> None:
     shard, device = ranks_of_torchrun(labelling)
     images = Images(labelling.data, labelling.dataset, labelling.split)
     teacher, name = load_teacher(
-        labelling.teacher, labelling.model, labelling.input_size, labelling.class_map, images.class_names, labelling.geometry,
-        labelling.views, labelling.tiles,
-    )  # fmt: skip
+        labelling.teacher,
+        labelling.model,
+        labelling.input_size,
+        labelling.class_map,
+        images.class_names,
+        labelling.geometry,
+        labelling.views,
+        labelling.tiles,
+    )
     teacher = teacher.to(device)
     if shard.index == 0:
         for network in teacher.networks:
             if network.caveat:
                 print(f"note: {network.caveat}")
     options = dict(
-        top_k=labelling.top_k, batch=labelling.batch, threads=labelling.threads, absent=labelling.absent, form=labelling.form,
-        precision=labelling.precision, compiled=labelling.compile,
+        top_k=labelling.top_k,
+        batch=labelling.batch,
+        threads=labelling.threads,
+        absent=labelling.absent,
+        form=labelling.form,
+        precision=labelling.precision,
+        compiled=labelling.compile,
         render=NativeRender(images, teacher) if labelling.decoder == "native" else None,
-    )  # fmt: skip
+    )
     if labelling.dry_run:
         for line in try_out(begin_pass(images, teacher, name, **options)).lines():
             print(line)
@@ -118,9 +157,13 @@ def main(labelling: Labelling) -> None:
     store = label_images(images, teacher, name, labelling.out, shard=shard, ranks=ranks, **options)
     if store is not None:
         print(summary(store))
-        print(f"accuracy of the stored maps against the image labels: {100 * stored_accuracy(store):.1f} %")
+        print(
+            f"accuracy of the stored maps against the image labels: {100 * stored_accuracy(store):.1f} %"
+        )
     elif not ranks:
-        print(f"{shard.file(labelling.out)} is finished; the job that finishes the last of {shard.of} shards merges them")
+        print(
+            f"{shard.file(labelling.out)} is finished; the job that finishes the last of {shard.of} shards merges them"
+        )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""The second network of a run: the agent CNN of `--bootstrap joint` and `shared`, made and checked before the first step."""
+"""The second network of a run: the agent CNN of `--bootstrap joint` and `shared`, made and checked
+before the first step.
+"""
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +17,8 @@ AGENT_KWARGS = ("down", "pool", "norm")  # all else of an agent is its transform
 def agent_for(config: Config, model: nn.Module, num_classes: int) -> AgentCNN | None:
     """The agent of `model`, on the CPU or where the default device is; None for a run without one.
 
-    With token labels it has a head on every place of its last map. UserError where the model can have none.
+    With token labels it has a head on every place of its last map. UserError where the model can
+    have none.
     """
     if config.bootstrap == "none":
         return None
@@ -36,17 +39,22 @@ def agent_for(config: Config, model: nn.Module, num_classes: int) -> AgentCNN | 
 
 
 def trained_of(config: Config, model: nn.Module, agent: AgentCNN | None) -> nn.Module:
-    """All that a run trains: the model, or model and agent as one network. UserError for blocks that are not there."""
+    """All that a run trains: the model, or model and agent as one network. UserError for blocks
+    that are not there.
+    """
     if agent is None:
         return model
     try:
         return Bootstrapped(model, agent, config.feature_blocks)
     except ValueError as error:
-        raise UserError(f"--feature-blocks {' '.join(map(str, config.feature_blocks))}: {error}") from error
+        raise UserError(
+            f"--feature-blocks {' '.join(map(str, config.feature_blocks))}: {error}"
+        ) from error
 
 
 def check_sizes(config: Config, model: nn.Module, num_classes: int) -> None:
-    """UserError if the features of model and agent cannot be compared at a size that the run trains at.
+    """UserError if the features of model and agent cannot be compared at a size that the run trains
+    at.
 
     `model` is on the meta device, which computes shapes alone.
     """
@@ -58,7 +66,9 @@ def check_sizes(config: Config, model: nn.Module, num_classes: int) -> None:
         for side in sorted({side for _, side in config.sizes} or {config.size}):
             try:
                 said = both(torch.empty(1, 3, side, side))
-                feature_loss(said.tokens, said.maps, torch.ones(1), config.feature_norm, config.feature_adapt)
+                feature_loss(
+                    said.tokens, said.maps, torch.ones(1), config.feature_norm, config.feature_adapt
+                )
             except (ValueError, RuntimeError, AssertionError) as error:
                 why, option = str(error).partition("\n")[0], "--sizes" if config.sizes else "--size"
                 fit = " or ".join(map(str, sides_beside(config, both, side)))
@@ -69,7 +79,9 @@ def check_sizes(config: Config, model: nn.Module, num_classes: int) -> None:
 
 
 def sides_beside(config: Config, both: Bootstrapped, side: int) -> list[int]:
-    """The next smaller and larger sides, up to twice as large, of whole patches and features that can be compared."""
+    """The next smaller and larger sides, up to twice as large, of whole patches and features that
+    can be compared.
+    """
     patch, width = wiring_of(both.vit).patch, both.vit.embed_dim
 
     def fits(other: int) -> bool:
@@ -88,10 +100,13 @@ def sides_beside(config: Config, both: Bootstrapped, side: int) -> list[int]:
 
 
 def feature_share(config: Config, epoch: int) -> Tensor | None:
-    """What is left of `feature_weight` in an epoch, float32 `[]` on the CPU; None for a run without agent.
+    """What is left of `feature_weight` in an epoch, float32 `[]` on the CPU; None for a run without
+    agent.
 
     A tensor, as the compiler takes a number for a constant and would compile every epoch anew.
     """
     if config.bootstrap == "none":
         return None
-    return torch.tensor(1 - epoch / total_epochs(config) if config.feature_decay == "linear" else 1.0)
+    return torch.tensor(
+        1 - epoch / total_epochs(config) if config.feature_decay == "linear" else 1.0
+    )

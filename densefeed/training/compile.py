@@ -15,8 +15,9 @@ from densefeed.training.objective import objective_loss, step_loss
 class SharedDropPath(nn.Module):
     """timm's DropPath with its rate in a tensor, which is in no checkpoint.
 
-    The compiler takes a module's numbers for constants, and every block of a network has another rate: it would compile each
-    block anew, up to its limit of 8, and leave those behind to eager mode.
+    The compiler takes a module's numbers for constants, and every block of a network has another
+    rate: it would compile each block anew, up to its limit of 8, and leave those behind to eager
+    mode.
     """
 
     def __init__(self, of: DropPath) -> None:
@@ -39,9 +40,10 @@ def networks_of(trained: nn.Module) -> tuple[nn.Module, ...]:
 def compiled(how: str, trained: nn.Module) -> Callable[..., Tensor]:
     """`step_loss` of `trained`, with what `how` says compiled.
 
-    `blocks`: one compilation serves all blocks that are alike, whose DropPath then is a SharedDropPath. `graph`: forward and
-    backward pass are CUDA graphs that PyTorch captures and replays; on a CPU the same as `whole`. The update stays outside: it
-    takes the learning rate and the averaging's decay from the host, in some ten launches of fused and foreach operations.
+    `blocks`: one compilation serves all blocks that are alike, whose DropPath then is a
+    SharedDropPath. `graph`: forward and backward pass are CUDA graphs that PyTorch captures and
+    replays; on a CPU the same as `whole`. The update stays outside: it takes the learning rate and
+    the averaging's decay from the host, in some ten launches of fused and foreach operations.
     """
     if how == "never":
         return step_loss
@@ -49,12 +51,15 @@ def compiled(how: str, trained: nn.Module) -> Callable[..., Tensor]:
         whole = torch.compile(step_loss, dynamic=False, mode="reduce-overhead")
 
         def captured(*args: object, **more: object) -> Tensor:
-            torch.compiler.cudagraph_mark_step_begin()  # what the graphs of the last step gave has been used up
+            # what the graphs of the last step gave has been used up
+            torch.compiler.cudagraph_mark_step_begin()
             return whole(*args, **more)
 
         return captured
     networks = networks_of(trained)
-    if how == "whole" or not all(isinstance(getattr(network, "blocks", None), nn.Module) for network in networks):
+    if how == "whole" or not all(
+        isinstance(getattr(network, "blocks", None), nn.Module) for network in networks
+    ):
         return torch.compile(step_loss, dynamic=False)
     device = next(trained.parameters()).device
     for block in (block for network in networks for block in network.blocks):

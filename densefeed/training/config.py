@@ -17,72 +17,131 @@ from densefeed.system.errors import UserError
 class Config:
     """Everything a run depends on. Fields not given on the command line come from the recipe."""
 
-    data: Path = tyro.MISSING  # training set: a folder of class folders; with --loader ffcv or dali a .beton or 'a-*.beton'
+    data: Path = (
+        tyro.MISSING
+    )  # training set: a folder of class folders; with --loader ffcv or dali a .beton or 'a-*.beton'
     val: Path = tyro.MISSING  # validation set, of the same kind
     out: Path = tyro.MISSING  # run folder: config, metrics, checkpoints
     labels: Path | None = None  # score maps (HDF5) of the training set; a .beton may carry its own
-    loader: Literal["folder", "ffcv", "dali"] = "folder"  # folders of images; .beton files; either, decoded by NVIDIA DALI
-    threads: int = max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))  # decoding threads of each rank
-    on_bad_sample: Literal["raise", "skip"] = "raise"  # an unreadable sample stops the run, or is skipped and counted
+    loader: Literal["folder", "ffcv", "dali"] = (
+        "folder"  # folders of images; .beton files; either, decoded by NVIDIA DALI
+    )
+    threads: int = max(
+        1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    )  # decoding threads of each rank
+    on_bad_sample: Literal["raise", "skip"] = (
+        "raise"  # an unreadable sample stops the run, or is skipped and counted
+    )
 
-    model: str = "lvvit_s"  # any timm classifier; token-label needs a model with a token head (lvvit_*, dhvt_*, t2t_vit_*)
-    model_kwargs: tuple[str, ...] = ()  # more arguments of the model, each NAME=VALUE as Python writes it, e.g. depth=12
-    init: Path | None = None  # weights to begin from: a checkpoint of ours, of the published LV-ViT, or of timm for this model
+    # any timm classifier; token-label needs a model with a token head (lvvit_*, dhvt_*, t2t_vit_*)
+    model: str = "lvvit_s"
+    model_kwargs: tuple[
+        str, ...
+    ] = ()  # more arguments of the model, each NAME=VALUE as Python writes it, e.g. depth=12
+    init: Path | None = (
+        # weights to begin from: a checkpoint of ours, of the published LV-ViT, or of timm for this
+        # model
+        None
+    )
     drop_path: float = 0.1  # stochastic depth of the last block, probability
     size: int = 224  # side of the network's input, pixels
-    sizes: tuple[tuple[int, int], ...] = ()  # growing in training: pairs FROM_EPOCH PIXELS, the first from epoch 0; empty: size
-    objective: Literal["ce", "relabel", "token-label"] = "token-label"  # hard labels; dense label of the crop; of every token
+    sizes: tuple[
+        tuple[int, int], ...
+    ] = ()  # growing in training: pairs FROM_EPOCH PIXELS, the first from epoch 0; empty: size
+    objective: Literal["ce", "relabel", "token-label"] = (
+        "token-label"  # hard labels; dense label of the crop; of every token
+    )
     token_weight: float = 0.5  # beta of equation 7, the weight of the tokens' loss
-    drloc: Literal["none", "l1", "signed", "ce", "reg", "all"] = "none"  # also tell how far apart two tokens lie, in that variant
+    drloc: Literal["none", "l1", "signed", "ce", "reg", "all"] = (
+        "none"  # also tell how far apart two tokens lie, in that variant
+    )
     drloc_weight: float = 0.5  # lambda, the weight of that loss
     drloc_pairs: int = 64  # of tokens, in each image
     drloc_grid: int = 7  # rows to which the grid of tokens is pooled for it; 0: none
-    drloc_released: bool = False  # as the public code has it: offsets counted in places, weight that rises and falls, other heads
+    # as the public code has it: offsets counted in places, weight that rises and falls, other heads
+    drloc_released: bool = False
     smoothing: float = 0.1  # label smoothing, probability
     temperature: float = 1.0  # of dense labels: above 1 softer, below harder than the teacher's
-    ground_truth: Literal["none", "published", "intended"] = "none"  # mix the image's label into the class token's dense one
-    geometry: Literal["aligned", "compatible"] = "aligned"  # labels of what a token shows, or of where published code looks
-    outside: Literal["ignore", "uniform"] = "ignore"  # what lies outside map, image or crop: no label, or all classes alike
-    labels_on_device: bool = False  # keep all score maps in the device's memory (ImageNet: 9 GB), not in the batches
-    fused_head: Literal["auto", "always", "never"] = "auto"  # tokens' logits never whole; auto: from 4,096 classes on
+    ground_truth: Literal["none", "published", "intended"] = (
+        "none"  # mix the image's label into the class token's dense one
+    )
+    geometry: Literal["aligned", "compatible"] = (
+        "aligned"  # labels of what a token shows, or of where published code looks
+    )
+    outside: Literal["ignore", "uniform"] = (
+        "ignore"  # what lies outside map, image or crop: no label, or all classes alike
+    )
+    labels_on_device: bool = (
+        False  # keep all score maps in the device's memory (ImageNet: 9 GB), not in the batches
+    )
+    fused_head: Literal["auto", "always", "never"] = (
+        "auto"  # tokens' logits never whole; auto: from 4,096 classes on
+    )
     mixtoken: bool = True  # exchange a box of tokens with the partner image in every step
     cutmix: float = 0.0  # alpha of CutMix, which exchanges a box of pixels; 0: none
     mixup: float = 0.0  # alpha of MixUp, which blends images; 0: none
     mix_prob: float = 1.0  # share of the steps that CutMix or MixUp mix
     switch_prob: float = 0.5  # with both, the share of those that are CutMix
-    mix_label: Literal["area", "regions"] = "area"  # dense label of a mixed image: both labels by area; or of what it shows
+    mix_label: Literal["area", "regions"] = (
+        "area"  # dense label of a mixed image: both labels by area; or of what it shows
+    )
 
-    bootstrap: Literal["none", "joint", "shared"] = "none"  # train an agent CNN beside the model, perhaps with its weights
+    bootstrap: Literal["none", "joint", "shared"] = (
+        "none"  # train an agent CNN beside the model, perhaps with its weights
+    )
     agent: Literal["res-like", "base"] = "res-like"  # tables 7 and 6 of Bootstrapping ViTs
-    agent_kwargs: tuple[str, ...] = ()  # more arguments of the agent, as model_kwargs: down, pool, norm
+    agent_kwargs: tuple[
+        str, ...
+    ] = ()  # more arguments of the agent, as model_kwargs: down, pool, norm
     distill_weight: float = 1.0  # of what model and agent learn of each other's answers
     distill_temperature: float = 4.0  # of these answers
     feature_weight: float = 10.0  # of what the model's blocks learn of the agent's
     feature_decay: Literal["linear", "none"] = "linear"  # of that weight, to 0 after the last epoch
     feature_blocks: tuple[int, ...] = ()  # which learn so, counted from 1; empty: all
-    feature_norm: Literal["l2-token", "l2-whole", "layernorm"] = "l2-token"  # before features are compared; layernorm: as released
-    feature_adapt: Literal["sequence", "pool-2d"] = "sequence"  # to equal numbers: neighbours in the sequence, or squares
-    align: Literal["global", "layer", "tensor", "none"] = "global"  # of which shared weights gradients are aligned together
+    feature_norm: Literal["l2-token", "l2-whole", "layernorm"] = (
+        "l2-token"  # before features are compared; layernorm: as released
+    )
+    feature_adapt: Literal["sequence", "pool-2d"] = (
+        "sequence"  # to equal numbers: neighbours in the sequence, or squares
+    )
+    align: Literal["global", "layer", "tensor", "none"] = (
+        "global"  # of which shared weights gradients are aligned together
+    )
 
     crop_scale: tuple[float, float] = (0.08, 1.0)  # area of a training crop, share of the image
     hflip: float = 0.5  # probability of a left-right flip
-    shift: int = 0  # most pixels that a crop moves by, each way; with --crop-scale 1 1 CIFAR's crop of a padded image
+    # most pixels that a crop moves by, each way; with --crop-scale 1 1 CIFAR's crop of a padded
+    # image
+    shift: int = 0
     rand_augment: str = ""  # as timm writes it, e.g. rand-m9-mstd0.5-inc1; empty: none
-    color_jitter: tuple[float, ...] = ()  # one number, or brightness, contrast, saturation and perhaps hue; empty: none
-    interpolation: Literal["random", "bilinear", "bicubic"] = "random"  # where RandAugment rotates, shears and moves
+    color_jitter: tuple[
+        float, ...
+    ] = ()  # one number, or brightness, contrast, saturation and perhaps hue; empty: none
+    interpolation: Literal["random", "bilinear", "bicubic"] = (
+        "random"  # where RandAugment rotates, shears and moves
+    )
     erase_probability: float = 0.0  # of random erasing
-    erase_mode: Literal["const", "rand", "pixel"] = "pixel"  # what is erased becomes the mean colour, one colour, or noise
+    erase_mode: Literal["const", "rand", "pixel"] = (
+        "pixel"  # what is erased becomes the mean colour, one colour, or noise
+    )
     erase_count: int = 1  # most boxes erased of an image
     erase_max_area: float = 1 / 3  # most that is erased of an image, share
-    order: Literal["random", "blocks"] = "random"  # of the training set; blocks: reads runs of storage, for disks and networks
-    views: int = 1  # crops of each image in an epoch (repeated augmentation), which makes an epoch so many times longer
+    order: Literal["random", "blocks"] = (
+        "random"  # of the training set; blocks: reads runs of storage, for disks and networks
+    )
+    # crops of each image in an epoch (repeated augmentation), which makes an epoch so many times
+    # longer
+    views: int = 1
     crop_pct: float = 0.9  # side of the evaluation crop, share of the shorter side
 
     epochs: int = 300  # passes over the training set until the learning rate is at its lowest
     cooldown_epochs: int = 0  # further passes at min_lr
     batch: int = 1024  # images per optimiser step, all ranks together
-    microbatch: int = 0  # images that go through the network at once, for memory; 0: all that a rank has of a batch
-    lr: float = 1e-3  # peak learning rate at a batch of lr_batch images; scaled linearly with the batch
+    # images that go through the network at once, for memory; 0: all that a rank has of a batch
+    microbatch: int = 0
+    lr: float = (
+        1e-3  # peak learning rate at a batch of lr_batch images; scaled linearly with the batch
+    )
     lr_batch: int = 640  # the batch that lr is meant for, images
     min_lr: float = 1e-5  # learning rate at the end, not scaled
     warmup_epochs: float = 5  # linear from 1e-6
@@ -90,18 +149,28 @@ class Config:
     weight_decay: float = 0.05  # AdamW's; not on biases, norms, tables
     ema: float = 0.99992  # decay per step of the averaged weights, with warm-up; 0: none
     clip_grad: float = 0.0  # longest gradient, by its norm; longer ones are shortened; 0: any
-    on_nonfinite: Literal["stop", "skip"] = "stop"  # where gradients are not finite: end the run, or leave the weights alone
+    on_nonfinite: Literal["stop", "skip"] = (
+        "stop"  # where gradients are not finite: end the run, or leave the weights alone
+    )
     max_skips: int = 10  # such steps that --on-nonfinite skip allows
-    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"  # auto: bf16 autocast on CUDA, float32 on a CPU
-    # blocks: each once, and the loss; whole: all as one; graph: that, as CUDA graphs; auto: blocks on CUDA, else never
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = (
+        "auto"  # auto: bf16 autocast on CUDA, float32 on a CPU
+    )
+    # blocks: each once, and the loss; whole: all as one; graph: that, as CUDA graphs; auto: blocks
+    # on CUDA, else never
     compile: Literal["auto", "never", "blocks", "whole", "graph"] = "auto"
-    sync_batchnorm: bool = False  # BatchNorm over the images of all ranks; else each rank's own, averaged when they are saved
-    frozen_statistics: bool = False  # train in evaluation mode: BatchNorm as it was learnt, no drop-path (DHVT's fine-tuning)
-    grad_checkpointing: bool = False  # compute blocks anew in the backward pass instead of keeping them: less memory, more time
+    # BatchNorm over the images of all ranks; else each rank's own, averaged when they are saved
+    sync_batchnorm: bool = False
+    # train in evaluation mode: BatchNorm as it was learnt, no drop-path (DHVT's fine-tuning)
+    frozen_statistics: bool = False
+    # compute blocks anew in the backward pass instead of keeping them: less memory, more time
+    grad_checkpointing: bool = False
 
     seed: int = 0  # of weights, order, crops, mixing
     device: str = "auto"  # auto: cuda if there is one, else cpu
-    resume: Literal["auto", "never"] = "never"  # auto: continue from the newest checkpoint in OUT if there is one
+    resume: Literal["auto", "never"] = (
+        "never"  # auto: continue from the newest checkpoint in OUT if there is one
+    )
     save_every: int = 1000  # steps between checkpoints within an epoch; each epoch's end always
     keep: int = 2  # newest checkpoints that stay; the best one does in any case
     eval_every: int = 10  # epochs between evaluations; the last epoch always
@@ -111,30 +180,79 @@ class Config:
 
 
 RANGES = {  # of numbers, both ends allowed
-    "lr": (1e-12, math.inf), "min_lr": (0, math.inf), "weight_decay": (0, math.inf), "warmup_epochs": (0, math.inf),
-    "cooldown_epochs": (0, math.inf), "ema": (0, 1), "drop_path": (0, 0.99), "token_weight": (0, math.inf), "temperature": (1e-3, math.inf),
-    "clip_grad": (0, math.inf), "cutmix": (0, math.inf), "mixup": (0, math.inf), "mix_prob": (0, 1),
-    "switch_prob": (0, 1), "erase_probability": (0, 1), "drloc_weight": (0, math.inf), "drloc_grid": (0, math.inf),
-    "distill_weight": (0, math.inf), "distill_temperature": (1e-3, math.inf), "feature_weight": (0, math.inf),
-}  # fmt: skip
+    "lr": (1e-12, math.inf),
+    "min_lr": (0, math.inf),
+    "weight_decay": (0, math.inf),
+    "warmup_epochs": (0, math.inf),
+    "cooldown_epochs": (0, math.inf),
+    "ema": (0, 1),
+    "drop_path": (0, 0.99),
+    "token_weight": (0, math.inf),
+    "temperature": (1e-3, math.inf),
+    "clip_grad": (0, math.inf),
+    "cutmix": (0, math.inf),
+    "mixup": (0, math.inf),
+    "mix_prob": (0, 1),
+    "switch_prob": (0, 1),
+    "erase_probability": (0, 1),
+    "drloc_weight": (0, math.inf),
+    "drloc_grid": (0, math.inf),
+    "distill_weight": (0, math.inf),
+    "distill_temperature": (1e-3, math.inf),
+    "feature_weight": (0, math.inf),
+}
 
-# Fields, by how their names begin; the option that they belong to, and its values with which nobody reads them.
+# Fields, by how their names begin; the option that they belong to, and its values with which nobody
+# reads them.
 READ_WITH = {
-    "drloc_": ("drloc", ("none",)), "agent": ("bootstrap", ("none",)), "distill_": ("bootstrap", ("none",)),
-    "feature_": ("bootstrap", ("none",)), "align": ("bootstrap", ("none", "joint")),
-}  # fmt: skip
+    "drloc_": ("drloc", ("none",)),
+    "agent": ("bootstrap", ("none",)),
+    "distill_": ("bootstrap", ("none",)),
+    "feature_": ("bootstrap", ("none",)),
+    "align": ("bootstrap", ("none", "joint")),
+}
 
 # Fields in which a resumed run may differ from the run it continues.
 FREE = {
-    "out", "loader", "data", "val", "labels", "threads", "device", "resume", "eval_every", "log_every", "on_bad_sample",
-    "labels_on_device", "microbatch", "compile", "grad_checkpointing", "save_every", "keep", "wandb", "dry_run", "on_nonfinite",
-    "max_skips", "init",
-}  # fmt: skip
+    "out",
+    "loader",
+    "data",
+    "val",
+    "labels",
+    "threads",
+    "device",
+    "resume",
+    "eval_every",
+    "log_every",
+    "on_bad_sample",
+    "labels_on_device",
+    "microbatch",
+    "compile",
+    "grad_checkpointing",
+    "save_every",
+    "keep",
+    "wandb",
+    "dry_run",
+    "on_nonfinite",
+    "max_skips",
+    "init",
+}
 
 
 def check_values(config: Config) -> None:
     """UserError where a field's value makes no sense, whatever the data."""
-    positive = ("batch", "epochs", "lr_batch", "size", "views", "threads", "eval_every", "log_every", "save_every", "keep")
+    positive = (
+        "batch",
+        "epochs",
+        "lr_batch",
+        "size",
+        "views",
+        "threads",
+        "eval_every",
+        "log_every",
+        "save_every",
+        "keep",
+    )
     wrong = [name for name in (*positive, "drloc_pairs") if getattr(config, name) < 1]
     if wrong:
         raise UserError(f"--{wrong[0].replace('_', '-')} must be at least 1")
@@ -144,19 +262,32 @@ def check_values(config: Config) -> None:
         value = getattr(config, name)
         if not (least <= value <= most and math.isfinite(value)):
             finite = "" if math.isfinite(value) else " and finite"
-            bounds = f"at least {least:g}{finite}" if most == math.inf else f"from {least:g} to {most:g}"
+            bounds = (
+                f"at least {least:g}{finite}" if most == math.inf else f"from {least:g} to {most:g}"
+            )
             raise UserError(f"--{name.replace('_', '-')} is {value:g}, and must be {bounds}")
     if any(config.color_jitter) and config.rand_augment and "3a" not in config.rand_augment:
-        raise UserError("--color-jitter is off beside --rand-augment, as in timm; give one of the two")
+        raise UserError(
+            "--color-jitter is off beside --rand-augment, as in timm; give one of the two"
+        )
     if config.drloc == "all" and config.mixtoken:
-        raise UserError("--drloc all reads every block's tokens, which no model here tells of mixed ones; give --no-mixtoken")
+        raise UserError(
+            "--drloc all reads every block's tokens, which no model here tells of mixed ones; give --no-mixtoken"
+        )
     if config.frozen_statistics and config.objective == "token-label":
         raise UserError(
             "--frozen-statistics trains in evaluation mode, where tokens give no answers; give --objective ce or relabel"
         )
     low, high = config.crop_scale
-    if not (0 < low <= high <= 1 and 0 < config.crop_pct <= 1 and 0 <= config.smoothing < 1 and 0 <= config.hflip <= 1):
-        raise UserError("--crop-scale, --crop-pct, --smoothing and --hflip are shares: from 0 to 1, and crops not empty")
+    if not (
+        0 < low <= high <= 1
+        and 0 < config.crop_pct <= 1
+        and 0 <= config.smoothing < 1
+        and 0 <= config.hflip <= 1
+    ):
+        raise UserError(
+            "--crop-scale, --crop-pct, --smoothing and --hflip are shares: from 0 to 1, and crops not empty"
+        )
     if config.bootstrap != "none" and config.drloc != "none":
         raise UserError(
             "--drloc and --bootstrap: its heads read the last map of one network, and no paper says which of two is asked for "
@@ -172,7 +303,11 @@ def check_values(config: Config) -> None:
             "--bootstrap: MixToken exchanges tokens, which an agent CNN has not, so the two networks would see different images; "
             "give --no-mixtoken, and perhaps --cutmix 1, which exchanges pixels"
         )
-    uneven = config.agent == "res-like" and config.feature_adapt == "sequence" and config.feature_weight > 0
+    uneven = (
+        config.agent == "res-like"
+        and config.feature_adapt == "sequence"
+        and config.feature_weight > 0
+    )
     if config.bootstrap != "none" and config.objective == "token-label" and uneven:
         raise UserError(
             "--feature-adapt sequence compares tokens with other places of the agent's maps than they show, which token labels "
@@ -181,13 +316,20 @@ def check_values(config: Config) -> None:
 
 
 def check_read(config: Config, recipe: Config) -> None:
-    """UserError where a field has another value than its recipe's and belongs to an option that is off.
+    """UserError where a field has another value than its recipe's and belongs to an option that is
+    off.
 
     A recipe's own values may wait for theirs: with `--drloc none` it is the baseline of itself.
     """
     for name in (field.name for field in fields(config)):
-        option, off = next((of for start, of in READ_WITH.items() if name.startswith(start)), ("", ()))
-        if option and getattr(config, option) in off and getattr(config, name) != getattr(recipe, name):
+        option, off = next(
+            (of for start, of in READ_WITH.items() if name.startswith(start)), ("", ())
+        )
+        if (
+            option
+            and getattr(config, option) in off
+            and getattr(config, name) != getattr(recipe, name)
+        ):
             written = f"--{name.replace('_', '-')}"
             raise UserError(
                 f"{written} is read by nobody with --{option} {getattr(config, option)}; leave it away, or give another --{option}"
@@ -209,7 +351,9 @@ def arguments_of(words: tuple[str, ...], field: str) -> dict[str, object]:
         except (ValueError, SyntaxError):
             equals = ""
         if not equals or not name.strip().isidentifier():
-            raise UserError(f"{field} {word!r} is not NAME=VALUE with a Python number, string or tuple, as depth=12 is")
+            raise UserError(
+                f"{field} {word!r} is not NAME=VALUE with a Python number, string or tuple, as depth=12 is"
+            )
     return arguments
 
 
@@ -219,12 +363,16 @@ def plain(config: Config) -> dict:
 
 
 def from_plain(fields: dict) -> Config:
-    """The config that `plain` wrote, perhaps in an earlier version: fields that are no longer known are left out."""
+    """The config that `plain` wrote, perhaps in an earlier version: fields that are no longer known
+    are left out.
+    """
     hints = get_type_hints(Config)
     known = {name: value for name, value in fields.items() if name in hints}
     return Config(
         **{
-            name: Path(value) if value is not None and hints[name] in (Path, Path | None) else as_tuple(value)
+            name: Path(value)
+            if value is not None and hints[name] in (Path, Path | None)
+            else as_tuple(value)
             for name, value in known.items()
         }
     )

@@ -17,7 +17,9 @@ Told = tuple[
 
 
 class Sums(NamedTuple):
-    """Weighted sums over images, float64 scalars on the device: `Sums(*torch.stack(sums))` after an all-reduce of the stack."""
+    """Weighted sums over images, float64 scalars on the device: `Sums(*torch.stack(sums))` after an
+    all-reduce of the stack.
+    """
 
     right: Tensor  # images whose best class is their label
     right5: Tensor  # whose label is among the best five, or all where there are fewer
@@ -35,24 +37,36 @@ class Shares(NamedTuple):
 
 @torch.inference_mode()
 def answers(
-    model: nn.Module, batches: Iterable[Told], columns_C: Tensor | None = None, dtype: torch.dtype | None = None
+    model: nn.Module,
+    batches: Iterable[Told],
+    columns_C: Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Iterator[Told]:
-    """What the model says, in evaluation mode, to batches of (normalised images `[N, 3, H, W]`, labels, weights); no wait.
+    """What the model says, in evaluation mode, to batches of (normalised images `[N, 3, H, W]`,
+    labels, weights); no wait.
 
-    `columns_C` (int64 `[C]`, on the device) picks and orders classes: logit c of an answer is the model's logit
-    `columns_C[c]`, so classes that are not named take no part. `dtype` is that of autocast, None for none; logits are
-    float32.
+    `columns_C` (int64 `[C]`, on the device) picks and orders classes: logit c of an answer is the
+    model's logit `columns_C[c]`, so classes that are not named take no part. `dtype` is that of
+    autocast, None for none; logits are float32.
     """
     model.eval()
     for image_NCHW, label_N, weight_N in batches:
-        with torch.autocast(image_NCHW.device.type, dtype or torch.bfloat16, enabled=dtype is not None):
+        with torch.autocast(
+            image_NCHW.device.type, dtype or torch.bfloat16, enabled=dtype is not None
+        ):
             logits_NK = model(image_NCHW)
-        yield (logits_NK if columns_C is None else logits_NK[:, columns_C]).float(), label_N, weight_N
+        yield (
+            (logits_NK if columns_C is None else logits_NK[:, columns_C]).float(),
+            label_N,
+            weight_N,
+        )
 
 
 @torch.inference_mode()
 def sums_of(answers: Iterable[Told]) -> Sums:
-    """The sums over all answers; an image of weight 0, as padding is, does not count. No wait. ValueError if there is none."""
+    """The sums over all answers; an image of weight 0, as padding is, does not count. No wait.
+    ValueError if there is none.
+    """
     sums = None
     for logits_NK, label_N, weight_N in answers:
         best_NM = logits_NK.topk(min(TOP, logits_NK.shape[1])).indices
@@ -61,7 +75,12 @@ def sums_of(answers: Iterable[Told]) -> Sums:
         loss_N = F.cross_entropy(logits_NK, label_N, reduction="none")
         # float64: a sum of 50,000 losses keeps every digit of each, in whatever batches they come.
         weight_N = weight_N.double()
-        new = torch.stack([(value_N * weight_N).sum() for value_N in (right_N, right5_N, loss_N, torch.ones_like(loss_N))])
+        new = torch.stack(
+            [
+                (value_N * weight_N).sum()
+                for value_N in (right_N, right5_N, loss_N, torch.ones_like(loss_N))
+            ]
+        )
         sums = new if sums is None else sums + new
     if sums is None:
         raise ValueError("there is no batch to evaluate")

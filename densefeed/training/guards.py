@@ -1,4 +1,6 @@
-"""What watches over a run: numbers that are not finite, losses that leap, memory that runs out, signals that ask it to stop."""
+"""What watches over a run: numbers that are not finite, losses that leap, memory that runs out,
+signals that ask it to stop.
+"""
 
 import math
 import signal
@@ -14,22 +16,30 @@ from torch import Tensor, nn
 from densefeed.system.errors import UserError
 
 ECHO = 1.0  # seconds
-STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # SIGUSR1: what Slurm sends with --signal=USR1@120
+STOPPING = (
+    signal.SIGTERM,
+    signal.SIGINT,
+    signal.SIGUSR1,
+)  # SIGUSR1: what Slurm sends with --signal=USR1@120
 
 
 class Finite:
-    """Keeps an update whose gradients are not finite from the weights, on the device: nobody waits to learn whether it was.
+    """Keeps an update whose gradients are not finite from the weights, on the device: nobody waits
+    to learn whether it was.
 
-    `update` gives the flag that a fused optimiser takes as `found_inf`: 1 leaves weights and moments as they are. Without
-    `skip` the flag stays 1 from the first bad step on, so that weights are still those of that step when the log looks, and
-    the step can be done again to find the cause.
+    `update` gives the flag that a fused optimiser takes as `found_inf`: 1 leaves weights and
+    moments as they are. Without `skip` the flag stays 1 from the first bad step on, so that weights
+    are still those of that step when the log looks, and the step can be done again to find the
+    cause.
     """
 
     def __init__(self, device: torch.device, skip: bool) -> None:
         self.skip = skip
         self.flag = torch.zeros((), device=device)
         self.count = torch.zeros((), device=device)  # bad steps so far
-        self.first = torch.full((), math.inf, dtype=torch.float64, device=device)  # the first of them
+        self.first = torch.full(
+            (), math.inf, dtype=torch.float64, device=device
+        )  # the first of them
 
     def update(self, norm: Tensor, step: int) -> Tensor:
         """The flag of step `step`, whose gradients have the norm `norm`; no wait."""
@@ -40,7 +50,9 @@ class Finite:
         return self.flag
 
     def looked_waits(self) -> tuple[int, int | None]:
-        """How many steps were bad since the last look, and the first of them; waits for the device."""
+        """How many steps were bad since the last look, and the first of them; waits for the
+        device.
+        """
         count, first = int(self.count), self.first.item()
         if self.skip:
             self.count.zero_()
@@ -49,9 +61,11 @@ class Finite:
 
 
 def first_not_finite(model: nn.Module, loss_of: Callable[[], Tensor]) -> str | None:
-    """Which tensor of a step is the first that is not finite, in the order of computation; None if all are. Waits.
+    """Which tensor of a step is the first that is not finite, in the order of computation; None if
+    all are. Waits.
 
-    Looks at weights, then at what each module without parts gives, then at the loss, then at the gradients from the loss back.
+    Looks at weights, then at what each module without parts gives, then at the loss, then at the
+    gradients from the loss back.
     """
     for name, parameter in model.named_parameters():
         if not parameter.isfinite().all():
@@ -66,7 +80,11 @@ def first_not_finite(model: nn.Module, loss_of: Callable[[], Tensor]) -> str | N
 
         return hook
 
-    handles = [m.register_forward_hook(look(name)) for name, m in model.named_modules() if not any(m.children())]
+    handles = [
+        m.register_forward_hook(look(name))
+        for name, m in model.named_modules()
+        if not any(m.children())
+    ]
     try:
         model.zero_grad(set_to_none=True)
         loss = loss_of()
@@ -86,25 +104,35 @@ def first_not_finite(model: nn.Module, loss_of: Callable[[], Tensor]) -> str | N
 
 
 class Leaps:
-    """Tells a loss that leaps: more than `factor` times the median of the last `window` log intervals, five at least."""
+    """Tells a loss that leaps: more than `factor` times the median of the last `window` log
+    intervals, five at least.
+    """
 
     def __init__(self, factor: float = 1.5, window: int = 21) -> None:
         self.factor, self.last = factor, deque[float](maxlen=window)
 
     def seen(self, loss: float) -> str:
-        """What to say of the loss of another interval; empty if nothing, or if all its steps were skipped (NaN)."""
+        """What to say of the loss of another interval; empty if nothing, or if all its steps were
+        skipped (NaN).
+        """
         if math.isnan(loss):
             return ""
         usual = statistics.median(self.last) if len(self.last) >= 5 else math.inf
         self.last.append(loss)
-        return f"the loss leapt to {loss:.3f}; it was {usual:.3f} before" if loss > self.factor * usual else ""
+        return (
+            f"the loss leapt to {loss:.3f}; it was {usual:.3f} before"
+            if loss > self.factor * usual
+            else ""
+        )
 
 
 @contextmanager
 def stopping() -> Iterator[Callable[[], str]]:
-    """Asks for the name of the signal that wants the run to stop, empty if none. A second one of it acts as ever.
+    """Asks for the name of the signal that wants the run to stop, empty if none. A second one of it
+    acts as ever.
 
-    Unless it comes within ECHO seconds: Slurm signals every process of a job, torchrun among them, which passes it on.
+    Unless it comes within ECHO seconds: Slurm signals every process of a job, torchrun among them,
+    which passes it on.
     """
     came: list[str] = []
     before, when = {}, {}
@@ -126,11 +154,16 @@ def stopping() -> Iterator[Callable[[], str]]:
 
 @contextmanager
 def memory_told(images: int, where: str) -> Iterator[None]:
-    """Turns a failure to get memory into a sentence that says which knob to turn; `images` go through the network at once."""
+    """Turns a failure to get memory into a sentence that says which knob to turn; `images` go
+    through the network at once.
+    """
     try:
         yield
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-        if not (isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)):
+        if not (
+            isinstance(error, torch.OutOfMemoryError | MemoryError)
+            or "can't allocate memory" in str(error)
+        ):
             raise
         raise UserError(
             f"{where}: memory ran out with {images} images at once; give --microbatch {max(2, images // 4 * 2)} (same batch, same "

@@ -19,12 +19,18 @@ Advance = Callable[[int, str], None]
 
 
 def forget_after(step: int, path: Path, evaluated: bool = True) -> None:
-    """Drop the records of what a continued run will do again: later steps, and unless `evaluated` the accuracy at this one."""
+    """Drop the records of what a continued run will do again: later steps, and unless `evaluated`
+    the accuracy at this one.
+    """
     if path.exists():
         # A line that a kill or a full disk cut short ends in no newline; it is forgotten too.
         whole = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
         told = [(line, record) for line in whole if (record := record_of(line))]
-        kept = [line for line, r in told if r["step"] < step or (r["step"] == step and (evaluated or r["kind"] == "train"))]
+        kept = [
+            line
+            for line, r in told
+            if r["step"] < step or (r["step"] == step and (evaluated or r["kind"] == "train"))
+        ]
         with replacing(path) as part:
             part.write_text("".join(kept))
 
@@ -37,18 +43,30 @@ def record_of(line: str) -> dict | None:
             return record
     except ValueError:
         pass
-    print(f"warning: a line of metrics.jsonl is damaged and left out: {line.strip()[:60]!r}", file=sys.stderr, flush=True)
+    print(
+        f"warning: a line of metrics.jsonl is damaged and left out: {line.strip()[:60]!r}",
+        file=sys.stderr,
+        flush=True,
+    )
     return None
 
 
 @contextmanager
 def logging(
-    out: Path, step: int, steps: int, config: dict, wandb_project: str, speaks: bool, evaluated: bool = True
+    out: Path,
+    step: int,
+    steps: int,
+    config: dict,
+    wandb_project: str,
+    speaks: bool,
+    evaluated: bool = True,
 ) -> Iterator[tuple[Write, Advance]]:
-    """`write(kind, step, epoch, values)` and `advance(steps, text)` of a run that is at `step` of `steps`.
+    """`write(kind, step, epoch, values)` and `advance(steps, text)` of a run that is at `step` of
+    `steps`.
 
-    `evaluated` says whether what is recorded of an evaluation at `step` holds, or it is to be made again. Of several ranks
-    one speaks; the others' calls do nothing. UserError if Weights & Biases is asked for and cannot be had.
+    `evaluated` says whether what is recorded of an evaluation at `step` holds, or it is to be made
+    again. Of several ranks one speaks; the others' calls do nothing. UserError if Weights & Biases
+    is asked for and cannot be had.
     """
     if not speaks:
         yield lambda kind, step, epoch, values: None, lambda steps, text: None
@@ -61,35 +79,55 @@ def logging(
         advance = stack.enter_context(steps_bar(f"train {out.name}", steps, step))
 
         def write(kind: str, step: int, epoch: float, values: dict[str, float]) -> None:
-            values = {name: value for name, value in values.items() if math.isfinite(value)}  # JSON has no word for NaN
-            metrics.write(json.dumps({"kind": kind, "step": step, "epoch": round(epoch, 4)} | values) + "\n")
+            values = {
+                name: value for name, value in values.items() if math.isfinite(value)
+            }  # JSON has no word for NaN
+            metrics.write(
+                json.dumps({"kind": kind, "step": step, "epoch": round(epoch, 4)} | values) + "\n"
+            )
             metrics.flush()
             for name, value in values.items():
                 board.add_scalar(f"{kind}/{name}", value, step)
             if follower:
-                follower({"step": step} | {f"{kind}/{name}": value for name, value in values.items()})
+                follower(
+                    {"step": step} | {f"{kind}/{name}": value for name, value in values.items()}
+                )
 
         yield write, advance
 
 
-def follow(out: Path, config: dict, project: str, stack: ExitStack) -> Callable[[dict[str, float]], None]:
+def follow(
+    out: Path, config: dict, project: str, stack: ExitStack
+) -> Callable[[dict[str, float]], None]:
     """What Weights & Biases is told through; a continued run goes on under its old identity.
 
-    Steps are a value like others and the horizontal axis of all: W&B's own count never goes back, as a continued run does.
-    (Its copying of TensorBoard's files waited 10 s at the end of each run, and copied nothing of short ones: wandb 0.31.)
+    Steps are a value like others and the horizontal axis of all: W&B's own count never goes back,
+    as a continued run does. (Its copying of TensorBoard's files waited 10 s at the end of each run,
+    and copied nothing of short ones: wandb 0.31.)
     """
     try:
         import wandb
     except ImportError as error:
-        raise UserError("--wandb needs the package wandb; `pip install wandb`, or leave it away") from error
+        raise UserError(
+            "--wandb needs the package wandb; `pip install wandb`, or leave it away"
+        ) from error
     named = out / "wandb-id"
     if not named.exists():
         with replacing(named) as part:
             part.write_text(uuid.uuid4().hex[:8])
     try:
-        run = wandb.init(project=project, name=out.name, id=named.read_text(), resume="allow", config=config, dir=out)
+        run = wandb.init(
+            project=project,
+            name=out.name,
+            id=named.read_text(),
+            resume="allow",
+            config=config,
+            dir=out,
+        )
     except wandb.Error as error:
-        raise UserError(f"--wandb {project}: {error}; log in with `wandb login`, or set WANDB_MODE=offline") from error
+        raise UserError(
+            f"--wandb {project}: {error}; log in with `wandb login`, or set WANDB_MODE=offline"
+        ) from error
     stack.callback(run.finish)
     run.define_metric("*", step_metric="step")
     return run.log

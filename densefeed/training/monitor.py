@@ -1,4 +1,6 @@
-"""Watch: what a log interval finds out of the steps behind it, and where it ends a run that has gone wrong."""
+"""Watch: what a log interval finds out of the steps behind it, and where it ends a run that has
+gone wrong.
+"""
 
 import math
 import sys
@@ -17,7 +19,8 @@ LEAST_SCALE = 2**-10  # of a float16 loss; it begins at 2^16 and each overflow h
 
 
 class Watch:
-    """Adds up losses on the device, and looks at them, and at what the student's guard has counted, when it is asked.
+    """Adds up losses on the device, and looks at them, and at what the student's guard has counted,
+    when it is asked.
 
     Args:
         seen: what the checkpoint of a continued run holds, else None.
@@ -28,23 +31,38 @@ class Watch:
     """
 
     def __init__(
-        self, config: Config, ranks: Ranks, student: Student, feed: Feed, seen: Tensor | None = None, skips: int = 0
+        self,
+        config: Config,
+        ranks: Ranks,
+        student: Student,
+        feed: Feed,
+        seen: Tensor | None = None,
+        skips: int = 0,
     ) -> None:
-        self._config, self._ranks, self._student, self._feed, self.skips = config, ranks, student, feed, skips
+        self._config, self._ranks, self._student, self._feed, self.skips = (
+            config,
+            ranks,
+            student,
+            feed,
+            skips,
+        )
         self.seen = torch.zeros(2, dtype=torch.float64, device=ranks.device)
         if seen is not None:
             self.seen.copy_(seen)
         self._leaps = Leaps()
 
     def add(self, loss: Tensor) -> None:
-        """Another step's loss, float32 `[]`; no wait. Where steps may be skipped, one that is not finite counts as skipped."""
+        """Another step's loss, float32 `[]`; no wait. Where steps may be skipped, one that is not
+        finite counts as skipped.
+        """
         counted = loss.isfinite() | (self._config.on_nonfinite == "stop")
         self.seen += torch.stack([torch.where(counted, loss, 0), counted])
 
     def mean_waits(self, step: int) -> float:
         """The mean loss since the last log line, NaN of no steps; waits for the device.
 
-        UserError, which names step, samples and first bad tensor, if numbers are not finite and may not be, or were too often.
+        UserError, which names step, samples and first bad tensor, if numbers are not finite and may
+        not be, or were too often.
         """
         config, student = self._config, self._student
         bad, when = student.finite.looked_waits()
@@ -62,11 +80,15 @@ class Watch:
                 "give --precision bf16 or fp32, or lower --lr"
             )
         if bad:
-            self._say(f"skipped {bad} updates whose gradients were not finite, of step {when + 1} first")
+            self._say(
+                f"skipped {bad} updates whose gradients were not finite, of step {when + 1} first"
+            )
         total, count = self._ranks.sum(self.seen.clone()).tolist()
         mean = total / count if count else math.nan
         if count and not math.isfinite(mean):  # though its gradients were
-            raise UserError(f"the loss is {mean} at step {step} of {config.out}; lower --lr, or give --clip-grad 1")
+            raise UserError(
+                f"the loss is {mean} at step {step} of {config.out}; lower --lr, or give --clip-grad 1"
+            )
         return mean
 
     def next_interval(self, step: int, mean: float) -> None:
@@ -80,7 +102,9 @@ class Watch:
             print(text, file=sys.stderr, flush=True)
 
     def _why_not_finite(self, when: int) -> str:
-        """One sentence on a step whose gradients were not finite. Weights are still those before it, so it is done again."""
+        """One sentence on a step whose gradients were not finite. Weights are still those before
+        it, so it is done again.
+        """
         feed, model = self._feed, self._student.trained
         epoch, at = divmod(when, len(feed.loader))
         parts, cause = next(feed.batches(epoch, at)), ""

@@ -1,4 +1,6 @@
-"""Ranks: one process a device, started by torchrun; a process alone is a run of one rank, and pays for nothing here."""
+"""Ranks: one process a device, started by torchrun; a process alone is a run of one rank, and pays
+for nothing here.
+"""
 
 import os
 import time
@@ -17,7 +19,9 @@ from densefeed.system.devices import choose_device
 from densefeed.system.errors import UserError
 
 WAIT = 5.0  # seconds; torchrun looks ten times a second whether a rank has ended
-PATIENCE = timedelta(minutes=30)  # a first evaluation or a large resident store may keep the other ranks waiting
+PATIENCE = timedelta(
+    minutes=30
+)  # a first evaluation or a large resident store may keep the other ranks waiting
 
 
 @dataclass(frozen=True)
@@ -40,10 +44,16 @@ class Ranks:
         return tensor
 
     def average_gradients(self, gradients: list[Tensor]) -> None:
-        """Replace tensors by their means over ranks, in place, in one exchange; for what DDP does not know. All ranks must ask."""
+        """Replace tensors by their means over ranks, in place, in one exchange; for what DDP does
+        not know. All ranks must ask.
+        """
         if self.size > 1:
-            flat = self.sum(torch.cat([gradient.flatten() for gradient in gradients])).div_(self.size)
-            for gradient, mean in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+            flat = self.sum(torch.cat([gradient.flatten() for gradient in gradients])).div_(
+                self.size
+            )
+            for gradient, mean in zip(
+                gradients, flat.split([g.numel() for g in gradients]), strict=True
+            ):
                 gradient.copy_(mean.view_as(gradient))
 
     def tell_waits(self, word: object) -> object:
@@ -62,18 +72,23 @@ class Ranks:
                 buffer /= self.size
 
     def synchronised(self, model: nn.Module) -> nn.Module:
-        """The model with BatchNorm over the images of all ranks in place of each rank's own; a rank alone keeps it as it is.
+        """The model with BatchNorm over the images of all ranks in place of each rank's own; a rank
+        alone keeps it as it is.
 
         UserError on a CPU, for which PyTorch has no such layer.
         """
         if self.size == 1:
             return model
         if self.device.type == "cpu":
-            raise UserError("--sync-batchnorm needs CUDA devices; leave it away, or give --device cuda")
+            raise UserError(
+                "--sync-batchnorm needs CUDA devices; leave it away, or give --device cuda"
+            )
         return convert_sync_batchnorm(model)
 
     def parallel(self, model: nn.Module) -> nn.Module:
-        """The model whose backward pass averages gradients over ranks. Each rank keeps its own running statistics."""
+        """The model whose backward pass averages gradients over ranks. Each rank keeps its own
+        running statistics.
+        """
         if self.size == 1:
             return model
         parallel = nn.parallel.DistributedDataParallel
@@ -89,9 +104,11 @@ class Ranks:
 
 
 class Agreement:
-    """Lets all ranks act on a flag of any of them after the same step: each call gives what was said in the call before it.
+    """Lets all ranks act on a flag of any of them after the same step: each call gives what was
+    said in the call before it.
 
-    So the exchange goes on while the step runs, and no rank waits for another. A rank alone acts at once.
+    So the exchange goes on while the step runs, and no rank waits for another. A rank alone acts at
+    once.
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -112,7 +129,8 @@ class Agreement:
 
 @contextmanager
 def first_to_refuse() -> Iterator[None]:
-    """Lets the first rank alone say a UserError that all meet: torchrun ends the others, which wait, as soon as it has ended.
+    """Lets the first rank alone say a UserError that all meet: torchrun ends the others, which
+    wait, as soon as it has ended.
 
     What the first does not meet the others say after that wait.
     """
@@ -126,7 +144,9 @@ def first_to_refuse() -> Iterator[None]:
 
 @contextmanager
 def started(device: str) -> Iterable[Ranks]:
-    """The ranks that torchrun began, or one alone. UserError for a device that cannot be used, or is one for several ranks."""
+    """The ranks that torchrun began, or one alone. UserError for a device that cannot be used, or
+    is one for several ranks.
+    """
     size, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
     chosen = choose_device(device)
     if size == 1:
@@ -135,7 +155,9 @@ def started(device: str) -> Iterable[Ranks]:
     if chosen.type == "cuda":
         local = int(os.environ["LOCAL_RANK"])
         if chosen.index is not None:
-            raise UserError(f"--device {device} is one device; under torchrun give --device cuda, and each rank takes its own")
+            raise UserError(
+                f"--device {device} is one device; under torchrun give --device cuda, and each rank takes its own"
+            )
         if local >= torch.cuda.device_count():
             raise UserError(
                 f"torchrun began {local + 1} or more ranks on a machine of {torch.cuda.device_count()} CUDA devices; "
@@ -143,7 +165,9 @@ def started(device: str) -> Iterable[Ranks]:
             )
         chosen = torch.device("cuda", local)
         torch.cuda.set_device(chosen)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo", timeout=PATIENCE)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo", timeout=PATIENCE
+    )
     try:
         yield Ranks(rank, size, chosen)
     finally:

@@ -1,7 +1,8 @@
 """The recipes: each a function that states its command, its source and what to expect.
 
-Tables and sections are those of Token Labeling (arXiv 2104.10858) unless another source is named, accuracies top-1 on
-ImageNet's validation set. A recipe is a base with what differs; densefeed/recipes/ABLATIONS.md lists the commands of the paper's tables.
+Tables and sections are those of Token Labeling (arXiv 2104.10858) unless another source is named,
+accuracies top-1 on ImageNet's validation set. A recipe is a base with what differs;
+densefeed/recipes/ABLATIONS.md lists the commands of the paper's tables.
 """
 
 from dataclasses import replace
@@ -12,14 +13,20 @@ from densefeed.training.config import Config
 
 # ------------------------------------------------------------------------- bases
 
-# Table 2, a column each: 300 epochs of 1,024 images, AdamW, weight decay 0.05, 5 epochs of warm-up. Rates are per 640 images
-# with token labels and per 1,024 otherwise. Dense labels go with MixToken; of hard labels the table names MixUp alone, and
-# CutMix beside it is DeiT's (the caption of Table 7 has both).
-TOKEN_LABEL = Config(lr=1e-3, lr_batch=640, rand_augment="rand-m9-mstd0.5-inc1", erase_probability=0.25)
+# Table 2, a column each: 300 epochs of 1,024 images, AdamW, weight decay 0.05, 5 epochs of warm-up.
+# Rates are per 640 images with token labels and per 1,024 otherwise. Dense labels go with MixToken;
+# of hard labels the table names MixUp alone, and CutMix beside it is DeiT's (the caption of Table 7
+# has both).
+TOKEN_LABEL = Config(
+    lr=1e-3, lr_batch=640, rand_augment="rand-m9-mstd0.5-inc1", erase_probability=0.25
+)
 RELABEL = replace(TOKEN_LABEL, objective="relabel", lr_batch=1024)
-STANDARD = replace(TOKEN_LABEL, objective="ce", lr_batch=1024, mixtoken=False, mixup=0.8, cutmix=1.0)
+STANDARD = replace(
+    TOKEN_LABEL, objective="ce", lr_batch=1024, mixtoken=False, mixup=0.8, cutmix=1.0
+)
 
-# Drop-path of the published commands (the paper says 0.1, and 0.2 of M) and crops of the published evaluation.
+# Drop-path of the published commands (the paper says 0.1, and 0.2 of M) and crops of the published
+# evaluation.
 T, S = dict(model="lvvit_t"), dict(model="lvvit_s")
 M = dict(model="lvvit_m", drop_path=0.2, crop_pct=1.0)
 L = dict(model="lvvit_l", drop_path=0.3, crop_pct=1.0)
@@ -28,22 +35,33 @@ L = dict(model="lvvit_l", drop_path=0.3, crop_pct=1.0)
 def published(config: Config, **fields: object) -> Config:
     """As the published commands ran, with labels read where the published code reads them.
 
-    Rates are per 1,024 images and change once an epoch; ten epochs follow the cosine; tokens' losses weigh 1, not the paper's 0.5.
-    Not repeated: under RandAugment the published code warps the map by nearest neighbour, and its EMA has no warm-up.
+    Rates are per 1,024 images and change once an epoch; ten epochs follow the cosine; tokens'
+    losses weigh 1, not the paper's 0.5. Not repeated: under RandAugment the published code warps
+    the map by nearest neighbour, and its EMA has no warm-up.
     """
     run = dict(lr=1.6e-3, lr_batch=1024, lr_updates="epoch", cooldown_epochs=10, token_weight=1.0)
     return replace(config, geometry="compatible", outside="uniform", **(run | fields))
 
 
 def fine_tuned(config: Config, size: int) -> Config:
-    """At `size` pixels from trained weights: 30 epochs, batch 512, rate 5e-6, weight decay 1e-8 (the supplementary's section 1).
+    """At `size` pixels from trained weights: 30 epochs, batch 512, rate 5e-6, weight decay 1e-8
+    (the supplementary's section 1).
 
-    All else as in training, MixToken and token labels too. The rate stays at its peak after the warm-up and there is no EMA,
-    as in the published command. `init` must be given.
+    All else as in training, MixToken and token labels too. The rate stays at its peak after the
+    warm-up and there is no EMA, as in the published command. `init` must be given.
     """
     return replace(
-        config, size=size, init=tyro.MISSING, epochs=30, batch=512, lr=5e-6, lr_batch=512, min_lr=5e-6, weight_decay=1e-8, ema=0.0
-    )  # fmt: skip
+        config,
+        size=size,
+        init=tyro.MISSING,
+        epochs=30,
+        batch=512,
+        lr=5e-6,
+        lr_batch=512,
+        min_lr=5e-6,
+        weight_decay=1e-8,
+        ema=0.0,
+    )
 
 
 # ------------------------------------------------------------------------- LV-ViT at 224 pixels
@@ -170,18 +188,20 @@ def lvvit_l_224_standard() -> Config:
 
 
 def lvvit_s_160_to_224_token_label() -> Config:
-    """lvvit_s_224_token_label in growing sizes: 160 px, from epoch 100 on 192 px, from epoch 200 on 224 px.
+    """lvvit_s_224_token_label in growing sizes: 160 px, from epoch 100 on 192 px, from epoch 200 on
+    224 px.
 
     python train.py lvvit_s_160_to_224_token_label --loader ffcv --data train.beton --val val.beton --out runs/lvvit_s_160_to_224
 
-    An epoch of 160 px has half the tokens of one of 224 px (100 instead of 196), one of 192 px three quarters (144), so the
-    whole run 75 % of them. Not run here.
+    An epoch of 160 px has half the tokens of one of 224 px (100 instead of 196), one of 192 px
+    three quarters (144), so the whole run 75 % of them. Not run here.
     """
     return replace(TOKEN_LABEL, **S, sizes=((0, 160), (100, 192), (200, 224)))
 
 
 def lvvit_l_288_token_label() -> Config:
-    """LV-ViT-L with token labels and MixToken at 288 pixels, from which lvvit_l_448_fine_tune begins.
+    """LV-ViT-L with token labels and MixToken at 288 pixels, from which lvvit_l_448_fine_tune
+    begins.
 
     python train.py lvvit_l_288_token_label --loader ffcv --data train.beton --val val.beton --out runs/lvvit_l_288_token_label
 
@@ -228,9 +248,12 @@ def lvvit_l_224_token_label_published() -> Config:
 
     python train.py lvvit_l_224_token_label_published --loader ffcv --data train.beton --val val.beton --out runs/lvvit_l_published
 
-    Three operations of RandAugment, a lower rate, no averaged weights. No figure is published for 224 px. Not run here.
+    Three operations of RandAugment, a lower rate, no averaged weights. No figure is published for
+    224 px. Not run here.
     """
-    return published(replace(TOKEN_LABEL, **L), lr=1e-3, ema=0.0, rand_augment="rand-n3-m9-mstd0.5-inc1")
+    return published(
+        replace(TOKEN_LABEL, **L), lr=1e-3, ema=0.0, rand_augment="rand-n3-m9-mstd0.5-inc1"
+    )
 
 
 # ------------------------------------------------------------------------- larger inputs
@@ -242,7 +265,8 @@ def lvvit_l_288_fine_tune() -> Config:
     python train.py lvvit_l_288_fine_tune --loader ffcv --data train.beton --val val.beton --out runs/lvvit_l_288_fine_tune \\
         --init runs/lvvit_l_224_token_label/last.pt
 
-    Nobody has published this figure: the paper trains 288 px from the beginning, lvvit_l_288_token_label. Not run here.
+    Nobody has published this figure: the paper trains 288 px from the beginning,
+    lvvit_l_288_token_label. Not run here.
     """
     return fine_tuned(replace(TOKEN_LABEL, **L), 288)
 
@@ -286,8 +310,8 @@ def lvvit_l_448_fine_tune() -> Config:
     python train.py lvvit_l_448_fine_tune --loader ffcv --data train.beton --val val.beton --out runs/lvvit_l_448_fine_tune \\
         --init runs/lvvit_l_288_token_label/last.pt
 
-    Table 10: 85.9 % with a train size of 288 px, 86.2 % with 448 px. In its rows of S and M the train size is that before the
-    fine-tuning; of L the paper does not say. Not run here.
+    Table 10: 85.9 % with a train size of 288 px, 86.2 % with 448 px. In its rows of S and M the
+    train size is that before the fine-tuning; of L the paper does not say. Not run here.
     """
     return fine_tuned(replace(TOKEN_LABEL, **L), 448)
 
@@ -311,8 +335,9 @@ def deit_s_224() -> Config:
 
     python train.py deit_s_224 --loader ffcv --data train.beton --val val.beton --out runs/deit_s_224
 
-    Table 3: 79.9 %. DeiT also repeats its augmentation, which Table 2 does not name: --views 3 --batch 1023 --epochs 100
-    --warmup-epochs 1.67, as our epochs are then three times as long. Not run here.
+    Table 3: 79.9 %. DeiT also repeats its augmentation, which Table 2 does not name: --views 3
+    --batch 1023 --epochs 100 --warmup-epochs 1.67, as our epochs are then three times as long. Not
+    run here.
     """
     return replace(STANDARD, model="deit_small_patch16_224", crop_pct=0.875)
 
@@ -334,22 +359,26 @@ def table3_depth_16() -> Config:
 
     Table 3: 81.2 % (the paper counts 28 M parameters; they are 29.1 M). Not run here.
     """
-    return replace(STANDARD, model="deit_small_patch16_224", model_kwargs=("depth=16",), crop_pct=0.875)
+    return replace(
+        STANDARD, model="deit_small_patch16_224", model_kwargs=("depth=16",), crop_pct=0.875
+    )
 
 
 def table3_mlp_ratio_3() -> Config:
-    """16 blocks with MLPs of 3 instead of 4 times the width: Table 3's third row, and the base of Table 4.
+    """16 blocks with MLPs of 3 instead of 4 times the width: Table 3's third row, and the base of
+    Table 4.
 
     python train.py table3_mlp_ratio_3 --loader ffcv --data train.beton --val val.beton --out runs/table3_mlp_ratio_3
 
-    Table 3: 81.1 %. LV-ViT-S but for its stem and its residuals, as the published code has it: from here on q, k and v carry no
-    bias. Not run here.
+    Table 3: 81.1 %. LV-ViT-S but for its stem and its residuals, as the published code has it: from
+    here on q, k and v carry no bias. Not run here.
     """
     return replace(STANDARD, **S, model_kwargs=("residual_divisor=1.0", "stem=((16,16),)"))
 
 
 def table3_conv_stem() -> Config:
-    """The same with four convolutions as its stem: Table 3's fourth row, and the base of Tables 5 and 9.
+    """The same with four convolutions as its stem: Table 3's fourth row, and the base of Tables 5
+    and 9.
 
     python train.py table3_conv_stem --loader ffcv --data train.beton --val val.beton --out runs/table3_conv_stem
 
@@ -363,29 +392,50 @@ def table3_relabel() -> Config:
 
     python train.py table3_relabel --loader ffcv --data train.beton --val val.beton --out runs/table3_relabel
 
-    Tables 3 and 6: 82.8 %. The next rows are lvvit_s_224_token_label and lvvit_s_384_fine_tune. Not run here.
+    Tables 3 and 6: 82.8 %. The next rows are lvvit_s_224_token_label and lvvit_s_384_fine_tune. Not
+    run here.
     """
     return replace(RELABEL, **S, mixtoken=False, cutmix=1.0)
 
 
 # ------------------------------------------------------------------------- Bootstrapping ViTs (arXiv 2112.03552)
 
-# Section 4.1: 240 epochs of batch 2 x 32, AdamW at 1e-3 with a decay of 0.05, a cosine from the first epoch on to 0 (released:
-# once an epoch), images of 224 pixels, flips, no other regulariser. The released code moves CIFAR's images by up to 4 of their
-# 32 pixels before it makes them larger: 28 of 224, here by single pixels of these, and what comes in has the mean's colour, not
-# black. It joins BatchNorm's statistics over its two devices, in agents alone and joint training: --sync-batchnorm. Inputs are less
-# ImageNet's mean by its deviation, as everywhere here. The released code takes CIFAR's, which is another scale and shift of what the
-# first convolution reads (a tenth larger), and so do the recipes that are called published, by the statistics of CIFAR-100 that it
-# has; they go with the model into its checkpoints and exports. Of CIFAR-10 the mean is 0.4914, 0.4822, 0.4465.
+# Section 4.1: 240 epochs of batch 2 x 32, AdamW at 1e-3 with a decay of 0.05, a cosine from the
+# first epoch on to 0 (released: once an epoch), images of 224 pixels, flips, no other regulariser.
+# The released code moves CIFAR's images by up to 4 of their 32 pixels before it makes them larger:
+# 28 of 224, here by single pixels of these, and what comes in has the mean's colour, not black. It
+# joins BatchNorm's statistics over its two devices, in agents alone and joint training:
+# --sync-batchnorm. Inputs are less ImageNet's mean by its deviation, as everywhere here. The
+# released code takes CIFAR's, which is another scale and shift of what the first convolution reads
+# (a tenth larger), and so do the recipes that are called published, by the statistics of CIFAR-100
+# that it has; they go with the model into its checkpoints and exports. Of CIFAR-10 the mean is
+# 0.4914, 0.4822, 0.4465.
 BOOTSTRAPPING = Config(
-    objective="ce", mixtoken=False, smoothing=0.0, drop_path=0.0, crop_scale=(1.0, 1.0), crop_pct=1.0, epochs=240, batch=64,
-    lr=1e-3, lr_batch=64, min_lr=0.0, warmup_epochs=0, lr_updates="epoch", ema=0.0, shift=28,
-)  # fmt: skip
+    objective="ce",
+    mixtoken=False,
+    smoothing=0.0,
+    drop_path=0.0,
+    crop_scale=(1.0, 1.0),
+    crop_pct=1.0,
+    epochs=240,
+    batch=64,
+    lr=1e-3,
+    lr_batch=64,
+    min_lr=0.0,
+    warmup_epochs=0,
+    lr_updates="epoch",
+    ema=0.0,
+    shift=28,
+)
 # Dropout of the released ViT-S; norms on the branch of the released Agent-B.
 VIT_S = dict(model="bootstrapping_vit_s", model_kwargs=("attn_drop_rate=0.1", "proj_drop_rate=0.1"))
-CIFAR_100 = "pretrained_cfg_overlay={'mean': (0.5071, 0.4867, 0.4408), 'std': (0.2023, 0.1994, 0.2010)}"
+CIFAR_100 = (
+    "pretrained_cfg_overlay={'mean': (0.5071, 0.4867, 0.4408), 'std': (0.2023, 0.1994, 0.2010)}"
+)
 VIT_B = dict(model="bootstrapping_vit_b", agent_kwargs=("norm='after'",))
-FEW_IMAGES = dict(shift=0, crop_scale=(0.6, 1.0), crop_pct=0.875)  # of ImageNet (Table 3); the crop is the released code's
+FEW_IMAGES = dict(
+    shift=0, crop_scale=(0.6, 1.0), crop_pct=0.875
+)  # of ImageNet (Table 3); the crop is the released code's
 
 
 def bootstrapping_vit_s_scratch() -> Config:
@@ -413,24 +463,32 @@ def bootstrapping_vit_s_shared() -> Config:
 
     python train.py bootstrapping_vit_s_shared --loader ffcv --data train.beton --val val.beton --out runs/vit_s_shared
 
-    Its Table 1: 93.72 % of CIFAR-10, 75.50 % of CIFAR-100, by code that does not align (--align none). Not run here.
+    Its Table 1: 93.72 % of CIFAR-10, 75.50 % of CIFAR-100, by code that does not align (--align
+    none). Not run here.
     """
     return replace(bootstrapping_vit_s_scratch(), bootstrap="shared")
 
 
 def bootstrapping_vit_s_joint_published() -> Config:
-    """The joint training as the released code computes it: features normalised as by LayerNorm, a max-pool of 3, CIFAR-100's mean.
+    """The joint training as the released code computes it: features normalised as by LayerNorm, a
+    max-pool of 3, CIFAR-100's mean.
 
     python train.py bootstrapping_vit_s_joint_published --loader ffcv --data train.beton --val val.beton --out runs/vit_s_published
 
     The figures of Table 1 are of this code. Not run here.
     """
     kwargs = (*VIT_S["model_kwargs"], CIFAR_100)
-    return replace(bootstrapping_vit_s_joint(), feature_norm="layernorm", agent_kwargs=("pool=3",), model_kwargs=kwargs)
+    return replace(
+        bootstrapping_vit_s_joint(),
+        feature_norm="layernorm",
+        agent_kwargs=("pool=3",),
+        model_kwargs=kwargs,
+    )
 
 
 def bootstrapping_vit_s_shared_published() -> Config:
-    """The shared training as the released code computes it: gradients of both networks simply added.
+    """The shared training as the released code computes it: gradients of both networks simply
+    added.
 
     python train.py bootstrapping_vit_s_shared_published --loader ffcv --data train.beton --val val.beton --out runs/vit_s_published
 
@@ -464,7 +522,8 @@ def bootstrapping_vit_b_shared() -> Config:
 
     python train.py bootstrapping_vit_b_shared --loader ffcv --data train.beton --val val.beton --out runs/vit_b_shared
 
-    Its Table 1: 93.34 % of CIFAR-10, 75.71 % of CIFAR-100, by code that does not align (--align none). Not run here.
+    Its Table 1: 93.34 % of CIFAR-10, 75.71 % of CIFAR-100, by code that does not align (--align
+    none). Not run here.
     """
     return replace(bootstrapping_vit_b_scratch(), bootstrap="shared")
 
@@ -501,12 +560,22 @@ def bootstrapping_agent_b() -> Config:
 
 # ------------------------------------------------------------------------- DRLoc, for small data (arXiv 2106.03746)
 
-# Tables of this section are those of DRLoc's supplementary, whose section 6 has the scheme: 100 epochs of 1,024 images at 224
-# pixels, 20 of warm-up. Mixing, RandAugment, erasing, smoothing, the length of gradients and Swin's drop-path are those of the
-# public code, which is Swin's trainer. Its figures are the best epoch's on the test set; baselines are these with --drloc none.
-# Weights of the loss are the paper's, whose offsets are shares of 7 places; that code counts places: there they weigh 7 times as much.
+# Tables of this section are those of DRLoc's supplementary, whose section 6 has the scheme: 100
+# epochs of 1,024 images at 224 pixels, 20 of warm-up. Mixing, RandAugment, erasing, smoothing, the
+# length of gradients and Swin's drop-path are those of the public code, which is Swin's trainer.
+# Its figures are the best epoch's on the test set; baselines are these with --drloc none. Weights
+# of the loss are the paper's, whose offsets are shares of 7 places; that code counts places: there
+# they weigh 7 times as much.
 DRLOC = replace(
-    STANDARD, drop_path=0.0, epochs=100, warmup_epochs=20, clip_grad=5.0, ema=0.0, crop_pct=0.875, drloc="l1", drloc_weight=0.1
+    STANDARD,
+    drop_path=0.0,
+    epochs=100,
+    warmup_epochs=20,
+    clip_grad=5.0,
+    ema=0.0,
+    crop_pct=0.875,
+    drloc="l1",
+    drloc_weight=0.1,
 )
 
 
@@ -515,19 +584,22 @@ def swin_t_drloc() -> Config:
 
     python train.py swin_t_drloc --loader ffcv --data train.beton --val val.beton --out runs/swin_t_drloc
 
-    Table 6, IN-100: 84.02 % (82.76 without; --drloc signed 83.14, ce 83.86, reg 83.24, all 81.88). With --epochs 300 Table 7,
-    ImageNet: 81.33 % (81.2), and Table 8, Infograph: 20.72 % (17.17). Not run here.
+    Table 6, IN-100: 84.02 % (82.76 without; --drloc signed 83.14, ce 83.86, reg 83.24, all 81.88).
+    With --epochs 300 Table 7, ImageNet: 81.33 % (81.2), and Table 8, Infograph: 20.72 % (17.17).
+    Not run here.
     """
     return replace(DRLOC, model="swin_tiny_patch4_window7_224", drop_path=0.2, drloc_weight=0.5)
 
 
 def swin_t_drloc_released() -> Config:
-    """Swin-T with DRLoc as its public code computes it: offsets counted in places, a weight that rises and falls.
+    """Swin-T with DRLoc as its public code computes it: offsets counted in places, a weight that
+    rises and falls.
 
     python train.py swin_t_drloc_released --loader ffcv --data train.beton --val val.beton --out runs/swin_t_drloc_released
 
-    That code plans 300 epochs and stops after 101 of them, where SIGTERM stops this. Its author's latest published figures, CIFAR-10
-    in batches of 128: 88.29 % (86.17 without), single runs. Not run here.
+    That code plans 300 epochs and stops after 101 of them, where SIGTERM stops this. Its author's
+    latest published figures, CIFAR-10 in batches of 128: 88.29 % (86.17 without), single runs. Not
+    run here.
     """
     return replace(swin_t_drloc(), epochs=300, drloc_released=True)
 
@@ -538,7 +610,8 @@ def swin_t_drloc_fine_tune() -> Config:
     python train.py swin_t_drloc_fine_tune --loader ffcv --data train.beton --val val.beton --out runs/fine-tuned \\
         --init runs/swin_t_drloc/last.pt
 
-    Section 6 of the supplementary; the published figures stand in the paper itself. The heads begin anew. Not run here.
+    Section 6 of the supplementary; the published figures stand in the paper itself. The heads begin
+    anew. Not run here.
     """
     return replace(swin_t_drloc(), init=tyro.MISSING, lr=5e-4, warmup_epochs=10)
 
@@ -548,8 +621,8 @@ def vit_b_drloc() -> Config:
 
     python train.py vit_b_drloc --loader ffcv --data train.beton --val val.beton --out runs/vit_b_drloc
 
-    Table 9, CIFAR-10, CIFAR-100, Infograph: 73.91 / 61.42 / 12.22 % (71.70 / 59.67 / 11.79 without). Its public code does not
-    pool: --drloc-grid 0. Not run here.
+    Table 9, CIFAR-10, CIFAR-100, Infograph: 73.91 / 61.42 / 12.22 % (71.70 / 59.67 / 11.79
+    without). Its public code does not pool: --drloc-grid 0. Not run here.
     """
     return replace(DRLOC, model="vit_base_patch16_224", drloc_weight=0.01)
 
@@ -559,7 +632,8 @@ def cvt_drloc() -> Config:
 
     python train.py cvt_drloc --loader ffcv --data train.beton --val val.beton --out runs/cvt_drloc
 
-    Table 16, CIFAR-100: 74.51 %. With --epochs 300 Table 8, Infograph: 30.31 % (29.76 without). Not run here.
+    Table 16, CIFAR-100: 74.51 %. With --epochs 300 Table 8, Infograph: 30.31 % (29.76 without). Not
+    run here.
     """
     return replace(DRLOC, model="cvt_13_drloc")
 
@@ -569,8 +643,8 @@ def t2t_drloc() -> Config:
 
     python train.py t2t_drloc --loader ffcv --data train.beton --val val.beton --out runs/t2t_drloc
 
-    Table 16, CIFAR-100: 68.03 %. With --epochs 300 Table 7, ImageNet: 80.85 % (80.7 without), and Table 8, Infograph: 20.68 %
-    (12.62). Not run here.
+    Table 16, CIFAR-100: 68.03 %. With --epochs 300 Table 7, ImageNet: 80.85 % (80.7 without), and
+    Table 8, Infograph: 20.68 % (12.62). Not run here.
     """
     return replace(DRLOC, model="t2t_vit_14")
 
@@ -580,14 +654,15 @@ def resnet_50_drloc() -> Config:
 
     python train.py resnet_50_drloc --loader ffcv --data train.beton --val val.beton --out runs/resnet_50_drloc
 
-    With --epochs 300 Table 8, Infograph: 30.00 % (29.34 without). Its weight of the loss is published nowhere; 0.1 is that of
-    CvT-13 and T2T-ViT-14. Not run here.
+    With --epochs 300 Table 8, Infograph: 30.00 % (29.34 without). Its weight of the loss is
+    published nowhere; 0.1 is that of CvT-13 and T2T-ViT-14. Not run here.
     """
     return replace(DRLOC, model="resnet50")
 
 
 def lvvit_s_224_token_label_drloc() -> Config:
-    """LV-ViT-S with token labels, MixToken and DRLoc: what each token shows, and how far apart two of them lie.
+    """LV-ViT-S with token labels, MixToken and DRLoc: what each token shows, and how far apart two
+    of them lie.
 
     python train.py lvvit_s_224_token_label_drloc --loader ffcv --data train.beton --val val.beton --out runs/token-label-drloc
 
@@ -598,21 +673,33 @@ def lvvit_s_224_token_label_drloc() -> Config:
 
 # ------------------------------------------------------------------------- DHVT, for small data (arXiv 2210.05958)
 
-# Tables of this section are those of DHVT's supplementary. What it leaves to DeiT (mixing, RandAugment, erasing, smoothing) and to its
-# released commands (drop-path 0.1, min_lr 1e-5, no averaged weights) is in the base. These also repeat augmentation, which the paper
-# does not name: --views 3 with a batch that 3 divides, and epochs and warm-up divided by 3. Their figures are the best epoch's on the
-# test set. CIFAR's images are moved by up to 4 pixels, not cut and resized, as in the released code. That one joins the statistics of the
-# embedding's BatchNorm over its two devices; --sync-batchnorm joins those of every BatchNorm, and changes nothing on one device.
+# Tables of this section are those of DHVT's supplementary. What it leaves to DeiT (mixing,
+# RandAugment, erasing, smoothing) and to its released commands (drop-path 0.1, min_lr 1e-5, no
+# averaged weights) is in the base. These also repeat augmentation, which the paper does not name:
+# --views 3 with a batch that 3 divides, and epochs and warm-up divided by 3. Their figures are the
+# best epoch's on the test set. CIFAR's images are moved by up to 4 pixels, not cut and resized, as
+# in the released code. That one joins the statistics of the embedding's BatchNorm over its two
+# devices; --sync-batchnorm joins those of every BatchNorm, and changes nothing on one device.
 DHVT = replace(STANDARD, lr_batch=512, drop_path=0.1, ema=0.0, crop_pct=0.875)
-CIFAR = replace(DHVT, size=32, shift=4, crop_scale=(1.0, 1.0), crop_pct=1.0, batch=512, lr=1e-3, warmup_epochs=5)
+CIFAR = replace(
+    DHVT, size=32, shift=4, crop_scale=(1.0, 1.0), crop_pct=1.0, batch=512, lr=1e-3, warmup_epochs=5
+)
 DOMAIN = replace(DHVT, batch=256, lr=1e-3, warmup_epochs=20)
 IMAGENET = replace(DHVT, batch=512, lr=5e-4, warmup_epochs=10)
 # Table 10: DRLoc's scheme (arXiv 2106.03746).
 HUNDRED = replace(DHVT, batch=1024, lr=1e-3, lr_batch=1024, warmup_epochs=20, epochs=100)
-# Tables 1 and 8, and min_lr of the released command, which also halves the rate (--lr 2.5e-4) and trains in evaluation mode
-# (--frozen-statistics).
+# Tables 1 and 8, and min_lr of the released command, which also halves the rate (--lr 2.5e-4) and
+# trains in evaluation mode (--frozen-statistics).
 TRANSFER = replace(
-    DHVT, init=tyro.MISSING, batch=256, lr=5e-4, lr_batch=256, min_lr=1e-6, weight_decay=1e-8, warmup_epochs=2, epochs=100
+    DHVT,
+    init=tyro.MISSING,
+    batch=256,
+    lr=5e-4,
+    lr_batch=256,
+    min_lr=1e-6,
+    weight_decay=1e-8,
+    warmup_epochs=2,
+    epochs=100,
 )
 
 
@@ -651,7 +738,8 @@ def dhvt_s_cifar_patch2() -> Config:
 
     python train.py dhvt_s_cifar_patch2 --loader ffcv --data train.beton --val val.beton --out runs/dhvt_s_cifar_patch2
 
-    Section 2.1: 85.68 % on CIFAR-100, of a model that it does not name; this is the largest of Table 11's for CIFAR. Not run here.
+    Section 2.1: 85.68 % on CIFAR-100, of a model that it does not name; this is the largest of
+    Table 11's for CIFAR. Not run here.
     """
     return replace(CIFAR, model="dhvt_small_cifar_patch2")
 
@@ -661,8 +749,9 @@ def dhvt_t_domain() -> Config:
 
     python train.py dhvt_t_domain --loader ffcv --data train.beton --val val.beton --out runs/dhvt_t_domain
 
-    Table 7, clipart, painting, sketch, infograph, real, quickdraw: 71.73 / 63.34 / 66.60 / 32.60 / 81.31 / 74.41 %.
-    Its other rows: --model resnet50, resnext50_32x4d or cvt_13, and --drop-path 0 for the first two. Not run here.
+    Table 7, clipart, painting, sketch, infograph, real, quickdraw: 71.73 / 63.34 / 66.60 / 32.60 /
+    81.31 / 74.41 %. Its other rows: --model resnet50, resnext50_32x4d or cvt_13, and --drop-path 0
+    for the first two. Not run here.
     """
     return replace(DOMAIN, model="dhvt_tiny_domain_patch16")
 
@@ -672,7 +761,8 @@ def dhvt_s_domain() -> Config:
 
     python train.py dhvt_s_domain --loader ffcv --data train.beton --val val.beton --out runs/dhvt_s_domain
 
-    Table 7, clipart, painting, sketch, infograph, real, quickdraw: 73.89 / 66.08 / 68.72 / 35.11 / 83.64 / 74.38 %. Not run here.
+    Table 7, clipart, painting, sketch, infograph, real, quickdraw: 73.89 / 66.08 / 68.72 / 35.11 /
+    83.64 / 74.38 %. Not run here.
     """
     return replace(DOMAIN, model="dhvt_small_domain_patch16")
 
@@ -743,7 +833,8 @@ def dhvt_t_fine_tune() -> Config:
     python train.py dhvt_t_fine_tune --loader ffcv --data train.beton --val val.beton --out runs/dhvt_t_fine_tune \\
         --init runs/dhvt_t_imagenet/last.pt
 
-    Table 1, CIFAR-100: 86.73 %. Table 8, clipart, painting, sketch: 77.88 / 72.05 / 70.79 %. Not run here.
+    Table 1, CIFAR-100: 86.73 %. Table 8, clipart, painting, sketch: 77.88 / 72.05 / 70.79 %. Not
+    run here.
     """
     return replace(TRANSFER, model="dhvt_tiny_imagenet_patch16")
 
@@ -754,7 +845,8 @@ def dhvt_s_fine_tune() -> Config:
     python train.py dhvt_s_fine_tune --loader ffcv --data train.beton --val val.beton --out runs/dhvt_s_fine_tune \\
         --init runs/dhvt_s_imagenet/last.pt
 
-    Table 1, CIFAR-100: 88.87 %. Table 8, clipart, painting, sketch: 80.06 / 74.18 / 73.32 %. Not run here.
+    Table 1, CIFAR-100: 88.87 %. Table 8, clipart, painting, sketch: 80.06 / 74.18 / 73.32 %. Not
+    run here.
     """
     return replace(TRANSFER, model="dhvt_small_imagenet_patch16")
 
@@ -767,12 +859,27 @@ def lvvit_micro_token_label() -> Config:
 
     python train.py lvvit_micro_token_label --loader ffcv --data quickstart/train.beton --val quickstart/val.beton --out runs/token-label
 
-    No MixToken and no drop-path: they regularise trainings of hundreds of epochs and slow one of eight.
+    No MixToken and no drop-path: they regularise trainings of hundreds of epochs and slow one of
+    eight.
     """
     return Config(
-        model="lvvit_micro", size=64, mixtoken=False, drop_path=0.0, crop_scale=(0.25, 1.0), hflip=0.0, crop_pct=1.0,
-        epochs=8, batch=32, lr=1e-3, lr_batch=32, min_lr=1e-5, warmup_epochs=1, ema=0.0, eval_every=2, log_every=25,
-    )  # fmt: skip
+        model="lvvit_micro",
+        size=64,
+        mixtoken=False,
+        drop_path=0.0,
+        crop_scale=(0.25, 1.0),
+        hflip=0.0,
+        crop_pct=1.0,
+        epochs=8,
+        batch=32,
+        lr=1e-3,
+        lr_batch=32,
+        min_lr=1e-5,
+        warmup_epochs=1,
+        ema=0.0,
+        eval_every=2,
+        log_every=25,
+    )
 
 
 def lvvit_micro_token_label_mixtoken() -> Config:
@@ -784,7 +891,8 @@ def lvvit_micro_token_label_mixtoken() -> Config:
 
 
 def lvvit_micro_token_label_compatible() -> Config:
-    """The demo's student with labels read where the published code reads them; all else as lvvit_micro_token_label.
+    """The demo's student with labels read where the published code reads them; all else as
+    lvvit_micro_token_label.
 
     python train.py lvvit_micro_token_label_compatible --loader ffcv --data quickstart/train.beton \\
         --val quickstart/val.beton --out runs/compatible
@@ -793,7 +901,8 @@ def lvvit_micro_token_label_compatible() -> Config:
 
 
 def lvvit_micro_relabel() -> Config:
-    """The demo's student with one dense label a crop (ReLabel, arXiv 2101.05022); all else as lvvit_micro_token_label.
+    """The demo's student with one dense label a crop (ReLabel, arXiv 2101.05022); all else as
+    lvvit_micro_token_label.
 
     python train.py lvvit_micro_relabel --loader ffcv --data quickstart/train.beton --val quickstart/val.beton --out runs/relabel
     """
@@ -809,7 +918,8 @@ def lvvit_micro_ce() -> Config:
 
 
 def lvvit_micro_drloc() -> Config:
-    """The demo's student with image labels and DRLoc on its 8 x 8 tokens (arXiv 2106.03746); all else as lvvit_micro_ce.
+    """The demo's student with image labels and DRLoc on its 8 x 8 tokens (arXiv 2106.03746); all
+    else as lvvit_micro_ce.
 
     python train.py lvvit_micro_drloc --loader ffcv --data quickstart/train.beton --val quickstart/val.beton --out runs/drloc
     """
@@ -826,13 +936,20 @@ def lvvit_micro_token_label_drloc() -> Config:
 
 
 def nfnet_micro_ce() -> Config:
-    """The demo's teacher: a small normaliser-free network with plain cross entropy, a minute on two CPU cores.
+    """The demo's teacher: a small normaliser-free network with plain cross entropy, a minute on two
+    CPU cores.
 
     python train.py nfnet_micro_ce --loader ffcv --data quickstart/train.beton --val quickstart/val.beton --out runs/teacher
     """
     return replace(
-        lvvit_micro_token_label(), model="nfnet_micro", objective="ce", smoothing=0.0, epochs=16, lr=5e-3, eval_every=4
-    )  # fmt: skip
+        lvvit_micro_token_label(),
+        model="nfnet_micro",
+        objective="ce",
+        smoothing=0.0,
+        epochs=16,
+        lr=5e-3,
+        eval_every=4,
+    )
 
 
 def dhvt_micro_ce() -> Config:
@@ -844,12 +961,16 @@ def dhvt_micro_ce() -> Config:
 
 
 def bootstrapping_micro_scratch() -> Config:
-    """A small vision transformer alone on the demo's digit scenes; all else as lvvit_micro_ce, without label smoothing, and 40 epochs.
+    """A small vision transformer alone on the demo's digit scenes; all else as lvvit_micro_ce,
+    without label smoothing, and 40 epochs.
 
     python train.py bootstrapping_micro_scratch --loader ffcv --data quickstart/train.beton --val quickstart/val.beton --out runs/vit
     """
-    # In 8 epochs the agent's features cost the transformer more than they teach it (README): 45 % alone, 22 % beside the agent.
-    return replace(lvvit_micro_ce(), model="bootstrapping_vit_micro", smoothing=0.0, epochs=40, eval_every=5)
+    # In 8 epochs the agent's features cost the transformer more than they teach it (README): 45 %
+    # alone, 22 % beside the agent.
+    return replace(
+        lvvit_micro_ce(), model="bootstrapping_vit_micro", smoothing=0.0, epochs=40, eval_every=5
+    )
 
 
 def bootstrapping_micro_joint() -> Config:

@@ -4,8 +4,9 @@
     OUT/checkpoints/manifest.json          their steps, SHA-256 and accuracies, oldest first
     OUT/last.pt, OUT/best.pt               links to the newest and to the most accurate
 
-A checkpoint is written under another name, synced, renamed, and only then named in the manifest; old ones are deleted
-after that. So whenever a process dies, the manifest names files that are whole.
+A checkpoint is written under another name, synced, renamed, and only then named in the manifest;
+old ones are deleted after that. So whenever a process dies, the manifest names files that are
+whole.
 """
 
 import hashlib
@@ -31,16 +32,25 @@ class Checkpoints:
 
     def exist(self) -> bool:
         """Whether the folder holds a run."""
-        return (self.out / "last.pt").is_symlink() or (self.out / "last.pt").exists() or any(self._files())
+        return (
+            (self.out / "last.pt").is_symlink()
+            or (self.out / "last.pt").exists()
+            or any(self._files())
+        )
 
     def save(self, state: dict, step: int) -> None:
         """Write `state`, the run after `step` steps."""
         path = self.folder / f"step-{step:08d}.pt"
         # Steps from here on are of a run that was continued from an earlier one, and is done again.
-        older = [old for old in self._entries() if old["step"] < step and old["file"] not in self._damaged]
+        older = [
+            old
+            for old in self._entries()
+            if old["step"] < step and old["file"] not in self._damaged
+        ]
         # Accuracies stand in every later checkpoint too, should the manifest be lost.
         state = state | {"accuracies": {old["file"]: old["top1"] for old in older}}
-        # Through a Python file: a full disk is an OSError there, and only a failed assertion in torch's own writer.
+        # Through a Python file: a full disk is an OSError there, and only a failed assertion in
+        # torch's own writer.
         with replacing(path) as part:
             with open(part, "wb") as file:
                 torch.save(state, file)
@@ -48,8 +58,15 @@ class Checkpoints:
         self._settle([*older, entry])
 
     def rate(self, step: int, top1: float) -> None:
-        """Note the accuracy of the checkpoint of `step`; the file stays as it is, so that its hash holds at every moment."""
-        self._settle([entry | {"top1": top1} if entry["step"] == step else entry for entry in self._entries()])
+        """Note the accuracy of the checkpoint of `step`; the file stays as it is, so that its hash
+        holds at every moment.
+        """
+        self._settle(
+            [
+                entry | {"top1": top1} if entry["step"] == step else entry
+                for entry in self._entries()
+            ]
+        )
 
     def rated(self, step: int) -> bool:
         """Whether the accuracy after `step` is noted."""
@@ -57,7 +74,9 @@ class Checkpoints:
 
     def _settle(self, entries: list[dict]) -> None:
         """Write the manifest, let the links lead where they should, delete what need not stay."""
-        best = max((e for e in entries if e["top1"] is not None), key=lambda e: e["top1"], default=None)
+        best = max(
+            (e for e in entries if e["top1"] is not None), key=lambda e: e["top1"], default=None
+        )
         kept = [e for e in entries if e in entries[-self.keep :] or e is best]
         with replacing(self.manifest) as part:
             part.write_text(json.dumps(kept, indent=1) + "\n")
@@ -67,7 +86,8 @@ class Checkpoints:
         else:
             (self.out / "best.pt").unlink(missing_ok=True)  # of a run that is done again
         names = {e["file"] for e in kept}
-        # Also what a killed process left: it is named in no manifest. Files of other names are not ours.
+        # Also what a killed process left: it is named in no manifest. Files of other names are not
+        # ours.
         for other in [*self._files(), *self.folder.glob("*.part")]:
             if other.name not in names:
                 other.unlink()
@@ -82,16 +102,22 @@ class Checkpoints:
             path = self.folder / entry["file"]
             try:
                 if sha256(path) != entry["sha256"]:
-                    raise checkpoints.CheckpointError(f"{path} is not what was saved: its SHA-256 differs")
+                    raise checkpoints.CheckpointError(
+                        f"{path} is not what was saved: its SHA-256 differs"
+                    )
                 return entry["file"]
             except (checkpoints.CheckpointError, OSError) as error:
                 self._pass_over(entry["file"], error)
         if entries or any(self._files()):
-            raise UserError(f"no checkpoint in {self.folder} can be read; copy them again, or choose another --out")
+            raise UserError(
+                f"no checkpoint in {self.folder} can be read; copy them again, or choose another --out"
+            )
         return None
 
     def _pass_over(self, name: str, error: Exception) -> None:
-        print(f"warning: {error}; going back to the checkpoint before it", file=sys.stderr, flush=True)
+        print(
+            f"warning: {error}; going back to the checkpoint before it", file=sys.stderr, flush=True
+        )
         self._damaged.add(name)
 
     def _files(self) -> list[Path]:
@@ -103,7 +129,8 @@ class Checkpoints:
         try:
             entries = json.loads(self.manifest.read_text())
             if entries and all(
-                e["file"] == f"step-{e['step']:08d}.pt" and e["sha256"] and (e["top1"] or 0) >= 0 for e in entries
+                e["file"] == f"step-{e['step']:08d}.pt" and e["sha256"] and (e["top1"] or 0) >= 0
+                for e in entries
             ):
                 return entries
             raise ValueError("its entries are not ours")
@@ -113,7 +140,11 @@ class Checkpoints:
             why = "is not there"
         except (ValueError, TypeError, KeyError) as error:
             why = f"cannot be read ({error})"
-        print(f"warning: {self.manifest} {why}; trying the files beside it", file=sys.stderr, flush=True)
+        print(
+            f"warning: {self.manifest} {why}; trying the files beside it",
+            file=sys.stderr,
+            flush=True,
+        )
         return self._found()
 
     def _found(self) -> list[dict]:
@@ -122,7 +153,13 @@ class Checkpoints:
         for path in self._files():
             try:
                 accuracies |= checkpoints.load(path).get("accuracies", {})
-                entries.append({"file": path.name, "step": int(path.stem.removeprefix("step-")), "sha256": sha256(path)})
+                entries.append(
+                    {
+                        "file": path.name,
+                        "step": int(path.stem.removeprefix("step-")),
+                        "sha256": sha256(path),
+                    }
+                )
             except (checkpoints.CheckpointError, ValueError, OSError) as error:
                 self._pass_over(path.name, error)
         return [entry | {"top1": accuracies.get(entry["file"])} for entry in entries]

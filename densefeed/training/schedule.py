@@ -1,7 +1,9 @@
-"""The learning rate of every step: linear warm-up, cosine, and then perhaps some epochs at the lowest rate.
+"""The learning rate of every step: linear warm-up, cosine, and then perhaps some epochs at the
+lowest rate.
 
-Token Labeling (arXiv 2104.10858), Table 2, states epochs, warm-up and cosine. The published code changes the rate once an
-epoch and runs ten epochs more at the lowest rate than the paper says (reference: its defaults, timm 0.4.5's schedule).
+Token Labeling (arXiv 2104.10858), Table 2, states epochs, warm-up and cosine. The published code
+changes the rate once an epoch and runs ten epochs more at the lowest rate than the paper says
+(reference: its defaults, timm 0.4.5's schedule).
 """
 
 import math
@@ -12,7 +14,9 @@ WARMUP_FROM = 1e-6  # the rate of the first step, of both the published code and
 
 
 def peak_rate(config: Config) -> float:
-    """The highest learning rate: `lr` is meant for a batch of `lr_batch` images, and grows linearly with the batch."""
+    """The highest learning rate: `lr` is meant for a batch of `lr_batch` images, and grows linearly
+    with the batch.
+    """
     return config.lr * config.batch / config.lr_batch
 
 
@@ -24,8 +28,9 @@ def total_epochs(config: Config) -> int:
 def learning_rate(config: Config, step: int, steps_per_epoch: int) -> float:
     """The learning rate of step number `step`, which counts from 0 over all epochs.
 
-    Warm-up does not delay the cosine: where it ends, the cosine is as far as if it had begun with the first step, so the rate
-    falls a little short of the peak (as timm does unless told otherwise). From epoch `epochs` on it is `min_lr`.
+    Warm-up does not delay the cosine: where it ends, the cosine is as far as if it had begun with
+    the first step, so the rate falls a little short of the peak (as timm does unless told
+    otherwise). From epoch `epochs` on it is `min_lr`.
     """
     each_epoch = config.lr_updates == "epoch"
     now, unit = (step // steps_per_epoch, 1) if each_epoch else (step, steps_per_epoch)

@@ -1,4 +1,6 @@
-"""How fast a run is, and how fast it could be: floating-point operations of a model, what the device can do, memory."""
+"""How fast a run is, and how fast it could be: floating-point operations of a model, what the
+device can do, memory.
+"""
 
 import time
 
@@ -8,24 +10,39 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from densefeed.system.devices import settle
 
-# Dense peak in 16 bits, operations per second, from the makers' data sheets; of others the rate of a product is measured.
-PEAKS = {"H200": 989e12, "H100": 989e12, "GH200": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12, "V100": 125e12}
+# Dense peak in 16 bits, operations per second, from the makers' data sheets; of others the rate of
+# a product is measured.
+PEAKS = {
+    "H200": 989e12,
+    "H100": 989e12,
+    "GH200": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "L4": 121e12,
+    "V100": 125e12,
+}
 SECONDS = 0.3  # of measuring
 
 
 def training_flops(model: nn.Module, size: int) -> float:
-    """Floating-point operations of one image of `size` pixels, forward and backward, of a model on the meta device.
+    """Floating-point operations of one image of `size` pixels, forward and backward, of a model on
+    the meta device.
 
     A multiply-add is two; backward is twice forward, as each product has two of its size behind it.
     """
     with FlopCounterMode(display=False) as counter, torch.no_grad():
-        # Without gradients the counter hooks none: in CaiT it finds a class token whose gradient has no function, and stops.
-        model.train().requires_grad_(False)(torch.empty(2, 3, size, size, device="meta"))  # BatchNorm wants two
+        # Without gradients the counter hooks none: in CaiT it finds a class token whose gradient
+        # has no function, and stops.
+        model.train().requires_grad_(False)(
+            torch.empty(2, 3, size, size, device="meta")
+        )  # BatchNorm wants two
     return 3 * counter.get_total_flops() / 2
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """Operations per second that the device can do at best, in products of `dtype`: its data sheet's, or measured here."""
+    """Operations per second that the device can do at best, in products of `dtype`: its data
+    sheet's, or measured here.
+    """
     if device.type == "cuda" and dtype != torch.float32:
         words = torch.cuda.get_device_name(device).replace("-", " ").split()
         if known := [peak for name, peak in PEAKS.items() if name in words]:
@@ -48,7 +65,9 @@ def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
 
 
 class Saved:
-    """Bytes that autograd keeps for the backward pass while this context is open; what is no parameter, each storage once."""
+    """Bytes that autograd keeps for the backward pass while this context is open; what is no
+    parameter, each storage once.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self.held = {p.untyped_storage().data_ptr() for p in model.parameters()}

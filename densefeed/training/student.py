@@ -1,4 +1,6 @@
-"""The student: what a step changes, and what a checkpoint must hold to go on as if nothing had happened."""
+"""The student: what a step changes, and what a checkpoint must hold to go on as if nothing had
+happened.
+"""
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -23,8 +25,12 @@ class Student(NamedTuple):
     """A network in training."""
 
     model: nn.Module  # what is judged, averaged and given away
-    trained: nn.Module  # what is optimised: the model, or it and DRLoc's heads or its agent beside it
-    network: nn.Module  # that as the backward pass wants it: under several ranks it averages gradients
+    trained: (
+        nn.Module
+    )  # what is optimised: the model, or it and DRLoc's heads or its agent beside it
+    network: (
+        nn.Module
+    )  # that as the backward pass wants it: under several ranks it averages gradients
     ema: ModelEmaV3 | None
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler  # of float16's losses; else it does nothing
@@ -42,14 +48,18 @@ class Student(NamedTuple):
         """What is trained and is not the model, by its name in a checkpoint."""
         if self.trained is self.model:
             return {}
-        return {name: part for name, part in self.trained.named_children() if part is not self.model}
+        return {
+            name: part for name, part in self.trained.named_children() if part is not self.model
+        }
 
     def state(self) -> dict:
         """What `restore` needs."""
         return {
-            "model": self.model.state_dict(), "ema": self.ema.module.state_dict() if self.ema else None,
-            "optimizer": self.optimizer.state_dict(), "scaler": self.scaler.state_dict(),
-        } | {name: part.state_dict() for name, part in self.beside.items()}  # fmt: skip
+            "model": self.model.state_dict(),
+            "ema": self.ema.module.state_dict() if self.ema else None,
+            "optimizer": self.optimizer.state_dict(),
+            "scaler": self.scaler.state_dict(),
+        } | {name: part.state_dict() for name, part in self.beside.items()}
 
     def restore(self, checkpoint: dict) -> None:
         """Go on from a checkpoint that holds `state`."""
@@ -67,23 +77,34 @@ class Student(NamedTuple):
 
 
 def student_of(
-    config: Config, model: nn.Module, ranks: Ranks, dtype: torch.dtype | None, agent: AgentCNN | None = None
+    config: Config,
+    model: nn.Module,
+    ranks: Ranks,
+    dtype: torch.dtype | None,
+    agent: AgentCNN | None = None,
 ) -> Student:
-    """`model` with its optimiser, averaged weights and guards, and perhaps an agent that learns beside it.
+    """`model` with its optimiser, averaged weights and guards, and perhaps an agent that learns
+    beside it.
 
-    `dtype` is that of autocast. Model and agent must be on the device already, and synchronised if they are to be.
+    `dtype` is that of autocast. Model and agent must be on the device already, and synchronised if
+    they are to be.
 
-    AdamW decays no biases, norms and tables (timm's grouping). Its fused form takes `found_inf`, on which the guard relies.
-    DRLoc's heads and the agent are trained and saved, but have no averaged weights: those are for judging, which needs the
-    model alone. UserError where the model cannot have such heads.
+    AdamW decays no biases, norms and tables (timm's grouping). Its fused form takes `found_inf`, on
+    which the guard relies. DRLoc's heads and the agent are trained and saved, but have no averaged
+    weights: those are for judging, which needs the model alone. UserError where the model cannot
+    have such heads.
     """
     trained = localised(config, trained_of(config, model, agent))
     return Student(
         model=model,
         trained=trained,
         network=ranks.parallel(trained),
-        ema=ModelEmaV3(model, decay=config.ema, use_warmup=True, foreach=True) if config.ema else None,
-        optimizer=create_optimizer_v2(trained, "adamw", lr=peak_rate(config), weight_decay=config.weight_decay, fused=True),
+        ema=ModelEmaV3(model, decay=config.ema, use_warmup=True, foreach=True)
+        if config.ema
+        else None,
+        optimizer=create_optimizer_v2(
+            trained, "adamw", lr=peak_rate(config), weight_decay=config.weight_decay, fused=True
+        ),
         scaler=torch.amp.GradScaler(ranks.device.type, enabled=dtype == torch.float16),
         finite=Finite(ranks.device, config.on_nonfinite == "skip"),
         clip_grad=config.clip_grad,
@@ -91,32 +112,45 @@ def student_of(
     )
 
 
-def update(student: Student, ranks: Ranks, step: int, losses: Sequence[Callable[[], Tensor]]) -> tuple[Tensor, Tensor]:
-    """Step number `step`, from 0: gradients of the mean of `losses`, then new weights; nothing waits for the device.
+def update(
+    student: Student, ranks: Ranks, step: int, losses: Sequence[Callable[[], Tensor]]
+) -> tuple[Tensor, Tensor]:
+    """Step number `step`, from 0: gradients of the mean of `losses`, then new weights; nothing
+    waits for the device.
 
-    Each of `losses` computes that of a part of this rank's batch. Returns their mean and the norm of the gradients, before
-    they are clipped: float32 `[]` each.
+    Each of `losses` computes that of a part of this rank's batch. Returns their mean and the norm
+    of the gradients, before they are clipped: float32 `[]` each.
     """
     model, scaler, mean = student.trained, student.scaler, torch.zeros((), device=ranks.device)
-    # BatchNorm's running statistics change in the forward pass, before anybody knows whether it was finite.
+    # BatchNorm's running statistics change in the forward pass, before anybody knows whether it was
+    # finite.
     running = [b for b in model.buffers() if b.is_floating_point()] if student.finite.skip else []
     before = [b.clone() for b in running]
     for number, loss_of in enumerate(losses, start=1):
-        with nullcontext() if number == len(losses) or ranks.size == 1 else student.network.no_sync():
+        with (
+            nullcontext() if number == len(losses) or ranks.size == 1 else student.network.no_sync()
+        ):
             loss = loss_of() / len(losses)
             scaler.scale(loss).backward()
         mean += loss.detach()
     if isinstance(model, Bootstrapped) and model.shared:
         model.combine_gradients(student.align, ranks.average_gradients)
     if scaler.is_enabled():
-        # Overflows of scaled gradients are part of the method: the scaler steps over them by itself. The guard judges the
-        # loss, and shows the scaler a gradient that is not finite where the step must be left out.
+        # Overflows of scaled gradients are part of the method: the scaler steps over them by
+        # itself. The guard judges the loss, and shows the scaler a gradient that is not finite
+        # where the step must be left out.
         flag = student.finite.update(ranks.sum(mean.clone()), step)
-        next(p.grad for p in model.parameters() if p.grad is not None).add_(torch.where(flag > 0, torch.nan, 0.0))
+        next(p.grad for p in model.parameters() if p.grad is not None).add_(
+            torch.where(flag > 0, torch.nan, 0.0)
+        )
     scaler.unscale_(student.optimizer)
-    norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None], foreach=True)
+    norm = torch.nn.utils.get_total_norm(
+        [p.grad for p in model.parameters() if p.grad is not None], foreach=True
+    )
     if student.clip_grad:
-        torch.nn.utils.clip_grads_with_norm_(model.parameters(), student.clip_grad, norm, foreach=True)
+        torch.nn.utils.clip_grads_with_norm_(
+            model.parameters(), student.clip_grad, norm, foreach=True
+        )
     if scaler.is_enabled():
         scaler.step(student.optimizer)
         scaler.update()

@@ -9,5 +9,7 @@ from benchmarks import harness
 
 @pytest.fixture(autouse=True)
 def garbage_is_left(monkeypatch):
-    """A benchmark collects garbage before each turn, 0.3 s where all of PyTorch's modules are loaded; nothing here is timed."""
+    """A benchmark collects garbage before each turn, 0.3 s where all of PyTorch's modules are
+    loaded; nothing here is timed.
+    """
     monkeypatch.setattr(harness, "gc", SimpleNamespace(collect=lambda: None))

@@ -1,4 +1,6 @@
-"""The benchmark in small: its numbers are those it measured, and what cannot be measured is said in a sentence."""
+"""The benchmark in small: its numbers are those it measured, and what cannot be measured is said in
+a sentence.
+"""
 
 import csv
 import json
@@ -37,7 +39,8 @@ def test_the_crops_are_the_photographs_own():
 
 
 @pytest.mark.parametrize(
-    ("options", "said"), [({"rounds": 0}, "--rounds"), ({"device": "tpu"}, "tpu"), ({"policy": "x"}, "'x'")]
+    ("options", "said"),
+    [({"rounds": 0}, "--rounds"), ({"device": "tpu"}, "tpu"), ({"policy": "x"}, "'x'")],
 )
 def test_what_cannot_be_measured_is_said(options, said):
     with pytest.raises(UserError, match=said):

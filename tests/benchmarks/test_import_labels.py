@@ -22,7 +22,9 @@ def test_a_small_run_is_whole(tmp_path, monkeypatch, form):
 
     monkeypatch.setattr(torch, "load", counted)
     monkeypatch.setattr(
-        import_labels, "main", lambda wanted: stores.append(imported(wanted)) or stores.append(wanted.out.exists())
+        import_labels,
+        "main",
+        lambda wanted: stores.append(imported(wanted)) or stores.append(wanted.out.exists()),
     )
     paths = {"json": tmp_path / "out.json", "results": tmp_path / "results.csv"}
     document = main(Benchmark(files=20, form=form, footprint="centre-crop", rounds=2, **paths))
@@ -38,7 +40,9 @@ def test_a_small_run_is_whole(tmp_path, monkeypatch, form):
     assert rows[0]["data"] == f"20 files, {form}, centre-crop"
 
 
-@pytest.mark.parametrize(("options", "said"), [({"files": 0}, "--files"), ({"threads": 0}, "--threads")])
+@pytest.mark.parametrize(
+    ("options", "said"), [({"files": 0}, "--files"), ({"threads": 0}, "--threads")]
+)
 def test_what_cannot_be_measured_is_said(options, said):
     with pytest.raises(UserError, match=said):
         main(Benchmark(**options))

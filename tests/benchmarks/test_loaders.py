@@ -1,4 +1,6 @@
-"""The benchmark in small: every peer delivers what it should, and the numbers are computed and kept as promised."""
+"""The benchmark in small: every peer delivers what it should, and the numbers are computed and kept
+as promised.
+"""
 
 import csv
 import json
@@ -97,7 +99,11 @@ def test_a_beton_is_unpacked_for_the_peers(data, tmp_path):
     bare = set_of(data.stock, None, tmp_path)
     assert (bare.maps, bare.published) == (None, None)
     with pytest.raises(UserError, match=r"has no score maps; leave it out"):
-        main(Benchmark(data=data.stock, cache=tmp_path, loaders="ffcv+labels", threads=(1,), record=False))
+        main(
+            Benchmark(
+                data=data.stock, cache=tmp_path, loaders="ffcv+labels", threads=(1,), record=False
+            )
+        )
     one = tmp_path / "one" / "x" / "a.jpg"
     one.parent.mkdir(parents=True)
     Image.new("RGB", (20, 20)).save(one)
@@ -123,14 +129,17 @@ def deliver_twice(name, data, threads):
 
 def check_delivered(name, epochs, data):
     dense = {
-        **dict.fromkeys(("ffcv+labels", "folder+labels", "dali-cpu+labels"), (BATCH, 18, 18, 5)), "token-labeling": (BATCH, 3, 5, 18, 18),
+        **dict.fromkeys(("ffcv+labels", "folder+labels", "dali-cpu+labels"), (BATCH, 18, 18, 5)),
+        "token-labeling": (BATCH, 3, 5, 18, 18),
         "token-labeling+labels": (BATCH, CLASSES, 2 + (SIZE // 16) ** 2),
-    }.get(name)  # fmt: skip
+    }.get(name)
     for batches in epochs:
         assert sum(batch.count for batch in batches) == IMAGES
         if name == "turbojpeg-full":
             continue
-        assert sorted(torch.cat([batch.label for batch in batches]).tolist()) == sorted(data.labels.tolist())
+        assert sorted(torch.cat([batch.label for batch in batches]).tolist()) == sorted(
+            data.labels.tolist()
+        )
         for batch in batches:
             assert batch.image.dtype == torch.uint8
             assert tuple(batch.image.shape) in {(BATCH, SIZE, SIZE, 3), (BATCH, 3, SIZE, SIZE)}
@@ -153,7 +162,9 @@ def test_two_loaders_at_once_deliver_all_that_both_do(data):
     for _ in range(2):
         came = list(both.batches(0))
         assert sum(batch.count for batch in came) == 2 * IMAGES
-        assert sorted(torch.cat([batch.label for batch in came]).tolist()) == sorted(2 * data.labels.tolist())
+        assert sorted(torch.cat([batch.label for batch in came]).tolist()) == sorted(
+            2 * data.labels.tolist()
+        )
     both.close()
     with pytest.raises(RuntimeError, match="closed"):
         list(both.batches(0))
@@ -165,14 +176,20 @@ def test_stock_ffcv_delivers_every_image_once(data):
     check_delivered("ffcv-stock", deliver_twice("ffcv-stock", data, 1), data)
 
 
-@pytest.mark.parametrize("name", ["ffcv+labels", "nvidia-dali-cpu", "token-labeling", "simplejpeg", "turbojpeg-full"])
+@pytest.mark.parametrize(
+    "name", ["ffcv+labels", "nvidia-dali-cpu", "token-labeling", "simplejpeg", "turbojpeg-full"]
+)
 def test_two_threads_or_processes_deliver_the_same(name, data):
     check_delivered(name, deliver_twice(name, data, 2), data)
 
 
-@pytest.mark.parametrize(("name", "tolerance"), [("token-labeling", 0.6), ("simplejpeg", 0.6), ("spdl", 6.0)])
+@pytest.mark.parametrize(
+    ("name", "tolerance"), [("token-labeling", 0.6), ("simplejpeg", 0.6), ("spdl", 6.0)]
+)
 def test_told_the_crop_a_peer_cuts_it(name, tolerance, data):
-    """By label and nearest picture, since SPDL delivers in the order of completion; its filter is another one than Pillow's."""
+    """By label and nearest picture, since SPDL delivers in the order of completion; its filter is
+    another one than Pillow's.
+    """
     ours = torch.cat([batch.image for batch in deliver_twice("folder", data, 1)[1]]).float()
     peer = torch.cat([batch.image for batch in deliver_twice(name, data, 1)[1]])
     peer = (peer if peer.shape[-1] == 3 else peer.permute(0, 2, 3, 1)).float()
@@ -184,8 +201,14 @@ def test_told_the_crop_a_peer_cuts_it(name, tolerance, data):
 @pytest.mark.parametrize(
     ("ends", "reason"),
     [
-        ("import os; os.kill(os.getpid(), 11)", "it cannot decode crops on this GPU: the process ended with -11"),
-        ("raise RuntimeError('status 8')", "it cannot decode crops on this GPU: RuntimeError: status 8"),
+        (
+            "import os; os.kill(os.getpid(), 11)",
+            "it cannot decode crops on this GPU: the process ended with -11",
+        ),
+        (
+            "raise RuntimeError('status 8')",
+            "it cannot decode crops on this GPU: RuntimeError: status 8",
+        ),
         ("", None),
     ],
 )
@@ -199,7 +222,9 @@ def test_nvidias_gpu_decoder_is_tried_where_it_can_do_no_harm(ends, reason, monk
 
 
 def test_nvidias_pipeline_crops_as_torchvision_does(data):
-    """The larger the crop, the steeper its picture: crops of 25 to 100 % would be 7 % steeper, of 8 to 50 % 9 % less steep."""
+    """The larger the crop, the steeper its picture: crops of 25 to 100 % would be 7 % steeper, of 8
+    to 50 % 9 % less steep.
+    """
     if reason := why_missing("nvidia-dali-cpu"):
         pytest.skip(reason)
     torch.manual_seed(0)
@@ -207,16 +232,20 @@ def test_nvidias_pipeline_crops_as_torchvision_does(data):
     for name in ("nvidia-dali-cpu", "torchvision-tensor"):
         peer = PEERS[name].make(Work(data, 1, BATCH, SIZE))
         images = [batch.image for epoch in range(8) for batch in peer.batches(epoch)]
-        images = torch.cat([image if image.shape[-1] == 3 else image.permute(0, 2, 3, 1) for image in images])
+        images = torch.cat(
+            [image if image.shape[-1] == 3 else image.permute(0, 2, 3, 1) for image in images]
+        )
         steepness.append(images.float().diff(dim=2).abs().mean().item())
         peer.close()
     assert steepness[0] / steepness[1] == pytest.approx(1, abs=0.05)
 
 
 def restated_targets(score_map, box, label, flip, grid, num_classes):
-    """The published label of one image in float64, sample by sample: `[K, 2 + grid * grid]`. Independent of torch.
+    """The published label of one image in float64, sample by sample: `[K, 2 + grid * grid]`.
+    Independent of torch.
 
-    `score_map` is float16 `[2, k, S, S]`, `box` (top, left, height, width) as shares of the mirrored image.
+    `score_map` is float16 `[2, k, S, S]`, `box` (top, left, height, width) as shares of the
+    mirrored image.
     """
     side = score_map.shape[-1]
     dense = np.zeros((num_classes, side, side))
@@ -273,7 +302,8 @@ def test_the_published_targets_are_the_published_formulas(data):
         box = (top / H, left / W, height / H, width / W)
         score_map = torch.load(data.published / name, weights_only=True).numpy().astype(np.float64)
         want = restated_targets(score_map, box, data.labels[index], flip, 14, CLASSES)
-        # float32 coordinates are off by 18 * 2^-24 cells, logits differ by up to 20 from cell to cell: 2e-5, and a rounding more.
+        # float32 coordinates are off by 18 * 2^-24 cells, logits differ by up to 20 from cell to
+        # cell: 2e-5, and a rounding more.
         np.testing.assert_allclose(got[one].numpy(), want, atol=5e-5)
     total = got[:, :, 1:].sum(1)  # smoothing that is not taken back; the given label sums to 1
     torch.testing.assert_close(total, torch.full_like(total, 1 + 0.1 / CLASSES), atol=1e-5, rtol=0)
@@ -313,9 +343,13 @@ def test_cores_and_threads_are_given_back(cache, data):
 
 
 def test_rounds_take_turns_and_ratios_are_pair_by_pair():
-    """Two works that slow down alike: their ratio stays 2 in every round, which no ratio of medians knows."""
+    """Two works that slow down alike: their ratio stays 2 in every round, which no ratio of medians
+    knows.
+    """
     order = []
-    clock = iter(np.cumsum([0, 1, 0, 2, 0, 30, 0, 15, 0, 4, 0, 8, 0, 50, 0, 25]))  # a, b | b, a | a, b | b, a
+    clock = iter(
+        np.cumsum([0, 1, 0, 2, 0, 30, 0, 15, 0, 4, 0, 8, 0, 50, 0, 25])
+    )  # a, b | b, a | a, b | b, a
 
     def note(name):
         def work(number):
@@ -326,7 +360,9 @@ def test_rounds_take_turns_and_ratios_are_pair_by_pair():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(harness.time, "perf_counter", lambda: float(next(clock)))
-        rates = take_turns({"a": note("a"), "b": note("b")}, 3, lambda key: None, lambda key: None, warm=1)
+        rates = take_turns(
+            {"a": note("a"), "b": note("b")}, 3, lambda key: None, lambda key: None, warm=1
+        )
     assert order == [(0, "a"), (0, "b"), (1, "b"), (1, "a"), (2, "a"), (2, "b"), (3, "b"), (3, "a")]
     assert rates == {"a": [10 / 15, 10 / 4, 10 / 25], "b": [10 / 30, 10 / 8, 10 / 50]}
     assert pairwise(rates["a"], rates["b"]) == (2.0, 2.0, 2.0)
@@ -334,7 +370,9 @@ def test_rounds_take_turns_and_ratios_are_pair_by_pair():
 
 
 def test_loaders_are_made_anew_in_another_order(cache, data, monkeypatch):
-    """Five rounds in three makings: 2, 2 and 1, with a warm-up each; every loader is closed before the next making."""
+    """Five rounds in three makings: 2, 2 and 1, with a warm-up each; every loader is closed before
+    the next making.
+    """
     made, alive = [], []
 
     class Counting:
@@ -352,7 +390,9 @@ def test_loaders_are_made_anew_in_another_order(cache, data, monkeypatch):
             alive.remove(self)
 
     for name in ("ffcv", "folder"):
-        monkeypatch.setitem(PEERS, name, PEERS[name]._replace(make=lambda work, name=name: Counting(name)))
+        monkeypatch.setitem(
+            PEERS, name, PEERS[name]._replace(make=lambda work, name=name: Counting(name))
+        )
     document = main(small(cache, loaders="ffcv,folder", rounds=5, makings=3))
     assert [peer.name for peer in made] == ["ffcv", "folder", "folder", "ffcv", "ffcv", "folder"]
     assert [len(peer.rounds) for peer in made] == [3, 3, 3, 3, 2, 2]
@@ -361,7 +401,9 @@ def test_loaders_are_made_anew_in_another_order(cache, data, monkeypatch):
 
 
 def test_pinned_threads_stay_on_their_cores():
-    """A pool that was started before is confined too; sched_setaffinity on the process would miss it."""
+    """A pool that was started before is confined too; sched_setaffinity on the process would miss
+    it.
+    """
     from concurrent.futures import ThreadPoolExecutor
 
     with ThreadPoolExecutor(1) as pool, harness.unpinned_after() as allowed:
@@ -375,7 +417,13 @@ def test_pinned_threads_stay_on_their_cores():
 def test_results_are_appended_and_name_no_place(cache, data, tmp_path, monkeypatch):
     results = tmp_path / "results.csv"
     monkeypatch.setattr(
-        "sys.argv", ["/somewhere/tools/benchmark_loaders.py", "--data", "/private/x.beton", "--json=/private/o.json"]
+        "sys.argv",
+        [
+            "/somewhere/tools/benchmark_loaders.py",
+            "--data",
+            "/private/x.beton",
+            "--json=/private/o.json",
+        ],
     )
     for _ in range(2):
         main(small(cache, record=True, results=results, rounds=1))
@@ -383,8 +431,10 @@ def test_results_are_appended_and_name_no_place(cache, data, tmp_path, monkeypat
     assert len(rows) == 2 * (3 + 2)
     assert results.read_text().count("date,commit,cpu,cores") == 1
     assert {row["name"]: row["unit"] for row in rows} == {
-        **dict.fromkeys(SMALL, "images/s"), "ffcv+labels / ffcv": "ratio", "ffcv+labels / torchvision": "ratio",
-    }  # fmt: skip
+        **dict.fromkeys(SMALL, "images/s"),
+        "ffcv+labels / ffcv": "ratio",
+        "ffcv+labels / torchvision": "ratio",
+    }
     for row in rows:
         assert row["command"] == "benchmark_loaders.py --data x.beton --json=o.json"
         assert float(row["p25"]) <= float(row["median"]) <= float(row["p75"])
@@ -405,7 +455,10 @@ def test_a_results_file_of_another_layout_is_left_alone(tmp_path):
 def test_the_commit_is_dirty_unless_only_results_differ(tmp_path, monkeypatch):
     def git(*words):
         subprocess.run(
-            ["git", "-c", "user.name=n", "-c", "user.email=e", *words], cwd=tmp_path, check=True, capture_output=True
+            ["git", "-c", "user.name=n", "-c", "user.email=e", *words],
+            cwd=tmp_path,
+            check=True,
+            capture_output=True,
         )
 
     monkeypatch.setattr(harness, "ROOT", tmp_path)
@@ -428,7 +481,9 @@ def test_the_commit_is_dirty_unless_only_results_differ(tmp_path, monkeypatch):
 
 
 def test_bad_requests_are_refused_in_a_sentence(cache):
-    with pytest.raises(UserError, match=r"there is no loader 'fvcc'; choose from ffcv\+labels, ffcv"):
+    with pytest.raises(
+        UserError, match=r"there is no loader 'fvcc'; choose from ffcv\+labels, ffcv"
+    ):
         main(small(cache, loaders="ffcv,fvcc"))
     with pytest.raises(UserError, match=r"--threads 999: from 1 to the \d+ cores"):
         main(small(cache, threads=(999,)))
@@ -451,7 +506,10 @@ def test_a_missing_peer_is_left_out_but_not_when_asked_for(monkeypatch, capsys):
     said = capsys.readouterr().out
     assert "simplejpeg: left out, no_such_package is not installed; pip install simplejpeg" in said
     assert "spdl: left out, json cannot load (Expecting" in said
-    with pytest.raises(UserError, match=r"--loaders simplejpeg: no_such_package is not installed; pip install simplejpeg"):
+    with pytest.raises(
+        UserError,
+        match=r"--loaders simplejpeg: no_such_package is not installed; pip install simplejpeg",
+    ):
         chosen("ffcv,simplejpeg")
 
 

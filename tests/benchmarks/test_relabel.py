@@ -13,11 +13,22 @@ from benchmarks.relabel import FLOOR, OURS, PEER, Benchmark, main
 from densefeed.storage.score_maps import ScoreMapStore
 from densefeed.system.errors import UserError
 
-SMALL = dict(images=10, classes=6, teacher="test_resnet", input_size=96, top_k=3, batch=4, threads=1, rounds=2)
+SMALL = dict(
+    images=10,
+    classes=6,
+    teacher="test_resnet",
+    input_size=96,
+    top_k=3,
+    batch=4,
+    threads=1,
+    rounds=2,
+)
 
 
 def test_both_label_every_image_alike(tmp_path, monkeypatch):
-    """The classes that the .pt files and the store name first, and their logits: other pixels and orders of sums, so nearly."""
+    """The classes that the .pt files and the store name first, and their logits: other pixels and
+    orders of sums, so nearly.
+    """
     seen = []
 
     def take_turns(works, rounds, before, done):
@@ -25,7 +36,10 @@ def test_both_label_every_image_alike(tmp_path, monkeypatch):
         assert works[PEER](0) == 10
         store, (folder,) = ScoreMapStore(next(tmp_path.glob("*/maps.h5"))), tmp_path.glob("*/pt")
         maps = store.rows(np.arange(10))
-        theirs = [torch.load(folder / Path(path).with_suffix(".pt"), weights_only=True) for path in store.paths()]
+        theirs = [
+            torch.load(folder / Path(path).with_suffix(".pt"), weights_only=True)
+            for path in store.paths()
+        ]
         assert all(t.dtype == torch.float16 and t.shape == (2, 3, 3, 3) for t in theirs)
         theirs = torch.stack(theirs).permute(0, 1, 3, 4, 2).numpy()
         seen.append((maps, theirs))
@@ -45,7 +59,10 @@ def test_a_small_run_is_whole(tmp_path):
     paths = {"json": tmp_path / "out.json", "results": tmp_path / "results.csv"}
     document = main(Benchmark(**SMALL, **paths))
     assert json.loads(paths["json"].read_text()) == json.loads(json.dumps(document))
-    assert [(ratio["a"], ratio["b"]) for ratio in document["ratios"]] == [(OURS, PEER), (OURS, FLOOR)]
+    assert [(ratio["a"], ratio["b"]) for ratio in document["ratios"]] == [
+        (OURS, PEER),
+        (OURS, FLOOR),
+    ]
     rows = list(csv.DictReader(paths["results"].open()))
     assert [row["name"] for row in rows][:3] == [f"relabel {name}" for name in (OURS, PEER, FLOOR)]
     assert [row["unit"] for row in rows] == ["images/s"] * 3 + ["ratio"] * 2

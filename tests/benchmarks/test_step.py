@@ -1,4 +1,6 @@
-"""The benchmark in small: both steps are the same training, the floor is what a hand counts, bad requests are refused."""
+"""The benchmark in small: both steps are the same training, the floor is what a hand counts, bad
+requests are refused.
+"""
 
 import csv
 import json
@@ -27,23 +29,59 @@ def packed(folder, maps, tmp_path_factory, command):
     """The small folder's 11 images as .beton: with score maps, and without."""
     root = tmp_path_factory.mktemp("packed")
     for name, extra in (("labelled", ("--maps", maps)), ("plain", ())):
-        done = command("tools/pack_dataset.py", "--data", folder, "--split", "train", "--out", root / f"{name}.beton", *extra)
+        done = command(
+            "tools/pack_dataset.py",
+            "--data",
+            folder,
+            "--split",
+            "train",
+            "--out",
+            root / f"{name}.beton",
+            *extra,
+        )
         assert done.returncode == 0, done.stderr
     return root / "labelled.beton", root / "plain.beton"
 
 
 def small(**options):
-    sizes = {"model": "lvvit_micro", "batch": 4, "size": 32, "classes": 30, "modes": ("eager",), "steps": 2, "rounds": 2}
+    sizes = {
+        "model": "lvvit_micro",
+        "batch": 4,
+        "size": 32,
+        "classes": 30,
+        "modes": ("eager",),
+        "steps": 2,
+        "rounds": 2,
+    }
     return Benchmark(**{**sizes, "device": "cpu", "threads": 1, "record": False, **options})
 
 
 def test_the_document_is_as_promised_and_rows_are_kept(packed, tmp_path, capsys):
     out, results = tmp_path / "out.json", tmp_path / "results.csv"
-    main(small(objective="token-label", loader="ffcv", data=packed[0], json=out, record=True, results=results))
+    main(
+        small(
+            objective="token-label",
+            loader="ffcv",
+            data=packed[0],
+            json=out,
+            record=True,
+            results=results,
+        )
+    )
     document = json.loads(out.read_text())
-    assert list(document) == ["rows", "ratios", "equality", "floor", "data_wait_share", "data", "environment"]
+    assert list(document) == [
+        "rows",
+        "ratios",
+        "equality",
+        "floor",
+        "data_wait_share",
+        "data",
+        "environment",
+    ]
     names = ["ours", "ours+labels", "timm", "ours+labels+loader"]
-    assert [(row["name"], row["mode"], row["runs"]) for row in document["rows"]] == [(name, "eager", 2) for name in names]
+    assert [(row["name"], row["mode"], row["runs"]) for row in document["rows"]] == [
+        (name, "eager", 2) for name in names
+    ]
     pairs = [("ours", "timm"), ("ours+labels", "ours"), ("ours+labels+loader", "ours+labels")]
     assert [(ratio["a"], ratio["b"]) for ratio in document["ratios"]] == pairs
     for ratio in document["ratios"]:
@@ -56,10 +94,16 @@ def test_the_document_is_as_promised_and_rows_are_kept(packed, tmp_path, capsys)
     for line in document["floor"]["rows"]:
         assert line["least_s"] == max(line["compute_s"], line["traffic_s"])
         assert line["share"] == pytest.approx(line["least_s"] / line["step_s"])
-        speed = next(row["images_per_s"]["median"] for row in document["rows"] if row["name"] == line["name"])
+        speed = next(
+            row["images_per_s"]["median"] for row in document["rows"] if row["name"] == line["name"]
+        )
         assert line["step_s"] == pytest.approx(4 / speed)
-        assert line["compute_s"] == pytest.approx(4 * line["flops_per_image"] / document["floor"]["matmul_flops_per_s"])
-        assert line["traffic_s"] == pytest.approx(line["bytes_per_step"] / document["floor"]["copy_bytes_per_s"])
+        assert line["compute_s"] == pytest.approx(
+            4 * line["flops_per_image"] / document["floor"]["matmul_flops_per_s"]
+        )
+        assert line["traffic_s"] == pytest.approx(
+            line["bytes_per_step"] / document["floor"]["copy_bytes_per_s"]
+        )
     rows = list(csv.DictReader(results.open()))
     said = [(row["name"], row["unit"]) for row in rows]
     assert said == [
@@ -69,7 +113,9 @@ def test_the_document_is_as_promised_and_rows_are_kept(packed, tmp_path, capsys)
         ("step ours+labels+loader waits for data, eager", "ratio"),
     ]
     assert {row["runs"] for row in rows} == {"2"}
-    assert {row["data"] for row in rows} == {"lvvit_micro, 4 images of 32 px, 2 classes, float32; CPU"}
+    assert {row["data"] for row in rows} == {
+        "lvvit_micro, 4 images of 32 px, 2 classes, float32; CPU"
+    }
     told = capsys.readouterr().out
     assert "% of the time spent waiting for data" in told
     assert "0.97" in told
@@ -77,24 +123,37 @@ def test_the_document_is_as_promised_and_rows_are_kept(packed, tmp_path, capsys)
 
 @pytest.mark.parametrize(
     ("model", "precision"),
-    [("lvvit_micro", "fp32"), ("lvvit_micro", "bf16"), ("lvvit_micro", "fp16"), ("deit_tiny_patch16_224", "fp32")],
+    [
+        ("lvvit_micro", "fp32"),
+        ("lvvit_micro", "bf16"),
+        ("lvvit_micro", "fp16"),
+        ("deit_tiny_patch16_224", "fp32"),
+    ],
 )
 def test_ours_and_timms_step_give_the_same_losses(model, precision):
     (found,) = prepared(small(model=model, precision=precision), CPU, None).equality
     assert found["rel_error"] < found["bar"]
-    assert abs(found["ours"][0] - found["ours"][1]) > 5 * found["bar"] * found["ours"][0]  # the update shows
+    assert (
+        abs(found["ours"][0] - found["ours"][1]) > 5 * found["bar"] * found["ours"][0]
+    )  # the update shows
 
 
 def test_another_loss_or_update_would_be_seen(monkeypatch):
-    monkeypatch.setattr(step, "LabelSmoothingCrossEntropy", lambda _: LabelSmoothingCrossEntropy(0.2))
+    monkeypatch.setattr(
+        step, "LabelSmoothingCrossEntropy", lambda _: LabelSmoothingCrossEntropy(0.2)
+    )
     (found,) = prepared(small(), CPU, None).equality
     assert found["rel_error"] > found["bar"]
     monkeypatch.undo()
     monkeypatch.setattr(
-        step, "create_optimizer_v2", lambda model, opt, **_: torch.optim.SGD(model.parameters(), 1e-4)
+        step,
+        "create_optimizer_v2",
+        lambda model, opt, **_: torch.optim.SGD(model.parameters(), 1e-4),
     )
     (found,) = prepared(small(), CPU, None).equality
-    assert found["ours"][0] == pytest.approx(found["timm"][0], rel=1e-6)  # the first loss knows nothing of it
+    assert found["ours"][0] == pytest.approx(
+        found["timm"][0], rel=1e-6
+    )  # the first loss knows nothing of it
     assert found["rel_error"] > found["bar"]
 
 
@@ -105,14 +164,22 @@ def test_compiled_steps_are_compiled_and_give_the_same_losses(monkeypatch):
     torch._dynamo.utils.counters.clear()
     benchmark = small(modes=("compiled", "eager", "compiled", "whole"), rounds=1)
     document = main(benchmark)
-    # A block of ours, our loss, timm's network; and our whole step. Timm's network is found compiled the second time.
+    # A block of ours, our loss, timm's network; and our whole step. Timm's network is found
+    # compiled the second time.
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 4
     assert [found["mode"] for found in document["equality"]] == ["compiled", "eager", "whole"]
     assert all(found["rel_error"] < found["bar"] for found in document["equality"])
-    assert document["equality"][0]["ours"] == pytest.approx(document["equality"][1]["ours"], rel=1e-5)
+    assert document["equality"][0]["ours"] == pytest.approx(
+        document["equality"][1]["ours"], rel=1e-5
+    )
     assert [(row["name"], row["mode"]) for row in document["rows"]] == [
-        ("ours", "compiled"), ("timm", "compiled"), ("ours", "eager"), ("timm", "eager"), ("ours", "whole"), ("timm", "whole"),
-    ]  # fmt: skip
+        ("ours", "compiled"),
+        ("timm", "compiled"),
+        ("ours", "eager"),
+        ("timm", "eager"),
+        ("ours", "whole"),
+        ("timm", "whole"),
+    ]
 
 
 @pytest.mark.parametrize("bootstrap", ["joint", "shared"])
@@ -126,7 +193,10 @@ def test_two_networks_are_measured_together_and_one_by_one(bootstrap):
         assert floors["both"] == pytest.approx(floors["ours"] + floors["agent"])
     else:  # a shared CONV takes 2 products a weight's place, one of its own 9
         assert floors["ours"] < floors["both"] < floors["ours"] + floors["agent"]
-    rates = {(name, "eager"): [rate] for name, rate in (("ours", 6.0), ("agent", 3.0), ("both", 1.0), ("timm", 1.0))}
+    rates = {
+        (name, "eager"): [rate]
+        for name, rate in (("ours", 6.0), ("agent", 3.0), ("both", 1.0), ("timm", 1.0))
+    }
     (found,) = [ratio for ratio in step.ratios(rates) if ratio["a"] == "both"]
     assert (found["b"], found["median"]) == ("ours, then agent", 0.5)
     document = main(small(model=model, bootstrap=bootstrap, rounds=1, steps=1))
@@ -134,7 +204,9 @@ def test_two_networks_are_measured_together_and_one_by_one(bootstrap):
 
 
 def hand_count(classes: int, heads: int) -> float:
-    """Multiply-adds of lvvit_micro's forward pass at 64 px: stem, 4 blocks of 65 tokens of 96 numbers, the heads."""
+    """Multiply-adds of lvvit_micro's forward pass at 64 px: stem, 4 blocks of 65 tokens of 96
+    numbers, the heads.
+    """
     D, T = 96, 65
     stem = 32 * 32 * 16 * (3 * 7 * 7 + 16 * 3 * 3 + 16 * 3 * 3) + 8 * 8 * D * 16 * 4 * 4
     block = T * D * 3 * D + T * D * D + 2 * T * T * D + 2 * T * D * 3 * D
@@ -142,21 +214,30 @@ def hand_count(classes: int, heads: int) -> float:
 
 
 def test_the_floor_is_what_a_hand_counts():
-    floors = {batch: prepared(small(size=64, batch=batch, objective="token-label"), CPU, None).floors for batch in (4, 8)}
+    floors = {
+        batch: prepared(small(size=64, batch=batch, objective="token-label"), CPU, None).floors
+        for batch in (4, 8)
+    }
     for name, heads in (("ours", 1), ("timm", 1), ("ours+labels", 2)):
         # Two operations each, and the backward pass is two forward passes.
         assert floors[4][name].flops_per_image == pytest.approx(6 * hand_count(30, heads), rel=0.01)
         weights = 4 * sum(
-            p.numel() for p in timm.create_model("lvvit_micro", num_classes=30, token_head=heads == 2).parameters()
+            p.numel()
+            for p in timm.create_model(
+                "lvvit_micro", num_classes=30, token_head=heads == 2
+            ).parameters()
         )
         saved = {batch: (floors[batch][name].bytes_per_step - 12 * weights) / 2 for batch in (4, 8)}
-        # At least what enters the products of the blocks, in float32: to qkv, to proj, to the two of the MLP, and q, k, v.
+        # At least what enters the products of the blocks, in float32: to qkv, to proj, to the two
+        # of the MLP, and q, k, v.
         assert saved[4] > 4 * 4 * 4 * 65 * 96 * (1 + 1 + 1 + 3 + 3)
         assert saved[8] == pytest.approx(2 * saved[4], rel=0.02)
 
 
 def test_drlocs_price_stands_beside_the_step_without(tmp_path, capsys):
-    """Its own contestant in the same rounds; its floor is that of the network and of 64 pairs through its head's matrices."""
+    """Its own contestant in the same rounds; its floor is that of the network and of 64 pairs
+    through its head's matrices.
+    """
     out = tmp_path / "out.json"
     main(small(size=64, drloc=True, drloc_grid=0, json=out))
     document = json.loads(out.read_text())
@@ -168,7 +249,8 @@ def test_drlocs_price_stands_beside_the_step_without(tmp_path, capsys):
     more = floors["ours+drloc"]["flops_per_image"] - floors["ours"]["flops_per_image"]
     assert more == pytest.approx(6 * 64 * matrices)
     heads = 4 * (matrices + 512 + 512 + 2)
-    # Weights, moments and gradients; and of every pair at least what enters the three products, written and read.
+    # Weights, moments and gradients; and of every pair at least what enters the three products,
+    # written and read.
     kept = floors["ours+drloc"]["bytes_per_step"] - floors["ours"]["bytes_per_step"] - 12 * heads
     assert kept > 2 * 4 * 4 * 64 * (2 * 96 + 512 + 512)
     said = capsys.readouterr().out
@@ -185,7 +267,9 @@ def test_a_copys_rate_counts_what_is_read_and_written(monkeypatch):
 
 def test_losses_that_are_not_finite_are_no_measurement(monkeypatch):
     monkeypatch.setattr(step, "RATE", 1e30)
-    with pytest.raises(UserError, match=r"the loss of ours, eager is (nan|inf); choose another --precision"):
+    with pytest.raises(
+        UserError, match=r"the loss of ours, eager is (nan|inf); choose another --precision"
+    ):
         main(small())
 
 
@@ -204,17 +288,29 @@ def test_too_large_a_batch_is_said(monkeypatch):
         ({"batch": 0}, "--batch must be at least 1"),
         ({"rounds": 0}, "--rounds must be at least 1"),
         ({"modes": ()}, "--modes names nothing"),
-        ({"modes": ("captured",), "device": "cpu"}, "--modes captured: there are CUDA graphs on no cpu"),
+        (
+            {"modes": ("captured",), "device": "cpu"},
+            "--modes captured: there are CUDA graphs on no cpu",
+        ),
         ({"threads": 999}, r"--threads 999: this process may use \d+ cores"),
         ({"loader": "ffcv"}, "--loader ffcv and --data go together"),
         ({"rand_augment": "rand-m9"}, "--rand-augment goes with --loader ffcv"),
-        ({"model": "resnet18", "objective": "token-label"}, r"resnet18 has no token head; choose one of lvvit_\*, "),
+        (
+            {"model": "resnet18", "objective": "token-label"},
+            r"resnet18 has no token head; choose one of lvvit_\*, ",
+        ),
         ({"model": "resnet1"}, "timm knows no model 'resnet1'"),
         ({"objective": "token-label", "classes": 2**16 + 1}, "at most 65,536 classes"),
         ({"size": 33}, "cannot be built"),
         ({"bootstrap": "joint"}, "3 heads have no CONV"),
-        ({"bootstrap": "joint", "objective": "token-label"}, "--bootstrap goes with --objective ce and constant batches"),
-        ({"drloc": True}, "--drloc l1 cannot be computed of lvvit_micro: its grid of 4 x 4 is smaller than a pool to 7 x 7"),
+        (
+            {"bootstrap": "joint", "objective": "token-label"},
+            "--bootstrap goes with --objective ce and constant batches",
+        ),
+        (
+            {"drloc": True},
+            "--drloc l1 cannot be computed of lvvit_micro: its grid of 4 x 4 is smaller than a pool to 7 x 7",
+        ),
     ],
 )
 def test_bad_requests_are_refused_in_a_sentence(options, said):
@@ -223,11 +319,24 @@ def test_bad_requests_are_refused_in_a_sentence(options, said):
 
 
 def test_data_that_cannot_serve_is_refused_in_a_sentence(packed, tmp_path, command):
-    with pytest.raises(UserError, match=r"plain\.beton has no score maps, which --objective token-label needs"):
+    with pytest.raises(
+        UserError, match=r"plain\.beton has no score maps, which --objective token-label needs"
+    ):
         main(small(objective="token-label", loader="ffcv", data=packed[1]))
-    with pytest.raises(UserError, match=r"--steps 3: .*plain\.beton has 2 whole batches of 4 images"):
+    with pytest.raises(
+        UserError, match=r"--steps 3: .*plain\.beton has 2 whole batches of 4 images"
+    ):
         main(small(loader="ffcv", data=packed[1], steps=3))
-    done = command("-m", "benchmarks.step", "--loader", "ffcv", "--data", tmp_path / "none.beton", "--device", "cpu")
+    done = command(
+        "-m",
+        "benchmarks.step",
+        "--loader",
+        "ffcv",
+        "--data",
+        tmp_path / "none.beton",
+        "--device",
+        "cpu",
+    )
     assert done.returncode == 2
     assert len(done.stderr.strip().splitlines()) == 1
     assert "none.beton" in done.stderr
@@ -236,6 +345,13 @@ def test_data_that_cannot_serve_is_refused_in_a_sentence(packed, tmp_path, comma
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_on_a_gpu_both_steps_give_the_same_losses():
-    document = main(small(device="cuda", objective="token-label", modes=("eager", "compiled", "captured"), precision="bf16"))
+    document = main(
+        small(
+            device="cuda",
+            objective="token-label",
+            modes=("eager", "compiled", "captured"),
+            precision="bf16",
+        )
+    )
     assert all(found["rel_error"] < found["bar"] for found in document["equality"])
     assert all(line["share"] > 0 for line in document["floor"]["rows"])

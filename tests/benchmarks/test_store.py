@@ -1,4 +1,6 @@
-"""The benchmark in small: all read the same maps, its numbers are those it measured, and impossible wishes are said."""
+"""The benchmark in small: all read the same maps, its numbers are those it measured, and impossible
+wishes are said.
+"""
 
 import csv
 import json
@@ -32,19 +34,24 @@ def test_every_contestant_has_the_same_maps(tmp_path):
     np.testing.assert_array_equal(raw.logit, lossless.logit)
     np.testing.assert_array_equal(raw.cls, compact.cls)
     for n in range(9):
-        logit, cls = torch.load(tmp_path / "pt" / f"{n}.pt", weights_only=True).permute(0, 2, 3, 1).numpy()
+        logit, cls = (
+            torch.load(tmp_path / "pt" / f"{n}.pt", weights_only=True).permute(0, 2, 3, 1).numpy()
+        )
         np.testing.assert_array_equal(logit, raw.logit[n])
         np.testing.assert_array_equal(cls, raw.cls[n])
 
 
 def test_a_published_map_has_the_published_size(tmp_path):
-    """8,069 bytes (reference of TokenLabeling), give or take what torch.save's own frame has grown by."""
+    """8,069 bytes (reference of TokenLabeling), give or take what torch.save's own frame has grown
+    by.
+    """
     make_stores(tmp_path, Benchmark(images=1))
     assert 6480 < (tmp_path / "pt" / "0.pt").stat().st_size < 8200
 
 
 @pytest.mark.parametrize(
-    ("options", "said"), [({"rounds": 0}, "--rounds"), ({"palette": 1}, "--palette"), ({"classes": 5000}, "2,049")]
+    ("options", "said"),
+    [({"rounds": 0}, "--rounds"), ({"palette": 1}, "--palette"), ({"classes": 5000}, "2,049")],
 )
 def test_what_cannot_be_measured_is_said(options, said):
     with pytest.raises(UserError, match=said):

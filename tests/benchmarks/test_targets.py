@@ -1,4 +1,6 @@
-"""The benchmark in small: both contestants give the same loss, and the numbers are computed and kept as promised."""
+"""The benchmark in small: both contestants give the same loss, and the numbers are computed and
+kept as promised.
+"""
 
 import csv
 import json
@@ -40,7 +42,9 @@ def test_both_contestants_give_the_same_loss_and_gradient():
 
 def test_the_document_is_as_promised_and_rows_are_kept(tmp_path, capsys):
     out, results = tmp_path / "out.json", tmp_path / "results.csv"
-    main(small(batch=17, rounds=1, json=out, record=True, results=results))  # 17: the reference takes two slices
+    main(
+        small(batch=17, rounds=1, json=out, record=True, results=results)
+    )  # 17: the reference takes two slices
     document = json.loads(out.read_text())
     assert list(document) == ["ratios", "loss_rel_error", "grad_abs_error"]
     assert [(ratio["a"], ratio["b"], ratio["what"]) for ratio in document["ratios"]] == [
@@ -54,21 +58,30 @@ def test_the_document_is_as_promised_and_rows_are_kept(tmp_path, capsys):
     assert 0 <= document["grad_abs_error"] < 1e-7
     rows = list(csv.DictReader(results.open()))
     assert [(row["name"], row["unit"], row["runs"]) for row in rows] == [
-        ("targets sparse", "images/s", "1"), ("targets dense", "images/s", "1"),
-        ("targets sparse", "MB", "3"), ("targets dense", "MB", "3"),
-        ("targets sparse / dense, time", "ratio", "1"), ("targets sparse / dense, memory", "ratio", "3"),
-    ]  # fmt: skip
+        ("targets sparse", "images/s", "1"),
+        ("targets dense", "images/s", "1"),
+        ("targets sparse", "MB", "3"),
+        ("targets dense", "MB", "3"),
+        ("targets sparse / dense, time", "ratio", "1"),
+        ("targets sparse / dense, memory", "ratio", "3"),
+    ]
     for row in rows:
         assert float(row["p25"]) <= float(row["median"]) <= float(row["p75"])
-    assert float(rows[4]["median"]) == pytest.approx(float(rows[1]["median"]) / float(rows[0]["median"]), rel=1e-4)
-    assert float(rows[5]["median"]) == pytest.approx(float(rows[2]["median"]) / float(rows[3]["median"]), rel=1e-4)
+    assert float(rows[4]["median"]) == pytest.approx(
+        float(rows[1]["median"]) / float(rows[0]["median"]), rel=1e-4
+    )
+    assert float(rows[5]["median"]) == pytest.approx(
+        float(rows[2]["median"]) / float(rows[3]["median"]), rel=1e-4
+    )
     said = capsys.readouterr().out
     assert "17 images, 30 classes, grid 4, maps of 6 x 6 cells of 3 of 8 classes; CPU" in said
     assert "1 / 5.0 (1 / 8.0)" in said
 
 
 def test_the_fused_head_is_compared_with_logits_that_exist(tmp_path, capsys, monkeypatch):
-    """A head of so many classes that its logits, 1.6 MB, are most of the memory; chunks of a sixth of that."""
+    """A head of so many classes that its logits, 1.6 MB, are most of the memory; chunks of a sixth
+    of that.
+    """
     monkeypatch.setattr("densefeed.models.kernels.fused_head.CHUNK_BYTES", 2**18)
     document = main(small(compare="head", classes=5000, width=8, json=tmp_path / "out.json"))
     assert [(ratio["a"], ratio["b"], ratio["what"]) for ratio in document["ratios"]] == [
@@ -89,7 +102,9 @@ def test_a_whole_step_is_compared_with_one_without_labels(tmp_path, capsys):
     ]
     assert document["loss_rel_error"] is None
     assert "lvvit_micro; CPU" in capsys.readouterr().out
-    with pytest.raises(UserError, match=r"--model resnet18 has no token head; choose one of lvvit_\*, "):
+    with pytest.raises(
+        UserError, match=r"--model resnet18 has no token head; choose one of lvvit_\*, "
+    ):
         main(small(compare="step", model="resnet18"))
 
 
@@ -106,7 +121,9 @@ def test_peak_memory_counts_all_but_the_gradient():
 
     assert 8e6 <= peak_bytes(loss, step) < 8.1e6
     big = step._replace(tokens=torch.zeros(1000, 1000, requires_grad=True))
-    assert peak_bytes(lambda step: step.cls.sum() + step.tokens.sum(), big) < 0.1e6  # its gradient alone has 4 MB
+    assert (
+        peak_bytes(lambda step: step.cls.sum() + step.tokens.sum(), big) < 0.1e6
+    )  # its gradient alone has 4 MB
     # A product keeps a copy of its gradient's size besides.
     assert 4e6 <= peak_bytes(lambda step: step.cls.sum() + (step.tokens * 2).sum(), big) < 8.1e6
 

@@ -1,4 +1,5 @@
-"""Layers written out for the tests of the model families: float64, by weights' names, no module of PyTorch's.
+"""Layers written out for the tests of the model families: float64, by weights' names, no module of
+PyTorch's.
 
 Everything here takes `w`, a state dict in float64, and the name of the layer in it.
 """
@@ -9,7 +10,9 @@ from torch.nn import functional as F
 
 
 def randomised(model: torch.nn.Module, seed: int = 0) -> torch.nn.Module:
-    """In float64, every parameter and running statistic other than its initial value, so that each shows."""
+    """In float64, every parameter and running statistic other than its initial value, so that each
+    shows.
+    """
     rng = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.double().parameters():
@@ -50,7 +53,9 @@ def batch_norm(w: dict, name: str, x: Tensor, training: bool) -> Tensor:
 
 
 def conv(w: dict, name: str, x: Tensor, stride: int = 1, padding: int = 0) -> Tensor:
-    """A convolution as a product with the patches that it reads; depth-wise where its kernel has one input channel of many."""
+    """A convolution as a product with the patches that it reads; depth-wise where its kernel has
+    one input channel of many.
+    """
     kernel = w[f"{name}.weight"]
     out_chans, per_group, side, _ = kernel.shape
     grid = [(size + 2 * padding - side) // stride + 1 for size in x.shape[2:]]

@@ -1,4 +1,6 @@
-"""Agents: CONV against explicit matrices and attention, parameter counts to the unit, weights that are the transformer's own."""
+"""Agents: CONV against explicit matrices and attention, parameter counts to the unit, weights that
+are the transformer's own.
+"""
 
 import inspect
 
@@ -28,7 +30,9 @@ HEADS = (1, 5, 6, 7, 8, 9, 17, 25)
 
 
 def phi(heads: int, Y: int, X: int) -> torch.Tensor:
-    """Equations 13 and 15, a loop over places: `[H, Y X, Y X]`, the first H of a square's taps, row by row."""
+    """Equations 13 and 15, a loop over places: `[H, Y X, Y X]`, the first H of a square's taps, row
+    by row.
+    """
     side = next(side for side in range(1, 99) if side * side >= heads)
     matrices = torch.zeros(heads, Y * X, Y * X, dtype=torch.float64)
     for tap in range(heads):
@@ -41,7 +45,9 @@ def phi(heads: int, Y: int, X: int) -> torch.Tensor:
 
 
 def test_the_matrices_have_the_sums_that_a_hand_counts():
-    """Of 9 taps a corner reads 4 places and the middle all; of 6 the top left reads 2, the bottom right 4."""
+    """Of 9 taps a corner reads 4 places and the middle all; of 6 the top left reads 2, the bottom
+    right 4.
+    """
     sums = {heads: phi(heads, 4, 5).sum((0, 2)).unflatten(0, (4, 5)) for heads in (9, 6)}
     assert (sums[9][0, 0], sums[9][1, 1], sums[9][3, 4]) == (4, 9, 4)
     assert (sums[6][0, 0], sums[6][1, 1], sums[6][3, 4]) == (2, 6, 4)
@@ -55,7 +61,13 @@ def test_conv_is_the_sum_of_phi_x_w(heads, grid):
     conv, x = Conv(6, heads).double(), torch.randn(2, 6, *grid, dtype=torch.float64)
     torch.nn.init.normal_(conv.bias)
     tokens = x.flatten(2).mT
-    want = sum(matrix @ tokens @ conv.weight[:, :, tap].T for tap, matrix in enumerate(phi(heads, *grid))) + conv.bias
+    want = (
+        sum(
+            matrix @ tokens @ conv.weight[:, :, tap].T
+            for tap, matrix in enumerate(phi(heads, *grid))
+        )
+        + conv.bias
+    )
     torch.testing.assert_close(conv(x).flatten(2).mT, want, rtol=1e-12, atol=1e-12)
 
 
@@ -66,18 +78,24 @@ def test_conv_of_nine_heads_is_a_3_x_3_convolution_and_of_six_one_without_its_la
         conv = Conv(4, heads).double()
         kernel = torch.zeros(4, 4, 9, dtype=torch.float64)
         kernel[:, :, :heads] = conv.weight.detach()
-        torch.testing.assert_close(conv(x), F.conv2d(x, kernel.unflatten(2, (3, 3)), conv.bias, padding=1))
+        torch.testing.assert_close(
+            conv(x), F.conv2d(x, kernel.unflatten(2, (3, 3)), conv.bias, padding=1)
+        )
 
 
 @pytest.mark.parametrize("heads", [2, 3, 4, 10, 12, 16, 26, 36])
 def test_heads_without_a_middle_are_refused(heads):
-    with pytest.raises(ValueError, match=f"{heads} heads have no CONV: their square of . x . taps has no middle"):
+    with pytest.raises(
+        ValueError, match=f"{heads} heads have no CONV: their square of . x . taps has no middle"
+    ):
         taps_of(heads)
 
 
 @pytest.mark.parametrize("name", ["bootstrapping_vit_micro", "lvvit_micro"])
 def test_the_shared_conv_is_attention_that_looks_at_one_tap(name):
-    """Equation 4, by the kernels W_h^V W_h^O that our function never makes: d x d each, V's bias left out."""
+    """Equation 4, by the kernels W_h^V W_h^O that our function never makes: d x d each, V's bias
+    left out.
+    """
     torch.manual_seed(0)
     vit = timm.create_model(name, num_heads=6, **({"embed_dim": 96}), num_classes=3).double()
     block, x = vit.blocks[1], torch.randn(2, 96, 4, 5, dtype=torch.float64)
@@ -87,7 +105,9 @@ def test_the_shared_conv_is_attention_that_looks_at_one_tap(name):
     for head, matrix in enumerate(phi(6, 4, 5)):
         part = slice(16 * head, 16 * head + 16)
         want = want + matrix @ tokens @ (proj[:, part] @ value[part]).T
-    torch.testing.assert_close(shared_conv(x, lent_by(vit)[1], 6).flatten(2).mT, want, rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(
+        shared_conv(x, lent_by(vit)[1], 6).flatten(2).mT, want, rtol=1e-11, atol=1e-11
+    )
 
 
 @pytest.mark.parametrize(
@@ -102,29 +122,44 @@ def test_the_shared_conv_is_attention_that_looks_at_one_tap(name):
     ids=lambda attention: type(attention).__name__,
 )
 def test_each_kind_of_attention_that_is_plain_becomes_the_shared_conv(attention):
-    """The module itself, told by a bias on its own logits to look at one tap a head: away from the border, where all taps lie."""
+    """The module itself, told by a bias on its own logits to look at one tap a head: away from the
+    border, where all taps lie.
+    """
     assert type(attention) in PLAIN
     torch.manual_seed(0)
     attention, x = attention.eval().double(), torch.randn(2, 18, 4, 5, dtype=torch.float64)
     torch.nn.init.normal_(attention.proj.bias)
     names = inspect.signature(attention.forward).parameters
-    bias = next(name for name in ("attn_mask", "shared_rel_pos_bias", "shared_rel_pos") if name in names)
+    bias = next(
+        name for name in ("attn_mask", "shared_rel_pos_bias", "shared_rel_pos") if name in names
+    )
     with torch.no_grad():
         got = attention(x.flatten(2).mT, **{bias: 1e4 * phi(9, 4, 5)[None]}).mT.unflatten(2, (4, 5))
-        lent = Lent(attention.qkv.weight[36:], attention.proj.weight, attention.proj.bias, *4 * [None])
+        lent = Lent(
+            attention.qkv.weight[36:], attention.proj.weight, attention.proj.bias, *4 * [None]
+        )
         want = shared_conv(x, lent, 9)
-    torch.testing.assert_close(got[:, :, 1:-1, 1:-1], want[:, :, 1:-1, 1:-1], rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(
+        got[:, :, 1:-1, 1:-1], want[:, :, 1:-1, 1:-1], rtol=1e-10, atol=1e-10
+    )
 
 
 @pytest.mark.parametrize(
-    ("name", "size", "patch"), [("vit_small_r26_s32_224", 224, 32), ("vit_small_resnet26d_224", 224, 32), ("flexivit_small", 240, 16)]
+    ("name", "size", "patch"),
+    [
+        ("vit_small_r26_s32_224", 224, 32),
+        ("vit_small_resnet26d_224", 224, 32),
+        ("flexivit_small", 240, 16),
+    ],
 )
 def test_an_agent_of_a_hybrid_has_the_patch_of_both_its_parts(name, size, patch):
     """So a base agent's grid is the tokens'."""
     with torch.device("meta"):
         vit = timm.create_model(name, depth=1, num_heads=6, embed_dim=96)
         assert wiring_of(vit).patch == patch
-        (tokens,) = vit.forward_intermediates(torch.empty(1, 3, size, size), intermediates_only=True)
+        (tokens,) = vit.forward_intermediates(
+            torch.empty(1, 3, size, size), intermediates_only=True
+        )
     assert tokens.shape[2:] == (size // patch, size // patch)
 
 
@@ -186,9 +221,14 @@ def test_an_agent_with_lent_weights_has_few_of_its_own(vit, stem, private, total
         alone = agent_of(vit, 100, shared=False, stem=stem)
     count = sum(p.numel() for p in agent.parameters())
     assert (count, count + sum(p.numel() for p in vit.parameters())) == (private, total)
-    assert sum(p.numel() for p in alone.parameters()) == {  # Table 1's
-        (288, "res-like"): 8_682_756, (288, "base"): 8_728_516, (384, "res-like"): 25_089_060,
-    }[vit.embed_dim, stem]  # fmt: skip
+    assert (
+        sum(p.numel() for p in alone.parameters())
+        == {  # Table 1's
+            (288, "res-like"): 8_682_756,
+            (288, "base"): 8_728_516,
+            (384, "res-like"): 25_089_060,
+        }[vit.embed_dim, stem]
+    )
 
 
 @pytest.mark.parametrize(
@@ -258,12 +298,16 @@ def test_networks_that_can_have_no_agent_are_refused(name, kwargs):
         wiring_of(model)
 
 
-@pytest.mark.parametrize("kwargs", [{}, {"feed_forward": "mlp", "aggregate": "none", "num_heads": 6}])
+@pytest.mark.parametrize(
+    "kwargs", [{}, {"feed_forward": "mlp", "aggregate": "none", "num_heads": 6}]
+)
 def test_dhvt_is_refused_by_name(kwargs):
     """Also with a plain MLP and heads that have a CONV."""
     with torch.device("meta"):
         model = timm.create_model("dhvt_tiny_cifar_patch4", num_classes=2, depth=1, **kwargs)
-    with pytest.raises(ValueError, match="DHVT's attention adds tokens of heads and its MLP, DAFF, convolves"):
+    with pytest.raises(
+        ValueError, match="DHVT's attention adds tokens of heads and its MLP, DAFF, convolves"
+    ):
         wiring_of(model)
 
 

@@ -1,4 +1,6 @@
-"""Weights from elsewhere: published files by their names, timm's, ours at another size; what does not fit is refused whole."""
+"""Weights from elsewhere: published files by their names, timm's, ours at another size; what does
+not fit is refused whole.
+"""
 
 import argparse
 import json
@@ -21,13 +23,21 @@ from densefeed.training.config import Config
 
 # What the published module calls the tensors that we call otherwise (reference 1.1 to 1.3).
 PUBLISHED = {
-    "stem.0": "patch_embed.conv1", "stem.1": "patch_embed.bn1",
-    "stem.3": "patch_embed.conv2", "stem.4": "patch_embed.bn2",
-    "stem.6": "patch_embed.conv3", "stem.7": "patch_embed.bn3",
-    "stem.9": "patch_embed.proj", "token_head": "aux_head",
-}  # fmt: skip
-NORM = PUBLISHED | {f"stem.{place}": f"patch_embed.norm{number}" for number, place in enumerate((1, 4, 7), start=1)}
-SEQUENCE = PUBLISHED | {f"stem.{place}": f"patch_embed.conv.{place}" for place in (0, 1, 3, 4, 6, 7)}
+    "stem.0": "patch_embed.conv1",
+    "stem.1": "patch_embed.bn1",
+    "stem.3": "patch_embed.conv2",
+    "stem.4": "patch_embed.bn2",
+    "stem.6": "patch_embed.conv3",
+    "stem.7": "patch_embed.bn3",
+    "stem.9": "patch_embed.proj",
+    "token_head": "aux_head",
+}
+NORM = PUBLISHED | {
+    f"stem.{place}": f"patch_embed.norm{number}" for number, place in enumerate((1, 4, 7), start=1)
+}
+SEQUENCE = PUBLISHED | {
+    f"stem.{place}": f"patch_embed.conv.{place}" for place in (0, 1, 3, 4, 6, 7)
+}
 
 
 def published(model, names=PUBLISHED):
@@ -47,7 +57,11 @@ def made(name="lvvit_micro", seed=0, **fields):
     with torch.no_grad():
         for key, tensor in model.state_dict().items():
             if tensor.is_floating_point():
-                tensor.add_(0.05 * torch.rand_like(tensor) if key.endswith("running_var") else 0.05 * torch.randn_like(tensor))
+                tensor.add_(
+                    0.05 * torch.rand_like(tensor)
+                    if key.endswith("running_var")
+                    else 0.05 * torch.randn_like(tensor)
+                )
     return model
 
 
@@ -86,9 +100,15 @@ def test_published_files_answer_to_the_bit_by_every_way_in(name, size, rows, cou
     assert torch.equal(answer(built, size), want)
     overlay = dict(file=str(path))
     assert torch.equal(
-        answer(timm.create_model(name, pretrained=True, pretrained_cfg_overlay=overlay, img_size=size), size), want
+        answer(
+            timm.create_model(name, pretrained=True, pretrained_cfg_overlay=overlay, img_size=size),
+            size,
+        ),
+        want,
     )
-    assert torch.equal(answer(timm.create_model(name, checkpoint_path=str(path), img_size=size), size), want)
+    assert torch.equal(
+        answer(timm.create_model(name, checkpoint_path=str(path), img_size=size), size), want
+    )
 
 
 def wrap(kind, state, other):
@@ -97,7 +117,9 @@ def wrap(kind, state, other):
     return {
         "bare": state,
         "distributed": distributed,
-        "compiled, then distributed": {f"module._orig_mod.{name}": tensor for name, tensor in state.items()},
+        "compiled, then distributed": {
+            f"module._orig_mod.{name}": tensor for name, tensor in state.items()
+        },
         "model": {"model": state},
         "timm's trainer": dated | {"state_dict": distributed},
         "timm's trainer with EMA": dated | {"state_dict": other, "state_dict_ema": distributed},
@@ -107,17 +129,28 @@ def wrap(kind, state, other):
     }[kind]
 
 
-@pytest.mark.parametrize("names", [PUBLISHED, NORM, SEQUENCE, {}], ids=["bn", "norm", "sequence", "ours"])
+@pytest.mark.parametrize(
+    "names", [PUBLISHED, NORM, SEQUENCE, {}], ids=["bn", "norm", "sequence", "ours"]
+)
 @pytest.mark.parametrize(
     "kind",
     [
-        "bare", "distributed", "compiled, then distributed", "model", "timm's trainer", "timm's trainer with EMA", "model_ema",
-        "ours", "ours without EMA",
+        "bare",
+        "distributed",
+        "compiled, then distributed",
+        "model",
+        "timm's trainer",
+        "timm's trainer with EMA",
+        "model_ema",
+        "ours",
+        "ours without EMA",
     ],
-)  # fmt: skip
+)
 def test_wrappers_and_spellings_are_seen_through(names, kind, tmp_path):
     source, other = made(num_classes=5), made(num_classes=5, seed=1)
-    path = saved(wrap(kind, published(source, names), published(other, names)), tmp_path / "weights.pt")
+    path = saved(
+        wrap(kind, published(source, names), published(other, names)), tmp_path / "weights.pt"
+    )
     model = timm.create_model("lvvit_micro", num_classes=5)
     line = checkpoints.initialise(model, path)
     assert torch.equal(answer(model), answer(source))
@@ -136,7 +169,9 @@ def resized(table, side):
     """The published rule (reference 5.4), by PyTorch's own function."""
     old = round((table.shape[1] - 1) ** 0.5)
     grid = table[:, 1:].reshape(1, old, old, -1).permute(0, 3, 1, 2)
-    grid = F.interpolate(grid, size=(side, side), mode="bicubic", align_corners=False, antialias=False)
+    grid = F.interpolate(
+        grid, size=(side, side), mode="bicubic", align_corners=False, antialias=False
+    )
     return torch.cat([table[:, :1], grid.flatten(2).mT], 1)
 
 
@@ -151,7 +186,11 @@ def test_the_position_table_is_resized_as_published(size, side, tmp_path):
     torch.testing.assert_close(begun.pos_embed.detach(), want, rtol=0, atol=1e-6)
     assert torch.equal(begun.pos_embed[:, 0], source.pos_embed[:, 0])
     through_timm = timm.create_model(
-        "lvvit_t", depth=1, img_size=size, pretrained=True, pretrained_cfg_overlay=dict(file=str(path))
+        "lvvit_t",
+        depth=1,
+        img_size=size,
+        pretrained=True,
+        pretrained_cfg_overlay=dict(file=str(path)),
     )
     assert torch.equal(through_timm.pos_embed, begun.pos_embed)
     assert torch.equal(begun.head.weight, source.head.weight)
@@ -168,17 +207,28 @@ def test_heads_of_other_classes_stay_as_built_and_that_is_said(tmp_path):
         kept = name.startswith(("head", "token_head"))
         assert torch.equal(tensor, (built if kept else source.state_dict())[name]), name
     through_timm = timm.create_model(
-        "lvvit_t", depth=1, num_classes=5, pretrained=True, pretrained_cfg_overlay=dict(file=str(path))
+        "lvvit_t",
+        depth=1,
+        num_classes=5,
+        pretrained=True,
+        pretrained_cfg_overlay=dict(file=str(path)),
     )
     assert torch.equal(through_timm.blocks[0].mlp.fc1.weight, source.blocks[0].mlp.fc1.weight)
     features = timm.create_model(
-        "lvvit_t", depth=1, features_only=True, out_indices=1, pretrained=True, pretrained_cfg_overlay=dict(file=str(path))
+        "lvvit_t",
+        depth=1,
+        features_only=True,
+        out_indices=1,
+        pretrained=True,
+        pretrained_cfg_overlay=dict(file=str(path)),
     )
     assert torch.equal(features.model.pos_embed, source.pos_embed)
 
 
 def test_a_head_that_only_one_side_has(tmp_path):
-    """A file without token head leaves the model's as it was built; a model without one leaves out the file's."""
+    """A file without token head leaves the model's as it was built; a model without one leaves out
+    the file's.
+    """
     both, single = made(num_classes=5), made(num_classes=5, token_head=False)
     path = saved(published(single), tmp_path / "single.pt")
     model = timm.create_model("lvvit_micro", num_classes=5)
@@ -189,7 +239,9 @@ def test_a_head_that_only_one_side_has(tmp_path):
 
     path = saved(published(both), tmp_path / "both.pt")
     model = timm.create_model("lvvit_micro", num_classes=5, token_head=False)
-    assert checkpoints.initialise(model, path) == f"begins from {path}; 2 tensors of the file left out"
+    assert (
+        checkpoints.initialise(model, path) == f"begins from {path}; 2 tensors of the file left out"
+    )
     with torch.no_grad():
         image = torch.randn(2, 3, 64, 64)
         assert torch.equal(model.eval()(image), both.head(both.forward_features(image)[:, 0]))
@@ -274,14 +326,19 @@ def test_another_model_is_refused_with_both_counts(tmp_path):
     source = made("lvvit_t", depth=1)
     path = saved(published(source), tmp_path / "t.pt")
     count = sum(tensor.numel() for tensor in source.state_dict().values())
-    with pytest.raises(checkpoints.CheckpointError, match=rf"\({count:,} numbers there, .* here\): it lacks blocks\.1\."):
+    with pytest.raises(
+        checkpoints.CheckpointError,
+        match=rf"\({count:,} numbers there, .* here\): it lacks blocks\.1\.",
+    ):
         checkpoints.initialise(timm.create_model("lvvit_t", depth=2), path)
     with pytest.raises(checkpoints.CheckpointError, match="does not fit"):
         checkpoints.initialise(timm.create_model("deit_small_patch16_224", depth=1), path)
     with pytest.raises(checkpoints.CheckpointError, match="does not fit"):
         checkpoints.initialise(timm.create_model("resnet18"), path)
     with pytest.raises(RuntimeError, match="Missing key"):  # timm's own way in is as strict
-        timm.create_model("lvvit_t", depth=2, pretrained=True, pretrained_cfg_overlay=dict(file=str(path)))
+        timm.create_model(
+            "lvvit_t", depth=2, pretrained=True, pretrained_cfg_overlay=dict(file=str(path))
+        )
     with pytest.raises(checkpoints.CheckpointError, match="there is no such checkpoint"):
         checkpoints.initialise(source, tmp_path / "none.pt")
 
@@ -327,7 +384,9 @@ def test_the_filter_leaves_its_input_alone():
     before = dict(state)
     fitted = checkpoint_filter_fn(state, LVViT(img_size=64, patch_size=8, token_head=False))
     assert state == before
-    assert not [name for name in fitted if name.startswith(("patch_embed", "aux_head", "token_head"))]
+    assert not [
+        name for name in fitted if name.startswith(("patch_embed", "aux_head", "token_head"))
+    ]
 
 
 # ------------------------------------------------------------------------------------------------------------ train.py --init
@@ -335,9 +394,18 @@ def test_the_filter_leaves_its_input_alone():
 
 def run_of(folder, maps, out, **fields):
     small = dict(
-        data=folder, val=folder, labels=maps, out=out, batch=4, epochs=1, threads=2, eval_every=1, log_every=1, device="cpu",
+        data=folder,
+        val=folder,
+        labels=maps,
+        out=out,
+        batch=4,
+        epochs=1,
+        threads=2,
+        eval_every=1,
+        log_every=1,
+        device="cpu",
         drop_path=0.0,
-    )  # fmt: skip
+    )
     return replace(recipes.lvvit_micro_token_label(), **(small | fields))
 
 
@@ -356,15 +424,23 @@ def first_state(monkeypatch, config: Config):
 
 
 @pytest.mark.parametrize("ema", [0.0, 0.9])
-def test_a_run_begins_from_anothers_weights_at_a_larger_size(folder, maps, tmp_path, monkeypatch, capsys, ema):
-    """64 to 96 px: all but the resized table as it was saved, averaged if it was, and evaluated as that model is."""
+def test_a_run_begins_from_anothers_weights_at_a_larger_size(
+    folder, maps, tmp_path, monkeypatch, capsys, ema
+):
+    """64 to 96 px: all but the resized table as it was saved, averaged if it was, and evaluated as
+    that model is.
+    """
     training.train(run_of(folder, maps, tmp_path / "small", ema=ema))
     last = tmp_path / "small" / "last.pt"
     saved_weights = torch.load(last, weights_only=True)["ema" if ema else "model"]
     capsys.readouterr()
     config = run_of(folder, maps, tmp_path / "large", size=96, init=last, ema=ema)
     state, result = first_state(monkeypatch, config)
-    notes = f"begins from {last}" + " (averaged weights)" * bool(ema) + "; position table resized from 65 to 145 rows"
+    notes = (
+        f"begins from {last}"
+        + " (averaged weights)" * bool(ema)
+        + "; position table resized from 65 to 145 rows"
+    )
     assert capsys.readouterr().out.splitlines()[0] == notes
     assert 0 <= result["top1"] <= 1
 
@@ -385,10 +461,22 @@ def test_a_run_begins_from_anothers_weights_at_a_larger_size(folder, maps, tmp_p
 
 
 def test_a_first_evaluation_is_the_resized_models(folder, maps, tmp_path, monkeypatch):
-    """With no learning and BatchNorm at rest a run reports the accuracy of the model that was put in."""
+    """With no learning and BatchNorm at rest a run reports the accuracy of the model that was put
+    in.
+    """
     training.train(run_of(folder, maps, tmp_path / "small", epochs=3, lr=3e-3))
     last = tmp_path / "small" / "last.pt"
-    config = run_of(folder, maps, tmp_path / "large", size=96, init=last, lr=1e-12, min_lr=0, weight_decay=0, warmup_epochs=0)
+    config = run_of(
+        folder,
+        maps,
+        tmp_path / "large",
+        size=96,
+        init=last,
+        lr=1e-12,
+        min_lr=0,
+        weight_decay=0,
+        warmup_epochs=0,
+    )
     real = training.build_model
 
     def resting(*arguments):
@@ -412,7 +500,10 @@ def test_a_first_evaluation_is_the_resized_models(folder, maps, tmp_path, monkey
     with torch.no_grad():
         for batch in on_device(loader.batches(0), torch.device("cpu")):
             right = model.eval()(normalise(batch.image)).argmax(1) == batch.label
-            hits, images = hits + (right * batch.weight).sum().item(), images + batch.weight.sum().item()
+            hits, images = (
+                hits + (right * batch.weight).sum().item(),
+                images + batch.weight.sum().item(),
+            )
     loader.close()
     assert images == 5
     assert reported == pytest.approx(hits / images)
@@ -433,12 +524,28 @@ def test_a_run_that_resumes_does_not_begin_again(folder, maps, tmp_path, capsys)
     assert all(torch.equal(now[name], tensor) for name, tensor in whole.items())
 
 
-def test_the_command_refuses_a_file_that_does_not_fit_and_writes_nothing(folder, maps, tmp_path, command):
+def test_the_command_refuses_a_file_that_does_not_fit_and_writes_nothing(
+    folder, maps, tmp_path, command
+):
     path = saved(published(made("lvvit_t", depth=1)), tmp_path / "t.pth.tar")
     done = command(
-        "train.py", "lvvit_micro_token_label", "--loader", "folder", "--data", folder, "--val", folder, "--labels", maps,
-        "--out", tmp_path / "run", "--device", "cpu", "--init", path,
-    )  # fmt: skip
+        "train.py",
+        "lvvit_micro_token_label",
+        "--loader",
+        "folder",
+        "--data",
+        folder,
+        "--val",
+        folder,
+        "--labels",
+        maps,
+        "--out",
+        tmp_path / "run",
+        "--device",
+        "cpu",
+        "--init",
+        path,
+    )
     assert done.returncode == 2
     assert f"{path} does not fit this LVViT" in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
@@ -449,11 +556,18 @@ def test_the_command_refuses_a_file_that_does_not_fit_and_writes_nothing(folder,
     ("model", "arguments"),
     [
         ("lvvit_deit_s", ("depth=1", "embed_dim=48", "num_heads=3")),
-        ("lvvit_micro", ("stem=((7, 2), (3, 2), (4, 2))", "norm_groups=3", "qkv_bias=True", "post_norm=True")),
+        (
+            "lvvit_micro",
+            ("stem=((7, 2), (3, 2), (4, 2))", "norm_groups=3", "qkv_bias=True", "post_norm=True"),
+        ),
     ],
 )
-def test_ablations_train_from_the_command_line_with_mixtoken_and_are_built_again(folder, maps, tmp_path, model, arguments):
-    training.train(run_of(folder, maps, tmp_path / "run", model=model, model_kwargs=arguments, mixtoken=True))
+def test_ablations_train_from_the_command_line_with_mixtoken_and_are_built_again(
+    folder, maps, tmp_path, model, arguments
+):
+    training.train(
+        run_of(folder, maps, tmp_path / "run", model=model, model_kwargs=arguments, mixtoken=True)
+    )
     built, checkpoint = checkpoints.build(tmp_path / "run" / "last.pt")
     assert checkpoint["recipe"]["name"] == model
     assert answer(built).shape == (1, 2)

@@ -1,4 +1,6 @@
-"""Both CvT-13 against their counts, their formulas written out in float64, and timm's rules for models."""
+"""Both CvT-13 against their counts, their formulas written out in float64, and timm's rules for
+models.
+"""
 
 import copy
 
@@ -28,10 +30,13 @@ def count(module) -> int:
 
 
 @pytest.mark.parametrize(
-    ("name", "params", "multiply_adds"), [("cvt_13", 19_997_480, 4.59), ("cvt_13_drloc", 19_936_296, 4.55)]
+    ("name", "params", "multiply_adds"),
+    [("cvt_13", 19_997_480, 4.59), ("cvt_13_drloc", 19_936_296, 4.55)],
 )
 def test_parameters_to_the_unit_and_multiply_adds(name, params, multiply_adds):
-    """Counted by hand; G as the reference measured them (2.7), to the rounding of two digits and of norms."""
+    """Counted by hand; G as the reference measured them (2.7), to the rounding of two digits and of
+    norms.
+    """
     with torch.device("meta"):
         model = timm.create_model(name)
     drloc, channels, by_hand = name == "cvt_13_drloc", 3, 0
@@ -48,16 +53,22 @@ def test_parameters_to_the_unit_and_multiply_adds(name, params, multiply_adds):
 
 
 def written_out(model: CvT, image: torch.Tensor, drloc: bool) -> torch.Tensor:
-    """Logits, layer by layer, from the model's weights alone (CvT, sections 3.2 and 3.3; reference 2.7)."""
+    """Logits, layer by layer, from the model's weights alone (CvT, sections 3.2 and 3.3; reference
+    2.7).
+    """
     w, x = {name: tensor.double() for name, tensor in model.state_dict().items()}, image.double()
 
     def norm(name: str, x: torch.Tensor) -> torch.Tensor:
         if not drloc:
             return plain.layer_norm(w, name, x, 1e-5)
         deviation = (x - x.mean(-1, keepdim=True)).square().mean(-1, keepdim=True).sqrt()
-        return (x - x.mean(-1, keepdim=True)) / (deviation + 1e-5) * w[f"{name}.weight"] + w[f"{name}.bias"]
+        return (x - x.mean(-1, keepdim=True)) / (deviation + 1e-5) * w[f"{name}.weight"] + w[
+            f"{name}.bias"
+        ]
 
-    for number, (dim, depth, heads) in enumerate(zip(MICRO["dims"], MICRO["depths"], MICRO["num_heads"], strict=True)):
+    for number, (dim, depth, heads) in enumerate(
+        zip(MICRO["dims"], MICRO["depths"], MICRO["num_heads"], strict=True)
+    ):
         stage = f"stages.{number}"
         stride, padding = (4, 3 if drloc else 2) if number == 0 else (2, 1)
         x = plain.conv(w, f"{stage}.patch_embed.proj", x, stride, padding)
@@ -70,9 +81,19 @@ def written_out(model: CvT, image: torch.Tensor, drloc: bool) -> torch.Tensor:
             name = f"{stage}.blocks.{place}"
             z = norm(f"{name}.norm1", x)
 
-            def made(letter: str, stride: int, name=name, z=z, grid=grid, extra=extra) -> torch.Tensor:
-                y = plain.conv(w, f"{name}.attn.conv_proj_{letter}.conv", plain.to_map(z[:, extra:], grid), stride, 1)
-                y = plain.to_tokens(plain.batch_norm(w, f"{name}.attn.conv_proj_{letter}.bn", y, model.training))
+            def made(
+                letter: str, stride: int, name=name, z=z, grid=grid, extra=extra
+            ) -> torch.Tensor:
+                y = plain.conv(
+                    w,
+                    f"{name}.attn.conv_proj_{letter}.conv",
+                    plain.to_map(z[:, extra:], grid),
+                    stride,
+                    1,
+                )
+                y = plain.to_tokens(
+                    plain.batch_norm(w, f"{name}.attn.conv_proj_{letter}.bn", y, model.training)
+                )
                 return plain.dense(w, f"{name}.attn.proj_{letter}", torch.cat([z[:, :extra], y], 1))
 
             q = made("q", 1)
@@ -90,9 +111,13 @@ def written_out(model: CvT, image: torch.Tensor, drloc: bool) -> torch.Tensor:
 @BOTH
 @pytest.mark.parametrize("size", [(64, 64), (72, 100)])
 def test_it_computes_its_formula(drloc, size):
-    """With running statistics and the batch's; the second size has grids of odd sides, of which every second place is a key."""
+    """With running statistics and the batch's; the second size has grids of odd sides, of which
+    every second place is a key.
+    """
     model = plain.randomised(small(drloc))
-    image = torch.randn(3, 3, *size, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    image = torch.randn(
+        3, 3, *size, generator=torch.Generator().manual_seed(1), dtype=torch.float64
+    )
     with torch.no_grad():
         for training in (False, True):
             want = written_out(model.train(training), image, drloc)
@@ -102,7 +127,10 @@ def test_it_computes_its_formula(drloc, size):
 @BOTH
 def test_it_trains_a_step_and_drop_path_is_the_last_stages(drloc):
     model = small(drloc, drop_path_rate=0.1)
-    rates = [[getattr(block.drop_path, "drop_prob", 0.0) for block in stage.blocks] for stage in model.stages]
+    rates = [
+        [getattr(block.drop_path, "drop_prob", 0.0) for block in stage.blocks]
+        for stage in model.stages
+    ]
     assert rates == [[0.0], [0.0, 0.0], [0.0, 0.1]]
     image, label = torch.randn(6, 3, 64, 64), torch.tensor([0, 1, 2, 3, 4, 0])
     torch.manual_seed(1)
@@ -111,8 +139,8 @@ def test_it_trains_a_step_and_drop_path_is_the_last_stages(drloc):
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             assert parameter.grad.isfinite().all(), name
-            # Where the class token answers, what the last block's patches ask for reaches nobody; the class token's own query
-            # goes past the convolution.
+            # Where the class token answers, what the last block's patches ask for reaches nobody;
+            # the class token's own query goes past the convolution.
             unheard = not drloc and name.startswith("stages.2.blocks.1.attn.conv_proj_q")
             assert parameter.grad.any() != unheard, name
             parameter -= 0.01 * parameter.grad
@@ -124,7 +152,9 @@ def test_it_trains_a_step_and_drop_path_is_the_last_stages(drloc):
 def test_it_compiles_without_a_graph_break(drloc):
     model, image = small(drloc), torch.randn(2, 3, 64, 64)
     torch._dynamo.reset()
-    torch.testing.assert_close(torch.compile(copy.deepcopy(model), backend="eager", fullgraph=True)(image), model(image))
+    torch.testing.assert_close(
+        torch.compile(copy.deepcopy(model), backend="eager", fullgraph=True)(image), model(image)
+    )
 
 
 @BOTH
@@ -140,12 +170,18 @@ def test_timms_rules_for_models_hold(drloc):
         final, maps = model.forward_intermediates(image, norm=True)
         assert torch.equal(final, features)
         assert [tuple(m.shape) for m in maps] == [(2, 8, 24, 16), (2, 16, 12, 8), (2, 32, 6, 4)]
-        torch.testing.assert_close(maps[-1], features if drloc else features[:, 1:].mT.unflatten(2, (6, 4)))
-        (early,) = model.forward_intermediates(image, indices=[1], stop_early=True, intermediates_only=True)
+        torch.testing.assert_close(
+            maps[-1], features if drloc else features[:, 1:].mT.unflatten(2, (6, 4))
+        )
+        (early,) = model.forward_intermediates(
+            image, indices=[1], stop_early=True, intermediates_only=True
+        )
         assert torch.equal(early, maps[1])
         with pytest.raises(ValueError, match="output_fmt 'NLC'"):
             model.forward_intermediates(image, output_fmt="NLC")
-        only = timm.create_model("cvt_13_drloc" if drloc else "cvt_13", **MICRO, features_only=True).eval()
+        only = timm.create_model(
+            "cvt_13_drloc" if drloc else "cvt_13", **MICRO, features_only=True
+        ).eval()
         assert [tuple(m.shape) for m in only(image)] == [tuple(m.shape) for m in maps]
         assert only.feature_info.channels() == [8, 16, 32]
         assert only.feature_info.reduction() == [4, 8, 16]
@@ -166,8 +202,15 @@ def test_timms_rules_for_models_hold(drloc):
 
 def test_layers_are_grouped_by_depth_and_the_class_token_is_spared():
     model = small(False)
-    assert model.no_weight_decay() == {"stages.2.cls_token"} <= {name for name, _ in model.named_parameters()}
-    for coarse, groups in ((True, 3), (False, 5)):  # stages; blocks, each stage's first with its embedding, as timm's Swin
+    assert (
+        model.no_weight_decay()
+        == {"stages.2.cls_token"}
+        <= {name for name, _ in model.named_parameters()}
+    )
+    for coarse, groups in (
+        (True, 3),
+        (False, 5),
+    ):  # stages; blocks, each stage's first with its embedding, as timm's Swin
         found = group_parameters(model, model.group_matcher(coarse), reverse=True)
         assert found.keys() == {name for name, _ in model.named_parameters()}
         assert set(found.values()) == set(range(groups + 2))  # the stem before, the head after
@@ -177,7 +220,10 @@ def test_layers_are_grouped_by_depth_and_the_class_token_is_spared():
 
 def test_its_authors_names_are_taken(tmp_path):
     model = small(False)
-    theirs = {name.replace("stages.", "stage", 1): tensor + 1 for name, tensor in model.state_dict().items()}
+    theirs = {
+        name.replace("stages.", "stage", 1): tensor + 1
+        for name, tensor in model.state_dict().items()
+    }
     assert "stage2.blocks.0.attn.conv_proj_q.conv.weight" in theirs
     torch.save(theirs, tmp_path / "theirs.pth")
     checkpoints.initialise(model, tmp_path / "theirs.pth")

@@ -1,4 +1,6 @@
-"""DHVT against its published counts, its formulas written out in float64, timm's DeiT, and the rules of its kind."""
+"""DHVT against its published counts, its formulas written out in float64, timm's DeiT, and the
+rules of its kind.
+"""
 
 import copy
 
@@ -16,8 +18,8 @@ from densefeed.tools.model_costs import costs_by_name
 
 from . import plain_layers as plain
 
-# Table 11, a row a model: parameters as released code counts them, then parameters (M) and G of the table; conv and linear
-# layers' G, fvcore's total without and with its matmul (reference 1.8).
+# Table 11, a row a model: parameters as released code counts them, then parameters (M) and G of the
+# table; conv and linear layers' G, fvcore's total without and with its matmul (reference 1.8).
 TABLE11 = {
     "dhvt_tiny_cifar_patch4": (6_008_650, 6.0, 0.4, 0.366, 0.370, 0.392),
     "dhvt_tiny_cifar_patch2": (5_845_162, 5.8, 1.4, 1.391, 1.409, 1.723),
@@ -28,7 +30,12 @@ TABLE11 = {
     "dhvt_tiny_imagenet_patch16": (6_267_334, 6.2, 1.2, 1.170, 1.185, 1.369),
     "dhvt_small_imagenet_patch16": (24_040_606, 24.1, 4.7, 4.653, 4.682, 5.062),
 }
-SHARES = {2: [1], 4: [2, 1], 8: [4, 2, 1], 16: [8, 4, 2, 1]}  # the embedding's channels, as shares of the width
+SHARES = {
+    2: [1],
+    4: [2, 1],
+    8: [4, 2, 1],
+    16: [8, 4, 2, 1],
+}  # the embedding's channels, as shares of the width
 MICRO = dict(patch_size=4, embed_dim=16, depth=2, num_heads=4, num_classes=5)
 
 
@@ -51,7 +58,9 @@ def count(module) -> int:
 
 @pytest.mark.parametrize("name", TABLE11)
 def test_table_11_to_the_unit(name):
-    """By the formula of the reference (1.7), part by part, and as near to the printed table as that is to itself."""
+    """By the formula of the reference (1.7), part by part, and as near to the printed table as that
+    is to itself.
+    """
     exact, millions, *_ = TABLE11[name]
     with torch.device("meta"):
         model = timm.create_model(name)
@@ -65,7 +74,9 @@ def test_table_11_to_the_unit(name):
     assert count(model.embedding) == embedding
     assert count(model.blocks[0].attn) == attention
     assert count(model.blocks[0].feed_forward) == feed_forward
-    by_hand = embedding + d + 12 * (4 * d + attention + feed_forward) + 2 * d + d * classes + classes
+    by_hand = (
+        embedding + d + 12 * (4 * d + attention + feed_forward) + 2 * d + d * classes + classes
+    )
     assert count(model) == by_hand == exact
     assert abs(exact / 1e6 - millions) < 0.07
     assert not [n for n, _ in model.named_parameters() if n == "pos_embed"]
@@ -73,7 +84,9 @@ def test_table_11_to_the_unit(name):
 
 @pytest.mark.parametrize("name", TABLE11)
 def test_multiply_adds_both_ways(name):
-    """By hand, as the reference measured them, and rounded as the table prints them: without attention's products."""
+    """By hand, as the reference measured them, and rounded as the table prints them: without
+    attention's products.
+    """
     _, _, table, layers, without, whole = TABLE11[name]
     costs, size = costs_by_name(name)
     with torch.device("meta"):
@@ -82,12 +95,18 @@ def test_multiply_adds_both_ways(name):
     tokens = (size // model.patch_size) ** 2
     side, channels, by_hand = size, 3, d * classes
     for share in SHARES[model.patch_size]:
-        side, by_hand, channels = side // 2, by_hand + 9 * channels * (d // share) * (side // 2) ** 2, d // share
+        side, by_hand, channels = (
+            side // 2,
+            by_hand + 9 * channels * (d // share) * (side // 2) ** 2,
+            d // share,
+        )
     by_hand += 12 * ((tokens + 1 + h) * 4 * d**2 + d**2 + tokens * (8 * d**2 + 36 * d) + d**2 // 2)
     assert costs.layers == by_hand
     assert costs.attention == 12 * 2 * (tokens + 1 + h) ** 2 * d
     assert round(costs.layers / 1e9, 3) == layers
-    pools = 12 * tokens * d / 1e9  # fvcore counts a number that is averaged once; model_costs does not
+    pools = (
+        12 * tokens * d / 1e9
+    )  # fvcore counts a number that is averaged once; model_costs does not
     assert costs.without_attention + pools == pytest.approx(without, abs=6e-4)
     assert costs.whole + pools == pytest.approx(whole, abs=1.1e-3)
     assert round(costs.without_attention + pools, 1) == table
@@ -96,13 +115,23 @@ def test_multiply_adds_both_ways(name):
 def test_table_10s_models():
     """224 pixels, 100 classes: 6.0 M and 23.7 M in the paper."""
     with torch.device("meta"):
-        counts = [count(timm.create_model(f"dhvt_{size}_domain_patch16", num_classes=100)) for size in ("tiny", "small")]
+        counts = [
+            count(timm.create_model(f"dhvt_{size}_domain_patch16", num_classes=100))
+            for size in ("tiny", "small")
+        ]
     assert counts == [6_058_690, 23_694_106]
 
 
-@pytest.mark.parametrize(("width", "heads", "block"), [
-    (192, 3, 487_856), (192, 4, 484_944), (384, 4, 1_909_920), (384, 6, 1_898_336), (384, 8, 1_892_928),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("width", "heads", "block"),
+    [
+        (192, 3, 487_856),
+        (192, 4, 484_944),
+        (384, 4, 1_909_920),
+        (384, 6, 1_898_336),
+        (384, 8, 1_892_928),
+    ],
+)
 def test_table_4s_blocks(width, heads, block):
     """More heads have fewer parameters (reference 1.7)."""
     with torch.device("meta"):
@@ -115,14 +144,30 @@ def test_table_4s_blocks(width, heads, block):
 
 def written_out(model: DHVT, image: torch.Tensor, **options) -> torch.Tensor:
     """Logits by the supplementary's section 1, layer by layer, from the model's weights alone."""
-    how = dict(
-        norms=("batch", "batch"), embedding="sope", affine=True, head_tokens=True, pos_embed=False, feed_forward="daff",
-        aggregate="class", shortcut=True,
-    ) | options  # fmt: skip
-    w, training = {name: tensor.double() for name, tensor in model.state_dict().items()}, model.training
+    how = (
+        dict(
+            norms=("batch", "batch"),
+            embedding="sope",
+            affine=True,
+            head_tokens=True,
+            pos_embed=False,
+            feed_forward="daff",
+            aggregate="class",
+            shortcut=True,
+        )
+        | options
+    )
+    w, training = (
+        {name: tensor.double() for name, tensor in model.state_dict().items()},
+        model.training,
+    )
 
     def norm(kind: str, name: str, x: torch.Tensor) -> torch.Tensor:
-        return plain.batch_norm(w, name, x, training) if kind == "batch" else plain.layer_norm(w, name, x, 1e-6, dim=1)
+        return (
+            plain.batch_norm(w, name, x, training)
+            if kind == "batch"
+            else plain.layer_norm(w, name, x, 1e-6, dim=1)
+        )
 
     x, P = image.double(), model.patch_size
     if how["embedding"] == "sope":
@@ -130,7 +175,11 @@ def written_out(model: DHVT, image: torch.Tensor, **options) -> torch.Tensor:
         if how["affine"]:
             x = x * w["embedding.0.alpha"] + w["embedding.0.beta"]
         for _ in SHARES[P]:
-            x = norm(how["norms"][0], f"embedding.{number + 1}", plain.conv(w, f"embedding.{number}", x, 2, 1))
+            x = norm(
+                how["norms"][0],
+                f"embedding.{number + 1}",
+                plain.conv(w, f"embedding.{number}", x, 2, 1),
+            )
             number += 2
             if f"embedding.{number + 1}.weight" in w or P == 2:  # another convolution follows
                 x, number = plain.erf_gelu(x), number + 1
@@ -147,21 +196,33 @@ def written_out(model: DHVT, image: torch.Tensor, **options) -> torch.Tensor:
         z = plain.layer_norm(w, f"{name}.norm1", x, 1e-6)
         if how["head_tokens"]:
             h = w[f"{name}.attn.head_pos"].shape[1]
-            of_heads = [part.mean(1) for part in z.chunk(h, -1)]  # [N, E] each, class token included
+            of_heads = [
+                part.mean(1) for part in z.chunk(h, -1)
+            ]  # [N, E] each, class token included
             rows = []
             for mean in of_heads:
                 projected = plain.dense(w, f"{name}.attn.head_proj", mean).chunk(h, -1)
                 rows.append(
-                    torch.cat([plain.erf_gelu(plain.layer_norm(w, f"{name}.attn.head_norm", p, 1e-5)) for p in projected], -1)
+                    torch.cat(
+                        [
+                            plain.erf_gelu(plain.layer_norm(w, f"{name}.attn.head_norm", p, 1e-5))
+                            for p in projected
+                        ],
+                        -1,
+                    )
                 )
             joined = torch.cat([z, torch.stack(rows, 1) + w[f"{name}.attn.head_pos"]], 1)
             q, k, v = plain.dense(w, f"{name}.attn.attn.qkv", joined).chunk(3, -1)
-            out = plain.dense(w, f"{name}.attn.attn.proj", plain.attention(q, k, v, h, (q.shape[-1] / h) ** -0.5))
+            out = plain.dense(
+                w, f"{name}.attn.attn.proj", plain.attention(q, k, v, h, (q.shape[-1] / h) ** -0.5)
+            )
             out = torch.cat([out[:, :1] + out[:, -h:].mean(1, keepdim=True), out[:, 1:-h]], 1)
         else:
             h = model.blocks[number].attn.num_heads
             q, k, v = plain.dense(w, f"{name}.attn.qkv", z).chunk(3, -1)
-            out = plain.dense(w, f"{name}.attn.proj", plain.attention(q, k, v, h, (q.shape[-1] / h) ** -0.5))
+            out = plain.dense(
+                w, f"{name}.attn.proj", plain.attention(q, k, v, h, (q.shape[-1] / h) ** -0.5)
+            )
         x = x + out
         z, name = plain.layer_norm(w, f"{name}.norm2", x, 1e-6), f"{name}.feed_forward"
         if how["feed_forward"] == "mlp":
@@ -170,21 +231,35 @@ def written_out(model: DHVT, image: torch.Tensor, **options) -> torch.Tensor:
         class_token, patches = z[:, :1], z[:, 1:]
         if how["feed_forward"] == "daff":
             u = plain.to_map(patches, grid)
-            u = plain.erf_gelu(norm(how["norms"][1], f"{name}.norm1", plain.conv(w, f"{name}.conv1", u)))
-            near = plain.erf_gelu(norm(how["norms"][1], f"{name}.norm2", plain.conv(w, f"{name}.conv2", u, 1, 1)))
+            u = plain.erf_gelu(
+                norm(how["norms"][1], f"{name}.norm1", plain.conv(w, f"{name}.conv1", u))
+            )
+            near = plain.erf_gelu(
+                norm(how["norms"][1], f"{name}.norm2", plain.conv(w, f"{name}.conv2", u, 1, 1))
+            )
             u = u + near if how["shortcut"] else near
-            patches = plain.to_tokens(norm(how["norms"][1], f"{name}.norm3", plain.conv(w, f"{name}.conv3", u)))
+            patches = plain.to_tokens(
+                norm(how["norms"][1], f"{name}.norm3", plain.conv(w, f"{name}.conv3", u))
+            )
         else:
             u = plain.erf_gelu(plain.dense(w, f"{name}.fc1", patches))
             if how["feed_forward"] == "split-pool":
-                ninths = {"pool.weight": torch.full((u.shape[-1], 1, 3, 3), 1 / 9, dtype=torch.float64)}
+                ninths = {
+                    "pool.weight": torch.full((u.shape[-1], 1, 3, 3), 1 / 9, dtype=torch.float64)
+                }
                 u = plain.to_tokens(plain.conv(ninths, "pool", plain.to_map(u, grid), 1, 1))
             patches = plain.dense(w, f"{name}.fc2", u)
         out = torch.cat([class_token, patches], 1)
         if how["aggregate"] != "none":
-            squeezed = plain.erf_gelu(plain.dense(w, f"{name}.aggregation.compress", patches.mean(1)))
+            squeezed = plain.erf_gelu(
+                plain.dense(w, f"{name}.aggregation.compress", patches.mean(1))
+            )
             factor = plain.dense(w, f"{name}.aggregation.excite", squeezed)[:, None]
-            out = out * factor if how["aggregate"] == "all" else torch.cat([class_token * factor, patches], 1)
+            out = (
+                out * factor
+                if how["aggregate"] == "all"
+                else torch.cat([class_token * factor, patches], 1)
+            )
         x = x + out
     return plain.dense(w, "head", plain.layer_norm(w, "norm", x, 1e-6)[:, 0])
 
@@ -192,9 +267,13 @@ def written_out(model: DHVT, image: torch.Tensor, **options) -> torch.Tensor:
 D, HIDDEN, DEPTH = 16, 64, 2
 SE = 2 * D * D // 4 + D // 4 + D  # squeeze and excitation of one block
 LIKE_DAFF = 2 * D * HIDDEN + HIDDEN + D  # both 1 x 1 convolutions, or an MLP's two layers
-ONLY_DAFF = 9 * HIDDEN + HIDDEN + 2 * (HIDDEN + HIDDEN + D)  # the depth-wise convolution and three norms
+ONLY_DAFF = (
+    9 * HIDDEN + HIDDEN + 2 * (HIDDEN + HIDDEN + D)
+)  # the depth-wise convolution and three norms
 HEAD_TOKENS = 4 * D + D + 2 * 4 + 4 * D  # projection, its norm, positions, of heads of 4 channels
-VIT = dict(embedding="patch", pos_embed=True, head_tokens=False, feed_forward="mlp", aggregate="none")
+VIT = dict(
+    embedding="patch", pos_embed=True, head_tokens=False, feed_forward="mlp", aggregate="none"
+)
 CONVS = 9 * 3 * 8 + 9 * 8 * 16 + 2 * (8 + 16)  # SOPE's for patches of 4 without its affine layers
 AFFINES = 6 + 2 * D
 PATCHES = 3 * 4 * 4 * D + D  # a ViT's embedding
@@ -209,12 +288,21 @@ ABLATIONS = {  # arguments, then by how many parameters the model differs from D
     "table 3, all tokens": (dict(aggregate="all"), 0),
     "table 3, no shortcut": (dict(shortcut=False), 0),
     "2.2.2, no affine": (dict(affine=False), -AFFINES),
-    "2.2.2, ViT with SOPE": (VIT | dict(embedding="sope"), AS_VIT - DEPTH * SE - PATCHES + CONVS + AFFINES),
-    "2.2.2, the same without affine": (VIT | dict(embedding="sope", affine=False), AS_VIT - DEPTH * SE - PATCHES + CONVS),
+    "2.2.2, ViT with SOPE": (
+        VIT | dict(embedding="sope"),
+        AS_VIT - DEPTH * SE - PATCHES + CONVS + AFFINES,
+    ),
+    "2.2.2, the same without affine": (
+        VIT | dict(embedding="sope", affine=False),
+        AS_VIT - DEPTH * SE - PATCHES + CONVS,
+    ),
     "table 5, BN-LN": (dict(norms=("batch", "layer")), 0),
     "table 5, LN-BN": (dict(norms=("layer", "batch")), 0),
     "table 5, LN-LN": (dict(norms=("layer", "layer")), 0),
-    "figure 1, head tokens alone": (VIT | dict(head_tokens=True), AS_VIT - DEPTH * SE + DEPTH * HEAD_TOKENS),
+    "figure 1, head tokens alone": (
+        VIT | dict(head_tokens=True),
+        AS_VIT - DEPTH * SE + DEPTH * HEAD_TOKENS,
+    ),
     "figure 1, positions": (dict(pos_embed=True), TABLE_OF_65),
     "figure 2, no head tokens": (dict(head_tokens=False), -DEPTH * HEAD_TOKENS),
 }
@@ -222,7 +310,9 @@ ABLATIONS = {  # arguments, then by how many parameters the model differs from D
 
 @pytest.mark.parametrize("row", ABLATIONS)
 def test_every_ablation_computes_its_formula_and_counts_by_hand(row):
-    """In training mode with the batch's statistics and at evaluation, 32 pixels and, without a ViT's parts, 20 x 35."""
+    """In training mode with the batch's statistics and at evaluation, 32 pixels and, without a
+    ViT's parts, 20 x 35.
+    """
     options, differs = ABLATIONS[row]
     model = small(**options)
     assert count(model) == count(small()) + differs
@@ -231,14 +321,18 @@ def test_every_ablation_computes_its_formula_and_counts_by_hand(row):
         for size in ((32, 32), (20, 35)):
             if size != (32, 32) and model.exact:
                 continue
-            image = torch.randn(3, 3, *size, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+            image = torch.randn(
+                3, 3, *size, generator=torch.Generator().manual_seed(1), dtype=torch.float64
+            )
             for training in (False, True):
                 want = written_out(model.train(training), image, **options)
                 torch.testing.assert_close(model(image), want, rtol=1e-9, atol=1e-9)
 
 
 def test_no_two_ablations_compute_the_same():
-    """Where counts are equal the formulas must differ; the weights that two have in common are equal here."""
+    """Where counts are equal the formulas must differ; the weights that two have in common are
+    equal here.
+    """
     image, said = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1)), {}
     whole = plain.randomised(small()).float().state_dict()
     for row, (options, _) in ABLATIONS.items():
@@ -248,13 +342,20 @@ def test_no_two_ablations_compute_the_same():
             with torch.no_grad():
                 said[row] = model.train()(image)
     assert len(said) == 6
-    assert all((one - other).abs().max() > 1e-3 for a, one in said.items() for b, other in said.items() if a < b)
+    assert all(
+        (one - other).abs().max() > 1e-3
+        for a, one in said.items()
+        for b, other in said.items()
+        if a < b
+    )
 
 
 @pytest.mark.parametrize("patch", [2, 8, 16])
 def test_the_other_patch_sizes_compute_their_formula(patch):
     model = plain.randomised(small(patch_size=patch))
-    image = torch.randn(2, 3, 48, 32, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    image = torch.randn(
+        2, 3, 48, 32, generator=torch.Generator().manual_seed(1), dtype=torch.float64
+    )
     with torch.no_grad():
         assert model.forward_features(image).shape == (2, 1 + (48 // patch) * (32 // patch), 16)
         torch.testing.assert_close(model(image), written_out(model, image), rtol=1e-9, atol=1e-9)
@@ -264,7 +365,9 @@ def test_a_vit_of_its_parts_is_timms():
     """Table 2's first row: DeiT-T of 4 heads, for which timm's network is the judge."""
     torch.manual_seed(0)
     ours = timm.create_model("dhvt_tiny_cifar_patch4", num_classes=7, depth=3, **VIT).eval()
-    timms = timm.create_model("deit_tiny_patch16_224", img_size=32, patch_size=4, num_heads=4, num_classes=7, depth=3).eval()
+    timms = timm.create_model(
+        "deit_tiny_patch16_224", img_size=32, patch_size=4, num_heads=4, num_classes=7, depth=3
+    ).eval()
     renamed = {
         name.replace("patch_embed.proj", "embedding.0").replace(".mlp.", ".feed_forward."): tensor
         for name, tensor in timms.state_dict().items()
@@ -283,7 +386,9 @@ def test_class_token_and_patches_meet_as_they_should():
     other_class[:, 0] += 1
     other_patch[:, 30] += 1
     with torch.no_grad():
-        out, changed_class, changed_patch = (block(y, (8, 8)) for y in (x, other_class, other_patch))
+        out, changed_class, changed_patch = (
+            block(y, (8, 8)) for y in (x, other_class, other_patch)
+        )
     assert torch.equal(out[:, 1:], changed_class[:, 1:])
     assert (out[:, 0] - changed_class[:, 0]).abs().max() > 1e-3
     assert (out[:, 0] - changed_patch[:, 0]).abs().max() > 1e-6
@@ -304,14 +409,20 @@ def test_only_the_smallest_patches_end_in_gelu(patch, trailing):
 # ------------------------------------------------------------------------------------------------- training
 
 
-@pytest.mark.parametrize("fields", [{}, *(options for options, _ in ABLATIONS.values() if options), dict(token_head=True)])
+@pytest.mark.parametrize(
+    "fields",
+    [{}, *(options for options, _ in ABLATIONS.values() if options), dict(token_head=True)],
+)
 def test_every_variant_trains_a_step(fields):
     """Every parameter gets a finite gradient, and following it lowers the loss."""
     model = small(**fields, drop_path_rate=0.1)
     image, label = torch.randn(6, 3, 32, 32), torch.tensor([0, 1, 2, 3, 4, 0])
 
     def loss():
-        return sum(F.cross_entropy(out if out.ndim == 2 else out.mean(1), label) for out in answers(model(image)))
+        return sum(
+            F.cross_entropy(out if out.ndim == 2 else out.mean(1), label)
+            for out in answers(model(image))
+        )
 
     torch.manual_seed(1)
     before = loss()
@@ -319,9 +430,15 @@ def test_every_variant_trains_a_step(fields):
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             assert parameter.grad.isfinite().all(), name
-            # Where nothing goes from patches to the class token, what the last block does to patches reaches no head.
-            split = str(fields.get("feed_forward")).startswith("split") and fields["aggregate"] == "none"
-            assert parameter.grad.any() != (split and name.startswith("blocks.1.feed_forward")), name
+            # Where nothing goes from patches to the class token, what the last block does to
+            # patches reaches no head.
+            split = (
+                str(fields.get("feed_forward")).startswith("split")
+                and fields["aggregate"] == "none"
+            )
+            assert parameter.grad.any() != (split and name.startswith("blocks.1.feed_forward")), (
+                name
+            )
             parameter -= 0.01 * parameter.grad
     torch.manual_seed(1)
     assert loss() < before
@@ -329,7 +446,9 @@ def test_every_variant_trains_a_step(fields):
 
 
 def test_mixtoken_exchanges_embedded_patches_and_the_head_gives_them_back():
-    """What the first block sees; without blocks a token's answer then belongs to its own image again."""
+    """What the first block sees; without blocks a token's answer then belongs to its own image
+    again.
+    """
     model, image = small(token_head=True).eval(), torch.randn(4, 3, 32, 32)
     mask = torch.zeros(8, 8, dtype=torch.bool)
     mask[2:5, 1:7] = True
@@ -352,13 +471,19 @@ def test_mixtoken_exchanges_embedded_patches_and_the_head_gives_them_back():
 
 
 def test_a_fused_head_is_left_to_the_loss():
-    whole, fused, image = small(token_head=True), small(token_head=True, fused_head=True), torch.randn(2, 3, 32, 32)
+    whole, fused, image = (
+        small(token_head=True),
+        small(token_head=True, fused_head=True),
+        torch.randn(2, 3, 32, 32),
+    )
     want, out = whole(image), fused(image)
     assert isinstance(out, TokenFeatures)
     torch.testing.assert_close(out.head(out.tokens), want.tokens)
 
 
-@pytest.mark.parametrize("fields", [{}, dict(token_head=True), dict(feed_forward="split-pool"), VIT])
+@pytest.mark.parametrize(
+    "fields", [{}, dict(token_head=True), dict(feed_forward="split-pool"), VIT]
+)
 def test_it_compiles_without_a_graph_break(fields):
     model, image = small(**fields).train(), torch.randn(2, 3, 32, 32)
     mask = torch.zeros(8, 8, dtype=torch.bool)
@@ -370,11 +495,15 @@ def test_it_compiles_without_a_graph_break(fields):
 
 
 def test_positions_of_another_size_are_taken(tmp_path):
-    """Figure 1's models alone have a table; LV-ViT's rule resizes it, and keeps the class token's row."""
+    """Figure 1's models alone have a table; LV-ViT's rule resizes it, and keeps the class token's
+    row.
+    """
     trained = small(pos_embed=True)
     torch.save(trained.state_dict(), tmp_path / "at-32.pth")
     model = small(pos_embed=True, img_size=48)
-    assert "position table resized from 65 to 145 rows" in checkpoints.initialise(model, tmp_path / "at-32.pth")
+    assert "position table resized from 65 to 145 rows" in checkpoints.initialise(
+        model, tmp_path / "at-32.pth"
+    )
     assert torch.equal(model.pos_embed[:, 0], trained.pos_embed[:, 0])
     table = trained.pos_embed[:, 1:].detach().mT.unflatten(2, (8, 8))
     want = F.interpolate(table, (12, 12), mode="bicubic", align_corners=False)
@@ -383,12 +512,16 @@ def test_positions_of_another_size_are_taken(tmp_path):
 
 def test_decay_spares_tables_norms_and_biases_and_released_code_does_not():
     def decayed(model) -> set[str]:
-        groups = param_groups_weight_decay(model, 0.05, no_weight_decay_list=model.no_weight_decay())
+        groups = param_groups_weight_decay(
+            model, 0.05, no_weight_decay_list=model.no_weight_decay()
+        )
         ids = {id(p) for group in groups if group["weight_decay"] for p in group["params"]}
         return {name for name, p in model.named_parameters() if id(p) in ids}
 
     paper, released = decayed(small()), decayed(small(released=True))
-    tables = {n for n, _ in small().named_parameters() if n.endswith((".head_pos", ".alpha", ".beta"))}
+    tables = {
+        n for n, _ in small().named_parameters() if n.endswith((".head_pos", ".alpha", ".beta"))
+    }
     assert len(tables) == 2 + 4
     assert released - paper == tables
     assert all(n.endswith(".weight") and ".norm" not in n for n in paper)
@@ -421,7 +554,11 @@ def test_timms_rules_for_models_hold(name):
     image = torch.randn(2, 3, size, size)
     with torch.no_grad():
         features = model.forward_features(image)
-        assert features.shape == (2, model.num_prefix_tokens + (size // model.patch_size) ** 2, model.num_features)
+        assert features.shape == (
+            2,
+            model.num_prefix_tokens + (size // model.patch_size) ** 2,
+            model.num_features,
+        )
         torch.testing.assert_close(model.forward_head(features), model(image))
         pooled = model.forward_head(features, pre_logits=True)
         final, (last,) = model.forward_intermediates(image, indices=1, norm=True)
@@ -436,7 +573,9 @@ def test_timms_rules_for_models_hold(name):
         assert model.get_classifier() is model.head
         model.reset_classifier(0)
         assert torch.equal(model(image), pooled)
-        maps = timm.create_model(name, depth=3, features_only=True, out_indices=(0, 2)).eval()(image)
+        maps = timm.create_model(name, depth=3, features_only=True, out_indices=(0, 2)).eval()(
+            image
+        )
         assert [tuple(m.shape) for m in maps] == 2 * [
             (2, model.num_features, size // model.patch_size, size // model.patch_size)
         ]
@@ -446,9 +585,9 @@ def test_layers_are_grouped_by_depth():
     model = small(token_head=True)
     groups = group_parameters(model, model.group_matcher(), reverse=True)
     assert groups.keys() == {name for name, _ in model.named_parameters()}
-    assert {name.split(".")[0]: group for name, group in groups.items() if "blocks" not in name} == {
-        "cls_token": 0, "embedding": 0, "norm": 2, "head": 3, "token_head": 3,
-    }  # fmt: skip
+    assert {
+        name.split(".")[0]: group for name, group in groups.items() if "blocks" not in name
+    } == {"cls_token": 0, "embedding": 0, "norm": 2, "head": 3, "token_head": 3}
     assert {groups[f"blocks.{i}.norm1.weight"] for i in range(2)} == {1, 2}
 
 
@@ -487,11 +626,15 @@ def test_fine_tuning_begins_from_another_models_weights(tmp_path):
     torch.manual_seed(1)
     model = timm.create_model("dhvt_tiny_imagenet_patch16", **fields, num_classes=100)
     before = model.head.weight.clone()
-    assert "new: head (1,000 classes in the file)" in checkpoints.initialise(model, tmp_path / "last.pt")
+    assert "new: head (1,000 classes in the file)" in checkpoints.initialise(
+        model, tmp_path / "last.pt"
+    )
     assert torch.equal(model.head.weight, before)
     image = torch.randn(2, 3, 96, 64)
     with torch.no_grad():
-        assert torch.equal(model.eval().forward_features(image), trained.eval().forward_features(image))
+        assert torch.equal(
+            model.eval().forward_features(image), trained.eval().forward_features(image)
+        )
     other = timm.create_model("dhvt_tiny_imagenet_patch16", **fields | dict(num_heads=4))
     with pytest.raises(checkpoints.CheckpointError, match="has in another shape"):
         checkpoints.initialise(other, tmp_path / "last.pt")

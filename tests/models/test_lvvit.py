@@ -1,4 +1,6 @@
-"""LV-ViT against its published parameter counts, the laws of MixToken, timm's DeiT and timm's own rules for models."""
+"""LV-ViT against its published parameter counts, the laws of MixToken, timm's DeiT and timm's own
+rules for models.
+"""
 
 import copy
 
@@ -28,13 +30,17 @@ def tiny(**fields):
     ],
 )
 def test_parameters_to_the_unit(name, params, stem):
-    """At 224 px and 1,000 classes, counted from the layer tables of the paper and the published stem counts."""
+    """At 224 px and 1,000 classes, counted from the layer tables of the paper and the published
+    stem counts.
+    """
     with torch.device("meta"):
         model = timm.create_model(name)
     width, depth, classes, tokens = model.num_features, len(model.blocks), 1000, 14 * 14
     hidden = 3 * width
     block = 2 * 2 * width + 3 * width**2 + width**2 + width + 2 * width * hidden + hidden + width
-    by_hand = stem + (1 + tokens) * width + width + depth * block + 2 * width + 2 * (width + 1) * classes
+    by_hand = (
+        stem + (1 + tokens) * width + width + depth * block + 2 * width + 2 * (width + 1) * classes
+    )
     assert sum(p.numel() for p in model.parameters()) == params == by_hand
     assert sum(p.numel() for p in model.stem.parameters()) == stem
 
@@ -57,7 +63,9 @@ def test_training_returns_both_heads():
 
 @pytest.mark.parametrize("count", [1, 2, 5])
 def test_unmixed_tokens_belong_to_their_own_image(count):
-    """Without blocks and positions a token's logits depend on its pixels alone, so un-mixing must undo mixing exactly."""
+    """Without blocks and positions a token's logits depend on its pixels alone, so un-mixing must
+    undo mixing exactly.
+    """
     model = tiny().eval()
     model.blocks = torch.nn.ModuleList()
     torch.nn.init.zeros_(model.pos_embed)
@@ -80,7 +88,9 @@ def test_features_unmixed_are_the_logits_unmixed(count):
     with torch.no_grad():
         mixed = model.token_head(model.forward_features(image, mask)[:, 1:])
         inside = mask.flatten()[:, None]
-        torch.testing.assert_close(model(image, mask).tokens, torch.where(inside, mixed.flip(0), mixed))
+        torch.testing.assert_close(
+            model(image, mask).tokens, torch.where(inside, mixed.flip(0), mixed)
+        )
 
 
 def test_a_fused_head_is_left_to_the_loss():
@@ -125,7 +135,9 @@ def test_an_empty_box_changes_nothing():
 def test_the_block_divides_its_branches():
     """Equation 5, written out with alpha = 1/3."""
     torch.manual_seed(0)
-    block = LVViT(img_size=32, embed_dim=48, depth=1, num_heads=3, residual_divisor=3.0, num_classes=2).blocks[0]
+    block = LVViT(
+        img_size=32, embed_dim=48, depth=1, num_heads=3, residual_divisor=3.0, num_classes=2
+    ).blocks[0]
     x = torch.randn(2, 5, 48)
     attended = x + block.attn(block.norm1(x)) / 3
     torch.testing.assert_close(block(x), attended + block.mlp(block.norm2(attended)) / 3)
@@ -159,12 +171,16 @@ def test_decay_spares_tables_norms_and_biases():
 def test_sizes_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="multiple of patch_size"):
         LVViT(img_size=100, patch_size=16)
-    with pytest.raises(ValueError, match="inputs of 60 x 64 pixels must be multiples of patch_size 8"):
+    with pytest.raises(
+        ValueError, match="inputs of 60 x 64 pixels must be multiples of patch_size 8"
+    ):
         tiny()(torch.zeros(1, 3, 60, 64))
 
 
 def seen_positions(model, height, width):
-    """What is added to the tokens of an image of this size: with zero tokens, what the first block sees."""
+    """What is added to the tokens of an image of this size: with zero tokens, what the first block
+    sees.
+    """
     seen = []
     model.blocks[0].register_forward_hook(lambda _module, args, _out: seen.append(args[0]))
     for parameter in (*model.stem[-1].parameters(), model.cls_token):
@@ -181,7 +197,9 @@ def test_at_the_built_size_the_position_table_is_the_parameter_itself():
 
 @pytest.mark.parametrize(("height", "width"), [(32, 32), (96, 96), (32, 128)])
 def test_at_another_size_the_table_is_resampled_and_the_class_token_kept(height, width):
-    """Bicubic, antialiased and edge-clamped resampling sums to 1 and keeps a plane's values away from the edges."""
+    """Bicubic, antialiased and edge-clamped resampling sums to 1 and keeps a plane's values away
+    from the edges.
+    """
     model = tiny().eval()
     rows, columns = height // 8, width // 8
     centre = (torch.arange(8) + 0.5) / 8
@@ -194,14 +212,23 @@ def test_at_another_size_the_table_is_resampled_and_the_class_token_kept(height,
     assert torch.equal(table[0], model.pos_embed[0, 0])
     grid = table[1:].view(rows, columns, 96)
     torch.testing.assert_close(grid[..., 0], torch.full((rows, columns), 3.0))
-    want_row, want_column = (torch.arange(rows) + 0.5) / rows, (torch.arange(columns) + 0.5) / columns
+    want_row, want_column = (
+        (torch.arange(rows) + 0.5) / rows,
+        (torch.arange(columns) + 0.5) / columns,
+    )
     row, column = (slice(count // 4 + 1, -(count // 4 + 1)) for count in (rows, columns))
-    torch.testing.assert_close(grid[row, :, 1], want_row[row, None].expand(-1, columns), rtol=0, atol=1e-5)
-    torch.testing.assert_close(grid[:, column, 2], want_column[None, column].expand(rows, -1), rtol=0, atol=1e-5)
+    torch.testing.assert_close(
+        grid[row, :, 1], want_row[row, None].expand(-1, columns), rtol=0, atol=1e-5
+    )
+    torch.testing.assert_close(
+        grid[:, column, 2], want_column[None, column].expand(rows, -1), rtol=0, atol=1e-5
+    )
 
 
 def test_another_size_trains_every_parameter_and_keeps_the_grid():
-    """Gradients reach the table; token logits, training tokens and the mask of MixToken follow the input's grid."""
+    """Gradients reach the table; token logits, training tokens and the mask of MixToken follow the
+    input's grid.
+    """
     model = tiny()
     mask = torch.zeros(4, 6, dtype=torch.bool)
     mask[1:3, 2:5] = True
@@ -231,7 +258,9 @@ def test_initialisation_is_the_published_one():
 
 PLAIN = ((16, 16),)
 FOUR = ((7, 2), (3, 1), (3, 1), (8, 8))
-SIXTEEN = dict(depth=16, residual_divisor=1.0, token_head=False)  # the baseline of Tables 4, 5 and 9, but for its stem
+SIXTEEN = dict(
+    depth=16, residual_divisor=1.0, token_head=False
+)  # the baseline of Tables 4, 5 and 9, but for its stem
 ROWS = {  # arguments of lvvit_s, then millions of parameters in the paper
     "table 3, DeiT-S": (SIXTEEN | dict(depth=12, mlp_ratio=4.0, stem=PLAIN, qkv_bias=True), 22),
     "table 3, 16 blocks": (SIXTEEN | dict(mlp_ratio=4.0, stem=PLAIN, qkv_bias=True), 28),
@@ -259,7 +288,9 @@ ROWS = {  # arguments of lvvit_s, then millions of parameters in the paper
 }
 
 
-def counted_by_hand(depth=16, mlp_ratio=3.0, stem=FOUR, qkv_bias=False, token_head=True, img_size=224, **_same_count):
+def counted_by_hand(
+    depth=16, mlp_ratio=3.0, stem=FOUR, qkv_bias=False, token_head=True, img_size=224, **_same_count
+):
     """Parameters of a 384-wide model of 1,000 classes."""
     width, channels, total = 384, 3, 0
     for kernel, _ in stem[:-1]:
@@ -280,8 +311,9 @@ def test_every_row_of_the_ablations_counts_as_by_hand_and_as_printed(row):
         model = timm.create_model("lvvit_s", **arguments)
     count = sum(p.numel() for p in model.parameters())
     assert count == counted_by_hand(**arguments)
-    # The paper prints whole millions and rounds them as it likes: 24.41 is its 25, and 25.73 is 25 in one row of Table 4 and 26 in
-    # the next, whose kernels are the same. Its 28 for 16 blocks of DeiT-S, 1,774,464 parameters each, is a million too low.
+    # The paper prints whole millions and rounds them as it likes: 24.41 is its 25, and 25.73 is 25
+    # in one row of Table 4 and 26 in the next, whose kernels are the same. Its 28 for 16 blocks of
+    # DeiT-S, 1,774,464 parameters each, is a million too low.
     assert abs(count / 1e6 - (29 if row == "table 3, 16 blocks" else millions)) < 0.75
 
 
@@ -290,13 +322,19 @@ def test_deit_s_has_timms_count_and_the_paper_s_baseline_grows_as_it_says():
         ours = timm.create_model("lvvit_deit_s", token_head=False)
         timms = timm.create_model("deit_small_patch16_224")
         headed = timm.create_model("lvvit_deit_s")
-    assert sum(p.numel() for p in ours.parameters()) == sum(p.numel() for p in timms.parameters()) == 22_050_664
+    assert (
+        sum(p.numel() for p in ours.parameters())
+        == sum(p.numel() for p in timms.parameters())
+        == 22_050_664
+    )
     assert sum(p.numel() for p in headed.parameters()) == 22_050_664 + 385_000
 
 
 @pytest.mark.parametrize("drop_path_rate", [0.0, 0.3])
 def test_deit_s_computes_what_timms_computes(drop_path_rate):
-    """Blocks, order of q, k and v, positions and head against timm's, whose LayerNorm has eps 1e-6; drop-path draws alike."""
+    """Blocks, order of q, k and v, positions and head against timm's, whose LayerNorm has eps 1e-6;
+    drop-path draws alike.
+    """
     torch.manual_seed(0)
     fields = dict(img_size=96, num_classes=11, drop_path_rate=drop_path_rate)
     timms = timm.create_model("deit_small_patch16_224", **fields)
@@ -305,7 +343,9 @@ def test_deit_s_computes_what_timms_computes(drop_path_rate):
         for parameter in timms.parameters():
             parameter += 0.05 * torch.randn_like(parameter)  # norms and biases that show, too
     names = {f"patch_embed.proj.{part}": f"stem.0.{part}" for part in ("weight", "bias")}
-    ours.load_state_dict({names.get(name, name): tensor for name, tensor in timms.state_dict().items()})
+    ours.load_state_dict(
+        {names.get(name, name): tensor for name, tensor in timms.state_dict().items()}
+    )
     for module in ours.modules():
         if isinstance(module, torch.nn.LayerNorm):
             module.eps = 1e-6
@@ -321,14 +361,18 @@ def test_deit_s_computes_what_timms_computes(drop_path_rate):
 
 
 VARIANTS = {row: arguments for row, (arguments, _) in ROWS.items()} | {
-    "all": dict(stem=PLAIN, qkv_bias=True, norm_groups=3, post_norm=True, mlp_ratio=2.0, drop_path_rate=0.5),
+    "all": dict(
+        stem=PLAIN, qkv_bias=True, norm_groups=3, post_norm=True, mlp_ratio=2.0, drop_path_rate=0.5
+    ),
     "avg": dict(global_pool="avg"),
 }
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_variant_trains_a_step(variant):
-    """Every parameter gets a finite gradient, and following it lowers the loss; evaluation gives one answer an image."""
+    """Every parameter gets a finite gradient, and following it lowers the loss; evaluation gives
+    one answer an image.
+    """
     torch.manual_seed(0)
     small = dict(img_size=32, embed_dim=48, depth=2, num_heads=3, num_classes=5, stem_width=8)
     model = timm.create_model("lvvit_s", **VARIANTS[variant] | small)
@@ -352,11 +396,14 @@ def test_every_variant_trains_a_step(variant):
     assert model.eval()(image).shape == (4, 5)
 
 
-@pytest.mark.parametrize("convs", [arguments["stem"] for arguments, _ in ROWS.values() if "stem" in arguments])
+@pytest.mark.parametrize(
+    "convs", [arguments["stem"] for arguments, _ in ROWS.values() if "stem" in arguments]
+)
 @pytest.mark.parametrize("side", [16, 48, 224])
 def test_stems_give_a_token_for_every_patch_from_its_own_pixels(convs, side):
-    """Exactly side / 16 tokens; each reads the window that kernels and strides span, about its patch's centre, off by no more
-    than half a pixel of what each layer reads."""
+    """Exactly side / 16 tokens; each reads the window that kernels and strides span, about its
+    patch's centre, off by no more than half a pixel of what each layer reads.
+    """
     stem = Stem(3, 4, 6, convs).eval()
     image = torch.zeros(1, 3, side, side, requires_grad=True)
     out = stem(image)
@@ -426,7 +473,9 @@ SMALL = dict(embed_dim=48, depth=4, num_heads=3, num_classes=5)
 
 @pytest.mark.parametrize("name", NAMES)
 def test_timms_rules_for_models_hold(name):
-    """What timm's tests ask of its own: pooled features without a classifier, names in the config, both ways to lose the head."""
+    """What timm's tests ask of its own: pooled features without a classifier, names in the config,
+    both ways to lose the head.
+    """
     model = timm.create_model(name, img_size=64, **SMALL).eval()
     image = torch.randn(2, 3, 64, 64)
     features = model.forward_features(image)
@@ -443,7 +492,9 @@ def test_timms_rules_for_models_hold(name):
     assert torch.equal(model(image), pooled)
     model.reset_classifier(0, "")
     assert torch.equal(model(image), features)
-    headless = timm.create_model(name, img_size=64, **SMALL | dict(num_classes=0), global_pool="").eval()
+    headless = timm.create_model(
+        name, img_size=64, **SMALL | dict(num_classes=0), global_pool=""
+    ).eval()
     assert not [key for key in headless.state_dict() if "head" in key]
     assert headless(image).shape == features.shape
 
@@ -479,7 +530,9 @@ def test_intermediates_are_timms_on_the_same_weights(norm, stop_early):
     timms = timm.create_model("deit_small_patch16_224", **fields, norm_layer="layernorm").eval()
     ours = timm.create_model("lvvit_deit_s", **fields, token_head=False).eval()
     names = {f"patch_embed.proj.{part}": f"stem.0.{part}" for part in ("weight", "bias")}
-    ours.load_state_dict({names.get(name, name): tensor for name, tensor in timms.state_dict().items()})
+    ours.load_state_dict(
+        {names.get(name, name): tensor for name, tensor in timms.state_dict().items()}
+    )
     for model in (ours, timms):
         for module in model.modules():
             if isinstance(module, torch.nn.LayerNorm):
@@ -507,26 +560,34 @@ def test_the_last_intermediate_is_what_the_head_reads():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_features_only_gives_maps_of_the_promised_shapes(name):
-    """As timm's tests ask: channels and reductions as announced, by timm's wrapper, with nothing left that is not needed."""
+    """As timm's tests ask: channels and reductions as announced, by timm's wrapper, with nothing
+    left that is not needed.
+    """
     image = torch.randn(2, 3, 64, 64)
     torch.manual_seed(0)
     whole = timm.create_model(name, img_size=64, **SMALL).eval()
     for arguments, blocks in (({}, (1, 2, 3)), (dict(out_indices=(0, 2)), (0, 2))):
         torch.manual_seed(0)
-        model = timm.create_model(name, img_size=64, **SMALL, features_only=True, **arguments).eval()
+        model = timm.create_model(
+            name, img_size=64, **SMALL, features_only=True, **arguments
+        ).eval()
         maps = model(image)
         assert model.feature_info.channels() == [48] * len(blocks)
         for map_NDPP, reduction in zip(maps, model.feature_info.reduction(), strict=True):
             assert map_NDPP.shape == (2, 48, 64 // reduction, 64 // reduction)
         assert len(model.model.blocks) == blocks[-1] + 1
-        assert not [key for key in model.state_dict() if "head" in key or key.startswith("model.norm")]
+        assert not [
+            key for key in model.state_dict() if "head" in key or key.startswith("model.norm")
+        ]
         want = whole.forward_intermediates(image, indices=blocks, intermediates_only=True)
         for got, expected in zip(maps, want, strict=True):
             torch.testing.assert_close(got, expected)
     assert not isinstance(model, FeatureListNet)
 
 
-@pytest.mark.parametrize("fields", [{}, dict(fused_head=True), dict(token_head=False, qkv_bias=True)])
+@pytest.mark.parametrize(
+    "fields", [{}, dict(fused_head=True), dict(token_head=False, qkv_bias=True)]
+)
 def test_gradient_checkpointing_changes_no_gradient(fields):
     """Drop-path draws the same again in the second pass."""
     torch.manual_seed(0)
@@ -540,8 +601,12 @@ def test_gradient_checkpointing_changes_no_gradient(fields):
         torch.manual_seed(1)
         out = model(image)
         outputs = [out] if torch.is_tensor(out) else [out[0], out[1]]
-        sum((tensor * torch.linspace(-1, 1, tensor.shape[-1])).sum() for tensor in outputs).backward()
-        gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+        sum(
+            (tensor * torch.linspace(-1, 1, tensor.shape[-1])).sum() for tensor in outputs
+        ).backward()
+        gradients.append(
+            {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        )
         calls.append(len(count))
     assert calls == [1, 2]
     assert gradients[0].keys() == gradients[1].keys()
@@ -554,17 +619,26 @@ def test_gradient_checkpointing_changes_no_gradient(fields):
 def test_layers_are_grouped_by_depth_as_timms_and_decay_so():
     ours = timm.create_model("lvvit_deit_s", **SMALL)
     timms = timm.create_model("deit_small_patch16_224", **SMALL)
-    groups, want = (group_parameters(model, model.group_matcher(), reverse=True) for model in (ours, timms))
-    of_timms = {name: name.replace("stem.0", "patch_embed.proj").replace("token_head", "head") for name in groups}
+    groups, want = (
+        group_parameters(model, model.group_matcher(), reverse=True) for model in (ours, timms)
+    )
+    of_timms = {
+        name: name.replace("stem.0", "patch_embed.proj").replace("token_head", "head")
+        for name in groups
+    }
     assert groups == {name: want[theirs] for name, theirs in of_timms.items()}
     assert groups.keys() == {name for name, _ in ours.named_parameters()}
     assert set(groups.values()) == set(range(6))  # stem, four blocks, heads
     scales = {
         id(p): group["lr_scale"]
-        for group in param_groups_layer_decay(ours, layer_decay=0.5, no_weight_decay_list=ours.no_weight_decay())
+        for group in param_groups_layer_decay(
+            ours, layer_decay=0.5, no_weight_decay_list=ours.no_weight_decay()
+        )
         for p in group["params"]
     }
     assert {name: scales[id(p)] for name, p in ours.named_parameters()} == {
         name: 0.5 ** (5 - group) for name, group in groups.items()
     }
-    assert set(group_parameters(tiny(), tiny().group_matcher(), reverse=True).values()) == set(range(4))
+    assert set(group_parameters(tiny(), tiny().group_matcher(), reverse=True).values()) == set(
+        range(4)
+    )

@@ -11,7 +11,10 @@ from densefeed.models import cvt, dhvt, t2t  # noqa: F401  (registers their mode
 MODELS = {  # small, and where the last block is
     "dhvt_tiny_cifar_patch4": (dict(embed_dim=32, depth=2, num_heads=4), "blocks.1"),
     "cvt_13": (dict(dims=(8, 16, 32), depths=(1, 2, 2), num_heads=(1, 2, 4)), "stages.2.blocks.1"),
-    "cvt_13_drloc": (dict(dims=(8, 16, 32), depths=(1, 2, 2), num_heads=(1, 2, 4)), "stages.2.blocks.1"),
+    "cvt_13_drloc": (
+        dict(dims=(8, 16, 32), depths=(1, 2, 2), num_heads=(1, 2, 4)),
+        "stages.2.blocks.1",
+    ),
     "t2t_vit_7": (dict(img_size=64, embed_dim=32, depth=2, num_heads=2), "blocks.1"),
 }
 
@@ -36,5 +39,7 @@ def test_gradients_and_running_statistics_are_those_of_one_pass(name):
     for (path, one), other in zip(kept.named_buffers(), saving.buffers(), strict=True):
         if not path.endswith("num_batches_tracked"):  # which counts both passes, and nobody reads
             assert torch.equal(one, other), path
-    momenta = {module.momentum for module in saving.modules() if isinstance(module, torch.nn.BatchNorm2d)}
+    momenta = {
+        module.momentum for module in saving.modules() if isinstance(module, torch.nn.BatchNorm2d)
+    }
     assert momenta <= {0.1}

@@ -1,4 +1,6 @@
-"""T2T-ViT-14 against its counts, its formula written out in float64, exact attention, and timm's rules for models."""
+"""T2T-ViT-14 against its counts, its formula written out in float64, exact attention, and timm's
+rules for models.
+"""
 
 import copy
 import math
@@ -29,7 +31,9 @@ def count(tensors) -> int:
 
 
 def test_parameters_to_the_unit_and_multiply_adds():
-    """Counted by hand, 21.5 M in the paper; buffers are what the published code holds as frozen parameters, 79,744 numbers."""
+    """Counted by hand, 21.5 M in the paper; buffers are what the published code holds as frozen
+    parameters, 79,744 numbers.
+    """
     with torch.device("meta"):
         model = timm.create_model("t2t_vit_14")
 
@@ -37,7 +41,16 @@ def test_parameters_to_the_unit_and_multiply_adds():
         return 2 * read + 3 * (read * 64 + 64) + 64 * 64 + 64 + 2 * 64 + 2 * (64 * 64 + 64)
 
     block = 4 * 384 + 3 * 384**2 + 384**2 + 384 + 2 * 3 * 384**2 + 3 * 384 + 384
-    by_hand = performer(3 * 49) + performer(64 * 9) + 64 * 9 * 384 + 384 + 384 + 14 * block + 2 * 384 + 385 * 1000
+    by_hand = (
+        performer(3 * 49)
+        + performer(64 * 9)
+        + 64 * 9 * 384
+        + 384
+        + 384
+        + 14 * block
+        + 2 * 384
+        + 385 * 1000
+    )
     assert count(model.parameters()) == by_hand == 21_465_806
     assert count(model.buffers()) == 197 * 384 + 2 * 32 * 64 == 21_545_550 - 21_465_806
     costs, _ = costs_by_name("t2t_vit_14")
@@ -55,32 +68,48 @@ def written_out(model: T2TViT, image: torch.Tensor, scale: float) -> torch.Tenso
     for number, (kernel, stride, padding) in enumerate([(7, 4, 2), (3, 2, 1), (3, 2, 1)], start=1):
         padded = F.pad(x, [padding] * 4)
         rows, columns = ((size - kernel) // stride + 1 for size in padded.shape[2:])
-        read = [  # channels first, then the kernel's rows and columns, as a convolution's weight lies
-            padded[:, :, r * stride : r * stride + kernel, c * stride : c * stride + kernel].flatten(1)
+        # channels first, then the kernel's rows and columns, as a convolution's weight lies
+        read = [
+            padded[
+                :, :, r * stride : r * stride + kernel, c * stride : c * stride + kernel
+            ].flatten(1)
             for r in range(rows)
             for c in range(columns)
         ]
         x = torch.stack(read, 1)
         if number < 3:
             name = f"tokens_to_token.attention{number}"
-            k, q, v = plain.dense(w, f"{name}.kqv", plain.layer_norm(w, f"{name}.norm1", x, 1e-5)).chunk(3, -1)
+            k, q, v = plain.dense(
+                w, f"{name}.kqv", plain.layer_norm(w, f"{name}.norm1", x, 1e-5)
+            ).chunk(3, -1)
             features = []
             for y in (k, q):
-                exponent = torch.einsum("nte,me->ntm", y, w[f"{name}.w"]) - (y * y).sum(-1, keepdim=True) / 2
+                exponent = (
+                    torch.einsum("nte,me->ntm", y, w[f"{name}.w"])
+                    - (y * y).sum(-1, keepdim=True) / 2
+                )
                 features.append(exponent.exp() / w[f"{name}.w"].shape[0] ** 0.5)
-            weight = torch.einsum("nsm,ntm->nst", features[1], features[0])  # of every query and key, which is never built
+            weight = torch.einsum(
+                "nsm,ntm->nst", features[1], features[0]
+            )  # of every query and key, which is never built
             y = weight @ v / (weight.sum(-1, keepdim=True) + 1e-8)
             x = v + plain.dense(w, f"{name}.proj", y)
-            y = plain.erf_gelu(plain.dense(w, f"{name}.mlp.0", plain.layer_norm(w, f"{name}.norm2", x, 1e-5)))
+            y = plain.erf_gelu(
+                plain.dense(w, f"{name}.mlp.0", plain.layer_norm(w, f"{name}.norm2", x, 1e-5))
+            )
             x = x + plain.dense(w, f"{name}.mlp.2", y)
             x = plain.to_map(x, (rows, columns))
     x = plain.dense(w, "tokens_to_token.project", x)
     x = torch.cat([w["cls_token"].expand(len(x), -1, -1), x], 1) + w["pos_embed"]
     for number in range(len(model.blocks)):
         name = f"blocks.{number}"
-        q, k, v = plain.dense(w, f"{name}.attn.qkv", plain.layer_norm(w, f"{name}.norm1", x, 1e-5)).chunk(3, -1)
+        q, k, v = plain.dense(
+            w, f"{name}.attn.qkv", plain.layer_norm(w, f"{name}.norm1", x, 1e-5)
+        ).chunk(3, -1)
         x = x + plain.dense(w, f"{name}.attn.proj", plain.attention(q, k, v, 3, scale))
-        y = plain.erf_gelu(plain.dense(w, f"{name}.mlp.fc1", plain.layer_norm(w, f"{name}.norm2", x, 1e-5)))
+        y = plain.erf_gelu(
+            plain.dense(w, f"{name}.mlp.fc1", plain.layer_norm(w, f"{name}.norm2", x, 1e-5))
+        )
         x = x + plain.dense(w, f"{name}.mlp.fc2", y)
     return plain.dense(w, "head", plain.layer_norm(w, "norm", x, 1e-5)[:, 0])
 
@@ -88,27 +117,48 @@ def written_out(model: T2TViT, image: torch.Tensor, scale: float) -> torch.Tenso
 @pytest.mark.parametrize(("released", "scale"), [(False, 8**-0.5), (True, 24**-0.5)])
 def test_it_computes_its_formula(released, scale):
     model = plain.randomised(small(released=released)).eval()
-    image = torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    image = torch.randn(
+        2, 3, 64, 64, generator=torch.Generator().manual_seed(1), dtype=torch.float64
+    )
     with torch.no_grad():
-        torch.testing.assert_close(model(image), written_out(model, image, scale), rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(
+            model(image), written_out(model, image, scale), rtol=1e-9, atol=1e-9
+        )
         assert (model(image) - written_out(model, image, 0.5 * scale)).abs().max() > 1e-5
 
 
 def test_random_features_estimate_exact_attention():
-    """Over many draws of `w` the mean of the features' products is exp(q k), the attention's weight before it is normalised."""
+    """Over many draws of `w` the mean of the features' products is exp(q k), the attention's weight
+    before it is normalised.
+    """
     torch.manual_seed(0)
-    q, k = 0.5 * torch.randn(1, 3, 8, dtype=torch.float64), 0.5 * torch.randn(1, 4, 8, dtype=torch.float64)
+    q, k = (
+        0.5 * torch.randn(1, 3, 8, dtype=torch.float64),
+        0.5 * torch.randn(1, 4, 8, dtype=torch.float64),
+    )
     draws = []
     for _ in range(4000):
         performer = TokenPerformer(8, 8, 0.0).double()
         draws.append(performer.features_of(q) @ performer.features_of(k).mT)
         assert performer.w.shape == (4, 8)
-    torch.testing.assert_close(performer.w @ performer.w.mT, 4 * torch.eye(4, dtype=torch.float64), rtol=0, atol=1e-5)
-    # E exp(w (q + k)) = exp(|q + k|^2 / 2) for normal w; rows of fixed length sqrt(M) make it smaller where M is not E.
+    torch.testing.assert_close(
+        performer.w @ performer.w.mT, 4 * torch.eye(4, dtype=torch.float64), rtol=0, atol=1e-5
+    )
+    # E exp(w (q + k)) = exp(|q + k|^2 / 2) for normal w; rows of fixed length sqrt(M) make it
+    # smaller where M is not E.
     draws = torch.stack(draws).mean(0)
-    length, order = (q[:, :, None] + k[:, None]).square().sum(-1), torch.arange(40, dtype=torch.float64)
-    # A row is sqrt(M) u, u uniform on the sphere of E: E exp(sqrt(M) u x) = Gamma(E/2) sum_j (M |x|^2 / 4)^j / (j! Gamma(j + E/2)).
-    log_terms = order * (4 * length[..., None] / 4).log() - torch.lgamma(order + 1) - torch.lgamma(order + 4) + math.lgamma(4)
+    length, order = (
+        (q[:, :, None] + k[:, None]).square().sum(-1),
+        torch.arange(40, dtype=torch.float64),
+    )
+    # A row is sqrt(M) u, u uniform on the sphere of E: E exp(sqrt(M) u x) = Gamma(E/2) sum_j (M
+    # |x|^2 / 4)^j / (j! Gamma(j + E/2)).
+    log_terms = (
+        order * (4 * length[..., None] / 4).log()
+        - torch.lgamma(order + 1)
+        - torch.lgamma(order + 4)
+        + math.lgamma(4)
+    )
     outside = (-(q.square().sum(-1)[:, :, None] + k.square().sum(-1)[:, None]) / 2).exp()
     torch.testing.assert_close(draws, log_terms.exp().sum(-1) * outside, rtol=0.05, atol=0)
 
@@ -138,7 +188,9 @@ def test_the_performer_is_in_float32_under_autocast():
     assert (half.float() - exact).abs().max() < 0.05
 
 
-@pytest.mark.parametrize("fields", [{}, dict(token_head=True), dict(released=True, drop_path_rate=0.1)])
+@pytest.mark.parametrize(
+    "fields", [{}, dict(token_head=True), dict(released=True, drop_path_rate=0.1)]
+)
 def test_it_trains_a_step(fields):
     model = small(**fields)
     image, label = torch.randn(6, 3, 64, 64), torch.tensor([0, 1, 2, 3, 4, 0])
@@ -159,13 +211,21 @@ def test_it_trains_a_step(fields):
             parameter -= 0.01 * parameter.grad
     torch.manual_seed(1)
     assert loss() < before
-    assert set(frozen) == {"pos_embed", "tokens_to_token.attention1.w", "tokens_to_token.attention2.w"}
+    assert set(frozen) == {
+        "pos_embed",
+        "tokens_to_token.attention1.w",
+        "tokens_to_token.attention2.w",
+    }
     assert all(torch.equal(buffer, frozen[name]) for name, buffer in model.named_buffers())
 
 
 @pytest.mark.parametrize("fields", [{}, dict(token_head=True)])
 def test_it_compiles_without_a_graph_break(fields):
-    model, image, mask = small(**fields).eval(), torch.randn(2, 3, 64, 64), torch.zeros(4, 4, dtype=torch.bool)
+    model, image, mask = (
+        small(**fields).eval(),
+        torch.randn(2, 3, 64, 64),
+        torch.zeros(4, 4, dtype=torch.bool),
+    )
     mask[1:3] = True
     torch._dynamo.reset()
     step = torch.compile(copy.deepcopy(model), backend="eager", fullgraph=True)
@@ -192,7 +252,9 @@ def test_timms_rules_for_models_hold():
         assert model.get_classifier() is model.head
         model.reset_classifier(0)
         assert torch.equal(model(image), pooled)
-        maps = timm.create_model("t2t_vit_14", **MICRO | dict(depth=3), features_only=True, out_indices=(0, 2)).eval()(image)
+        maps = timm.create_model(
+            "t2t_vit_14", **MICRO | dict(depth=3), features_only=True, out_indices=(0, 2)
+        ).eval()(image)
         assert [tuple(m.shape) for m in maps] == 2 * [(2, 24, 4, 6)]
     groups = group_parameters(small(), small().group_matcher(), reverse=True)
     assert groups.keys() == {name for name, _ in small().named_parameters()}
@@ -218,11 +280,15 @@ def test_sizes_that_cut_tokens_are_refused():
 
 
 def test_published_names_and_positions_of_another_size_are_taken(tmp_path):
-    """The published file's names are ours; at another size its positions are resized, at its own it is built so."""
+    """The published file's names are ours; at another size its positions are resized, at its own it
+    is built so.
+    """
     trained = small(img_size=96)
     torch.save({"state_dict_ema": trained.state_dict()}, tmp_path / "81.5_T2T_ViT_14.pth.tar")
     model = small()
-    assert "position table resized from 37 to 17 rows" in checkpoints.initialise(model, tmp_path / "81.5_T2T_ViT_14.pth.tar")
+    assert "position table resized from 37 to 17 rows" in checkpoints.initialise(
+        model, tmp_path / "81.5_T2T_ViT_14.pth.tar"
+    )
     assert torch.equal(model.pos_embed[:, 0], trained.pos_embed[:, 0])
     assert torch.equal(model.tokens_to_token.attention2.w, trained.tokens_to_token.attention2.w)
     fine = timm.create_model("t2t_vit_14", img_size=96, num_classes=3)

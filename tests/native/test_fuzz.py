@@ -1,4 +1,6 @@
-"""The native decoder under AddressSanitizer and UBSan (and ThreadSanitizer), on mutated files. `make soak` does it for long."""
+"""The native decoder under AddressSanitizer and UBSan (and ThreadSanitizer), on mutated files.
+`make soak` does it for long.
+"""
 
 import os
 import subprocess
@@ -11,13 +13,25 @@ from densefeed.storage import indexed_jpeg
 from ..jpeg_files import HERE, NATIVE, SOURCES, compiled
 
 MINUTES = float(os.environ.get("SOAK_MINUTES", 0))
-SAMPLINGS = {"444": (1, 1), "422": (2, 1), "440": (1, 2), "420": (2, 2), "411": (4, 1), "410": (4, 2), "441": (1, 4)}
-LIBRARY = [NATIVE / f"{name}.c" for name in SOURCES if name not in ("batch", "turbo")]  # fuzz.c holds these
+SAMPLINGS = {
+    "444": (1, 1),
+    "422": (2, 1),
+    "440": (1, 2),
+    "420": (2, 2),
+    "411": (4, 1),
+    "410": (4, 2),
+    "441": (1, 4),
+}
+LIBRARY = [
+    NATIVE / f"{name}.c" for name in SOURCES if name not in ("batch", "turbo")
+]  # fuzz.c holds these
 
 
 @pytest.fixture(scope="module")
 def seeds(jpegs, noise, tmp_path_factory):
-    """One small file of each kind; what can be indexed is there with its index too. And what once broke."""
+    """One small file of each kind; what can be indexed is there with its index too. And what once
+    broke.
+    """
     folder, made = tmp_path_factory.mktemp("seeds"), {}
     for name, sampling in SAMPLINGS.items():
         made[name] = jpegs.write(noise(37, 51), sampling)
@@ -33,7 +47,9 @@ def seeds(jpegs, noise, tmp_path_factory):
     made["progressive-grey"] = jpegs.write(noise(24, 40, 1), progressive=1)
     made["arithmetic"] = jpegs.write(noise(40, 48), (2, 2), arithmetic=1)
     made["arithmetic-progressive"] = jpegs.write(noise(24, 24), (2, 1), progressive=1, arithmetic=1)
-    made["sharp"] = jpegs.write(np.random.default_rng(0).integers(0, 256, (32, 48, 3), dtype=np.uint8), quality=100)
+    made["sharp"] = jpegs.write(
+        np.random.default_rng(0).integers(0, 256, (32, 48, 3), dtype=np.uint8), quality=100
+    )
     made["exif"] = (
         made["420"][:2]
         + b"\xff\xe1\x00\x22Exif\0\0MM\0*\0\0\0\x08\0\x01\x01\x12\0\x03\0\0\0\x01\0\x06\0\0\0\0\0\0"
@@ -72,10 +88,14 @@ def fuzz(folder, seeds, sanitizers: str, seconds: float, threaded: int, seed: in
         text=True,
     )
     print(done.stdout)
-    assert done.returncode == 0, f"{done.stdout}{done.stderr[:6000]}\nthe input is {folder / 'crasher'}"
+    assert done.returncode == 0, (
+        f"{done.stdout}{done.stderr[:6000]}\nthe input is {folder / 'crasher'}"
+    )
 
 
-@pytest.mark.parametrize(("sanitizers", "short", "share"), [("address,undefined", 4, 0.9), ("thread", 2, 0.1)])
+@pytest.mark.parametrize(
+    ("sanitizers", "short", "share"), [("address,undefined", 4, 0.9), ("thread", 2, 0.1)]
+)
 def test_mutated_files_do_no_harm(seeds, tmp_path, sanitizers, short, share):
     """Seconds of always the same mutations; `make soak` gives minutes of others."""
     if MINUTES:

@@ -1,4 +1,6 @@
-"""maps.c against numpy's unpacking of the same bytes, the densest and the emptiest palettes, and bytes no packer writes."""
+"""maps.c against numpy's unpacking of the same bytes, the densest and the emptiest palettes, and
+bytes no packer writes.
+"""
 
 import os
 import zlib
@@ -17,15 +19,21 @@ CELLS, ENTRIES = SIDE * SIDE, SIDE * SIDE * TOP_K
 def packed_rows(form: str, rng: np.random.Generator, scales=None) -> list[np.ndarray]:
     """A row of random bytes for each of PALETTES, its places all within the palette."""
     rows = []
-    for size, palette in zip(row_sizes(form, SIDE, TOP_K, PALETTES).tolist(), PALETTES.tolist(), strict=True):
+    for size, palette in zip(
+        row_sizes(form, SIDE, TOP_K, PALETTES).tolist(), PALETTES.tolist(), strict=True
+    ):
         row = rng.integers(0, 256, size, dtype=np.uint8)
         at = 8 * (form == "compact")
         if at:
-            row[:8] = np.array([-0.5, 1.0] if scales is None else scales[len(rows)], "<f4").view(np.uint8)
+            row[:8] = np.array([-0.5, 1.0] if scales is None else scales[len(rows)], "<f4").view(
+                np.uint8
+            )
         bits = (palette - 1).bit_length()
         places = rng.integers(0, palette, ENTRIES)
         places[:2] = 0, palette - 1
-        planes = np.packbits((places >> np.arange(bits)[:, None] & 1).astype(np.uint8), axis=1, bitorder="little")
+        planes = np.packbits(
+            (places >> np.arange(bits)[:, None] & 1).astype(np.uint8), axis=1, bitorder="little"
+        )
         row[at + 2 * palette : at + 2 * palette + planes.size] = planes.reshape(-1)
         rows.append(row)
     return rows
@@ -41,7 +49,10 @@ def decoded(
     lengths = np.array([len(row) for row in rows])
     offset = np.stack([np.cumsum(lengths) - lengths, lengths.sum() + 16 * np.arange(N)], 1)
     if crc is None:
-        crc = np.array([zlib.crc32(row.tobytes() + window[n].tobytes()) for n, row in enumerate(rows)], np.uint32)
+        crc = np.array(
+            [zlib.crc32(row.tobytes() + window[n].tobytes()) for n, row in enumerate(rows)],
+            np.uint32,
+        )
     cells = (N, SIDE, SIDE)
     to = [
         np.full((*cells, TOP_K), 7, np.float16),
@@ -56,7 +67,9 @@ def decoded(
     samples["box"] = 0, 0, 1, 1
     file = os.open(path, os.O_RDONLY)
     try:
-        parts = native.Parts(np.full((N, 2), file), offset, to, crc, native.Packed(PALETTES[:N], levels))
+        parts = native.Parts(
+            np.full((N, 2), file), offset, to, crc, native.Packed(PALETTES[:N], levels)
+        )
         native.Job(samples, np.zeros((N, 4, 4, 3), np.uint8), parts, keep=pixels).decode()
     finally:
         os.close(file)
@@ -65,7 +78,9 @@ def decoded(
 
 def same(fields: list[np.ndarray], want: tuple[np.ndarray, ...]) -> None:
     for got, expected in zip(fields, want, strict=True):
-        np.testing.assert_array_equal(got.view(f"u{got.itemsize}"), expected.view(f"u{expected.itemsize}"))
+        np.testing.assert_array_equal(
+            got.view(f"u{got.itemsize}"), expected.view(f"u{expected.itemsize}")
+        )
 
 
 @pytest.mark.parametrize("form", ["lossless", "compact"])
@@ -81,10 +96,16 @@ def test_logits_are_rounded_to_float16_as_numpy_does(tmp_path):
     """Of every size: what is too large, too small, halfway between two, negative."""
     rng = np.random.default_rng(1)
     exponents = rng.uniform(-30, 18, 256)
-    halfway = (rng.integers(0x400, 0x800, 256) * 2 + 1) * 2.0 ** rng.integers(-26, 5, 256)  # a float16 has 11 bits, these 12
-    levels = np.where(np.arange(256) % 2, halfway, 2.0**exponents * rng.choice([-1, 1], 256)).astype(np.float32)
+    halfway = (rng.integers(0x400, 0x800, 256) * 2 + 1) * 2.0 ** rng.integers(
+        -26, 5, 256
+    )  # a float16 has 11 bits, these 12
+    levels = np.where(
+        np.arange(256) % 2, halfway, 2.0**exponents * rng.choice([-1, 1], 256)
+    ).astype(np.float32)
     levels[:6] = 0.0, -0.0, 65519.996, 65520, 2.0**-25, 2.0**-24
-    scales = [(low, step) for low in (0.0, 1e-5, -3.0, 70000.0) for step in (1.0, -1.0, 2.0**-14, 0.3)][: len(PALETTES)]
+    scales = [
+        (low, step) for low in (0.0, 1e-5, -3.0, 70000.0) for step in (1.0, -1.0, 2.0**-14, 0.3)
+    ][: len(PALETTES)]
     rows = packed_rows("compact", rng, scales)
     samples, fields, _ = decoded(tmp_path / "rows", rows, levels)
     assert not samples["status"].any()
@@ -98,14 +119,20 @@ def test_a_row_that_changed_or_is_none_is_that_samples_fault_alone(tmp_path, for
     levels = levels_of("tail") if form == "compact" else None
     rows = packed_rows(form, np.random.default_rng(2))
     at = 8 * (form == "compact") + 2 * 3
-    rows[2][at], rows[2][at + -(-ENTRIES // 8)] = 255, 255  # eight places of 3 in a palette of 3, under a true CRC
+    rows[2][at], rows[2][at + -(-ENTRIES // 8)] = (
+        255,
+        255,
+    )  # eight places of 3 in a palette of 3, under a true CRC
     samples, _, _ = decoded(tmp_path / "rows", rows, levels)
     assert np.flatnonzero(samples["status"]).tolist() == [2]
     assert samples["status"][2] == native.DAMAGED
     assert samples["message"][2] == b"its score map names a class outside its palette"
     rows = packed_rows(form, np.random.default_rng(2))
     crc = np.array(
-        [zlib.crc32(row.tobytes() + np.arange(4 * n, 4 * n + 4, dtype=np.float32).tobytes()) for n, row in enumerate(rows)]
+        [
+            zlib.crc32(row.tobytes() + np.arange(4 * n, 4 * n + 4, dtype=np.float32).tobytes())
+            for n, row in enumerate(rows)
+        ]
     )
     rows[5][-1] ^= 1
     samples, _, _ = decoded(tmp_path / "rows", rows, levels, crc.astype(np.uint32))

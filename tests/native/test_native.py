@@ -1,4 +1,6 @@
-"""The native decoder against Pillow, against libjpeg, against itself without SIMD; its threads; what it says of bad input."""
+"""The native decoder against Pillow, against libjpeg, against itself without SIMD; its threads;
+what it says of bad input.
+"""
 
 import ctypes
 import io
@@ -25,14 +27,20 @@ from ..jpeg_files import NATIVE, SOURCES, compiled, encoded
 MEAN = 0.6  # of 255: the issue's bar for the mean absolute difference to Pillow
 
 
-def job_of(files: list[bytes], boxes, size: int, flips=0, kind=native.JPEG, extents=None, parts=None) -> native.Job:
+def job_of(
+    files: list[bytes], boxes, size: int, flips=0, kind=native.JPEG, extents=None, parts=None
+) -> native.Job:
     """A job over files in memory; `boxes` are (top, left, height, width)."""
     samples = np.zeros(len(files), native.SAMPLE)
     memory = [np.frombuffer(file, np.uint8) for file in files]
     samples["bytes"], samples["length"] = [m.ctypes.data for m in memory], [len(m) for m in memory]
-    samples["height"], samples["width"] = np.array(extents or [native.probe(file) for file in files]).T
+    samples["height"], samples["width"] = np.array(
+        extents or [native.probe(file) for file in files]
+    ).T
     samples["box"], samples["flip"], samples["kind"] = boxes, flips, kind
-    return native.Job(samples, np.full((len(files), size, size, 3), 99, np.uint8), parts, keep=memory)
+    return native.Job(
+        samples, np.full((len(files), size, size, 3), 99, np.uint8), parts, keep=memory
+    )
 
 
 def crop(file: bytes, box, size: int, flip=0, **options) -> np.ndarray:
@@ -68,13 +76,23 @@ def plain(tmp_path_factory):
 
 
 def test_structs_lie_as_c_has_them(tmp_path):
-    fields = {"Sample": [*native.SAMPLE.names], "Batch": [name for name, _ in native._Batch._fields_], "Cut": [*native.CUT.names]}
+    fields = {
+        "Sample": [*native.SAMPLE.names],
+        "Batch": [name for name, _ in native._Batch._fields_],
+        "Cut": [*native.CUT.names],
+    }
     fields["Sample"][fields["Sample"].index("box")] = "top"
-    lines = [f'printf("%zu\\n", offsetof({kind}, {name}));' for kind, names in fields.items() for name in names]
+    lines = [
+        f'printf("%zu\\n", offsetof({kind}, {name}));'
+        for kind, names in fields.items()
+        for name in names
+    ]
     source = tmp_path / "offsets.c"
     source.write_text('#include "batch.c"\nint main(void) {' + "\n".join(lines) + "return 0;}")
     others = [NATIVE / f"{name}.c" for name in SOURCES if name != "batch"]
-    printed = subprocess.check_output([compiled(tmp_path / "offsets", [source, *others], "-O0")], text=True).split()
+    printed = subprocess.check_output(
+        [compiled(tmp_path / "offsets", [source, *others], "-O0")], text=True
+    ).split()
     ours = [native.SAMPLE.fields[name][1] for name in native.SAMPLE.names]
     ours += [getattr(native._Batch, name).offset for name, _ in native._Batch._fields_]
     ours += [native.CUT.fields[name][1] for name in native.CUT.names]
@@ -94,21 +112,30 @@ def test_crops_of_photographs_are_pillows(photographs, subsampling, index):
         file = indexed_jpeg.transcode(file) if index else file
         for size in (32, 97, 160, 224, 300):
             box, flip = random_box(rng, image.height, image.width), int(rng.integers(2))
-            assert difference(crop(file, box, size, flip), by_pillow(image, box, size, flip)) <= MEAN, (box, size)
+            assert (
+                difference(crop(file, box, size, flip), by_pillow(image, box, size, flip)) <= MEAN
+            ), (box, size)
 
 
 @pytest.mark.parametrize("index", [True, False], ids=["indexed", "plain"])
 def test_large_photographs_are_pillows_at_every_scale(photographs, index):
-    """Crops of up to 33 times the output: without an index libjpeg decodes at 1/2, 1/4 or 1/8; with one the filter has 66 taps."""
+    """Crops of up to 33 times the output: without an index libjpeg decodes at 1/2, 1/4 or 1/8; with
+    one the filter has 66 taps.
+    """
     for photograph in photographs[:3]:
-        file = encoded(photograph.resize([3 * side for side in photograph.size], Image.Resampling.LANCZOS))
+        file = encoded(
+            photograph.resize([3 * side for side in photograph.size], Image.Resampling.LANCZOS)
+        )
         image = Image.open(io.BytesIO(file))
         file = indexed_jpeg.transcode(file) if index else file
         for ratio in (5, 7.9, 8, 9, 15.9, 16, 17, 31.9, 32, 33):
             for size in (31, 48):
                 side = min(int(ratio * size) + 1, image.height, image.width - 5)
                 box = (image.height - side, 5, side, side)
-                assert difference(crop(file, box, size), by_pillow(image, box, size)) <= MEAN, (ratio, size)
+                assert difference(crop(file, box, size), by_pillow(image, box, size)) <= MEAN, (
+                    ratio,
+                    size,
+                )
 
 
 def test_boxes_of_fractions_as_evaluation_has_them(photographs):
@@ -118,7 +145,12 @@ def test_boxes_of_fractions_as_evaluation_has_them(photographs):
         indexed, image = indexed_jpeg.transcode(file), Image.open(io.BytesIO(file))
         for _ in range(6):
             tall, wide = rng.uniform(20, image.height), rng.uniform(20, image.width)
-            box = (rng.uniform(0, image.height - tall), rng.uniform(0, image.width - wide), tall, wide)
+            box = (
+                rng.uniform(0, image.height - tall),
+                rng.uniform(0, image.width - wide),
+                tall,
+                wide,
+            )
             for each in (file, indexed):
                 assert difference(crop(each, box, 128), by_pillow(image, box, 128)) <= MEAN, box
 
@@ -129,8 +161,14 @@ def test_small_crops_are_enlarged_as_pillow_does(photographs):
         file = encoded(photograph)
         indexed, image = indexed_jpeg.transcode(file), Image.open(io.BytesIO(file))
         for side in (1, 2, 3, 8, 33):
-            box = (int(rng.integers(image.height - side)), int(rng.integers(image.width - side)), side, side)
-            # Pillow interpolates chroma with neighbours outside the box as we do, but rounds before it resamples.
+            box = (
+                int(rng.integers(image.height - side)),
+                int(rng.integers(image.width - side)),
+                side,
+                side,
+            )
+            # Pillow interpolates chroma with neighbours outside the box as we do, but rounds before
+            # it resamples.
             assert difference(crop(indexed, box, 100), by_pillow(image, box, 100)) <= 1, box
 
 
@@ -139,8 +177,12 @@ def test_a_crop_at_its_own_size_is_the_decoded_image(photographs, jpegs, noise):
     file = jpegs.write(noise(75, 91, 1))
     want = np.asarray(Image.open(io.BytesIO(file)))
     for each in (file, indexed_jpeg.transcode(file)):
-        np.testing.assert_array_equal(crop(each, (0, 0, 75, 75), 75), np.repeat(want[:, :75, None], 3, 2))
-        np.testing.assert_array_equal(crop(each, (11, 27, 64, 64), 64, 1), np.repeat(want[11:75, 27:, None][:, ::-1], 3, 2))
+        np.testing.assert_array_equal(
+            crop(each, (0, 0, 75, 75), 75), np.repeat(want[:, :75, None], 3, 2)
+        )
+        np.testing.assert_array_equal(
+            crop(each, (11, 27, 64, 64), 64, 1), np.repeat(want[11:75, 27:, None][:, ::-1], 3, 2)
+        )
     file = encoded(photographs[0])
     want = np.asarray(Image.open(io.BytesIO(file)))[100:300, 100:300].astype(int)
     assert np.abs(crop(indexed_jpeg.transcode(file), (100, 100, 200, 200), 200) - want).max() <= 2
@@ -153,11 +195,17 @@ def test_raw_pixels_are_cropped_as_pillow_does(photographs, tmp_path, from_file)
         content = photograph.tobytes()
         for size in (1, 64, 211):
             box, flip = random_box(rng, photograph.height, photograph.width), int(rng.integers(2))
-            job = job_of([content], [box], size, flip, native.RAW, [(photograph.height, photograph.width)])
+            job = job_of(
+                [content], [box], size, flip, native.RAW, [(photograph.height, photograph.width)]
+            )
             if from_file:
                 (tmp_path / "raw").write_bytes(b"before" + content)
                 with open(tmp_path / "raw", "rb") as file:
-                    job.samples["bytes"], job.samples["file"], job.samples["offset"] = 0, file.fileno(), 6
+                    job.samples["bytes"], job.samples["file"], job.samples["offset"] = (
+                        0,
+                        file.fileno(),
+                        6,
+                    )
                     job.decode()
             else:
                 job.decode()
@@ -168,21 +216,32 @@ def test_raw_pixels_are_cropped_as_pillow_does(photographs, tmp_path, from_file)
 @settings(max_examples=120, deadline=None)
 @given(st.data())
 def test_segments_give_libjpegs_pixels_to_the_bit(jpegs, noise, plain, data):
-    """Any size, sampling, quality, box (image borders above all), output and interval; and so does the build without SIMD."""
+    """Any size, sampling, quality, box (image borders above all), output and interval; and so does
+    the build without SIMD.
+    """
     height, width = data.draw(st.integers(1, 120)), data.draw(st.integers(1, 120))
     channels = data.draw(st.sampled_from([1, 3]))
     sampling = data.draw(st.sampled_from([(1, 1), (2, 1), (1, 2), (2, 2)]))
     rgb = channels == 3 and sampling == (1, 1) and data.draw(st.booleans())
-    original = jpegs.write(noise(height, width, channels), sampling, rgb=rgb, quality=data.draw(st.integers(1, 100)))
+    original = jpegs.write(
+        noise(height, width, channels), sampling, rgb=rgb, quality=data.draw(st.integers(1, 100))
+    )
     across = -(-width // (8 * (sampling[0] if channels == 3 else 1)))
     interval = data.draw(st.sampled_from([n for n in range(1, across + 1) if across % n == 0]))
     indexed = indexed_jpeg._with_index(native.transcode(original, interval))
     box = []
     for extent in (height, width):
         from_ = data.draw(st.sampled_from([0, extent - 1]) | st.integers(0, extent - 1))
-        box.append((from_, data.draw(st.sampled_from([1, extent - from_]) | st.integers(1, extent - from_))))
+        box.append(
+            (
+                from_,
+                data.draw(st.sampled_from([1, extent - from_]) | st.integers(1, extent - from_)),
+            )
+        )
     (top, tall), (left, wide) = box
-    size = data.draw(st.integers(max(tall, wide) // 8 + 1, 256))  # libjpeg's path would scale smaller outputs
+    size = data.draw(
+        st.integers(max(tall, wide) // 8 + 1, 256)
+    )  # libjpeg's path would scale smaller outputs
     box, flip = (top, left, tall, wide), data.draw(st.integers(0, 1))
     ours = crop(indexed, box, size, flip)
     np.testing.assert_array_equal(ours, crop(original, box, size, flip))
@@ -192,7 +251,9 @@ def test_segments_give_libjpegs_pixels_to_the_bit(jpegs, noise, plain, data):
 
 
 def test_wild_coefficients_decode_alike_without_simd(jpegs, plain):
-    """Quantisers of 255 where 1 belongs: every block overflows 16 bits, as in a damaged file whose checksums are whole."""
+    """Quantisers of 255 where 1 belongs: every block overflows 16 bits, as in a damaged file whose
+    checksums are whole.
+    """
     pixels = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)
     file = bytearray(indexed_jpeg.transcode(jpegs.write(pixels, (2, 2), quality=100)))
     for at in (n for n in range(len(file)) if file[n : n + 4] == b"\xff\xdb\0\x43"):
@@ -221,7 +282,9 @@ def test_whatever_the_size_nothing_is_written_beside_the_pixels(photographs):
         job.decode()
         assert (memory[:128] == 77).all()
         assert (memory[-128:] == 77).all()
-        np.testing.assert_array_equal(memory[128:-128].reshape(size, size, 3), crop(file, (3, 5, 200, 300), size))
+        np.testing.assert_array_equal(
+            memory[128:-128].reshape(size, size, 3), crop(file, (3, 5, 200, 300), size)
+        )
 
 
 # ------------------------------------------------------------------------------------------------ checksums and parts
@@ -231,7 +294,10 @@ def test_checksums_are_zlibs(plain):
     rng = np.random.default_rng(0)
     for lib in (native.library(), plain):
         crc32 = lib.densefeed_crc32
-        crc32.argtypes, crc32.restype = [ctypes.c_char_p, ctypes.c_size_t, ctypes.c_uint32], ctypes.c_uint32
+        crc32.argtypes, crc32.restype = (
+            [ctypes.c_char_p, ctypes.c_size_t, ctypes.c_uint32],
+            ctypes.c_uint32,
+        )
         for length in [*range(200), 1000, 4097, 100_003]:
             content = rng.bytes(length)
             assert crc32(content, length, 0) == zlib.crc32(content)
@@ -240,7 +306,9 @@ def test_checksums_are_zlibs(plain):
 
 @pytest.fixture
 def maps(tmp_path, jpegs, noise):
-    """A file of bytes, the job of five samples with three parts each, and what the parts should be."""
+    """A file of bytes, the job of five samples with three parts each, and what the parts should
+    be.
+    """
     rng = np.random.default_rng(5)
     content = rng.bytes(5000)
     path = tmp_path / "maps"
@@ -255,12 +323,20 @@ def maps(tmp_path, jpegs, noise):
             [500, 510, 505],  # one over the other
         ]
     )
-    want = [[content[at : at + length] for at, length in zip(row, lengths, strict=True)] for row in offset]
+    want = [
+        [content[at : at + length] for at, length in zip(row, lengths, strict=True)]
+        for row in offset
+    ]
     crc = np.array([zlib.crc32(b"".join(row)) for row in want], np.uint32)
     to = [np.zeros((5, length), np.uint8) for length in lengths]
     with open(path, "rb") as file:
         parts = native.Parts(np.full((5, 3), file.fileno(), np.int32), offset, to, crc)
-        yield job_of(5 * [jpegs.write(noise(20, 20))], 5 * [(0, 0, 20, 20)], 16, parts=parts), parts, want, path
+        yield (
+            job_of(5 * [jpegs.write(noise(20, 20))], 5 * [(0, 0, 20, 20)], 16, parts=parts),
+            parts,
+            want,
+            path,
+        )
 
 
 def test_parts_are_copied_wherever_they_lie(maps):
@@ -310,13 +386,17 @@ BREAKAGES = {
 @pytest.mark.parametrize("name", BREAKAGES)
 def test_a_damaged_indexed_file_is_never_decoded(whole, name):
     """Every bit of it lies under a checksum: of the rows that a crop reads, and of the header."""
-    job = job_of([BREAKAGES[name](indexed_jpeg.transcode(whole))], [(0, 0, 70, 90)], 32, extents=[(70, 90)])
+    job = job_of(
+        [BREAKAGES[name](indexed_jpeg.transcode(whole))], [(0, 0, 70, 90)], 32, extents=[(70, 90)]
+    )
     job.decode()
     assert job.samples["status"][0] in (native.DAMAGED, native.UNREADABLE), name
     assert job.samples["message"][0]
 
 
-@pytest.mark.parametrize("name", ["empty", "one byte", "header cut", "cut", "zeroed", "all zeros", "no image"])
+@pytest.mark.parametrize(
+    "name", ["empty", "one byte", "header cut", "cut", "zeroed", "all zeros", "no image"]
+)
 def test_a_cut_or_zeroed_plain_file_is_never_decoded(whole, name):
     for box in ((0, 0, 70, 90), (0, 0, 8, 8)):  # the second needs nothing of what is missing
         job = job_of([BREAKAGES[name](whole)], [box], 32, extents=[(70, 90)])
@@ -327,7 +407,9 @@ def test_a_cut_or_zeroed_plain_file_is_never_decoded(whole, name):
 @settings(max_examples=300, deadline=None)
 @given(st.data())
 def test_no_single_byte_of_an_indexed_file_can_change_unseen(whole, data):
-    """But for the mark that makes it an indexed file, and the two bytes of EOI, which decide nothing."""
+    """But for the mark that makes it an indexed file, and the two bytes of EOI, which decide
+    nothing.
+    """
     indexed = bytearray(indexed_jpeg.transcode(whole))
     at = data.draw(st.integers(16, len(indexed) - 3))
     indexed[at] ^= data.draw(st.integers(1, 255))
@@ -351,7 +433,16 @@ def test_mutated_bytes_end_in_a_status(whole, data):
 
 
 @pytest.mark.parametrize(
-    "box", [(-1, 0, 5, 5), (0, 0, 71, 5), (0, 88, 5, 3), (0, 0, 0, 5), (0, 0, np.nan, 5), (np.inf, 0, 5, 5), (0, 0, 1e300, 5)]
+    "box",
+    [
+        (-1, 0, 5, 5),
+        (0, 0, 71, 5),
+        (0, 88, 5, 3),
+        (0, 0, 0, 5),
+        (0, 0, np.nan, 5),
+        (np.inf, 0, 5, 5),
+        (0, 0, 1e300, 5),
+    ],
 )
 def test_a_crop_outside_the_image_is_refused(whole, box):
     for file in (whole, indexed_jpeg.transcode(whole)):
@@ -387,13 +478,17 @@ def test_files_may_vanish_be_cut_or_be_longer(whole, tmp_path):
 
 
 def progressive_bomb(side: int, scans: int) -> bytes:
-    """A valid-looking progressive file of few bytes, each scan of which visits every block of a large image."""
+    """A valid-looking progressive file of few bytes, each scan of which visits every block of a
+    large image.
+    """
 
     def segment(marker, body):
         return bytes([0xFF, marker]) + struct.pack(">H", 2 + len(body)) + body
 
     file = (
-        b"\xff\xd8" + segment(0xDB, b"\0" + 64 * b"\1") + segment(0xC2, struct.pack(">BHHBBBB", 8, side, side, 1, 1, 0x11, 0))
+        b"\xff\xd8"
+        + segment(0xDB, b"\0" + 64 * b"\1")
+        + segment(0xC2, struct.pack(">BHHBBBB", 8, side, side, 1, 1, 0x11, 0))
     )
     file += segment(0xC4, b"\0\1" + bytes(15) + b"\0") + segment(
         0xC4, b"\x10\1" + bytes(15) + b"\xe0"
@@ -401,7 +496,11 @@ def progressive_bomb(side: int, scans: int) -> bytes:
     blocks = (-(-side // 8)) ** 2
     file += segment(0xDA, bytes([1, 1, 0, 0, 0, 0])) + bytes(-(-blocks // 8))
     runs = -(-blocks // 2**14)
-    return file + scans * (segment(0xDA, bytes([1, 1, 0, 1, 63, 0])) + bytes(-(-15 * runs // 8))) + b"\xff\xd9"
+    return (
+        file
+        + scans * (segment(0xDA, bytes([1, 1, 0, 1, 63, 0])) + bytes(-(-15 * runs // 8)))
+        + b"\xff\xd9"
+    )
 
 
 def test_a_progressive_bomb_ends_soon():

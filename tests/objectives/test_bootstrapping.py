@@ -32,8 +32,13 @@ def both(shared: bool, **options) -> Bootstrapped:
 def features(*sides: int) -> tuple[list, list]:
     """Tokens of a 4 x 4 grid, and maps of these sides."""
     rng = torch.Generator().manual_seed(0)
-    tokens = [torch.randn(3, 16, 6, generator=rng, dtype=torch.float64).requires_grad_() for _ in sides]
-    return tokens, [torch.randn(3, 6, side, side, generator=rng, dtype=torch.float64).requires_grad_() for side in sides]
+    tokens = [
+        torch.randn(3, 16, 6, generator=rng, dtype=torch.float64).requires_grad_() for _ in sides
+    ]
+    return tokens, [
+        torch.randn(3, 6, side, side, generator=rng, dtype=torch.float64).requires_grad_()
+        for side in sides
+    ]
 
 
 # ------------------------------------------------------------------------- features
@@ -57,15 +62,26 @@ def by_hand(tokens, maps, norm, adapt):
             vit, agent = x[image], y[image].flatten(1).T
             few = min(len(vit), len(agent))
             vit, agent = (
-                torch.stack([x[own_places(len(x), few, place, adapt)].mean(0) for place in range(few)]) for x in (vit, agent)
+                torch.stack(
+                    [x[own_places(len(x), few, place, adapt)].mean(0) for place in range(few)]
+                )
+                for x in (vit, agent)
             )
             if norm == "layernorm":
                 vit, agent = (
-                    (z - z.mean(1, keepdim=True)) / (z.var(1, keepdim=True, correction=0) + 1e-5).sqrt() for z in (vit, agent)
+                    (z - z.mean(1, keepdim=True))
+                    / (z.var(1, keepdim=True, correction=0) + 1e-5).sqrt()
+                    for z in (vit, agent)
                 )
                 total += ((vit - agent) ** 2).mean()
             elif norm == "l2-token":
-                total += sum(((v / v.norm() - a / a.norm()) ** 2).sum() for v, a in zip(vit, agent, strict=True)) / few
+                total += (
+                    sum(
+                        ((v / v.norm() - a / a.norm()) ** 2).sum()
+                        for v, a in zip(vit, agent, strict=True)
+                    )
+                    / few
+                )
             else:
                 total += ((vit / vit.norm() - agent / agent.norm()) ** 2).sum()
     return total / 2
@@ -79,7 +95,9 @@ def test_the_feature_loss_is_equations_6_and_7(norm, adapt):
     loss = feature_loss(tokens, maps, KEPT, norm, adapt)
     want = by_hand(tokens, maps, norm, adapt)
     assert loss.item() == pytest.approx(want.item(), rel=1e-5)
-    torch.testing.assert_close(torch.autograd.grad(loss, tokens), torch.autograd.grad(want, tokens), rtol=1e-4, atol=1e-7)
+    torch.testing.assert_close(
+        torch.autograd.grad(loss, tokens), torch.autograd.grad(want, tokens), rtol=1e-4, atol=1e-7
+    )
 
 
 def test_the_agents_features_are_constants():
@@ -90,7 +108,9 @@ def test_the_agents_features_are_constants():
 
 
 def test_the_norms_are_correlations():
-    """2 - 2 cos over each token, over the whole, and 2 - 2 rho; zero for what is equal but for its length."""
+    """2 - 2 cos over each token, over the whole, and 2 - 2 rho; zero for what is equal but for its
+    length.
+    """
     (x,), (y,) = features(4)
     agent, one = y.flatten(2).mT, torch.ones(3)
     want = {
@@ -99,7 +119,10 @@ def test_the_norms_are_correlations():
         "layernorm": 2
         - 2
         * torch.stack(
-            [torch.corrcoef(torch.stack(pair))[0, 1] for pair in zip(x.flatten(0, 1), agent.flatten(0, 1), strict=True)]
+            [
+                torch.corrcoef(torch.stack(pair))[0, 1]
+                for pair in zip(x.flatten(0, 1), agent.flatten(0, 1), strict=True)
+            ]
         ).mean(),
     }
     for norm, value in want.items():
@@ -112,7 +135,10 @@ def test_pooling_in_squares_gives_back_a_map_that_is_constant_in_each_square_and
     large = F.interpolate(small.mT.unflatten(2, (2, 2)), scale_factor=2).flatten(2).mT
     torch.testing.assert_close(pooled_grid(large, 4), small)
     assert not torch.allclose(pooled_sequence(large, 4), small)
-    torch.testing.assert_close(pooled_grid(large, 4).mT.unflatten(2, (2, 2)), F.avg_pool2d(large.mT.unflatten(2, (4, 4)), 2))
+    torch.testing.assert_close(
+        pooled_grid(large, 4).mT.unflatten(2, (2, 2)),
+        F.avg_pool2d(large.mT.unflatten(2, (4, 4)), 2),
+    )
     torch.testing.assert_close(pooled_sequence(large, 4).mT, F.avg_pool1d(large.mT, 4))
 
 
@@ -121,7 +147,9 @@ def test_places_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="16 tokens cannot be averaged to 9"):
         pooled_sequence(x, 9)
     for length in (9, 8):
-        with pytest.raises(ValueError, match=f"16 tokens cannot be averaged to {length} in squares"):
+        with pytest.raises(
+            ValueError, match=f"16 tokens cannot be averaged to {length} in squares"
+        ):
             pooled_grid(x, length)
 
 
@@ -147,7 +175,8 @@ def test_the_temperature_does_not_change_the_gradients_size():
     torch.manual_seed(0)
     teacher, student = 0.01 * torch.randn(3, 5), (0.01 * torch.randn(3, 5)).requires_grad_()
     norms = [
-        torch.autograd.grad(distillation_loss(student, teacher, KEPT, T), student)[0].norm().item() for T in (1.0, 4.0, 16.0)
+        torch.autograd.grad(distillation_loss(student, teacher, KEPT, T), student)[0].norm().item()
+        for T in (1.0, 4.0, 16.0)
     ]
     assert norms[1:] == pytest.approx(norms[:2], rel=0.03)
 
@@ -156,7 +185,9 @@ def test_the_temperature_does_not_change_the_gradients_size():
 
 
 def test_alignment_of_hand_made_gradients():
-    """Against it: its part along the other goes. With it, or square to it: nothing changes. Lists are one vector."""
+    """Against it: its part along the other goes. With it, or square to it: nothing changes. Lists
+    are one vector.
+    """
     vit = [torch.tensor([2.0, 0.0]), torch.tensor([[0.0]])]
     for agent, want in (
         ([[-3.0, 5.0], [[7.0]]], [[0.0, 5.0], [[7.0]]]),
@@ -166,8 +197,11 @@ def test_alignment_of_hand_made_gradients():
         found = aligned([torch.tensor(part) for part in agent], vit)
         assert [part.tolist() for part in found] == want
         assert [part.tolist() for part in aligned(found, vit)] == want  # once is enough
-    # One vector: (1, -2) has the product -1 with (1, 1), and loses -1/2 of it, though its first part alone agrees.
-    found = aligned([torch.tensor([1.0]), torch.tensor([-2.0])], [torch.tensor([1.0]), torch.tensor([1.0])])
+    # One vector: (1, -2) has the product -1 with (1, 1), and loses -1/2 of it, though its first
+    # part alone agrees.
+    found = aligned(
+        [torch.tensor([1.0]), torch.tensor([-2.0])], [torch.tensor([1.0]), torch.tensor([1.0])]
+    )
     assert [part.item() for part in found] == [1.5, -1.5]
     nothing = aligned([torch.tensor([1.0])], [torch.tensor([0.0])])
     assert nothing[0].item() == 1.0
@@ -176,7 +210,10 @@ def test_alignment_of_hand_made_gradients():
 @pytest.mark.parametrize("seed", range(5))
 def test_what_is_left_is_never_against_the_other(seed):
     rng = torch.Generator().manual_seed(seed)
-    agent, vit = ([torch.randn(shape, generator=rng, dtype=torch.float64) for shape in ((3, 4), (5,))] for _ in range(2))
+    agent, vit = (
+        [torch.randn(shape, generator=rng, dtype=torch.float64) for shape in ((3, 4), (5,))]
+        for _ in range(2)
+    )
 
     def product(one, other):
         return sum((a * b).sum() for a, b in zip(one, other, strict=True)).item()
@@ -190,24 +227,41 @@ def test_what_is_left_is_never_against_the_other(seed):
 def losses(said) -> tuple[torch.Tensor, torch.Tensor]:
     """One of each network: some classes, and features."""
     label = torch.tensor([0, 2])
-    vit = F.cross_entropy(class_logits(said.vit), label) + feature_loss(said.tokens, said.maps, torch.ones(2))
-    return vit + distillation_loss(said.vit, said.agent, torch.ones(2), 4.0), F.cross_entropy(class_logits(said.agent), label)
+    vit = F.cross_entropy(class_logits(said.vit), label) + feature_loss(
+        said.tokens, said.maps, torch.ones(2)
+    )
+    return vit + distillation_loss(said.vit, said.agent, torch.ones(2), 4.0), F.cross_entropy(
+        class_logits(said.agent), label
+    )
 
 
 def reference(pair: Bootstrapped, image, align: str) -> dict[str, torch.Tensor]:
-    """Gradients by two backward passes through one set of weights, and Algorithm 1 with loops, in float64."""
+    """Gradients by two backward passes through one set of weights, and Algorithm 1 with loops, in
+    float64.
+    """
     plain = copy.deepcopy(pair)
     V = slice(2 * plain.vit.embed_dim, None)
     for block, lent in enumerate(plain.agent.lent):  # the very parameters, in place of aliases
         own = plain.vit.blocks[block]
         plain.agent.lent[block] = lent._replace(
-            value=own.attn.qkv.weight[V], proj=own.attn.proj.weight, proj_bias=own.attn.proj.bias, fc1=own.mlp.fc1.weight,
-            fc1_bias=own.mlp.fc1.bias, fc2=own.mlp.fc2.weight, fc2_bias=own.mlp.fc2.bias,
-        )  # fmt: skip
+            value=own.attn.qkv.weight[V],
+            proj=own.attn.proj.weight,
+            proj_bias=own.attn.proj.bias,
+            fc1=own.mlp.fc1.weight,
+            fc1_bias=own.mlp.fc1.bias,
+            fc2=own.mlp.fc2.weight,
+            fc2_bias=own.mlp.fc2.bias,
+        )
     vit_loss, agent_loss = losses(plain(image))
     names, tensors = zip(*plain.named_parameters(), strict=True)
     of_vit, of_agent = (
-        dict(zip(names, torch.autograd.grad(loss, tensors, retain_graph=True, materialize_grads=True), strict=True))
+        dict(
+            zip(
+                names,
+                torch.autograd.grad(loss, tensors, retain_graph=True, materialize_grads=True),
+                strict=True,
+            )
+        )
         for loss in (vit_loss, agent_loss)
     )
     ends = (
@@ -219,17 +273,23 @@ def reference(pair: Bootstrapped, image, align: str) -> dict[str, torch.Tensor]:
         "mlp.fc2.weight",
         "mlp.fc2.bias",
     )
-    shared = [[f"vit.blocks.{block}.{end}" for end in ends] for block in range(len(plain.vit.blocks))]
+    shared = [
+        [f"vit.blocks.{block}.{end}" for end in ends] for block in range(len(plain.vit.blocks))
+    ]
     groups = {
-        "global": [[name for block in shared for name in block]], "layer": shared,
-        "tensor": [[name] for block in shared for name in block], "none": [],
-    }[align]  # fmt: skip
+        "global": [[name for block in shared for name in block]],
+        "layer": shared,
+        "tensor": [[name] for block in shared for name in block],
+        "none": [],
+    }[align]
 
     def rows(gradient, name):
         return gradient[V] if "qkv" in name else gradient
 
     for group in groups:
-        product = sum((rows(of_agent[name], name) * rows(of_vit[name], name)).sum() for name in group)
+        product = sum(
+            (rows(of_agent[name], name) * rows(of_vit[name], name)).sum() for name in group
+        )
         square = sum(rows(of_vit[name], name).square().sum() for name in group)
         if product < 0:
             for name in group:
@@ -246,7 +306,9 @@ def reference(pair: Bootstrapped, image, align: str) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("align", ["global", "layer", "tensor", "none"])
 def test_one_backward_pass_and_the_combination_are_algorithm_1(align):
-    """Private weights get their own network's gradient whole, shared ones the mean, q and k nothing of the agent's."""
+    """Private weights get their own network's gradient whole, shared ones the mean, q and k nothing
+    of the agent's.
+    """
     pair, image = both(shared=True).double(), torch.randn(2, 3, 32, 32, dtype=torch.float64)
     pair.agent.lend(pair.vit)  # double() has moved the weights
     want = reference(pair, image, align)
@@ -254,7 +316,11 @@ def test_one_backward_pass_and_the_combination_are_algorithm_1(align):
     pair.combine_gradients(align, lambda gradients: None)
     for name, parameter in pair.named_parameters():
         torch.testing.assert_close(
-            parameter.grad, want[name], rtol=1e-6, atol=1e-9, msg=lambda text, name=name: f"{name}: {text}"
+            parameter.grad,
+            want[name],
+            rtol=1e-6,
+            atol=1e-9,
+            msg=lambda text, name=name: f"{name}: {text}",
         )
     assert all(seen.grad is None for lent in pair.agent.lent for seen in lent)
 
@@ -263,8 +329,13 @@ def test_the_four_ways_differ_here():
     """Else the test above would show little."""
     pair, image = both(shared=True).double(), torch.randn(2, 3, 32, 32, dtype=torch.float64)
     pair.agent.lend(pair.vit)
-    found = [torch.cat([g.flatten() for g in reference(pair, image, align).values()]) for align in ("layer", "tensor", "none")]
-    assert all(not torch.equal(one, other) for one, other in zip(found, found[1:] + found[:1], strict=True))
+    found = [
+        torch.cat([g.flatten() for g in reference(pair, image, align).values()])
+        for align in ("layer", "tensor", "none")
+    ]
+    assert all(
+        not torch.equal(one, other) for one, other in zip(found, found[1:] + found[:1], strict=True)
+    )
 
 
 def test_two_parts_of_a_batch_add_up_and_ranks_are_asked_once():
@@ -272,7 +343,9 @@ def test_two_parts_of_a_batch_add_up_and_ranks_are_asked_once():
     for image in images:
         sum(losses(pair(image))).backward()
     want = [seen.grad.clone() for lent in pair.agent.lent for seen in lent]
-    pair.combine_gradients("none", lambda gradients: asked.append([gradient.clone() for gradient in gradients]))
+    pair.combine_gradients(
+        "none", lambda gradients: asked.append([gradient.clone() for gradient in gradients])
+    )
     assert len(asked) == 1
     assert all(torch.equal(a, b) for a, b in zip(asked[0], want, strict=True))
 
@@ -285,7 +358,9 @@ def test_what_is_shared_is_held_once():
     pair, joint = both(shared=True), both(shared=False)
     storages = [p.untyped_storage().data_ptr() for p in pair.parameters()]
     assert len(storages) == len(set(storages))
-    assert {name for name in pair.state_dict() if name.startswith("vit.")} == {f"vit.{name}" for name in pair.vit.state_dict()}
+    assert {name for name in pair.state_dict() if name.startswith("vit.")} == {
+        f"vit.{name}" for name in pair.vit.state_dict()
+    }
     assert not any("fc1" in name or "conv" in name for name in pair.agent.state_dict())
     assert any("fc1" in name for name in joint.agent.state_dict())
     groups = create_optimizer_v2(pair, "adamw", weight_decay=0.05).param_groups
@@ -303,7 +378,9 @@ def test_the_networks_say_what_they_say_alone():
         torch.testing.assert_close(said.agent, pair.agent(image))
         assert [x.shape for x in said.tokens] == 3 * [(2, 16, 108)]
         seen = []
-        handle = pair.vit.blocks[1].register_forward_hook(lambda block, inputs, output, seen=seen: seen.append(output))
+        handle = pair.vit.blocks[1].register_forward_hook(
+            lambda block, inputs, output, seen=seen: seen.append(output)
+        )
         pair.vit(image)
         handle.remove()
         torch.testing.assert_close(said.tokens[1], seen[0][:, 1:])  # no class token

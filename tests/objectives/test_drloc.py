@@ -1,4 +1,6 @@
-"""DRLoc against loops over images and pairs in float64, hand-counted heads, the constants of uniform places, and timm's maps."""
+"""DRLoc against loops over images and pairs in float64, hand-counted heads, the constants of
+uniform places, and timm's maps.
+"""
 
 import math
 
@@ -26,7 +28,14 @@ from densefeed.objectives.drloc import (
 )
 
 VARIANTS = ("l1", "signed", "ce", "reg", "all")
-SWIN = dict(img_size=64, window_size=2, embed_dim=12, depths=(1, 1, 2, 1), num_heads=(1, 2, 3, 4), num_classes=5)
+SWIN = dict(
+    img_size=64,
+    window_size=2,
+    embed_dim=12,
+    depths=(1, 1, 2, 1),
+    num_heads=(1, 2, 3, 4),
+    num_classes=5,
+)
 MODELS = {  # with the width and grid of the last map, at 64 pixels
     "test_vit": (dict(img_size=64, num_classes=5), (64, 4, 4)),
     "lvvit_micro": (dict(num_classes=5, token_head=False), (96, 8, 8)),
@@ -48,7 +57,10 @@ def network(name: str, **more) -> nn.Module:
 
 def words_of(row1: int, column1: int, row2: int, column2: int, grid: tuple[int, int]) -> list[int]:
     """The middle word of those that lead to these places."""
-    return [(2 * at + 1) * 2**31 // side for at, side in zip((row1, column1, row2, column2), 2 * grid, strict=True)]
+    return [
+        (2 * at + 1) * 2**31 // side
+        for at, side in zip((row1, column1, row2, column2), 2 * grid, strict=True)
+    ]
 
 
 def drawn(N: int, M: int, seed: int = 0) -> torch.Tensor:
@@ -60,19 +72,32 @@ def drawn(N: int, M: int, seed: int = 0) -> torch.Tensor:
 
 @pytest.mark.parametrize(("width", "count"), [(384, 657_410), (768, 1_050_626), (2048, 2_361_346)])
 def test_a_head_has_the_published_parameters(width, count):
-    """CvT-13 and T2T-ViT-14; Swin-T and ViT-B; ResNet-50. By hand: two hidden layers of 512, two outputs, biases."""
+    """CvT-13 and T2T-ViT-14; Swin-T and ViT-B; ResNet-50. By hand: two hidden layers of 512, two
+    outputs, biases.
+    """
     assert count == (2 * width + 1) * 512 + 513 * 512 + 513 * 2
     assert sum(p.numel() for p in LocalisationHead(width, 2).parameters()) == count
-    assert sum(p.numel() for p in Localiser("signed", [width], 7, (7, 7), released=False).parameters()) == count
+    assert (
+        sum(p.numel() for p in Localiser("signed", [width], 7, (7, 7), released=False).parameters())
+        == count
+    )
 
 
 def test_the_other_variants_heads_have_their_parameters():
-    """The four maps of the public code's `all`; 15 classes an axis (2 k + 1) in the paper, 13 and a layer more in the code."""
-    assert sum(p.numel() for p in Localiser("all", [192, 384, 768, 768], 0, (7, 7), True).parameters()) == 3_219_464
+    """The four maps of the public code's `all`; 15 classes an axis (2 k + 1) in the paper, 13 and a
+    layer more in the code.
+    """
+    assert (
+        sum(p.numel() for p in Localiser("all", [192, 384, 768, 768], 0, (7, 7), True).parameters())
+        == 3_219_464
+    )
     body = (2 * 768 + 1) * 512 + 513 * 512
     for variant in ("ce", "reg"):
         for released, count in ((False, body + 513 * 30), (True, body + 513 * 512 + 513 * 26)):
-            assert sum(p.numel() for p in Localiser(variant, [768], 0, (7, 7), released).parameters()) == count
+            assert (
+                sum(p.numel() for p in Localiser(variant, [768], 0, (7, 7), released).parameters())
+                == count
+            )
     assert [offset_classes(k) for k in (7, 14)] == [15, 29]
     assert [offset_classes(k, released=True) for k in (7, 14)] == [13, 27]
 
@@ -99,8 +124,11 @@ def test_words_are_uniform_places_up_to_the_last(grid):
         counts = torch.bincount(place.flatten(), minlength=side).double()
         expected = place.numel() / side
         assert len(counts) == side
-        # Chi-square of side - 1 degrees of freedom: mean side - 1, variance twice that; six deviations.
-        assert ((counts - expected) ** 2 / expected).sum() < side - 1 + 6 * math.sqrt(2 * (side - 1))
+        # Chi-square of side - 1 degrees of freedom: mean side - 1, variance twice that; six
+        # deviations.
+        assert ((counts - expected) ** 2 / expected).sum() < side - 1 + 6 * math.sqrt(
+            2 * (side - 1)
+        )
 
 
 def test_embeddings_are_collected_by_row_and_column_of_any_grid():
@@ -115,7 +143,9 @@ def test_embeddings_are_collected_by_row_and_column_of_any_grid():
             assert torch.equal(got[n, m], torch.cat(pair))
 
 
-@pytest.mark.parametrize(("grid", "factor"), [((14, 14), 2), ((6, 10), 2), ((9, 6), 3), ((7, 7), 1)])
+@pytest.mark.parametrize(
+    ("grid", "factor"), [((14, 14), 2), ((6, 10), 2), ((9, 6), 3), ((7, 7), 1)]
+)
 def test_a_pool_is_the_mean_of_what_lies_within_the_map(grid, factor):
     map_NDRC = torch.randn(2, 3, *grid, dtype=torch.float64)
     got = pooled(map_NDRC, factor)
@@ -144,7 +174,9 @@ def test_a_pool_is_the_mean_of_what_lies_within_the_map(grid, factor):
         ((1, 1), 0, "leaves 1 x 1 places, too few"),
     ],
 )
-def test_a_grid_that_cannot_be_pooled_is_refused_with_all_that_it_can_be_pooled_to(grid, side, said):
+def test_a_grid_that_cannot_be_pooled_is_refused_with_all_that_it_can_be_pooled_to(
+    grid, side, said
+):
     def fits(side):
         try:
             return bool(pool_factor(grid, side))
@@ -167,7 +199,9 @@ def test_the_map_is_timms_last_one_and_the_output_the_models(name):
         assert got.shape == (2, *shape)
         (want,) = model.forward_intermediates(image, indices=1, norm=True, intermediates_only=True)
         # An NFNet's activation comes last, which timm leaves out of its intermediates.
-        torch.testing.assert_close(got, model.final_act(model.final_conv(want)) if name == "nfnet_micro" else want)
+        torch.testing.assert_close(
+            got, model.final_act(model.final_conv(want)) if name == "nfnet_micro" else want
+        )
         for variant in ("l1", "all"):
             both = Localised(model, variant, 0, [64]).eval()
             assert not both.model.training
@@ -193,7 +227,9 @@ def test_released_reads_swin_and_vit_before_their_norm_and_all_reads_every_block
             both = Localised(model, variant, 0, [64], released)
             assert len(both.localiser.heads) == len(want)
             if released and name == "lvvit_micro":
-                want = model.forward_intermediates(image, indices=1, norm=True, intermediates_only=True)
+                want = model.forward_intermediates(
+                    image, indices=1, norm=True, intermediates_only=True
+                )
             for got, map_NDRC in zip(both._features(image)[1], want, strict=True):
                 torch.testing.assert_close(got, map_NDRC)
 
@@ -240,31 +276,43 @@ def test_features_that_are_class_tokens_alone_are_no_map(name):
 def test_a_model_that_leaves_out_patches_is_refused(name, released):
     for rate in (0.0, 0.5):
         with torch.device("meta"):
-            model = timm.create_model(name, img_size=56 if "eva" in name else 64, depth=1, patch_drop_rate=rate)
+            model = timm.create_model(
+                name, img_size=56 if "eva" in name else 64, depth=1, patch_drop_rate=rate
+            )
             if not rate:
                 Localised(model, "l1", 0, [model.patch_embed.img_size[0]], released)
                 continue
-            with pytest.raises(ValueError, match=r"it leaves out patches in training, .*leave patch_drop_rate away"):
+            with pytest.raises(
+                ValueError, match=r"it leaves out patches in training, .*leave patch_drop_rate away"
+            ):
                 Localised(model, "l1", 0, [model.patch_embed.img_size[0]], released)
 
 
 def test_an_agents_map_is_its_last_one():
     torch.manual_seed(0)
-    model, image = timm.create_model("agent_micro", num_classes=5, embed_dim=18, depth=2).eval(), torch.randn(2, 3, 64, 64)
+    model, image = (
+        timm.create_model("agent_micro", num_classes=5, embed_dim=18, depth=2).eval(),
+        torch.randn(2, 3, 64, 64),
+    )
     both = Localised(model, "l1", 0, [64])
     with torch.no_grad():
         last = model.forward_maps(image)[0]
         assert last.shape[2:] == (2, 2)
         assert torch.equal(both._features(image)[1][0], last)
         assert torch.equal(both(image, drawn(2, 3), torch.ones(2)).output, model(image))
-    with pytest.raises(ValueError, match="it has no forward_intermediates; choose another model, or another variant"):
+    with pytest.raises(
+        ValueError,
+        match="it has no forward_intermediates; choose another model, or another variant",
+    ):
         Localised(model, "all", 0, [64])
 
 
 def test_a_class_for_each_offset_allows_one_grid():
     model = network("resnet18")
     for variant in ("ce", "reg"):
-        with pytest.raises(ValueError, match=rf"differ in number between input sizes, with {variant} a class each"):
+        with pytest.raises(
+            ValueError, match=rf"differ in number between input sizes, with {variant} a class each"
+        ):
             Localised(model, variant, 0, [64, 96])
         Localised(model, variant, 2, [64, 128])  # pooled to one
     assert model.training
@@ -280,7 +328,9 @@ def plain_loss(variant, heads, maps, words, weights, side, released):
     for head, map_NDRC in zip(heads, maps, strict=True):
         factor = maps[-1].shape[2] // side if side else 1
         if factor > 1:
-            map_NDRC = nn.AvgPool2d(2 * factor - 1, factor, factor - 1, count_include_pad=False)(map_NDRC)
+            map_NDRC = nn.AvgPool2d(2 * factor - 1, factor, factor - 1, count_include_pad=False)(
+                map_NDRC
+            )
         N, _, R, C = map_NDRC.shape
         for n in range(N):
             of_image = torch.zeros((), dtype=torch.float64)
@@ -315,16 +365,26 @@ def plain_loss(variant, heads, maps, words, weights, side, released):
 @pytest.mark.parametrize(("grid", "side"), [((3, 5), 0), ((6, 4), 3)])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_variant_and_its_gradients_are_the_plain_loops(variant, grid, side, released):
-    """Oblong grids, pooled ones, an image of no weight; `all` on maps of two sizes. In float64 to rounding."""
+    """Oblong grids, pooled ones, an image of no weight; `all` on maps of two sizes. In float64 to
+    rounding.
+    """
     torch.manual_seed(1)
     sizes = [(2 * grid[0], 2 * grid[1]), grid] if variant == "all" else [grid]
     widths = list(range(4, 4 + len(sizes)))
-    maps = [torch.randn(3, D, *size, dtype=torch.float64, requires_grad=True) for D, size in zip(widths, sizes, strict=True)]
+    maps = [
+        torch.randn(3, D, *size, dtype=torch.float64, requires_grad=True)
+        for D, size in zip(widths, sizes, strict=True)
+    ]
     factor = grid[0] // side if side else 1
-    ours = Localiser(variant, widths, side, (grid[0] // factor, grid[1] // factor), released).double()
+    ours = Localiser(
+        variant, widths, side, (grid[0] // factor, grid[1] // factor), released
+    ).double()
     words, weights = drawn(3, 7), torch.tensor([1.0, 0.0, 0.5], dtype=torch.float64)
     grads = []
-    for loss in (ours(maps, words, weights), plain_loss(variant, ours.heads, maps, words, weights, side, released)):
+    for loss in (
+        ours(maps, words, weights),
+        plain_loss(variant, ours.heads, maps, words, weights, side, released),
+    ):
         grads.append((loss, *torch.autograd.grad(loss, [*maps, *ours.parameters()])))
     torch.testing.assert_close(grads[0], grads[1], rtol=1e-6, atol=1e-9)
     assert all(grad.any() for grad in grads[0][1:])
@@ -347,16 +407,24 @@ def test_gradients_reach_both_places_of_a_pair_and_no_others():
     assert map_NDRC.grad[0].abs().sum(0).nonzero().tolist() == [[0, 1], [3, 2]]
 
 
-@pytest.mark.parametrize(("k", "raw", "share"), [(7, 2.2857, 0.3265), (8, 2.625, 0.3281), (14, 4.6429, 0.3316)])
+@pytest.mark.parametrize(
+    ("k", "raw", "share"), [(7, 2.2857, 0.3265), (8, 2.625, 0.3281), (14, 4.6429, 0.3316)]
+)
 def test_who_always_says_0_has_the_mean_distance_of_uniform_places(k, raw, share):
     """(k^2 - 1) / (3 k) over all pairs of places; what an untrained head begins near."""
     offset = torch.arange(k)[:, None] - torch.arange(k)
     zero = torch.zeros(k, k)
-    assert regression_loss(zero, offset, k, False, True).mean().item() == pytest.approx(raw, abs=5e-5)
-    assert regression_loss(zero, offset, k, False, False).mean().item() == pytest.approx(share, abs=5e-5)
+    assert regression_loss(zero, offset, k, False, True).mean().item() == pytest.approx(
+        raw, abs=5e-5
+    )
+    assert regression_loss(zero, offset, k, False, False).mean().item() == pytest.approx(
+        share, abs=5e-5
+    )
     targets = regression_loss(zero, offset, k, True, False)
     assert targets.max() == (k - 1) / k
-    assert regression_loss(zero + k - 1, offset, k, True, True).mean().item() == pytest.approx(raw, abs=5e-5)
+    assert regression_loss(zero + k - 1, offset, k, True, True).mean().item() == pytest.approx(
+        raw, abs=5e-5
+    )
 
 
 @pytest.mark.parametrize(("released", "start"), [(False, 5.416), (True, 5.130)])
@@ -368,7 +436,9 @@ def test_who_knows_nothing_pays_two_logarithms_of_the_classes(released, start):
 
 
 def test_who_is_sure_and_right_pays_least_and_who_is_sure_and_wrong_nothing_infinite():
-    """A distribution that is one offset: its variance is 0, and only LEAST_VARIANCE is left of it."""
+    """A distribution that is one offset: its variance is 0, and only LEAST_VARIANCE is left of
+    it.
+    """
     logits = torch.full((1, 2, 15), -200.0)
     logits[0, :, 7 + 3] = 200.0
     offset = torch.tensor([[3, 2]])
@@ -392,7 +462,14 @@ def test_under_autocast_the_loss_is_float32_and_nearly_the_same(variant, dtype):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize(
-    "name", ["lvvit_micro", "swin_tiny_patch4_window7_224", "resnet18", "cvt_13_drloc", "dhvt_tiny_imagenet_patch16"]
+    "name",
+    [
+        "lvvit_micro",
+        "swin_tiny_patch4_window7_224",
+        "resnet18",
+        "cvt_13_drloc",
+        "dhvt_tiny_imagenet_patch16",
+    ],
 )
 def test_a_network_with_its_heads_is_one_graph(name, variant):
     torch._dynamo.reset()
@@ -422,7 +499,9 @@ def test_under_mixtoken_the_map_is_the_mixed_images():
         want = model.forward_features(image, mask)[:, 1:]
         torch.testing.assert_close(map_NDRC.flatten(2).mT, want)
         assert not torch.allclose(want, model.forward_features(image)[:, 1:])
-        torch.testing.assert_close(both(image, drawn(2, 5), torch.ones(2), mix_PP=mask).output, model(image, mask))
+        torch.testing.assert_close(
+            both(image, drawn(2, 5), torch.ones(2), mix_PP=mask).output, model(image, mask)
+        )
 
 
 def test_only_biases_of_the_heads_and_what_the_model_says_is_not_decayed():
@@ -432,10 +511,14 @@ def test_only_biases_of_the_heads_and_what_the_model_says_is_not_decayed():
 
 
 def test_it_learns_where_places_are_told():
-    """An identity map of coordinates: the head alone brings the distance from 0.33 to below 0.05."""
+    """An identity map of coordinates: the head alone brings the distance from 0.33 to below
+    0.05.
+    """
     torch.manual_seed(0)
     ours, weight = Localiser("l1", [2], 0, (4, 4), released=False), torch.ones(8)
-    grid = torch.stack(torch.meshgrid(torch.arange(4.0), torch.arange(4.0), indexing="ij")).expand(8, 2, 4, 4)
+    grid = torch.stack(torch.meshgrid(torch.arange(4.0), torch.arange(4.0), indexing="ij")).expand(
+        8, 2, 4, 4
+    )
     optimizer, losses = torch.optim.Adam(ours.parameters(), 1e-3), []
     for step in range(150):
         words = torch.randint(2**32, (8, 64, 4), generator=torch.Generator().manual_seed(step))

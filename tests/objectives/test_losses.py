@@ -31,15 +31,23 @@ def seeded():
     torch.manual_seed(0)
 
 
-def random_targets(count, tokens, palette, classes, seed=0, total=1.1, repeats=False, dtype=torch.float64):
-    """Targets that sum to `total`, and the same dense; with `repeats` a palette names classes twice."""
+def random_targets(
+    count, tokens, palette, classes, seed=0, total=1.1, repeats=False, dtype=torch.float64
+):
+    """Targets that sum to `total`, and the same dense; with `repeats` a palette names classes
+    twice.
+    """
     rng = torch.Generator().manual_seed(seed)
     if repeats:
         index = torch.randint(max(1, palette // 2), (count, palette), generator=rng)
     else:
-        index = torch.stack([torch.randperm(classes, generator=rng)[:palette] for _ in range(count)])
+        index = torch.stack(
+            [torch.randperm(classes, generator=rng)[:palette] for _ in range(count)]
+        )
     base = torch.rand(count, tokens, generator=rng, dtype=torch.float64)
-    extra = torch.rand(count, tokens, palette, generator=rng, dtype=torch.float64) * classes / palette
+    extra = (
+        torch.rand(count, tokens, palette, generator=rng, dtype=torch.float64) * classes / palette
+    )
     extra[..., 0] = -0.5 * base  # a class below all others
     scale = total / (classes * base + extra.sum(-1))
     extra, base = (extra * scale[..., None]).to(dtype), (base * scale).to(dtype)
@@ -50,7 +58,11 @@ def random_targets(count, tokens, palette, classes, seed=0, total=1.1, repeats=F
 
 
 def random_logits(*shape, seed=0, dtype=torch.float32):
-    return (torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * 5).to(dtype).requires_grad_()
+    return (
+        (torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * 5)
+        .to(dtype)
+        .requires_grad_()
+    )
 
 
 def dense_loss(logits, dense, weight):
@@ -71,19 +83,34 @@ def both(logits, targets, dense):
     return ours.double().detach(), want.detach(), gradient, torch.autograd.grad(want, exact)[0]
 
 
-@given(st.integers(1, 5), st.integers(1, 6), st.integers(1, 6), st.integers(6, 40), st.booleans(), st.integers(0, 99))
+@given(
+    st.integers(1, 5),
+    st.integers(1, 6),
+    st.integers(1, 6),
+    st.integers(6, 40),
+    st.booleans(),
+    st.integers(0, 99),
+)
 @settings(max_examples=60, deadline=None)
 def test_sparse_is_dense(count, tokens, palette, classes, repeats, seed):
-    targets, dense = random_targets(count, tokens, palette, classes, seed, repeats=repeats, dtype=torch.float32)
-    ours, want, gradient, want_gradient = both(random_logits(count, tokens, classes, seed=seed), targets, dense)
+    targets, dense = random_targets(
+        count, tokens, palette, classes, seed, repeats=repeats, dtype=torch.float32
+    )
+    ours, want, gradient, want_gradient = both(
+        random_logits(count, tokens, classes, seed=seed), targets, dense
+    )
     torch.testing.assert_close(ours, want, rtol=LOSS, atol=0)
     torch.testing.assert_close(gradient.double(), want_gradient, rtol=2e-6, atol=GRADIENT)
 
 
 @pytest.mark.parametrize("offset", [0.0, 300.0, -300.0])
-@pytest.mark.parametrize(("count", "tokens", "classes"), [(3, 100, 1000), (1, 50, 21_841), (2, 1, 70_001)])
+@pytest.mark.parametrize(
+    ("count", "tokens", "classes"), [(3, 100, 1000), (1, 50, 21_841), (2, 1, 70_001)]
+)
 def test_sparse_is_dense_for_real_numbers_of_classes(count, tokens, classes, offset):
-    """A shared offset of the logits changes nothing, though float32 sums of 21,841 of them would not be worth much."""
+    """A shared offset of the logits changes nothing, though float32 sums of 21,841 of them would
+    not be worth much.
+    """
     targets, dense = random_targets(count, tokens, 40, classes, dtype=torch.float32)
     logits = (random_logits(count, tokens, classes).detach() + offset).requires_grad_()
     ours, want, gradient, want_gradient = both(logits, targets, dense)
@@ -95,22 +122,30 @@ def test_sparse_is_dense_for_real_numbers_of_classes(count, tokens, classes, off
 def test_half_precision_logits_are_summed_in_float32(dtype):
     """The gradient is rounded once, to the logits' dtype: half a unit in the last place."""
     targets, dense = random_targets(3, 50, 40, 1000, dtype=torch.float32)
-    ours, want, gradient, want_gradient = both(random_logits(3, 50, 1000, dtype=dtype), targets, dense)
+    ours, want, gradient, want_gradient = both(
+        random_logits(3, 50, 1000, dtype=dtype), targets, dense
+    )
     assert gradient.dtype == dtype
     torch.testing.assert_close(ours, want, rtol=LOSS, atol=0)
     # 2e-6 for what is rounded the other way where the exact value lies between two numbers.
-    torch.testing.assert_close(gradient.double(), want_gradient, rtol=torch.finfo(dtype).eps / 2 + 2e-6, atol=GRADIENT)
+    torch.testing.assert_close(
+        gradient.double(), want_gradient, rtol=torch.finfo(dtype).eps / 2 + 2e-6, atol=GRADIENT
+    )
 
 
 def test_the_gradient_is_the_derivative():
     targets, _ = random_targets(2, 3, 4, 7, repeats=True)
     assert sparse(random_logits(2, 3, 7, dtype=torch.float64), targets).dtype == torch.float64
-    assert torch.autograd.gradcheck(lambda x: sparse(x, targets), random_logits(2, 3, 7, dtype=torch.float64))
+    assert torch.autograd.gradcheck(
+        lambda x: sparse(x, targets), random_logits(2, 3, 7, dtype=torch.float64)
+    )
 
 
 @pytest.mark.parametrize("size", [1, 200, 1000, 5000])
 def test_blocks_of_any_size_give_the_same(size, monkeypatch):
-    """Rows of 44 bytes in blocks of a part of an image's tokens, of an image, of several, with a remainder of each."""
+    """Rows of 44 bytes in blocks of a part of an image's tokens, of an image, of several, with a
+    remainder of each.
+    """
     targets, _ = random_targets(5, 7, 4, 11, dtype=torch.float32)
 
     def results(dtype):
@@ -130,7 +165,9 @@ def test_logits_may_lie_apart_in_memory():
     for view in (wide[:, 1:], wide.mT.contiguous().mT[:, :5]):
         (gradient,) = torch.autograd.grad(sparse(view, targets).sum(), view)
         apart = view.detach().clone(memory_format=torch.contiguous_format).requires_grad_()
-        torch.testing.assert_close(gradient, torch.autograd.grad(sparse(apart, targets).sum(), apart)[0])
+        torch.testing.assert_close(
+            gradient, torch.autograd.grad(sparse(apart, targets).sum(), apart)[0]
+        )
 
 
 def test_backward_may_run_twice_and_only_for_logits():
@@ -145,12 +182,16 @@ def test_backward_may_run_twice_and_only_for_logits():
     with torch.no_grad():
         assert not sparse(logits, targets).requires_grad
     with pytest.raises(RuntimeError):
-        torch.autograd.grad(sparse(logits, targets).square().sum(), logits, create_graph=True)[0].sum().backward()
+        torch.autograd.grad(sparse(logits, targets).square().sum(), logits, create_graph=True)[
+            0
+        ].sum().backward()
 
 
 def test_targets_of_another_grid_are_refused():
     targets, _ = random_targets(2, 4, 3, 7)
-    with pytest.raises(ValueError, match="2 images of 9 tokens; ask for targets of the model's grid"):
+    with pytest.raises(
+        ValueError, match="2 images of 9 tokens; ask for targets of the model's grid"
+    ):
         token_loss(torch.zeros(2, 9, 7), targets)
     with pytest.raises(ValueError, match="2 images of 9 tokens"):
         fused_token_loss(torch.zeros(2, 9, 5), torch.zeros(7, 5), torch.zeros(7), targets)
@@ -161,17 +202,26 @@ def test_targets_of_another_grid_are_refused():
 def test_token_loss_is_the_mean_over_labelled_tokens():
     targets, dense = random_targets(3, 5, 4, 11)
     logits = torch.randn(3, 5, 11, dtype=torch.float64)
-    torch.testing.assert_close(token_loss(logits, targets), dense_loss(logits, dense, targets.weight))
+    torch.testing.assert_close(
+        token_loss(logits, targets), dense_loss(logits, dense, targets.weight)
+    )
 
 
 @pytest.mark.parametrize("count", [1, 4, 5])
 def test_class_token_loss_takes_labels_mixed_with_the_partners(count):
-    """Equation 10 with the dense label mixed first; ours names both images' classes, some of them twice."""
+    """Equation 10 with the dense label mixed first; ours names both images' classes, some of them
+    twice.
+    """
     targets, dense = random_targets(count, 1, 4, 11)
-    logits, weight = torch.randn(count, 11, dtype=torch.float64), torch.ones(count, 1, dtype=torch.float64)
+    logits, weight = (
+        torch.randn(count, 11, dtype=torch.float64),
+        torch.ones(count, 1, dtype=torch.float64),
+    )
     share = torch.tensor(0.3, dtype=torch.float64)
     want = dense_loss(logits[:, None], 0.7 * dense + 0.3 * dense.flip(0), weight)
-    torch.testing.assert_close(class_token_loss(logits, mixed(targets._replace(weight=weight), share)), want)
+    torch.testing.assert_close(
+        class_token_loss(logits, mixed(targets._replace(weight=weight), share)), want
+    )
     plain = dense_loss(logits[:, None], dense, weight)
     torch.testing.assert_close(class_token_loss(logits, targets._replace(weight=weight)), plain)
 
@@ -181,7 +231,11 @@ def test_where_nothing_has_weight_the_loss_is_zero(fused):
     targets, _ = random_targets(2, 3, 4, 7, dtype=torch.float32)
     targets = targets._replace(weight=torch.zeros_like(targets.weight))
     head, features = torch.nn.Linear(5, 7), torch.randn(2, 3, 5, requires_grad=True)
-    loss = fused_token_loss(features, head.weight, head.bias, targets) if fused else token_loss(head(features), targets)
+    loss = (
+        fused_token_loss(features, head.weight, head.bias, targets)
+        if fused
+        else token_loss(head(features), targets)
+    )
     loss.backward()
     assert loss == 0
     assert (features.grad == 0).all()
@@ -198,7 +252,10 @@ def test_samples_of_weight_zero_do_not_count():
     label = torch.tensor([1, 2, 3, 4])
     hard = hard_label_loss(logits, label, weight[:, 0])
     torch.testing.assert_close(
-        hard.double(), torch.nn.functional.cross_entropy(logits[kept], label[kept]), rtol=1e-5, atol=1e-5
+        hard.double(),
+        torch.nn.functional.cross_entropy(logits[kept], label[kept]),
+        rtol=1e-5,
+        atol=1e-5,
     )
 
 
@@ -215,7 +272,9 @@ def test_hard_labels_under_mixing_are_cutmix():
 
 
 def materialised(features, head, targets, dense=None):
-    """The same loss by way of logits: ours, or with `dense` the float64 reference. Returns it and its three gradients."""
+    """The same loss by way of logits: ours, or with `dense` the float64 reference. Returns it and
+    its three gradients.
+    """
     leaves = [tensor.detach().requires_grad_() for tensor in (features, head.weight, head.bias)]
     if dense is not None:
         leaves = [leaf.detach().double().requires_grad_() for leaf in leaves]
@@ -271,7 +330,9 @@ def test_the_fused_gradients_are_the_derivatives(small_chunks):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("rows", [1, 17])
 def test_the_fused_loss_under_autocast_is_no_worse_than_with_logits(dtype, rows, monkeypatch):
-    """Both multiply in half precision; ours adds up its chunks, 280 of one row or 17 of 17, in float32."""
+    """Both multiply in half precision; ours adds up its chunks, 280 of one row or 17 of 17, in
+    float32.
+    """
     monkeypatch.setattr(fused_head, "CHUNK_BYTES", rows * 31 * 2)
     targets, dense = random_targets(40, 7, 5, 31, dtype=torch.float32)
     head, features = torch.nn.Linear(16, 31), torch.randn(40, 7, 16)
@@ -280,14 +341,18 @@ def test_the_fused_loss_under_autocast_is_no_worse_than_with_logits(dtype, rows,
         ours, theirs = fused(features, head, targets), materialised(features, head, targets)
     for got, other, want in zip(ours, theirs, exact, strict=True):
         assert got.dtype == torch.float32
-        # A product of D = 16 terms rounded to half precision on the way in and out: two units in the last place.
+        # A product of D = 16 terms rounded to half precision on the way in and out: two units in
+        # the last place.
         assert relative(got, want) < 2 * torch.finfo(dtype).eps
         assert relative(got, want) < 1.5 * relative(other, want) + 1e-6
 
 
 def test_a_frozen_head_costs_no_gradient(small_chunks):
     targets, _ = random_targets(5, 7, 5, 31, dtype=torch.float32)
-    head, features = torch.nn.Linear(16, 31).requires_grad_(False), torch.randn(5, 7, 16, requires_grad=True)
+    head, features = (
+        torch.nn.Linear(16, 31).requires_grad_(False),
+        torch.randn(5, 7, 16, requires_grad=True),
+    )
     loss = fused_token_loss(features, head.weight, head.bias, targets)
     loss.backward(retain_graph=True)
     torch.testing.assert_close(features.grad, fused(features, head, targets)[1])
@@ -309,8 +374,12 @@ def test_equation_7_takes_logits_or_features():
     whole = whole._replace(weight=torch.ones_like(whole.weight))
     head, features, cls = torch.nn.Linear(16, 31), torch.randn(3, 7, 16), torch.randn(3, 31)
     with_logits = token_labeling_loss(TokenLogits(cls, head(features)), whole, tokens, 0.5)
-    torch.testing.assert_close(with_logits, class_token_loss(cls, whole) + 0.5 * token_loss(head(features), tokens))
-    torch.testing.assert_close(token_labeling_loss(TokenFeatures(cls, features, head), whole, tokens, 0.5), with_logits)
+    torch.testing.assert_close(
+        with_logits, class_token_loss(cls, whole) + 0.5 * token_loss(head(features), tokens)
+    )
+    torch.testing.assert_close(
+        token_labeling_loss(TokenFeatures(cls, features, head), whole, tokens, 0.5), with_logits
+    )
 
 
 # ------------------------------------------------------------------------- cost
@@ -318,7 +387,9 @@ def test_equation_7_takes_logits_or_features():
 
 def step(cls, features, head, whole, tokens):
     """Both forms of the loss, so that one compilation tries them all."""
-    with_logits = token_labeling_loss(TokenLogits(cls, F.linear(features, head.weight, head.bias)), whole, tokens, 0.5)
+    with_logits = token_labeling_loss(
+        TokenLogits(cls, F.linear(features, head.weight, head.bias)), whole, tokens, 0.5
+    )
     return with_logits + token_labeling_loss(TokenFeatures(cls, features, head), whole, tokens, 0.5)
 
 
@@ -327,7 +398,13 @@ def step_arguments(seed):
     tokens, _ = random_targets(3, 7, 5, 31, seed, dtype=torch.float32)
     whole, _ = random_targets(3, 1, 5, 31, seed + 1, dtype=torch.float32)
     head, features, cls = torch.nn.Linear(16, 31), torch.randn(3, 7, 16), torch.randn(3, 31)
-    return cls.requires_grad_(), features.requires_grad_(), head, whole._replace(weight=whole.weight + 0.1), tokens
+    return (
+        cls.requires_grad_(),
+        features.requires_grad_(),
+        head,
+        whole._replace(weight=whole.weight + 0.1),
+        tokens,
+    )
 
 
 def gradients_of(function, cls, features, head, whole, tokens):
@@ -352,12 +429,16 @@ def test_compiled_whole_and_once():
 
 def peak_bytes(function, tmp_path):
     """The most that `function` holds at a time of what it allocates itself."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profile:
         function()
     profile.export_chrome_trace(str(tmp_path / "trace.json"))
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     held = most = 0
-    for event in sorted((event for event in events if event["name"] == "[memory]"), key=lambda event: event["ts"]):
+    for event in sorted(
+        (event for event in events if event["name"] == "[memory]"), key=lambda event: event["ts"]
+    ):
         held += event["args"]["Bytes"]
         most = max(most, held)
     assert most
@@ -369,14 +450,24 @@ def test_memory_beside_logits_and_gradient_is_a_tenth_of_the_dense_paths(tmp_pat
     targets, dense = random_targets(64, 196, 40, 1000, dtype=torch.float32)
     dense, logits = dense.float(), torch.randn(64, 196, 1000, requires_grad=True)
     gradient = logits.nbytes
-    ours = peak_bytes(lambda: torch.autograd.grad(token_loss(logits, targets), logits), tmp_path) - gradient
-    theirs = peak_bytes(lambda: torch.autograd.grad(dense_loss(logits, dense, targets.weight), logits), tmp_path) - gradient
+    ours = (
+        peak_bytes(lambda: torch.autograd.grad(token_loss(logits, targets), logits), tmp_path)
+        - gradient
+    )
+    theirs = (
+        peak_bytes(
+            lambda: torch.autograd.grad(dense_loss(logits, dense, targets.weight), logits), tmp_path
+        )
+        - gradient
+    )
     assert theirs > 2 * gradient
     assert ours < theirs / 10
 
 
 def test_the_fused_loss_never_holds_the_logits(tmp_path, monkeypatch):
-    """At a width of 16 the gradients weigh little: what is left are two chunks of 1 MiB and a block of the same."""
+    """At a width of 16 the gradients weigh little: what is left are two chunks of 1 MiB and a block
+    of the same.
+    """
     monkeypatch.setattr(fused_head, "CHUNK_BYTES", 1 << 20)
     monkeypatch.setattr(kernels, "BLOCK_BYTES", 1 << 20)
     targets, _ = random_targets(16, 196, 10, 4096, dtype=torch.float32)

@@ -12,7 +12,17 @@ def batches(count, memory):
         image = memory.empty((64, 128, 128, 3), torch.uint8).fill_(number)
         index = torch.full((64,), number)
         yield Batch(
-            image, index, torch.zeros(64, 2, 3), torch.zeros(64, 4), index, index, torch.ones(64), None, None, None, None
+            image,
+            index,
+            torch.zeros(64, 2, 3),
+            torch.zeros(64, 4),
+            index,
+            index,
+            torch.ones(64),
+            None,
+            None,
+            None,
+            None,
         )
 
 
@@ -25,7 +35,9 @@ def test_on_a_cpu_batches_pass_through():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_copies_on_the_side_stream_are_whole_when_the_step_reads_them():
-    """The host's memory is pinned and reused at once; the step is slow, so copies run ahead of it."""
+    """The host's memory is pinned and reused at once; the step is slow, so copies run ahead of
+    it.
+    """
     device, memory = torch.device("cuda"), Memory()
     assert memory.empty((1,), torch.uint8).is_pinned()
     slow = torch.randn(4096, 4096, device=device)

@@ -1,4 +1,6 @@
-"""`--loader dali`: pixels beside Pillow's and our own decoder's, what breaks DALI, and whether a GPU may be given regions."""
+"""`--loader dali`: pixels beside Pillow's and our own decoder's, what breaks DALI, and whether a
+GPU may be given regions.
+"""
 
 import io
 import json
@@ -61,9 +63,16 @@ def maps_of(random_maps, tmp_path):
     def make(root):
         images = Images(root, split="train")
         header = StoreHeader(
-            side=6, top_k=2, num_classes=2, absent="tail", teacher="random", input_size=96, geometry="squash",
-            fingerprint=images.fingerprint(), class_names=tuple(images.class_names),
-        )  # fmt: skip
+            side=6,
+            top_k=2,
+            num_classes=2,
+            absent="tail",
+            teacher="random",
+            input_size=96,
+            geometry="squash",
+            fingerprint=images.fingerprint(),
+            class_names=tuple(images.class_names),
+        )
         writer = ScoreMapWriter(tmp_path / "maps.h5", header, images.paths, images.labels)
         writer.write(np.arange(len(images)), random_maps(len(images), 6, 2, 2))
         writer.finish()
@@ -74,7 +83,13 @@ def maps_of(random_maps, tmp_path):
 
 def opened(source, kind=DaliLoader, threads=2, batch=4, views=4, size=96, mode="train", **options):
     plan = EpochPlan(
-        num_samples=len(source.labels), batch=batch, seed=3, mode=mode, views=views, sizes=((0, size),), crop_pct=0.87
+        num_samples=len(source.labels),
+        batch=batch,
+        seed=3,
+        mode=mode,
+        views=views,
+        sizes=((0, size),),
+        crop_pct=0.87,
     )
     return kind(source, plan, threads, **options)
 
@@ -95,8 +110,13 @@ def epoch(*arguments, number=0, **options):
 @pytest.mark.parametrize("mode", ["train", "evaluate"])
 @pytest.mark.parametrize("size", [48, 224])
 def test_crops_are_pillows_and_all_else_is_the_other_loaders(photos, mode, size):
-    """Fractional boxes (evaluation) and flips too. A .beton's crops are decoded from cut JPEGs, to the very same pixels."""
-    source, images = FolderSource(photos / "images", "train"), Images(photos / "images", split="train")
+    """Fractional boxes (evaluation) and flips too. A .beton's crops are decoded from cut JPEGs, to
+    the very same pixels.
+    """
+    source, images = (
+        FolderSource(photos / "images", "train"),
+        Images(photos / "images", split="train"),
+    )
     how = dict(mode=mode, size=size, batch=7, views=1)
     plan = opened(source, ThreadedLoader, **how).plan
     flips = 0
@@ -113,11 +133,16 @@ def test_crops_are_pillows_and_all_else_is_the_other_loaders(photos, mode, size)
             assert (cut.image.float() - ours.image.float()).abs().mean((1, 2, 3)).max() <= OF_OURS
             for row, index in enumerate(whole.index.tolist()):
                 image = Image.open(images.where(index))
-                box, flip = plan.crops(number, np.array([index]), np.array([image.height]), np.array([image.width]))
+                box, flip = plan.crops(
+                    number, np.array([index]), np.array([image.height]), np.array([image.width])
+                )
                 (top, left, height, width), mirrored = box[0], flip[0]
                 want = crop_resize(image, (left, top, left + width, top + height), size)
                 want = want[:, ::-1] if mirrored else want
-                assert np.abs(whole.image[row].numpy().astype(int) - want).mean() <= OF_PILLOW, (number, index)
+                assert np.abs(whole.image[row].numpy().astype(int) - want).mean() <= OF_PILLOW, (
+                    number,
+                    index,
+                )
                 flips += mirrored
     assert flips > 3 or mode == "evaluate"
 
@@ -139,23 +164,36 @@ def test_whole_decode_and_cut_gives_the_pixels_of_region_decode(photos):
 
 @marked
 def test_three_epochs_at_awkward_sizes_show_every_sample_once(photos):
-    """6 photographs; batches that are no part of that, runs that are no part of a batch, two ranks."""
+    """6 photographs; batches that are no part of that, runs that are no part of a batch, two
+    ranks.
+    """
     for batch, views, ranks in ((8, 2, 2), (4, 1, 2), (5, 1, 1), (24, 24, 1)):
         source = FfcvSource(photos / "x.beton")
         plans = [
             EpochPlan(
-                num_samples=6, batch=batch, seed=1, mode="train", views=views, rank=rank, ranks=ranks, parts=ranks,
+                num_samples=6,
+                batch=batch,
+                seed=1,
+                mode="train",
+                views=views,
+                rank=rank,
+                ranks=ranks,
+                parts=ranks,
                 sizes=((0, 32), (2, 48)),
             )
             for rank in range(ranks)
-        ]  # fmt: skip
+        ]
         readers = [DaliLoader(source, plan, 1) for plan in plans]
         for reader in readers:
             reader._engine._rows = 3
         for number in range(3):
             batches = [batch for reader in readers for batch in reader.batches(number)]
-            seen = torch.cat([b.index[b.weight > 0] * 100 + b.repeat[b.weight > 0] for b in batches])
-            assert sorted(seen.tolist()) == [n * 100 + view for n in range(6) for view in range(views)]
+            seen = torch.cat(
+                [b.index[b.weight > 0] * 100 + b.repeat[b.weight > 0] for b in batches]
+            )
+            assert sorted(seen.tolist()) == [
+                n * 100 + view for n in range(6) for view in range(views)
+            ]
             assert {b.image.shape[1] for b in batches} == {48 if number == 2 else 32}
         for reader in readers:
             reader.close()
@@ -174,7 +212,12 @@ def cut_of(jpeg, box, sound=0):
         width, height = image.size
     content, room = np.frombuffer(jpeg, np.uint8), np.zeros(len(jpeg) + 64, np.uint8)
     sample, cut = np.zeros(1, native.SAMPLE), np.zeros(1, native.CUT)
-    sample["bytes"], sample["length"], sample["height"], sample["width"] = content.ctypes.data, len(jpeg), height, width
+    sample["bytes"], sample["length"], sample["height"], sample["width"] = (
+        content.ctypes.data,
+        len(jpeg),
+        height,
+        width,
+    )
     sample["box"], cut["bytes"], cut["sound"] = box, room.ctypes.data, sound
     native.Job(sample, cut, keep=content).decode()
     assert not room[len(jpeg) :].any()  # nothing is written behind the room
@@ -184,12 +227,16 @@ def cut_of(jpeg, box, sound=0):
 
 @pytest.mark.parametrize("kind", ["4:2:0", "4:2:2", "4:4:4", "grey"])
 def test_a_cut_jpeg_shows_the_crop_as_the_whole_one_does(noise, kind):
-    """Byte for byte, by libjpeg as Pillow runs it, with 2 pixels to spare for chroma; and it is short."""
+    """Byte for byte, by libjpeg as Pillow runs it, with 2 pixels to spare for chroma; and it is
+    short.
+    """
     rng = np.random.default_rng(0)
     for height, width in ((120, 200), (375, 500), (9, 33), (64, 64), (1, 1)):
         image = Image.fromarray(noise(height, width))
         image = image.convert("L") if kind == "grey" else image
-        jpeg = indexed_jpeg.transcode(encoded(image, **({} if kind == "grey" else {"subsampling": kind})))
+        jpeg = indexed_jpeg.transcode(
+            encoded(image, **({} if kind == "grey" else {"subsampling": kind}))
+        )
         whole, lengths = np.asarray(Image.open(io.BytesIO(jpeg))), []
         for _ in range(40):
             tall, wide = int(rng.integers(1, height + 1)), int(rng.integers(1, width + 1))
@@ -198,7 +245,10 @@ def test_a_cut_jpeg_shows_the_crop_as_the_whole_one_does(noise, kind):
             assert sample["status"] == native.OK, sample["message"]
             shown = np.asarray(Image.open(io.BytesIO(made)))
             assert shown.shape[:2] == (cut["height"], cut["width"])
-            at = slice(top - cut["top"], top - cut["top"] + tall), slice(left - cut["left"], left - cut["left"] + wide)
+            at = (
+                slice(top - cut["top"], top - cut["top"] + tall),
+                slice(left - cut["left"], left - cut["left"] + wide),
+            )
             np.testing.assert_array_equal(shown[at], whole[top : top + tall, left : left + wide])
             lengths.append(len(made))
         assert max(lengths) <= len(jpeg)
@@ -207,16 +257,22 @@ def test_a_cut_jpeg_shows_the_crop_as_the_whole_one_does(noise, kind):
 
 
 def test_damage_is_found_before_another_decoder_sees_it(noise):
-    """Of an indexed JPEG by its checksums, in the rows that are needed; of any other by reading all of it, unless these very bytes were."""
+    """Of an indexed JPEG by its checksums, in the rows that are needed; of any other by reading all
+    of it, unless these very bytes were.
+    """
     jpeg = bytearray(indexed_jpeg.transcode(encoded(Image.fromarray(noise(160, 160)))))
     jpeg[-300] ^= 4
-    assert cut_of(bytes(jpeg), (0, 0, 40, 40))[2]["status"] == native.OK  # its last rows are not read
+    assert (
+        cut_of(bytes(jpeg), (0, 0, 40, 40))[2]["status"] == native.OK
+    )  # its last rows are not read
     cut, made, sample = cut_of(bytes(jpeg), (100, 0, 60, 160))
     assert (sample["status"], cut["length"], made) == (native.DAMAGED, 0, b"")
     assert b"do not match their checksum" in sample["message"]
     short = encoded(Image.fromarray(noise(160, 160)))[:-300]
     assert cut_of(short, (0, 0, 40, 40))[2]["status"] == native.DAMAGED
-    assert cut_of(short, (0, 0, 40, 40), sound=fingerprint(short))[2]["status"] == native.OK  # looked at before, it is said
+    assert (
+        cut_of(short, (0, 0, 40, 40), sound=fingerprint(short))[2]["status"] == native.OK
+    )  # looked at before, it is said
     whole = encoded(Image.fromarray(noise(160, 160)))
     assert cut_of(whole, (0, 0, 40, 40), sound=fingerprint(short))[0]["sound"] == fingerprint(whole)
 
@@ -233,18 +289,29 @@ def unchecked(monkeypatch):
             def __setitem__(self, rows, value):
                 pass
 
-        known = np.array([fingerprint(path.read_bytes()) for path in sorted(root.rglob("*.jpg"))], np.uint64).view(Known)
-        monkeypatch.setattr(dali._Engine, "sound", property(lambda self: known, lambda self, value: None), raising=False)
+        known = np.array(
+            [fingerprint(path.read_bytes()) for path in sorted(root.rglob("*.jpg"))], np.uint64
+        ).view(Known)
+        monkeypatch.setattr(
+            dali._Engine,
+            "sound",
+            property(lambda self: known, lambda self, value: None),
+            raising=False,
+        )
 
     return of
 
 
 @marked
 @pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_pipeline_that_broke_is_made_anew_and_the_guilty_sample_named(photos, tmp_path, capfd, monkeypatch, unchecked):
+def test_a_pipeline_that_broke_is_made_anew_and_the_guilty_sample_named(
+    photos, tmp_path, capfd, monkeypatch, unchecked
+):
     """The samples in runs before, with and behind it are all there."""
     build, built = dali.build, []
-    monkeypatch.setattr(dali, "build", lambda *arguments: built.append(arguments) or build(*arguments))
+    monkeypatch.setattr(
+        dali, "build", lambda *arguments: built.append(arguments) or build(*arguments)
+    )
     root = tmp_path / "images"
     for number, path in enumerate(sorted((photos / "images").rglob("*.jpg"))):
         to = root / "train" / "ab"[number % 2] / path.name
@@ -254,17 +321,23 @@ def test_a_pipeline_that_broke_is_made_anew_and_the_guilty_sample_named(photos, 
     want = epoch(FolderSource(root, "train"), mode="evaluate", batch=6, views=1)[0]
     victim.write_bytes(victim.read_bytes()[:5000])
     unchecked(root)
-    with pytest.raises(UserError, match=f"sample 1: {victim} cannot be decoded .* replace or remove this file"):
+    with pytest.raises(
+        UserError, match=f"sample 1: {victim} cannot be decoded .* replace or remove this file"
+    ):
         epoch(FolderSource(root, "train"), mode="evaluate", batch=6, views=1)
     for rows in (1, 2, 6):
-        reader = opened(FolderSource(root, "train"), mode="evaluate", batch=6, views=1, on_bad_sample="skip")
+        reader = opened(
+            FolderSource(root, "train"), mode="evaluate", batch=6, views=1, on_bad_sample="skip"
+        )
         reader._engine._rows = rows
         for _ in range(2):
             (got,) = reader.batches(0)
             assert got.weight.tolist() == [n != 1 for n in range(6)]
             shown = [n for n in range(6) if n != 1]
             # The run that broke was decoded by our own decoder.
-            assert (got.image[shown].float() - want.image[shown].float()).abs().mean((1, 2, 3)).max() <= OF_OURS
+            assert (got.image[shown].float() - want.image[shown].float()).abs().mean(
+                (1, 2, 3)
+            ).max() <= OF_OURS
         assert reader.skipped == 2
         reader.close()
     assert len(built) > 1 + 1 + 3  # one of each loader at least, and more
@@ -272,18 +345,27 @@ def test_a_pipeline_that_broke_is_made_anew_and_the_guilty_sample_named(photos, 
 
 
 @marked
-def test_damage_outside_the_crop_of_an_ordinary_jpeg_has_the_other_loaders_outcome(photos, maps_of, tmp_path):
-    """The check that stands before DALI looks at the whole file, and finds it; whether the crop is refused our own decoder says."""
+def test_damage_outside_the_crop_of_an_ordinary_jpeg_has_the_other_loaders_outcome(
+    photos, maps_of, tmp_path
+):
+    """The check that stands before DALI looks at the whole file, and finds it; whether the crop is
+    refused our own decoder says.
+    """
     root = tmp_path / "images"
     shutil.copytree(photos / "images", root)
     victim = sorted((root / "train" / "a").iterdir())[0]
     content = bytearray(victim.read_bytes())
-    content[-(len(content) // 8) : -2] = bytes(len(content) // 8 - 2)  # its last rows, all but the end marker
+    content[-(len(content) // 8) : -2] = bytes(
+        len(content) // 8 - 2
+    )  # its last rows, all but the end marker
     source = FolderSource(root, "train", maps_of(root))  # the file is read when it is asked for
     victim.write_bytes(content)
     outcomes = []
     for number in range(8):
-        loaders = [opened(source, kind, batch=6, views=1, size=48, on_bad_sample="skip") for kind in (ThreadedLoader, DaliLoader)]
+        loaders = [
+            opened(source, kind, batch=6, views=1, size=48, on_bad_sample="skip")
+            for kind in (ThreadedLoader, DaliLoader)
+        ]
         (want,), (got,) = (list(loader.batches(number)) for loader in loaders)
         assert got.weight.tolist() == want.weight.tolist()
         for name in ("index", "view", "map_logit", "map_class", "map_lse", "window"):
@@ -295,21 +377,37 @@ def test_damage_outside_the_crop_of_an_ordinary_jpeg_has_the_other_loaders_outco
 @marked
 @pytest.mark.parametrize("damage", ["zeros", "end marker in the middle", "cut"])
 def test_a_file_damaged_after_it_was_seen_is_looked_at_again(photos, tmp_path, damage):
-    """A sound epoch, the damage, two more epochs: the outcome is the folder loader's, though DALI would take such files for pixels."""
+    """A sound epoch, the damage, two more epochs: the outcome is the folder loader's, though DALI
+    would take such files for pixels.
+    """
     root = shutil.copytree(photos / "images", tmp_path / "images")
     victim = sorted((root / "train" / "a").iterdir())[0]
     loaders = [
-        opened(FolderSource(root, "train"), kind, batch=6, views=1, size=48, on_bad_sample="skip", mode="evaluate")
+        opened(
+            FolderSource(root, "train"),
+            kind,
+            batch=6,
+            views=1,
+            size=48,
+            on_bad_sample="skip",
+            mode="evaluate",
+        )
         for kind in (ThreadedLoader, DaliLoader)
     ]
     for loader in loaders:
         assert next(loader.batches(0)).weight.all()
     whole = victim.read_bytes()
     half = len(whole) // 2
-    middle = {"zeros": bytes(len(whole) - half), "end marker in the middle": b"\xff\xd9" * 20 + whole[half + 40 :], "cut": b""}
+    middle = {
+        "zeros": bytes(len(whole) - half),
+        "end marker in the middle": b"\xff\xd9" * 20 + whole[half + 40 :],
+        "cut": b"",
+    }
     victim.write_bytes(whole[:half] + middle[damage])
     for number in (1, 2):
-        assert [next(loader.batches(number)).weight.tolist() for loader in loaders] == [[0.0] + [1.0] * 5] * 2
+        assert [next(loader.batches(number)).weight.tolist() for loader in loaders] == [
+            [0.0] + [1.0] * 5
+        ] * 2
     victim.write_bytes(whole)
     for loader in loaders:
         assert next(loader.batches(3)).weight.all()
@@ -318,8 +416,12 @@ def test_a_file_damaged_after_it_was_seen_is_looked_at_again(photos, tmp_path, d
 
 @marked
 @pytest.mark.parametrize("at_once", [True, False])
-def test_what_dali_alone_cannot_do_our_decoder_does_and_says_so(photos, monkeypatch, capfd, at_once):
-    """Until it is every run: then DALI is what is wrong. It may fail when it is fed, or later, with runs behind it."""
+def test_what_dali_alone_cannot_do_our_decoder_does_and_says_so(
+    photos, monkeypatch, capfd, at_once
+):
+    """Until it is every run: then DALI is what is wrong. It may fail when it is fed, or later, with
+    runs behind it.
+    """
     feed, calls = dali.feed, []
 
     def breaks(pipeline, jpegs, *others):
@@ -341,18 +443,29 @@ def test_what_dali_alone_cannot_do_our_decoder_does_and_says_so(photos, monkeypa
             assert (got.image.float() - want.image.float()).abs().mean((1, 2, 3)).max() <= OF_OURS
         reader.close()
         said = capfd.readouterr().err
-        # A run that was behind one that broke is fed again, to a new pipeline, and may then be left alone by `breaks`.
+        # A run that was behind one that broke is fed again, to a new pipeline, and may then be left
+        # alone by `breaks`.
         assert 1 <= said.count("our own decoder has read them") <= len(broken)
     broken = set(range(1000))
-    with pytest.raises(UserError, match=r"DALI broke off 3 runs in which nothing is wrong .* use --loader ffcv or folder"):
+    with pytest.raises(
+        UserError,
+        match=r"DALI broke off 3 runs in which nothing is wrong .* use --loader ffcv or folder",
+    ):
         epoch(FfcvSource(photos / "x.beton"), batch=4)
 
 
 @marked
 def test_what_breaks_in_an_epoch_that_was_left_is_forgotten(photos, monkeypatch, capfd):
-    """A run of a batch that nobody waits for any more breaks: it is decoded by nobody and counts as no failure, its samples are
-    looked at again, and the next epoch is whole."""
-    feed, collect, decode, calls, decoded = dali.feed, dali._Engine._collect, dali._Engine._decode, [], []
+    """A run of a batch that nobody waits for any more breaks: it is decoded by nobody and counts as
+    no failure, its samples are looked at again, and the next epoch is whole.
+    """
+    feed, collect, decode, calls, decoded = (
+        dali.feed,
+        dali._Engine._collect,
+        dali._Engine._decode,
+        [],
+        [],
+    )
     entered, left = threading.Event(), threading.Event()
 
     def breaks(pipeline, jpegs, *others):
@@ -367,7 +480,11 @@ def test_what_breaks_in_an_epoch_that_was_left_is_forgotten(photos, monkeypatch,
 
     monkeypatch.setattr(dali, "feed", breaks)
     monkeypatch.setattr(dali._Engine, "_collect", waits)
-    monkeypatch.setattr(dali._Engine, "_decode", lambda self, work, rows: decoded.append(work) or decode(self, work, rows))
+    monkeypatch.setattr(
+        dali._Engine,
+        "_decode",
+        lambda self, work, rows: decoded.append(work) or decode(self, work, rows),
+    )
     want = epoch(FfcvSource(photos / "x.beton"), ThreadedLoader, batch=3, views=3)
     loader = opened(FfcvSource(photos / "x.beton"), batch=3, views=3)
     for _ in range(dali.FAILURES + 1):
@@ -396,8 +513,12 @@ def test_runs_are_no_longer_than_what_can_be_waited_for(photos):
     engine = reader._engine
     engine._rows = 3
     for pixels, lengths in (
-        ([1] * 7, [3, 3, 1]), ([2**23] * 3, [1, 1, 1]), ([2**22] * 4, [2, 2]), ([2**30, 1, 1], [1, 2]), ([], []),
-    ):  # fmt: skip
+        ([1] * 7, [3, 3, 1]),
+        ([2**23] * 3, [1, 1, 1]),
+        ([2**22] * 4, [2, 2]),
+        ([2**30, 1, 1], [1, 2]),
+        ([], []),
+    ):
         runs = engine._runs(np.arange(len(pixels)), np.array(pixels, np.int64))
         assert [len(run) for run in runs] == lengths
         assert [row for run in runs for row in run.tolist()] == list(range(len(pixels)))
@@ -480,10 +601,16 @@ def test_the_probe_runs_our_own_pipeline_and_tells_why_it_cannot():
 def test_the_probe_compares_pixels(monkeypatch):
     """On a CPU both are the same; a decoder that mirrors what it should not is noticed."""
     build = dali.build
-    monkeypatch.setattr(dali, "build", lambda run, threads, device, **how: build(run, threads, None, **how))
+    monkeypatch.setattr(
+        dali, "build", lambda run, threads, device, **how: build(run, threads, None, **how)
+    )
     dali.try_regions(0)
     feed, flips = dali.feed, iter([False, True])
-    monkeypatch.setattr(dali, "feed", lambda pipe, jpegs, box, flip, size: feed(pipe, jpegs, box, flip ^ next(flips), size))
+    monkeypatch.setattr(
+        dali,
+        "feed",
+        lambda pipe, jpegs, box, flip, size: feed(pipe, jpegs, box, flip ^ next(flips), size),
+    )
     with pytest.raises(RuntimeError, match="its pixels differ from the CPU's by"):
         dali.try_regions(0)
 
@@ -514,7 +641,9 @@ def test_on_a_gpu_batches_are_there_and_near_the_cpus(photos):
 def test_without_dali_the_loader_is_refused_in_a_sentence(photos, monkeypatch):
     monkeypatch.setitem(sys.modules, "nvidia.dali.pipeline", None)
     dali.check_installed.cache_clear()
-    with pytest.raises(UserError, match=r"--loader dali needs NVIDIA DALI \(.*\); pip install nvidia-dali-cuda130"):
+    with pytest.raises(
+        UserError, match=r"--loader dali needs NVIDIA DALI \(.*\); pip install nvidia-dali-cuda130"
+    ):
         opened(FfcvSource(photos / "x.beton"))
     dali.check_installed.cache_clear()
 
@@ -531,7 +660,10 @@ def test_a_run_trains_from_a_packed_file(micro, tmp_path):
     for loader in ("dali", "ffcv"):
         result = training.train(micro(tmp_path / loader, loader=loader, epochs=1))
         assert result["skipped"] == 0
-        lines = [json.loads(line) for line in (tmp_path / loader / "metrics.jsonl").read_text().splitlines()]
+        lines = [
+            json.loads(line)
+            for line in (tmp_path / loader / "metrics.jsonl").read_text().splitlines()
+        ]
         losses[loader] = [line["loss"] for line in lines if "lr" in line]
     assert len(losses["dali"]) == 3
     np.testing.assert_allclose(losses["dali"], losses["ffcv"], rtol=0.02)
@@ -542,8 +674,28 @@ def test_a_run_trains_from_a_packed_file(micro, tmp_path):
 def test_the_command_trains_from_a_folder_and_its_maps(folder, maps, tmp_path, command):
     """Nothing was packed."""
     done = command(
-        "train.py", "lvvit_micro_token_label", "--loader", "dali", "--data", folder, "--val", folder, "--labels", maps,
-        "--out", tmp_path / "run", "--batch", 4, "--epochs", 1, "--size", 32, "--threads", 1, "--device", "cpu",
-    )  # fmt: skip
+        "train.py",
+        "lvvit_micro_token_label",
+        "--loader",
+        "dali",
+        "--data",
+        folder,
+        "--val",
+        folder,
+        "--labels",
+        maps,
+        "--out",
+        tmp_path / "run",
+        "--batch",
+        4,
+        "--epochs",
+        1,
+        "--size",
+        32,
+        "--threads",
+        1,
+        "--device",
+        "cpu",
+    )
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "run" / "result.json").read_text())["skipped"] == 0

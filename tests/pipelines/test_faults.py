@@ -1,8 +1,9 @@
-"""Bad input through all loaders, by our decoder and by DALI: read right, or refused by name; never a black image, a hang or a crash.
+"""Bad input through all loaders, by our decoder and by DALI: read right, or refused by name; never
+a black image, a hang or a crash.
 
-What is decided: a crop is right or refused. Damage outside the crop may go unseen, since that is never read; whoever wants to know
-runs `python tools/beton.py verify`. A JPEG without our index carries no checksum, so there damage is only seen
-where it breaks the code.
+What is decided: a crop is right or refused. Damage outside the crop may go unseen, since that is
+never read; whoever wants to know runs `python tools/beton.py verify`. A JPEG without our index
+carries no checksum, so there damage is only seen where it breaks the code.
 """
 
 import base64
@@ -46,7 +47,9 @@ ARITHMETIC = base64.b64decode(
 
 
 def smooth(height, width, mode="RGB", seed=0):
-    coarse = np.random.default_rng(seed).integers(0, 256, (2 + height // 16, 2 + width // 16, 3), dtype=np.uint8)
+    coarse = np.random.default_rng(seed).integers(
+        0, 256, (2 + height // 16, 2 + width // 16, 3), dtype=np.uint8
+    )
     return Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC).convert(mode)
 
 
@@ -65,7 +68,9 @@ def ycck():
 
 def turned():
     exif = Image.Exif()
-    exif[0x0112] = 6  # "turn me": ignored everywhere, for the labels' teacher and every loader alike
+    exif[0x0112] = (
+        6  # "turn me": ignored everywhere, for the labels' teacher and every loader alike
+    )
     return saved(smooth(50, 80), exif=exif)
 
 
@@ -81,7 +86,9 @@ READABLE = {
     "arithmetic": lambda: ARITHMETIC,
     "EXIF-rotated": turned,
     "bytes behind the end": lambda: saved(smooth(60, 70)) + b"\xff\xd8 and more" * 99,
-    "16-bit PNG": lambda: saved(Image.fromarray(np.asarray(smooth(60, 70, "L")).astype(np.uint16) * 257), "PNG"),
+    "16-bit PNG": lambda: saved(
+        Image.fromarray(np.asarray(smooth(60, 70, "L")).astype(np.uint16) * 257), "PNG"
+    ),
     "palette PNG": lambda: saved(smooth(60, 70).quantize(64), "PNG"),
     "RGBA PNG": lambda: saved(smooth(60, 70, "RGBA"), "PNG"),
     "PNG": lambda: saved(smooth(60, 70), "PNG"),
@@ -105,7 +112,9 @@ UNREADABLE = {
     "zeros": lambda: bytes(3000),
     "zeros behind the first bytes": lambda: saved(smooth(60, 70))[:3] + bytes(3000),
     "zeros behind the header": lambda: saved(smooth(60, 70))[:640] + bytes(3000),
-    "a flipped bit in a PNG": lambda: bytes(b ^ (n == 2000) for n, b in enumerate(saved(smooth(60, 70), "PNG"))),
+    "a flipped bit in a PNG": lambda: bytes(
+        b ^ (n == 2000) for n, b in enumerate(saved(smooth(60, 70), "PNG"))
+    ),
     "text": lambda: b"no image at all\n" * 9,
     "nothing": lambda: b"",
     "an HTML page": lambda: b"<!DOCTYPE html><title>404</title>",
@@ -118,7 +127,9 @@ def good(tmp_path_factory):
     root = tmp_path_factory.mktemp("good")
     (root / "train" / "cat").mkdir(parents=True)
     for number in range(8):
-        (root / "train" / "cat" / f"{number}.jpg").write_bytes(saved(smooth(70 + number, 90 - number, seed=number)))
+        (root / "train" / "cat" / f"{number}.jpg").write_bytes(
+            saved(smooth(70 + number, 90 - number, seed=number))
+        )
     return root
 
 
@@ -130,7 +141,9 @@ def data(good, tmp_path):
 
 
 def loader(source, on_bad_sample="raise", mode="evaluate", batch=4):
-    plan = EpochPlan(num_samples=len(source.labels), batch=batch, seed=3, mode=mode, sizes=((0, SIDE),))
+    plan = EpochPlan(
+        num_samples=len(source.labels), batch=batch, seed=3, mode=mode, sizes=((0, SIDE),)
+    )
     return loader_class(DECODER)(source, plan, 2, on_bad_sample)
 
 
@@ -141,7 +154,9 @@ def epoch(source, epoch=0, **options):
         batches = list(reader.batches(epoch))
     finally:
         reader.close()
-    whole = type(batches[0])(*(None if parts[0] is None else torch.cat(parts) for parts in zip(*batches, strict=True)))
+    whole = type(batches[0])(
+        *(None if parts[0] is None else torch.cat(parts) for parts in zip(*batches, strict=True))
+    )
     return whole, reader.skipped
 
 
@@ -155,7 +170,9 @@ def said_of(source, **options):
 
 
 def check_skipped(source, row=VICTIM, **options):
-    """The bad sample is counted once; in its place stands a good one of its batch, with weight 0."""
+    """The bad sample is counted once; in its place stands a good one of its batch, with weight
+    0.
+    """
     whole, skipped = epoch(source, on_bad_sample="skip", **options)
     assert skipped == 1
     assert whole.weight.tolist() == [n != row for n in range(8)]
@@ -172,7 +189,9 @@ def check_skipped(source, row=VICTIM, **options):
 
 @pytest.mark.parametrize("name", READABLE)
 def test_odd_images_are_read_as_the_teacher_reads_them(data, tmp_path, name):
-    """`folder` shows what relabel.images.decode, the teacher's door, shows; `ffcv` too, but for what had to become a JPEG."""
+    """`folder` shows what relabel.images.decode, the teacher's door, shows; `ffcv` too, but for
+    what had to become a JPEG.
+    """
     root, victim = data
     victim.write_bytes(READABLE[name]())
     teachers = decode(victim.read_bytes(), "it")
@@ -184,7 +203,9 @@ def test_odd_images_are_read_as_the_teacher_reads_them(data, tmp_path, name):
         whole, _ = epoch(source)
         assert whole.weight.all()
         got = whole.image[VICTIM].numpy().astype(int)
-        encoded_anew = isinstance(source, FfcvSource) and ("PNG" in name or name in ("CMYK", "YCCK", "WebP", "GIF"))
+        encoded_anew = isinstance(source, FfcvSource) and (
+            "PNG" in name or name in ("CMYK", "YCCK", "WebP", "GIF")
+        )
         # libjpeg does not interpolate the chroma of images up to 4 px wide, we always do.
         assert np.abs(got - want).mean() <= (2 if encoded_anew or name == "1 x 4000" else 0.6)
     for source in (FolderSource(root, "train"), FfcvSource(tmp_path / "x.beton")):
@@ -208,9 +229,15 @@ def test_bad_images_are_refused_by_name_or_skipped_and_counted(data, tmp_path, n
 
 
 def test_cut_anywhere_it_is_refused(data):
-    """Also where the crop does not reach the last rows. A PNG that lacks its end chunk alone has all its pixels."""
+    """Also where the crop does not reach the last rows. A PNG that lacks its end chunk alone has
+    all its pixels.
+    """
     root, victim = data
-    cases = (saved(smooth(90, 60)), 1), (saved(smooth(90, 60), progressive=True), 1), (saved(smooth(30, 20), "PNG"), 22)
+    cases = (
+        (saved(smooth(90, 60)), 1),
+        (saved(smooth(90, 60), progressive=True), 1),
+        (saved(smooth(30, 20), "PNG"), 22),
+    )
     for whole, spare in cases:
         for length in np.linspace(0, len(whole) - spare, 40).astype(int):
             victim.write_bytes(whole[:length])
@@ -218,7 +245,9 @@ def test_cut_anywhere_it_is_refused(data):
 
 
 @pytest.mark.parametrize(
-    "encoded", [{}, {"progressive": True}, {"restart_marker_rows": 1}], ids=["baseline", "progressive", "restarts"]
+    "encoded",
+    [{}, {"progressive": True}, {"restart_marker_rows": 1}],
+    ids=["baseline", "progressive", "restarts"],
 )
 def test_zeros_in_the_middle_never_make_a_black_image(data, encoded):
     root, victim = data
@@ -237,7 +266,8 @@ def test_a_batch_of_bad_images_alone_stops_the_run_even_when_skipping(data, caps
         path.write_bytes(path.read_bytes()[:300])
     first = root / "train" / "cat" / "0.jpg"
     with pytest.raises(
-        UserError, match=rf"none of the 4 samples of a batch can be read, {first} first; the lines above say why"
+        UserError,
+        match=rf"none of the 4 samples of a batch can be read, {first} first; the lines above say why",
     ):
         epoch(FolderSource(root, "train"), on_bad_sample="skip")
     assert capsys.readouterr().err.count("skipped sample") == 4
@@ -292,14 +322,23 @@ def test_a_file_replaced_by_another_image_is_read_as_it_is_now(data):
 
 @pytest.fixture(scope="module")
 def packed(good, random_maps, tmp_path_factory):
-    """The good images as .beton with maps inside, the maps as .h5, and the epoch 0 of random crops that they give."""
+    """The good images as .beton with maps inside, the maps as .h5, and the epoch 0 of random crops
+    that they give.
+    """
     from densefeed.storage.score_maps import ScoreMapWriter, StoreHeader
 
     root, images = tmp_path_factory.mktemp("packed"), Images(good)
     header = StoreHeader(
-        side=6, top_k=1, num_classes=1, absent="tail", teacher="random", input_size=96, geometry="squash",
-        fingerprint=images.fingerprint(), class_names=("cat",),
-    )  # fmt: skip
+        side=6,
+        top_k=1,
+        num_classes=1,
+        absent="tail",
+        teacher="random",
+        input_size=96,
+        geometry="squash",
+        fingerprint=images.fingerprint(),
+        class_names=("cat",),
+    )
     writer = ScoreMapWriter(root / "maps.h5", header, images.paths, images.labels)
     writer.write(np.arange(8), random_maps(8, 6, 1, 1))
     writer.finish()
@@ -317,14 +356,26 @@ def flip(path, offset):
 
 
 def test_a_flipped_bit_in_a_packed_image_or_map_is_seen_where_it_is_used(packed, tmp_path):
-    """Of every crop: it equals the sound file's, bit for bit, or is refused; by name and number, or skipped and counted."""
+    """Of every crop: it equals the sound file's, bit for bit, or is refused; by name and number, or
+    skipped and counted.
+    """
     path = shutil.copy(packed / "x.beton", tmp_path / "x.beton")
     beton = Beton(path)
     wants = [epoch(FfcvSource(path), n, mode="train")[0] for n in range(3)]
     rng, seen, refused = np.random.default_rng(0), 0, 0
-    start, end = int(beton.images.offset[VICTIM]), int(beton.images.offset[VICTIM] + beton.images.size[VICTIM])
+    start, end = (
+        int(beton.images.offset[VICTIM]),
+        int(beton.images.offset[VICTIM] + beton.images.size[VICTIM]),
+    )
     map_start = int(beton.array_offsets("map", np.array([VICTIM]))[1][0])
-    for offset in [*rng.integers(start, end, 25).tolist(), end - 1, start, start + 3, map_start, map_start + 100]:
+    for offset in [
+        *rng.integers(start, end, 25).tolist(),
+        end - 1,
+        start,
+        start + 3,
+        map_start,
+        map_start + 100,
+    ]:
         flip(path, offset)
         for number, want in enumerate(wants):
             got, skipped = epoch(FfcvSource(path), number, on_bad_sample="skip", mode="train")
@@ -336,13 +387,17 @@ def test_a_flipped_bit_in_a_packed_image_or_map_is_seen_where_it_is_used(packed,
         if skipped:
             said = said_of(FfcvSource(path), epoch=number, mode="train")
             assert said.startswith(f"sample {VICTIM}: {path} image {VICTIM}")
-            assert said.endswith(("copy the file again, or pack it again", "pack or copy the file again"))
+            assert said.endswith(
+                ("copy the file again, or pack it again", "pack or copy the file again")
+            )
         flip(path, offset)
     assert seen / 2 < refused < seen
 
 
 def test_damage_outside_the_crop_is_not_seen(packed, good, tmp_path):
-    """The last rows of a tall image are not read for its centre; for a crop that shows them they are, and refused."""
+    """The last rows of a tall image are not read for its centre; for a crop that shows them they
+    are, and refused.
+    """
     root = shutil.copytree(good, tmp_path / "data")
     victim = root / "train" / "cat" / f"{VICTIM}.jpg"
     victim.write_bytes(saved(smooth(90, 40)))
@@ -363,7 +418,11 @@ def test_a_damaged_or_cut_map_is_named_and_not_the_image(packed, good, tmp_path,
     path = shutil.copy(packed / ("bare.beton" if beside else "x.beton"), tmp_path / "x.beton")
 
     def source():
-        return FolderSource(good, "train", maps) if kind == "folder" else FfcvSource(path, maps if beside else None)
+        return (
+            FolderSource(good, "train", maps)
+            if kind == "folder"
+            else FfcvSource(path, maps if beside else None)
+        )
 
     if beside:
         damaged, (_, offsets) = maps, ScoreMapStore(maps).places(np.array([VICTIM]))
@@ -382,7 +441,9 @@ def test_a_damaged_or_cut_map_is_named_and_not_the_image(packed, good, tmp_path,
     assert "cut" in cut
 
 
-def test_a_beton_cut_in_place_while_open_is_an_error_and_renamed_away_it_is_read_on(packed, good, tmp_path):
+def test_a_beton_cut_in_place_while_open_is_an_error_and_renamed_away_it_is_read_on(
+    packed, good, tmp_path
+):
     path = shutil.copy(packed / "bare.beton", tmp_path / "bare.beton")
     want, _ = epoch(FfcvSource(path))
     opened = [FfcvSource(path) for _ in range(3)]
@@ -393,6 +454,10 @@ def test_a_beton_cut_in_place_while_open_is_an_error_and_renamed_away_it_is_read
     opened = [FfcvSource(path) for _ in range(2)]
     os.truncate(path, int(Beton(packed / "bare.beton").images.offset[VICTIM]) + 100)
     said = said_of(opened[0])
-    assert said.startswith(f"sample {VICTIM}: {path} image {VICTIM} cannot be decoded (its file was cut")
-    with pytest.raises(UserError, match="none of the 4 samples of a batch can be read"):  # the second batch lies behind the cut
+    assert said.startswith(
+        f"sample {VICTIM}: {path} image {VICTIM} cannot be decoded (its file was cut"
+    )
+    with pytest.raises(
+        UserError, match="none of the 4 samples of a batch can be read"
+    ):  # the second batch lies behind the cut
         epoch(opened[1], on_bad_sample="skip")

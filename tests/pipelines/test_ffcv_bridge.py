@@ -1,4 +1,5 @@
-"""The bridge with stock ffcv 1.0.2 itself: position-coded images show which pixels a crop really has, and labels are ours.
+"""The bridge with stock ffcv 1.0.2 itself: position-coded images show which pixels a crop really
+has, and labels are ours.
 
 ffcv draws other crops in every run, so what is asserted holds for any.
 """
@@ -23,8 +24,8 @@ IMAGES, SIZE, GRID, EPOCHS = 13, 24, 4, 3
 ROOT = Path(__file__).parents[2]
 RULES = TargetRules(smoothing=0.1)
 
-# All of ffcv runs in one process of its own: a fault of its threads would leave the test waiting for ever, and its compiler
-# takes seconds a Loader.
+# All of ffcv runs in one process of its own: a fault of its threads would leave the test waiting
+# for ever, and its compiler takes seconds a Loader.
 FFCV = f"""
 import json
 import sys
@@ -101,8 +102,9 @@ print(json.dumps(refused))
 def ran(tmp_path_factory, random_maps, command):
     """The folder of all files, and what was refused.
 
-    Images' red is the row and their green the column. ours.beton is packed here with maps, damaged.beton a copy in which a JPEG
-    lacks its second half and a map has a bit turned, stock.beton what ffcv writes: raw pixels.
+    Images' red is the row and their green the column. ours.beton is packed here with maps,
+    damaged.beton a copy in which a JPEG lacks its second half and a map has a bit turned,
+    stock.beton what ffcv writes: raw pixels.
     """
     pytest.importorskip("ffcv", reason="ffcv could not be built here")
     root, rng = tmp_path_factory.mktemp("coded"), np.random.default_rng(0)
@@ -111,16 +113,34 @@ def ran(tmp_path_factory, random_maps, command):
         row, column = np.mgrid[:height, :width]
         path = root / "images" / "train" / ("cat", "dog", "emu")[number % 3] / f"{number:02d}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(np.stack([row, column, np.full_like(row, 10 * number)], -1).astype(np.uint8)).save(path)
+        Image.fromarray(
+            np.stack([row, column, np.full_like(row, 10 * number)], -1).astype(np.uint8)
+        ).save(path)
     images, maps = Images(root / "images", split="train"), root / "maps.h5"
     header = StoreHeader(
-        side=6, top_k=2, num_classes=3, absent="tail", teacher="random", input_size=96, geometry="centre-crop",
-        fingerprint=images.fingerprint(), class_names=tuple(images.class_names),
-    )  # fmt: skip
+        side=6,
+        top_k=2,
+        num_classes=3,
+        absent="tail",
+        teacher="random",
+        input_size=96,
+        geometry="centre-crop",
+        fingerprint=images.fingerprint(),
+        class_names=tuple(images.class_names),
+    )
     writer = ScoreMapWriter(maps, header, images.paths, images.labels)
     writer.write(np.arange(IMAGES), random_maps(IMAGES, 6, 2, 3, window=(0.0, 0.2, 1.0, 0.6)))
     writer.finish()
-    packing = ("--data", root / "images", "--maps", maps, "--out", root / "ours.beton", "--quality", 98)
+    packing = (
+        "--data",
+        root / "images",
+        "--maps",
+        maps,
+        "--out",
+        root / "ours.beton",
+        "--quality",
+        98,
+    )
     done = command("tools/pack_dataset.py", *packing)
     assert done.returncode == 0, done.stderr
     beton, data = Beton(root / "ours.beton"), bytearray((root / "ours.beton").read_bytes())
@@ -139,7 +159,9 @@ def got(request, ran):
 
 
 def test_pixels_are_those_of_the_view(got):
-    """An area filter keeps a ramp: what an output pixel shows is the row and column at its centre, through the View."""
+    """An area filter keeps a ramp: what an output pixel shows is the row and column at its centre,
+    through the View.
+    """
     name, read = got
     centre = (np.arange(SIZE) + 0.5) / SIZE
     scale, shift = read["view"][:, :, :2], read["view"][:, :, 2]
@@ -196,7 +218,9 @@ def test_labels_equal_what_our_loader_gives_for_the_same_box(got, ran):
     want = batch._asdict() | (targets := sparse_targets(batch, source.spec, GRID, RULES))._asdict()
     want |= {"token_weight": targets.weight, "weight": batch.weight}
     loader.close()
-    assert np.abs(read["image"][rows].astype(float) - want.pop("image").numpy()).mean() < 3  # ffcv's filter is another one
+    assert (
+        np.abs(read["image"][rows].astype(float) - want.pop("image").numpy()).mean() < 3
+    )  # ffcv's filter is another one
     for field, value in want.items():
         np.testing.assert_array_equal(read[field][rows], value.numpy(), err_msg=field)
     assert (read["token_weight"] < 0.5).any()  # beyond the Window
@@ -214,11 +238,16 @@ def test_a_bad_sample_is_named_or_repeats_a_good_one_and_weighs_nothing(ran):
     assert not read["token_weight"][out].any()
     for row in np.flatnonzero(out):
         same = [n for n in np.flatnonzero(~out) if (read["image"][n] == read["image"][row]).all()]
-        assert any(read["index"][n] == read["index"][row] and (read["view"][n] == read["view"][row]).all() for n in same)
+        assert any(
+            read["index"][n] == read["index"][row] and (read["view"][n] == read["view"][row]).all()
+            for n in same
+        )
 
 
 def test_a_centre_crop_is_reported_too(ran):
-    _, top, left, high, wide, height, width, _, status, _ = np.load(ran[0] / "damaged.npz")["crop"].T
+    _, top, left, high, wide, height, width, _, status, _ = np.load(ran[0] / "damaged.npz")[
+        "crop"
+    ].T
     np.testing.assert_array_equal(high, (0.8 * np.minimum(height, width)).astype(int))
     np.testing.assert_array_equal(wide, high)
     np.testing.assert_array_equal(top, (height - high) // 2)
@@ -231,7 +260,9 @@ def test_what_cannot_be_right_is_refused(ran):
     assert moves.startswith("RandomHorizontalFlip moves pixels")
     assert flips.startswith("RandomHorizontalFlip moves pixels")
     assert augments.startswith("RandAugment moves pixels")
-    assert whole.startswith("SimpleRGBImageDecoder does not crop to one size; give RandomResizedCropRGBImageDecoder")
+    assert whole.startswith(
+        "SimpleRGBImageDecoder does not crop to one size; give RandomResizedCropRGBImageDecoder"
+    )
     assert empty == "the Loader gave an empty batch; leave it out"
     assert bare.startswith(f"{root / 'stock.beton'} has no score maps; give DenseLabels")
     assert len(others) == 3

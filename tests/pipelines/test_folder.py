@@ -1,5 +1,6 @@
-"""Packed score maps through the loaders, resident maps and the packer: lossless ones are the raw ones, compact ones as near as
-their store says."""
+"""Packed score maps through the loaders, resident maps and the packer: lossless ones are the raw
+ones, compact ones as near as their store says.
+"""
 
 import numpy as np
 import pytest
@@ -28,13 +29,21 @@ def stores(request, folder, tmp_path_factory):
 
     images, root = Images(folder, split="train"), tmp_path_factory.mktemp("forms")
     header = StoreHeader(
-        side=6, top_k=2, num_classes=2, absent=request.param, teacher="random", input_size=96, geometry="centre-crop",
-        fingerprint=images.fingerprint(), class_names=tuple(images.class_names),
-    )  # fmt: skip
+        side=6,
+        top_k=2,
+        num_classes=2,
+        absent=request.param,
+        teacher="random",
+        input_size=96,
+        geometry="centre-crop",
+        fingerprint=images.fingerprint(),
+        class_names=tuple(images.class_names),
+    )
     logits = 3 * torch.randn(len(images), 6, 6, 2, generator=torch.Generator().manual_seed(4))
     writer = ScoreMapWriter(root / "raw.h5", header, images.paths, images.labels)
     writer.write(
-        np.arange(len(images)), keep_top(logits, 2, np.tile(np.array([[0, 0.1, 1, 0.9]], np.float32), (len(images), 1)))
+        np.arange(len(images)),
+        keep_top(logits, 2, np.tile(np.array([[0, 0.1, 1, 0.9]], np.float32), (len(images), 1))),
     )
     writer.finish()
     paths = {form: root / f"{form}.h5" for form in ("raw", "lossless", "compact")}
@@ -53,7 +62,9 @@ def bare(folder, tmp_path_factory, command):
 
 
 def batches_of(source, kind=ThreadedLoader, **options):
-    plan = EpochPlan(num_samples=len(source.labels), batch=4, seed=3, mode="train", sizes=((0, 32),))
+    plan = EpochPlan(
+        num_samples=len(source.labels), batch=4, seed=3, mode="train", sizes=((0, 32),)
+    )
     loader = kind(source, plan, 2, **options)
     try:
         return list(loader.batches(0)), loader.labels
@@ -75,7 +86,11 @@ def dense(targets: SparseTargets, num_classes: int) -> torch.Tensor:
 @pytest.mark.parametrize("kind", ["folder", "ffcv"])
 def test_batches_of_every_form(stores, folder, bare, kind):
     def opened(form):
-        return FolderSource(folder, "train", stores[form]) if kind == "folder" else FfcvSource(bare, stores[form])
+        return (
+            FolderSource(folder, "train", stores[form])
+            if kind == "folder"
+            else FfcvSource(bare, stores[form])
+        )
 
     raw, spec = batches_of(opened("raw"))
     lossless, its = batches_of(opened("lossless"))
@@ -90,17 +105,24 @@ def test_batches_of_every_form(stores, folder, bare, kind):
         for name, field in zip(MAPS, want, strict=True):
             np.testing.assert_array_equal(getattr(after, name).numpy(), field)
         same = [name for name in before._fields if name not in ("map_logit", "map_lse")]
-        assert equal([getattr(before, name) for name in same], [getattr(after, name) for name in same])
+        assert equal(
+            [getattr(before, name) for name in same], [getattr(after, name) for name in same]
+        )
         one, other = (dense(sparse_targets(batch, spec, 4), 2) for batch in (before, after))
         far = max(far, float((one - other).abs().sum(-1).max()) / 2)
-    slack = 1e-6 if spec.absent == "tail" else store.error.variation_max  # logits are averaged before the softmax, not targets
+    slack = (
+        1e-6 if spec.absent == "tail" else store.error.variation_max
+    )  # logits are averaged before the softmax, not targets
     assert 0 < far <= store.error.variation_max + slack
 
 
 @pytest.mark.dali
 @pytest.mark.parametrize("form", ["lossless", "compact"])
 def test_dali_has_the_same_maps(stores, folder, form):
-    ours, theirs = (batches_of(FolderSource(folder, "train", stores[form]), loader_class(kind))[0] for kind in ("native", "dali"))
+    ours, theirs = (
+        batches_of(FolderSource(folder, "train", stores[form]), loader_class(kind))[0]
+        for kind in ("native", "dali")
+    )
     for one, other in zip(ours, theirs, strict=True):
         assert equal(one._replace(image=one.label), other._replace(image=other.label))
 
@@ -139,7 +161,9 @@ def test_a_damaged_or_cut_row_is_named(stores, folder, tmp_path, capsys, form):
         batches_of(FolderSource(folder, "train", path))
     batches, _ = batches_of(FolderSource(folder, "train", path), on_bad_sample="skip")
     assert capsys.readouterr().err.count("skipped sample 7") == 1
-    with pytest.raises(UserError, match=r"maps.h5: row 7 .* is damaged"):  # as resident maps read it, whatever the loader does
+    with pytest.raises(
+        UserError, match=r"maps.h5: row 7 .* is damaged"
+    ):  # as resident maps read it, whatever the loader does
         FolderSource(folder, "train", path).maps(np.arange(11))
     assert 7 not in torch.cat([batch.index for batch in batches]).tolist()
     path.write_bytes(stores[form].read_bytes())

@@ -1,4 +1,6 @@
-"""From pixels to targets through every geometry: what a teacher is shown of a planted picture comes back at the right tokens."""
+"""From pixels to targets through every geometry: what a teacher is shown of a planted picture comes
+back at the right tokens.
+"""
 
 import numpy as np
 import pytest
@@ -42,13 +44,22 @@ def planted(height, width, seed):
 
 @pytest.mark.parametrize(
     ("height", "width", "seed", "views", "flip"),
-    [(120, 300, 0, 1, False), (300, 130, 1, 2, True), (173, 211, 2, 4, False), (88, 88, 3, 2, True)],
+    [
+        (120, 300, 0, 1, False),
+        (300, 130, 1, 2, True),
+        (173, 211, 2, 4, False),
+        (88, 88, 3, 2, True),
+    ],
 )
 @pytest.mark.parametrize("geometry", ["squash", "centre-crop", "letterbox", "tile"])
 @pytest.mark.parametrize("sheared", [False, True])
-def test_every_token_has_the_label_of_what_it_shows(sheared, geometry, height, width, seed, views, flip):
+def test_every_token_has_the_label_of_what_it_shows(
+    sheared, geometry, height, width, seed, views, flip
+):
     image, classes = planted(height, width, seed)
-    teacher = Teacher(Colours(), SIZE, geometry, LEVELS, views=views, tiles=2 if geometry == "tile" else 1)
+    teacher = Teacher(
+        Colours(), SIZE, geometry, LEVELS, views=views, tiles=2 if geometry == "tile" else 1
+    )
     pictures, window = teacher.prepare(image)
     maps = keep_top(teacher(torch.from_numpy(pictures)[None]), 3, np.array([window], np.float32))
     assert maps.logit.shape[1] == (84 if geometry == "tile" else 48)
@@ -59,13 +70,23 @@ def test_every_token_has_the_label_of_what_it_shows(sheared, geometry, height, w
     if sheared:
         turn = np.array([[0.9, -0.3, 0.2], [0.25, 0.95, -0.1], [0, 0, 1]])
         view = (view.astype(np.float64) @ turn).astype(np.float32)
-    logit, cls, lse, windows = (torch.from_numpy(np.repeat(part.astype(kind), 8, 0)) for part, kind in zip(
-        maps, (np.float16, np.uint16, np.float16, np.float32), strict=True
-    ))  # fmt: skip
+    logit, cls, lse, windows = (
+        torch.from_numpy(np.repeat(part.astype(kind), 8, 0))
+        for part, kind in zip(maps, (np.float16, np.uint16, np.float16, np.float32), strict=True)
+    )
     batch = Batch(
-        torch.zeros(8, 1, 1, 3, dtype=torch.uint8), torch.zeros(8, dtype=torch.long), torch.from_numpy(view), torch.from_numpy(shown),
-        torch.arange(8), torch.zeros(8, dtype=torch.long), torch.ones(8), logit, cls, lse, windows,
-    )  # fmt: skip
+        torch.zeros(8, 1, 1, 3, dtype=torch.uint8),
+        torch.zeros(8, dtype=torch.long),
+        torch.from_numpy(view),
+        torch.from_numpy(shown),
+        torch.arange(8),
+        torch.zeros(8, dtype=torch.long),
+        torch.ones(8),
+        logit,
+        cls,
+        lse,
+        windows,
+    )
     side = maps.logit.shape[1]
     reach = min(window[2] - window[0], window[3] - window[1])
     spec = LabelSpec(side, 3, CLASSES, "tail", int(palette_sizes(maps.cls).max()), reach)
@@ -73,9 +94,9 @@ def test_every_token_has_the_label_of_what_it_shows(sheared, geometry, height, w
     grid = 7
     targets = sparse_targets(batch, spec, grid, TargetRules(sheared=sheared))
     dense = targets.base[..., None].expand(-1, -1, CLASSES).clone()
-    dense = dense.scatter_add_(2, targets.palette[:, None].expand(-1, grid * grid, -1), targets.extra).view(
-        8, grid, grid, CLASSES
-    )
+    dense = dense.scatter_add_(
+        2, targets.palette[:, None].expand(-1, grid * grid, -1), targets.extra
+    ).view(8, grid, grid, CLASSES)
     weight = targets.weight.view(8, grid, grid)
 
     cell = np.array([window[3] - window[1], window[2] - window[0]]) / side  # x, y
@@ -83,19 +104,29 @@ def test_every_token_has_the_label_of_what_it_shows(sheared, geometry, height, w
     for n, row, column in np.ndindex(8, grid, grid):
         u, v = (np.arange(9)[None] / 8 + [[column], [row]]) / grid
         ones = np.ones(81)
-        points = view[n] @ np.stack([*(part.ravel() for part in np.meshgrid(u, v)), ones])  # x, y, of what the token shows
+        points = view[n] @ np.stack(
+            [*(part.ravel() for part in np.meshgrid(u, v)), ones]
+        )  # x, y, of what the token shows
         low, high = points.min(1), points.max(1)
-        begin, end = np.maximum(shown[n], window)[[1, 0]], np.minimum(shown[n], window)[[3, 2]]  # of crop and Window
+        begin, end = (
+            np.maximum(shown[n], window)[[1, 0]],
+            np.minimum(shown[n], window)[[3, 2]],
+        )  # of crop and Window
         if (low >= begin - 1e-6).all() and (high <= end + 1e-6).all():
             assert weight[n, row, column] == 1
         elif (low > end + 1e-6).any() or (high < begin - 1e-6).any():
             assert weight[n, row, column] == 0
-        # One cell for the bilinear samples, half a cell of the average, and a pixel of Pillow's. At the image's edge the
-        # cells that see half padding are told by the walk in test_targets.py.
-        low, high = low - 1.6 * cell - 1 / np.array([width, height]), high + 1.6 * cell + 1 / np.array([width, height])
+        # One cell for the bilinear samples, half a cell of the average, and a pixel of Pillow's. At
+        # the image's edge the cells that see half padding are told by the walk in test_targets.py.
+        low, high = (
+            low - 1.6 * cell - 1 / np.array([width, height]),
+            high + 1.6 * cell + 1 / np.array([width, height]),
+        )
         if geometry == "letterbox" and ((low < 0).any() or (high > 1).any()):
             continue
-        first, last = (np.floor(np.clip(ends, 0, 1 - 1e-9) * BLOCKS[::-1]).astype(int) for ends in (low, high))
+        first, last = (
+            np.floor(np.clip(ends, 0, 1 - 1e-9) * BLOCKS[::-1]).astype(int) for ends in (low, high)
+        )
         seen = np.unique(classes[first[1] : last[1] + 1, first[0] : last[0] + 1])
         if len(seen) == 1 and weight[n, row, column] > 0:
             assert dense[n, row, column, seen[0]] > 0.95, (n, row, column, window)

@@ -1,4 +1,6 @@
-"""However a consumer leaves a loader: nothing of his is overwritten, and no thread, memory, file or process stays behind."""
+"""However a consumer leaves a loader: nothing of his is overwritten, and no thread, memory, file or
+process stays behind.
+"""
 
 import contextlib
 import gc
@@ -26,7 +28,9 @@ from ..jpeg_files import loader_class
 ROOT = Path(__file__).parents[2]
 DALI = pytest.param("dali", marks=pytest.mark.dali)  # of a .beton
 LARGE = 64 * 224 * 224 * 3  # bytes of a batch's images where memory is measured
-pytestmark = pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")  # "Exception ignored in ..."
+pytestmark = pytest.mark.filterwarnings(
+    "error::pytest.PytestUnraisableExceptionWarning"
+)  # "Exception ignored in ..."
 
 
 @pytest.fixture(scope="module")
@@ -36,8 +40,12 @@ def opened(folder, maps, tmp_path_factory):
     main(Packing(data=folder, maps=maps, out=beton))
 
     def open_loader(kind="ffcv", threads=3, batch=2, views=1, size=32):
-        source = FolderSource(folder, "train", maps, threads) if kind == "folder" else FfcvSource(beton)
-        plan = EpochPlan(num_samples=11, batch=batch, seed=3, mode="train", views=views, sizes=((0, size),))
+        source = (
+            FolderSource(folder, "train", maps, threads) if kind == "folder" else FfcvSource(beton)
+        )
+        plan = EpochPlan(
+            num_samples=11, batch=batch, seed=3, mode="train", views=views, sizes=((0, size),)
+        )
         return loader_class("dali" if kind == "dali" else "native")(source, plan, threads)
 
     return open_loader
@@ -48,7 +56,9 @@ def held():
     gc.collect()
     links = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd")]
     files = {os.readlink(link) for link in links if os.path.exists(link)}
-    return len(os.listdir("/proc/self/task")), {name for name in files if name.endswith((".beton", ".jpg", ".h5"))}
+    return len(os.listdir("/proc/self/task")), {
+        name for name in files if name.endswith((".beton", ".jpg", ".h5"))
+    }
 
 
 @pytest.fixture(scope="module")
@@ -59,10 +69,15 @@ def before():
 
 @pytest.fixture(autouse=True)
 def nothing_stays(before):
-    """After each test, threads and open files are those of the start; executors take a moment to end theirs."""
+    """After each test, threads and open files are those of the start; executors take a moment to
+    end theirs.
+    """
     yield
     deadline = time.monotonic() + 60
-    while not ((after := held())[0] <= before[0] and after[1] <= before[1]) and time.monotonic() < deadline:
+    while (
+        not ((after := held())[0] <= before[0] and after[1] <= before[1])
+        and time.monotonic() < deadline
+    ):
         time.sleep(0.01)
     assert after[0] <= before[0]  # numpy's own end when a test forks
     assert after[1] <= before[1]
@@ -79,7 +94,9 @@ def resident():
 
 @pytest.mark.parametrize("kind", ["folder", "ffcv", DALI])
 def test_what_a_consumer_holds_is_never_overwritten(opened, kind):
-    """He keeps whole batches, slices, rows, numpy views, or drops them: three epochs, in memory that is used again."""
+    """He keeps whole batches, slices, rows, numpy views, or drops them: three epochs, in memory
+    that is used again.
+    """
     reader, kept = opened(kind), []
     for epoch in range(3):
         for number, batch in enumerate(reader.batches(epoch)):
@@ -101,9 +118,13 @@ def test_what_a_consumer_holds_is_never_overwritten(opened, kind):
 
 @pytest.mark.parametrize("kind", ["ffcv", DALI])
 def test_few_batches_are_in_memory_however_slow_the_consumer(opened, monkeypatch, kind):
-    """An epoch of 11 batches lives in AHEAD + 2 blocks, one of them the consumer's; what he holds comes on top."""
+    """An epoch of 11 batches lives in AHEAD + 2 blocks, one of them the consumer's; what he holds
+    comes on top.
+    """
     reader, made, empty = opened(kind, batch=64, views=64, size=224), [], Memory.empty
-    monkeypatch.setattr(Memory, "empty", lambda self, shape, dtype: made.append(shape) or empty(self, shape, dtype))
+    monkeypatch.setattr(
+        Memory, "empty", lambda self, shape, dtype: made.append(shape) or empty(self, shape, dtype)
+    )
     before, most, places = resident(), 0, set()
     for number, batch in enumerate(reader.batches(0)):
         if number == 0:
@@ -113,7 +134,8 @@ def test_few_batches_are_in_memory_however_slow_the_consumer(opened, monkeypatch
         most = max(most, resident() - before)
     assert number == 10
     assert len(places) <= AHEAD + 2
-    # Stacks and scratch memory of the threads; of DALI's own libraries and pools, 70 MB were seen with its first pipeline.
+    # Stacks and scratch memory of the threads; of DALI's own libraries and pools, 70 MB were seen
+    # with its first pipeline.
     assert most < (AHEAD + 2) * LARGE + (2**24 if kind == "ffcv" else 2**27)
     reader.close()
 
@@ -130,7 +152,8 @@ def test_leaving_fifty_times_takes_no_memory(opened, kind):
         del reader, batches
         if number % 10 == 0:
             sizes.append(resident())
-    # 40 leaks of one batch of images are 94 MiB; DALI's pools go up and down by 20 MB, and do not grow over 150 loaders.
+    # 40 leaks of one batch of images are 94 MiB; DALI's pools go up and down by 20 MB, and do not
+    # grow over 150 loaders.
     assert max(sizes) - sizes[0] < (2**24 if kind == "ffcv" else 2**26)
 
 
@@ -186,10 +209,15 @@ def iterate_after_close(reader):
 @pytest.mark.parametrize(
     "leave",
     [
-        leave_by_break, leave_by_error, leave_unstarted, leave_with_a_cycle, close_twice_while_iterating,
-        close_and_drop_the_iterator, iterate_after_close,
+        leave_by_break,
+        leave_by_error,
+        leave_unstarted,
+        leave_with_a_cycle,
+        close_twice_while_iterating,
+        close_and_drop_the_iterator,
+        iterate_after_close,
     ],
-)  # fmt: skip
+)
 def test_nothing_stays_however_it_ends(opened, leave, close, kind):
     reader = opened(kind)
     leave(reader)
@@ -255,7 +283,9 @@ def test_a_forked_child_is_told_and_harms_nobody(opened, kind):
 
 
 def test_too_many_threads_are_refused_in_a_sentence(opened):
-    with pytest.raises(UserError, match=r"100,000 decoding threads are more than .* give fewer --threads"):
+    with pytest.raises(
+        UserError, match=r"100,000 decoding threads are more than .* give fewer --threads"
+    ):
         native.Pool(100_000)
 
 
@@ -287,7 +317,9 @@ except KeyboardInterrupt:
 
 @pytest.fixture(scope="module")
 def slow(tmp_path_factory):
-    """Two images of 12 megapixels, in a folder and packed without index: a batch of 2,000 crops takes a minute."""
+    """Two images of 12 megapixels, in a folder and packed without index: a batch of 2,000 crops
+    takes a minute.
+    """
     root = tmp_path_factory.mktemp("slow")
     for name in "ab":
         (root / "images" / "train" / name).mkdir(parents=True)
@@ -299,7 +331,9 @@ def slow(tmp_path_factory):
 
 @pytest.fixture
 def child_of(command, tmp_path):
-    """A maker of processes with these words; `tmp_path` is where they run, and their folder for temporary files."""
+    """A maker of processes with these words; `tmp_path` is where they run, and their folder for
+    temporary files.
+    """
     code = f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{CHILD}"
     how = {"cwd": tmp_path, "environment": {"TMPDIR": str(tmp_path)}, "teardown": True}
     return lambda *words: command.start("-c", code, *words, **how)
@@ -307,14 +341,18 @@ def child_of(command, tmp_path):
 
 @pytest.mark.parametrize("kind", ["folder", "ffcv", DALI])
 def test_ctrl_c_ends_a_wait_long_before_the_batch(child_of, slow, kind):
-    """2,000 photographs of 12 megapixels take minutes. Alone on two cores it ends within a second, beside other work later."""
+    """2,000 photographs of 12 megapixels take minutes. Alone on two cores it ends within a second,
+    beside other work later.
+    """
     with child_of(kind, slow["folder" if kind == "folder" else "ffcv"], 2000, "stay") as child:
         assert child.stdout.readline() == "waiting\n"
         time.sleep(0.5)
         assert child.poll() is None
         sent = time.monotonic()
         child.send_signal(signal.SIGINT)
-        said, traceback = child.communicate(timeout=60)  # its reading threads drop what they have not begun
+        said, traceback = child.communicate(
+            timeout=60
+        )  # its reading threads drop what they have not begun
     assert float(said) - sent < 20
     assert child.returncode == -signal.SIGINT
     assert traceback.rstrip().endswith("KeyboardInterrupt")
@@ -329,12 +367,16 @@ def test_a_process_may_end_with_everything_open(child_of, slow, kind):
 
 
 def test_killed_it_leaves_nothing_and_starts_again_at_once(child_of, slow, tmp_path):
-    """There are no worker processes to orphan: decoding is done by threads, in memory that no other process shares."""
+    """There are no worker processes to orphan: decoding is done by threads, in memory that no other
+    process shares.
+    """
     with child_of("ffcv", slow["ffcv"], 2, "stay") as child:
         assert [child.stdout.readline() for _ in range(2)] == ["waiting\n", "got one\n"]
         tasks = Path(f"/proc/{child.pid}/task")
         assert len(list(tasks.iterdir())) > 2
-        assert "".join(path.read_text() for path in tasks.glob("*/children")) == ""  # no process of its own
+        assert (
+            "".join(path.read_text() for path in tasks.glob("*/children")) == ""
+        )  # no process of its own
         mapped = Path(f"/proc/{child.pid}/maps").read_text()
         assert "/dev/shm" not in mapped
         assert "/SYSV" not in mapped

@@ -29,7 +29,9 @@ def beton(folder, maps, tmp_path_factory, command):
 
 
 def loader(source, batch=4, threads=2, seed=3, size=32, mode="train", **options):
-    plan = EpochPlan(num_samples=len(source.labels), batch=batch, seed=seed, mode=mode, sizes=((0, size),))
+    plan = EpochPlan(
+        num_samples=len(source.labels), batch=batch, seed=seed, mode=mode, sizes=((0, size),)
+    )
     return ThreadedLoader(source, plan, threads, **options)
 
 
@@ -50,7 +52,10 @@ def epoch_of(source, epoch=0, start=0, **options):
 def test_folder_and_ffcv_give_the_same_epoch(folder, maps, beton):
     """Ids, boxes, flips, maps, windows and pixels, every sample of two epochs."""
     for epoch in (0, 1):
-        ours, theirs = epoch_of(FolderSource(folder, "train", maps), epoch), epoch_of(FfcvSource(beton), epoch)
+        ours, theirs = (
+            epoch_of(FolderSource(folder, "train", maps), epoch),
+            epoch_of(FfcvSource(beton), epoch),
+        )
         assert len(ours) == len(theirs) == 3
         for one, other in zip(ours, theirs, strict=True):
             assert_equal(one, other)
@@ -59,7 +64,9 @@ def test_folder_and_ffcv_give_the_same_epoch(folder, maps, beton):
 def test_a_beton_may_have_its_maps_beside_it(folder, maps, beton, tmp_path, command):
     bare = tmp_path / "bare.beton"
     assert command("tools/pack_dataset.py", "--data", folder, "--out", bare).returncode == 0
-    for one, other in zip(epoch_of(FfcvSource(bare, maps)), epoch_of(FfcvSource(beton)), strict=True):
+    for one, other in zip(
+        epoch_of(FfcvSource(bare, maps)), epoch_of(FfcvSource(beton)), strict=True
+    ):
         assert_equal(one, other)
 
 
@@ -67,12 +74,16 @@ def test_a_beton_may_have_its_maps_beside_it(folder, maps, beton, tmp_path, comm
 def test_threads_and_resume_change_nothing(beton, threads):
     whole = epoch_of(FfcvSource(beton))
     for start in range(3):
-        for one, other in zip(whole[start:], epoch_of(FfcvSource(beton), start=start, threads=threads), strict=True):
+        for one, other in zip(
+            whole[start:], epoch_of(FfcvSource(beton), start=start, threads=threads), strict=True
+        ):
             assert_equal(one, other)
 
 
 def test_pixels_are_torchvisions_resized_crop(folder):
-    """Chroma is resampled at half resolution and colour converted once, so roundings differ, and clipped colours do a little."""
+    """Chroma is resampled at half resolution and colour converted once, so roundings differ, and
+    clipped colours do a little.
+    """
     source = FolderSource(folder, "train")
     images = Images(folder, split="train")
     for batch in epoch_of(source):
@@ -91,20 +102,28 @@ def test_pixels_are_torchvisions_resized_crop(folder):
 
 
 def test_views_name_the_pixels_that_the_crop_shows(folder):
-    """Sample the stored image at View(token centres): it must look like the crop, and unlike its mirror image."""
+    """Sample the stored image at View(token centres): it must look like the crop, and unlike its
+    mirror image.
+    """
     source, images = FolderSource(folder, "train"), Images(folder, split="train")
     centres = (torch.arange(8) + 0.5) / 8
     points = torch.stack([*torch.meshgrid(centres, centres, indexing="xy"), torch.ones(8, 8)], -1)
     for batch in epoch_of(source):
         for n in range(4):
             image = (
-                torch.from_numpy(np.array(Image.open(images.where(int(batch.index[n]))).convert("RGB")))
+                torch.from_numpy(
+                    np.array(Image.open(images.where(int(batch.index[n]))).convert("RGB"))
+                )
                 .permute(2, 0, 1)[None]
                 .float()
             )
             grid = (points @ batch.view[n].T) * 2 - 1
-            want = torch.nn.functional.grid_sample(image, grid[None], align_corners=False)[0].permute(1, 2, 0)
-            crop = torch.nn.functional.avg_pool2d(batch.image[n].permute(2, 0, 1).float(), 4).permute(1, 2, 0)
+            want = torch.nn.functional.grid_sample(image, grid[None], align_corners=False)[
+                0
+            ].permute(1, 2, 0)
+            crop = torch.nn.functional.avg_pool2d(
+                batch.image[n].permute(2, 0, 1).float(), 4
+            ).permute(1, 2, 0)
             right, mirrored = (crop - want).abs().mean(), (crop.flip(1) - want).abs().mean()
             assert right < 12  # the crop is averaged over a token, the image is not
             assert right < 0.5 * mirrored
@@ -120,12 +139,23 @@ def test_maps_are_the_rows_of_the_store(folder, maps):
 
 
 def test_two_ranks_together_give_the_epoch_and_each_view_its_own_crop(beton):
-    """11 samples twice in batches of 4, so the last batch has two rows of padding, one of each rank; rank 0 has rows 0 and 3."""
+    """11 samples twice in batches of 4, so the last batch has two rows of padding, one of each
+    rank; rank 0 has rows 0 and 3.
+    """
     epochs = {}
     for ranks in (1, 2):
         for rank in range(ranks):
             source = FfcvSource(beton)
-            plan = EpochPlan(num_samples=11, batch=4, seed=3, mode="train", views=2, rank=rank, ranks=ranks, sizes=((0, 32),))
+            plan = EpochPlan(
+                num_samples=11,
+                batch=4,
+                seed=3,
+                mode="train",
+                views=2,
+                rank=rank,
+                ranks=ranks,
+                sizes=((0, 32),),
+            )
             reader = ThreadedLoader(source, plan, threads=2)
             epochs[ranks, rank] = list(reader.batches(0))
             reader.close()
@@ -209,10 +239,23 @@ def test_maps_of_another_dataset_are_refused(folder, maps, tmp_path, command):
 
 def test_in_order_blocks_storage_is_asked_before_a_sample_is_fetched(beton, monkeypatch):
     known, begin = set(), FfcvSource.begin
-    monkeypatch.setattr(FfcvSource, "read_ahead", lambda self, first, end: known.update(range(first, end)))
-    monkeypatch.setattr(FfcvSource, "begin", lambda self, ids: known.issuperset(ids.tolist()) and begin(self, ids))
+    monkeypatch.setattr(
+        FfcvSource, "read_ahead", lambda self, first, end: known.update(range(first, end))
+    )
+    monkeypatch.setattr(
+        FfcvSource, "begin", lambda self, ids: known.issuperset(ids.tolist()) and begin(self, ids)
+    )
     source = FfcvSource(beton)
-    plan = EpochPlan(num_samples=11, batch=2, seed=3, mode="train", order="blocks", block=2, window=2, sizes=((0, 32),))
+    plan = EpochPlan(
+        num_samples=11,
+        batch=2,
+        seed=3,
+        mode="train",
+        order="blocks",
+        block=2,
+        window=2,
+        sizes=((0, 32),),
+    )
     reader = ThreadedLoader(source, plan, 2)
     assert len(list(reader.batches(0))) == 6
     reader.close()

@@ -24,7 +24,9 @@ PLAN = EpochPlan(num_samples=10, batch=2, seed=1, mode="train")
 
 
 def mix_of(top, left, bottom, right, blend=0.0, side=32):
-    return Mix(torch.tensor([top, left, bottom, right], dtype=torch.float32), torch.tensor(blend), side)
+    return Mix(
+        torch.tensor([top, left, bottom, right], dtype=torch.float32), torch.tensor(blend), side
+    )
 
 
 def random_targets(count, tokens, palette=3, classes=9, seed=0):
@@ -33,7 +35,9 @@ def random_targets(count, tokens, palette=3, classes=9, seed=0):
     index = torch.stack([torch.randperm(classes, generator=rng)[:palette] for _ in range(count)])
     extra = torch.rand(count, tokens, palette, generator=rng)
     base = torch.rand(count, tokens, generator=rng) / 10
-    weight = (torch.rand(count, tokens, generator=rng) > 0.3).float() * torch.rand(count, tokens, generator=rng)
+    weight = (torch.rand(count, tokens, generator=rng) > 0.3).float() * torch.rand(
+        count, tokens, generator=rng
+    )
     targets = SparseTargets(index, extra, base, weight, base * classes + extra.sum(-1))
     return targets, dense(targets, classes)
 
@@ -44,13 +48,17 @@ def dense(targets, classes=9):
     return full.scatter_add_(2, index, targets.extra.double())
 
 
-boxes = st.tuples(*[st.integers(0, 32)] * 4).map(lambda b: (min(b[0], b[2]), min(b[1], b[3]), max(b[0], b[2]), max(b[1], b[3])))
+boxes = st.tuples(*[st.integers(0, 32)] * 4).map(
+    lambda b: (min(b[0], b[2]), min(b[1], b[3]), max(b[0], b[2]), max(b[1], b[3]))
+)
 
 
 @given(boxes, st.sampled_from([1, 3, 4, 8, 32]), st.floats(0, 1))
 @settings(max_examples=60, deadline=None)
 def test_a_cells_share_is_what_two_pictures_mixed_show(box, grid, blend):
-    """A black image and its white partner, blended and then exchanged in the box, pixel by pixel; a cell is a mean of points."""
+    """A black image and its white partner, blended and then exchanged in the box, pixel by pixel; a
+    cell is a mean of points.
+    """
     black, white = np.full((96, 96), blend), np.full((96, 96), 1 - blend)
     inside = np.s_[3 * box[0] : 3 * box[2], 3 * box[1] : 3 * box[3]]
     covered = np.zeros((96, 96))
@@ -87,7 +95,9 @@ def test_an_empty_box_changes_nothing(count):
     for share in (share_map(empty, 4), label_share(empty)):
         same = mixed(targets, share)
         assert torch.equal(same.weight, targets.weight)
-        torch.testing.assert_close(dense(same), full * targets.weight[..., None].double(), rtol=0, atol=0)
+        torch.testing.assert_close(
+            dense(same), full * targets.weight[..., None].double(), rtol=0, atol=0
+        )
 
 
 @given(st.integers(1, 5), boxes, st.integers(0, 99))
@@ -100,7 +110,9 @@ def test_mixed_targets_are_the_dense_ones_mixed(count, box, seed):
         weight = targets.weight.double()
         own, partner = (1 - part) * weight, part * weight.flip(0)
         total = own + partner
-        want = (own[..., None] * full + partner[..., None] * full.flip(0)) / total.clamp(min=1e-12)[..., None]
+        want = (own[..., None] * full + partner[..., None] * full.flip(0)) / total.clamp(min=1e-12)[
+            ..., None
+        ]
         torch.testing.assert_close(got.weight.double(), total, rtol=1e-6, atol=1e-6)
         torch.testing.assert_close(dense(got), want, rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(dense(got).sum(-1), got.total.double(), rtol=1e-5, atol=1e-5)
@@ -118,7 +130,9 @@ def test_the_pooled_label_is_the_mean_of_what_the_image_shows():
     targets, full = random_targets(4, 16)
     got = pooled(targets)
     weight = targets.weight.double()[..., None]
-    torch.testing.assert_close(dense(got)[:, 0], (weight * full).sum(1) / weight.sum(1), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        dense(got)[:, 0], (weight * full).sum(1) / weight.sum(1), rtol=1e-5, atol=1e-6
+    )
     torch.testing.assert_close(got.weight[:, 0], targets.weight.mean(1))
     torch.testing.assert_close(dense(got).sum(-1), got.total.double(), rtol=1e-5, atol=1e-5)
     nothing = pooled(targets._replace(weight=torch.zeros(4, 16)))
@@ -141,7 +155,9 @@ def test_mixtokens_boxes_are_those_of_the_plan_and_their_shares_true_areas():
 
 
 def test_steps_are_mixed_as_often_and_as_much_as_asked():
-    """2,000 steps: shares within 4 standard deviations; CutMix's box has the share that is not kept where nothing clips it."""
+    """2,000 steps: shares within 4 standard deviations; CutMix's box has the share that is not kept
+    where nothing clips it.
+    """
     mixing = Mixing(plan=PLAN, cutmix=1.0, mixup=0.8, prob=0.5, switch_prob=0.25)
     draws = [mixing.draw(epoch, step, 64, 8) for epoch in range(4) for step in range(500)]
     none = sum(not mix.blend and mix.box.tolist() == [0, 0, 0, 0] for mix in draws)
@@ -175,9 +191,17 @@ def test_a_label_that_is_mixed_twice_is_mixed_once_by_both_shares(box, blend, se
     targets, _ = random_targets(4, 1, seed=seed)
     mix = mix_of(*box, blend)
     area = (box[2] - box[0]) * (box[3] - box[1]) / 32**2
-    once, twice = mixed(targets, label_share(mix)), mixed(mixed(targets, mix.blend), torch.tensor(area))
+    once, twice = (
+        mixed(targets, label_share(mix)),
+        mixed(mixed(targets, mix.blend), torch.tensor(area)),
+    )
     torch.testing.assert_close(once.weight, twice.weight, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(dense(once) * once.weight[..., None], dense(twice) * once.weight[..., None], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        dense(once) * once.weight[..., None],
+        dense(twice) * once.weight[..., None],
+        rtol=1e-5,
+        atol=1e-6,
+    )
 
 
 def test_cutmixs_box_is_the_share_that_is_not_kept():
@@ -186,7 +210,9 @@ def test_cutmixs_box_is_the_share_that_is_not_kept():
         kept = plan.beta(0, step, 1.0)
         top, left, bottom, right = plan.mix_box(0, step, 224, kept=kept)
         boxes.append((top, left, bottom, right))
-        if top > 0 and bottom < 224 and left > 0 and right < 224:  # not clipped; an odd side loses one pixel
+        if (
+            top > 0 and bottom < 224 and left > 0 and right < 224
+        ):  # not clipped; an odd side loses one pixel
             assert bottom - top == right - left
             assert 0 <= 224 * np.sqrt(1 - kept) - (bottom - top) < 2
     assert len(set(boxes)) > 250

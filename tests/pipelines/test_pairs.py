@@ -1,4 +1,6 @@
-"""Pairs of places: the plan's own generator, on the device; a function of seed, epoch, sample and view alone."""
+"""Pairs of places: the plan's own generator, on the device; a function of seed, epoch, sample and
+view alone.
+"""
 
 from types import SimpleNamespace
 
@@ -16,7 +18,9 @@ def plan(seed: int = 3) -> EpochPlan:
 
 def batch(index, repeat=None) -> SimpleNamespace:
     index = torch.tensor(index)
-    return SimpleNamespace(index=index, repeat=torch.zeros_like(index) if repeat is None else torch.tensor(repeat))
+    return SimpleNamespace(
+        index=index, repeat=torch.zeros_like(index) if repeat is None else torch.tensor(repeat)
+    )
 
 
 @pytest.mark.parametrize("key", [0, 1, 2**32 - 1, 2**63 - 1, 0x123456789ABCDEF])
@@ -24,19 +28,31 @@ def test_words_are_those_of_the_plans_generator(key):
     """To the bit, also of counters beyond 2^31, whose products leave int64's positive half."""
     ids, blocks = np.array([0, 1, 2**31, 2**32 - 1]), np.arange(5)
     want = np.stack(np.broadcast_arrays(*philox(key, (7, ids[:, None], 9 | 3 << 16, blocks))), -1)
-    got = philox_on_device(key, (7, torch.from_numpy(ids)[:, None], torch.full((4, 1), 9 | 3 << 16), torch.from_numpy(blocks)))
+    got = philox_on_device(
+        key,
+        (
+            7,
+            torch.from_numpy(ids)[:, None],
+            torch.full((4, 1), 9 | 3 << 16),
+            torch.from_numpy(blocks),
+        ),
+    )
     np.testing.assert_array_equal(got.numpy(), want.astype(np.int64))
 
 
 def test_a_samples_pairs_are_its_own():
-    """Whatever else is in the batch and however many are drawn; other in another epoch, view, seed and sample."""
+    """Whatever else is in the batch and however many are drawn; other in another epoch, view, seed
+    and sample.
+    """
     words = pairs_of(plan(), 4, batch([5, 9, 70]), 6, 0.5).words
     assert words.shape == (3, 6, 4)
     assert torch.equal(pairs_of(plan(), 4, batch([70, 5]), 9, 0.1).words[:, :6], words[[2, 0]])
     others = [
-        pairs_of(plan(), 5, batch([5]), 6, 0.5), pairs_of(plan(4), 4, batch([5]), 6, 0.5), pairs_of(plan(), 4, batch([5], [1]), 6, 0.5),
+        pairs_of(plan(), 5, batch([5]), 6, 0.5),
+        pairs_of(plan(4), 4, batch([5]), 6, 0.5),
+        pairs_of(plan(), 4, batch([5], [1]), 6, 0.5),
         pairs_of(plan(), 4, batch([6]), 6, 0.5),
-    ]  # fmt: skip
+    ]
     assert all(not (other.words == words[:1]).any() for other in others)
 
 
@@ -55,7 +71,10 @@ def test_words_are_uniform_and_the_four_of_a_pair_independent():
     assert (uniform.mean(0) - 0.5).abs().max() < 5 * (1 / 12 / 100_000) ** 0.5
     assert (uniform.T.corrcoef() - torch.eye(4)).abs().max() < 5 / 100_000**0.5
     # Neighbours too: of pairs within an image, and of images.
-    along = [uniform[:, 0].view(1000, 100)[part].flatten() for part in (np.s_[:, 1:], np.s_[:, :-1], np.s_[1:], np.s_[:-1])]
+    along = [
+        uniform[:, 0].view(1000, 100)[part].flatten()
+        for part in (np.s_[:, 1:], np.s_[:, :-1], np.s_[1:], np.s_[:-1])
+    ]
     for one, other in (along[:2], along[2:]):
         assert torch.stack([one, other]).corrcoef()[0, 1].abs() < 5 / 99_000**0.5
 
@@ -64,4 +83,8 @@ def test_the_weight_is_a_tensor_and_nothing_waits(no_host_read):
     small = batch([1, 2])
     with no_host_read():
         pairs = pairs_of(plan(), 0, small, 3, 0.25)
-    assert (pairs.weight.shape, pairs.weight.dtype, pairs.weight.item()) == ((), torch.float32, 0.25)
+    assert (pairs.weight.shape, pairs.weight.dtype, pairs.weight.item()) == (
+        (),
+        torch.float32,
+        0.25,
+    )

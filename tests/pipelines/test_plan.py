@@ -1,5 +1,6 @@
-"""The plan's generator against published vectors, its numbers against their formulas one by one, its crops against
-torchvision's distribution; laws of shards, orders and views."""
+"""The plan's generator against published vectors, its numbers against their formulas one by one,
+its crops against torchvision's distribution; laws of shards, orders and views.
+"""
 
 import numpy as np
 import pytest
@@ -43,7 +44,8 @@ def test_every_epoch_is_a_permutation_and_differs():
 
 
 def test_order_is_uniform():
-    """Each place holds each sample equally often: over 6,000 epochs of 6 samples, chi-square of 25 degrees of freedom.
+    """Each place holds each sample equally often: over 6,000 epochs of 6 samples, chi-square of 25
+    degrees of freedom.
 
     A permutation's cells are correlated, so the sum is (n - 1) / n of Pearson's.
     """
@@ -53,7 +55,11 @@ def test_order_is_uniform():
     assert ((counts - 1000) ** 2 / 1000).sum() * 5 / 6 < 52.6  # 99.9 % quantile
 
 
-@given(st.integers(0, 2**31), st.integers(0, 1000), st.lists(st.integers(0, 2**31), min_size=1, max_size=8))
+@given(
+    st.integers(0, 2**31),
+    st.integers(0, 1000),
+    st.lists(st.integers(0, 2**31), min_size=1, max_size=8),
+)
 @settings(max_examples=50, deadline=None)
 def test_a_samples_draws_do_not_depend_on_its_batch(seed, epoch, ids):
     drawn = plan(seed=seed)
@@ -80,7 +86,10 @@ def test_crops_have_torchvisions_distribution(height, width):
     """Two-sample Kolmogorov-Smirnov on area, aspect ratio and both offsets of 4,000 crops each."""
     torch.manual_seed(0)
     image = torch.empty(3, height, width)
-    theirs = np.array([RandomResizedCrop.get_params(image, [0.08, 1.0], [3 / 4, 4 / 3]) for _ in range(4000)], float)
+    theirs = np.array(
+        [RandomResizedCrop.get_params(image, [0.08, 1.0], [3 / 4, 4 / 3]) for _ in range(4000)],
+        float,
+    )
     ours, flips = plan().crops(0, np.arange(4000), np.full(4000, height), np.full(4000, width))
     for measure in (
         lambda b: b[:, 2] * b[:, 3],
@@ -89,7 +98,10 @@ def test_crops_have_torchvisions_distribution(height, width):
         lambda b: b[:, 1] / np.maximum(width - b[:, 3], 1),
     ):
         both = np.sort(np.concatenate([measure(ours), measure(theirs)]))
-        cdf = [np.searchsorted(np.sort(measure(boxes)), both, side="right") / 4000 for boxes in (ours, theirs)]
+        cdf = [
+            np.searchsorted(np.sort(measure(boxes)), both, side="right") / 4000
+            for boxes in (ours, theirs)
+        ]
         assert np.abs(cdf[0] - cdf[1]).max() < 1.95 * np.sqrt(2 / 4000)  # 99.9 %
     assert abs(flips.mean() - 0.5) < 4 * 0.5 / np.sqrt(4000)
 
@@ -98,7 +110,9 @@ def test_crops_have_torchvisions_distribution(height, width):
 def test_the_fallback_is_torchvisions(height, width):
     """Where no allowed ratio fits ten times, the largest centred box of an allowed ratio."""
     torch.manual_seed(0)
-    box, _ = plan(crop_scale=(0.9, 1.0)).crops(0, np.array([0]), np.array([height]), np.array([width]))
+    box, _ = plan(crop_scale=(0.9, 1.0)).crops(
+        0, np.array([0]), np.array([height]), np.array([width])
+    )
     want = RandomResizedCrop.get_params(torch.empty(3, height, width), [0.9, 1.0], [3 / 4, 4 / 3])
     np.testing.assert_array_equal(box[0], want)
 
@@ -112,7 +126,9 @@ def test_evaluation_is_in_order_and_centred():
 
 
 def test_mix_boxes_are_inside_and_keep_the_uniform_share():
-    """lam is uniform, so without rounding and clipping the box's area would average 1/2; on 14 tokens both shrink it."""
+    """lam is uniform, so without rounding and clipping the box's area would average 1/2; on 14
+    tokens both shrink it.
+    """
     boxes = np.array([plan().mix_box(0, step, 14) for step in range(3000)])
     top, left, bottom, right = boxes.T
     assert (top >= 0).all()
@@ -123,7 +139,12 @@ def test_mix_boxes_are_inside_and_keep_the_uniform_share():
     rng = np.random.default_rng(0)
     sides = np.floor(14 * np.sqrt(1 - rng.random(20000))) // 2
     centres = rng.integers(0, 14, (2, 20000))
-    want = np.prod([np.minimum(c + sides, 14) - np.maximum(c - sides, 0) for c in centres], axis=0).mean() / 196
+    want = (
+        np.prod(
+            [np.minimum(c + sides, 14) - np.maximum(c - sides, 0) for c in centres], axis=0
+        ).mean()
+        / 196
+    )
     assert abs(area - want) < 0.02
     assert plan().mix_box(0, 1, 14) == plan().mix_box(0, 1, 14)
     assert plan().mix_box(0, 1, 14) != plan().mix_box(1, 1, 14)
@@ -146,7 +167,11 @@ def naive_philox(key, counter):
 
 
 def naive_uniforms(seed, epoch, sample, stream, count):
-    words = [word for block in range(-(-count // 4)) for word in naive_philox(seed, (epoch, sample, stream, block))]
+    words = [
+        word
+        for block in range(-(-count // 4))
+        for word in naive_philox(seed, (epoch, sample, stream, block))
+    ]
     return [word / 2**32 for word in words[:count]]
 
 
@@ -159,7 +184,9 @@ def naive_crop(seed, epoch, sample, height, width, scale=(0.08, 1.0), hflip=0.5)
         ratio = np.exp(low + (high - low) * u[10 + number])
         w, h = np.rint(np.sqrt(area * ratio)), np.rint(np.sqrt(area / ratio))
         if 0 < w <= width and 0 < h <= height:
-            return [np.floor(u[20] * (height - h + 1)), np.floor(u[21] * (width - w + 1)), h, w], u[22] < hflip
+            return [np.floor(u[20] * (height - h + 1)), np.floor(u[21] * (width - w + 1)), h, w], u[
+                22
+            ] < hflip
     w = np.rint(height * (4 / 3)) if width > height * (4 / 3) else width
     h = np.rint(width / (3 / 4)) if width < height * (3 / 4) else height
     return [(height - h) // 2, (width - w) // 2, h, w], u[22] < hflip
@@ -170,7 +197,9 @@ def extents(count, most=700):
     return rng.integers(1, most, count), rng.integers(1, most, count)
 
 
-@pytest.mark.parametrize("count", [3, 600])  # below and above FEW, so one pass over all tries and two
+@pytest.mark.parametrize(
+    "count", [3, 600]
+)  # below and above FEW, so one pass over all tries and two
 @pytest.mark.parametrize("fields", [{}, dict(seed=2**63 + 5, crop_scale=(0.5, 0.9), hflip=0.2)])
 def test_crops_are_the_formulas_one_by_one(count, fields):
     height, width = extents(count)
@@ -178,7 +207,9 @@ def test_crops_are_the_formulas_one_by_one(count, fields):
     boxes, flips = plan(**fields).crops(3, ids, height, width)
     scale = {"scale": fields["crop_scale"], "hflip": fields["hflip"]} if fields else {}
     for n in range(count):
-        box, flip = naive_crop(fields.get("seed", 7), 3, int(ids[n]), int(height[n]), int(width[n]), **scale)
+        box, flip = naive_crop(
+            fields.get("seed", 7), 3, int(ids[n]), int(height[n]), int(width[n]), **scale
+        )
         assert boxes[n].tolist() == box
         assert flips[n] == flip
 
@@ -189,7 +220,12 @@ def test_order_boxes_and_seeds_are_the_formulas_one_by_one():
     for step in range(40):
         share, row, column = naive_uniforms(7, 3, step, 2, 3)
         half, row, column = int(14 * np.sqrt(1 - share)) // 2, int(row * 14), int(column * 14)
-        want = max(row - half, 0), max(column - half, 0), min(row + half, 14), min(column + half, 14)
+        want = (
+            max(row - half, 0),
+            max(column - half, 0),
+            min(row + half, 14),
+            min(column + half, 14),
+        )
         assert plan().mix_box(3, step, 14) == want
         high, low = naive_philox(7, (3, step, 3, 0))[:2]
         assert plan().step_seed(3, step) == high << 32 | low
@@ -198,8 +234,15 @@ def test_order_boxes_and_seeds_are_the_formulas_one_by_one():
 def test_numbers_of_version_0_1_stay():
     """Printed by 0.1, so that no change of formula and test together goes unseen."""
     assert plan().permutation(3)[:8].tolist() == [511, 880, 475, 274, 947, 27, 755, 787]
-    boxes, flips = plan().crops(3, np.array([0, 1, 5, 999]), np.array([375, 375, 64, 30]), np.array([500, 333, 64, 300]))
-    assert boxes.tolist() == [[27, 255, 244, 241], [23, 10, 345, 273], [6, 6, 50, 46], [0, 130, 30, 40]]
+    boxes, flips = plan().crops(
+        3, np.array([0, 1, 5, 999]), np.array([375, 375, 64, 30]), np.array([500, 333, 64, 300])
+    )
+    assert boxes.tolist() == [
+        [27, 255, 244, 241],
+        [23, 10, 345, 273],
+        [6, 6, 50, 46],
+        [0, 130, 30, 40],
+    ]
     assert flips.tolist() == [True, True, True, False]
     assert plan().mix_box(3, 5, 14) == (0, 0, 12, 12)
     assert plan().step_seed(3, 5) == 11750915164156441033
@@ -242,33 +285,45 @@ plans = st.fixed_dictionaries(
 @given(plans, st.integers(0, 500))
 @settings(max_examples=100, deadline=None)
 def test_ranks_share_an_epoch_and_no_sample_counts_twice(fields, epoch):
-    """Put together, the ranks' rows of a batch are those of one rank; every (sample, view) has weight 1 once."""
+    """Put together, the ranks' rows of a batch are those of one rank; every (sample, view) has
+    weight 1 once.
+    """
     whole = plan(**fields).shard(epoch)
     assert [part.dtype for part in whole] == [np.int64, np.int64, np.float32]
     assert whole.index.shape == (plan(**fields).batches, fields["batch"])
     for ranks, parts in ((2, 0), (4, 0), (1, 2), (2, 4)):
         plans = [plan(**fields, rank=rank, ranks=ranks, parts=parts) for rank in range(ranks)]
         order = np.argsort(np.concatenate([one.rows for one in plans]))
-        for field, shares in zip(whole, zip(*(one.shard(epoch) for one in plans), strict=True), strict=True):
+        for field, shares in zip(
+            whole, zip(*(one.shard(epoch) for one in plans), strict=True), strict=True
+        ):
             np.testing.assert_array_equal(np.concatenate(shares, axis=1)[:, order], field)
         # A part's mean of a value a row, weighted, is the whole batch's.
         last = plans[0].batches - 1
         real, size = whole.weight[last] == 1, fields["batch"] // (parts or ranks)
         means = []
         for one in plans:
-            for rows, weight in zip(one.rows.reshape(-1, size), one.part_weights(last), strict=True):
-                assert fields["mode"] == "evaluate" or (rows + rows[::-1] == fields["batch"] - 1).all()  # partners share a part
+            for rows, weight in zip(
+                one.rows.reshape(-1, size), one.part_weights(last), strict=True
+            ):
+                assert (
+                    fields["mode"] == "evaluate" or (rows + rows[::-1] == fields["batch"] - 1).all()
+                )  # partners share a part
                 means.append(weight * rows[real[rows]].mean() if real[rows].any() else 0.0 * weight)
         assert np.mean(means) == pytest.approx(np.flatnonzero(real).mean())
     views = fields["views"] if fields["mode"] == "train" else 1
     real = whole.weight == 1
     counted = sorted(zip(whole.index[real].tolist(), whole.view[real].tolist(), strict=True))
-    assert counted == [(sample, view) for sample in range(fields["num_samples"]) for view in range(views)]
+    assert counted == [
+        (sample, view) for sample in range(fields["num_samples"]) for view in range(views)
+    ]
     assert whole.weight.sum() == real.sum() == fields["num_samples"] * views
     # Padding is the end of the last batch, and real samples: the sequence from its start again.
     assert (np.diff(whole.weight.ravel()) <= 0).all()
     padding = whole.index.size - len(counted)
-    np.testing.assert_array_equal(whole.index.ravel()[len(counted) :], np.resize(whole.index.ravel()[: len(counted)], padding))
+    np.testing.assert_array_equal(
+        whole.index.ravel()[len(counted) :], np.resize(whole.index.ravel()[: len(counted)], padding)
+    )
     if fields["mode"] == "evaluate":
         np.testing.assert_array_equal(whole.index[real], np.arange(fields["num_samples"]))
 
@@ -280,13 +335,18 @@ def test_views_of_a_sample_share_a_batch_and_follow_the_order(fields):
     shard, views = chosen.shard(0), fields["views"]
     groups = shard.index.reshape(chosen.batches, -1, views)
     assert (groups == groups[..., :1]).all()
-    np.testing.assert_array_equal(groups[..., 0].ravel()[: fields["num_samples"]], chosen.permutation(0))
+    np.testing.assert_array_equal(
+        groups[..., 0].ravel()[: fields["num_samples"]], chosen.permutation(0)
+    )
 
 
 def test_views_differ_and_view_0_is_the_crop_without_views():
     ids, extent = np.arange(200), np.full(200, 400)
     plain, plain_flips = plan().crops(0, ids, extent, extent)
-    boxes, flips = zip(*(plan().crops(0, ids, extent, extent, np.full(200, view)) for view in range(3)), strict=True)
+    boxes, flips = zip(
+        *(plan().crops(0, ids, extent, extent, np.full(200, view)) for view in range(3)),
+        strict=True,
+    )
     np.testing.assert_array_equal(boxes[0], plain)
     np.testing.assert_array_equal(flips[0], plain_flips)
     for one, other in ((0, 1), (0, 2), (1, 2)):
@@ -294,26 +354,41 @@ def test_views_differ_and_view_0_is_the_crop_without_views():
         assert 0.3 < (flips[one] != flips[other]).mean() < 0.7
 
 
-@given(st.integers(1, 400), st.integers(1, 50), st.integers(1, 6), st.integers(0, 2**32), st.integers(0, 1000))
+@given(
+    st.integers(1, 400),
+    st.integers(1, 50),
+    st.integers(1, 6),
+    st.integers(0, 2**32),
+    st.integers(0, 1000),
+)
 @settings(max_examples=100, deadline=None)
-def test_block_order_is_a_permutation_whose_windows_are_runs_of_storage(count, block, window, seed, epoch):
-    order = plan(num_samples=count, block=block, window=window, order="blocks", seed=seed).permutation(epoch)
+def test_block_order_is_a_permutation_whose_windows_are_runs_of_storage(
+    count, block, window, seed, epoch
+):
+    order = plan(
+        num_samples=count, block=block, window=window, order="blocks", seed=seed
+    ).permutation(epoch)
     np.testing.assert_array_equal(np.sort(order), np.arange(count))
-    # In order of first appearance, each `window` blocks are a window: along the sequence windows never come back.
+    # In order of first appearance, each `window` blocks are a window: along the sequence windows
+    # never come back.
     _, first = np.unique(order // block, return_index=True)
     window_of_block = np.argsort(np.argsort(first)) // window
     assert (np.diff(window_of_block[order // block]) >= 0).all()
 
 
 def test_block_order_is_as_far_from_uniform_as_its_docstring_says():
-    """Neighbours in storage share a batch with probability (1 - 1 / block) (batch - 1) / (W - 1), here 15 times `random`'s."""
+    """Neighbours in storage share a batch with probability (1 - 1 / block) (batch - 1) / (W - 1),
+    here 15 times `random`'s.
+    """
     fields = dict(num_samples=40_960, batch=64, block=32, window=16)
 
     def share(order):
         hits = 0
         for epoch in range(10):
             batch_of = np.empty(40_960, np.int64)
-            batch_of[plan(**fields, order=order).shard(epoch).index.ravel()] = np.arange(40_960) // 64
+            batch_of[plan(**fields, order=order).shard(epoch).index.ravel()] = (
+                np.arange(40_960) // 64
+            )
             hits += (batch_of[1:] == batch_of[:-1]).mean() / 10
         return hits
 
@@ -328,8 +403,12 @@ def test_block_order_is_shuffled_at_both_levels():
     chosen = plan(num_samples=12, block=2, window=3, order="blocks")
     orders = np.array([chosen.permutation(epoch) for epoch in range(6000)])
     for place in orders.T:
-        assert ((np.bincount(place, minlength=12) - 500) ** 2 / 500).sum() < 35.6  # 99.98 % of chi-square, 11 degrees
-    together = np.sort(np.sort(orders[:, :6], axis=1)[:, ::2] // 2, axis=1)  # the three blocks of the first window
+        assert (
+            (np.bincount(place, minlength=12) - 500) ** 2 / 500
+        ).sum() < 35.6  # 99.98 % of chi-square, 11 degrees
+    together = np.sort(
+        np.sort(orders[:, :6], axis=1)[:, ::2] // 2, axis=1
+    )  # the three blocks of the first window
     assert len(np.unique(together, axis=0)) == 20  # of 6
 
 
@@ -361,12 +440,26 @@ def test_plans_that_make_no_sense_are_refused(fields, said):
         plan(**fields)
 
 
-@pytest.mark.parametrize("options", [{}, {"views": 2}, {"num_samples": 1024}, {"batch": 512}, {"window": 1}, {"block": 1}])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"views": 2}, {"num_samples": 1024}, {"batch": 512}, {"window": 1}, {"block": 1}],
+)
 @pytest.mark.parametrize("start", [0, 1, 7])
 def test_storage_is_asked_for_a_window_ahead_of_its_use(options, start):
-    """No sample comes before its block was asked for, no block is asked for twice, and it is asked for evenly."""
+    """No sample comes before its block was asked for, no block is asked for twice, and it is asked
+    for evenly.
+    """
     plan = EpochPlan(
-        **{"num_samples": 1000, "batch": 64, "seed": 1, "mode": "train", "order": "blocks", "block": 16, "window": 8} | options
+        **{
+            "num_samples": 1000,
+            "batch": 64,
+            "seed": 1,
+            "mode": "train",
+            "order": "blocks",
+            "block": 16,
+            "window": 8,
+        }
+        | options
     )
     rows, asked = plan.shard(2).index[start:], []
     runs = list(plan.runs(2, start))
@@ -381,5 +474,7 @@ def test_storage_is_asked_for_a_window_ahead_of_its_use(options, start):
     assert len(asked) == len(set(asked))
     assert all(end == min(first + plan.block, plan.num_samples) for first, end in asked)
     if start == 0:
-        assert sorted(sample for run in asked for sample in range(*run)) == list(range(plan.num_samples))
+        assert sorted(sample for run in asked for sample in range(*run)) == list(
+            range(plan.num_samples)
+        )
     assert not any(EpochPlan(num_samples=1000, batch=64, seed=1, mode="train").runs(2, start))

@@ -1,4 +1,6 @@
-"""An epoch is a pure function of (data, recipe, seed): threads, ranks, resuming, storage and process change nothing."""
+"""An epoch is a pure function of (data, recipe, seed): threads, ranks, resuming, storage and
+process change nothing.
+"""
 
 import hashlib
 import os
@@ -30,7 +32,10 @@ PLANS = {  # epoch 1 of each is looked at
 }
 
 
-DALI = [pytest.param(kind, marks=pytest.mark.dali) for kind in ("dali folder", "dali maps inside", "dali no index")]
+DALI = [
+    pytest.param(kind, marks=pytest.mark.dali)
+    for kind in ("dali folder", "dali maps inside", "dali no index")
+]
 
 
 def source(kind, paths):
@@ -44,20 +49,27 @@ def source(kind, paths):
 
 def plan_of(**options):
     """11 samples in batches of 8, so that the second one is padded."""
-    return EpochPlan(**{"num_samples": 11, "batch": 8, "seed": 5, "mode": "train", "sizes": ((0, SIDE),)} | options)
+    return EpochPlan(
+        **{"num_samples": 11, "batch": 8, "seed": 5, "mode": "train", "sizes": ((0, SIDE),)}
+        | options
+    )
 
 
 def epoch(kind, paths, threads=2, start=0, **options):
     """The batches of epoch 1."""
     decoder = "dali" if kind.startswith("dali") else "native"
-    reader = loader_class(decoder)(source(kind.removeprefix("dali "), paths), plan_of(**options), threads)
+    reader = loader_class(decoder)(
+        source(kind.removeprefix("dali "), paths), plan_of(**options), threads
+    )
     batches = list(reader.batches(1, start))
     reader.close()
     return batches
 
 
 def digest(*ranks, rows=None, pixels=True):
-    """SHA-256 over ids, weights, labels, views (crop and flip), pixels and maps; the rows of several ranks put together."""
+    """SHA-256 over ids, weights, labels, views (crop and flip), pixels and maps; the rows of
+    several ranks put together.
+    """
     sha, order = hashlib.sha256(), slice(None) if rows is None else np.argsort(np.concatenate(rows))
     for shards in zip(*ranks, strict=True):
         for name, *parts in zip(shards[0]._fields, *shards, strict=True):
@@ -74,25 +86,35 @@ def paths(folder, maps, tmp_path_factory):
     main(Packing(data=folder, maps=maps, out=root / "inside.beton"))
     main(Packing(data=folder, out=root / "bare.beton"))
     main(Packing(data=folder, maps=maps, out=root / "no index.beton", index=False))
-    return {"folder": folder, "maps": maps} | {name: root / f"{name}.beton" for name in ("inside", "bare", "no index")}
+    return {"folder": folder, "maps": maps} | {
+        name: root / f"{name}.beton" for name in ("inside", "bare", "no index")
+    }
 
 
 @pytest.fixture(scope="module")
 def wanted(paths):
     """The digest of each plan: one thread, one rank, from the start, a .beton with maps."""
-    return {name: digest(epoch("maps inside", paths, threads=1, **options)) for name, options in PLANS.items()}
+    return {
+        name: digest(epoch("maps inside", paths, threads=1, **options))
+        for name, options in PLANS.items()
+    }
 
 
 @pytest.fixture(scope="module")
 def wanted_of(paths, wanted):
-    """The digest that a loader should give of a plan. DALI's pixels are its own; all else is the same, which is looked at here."""
+    """The digest that a loader should give of a plan. DALI's pixels are its own; all else is the
+    same, which is looked at here.
+    """
     dalis = {}
 
     def digest_of(kind, plan):
         if not kind.startswith("dali"):
             return wanted[plan]
         if plan not in dalis:
-            ours, theirs = (epoch(kind, paths, threads=1, **PLANS[plan]) for kind in ("maps inside", "dali maps inside"))
+            ours, theirs = (
+                epoch(kind, paths, threads=1, **PLANS[plan])
+                for kind in ("maps inside", "dali maps inside")
+            )
             assert digest(ours, pixels=False) == digest(theirs, pixels=False)
             dalis[plan] = digest(theirs)
         return dalis[plan]
@@ -101,7 +123,9 @@ def wanted_of(paths, wanted):
 
 
 def test_the_digest_sees_every_field(paths, wanted):
-    """Else the tests below could not fail. Plans differ from each other, and so does one value in one place."""
+    """Else the tests below could not fail. Plans differ from each other, and so does one value in
+    one place.
+    """
     assert len(set(wanted.values())) == len(PLANS)
     for field in range(9):
         batches = epoch("maps inside", paths, threads=1)
@@ -112,7 +136,9 @@ def test_the_digest_sees_every_field(paths, wanted):
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("kind", ["folder", "maps inside", "maps beside", "no index", *DALI])
 def test_threads_and_storage_change_nothing(paths, wanted_of, kind, plan):
-    """Bit for bit, pixels too: of crops less than twice the output's side, all paths decode and resample alike."""
+    """Bit for bit, pixels too: of crops less than twice the output's side, all paths decode and
+    resample alike.
+    """
     for threads in (1, 2, 4):
         assert digest(epoch(kind, paths, threads, **PLANS[plan])) == wanted_of(kind, plan), threads
 
@@ -121,11 +147,18 @@ def test_threads_and_storage_change_nothing(paths, wanted_of, kind, plan):
 @pytest.mark.parametrize(("ranks", "parts"), [(2, 0), (4, 0), (1, 4), (2, 4)])
 @pytest.mark.parametrize("dali", [False, pytest.param(True, marks=pytest.mark.dali)])
 def test_ranks_put_together_are_one(paths, wanted_of, ranks, parts, plan, dali):
-    kinds = ("maps inside", "folder", "maps beside", "no index")  # even if each reads another storage
+    kinds = (
+        "maps inside",
+        "folder",
+        "maps beside",
+        "no index",
+    )  # even if each reads another storage
     kinds = [f"dali {kind}" for kind in kinds] if dali else kinds
     shares = [dict(rank=rank, ranks=ranks, parts=parts, **PLANS[plan]) for rank in range(ranks)]
     shards = [epoch(kinds[rank], paths, **share) for rank, share in enumerate(shares)]
-    assert digest(*shards, rows=[plan_of(**share).rows for share in shares]) == wanted_of(kinds[0], plan)
+    assert digest(*shards, rows=[plan_of(**share).rows for share in shares]) == wanted_of(
+        kinds[0], plan
+    )
 
 
 @pytest.mark.parametrize("plan", PLANS)
@@ -140,7 +173,9 @@ def test_resumed_at_any_batch_it_goes_on_alike(paths, wanted, kind, plan):
 @pytest.mark.parametrize("kind", ["maps inside", DALI[1]])
 def test_two_epochs_at_once_do_not_mix(paths, wanted_of, kind):
     plan = EpochPlan(num_samples=11, batch=8, seed=5, mode="train", sizes=((0, SIDE),))
-    reader = loader_class("dali" if "dali" in kind else "native")(source("maps inside", paths), plan, 2)
+    reader = loader_class("dali" if "dali" in kind else "native")(
+        source("maps inside", paths), plan, 2
+    )
     pairs = list(zip(reader.batches(1), reader.batches(2), reader.batches(1), strict=True))
     one, other, again = zip(*pairs, strict=True)
     reader.close()
@@ -152,16 +187,21 @@ def test_other_processes_give_the_same(paths, wanted):
     code = f"from tests.pipelines.test_replay import digest, epoch; print(digest(epoch('folder', {paths!r})))"
     children = [
         subprocess.Popen(
-            [sys.executable, "-c", "from pathlib import PosixPath; " + code], cwd=ROOT, stdout=subprocess.PIPE, text=True,
+            [sys.executable, "-c", "from pathlib import PosixPath; " + code],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            text=True,
             env=os.environ | {"PYTHONHASHSEED": seed},
         )
         for seed in ("1", "2")
-    ]  # fmt: skip
+    ]
     assert [child.communicate()[0].strip() for child in children] == 2 * [wanted["plain"]]
 
 
 def test_where_decoding_is_scaled_pixels_stay_within_the_resample_tolerance(tmp_path):
-    """Without an index large crops are decoded at 1/2, 1/4 or 1/8, which is another filter than ours. All else is equal."""
+    """Without an index large crops are decoded at 1/2, 1/4 or 1/8, which is another filter than
+    ours. All else is equal.
+    """
     for name, pixels in zip("ab", load_sample_images().images, strict=True):
         path = tmp_path / "images" / "train" / name / f"{name}.jpg"
         path.parent.mkdir(parents=True)
@@ -170,7 +210,8 @@ def test_where_decoding_is_scaled_pixels_stay_within_the_resample_tolerance(tmp_
     for side in (213, 160, 106, 71, 53, 32):  # of 427
         plan = EpochPlan(num_samples=2, batch=2, seed=0, mode="evaluate", sizes=((0, side),))
         readers = [
-            loader_class("native")(s, plan, 2) for s in (FolderSource(tmp_path / "images", "train"), FfcvSource(tmp_path / "x.beton"))
+            loader_class("native")(s, plan, 2)
+            for s in (FolderSource(tmp_path / "images", "train"), FfcvSource(tmp_path / "x.beton"))
         ]
         (one,), (other,) = (list(reader.batches(0)) for reader in readers)
         assert all(torch.equal(one[field], other[field]) for field in range(1, 5))

@@ -28,7 +28,9 @@ def sources(folder, maps, tmp_path_factory, command):
 
 
 def epoch_of(source, **options):
-    plan = EpochPlan(num_samples=len(source.labels), batch=4, seed=3, mode="train", sizes=((0, 32),))
+    plan = EpochPlan(
+        num_samples=len(source.labels), batch=4, seed=3, mode="train", sizes=((0, 32),)
+    )
     reader = ThreadedLoader(source, plan, 2, **options)
     try:
         return list(reader.batches(0)), reader.labels
@@ -38,7 +40,9 @@ def epoch_of(source, **options):
 
 @pytest.mark.parametrize("kind", ["folder", "beton"])
 def test_resident_maps_are_the_streamed_ones_to_the_bit(kind, sources, monkeypatch, capsys):
-    """In chunks that do not divide the 11 samples; batches without maps differ in nothing else, and targets are equal."""
+    """In chunks that do not divide the 11 samples; batches without maps differ in nothing else, and
+    targets are equal.
+    """
     monkeypatch.setattr(resident, "CHUNK", 3)
     source = sources[kind]()
     held = ResidentMaps(source, CPU)
@@ -47,12 +51,17 @@ def test_resident_maps_are_the_streamed_ones_to_the_bit(kind, sources, monkeypat
     bare, spec_without = epoch_of(sources[kind](), maps=False)
     assert spec_without == spec is not None
     for whole, without in zip(streamed, bare, strict=True):
-        assert all(getattr(without, name) is None for name in ("map_logit", "map_class", "map_lse", "window"))
+        assert all(
+            getattr(without, name) is None
+            for name in ("map_logit", "map_class", "map_lse", "window")
+        )
         given = held(without)
         for name, a, b in zip(whole._fields, whole, given, strict=True):
             assert a.dtype == b.dtype, name
             assert torch.equal(a, b), name
-        for a, b in zip(sparse_targets(whole, spec, 4), sparse_targets(given, spec, 4), strict=True):
+        for a, b in zip(
+            sparse_targets(whole, spec, 4), sparse_targets(given, spec, 4), strict=True
+        ):
             assert torch.equal(a, b)
 
 
@@ -67,11 +76,18 @@ def test_class_ids_above_32767_survive():
             named = np.array([[0, 65535], [40000, 32768]], np.uint16).reshape(2, 1, 1, 2)[ids]
             shape = named.shape
             return ScoreMaps(
-                np.zeros(shape, np.float16), named, np.zeros(shape[:3], np.float16), np.zeros((len(ids), 4), np.float32)
+                np.zeros(shape, np.float16),
+                named,
+                np.zeros(shape[:3], np.float16),
+                np.zeros((len(ids), 4), np.float32),
             )
 
     batch = Batch(*[None] * len(Batch._fields))._replace(index=torch.tensor([1, 0, 1]))
-    assert ResidentMaps(Source(), CPU)(batch).map_class.tolist() == [[[[40000, 32768]]], [[[0, 65535]]], [[[40000, 32768]]]]
+    assert ResidentMaps(Source(), CPU)(batch).map_class.tolist() == [
+        [[[40000, 32768]]],
+        [[[0, 65535]]],
+        [[[40000, 32768]]],
+    ]
 
 
 def test_maps_that_do_not_fit_are_refused_before_they_are_read(sources, monkeypatch):
@@ -82,7 +98,8 @@ def test_maps_that_do_not_fit_are_refused_before_they_are_read(sources, monkeypa
     monkeypatch.setattr(source, "maps", lambda ids: pytest.fail("read"))
     monkeypatch.setattr(resident, "free_memory", lambda device: needed)
     with pytest.raises(
-        UserError, match=r"the score maps of 11 images take 0.00 GB on cpu, of which 0.00 GB are free; stream them"
+        UserError,
+        match=r"the score maps of 11 images take 0.00 GB on cpu, of which 0.00 GB are free; stream them",
     ):
         ResidentMaps(source, CPU)
     monkeypatch.undo()

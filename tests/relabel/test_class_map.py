@@ -35,7 +35,10 @@ def test_both_forms_say_the_same(tmp_path, name, text):
     [
         ('{"tabby": "cat"}', r"no class of the teacher becomes 'dog'; name one"),
         ("{}", r"no class of the teacher becomes 'cat' and 1 more"),
-        ('{"wolf": "dog"}', r"the teacher has no class 'wolf'; it takes names as tabby and numbers from 0 to 3"),
+        (
+            '{"wolf": "dog"}',
+            r"the teacher has no class 'wolf'; it takes names as tabby and numbers from 0 to 3",
+        ),
         ('{"tabby": "cat", "4": "dog"}', r"the teacher has no class '4'"),
         ('{"tabby": "cat", "poodle": "wolf"}', r"the data has no class 'wolf', its first is 'cat'"),
         ('{"tabby": "cat", "0": "dog"}', r"names the teacher's class '0' twice"),
@@ -44,7 +47,7 @@ def test_both_forms_say_the_same(tmp_path, name, text):
         ('["tabby"]', r"must be an object like"),
         ('{"tabby": ', r"is not JSON"),
     ],
-)  # fmt: skip
+)
 def test_what_is_wrong_with_a_map_is_said(tmp_path, text, words):
     (tmp_path / "map.json").write_text(text)
     with pytest.raises(UserError, match=rf"map.json.* ?{words}"):
@@ -79,7 +82,9 @@ def test_merged_probabilities_add_up_and_those_of_no_class_are_left_out():
     probability = probability / probability.sum(-1, keepdim=True)
     want = torch.stack([probability[..., 0] + probability[..., 2], probability[..., 1]], -1)
     torch.testing.assert_close(merged.double().softmax(-1), want, rtol=1e-5, atol=1e-9)
-    assert merged[0, 0, 0, 0].item() == pytest.approx(-300 + torch.tensor(-1.0).exp().log1p().item(), rel=1e-6)
+    assert merged[0, 0, 0, 0].item() == pytest.approx(
+        -300 + torch.tensor(-1.0).exp().log1p().item(), rel=1e-6
+    )
 
 
 def test_a_map_of_the_same_classes_changes_no_bit():

@@ -1,4 +1,6 @@
-"""The pass: stored rows against a direct computation, resume after kill -9, accuracy from the store."""
+"""The pass: stored rows against a direct computation, resume after kill -9, accuracy from the
+store.
+"""
 
 import errno
 import re
@@ -43,22 +45,35 @@ def teacher(classes=2, size=64, geometry="squash"):
 def test_a_row_is_the_teachers_top_k_of_that_image(folder, tmp_path, geometry):
     """One image alone through the bare timm model, against its row; float16 keeps 11 bits."""
     images, scorer = Images(folder, split="train"), teacher(geometry=geometry)
-    store = label_images(images, scorer, "t", tmp_path / "maps.h5", top_k=2, batch=4, threads=2, absent="tail")
+    store = label_images(
+        images, scorer, "t", tmp_path / "maps.h5", top_k=2, batch=4, threads=2, absent="tail"
+    )
     for index in (0, 7, 10):
         image = decode(images.read(index), "")
         if geometry == "centre-crop":
             side = min(image.size)
             left, top = (image.width - side) / 2, (image.height - side) / 2
-            want_window = np.array([top / image.height, left / image.width, 1 - top / image.height, 1 - left / image.width])
+            want_window = np.array(
+                [
+                    top / image.height,
+                    left / image.width,
+                    1 - top / image.height,
+                    1 - left / image.width,
+                ]
+            )
         else:
             want_window = np.array([0, 0, 1, 1])
         pixels, _ = scorer.prepare(image)
         x = (
-            torch.from_numpy(pixels).permute(0, 3, 1, 2) / 255 - torch.tensor(CONFIG["mean"]).view(3, 1, 1)
+            torch.from_numpy(pixels).permute(0, 3, 1, 2) / 255
+            - torch.tensor(CONFIG["mean"]).view(3, 1, 1)
         ) / torch.tensor(CONFIG["std"]).view(3, 1, 1)
         with torch.no_grad():
             features = scorer.model.forward_features(x)
-            logits = torch.einsum("ncij,kc->nijk", features, scorer.model.fc.weight) + scorer.model.fc.bias
+            logits = (
+                torch.einsum("ncij,kc->nijk", features, scorer.model.fc.weight)
+                + scorer.model.fc.bias
+            )
         row = store.rows(np.array([index]))
         want = logits.topk(2, dim=-1)
         np.testing.assert_allclose(row.logit[0], want.values[0], atol=2e-3, rtol=1e-3)
@@ -71,12 +86,16 @@ def test_a_row_is_the_teachers_top_k_of_that_image(folder, tmp_path, geometry):
 def test_accuracy_from_the_store_is_the_models_own(folder, tmp_path):
     """With every class kept the stored mean logit is the bare timm model's answer."""
     images, scorer = Images(folder, split="train"), teacher(classes=2)
-    store = label_images(images, scorer, "t", tmp_path / "maps.h5", top_k=2, batch=4, threads=1, absent="tail")
+    store = label_images(
+        images, scorer, "t", tmp_path / "maps.h5", top_k=2, batch=4, threads=1, absent="tail"
+    )
     right = []
     for index in range(len(images)):
         pixels, _ = scorer.prepare(decode(images.read(index), ""))
         x = torch.from_numpy(pixels).permute(0, 3, 1, 2) / 255
-        x = (x - torch.tensor(CONFIG["mean"]).view(3, 1, 1)) / torch.tensor(CONFIG["std"]).view(3, 1, 1)
+        x = (x - torch.tensor(CONFIG["mean"]).view(3, 1, 1)) / torch.tensor(CONFIG["std"]).view(
+            3, 1, 1
+        )
         with torch.no_grad():
             right.append(int(scorer.model(x).argmax()) == images.labels[index])
     assert stored_accuracy(store, batch=4) == pytest.approx(np.mean(right))
@@ -92,7 +111,9 @@ def test_accuracy_counts_unnamed_classes_as_stored(tmp_path, random_maps, absent
     score = np.zeros((count, classes))
     for n in range(count):
         for cell in range(side * side):
-            logit, cls, lse = (part[n].reshape(side * side, -1)[cell].astype(float) for part in maps[:3])
+            logit, cls, lse = (
+                part[n].reshape(side * side, -1)[cell].astype(float) for part in maps[:3]
+            )
             rest = max(1 - np.exp(logit - lse).sum(), 1e-3) / (classes - top_k)
             dense = np.full(classes, 0.0 if absent == "zero-logit" else lse[0] + np.log(rest))
             dense[cls.astype(int)] = logit
@@ -100,9 +121,16 @@ def test_accuracy_counts_unnamed_classes_as_stored(tmp_path, random_maps, absent
     labels = score.argmax(1)
     labels[::4] = (labels[::4] + 1) % classes
     header = StoreHeader(
-        side=side, top_k=top_k, num_classes=classes, absent=absent, teacher="t", input_size=64, geometry="squash", fingerprint="f",
+        side=side,
+        top_k=top_k,
+        num_classes=classes,
+        absent=absent,
+        teacher="t",
+        input_size=64,
+        geometry="squash",
+        fingerprint="f",
         class_names=tuple("abcde"),
-    )  # fmt: skip
+    )
     writer = ScoreMapWriter(tmp_path / "maps.h5", header, [f"{n}" for n in range(count)], labels)
     writer.write(np.arange(count), maps)
     writer.finish()
@@ -127,22 +155,55 @@ def test_logits_that_float16_cannot_hold_are_refused(bad):
 def test_impossible_wishes_are_refused_before_any_work(folder, tmp_path):
     images = Images(folder, split="train")
     with pytest.raises(UserError, match=r"--top-k 5 is more than the 2 classes"):
-        label_images(images, teacher(), "t", tmp_path / "maps.h5", top_k=5, batch=4, threads=1, absent="tail")
+        label_images(
+            images, teacher(), "t", tmp_path / "maps.h5", top_k=5, batch=4, threads=1, absent="tail"
+        )
     with pytest.raises(UserError, match=r"has 2 classes but the teacher t scores 1"):
-        label_images(images, teacher(classes=1), "t", tmp_path / "maps.h5", top_k=1, batch=4, threads=1, absent="tail")
+        label_images(
+            images,
+            teacher(classes=1),
+            "t",
+            tmp_path / "maps.h5",
+            top_k=1,
+            batch=4,
+            threads=1,
+            absent="tail",
+        )
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_run_killed_with_9_continues_and_ends_equal(folder, tmp_path, command):
-    """SIGKILL once rows are on disk; the same command again gives the bytes of an uninterrupted run."""
+    """SIGKILL once rows are on disk; the same command again gives the bytes of an uninterrupted
+    run.
+    """
     torch.manual_seed(0)
-    save_file(timm.create_model("test_resnet", num_classes=2).state_dict(), tmp_path / "teacher.safetensors")
+    save_file(
+        timm.create_model("test_resnet", num_classes=2).state_dict(),
+        tmp_path / "teacher.safetensors",
+    )
 
     def words(out):
         return [
-            "tools/relabel_imagenet.py", "--data", folder, "--teacher", tmp_path / "teacher.safetensors", "--model",
-            "test_resnet", "--input-size", "512", "--top-k", "2", "--batch", "1", "--threads", "1", "--device", "cpu", "--out", out,
-        ]  # fmt: skip
+            "tools/relabel_imagenet.py",
+            "--data",
+            folder,
+            "--teacher",
+            tmp_path / "teacher.safetensors",
+            "--model",
+            "test_resnet",
+            "--input-size",
+            "512",
+            "--top-k",
+            "2",
+            "--batch",
+            "1",
+            "--threads",
+            "1",
+            "--device",
+            "cpu",
+            "--out",
+            out,
+        ]
 
     killed, whole = tmp_path / "killed.h5", tmp_path / "whole.h5"
     with command.start(*words(killed)) as process:
@@ -166,7 +227,9 @@ def test_a_run_killed_with_9_continues_and_ends_equal(folder, tmp_path, command)
 
 @pytest.mark.parametrize("form", ["lossless", "compact"])
 def test_another_form_is_made_of_the_raw_rows(folder, tmp_path, monkeypatch, form):
-    """Also if the run ended between the last row and the end of the conversion: the teacher is not asked again."""
+    """Also if the run ended between the last row and the end of the conversion: the teacher is not
+    asked again.
+    """
     images, scorer = Images(folder, split="train"), teacher()
     options = {"top_k": 2, "batch": 4, "threads": 1, "absent": "tail"}
     raw = label_images(images, scorer, "t", tmp_path / "raw.h5", **options)
@@ -175,13 +238,29 @@ def test_another_form_is_made_of_the_raw_rows(folder, tmp_path, monkeypatch, for
     assert store.header.form == form
     assert store.path.read_bytes() == want
     with monkeypatch.context() as patch:
-        patch.setattr("densefeed.storage.shards.convert", lambda *words: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(
+            "densefeed.storage.shards.convert",
+            lambda *words: (_ for _ in ()).throw(KeyboardInterrupt),
+        )
         with pytest.raises(KeyboardInterrupt):
             label_images(images, scorer, "t", tmp_path / "again.h5", **options, form=form)
     assert not (tmp_path / "again.h5").exists()
-    monkeypatch.setattr("densefeed.relabel.labeling.PillowRender", lambda *words: lambda *more: pytest.fail("labelled again"))
-    assert label_images(images, scorer, "t", tmp_path / "again.h5", **options, form=form).path.read_bytes() == want
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["again.h5", "maps.h5", "raw.h5", "want.h5"]
+    monkeypatch.setattr(
+        "densefeed.relabel.labeling.PillowRender",
+        lambda *words: lambda *more: pytest.fail("labelled again"),
+    )
+    assert (
+        label_images(
+            images, scorer, "t", tmp_path / "again.h5", **options, form=form
+        ).path.read_bytes()
+        == want
+    )
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "again.h5",
+        "maps.h5",
+        "raw.h5",
+        "want.h5",
+    ]
 
 
 def done_rows(part):
@@ -203,7 +282,9 @@ def options(**more):
 
 
 def test_a_failed_write_ends_the_pass_and_what_was_written_stays(folder, tmp_path, monkeypatch):
-    """The disk refuses the seventh row's batch, on the writing thread; the sentence names the file, and the pass goes on later."""
+    """The disk refuses the seventh row's batch, on the writing thread; the sentence names the file,
+    and the pass goes on later.
+    """
     images, scorer, write = Images(folder, split="train"), teacher(), ScoreMapWriter.write
     threads = set(threading.enumerate())
 
@@ -216,7 +297,9 @@ def test_a_failed_write_ends_the_pass_and_what_was_written_stays(folder, tmp_pat
         patch.setattr(ScoreMapWriter, "write", failing)
         with pytest.raises(OSError, match="No space left") as error:
             label_images(images, scorer, "t", tmp_path / "maps.h5", **options())
-    assert explain(error.value).endswith("maps.h5.part: the disk is full; free some space or choose another --out")
+    assert explain(error.value).endswith(
+        "maps.h5.part: the disk is full; free some space or choose another --out"
+    )
     assert done_rows(tmp_path / "maps.h5.part") >= 6
     label_images(images, scorer, "t", tmp_path / "maps.h5", **options())
     assert len(ScoreMapStore(tmp_path / "maps.h5")) == 11
@@ -232,13 +315,24 @@ def test_a_damaged_image_ends_the_pass_after_those_before_it_are_written(folder,
         label_images(Images(copy, split="train"), teacher(), "t", tmp_path / "maps.h5", **options())
     assert done_rows(tmp_path / "maps.h5.part") == 6
     victim.write_bytes((folder / victim.relative_to(copy)).read_bytes())
-    assert len(label_images(Images(copy, split="train"), teacher(), "t", tmp_path / "maps.h5", **options())) == 11
+    assert (
+        len(
+            label_images(
+                Images(copy, split="train"), teacher(), "t", tmp_path / "maps.h5", **options()
+            )
+        )
+        == 11
+    )
 
 
 def test_images_are_shown_in_order_though_they_are_rendered_in_any(folder, tmp_path):
-    """Rendering of the first images of a batch takes longest; looks are not overwritten before they were scored."""
+    """Rendering of the first images of a batch takes longest; looks are not overwritten before they
+    were scored.
+    """
     images, scorer = Images(folder, split="train"), teacher()
-    want = label_images(images, scorer, "t", tmp_path / "one.h5", **options(threads=1)).path.read_bytes()
+    want = label_images(
+        images, scorer, "t", tmp_path / "one.h5", **options(threads=1)
+    ).path.read_bytes()
     plain = PillowRender(images, scorer)
 
     def late(index, out):
@@ -249,13 +343,23 @@ def test_images_are_shown_in_order_though_they_are_rendered_in_any(folder, tmp_p
     assert got.path.read_bytes() == want
 
 
-@pytest.mark.parametrize(("slow", "waits"), [("render", "images_wait"), ("write", "disk_wait"), ("nothing", None)])
+@pytest.mark.parametrize(
+    ("slow", "waits"), [("render", "images_wait"), ("write", "disk_wait"), ("nothing", None)]
+)
 def test_what_the_teacher_waits_for_is_said(folder, tmp_path, slow, waits):
-    """0.1 s a batch of two by sleeping, in one stage at a time: most of the time is then that stage's, and none the other's."""
+    """0.1 s a batch of two by sleeping, in one stage at a time: most of the time is then that
+    stage's, and none the other's.
+    """
     images, scorer = Images(folder, split="train"), teacher()
     pause = {name: 0.1 * (name == slow) for name in ("render", "write")}
     plain = PillowRender(images, scorer)
-    work = begin_pass(images, scorer, "t", **options(threads=1), render=lambda *w: (time.sleep(pause["render"] / 2), plain(*w))[1])
+    work = begin_pass(
+        images,
+        scorer,
+        "t",
+        **options(threads=1),
+        render=lambda *w: (time.sleep(pause["render"] / 2), plain(*w))[1],
+    )
     heard = []
     batches = [np.arange(at, min(at + 2, 11)) for at in range(0, 11, 2)]
     speed = score_batches(work, batches, lambda *words: time.sleep(pause["write"]), heard.append)
@@ -263,7 +367,9 @@ def test_what_the_teacher_waits_for_is_said(folder, tmp_path, slow, waits):
     assert speed.images == 11
     if waits is not None:
         assert getattr(speed, waits) > 0.3 * speed.seconds
-        assert getattr(speed, waits) > 3 * (speed.images_wait + speed.disk_wait - getattr(speed, waits))
+        assert getattr(speed, waits) > 3 * (
+            speed.images_wait + speed.disk_wait - getattr(speed, waits)
+        )
     assert f"{100 * speed.disk_wait / speed.seconds:.1f} % for the disk" in str(speed)
 
 
@@ -286,26 +392,44 @@ def test_a_dry_run_writes_nothing_and_its_sizes_are_the_files(folder, tmp_path, 
         path = raw.path if form == "raw" else convert(raw, tmp_path / f"{form}.h5", form).path
         whole = {"levels": 1024, "error": 32} if form == "compact" else {}
         _, arrays, _ = map_datasets(path)
-        assert sum(array.nbytes for array in arrays.values()) - sum(whole.values()) == pytest.approx(11 * each)
+        assert sum(array.nbytes for array in arrays.values()) - sum(
+            whole.values()
+        ) == pytest.approx(11 * each)
     assert estimate.images == 11
-    assert estimate._replace(rate=100.0).hours(1_281_167, 8) == pytest.approx(1_281_167 / 800 / 3600)
+    assert estimate._replace(rate=100.0).hours(1_281_167, 8) == pytest.approx(
+        1_281_167 / 800 / 3600
+    )
     assert 1e7 < estimate.memory_bytes < 1e11
     said = "\n".join(estimate._replace(rate=100.0).lines())
-    for words in ("100.0 images/s in batches of 2", "8 such devices: 0.00 h for 11 images, 0.44 h for 1,281,167 images", "compact: "):
+    for words in (
+        "100.0 images/s in batches of 2",
+        "8 such devices: 0.00 h for 11 images, 0.44 h for 1,281,167 images",
+        "compact: ",
+    ):
         assert words in said
 
 
 def test_the_command_dry_runs(folder, tmp_path, capsys):
     torch.manual_seed(0)
-    save_file(timm.create_model("test_resnet", num_classes=2).state_dict(), tmp_path / "teacher.safetensors")
+    save_file(
+        timm.create_model("test_resnet", num_classes=2).state_dict(),
+        tmp_path / "teacher.safetensors",
+    )
     relabel_imagenet.main(
         relabel_imagenet.Labelling(
-            data=folder, out=tmp_path / "maps.h5", teacher=(str(tmp_path / "teacher.safetensors"),), model=("test_resnet",),
+            data=folder,
+            out=tmp_path / "maps.h5",
+            teacher=(str(tmp_path / "teacher.safetensors"),),
+            model=("test_resnet",),
             input_size=(64,),
-            top_k=2, device="cpu", dry_run=True,
+            top_k=2,
+            device="cpu",
+            dry_run=True,
         )
-    )  # fmt: skip
+    )
     said = capsys.readouterr().out
     assert "64 such devices" in said
-    assert re.search(r"a decoding thread renders [\d,]+ images/s: \d+ keeps? this device busy", said)
+    assert re.search(
+        r"a decoding thread renders [\d,]+ images/s: \d+ keeps? this device busy", said
+    )
     assert [path.name for path in tmp_path.iterdir()] == ["teacher.safetensors"]

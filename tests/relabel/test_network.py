@@ -21,14 +21,24 @@ LINEAR = [  # the head averages and then is linear
     ("regnety_002", {}, 64, 2),
     ("test_maxvit", {}, 160, 5),
     ("test_coatnet", {}, 160, 5),
-    ("swin_tiny_patch4_window7_224", dict(img_size=64, window_size=2, embed_dim=16, depths=(1, 1, 1, 1), num_heads=(1, 1, 2, 2)), 64, 2),
+    (
+        "swin_tiny_patch4_window7_224",
+        dict(img_size=64, window_size=2, embed_dim=16, depths=(1, 1, 1, 1), num_heads=(1, 1, 2, 2)),
+        64,
+        2,
+    ),
     ("mixer_s32_224", dict(img_size=96), 96, 3),
-]  # fmt: skip
+]
 OTHERS = [
     ("test_convnext", {}, 96, 3),  # a norm after the average
     ("test_mambaout", {}, 96, 3),  # channels last, a norm and a layer after the average
     ("mobilenetv3_small_050", {}, 64, 2),  # a layer and its activation after the average
-    ("beit_base_patch16_224", dict(img_size=64, embed_dim=24, depth=1, num_heads=2), 64, 4),  # fc_norm
+    (
+        "beit_base_patch16_224",
+        dict(img_size=64, embed_dim=24, depth=1, num_heads=2),
+        64,
+        4,
+    ),  # fc_norm
     ("eva02_tiny_patch14_224", dict(img_size=56, depth=1), 56, 4),  # fc_norm
     ("test_vit2", {}, 64, 4),  # fc_norm, a register token
     ("test_vit", {}, 64, 4),  # a class token
@@ -42,14 +52,25 @@ def model_of(name, options):
     model = timm.create_model(name, num_classes=CLASSES, **options)
     if hasattr(model, "set_input_size") and not options and name.startswith("test_vit"):
         model.set_input_size(img_size=(64, 64))
-    for name, parameter in model.named_parameters():  # fresh biases and some fresh heads are zero, a fresh norm does nothing
+    for (
+        name,
+        parameter,
+    ) in (
+        model.named_parameters()
+    ):  # fresh biases and some fresh heads are zero, a fresh norm does nothing
         if name.endswith("bias") or "norm" in name or not parameter.any():
             nn.init.normal_(parameter, mean=float(name.endswith("weight")), std=0.5)
     return model.eval()
 
 
 def pictures(size, count=2):
-    return torch.randint(0, 256, (count, size, size, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    return torch.randint(
+        0,
+        256,
+        (count, size, size, 3),
+        dtype=torch.uint8,
+        generator=torch.Generator().manual_seed(1),
+    )
 
 
 def normalised(image_NHWC):
@@ -57,19 +78,29 @@ def normalised(image_NHWC):
     return ((image_NHWC.float() / 255 - mean) / std).permute(0, 3, 1, 2)
 
 
-@pytest.mark.parametrize(("name", "options", "size", "side"), LINEAR, ids=[case[0] for case in LINEAR])
+@pytest.mark.parametrize(
+    ("name", "options", "size", "side"), LINEAR, ids=[case[0] for case in LINEAR]
+)
 def test_the_mean_over_cells_of_a_linear_head_is_the_models_own_answer(name, options, size, side):
     model = model_of(name, options)
     with torch.no_grad():
         logits = Network(model, size, CONFIG)(pictures(size))
         assert logits.shape == (2, side, side, CLASSES)
         assert logits.std((1, 2)).min() > 1e-4  # cells differ
-        torch.testing.assert_close(logits.mean((1, 2)), model(normalised(pictures(size))), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            logits.mean((1, 2)), model(normalised(pictures(size))), rtol=1e-4, atol=1e-4
+        )
 
 
-@pytest.mark.parametrize(("name", "options", "size", "side"), LINEAR + OTHERS, ids=[case[0] for case in LINEAR + OTHERS])
-def test_a_cell_is_the_models_answer_to_features_that_are_this_cell_everywhere(name, options, size, side):
-    """The model's own head on its own kind of features, whole, each place of which holds one cell: no reshaping of ours."""
+@pytest.mark.parametrize(
+    ("name", "options", "size", "side"), LINEAR + OTHERS, ids=[case[0] for case in LINEAR + OTHERS]
+)
+def test_a_cell_is_the_models_answer_to_features_that_are_this_cell_everywhere(
+    name, options, size, side
+):
+    """The model's own head on its own kind of features, whole, each place of which holds one cell:
+    no reshaping of ours.
+    """
     model = model_of(name, options)
     prefix = getattr(model, "num_prefix_tokens", 0)
     with torch.no_grad():
@@ -83,7 +114,9 @@ def test_a_cell_is_the_models_answer_to_features_that_are_this_cell_everywhere(n
                 everywhere = features[:, row, column, None, None].expand_as(features)
             else:
                 everywhere = features[:, :, row, column, None, None].expand_as(features)
-            torch.testing.assert_close(logits[:, row, column], model.forward_head(everywhere), rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(
+                logits[:, row, column], model.forward_head(everywhere), rtol=1e-4, atol=1e-4
+            )
 
 
 def test_a_cell_is_features_times_the_classifier_with_its_bias():
@@ -91,8 +124,12 @@ def test_a_cell_is_features_times_the_classifier_with_its_bias():
     model = model_of("test_nfnet", {})
     with torch.no_grad():
         features = model.forward_features(normalised(pictures(64)))
-        want = torch.nn.functional.conv2d(features, model.head.fc.weight[:, :, None, None], model.head.fc.bias)
-        torch.testing.assert_close(Network(model, 64, CONFIG)(pictures(64)), want.permute(0, 2, 3, 1), rtol=1e-4, atol=1e-5)
+        want = torch.nn.functional.conv2d(
+            features, model.head.fc.weight[:, :, None, None], model.head.fc.bias
+        )
+        torch.testing.assert_close(
+            Network(model, 64, CONFIG)(pictures(64)), want.permute(0, 2, 3, 1), rtol=1e-4, atol=1e-5
+        )
 
 
 def test_distilled_heads_are_averaged_and_norms_applied_written_out():
@@ -102,9 +139,13 @@ def test_distilled_heads_are_averaged_and_norms_applied_written_out():
         x = normalised(pictures(64))
         tokens = deit.forward_features(x)[:, 2:]
         want = (deit.head(tokens) + deit.head_dist(tokens)) / 2
-        torch.testing.assert_close(Network(deit, 64, CONFIG)(pictures(64)).flatten(1, 2), want, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            Network(deit, 64, CONFIG)(pictures(64)).flatten(1, 2), want, rtol=1e-4, atol=1e-4
+        )
         want = beit.head(beit.fc_norm(beit.forward_features(x)[:, 1:]))
-        torch.testing.assert_close(Network(beit, 64, CONFIG)(pictures(64)).flatten(1, 2), want, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            Network(beit, 64, CONFIG)(pictures(64)).flatten(1, 2), want, rtol=1e-4, atol=1e-4
+        )
 
 
 def test_lvvit_teaches_with_its_token_head():
@@ -121,7 +162,14 @@ def test_volo_teaches_with_its_token_head():
     """As it trains: the second of its two answers is that of the tokens."""
     torch.manual_seed(0)
     dims, ones = (24, 48, 48, 48), (1, 1, 1, 1)
-    model = VOLO(layers=ones, img_size=64, num_classes=CLASSES, embed_dims=dims, num_heads=ones, use_mix_token=False).eval()
+    model = VOLO(
+        layers=ones,
+        img_size=64,
+        num_classes=CLASSES,
+        embed_dims=dims,
+        num_heads=ones,
+        use_mix_token=False,
+    ).eval()
     nn.init.normal_(model.aux_head.bias)
     with torch.no_grad():
         logits = Network(model, 64, CONFIG)(pictures(64))
@@ -133,13 +181,33 @@ def test_volo_teaches_with_its_token_head():
 @pytest.mark.parametrize(
     ("name", "options", "size", "words"),
     [
-        ("cait_xxs24_224", dict(img_size=64, depth=1), 64, "answers from a class token that alone passes its last blocks"),
-        ("xcit_nano_12_p16_224", dict(img_size=64, depth=1), 64, "answers from a class token that alone"),
-        ("pit_ti_224", dict(img_size=64), 64, r"gives 1 tokens \(1 x 1\), which are no square table of cells"),
-        ("crossvit_tiny_240", dict(img_size=240, depth=((1, 1, 0),) * 3), 240, "gives features of kind list, and a teacher must keep"),
+        (
+            "cait_xxs24_224",
+            dict(img_size=64, depth=1),
+            64,
+            "answers from a class token that alone passes its last blocks",
+        ),
+        (
+            "xcit_nano_12_p16_224",
+            dict(img_size=64, depth=1),
+            64,
+            "answers from a class token that alone",
+        ),
+        (
+            "pit_ti_224",
+            dict(img_size=64),
+            64,
+            r"gives 1 tokens \(1 x 1\), which are no square table of cells",
+        ),
+        (
+            "crossvit_tiny_240",
+            dict(img_size=240, depth=((1, 1, 0),) * 3),
+            240,
+            "gives features of kind list, and a teacher must keep",
+        ),
         ("test_resnet", dict(num_classes=0), 64, "has no classifier"),
     ],
-)  # fmt: skip
+)
 def test_models_without_a_classifier_of_cells_are_refused_by_name(name, options, size, words):
     model = timm.create_model(name, **{"num_classes": CLASSES} | options)
     with pytest.raises(UserError, match=rf"my {name} {words}"), torch.no_grad():
@@ -150,19 +218,37 @@ def test_tables_that_are_not_square_are_refused():
     """36 tokens are 6 x 6 by their number, and 4 x 9 by the model's own word."""
     model = timm.create_model("test_vit", num_classes=2, img_size=(72, 64), patch_size=(8, 16))
     model.patch_embed.img_size = None
-    with pytest.raises(UserError, match=r"test_vit gives 36 tokens \(9 x 4\), which are no square table"), torch.no_grad():
-        Network(model, 72, CONFIG, name="test_vit")._of_features(torch.zeros(1, 37, model.num_features))
+    with (
+        pytest.raises(
+            UserError, match=r"test_vit gives 36 tokens \(9 x 4\), which are no square table"
+        ),
+        torch.no_grad(),
+    ):
+        Network(model, 72, CONFIG, name="test_vit")._of_features(
+            torch.zeros(1, 37, model.num_features)
+        )
     model = timm.create_model("test_resnet", num_classes=2)
     model.forward_features = lambda x: torch.zeros(len(x), model.num_features, 2, 3)
-    with pytest.raises(UserError, match=r"ResNet gives 2 x 3 cells, and a map is square"), torch.no_grad():
+    with (
+        pytest.raises(UserError, match=r"ResNet gives 2 x 3 cells, and a map is square"),
+        torch.no_grad(),
+    ):
         Network(model, 64, CONFIG)(pictures(64))
     model.forward_features = lambda x: torch.zeros(len(x), 5)
-    with pytest.raises(UserError, match=r"gives features of shape \(2, 5\), and a teacher must keep space"), torch.no_grad():
+    with (
+        pytest.raises(
+            UserError, match=r"gives features of shape \(2, 5\), and a teacher must keep space"
+        ),
+        torch.no_grad(),
+    ):
         Network(model, 64, CONFIG)(pictures(64))
 
 
 def test_who_answers_from_a_class_token_says_so():
-    assert "was trained to answer from its class token" in Network(model_of("test_vit", {}), 64, CONFIG, name="x").caveat
+    assert (
+        "was trained to answer from its class token"
+        in Network(model_of("test_vit", {}), 64, CONFIG, name="x").caveat
+    )
     for name in ("test_vit2", "test_resnet", "lvvit_micro"):
         assert not Network(model_of(name, {}), 64, CONFIG).caveat
 
@@ -170,7 +256,12 @@ def test_who_answers_from_a_class_token_says_so():
 class Own(nn.Module):
     """Says everything itself: cells of 8 x 8 pixels, classes the mean red, green and blue."""
 
-    num_classes, mean, std, interpolation = 3, (0.0, 0.0, 0.0), torch.full((3, 1, 1), 1 / 255), "lanczos"
+    num_classes, mean, std, interpolation = (
+        3,
+        (0.0, 0.0, 0.0),
+        torch.full((3, 1, 1), 1 / 255),
+        "lanczos",
+    )
 
     def forward_token_logits(self, image_NCHW):
         return torch.nn.functional.avg_pool2d(image_NCHW, 8)
@@ -182,7 +273,9 @@ def test_a_module_of_ones_own_says_its_preprocessing():
     assert config["interpolation"] == "lanczos"
     image = pictures(32)
     want = image.double().unflatten(2, (4, 8)).unflatten(1, (4, 8)).mean((2, 4))
-    torch.testing.assert_close(Network(Own(), 32, config)(image).double(), want, rtol=1e-5, atol=1e-3)
+    torch.testing.assert_close(
+        Network(Own(), 32, config)(image).double(), want, rtol=1e-5, atol=1e-3
+    )
     assert own_config(nn.Identity()) == {
         "mean": (0.485, 0.456, 0.406),
         "std": (0.229, 0.224, 0.225),
@@ -193,9 +286,13 @@ def test_a_module_of_ones_own_says_its_preprocessing():
     module.std = (1.0, 2.0)
     with pytest.raises(UserError, match="the std of Identity must be three numbers"):
         own_config(module)
-    with pytest.raises(UserError, match="Identity wants images resized by 'nearest', known are bilinear"):
+    with pytest.raises(
+        UserError, match="Identity wants images resized by 'nearest', known are bilinear"
+    ):
         Network(nn.Identity(), 32, CONFIG | {"interpolation": "nearest"})
-    with pytest.raises(UserError, match="Identity has neither forward_token_logits nor forward_features"):
+    with pytest.raises(
+        UserError, match="Identity has neither forward_token_logits nor forward_features"
+    ):
         Network(nn.Identity(), 32, CONFIG)
 
 
@@ -212,7 +309,10 @@ def test_a_picture_of_another_size_is_resized_on_the_device():
     from PIL import Image
 
     picture = Image.fromarray(pictures(64)[0].numpy()).resize((48, 48), Image.Resampling.BICUBIC)
-    for word, filter in (("bilinear", Image.Resampling.BILINEAR), ("bicubic", Image.Resampling.BICUBIC)):
+    for word, filter in (
+        ("bilinear", Image.Resampling.BILINEAR),
+        ("bicubic", Image.Resampling.BICUBIC),
+    ):
         small = torch.from_numpy(np.array(picture.resize((16, 16), filter)))[None]
         network = Network(Own(), 16, own_config(Own()) | {"interpolation": word})
         got, want = network(torch.from_numpy(np.array(picture))[None]), network(small)

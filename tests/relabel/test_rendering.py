@@ -27,7 +27,12 @@ class Viewer:
     fill = (120, 110, 100)
 
     def __init__(self, size, interpolation, several=False, geometry="centre-crop"):
-        self.input_size, self.interpolation, self.several, self.geometry = size, interpolation, several, geometry
+        self.input_size, self.interpolation, self.several, self.geometry = (
+            size,
+            interpolation,
+            several,
+            geometry,
+        )
 
     def window(self, height, width):
         return window_of(self.geometry, height, width)
@@ -44,7 +49,10 @@ def images_of(*files: bytes) -> SimpleNamespace:
 def both(file: bytes, viewer: Viewer) -> tuple[np.ndarray, np.ndarray]:
     """Ours and Pillow's looks; their windows are equal."""
     pixels = np.full((2, 1 + viewer.several, viewer.input_size, viewer.input_size, 3), 99, np.uint8)
-    windows = [make(images_of(file), viewer)(0, out) for make, out in zip((NativeRender, PillowRender), pixels, strict=True)]
+    windows = [
+        make(images_of(file), viewer)(0, out)
+        for make, out in zip((NativeRender, PillowRender), pixels, strict=True)
+    ]
     assert windows[0] == windows[1]
     return pixels[0].astype(int), pixels[1].astype(int)
 
@@ -71,7 +79,9 @@ def test_looks_are_pillows(photographs, filter, several, size, monkeypatch):
 
 
 def test_a_cubic_at_sharp_edges_stays_within_its_levels():
-    """Black and white to the edge of the image, enlarged: Pillow clips between its two passes, ours after both. Nothing wraps around."""
+    """Black and white to the edge of the image, enlarged: Pillow clips between its two passes, ours
+    after both. Nothing wraps around.
+    """
     rng = np.random.default_rng(0)
     black_or_white = (rng.integers(0, 2, (20, 24, 1)) * 255).repeat(3, 2).astype(np.uint8)
     blocks = Image.fromarray(black_or_white).resize((96, 80), Image.Resampling.NEAREST)
@@ -89,11 +99,18 @@ def odd_files(photograph: Image.Image) -> dict[str, bytes]:
     ramp = np.linspace(0, 65535, 60 * 50).astype(np.uint16).reshape(50, 60)
     small = photograph.resize((60, 50))
     return {
-        "grey": saved(small.convert("L")), "cmyk": saved(small.convert("CMYK")), "progressive": saved(small, progressive=True),
-        "exif-rotated": saved(small, exif=rotated), "16 bits": saved(Image.fromarray(ramp), "PNG"),
-        "transparent": saved(small.convert("RGBA"), "PNG"), "palette": saved(small.convert("P"), "GIF"), "webp": saved(small, "WEBP"),
-        "rgb": saved(small, keep_rgb=True), "one pixel": saved(small.resize((1, 1))), "thin": saved(small.resize((400, 1))),
-    }  # fmt: skip
+        "grey": saved(small.convert("L")),
+        "cmyk": saved(small.convert("CMYK")),
+        "progressive": saved(small, progressive=True),
+        "exif-rotated": saved(small, exif=rotated),
+        "16 bits": saved(Image.fromarray(ramp), "PNG"),
+        "transparent": saved(small.convert("RGBA"), "PNG"),
+        "palette": saved(small.convert("P"), "GIF"),
+        "webp": saved(small, "WEBP"),
+        "rgb": saved(small, keep_rgb=True),
+        "one pixel": saved(small.resize((1, 1))),
+        "thin": saved(small.resize((400, 1))),
+    }
 
 
 def test_odd_files_are_what_pillow_makes_of_them(photographs):
@@ -107,8 +124,12 @@ def test_damaged_files_are_refused_in_pillows_words(photographs):
     for file in (whole[: len(whole) // 2], b"hello", b"", whole[:2]):
         said = []
         for make in (NativeRender, PillowRender):
-            with pytest.raises(UserError, match=r"image-0 cannot be decoded .*; replace or remove this file") as error:
-                make(images_of(file), Viewer(64, Image.Resampling.BILINEAR))(0, np.empty((1, 64, 64, 3), np.uint8))
+            with pytest.raises(
+                UserError, match=r"image-0 cannot be decoded .*; replace or remove this file"
+            ) as error:
+                make(images_of(file), Viewer(64, Image.Resampling.BILINEAR))(
+                    0, np.empty((1, 64, 64, 3), np.uint8)
+                )
             said.append(str(error.value))
         assert said[0] == said[1]
 
@@ -125,21 +146,35 @@ def test_a_look_beyond_the_image_shows_the_teachers_fill_there(photographs):
 
 
 def test_memory_used_up_is_said(photographs, monkeypatch):
-    monkeypatch.setattr(native.Job, "decode", lambda self: self.samples["status"].fill(native.NO_MEMORY))
+    monkeypatch.setattr(
+        native.Job, "decode", lambda self: self.samples["status"].fill(native.NO_MEMORY)
+    )
     with pytest.raises(UserError, match=r"memory is used up; choose a smaller --batch"):
         both(saved(photographs[0]), Viewer(48, Image.Resampling.BILINEAR))
 
 
 def test_the_pass_by_our_decoder_labels_as_by_pillow(folder, tmp_path):
-    """The command with either decoder: other pixels by a rounding, so other logits, by no more than 2 %."""
+    """The command with either decoder: other pixels by a rounding, so other logits, by no more than
+    2 %.
+    """
     torch.manual_seed(0)
-    save_file(timm.create_model("test_resnet", num_classes=2).state_dict(), tmp_path / "teacher.safetensors")
+    save_file(
+        timm.create_model("test_resnet", num_classes=2).state_dict(),
+        tmp_path / "teacher.safetensors",
+    )
     logits = []
     for decoder in ("native", "pillow"):
         wanted = relabel_imagenet.Labelling(
-            data=folder, teacher=(str(tmp_path / "teacher.safetensors"),), model=("test_resnet",), input_size=(64,), top_k=2, device="cpu",
-            decoder=decoder, threads=2, out=tmp_path / f"{decoder}.h5",
-        )  # fmt: skip
+            data=folder,
+            teacher=(str(tmp_path / "teacher.safetensors"),),
+            model=("test_resnet",),
+            input_size=(64,),
+            top_k=2,
+            device="cpu",
+            decoder=decoder,
+            threads=2,
+            out=tmp_path / f"{decoder}.h5",
+        )
         relabel_imagenet.main(wanted)
         logits.append(ScoreMapStore(wanted.out).rows(np.arange(11)).logit.astype(float))
     assert 0 < np.abs(logits[0] - logits[1]).mean() < 0.02 * np.abs(logits[1]).mean()

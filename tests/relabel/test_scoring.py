@@ -1,4 +1,6 @@
-"""What is kept of a batch, in which precision, of how many images; held against float64 and by hand."""
+"""What is kept of a batch, in which precision, of how many images; held against float64 and by
+hand.
+"""
 
 from types import SimpleNamespace
 
@@ -19,11 +21,17 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 def scorer(**options):
     torch.manual_seed(0)
     config = {"mean": (0.5, 0.4, 0.3), "std": (0.2, 0.3, 0.4), "interpolation": "bilinear"}
-    return Scorer(Teacher(timm.create_model("test_resnet", num_classes=7), 64, "squash", config), CPU, **options)
+    return Scorer(
+        Teacher(timm.create_model("test_resnet", num_classes=7), 64, "squash", config),
+        CPU,
+        **options,
+    )
 
 
 def looks(count=3):
-    return torch.randint(0, 256, (count, 1, 64, 64, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    return torch.randint(
+        0, 256, (count, 1, 64, 64, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
+    )
 
 
 def test_kept_numbers_are_top_k_and_classes_beyond_int16():
@@ -44,13 +52,17 @@ def test_nothing_waits_for_the_device(no_host_read):
 
 def test_bf16_is_fp32_to_its_eight_bits():
     with torch.no_grad():
-        exact, rounded = (scorer(precision=precision).logits(looks()).double() for precision in ("fp32", "bf16"))
+        exact, rounded = (
+            scorer(precision=precision).logits(looks()).double() for precision in ("fp32", "bf16")
+        )
     error = (exact - rounded).abs().max()
     assert 0 < error < 10 * 2.0**-8 * exact.abs().max()  # ten layers' roundings
 
 
 def test_a_compiled_scorer_keeps_the_same(monkeypatch):
-    """By the compiler's front end, whose graph is run as it is; the last batch is filled up, so that nothing is compiled twice."""
+    """By the compiler's front end, whose graph is run as it is; the last batch is filled up, so
+    that nothing is compiled twice.
+    """
     shapes, compile_ = [], torch.compile
 
     def run_as_it_is(graph, inputs):
@@ -58,17 +70,26 @@ def test_a_compiled_scorer_keeps_the_same(monkeypatch):
         return make_boxed_func(graph.forward)
 
     backend = aot_autograd(fw_compiler=run_as_it_is, inference_compiler=run_as_it_is)
-    monkeypatch.setattr(torch, "compile", lambda function, **more: compile_(function, backend=backend, fullgraph=True, **more))
+    monkeypatch.setattr(
+        torch,
+        "compile",
+        lambda function, **more: compile_(function, backend=backend, fullgraph=True, **more),
+    )
     plain, compiled = scorer(), scorer(compiled=True)
     for rows in (3, 2):
-        want, got = (one.begin(looks(), rows, 2).maps(np.zeros((rows, 4), np.float32)) for one in (plain, compiled))
+        want, got = (
+            one.begin(looks(), rows, 2).maps(np.zeros((rows, 4), np.float32))
+            for one in (plain, compiled)
+        )
         assert len(got.logit) == rows
         for ours, theirs in zip(got, want, strict=True):
             np.testing.assert_allclose(ours.astype(float), theirs.astype(float), atol=2e-3)
     assert shapes == [3]
 
 
-@pytest.mark.parametrize(("capability", "want"), [((7, 5), "fp32"), ((8, 0), "bf16"), ((9, 0), "bf16")])
+@pytest.mark.parametrize(
+    ("capability", "want"), [((7, 5), "fp32"), ((8, 0), "bf16"), ((9, 0), "bf16")]
+)
 def test_auto_is_bf16_where_the_device_computes_it(monkeypatch, capability, want):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     assert choose_precision("auto", CUDA) == want
@@ -78,9 +99,13 @@ def test_auto_is_bf16_where_the_device_computes_it(monkeypatch, capability, want
         choose_precision("fp16", CPU)
 
 
-@pytest.mark.parametrize(("total", "room", "want"), [(100, 12, 8), (10_000, 10_000, 256), (17, 17, 8), (100, 1, 1)])
+@pytest.mark.parametrize(
+    ("total", "room", "want"), [(100, 12, 8), (10_000, 10_000, 256), (17, 17, 8), (100, 1, 1)]
+)
 def test_auto_batch_grows_until_memory_is_used_up(monkeypatch, total, room, want):
-    """A device on which an image takes 1 of `total`, and of which others have left `room`; 0.9 of 17 is less than 16."""
+    """A device on which an image takes 1 of `total`, and of which others have left `room`; 0.9 of
+    17 is less than 16.
+    """
     peak = [0]
 
     def attempt(count):
@@ -88,7 +113,9 @@ def test_auto_batch_grows_until_memory_is_used_up(monkeypatch, total, room, want
             raise torch.OutOfMemoryError("CUDA out of memory")
         peak[0] = count
 
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=total))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=total)
+    )
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: peak[0])
     for name in ("reset_peak_memory_stats", "empty_cache"):
         monkeypatch.setattr(torch.cuda, name, lambda *device: None)

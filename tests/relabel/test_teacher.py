@@ -16,12 +16,18 @@ from densefeed.storage.images import crop_resize
 from densefeed.system.errors import UserError
 
 CONFIG = {"mean": (0.5, 0.4, 0.3), "std": (0.2, 0.3, 0.4), "interpolation": "bilinear"}
-PLAIN = {"mean": (0.5, 0.5, 0.5), "std": (1 / 255,) * 3, "interpolation": "bilinear"}  # levels, less those of the padding
+PLAIN = {
+    "mean": (0.5, 0.5, 0.5),
+    "std": (1 / 255,) * 3,
+    "interpolation": "bilinear",
+}  # levels, less those of the padding
 CELL = 8  # pixels
 
 
 class Mosaic(nn.Module):
-    """An equivariant teacher: a cell's logits are a fixed function of its own CELL x CELL pixels, plus what `bias` says of its place."""
+    """An equivariant teacher: a cell's logits are a fixed function of its own CELL x CELL pixels,
+    plus what `bias` says of its place.
+    """
 
     def __init__(self, scale=0.02, bias=None, cell=CELL, classes=5):
         super().__init__()
@@ -38,7 +44,9 @@ def mosaic(height, width):
     """An image of smooth colours, all its own pixels."""
     rng = np.random.default_rng(height * width)
     small = Image.fromarray(rng.integers(0, 256, (6, 6, 3), dtype=np.uint8))
-    return Image.fromarray(crop_resize(small, (0, 0, 6, 6), max(height, width))).resize((width, height))
+    return Image.fromarray(crop_resize(small, (0, 0, 6, 6), max(height, width))).resize(
+        (width, height)
+    )
 
 
 def labelled(teacher, image):
@@ -48,13 +56,15 @@ def labelled(teacher, image):
 
 def by_hand(image_HW3, model):
     """Mosaic's logits of an image that is a whole number of cells."""
-    return model.forward_token_logits((torch.from_numpy(np.asarray(image_HW3).copy()).permute(2, 0, 1)[None] - 127.5).float())[0].permute(
-        1, 2, 0
-    )  # fmt: skip
+    return model.forward_token_logits(
+        (torch.from_numpy(np.asarray(image_HW3).copy()).permute(2, 0, 1)[None] - 127.5).float()
+    )[0].permute(1, 2, 0)
 
 
 def test_geometry_decides_what_is_seen():
-    """A picture whose left and right quarters are red and whose middle is blue: a centre crop sees no red, a letterbox padding."""
+    """A picture whose left and right quarters are red and whose middle is blue: a centre crop sees
+    no red, a letterbox padding.
+    """
     pixels = np.zeros((50, 100, 3), np.uint8)
     pixels[:, :25, 0] = pixels[:, 75:, 0] = pixels[:, 25:75, 2] = 255
     image = Image.fromarray(pixels)
@@ -76,54 +86,83 @@ def test_geometry_decides_what_is_seen():
 @pytest.mark.parametrize("geometry", ["squash", "centre-crop", "letterbox"])
 @pytest.mark.parametrize("views", [1, 2, 4, 5, MOST_VIEWS])
 def test_views_of_an_equivariant_teacher_average_to_the_same_map(geometry, views):
-    """Where a moved view shows the image; beyond it is padding, whose cells are of no view that shows this cell elsewhere."""
+    """Where a moved view shows the image; beyond it is padding, whose cells are of no view that
+    shows this cell elsewhere.
+    """
     side = 6 * CELL
     image = mosaic(side, side)
     plain, many = (Teacher(Mosaic(), side, geometry, PLAIN, views=count) for count in (1, views))
     assert len(many.looks(side, side)) == views == many.shape[0]
-    torch.testing.assert_close(labelled(plain, image), by_hand(image, Mosaic()), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        labelled(plain, image), by_hand(image, Mosaic()), rtol=1e-4, atol=1e-4
+    )
     torch.testing.assert_close(labelled(many, image), labelled(plain, image), rtol=1e-4, atol=2e-5)
 
 
 def test_what_depends_on_the_place_and_not_the_image_averages_out():
-    """A planted bias to the right: the mirror takes it to the left, and in probabilities both mean half of each."""
+    """A planted bias to the right: the mirror takes it to the left, and in probabilities both mean
+    half of each.
+    """
     side = 6 * CELL
     image = Image.new("RGB", (side, side), (128, 128, 128))
     bias = torch.zeros(5, 6, 6)
     bias[1, :, :3], bias[1, :, 3:] = -4, 4
-    one, two = (labelled(Teacher(Mosaic(0, bias), side, "squash", PLAIN, views=views), image) for views in (1, 2))
+    one, two = (
+        labelled(Teacher(Mosaic(0, bias), side, "squash", PLAIN, views=views), image)
+        for views in (1, 2)
+    )
     assert one.softmax(-1)[0, 5, 1] - one.softmax(-1)[0, 0, 1] > 0.9
     torch.testing.assert_close(two, two.flip(1), rtol=0, atol=1e-6)
-    torch.testing.assert_close(two.softmax(-1), (one.softmax(-1) + one.flip(1).softmax(-1)) / 2, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(two.logsumexp(-1), (one.logsumexp(-1) + one.flip(1).logsumexp(-1)) / 2, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        two.softmax(-1), (one.softmax(-1) + one.flip(1).softmax(-1)) / 2, rtol=1e-5, atol=1e-6
+    )
+    torch.testing.assert_close(
+        two.logsumexp(-1), (one.logsumexp(-1) + one.flip(1).logsumexp(-1)) / 2, rtol=1e-5, atol=1e-5
+    )
 
 
 def test_a_fault_of_one_cell_is_thinned_out_over_the_views():
-    """A cell in the middle that says nonsense, wherever it looks: shifted views bring it to nine different places."""
+    """A cell in the middle that says nonsense, wherever it looks: shifted views bring it to nine
+    different places.
+    """
     side = 6 * CELL
     image, bias = mosaic(side, side), torch.zeros(5, 6, 6)
     bias[:, 2, 3] = torch.tensor([9.0, 0, 0, 0, 0])
     right = labelled(Teacher(Mosaic(), side, "squash", PLAIN), image).softmax(-1)
     errors = [
-        (labelled(Teacher(Mosaic(bias=bias), side, "squash", PLAIN, views=views), image).softmax(-1) - right).abs()[2, 3].max()
+        (
+            labelled(Teacher(Mosaic(bias=bias), side, "squash", PLAIN, views=views), image).softmax(
+                -1
+            )
+            - right
+        )
+        .abs()[2, 3]
+        .max()
         for views in (1, 2, MOST_VIEWS)
     ]
     assert errors[1] < 0.51 * errors[0]
-    assert errors[2] < 0.112 * errors[0]  # 2 of 18: the mirror, moved right by a cell, shows it there again
+    assert (
+        errors[2] < 0.112 * errors[0]
+    )  # 2 of 18: the mirror, moved right by a cell, shows it there again
 
 
 @pytest.mark.parametrize(
-    ("cells", "tiles", "overlap", "side"), [(6, 2, 2, 10), (8, 2, 2, 14), (9, 3, 2, 23), (18, 2, 4, 32), (3, 4, 2, 6)]
+    ("cells", "tiles", "overlap", "side"),
+    [(6, 2, 2, 10), (8, 2, 2, 14), (9, 3, 2, 23), (18, 2, 4, 32), (3, 4, 2, 6)],
 )
 def test_tiles_of_an_equivariant_teacher_are_one_large_look(cells, tiles, overlap, side):
-    """The image is as large as the map of all tiles, so that every picture is cut without resampling."""
+    """The image is as large as the map of all tiles, so that every picture is cut without
+    resampling.
+    """
     image = mosaic(side * CELL, side * CELL)
     teacher = Teacher(Mosaic(), cells * CELL, "tile", PLAIN, tiles=tiles)
     got = labelled(teacher, image)
     assert teacher.overlap == overlap
     assert teacher.window(*image.size) == WHOLE
     assert got.shape == (side, side, 5)
-    torch.testing.assert_close(got, labelled(Teacher(Mosaic(), side * CELL, "squash", PLAIN), image), rtol=1e-4, atol=2e-5)
+    torch.testing.assert_close(
+        got, labelled(Teacher(Mosaic(), side * CELL, "squash", PLAIN), image), rtol=1e-4, atol=2e-5
+    )
     torch.testing.assert_close(got, by_hand(image, Mosaic()), rtol=1e-4, atol=2e-5)
 
 
@@ -151,7 +190,9 @@ def test_tiles_have_views_too():
     image = mosaic(10 * CELL, 10 * CELL)
     teacher = Teacher(Mosaic(), 6 * CELL, "tile", PLAIN, tiles=2, views=4)
     assert teacher.shape == (16, 48, 48, 3)
-    torch.testing.assert_close(labelled(teacher, image), by_hand(image, Mosaic()), rtol=1e-4, atol=2e-5)
+    torch.testing.assert_close(
+        labelled(teacher, image), by_hand(image, Mosaic()), rtol=1e-4, atol=2e-5
+    )
 
 
 def test_an_ensembles_map_is_the_mean_of_its_members_probabilities():
@@ -166,9 +207,15 @@ def test_an_ensembles_map_is_the_mean_of_its_members_probabilities():
     pixels = torch.from_numpy(np.asarray(image).copy())[None]
     one = by_hand(image, Mosaic()).double()
     mean, std = (torch.tensor(CONFIG[name]) * 255 for name in ("mean", "std"))
-    two = large.forward_token_logits(((pixels - mean) / std).permute(0, 3, 1, 2)).double()  # 3 x 3 cells
-    two_p = F.interpolate(two.softmax(1), (6, 6), mode="bilinear", align_corners=False)[0].permute(1, 2, 0)
-    two_lse = F.interpolate(two.logsumexp(1)[:, None], (6, 6), mode="bilinear", align_corners=False)[0, 0]
+    two = large.forward_token_logits(
+        ((pixels - mean) / std).permute(0, 3, 1, 2)
+    ).double()  # 3 x 3 cells
+    two_p = F.interpolate(two.softmax(1), (6, 6), mode="bilinear", align_corners=False)[0].permute(
+        1, 2, 0
+    )
+    two_lse = F.interpolate(
+        two.logsumexp(1)[:, None], (6, 6), mode="bilinear", align_corners=False
+    )[0, 0]
     three = by_hand(image, small).double()[..., [1, 0, 3, 4, 5]]
     want = (one.softmax(-1) + two_p + three.softmax(-1)) / 3
     torch.testing.assert_close(got.double().softmax(-1), want, rtol=1e-4, atol=1e-6)
@@ -177,7 +224,9 @@ def test_an_ensembles_map_is_the_mean_of_its_members_probabilities():
 
 
 def test_members_of_other_sizes_see_nearly_what_they_would_alone():
-    """A smaller one gets the large picture resized: alone it would have been one resize, not two. 4 levels of 255 on smooth images."""
+    """A smaller one gets the large picture resized: alone it would have been one resize, not two. 4
+    levels of 255 on smooth images.
+    """
     image = mosaic(300, 200)
     big, small = Mosaic(scale=1.0), Mosaic(scale=1.0)
     alone = labelled(Teacher(small, 6 * CELL, "squash", PLAIN), image)
@@ -190,9 +239,17 @@ def test_members_of_other_sizes_see_nearly_what_they_would_alone():
 
 
 def test_members_must_agree_on_the_classes():
-    pair = Teacher(Mosaic(), 48, "squash", PLAIN, name="a", others=[Network(Mosaic(classes=4), 48, PLAIN, name="b")])
+    pair = Teacher(
+        Mosaic(),
+        48,
+        "squash",
+        PLAIN,
+        name="a",
+        others=[Network(Mosaic(classes=4), 48, PLAIN, name="b")],
+    )
     with pytest.raises(
-        UserError, match=r"the teachers score different numbers of classes \(a 5, b 4\); give each a --class-map"
+        UserError,
+        match=r"the teachers score different numbers of classes \(a 5, b 4\); give each a --class-map",
     ):
         labelled(pair, mosaic(48, 48))
 
@@ -201,10 +258,19 @@ def test_resampled_probabilities_sum_to_one_and_a_constant_map_stays():
     logits = 9 * torch.randn(2, 3, 3, 7, generator=torch.Generator().manual_seed(0))
     wide = resampled(logits, 7)
     assert wide.shape == (2, 7, 7, 7)
-    torch.testing.assert_close(wide.exp().sum(-1).log(), resampled(logits.logsumexp(-1, keepdim=True), 7)[..., 0])
-    torch.testing.assert_close(wide[:, 3, 3], logits[:, 1, 1], rtol=1e-5, atol=1e-5)  # the middle cell's centre is one of both
+    torch.testing.assert_close(
+        wide.exp().sum(-1).log(), resampled(logits.logsumexp(-1, keepdim=True), 7)[..., 0]
+    )
+    torch.testing.assert_close(
+        wide[:, 3, 3], logits[:, 1, 1], rtol=1e-5, atol=1e-5
+    )  # the middle cell's centre is one of both
     assert resampled(logits, 3) is logits
-    torch.testing.assert_close(resampled(logits[:, :1, :1], 4), logits[:, :1, :1].expand(-1, 4, 4, -1), rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(
+        resampled(logits[:, :1, :1], 4),
+        logits[:, :1, :1].expand(-1, 4, 4, -1),
+        rtol=1e-5,
+        atol=1e-4,
+    )
 
 
 @pytest.mark.parametrize(
@@ -228,19 +294,30 @@ def test_tiles_too_small_to_overlap_are_refused():
 
 def test_sizes_that_a_network_does_not_take_are_said_when_its_cells_are_counted():
     model = timm.create_model("deit_tiny_patch16_224", depth=1, num_classes=5)
-    with pytest.raises(UserError, match=r"^vit cannot be shown images of 64 px \(.*\); choose another --input-size"):
+    with pytest.raises(
+        UserError, match=r"^vit cannot be shown images of 64 px \(.*\); choose another --input-size"
+    ):
         Teacher(model, 64, "squash", CONFIG, name="vit", views=4).looks(50, 50)
 
 
 def test_a_compiled_teacher_says_the_same():
-    """torch.compile's tracing, with no code generated: views, a class map and an ensemble in one graph."""
+    """torch.compile's tracing, with no code generated: views, a class map and an ensemble in one
+    graph.
+    """
     image = mosaic(6 * CELL, 6 * CELL)
-    other = Network(Mosaic(classes=6), 6 * CELL, CONFIG, ClassMap(torch.arange(6), torch.tensor([0, 1, 2, 3, 4, 4]), 5))
+    other = Network(
+        Mosaic(classes=6),
+        6 * CELL,
+        CONFIG,
+        ClassMap(torch.arange(6), torch.tensor([0, 1, 2, 3, 4, 4]), 5),
+    )
     teacher = Teacher(Mosaic(), 6 * CELL, "squash", PLAIN, views=3, others=[other])
     pictures = torch.from_numpy(teacher.prepare(image)[0])[None]
     compiled = torch.compile(teacher, backend="aot_eager", fullgraph=True, dynamic=False)
     with torch.inference_mode():
-        torch.testing.assert_close(compiled(pictures.clone()), teacher(pictures), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            compiled(pictures.clone()), teacher(pictures), rtol=1e-5, atol=1e-5
+        )
 
 
 def test_all_members_move_to_the_device_together():
@@ -251,7 +328,11 @@ def test_all_members_move_to_the_device_together():
 
 def test_the_hash_follows_the_weights_of_every_member():
     pair = Teacher(
-        timm.create_model("test_resnet", num_classes=5), 64, "squash", CONFIG, others=[Network(Mosaic(), 48, CONFIG)]
+        timm.create_model("test_resnet", num_classes=5),
+        64,
+        "squash",
+        CONFIG,
+        others=[Network(Mosaic(), 48, CONFIG)],
     )
     before = weights_hash(pair.model)
     assert weights_hash(pair.model) == before
@@ -261,4 +342,6 @@ def test_the_hash_follows_the_weights_of_every_member():
         assert weights_hash(pair.model) != before
         before = weights_hash(pair.model)
     alone = timm.create_model("test_resnet", num_classes=5)
-    assert weights_hash(Teacher(alone, 64, "squash", CONFIG).model) == weights_hash(alone)  # as before there were ensembles
+    assert weights_hash(Teacher(alone, 64, "squash", CONFIG).model) == weights_hash(
+        alone
+    )  # as before there were ensembles

@@ -1,4 +1,6 @@
-""".beton read and written both ways against stock ffcv 1.0.2, against damage, kills and full disks."""
+""".beton read and written both ways against stock ffcv 1.0.2, against damage, kills and full
+disks.
+"""
 
 import errno
 import io
@@ -58,7 +60,9 @@ def jpegs(count, seed=0):
 
 def samples_of(random_maps, count=7, seed=0):
     maps = random_maps(count, 6, 3, 9, seed=seed)
-    return [Sample(*image, n % 3, map_arrays(maps, n)) for n, image in enumerate(jpegs(count, seed))], maps
+    return [
+        Sample(*image, n % 3, map_arrays(maps, n)) for n, image in enumerate(jpegs(count, seed))
+    ], maps
 
 
 def write(path, random_maps, count=7, seed=0, **notes):
@@ -81,7 +85,13 @@ def everything(path):
     arrays = beton.arrays(np.arange(len(beton))) if beton.crcs is not None else {}
     columns = (beton.labels, beton.heights, beton.widths, beton.raw, *arrays.values())
     images = [beton.image(n) for n in range(len(beton))]
-    got = [column.tobytes() for column in columns], beton.fields, beton.notes, beton.fingerprint(), images
+    got = (
+        [column.tobytes() for column in columns],
+        beton.fields,
+        beton.notes,
+        beton.fingerprint(),
+        images,
+    )
     beton.close()
     return got
 
@@ -109,7 +119,10 @@ def test_what_is_written_comes_back(tmp_path, random_maps):
 
 def test_the_extents_are_where_the_bytes_stand(tmp_path, random_maps):
     """What a reader in C uses: descriptor, offset and size, of two files at once."""
-    (one, _), (two, _) = write(tmp_path / "1.beton", random_maps), write(tmp_path / "2.beton", random_maps, seed=1)
+    (one, _), (two, _) = (
+        write(tmp_path / "1.beton", random_maps),
+        write(tmp_path / "2.beton", random_maps, seed=1),
+    )
     beton = Beton([tmp_path / "1.beton", tmp_path / "2.beton"])
     for n, sample in enumerate([*one, *two]):
         file, offset, size = (int(column[n]) for column in beton.images)
@@ -126,12 +139,19 @@ def test_samples_never_cross_a_page_and_arrays_are_aligned(tmp_path):
     """Three samples of 3 MB in pages of 8 MiB: the third must begin the second page."""
     noise = module.SOI + np.random.default_rng(0).bytes(2_999_999)
     field = Field(NDARRAY, "x", "<f4", (3,))
-    write_beton(tmp_path / "x.beton", [Sample(noise, 10, 10, 0, (np.arange(3.0) + n,)) for n in range(3)], [field], NOTES)
+    write_beton(
+        tmp_path / "x.beton",
+        [Sample(noise, 10, 10, 0, (np.arange(3.0) + n,)) for n in range(3)],
+        [field],
+        NOTES,
+    )
     beton = Beton(tmp_path / "x.beton")
     for n in range(3):
         assert beton.image(n)[0] == noise
         np.testing.assert_array_equal(beton.array("x", np.array([n]))[0], np.arange(3) + n)
-    assert (beton.images.offset // PAGE == (beton.images.offset + beton.images.size - 1) // PAGE).all()
+    assert (
+        beton.images.offset // PAGE == (beton.images.offset + beton.images.size - 1) // PAGE
+    ).all()
     assert (beton.array_offsets("x", np.arange(3))[1] % 16 == 0).all()
 
 
@@ -146,15 +166,26 @@ def test_a_sample_larger_than_a_page_is_refused_and_nothing_stays(tmp_path):
 
 def test_several_files_are_one_dataset(tmp_path, random_maps):
     one, _ = write(tmp_path / "1.beton", random_maps, 4, min_window_side=0.25)
-    two, _ = write(tmp_path / "2.beton", random_maps, 3, seed=1, max_palette=11, fingerprint="e" * 64)
+    two, _ = write(
+        tmp_path / "2.beton", random_maps, 3, seed=1, max_palette=11, fingerprint="e" * 64
+    )
     both, first = Beton([tmp_path / "2.beton", tmp_path / "1.beton"]), Beton(tmp_path / "1.beton")
     assert [both.image(n)[0] for n in range(7)] == [sample.jpeg for sample in [*two, *one]]
-    np.testing.assert_array_equal(both.array("map", np.array([5, 0])), np.stack([one[2].arrays[0], two[0].arrays[0]]))
+    np.testing.assert_array_equal(
+        both.array("map", np.array([5, 0])), np.stack([one[2].arrays[0], two[0].arrays[0]])
+    )
     assert both.where(5) == f"{tmp_path / '1.beton'} image 2"
     assert (both.notes["max_palette"], both.notes["min_window_side"]) == (11, 0.25)
     assert first.fingerprint() == "f" * 64
     assert (
-        len({both.fingerprint(), first.fingerprint(), Beton([tmp_path / "1.beton", tmp_path / "2.beton"]).fingerprint()}) == 3
+        len(
+            {
+                both.fingerprint(),
+                first.fingerprint(),
+                Beton([tmp_path / "1.beton", tmp_path / "2.beton"]).fingerprint(),
+            }
+        )
+        == 3
     )
 
 
@@ -163,7 +194,11 @@ def test_files_that_do_not_fit_are_refused_by_name(tmp_path, random_maps):
     write(tmp_path / "2.beton", random_maps, class_names=["a", "b", "d"])
     write(tmp_path / "3.beton", random_maps, absent="zero-logit")
     write_beton(tmp_path / "4.beton", [Sample(*jpegs(1)[0], 0)], [], NOTES)
-    for name, said in (("2", "another class names"), ("3", "another absent"), ("4", "other fields")):
+    for name, said in (
+        ("2", "another class names"),
+        ("3", "another absent"),
+        ("4", "other fields"),
+    ):
         with pytest.raises(UserError, match=rf"{name}\.beton has {said} than .*1\.beton"):
             Beton([tmp_path / "1.beton", tmp_path / f"{name}.beton"])
     with pytest.raises(UserError, match=r"no \.beton file was named"):
@@ -174,26 +209,38 @@ def test_files_that_do_not_fit_are_refused_by_name(tmp_path, random_maps):
 
 
 def places(path):
-    """The parts of a packed file that have a checksum, and those that nobody reads: {name: [(start, end)]}."""
+    """The parts of a packed file that have a checksum, and those that nobody reads: {name: [(start,
+    end)]}.
+    """
     with open(path, "rb") as file:
         front = read_front(path, file.fileno())
     beton = Beton(path)
     count, sums_at = len(beton), front.notes["crc32"]["samples_at"]
     notes_end = sums_at + 4 * count + len(json.dumps(front.notes))
     found = {
-        "header": [(0, HEADER.itemsize)], "descriptors": [(HEADER.itemsize, front.metadata)],
-        "metadata": [(front.metadata, sums_at)], "checksums": [(sums_at, sums_at + 4 * count)],
-        "notes": [(sums_at + 4 * count, notes_end)], "table": [(front.table, path.stat().st_size)],
-    }  # fmt: skip
+        "header": [(0, HEADER.itemsize)],
+        "descriptors": [(HEADER.itemsize, front.metadata)],
+        "metadata": [(front.metadata, sums_at)],
+        "checksums": [(sums_at, sums_at + 4 * count)],
+        "notes": [(sums_at + 4 * count, notes_end)],
+        "table": [(front.table, path.stat().st_size)],
+    }
     extents = []
     for name in ("map", "lse", "window"):
         starts = beton.array_offsets(name, np.arange(count))[1]
         extents += [(at, at + beton.field(name).nbytes) for at in starts.tolist()]
     found["arrays"] = sorted(extents)
-    images = [(at, at + size) for at, size in zip(beton.images.offset.tolist(), beton.images.size.tolist(), strict=True)]
+    images = [
+        (at, at + size)
+        for at, size in zip(beton.images.offset.tolist(), beton.images.size.tolist(), strict=True)
+    ]
     used = sorted(extents + images)
     ends = [notes_end, *(end for _, end in used)]
-    found["padding"] = [(a, b) for a, b in zip(ends, [*(start for start, _ in used), front.table], strict=True) if a < b]
+    found["padding"] = [
+        (a, b)
+        for a, b in zip(ends, [*(start for start, _ in used), front.table], strict=True)
+        if a < b
+    ]
     return found
 
 
@@ -222,7 +269,9 @@ def test_a_flipped_bit_is_found_or_harmless(packed, data):
             beton = Beton(path)
             with pytest.raises(UserError, match=r"x\.beton image \d: its arrays are damaged"):
                 beton.arrays(np.arange(7))
-            with pytest.raises(UserError, match=r"its arrays are damaged"):  # also where another field is asked for
+            with pytest.raises(
+                UserError, match=r"its arrays are damaged"
+            ):  # also where another field is asked for
                 beton.array("window", np.arange(7))
         else:
             with pytest.raises(UserError, match=r"x\.beton"):
@@ -230,11 +279,17 @@ def test_a_flipped_bit_is_found_or_harmless(packed, data):
 
 
 def test_every_bit_of_header_and_notes_place_counts(packed):
-    """The few bytes that decide how the rest is read, exhaustively: 24 of the header, the types, the place of the notes."""
+    """The few bytes that decide how the rest is read, exhaustively: 24 of the header, the types,
+    the place of the notes.
+    """
     path, _, _ = packed
     image = HEADER.itemsize
     notes = module.notes_place(image)
-    for at in (*range(HEADER.itemsize), *(image + n * FIELD.itemsize for n in range(5)), *range(notes, notes + 28)):
+    for at in (
+        *range(HEADER.itemsize),
+        *(image + n * FIELD.itemsize for n in range(5)),
+        *range(notes, notes + 28),
+    ):
         for bit in range(8):
             with flipped(path, at, bit), pytest.raises(UserError, match=r"x\.beton"):
                 Beton(path)
@@ -243,14 +298,19 @@ def test_every_bit_of_header_and_notes_place_counts(packed):
 def test_an_image_that_is_no_jpeg_is_found(packed):
     path, _, _ = packed
     beton = Beton(path)
-    with flipped(path, int(beton.images.offset[3]), 0), pytest.raises(UserError, match=r"x\.beton image 3 .*no JPEG"):
+    with (
+        flipped(path, int(beton.images.offset[3]), 0),
+        pytest.raises(UserError, match=r"x\.beton image 3 .*no JPEG"),
+    ):
         beton.image(3)
 
 
 def cuts(path):
     """Every border between two parts of the file, and a byte to either side."""
     borders = {edge for spans in places(path).values() for span in spans for edge in span}
-    return sorted(at for edge in borders for at in (edge - 1, edge, edge + 1) if 0 <= at < path.stat().st_size)
+    return sorted(
+        at for edge in borders for at in (edge - 1, edge, edge + 1) if 0 <= at < path.stat().st_size
+    )
 
 
 def test_a_cut_at_every_border_is_refused(packed, tmp_path):
@@ -289,7 +349,9 @@ def test_cut_while_open_is_an_error_and_no_signal(packed, tmp_path):
     os.truncate(path, int(beton.images.offset[4]) + 10)
     assert beton.image(3)[0][:2] == module.SOI
     for read in (lambda: beton.image(4), lambda: beton.array("map", np.array([5]))):
-        with pytest.raises(UserError, match=r"x\.beton image [45] is gone: .* cut or replaced while open"):
+        with pytest.raises(
+            UserError, match=r"x\.beton image [45] is gone: .* cut or replaced while open"
+        ):
             read()
 
 
@@ -339,7 +401,9 @@ def earlier_version(whole):
     """The file with notes of version 1, which had no checksums."""
     data, at = bytearray(whole), module.notes_place(HEADER.itemsize)
     place = np.frombuffer(data, module.NOTES, 1, at)[0]
-    text = bytes(data[place["at"] : place["at"] + place["size"]]).replace(b'"densefeed": 2', b'"densefeed": 1')
+    text = bytes(data[place["at"] : place["at"] + place["size"]]).replace(
+        b'"densefeed": 2', b'"densefeed": 1'
+    )
     data[place["at"] : place["at"] + place["size"]] = text
     data[at + 24 : at + 28] = bytes(4)
     return data
@@ -349,7 +413,9 @@ def earlier_version(whole):
 
 
 def foreign(path, fields, images, order, scattered=False):
-    """A .beton as FFCV's workers might have written it: any fields, samples in the file in another order, no notes."""
+    """A .beton as FFCV's workers might have written it: any fields, samples in the file in another
+    order, no notes.
+    """
     metadata = np.zeros(len(images), metadata_dtype([field.type for field in fields]))
     start = HEADER.itemsize + FIELD.itemsize * len(fields) + metadata.nbytes
     pages, table, at = bytearray(), [], -(-start // PAGE) * PAGE
@@ -359,9 +425,19 @@ def foreign(path, fields, images, order, scattered=False):
             if field.type == INT:
                 metadata[index][f"f{n}"] = index % 3
                 continue
-            content = {RGB: jpeg, BYTES: b"x" * (index % 3), JSON: b'{"a": 1}\0', NDARRAY: np.full(3, index, "<f4").tobytes()}
+            content = {
+                RGB: jpeg,
+                BYTES: b"x" * (index % 3),
+                JSON: b'{"a": 1}\0',
+                NDARRAY: np.full(3, index, "<f4").tobytes(),
+            }
             content = content[field.type]
-            record = {RGB: (0, width, height, at), BYTES: (at, len(content)), JSON: (at, len(content)), NDARRAY: at}
+            record = {
+                RGB: (0, width, height, at),
+                BYTES: (at, len(content)),
+                JSON: (at, len(content)),
+                NDARRAY: at,
+            }
             metadata[index][f"f{n}"] = record[field.type]
             table.append((index, at, len(content)))
             pages += content
@@ -381,7 +457,13 @@ def foreign(path, fields, images, order, scattered=False):
 
 FOREIGN = [
     [Field(RGB, "image"), Field(INT, "label")],
-    [Field(INT, "label"), Field(BYTES, "text"), Field(NDARRAY, "x", "<f4", (3,)), Field(RGB, "image"), Field(JSON, "j")],
+    [
+        Field(INT, "label"),
+        Field(BYTES, "text"),
+        Field(NDARRAY, "x", "<f4", (3,)),
+        Field(RGB, "image"),
+        Field(JSON, "j"),
+    ],
 ]
 
 
@@ -401,19 +483,27 @@ def test_any_order_of_fields_samples_and_entries(tmp_path, fields, scattered, mo
 
 
 def test_a_foreign_field_called_map_is_no_score_map(tmp_path):
-    foreign(tmp_path / "x.beton", [*FOREIGN[0], Field(NDARRAY, "map", "<f4", (3,))], jpegs(3), range(3))
+    foreign(
+        tmp_path / "x.beton", [*FOREIGN[0], Field(NDARRAY, "map", "<f4", (3,))], jpegs(3), range(3)
+    )
     assert FfcvSource(tmp_path / "x.beton").spec is None
 
 
 @given(data=st.data())
 @settings(max_examples=150, deadline=None)
 def test_damage_in_a_file_without_checksums_never_crashes(tmp_path_factory, data):
-    """Bits that decide about structure are checked; the rest may give other data, but an answer or a UserError."""
+    """Bits that decide about structure are checked; the rest may give other data, but an answer or
+    a UserError.
+    """
     path = tmp_path_factory.getbasetemp() / "foreign.beton"
     if not path.exists():
         foreign(path, FOREIGN[1], jpegs(5), [3, 1, 0, 2, 4])
     size, front = path.stat().st_size, HEADER.itemsize + 5 * FIELD.itemsize + 5 * 72
-    at = data.draw(st.one_of(st.integers(0, 23), st.integers(0, front - 1), st.integers(size - 20 * 24, size - 1)))
+    at = data.draw(
+        st.one_of(
+            st.integers(0, 23), st.integers(0, front - 1), st.integers(size - 20 * 24, size - 1)
+        )
+    )
     with flipped(path, at, data.draw(st.integers(0, 7))), suppress(UserError):
         everything(path)
 
@@ -421,17 +511,26 @@ def test_damage_in_a_file_without_checksums_never_crashes(tmp_path_factory, data
 @pytest.mark.parametrize(
     ("where", "value", "said"),
     [
-        ("type", 255, "type 255"), ("mode", 9, "unknown mode"), ("height", 0, "without a size"),
-        ("ptr", 3, "does not know sample"), ("owner", 4, "does not know sample 4"),
-        ("size", 2**40, "outside the pages"), ("size", 2**63, "outside the pages"), ("size", 0, "outside the pages"),
+        ("type", 255, "type 255"),
+        ("mode", 9, "unknown mode"),
+        ("height", 0, "without a size"),
+        ("ptr", 3, "does not know sample"),
+        ("owner", 4, "does not know sample 4"),
+        ("size", 2**40, "outside the pages"),
+        ("size", 2**63, "outside the pages"),
+        ("size", 0, "outside the pages"),
     ],
-)  # fmt: skip
+)
 def test_structural_damage_is_named(tmp_path, where, value, said):
     path = tmp_path / "x.beton"
     foreign(path, FOREIGN[0], jpegs(5), range(5))
     data = bytearray(path.read_bytes())
     image, table = HEADER.itemsize + 2 * FIELD.itemsize, len(data) - 5 * 24
-    offset = {name: image + IMAGE.fields[name][1] for name in IMAGE.names} | {"type": 24, "owner": table, "size": table + 16}
+    offset = {name: image + IMAGE.fields[name][1] for name in IMAGE.names} | {
+        "type": 24,
+        "owner": table,
+        "size": table + 16,
+    }
     width = {"type": 1, "mode": 1, "height": 2}.get(where, 8)
     data[offset[where] : offset[where] + width] = value.to_bytes(width, "little")
     path.write_bytes(data)
@@ -453,11 +552,21 @@ def test_a_sample_that_nobody_owns_is_found(tmp_path):
 
 
 def test_opening_takes_little_memory(tmp_path):
-    """A law for 1.28 M samples, measured at a twentieth: at most 80 bytes a sample with maps, and 20 MB of buffers."""
+    """A law for 1.28 M samples, measured at a twentieth: at most 80 bytes a sample with maps, and
+    20 MB of buffers.
+    """
     count = 64_000
     with BetonWriter(tmp_path / "x.beton", count, map_fields(18, 5), NOTES) as writer:
-        rows = writer._rows  # 64,000 images that nobody reads: records of them, and a hole for their bytes
-        rows["index"], rows["size"], rows["height"], rows["width"], rows["state"] = np.arange(count), 30_000, 375, 500, 1
+        rows = (
+            writer._rows
+        )  # 64,000 images that nobody reads: records of them, and a hole for their bytes
+        rows["index"], rows["size"], rows["height"], rows["width"], rows["state"] = (
+            np.arange(count),
+            30_000,
+            375,
+            500,
+            1,
+        )
         rows["ptr"] = writer._first_page + np.arange(count, dtype=np.uint64) * 2**16
         writer._at = int(rows["ptr"][-1]) + 2**16
         writer.finish()
@@ -476,7 +585,9 @@ FAULTY = ("pwrite", "ftruncate", "fsync", "replace", "unlink")
 
 
 def break_after(calls, act):
-    """Let the call number `calls` of those that change a disk do half its work and then `act`; gives them back on call."""
+    """Let the call number `calls` of those that change a disk do half its work and then `act`;
+    gives them back on call.
+    """
     left, real = [calls], {name: getattr(os, name) for name in FAULTY}
 
     def wrap(name):
@@ -519,8 +630,12 @@ def test_killed_at_any_write_it_goes_on_to_the_same_bytes(tmp_path, random_maps,
     """Also where the packing that is killed continues one that was killed after `begun` writes."""
     samples, _ = samples_of(random_maps)
     path, calls = tmp_path / "x.beton", 0
-    while (begun is None or pack_and_die(path, samples, begun)) and pack_and_die(path, samples, calls):
-        if path.exists():  # killed between name and clean-up: a later packing is refused, and cleans up
+    while (begun is None or pack_and_die(path, samples, begun)) and pack_and_die(
+        path, samples, calls
+    ):
+        if (
+            path.exists()
+        ):  # killed between name and clean-up: a later packing is refused, and cleans up
             with pytest.raises(UserError, match="exists already"):
                 pack(path, samples)
         else:
@@ -580,7 +695,12 @@ def test_what_a_power_cut_lost_is_packed_again(tmp_path, random_maps, packed):
         file.write(bytes(1000))
     assert pack_and_die(path, samples, 4)  # the third image again, and its record
     with BetonWriter(path, 7, map_fields(6, 3), NOTES) as writer:
-        assert writer.todo().tolist() == [3, 4, 5, 6]  # what the journal said of 3 and 4 went with it
+        assert writer.todo().tolist() == [
+            3,
+            4,
+            5,
+            6,
+        ]  # what the journal said of 3 and 4 went with it
     pack(path, samples)
     assert path.read_bytes() == packed[1]
 
@@ -608,7 +728,9 @@ def test_an_image_that_failed_is_tried_again_and_stands_last(tmp_path, random_ma
             writer.write(index, samples[index])
         writer.finish()
     path = tmp_path / "x.beton"
-    assert pack_and_die(path, samples, 23, fails=[2])  # when all is written that says one is missing
+    assert pack_and_die(
+        path, samples, 23, fails=[2]
+    )  # when all is written that says one is missing
     with open(tmp_path / "x.beton.part", "r+b") as file:
         file.seek(places(tmp_path / "y.beton")["notes"][0][1])
         file.write(b"9999")  # as longer notes would have left
@@ -763,15 +885,26 @@ def test_stock_ffcv_opens_our_file(tmp_path, random_maps, ffcv):
     for got, (jpeg, height, width, *_) in zip(image, samples, strict=True):
         side = min(height, width)
         box = ((width - side) // 2, (height - side) // 2, (width + side) // 2, (height + side) // 2)
-        want = np.asarray(Image.open(io.BytesIO(jpeg)).crop(box).resize((16, 16), Image.Resampling.BOX)).astype(int)
-        assert np.abs(got - want).mean() < 4  # ffcv's fast DCT and area filter against Pillow's, on smooth images
+        want = np.asarray(
+            Image.open(io.BytesIO(jpeg)).crop(box).resize((16, 16), Image.Resampling.BOX)
+        ).astype(int)
+        assert (
+            np.abs(got - want).mean() < 4
+        )  # ffcv's fast DCT and area filter against Pillow's, on smooth images
 
 
 @pytest.fixture(scope="module")
 def stock(tmp_path_factory, ffcv):
-    """What stock ffcv wrote: jpg.beton, raw.beton and many.beton (five fields in another order), and the images."""
+    """What stock ffcv wrote: jpg.beton, raw.beton and many.beton (five fields in another order),
+    and the images.
+    """
     root, rng = tmp_path_factory.mktemp("stock"), np.random.default_rng(0)
-    smooth = [np.asarray(Image.fromarray(rng.integers(0, 255, (4, 5, 3), dtype=np.uint8)).resize((50, 40))) for _ in range(9)]
+    smooth = [
+        np.asarray(
+            Image.fromarray(rng.integers(0, 255, (4, 5, 3), dtype=np.uint8)).resize((50, 40))
+        )
+        for _ in range(9)
+    ]
     np.save(root / "images.npy", np.stack(smooth))
     ffcv(FFCV_WRITES, root / "images.npy", root)
     return root, smooth
@@ -786,7 +919,9 @@ def test_we_open_what_stock_ffcv_wrote(stock, mode):
     assert source.class_names == ["0", "1", "2"]
     for n, want in enumerate(smooth):
         got = np.asarray(source.image(n)).astype(int)
-        assert np.abs(got - want).mean() <= (0 if mode == "raw" else 3)  # quality 95 on smooth noise: mean 1 to 2
+        assert np.abs(got - want).mean() <= (
+            0 if mode == "raw" else 3
+        )  # quality 95 on smooth noise: mean 1 to 2
 
 
 @pytest.mark.ffcv
@@ -794,7 +929,9 @@ def test_stock_files_of_many_fields_open_alone_and_together(stock):
     root, smooth = stock
     beton = Beton([root / "many.beton"] * 2)
     np.testing.assert_array_equal(beton.labels, np.tile(np.arange(230) % 3, 2))
-    np.testing.assert_array_equal(beton.array("x", np.arange(460))[:, 1, 2], np.tile(np.arange(230.0), 2))
+    np.testing.assert_array_equal(
+        beton.array("x", np.arange(460))[:, 1, 2], np.tile(np.arange(230.0), 2)
+    )
     for n in (0, 117, 459):
         got = np.asarray(Image.open(io.BytesIO(beton.image(n)[0]))).astype(int)
         assert np.abs(got - smooth[n % 230 % 9]).mean() <= 3
@@ -806,18 +943,42 @@ def test_stock_files_of_many_fields_open_alone_and_together(stock):
 def test_a_stock_file_trains_with_maps_beside_it(stock, tmp_path, random_maps, command):
     root, _ = stock
     header = StoreHeader(
-        side=6, top_k=3, num_classes=3, absent="tail", teacher="random", input_size=96, geometry="centre-crop",
-        fingerprint="of the folder that FFCV packed", class_names=("0", "1", "2"),
-    )  # fmt: skip
-    writer, maps = ScoreMapWriter(tmp_path / "maps.h5", header, [*"abcdefghi"], np.arange(9) % 3), random_maps(9, 6, 3, 3)
+        side=6,
+        top_k=3,
+        num_classes=3,
+        absent="tail",
+        teacher="random",
+        input_size=96,
+        geometry="centre-crop",
+        fingerprint="of the folder that FFCV packed",
+        class_names=("0", "1", "2"),
+    )
+    writer, maps = (
+        ScoreMapWriter(tmp_path / "maps.h5", header, [*"abcdefghi"], np.arange(9) % 3),
+        random_maps(9, 6, 3, 3),
+    )
     writer.write(np.arange(9), maps)
     writer.finish()
     source = FfcvSource(root / "jpg.beton", tmp_path / "maps.h5")
     np.testing.assert_array_equal(source.maps(np.array([8, 1])).logit, maps.logit[[8, 1]])
     done = command(
-        "train.py", "lvvit_micro_relabel", "--loader", "ffcv", "--data", root / "jpg.beton", "--val", root / "jpg.beton",
-        "--labels", tmp_path / "maps.h5", "--epochs", 1, "--batch", 4, "--out", tmp_path / "run",
-    )  # fmt: skip
+        "train.py",
+        "lvvit_micro_relabel",
+        "--loader",
+        "ffcv",
+        "--data",
+        root / "jpg.beton",
+        "--val",
+        root / "jpg.beton",
+        "--labels",
+        tmp_path / "maps.h5",
+        "--epochs",
+        1,
+        "--batch",
+        4,
+        "--out",
+        tmp_path / "run",
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -832,12 +993,18 @@ def test_the_checksum_of_a_sample_is_zlibs(packed):
         assert int.from_bytes(whole[at + 4 * n : at + 4 * n + 4], "little") == want
 
 
-def test_neighbours_are_read_ahead_in_one_run_and_strangers_in_several(folder, maps, tmp_path, monkeypatch):
+def test_neighbours_are_read_ahead_in_one_run_and_strangers_in_several(
+    folder, maps, tmp_path, monkeypatch
+):
     """Ours lie side by side, image and map; and of several files each is asked for its own."""
     from densefeed.tools.pack_dataset import Packing, main
 
     asked = []
-    monkeypatch.setattr(os, "posix_fadvise", lambda file, offset, length, _: asked.append((file, offset, offset + length)))
+    monkeypatch.setattr(
+        os,
+        "posix_fadvise",
+        lambda file, offset, length, _: asked.append((file, offset, offset + length)),
+    )
     main(Packing(data=folder, maps=maps, out=tmp_path / "x.beton"))
     beton = Beton([tmp_path / "x.beton", shutil.copy(tmp_path / "x.beton", tmp_path / "y.beton")])
     beton.read_ahead(9, 14)
@@ -845,8 +1012,15 @@ def test_neighbours_are_read_ahead_in_one_run_and_strangers_in_several(folder, m
     for index in range(9, 14):
         _, start, end = asked[index // 11]
         assert start <= beton.array_offsets("map", np.array([index]))[1][0] < end
-        assert start < beton.images.offset[index] < beton.images.offset[index] + beton.images.size[index] <= end
-    used = sum(int(beton.images.size[n]) + 652 for n in range(9, 14))  # 6 x 6 x 2 x 4 + 6 x 6 x 2 + 16 bytes and alignment
+        assert (
+            start
+            < beton.images.offset[index]
+            < beton.images.offset[index] + beton.images.size[index]
+            <= end
+        )
+    used = sum(
+        int(beton.images.size[n]) + 652 for n in range(9, 14)
+    )  # 6 x 6 x 2 x 4 + 6 x 6 x 2 + 16 bytes and alignment
     assert sum(end - start for _, start, end in asked) < used + 5 * 64
     for offsets in (beton.images.offset, *beton._offsets.values()):
         offsets[3] += 2**20  # as where several of FFCV's workers wrote

@@ -1,4 +1,6 @@
-"""Datasets that are no class folders: small copies in the formats in which they are published, read as torchvision reads them."""
+"""Datasets that are no class folders: small copies in the formats in which they are published, read
+as torchvision reads them.
+"""
 
 import hashlib
 import io
@@ -39,7 +41,9 @@ def md5(path):
 
 
 def cifar(root, kind, monkeypatch, images=4):
-    """`kind` with a few images a file, and MD5s to match; what torchvision downloads and unpacks has this layout."""
+    """`kind` with a few images a file, and MD5s to match; what torchvision downloads and unpacks
+    has this layout.
+    """
     home = root / kind.base_folder
     home.mkdir(parents=True)
     fine = kind is sets.CIFAR100
@@ -50,7 +54,9 @@ def cifar(root, kind, monkeypatch, images=4):
         for file, _ in getattr(kind, batches):
             data = RNG.integers(0, 256, (images, 3072), dtype=np.uint8)
             labels = RNG.integers(0, len(names), images).tolist()
-            (home / file).write_bytes(pickle.dumps({"data": data, "fine_labels" if fine else "labels": labels}))
+            (home / file).write_bytes(
+                pickle.dumps({"data": data, "fine_labels" if fine else "labels": labels})
+            )
             listed.append([file, md5(home / file)])
         monkeypatch.setattr(kind, batches, listed)
     monkeypatch.setattr(kind, "meta", kind.meta | {"md5": md5(home / kind.meta["filename"])})
@@ -59,13 +65,20 @@ def cifar(root, kind, monkeypatch, images=4):
 
 @pytest.mark.parametrize("name", ["cifar10", "cifar100"])
 @pytest.mark.parametrize("split", ["train", "test"])
-def test_cifars_pixels_labels_and_names_are_torchvisions(tmp_path, monkeypatch, capsys, name, split):
+def test_cifars_pixels_labels_and_names_are_torchvisions(
+    tmp_path, monkeypatch, capsys, name, split
+):
     kind = {"cifar10": sets.CIFAR10, "cifar100": sets.CIFAR100}[name]
-    images, theirs = Images(cifar(tmp_path, kind, monkeypatch), name, split), kind(tmp_path, split == "train")
+    images, theirs = (
+        Images(cifar(tmp_path, kind, monkeypatch), name, split),
+        kind(tmp_path, split == "train"),
+    )
     assert len(images) == len(theirs) == {("cifar10", "train"): 20}.get((name, split), 4)
     assert images.class_names == theirs.classes
     for index, (picture, label) in enumerate(theirs):
-        np.testing.assert_array_equal(np.asarray(decode(images.read(index), "")), np.asarray(picture))
+        np.testing.assert_array_equal(
+            np.asarray(decode(images.read(index), "")), np.asarray(picture)
+        )
         assert images.labels[index] == label
     published = 50_000 if split == "train" else 10_000
     assert f"where {published:,} of {len(theirs.classes)} were published" in capsys.readouterr().out
@@ -73,7 +86,10 @@ def test_cifars_pixels_labels_and_names_are_torchvisions(tmp_path, monkeypatch, 
 
 def test_svhns_zero_is_class_zero(tmp_path, monkeypatch):
     """In the .mat files channels come third, images last, and the digit 0 is class 10."""
-    pixels, labels = RNG.integers(0, 256, (32, 32, 3, 5), dtype=np.uint8), np.array([[10], [1], [9], [10], [3]], np.uint8)
+    pixels, labels = (
+        RNG.integers(0, 256, (32, 32, 3, 5), dtype=np.uint8),
+        np.array([[10], [1], [9], [10], [3]], np.uint8),
+    )
     savemat(tmp_path / "train_32x32.mat", {"X": pixels, "y": labels})
     address, file, _ = sets.SVHN.split_list["train"]
     monkeypatch.setitem(sets.SVHN.split_list, "train", [address, file, md5(tmp_path / file)])
@@ -81,16 +97,23 @@ def test_svhns_zero_is_class_zero(tmp_path, monkeypatch):
     assert images.labels.tolist() == [0, 1, 9, 0, 3]
     assert images.class_names == list("0123456789")
     for index in range(5):
-        np.testing.assert_array_equal(np.asarray(decode(images.read(index), "")), pixels[..., index])
+        np.testing.assert_array_equal(
+            np.asarray(decode(images.read(index), "")), pixels[..., index]
+        )
 
 
 def test_flowers_train_and_val_together_are_drlocs_training_set(tmp_path, monkeypatch):
     home = tmp_path / "flowers-102"
     (home / "jpg").mkdir(parents=True)
     for number in range(1, 7):
-        Image.fromarray(RNG.integers(0, 256, (40, 50, 3), dtype=np.uint8)).save(home / "jpg" / f"image_{number:05d}.jpg")
+        Image.fromarray(RNG.integers(0, 256, (40, 50, 3), dtype=np.uint8)).save(
+            home / "jpg" / f"image_{number:05d}.jpg"
+        )
     savemat(home / "imagelabels.mat", {"labels": np.array([[5, 102, 1, 5, 7, 7]])})
-    savemat(home / "setid.mat", {"trnid": np.array([[2, 1]]), "valid": np.array([[4, 5]]), "tstid": np.array([[3, 6]])})
+    savemat(
+        home / "setid.mat",
+        {"trnid": np.array([[2, 1]]), "valid": np.array([[4, 5]]), "tstid": np.array([[3, 6]])},
+    )
     files = dict(sets.Flowers102._file_dict)
     for what, file in (("label", "imagelabels.mat"), ("setid", "setid.mat")):
         files[what] = (file, md5(home / file))
@@ -106,7 +129,9 @@ def test_flowers_train_and_val_together_are_drlocs_training_set(tmp_path, monkey
 
 @pytest.mark.parametrize("name", ["cifar10", "cifar100", "svhn", "flowers102"])
 def test_what_is_not_there_and_cannot_be_downloaded_is_told_how_to_get(tmp_path, name):
-    with pytest.raises(UserError, match=rf"{name} is not whole in .* cannot be downloaded \(.*\); put there .*"):
+    with pytest.raises(
+        UserError, match=rf"{name} is not whole in .* cannot be downloaded \(.*\); put there .*"
+    ):
         Images(tmp_path, name)
     with pytest.raises(UserError, match=r"has no split 'validation'; give --split train or"):
         Images(tmp_path, name, "validation")
@@ -123,7 +148,8 @@ def test_a_pickle_with_another_checksum_is_never_opened(tmp_path, monkeypatch):
 
     victim.write_bytes(pickle.dumps(Bomb()))
     with pytest.raises(
-        UserError, match=r"cifar10 is not whole .* \(the MD5 of .*data_batch_3 is not the published one\) and cannot"
+        UserError,
+        match=r"cifar10 is not whole .* \(the MD5 of .*data_batch_3 is not the published one\) and cannot",
     ):
         Images(tmp_path, "cifar10")
     assert not opened.exists()
@@ -143,7 +169,9 @@ def test_a_download_is_unpacked_and_read(tmp_path, monkeypatch, capsys):
         length = len(archive.getvalue())
         url = sets.CIFAR100.url
 
-    monkeypatch.setattr(urllib.request, "urlopen", lambda *_args, **_kwargs: Response(archive.getvalue()))
+    monkeypatch.setattr(
+        urllib.request, "urlopen", lambda *_args, **_kwargs: Response(archive.getvalue())
+    )
     here = Images(tmp_path / "here", "cifar100", "test")
     assert here.labels.tolist() == Images(source, "cifar100", "test").labels.tolist()
     assert "downloading it there" in capsys.readouterr().out
@@ -186,9 +214,16 @@ def test_domainnets_labels_are_its_lists(domain, capsys):
 
 
 def test_counts_are_the_papers():
-    """DHVT's Table 6 gives train and test of each domain; the sums are those of DomainNet's own page."""
-    domains = [counts for name, (_, counts) in datasets.COUNTS.items() if name.startswith("domainnet/")]
-    assert (sum(counts["train"] for counts in domains), sum(counts["test"] for counts in domains)) == (409_832, 176_743)
+    """DHVT's Table 6 gives train and test of each domain; the sums are those of DomainNet's own
+    page.
+    """
+    domains = [
+        counts for name, (_, counts) in datasets.COUNTS.items() if name.startswith("domainnet/")
+    ]
+    assert (
+        sum(counts["train"] for counts in domains),
+        sum(counts["test"] for counts in domains),
+    ) == (409_832, 176_743)
     assert len(domains) == 6
     flowers = datasets.COUNTS["flowers102"][1]
     assert flowers["train"] + flowers["val"] == flowers["trainval"]
@@ -208,31 +243,45 @@ def test_a_list_of_files_without_labels_takes_their_folders(domain):
 def test_any_white_space_stands_before_a_label(domain, separator):
     (domain / "some.txt").write_text(f"clipart/airplane/clipart_002_000003.jpg{separator}07\r\n")
     images = Images(domain, f"list/{domain / 'some.txt'}")
-    assert (images.labels.tolist(), images.paths) == ([7], ["clipart/airplane/clipart_002_000003.jpg"])
+    assert (images.labels.tolist(), images.paths) == (
+        [7],
+        ["clipart/airplane/clipart_002_000003.jpg"],
+    )
 
 
-# What lists say (of images that stand where they say), and the classes and the labels of the first list.
+# What lists say (of images that stand where they say), and the classes and the labels of the first
+# list.
 @pytest.mark.parametrize(
     ("lists", "names", "labels"),
     [
         # A class is missing in one list, in the middle or at the end.
-        ({"train": "cat/1 0\nant/1 1\nbee/1 2", "test": "cat/2 0\nbee/2 2"}, ["cat", "ant", "bee"], [0, 1, 2]),
+        (
+            {"train": "cat/1 0\nant/1 1\nbee/1 2", "test": "cat/2 0\nbee/2 2"},
+            ["cat", "ant", "bee"],
+            [0, 1, 2],
+        ),
         ({"test": "cat/2 0\nant/1 1", "train": "cat/1 0\nbee/1 2"}, ["cat", "ant", "bee"], [0, 1]),
-        ({"val": "cat/2 0", "test": "ant/1 4", "trainval": "bee/1 2"}, ["cat", "class 1", "bee", "class 3", "ant"], [0]),
+        (
+            {"val": "cat/2 0", "test": "ant/1 4", "trainval": "bee/1 2"},
+            ["cat", "class 1", "bee", "class 3", "ant"],
+            [0],
+        ),
         # Without labels a missing folder would move the numbers of those behind it.
         ({"test": "cat/1", "train": "ant/1\ncat/2"}, ["ant", "cat"], [1]),
-        # Names that cannot be told: two folders of one label, one folder of two labels, no folder, one folder for all.
+        # Names that cannot be told: two folders of one label, one folder of two labels, no folder,
+        # one folder for all.
         ({"train": "cat/1 0\ndog/1 0\nant/1 1", "test": ""}, ["class 0", "ant"], [0, 0, 1]),
         ({"train": "cat/1 0\nant/1 1", "test": "dog/1 0"}, ["class 0", "ant"], [0, 1]),
         ({"train": "cat/1 0\ncat/2 1\nant/1 2"}, ["class 0", "class 1", "ant"], [0, 1, 2]),
         ({"train": "1 1\nant/1 0"}, ["ant", "class 1"], [1, 0]),
         ({"train": "cat/1 0\ncat/2 1"}, ["0", "1"], [0, 1]),
-        # One folder for all of a split, as ImageNet's val is published, does not take the names that the other gives.
+        # One folder for all of a split, as ImageNet's val is published, does not take the names
+        # that the other gives.
         ({"val": "all/1 1\nall/2 0", "train": "cat/1 0\nant/1 1"}, ["cat", "ant"], [1, 0]),
         # An image may be named twice, but its label is one.
         ({"train": "ant/1 0\nant/1 0"}, ["ant"], [0, 0]),
     ],
-)  # fmt: skip
+)
 def test_classes_are_those_of_all_splits(tmp_path, lists, names, labels):
     for split, text in lists.items():
         file = tmp_path / f"my-{split}-2.txt"
@@ -242,14 +291,20 @@ def test_classes_are_those_of_all_splits(tmp_path, lists, names, labels):
             image.parent.mkdir(exist_ok=True)
             image.touch()
     (tmp_path / "my-tested-2.txt").write_text("bear/1 70")  # no split's word
-    splits = [Images(tmp_path, f"list/{tmp_path / f'my-{split}-2.txt'}") for split, text in lists.items() if text]
+    splits = [
+        Images(tmp_path, f"list/{tmp_path / f'my-{split}-2.txt'}")
+        for split, text in lists.items()
+        if text
+    ]
     assert splits[0].labels.tolist() == labels
     assert [images.class_names for images in splits] == [names] * len(splits)
 
 
 def test_images_that_are_not_there_are_counted_at_once(domain, capsys):
     there = "clipart/airplane/clipart_002_000003.jpg 1\n"
-    (domain / "some.txt").write_text(there + "\nclipart/airplane/no.jpg 1\n" + "nowhere/1.jpg 1\n" + there)
+    (domain / "some.txt").write_text(
+        there + "\nclipart/airplane/no.jpg 1\n" + "nowhere/1.jpg 1\n" + there
+    )
     Images(domain, f"list/{domain / 'some.txt'}")
     assert "some.txt names 2 images that are not below " in (said := capsys.readouterr().out)
     assert "the first in line 3: clipart/airplane/no.jpg" in said
@@ -262,22 +317,31 @@ AIRPLANE = "clipart/airplane/clipart_002_000003.jpg"
     ("text", "said"),
     [
         ("", "names no images"),
-        (f"{AIRPLANE} 1\nclipart/airplane/clipart_002_000001.jpg\n", "line 2: some lines end in a label"),
+        (
+            f"{AIRPLANE} 1\nclipart/airplane/clipart_002_000001.jpg\n",
+            "line 2: some lines end in a label",
+        ),
         ("nowhere/1.jpg 0\n", "line 1 names nowhere/1.jpg, which is not below .*; check --data"),
-        (f"{AIRPLANE} cat\n", f'line 1 names {AIRPLANE} cat, which is not below .* and that lines are "path label"'),
+        (
+            f"{AIRPLANE} cat\n",
+            f'line 1 names {AIRPLANE} cat, which is not below .* and that lines are "path label"',
+        ),
         (f"\n{AIRPLANE} -1\n", "line 2 ends in -1; a label is a whole number from 0 to 65,534"),
         (f"{AIRPLANE} 1.5\n", "line 1 ends in 1.5; a label is a whole number"),
         (f"{AIRPLANE} 65535\n", "line 1 ends in 65535; .* to 65,534"),
         (f"{AIRPLANE} 99999999999999999999\n", "line 1 ends in 99999999999999999999; .* to 65,534"),
         (f"{AIRPLANE} {'9' * 5000}\n", "line 1 ends in 9{24}; .* to 65,534"),
-        (f"{AIRPLANE} 1\n{AIRPLANE} 2\n", f"line 2 gives {AIRPLANE} the label 2, and line 1 the label 1; keep one"),
+        (
+            f"{AIRPLANE} 1\n{AIRPLANE} 2\n",
+            f"line 2 gives {AIRPLANE} the label 2, and line 1 the label 1; keep one",
+        ),
         ("1.jpg\n", "line 1: 1.jpg has no label and no folder"),
         (None, "there is no such file"),
         (b"\xff\xfe\x00\xd8", "is no text"),
         (b"a\x00b/1.jpg 1\n", "is no text"),
     ],
     ids=lambda value: repr(value)[-24:],
-)  # fmt: skip
+)
 def test_bad_lists_are_refused_by_name(domain, text, said):
     file = domain / "bad.txt"
     if text is not None:
@@ -290,14 +354,20 @@ def test_a_split_without_labels_beside_one_with_them_is_refused(domain):
     (domain / "a_train.txt").write_text(f"{AIRPLANE} 1\n")
     (domain / "a_test.txt").write_text(f"{AIRPLANE}\n")
     for split in ("train", "test"):
-        with pytest.raises(UserError, match=r"a_train.txt has labels and .*a_test.txt has none, .*; give labels to both or"):
+        with pytest.raises(
+            UserError,
+            match=r"a_train.txt has labels and .*a_test.txt has none, .*; give labels to both or",
+        ):
             Images(domain, f"list/{domain / f'a_{split}.txt'}")
 
 
 def test_domainnet_needs_both_lists_and_has_345_classes(domain):
     with (domain / "clipart_test.txt").open("a") as file:
         file.write(f"{AIRPLANE} 345\n")
-    with pytest.raises(UserError, match=r"clipart_test.txt, line 5 ends in 345; a label is a whole number from 0 to 344"):
+    with pytest.raises(
+        UserError,
+        match=r"clipart_test.txt, line 5 ends in 345; a label is a whole number from 0 to 344",
+    ):
         Images(domain, "domainnet/clipart")
     (domain / "clipart_test.txt").unlink()
     with pytest.raises(UserError, match=r"clipart_test.txt is not there; put there clipart.zip"):
@@ -310,7 +380,9 @@ def folders(tmp_path):
     for name, count in (("n01", 20), ("n02", 7), ("n03", 1)):
         (tmp_path / "train" / name).mkdir(parents=True)
         for number in range(count):
-            (tmp_path / "train" / name / f"{number:02d}.jpg").write_bytes(f"{name} {number}".encode())
+            (tmp_path / "train" / name / f"{number:02d}.jpg").write_bytes(
+                f"{name} {number}".encode()
+            )
     return tmp_path
 
 
@@ -347,14 +419,18 @@ def test_a_share_takes_the_same_of_every_class_each_time(folders):
 
 
 def test_names_that_are_none_are_refused(tmp_path):
-    with pytest.raises(UserError, match=r"--dataset mnist: give none .* or one of cifar10, .* hfds \(see --help\)"):
+    with pytest.raises(
+        UserError, match=r"--dataset mnist: give none .* or one of cifar10, .* hfds \(see --help\)"
+    ):
         Images(tmp_path, "mnist")
     with pytest.raises(UserError, match=r"there is no such domain; choose from domainnet/clipart,"):
         Images(tmp_path, "domainnet/photo")
     with pytest.raises(UserError, match=r"clipart_train.txt is not there; put there clipart.zip"):
         Images(tmp_path, "domainnet/clipart")
     for name in ("list", "list/", "classes", "classes/"):
-        with pytest.raises(UserError, match=rf"--dataset {name} names no file; give {name.strip('/')}/FILE"):
+        with pytest.raises(
+            UserError, match=rf"--dataset {name} names no file; give {name.strip('/')}/FILE"
+        ):
             Images(tmp_path, name)
     with pytest.raises(UserError, match=r"it is called cifar10"):
         Images(tmp_path, "cifar10/train")
@@ -364,24 +440,35 @@ def test_names_that_are_none_are_refused(tmp_path):
 
 
 def test_small_pictures_are_packed_to_the_pixel(tmp_path, monkeypatch, capsys):
-    """32 x 32: what the loader crops is what torchvision has, no JPEG between; and stock ffcv's mode for it."""
+    """32 x 32: what the loader crops is what torchvision has, no JPEG between; and stock ffcv's
+    mode for it.
+    """
     theirs = sets.CIFAR10(cifar(tmp_path, sets.CIFAR10, monkeypatch))
     main(Packing(data=tmp_path, dataset="cifar10", out=tmp_path / "x.beton"))
-    assert "kept as pixels: 20 images that are no JPEG and no larger than 64" in capsys.readouterr().out
+    assert (
+        "kept as pixels: 20 images that are no JPEG and no larger than 64"
+        in capsys.readouterr().out
+    )
     beton = Beton(tmp_path / "x.beton")
     assert beton.raw.all()
     assert beton.notes["class_names"] == theirs.classes
     for index, (picture, label) in enumerate(theirs):
         stored, raw = beton.image(index)
         assert raw
-        np.testing.assert_array_equal(np.frombuffer(stored, np.uint8).reshape(32, 32, 3), np.asarray(picture))
+        np.testing.assert_array_equal(
+            np.frombuffer(stored, np.uint8).reshape(32, 32, 3), np.asarray(picture)
+        )
         assert beton.labels[index] == label
-    plan = EpochPlan(num_samples=20, batch=20, seed=0, mode="evaluate", sizes=((0, 28),), crop_pct=0.875)
+    plan = EpochPlan(
+        num_samples=20, batch=20, seed=0, mode="evaluate", sizes=((0, 28),), crop_pct=0.875
+    )
     loader = ThreadedLoader(FfcvSource(tmp_path / "x.beton"), plan, 1)
     (batch,) = loader.batches(0)
     loader.close()
     for index in range(20):
-        np.testing.assert_array_equal(batch.image[index].numpy(), np.asarray(theirs[index][0])[2:30, 2:30])
+        np.testing.assert_array_equal(
+            batch.image[index].numpy(), np.asarray(theirs[index][0])[2:30, 2:30]
+        )
     beton.close()
 
 
@@ -397,7 +484,9 @@ def test_larger_ones_and_what_is_asked_for_are_jpegs(tmp_path, monkeypatch):
     assert beton.raw.all()
     assert set(beton.heights.tolist()) == {16}
     want = crop_resize(theirs[0][0], (0, 0, 32, 32), 16, Image.Resampling.LANCZOS)
-    np.testing.assert_array_equal(np.frombuffer(beton.image(0)[0], np.uint8).reshape(16, 16, 3), want)
+    np.testing.assert_array_equal(
+        np.frombuffer(beton.image(0)[0], np.uint8).reshape(16, 16, 3), want
+    )
     beton.close()
 
 

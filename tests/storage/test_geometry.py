@@ -26,15 +26,26 @@ def at(view, x, y):
 
 
 def test_corners_of_a_crop_are_its_pixels():
-    view = crop_views(np.array([[10.0, 20.0, 30.0, 40.0]]), np.array([False]), np.array([100]), np.array([200]))[0]
+    view = crop_views(
+        np.array([[10.0, 20.0, 30.0, 40.0]]), np.array([False]), np.array([100]), np.array([200])
+    )[0]
     np.testing.assert_allclose(at(view, 0, 0), (20 / 200, 10 / 100), atol=1e-6)
     np.testing.assert_allclose(at(view, 1, 1), (60 / 200, 40 / 100), atol=1e-6)
 
 
-@given(st.floats(0, 0.5), st.floats(0, 0.5), st.floats(0.1, 0.5), st.floats(0.1, 0.5), st.floats(0, 1), st.floats(0, 1))
+@given(
+    st.floats(0, 0.5),
+    st.floats(0, 0.5),
+    st.floats(0.1, 0.5),
+    st.floats(0.1, 0.5),
+    st.floats(0, 1),
+    st.floats(0, 1),
+)
 def test_a_flip_mirrors_the_crop_and_nothing_else(top, left, height, width, x, y):
     box = np.array([[top, left, height, width]]) * 100
-    plain, flipped = (crop_views(box, np.array([f]), np.array([100]), np.array([100]))[0] for f in (False, True))
+    plain, flipped = (
+        crop_views(box, np.array([f]), np.array([100]), np.array([100]))[0] for f in (False, True)
+    )
     np.testing.assert_allclose(at(flipped, x, y), at(plain, 1 - x, y), atol=1e-5)
 
 
@@ -44,7 +55,9 @@ def test_a_view_names_the_pixel_that_a_crop_shows():
     picture = np.arange(height * width).reshape(height, width)
     box, flip = (3, 5, 6, 8), True
     crop = picture[3:9, 5:13][:, ::-1]
-    view = crop_views(np.array([box], float), np.array([flip]), np.array([height]), np.array([width]))[0]
+    view = crop_views(
+        np.array([box], float), np.array([flip]), np.array([height]), np.array([width])
+    )[0]
     for row in range(6):
         for column in range(8):
             x, y = at(view, (column + 0.5) / 8, (row + 0.5) / 6)
@@ -59,7 +72,9 @@ def test_what_a_crop_shows_is_its_box_flipped_or_not():
 
 @pytest.mark.parametrize(("height", "width"), [(375, 500), (500, 375), (1, 4000), (64, 64)])
 def test_centre_crop_window_is_the_centred_square(height, width):
-    left, top, right, bottom = crop_in_pixels(window_of("centre-crop", height, width), height, width)
+    left, top, right, bottom = crop_in_pixels(
+        window_of("centre-crop", height, width), height, width
+    )
     side = min(height, width)
     assert right - left == pytest.approx(side)
     assert bottom - top == pytest.approx(side)
@@ -79,24 +94,44 @@ def test_a_letterbox_is_the_square_about_the_image(height, width):
 
 
 def test_windows_are_parts_of_an_image_or_reach_around_it():
-    every = [window_of(how, h, w) for how in ("squash", "centre-crop", "letterbox") for h, w in [(1, 4000), (375, 500), (333, 7)]]
+    every = [
+        window_of(how, h, w)
+        for how in ("squash", "centre-crop", "letterbox")
+        for h, w in [(1, 4000), (375, 500), (333, 7)]
+    ]
     every += [(0.1, 0.2, 0.3, 0.4), (-1e-7, 0, 1 + 1e-7, 1)]
     for kind in (np.asarray, torch.tensor):
         assert are_windows(kind(np.array(every, np.float32))).all()
     nan, inf = float("nan"), float("inf")
     none = [
-        (0, 0, 375, 500), (0.5, 0, 0.5, 1), (0.7, 0, 0.3, 1), (-0.2, 0, 0.9, 1), (-0.5, 0, 1, 1), (0, 1.1, 1, 1.2), (0, -2, 1, 2.9),
-        (nan, 0, 1, 1), (0, 0, 1, nan), (0, -inf, 1, 1), (0, 0, 1, inf),
-    ]  # fmt: skip
+        (0, 0, 375, 500),
+        (0.5, 0, 0.5, 1),
+        (0.7, 0, 0.3, 1),
+        (-0.2, 0, 0.9, 1),
+        (-0.5, 0, 1, 1),
+        (0, 1.1, 1, 1.2),
+        (0, -2, 1, 2.9),
+        (nan, 0, 1, 1),
+        (0, 0, 1, nan),
+        (0, -inf, 1, 1),
+        (0, 0, 1, inf),
+    ]
     for kind in (np.asarray, torch.tensor):
         assert not are_windows(kind(np.array(none, np.float32))).any()
 
 
-@given(st.integers(1, 4000), st.integers(1, 4000), st.integers(1, 64), st.sampled_from(["squash", "centre-crop", "letterbox"]))
+@given(
+    st.integers(1, 4000),
+    st.integers(1, 4000),
+    st.integers(1, 64),
+    st.sampled_from(["squash", "centre-crop", "letterbox"]),
+)
 def test_cells_that_label_are_those_whose_centre_shows_the_image(height, width, side, geometry):
     window = window_of(geometry, height, width)
     cells = labelling_cells(window_frame(torch.tensor([window])), side)[0].int().tolist()
-    for (first, last), low, high in zip(cells, (window[1], window[0]), (window[3], window[2]), strict=True):
+    for (first, last), low, high in zip(
+        cells, (window[1], window[0]), (window[3], window[2]), strict=True
+    ):
         centres = low + (np.arange(side) + 0.5) / side * (high - low)
         edge = 1e-3 / side * (high - low)  # float32; a centre on the edge may be either
         assert 0 <= first <= last < side
@@ -113,7 +148,9 @@ def test_cells_that_label_are_those_whose_centre_shows_the_image(height, width, 
 
 
 def test_centre_box_is_timms_evaluation_crop():
-    """timm resizes the shorter side to floor(224 / 0.875) = 256 and cuts 224: the same share of the image."""
+    """timm resizes the shorter side to floor(224 / 0.875) = 256 and cuts 224: the same share of the
+    image.
+    """
     ((top, left, height, width),) = centre_box(np.array([480]), np.array([640]), 0.875)
     assert (height, width) == (420, 420)
     assert (top, left) == (30, 110)
@@ -155,12 +192,24 @@ def test_a_windows_frame_takes_its_corners_to_the_maps():
     st.floats(0, 1),
 )
 def test_the_published_frame_reads_rows_for_columns(top, left, height, width, flip, u, v):
-    """By the published steps: flip image and map, cut the crop out of that, hand (top, left, bottom, right) over as x, y, x, y."""
+    """By the published steps: flip image and map, cut the crop out of that, hand (top, left,
+    bottom, right) over as x, y, x, y.
+    """
     side = 18
-    view = crop_views(np.array([[top, left, height, width]]) * 1000, np.array([flip]), np.array([1000]), np.array([1000]))
+    view = crop_views(
+        np.array([[top, left, height, width]]) * 1000,
+        np.array([flip]),
+        np.array([1000]),
+        np.array([1000]),
+    )
     shown = torch.tensor([[top, left, top + height, left + width]], dtype=torch.float64)
-    (scale_x, shift_x), (scale_y, shift_y) = published_frame(shown, torch.from_numpy(view), side)[0].tolist()
-    x, y = left + width * (1 - u if flip else u), top + height * v  # where the pixel (u, v) of the crop is in the image
+    (scale_x, shift_x), (scale_y, shift_y) = published_frame(shown, torch.from_numpy(view), side)[
+        0
+    ].tolist()
+    x, y = (
+        left + width * (1 - u if flip else u),
+        top + height * v,
+    )  # where the pixel (u, v) of the crop is in the image
     cut_left = 1 - left - width if flip else left
     column, row = top + u * max(height, 1 / side), cut_left + v * max(width, 1 / side)
     assert scale_x * x + shift_x == pytest.approx(1 - column if flip else column, abs=1e-9)

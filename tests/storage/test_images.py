@@ -18,7 +18,9 @@ def test_order_labels_and_bytes_are_timms(folder):
     for index in range(len(images)):
         pixels, label = theirs[index]
         assert images.labels[index] == label
-        np.testing.assert_array_equal(np.asarray(decode(images.read(index), "")), np.asarray(pixels))
+        np.testing.assert_array_equal(
+            np.asarray(decode(images.read(index), "")), np.asarray(pixels)
+        )
         assert images.where(index).endswith(images.paths[index])
 
 
@@ -48,7 +50,11 @@ def test_missing_and_empty_folders_are_refused(tmp_path):
 def test_what_is_no_whole_image_is_refused_by_name(kind):
     buffer = io.BytesIO()
     Image.new("RGB", (64, 64), "red").save(buffer, "JPEG")
-    encoded = {"text": b"hello", "empty": b"", "cut": buffer.getvalue()[: len(buffer.getvalue()) // 2]}[kind]
+    encoded = {
+        "text": b"hello",
+        "empty": b"",
+        "cut": buffer.getvalue()[: len(buffer.getvalue()) // 2],
+    }[kind]
     with pytest.raises(UserError, match=r"a/b.jpg cannot be decoded .*; replace or remove"):
         decode(encoded, "a/b.jpg")
 
@@ -72,7 +78,9 @@ def test_sixteen_bits_are_scaled_and_not_clipped():
 
 
 def test_a_split_that_is_not_there_is_refused(folder, tmp_path):
-    """timm would read all splits as one: training images would be validated on, or validation images packed for training."""
+    """timm would read all splits as one: training images would be validated on, or validation
+    images packed for training.
+    """
     import shutil
 
     only = tmp_path / "only"

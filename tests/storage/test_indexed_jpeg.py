@@ -1,4 +1,6 @@
-"""Indexed JPEGs keep every coefficient, every decoder reads them, and their index says what is there."""
+"""Indexed JPEGs keep every coefficient, every decoder reads them, and their index says what is
+there.
+"""
 
 import io
 import struct
@@ -22,7 +24,9 @@ SAMPLINGS = [(1, 1), (2, 1), (1, 2), (2, 2)]
 
 
 def reread(jpeg: bytes) -> dict:
-    """What densefeed/storage/FORMAT.md says of an indexed file, read with nothing but struct, and checked against the file's own markers."""
+    """What densefeed/storage/FORMAT.md says of an indexed file, read with nothing but struct, and
+    checked against the file's own markers.
+    """
     assert jpeg[:4] == b"\xff\xd8\xff\xe9"
     assert jpeg[6:12] == b"DFSEG\1"
     (length,) = struct.unpack_from(">H", jpeg, 4)
@@ -35,7 +39,9 @@ def reread(jpeg: bytes) -> dict:
         marker, size = jpeg[at + 1], struct.unpack_from(">H", jpeg, at + 2)[0]
         if marker == 0xC0:
             found["height"], found["width"], components = struct.unpack_from(">HHB", jpeg, at + 5)
-            found["sampling"] = (jpeg[at + 11] >> 4, jpeg[at + 11] & 15) if components > 1 else (1, 1)
+            found["sampling"] = (
+                (jpeg[at + 11] >> 4, jpeg[at + 11] & 15) if components > 1 else (1, 1)
+            )
         elif marker == 0xDD:
             (found["interval"],) = struct.unpack_from(">H", jpeg, at + 4)
         at += 2 + size
@@ -61,10 +67,14 @@ def reread(jpeg: bytes) -> dict:
 
 
 def check(jpegs, original: bytes) -> bytes:
-    """Transcode, and hold the result against the original: coefficients, and the pixels of two decoders."""
+    """Transcode, and hold the result against the original: coefficients, and the pixels of two
+    decoders.
+    """
     indexed = indexed_jpeg.transcode(original)
     np.testing.assert_array_equal(jpegs.contents(indexed), jpegs.contents(original))
-    np.testing.assert_array_equal(*(np.asarray(Image.open(io.BytesIO(file))) for file in (indexed, original)))
+    np.testing.assert_array_equal(
+        *(np.asarray(Image.open(io.BytesIO(file))) for file in (indexed, original))
+    )
     pair = (torch.frombuffer(bytearray(file), dtype=torch.uint8) for file in (indexed, original))
     one, other = (decode_jpeg(file, ImageReadMode.UNCHANGED) for file in pair)
     assert torch.equal(one, other)
@@ -81,13 +91,26 @@ def test_every_coefficient_stays(jpegs, noise, height, width, sampling):
 
 @pytest.mark.parametrize(("height", "width"), EXTENTS)
 def test_grey_stays_grey(jpegs, noise, height, width):
-    for sampling in ((1, 1), (2, 2)):  # a single component's sampling means nothing, but some writers give one
-        assert reread(check(jpegs, jpegs.write(noise(height, width, 1), sampling)))["sampling"] == (1, 1)
+    for sampling in (
+        (1, 1),
+        (2, 2),
+    ):  # a single component's sampling means nothing, but some writers give one
+        assert reread(check(jpegs, jpegs.write(noise(height, width, 1), sampling)))["sampling"] == (
+            1,
+            1,
+        )
 
 
 @pytest.mark.parametrize(
     "coding",
-    [{"progressive": 1}, {"restart": 5}, {"arithmetic": 1}, {"rgb": 1}, {"quality": 100}, {"quality": 1}],
+    [
+        {"progressive": 1},
+        {"restart": 5},
+        {"arithmetic": 1},
+        {"rgb": 1},
+        {"quality": 100},
+        {"quality": 1},
+    ],
     ids=lambda coding: "-".join(coding),
 )
 def test_every_coding_becomes_baseline(jpegs, noise, coding):
@@ -102,9 +125,20 @@ def test_every_coding_becomes_baseline(jpegs, noise, coding):
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.integers(1, 90), st.integers(1, 90), st.sampled_from(SAMPLINGS), st.integers(1, 100), st.booleans())
+@given(
+    st.integers(1, 90),
+    st.integers(1, 90),
+    st.sampled_from(SAMPLINGS),
+    st.integers(1, 100),
+    st.booleans(),
+)
 def test_any_size_and_quality(jpegs, noise, height, width, sampling, quality, progressive):
-    reread(check(jpegs, jpegs.write(noise(height, width), sampling, quality=quality, progressive=progressive)))
+    reread(
+        check(
+            jpegs,
+            jpegs.write(noise(height, width), sampling, quality=quality, progressive=progressive),
+        )
+    )
 
 
 def test_photographs_grow_by_no_more_than_one_and_a_half_percent(jpegs, photographs):
@@ -122,8 +156,14 @@ def test_unusual_sampling_gets_no_index_but_is_baseline(jpegs, noise, sampling):
 
 def test_the_tallest_and_widest_jpegs_have_an_index(jpegs):
     """65,500 px is libjpeg's limit: 8,188 rows of MCUs, which still fit into one APP segment."""
-    assert reread(check(jpegs, jpegs.write(np.full((65500, 8), 77, np.uint8), quality=50)))["rows"] == 8188
-    assert reread(check(jpegs, jpegs.write(np.full((8, 65500), 77, np.uint8), quality=50)))["interval"] == 4
+    assert (
+        reread(check(jpegs, jpegs.write(np.full((65500, 8), 77, np.uint8), quality=50)))["rows"]
+        == 8188
+    )
+    assert (
+        reread(check(jpegs, jpegs.write(np.full((8, 65500), 77, np.uint8), quality=50)))["interval"]
+        == 4
+    )
 
 
 def test_the_interval_divides_the_row_and_is_near_four():
@@ -137,7 +177,9 @@ def test_the_interval_divides_the_row_and_is_near_four():
 def test_app_segments_go_but_for_those_that_decoders_need(jpegs, photographs):
     exif = Image.Exif()
     exif[0x0112] = 6
-    original = encoded(photographs[0], exif=exif, icc_profile=bytes(3000), comment=b"a comment", dpi=(72, 72))
+    original = encoded(
+        photographs[0], exif=exif, icc_profile=bytes(3000), comment=b"a comment", dpi=(72, 72)
+    )
     indexed = indexed_jpeg.transcode(original)
     image = Image.open(io.BytesIO(indexed))
     assert not image.getexif()
@@ -160,5 +202,7 @@ def test_app_segments_go_but_for_those_that_decoders_need(jpegs, photographs):
 )
 def test_what_is_not_whole_is_refused(jpegs, noise, broken, status):
     with pytest.raises(native.JpegError) as caught:
-        indexed_jpeg.transcode(broken(jpegs.write(noise(60, 60), (2, 2)), jpegs.write(noise(20, 20, 4))))
+        indexed_jpeg.transcode(
+            broken(jpegs.write(noise(60, 60), (2, 2)), jpegs.write(noise(20, 20, 4)))
+        )
     assert caught.value.status == status

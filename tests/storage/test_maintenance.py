@@ -20,11 +20,20 @@ COUNT = 10
 def write(path, maps, absent="tail", num_classes=20):
     """A raw store of these maps."""
     header = StoreHeader(
-        side=4, top_k=3, num_classes=num_classes, absent=absent, teacher="t 0", input_size=64, geometry="squash", fingerprint="f",
+        side=4,
+        top_k=3,
+        num_classes=num_classes,
+        absent=absent,
+        teacher="t 0",
+        input_size=64,
+        geometry="squash",
+        fingerprint="f",
         class_names=("a", "b"),
-    )  # fmt: skip
+    )
     count = len(maps.logit)
-    writer = ScoreMapWriter(path, header, [f"a/{n}.jpg" for n in range(count)], np.arange(count) % 2)
+    writer = ScoreMapWriter(
+        path, header, [f"a/{n}.jpg" for n in range(count)], np.arange(count) % 2
+    )
     writer.write(np.arange(count), maps)
     writer.finish()
     return ScoreMapStore(path)
@@ -32,7 +41,9 @@ def write(path, maps, absent="tail", num_classes=20):
 
 @pytest.fixture
 def stores(tmp_path, random_maps, monkeypatch):
-    """The same ten maps in every form: {form: store}; converted in chunks that do not divide them."""
+    """The same ten maps in every form: {form: store}; converted in chunks that do not divide
+    them.
+    """
     monkeypatch.setattr(maintenance, "CHUNK", 3)
     raw = write(tmp_path / "raw.h5", random_maps(COUNT, 4, 3, 20))
     return {"raw": raw} | {form: convert(raw, tmp_path / f"{form}.h5", form) for form in FORMS[1:]}
@@ -52,7 +63,10 @@ def test_a_compact_store_is_as_far_off_as_it_says(stores):
     got, want, error = stores["compact"].rows(ids), stores["raw"].rows(ids), stores["compact"].error
     np.testing.assert_array_equal(got.cls, want.cls)
     np.testing.assert_array_equal(got.window, want.window)
-    off = np.abs(np.exp(got.logit.astype(float)) - np.exp(want.logit.astype(float) - want.lse.astype(float)[..., None]))
+    off = np.abs(
+        np.exp(got.logit.astype(float))
+        - np.exp(want.logit.astype(float) - want.lse.astype(float)[..., None])
+    )
     assert off.max() == pytest.approx(
         error.probability_max, rel=0.01
     )  # where rounding lets a sum pass 1, targets differ a little
@@ -85,7 +99,9 @@ def test_the_same_rows_give_the_same_bytes(stores, tmp_path, form):
 
 
 def test_what_cannot_be_converted_is_refused(stores, tmp_path, random_maps):
-    with pytest.raises(UserError, match=r"compact.h5 is compact, and what that lost cannot be had back"):
+    with pytest.raises(
+        UserError, match=r"compact.h5 is compact, and what that lost cannot be had back"
+    ):
         convert(stores["compact"], tmp_path / "new.h5", "raw")
     with pytest.raises(UserError, match=r"raw.h5 is raw already"):
         convert(stores["raw"], tmp_path / "new.h5", "raw")
@@ -93,7 +109,9 @@ def test_what_cannot_be_converted_is_refused(stores, tmp_path, random_maps):
         convert(stores["raw"], tmp_path / "lossless.h5", "lossless")
     maps = random_maps(4, 4, 3, 20)
     maps.logit[2, 0, 0, 0] = np.inf
-    with pytest.raises(UserError, match=r"the map of a/2.jpg \(row 2\) holds a logit that is not finite"):
+    with pytest.raises(
+        UserError, match=r"the map of a/2.jpg \(row 2\) holds a logit that is not finite"
+    ):
         convert(write(tmp_path / "bad.h5", maps), tmp_path / "new.h5", "compact")
     with h5py.File(tmp_path / "raw.h5", "r+") as file:
         file["lse"][5, 0, 0] += 1
@@ -131,12 +149,18 @@ def test_every_flipped_bit_is_named(stores, form):
     with h5py.File(path) as file:
         names = ("logit", "cls", "lse", "window") if form == "raw" else ("rows", "window")
         starts = {name: file["start"][:] if name == "rows" else None for name in names}
-        places = {name: (file[name].id.get_offset(), file[name].id.get_storage_size()) for name in names}
+        places = {
+            name: (file[name].id.get_offset(), file[name].id.get_storage_size()) for name in names
+        }
     rng = np.random.default_rng(0)
     for name, (offset, size) in places.items():
         for _ in range(6):
             at = int(rng.integers(size))
-            row = at // (size // COUNT) if starts[name] is None else int(np.searchsorted(starts[name], at, "right")) - 1
+            row = (
+                at // (size // COUNT)
+                if starts[name] is None
+                else int(np.searchsorted(starts[name], at, "right")) - 1
+            )
             damaged = bytearray(whole)
             damaged[offset + at] ^= 1 << int(rng.integers(8))
             path.write_bytes(damaged)
@@ -148,10 +172,15 @@ def test_every_flipped_bit_is_named(stores, form):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_changed_names_and_labels_are_told(stores, form, capsys):
-    """No row's checksum covers them. A file made before they had one of their own has nothing to be held against."""
+    """No row's checksum covers them. A file made before they had one of their own has nothing to be
+    held against.
+    """
     path, whole = stores[form].path, stores[form].path.read_bytes()
     with h5py.File(path) as file:
-        places = {name: file[name].id.get_offset() + 2 * file[name].dtype.itemsize for name in ("path", "label")}
+        places = {
+            name: file[name].id.get_offset() + 2 * file[name].dtype.itemsize
+            for name in ("path", "label")
+        }
         by_hand = zlib.crc32(file["path"][:].tobytes(), zlib.crc32(file["label"][:].tobytes()))
         assert file.attrs["names_crc32"] == by_hand
     verify_files((path,))
@@ -161,7 +190,9 @@ def test_changed_names_and_labels_are_told(stores, form, capsys):
         path.write_bytes(damaged)
         with pytest.raises(UserError, match=rf"faults were found in {path} \(labels or paths\)"):
             verify_files((path,))
-        assert f"{path}: its labels and paths do not match their checksum" in capsys.readouterr().out
+        assert (
+            f"{path}: its labels and paths do not match their checksum" in capsys.readouterr().out
+        )
         if name == "path":
             with pytest.raises(UserError, match=r"names images by bytes that are no text"):
                 ScoreMapStore(path).paths()
@@ -189,15 +220,23 @@ def plant(maps, what):
 
 
 VALUES = (
-    "logits that do not descend", "a class twice in one cell", "class 20 of 20", "a Window that is no part of the image",
-    "probabilities that sum to more than 1", "a logit that is not finite",
-)  # fmt: skip
-SAID = [(form, what) for form in FORMS for what in (VALUES[:4] if form == "compact" else VALUES)]  # what a form can say
+    "logits that do not descend",
+    "a class twice in one cell",
+    "class 20 of 20",
+    "a Window that is no part of the image",
+    "probabilities that sum to more than 1",
+    "a logit that is not finite",
+)
+SAID = [
+    (form, what) for form in FORMS for what in (VALUES[:4] if form == "compact" else VALUES)
+]  # what a form can say
 
 
 @pytest.mark.parametrize(("form", "what"), SAID)
 def test_planted_values_are_named(tmp_path, random_maps, monkeypatch, form, what):
-    """Written so, with the true CRC. In the packed forms as a wrong program would: our conversion refuses most of them."""
+    """Written so, with the true CRC. In the packed forms as a wrong program would: our conversion
+    refuses most of them.
+    """
     maps = random_maps(COUNT, 4, 3, 20)
     plant(maps, what)
     store = write(tmp_path / "raw.h5", maps)
@@ -209,7 +248,8 @@ def test_planted_values_are_named(tmp_path, random_maps, monkeypatch, form, what
 
 
 @pytest.mark.parametrize(
-    ("low", "what"), [(np.nan, "a logit that is not finite"), (1.5, "probabilities that sum to more than 1")]
+    ("low", "what"),
+    [(np.nan, "a logit that is not finite"), (1.5, "probabilities that sum to more than 1")],
 )
 def test_a_planted_scale_is_named(stores, low, what):
     path = stores["compact"].path
@@ -254,7 +294,9 @@ def test_a_cut_file_is_refused(stores, form, share):
 
 
 def test_the_commands(stores, tmp_path, command):
-    """A summary and exit code 0 for sound files; the first bad rows by name and exit code 2 for others, all files read."""
+    """A summary and exit code 0 for sound files; the first bad rows by name and exit code 2 for
+    others, all files read.
+    """
     done = command("tools/score_maps.py", "verify", *(store.path for store in stores.values()))
     assert done.returncode == 0, done.stderr
     assert f"{stores['raw'].path}: sound" in done.stdout
@@ -262,7 +304,13 @@ def test_the_commands(stores, tmp_path, command):
     assert "total variation of a cell's target" in done.stdout
     with h5py.File(stores["compact"].path, "r+") as file:
         file["rows"][:] ^= 1
-    done = command("tools/score_maps.py", "verify", stores["compact"].path, tmp_path / "none.h5", stores["raw"].path)
+    done = command(
+        "tools/score_maps.py",
+        "verify",
+        stores["compact"].path,
+        tmp_path / "none.h5",
+        stores["raw"].path,
+    )
     assert done.returncode == 2
     assert done.stdout.count("does not match its checksum") == COUNT
     assert "compact.h5: row 0 (a/0.jpg) does not match its checksum" in done.stdout
@@ -271,9 +319,13 @@ def test_the_commands(stores, tmp_path, command):
     assert done.stderr.startswith("error: faults were found in ")
     assert "(10 of 10 rows)" in done.stderr
     out = tmp_path / "made.h5"
-    done = command("tools/score_maps.py", "convert", stores["raw"].path, "--form", "lossless", "--out", out)
+    done = command(
+        "tools/score_maps.py", "convert", stores["raw"].path, "--form", "lossless", "--out", out
+    )
     assert done.returncode == 0, done.stderr
     assert out.read_bytes() == stores["lossless"].path.read_bytes()
-    done = command("tools/score_maps.py", "convert", stores["raw"].path, "--form", "lossless", "--out", out)
+    done = command(
+        "tools/score_maps.py", "convert", stores["raw"].path, "--form", "lossless", "--out", out
+    )
     assert done.returncode == 2
     assert done.stderr == f"error: {out} exists already; remove it or choose another --out\n"

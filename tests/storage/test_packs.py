@@ -1,4 +1,6 @@
-"""Packs against what was written into them: every number where it belongs, every fault counted and named, nothing lost by a kill."""
+"""Packs against what was written into them: every number where it belongs, every fault counted and
+named, nothing lost by a kill.
+"""
 
 import io
 import math
@@ -47,7 +49,9 @@ def write(path, array):
 
 @pytest.fixture
 def pack(tmp_path):
-    """30 images of three sizes in `images/train`, and `labels` with a map each: (images, labels, maps by path)."""
+    """30 images of three sizes in `images/train`, and `labels` with a map each: (images, labels,
+    maps by path).
+    """
     maps = {}
     for number in range(30):
         path = f"{CLASSES[number % 6]}/{number:03d}.jpg"
@@ -68,7 +72,9 @@ def declared(images, labels, **fields):
 @pytest.mark.parametrize("axes", ["row-column", "column-row"])
 def test_every_number_stands_where_it_belongs(pack, tmp_path, axes):
     images, labels, maps = pack
-    store, report = import_pack(images, declared(images, labels, axes=axes), tmp_path / "maps.h5", 2)
+    store, report = import_pack(
+        images, declared(images, labels, axes=axes), tmp_path / "maps.h5", 2
+    )
     assert (report.kept, report.earlier, report.problems.total(), len(store)) == (30, 0, 0, 30)
     assert store.header.absent == "zero-logit"
     assert store.header.num_classes == 6
@@ -81,22 +87,29 @@ def test_every_number_stands_where_it_belongs(pack, tmp_path, axes):
             assert rows.logit[row, r, c, k] == maps[path][0][at]
             assert rows.cls[row, r, c, k] == maps[path][1][at]
             every = [*rows.logit[row, r, c].tolist(), 0.0, 0.0, 0.0]  # three classes are not named
-            assert rows.lse[row, r, c] == pytest.approx(math.log(sum(map(math.exp, every))), rel=1e-3)
+            assert rows.lse[row, r, c] == pytest.approx(
+                math.log(sum(map(math.exp, every))), rel=1e-3
+            )
     assert (rows.window == np.array([0, 0, 1, 1])).all()
 
 
 @pytest.mark.parametrize(("footprint", "square"), [("centre-crop", min), ("letterbox", max)])
 def test_the_window_is_the_square_in_or_about_the_image(pack, tmp_path, footprint, square):
     images, labels, _ = pack
-    store, _ = import_pack(images, declared(images, labels, footprint=footprint), tmp_path / "maps.h5", 2)
+    store, _ = import_pack(
+        images, declared(images, labels, footprint=footprint), tmp_path / "maps.h5", 2
+    )
     assert store.header.geometry == footprint
     store.check_values()
     for path, window in zip(store.paths(), store.rows(np.arange(30)).window, strict=True):
         width, height = SIZES[int(path[-7:-4]) % 3]
         side = square(width, height)
-        want = [(height - side) / 2, (width - side) / 2, (height + side) / 2, (width + side) / 2] / np.array(
-            [height, width] * 2
-        )
+        want = [
+            (height - side) / 2,
+            (width - side) / 2,
+            (height + side) / 2,
+            (width + side) / 2,
+        ] / np.array([height, width] * 2)
         assert np.allclose(window, want, atol=1e-6), path
 
 
@@ -106,7 +119,8 @@ def test_types_and_files_of_numpy(pack, tmp_path, dtype, suffix):
     """float32 maps, as ReLabel's, hold logits that float16 rounds: to the nearest."""
     images, _, maps = pack
     fine = {
-        path: array.astype(dtype) * np.array([1 + 1e-4, 1]).reshape(2, 1, 1, 1).astype(dtype) for path, array in maps.items()
+        path: array.astype(dtype) * np.array([1 + 1e-4, 1]).reshape(2, 1, 1, 1).astype(dtype)
+        for path, array in maps.items()
     }
     for path, array in fine.items():
         write((tmp_path / "other" / path).with_suffix(suffix), array)
@@ -127,18 +141,30 @@ def spoil(labels, path, kind):
         write(file, a_map(0, side=5))
     else:
         plane, value = {
-            "NaN": (0, np.nan), "infinite": (0, np.inf), "class beyond": (1, 6), "class below": (1, -1),
-            "class between": (1, 1.5), "class NaN": (1, np.nan), "class twice": (1, array[1, 1, 2, 3]),
-        }[kind]  # fmt: skip
+            "NaN": (0, np.nan),
+            "infinite": (0, np.inf),
+            "class beyond": (1, 6),
+            "class below": (1, -1),
+            "class between": (1, 1.5),
+            "class NaN": (1, np.nan),
+            "class twice": (1, array[1, 1, 2, 3]),
+        }[kind]
         array[plane, 0, 2, 3] = value
         write(file, array)
 
 
 FAULTS = {
-    "no file": "no file", "damaged or no map": "damaged or no map", "another shape": "another shape",
-    "NaN": "a logit that is NaN", "infinite": "a logit that is NaN", "class beyond": "none of 0 to 5",
-    "class below": "none of 0 to 5", "class between": "none of 0 to 5", "class NaN": "none of 0 to 5", "class twice": "a class twice",
-}  # fmt: skip
+    "no file": "no file",
+    "damaged or no map": "damaged or no map",
+    "another shape": "another shape",
+    "NaN": "a logit that is NaN",
+    "infinite": "a logit that is NaN",
+    "class beyond": "none of 0 to 5",
+    "class below": "none of 0 to 5",
+    "class between": "none of 0 to 5",
+    "class NaN": "none of 0 to 5",
+    "class twice": "a class twice",
+}
 
 
 def test_every_fault_is_counted_and_named_and_mending_it_completes_the_import(pack, tmp_path):
@@ -180,11 +206,15 @@ def test_missing_label_names_the_images_own_class_in_every_cell(pack, tmp_path):
         filled = (maps.cls[..., 0] == images.labels[row]).all() and (maps.logit[..., 1:] == 0).all()
         assert filled == (row % 7 == 0)
         if filled:
-            probability = np.exp(maps.logit[..., 0].astype(float)) / (np.exp(maps.logit.astype(float)).sum(-1) + 3)
+            probability = np.exp(maps.logit[..., 0].astype(float)) / (
+                np.exp(maps.logit.astype(float)).sum(-1) + 3
+            )
             assert (probability > 1 - 1e-5).all()
 
 
-def test_labels_filled_in_by_a_run_that_was_killed_do_not_pass_for_maps(pack, tmp_path, monkeypatch):
+def test_labels_filled_in_by_a_run_that_was_killed_do_not_pass_for_maps(
+    pack, tmp_path, monkeypatch
+):
     images, labels, maps = pack
     (labels / images.paths[7]).with_suffix(".pt").unlink()
 
@@ -210,13 +240,18 @@ def test_labels_filled_in_by_a_run_that_was_killed_do_not_pass_for_maps(pack, tm
 def test_label_rows_name_each_class_once(top_k):
     rows = label_rows(np.arange(6), 6, 2, top_k)
     assert (rows.cls[..., 0] == np.arange(6)[:, None, None]).all()
-    assert all(len(set(cell)) == top_k and max(cell) < 6 for cell in rows.cls.reshape(-1, top_k).tolist())
+    assert all(
+        len(set(cell)) == top_k and max(cell) < 6 for cell in rows.cls.reshape(-1, top_k).tolist()
+    )
 
 
 def test_ranks_that_rise_are_put_in_order_and_nothing_else_is():
     array = np.stack([a_map(0), a_map(1)])
     array[1] = array[1][:, ::-1]
-    (logit, cls, _, wrong), (want, named, _, _) = to_rows(array, 6), to_rows(np.stack([a_map(0), a_map(1)]), 6)
+    (logit, cls, _, wrong), (want, named, _, _) = (
+        to_rows(array, 6),
+        to_rows(np.stack([a_map(0), a_map(1)]), 6),
+    )
     assert np.array_equal(logit, want)
     assert np.array_equal(cls, named)
     assert not any(rows.any() for rows in wrong.values())
@@ -225,7 +260,9 @@ def test_ranks_that_rise_are_put_in_order_and_nothing_else_is():
 def test_more_classes_than_float16_numbers_are_refused_by_name(pack, tmp_path, monkeypatch):
     images, labels, maps = pack
     monkeypatch.setattr(images, "class_names", [f"{n:05d}" for n in range(2049)])
-    with pytest.raises(UserError, match=r"000\.pt numbers 2,049 classes in float16, which is exact only to 2,048"):
+    with pytest.raises(
+        UserError, match=r"000\.pt numbers 2,049 classes in float16, which is exact only to 2,048"
+    ):
         import_pack(images, declared(images, labels), tmp_path / "maps.h5", 2)
     for path, array in maps.items():
         wide = array.astype(np.float32)
@@ -237,17 +274,45 @@ def test_more_classes_than_float16_numbers_are_refused_by_name(pack, tmp_path, m
 
 
 def test_the_rules_by_which_an_image_finds_its_file(tmp_path):
-    """The whole stem, then, as published code cuts, up to the first dot of class/file; files that two images want are nobody's."""
+    """The whole stem, then, as published code cuts, up to the first dot of class/file; files that
+    two images want are nobody's.
+    """
     paths = {
-        "ant/1.jpg": WHOLE_STEM, "ant/2.x.jpg": WHOLE_STEM, "ant/3.x.jpg": FIRST_DOT, "ant/4.a.jpg": SHARED, "ant/4.b.jpg": SHARED,
-        "ant/5.jpg": SHARED, "ant/5.png": SHARED, "ant/6.jpg": NONE, "ant/7.jpg": SHARED, "ant/7.x.jpg": SHARED,
-        "b.old/1.jpg": WHOLE_STEM, "c.old/1.jpg": FIRST_DOT, "d.old/1.jpg": SHARED, "d.old/2.jpg": SHARED, "e.1/1.jpg": SHARED,
+        "ant/1.jpg": WHOLE_STEM,
+        "ant/2.x.jpg": WHOLE_STEM,
+        "ant/3.x.jpg": FIRST_DOT,
+        "ant/4.a.jpg": SHARED,
+        "ant/4.b.jpg": SHARED,
+        "ant/5.jpg": SHARED,
+        "ant/5.png": SHARED,
+        "ant/6.jpg": NONE,
+        "ant/7.jpg": SHARED,
+        "ant/7.x.jpg": SHARED,
+        "b.old/1.jpg": WHOLE_STEM,
+        "c.old/1.jpg": FIRST_DOT,
+        "d.old/1.jpg": SHARED,
+        "d.old/2.jpg": SHARED,
+        "e.1/1.jpg": SHARED,
         "e.2/1.jpg": SHARED,
-    }  # fmt: skip
+    }
     for path in paths:
         (tmp_path / "images" / path).parent.mkdir(parents=True, exist_ok=True)
         Image.new("RGB", (8, 8)).save(tmp_path / "images" / path)
-    for stem in ("ant/1", "ant/2.x", "ant/3", "ant/4", "ant/5", "ant/7", "b.old/1", "c", "d", "e", "ant/99", "yak/1", "zoo"):
+    for stem in (
+        "ant/1",
+        "ant/2.x",
+        "ant/3",
+        "ant/4",
+        "ant/5",
+        "ant/7",
+        "b.old/1",
+        "c",
+        "d",
+        "e",
+        "ant/99",
+        "yak/1",
+        "zoo",
+    ):
         write(tmp_path / "labels" / f"{stem}.pt", a_map(0))
     (tmp_path / "labels" / "ant" / "notes.txt").touch()
     images = Images(tmp_path / "images")
@@ -265,10 +330,18 @@ def test_the_rules_by_which_an_image_finds_its_file(tmp_path):
         (lambda labels: labels.rename(labels.with_name("gone")), "is not a folder"),
         (lambda labels: [path.unlink() for path in labels.rglob("*.pt")], "holds no .pt or .npy"),
         (lambda labels: np.save(labels / "ant" / "000.npy", a_map(0)), "both .pt and .npy"),
-        (lambda labels: [path.write_bytes(b"") for path in labels.rglob("*.pt")], "holds no maps that can be read: .*000.pt is empty"),
-        (lambda labels: [path.rename(path.with_name(f"x{path.name}")) for path in labels.rglob("*.pt")], "has no map of any image"),
+        (
+            lambda labels: [path.write_bytes(b"") for path in labels.rglob("*.pt")],
+            "holds no maps that can be read: .*000.pt is empty",
+        ),
+        (
+            lambda labels: [
+                path.rename(path.with_name(f"x{path.name}")) for path in labels.rglob("*.pt")
+            ],
+            "has no map of any image",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_is_no_pack_is_refused_in_a_sentence(pack, break_it, said):
     images, labels, _ = pack
     break_it(labels)
@@ -276,7 +349,9 @@ def test_what_is_no_pack_is_refused_in_a_sentence(pack, break_it, said):
         declared(images, labels)
 
 
-def test_a_killed_import_goes_on_with_what_it_has_and_only_under_the_same_declarations(pack, tmp_path, monkeypatch, command):
+def test_a_killed_import_goes_on_with_what_it_has_and_only_under_the_same_declarations(
+    pack, tmp_path, monkeypatch, command
+):
     images, labels, _ = pack
     wanted, out = declared(images, labels), tmp_path / "maps.h5"
     code = f"""
@@ -302,7 +377,11 @@ packs.import_pack(images, pack, Path({str(out)!r}), 2)
             import_pack(images, replace(wanted, **other), out, 2)
     read = []
     whole = packs.read_part
-    monkeypatch.setattr(packs, "read_part", lambda *arguments: read.extend(arguments[2].tolist()) or whole(*arguments))
+    monkeypatch.setattr(
+        packs,
+        "read_part",
+        lambda *arguments: read.extend(arguments[2].tolist()) or whole(*arguments),
+    )
     _, report = import_pack(images, wanted, out, 2)
     assert (report.earlier, report.kept) == (12, 18)
     assert sorted(read) == list(range(12, 30))
@@ -315,5 +394,8 @@ def test_an_image_without_a_size_is_named(pack, tmp_path):
     images, labels, _ = pack
     Path(images.where(4)).write_bytes(b"no image")
     wanted = declared(images, labels, footprint="centre-crop")
-    with pytest.raises(UserError, match=f"1 images have no usable map - not readable: 1 .*{images.paths[4]}: its size"):
+    with pytest.raises(
+        UserError,
+        match=f"1 images have no usable map - not readable: 1 .*{images.paths[4]}: its size",
+    ):
         import_pack(images, wanted, tmp_path / "maps.h5", 2)

@@ -1,4 +1,6 @@
-"""The packed forms against FORMAT.md decoded by hand, against dense float64 targets, and back to what they were made of."""
+"""The packed forms against FORMAT.md decoded by hand, against dense float64 targets, and back to
+what they were made of.
+"""
 
 import re
 import struct
@@ -29,27 +31,41 @@ def back(form, absent, maps, packed=None):
     """Packed and unpacked again; the Window stands beside the row."""
     rows = [np.frombuffer(row, np.uint8) for row in packed or pack(form, absent, maps)]
     side, top_k = maps.logit.shape[2:]
-    return ScoreMaps(*unpack(form, side, top_k, levels_of(absent), palette_sizes(maps.cls), rows), maps.window)
+    return ScoreMaps(
+        *unpack(form, side, top_k, levels_of(absent), palette_sizes(maps.cls), rows), maps.window
+    )
 
 
 def documented(after: str) -> bytes:
-    """The bytes of the indented block of FORMAT.md behind a sentence: of each line what stands before its words."""
+    """The bytes of the indented block of FORMAT.md behind a sentence: of each line what stands
+    before its words.
+    """
     block = re.match(r"\n*((?: {4}.*\n)+)", FORMAT[FORMAT.index(after) + len(after) :]).group(1)
-    pairs = [re.match(r"(?: *[0-9a-f]{2}(?= |$))+", line[4:]).group() for line in block.splitlines()]
+    pairs = [
+        re.match(r"(?: *[0-9a-f]{2}(?= |$))+", line[4:]).group() for line in block.splitlines()
+    ]
     return bytes.fromhex("".join(pairs))
 
 
 def by_hand(row: bytes, compact: bool) -> tuple[list[int], list[float], list[float]]:
-    """Classes, logits and logsumexps of a row of S = 2, k = 2 and three classes, by the words of FORMAT.md alone."""
+    """Classes, logits and logsumexps of a row of S = 2, k = 2 and three classes, by the words of
+    FORMAT.md alone.
+    """
     at, scale = 0, (0.0, 0.0)
     if compact:
         at, scale = 8, struct.unpack("<2f", row[:8])
     palette = struct.unpack("<3H", row[at : at + 6])
     planes = row[at + 6], row[at + 7]
-    places = [sum((plane >> entry & 1) << bit for bit, plane in enumerate(planes)) for entry in range(8)]
+    places = [
+        sum((plane >> entry & 1) << bit for bit, plane in enumerate(planes)) for entry in range(8)
+    ]
     classes, at = [palette[place] for place in places], at + 8
     if not compact:
-        return classes, list(struct.unpack("<8e", row[at : at + 16])), list(struct.unpack("<4e", row[at + 16 :]))
+        return (
+            classes,
+            list(struct.unpack("<8e", row[at : at + 16])),
+            list(struct.unpack("<4e", row[at + 16 :])),
+        )
     level = [2 * np.log(code / 255 if code else 1 / 1020) for code in row[at:]]
     return classes, [scale[0] + scale[1] * one for one in level], 4 * [0.0]
 
@@ -58,9 +74,15 @@ def test_the_row_of_the_document():
     compact, lossless = documented("Compact:\n"), documented("of which it was made:\n")
     classes = [281, 7, 281, 3, 7, 281, 3, 7]
     window = struct.pack("<4f", 0, 0.125, 1, 0.875)
-    assert by_hand(lossless, False) == (classes, [5, 3, 4.5, 1.25, 2, 2, 6, -1], [5.25, 4.75, 3.5, 6.25])
+    assert by_hand(lossless, False) == (
+        classes,
+        [5, 3, 4.5, 1.25, 2, 2, 6, -1],
+        [5.25, 4.75, 3.5, 6.25],
+    )
     assert by_hand(compact, True)[0] == classes
-    assert by_hand(compact, True)[1] == pytest.approx([-0.25, -2.246, -0.25, -3.508, -1.507, -1.507, -0.25, -7.172], abs=2e-3)
+    assert by_hand(compact, True)[1] == pytest.approx(
+        [-0.25, -2.246, -0.25, -3.508, -1.507, -1.507, -0.25, -7.172], abs=2e-3
+    )
     assert f"{zlib.crc32(compact + window):08x}" == "3a08f1ca"
     assert f"{zlib.crc32(lossless + window):08x}" == "3bd5c6b0"
     assert "the CRC-32 is 3a08f1ca" in FORMAT
@@ -77,7 +99,9 @@ def test_the_row_of_the_document():
         np.testing.assert_array_equal(got.cls, cls)
         want = np.array(by_hand(row, form == "compact")[1], np.float16)
         np.testing.assert_array_equal(got.logit.reshape(-1), want)
-        assert row_crcs(([np.frombuffer(row, np.uint8)], maps.window))[0] == zlib.crc32(row + window)
+        assert row_crcs(([np.frombuffer(row, np.uint8)], maps.window))[0] == zlib.crc32(
+            row + window
+        )
 
 
 def test_the_sizes_of_the_document():
@@ -91,7 +115,9 @@ def test_the_sizes_of_the_document():
 
 def test_bits_of_a_place():
     sizes = np.arange(1, 65537)
-    np.testing.assert_array_equal(plane_bits(sizes), [(int(size) - 1).bit_length() for size in sizes])
+    np.testing.assert_array_equal(
+        plane_bits(sizes), [(int(size) - 1).bit_length() for size in sizes]
+    )
 
 
 @st.composite
@@ -99,7 +125,9 @@ def many_maps(draw):
     """Maps of any shape and palette, their numbers any that float16 has."""
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     count, side, top_k = draw(st.integers(1, 4)), draw(st.integers(1, 9)), draw(st.integers(1, 6))
-    classes = draw(st.sampled_from([top_k, top_k + 1, 40, 700, 65535]).filter(lambda classes: classes >= top_k))
+    classes = draw(
+        st.sampled_from([top_k, top_k + 1, 40, 700, 65535]).filter(lambda classes: classes >= top_k)
+    )
     scores = rng.random((count, side, side, min(classes, 800)))
     offset = rng.integers(0, classes - scores.shape[3] + 1, (count, 1, 1, 1))
     cls = (np.argsort(scores, -1)[..., :top_k] + offset).astype(np.uint16)
@@ -111,7 +139,9 @@ def many_maps(draw):
         + rng.random((count, side, side)) * draw(st.sampled_from([0, 3]))
     )
     window = np.tile(np.array([[0, 0, 1, 1]], np.float32), (count, 1))
-    return ScoreMaps(logit.astype(np.float16), cls, lse.clip(-6e4, 6e4).astype(np.float16), window), classes
+    return ScoreMaps(
+        logit.astype(np.float16), cls, lse.clip(-6e4, 6e4).astype(np.float16), window
+    ), classes
 
 
 @settings(max_examples=60, deadline=None)
@@ -135,7 +165,9 @@ def test_compact_misses_a_probability_by_half_a_step_of_its_root(made):
     want = np.minimum(maps.logit.astype(np.float64) - maps.lse.astype(np.float64)[..., None], 0)
     top = np.exp(want.reshape(len(want), -1).max(1))[:, None, None, None]
     got_p, want_p = np.exp(got.logit.astype(np.float64)), np.exp(want)
-    rounded = got_p * (np.abs(got.logit.astype(np.float64)) * 2.0**-11 + 2.0**-24)  # the logit is a float16
+    rounded = got_p * (
+        np.abs(got.logit.astype(np.float64)) * 2.0**-11 + 2.0**-24
+    )  # the logit is a float16
     # |a^2 - b^2| <= (a + b) |a - b|, with roots at most half a step apart
     bound = np.sqrt(top) * (np.sqrt(want_p) + np.sqrt(got_p)) / 510 + rounded * 1.01 + 1e-7
     assert (np.abs(got_p - want_p) <= bound).all()
@@ -145,7 +177,9 @@ def test_compact_misses_a_probability_by_half_a_step_of_its_root(made):
 @given(many_maps())
 def test_compact_misses_a_logit_by_half_a_step(made):
     maps, _ = made
-    got, want = (part.logit.astype(np.float64) for part in (back("compact", "zero-logit", maps), maps))
+    got, want = (
+        part.logit.astype(np.float64) for part in (back("compact", "zero-logit", maps), maps)
+    )
     assert (np.diff(got, axis=-1) <= 0).all()
     span = np.ptp(want.reshape(len(want), -1), axis=1)[:, None, None, None]
     size = np.abs(want).reshape(len(want), -1).max(1)[:, None, None, None]
@@ -192,6 +226,8 @@ def test_a_place_outside_the_palette_is_no_class(random_maps):
     broken = bytearray(row)
     broken[6] |= 1  # the first entry's place becomes 3 of 3
     broken[6 + 3] |= 1
-    (_, cls, _) = unpack("lossless", 3, 2, None, np.array([3]), [np.frombuffer(bytes(broken), np.uint8)])
+    (_, cls, _) = unpack(
+        "lossless", 3, 2, None, np.array([3]), [np.frombuffer(bytes(broken), np.uint8)]
+    )
     assert cls[0, 0, 0, 0] == 65535
     assert (cls.reshape(-1)[1:] == maps.cls.reshape(-1)[1:]).all()

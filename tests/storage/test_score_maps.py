@@ -56,7 +56,9 @@ def test_rows_come_back_and_h5py_reads_the_same(tmp_path, random_maps):
         np.testing.assert_array_equal(file["cls"][:], written.cls)
         assert store.max_palette == max(len(np.unique(row)) for row in file["cls"][:])
         row = 4
-        by_hand = zlib.crc32(b"".join(file[name][row].tobytes() for name in ("logit", "cls", "lse", "window")))
+        by_hand = zlib.crc32(
+            b"".join(file[name][row].tobytes() for name in ("logit", "cls", "lse", "window"))
+        )
         assert file["crc32"][row] == by_hand
 
 
@@ -96,7 +98,10 @@ def test_every_flipped_bit_of_a_row_is_seen(tmp_path, random_maps):
     path = tmp_path / "maps.h5"
     fill(path, random_maps)
     with h5py.File(path) as file:
-        places = [(file[name].id.get_offset(), file[name].id.get_storage_size()) for name in ("logit", "cls", "lse", "window")]
+        places = [
+            (file[name].id.get_offset(), file[name].id.get_storage_size())
+            for name in ("logit", "cls", "lse", "window")
+        ]
     whole = path.read_bytes()
     rng = np.random.default_rng(0)
     for offset, size in places * 5:
@@ -120,13 +125,18 @@ def test_every_flipped_bit_of_a_row_is_seen(tmp_path, random_maps):
     ],
 )
 def test_impossible_values_are_named(tmp_path, random_maps, field, value, what):
-    """Row 6 is written so, with its true CRC; a row that was damaged later is the reader's to name."""
+    """Row 6 is written so, with its true CRC; a row that was damaged later is the reader's to
+    name.
+    """
     maps = random_maps(10, 4, 3, 9)
     getattr(maps, field)[6].flat[-1] = value
     writer = ScoreMapWriter(tmp_path / "maps.h5", HEADER, PATHS, LABELS)
     writer.write(np.arange(10), maps)
     writer.finish()
-    with pytest.raises(UserError, match=rf"maps.h5: the map of a/6.jpg \(row 6\) holds {what}; label the images again"):
+    with pytest.raises(
+        UserError,
+        match=rf"maps.h5: the map of a/6.jpg \(row 6\) holds {what}; label the images again",
+    ):
         ScoreMapStore(tmp_path / "maps.h5").check_values()
 
 
@@ -136,20 +146,28 @@ def test_a_class_twice_in_a_cell_and_a_palette_too_small_are_named(tmp_path, ran
     writer = ScoreMapWriter(tmp_path / "twice.h5", HEADER, PATHS, LABELS)
     writer.write(np.arange(10), maps)
     writer.finish()
-    with pytest.raises(UserError, match=r"the map of a/4.jpg \(row 4\) holds a class twice in one cell"):
+    with pytest.raises(
+        UserError, match=r"the map of a/4.jpg \(row 4\) holds a class twice in one cell"
+    ):
         ScoreMapStore(tmp_path / "twice.h5").check_values()
     fill(tmp_path / "small.h5", random_maps)
     with h5py.File(tmp_path / "small.h5", "r+") as file:
         file["palette"][7] -= 1
-    with pytest.raises(UserError, match=r"the map of a/7.jpg \(row 7\) holds more classes than its palette says"):
+    with pytest.raises(
+        UserError, match=r"the map of a/7.jpg \(row 7\) holds more classes than its palette says"
+    ):
         ScoreMapStore(tmp_path / "small.h5").check_values()
 
 
 def test_an_unknown_convention_is_refused(tmp_path, random_maps):
     fill(tmp_path / "maps.h5", random_maps)
     with h5py.File(tmp_path / "maps.h5", "r+") as file:
-        file.attrs["densefeed"] = json.dumps(json.loads(file.attrs["densefeed"]) | {"absent": "foo"})
-    with pytest.raises(UserError, match=r"maps.h5: absent is 'foo', and must be tail or zero-logit"):
+        file.attrs["densefeed"] = json.dumps(
+            json.loads(file.attrs["densefeed"]) | {"absent": "foo"}
+        )
+    with pytest.raises(
+        UserError, match=r"maps.h5: absent is 'foo', and must be tail or zero-logit"
+    ):
         ScoreMapStore(tmp_path / "maps.h5")
 
 
@@ -160,7 +178,8 @@ def test_rows_that_are_not_what_the_header_says_are_refused(tmp_path, random_map
     with h5py.File(path, "r+") as file:
         file.attrs["densefeed"] = json.dumps(json.loads(file.attrs["densefeed"]) | change)
     with pytest.raises(
-        UserError, match=r"maps.h5: its header says 'logit' is .* but it is \(10, 4, 4, 3\).*; label the images again"
+        UserError,
+        match=r"maps.h5: its header says 'logit' is .* but it is \(10, 4, 4, 3\).*; label the images again",
     ):
         ScoreMapStore(path)
     with h5py.File(path, "r+") as file:
@@ -169,9 +188,13 @@ def test_rows_that_are_not_what_the_header_says_are_refused(tmp_path, random_map
         ScoreMapStore(path)
 
 
-def test_values_are_checked_in_parts_and_damage_is_left_to_the_reader(tmp_path, random_maps, monkeypatch):
+def test_values_are_checked_in_parts_and_damage_is_left_to_the_reader(
+    tmp_path, random_maps, monkeypatch
+):
     written = fill(tmp_path / "maps.h5", random_maps)
-    monkeypatch.setattr("densefeed.storage.score_maps.CHECKED_AT_ONCE", 3 * sum(part[:1].nbytes for part in written))
+    monkeypatch.setattr(
+        "densefeed.storage.score_maps.CHECKED_AT_ONCE", 3 * sum(part[:1].nbytes for part in written)
+    )
     store = ScoreMapStore(tmp_path / "maps.h5")
     store.check_values()
     with h5py.File(tmp_path / "maps.h5", "r+") as file:
@@ -204,7 +227,9 @@ def test_refusals_name_the_file_and_the_remedy(tmp_path, random_maps):
     with pytest.raises(UserError, match=r"version 3, this program reads 1 and 2; relabel"):
         ScoreMapStore(path)
     with h5py.File(path, "r+") as file:
-        file.attrs["densefeed"] = json.dumps(json.loads(file.attrs["densefeed"]) | {"version": 2, "form": "tiny"})
+        file.attrs["densefeed"] = json.dumps(
+            json.loads(file.attrs["densefeed"]) | {"version": 2, "form": "tiny"}
+        )
     with pytest.raises(UserError, match=r"version 2 has no form 'tiny'; label"):
         ScoreMapStore(path)
     unfinished = tmp_path / "unfinished.h5"

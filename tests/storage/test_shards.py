@@ -1,4 +1,6 @@
-"""Shards: their rows, their files, merging, locks, and passes killed at any time, against one uninterrupted pass to the byte."""
+"""Shards: their rows, their files, merging, locks, and passes killed at any time, against one
+uninterrupted pass to the byte.
+"""
 
 import multiprocessing
 import os
@@ -62,7 +64,12 @@ def label(folder: Path, out: Path, index: int = 0, of: int = 1, **options):
     """What one process of a pass does."""
     torch.set_num_threads(1)
     return label_images(
-        Images(folder), teacher(options.pop("size", 64)), "t", out, shard=Shard(index, of), **(OPTIONS | options)
+        Images(folder),
+        teacher(options.pop("size", 64)),
+        "t",
+        out,
+        shard=Shard(index, of),
+        **(OPTIONS | options),
     )
 
 
@@ -84,15 +91,22 @@ def names(folder: Path) -> list[str]:
 def test_shards_are_all_rows_once_and_nearly_even(count):
     for of in (1, 2, 3, 7, 8, 64):
         if count < of:
-            with pytest.raises(UserError, match=f"{count} images cannot be divided among {of} shards"):
+            with pytest.raises(
+                UserError, match=f"{count} images cannot be divided among {of} shards"
+            ):
                 Shard(0, of).rows(count)
             continue
         rows = [Shard(index, of).rows(count) for index in range(of)]
         assert [(rows[0].start, rows[-1].stop), *((part.start, part.stop) for part in rows)] == [
-            (0, count), *zip([0, *(part.stop for part in rows[:-1])], [part.stop for part in rows], strict=True)
-        ]  # fmt: skip
+            (0, count),
+            *zip(
+                [0, *(part.stop for part in rows[:-1])], [part.stop for part in rows], strict=True
+            ),
+        ]
         assert max(map(len, rows)) <= 1.25 * count / of + 1
-        if count == 1281167:  # batches of any power of two up to 256 are then the same images in any number of shards
+        if (
+            count == 1281167
+        ):  # batches of any power of two up to 256 are then the same images in any number of shards
             assert all(part.start % 256 == 0 for part in rows)
 
 
@@ -109,13 +123,16 @@ def test_jobs_in_any_order_end_as_one_pass(many, whole, tmp_path, form):
     assert label(many, out, 2, 3, form=form) is None
     assert label(many, out, 0, 3, form=form) is None
     assert names(tmp_path) == ["maps.shard-0-of-3.h5", "maps.shard-2-of-3.h5"]
-    with pytest.raises(UserError, match=r"shard-0-of-3.h5 is shard 0 of 3, not all maps; merge them"):
+    with pytest.raises(
+        UserError, match=r"shard-0-of-3.h5 is shard 0 of 3, not all maps; merge them"
+    ):
         ScoreMapStore(tmp_path / "maps.shard-0-of-3.h5")
     made = label(many, out, 1, 3, form=form)
     assert names(tmp_path) == ["maps.h5"]
     assert made.header.form == form
     one = label(many, tmp_path / "one" / "maps.h5", form=form)
-    # Shards of 21 or 22 rows end in smaller batches, in which a convolution may sum in another order: float16 hides that.
+    # Shards of 21 or 22 rows end in smaller batches, in which a convolution may sum in another
+    # order: float16 hides that.
     for ours, theirs in zip(made.rows(np.arange(COUNT)), one.rows(np.arange(COUNT)), strict=True):
         np.testing.assert_allclose(ours.astype(np.float64), theirs.astype(np.float64), atol=0.02)
     assert made.paths() == one.paths() == Images(many).paths
@@ -130,7 +147,9 @@ def test_two_jobs_give_the_bytes_of_one_pass(many, whole, tmp_path):
 
 
 def test_a_pass_goes_on_in_any_number_of_shards(many, whole, tmp_path, monkeypatch):
-    """Two of three shards, half of a single pass, then two: every row is labelled once, and the bytes are one pass's."""
+    """Two of three shards, half of a single pass, then two: every row is labelled once, and the
+    bytes are one pass's.
+    """
     out, labelled = tmp_path / "maps.h5", []
     watch(monkeypatch, labelled)
     label(many, out, 1, 4)
@@ -182,27 +201,43 @@ def stop_after(patch, batches: int) -> None:
 def test_a_shard_of_other_settings_is_refused_by_name(many, tmp_path):
     out = tmp_path / "maps.h5"
     label(many, out, 0, 2)
-    with pytest.raises(UserError, match=r"maps.shard-0-of-2.h5 was begun with another top k \(2, not 1\)"):
+    with pytest.raises(
+        UserError, match=r"maps.shard-0-of-2.h5 was begun with another top k \(2, not 1\)"
+    ):
         label(many, out, 1, 2, top_k=1)
-    with pytest.raises(UserError, match=r"maps.shard-0-of-2.h5 was begun with another input size \(64, not 96\)"):
+    with pytest.raises(
+        UserError, match=r"maps.shard-0-of-2.h5 was begun with another input size \(64, not 96\)"
+    ):
         label(many, out, 0, 2, size=96)
     other = shutil.copytree(many, tmp_path / "other")
     (other / "cat" / "000.jpg").rename(other / "cat" / "0000.jpg")
     with pytest.raises(UserError, match=r"maps.shard-0-of-2.h5 was begun of another dataset"):
         label(other, out, 1, 2)
-    assert names(tmp_path) == ["maps.shard-0-of-2.h5", "other"]  # and nothing is left that would stop the right command
+    assert names(tmp_path) == [
+        "maps.shard-0-of-2.h5",
+        "other",
+    ]  # and nothing is left that would stop the right command
 
 
 def header_of(count: int) -> StoreHeader:
     return StoreHeader(
-        side=2, top_k=2, num_classes=3, absent="tail", teacher="t", input_size=64, geometry="squash", fingerprint=f"{count} images",
+        side=2,
+        top_k=2,
+        num_classes=3,
+        absent="tail",
+        teacher="t",
+        input_size=64,
+        geometry="squash",
+        fingerprint=f"{count} images",
         class_names=("a", "b", "c"),
-    )  # fmt: skip
+    )
 
 
 def make_shard(out: Path, shard: Shard, header: StoreHeader, maps, count: int, finish=True) -> None:
     rows = np.array(shard.rows(count))
-    writer = ScoreMapWriter(shard.file(out), shard.header(header, count), [f"{row}" for row in rows], rows % 3)
+    writer = ScoreMapWriter(
+        shard.file(out), shard.header(header, count), [f"{row}" for row in rows], rows % 3
+    )
     writer.write(np.arange(len(rows)), ScoreMaps(*(part[rows] for part in maps)))
     if finish:
         writer.finish()
@@ -216,7 +251,9 @@ def test_merge_is_a_copy_and_names_what_is_wrong(tmp_path, random_maps, command)
     assert "has no shards (maps.shard-0-of-8.h5, ...)" in command(*merging).stderr
     for index in (0, 2):
         make_shard(out, Shard(index, 3), header, maps, count)
-    with pytest.raises(UserError, match=r"maps.shard-1-of-3.h5 is missing: run the same labelling with --shard 1/3"):
+    with pytest.raises(
+        UserError, match=r"maps.shard-1-of-3.h5 is missing: run the same labelling with --shard 1/3"
+    ):
         merge(out, 3)
     make_shard(out, Shard(1, 3), header, maps, count, finish=False)
     with pytest.raises(UserError, match=r"maps.shard-1-of-3.h5 is missing; it is not finished"):
@@ -224,7 +261,9 @@ def test_merge_is_a_copy_and_names_what_is_wrong(tmp_path, random_maps, command)
     part = tmp_path / "maps.shard-1-of-3.h5.part"
     make_shard(tmp_path / "x.h5", Shard(1, 3), replace(header, teacher="u"), maps, count)
     (tmp_path / "x.shard-1-of-3.h5").rename(tmp_path / "maps.shard-1-of-3.h5")
-    with pytest.raises(UserError, match=r"maps.shard-1-of-3.h5 was begun with another teacher \(u, not t\)"):
+    with pytest.raises(
+        UserError, match=r"maps.shard-1-of-3.h5 was begun with another teacher \(u, not t\)"
+    ):
         merge(out, 3)
     part.rename(tmp_path / "maps.shard-1-of-3.h5")
     shutil.copy(tmp_path / "maps.shard-1-of-3.h5", tmp_path / "sound")
@@ -232,7 +271,9 @@ def test_merge_is_a_copy_and_names_what_is_wrong(tmp_path, random_maps, command)
     with open(tmp_path / "maps.shard-1-of-3.h5", "r+b") as file:
         file.seek(offset + 3)
         file.write(b"\xff\xff")
-    with pytest.raises(UserError, match=r"maps.shard-1-of-3.h5: the map of 7 is damaged; remove this file"):
+    with pytest.raises(
+        UserError, match=r"maps.shard-1-of-3.h5: the map of 7 is damaged; remove this file"
+    ):
         merge(out, 3)
     (tmp_path / "sound").rename(tmp_path / "maps.shard-1-of-3.h5")
     done = command(*merging, "--form", "lossless")
@@ -249,7 +290,9 @@ def test_two_passes_never_write_the_same_file(tmp_path, random_maps):
     maps, header = random_maps(4, 2, 2, 3), header_of(4)
     words = tmp_path / "maps.h5", header, list("abcd"), np.zeros(4, np.int64)
     first = ScoreMapWriter(*words)
-    with pytest.raises(BusyError, match=r"maps.h5.part is being written by another process; wait for it"):
+    with pytest.raises(
+        BusyError, match=r"maps.h5.part is being written by another process; wait for it"
+    ):
         ScoreMapWriter(*words)
     first.write(np.arange(4), maps)
     first.close()
@@ -262,13 +305,19 @@ def test_two_passes_never_write_the_same_file(tmp_path, random_maps):
 
 
 def test_a_file_system_without_links_will_do(tmp_path, monkeypatch):
-    monkeypatch.setattr(os, "link", lambda *words: (_ for _ in ()).throw(PermissionError(1, "no links here")))
+    monkeypatch.setattr(
+        os, "link", lambda *words: (_ for _ in ()).throw(PermissionError(1, "no links here"))
+    )
     ScoreMapWriter(tmp_path / "maps.h5", header_of(4), list("abcd"), np.zeros(4, np.int64)).close()
     assert names(tmp_path) == ["maps.h5.part"]
 
 
 def test_what_a_killed_conversion_left_is_removed_but_not_a_living_ones(tmp_path):
-    out, orphan, others = tmp_path / "maps.h5", tmp_path / "maps.h5.123456.part", ["maps.h5.7.parts", "maps.h5.99.part"]
+    out, orphan, others = (
+        tmp_path / "maps.h5",
+        tmp_path / "maps.h5.123456.part",
+        ["maps.h5.7.parts", "maps.h5.99.part"],
+    )
     for name in (orphan.name, *others):
         (tmp_path / name).write_bytes(b"")
     living = os.open(tmp_path / "maps.h5.99.part", os.O_RDWR)
@@ -289,7 +338,9 @@ def test_what_a_killed_conversion_left_is_removed_but_not_a_living_ones(tmp_path
 
 @pytest.fixture(scope="module")
 def processes():
-    """A maker of processes that have imported everything already: children of a server that did it once."""
+    """A maker of processes that have imported everything already: children of a server that did it
+    once.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["densefeed.tools.relabel_imagenet"])
     before = {name: os.environ.get(name) for name in ("PYTHONPATH", "OMP_NUM_THREADS")}
@@ -301,12 +352,20 @@ def processes():
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_pass_killed_at_random_times_ends_with_the_bytes_of_one_that_was_not(many, tmp_path, processes, ranks):
-    """SIGKILL to all ranks, again and again, until the pass is through; `make soak` kills 20 times."""
-    options = dict(form="lossless", size=160)  # slow enough to be met at work, and with a conversion at the end
+def test_a_pass_killed_at_random_times_ends_with_the_bytes_of_one_that_was_not(
+    many, tmp_path, processes, ranks
+):
+    """SIGKILL to all ranks, again and again, until the pass is through; `make soak` kills 20
+    times.
+    """
+    options = dict(
+        form="lossless", size=160
+    )  # slow enough to be met at work, and with a conversion at the end
 
     def begin(out: Path) -> list:
-        children = [processes(many, out, index, ranks, ranks=ranks > 1, **options) for index in range(ranks)]
+        children = [
+            processes(many, out, index, ranks, ranks=ranks > 1, **options) for index in range(ranks)
+        ]
         for child in children:
             child.start()
         return children
@@ -333,7 +392,8 @@ def test_a_pass_killed_at_random_times_ends_with_the_bytes_of_one_that_was_not(m
         if not out.exists():
             assert killed
             continue
-        # Killed after the last renaming, or not at all: what is left is removed by whoever runs it again.
+        # Killed after the last renaming, or not at all: what is left is removed by whoever runs it
+        # again.
         if left_over(out):
             with pytest.raises(UserError, match="exists already"):
                 label(many, out, **options)
@@ -348,13 +408,34 @@ def test_a_pass_killed_at_random_times_ends_with_the_bytes_of_one_that_was_not(m
 def test_torchrun_labels_with_two_ranks_and_speaks_with_one_voice(many, whole, tmp_path):
     """The command itself: the bytes of one process, and no shard left."""
     torch.manual_seed(0)
-    save_file(timm.create_model("test_resnet", num_classes=2).state_dict(), tmp_path / "teacher.safetensors")
+    save_file(
+        timm.create_model("test_resnet", num_classes=2).state_dict(),
+        tmp_path / "teacher.safetensors",
+    )
 
     def words(out, *more):
         return [
-            "tools/relabel_imagenet.py", "--data", many, "--teacher", tmp_path / "teacher.safetensors", "--model", "test_resnet",
-            "--input-size", 64, "--top-k", 2, "--batch", 4, "--threads", 1, "--device", "cpu", "--out", out, *more,
-        ]  # fmt: skip
+            "tools/relabel_imagenet.py",
+            "--data",
+            many,
+            "--teacher",
+            tmp_path / "teacher.safetensors",
+            "--model",
+            "test_resnet",
+            "--input-size",
+            64,
+            "--top-k",
+            2,
+            "--batch",
+            4,
+            "--threads",
+            1,
+            "--device",
+            "cpu",
+            "--out",
+            out,
+            *more,
+        ]
 
     run = dict(cwd=ROOT, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
     begin = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -370,15 +451,23 @@ def test_torchrun_labels_with_two_ranks_and_speaks_with_one_voice(many, whole, t
 
 def test_ranks_have_their_own_devices_and_shards(monkeypatch):
     wanted = relabel_imagenet.Labelling(data=Path("d"), out=Path("o"), teacher=("t",))
-    assert relabel_imagenet.ranks_of_torchrun(replace(wanted, device="cpu", shard="3/8"))[0] == Shard(3, 8)
+    assert relabel_imagenet.ranks_of_torchrun(replace(wanted, device="cpu", shard="3/8"))[
+        0
+    ] == Shard(3, 8)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(relabel_imagenet, "choose_device", lambda name: torch.device(name))
     for name, value in (("RANK", "5"), ("WORLD_SIZE", "6"), ("LOCAL_RANK", "1")):
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    assert relabel_imagenet.ranks_of_torchrun(replace(wanted, device="cuda")) == (Shard(5, 6), torch.device("cuda", 1))
+    assert relabel_imagenet.ranks_of_torchrun(replace(wanted, device="cuda")) == (
+        Shard(5, 6),
+        torch.device("cuda", 1),
+    )
     for fields in (dict(shard="0/2"), dict(dry_run=True)):
-        with pytest.raises(UserError, match=r"torchrun gives each rank its own shard; run --shard and --dry-run without it"):
+        with pytest.raises(
+            UserError,
+            match=r"torchrun gives each rank its own shard; run --shard and --dry-run without it",
+        ):
             relabel_imagenet.ranks_of_torchrun(replace(wanted, device="cuda", **fields))
     with pytest.raises(UserError, match=r"--device cuda:0 is one device"):
         relabel_imagenet.ranks_of_torchrun(replace(wanted, device="cuda:0"))

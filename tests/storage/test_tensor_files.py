@@ -1,4 +1,6 @@
-"""Arrays from .pt and .npy against torch.load and numpy.load, on sound, damaged and hostile files; what is pickled never runs."""
+"""Arrays from .pt and .npy against torch.load and numpy.load, on sound, damaged and hostile files;
+what is pickled never runs.
+"""
 
 import os
 import pickle
@@ -25,7 +27,9 @@ def saved(path, tensor, zipped=True):
 
 
 def rezipped(path, key):
-    """A saved file as PyTorch 1.6 to 1.8 wrote it: three members, the storage named by an address."""
+    """A saved file as PyTorch 1.6 to 1.8 wrote it: three members, the storage named by an
+    address.
+    """
     with zipfile.ZipFile(path) as old:
         members = {name.split("/", 1)[1]: old.read(name) for name in old.namelist()}
     named = b"X\1\0\0\0" + b"0", b"X" + struct.pack("<L", len(key)) + key.encode()
@@ -52,7 +56,9 @@ VIEWS = {
     "float64": lambda n: a_map(n, torch.float64),
     "int64": lambda n: a_map(n, torch.int64),
     "axes exchanged": lambda n: a_map(n).transpose(2, 3),
-    "one of a batch, with the storage of all": lambda n: torch.stack([a_map(n + more) for more in range(3)])[1],
+    "one of a batch, with the storage of all": lambda n: torch.stack(
+        [a_map(n + more) for more in range(3)]
+    )[1],
     "every other cell": lambda n: a_map(n)[..., ::2],
     "expanded": lambda n: a_map(n)[:, :1].expand(2, 5, 6, 6),
 }
@@ -60,7 +66,9 @@ VIEWS = {
 
 @pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy"])
 @pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
-def test_reads_what_torch_load_reads_and_the_second_time_without_it(tmp_path, zipped, view, no_torch_load):
+def test_reads_what_torch_load_reads_and_the_second_time_without_it(
+    tmp_path, zipped, view, no_torch_load
+):
     paths = [saved(tmp_path / f"{n}.pt", view(n), zipped) for n in range(3)]
     want = [torch.load(path, weights_only=True).numpy() for path in paths]
     files = TensorFiles()
@@ -74,8 +82,16 @@ def test_reads_what_torch_load_reads_and_the_second_time_without_it(tmp_path, zi
 
 def test_kinds_of_files_do_not_mix_up(tmp_path):
     """Pickles that differ in shape, type or container are told apart, whatever was read before."""
-    tensors = [a_map(), a_map(1).float(), a_map(2).view(2, 5, 4, 9), a_map(3).view(5, 2, 6, 6).transpose(0, 1), a_map(4)[:, :4]]
-    paths = [saved(tmp_path / f"{n}{z}.pt", t, z) for n, t in enumerate(tensors) for z in (True, False)]
+    tensors = [
+        a_map(),
+        a_map(1).float(),
+        a_map(2).view(2, 5, 4, 9),
+        a_map(3).view(5, 2, 6, 6).transpose(0, 1),
+        a_map(4)[:, :4],
+    ]
+    paths = [
+        saved(tmp_path / f"{n}{z}.pt", t, z) for n, t in enumerate(tensors) for z in (True, False)
+    ]
     files, shuffled = TensorFiles(), random.Random(0)
     for _ in range(4):
         shuffled.shuffle(paths)
@@ -84,9 +100,14 @@ def test_kinds_of_files_do_not_mix_up(tmp_path):
 
 
 def test_the_address_by_which_older_versions_name_a_storage_may_differ(tmp_path, no_torch_load):
-    paths = [rezipped(saved(tmp_path / f"{n}.pt", a_map(n)), key) for n, key in enumerate(("94037821", "140112233445566"))]
+    paths = [
+        rezipped(saved(tmp_path / f"{n}.pt", a_map(n)), key)
+        for n, key in enumerate(("94037821", "140112233445566"))
+    ]
     kept = [a_map(n) for n in range(3)]  # alive at once, so at different addresses
-    paths += [saved(tmp_path / f"legacy{n}.pt", tensor, zipped=False) for n, tensor in enumerate(kept)]
+    paths += [
+        saved(tmp_path / f"legacy{n}.pt", tensor, zipped=False) for n, tensor in enumerate(kept)
+    ]
     want = [torch.load(path, weights_only=True).numpy() for path in paths]
     files = TensorFiles()
     files.read(paths[0])
@@ -100,7 +121,9 @@ def test_with_no_room_to_remember_everything_is_still_read(tmp_path, monkeypatch
     monkeypatch.setattr(tensor_files, "LEARNED", 1)
     files = TensorFiles()
     for dtype in (torch.float16, torch.float32, torch.float16, torch.float64, torch.float64):
-        assert np.array_equal(files.read(saved(tmp_path / "x.pt", a_map(dtype=dtype))), a_map(dtype=dtype).numpy())
+        assert np.array_equal(
+            files.read(saved(tmp_path / "x.pt", a_map(dtype=dtype))), a_map(dtype=dtype).numpy()
+        )
     assert len(files._layouts) == 1
 
 
@@ -129,7 +152,9 @@ def hostile(kind, path, mark):
             members = {name: old.read(name) for name in old.namelist()}
         with zipfile.ZipFile(path, "w") as new:
             for name, content in members.items():
-                new.writestr(name, pickled + b"X\1\0\0\x000." if name.endswith("data.pkl") else content)
+                new.writestr(
+                    name, pickled + b"X\1\0\0\x000." if name.endswith("data.pkl") else content
+                )
     elif kind == "legacy, in the list of keys":
         content = saved(path, a_map(), zipped=False).read_bytes()
         at = content.rindex(b"\x80\x02]")
@@ -140,7 +165,14 @@ def hostile(kind, path, mark):
     return path
 
 
-KINDS = ["zip", "legacy", "pickle", "a map's zip with another pickle", "legacy, in the list of keys", "array of objects"]
+KINDS = [
+    "zip",
+    "legacy",
+    "pickle",
+    "a map's zip with another pickle",
+    "legacy, in the list of keys",
+    "array of objects",
+]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -166,12 +198,16 @@ def test_no_pickle_is_run(tmp_path, kind):
 
 @pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy"])
 def test_a_changed_byte_is_refused_or_changes_nothing_that_has_a_checksum(tmp_path, zipped):
-    """Of a zip, pickle and numbers have one. The legacy form has none, so there numbers change as torch.load's do."""
+    """Of a zip, pickle and numbers have one. The legacy form has none, so there numbers change as
+    torch.load's do.
+    """
     content = saved(tmp_path / "x.pt", a_map(), zipped).read_bytes()
     path, files, rng, refused = tmp_path / "y.pt", TensorFiles(), random.Random(0), 0
     files.read(tmp_path / "x.pt")
     for at in rng.sample(range(len(content)), 300):
-        path.write_bytes(content[:at] + bytes([content[at] ^ rng.randrange(1, 256)]) + content[at + 1 :])
+        path.write_bytes(
+            content[:at] + bytes([content[at] ^ rng.randrange(1, 256)]) + content[at + 1 :]
+        )
         try:
             found = files.read(path)
         except TensorError:
@@ -222,10 +258,15 @@ def test_text_and_files_too_large_are_refused(tmp_path, monkeypatch):
 
 
 def test_what_swells_when_it_is_read_is_refused(tmp_path, monkeypatch):
-    """A compressed storage of zeros, and a tensor of 4 TB that is one number expanded; neither takes the memory it claims."""
+    """A compressed storage of zeros, and a tensor of 4 TB that is one number expanded; neither
+    takes the memory it claims.
+    """
     monkeypatch.setattr(tensor_files, "MOST_BYTES", 2**18)
     torch.save(torch.zeros(2**20, dtype=torch.float16), tmp_path / "zeros.pt")
-    with zipfile.ZipFile(tmp_path / "zeros.pt") as old, zipfile.ZipFile(tmp_path / "bomb.pt", "w", zipfile.ZIP_DEFLATED) as new:
+    with (
+        zipfile.ZipFile(tmp_path / "zeros.pt") as old,
+        zipfile.ZipFile(tmp_path / "bomb.pt", "w", zipfile.ZIP_DEFLATED) as new,
+    ):
         for name in old.namelist():
             new.writestr(name, old.read(name))
     assert (tmp_path / "bomb.pt").stat().st_size < 2**14
@@ -237,10 +278,22 @@ def test_what_swells_when_it_is_read_is_refused(tmp_path, monkeypatch):
 
 
 def test_arrays_of_numpy(tmp_path):
-    """Types, orders, versions; read again from what was learned; cut and lengthened ones are refused."""
+    """Types, orders, versions; read again from what was learned; cut and lengthened ones are
+    refused.
+    """
     files, plain = TensorFiles(), a_map().numpy()
     big_endian, fortran = plain.astype(">f4"), np.asfortranarray(plain)
-    for n, array in enumerate([plain, plain.astype(np.float32), fortran, big_endian, plain + 1, fortran + 1, big_endian + 1]):
+    for n, array in enumerate(
+        [
+            plain,
+            plain.astype(np.float32),
+            fortran,
+            big_endian,
+            plain + 1,
+            fortran + 1,
+            big_endian + 1,
+        ]
+    ):
         path = tmp_path / f"{n}.npy"
         np.save(path, array)
         for _ in range(2):

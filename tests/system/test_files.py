@@ -38,7 +38,10 @@ def test_a_write_replaces_the_old_file(tmp_path):
         (UserError("maps.h5 is damaged; relabel"), "maps.h5 is damaged; relabel"),
         (OSError(errno.ENOSPC, "No space left on device", "x.pt"), "x.pt: the disk is full"),
         (PermissionError(errno.EACCES, "Permission denied", "x.pt"), "x.pt: no permission"),
-        (OSError("unable to write (errno = 28, error message = 'No space left on device')"), "the disk is full"),
+        (
+            OSError("unable to write (errno = 28, error message = 'No space left on device')"),
+            "the disk is full",
+        ),
     ],
 )
 def test_bad_input_is_one_sentence_and_code_2(error, said, capsys):

@@ -1,4 +1,6 @@
-"""The small ablations: every row is a command whose model can be built, and the tool trains, keeps and tabulates."""
+"""The small ablations: every row is a command whose model can be built, and the tool trains, keeps
+and tabulates.
+"""
 
 import json
 import shutil
@@ -21,7 +23,10 @@ def configs():
     given = {}
     with pytest.MonkeyPatch.context() as patch:
         for name, words in RUNS.items():
-            patch.setattr("sys.argv", ["train.py", words[0], "--data", "a", "--val", "b", "--out", "c", *words[1:]])
+            patch.setattr(
+                "sys.argv",
+                ["train.py", words[0], "--data", "a", "--val", "b", "--out", "c", *words[1:]],
+            )
             patch.setattr(run, "train", lambda config, name=name: given.setdefault(name, config))
             run.main()
     return given
@@ -49,7 +54,9 @@ def test_rows_differ_and_each_stands_in_a_table(configs):
 
 
 def test_a_row_of_a_table_changes_what_the_table_is_about(configs):
-    """From one row of the path to the next no more than the paper's step; Table 7 switches one thing off (or MixUp on)."""
+    """From one row of the path to the next no more than the paper's step; Table 7 switches one
+    thing off (or MixUp on).
+    """
 
     def differing(one, other):
         one, other = asdict(configs[one]), asdict(configs[other])
@@ -62,7 +69,14 @@ def test_a_row_of_a_table_changes_what_the_table_is_about(configs):
     assert switches == [{"mixtoken"}, {"mixup"}, {"erase_probability"}, {"rand_augment"}]
     table = TABLES["Bootstrapping, Table 4"]
     switches = [differing("vit-joint", name) for name in (*table, "vit-joint-base")]
-    fields = "feature_weight", "distill_weight", "feature_decay", "feature_adapt", "feature_norm", "agent"
+    fields = (
+        "feature_weight",
+        "distill_weight",
+        "feature_decay",
+        "feature_adapt",
+        "feature_norm",
+        "agent",
+    )
     assert switches == [{field} for field in fields]
     assert differing("vit", "vit-joint") == differing("vit", "vit-shared") == {"bootstrap"}
     assert differing("vit", "vit-agent") == {"model"}
@@ -76,16 +90,36 @@ def test_a_row_of_a_table_changes_what_the_table_is_about(configs):
 
 
 def test_rows_are_trained_kept_and_tabulated(command, tmp_path):
-    """One row of a seed is trained; the second seed is that folder again with other results, of which nothing is done anew."""
+    """One row of a seed is trained; the second seed is that folder again with other results, of
+    which nothing is done anew.
+    """
     rows = ("relabel-cutmix", "mlp-ratio-3")
-    words = ("tools/ablations.py", "--out", tmp_path, "--train", 60, "--val", 20, "--epochs", 1, "--rows", *rows, "--seeds")
+    words = (
+        "tools/ablations.py",
+        "--out",
+        tmp_path,
+        "--train",
+        60,
+        "--val",
+        20,
+        "--epochs",
+        1,
+        "--rows",
+        *rows,
+        "--seeds",
+    )
     results = {name: tmp_path / "seed-1" / "runs" / name for name in rows}
     results["mlp-ratio-3"].mkdir(parents=True)
     (results["mlp-ratio-3"] / "result.json").write_text(json.dumps({"top1": 0.25}))  # there already
     done = command(*words, 1, descendants=True)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     config = json.loads((results["relabel-cutmix"] / "config.json").read_text())
-    assert (config["seed"], config["cutmix"], config["objective"], config["epochs"]) == (1, 1.0, "relabel", 1)
+    assert (config["seed"], config["cutmix"], config["objective"], config["epochs"]) == (
+        1,
+        1.0,
+        "relabel",
+        1,
+    )
     shutil.copytree(tmp_path / "seed-1", tmp_path / "seed-2", symlinks=True)
     for name, path in results.items():
         top1 = json.loads((path / "result.json").read_text())["top1"]
@@ -101,7 +135,11 @@ def test_rows_are_trained_kept_and_tabulated(command, tmp_path):
         top1 = json.loads((path / "result.json").read_text())["top1"]
         assert f"│ {100 * top1 + 10:.1f} ± 14.1 % │" in again.stdout  # 0.2 apart: 0.2 / sqrt(2)
         assert f" {100 * top1:.1f}, {100 * top1 + 20:.1f} │" in again.stdout
-    assert [title for title in TABLES if title in again.stdout] == ["Table 3, path", "Table 4, stem", "Table 6, mixing"]
+    assert [title for title in TABLES if title in again.stdout] == [
+        "Table 3, path",
+        "Table 4, stem",
+        "Table 6, mixing",
+    ]
 
 
 def test_a_row_that_is_not_there_is_refused(command, tmp_path):

@@ -28,9 +28,15 @@ def scenes(located, tmp_path_factory):
     """A teacher's centre-crop maps of the scenes, as a store and as a tree."""
     root = tmp_path_factory.mktemp("scenes")
     label_images(
-        Images(located.scenes), located.teachers(0)["centre-crop"], "t", root / "maps.h5", top_k=5, batch=64, threads=2,
+        Images(located.scenes),
+        located.teachers(0)["centre-crop"],
+        "t",
+        root / "maps.h5",
+        top_k=5,
+        batch=64,
+        threads=2,
         absent="zero-logit",
-    )  # fmt: skip
+    )
     export_labels.main(Export(maps=root / "maps.h5", out=root / "tree"))
     return root
 
@@ -40,7 +46,9 @@ def student(located, monkeypatch):
     """`--teacher` and `--reference` give the second network, which is no timm model."""
     network = located.teachers(1)["squash"].model
     config = {"mean": (0.4,) * 3, "std": (0.25,) * 3, "interpolation": "bilinear"}
-    monkeypatch.setattr(audit_page, "load_network", lambda *_: Loaded(network, config, [str(n) for n in range(10)]))
+    monkeypatch.setattr(
+        audit_page, "load_network", lambda *_: Loaded(network, config, [str(n) for n in range(10)])
+    )
 
 
 def report_of(path: Path, located, **fields):
@@ -48,7 +56,11 @@ def report_of(path: Path, located, **fields):
 
 
 def test_the_page_of_a_clean_store(scenes, located, student, tmp_path, capsys):
-    report.main(report_of(scenes / "maps.h5", located, teacher="student", input_size=48, out=tmp_path / "a.html"))
+    report.main(
+        report_of(
+            scenes / "maps.h5", located, teacher="student", input_size=48, out=tmp_path / "a.html"
+        )
+    )
     text, numbers = (tmp_path / "a.html").read_text(), json.loads((tmp_path / "a.json").read_text())
     assert len(text) < 3e6
     assert "http" not in text  # self-contained
@@ -68,28 +80,46 @@ def test_faults_stand_on_top_and_end_in_exit_code_2(scenes, located, student, tm
     store = ScoreMapStore(scenes / "maps.h5")
     maps = store.rows(np.arange(len(store)))
     writer = ScoreMapWriter(tmp_path / "maps.h5", store.header, store.paths(), store.labels)
-    parts = {name: np.stack([turned(row, 3) for row in getattr(maps, name)]) for name in ("logit", "cls", "lse")}
+    parts = {
+        name: np.stack([turned(row, 3) for row in getattr(maps, name)])
+        for name in ("logit", "cls", "lse")
+    }
     writer.write(np.arange(len(store)), maps._replace(**parts))
     writer.finish()
-    with pytest.raises(UserError, match=r"maps.h5: the audit found 1 fault \(orientation\); .*maps.audit.html says what to do"):
+    with pytest.raises(
+        UserError,
+        match=r"maps.h5: the audit found 1 fault \(orientation\); .*maps.audit.html says what to do",
+    ):
         report.main(report_of(tmp_path / "maps.h5", located, teacher="student", input_size=48))
     text = (tmp_path / "maps.audit.html").read_text()
     assert text.index("Fault: orientation") < text.index("Sound: ")
     assert "Do not train on this file" in text
-    assert json.loads((tmp_path / "maps.audit.json").read_text())["checks"][0]["name"] == "orientation"
+    assert (
+        json.loads((tmp_path / "maps.audit.json").read_text())["checks"][0]["name"] == "orientation"
+    )
     assert "That is about the teacher's own accuracy" in text  # whichever way they lie
 
 
 @pytest.mark.parametrize("held", [True, False])
-def test_the_page_of_shuffled_maps_says_nothing_of_the_teacher(scenes, located, student, tmp_path, held):
+def test_the_page_of_shuffled_maps_says_nothing_of_the_teacher(
+    scenes, located, student, tmp_path, held
+):
     """With a reference and without."""
     store = ScoreMapStore(scenes / "maps.h5")
     writer = ScoreMapWriter(tmp_path / "maps.h5", store.header, store.paths(), store.labels)
-    writer.write(np.arange(len(store)), store.rows(np.random.default_rng(0).permutation(len(store))))
+    writer.write(
+        np.arange(len(store)), store.rows(np.random.default_rng(0).permutation(len(store)))
+    )
     writer.finish()
     # The Windows, which follow from the images, were shuffled too.
     with pytest.raises(UserError, match="labels"):
-        report.main(report_of(tmp_path / "maps.h5", located, **({"teacher": "student", "input_size": 48} if held else {})))
+        report.main(
+            report_of(
+                tmp_path / "maps.h5",
+                located,
+                **({"teacher": "student", "input_size": 48} if held else {}),
+            )
+        )
     text = (tmp_path / "maps.audit.html").read_text()
     assert "the teacher's own accuracy" not in text
     assert "While there is a fault of labels, that says nothing of the teacher." in text
@@ -99,9 +129,16 @@ def random_store(path: Path, folder: Path, random_maps, side: int, top_k: int, n
     """Random maps of the small folder's images; finished."""
     images = Images(folder)
     header = StoreHeader(
-        side=side, top_k=top_k, num_classes=num_classes, absent="tail", teacher="t", input_size=576, geometry="squash",
-        fingerprint=images.fingerprint(), class_names=tuple(images.class_names),
-    )  # fmt: skip
+        side=side,
+        top_k=top_k,
+        num_classes=num_classes,
+        absent="tail",
+        teacher="t",
+        input_size=576,
+        geometry="squash",
+        fingerprint=images.fingerprint(),
+        class_names=tuple(images.class_names),
+    )
     writer = ScoreMapWriter(path, header, images.paths, images.labels)
     writer.write(np.arange(len(images)), random_maps(len(images), side, top_k, num_classes))
     writer.finish()
@@ -111,7 +148,16 @@ def random_store(path: Path, folder: Path, random_maps, side: int, top_k: int, n
 def test_the_command(folder, random_maps, tmp_path, command):
     """Of a store and its images; unfinished, it says so on a page too."""
     store = random_store(tmp_path / "maps.h5", folder, random_maps, 6, 2, 2)
-    done = command("tools/report.py", store.path, "--data", folder, "--out", tmp_path / "a.html", "--json", tmp_path / "b.json")
+    done = command(
+        "tools/report.py",
+        store.path,
+        "--data",
+        folder,
+        "--out",
+        tmp_path / "a.html",
+        "--json",
+        tmp_path / "b.json",
+    )
     assert done.returncode == 0, done.stderr
     assert "not checked  orientation: only a reference model can tell" in done.stdout
     assert (tmp_path / "b.json").exists()
@@ -126,9 +172,17 @@ def test_the_command(folder, random_maps, tmp_path, command):
 @pytest.mark.parametrize(
     ("names", "fields", "said"),
     [
-        (["maps"], {"data": None, "teacher": "x"}, "--teacher looks at images; give them with --data"),
+        (
+            ["maps"],
+            {"data": None, "teacher": "x"},
+            "--teacher looks at images; give them with --data",
+        ),
         (["maps", "maps"], {}, "one file of score maps is audited at a time"),
-        (["maps"], {"boxes": Path("boxes.json")}, "--boxes judges the labels of runs; leave it out of an audit of score maps"),
+        (
+            ["maps"],
+            {"boxes": Path("boxes.json")},
+            "--boxes judges the labels of runs; leave it out of an audit of score maps",
+        ),
         (["maps"], {"images": 1}, "--images must be at least 2"),
         (["none"], {}, "there is no such file"),
         (["maps"], {"teacher": "nobody"}, "neither a file nor a timm model"),
@@ -136,7 +190,11 @@ def test_the_command(folder, random_maps, tmp_path, command):
     ],
 )
 def test_what_cannot_be_audited_is_said(scenes, located, tmp_path, names, fields, said):
-    told = replace(report_of(tmp_path, located), runs=tuple(scenes / f"{name}.h5" for name in names), out=tmp_path / "a.html")
+    told = replace(
+        report_of(tmp_path, located),
+        runs=tuple(scenes / f"{name}.h5" for name in names),
+        out=tmp_path / "a.html",
+    )
     with pytest.raises(UserError, match=said):
         report.main(replace(told, **fields))
     assert not list(tmp_path.iterdir())
@@ -144,7 +202,9 @@ def test_what_cannot_be_audited_is_said(scenes, located, tmp_path, names, fields
 
 def test_a_page_of_many_classes_and_cells_stays_small(folder, random_maps, tmp_path):
     """S = 18, 1,000 classes; most cells are drawn."""
-    store = random_store(tmp_path / "maps.h5", folder, lambda *shape: random_maps(*shape, seed=1), 18, 5, 1000)
+    store = random_store(
+        tmp_path / "maps.h5", folder, lambda *shape: random_maps(*shape, seed=1), 18, 5, 1000
+    )
     result = audit_page.audit(store.path, Images(folder))
     text = audit_page.page(result)
     assert text.count("<rect") > 5 * 324
@@ -161,22 +221,36 @@ def test_an_import_finds_how_its_pack_lies(scenes, located, student, tmp_path, a
         array = torch.load(path, weights_only=True)
         torch.save(array.mT.contiguous() if axes == "column-row" else array, lies)
     wanted = Import(
-        labels=tmp_path / "tree", data=located.scenes, out=tmp_path / "maps.h5", footprint="find", axes="find", teacher="t", input_size=48,
-        reference="student", audit_images=200, threads=2,
-    )  # fmt: skip
+        labels=tmp_path / "tree",
+        data=located.scenes,
+        out=tmp_path / "maps.h5",
+        footprint="find",
+        axes="find",
+        teacher="t",
+        input_size=48,
+        reference="student",
+        audit_images=200,
+        threads=2,
+    )
     import_labels.main(wanted)
     found, before = ScoreMapStore(tmp_path / "maps.h5"), ScoreMapStore(scenes / "maps.h5")
     assert found.header.geometry == "centre-crop"
     assert found.header.teacher.endswith(f"axes {axes})")
     for name in ("logit", "cls", "window"):
         ids = np.arange(len(before))
-        np.testing.assert_array_equal(getattr(found.rows(ids), name), getattr(before.rows(ids), name))
+        np.testing.assert_array_equal(
+            getattr(found.rows(ids), name), getattr(before.rows(ids), name)
+        )
     assert "sound  orientation" in capsys.readouterr().out
-    with pytest.raises(UserError, match="--axes find needs a model to hold the maps against; give --reference"):
+    with pytest.raises(
+        UserError, match="--axes find needs a model to hold the maps against; give --reference"
+    ):
         import_labels.main(replace(wanted, out=tmp_path / "b.h5", footprint=None, reference=""))
     if axes == "column-row":  # declared wrongly, the store is written and the audit says so
         with pytest.raises(UserError, match=r"the audit found 1 fault \(orientation\)"):
-            import_labels.main(replace(wanted, out=tmp_path / "c.h5", footprint="centre-crop", axes="row-column"))
+            import_labels.main(
+                replace(wanted, out=tmp_path / "c.h5", footprint="centre-crop", axes="row-column")
+            )
         assert (tmp_path / "c.h5").exists()
 
 
@@ -184,9 +258,15 @@ def test_references_that_do_not_fit_are_refused(tmp_path):
     torch.manual_seed(0)
     kwargs = {"num_classes": 2}
     model = timm.create_model("test_vit", **kwargs)
-    checkpoint = {"recipe": {"name": "test_vit", "kwargs": kwargs}, "model": model.state_dict(), "class_names": ["cat", "dog"]}
+    checkpoint = {
+        "recipe": {"name": "test_vit", "kwargs": kwargs},
+        "model": model.state_dict(),
+        "class_names": ["cat", "dog"],
+    }
     torch.save(checkpoint, tmp_path / "last.pt")
-    with pytest.raises(UserError, match=r"trained on other classes than the maps have \(cat, ... and dog, ...\)"):
+    with pytest.raises(
+        UserError, match=r"trained on other classes than the maps have \(cat, ... and dog, ...\)"
+    ):
         references(str(tmp_path / "last.pt"), "", 64, ["dog", "cat"])
     found = references(str(tmp_path / "last.pt"), "", 64, ["cat", "dog"], "cpu")
     assert set(found) == {"squash", "centre-crop"}

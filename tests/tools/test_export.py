@@ -24,10 +24,15 @@ NAMES = ["ant", "bee", "cat", "dog", "eel"]
 MODELS = {
     "lvvit_micro": {"num_classes": 5, "img_size": 32, "token_head": True, "drop_path_rate": 0.1},
     "nfnet_micro": {"num_classes": 5},
-    "test_vit": {"num_classes": 5, "img_size": 32, "pretrained_cfg_overlay": {"mean": (0.4, 0.5, 0.6)}},  # timm takes it once
+    "test_vit": {
+        "num_classes": 5,
+        "img_size": 32,
+        "pretrained_cfg_overlay": {"mean": (0.4, 0.5, 0.6)},
+    },  # timm takes it once
 }
 needs_onnx = pytest.mark.skipif(
-    any(importlib.util.find_spec(name) is None for name in export.NEEDED), reason="the group `export` is not installed"
+    any(importlib.util.find_spec(name) is None for name in export.NEEDED),
+    reason="the group `export` is not installed",
 )
 
 
@@ -46,9 +51,18 @@ def runs(tmp_path_factory):
     root = tmp_path_factory.mktemp("runs")
     for name, kwargs in MODELS.items():
         (root / name).mkdir()
-        state = {"model": network(name, 1).state_dict(), "ema": network(name, 2).state_dict(), "class_names": NAMES}
-        state |= {"recipe": {"name": name, "kwargs": kwargs}, "config": {"size": 32, "crop_pct": 0.85}}
-        torch.save(state | {"mean": [0.4, 0.5, 0.6], "std": [0.2, 0.25, 0.3]}, root / name / "last.pt")
+        state = {
+            "model": network(name, 1).state_dict(),
+            "ema": network(name, 2).state_dict(),
+            "class_names": NAMES,
+        }
+        state |= {
+            "recipe": {"name": name, "kwargs": kwargs},
+            "config": {"size": 32, "crop_pct": 0.85},
+        }
+        torch.save(
+            state | {"mean": [0.4, 0.5, 0.6], "std": [0.2, 0.25, 0.3]}, root / name / "last.pt"
+        )
     return root
 
 
@@ -61,7 +75,11 @@ def loaded(folder):
 @pytest.mark.parametrize("name", MODELS)
 def test_timm_reads_it_back_to_the_bit(runs, tmp_path, name, weights):
     files = export.main(Export(checkpoint=runs / name, out=tmp_path / "out", weights=weights))
-    assert sorted(os.listdir(tmp_path / "out")) == ["config.json", "model.safetensors"] == sorted(f.name for f in files)
+    assert (
+        sorted(os.listdir(tmp_path / "out"))
+        == ["config.json", "model.safetensors"]
+        == sorted(f.name for f in files)
+    )
     model, want = loaded(tmp_path / "out"), network(name, 2 if weights == "ema" else 1)
     image = torch.randn(3, 3, 32, 32)
     assert torch.equal(model(image), want(image))
@@ -73,8 +91,16 @@ def test_timm_reads_it_back_to_the_bit(runs, tmp_path, name, weights):
 def test_timm_knows_the_preprocessing(runs, tmp_path):
     export.main(Export(checkpoint=runs / "lvvit_micro", out=tmp_path))
     data = resolve_data_config(model=loaded(tmp_path))
-    assert [tuple(data[name]) for name in ("input_size", "mean", "std")] == [(3, 32, 32), (0.4, 0.5, 0.6), (0.2, 0.25, 0.3)]
-    assert [data[name] for name in ("crop_pct", "interpolation", "crop_mode")] == [0.85, "bilinear", "center"]
+    assert [tuple(data[name]) for name in ("input_size", "mean", "std")] == [
+        (3, 32, 32),
+        (0.4, 0.5, 0.6),
+        (0.2, 0.25, 0.3),
+    ]
+    assert [data[name] for name in ("crop_pct", "interpolation", "crop_mode")] == [
+        0.85,
+        "bilinear",
+        "center",
+    ]
     resize = create_transform(**data, is_training=False).transforms[0]
     assert resize.size == int(32 / 0.85)
 
@@ -82,7 +108,11 @@ def test_timm_knows_the_preprocessing(runs, tmp_path):
 def test_the_config_says_what_the_hub_wants(runs, tmp_path):
     export.main(Export(checkpoint=runs / "lvvit_micro", out=tmp_path))
     config = json.loads((tmp_path / "config.json").read_text())
-    assert (config["architecture"], config["num_classes"], config["num_features"]) == ("lvvit_micro", 5, 96)
+    assert (config["architecture"], config["num_classes"], config["num_features"]) == (
+        "lvvit_micro",
+        5,
+        96,
+    )
     assert config["label_names"] == NAMES
     assert "drop_path_rate" not in config["model_args"]
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
@@ -92,7 +122,9 @@ def test_the_config_says_what_the_hub_wants(runs, tmp_path):
 
 @pytest.mark.parametrize("name", ["lvvit_micro", "test_vit"])
 def test_another_size_is_in_the_file(runs, tmp_path, name):
-    """At 48 px the exported model is the one that was asked for at 48: the table is resampled once, and stored so."""
+    """At 48 px the exported model is the one that was asked for at 48: the table is resampled once,
+    and stored so.
+    """
     export.main(Export(checkpoint=runs / name, out=tmp_path, size=48))
     model, was = loaded(tmp_path), network(name, 2)
     assert tuple(model.pretrained_cfg["input_size"]) == (3, 48, 48)
@@ -111,7 +143,11 @@ def exported(runs, tmp_path_factory) -> Path:
     """lvvit_micro in every format."""
     out = tmp_path_factory.mktemp("exported") / "out"
     files = export.main(Export(checkpoint=runs / "lvvit_micro", out=out, format="both"))
-    assert sorted(os.listdir(out)) == sorted(path.name for path in files) == ["config.json", "model.onnx", "model.safetensors"]
+    assert (
+        sorted(os.listdir(out))
+        == sorted(path.name for path in files)
+        == ["config.json", "model.onnx", "model.safetensors"]
+    )
     return out
 
 
@@ -121,17 +157,32 @@ def check_graph(path, name, side):
 
     session, want = onnxruntime.InferenceSession(str(path)), network(name, 2)
     (image_in,), (logits_out,) = session.get_inputs(), session.get_outputs()
-    assert (image_in.name, image_in.type, image_in.shape) == ("image", "tensor(float)", ["batch", 3, side, side])
-    assert (logits_out.name, logits_out.type, logits_out.shape) == ("logits", "tensor(float)", ["batch", 5])
+    assert (image_in.name, image_in.type, image_in.shape) == (
+        "image",
+        "tensor(float)",
+        ["batch", 3, side, side],
+    )
+    assert (logits_out.name, logits_out.type, logits_out.shape) == (
+        "logits",
+        "tensor(float)",
+        ["batch", 5],
+    )
     for batch in (1, 4, 5, 7):
         image = torch.randn(batch, 3, side, side)
         (said,) = session.run(None, {"image": image.numpy()})
         np.testing.assert_allclose(said, want(image).detach().numpy(), rtol=1e-4, atol=1e-4)
     told = session.get_modelmeta().custom_metadata_map
-    assert {key: json.loads(told[key]) for key in ("architecture", "size", "mean", "std", "crop_pct", "class_names")} == {
-        "architecture": name, "size": side, "mean": [0.4, 0.5, 0.6], "std": [0.2, 0.25, 0.3], "crop_pct": 0.85,
+    assert {
+        key: json.loads(told[key])
+        for key in ("architecture", "size", "mean", "std", "crop_pct", "class_names")
+    } == {
+        "architecture": name,
+        "size": side,
+        "mean": [0.4, 0.5, 0.6],
+        "std": [0.2, 0.25, 0.3],
+        "crop_pct": 0.85,
         "class_names": NAMES,
-    }  # fmt: skip
+    }
 
 
 @needs_onnx
@@ -140,7 +191,9 @@ def test_onnx_runtime_gives_the_same_logits_in_any_batch(exported):
 
 
 @needs_onnx
-@pytest.mark.parametrize(("name", "size"), [("lvvit_micro", 48), ("nfnet_micro", 40), ("test_vit", 48)])
+@pytest.mark.parametrize(
+    ("name", "size"), [("lvvit_micro", 48), ("nfnet_micro", 40), ("test_vit", 48)]
+)
 def test_other_models_and_sizes_do_too(runs, tmp_path, name, size):
     """A table that is resampled beforehand, a network of convolutions, a transformer of timm's."""
     export.main(Export(checkpoint=runs / name, out=tmp_path, format="onnx", size=size))
@@ -150,26 +203,38 @@ def test_other_models_and_sizes_do_too(runs, tmp_path, name, size):
 
 @needs_onnx
 def test_evaluation_adds_half_the_best_token(exported):
-    """What is exported is the answer at evaluation: class token plus half the maximum over tokens."""
+    """What is exported is the answer at evaluation: class token plus half the maximum over
+    tokens.
+    """
     import onnxruntime
 
     model, image = network("lvvit_micro", 2), torch.randn(3, 3, 32, 32)
     with torch.no_grad():
         x_NTD = model.forward_features(image)
         cls_NK, tokens_NTK = model.head(x_NTD[:, 0]), model.token_head(x_NTD[:, 1:])
-    (said,) = onnxruntime.InferenceSession(str(exported / "model.onnx")).run(None, {"image": image.numpy()})
-    np.testing.assert_allclose(said, (cls_NK + 0.5 * tokens_NTK.amax(1)).numpy(), rtol=1e-4, atol=1e-4)
+    (said,) = onnxruntime.InferenceSession(str(exported / "model.onnx")).run(
+        None, {"image": image.numpy()}
+    )
+    np.testing.assert_allclose(
+        said, (cls_NK + 0.5 * tokens_NTK.amax(1)).numpy(), rtol=1e-4, atol=1e-4
+    )
     assert np.abs(said - cls_NK.numpy()).max() > 0.01
 
 
 @needs_onnx
 @pytest.mark.parametrize("older", [False, True])
-def test_a_graph_of_other_logits_leaves_what_was_there(runs, exported, tmp_path, monkeypatch, older):
-    """The averaged weights' graph in the place of that of the raw ones: neither file is written, an older export stays."""
+def test_a_graph_of_other_logits_leaves_what_was_there(
+    runs, exported, tmp_path, monkeypatch, older
+):
+    """The averaged weights' graph in the place of that of the raw ones: neither file is written, an
+    older export stays.
+    """
     out = tmp_path / "a" / "out"
     if older:
         shutil.copytree(exported, out)
-    monkeypatch.setattr(export, "write_onnx", lambda _, path: shutil.copy(exported / "model.onnx", path))
+    monkeypatch.setattr(
+        export, "write_onnx", lambda _, path: shutil.copy(exported / "model.onnx", path)
+    )
     with pytest.raises(UserError, match=r"says other logits as ONNX .* in a batch of 1"):
         export.main(Export(checkpoint=runs / "lvvit_micro", out=out, format="both", weights="raw"))
     assert out.exists() == older
@@ -194,8 +259,14 @@ def test_a_graph_of_nothing_is_refused(runs, exported, tmp_path, monkeypatch):
 
 def test_without_the_packages_one_sentence_says_how_to_get_them(runs, tmp_path, monkeypatch):
     find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in ("onnx", "onnxruntime") else find(name))
-    with pytest.raises(UserError, match="needs onnx, onnxruntime; run `pip install onnx onnxruntime`"):
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name: None if name in ("onnx", "onnxruntime") else find(name),
+    )
+    with pytest.raises(
+        UserError, match="needs onnx, onnxruntime; run `pip install onnx onnxruntime`"
+    ):
         export.main(Export(checkpoint=runs / "lvvit_micro", out=tmp_path / "out", format="onnx"))
     assert not (tmp_path / "out").exists()
 
@@ -216,11 +287,20 @@ def test_what_cannot_be_exported_leaves_nothing(runs, tmp_path):
     os.truncate(tmp_path / "cut.pt", 100_000)
     state = torch.load(runs / "nfnet_micro" / "last.pt", weights_only=True)
     torch.save(state | {"class_names": NAMES[:4]}, tmp_path / "names.pt")
-    torch.save(state | {"recipe": {"name": "nfnet_micro", "kwargs": {"num_classes": 4}}}, tmp_path / "classes.pt")
+    torch.save(
+        state | {"recipe": {"name": "nfnet_micro", "kwargs": {"num_classes": 4}}},
+        tmp_path / "classes.pt",
+    )
     (tmp_path / "file").write_text("")
-    there, out = set(os.listdir(tmp_path)), Export(checkpoint=runs / "nfnet_micro", out=tmp_path / "out")
+    there, out = (
+        set(os.listdir(tmp_path)),
+        Export(checkpoint=runs / "nfnet_micro", out=tmp_path / "out"),
+    )
     cases = [
-        (replace(out, checkpoint=tmp_path / "text.pt"), "text.pt is no checkpoint that loads safely"),
+        (
+            replace(out, checkpoint=tmp_path / "text.pt"),
+            "text.pt is no checkpoint that loads safely",
+        ),
         (replace(out, checkpoint=tmp_path / "cut.pt"), "cut.pt is no checkpoint that loads safely"),
         (replace(out, checkpoint=tmp_path / "nowhere"), "there is no such checkpoint"),
         (replace(out, checkpoint=tmp_path / "names.pt"), "names 4 classes but its model has 5"),

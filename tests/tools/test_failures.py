@@ -1,4 +1,6 @@
-"""Every command, run for real against bad input and full disks: one sentence, exit code 2, nothing half-written."""
+"""Every command, run for real against bad input and full disks: one sentence, exit code 2, nothing
+half-written.
+"""
 
 import os
 import re
@@ -12,7 +14,9 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def run(command):
-    """A command of the checkout in another folder; `limit` bytes is the most that a file may grow to: a full disk."""
+    """A command of the checkout in another folder; `limit` bytes is the most that a file may grow
+    to: a full disk.
+    """
     return lambda program, *words, **how: command(ROOT / program, *words, **how)
 
 
@@ -31,19 +35,51 @@ def teacher(folder, tmp_path_factory, run):
     """A run folder of one epoch."""
     out = tmp_path_factory.mktemp("runs") / "teacher"
     done = run(
-        "train.py", "nfnet_micro_ce", "--loader", "folder", "--data", folder, "--val", folder, "--out", out, "--epochs", 1,
-        "--batch", 4, cwd=out.parent,
-    )  # fmt: skip
+        "train.py",
+        "nfnet_micro_ce",
+        "--loader",
+        "folder",
+        "--data",
+        folder,
+        "--val",
+        folder,
+        "--out",
+        out,
+        "--epochs",
+        1,
+        "--batch",
+        4,
+        cwd=out.parent,
+    )
     assert done.returncode == 0, done.stderr
     return out
 
 
 def test_a_full_disk_ends_every_command_in_one_sentence(folder, teacher, tmp_path, run):
-    scenes = run("tools/make_digit_scenes.py", "--out", "scenes", "--train", 10, "--val", 10, cwd=tmp_path, limit=500)
+    scenes = run(
+        "tools/make_digit_scenes.py",
+        "--out",
+        "scenes",
+        "--train",
+        10,
+        "--val",
+        10,
+        cwd=tmp_path,
+        limit=500,
+    )
     refused(scenes, "scenes: ")
-    pack = run("tools/pack_dataset.py", "--data", folder, "--out", "x.beton", cwd=tmp_path, limit=2**23 + 5_000)
+    pack = run(
+        "tools/pack_dataset.py",
+        "--data",
+        folder,
+        "--out",
+        "x.beton",
+        cwd=tmp_path,
+        limit=2**23 + 5_000,
+    )
     refused(pack, "x.beton: ")
-    # Half of the images fit; what is packed stays, and with space again the same command goes on behind it.
+    # Half of the images fit; what is packed stays, and with space again the same command goes on
+    # behind it.
     assert re.search(r"x\.beton\.part keeps [1-9] of 11 images; run the same command", pack.stderr)
     assert sorted(os.listdir(tmp_path)) == ["x.beton.part", "x.beton.part.rows"]
     pack = run("tools/pack_dataset.py", "--data", folder, "--out", "x.beton", cwd=tmp_path)
@@ -52,15 +88,40 @@ def test_a_full_disk_ends_every_command_in_one_sentence(folder, teacher, tmp_pat
     assert os.listdir(tmp_path) == ["x.beton"]
     (tmp_path / "x.beton").unlink()
     relabel = run(
-        "tools/relabel_imagenet.py", "--data", folder, "--teacher", teacher, "--input-size", 64, "--top-k", 2, "--out", "maps.h5",
-        cwd=tmp_path, limit=1_000,
-    )  # fmt: skip
+        "tools/relabel_imagenet.py",
+        "--data",
+        folder,
+        "--teacher",
+        teacher,
+        "--input-size",
+        64,
+        "--top-k",
+        2,
+        "--out",
+        "maps.h5",
+        cwd=tmp_path,
+        limit=1_000,
+    )
     refused(relabel, "maps.h5")
     assert list(tmp_path.iterdir()) == []
     train = run(
-        "train.py", "lvvit_micro_ce", "--loader", "folder", "--data", folder, "--val", folder, "--out", "run", "--epochs", 1,
-        "--batch", 4, cwd=tmp_path, limit=200_000,
-    )  # fmt: skip
+        "train.py",
+        "lvvit_micro_ce",
+        "--loader",
+        "folder",
+        "--data",
+        folder,
+        "--val",
+        folder,
+        "--out",
+        "run",
+        "--epochs",
+        1,
+        "--batch",
+        4,
+        cwd=tmp_path,
+        limit=200_000,
+    )
     refused(train, "run/checkpoints/step-00000003.pt: the file grew past the limit")
     assert not (tmp_path / "run" / "last.pt").exists()
     assert not list((tmp_path / "run").glob("*.part"))
@@ -73,7 +134,10 @@ def test_what_cannot_be_written_is_said(folder, tmp_path, run):
     if os.geteuid():
         closed = tmp_path / "closed"
         closed.mkdir(mode=0o500)
-        refused(run("tools/pack_dataset.py", "--data", folder, "--out", "closed/x.beton", cwd=tmp_path), "no permission")
+        refused(
+            run("tools/pack_dataset.py", "--data", folder, "--out", "closed/x.beton", cwd=tmp_path),
+            "no permission",
+        )
 
 
 @pytest.mark.parametrize(
@@ -92,7 +156,16 @@ def test_teachers_that_are_none(folder, tmp_path, teacher_words, said, run):
 
     torch.save([1, 2], tmp_path / "list.pt")
     torch.save({"model": {}, "run": print}, tmp_path / "evil.pt")  # a pickle that names a function
-    done = run("tools/relabel_imagenet.py", "--data", folder, "--teacher", *teacher_words, "--out", "maps.h5", cwd=tmp_path)
+    done = run(
+        "tools/relabel_imagenet.py",
+        "--data",
+        folder,
+        "--teacher",
+        *teacher_words,
+        "--out",
+        "maps.h5",
+        cwd=tmp_path,
+    )
     refused(done, *said)
     assert not (tmp_path / "maps.h5").exists()
 
@@ -102,34 +175,73 @@ def test_an_image_that_cannot_be_read_stops_the_labelling_by_name(folder, teache
     victim = sorted((root / "train").glob("*/*.jpg"))[5]
     victim.write_bytes(victim.read_bytes()[:150])
     done = run(
-        "tools/relabel_imagenet.py", "--data", root, "--teacher", teacher, "--input-size", 64, "--top-k", 2, "--batch", 2,
-        "--out", "maps.h5", cwd=tmp_path,
-    )  # fmt: skip
+        "tools/relabel_imagenet.py",
+        "--data",
+        root,
+        "--teacher",
+        teacher,
+        "--input-size",
+        64,
+        "--top-k",
+        2,
+        "--batch",
+        2,
+        "--out",
+        "maps.h5",
+        cwd=tmp_path,
+    )
     refused(done, victim.name, "cannot be decoded", "replace or remove")
     assert not (tmp_path / "maps.h5").exists()
 
 
 def test_empty_and_missing_folders(tmp_path, run):
     (tmp_path / "empty").mkdir()
-    refused(run("tools/pack_dataset.py", "--data", "empty", "--out", "x.beton", cwd=tmp_path), "empty", "no images")
-    refused(run("tools/pack_dataset.py", "--data", "nowhere", "--out", "x.beton", cwd=tmp_path), "nowhere is not a folder")
+    refused(
+        run("tools/pack_dataset.py", "--data", "empty", "--out", "x.beton", cwd=tmp_path),
+        "empty",
+        "no images",
+    )
+    refused(
+        run("tools/pack_dataset.py", "--data", "nowhere", "--out", "x.beton", cwd=tmp_path),
+        "nowhere is not a folder",
+    )
     refused(run("tools/report.py", "nowhere", cwd=tmp_path), "nowhere is no run")
 
 
 def test_cut_files_stop_a_training_before_it_begins(folder, maps, tmp_path, run):
-    done = run("tools/pack_dataset.py", "--data", folder, "--maps", maps, "--out", "x.beton", cwd=tmp_path)
+    done = run(
+        "tools/pack_dataset.py", "--data", folder, "--maps", maps, "--out", "x.beton", cwd=tmp_path
+    )
     assert done.returncode == 0, done.stderr
     os.truncate(tmp_path / "x.beton", 9_000_000)
     words = ["--val", folder, "--out", "run", "--epochs", 1]
     refused(
-        run("train.py", "lvvit_micro_ce", "--loader", "ffcv", "--data", "x.beton", *words, cwd=tmp_path),
+        run(
+            "train.py",
+            "lvvit_micro_ce",
+            "--loader",
+            "ffcv",
+            "--data",
+            "x.beton",
+            *words,
+            cwd=tmp_path,
+        ),
         "x.beton is cut or damaged",
         "pack or copy",
     )
     shutil.copy(maps, tmp_path / "maps.h5")
     os.truncate(tmp_path / "maps.h5", 2_000)
     done = run(
-        "train.py", "lvvit_micro_relabel", "--loader", "folder", "--data", folder, "--labels", "maps.h5", *words, cwd=tmp_path
+        "train.py",
+        "lvvit_micro_relabel",
+        "--loader",
+        "folder",
+        "--data",
+        folder,
+        "--labels",
+        "maps.h5",
+        *words,
+        cwd=tmp_path,
     )
     refused(done, "maps.h5 is not a whole HDF5 file", "relabel")
     assert not (tmp_path / "run").exists()
@@ -139,7 +251,16 @@ def test_a_teacher_of_other_classes_is_refused(folder, teacher, tmp_path, run):
     root = shutil.copytree(folder, tmp_path / "others")
     (root / "train" / "dog").rename(root / "train" / "wolf")
     done = run(
-        "tools/relabel_imagenet.py", "--data", root, "--teacher", teacher, "--top-k", 2, "--out", "maps.h5", cwd=tmp_path
+        "tools/relabel_imagenet.py",
+        "--data",
+        root,
+        "--teacher",
+        teacher,
+        "--top-k",
+        2,
+        "--out",
+        "maps.h5",
+        cwd=tmp_path,
     )
     refused(done, "was trained on other classes than")
     assert not list(tmp_path.glob("maps.h5*"))

@@ -1,4 +1,6 @@
-"""Import and export as commands: a round trip on digit scenes, what published code would read, and training from an imported store."""
+"""Import and export as commands: a round trip on digit scenes, what published code would read, and
+training from an imported store.
+"""
 
 import json
 from dataclasses import replace
@@ -34,18 +36,35 @@ def scenes(tmp_path_factory, random_maps):
 
 def store_for(path, images, random_maps, **fields):
     said = dict(
-        side=SIDE, top_k=TOP_K, num_classes=CLASSES, absent="zero-logit", teacher="random", input_size=576, geometry="squash",
-        fingerprint=images.fingerprint(), class_names=tuple(images.class_names),
-    )  # fmt: skip
-    window = (0.0, 0.125, 1.0, 0.875) if fields.get("geometry") == "centre-crop" else (0.0, 0.0, 1.0, 1.0)
+        side=SIDE,
+        top_k=TOP_K,
+        num_classes=CLASSES,
+        absent="zero-logit",
+        teacher="random",
+        input_size=576,
+        geometry="squash",
+        fingerprint=images.fingerprint(),
+        class_names=tuple(images.class_names),
+    )
+    window = (
+        (0.0, 0.125, 1.0, 0.875)
+        if fields.get("geometry") == "centre-crop"
+        else (0.0, 0.0, 1.0, 1.0)
+    )
     writer = ScoreMapWriter(path, StoreHeader(**said | fields), images.paths, images.labels)
-    writer.write(np.arange(len(images)), random_maps(len(images), SIDE, TOP_K, CLASSES, window=window))
+    writer.write(
+        np.arange(len(images)), random_maps(len(images), SIDE, TOP_K, CLASSES, window=window)
+    )
     writer.finish()
     return ScoreMapStore(path)
 
 
 def imported(scenes, out, **fields):
-    import_labels.main(Import(labels=scenes / "tree", data=scenes / "scenes", out=out, footprint="squash", **fields))
+    import_labels.main(
+        Import(
+            labels=scenes / "tree", data=scenes / "scenes", out=out, footprint="squash", **fields
+        )
+    )
     return ScoreMapStore(out)
 
 
@@ -54,19 +73,29 @@ def test_export_and_import_give_the_store_back(scenes, tmp_path, capsys):
     ids = np.arange(20)
     for name in ("logit", "cls", "window"):
         assert np.array_equal(getattr(before.rows(ids), name), getattr(after.rows(ids), name)), name
-    assert (before.header.fingerprint, before.header.num_classes) == (after.header.fingerprint, after.header.num_classes)
+    assert (before.header.fingerprint, before.header.num_classes) == (
+        after.header.fingerprint,
+        after.header.num_classes,
+    )
     assert after.header.teacher == "dm_nfnet_f6 (pack tree, axes row-column)"
     assert "taken to cover the whole image, axes row-column" in capsys.readouterr().out
     export_labels.main(Export(maps=tmp_path / "again.h5", out=tmp_path / "tree"))
     for path in (scenes / "tree").rglob("*.pt"):
-        assert path.read_bytes() == (tmp_path / "tree" / path.relative_to(scenes / "tree")).read_bytes()
+        assert (
+            path.read_bytes()
+            == (tmp_path / "tree" / path.relative_to(scenes / "tree")).read_bytes()
+        )
 
 
 def published_targets(folder, path, box, grid):
-    """The dense targets of a crop (top, left, height, width as shares) as published code makes them, from a file, in float64."""
+    """The dense targets of a crop (top, left, height, width as shares) as published code makes
+    them, from a file, in float64.
+    """
     packed = torch.load(folder / f"{path.partition('.')[0]}.pt", weights_only=True)
     assert (packed.dtype, packed.shape) == (torch.float16, (2, TOP_K, SIDE, SIDE))
-    dense = torch.zeros(CLASSES, SIDE, SIDE, dtype=torch.float64).scatter_(0, packed[1].long(), packed[0].double())
+    dense = torch.zeros(CLASSES, SIDE, SIDE, dtype=torch.float64).scatter_(
+        0, packed[1].long(), packed[0].double()
+    )
     top, left, height, width = box
     corners = torch.tensor([[0, top, left, top + height, left + width]], dtype=torch.float64)
     corners[:, 1:] = corners[:, 1:] * SIDE - 0.5
@@ -74,10 +103,14 @@ def published_targets(folder, path, box, grid):
 
 
 def test_the_tree_gives_published_code_the_targets_that_compatible_training_has(scenes, tmp_path):
-    """Crops of an imported store in a batch, without flips, against a reading of the files as reference code does it."""
+    """Crops of an imported store in a batch, without flips, against a reading of the files as
+    reference code does it.
+    """
     store = imported(scenes, tmp_path / "again.h5")
     for geometry in ("compatible", "aligned"):
-        loader = training.open_loader(config(scenes, tmp_path / "again.h5", tmp_path, geometry=geometry), "train")
+        loader = training.open_loader(
+            config(scenes, tmp_path / "again.h5", tmp_path, geometry=geometry), "train"
+        )
         batch = next(iter(loader.batches(0)))
         targets = sparse_targets(batch, loader.labels, 4, TargetRules(geometry=geometry))
         dense = (
@@ -92,7 +125,8 @@ def test_the_tree_gives_published_code_the_targets_that_compatible_training_has(
             if width < 0:
                 continue
             box = (top, left, height, width)
-            # Where labels are aligned the same operator is told x for x: the axes that published code exchanges, exchanged again.
+            # Where labels are aligned the same operator is told x for x: the axes that published
+            # code exchanges, exchanged again.
             told = box if geometry == "compatible" else (left, top, width, height)
             want = published_targets(scenes / "tree", store.paths()[index], told, 4)
             assert torch.allclose(dense[row].double(), want, atol=2e-5), geometry
@@ -102,17 +136,32 @@ def test_the_tree_gives_published_code_the_targets_that_compatible_training_has(
 
 def config(scenes, labels, out, **fields):
     return replace(
-        recipes.lvvit_micro_token_label(), data=scenes / "scenes", val=scenes / "scenes", labels=labels, loader="folder", out=out,
-        batch=10, epochs=1, size=32, threads=2, log_every=1, device="cpu", **fields,
-    )  # fmt: skip
+        recipes.lvvit_micro_token_label(),
+        data=scenes / "scenes",
+        val=scenes / "scenes",
+        labels=labels,
+        loader="folder",
+        out=out,
+        batch=10,
+        epochs=1,
+        size=32,
+        threads=2,
+        log_every=1,
+        device="cpu",
+        **fields,
+    )
 
 
 @pytest.mark.parametrize("geometry", ["compatible", "aligned"])
-def test_training_from_an_imported_store_is_training_from_the_store_it_came_from(scenes, tmp_path, geometry, one_thread):
+def test_training_from_an_imported_store_is_training_from_the_store_it_came_from(
+    scenes, tmp_path, geometry, one_thread
+):
     imported(scenes, tmp_path / "again.h5")
     losses = {}
     for name, labels in (("first", scenes / "maps.h5"), ("again", tmp_path / "again.h5")):
-        training.train(config(scenes, labels, tmp_path / name, geometry=geometry, outside="uniform"))
+        training.train(
+            config(scenes, labels, tmp_path / name, geometry=geometry, outside="uniform")
+        )
         records = map(json.loads, (tmp_path / name / "metrics.jsonl").read_text().splitlines())
         losses[name] = [record["loss"] for record in records if record["kind"] == "train"]
     assert losses["first"] == losses["again"]
@@ -125,15 +174,24 @@ def test_a_column_row_tree_is_turned(scenes, tmp_path):
         turned.parent.mkdir(parents=True, exist_ok=True)
         torch.save(torch.load(path, weights_only=True).transpose(2, 3), turned)
     turned = Import(
-        labels=tmp_path / "turned", data=scenes / "scenes", out=tmp_path / "t.h5", footprint="squash", axes="column-row"
+        labels=tmp_path / "turned",
+        data=scenes / "scenes",
+        out=tmp_path / "t.h5",
+        footprint="squash",
+        axes="column-row",
     )
     import_labels.main(turned)
     ids = np.arange(20)
-    assert np.array_equal(ScoreMapStore(tmp_path / "t.h5").rows(ids).cls, ScoreMapStore(scenes / "maps.h5").rows(ids).cls)
+    assert np.array_equal(
+        ScoreMapStore(tmp_path / "t.h5").rows(ids).cls,
+        ScoreMapStore(scenes / "maps.h5").rows(ids).cls,
+    )
 
 
 def test_what_is_not_declared_is_as_published(scenes, tmp_path):
-    import_labels.main(Import(labels=scenes / "tree", data=scenes / "scenes", out=tmp_path / "a.h5"))
+    import_labels.main(
+        Import(labels=scenes / "tree", data=scenes / "scenes", out=tmp_path / "a.h5")
+    )
     header, known = ScoreMapStore(tmp_path / "a.h5").header, PUBLISHED[SIDE, TOP_K]
     assert header.teacher.startswith(known.teacher)
     assert (header.input_size, header.geometry) == (576, "centre-crop")
@@ -141,13 +199,19 @@ def test_what_is_not_declared_is_as_published(scenes, tmp_path):
 
 def test_maps_of_no_published_pack_must_be_declared(folder, tmp_path):
     for path in Images(folder).paths:
-        array = np.stack([np.full((2, 3, 3), 2.0), np.arange(2)[:, None, None].repeat(3, 1).repeat(3, 2)])
+        array = np.stack(
+            [np.full((2, 3, 3), 2.0), np.arange(2)[:, None, None].repeat(3, 1).repeat(3, 2)]
+        )
         (tmp_path / "labels" / path).parent.mkdir(parents=True, exist_ok=True)
         np.save((tmp_path / "labels" / path).with_suffix(".npy"), array)
     wanted = Import(labels=tmp_path / "labels", data=folder, out=tmp_path / "a.h5", teacher="mine")
-    with pytest.raises(UserError, match=r"3 x 3 cells, top 2, .* give --input-size and --footprint"):
+    with pytest.raises(
+        UserError, match=r"3 x 3 cells, top 2, .* give --input-size and --footprint"
+    ):
         import_labels.main(wanted)
-    import_labels.main(replace(wanted, input_size=96, footprint="squash", audit=False))  # which would find one map for all
+    import_labels.main(
+        replace(wanted, input_size=96, footprint="squash", audit=False)
+    )  # which would find one map for all
     assert ScoreMapStore(tmp_path / "a.h5").header.input_size == 96
 
 
@@ -158,10 +222,20 @@ def test_the_command_names_what_is_missing_and_what_is_over(scenes, tmp_path, co
         copy.parent.mkdir(parents=True, exist_ok=True)
         copy.write_bytes(path.read_bytes())
     (labels / "3" / "000003.pt").rename(labels / "3" / "no-image.pt")
-    words = "tools/import_labels.py", "--labels", labels, "--data", scenes / "scenes", "--out", tmp_path / "a.h5"
+    words = (
+        "tools/import_labels.py",
+        "--labels",
+        labels,
+        "--data",
+        scenes / "scenes",
+        "--out",
+        tmp_path / "a.h5",
+    )
     done = command(*words)
     assert done.returncode == 2
-    assert done.stderr.startswith("error: 1 images have no usable map - no file: 1 (3/000003.jpg); mend")
+    assert done.stderr.startswith(
+        "error: 1 images have no usable map - no file: 1 (3/000003.jpg); mend"
+    )
     assert done.stderr.count("\n") == 1
     assert not (tmp_path / "a.h5").exists()
     done = command(*words, "--missing", "label", "--problems", tmp_path / "problems.txt")
@@ -179,7 +253,10 @@ def test_what_a_tree_cannot_hold_is_said(scenes, tmp_path, random_maps, capsys):
     store_for(tmp_path / "crop.h5", images, random_maps, geometry="centre-crop", absent="tail")
     export_labels.main(Export(maps=tmp_path / "crop.h5", out=tmp_path / "tree"))
     said = capsys.readouterr().out
-    assert "the logsumexp of each cell; published code gives the classes not named logit 0, where this store knows" in said
+    assert (
+        "the logsumexp of each cell; published code gives the classes not named logit 0, where this store knows"
+        in said
+    )
     assert "20 maps cover only a part of their image" in said
     assert "--footprint centre-crop" in said
     export_labels.main(Export(maps=scenes / "maps.h5", out=tmp_path / "whole"))
@@ -194,7 +271,9 @@ def test_exports_that_would_lose_something_are_refused(scenes, tmp_path, random_
     with pytest.raises(UserError, match="10 classes, and float16 numbers only 9 exactly"):
         export_labels.main(Export(maps=maps, out=tmp_path / "a"))
     monkeypatch.undo()
-    monkeypatch.setattr(ScoreMapStore, "paths", lambda store: ["0/a.1.jpg", "0/a.2.jpg", *map(str, range(18))])
+    monkeypatch.setattr(
+        ScoreMapStore, "paths", lambda store: ["0/a.1.jpg", "0/a.2.jpg", *map(str, range(18))]
+    )
     with pytest.raises(UserError, match=r"0/a.1.jpg and 0/a.2.jpg would both be 0/a.pt"):
         export_labels.main(Export(maps=maps, out=tmp_path / "a"))
     monkeypatch.undo()

@@ -24,7 +24,11 @@ def run(tmp_path_factory):
     folder.mkdir()
     kwargs = {"num_classes": 3, "img_size": 32, "token_head": True}
     raw, ema = (weights("lvvit_micro", seed, **kwargs).state_dict() for seed in (1, 2))
-    told = {"recipe": {"name": "lvvit_micro", "kwargs": kwargs}, "class_names": ["a", "b", "c"], "mean": [0.1, 0.2, 0.3]}
+    told = {
+        "recipe": {"name": "lvvit_micro", "kwargs": kwargs},
+        "class_names": ["a", "b", "c"],
+        "mean": [0.1, 0.2, 0.3],
+    }
     told |= {"std": [0.4, 0.5, 0.6], "config": {"size": 40, "crop_pct": 0.8}}
     torch.save(told | {"model": raw, "ema": ema}, folder / "last.pt")
     torch.save(told | {"model": raw, "ema": None}, folder / "raw.pt")
@@ -34,7 +38,11 @@ def run(tmp_path_factory):
 
 def test_a_run_folder_is_its_last_checkpoint(run):
     trained = open_trained(run)
-    assert (trained.path, trained.name, trained.class_names) == (run / "last.pt", "lvvit_micro", ["a", "b", "c"])
+    assert (trained.path, trained.name, trained.class_names) == (
+        run / "last.pt",
+        "lvvit_micro",
+        ["a", "b", "c"],
+    )
     assert (trained.size, trained.crop_pct, trained.interpolation) == (40, 0.8, "bilinear")
     assert (trained.mean, trained.std) == ((0.1, 0.2, 0.3), (0.4, 0.5, 0.6))
     assert not trained.model.training
@@ -42,7 +50,12 @@ def test_a_run_folder_is_its_last_checkpoint(run):
 
 @pytest.mark.parametrize(
     ("file", "asked", "got", "seed"),
-    [("last.pt", "ema", "ema", 2), ("last.pt", "raw", "raw", 1), ("raw.pt", "ema", "raw", 1), ("raw.pt", "raw", "raw", 1)],
+    [
+        ("last.pt", "ema", "ema", 2),
+        ("last.pt", "raw", "raw", 1),
+        ("raw.pt", "ema", "raw", 1),
+        ("raw.pt", "raw", "raw", 1),
+    ],
 )
 def test_averaged_or_raw_weights(run, file, asked, got, seed):
     trained = open_trained(run / file, asked, size=32)
@@ -57,9 +70,15 @@ def test_lvvit_at_another_size_has_a_resampled_table(run, size):
     trained = open_trained(run, size=size)
     was = weights("lvvit_micro", 2, num_classes=3, img_size=32).eval()
     table = was.pos_embed[:, 1:].detach().view(1, 4, 4, 96).permute(0, 3, 1, 2)
-    table = F.interpolate(table, size=(size // 8, size // 8), mode="bicubic", antialias=True).flatten(2).transpose(1, 2)
+    table = (
+        F.interpolate(table, size=(size // 8, size // 8), mode="bicubic", antialias=True)
+        .flatten(2)
+        .transpose(1, 2)
+    )
     want = timm.create_model("lvvit_micro", num_classes=3, img_size=size).eval()
-    want.load_state_dict(was.state_dict() | {"pos_embed": torch.cat([was.pos_embed[:, :1].detach(), table], 1)})
+    want.load_state_dict(
+        was.state_dict() | {"pos_embed": torch.cat([was.pos_embed[:, :1].detach(), table], 1)}
+    )
     image = torch.randn(2, 3, size, size)
     torch.testing.assert_close(trained.model(image), want(image), rtol=0, atol=1e-5)
     assert torch.equal(trained.model(image), was(image))  # which resamples in every forward pass
@@ -88,7 +107,9 @@ def test_a_foreign_network_of_convolutions_takes_any_size_and_is_named_after_ima
 def test_timms_transformers_are_resized_by_their_own_rule(tmp_path):
     model, path = foreign(tmp_path, "test_vit")
     trained = open_trained(path, model_name="test_vit", size=96)
-    want = timm.create_model("test_vit", img_size=96, pretrained=True, pretrained_cfg_overlay=dict(file=str(path))).eval()
+    want = timm.create_model(
+        "test_vit", img_size=96, pretrained=True, pretrained_cfg_overlay=dict(file=str(path))
+    ).eval()
     image = torch.randn(2, 3, 96, 96)
     torch.testing.assert_close(trained.model(image), want(image), rtol=0, atol=1e-5)
     assert trained.model.pos_embed.shape == want.pos_embed.shape != model.pos_embed.shape
@@ -96,7 +117,10 @@ def test_timms_transformers_are_resized_by_their_own_rule(tmp_path):
 
 def stored(tmp_path, name, **kwargs):
     model = weights(name, 0, **kwargs).eval()
-    torch.save({"recipe": {"name": name, "kwargs": kwargs}, "model": model.state_dict()}, tmp_path / f"{name}.pt")
+    torch.save(
+        {"recipe": {"name": name, "kwargs": kwargs}, "model": model.state_dict()},
+        tmp_path / f"{name}.pt",
+    )
     return model, tmp_path / f"{name}.pt"
 
 
@@ -106,7 +130,9 @@ def test_what_cannot_be_opened_is_said_in_one_sentence(run, tmp_path):
     cut = tmp_path / "cut.pt"
     cut.write_bytes((run / "last.pt").read_bytes()[:-5000])
     _, path = foreign(tmp_path, "test_resnet", num_classes=7)
-    _, pit = stored(tmp_path, "pit_ti_224", num_classes=5)  # timm's filter has no rule for its table
+    _, pit = stored(
+        tmp_path, "pit_ti_224", num_classes=5
+    )  # timm's filter has no rule for its table
     cases = [
         ((tmp_path / "empty",), "empty holds no last.pt"),
         ((tmp_path / "nowhere.pt",), "there is no such checkpoint"),
@@ -127,13 +153,18 @@ def test_what_cannot_be_opened_is_said_in_one_sentence(run, tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "fields"),
-    [("dhvt_tiny_cifar_patch4", dict(depth=1, embed_dim=16)), ("t2t_vit_14", dict(depth=1, embed_dim=12, token_dim=8, img_size=64))],
+    [
+        ("dhvt_tiny_cifar_patch4", dict(depth=1, embed_dim=16)),
+        ("t2t_vit_14", dict(depth=1, embed_dim=12, token_dim=8, img_size=64)),
+    ],
 )
 def test_small_data_models_take_another_size_as_their_forward_pass_does(tmp_path, name, fields):
     """T2T-ViT's positions are resampled once; DHVT has none, and is the same model."""
     torch.manual_seed(0)
     model = timm.create_model(name, num_classes=3, **fields).eval()
-    at_96, kwargs = at_size(model, checkpoints.Recipe(name, dict(num_classes=3, **fields)), 96, tmp_path)
+    at_96, kwargs = at_size(
+        model, checkpoints.Recipe(name, dict(num_classes=3, **fields)), 96, tmp_path
+    )
     assert (at_96 is model) == (name != "t2t_vit_14")
     assert kwargs.get("img_size") == (96 if name == "t2t_vit_14" else None)
     image = torch.randn(2, 3, 96, 96)

@@ -1,4 +1,6 @@
-"""Teachers by their words: modules of one's own, several at once, class maps; what cannot be used is refused in one sentence."""
+"""Teachers by their words: modules of one's own, several at once, class maps; what cannot be used
+is refused in one sentence.
+"""
 
 import re
 import sys
@@ -59,11 +61,15 @@ def test_a_module_of_ones_own_with_a_class_map(here):
     teacher, name = load("my_teachers:three", class_maps=["map.json"])
     assert re.fullmatch(r"my_teachers:three by map.json [0-9a-f]{8}", name)
     image = torch.randint(0, 256, (1, 1, 64, 64, 3), dtype=torch.uint8)
-    red, green, blue = (4 * image.double()[0, 0].unflatten(1, (8, 8)).unflatten(0, (8, 8)).mean((1, 3)) / 255).unbind(-1)
+    red, green, blue = (
+        4 * image.double()[0, 0].unflatten(1, (8, 8)).unflatten(0, (8, 8)).mean((1, 3)) / 255
+    ).unbind(-1)
     want = torch.stack([torch.logaddexp(red, blue), green], -1)
     torch.testing.assert_close(teacher(image)[0].double(), want, rtol=1e-4, atol=1e-4)
     (here / "map.json").write_text('{"0": "cat", "1": "dog"}')
-    assert load("my_teachers:three", class_maps=["map.json"])[1] != name  # a run is not continued with another map
+    assert (
+        load("my_teachers:three", class_maps=["map.json"])[1] != name
+    )  # a run is not continued with another map
 
 
 def test_timms_pair_of_methods_is_enough(here):
@@ -73,11 +79,14 @@ def test_timms_pair_of_methods_is_enough(here):
     image = torch.randint(0, 256, (1, 2, 64, 64, 3), dtype=torch.uint8)
     image[:, 1] = image[:, 0]  # both views alike: the second's map is mirrored back
     with torch.no_grad():
-        x = (image[:, 0].permute(0, 3, 1, 2) / 255 - torch.tensor([0.485, 0.456, 0.406]).view(3, 1, 1)) / torch.tensor(
-            [0.229, 0.224, 0.225]
-        ).view(3, 1, 1)
+        x = (
+            image[:, 0].permute(0, 3, 1, 2) / 255
+            - torch.tensor([0.485, 0.456, 0.406]).view(3, 1, 1)
+        ) / torch.tensor([0.229, 0.224, 0.225]).view(3, 1, 1)
         probability = model.fc(model.forward_features(x).permute(0, 2, 3, 1)).softmax(-1)
-    torch.testing.assert_close(teacher(image).softmax(-1), (probability + probability.flip(2)) / 2, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        teacher(image).softmax(-1), (probability + probability.flip(2)) / 2, rtol=1e-4, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize(
@@ -87,13 +96,21 @@ def test_timms_pair_of_methods_is_enough(here):
         (["my_teachers:four"], {}, "my_teachers has no function four"),
         (["my_teachers:OWN"], {}, "my_teachers has no function OWN"),
         (["my_teachers:fails"], {}, r"my_teachers:fails failed \(RuntimeError: no weights"),
-        (["my_teachers:nothing"], {}, "my_teachers:nothing made a int; it must make a torch.nn.Module"),
-        (["my_teachers:three", "my_teachers:three"], {"sizes": (64, 64, 64)}, "--input-size was given 3 times for 2 teachers"),
+        (
+            ["my_teachers:nothing"],
+            {},
+            "my_teachers:nothing made a int; it must make a torch.nn.Module",
+        ),
+        (
+            ["my_teachers:three", "my_teachers:three"],
+            {"sizes": (64, 64, 64)},
+            "--input-size was given 3 times for 2 teachers",
+        ),
         ([], {}, "--teacher is missing"),
         (["my_teachers:three"], {"sizes": (0,)}, "--input-size must be at least 1 pixel"),
         (["my_teachers:three"], {"class_maps": ["no.json"]}, "no.json: there is no such class map"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_used_is_said(here, words, options, said):
     with pytest.raises(UserError, match=said):
         load(*words, **options)
@@ -101,18 +118,23 @@ def test_what_cannot_be_used_is_said(here, words, options, said):
 
 def test_other_classes_are_refused_with_the_remedy(here):
     with pytest.raises(
-        UserError, match=r"trained on other classes .*choose a teacher of the same classes, or give a --class-map"
+        UserError,
+        match=r"trained on other classes .*choose a teacher of the same classes, or give a --class-map",
     ):
         load_teacher(["my_teachers:Pair"], (), (64,), (), ["dog", "cat"], "squash", 1, 1)
     (here / "same.csv").write_text("teacher,data\ncat,cat\ndog,dog\n")
-    teacher, _ = load_teacher(["my_teachers:Pair"], (), (64,), ["same.csv"], ["dog", "cat"], "squash", 1, 1)
+    teacher, _ = load_teacher(
+        ["my_teachers:Pair"], (), (64,), ["same.csv"], ["dog", "cat"], "squash", 1, 1
+    )
     plain, _ = load("my_teachers:Pair")
     image = torch.randint(0, 256, (1, 1, 64, 64, 3), dtype=torch.uint8)
     torch.testing.assert_close(teacher(image)[..., [1, 0]], plain(image))
 
 
 def test_imagenets_classes_are_known_by_their_wordnet_ids(here, monkeypatch):
-    """A timm network of 1,000 classes and no names of its own: n02123045 is its class 281, the tabby."""
+    """A timm network of 1,000 classes and no names of its own: n02123045 is its class 281, the
+    tabby.
+    """
     import timm
 
     create = timm.create_model
@@ -126,14 +148,42 @@ def test_imagenets_classes_are_known_by_their_wordnet_ids(here, monkeypatch):
 def test_the_command_labels_with_two_teachers(here, folder, command):
     """Each with its words once; the store names them all, and rows are the mean of both."""
     done = command(
-        ROOT / "tools/relabel_imagenet.py", "--data", folder, "--teacher", "my_teachers:three", "--teacher", "my_teachers:Pair",
-        "--input-size", 64, 96, "--class-map", "map.json", "-", "--views", 2, "--geometry", "letterbox", "--top-k", 2, "--device",
-        "cpu", "--out", here / "maps.h5", cwd=here,
-    )  # fmt: skip
+        ROOT / "tools/relabel_imagenet.py",
+        "--data",
+        folder,
+        "--teacher",
+        "my_teachers:three",
+        "--teacher",
+        "my_teachers:Pair",
+        "--input-size",
+        64,
+        96,
+        "--class-map",
+        "map.json",
+        "-",
+        "--views",
+        2,
+        "--geometry",
+        "letterbox",
+        "--top-k",
+        2,
+        "--device",
+        "cpu",
+        "--out",
+        here / "maps.h5",
+        cwd=here,
+    )
     assert done.returncode == 0, done.stderr
     store = ScoreMapStore(here / "maps.h5")
-    assert re.fullmatch(r"my_teachers:three by map.json \w{8} \+ my_teachers:Pair, 2 views \w{16}", store.header.teacher)
-    assert (store.header.geometry, store.header.input_size, store.header.side) == ("letterbox", 96, 8)
+    assert re.fullmatch(
+        r"my_teachers:three by map.json \w{8} \+ my_teachers:Pair, 2 views \w{16}",
+        store.header.teacher,
+    )
+    assert (store.header.geometry, store.header.input_size, store.header.side) == (
+        "letterbox",
+        96,
+        8,
+    )
     assert store.header.class_names == ("cat", "dog")
     windows = store.rows(np.arange(len(store))).window
     assert (windows.min(1) < 0).any()

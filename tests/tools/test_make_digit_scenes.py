@@ -19,7 +19,9 @@ def scenes(tmp_path_factory):
 
 
 def files(root):
-    return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()
+    }
 
 
 def test_the_same_seed_gives_the_same_bytes_and_another_does_not(scenes, tmp_path):
@@ -27,14 +29,18 @@ def test_the_same_seed_gives_the_same_bytes_and_another_does_not(scenes, tmp_pat
     main(Scenes(out=tmp_path / "other", train=30, val=20, seed=1))
     assert files(tmp_path / "again") == files(scenes)
     other = files(tmp_path / "other")
-    assert all(other[name] != content for name, content in files(scenes).items() if name.endswith(".jpg"))
+    assert all(
+        other[name] != content for name, content in files(scenes).items() if name.endswith(".jpg")
+    )
 
 
 def test_no_scan_is_in_both_splits_and_none_is_lost():
     scans = load_scans()
     seen = {split: {scan.tobytes() for group in scans[split] for scan in group} for split in scans}
     assert not seen["train"] & seen["val"]
-    assert sum(len(group) for split in scans.values() for group in split) == len(load_digits().images)
+    assert sum(len(group) for split in scans.values() for group in split) == len(
+        load_digits().images
+    )
 
 
 def test_the_label_is_the_largest_digit_and_boxes_hold_bright_ink(scenes):

@@ -10,7 +10,9 @@ from densefeed.tools.model_costs import Costs, costs_by_name, costs_of, main
 
 
 def test_layers_products_and_norms_are_counted_apart():
-    """4 x 4 pixels: a convolution to 2 x 2, norms of both kinds, a linear layer and a product of activations."""
+    """4 x 4 pixels: a convolution to 2 x 2, norms of both kinds, a linear layer and a product of
+    activations.
+    """
 
     class Small(nn.Module):
         def __init__(self):
@@ -25,13 +27,16 @@ def test_layers_products_and_norms_are_counted_apart():
 
     with torch.device("meta"):
         costs = costs_of(Small(), 4)
-    assert costs == Costs(3 * 5 * 9 + 5 + 10 + 10 + 35, 4 * 3 * 5 * 9 + 4 * 35, 4 * 4 * 5, 2 * 20 + 5 * 20)
+    assert costs == Costs(
+        3 * 5 * 9 + 5 + 10 + 10 + 35, 4 * 3 * 5 * 9 + 4 * 35, 4 * 4 * 5, 2 * 20 + 5 * 20
+    )
     assert costs.whole == pytest.approx((costs.layers + costs.attention + costs.norms) / 1e9)
     assert costs.without_attention == pytest.approx((costs.layers + costs.norms) / 1e9)
 
 
 @pytest.mark.parametrize(
-    ("name", "without", "whole"), [("deit_small_patch16_224", 4.25, 4.61), ("swin_tiny_patch4_window7_224", None, 4.51)]
+    ("name", "without", "whole"),
+    [("deit_small_patch16_224", 4.25, 4.61), ("swin_tiny_patch4_window7_224", None, 4.51)],
 )
 def test_timms_models_cost_what_fvcore_says(name, without, whole):
     """The reference's figures (section 4, 2.7), and timm's fused attention is left as it was."""
@@ -43,7 +48,14 @@ def test_timms_models_cost_what_fvcore_says(name, without, whole):
 
 
 def test_the_command_prints_a_line_for_each_model(command):
-    done = command("tools/model_costs.py", "dhvt_tiny_cifar_patch4", "dhvt_small_imagenet_patch16", "t2t_vit_7", "--size", 64)
+    done = command(
+        "tools/model_costs.py",
+        "dhvt_tiny_cifar_patch4",
+        "dhvt_small_imagenet_patch16",
+        "t2t_vit_7",
+        "--size",
+        64,
+    )
     assert done.returncode == 0, done.stderr
     assert "6,008,650" in done.stdout
     assert "4,255,694" in done.stdout
@@ -51,7 +63,8 @@ def test_the_command_prints_a_line_for_each_model(command):
 
 
 @pytest.mark.parametrize(
-    ("words", "why"), [(["dhvt_huge"], "timm knows no model 'dhvt_huge'"), ([], "name at least one model")]
+    ("words", "why"),
+    [(["dhvt_huge"], "timm knows no model 'dhvt_huge'"), ([], "name at least one model")],
 )
 def test_what_is_not_known_is_refused(monkeypatch, words, why):
     monkeypatch.setattr("sys.argv", ["model_costs.py", *words])

@@ -1,4 +1,6 @@
-"""Packing: pixels or bytes kept, odd files encoded anew and counted, bad ones named all at once; stopped, killed and continued."""
+"""Packing: pixels or bytes kept, odd files encoded anew and counted, bad ones named all at once;
+stopped, killed and continued.
+"""
 
 import dataclasses
 import io
@@ -27,7 +29,9 @@ ROOT = Path(__file__).parents[2]
 
 def pixels(encoded):
     """What any decoder sees in a JPEG's bytes, and whether crops can be read from it alone."""
-    return Image.open(io.BytesIO(encoded)).convert("RGB").tobytes(), indexed_jpeg.MARK in encoded[:20]
+    return Image.open(io.BytesIO(encoded)).convert("RGB").tobytes(), indexed_jpeg.MARK in encoded[
+        :20
+    ]
 
 
 def test_jpegs_keep_every_pixel_and_without_index_every_byte(folder, tmp_path):
@@ -46,7 +50,9 @@ def test_jpegs_keep_every_pixel_and_without_index_every_byte(folder, tmp_path):
 
 
 def test_large_images_are_made_smaller_and_all_else_is_left_alone(folder, tmp_path, capsys):
-    """The set's longer sides go from 48 to 89 px. What is made smaller keeps its shape and looks like Pillow's own."""
+    """The set's longer sides go from 48 to 89 px. What is made smaller keeps its shape and looks
+    like Pillow's own.
+    """
     images = Images(folder)
     main(Packing(data=folder, out=tmp_path / "x.beton", max_side=64, quality=90))
     beton, anew = Beton(tmp_path / "x.beton"), 0
@@ -73,15 +79,24 @@ def test_quality_is_of_what_is_encoded_anew(folder, tmp_path):
     for quality in (20, 95):
         main(Packing(data=folder, out=tmp_path / f"{quality}.beton", max_side=64, quality=quality))
         sizes[quality] = Beton(tmp_path / f"{quality}.beton")
-    large = [n for n, path in enumerate(Images(folder).paths) if max(Image.open(Images(folder).where(n)).size) > 64]
+    large = [
+        n
+        for n, path in enumerate(Images(folder).paths)
+        if max(Image.open(Images(folder).where(n)).size) > 64
+    ]
     ratio = sizes[20].images.size / sizes[95].images.size
     assert (ratio[large] < 0.6).all()
     assert (np.delete(ratio, large) == 1).all()
 
 
-@pytest.mark.parametrize("options", [{"max_side": -1}, {"quality": 0}, {"quality": 101}, {"threads": 0}])
+@pytest.mark.parametrize(
+    "options", [{"max_side": -1}, {"quality": 0}, {"quality": 101}, {"threads": 0}]
+)
 def test_settings_that_mean_nothing_are_refused(folder, tmp_path, options):
-    with pytest.raises(UserError, match=r"--threads must be at least 1, --max-side and --pixels-to no less .* from 1 to 100"):
+    with pytest.raises(
+        UserError,
+        match=r"--threads must be at least 1, --max-side and --pixels-to no less .* from 1 to 100",
+    ):
         main(Packing(data=folder, out=tmp_path / "x.beton", **options))
     assert not list(tmp_path.iterdir())
 
@@ -89,7 +104,11 @@ def test_settings_that_mean_nothing_are_refused(folder, tmp_path, options):
 def test_odd_files_become_rgb_jpegs_and_are_counted(folder, tmp_path, capsys):
     root = shutil.copytree(folder, tmp_path / "odd")
     smooth = Image.open(next((root / "train" / "cat").glob("*.jpg"))).copy()
-    for name, mode, kind in (("a_png_named.jpg", "RGB", "PNG"), ("b_cmyk.jpg", "CMYK", "JPEG"), ("c_alpha.png", "RGBA", "PNG")):
+    for name, mode, kind in (
+        ("a_png_named.jpg", "RGB", "PNG"),
+        ("b_cmyk.jpg", "CMYK", "JPEG"),
+        ("c_alpha.png", "RGBA", "PNG"),
+    ):
         smooth.convert(mode).save(root / "train" / "cat" / name, kind)
     smooth.convert("L").save(root / "train" / "cat" / "d_grey.jpg")
     main(Packing(data=root, out=tmp_path / "x.beton"))
@@ -100,12 +119,16 @@ def test_odd_files_become_rgb_jpegs_and_are_counted(folder, tmp_path, capsys):
         assert stored.format == "JPEG"
         assert stored.mode in ("RGB", "L")
         want = np.asarray(Image.open(images.where(n)).convert("RGB")).astype(int)
-        assert np.abs(np.asarray(source.image(n)) - want).mean() < 2, path  # quality 95 on smooth images
+        assert np.abs(np.asarray(source.image(n)) - want).mean() < 2, (
+            path
+        )  # quality 95 on smooth images
 
 
 @pytest.fixture
 def broken(folder, tmp_path):
-    """The folder with its third and fourth training image damaged; these two files, and what they held."""
+    """The folder with its third and fourth training image damaged; these two files, and what they
+    held.
+    """
     root = shutil.copytree(folder, tmp_path / "broken")
     victims = sorted((root / "train").glob("*/*.jpg"))[2:4]
     whole = [victim.read_bytes() for victim in victims]
@@ -114,14 +137,19 @@ def broken(folder, tmp_path):
     return root, victims, whole
 
 
-def test_bad_files_are_all_named_and_mended_ones_packed_alone(broken, folder, tmp_path, capsys, monkeypatch):
+def test_bad_files_are_all_named_and_mended_ones_packed_alone(
+    broken, folder, tmp_path, capsys, monkeypatch
+):
     root, victims, whole = broken
     packing = Packing(data=root, out=tmp_path / "out" / "x.beton")
     with pytest.raises(UserError, match="2 images cannot be packed") as refused:
         main(packing)
     # The first in libjpeg's words, the second, which is no JPEG at all, in Pillow's.
     for victim, reason in zip(victims, ("premature end of jpeg file", "not an image"), strict=True):
-        assert re.search(rf"(?i){victim.name} cannot be decoded \([^)]*{reason}\); replace or remove", str(refused.value))
+        assert re.search(
+            rf"(?i){victim.name} cannot be decoded \([^)]*{reason}\); replace or remove",
+            str(refused.value),
+        )
     assert not packing.out.exists()
     with pytest.raises(UserError, match="2 images cannot be packed"):
         main(packing)
@@ -129,12 +157,18 @@ def test_bad_files_are_all_named_and_mended_ones_packed_alone(broken, folder, tm
     for victim, content in zip(victims, whole, strict=True):
         victim.write_bytes(content)
     written, write = [], BetonWriter.write
-    monkeypatch.setattr(BetonWriter, "write", lambda self, index, *rest: written.append(index) or write(self, index, *rest))
+    monkeypatch.setattr(
+        BetonWriter,
+        "write",
+        lambda self, index, *rest: written.append(index) or write(self, index, *rest),
+    )
     main(packing)
     assert written == [2, 3]
     assert os.listdir(packing.out.parent) == ["x.beton"]
     beton, images = Beton(packing.out), Images(folder)
-    assert [pixels(beton.image(n)[0]) for n in range(11)] == [(pixels(images.read(n))[0], True) for n in range(11)]
+    assert [pixels(beton.image(n)[0]) for n in range(11)] == [
+        (pixels(images.read(n))[0], True) for n in range(11)
+    ]
     assert beton.fingerprint() == images.fingerprint()
     np.testing.assert_array_equal(beton.labels, images.labels)
 
@@ -148,7 +182,9 @@ def test_bad_files_may_be_left_out(broken, folder, maps, tmp_path, capsys):
     assert all(victim.name in said for victim in victims)
     beton, images = Beton(tmp_path / "x.beton"), Images(folder)
     kept = [0, 1, *range(4, 11)]
-    assert [pixels(beton.image(n)[0])[0] for n in range(9)] == [pixels(images.read(n))[0] for n in kept]
+    assert [pixels(beton.image(n)[0])[0] for n in range(9)] == [
+        pixels(images.read(n))[0] for n in kept
+    ]
     np.testing.assert_array_equal(beton.labels, images.labels[kept])
     assert beton.notes["left_out"] == 2
     with pytest.raises(UserError, match=r"leaves out 2 images .* pack the maps into it"):
@@ -156,7 +192,9 @@ def test_bad_files_may_be_left_out(broken, folder, maps, tmp_path, capsys):
 
 
 def test_maps_packed_inside_stay_with_their_images(folder, maps, tmp_path, monkeypatch):
-    """One image turns unreadable after the labelling; its size stays, so the maps are still accepted."""
+    """One image turns unreadable after the labelling; its size stays, so the maps are still
+    accepted.
+    """
     root = shutil.copytree(folder, tmp_path / "later")
     victim = sorted((root / "train").glob("*/*.jpg"))[4]
     victim.write_bytes(bytes(victim.stat().st_size))
@@ -185,7 +223,9 @@ def test_what_was_begun_otherwise_is_not_continued(broken, tmp_path, other):
     with pytest.raises(UserError, match="2 images cannot be packed"):
         main(packing)
     name = next(iter(other)).replace("_", " ")
-    with pytest.raises(UserError, match=rf"x\.beton\.part was begun with another {name}; remove it"):
+    with pytest.raises(
+        UserError, match=rf"x\.beton\.part was begun with another {name}; remove it"
+    ):
         main(dataclasses.replace(packing, **other))
     with pytest.raises(UserError, match="2 images cannot be packed"):
         main(dataclasses.replace(packing, threads=1))
@@ -218,7 +258,9 @@ def packing_child(packing):
 
 
 def test_killed_at_random_it_goes_on_to_the_same_bytes(many, tmp_path):
-    """kill -9 at three random sizes of the journal; the packing after that finishes with the bytes of an undisturbed one."""
+    """kill -9 at three random sizes of the journal; the packing after that finishes with the bytes
+    of an undisturbed one.
+    """
     images, want = many
     out, rows = tmp_path / "x.beton", tmp_path / "x.beton.part.rows"
     for records in np.sort(np.random.default_rng().integers(1, 400, 3)).tolist():
@@ -277,7 +319,9 @@ def test_images_that_changed_meanwhile_are_found(many, tmp_path):
     mirrored = bytearray(Path(first).read_bytes())
     mirrored[-30] ^= 255
     Path(first).write_bytes(mirrored)
-    with pytest.raises(UserError, match=r"x\.beton\.part holds image 0 otherwise than it is now; remove it"):
+    with pytest.raises(
+        UserError, match=r"x\.beton\.part holds image 0 otherwise than it is now; remove it"
+    ):
         main(Packing(data=root, out=tmp_path / "x.beton"))
     Path(first).rename(Path(first).with_name("zzz.jpg"))
     with pytest.raises(UserError, match=r"was begun with another (fingerprint|images)"):
@@ -293,7 +337,9 @@ def test_a_dangling_link_is_a_bad_sample_like_any_other(folder, tmp_path, capsys
 
 
 def test_an_edited_index_is_made_anew_even_where_bytes_are_kept(folder, tmp_path):
-    """A comment behind our index: every decoder reads the file, but its index is not true any more."""
+    """A comment behind our index: every decoder reads the file, but its index is not true any
+    more.
+    """
     root = shutil.copytree(folder, tmp_path / "edited")
     victim = sorted((root / "train").glob("*/*.jpg"))[2]
     indexed = indexed_jpeg.transcode(victim.read_bytes())

@@ -23,7 +23,10 @@ def bare(tmp_path):
 
 def test_without_apt_it_names_every_missing_package(bare, tmp_path):
     done = subprocess.run(
-        ["bash", ROOT / ".ci" / "set_up.sh", tmp_path / "venv"], env={"PATH": str(bare)}, capture_output=True, text=True
+        ["bash", ROOT / ".ci" / "set_up.sh", tmp_path / "venv"],
+        env={"PATH": str(bare)},
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 2
     for package in ("g++", "pkg-config", "libturbojpeg0-dev", "libopencv-dev"):
@@ -43,7 +46,10 @@ def test_an_old_python_is_refused(bare, tmp_path):
     )
     (bare / "python3").chmod(0o755)
     done = subprocess.run(
-        ["bash", ROOT / ".ci" / "set_up.sh", tmp_path / "venv"], env={"PATH": str(bare)}, capture_output=True, text=True
+        ["bash", ROOT / ".ci" / "set_up.sh", tmp_path / "venv"],
+        env={"PATH": str(bare)},
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 2
     assert "Python 3.9.1 is too old; install Python 3.11 or newer" in done.stderr

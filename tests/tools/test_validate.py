@@ -1,4 +1,6 @@
-"""Validation against a plain loop over Pillow's images with timm's own model, and ReaL and subsets of classes by hand."""
+"""Validation against a plain loop over Pillow's images with timm's own model, and ReaL and subsets
+of classes by hand.
+"""
 
 import json
 import pkgutil
@@ -35,7 +37,9 @@ def _hurried(monkeypatch):
 
 @pytest.fixture(scope="module")
 def images(tmp_path_factory) -> Path:
-    """Thirty JPEGs of twelve of ImageNet's classes, named like its validation set in an order that is not theirs by class."""
+    """Thirty JPEGs of twelve of ImageNet's classes, named like its validation set in an order that
+    is not theirs by class.
+    """
     root = tmp_path_factory.mktemp("imagenet-r")
     rng = np.random.default_rng(0)
     for number in range(30):
@@ -43,7 +47,9 @@ def images(tmp_path_factory) -> Path:
         path.parent.mkdir(exist_ok=True)
         height, width = 2 * rng.integers(30, 60, 2)  # even: centred crops begin at whole pixels
         coarse = rng.integers(0, 256, (5, 5, 3), dtype=np.uint8)
-        Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC).save(path, "JPEG", quality=95)
+        Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC).save(
+            path, "JPEG", quality=95
+        )
     return root
 
 
@@ -56,10 +62,13 @@ def beton(images, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def resnet(tmp_path_factory) -> tuple[torch.nn.Module, Path]:
-    """timm's network of 1,000 classes, of which images say different ones, and its weights in a file that says no more."""
+    """timm's network of 1,000 classes, of which images say different ones, and its weights in a
+    file that says no more.
+    """
     torch.manual_seed(0)
     model = timm.create_model("test_resnet").eval()
-    # Statistics of the images' own kind, and a wide head: untrained, all images would look alike to it.
+    # Statistics of the images' own kind, and a wide head: untrained, all images would look alike to
+    # it.
     model.train()
     noise = torch.nn.functional.interpolate(torch.randn(32, 3, 5, 5), size=SIZE, mode="bicubic")
     with torch.no_grad():
@@ -72,21 +81,37 @@ def resnet(tmp_path_factory) -> tuple[torch.nn.Module, Path]:
 
 
 def asked(resnet, data, **fields) -> Validation:
-    plain = dict(checkpoint=resnet[1], model="test_resnet", loader="folder", size=SIZE, crop_pct=1.0, device="cpu", threads=2)
+    plain = dict(
+        checkpoint=resnet[1],
+        model="test_resnet",
+        loader="folder",
+        size=SIZE,
+        crop_pct=1.0,
+        device="cpu",
+        threads=2,
+    )
     return replace(Validation(data=data, **plain), **fields)
 
 
 def plain_loop(model, root: Path, columns: list[int], crop_pct: float = 1.0):
-    """(names, labels, logits of `columns`) one image at a time, in the order of class folders and names."""
+    """(names, labels, logits of `columns`) one image at a time, in the order of class folders and
+    names.
+    """
     names, labels, logits = [], [], []
     normalise = v2.Normalize(model.pretrained_cfg["mean"], model.pretrained_cfg["std"])
     for label, folder in enumerate(sorted(root.iterdir(), key=lambda f: (len(f.name), f.name))):
         for path in sorted(folder.iterdir()):
             image = Image.open(path).convert("RGB")
             image = v2.functional.center_crop(image, round(min(image.size) * crop_pct))
-            image = v2.functional.resize(image, [SIZE, SIZE], v2.InterpolationMode.BILINEAR, antialias=True)
+            image = v2.functional.resize(
+                image, [SIZE, SIZE], v2.InterpolationMode.BILINEAR, antialias=True
+            )
             with torch.no_grad():
-                said = model(normalise(v2.functional.to_dtype(v2.functional.pil_to_tensor(image), scale=True))[None])
+                said = model(
+                    normalise(
+                        v2.functional.to_dtype(v2.functional.pil_to_tensor(image), scale=True)
+                    )[None]
+                )
             names.append(path.name)
             labels.append(label)
             logits.append(said[0, columns])
@@ -96,14 +121,19 @@ def plain_loop(model, root: Path, columns: list[int], crop_pct: float = 1.0):
 @pytest.mark.parametrize(("crop_pct", "batch"), [(1.0, 30), (1.0, 7), (0.5, 4)])
 def test_a_subset_of_classes_equals_a_plain_loop(images, resnet, tmp_path, crop_pct, batch):
     names, label_N, logits_NC = plain_loop(resnet[0], images, COLUMNS, crop_pct)
-    row = validate.main(asked(resnet, images, crop_pct=crop_pct, batch=batch, json=tmp_path / "row.json"))
+    row = validate.main(
+        asked(resnet, images, crop_pct=crop_pct, batch=batch, json=tmp_path / "row.json")
+    )
     ranks_N = (logits_NC > logits_NC.gather(1, label_N[:, None])).sum(1)
     assert len(names) == 30
     assert row["images"] == 30
-    # The loader's pixels differ from Pillow's by rounding, so an image on the fence may fall to the other side: one of 30.
+    # The loader's pixels differ from Pillow's by rounding, so an image on the fence may fall to the
+    # other side: one of 30.
     assert row["top1"] == pytest.approx((ranks_N == 0).double().mean().item(), abs=1 / 30 + 1e-9)
     assert row["top5"] == pytest.approx((ranks_N < 5).double().mean().item(), abs=1 / 30 + 1e-9)
-    assert row["loss"] == pytest.approx(torch.nn.functional.cross_entropy(logits_NC, label_N).item(), rel=0.02)
+    assert row["loss"] == pytest.approx(
+        torch.nn.functional.cross_entropy(logits_NC, label_N).item(), rel=0.02
+    )
     assert 0 < row["top1"] < row["top5"] < 1  # neither is trivial here
     assert (row["classes"], row["model_classes"], row["classes_by"]) == (12, 1000, "name")
     assert row["parameters"] == sum(p.numel() for p in resnet[0].parameters())
@@ -124,7 +154,9 @@ def test_padding_does_not_count_and_the_loaders_agree(images, beton, resnet):
 
 @pytest.mark.dali
 def test_dali_reads_folders_and_packed_files_and_agrees(images, beton, resnet):
-    """Its pixels are its own by rounding, so an image on the fence may fall to the other side: one of 30."""
+    """Its pixels are its own by rounding, so an image on the fence may fall to the other side: one
+    of 30.
+    """
     pytest.importorskip("nvidia.dali", reason="DALI is not installed here")
     ours = validate.main(asked(resnet, images))
     dalis = [validate.main(asked(resnet, data, loader="dali", batch=7)) for data in (images, beton)]
@@ -143,7 +175,9 @@ def test_all_other_classes_would_have_counted(images, resnet):
 
 
 def test_bfloat16_is_near_float32(images, resnet):
-    rows = [validate.main(asked(resnet, images, precision=precision)) for precision in ("fp32", "bf16")]
+    rows = [
+        validate.main(asked(resnet, images, precision=precision)) for precision in ("fp32", "bf16")
+    ]
     assert rows[1]["precision"] == "bf16"
     assert rows[0]["loss"] != rows[1]["loss"] == pytest.approx(rows[0]["loss"], rel=0.05)
 
@@ -218,8 +252,10 @@ def test_folders_of_numbers_are_read_as_imagenet_v2_has_them(images, resnet, tmp
 
 
 def right_classes(images: Path) -> list[list[int]]:
-    """Made-up ReaL labels in the order of the files' numbers: of every six images the first has none, the second its own
-    label and three more, the third another one alone, the others their own."""
+    """Made-up ReaL labels in the order of the files' numbers: of every six images the first has
+    none, the second its own label and three more, the third another one alone, the others their
+    own.
+    """
     names = sorted(path.name for path in images.iterdir())
     own = {int(path.stem[-8:]) - 1: names.index(path.parent.name) for path in images.glob("*/*")}
     others = {
@@ -238,7 +274,10 @@ def real(images, tmp_path) -> Path:
 
 def test_real_labels_by_hand(images, resnet, real):
     names, _, logits_NC = plain_loop(resnet[0], images, COLUMNS)
-    said = {int(Path(name).stem[-8:]) - 1: best for name, best in zip(names, logits_NC.argmax(1).tolist(), strict=True)}
+    said = {
+        int(Path(name).stem[-8:]) - 1: best
+        for name, best in zip(names, logits_NC.argmax(1).tolist(), strict=True)
+    }
     lists = right_classes(images)
     right = [said[number] in lists[number] for number in range(30) if lists[number]]
     row = validate.main(asked(resnet, images, real=str(real), batch=8))
@@ -248,12 +287,18 @@ def test_real_labels_by_hand(images, resnet, real):
 
 
 def test_a_beton_has_no_names_so_its_own_order_counts(images, beton, resnet, real, tmp_path):
-    """Packed class by class: the labels of the files' order are refused, those of the packed order give the folder's result."""
+    """Packed class by class: the labels of the files' order are refused, those of the packed order
+    give the folder's result.
+    """
     packed = asked(resnet, beton, loader="ffcv")
     with pytest.raises(UserError, match="their orders differ"):
         validate.main(replace(packed, real=str(real)))
     lists = right_classes(images)
-    order = [int(path.stem[-8:]) - 1 for folder in sorted(images.iterdir()) for path in sorted(folder.iterdir())]
+    order = [
+        int(path.stem[-8:]) - 1
+        for folder in sorted(images.iterdir())
+        for path in sorted(folder.iterdir())
+    ]
     (tmp_path / "packed.json").write_text(json.dumps([lists[number] for number in order]))
     here = validate.main(replace(packed, real=str(tmp_path / "packed.json")))
     there = validate.main(asked(resnet, images, real=str(real)))
@@ -276,7 +321,9 @@ def test_a_beton_has_no_names_so_its_own_order_counts(images, beton, resnet, rea
 def test_real_labels_that_are_none(images, resnet, tmp_path, text, said):
     (tmp_path / "real.json").write_text(text)
     with pytest.raises(UserError, match=said) as error:
-        validate.main(asked(resnet, images, real=str(tmp_path / "real.json"), json=tmp_path / "row.json"))
+        validate.main(
+            asked(resnet, images, real=str(tmp_path / "real.json"), json=tmp_path / "row.json")
+        )
     assert "\n" not in str(error.value)
     assert not (tmp_path / "row.json").exists()
 
@@ -297,13 +344,17 @@ class Listed:
 
 
 def test_timms_own_copy_judges_imagenet_in_the_order_of_its_folders():
-    """Sorted by class, as folders are. Says the image's own label, or for every fourth image a class that is none of its."""
+    """Sorted by class, as folders are. Says the image's own label, or for every fourth image a
+    class that is none of its.
+    """
     lists = json.loads(pkgutil.get_data("timm.data", "_info/imagenet_real_labels.json"))
     own = np.array([right[0] if right else 0 for right in lists])
     order = np.argsort(own, kind="stable")
     judge = validate.open_real("timm", Listed(order.tolist(), own[order]), Path("val"))
     wrong = [next(iter(set(range(9)) - set(right))) for right in lists]
-    said = np.array([right[-1] if right and number % 4 else wrong[number] for number, right in enumerate(lists)])
+    said = np.array(
+        [right[-1] if right and number % 4 else wrong[number] for number, right in enumerate(lists)]
+    )
     judged = [number for number, right in enumerate(lists) if right]
     share = validate.real_top1(judge, torch.from_numpy(said[order]), 1000)
     assert share == pytest.approx(sum(number % 4 > 0 for number in judged) / len(judged), abs=1e-9)
@@ -327,20 +378,42 @@ def student(tmp_path_factory):
         models.append(model)
     # Two classes that the data does not have stand first, and the rest backwards.
     names = ["n0", "n1", *(WNIDS[column] for column in reversed(COLUMNS))]
-    told = {"recipe": {"name": "lvvit_micro", "kwargs": kwargs}, "class_names": names, "config": {"size": 32, "crop_pct": 1.0}}
+    told = {
+        "recipe": {"name": "lvvit_micro", "kwargs": kwargs},
+        "class_names": names,
+        "config": {"size": 32, "crop_pct": 1.0},
+    }
     mean, std = (list(models[0].pretrained_cfg[name]) for name in ("mean", "std"))
-    torch.save(told | {"model": models[0].state_dict(), "ema": models[1].state_dict(), "mean": mean, "std": std}, path)
+    torch.save(
+        told
+        | {
+            "model": models[0].state_dict(),
+            "ema": models[1].state_dict(),
+            "mean": mean,
+            "std": std,
+        },
+        path,
+    )
     return path, {"raw": models[0], "ema": models[1]}
 
 
 @pytest.mark.parametrize("weights", ["ema", "raw"])
 def test_a_run_is_judged_with_the_weights_asked_for_at_another_size(images, student, weights):
-    """Trained at 32 px, judged at 48: LV-ViT resamples its table, as its forward pass does in the plain loop."""
+    """Trained at 32 px, judged at 48: LV-ViT resamples its table, as its forward pass does in the
+    plain loop.
+    """
     path, models = student
     columns = [13 - number for number in range(12)]
     _, label_N, logits_NC = plain_loop(models[weights], images, columns)
     row = validate.main(
-        Validation(checkpoint=path.parent, data=images, loader="folder", weights=weights, size=SIZE, device="cpu")
+        Validation(
+            checkpoint=path.parent,
+            data=images,
+            loader="folder",
+            weights=weights,
+            size=SIZE,
+            device="cpu",
+        )
     )
     assert (row["weights"], row["size"], row["model"]) == (weights, SIZE, "lvvit_micro")
     want = torch.nn.functional.cross_entropy(logits_NC, label_N).item()
@@ -350,8 +423,17 @@ def test_a_run_is_judged_with_the_weights_asked_for_at_another_size(images, stud
 
 
 def test_what_the_run_says_is_the_default(images, student):
-    row = validate.main(Validation(checkpoint=student[0], data=images, loader="folder", device="cpu", precision="auto"))
-    assert (row["size"], row["crop_pct"], row["weights"], row["precision"]) == (32, 1.0, "ema", "fp32")
+    row = validate.main(
+        Validation(
+            checkpoint=student[0], data=images, loader="folder", device="cpu", precision="auto"
+        )
+    )
+    assert (row["size"], row["crop_pct"], row["weights"], row["precision"]) == (
+        32,
+        1.0,
+        "ema",
+        "fp32",
+    )
 
 
 # ------------------------------------------------------------------------- failures
@@ -376,7 +458,17 @@ def test_what_does_not_fit_is_refused(images, resnet, tmp_path, fields, said):
 
 
 def test_the_command_prints_a_table_or_one_sentence(command, images, beton, resnet, tmp_path):
-    words = ("tools/validate.py", resnet[1], "--model", "test_resnet", "--size", SIZE, "--device", "cpu", "--data")
+    words = (
+        "tools/validate.py",
+        resnet[1],
+        "--model",
+        "test_resnet",
+        "--size",
+        SIZE,
+        "--device",
+        "cpu",
+        "--data",
+    )
     done = command(*words, beton, "--json", tmp_path / "row.json")
     assert done.returncode == 0, done.stderr
     row = json.loads((tmp_path / "row.json").read_text())

@@ -2,8 +2,9 @@
 
     torchrun --nproc-per-node 2 spied_run.py SPIED CONFIG.json [STEPS]
 
-SPIED.RANK gets a line a step, `{"step": 0, "rows": [[index, repeat, view, weight], ...]}`; with STEPS the run is asked to stop
-after so many, on its last rank alone. The config is what `training.config.plain` wrote.
+SPIED.RANK gets a line a step, `{"step": 0, "rows": [[index, repeat, view, weight], ...]}`; with
+STEPS the run is asked to stop after so many, on its last rank alone. The config is what
+`training.config.plain` wrote.
 """
 
 import json
@@ -34,7 +35,9 @@ def lvvit_groupnorm(pretrained: bool = False, **kwargs) -> nn.Module:
 
 
 def spied(path: Path) -> tuple[tuple, ...]:
-    """What to put where, (module, name, function), to have the rows of each step written down before it is done."""
+    """What to put where, (module, name, function), to have the rows of each step written down
+    before it is done.
+    """
     cut, update, rows = step_inputs.parts_of, training.update, []
 
     def parts_of(batch, count):

@@ -1,4 +1,5 @@
-"""Runs of two networks: they train, resume and compile as one does; what conflicts is refused before it begins.
+"""Runs of two networks: they train, resume and compile as one does; what conflicts is refused
+before it begins.
 
 That they spread over ranks is one of test_ranks' laws.
 """
@@ -27,18 +28,28 @@ from densefeed.training.student import student_of, update
 ALONE = Ranks(0, 1, torch.device("cpu"))
 # Two blocks: at 32 pixels the agent's maps are 4 x 4 and 2 x 2, and its last one a place.
 JOINT = dict(
-    model="bootstrapping_vit_micro", model_kwargs=("depth=2",), objective="ce", mixtoken=False, bootstrap="joint"
-)  # fmt: skip
+    model="bootstrapping_vit_micro",
+    model_kwargs=("depth=2",),
+    objective="ce",
+    mixtoken=False,
+    bootstrap="joint",
+)
 SHARED = JOINT | dict(bootstrap="shared")
 DENSE = dict(
-    model="lvvit_micro", model_kwargs=("num_heads=6", "depth=2"), objective="token-label", mixtoken=False, bootstrap="shared",
+    model="lvvit_micro",
+    model_kwargs=("num_heads=6", "depth=2"),
+    objective="token-label",
+    mixtoken=False,
+    bootstrap="shared",
     feature_adapt="pool-2d",
-)  # fmt: skip
+)
 
 
 @pytest.fixture(autouse=True)
 def unmeasured(monkeypatch):
-    """No third of a second in every run for the device's best rate, of which nothing here is asked."""
+    """No third of a second in every run for the device's best rate, of which nothing here is
+    asked.
+    """
     monkeypatch.setattr(training, "peak_flops", lambda *_: 1e12)
 
 
@@ -48,7 +59,11 @@ def config(micro, tmp_path):
 
 
 def records(out, kind="train"):
-    return [r for r in map(json.loads, (out / "metrics.jsonl").read_text().splitlines()) if r["kind"] == kind]
+    return [
+        r
+        for r in map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
+        if r["kind"] == kind
+    ]
 
 
 def first_step(run):
@@ -71,15 +86,43 @@ def first_step(run):
     [
         JOINT
         | dict(
-            objective="relabel", cutmix=1.0, mixup=0.8, feature_decay="none", agent_kwargs=("norm='after'", "pool=3"), epochs=1
+            objective="relabel",
+            cutmix=1.0,
+            mixup=0.8,
+            feature_decay="none",
+            agent_kwargs=("norm='after'", "pool=3"),
+            epochs=1,
         ),
         JOINT
-        | dict(precision="fp16", epochs=1, feature_weight=0.0, agent="base", feature_norm="layernorm", on_nonfinite="skip"),
-        SHARED | dict(cutmix=1.0, microbatch=2, clip_grad=1.0, sizes=((0, 32), (1, 64)), grad_checkpointing=True),
-        SHARED | dict(precision="bf16", epochs=1, feature_blocks=(2,), distill_weight=0.0, align="none"),
-        DENSE | dict(bootstrap="joint", cutmix=1.0, epochs=1, fused_head="always", labels_on_device=True),
-        DENSE | dict(agent="base", epochs=1, feature_adapt="sequence", cutmix=1.0, mix_label="regions"),
-        SHARED | dict(model="t2t_vit_14", model_kwargs=("depth=2", "embed_dim=48", "token_dim=16"), size=64, epochs=1),
+        | dict(
+            precision="fp16",
+            epochs=1,
+            feature_weight=0.0,
+            agent="base",
+            feature_norm="layernorm",
+            on_nonfinite="skip",
+        ),
+        SHARED
+        | dict(
+            cutmix=1.0,
+            microbatch=2,
+            clip_grad=1.0,
+            sizes=((0, 32), (1, 64)),
+            grad_checkpointing=True,
+        ),
+        SHARED
+        | dict(precision="bf16", epochs=1, feature_blocks=(2,), distill_weight=0.0, align="none"),
+        DENSE
+        | dict(bootstrap="joint", cutmix=1.0, epochs=1, fused_head="always", labels_on_device=True),
+        DENSE
+        | dict(agent="base", epochs=1, feature_adapt="sequence", cutmix=1.0, mix_label="regions"),
+        SHARED
+        | dict(
+            model="t2t_vit_14",
+            model_kwargs=("depth=2", "embed_dim=48", "token_dim=16"),
+            size=64,
+            epochs=1,
+        ),
     ],
 )
 def test_a_run_leaves_the_transformer_alone_and_judges_both(micro, tmp_path, capsys, fields):
@@ -94,7 +137,10 @@ def test_a_run_leaves_the_transformer_alone_and_judges_both(micro, tmp_path, cap
     own = [name for name in checkpoint["agent"] if "fc1" in name]
     assert bool(own) == (fields["bootstrap"] == "joint")
     count = sum(p.numel() for p in agent_for(micro(out, **fields), alone, 2).parameters())
-    assert f", and {count:,} that --bootstrap {fields['bootstrap']} trains beside them, on cpu" in capsys.readouterr().out
+    assert (
+        f", and {count:,} that --bootstrap {fields['bootstrap']} trains beside them, on cpu"
+        in capsys.readouterr().out
+    )
 
 
 def stopped_after(steps: int):
@@ -111,22 +157,35 @@ def stopped_after(steps: int):
     "fields",
     [JOINT | dict(microbatch=2, cutmix=1.0), DENSE | dict(precision="fp16")],
     ids=["joint", "shared, dense"],
-)  # fmt: skip
-def test_a_run_stopped_after_every_step_is_the_uninterrupted_one(micro, tmp_path, monkeypatch, fields):
-    """To the bit: both networks, averages and moments; the weight of features falls from epoch to epoch."""
-    monkeypatch.setattr(training, "flops_of_sizes", lambda config, loader: {32: 1.0})  # of which nothing is asked
+)
+def test_a_run_stopped_after_every_step_is_the_uninterrupted_one(
+    micro, tmp_path, monkeypatch, fields
+):
+    """To the bit: both networks, averages and moments; the weight of features falls from epoch to
+    epoch.
+    """
+    monkeypatch.setattr(
+        training, "flops_of_sizes", lambda config, loader: {32: 1.0}
+    )  # of which nothing is asked
     whole = training.train(micro(tmp_path / "whole", **fields))
     monkeypatch.setattr(training, "stopping", stopped_after(1))
     for _ in range(5):
         assert training.train(micro(tmp_path / "cut", resume="auto", **fields)) == {}
     result = training.train(micro(tmp_path / "cut", resume="auto", **fields))
-    assert {name: result[name] for name in result if "top1" in name} == {name: whole[name] for name in whole if "top1" in name}
+    assert {name: result[name] for name in result if "top1" in name} == {
+        name: whole[name] for name in whole if "top1" in name
+    }
     one, other = (checkpoints.load(tmp_path / name / "last.pt") for name in ("cut", "whole"))
     for part in ("model", "agent", "ema"):
         assert set(one[part]) == set(other[part])
-        assert all(torch.equal(tensor, other[part][name]) for name, tensor in one[part].items()), part
+        assert all(torch.equal(tensor, other[part][name]) for name, tensor in one[part].items()), (
+            part
+        )
     for number, moments in one["optimizer"]["state"].items():
-        assert all(torch.equal(value, other["optimizer"]["state"][number][name]) for name, value in moments.items())
+        assert all(
+            torch.equal(value, other["optimizer"]["state"][number][name])
+            for name, value in moments.items()
+        )
     assert [(r["step"], r["loss"]) for r in records(tmp_path / "cut")] == [
         (r["step"], r["loss"]) for r in records(tmp_path / "whole")
     ]
@@ -141,13 +200,20 @@ def test_a_dry_run_counts_both_networks(config, capsys):
 
 
 def test_a_dry_run_counts_the_gradients_of_what_is_lent(config, capsys, monkeypatch):
-    """10 D² numbers and 6 D biases of each of two blocks, D = 936: 70 MB; what an agent stores beside them is the same."""
+    """10 D² numbers and 6 D biases of each of two blocks, D = 936: 70 MB; what an agent stores
+    beside them is the same.
+    """
     kwargs = dict(bootstrap="shared", model_kwargs=("depth=2", "embed_dim=936"), dry_run=True)
     training.train(config(**kwargs))
     monkeypatch.setattr(AgentCNN, "borrowed", lambda agent: [])
     training.train(config(**kwargs))
-    said = [float(line.partition("take about ")[2].split()[0]) for line in capsys.readouterr().out.splitlines()]
-    assert said[0] - said[1] == pytest.approx(2 * (10 * 936**2 + 6 * 936) * 4 / 1e9, abs=0.011)  # printed in steps of 0.01
+    said = [
+        float(line.partition("take about ")[2].split()[0])
+        for line in capsys.readouterr().out.splitlines()
+    ]
+    assert said[0] - said[1] == pytest.approx(
+        2 * (10 * 936**2 + 6 * 936) * 4 / 1e9, abs=0.011
+    )  # printed in steps of 0.01
 
 
 @pytest.mark.parametrize("bootstrap", ["joint", "shared"])
@@ -156,7 +222,11 @@ def test_synchronised_statistics_are_both_networks(config, monkeypatch, bootstra
     monkeypatch.setattr(Ranks, "synchronised", lambda ranks, model: convert_sync_batchnorm(model))
     run = training.prepared(config(bootstrap=bootstrap, sync_batchnorm=True), ALONE)
     with closing(run.loader), closing(run.val):
-        kinds = {type(module) for module in run.student.trained.modules() if "BatchNorm" in type(module).__name__}
+        kinds = {
+            type(module)
+            for module in run.student.trained.modules()
+            if "BatchNorm" in type(module).__name__
+        }
         assert kinds == {torch.nn.SyncBatchNorm}
         both = run.student.trained
         for lent, block in zip(both.agent.lent, both.vit.blocks, strict=True):
@@ -175,7 +245,10 @@ def test_what_is_not_finite_in_the_agent_is_named(config, monkeypatch):
         return agent
 
     monkeypatch.setattr(training, "agent_for", poisoned)
-    with pytest.raises(UserError, match=r"the gradients of step 1 are not finite; the weight agent\.norm\.bias is the first"):
+    with pytest.raises(
+        UserError,
+        match=r"the gradients of step 1 are not finite; the weight agent\.norm\.bias is the first",
+    ):
         training.train(config())
 
 
@@ -183,12 +256,16 @@ def test_what_is_not_finite_in_the_agent_is_named(config, monkeypatch):
 
 
 def test_the_loss_of_a_step_is_the_papers(config):
-    """Hard labels: two cross entropies, two divergences and the features, by hand in float64; decay in the second of 4 epochs."""
+    """Hard labels: two cross entropies, two divergences and the features, by hand in float64; decay
+    in the second of 4 epochs.
+    """
     run = config(epochs=4, smoothing=0.0, drop_path=0.0)
     both, batch, _, _ = first_step(run)
     share = feature_share(run, 1)
     assert share.item() == 0.75
-    ours = objective.step_loss(run, both.eval(), batch, None, TargetRules(), 2, None, None, share=share)
+    ours = objective.step_loss(
+        run, both.eval(), batch, None, TargetRules(), 2, None, None, share=share
+    )
     with torch.no_grad():
         said = both(batch.image)
     own = sum(F.cross_entropy(logits.double(), batch.label) for logits in (said.vit, said.agent))
@@ -204,11 +281,15 @@ def test_the_loss_of_a_step_is_the_papers(config):
 
 
 def test_both_networks_learn_from_the_score_maps(config):
-    """Each of its own grid's dense labels, in float64: 4 x 4 tokens of the transformer, 1 place of the agent's last map."""
+    """Each of its own grid's dense labels, in float64: 4 x 4 tokens of the transformer, 1 place of
+    the agent's last map.
+    """
     run = config(**DENSE, distill_weight=0.0, feature_weight=0.0, drop_path=0.0)
     both, batch, spec, _ = first_step(run)
     rules = TargetRules(smoothing=0.1)
-    ours = objective.step_loss(run, both.train(), batch, spec, rules, 4, None, None, share=feature_share(run, 0))
+    ours = objective.step_loss(
+        run, both.train(), batch, spec, rules, 4, None, None, share=feature_share(run, 0)
+    )
     with torch.no_grad():
         said, want = both(batch.image), 0.0
     for output, grid in ((said.vit, 4), (said.agent, 1)):
@@ -216,7 +297,9 @@ def test_both_networks_learn_from_the_score_maps(config):
         for logits, side, factor in ((output.cls[:, None], 1, 1.0), (output.tokens, grid, 0.5)):
             targets = sparse_targets(batch, spec, side, rules)
             full = targets.base.double()[..., None].repeat(1, 1, 2)
-            full.scatter_add_(2, targets.palette[:, None].expand(-1, side**2, -1), targets.extra.double())
+            full.scatter_add_(
+                2, targets.palette[:, None].expand(-1, side**2, -1), targets.extra.double()
+            )
             loss = -(full * logits.double().log_softmax(-1)).sum(-1)
             want += factor * (loss * targets.weight).sum() / targets.weight.sum()
     assert ours.item() == pytest.approx(want.item(), rel=1e-5)
@@ -224,11 +307,16 @@ def test_both_networks_learn_from_the_score_maps(config):
 
 @pytest.mark.parametrize(
     "fields",
-    [JOINT | dict(model_kwargs=("depth=1",)), DENSE | dict(model_kwargs=("num_heads=6", "depth=1"))],
+    [
+        JOINT | dict(model_kwargs=("depth=1",)),
+        DENSE | dict(model_kwargs=("num_heads=6", "depth=1")),
+    ],
     ids=["joint", "shared, dense"],
 )
 def test_one_compiled_step_serves_every_box_and_epoch(config, fields):
-    """No graph break, no recompilation as the weight of features falls, and the loss and gradients of eager mode."""
+    """No graph break, no recompilation as the weight of features falls, and the loss and gradients
+    of eager mode.
+    """
     run = config(**fields, agent_kwargs=("down=(1,)",), cutmix=1.0, drop_path=0.0, epochs=4)
     both, batch, spec, plan = first_step(run)
     mixing, rules = objective.mixing_of(run, plan), TargetRules(smoothing=0.1)
@@ -239,17 +327,23 @@ def test_one_compiled_step_serves_every_box_and_epoch(config, fields):
         mix, found = mixing.draw(epoch, 0, 32, 4) if mixing else None, []
         for function in (objective.step_loss, step):
             both.zero_grad()
-            loss = function(run, both, batch, spec, rules, 4, mix, None, share=feature_share(run, epoch))
+            loss = function(
+                run, both, batch, spec, rules, 4, mix, None, share=feature_share(run, epoch)
+            )
             loss.backward()
             if both.shared:
                 both.combine_gradients("global", lambda gradients: None)
-            found.append((loss.detach(), *(parameter.grad.clone() for parameter in both.parameters())))
+            found.append(
+                (loss.detach(), *(parameter.grad.clone() for parameter in both.parameters()))
+            )
         torch.testing.assert_close(found[0], found[1], rtol=1e-3, atol=1e-5)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
 def test_blocks_of_both_networks_are_compiled(config, monkeypatch, tmp_path):
-    """Once each kind: the transformer's, the agent's at its two sizes; and the loss. Without code generation."""
+    """Once each kind: the transformer's, the agent's at its two sizes; and the loss. Without code
+    generation.
+    """
     compiler, asked = torch.compile, []
 
     def without_code(function, **options):
@@ -267,7 +361,9 @@ def test_blocks_of_both_networks_are_compiled(config, monkeypatch, tmp_path):
     assert asked == ["Block"] * 2 + ["AgentBlock"] * 2 + ["function"]
 
 
-@pytest.mark.parametrize("fields", [JOINT, SHARED, SHARED | dict(align="tensor", clip_grad=1.0, on_nonfinite="skip")])
+@pytest.mark.parametrize(
+    "fields", [JOINT, SHARED, SHARED | dict(align="tensor", clip_grad=1.0, on_nonfinite="skip")]
+)
 def test_an_update_waits_for_nothing(config, no_host_read, fields):
     run = config(**fields, ema=0.0)
     both, batch, spec, _ = first_step(run)
@@ -275,7 +371,9 @@ def test_an_update_waits_for_nothing(config, no_host_read, fields):
     share = feature_share(run, 1)
 
     def loss():
-        return objective.step_loss(run, student.network, batch, spec, TargetRules(), 4, None, None, share=share)
+        return objective.step_loss(
+            run, student.network, batch, spec, TargetRules(), 4, None, None, share=share
+        )
 
     with no_host_read():
         mean, norm = update(student, ALONE, 0, [loss, loss])
@@ -296,7 +394,15 @@ def test_float16s_scale_changes_no_aligned_gradient(config):
 
         def loss(student=student, batch=batch, spec=spec):
             return objective.step_loss(
-                run, student.network, batch, spec, TargetRules(), 4, None, None, share=feature_share(run, 0)
+                run,
+                student.network,
+                batch,
+                spec,
+                TargetRules(),
+                4,
+                None,
+                None,
+                share=feature_share(run, 0),
             )
 
         update(student, ALONE, 0, [loss])
@@ -304,7 +410,9 @@ def test_float16s_scale_changes_no_aligned_gradient(config):
     torch.testing.assert_close(*weights, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize(("decay", "shares"), [("linear", [1.0, 0.75, 0.5, 0.25]), ("none", [1.0] * 4)])
+@pytest.mark.parametrize(
+    ("decay", "shares"), [("linear", [1.0, 0.75, 0.5, 0.25]), ("none", [1.0] * 4)]
+)
 def test_the_weight_of_features_falls_to_nothing(config, decay, shares):
     run = config(epochs=3, cooldown_epochs=1, feature_decay=decay)
     assert [feature_share(run, epoch).item() for epoch in range(4)] == shares
@@ -317,29 +425,68 @@ def test_the_weight_of_features_falls_to_nothing(config, decay, shares):
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        (dict(drloc="l1", drloc_grid=0), "--drloc and --bootstrap: its heads read the last map of one network"),
-        (dict(frozen_statistics=True), "the agent CNN of --bootstrap begins with statistics that nobody has learnt"),
-        (dict(model="dhvt_tiny_cifar_patch4"), "dhvt_tiny_cifar_patch4 can have no such agent .DHVT's attention adds tokens"),
-        (dict(mixtoken=True, model="lvvit_micro"), "MixToken exchanges tokens, which an agent CNN has not"),
+        (
+            dict(drloc="l1", drloc_grid=0),
+            "--drloc and --bootstrap: its heads read the last map of one network",
+        ),
+        (
+            dict(frozen_statistics=True),
+            "the agent CNN of --bootstrap begins with statistics that nobody has learnt",
+        ),
+        (
+            dict(model="dhvt_tiny_cifar_patch4"),
+            "dhvt_tiny_cifar_patch4 can have no such agent .DHVT's attention adds tokens",
+        ),
+        (
+            dict(mixtoken=True, model="lvvit_micro"),
+            "MixToken exchanges tokens, which an agent CNN has not",
+        ),
         (DENSE | dict(feature_adapt="sequence"), "give --feature-adapt pool-2d, or --agent base"),
         (dict(distill_temperature=0.0), "--distill-temperature is 0, and must be at least 0.001"),
         (dict(feature_weight=-1.0), "--feature-weight is -1, and must be at least 0"),
         (dict(model="lvvit_micro"), "lvvit_micro can have no such agent .3 heads have no CONV"),
-        (dict(model="nfnet_micro", model_kwargs=()), "nfnet_micro can have no such agent .has no blocks of attention"),
+        (
+            dict(model="nfnet_micro", model_kwargs=()),
+            "nfnet_micro can have no such agent .has no blocks of attention",
+        ),
         (dict(agent_kwargs=("down=(9,)",)), r"down \(9,\) must be numbers of blocks, from 1 to 2"),
         (dict(agent_kwargs=("down=3",)), r"down 3 must be numbers of blocks, from 1 to 2"),
-        (dict(agent_kwargs=("depth=1",)), "--agent-kwargs knows down, pool and norm, and no depth; what else an agent has"),
+        (
+            dict(agent_kwargs=("depth=1",)),
+            "--agent-kwargs knows down, pool and norm, and no depth; what else an agent has",
+        ),
         (dict(agent_kwargs=("pool",)), "--agent-kwargs 'pool' is not NAME=VALUE"),
-        (dict(feature_blocks=(1, 5)), "--feature-blocks 1 5: 5 is no number of a block; they go from 1 to 2"),
+        (
+            dict(feature_blocks=(1, 5)),
+            "--feature-blocks 1 5: 5 is no number of a block; they go from 1 to 2",
+        ),
         (dict(agent_kwargs=("pool=5",)), r"\(pool 5 must be 2 or 3\)"),
-        (dict(agent="base", agent_kwargs=("pool=3",)), r"\(pool 3 is a res-like stem's, and a base one has no max-pool\)"),
-        (dict(model_kwargs=("depth=2", "patch_drop_rate=0.3")), "can have no such agent .it leaves out patches in training"),
-        (dict(SHARED, model_kwargs=("depth=2", "patch_drop_rate=0.5")), "no such agent .it leaves out patches in training"),
-        (dict(size=16, agent_kwargs=("down=(1,2)",)), "cannot train at 16 px .block 2 has 1 x 1 places, which cannot be halved"),
-        (dict(sizes=((0, 32), (1, 40))), r"cannot train at 40 px .* choose another --sizes \(32 or 48 px fit\), --agent"),
-        (dict(size=72), r"72 px \(81 tokens .* to 16\); choose another --size \(64 or 80 px fit\), --agent"),
+        (
+            dict(agent="base", agent_kwargs=("pool=3",)),
+            r"\(pool 3 is a res-like stem's, and a base one has no max-pool\)",
+        ),
+        (
+            dict(model_kwargs=("depth=2", "patch_drop_rate=0.3")),
+            "can have no such agent .it leaves out patches in training",
+        ),
+        (
+            dict(SHARED, model_kwargs=("depth=2", "patch_drop_rate=0.5")),
+            "no such agent .it leaves out patches in training",
+        ),
+        (
+            dict(size=16, agent_kwargs=("down=(1,2)",)),
+            "cannot train at 16 px .block 2 has 1 x 1 places, which cannot be halved",
+        ),
+        (
+            dict(sizes=((0, 32), (1, 40))),
+            r"cannot train at 40 px .* choose another --sizes \(32 or 48 px fit\), --agent",
+        ),
+        (
+            dict(size=72),
+            r"72 px \(81 tokens .* to 16\); choose another --size \(64 or 80 px fit\), --agent",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_conflicts_is_refused_before_the_first_step(config, fields, said):
     run = config(**fields)
     with pytest.raises(UserError, match=said):
@@ -349,7 +496,9 @@ def test_what_conflicts_is_refused_before_the_first_step(config, fields, said):
 
 NO_CONV = "{} heads have no CONV: their square of 2 x 2 taps has no middle"
 NO_BLOCKS = r"has no blocks of attention \(qkv, proj\) and MLP \(fc1, fc2\)"
-NOT_PLAIN = "its attention, {}, is none that is known to give no more than a mean of values for each head"
+NOT_PLAIN = (
+    "its attention, {}, is none that is known to give no more than a mean of values for each head"
+)
 NARROW = "depth=2", "num_heads=6", "embed_dim=96"
 TRANSFORMERS = {  # arguments, and why there is no agent; None: there is one
     "deit_small_patch16_224": (("depth=2",), None),
@@ -359,25 +508,39 @@ TRANSFORMERS = {  # arguments, and why there is no agent; None: there is one
     "deit_tiny_patch16_224": (("depth=2",), NO_CONV.format(3)),
     "lvvit_t": (("depth=2",), NO_CONV.format(4)),
     "t2t_vit_7": (("depth=2",), NO_CONV.format(4)),
-    "dhvt_small_imagenet_patch16": (("depth=2",), "DHVT's attention adds tokens of heads and its MLP, DAFF, convolves"),
+    "dhvt_small_imagenet_patch16": (
+        ("depth=2",),
+        "DHVT's attention adds tokens of heads and its MLP, DAFF, convolves",
+    ),
     "beit_base_patch16_224": (NARROW, None),
     "vit_relpos_base_patch16_224": (NARROW, None),
     "vit_base_patch16_rope_224": (NARROW, None),
     "vit_small_r26_s32_224": (("depth=2",), None),
     "cait_xxs24_224": (("depth=1", "num_heads=6"), NOT_PLAIN.format(r"cait\.TalkingHeadAttn")),
     "xcit_nano_12_p16_224": (("depth=1", "num_heads=8"), NOT_PLAIN.format(r"xcit\.XCA")),
-    "vit_dlittle_patch16_reg1_gap_256": (("depth=1",), NOT_PLAIN.format(r"diff_attention\.DiffAttention")),
+    "vit_dlittle_patch16_reg1_gap_256": (
+        ("depth=1",),
+        NOT_PLAIN.format(r"diff_attention\.DiffAttention"),
+    ),
     "beit3_base_patch16_224": (NARROW, "a norm stands between the weights"),
-    "vit_base_patch16_clip_quickgelu_224": (NARROW, "its MLP has QuickGELU where an agent has GELU"),
-    "naflexvit_base_patch16_gap": (NARROW, "it has no patch_embed that tells the side of its patches"),
+    "vit_base_patch16_clip_quickgelu_224": (
+        NARROW,
+        "its MLP has QuickGELU where an agent has GELU",
+    ),
+    "naflexvit_base_patch16_gap": (
+        NARROW,
+        "it has no patch_embed that tells the side of its patches",
+    ),
     "cvt_13": (("depths=(1,1,1)",), NO_BLOCKS),
     "swin_tiny_patch4_window7_224": (("depths=(1,1,1,1)",), NO_BLOCKS),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", TRANSFORMERS)
 def test_which_transformers_have_agents(config, name):
-    """Those of plain blocks with heads for a CONV, whoever has the weights; the others are refused with the reason."""
+    """Those of plain blocks with heads for a CONV, whoever has the weights; the others are refused
+    with the reason.
+    """
     arguments, why = TRANSFORMERS[name]
     for bootstrap in ("joint", "shared"):
         size = 256 if "256" in name else 224
@@ -387,7 +550,10 @@ def test_which_transformers_have_agents(config, name):
         if why is None:
             check_sizes(run, model, 2)
             continue
-        with pytest.raises(UserError, match=rf"--bootstrap {bootstrap}: {name} can have no such agent \({why}.*; choose another"):
+        with pytest.raises(
+            UserError,
+            match=rf"--bootstrap {bootstrap}: {name} can have no such agent \({why}.*; choose another",
+        ):
             check_sizes(run, model, 2)
 
 

@@ -19,12 +19,17 @@ def test_blocks_with_rates_of_their_own_share_a_compilation(monkeypatch, name):
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    model = timm.create_model(name, depth=12, embed_dim=24, drop_path_rate=0.3, img_size=32, num_classes=3).train()
+    model = timm.create_model(
+        name, depth=12, embed_dim=24, drop_path_rate=0.3, img_size=32, num_classes=3
+    ).train()
     names = list(model.state_dict())
     compiled("blocks", model)
     assert list(model.state_dict()) == names
     image = torch.randn(2, 3, 32, 32)
-    for wanted in (2, 4):  # the first block drops nothing, and has no DropPath; then both again, in evaluation
+    for wanted in (
+        2,
+        4,
+    ):  # the first block drops nothing, and has no DropPath; then both again, in evaluation
         model(image)
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == wanted
         model.eval()
@@ -51,7 +56,9 @@ def test_what_stands_beside_a_model_leaves_its_blocks_to_be_compiled(monkeypatch
 
 @pytest.mark.parametrize("scale", [True, False])
 def test_paths_are_dropped_at_timms_rate(scale):
-    """Of 20,000 samples; the share's standard deviation is 0.003. What is kept is scaled as timm's is."""
+    """Of 20,000 samples; the share's standard deviation is 0.003. What is kept is scaled as timm's
+    is.
+    """
     timms = DropPath(0.3, scale)
     ours = SharedDropPath(timms)
     x = torch.ones(20_000, 2, 3, dtype=torch.bfloat16)

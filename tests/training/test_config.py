@@ -1,4 +1,6 @@
-"""What is given on the command line and read by nobody is refused; what a recipe brings may wait for its option."""
+"""What is given on the command line and read by nobody is refused; what a recipe brings may wait
+for its option.
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -17,15 +19,27 @@ NAMED = {recipe.__name__: recipe() for recipe in RECIPES}
 @pytest.mark.parametrize(
     ("name", "fields", "said"),
     [
-        ("lvvit_micro_ce", dict(agent_kwargs=("pool=3",)), "--agent-kwargs is read by nobody with --bootstrap none"),
+        (
+            "lvvit_micro_ce",
+            dict(agent_kwargs=("pool=3",)),
+            "--agent-kwargs is read by nobody with --bootstrap none",
+        ),
         ("lvvit_micro_ce", dict(agent="base"), "--agent is read by nobody"),
         ("lvvit_micro_ce", dict(align="none"), "--align is read by nobody with --bootstrap none"),
         ("lvvit_micro_ce", dict(feature_blocks=(1,)), "--feature-blocks is read by nobody"),
         ("lvvit_micro_ce", dict(distill_weight=0.0), "--distill-weight is read by nobody"),
-        ("lvvit_micro_ce", dict(drloc_released=True), "--drloc-released is read by nobody with --drloc none; leave it away"),
+        (
+            "lvvit_micro_ce",
+            dict(drloc_released=True),
+            "--drloc-released is read by nobody with --drloc none; leave it away",
+        ),
         ("lvvit_micro_ce", dict(drloc_weight=0.1), "--drloc-weight is read by nobody"),
         ("swin_t_drloc", dict(drloc="none", drloc_pairs=8), "--drloc-pairs is read by nobody"),
-        ("bootstrapping_vit_s_joint", dict(align="none"), "--align is read by nobody with --bootstrap joint"),
+        (
+            "bootstrapping_vit_s_joint",
+            dict(align="none"),
+            "--align is read by nobody with --bootstrap joint",
+        ),
         ("bootstrapping_vit_s_joint", dict(agent="base", feature_weight=1.0), ""),
         ("bootstrapping_vit_s_shared", dict(align="none"), ""),
         ("lvvit_micro_ce", dict(drloc="l1", drloc_grid=4, drloc_released=True), ""),
@@ -49,7 +63,18 @@ def test_the_command_asks_it_of_its_recipe(monkeypatch):
     """Before anything is opened; and of the values that the recipe has."""
     trained: list[Config] = []
     monkeypatch.setattr(training, "train", trained.append)
-    words = ["train.py", "lvvit_micro_drloc", "--data", "a", "--val", "b", "--out", "lvvit_micro_ce", "--drloc", "none"]
+    words = [
+        "train.py",
+        "lvvit_micro_drloc",
+        "--data",
+        "a",
+        "--val",
+        "b",
+        "--out",
+        "lvvit_micro_ce",
+        "--drloc",
+        "none",
+    ]
     monkeypatch.setattr("sys.argv", words)
     training.main()
     assert [(config.out, config.drloc_grid) for config in trained] == [(Path("lvvit_micro_ce"), 0)]

@@ -1,4 +1,6 @@
-"""Runs with DRLoc: what combines trains, resumes and moves between ranks; what does not is refused; what is given away is the model."""
+"""Runs with DRLoc: what combines trains, resumes and moves between ranks; what does not is refused;
+what is given away is the model.
+"""
 
 import json
 import math
@@ -29,24 +31,48 @@ COMBINED = {
     "token-label, mixtoken": dict(drloc="l1", drloc_grid=4),
     "token-label, mixtoken, mixup": dict(drloc="signed", drloc_grid=2, mixup=0.8, compile="never"),
     "relabel, cutmix, regions": dict(
-        drloc="ce", drloc_grid=0, objective="relabel", mixtoken=False, cutmix=1.0, mix_label="regions"
+        drloc="ce",
+        drloc_grid=0,
+        objective="relabel",
+        mixtoken=False,
+        cutmix=1.0,
+        mix_label="regions",
     ),
     "ce, cutmix, mixup": dict(CE, drloc="reg", drloc_grid=4, cutmix=1.0, mixup=0.8),
     "all, token-label": dict(drloc="all", drloc_grid=2, mixtoken=False),
-    "released, fused head": dict(drloc="ce", drloc_grid=0, drloc_released=True, fused_head="always"),
+    "released, fused head": dict(
+        drloc="ce", drloc_grid=0, drloc_released=True, fused_head="always"
+    ),
     "vit": dict(CE, drloc="l1", drloc_grid=2, model="test_vit"),
     "vit, released": dict(CE, drloc="reg", drloc_grid=0, model="test_vit", drloc_released=True),
     "resnet": dict(CE, drloc="l1", drloc_grid=2, model="test_resnet", size=64),
     "resnet, all": dict(CE, drloc="all", drloc_grid=0, model="test_resnet", size=64),
     "nfnet, views": dict(CE, drloc="l1", drloc_grid=0, model="nfnet_micro", views=2),
-    "swin": dict(CE, drloc="l1", drloc_grid=0, model="swin_tiny_patch4_window7_224", model_kwargs=SWIN, size=64),
-    "dhvt, token labels": dict(drloc="l1", drloc_grid=8, model="dhvt_tiny_cifar_patch4", model_kwargs=("depth=2",)),
-    "dhvt, all": dict(CE, drloc="all", drloc_grid=4, model="dhvt_tiny_cifar_patch4", model_kwargs=("depth=2",)),
-    "t2t, token labels": dict(drloc="ce", drloc_grid=0, model="t2t_vit_14", model_kwargs=("depth=2",), size=64),
-    "cvt": dict(CE, drloc="reg", drloc_grid=2, model="cvt_13_drloc", size=64, frozen_statistics=True),
+    "swin": dict(
+        CE,
+        drloc="l1",
+        drloc_grid=0,
+        model="swin_tiny_patch4_window7_224",
+        model_kwargs=SWIN,
+        size=64,
+    ),
+    "dhvt, token labels": dict(
+        drloc="l1", drloc_grid=8, model="dhvt_tiny_cifar_patch4", model_kwargs=("depth=2",)
+    ),
+    "dhvt, all": dict(
+        CE, drloc="all", drloc_grid=4, model="dhvt_tiny_cifar_patch4", model_kwargs=("depth=2",)
+    ),
+    "t2t, token labels": dict(
+        drloc="ce", drloc_grid=0, model="t2t_vit_14", model_kwargs=("depth=2",), size=64
+    ),
+    "cvt": dict(
+        CE, drloc="reg", drloc_grid=2, model="cvt_13_drloc", size=64, frozen_statistics=True
+    ),
     "cvt, all": dict(CE, drloc="all", drloc_grid=2, model="cvt_13", size=64),
     "sizes": dict(drloc="l1", drloc_grid=2, sizes=((0, 16), (1, 32))),
-    "checkpointing, clipping": dict(drloc="l1", drloc_grid=2, grad_checkpointing=True, clip_grad=0.1, on_nonfinite="skip"),
+    "checkpointing, clipping": dict(
+        drloc="l1", drloc_grid=2, grad_checkpointing=True, clip_grad=0.1, on_nonfinite="skip"
+    ),
     "all, checkpointing": dict(drloc="all", drloc_grid=2, mixtoken=False, grad_checkpointing=True),
     "bf16": dict(drloc="l1", drloc_grid=2, precision="bf16"),
     "fp16": dict(drloc="reg", drloc_grid=0, precision="fp16"),
@@ -54,7 +80,11 @@ COMBINED = {
 
 
 def records(out, kind="train"):
-    return [r for r in map(json.loads, (out / "metrics.jsonl").read_text().splitlines()) if r["kind"] == kind]
+    return [
+        r
+        for r in map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
+        if r["kind"] == kind
+    ]
 
 
 @pytest.mark.parametrize("name", COMBINED)
@@ -81,16 +111,28 @@ def test_what_combines_trains_and_its_heads_change(micro, tmp_path, name):
             r"--drloc l1 cannot be computed of lvvit_micro: its grid of 4 x 4 is smaller than a pool to 7 x 7; "
             r"give --drloc-grid one of 0, 2$",
         ),
-        (dict(drloc_grid=3), r"grid of 4 x 4 is no multiple of 3 x 3; give --drloc-grid one of 0, 2$"),
-        (dict(drloc_grid=7, model="dhvt_tiny_cifar_patch4"), r"grid of 8 x 8 .* 7 x 7; give --drloc-grid one of 0, 4, 2$"),
+        (
+            dict(drloc_grid=3),
+            r"grid of 4 x 4 is no multiple of 3 x 3; give --drloc-grid one of 0, 2$",
+        ),
+        (
+            dict(drloc_grid=7, model="dhvt_tiny_cifar_patch4"),
+            r"grid of 8 x 8 .* 7 x 7; give --drloc-grid one of 0, 4, 2$",
+        ),
         (
             dict(CE, drloc_grid=0, model="test_vit", model_kwargs=("patch_drop_rate=0.5",)),
             "--drloc l1 cannot be computed of test_vit: it leaves out patches in training",
         ),
         (dict(drloc_grid=1), r"leaves 1 x 1 places, too few"),
         (dict(drloc="all"), r"--drloc all reads every block's tokens, .*give --no-mixtoken"),
-        (dict(CE, drloc="ce", drloc_grid=0, sizes=((0, 16), (1, 32))), r"with ce a class each; choose one size"),
-        (dict(CE, drloc_grid=0, model="resnet18"), r"resnet18: its grid of 1 x 1 leaves .*; choose a larger --size or another"),
+        (
+            dict(CE, drloc="ce", drloc_grid=0, sizes=((0, 16), (1, 32))),
+            r"with ce a class each; choose one size",
+        ),
+        (
+            dict(CE, drloc_grid=0, model="resnet18"),
+            r"resnet18: its grid of 1 x 1 leaves .*; choose a larger --size or another",
+        ),
         (
             dict(CE, drloc_grid=0, model="crossvit_tiny_240", size=240),
             r"of crossvit_tiny_240: it gives no map and no grid of tokens",
@@ -109,17 +151,33 @@ def test_what_conflicts_is_refused_before_the_first_step(micro, tmp_path, fields
 
 def test_another_loss_is_another_run(micro, tmp_path):
     training.train(micro(tmp_path / "run", epochs=1, drloc="l1", drloc_grid=0))
-    for fields in (dict(drloc="none"), dict(drloc_weight=0.1), dict(drloc_pairs=8), dict(drloc="signed")):
+    for fields in (
+        dict(drloc="none"),
+        dict(drloc_weight=0.1),
+        dict(drloc_pairs=8),
+        dict(drloc="signed"),
+    ):
         name = next(iter(fields))
         with pytest.raises(UserError, match=rf"was trained with {name}="):
-            training.train(micro(tmp_path / "run", epochs=1, resume="auto", **{"drloc": "l1", "drloc_grid": 0, **fields}))
+            training.train(
+                micro(
+                    tmp_path / "run",
+                    epochs=1,
+                    resume="auto",
+                    **{"drloc": "l1", "drloc_grid": 0, **fields},
+                )
+            )
 
 
 def test_a_dry_run_asks_for_places_too(micro, tmp_path, capsys, monkeypatch):
     """Of its two images, once."""
     said = []
     monkeypatch.setattr(
-        Localised, "forward", lambda both, *a, f=Localised.forward, **k: (out := f(both, *a, **k), said.append(out.loss))[0]
+        Localised,
+        "forward",
+        lambda both, *a, f=Localised.forward, **k: (out := f(both, *a, **k), said.append(out.loss))[
+            0
+        ],
     )
     assert training.train(micro(tmp_path / "run", drloc="l1", drloc_grid=0, dry_run=True)) == {}
     assert "dry run: data, labels and recipe fit together" in capsys.readouterr().out
@@ -135,13 +193,28 @@ def step_of(config: Config):
     augmentation = Augmentation(loader.plan, objective.augment_of(config), (0.5,) * 3, (0.2,) * 3)
     batch = next(augmented(loader.batches(0), augmentation, 0, torch.device("cpu")))
     loader.close()
-    return objective.localised(config, model), batch, loader.labels, TargetRules(smoothing=0.1), loader.plan
+    return (
+        objective.localised(config, model),
+        batch,
+        loader.labels,
+        TargetRules(smoothing=0.1),
+        loader.plan,
+    )
 
 
 @pytest.mark.parametrize("variant", ["l1", "all"])
 def test_a_steps_loss_is_the_objectives_and_the_weighted_distance(micro, tmp_path, variant):
-    """The one of a run without, at the same weights; the other by timm's maps and the heads themselves."""
-    config = replace(micro(tmp_path), drloc=variant, drloc_grid=0, drloc_weight=0.3, drop_path=0.0, mixtoken=False)
+    """The one of a run without, at the same weights; the other by timm's maps and the heads
+    themselves.
+    """
+    config = replace(
+        micro(tmp_path),
+        drloc=variant,
+        drloc_grid=0,
+        drloc_weight=0.3,
+        drop_path=0.0,
+        mixtoken=False,
+    )
     both, batch, spec, rules, plan = step_of(config)
     pairs = pairs_of(plan, 0, batch, 5, 0.3)
     batch = batch._replace(weight=torch.tensor([1.0, 1.0, 0.0, 1.0]))
@@ -160,7 +233,12 @@ def test_a_steps_loss_is_the_objectives_and_the_weighted_distance(micro, tmp_pat
     [
         dict(drloc="l1", drloc_grid=2),
         dict(drloc="all", drloc_grid=0, mixtoken=False),
-        dict(drloc="ce", drloc_grid=4, model="dhvt_tiny_cifar_patch4", model_kwargs=("depth=1", "embed_dim=32")),
+        dict(
+            drloc="ce",
+            drloc_grid=4,
+            model="dhvt_tiny_cifar_patch4",
+            model_kwargs=("depth=1", "embed_dim=32"),
+        ),
     ],
 )
 def test_one_compiled_step_serves_every_step(micro, tmp_path, no_host_read, fields):
@@ -175,8 +253,12 @@ def test_one_compiled_step_serves_every_step(micro, tmp_path, no_host_read, fiel
         mix = mixing.draw(0, number, 32, grid) if mixing else None
         pairs = pairs_of(plan, number, batch, 6, 0.1 * number)
         with no_host_read():
-            want = objective.step_loss(config, both, batch, spec, rules, grid, mix, None, pairs=pairs)
-        torch.testing.assert_close(compiled(config, both, batch, spec, rules, grid, mix, None, pairs=pairs), want)
+            want = objective.step_loss(
+                config, both, batch, spec, rules, grid, mix, None, pairs=pairs
+            )
+        torch.testing.assert_close(
+            compiled(config, both, batch, spec, rules, grid, mix, None, pairs=pairs), want
+        )
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
@@ -187,7 +269,9 @@ def test_what_is_compiled_trains_as_what_is_not(micro, tmp_path, monkeypatch, ho
     fields = dict(epochs=1, drop_path=0.0, drloc="l1", drloc_grid=2, model_kwargs=("depth=1",))
     training.train(micro(tmp_path / "plain", **fields))
     monkeypatch.setattr(
-        torch, "compile", lambda function, mode=None, **options: compiler(function, backend="aot_eager", **options)
+        torch,
+        "compile",
+        lambda function, mode=None, **options: compiler(function, backend="aot_eager", **options),
     )
     torch._dynamo.reset()
     training.train(micro(tmp_path / how, compile=how, **fields))
@@ -197,7 +281,11 @@ def test_what_is_compiled_trains_as_what_is_not(micro, tmp_path, monkeypatch, ho
 
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize(
-    "fields", [dict(drloc="l1", drloc_grid=2), dict(drloc="reg", drloc_grid=0, drloc_released=True, microbatch=2)]
+    "fields",
+    [
+        dict(drloc="l1", drloc_grid=2),
+        dict(drloc="reg", drloc_grid=0, drloc_released=True, microbatch=2),
+    ],
 )
 def test_a_killed_run_resumes_to_the_bit(micro, tmp_path, monkeypatch, fields):
     training.train(micro(tmp_path / "whole", epochs=3, **fields))
@@ -218,7 +306,9 @@ def test_a_killed_run_resumes_to_the_bit(micro, tmp_path, monkeypatch, fields):
     for part in ("model", "ema", "localiser"):
         for name, tensor in one[part].items():
             assert torch.equal(tensor, other[part][name]), (part, name)
-    losses = [[(r["step"], r["loss"]) for r in records(tmp_path / name)] for name in ("whole", "killed")]
+    losses = [
+        [(r["step"], r["loss"]) for r in records(tmp_path / name)] for name in ("whole", "killed")
+    ]
     assert losses[0] == losses[1]
 
 
@@ -226,20 +316,40 @@ def test_what_a_run_leaves_is_judged_and_exported_without_heads(micro, packed, t
     training.train(micro(tmp_path / "run", drloc="l1", drloc_grid=0))
     for weights in ("ema", "raw"):
         row = validate.main(
-            validate.Validation(checkpoint=tmp_path / "run", data=packed[1], weights=weights, device="cpu", threads=2)
+            validate.Validation(
+                checkpoint=tmp_path / "run",
+                data=packed[1],
+                weights=weights,
+                device="cpu",
+                threads=2,
+            )
         )
         said = records(tmp_path / "run", "val")[-1]
         assert row["top1"] == said["top1" + "_ema" * (weights == "ema")]
-        assert row["parameters"] == sum(p.numel() for p in training.build_model(micro(tmp_path), 2)[0].parameters())
-        export.main(export.Export(checkpoint=tmp_path / "run", out=tmp_path / weights, weights=weights))
+        assert row["parameters"] == sum(
+            p.numel() for p in training.build_model(micro(tmp_path), 2)[0].parameters()
+        )
+        export.main(
+            export.Export(checkpoint=tmp_path / "run", out=tmp_path / weights, weights=weights)
+        )
         model = timm.create_model(f"local-dir:{tmp_path / weights}", pretrained=True)
-        saved = checkpoints.load(tmp_path / "run" / "last.pt")["ema" if weights == "ema" else "model"]
+        saved = checkpoints.load(tmp_path / "run" / "last.pt")[
+            "ema" if weights == "ema" else "model"
+        ]
         assert all(torch.equal(tensor, saved[name]) for name, tensor in model.state_dict().items())
 
 
 def test_a_fine_tune_begins_from_such_a_run_with_heads_of_its_own(micro, tmp_path):
     training.train(micro(tmp_path / "run", epochs=1, drloc="ce", drloc_grid=0))
-    training.train(micro(tmp_path / "tuned", epochs=1, drloc="l1", drloc_grid=0, init=tmp_path / "run" / "last.pt"))
+    training.train(
+        micro(
+            tmp_path / "tuned",
+            epochs=1,
+            drloc="l1",
+            drloc_grid=0,
+            init=tmp_path / "run" / "last.pt",
+        )
+    )
     training.train(micro(tmp_path / "plain", epochs=1, init=tmp_path / "run" / "last.pt"))
     assert "localiser" not in checkpoints.load(tmp_path / "plain" / "last.pt")
 
@@ -248,14 +358,23 @@ def test_the_optimiser_decays_the_heads_matrices_and_nothing_else_of_them():
     torch.manual_seed(0)
     model = timm.create_model("test_vit", img_size=32, num_classes=3)
     plain, ours = (
-        student_of(Config(model="test_vit", size=32, drloc=drloc, drloc_grid=0), model, ALONE, None) for drloc in ("none", "l1")
+        student_of(Config(model="test_vit", size=32, drloc=drloc, drloc_grid=0), model, ALONE, None)
+        for drloc in ("none", "l1")
     )
     assert plain.trained is plain.model is model
     assert ours.model is model
     assert isinstance(ours.trained, Localised)
     names = {id(p): name for name, p in ours.trained.named_parameters()}
-    decayed = [{names[id(p)] for p in group["params"]} for group in ours.optimizer.param_groups if group["weight_decay"]]
-    before = [{names[id(p)] for p in group["params"]} for group in plain.optimizer.param_groups if group["weight_decay"]]
+    decayed = [
+        {names[id(p)] for p in group["params"]}
+        for group in ours.optimizer.param_groups
+        if group["weight_decay"]
+    ]
+    before = [
+        {names[id(p)] for p in group["params"]}
+        for group in plain.optimizer.param_groups
+        if group["weight_decay"]
+    ]
     (decayed,), (before,) = decayed, before
     assert decayed - before == {f"localiser.heads.0.{layer}.weight" for layer in (0, 2, 4)}
     assert before <= decayed
@@ -266,13 +385,18 @@ def test_the_optimiser_decays_the_heads_matrices_and_nothing_else_of_them():
 
 
 @pytest.mark.parametrize(
-    ("epoch", "share"), [(0, 0.0), (5, 0.25), (20, 1.0), (21, 279 / 280), (100, 200 / 280), (299, 1 / 280), (305, 0.0)]
+    ("epoch", "share"),
+    [(0, 0.0), (5, 0.25), (20, 1.0), (21, 279 / 280), (100, 200 / 280), (299, 1 / 280), (305, 0.0)],
 )
 def test_the_released_weight_rises_for_20_epochs_and_falls_to_0(epoch, share):
     config = Config(drloc="l1", drloc_weight=0.5, epochs=300)
     assert objective.localisation_weight(config, epoch) == 0.5
-    assert objective.localisation_weight(replace(config, drloc_released=True), epoch) == pytest.approx(0.5 * share)
-    assert math.isfinite(objective.localisation_weight(replace(config, drloc_released=True, epochs=8), epoch))
+    assert objective.localisation_weight(
+        replace(config, drloc_released=True), epoch
+    ) == pytest.approx(0.5 * share)
+    assert math.isfinite(
+        objective.localisation_weight(replace(config, drloc_released=True, epochs=8), epoch)
+    )
 
 
 def test_without_it_nothing_changes(micro, tmp_path):

@@ -24,10 +24,14 @@ class Says(nn.Module):
 def batches_of(label_N, weight_N, sizes):
     """Images that name their own number, cut into batches of these sizes."""
     image_NCHW = torch.arange(len(label_N)).float().view(-1, 1, 1, 1).expand(-1, 3, 2, 2)
-    return list(zip(image_NCHW.split(sizes), label_N.split(sizes), weight_N.split(sizes), strict=True))
+    return list(
+        zip(image_NCHW.split(sizes), label_N.split(sizes), weight_N.split(sizes), strict=True)
+    )
 
 
-@pytest.mark.parametrize(("count", "classes", "sizes"), [(1, 2, [1]), (7, 3, [4, 3]), (33, 40, [16, 16, 1])])
+@pytest.mark.parametrize(
+    ("count", "classes", "sizes"), [(1, 2, [1]), (7, 3, [4, 3]), (33, 40, [16, 16, 1])]
+)
 def test_sums_are_those_of_a_plain_loop(count, classes, sizes):
     rng = torch.Generator().manual_seed(count)
     logits_NK = 3 * torch.randn(count, classes, generator=rng)
@@ -35,13 +39,19 @@ def test_sums_are_those_of_a_plain_loop(count, classes, sizes):
     weight_N = (torch.rand(count, generator=rng) < 0.7).float()
     weight_N[0] = 1
     right = right5 = loss = 0.0
-    for logits, label, weight in zip(logits_NK.tolist(), label_N.tolist(), weight_N.tolist(), strict=True):
+    for logits, label, weight in zip(
+        logits_NK.tolist(), label_N.tolist(), weight_N.tolist(), strict=True
+    ):
         order = sorted(range(classes), key=lambda k: -logits[k])
         right += weight * (order[0] == label)
         right5 += weight * (label in order[:5])
         loss += weight * (math.log(sum(map(math.exp, logits))) - logits[label])
     sums = sums_of(answers(Says(logits_NK).train(), batches_of(label_N, weight_N, sizes)))
-    assert [float(sums.right), float(sums.right5), float(sums.total)] == [right, right5, float(weight_N.sum())]
+    assert [float(sums.right), float(sums.right5), float(sums.total)] == [
+        right,
+        right5,
+        float(weight_N.sum()),
+    ]
     assert float(sums.loss) == pytest.approx(loss, rel=1e-6)
     shares = shares_waits(sums)
     assert shares.top1 == right / float(weight_N.sum())
@@ -49,7 +59,9 @@ def test_sums_are_those_of_a_plain_loop(count, classes, sizes):
 
 
 def test_counts_by_hand():
-    """Eight classes, best first 7 6 5 4 3 2 1 0 in every image; of the labels 7 is best, 3 the fifth, 2 the sixth."""
+    """Eight classes, best first 7 6 5 4 3 2 1 0 in every image; of the labels 7 is best, 3 the
+    fifth, 2 the sixth.
+    """
     logits_NK = torch.arange(8.0).expand(5, 8)
     label_N, weight_N = torch.tensor([7, 3, 2, 7, 7]), torch.tensor([1.0, 1, 1, 1, 0])
     sums = sums_of(answers(Says(logits_NK), batches_of(label_N, weight_N, [5])))
@@ -57,7 +69,9 @@ def test_counts_by_hand():
 
 
 def test_fewer_than_five_classes_are_all_among_the_best_five():
-    sums = sums_of(answers(Says(torch.eye(3)), batches_of(torch.tensor([1, 2, 2]), torch.ones(3), [3])))
+    sums = sums_of(
+        answers(Says(torch.eye(3)), batches_of(torch.tensor([1, 2, 2]), torch.ones(3), [3]))
+    )
     assert (float(sums.right), float(sums.right5)) == (1, 3)
 
 
@@ -69,7 +83,11 @@ def test_classes_that_are_not_named_take_no_part():
     assert said[0].tolist() == [[1, 2], [3, 2], [4, 0]]
     sums = sums_of([said])
     assert float(sums.right) == 2
-    want = math.log(math.exp(1 - 2) + 1) + math.log(math.exp(3 - 2) + 1) + math.log(1 + math.exp(0 - 4))
+    want = (
+        math.log(math.exp(1 - 2) + 1)
+        + math.log(math.exp(3 - 2) + 1)
+        + math.log(1 + math.exp(0 - 4))
+    )
     assert float(sums.loss) == pytest.approx(want, rel=1e-6)
 
 
@@ -80,7 +98,9 @@ def test_sums_of_parts_add_up():
     model, parts = Says(logits_NK), batches_of(label_N, torch.ones(24), [8, 8, 8])
     ranks = [sums_of(answers(model, part)) for part in (parts[:1], parts[1:])]
     added = Sums(*sum(torch.stack(sums) for sums in ranks))
-    assert shares_waits(added) == pytest.approx(shares_waits(sums_of(answers(model, parts))), rel=1e-12)
+    assert shares_waits(added) == pytest.approx(
+        shares_waits(sums_of(answers(model, parts))), rel=1e-12
+    )
 
 
 def test_nothing_waits_for_the_device(no_host_read):
@@ -96,9 +116,13 @@ def test_bfloat16_answers_are_near_and_float32():
     model = nn.Sequential(nn.Flatten(), nn.Linear(12, 5))
     image_NCHW = torch.randn(4, 3, 2, 2)
     batch = [(image_NCHW, torch.zeros(4, dtype=torch.int64), torch.ones(4))]
-    ((plain, *_),), ((half, *_),) = (list(answers(model, batch, dtype=dtype)) for dtype in (None, torch.bfloat16))
+    ((plain, *_),), ((half, *_),) = (
+        list(answers(model, batch, dtype=dtype)) for dtype in (None, torch.bfloat16)
+    )
     assert half.dtype == torch.float32
-    assert 0 < (half - plain).abs().max() < 0.05  # 8 bits of mantissa on sums of 12 products below 1
+    assert (
+        0 < (half - plain).abs().max() < 0.05
+    )  # 8 bits of mantissa on sums of 12 products below 1
 
 
 def test_no_batch_is_an_error():

@@ -26,7 +26,9 @@ CPU = torch.device("cpu")
 def test_without_skipping_the_flag_stays_and_names_the_first_step(no_host_read):
     finite, norms = Finite(CPU, skip=False), [1.0, math.inf, 1.0, math.nan]
     with no_host_read():
-        flags = [finite.update(torch.tensor(norm), step) for step, norm in enumerate(norms, start=7)]
+        flags = [
+            finite.update(torch.tensor(norm), step) for step, norm in enumerate(norms, start=7)
+        ]
     assert [flag.item() for flag in flags] == [0, 1, 1, 1]
     assert finite.looked_waits() == (2, 8)
     assert finite.looked_waits() == (2, 8)
@@ -35,7 +37,10 @@ def test_without_skipping_the_flag_stays_and_names_the_first_step(no_host_read):
 def test_with_skipping_each_look_begins_anew(no_host_read):
     finite = Finite(CPU, skip=True)
     with no_host_read():
-        flags = [finite.update(torch.tensor(norm), step) for step, norm in enumerate([math.nan, 1.0, -math.inf])]
+        flags = [
+            finite.update(torch.tensor(norm), step)
+            for step, norm in enumerate([math.nan, 1.0, -math.inf])
+        ]
     assert [flag.item() for flag in flags] == [1, 0, 1]
     assert finite.looked_waits() == (2, 0)
     assert finite.looked_waits() == (0, None)
@@ -82,7 +87,9 @@ def test_a_weight_comes_first_and_a_loss_after_outputs():
 
 def test_a_leap_is_told_against_the_median_of_the_last():
     leaps = Leaps(factor=1.5, window=5)
-    assert [leaps.seen(loss) for loss in (9.0, 2.0, 2.0, 4.0)] == [""] * 4  # too few to know what is usual
+    assert [leaps.seen(loss) for loss in (9.0, 2.0, 2.0, 4.0)] == [
+        ""
+    ] * 4  # too few to know what is usual
     assert leaps.seen(30.0) == ""
     assert leaps.seen(6.1) == "the loss leapt to 6.100; it was 4.000 before"  # of 9, 2, 2, 4, 30
     assert leaps.seen(math.nan) == ""
@@ -116,11 +123,18 @@ def test_a_signal_asks_and_a_second_one_acts(number, monkeypatch):
 
 @pytest.mark.parametrize(
     "error",
-    [torch.OutOfMemoryError("CUDA out of memory"), MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory")],
+    [
+        torch.OutOfMemoryError("CUDA out of memory"),
+        MemoryError(),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory"),
+    ],
 )
 def test_memory_that_runs_out_names_the_knobs(error):
     with (
-        pytest.raises(UserError, match=r"^runs/x: memory ran out with 64 images at once; give --microbatch 32 .*--ema 0$"),
+        pytest.raises(
+            UserError,
+            match=r"^runs/x: memory ran out with 64 images at once; give --microbatch 32 .*--ema 0$",
+        ),
         memory_told(64, "runs/x"),
     ):
         raise error
@@ -128,7 +142,12 @@ def test_memory_that_runs_out_names_the_knobs(error):
 
 def test_a_real_failure_to_get_memory_is_known():
     """PyTorch's own words."""
-    with pytest.raises(UserError, match="memory ran out with 2 images at once; give --microbatch 2 "), memory_told(2, "runs/x"):
+    with (
+        pytest.raises(
+            UserError, match="memory ran out with 2 images at once; give --microbatch 2 "
+        ),
+        memory_told(2, "runs/x"),
+    ):
         torch.empty(2**60)
 
 

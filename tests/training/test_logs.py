@@ -1,4 +1,6 @@
-"""Logs: what a continued run forgets, what JSON can hold, and Weights & Biases under one identity."""
+"""Logs: what a continued run forgets, what JSON can hold, and Weights & Biases under one
+identity.
+"""
 
 import builtins
 import json
@@ -12,22 +14,37 @@ from densefeed.training.logs import forget_after, logging
 
 
 def lines(out):
-    return [json.loads(line, parse_constant=pytest.fail) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line, parse_constant=pytest.fail)
+        for line in (out / "metrics.jsonl").read_text().splitlines()
+    ]
 
 
 def written(out, *records, step=0, steps=10, project="", evaluated=True):
-    with logging(out, step, steps, {"seed": 0}, project, speaks=True, evaluated=evaluated) as (write, advance):
+    with logging(out, step, steps, {"seed": 0}, project, speaks=True, evaluated=evaluated) as (
+        write,
+        advance,
+    ):
         for kind, at, values in records:
             write(kind, at, at / 4, values)
             advance(1, "text")
 
 
 def test_a_continued_run_forgets_what_it_does_again(tmp_path):
-    written(tmp_path, *(("train", at, {"loss": at / 2}) for at in range(1, 6)), ("val", 5, {"top1": 0.5}))
+    written(
+        tmp_path,
+        *(("train", at, {"loss": at / 2}) for at in range(1, 6)),
+        ("val", 5, {"top1": 0.5}),
+    )
     with open(tmp_path / "metrics.jsonl", "a") as file:
         file.write('{"kind": "train", "step": 6, "lo')  # killed in the middle of a line
     written(tmp_path, ("train", 4, {"loss": 7.0}), step=3)
-    assert [(r["step"], r["loss"]) for r in lines(tmp_path)] == [(1, 0.5), (2, 1.0), (3, 1.5), (4, 7.0)]
+    assert [(r["step"], r["loss"]) for r in lines(tmp_path)] == [
+        (1, 0.5),
+        (2, 1.0),
+        (3, 1.5),
+        (4, 7.0),
+    ]
     board = EventAccumulator(str(tmp_path / "tensorboard"))
     board.Reload()
     assert [(e.step, e.value) for e in board.Scalars("train/loss")][-1] == (4, 7.0)
@@ -75,13 +92,19 @@ def test_without_the_package_weights_and_biases_is_refused(tmp_path, monkeypatch
         return importing(name, *rest)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(UserError, match=r"^--wandb needs the package wandb; `pip install wandb`, or leave it away$"):
+    with pytest.raises(
+        UserError, match=r"^--wandb needs the package wandb; `pip install wandb`, or leave it away$"
+    ):
         written(tmp_path, project="densefeed")
     assert not (tmp_path / "metrics.jsonl").exists()
 
 
-def test_weights_and_biases_follows_a_continued_run_under_one_identity(tmp_path, monkeypatch, command):
-    """Offline, in a process that ends: what it would send lies in its own files, as uncompressed records."""
+def test_weights_and_biases_follows_a_continued_run_under_one_identity(
+    tmp_path, monkeypatch, command
+):
+    """Offline, in a process that ends: what it would send lies in its own files, as uncompressed
+    records.
+    """
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
@@ -98,7 +121,10 @@ for step, loss in ((0, 0.515625), (1, 0.265625)):
     done = command("-c", program)
     assert done.returncode == 0, done.stderr
     identity = (tmp_path / "run" / "wandb-id").read_text()
-    sent = [path.read_bytes() for path in sorted((tmp_path / "run").glob(f"wandb/offline-run-*-{identity}/*.wandb"))]
+    sent = [
+        path.read_bytes()
+        for path in sorted((tmp_path / "run").glob(f"wandb/offline-run-*-{identity}/*.wandb"))
+    ]
     assert len(sent) == 2
     for content, loss in zip(sent, (b"0.515625", b"0.265625"), strict=True):
         assert identity.encode() in content

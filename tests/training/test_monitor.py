@@ -20,7 +20,10 @@ def watched(dtype=None, **fields) -> tuple[Watch, SimpleNamespace, list]:
     config = Config(out=Path("run"), ema=0.0, **fields)
     model = torch.nn.Linear(1, 1, bias=False)
     student = student_of(config, model, ALONE, dtype)
-    feed = SimpleNamespace(loader=[0] * 10, batches=lambda epoch, at: iter([[SimpleNamespace(index=torch.tensor([7]))]]))
+    feed = SimpleNamespace(
+        loader=[0] * 10,
+        batches=lambda epoch, at: iter([[SimpleNamespace(index=torch.tensor([7]))]]),
+    )
     watch, steps = Watch(config, ALONE, student, feed), iter(range(1000))
 
     def step(factor: float) -> None:
@@ -46,7 +49,9 @@ def test_the_mean_is_that_of_the_steps_since_the_last_line():
 def test_a_bad_step_is_named_with_its_samples():
     watch, _, step = watched()
     step(1.0), step(float("inf"))
-    with pytest.raises(UserError, match=r"run: the gradients of step 2 are not finite; .* with samples 7 "):
+    with pytest.raises(
+        UserError, match=r"run: the gradients of step 2 are not finite; .* with samples 7 "
+    ):
         watch.mean_waits(2)
 
 
@@ -55,7 +60,10 @@ def test_skipped_updates_are_counted_up_to_max_skips(capsys):
     step(1.0), step(float("nan"))
     watch.mean_waits(2)
     assert (watch.skips, watch.seen[1].item()) == (1, 1)
-    assert "skipped 1 updates whose gradients were not finite, of step 2 first" in capsys.readouterr().err
+    assert (
+        "skipped 1 updates whose gradients were not finite, of step 2 first"
+        in capsys.readouterr().err
+    )
     step(float("nan")), step(float("nan"))
     with pytest.raises(UserError, match=r"3 updates were skipped, .* more than --max-skips 2"):
         watch.mean_waits(4)
@@ -73,7 +81,10 @@ def test_float16_that_overflows_at_any_scale_ends_the_run():
         watch.add(update(student, ALONE, number, [loss_of])[0])
         if student.scaler.get_scale() >= LEAST_SCALE:
             watch.mean_waits(number)
-    with pytest.raises(UserError, match="run: gradients overflow in float16 at any scale of the loss, up to step 26;"):
+    with pytest.raises(
+        UserError,
+        match="run: gradients overflow in float16 at any scale of the loss, up to step 26;",
+    ):
         watch.mean_waits(26)
 
 

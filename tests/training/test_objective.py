@@ -1,4 +1,6 @@
-"""MixToken after MixUp: the loss of a step against the paper's equations, written out with slices and dense float64 targets."""
+"""MixToken after MixUp: the loss of a step against the paper's equations, written out with slices
+and dense float64 targets.
+"""
 
 from dataclasses import replace
 
@@ -17,11 +19,21 @@ RULES = TargetRules(smoothing=0.1)
 
 @pytest.fixture(scope="module")
 def first(folder, maps):
-    """The config, the first batch (3 images: the middle one is its own partner) augmented, and what its labels mean."""
+    """The config, the first batch (3 images: the middle one is its own partner) augmented, and what
+    its labels mean.
+    """
     config = replace(
-        recipes.lvvit_micro_token_label(), data=folder, val=folder, labels=maps, loader="folder", batch=3, size=32, threads=2,
-        mixtoken=True, mixup=0.8,
-    )  # fmt: skip
+        recipes.lvvit_micro_token_label(),
+        data=folder,
+        val=folder,
+        labels=maps,
+        loader="folder",
+        batch=3,
+        size=32,
+        threads=2,
+        mixtoken=True,
+        mixup=0.8,
+    )
     loader = run.open_loader(config, "train")
     augmentation = Augmentation(loader.plan, objective.augment_of(config), (0.5,) * 3, (0.2,) * 3)
     batch = next(augmented(loader.batches(0), augmentation, 0, torch.device("cpu")))
@@ -33,12 +45,16 @@ def dense(batch, spec, grid):
     """Targets [N, T, K] and their weights [N, T, 1] in float64."""
     targets = sparse_targets(batch, spec, grid, RULES)
     full = targets.base.double()[..., None].repeat(1, 1, 2)
-    full.scatter_add_(2, targets.palette[:, None].expand(-1, grid * grid, -1), targets.extra.double())
+    full.scatter_add_(
+        2, targets.palette[:, None].expand(-1, grid * grid, -1), targets.extra.double()
+    )
     return full, targets.weight.double()[..., None]
 
 
 def hand_made(model, image):
-    """Class token and tokens of blended images, tokens exchanged by a slice and left where they went."""
+    """Class token and tokens of blended images, tokens exchanged by a slice and left where they
+    went.
+    """
     top, left, bottom, right = BOX
     x = model.stem((1 - BLEND) * image + BLEND * image.flip(0))
     other = x.flip(0).clone()
@@ -52,7 +68,9 @@ def hand_made(model, image):
 
 @pytest.mark.parametrize("kind", ["token-label", "relabel", "ce"])
 def test_mixtoken_after_mixup_is_the_papers_loss(first, kind):
-    """Equation 9 as it stands: labels are exchanged with the tokens. Ours un-mixes the logits instead, and must agree."""
+    """Equation 9 as it stands: labels are exchanged with the tokens. Ours un-mixes the logits
+    instead, and must agree.
+    """
     config, batch, spec = first
     config = replace(config, objective=kind)
     torch.manual_seed(0)
@@ -76,13 +94,21 @@ def test_mixtoken_after_mixup_is_the_papers_loss(first, kind):
     known = blended(weight)
     whole = blended(target * weight)
     cls, tokens = hand_made(model, batch.image)
-    want = loss(model.head(cls), (1 - area) * whole + area * whole.flip(0), (1 - area) * known + area * known.flip(0))
+    want = loss(
+        model.head(cls),
+        (1 - area) * whole + area * whole.flip(0),
+        (1 - area) * known + area * known.flip(0),
+    )
     if kind == "token-label":
         target, weight = dense(batch, spec, 4)
-        assert weight.min() < 0.99 < weight.max()  # the maps' windows leave some tokens without a label
+        assert (
+            weight.min() < 0.99 < weight.max()
+        )  # the maps' windows leave some tokens without a label
         shown, seen = (blended(part).unflatten(1, (4, 4)) for part in (target * weight, weight))
         top, left, bottom, right = BOX
         for part in (shown, seen):
             part[:, top:bottom, left:right] = part.flip(0).clone()[:, top:bottom, left:right]
-        want = want + config.token_weight * loss(model.token_head(tokens), shown.flatten(1, 2), seen)
+        want = want + config.token_weight * loss(
+            model.token_head(tokens), shown.flatten(1, 2), seen
+        )
     assert ours.item() == pytest.approx(want.item(), rel=1e-5)

@@ -1,4 +1,6 @@
-"""Recipes against the paper's Table 2 and the published commands; README's and ABLATIONS.md's tables against what is built."""
+"""Recipes against the paper's Table 2 and the published commands; README's and ABLATIONS.md's
+tables against what is built.
+"""
 
 import re
 import shlex
@@ -43,13 +45,24 @@ def parameters(config: Config, num_classes: int = 1000) -> int:
 
 def classes_of(name: str) -> int:
     """Classes of the set that a recipe is for: digits, DomainNet, CIFAR-100, ImageNet."""
-    known = {"micro": 10, "domain": 345, "cifar": 100, "100_epochs": 100, "dhvt_t_fine": 100, "dhvt_s_fine": 100}
+    known = {
+        "micro": 10,
+        "domain": 345,
+        "cifar": 100,
+        "100_epochs": 100,
+        "dhvt_t_fine": 100,
+        "dhvt_s_fine": 100,
+    }
     return next((count for word, count in known.items() if word in name), 1000)
 
 
 def rows(text: str, columns: int) -> list[list[str]]:
     """The cells of every table row in Markdown of so many columns, without heads and rules."""
-    split = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in text.splitlines() if line.startswith("| ")]
+    split = [
+        [cell.strip() for cell in line.strip("|").split(" | ")]
+        for line in text.splitlines()
+        if line.startswith("| ")
+    ]
     return [cells for cells in split if len(cells) == columns and "`" in "".join(cells)]
 
 
@@ -77,16 +90,33 @@ TABLE2 = {  # the paper's columns
 
 
 @pytest.mark.parametrize("column", TABLE2)
-@pytest.mark.parametrize(("size", "drop_path", "crop"), [("t", 0.1, 0.9), ("s", 0.1, 0.9), ("m", 0.2, 1.0), ("l", 0.3, 1.0)])
+@pytest.mark.parametrize(
+    ("size", "drop_path", "crop"),
+    [("t", 0.1, 0.9), ("s", 0.1, 0.9), ("m", 0.2, 1.0), ("l", 0.3, 1.0)],
+)
 def test_table_2_and_the_published_drop_path(column, size, drop_path, crop):
     config = NAMED[f"lvvit_{size}_224_{column}"]()
     want = TABLE2[column]
     assert peak_rate(config) == pytest.approx(want["lr"])
     assert peak_rate(replace(config, batch=512)) == pytest.approx(want["lr"] / 2)
-    assert (config.objective, config.mixup, config.mixtoken) == (want["objective"], want["mixup"], want["mixtoken"])
-    assert (config.epochs, config.batch, config.weight_decay, config.warmup_epochs) == (300, 1024, 0.05, 5)
+    assert (config.objective, config.mixup, config.mixtoken) == (
+        want["objective"],
+        want["mixup"],
+        want["mixtoken"],
+    )
+    assert (config.epochs, config.batch, config.weight_decay, config.warmup_epochs) == (
+        300,
+        1024,
+        0.05,
+        5,
+    )
     assert (config.erase_probability, config.rand_augment) == (0.25, "rand-m9-mstd0.5-inc1")
-    assert (config.model, config.size, config.drop_path, config.crop_pct) == (f"lvvit_{size}", 224, drop_path, crop)
+    assert (config.model, config.size, config.drop_path, config.crop_pct) == (
+        f"lvvit_{size}",
+        224,
+        drop_path,
+        crop,
+    )
     assert config.token_weight == 0.5
 
 
@@ -107,7 +137,12 @@ def test_the_published_commands(size):
 def test_fine_tuning_is_the_supplementarys(name, command):
     """And wants weights to begin from, by name."""
     config = NAMED[name]()
-    assert (config.epochs, config.batch, peak_rate(config), config.weight_decay) == (30, 512, 5e-6, 1e-8)
+    assert (config.epochs, config.batch, peak_rate(config), config.weight_decay) == (
+        30,
+        512,
+        5e-6,
+        1e-8,
+    )
     assert config.mixtoken
     assert config.objective == "token-label"
     assert {learning_rate(config, epoch * 10, 10) for epoch in range(5, 30)} == {5e-6}
@@ -118,15 +153,37 @@ def test_fine_tuning_is_the_supplementarys(name, command):
         assert "--init" in done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("name", [name for name in NAMED if name.startswith("bootstrapping") and "micro" not in name])
+@pytest.mark.parametrize(
+    "name", [name for name in NAMED if name.startswith("bootstrapping") and "micro" not in name]
+)
 def test_bootstrapping_is_its_section_4_1(name):
-    """240 epochs of 2 x 32 images, AdamW; the features' factor 10 and T = 4; the rate is 0 in the end and never warmed up."""
+    """240 epochs of 2 x 32 images, AdamW; the features' factor 10 and T = 4; the rate is 0 in the
+    end and never warmed up.
+    """
     config = NAMED[name]()
-    assert (config.epochs, config.batch, peak_rate(config), config.weight_decay, config.size) == (240, 64, 1e-3, 0.05, 224)
-    assert [learning_rate(config, step, 10) for step in (0, 9, 1200, 2400)] == pytest.approx([1e-3, 1e-3, 5e-4, 0])
+    assert (config.epochs, config.batch, peak_rate(config), config.weight_decay, config.size) == (
+        240,
+        64,
+        1e-3,
+        0.05,
+        224,
+    )
+    assert [learning_rate(config, step, 10) for step in (0, 9, 1200, 2400)] == pytest.approx(
+        [1e-3, 1e-3, 5e-4, 0]
+    )
     assert (config.feature_weight, config.distill_weight, config.distill_temperature) == (10, 1, 4)
-    assert (config.feature_decay, config.feature_adapt, config.agent) == ("linear", "sequence", "res-like")
-    assert (config.smoothing, config.mixup, config.cutmix, config.rand_augment, config.ema) == (0, 0, 0, "", 0)
+    assert (config.feature_decay, config.feature_adapt, config.agent) == (
+        "linear",
+        "sequence",
+        "res-like",
+    )
+    assert (config.smoothing, config.mixup, config.cutmix, config.rand_augment, config.ema) == (
+        0,
+        0,
+        0,
+        "",
+        0,
+    )
     released = name.endswith("published")
     assert config.feature_norm == ("layernorm" if released else "l2-token")
     assert config.align == ("none" if released and "shared" in name else "global")
@@ -141,19 +198,52 @@ def test_bootstrapping_is_its_section_4_1(name):
 
 
 def test_drlocs_recipes_are_the_supplementarys(command):
-    """Section 6 and Table 9; lambda of Swin and ViT, the rest of the scheme as in the public commands."""
-    weights = {"swin_t_drloc": 0.5, "vit_b_drloc": 0.01, "resnet_50_drloc": 0.1, "cvt_drloc": 0.1, "t2t_drloc": 0.1}
+    """Section 6 and Table 9; lambda of Swin and ViT, the rest of the scheme as in the public
+    commands.
+    """
+    weights = {
+        "swin_t_drloc": 0.5,
+        "vit_b_drloc": 0.01,
+        "resnet_50_drloc": 0.1,
+        "cvt_drloc": 0.1,
+        "t2t_drloc": 0.1,
+    }
     for name, weight in weights.items():
         config = NAMED[name]()
-        assert (config.epochs, config.warmup_epochs, config.batch, peak_rate(config)) == (100, 20, 1024, 1e-3)
-        assert (config.size, config.weight_decay, config.clip_grad, config.mixup, config.cutmix) == (224, 0.05, 5.0, 0.8, 1.0)
-        assert (config.drloc, config.drloc_weight, config.drloc_pairs, config.drloc_grid) == ("l1", weight, 64, 7)
-        assert (config.objective, config.drloc_released, config.drop_path) == ("ce", False, 0.2 if "swin" in name else 0)
+        assert (config.epochs, config.warmup_epochs, config.batch, peak_rate(config)) == (
+            100,
+            20,
+            1024,
+            1e-3,
+        )
+        assert (
+            config.size,
+            config.weight_decay,
+            config.clip_grad,
+            config.mixup,
+            config.cutmix,
+        ) == (224, 0.05, 5.0, 0.8, 1.0)
+        assert (config.drloc, config.drloc_weight, config.drloc_pairs, config.drloc_grid) == (
+            "l1",
+            weight,
+            64,
+            7,
+        )
+        assert (config.objective, config.drloc_released, config.drop_path) == (
+            "ce",
+            False,
+            0.2 if "swin" in name else 0,
+        )
         # The released rates: 5e-7, 5e-4 and 5e-6 a batch of 512.
         assert learning_rate(config, 0, 10) == pytest.approx(1e-6)
         assert config.min_lr == 1e-5
     tuned = NAMED["swin_t_drloc_fine_tune"]()
-    assert (tuned.epochs, tuned.warmup_epochs, peak_rate(tuned), tuned.init) == (100, 10, 5e-4, tyro.MISSING)
+    assert (tuned.epochs, tuned.warmup_epochs, peak_rate(tuned), tuned.init) == (
+        100,
+        10,
+        5e-4,
+        tyro.MISSING,
+    )
     done = command("train.py", "swin_t_drloc_fine_tune", *FOLDERS)
     assert done.returncode == 2
     assert "--init" in done.stdout + done.stderr
@@ -174,14 +264,32 @@ DHVT = {  # peak rate at the recipe's batch, batch, epochs of warm-up, epochs, s
 @pytest.mark.parametrize("kind", DHVT)
 @pytest.mark.parametrize("size", ["t", "s"])
 def test_dhvts_recipes_are_its_supplementarys(size, kind):
-    """Sections 2.1, 3.3 and 4.1, and what its released commands give where it is silent (reference 1.9)."""
+    """Sections 2.1, 3.3 and 4.1, and what its released commands give where it is silent (reference
+    1.9).
+    """
     config = NAMED[f"dhvt_{size}_{kind}"]()
-    assert (peak_rate(config), config.batch, config.warmup_epochs, config.epochs, config.size) == pytest.approx(DHVT[kind])
+    assert (
+        peak_rate(config),
+        config.batch,
+        config.warmup_epochs,
+        config.epochs,
+        config.size,
+    ) == pytest.approx(DHVT[kind])
     width = {"t": "tiny", "s": "small"}[size]
     stem = {"100_epochs": "domain_patch16", "fine_tune": "imagenet_patch16"}.get(kind, kind)
     assert config.model in (f"dhvt_{width}_{stem}", f"dhvt_{width}_{stem}_patch16")
-    assert (config.objective, config.mixtoken, config.mixup, config.cutmix, config.smoothing) == ("ce", False, 0.8, 1.0, 0.1)
-    assert (config.rand_augment, config.erase_probability, config.drop_path) == ("rand-m9-mstd0.5-inc1", 0.25, 0.1)
+    assert (config.objective, config.mixtoken, config.mixup, config.cutmix, config.smoothing) == (
+        "ce",
+        False,
+        0.8,
+        1.0,
+        0.1,
+    )
+    assert (config.rand_augment, config.erase_probability, config.drop_path) == (
+        "rand-m9-mstd0.5-inc1",
+        0.25,
+        0.1,
+    )
     assert config.weight_decay == (1e-8 if kind == "fine_tune" else 0.05)
     assert config.min_lr == (1e-6 if kind == "fine_tune" else 1e-5)
     assert (config.init is tyro.MISSING) == (kind == "fine_tune")
@@ -194,8 +302,12 @@ def test_dhvts_recipes_are_its_supplementarys(size, kind):
 ABLATIONS = rows((ROOT / "training" / "ABLATIONS.md").read_text(), 4)
 
 
-@pytest.mark.parametrize(("row", "line", "count", "paper"), ABLATIONS, ids=lambda cell: cell.strip("`")[16:])
-def test_every_ablation_is_a_command_whose_model_has_the_parameters_that_are_stated(row, line, count, paper, monkeypatch):
+@pytest.mark.parametrize(
+    ("row", "line", "count", "paper"), ABLATIONS, ids=lambda cell: cell.strip("`")[16:]
+)
+def test_every_ablation_is_a_command_whose_model_has_the_parameters_that_are_stated(
+    row, line, count, paper, monkeypatch
+):
     config = parsed(line.strip("`"), monkeypatch)
     check_values(config)
     mixing_of(config, plan=None)
@@ -205,8 +317,9 @@ def test_every_ablation_is_a_command_whose_model_has_the_parameters_that_are_sta
 
 
 def test_all_of_the_papers_ablation_rows_are_there():
-    """Tables 3 to 9 have 8, 7, 3, 3, 5, 4 and 5 rows, section 4.3 one; DHVT's Tables 2 to 5 have 4, 3, 7 and 4, its section 2.2.2
-    three. None is the same run as its neighbour."""
+    """Tables 3 to 9 have 8, 7, 3, 3, 5, 4 and 5 rows, section 4.3 one; DHVT's Tables 2 to 5 have 4,
+    3, 7 and 4, its section 2.2.2 three. None is the same run as its neighbour.
+    """
     assert len(ABLATIONS) == 8 + 7 + 3 + 3 + 5 + 4 + 5 + 1 + 4 + 3 + 3 + 7 + 4
     assert all(one[1] != other[1] for one, other in pairwise(ABLATIONS))
 
@@ -230,19 +343,33 @@ def test_readmes_table_names_every_recipe_with_its_parameters():
         assert len(millions) in (1, len(found))
         for name, million in zip(found, millions * (len(found) // len(millions)), strict=True):
             config = NAMED[name]()
-            assert parameters(config, classes_of(name)) / 1e6 == pytest.approx(million, abs=0.05 if million > 1 else 5e-4)
+            assert parameters(config, classes_of(name)) / 1e6 == pytest.approx(
+                million, abs=0.05 if million > 1 else 5e-4
+            )
     assert listed == list(NAMED)
 
 
-COMPARED = rows((ROOT / "README.md").read_text().partition("\n## The papers' models\n")[2].partition("\n## ")[0], 5)
+COMPARED = rows(
+    (ROOT / "README.md")
+    .read_text()
+    .partition("\n## The papers' models\n")[2]
+    .partition("\n## ")[0],
+    5,
+)
 
 
-@pytest.mark.parametrize(("table", "theirs", "ours", "count", "paper"), COMPARED, ids=lambda cell: cell.strip("`"))
+@pytest.mark.parametrize(
+    ("table", "theirs", "ours", "count", "paper"), COMPARED, ids=lambda cell: cell.strip("`")
+)
 def test_readmes_table_of_the_papers_models_states_what_is_built(table, theirs, ours, count, paper):
-    """To the unit here; in the paper to its rounding and a million, but for what the text below the table names."""
+    """To the unit here; in the paper to its rounding and a million, but for what the text below the
+    table names.
+    """
     name, *arguments = ours.replace("`", "").split()
     with torch.device("meta"):
-        model = timm.create_model(name, **{key: int(value) for key, value in (word.split("=") for word in arguments)})
+        model = timm.create_model(
+            name, **{key: int(value) for key, value in (word.split("=") for word in arguments)}
+        )
     counted = sum(parameter.numel() for parameter in model.parameters())
     assert f"{counted:,}" == count
     named = {("DHVT, 10", "ResNet-50"), ("DHVT, 10", "Swin-T"), ("Token Labeling, 10", "ViT-L/16")}
@@ -250,14 +377,24 @@ def test_readmes_table_of_the_papers_models_states_what_is_built(table, theirs, 
 
 
 def test_the_papers_tables_are_there():
-    """Of DHVT's Table 9 (35 rows), 7, 10 and 11 all models but 12 of Table 9 that timm lacks; the models of ours all."""
-    assert [sum(row[0] == f"DHVT, {table}" for row in COMPARED) for table in (9, 7, 10, 11)] == [23, 5, 6, 4]
+    """Of DHVT's Table 9 (35 rows), 7, 10 and 11 all models but 12 of Table 9 that timm lacks; the
+    models of ours all.
+    """
+    assert [sum(row[0] == f"DHVT, {table}" for row in COMPARED) for table in (9, 7, 10, 11)] == [
+        23,
+        5,
+        6,
+        4,
+    ]
     built = {row[2].replace("`", "").split()[0] for row in COMPARED}
     assert set(timm.list_models(["dhvt*", "cvt*", "t2t*"], exclude_filters="*micro")) <= built
 
 
 def test_the_list_of_recipes_has_a_line_each_and_one_recipes_help_its_docstring(command):
-    listed, own = command("train.py", "--help"), command("train.py", "lvvit_t_224_relabel", "--help")
+    listed, own = (
+        command("train.py", "--help"),
+        command("train.py", "lvvit_t_224_relabel", "--help"),
+    )
     assert listed.returncode == own.returncode == 0
     assert all(name in listed.stdout for name in NAMED)
     assert "Not run here" not in listed.stdout

@@ -1,4 +1,6 @@
-"""Checkpoints: whatever kills the process, whatever is damaged, one that is whole is found; only what is ours is deleted."""
+"""Checkpoints: whatever kills the process, whatever is damaged, one that is whole is found; only
+what is ours is deleted.
+"""
 
 import hashlib
 import json
@@ -11,7 +13,13 @@ import torch
 from densefeed.system.errors import UserError
 from densefeed.training.run_checkpoints import Checkpoints
 
-WRITING = {"open", "os.rename", "os.remove", "os.symlink", "os.mkdir"}  # Python's names of the calls that change a folder
+WRITING = {
+    "open",
+    "os.rename",
+    "os.remove",
+    "os.symlink",
+    "os.mkdir",
+}  # Python's names of the calls that change a folder
 
 
 def saved(out, keep, *steps):
@@ -29,7 +37,9 @@ def listed(out):
 
 
 def assert_whole(out):
-    """Every file that the manifest names is there, loads, and is what was saved; links lead to such files. The newest's step."""
+    """Every file that the manifest names is there, loads, and is what was saved; links lead to such
+    files. The newest's step.
+    """
     entries = listed(out)
     for entry in entries:
         content = (out / "checkpoints" / entry["file"]).read_bytes()
@@ -56,18 +66,24 @@ def test_the_newest_stay_and_the_best(tmp_path, keep):
 
 
 def dying(out, number):
-    """Save step 3 in a process that ends at its call `number`; its exit code, 9, or 0 if it was done before."""
+    """Save step 3 in a process that ends at its call `number`; its exit code, 9, or 0 if it was
+    done before.
+    """
     child = os.fork()
     if child == 0:
         calls = iter(range(1, 1000))
-        sys.addaudithook(lambda event, _: event in WRITING and next(calls) == number and os._exit(9))
+        sys.addaudithook(
+            lambda event, _: event in WRITING and next(calls) == number and os._exit(9)
+        )
         saved(out, 1, (3, 0.6))
         os._exit(0)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def test_a_process_that_dies_at_any_call_leaves_whole_checkpoints(tmp_path):
-    """A child ends in the middle of `save`, without cleaning up, at its first open, rename, remove or link, at its second, ..."""
+    """A child ends in the middle of `save`, without cleaning up, at its first open, rename, remove
+    or link, at its second, ...
+    """
     ends = 0
     for number in range(1, 100):
         out = tmp_path / str(number)
@@ -76,12 +92,18 @@ def test_a_process_that_dies_at_any_call_leaves_whole_checkpoints(tmp_path):
         assert assert_whole(out) in ((2, 3) if ended else (3,))
         saved(out, 1, (3, 0.6), (4, None))  # the run that goes on cleans up
         assert assert_whole(out) == 4
-        assert set(os.listdir(out / "checkpoints")) == {"manifest.json", "step-00000003.pt", "step-00000004.pt"}
+        assert set(os.listdir(out / "checkpoints")) == {
+            "manifest.json",
+            "step-00000003.pt",
+            "step-00000004.pt",
+        }
         ends += ended == 9
         if not ended:
             break
     assert ended == 0
-    assert ends >= 8  # two files written and renamed, two links made and renamed, two old files removed
+    assert (
+        ends >= 8
+    )  # two files written and renamed, two links made and renamed, two old files removed
 
 
 @pytest.mark.parametrize("harm", ["cut", "flipped", "deleted", "emptied"])
@@ -94,7 +116,10 @@ def test_a_damaged_checkpoint_is_told_and_passed_over(tmp_path, capsys, harm):
     assert said.startswith("warning: ")
     assert "step-00000002.pt" in said
     damage(tmp_path / "checkpoints" / "step-00000001.pt", harm)
-    with pytest.raises(UserError, match=r"no checkpoint in .* can be read; copy them again, or choose another --out"):
+    with pytest.raises(
+        UserError,
+        match=r"no checkpoint in .* can be read; copy them again, or choose another --out",
+    ):
         kept.newest()
 
 
@@ -110,7 +135,9 @@ def damage(path, harm):
 
 
 def test_a_damaged_checkpoint_never_pushes_out_a_whole_one(tmp_path):
-    """The run goes on from step 1, and its next checkpoint is of a later step than the damaged one."""
+    """The run goes on from step 1, and its next checkpoint is of a later step than the damaged
+    one.
+    """
     saved(tmp_path, 2, (1, 0.5), (2, 0.9))
     damage(tmp_path / "checkpoints" / "step-00000002.pt", "cut")
     kept = Checkpoints(tmp_path, 2)
@@ -127,9 +154,14 @@ def test_a_best_that_is_done_again_is_no_longer_linked(tmp_path):
     assert not os.path.lexists(tmp_path / "best.pt")
 
 
-@pytest.mark.parametrize("content", [None, "", "[", "[]", "{}", "3", "[1]", '["x"]', '[{"file": "../../x.pt"}]', "\0\xff"])
+@pytest.mark.parametrize(
+    "content",
+    [None, "", "[", "[]", "{}", "3", "[1]", '["x"]', '[{"file": "../../x.pt"}]', "\0\xff"],
+)
 def test_without_its_manifest_a_run_is_found_by_its_files(tmp_path, capsys, content):
-    """Also which is best, and a damaged one among them is passed over. The next checkpoint writes a manifest again."""
+    """Also which is best, and a damaged one among them is passed over. The next checkpoint writes a
+    manifest again.
+    """
     saved(tmp_path, 3, (1, 0.9), (2, 0.4), (3, None))
     manifest = tmp_path / "checkpoints" / "manifest.json"
     manifest.unlink() if content is None else manifest.write_bytes(content.encode("latin-1"))
@@ -152,7 +184,9 @@ def test_every_flipped_bit_of_a_manifest_is_survived(tmp_path):
     manifest = tmp_path / "checkpoints" / "manifest.json"
     content = manifest.read_bytes()
     for at in range(len(content)):
-        manifest.write_bytes(content[:at] + bytes([content[at] ^ (1 << at % 8)]) + content[at + 1 :])
+        manifest.write_bytes(
+            content[:at] + bytes([content[at] ^ (1 << at % 8)]) + content[at + 1 :]
+        )
         assert Checkpoints(tmp_path, 2).newest() in ("step-00000001.pt", "step-00000002.pt")
 
 
@@ -162,7 +196,11 @@ def test_files_of_others_stay(tmp_path):
     mine.write_text("mine")
     (tmp_path / "checkpoints" / "step-00000009.pt.77.part").write_text("half")
     saved(tmp_path, 1, (2, None))
-    assert set(os.listdir(tmp_path / "checkpoints")) == {"before-the-talk.pt", "manifest.json", "step-00000002.pt"}
+    assert set(os.listdir(tmp_path / "checkpoints")) == {
+        "before-the-talk.pt",
+        "manifest.json",
+        "step-00000002.pt",
+    }
 
 
 def test_a_folder_without_a_run_holds_none(tmp_path):

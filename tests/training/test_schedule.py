@@ -13,7 +13,14 @@ from densefeed.training.config import Config
 from densefeed.training.schedule import learning_rate, peak_rate, total_epochs
 
 PUBLISHED = Config(
-    lr=1.6e-3, lr_batch=1024, batch=1024, min_lr=1e-5, warmup_epochs=5, epochs=300, cooldown_epochs=10, lr_updates="epoch"
+    lr=1.6e-3,
+    lr_batch=1024,
+    batch=1024,
+    min_lr=1e-5,
+    warmup_epochs=5,
+    epochs=300,
+    cooldown_epochs=10,
+    lr_updates="epoch",
 )
 
 
@@ -31,7 +38,9 @@ PUBLISHED = Config(
     ],
 )
 def test_the_published_schedule_epoch_by_epoch(epoch, want):
-    """One rate from the first to the last of an epoch's 1,251 steps; the cosine's angles are reduced by hand."""
+    """One rate from the first to the last of an epoch's 1,251 steps; the cosine's angles are
+    reduced by hand.
+    """
     for step in (0, 1, 1250):
         assert learning_rate(PUBLISHED, epoch * 1251 + step, 1251) == pytest.approx(want, abs=1e-12)
     assert total_epochs(PUBLISHED) == 310
@@ -44,12 +53,23 @@ def timms(config, **arguments):
 
 
 @pytest.mark.parametrize(
-    "fields", [{}, dict(batch=192), dict(warmup_epochs=0.5), dict(warmup_epochs=0), dict(min_lr=5e-6, lr=5e-6)]
+    "fields",
+    [
+        {},
+        dict(batch=192),
+        dict(warmup_epochs=0.5),
+        dict(warmup_epochs=0),
+        dict(min_lr=5e-6, lr=5e-6),
+    ],
 )
 def test_each_step_has_timms_rate(fields):
-    """To the bit: what a schedule of timm's gave in earlier versions of this program stays what it was."""
+    """To the bit: what a schedule of timm's gave in earlier versions of this program stays what it
+    was.
+    """
     config = replace(PUBLISHED, epochs=7, cooldown_epochs=2, lr_updates="step", **fields)
-    optimizer, scheduler = timms(config, t_initial=7 * 12, warmup_t=int(config.warmup_epochs * 12), t_in_epochs=False)
+    optimizer, scheduler = timms(
+        config, t_initial=7 * 12, warmup_t=int(config.warmup_epochs * 12), t_in_epochs=False
+    )
     for step in range(9 * 12):
         scheduler.step_update(step)
         assert learning_rate(config, step, 12) == optimizer.param_groups[0]["lr"]
@@ -72,15 +92,20 @@ def test_the_peak_grows_with_the_batch():
 
 
 @pytest.mark.parametrize(
-    ("name", "arguments"), [("lvvit_micro", {}), ("test_vit", {}), ("test_vit", dict(class_token=True, reg_tokens=1))]
+    ("name", "arguments"),
+    [("lvvit_micro", {}), ("test_vit", {}), ("test_vit", dict(class_token=True, reg_tokens=1))],
 )
 def test_biases_norms_and_tables_are_not_decayed_and_all_else_is(name, arguments):
-    """What train.py hands to timm, against a rule by name and shape: vectors, and the tables of places and classes."""
+    """What train.py hands to timm, against a rule by name and shape: vectors, and the tables of
+    places and classes.
+    """
     import densefeed.models.checkpoints  # noqa: F401  (registers our models)
 
     model = timm.create_model(name, num_classes=10, **arguments)
     optimizer = create_optimizer_v2(model, "adamw", lr=1e-3, weight_decay=0.05)
-    decay = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+    decay = {
+        id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]
+    }
     seen = {True: 0, False: 0}
     for parameter_name, parameter in model.named_parameters():
         table = parameter_name in ("pos_embed", "cls_token", "reg_token")

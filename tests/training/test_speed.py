@@ -1,4 +1,6 @@
-"""Operations and bytes against counts by hand, and what a dry run promises against what a step takes."""
+"""Operations and bytes against counts by hand, and what a dry run promises against what a step
+takes.
+"""
 
 import json
 import os
@@ -23,7 +25,11 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize(
     ("name", "size", "D", "depth", "hidden", "published"),
-    [("lvvit_s", 224, 384, 16, 1152, 6.55), ("lvvit_t", 224, 240, 12, 720, 2.87), ("lvvit_s", 160, 384, 16, 1152, None)],
+    [
+        ("lvvit_s", 224, 384, 16, 1152, 6.55),
+        ("lvvit_t", 224, 240, 12, 720, 2.87),
+        ("lvvit_s", 160, 384, 16, 1152, None),
+    ],
 )
 def test_operations_are_those_counted_by_hand(name, size, D, depth, hidden, published):
     """Forward multiply-adds, layer by layer; two operations each, and backward is twice forward."""
@@ -38,7 +44,9 @@ def test_operations_are_those_counted_by_hand(name, size, D, depth, hidden, publ
         assert macs / 1e9 == pytest.approx(published, abs=0.005)
 
 
-@pytest.mark.parametrize(("name", "kwargs"), [("cait_xxs24_224", dict(depth=1)), ("pit_ti_224", dict(depth=(1, 1, 1)))])
+@pytest.mark.parametrize(
+    ("name", "kwargs"), [("cait_xxs24_224", dict(depth=1)), ("pit_ti_224", dict(depth=(1, 1, 1)))]
+)
 def test_operations_are_counted_of_networks_that_pass_their_class_token_on(name, kwargs):
     """PyTorch's counter hooks such a token's gradient, where it finds no function."""
     with torch.device("meta"):
@@ -47,7 +55,9 @@ def test_operations_are_counted_of_networks_that_pass_their_class_token_on(name,
 
 
 def test_saved_bytes_are_those_counted_by_hand():
-    """5 samples: the input for the first weight's gradient, and what ReLU gave, for its own and the second weight's, once."""
+    """5 samples: the input for the first weight's gradient, and what ReLU gave, for its own and the
+    second weight's, once.
+    """
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     with Saved(model) as saved:
         out = model(torch.randn(5, 4))
@@ -81,7 +91,10 @@ def test_a_dry_run_writes_nothing_and_is_over_soon(micro, tmp_path, capsys):
     assert "dry run: data, labels and recipe fit together; loss " in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == []
     training.train(micro(tmp_path / "run", dry_run=True, labels_on_device=True, compile="whole"))
-    assert "gradients, moments, all score maps and 4 images at once take about" in capsys.readouterr().out
+    assert (
+        "gradients, moments, all score maps and 4 images at once take about"
+        in capsys.readouterr().out
+    )
     training.train(micro(tmp_path / "run", epochs=1))
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
     for resume in ("auto", "never"):
@@ -106,7 +119,10 @@ def test_a_dry_run_refuses_what_a_run_refuses(micro, tmp_path, fields, said):
 def test_a_dry_run_refuses_what_memory_cannot_hold(micro, tmp_path, monkeypatch):
     """The largest part of the batch that fits is named, and fits."""
     monkeypatch.setattr(training, "free_memory", lambda device: 10_000_000)
-    with pytest.raises(UserError, match=r"64 images at once take about 0\.\d\d GB on cpu, of which 0\.01 GB .*--microbatch") as told:
+    with pytest.raises(
+        UserError,
+        match=r"64 images at once take about 0\.\d\d GB on cpu, of which 0\.01 GB .*--microbatch",
+    ) as told:
         training.train(micro(tmp_path / "run", batch=64, dry_run=True))
     fits = int(str(told.value).rpartition(" ")[2])
     assert 64 % fits == 0
@@ -141,8 +157,12 @@ print(json.dumps(grown))
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="not Linux")
 def test_a_dry_run_knows_what_a_step_takes(micro, tmp_path, command, capsys):
-    """What a process grows by in its first step, within a factor of 1.5, at 16 images of 96 pixels (0.2 GB)."""
-    config = micro(tmp_path / "run", model="lvvit_t", size=96, batch=16, epochs=1, eval_every=9, ema=0.0)
+    """What a process grows by in its first step, within a factor of 1.5, at 16 images of 96 pixels
+    (0.2 GB).
+    """
+    config = micro(
+        tmp_path / "run", model="lvvit_t", size=96, batch=16, epochs=1, eval_every=9, ema=0.0
+    )
     training.train(replace(config, dry_run=True))
     promised = float(re.search(r"take about ([\d.]+) GB", capsys.readouterr().out)[1])
     done = command("-c", MEASURED, json.dumps(plain(config)))

@@ -1,4 +1,6 @@
-"""The update: against torch's plain optimiser and clipping, with what is not finite kept out, and nothing waited for."""
+"""The update: against torch's plain optimiser and clipping, with what is not finite kept out, and
+nothing waited for.
+"""
 
 import math
 from functools import partial
@@ -21,7 +23,9 @@ def network(seed: int = 0) -> nn.Module:
 
 
 def student(dtype=None, **fields):
-    return student_of(Config(batch=640, **(dict(lr=1e-2, ema=0.0) | fields)), network(), ALONE, dtype)
+    return student_of(
+        Config(batch=640, **(dict(lr=1e-2, ema=0.0) | fields)), network(), ALONE, dtype
+    )
 
 
 def batch(seed: int, scale: float = 1.0) -> torch.Tensor:
@@ -33,14 +37,22 @@ def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 def of(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in model.state_dict().items() if tensor.is_floating_point()}
+    return {
+        name: tensor.clone()
+        for name, tensor in model.state_dict().items()
+        if tensor.is_floating_point()
+    }
 
 
 @pytest.mark.parametrize("clip", [0.0, 0.05, 1e6])
 def test_a_step_is_adamw_of_clipped_gradients(clip):
-    """Not fused, and clipped by clip_grad_norm_; two parts of a batch are their mean. Norms are those before clipping."""
+    """Not fused, and clipped by clip_grad_norm_; two parts of a batch are their mean. Norms are
+    those before clipping.
+    """
     ours, twin = student(clip_grad=clip), network()
-    plain = torch.optim.AdamW(param_groups_weight_decay(twin, 0.05), lr=1e-2, fused=False, foreach=False)
+    plain = torch.optim.AdamW(
+        param_groups_weight_decay(twin, 0.05), lr=1e-2, fused=False, foreach=False
+    )
     for step in range(4):
         parts = batch(2 * step), batch(2 * step + 1)
         mean, norm = update(ours, ALONE, step, [partial(loss, ours.model, part) for part in parts])
@@ -55,20 +67,29 @@ def test_a_step_is_adamw_of_clipped_gradients(clip):
 
 
 def test_averaged_weights_follow_the_formula():
-    """Decay min(ema, 1 - (1 + t)^(-2/3)) after t more steps than one, timm's warm-up, in float64."""
+    """Decay min(ema, 1 - (1 + t)^(-2/3)) after t more steps than one, timm's warm-up, in
+    float64.
+    """
     ours = student(ema=0.9)
     want = {name: tensor.double() for name, tensor in of(ours.model).items()}
     for step in range(5):
         update(ours, ALONE, step, [partial(loss, ours.model, batch(step))])
         decay = min(0.9, 1 - (1 + step) ** (-2 / 3))
-        want = {name: decay * want[name] + (1 - decay) * tensor.double() for name, tensor in of(ours.model).items()}
-    torch.testing.assert_close({n: t.double() for n, t in of(ours.ema.module).items()}, want, rtol=1e-5, atol=1e-6)
+        want = {
+            name: decay * want[name] + (1 - decay) * tensor.double()
+            for name, tensor in of(ours.model).items()
+        }
+    torch.testing.assert_close(
+        {n: t.double() for n, t in of(ours.ema.module).items()}, want, rtol=1e-5, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("poison", ["input", "gradient"])
 @pytest.mark.parametrize("dtype", [None, torch.float16], ids=["fp32", "fp16"])
 def test_a_skipped_step_leaves_everything_as_it_was(poison, dtype):
-    """Weights, moments and running statistics, which an input that is not finite would have spoilt for good."""
+    """Weights, moments and running statistics, which an input that is not finite would have spoilt
+    for good.
+    """
     ours = student(dtype, on_nonfinite="skip")
     update(ours, ALONE, 0, [partial(loss, ours.model, batch(0))])
     before, moments = of(ours.model), [dict(state) for state in ours.optimizer.state.values()]
@@ -80,7 +101,9 @@ def test_a_skipped_step_leaves_everything_as_it_was(poison, dtype):
     update(ours, ALONE, 1, losses)
     now = of(ours.model)
     torch.testing.assert_close(now, before, rtol=0, atol=0)
-    torch.testing.assert_close([dict(state) for state in ours.optimizer.state.values()], moments, rtol=0, atol=0)
+    torch.testing.assert_close(
+        [dict(state) for state in ours.optimizer.state.values()], moments, rtol=0, atol=0
+    )
     assert ours.finite.looked_waits() == (1, 1)
     mean, _ = update(ours, ALONE, 2, [partial(loss, ours.model, batch(2))])
     assert mean.isfinite()
@@ -95,7 +118,12 @@ def test_without_skipping_weights_stay_those_of_the_bad_step(dtype):
     update(ours, ALONE, 0, [partial(loss, ours.model, batch(0))])
     before = {name: parameter.clone() for name, parameter in ours.model.named_parameters()}
     for step, scale in ((1, math.inf), (2, 1.0), (3, 1.0)):
-        update(ours, ALONE, step, [lambda scale=scale, step=step: loss(ours.model, batch(step)) * scale])
+        update(
+            ours,
+            ALONE,
+            step,
+            [lambda scale=scale, step=step: loss(ours.model, batch(step)) * scale],
+        )
     torch.testing.assert_close(dict(ours.model.named_parameters()), before, rtol=0, atol=0)
     assert ours.finite.looked_waits()[1] == 1
 
@@ -105,16 +133,28 @@ def test_an_overflow_of_scaled_gradients_is_no_fault():
     ours = student(torch.float16)
     update(ours, ALONE, 0, [partial(loss, ours.model, batch(0))])
     before, scale = of(ours.model), ours.scaler.get_scale()
-    # The bias has the gradient 6000, and 65536 times that, the first scale, is beyond float16's 65504.
-    update(ours, ALONE, 1, [lambda: loss(ours.model, batch(1)) + 6000 * ours.model[0].bias.half().sum()])
+    # The bias has the gradient 6000, and 65536 times that, the first scale, is beyond float16's
+    # 65504.
+    update(
+        ours,
+        ALONE,
+        1,
+        [lambda: loss(ours.model, batch(1)) + 6000 * ours.model[0].bias.half().sum()],
+    )
     assert ours.scaler.get_scale() == scale / 2
     assert ours.finite.looked_waits() == (0, None)
-    torch.testing.assert_close(dict(ours.model.named_parameters())["0.weight"], before["0.weight"], rtol=0, atol=0)
+    torch.testing.assert_close(
+        dict(ours.model.named_parameters())["0.weight"], before["0.weight"], rtol=0, atol=0
+    )
 
 
-@pytest.mark.parametrize("fields", [{}, dict(clip_grad=0.1, ema=0.9), dict(on_nonfinite="skip", ema=0.9)])
+@pytest.mark.parametrize(
+    "fields", [{}, dict(clip_grad=0.1, ema=0.9), dict(on_nonfinite="skip", ema=0.9)]
+)
 def test_an_update_waits_for_nothing(no_host_read, fields):
-    """All but the fused kernel and the average's own count of steps, which PyTorch keeps on the CPU."""
+    """All but the fused kernel and the average's own count of steps, which PyTorch keeps on the
+    CPU.
+    """
     ours = student(**fields)
     x = batch(0)
     with no_host_read():

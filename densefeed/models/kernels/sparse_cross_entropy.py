@@ -1,9 +1,12 @@
-"""Sparse cross entropy of rows of logits, forward and backward: in plain PyTorch here, in Triton beside it for CUDA.
+"""Sparse cross entropy of rows of logits, forward and backward: in plain PyTorch here, in Triton
+beside it for CUDA.
 
-With targets t_c = base + sum over m of extra_m [c = palette_m] that sum to `total`, and e_c = exp(x_c - max(x)),
+With targets t_c = base + sum over m of extra_m [c = palette_m] that sum to `total`, and e_c =
+exp(x_c - max(x)),
     loss = sum_c t_c (log(sum(e)) + max(x) - x_c)  and  d loss / d x_c = total e_c / sum(e) - t_c.
-Both passes read a row of logits once where they work; nothing as large as the logits is made but their gradient. They are
-operators of `torch.library`, so `torch.compile` keeps them whole instead of unrolling their loops over rows.
+Both passes read a row of logits once where they work; nothing as large as the logits is made but
+their gradient. They are operators of `torch.library`, so `torch.compile` keeps them whole instead
+of unrolling their loops over rows.
 """
 
 import importlib.util
@@ -14,15 +17,18 @@ from torch import Tensor
 
 # N images   T tokens   K classes   M classes of an image's palette
 
-# Rows are worked on in blocks of this many bytes, so that the passes over a block find it in the processor's cache. From
-# 1 MiB to 16 MiB the time differs by less than 5 % on two quiet cores (K = 1,000). But every pass is a start and a join of all
-# threads, and where something else runs on the cores a join waits for the last: small blocks then cost several times as much.
-# torch.softmax and log_softmax in place of these passes saved 4 % and were off by 8e-6 at 70,001 classes.
+# Rows are worked on in blocks of this many bytes, so that the passes over a block find it in the
+# processor's cache. From 1 MiB to 16 MiB the time differs by less than 5 % on two quiet cores (K =
+# 1,000). But every pass is a start and a join of all threads, and where something else runs on the
+# cores a join waits for the last: small blocks then cost several times as much. torch.softmax and
+# log_softmax in place of these passes saved 4 % and were off by 8e-6 at 70,001 classes.
 BLOCK_BYTES = 8 << 20
 
 
 def blocks(shape: tuple[int, int, int], itemsize: int) -> Iterator[tuple[slice, slice]]:
-    """Slices of images and of tokens that cover logits of this shape, each of at most BLOCK_BYTES (and at least one row)."""
+    """Slices of images and of tokens that cover logits of this shape, each of at most BLOCK_BYTES
+    (and at least one row).
+    """
     count, tokens, classes = shape
     rows = max(1, BLOCK_BYTES // (classes * itemsize))
     images, step = max(1, rows // tokens), min(rows, tokens)
@@ -39,19 +45,24 @@ def accumulator(logits: Tensor) -> torch.dtype:
 def plain_forward(
     logits_NTK: Tensor, palette_NM: Tensor, extra_NTM: Tensor, base_NT: Tensor, total_NT: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Losses, and for the way back each row's maximum and sum of e; all `[N, T]` in float32 (float64 for float64 logits).
+    """Losses, and for the way back each row's maximum and sum of e; all `[N, T]` in float32
+    (float64 for float64 logits).
 
-    As targets sum to `total`, only distances from the maximum count: every class adds a positive term, and a large offset
-    that logits share costs no digits. (With a logsumexp in place of maximum and sum, an offset of 300 put the gradient off
-    by 1.5e-5, relative.)
+    As targets sum to `total`, only distances from the maximum count: every class adds a positive
+    term, and a large offset that logits share costs no digits. (With a logsumexp in place of
+    maximum and sum, an offset of 300 put the gradient off by 1.5e-5, relative.)
     """
     dtype = accumulator(logits_NTK)
-    loss_NT, peak_NT, partition_NT = (logits_NTK.new_empty(logits_NTK.shape[:2], dtype=dtype) for _ in range(3))
+    loss_NT, peak_NT, partition_NT = (
+        logits_NTK.new_empty(logits_NTK.shape[:2], dtype=dtype) for _ in range(3)
+    )
     whole = None
     for images, tokens in blocks(logits_NTK.shape, dtype.itemsize):
         block, extra = logits_NTK[images, tokens], extra_NTM[images, tokens].to(dtype)
         palette = palette_NM[images, None].expand(extra.shape)
-        whole = torch.empty_like(block, dtype=dtype) if whole is None else whole  # the first block is the largest
+        whole = (
+            torch.empty_like(block, dtype=dtype) if whole is None else whole
+        )  # the first block is the largest
         peak = block.amax(-1, keepdim=True).to(dtype)
         below = torch.sub(block, peak, out=whole[: len(block), : block.shape[1]])
         dense = base_NT[images, tokens] * below.sum(-1) + (extra * below.gather(2, palette)).sum(-1)
@@ -62,10 +73,18 @@ def plain_forward(
 
 
 def plain_backward(
-    grad_NT: Tensor, logits_NTK: Tensor, peak_NT: Tensor, partition_NT: Tensor, palette_NM: Tensor, extra_NTM: Tensor,
-    base_NT: Tensor, total_NT: Tensor,
-) -> Tensor:  # fmt: skip
-    """Gradient of the logits, contiguous and in their dtype, from the losses' gradient and what `plain_forward` gave."""
+    grad_NT: Tensor,
+    logits_NTK: Tensor,
+    peak_NT: Tensor,
+    partition_NT: Tensor,
+    palette_NM: Tensor,
+    extra_NTM: Tensor,
+    base_NT: Tensor,
+    total_NT: Tensor,
+) -> Tensor:
+    """Gradient of the logits, contiguous and in their dtype, from the losses' gradient and what
+    `plain_forward` gave.
+    """
     dtype = accumulator(logits_NTK)
     grad_NTK = torch.empty_like(logits_NTK, memory_format=torch.contiguous_format)
     whole = None
@@ -74,15 +93,21 @@ def plain_backward(
         extra = (extra_NTM[images, tokens] * -grad).to(dtype)
         palette = palette_NM[images, None].expand(extra.shape)
         whole = torch.empty_like(logits, dtype=dtype) if whole is None else whole
-        block = torch.sub(logits, peak_NT[images, tokens, None], out=whole[: len(logits), : logits.shape[1]]).exp_()
+        block = torch.sub(
+            logits, peak_NT[images, tokens, None], out=whole[: len(logits), : logits.shape[1]]
+        ).exp_()
         block.mul_(grad * total_NT[images, tokens, None] / partition_NT[images, tokens, None])
         block.sub_(grad * base_NT[images, tokens, None]).scatter_add_(2, palette, extra)
-        grad_NTK[images, tokens] = block  # rounded once; and memory that is not in the cache yet is passed over once
+        grad_NTK[images, tokens] = (
+            block  # rounded once; and memory that is not in the cache yet is passed over once
+        )
     return grad_NTK
 
 
 forward = torch.library.custom_op("densefeed::sparse_cross_entropy", plain_forward, mutates_args=())
-backward = torch.library.custom_op("densefeed::sparse_cross_entropy_backward", plain_backward, mutates_args=())
+backward = torch.library.custom_op(
+    "densefeed::sparse_cross_entropy_backward", plain_backward, mutates_args=()
+)
 
 
 @forward.register_fake
@@ -97,7 +122,9 @@ def _(grad_NT, logits_NTK, peak_NT, partition_NT, palette_NM, extra_NTM, base_NT
 
 
 def has_kernel(logits: Tensor) -> bool:
-    """The Triton kernels sum in float32, and some builds of PyTorch for CUDA come without Triton."""
+    """The Triton kernels sum in float32, and some builds of PyTorch for CUDA come without
+    Triton.
+    """
     return logits.dtype != torch.float64 and importlib.util.find_spec("triton") is not None
 
 
@@ -115,7 +142,11 @@ def _(logits_NTK, palette_NM, extra_NTM, base_NT, total_NT):
 @backward.register_kernel("cuda")
 def _(grad_NT, logits_NTK, peak_NT, partition_NT, palette_NM, extra_NTM, base_NT, total_NT):
     if not has_kernel(logits_NTK):
-        return plain_backward(grad_NT, logits_NTK, peak_NT, partition_NT, palette_NM, extra_NTM, base_NT, total_NT)
+        return plain_backward(
+            grad_NT, logits_NTK, peak_NT, partition_NT, palette_NM, extra_NTM, base_NT, total_NT
+        )
     from densefeed.models.kernels.sparse_cross_entropy_triton import backward as kernel
 
-    return kernel(grad_NT, logits_NTK, peak_NT, partition_NT, palette_NM, extra_NTM, base_NT, total_NT)
+    return kernel(
+        grad_NT, logits_NTK, peak_NT, partition_NT, palette_NM, extra_NTM, base_NT, total_NT
+    )

@@ -1,6 +1,8 @@
-"""What timm's and torchvision's numbers mean: the settings, RandAugment's string, and the argument of every operation.
+"""What timm's and torchvision's numbers mean: the settings, RandAugment's string, and the argument
+of every operation.
 
-RandAugment's string is read by timm itself; arguments follow the formulas of timm/data/auto_augment.py.
+RandAugment's string is read by timm itself; arguments follow the formulas of
+timm/data/auto_augment.py.
 """
 
 import math
@@ -17,7 +19,13 @@ from densefeed.system.errors import UserError
 # N samples   R operations of a batch
 
 GEOMETRIC = ("Rotate", "ShearX", "ShearY", "TranslateXRel", "TranslateYRel")
-TABLES = ("Invert", "Posterize", "Solarize", "SolarizeAdd", "Brightness")  # a byte's value follows from the byte
+TABLES = (
+    "Invert",
+    "Posterize",
+    "Solarize",
+    "SolarizeAdd",
+    "Brightness",
+)  # a byte's value follows from the byte
 CODES = {name: code for code, name in enumerate((*TABLES, *OPERATIONS))}
 LEAST_AREA, LEAST_ASPECT = 0.02, 0.3  # of an erased box, timm's
 
@@ -32,18 +40,30 @@ class Augment:
     Raises UserError for values that mean nothing.
     """
 
-    rand_augment: str = ""  # timm's, as "rand-m9-mstd0.5-inc1"; its "3a" sets come together with colour jitter
-    color_jitter: float | tuple[float, ...] = 0.0  # brightness, contrast, saturation, perhaps hue; not beside RandAugment
-    shift: int = 0  # most whole pixels that a crop moves by, each way: RandomCrop with so much padding
-    interpolation: Literal["random", "bilinear", "bicubic"] = "random"  # of rotation, shear and translation
+    rand_augment: str = (
+        ""  # timm's, as "rand-m9-mstd0.5-inc1"; its "3a" sets come together with colour jitter
+    )
+    color_jitter: float | tuple[float, ...] = (
+        0.0  # brightness, contrast, saturation, perhaps hue; not beside RandAugment
+    )
+    shift: int = (
+        0  # most whole pixels that a crop moves by, each way: RandomCrop with so much padding
+    )
+    interpolation: Literal["random", "bilinear", "bicubic"] = (
+        "random"  # of rotation, shear and translation
+    )
     erase_probability: float = 0.0  # timm's reprob
     erase_mode: Literal["const", "rand", "pixel"] = "pixel"  # zeros (the mean), one colour, noise
     erase_count: int = 1  # most boxes of an image
-    erase_max_area: float = 1 / 3  # of all boxes together, as a share of the image; the least is 0.02
+    erase_max_area: float = (
+        1 / 3
+    )  # of all boxes together, as a share of the image; the least is 0.02
 
     def __post_init__(self) -> None:
         if self.interpolation not in ("random", "bilinear", "bicubic"):
-            raise UserError(f"interpolation {self.interpolation!r} is none of random, bilinear and bicubic")
+            raise UserError(
+                f"interpolation {self.interpolation!r} is none of random, bilinear and bicubic"
+            )
         if self.erase_mode not in ("const", "rand", "pixel"):
             raise UserError(f"erase_mode {self.erase_mode!r} is none of const, rand and pixel")
         if self.shift < 0:
@@ -53,12 +73,16 @@ class Augment:
         if self.erase_count < 1:
             raise UserError(f"erase_count is {self.erase_count}; take at least one box")
         if not LEAST_AREA <= self.erase_max_area <= 1:
-            raise UserError(f"erase_max_area is {self.erase_max_area}; choose from {LEAST_AREA} to 1")
+            raise UserError(
+                f"erase_max_area is {self.erase_max_area}; choose from {LEAST_AREA} to 1"
+            )
         jitter = self.color_jitter
         if isinstance(jitter, tuple) and len(jitter) not in (3, 4):
             raise UserError(f"color_jitter {jitter} must be one number, or three or four")
         if min(self.jitter) < 0 or self.jitter[3] > 0.5 or not all(map(math.isfinite, self.jitter)):
-            raise UserError(f"color_jitter {jitter} must not be negative, and the hue's (the fourth) not above 0.5")
+            raise UserError(
+                f"color_jitter {jitter} must not be negative, and the hue's (the fourth) not above 0.5"
+            )
 
     @property
     def jitter(self) -> tuple[float, float, float, float]:
@@ -69,9 +93,13 @@ class Augment:
 
     @property
     def shears(self) -> bool:
-        """Whether Views may be rotated or sheared, which sampling them must know beforehand (targets.TargetRules)."""
+        """Whether Views may be rotated or sheared, which sampling them must know beforehand
+        (targets.TargetRules).
+        """
         turning = {"Rotate", "ShearX", "ShearY"}
-        return bool(self.rand_augment) and not turning.isdisjoint(Layers.of(self.rand_augment).names)
+        return bool(self.rand_augment) and not turning.isdisjoint(
+            Layers.of(self.rand_augment).names
+        )
 
 
 class Layers(NamedTuple):
@@ -87,35 +115,54 @@ class Layers(NamedTuple):
 
     @classmethod
     def of(cls, text: str) -> "Layers":
-        """timm's reading of the string. UserError where timm refuses it, or where it asks for what is not here."""
+        """timm's reading of the string. UserError where timm refuses it, or where it asks for what
+        is not here.
+        """
         try:
             # timm passes over what it does not know in silence: rand-mfoo would be magnitude 10.
             if not STRING.fullmatch(text):
                 raise ValueError
             parsed = rand_augment_transform(text, {})
         except (AssertionError, ValueError):
-            raise UserError(f"rand_augment {text!r} is no RandAugment string; write one like rand-m9-mstd0.5-inc1") from None
+            raise UserError(
+                f"rand_augment {text!r} is no RandAugment string; write one like rand-m9-mstd0.5-inc1"
+            ) from None
         names, first = tuple(op.name for op in parsed.ops), parsed.ops[0]
         if missing := [name for name in names if name not in GEOMETRIC and code_of(name) is None]:
-            raise UserError(f"rand_augment {text!r} uses {missing[0]}, which is not known here; choose another set")
+            raise UserError(
+                f"rand_augment {text!r} uses {missing[0]}, which is not known here; choose another set"
+            )
         if parsed.choice_weights is not None and parsed.num_layers > len(names):
-            raise UserError(f"rand_augment {text!r} wants {parsed.num_layers} different operations of {len(names)}")
+            raise UserError(
+                f"rand_augment {text!r} wants {parsed.num_layers} different operations of {len(names)}"
+            )
         return cls(
-            names, parsed.choice_weights, parsed.num_layers, first.prob, first.magnitude, first.magnitude_std,
+            names,
+            parsed.choice_weights,
+            parsed.num_layers,
+            first.prob,
+            first.magnitude,
+            first.magnitude_std,
             first.magnitude_max or 10.0,
-        )  # fmt: skip
+        )
 
 
 def code_of(name: str) -> int | None:
-    """The code of timm's photometric operation; its variants (increasing, original) differ in their arguments only."""
-    return CODES.get("Color" if name == "Desaturate" else name.removesuffix("Increasing").removesuffix("Original"))
+    """The code of timm's photometric operation; its variants (increasing, original) differ in their
+    arguments only.
+    """
+    return CODES.get(
+        "Color"
+        if name == "Desaturate"
+        else name.removesuffix("Increasing").removesuffix("Original")
+    )
 
 
 def argument_of(name: str, level_N: np.ndarray, negative_N: np.ndarray) -> np.ndarray:
     """timm's argument of an operation at magnitude `level_N` (10 is full strength): float64 `[N]`.
 
-    Degrees, pixels per pixel, shares of the image's side, bits, thresholds, factors; what has a sign is negative where
-    `negative_N` is true.
+    Degrees, pixels per pixel, shares of the image's side, bits, thresholds, factors; what has a
+    sign is negative where `negative_N` is true.
     """
     share_N = level_N / 10
     sign_N = np.where(negative_N, -1.0, 1.0)
@@ -140,7 +187,12 @@ def argument_of(name: str, level_N: np.ndarray, negative_N: np.ndarray) -> np.nd
             return np.minimum(128, np.trunc(share_N * 110))
         case "Color" | "Contrast" | "Brightness" | "Sharpness":
             return share_N * 1.8 + 0.1
-        case "ColorIncreasing" | "ContrastIncreasing" | "BrightnessIncreasing" | "SharpnessIncreasing":
+        case (
+            "ColorIncreasing"
+            | "ContrastIncreasing"
+            | "BrightnessIncreasing"
+            | "SharpnessIncreasing"
+        ):
             return np.maximum(0.1, 1 + sign_N * (share_N * 0.9))
         case "Desaturate":
             return 1 - np.clip(0.5 + 0.5 * share_N, 0.5, 1)
@@ -153,7 +205,8 @@ def argument_of(name: str, level_N: np.ndarray, negative_N: np.ndarray) -> np.nd
 def tables_of(code_R: np.ndarray, argument_R: np.ndarray) -> np.ndarray:
     """What the operations of TABLES make of each byte: uint8 `[R, 256]`; zeros for other codes.
 
-    Posterize with no bits left is black, as its formula says and older Pillow did; Pillow 13 refuses to.
+    Posterize with no bits left is black, as its formula says and older Pillow did; Pillow 13
+    refuses to.
     """
     level, argument = np.arange(256), argument_R[:, None]
     out = np.zeros((len(code_R), 256), np.uint8)
@@ -171,12 +224,16 @@ def tables_of(code_R: np.ndarray, argument_R: np.ndarray) -> np.ndarray:
             case "SolarizeAdd":
                 out[mine] = np.where(level < 128, np.minimum(255, level + value), level)
             case "Brightness":  # Pillow multiplies floats and truncates
-                out[mine] = np.clip(value.astype(np.float32) * level.astype(np.float32), 0, 255).astype(np.uint8)
+                out[mine] = np.clip(
+                    value.astype(np.float32) * level.astype(np.float32), 0, 255
+                ).astype(np.uint8)
     return out
 
 
 def step_of(name: str, argument_N: np.ndarray, height: int, width: int) -> np.ndarray:
-    """The affine map of a geometric operation, output to source, in pixels from the corner: float64 `[N, 3, 3]`."""
+    """The affine map of a geometric operation, output to source, in pixels from the corner: float64
+    `[N, 3, 3]`.
+    """
     step = np.tile(np.eye(3), (len(argument_N), 1, 1))
     match name:
         case "Rotate":  # counter-clockwise for positive degrees, about the centre

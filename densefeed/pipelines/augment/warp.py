@@ -1,12 +1,15 @@
-"""Affine maps of pixels with the definitions of Pillow's Image.transform: rotation, shear and translation, composed, in one go.
+"""Affine maps of pixels with the definitions of Pillow's Image.transform: rotation, shear and
+translation, composed, in one go.
 
-Border rule: an output pixel whose centre falls outside [0, W) x [0, H) of the source has the fill colour; inside, neighbours
-beyond the edge are the edge's pixels, so nothing blends with the fill. Bicubic is cubic convolution with a = -1, not -0.75
-as in torch's grid_sample. Results are truncated, not rounded.
+Border rule: an output pixel whose centre falls outside [0, W) x [0, H) of the source has the fill
+colour; inside, neighbours beyond the edge are the edge's pixels, so nothing blends with the fill.
+Bicubic is cubic convolution with a = -1, not -0.75 as in torch's grid_sample. Results are
+truncated, not rounded.
 
-`gathered` does all samples at once, on any device; it is what a GPU runs. On a CPU its 16 gathers take 4 ms for an image of
-224 px where Pillow takes 1.8 (bicubic; bilinear 0.7), so there a map of both axes is Pillow's own work. A map along one axis,
-as four of the five operations are, moves every row by a number of its own and takes `slid` 0.4 ms, 0.5 along y.
+`gathered` does all samples at once, on any device; it is what a GPU runs. On a CPU its 16 gathers
+take 4 ms for an image of 224 px where Pillow takes 1.8 (bicubic; bilinear 0.7), so there a map of
+both axes is Pillow's own work. A map along one axis, as four of the five operations are, moves
+every row by a number of its own and takes `slid` 0.4 ms, 0.5 along y.
 """
 
 from functools import lru_cache
@@ -25,48 +28,69 @@ STRIP = 112  # rows at once, whose floats stay in a CPU's second cache
 ALMOST = 1e-3  # weights add up to 1 - 1e-7, and 199.9999 would be truncated to 199 on a flat 200
 
 
-def warped(image_NHWC: Tensor, matrix_N23: Tensor, cubic_N: Tensor, fill: tuple[int, int, int]) -> Tensor:
-    """uint8 `[N, H, W, 3]` seen through float32 `[N, 2, 3]`; bicubic where float32 `cubic_N` is 1, bilinear where it is 0."""
+def warped(
+    image_NHWC: Tensor, matrix_N23: Tensor, cubic_N: Tensor, fill: tuple[int, int, int]
+) -> Tensor:
+    """uint8 `[N, H, W, 3]` seen through float32 `[N, 2, 3]`; bicubic where float32 `cubic_N` is 1,
+    bilinear where it is 0.
+    """
     if image_NHWC.device.type != "cpu":
         return gathered(image_NHWC, matrix_N23, cubic_N, fill)
     out = torch.empty_like(image_NHWC)
-    for number, (matrix_23, cubic) in enumerate(zip(matrix_N23.numpy(), cubic_N.tolist(), strict=True)):
+    for number, (matrix_23, cubic) in enumerate(
+        zip(matrix_N23.numpy(), cubic_N.tolist(), strict=True)
+    ):
         image = image_NHWC[number]
         if (matrix_23[1] == (0, 1, 0)).all():
             out[number] = slid(image, *matrix_23[0, 1:].tolist(), bool(cubic), fill)
         elif (matrix_23[0] == (1, 0, 0)).all():
             slope, shift = matrix_23[1, ::2].tolist()
-            out[number] = slid(image.transpose(0, 1), slope, shift, bool(cubic), fill).transpose(0, 1)
+            out[number] = slid(image.transpose(0, 1), slope, shift, bool(cubic), fill).transpose(
+                0, 1
+            )
         else:
             resample = Image.Resampling.BICUBIC if cubic else Image.Resampling.BILINEAR
             picture = Image.fromarray(image.numpy())
             picture = picture.transform(
-                picture.size, Image.Transform.AFFINE, matrix_23.ravel().tolist(), resample, fillcolor=fill
+                picture.size,
+                Image.Transform.AFFINE,
+                matrix_23.ravel().tolist(),
+                resample,
+                fillcolor=fill,
             )
             out[number] = torch.from_numpy(np.array(picture))
     return out
 
 
-def slid(image_HW3: Tensor, slope: float, shift: float, cubic: bool, fill: tuple[int, int, int]) -> Tensor:
-    """One image whose rows are moved: x of the output shows x + slope (y + 0.5) + shift. uint8 `[H, W, 3]`.
+def slid(
+    image_HW3: Tensor, slope: float, shift: float, cubic: bool, fill: tuple[int, int, int]
+) -> Tensor:
+    """One image whose rows are moved: x of the output shows x + slope (y + 0.5) + shift. uint8 `[H,
+    W, 3]`.
 
-    All pixels of a row lie equally far past their neighbour, so a row is a sum of whole moved rows with one weight each.
+    All pixels of a row lie equally far past their neighbour, so a row is a sum of whole moved rows
+    with one weight each.
     """
     H, W, _ = image_HW3.shape
     move_H = slope * (np.arange(H) + 0.5) + shift
     start_H = np.floor(move_H)
     weights = tap_weights(move_H - start_H, cubic)
-    # Two pixels of edge on each side of a row, then the next row: what else a window shows of it is outside and masked.
+    # Two pixels of edge on each side of a row, then the next row: what else a window shows of it is
+    # outside and masked.
     wide = W + 4
     pixels = torch.empty((H + 2) * wide, 3, dtype=torch.uint8)
     rows = pixels[wide:-wide].view(H, wide, 3)
     rows[:, 2:-2], rows[:, :2], rows[:, -2:] = image_HW3, image_HW3[:, :1], image_HW3[:, -1:]
     first_H = (np.arange(H) + 1) * wide + 1 + np.clip(start_H, -W, W).astype(np.int64)
     row_HL = _windows(pixels, W + 3, first_H)
-    # The W pixels whose source lies inside follow one another, so the mask of a row is a window of one pattern.
+    # The W pixels whose source lies inside follow one another, so the mask of a row is a window of
+    # one pattern.
     begin_H = W - np.clip(np.ceil(-0.5 - move_H), -W, W).astype(np.int64)
     inside_HL, out_HL = (_windows(pattern, W, begin_H) for pattern in _patterns(W, fill))
-    taps = [(3 * tap, torch.from_numpy(weights[tap].astype(np.float32))[:, None]) for tap in (range(4) if cubic else (1, 2))]
+    taps = [
+        (3 * tap, torch.from_numpy(weights[tap].astype(np.float32))[:, None])
+        for tap in (range(4) if cubic else (1, 2))
+    ]
     for at in range(0, H, STRIP):
         strip = slice(at, at + STRIP)
         value_HL, (first, weight_H1), *others = row_HL[strip].float(), *taps
@@ -80,14 +104,17 @@ def slid(image_HW3: Tensor, slope: float, shift: float, cubic: bool, fill: tuple
 
 @lru_cache(maxsize=8)
 def _patterns(width: int, fill: tuple[int, int, int]) -> tuple[Tensor, Tensor]:
-    """Three images' widths of bytes `[3 width, 3]`: 255 in the middle one; and the fill colour in the others, 0 elsewhere."""
+    """Three images' widths of bytes `[3 width, 3]`: 255 in the middle one; and the fill colour in
+    the others, 0 elsewhere.
+    """
     mask = torch.zeros(3 * width, 3, dtype=torch.uint8)
     mask[width : 2 * width] = 255
     return mask, torch.tensor(fill, dtype=torch.uint8) & ~mask
 
 
 def _windows(pixels: Tensor, width: int, first_H: np.ndarray) -> Tensor:
-    """`width` pixels from each of the numbers `first_H` on, of pixels `[..., 3]` in a row: uint8 `[H, 3 width]`.
+    """`width` pixels from each of the numbers `first_H` on, of pixels `[..., 3]` in a row: uint8
+    `[H, 3 width]`.
 
     A view of all windows, of which index_select copies whole rows.
     """
@@ -96,9 +123,11 @@ def _windows(pixels: Tensor, width: int, first_H: np.ndarray) -> Tensor:
 
 
 def tap_weights(d: Values, cubic: Values) -> tuple[Values, Values, Values, Values]:
-    """Weights of neighbours -1, 0, 1 and 2 for a point `d` past neighbour 0; `cubic` is 1 or 0 (bilinear: 0, 1 - d, d, 0).
+    """Weights of neighbours -1, 0, 1 and 2 for a point `d` past neighbour 0; `cubic` is 1 or 0
+    (bilinear: 0, 1 - d, d, 0).
 
-    Cubic convolution with a = -1 takes d (1 - d)^2 from neighbour -1 to 0 and d^2 (1 - d) from neighbour 2 to 1.
+    Cubic convolution with a = -1 takes d (1 - d)^2 from neighbour -1 to 0 and d^2 (1 - d) from
+    neighbour 2 to 1.
     """
     e = 1 - d
     bend = cubic * d * e
@@ -106,13 +135,20 @@ def tap_weights(d: Values, cubic: Values) -> tuple[Values, Values, Values, Value
     return -left, e + left, d + right, -right
 
 
-def gathered(image_NHWC: Tensor, matrix_N23: Tensor, cubic_N: Tensor, fill: tuple[int, int, int]) -> Tensor:
+def gathered(
+    image_NHWC: Tensor, matrix_N23: Tensor, cubic_N: Tensor, fill: tuple[int, int, int]
+) -> Tensor:
     """`warped` without a look at what the matrices are, in operations for all N at once."""
     N, H, W, _ = image_NHWC.shape
     device = image_NHWC.device
     red, green, blue = image_NHWC.unbind(-1)
-    packed = torch.stack([red, green, blue, blue], -1).view(torch.int32).flatten()  # one gather for three channels
-    x_W, y_H1 = torch.arange(W, device=device) + 0.5, (torch.arange(H, device=device) + 0.5)[:, None]
+    packed = (
+        torch.stack([red, green, blue, blue], -1).view(torch.int32).flatten()
+    )  # one gather for three channels
+    x_W, y_H1 = (
+        torch.arange(W, device=device) + 0.5,
+        (torch.arange(H, device=device) + 0.5)[:, None],
+    )
     along = matrix_N23[:, :, :, None, None]
     inside, axes = True, []
     for axis, extent in ((0, W), (1, H)):
@@ -121,8 +157,13 @@ def gathered(image_NHWC: Tensor, matrix_N23: Tensor, cubic_N: Tensor, fill: tupl
         start = (position - 0.5).floor()
         first = start.int()
         index = [(first + tap).clamp_(0, extent - 1) for tap in range(-1, 3)]
-        axes.append(list(zip(index, tap_weights(position - 0.5 - start, cubic_N.view(N, 1, 1)), strict=True)))
-    # R, 256 G and 65536 B: masking without shifting is one operation for the three, and float32 holds each exactly.
+        axes.append(
+            list(
+                zip(index, tap_weights(position - 0.5 - start, cubic_N.view(N, 1, 1)), strict=True)
+            )
+        )
+    # R, 256 G and 65536 B: masking without shifting is one operation for the three, and float32
+    # holds each exactly.
     unit = 1 << (torch.arange(3, dtype=torch.int32, device=device) * 8).view(3, 1, 1, 1)
     mask = 255 * unit
     total_3NHW = torch.zeros(3, N, H, W, device=device)
@@ -133,5 +174,7 @@ def gathered(image_NHWC: Tensor, matrix_N23: Tensor, cubic_N: Tensor, fill: tupl
             pixel_NHW = packed.index_select(0, (row * W + column).flatten()).view(N, H, W)
             total_3NHW.addcmul_((pixel_NHW & mask).float(), row_weight * column_weight)
     colour_3NHW = total_3NHW.mul_(1 / unit).add_(ALMOST).clamp_(0, 255).int() * unit
-    colour_NHW = torch.where(inside, colour_3NHW.sum(0, dtype=torch.int32), fill[0] + fill[1] * 256 + fill[2] * 65536)
+    colour_NHW = torch.where(
+        inside, colour_3NHW.sum(0, dtype=torch.int32), fill[0] + fill[1] * 256 + fill[2] * 65536
+    )
     return torch.stack(colour_NHW.view(torch.uint8).view(N, H, W, 4).unbind(-1)[:3], -1)

@@ -1,4 +1,6 @@
-"""The Triton kernels against float64: in Triton's interpreter, compiled for GPUs that need not be there, and on a GPU."""
+"""The Triton kernels against float64: in Triton's interpreter, compiled for GPUs that need not be
+there, and on a GPU.
+"""
 
 import os
 import subprocess
@@ -15,21 +17,36 @@ ROOT = Path(__file__).parents[3]
 triton = pytest.importorskip("triton")
 
 # Triton decides when it is imported, so these run in a process of their own.
-interpreted = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="started by test_in_the_interpreter")
+interpreted = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1", reason="started by test_in_the_interpreter"
+)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SHAPES = (  # N T K M: one block and many, of classes and of slots; odd numbers; one of everything
-    (3, 5, 11, 4), (1, 1, 5, 1), (2, 3, 1000, 70), (1, 2, 4096, 64), (1, 2, 9001, 130), (1, 1, 21_841, 300),
-)  # fmt: skip
+    (3, 5, 11, 4),
+    (1, 1, 5, 1),
+    (2, 3, 1000, 70),
+    (1, 2, 4096, 64),
+    (1, 2, 9001, 130),
+    (1, 1, 21_841, 300),
+)
 
 
 def example(N, T, K, M, dtype, device):
-    """Logits with an offset, targets whose palette names most classes more than once, and a gradient of either sign."""
+    """Logits with an offset, targets whose palette names most classes more than once, and a
+    gradient of either sign.
+    """
     rng = torch.Generator().manual_seed(N + K)
     palette = torch.randint(K - max(1, M // 3), K, (N, M), generator=rng)
-    base, extra = torch.rand(N, T, generator=rng) / K, (torch.rand(N, T, M, generator=rng) - 0.3) / M
+    base, extra = (
+        torch.rand(N, T, generator=rng) / K,
+        (torch.rand(N, T, M, generator=rng) - 0.3) / M,
+    )
     logits = (torch.randn(N, T, K, generator=rng) * 5 - 20).to(dtype)
     grad = torch.randn(N, T, generator=rng)
-    return [tensor.to(device) for tensor in (grad, logits, palette, extra, base, K * base + extra.sum(-1))]
+    return [
+        tensor.to(device)
+        for tensor in (grad, logits, palette, extra, base, K * base + extra.sum(-1))
+    ]
 
 
 def dense(grad, logits, palette, extra, base, total):
@@ -42,7 +59,9 @@ def dense(grad, logits, palette, extra, base, total):
 
 
 def check(loss, gradient, example, rounding=0.5):
-    """Within the task's bars; a gradient in half precision is off by `rounding` units in its last place."""
+    """Within the task's bars; a gradient in half precision is off by `rounding` units in its last
+    place.
+    """
     want, want_gradient = dense(*example)
     torch.testing.assert_close(loss.double(), want, rtol=2e-6, atol=2e-6)
     assert gradient.dtype == example[1].dtype
@@ -58,7 +77,9 @@ def test_interpreted_kernels(shape, dtype):
 
     grad, logits, *targets = case = example(*shape, dtype, "cpu")
     loss, *sums = subject.forward(logits, *targets)
-    check(loss, subject.backward(grad, logits, *sums, *targets), case, rounding=1)  # the interpreter cuts bfloat16 off
+    check(
+        loss, subject.backward(grad, logits, *sums, *targets), case, rounding=1
+    )  # the interpreter cuts bfloat16 off
     twin_loss, *twin_sums = kernels.plain_forward(logits, *targets)
     torch.testing.assert_close([loss, *sums], [twin_loss, *twin_sums], rtol=2e-6, atol=2e-6)
 
@@ -78,16 +99,30 @@ def test_interpreted_kernels_read_logits_where_they_lie():
 def test_in_the_interpreter():
     """In an interpreter of its own: Triton reads the variable where it is imported."""
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-k", "interpreted", "-p", "no:cacheprovider", __file__],
-        capture_output=True, text=True, env=os.environ | {"TRITON_INTERPRET": "1"},
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-k",
+            "interpreted",
+            "-p",
+            "no:cacheprovider",
+            __file__,
+        ],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+    )
     assert done.returncode == 0, done.stdout
     assert f"{len(SHAPES) * len(DTYPES) + 1} passed" in done.stdout
     assert "skipped" not in done.stdout
 
 
 def test_a_cpu_needs_no_triton():
-    """Builds of PyTorch for CPUs come without it; `None` makes importing it an ImportError, and nothing may have done so before."""
+    """Builds of PyTorch for CPUs come without it; `None` makes importing it an ImportError, and
+    nothing may have done so before.
+    """
     code = """if True:
         import sys, torch
         sys.modules["triton"] = None
@@ -116,11 +151,19 @@ def test_compiles_for_a_gpu_that_is_not_here(capability):
             sizes = subject.block_sizes(classes, slots)
             warps = sizes.pop("num_warps")
             for kernel in (subject.forward_kernel, subject.backward_kernel):
-                types = {name: "constexpr" if name in sizes else "*fp32" for name in kernel.arg_names}
-                types |= {"logits": pointer, "palette": "*i64"} | ({"out": pointer} if "out" in types else {})
-                types |= dict.fromkeys(("tokens", "classes", "slots", "image_stride", "token_stride"), "i32")
+                types = {
+                    name: "constexpr" if name in sizes else "*fp32" for name in kernel.arg_names
+                }
+                types |= {"logits": pointer, "palette": "*i64"} | (
+                    {"out": pointer} if "out" in types else {}
+                )
+                types |= dict.fromkeys(
+                    ("tokens", "classes", "slots", "image_stride", "token_stride"), "i32"
+                )
                 source = ASTSource(kernel, types, constexprs=sizes)
-                compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps})
+                compiled = triton.compile(
+                    source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps}
+                )
                 assert compiled.asm["cubin"].startswith(b"\x7fELF")
 
 
@@ -128,7 +171,9 @@ def test_compiles_for_a_gpu_that_is_not_here(capability):
 
 
 def on_gpu(test):
-    return pytest.mark.gpu(pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")(test))
+    return pytest.mark.gpu(
+        pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")(test)
+    )
 
 
 def loss_and_gradient(grad, logits, *targets):

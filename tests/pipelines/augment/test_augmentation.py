@@ -1,4 +1,6 @@
-"""Augmentation of whole batches: normalised as torchvision does, the View follows the warp, and nothing waits for the device."""
+"""Augmentation of whole batches: normalised as torchvision does, the View follows the warp, and
+nothing waits for the device.
+"""
 
 import time
 
@@ -37,8 +39,18 @@ def batch_of(image: torch.Tensor, index: torch.Tensor | None = None, repeat: int
     view = torch.tensor([[0.5, 0, 0.25], [0, 0.25, 0.5]]).repeat(N, 1, 1)
     view[1::2, 0] = torch.tensor([-0.75, 0, 0.875])
     return Batch(
-        image, torch.arange(N), view, torch.zeros(N, 4), index, torch.full((N,), repeat), torch.ones(N), None, None, None, None
-    )  # fmt: skip
+        image,
+        torch.arange(N),
+        view,
+        torch.zeros(N, 4),
+        index,
+        torch.full((N,), repeat),
+        torch.ones(N),
+        None,
+        None,
+        None,
+        None,
+    )
 
 
 def chosen(augmentation: Augmentation, batch: Batch, epoch: int = 0):
@@ -52,7 +64,9 @@ def images(noise) -> torch.Tensor:
 
 
 def test_normalise_is_torchvisions_and_channels_last():
-    image = torch.randint(0, 256, (3, 5, 7, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    image = torch.randint(
+        0, 256, (3, 5, 7, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
+    )
     got = Normalise(MEAN, STD)(image)
     want = tv.normalize(image.permute(0, 3, 1, 2).double() / 255, MEAN, STD)
     torch.testing.assert_close(got.double(), want, rtol=0, atol=2e-6)  # float32 on values up to 2.7
@@ -60,12 +74,20 @@ def test_normalise_is_torchvisions_and_channels_last():
 
 
 def test_pixels_are_the_bytes_that_were_normalised():
-    image = torch.arange(256, dtype=torch.uint8).repeat(3).view(1, 3, 256).mT.reshape(1, 16, 16, 3).contiguous()
+    image = (
+        torch.arange(256, dtype=torch.uint8)
+        .repeat(3)
+        .view(1, 3, 256)
+        .mT.reshape(1, 16, 16, 3)
+        .contiguous()
+    )
     normalise = Normalise(MEAN, STD)
     assert torch.equal(normalise.pixels(normalise(image)), image)
 
 
-@pytest.mark.parametrize("augment", [Augment(), Augment(rand_augment="rand-m9-p0"), Augment(rand_augment="rand-n0")])
+@pytest.mark.parametrize(
+    "augment", [Augment(), Augment(rand_augment="rand-m9-p0"), Augment(rand_augment="rand-n0")]
+)
 def test_nothing_chosen_is_normalise(images, augment):
     augmentation, batch = Augmentation(PLAN, augment, MEAN, STD), batch_of(images)
     out = augmentation(batch, chosen(augmentation, batch))
@@ -73,8 +95,12 @@ def test_nothing_chosen_is_normalise(images, augment):
     assert torch.equal(out.view, batch.view)
 
 
-def through_timm(monkeypatch, augmentation: Augmentation, batch: Batch, epoch: int) -> tuple[list[np.ndarray], list[int]]:
-    """Each crop through timm's operations, with the operations and magnitudes that were chosen; and how often it is warped."""
+def through_timm(
+    monkeypatch, augmentation: Augmentation, batch: Batch, epoch: int
+) -> tuple[list[np.ndarray], list[int]]:
+    """Each crop through timm's operations, with the operations and magnitudes that were chosen; and
+    how often it is warped.
+    """
     chooser = augmentation.choose.__self__
     layers = chooser.layers
     height, width = batch.image.shape[1:3]
@@ -82,22 +108,34 @@ def through_timm(monkeypatch, augmentation: Augmentation, batch: Batch, epoch: i
     for row in range(len(batch.image)):
         one = slice(row, row + 1)
         picture, warps = Image.fromarray(batch.image[row].numpy()), 0
-        numbers = [LAYER_NUMBERS * layer + number for layer in range(layers.layers) for number in range(6)]
-        drawn = PLAN.draws(epoch, batch.index[one].numpy(), AUGMENT, numbers, batch.repeat[one].numpy()).reshape(-1, 6)
+        numbers = [
+            LAYER_NUMBERS * layer + number for layer in range(layers.layers) for number in range(6)
+        ]
+        drawn = PLAN.draws(
+            epoch, batch.index[one].numpy(), AUGMENT, numbers, batch.repeat[one].numpy()
+        ).reshape(-1, 6)
         for operation, whether, radius, angle, sign, cubic in drawn.tolist():
             if whether >= layers.probability:
                 continue
             name = layers.names[int(operation * len(layers.names))]
-            level = layers.magnitude + layers.std * np.sqrt(-2 * np.log(1 - radius)) * np.cos(2 * np.pi * angle)
+            level = layers.magnitude + layers.std * np.sqrt(-2 * np.log(1 - radius)) * np.cos(
+                2 * np.pi * angle
+            )
             level = min(max(level, 0.0), layers.most)
             monkeypatch.setattr(auto_augment.random, "random", lambda sign=sign: sign)
-            argument = auto_augment.LEVEL_TO_ARG[name](level, {}) if auto_augment.LEVEL_TO_ARG[name] else ()
+            argument = (
+                auto_augment.LEVEL_TO_ARG[name](level, {})
+                if auto_augment.LEVEL_TO_ARG[name]
+                else ()
+            )
             if name.startswith("Posterize") and argument[0] < 1:
                 picture = Image.new("RGB", picture.size)  # what Pillow 13 refuses to compute
                 continue
             is_cubic = cubic >= 0.5 and chooser.augment.interpolation == "random"
             resample = Image.Resampling.BICUBIC if is_cubic else Image.Resampling.BILINEAR
-            picture = auto_augment.NAME_TO_OP[name](picture, *argument, resample=resample, fillcolor=augmentation.fill)
+            picture = auto_augment.NAME_TO_OP[name](
+                picture, *argument, resample=resample, fillcolor=augmentation.fill
+            )
             warps += name in GEOMETRIC
         assert picture.size == (width, height)
         seen.append(np.asarray(picture))
@@ -106,12 +144,14 @@ def through_timm(monkeypatch, augmentation: Augmentation, batch: Batch, epoch: i
 
 
 def test_a_batch_is_timms(monkeypatch, noise):
-    """The same operations at the same magnitudes, by timm's functions on Pillow images, in timm's order.
+    """The same operations at the same magnitudes, by timm's functions on Pillow images, in timm's
+    order.
 
-    Equal to the byte without a warp. One warp leaves a grey level here and there, and lines of pixels on the border; a
-    later operation can stretch a level (solarizing turns a byte at its threshold into another), so a share of pixels may
-    differ by much. A wrong order would change the fill colour or not, a tenth of a warped image and more. Two warps blur
-    twice in timm, and are compared below.
+    Equal to the byte without a warp. One warp leaves a grey level here and there, and lines of
+    pixels on the border; a later operation can stretch a level (solarizing turns a byte at its
+    threshold into another), so a share of pixels may differ by much. A wrong order would change the
+    fill colour or not, a tenth of a warped image and more. Two warps blur twice in timm, and are
+    compared below.
     """
     images = torch.from_numpy(np.stack([noise(40, 56, seed=number) for number in range(150)]))
     augmentation = Augmentation(PLAN, Augment(rand_augment="rand-m9-mstd0.5-inc1-p0.8"), MEAN, STD)
@@ -127,18 +167,26 @@ def test_a_batch_is_timms(monkeypatch, noise):
 
 
 @settings(max_examples=20, deadline=None)
-@given(st.integers(0, 2**40), st.integers(1, 9), st.integers(0, 2), st.randoms(use_true_random=False))
+@given(
+    st.integers(0, 2**40), st.integers(1, 9), st.integers(0, 2), st.randoms(use_true_random=False)
+)
 def test_neither_batch_order_nor_size_matters(seed, N, repeat, random):
-    """A sample's pixels, View and erasing are its own: any order, any company, N = 1 and odd N included."""
+    """A sample's pixels, View and erasing are its own: any order, any company, N = 1 and odd N
+    included.
+    """
     plan = EpochPlan(num_samples=10_000, batch=64, seed=seed, mode="train", sizes=((0, 32),))
-    augmentation = Augmentation(plan, Augment(rand_augment="rand-m9-mstd0.5-inc1-n3", erase_probability=0.5), MEAN, STD)
+    augmentation = Augmentation(
+        plan, Augment(rand_augment="rand-m9-mstd0.5-inc1-n3", erase_probability=0.5), MEAN, STD
+    )
     rng = np.random.default_rng(N)
     image = torch.from_numpy(rng.integers(0, 256, (N, 17, 23, 3), dtype=np.uint8))
     whole = batch_of(image, torch.arange(N) * 7, repeat)
     out = augmentation(whole, chosen(augmentation, whole))
     order = random.sample(range(N), N)
     moved = Batch(*(None if field is None else field[order] for field in whole))
-    for at, got, view in zip(order, *augmentation(moved, chosen(augmentation, moved))[:3:2], strict=True):
+    for at, got, view in zip(
+        order, *augmentation(moved, chosen(augmentation, moved))[:3:2], strict=True
+    ):
         assert torch.equal(got, out.image[at])
         assert torch.equal(view, out.view[at])
     alone = Batch(*(None if field is None else field[:1] for field in whole))
@@ -148,17 +196,22 @@ def test_neither_batch_order_nor_size_matters(seed, N, repeat, random):
 def points(side: int) -> torch.Tensor:
     """(x, y, 1) of each pixel's centre in a square: float32 `[side, side, 3]`."""
     centre = (torch.arange(side) + 0.5) / side
-    return torch.stack([centre.expand(side, side), centre[:, None].expand(side, side), torch.ones(side, side)], -1)
+    return torch.stack(
+        [centre.expand(side, side), centre[:, None].expand(side, side), torch.ones(side, side)], -1
+    )
 
 
 def test_several_warps_are_timms_one_after_the_other(monkeypatch):
-    """Three geometric operations composed into one, on pixels that say where they were: what timm's three resamplings read.
+    """Three geometric operations composed into one, on pixels that say where they were: what timm's
+    three resamplings read.
 
-    4 levels a pixel, and each of timm's passes truncates, a level. Where blue is 255 timm's pixel has not met the fill colour:
-    bilinear weights are not negative, so nothing else makes 255.
+    4 levels a pixel, and each of timm's passes truncates, a level. Where blue is 255 timm's pixel
+    has not met the fill colour: bilinear weights are not negative, so nothing else makes 255.
     """
     N, side = 40, 64
-    augmentation = Augmentation(PLAN, Augment(rand_augment="rand-m5-mstd2-p1-n3", interpolation="bilinear"), MEAN, STD)
+    augmentation = Augmentation(
+        PLAN, Augment(rand_augment="rand-m5-mstd2-p1-n3", interpolation="bilinear"), MEAN, STD
+    )
     chooser = augmentation.choose.__self__
     chooser.layers = chooser.layers._replace(names=GEOMETRIC)
     batch = batch_of((points(side) * 255).round().to(torch.uint8).repeat(N, 1, 1, 1))
@@ -168,20 +221,23 @@ def test_several_warps_are_timms_one_after_the_other(monkeypatch):
     compared = 0
     for mine, want in zip(crops, timms, strict=True):
         clear = (want[..., 2] == 255) & (mine[..., 2] == 255)
-        inner = clear & (mine[..., :2] > 12).all(-1) & (mine[..., :2] < 243).all(-1)  # no neighbour beyond the edge
+        inner = (
+            clear & (mine[..., :2] > 12).all(-1) & (mine[..., :2] < 243).all(-1)
+        )  # no neighbour beyond the edge
         assert abs(mine - want)[inner].max(initial=0) <= 3
         compared += inner.sum()
     assert compared > 0.2 * N * side * side
 
 
 def test_the_view_follows_the_warp():
-    """Crops whose pixels say where in the crop they were: after the warp the new View, brought back through the old one,
-    predicts what is read there.
+    """Crops whose pixels say where in the crop they were: after the warp the new View, brought back
+    through the old one, predicts what is read there.
 
-    Red is x and green y, 8 levels a pixel: half a pixel would be 4. Interpolation of what is linear is exact but for three
-    things: bytes' rounding where they were written, half a level times 1.5 along each axis (what bicubic weights add up to
-    without their signs), truncation, a level, and that cubic convolution with a = -1 bends a line by d (1 - d) (1 - 2 d)
-    pixels, at most 0.0963. Three pixels from the edge no repeated neighbour is read.
+    Red is x and green y, 8 levels a pixel: half a pixel would be 4. Interpolation of what is linear
+    is exact but for three things: bytes' rounding where they were written, half a level times 1.5
+    along each axis (what bicubic weights add up to without their signs), truncation, a level, and
+    that cubic convolution with a = -1 bends a line by d (1 - d) (1 - 2 d) pixels, at most 0.0963.
+    Three pixels from the edge no repeated neighbour is read.
     """
     N, side = 64, 32
     augmentation = Augmentation(PLAN, Augment(rand_augment="rand-m9-mstd0.5-p1-n3"), MEAN, STD)
@@ -204,12 +260,16 @@ def test_the_view_follows_the_warp():
 
 
 def test_a_shift_is_a_crop_of_the_padded_image_and_the_view_follows(images):
-    """Byte for byte torch's padding and a slice, RandomCrop(size, padding=4)'s; of its 81 places many."""
+    """Byte for byte torch's padding and a slice, RandomCrop(size, padding=4)'s; of its 81 places
+    many.
+    """
     augmentation, batch = Augmentation(PLAN, Augment(shift=4), MEAN, STD), batch_of(images)
     choice = chosen(augmentation, batch)
     crops, view = augmentation.crops(batch, choice), augmentation(batch, choice).view
     H, W = images.shape[1:3]
-    for row, (crop, (right, down)) in enumerate(zip(crops, choice.pixel_matrix[:, :, 2].int().tolist(), strict=True)):
+    for row, (crop, (right, down)) in enumerate(
+        zip(crops, choice.pixel_matrix[:, :, 2].int().tolist(), strict=True)
+    ):
         padded = torch.tensor(augmentation.fill, dtype=torch.uint8).repeat(H + 8, W + 8, 1)
         padded[4:-4, 4:-4] = images[row]
         assert torch.equal(crop, padded[4 + down : 4 + down + H, 4 + right : 4 + right + W])
@@ -233,8 +293,12 @@ def test_only_image_and_view_change(images):
 
 @pytest.mark.parametrize("mode", ["const", "rand", "pixel"])
 def test_erased_boxes(images, mode):
-    """Inside its boxes a crop is zeros, one colour or standard normal noise; outside it is what it was."""
-    augmentation = Augmentation(PLAN, Augment(erase_probability=0.9, erase_mode=mode, erase_count=2), MEAN, STD)
+    """Inside its boxes a crop is zeros, one colour or standard normal noise; outside it is what it
+    was.
+    """
+    augmentation = Augmentation(
+        PLAN, Augment(erase_probability=0.9, erase_mode=mode, erase_count=2), MEAN, STD
+    )
     batch = batch_of(images)
     choice = chosen(augmentation, batch)
     assert len(choice.boxes) > 20
@@ -282,11 +346,14 @@ def test_the_device_part_reads_nothing(images, monkeypatch, no_host_read):
         image.index_copy_(0, row, work(image.index_select(0, row), *arguments))
 
     monkeypatch.setattr(augment_module, "change", at_once)
-    monkeypatch.setattr(torch.Tensor, "bincount", lambda index, minlength: counted(index, minlength))
+    monkeypatch.setattr(
+        torch.Tensor, "bincount", lambda index, minlength: counted(index, minlength)
+    )
     with no_host_read():
         got = augmentation(batch, choice).image
     assert len(choice.before) + len(choice.after) > 8
-    # The two ways to warp differ by a grey level here and there, which equalizing can stretch; most samples end equal.
+    # The two ways to warp differ by a grey level here and there, which equalizing can stretch; most
+    # samples end equal.
     assert ((got - on_cpu).abs() > 0.02).float().mean() < 0.05
 
 
@@ -319,7 +386,9 @@ def test_batches_come_out_in_order_with_their_own_choice(images):
 
 
 def test_choosing_is_cheap(images):
-    """Processor time for 256 samples stays far below a step: 20 ms is fifty times what it takes when the machine is idle."""
+    """Processor time for 256 samples stays far below a step: 20 ms is fifty times what it takes
+    when the machine is idle.
+    """
     augmentation = Augmentation(PLAN, FULL, MEAN, STD)
     index = np.arange(256)
     took = []

@@ -1,4 +1,6 @@
-"""What is chosen, against timm's own statistics; and that nothing but (seed, epoch, id, repeat) decides."""
+"""What is chosen, against timm's own statistics; and that nothing but (seed, epoch, id, repeat)
+decides.
+"""
 
 import math
 import random
@@ -30,7 +32,9 @@ def flat(choice, N: int) -> list[tuple]:
         for at in range(group.start, group.stop):
             table = choice.table[at].tolist() if group.name == "Table" else None
             samples[choice.row[at]][0].append((group.name, choice.number[at].item(), table))
-    for row, matrix, cubic in zip(choice.warp_row.tolist(), choice.matrix.tolist(), choice.cubic.tolist(), strict=True):
+    for row, matrix, cubic in zip(
+        choice.warp_row.tolist(), choice.matrix.tolist(), choice.cubic.tolist(), strict=True
+    ):
         samples[row][1].append((matrix, cubic))
     for box in choice.boxes:
         samples[box.sample][2].append(box[1:])
@@ -41,27 +45,40 @@ def flat(choice, N: int) -> list[tuple]:
     "augment",
     [
         Augment(rand_augment=POLICY, erase_probability=0.4, erase_count=2),
-        Augment(rand_augment="rand-m5-n4-p0.8-mstd101-tweights"), Augment(color_jitter=(0.4, 0.3, 0.2, 0.1)),
-        Augment(rand_augment="rand-m3-t3a", color_jitter=0.3), Augment(shift=4), Augment(shift=4, rand_augment=POLICY),
+        Augment(rand_augment="rand-m5-n4-p0.8-mstd101-tweights"),
+        Augment(color_jitter=(0.4, 0.3, 0.2, 0.1)),
+        Augment(rand_augment="rand-m3-t3a", color_jitter=0.3),
+        Augment(shift=4),
+        Augment(shift=4, rand_augment=POLICY),
     ],
-)  # fmt: skip
+)
 def test_a_choice_depends_on_seed_epoch_sample_and_repeat_alone(augment):
     rng = np.random.default_rng(0)
     index, repeat = rng.integers(0, 1000, 61), rng.integers(0, 3, 61)
     whole = flat(Chooser(PLAN, augment).choose(3, index, repeat, 32, 48), 61)
     order = rng.permutation(61)
-    assert flat(Chooser(PLAN, augment).choose(3, index[order], repeat[order], 32, 48), 61) == [whole[at] for at in order]
+    assert flat(Chooser(PLAN, augment).choose(3, index[order], repeat[order], 32, 48), 61) == [
+        whole[at] for at in order
+    ]
     for at in (0, 17, 60):
-        assert flat(Chooser(PLAN, augment).choose(3, index[at : at + 1], repeat[at : at + 1], 32, 48), 1) == [whole[at]]
+        assert flat(
+            Chooser(PLAN, augment).choose(3, index[at : at + 1], repeat[at : at + 1], 32, 48), 1
+        ) == [whole[at]]
     tensors = torch.from_numpy(index), torch.from_numpy(repeat)
     assert flat(Chooser(PLAN, augment).choose(3, *tensors, 32, 48), 61) == whole
-    others = (PLAN, 4, index, repeat), (PLAN, 3, index, repeat + 1), (replace(PLAN, seed=6), 3, index, repeat)
+    others = (
+        (PLAN, 4, index, repeat),
+        (PLAN, 3, index, repeat + 1),
+        (replace(PLAN, seed=6), 3, index, repeat),
+    )
     for plan, *counter in others:
         assert flat(Chooser(plan, augment).choose(*counter, 32, 48), 61) != whole
 
 
 def test_counts_of_operations_are_timms():
-    """Per operation, how many of 40,000 samples get it in either layer; timm's own objects count beside, 4.5 sigma apart at most."""
+    """Per operation, how many of 40,000 samples get it in either layer; timm's own objects count
+    beside, 4.5 sigma apart at most.
+    """
     N = 40_000
     choice = chooser(rand_augment=POLICY).choose(0, np.arange(N), np.zeros(N, int), 224, 224)
     mine = Counter({"warp": choice.warped})
@@ -72,7 +89,13 @@ def test_counts_of_operations_are_timms():
     policy = rand_augment_transform(POLICY, {})
     kinds = []
     for op in policy.ops:
-        kind = "warp" if op.name in GEOMETRIC else "Table" if code_of(op.name) < 5 else op.name.removesuffix("Increasing")
+        kind = (
+            "warp"
+            if op.name in GEOMETRIC
+            else "Table"
+            if code_of(op.name) < 5
+            else op.name.removesuffix("Increasing")
+        )
         op.aug_fn = lambda image, *_, kind=kind, **__: kinds[-1].append(kind)
     for _ in range(N):
         kinds.append([])
@@ -87,9 +110,13 @@ def test_counts_of_operations_are_timms():
         assert abs(mine[kind] - count) < 4.5 * spread, kind
 
 
-@pytest.mark.parametrize("text", [POLICY, "rand-m4-mstd101", "rand-m9-mstd3-mmax12-inc1", "rand-m7"])
+@pytest.mark.parametrize(
+    "text", [POLICY, "rand-m4-mstd101", "rand-m9-mstd3-mmax12-inc1", "rand-m7"]
+)
 def test_magnitudes_are_distributed_as_timms(text):
-    """Of the degrees of a rotation: Kolmogorov and Smirnov's distance of two samples of 20,000, 1e-4 level."""
+    """Of the degrees of a rotation: Kolmogorov and Smirnov's distance of two samples of 20,000,
+    1e-4 level.
+    """
     random.seed(1)
     (rotate,) = (op for op in rand_augment_transform(text, {}).ops if op.name == "Rotate")
     rotate.prob, degrees = 1.0, []
@@ -100,22 +127,33 @@ def test_magnitudes_are_distributed_as_timms(text):
     mine.layers = mine.layers._replace(names=("Rotate",), layers=1, probability=1.0)
     choice = mine.choose(0, np.arange(20_000), np.zeros(20_000, int), 100, 100)
     got = np.degrees(np.arcsin(-choice.pixel_matrix[:, 0, 1].double().numpy()))
-    # Exact zeros are warps that turn by nothing; both samples are rounded so that ties of clipped magnitudes are ties.
+    # Exact zeros are warps that turn by nothing; both samples are rounded so that ties of clipped
+    # magnitudes are ties.
     got, want = np.round(got, 3) + 0.0, np.round(degrees, 3) + 0.0
     grid = np.unique(np.concatenate([got, want]))
-    distance = abs(np.searchsorted(np.sort(got), grid, "right") - np.searchsorted(np.sort(want), grid, "right")).max() / 20_000
+    distance = (
+        abs(
+            np.searchsorted(np.sort(got), grid, "right")
+            - np.searchsorted(np.sort(want), grid, "right")
+        ).max()
+        / 20_000
+    )
     assert distance < 2.23 * math.sqrt(2 / 20_000)
 
 
 def test_a_weighted_choice_is_numpys():
-    """Without replacement and in order: of the pairs (first, second), counts against numpy's in 30,000 draws."""
+    """Without replacement and in order: of the pairs (first, second), counts against numpy's in
+    30,000 draws.
+    """
     N, text = 30_000, "rand-m5-tweights-n2"
     mine = chooser(rand_augment=text)
     got = mine._chosen(0, np.arange(N), np.zeros(N, int), np.zeros((2, N)))
     assert (got[0] != got[1]).all()
     rng = np.random.default_rng(0)
     names = len(mine.layers.names)
-    want = np.array([rng.choice(names, 2, replace=False, p=mine.layers.weights) for _ in range(N)]).T
+    want = np.array(
+        [rng.choice(names, 2, replace=False, p=mine.layers.weights) for _ in range(N)]
+    ).T
     counts = [np.histogram2d(*pair, bins=names, range=[[0, names]] * 2)[0] for pair in (got, want)]
     often = counts[1] >= 20
     assert (abs(counts[0] - counts[1])[often] < 4.5 * np.sqrt(counts[0] + counts[1])[often]).all()
@@ -131,9 +169,13 @@ def test_layers_and_probability():
     assert np.bincount(choice.row.numpy()).tolist() == [5] * 50
 
 
-@pytest.mark.parametrize("jitter", [0.4, (0.4, 0.2, 1.5), (0.1, 0.2, 0.3, 0.4), (0.0, 0.2, 0.0, 0.1)])
+@pytest.mark.parametrize(
+    "jitter", [0.4, (0.4, 0.2, 1.5), (0.1, 0.2, 0.3, 0.4), (0.0, 0.2, 0.0, 0.1)]
+)
 def test_colour_jitter_is_torchvisions(jitter):
-    """Which operations, in uniform order, with factors uniform between max(0, 1 - v) and 1 + v, the hue's between -v and v."""
+    """Which operations, in uniform order, with factors uniform between max(0, 1 - v) and 1 + v, the
+    hue's between -v and v.
+    """
     N = 4000
     augment = Augment(color_jitter=jitter)
     code, argument = Chooser(PLAN, augment)._jitter(0, np.arange(N), np.zeros(N, int))
@@ -152,7 +194,9 @@ def test_colour_jitter_is_torchvisions(jitter):
     assert Chooser(PLAN, Augment(color_jitter=jitter, rand_augment="rand-m3-t3a")).jitters
 
 
-def boxes_of_timm(monkeypatch, erasing: random_erasing.RandomErasing, N: int, height: int, width: int) -> list[tuple]:
+def boxes_of_timm(
+    monkeypatch, erasing: random_erasing.RandomErasing, N: int, height: int, width: int
+) -> list[tuple]:
     """What timm would erase: (sample, height, width, top, left)."""
     found = []
     monkeypatch.setattr(random_erasing, "_get_pixels", lambda *_, **__: 0)
@@ -160,7 +204,15 @@ def boxes_of_timm(monkeypatch, erasing: random_erasing.RandomErasing, N: int, he
     class Spy:
         def __setitem__(self, key, _):
             _, rows, columns = key
-            found.append((sample, rows.stop - rows.start, columns.stop - columns.start, rows.start, columns.start))
+            found.append(
+                (
+                    sample,
+                    rows.stop - rows.start,
+                    columns.stop - columns.start,
+                    rows.start,
+                    columns.start,
+                )
+            )
 
     random.seed(2)
     for sample in range(N):  # noqa: B007, the spy reads it
@@ -170,15 +222,22 @@ def boxes_of_timm(monkeypatch, erasing: random_erasing.RandomErasing, N: int, he
 
 @pytest.mark.parametrize(("count", "area", "size"), [(1, 1 / 3, (64, 64)), (3, 0.9, (48, 96))])
 def test_boxes_are_distributed_as_timms(monkeypatch, count, area, size):
-    """Number, sides and places of the boxes of 6,000 samples: Kolmogorov and Smirnov's distance, 1e-4 level."""
+    """Number, sides and places of the boxes of 6,000 samples: Kolmogorov and Smirnov's distance,
+    1e-4 level.
+    """
     N = 6000
-    erasing = random_erasing.RandomErasing(0.6, max_area=area, mode="pixel", max_count=count, device="cpu")
+    erasing = random_erasing.RandomErasing(
+        0.6, max_area=area, mode="pixel", max_count=count, device="cpu"
+    )
     timms = np.array(boxes_of_timm(monkeypatch, erasing, N, *size))
     mine = chooser(erase_probability=0.6, erase_count=count, erase_max_area=area)
     boxes = mine.choose(0, np.arange(N), np.zeros(N, int), *size).boxes
     mine = np.array([(box.sample, box.height, box.width, box.top, box.left) for box in boxes])
     assert abs(len(mine) - len(timms)) < 4.5 * count * math.sqrt(2 * N)
-    per_sample = [np.bincount(np.bincount(found[:, 0], minlength=N), minlength=count + 1) for found in (mine, timms)]
+    per_sample = [
+        np.bincount(np.bincount(found[:, 0], minlength=N), minlength=count + 1)
+        for found in (mine, timms)
+    ]
     assert (abs(per_sample[0] - per_sample[1]) < 4.5 * np.sqrt(per_sample[0] + per_sample[1])).all()
     limit = 2.23 * math.sqrt(1 / len(mine) + 1 / len(timms))
     for column in range(1, 5):
@@ -202,7 +261,9 @@ def test_boxes_lie_inside_and_find_their_noise():
 
 
 def test_every_sample_keeps_the_order_of_its_operations():
-    """With three layers: photometric operations before a sample's last warp are before the batch's, later ones after it."""
+    """With three layers: photometric operations before a sample's last warp are before the batch's,
+    later ones after it.
+    """
     mine = chooser(rand_augment="rand-m9-n3-p0.9-inc1")
     N = 300
     index, repeat = np.arange(N), np.zeros(N, int)
@@ -211,10 +272,15 @@ def test_every_sample_keeps_the_order_of_its_operations():
     for is_before, part in ((True, choice.before), (False, choice.after)):
         for group in part:
             rows = choice.row[group.start : group.stop].tolist()
-            assert len(set(rows)) == len(rows)  # a sample once in a group, or the second would undo the first
+            assert len(set(rows)) == len(
+                rows
+            )  # a sample once in a group, or the second would undo the first
             for at, row in enumerate(rows, group.start):
                 if last[row] >= 0:
-                    layers = np.flatnonzero((argument[row].astype(np.float32) == choice.number[at].item()) & (code[row] >= 0))
+                    layers = np.flatnonzero(
+                        (argument[row].astype(np.float32) == choice.number[at].item())
+                        & (code[row] >= 0)
+                    )
                     assert any((layer < last[row]) == is_before for layer in layers)
     sequence = [[] for _ in range(N)]
     for group in (*choice.before, *choice.after):
@@ -237,13 +303,20 @@ def test_shifts_are_whole_pixels_uniform_and_independent_along_both_axes():
 
 
 def test_a_shift_comes_before_rand_augment_and_changes_none_of_its_draws():
-    """A sample's map is the shift after that of RandAugment, seen from the output; what was photometric stays."""
+    """A sample's map is the shift after that of RandAugment, seen from the output; what was
+    photometric stays.
+    """
     index, repeat = np.arange(300), np.zeros(300, int)
     with_shift = chooser(shift=2, rand_augment=POLICY).choose(1, index, repeat, 32, 32)
-    alone, shift = (chooser(**one).choose(1, index, repeat, 32, 32) for one in (dict(rand_augment=POLICY), dict(shift=2)))
+    alone, shift = (
+        chooser(**one).choose(1, index, repeat, 32, 32)
+        for one in (dict(rand_augment=POLICY), dict(shift=2))
+    )
     assert [s[0] for s in flat(with_shift, 300)] == [s[0] for s in flat(alone, 300)]
     want = torch.eye(3, dtype=torch.float64).repeat(300, 1, 1)
     want[alone.warp_row, :2] = alone.pixel_matrix.double()
     for row in range(300):
         step = torch.cat([shift.pixel_matrix[row].double(), torch.tensor([[0.0, 0.0, 1.0]])])
-        torch.testing.assert_close(with_shift.pixel_matrix[row].double(), (step @ want[row])[:2], rtol=0, atol=1e-4)
+        torch.testing.assert_close(
+            with_shift.pixel_matrix[row].double(), (step @ want[row])[:2], rtol=0, atol=1e-4
+        )

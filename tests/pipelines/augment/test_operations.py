@@ -13,30 +13,52 @@ from densefeed.pipelines.augment.settings import CODES, TABLES, tables_of
 
 @pytest.fixture(scope="module")
 def images(noise) -> torch.Tensor:
-    """Photograph-like, noise, one colour, black and white, channels of different spread, nearly flat: odd-sized, 6 of them."""
+    """Photograph-like, noise, one colour, black and white, channels of different spread, nearly
+    flat: odd-sized, 6 of them.
+    """
     rng = np.random.default_rng(1)
     H, W = 61, 83
-    spread = np.stack([np.full((H, W), 7), rng.integers(100, 120, (H, W)), rng.integers(0, 256, (H, W))], -1)
+    spread = np.stack(
+        [np.full((H, W), 7), rng.integers(100, 120, (H, W)), rng.integers(0, 256, (H, W))], -1
+    )
     nearly = np.full((H, W, 3), 90)
     nearly[3, 5] = (91, 80, 200)
     pictures = [
-        noise(H, W), rng.integers(0, 256, (H, W, 3)), np.full((H, W, 3), 77),
-        rng.integers(0, 2, (H, W, 1)).repeat(3, 2) * 255, spread, nearly,
-    ]  # fmt: skip
+        noise(H, W),
+        rng.integers(0, 256, (H, W, 3)),
+        np.full((H, W, 3), 77),
+        rng.integers(0, 2, (H, W, 1)).repeat(3, 2) * 255,
+        spread,
+        nearly,
+    ]
     return torch.from_numpy(np.stack(pictures).astype(np.uint8))
 
 
 def by_pillow(images: torch.Tensor, operation) -> torch.Tensor:
-    return torch.from_numpy(np.stack([np.asarray(operation(Image.fromarray(image))) for image in images.numpy()]))
+    return torch.from_numpy(
+        np.stack([np.asarray(operation(Image.fromarray(image))) for image in images.numpy()])
+    )
 
 
 PILLOWS = {
     "AutoContrast": (lambda image, _: ImageOps.autocontrast(image), [0.0]),
     "Equalize": (lambda image, _: ImageOps.equalize(image), [0.0]),
-    "Contrast": (lambda image, by: ImageEnhance.Contrast(image).enhance(by), [0.0, 0.1, 0.37, 1.0, 1.3, 1.9, 2.6]),
-    "Color": (lambda image, by: ImageEnhance.Color(image).enhance(by), [0.0, 0.1, 0.37, 1.0, 1.3, 1.9, 2.6]),
-    "Sharpness": (lambda image, by: ImageEnhance.Sharpness(image).enhance(by), [0.0, 0.1, 0.37, 1.0, 1.3, 1.9, 2.6]),
-    "GaussianBlur": (lambda image, by: image.filter(ImageFilter.GaussianBlur(by)), [0.1, 0.5, 1.0, 1.41, 1.42, 2.0]),
+    "Contrast": (
+        lambda image, by: ImageEnhance.Contrast(image).enhance(by),
+        [0.0, 0.1, 0.37, 1.0, 1.3, 1.9, 2.6],
+    ),
+    "Color": (
+        lambda image, by: ImageEnhance.Color(image).enhance(by),
+        [0.0, 0.1, 0.37, 1.0, 1.3, 1.9, 2.6],
+    ),
+    "Sharpness": (
+        lambda image, by: ImageEnhance.Sharpness(image).enhance(by),
+        [0.0, 0.1, 0.37, 1.0, 1.3, 1.9, 2.6],
+    ),
+    "GaussianBlur": (
+        lambda image, by: image.filter(ImageFilter.GaussianBlur(by)),
+        [0.1, 0.5, 1.0, 1.41, 1.42, 2.0],
+    ),
     "Hue": (adjust_hue, [-0.5, -0.3, -0.01, 0.0, 0.1, 0.37, 0.5]),
 }
 
@@ -47,7 +69,9 @@ def test_an_operation_is_pillows(images, name):
     for argument in arguments:
         got = OPERATIONS[name](images, torch.full((len(images),), argument))
         assert got.dtype == torch.uint8
-        assert torch.equal(got, by_pillow(images, lambda image, by=argument: pillows(image, by))), argument
+        assert torch.equal(got, by_pillow(images, lambda image, by=argument: pillows(image, by))), (
+            argument
+        )
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
@@ -56,7 +80,9 @@ def test_a_sample_has_its_own_argument(images, name):
     before = images.clone()
     argument = torch.tensor([0.1, 0.5, 0.2, 0.4, 0.3, 0.45])
     together = OPERATIONS[name](images, argument)
-    alone = [OPERATIONS[name](images[at : at + 1], argument[at : at + 1]) for at in range(len(images))]
+    alone = [
+        OPERATIONS[name](images[at : at + 1], argument[at : at + 1]) for at in range(len(images))
+    ]
     assert torch.equal(together, torch.cat(alone))
     assert torch.equal(images, before)
 
@@ -66,7 +92,10 @@ TABLE_PILLOWS = {
     "Posterize": (posterize, [1, 2, 3, 4, 7, 8, 9]),
     "Solarize": (ImageOps.solarize, [0, 1, 26, 128, 255, 256]),
     "SolarizeAdd": (solarize_add, [0, 1, 60, 110, 128]),
-    "Brightness": (lambda image, by: ImageEnhance.Brightness(image).enhance(by), [0.0, 0.1, 0.37, 1.0, 1.3, 1.9, 2.6]),
+    "Brightness": (
+        lambda image, by: ImageEnhance.Brightness(image).enhance(by),
+        [0.0, 0.1, 0.37, 1.0, 1.3, 1.9, 2.6],
+    ),
 }
 
 
@@ -76,7 +105,9 @@ def test_a_table_is_pillows(images, name):
     for argument in arguments:
         table = tables_of(np.full(len(images), CODES[name]), np.full(len(images), float(argument)))
         got = looked_up(images, torch.from_numpy(table)[:, None])
-        assert torch.equal(got, by_pillow(images, lambda image, by=argument: pillows(image, by))), argument
+        assert torch.equal(got, by_pillow(images, lambda image, by=argument: pillows(image, by))), (
+            argument
+        )
 
 
 def test_posterize_without_bits_is_black():
@@ -86,13 +117,19 @@ def test_posterize_without_bits_is_black():
 
 @pytest.mark.parametrize(("height", "width"), [(1, 1), (2, 5), (3, 3)])
 def test_tiny_crops(height, width):
-    images = torch.randint(0, 256, (2, height, width, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    images = torch.randint(
+        0, 256, (2, height, width, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
+    )
     for name in ("AutoContrast", "Equalize", "Contrast", "Color", "Sharpness"):
         pillows, _ = PILLOWS[name]
         got = OPERATIONS[name](images, torch.full((2,), 1.7))
-        assert torch.equal(got, by_pillow(images, lambda image, pillows=pillows: pillows(image, 1.7))), name
+        assert torch.equal(
+            got, by_pillow(images, lambda image, pillows=pillows: pillows(image, 1.7))
+        ), name
 
 
 def test_counting_without_a_wait_is_bincount():
-    index = torch.randint(0, 900, (5000,), dtype=torch.int32, generator=torch.Generator().manual_seed(0))
+    index = torch.randint(
+        0, 900, (5000,), dtype=torch.int32, generator=torch.Generator().manual_seed(0)
+    )
     assert torch.equal(counted(index, 1000).long(), index.bincount(minlength=1000))

@@ -8,13 +8,7 @@ import pytest
 from timm.data import auto_augment
 from timm.data.auto_augment import LEVEL_TO_ARG
 
-from densefeed.pipelines.augment.settings import (
-    GEOMETRIC,
-    Augment,
-    Layers,
-    argument_of,
-    code_of,
-)
+from densefeed.pipelines.augment.settings import GEOMETRIC, Augment, Layers, argument_of, code_of
 from densefeed.system.errors import UserError
 
 KNOWN = [name for name in LEVEL_TO_ARG if name in GEOMETRIC or code_of(name) is not None]
@@ -29,7 +23,9 @@ def test_arguments_are_timms(name, negative, monkeypatch):
     timms = LEVEL_TO_ARG[name]
     want = [float(timms(level, {})[0]) if timms else 0.0 for level in levels]
     if name == "Desaturate":
-        want = [min(1.0, max(0.0, 1.0 - value)) for value in want]  # as its operation turns it into a factor
+        want = [
+            min(1.0, max(0.0, 1.0 - value)) for value in want
+        ]  # as its operation turns it into a factor
     np.testing.assert_allclose(got, want, rtol=1e-12, atol=1e-12)
 
 
@@ -39,7 +35,16 @@ def test_every_operation_of_timms_sets_is_known():
 
 
 @pytest.mark.parametrize(
-    "text", ["original", "rand-x9", "rand-m9.5", "augmix-m5", "rand-m9-n16-tweights", "rand-mstdx-m1.2.3", "9"]
+    "text",
+    [
+        "original",
+        "rand-x9",
+        "rand-m9.5",
+        "augmix-m5",
+        "rand-m9-n16-tweights",
+        "rand-mstdx-m1.2.3",
+        "9",
+    ],
 )
 def test_a_string_that_means_nothing_is_named(text):
     with pytest.raises(UserError, match=text):
@@ -49,11 +54,17 @@ def test_a_string_that_means_nothing_is_named(text):
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("interpolation", "nearest"), ("erase_mode", "black"), ("erase_probability", 1.5), ("erase_count", 0),
-        ("erase_max_area", 0.01), ("color_jitter", (0.1, 0.2)), ("color_jitter", -0.1), ("color_jitter", (0.1, 0.1, 0.1, 0.6)),
+        ("interpolation", "nearest"),
+        ("erase_mode", "black"),
+        ("erase_probability", 1.5),
+        ("erase_count", 0),
+        ("erase_max_area", 0.01),
+        ("color_jitter", (0.1, 0.2)),
+        ("color_jitter", -0.1),
+        ("color_jitter", (0.1, 0.1, 0.1, 0.6)),
         ("color_jitter", math.nan),
     ],
-)  # fmt: skip
+)
 def test_a_value_that_means_nothing_is_named(field, value):
     with pytest.raises(UserError, match=field):
         Augment(**{field: value})
@@ -68,14 +79,24 @@ def test_timm_has_the_parts_this_stands_on():
 
 
 @pytest.mark.parametrize(
-    ("text", "shears"), [("", False), ("rand-m9-mstd0.5-inc1", True), ("rand-m9-t3a", False), ("rand-tweights", True)]
+    ("text", "shears"),
+    [("", False), ("rand-m9-mstd0.5-inc1", True), ("rand-m9-t3a", False), ("rand-tweights", True)],
 )
 def test_whether_views_may_be_sheared_is_known_beforehand(text, shears):
     assert Augment(rand_augment=text).shears == shears
 
 
 @pytest.mark.parametrize(
-    "text", ["rand-mfoo", "rand-mnan", "rand-m9-rotate", "rand-m9-tfoo", "rand-m9-t0.3", "rand-", "rand-m9 "]
+    "text",
+    [
+        "rand-mfoo",
+        "rand-mnan",
+        "rand-m9-rotate",
+        "rand-m9-tfoo",
+        "rand-m9-t0.3",
+        "rand-",
+        "rand-m9 ",
+    ],
 )
 def test_a_slip_of_the_pen_is_refused(text):
     """timm takes each of these for another string, mostly rand-m10."""

@@ -1,4 +1,6 @@
-"""The warp against Pillow's Image.transform and a float64 evaluation of the interpolation formula."""
+"""The warp against Pillow's Image.transform and a float64 evaluation of the interpolation
+formula.
+"""
 
 import numpy as np
 import pytest
@@ -10,9 +12,12 @@ from densefeed.pipelines.augment.warp import gathered, tap_weights, warped
 
 FILL = (124, 116, 104)
 ARGUMENTS = {
-    "Rotate": (-30.0, 0.0, 7.3, 27.0), "ShearX": (-0.3, 0.11), "ShearY": (-0.27, 0.08),
-    "TranslateXRel": (-0.45, 0.2, 1.5), "TranslateYRel": (0.405, -0.013),
-}  # fmt: skip
+    "Rotate": (-30.0, 0.0, 7.3, 27.0),
+    "ShearX": (-0.3, 0.11),
+    "ShearY": (-0.27, 0.08),
+    "TranslateXRel": (-0.45, 0.2, 1.5),
+    "TranslateYRel": (0.405, -0.013),
+}
 
 
 @pytest.fixture(scope="module")
@@ -20,15 +25,22 @@ def images(noise) -> torch.Tensor:
     """Photograph-like, noise and one colour, 61 x 83."""
     rng = np.random.default_rng(2)
     return torch.from_numpy(
-        np.stack([noise(61, 83), rng.integers(0, 256, (61, 83, 3)), np.full((61, 83, 3), 200)]).astype(np.uint8)
+        np.stack(
+            [noise(61, 83), rng.integers(0, 256, (61, 83, 3)), np.full((61, 83, 3), 200)]
+        ).astype(np.uint8)
     )
 
 
 def border(matrix_23: np.ndarray, height: int, width: int) -> np.ndarray:
-    """Where a source point lies so close to the image's edge that rounding decides between fill and picture."""
+    """Where a source point lies so close to the image's edge that rounding decides between fill and
+    picture.
+    """
     x, y = np.meshgrid(np.arange(width) + 0.5, np.arange(height) + 0.5)
     points = [row[0] * x + row[1] * y + row[2] for row in matrix_23]
-    gaps = [np.minimum(abs(point), abs(point - extent)) for point, extent in zip(points, (width, height), strict=True)]
+    gaps = [
+        np.minimum(abs(point), abs(point - extent))
+        for point, extent in zip(points, (width, height), strict=True)
+    ]
     return np.minimum(*gaps) < 1e-4
 
 
@@ -36,7 +48,9 @@ def border(matrix_23: np.ndarray, height: int, width: int) -> np.ndarray:
 @pytest.mark.parametrize("cubic", [False, True])
 @pytest.mark.parametrize("name", GEOMETRIC)
 def test_an_operation_is_pillows(images, way, cubic, name):
-    """Within 1 grey level everywhere but on the border, where a sum of float32 may fall on the other side of the edge."""
+    """Within 1 grey level everywhere but on the border, where a sum of float32 may fall on the
+    other side of the edge.
+    """
     _, H, W, _ = images.shape
     resample = Image.Resampling.BICUBIC if cubic else Image.Resampling.BILINEAR
     for argument in ARGUMENTS[name]:
@@ -49,7 +63,11 @@ def test_an_operation_is_pillows(images, way, cubic, name):
                 want = np.asarray(picture.rotate(argument, resample, fillcolor=FILL))
             else:
                 data = tuple(matrix_33[:2].ravel())
-                want = np.asarray(picture.transform((W, H), Image.Transform.AFFINE, data, resample, fillcolor=FILL))
+                want = np.asarray(
+                    picture.transform(
+                        (W, H), Image.Transform.AFFINE, data, resample, fillcolor=FILL
+                    )
+                )
             off = abs(mine.astype(int) - want).max(-1) > 1
             assert not (off & ~border(matrix_33[:2], H, W)).any(), argument
             assert off.mean() < 0.01  # the border is a line
@@ -59,7 +77,9 @@ def cubic_weight(far: np.ndarray) -> np.ndarray:
     """Keys's kernel with a = -1 (IEEE ASSP 1981, equation 15 for any a), of a distance."""
     far, a = abs(far), -1.0
     near = (a + 2) * far**3 - (a + 3) * far**2 + 1
-    return np.where(far <= 1, near, np.where(far < 2, a * far**3 - 5 * a * far**2 + 8 * a * far - 4 * a, 0))
+    return np.where(
+        far <= 1, near, np.where(far < 2, a * far**3 - 5 * a * far**2 + 8 * a * far - 4 * a, 0)
+    )
 
 
 def test_tap_weights_are_the_kernels():
@@ -75,7 +95,9 @@ def test_tap_weights_are_the_kernels():
 @pytest.mark.parametrize("way", [warped, gathered])
 @pytest.mark.parametrize("cubic", [False, True])
 def test_a_composed_warp_is_the_float64_sum(images, way, cubic):
-    """Rotation, then shear, then translation, read once: every pixel's sum of sixteen neighbours written out."""
+    """Rotation, then shear, then translation, read once: every pixel's sum of sixteen neighbours
+    written out.
+    """
     _, H, W, _ = images.shape
     matrix = np.eye(3)
     for name, argument in (("Rotate", 17.0), ("ShearX", -0.2), ("TranslateYRel", 0.11)):
@@ -91,32 +113,51 @@ def test_a_composed_warp_is_the_float64_sum(images, way, cubic):
             for column in range(-2, 4):
                 i, j = np.floor(v - 0.5) + row, np.floor(u - 0.5) + column
                 weight = kernel(v - 0.5 - i) * kernel(u - 0.5 - j)
-                want += weight[..., None] * image[i.clip(0, H - 1).astype(int), j.clip(0, W - 1).astype(int)]
+                want += (
+                    weight[..., None]
+                    * image[i.clip(0, H - 1).astype(int), j.clip(0, W - 1).astype(int)]
+                )
         want = np.where(inside[..., None], want.clip(0, 255), FILL)
-        got = way(torch.from_numpy(image)[None], torch.from_numpy(matrix_23)[None], torch.tensor([float(cubic)]), FILL)[
-            0
-        ].numpy()
+        got = way(
+            torch.from_numpy(image)[None],
+            torch.from_numpy(matrix_23)[None],
+            torch.tensor([float(cubic)]),
+            FILL,
+        )[0].numpy()
         safe = ~border(matrix_23, H, W)
         assert (abs(got - want)[safe] <= 1 + 1e-3).all()  # truncated, so up to one below
 
 
 def test_two_integral_translations_are_pillows_two():
-    """Whole pixels do not blur, so twice resampled equals once; the picture that the first lost stays where it went."""
+    """Whole pixels do not blur, so twice resampled equals once; the picture that the first lost
+    stays where it went.
+    """
     rng = np.random.default_rng(0)
     image = rng.integers(0, 256, (40, 50, 3), dtype=np.uint8)
-    matrix = step_of("TranslateXRel", np.array([0.2]), 40, 50) @ step_of("TranslateYRel", np.array([-0.1]), 40, 50)
+    matrix = step_of("TranslateXRel", np.array([0.2]), 40, 50) @ step_of(
+        "TranslateYRel", np.array([-0.1]), 40, 50
+    )
     picture = Image.fromarray(image)
     for data in ((1, 0, 10, 0, 1, 0), (1, 0, 0, 0, 1, -4)):
-        picture = picture.transform(picture.size, Image.Transform.AFFINE, data, Image.Resampling.BICUBIC, fillcolor=FILL)
+        picture = picture.transform(
+            picture.size, Image.Transform.AFFINE, data, Image.Resampling.BICUBIC, fillcolor=FILL
+        )
     for way in (warped, gathered):
-        got = way(torch.from_numpy(image)[None], torch.from_numpy(matrix[:, :2].astype(np.float32)), torch.ones(1), FILL)
+        got = way(
+            torch.from_numpy(image)[None],
+            torch.from_numpy(matrix[:, :2].astype(np.float32)),
+            torch.ones(1),
+            FILL,
+        )
         assert np.array_equal(got[0], np.asarray(picture))
 
 
 @pytest.mark.parametrize("way", [warped, gathered])
 @pytest.mark.parametrize(("height", "width"), [(1, 1), (1, 7), (5, 2)])
 def test_tiny_crops(way, height, width):
-    image = torch.randint(0, 256, (3, height, width, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    image = torch.randint(
+        0, 256, (3, height, width, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
+    )
     for matrix in (
         ((1, 0.3, -1), (0, 1, 0)),
         ((1, 0, 0), (0.2, 1, 0.4)),
@@ -124,10 +165,16 @@ def test_tiny_crops(way, height, width):
         ((1, 0, 0), (0, 1, 0)),
     ):
         data = tuple(value for row in matrix for value in row)
-        got = way(image, torch.tensor(matrix, dtype=torch.float32).expand(3, 2, 3), torch.ones(3), FILL)
+        got = way(
+            image, torch.tensor(matrix, dtype=torch.float32).expand(3, 2, 3), torch.ones(3), FILL
+        )
         for mine, source in zip(got.numpy(), image.numpy(), strict=True):
             want = Image.fromarray(source).transform(
-                (width, height), Image.Transform.AFFINE, data, Image.Resampling.BICUBIC, fillcolor=FILL
+                (width, height),
+                Image.Transform.AFFINE,
+                data,
+                Image.Resampling.BICUBIC,
+                fillcolor=FILL,
             )
             off = abs(mine.astype(int) - np.asarray(want)).max(-1) > 1
             assert not (off & ~border(np.array(matrix, np.float64), height, width)).any()

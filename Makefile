@@ -3,7 +3,7 @@ PYTHON ?= python3
 READY := .venv/ready
 RUN := .venv/bin/python
 
-quickstart: $(READY)  ## real images to a token-labelled transformer, and a report to look at
+quickstart: $(READY)  ## real images to a token-labeled transformer, and a report to look at
 	$(RUN) tools/quickstart.py --out quickstart
 
 test: $(READY)  ## the test suite, a process a core

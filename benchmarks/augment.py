@@ -8,7 +8,7 @@ Compared is what differs, bytes in and bytes out. Ours includes choosing on the 
 the copy of what was chosen; the crops lie on the device, as they do in training. timm's begins and
 ends with Pillow images, so it is spared the conversions that a loader pays for. Each round does all
 crops with both, on one core, in an order that rotates; the ratio is the median of the rounds' own.
-Normalisation and erasing, of ours alone, stand beside it.
+Normalization and erasing, of ours alone, stand beside it.
 
 Pillow 13 refuses to posterize to no bits, which timm's policy asks for in 2 % of its posterizings
 at magnitude 9; there its operation is given one bit, at the same cost.
@@ -34,7 +34,7 @@ from densefeed.system.provenance import RESULTS, environment, write_json
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 PACKAGES = ("torch", "timm", "numpy", "pillow")
-OURS, TIMMS, WHOLE = "augment", "timm-pillow", "augment+normalise+erase"
+OURS, TIMMS, WHOLE = "augment", "timm-pillow", "augment+normalize+erase"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from densefeed.system.errors import UserError
-from densefeed.system.files import replacing
+from densefeed.system.files import replace_file
 
 Key = TypeVar("Key")
 ROOT = Path(__file__).parent.parent
@@ -142,5 +142,5 @@ def append_rows(path: Path, rows: list[dict]) -> None:
     writer.writerows(
         {name: short.get(type(value), str)(value) for name, value in row.items()} for row in rows
     )
-    with replacing(path) as part:
+    with replace_file(path) as part:
         part.write_text(old + "\n" * (bool(old) and not old.endswith("\n")) + text.getvalue())

@@ -2,7 +2,7 @@
 over the same files.
 
     python -m benchmarks.import_labels --files 100000
-    python -m benchmarks.import_labels --form legacy --footprint centre-crop --json import.json
+    python -m benchmarks.import_labels --form legacy --footprint center-crop --json import.json
 
 Both begin with an ImageFolder of --files images and a tree of as many .pt files, as
 TokenLabeling's: float16 [2, 5, 18, 18], 1,000 classes, made for the purpose and in the page cache.
@@ -44,7 +44,7 @@ class Benchmark:
 
     files: int = 100_000  # images, and as many maps
     form: Literal["zip", "legacy"] = "zip"  # of torch.save
-    footprint: Footprint = "squash"  # centre-crop: every image's header is read too
+    footprint: Footprint = "squash"  # center-crop: every image's header is read too
     threads: int = 2  # of ours, each on a core of its own
     rounds: int = 5  # after one to warm up
     work: Path | None = None  # folder for the files, 1.2 GB for 100,000; none: a temporary one

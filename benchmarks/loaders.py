@@ -37,7 +37,7 @@ from benchmarks.harness import (
     unpinned_after,
 )
 from benchmarks.peers import PEERS, BenchmarkSet, FullDecode, Peer, Work, why_missing
-from benchmarks.photographs import own_set, set_of
+from benchmarks.photographs import sample_dataset, set_of
 from densefeed import native
 from densefeed.pipelines.ffcv import FfcvSource
 from densefeed.pipelines.loader import Memory
@@ -84,35 +84,28 @@ class Benchmark:
 
     # only say which loader, with how many threads, a training of --model on --data should be given
     advise: bool = False
-    data: Path | None = (
-        None  # a .beton of JPEGs; default: photographs of its own; with --advise also a folder
-    )
-    labels: Path | None = (
-        None  # with --advise: score maps (HDF5) of --data; a .beton may carry its own
-    )
+    # a .beton of JPEGs; default: photographs of its own; with --advise also a folder
+    data: Path | None = None
+    # with --advise: score maps (HDF5) of --data; a .beton may carry its own
+    labels: Path | None = None
     model: str = "lvvit_s"  # with --advise: whose step is measured
-    folder: Path | None = (
-        # the folder --data was packed from, for the peers; default: its JPEGs, unpacked below
-        # --cache
-        None
-    )
+    # the folder --data was packed from, for the peers; default: its JPEGs, unpacked below
+    # --cache
+    folder: Path | None = None
     cache: Path = Path("bench")  # folder for what is made once
     images: int = 1024  # of its own set
     classes: int = 1000  # of its own set, and of its score maps, at most one an image
     loaders: str = ""  # names, separated by commas; default: all that can run here
-    threads: tuple[
-        int, ...
-    ] = ()  # one measurement each; default: 1 and 2, with --advise 1, 2, 4, ... and all cores
+    # one measurement each; default: 1 and 2, with --advise 1, 2, 4, ... and all cores
+    threads: tuple[int, ...] = ()
     rounds: int = 9  # epochs of each loader
-    makings: int = (
-        3  # times each loader is made, for as many rounds each and one to warm up: see measure()
-    )
+    # times each loader is made, for as many rounds each and one to warm up: see measure()
+    makings: int = 3
     batch: int = 64  # images
     size: int = 224  # side of the output, pixels
     stages: bool = False  # also our loader's stages apart, on one core
-    first_batch: bool = (
-        False  # also the time from a process's start to its first batch, imports of torch excluded
-    )
+    # also the time from a process's start to its first batch, imports of torch excluded
+    first_batch: bool = False
     json: Path | None = None  # write rows and ratios there
     record: bool = True  # append rows to --results
     results: Path = RESULTS  # CSV
@@ -138,7 +131,9 @@ def main(benchmark: Benchmark) -> dict:
         return advise.main(advise.Request(*wanted, cores=CORES), benchmark.json)
     names = chosen(benchmark.loaders)
     if benchmark.data is None:
-        data = own_set(benchmark.cache, benchmark.images, min(benchmark.classes, benchmark.images))
+        data = sample_dataset(
+            benchmark.cache, benchmark.images, min(benchmark.classes, benchmark.images)
+        )
     else:
         data = set_of(benchmark.data, benchmark.folder, benchmark.cache)
     names = [name for name in names if readable(name, data, asked=bool(benchmark.loaders))]
@@ -392,7 +387,7 @@ def stage_seconds(work: Work, epoch: int) -> dict[str, float]:
     for ids in plan.shard(epoch).index:
         start = time.perf_counter()
         samples = source.begin(ids).wait().samples
-        samples["box"], samples["flip"] = plan.crops(
+        samples["box_tlhw"], samples["flip"] = plan.crops(
             epoch, ids, samples["height"], samples["width"]
         )
         parts = source.map_rows(ids, memory).parts if source.spec else None

@@ -10,7 +10,7 @@ crops and flips, batches.
 | `ffcv-stock` | ffcv 1.0.2, the very same JPEG bytes in a .beton, RandomResizedCropRGBImageDecoder, os_cache | its own |
 | `torchvision` | DataLoader, ImageFolder (Pillow), v2.RandomResizedCrop(antialias) and flip | its own |
 | `torchvision-tensor` | the same, but decoded by torchvision.io.decode_jpeg and resized as a uint8 tensor | its own |
-| `timm` | timm's create_loader with its training transform, without colour jitter; not yet normalised | its own |
+| `timm` | timm's create_loader with its training transform, without color jitter; not yet normalized | its own |
 | `token-labeling` | the published path up to the device: Pillow, a .pt file an image, map and box packed into one tensor | the plan's |
 | `token-labeling+labels` | ... and its dense targets, built by its collate function on the CPU, in the published geometry | the plan's |
 | `simplejpeg` | libjpeg-turbo through simplejpeg, antialiased resize of the crop by torch on uint8 | the plan's |
@@ -18,11 +18,11 @@ crops and flips, batches.
 | `turbojpeg-full` | a limit and no loader: libjpeg-turbo decodes every whole JPEG, read from memory-mapped bytes | none |
 
 `its own`: a loader that cannot be told the crop draws it from the same distribution (area 8 to 100
-%, aspect 3/4 to 4/3, ten tries). No peer normalises; all deliver uint8. With one thread everything
+%, aspect 3/4 to 4/3, ten tries). No peer normalizes; all deliver uint8. With one thread everything
 runs in the calling process, with more a DataLoader has as many worker processes, the others as many
 threads. timm drops an incomplete last batch. DALI's pipeline is that of its ImageNet example (a
 hundred tries, triangular antialiased filter) with our areas and aspects; it hands over bytes [N, H,
-W, 3], as ours do, which costs it no more than the example's normalised floats. token-labeling
+W, 3], as ours do, which costs it no more than the example's normalized floats. token-labeling
 resizes by the bilinear filter alone, where the published code draws bilinear or (slower) bicubic,
 and has no RandAugment, as no other here.
 """
@@ -71,9 +71,8 @@ class BenchmarkSet(NamedTuple):
     beton: Path  # ours, with score maps if there are any
     stock: Path  # a .beton of the folder's JPEG bytes, without score maps
     maps: Path | None  # the score maps as HDF5, in the folder's order
-    published: (
-        Path | None
-    )  # ... and as one .pt file an image; None also for more classes than float16 can number
+    # ... and as one .pt file an image; None also for more classes than float16 can number
+    published: Path | None
     paths: tuple[str, ...]  # of the folder's files
     labels: np.ndarray  # int64 [N]
     heights: np.ndarray  # int64 [N], pixels
@@ -98,9 +97,8 @@ class Delivered(NamedTuple):
     """One batch, as far as peers have it in common."""
 
     count: int  # images in it, padding not counted
-    image: (
-        Tensor | None
-    )  # uint8 [N, H, W, 3] or [N, 3, H, W]; None: the limit row, which crops nothing
+    # uint8 [N, H, W, 3] or [N, 3, H, W]; None: the limit row, which crops nothing
+    image: Tensor | None
     label: Tensor | None  # int64 [N]
     dense: Tensor | None  # what a step needs to build dense targets, or the targets
 
@@ -409,7 +407,7 @@ def decode_tensor(path: str) -> Tensor:
 
 
 class Timm(Workers):
-    """`timm`. The batch is taken before its prefetcher converts it to float and normalises it,
+    """`timm`. The batch is taken before its prefetcher converts it to float and normalizes it,
     which is the device's work.
     """
 
@@ -548,9 +546,8 @@ def published_targets(packed: Tensor, grid: int, num_classes: int) -> Tensor:
         1, packed[:, 2, 0, 0, 5].long().view(-1, 1, 1), on
     )
     target = torch.cat([given, pooled.softmax(1) * on + off], 2)
-    return (
-        target * 1.0 + target.flip(0) * 0.0
-    )  # it mixes with a share of 1 even where nothing is mixed
+    # it mixes with a share of 1 even where nothing is mixed
+    return target * 1.0 + target.flip(0) * 0.0
 
 
 # ------------------------------------------------------------------------- image by image

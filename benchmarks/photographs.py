@@ -42,7 +42,7 @@ DISTINCT = 24  # classes that the map of an image names
 EXACT_HALF = 2048
 
 
-def own_set(cache: Path, images: int, classes: int) -> BenchmarkSet:
+def sample_dataset(cache: Path, images: int, classes: int) -> BenchmarkSet:
     """The set of `images` crops under `classes` class names, made on the first call; the .beton is
     packed anew each time.
 

@@ -1,17 +1,17 @@
-"""How fast images are labelled: our pass beside a stand-in for the published generator, with the
+"""How fast images are labeled: our pass beside a stand-in for the published generator, with the
 same teacher on the same cores.
 
     python -m benchmarks.relabel
     python -m benchmarks.relabel --teacher resnet10t --input-size 224 --rounds 5
 
 The generator of TokenLabeling's maps reads an ImageFolder through timm's evaluation transform
-(shorter side resized by Pillow, centre square) and PyTorch's DataLoader, runs the teacher in fp32
+(shorter side resized by Pillow, center square) and PyTorch's DataLoader, runs the teacher in fp32
 in batches, takes the top k logits of every cell, opens each image file again to learn its name, and
 saves float16 [2, k, S, S] by torch.save, a file an image, in the order batches come. `stand-in`
 does this with --threads worker processes. `pass` is what tools/relabel_imagenet.py does once it has
 begun: decode natively, score, write one store, sync it; --compile and --precision are its own, the
 stand-in knows none. Neither lists the folder, loads or compiles within the clock. Both show the
-teacher the centre square at --input-size. Teachers have random weights, which take as long;
+teacher the center square at --input-size. Teachers have random weights, which take as long;
 `teacher` scores a batch again and again, what no pass can exceed. Each round does all three in
 turns on --threads cores; the ratio is the median of the rounds' own. The images, in the page cache,
 are crops of real photographs (photographs.py): 500 pixels on the longer side, 33 kB.
@@ -43,11 +43,8 @@ from densefeed.system.provenance import RESULTS, environment, write_json
 PACKAGES = ("torch", "torchvision", "timm", "numpy", "pillow")
 OURS, PEER, FLOOR = "pass", "stand-in", "teacher"
 BAR, AIM = 2.0, 4.0
-CONFIG = {
-    "mean": (0.485, 0.456, 0.406),
-    "std": (0.229, 0.224, 0.225),
-    "interpolation": "bicubic",
-}  # the published teacher's
+# the published teacher's
+CONFIG = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225), "interpolation": "bicubic"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,9 +153,8 @@ def generate(
             top = logits_NKSS.topk(benchmark.top_k, dim=1)
         both = torch.stack([top.values, top.indices.float()], 1).half()
         for maps in both:
-            with open(
-                root / paths[done], "rb"
-            ):  # the published code asks its dataset for the file, which opens it
+            # the published code asks its dataset for the file, which opens it
+            with open(root / paths[done], "rb"):
                 target = out / Path(paths[done]).with_suffix(".pt")
             target.parent.mkdir(parents=True, exist_ok=True)
             torch.save(maps.clone(), target)
@@ -170,7 +166,7 @@ def measure(folder: Path, benchmark: Benchmark) -> dict[str, list[float]]:
     """Images a second of each contestant, a value a round."""
     torch.manual_seed(0)
     model = timm.create_model(benchmark.teacher, num_classes=benchmark.classes)
-    teacher = Teacher(model, benchmark.input_size, "centre-crop", CONFIG)
+    teacher = Teacher(model, benchmark.input_size, "center-crop", CONFIG)
     images, dataset = Images(folder / "images"), ImageDataset(str(folder / "images"))
     work = begin_pass(
         images,

@@ -11,7 +11,7 @@ norm of the gradients, guard, fused AdamW, averaged weights. `timm` is the step 
 made of timm's own parts: autocast around network and LabelSmoothingCrossEntropy, NativeScaler in
 float16, `create_optimizer_v2("adamw")` as it comes (on CUDA foreach, on a CPU a loop; not fused),
 ModelEmaV3 with warm-up, and `loss.item()`, by which one device is waited for in every step. Both
-train one network from equal weights on equal normalised images in channels_last with the image's
+train one network from equal weights on equal normalized images in channels_last with the image's
 label; their losses before and after the first update are printed with their distance. Both have a
 constant learning rate, neither drop-path nor mixing.
 
@@ -28,11 +28,11 @@ the first to the end of the last step, and the share of that time spent waiting 
 14 of its supplementary (arXiv 2106.03746) has it for CvT-13, Swin-T and T2T-ViT-14: 2.43, 2.36 and
 1.77 %.
 
-On a CPU ours keeps freed memory (`keep_memory`), and timm's turns find the C library as it is when
+On a CPU ours keeps freed memory (`tune_malloc`), and timm's turns find the C library as it is when
 left alone.
 
-Modes but `eager` compile what each train.py would: ours the blocks and the loss (`compiled`), the
-step from image to loss (`whole`), or that as CUDA graphs (`captured`); timm's the network,
+Modes but `eager` compile what each train.py would: ours the blocks and the loss (`compile_step`),
+the step from image to loss (`whole`), or that as CUDA graphs (`captured`); timm's the network,
 `captured` with PyTorch's CUDA graphs too.
 
 The floor is the least time of a step: its products at the rate of the best one measured here, or
@@ -73,26 +73,26 @@ from benchmarks.harness import (
 )
 from densefeed.models.agent_cnn import AgentCNN
 from densefeed.models.token_transformer import FAMILIES, has_tokens
-from densefeed.objectives.bootstrapping import Bootstrapped
-from densefeed.pipelines.augment.augmentation import Augmentation, augmented
-from densefeed.pipelines.batch import Batch, LabelSpec
+from densefeed.objectives.bootstrapping import JointModel
+from densefeed.pipelines.augment.augmentation import Augmentation, augment_batches
+from densefeed.pipelines.batch import Batch, ScoreMapSpec
 from densefeed.pipelines.loader import ThreadedLoader
-from densefeed.pipelines.pairs import Pairs, pairs_of
+from densefeed.pipelines.pairs import Pairs, draw_pairs
 from densefeed.pipelines.plan import EpochPlan
 from densefeed.pipelines.targets import TargetRules
-from densefeed.system.devices import choose_device, settle
+from densefeed.system.devices import choose_device, synchronize
 from densefeed.system.errors import UserError, run
-from densefeed.system.malloc import keep_memory, set_malloc
+from densefeed.system.malloc import set_malloc, tune_malloc
 from densefeed.system.progress import steps_bar
 from densefeed.system.provenance import RESULTS, environment, write_json
-from densefeed.train import Timed, autocast_of, build_model, open_loader
-from densefeed.training.agent import agent_for, feature_share, trained_of
-from densefeed.training.compile import compiled, networks_of
+from densefeed.train import DataTimer, autocast_dtype, build_model, open_loader
+from densefeed.training.agent import build_agent, feature_weight_factor, joint_model
+from densefeed.training.compile import compile_step, get_networks
 from densefeed.training.config import Config
-from densefeed.training.objective import augment_of, localised, step_loss
+from densefeed.training.objective import add_drloc_heads, augment_settings, step_loss
 from densefeed.training.ranks import Ranks
-from densefeed.training.speed import SECONDS, Saved, matmul_rate, training_flops
-from densefeed.training.student import student_of, update
+from densefeed.training.speed import SECONDS, ActivationBytes, matmul_rate, training_flops
+from densefeed.training.student import build_student, update
 
 PACKAGES = ("torch", "torchvision", "timm", "numpy")
 OURS, TIMM, LABELS, DRLOC, LOADER = "ours", "timm", "ours+labels", "ours+drloc", "+loader"
@@ -113,18 +113,12 @@ BARS = {
 EQUAL = {None: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 SCALES = 16  # halvings from GradScaler's first scale, 65,536, to 1
 RATE = 1e-4  # learning rate: no warm-up here, and the same images in every step
-COPIED = {
-    "cpu": 2**28,
-    "cuda": 2**30,
-}  # bytes of the copy whose rate is measured, more than caches hold
+# bytes of the copy whose rate is measured, more than caches hold
+COPIED = {"cpu": 2**28, "cuda": 2**30}
 
 Mode = Literal["eager", "compiled", "whole", "captured"]
-COMPILED = {
-    "eager": "never",
-    "compiled": "blocks",
-    "whole": "whole",
-    "captured": "graph",
-}  # as --compile of train.py
+# as --compile of train.py
+COMPILED = {"eager": "never", "compiled": "blocks", "whole": "whole", "captured": "graph"}
 Key = tuple[str, str]  # contestant, mode
 # Where glibc's own adaptation ends once a tensor of 32 MiB was freed: larger ones are mapped, and
 # 64 MiB stay free at most.
@@ -141,20 +135,17 @@ class Benchmark:
     batch: int = 64  # images
     size: int = 224  # side of the network's input, pixels
     classes: int = 1000  # of constant batches; --data brings its own
-    objective: Literal["ce", "token-label"] = (
-        "ce"  # token-label: also ours with a dense label on every token
-    )
+    # token-label: also ours with a dense label on every token
+    objective: Literal["ce", "token-label"] = "ce"
     drloc: bool = False  # also ours with DRLoc's loss
     drloc_grid: int = 7  # rows to which the grid of tokens is pooled for it; 0: none
-    bootstrap: Literal["none", "joint", "shared"] = (
-        "none"  # also ours beside an agent CNN, and that alone
-    )
+    # also ours beside an agent CNN, and that alone
+    bootstrap: Literal["none", "joint", "shared"] = "none"
     loader: Literal["synthetic", "ffcv"] = "synthetic"  # ffcv: also ours with batches from --data
     data: Path | None = None  # a .beton, for --loader ffcv; tools/pack_dataset.py makes it
     rand_augment: str = ""  # what --loader ffcv does to its crops, as timm writes it; empty: none
-    precision: Literal["auto", "fp32", "bf16", "fp16"] = (
-        "auto"  # auto: bf16 autocast on CUDA, float32 on a CPU
-    )
+    # auto: bf16 autocast on CUDA, float32 on a CPU
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda if there is one, else cpu
     modes: tuple[Mode, ...] = ("eager", "compiled")  # one measurement each, all in the same rounds
     steps: int = 4  # of each contestant in a round
@@ -178,9 +169,8 @@ class Contest:
 
     works: dict[Key, Callable[[int], int]] = field(default_factory=dict)
     losses: dict[Key, Tensor | float] = field(default_factory=dict)  # the last ones
-    waits: dict[Key, list[float]] = field(
-        default_factory=dict
-    )  # share of each turn spent waiting for data, of the loader
+    # share of each turn spent waiting for data, of the loader
+    waits: dict[Key, list[float]] = field(default_factory=dict)
     equality: list[dict] = field(default_factory=list)
     floors: dict[str, Floor] = field(default_factory=dict)  # of contestants, without the loader
 
@@ -211,7 +201,7 @@ def main(benchmark: Benchmark) -> dict:
                 f"--batch {benchmark.batch}: memory ran out on {device}; give a smaller one"
             ) from error
         pin(cores(benchmark.threads, allowed))
-        dtype = autocast_of(config_of(benchmark, OURS, "never"), device) or torch.float32
+        dtype = autocast_dtype(config_of(benchmark, OURS, "never"), device) or torch.float32
         ceilings = {
             "matmul_flops_per_s": matmul_rate(device, dtype),
             "copy_bytes_per_s": copy_rate(device),
@@ -230,9 +220,8 @@ def main(benchmark: Benchmark) -> dict:
         raise UserError(
             f"the loss of {', '.join(broken[0])} is {float(contest.losses[broken[0]])}; choose another --precision"
         )
-    waits = {
-        key: values[-benchmark.rounds :] for key, values in contest.waits.items()
-    }  # the first turn warmed up
+    # the first turn warmed up
+    waits = {key: values[-benchmark.rounds :] for key, values in contest.waits.items()}
     document = {
         "rows": [
             {
@@ -384,7 +373,9 @@ def prepared(benchmark: Benchmark, device: torch.device, loader: ThreadedLoader 
         model, plain, _ = models[OURS]
         steps[TIMM] = timm_step(config_of(benchmark, OURS, COMPILED[mode]), deepcopy(model), device)
         contest.equality.append(
-            equality(steps, plain, mode, autocast_of(config_of(benchmark, OURS, "never"), device))
+            equality(
+                steps, plain, mode, autocast_dtype(config_of(benchmark, OURS, "never"), device)
+            )
         )
         for name, step in steps.items():
             batch = models[LABELS if name == LABELS else OURS][1]
@@ -405,8 +396,8 @@ def prepared(benchmark: Benchmark, device: torch.device, loader: ThreadedLoader 
 
 def constant_batch(
     benchmark: Benchmark, model: nn.Module, classes: int, device: torch.device
-) -> tuple[Batch, LabelSpec]:
-    """Normalised noise to look at, with crops and smooth random score maps, on the device; the same
+) -> tuple[Batch, ScoreMapSpec]:
+    """Normalized noise to look at, with crops and smooth random score maps, on the device; the same
     on every call.
     """
     palette = min(24, classes)  # as benchmarks.targets has it
@@ -437,7 +428,7 @@ def rules_of(config: Config) -> TargetRules:
         config.temperature,
         config.outside,
         config.geometry,
-        sheared=augment_of(config).shears,
+        sheared=augment_settings(config).shears,
     )
 
 
@@ -449,37 +440,37 @@ def agents_of(benchmark: Benchmark, model: nn.Module, classes: int) -> dict[str,
     for name, how in ((AGENT, "joint"), (BOTH, benchmark.bootstrap)):
         config = replace(config_of(benchmark, OURS, "never"), bootstrap=how)
         torch.manual_seed(config.seed)
-        agent = agent_for(config, model, classes)
+        agent = build_agent(config, model, classes)
         found[name] = agent.to(next(model.parameters()).device, memory_format=torch.channels_last)
     return found
 
 
 def two_of(
     benchmark: Benchmark, name: str, compile: str, model: nn.Module, agent: AgentCNN
-) -> tuple[Config, AgentCNN | Bootstrapped]:
+) -> tuple[Config, AgentCNN | JointModel]:
     """What AGENT or BOTH trains, a copy, and how."""
     config = config_of(benchmark, OURS, compile)
     if name == AGENT:
         return config, deepcopy(agent)
     config = replace(config, bootstrap=benchmark.bootstrap)
-    return config, trained_of(config, deepcopy(model), deepcopy(agent))
+    return config, joint_model(config, deepcopy(model), deepcopy(agent))
 
 
 def our_step(
     config: Config,
     model: nn.Module,
     device: torch.device,
-    spec: LabelSpec | None,
+    spec: ScoreMapSpec | None,
     agent: AgentCNN | None = None,
 ) -> Step:
     """The inside of train.py's loop on one device."""
-    ranks, dtype = Ranks(0, 1, device), autocast_of(config, device)
+    ranks, dtype = Ranks(0, 1, device), autocast_dtype(config, device)
     student, rules, plan = (
-        student_of(config, model, ranks, dtype, agent),
+        build_student(config, model, ranks, dtype, agent),
         rules_of(config),
         plan_of(config),
     )
-    loss_of, share = compiled(config.compile, student.trained), share_of(config, device)
+    loss_of, share = compile_step(config.compile, student.trained), share_of(config, device)
     grid, numbers, seen = (
         grid_of(model, config.size),
         count(),
@@ -520,13 +511,13 @@ def asked(config: Config, plan: EpochPlan, number: int, batch: Batch) -> Pairs |
     return (
         None
         if config.drloc == "none"
-        else pairs_of(plan, number, batch, config.drloc_pairs, config.drloc_weight)
+        else draw_pairs(plan, number, batch, config.drloc_pairs, config.drloc_weight)
     )
 
 
 def share_of(config: Config, device: torch.device) -> Tensor | None:
     """What is left of the features' weight in a first epoch; None without an agent."""
-    share = feature_share(config, 0)
+    share = feature_weight_factor(config, 0)
     return None if share is None else share.to(device)
 
 
@@ -539,7 +530,7 @@ def timm_step(config: Config, model: nn.Module, device: torch.device) -> Step:
     """What timm's train.py does in a step on one device, of timm's public parts with their own
     defaults.
     """
-    dtype = autocast_of(config, device)
+    dtype = autocast_dtype(config, device)
     how = "reduce-overhead" if config.compile == "graph" else None
     network = model if config.compile == "never" else torch.compile(model, mode=how)
     loss_of = LabelSmoothingCrossEntropy(config.smoothing)
@@ -598,7 +589,7 @@ def constant_turn(
     def turn(_: int) -> int:
         for _ in range(steps):
             contest.losses[key] = step(batch)
-        settle(device)
+        synchronize(device)
         return steps * len(batch.label)
 
     return turn
@@ -618,16 +609,18 @@ def loader_turn(
     turn.
     """
     mean, std = (model.pretrained_cfg[name] for name in ("mean", "std"))
-    augmentation = Augmentation(loader.plan, augment_of(config), mean, std).to(device)
+    augmentation = Augmentation(loader.plan, augment_settings(config), mean, std).to(device)
     shares = contest.waits[key] = []
 
     def turn(epoch: int) -> int:
-        began, timed, images = time.perf_counter(), Timed(), 0
+        began, timed, images = time.perf_counter(), DataTimer(), 0
         with closing(loader.batches(epoch)) as batches:
-            for batch in islice(augmented(timed(batches), augmentation, epoch, device), steps):
+            for batch in islice(
+                augment_batches(timed(batches), augmentation, epoch, device), steps
+            ):
                 contest.losses[key] = step(batch)
                 images += len(batch.label)
-            settle(device)
+            synchronize(device)
             shares.append(timed.waited / (time.perf_counter() - began))
         return images
 
@@ -641,16 +634,16 @@ def copy_rate(device: torch.device) -> float:
     one = torch.zeros(COPIED[device.type], dtype=torch.uint8, device=device)
     other, best, until = torch.ones_like(one), 0.0, time.perf_counter() + SECONDS
     while time.perf_counter() < until:
-        settle(device)
+        synchronize(device)
         began = time.perf_counter()
         other.copy_(one)
-        settle(device)
+        synchronize(device)
         best = max(best, 2 * one.nbytes / (time.perf_counter() - began))
     return best
 
 
 def floor_of(
-    config: Config, model: nn.Module, batch: Batch, spec: LabelSpec, classes: int
+    config: Config, model: nn.Module, batch: Batch, spec: ScoreMapSpec, classes: int
 ) -> Floor:
     """What a step of `model` must do; what the backward pass needs is measured in one eager forward
     pass.
@@ -664,20 +657,24 @@ def floor_of(
     else:
         with torch.device("meta"):
             twin, _ = build_model(config, classes)
-            twin = trained_of(config, twin, agent_for(config, twin, classes))
-    device, grid = batch.label.device, grid_of(networks_of(model)[0], config.size)
-    trained, pairs, heads = localised(config, model), asked(config, plan_of(config), 0, batch), 0.0
+            twin = joint_model(config, twin, build_agent(config, twin, classes))
+    device, grid = batch.label.device, grid_of(get_networks(model)[0], config.size)
+    trained, pairs, heads = (
+        add_drloc_heads(config, model),
+        asked(config, plan_of(config), 0, batch),
+        0.0,
+    )
     if pairs is not None:
         # Of each head the weights' products with every pair of an image, forward and twice that
         # backward.
         matrices = sum(
             layer.weight.numel()
-            for layer in trained.localiser.modules()
+            for layer in trained.localizer.modules()
             if isinstance(layer, nn.Linear)
         )
         heads = 3 * 2 * config.drloc_pairs * matrices
     more = dict(pairs=pairs, share=share_of(config, device))
-    with Saved(trained.train()) as saved:
+    with ActivationBytes(trained.train()) as saved:
         step_loss(
             config,
             trained,
@@ -686,7 +683,7 @@ def floor_of(
             rules_of(config),
             grid,
             None,
-            autocast_of(config, device),
+            autocast_dtype(config, device),
             **more,
         )
     weights = sum(p.nbytes for p in trained.parameters())
@@ -700,7 +697,7 @@ def own_memory(key: Key, device: torch.device) -> None:
     if key[0] == "timm":
         set_malloc(**LEFT_ALONE)
     else:
-        keep_memory()
+        tune_malloc()
 
 
 def floor_rows(
@@ -768,7 +765,7 @@ def ratios(rates: dict[Key, list[float]]) -> list[dict]:
 def what_of(benchmark: Benchmark, device: torch.device, loader: ThreadedLoader | None) -> str:
     """What was measured, in words."""
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    dtype = autocast_of(config_of(benchmark, OURS, "never"), device) or torch.float32
+    dtype = autocast_dtype(config_of(benchmark, OURS, "never"), device) or torch.float32
     classes = loader.num_classes if loader else benchmark.classes
     return (
         f"{benchmark.model}, {benchmark.batch} images of {benchmark.size} px, {classes} classes, "

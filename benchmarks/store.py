@@ -148,7 +148,7 @@ def main(benchmark: Benchmark) -> dict:
 
 
 def made_up(count: int, benchmark: Benchmark, seed: int) -> ScoreMaps:
-    """Maps in which an image's likely classes take patches of neighbouring cells, as a teacher's
+    """Maps in which an image's likely classes take patches of neighboring cells, as a teacher's
     do.
     """
     rng = torch.Generator().manual_seed(seed)
@@ -182,9 +182,8 @@ def make_stores(folder: Path, benchmark: Benchmark) -> dict[str, ScoreMapStore]:
         fingerprint="none",
         class_names=tuple(map(str, range(benchmark.classes))),
     )
-    paths = [
-        f"n{n % 1000:08d}/n{n % 1000:08d}_{n}.JPEG" for n in range(count)
-    ]  # as long as ImageNet's
+    # as long as ImageNet's
+    paths = [f"n{n % 1000:08d}/n{n % 1000:08d}_{n}.JPEG" for n in range(count)]
     writer = ScoreMapWriter(folder / "raw.h5", header, paths, np.arange(count) % benchmark.classes)
     (folder / "pt").mkdir()
     for first in range(0, count, 64):

@@ -56,10 +56,10 @@ from benchmarks.harness import (
 from densefeed.models import checkpoints  # noqa: F401  (registers our models with timm)
 from densefeed.models.token_transformer import FAMILIES, TokenLogits, has_tokens
 from densefeed.objectives.losses import class_token_loss, fused_token_loss, token_loss
-from densefeed.pipelines.batch import Batch, LabelSpec
+from densefeed.pipelines.batch import Batch, ScoreMapSpec
 from densefeed.pipelines.plan import EpochPlan
 from densefeed.pipelines.targets import SparseTargets, TargetRules, palette_maps, sparse_targets
-from densefeed.storage.geometry import WHOLE, crop_views, shown_boxes
+from densefeed.storage.geometry import WHOLE, crop_views, visible_boxes
 from densefeed.storage.score_maps import palette_sizes
 from densefeed.system.devices import choose_device
 from densefeed.system.errors import UserError, run
@@ -113,7 +113,7 @@ class Step(NamedTuple):
     """What a training step begins with once the student has answered."""
 
     batch: Batch  # of maps, crops and flips
-    spec: LabelSpec
+    spec: ScoreMapSpec
     grid: int
     cls: Tensor  # [N, K], logits of the class token
     tokens: Tensor  # [N, T, K], logits of the tokens
@@ -132,7 +132,7 @@ class TrainStep(NamedTuple):
     tokens: Tensor  # [N, 3, H, W], what the network is given
     label: Tensor  # [N]
     batch: Batch
-    spec: LabelSpec
+    spec: ScoreMapSpec
     grid: int
 
     @property
@@ -167,7 +167,7 @@ def main(benchmark: Benchmark) -> dict:
         contestants = {"fused": fused_loss, "whole": whole_loss}
     else:
         step = make_train_step(benchmark, device)
-        contestants = {"labels": labelled_loss, "none": unlabelled_loss}
+        contestants = {"labels": labeled_loss, "none": unlabeled_loss}
     a, b = contestants
     with ExitStack() as stack:
         allowed = stack.enter_context(unpinned_after())
@@ -233,7 +233,7 @@ def check(benchmark: Benchmark) -> None:
 
 
 def make_step(benchmark: Benchmark, device: torch.device, logits: bool = True) -> Step:
-    """Random crops and flips of smooth random maps, as a teacher's are: neighbours name much the
+    """Random crops and flips of smooth random maps, as a teacher's are: neighbors name much the
     same classes.
 
     Without `logits` these are empty.
@@ -259,7 +259,7 @@ def make_step(benchmark: Benchmark, device: torch.device, logits: bool = True) -
         image=torch.zeros(N, 1, 1, 3, dtype=torch.uint8),
         label=palette[:, 0],
         view=torch.from_numpy(view),
-        shown=torch.from_numpy(shown_boxes(view)),
+        shown=torch.from_numpy(visible_boxes(view)),
         index=torch.arange(N),
         repeat=torch.zeros(N, dtype=torch.long),
         weight=torch.ones(N),
@@ -268,7 +268,7 @@ def make_step(benchmark: Benchmark, device: torch.device, logits: bool = True) -
         map_lse=torch.zeros(N, S, S).half(),
         window=torch.tensor([WHOLE]).repeat(N, 1),
     )
-    spec = LabelSpec(
+    spec = ScoreMapSpec(
         S, benchmark.top_k, K, "zero-logit", int(palette_sizes(named.numpy()).max()), 1.0
     )
     count = N if logits else 0
@@ -387,13 +387,13 @@ def answered(step: TrainStep) -> TokenLogits:
         return step.model(step.tokens)
 
 
-def labelled_loss(step: TrainStep) -> Tensor:
+def labeled_loss(step: TrainStep) -> Tensor:
     """Equation 7."""
     cls, tokens = answered(step)
     return sparse_loss(Step(step.batch, step.spec, step.grid, cls, tokens))
 
 
-def unlabelled_loss(step: TrainStep) -> Tensor:
+def unlabeled_loss(step: TrainStep) -> Tensor:
     """The image's label for the class token and for every token, as published code has it where
     there are no maps.
     """

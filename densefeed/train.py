@@ -27,31 +27,37 @@ from torch import Tensor, nn
 
 from densefeed.models import checkpoints
 from densefeed.models.token_transformer import TokenTransformer, has_tokens
-from densefeed.pipelines.augment.augmentation import Normalise
-from densefeed.pipelines.batch import Batch, Loader, on_device
+from densefeed.pipelines.augment.augmentation import Normalize
+from densefeed.pipelines.batch import Batch, Loader, to_device
 from densefeed.pipelines.dali import DaliLoader
 from densefeed.pipelines.ffcv import FfcvSource
 from densefeed.pipelines.folder import FolderSource
 from densefeed.pipelines.loader import ThreadedLoader
 from densefeed.pipelines.plan import EpochPlan
 from densefeed.pipelines.resident import bytes_of_map
-from densefeed.system.devices import free_memory, peak_memory, settle
+from densefeed.system.devices import free_memory, peak_memory, synchronize
 from densefeed.system.errors import UserError, run
-from densefeed.system.files import replacing
-from densefeed.system.malloc import keep_memory
-from densefeed.training.agent import agent_for, check_sizes, trained_of
+from densefeed.system.files import replace_file
+from densefeed.system.malloc import tune_malloc
+from densefeed.training.agent import build_agent, check_agent_sizes, joint_model
 from densefeed.training.config import FREE, Config, check_read, check_values, model_arguments, plain
-from densefeed.training.evaluation import Shares, Sums, answers, shares_waits, sums_of
-from densefeed.training.guards import memory_told, stopping
+from densefeed.training.evaluation import (
+    Metrics,
+    MetricSums,
+    mean_metrics_sync,
+    predict,
+    sum_metrics,
+)
+from densefeed.training.guards import explain_oom, signal_handler
 from densefeed.training.logs import logging
-from densefeed.training.monitor import Watch
-from densefeed.training.ranks import Agreement, Ranks, first_to_refuse, started
+from densefeed.training.monitor import TrainMonitor
+from densefeed.training.ranks import Agreement, Ranks, init_distributed, raise_on_rank0
 from densefeed.training.recipes import RECIPES
 from densefeed.training.run_checkpoints import Checkpoints
 from densefeed.training.schedule import learning_rate, peak_rate, total_epochs
-from densefeed.training.speed import Saved, peak_flops, training_flops
-from densefeed.training.step_inputs import Feed
-from densefeed.training.student import Student, student_of, update
+from densefeed.training.speed import ActivationBytes, peak_flops, training_flops
+from densefeed.training.step_inputs import StepInputs
+from densefeed.training.student import Student, build_student, update
 
 # classes; below, logits that exist whole take less memory than the rest of a step, and less time
 FUSED_FROM = 4096
@@ -164,9 +170,8 @@ def build_model(config: Config, num_classes: int) -> tuple[nn.Module, checkpoint
             )
             break
         except (TypeError, ValueError, AssertionError) as error:
-            if way is ways[-1] or not isinstance(
-                error, TypeError
-            ):  # TypeError: this model has no such argument
+            # TypeError: this model has no such argument
+            if way is ways[-1] or not isinstance(error, TypeError):
                 remedy = "; give --drop-path 0" if "drop_path_rate" in str(error) else ""
                 raise UserError(f"{config.model} cannot be built: {error}{remedy}") from error
     # A transformer of ours is never built for a size that it cannot take; some of timm's are, and
@@ -218,7 +223,7 @@ def find_checkpoint(config: Config, kept: Checkpoints, ranks: Ranks) -> dict | N
     """The checkpoint to continue from. UserError if the folder holds a run and may not be
     continued, or another run.
     """
-    if not ranks.tell_waits(kept.exist()):
+    if not ranks.broadcast_sync(kept.exist()):
         return None
     if config.resume == "never":
         if config.dry_run:
@@ -226,7 +231,7 @@ def find_checkpoint(config: Config, kept: Checkpoints, ranks: Ranks) -> dict | N
         raise UserError(
             f"{config.out} holds a run already; continue it with --resume auto, or choose another --out"
         )
-    name = ranks.tell_waits(kept.newest() if ranks.first else None)
+    name = ranks.broadcast_sync(kept.newest() if ranks.first else None)
     checkpoint = checkpoints.load(kept.folder / name) if name else None
     if checkpoint is None or not {
         "config",
@@ -246,7 +251,7 @@ def find_checkpoint(config: Config, kept: Checkpoints, ranks: Ranks) -> dict | N
     return checkpoint
 
 
-def resolved(config: Config, ranks: Ranks, checkpoint: dict | None) -> Config:
+def resolve(config: Config, ranks: Ranks, checkpoint: dict | None) -> Config:
     """The config with what it leaves open decided: what to compile, and how many images go through
     the network at once.
 
@@ -281,7 +286,7 @@ def resolved(config: Config, ranks: Ranks, checkpoint: dict | None) -> Config:
     return replace(config, compile=how, microbatch=small)
 
 
-def maps_checksum(config: Config, loader: ThreadedLoader) -> int:
+def score_maps_checksum(config: Config, loader: ThreadedLoader) -> int:
     """Of the first 64 score maps, wherever they are stored: tells a resumed run that its labels are
     others. 0 without maps.
     """
@@ -290,9 +295,8 @@ def maps_checksum(config: Config, loader: ThreadedLoader) -> int:
     try:
         maps = loader.source.maps(np.arange(min(64, len(loader.source.labels))))
     except UserError:
-        if (
-            config.on_bad_sample == "skip"
-        ):  # a damaged one among them is left out when its turn comes
+        # a damaged one among them is left out when its turn comes
+        if config.on_bad_sample == "skip":
             return 0
         raise
     return zlib.crc32(
@@ -303,17 +307,17 @@ def maps_checksum(config: Config, loader: ThreadedLoader) -> int:
     )
 
 
-def autocast_of(config: Config, device: torch.device) -> torch.dtype | None:
+def autocast_dtype(config: Config, device: torch.device) -> torch.dtype | None:
     """The type that products are computed in, None for float32."""
     known = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
     return known.get(config.precision, torch.bfloat16 if device.type == "cuda" else None)
 
 
-def flops_of_sizes(config: Config, loader: Loader) -> dict[int, float]:
+def flops_per_size(config: Config, loader: Loader) -> dict[int, float]:
     """Operations of one image in training, for each side of the network's input."""
     with torch.device("meta"):
         twin, _ = build_model(config, loader.num_classes)
-        twin = trained_of(config, twin, agent_for(config, twin, loader.num_classes))
+        twin = joint_model(config, twin, build_agent(config, twin, loader.num_classes))
     return {size: training_flops(twin, size) for _, size in loader.plan.sizes}
 
 
@@ -335,11 +339,11 @@ def dry_run(config: Config, ranks: Ranks, student: Student, dtype: torch.dtype |
     loader = open_loader(few, "train")
     with closing(loader):
         alone = replace(ranks, rank=0, size=1)
-        feed = Feed(few, alone, loader, trained, dtype)
+        feed = StepInputs(few, alone, loader, trained, dtype)
         parts = next(feed.batches(0, 0))
-        feed.check_waits(parts)
+        feed.check_sync(parts)
         (compute,) = feed.losses(trained, parts, 0, 0)
-        with Saved(trained) as saved:
+        with ActivationBytes(trained) as saved:
             loss = compute()
         loss.backward()
     # Gradients, two moments and perhaps averaged weights are as large as the weights; what an agent
@@ -372,28 +376,28 @@ def dry_run(config: Config, ranks: Ranks, student: Student, dtype: torch.dtype |
 # ------------------------------------------------------------------------- the run
 
 
-def evaluate_waits(
+def evaluate_sync(
     model: nn.Module,
     loader: Loader,
-    normalise: Normalise,
+    normalize: Normalize,
     ranks: Ranks,
     dtype: torch.dtype | None,
     advance: Callable[[int, str], None],
-) -> Shares:
+) -> Metrics:
     """Top-1, top-5 and loss on the validation set, each image once, over all ranks; `advance(0,
     text)` shows how far it is.
     """
 
-    def prepared() -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        for number, batch in enumerate(on_device(loader.batches(0), ranks.device), start=1):
-            yield normalise(batch.image), batch.label, batch.weight
+    def setup_run() -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        for number, batch in enumerate(to_device(loader.batches(0), ranks.device), start=1):
+            yield normalize(batch.image), batch.label, batch.weight
             advance(0, f"evaluating, {number} of {len(loader)}")
 
-    sums = ranks.sum(torch.stack(sums_of(answers(model, prepared(), dtype=dtype))))
-    return shares_waits(Sums(*sums))
+    sums = ranks.sum(torch.stack(sum_metrics(predict(model, setup_run(), dtype=dtype))))
+    return mean_metrics_sync(MetricSums(*sums))
 
 
-class Timed:
+class DataTimer:
     """Passes items on, and adds up the seconds spent waiting for them."""
 
     def __init__(self) -> None:
@@ -421,17 +425,17 @@ def train(config: Config) -> dict:
     check_values(config)
     # A dry run has nothing to save: signals end it at once.
     with (
-        started(config.device) as ranks,
-        nullcontext(str) if config.dry_run else stopping() as asked,
+        init_distributed(config.device) as ranks,
+        nullcontext(str) if config.dry_run else signal_handler() as asked,
     ):
         if ranks.device.type == "cpu":
-            keep_memory()
-        run = prepared(config, ranks)
+            tune_malloc()
+        run = setup_run(config, ranks)
         with closing(run.loader), closing(run.val):
             if config.dry_run:
-                dry_run(run.config, ranks, run.student, autocast_of(config, ranks.device))
+                dry_run(run.config, ranks, run.student, autocast_dtype(config, ranks.device))
                 return {}
-            return run_on(run, ranks, asked)
+            return train_loop(run, ranks, asked)
 
 
 class Prepared(NamedTuple):
@@ -449,20 +453,20 @@ class Prepared(NamedTuple):
     owed: bool  # whether the last of these steps ended an epoch whose evaluation has not been made
 
 
-def prepared(config: Config, ranks: Ranks) -> Prepared:
+def setup_run(config: Config, ranks: Ranks) -> Prepared:
     """Open, check and build everything, as new or as a checkpoint left it. UserError if something
     does not fit.
     """
-    dtype, kept = autocast_of(config, ranks.device), Checkpoints(config.out, config.keep)
+    dtype, kept = autocast_dtype(config, ranks.device), Checkpoints(config.out, config.keep)
     checkpoint = find_checkpoint(config, kept, ranks)
-    config = resolved(config, ranks, checkpoint)
+    config = resolve(config, ranks, checkpoint)
     loader, val = open_loader(config, "train", ranks), open_loader(config, "evaluate", ranks)
     check(config, loader, val)
     if checkpoint and checkpoint["fingerprint"] != loader.fingerprint:
         raise UserError(
             f"{config.out} was trained on other images than {config.data} holds; give the same, or choose another --out"
         )
-    maps = maps_checksum(config, loader)
+    maps = score_maps_checksum(config, loader)
     if checkpoint and checkpoint["maps"] != maps:
         raise UserError(
             f"{config.out} was trained with other score maps than these; give the same, or choose another --out"
@@ -470,12 +474,12 @@ def prepared(config: Config, ranks: Ranks) -> Prepared:
     torch.manual_seed(config.seed)
     model, recipe = build_model(config, loader.num_classes)
     if config.init and not checkpoint:  # else the run continues
-        begun = checkpoints.initialise(model, config.init)
+        begun = checkpoints.initialize(model, config.init)
         if ranks.first:
             print(begun)
     model.to(ranks.device, memory_format=torch.channels_last)
     if config.sync_batchnorm:
-        model = ranks.synchronised(model)
+        model = ranks.synchronized(model)
     if config.grad_checkpointing:
         try:
             model.set_grad_checkpointing(True)
@@ -485,12 +489,14 @@ def prepared(config: Config, ranks: Ranks) -> Prepared:
             ) from error
     if config.bootstrap != "none":
         with torch.device("meta"):
-            check_sizes(config, build_model(config, loader.num_classes)[0], loader.num_classes)
-    agent = agent_for(config, model, loader.num_classes)
+            check_agent_sizes(
+                config, build_model(config, loader.num_classes)[0], loader.num_classes
+            )
+    agent = build_agent(config, model, loader.num_classes)
     if agent is not None:
         agent.to(ranks.device, memory_format=torch.channels_last)
-        agent = ranks.synchronised(agent) if config.sync_batchnorm else agent
-    student = student_of(config, model, ranks, dtype, agent)
+        agent = ranks.synchronized(agent) if config.sync_batchnorm else agent
+    student = build_student(config, model, ranks, dtype, agent)
     if not checkpoint:
         return Prepared(
             config, loader, val, maps, recipe, student, 0, (None, 0), np.zeros(2), owed=False
@@ -498,7 +504,7 @@ def prepared(config: Config, ranks: Ranks) -> Prepared:
     student.restore(checkpoint)
     step, steps = checkpoint["step"], total_epochs(config) * len(loader)
     ends = step > 0 and step % len(loader) == 0 and is_due(config, step // len(loader))
-    owed = ends and (step == steps or not ranks.tell_waits(kept.rated(step)))
+    owed = ends and (step == steps or not ranks.broadcast_sync(kept.rated(step)))
     watched, spent = (checkpoint["seen"], checkpoint["skips"]), np.array(checkpoint["spent"])
     return Prepared(config, loader, val, maps, recipe, student, step, watched, spent, owed)
 
@@ -508,7 +514,7 @@ def is_due(config: Config, epoch: int) -> bool:
     return epoch % config.eval_every == 0 or epoch == total_epochs(config)
 
 
-def announced(run: Prepared, ranks: Ranks) -> None:
+def write_run_header(run: Prepared, ranks: Ranks) -> None:
     """Make the run's folder, write what the run is, and say it."""
     config = run.config
     config.out.mkdir(parents=True, exist_ok=True)
@@ -518,7 +524,7 @@ def announced(run: Prepared, ranks: Ranks) -> None:
         ("config.json", plain(config)),
         ("environment.json", environment(config, ranks)),
     ):
-        with replacing(config.out / name) as part:
+        with replace_file(config.out / name) as part:
             part.write_text(json.dumps(content, indent=1))
     student = run.student
     count, beside = (
@@ -537,29 +543,28 @@ def announced(run: Prepared, ranks: Ranks) -> None:
     )
 
 
-def run_on(run: Prepared, ranks: Ranks, asked: Callable[[], str]) -> dict:
+def train_loop(run: Prepared, ranks: Ranks, asked: Callable[[], str]) -> dict:
     """The steps that are left, on this rank; `asked` names the signal that wants it to stop."""
     config, loader, val, student, step = run.config, run.loader, run.val, run.student, run.step
     device, model, plan, dtype = (
         ranks.device,
         student.model,
         loader.plan,
-        autocast_of(config, ranks.device),
+        autocast_dtype(config, ranks.device),
     )
     epochs, steps = total_epochs(config), total_epochs(config) * len(loader)
     kept, feed = (
         Checkpoints(config.out, config.keep),
-        Feed(config, ranks, loader, student.trained, dtype),
+        StepInputs(config, ranks, loader, student.trained, dtype),
     )
-    watch = Watch(config, ranks, student, feed, *run.watched)
+    watch = TrainMonitor(config, ranks, student, feed, *run.watched)
     if ranks.first:
-        announced(run, ranks)
-    flops = flops_of_sizes(config, loader)
+        write_run_header(run, ranks)
+    flops = flops_per_size(config, loader)
     peak = peak_flops(device, dtype or torch.float32) * ranks.size
-    began = clock = (
-        time.perf_counter()
-    )  # clock and logged: since when, and which step, the rate is measured
-    logged, result, text, timed = step, {}, "", Timed()
+    # clock and logged: since when, and which step, the rate is measured
+    began = clock = time.perf_counter()
+    logged, result, text, timed = step, {}, "", DataTimer()
     agreement = Agreement(ranks)
     with (
         logging(
@@ -571,7 +576,7 @@ def run_on(run: Prepared, ranks: Ranks, asked: Callable[[], str]) -> dict:
             ranks.first,
             evaluated=not run.owed,
         ) as (write, advance),
-        memory_told(config.microbatch, str(config.out)),
+        explain_oom(config.microbatch, str(config.out)),
     ):
 
         def so_far() -> np.ndarray:
@@ -579,11 +584,11 @@ def run_on(run: Prepared, ranks: Ranks, asked: Callable[[], str]) -> dict:
             return run.spent + np.array([time.perf_counter() - began, timed.waited])
 
         def save() -> None:
-            watch.mean_waits(step)  # numbers that are not finite never replace a good checkpoint
+            # numbers that are not finite never replace a good checkpoint
+            watch.mean_loss_sync(step)
             ranks.average(student.averaged())
-            seen = (
-                ranks.sum(watch.seen.clone()) / ranks.size
-            )  # of all ranks, so that any number of them can go on from it
+            # of all ranks, so that any number of them can go on from it
+            seen = ranks.sum(watch.seen.clone()) / ranks.size
             if ranks.first:
                 about = {
                     "seen": seen,
@@ -611,8 +616,8 @@ def run_on(run: Prepared, ranks: Ranks, asked: Callable[[], str]) -> dict:
                 ("_agent", student.agent),
             ):
                 if one:
-                    shares = evaluate_waits(
-                        one, val, feed.augmentation.normalise, ranks, dtype, advance
+                    shares = evaluate_sync(
+                        one, val, feed.augmentation.normalize, ranks, dtype, advance
                     )
                     accuracy |= {
                         f"top1{kind}": shares.top1,
@@ -632,7 +637,7 @@ def run_on(run: Prepared, ranks: Ranks, asked: Callable[[], str]) -> dict:
             for parts in feed.batches(epoch, step % len(loader), timed):
                 at = step % len(loader)
                 if step == run.step:
-                    feed.check_waits(parts)
+                    feed.check_sync(parts)
                 for group in student.optimizer.param_groups:
                     group["lr"] = learning_rate(config, step, len(loader))
                 loss, norm = update(
@@ -641,13 +646,13 @@ def run_on(run: Prepared, ranks: Ranks, asked: Callable[[], str]) -> dict:
                 watch.add(loss)
                 step += 1
                 if step == run.step + 1 and config.compile != "never" and ranks.first:
-                    settle(device)
+                    synchronize(device)
                     print(
                         f"first step, with what is compiled: {time.perf_counter() - began:.1f} s",
                         flush=True,
                     )
                 if step % config.log_every == 0:
-                    mean, now = watch.mean_waits(step), time.perf_counter()
+                    mean, now = watch.mean_loss_sync(step), time.perf_counter()
                     rate = (step - logged) * config.batch / (now - clock)
                     write(
                         "train",
@@ -698,7 +703,7 @@ def run_on(run: Prepared, ranks: Ranks, asked: Callable[[], str]) -> dict:
         "skipped": loader.skipped + val.skipped,
     }
     if ranks.first:
-        with replacing(config.out / "result.json") as part:
+        with replace_file(config.out / "result.json") as part:
             part.write_text(json.dumps(result, indent=1))
         skipped = f"; skipped {result['skipped']:,} unreadable" if result["skipped"] else ""
         print(
@@ -718,7 +723,7 @@ def main() -> None:
     recipes = {recipe.__name__: (about(recipe), recipe()) for recipe in RECIPES}
     config = tyro.extras.overridable_config_cli(recipes, description=__doc__)
     name = next(word for word in sys.argv[1:] if word in recipes)
-    with first_to_refuse():
+    with raise_on_rank0():
         try:
             check_read(config, recipes[name][1])
             train(config)

@@ -19,9 +19,8 @@ from .preloaded import Preloaded
 if "PYTEST_XDIST_WORKER" in os.environ:  # a worker has one core, and so have the commands it starts
     os.environ["OMP_NUM_THREADS"] = "1"
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 2)))
-signal.signal(
-    signal.SIGINT, signal.default_int_handler
-)  # which a shell's `&` has processes ignore, and tests send it
+# which a shell's `&` has processes ignore, and tests send it
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 class NoHostRead(TorchDispatchMode):
@@ -50,19 +49,15 @@ class NoHostRead(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name, kwargs = func.overloadpacket.__name__, kwargs or {}
         sized = name == "repeat_interleave" and kwargs.get("output_size") is None
-        if name in (
-            "index",
-            "index_put",
-            "index_put_",
-        ):  # a mask as an index is a nonzero() below what is seen here
+        # a mask as an index is a nonzero() below what is seen here
+        if name in ("index", "index_put", "index_put_"):
             sized = any(
                 index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]
             )
         if sized or name in self.READS:
             raise AssertionError(f"host read: {func}")
-        if (
-            func.namespace == "densefeed"
-        ):  # look inside our own operators, which would run with no mode on
+        # look inside our own operators, which would run with no mode on
+        if func.namespace == "densefeed":
             device = next(value for value in args if isinstance(value, torch.Tensor)).device.type
             with self:
                 return func.redispatch(
@@ -106,7 +101,7 @@ def command():
 
 
 def photograph(rng: np.random.Generator, height: int, width: int) -> Image.Image:
-    """Smooth colour noise: compresses and resamples as a photograph does."""
+    """Smooth color noise: compresses and resamples as a photograph does."""
     coarse = rng.integers(0, 256, (max(2, height // 8), max(2, width // 8), 3), dtype=np.uint8)
     return Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC)
 
@@ -164,7 +159,7 @@ def maps(folder, random_maps, tmp_path_factory) -> Path:
         absent="tail",
         teacher="random",
         input_size=96,
-        geometry="centre-crop",
+        geometry="center-crop",
         fingerprint=images.fingerprint(),
         class_names=tuple(images.class_names),
     )
@@ -300,15 +295,15 @@ def located(tmp_path_factory):
 
     def references(net: torch.nn.Module):
         return {
-            geometry: Teacher(net, size, geometry, config) for geometry in ("squash", "centre-crop")
+            geometry: Teacher(net, size, geometry, config) for geometry in ("squash", "center-crop")
         }
 
     def trained(seed: int, width: int, steps: int = 140):
         with torch.enable_grad(), torch.random.fork_rng():
             torch.manual_seed(seed)
             net, rng = CellNet(width), np.random.default_rng(seed)
-            optimiser = torch.optim.AdamW(net.parameters(), 5e-3)
-            schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, 5e-3, steps)
+            optimizer = torch.optim.AdamW(net.parameters(), 5e-3)
+            schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 5e-3, steps)
             x = (torch.from_numpy(pixels_NHWC).permute(0, 3, 1, 2).float() / 255 - 0.4) / 0.25
             for _ in range(steps):
                 some = torch.from_numpy(rng.integers(0, len(x), 32))
@@ -318,12 +313,11 @@ def located(tmp_path_factory):
                 )
                 on = want >= 0
                 loss = torch.nn.functional.cross_entropy(logits_NSSK[on], want[on])
-                loss = (
-                    loss - 0.5 * logits_NSSK[~on].log_softmax(-1).mean()
-                )  # the background is nothing in particular
-                optimiser.zero_grad()
+                # the background is nothing in particular
+                loss = loss - 0.5 * logits_NSSK[~on].log_softmax(-1).mean()
+                optimizer.zero_grad()
                 loss.backward()
-                optimiser.step()
+                optimizer.step()
                 schedule.step()
         return references(net)
 

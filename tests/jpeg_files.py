@@ -76,7 +76,7 @@ class Jpegs:
             self._lib.free_jpeg(out)
 
     def contents(self, jpeg: bytes) -> np.ndarray:
-        """Sampling factors, sizes, quantisation tables and all coefficients of a JPEG, as libjpeg
+        """Sampling factors, sizes, quantization tables and all coefficients of a JPEG, as libjpeg
         reads them.
         """
         numbers = np.empty(self._lib.read_jpeg(jpeg, len(jpeg), None), np.int16)
@@ -91,7 +91,7 @@ def jpegs(tmp_path_factory) -> Jpegs:
 
 @pytest.fixture(scope="session")
 def noise():
-    """A maker of smooth coloured noise, uint8 `[height, width, channels]`: its spectrum is a
+    """A maker of smooth colored noise, uint8 `[height, width, channels]`: its spectrum is a
     photograph's, more or less.
     """
 

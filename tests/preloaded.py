@@ -331,9 +331,8 @@ def serve(listener: socket.socket, life: socket.socket) -> dict:
     # the descriptor of a process: its id, and the connection that is told how it ended
     running = {}
     while True:
-        event = waiting.select()[0][
-            0
-        ]  # one at a time: it may be that others of the list are over then
+        # one at a time: it may be that others of the list are over then
+        event = waiting.select()[0][0]
         if event.fileobj is life:  # the tests are over
             for process, _ in running.values():
                 os.kill(process, signal.SIGKILL)
@@ -409,9 +408,8 @@ def become(
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
     importlib.invalidate_caches()
     tempfile.tempdir = None  # TMPDIR may be another
-    importlib.import_module(
-        "numpy"
-    ).random.seed()  # of all generators this one alone is not seeded anew in a forked process
+    # of all generators this one alone is not seeded anew in a forked process
+    importlib.import_module("numpy").random.seed()
     sys.executable, sys.orig_argv = executable, [executable, *words]
     if words[0] == "-u":
         sys.stdout.reconfigure(write_through=True)

@@ -145,9 +145,8 @@ def test_nothing_is_left_behind(command):
 def test_what_is_read_at_the_start_is_given_to_a_fresh_interpreter(command, monkeypatch):
     asked = "import sys; print(sys.flags.optimize, 'torch' in sys.modules)"
     assert command("-c", asked).stdout.split() == ["0", "True"]
-    cache = {
-        "TORCHINDUCTOR_CACHE_DIR": "/nowhere"
-    }  # PyTorch sets it in this process where a test compiles
+    # PyTorch sets it in this process where a test compiles
+    cache = {"TORCHINDUCTOR_CACHE_DIR": "/nowhere"}
     assert command("-c", asked, environment=cache).stdout.split() == ["0", "True"]
     assert command("-c", asked, environment={"PYTHONOPTIMIZE": "1"}).stdout.split() == [
         "1",

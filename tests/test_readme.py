@@ -54,10 +54,8 @@ def test_the_quickstart_prints_its_table_and_writes_its_report(newcomer):
     assert "https://" not in text  # self-contained
     purity = json.loads(report.with_suffix(".json").read_text())
     assert purity["tokens"]["all"] == purity["tokens"]["largest"] + purity["tokens"]["others"] > 100
-    assert (purity["image"]["largest"], purity["image"]["others"]) == (
-        1,
-        0,
-    )  # by construction of the scenes
+    # by construction of the scenes
+    assert (purity["image"]["largest"], purity["image"]["others"]) == (1, 0)
     assert 0 < purity["token"]["all"] < 1
 
 
@@ -76,9 +74,8 @@ def test_every_command_of_the_readme_runs(newcomer, command):
     found = commands()
     assert found[:2] == ["make quickstart", "make test"]
     makefile = (ROOT / "Makefile").read_text()
-    assert (
-        "\t$(RUN) tools/quickstart.py --out quickstart\n" in makefile
-    )  # which the fixture ran in small
+    # which the fixture ran in small
+    assert "\t$(RUN) tools/quickstart.py --out quickstart\n" in makefile
     assert "\t$(RUN) -m pytest -n auto" in makefile  # which is what runs now
     for line in found[2:]:
         words = shlex.split(line)
@@ -90,10 +87,8 @@ def test_every_command_of_the_readme_runs(newcomer, command):
                 *words[1:],
                 *(SMALL["train.py"] if "train.py" in words else []),
             ]
-        fresh = words[1:3] == [
-            "-m",
-            "torch.distributed.run",
-        ]  # of a launcher, which says itself how its ranks begin
+        # of a launcher, which says itself how its ranks begin
+        fresh = words[1:3] == ["-m", "torch.distributed.run"]
         assert words[0] == "python", line
         extra = SMALL.get(words[1], []) if "--help" not in words else []
         done = command(*words[1:], *extra, cwd=home, fresh=fresh, teardown=True)
@@ -111,8 +106,7 @@ def test_the_example_with_ffcv_runs_as_it_stands(newcomer, command):
     assert done.returncode == 0, done.stderr[-2000:]
     batches, shape, spread, weight = json.loads(done.stdout)
     assert (batches, shape) == (3, [20, 112, 112, 3])  # of the fixture's 60 scenes
-    assert spread > 10  # scenes, not one colour
+    assert spread > 10  # scenes, not one color
     assert [len(row) for row in weight] == 20 * [49]
-    assert all(
-        one == 1 for row in weight for one in row
-    )  # maps of the quickstart cover the whole image
+    # maps of the quickstart cover the whole image
+    assert all(one == 1 for row in weight for one in row)

@@ -22,7 +22,7 @@ from densefeed.models import checkpoints
 from densefeed.system.errors import UserError
 from densefeed.training import step_inputs
 from densefeed.training.config import plain
-from densefeed.training.guards import STOPPING, Finite
+from densefeed.training.guards import STOPPING, NonFiniteGuard
 
 ROOT = Path(__file__).parent.parent
 KILLS = int(os.environ.get("SOAK_KILLS", 3))
@@ -203,10 +203,8 @@ def test_a_run_killed_at_random_times_loses_no_more_than_was_not_saved(
             assert_equal(cut, tmp_path / "whole")
             rounds += 1
             cut = tmp_path / f"cut-{rounds}"
-    for left in (
-        cut / "config.json.1.part",
-        cut / "checkpoints" / "step-00000001.pt.1.part",
-    ):  # what a kill leaves, if it is rare
+    # what a kill leaves, if it is rare
+    for left in (cut / "config.json.1.part", cut / "checkpoints" / "step-00000001.pt.1.part"):
         left.parent.mkdir(parents=True, exist_ok=True)
         left.write_text("{")
     training.train(micro(cut, resume="auto", **fields))
@@ -344,9 +342,8 @@ def finished(micro, tmp_path_factory) -> Path:
 def stopped(finished, micro, tmp_path, monkeypatch) -> Path:
     """The same, stopped after step 5."""
     with monkeypatch.context() as patch:
-        patch.setattr(
-            training, "stopping", stopped_after(6)
-        )  # it is asked once more where an epoch ends
+        # it is asked once more where an epoch ends
+        patch.setattr(training, "stopping", stopped_after(6))
         training.train(micro(tmp_path / "run", **SAVED))
     assert assert_whole(tmp_path / "run") == 5
     return tmp_path / "run"
@@ -510,8 +507,8 @@ def test_skipped_steps_are_counted_and_their_losses_are_not(micro, tmp_path, mon
 
 def test_nothing_waits_between_log_lines(micro, tmp_path, monkeypatch):
     """The guard's numbers are read once a log line and once a checkpoint, not at every step."""
-    looks, look = [], Finite.looked_waits
-    monkeypatch.setattr(Finite, "looked_waits", lambda finite: looks.append(1) or look(finite))
+    looks, look = [], NonFiniteGuard.poll_sync
+    monkeypatch.setattr(NonFiniteGuard, "poll_sync", lambda finite: looks.append(1) or look(finite))
     training.train(micro(tmp_path / "run", log_every=6, save_every=100))
     assert len(looks) == 3  # a log line after six steps, two epochs' checkpoints
 
@@ -539,9 +536,8 @@ def test_who_is_killed_in_an_evaluation_has_lost_nothing_and_makes_it_again(
                 raise KeyboardInterrupt
             return evaluate(*arguments)
 
-        monkeypatch.setattr(
-            training, "evaluate_waits", killed
-        )  # raw weights are judged, the averaged ones no more
+        # raw weights are judged, the averaged ones no more
+        monkeypatch.setattr(training, "evaluate_waits", killed)
         with pytest.raises(KeyboardInterrupt):
             training.train(micro(tmp_path / "cut", resume="auto"))
         monkeypatch.undo()

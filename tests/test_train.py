@@ -13,7 +13,7 @@ import densefeed.train as training
 from densefeed.models import checkpoints
 from densefeed.models.lvvit import LVViT
 from densefeed.models.token_transformer import TokenLogits
-from densefeed.pipelines.augment.augmentation import Augmentation, augmented
+from densefeed.pipelines.augment.augmentation import Augmentation, augment_batches
 from densefeed.pipelines.mixing import Mix
 from densefeed.pipelines.targets import TargetRules
 from densefeed.storage.images import Images
@@ -21,7 +21,7 @@ from densefeed.storage.score_maps import ScoreMapWriter, StoreHeader
 from densefeed.system.errors import UserError
 from densefeed.training import objective, recipes
 from densefeed.training.config import Config
-from densefeed.training.evaluation import Shares
+from densefeed.training.evaluation import Metrics
 from densefeed.training.run_checkpoints import Checkpoints
 
 
@@ -79,7 +79,7 @@ def records(out, kind="train"):
         dict(color_jitter=(0.4,)),
         dict(color_jitter=(0.4, 0.4, 0.4, 0.1), erase_probability=0.5, erase_mode="rand"),
         dict(
-            geometry="compatible",
+            geometry="published",
             outside="uniform",
             temperature=2.0,
             ground_truth="published",
@@ -176,13 +176,19 @@ def first_step(run, device):
     loader = training.open_loader(run, "train")
     torch.manual_seed(0)
     model, _ = training.build_model(run, loader.num_classes)
-    augment = objective.augment_of(run)
+    augment = objective.augment_settings(run)
     mean, std = model.pretrained_cfg["mean"], model.pretrained_cfg["std"]
     augmentation = Augmentation(loader.plan, augment, mean, std).to(device)
     rules = TargetRules(smoothing=0.1, sheared=augment.shears)
-    batch = next(augmented(loader.batches(0), augmentation, 0, device))
+    batch = next(augment_batches(loader.batches(0), augmentation, 0, device))
     loader.close()
-    return model.to(device), batch, loader.labels, rules, objective.mixing_of(run, loader.plan)
+    return (
+        model.to(device),
+        batch,
+        loader.labels,
+        rules,
+        objective.mixing_settings(run, loader.plan),
+    )
 
 
 @pytest.mark.parametrize(
@@ -262,7 +268,7 @@ def test_on_a_gpu_a_step_waits_for_nothing_and_is_captured(packed, tmp_path):
     with torch.cuda.graph(graph):
         captured = step()
     for number in (1, 2):
-        mix.box.copy_(mixing.draw(0, number, 32, 4).box)
+        mix.box_tlbr.copy_(mixing.draw(0, number, 32, 4).box_tlbr)
         graph.replay()
         eager = objective.step_loss(run, model, batch, spec, rules, 4, mix, torch.bfloat16)
         torch.testing.assert_close(captured, eager, rtol=1e-3, atol=1e-3)
@@ -281,7 +287,7 @@ def test_on_a_gpu_a_step_waits_for_nothing_and_is_captured(packed, tmp_path):
     ],
 )
 def test_on_a_gpu_an_update_waits_for_nothing(packed, tmp_path, monkeypatch, fields):
-    """CUDA's own trap around losses, gradients, guard, optimiser and averaged weights, from the
+    """CUDA's own trap around losses, gradients, guard, optimizer and averaged weights, from the
     third step on.
     """
     update = training.update
@@ -344,7 +350,7 @@ def test_the_first_batch_is_checked_before_the_first_step(packed, tmp_path, monk
 @pytest.mark.parametrize(
     "fields",
     [{}, dict(sizes=((0, 16), (1, 48))), AUGMENTED],
-    ids=["one size", "in the middle of another size", "augmented"],
+    ids=["one size", "in the middle of another size", "augment_batches"],
 )
 def test_a_run_killed_between_epochs_resumes_to_the_bit(packed, tmp_path, monkeypatch, fields):
     """Same losses and same final weights as an uninterrupted run, drop-path, EMA and MixToken
@@ -358,11 +364,10 @@ def test_a_run_killed_between_epochs_resumes_to_the_bit(packed, tmp_path, monkey
 
         def killed(*arguments):
             evaluations.append(1)
-            if (
-                len(evaluations) > 2
-            ):  # epoch 1 evaluates raw and averaged weights; the third call is epoch 2's
+            # epoch 1 evaluates raw and averaged weights; the third call is epoch 2's
+            if len(evaluations) > 2:
                 raise KeyboardInterrupt
-            return Shares(0.5, 0.5, 1.0)
+            return Metrics(0.5, 0.5, 1.0)
 
         monkeypatch.setattr(training, "evaluate_waits", killed)
         with pytest.raises(KeyboardInterrupt):
@@ -447,18 +452,16 @@ def test_a_mixed_step_is_the_published_formula(packed, tmp_path, monkeypatch):
 
     whole, seen = dense(1)
     area = 12 / 32
-    share = torch.tensor([0.0, 1.0, 0.5, 0.0], dtype=torch.float64).repeat_interleave(
-        4
-    )  # rows of 8 pixels; 8 to 20 exchanged
+    # rows of 8 pixels; 8 to 20 exchanged
+    share = torch.tensor([0.0, 1.0, 0.5, 0.0], dtype=torch.float64).repeat_interleave(4)
     want = 0.0
     for logits, target, weight, part in (
         (cls[:, None], whole, seen, area),
         (tokens, *dense(4), share),
     ):
         own, partner = (1 - part) * weight, part * weight.flip(0)
-        mixed = own[..., None] * target + partner[..., None] * target.flip(
-            0
-        )  # by their weights, not yet normalised
+        # by their weights, not yet normalized
+        mixed = own[..., None] * target + partner[..., None] * target.flip(0)
         losses = -(mixed * logits.double().log_softmax(-1)).sum()
         want += (1.0 if logits.shape[1] == 1 else run.token_weight) * losses / (own + partner).sum()
     assert loss.item() == pytest.approx(want.item(), rel=1e-5)
@@ -472,7 +475,7 @@ def test_views_make_an_epoch_longer(packed, tmp_path):
 
 def test_a_cooldown_adds_epochs_at_the_lowest_rate(packed, tmp_path):
     """Two epochs of three steps by the epoch, one more at the end; what is logged is what the
-    optimiser used.
+    optimizer used.
     """
     fields = dict(
         cooldown_epochs=1, lr_updates="epoch", warmup_epochs=1, lr=3e-3, lr_batch=4, min_lr=1e-3
@@ -654,9 +657,8 @@ def test_a_continued_run_counts_all_its_time_and_no_other_maps(
     state = checkpoints.load(tmp_path / "run" / "last.pt")
     assert state["spent"][0] > state["spent"][1] > 0
     Checkpoints(tmp_path / "run", 2).save(state | {"spent": [100.0, 50.0]}, 6)
-    again = training.train(
-        config(packed, tmp_path / "run", resume="auto", labels=maps)
-    )  # the same maps, beside the images
+    # the same maps, beside the images
+    again = training.train(config(packed, tmp_path / "run", resume="auto", labels=maps))
     assert 100 <= again["seconds"] < 160
     assert 0.3 < again["data_wait_share"] <= 0.5
     images = Images(folder, split="train")
@@ -667,7 +669,7 @@ def test_a_continued_run_counts_all_its_time_and_no_other_maps(
         absent="tail",
         teacher="another",
         input_size=96,
-        geometry="centre-crop",
+        geometry="center-crop",
         fingerprint=images.fingerprint(),
         class_names=tuple(images.class_names),
     )
@@ -889,7 +891,7 @@ DHVT = dict(model="dhvt_tiny_cifar_patch4", model_kwargs=("depth=2", "embed_dim=
 
 
 def test_frozen_statistics_stay_while_weights_learn(packed, tmp_path):
-    """DHVT's released fine-tuning runs in evaluation mode: BatchNorm as in the file that --init
+    """DHVT's published fine-tuning runs in evaluation mode: BatchNorm as in the file that --init
     names, and nothing dropped.
     """
     ce = DHVT | dict(objective="ce", mixtoken=False, drop_path=0.9)

@@ -26,13 +26,13 @@ from torch.nn import functional as F
 
 from densefeed.models import lvvit
 from densefeed.models.dhvt import DHVT
-from densefeed.models.patch_dropout import check_places
+from densefeed.models.patch_dropout import refuse_patch_dropout
 from densefeed.models.token_transformer import TokenLogits
 
 # N images   D width   H heads, that is taps   Y, X rows and columns of the map   K classes
 
 
-class Lent(NamedTuple):
+class SharedWeights(NamedTuple):
     """Weights of a transformer's block that its agent's block uses: tensors of their own that share
     the block's storage.
 
@@ -50,7 +50,7 @@ class Lent(NamedTuple):
     fc2_bias: Tensor | None
 
 
-class Wiring(NamedTuple):
+class ViTSpec(NamedTuple):
     """What an agent must know of its transformer."""
 
     width: int
@@ -74,7 +74,7 @@ PLAIN = {
 }
 
 
-def wiring_of(vit: nn.Module) -> Wiring:
+def vit_spec(vit: nn.Module) -> ViTSpec:
     """Of a transformer in timm's manner: DeiT, BEiT, EVA with a plain MLP, relative or rotary
     positions, a CNN before its blocks.
 
@@ -125,9 +125,9 @@ def wiring_of(vit: nn.Module) -> Wiring:
             )
         if not isinstance(mlp.act, nn.GELU | GELU | GELUTanh):
             raise ValueError(f"its MLP has {type(mlp.act).__name__} where an agent has GELU")
-    check_places(vit)
+    refuse_patch_dropout(vit)
     heads, hidden = blocks[0].attn.num_heads, blocks[0].mlp.fc1.out_features
-    return Wiring(vit.embed_dim, heads, hidden, len(blocks), patch_of(vit))
+    return ViTSpec(vit.embed_dim, heads, hidden, len(blocks), patch_of(vit))
 
 
 def patch_of(vit: nn.Module) -> int:
@@ -145,7 +145,7 @@ def patch_of(vit: nn.Module) -> int:
     return rows
 
 
-def lent_by(vit: nn.Module) -> list[Lent]:
+def lent_by(vit: nn.Module) -> list[SharedWeights]:
     """The weights that each block of `vit` shares with its agent. No copies: an update of the block
     is one of these.
     """
@@ -158,19 +158,19 @@ def lent_by(vit: nn.Module) -> list[Lent]:
         attn, mlp = block.attn, block.mlp
         weights = attn.qkv.weight[2 * vit.embed_dim :], attn.proj.weight, attn.proj.bias
         found.append(
-            Lent(
+            SharedWeights(
                 *map(alias, (*weights, mlp.fc1.weight, mlp.fc1.bias, mlp.fc2.weight, mlp.fc2.bias))
             )
         )
     return found
 
 
-def taps_of(heads: int) -> list[tuple[int, int]]:
+def conv_taps(heads: int) -> list[tuple[int, int]]:
     """Where each head's tap looks, as (rows down, columns right) of the place that it writes
     (section 3.2.1).
 
     The first `heads` of a square's places, row by row from the top left; the square's side is the
-    root of `heads`, rounded up. The paper takes "a set" of that many; the first is the released
+    root of `heads`, rounded up. The paper takes "a set" of that many; the first is the published
     code's choice, so 6 heads never look down. ValueError where that side is even, as a square of
     even side has no middle (2-4 and 10-16 heads, 26-36, ...).
     """
@@ -191,7 +191,7 @@ class Conv(nn.Module):
 
     def __init__(self, dim: int, num_heads: int) -> None:
         super().__init__()
-        taps = taps_of(num_heads)
+        taps = conv_taps(num_heads)
         self.reach, self.rows = -taps[0][0], taps[-1][0] - taps[0][0] + 1
         self.weight, self.bias = (
             nn.Parameter(torch.empty(dim, dim, num_heads)),
@@ -214,14 +214,14 @@ class Conv(nn.Module):
         )
 
 
-def shared_conv(x_NDYX: Tensor, lent: Lent, num_heads: int) -> Tensor:
+def shared_conv(x_NDYX: Tensor, lent: SharedWeights, num_heads: int) -> Tensor:
     """CONV with a transformer's weights, equation 4: attention in which head h looks at its tap
     alone.
 
     Each head's share of the values is moved by its tap and then projected: 2 D² products a place,
     where the kernels W_h = W_h^V W_h^O would take H D² and as much again to make.
     """
-    taps = taps_of(num_heads)
+    taps = conv_taps(num_heads)
     reach, (Y, X) = -taps[0][0], x_NDYX.shape[2:]
     values = F.pad(one_by_one(x_NDYX, lent.value, None), (reach, reach, reach, reach)).chunk(
         num_heads, 1
@@ -252,14 +252,14 @@ class AgentBlock(nn.Module):
                 nn.init.xavier_uniform_(layer.weight)
                 nn.init.zeros_(layer.bias)
 
-    def _mlp(self, x_NDYX: Tensor, lent: Lent | None) -> Tensor:
+    def _mlp(self, x_NDYX: Tensor, lent: SharedWeights | None) -> Tensor:
         if lent is None:
             return self.fc2(F.gelu(self.fc1(x_NDYX)))
         return one_by_one(
             F.gelu(one_by_one(x_NDYX, lent.fc1, lent.fc1_bias)), lent.fc2, lent.fc2_bias
         )
 
-    def forward(self, x_NDYX: Tensor, lent: Lent | None = None) -> Tensor:
+    def forward(self, x_NDYX: Tensor, lent: SharedWeights | None = None) -> Tensor:
         def conv(y_NDYX: Tensor) -> Tensor:
             return self.conv(y_NDYX) if lent is None else shared_conv(y_NDYX, lent, self.num_heads)
 
@@ -278,17 +278,17 @@ class AgentCNN(nn.Module):
             behind) or "base" (Table 6: one convolution of `patch_size`, no pyramid).
         down: after which blocks, counted from 1, a 2 x 2 average halves the map; None: as Table 7
             has it, after a sixth and two sixths of the blocks, (1, 2) of 6 and (2, 4) of 12; none
-            in a base agent. Released code: (3, 9) of 12.
-        pool: side of the res-like stem's max-pool: 2 in Table 7, 3 in the released code.
+            in a base agent. Published code: (3, 9) of 12.
+        pool: side of the res-like stem's max-pool: 2 in Table 7, 3 in the published code.
         norm: "before" CONV and MLP or "after" them, on the branch; the paper does not say, the
-            released Agent-B has "after".
+            published Agent-B has "after".
         token_head: a second classifier on every place of the last map, for dense labels; at
             evaluation half its maximum is added.
         own_weights: False leaves out what a transformer lends (`lend`).
 
     Forward takes images `[N, in_chans, H, W]` of any size and gives logits `[N, K]`, in training
-    with a token head `TokenLogits`. Raises ValueError for heads that have no CONV (`taps_of`), and
-    for images that leave no 2 x 2 places to halve.
+    with a token head `TokenLogits`. Raises ValueError for heads that have no CONV (`conv_taps`),
+    and for images that leave no 2 x 2 places to halve.
     """
 
     def __init__(
@@ -318,7 +318,7 @@ class AgentCNN(nn.Module):
                 raise ValueError(f"{name} {value!r} must be {known[0]!r} or {known[1]!r}")
         if stem == "base" and pool != 2:
             raise ValueError(f"pool {pool} is a res-like stem's, and a base one has no max-pool")
-        taps_of(num_heads)  # refuses heads without a CONV, also where the weights are lent
+        conv_taps(num_heads)  # refuses heads without a CONV, also where the weights are lent
         if down is None:
             each = max(1, round(depth / 6))
             down = (each, 2 * each) if stem == "res-like" else ()
@@ -365,7 +365,7 @@ class AgentCNN(nn.Module):
         ]
 
     def forward_maps(self, image_NCHW: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """The normalised last map, and what every block says, before any halving: `[N, D, Y, X]`
+        """The normalized last map, and what every block says, before any halving: `[N, D, Y, X]`
         each.
         """
         x_NDYX, maps = self.stem(image_NCHW), []
@@ -381,11 +381,11 @@ class AgentCNN(nn.Module):
         return F.gelu(self.norm(x_NDYX)), maps
 
     def forward_features(self, image_NCHW: Tensor) -> Tensor:
-        """The normalised last map, `[N, D, Y, X]`: timm's name for what `forward_head` reads."""
+        """The normalized last map, `[N, D, Y, X]`: timm's name for what `forward_head` reads."""
         return self.forward_maps(image_NCHW)[0]
 
     def forward_head(self, x_NDYX: Tensor) -> Tensor | TokenLogits:
-        """From the normalised last map to what forward returns."""
+        """From the normalized last map to what forward returns."""
         cls_NK = self.head(x_NDYX.mean((2, 3)))
         if self.token_head is None:
             return cls_NK
@@ -398,13 +398,13 @@ class AgentCNN(nn.Module):
         return self.forward_head(self.forward_features(image_NCHW))
 
 
-def agent_of(vit: nn.Module, num_classes: int, shared: bool, **options: object) -> AgentCNN:
+def make_agent(vit: nn.Module, num_classes: int, shared: bool, **options: object) -> AgentCNN:
     """An agent for `vit`, on its device and, if `shared`, with its weights; `options` are
     AgentCNN's.
 
     ValueError where `vit` can have none. `lend` is due once both are where they stay.
     """
-    width, heads, hidden, depth, patch = wiring_of(vit)
+    width, heads, hidden, depth, patch = vit_spec(vit)
     ours = dict(
         embed_dim=width, depth=depth, num_heads=heads, mlp_ratio=hidden / width, patch_size=patch
     )

@@ -114,16 +114,15 @@ def build(path: Path, model_name: str = "") -> tuple[nn.Module, dict]:
                 )
         model.load_state_dict(weights_of(checkpoint))
     except (RuntimeError, TypeError, AttributeError, ValueError, IndexError) as error:
-        said = " ".join(
-            line.strip() for line in str(error).splitlines()[:2]
-        )  # PyTorch names the first weight in the second
+        # PyTorch names the first weight in the second
+        said = " ".join(line.strip() for line in str(error).splitlines()[:2])
         raise CheckpointError(
             f"{path} does not fit the model {recipe.name}: {said}; check --model"
         ) from error
     return model, checkpoint
 
 
-def initialise(model: nn.Module, path: Path) -> str:
+def initialize(model: nn.Module, path: Path) -> str:
     """Let a model begin from the weights in a file, in place; returns one line that says what was
     taken and what is new.
 
@@ -140,14 +139,8 @@ def initialise(model: nn.Module, path: Path) -> str:
     fit = getattr(inspect.getmodule(type(model)), "checkpoint_filter_fn", None)
     try:
         fitting = dict(fit(weights, model)) if fit else weights
-    except (
-        RuntimeError,
-        KeyError,
-        ValueError,
-        AttributeError,
-        TypeError,
-        IndexError,
-    ) as error:  # another family's tensors
+    # another family's tensors
+    except (RuntimeError, KeyError, ValueError, AttributeError, TypeError, IndexError) as error:
         reason = str(error).partition("\n")[0]
         raise CheckpointError(
             f"{path} does not fit {type(model).__name__} ({reason}); choose another file or model"

@@ -17,7 +17,7 @@ from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from densefeed.models.recompute import recomputed
+from densefeed.models.recompute import recompute
 from densefeed.models.token_transformer import init_linear
 
 # N images   T tokens, class token first where there is one   D width   R x C the grid of patches
@@ -36,7 +36,7 @@ class DeviationNorm(nn.LayerNorm):
 
 
 def near(dim: int, stride: int) -> nn.Sequential:
-    """A depth-wise 3 x 3 convolution and its BatchNorm: what a token's neighbours add before it is
+    """A depth-wise 3 x 3 convolution and its BatchNorm: what a token's neighbors add before it is
     projected.
     """
     layers = {
@@ -71,9 +71,8 @@ class ConvAttention(nn.Module):
 
     def forward(self, x_NTD: Tensor, grid: tuple[int, int]) -> Tensor:
         N, T, D = x_NTD.shape
-        class_NXD, patch_NTD = x_NTD.split(
-            [T - grid[0] * grid[1], grid[0] * grid[1]], dim=1
-        )  # X: 1 or 0
+        # X: 1 or 0
+        class_NXD, patch_NTD = x_NTD.split([T - grid[0] * grid[1], grid[0] * grid[1]], dim=1)
         patch_NDRC = patch_NTD.transpose(1, 2).unflatten(2, grid)
 
         def made(near: nn.Module, project: nn.Module) -> Tensor:
@@ -147,7 +146,7 @@ class Stage(nn.Module):
             x_NTD = torch.cat([self.cls_token.expand(x_NTD.shape[0], -1, -1), x_NTD], dim=1)
         saving = self.grad_checkpointing and torch.is_grad_enabled()
         for block in self.blocks:
-            x_NTD = recomputed(block, x_NTD, grid) if saving else block(x_NTD, grid)
+            x_NTD = recompute(block, x_NTD, grid) if saving else block(x_NTD, grid)
         class_NXD, patch_NTD = x_NTD.split(
             [x_NTD.shape[1] - grid[0] * grid[1], grid[0] * grid[1]], dim=1
         )
@@ -170,7 +169,7 @@ class CvT(nn.Module):
             the standard deviation.
 
     Forward takes images `[N, in_chans, H, W]` of any size and returns `[N, K]` logits.
-    `forward_features` returns normalised tokens `[N, 1 + T, D]`, class token first; with `drloc`
+    `forward_features` returns normalized tokens `[N, 1 + T, D]`, class token first; with `drloc`
     the last stage's map `[N, D, R, C]`. 224 pixels give grids of 56, 28 and 14. The rest is timm's
     interface, by timm's names. Raises ValueError for a pool that is not there.
     """

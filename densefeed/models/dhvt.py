@@ -1,9 +1,9 @@
-"""DHVT: a vision transformer for small data, whose tokens meet their neighbours and whose heads
+"""DHVT: a vision transformer for small data, whose tokens meet their neighbors and whose heads
 meet each other.
 
 Dynamic Hybrid Vision Transformer (NeurIPS 2022, arXiv 2210.05958) and its supplementary: three
 parts replace a ViT's, SOPE the patch embedding and the positions, DAFF the feed-forward network,
-HI-MHSA the attention. Counts of Table 11 are met to the unit of the released code
+HI-MHSA the attention. Counts of Table 11 are met to the unit of the published code
 (tests/models/test_dhvt.py). The rows of its ablations (Tables 2 to 5, section 2.2.2) are arguments.
 """
 
@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from densefeed.models.lvvit import Attention
-from densefeed.models.recompute import recomputed
-from densefeed.models.token_transformer import TokenTransformer, fitting_weights, init_linear
+from densefeed.models.recompute import recompute
+from densefeed.models.token_transformer import TokenTransformer, fit_weights, init_linear
 
 # N images   T tokens, class token first   D width   M heads   E width of a head   R x C the grid of patches
 
@@ -47,7 +47,7 @@ class SOPE(nn.Sequential):
     layers (unless not `affine`).
 
     `[N, in_chans, H, W]` to `[N, embed_dim, R, C]`, R = H / `patch_size` rounded up, C likewise.
-    Convolutions carry no bias (the pseudo-code has one, the released code and so Table 11's counts
+    Convolutions carry no bias (the pseudo-code has one, the published code and so Table 11's counts
     do not); each is followed by its norm, all but the last by GELU, and the only one of patch size
     2 too. Raises ValueError for patch sizes other than 2, 4, 8 and 16.
     """
@@ -213,7 +213,7 @@ class DHVT(TokenTransformer):
         num_heads: M; with more heads there are fewer parameters, as `head_proj` maps D / M to D.
         reduction: divides the width inside squeeze and excitation.
         drop_path_rate: stochastic depth, rising linearly from 0 to this rate over the blocks
-            (released recipes: 0.1).
+            (published recipes: 0.1).
         norms: norm of the embedding, norm of DAFF: "batch" or "layer", the latter over the channels
             of each place (Table 5).
         embedding: SOPE, or a ViT's patch embedding, one convolution without overlap.
@@ -221,14 +221,14 @@ class DHVT(TokenTransformer):
         head_tokens: HI-MHSA's; without, a ViT's attention (Figures 1 and 2).
         pos_embed: a ViT's table of positions beside all this (Figure 1).
         feed_forward: DAFF; or a ViT's MLP, the same without the class token, or that with
-            neighbours' mean (Table 2).
+            neighbors' mean (Table 2).
         aggregate: which tokens squeeze and excitation multiply (Tables 2 and 3); "none" with
             `feed_forward="mlp"`.
         shortcut: around DAFF's depth-wise convolution (Table 3).
         token_head: a second classifier on every token, as LV-ViT's, for token labels; MixToken then
             mixes after the embedding.
         fused_head: in training leave that classifier to the loss.
-        released: decay what the released code decays: positions of head tokens and affine layers
+        published: decay what the published code decays: positions of head tokens and affine layers
             too. The paper says nothing of it; here they are spared as tables, norms and biases are.
 
     Forward takes any size, also not square; a grid has H / `patch_size` rows, rounded up (with
@@ -259,7 +259,7 @@ class DHVT(TokenTransformer):
         shortcut: bool = True,
         token_head: bool = False,
         fused_head: bool = False,
-        released: bool = False,
+        published: bool = False,
     ) -> None:
         super().__init__()
         self.exact = pos_embed or embedding == "patch"  # takes whole patches only
@@ -282,7 +282,7 @@ class DHVT(TokenTransformer):
         side = self.grid_size * patch_size
         if self.exact and img_size not in (side, (side, side)):
             raise ValueError(f"img_size {img_size} must be a multiple of patch_size {patch_size}")
-        self.released = released
+        self.published = published
         if embedding == "sope":
             self.embedding = SOPE(patch_size, in_chans, embed_dim, affine, norms[0])
         else:
@@ -334,14 +334,14 @@ class DHVT(TokenTransformer):
         if not (self.grad_checkpointing and torch.is_grad_enabled()):
             return super()._run(blocks, x_NTD, grid)
         for block in blocks:
-            x_NTD = recomputed(block, x_NTD, grid)
+            x_NTD = recompute(block, x_NTD, grid)
         return x_NTD
 
     @torch.jit.ignore
     def no_weight_decay(self) -> set[str]:
         """Names that AdamW must not decay, beside biases and one-dimensional tables."""
         spared = super().no_weight_decay()
-        if not self.released:
+        if not self.published:
             spared |= {
                 name
                 for name, _ in self.named_parameters()
@@ -364,11 +364,11 @@ def checkpoint_filter_fn(state_dict: Mapping[str, Any], model: DHVT) -> dict[str
     """A state dict made to fit this model: positions at its size, no token head where it has none.
     (No weights were ever published.)
     """
-    return fitting_weights(state_dict, model)
+    return fit_weights(state_dict, model)
 
 
 def _cfg(size: int, num_classes: int, crop_pct: float) -> dict:
-    # ImageNet's mean and deviation for all data, as in the released code; CIFAR's images are seen
+    # ImageNet's mean and deviation for all data, as in the published code; CIFAR's images are seen
     # whole.
     return {
         "input_size": (3, size, size),

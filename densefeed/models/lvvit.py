@@ -18,7 +18,7 @@ from timm.models import build_model_with_cfg, generate_default_cfgs, register_mo
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from densefeed.models.token_transformer import TokenTransformer, fitting_weights, init_linear
+from densefeed.models.token_transformer import TokenTransformer, fit_weights, init_linear
 
 # N images   T tokens without the class token   D width   K classes   P side of the token grid
 
@@ -62,7 +62,7 @@ class Stem(nn.Sequential):
 class TokenGroupNorm(nn.GroupNorm):
     """GroupNorm over the channels of each token of `[N, T, D]`; with one group it is LayerNorm.
 
-    Section 4.3 names no axes. Tokens are not normalised together: the paper's GroupNorm of one
+    Section 4.3 names no axes. Tokens are not normalized together: the paper's GroupNorm of one
     group scores as LayerNorm does (Table 9), and a token's value must not depend on how many tokens
     there are.
     """
@@ -265,9 +265,8 @@ def with_our_names(state_dict: Mapping[str, Any], model: LVViT) -> Mapping[str, 
         if found:
             layer, number, place, _ = found.groups()
             if layer:
-                place = 3 * (int(number) - 1) + (
-                    layer != "conv"
-                )  # convolution, norm and ReLU take three places
+                # convolution, norm and ReLU take three places
+                place = 3 * (int(number) - 1) + (layer != "conv")
             name = f"stem.{len(model.stem) - 1 if place is None else place}.{name[found.end() :]}"
         return re.sub(r"^aux_head\.", "token_head.", name)
 
@@ -280,7 +279,7 @@ def checkpoint_filter_fn(state_dict: Mapping[str, Any], model: LVViT) -> dict[st
     """A state dict made to fit this model: our names, the position table at its size, no token head
     where it has none.
     """
-    return fitting_weights(with_our_names(state_dict, model), model)
+    return fit_weights(with_our_names(state_dict, model), model)
 
 
 def _cfg(crop_pct: float, size: int = 224) -> dict:

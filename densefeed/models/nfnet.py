@@ -1,4 +1,4 @@
-"""A normaliser-free network small enough to be a teacher in a demonstration; the family and the
+"""A normalizer-free network small enough to be a teacher in a demonstration; the family and the
 code are timm's.
 """
 

@@ -6,7 +6,7 @@ from timm.layers import PatchDropout, PatchDropoutWithIndices
 from torch import nn
 
 
-def check_places(model: nn.Module) -> None:
+def refuse_patch_dropout(model: nn.Module) -> None:
     """ValueError for a network of timm's that leaves out patches in training, which at evaluation
     it does not show.
     """

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 
 @contextmanager
-def running_statistics_kept(block: nn.Module) -> Iterator[None]:
+def keep_running_statistics(block: nn.Module) -> Iterator[None]:
     """BatchNorm does not count a second pass: with momentum 0 its running statistics stay as they
     are.
     """
@@ -29,7 +29,7 @@ def running_statistics_kept(block: nn.Module) -> Iterator[None]:
             norm.momentum = momentum
 
 
-def recomputed(block: nn.Module, *inputs: Any) -> Tensor:
+def recompute(block: nn.Module, *inputs: Any) -> Tensor:
     """`block(*inputs)`, of which the backward pass keeps the inputs alone and computes the rest a
     second time.
 
@@ -44,5 +44,5 @@ def recomputed(block: nn.Module, *inputs: Any) -> Tensor:
         block,
         *inputs,
         use_reentrant=False,
-        context_fn=lambda: (nullcontext(), running_statistics_kept(block)),
+        context_fn=lambda: (nullcontext(), keep_running_statistics(block)),
     )

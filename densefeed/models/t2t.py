@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from densefeed.models.lvvit import Block
-from densefeed.models.token_transformer import TokenTransformer, fitting_weights, init_linear
+from densefeed.models.token_transformer import TokenTransformer, fit_weights, init_linear
 
 # N images   T tokens   D width   E width of a token while it is made   M random features   R x C a grid
 
@@ -118,7 +118,7 @@ class T2TViT(TokenTransformer):
         token_head: a second classifier on every token, as LV-ViT's, for token labels; MixToken then
             mixes after the token module.
         fused_head: in training leave that classifier to the loss.
-        released: scale products by embed_dim^-1/2, with which the published weights were trained,
+        published: scale products by embed_dim^-1/2, with which the published weights were trained,
             instead of a head's width.
 
     Positions and the Performers' random rows are buffers: saved, never trained. Forward and the
@@ -140,7 +140,7 @@ class T2TViT(TokenTransformer):
         drop_path_rate: float = 0.0,
         token_head: bool = False,
         fused_head: bool = False,
-        released: bool = False,
+        published: bool = False,
     ) -> None:
         super().__init__()
         self._begin(img_size, 16, in_chans, embed_dim, depth, num_heads, token_head, fused_head)
@@ -154,7 +154,7 @@ class T2TViT(TokenTransformer):
         self.blocks = nn.ModuleList(
             Block(embed_dim, num_heads, mlp_ratio, rate, **plain) for rate in rates
         )
-        if released:
+        if published:
             for block in self.blocks:
                 block.attn.scale = embed_dim**-0.5
         self.norm = nn.LayerNorm(embed_dim)
@@ -181,7 +181,7 @@ def checkpoint_filter_fn(state_dict: Mapping[str, Any], model: T2TViT) -> dict[s
     """A state dict made to fit this model: positions at its size, no token head where it has none;
     the published names are ours.
     """
-    return fitting_weights(state_dict, model)
+    return fit_weights(state_dict, model)
 
 
 _CFG = {

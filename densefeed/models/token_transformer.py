@@ -166,7 +166,7 @@ class TokenTransformer(nn.Module):
         raise NotImplementedError
 
     def run_block(self, block: nn.Module, x_NTD: Tensor, grid: tuple[int, int]) -> Tensor:
-        """One block; a family whose blocks look at neighbours gives them `grid`, rows and columns
+        """One block; a family whose blocks look at neighbors gives them `grid`, rows and columns
         of the tokens.
         """
         return block(x_NTD)
@@ -196,7 +196,7 @@ class TokenTransformer(nn.Module):
         return x_NTD
 
     def forward_features(self, image_NCHW: Tensor, mix_PP: Tensor | None = None) -> Tensor:
-        """Normalised tokens `[N, 1 + T, D]`, class token first.
+        """Normalized tokens `[N, 1 + T, D]`, class token first.
 
         `mix_PP` (bool `[P, P]`, the input's grid; MixToken) marks the tokens that come from the
         partner image, which is the batch reversed; they are exchanged after the patch embedding and
@@ -299,7 +299,7 @@ class TokenTransformer(nn.Module):
         return logits_NTK.transpose(1, 2).unflatten(2, self.grid_of(image_NCHW))
 
 
-def fitting_weights(state_dict: Mapping[str, Any], model: TokenTransformer) -> dict[str, Any]:
+def fit_weights(state_dict: Mapping[str, Any], model: TokenTransformer) -> dict[str, Any]:
     """A state dict by our names made to fit this model: the position table at its size, no token
     head where it has none.
 

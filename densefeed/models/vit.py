@@ -2,8 +2,8 @@
 paper's sizes.
 
 ViT-S is not DeiT's: 6 blocks of width 288 with 9 heads. ViT-B is the size that DeiT calls S.
-Parameters are those of the paper's Table 1, to the unit of the released code (6,302,404 and
-21,704,164 at 100 classes). Initialisation is timm's; the released code draws the patch embedding
+Parameters are those of the paper's Table 1, to the unit of the published code (6,302,404 and
+21,704,164 at 100 classes). Initialization is timm's; the published code draws the patch embedding
 and the biases of the MLPs with a deviation of 1, evidently by mistake, and that is not repeated.
 """
 
@@ -58,7 +58,7 @@ def bootstrapping_vit_micro(pretrained: bool = False, **kwargs) -> VisionTransfo
 
 @register_model
 def bootstrapping_vit_s(pretrained: bool = False, **kwargs) -> VisionTransformer:
-    """ViT-S of Table 2: 6.3 M parameters. Dropout, 0.1 in the released code, is up to the
+    """ViT-S of Table 2: 6.3 M parameters. Dropout, 0.1 in the published code, is up to the
     recipe.
     """
     sizes = dict(embed_dim=288, depth=6, num_heads=9, norm_layer=partial(nn.LayerNorm, eps=1e-5))

@@ -40,7 +40,7 @@ SAMPLE = np.dtype(
         ("kind", "i4"),
         ("height", "i4"),  # of the stored image; a JPEG of another size is damaged
         ("width", "i4"),
-        ("box", "f8", 4),  # top, left, height, width, pixels
+        ("box_tlhw", "f8", 4),  # pixels
         ("flip", "i4"),
         ("status", "i4"),
         ("took", "f4", 4),  # microseconds, in the order of STAGES
@@ -159,11 +159,11 @@ def probe(encoded: bytes) -> tuple[int, int]:
 
 
 def transcode(encoded: bytes, interval: int) -> bytes:
-    """The same DCT coefficients as one baseline scan, Huffman tables optimised, a restart marker
+    """The same DCT coefficients as one baseline scan, Huffman tables optimized, a restart marker
     every `interval` MCUs.
 
-    Of its APP segments JFIF's and Adobe's stay. JpegError if the file is damaged or its colours are
-    neither grey nor RGB.
+    Of its APP segments JFIF's and Adobe's stay. JpegError if the file is damaged or its colors are
+    neither gray nor RGB.
     """
     out, length, message = (
         ctypes.c_void_p(),
@@ -211,9 +211,8 @@ class Parts(NamedTuple):
     file: np.ndarray  # int32 [N, P], descriptors
     offset: np.ndarray  # int64 [N, P]
     to: Sequence[np.ndarray]  # P arrays, C-contiguous, [N, ...]; a run is as long as a row
-    crc: (
-        np.ndarray | None
-    )  # uint32 [N], zlib's CRC-32 over a sample's runs in their order; None: not checked
+    # uint32 [N], zlib's CRC-32 over a sample's runs in their order; None: not checked
+    crc: np.ndarray | None
     packed: Packed | None = None
 
     def of(self, row: int) -> "Parts":
@@ -363,9 +362,8 @@ class Pool:
 
     def cancel(self, job: Job) -> None:
         """Begin no more of a job's samples, and wait for those that are being decoded."""
-        with contextlib.suppress(
-            RuntimeError
-        ):  # closed, or of another process: nothing of it is being decoded here
+        # closed, or of another process: nothing of it is being decoded here
+        with contextlib.suppress(RuntimeError):
             while not self._ended(job, cancel=True):
                 pass
 
@@ -402,9 +400,8 @@ class Pool:
 
 
 def _close(handle: int, pid: int, waiting: list[Job], lock: threading.RLock) -> None:
-    if (
-        os.getpid() == pid
-    ):  # else its threads, and perhaps the holder of the lock, live in another process
+    # else its threads, and perhaps the holder of the lock, live in another process
+    if os.getpid() == pid:
         with lock:
             library().densefeed_close(handle)
     waiting.clear()  # until here no job's memory was freed
@@ -421,7 +418,7 @@ def check(encoded: bytes, height: int, width: int) -> None:
         height,
         width,
     )
-    sample["box"] = 0, 0, height, width
+    sample["box_tlhw"] = 0, 0, height, width
     Job(sample, np.empty((1, 8, 8, 3), np.uint8), keep=content).decode()
     if sample["status"][0] != OK:
         raise JpegError(int(sample["status"][0]), sample["message"][0].decode(errors="replace"))

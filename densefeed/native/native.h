@@ -1,6 +1,6 @@
 /* What the files of this folder share. Letters and shapes: `size` is the side of the output, planes are column-major.
  *
- * Column-major planes (a column's pixels are neighbours in memory) save two transpositions: the inverse DCT leaves its block
+ * Column-major planes (a column's pixels are neighbors in memory) save two transpositions: the inverse DCT leaves its block
  * transposed, and the horizontal half of a resampling wants a vector of rows.
  */
 #ifndef DENSEFEED_NATIVE_H
@@ -113,7 +113,7 @@ typedef struct {
     double reading; /* microseconds of this sample so far */
 } Scratch;
 
-/* A rectangle of one colour plane: data[(x - left) * step + (y - top)] for left <= x < left + width. Coordinates are the
+/* A rectangle of one color plane: data[(x - left) * step + (y - top)] for left <= x < left + width. Coordinates are the
  * plane's own: a plane at half resolution has ratio 2. `extent` is the whole plane's, where libjpeg repeats the last pixel. */
 typedef struct {
     uint8_t *data;
@@ -125,7 +125,7 @@ typedef struct {
 /* The decoded rectangle of an image. `scale`: it is 1/scale of the stored image (libjpeg's scaled DCT). */
 typedef struct {
     Plane plane[3];
-    int planes; /* 1: grey, 3 */
+    int planes; /* 1: gray, 3 */
     int ycc; /* planes are Y, Cb, Cr; else R, G, B */
     int scale;
     int height, width; /* of the whole image at this scale */

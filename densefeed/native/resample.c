@@ -2,8 +2,8 @@
  *
  * The filters are Pillow's and torchvision's (triangle or cubic, widened by the scale when shrinking; no pixel outside the crop's
  * whole pixels is read). Interpolating half-resolution chroma and then resampling are both linear, so they are one filter here:
- * chroma is never brought to full resolution, and colour is converted once per output pixel. Numbers are int16 with 6
- * fraction bits, products rounded to the nearest: the mean difference to Pillow is below 0.6 grey levels (tests).
+ * chroma is never brought to full resolution, and color is converted once per output pixel. Numbers are int16 with 6
+ * fraction bits, products rounded to the nearest: the mean difference to Pillow is below 0.6 gray levels (tests).
  */
 #include "native.h"
 #include <math.h>
@@ -40,12 +40,12 @@ static void set_taps(
     float inverse = (float)(1 / unit_length), *whole = room + MARGIN, *half = whole + axis->room * ratio + 2 * MARGIN;
     axis->low = extent, axis->high = 0;
     for (int i = 0; i < size; i++) {
-        double centre = from + ((mirror ? size - 1 - i : i) + 0.5) * scale;
-        int start = (int)(centre - support + 0.5), end = (int)(centre + support + 0.5);
+        double center = from + ((mirror ? size - 1 - i : i) + 0.5) * scale;
+        int start = (int)(center - support + 0.5), end = (int)(center + support + 0.5);
         if (start < low) start = low;
         if (end > high) end = high;
         if (start >= end) start = end - 1;
-        float total = 0, *weight = whole, offset = (float)(start + 0.5 - centre);
+        float total = 0, *weight = whole, offset = (float)(start + 0.5 - center);
         int count = end - start;
         for (int k = 0; k < count; k++) {
             whole[k] = filter_weight(filter, (offset + k) * inverse);
@@ -170,7 +170,7 @@ INLINE void levels(const int16_t *restrict from, int groups, uint8_t *restrict t
     for (int x = 0; x < groups * LANES; x++) to[x] = level(from[x]);
 }
 
-/* A cubic overshoots at edges, and luma and both chromas at once would not fit 16 bits after the colour matrix: 18,000 is level 281,
+/* A cubic overshoots at edges, and luma and both chromas at once would not fit 16 bits after the color matrix: 18,000 is level 281,
  * and 18,000 + 1.772 * 8,192 < 32,768. */
 INLINE void bound(int16_t *restrict values, int16_t low, int16_t high, int groups)
 {
@@ -208,7 +208,7 @@ INLINE void interleave(const uint8_t *restrict r, const uint8_t *restrict g, con
     for (; x < count; x++, to += 3) to[0] = r[x], to[1] = g[x], to[2] = b[x];
 }
 
-/* The vertical half and the colours of all output rows. `row` has room for 6 rows of `across`. */
+/* The vertical half and the colors of all output rows. `row` has room for 6 rows of `across`. */
 FOR_EVERY_CPU static void shrink_rows(
     int16_t *const middle[3], const Axis axis[3], const int first[3], int planes, int ycc, int filter, int size, size_t across, int16_t *row,
     uint8_t *pixels)

@@ -113,14 +113,14 @@ static int decode(Sample *sample, Scratch *scratch, int size, Picture *picture)
     if (header) return segments_decode(sample, scratch, bytes, header, box, picture);
     /* libjpeg's transform at 1/2, 1/4 and 1/8 is fast; other fractions are slower than the whole. It drops frequencies that the
      * resampling filter would keep a little of, so 4 of its pixels must be left for each of the output's: in a sweep over photographs the
-     * worst crop was then 0.44 grey levels from Pillow's on average; with 3 it was 0.70, with 2 1.0, with 1 5.5. */
+     * worst crop was then 0.44 gray levels from Pillow's on average; with 3 it was 0.70, with 2 1.0, with 1 5.5. */
     int scale = 1;
     while (scale < 8 && sample->box_height >= 8.0 * scale * size && sample->box_width >= 8.0 * scale * size) scale *= 2;
     Box small = {box.top / scale, box.left / scale, (box.bottom + scale - 1) / scale, (box.right + scale - 1) / scale};
     return turbo_decode(sample, scratch, bytes, sample->length, small, scale, picture);
 }
 
-/* The parts of sample `n`. Neighbours in the file are read by one call: in a .beton that is all of them. */
+/* The parts of sample `n`. Neighbors in the file are read by one call: in a .beton that is all of them. */
 static int copy_parts(const Batch *batch, int n, Sample *sample, Scratch *scratch)
 {
     uint32_t crc = 0;

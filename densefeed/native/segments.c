@@ -146,7 +146,7 @@ static int parse(Header *header, const uint8_t *bytes, size_t length)
                 if (body[1 + 2 * n] != c->id || c->dc > 1 || c->ac > 1) return 0;
                 if (!header->dc[c->dc].defined || !header->ac[c->ac].defined || !header->quant_defined[c->quant]) return 0;
             }
-            /* Whether the planes are colours or Y, Cb, Cr is guessed as libjpeg does. */
+            /* Whether the planes are colors or Y, Cb, Cr is guessed as libjpeg does. */
             const Component *c = header->component;
             int rgb = adobe < 0 ? c[0].id == 'R' && c[1].id == 'G' && c[2].id == 'B' : adobe == 0;
             header->ycc = jfif || !rgb;
@@ -243,7 +243,7 @@ static int long_symbol(const Huffman *table, Bits *b)
     return table->symbol[(table->first[length] + (int)(code >> (LONGEST - length))) & 255];
 }
 
-/* The first coefficient of a block, dequantised; 0: damaged. */
+/* The first coefficient of a block, dequantized; 0: damaged. */
 INLINE int decode_first(Bits *b, const Huffman *dc, int quant, int *prediction, int16_t *block)
 {
     refill(b);
@@ -430,7 +430,7 @@ typedef struct {
     Bits bits;
     int prediction[3];
     int flat[6]; /* of each block: has only its first coefficient */
-    int16_t block[6][64] __attribute__((aligned(64))); /* dequantised, row-major; zeroes between MCUs */
+    int16_t block[6][64] __attribute__((aligned(64))); /* dequantized, row-major; zeroes between MCUs */
 } Row;
 
 /* Where the segment at `at` ends: at its restart marker, or with the row. */
@@ -517,7 +517,7 @@ static int open_rows(Header *header, Sample *sample, Scratch *scratch, const uin
     if (header->height != sample->height || header->width != sample->width)
         return fail(sample->message, DAMAGED, "it is %d x %d pixels, not %d x %d as the dataset says", header->width,
             header->height, sample->width, sample->height);
-    /* Two pixels more on each side, because half-resolution chroma is interpolated between neighbours. */
+    /* Two pixels more on each side, because half-resolution chroma is interpolated between neighbors. */
     *across = (Span){(box.left > 2 ? box.left - 2 : 0) / header->mcu_width, (box.right + 1) / header->mcu_width};
     *down = (Span){(box.top > 2 ? box.top - 2 : 0) / header->mcu_height, (box.bottom + 1) / header->mcu_height};
     if (across->to >= header->mcus_across) across->to = header->mcus_across - 1;

@@ -87,7 +87,7 @@ int turbo_decode(Sample *sample, Scratch *scratch, const uint8_t *bytes, size_t 
     } else if ((uint64_t)jpeg.image_height * jpeg.image_width > MOST_PIXELS) {
         status = fail(sample->message, UNSUPPORTED, "it has more than %d pixels", MOST_PIXELS);
     } else if (jpeg.jpeg_color_space != JCS_YCbCr && jpeg.jpeg_color_space != JCS_RGB && jpeg.jpeg_color_space != JCS_GRAYSCALE) {
-        status = fail(sample->message, UNSUPPORTED, "its colours are neither grey nor RGB");
+        status = fail(sample->message, UNSUPPORTED, "its colors are neither gray nor RGB");
     }
     if (status) {
         jpeg_destroy_decompress(&jpeg);
@@ -116,7 +116,7 @@ int turbo_decode(Sample *sample, Scratch *scratch, const uint8_t *bytes, size_t 
         int ratio_x = jpeg.max_h_samp_factor * smallest / across, ratio_y = tall / down;
         if (ratio_x * across != jpeg.max_h_samp_factor * smallest || ratio_y * down != tall || ratio_x > 4 || ratio_y > 4) {
             jpeg_destroy_decompress(&jpeg);
-            return fail(sample->message, UNSUPPORTED, "its colour planes have sizes that this program does not interpolate");
+            return fail(sample->message, UNSUPPORTED, "its color planes have sizes that this program does not interpolate");
         }
         plane->ratio_x = ratio_x, plane->ratio_y = ratio_y;
         plane->extent_x = ((int)jpeg.output_width + ratio_x - 1) / ratio_x;
@@ -184,14 +184,14 @@ API int densefeed_probe(const uint8_t *bytes, size_t length, int *height, int *w
     jpeg_mem_src(&jpeg, bytes, length);
     jpeg_read_header(&jpeg, TRUE);
     *height = jpeg.image_height, *width = jpeg.image_width;
-    J_COLOR_SPACE colour = jpeg.jpeg_color_space;
+    J_COLOR_SPACE color = jpeg.jpeg_color_space;
     jpeg_destroy_decompress(&jpeg);
-    if (colour != JCS_YCbCr && colour != JCS_RGB && colour != JCS_GRAYSCALE)
-        return fail(message, UNSUPPORTED, "its colours are neither grey nor RGB");
+    if (color != JCS_YCbCr && color != JCS_RGB && color != JCS_GRAYSCALE)
+        return fail(message, UNSUPPORTED, "its colors are neither gray nor RGB");
     return OK;
 }
 
-/* The same DCT coefficients as one baseline scan with optimised Huffman tables and a restart marker every `interval` MCUs (0:
+/* The same DCT coefficients as one baseline scan with optimized Huffman tables and a restart marker every `interval` MCUs (0:
  * none); of the APP segments JFIF's and Adobe's stay. `*out` is freed with densefeed_free. */
 API int densefeed_transcode(const uint8_t *bytes, size_t length, int interval, uint8_t **out, size_t *out_length, char *message)
 {
@@ -220,7 +220,7 @@ API int densefeed_transcode(const uint8_t *bytes, size_t length, int interval, u
     jpeg_read_header(&from, TRUE);
     int status = OK;
     if (from.jpeg_color_space != JCS_YCbCr && from.jpeg_color_space != JCS_RGB && from.jpeg_color_space != JCS_GRAYSCALE)
-        status = fail(message, UNSUPPORTED, "its colours are neither grey nor RGB");
+        status = fail(message, UNSUPPORTED, "its colors are neither gray nor RGB");
     else if ((uint64_t)from.image_height * from.image_width > MOST_PIXELS)
         status = fail(message, UNSUPPORTED, "it has more than %d pixels", MOST_PIXELS);
     if (status) {

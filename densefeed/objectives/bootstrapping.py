@@ -4,8 +4,8 @@ learn of each other.
     L = sum over both of [ own loss + distill_weight L_KD ] + feature_weight share sum over blocks
     L_feat
 
-The paper's equation 9 gives the factor 10 to the mutual term, its section 4.5 and the released code
-to L_feat; so do we.
+The paper's equation 9 gives the factor 10 to the mutual term, its section 4.5 and the published
+code to L_feat; so do we.
 """
 
 import math
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from densefeed.models.agent_cnn import AgentCNN, Lent
+from densefeed.models.agent_cnn import AgentCNN, SharedWeights
 from densefeed.models.token_transformer import TokenFeatures, TokenLogits
 from densefeed.objectives.losses import weighted_mean
 
@@ -27,7 +27,7 @@ Adapt = Literal["sequence", "pool-2d"]
 Align = Literal["global", "layer", "tensor", "none"]
 
 
-class Both(NamedTuple):
+class JointOutput(NamedTuple):
     """What transformer and agent say of the same images."""
 
     vit: Tensor | TokenLogits | TokenFeatures
@@ -36,13 +36,13 @@ class Both(NamedTuple):
     maps: list[Tensor]  # [N, D, Y, X] of the same blocks, before any halving
 
 
-class Bootstrapped(nn.Module):
-    """A transformer and its agent as one network; forward gives `Both`.
+class JointModel(nn.Module):
+    """A transformer and its agent as one network; forward gives `JointOutput`.
 
     Args:
         vit: any that `agent_cnn.wiring_of` knows.
         agent: its agent, on the same device. If it has no weights of its own it gets those of
-            `vit`, which stay one set: they are parameters of `vit` alone, so checkpoints, optimiser
+            `vit`, which stay one set: they are parameters of `vit` alone, so checkpoints, optimizer
             and averages hold each once.
         blocks: which are supervised, counted from 1; none given: all.
 
@@ -70,13 +70,13 @@ class Bootstrapped(nn.Module):
         """The transformer's tables."""
         return {f"vit.{name}" for name in getattr(self.vit, "no_weight_decay", set)()}
 
-    def forward(self, image_NCHW: Tensor) -> Both:
+    def forward(self, image_NCHW: Tensor) -> JointOutput:
         x_NTD, tokens = self.vit.forward_intermediates(
             image_NCHW, indices=self.taken, output_fmt="NLC"
         )
         vit = self.vit.forward_head(x_NTD)
         x_NDYX, maps = self.agent.forward_maps(image_NCHW)
-        return Both(
+        return JointOutput(
             vit, self.agent.forward_head(x_NDYX), tokens, [maps[number] for number in self.taken]
         )
 
@@ -89,10 +89,9 @@ class Bootstrapped(nn.Module):
         the transformer's. A loss may be scaled: the projection does not depend on the gradients'
         length. No wait.
         """
-        pairs: list[
-            list[tuple[Tensor, Tensor]]
-        ] = []  # of each block: the transformer's gradient, the agent's
-        for own, lent in zip(gradients(self.vit), self.agent.lent, strict=True):
+        # of each block: the transformer's gradient, the agent's
+        pairs: list[list[tuple[Tensor, Tensor]]] = []
+        for own, lent in zip(shared_gradients(self.vit), self.agent.lent, strict=True):
             pairs.append(
                 [
                     (mine, seen.grad)
@@ -110,7 +109,7 @@ class Bootstrapped(nn.Module):
         for group in groups:
             for agents, turned in zip(
                 [a for _, a in group],
-                aligned([a for _, a in group], [v for v, _ in group]),
+                align_gradients([a for _, a in group], [v for v, _ in group]),
                 strict=True,
             ):
                 agents.copy_(turned)
@@ -121,7 +120,7 @@ class Bootstrapped(nn.Module):
             seen.grad = None
 
 
-def gradients(vit: nn.Module) -> list[Lent]:
+def shared_gradients(vit: nn.Module) -> list[SharedWeights]:
     """Those of what `agent_cnn.lent_by` lends.
 
     Of qkv only the rows of v: q and k are the transformer's alone, so they neither count in its
@@ -135,11 +134,11 @@ def gradients(vit: nn.Module) -> list[Lent]:
             for layer in layers
             for tensor in (layer.weight, layer.bias)
         ]
-        found.append(Lent(block.attn.qkv.weight.grad[2 * vit.embed_dim :], *rest))
+        found.append(SharedWeights(block.attn.qkv.weight.grad[2 * vit.embed_dim :], *rest))
     return found
 
 
-def aligned(agent: Sequence[Tensor], vit: Sequence[Tensor]) -> list[Tensor]:
+def align_gradients(agent: Sequence[Tensor], vit: Sequence[Tensor]) -> list[Tensor]:
     """The agent's gradients without what is against the transformer's: g_A - min(0, <g_A, g_V>) /
     |g_V|² g_V.
 
@@ -152,11 +151,11 @@ def aligned(agent: Sequence[Tensor], vit: Sequence[Tensor]) -> list[Tensor]:
     return [a - against * v for a, v in zip(agent, vit, strict=True)]
 
 
-def pooled_sequence(x_NTD: Tensor, length: int) -> Tensor:
-    """Sequence interpolation: means of neighbours in the sequence, `[N, length, D]`. ValueError
+def pool_sequence(x_NTD: Tensor, length: int) -> Tensor:
+    """Sequence interpolation: means of neighbors in the sequence, `[N, length, D]`. ValueError
     where `length` does not divide T.
 
-    Rows of an image follow each other in the sequence, so neighbours at a row's end lie far apart;
+    Rows of an image follow each other in the sequence, so neighbors at a row's end lie far apart;
     the paper's default all the same.
     """
     if x_NTD.shape[1] % length:
@@ -164,7 +163,7 @@ def pooled_sequence(x_NTD: Tensor, length: int) -> Tensor:
     return x_NTD.unflatten(1, (length, -1)).mean(2)
 
 
-def pooled_grid(x_NTD: Tensor, length: int) -> Tensor:
+def pool_squares(x_NTD: Tensor, length: int) -> Tensor:
     """AP-2D: the same in squares of a square grid. ValueError where that leaves no whole
     squares.
     """
@@ -183,17 +182,17 @@ def feature_loss(
     norm: Norm = "l2-token",
     adapt: Adapt = "sequence",
 ) -> Tensor:
-    """Equation 7: the sum over blocks of equation 6, the squared distance of normalised features;
+    """Equation 7: the sum over blocks of equation 6, the squared distance of normalized features;
     float32 `[]`.
 
     The agent's maps are constants. Whichever of the two has more places is averaged to the other's
     number. `norm`: each token by its length and the mean over tokens ("l2-token"; the paper names
-    no axis, the released code normalises tokens), the whole sequence by its length ("l2-whole"), or
-    each token by its mean and deviation and the mean over channels, too ("layernorm", the released
-    code: 2 - 2 times the correlation). ValueError where the numbers of places do not fit.
+    no axis, the published code normalizes tokens), the whole sequence by its length ("l2-whole"),
+    or each token by its mean and deviation and the mean over channels, too ("layernorm", the
+    published code: 2 - 2 times the correlation). ValueError where the numbers of places do not fit.
     """
     pool, total = (
-        {"sequence": pooled_sequence, "pool-2d": pooled_grid}[adapt],
+        {"sequence": pool_sequence, "pool-2d": pool_squares}[adapt],
         weight_N.new_zeros((), dtype=torch.float32),
     )
     for x_NTD, x_NDYX in zip(tokens, maps, strict=True):

@@ -3,7 +3,7 @@
 
 The loss is added to whatever else a network is trained on. It needs no labels but places, and every
 network with a grid of tokens or a map of features has these. Equations and tables are those of the
-supplementary; `released` is what its public code does instead, where that differs.
+supplementary; `published` is what its public code does instead, where that differs.
 """
 
 import math
@@ -15,7 +15,7 @@ from timm.models import SwinTransformer, VisionTransformer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from densefeed.models.patch_dropout import check_places
+from densefeed.models.patch_dropout import refuse_patch_dropout
 
 # N images   D width   R x C a grid, rows and columns   T = R C   M pairs of an image   B offsets that ce and reg tell apart
 
@@ -81,7 +81,7 @@ def places(words_NM4: Tensor, grid: tuple[int, int]) -> tuple[Tensor, Tensor]:
     return words_NM4[..., 0::2] * R >> 32, words_NM4[..., 1::2] * C >> 32
 
 
-def collected(map_NDRC: Tensor, row_NM2: Tensor, column_NM2: Tensor) -> Tensor:
+def gather_pairs(map_NDRC: Tensor, row_NM2: Tensor, column_NM2: Tensor) -> Tensor:
     """The embeddings at both places of each pair, one behind the other: `[N, D, R, C]`, int64 `[N,
     M, 2]` to `[N, M, 2 D]`.
 
@@ -95,15 +95,15 @@ def collected(map_NDRC: Tensor, row_NM2: Tensor, column_NM2: Tensor) -> Tensor:
     ).flatten(2)
 
 
-def offset_classes(side: int, released: bool = False) -> int:
+def offset_classes(side: int, published: bool = False) -> int:
     """How many offsets along an axis of `side` places `ce` and `reg` tell apart.
 
     2 k + 1 in the paper (equation 4), of which -k and k never occur; 2 k - 1 in the public code.
     """
-    return 2 * side - 1 if released else 2 * side + 1
+    return 2 * side - 1 if published else 2 * side + 1
 
 
-class LocalisationHead(nn.Sequential):
+class LocalizationHead(nn.Sequential):
     """Table 15: `[..., 2 width]`, the embeddings of a pair one behind the other, to `[...,
     outputs]`.
 
@@ -128,16 +128,16 @@ def at_least_float32(x: Tensor) -> Tensor:
 
 
 def regression_loss(
-    said_NM: Tensor, offset_NM: Tensor, side: int, signed: bool, released: bool
+    said_NM: Tensor, offset_NM: Tensor, side: int, signed: bool, published: bool
 ) -> Tensor:
     """Equations 1 to 3 along one axis of `side` places: how far off the offset (first place less
     second) is said. `[N, M]`.
 
     Offsets without their sign, or `signed`, are divided by `side`, so that they lie in [0, 1) or
-    (-1, 1); `released` leaves them in places, signed ones counted from 0 to 2 k - 2.
+    (-1, 1); `published` leaves them in places, signed ones counted from 0 to 2 k - 2.
     """
     target_NM = offset_NM if signed else offset_NM.abs()
-    target_NM = target_NM + (side - 1) * signed if released else target_NM / side
+    target_NM = target_NM + (side - 1) * signed if published else target_NM / side
     return (at_least_float32(said_NM) - target_NM).abs()
 
 
@@ -151,22 +151,22 @@ def classification_loss(logits_NMB: Tensor, offset_NM: Tensor) -> Tensor:
     return F.cross_entropy(logits_LB, label_NM.flatten(), reduction="none").view_as(label_NM)
 
 
-def expectation_loss(logits_NMB: Tensor, offset_NM: Tensor, released: bool) -> Tensor:
+def expectation_loss(logits_NMB: Tensor, offset_NM: Tensor, published: bool) -> Tensor:
     """Equation 6 along one axis: the squared distance from the mean of what is said, over its
     variance. `[N, M]`.
 
-    ALPHA log(sigma) is added; `released` adds ALPHA log(sigma^2).
+    ALPHA log(sigma) is added; `published` adds ALPHA log(sigma^2).
     """
     p_NMB = at_least_float32(logits_NMB).softmax(-1)
     B = p_NMB.shape[-1]
     classes_B = torch.arange(B, device=p_NMB.device) - B // 2
     mean_NM1 = (p_NMB * classes_B).sum(-1, keepdim=True)
     variance_NM = (p_NMB * (classes_B - mean_NM1).square()).sum(-1) + LEAST_VARIANCE
-    spread = ALPHA * (1 if released else 0.5) * variance_NM.log()
+    spread = ALPHA * (1 if published else 0.5) * variance_NM.log()
     return (offset_NM - mean_NM1.squeeze(-1)).square() / variance_NM + spread
 
 
-class Localiser(nn.Module):
+class LocalizationLoss(nn.Module):
     """The loss, with its heads.
 
     Args:
@@ -176,7 +176,7 @@ class Localiser(nn.Module):
         side: rows to which the last map is pooled, the others as it is; 0: none is.
         grid: rows and columns of the last map, pooled; `ce` and `reg` have a class for each of its
             offsets, and take no other.
-        released: targets count places and are no shares of the grid, so the same weight weighs 2 k
+        published: targets count places and are no shares of the grid, so the same weight weighs 2 k
             times as much in `signed` and k times in `l1`; in `ce` and `reg` other classes, a deeper
             head and twice the logarithm of equation 6.
 
@@ -193,16 +193,15 @@ class Localiser(nn.Module):
         widths: Sequence[int],
         side: int,
         grid: tuple[int, int],
-        released: bool,
+        published: bool,
     ) -> None:
         super().__init__()
-        self.variant, self.side, self.released = variant, side, released
+        self.variant, self.side, self.published = variant, side, published
         classes = variant in ("ce", "reg")
-        self.outputs = [
-            offset_classes(places, released) if classes else 1 for places in grid
-        ]  # along each axis
+        # along each axis
+        self.outputs = [offset_classes(places, published) if classes else 1 for places in grid]
         self.heads = nn.ModuleList(
-            LocalisationHead(width, sum(self.outputs), deep=released and classes)
+            LocalizationHead(width, sum(self.outputs), deep=published and classes)
             for width in widths
         )
 
@@ -217,34 +216,34 @@ class Localiser(nn.Module):
     def _of_pairs(self, head: nn.Module, map_NDRC: Tensor, words_NM4: Tensor) -> Tensor:
         grid = tuple(map_NDRC.shape[2:])
         row_NM2, column_NM2 = places(words_NM4, grid)
-        said = head(collected(map_NDRC, row_NM2, column_NM2)).split(self.outputs, -1)
+        said = head(gather_pairs(map_NDRC, row_NM2, column_NM2)).split(self.outputs, -1)
         offsets = [place_NM2[..., 0] - place_NM2[..., 1] for place_NM2 in (row_NM2, column_NM2)]
         if self.variant == "ce":
             return sum(map(classification_loss, said, offsets))
         if self.variant == "reg":
             return sum(
-                expectation_loss(logits, offset, self.released)
+                expectation_loss(logits, offset, self.published)
                 for logits, offset in zip(said, offsets, strict=True)
             )
         # The mean of both axes, as in the published pseudocode; equation 2 writes the sum, which is
         # twice that.
         signed = self.variant == "signed"
         return sum(
-            regression_loss(one.squeeze(-1), offset, side, signed, self.released) / 2
+            regression_loss(one.squeeze(-1), offset, side, signed, self.published) / 2
             for one, offset, side in zip(said, offsets, grid, strict=True)
         )
 
 
-class LocalisedOutput(NamedTuple):
-    """What a `Localised` network returns: what its model does, and the loss of the places, float32
-    `[]`.
+class LocalizedOutput(NamedTuple):
+    """What a `LocalizedModel` network returns: what its model does, and the loss of the places,
+    float32 `[]`.
     """
 
     output: Any
     loss: Tensor
 
 
-def map_of(features: Any, model: nn.Module, image_NCHW: Tensor) -> Tensor:
+def feature_map(features: Any, model: nn.Module, image_NCHW: Tensor) -> Tensor:
     """What timm's `forward_features` gives, `[N, T, D]` with or without prefix tokens, `[N, D, R,
     C]` or `[N, R, C, D]`, as `[N, D, R, C]`. ValueError if it is none of these, or the class token
     alone.
@@ -275,23 +274,23 @@ def map_of(features: Any, model: nn.Module, image_NCHW: Tensor) -> Tensor:
     raise ValueError("it gives no map and no grid of tokens; choose another model")
 
 
-class Localised(nn.Module):
-    """A network of timm's kind and a `Localiser` that reads its last map, or all of its maps, in
-    the same forward pass.
+class LocalizedModel(nn.Module):
+    """A network of timm's kind and a `LocalizationLoss` that reads its last map, or all of its
+    maps, in the same forward pass.
 
     Args:
         model: has `forward_features` and `forward_head`, which one after the other are its forward.
-        variant, side, released: see `Localiser`.
+        variant, side, published: see `LocalizationLoss`.
         sizes: sides of the inputs that it will see, pixels.
 
     The map is what `forward_features` gives, after the final norm; `all` reads those of
     `forward_intermediates`, without norm: of every block, or of every stage of a pyramid.
-    `released` takes Swin's and ViT's before the norm, as the public code does. Under MixToken it is
-    the map of the mixed image: what is exchanged keeps its place, so offsets stay true.
+    `published` takes Swin's and ViT's before the norm, as the public code does. Under MixToken it
+    is the map of the mixed image: what is exchanged keeps its place, so offsets stay true.
 
-    Forward takes images `[N, C, H, W]`, bits and weights as `Localiser` does, and what else the
-    model takes. Raises ValueError where the model gives no such map, one that cannot be pooled so,
-    or leaves out patches in training.
+    Forward takes images `[N, C, H, W]`, bits and weights as `LocalizationLoss` does, and what else
+    the model takes. Raises ValueError where the model gives no such map, one that cannot be pooled
+    so, or leaves out patches in training.
     """
 
     def __init__(
@@ -300,13 +299,13 @@ class Localised(nn.Module):
         variant: Variant,
         side: int,
         sizes: Sequence[int],
-        released: bool = False,
+        published: bool = False,
     ) -> None:
         super().__init__()
         self.model = model
         self.indices = None if variant == "all" else 1  # of forward_intermediates: all, or the last
         self.from_blocks = variant == "all" or (
-            released and isinstance(model, SwinTransformer | VisionTransformer)
+            published and isinstance(model, SwinTransformer | VisionTransformer)
         )
         needed = (
             "forward_features",
@@ -316,7 +315,7 @@ class Localised(nn.Module):
         if missing := [name for name in needed if not callable(getattr(model, name, None))]:
             other = ", or another variant" if missing[0] == "forward_intermediates" else ""
             raise ValueError(f"it has no {missing[0]}; choose another model{other}")
-        check_places(model)
+        refuse_patch_dropout(model)
         shapes = [self._shapes(size) for size in sizes]
         grids = []
         for *_, (_, R, C) in shapes:
@@ -326,7 +325,9 @@ class Localised(nn.Module):
             raise ValueError(
                 f"its offsets differ in number between input sizes, with {variant} a class each; choose one size"
             )
-        self.localiser = Localiser(variant, [D for D, _, _ in shapes[0]], side, grids[0], released)
+        self.localizer = LocalizationLoss(
+            variant, [D for D, _, _ in shapes[0]], side, grids[0], published
+        )
 
     @property
     def networks(self) -> tuple[nn.Module]:
@@ -335,7 +336,7 @@ class Localised(nn.Module):
 
     @torch.no_grad()
     def _shapes(self, size: int) -> list[tuple[int, int, int]]:
-        """D, R and C of each map of an input of `size` pixels, learnt from a blank image."""
+        """D, R and C of each map of an input of `size` pixels, learned from a blank image."""
         like, training = next(self.model.parameters()), self.model.training
         try:
             self.model.eval()
@@ -351,7 +352,7 @@ class Localised(nn.Module):
         if self.from_blocks:
             return self.model.forward_intermediates(image_NCHW, indices=self.indices)
         features = self.model.forward_features(image_NCHW, **more)
-        return features, [map_of(features, self.model, image_NCHW)]
+        return features, [feature_map(features, self.model, image_NCHW)]
 
     @torch.jit.ignore
     def no_weight_decay(self) -> set[str]:
@@ -360,8 +361,8 @@ class Localised(nn.Module):
 
     def forward(
         self, image_NCHW: Tensor, words_NM4: Tensor, weight_N: Tensor, **more: Any
-    ) -> LocalisedOutput:
+    ) -> LocalizedOutput:
         features, maps = self._features(image_NCHW, **more)
-        return LocalisedOutput(
-            self.model.forward_head(features, **more), self.localiser(maps, words_NM4, weight_N)
+        return LocalizedOutput(
+            self.model.forward_head(features, **more), self.localizer(maps, words_NM4, weight_N)
         )

@@ -79,7 +79,7 @@ def weighted_mean(loss: Tensor, weight: Tensor) -> Tensor:
 
 
 def token_loss(tokens_NTK: Tensor, targets: Targets) -> Tensor:
-    """L_aux of equation 6: the mean over all labelled tokens. MixToken's logits are un-mixed, so
+    """L_aux of equation 6: the mean over all labeled tokens. MixToken's logits are un-mixed, so
     targets stay in place.
     """
     loss_NT = sparse_cross_entropy(

@@ -10,7 +10,7 @@ from torch import Tensor
 from densefeed.pipelines.plan import EpochPlan
 
 
-class LabelSpec(NamedTuple):
+class ScoreMapSpec(NamedTuple):
     """What a step must know of a dataset's score maps before the first batch."""
 
     side: int  # S
@@ -28,16 +28,15 @@ class Batch(NamedTuple):
     label: Tensor  # int64 [N]
     view: Tensor  # float32 [N, 2, 3], see densefeed/storage/geometry.py
     # float32 [N, 4], (top, left, bottom, right): the crop; what `view` reaches beyond it is fill
-    # colour
+    # color
     shown: Tensor
     index: Tensor  # int64 [N], sample ids
     # int64 [N], which of a sample's `views` in this epoch; 0 without repeated augmentation
     repeat: Tensor
     weight: Tensor  # float32 [N], 0 for padding and skipped samples
     map_logit: Tensor | None  # float16 [N, S, S, k], descending over k
-    map_class: (
-        Tensor | None
-    )  # uint16 [N, S, S, k], as stored: PyTorch can do little with it but widen it
+    # uint16 [N, S, S, k], as stored: PyTorch can do little with it but widen it
+    map_class: Tensor | None
     map_lse: Tensor | None  # float16 [N, S, S]
     window: Tensor | None  # float32 [N, 4]
 
@@ -48,7 +47,7 @@ class Batch(NamedTuple):
         )
 
 
-def on_device(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
+def to_device(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
     """The batches on `device`. On a GPU each is copied from pinned memory on a side stream while
     the step before it runs.
 
@@ -83,7 +82,7 @@ class Loader(Protocol):
     plan: EpochPlan
     num_classes: int
     class_names: list[str]
-    labels: LabelSpec | None
+    labels: ScoreMapSpec | None
     fingerprint: str  # of the images: the same set, the same string
     skipped: int  # samples that could not be read, under on_bad_sample="skip"
 

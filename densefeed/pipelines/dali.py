@@ -4,7 +4,7 @@ a GPU resized there too.
 Which sample, which crop, flip and map row are the plan's, exactly as with `ffcv` and `folder`; DALI
 is fed with encoded bytes and boxes and draws nothing. Its pixels differ: it decodes with full-size
 chroma and rounds to 8 bits before they are resized, where our decoder resamples planes. On a CPU a
-crop of a photograph is within 0.3 of 255 grey levels of Pillow's crop and resize, and within 0.6 of
+crop of a photograph is within 0.3 of 255 gray levels of Pillow's crop and resize, and within 0.6 of
 the other loaders', each on average over the crop (tests/pipelines/test_dali.py; images one to three
 pixels wide up to 4.4); on a GPU the JPEG decoder is another one.
 
@@ -54,9 +54,8 @@ LEAST_RUN, RUN_PER_THREAD = 64, 8
 # of a run's JPEGs, for each thread: 22 images of 500 x 375, or one of 12 megapixels, which takes
 # 0.1 s
 RUN_PIXELS = 2**22
-HARDWARE_SHARE = (
-    0.65  # of the JPEGs that the GPU's own engine takes, where it has one; DALI's default
-)
+# of the JPEGs that the GPU's own engine takes, where it has one; DALI's default
+HARDWARE_SHARE = 0.65
 CPU = torch.device("cpu")
 _built: weakref.WeakSet["Pipeline"] = weakref.WeakSet()  # by this process
 _forked = False  # from a process that had built some
@@ -156,17 +155,17 @@ def build(run: int, threads: int, device: int | None, regions: bool, resize: boo
     return pipeline
 
 
-def pixels_of(box_N4: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def pixels_of(box_tlhw_N4: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The pixels that boxes touch, the native decoder's rule: first row and column, and those
     behind the last, `[N, 2]` each.
     """
-    return np.floor(box_N4[:, :2]), np.ceil(box_N4[:, :2] + box_N4[:, 2:] - 1e-9)
+    return np.floor(box_tlhw_N4[:, :2]), np.ceil(box_tlhw_N4[:, :2] + box_tlhw_N4[:, 2:] - 1e-9)
 
 
 def feed(
     pipeline: "Pipeline",
     jpegs: list[np.ndarray],
-    box_N4: np.ndarray,
+    box_tlhw_N4: np.ndarray,
     flip_N: np.ndarray,
     size: int | None,
 ) -> None:
@@ -174,22 +173,20 @@ def feed(
 
     Args:
         jpegs: uint8, N of any lengths.
-        box_N4: crops (top, left, height, width) in pixels of these JPEGs, float64.
+        box_tlhw_N4: crops (top, left, height, width) in pixels of these JPEGs, float64.
         flip_N: whether a crop is mirrored left-right, bool.
         size: of what comes out, pixels; None if the pipeline resizes (and mirrors) nothing.
     """
-    low, high = pixels_of(box_N4)
+    low, high = pixels_of(box_tlhw_N4)
     inputs = {
         "encoded": jpegs,
         "anchor": low.astype(np.int32),
         "shape": (high - low).astype(np.int32),
     }
-    start = (box_N4[:, :2] - low).astype(np.float32)
-    end = start + box_N4[:, 2:].astype(np.float32)
-    start[flip_N, 1], end[flip_N, 1] = (
-        end[flip_N, 1],
-        start[flip_N, 1],
-    )  # from right to left: mirrored, and no further pass
+    start = (box_tlhw_N4[:, :2] - low).astype(np.float32)
+    end = start + box_tlhw_N4[:, 2:].astype(np.float32)
+    # from right to left: mirrored, and no further pass
+    start[flip_N, 1], end[flip_N, 1] = (end[flip_N, 1], start[flip_N, 1])
     if size is not None:
         inputs |= {"start": start, "end": end, "size": np.full((len(jpegs), 2), size, np.float32)}
     for name, value in inputs.items():
@@ -224,7 +221,7 @@ def try_regions(device: int) -> None:
         shown.append(torch.from_dlpack(out.as_tensor()).float().cpu())
     difference = (shown[0] - shown[1]).abs().mean((1, 2, 3)).max().item()
     if difference > 4:
-        raise RuntimeError(f"its pixels differ from the CPU's by {difference:.1f} grey levels")
+        raise RuntimeError(f"its pixels differ from the CPU's by {difference:.1f} gray levels")
 
 
 def failure_of(words: list[str], seconds: float) -> str:
@@ -325,9 +322,8 @@ class _Engine:
         samples: int,
     ) -> None:
         self.pool, self.works, self.closing = pool, queue.SimpleQueue(), False
-        self.sound = np.zeros(
-            samples, np.uint64
-        )  # which bytes were looked at as a whole and no damage found, see native.CUT
+        # which bytes were looked at as a whole and no damage found, see native.CUT
+        self.sound = np.zeros(samples, np.uint64)
         self._number = None if device.type == "cpu" else device.index or 0
         self._threads, self._rows, self._device, self._regions = threads, rows, device, regions
         self._pipeline: Pipeline | None = None
@@ -343,9 +339,8 @@ class _Engine:
             self.closing = True
             self.works.put(None)
             self.pool.close()
-            if (
-                threading.current_thread() is not self._thread
-            ):  # the garbage collector may run anywhere
+            # the garbage collector may run anywhere
+            if threading.current_thread() is not self._thread:
                 self._thread.join()
 
     def _run(self) -> None:
@@ -440,9 +435,9 @@ class _Engine:
     def _feed(self, run: _Run) -> None:
         work, rows = run.work, run.rows
         samples, cuts = work.job.samples[rows], work.cuts[rows]
-        box = samples["box"].copy()
-        box[:, 0] -= cuts["top"]
-        box[:, 1] -= cuts["left"]
+        box_tlhw = samples["box_tlhw"].copy()
+        box_tlhw[:, 0] -= cuts["top"]
+        box_tlhw[:, 1] -= cuts["left"]
         try:
             if self._pipeline is None:
                 self._pipeline = build(
@@ -451,7 +446,7 @@ class _Engine:
             feed(
                 self._pipeline,
                 run.jpegs,
-                box,
+                box_tlhw,
                 samples["flip"] != 0,
                 None if self._number is None else work.size,
             )
@@ -500,8 +495,8 @@ class _Engine:
         """
         work, rows = run.work, run.rows
         some = work.job.samples[rows]
-        low, high = pixels_of(some["box"])
-        some["box"][:, :2] -= low
+        low, high = pixels_of(some["box_tlhw"])
+        some["box_tlhw"][:, :2] -= low
         some["height"], some["width"] = (high - low).T
         some["bytes"] = [crops[n].data_ptr() for n in range(len(rows))]
         some["kind"], some["length"] = (

@@ -8,8 +8,14 @@ import numpy as np
 from PIL import Image
 
 from densefeed import native
-from densefeed.pipelines.batch import LabelSpec
-from densefeed.pipelines.folder import check_row, map_tensors, spec_of, store_maps, store_rows
+from densefeed.pipelines.batch import ScoreMapSpec
+from densefeed.pipelines.folder import (
+    check_row,
+    map_tensors,
+    score_map_spec,
+    store_maps,
+    store_rows,
+)
 from densefeed.pipelines.loader import Encoded, Fetch, MapRows, Memory
 from densefeed.storage.beton import NDARRAY, Beton, Field
 from densefeed.storage.images import decode
@@ -88,10 +94,10 @@ class FfcvSource:
                 raise UserError(
                     f"{maps} was made for other images than {path} holds (their labels differ); relabel {path}'s images"
                 )
-            self.spec = spec_of(self._store, num_classes)
+            self.spec = score_map_spec(self._store, num_classes)
         elif "absent" in notes and self._beton.has("map"):  # a stranger's field may have that name
             side, top_k = self._beton.field("map").shape[2:]
-            self.spec = LabelSpec(
+            self.spec = ScoreMapSpec(
                 side,
                 top_k,
                 num_classes,

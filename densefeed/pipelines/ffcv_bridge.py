@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from densefeed.pipelines.batch import Batch
 from densefeed.pipelines.ffcv import MAP_FIELDS, FfcvSource
-from densefeed.storage.geometry import crop_views, shown_boxes
+from densefeed.storage.geometry import crop_views, visible_boxes
 from densefeed.storage.score_maps import ScoreMaps
 from densefeed.system.errors import UserError
 
@@ -60,11 +60,8 @@ CROP = (
     "status",
     "offset",
 )
-MOVERS = (
-    RandomHorizontalFlip,
-    RandomTranslate,
-    RandomResizedCrop,
-)  # of ffcv: they move pixels and say nothing
+# of ffcv: they move pixels and say nothing
+MOVERS = (RandomHorizontalFlip, RandomTranslate, RandomResizedCrop)
 # The words in the names of torchvision's transforms, version 1 and 2, that move pixels; its
 # policies may.
 MOVING = (
@@ -287,21 +284,21 @@ class DenseLabels:
             image, label, maps = image[shown], label[shown], self.source.maps(crop_NC[shown, 0])
             self.skipped += len(rows)
         crop_NC = crop_NC[shown]
-        index_N, box_N4, height_N, width_N, flip_N = (
+        index_N, box_tlhw_N4, height_N, width_N, flip_N = (
             crop_NC[:, 0],
             crop_NC[:, 1:5],
             crop_NC[:, 5],
             crop_NC[:, 6],
             crop_NC[:, 7],
         )
-        view = crop_views(box_N4, flip_N > 0, height_N, width_N)
+        view = crop_views(box_tlhw_N4, flip_N > 0, height_N, width_N)
         tensors = (torch.from_numpy(np.ascontiguousarray(part)) for part in maps)
         fields = dict(zip(("map_logit", "map_class", "map_lse", "window"), tensors, strict=True))
         return Batch(
             image=image,
             label=label,
             view=torch.from_numpy(view),
-            shown=torch.from_numpy(shown_boxes(view)),
+            shown=torch.from_numpy(visible_boxes(view)),
             index=torch.from_numpy(index_N),
             repeat=torch.zeros(len(index_N), dtype=torch.long),
             weight=torch.from_numpy(weight),

@@ -12,11 +12,11 @@ import torch
 from PIL import Image
 
 from densefeed import native
-from densefeed.pipelines.batch import LabelSpec
+from densefeed.pipelines.batch import ScoreMapSpec
 from densefeed.pipelines.loader import Encoded, Fetch, MapRows, Memory
 from densefeed.storage.images import Images, decode
 from densefeed.storage.score_maps import ScoreMaps, ScoreMapStore
-from densefeed.system.errors import UserError, explain
+from densefeed.system.errors import UserError, explain_os_error
 
 CHUNK = 16  # files a thread reads at once
 
@@ -34,7 +34,7 @@ class FolderSource:
     """Images of a folder, and their score maps if `maps` names a store made for exactly this
     folder.
 
-    Files are read on `threads` threads; what is no grey or RGB JPEG (PNG, WebP, CMYK, ...) is
+    Files are read on `threads` threads; what is no gray or RGB JPEG (PNG, WebP, CMYK, ...) is
     decoded there by Pillow.
     """
 
@@ -49,7 +49,7 @@ class FolderSource:
         if maps is not None:
             self._store = ScoreMapStore(maps)
             self._store.check(self.fingerprint, root)
-            self.spec = spec_of(self._store, len(self.class_names))
+            self.spec = score_map_spec(self._store, len(self.class_names))
         self._readers = ThreadPoolExecutor(threads, thread_name_prefix="read")
 
     def read_ahead(self, first: int, end: int) -> None:
@@ -95,7 +95,7 @@ class FolderSource:
             except UserError as error:
                 files.append(str(error))
             except OSError as error:
-                files.append(explain(error))
+                files.append(explain_os_error(error))
         return files
 
     def image(self, index: int) -> Image.Image:
@@ -158,7 +158,7 @@ def map_tensors(count: int, side: int, top_k: int, memory: Memory) -> ScoreMaps:
     )
 
 
-def spec_of(store: ScoreMapStore, num_classes: int) -> LabelSpec:
+def score_map_spec(store: ScoreMapStore, num_classes: int) -> ScoreMapSpec:
     """What the step must know of a store. UserError if it scores other classes than the dataset
     has, or holds impossible values.
     """
@@ -168,7 +168,7 @@ def spec_of(store: ScoreMapStore, num_classes: int) -> LabelSpec:
             f"{store.path} scores {header.num_classes} classes but the data has {num_classes}; relabel with a teacher of the same classes"
         )
     store.check_values()
-    return LabelSpec(
+    return ScoreMapSpec(
         header.side,
         header.top_k,
         num_classes,

@@ -20,11 +20,11 @@ from PIL import Image
 from torch import Tensor
 
 from densefeed import native
-from densefeed.pipelines.batch import Batch, LabelSpec
+from densefeed.pipelines.batch import Batch, ScoreMapSpec
 from densefeed.pipelines.plan import EpochPlan
-from densefeed.storage.geometry import crop_views, shown_boxes
+from densefeed.storage.geometry import crop_views, visible_boxes
 from densefeed.storage.score_maps import ScoreMaps
-from densefeed.system.errors import UserError, explain
+from densefeed.system.errors import UserError, explain_os_error
 
 AHEAD = 3  # batches being decoded or waiting while the step works
 
@@ -59,7 +59,7 @@ class Source(Protocol):
     labels: np.ndarray  # int64 [num_samples]
     fingerprint: str  # of the images
     class_names: list[str]
-    spec: LabelSpec | None  # of its score maps, if it has any
+    spec: ScoreMapSpec | None  # of its score maps, if it has any
     remedy: str  # what to do about a sample that cannot be decoded
 
     def where(self, index: int) -> str:
@@ -109,15 +109,14 @@ class Memory:
         self._size = 0
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """An uninitialised tensor on the CPU."""
+        """An uninitialized tensor on the CPU."""
         if self.pinned:
             return torch.empty(shape, dtype=dtype, pin_memory=True)
         nbytes = int(np.prod(shape)) * dtype.itemsize
         free = self._free.setdefault(nbytes, [])
         block = free.pop() if free else np.empty(nbytes, np.uint8)
-        view = block[
-            :
-        ]  # the tensor holds this view, so the view dies with the tensor's last relative
+        # the tensor holds this view, so the view dies with the tensor's last relative
+        view = block[:]
         weakref.finalize(view, free.append, block).atexit = False
         return torch.from_numpy(view).view(dtype).view(shape)
 
@@ -268,10 +267,12 @@ class ThreadedLoader:
         """Plan a batch's crops and have them decoded."""
         encoded = fetch.wait()
         samples = encoded.samples
-        samples["box"], samples["flip"] = self.plan.crops(
+        samples["box_tlhw"], samples["flip"] = self.plan.crops(
             epoch, ids, samples["height"], samples["width"], repeat
         )
-        views = crop_views(samples["box"], samples["flip"], samples["height"], samples["width"])
+        views = crop_views(
+            samples["box_tlhw"], samples["flip"], samples["height"], samples["width"]
+        )
         maps = self.source.map_rows(ids, self._memory) if self.labels and self._maps else None
         decoding = self._begin(samples, ids, size, maps, encoded.keep)
         return _Begun(decoding, encoded, ids, repeat, weight, views, maps)
@@ -288,7 +289,7 @@ class ThreadedLoader:
             image=begun.decoding.image,
             label=torch.from_numpy(self.source.labels[ids]),
             view=torch.from_numpy(views),
-            shown=torch.from_numpy(shown_boxes(views)),
+            shown=torch.from_numpy(visible_boxes(views)),
             index=torch.from_numpy(ids),
             repeat=torch.from_numpy(begun.repeat.copy()),
             weight=torch.from_numpy(weight),
@@ -366,7 +367,7 @@ class ThreadedLoader:
             image[row] = torch.from_numpy(crop[0])
             return True
         except (UserError, OSError) as error:
-            why = explain(error) if isinstance(error, OSError) else str(error)
+            why = explain_os_error(error) if isinstance(error, OSError) else str(error)
             what = f"sample {index}: {why}" if where in why else f"sample {index}, {where}: {why}"
             if self.on_bad_sample == "raise":
                 raise UserError(what) from error

@@ -23,7 +23,7 @@ class Mix(NamedTuple):
 
     # float32 [4], (top, left, bottom, right), in units of which the image's side has `side`; what
     # is exchanged
-    box: Tensor
+    box_tlbr: Tensor
     # float32 [], the partner's share of every pixel (MixUp), blended before anything is exchanged
     blend: Tensor
     side: int  # pixels (CutMix, MixUp) or tokens (MixToken)
@@ -31,7 +31,7 @@ class Mix(NamedTuple):
     def to(self, device: torch.device) -> "Mix":
         """On `device`, without waiting."""
         return Mix(
-            self.box.to(device, non_blocking=True),
+            self.box_tlbr.to(device, non_blocking=True),
             self.blend.to(device, non_blocking=True),
             self.side,
         )
@@ -93,7 +93,7 @@ class Mixing:
         )
 
 
-def either(one: Tensor, other: Tensor) -> Tensor:
+def combine_shares(one: Tensor, other: Tensor) -> Tensor:
     """The partner's share after two mixings with the same partner: who is exchanged twice is
     back.
     """
@@ -104,8 +104,8 @@ def box_map(mix: Mix, grid: int) -> Tensor:
     """The share of each cell of a `grid` x `grid` table over the image that the box covers. float32
     `[grid, grid]`.
     """
-    edges = torch.arange(grid + 1, device=mix.box.device) * (mix.side / grid)
-    top, left, bottom, right = mix.box.unbind()
+    edges = torch.arange(grid + 1, device=mix.box_tlbr.device) * (mix.side / grid)
+    top, left, bottom, right = mix.box_tlbr.unbind()
 
     def covered(low: Tensor, high: Tensor) -> Tensor:
         return (torch.minimum(edges[1:], high) - torch.maximum(edges[:-1], low)).clamp(min=0) * (
@@ -119,7 +119,7 @@ def share_map(mix: Mix, grid: int) -> Tensor:
     """The partner's share of what each cell of a `grid` x `grid` table over the image shows.
     float32 `[grid, grid]`.
     """
-    return either(box_map(mix, grid), mix.blend)
+    return combine_shares(box_map(mix, grid), mix.blend)
 
 
 def label_share(mix: Mix) -> Tensor:
@@ -128,11 +128,11 @@ def label_share(mix: Mix) -> Tensor:
     The box's true area, after it was clipped (1 - M̄ of equation 10), applied to labels that are
     blended already.
     """
-    top, left, bottom, right = mix.box.unbind()
-    return either((bottom - top) * (right - left) / mix.side**2, mix.blend)
+    top, left, bottom, right = mix.box_tlbr.unbind()
+    return combine_shares((bottom - top) * (right - left) / mix.side**2, mix.blend)
 
 
-def mixed_images(image_NCHW: Tensor, share: Tensor) -> Tensor:
+def mix_images(image_NCHW: Tensor, share: Tensor) -> Tensor:
     """Images with `share` (`[H, W]` or a scalar) of their partners; the memory format is kept.
 
     `share_map` at the input's side gives CutMix and MixUp. Where MixToken does the exchange later,
@@ -141,7 +141,7 @@ def mixed_images(image_NCHW: Tensor, share: Tensor) -> Tensor:
     return torch.lerp(image_NCHW, image_NCHW.flip(0), share.to(image_NCHW.dtype))
 
 
-def mixed(targets: SparseTargets, share: Tensor) -> SparseTargets:
+def mix_targets(targets: SparseTargets, share: Tensor) -> SparseTargets:
     """Targets mixed with the partner's: (1 - share) t + share t_partner, both by their weights; the
     palette is twice as long.
 
@@ -167,8 +167,8 @@ def mixed(targets: SparseTargets, share: Tensor) -> SparseTargets:
 def pooled(targets: SparseTargets) -> SparseTargets:
     """One target an image, the mean of its tokens': T becomes 1.
 
-    Of tokens that were `mixed` it is a class label that knows what the exchanged region shows,
-    where mixing by area takes the partner's label for the whole of its image (asked for in
+    Of tokens that were `mix_targets` it is a class label that knows what the exchanged region
+    shows, where mixing by area takes the partner's label for the whole of its image (asked for in
     relabel_imagenet's issue 4).
     """
     part = targets.weight / targets.weight.sum(1, keepdim=True).clamp(min=1e-12)

@@ -19,7 +19,7 @@ MASK = 2**32 - 1
 
 
 class Pairs(NamedTuple):
-    """What a step localises."""
+    """What a step localizes."""
 
     # int64 [N, M, 4], 32 random bits each: row and column of the first place, of the second
     words: Tensor
@@ -44,7 +44,7 @@ def philox_on_device(key: int, counter: tuple[int | Tensor, ...]) -> Tensor:
     return torch.stack(torch.broadcast_tensors(c0, c1, c2, c3), -1)
 
 
-def pairs_of(plan: EpochPlan, epoch: int, batch: Batch, count: int, weight: float) -> Pairs:
+def draw_pairs(plan: EpochPlan, epoch: int, batch: Batch, count: int, weight: float) -> Pairs:
     """`count` pairs of each image of a batch on a device: a function of (seed, epoch, sample id,
     view) alone, no wait.
     """

@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from densefeed.storage.geometry import centre_box
+from densefeed.storage.geometry import center_box
 from densefeed.system.errors import UserError
 
 # Streams. A new kind of draw takes a new number, so that old runs stay equal.
@@ -67,15 +67,15 @@ class EpochPlan:
     """The plan of every epoch of a run.
 
     `train` shuffles, crops as torchvision's RandomResizedCrop (area uniform in `crop_scale`, log of
-    the aspect ratio uniform in `crop_ratio`, ten tries, then the largest centred box of an allowed
-    ratio) and flips; `evaluate` keeps order, shows each sample once and takes the centred square of
+    the aspect ratio uniform in `crop_ratio`, ten tries, then the largest centered box of an allowed
+    ratio) and flips; `evaluate` keeps order, shows each sample once and takes the centered square of
     `crop_pct` times the shorter side.
 
     Order `random` is a uniform permutation. `blocks` is for disks and network file systems: blocks
-    of `block` neighbours in storage are shuffled, then samples within every `window` blocks. So a
+    of `block` neighbors in storage are shuffled, then samples within every `window` blocks. So a
     window, W = block * window samples, lies in at most `window` runs of storage, and who reads
     those runs ahead reads sequentially: 128 ImageNet files are 14 MB, of whose 0.1 s a disk seeks
-    for a tenth. The price: two neighbours in storage share a batch with probability (1 - 1 / block)
+    for a tenth. The price: two neighbors in storage share a batch with probability (1 - 1 / block)
     (batch - 1) / (W - 1), which is num_samples / W times that of `random` (with 1.28 M samples,
     batches of 1,024 and the defaults 6 % instead of 0.08 %), and where storage is sorted by class,
     a window of ImageNet shows at most 2 * window of its classes.
@@ -296,20 +296,18 @@ class EpochPlan:
         integer type.
         """
         ids_N = np.asarray(ids_N)
-        height_N, width_N = (
-            np.asarray(height_N, np.int64),
-            np.asarray(width_N, np.int64),
-        )  # a product of uint16 would wrap
+        # a product of uint16 would wrap
+        height_N, width_N = (np.asarray(height_N, np.int64), np.asarray(width_N, np.int64))
         if self.mode == "evaluate":
-            return centre_box(height_N, width_N, self.crop_pct), np.zeros(len(ids_N), bool)
-        box_N4, flip_N = np.empty((len(ids_N), 4)), np.empty(len(ids_N), bool)
+            return center_box(height_N, width_N, self.crop_pct), np.zeros(len(ids_N), bool)
+        box_tlhw_N4, flip_N = np.empty((len(ids_N), 4)), np.empty(len(ids_N), bool)
         for at in range(0, len(ids_N), CHUNK):
             part = slice(at, at + CHUNK)
             views = 0 if view_N is None else np.asarray(view_N)[part]
-            box_N4[part], flip_N[part] = self._random_crops(
+            box_tlhw_N4[part], flip_N[part] = self._random_crops(
                 epoch, ids_N[part], height_N[part], width_N[part], views
             )
-        return box_N4, flip_N
+        return box_tlhw_N4, flip_N
 
     def _random_crops(
         self,
@@ -331,9 +329,8 @@ class EpochPlan:
             )
             rest = rest[~found[rest]]
         top, left = np.floor(down * (height_N - h + 1)), np.floor(right * (width_N - w + 1))
-        if len(
-            rest
-        ):  # the fallback keeps an allowed ratio: a wide image loses width, a tall one height
+        # the fallback keeps an allowed ratio: a wide image loses width, a tall one height
+        if len(rest):
             height, width = height_N[rest], width_N[rest]
             low, high = self.crop_ratio
             w[rest] = np.where(width > height * high, np.rint(height * high), width)
@@ -373,7 +370,7 @@ class EpochPlan:
         """The box of a step that is exchanged: (top, left, bottom, right) in pixels or tokens of a
         `side` x `side` image.
 
-        CutMix's rule: the centre is uniform, the box's area that of the share not `kept` (default:
+        CutMix's rule: the center is uniform, the box's area that of the share not `kept` (default:
         uniform, as MixToken has it), halves are rounded down, and the box is clipped.
         """
         share, row, column = self.draws(epoch, np.array([step]), MIX, range(3))[:, 0]

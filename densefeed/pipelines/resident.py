@@ -8,7 +8,7 @@ before the first step.
 import numpy as np
 import torch
 
-from densefeed.pipelines.batch import Batch, LabelSpec
+from densefeed.pipelines.batch import Batch, ScoreMapSpec
 from densefeed.pipelines.loader import Source
 from densefeed.system.devices import free_memory
 from densefeed.system.errors import UserError
@@ -63,6 +63,6 @@ class ResidentMaps:
         )
 
 
-def bytes_of_map(spec: LabelSpec) -> int:
+def bytes_of_map(spec: ScoreMapSpec) -> int:
     """What one image's map takes: logits and classes, logsumexps, Window."""
     return spec.side**2 * (4 * spec.top_k + 2) + 16

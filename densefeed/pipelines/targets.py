@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from densefeed.pipelines.batch import Batch, LabelSpec
+from densefeed.pipelines.batch import Batch, ScoreMapSpec
 from densefeed.storage.geometry import (
     are_windows,
-    labelling_cells,
+    labeling_cells,
     published_frame,
     samples_per_bin,
     window_frame,
@@ -48,9 +48,9 @@ class TargetRules(NamedTuple):
     # count, and a token weighs by its share of others. uniform, as published: they count as logit 0
     # (zero-logit) or probability 1 / K (tail), and every token weighs 1.
     outside: Literal["ignore", "uniform"] = "ignore"
-    # compatible: read the map where the published code does, see geometry.published_frame; the
+    # published: read the map where the published code does, see geometry.published_frame; the
     # Window is ignored.
-    geometry: Literal["aligned", "compatible"] = "aligned"
+    geometry: Literal["aligned", "published"] = "aligned"
     sheared: bool = False  # Views may rotate or shear; false is faster and wrong for those
 
 
@@ -92,7 +92,7 @@ def places(batch: Batch, side: int, rules: TargetRules) -> Places:
     view = batch.view
     if rules.geometry == "aligned":
         frame, margin = window_frame(batch.window), EDGE
-        cells = labelling_cells(frame, side)
+        cells = labeling_cells(frame, side)
     else:
         # published sampling clamps points within half a cell beyond the map, and takes what is
         # farther for 0
@@ -145,12 +145,10 @@ def axis_weights(at: Places, axis: int, side: int, grid: int, most: int) -> tupl
         scale.dtype
     )
     first, last = at.cells[:, axis, :, None, None].unbind(1)
-    cell = (through * side - 0.5).clamp(
-        first, last
-    )  # at an image's edge as at a map's: its last cell, and no padding
-    hat = (1 - (cell[..., None] - torch.arange(side, device=scale.device)).abs()).clamp(
-        min=0
-    )  # N P G S, bilinear
+    # at an image's edge as at a map's: its last cell, and no padding
+    cell = (through * side - 0.5).clamp(first, last)
+    # N P G S, bilinear
+    hat = (1 - (cell[..., None] - torch.arange(side, device=scale.device)).abs()).clamp(min=0)
     hits = inside.sum(-1)
     return (hat * inside[..., None]).sum(2) / hits.clamp(min=1)[..., None], hits / count[:, None]
 
@@ -196,7 +194,7 @@ def table_points(at: Places, side: int, grid: int, most: int) -> tuple[Tensor, T
 
 
 def sampler(
-    batch: Batch, spec: LabelSpec, grid: int, rules: TargetRules
+    batch: Batch, spec: ScoreMapSpec, grid: int, rules: TargetRules
 ) -> tuple[Callable[[Tensor], Tensor], Tensor]:
     """A function that pools maps `[N, S, S, M]` to tokens `[N, T, M]`, means over samples inside,
     and their share `[N, T]`.
@@ -257,7 +255,9 @@ def palettes(map_class: Tensor, size: int) -> tuple[Tensor, Tensor]:
     return palette, slot
 
 
-def tempered(log_probability: Tensor, spec: LabelSpec, temperature: float) -> tuple[Tensor, Tensor]:
+def apply_temperature(
+    log_probability: Tensor, spec: ScoreMapSpec, temperature: float
+) -> tuple[Tensor, Tensor]:
     """Probabilities of a cell's top-k classes, `[..., k]`, and of any other class, `[..., 1]`, of
     their logs `[..., k]`.
     """
@@ -275,21 +275,20 @@ def tempered(log_probability: Tensor, spec: LabelSpec, temperature: float) -> tu
     return probability, share
 
 
-def palette_maps(batch: Batch, spec: LabelSpec, rules: TargetRules = PLAIN) -> PaletteMaps:
+def palette_maps(batch: Batch, spec: ScoreMapSpec, rules: TargetRules = PLAIN) -> PaletteMaps:
     """The maps of a batch for `sparse_targets`; for its sake alone where several grids are wanted
     of one batch.
     """
     palette, slot = palettes(batch.map_class, spec.max_palette)
     entries, share = batch.map_logit.to(batch.view.dtype), None
     if spec.absent == "tail":
-        probability, share = tempered(
+        probability, share = apply_temperature(
             entries - batch.map_lse.to(entries.dtype)[..., None], spec, rules.temperature
         )
         entries = probability - share
     else:
-        entries = (
-            entries / rules.temperature
-        )  # pooling is linear, so before it or after it is the same
+        # pooling is linear, so before it or after it is the same
+        entries = entries / rules.temperature
     N, S = entries.shape[:2]
     value = torch.zeros(N, S * S, spec.max_palette, dtype=entries.dtype, device=entries.device)
     value.scatter_(2, slot.view(N, S * S, -1), entries.flatten(1, 2))
@@ -298,7 +297,7 @@ def palette_maps(batch: Batch, spec: LabelSpec, rules: TargetRules = PLAIN) -> P
 
 def sparse_targets(
     batch: Batch,
-    spec: LabelSpec,
+    spec: ScoreMapSpec,
     grid: int,
     rules: TargetRules = PLAIN,
     maps: PaletteMaps | None = None,
@@ -316,9 +315,8 @@ def sparse_targets(
     maps = palette_maps(batch, spec, rules) if maps is None else maps
     pooled, inside = sampler(batch, spec, grid, rules)
     value, weight = pooled(maps.value), inside  # N T M, N T
-    if (
-        rules.outside == "uniform"
-    ):  # a mean with 0 for samples outside is the mean of those inside times their share
+    # a mean with 0 for samples outside is the mean of those inside times their share
+    if rules.outside == "uniform":
         value, weight = value * inside[..., None], torch.ones_like(inside)
     off = rules.smoothing / spec.num_classes
     on = 1 - rules.smoothing + off
@@ -338,7 +336,7 @@ def sparse_targets(
     return SparseTargets(maps.palette, extra, base, weight * batch.weight[:, None], total)
 
 
-def with_ground_truth(
+def mix_ground_truth(
     targets: SparseTargets, label_N: Tensor, num_classes: int, smoothing: float, rule: GroundTruth
 ) -> SparseTargets:
     """The class token's targets (T = 1) mixed with the image's label: r * target + (1 - r) * label,
@@ -374,7 +372,7 @@ def with_ground_truth(
 # ------------------------------------------------------------------------- once, before the first step
 
 
-def check_batch(batch: Batch, spec: LabelSpec, where: str) -> None:
+def check_batch(batch: Batch, spec: ScoreMapSpec, where: str) -> None:
     """UserError if the maps, Windows or Views of a batch on the CPU are not what `sparse_targets`
     can read.
 

@@ -24,7 +24,7 @@ from densefeed.relabel.reference_match import (
     FEWEST,
     ORIENTATIONS,
     SURE_T,
-    Looks,
+    MapCorrelation,
     References,
     choose,
     look,
@@ -32,7 +32,7 @@ from densefeed.relabel.reference_match import (
     what,
 )
 from densefeed.relabel.teacher import weights_hash
-from densefeed.storage.geometry import window_of
+from densefeed.storage.geometry import teacher_window
 from densefeed.storage.images import Images
 from densefeed.storage.maintenance import disorder
 from densefeed.storage.packs import SURE, label_rows
@@ -53,9 +53,8 @@ NAMED = 5  # rows in a check's evidence
 FEWEST_LABELS = 100  # rows, to hold the maps against the labels
 OTHER = 0.5  # correlation below which two maps are surely of different things
 
-MANY = re.compile(
-    r", \d+ views [0-9a-f]+$| by \S+ [0-9a-f]{8}\b"
-)  # in a teacher's name: views, a class map
+# in a teacher's name: views, a class map
+MANY = re.compile(r", \d+ views [0-9a-f]+$| by \S+ [0-9a-f]{8}\b")
 
 LOGITS_FIRST = "the logits must be put right first"
 NOT_YET = "the class list must be put right first"
@@ -83,12 +82,10 @@ class Audit:
     checks: list[Check] = field(default_factory=list)
     figures: dict = field(default_factory=dict)
     images: Images | None = None
-    image_of: np.ndarray | None = (
-        None  # int64 [N]: where each row's image stands in `images`, -1: nowhere
-    )
-    looked: np.ndarray = field(
-        default_factory=lambda: np.empty(0, np.int64)
-    )  # rows held against images
+    # int64 [N]: where each row's image stands in `images`, -1: nowhere
+    image_of: np.ndarray | None = None
+    # rows held against images
+    looked: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
 
     def faults(self) -> list[Check]:
         """The checks that found a fault."""
@@ -115,7 +112,7 @@ def audit(
     Args:
         images: those the maps were made for; without them names, labels, Windows and all that needs
             a picture are unchecked.
-        references: a model of the same classes by geometry, `squash` and `centre-crop`; needs
+        references: a model of the same classes by geometry, `squash` and `center-crop`; needs
             `images`.
         count: images that the reference looks at.
         every_row: read all rows also of a store of more than 100,000.
@@ -132,7 +129,7 @@ def audit(
     ids = np.linspace(0, rows - 1, SAMPLED_ROWS).astype(np.int64) if some else np.arange(rows)
     seen = survey(store, ids)
     add = result.checks.append
-    add(Check("finished", "sound", f"all {rows:,} rows are labelled"))
+    add(Check("finished", "sound", f"all {rows:,} rows are labeled"))
     logits = numbers(store, seen)
     add(values(store, seen, logits.verdict == "fault"))
     add(logits)
@@ -152,7 +149,7 @@ def audit(
     usable = np.setdiff1d(seen.ids, [*seen.faults])
     if images is not None:
         usable = usable[result.image_of[usable] >= 0]
-        result.looked = neighbours(store.labels, usable, count)
+        result.looked = neighbors(store.labels, usable, count)
         if len(result.looked):
             add(windows(store, images, result.image_of, result.looked))
         if references and len(result.looked) and not wait:
@@ -205,7 +202,7 @@ def missing_rows(path: Path) -> Check | None:
     return Check(
         "finished",
         "fault",
-        f"{len(missing):,} of {len(arrays['done']):,} rows are not labelled, the first: {named}",
+        f"{len(missing):,} of {len(arrays['done']):,} rows are not labeled, the first: {named}",
         "Run the command that labels or imports again; it does only these rows.",
     )
 
@@ -223,19 +220,15 @@ class Survey:
     entropy: np.ndarray  # mean over the cells, nats
     constant: np.ndarray  # bool: all cells, of more than one, say the same
     faults: dict[int, list[str]] = field(default_factory=dict)
-    named: np.ndarray = field(
-        default_factory=lambda: np.zeros(2**16, bool)
-    )  # classes that any cell names
-    range: np.ndarray = field(
-        init=False
-    )  # [N, 2]: the least logit and the greatest, NaN of rows whose logits cannot be judged
-    sums: np.ndarray = field(
-        init=False
-    )  # [N, 2]: the greatest sums of a cell's logits and of their exponentials
+    # classes that any cell names
+    named: np.ndarray = field(default_factory=lambda: np.zeros(2**16, bool))
+    # [N, 2]: the least logit and the greatest, NaN of rows whose logits cannot be judged
+    range: np.ndarray = field(init=False)
+    # [N, 2]: the greatest sums of a cell's logits and of their exponentials
+    sums: np.ndarray = field(init=False)
     shares: np.ndarray = field(init=False)  # [N, 3]: of the cells, see `sums_of_probabilities`
-    surest: np.ndarray = field(
-        init=False
-    )  # [N]: greatest probability of a class in a cell, 0 of rows with faults
+    # [N]: greatest probability of a class in a cell, 0 of rows with faults
+    surest: np.ndarray = field(init=False)
 
     def __post_init__(self):
         N = len(self.ids)
@@ -299,7 +292,7 @@ def survey(store: ScoreMapStore, ids: np.ndarray) -> Survey:
 
 def gather_logits(seen: Survey, at: np.ndarray, logit_NSSk: np.ndarray, num_classes: int) -> None:
     """What `numbers` asks of rows, for those of `seen.ids[at]`. A row that says the same
-    everywhere, as of an image labelled by its class, is left out where a map has cells.
+    everywhere, as of an image labeled by its class, is left out where a map has cells.
     """
     differ = (logit_NSSk != logit_NSSk[:, :1, :1]).any((1, 2, 3)) | (logit_NSSk.shape[1] == 1)
     at, logit = at[differ], logit_NSSk[differ].astype(np.float32)
@@ -494,7 +487,7 @@ def rounded_classes(store: ScoreMapStore, seen: Survey) -> Check:
 
 def duplicates(store: ScoreMapStore, images: Images | None, image_of: np.ndarray | None) -> Check:
     """Different images with one map. Images that are there twice have it rightly, and so have
-    images that were labelled by their class.
+    images that were labeled by their class.
     """
     name = "duplicates"
     order = np.argsort(store.crcs, kind="stable")
@@ -615,8 +608,8 @@ def against_images(store: ScoreMapStore, images: Images) -> tuple[np.ndarray, li
     return image_of, [files, classes]
 
 
-def neighbours(labels: np.ndarray, usable: np.ndarray, count: int) -> np.ndarray:
-    """About `count` of the rows `usable`, evenly spaced, in pairs of neighbours ([0] and [1], [2]
+def neighbors(labels: np.ndarray, usable: np.ndarray, count: int) -> np.ndarray:
+    """About `count` of the rows `usable`, evenly spaced, in pairs of neighbors ([0] and [1], [2]
     and [3]), of one label if possible.
     """
     if len(usable) < 2 or count < 2:
@@ -636,11 +629,11 @@ def windows(store: ScoreMapStore, images: Images, image_of: np.ndarray, rows: np
     names?
     """
     name, geometry = "windows", store.header.geometry
-    if geometry not in ("squash", "centre-crop", "letterbox"):
+    if geometry not in ("squash", "center-crop", "letterbox"):
         return Check(name, "unchecked", f"of geometry {geometry} only its maker knows the Windows")
     said = store.rows(rows).window
     want = np.array(
-        [window_of(geometry, *size) for size in map(images.size, image_of[rows].tolist())],
+        [teacher_window(geometry, *size) for size in map(images.size, image_of[rows].tolist())],
         np.float32,
     )
     # Who cuts at whole pixels misses ours by up to half of one: 1/600 of an image of 300.
@@ -665,7 +658,7 @@ def windows(store: ScoreMapStore, images: Images, image_of: np.ndarray, rows: np
 
 
 class Renaming(NamedTuple):
-    """What the maps call the images of each label, learnt on half of the rows and tried on the
+    """What the maps call the images of each label, learned on half of the rows and tried on the
     other.
     """
 
@@ -722,9 +715,8 @@ def class_list(store: ScoreMapStore, seen: Survey, wait: str) -> tuple[Check, Re
     called = np.full(classes, -1, np.int64)
     pairs, counts = np.unique(label[learn] * classes + top[learn], return_counts=True)
     ascending = np.argsort(counts, kind="stable")
-    called[pairs[ascending] // classes] = (
-        pairs[ascending] % classes
-    )  # the most frequent is written last
+    # the most frequent is written last
+    called[pairs[ascending] // classes] = pairs[ascending] % classes
     own_N, mapped_N = label[tried] == top[tried], called[label[tried]] == top[tried]
     mapping = Renaming(called, float(own_N.mean()), float(mapped_N.mean()))
     # A class that its own name hardly ever fits and another's mostly does. Twins of ImageNet
@@ -747,7 +739,7 @@ def class_list(store: ScoreMapStore, seen: Survey, wait: str) -> tuple[Check, Re
             f"{names[c]} is called {named(names, called[c])}" for c in moved[:NAMED]
         )
         evidence = (
-            f"{told}, but of {100 * mapping.mapped:.1f} % after {len(moved):,} classes are renamed ({examples}; learnt on as many other "
+            f"{told}, but of {100 * mapping.mapped:.1f} % after {len(moved):,} classes are renamed ({examples}; learned on as many other "
             f"images, t = {t:.1f})"
         )
         return Check(
@@ -775,7 +767,9 @@ def named(names: tuple[str, ...], number: int) -> str:
     return names[number] if 0 <= number < len(names) else f"class {number}"
 
 
-def labels_known(store: ScoreMapStore, seen: Survey, looks: Looks | None, wait: str) -> Check:
+def labels_known(
+    store: ScoreMapStore, seen: Survey, looks: MapCorrelation | None, wait: str
+) -> Check:
     """Do the maps know anything of the labels? By chance they agree as often as both columns'
     frequencies make them.
     """
@@ -814,7 +808,9 @@ def labels_known(store: ScoreMapStore, seen: Survey, looks: Looks | None, wait: 
 # ------------------------------------------------------------------------------------------------ the reference
 
 
-def geometry(store: ScoreMapStore, looks: Looks | None, wait: str, foreign: bool) -> list[Check]:
+def geometry(
+    store: ScoreMapStore, looks: MapCorrelation | None, wait: str, foreign: bool
+) -> list[Check]:
     """The checks of orientation and coverage. `foreign` says that maps unlike the reference's can
     only be of other images: it made these, or they know nothing of their labels.
     """
@@ -831,7 +827,7 @@ def unlike(foreign: bool) -> str:
     return "the reference does not say where in these images things are, or the maps are of others of the same classes"
 
 
-def orientation(looks: Looks, foreign: bool) -> Check:
+def orientation(looks: MapCorrelation, foreign: bool) -> Check:
     """Which of the 8 ways the maps lie, under the footprint that fits best."""
     g, _ = looks.best()
     choice = choose(looks.own[:, g])
@@ -873,8 +869,8 @@ def orientation(looks: Looks, foreign: bool) -> Check:
     return Check(name, "fault", told, remedy)
 
 
-def coverage(looks: Looks, declared: str, foreign: bool) -> Check:
-    """Whole image or centre square: by images whose sides differ."""
+def coverage(looks: MapCorrelation, declared: str, foreign: bool) -> Check:
+    """Whole image or center square: by images whose sides differ."""
     name, (_, o) = "coverage", looks.best()
     long = looks.elongated
     if declared not in looks.footprints or len(looks.footprints) < 2:
@@ -883,7 +879,7 @@ def coverage(looks: Looks, declared: str, foreign: bool) -> Check:
         return Check(
             name,
             "unchecked",
-            f"{int(long.sum())} of {len(long)} images have sides that differ by a tenth; of square images the whole is the centre",
+            f"{int(long.sum())} of {len(long)} images have sides that differ by a tenth; of square images the whole is the center",
         )
     choice = choose(looks.own[long][:, :, o])
     at, best = looks.footprints.index(declared), choice.best
@@ -911,8 +907,10 @@ def coverage(looks: Looks, declared: str, foreign: bool) -> Check:
     )
 
 
-def rows_in_place(store: ScoreMapStore, looks: Looks | None, maker: bool, wait: str) -> Check:
-    """Is a map more like the reference's of its own image than like that of the neighbour, which
+def rows_in_place(
+    store: ScoreMapStore, looks: MapCorrelation | None, maker: bool, wait: str
+) -> Check:
+    """Is a map more like the reference's of its own image than like that of the neighbor, which
     mostly is of the same class?
 
     `maker` says that the reference is the very teacher of this store, whose maps of the same images
@@ -933,7 +931,7 @@ def rows_in_place(store: ScoreMapStore, looks: Looks | None, maker: bool, wait: 
     t = paired_t(own - other)
     told = (
         f"a map correlates at {own.mean():.3f} with the reference's of its own image and at {other.mean():.3f} with that of a "
-        f"neighbour (t = {t:.1f}, {len(own)} images)"
+        f"neighbor (t = {t:.1f}, {len(own)} images)"
     )
     if maker or looks.reproduced():
         foreign = np.unique(rows[own < OTHER])
@@ -965,7 +963,7 @@ def rows_in_place(store: ScoreMapStore, looks: Looks | None, maker: bool, wait: 
 
 
 def figures(
-    store: ScoreMapStore, seen: Survey, looks: Looks | None, mapping: Renaming | None
+    store: ScoreMapStore, seen: Survey, looks: MapCorrelation | None, mapping: Renaming | None
 ) -> dict:
     """Plain numbers: of the store, histograms, agreement by class, and the images whose label the
     maps doubt most.
@@ -1028,7 +1026,7 @@ def figures(
                 )
                 for g, footprint in enumerate(looks.footprints)
             },
-            "neighbour": float(np.nanmean(looks.other[:, looks.best()[0], looks.best()[1]])),
+            "neighbor": float(np.nanmean(looks.other[:, looks.best()[0], looks.best()[1]])),
         },
         "renaming": None if mapping is None else {"own": mapping.own, "best": mapping.mapped},
         "disagreements": [

@@ -1,4 +1,4 @@
-"""What a labelling will cost, from a few batches of it that are not kept: hours, bytes on disk,
+"""What a labeling will cost, from a few batches of it that are not kept: hours, bytes on disk,
 memory.
 """
 
@@ -71,9 +71,8 @@ def try_out(work: Pass) -> Estimate:
     def look(_ids: np.ndarray, scored: Scored, window_N4: np.ndarray) -> None:
         sizes.append(palette_sizes(scored.maps(window_N4).cls))
 
-    score_batches(
-        work, batches[:1], look, lambda _: None
-    )  # libraries choose their kernels, a compiler compiles
+    # libraries choose their kernels, a compiler compiles
+    score_batches(work, batches[:1], look, lambda _: None)
     speed = score_batches(work, batches, look, lambda _: None)
     out, some = np.empty(work.look_shape, np.uint8), ids[:RENDERED].tolist()
     began = time.perf_counter()

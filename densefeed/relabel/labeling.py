@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from densefeed.relabel.rendering import PillowRender, Render
-from densefeed.relabel.scoring import Precision, Scored, Scorer, batch_that_fits, choose_precision
+from densefeed.relabel.scoring import Precision, Scored, Scorer, choose_precision, find_batch_size
 from densefeed.relabel.teacher import Teacher, weights_hash
 from densefeed.storage.datasets import MOST_CLASSES
 from densefeed.storage.images import Images
@@ -55,13 +55,12 @@ LOOK_AGAIN = 1.0  # seconds between looks at other processes' files
 
 @dataclass
 class Speed:
-    """How a labelling went."""
+    """How a labeling went."""
 
     images: int = 0
     seconds: float = 0.0
-    images_wait: float = (
-        0.0  # seconds that the teacher had nothing to do because images were not rendered yet
-    )
+    # seconds that the teacher had nothing to do because images were not rendered yet
+    images_wait: float = 0.0
     disk_wait: float = 0.0  # seconds that it waited because rows were not written yet
 
     def __str__(self) -> str:
@@ -138,9 +137,8 @@ def begin_pass(
             f"{images.root} has {len(images.class_names)} classes but the teacher {name} scores {num_classes}; "
             "choose a teacher of the same classes, or give a --class-map"
         )
-    said = (
-        "" if scorer.precision == "fp32" else f" {scorer.precision}"
-    )  # other products round otherwise: another teacher
+    # other products round otherwise: another teacher
+    said = "" if scorer.precision == "fp32" else f" {scorer.precision}"
     header = StoreHeader(
         side=side,
         top_k=top_k,
@@ -154,7 +152,7 @@ def begin_pass(
         class_names=tuple(images.class_names),
     )
     if batch == "auto":
-        batch = batch_that_fits(
+        batch = find_batch_size(
             lambda count: scorer.try_out(torch.zeros(count, *look_shape, dtype=torch.uint8), top_k),
             device,
         )
@@ -186,7 +184,7 @@ def label_images(
 def finish_pass(
     work: Pass, out: Path, shard: Shard = WHOLE_SET, ranks: bool = False
 ) -> ScoreMapStore | None:
-    """Label every image of a shard that no file of this labelling holds yet, and return the
+    """Label every image of a shard that no file of this labeling holds yet, and return the
     finished store.
 
     Work is written batch by batch, so a killed run continues at its first unfinished batch, in any
@@ -199,7 +197,7 @@ def finish_pass(
             it waits for the others.
 
     None if this shard is finished but others are not. UserError names an image that cannot be read,
-    or a file of another labelling; BusyError if another process labels the same shard.
+    or a file of another labeling; BusyError if another process labels the same shard.
     """
     images, count = work.images, len(work.images)
     whole, form = replace(work.header, form="raw"), work.header.form
@@ -227,7 +225,7 @@ def finish_pass(
             absorb(writer, mine, [path for path in left_over(out) if path != writer.part])
             if writer.done.any():
                 print(
-                    f"{own}: continuing, {int(writer.done.sum()):,} of {len(rows):,} images are labelled already"
+                    f"{own}: continuing, {int(writer.done.sum()):,} of {len(rows):,} images are labeled already"
                 )
             with telling(out, shard, ranks, count, writer.done) as tell:
                 speed = label_rows(work, writer, rows.start, tell)
@@ -246,7 +244,7 @@ def finish_pass(
 
 
 def is_made(out: Path, header: StoreHeader) -> bool:
-    """Whether `out` is the finished store of this labelling."""
+    """Whether `out` is the finished store of this labeling."""
     try:
         return map_datasets(out)[0] == header
     except UserError:

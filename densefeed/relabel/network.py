@@ -20,7 +20,7 @@ INTERPOLATIONS = {
 CLASS_ATTENTION = ("blocks_token_only", "cls_attn_blocks")
 
 
-def own_config(module: nn.Module) -> dict:
+def preprocessing_config(module: nn.Module) -> dict:
     """What a module says of its preprocessing: `mean` and `std` (of input from 0 to 1) and
     `interpolation`, else ImageNet's.
 
@@ -142,9 +142,8 @@ class Network(nn.Module):
         """
         image_NCHW = image_NHWC.permute(0, 3, 1, 2).float()
         if image_NCHW.shape[2] != self.input_size:
-            mode = (
-                "bilinear" if self.interpolation is Image.Resampling.BILINEAR else "bicubic"
-            )  # PyTorch has no lanczos
+            # PyTorch has no lanczos
+            mode = "bilinear" if self.interpolation is Image.Resampling.BILINEAR else "bicubic"
             image_NCHW = F.interpolate(
                 image_NCHW, (self.input_size, self.input_size), mode=mode, antialias=True
             ).clamp(0, 255)
@@ -188,16 +187,14 @@ class Network(nn.Module):
 
     def _of_tokens(self, tokens_NTC: Tensor) -> Tensor:
         model = self.model
-        token_head = getattr(
-            model, "aux_head", None
-        )  # VOLO's, of token labelling; its class token comes first
+        # VOLO's, of token labeling; its class token comes first
+        token_head = getattr(model, "aux_head", None)
         prefix = 1 if isinstance(token_head, nn.Linear) else getattr(model, "num_prefix_tokens", 0)
         tokens_NTC = tokens_NTC[:, prefix:]
         count, T, channels = tokens_NTC.shape
         height, width = getattr(getattr(model, "patch_embed", None), "grid_size", None) or (0, 0)
-        if (
-            height * width != T
-        ):  # another number of tokens than at the start: pooled, or of an input of another size
+        # another number of tokens than at the start: pooled, or of an input of another size
+        if height * width != T:
             height = width = round(T**0.5)
         if height != width or height * width != T or T < 2:
             self._refuse(

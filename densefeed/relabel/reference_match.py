@@ -38,7 +38,7 @@ EFFECT = 0.05  # of a correlation, below which even a sure difference is none of
 # the maps as they lie and -0.03 turned by 180 degrees (t = 5).
 FLOOR = 0.1
 FEWEST = 30  # images, for a t
-ELONGATED = 1.1  # ratio of an image's sides from which its centre square is another picture
+ELONGATED = 1.1  # ratio of an image's sides from which its center square is another picture
 SAME = 0.95  # correlation of a map with itself made anew: 0.99 where the store kept 5 of 10 classes
 
 ORIENTATIONS = (
@@ -78,19 +78,18 @@ class Reference(Protocol):
     def __call__(self, pixels: torch.Tensor) -> torch.Tensor: ...
 
 
-References = Mapping[
-    str, Reference
-]  # by geometry: the same model, shown the whole image and its centre square
+# by geometry: the same model, shown the whole image and its center square
+References = Mapping[str, Reference]
 
 
 @dataclass
-class Looks:
+class MapCorrelation:
     """How like the reference's maps the stored ones are, as correlations over cells and classes,
     each class less its mean over the cells (which no turning of the map changes). NaN where a map
     is flat.
     """
 
-    rows: np.ndarray  # int64 [N]; neighbours are partners, see `neighbours`
+    rows: np.ndarray  # int64 [N]; neighbors are partners, see `neighbors`
     footprints: tuple[str, ...]  # G
     own: np.ndarray  # float64 [N, G, 8]: with the image's own, put upright from each orientation
     other: np.ndarray  # the same, with the partner's
@@ -131,7 +130,7 @@ def look(
     rows: np.ndarray,
     references: References,
     threads: int,
-) -> Looks:
+) -> MapCorrelation:
     """Lay the reference's maps of the images of `rows` over the stored ones, in every orientation
     and each of its geometries.
 
@@ -140,7 +139,7 @@ def look(
         kept: num_classes and absent of these maps, as a StoreHeader has them.
     """
     footprints, count = tuple(references), len(rows)
-    looks = Looks(
+    looks = MapCorrelation(
         rows,
         footprints,
         np.full((count, len(footprints), 8), np.nan),
@@ -312,12 +311,14 @@ def choose(scores_NH: np.ndarray) -> Choice:
     return Choice(best, mean, len(scores_NH), over)
 
 
-def find_layout(looks: Looks, where: object, footprint: str | None = None) -> tuple[str, str]:
+def find_layout(
+    looks: MapCorrelation, where: object, footprint: str | None = None
+) -> tuple[str, str]:
     """Which of a pack's axes comes first, and what its maps cover, as `Axes` and `Geometry` name
     it; UserError if that is not sure.
 
     `looks` are of maps read as row-column; `footprint` is given back if it is known. Where no
-    image's sides differ, `squash` is right and so is `centre-crop`.
+    image's sides differ, `squash` is right and so is `center-crop`.
     """
     g, o = looks.best()
     choice = choose(looks.own[:, g])
@@ -345,6 +346,6 @@ def find_layout(looks: Looks, where: object, footprint: str | None = None) -> tu
 
 def what(footprint: str) -> str:
     """A footprint in words."""
-    return {"squash": "the whole image", "centre-crop": "its centre square"}.get(
+    return {"squash": "the whole image", "center-crop": "its center square"}.get(
         footprint, footprint
     )

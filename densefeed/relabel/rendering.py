@@ -7,7 +7,7 @@ import numpy as np
 from PIL import Image
 
 from densefeed import native
-from densefeed.storage.geometry import Look
+from densefeed.storage.geometry import TeacherView
 from densefeed.storage.images import Images, crop_resize, decode
 from densefeed.system.errors import UserError
 
@@ -25,7 +25,7 @@ class Viewer(Protocol):
     interpolation: Image.Resampling
     fill: tuple[int, ...]  # 0 to 255, what is shown beyond an image
 
-    def looks(self, height: int, width: int) -> list[Look]:
+    def looks(self, height: int, width: int) -> list[TeacherView]:
         """Its looks at an image of this size, pixels; always as many."""
 
     def window(self, height: int, width: int) -> tuple[float, float, float, float]:
@@ -48,7 +48,9 @@ def render(
 ) -> tuple[float, float, float, float]:
     """All looks at an RGB image into uint8 `[L, H, W, 3]`; its Window."""
     for look, out_HWC in zip(viewer.looks(image.height, image.width), out_LHWC, strict=True):
-        pixels = crop_resize(image, look.box, viewer.input_size, viewer.interpolation, viewer.fill)
+        pixels = crop_resize(
+            image, look.box_ltrb, viewer.input_size, viewer.interpolation, viewer.fill
+        )
         out_HWC[:] = pixels[:, ::-1] if look.flip else pixels
     return viewer.window(image.height, image.width)
 
@@ -59,8 +61,8 @@ FILTERS = {Image.Resampling.BILINEAR: native.BILINEAR, Image.Resampling.BICUBIC:
 class NativeRender(NamedTuple):
     """A Render by our own decoder, on whichever thread calls it, without Python's lock.
 
-    It gives the pixels of PillowRender to 0.6 grey levels on average (tests). What it does not read
-    it leaves to Pillow, whose word on damaged files is the last: other formats and colours, looks
+    It gives the pixels of PillowRender to 0.6 gray levels on average (tests). What it does not read
+    it leaves to Pillow, whose word on damaged files is the last: other formats and colors, looks
     that reach beyond the image, filters other than FILTERS.
     """
 
@@ -93,7 +95,7 @@ def samples_of(viewer: Viewer, height: int, width: int) -> np.ndarray | None:
     reaches beyond the image.
     """
     looks = viewer.looks(height, width)
-    left, top, right, bottom = np.array([look.box for look in looks], np.float64).T
+    left, top, right, bottom = np.array([look.box_ltrb for look in looks], np.float64).T
     if min(left.min(), top.min()) < 0 or right.max() > width + 1e-9 or bottom.max() > height + 1e-9:
         return None
     samples = np.zeros(len(looks), native.SAMPLE)
@@ -102,7 +104,7 @@ def samples_of(viewer: Viewer, height: int, width: int) -> np.ndarray | None:
         width,
         [look.flip for look in looks],
     )
-    samples["box"] = np.stack([top, left, bottom - top, right - left], 1)
+    samples["box_tlhw"] = np.stack([top, left, bottom - top, right - left], 1)
     return samples
 
 

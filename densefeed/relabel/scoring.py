@@ -130,9 +130,8 @@ class Scorer:
             precision,
             compiled,
         )
-        if (
-            device.type == "cuda"
-        ):  # tensor cores read channels together; on a CPU the library lays out its own
+        # tensor cores read channels together; on a CPU the library lays out its own
+        if device.type == "cuda":
             teacher.to(memory_format=torch.channels_last)
         self._keep: Callable[[Tensor, int], Kept] = (
             torch.compile(self._score, dynamic=False) if compiled else self._score
@@ -170,7 +169,7 @@ class Scorer:
             return Scored(self._keep(looks.to(self.device, non_blocking=True), top_k), rows, began)
 
 
-def batch_that_fits(attempt: Callable[[int], None], device: torch.device) -> int:
+def find_batch_size(attempt: Callable[[int], None], device: torch.device) -> int:
     """The largest power of two, at most 256, of images that `attempt` scores within 0.9 of the
     device's memory; 32 on a CPU.
 

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from densefeed.relabel.class_map import ClassMap
 from densefeed.relabel.network import Network
 from densefeed.relabel.rendering import render
-from densefeed.storage.geometry import Box, Geometry, Look, crop_in_pixels, window_of
+from densefeed.storage.geometry import TLBR, Geometry, TeacherView, crop_in_pixels, teacher_window
 from densefeed.system.errors import UserError
 
 # N images   L looks, view by view and in each tile by tile   S cells along a map's side, s along a tile's   K classes
@@ -33,9 +33,9 @@ OVERLAP = 1 / 4  # of a tile's side
 class Teacher(nn.Module):
     """Networks that give logits for every cell of an image.
 
-    `geometry`: `squash` shows the whole image, its aspect ratio lost; `centre-crop` its centre
-    square; `letterbox` the whole image on a square of the teacher's mean colour (cells of that are
-    in the map, and no token is labelled by them); `tile` the whole image, squashed, in `tiles` x
+    `geometry`: `squash` shows the whole image, its aspect ratio lost; `center-crop` its center
+    square; `letterbox` the whole image on a square of the teacher's mean color (cells of that are
+    in the map, and no token is labeled by them); `tile` the whole image, squashed, in `tiles` x
     `tiles` squares that overlap by about a quarter. A map of tiles has S = tiles * s - (tiles - 1)
     * o cells a side, where a tile has s and o is s / 4 rounded to an even number, at least 2; each
     overlap is cut in its middle, so o / 2 cells beside a tile's inner edge, which lack half of
@@ -43,7 +43,7 @@ class Teacher(nn.Module):
 
     `views` looks are averaged: the picture and its mirror, then both moved by a cell in one of
     eight directions. Every map is mirrored and moved back first. Where a moved picture reaches
-    beyond the image it shows the mean colour; cells that only some views cover are averaged over
+    beyond the image it shows the mean color; cells that only some views cover are averaged over
     these. `others` are further members of an ensemble; maps of fewer cells are resampled, bilinear,
     to the largest. All members stay on the device. All see the same pictures, of the largest
     member's size and by its filter; a smaller member resizes them on the device, antialiased, by
@@ -90,9 +90,8 @@ class Teacher(nn.Module):
         )
         largest = max(self.networks, key=lambda network: network.input_size)
         self.input_size, self.interpolation = largest.input_size, largest.interpolation
-        self.fill = tuple(
-            round(level) for level in largest.mean.flatten().tolist()
-        )  # 0 to 255, of what is beyond an image
+        # 0 to 255, of what is beyond an image
+        self.fill = tuple(round(level) for level in largest.mean.flatten().tolist())
         self.window_geometry, self.views, self.tiles = geometry, views, tiles
         self.geometry = f"tile {tiles} x {tiles}" if geometry == "tile" else geometry
         self.cells = 0  # s; known after the first forward
@@ -108,7 +107,7 @@ class Teacher(nn.Module):
 
     @property
     def mean(self) -> Tensor:
-        """The first network's mean colour, 0 to 255, `[1, 3, 1, 1]`, on the device that all are
+        """The first network's mean color, 0 to 255, `[1, 3, 1, 1]`, on the device that all are
         on.
         """
         return self.networks[0].mean
@@ -118,17 +117,20 @@ class Teacher(nn.Module):
         """Of an image's looks: (L, size, size, 3)."""
         return self.views * self.tiles**2, self.input_size, self.input_size, 3
 
-    def window(self, height: int, width: int) -> Box:
+    def window(self, height: int, width: int) -> TLBR:
         """The Window of the map of an image of these pixels."""
-        return window_of(self.window_geometry, height, width)
+        return teacher_window(self.window_geometry, height, width)
 
-    def looks(self, height: int, width: int) -> list[Look]:
+    def looks(self, height: int, width: int) -> list[TeacherView]:
         """The pictures to show of an image of these pixels: L of them, view by view and in each
         tile by tile, row-major.
         """
         left, top, right, bottom = crop_in_pixels(self.window(height, width), height, width)
         if self.views <= 2 and self.tiles == 1:
-            return [Look((left, top, right, bottom), flip) for flip in (False, True)[: self.views]]
+            return [
+                TeacherView((left, top, right, bottom), flip)
+                for flip in (False, True)[: self.views]
+            ]
         if not self.cells:
             self._count_cells()
         side = self.tiles * self.cells - (self.tiles - 1) * self.overlap
@@ -145,7 +147,7 @@ class Teacher(nn.Module):
                     )
                 )
                 # A whole pixel stays one, so that nothing beyond it is read.
-                looks.append(Look(tuple(round(edge, 6) for edge in box), flip))
+                looks.append(TeacherView(tuple(round(edge, 6) for edge in box), flip))
         return looks
 
     def _count_cells(self) -> None:
@@ -166,10 +168,10 @@ class Teacher(nn.Module):
 
     @property
     def overlap(self) -> int:
-        """Cells that neighbouring tiles share; even, so that its middle lies between two."""
+        """Cells that neighboring tiles share; even, so that its middle lies between two."""
         return max(2, 2 * round(self.cells * OVERLAP / 2))
 
-    def prepare(self, image: Image.Image) -> tuple[np.ndarray, Box]:
+    def prepare(self, image: Image.Image) -> tuple[np.ndarray, TLBR]:
         """The pictures of an image, uint8 `[L, size, size, 3]`, and the Window of its map."""
         pictures = np.empty(self.shape, np.uint8)
         return pictures, render(image, self, pictures)

@@ -25,7 +25,7 @@ import numpy as np
 
 from densefeed import native
 from densefeed.system.errors import UserError
-from densefeed.system.files import naming
+from densefeed.system.files import name_errors
 from densefeed.system.prefetch import ordered_map
 from densefeed.system.progress import bar
 
@@ -40,9 +40,8 @@ HEADER = np.dtype(
 )
 FIELD = np.dtype([("type", "u1"), ("name", "S16"), ("arguments", "V1024")])
 ALLOCATION = np.dtype([("sample", "<u8"), ("ptr", "<u8"), ("size", "<u8")])
-IMAGE = np.dtype(
-    [("mode", "u1"), ("width", "<u2"), ("height", "<u2"), ("ptr", "<u8")]
-)  # packed: 13 bytes
+# packed: 13 bytes
+IMAGE = np.dtype([("mode", "u1"), ("width", "<u2"), ("height", "<u2"), ("ptr", "<u8")])
 EXTENT = np.dtype([("ptr", "<u8"), ("size", "<u8")])
 FLOAT, INT, RGB, BYTES, NDARRAY, JSON, TENSOR = range(7)
 METADATA = {
@@ -54,34 +53,24 @@ METADATA = {
     JSON: EXTENT,
     TENSOR: np.dtype("<u8"),
 }
-ALLOCATED = (
-    RGB,
-    BYTES,
-    NDARRAY,
-    JSON,
-    TENSOR,
-)  # types with one entry a sample in the allocation table
+# types with one entry a sample in the allocation table
+ALLOCATED = (RGB, BYTES, NDARRAY, JSON, TENSOR)
 JPEG, RAW = 0, 1
 VERSION = 2
 PAGE = 2**23  # FFCV's default; a sample never crosses a page
 GAP = 2**18  # bytes: a disk reads over them sooner than it seeks past them
 ALIGN = 16  # arrays start aligned, so that readers need not copy bytes before they view them
 NOTES = np.dtype([("mark", "S8"), ("at", "<u8"), ("size", "<u8"), ("crc", "<u4")])
-NOTES_IN_ARGUMENTS = (
-    512  # where NOTES stands in the image field's arguments; FFCV's own are shorter
-)
+# where NOTES stands in the image field's arguments; FFCV's own are shorter
+NOTES_IN_ARGUMENTS = 512
 NOTES_VERSION = 2
 NOTES_LIMIT = 2**26  # bytes; 21k class names take 0.6 MB, so more is a damaged size
 MARK = b"densfeed"
 SOI = b"\xff\xd8"  # how every JPEG starts
-CHUNK = (
-    2**16
-)  # samples whose metadata and table entries are in memory at once: 3 and 8 MB with score maps
-SHARED_NOTES = (
-    "class_names",
-    "teacher",
-    "absent",
-)  # what files opened as one dataset must agree on
+# samples whose metadata and table entries are in memory at once: 3 and 8 MB with score maps
+CHUNK = 2**16
+# what files opened as one dataset must agree on
+SHARED_NOTES = ("class_names", "teacher", "absent")
 
 
 class Field(NamedTuple):
@@ -485,7 +474,7 @@ class Beton:
         if not self.descriptors:
             raise ValueError("the .beton is closed")
         number = int(self.images.file[index])
-        with naming(self.paths[number]):
+        with name_errors(self.paths[number]):
             got = os.preadv(self.descriptors[number], buffers, offset)
         if got != sum(len(buffer) for buffer in buffers):
             raise UserError(
@@ -510,7 +499,7 @@ def read_into(path: Path, descriptor: int, buffer: np.ndarray, offset: int) -> N
     """Fill a contiguous array from a file; UserError if the file ends before."""
     view = memoryview(buffer).cast("B")
     while len(view):  # one call gives at most 2 GiB
-        with naming(path):
+        with name_errors(path):
             got = os.preadv(descriptor, [view], offset)
         if got == 0:
             raise UserError(f"{path} is cut or damaged; pack or copy it again")
@@ -575,9 +564,8 @@ def read_notes(path: Path, descriptor: int, head: bytes, table: int) -> dict:
         place = np.frombuffer(head, NOTES, 1, place_at)[0]
         if place["mark"] == MARK:
             break
-        if head[at] == RGB and any(
-            head[place_at : place_at + NOTES.itemsize]
-        ):  # FFCV leaves zeros here
+        # FFCV leaves zeros here
+        if head[at] == RGB and any(head[place_at : place_at + NOTES.itemsize]):
             raise damaged
     else:
         return {}
@@ -672,9 +660,8 @@ def verify(path: Path, threads: int) -> list[str]:
                 native.check(stored, int(beton.heights[index]), int(beton.widths[index]))
         except UserError as error:
             return str(error)
-        except (
-            native.JpegError
-        ) as error:  # a stranger's CMYK image is no damage: the loaders let Pillow decode it
+        # a stranger's CMYK image is no damage: the loaders let Pillow decode it
+        except native.JpegError as error:
             if error.status != native.UNSUPPORTED:
                 return f"{beton.where(index)} is damaged ({error}); pack or copy the file again"
         return None

@@ -37,7 +37,7 @@ from densefeed.storage.beton import (
     notes_place,
 )
 from densefeed.system.errors import UserError
-from densefeed.system.files import naming, sync
+from densefeed.system.files import name_errors, sync
 from densefeed.system.progress import bar
 
 SYNC_BYTES = 2**30  # the packer makes its work durable this often
@@ -150,7 +150,7 @@ class BetonWriter:
         self.descriptors: list[int] = []
         self._close = weakref.finalize(self, close_all, self.descriptors)
         try:
-            with naming(self.path):
+            with name_errors(self.path):
                 self._begin(json.loads(json.dumps(same | self.notes)))
         except BaseException:
             self.close()
@@ -210,9 +210,8 @@ class BetonWriter:
                     return
             except FileNotFoundError:
                 pass
-            close_all(
-                self.descriptors
-            )  # the other process finished, and removed the file, between our two calls
+            # the other process finished, and removed the file, between our two calls
+            close_all(self.descriptors)
 
     def _resume(self, line: bytes, records: bytes, identity: dict) -> None:
         rows = np.frombuffer(records[: len(records) // ROW.itemsize * ROW.itemsize], ROW)
@@ -231,9 +230,8 @@ class BetonWriter:
             key for key in begun.keys() | identity.keys() if begun.get(key) != identity.get(key)
         ]
         if "fingerprint" in differ and (rows["state"] == FAILED).any():
-            differ.remove(
-                "fingerprint"
-            )  # it covers file sizes, and files that failed are there to be mended
+            # it covers file sizes, and files that failed are there to be mended
+            differ.remove("fingerprint")
         if differ:
             key = min(differ).replace("_", " ")
             raise UserError(
@@ -327,7 +325,7 @@ class BetonWriter:
         if at % PAGE + len(block) > PAGE:
             at = -(-at // PAGE) * PAGE
         row["ptr"] = at
-        with naming(self.path):
+        with name_errors(self.path):
             write_at(self.descriptors[1], block, at)
             self._record(row)
             self._at = at + len(block)
@@ -338,7 +336,7 @@ class BetonWriter:
         """Note that image `index` cannot be packed; a later packing tries it again."""
         row = np.zeros((), ROW)
         row["index"], row["state"] = index, FAILED
-        with naming(self.path):
+        with name_errors(self.path):
             self._record(row)
 
     def _record(self, row: np.ndarray) -> None:
@@ -348,9 +346,8 @@ class BetonWriter:
         self._rows[row["index"]] = row
 
     def _sync(self) -> None:
-        for descriptor in reversed(
-            self.descriptors
-        ):  # images before the records that vouch for them
+        # images before the records that vouch for them
+        for descriptor in reversed(self.descriptors):
             os.fsync(descriptor)
         self._synced = self._at
 
@@ -375,7 +372,7 @@ class BetonWriter:
             notes["fingerprint"] = hashlib.sha256(
                 f"{notes.get('fingerprint')} without {missing}".encode()
             ).hexdigest()
-        with naming(self.path):
+        with name_errors(self.path):
             self._write_front(kept, notes)
             os.fsync(self.descriptors[1])
             if self.path.exists():

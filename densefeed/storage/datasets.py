@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 import numpy as np
 from PIL import Image
 
-from densefeed.system.errors import UserError, explain
+from densefeed.system.errors import UserError, explain_os_error
 
 if TYPE_CHECKING:
     from timm.data.readers.reader import Reader
@@ -46,11 +46,8 @@ COUNTS: dict[str, tuple[int, dict[str, int]]] = {
     "domainnet/real": (345, {"train": 120_906, "test": 52_041}),
     "domainnet/sketch": (345, {"train": 48_212, "test": 20_916}),
 }
-SPLITS = (
-    {"train", "training"},
-    {"val", "valid", "validation", "eval", "evaluation"},
-    {"test"},
-)  # timm's synonyms
+# timm's synonyms
+SPLITS = ({"train", "training"}, {"val", "valid", "validation", "eval", "evaluation"}, {"test"})
 MOST_CLASSES = 65_535  # a store and a batch number the classes of score maps in uint16
 KINDS = (
     "cifar10",
@@ -437,9 +434,8 @@ def check_paths(root: Path, file: Path, entries: Sequence[Entry]) -> None:
                 f"{file}, line {entry.line} names {entry.path}, which is not below {root}; check --data, and that lines are "
                 '"path label" or "class/file"'
             )
-    there: dict[
-        str, set[str]
-    ] = {}  # a folder is listed once: a stat of every file of a network disk takes minutes
+    # a folder is listed once: a stat of every file of a network disk takes minutes
+    there: dict[str, set[str]] = {}
     missing = []
     for entry in entries:
         folder, name = os.path.split(entry.path)
@@ -464,7 +460,7 @@ def lines_of(file: Path) -> list[tuple[int, str]]:
         if "\0" in text:
             raise UnicodeError("a zero byte")
     except OSError as error:
-        raise UserError(f"{file}: {explain(error)}") from error
+        raise UserError(f"{file}: {explain_os_error(error)}") from error
     except UnicodeError as error:
         raise UserError(f"{file} is no text; give a list of one name a line") from error
     return [
@@ -492,7 +488,7 @@ def chosen_classes(root: Path, name: str, split: str) -> Listed:
 
 def share_of_each(root: Path, percent: str, split: str) -> Listed:
     """round(n x percent / 100) images of every class of n, one at least, drawn by a generator whose
-    seed is the class's number (as Bootstrapping ViTs' released code draws, by its own generator);
+    seed is the class's number (as Bootstrapping ViTs' published code draws, by its own generator);
     in the folder's order.
     """
     try:

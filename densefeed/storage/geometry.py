@@ -1,7 +1,7 @@
 """View and Window: how the network's input, the stored image and the score map relate. The only
 place that knows.
 
-Everything is normalised: (0, 0) is the top-left *corner* of the image, (1, 1) its bottom-right
+Everything is normalized: (0, 0) is the top-left *corner* of the image, (1, 1) its bottom-right
 corner, x before y.
 
 - A `View` is float32 `[N, 2, 3]`: it takes a point (x, y, 1) of the network's input to a point of
@@ -16,7 +16,7 @@ corner, x before y.
   one.
 
 The published code reads another region: it hands (top, left, ...) to an operator that wants (x, y,
-...), and takes the crop relative to the whole image where the map covers only its centre square.
+...), and takes the crop relative to the whole image where the map covers only its center square.
 `published_frame` is where it reads.
 """
 
@@ -27,33 +27,34 @@ import numpy as np
 import torch
 from torch import Tensor
 
-Footprint = Literal["squash", "centre-crop", "letterbox"]  # of maps that others made
-Geometry = Literal["squash", "centre-crop", "letterbox", "tile"]
-Box = tuple[float, float, float, float]
+Footprint = Literal["squash", "center-crop", "letterbox"]  # of maps that others made
+Geometry = Literal["squash", "center-crop", "letterbox", "tile"]
+TLBR = tuple[float, float, float, float]  # top, left, bottom, right
+LTRB = tuple[float, float, float, float]  # left, top, right, bottom: the order of Pillow
 Array = TypeVar("Array", np.ndarray, Tensor)
 EDGE = 1e-6  # by which rounding may put a Window outside its image
 MOST_SAMPLES = 64
 WHOLE = (0.0, 0.0, 1.0, 1.0)  # the Window of a map that covers the whole image
 
 
-class Look(NamedTuple):
+class TeacherView(NamedTuple):
     """One picture that a teacher is shown of an image."""
 
     # (left, top, right, bottom) in pixels of the image, fractions allowed; beyond the image is the
-    # teacher's mean colour
-    box: Box
+    # teacher's mean color
+    box_ltrb: LTRB
     flip: bool  # mirrored left-right after it was cut
 
 
 def crop_views(
-    box_N4: np.ndarray, flip_N: np.ndarray, height_N: np.ndarray, width_N: np.ndarray
+    box_tlhw_N4: np.ndarray, flip_N: np.ndarray, height_N: np.ndarray, width_N: np.ndarray
 ) -> np.ndarray:
     """Views of crops: float32 `[N, 2, 3]`.
 
-    `box_N4` is (top, left, height, width) in pixels of images of `height_N` x `width_N`; where
+    `box_tlhw_N4` is (top, left, height, width) in pixels of images of `height_N` x `width_N`; where
     `flip_N` is true the crop is mirrored left-right after it was cut.
     """
-    top, left, height, width = np.asarray(box_N4, np.float64).T
+    top, left, height, width = np.asarray(box_tlhw_N4, np.float64).T
     sign = np.where(flip_N, -1.0, 1.0)
     view = np.zeros((len(top), 2, 3))
     view[:, 0, 0] = sign * width / width_N
@@ -63,20 +64,19 @@ def crop_views(
     return view.astype(np.float32)
 
 
-def shown_boxes(view_N23: np.ndarray) -> np.ndarray:
+def visible_boxes(view_N23: np.ndarray) -> np.ndarray:
     """The part of the image that crops of these Views show: float32 `[N, 4]`, (top, left, bottom,
     right), as a Window.
     """
-    ends = np.stack(
-        [view_N23[:, :, 2], view_N23[:, :, :2].sum(2) + view_N23[:, :, 2]], axis=1
-    )  # N, corner, x and y
+    # N, corner, x and y
+    ends = np.stack([view_N23[:, :, 2], view_N23[:, :, :2].sum(2) + view_N23[:, :, 2]], axis=1)
     return np.concatenate([ends.min(1)[:, ::-1], ends.max(1)[:, ::-1]], axis=1)
 
 
-def window_of(geometry: Geometry, height: int, width: int) -> Box:
+def teacher_window(geometry: Geometry, height: int, width: int) -> TLBR:
     """The Window a teacher sees of an image of these pixels, (top, left, bottom, right).
 
-    `squash` and `tile`: all of it, aspect ratio not kept. `centre-crop`: its centre square.
+    `squash` and `tile`: all of it, aspect ratio not kept. `center-crop`: its center square.
     `letterbox`: the square about it, as long as its longer side, so along the shorter one the
     Window reaches beyond 0 and 1.
     """
@@ -89,7 +89,7 @@ def window_of(geometry: Geometry, height: int, width: int) -> Box:
 
 def are_windows(window_N4: Array) -> Array:
     """Which of these can be a Window, bool `[N]`: a part of the image or, along either axis,
-    centred and longer than it.
+    centered and longer than it.
 
     Neither a map of another place passes nor corners in pixels, nor what is not finite.
     """
@@ -98,25 +98,24 @@ def are_windows(window_N4: Array) -> Array:
         within = (low >= -EDGE) & (high <= 1 + EDGE)
         # float32 rounds the ends of 4,000 images' length by 1e-4. An end at infinity is not less.
         around = (low <= 0) & (high >= 1) & (abs(low + high - 1) < EDGE * (high - low))
-        return (low < high) & (
-            within | around
-        )  # not the other way round: NaN is neither less nor more
+        # not the other way round: NaN is neither less nor more
+        return (low < high) & (within | around)
 
     return along(window_N4[:, 0], window_N4[:, 2]) & along(window_N4[:, 1], window_N4[:, 3])
 
 
-def crop_in_pixels(window: Box, height: int, width: int) -> Box:
+def crop_in_pixels(window_tlbr: TLBR, height: int, width: int) -> LTRB:
     """A Window as Pillow's box: (left, top, right, bottom) in pixels, fractions allowed."""
-    top, left, bottom, right = window
+    top, left, bottom, right = window_tlbr
     return left * width, top * height, right * width, bottom * height
 
 
-def centre_box(height_N: np.ndarray, width_N: np.ndarray, crop_pct: float) -> np.ndarray:
-    """The evaluation crop: a centred square of `crop_pct` times the shorter side; float64 `[N, 4]`,
+def center_box(height_N: np.ndarray, width_N: np.ndarray, crop_pct: float) -> np.ndarray:
+    """The evaluation crop: a centered square of `crop_pct` times the shorter side; float64 `[N, 4]`,
     pixels.
 
     The same region as "resize the shorter side to size / crop_pct, then cut size x size from the
-    centre".
+    center".
     """
     side = np.minimum(height_N, width_N) * min(crop_pct, 1.0)
     return np.stack([(height_N - side) / 2, (width_N - side) / 2, side, side], axis=1)
@@ -129,15 +128,15 @@ def window_frame(window_N4: Tensor) -> Tensor:
     return torch.stack([scale, -scale * torch.stack([left, top], 1)], 2)
 
 
-def labelling_cells(frame_N22: Tensor, side: int) -> Tensor:
-    """First and last cell along x and y whose centre shows the image and not padding: float `[N, 2,
+def labeling_cells(frame_N22: Tensor, side: int) -> Tensor:
+    """First and last cell along x and y whose center shows the image and not padding: float `[N, 2,
     2]`, 0 to `side` - 1.
 
     All of them unless the Window reaches beyond the image. An image narrower than a cell has the
     one it lies in.
     """
     scale, shift = (side * part for part in frame_N22.unbind(2))
-    # The guard keeps a cell whose centre lies on the image's edge, and 0 and side - 1 where
+    # The guard keeps a cell whose center lies on the image's edge, and 0 and side - 1 where
     # rounding moved them.
     first, last = (shift - 0.5 - 1e-4).ceil(), (shift + scale - 0.5 + 1e-4).floor()
     middle = (shift + scale / 2).floor()
@@ -177,8 +176,8 @@ def samples_per_bin(map_side: int, grid: int, min_window_side: float, sheared: b
     all crops.
 
     A crop of the whole image spans `map_side / min_window_side` cells of a map that covers only
-    part of the image. At most MOST_SAMPLES are taken: one image of 1 x 4000 pixels labelled by its
-    centre square would else ask for 5,000 a token.
+    part of the image. At most MOST_SAMPLES are taken: one image of 1 x 4000 pixels labeled by its
+    center square would else ask for 5,000 a token.
 
     `sheared` views span up to sqrt(2) times as much (two shears of timm's 0.3 make 1.17). They are
     sampled one by one and not axis by axis, (grid * samples)^2 points an image, so that only two

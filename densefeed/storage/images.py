@@ -12,6 +12,7 @@ import numpy as np
 from PIL import Image, UnidentifiedImageError
 
 from densefeed.storage import datasets
+from densefeed.storage.geometry import LTRB
 from densefeed.system.errors import UserError
 
 # files whose byte size enters the fingerprint: a stat of every file of a network disk takes minutes
@@ -19,7 +20,7 @@ SIZED_FILES = 1024
 
 
 class Images:
-    """An indexable labelled image set.
+    """An indexable labeled image set.
 
     Args:
         root: the folder (an ImageFolder unless `dataset` says otherwise).
@@ -95,19 +96,19 @@ class Images:
 
 def crop_resize(
     image: Image.Image,
-    box: tuple[float, float, float, float],
+    box_ltrb: LTRB,
     size: int,
     filter: Image.Resampling = Image.Resampling.BILINEAR,
     fill: tuple[int, ...] = (0, 0, 0),
 ) -> np.ndarray:
-    """The box (left, top, right, bottom; pixels, fractions allowed) as uint8 `[size, size, 3]`,
+    """The box (pixels, fractions allowed) as uint8 `[size, size, 3]`,
     antialiased.
 
     No pixel outside the box (rounded outwards) is read: as torchvision, crop first and then resize.
     Pillow's own `resize(box=...)` lets the filter reach over the box's edge. Where the box reaches
     beyond the image it shows `fill`, 0 to 255.
     """
-    left, top, right, bottom = box
+    left, top, right, bottom = box_ltrb
     x, y = math.floor(left), math.floor(top)
     ends = math.ceil(right), math.ceil(bottom)
     if x >= 0 and y >= 0 and ends[0] <= image.width and ends[1] <= image.height:

@@ -34,7 +34,7 @@ def transcode(encoded: bytes) -> bytes:
     """A JPEG of any coding as a segment-indexed one; pixels stay, bit for bit.
 
     A file of unusual chroma sampling comes back as plain baseline JPEG, without index.
-    native.JpegError if the file is damaged or its colours are neither grey nor RGB.
+    native.JpegError if the file is damaged or its colors are neither gray nor RGB.
     """
     plain = native.transcode(encoded, 0)
     frame = _Frame(plain)
@@ -81,9 +81,8 @@ def _with_index(jpeg: bytes) -> bytes:
     at = np.flatnonzero(scan[:-1] == 0xFF)
     restarts = at[(scan[at + 1] & 0xF8) == 0xD0] + 2
     per_row = frame.across // frame.interval
-    ends = [*restarts[per_row - 1 :: per_row].tolist(), len(scan) - 2][
-        : frame.down
-    ]  # EOI ends the last row
+    # EOI ends the last row
+    ends = [*restarts[per_row - 1 :: per_row].tolist(), len(scan) - 2][: frame.down]
     assert len(restarts) == frame.down * per_row - 1, "restart markers are missing"
     # libjpeg's limit of 65,500 px makes 8,188 of them at most, and an APP segment holds 8,189
     rows = b""

@@ -29,7 +29,7 @@ from densefeed.storage.score_maps import (
     whole_types,
 )
 from densefeed.system.errors import UserError
-from densefeed.system.files import naming, replacing
+from densefeed.system.files import name_errors, replace_file
 from densefeed.system.progress import bar
 
 CHUNK = 1024  # rows converted at once: 7 MB raw at S = 18, k = 5
@@ -73,13 +73,13 @@ def convert(store: ScoreMapStore, out: Path, form: Form) -> ScoreMapStore:
         known |= {"start": np.cumsum(size) - size}
     if form == "compact":
         known |= {"levels": levels_of(header.absent)}
-    with replacing(out) as part:
+    with replace_file(out) as part:
         lay_out(part, replace(header, form=form), types, known)
         _, arrays, offsets = map_datasets(part)
         strides = {name: array[:1].nbytes for name, array in arrays.items()}
         with open(part, "r+b", buffering=0) as file:
             for name, first, content in columns(store, form, known):
-                with naming(part):
+                with name_errors(part):
                     os.pwrite(file.fileno(), content, offsets[name] + first * strides[name])
     return ScoreMapStore(out)
 
@@ -145,7 +145,7 @@ def summary(store: ScoreMapStore) -> str:
 
 def verify(store: ScoreMapStore) -> dict[int, list[str]]:
     """What is wrong with each bad row of a store, rows ascending: its checksum, or values, order
-    and counts no labelling gives.
+    and counts no labeling gives.
     """
     faults: dict[int, list[str]] = {}
     for ids, stored, maps in store.chunks("verify"):
@@ -163,7 +163,7 @@ def verify(store: ScoreMapStore) -> dict[int, list[str]]:
 
 
 def disorder(store: ScoreMapStore, ids: np.ndarray, maps: ScoreMaps) -> dict[str, np.ndarray]:
-    """What a reader does not stumble over and a labelling does not write, and which of the rows
+    """What a reader does not stumble over and a labeling does not write, and which of the rows
     `ids` hold it: bool `[len(ids)]`.
     """
     header, count = store.header, len(ids)

@@ -23,7 +23,7 @@ from typing import Literal, NamedTuple, TextIO
 
 import numpy as np
 
-from densefeed.storage.geometry import WHOLE, Footprint, window_of
+from densefeed.storage.geometry import WHOLE, Footprint, teacher_window
 from densefeed.storage.images import Images
 from densefeed.storage.score_maps import (
     ScoreMaps,
@@ -36,7 +36,7 @@ from densefeed.storage.score_maps import (
 )
 from densefeed.storage.tensor_files import TensorError, TensorFiles
 from densefeed.system.errors import UserError
-from densefeed.system.files import replacing
+from densefeed.system.files import replace_file
 from densefeed.system.prefetch import ordered_map
 from densefeed.system.progress import steps_bar
 
@@ -47,11 +47,8 @@ SUFFIXES = (".pt", ".npy")
 CHUNK = 256  # files read at once by a thread: 1.8 MB of maps at S = 18, k = 5
 PROBES = 64  # files that are looked at to learn S and k
 NAMED = 5  # of each kind of problem, in messages
-EXACT = {
-    2: 2**11,
-    4: 2**24,
-    8: 2**53,
-}  # by bytes of a float: up to here it holds every whole number
+# by bytes of a float: up to here it holds every whole number
+EXACT = {2: 2**11, 4: 2**24, 8: 2**53}
 # logit of the image's label where there is no map: probability 1 - 2e-6 among 1,000 classes
 SURE = 20.0
 MOST_CLASSES = 65535
@@ -68,7 +65,7 @@ class Published(NamedTuple):
 
 
 PUBLISHED = {  # by (S, k)
-    (18, 5): Published("dm_nfnet_f6", 576, "centre-crop"),
+    (18, 5): Published("dm_nfnet_f6", 576, "center-crop"),
     (15, 5): Published("tf_efficientnet_l2_ns_475", 475, "squash"),
 }
 
@@ -113,9 +110,8 @@ def match(images: Images, labels: Path) -> Matching:
             f"{labels} is not a folder; give the folder of class folders with .pt or .npy files in it"
         )
     kinds: Counter = Counter()
-    at_root = listing(
-        labels, "", kinds
-    )  # where published code looks if a class folder has a dot in its name
+    # where published code looks if a class folder has a dot in its name
+    at_root = listing(labels, "", kinds)
     folders = defaultdict(list)
     for index, path in enumerate(images.paths):
         folders[stem_of(path, True).rpartition("/")[0]].append(index)
@@ -201,9 +197,8 @@ def to_rows(
     """
     if axes == "column-row":
         array_N2kSS = array_N2kSS.swapaxes(3, 4)
-    value, number = np.ascontiguousarray(
-        np.moveaxis(array_N2kSS, 2, 4).swapaxes(0, 1)
-    )  # each N S S k
+    # each N S S k
+    value, number = np.ascontiguousarray(np.moveaxis(array_N2kSS, 2, 4).swapaxes(0, 1))
     N, k = len(value), value.shape[3]
     with np.errstate(over="ignore", invalid="ignore"):
         logit, cls = value.astype(np.float16), number.astype(np.uint16)
@@ -294,7 +289,7 @@ class Pack:
 
 
 class Part(NamedTuple):
-    """What a thread made of neighbouring images."""
+    """What a thread made of neighboring images."""
 
     ids: np.ndarray  # of those whose map is good
     maps: ScoreMaps | None
@@ -350,7 +345,7 @@ def import_pack(
         )
     writer = ScoreMapWriter(out, pack.header(images), images.paths, images.labels)
     # What a run wrote that was killed while it filled in labels must not pass for maps in the next.
-    filled = Path(f"{writer.part}.labelled.npy")
+    filled = Path(f"{writer.part}.labeled.npy")
     if filled.exists() and writer.done.any():
         writer.done[np.load(filled, allow_pickle=False)] = False
     try:
@@ -378,10 +373,10 @@ def import_pack(
         if report.problems and missing == "raise":
             raise UserError(
                 f"{report}; mend these files and run this again, which reads only them, or add --missing label: "
-                "images without a map are then labelled by their class folder"
+                "images without a map are then labeled by their class folder"
             )
         if report.problems:
-            with replacing(filled) as path, open(path, "wb") as file:
+            with replace_file(filled) as path, open(path, "wb") as file:
                 np.save(file, np.flatnonzero(~writer.done))
         for ids in list(undone_batches(writer.done, CHUNK)):
             writer.write(ids, label_rows(images.labels[ids], num_classes, pack.side, pack.top_k))
@@ -393,7 +388,7 @@ def import_pack(
 
 
 def runs(ids: np.ndarray) -> Iterator[slice]:
-    """Where `ids`, ascending, are neighbours."""
+    """Where `ids`, ascending, are neighbors."""
     ends = [0, *(np.flatnonzero(np.diff(ids) > 1) + 1).tolist(), len(ids)]
     return (slice(start, stop) for start, stop in pairwise(ends) if start < stop)
 
@@ -453,17 +448,16 @@ def read_part(images: Images, pack: Pack, ids: np.ndarray, files: TensorFiles) -
 
 
 def window(images: Images, index: int, footprint: Footprint) -> tuple[float, float, float, float]:
-    """The Window of a map. A centre crop's depends on the image's size."""
-    return WHOLE if footprint == "squash" else window_of(footprint, *images.size(index))
+    """The Window of a map. A center crop's depends on the image's size."""
+    return WHOLE if footprint == "squash" else teacher_window(footprint, *images.size(index))
 
 
 def label_rows(label_N: np.ndarray, num_classes: int, side: int, top_k: int) -> ScoreMaps:
     """Rows whose every cell names the image's label alone: as sure of it as float32 is, the other
     ranks at logit 0.
     """
-    others = np.tile(
-        np.arange(top_k), (len(label_N), 1)
-    )  # of 0 .. k-1 the label's own place goes to class 0 instead
+    # of 0 .. k-1 the label's own place goes to class 0 instead
+    others = np.tile(np.arange(top_k), (len(label_N), 1))
     cls_Nk = np.concatenate([label_N[:, None], others[:, 1:]], 1)
     cls_Nk[:, 1:] = np.where(cls_Nk[:, 1:] == label_N[:, None], 0, cls_Nk[:, 1:])
     logit_k = np.zeros(top_k, np.float16)

@@ -48,9 +48,8 @@ class FormError(NamedTuple):
 
 def plane_bits(palette: np.ndarray) -> np.ndarray:
     """Bits of an entry's place in palettes of these sizes, int64: 0 for 1 class, 5 for 17 to 32."""
-    return np.ceil(np.log2(np.maximum(palette, 1).astype(np.float64))).astype(
-        np.int64
-    )  # log2 of a power of two is exact
+    # log2 of a power of two is exact
+    return np.ceil(np.log2(np.maximum(palette, 1).astype(np.float64))).astype(np.int64)
 
 
 def row_sizes(form: Form, side: int, top_k: int, palette: np.ndarray) -> np.ndarray:
@@ -84,7 +83,7 @@ def pack(form: Form, absent: Absent, maps: ScoreMaps) -> list[bytes]:
     """The bytes of each row but its Window. The maps must be finite."""
     N, E = len(maps.logit), maps.cls[0].size
     if form == "compact":
-        low_N, step_N, codes_NE = quantise(absent, maps)
+        low_N, step_N, codes_NE = quantize(absent, maps)
         before, after = np.stack([low_N, step_N], 1).astype("<f4"), [codes_NE]
     else:
         before, after = (
@@ -106,7 +105,7 @@ def pack(form: Form, absent: Absent, maps: ScoreMaps) -> list[bytes]:
     return rows
 
 
-def quantise(absent: Absent, maps: ScoreMaps) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def quantize(absent: Absent, maps: ScoreMaps) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """`low` and `step`, float32 `[N]`, and codes, uint8 `[N, E]`, of compact rows. Larger values
     never get smaller codes.
     """

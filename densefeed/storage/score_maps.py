@@ -7,7 +7,7 @@ described in FORMAT.md.
 
 HDF5 gives the layout, names and types. Every dataset is contiguous and allocated when the file is
 made, so rows are afterwards written with `pwrite` and read through a memory map: no HDF5 metadata
-changes while a labelling runs, and a killed run leaves a file that opens.
+changes while a labeling runs, and a killed run leaves a file that opens.
 """
 
 import contextlib
@@ -28,18 +28,15 @@ import numpy as np
 
 from densefeed.storage.geometry import are_windows
 from densefeed.storage.row_codecs import Absent, Form, FormError, ScoreMaps, row_sizes, unpack
-from densefeed.system.errors import UserError, explain
-from densefeed.system.files import create_locked, naming, open_locked, remove_orphans, sync
+from densefeed.system.errors import UserError, explain_os_error
+from densefeed.system.files import create_locked, name_errors, open_locked, remove_orphans, sync
 from densefeed.system.progress import bar
 
 VERSIONS = {"raw": 1, "lossless": 2, "compact": 2}  # of the file, by the form of its rows
 CHECKED_AT_ONCE = 2**26  # bytes of rows
 WINDOW_BYTES = 16
-NO_LINKS = (
-    errno.EPERM,
-    errno.EOPNOTSUPP,
-    errno.ENOSYS,
-)  # of file systems that give a file one name only
+# of file systems that give a file one name only
+NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
 HDF5_OVERHEAD = 2**16  # bytes of HDF5's own beside the rows; 11 kB measured
 
 
@@ -57,9 +54,8 @@ class StoreHeader:
     fingerprint: str  # of the dataset, see images.py
     class_names: tuple[str, ...]  # in label order; of the dataset
     form: Form = "raw"  # how a row is kept
-    shard: tuple[int, int, int, int] | None = (
-        None  # of a part of a dataset: which, of how many, its first row, all rows
-    )
+    # of a part of a dataset: which, of how many, its first row, all rows
+    shard: tuple[int, int, int, int] | None = None
 
     def describe(self) -> str:
         """As JSON. Version 1 knows no forms, and its files stay as they were."""
@@ -277,7 +273,7 @@ class ScoreMapStore:
             )
         if not arrays["done"].all():
             raise UserError(
-                f"{path}: {int((arrays['done'] == 0).sum())} rows are not labelled; run the labelling again"
+                f"{path}: {int((arrays['done'] == 0).sum())} rows are not labeled; run the labeling again"
             )
         self.labels, self.crcs = np.array(arrays["label"]), np.array(arrays["crc32"])
         self.palette = np.array(arrays["palette"])
@@ -298,9 +294,8 @@ class ScoreMapStore:
         self.min_window_side = float(min((bottom - top).min(), (right - left).min()))
 
         self._file = os.open(self.path, os.O_RDONLY)
-        self.close = weakref.finalize(
-            self, os.close, self._file
-        )  # `rows` still works afterwards, `places` does not
+        # `rows` still works afterwards, `places` does not
+        self.close = weakref.finalize(self, os.close, self._file)
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -429,7 +424,7 @@ class ScoreMapStore:
         """
         like = self._arrays[name]
         each, first, count = like[:1].nbytes, int(first), int(end - first)
-        with naming(self.path):
+        with name_errors(self.path):
             read = os.pread(self._file, count * each, self._offsets[name] + first * each)
         if len(read) < count * each:
             raise UserError(f"{self.path} was cut while it was open; copy it again and rerun")
@@ -478,8 +473,8 @@ def lay_out(
 class ScoreMapWriter:
     """Writes a store row by row under the name `<path>.part`; `finish` gives it its name.
 
-    A `.part` left by a killed run of the same labelling is continued: rows whose bytes do not match
-    their CRC count as undone. UserError if the `.part` belongs to another labelling, or if the disk
+    A `.part` left by a killed run of the same labeling is continued: rows whose bytes do not match
+    their CRC count as undone. UserError if the `.part` belongs to another labeling, or if the disk
     cannot hold the whole file (the space is reserved before the first row is computed); BusyError
     if another process writes it.
     """
@@ -494,13 +489,11 @@ class ScoreMapWriter:
                 self._refuse_existing()
                 if not self.part.exists():
                     self._create(header, paths, labels)
-                with contextlib.suppress(
-                    FileNotFoundError
-                ):  # its last writer has finished it meanwhile
+                # its last writer has finished it meanwhile
+                with contextlib.suppress(FileNotFoundError):
                     self._file = open_locked(self.part)
-            if (
-                self.path.exists()
-            ):  # finished by another process after we had looked, and before we made a new one
+            # finished by another process after we had looked, and before we made a new one
+            if self.path.exists():
                 self.part.unlink()
             self._refuse_existing()
             self._continue(header)
@@ -526,9 +519,8 @@ class ScoreMapWriter:
         names = np.array([path.encode() for path in paths])
         types = row_types(header.side, header.top_k) | {"path": (names.dtype.str, ())}
         types = {name: (dtype, (len(labels), *shape)) for name, (dtype, shape) in types.items()}
-        begun = self.path.with_name(
-            f"{self.path.name}.{os.getpid()}.part"
-        )  # removed by the next run if we are killed
+        # removed by the next run if we are killed
+        begun = self.path.with_name(f"{self.path.name}.{os.getpid()}.part")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             held = create_locked(begun)
@@ -549,14 +541,14 @@ class ScoreMapWriter:
                 os.replace(begun, self.part)
         except OSError as error:
             error.filename = error.filename or str(self.path)
-            raise UserError(f"the score maps cannot be made: {explain(error)}") from error
+            raise UserError(f"the score maps cannot be made: {explain_os_error(error)}") from error
         finally:
             begun.unlink(missing_ok=True)
 
     def write(self, ids: np.ndarray, maps: ScoreMaps) -> None:
-        """Write the rows `ids` (ascending neighbours), then mark them done."""
+        """Write the rows `ids` (ascending neighbors), then mark them done."""
         if not (np.diff(ids) == 1).all():
-            raise ValueError("rows must be neighbours, ascending")
+            raise ValueError("rows must be neighbors, ascending")
         columns = maps._asdict() | {
             "crc32": row_crcs(maps),
             "palette": palette_sizes(maps.cls),
@@ -567,7 +559,7 @@ class ScoreMapWriter:
                 data = np.ascontiguousarray(columns[name], dtype)
                 if data.shape != (len(ids), *shape):
                     raise ValueError(f"{name} is {data.shape}, not {(len(ids), *shape)}")
-                with naming(self.part):
+                with name_errors(self.part):
                     os.pwrite(
                         self._file,
                         data.tobytes(),
@@ -601,7 +593,7 @@ def sound_rows(arrays: dict[str, np.ndarray]) -> np.ndarray:
 
 
 def undone_batches(done: np.ndarray, batch: int) -> Iterable[np.ndarray]:
-    """The undone rows in order, in runs of neighbours of at most `batch`."""
+    """The undone rows in order, in runs of neighbors of at most `batch`."""
     undone = np.nonzero(~done)[0]
     for piece in np.split(undone, np.nonzero(np.diff(undone) > 1)[0] + 1):
         yield from (piece[at : at + batch] for at in range(0, len(piece), batch))

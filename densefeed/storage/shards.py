@@ -1,7 +1,7 @@
-"""Parts of a labelling: which rows each of several processes labels, in which file, and how the
+"""Parts of a labeling: which rows each of several processes labels, in which file, and how the
 files become one.
 
-Shard 2 of 8 of `maps.h5` is `maps.shard-2-of-8.h5`: a raw store of some neighbouring rows, made and
+Shard 2 of 8 of `maps.h5` is `maps.shard-2-of-8.h5`: a raw store of some neighboring rows, made and
 continued like any other, which readers refuse by the `shard` in its header. Merging copies the rows
 into one file: readers find a row by its place in one contiguous dataset, where HDF5's virtual
 datasets would need HDF5 itself, and all shards, for every read.
@@ -55,9 +55,8 @@ class Shard(NamedTuple):
         if count < self.of:
             raise UserError(f"{count} images cannot be divided among {self.of} shards; take fewer")
         grain = GRAIN
-        while grain > max(
-            1, count // (8 * self.of)
-        ):  # no shard is larger than another by more than an eighth
+        # no shard is larger than another by more than an eighth
+        while grain > max(1, count // (8 * self.of)):
             grain //= 2
         first, end = (
             min(round(n * count / self.of / grain) * grain, count)
@@ -101,7 +100,7 @@ def left_over(out: Path) -> dict[Path, Shard]:
 
 
 def check_left_over(out: Path, header: StoreHeader) -> None:
-    """UserError naming a file of a shard of `out`, or its `.part`, that another labelling left;
+    """UserError naming a file of a shard of `out`, or its `.part`, that another labeling left;
     before ours makes one.
     """
     for path in left_over(out):
@@ -115,10 +114,10 @@ def check_left_over(out: Path, header: StoreHeader) -> None:
 
 
 def absorb(writer: ScoreMapWriter, header: StoreHeader, files: list[Path]) -> int:
-    """Copy the finished rows that `writer` lacks out of other files of the same labelling; how many
+    """Copy the finished rows that `writer` lacks out of other files of the same labeling; how many
     were copied.
 
-    `header` is the writer's. UserError names a file of another labelling, or a damaged one.
+    `header` is the writer's. UserError names a file of another labeling, or a damaged one.
     """
     start, copied = first_row(header), 0
     for path in files:
@@ -146,7 +145,7 @@ def first_row(header: StoreHeader) -> int:
 
 
 def pieces(ids: np.ndarray) -> Iterator[np.ndarray]:
-    """Ascending ids in runs of neighbours of at most CHUNK."""
+    """Ascending ids in runs of neighbors of at most CHUNK."""
     for run in np.split(ids, np.flatnonzero(np.diff(ids) > 1) + 1):
         yield from (run[at : at + CHUNK] for at in range(0, len(run), CHUNK))
 
@@ -162,7 +161,7 @@ def finish(writer: ScoreMapWriter, out: Path, form: Form) -> ScoreMapStore:
 
 
 def clean_up(out: Path, header: StoreHeader) -> None:
-    """Remove the files of shards of a finished `out`, but for those of another labelling."""
+    """Remove the files of shards of a finished `out`, but for those of another labeling."""
     whole = replace(header, form="raw", shard=None)
     for path in left_over(out):
         try:
@@ -183,13 +182,13 @@ def merge(out: Path, of: int, form: Form = "raw") -> ScoreMapStore:
     """Copy the finished shards of `out`, `of` of them, into one file, and remove them. The same
     rows give the same bytes.
 
-    UserError names a shard that is missing, damaged or of another labelling than shard 0; BusyError
+    UserError names a shard that is missing, damaged or of another labeling than shard 0; BusyError
     if another process merges.
     """
     if lacking := missing(out, of):
         unfinished = "; it is not finished" if Path(f"{lacking[0].file(out)}.part").exists() else ""
         raise UserError(
-            f"{lacking[0].file(out)} is missing{unfinished}: run the same labelling with --shard {lacking[0]}, and merge again"
+            f"{lacking[0].file(out)} is missing{unfinished}: run the same labeling with --shard {lacking[0]}, and merge again"
         )
     paths, labels, next_row, whole = [], [], 0, None
     files = [Shard(index, of).file(out) for index in range(of)]
@@ -239,9 +238,8 @@ def merge_if_complete(out: Path, of: int, form: Form) -> ScoreMapStore | None:
     except BusyError:
         return None
     except UserError:
-        if (
-            not out.exists()
-        ):  # else another process has merged them, and removed what we were looking at
+        # else another process has merged them, and removed what we were looking at
+        if not out.exists():
             raise
     return ScoreMapStore(out) if out.exists() else None
 

@@ -28,16 +28,16 @@ import torch
 MOST_BYTES = 2**26  # of a file; a map of 64 x 64 cells of 10 classes in float64 has 0.7 MB
 LARGE = f"is larger than {MOST_BYTES >> 20} MiB, which no score map is"
 LEARNED = 256  # pickles remembered; a tree of strange files shall not fill the memory
+# of a zip file
 END, ENTRY, LOCAL = (
     struct.Struct("<4s4H2LH"),
     struct.Struct("<4s6H3L5H2L"),
     struct.Struct("<4s5H3L2H"),
-)  # of a zip file
+)
 END64 = 56 + 20  # bytes of the 64-bit end and its locator
 NPY = struct.Struct("<6sBBH")  # magic, version 1.0, bytes of the header
-KEY = re.compile(
-    rb"X(.)\0\0\0([0-9]+)", re.DOTALL
-)  # a pickled name of a storage: its length, and digits
+# a pickled name of a storage: its length, and digits
+KEY = re.compile(rb"X(.)\0\0\0([0-9]+)", re.DOTALL)
 
 
 class TensorError(Exception):
@@ -67,9 +67,8 @@ class TensorFiles:
 
     def __init__(self) -> None:
         self._layouts: dict[bytes, Layout] = {}  # by the pickle, KEY taken out
-        self._fronts: dict[
-            int, int
-        ] = {}  # bytes of a legacy storage, and how many of its layouts are known
+        # bytes of a legacy storage, and how many of its layouts are known
+        self._fronts: dict[int, int] = {}
 
     def read(self, path: Path | str) -> np.ndarray:
         """The one array of a file, as it is stored: any shape, float or int.
@@ -101,9 +100,8 @@ class TensorFiles:
         try:
             file = io.BytesIO(content)
             array = np.load(file, allow_pickle=False)
-        except (
-            Exception
-        ) as error:  # numpy promises nothing: ValueError, EOFError, SyntaxError of the header, ...
+        # numpy promises nothing: ValueError, EOFError, SyntaxError of the header, ...
+        except Exception as error:
             raise TensorError(f"is no whole array of NumPy ({first_line(error)})") from error
         if file.read(1):
             raise TensorError("has more bytes than its array")
@@ -118,13 +116,11 @@ class TensorFiles:
         are looked for.
         """
         try:
-            if (
-                content[:2] == b"PK" and inflated(content) > MOST_BYTES
-            ):  # a thousandfold, if its members are zeros, compressed
+            # a thousandfold, if its members are zeros, compressed
+            if content[:2] == b"PK" and inflated(content) > MOST_BYTES:
                 raise TensorError(LARGE)
-            with warnings.catch_warnings(
-                action="ignore"
-            ):  # of files that no longer are what they were; the caller counts them
+            # of files that no longer are what they were; the caller counts them
+            with warnings.catch_warnings(action="ignore"):
                 tensor = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
         except (MemoryError, TensorError):
             raise

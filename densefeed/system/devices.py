@@ -24,7 +24,7 @@ def choose_device(name: str) -> torch.device:
     return device
 
 
-def settle(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
     """Wait until the device has nothing left to do."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -30,7 +30,7 @@ class BusyError(UserError):
     """Another process writes the file."""
 
 
-def explain(error: OSError) -> str:
+def explain_os_error(error: OSError) -> str:
     """One sentence for an error of the operating system: the file, what happened, what to do.
 
     Libraries (h5py, torch) wrap such errors and keep only their text, so the number is also looked
@@ -57,7 +57,7 @@ def run(main: Callable[[], object]) -> None:
         if error.errno == errno.EPIPE:  # `... | head` has read enough
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             sys.exit(141)
-        stop(explain(error))
+        stop(explain_os_error(error))
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(130)

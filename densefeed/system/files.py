@@ -10,15 +10,12 @@ from pathlib import Path
 
 from densefeed.system.errors import REMEDIES, BusyError
 
-NO_LOCKS = (
-    errno.ENOLCK,
-    errno.EOPNOTSUPP,
-    errno.ENOSYS,
-)  # some network disks know none; then nothing keeps two writers apart
+# some network disks know none; then nothing keeps two writers apart
+NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 @contextmanager
-def replacing(path: Path | str) -> Iterator[Path]:
+def replace_file(path: Path | str) -> Iterator[Path]:
     """Give a temporary sibling of `path` to write; fsync and rename it over `path` on success,
     delete it on failure.
 
@@ -28,7 +25,7 @@ def replacing(path: Path | str) -> Iterator[Path]:
     """
     path = Path(path)
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    with naming(path):
+    with name_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         remove_orphans(path)
         descriptor = create_locked(part)
@@ -102,7 +99,7 @@ def remove_orphans(path: Path) -> None:
 
 
 @contextmanager
-def naming(path: Path | str) -> Iterator[None]:
+def name_errors(path: Path | str) -> Iterator[None]:
     """Let an error of the operating system that names no file, as a failed write does, name `path`.
 
     torch.save meets a full disk and then fails an assertion of its own while it cleans up; the full

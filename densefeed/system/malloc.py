@@ -5,7 +5,7 @@ import ctypes
 MALLOC = {"trim_threshold": -1, "mmap_threshold": -3, "mmap_max": -4}
 
 
-def keep_memory() -> None:
+def tune_malloc() -> None:
     """Have the C library keep memory that is freed, for this process: a CPU's activations are the
     same in every step.
 

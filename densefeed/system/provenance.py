@@ -9,7 +9,7 @@ import sys
 from datetime import UTC, datetime
 from pathlib import Path
 
-from densefeed.system.files import replacing
+from densefeed.system.files import replace_file
 
 ROOT = Path(__file__).parents[2]
 RESULTS = Path("benchmarks/results.csv")
@@ -77,5 +77,5 @@ def command(argv: list[str]) -> str:
 
 def write_json(path: Path, document: dict) -> None:
     """Write `document`, whole or not at all."""
-    with replacing(path) as part:
+    with replace_file(path) as part:
         part.write_text(json.dumps(document, indent=1) + "\n")

@@ -11,7 +11,7 @@ minutes, beside an agent fifteen. It prints a table: means and standard deviatio
 which change scenes, teacher and students alike, and each seed's figure. What is there already is
 kept, also of `tools/quickstart.py --seeds`, so a killed call goes on. Trainings so short tell that
 a row works and in which direction it may point; differences within the deviations tell nothing, and
-regularisers cost accuracy.
+regularizers cost accuracy.
 """
 
 import json
@@ -31,13 +31,8 @@ DRLOC = "lvvit_micro_drloc"
 PLAIN = "stem=((8,8),)"  # as 16 / 16 of the paper: one convolution cuts the patches
 VIT, JOINT, SHARED = (f"bootstrapping_micro_{name}" for name in ("scratch", "joint", "shared"))
 DHVT, DEIT = "dhvt_micro_ce", "deit_tiny_patch16_224"
-DEIT_SIZES = (
-    "img_size=64",
-    "patch_size=8",
-    "embed_dim=96",
-    "depth=4",
-    "num_heads=4",
-)  # dhvt_micro's
+# dhvt_micro's
+DEIT_SIZES = ("img_size=64", "patch_size=8", "embed_dim=96", "depth=4", "num_heads=4")
 ERASE, OPERATIONS = ("--erase-probability", "0.25"), ("--rand-augment", "rand-m9-mstd0.5-inc1")
 
 
@@ -102,7 +97,7 @@ RUNS = {
     "vit-joint-features": (JOINT, "--distill-weight", "0"),
     "vit-joint-constant": (JOINT, "--feature-decay", "none"),
     "vit-joint-squares": (JOINT, "--feature-adapt", "pool-2d"),
-    "vit-joint-released": (JOINT, "--feature-norm", "layernorm"),
+    "vit-joint-published": (JOINT, "--feature-norm", "layernorm"),
     "vit-joint-base": (JOINT, "--agent", "base"),
 }
 TABLES = {
@@ -156,7 +151,7 @@ TABLES = {
         "vit-joint-features",
         "vit-joint-constant",
         "vit-joint-squares",
-        "vit-joint-released",
+        "vit-joint-published",
     ),
     "Bootstrapping, Table 5": ("vit-joint-base",),
 }

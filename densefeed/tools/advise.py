@@ -24,9 +24,9 @@ from rich.table import Table
 from benchmarks import step as step_benchmark
 from densefeed.models.token_transformer import has_tokens
 from densefeed.pipelines.loader import ThreadedLoader
-from densefeed.system.devices import choose_device, settle
+from densefeed.system.devices import choose_device, synchronize
 from densefeed.system.errors import UserError
-from densefeed.system.malloc import keep_memory
+from densefeed.system.malloc import tune_malloc
 from densefeed.system.progress import steps_bar
 from densefeed.system.provenance import environment, write_json
 from densefeed.train import build_model, open_loader
@@ -36,9 +36,8 @@ from densefeed.training.recipes import RECIPES
 SECONDS = 1.0  # of each measurement in each round
 ROUNDS = 3
 WARM_STEPS = 3  # cuDNN chooses, the compiler compiles, memory is asked for
-CPU_BATCH = (
-    8  # images of a step on a CPU, whose rate hardly depends on it: LV-ViT-S takes seconds for 64
-)
+# images of a step on a CPU, whose rate hardly depends on it: LV-ViT-S takes seconds for 64
+CPU_BATCH = 8
 BUSY = 0.5  # load average of the last minute, of the cores
 ALIKE = 0.98  # of the best rate: what no measurement of a second tells apart
 LOADERS = get_args(get_type_hints(Config)["loader"])
@@ -257,7 +256,7 @@ def step_speed(
         shape, objective, "blocks" if device.type == "cuda" else "never"
     )
     if device.type == "cpu":
-        keep_memory()
+        tune_malloc()
     try:
         model = build_model(config, classes)[0].to(device, memory_format=torch.channels_last)
         batch, spec = step_benchmark.constant_batch(shape, model, classes, device)
@@ -265,7 +264,7 @@ def step_speed(
 
         def turn() -> int:
             step(batch)
-            settle(device)  # or what is counted is how fast steps are queued
+            synchronize(device)  # or what is counted is how fast steps are queued
             return images
 
         for _ in range(WARM_STEPS if device.type == "cuda" else 1):

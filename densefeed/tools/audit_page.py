@@ -20,7 +20,7 @@ from densefeed.storage.images import Images, decode
 from densefeed.storage.row_codecs import cell_targets
 from densefeed.system.devices import choose_device
 from densefeed.system.errors import UserError
-from densefeed.system.files import replacing
+from densefeed.system.files import replace_file
 from densefeed.tools.load_teacher import load_network
 
 FOLDER = Path(__file__).parent
@@ -51,7 +51,7 @@ def references(
     name: str, model: str, input_size: int, class_names: Sequence[str], device: str = "auto"
 ) -> References:
     """A model, as tools/relabel_imagenet.py names teachers, that looks at whole images and at their
-    centre squares.
+    center squares.
 
     UserError if it cannot be loaded, was trained on other classes, or does not take inputs of
     `input_size` pixels.
@@ -66,7 +66,7 @@ def references(
         geometry: Teacher(network.model, input_size, geometry, network.config, name=name).to(
             choose_device(device)
         )
-        for geometry in ("squash", "centre-crop")
+        for geometry in ("squash", "center-crop")
     }
     teacher = found["squash"]
     try:
@@ -119,9 +119,9 @@ def audit_store(
     """
     result = audit(path, data, found, count, every_row, threads)
     text = page(result)
-    with replacing(out) as part:
+    with replace_file(out) as part:
         part.write_text(text)
-    with replacing(report) as part:
+    with replace_file(report) as part:
         part.write_text(json.dumps(result.plain(), indent=1))
     tell(result)
     print(
@@ -135,11 +135,8 @@ def audit_store(
 
 def page(result: Audit) -> str:
     """The HTML, self-contained."""
-    figures = {
-        "header": None,
-        "looks": None,
-        "classes": [],
-    } | result.figures  # of an unfinished store nothing more is known
+    # of an unfinished store nothing more is known
+    figures = {"header": None, "looks": None, "classes": []} | result.figures
     classes = sorted(figures.get("classes", []), key=lambda c: (c["agree"], -c["images"]))
     few = len(classes) <= FEW_CLASSES
     parts = [("", classes)] if few else [("lowest", classes[:20]), ("highest", classes[-5:])]
@@ -183,7 +180,7 @@ def environment() -> jinja2.Environment:
 
 
 def bars(counts: Sequence[int], low: float, high: float) -> dict:
-    """A histogram for the page: heights in per cent of the highest bar, its count, and the ends of
+    """A histogram for the page: heights in percent of the highest bar, its count, and the ends of
     the axis.
     """
     most = max([*counts, 1])

@@ -12,7 +12,7 @@ Read it with
 
 `model.onnx` (opset 20 or what the installed exporter writes) takes `image`, float32 `[batch, 3,
 size, size]`, RGB from 0 to 1 less the mean and divided by the standard deviation, as timm's models
-do, so normalising is the caller's; any batch. It gives `logits`, float32 `[batch, classes]`. Its
+do, so normalizing is the caller's; any batch. It gives `logits`, float32 `[batch, classes]`. Its
 metadata hold what the caller needs: architecture, size, mean, std, crop_pct, interpolation, and
 class_names where they are known, each as JSON. It is compared with PyTorch before it gets its name.
 
@@ -40,7 +40,7 @@ from timm.models._hub import (
 )
 
 from densefeed.system.errors import UserError, run
-from densefeed.system.files import naming, replacing
+from densefeed.system.files import name_errors, replace_file
 from densefeed.tools.load_model import Trained, Weights, open_trained
 
 NEEDED = ("onnx", "onnxscript", "onnxruntime")  # of the dependency group `export`
@@ -48,9 +48,8 @@ ONNX = "model.onnx"
 TOLERANCE = 1e-4  # between ONNX Runtime and PyTorch, of the largest logit where that is above 1
 BATCHES = (1, 3)  # that are compared; neither is the one that the graph is traced with
 TRACED = 2
-ONNX_LIMIT = (
-    2**31 - 2**24
-)  # bytes: a protobuf message ends at 2 GiB, and the graph itself takes some
+# bytes: a protobuf message ends at 2 GiB, and the graph itself takes some
+ONNX_LIMIT = 2**31 - 2**24
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,9 +58,8 @@ class Export:
 
     checkpoint: Annotated[Path, tyro.conf.Positional]  # a checkpoint, or a run folder of train.py
     out: Path  # the folder to write
-    format: Literal["safetensors", "onnx", "both"] = (
-        "safetensors"  # safetensors: config.json too, as timm reads them
-    )
+    # safetensors: config.json too, as timm reads them
+    format: Literal["safetensors", "onnx", "both"] = "safetensors"
     weights: Weights = "ema"  # averaged weights where the checkpoint has them, or the raw ones
     size: int = 0  # side of the input, pixels; 0: what the model was trained for
     model: str = ""  # timm's name of the model, for a checkpoint that does not say
@@ -203,9 +201,9 @@ def main(export: Export) -> list[Path]:
     fresh, said = not export.out.exists(), ""
     try:
         with ExitStack() as stack:
-            parts = {path: stack.enter_context(replacing(path)) for path in files}
+            parts = {path: stack.enter_context(replace_file(path)) for path in files}
             for path, write in files.items():
-                with naming(path):
+                with name_errors(path):
                     write(trained, parts[path])
             if as_onnx:
                 said = (

@@ -23,7 +23,7 @@ from densefeed.storage.geometry import WHOLE
 from densefeed.storage.packs import EXACT, stem_of, to_published
 from densefeed.storage.score_maps import ScoreMapStore
 from densefeed.system.errors import UserError, run
-from densefeed.system.files import naming
+from densefeed.system.files import name_errors
 from densefeed.system.progress import bar
 
 ROWS = 256  # of the store, at once
@@ -108,7 +108,7 @@ def write(store: ScoreMapStore, stems: list[str], folder: Path) -> int:
             encoded = io.BytesIO()
             torch.save(map_2kSS.clone(), encoded)  # a slice would carry the storage of all
             path = folder / f"{stems[row]}.pt"
-            with naming(path):
+            with name_errors(path):
                 path.write_bytes(encoded.getbuffer())
     return covers_part
 

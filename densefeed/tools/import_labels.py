@@ -25,7 +25,7 @@ from typing import Literal
 import numpy as np
 import tyro
 
-from densefeed.relabel.audit import audit, neighbours
+from densefeed.relabel.audit import audit, neighbors
 from densefeed.relabel.reference_match import References, find_layout, look
 from densefeed.storage.geometry import Footprint
 from densefeed.storage.images import Images
@@ -54,16 +54,14 @@ class Import:
     labels: Path  # the pack: a folder of class folders with .pt or .npy files
     data: Path  # the images: a folder of class folders
     out: Path  # the store to write, HDF5
-    footprint: Footprint | Literal["find"] | None = (
-        None  # all of the image, its centre, or padding too; none: as published
-    )
+    # all of the image, its center, or padding too; none: as published
+    footprint: Footprint | Literal["find"] | None = None
     axes: Axes | Literal["find"] = "row-column"  # of a file's last two axes, which comes first
     teacher: str = ""  # who made the maps; empty: as published
     input_size: int = 0  # side of the teacher's input, pixels; 0: as published
     split: str = "train"  # of the images
-    missing: Literal["raise", "label"] = (
-        "raise"  # an image without a usable map: no store, or its own label in every cell
-    )
+    # an image without a usable map: no store, or its own label in every cell
+    missing: Literal["raise", "label"] = "raise"
     problems: Path | None = None  # text file to write: every image without a usable map, and why
     threads: int = os.cpu_count() or 1  # that read files
     # a model to hold maps against: a timm model's name, a checkpoint, or a run folder of train.py
@@ -95,7 +93,7 @@ def main(wanted: Import) -> None:
         pack = laid_out(wanted, pack, images, found)
     print(
         f"{wanted.labels}: maps of {side} x {side} cells, top {top_k}, by {pack.teacher} at {pack.input_size} px; "
-        f"taken to cover {'the whole image' if pack.footprint == 'squash' else 'its centre square'}, axes {pack.axes}"
+        f"taken to cover {'the whole image' if pack.footprint == 'squash' else 'its center square'}, axes {pack.axes}"
     )
     with open(wanted.problems or os.devnull, "w") as log:
         store, report = import_pack(images, pack, wanted.out, wanted.threads, wanted.missing, log)
@@ -104,7 +102,7 @@ def main(wanted: Import) -> None:
         f"earlier), {wanted.out.stat().st_size / len(store):,.0f} bytes an image"
     )
     if report.problems:
-        print(f"labelled by their class folders: {report}")
+        print(f"labeled by their class folders: {report}")
     if matching.extra:
         print(
             f"left out: {matching.extra:,} maps that belong to no image ({', '.join(matching.extra_names)})"
@@ -124,10 +122,10 @@ def laid_out(wanted: Import, pack: Pack, images: Images, found: References) -> P
     part = read_part(
         images,
         as_it_lies,
-        np.unique(neighbours(images.labels, matched, wanted.audit_images)),
+        np.unique(neighbors(images.labels, matched, wanted.audit_images)),
         TensorFiles(),
     )
-    rows = neighbours(images.labels, part.ids, wanted.audit_images)
+    rows = neighbors(images.labels, part.ids, wanted.audit_images)
     if not len(rows):
         raise UserError(f"{wanted.labels}: none of its maps could be read; copy it again")
 

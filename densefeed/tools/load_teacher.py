@@ -17,7 +17,7 @@ from torch import nn
 
 from densefeed.models import checkpoints
 from densefeed.relabel.class_map import ClassMap, read_class_map
-from densefeed.relabel.network import Network, own_config
+from densefeed.relabel.network import Network, preprocessing_config
 from densefeed.relabel.teacher import Teacher
 from densefeed.storage.geometry import Geometry
 from densefeed.system.errors import UserError
@@ -113,7 +113,7 @@ def load_network(word: str, model_name: str, size: int) -> Loaded:
         raise UserError(str(error)) from error
     if OWN.fullmatch(word):
         model = own_module(word)
-        return Loaded(model, own_config(model), list(getattr(model, "class_names", [])))
+        return Loaded(model, preprocessing_config(model), list(getattr(model, "class_names", [])))
     if not timm.is_model(word.split(".")[0]):
         raise UserError(f"{word} is neither a file nor a timm model; timm.list_models() lists them")
     try:

@@ -23,7 +23,7 @@ import tyro
 from PIL import Image
 
 from densefeed.system.errors import UserError, run
-from densefeed.system.files import naming
+from densefeed.system.files import name_errors
 from densefeed.system.progress import bar
 
 PHOTOGRAPHS = (
@@ -71,7 +71,7 @@ def main(scenes: Scenes) -> None:
                 label = number % 10
                 jpeg, digits = scene(rng, label, scenes.size, photographs, scans[split])
                 name = f"{split}/{label}/{number:06d}.jpg"
-                with naming(scenes.out):
+                with name_errors(scenes.out):
                     (part / name).write_bytes(jpeg)
                 boxes[name] = digits
         (part / "boxes.json").write_text(

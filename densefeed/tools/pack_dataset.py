@@ -13,7 +13,7 @@ folders that it names (ImageNet-100); share/10, so many percent of every class f
 hfds/NAME, as timm reads it.
 
 JPEGs keep every pixel: they are rewritten losslessly, with an index from which a crop can be read
-alone (--no-index keeps their bytes too). What is no grey or RGB JPEG (PNG, CMYK, ...), or larger
+alone (--no-index keeps their bytes too). What is no gray or RGB JPEG (PNG, CMYK, ...), or larger
 than --max-side, is encoded anew, and counted; what is no JPEG and no larger than --pixels-to
 (CIFAR, SVHN) is kept as its pixels. Every image is tried; those that cannot be packed are named at
 the end. Then mend these files and run the same command again, which packs nothing twice, or leave
@@ -39,7 +39,7 @@ from PIL import Image
 
 from densefeed import native
 from densefeed.pipelines.ffcv import map_arrays, map_fields
-from densefeed.pipelines.folder import spec_of
+from densefeed.pipelines.folder import score_map_spec
 from densefeed.storage import indexed_jpeg
 from densefeed.storage.beton import PAGE
 from densefeed.storage.beton_writer import FAILED, PACKED, BetonWriter, Sample
@@ -59,9 +59,8 @@ KEPT, ANEW, PIXELS = 0, 1, 2  # what became of an image's bytes; the writer's jo
 class Packing:
     """What to pack."""
 
-    data: Annotated[
-        Path, tyro.conf.arg(aliases=["--root"])
-    ]  # folder of class folders, or where --dataset is kept
+    # folder of class folders, or where --dataset is kept
+    data: Annotated[Path, tyro.conf.arg(aliases=["--root"])]
     out: Path  # the .beton to write
     maps: Path | None = None  # score maps (HDF5) made for this data
     dataset: str = ""  # a name from the list above, if not a folder of class folders
@@ -74,9 +73,8 @@ class Packing:
     # rewrite JPEGs losslessly with an index of their segments, which makes crops faster to read
     index: bool = True
     threads: int = os.cpu_count() or 1  # threads that read and check images
-    on_bad_sample: Literal["raise", "skip"] = (
-        "raise"  # an image that cannot be packed: no file, or a file without it
-    )
+    # an image that cannot be packed: no file, or a file without it
+    on_bad_sample: Literal["raise", "skip"] = "raise"
 
 
 class Prepared(NamedTuple):
@@ -109,7 +107,7 @@ def main(packing: Packing) -> None:
             print(
                 f"{packing.maps} is compact, and the .beton takes over what it lost: {store.error}"
             )
-        spec = spec_of(store, len(images.class_names))
+        spec = score_map_spec(store, len(images.class_names))
         notes |= {
             "teacher": store.header.teacher,
             "absent": spec.absent,
@@ -232,7 +230,7 @@ def as_stored(encoded: bytes, where: str, packing: Packing) -> tuple[bytes, tupl
         if not readable and max(image.size) <= packing.pixels_to:
             return np.asarray(image).tobytes(), (image.height, image.width), PIXELS
         buffer = io.BytesIO()
-        try:  # what was no JPEG keeps its colours at full resolution
+        try:  # what was no JPEG keeps its colors at full resolution
             image.save(buffer, "JPEG", quality=packing.quality, subsampling=2 if readable else 0)
         except (OSError, ValueError) as error:
             raise UserError(

@@ -29,7 +29,7 @@ LABELS = {
     "image": "image label",
     "crop": "crop's dense label",
     "token": "token's dense label",
-    "compatible": "token's, read as published",
+    "published": "token's, read as published",
 }
 PARTS = {"all": "all digits", "largest": "the largest digit", "others": "the others"}
 # its input when it labels: a little over a scene, where it names both large and small digits
@@ -41,15 +41,13 @@ class Quickstart:
     """What to run."""
 
     out: Path = Path("quickstart")  # folder for everything
-    seeds: tuple[int, ...] = (
-        0,
-    )  # one whole flow each; more than one: out/seed-N, and a table of mean and deviation
+    # one whole flow each; more than one: out/seed-N, and a table of mean and deviation
+    seeds: tuple[int, ...] = (0,)
     train: int = 3000  # training scenes
     val: int = 1000  # validation scenes
     epochs: int | None = None  # of every training; default: the recipes'
-    students: tuple[str, ...] = (
-        STUDENTS  # of the recipes lvvit_micro_...; there is token-label-compatible too
-    )
+    # of the recipes lvvit_micro_...; there is token-label-published too
+    students: tuple[str, ...] = STUDENTS
 
 
 def call(made: Path, *words: object) -> None:
@@ -164,7 +162,7 @@ def flow(out: Path, seed: int, options: Quickstart) -> dict:
 
 
 def spread(values: list[float]) -> str:
-    """Per cent, and over several seeds mean ± standard deviation."""
+    """Percent, and over several seeds mean ± standard deviation."""
     mean = f"{100 * statistics.mean(values):.1f}"
     return f"{mean} ± {100 * statistics.stdev(values):.1f} %" if len(values) > 1 else f"{mean} %"
 
@@ -175,7 +173,7 @@ def main(options: Quickstart) -> None:
     for name in options.students:
         if f"lvvit_micro_{name.replace('-', '_')}" not in known:
             raise UserError(
-                f"--students {name}: there is no such student; {', '.join(STUDENTS)}, token-label-compatible are"
+                f"--students {name}: there is no such student; {', '.join(STUDENTS)}, token-label-published are"
             )
     many = len(options.seeds) > 1
     flows = [

@@ -47,43 +47,36 @@ from densefeed.tools.load_teacher import load_teacher
 
 
 @dataclass(frozen=True, kw_only=True)
-class Labelling:
+class Labeling:
     """What to label, with which teacher."""
 
     data: Path  # folder of class folders, or what --dataset asks for
     out: Path  # the score maps to write, HDF5
-    teacher: UseAppendAction[
-        tuple[str, ...]
-    ]  # a timm model, a checkpoint, a run folder or package.module:factory; again for more
+    # a timm model, a checkpoint, a run folder or package.module:factory; again for more
+    teacher: UseAppendAction[tuple[str, ...]]
     # timm's name of the model, for a checkpoint that does not say; once, or for each teacher
     model: tuple[str, ...] = ()
-    input_size: tuple[int, ...] = (
-        576,
-    )  # side of the teacher's input, pixels; once, or for each teacher
-    class_map: tuple[
-        str, ...
-    ] = ()  # JSON or CSV: which class of the data each of a teacher's becomes; - for none
+    # side of the teacher's input, pixels; once, or for each teacher
+    input_size: tuple[int, ...] = (576,)
+    # JSON or CSV: which class of the data each of a teacher's becomes; - for none
+    class_map: tuple[str, ...] = ()
     top_k: int = 5  # classes kept per cell
-    # how an image is fitted: squashed, its centre square (as published), padded, or in tiles
+    # how an image is fitted: squashed, its center square (as published), padded, or in tiles
     geometry: Geometry = "squash"
     tiles: int = 1  # along each side, with --geometry tile
     views: int = 1  # looks to average: 2 is the image and its mirror, more are moved by a cell
-    absent: Absent = (
-        "tail"  # the classes not kept: true remainder spread evenly, or logit 0 (as published)
-    )
+    # the classes not kept: true remainder spread evenly, or logit 0 (as published)
+    absent: Absent = "tail"
     # of the rows on disk: as they are, packed without loss, or compact, of which the error is
     # printed
     form: Form = "raw"
-    dataset: str = (
-        ""  # a name as tools/pack_dataset.py --help lists them, if not a folder of class folders
-    )
+    # a name as tools/pack_dataset.py --help lists them, if not a folder of class folders
+    dataset: str = ""
     split: str = "train"  # of the dataset
-    batch: int | Literal["auto"] = (
-        "auto"  # images per forward pass; auto: the largest power of two that fits, 32 on a CPU
-    )
-    threads: int = max(
-        1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    )  # decoding threads
+    # images per forward pass; auto: the largest power of two that fits, 32 on a CPU
+    batch: int | Literal["auto"] = "auto"
+    # decoding threads
+    threads: int = max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
     device: str = "auto"  # auto: cuda if there is one, else cpu
     precision: Precision = "auto"  # auto: bf16 on GPUs that have it, else fp32
     compile: bool = False  # the teacher, by torch.compile
@@ -92,16 +85,16 @@ class Labelling:
     dry_run: bool = False  # label a few batches, write nothing, and print what the whole will take
 
 
-def ranks_of_torchrun(labelling: Labelling) -> tuple[Shard, torch.device]:
+def ranks_of_torchrun(labeling: Labeling) -> tuple[Shard, torch.device]:
     """This process's part of the images, by --shard or as torchrun numbers it, and its device."""
     rank, size, local = (
         int(os.environ.get(name, default))
         for name, default in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0))
     )
-    device = choose_device(labelling.device)
+    device = choose_device(labeling.device)
     if size == 1:
-        return Shard.parse(labelling.shard) if labelling.shard else Shard(0, 1), device
-    if labelling.shard or labelling.dry_run:
+        return Shard.parse(labeling.shard) if labeling.shard else Shard(0, 1), device
+    if labeling.shard or labeling.dry_run:
         raise UserError(
             "torchrun gives each rank its own shard; run --shard and --dry-run without it"
         )
@@ -120,19 +113,19 @@ def ranks_of_torchrun(labelling: Labelling) -> tuple[Shard, torch.device]:
     return Shard(rank, size), device
 
 
-def main(labelling: Labelling) -> None:
+def main(labeling: Labeling) -> None:
     """Label, then judge what was stored."""
-    shard, device = ranks_of_torchrun(labelling)
-    images = Images(labelling.data, labelling.dataset, labelling.split)
+    shard, device = ranks_of_torchrun(labeling)
+    images = Images(labeling.data, labeling.dataset, labeling.split)
     teacher, name = load_teacher(
-        labelling.teacher,
-        labelling.model,
-        labelling.input_size,
-        labelling.class_map,
+        labeling.teacher,
+        labeling.model,
+        labeling.input_size,
+        labeling.class_map,
         images.class_names,
-        labelling.geometry,
-        labelling.views,
-        labelling.tiles,
+        labeling.geometry,
+        labeling.views,
+        labeling.tiles,
     )
     teacher = teacher.to(device)
     if shard.index == 0:
@@ -140,21 +133,21 @@ def main(labelling: Labelling) -> None:
             if network.caveat:
                 print(f"note: {network.caveat}")
     options = dict(
-        top_k=labelling.top_k,
-        batch=labelling.batch,
-        threads=labelling.threads,
-        absent=labelling.absent,
-        form=labelling.form,
-        precision=labelling.precision,
-        compiled=labelling.compile,
-        render=NativeRender(images, teacher) if labelling.decoder == "native" else None,
+        top_k=labeling.top_k,
+        batch=labeling.batch,
+        threads=labeling.threads,
+        absent=labeling.absent,
+        form=labeling.form,
+        precision=labeling.precision,
+        compiled=labeling.compile,
+        render=NativeRender(images, teacher) if labeling.decoder == "native" else None,
     )
-    if labelling.dry_run:
+    if labeling.dry_run:
         for line in try_out(begin_pass(images, teacher, name, **options)).lines():
             print(line)
         return
-    ranks = shard.of > 1 and not labelling.shard
-    store = label_images(images, teacher, name, labelling.out, shard=shard, ranks=ranks, **options)
+    ranks = shard.of > 1 and not labeling.shard
+    store = label_images(images, teacher, name, labeling.out, shard=shard, ranks=ranks, **options)
     if store is not None:
         print(summary(store))
         print(
@@ -162,9 +155,9 @@ def main(labelling: Labelling) -> None:
         )
     elif not ranks:
         print(
-            f"{shard.file(labelling.out)} is finished; the job that finishes the last of {shard.of} shards merges them"
+            f"{shard.file(labeling.out)} is finished; the job that finishes the last of {shard.of} shards merges them"
         )
 
 
 if __name__ == "__main__":
-    run(lambda: main(tyro.cli(Labelling, description=__doc__)))
+    run(lambda: main(tyro.cli(Labeling, description=__doc__)))

@@ -28,18 +28,18 @@ import torch
 import tyro
 
 from densefeed.models.token_transformer import TokenTransformer
-from densefeed.pipelines.augment.augmentation import Augmentation, augmented
+from densefeed.pipelines.augment.augmentation import Augmentation, augment_batches
 from densefeed.pipelines.batch import Batch, Loader
 from densefeed.pipelines.targets import PLAIN, TargetRules, sparse_targets
 from densefeed.storage.images import Images
 from densefeed.storage.score_maps import map_datasets
 from densefeed.system.errors import UserError, run
-from densefeed.system.files import replacing
+from densefeed.system.files import replace_file
 from densefeed.system.progress import bar
 from densefeed.tools.audit_page import INKS, audit_store, environment, picture, references
 from densefeed.train import build_model, open_loader
-from densefeed.training.config import Config, from_plain
-from densefeed.training.objective import augment_of
+from densefeed.training.config import Config, config_from_dict
+from densefeed.training.objective import augment_settings
 
 CONTACTS = 12  # crops on the contact sheet
 JUDGED = 2000  # crops whose labels are judged
@@ -50,21 +50,16 @@ CURVES = ("#0b6e99", "#c2571a", "#3a8f4d", "#7a4fa3", "#8a6d1f", "#555555")
 class Report:
     """What to show."""
 
-    runs: Annotated[
-        tuple[Path, ...], tyro.conf.Positional
-    ]  # run folders of train.py, or one file of score maps
+    # run folders of train.py, or one file of score maps
+    runs: Annotated[tuple[Path, ...], tyro.conf.Positional]
     boxes: Path | None = None  # of runs: true boxes of the training images, to judge labels by
-    out: Path | None = (
-        # the HTML to write; default: report.html in the last run's folder, or NAME.audit.html
-        # beside the maps
-        None
-    )
+    # the HTML to write; default: report.html in the last run's folder, or NAME.audit.html
+    # beside the maps
+    out: Path | None = None
     json: Path | None = None  # of an audit: where its numbers go; default: beside the HTML
-    data: Path | None = (
-        # of an audit, as all below: the images that the maps are of, a folder or what --dataset
-        # asks for
-        None
-    )
+    # of an audit, as all below: the images that the maps are of, a folder or what --dataset
+    # asks for
+    data: Path | None = None
     dataset: str = ""  # timm's dataset name, if not a folder of class folders
     split: str = "train"  # of the images
     # a reference to hold the maps against: a timm model's name, a checkpoint, or a run folder of
@@ -73,9 +68,8 @@ class Report:
     model: str = ""  # timm's name of the reference, for a checkpoint that does not say
     input_size: int = 0  # side of the reference's input, pixels; 0: that of the store's teacher
     images: int = 300  # that the reference looks at
-    every_row: bool = (
-        False  # read all rows also of more than 100,000, of which else 20,480 are read
-    )
+    # read all rows also of more than 100,000, of which else 20,480 are read
+    every_row: bool = False
     threads: int = os.cpu_count() or 1  # decoding threads
     device: str = "auto"  # of the reference: auto: cuda if there is one, else cpu
 
@@ -110,12 +104,12 @@ class Run(NamedTuple):
 
 
 class Truth(NamedTuple):
-    """True objects of one image: classes `[n]` and boxes `[n, 4]` (left, top, right, bottom),
-    normalised.
+    """True objects of one image: classes `[n]` and boxes `[n, 4]`,
+    normalized.
     """
 
     classes: np.ndarray
-    boxes: np.ndarray
+    boxes_ltrb: np.ndarray
 
 
 def read_run(folder: Path) -> Run:
@@ -183,12 +177,15 @@ def student_of(run: Run, loader: Loader) -> tuple[int, Augmentation]:
     """P, the side of the student's table of tokens in the first epoch (16 where its model has
     none), and what it sees of a crop.
     """
-    config = from_plain(run.config)
+    config = config_from_dict(run.config)
     with torch.device("meta"):
         model, _ = build_model(config, loader.num_classes)
     grid = loader.plan.size(0) // model.patch_size if isinstance(model, TokenTransformer) else 16
     return grid, Augmentation(
-        loader.plan, augment_of(config), model.pretrained_cfg["mean"], model.pretrained_cfg["std"]
+        loader.plan,
+        augment_settings(config),
+        model.pretrained_cfg["mean"],
+        model.pretrained_cfg["std"],
     )
 
 
@@ -217,23 +214,23 @@ def read_truth(path: Path, run: Run, loader: Loader) -> list[Truth]:
     return truths
 
 
-def in_crop(boxes_n4: np.ndarray, view: np.ndarray) -> np.ndarray:
+def in_crop(boxes_ltrb_n4: np.ndarray, view: np.ndarray) -> np.ndarray:
     """Boxes of the image as the crop shows them: the View undone, the box around the four corners;
-    normalised, `[n, 4]`.
+    normalized, `[n, 4]`.
     """
     back = np.linalg.inv(np.vstack([view, [0, 0, 1]]))[:2]
-    corners = boxes_n4[:, [[0, 1], [2, 1], [2, 3], [0, 3]]] @ back[:, :2].T + back[:, 2]
+    corners = boxes_ltrb_n4[:, [[0, 1], [2, 1], [2, 3], [0, 3]]] @ back[:, :2].T + back[:, 2]
     return np.concatenate([corners.min(1), corners.max(1)], axis=1)
 
 
-def owner_of_tokens(boxes_n4: np.ndarray, grid: int) -> np.ndarray:
+def owner_of_tokens(boxes_ltrb_n4: np.ndarray, grid: int) -> np.ndarray:
     """For each token of a `grid` x `grid` table, the one box it lies wholly inside of, or -1 if it
     touches none or another too.
     """
     edges = np.arange(grid) / grid
     left, top = np.meshgrid(edges, edges)
     token = np.stack([left, top, left + 1 / grid, top + 1 / grid], -1)[:, :, None]
-    box = boxes_n4[None, None]
+    box = boxes_ltrb_n4[None, None]
     inside = (token[..., :2] >= box[..., :2] - 1e-6).all(-1) & (
         token[..., 2:] <= box[..., 2:] + 1e-6
     ).all(-1)
@@ -260,12 +257,12 @@ def judge(loader: Loader, truths: list[Truth], grid: int) -> dict:
 
     Kinds: `image`, the image's own label, which plain cross entropy tells every token; `crop`, the
     dense label of the whole crop (objective relabel); `token`, the dense label of the token;
-    `compatible`, the same read where the published code reads. Each for `all` such tokens, those on
+    `published`, the same read where the published code reads. Each for `all` such tokens, those on
     the `largest` object of their image and those on the `others`. `tokens` counts them.
     """
     hits = {
         kind: {"all": 0, "largest": 0, "others": 0}
-        for kind in ("image", "crop", "token", "compatible")
+        for kind in ("image", "crop", "token", "published")
     }
     tokens = {"all": 0, "largest": 0, "others": 0}
     batches = min(-(-JUDGED // loader.plan.batch), len(loader))
@@ -273,11 +270,13 @@ def judge(loader: Loader, truths: list[Truth], grid: int) -> dict:
         token_NT, _ = labels_of_tokens(batch, loader, grid)
         crop_N1, _ = labels_of_tokens(batch, loader, 1)
         published_NT, _ = labels_of_tokens(
-            batch, loader, grid, TargetRules(geometry="compatible", outside="uniform")
+            batch, loader, grid, TargetRules(geometry="published", outside="uniform")
         )
         for n in np.nonzero(batch.weight.numpy())[0]:
             truth = truths[int(batch.index[n])]
-            owner_T = owner_of_tokens(in_crop(truth.boxes, batch.view[n].numpy()), grid).ravel()
+            owner_T = owner_of_tokens(
+                in_crop(truth.boxes_ltrb, batch.view[n].numpy()), grid
+            ).ravel()
             inside_T = owner_T >= 0
             want, owner = truth.classes[owner_T[inside_T]], owner_T[inside_T]
             said = {
@@ -285,7 +284,7 @@ def judge(loader: Loader, truths: list[Truth], grid: int) -> dict:
                 "crop": crop_N1[n, 0],
                 "token": token_NT[n][inside_T],
             }
-            said["compatible"] = published_NT[n][inside_T]
+            said["published"] = published_NT[n][inside_T]
             for part, chosen in (
                 ("all", owner >= 0),
                 ("largest", owner == 0),
@@ -312,11 +311,10 @@ def contact_sheet(
 
     Labels are as the run reads them, but for their smoothing, which moves all alike.
     """
-    (batch,) = augmented(islice(loader.batches(0), 1), augmentation, 0, torch.device("cpu"))
-    batch = batch._replace(image=augmentation.normalise.pixels(batch.image))
-    rules = TargetRules(
-        0.0, config.temperature, config.outside, config.geometry, sheared=True
-    )  # right for all Views
+    (batch,) = augment_batches(islice(loader.batches(0), 1), augmentation, 0, torch.device("cpu"))
+    batch = batch._replace(image=augmentation.normalize.pixels(batch.image))
+    # right for all Views
+    rules = TargetRules(0.0, config.temperature, config.outside, config.geometry, sheared=True)
     token, probability = labels_of_tokens(batch, loader, grid, rules)
     sheet = []
     for n in range(min(CONTACTS, loader.plan.batch)):
@@ -337,7 +335,9 @@ def contact_sheet(
         if truths is not None:
             truth = truths[int(batch.index[n])]
             for c, (left, top, right, bottom) in zip(
-                truth.classes, in_crop(truth.boxes, batch.view[n].numpy()).clip(0, 1), strict=True
+                truth.classes,
+                in_crop(truth.boxes_ltrb, batch.view[n].numpy()).clip(0, 1),
+                strict=True,
             ):
                 if right > left and bottom > top:
                     objects.append(
@@ -452,10 +452,10 @@ def main(report: Report) -> None:
         if not any(run.config.get(name) for name in mixes)
         and run.config.get("geometry", "aligned") == "aligned"
     ]
-    labelled = (plain or dense or [None])[-1]
+    labeled = (plain or dense or [None])[-1]
     sheet, purity, grid = [], None, 0
-    if labelled:
-        config = replace(from_plain(labelled.config), labels_on_device=False)
+    if labeled:
+        config = replace(config_from_dict(labeled.config), labels_on_device=False)
         try:
             loader = open_loader(config, "train")
         except (UserError, OSError) as error:
@@ -463,10 +463,10 @@ def main(report: Report) -> None:
                 f"no pictures of crops, as the training set cannot be opened: {error}",
                 file=sys.stderr,
             )
-            labelled = None
-    if labelled:
-        grid, augmentation = student_of(labelled, loader)
-        truths = read_truth(report.boxes, labelled, loader) if report.boxes else None
+            labeled = None
+    if labeled:
+        grid, augmentation = student_of(labeled, loader)
+        truths = read_truth(report.boxes, labeled, loader) if report.boxes else None
         sheet = contact_sheet(config, loader, truths, grid, augmentation)
         purity = judge(loader, truths, grid) if truths else None
         loader.close()
@@ -479,14 +479,14 @@ def main(report: Report) -> None:
         sheet=sheet,
         purity=purity,
         grid=grid,
-        labelled=labelled,
+        labeled=labeled,
         accuracy=curve(runs, "val", "top1", True),
         losses=curve(runs, "train", "loss", False),
     )
-    with replacing(out) as part:
+    with replace_file(out) as part:
         part.write_text(text)
     if purity:
-        with replacing(out.with_suffix(".json")) as part:
+        with replace_file(out.with_suffix(".json")) as part:
             part.write_text(json.dumps(purity, indent=1))
     print(f"{out}: {out.stat().st_size / 1024:,.0f} KiB, open it in a browser")
 

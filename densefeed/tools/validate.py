@@ -1,4 +1,4 @@
-"""How good a trained model is: top-1, top-5, ReaL and loss on any labelled images, at any
+"""How good a trained model is: top-1, top-5, ReaL and loss on any labeled images, at any
 resolution, and how fast.
 
     python tools/validate.py runs/student --data val.beton --json row.json
@@ -19,7 +19,7 @@ in timm. Its order is that of the file names ILSVRC2012_val_00000001.JPEG to ...
 has; a .beton has no names, so there it is taken to be in that order, and either is refused if fewer
 than half of the images' own labels are among their right ones.
 
-PIXELS. The loader crops the centred square of crop-pct times the shorter side and resizes it with
+PIXELS. The loader crops the centered square of crop-pct times the shorter side and resizes it with
 an antialiased triangle (bilinear in Pillow and timm). timm resizes the shorter side to size /
 crop-pct, bicubic for most models, and crops then. So accuracies of published models may differ from
 those reported in the second digit after the point.
@@ -42,8 +42,8 @@ from timm.data import RealLabelsImagenet
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from densefeed.pipelines.augment.augmentation import Normalise
-from densefeed.pipelines.batch import on_device
+from densefeed.pipelines.augment.augmentation import Normalize
+from densefeed.pipelines.batch import to_device
 from densefeed.pipelines.dali import DaliLoader
 from densefeed.pipelines.ffcv import FfcvSource
 from densefeed.pipelines.folder import FolderSource
@@ -54,7 +54,7 @@ from densefeed.system.errors import UserError, run
 from densefeed.system.progress import bar
 from densefeed.system.provenance import environment, write_json
 from densefeed.tools.load_model import Weights, imagenet_names, open_trained
-from densefeed.training.evaluation import Shares, Told, answers, shares_waits, sums_of
+from densefeed.training.evaluation import Metrics, Told, mean_metrics_sync, predict, sum_metrics
 
 PACKAGES = ("torch", "timm", "numpy")
 NAMED = 3  # unknown classes named in a message
@@ -68,9 +68,8 @@ class Validation:
 
     checkpoint: Annotated[Path, tyro.conf.Positional]  # a checkpoint, or a run folder of train.py
     data: Path  # a .beton, or a folder of class folders (or of splits, of which `val` is taken)
-    loader: Literal["ffcv", "folder", "dali"] = (
-        "ffcv"  # reads .beton files, or folders; dali reads both, decoded by NVIDIA DALI
-    )
+    # reads .beton files, or folders; dali reads both, decoded by NVIDIA DALI
+    loader: Literal["ffcv", "folder", "dali"] = "ffcv"
     size: int = 0  # side of the input, pixels; 0: what the model was trained for
     crop_pct: float = 0.0  # side of the crop, share of the shorter side; 0: the checkpoint's
     weights: Weights = "ema"  # averaged weights where the checkpoint has them, or the raw ones
@@ -79,9 +78,8 @@ class Validation:
     batch: int = 128  # images per forward pass
     threads: int = os.cpu_count() or 1  # decoding threads
     device: str = "auto"  # auto: cuda if there is one, else cpu
-    precision: Literal["auto", "fp32", "bf16"] = (
-        "auto"  # auto: bf16 autocast on CUDA, float32 on a CPU
-    )
+    # auto: bf16 autocast on CUDA, float32 on a CPU
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
     json: Path | None = None  # write the result there
 
 
@@ -176,9 +174,8 @@ def open_real(path: str, source: Source, data: Path) -> RealLabelsImagenet:
             f"--real {path} has no labels of the {len(source.class_names)} classes of {data}; give their own labels"
         )
     agree = sum(label in right for label, right in judged) / len(judged)
-    if (
-        agree < 0.5
-    ):  # ReaL keeps about nine in ten of ImageNet's own labels, another order one in hundreds
+    # ReaL keeps about nine in ten of ImageNet's own labels, another order one in hundreds
+    if agree < 0.5:
         raise UserError(
             f"only {100 * agree:.0f} % of the labels of {data} are among those of --real {path}, so their orders differ; "
             "validate the folder of ILSVRC2012_val_*.JPEG with --loader folder"
@@ -193,7 +190,7 @@ def real_top1(judge: RealLabelsImagenet, best_N: Tensor, num_classes: int) -> fl
     return judge.get_accuracy(1) / 100
 
 
-def settle_waits(device: torch.device) -> None:
+def synchronize_sync(device: torch.device) -> None:
     """Wait until the device has done all it was given."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -202,17 +199,17 @@ def settle_waits(device: torch.device) -> None:
 class Judged(NamedTuple):
     """What was measured."""
 
-    shares: Shares
+    shares: Metrics
     # int64 [N] on the CPU: the best class of each image, in the data's order and numbers
     best: Tensor
     images_per_s: float  # of loader and model together
     model_images_per_s: float  # of the model alone
 
 
-def judge_waits(
+def judge_sync(
     model: nn.Module,
     loader: ThreadedLoader,
-    normalise: Normalise,
+    normalize: Normalize,
     match: Match,
     device: torch.device,
     dtype: torch.dtype | None,
@@ -223,13 +220,13 @@ def judge_waits(
     first, best = [], []
 
     def prepared() -> Iterator[Told]:
-        for batch in on_device(bar(loader.batches(0), "validate, batches", len(loader)), device):
-            image_NCHW = normalise(batch.image)
+        for batch in to_device(bar(loader.batches(0), "validate, batches", len(loader)), device):
+            image_NCHW = normalize(batch.image)
             first.append(image_NCHW) if not first else None
             yield image_NCHW, batch.label, batch.weight
 
     def watched() -> Iterator[Told]:
-        for logits_NK, label_N, weight_N in answers(model, prepared(), columns, dtype):
+        for logits_NK, label_N, weight_N in predict(model, prepared(), columns, dtype):
             best.append(logits_NK.argmax(-1))
             yield logits_NK, label_N, weight_N
 
@@ -237,21 +234,21 @@ def judge_waits(
     blank = torch.zeros((rows, 3, size, size), device=device).to(memory_format=torch.channels_last)
 
     def alone(image_NCHW: Tensor) -> None:
-        for _ in answers(model, [(image_NCHW, None, None)], columns, dtype):
+        for _ in predict(model, [(image_NCHW, None, None)], columns, dtype):
             pass
 
     alone(blank)  # what a device does once (choosing kernels) is not counted
-    settle_waits(device)
+    synchronize_sync(device)
     began = time.perf_counter()
-    shares = shares_waits(sums_of(watched()))
+    shares = mean_metrics_sync(sum_metrics(watched()))
     seconds = time.perf_counter() - began
     # The median of single runs: what else the machine does hits few of them.
     runs = []
     while sum(runs) < MODEL_SECONDS or len(runs) < 3:
-        settle_waits(device)
+        synchronize_sync(device)
         began = time.perf_counter()
         alone(first[0])
-        settle_waits(device)
+        synchronize_sync(device)
         runs.append(time.perf_counter() - began)
     took = statistics.median(runs)
     count = loader.plan.num_samples
@@ -289,12 +286,12 @@ def main(validation: Validation) -> dict:
         )
         real = open_real(validation.real, source, validation.data) if validation.real else None
         model.to(device, memory_format=torch.channels_last)
-        normalise = Normalise(trained.mean, trained.std).to(device)
+        normalize = Normalize(trained.mean, trained.std).to(device)
         amp = validation.precision == "bf16" or (
             validation.precision == "auto" and device.type == "cuda"
         )
-        judged = judge_waits(
-            model, loader, normalise, match, device, torch.bfloat16 if amp else None
+        judged = judge_sync(
+            model, loader, normalize, match, device, torch.bfloat16 if amp else None
         )
     finally:
         loader.close()

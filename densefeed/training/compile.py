@@ -7,8 +7,8 @@ import torch
 from timm.layers import DropPath
 from torch import Tensor, nn
 
-from densefeed.objectives.bootstrapping import Bootstrapped
-from densefeed.objectives.drloc import Localised
+from densefeed.objectives.bootstrapping import JointModel
+from densefeed.objectives.drloc import LocalizedModel
 from densefeed.training.objective import objective_loss, step_loss
 
 
@@ -32,12 +32,12 @@ class SharedDropPath(nn.Module):
         return x * (kept / self.keep if self.scale_by_keep else kept).to(x.dtype)
 
 
-def networks_of(trained: nn.Module) -> tuple[nn.Module, ...]:
+def get_networks(trained: nn.Module) -> tuple[nn.Module, ...]:
     """The networks in what a run trains, the model first: without DRLoc's heads, with the agent."""
-    return trained.networks if isinstance(trained, Localised | Bootstrapped) else (trained,)
+    return trained.networks if isinstance(trained, LocalizedModel | JointModel) else (trained,)
 
 
-def compiled(how: str, trained: nn.Module) -> Callable[..., Tensor]:
+def compile_step(how: str, trained: nn.Module) -> Callable[..., Tensor]:
     """`step_loss` of `trained`, with what `how` says compiled.
 
     `blocks`: one compilation serves all blocks that are alike, whose DropPath then is a
@@ -56,7 +56,7 @@ def compiled(how: str, trained: nn.Module) -> Callable[..., Tensor]:
             return whole(*args, **more)
 
         return captured
-    networks = networks_of(trained)
+    networks = get_networks(trained)
     if how == "whole" or not all(
         isinstance(getattr(network, "blocks", None), nn.Module) for network in networks
     ):

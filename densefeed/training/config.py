@@ -17,96 +17,75 @@ from densefeed.system.errors import UserError
 class Config:
     """Everything a run depends on. Fields not given on the command line come from the recipe."""
 
-    data: Path = (
-        tyro.MISSING
-    )  # training set: a folder of class folders; with --loader ffcv or dali a .beton or 'a-*.beton'
+    # training set: a folder of class folders; with --loader ffcv or dali a .beton or 'a-*.beton'
+    data: Path = tyro.MISSING
     val: Path = tyro.MISSING  # validation set, of the same kind
     out: Path = tyro.MISSING  # run folder: config, metrics, checkpoints
     labels: Path | None = None  # score maps (HDF5) of the training set; a .beton may carry its own
-    loader: Literal["folder", "ffcv", "dali"] = (
-        "folder"  # folders of images; .beton files; either, decoded by NVIDIA DALI
-    )
-    threads: int = max(
-        1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    )  # decoding threads of each rank
-    on_bad_sample: Literal["raise", "skip"] = (
-        "raise"  # an unreadable sample stops the run, or is skipped and counted
-    )
+    # folders of images; .beton files; either, decoded by NVIDIA DALI
+    loader: Literal["folder", "ffcv", "dali"] = "folder"
+    # decoding threads of each rank
+    threads: int = max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    # an unreadable sample stops the run, or is skipped and counted
+    on_bad_sample: Literal["raise", "skip"] = "raise"
 
     # any timm classifier; token-label needs a model with a token head (lvvit_*, dhvt_*, t2t_vit_*)
     model: str = "lvvit_s"
-    model_kwargs: tuple[
-        str, ...
-    ] = ()  # more arguments of the model, each NAME=VALUE as Python writes it, e.g. depth=12
-    init: Path | None = (
-        # weights to begin from: a checkpoint of ours, of the published LV-ViT, or of timm for this
-        # model
-        None
-    )
+    # more arguments of the model, each NAME=VALUE as Python writes it, e.g. depth=12
+    model_kwargs: tuple[str, ...] = ()
+    # weights to begin from: a checkpoint of ours, of the published LV-ViT, or of timm for this
+    # model
+    init: Path | None = None
     drop_path: float = 0.1  # stochastic depth of the last block, probability
     size: int = 224  # side of the network's input, pixels
-    sizes: tuple[
-        tuple[int, int], ...
-    ] = ()  # growing in training: pairs FROM_EPOCH PIXELS, the first from epoch 0; empty: size
-    objective: Literal["ce", "relabel", "token-label"] = (
-        "token-label"  # hard labels; dense label of the crop; of every token
-    )
+    # growing in training: pairs FROM_EPOCH PIXELS, the first from epoch 0; empty: size
+    sizes: tuple[tuple[int, int], ...] = ()
+    # hard labels; dense label of the crop; of every token
+    objective: Literal["ce", "relabel", "token-label"] = "token-label"
     token_weight: float = 0.5  # beta of equation 7, the weight of the tokens' loss
-    drloc: Literal["none", "l1", "signed", "ce", "reg", "all"] = (
-        "none"  # also tell how far apart two tokens lie, in that variant
-    )
+    # also tell how far apart two tokens lie, in that variant
+    drloc: Literal["none", "l1", "signed", "ce", "reg", "all"] = "none"
     drloc_weight: float = 0.5  # lambda, the weight of that loss
     drloc_pairs: int = 64  # of tokens, in each image
     drloc_grid: int = 7  # rows to which the grid of tokens is pooled for it; 0: none
     # as the public code has it: offsets counted in places, weight that rises and falls, other heads
-    drloc_released: bool = False
+    drloc_published: bool = False
     smoothing: float = 0.1  # label smoothing, probability
     temperature: float = 1.0  # of dense labels: above 1 softer, below harder than the teacher's
-    ground_truth: Literal["none", "published", "intended"] = (
-        "none"  # mix the image's label into the class token's dense one
-    )
-    geometry: Literal["aligned", "compatible"] = (
-        "aligned"  # labels of what a token shows, or of where published code looks
-    )
-    outside: Literal["ignore", "uniform"] = (
-        "ignore"  # what lies outside map, image or crop: no label, or all classes alike
-    )
-    labels_on_device: bool = (
-        False  # keep all score maps in the device's memory (ImageNet: 9 GB), not in the batches
-    )
-    fused_head: Literal["auto", "always", "never"] = (
-        "auto"  # tokens' logits never whole; auto: from 4,096 classes on
-    )
+    # mix the image's label into the class token's dense one
+    ground_truth: Literal["none", "published", "intended"] = "none"
+    # labels of what a token shows, or of where published code looks
+    geometry: Literal["aligned", "published"] = "aligned"
+    # what lies outside map, image or crop: no label, or all classes alike
+    outside: Literal["ignore", "uniform"] = "ignore"
+    # keep all score maps in the device's memory (ImageNet: 9 GB), not in the batches
+    labels_on_device: bool = False
+    # tokens' logits never whole; auto: from 4,096 classes on
+    fused_head: Literal["auto", "always", "never"] = "auto"
     mixtoken: bool = True  # exchange a box of tokens with the partner image in every step
     cutmix: float = 0.0  # alpha of CutMix, which exchanges a box of pixels; 0: none
     mixup: float = 0.0  # alpha of MixUp, which blends images; 0: none
     mix_prob: float = 1.0  # share of the steps that CutMix or MixUp mix
     switch_prob: float = 0.5  # with both, the share of those that are CutMix
-    mix_label: Literal["area", "regions"] = (
-        "area"  # dense label of a mixed image: both labels by area; or of what it shows
-    )
+    # dense label of a mixed image: both labels by area; or of what it shows
+    mix_label: Literal["area", "regions"] = "area"
 
-    bootstrap: Literal["none", "joint", "shared"] = (
-        "none"  # train an agent CNN beside the model, perhaps with its weights
-    )
+    # train an agent CNN beside the model, perhaps with its weights
+    bootstrap: Literal["none", "joint", "shared"] = "none"
     agent: Literal["res-like", "base"] = "res-like"  # tables 7 and 6 of Bootstrapping ViTs
-    agent_kwargs: tuple[
-        str, ...
-    ] = ()  # more arguments of the agent, as model_kwargs: down, pool, norm
+    # more arguments of the agent, as model_kwargs: down, pool, norm
+    agent_kwargs: tuple[str, ...] = ()
     distill_weight: float = 1.0  # of what model and agent learn of each other's answers
     distill_temperature: float = 4.0  # of these answers
     feature_weight: float = 10.0  # of what the model's blocks learn of the agent's
     feature_decay: Literal["linear", "none"] = "linear"  # of that weight, to 0 after the last epoch
     feature_blocks: tuple[int, ...] = ()  # which learn so, counted from 1; empty: all
-    feature_norm: Literal["l2-token", "l2-whole", "layernorm"] = (
-        "l2-token"  # before features are compared; layernorm: as released
-    )
-    feature_adapt: Literal["sequence", "pool-2d"] = (
-        "sequence"  # to equal numbers: neighbours in the sequence, or squares
-    )
-    align: Literal["global", "layer", "tensor", "none"] = (
-        "global"  # of which shared weights gradients are aligned together
-    )
+    # before features are compared; layernorm: as published
+    feature_norm: Literal["l2-token", "l2-whole", "layernorm"] = "l2-token"
+    # to equal numbers: neighbors in the sequence, or squares
+    feature_adapt: Literal["sequence", "pool-2d"] = "sequence"
+    # of which shared weights gradients are aligned together
+    align: Literal["global", "layer", "tensor", "none"] = "global"
 
     crop_scale: tuple[float, float] = (0.08, 1.0)  # area of a training crop, share of the image
     hflip: float = 0.5  # probability of a left-right flip
@@ -114,21 +93,17 @@ class Config:
     # image
     shift: int = 0
     rand_augment: str = ""  # as timm writes it, e.g. rand-m9-mstd0.5-inc1; empty: none
-    color_jitter: tuple[
-        float, ...
-    ] = ()  # one number, or brightness, contrast, saturation and perhaps hue; empty: none
-    interpolation: Literal["random", "bilinear", "bicubic"] = (
-        "random"  # where RandAugment rotates, shears and moves
-    )
+    # one number, or brightness, contrast, saturation and perhaps hue; empty: none
+    color_jitter: tuple[float, ...] = ()
+    # where RandAugment rotates, shears and moves
+    interpolation: Literal["random", "bilinear", "bicubic"] = "random"
     erase_probability: float = 0.0  # of random erasing
-    erase_mode: Literal["const", "rand", "pixel"] = (
-        "pixel"  # what is erased becomes the mean colour, one colour, or noise
-    )
+    # what is erased becomes the mean color, one color, or noise
+    erase_mode: Literal["const", "rand", "pixel"] = "pixel"
     erase_count: int = 1  # most boxes erased of an image
     erase_max_area: float = 1 / 3  # most that is erased of an image, share
-    order: Literal["random", "blocks"] = (
-        "random"  # of the training set; blocks: reads runs of storage, for disks and networks
-    )
+    # of the training set; blocks: reads runs of storage, for disks and networks
+    order: Literal["random", "blocks"] = "random"
     # crops of each image in an epoch (repeated augmentation), which makes an epoch so many times
     # longer
     views: int = 1
@@ -136,12 +111,11 @@ class Config:
 
     epochs: int = 300  # passes over the training set until the learning rate is at its lowest
     cooldown_epochs: int = 0  # further passes at min_lr
-    batch: int = 1024  # images per optimiser step, all ranks together
+    batch: int = 1024  # images per optimizer step, all ranks together
     # images that go through the network at once, for memory; 0: all that a rank has of a batch
     microbatch: int = 0
-    lr: float = (
-        1e-3  # peak learning rate at a batch of lr_batch images; scaled linearly with the batch
-    )
+    # peak learning rate at a batch of lr_batch images; scaled linearly with the batch
+    lr: float = 1e-3
     lr_batch: int = 640  # the batch that lr is meant for, images
     min_lr: float = 1e-5  # learning rate at the end, not scaled
     warmup_epochs: float = 5  # linear from 1e-6
@@ -149,28 +123,25 @@ class Config:
     weight_decay: float = 0.05  # AdamW's; not on biases, norms, tables
     ema: float = 0.99992  # decay per step of the averaged weights, with warm-up; 0: none
     clip_grad: float = 0.0  # longest gradient, by its norm; longer ones are shortened; 0: any
-    on_nonfinite: Literal["stop", "skip"] = (
-        "stop"  # where gradients are not finite: end the run, or leave the weights alone
-    )
+    # where gradients are not finite: end the run, or leave the weights alone
+    on_nonfinite: Literal["stop", "skip"] = "stop"
     max_skips: int = 10  # such steps that --on-nonfinite skip allows
-    precision: Literal["auto", "fp32", "bf16", "fp16"] = (
-        "auto"  # auto: bf16 autocast on CUDA, float32 on a CPU
-    )
+    # auto: bf16 autocast on CUDA, float32 on a CPU
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     # blocks: each once, and the loss; whole: all as one; graph: that, as CUDA graphs; auto: blocks
     # on CUDA, else never
     compile: Literal["auto", "never", "blocks", "whole", "graph"] = "auto"
     # BatchNorm over the images of all ranks; else each rank's own, averaged when they are saved
     sync_batchnorm: bool = False
-    # train in evaluation mode: BatchNorm as it was learnt, no drop-path (DHVT's fine-tuning)
+    # train in evaluation mode: BatchNorm as it was learned, no drop-path (DHVT's fine-tuning)
     frozen_statistics: bool = False
     # compute blocks anew in the backward pass instead of keeping them: less memory, more time
     grad_checkpointing: bool = False
 
     seed: int = 0  # of weights, order, crops, mixing
     device: str = "auto"  # auto: cuda if there is one, else cpu
-    resume: Literal["auto", "never"] = (
-        "never"  # auto: continue from the newest checkpoint in OUT if there is one
-    )
+    # auto: continue from the newest checkpoint in OUT if there is one
+    resume: Literal["auto", "never"] = "never"
     save_every: int = 1000  # steps between checkpoints within an epoch; each epoch's end always
     keep: int = 2  # newest checkpoints that stay; the best one does in any case
     eval_every: int = 10  # epochs between evaluations; the last epoch always
@@ -295,8 +266,8 @@ def check_values(config: Config) -> None:
         )
     if config.bootstrap != "none" and config.frozen_statistics:
         raise UserError(
-            "--frozen-statistics keeps BatchNorm as it was learnt, and the agent CNN of --bootstrap begins with statistics that "
-            "nobody has learnt; give one of the two"
+            "--frozen-statistics keeps BatchNorm as it was learned, and the agent CNN of --bootstrap begins with statistics that "
+            "nobody has learned; give one of the two"
         )
     if config.bootstrap != "none" and config.mixtoken:
         raise UserError(
@@ -338,10 +309,10 @@ def check_read(config: Config, recipe: Config) -> None:
 
 def model_arguments(config: Config) -> dict[str, object]:
     """`model_kwargs` as a dictionary. UserError where one is no NAME=VALUE."""
-    return arguments_of(config.model_kwargs, "--model-kwargs")
+    return parse_arguments(config.model_kwargs, "--model-kwargs")
 
 
-def arguments_of(words: tuple[str, ...], field: str) -> dict[str, object]:
+def parse_arguments(words: tuple[str, ...], field: str) -> dict[str, object]:
     """NAME=VALUE words of the option `field` as a dictionary. UserError where one is none."""
     arguments = {}
     for word in words:
@@ -362,7 +333,7 @@ def plain(config: Config) -> dict:
     return json.loads(json.dumps(asdict(config), default=str))
 
 
-def from_plain(fields: dict) -> Config:
+def config_from_dict(fields: dict) -> Config:
     """The config that `plain` wrote, perhaps in an earlier version: fields that are no longer known
     are left out.
     """

@@ -11,12 +11,11 @@ from torch.nn import functional as F
 
 TOP = 5  # as ImageNet counts its second accuracy
 
-Told = tuple[
-    Tensor, Tensor, Tensor
-]  # images float32 [N, 3, H, W] or logits float32 [N, K]; labels int64 [N]; weights float32 [N]
+# images float32 [N, 3, H, W] or logits float32 [N, K]; labels int64 [N]; weights float32 [N]
+Told = tuple[Tensor, Tensor, Tensor]
 
 
-class Sums(NamedTuple):
+class MetricSums(NamedTuple):
     """Weighted sums over images, float64 scalars on the device: `Sums(*torch.stack(sums))` after an
     all-reduce of the stack.
     """
@@ -27,7 +26,7 @@ class Sums(NamedTuple):
     total: Tensor  # images
 
 
-class Shares(NamedTuple):
+class Metrics(NamedTuple):
     """What sums say of one image on average."""
 
     top1: float  # 0 to 1
@@ -36,13 +35,13 @@ class Shares(NamedTuple):
 
 
 @torch.inference_mode()
-def answers(
+def predict(
     model: nn.Module,
     batches: Iterable[Told],
     columns_C: Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> Iterator[Told]:
-    """What the model says, in evaluation mode, to batches of (normalised images `[N, 3, H, W]`,
+    """What the model says, in evaluation mode, to batches of (normalized images `[N, 3, H, W]`,
     labels, weights); no wait.
 
     `columns_C` (int64 `[C]`, on the device) picks and orders classes: logit c of an answer is the
@@ -63,12 +62,12 @@ def answers(
 
 
 @torch.inference_mode()
-def sums_of(answers: Iterable[Told]) -> Sums:
+def sum_metrics(predict: Iterable[Told]) -> MetricSums:
     """The sums over all answers; an image of weight 0, as padding is, does not count. No wait.
     ValueError if there is none.
     """
     sums = None
-    for logits_NK, label_N, weight_N in answers:
+    for logits_NK, label_N, weight_N in predict:
         best_NM = logits_NK.topk(min(TOP, logits_NK.shape[1])).indices
         right_N = logits_NK.argmax(-1) == label_N
         right5_N = (best_NM == label_N[:, None]).any(-1)
@@ -84,10 +83,10 @@ def sums_of(answers: Iterable[Told]) -> Sums:
         sums = new if sums is None else sums + new
     if sums is None:
         raise ValueError("there is no batch to evaluate")
-    return Sums(*sums)
+    return MetricSums(*sums)
 
 
-def shares_waits(sums: Sums) -> Shares:
+def mean_metrics_sync(sums: MetricSums) -> Metrics:
     """Averages over the images that count; waits for the device."""
     right, right5, loss, total = torch.stack(sums).tolist()
-    return Shares(right / total, right5 / total, loss / total)
+    return Metrics(right / total, right5 / total, loss / total)

@@ -16,18 +16,15 @@ from torch import Tensor, nn
 from densefeed.system.errors import UserError
 
 ECHO = 1.0  # seconds
-STOPPING = (
-    signal.SIGTERM,
-    signal.SIGINT,
-    signal.SIGUSR1,
-)  # SIGUSR1: what Slurm sends with --signal=USR1@120
+# SIGUSR1: what Slurm sends with --signal=USR1@120
+STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
-class Finite:
+class NonFiniteGuard:
     """Keeps an update whose gradients are not finite from the weights, on the device: nobody waits
     to learn whether it was.
 
-    `update` gives the flag that a fused optimiser takes as `found_inf`: 1 leaves weights and
+    `update` gives the flag that a fused optimizer takes as `found_inf`: 1 leaves weights and
     moments as they are. Without `skip` the flag stays 1 from the first bad step on, so that weights
     are still those of that step when the log looks, and the step can be done again to find the
     cause.
@@ -37,9 +34,8 @@ class Finite:
         self.skip = skip
         self.flag = torch.zeros((), device=device)
         self.count = torch.zeros((), device=device)  # bad steps so far
-        self.first = torch.full(
-            (), math.inf, dtype=torch.float64, device=device
-        )  # the first of them
+        # the first of them
+        self.first = torch.full((), math.inf, dtype=torch.float64, device=device)
 
     def update(self, norm: Tensor, step: int) -> Tensor:
         """The flag of step `step`, whose gradients have the norm `norm`; no wait."""
@@ -49,7 +45,7 @@ class Finite:
         self.flag = bad if self.skip else torch.maximum(self.flag, bad)
         return self.flag
 
-    def looked_waits(self) -> tuple[int, int | None]:
+    def poll_sync(self) -> tuple[int, int | None]:
         """How many steps were bad since the last look, and the first of them; waits for the
         device.
         """
@@ -103,7 +99,7 @@ def first_not_finite(model: nn.Module, loss_of: Callable[[], Tensor]) -> str | N
         model.zero_grad(set_to_none=True)
 
 
-class Leaps:
+class LossSpikes:
     """Tells a loss that leaps: more than `factor` times the median of the last `window` log
     intervals, five at least.
     """
@@ -127,7 +123,7 @@ class Leaps:
 
 
 @contextmanager
-def stopping() -> Iterator[Callable[[], str]]:
+def signal_handler() -> Iterator[Callable[[], str]]:
     """Asks for the name of the signal that wants the run to stop, empty if none. A second one of it
     acts as ever.
 
@@ -153,7 +149,7 @@ def stopping() -> Iterator[Callable[[], str]]:
 
 
 @contextmanager
-def memory_told(images: int, where: str) -> Iterator[None]:
+def explain_oom(images: int, where: str) -> Iterator[None]:
     """Turns a failure to get memory into a sentence that says which knob to turn; `images` go
     through the network at once.
     """

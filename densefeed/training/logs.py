@@ -11,31 +11,31 @@ from pathlib import Path
 from torch.utils.tensorboard import SummaryWriter
 
 from densefeed.system.errors import UserError
-from densefeed.system.files import replacing
+from densefeed.system.files import replace_file
 from densefeed.system.progress import steps_bar
 
 Write = Callable[[str, int, float, dict[str, float]], None]
 Advance = Callable[[int, str], None]
 
 
-def forget_after(step: int, path: Path, evaluated: bool = True) -> None:
+def truncate_metrics(step: int, path: Path, evaluated: bool = True) -> None:
     """Drop the records of what a continued run will do again: later steps, and unless `evaluated`
     the accuracy at this one.
     """
     if path.exists():
         # A line that a kill or a full disk cut short ends in no newline; it is forgotten too.
         whole = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
-        told = [(line, record) for line in whole if (record := record_of(line))]
+        told = [(line, record) for line in whole if (record := parse_record(line))]
         kept = [
             line
             for line, r in told
             if r["step"] < step or (r["step"] == step and (evaluated or r["kind"] == "train"))
         ]
-        with replacing(path) as part:
+        with replace_file(path) as part:
             part.write_text("".join(kept))
 
 
-def record_of(line: str) -> dict | None:
+def parse_record(line: str) -> dict | None:
     """The record of a line; None, told on stderr, if it is damaged."""
     try:
         record = json.loads(line)
@@ -72,16 +72,15 @@ def logging(
         yield lambda kind, step, epoch, values: None, lambda steps, text: None
         return
     with ExitStack() as stack:
-        follower = follow(out, config, wandb_project, stack) if wandb_project else None
-        forget_after(step, out / "metrics.jsonl", evaluated)
+        follower = start_wandb(out, config, wandb_project, stack) if wandb_project else None
+        truncate_metrics(step, out / "metrics.jsonl", evaluated)
         metrics = stack.enter_context(open(out / "metrics.jsonl", "a"))
         board = stack.enter_context(SummaryWriter(out / "tensorboard", purge_step=step))
         advance = stack.enter_context(steps_bar(f"train {out.name}", steps, step))
 
         def write(kind: str, step: int, epoch: float, values: dict[str, float]) -> None:
-            values = {
-                name: value for name, value in values.items() if math.isfinite(value)
-            }  # JSON has no word for NaN
+            # JSON has no word for NaN
+            values = {name: value for name, value in values.items() if math.isfinite(value)}
             metrics.write(
                 json.dumps({"kind": kind, "step": step, "epoch": round(epoch, 4)} | values) + "\n"
             )
@@ -96,7 +95,7 @@ def logging(
         yield write, advance
 
 
-def follow(
+def start_wandb(
     out: Path, config: dict, project: str, stack: ExitStack
 ) -> Callable[[dict[str, float]], None]:
     """What Weights & Biases is told through; a continued run goes on under its old identity.
@@ -113,7 +112,7 @@ def follow(
         ) from error
     named = out / "wandb-id"
     if not named.exists():
-        with replacing(named) as part:
+        with replace_file(named) as part:
             part.write_text(uuid.uuid4().hex[:8])
     try:
         run = wandb.init(

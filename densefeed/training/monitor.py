@@ -10,15 +10,15 @@ from torch import Tensor
 
 from densefeed.system.errors import UserError
 from densefeed.training.config import Config
-from densefeed.training.guards import Leaps, first_not_finite
+from densefeed.training.guards import LossSpikes, first_not_finite
 from densefeed.training.ranks import Ranks
-from densefeed.training.step_inputs import Feed
+from densefeed.training.step_inputs import StepInputs
 from densefeed.training.student import Student
 
 LEAST_SCALE = 2**-10  # of a float16 loss; it begins at 2^16 and each overflow halves it
 
 
-class Watch:
+class TrainMonitor:
     """Adds up losses on the device, and looks at them, and at what the student's guard has counted,
     when it is asked.
 
@@ -35,7 +35,7 @@ class Watch:
         config: Config,
         ranks: Ranks,
         student: Student,
-        feed: Feed,
+        feed: StepInputs,
         seen: Tensor | None = None,
         skips: int = 0,
     ) -> None:
@@ -49,7 +49,7 @@ class Watch:
         self.seen = torch.zeros(2, dtype=torch.float64, device=ranks.device)
         if seen is not None:
             self.seen.copy_(seen)
-        self._leaps = Leaps()
+        self._leaps = LossSpikes()
 
     def add(self, loss: Tensor) -> None:
         """Another step's loss, float32 `[]`; no wait. Where steps may be skipped, one that is not
@@ -58,14 +58,14 @@ class Watch:
         counted = loss.isfinite() | (self._config.on_nonfinite == "stop")
         self.seen += torch.stack([torch.where(counted, loss, 0), counted])
 
-    def mean_waits(self, step: int) -> float:
+    def mean_loss_sync(self, step: int) -> float:
         """The mean loss since the last log line, NaN of no steps; waits for the device.
 
         UserError, which names step, samples and first bad tensor, if numbers are not finite and may
         not be, or were too often.
         """
         config, student = self._config, self._student
-        bad, when = student.finite.looked_waits()
+        bad, when = student.finite.poll_sync()
         self.skips += bad
         if bad and config.on_nonfinite == "stop":
             raise UserError(f"{config.out}: {self._why_not_finite(when)}")

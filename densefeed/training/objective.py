@@ -9,18 +9,23 @@ import torch
 from torch import Tensor, nn
 
 from densefeed.models.token_transformer import TokenLogits
-from densefeed.objectives.bootstrapping import Both, class_logits, distillation_loss, feature_loss
-from densefeed.objectives.drloc import Localised, PoolError
+from densefeed.objectives.bootstrapping import (
+    JointOutput,
+    class_logits,
+    distillation_loss,
+    feature_loss,
+)
+from densefeed.objectives.drloc import LocalizedModel, PoolError
 from densefeed.objectives.losses import class_token_loss, hard_label_loss, token_labeling_loss
 from densefeed.pipelines.augment.settings import Augment
-from densefeed.pipelines.batch import Batch, LabelSpec
+from densefeed.pipelines.batch import Batch, ScoreMapSpec
 from densefeed.pipelines.mixing import (
     Mix,
     Mixing,
     box_map,
     label_share,
-    mixed,
-    mixed_images,
+    mix_images,
+    mix_targets,
     pooled,
     share_map,
 )
@@ -29,9 +34,9 @@ from densefeed.pipelines.plan import EpochPlan
 from densefeed.pipelines.targets import (
     SparseTargets,
     TargetRules,
+    mix_ground_truth,
     palette_maps,
     sparse_targets,
-    with_ground_truth,
 )
 from densefeed.system.errors import UserError
 from densefeed.training.config import Config
@@ -39,7 +44,7 @@ from densefeed.training.config import Config
 RISING_EPOCHS = 20  # of the weight of DRLoc's loss, in its public code
 
 
-def augment_of(config: Config) -> Augment:
+def augment_settings(config: Config) -> Augment:
     """What happens to a crop before the network sees it."""
     jitter = config.color_jitter or (0.0,)
     return Augment(
@@ -54,7 +59,7 @@ def augment_of(config: Config) -> Augment:
     )
 
 
-def mixing_of(config: Config, plan: EpochPlan) -> Mixing:
+def mixing_settings(config: Config, plan: EpochPlan) -> Mixing:
     """What is mixed with what."""
     return Mixing(
         plan=plan,
@@ -67,7 +72,7 @@ def mixing_of(config: Config, plan: EpochPlan) -> Mixing:
 
 
 def dense_targets(
-    config: Config, batch: Batch, spec: LabelSpec, rules: TargetRules, grid: int, mix: Mix | None
+    config: Config, batch: Batch, spec: ScoreMapSpec, rules: TargetRules, grid: int, mix: Mix | None
 ) -> tuple[SparseTargets, SparseTargets | None]:
     """Targets of the class token, and of the grid of tokens if they are asked for; both mixed as
     the logits are.
@@ -77,33 +82,33 @@ def dense_targets(
     if regions or config.objective == "token-label":
         tokens = shown = sparse_targets(batch, spec, grid, rules, maps)
         if mix is not None and (regions or not config.mixtoken):
-            shown = mixed(tokens, share_map(mix, grid))
+            shown = mix_targets(tokens, share_map(mix, grid))
     whole = pooled(shown) if regions else sparse_targets(batch, spec, 1, rules, maps)
     if config.ground_truth != "none":
-        whole = with_ground_truth(
+        whole = mix_ground_truth(
             whole, batch.label, spec.num_classes, config.smoothing, config.ground_truth
         )
     if mix is not None and not regions:
-        whole = mixed(whole, label_share(mix))
+        whole = mix_targets(whole, label_share(mix))
     if not config.mixtoken or tokens is None:
         return whole, shown
     # The model un-mixes what MixToken has exchanged, so that every token answers for its own image,
     # which MixUp has blended.
-    return whole, mixed(tokens, mix.blend) if mix is not None and config.mixup else tokens
+    return whole, mix_targets(tokens, mix.blend) if mix is not None and config.mixup else tokens
 
 
 def objective_loss(
     config: Config,
     output,
     batch: Batch,
-    spec: LabelSpec | None,
+    spec: ScoreMapSpec | None,
     rules: TargetRules,
     grid: int,
     mix: Mix | None,
     share: Tensor | None = None,
 ) -> Tensor:
     """The loss of a step: equation 7, or its first term alone; of two networks `loss_of_both`."""
-    if isinstance(output, Both):
+    if isinstance(output, JointOutput):
         return loss_of_both(config, output, batch, spec, rules, grid, mix, share)
     if config.objective == "ce":
         partners = None if mix is None else label_share(mix)
@@ -116,9 +121,9 @@ def objective_loss(
 
 def loss_of_both(
     config: Config,
-    output: Both,
+    output: JointOutput,
     batch: Batch,
-    spec: LabelSpec | None,
+    spec: ScoreMapSpec | None,
     rules: TargetRules,
     grid: int,
     mix: Mix | None,
@@ -157,7 +162,7 @@ def step_loss(
     config: Config,
     model: nn.Module,
     batch: Batch,
-    spec: LabelSpec | None,
+    spec: ScoreMapSpec | None,
     rules: TargetRules,
     grid: int,
     mix: Mix | None,
@@ -171,14 +176,12 @@ def step_loss(
 
     `grid` is the side of the network's table of tokens (a network without one still needs it, to
     say what the regions of a mixed image show), `dtype` that of autocast, None for none, `pairs`
-    what a `Localised` model is asked and `share` that of `loss_of_both`, None of any other,
+    what a `LocalizedModel` model is asked and `share` that of `loss_of_both`, None of any other,
     `measure` `objective_loss` or its compiled twin.
     """
     image = batch.image
     if mix is not None and (config.cutmix or config.mixup):
-        image = mixed_images(
-            image, mix.blend if config.mixtoken else share_map(mix, image.shape[-1])
-        )
+        image = mix_images(image, mix.blend if config.mixtoken else share_map(mix, image.shape[-1]))
     with torch.autocast(image.device.type, dtype or torch.bfloat16, enabled=dtype is not None):
         more = {"mix_PP": box_map(mix, grid) > 0.5} if config.mixtoken else {}
         output = (
@@ -193,7 +196,7 @@ def step_loss(
     )
 
 
-def localised(config: Config, model: nn.Module) -> nn.Module:
+def add_drloc_heads(config: Config, model: nn.Module) -> nn.Module:
     """The model with the heads of `config.drloc` beside it, or as it is without. UserError where
     the two do not go together.
     """
@@ -201,7 +204,9 @@ def localised(config: Config, model: nn.Module) -> nn.Module:
         return model
     sizes = sorted({side for _, side in config.sizes} or {config.size})
     try:
-        heads = Localised(model, config.drloc, config.drloc_grid, sizes, config.drloc_released)
+        heads = LocalizedModel(
+            model, config.drloc, config.drloc_grid, sizes, config.drloc_published
+        )
     except (ValueError, RuntimeError, AssertionError, AttributeError, TypeError) as error:
         why = str(error).partition("\n")[0]
         if isinstance(error, PoolError):
@@ -217,11 +222,11 @@ def localised(config: Config, model: nn.Module) -> nn.Module:
     return heads.to(next(model.parameters()).device)
 
 
-def localisation_weight(config: Config, epoch: int) -> float:
+def localization_weight(config: Config, epoch: int) -> float:
     """Lambda in this epoch: constant in the paper; the public code raises it over 20 epochs and
     then lowers it to 0.
     """
-    if not config.drloc_released:
+    if not config.drloc_published:
         return config.drloc_weight
     rising, falling = (
         epoch / RISING_EPOCHS,

@@ -19,9 +19,8 @@ from densefeed.system.devices import choose_device
 from densefeed.system.errors import UserError
 
 WAIT = 5.0  # seconds; torchrun looks ten times a second whether a rank has ended
-PATIENCE = timedelta(
-    minutes=30
-)  # a first evaluation or a large resident store may keep the other ranks waiting
+# a first evaluation or a large resident store may keep the other ranks waiting
+PATIENCE = timedelta(minutes=30)
 
 
 @dataclass(frozen=True)
@@ -56,7 +55,7 @@ class Ranks:
             ):
                 gradient.copy_(mean.view_as(gradient))
 
-    def tell_waits(self, word: object) -> object:
+    def broadcast_sync(self, word: object) -> object:
         """What the first rank says, on all."""
         words = [word]
         if self.size > 1:
@@ -71,7 +70,7 @@ class Ranks:
                 dist.all_reduce(buffer)
                 buffer /= self.size
 
-    def synchronised(self, model: nn.Module) -> nn.Module:
+    def synchronized(self, model: nn.Module) -> nn.Module:
         """The model with BatchNorm over the images of all ranks in place of each rank's own; a rank
         alone keeps it as it is.
 
@@ -119,16 +118,14 @@ class Agreement:
             return flag
         if self._work is not None:
             self._work.wait()
-        before, self._said = (
-            bool(self._said),
-            torch.tensor([flag], dtype=torch.int32),
-        )  # on the CPU: gloo carries it beside nccl
+        # on the CPU: gloo carries it beside nccl
+        before, self._said = (bool(self._said), torch.tensor([flag], dtype=torch.int32))
         self._work = dist.all_reduce(self._said, dist.ReduceOp.MAX, async_op=True)
         return before
 
 
 @contextmanager
-def first_to_refuse() -> Iterator[None]:
+def raise_on_rank0() -> Iterator[None]:
     """Lets the first rank alone say a UserError that all meet: torchrun ends the others, which
     wait, as soon as it has ended.
 
@@ -143,7 +140,7 @@ def first_to_refuse() -> Iterator[None]:
 
 
 @contextmanager
-def started(device: str) -> Iterable[Ranks]:
+def init_distributed(device: str) -> Iterable[Ranks]:
     """The ranks that torchrun began, or one alone. UserError for a device that cannot be used, or
     is one for several ranks.
     """

@@ -37,10 +37,10 @@ def published(config: Config, **fields: object) -> Config:
 
     Rates are per 1,024 images and change once an epoch; ten epochs follow the cosine; tokens'
     losses weigh 1, not the paper's 0.5. Not repeated: under RandAugment the published code warps
-    the map by nearest neighbour, and its EMA has no warm-up.
+    the map by nearest neighbor, and its EMA has no warm-up.
     """
     run = dict(lr=1.6e-3, lr_batch=1024, lr_updates="epoch", cooldown_epochs=10, token_weight=1.0)
-    return replace(config, geometry="compatible", outside="uniform", **(run | fields))
+    return replace(config, geometry="published", outside="uniform", **(run | fields))
 
 
 def fine_tuned(config: Config, size: int) -> Config:
@@ -401,12 +401,12 @@ def table3_relabel() -> Config:
 # ------------------------------------------------------------------------- Bootstrapping ViTs (arXiv 2112.03552)
 
 # Section 4.1: 240 epochs of batch 2 x 32, AdamW at 1e-3 with a decay of 0.05, a cosine from the
-# first epoch on to 0 (released: once an epoch), images of 224 pixels, flips, no other regulariser.
-# The released code moves CIFAR's images by up to 4 of their 32 pixels before it makes them larger:
-# 28 of 224, here by single pixels of these, and what comes in has the mean's colour, not black. It
+# first epoch on to 0 (published: once an epoch), images of 224 pixels, flips, no other regularizer.
+# The published code moves CIFAR's images by up to 4 of their 32 pixels before it makes them larger:
+# 28 of 224, here by single pixels of these, and what comes in has the mean's color, not black. It
 # joins BatchNorm's statistics over its two devices, in agents alone and joint training:
 # --sync-batchnorm. Inputs are less ImageNet's mean by its deviation, as everywhere here. The
-# released code takes CIFAR's, which is another scale and shift of what the first convolution reads
+# published code takes CIFAR's, which is another scale and shift of what the first convolution reads
 # (a tenth larger), and so do the recipes that are called published, by the statistics of CIFAR-100
 # that it has; they go with the model into its checkpoints and exports. Of CIFAR-10 the mean is
 # 0.4914, 0.4822, 0.4465.
@@ -427,15 +427,14 @@ BOOTSTRAPPING = Config(
     ema=0.0,
     shift=28,
 )
-# Dropout of the released ViT-S; norms on the branch of the released Agent-B.
+# Dropout of the published ViT-S; norms on the branch of the published Agent-B.
 VIT_S = dict(model="bootstrapping_vit_s", model_kwargs=("attn_drop_rate=0.1", "proj_drop_rate=0.1"))
 CIFAR_100 = (
     "pretrained_cfg_overlay={'mean': (0.5071, 0.4867, 0.4408), 'std': (0.2023, 0.1994, 0.2010)}"
 )
 VIT_B = dict(model="bootstrapping_vit_b", agent_kwargs=("norm='after'",))
-FEW_IMAGES = dict(
-    shift=0, crop_scale=(0.6, 1.0), crop_pct=0.875
-)  # of ImageNet (Table 3); the crop is the released code's
+# of ImageNet (Table 3); the crop is the published code's
+FEW_IMAGES = dict(shift=0, crop_scale=(0.6, 1.0), crop_pct=0.875)
 
 
 def bootstrapping_vit_s_scratch() -> Config:
@@ -470,7 +469,7 @@ def bootstrapping_vit_s_shared() -> Config:
 
 
 def bootstrapping_vit_s_joint_published() -> Config:
-    """The joint training as the released code computes it: features normalised as by LayerNorm, a
+    """The joint training as the published code computes it: features normalized as by LayerNorm, a
     max-pool of 3, CIFAR-100's mean.
 
     python train.py bootstrapping_vit_s_joint_published --loader ffcv --data train.beton --val val.beton --out runs/vit_s_published
@@ -487,7 +486,7 @@ def bootstrapping_vit_s_joint_published() -> Config:
 
 
 def bootstrapping_vit_s_shared_published() -> Config:
-    """The shared training as the released code computes it: gradients of both networks simply
+    """The shared training as the published code computes it: gradients of both networks simply
     added.
 
     python train.py bootstrapping_vit_s_shared_published --loader ffcv --data train.beton --val val.beton --out runs/vit_s_published
@@ -591,17 +590,17 @@ def swin_t_drloc() -> Config:
     return replace(DRLOC, model="swin_tiny_patch4_window7_224", drop_path=0.2, drloc_weight=0.5)
 
 
-def swin_t_drloc_released() -> Config:
+def swin_t_drloc_published() -> Config:
     """Swin-T with DRLoc as its public code computes it: offsets counted in places, a weight that
     rises and falls.
 
-    python train.py swin_t_drloc_released --loader ffcv --data train.beton --val val.beton --out runs/swin_t_drloc_released
+    python train.py swin_t_drloc_published --loader ffcv --data train.beton --val val.beton --out runs/swin_t_drloc_published
 
     That code plans 300 epochs and stops after 101 of them, where SIGTERM stops this. Its author's
     latest published figures, CIFAR-10 in batches of 128: 88.29 % (86.17 without), single runs. Not
     run here.
     """
-    return replace(swin_t_drloc(), epochs=300, drloc_released=True)
+    return replace(swin_t_drloc(), epochs=300, drloc_published=True)
 
 
 def swin_t_drloc_fine_tune() -> Config:
@@ -674,11 +673,11 @@ def lvvit_s_224_token_label_drloc() -> Config:
 # ------------------------------------------------------------------------- DHVT, for small data (arXiv 2210.05958)
 
 # Tables of this section are those of DHVT's supplementary. What it leaves to DeiT (mixing,
-# RandAugment, erasing, smoothing) and to its released commands (drop-path 0.1, min_lr 1e-5, no
+# RandAugment, erasing, smoothing) and to its published commands (drop-path 0.1, min_lr 1e-5, no
 # averaged weights) is in the base. These also repeat augmentation, which the paper does not name:
 # --views 3 with a batch that 3 divides, and epochs and warm-up divided by 3. Their figures are the
 # best epoch's on the test set. CIFAR's images are moved by up to 4 pixels, not cut and resized, as
-# in the released code. That one joins the statistics of the embedding's BatchNorm over its two
+# in the published code. That one joins the statistics of the embedding's BatchNorm over its two
 # devices; --sync-batchnorm joins those of every BatchNorm, and changes nothing on one device.
 DHVT = replace(STANDARD, lr_batch=512, drop_path=0.1, ema=0.0, crop_pct=0.875)
 CIFAR = replace(
@@ -688,7 +687,7 @@ DOMAIN = replace(DHVT, batch=256, lr=1e-3, warmup_epochs=20)
 IMAGENET = replace(DHVT, batch=512, lr=5e-4, warmup_epochs=10)
 # Table 10: DRLoc's scheme (arXiv 2106.03746).
 HUNDRED = replace(DHVT, batch=1024, lr=1e-3, lr_batch=1024, warmup_epochs=20, epochs=100)
-# Tables 1 and 8, and min_lr of the released command, which also halves the rate (--lr 2.5e-4) and
+# Tables 1 and 8, and min_lr of the published command, which also halves the rate (--lr 2.5e-4) and
 # trains in evaluation mode (--frozen-statistics).
 TRANSFER = replace(
     DHVT,
@@ -859,7 +858,7 @@ def lvvit_micro_token_label() -> Config:
 
     python train.py lvvit_micro_token_label --loader ffcv --data quickstart/train.beton --val quickstart/val.beton --out runs/token-label
 
-    No MixToken and no drop-path: they regularise trainings of hundreds of epochs and slow one of
+    No MixToken and no drop-path: they regularize trainings of hundreds of epochs and slow one of
     eight.
     """
     return Config(
@@ -890,14 +889,14 @@ def lvvit_micro_token_label_mixtoken() -> Config:
     return replace(lvvit_micro_token_label(), mixtoken=True)
 
 
-def lvvit_micro_token_label_compatible() -> Config:
+def lvvit_micro_token_label_published_geometry() -> Config:
     """The demo's student with labels read where the published code reads them; all else as
     lvvit_micro_token_label.
 
-    python train.py lvvit_micro_token_label_compatible --loader ffcv --data quickstart/train.beton \\
-        --val quickstart/val.beton --out runs/compatible
+    python train.py lvvit_micro_token_label_published_geometry --loader ffcv --data quickstart/train.beton \\
+        --val quickstart/val.beton --out runs/published
     """
-    return replace(lvvit_micro_token_label(), geometry="compatible", outside="uniform")
+    return replace(lvvit_micro_token_label(), geometry="published", outside="uniform")
 
 
 def lvvit_micro_relabel() -> Config:
@@ -936,7 +935,7 @@ def lvvit_micro_token_label_drloc() -> Config:
 
 
 def nfnet_micro_ce() -> Config:
-    """The demo's teacher: a small normaliser-free network with plain cross entropy, a minute on two
+    """The demo's teacher: a small normalizer-free network with plain cross entropy, a minute on two
     CPU cores.
 
     python train.py nfnet_micro_ce --loader ffcv --data quickstart/train.beton --val quickstart/val.beton --out runs/teacher
@@ -1040,7 +1039,7 @@ RECIPES = (
     bootstrapping_agent_s,
     bootstrapping_agent_b,
     swin_t_drloc,
-    swin_t_drloc_released,
+    swin_t_drloc_published,
     swin_t_drloc_fine_tune,
     vit_b_drloc,
     cvt_drloc,
@@ -1063,7 +1062,7 @@ RECIPES = (
     dhvt_s_fine_tune,
     lvvit_micro_token_label,
     lvvit_micro_token_label_mixtoken,
-    lvvit_micro_token_label_compatible,
+    lvvit_micro_token_label_published_geometry,
     lvvit_micro_relabel,
     lvvit_micro_ce,
     lvvit_micro_drloc,

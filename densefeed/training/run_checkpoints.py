@@ -19,7 +19,7 @@ import torch
 
 from densefeed.models import checkpoints
 from densefeed.system.errors import UserError
-from densefeed.system.files import replacing
+from densefeed.system.files import replace_file
 
 
 class Checkpoints:
@@ -51,7 +51,7 @@ class Checkpoints:
         state = state | {"accuracies": {old["file"]: old["top1"] for old in older}}
         # Through a Python file: a full disk is an OSError there, and only a failed assertion in
         # torch's own writer.
-        with replacing(path) as part:
+        with replace_file(path) as part:
             with open(part, "wb") as file:
                 torch.save(state, file)
             entry = {"file": path.name, "step": step, "sha256": sha256(part), "top1": None}
@@ -78,7 +78,7 @@ class Checkpoints:
             (e for e in entries if e["top1"] is not None), key=lambda e: e["top1"], default=None
         )
         kept = [e for e in entries if e in entries[-self.keep :] or e is best]
-        with replacing(self.manifest) as part:
+        with replace_file(self.manifest) as part:
             part.write_text(json.dumps(kept, indent=1) + "\n")
         self._link("last.pt", self.folder / kept[-1]["file"])
         if best is not None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from densefeed.system.devices import settle
+from densefeed.system.devices import synchronize
 
 # Dense peak in 16 bits, operations per second, from the makers' data sheets; of others the rate of
 # a product is measured.
@@ -33,9 +33,8 @@ def training_flops(model: nn.Module, size: int) -> float:
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         # Without gradients the counter hooks none: in CaiT it finds a class token whose gradient
         # has no function, and stops.
-        model.train().requires_grad_(False)(
-            torch.empty(2, 3, size, size, device="meta")
-        )  # BatchNorm wants two
+        # BatchNorm wants two
+        model.train().requires_grad_(False)(torch.empty(2, 3, size, size, device="meta"))
     return 3 * counter.get_total_flops() / 2
 
 
@@ -56,15 +55,15 @@ def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
     one = torch.rand(side, side, device=device).to(dtype)
     out, best, until = torch.empty_like(one), 0.0, time.perf_counter() + SECONDS
     while time.perf_counter() < until:
-        settle(device)
+        synchronize(device)
         began = time.perf_counter()
         torch.mm(one, one, out=out)
-        settle(device)
+        synchronize(device)
         best = max(best, 2 * side**3 / (time.perf_counter() - began))
     return best
 
 
-class Saved:
+class ActivationBytes:
     """Bytes that autograd keeps for the backward pass while this context is open; what is no
     parameter, each storage once.
     """
@@ -81,7 +80,7 @@ class Saved:
             self.bytes += storage.nbytes()
         return tensor
 
-    def __enter__(self) -> "Saved":
+    def __enter__(self) -> "ActivationBytes":
         self._hooks.__enter__()
         return self
 

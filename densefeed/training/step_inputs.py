@@ -8,19 +8,19 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from densefeed.pipelines.augment.augmentation import Augmentation, augmented
+from densefeed.pipelines.augment.augmentation import Augmentation, augment_batches
 from densefeed.pipelines.batch import Batch, Loader
-from densefeed.pipelines.pairs import pairs_of
+from densefeed.pipelines.pairs import draw_pairs
 from densefeed.pipelines.resident import ResidentMaps
 from densefeed.pipelines.targets import TargetRules, check_batch
-from densefeed.training.agent import feature_share
-from densefeed.training.compile import compiled, networks_of
+from densefeed.training.agent import feature_weight_factor
+from densefeed.training.compile import compile_step, get_networks
 from densefeed.training.config import Config
-from densefeed.training.objective import augment_of, localisation_weight, mixing_of
+from densefeed.training.objective import augment_settings, localization_weight, mixing_settings
 from densefeed.training.ranks import Ranks
 
 
-class Feed:
+class StepInputs:
     """This rank's batches on its device, augmented, in parts of `config.microbatch` images; and the
     losses of these parts.
 
@@ -39,13 +39,13 @@ class Feed:
         dtype: torch.dtype | None,
     ) -> None:
         self.config, self.ranks, self.loader, self.dtype = config, ranks, loader, dtype
-        model = networks_of(trained)[0]
+        model = get_networks(trained)[0]
         augment, mean, std = (
-            augment_of(config),
+            augment_settings(config),
             model.pretrained_cfg["mean"],
             model.pretrained_cfg["std"],
         )
-        self.mixing = mixing_of(config, loader.plan)
+        self.mixing = mixing_settings(config, loader.plan)
         self.augmentation = Augmentation(loader.plan, augment, mean, std).to(ranks.device)
         self.rules = TargetRules(
             config.smoothing,
@@ -57,7 +57,7 @@ class Feed:
         resident = config.labels_on_device and config.objective != "ce"
         self.resident = ResidentMaps(loader.source, ranks.device) if resident else None
         self.loss_of, self.patch = (
-            compiled(config.compile, trained),
+            compile_step(config.compile, trained),
             getattr(model, "patch_size", 16),
         )
 
@@ -69,8 +69,8 @@ class Feed:
         """
         count = self.config.batch // self.ranks.size // self.config.microbatch
         batches = through(self.loader.batches(epoch, start))
-        for batch in augmented(batches, self.augmentation, epoch, self.ranks.device):
-            yield parts_of(self.resident(batch) if self.resident else batch, count)
+        for batch in augment_batches(batches, self.augmentation, epoch, self.ranks.device):
+            yield split_batch(self.resident(batch) if self.resident else batch, count)
 
     def losses(
         self, network: nn.Module, parts: list[Batch], epoch: int, at: int
@@ -83,7 +83,7 @@ class Feed:
         # image show.
         grid, weights = max(1, size // self.patch), plan.part_weights(at)
         mix = self.mixing.draw(epoch, at, size, grid).to(self.ranks.device) if self.mixing else None
-        share = feature_share(self.config, epoch)
+        share = feature_weight_factor(self.config, epoch)
         share = None if share is None else share.to(self.ranks.device, non_blocking=True)
 
         def compute(number: int) -> Tensor:
@@ -92,8 +92,8 @@ class Feed:
             torch.manual_seed(plan.step_seed(epoch, at, number))
             config, part, labels, pairs = self.config, parts[number], self.loader.labels, None
             if config.drloc != "none":
-                pairs = pairs_of(
-                    plan, epoch, part, config.drloc_pairs, localisation_weight(config, epoch)
+                pairs = draw_pairs(
+                    plan, epoch, part, config.drloc_pairs, localization_weight(config, epoch)
                 )
             loss = self.loss_of(
                 config,
@@ -111,7 +111,7 @@ class Feed:
 
         return [partial(compute, number) for number in range(len(parts))]
 
-    def check_waits(self, parts: list[Batch]) -> None:
+    def check_sync(self, parts: list[Batch]) -> None:
         """UserError, which names the sample, if these parts carry score maps that no step can use;
         waits for the device.
         """
@@ -125,7 +125,7 @@ class Feed:
                 )
 
 
-def parts_of(batch: Batch, count: int) -> list[Batch]:
+def split_batch(batch: Batch, count: int) -> list[Batch]:
     """A batch cut into `count` equal parts, row by row."""
     fields = [[None] * count if field is None else field.chunk(count) for field in batch]
     return [Batch(*part) for part in zip(*fields, strict=True)]

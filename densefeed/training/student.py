@@ -12,11 +12,11 @@ from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 
 from densefeed.models.agent_cnn import AgentCNN
-from densefeed.objectives.bootstrapping import Align, Bootstrapped
-from densefeed.training.agent import trained_of
+from densefeed.objectives.bootstrapping import Align, JointModel
+from densefeed.training.agent import joint_model
 from densefeed.training.config import Config
-from densefeed.training.guards import Finite
-from densefeed.training.objective import localised
+from densefeed.training.guards import NonFiniteGuard
+from densefeed.training.objective import add_drloc_heads
 from densefeed.training.ranks import Ranks
 from densefeed.training.schedule import peak_rate
 
@@ -25,16 +25,14 @@ class Student(NamedTuple):
     """A network in training."""
 
     model: nn.Module  # what is judged, averaged and given away
-    trained: (
-        nn.Module
-    )  # what is optimised: the model, or it and DRLoc's heads or its agent beside it
-    network: (
-        nn.Module
-    )  # that as the backward pass wants it: under several ranks it averages gradients
+    # what is optimized: the model, or it and DRLoc's heads or its agent beside it
+    trained: nn.Module
+    # that as the backward pass wants it: under several ranks it averages gradients
+    network: nn.Module
     ema: ModelEmaV3 | None
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler  # of float16's losses; else it does nothing
-    finite: Finite
+    finite: NonFiniteGuard
     clip_grad: float
     align: Align
 
@@ -76,17 +74,17 @@ class Student(NamedTuple):
         return [self.trained, self.ema.module] if self.ema else [self.trained]
 
 
-def student_of(
+def build_student(
     config: Config,
     model: nn.Module,
     ranks: Ranks,
     dtype: torch.dtype | None,
     agent: AgentCNN | None = None,
 ) -> Student:
-    """`model` with its optimiser, averaged weights and guards, and perhaps an agent that learns
+    """`model` with its optimizer, averaged weights and guards, and perhaps an agent that learns
     beside it.
 
-    `dtype` is that of autocast. Model and agent must be on the device already, and synchronised if
+    `dtype` is that of autocast. Model and agent must be on the device already, and synchronized if
     they are to be.
 
     AdamW decays no biases, norms and tables (timm's grouping). Its fused form takes `found_inf`, on
@@ -94,7 +92,7 @@ def student_of(
     weights: those are for judging, which needs the model alone. UserError where the model cannot
     have such heads.
     """
-    trained = localised(config, trained_of(config, model, agent))
+    trained = add_drloc_heads(config, joint_model(config, model, agent))
     return Student(
         model=model,
         trained=trained,
@@ -106,7 +104,7 @@ def student_of(
             trained, "adamw", lr=peak_rate(config), weight_decay=config.weight_decay, fused=True
         ),
         scaler=torch.amp.GradScaler(ranks.device.type, enabled=dtype == torch.float16),
-        finite=Finite(ranks.device, config.on_nonfinite == "skip"),
+        finite=NonFiniteGuard(ranks.device, config.on_nonfinite == "skip"),
         clip_grad=config.clip_grad,
         align=config.align,
     )
@@ -133,7 +131,7 @@ def update(
             loss = loss_of() / len(losses)
             scaler.scale(loss).backward()
         mean += loss.detach()
-    if isinstance(model, Bootstrapped) and model.shared:
+    if isinstance(model, JointModel) and model.shared:
         model.combine_gradients(student.align, ranks.average_gradients)
     if scaler.is_enabled():
         # Overflows of scaled gradients are part of the method: the scaler steps over them by

@@ -27,7 +27,7 @@ def test_a_small_run_is_whole(tmp_path, monkeypatch, form):
         lambda wanted: stores.append(imported(wanted)) or stores.append(wanted.out.exists()),
     )
     paths = {"json": tmp_path / "out.json", "results": tmp_path / "results.csv"}
-    document = main(Benchmark(files=20, form=form, footprint="centre-crop", rounds=2, **paths))
+    document = main(Benchmark(files=20, form=form, footprint="center-crop", rounds=2, **paths))
     # The peer's own calls name a path; ours learns a few layouts from what it has read already.
     assert len([file for file in loaded if str(file).endswith(".pt")]) == 3 * 20
     assert stores == [None, True] * 3
@@ -37,7 +37,7 @@ def test_a_small_run_is_whole(tmp_path, monkeypatch, form):
     assert 0 < ratio["p25"] <= ratio["median"] <= ratio["p75"]
     rows = list(csv.DictReader(paths["results"].open()))
     assert [row["unit"] for row in rows] == ["files/s", "files/s", "ratio"]
-    assert rows[0]["data"] == f"20 files, {form}, centre-crop"
+    assert rows[0]["data"] == f"20 files, {form}, center-crop"
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from benchmarks.peers import (
     published_targets,
     why_missing,
 )
-from benchmarks.photographs import own_set, set_of
+from benchmarks.photographs import sample_dataset, set_of
 from densefeed.storage.beton import Beton
 from densefeed.storage.images import Images
 from densefeed.system.errors import UserError
@@ -42,7 +42,7 @@ def cache(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def data(cache):
-    return own_set(cache, IMAGES, CLASSES)
+    return sample_dataset(cache, IMAGES, CLASSES)
 
 
 def small(cache, **options):
@@ -81,7 +81,7 @@ def test_published_files_hold_the_maps_of_the_beton(data):
 
 def test_the_cache_is_used_again(cache, data):
     stamps = {path: os.stat(path).st_mtime_ns for path in (*data.paths, data.maps, data.stock)}
-    again = own_set(cache, IMAGES, CLASSES)
+    again = sample_dataset(cache, IMAGES, CLASSES)
     assert again.paths == data.paths
     assert stamps == {path: os.stat(path).st_mtime_ns for path in stamps}
     assert not list(cache.rglob("*.part"))
@@ -158,7 +158,7 @@ def test_every_peer_delivers_every_image_once(name, data):
 def test_two_loaders_at_once_deliver_all_that_both_do(data):
     """As `dali-gpu+ffcv+labels` has them, of loaders that need no GPU."""
     ours = [partial(peers.Ours, kind, True) for kind in ("folder", "ffcv")]
-    both = peers.Both(*ours, Work(data, 2, BATCH, SIZE))
+    both = peers.JointOutput(*ours, Work(data, 2, BATCH, SIZE))
     for _ in range(2):
         came = list(both.batches(0))
         assert sum(batch.count for batch in came) == 2 * IMAGES
@@ -347,9 +347,8 @@ def test_rounds_take_turns_and_ratios_are_pair_by_pair():
     knows.
     """
     order = []
-    clock = iter(
-        np.cumsum([0, 1, 0, 2, 0, 30, 0, 15, 0, 4, 0, 8, 0, 50, 0, 25])
-    )  # a, b | b, a | a, b | b, a
+    # a, b | b, a | a, b | b, a
+    clock = iter(np.cumsum([0, 1, 0, 2, 0, 30, 0, 15, 0, 4, 0, 8, 0, 50, 0, 25]))
 
     def note(name):
         def work(number):
@@ -492,7 +491,7 @@ def test_bad_requests_are_refused_in_a_sentence(cache):
     with pytest.raises(UserError, match=r"--folder goes with --data"):
         main(small(cache, folder=cache))
     with pytest.raises(UserError, match=r"4 images cannot fill 8 classes"):
-        own_set(cache, 4, 8)
+        sample_dataset(cache, 4, 8)
 
 
 def test_a_missing_peer_is_left_out_but_not_when_asked_for(monkeypatch, capsys):

@@ -28,7 +28,7 @@ def small_copies(monkeypatch):
 def packed(folder, maps, tmp_path_factory, command):
     """The small folder's 11 images as .beton: with score maps, and without."""
     root = tmp_path_factory.mktemp("packed")
-    for name, extra in (("labelled", ("--maps", maps)), ("plain", ())):
+    for name, extra in (("labeled", ("--maps", maps)), ("plain", ())):
         done = command(
             "tools/pack_dataset.py",
             "--data",
@@ -40,7 +40,7 @@ def packed(folder, maps, tmp_path_factory, command):
             *extra,
         )
         assert done.returncode == 0, done.stderr
-    return root / "labelled.beton", root / "plain.beton"
+    return root / "labeled.beton", root / "plain.beton"
 
 
 def small(**options):
@@ -133,9 +133,8 @@ def test_the_document_is_as_promised_and_rows_are_kept(packed, tmp_path, capsys)
 def test_ours_and_timms_step_give_the_same_losses(model, precision):
     (found,) = prepared(small(model=model, precision=precision), CPU, None).equality
     assert found["rel_error"] < found["bar"]
-    assert (
-        abs(found["ours"][0] - found["ours"][1]) > 5 * found["bar"] * found["ours"][0]
-    )  # the update shows
+    # the update shows
+    assert abs(found["ours"][0] - found["ours"][1]) > 5 * found["bar"] * found["ours"][0]
 
 
 def test_another_loss_or_update_would_be_seen(monkeypatch):
@@ -151,9 +150,8 @@ def test_another_loss_or_update_would_be_seen(monkeypatch):
         lambda model, opt, **_: torch.optim.SGD(model.parameters(), 1e-4),
     )
     (found,) = prepared(small(), CPU, None).equality
-    assert found["ours"][0] == pytest.approx(
-        found["timm"][0], rel=1e-6
-    )  # the first loss knows nothing of it
+    # the first loss knows nothing of it
+    assert found["ours"][0] == pytest.approx(found["timm"][0], rel=1e-6)
     assert found["rel_error"] > found["bar"]
 
 

@@ -42,9 +42,8 @@ def test_both_contestants_give_the_same_loss_and_gradient():
 
 def test_the_document_is_as_promised_and_rows_are_kept(tmp_path, capsys):
     out, results = tmp_path / "out.json", tmp_path / "results.csv"
-    main(
-        small(batch=17, rounds=1, json=out, record=True, results=results)
-    )  # 17: the reference takes two slices
+    # 17: the reference takes two slices
+    main(small(batch=17, rounds=1, json=out, record=True, results=results))
     document = json.loads(out.read_text())
     assert list(document) == ["ratios", "loss_rel_error", "grad_abs_error"]
     assert [(ratio["a"], ratio["b"], ratio["what"]) for ratio in document["ratios"]] == [
@@ -121,9 +120,8 @@ def test_peak_memory_counts_all_but_the_gradient():
 
     assert 8e6 <= peak_bytes(loss, step) < 8.1e6
     big = step._replace(tokens=torch.zeros(1000, 1000, requires_grad=True))
-    assert (
-        peak_bytes(lambda step: step.cls.sum() + step.tokens.sum(), big) < 0.1e6
-    )  # its gradient alone has 4 MB
+    # its gradient alone has 4 MB
+    assert peak_bytes(lambda step: step.cls.sum() + step.tokens.sum(), big) < 0.1e6
     # A product keeps a copy of its gradient's size besides.
     assert 4e6 <= peak_bytes(lambda step: step.cls.sum() + (step.tokens * 2).sum(), big) < 8.1e6
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 
-def randomised(model: torch.nn.Module, seed: int = 0) -> torch.nn.Module:
+def randomized(model: torch.nn.Module, seed: int = 0) -> torch.nn.Module:
     """In float64, every parameter and running statistic other than its initial value, so that each
     shows.
     """
@@ -35,8 +35,8 @@ def dense(w: dict, name: str, x: Tensor) -> Tensor:
 
 def layer_norm(w: dict, name: str, x: Tensor, eps: float, dim: int = -1) -> Tensor:
     """Over `dim`, to which weight and bias belong."""
-    centred = x - x.mean(dim, keepdim=True)
-    normed = centred / (centred.square().mean(dim, keepdim=True) + eps).sqrt()
+    centered = x - x.mean(dim, keepdim=True)
+    normed = centered / (centered.square().mean(dim, keepdim=True) + eps).sqrt()
     shape = [-1 if place == dim % x.ndim else 1 for place in range(x.ndim)]
     return normed * w[f"{name}.weight"].view(shape) + w[f"{name}.bias"].view(shape)
 

@@ -17,12 +17,12 @@ from densefeed.models.agent_cnn import (
     AgentBlock,
     AgentCNN,
     Conv,
-    Lent,
-    agent_of,
+    SharedWeights,
+    conv_taps,
     lent_by,
+    make_agent,
     shared_conv,
-    taps_of,
-    wiring_of,
+    vit_spec,
 )
 from densefeed.models.token_transformer import TokenLogits
 
@@ -88,7 +88,7 @@ def test_heads_without_a_middle_are_refused(heads):
     with pytest.raises(
         ValueError, match=f"{heads} heads have no CONV: their square of . x . taps has no middle"
     ):
-        taps_of(heads)
+        conv_taps(heads)
 
 
 @pytest.mark.parametrize("name", ["bootstrapping_vit_micro", "lvvit_micro"])
@@ -135,7 +135,7 @@ def test_each_kind_of_attention_that_is_plain_becomes_the_shared_conv(attention)
     )
     with torch.no_grad():
         got = attention(x.flatten(2).mT, **{bias: 1e4 * phi(9, 4, 5)[None]}).mT.unflatten(2, (4, 5))
-        lent = Lent(
+        lent = SharedWeights(
             attention.qkv.weight[36:], attention.proj.weight, attention.proj.bias, *4 * [None]
         )
         want = shared_conv(x, lent, 9)
@@ -156,7 +156,7 @@ def test_an_agent_of_a_hybrid_has_the_patch_of_both_its_parts(name, size, patch)
     """So a base agent's grid is the tokens'."""
     with torch.device("meta"):
         vit = timm.create_model(name, depth=1, num_heads=6, embed_dim=96)
-        assert wiring_of(vit).patch == patch
+        assert vit_spec(vit).patch == patch
         (tokens,) = vit.forward_intermediates(
             torch.empty(1, 3, size, size), intermediates_only=True
         )
@@ -167,11 +167,11 @@ def test_patches_that_are_no_squares_are_refused():
     with torch.device("meta"):
         vit = timm.create_model("test_vit", patch_size=(16, 8))
     with pytest.raises(ValueError, match="its patches, 16 x 8 pixels, are no squares"):
-        wiring_of(vit)
+        vit_spec(vit)
 
 
 def test_a_shared_block_is_a_block_with_the_composed_kernels():
-    """MLP, norms and all, both places of the norms; in training, so that BatchNorm normalises."""
+    """MLP, norms and all, both places of the norms; in training, so that BatchNorm normalizes."""
     torch.manual_seed(0)
     vit = timm.create_model("bootstrapping_vit_micro", num_classes=3).double()
     block, lent = vit.blocks[0], lent_by(vit)[0]
@@ -217,8 +217,8 @@ def test_parameters_are_those_of_table_1(name, kwargs, counts):
 def test_an_agent_with_lent_weights_has_few_of_its_own(vit, stem, private, total):
     with torch.device("meta"):
         vit = timm.create_model(vit, num_classes=100)
-        agent = agent_of(vit, 100, shared=True, stem=stem)
-        alone = agent_of(vit, 100, shared=False, stem=stem)
+        agent = make_agent(vit, 100, shared=True, stem=stem)
+        alone = make_agent(vit, 100, shared=False, stem=stem)
     count = sum(p.numel() for p in agent.parameters())
     assert (count, count + sum(p.numel() for p in vit.parameters())) == (private, total)
     assert (
@@ -251,7 +251,7 @@ def test_maps_have_the_sides_of_tables_6_and_7(kwargs, sides):
 def test_a_base_agent_and_its_transformer_have_equal_grids_at_any_patch():
     with torch.device("meta"):
         vit = timm.create_model("bootstrapping_vit_micro", num_classes=2)
-        agent = agent_of(vit, 2, shared=False, stem="base")
+        agent = make_agent(vit, 2, shared=False, stem="base")
         assert agent.forward_maps(torch.empty(2, 3, 64, 64))[0].shape[2:] == (8, 8)
 
 
@@ -295,7 +295,7 @@ def test_networks_that_can_have_no_agent_are_refused(name, kwargs):
     with torch.device("meta"):
         model = timm.create_model(name, num_classes=2, **kwargs)
     with pytest.raises(ValueError, match="has no blocks of attention"):
-        wiring_of(model)
+        vit_spec(model)
 
 
 @pytest.mark.parametrize(
@@ -308,7 +308,7 @@ def test_dhvt_is_refused_by_name(kwargs):
     with pytest.raises(
         ValueError, match="DHVT's attention adds tokens of heads and its MLP, DAFF, convolves"
     ):
-        wiring_of(model)
+        vit_spec(model)
 
 
 @pytest.mark.parametrize(

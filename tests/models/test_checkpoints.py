@@ -16,8 +16,8 @@ from torch.nn import functional as F
 import densefeed.train as training
 from densefeed.models import checkpoints
 from densefeed.models.lvvit import LVViT, checkpoint_filter_fn
-from densefeed.pipelines.augment.augmentation import Normalise
-from densefeed.pipelines.batch import on_device
+from densefeed.pipelines.augment.augmentation import Normalize
+from densefeed.pipelines.batch import to_device
 from densefeed.training import compile, recipes
 from densefeed.training.config import Config
 
@@ -93,7 +93,7 @@ def test_published_files_answer_to_the_bit_by_every_way_in(name, size, rows, cou
     path = saved(names, tmp_path / f"{name}.pth.tar")
     want = answer(source, size)
     begun = timm.create_model(name, img_size=size)
-    assert checkpoints.initialise(begun, path) == f"begins from {path}"
+    assert checkpoints.initialize(begun, path) == f"begins from {path}"
     assert torch.equal(answer(begun, size), want)
     built, _ = checkpoints.build(path, name)
     assert built.grid_size == size // 16
@@ -152,7 +152,7 @@ def test_wrappers_and_spellings_are_seen_through(names, kind, tmp_path):
         wrap(kind, published(source, names), published(other, names)), tmp_path / "weights.pt"
     )
     model = timm.create_model("lvvit_micro", num_classes=5)
-    line = checkpoints.initialise(model, path)
+    line = checkpoints.initialize(model, path)
     assert torch.equal(answer(model), answer(source))
     assert ("averaged" in line) == (kind in ("timm's trainer with EMA", "model_ema", "ours"))
 
@@ -161,7 +161,7 @@ def test_safetensors_are_read(tmp_path):
     source = made(num_classes=5)
     path = saved(published(source), tmp_path / "weights.safetensors")
     model = timm.create_model("lvvit_micro", num_classes=5)
-    checkpoints.initialise(model, path)
+    checkpoints.initialize(model, path)
     assert torch.equal(answer(model), answer(source))
 
 
@@ -181,7 +181,7 @@ def test_the_position_table_is_resized_as_published(size, side, tmp_path):
     path = saved(published(source), tmp_path / "t.pth.tar")
     want = resized(source.pos_embed.detach(), side)
     begun = timm.create_model("lvvit_t", depth=1, img_size=size)
-    line = checkpoints.initialise(begun, path)
+    line = checkpoints.initialize(begun, path)
     assert f"position table resized from 197 to {side**2 + 1} rows" in line
     torch.testing.assert_close(begun.pos_embed.detach(), want, rtol=0, atol=1e-6)
     assert torch.equal(begun.pos_embed[:, 0], source.pos_embed[:, 0])
@@ -201,7 +201,7 @@ def test_heads_of_other_classes_stay_as_built_and_that_is_said(tmp_path):
     path = saved(published(source), tmp_path / "t.pth.tar")
     model = timm.create_model("lvvit_t", depth=1, num_classes=5)
     built = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    line = checkpoints.initialise(model, path)
+    line = checkpoints.initialize(model, path)
     assert line == f"begins from {path}; new: head and token_head (1,000 classes in the file)"
     for name, tensor in model.state_dict().items():
         kept = name.startswith(("head", "token_head"))
@@ -233,20 +233,20 @@ def test_a_head_that_only_one_side_has(tmp_path):
     path = saved(published(single), tmp_path / "single.pt")
     model = timm.create_model("lvvit_micro", num_classes=5)
     built = model.token_head.weight.clone()
-    assert checkpoints.initialise(model, path) == f"begins from {path}; new: token_head"
+    assert checkpoints.initialize(model, path) == f"begins from {path}; new: token_head"
     assert torch.equal(model.token_head.weight, built)
     assert torch.equal(model.head.weight, single.head.weight)
 
     path = saved(published(both), tmp_path / "both.pt")
     model = timm.create_model("lvvit_micro", num_classes=5, token_head=False)
     assert (
-        checkpoints.initialise(model, path) == f"begins from {path}; 2 tensors of the file left out"
+        checkpoints.initialize(model, path) == f"begins from {path}; 2 tensors of the file left out"
     )
     with torch.no_grad():
         image = torch.randn(2, 3, 64, 64)
         assert torch.equal(model.eval()(image), both.head(both.forward_features(image)[:, 0]))
     headless = timm.create_model("lvvit_micro", num_classes=0)
-    checkpoints.initialise(headless, path)
+    checkpoints.initialize(headless, path)
     assert torch.equal(headless.norm.weight, both.norm.weight)
 
 
@@ -256,9 +256,9 @@ def test_deit_s_begins_from_timms_file(tmp_path):
     source = timm.create_model("deit_small_patch16_224", depth=2).eval()
     path = saved(source.state_dict(), tmp_path / "deit.safetensors")
     model = timm.create_model("lvvit_deit_s", depth=2).eval()
-    assert checkpoints.initialise(model, path) == f"begins from {path}; new: token_head"
+    assert checkpoints.initialize(model, path) == f"begins from {path}; new: token_head"
     single = timm.create_model("lvvit_deit_s", depth=2, token_head=False).eval()
-    checkpoints.initialise(single, path)
+    checkpoints.initialize(single, path)
     for module in single.modules():
         if isinstance(module, torch.nn.LayerNorm):
             module.eps = 1e-6
@@ -274,10 +274,10 @@ def test_models_of_timm_begin_from_their_own_files(name, tmp_path):
     source = made(name, num_classes=7, **fields, **sized[0])
     path = saved({"state_dict": source.state_dict()}, tmp_path / "weights.pt")
     model = timm.create_model(name, num_classes=7, **fields, **sized[0])
-    checkpoints.initialise(model, path)
+    checkpoints.initialize(model, path)
     assert torch.equal(answer(model, 96), answer(source, 96))
     other = timm.create_model(name, num_classes=3, **fields, **sized[1])
-    line = checkpoints.initialise(other, path)
+    line = checkpoints.initialize(other, path)
     assert "(7 classes in the file)" in line
     assert ("position table resized from 37 to 65 rows" in line) == name.startswith("deit")
     assert answer(other, 128).shape == (1, 3)
@@ -316,7 +316,7 @@ def test_what_does_not_fit_is_refused_in_a_sentence_and_changes_nothing(kind, wh
     model = made(num_classes=5, seed=1)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with pytest.raises(checkpoints.CheckpointError, match=why) as caught:
-        checkpoints.initialise(model, path)
+        checkpoints.initialize(model, path)
     assert str(caught.value).startswith(str(path))
     assert "\n" not in str(caught.value)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
@@ -330,17 +330,17 @@ def test_another_model_is_refused_with_both_counts(tmp_path):
         checkpoints.CheckpointError,
         match=rf"\({count:,} numbers there, .* here\): it lacks blocks\.1\.",
     ):
-        checkpoints.initialise(timm.create_model("lvvit_t", depth=2), path)
+        checkpoints.initialize(timm.create_model("lvvit_t", depth=2), path)
     with pytest.raises(checkpoints.CheckpointError, match="does not fit"):
-        checkpoints.initialise(timm.create_model("deit_small_patch16_224", depth=1), path)
+        checkpoints.initialize(timm.create_model("deit_small_patch16_224", depth=1), path)
     with pytest.raises(checkpoints.CheckpointError, match="does not fit"):
-        checkpoints.initialise(timm.create_model("resnet18"), path)
+        checkpoints.initialize(timm.create_model("resnet18"), path)
     with pytest.raises(RuntimeError, match="Missing key"):  # timm's own way in is as strict
         timm.create_model(
             "lvvit_t", depth=2, pretrained=True, pretrained_cfg_overlay=dict(file=str(path))
         )
     with pytest.raises(checkpoints.CheckpointError, match="there is no such checkpoint"):
-        checkpoints.initialise(source, tmp_path / "none.pt")
+        checkpoints.initialize(source, tmp_path / "none.pt")
 
 
 class Trap:
@@ -357,7 +357,7 @@ def test_code_in_a_file_never_runs(tmp_path):
     path = tmp_path / "trap.pt"
     torch.save({"state_dict": published(made()), "args": Trap(tmp_path / "sprung")}, path)
     with pytest.raises(checkpoints.CheckpointError, match="no checkpoint that loads safely"):
-        checkpoints.initialise(timm.create_model("lvvit_micro"), path)
+        checkpoints.initialize(timm.create_model("lvvit_micro"), path)
     bare = tmp_path / "bare.pt"
     bare.write_bytes(pickle.dumps(Trap(tmp_path / "sprung"), protocol=2))
     with pytest.raises(checkpoints.CheckpointError, match="no checkpoint that loads safely"):
@@ -373,7 +373,7 @@ def test_old_files_without_batch_norms_counter_and_in_half_precision(tmp_path):
         if "num_batches_tracked" not in name
     }
     model = timm.create_model("lvvit_micro", num_classes=5)
-    checkpoints.initialise(model, saved(state, tmp_path / "old.pt"))
+    checkpoints.initialize(model, saved(state, tmp_path / "old.pt"))
     assert model.pos_embed.dtype == torch.float32
     torch.testing.assert_close(answer(model), answer(source), rtol=0, atol=0.02)
 
@@ -495,11 +495,11 @@ def test_a_first_evaluation_is_the_resized_models(folder, maps, tmp_path, monkey
     ended, _ = checkpoints.build(tmp_path / "large" / "last.pt")
     torch.testing.assert_close(answer(ended, 96), answer(model, 96), rtol=1e-4, atol=1e-4)
     loader = training.open_loader(config, "evaluate")
-    normalise = Normalise(model.pretrained_cfg["mean"], model.pretrained_cfg["std"])
+    normalize = Normalize(model.pretrained_cfg["mean"], model.pretrained_cfg["std"])
     hits = images = 0
     with torch.no_grad():
-        for batch in on_device(loader.batches(0), torch.device("cpu")):
-            right = model.eval()(normalise(batch.image)).argmax(1) == batch.label
+        for batch in to_device(loader.batches(0), torch.device("cpu")):
+            right = model.eval()(normalize(batch.image)).argmax(1) == batch.label
             hits, images = (
                 hits + (right * batch.weight).sum().item(),
                 images + batch.weight.sum().item(),

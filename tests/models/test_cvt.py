@@ -114,7 +114,7 @@ def test_it_computes_its_formula(drloc, size):
     """With running statistics and the batch's; the second size has grids of odd sides, of which
     every second place is a key.
     """
-    model = plain.randomised(small(drloc))
+    model = plain.randomized(small(drloc))
     image = torch.randn(
         3, 3, *size, generator=torch.Generator().manual_seed(1), dtype=torch.float64
     )
@@ -207,10 +207,8 @@ def test_layers_are_grouped_by_depth_and_the_class_token_is_spared():
         == {"stages.2.cls_token"}
         <= {name for name, _ in model.named_parameters()}
     )
-    for coarse, groups in (
-        (True, 3),
-        (False, 5),
-    ):  # stages; blocks, each stage's first with its embedding, as timm's Swin
+    # stages; blocks, each stage's first with its embedding, as timm's Swin
+    for coarse, groups in ((True, 3), (False, 5)):
         found = group_parameters(model, model.group_matcher(coarse), reverse=True)
         assert found.keys() == {name for name, _ in model.named_parameters()}
         assert set(found.values()) == set(range(groups + 2))  # the stem before, the head after
@@ -226,5 +224,5 @@ def test_its_authors_names_are_taken(tmp_path):
     }
     assert "stage2.blocks.0.attn.conv_proj_q.conv.weight" in theirs
     torch.save(theirs, tmp_path / "theirs.pth")
-    checkpoints.initialise(model, tmp_path / "theirs.pth")
+    checkpoints.initialize(model, tmp_path / "theirs.pth")
     assert torch.equal(model.stages[2].cls_token, theirs["stage2.cls_token"])

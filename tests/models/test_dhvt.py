@@ -18,8 +18,8 @@ from densefeed.tools.model_costs import costs_by_name
 
 from . import plain_layers as plain
 
-# Table 11, a row a model: parameters as released code counts them, then parameters (M) and G of the
-# table; conv and linear layers' G, fvcore's total without and with its matmul (reference 1.8).
+# Table 11, a row a model: parameters as published code counts them, then parameters (M) and G of
+# the table; conv and linear layers' G, fvcore's total without and with its matmul (reference 1.8).
 TABLE11 = {
     "dhvt_tiny_cifar_patch4": (6_008_650, 6.0, 0.4, 0.366, 0.370, 0.392),
     "dhvt_tiny_cifar_patch2": (5_845_162, 5.8, 1.4, 1.391, 1.409, 1.723),
@@ -30,12 +30,8 @@ TABLE11 = {
     "dhvt_tiny_imagenet_patch16": (6_267_334, 6.2, 1.2, 1.170, 1.185, 1.369),
     "dhvt_small_imagenet_patch16": (24_040_606, 24.1, 4.7, 4.653, 4.682, 5.062),
 }
-SHARES = {
-    2: [1],
-    4: [2, 1],
-    8: [4, 2, 1],
-    16: [8, 4, 2, 1],
-}  # the embedding's channels, as shares of the width
+# the embedding's channels, as shares of the width
+SHARES = {2: [1], 4: [2, 1], 8: [4, 2, 1], 16: [8, 4, 2, 1]}
 MICRO = dict(patch_size=4, embed_dim=16, depth=2, num_heads=4, num_classes=5)
 
 
@@ -104,9 +100,8 @@ def test_multiply_adds_both_ways(name):
     assert costs.layers == by_hand
     assert costs.attention == 12 * 2 * (tokens + 1 + h) ** 2 * d
     assert round(costs.layers / 1e9, 3) == layers
-    pools = (
-        12 * tokens * d / 1e9
-    )  # fvcore counts a number that is averaged once; model_costs does not
+    # fvcore counts a number that is averaged once; model_costs does not
+    pools = 12 * tokens * d / 1e9
     assert costs.without_attention + pools == pytest.approx(without, abs=6e-4)
     assert costs.whole + pools == pytest.approx(whole, abs=1.1e-3)
     assert round(costs.without_attention + pools, 1) == table
@@ -196,9 +191,8 @@ def written_out(model: DHVT, image: torch.Tensor, **options) -> torch.Tensor:
         z = plain.layer_norm(w, f"{name}.norm1", x, 1e-6)
         if how["head_tokens"]:
             h = w[f"{name}.attn.head_pos"].shape[1]
-            of_heads = [
-                part.mean(1) for part in z.chunk(h, -1)
-            ]  # [N, E] each, class token included
+            # [N, E] each, class token included
+            of_heads = [part.mean(1) for part in z.chunk(h, -1)]
             rows = []
             for mean in of_heads:
                 projected = plain.dense(w, f"{name}.attn.head_proj", mean).chunk(h, -1)
@@ -267,9 +261,8 @@ def written_out(model: DHVT, image: torch.Tensor, **options) -> torch.Tensor:
 D, HIDDEN, DEPTH = 16, 64, 2
 SE = 2 * D * D // 4 + D // 4 + D  # squeeze and excitation of one block
 LIKE_DAFF = 2 * D * HIDDEN + HIDDEN + D  # both 1 x 1 convolutions, or an MLP's two layers
-ONLY_DAFF = (
-    9 * HIDDEN + HIDDEN + 2 * (HIDDEN + HIDDEN + D)
-)  # the depth-wise convolution and three norms
+# the depth-wise convolution and three norms
+ONLY_DAFF = 9 * HIDDEN + HIDDEN + 2 * (HIDDEN + HIDDEN + D)
 HEAD_TOKENS = 4 * D + D + 2 * 4 + 4 * D  # projection, its norm, positions, of heads of 4 channels
 VIT = dict(
     embedding="patch", pos_embed=True, head_tokens=False, feed_forward="mlp", aggregate="none"
@@ -316,7 +309,7 @@ def test_every_ablation_computes_its_formula_and_counts_by_hand(row):
     options, differs = ABLATIONS[row]
     model = small(**options)
     assert count(model) == count(small()) + differs
-    plain.randomised(model)
+    plain.randomized(model)
     with torch.no_grad():
         for size in ((32, 32), (20, 35)):
             if size != (32, 32) and model.exact:
@@ -334,7 +327,7 @@ def test_no_two_ablations_compute_the_same():
     equal here.
     """
     image, said = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1)), {}
-    whole = plain.randomised(small()).float().state_dict()
+    whole = plain.randomized(small()).float().state_dict()
     for row, (options, _) in ABLATIONS.items():
         if set(options) <= {"aggregate", "shortcut", "norms"}:
             model = small(**options)
@@ -352,7 +345,7 @@ def test_no_two_ablations_compute_the_same():
 
 @pytest.mark.parametrize("patch", [2, 8, 16])
 def test_the_other_patch_sizes_compute_their_formula(patch):
-    model = plain.randomised(small(patch_size=patch))
+    model = plain.randomized(small(patch_size=patch))
     image = torch.randn(
         2, 3, 48, 32, generator=torch.Generator().manual_seed(1), dtype=torch.float64
     )
@@ -380,7 +373,7 @@ def test_a_vit_of_its_parts_is_timms():
 
 def test_class_token_and_patches_meet_as_they_should():
     """In DAFF the class token learns of the patches, and the patches nothing of it."""
-    block = plain.randomised(small()).eval().blocks[0].feed_forward
+    block = plain.randomized(small()).eval().blocks[0].feed_forward
     x = torch.randn(2, 65, 16, dtype=torch.float64)
     other_class, other_patch = x.clone(), x.clone()
     other_class[:, 0] += 1
@@ -501,7 +494,7 @@ def test_positions_of_another_size_are_taken(tmp_path):
     trained = small(pos_embed=True)
     torch.save(trained.state_dict(), tmp_path / "at-32.pth")
     model = small(pos_embed=True, img_size=48)
-    assert "position table resized from 65 to 145 rows" in checkpoints.initialise(
+    assert "position table resized from 65 to 145 rows" in checkpoints.initialize(
         model, tmp_path / "at-32.pth"
     )
     assert torch.equal(model.pos_embed[:, 0], trained.pos_embed[:, 0])
@@ -518,16 +511,16 @@ def test_decay_spares_tables_norms_and_biases_and_released_code_does_not():
         ids = {id(p) for group in groups if group["weight_decay"] for p in group["params"]}
         return {name for name, p in model.named_parameters() if id(p) in ids}
 
-    paper, released = decayed(small()), decayed(small(released=True))
+    paper, published = decayed(small()), decayed(small(published=True))
     tables = {
         n for n, _ in small().named_parameters() if n.endswith((".head_pos", ".alpha", ".beta"))
     }
     assert len(tables) == 2 + 4
-    assert released - paper == tables
+    assert published - paper == tables
     assert all(n.endswith(".weight") and ".norm" not in n for n in paper)
 
 
-def test_initialisation_is_the_published_one():
+def test_initialization_is_the_published_one():
     torch.manual_seed(0)
     model = timm.create_model("dhvt_small_imagenet_patch16", depth=1)
     for name in (
@@ -626,7 +619,7 @@ def test_fine_tuning_begins_from_another_models_weights(tmp_path):
     torch.manual_seed(1)
     model = timm.create_model("dhvt_tiny_imagenet_patch16", **fields, num_classes=100)
     before = model.head.weight.clone()
-    assert "new: head (1,000 classes in the file)" in checkpoints.initialise(
+    assert "new: head (1,000 classes in the file)" in checkpoints.initialize(
         model, tmp_path / "last.pt"
     )
     assert torch.equal(model.head.weight, before)
@@ -637,4 +630,4 @@ def test_fine_tuning_begins_from_another_models_weights(tmp_path):
         )
     other = timm.create_model("dhvt_tiny_imagenet_patch16", **fields | dict(num_heads=4))
     with pytest.raises(checkpoints.CheckpointError, match="has in another shape"):
-        checkpoints.initialise(other, tmp_path / "last.pt")
+        checkpoints.initialize(other, tmp_path / "last.pt")

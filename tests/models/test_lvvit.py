@@ -202,11 +202,11 @@ def test_at_another_size_the_table_is_resampled_and_the_class_token_kept(height,
     """
     model = tiny().eval()
     rows, columns = height // 8, width // 8
-    centre = (torch.arange(8) + 0.5) / 8
+    center = (torch.arange(8) + 0.5) / 8
     with torch.no_grad():
         model.pos_embed[0, 1:, 0] = 3.0
-        model.pos_embed[0, 1:, 1] = centre.repeat_interleave(8)
-        model.pos_embed[0, 1:, 2] = centre.repeat(8)
+        model.pos_embed[0, 1:, 1] = center.repeat_interleave(8)
+        model.pos_embed[0, 1:, 2] = center.repeat(8)
     table = seen_positions(model, height, width)
     assert table.shape == (1 + rows * columns, 96)
     assert torch.equal(table[0], model.pos_embed[0, 0])
@@ -244,7 +244,7 @@ def test_another_size_trains_every_parameter_and_keeps_the_grid():
         assert model(torch.randn(2, 3, 96, 96)).shape == (2, 5)
 
 
-def test_initialisation_is_the_published_one():
+def test_initialization_is_the_published_one():
     torch.manual_seed(0)
     model = timm.create_model("lvvit_t", num_classes=1000)
     for name in ("pos_embed", "blocks.0.attn.qkv.weight", "head.weight", "token_head.weight"):
@@ -258,9 +258,8 @@ def test_initialisation_is_the_published_one():
 
 PLAIN = ((16, 16),)
 FOUR = ((7, 2), (3, 1), (3, 1), (8, 8))
-SIXTEEN = dict(
-    depth=16, residual_divisor=1.0, token_head=False
-)  # the baseline of Tables 4, 5 and 9, but for its stem
+# the baseline of Tables 4, 5 and 9, but for its stem
+SIXTEEN = dict(depth=16, residual_divisor=1.0, token_head=False)
 ROWS = {  # arguments of lvvit_s, then millions of parameters in the paper
     "table 3, DeiT-S": (SIXTEEN | dict(depth=12, mlp_ratio=4.0, stem=PLAIN, qkv_bias=True), 22),
     "table 3, 16 blocks": (SIXTEEN | dict(mlp_ratio=4.0, stem=PLAIN, qkv_bias=True), 28),
@@ -402,7 +401,7 @@ def test_every_variant_trains_a_step(variant):
 @pytest.mark.parametrize("side", [16, 48, 224])
 def test_stems_give_a_token_for_every_patch_from_its_own_pixels(convs, side):
     """Exactly side / 16 tokens; each reads the window that kernels and strides span, about its
-    patch's centre, off by no more than half a pixel of what each layer reads.
+    patch's center, off by no more than half a pixel of what each layer reads.
     """
     stem = Stem(3, 4, 6, convs).eval()
     image = torch.zeros(1, 3, side, side, requires_grad=True)
@@ -420,8 +419,8 @@ def test_stems_give_a_token_for_every_patch_from_its_own_pixels(convs, side):
         for kernel, stride in convs:
             reach, step, off = reach + (kernel - 1) * step, step * stride, off + step / 2
         assert rows[-1] - rows[0] + 1 == reach
-        centre = (rows[0] + rows[-1] + 1).item() / 2
-        assert abs(centre - (16 * middle + 8)) <= off
+        center = (rows[0] + rows[-1] + 1).item() / 2
+        assert abs(center - (16 * middle + 8)) <= off
 
 
 @pytest.mark.parametrize(
@@ -444,7 +443,7 @@ def test_arguments_that_do_not_fit_are_refused(arguments, why):
         timm.create_model("lvvit_s", **arguments)
 
 
-def test_one_group_is_layer_norm_and_more_normalise_each_part_of_a_token():
+def test_one_group_is_layer_norm_and_more_normalize_each_part_of_a_token():
     plain, one, three = (tiny(norm_groups=groups).eval() for groups in (0, 1, 3))
     for model in (one, three):
         model.load_state_dict(plain.state_dict())
@@ -456,7 +455,7 @@ def test_one_group_is_layer_norm_and_more_normalise_each_part_of_a_token():
     torch.testing.assert_close(three.blocks[0].norm1(x), torch.cat(parts, -1), rtol=1e-5, atol=1e-5)
 
 
-def test_post_norm_normalises_the_sums():
+def test_post_norm_normalizes_the_sums():
     torch.manual_seed(0)
     fields = dict(img_size=32, embed_dim=48, depth=1, num_heads=3, num_classes=2)
     block = LVViT(**fields, residual_divisor=2.0, post_norm=True).blocks[0]

@@ -89,9 +89,8 @@ def written_out(model: T2TViT, image: torch.Tensor, scale: float) -> torch.Tenso
                     - (y * y).sum(-1, keepdim=True) / 2
                 )
                 features.append(exponent.exp() / w[f"{name}.w"].shape[0] ** 0.5)
-            weight = torch.einsum(
-                "nsm,ntm->nst", features[1], features[0]
-            )  # of every query and key, which is never built
+            # of every query and key, which is never built
+            weight = torch.einsum("nsm,ntm->nst", features[1], features[0])
             y = weight @ v / (weight.sum(-1, keepdim=True) + 1e-8)
             x = v + plain.dense(w, f"{name}.proj", y)
             y = plain.erf_gelu(
@@ -114,9 +113,9 @@ def written_out(model: T2TViT, image: torch.Tensor, scale: float) -> torch.Tenso
     return plain.dense(w, "head", plain.layer_norm(w, "norm", x, 1e-5)[:, 0])
 
 
-@pytest.mark.parametrize(("released", "scale"), [(False, 8**-0.5), (True, 24**-0.5)])
-def test_it_computes_its_formula(released, scale):
-    model = plain.randomised(small(released=released)).eval()
+@pytest.mark.parametrize(("published", "scale"), [(False, 8**-0.5), (True, 24**-0.5)])
+def test_it_computes_its_formula(published, scale):
+    model = plain.randomized(small(published=published)).eval()
     image = torch.randn(
         2, 3, 64, 64, generator=torch.Generator().manual_seed(1), dtype=torch.float64
     )
@@ -129,7 +128,7 @@ def test_it_computes_its_formula(released, scale):
 
 def test_random_features_estimate_exact_attention():
     """Over many draws of `w` the mean of the features' products is exp(q k), the attention's weight
-    before it is normalised.
+    before it is normalized.
     """
     torch.manual_seed(0)
     q, k = (
@@ -189,7 +188,7 @@ def test_the_performer_is_in_float32_under_autocast():
 
 
 @pytest.mark.parametrize(
-    "fields", [{}, dict(token_head=True), dict(released=True, drop_path_rate=0.1)]
+    "fields", [{}, dict(token_head=True), dict(published=True, drop_path_rate=0.1)]
 )
 def test_it_trains_a_step(fields):
     model = small(**fields)
@@ -286,7 +285,7 @@ def test_published_names_and_positions_of_another_size_are_taken(tmp_path):
     trained = small(img_size=96)
     torch.save({"state_dict_ema": trained.state_dict()}, tmp_path / "81.5_T2T_ViT_14.pth.tar")
     model = small()
-    assert "position table resized from 37 to 17 rows" in checkpoints.initialise(
+    assert "position table resized from 37 to 17 rows" in checkpoints.initialize(
         model, tmp_path / "81.5_T2T_ViT_14.pth.tar"
     )
     assert torch.equal(model.pos_embed[:, 0], trained.pos_embed[:, 0])

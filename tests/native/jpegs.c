@@ -40,7 +40,7 @@ size_t write_jpeg(const uint8_t *pixels, int height, int width, int components, 
 
 void free_jpeg(uint8_t *jpeg) { free(jpeg); }
 
-/* What a JPEG holds, into `numbers` if that is given: for each component its sampling factors, its size in blocks, its quantisation
+/* What a JPEG holds, into `numbers` if that is given: for each component its sampling factors, its size in blocks, its quantization
  * table, and its coefficients in their natural order. How many numbers there are. */
 size_t read_jpeg(const uint8_t *jpeg, size_t length, int16_t *numbers)
 {

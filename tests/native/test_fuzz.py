@@ -22,9 +22,8 @@ SAMPLINGS = {
     "410": (4, 2),
     "441": (1, 4),
 }
-LIBRARY = [
-    NATIVE / f"{name}.c" for name in SOURCES if name not in ("batch", "turbo")
-]  # fuzz.c holds these
+# fuzz.c holds these
+LIBRARY = [NATIVE / f"{name}.c" for name in SOURCES if name not in ("batch", "turbo")]
 
 
 @pytest.fixture(scope="module")
@@ -38,13 +37,13 @@ def seeds(jpegs, noise, tmp_path_factory):
     made["one"] = jpegs.write(noise(1, 1), (2, 2))
     made["long"] = jpegs.write(noise(9, 300), (2, 2), quality=60)
     made["tall"] = jpegs.write(noise(300, 9), (2, 2), quality=60)
-    made["grey"] = jpegs.write(noise(40, 33, 1))
-    made["grey-2x2"] = jpegs.write(noise(40, 33, 1), (2, 2))
+    made["gray"] = jpegs.write(noise(40, 33, 1))
+    made["gray-2x2"] = jpegs.write(noise(40, 33, 1), (2, 2))
     made["rgb"] = jpegs.write(noise(30, 30), rgb=1)
     made["cmyk"] = jpegs.write(noise(20, 20, 4))
     made["restarts"] = jpegs.write(noise(40, 64), (2, 2), restart=3)
     made["progressive"] = jpegs.write(noise(40, 48), (2, 2), progressive=1)
-    made["progressive-grey"] = jpegs.write(noise(24, 40, 1), progressive=1)
+    made["progressive-gray"] = jpegs.write(noise(24, 40, 1), progressive=1)
     made["arithmetic"] = jpegs.write(noise(40, 48), (2, 2), arithmetic=1)
     made["arithmetic-progressive"] = jpegs.write(noise(24, 24), (2, 1), progressive=1, arithmetic=1)
     made["sharp"] = jpegs.write(
@@ -55,7 +54,7 @@ def seeds(jpegs, noise, tmp_path_factory):
         + b"\xff\xe1\x00\x22Exif\0\0MM\0*\0\0\0\x08\0\x01\x01\x12\0\x03\0\0\0\x01\0\x06\0\0\0\0\0\0"
         + made["420"][2:]
     )
-    for name in (*SAMPLINGS, "one", "long", "tall", "grey", "rgb", "progressive", "sharp"):
+    for name in (*SAMPLINGS, "one", "long", "tall", "gray", "rgb", "progressive", "sharp"):
         made[f"{name}-indexed"] = indexed_jpeg.transcode(made[name])
     for name, content in made.items():
         (folder / f"{name}.jpg").write_bytes(content)

@@ -64,7 +64,7 @@ def decoded(
     pixels = np.arange(3, dtype=np.uint8)
     samples["bytes"], samples["length"], samples["kind"] = pixels.ctypes.data, 3, native.RAW
     samples["height"] = samples["width"] = 1
-    samples["box"] = 0, 0, 1, 1
+    samples["box_tlhw"] = 0, 0, 1, 1
     file = os.open(path, os.O_RDONLY)
     try:
         parts = native.Parts(
@@ -96,9 +96,8 @@ def test_logits_are_rounded_to_float16_as_numpy_does(tmp_path):
     """Of every size: what is too large, too small, halfway between two, negative."""
     rng = np.random.default_rng(1)
     exponents = rng.uniform(-30, 18, 256)
-    halfway = (rng.integers(0x400, 0x800, 256) * 2 + 1) * 2.0 ** rng.integers(
-        -26, 5, 256
-    )  # a float16 has 11 bits, these 12
+    # a float16 has 11 bits, these 12
+    halfway = (rng.integers(0x400, 0x800, 256) * 2 + 1) * 2.0 ** rng.integers(-26, 5, 256)
     levels = np.where(
         np.arange(256) % 2, halfway, 2.0**exponents * rng.choice([-1, 1], 256)
     ).astype(np.float32)
@@ -119,10 +118,8 @@ def test_a_row_that_changed_or_is_none_is_that_samples_fault_alone(tmp_path, for
     levels = levels_of("tail") if form == "compact" else None
     rows = packed_rows(form, np.random.default_rng(2))
     at = 8 * (form == "compact") + 2 * 3
-    rows[2][at], rows[2][at + -(-ENTRIES // 8)] = (
-        255,
-        255,
-    )  # eight places of 3 in a palette of 3, under a true CRC
+    # eight places of 3 in a palette of 3, under a true CRC
+    rows[2][at], rows[2][at + -(-ENTRIES // 8)] = (255, 255)
     samples, _, _ = decoded(tmp_path / "rows", rows, levels)
     assert np.flatnonzero(samples["status"]).tolist() == [2]
     assert samples["status"][2] == native.DAMAGED

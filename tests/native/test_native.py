@@ -37,7 +37,7 @@ def job_of(
     samples["height"], samples["width"] = np.array(
         extents or [native.probe(file) for file in files]
     ).T
-    samples["box"], samples["flip"], samples["kind"] = boxes, flips, kind
+    samples["box_tlhw"], samples["flip"], samples["kind"] = boxes, flips, kind
     return native.Job(
         samples, np.full((len(files), size, size, 3), 99, np.uint8), parts, keep=memory
     )
@@ -81,7 +81,7 @@ def test_structs_lie_as_c_has_them(tmp_path):
         "Batch": [name for name, _ in native._Batch._fields_],
         "Cut": [*native.CUT.names],
     }
-    fields["Sample"][fields["Sample"].index("box")] = "top"
+    fields["Sample"][fields["Sample"].index("box_tlhw")] = "top"
     lines = [
         f'printf("%zu\\n", offsetof({kind}, {name}));'
         for kind, names in fields.items()
@@ -167,13 +167,13 @@ def test_small_crops_are_enlarged_as_pillow_does(photographs):
                 side,
                 side,
             )
-            # Pillow interpolates chroma with neighbours outside the box as we do, but rounds before
+            # Pillow interpolates chroma with neighbors outside the box as we do, but rounds before
             # it resamples.
             assert difference(crop(indexed, box, 100), by_pillow(image, box, 100)) <= 1, box
 
 
 def test_a_crop_at_its_own_size_is_the_decoded_image(photographs, jpegs, noise):
-    """Grey needs no colour conversion, so there is nothing to round."""
+    """Gray needs no color conversion, so there is nothing to round."""
     file = jpegs.write(noise(75, 91, 1))
     want = np.asarray(Image.open(io.BytesIO(file)))
     for each in (file, indexed_jpeg.transcode(file)):
@@ -239,9 +239,8 @@ def test_segments_give_libjpegs_pixels_to_the_bit(jpegs, noise, plain, data):
             )
         )
     (top, tall), (left, wide) = box
-    size = data.draw(
-        st.integers(max(tall, wide) // 8 + 1, 256)
-    )  # libjpeg's path would scale smaller outputs
+    # libjpeg's path would scale smaller outputs
+    size = data.draw(st.integers(max(tall, wide) // 8 + 1, 256))
     box, flip = (top, left, tall, wide), data.draw(st.integers(0, 1))
     ours = crop(indexed, box, size, flip)
     np.testing.assert_array_equal(ours, crop(original, box, size, flip))
@@ -251,7 +250,7 @@ def test_segments_give_libjpegs_pixels_to_the_bit(jpegs, noise, plain, data):
 
 
 def test_wild_coefficients_decode_alike_without_simd(jpegs, plain):
-    """Quantisers of 255 where 1 belongs: every block overflows 16 bits, as in a damaged file whose
+    """Quantizers of 255 where 1 belongs: every block overflows 16 bits, as in a damaged file whose
     checksums are whole.
     """
     pixels = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)
@@ -316,7 +315,7 @@ def maps(tmp_path, jpegs, noise):
     lengths = (24, 100, 7)
     offset = np.array(
         [
-            [0, 24, 124],  # neighbours
+            [0, 24, 124],  # neighbors
             [1000, 1030, 1194],  # with gaps that are read over, the last of the greatest width
             [1000, 1030, 1195],  # and one that is too wide for that
             [4000, 3000, 2000],  # backwards
@@ -490,9 +489,10 @@ def progressive_bomb(side: int, scans: int) -> bytes:
         + segment(0xDB, b"\0" + 64 * b"\1")
         + segment(0xC2, struct.pack(">BHHBBBB", 8, side, side, 1, 1, 0x11, 0))
     )
+    # DC 0; a run of 2^14 blocks
     file += segment(0xC4, b"\0\1" + bytes(15) + b"\0") + segment(
         0xC4, b"\x10\1" + bytes(15) + b"\xe0"
-    )  # DC 0; a run of 2^14 blocks
+    )
     blocks = (-(-side // 8)) ** 2
     file += segment(0xDA, bytes([1, 1, 0, 0, 0, 0])) + bytes(-(-blocks // 8))
     runs = -(-blocks // 2**14)

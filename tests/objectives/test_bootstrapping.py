@@ -9,24 +9,24 @@ from timm.optim import create_optimizer_v2
 from torch.nn import functional as F
 
 import densefeed.models.checkpoints  # noqa: F401  (registers our models with timm)
-from densefeed.models.agent_cnn import agent_of
+from densefeed.models.agent_cnn import make_agent
 from densefeed.objectives.bootstrapping import (
-    Bootstrapped,
-    aligned,
+    JointModel,
+    align_gradients,
     class_logits,
     distillation_loss,
     feature_loss,
-    pooled_grid,
-    pooled_sequence,
+    pool_sequence,
+    pool_squares,
 )
 
 KEPT = torch.tensor([1.0, 0.0, 1.0])  # the middle image is padding
 
 
-def both(shared: bool, **options) -> Bootstrapped:
+def both(shared: bool, **options) -> JointModel:
     torch.manual_seed(0)
     vit = timm.create_model("bootstrapping_vit_micro", img_size=32, num_classes=3, depth=3)
-    return Bootstrapped(vit, agent_of(vit, 3, shared=shared, **options))
+    return JointModel(vit, make_agent(vit, 3, shared=shared, **options))
 
 
 def features(*sides: int) -> tuple[list, list]:
@@ -133,24 +133,24 @@ def test_the_norms_are_correlations():
 def test_pooling_in_squares_gives_back_a_map_that_is_constant_in_each_square_and_sequences_do_not():
     small = torch.arange(12.0).view(1, 4, 3)
     large = F.interpolate(small.mT.unflatten(2, (2, 2)), scale_factor=2).flatten(2).mT
-    torch.testing.assert_close(pooled_grid(large, 4), small)
-    assert not torch.allclose(pooled_sequence(large, 4), small)
+    torch.testing.assert_close(pool_squares(large, 4), small)
+    assert not torch.allclose(pool_sequence(large, 4), small)
     torch.testing.assert_close(
-        pooled_grid(large, 4).mT.unflatten(2, (2, 2)),
+        pool_squares(large, 4).mT.unflatten(2, (2, 2)),
         F.avg_pool2d(large.mT.unflatten(2, (4, 4)), 2),
     )
-    torch.testing.assert_close(pooled_sequence(large, 4).mT, F.avg_pool1d(large.mT, 4))
+    torch.testing.assert_close(pool_sequence(large, 4).mT, F.avg_pool1d(large.mT, 4))
 
 
 def test_places_that_do_not_fit_are_refused():
     x = torch.zeros(1, 16, 2)
     with pytest.raises(ValueError, match="16 tokens cannot be averaged to 9"):
-        pooled_sequence(x, 9)
+        pool_sequence(x, 9)
     for length in (9, 8):
         with pytest.raises(
             ValueError, match=f"16 tokens cannot be averaged to {length} in squares"
         ):
-            pooled_grid(x, length)
+            pool_squares(x, length)
 
 
 # ------------------------------------------------------------------------- answers
@@ -194,16 +194,16 @@ def test_alignment_of_hand_made_gradients():
         ([[3.0, 5.0], [[7.0]]], [[3.0, 5.0], [[7.0]]]),
         ([[0.0, 5.0], [[7.0]]], [[0.0, 5.0], [[7.0]]]),
     ):
-        found = aligned([torch.tensor(part) for part in agent], vit)
+        found = align_gradients([torch.tensor(part) for part in agent], vit)
         assert [part.tolist() for part in found] == want
-        assert [part.tolist() for part in aligned(found, vit)] == want  # once is enough
+        assert [part.tolist() for part in align_gradients(found, vit)] == want  # once is enough
     # One vector: (1, -2) has the product -1 with (1, 1), and loses -1/2 of it, though its first
     # part alone agrees.
-    found = aligned(
+    found = align_gradients(
         [torch.tensor([1.0]), torch.tensor([-2.0])], [torch.tensor([1.0]), torch.tensor([1.0])]
     )
     assert [part.item() for part in found] == [1.5, -1.5]
-    nothing = aligned([torch.tensor([1.0])], [torch.tensor([0.0])])
+    nothing = align_gradients([torch.tensor([1.0])], [torch.tensor([0.0])])
     assert nothing[0].item() == 1.0
 
 
@@ -218,10 +218,10 @@ def test_what_is_left_is_never_against_the_other(seed):
     def product(one, other):
         return sum((a * b).sum() for a, b in zip(one, other, strict=True)).item()
 
-    before, after = product(agent, vit), product(aligned(agent, vit), vit)
+    before, after = product(agent, vit), product(align_gradients(agent, vit), vit)
     assert after == pytest.approx(max(before, 0.0), abs=1e-12)
-    scaled = aligned([1e4 * a for a in agent], [1e4 * v for v in vit])
-    torch.testing.assert_close(scaled, [1e4 * a for a in aligned(agent, vit)])
+    scaled = align_gradients([1e4 * a for a in agent], [1e4 * v for v in vit])
+    torch.testing.assert_close(scaled, [1e4 * a for a in align_gradients(agent, vit)])
 
 
 def losses(said) -> tuple[torch.Tensor, torch.Tensor]:
@@ -235,7 +235,7 @@ def losses(said) -> tuple[torch.Tensor, torch.Tensor]:
     )
 
 
-def reference(pair: Bootstrapped, image, align: str) -> dict[str, torch.Tensor]:
+def reference(pair: JointModel, image, align: str) -> dict[str, torch.Tensor]:
     """Gradients by two backward passes through one set of weights, and Algorithm 1 with loops, in
     float64.
     """
@@ -354,7 +354,7 @@ def test_two_parts_of_a_batch_add_up_and_ranks_are_asked_once():
 
 
 def test_what_is_shared_is_held_once():
-    """By parameters, state dict, optimiser and average, which do not hold the agent's aliases."""
+    """By parameters, state dict, optimizer and average, which do not hold the agent's aliases."""
     pair, joint = both(shared=True), both(shared=False)
     storages = [p.untyped_storage().data_ptr() for p in pair.parameters()]
     assert len(storages) == len(set(storages))
@@ -388,11 +388,11 @@ def test_the_networks_say_what_they_say_alone():
 
 def test_some_blocks_alone_can_be_supervised():
     pair = both(shared=False)
-    some = Bootstrapped(pair.vit, pair.agent, (3, 1)).eval()
+    some = JointModel(pair.vit, pair.agent, (3, 1)).eval()
     image = torch.randn(2, 3, 32, 32)
     said, whole = some(image), pair.eval()(image)
     for number, block in enumerate((0, 2)):
         torch.testing.assert_close(said.tokens[number], whole.tokens[block])
         torch.testing.assert_close(said.maps[number], whole.maps[block])
     with pytest.raises(ValueError, match="0 is no number of a block; they go from 1 to 3"):
-        Bootstrapped(pair.vit, pair.agent, (0,))
+        JointModel(pair.vit, pair.agent, (0,))

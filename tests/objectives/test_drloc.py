@@ -12,14 +12,14 @@ from torch import nn
 from densefeed.models import checkpoints  # noqa: F401  (registers our models)
 from densefeed.objectives.drloc import (
     ALPHA,
-    LocalisationHead,
-    Localised,
-    Localiser,
+    LocalizationHead,
+    LocalizationLoss,
+    LocalizedModel,
     PoolError,
     classification_loss,
-    collected,
     expectation_loss,
-    map_of,
+    feature_map,
+    gather_pairs,
     offset_classes,
     places,
     pool_factor,
@@ -76,9 +76,12 @@ def test_a_head_has_the_published_parameters(width, count):
     outputs, biases.
     """
     assert count == (2 * width + 1) * 512 + 513 * 512 + 513 * 2
-    assert sum(p.numel() for p in LocalisationHead(width, 2).parameters()) == count
+    assert sum(p.numel() for p in LocalizationHead(width, 2).parameters()) == count
     assert (
-        sum(p.numel() for p in Localiser("signed", [width], 7, (7, 7), released=False).parameters())
+        sum(
+            p.numel()
+            for p in LocalizationLoss("signed", [width], 7, (7, 7), published=False).parameters()
+        )
         == count
     )
 
@@ -88,23 +91,29 @@ def test_the_other_variants_heads_have_their_parameters():
     layer more in the code.
     """
     assert (
-        sum(p.numel() for p in Localiser("all", [192, 384, 768, 768], 0, (7, 7), True).parameters())
+        sum(
+            p.numel()
+            for p in LocalizationLoss("all", [192, 384, 768, 768], 0, (7, 7), True).parameters()
+        )
         == 3_219_464
     )
     body = (2 * 768 + 1) * 512 + 513 * 512
     for variant in ("ce", "reg"):
-        for released, count in ((False, body + 513 * 30), (True, body + 513 * 512 + 513 * 26)):
+        for published, count in ((False, body + 513 * 30), (True, body + 513 * 512 + 513 * 26)):
             assert (
-                sum(p.numel() for p in Localiser(variant, [768], 0, (7, 7), released).parameters())
+                sum(
+                    p.numel()
+                    for p in LocalizationLoss(variant, [768], 0, (7, 7), published).parameters()
+                )
                 == count
             )
     assert [offset_classes(k) for k in (7, 14)] == [15, 29]
-    assert [offset_classes(k, released=True) for k in (7, 14)] == [13, 27]
+    assert [offset_classes(k, published=True) for k in (7, 14)] == [13, 27]
 
 
 def test_a_head_is_three_layers_with_relu_between_and_nothing_behind():
     torch.manual_seed(0)
-    head, x = LocalisationHead(3, 2), torch.randn(4, 6)
+    head, x = LocalizationHead(3, 2), torch.randn(4, 6)
     first, second, last = (layer for layer in head if isinstance(layer, nn.Linear))
     want = (x @ first.weight.T + first.bias).clamp(min=0)
     want = (want @ second.weight.T + second.bias).clamp(min=0) @ last.weight.T + last.bias
@@ -135,7 +144,7 @@ def test_embeddings_are_collected_by_row_and_column_of_any_grid():
     """The published code multiplies rows by the height, which is wrong on this 3 x 5."""
     map_NDRC = torch.randn(2, 4, 3, 5)
     row, column = places(drawn(2, 6), (3, 5))
-    got = collected(map_NDRC, row, column)
+    got = gather_pairs(map_NDRC, row, column)
     assert got.shape == (2, 6, 8)
     for n in range(2):
         for m in range(6):
@@ -191,11 +200,11 @@ def test_a_grid_that_cannot_be_pooled_is_refused_with_all_that_it_can_be_pooled_
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_map_is_timms_last_one_and_the_output_the_models(name):
-    """Against timm's own forward_intermediates where it normalises, and the plain forward pass."""
+    """Against timm's own forward_intermediates where it normalizes, and the plain forward pass."""
     model, (_, shape) = network(name).eval(), MODELS[name]
     image = torch.randn(2, 3, 64, 64)
     with torch.no_grad():
-        got = map_of(model.forward_features(image), model, image)
+        got = feature_map(model.forward_features(image), model, image)
         assert got.shape == (2, *shape)
         (want,) = model.forward_intermediates(image, indices=1, norm=True, intermediates_only=True)
         # An NFNet's activation comes last, which timm leaves out of its intermediates.
@@ -203,7 +212,7 @@ def test_the_map_is_timms_last_one_and_the_output_the_models(name):
             got, model.final_act(model.final_conv(want)) if name == "nfnet_micro" else want
         )
         for variant in ("l1", "all"):
-            both = Localised(model, variant, 0, [64]).eval()
+            both = LocalizedModel(model, variant, 0, [64]).eval()
             assert not both.model.training
             torch.testing.assert_close(both(image, drawn(2, 3), torch.ones(2)).output, model(image))
 
@@ -212,7 +221,7 @@ def test_the_map_of_an_oblong_image_has_its_rows_and_columns():
     model = network("test_vit", dynamic_img_size=True).eval()
     image = torch.randn(1, 3, 32, 80)
     with torch.no_grad():
-        got = map_of(model.forward_features(image), model, image)
+        got = feature_map(model.forward_features(image), model, image)
         want = model.forward_intermediates(image, indices=1, norm=True, intermediates_only=True)[0]
     assert got.shape == (1, 64, 2, 5)
     torch.testing.assert_close(got, want)
@@ -223,10 +232,10 @@ def test_released_reads_swin_and_vit_before_their_norm_and_all_reads_every_block
     for name in ("test_vit", "swin_tiny_patch4_window7_224", "lvvit_micro"):
         model = network(name).eval()
         maps = model.forward_intermediates(image, intermediates_only=True)
-        for variant, released, want in (("l1", True, maps[-1:]), ("all", False, maps)):
-            both = Localised(model, variant, 0, [64], released)
-            assert len(both.localiser.heads) == len(want)
-            if released and name == "lvvit_micro":
+        for variant, published, want in (("l1", True, maps[-1:]), ("all", False, maps)):
+            both = LocalizedModel(model, variant, 0, [64], published)
+            assert len(both.localizer.heads) == len(want)
+            if published and name == "lvvit_micro":
                 want = model.forward_intermediates(
                     image, indices=1, norm=True, intermediates_only=True
                 )
@@ -259,7 +268,7 @@ class Flat(nn.Module):
 )
 def test_a_model_without_a_map_is_refused(model, variant, said):
     with pytest.raises(ValueError, match=said):
-        Localised(model, variant, 0, [64])
+        LocalizedModel(model, variant, 0, [64])
 
 
 @pytest.mark.parametrize("name", ["pit_ti_224", "pit_ti_distilled_224"])
@@ -268,24 +277,24 @@ def test_features_that_are_class_tokens_alone_are_no_map(name):
     with torch.device("meta"):
         model = timm.create_model(name, img_size=64, depth=(1, 1, 1), num_classes=5)
         with pytest.raises(ValueError, match="its features are the class token alone"):
-            Localised(model, "l1", 0, [64])
+            LocalizedModel(model, "l1", 0, [64])
 
 
 @pytest.mark.parametrize("name", ["test_vit", "eva02_tiny_patch14_224"])
-@pytest.mark.parametrize("released", [False, True])
-def test_a_model_that_leaves_out_patches_is_refused(name, released):
+@pytest.mark.parametrize("published", [False, True])
+def test_a_model_that_leaves_out_patches_is_refused(name, published):
     for rate in (0.0, 0.5):
         with torch.device("meta"):
             model = timm.create_model(
                 name, img_size=56 if "eva" in name else 64, depth=1, patch_drop_rate=rate
             )
             if not rate:
-                Localised(model, "l1", 0, [model.patch_embed.img_size[0]], released)
+                LocalizedModel(model, "l1", 0, [model.patch_embed.img_size[0]], published)
                 continue
             with pytest.raises(
                 ValueError, match=r"it leaves out patches in training, .*leave patch_drop_rate away"
             ):
-                Localised(model, "l1", 0, [model.patch_embed.img_size[0]], released)
+                LocalizedModel(model, "l1", 0, [model.patch_embed.img_size[0]], published)
 
 
 def test_an_agents_map_is_its_last_one():
@@ -294,7 +303,7 @@ def test_an_agents_map_is_its_last_one():
         timm.create_model("agent_micro", num_classes=5, embed_dim=18, depth=2).eval(),
         torch.randn(2, 3, 64, 64),
     )
-    both = Localised(model, "l1", 0, [64])
+    both = LocalizedModel(model, "l1", 0, [64])
     with torch.no_grad():
         last = model.forward_maps(image)[0]
         assert last.shape[2:] == (2, 2)
@@ -304,7 +313,7 @@ def test_an_agents_map_is_its_last_one():
         ValueError,
         match="it has no forward_intermediates; choose another model, or another variant",
     ):
-        Localised(model, "all", 0, [64])
+        LocalizedModel(model, "all", 0, [64])
 
 
 def test_a_class_for_each_offset_allows_one_grid():
@@ -313,16 +322,16 @@ def test_a_class_for_each_offset_allows_one_grid():
         with pytest.raises(
             ValueError, match=rf"differ in number between input sizes, with {variant} a class each"
         ):
-            Localised(model, variant, 0, [64, 96])
-        Localised(model, variant, 2, [64, 128])  # pooled to one
+            LocalizedModel(model, variant, 0, [64, 96])
+        LocalizedModel(model, variant, 2, [64, 128])  # pooled to one
     assert model.training
-    Localised(model, "l1", 0, [64, 96])
+    LocalizedModel(model, "l1", 0, [64, 96])
 
 
 # ------------------------------------------------------------------------- the loss
 
 
-def plain_loss(variant, heads, maps, words, weights, side, released):
+def plain_loss(variant, heads, maps, words, weights, side, published):
     """One number after the other, in float64; maps are lists of tensors with gradients."""
     total = torch.zeros((), dtype=torch.float64)
     for head, map_NDRC in zip(heads, maps, strict=True):
@@ -339,7 +348,7 @@ def plain_loss(variant, heads, maps, words, weights, side, released):
                 c1, c2 = (math.floor(word / 2**32 * C) for word in (column1, column2))
                 said = head(torch.cat([map_NDRC[n, :, r1, c1], map_NDRC[n, :, r2, c2]]))
                 if variant in ("ce", "reg"):
-                    B = [2 * k - 1 if released else 2 * k + 1 for k in (R, C)]
+                    B = [2 * k - 1 if published else 2 * k + 1 for k in (R, C)]
                     for logits, offset in zip(said.split(B), (r1 - r2, c1 - c2), strict=True):
                         p, half = logits.exp() / logits.exp().sum(), len(logits) // 2
                         if variant == "ce":
@@ -348,23 +357,23 @@ def plain_loss(variant, heads, maps, words, weights, side, released):
                         mean = sum(p[i] * (i - half) for i in range(len(p)))
                         variance = sum(p[i] * (i - half - mean) ** 2 for i in range(len(p)))
                         sigma = variance.sqrt()
-                        spread = (variance if released else sigma).log()
+                        spread = (variance if published else sigma).log()
                         of_image = of_image + (offset - mean) ** 2 / variance + 0.001 * spread
                     continue
                 for one, (a, b), k in zip(said, ((r1, r2), (c1, c2)), (R, C), strict=True):
                     if variant == "signed":
-                        target = a - b + k - 1 if released else (a - b) / k
+                        target = a - b + k - 1 if published else (a - b) / k
                     else:
-                        target = abs(a - b) if released else abs(a - b) / k
+                        target = abs(a - b) if published else abs(a - b) / k
                     of_image = of_image + abs(one - target) / 2
             total = total + weights[n] * of_image / words.shape[1]
     return total / weights.sum()
 
 
-@pytest.mark.parametrize("released", [False, True])
+@pytest.mark.parametrize("published", [False, True])
 @pytest.mark.parametrize(("grid", "side"), [((3, 5), 0), ((6, 4), 3)])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_variant_and_its_gradients_are_the_plain_loops(variant, grid, side, released):
+def test_a_variant_and_its_gradients_are_the_plain_loops(variant, grid, side, published):
     """Oblong grids, pooled ones, an image of no weight; `all` on maps of two sizes. In float64 to
     rounding.
     """
@@ -376,14 +385,14 @@ def test_a_variant_and_its_gradients_are_the_plain_loops(variant, grid, side, re
         for D, size in zip(widths, sizes, strict=True)
     ]
     factor = grid[0] // side if side else 1
-    ours = Localiser(
-        variant, widths, side, (grid[0] // factor, grid[1] // factor), released
+    ours = LocalizationLoss(
+        variant, widths, side, (grid[0] // factor, grid[1] // factor), published
     ).double()
     words, weights = drawn(3, 7), torch.tensor([1.0, 0.0, 0.5], dtype=torch.float64)
     grads = []
     for loss in (
         ours(maps, words, weights),
-        plain_loss(variant, ours.heads, maps, words, weights, side, released),
+        plain_loss(variant, ours.heads, maps, words, weights, side, published),
     ):
         grads.append((loss, *torch.autograd.grad(loss, [*maps, *ours.parameters()])))
     torch.testing.assert_close(grads[0], grads[1], rtol=1e-6, atol=1e-9)
@@ -393,7 +402,7 @@ def test_a_variant_and_its_gradients_are_the_plain_loops(variant, grid, side, re
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_gradient_is_that_of_finite_differences(variant):
     torch.manual_seed(0)
-    ours = Localiser(variant, [3], 2, (2, 2), released=False).double()
+    ours = LocalizationLoss(variant, [3], 2, (2, 2), published=False).double()
     map_NDRC = torch.randn(2, 3, 4, 4, dtype=torch.float64, requires_grad=True)
     words, weights = drawn(2, 3), torch.ones(2, dtype=torch.float64)
     assert torch.autograd.gradcheck(lambda map_NDRC: ours([map_NDRC], words, weights), (map_NDRC,))
@@ -403,7 +412,9 @@ def test_gradients_reach_both_places_of_a_pair_and_no_others():
     torch.manual_seed(0)
     map_NDRC = torch.randn(1, 6, 4, 4, requires_grad=True)
     words = torch.tensor([[words_of(0, 1, 3, 2, (4, 4))]])
-    Localiser("l1", [6], 0, (4, 4), released=False)([map_NDRC], words, torch.ones(1)).backward()
+    LocalizationLoss("l1", [6], 0, (4, 4), published=False)(
+        [map_NDRC], words, torch.ones(1)
+    ).backward()
     assert map_NDRC.grad[0].abs().sum(0).nonzero().tolist() == [[0, 1], [3, 2]]
 
 
@@ -427,10 +438,10 @@ def test_who_always_says_0_has_the_mean_distance_of_uniform_places(k, raw, share
     )
 
 
-@pytest.mark.parametrize(("released", "start"), [(False, 5.416), (True, 5.130)])
-def test_who_knows_nothing_pays_two_logarithms_of_the_classes(released, start):
+@pytest.mark.parametrize(("published", "start"), [(False, 5.416), (True, 5.130)])
+def test_who_knows_nothing_pays_two_logarithms_of_the_classes(published, start):
     offset = torch.arange(-6, 7)[None]
-    loss = classification_loss(torch.zeros(1, 13, offset_classes(7, released)), offset)
+    loss = classification_loss(torch.zeros(1, 13, offset_classes(7, published)), offset)
     assert torch.equal(loss, loss[:, :1].expand_as(loss))
     assert 2 * loss[0, 0].item() == pytest.approx(start, abs=5e-4)
 
@@ -442,8 +453,8 @@ def test_who_is_sure_and_right_pays_least_and_who_is_sure_and_wrong_nothing_infi
     logits = torch.full((1, 2, 15), -200.0)
     logits[0, :, 7 + 3] = 200.0
     offset = torch.tensor([[3, 2]])
-    for released, factor in ((False, 0.5), (True, 1.0)):
-        right, wrong = expectation_loss(logits, offset, released)[0].tolist()
+    for published, factor in ((False, 0.5), (True, 1.0)):
+        right, wrong = expectation_loss(logits, offset, published)[0].tolist()
         assert right == pytest.approx(factor * ALPHA * math.log(1e-8), rel=1e-4)
         assert wrong == pytest.approx(1e8, rel=1e-4)
 
@@ -452,7 +463,10 @@ def test_who_is_sure_and_right_pays_least_and_who_is_sure_and_wrong_nothing_infi
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_under_autocast_the_loss_is_float32_and_nearly_the_same(variant, dtype):
     torch.manual_seed(0)
-    ours, maps = Localiser(variant, [16], 0, (4, 4), released=False), [torch.randn(4, 16, 4, 4)]
+    ours, maps = (
+        LocalizationLoss(variant, [16], 0, (4, 4), published=False),
+        [torch.randn(4, 16, 4, 4)],
+    )
     words, weights = drawn(4, 32), torch.ones(4)
     with torch.autocast("cpu", dtype):
         got = ours(maps, words, weights)
@@ -473,18 +487,18 @@ def test_under_autocast_the_loss_is_float32_and_nearly_the_same(variant, dtype):
 )
 def test_a_network_with_its_heads_is_one_graph(name, variant):
     torch._dynamo.reset()
-    both = Localised(network(name), variant, 0, [64]).eval()
+    both = LocalizedModel(network(name), variant, 0, [64]).eval()
     image, words, weights = torch.randn(2, 3, 64, 64), drawn(2, 5), torch.ones(2)
     compiled = torch.compile(both, fullgraph=True, backend="eager", dynamic=False)
     torch.testing.assert_close(compiled(image, words, weights), both(image, words, weights))
 
 
 def test_nothing_waits(no_host_read):
-    both = Localised(network("lvvit_micro"), "all", 4, [64])
+    both = LocalizedModel(network("lvvit_micro"), "all", 4, [64])
     image, words, weights = torch.randn(2, 3, 64, 64), drawn(2, 5), torch.ones(2)
     with no_host_read():
         both(image, words, weights).loss.backward()
-    assert all(head[0].weight.grad.any() for head in both.localiser.heads)
+    assert all(head[0].weight.grad.any() for head in both.localizer.heads)
     assert both.model.stem[0].weight.grad.any()
 
 
@@ -493,7 +507,7 @@ def test_under_mixtoken_the_map_is_the_mixed_images():
     model = network("lvvit_micro", token_head=True).eval()
     image, mask = torch.randn(2, 3, 64, 64), torch.zeros(8, 8, dtype=torch.bool)
     mask[2:5, 1:7] = True
-    both = Localised(model, "l1", 0, [64])
+    both = LocalizedModel(model, "l1", 0, [64])
     with torch.no_grad():
         _, (map_NDRC,) = both._features(image, mix_PP=mask)
         want = model.forward_features(image, mask)[:, 1:]
@@ -505,7 +519,7 @@ def test_under_mixtoken_the_map_is_the_mixed_images():
 
 
 def test_only_biases_of_the_heads_and_what_the_model_says_is_not_decayed():
-    both = Localised(network("swin_tiny_patch4_window7_224"), "l1", 0, [64])
+    both = LocalizedModel(network("swin_tiny_patch4_window7_224"), "l1", 0, [64])
     assert len(both.no_weight_decay()) == 5  # a table of relative positions for each block
     assert both.no_weight_decay() <= {name for name, _ in both.named_parameters()}
 
@@ -515,7 +529,7 @@ def test_it_learns_where_places_are_told():
     0.05.
     """
     torch.manual_seed(0)
-    ours, weight = Localiser("l1", [2], 0, (4, 4), released=False), torch.ones(8)
+    ours, weight = LocalizationLoss("l1", [2], 0, (4, 4), published=False), torch.ones(8)
     grid = torch.stack(torch.meshgrid(torch.arange(4.0), torch.arange(4.0), indexing="ij")).expand(
         8, 2, 4, 4
     )

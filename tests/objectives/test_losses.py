@@ -19,7 +19,7 @@ from densefeed.objectives.losses import (
     token_labeling_loss,
     token_loss,
 )
-from densefeed.pipelines.mixing import mixed
+from densefeed.pipelines.mixing import mix_targets
 from densefeed.pipelines.targets import SparseTargets
 
 # The bars of the task: relative error of the loss, and absolute error of the gradient of a mean.
@@ -199,7 +199,7 @@ def test_targets_of_another_grid_are_refused():
         class_token_loss(torch.zeros(3, 7), random_targets(1, 1, 3, 7)[0])
 
 
-def test_token_loss_is_the_mean_over_labelled_tokens():
+def test_token_loss_is_the_mean_over_labeled_tokens():
     targets, dense = random_targets(3, 5, 4, 11)
     logits = torch.randn(3, 5, 11, dtype=torch.float64)
     torch.testing.assert_close(
@@ -220,7 +220,7 @@ def test_class_token_loss_takes_labels_mixed_with_the_partners(count):
     share = torch.tensor(0.3, dtype=torch.float64)
     want = dense_loss(logits[:, None], 0.7 * dense + 0.3 * dense.flip(0), weight)
     torch.testing.assert_close(
-        class_token_loss(logits, mixed(targets._replace(weight=weight), share)), want
+        class_token_loss(logits, mix_targets(targets._replace(weight=weight), share)), want
     )
     plain = dense_loss(logits[:, None], dense, weight)
     torch.testing.assert_close(class_token_loss(logits, targets._replace(weight=weight)), plain)
@@ -262,8 +262,8 @@ def test_samples_of_weight_zero_do_not_count():
 def test_hard_labels_under_mixing_are_cutmix():
     logits, label = torch.randn(5, 7, dtype=torch.float64), torch.tensor([1, 2, 3, 4, 0])
     soft = torch.nn.functional.one_hot(label, 7).double() * 0.9 + 0.1 / 7
-    mixed = 0.6 * soft + 0.4 * soft.flip(0)
-    want = torch.nn.functional.cross_entropy(logits, mixed)
+    mix_targets = 0.6 * soft + 0.4 * soft.flip(0)
+    want = torch.nn.functional.cross_entropy(logits, mix_targets)
     got = hard_label_loss(logits, label, torch.ones(5), 0.1, torch.tensor(0.4))
     torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
 
@@ -271,7 +271,7 @@ def test_hard_labels_under_mixing_are_cutmix():
 # ------------------------------------------------------------------------- the head's product and the loss in one
 
 
-def materialised(features, head, targets, dense=None):
+def materialized(features, head, targets, dense=None):
     """The same loss by way of logits: ours, or with `dense` the float64 reference. Returns it and
     its three gradients.
     """
@@ -305,7 +305,7 @@ def small_chunks(monkeypatch):
 def test_the_fused_loss_is_the_dense_one(count, small_chunks):
     targets, dense = random_targets(count, 7, 5, 31, dtype=torch.float32)
     head, features = torch.nn.Linear(16, 31), torch.randn(count, 7, 16)
-    ours, want = fused(features, head, targets), materialised(features, head, targets, dense)
+    ours, want = fused(features, head, targets), materialized(features, head, targets, dense)
     torch.testing.assert_close(ours[0].double(), want[0], rtol=LOSS, atol=0)
     for got, exact in zip(ours[1:], want[1:], strict=True):
         torch.testing.assert_close(got.double(), exact, rtol=2e-6, atol=GRADIENT)
@@ -314,7 +314,7 @@ def test_the_fused_loss_is_the_dense_one(count, small_chunks):
 def test_the_fused_loss_of_21841_classes():
     targets, dense = random_targets(2, 49, 40, 21_841, dtype=torch.float32)
     head, features = torch.nn.Linear(48, 21_841), torch.randn(2, 49, 48)
-    ours, want = fused(features, head, targets), materialised(features, head, targets, dense)
+    ours, want = fused(features, head, targets), materialized(features, head, targets, dense)
     torch.testing.assert_close(ours[0].double(), want[0], rtol=LOSS, atol=0)
     for got, exact in zip(ours[1:], want[1:], strict=True):
         torch.testing.assert_close(got.double(), exact, rtol=0, atol=GRADIENT)
@@ -336,9 +336,9 @@ def test_the_fused_loss_under_autocast_is_no_worse_than_with_logits(dtype, rows,
     monkeypatch.setattr(fused_head, "CHUNK_BYTES", rows * 31 * 2)
     targets, dense = random_targets(40, 7, 5, 31, dtype=torch.float32)
     head, features = torch.nn.Linear(16, 31), torch.randn(40, 7, 16)
-    exact = materialised(features, head, targets, dense)
+    exact = materialized(features, head, targets, dense)
     with torch.autocast("cpu", dtype):
-        ours, theirs = fused(features, head, targets), materialised(features, head, targets)
+        ours, theirs = fused(features, head, targets), materialized(features, head, targets)
     for got, other, want in zip(ours, theirs, exact, strict=True):
         assert got.dtype == torch.float32
         # A product of D = 16 terms rounded to half precision on the way in and out: two units in

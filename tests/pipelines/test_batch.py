@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from densefeed.pipelines.batch import Batch, on_device
+from densefeed.pipelines.batch import Batch, to_device
 from densefeed.pipelines.loader import Memory
 
 
@@ -28,7 +28,7 @@ def batches(count, memory):
 
 def test_on_a_cpu_batches_pass_through():
     given = list(batches(3, Memory()))
-    for one, other in zip(on_device(iter(given), torch.device("cpu")), given, strict=True):
+    for one, other in zip(to_device(iter(given), torch.device("cpu")), given, strict=True):
         assert one.image is other.image
 
 
@@ -42,7 +42,7 @@ def test_copies_on_the_side_stream_are_whole_when_the_step_reads_them():
     assert memory.empty((1,), torch.uint8).is_pinned()
     slow = torch.randn(4096, 4096, device=device)
     sums = []
-    for batch in on_device(batches(50, memory), device):
+    for batch in to_device(batches(50, memory), device):
         slow = (slow @ slow).clamp(-1, 1)
         sums.append(batch.image.long().sum() - batch.image[0, 0, 0, 0].long() * batch.image.numel())
         sums.append(batch.image[0, 0, 0, 0].long() - len(sums) // 2)

@@ -31,7 +31,7 @@ from densefeed.tools.pack_dataset import Packing, main
 
 from ..jpeg_files import encoded
 
-OF_PILLOW, OF_OURS = 0.3, 0.6  # grey levels, the mean over a crop; 0.20 and 0.39 were seen
+OF_PILLOW, OF_OURS = 0.3, 0.6  # gray levels, the mean over a crop; 0.20 and 0.39 were seen
 
 
 @pytest.fixture
@@ -218,14 +218,14 @@ def cut_of(jpeg, box, sound=0):
         height,
         width,
     )
-    sample["box"], cut["bytes"], cut["sound"] = box, room.ctypes.data, sound
+    sample["box_tlhw"], cut["bytes"], cut["sound"] = box, room.ctypes.data, sound
     native.Job(sample, cut, keep=content).decode()
     assert not room[len(jpeg) :].any()  # nothing is written behind the room
     made = native.memory_at(int(cut["bytes"][0]), int(cut["length"][0])).tobytes()
     return cut[0], made, sample[0]
 
 
-@pytest.mark.parametrize("kind", ["4:2:0", "4:2:2", "4:4:4", "grey"])
+@pytest.mark.parametrize("kind", ["4:2:0", "4:2:2", "4:4:4", "gray"])
 def test_a_cut_jpeg_shows_the_crop_as_the_whole_one_does(noise, kind):
     """Byte for byte, by libjpeg as Pillow runs it, with 2 pixels to spare for chroma; and it is
     short.
@@ -233,9 +233,9 @@ def test_a_cut_jpeg_shows_the_crop_as_the_whole_one_does(noise, kind):
     rng = np.random.default_rng(0)
     for height, width in ((120, 200), (375, 500), (9, 33), (64, 64), (1, 1)):
         image = Image.fromarray(noise(height, width))
-        image = image.convert("L") if kind == "grey" else image
+        image = image.convert("L") if kind == "gray" else image
         jpeg = indexed_jpeg.transcode(
-            encoded(image, **({} if kind == "grey" else {"subsampling": kind}))
+            encoded(image, **({} if kind == "gray" else {"subsampling": kind}))
         )
         whole, lengths = np.asarray(Image.open(io.BytesIO(jpeg))), []
         for _ in range(40):
@@ -262,17 +262,15 @@ def test_damage_is_found_before_another_decoder_sees_it(noise):
     """
     jpeg = bytearray(indexed_jpeg.transcode(encoded(Image.fromarray(noise(160, 160)))))
     jpeg[-300] ^= 4
-    assert (
-        cut_of(bytes(jpeg), (0, 0, 40, 40))[2]["status"] == native.OK
-    )  # its last rows are not read
+    # its last rows are not read
+    assert cut_of(bytes(jpeg), (0, 0, 40, 40))[2]["status"] == native.OK
     cut, made, sample = cut_of(bytes(jpeg), (100, 0, 60, 160))
     assert (sample["status"], cut["length"], made) == (native.DAMAGED, 0, b"")
     assert b"do not match their checksum" in sample["message"]
     short = encoded(Image.fromarray(noise(160, 160)))[:-300]
     assert cut_of(short, (0, 0, 40, 40))[2]["status"] == native.DAMAGED
-    assert (
-        cut_of(short, (0, 0, 40, 40), sound=fingerprint(short))[2]["status"] == native.OK
-    )  # looked at before, it is said
+    # looked at before, it is said
+    assert cut_of(short, (0, 0, 40, 40), sound=fingerprint(short))[2]["status"] == native.OK
     whole = encoded(Image.fromarray(noise(160, 160)))
     assert cut_of(whole, (0, 0, 40, 40), sound=fingerprint(short))[0]["sound"] == fingerprint(whole)
 
@@ -355,9 +353,8 @@ def test_damage_outside_the_crop_of_an_ordinary_jpeg_has_the_other_loaders_outco
     shutil.copytree(photos / "images", root)
     victim = sorted((root / "train" / "a").iterdir())[0]
     content = bytearray(victim.read_bytes())
-    content[-(len(content) // 8) : -2] = bytes(
-        len(content) // 8 - 2
-    )  # its last rows, all but the end marker
+    # its last rows, all but the end marker
+    content[-(len(content) // 8) : -2] = bytes(len(content) // 8 - 2)
     source = FolderSource(root, "train", maps_of(root))  # the file is read when it is asked for
     victim.write_bytes(content)
     outcomes = []

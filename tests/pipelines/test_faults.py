@@ -60,7 +60,7 @@ def saved(image, kind="JPEG", **options):
 
 
 def ycck():
-    """Pillow's CMYK JPEG, its Adobe marker changed to say that the colours are YCCK."""
+    """Pillow's CMYK JPEG, its Adobe marker changed to say that the colors are YCCK."""
     encoded = bytearray(saved(smooth(60, 70, "CMYK")))
     encoded[encoded.index(b"Adobe") + 11] = 2
     return bytes(encoded)
@@ -78,7 +78,7 @@ def turned():
 READABLE = {
     "CMYK": lambda: saved(smooth(60, 70, "CMYK")),
     "YCCK": ycck,
-    "grey": lambda: saved(smooth(60, 70, "L")),
+    "gray": lambda: saved(smooth(60, 70, "L")),
     "progressive": lambda: saved(smooth(60, 70), progressive=True),
     "4:4:4": lambda: saved(smooth(60, 70), subsampling=0),
     "4:2:2": lambda: saved(smooth(60, 70), subsampling=1),
@@ -395,7 +395,7 @@ def test_a_flipped_bit_in_a_packed_image_or_map_is_seen_where_it_is_used(packed,
 
 
 def test_damage_outside_the_crop_is_not_seen(packed, good, tmp_path):
-    """The last rows of a tall image are not read for its centre; for a crop that shows them they
+    """The last rows of a tall image are not read for its center; for a crop that shows them they
     are, and refused.
     """
     root = shutil.copytree(good, tmp_path / "data")
@@ -457,7 +457,6 @@ def test_a_beton_cut_in_place_while_open_is_an_error_and_renamed_away_it_is_read
     assert said.startswith(
         f"sample {VICTIM}: {path} image {VICTIM} cannot be decoded (its file was cut"
     )
-    with pytest.raises(
-        UserError, match="none of the 4 samples of a batch can be read"
-    ):  # the second batch lies behind the cut
+    # the second batch lies behind the cut
+    with pytest.raises(UserError, match="none of the 4 samples of a batch can be read"):
         epoch(opened[1], on_bad_sample="skip")

@@ -49,7 +49,7 @@ class Samples:
     def __getitem__(self, n): return np.asarray(decode(images.read(n), "x")), int(images.labels[n])
 fields = {{"image": RGBImageField(write_mode="raw"), "label": IntField()}}
 DatasetWriter(root + "/stock.beton", fields, num_workers=1).from_indexed_dataset(Samples())
-random, centre = RandomResizedCropRGBImageDecoder(({SIZE}, {SIZE})), CenterCropRGBImageDecoder(({SIZE}, {SIZE}), 0.8)
+random, center = RandomResizedCropRGBImageDecoder(({SIZE}, {SIZE})), CenterCropRGBImageDecoder(({SIZE}, {SIZE}), 0.8)
 def said(call):
     try:
         call()
@@ -58,7 +58,7 @@ def said(call):
 twice = crop_pipelines(random, flip=0.5)  # of ffcv's own lists a Loader takes the decoder away
 for name, maps, pipelines, workers, cached in (
     ("ours", None, twice, 2, True), ("stock", root + "/maps.h5", twice, 1, False),
-    ("damaged", None, crop_pipelines(centre, flip=0.5), 2, True),
+    ("damaged", None, crop_pipelines(center, flip=0.5), 2, True),
 ):
     path, parts, first = f"{{root}}/{{name}}.beton", [], ""
     loader = Loader(path, batch_size=5, num_workers=workers, order=OrderOption.RANDOM, seed=1, drop_last=False,
@@ -124,7 +124,7 @@ def ran(tmp_path_factory, random_maps, command):
         absent="tail",
         teacher="random",
         input_size=96,
-        geometry="centre-crop",
+        geometry="center-crop",
         fingerprint=images.fingerprint(),
         class_names=tuple(images.class_names),
     )
@@ -159,16 +159,16 @@ def got(request, ran):
 
 
 def test_pixels_are_those_of_the_view(got):
-    """An area filter keeps a ramp: what an output pixel shows is the row and column at its centre,
+    """An area filter keeps a ramp: what an output pixel shows is the row and column at its center,
     through the View.
     """
     name, read = got
-    centre = (np.arange(SIZE) + 0.5) / SIZE
+    center = (np.arange(SIZE) + 0.5) / SIZE
     scale, shift = read["view"][:, :, :2], read["view"][:, :, 2]
     height, width = read["crop"][:, 5], read["crop"][:, 6]
     assert (scale[:, 0, 1] == 0).all()
-    x = (scale[:, 0, 0, None] * centre + shift[:, 0, None]) * width[:, None] - 0.5  # N, columns
-    y = (scale[:, 1, 1, None] * centre + shift[:, 1, None]) * height[:, None] - 0.5
+    x = (scale[:, 0, 0, None] * center + shift[:, 0, None]) * width[:, None] - 0.5  # N, columns
+    y = (scale[:, 1, 1, None] * center + shift[:, 1, None]) * height[:, None] - 0.5
     image = read["image"].astype(float)
     limit = 0.51 if name == "stock" else 5.0  # rounding alone; JPEG at quality 98 and a fast DCT
     assert np.abs(image[..., 1] - x[:, None, :]).max() < limit
@@ -218,9 +218,8 @@ def test_labels_equal_what_our_loader_gives_for_the_same_box(got, ran):
     want = batch._asdict() | (targets := sparse_targets(batch, source.spec, GRID, RULES))._asdict()
     want |= {"token_weight": targets.weight, "weight": batch.weight}
     loader.close()
-    assert (
-        np.abs(read["image"][rows].astype(float) - want.pop("image").numpy()).mean() < 3
-    )  # ffcv's filter is another one
+    # ffcv's filter is another one
+    assert np.abs(read["image"][rows].astype(float) - want.pop("image").numpy()).mean() < 3
     for field, value in want.items():
         np.testing.assert_array_equal(read[field][rows], value.numpy(), err_msg=field)
     assert (read["token_weight"] < 0.5).any()  # beyond the Window
@@ -244,7 +243,7 @@ def test_a_bad_sample_is_named_or_repeats_a_good_one_and_weighs_nothing(ran):
         )
 
 
-def test_a_centre_crop_is_reported_too(ran):
+def test_a_center_crop_is_reported_too(ran):
     _, top, left, high, wide, height, width, _, status, _ = np.load(ran[0] / "damaged.npz")[
         "crop"
     ].T

@@ -35,7 +35,7 @@ def stores(request, folder, tmp_path_factory):
         absent=request.param,
         teacher="random",
         input_size=96,
-        geometry="centre-crop",
+        geometry="center-crop",
         fingerprint=images.fingerprint(),
         class_names=tuple(images.class_names),
     )
@@ -110,9 +110,8 @@ def test_batches_of_every_form(stores, folder, bare, kind):
         )
         one, other = (dense(sparse_targets(batch, spec, 4), 2) for batch in (before, after))
         far = max(far, float((one - other).abs().sum(-1).max()) / 2)
-    slack = (
-        1e-6 if spec.absent == "tail" else store.error.variation_max
-    )  # logits are averaged before the softmax, not targets
+    # logits are averaged before the softmax, not targets
+    slack = 1e-6 if spec.absent == "tail" else store.error.variation_max
     assert 0 < far <= store.error.variation_max + slack
 
 
@@ -161,9 +160,8 @@ def test_a_damaged_or_cut_row_is_named(stores, folder, tmp_path, capsys, form):
         batches_of(FolderSource(folder, "train", path))
     batches, _ = batches_of(FolderSource(folder, "train", path), on_bad_sample="skip")
     assert capsys.readouterr().err.count("skipped sample 7") == 1
-    with pytest.raises(
-        UserError, match=r"maps.h5: row 7 .* is damaged"
-    ):  # as resident maps read it, whatever the loader does
+    # as resident maps read it, whatever the loader does
+    with pytest.raises(UserError, match=r"maps.h5: row 7 .* is damaged"):
         FolderSource(folder, "train", path).maps(np.arange(11))
     assert 7 not in torch.cat([batch.index for batch in batches]).tolist()
     path.write_bytes(stores[form].read_bytes())

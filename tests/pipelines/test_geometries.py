@@ -9,27 +9,27 @@ from PIL import Image
 from torch import nn
 from torch.nn import functional as F
 
-from densefeed.pipelines.batch import Batch, LabelSpec
+from densefeed.pipelines.batch import Batch, ScoreMapSpec
 from densefeed.pipelines.plan import EpochPlan
 from densefeed.pipelines.targets import TargetRules, check_batch, sparse_targets
 from densefeed.relabel.scoring import keep_top
 from densefeed.relabel.teacher import Teacher
-from densefeed.storage.geometry import crop_views, shown_boxes
+from densefeed.storage.geometry import crop_views, visible_boxes
 from densefeed.storage.score_maps import palette_sizes
 
 CELL, SIZE, BLOCKS = 4, 192, (2, 3)
 LEVELS = {"mean": (0.5, 0.5, 0.5), "std": (0.5, 0.5, 0.5), "interpolation": "bilinear"}
 CORNERS = torch.tensor([[r, g, b] for r in (-1.0, 1) for g in (-1.0, 1) for b in (-1.0, 1)])
-COLOURS = torch.cat([CORNERS, torch.zeros(1, 3)])  # eight classes, and grey: the padding
+COLORS = torch.cat([CORNERS, torch.zeros(1, 3)])  # eight classes, and gray: the padding
 PADDING, CLASSES = 8, 9
 
 
-class Colours(nn.Module):
-    """Says which of COLOURS a cell of CELL x CELL pixels is nearest to, surely."""
+class Colors(nn.Module):
+    """Says which of COLORS a cell of CELL x CELL pixels is nearest to, surely."""
 
     def forward_token_logits(self, image_NCHW):
         cells = F.avg_pool2d(image_NCHW, CELL)
-        far = (cells[:, None] - COLOURS[None, :, :, None, None]).square().sum(2)
+        far = (cells[:, None] - COLORS[None, :, :, None, None]).square().sum(2)
         return -30 * far
 
 
@@ -51,14 +51,14 @@ def planted(height, width, seed):
         (88, 88, 3, 2, True),
     ],
 )
-@pytest.mark.parametrize("geometry", ["squash", "centre-crop", "letterbox", "tile"])
+@pytest.mark.parametrize("geometry", ["squash", "center-crop", "letterbox", "tile"])
 @pytest.mark.parametrize("sheared", [False, True])
 def test_every_token_has_the_label_of_what_it_shows(
     sheared, geometry, height, width, seed, views, flip
 ):
     image, classes = planted(height, width, seed)
     teacher = Teacher(
-        Colours(), SIZE, geometry, LEVELS, views=views, tiles=2 if geometry == "tile" else 1
+        Colors(), SIZE, geometry, LEVELS, views=views, tiles=2 if geometry == "tile" else 1
     )
     pictures, window = teacher.prepare(image)
     maps = keep_top(teacher(torch.from_numpy(pictures)[None]), 3, np.array([window], np.float32))
@@ -66,7 +66,7 @@ def test_every_token_has_the_label_of_what_it_shows(
     plan = EpochPlan(num_samples=8, batch=1, seed=seed, mode="train")
     boxes, _ = plan.crops(0, np.arange(8), np.full(8, height), np.full(8, width))
     view = crop_views(boxes, np.full(8, flip), np.full(8, height), np.full(8, width))
-    shown = shown_boxes(view)
+    shown = visible_boxes(view)
     if sheared:
         turn = np.array([[0.9, -0.3, 0.2], [0.25, 0.95, -0.1], [0, 0, 1]])
         view = (view.astype(np.float64) @ turn).astype(np.float32)
@@ -89,7 +89,7 @@ def test_every_token_has_the_label_of_what_it_shows(
     )
     side = maps.logit.shape[1]
     reach = min(window[2] - window[0], window[3] - window[1])
-    spec = LabelSpec(side, 3, CLASSES, "tail", int(palette_sizes(maps.cls).max()), reach)
+    spec = ScoreMapSpec(side, 3, CLASSES, "tail", int(palette_sizes(maps.cls).max()), reach)
     check_batch(batch, spec, "these maps")
     grid = 7
     targets = sparse_targets(batch, spec, grid, TargetRules(sheared=sheared))
@@ -104,14 +104,11 @@ def test_every_token_has_the_label_of_what_it_shows(
     for n, row, column in np.ndindex(8, grid, grid):
         u, v = (np.arange(9)[None] / 8 + [[column], [row]]) / grid
         ones = np.ones(81)
-        points = view[n] @ np.stack(
-            [*(part.ravel() for part in np.meshgrid(u, v)), ones]
-        )  # x, y, of what the token shows
+        # x, y, of what the token shows
+        points = view[n] @ np.stack([*(part.ravel() for part in np.meshgrid(u, v)), ones])
         low, high = points.min(1), points.max(1)
-        begin, end = (
-            np.maximum(shown[n], window)[[1, 0]],
-            np.minimum(shown[n], window)[[3, 2]],
-        )  # of crop and Window
+        # of crop and Window
+        begin, end = (np.maximum(shown[n], window)[[1, 0]], np.minimum(shown[n], window)[[3, 2]])
         if (low >= begin - 1e-6).all() and (high <= end + 1e-6).all():
             assert weight[n, row, column] == 1
         elif (low > end + 1e-6).any() or (high < begin - 1e-6).any():

@@ -28,9 +28,8 @@ from ..jpeg_files import loader_class
 ROOT = Path(__file__).parents[2]
 DALI = pytest.param("dali", marks=pytest.mark.dali)  # of a .beton
 LARGE = 64 * 224 * 224 * 3  # bytes of a batch's images where memory is measured
-pytestmark = pytest.mark.filterwarnings(
-    "error::pytest.PytestUnraisableExceptionWarning"
-)  # "Exception ignored in ..."
+# "Exception ignored in ..."
+pytestmark = pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
 
 
 @pytest.fixture(scope="module")
@@ -350,9 +349,8 @@ def test_ctrl_c_ends_a_wait_long_before_the_batch(child_of, slow, kind):
         assert child.poll() is None
         sent = time.monotonic()
         child.send_signal(signal.SIGINT)
-        said, traceback = child.communicate(
-            timeout=60
-        )  # its reading threads drop what they have not begun
+        # its reading threads drop what they have not begun
+        said, traceback = child.communicate(timeout=60)
     assert float(said) - sent < 20
     assert child.returncode == -signal.SIGINT
     assert traceback.rstrip().endswith("KeyboardInterrupt")
@@ -374,9 +372,8 @@ def test_killed_it_leaves_nothing_and_starts_again_at_once(child_of, slow, tmp_p
         assert [child.stdout.readline() for _ in range(2)] == ["waiting\n", "got one\n"]
         tasks = Path(f"/proc/{child.pid}/task")
         assert len(list(tasks.iterdir())) > 2
-        assert (
-            "".join(path.read_text() for path in tasks.glob("*/children")) == ""
-        )  # no process of its own
+        # no process of its own
+        assert "".join(path.read_text() for path in tasks.glob("*/children")) == ""
         mapped = Path(f"/proc/{child.pid}/maps").read_text()
         assert "/dev/shm" not in mapped
         assert "/SYSV" not in mapped

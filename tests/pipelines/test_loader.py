@@ -81,8 +81,8 @@ def test_threads_and_resume_change_nothing(beton, threads):
 
 
 def test_pixels_are_torchvisions_resized_crop(folder):
-    """Chroma is resampled at half resolution and colour converted once, so roundings differ, and
-    clipped colours do a little.
+    """Chroma is resampled at half resolution and color converted once, so roundings differ, and
+    clipped colors do a little.
     """
     source = FolderSource(folder, "train")
     images = Images(folder, split="train")
@@ -102,12 +102,12 @@ def test_pixels_are_torchvisions_resized_crop(folder):
 
 
 def test_views_name_the_pixels_that_the_crop_shows(folder):
-    """Sample the stored image at View(token centres): it must look like the crop, and unlike its
+    """Sample the stored image at View(token centers): it must look like the crop, and unlike its
     mirror image.
     """
     source, images = FolderSource(folder, "train"), Images(folder, split="train")
-    centres = (torch.arange(8) + 0.5) / 8
-    points = torch.stack([*torch.meshgrid(centres, centres, indexing="xy"), torch.ones(8, 8)], -1)
+    centers = (torch.arange(8) + 0.5) / 8
+    points = torch.stack([*torch.meshgrid(centers, centers, indexing="xy"), torch.ones(8, 8)], -1)
     for batch in epoch_of(source):
         for n in range(4):
             image = (

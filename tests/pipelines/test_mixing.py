@@ -11,8 +11,8 @@ from densefeed.pipelines.mixing import (
     Mixing,
     box_map,
     label_share,
-    mixed,
-    mixed_images,
+    mix_images,
+    mix_targets,
     pooled,
     share_map,
 )
@@ -80,7 +80,7 @@ def test_cutmix_pastes_the_partners_box(box, count):
     want = image.clone()
     top, left, bottom, right = box
     want[:, :, top:bottom, left:right] = image.flip(0)[:, :, top:bottom, left:right]
-    got = mixed_images(image, share_map(mix_of(*box), 32))
+    got = mix_images(image, share_map(mix_of(*box), 32))
     torch.testing.assert_close(got, want, rtol=0, atol=0)
     assert got.is_contiguous(memory_format=torch.channels_last)
 
@@ -90,10 +90,10 @@ def test_an_empty_box_changes_nothing(count):
     image, (targets, full) = torch.randn(count, 3, 32, 32), random_targets(count, 16)
     targets = targets._replace(weight=(targets.weight > 0).float())
     empty = mix_of(7, 9, 7, 20)
-    assert torch.equal(mixed_images(image, share_map(empty, 32)), image)
-    assert torch.equal(mixed_images(image, empty.blend), image)
+    assert torch.equal(mix_images(image, share_map(empty, 32)), image)
+    assert torch.equal(mix_images(image, empty.blend), image)
     for share in (share_map(empty, 4), label_share(empty)):
-        same = mixed(targets, share)
+        same = mix_targets(targets, share)
         assert torch.equal(same.weight, targets.weight)
         torch.testing.assert_close(
             dense(same), full * targets.weight[..., None].double(), rtol=0, atol=0
@@ -105,7 +105,7 @@ def test_an_empty_box_changes_nothing(count):
 def test_mixed_targets_are_the_dense_ones_mixed(count, box, seed):
     targets, full = random_targets(count, 16, seed=seed)
     for share in (share_map(mix_of(*box), 4), torch.tensor(0.3)):
-        got = mixed(targets, share)
+        got = mix_targets(targets, share)
         part = share.flatten().double()
         weight = targets.weight.double()
         own, partner = (1 - part) * weight, part * weight.flip(0)
@@ -121,7 +121,7 @@ def test_mixed_targets_are_the_dense_ones_mixed(count, box, seed):
 def test_tokens_wholly_inside_the_box_carry_the_partners_label_and_no_other():
     targets, full = random_targets(3, 16)
     targets = targets._replace(weight=torch.ones(3, 16))
-    got = dense(mixed(targets, share_map(mix_of(0, 0, 16, 32), 4))).view(3, 4, 4, -1)
+    got = dense(mix_targets(targets, share_map(mix_of(0, 0, 16, 32), 4))).view(3, 4, 4, -1)
     torch.testing.assert_close(got[:, :2], full.flip(0).view(3, 4, 4, -1)[:, :2])
     torch.testing.assert_close(got[:, 2:], full.view(3, 4, 4, -1)[:, 2:])
 
@@ -160,9 +160,9 @@ def test_steps_are_mixed_as_often_and_as_much_as_asked():
     """
     mixing = Mixing(plan=PLAN, cutmix=1.0, mixup=0.8, prob=0.5, switch_prob=0.25)
     draws = [mixing.draw(epoch, step, 64, 8) for epoch in range(4) for step in range(500)]
-    none = sum(not mix.blend and mix.box.tolist() == [0, 0, 0, 0] for mix in draws)
+    none = sum(not mix.blend and mix.box_tlbr.tolist() == [0, 0, 0, 0] for mix in draws)
     blended = [mix for mix in draws if mix.blend]
-    assert all(mix.box.tolist() == [0, 0, 0, 0] for mix in blended)
+    assert all(mix.box_tlbr.tolist() == [0, 0, 0, 0] for mix in blended)
     assert abs(none - 1000) < 4 * np.sqrt(500)
     assert abs(len(blended) - 750) < 4 * np.sqrt(2000 * 0.375 * 0.625)
     kept = np.array([1 - label_share(mix).item() for mix in blended])
@@ -178,7 +178,7 @@ def test_mixtoken_after_mixup_has_the_boxes_of_the_one_and_the_shares_of_the_oth
     alone = Mixing(plan=PLAN, mixup=0.8, prob=0.5), Mixing(plan=PLAN, mixtoken=True)
     draws = [[mixing.draw(1, step, 64, 8) for mixing in (both, *alone)] for step in range(100)]
     for mix, blended, exchanged in draws:
-        assert torch.equal(mix.box, exchanged.box)
+        assert torch.equal(mix.box_tlbr, exchanged.box_tlbr)
         assert torch.equal(mix.blend, blended.blend)
         assert mix.side == 8
     assert 30 < sum(bool(mix.blend) for mix, *_ in draws) < 70
@@ -192,8 +192,8 @@ def test_a_label_that_is_mixed_twice_is_mixed_once_by_both_shares(box, blend, se
     mix = mix_of(*box, blend)
     area = (box[2] - box[0]) * (box[3] - box[1]) / 32**2
     once, twice = (
-        mixed(targets, label_share(mix)),
-        mixed(mixed(targets, mix.blend), torch.tensor(area)),
+        mix_targets(targets, label_share(mix)),
+        mix_targets(mix_targets(targets, mix.blend), torch.tensor(area)),
     )
     torch.testing.assert_close(once.weight, twice.weight, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(
@@ -210,9 +210,8 @@ def test_cutmixs_box_is_the_share_that_is_not_kept():
         kept = plan.beta(0, step, 1.0)
         top, left, bottom, right = plan.mix_box(0, step, 224, kept=kept)
         boxes.append((top, left, bottom, right))
-        if (
-            top > 0 and bottom < 224 and left > 0 and right < 224
-        ):  # not clipped; an odd side loses one pixel
+        # not clipped; an odd side loses one pixel
+        if top > 0 and bottom < 224 and left > 0 and right < 224:
             assert bottom - top == right - left
             assert 0 <= 224 * np.sqrt(1 - kept) - (bottom - top) < 2
     assert len(set(boxes)) > 250

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from densefeed.pipelines.pairs import PAIRS, pairs_of, philox_on_device
+from densefeed.pipelines.pairs import PAIRS, draw_pairs, philox_on_device
 from densefeed.pipelines.plan import EpochPlan, philox
 
 
@@ -44,33 +44,33 @@ def test_a_samples_pairs_are_its_own():
     """Whatever else is in the batch and however many are drawn; other in another epoch, view, seed
     and sample.
     """
-    words = pairs_of(plan(), 4, batch([5, 9, 70]), 6, 0.5).words
+    words = draw_pairs(plan(), 4, batch([5, 9, 70]), 6, 0.5).words
     assert words.shape == (3, 6, 4)
-    assert torch.equal(pairs_of(plan(), 4, batch([70, 5]), 9, 0.1).words[:, :6], words[[2, 0]])
+    assert torch.equal(draw_pairs(plan(), 4, batch([70, 5]), 9, 0.1).words[:, :6], words[[2, 0]])
     others = [
-        pairs_of(plan(), 5, batch([5]), 6, 0.5),
-        pairs_of(plan(4), 4, batch([5]), 6, 0.5),
-        pairs_of(plan(), 4, batch([5], [1]), 6, 0.5),
-        pairs_of(plan(), 4, batch([6]), 6, 0.5),
+        draw_pairs(plan(), 5, batch([5]), 6, 0.5),
+        draw_pairs(plan(4), 4, batch([5]), 6, 0.5),
+        draw_pairs(plan(), 4, batch([5], [1]), 6, 0.5),
+        draw_pairs(plan(), 4, batch([6]), 6, 0.5),
     ]
     assert all(not (other.words == words[:1]).any() for other in others)
 
 
 def test_no_other_stream_of_the_plan_has_these_numbers():
     """A new kind of draw takes a new number."""
-    words = pairs_of(plan(), 0, batch(list(range(50))), 8, 0.5).words.flatten().tolist()
+    words = draw_pairs(plan(), 0, batch(list(range(50))), 8, 0.5).words.flatten().tolist()
     drawn = [plan().draws(0, np.arange(50), stream, range(32)) for stream in range(PAIRS)]
     assert not set(words) & set((np.stack(drawn) * 2**32).astype(np.int64).ravel().tolist())
 
 
 def test_words_are_uniform_and_the_four_of_a_pair_independent():
     """100,000 pairs: means and correlations within five deviations."""
-    words = pairs_of(plan(), 0, batch(list(range(1000))), 100, 0.5).words
+    words = draw_pairs(plan(), 0, batch(list(range(1000))), 100, 0.5).words
     assert 0 <= words.min() <= words.max() < 2**32
     uniform = words.reshape(-1, 4).double() / 2**32
     assert (uniform.mean(0) - 0.5).abs().max() < 5 * (1 / 12 / 100_000) ** 0.5
     assert (uniform.T.corrcoef() - torch.eye(4)).abs().max() < 5 / 100_000**0.5
-    # Neighbours too: of pairs within an image, and of images.
+    # Neighbors too: of pairs within an image, and of images.
     along = [
         uniform[:, 0].view(1000, 100)[part].flatten()
         for part in (np.s_[:, 1:], np.s_[:, :-1], np.s_[1:], np.s_[:-1])
@@ -82,7 +82,7 @@ def test_words_are_uniform_and_the_four_of_a_pair_independent():
 def test_the_weight_is_a_tensor_and_nothing_waits(no_host_read):
     small = batch([1, 2])
     with no_host_read():
-        pairs = pairs_of(plan(), 0, small, 3, 0.25)
+        pairs = draw_pairs(plan(), 0, small, 3, 0.25)
     assert (pairs.weight.shape, pairs.weight.dtype, pairs.weight.item()) == (
         (),
         torch.float32,

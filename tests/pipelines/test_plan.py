@@ -108,7 +108,7 @@ def test_crops_have_torchvisions_distribution(height, width):
 
 @pytest.mark.parametrize(("height", "width"), [(1, 4000), (4000, 1), (10, 100), (100, 10)])
 def test_the_fallback_is_torchvisions(height, width):
-    """Where no allowed ratio fits ten times, the largest centred box of an allowed ratio."""
+    """Where no allowed ratio fits ten times, the largest centered box of an allowed ratio."""
     torch.manual_seed(0)
     box, _ = plan(crop_scale=(0.9, 1.0)).crops(
         0, np.array([0]), np.array([height]), np.array([width])
@@ -117,7 +117,7 @@ def test_the_fallback_is_torchvisions(height, width):
     np.testing.assert_array_equal(box[0], want)
 
 
-def test_evaluation_is_in_order_and_centred():
+def test_evaluation_is_in_order_and_centered():
     evaluate = plan(mode="evaluate", crop_pct=0.875)
     np.testing.assert_array_equal(evaluate.permutation(3), np.arange(1000))
     box, flip = evaluate.crops(0, np.array([5]), np.array([480]), np.array([640]))
@@ -138,10 +138,10 @@ def test_mix_boxes_are_inside_and_keep_the_uniform_share():
     area = ((bottom - top) * (right - left)).mean() / 196
     rng = np.random.default_rng(0)
     sides = np.floor(14 * np.sqrt(1 - rng.random(20000))) // 2
-    centres = rng.integers(0, 14, (2, 20000))
+    centers = rng.integers(0, 14, (2, 20000))
     want = (
         np.prod(
-            [np.minimum(c + sides, 14) - np.maximum(c - sides, 0) for c in centres], axis=0
+            [np.minimum(c + sides, 14) - np.maximum(c - sides, 0) for c in centers], axis=0
         ).mean()
         / 196
     )
@@ -197,9 +197,8 @@ def extents(count, most=700):
     return rng.integers(1, most, count), rng.integers(1, most, count)
 
 
-@pytest.mark.parametrize(
-    "count", [3, 600]
-)  # below and above FEW, so one pass over all tries and two
+# below and above FEW, so one pass over all tries and two
+@pytest.mark.parametrize("count", [3, 600])
 @pytest.mark.parametrize("fields", [{}, dict(seed=2**63 + 5, crop_scale=(0.5, 0.9), hflip=0.2)])
 def test_crops_are_the_formulas_one_by_one(count, fields):
     height, width = extents(count)
@@ -306,9 +305,10 @@ def test_ranks_share_an_epoch_and_no_sample_counts_twice(fields, epoch):
             for rows, weight in zip(
                 one.rows.reshape(-1, size), one.part_weights(last), strict=True
             ):
+                # partners share a part
                 assert (
                     fields["mode"] == "evaluate" or (rows + rows[::-1] == fields["batch"] - 1).all()
-                )  # partners share a part
+                )
                 means.append(weight * rows[real[rows]].mean() if real[rows].any() else 0.0 * weight)
         assert np.mean(means) == pytest.approx(np.flatnonzero(real).mean())
     views = fields["views"] if fields["mode"] == "train" else 1
@@ -377,7 +377,7 @@ def test_block_order_is_a_permutation_whose_windows_are_runs_of_storage(
 
 
 def test_block_order_is_as_far_from_uniform_as_its_docstring_says():
-    """Neighbours in storage share a batch with probability (1 - 1 / block) (batch - 1) / (W - 1),
+    """Neighbors in storage share a batch with probability (1 - 1 / block) (batch - 1) / (W - 1),
     here 15 times `random`'s.
     """
     fields = dict(num_samples=40_960, batch=64, block=32, window=16)
@@ -403,12 +403,10 @@ def test_block_order_is_shuffled_at_both_levels():
     chosen = plan(num_samples=12, block=2, window=3, order="blocks")
     orders = np.array([chosen.permutation(epoch) for epoch in range(6000)])
     for place in orders.T:
-        assert (
-            (np.bincount(place, minlength=12) - 500) ** 2 / 500
-        ).sum() < 35.6  # 99.98 % of chi-square, 11 degrees
-    together = np.sort(
-        np.sort(orders[:, :6], axis=1)[:, ::2] // 2, axis=1
-    )  # the three blocks of the first window
+        # 99.98 % of chi-square, 11 degrees
+        assert ((np.bincount(place, minlength=12) - 500) ** 2 / 500).sum() < 35.6
+    # the three blocks of the first window
+    together = np.sort(np.sort(orders[:, :6], axis=1)[:, ::2] // 2, axis=1)
     assert len(np.unique(together, axis=0)) == 20  # of 6
 
 

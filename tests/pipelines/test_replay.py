@@ -147,12 +147,8 @@ def test_threads_and_storage_change_nothing(paths, wanted_of, kind, plan):
 @pytest.mark.parametrize(("ranks", "parts"), [(2, 0), (4, 0), (1, 4), (2, 4)])
 @pytest.mark.parametrize("dali", [False, pytest.param(True, marks=pytest.mark.dali)])
 def test_ranks_put_together_are_one(paths, wanted_of, ranks, parts, plan, dali):
-    kinds = (
-        "maps inside",
-        "folder",
-        "maps beside",
-        "no index",
-    )  # even if each reads another storage
+    # even if each reads another storage
+    kinds = ("maps inside", "folder", "maps beside", "no index")
     kinds = [f"dali {kind}" for kind in kinds] if dali else kinds
     shares = [dict(rank=rank, ranks=ranks, parts=parts, **PLANS[plan]) for rank in range(ranks)]
     shards = [epoch(kinds[rank], paths, **share) for rank, share in enumerate(shares)]

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from densefeed.pipelines import resident
-from densefeed.pipelines.batch import Batch, LabelSpec
+from densefeed.pipelines.batch import Batch, ScoreMapSpec
 from densefeed.pipelines.ffcv import FfcvSource
 from densefeed.pipelines.folder import FolderSource
 from densefeed.pipelines.loader import ThreadedLoader
@@ -70,7 +70,7 @@ def test_class_ids_above_32767_survive():
 
     class Source:
         labels = np.zeros(2, np.int64)
-        spec = LabelSpec(1, 2, 65536, "tail", 2, 1.0)
+        spec = ScoreMapSpec(1, 2, 65536, "tail", 2, 1.0)
 
         def maps(self, ids):
             named = np.array([[0, 65535], [40000, 32768]], np.uint16).reshape(2, 1, 1, 2)[ids]

@@ -13,18 +13,18 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torchvision.ops import roi_align
 
 from densefeed.objectives.losses import class_token_loss, token_loss
-from densefeed.pipelines.batch import Batch, LabelSpec
+from densefeed.pipelines.batch import Batch, ScoreMapSpec
 from densefeed.pipelines.plan import EpochPlan
 from densefeed.pipelines.targets import (
     TargetRules,
     check_batch,
+    mix_ground_truth,
     palette_maps,
     palettes,
     sampler,
     sparse_targets,
-    with_ground_truth,
 )
-from densefeed.storage.geometry import crop_views, shown_boxes
+from densefeed.storage.geometry import crop_views, visible_boxes
 from densefeed.storage.score_maps import ScoreMaps, palette_sizes
 from densefeed.system.errors import UserError
 
@@ -44,7 +44,7 @@ def batch_of(maps, boxes, flips, height=375, width=500, dtype=torch.float64):
         image=torch.zeros(count, 1, 1, 3, dtype=torch.uint8),
         label=torch.zeros(count, dtype=torch.long),
         view=view.to(dtype),
-        shown=torch.from_numpy(shown_boxes(view.numpy())).to(dtype),
+        shown=torch.from_numpy(visible_boxes(view.numpy())).to(dtype),
         index=torch.arange(count),
         repeat=torch.zeros(count, dtype=torch.long),
         weight=torch.ones(count, dtype=dtype),
@@ -57,7 +57,7 @@ def batch_of(maps, boxes, flips, height=375, width=500, dtype=torch.float64):
 
 def spec_of(maps, num_classes, absent, min_window_side=1.0):
     side, top_k = maps.logit.shape[2:]
-    return LabelSpec(
+    return ScoreMapSpec(
         side, top_k, num_classes, absent, int(palette_sizes(maps.cls).max()), min_window_side
     )
 
@@ -176,11 +176,11 @@ def test_sampling_is_roi_align_on_ten_thousand_boxes(grid, dtype, sheared):
     want = roi_align(values, rois, grid, sampling_ratio=-1, aligned=True)[:, 0].flatten(1)
     window = torch.tensor([[0.0, 0, 1, 1]], dtype=dtype).expand(part, -1)
     blank = Batch(*[None] * len(Batch._fields))._replace(window=window)
-    spec = LabelSpec(side, 1, 1, "tail", 1, 1.0)
+    spec = ScoreMapSpec(side, 1, 1, "tail", 1, 1.0)
     cells = values[0].to(dtype).movedim(0, -1)[None].expand(part, -1, -1, -1)
     for at in range(0, count, part):
         view = views[at : at + part]
-        batch = blank._replace(view=view, shown=torch.from_numpy(shown_boxes(view.numpy())))
+        batch = blank._replace(view=view, shown=torch.from_numpy(visible_boxes(view.numpy())))
         pooled, inside = sampler(batch, spec, grid, TargetRules(sheared=sheared))
         torch.testing.assert_close(
             pooled(cells)[..., 0].double(), want[at : at + part], rtol=0, atol=1e-5
@@ -381,14 +381,14 @@ def warped(batch, *warps):
 
 
 def outermost(low, high, side):
-    """First and last cell of a map from `low` to `high` of an image whose centre shows it."""
+    """First and last cell of a map from `low` to `high` of an image whose center shows it."""
     shown = [cell for cell in range(side) if 0 <= low + (cell + 0.5) / side * (high - low) <= 1]
     return shown[0], shown[-1]
 
 
 def cell_value(cells, x, y, columns, rows):
     """Bilinear value of a map `[S, S, K]` at (x, y) in 0 to 1, clamped at the outermost cells'
-    centres.
+    centers.
     """
     side = len(cells)
     x, y = (min(max(v * side - 0.5, first), last) for v, (first, last) in ((x, columns), (y, rows)))
@@ -530,7 +530,7 @@ def test_a_letterboxs_tokens_read_the_image_and_no_padding(
     logit = maps.logit.copy()
     logit[:, padding] = np.array([60, 50, 40], np.float16)
     other = batch._replace(map_logit=torch.from_numpy(logit))
-    # Points that grid_sample is given lie on the last cell's centre up to rounding.
+    # Points that grid_sample is given lie on the last cell's center up to rounding.
     torch.testing.assert_close(
         sparse_targets(other, spec, grid, rules).extra,
         targets.extra,
@@ -543,7 +543,7 @@ def test_a_letterboxs_tokens_read_the_image_and_no_padding(
     st.integers(0, 999),
     st.sampled_from([1, 7, 14]),
     st.sampled_from(["tail", "zero-logit"]),
-    st.sampled_from(["aligned", "compatible"]),
+    st.sampled_from(["aligned", "published"]),
 )
 @settings(max_examples=60, deadline=None)
 @pytest.mark.parametrize("window", [(0.0, 0.125, 1.0, 0.875), (-1 / 6, 0.0, 7 / 6, 1.0)])
@@ -584,16 +584,16 @@ def position_coded(count, side):
     )
 
 
-def centres_of(targets, side):
+def centers_of(targets, side):
     """Where in the map, in cells, the targets of a position-coded map lie: x, y `[N, T, 2]`; how
     far from it the farthest cell is.
     """
     dense = densify(targets, side * side)
     y, x = torch.meshgrid(torch.arange(side) + 0.5, torch.arange(side) + 0.5, indexing="ij")
     cells = torch.stack([x.flatten(), y.flatten()], 1).double()
-    centre = dense @ cells
-    far = (cells - centre[:, :, None]).abs().amax(-1) * (dense > 1e-9)
-    return centre, far.amax(-1)
+    center = dense @ cells
+    far = (cells - center[:, :, None]).abs().amax(-1) * (dense > 1e-9)
+    return center, far.amax(-1)
 
 
 @given(
@@ -604,7 +604,7 @@ def centres_of(targets, side):
     st.booleans(),
 )
 @settings(max_examples=40, deadline=None)
-@pytest.mark.parametrize("geometry", ["aligned", "compatible"])
+@pytest.mark.parametrize("geometry", ["aligned", "published"])
 def test_a_position_coded_map_returns_the_cells_under_any_view(
     geometry, seed, grid, angle, shear, flip
 ):
@@ -626,9 +626,8 @@ def test_a_position_coded_map_returns_the_cells_under_any_view(
     steps = (np.arange(grid) + 0.5) / grid
     u, v = (part.ravel() for part in np.meshgrid(steps, steps))
     x, y = batch.view[0].numpy() @ np.stack([u, v, np.ones_like(u)])
-    if (
-        geometry == "compatible"
-    ):  # as the published code would put it: flip, cut, and hand over rows as columns
+    # as the published code would put it: flip, cut, and hand over rows as columns
+    if geometry == "published":
         if flip:
             x, left, right = 1 - x, 1 - right, 1 - left
         x, y = (
@@ -636,14 +635,14 @@ def test_a_position_coded_map_returns_the_cells_under_any_view(
             left + (y - top) / (bottom - top) * (right - left),
         )
         x = 1 - x if flip else x
-    centre, far = centres_of(targets, side)
-    # Where every sample is inside and none was clamped to the outermost cells' centres.
+    center, far = centers_of(targets, side)
+    # Where every sample is inside and none was clamped to the outermost cells' centers.
     clear = (
         torch.from_numpy(np.minimum(np.minimum(x, 1 - x), np.minimum(y, 1 - y))) * side
         > 0.5 + far[0]
     ) & (targets.weight[0] == 1)
     want = torch.from_numpy(np.stack([x, y], 1) * side)
-    torch.testing.assert_close(centre[0][clear], want[clear], rtol=0, atol=2e-6)
+    torch.testing.assert_close(center[0][clear], want[clear], rtol=0, atol=2e-6)
     told = targets.weight[0] > 0
     torch.testing.assert_close(
         densify(targets, side * side)[0].sum(-1)[told], torch.ones(int(told.sum())).double()
@@ -679,7 +678,9 @@ def published_dense_targets(maps, shown, flips, num_classes, grid, smoothing):
 @pytest.mark.parametrize(
     ("side", "grid", "count"), [(18, 14, 6), (18, 1, 5), (7, 14, 6), (7, 1, 1), (7, 4, 5)]
 )
-def test_compatible_reads_what_the_published_code_reads(random_maps, side, grid, count, sheared):
+def test_published_geometry_reads_what_the_published_code_reads(
+    random_maps, side, grid, count, sheared
+):
     """Random and tiny crops (its boxes are at least a cell), flipped and not, at the borders; its
     Window plays no part.
     """
@@ -688,10 +689,9 @@ def test_compatible_reads_what_the_published_code_reads(random_maps, side, grid,
     flips[:3] = np.array([True, False, True])[:count]
     boxes[1:3] = np.array([[360.0, 470, 15, 30], [0, 0, 20, 12]])[: count - 1]
     batch = batch_of(maps, boxes, flips)
-    batch = batch._replace(
-        shown=torch.from_numpy(shown_boxes(batch.view.numpy()))
-    )  # unrounded, as the reference has it
-    rules = TargetRules(smoothing=0.1, outside="uniform", geometry="compatible", sheared=sheared)
+    # unrounded, as the reference has it
+    batch = batch._replace(shown=torch.from_numpy(visible_boxes(batch.view.numpy())))
+    rules = TargetRules(smoothing=0.1, outside="uniform", geometry="published", sheared=sheared)
     targets = sparse_targets(batch, spec_of(maps, 50, "zero-logit", 0.5), grid, rules)
     want = published_dense_targets(maps, batch.shown, flips, 50, grid, 0.1)
     torch.testing.assert_close(densify(targets, 50), want, rtol=0, atol=1e-9)
@@ -718,9 +718,8 @@ def test_temperature_divides_logits(random_maps, temperature):
     torch.testing.assert_close(
         logit, dense_targets(softer, boxes, flips, 12, 4, "zero-logit", 0.0), rtol=0, atol=4e-6
     )
-    cells = dense_maps(maps, 12, "tail").permute(
-        0, 2, 3, 1
-    )  # of each cell's kept classes what their powers share; the rest stays
+    # of each cell's kept classes what their powers share; the rest stays
+    cells = dense_maps(maps, 12, "tail").permute(0, 2, 3, 1)
     named = torch.from_numpy(maps.cls.astype(int))
     kept = cells.gather(3, named)
     power = kept ** (1 / temperature)
@@ -793,7 +792,7 @@ def test_the_image_label_is_mixed_in_by_whether_the_teacher_agrees(random_maps, 
     assert best[4] == 2
     for shift in range(9):
         label = (best + shift * torch.arange(5)) % 9
-        mixed = with_ground_truth(targets, label, 9, 0.2, rule)
+        mixed = mix_ground_truth(targets, label, 9, 0.2, rule)
         given = torch.nn.functional.one_hot(label, 9).double() * 0.8 + 0.2 / 9
         share = torch.where(label == best, *shares)[:, None]
         want = share * dense + (1 - share) * given
@@ -823,7 +822,7 @@ def test_every_grid_of_every_batch_sums_to_one(random_maps, grid, sheared):
 
 @pytest.mark.parametrize("sheared", [False, True])
 def test_a_crop_far_outside_a_small_window_stays_small(random_maps, sheared):
-    """1 x 4000 pixels labelled by their centre square: 64 samples a token and axis would be 3 MB an
+    """1 x 4000 pixels labeled by their center square: 64 samples a token and axis would be 3 MB an
     image and class.
     """
     maps = random_maps(1, 18, 2, 6, window=(0.0, 0.499875, 1.0, 0.500125))
@@ -836,7 +835,7 @@ def test_a_crop_far_outside_a_small_window_stays_small(random_maps, sheared):
     assert made[0].weight.isfinite().all()
 
 
-@pytest.mark.parametrize("geometry", ["aligned", "compatible"])
+@pytest.mark.parametrize("geometry", ["aligned", "published"])
 @pytest.mark.parametrize("absent", ["tail", "zero-logit"])
 @pytest.mark.parametrize("sheared", [False, True])
 def test_nothing_is_read_from_the_device(random_maps, sheared, absent, geometry):
@@ -850,7 +849,7 @@ def test_nothing_is_read_from_the_device(random_maps, sheared, absent, geometry)
     with FakeTensorMode():
         batch = Batch(*(torch.empty(part.shape, dtype=part.dtype, device="cuda") for part in batch))
         targets = sparse_targets(batch, spec, 5, rules)
-        whole = with_ground_truth(
+        whole = mix_ground_truth(
             sparse_targets(batch, spec, 1, rules), batch.label, 8, 0.1, "published"
         )
         assert {part.device.type for part in (*targets, *whole)} == {"cuda"}
@@ -880,12 +879,12 @@ def test_targets_and_loss_compile_whole(random_maps, sheared, backend):
     batch, spec = batch_of(maps, boxes, flips, dtype=torch.float32), spec_of(maps, 8, "zero-logit")
     batch = batch._replace(map_class=batch.map_class.to(torch.uint16))
     rules = TargetRules(
-        smoothing=0.1, geometry="compatible" if sheared else "aligned", sheared=sheared
+        smoothing=0.1, geometry="published" if sheared else "aligned", sheared=sheared
     )
 
     def step(logits, batch):
         known = palette_maps(batch, spec, rules)
-        whole = with_ground_truth(
+        whole = mix_ground_truth(
             sparse_targets(batch, spec, 1, rules, known), batch.label, 8, 0.1, "intended"
         )
         return class_token_loss(logits[:, 0], whole) + token_loss(
@@ -943,9 +942,8 @@ def test_a_first_batch_that_cannot_be_right_is_refused(random_maps):
     ]:
         with pytest.raises(UserError, match=rf"the maps of x.h5.* {words}"):
             check_batch(bad, spec, "the maps of x.h5")
-    check_batch(
-        spoiled("map_lse", 0, float("nan")), spec._replace(absent="zero-logit"), "x"
-    )  # imported packs have none
+    # imported packs have none
+    check_batch(spoiled("map_lse", 0, float("nan")), spec._replace(absent="zero-logit"), "x")
     with pytest.raises(
         UserError, match=rf"names more classes than the {spec.max_palette - 1} the header allows"
     ):

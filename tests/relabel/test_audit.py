@@ -17,7 +17,7 @@ import torch
 from PIL import Image
 
 from densefeed.relabel import audit as auditing
-from densefeed.relabel.audit import audit, neighbours
+from densefeed.relabel.audit import audit, neighbors
 from densefeed.relabel.labeling import label_images
 from densefeed.relabel.reference_match import (
     ORIENTATIONS,
@@ -35,7 +35,7 @@ from densefeed.storage.score_maps import ScoreMapStore, ScoreMapWriter, map_data
 from densefeed.system.errors import UserError
 
 CASES = int(os.environ.get("SOAK_ORIENTATIONS", 16))
-SQUASH, CENTRE = "squash", "centre-crop"
+SQUASH, CENTER = "squash", "center-crop"
 
 
 def verdicts(result):
@@ -198,7 +198,7 @@ def test_planted_orientations(clean, located):
     for case in range(CASES):
         orientation = case % 8
         some = np.sort(rng.choice(clean.count, 280, replace=False))
-        rows = neighbours(clean.store.labels, some, 200)
+        rows = neighbors(clean.store.labels, some, 200)
         looks = look(
             lambda ids, o=orientation: turn(ScoreMaps(*(part[ids] for part in clean.maps)), o),
             clean.store.header,
@@ -226,12 +226,12 @@ def test_planted_orientations(clean, located):
     assert not alarmed
 
 
-@pytest.mark.parametrize("truth", [SQUASH, CENTRE])
+@pytest.mark.parametrize("truth", [SQUASH, CENTER])
 def test_maps_of_another_part_of_the_image_are_named(clean, located, tmp_path, truth):
     """Made of `truth`, and taken for it or for the other; half of the scenes are wider than
     high.
     """
-    other = {SQUASH: CENTRE, CENTRE: SQUASH}
+    other = {SQUASH: CENTER, CENTER: SQUASH}
     teachers = located.teachers(0)
     options = dict(top_k=10, batch=64, threads=2, absent="tail")
     made = {
@@ -248,7 +248,7 @@ def test_maps_of_another_part_of_the_image_are_named(clean, located, tmp_path, t
 
 
 def test_windows_that_are_not_those_of_the_geometry_are_named(clean, tmp_path):
-    path = planted(clean, tmp_path / "maps.h5", geometry=CENTRE)
+    path = planted(clean, tmp_path / "maps.h5", geometry=CENTER)
     (fault,) = alarms(audit(path, clean.images))
     assert (fault.name, fault.verdict) == ("windows", "fault")
     assert "(0.0, 0.0, 1.0, 1.0), not (0.0, 0.125, 1.0, 0.875)" in fault.evidence
@@ -258,30 +258,30 @@ def test_the_layout_of_a_pack_is_found(clean, located):
     """Both axes orders and both footprints; a mirrored pack is refused, and so is what the
     reference cannot tell.
     """
-    rows = neighbours(clean.store.labels, np.arange(clean.count), 200)
+    rows = neighbors(clean.store.labels, np.arange(clean.count), 200)
 
     def looks(orientation, references, made=SQUASH):
-        maps = clean.maps if made == SQUASH else centre
+        maps = clean.maps if made == SQUASH else center
         read = lambda ids: turn(ScoreMaps(*(part[ids] for part in maps)), orientation)  # noqa: E731
         return look(
             read, clean.store.header, clean.images, np.arange(clean.count), rows, references, 2
         )
 
     pixels = [
-        located.teachers(0)[CENTRE].prepare(Image.open(io.BytesIO(clean.images.read(n))))[0]
+        located.teachers(0)[CENTER].prepare(Image.open(io.BytesIO(clean.images.read(n))))[0]
         for n in range(clean.count)
     ]
-    logits = located.teachers(0)[CENTRE](torch.from_numpy(np.stack(pixels)))
+    logits = located.teachers(0)[CENTER](torch.from_numpy(np.stack(pixels)))
     top = logits.topk(10, dim=-1)
     values, lse = top.values.half().numpy(), logits.logsumexp(-1).half().numpy()
-    centre = ScoreMaps(values, top.indices.numpy().astype(np.uint16), lse, clean.maps.window)
+    center = ScoreMaps(values, top.indices.numpy().astype(np.uint16), lse, clean.maps.window)
     for orientation, axes in ((0, "row-column"), (4, "column-row")):
-        for made in (SQUASH, CENTRE):
+        for made in (SQUASH, CENTER):
             assert find_layout(looks(orientation, located.teachers(1), made), "pack") == (
                 axes,
                 made,
             )
-    assert find_layout(looks(4, located.teachers(1)), "pack", CENTRE) == ("column-row", CENTRE)
+    assert find_layout(looks(4, located.teachers(1)), "pack", CENTER) == ("column-row", CENTER)
     with pytest.raises(
         UserError, match="pack: these maps are mirrored left-right, which no --axes mends"
     ):
@@ -391,7 +391,7 @@ def test_names_and_labels_are_held_against_the_folder(clean, tmp_path):
 
 
 def test_missing_rows_are_named(clean, tmp_path):
-    """Rows not labelled, and images without a row."""
+    """Rows not labeled, and images without a row."""
     path = planted(clean, tmp_path / "maps.h5")
     _, _, offsets = map_datasets(path)
     with open(path, "r+b") as file:
@@ -455,7 +455,7 @@ def top_five(clean, p, lse):
 
 def test_five_probabilities_of_rounded_logits_are_named(clean, located, tmp_path):
     """Made of float16 logits beyond 100 some cells' sums pass 1 by more than 2 %; some rows were
-    labelled by their class.
+    labeled by their class.
     """
     logit = (clean.maps.logit * 8.0).astype(np.float32)  # up to 100 and more
     lse = np.log(np.exp(logit.astype(np.float64)).sum(-1)).astype(np.float16).astype(np.float64)
@@ -524,21 +524,16 @@ def test_small_logits_are_no_probabilities():
         (1000, 5),
     ):
         for high in (0.5, 0.76, 0.9, 1.0):
-            for image, cell in (
-                (1.0, 0.0),
-                (1.0, 0.2),
-                (0.2, 1.0),
-                (0.0, 1.0),
-            ):  # what differs: images, cells, or both
+            # what differs: images, cells, or both
+            for image, cell in ((1.0, 0.0), (1.0, 0.2), (0.2, 1.0), (0.0, 1.0)):
                 logit = image * rng.normal(size=(200, 1, 1, classes)) + cell * rng.normal(
                     size=(200, 6, 6, classes)
                 )
                 top = -np.sort(-logit, -1)[..., :k]
                 top = (top - min(0, top.min())) * (high / (top.max() - min(0, top.min())))
                 assert not judged(top, classes), (classes, k, high, image, cell)
-        for sharp in (
-            (3, 10) if k > 3 else (10,)
-        ):  # of few classes a cell only sure teachers show where probabilities end
+        # of few classes a cell only sure teachers show where probabilities end
+        for sharp in (3, 10) if k > 3 else (10,):
             logit = rng.normal(size=(200, 6, 6, classes)) * sharp
             p = np.exp(logit - logit.max(-1, keepdims=True))
             assert judged(-np.sort(-p / p.sum(-1, keepdims=True), -1)[..., :k], classes), (
@@ -553,9 +548,8 @@ def test_logs_of_probabilities_are_logits_only_where_the_tail_is_known(clean, tm
         clean.maps.logit[..., :5], clean.maps.cls[..., :5], clean.maps.lse, clean.maps.window
     )
     log_p = five.logit.astype(np.float64) - five.lse.astype(np.float64)[..., None]
-    log_p = (
-        (log_p - 0.05).clip(-60, 0).astype(np.float16)
-    )  # the store's own roundings let some cells pass 1
+    # the store's own roundings let some cells pass 1
+    log_p = (log_p - 0.05).clip(-60, 0).astype(np.float16)
     maps = five._replace(logit=log_p, lse=np.zeros_like(five.lse))
     assert not alarms(audit(planted(clean, tmp_path / "tail.h5", maps, top_k=5)))
     check = check_of(

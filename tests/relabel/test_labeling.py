@@ -29,7 +29,7 @@ from densefeed.relabel.teacher import Teacher
 from densefeed.storage.images import Images, decode
 from densefeed.storage.maintenance import convert
 from densefeed.storage.score_maps import ScoreMapStore, ScoreMapWriter, map_datasets
-from densefeed.system.errors import UserError, explain
+from densefeed.system.errors import UserError, explain_os_error
 from densefeed.tools import relabel_imagenet
 
 ROOT = Path(__file__).parents[2]
@@ -41,7 +41,7 @@ def teacher(classes=2, size=64, geometry="squash"):
     return Teacher(timm.create_model("test_resnet", num_classes=classes), size, geometry, CONFIG)
 
 
-@pytest.mark.parametrize("geometry", ["squash", "centre-crop"])
+@pytest.mark.parametrize("geometry", ["squash", "center-crop"])
 def test_a_row_is_the_teachers_top_k_of_that_image(folder, tmp_path, geometry):
     """One image alone through the bare timm model, against its row; float16 keeps 11 bits."""
     images, scorer = Images(folder, split="train"), teacher(geometry=geometry)
@@ -50,7 +50,7 @@ def test_a_row_is_the_teachers_top_k_of_that_image(folder, tmp_path, geometry):
     )
     for index in (0, 7, 10):
         image = decode(images.read(index), "")
-        if geometry == "centre-crop":
+        if geometry == "center-crop":
             side = min(image.size)
             left, top = (image.width - side) / 2, (image.height - side) / 2
             want_window = np.array(
@@ -218,7 +218,7 @@ def test_a_run_killed_with_9_continues_and_ends_equal(folder, tmp_path, command)
         assert done_rows(Path(f"{killed}.part")) >= 2
         again = command(*words(killed))
         assert again.returncode == 0, again.stderr
-        assert "labelled already" in again.stdout
+        assert "labeled already" in again.stdout
     assert command(*words(whole)).returncode == 0
     assert killed.read_bytes() == whole.read_bytes()
     assert not Path(f"{killed}.part").exists()
@@ -247,7 +247,7 @@ def test_another_form_is_made_of_the_raw_rows(folder, tmp_path, monkeypatch, for
     assert not (tmp_path / "again.h5").exists()
     monkeypatch.setattr(
         "densefeed.relabel.labeling.PillowRender",
-        lambda *words: lambda *more: pytest.fail("labelled again"),
+        lambda *words: lambda *more: pytest.fail("labeled again"),
     )
     assert (
         label_images(
@@ -297,7 +297,7 @@ def test_a_failed_write_ends_the_pass_and_what_was_written_stays(folder, tmp_pat
         patch.setattr(ScoreMapWriter, "write", failing)
         with pytest.raises(OSError, match="No space left") as error:
             label_images(images, scorer, "t", tmp_path / "maps.h5", **options())
-    assert explain(error.value).endswith(
+    assert explain_os_error(error.value).endswith(
         "maps.h5.part: the disk is full; free some space or choose another --out"
     )
     assert done_rows(tmp_path / "maps.h5.part") >= 6
@@ -416,7 +416,7 @@ def test_the_command_dry_runs(folder, tmp_path, capsys):
         tmp_path / "teacher.safetensors",
     )
     relabel_imagenet.main(
-        relabel_imagenet.Labelling(
+        relabel_imagenet.Labeling(
             data=folder,
             out=tmp_path / "maps.h5",
             teacher=(str(tmp_path / "teacher.safetensors"),),

@@ -1,4 +1,4 @@
-"""A network's cells against its own answer, family by family, all randomly initialised."""
+"""A network's cells against its own answer, family by family, all randomly initialized."""
 
 import pytest
 import timm
@@ -8,7 +8,7 @@ from torch import nn
 
 from densefeed.models import lvvit  # noqa: F401  (registers)
 from densefeed.relabel.class_map import ClassMap
-from densefeed.relabel.network import Network, own_config
+from densefeed.relabel.network import Network, preprocessing_config
 from densefeed.system.errors import UserError
 
 CONFIG = {"mean": (0.5, 0.4, 0.3), "std": (0.2, 0.3, 0.4), "interpolation": "bilinear"}
@@ -33,12 +33,8 @@ OTHERS = [
     ("test_convnext", {}, 96, 3),  # a norm after the average
     ("test_mambaout", {}, 96, 3),  # channels last, a norm and a layer after the average
     ("mobilenetv3_small_050", {}, 64, 2),  # a layer and its activation after the average
-    (
-        "beit_base_patch16_224",
-        dict(img_size=64, embed_dim=24, depth=1, num_heads=2),
-        64,
-        4,
-    ),  # fc_norm
+    # fc_norm
+    ("beit_base_patch16_224", dict(img_size=64, embed_dim=24, depth=1, num_heads=2), 64, 4),
     ("eva02_tiny_patch14_224", dict(img_size=56, depth=1), 56, 4),  # fc_norm
     ("test_vit2", {}, 64, 4),  # fc_norm, a register token
     ("test_vit", {}, 64, 4),  # a class token
@@ -52,12 +48,8 @@ def model_of(name, options):
     model = timm.create_model(name, num_classes=CLASSES, **options)
     if hasattr(model, "set_input_size") and not options and name.startswith("test_vit"):
         model.set_input_size(img_size=(64, 64))
-    for (
-        name,
-        parameter,
-    ) in (
-        model.named_parameters()
-    ):  # fresh biases and some fresh heads are zero, a fresh norm does nothing
+    # fresh biases and some fresh heads are zero, a fresh norm does nothing
+    for name, parameter in model.named_parameters():
         if name.endswith("bias") or "norm" in name or not parameter.any():
             nn.init.normal_(parameter, mean=float(name.endswith("weight")), std=0.5)
     return model.eval()
@@ -73,7 +65,7 @@ def pictures(size, count=2):
     )
 
 
-def normalised(image_NHWC):
+def normalized(image_NHWC):
     mean, std = torch.tensor(CONFIG["mean"]), torch.tensor(CONFIG["std"])
     return ((image_NHWC.float() / 255 - mean) / std).permute(0, 3, 1, 2)
 
@@ -88,7 +80,7 @@ def test_the_mean_over_cells_of_a_linear_head_is_the_models_own_answer(name, opt
         assert logits.shape == (2, side, side, CLASSES)
         assert logits.std((1, 2)).min() > 1e-4  # cells differ
         torch.testing.assert_close(
-            logits.mean((1, 2)), model(normalised(pictures(size))), rtol=1e-4, atol=1e-4
+            logits.mean((1, 2)), model(normalized(pictures(size))), rtol=1e-4, atol=1e-4
         )
 
 
@@ -105,7 +97,7 @@ def test_a_cell_is_the_models_answer_to_features_that_are_this_cell_everywhere(
     prefix = getattr(model, "num_prefix_tokens", 0)
     with torch.no_grad():
         logits = Network(model, size, CONFIG)(pictures(size))
-        features = model.forward_features(normalised(pictures(size)))
+        features = model.forward_features(normalized(pictures(size)))
         assert logits.shape == (2, side, side, CLASSES)
         for row, column in [(0, 0), (0, 1), (side - 1, 0), (1, side - 1)]:
             if features.ndim == 3:
@@ -123,7 +115,7 @@ def test_a_cell_is_features_times_the_classifier_with_its_bias():
     """The classifier as a 1x1 convolution, written out."""
     model = model_of("test_nfnet", {})
     with torch.no_grad():
-        features = model.forward_features(normalised(pictures(64)))
+        features = model.forward_features(normalized(pictures(64)))
         want = torch.nn.functional.conv2d(
             features, model.head.fc.weight[:, :, None, None], model.head.fc.bias
         )
@@ -136,7 +128,7 @@ def test_distilled_heads_are_averaged_and_norms_applied_written_out():
     """DeiT's two linear heads, BEiT's norm before its head."""
     deit, beit = model_of(*OTHERS[8][:2]), model_of(*OTHERS[3][:2])
     with torch.no_grad():
-        x = normalised(pictures(64))
+        x = normalized(pictures(64))
         tokens = deit.forward_features(x)[:, 2:]
         want = (deit.head(tokens) + deit.head_dist(tokens)) / 2
         torch.testing.assert_close(
@@ -153,7 +145,7 @@ def test_lvvit_teaches_with_its_token_head():
     with torch.no_grad():
         logits = Network(model, 64, CONFIG)(pictures(64))
         assert logits.shape == (2, 8, 8, CLASSES)
-        x = normalised(pictures(64))
+        x = normalized(pictures(64))
         want = model.head(model.forward_features(x)[:, 0]) + 0.5 * logits.flatten(1, 2).amax(1)
         torch.testing.assert_close(model(x), want, rtol=1e-4, atol=1e-5)
 
@@ -174,7 +166,7 @@ def test_volo_teaches_with_its_token_head():
     with torch.no_grad():
         logits = Network(model, 64, CONFIG)(pictures(64))
         model.training = True
-        _, tokens, _ = model.forward_train(normalised(pictures(64)))
+        _, tokens, _ = model.forward_train(normalized(pictures(64)))
         torch.testing.assert_close(logits.flatten(1, 2), tokens, rtol=1e-4, atol=1e-4)
 
 
@@ -268,7 +260,7 @@ class Own(nn.Module):
 
 
 def test_a_module_of_ones_own_says_its_preprocessing():
-    config = own_config(Own())
+    config = preprocessing_config(Own())
     assert config["mean"] == (0, 0, 0)
     assert config["interpolation"] == "lanczos"
     image = pictures(32)
@@ -276,16 +268,16 @@ def test_a_module_of_ones_own_says_its_preprocessing():
     torch.testing.assert_close(
         Network(Own(), 32, config)(image).double(), want, rtol=1e-5, atol=1e-3
     )
-    assert own_config(nn.Identity()) == {
+    assert preprocessing_config(nn.Identity()) == {
         "mean": (0.485, 0.456, 0.406),
         "std": (0.229, 0.224, 0.225),
         "interpolation": "bicubic",
     }
-    assert own_config(timm.create_model("test_vit"))["mean"] == (0.5, 0.5, 0.5)
+    assert preprocessing_config(timm.create_model("test_vit"))["mean"] == (0.5, 0.5, 0.5)
     module = nn.Identity()
     module.std = (1.0, 2.0)
     with pytest.raises(UserError, match="the std of Identity must be three numbers"):
-        own_config(module)
+        preprocessing_config(module)
     with pytest.raises(
         UserError, match="Identity wants images resized by 'nearest', known are bilinear"
     ):
@@ -314,6 +306,6 @@ def test_a_picture_of_another_size_is_resized_on_the_device():
         ("bicubic", Image.Resampling.BICUBIC),
     ):
         small = torch.from_numpy(np.array(picture.resize((16, 16), filter)))[None]
-        network = Network(Own(), 16, own_config(Own()) | {"interpolation": word})
+        network = Network(Own(), 16, preprocessing_config(Own()) | {"interpolation": word})
         got, want = network(torch.from_numpy(np.array(picture))[None]), network(small)
         assert (got - want).abs().max() < 0.6

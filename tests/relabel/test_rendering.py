@@ -13,12 +13,12 @@ from safetensors.torch import save_file
 from densefeed import native
 from densefeed.relabel import rendering
 from densefeed.relabel.rendering import NativeRender, PillowRender
-from densefeed.storage.geometry import Look, crop_in_pixels, window_of
+from densefeed.storage.geometry import TeacherView, crop_in_pixels, teacher_window
 from densefeed.storage.score_maps import ScoreMapStore
 from densefeed.system.errors import UserError
 from densefeed.tools import relabel_imagenet
 
-MEAN = 0.6  # grey levels
+MEAN = 0.6  # gray levels
 
 
 class Viewer:
@@ -26,7 +26,7 @@ class Viewer:
 
     fill = (120, 110, 100)
 
-    def __init__(self, size, interpolation, several=False, geometry="centre-crop"):
+    def __init__(self, size, interpolation, several=False, geometry="center-crop"):
         self.input_size, self.interpolation, self.several, self.geometry = (
             size,
             interpolation,
@@ -35,11 +35,15 @@ class Viewer:
         )
 
     def window(self, height, width):
-        return window_of(self.geometry, height, width)
+        return teacher_window(self.geometry, height, width)
 
     def looks(self, height, width):
-        one = Look(crop_in_pixels(self.window(height, width), height, width), False)
-        return [one, Look((0.3, 1.6, width - 2.2, height - 0.7), True)] if self.several else [one]
+        one = TeacherView(crop_in_pixels(self.window(height, width), height, width), False)
+        return (
+            [one, TeacherView((0.3, 1.6, width - 2.2, height - 0.7), True)]
+            if self.several
+            else [one]
+        )
 
 
 def images_of(*files: bytes) -> SimpleNamespace:
@@ -99,7 +103,7 @@ def odd_files(photograph: Image.Image) -> dict[str, bytes]:
     ramp = np.linspace(0, 65535, 60 * 50).astype(np.uint16).reshape(50, 60)
     small = photograph.resize((60, 50))
     return {
-        "grey": saved(small.convert("L")),
+        "gray": saved(small.convert("L")),
         "cmyk": saved(small.convert("CMYK")),
         "progressive": saved(small, progressive=True),
         "exif-rotated": saved(small, exif=rotated),
@@ -138,7 +142,7 @@ def test_a_look_beyond_the_image_shows_the_teachers_fill_there(photographs):
     """Letterboxed: the image stands in the middle of its square."""
     image = photographs[0].resize((60, 30))
     viewer = Viewer(60, Image.Resampling.BILINEAR)
-    viewer.looks = lambda height, width: [Look((0.0, -15.0, 60.0, 45.0), False)]
+    viewer.looks = lambda height, width: [TeacherView((0.0, -15.0, 60.0, 45.0), False)]
     ours, pillows = both(saved(image), viewer)
     np.testing.assert_array_equal(ours, pillows)
     assert (ours[0, :14] == Viewer.fill).all()
@@ -164,7 +168,7 @@ def test_the_pass_by_our_decoder_labels_as_by_pillow(folder, tmp_path):
     )
     logits = []
     for decoder in ("native", "pillow"):
-        wanted = relabel_imagenet.Labelling(
+        wanted = relabel_imagenet.Labeling(
             data=folder,
             teacher=(str(tmp_path / "teacher.safetensors"),),
             model=("test_resnet",),

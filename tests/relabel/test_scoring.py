@@ -11,7 +11,7 @@ import torch
 from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
 
-from densefeed.relabel.scoring import Scorer, batch_that_fits, choose_precision, keep, keep_top
+from densefeed.relabel.scoring import Scorer, choose_precision, find_batch_size, keep, keep_top
 from densefeed.relabel.teacher import Teacher
 from densefeed.system.errors import UserError
 
@@ -119,8 +119,8 @@ def test_auto_batch_grows_until_memory_is_used_up(monkeypatch, total, room, want
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: peak[0])
     for name in ("reset_peak_memory_stats", "empty_cache"):
         monkeypatch.setattr(torch.cuda, name, lambda *device: None)
-    assert batch_that_fits(attempt, CUDA) == want
-    assert batch_that_fits(lambda count: pytest.fail("a CPU is not tried"), CPU) == 32
+    assert find_batch_size(attempt, CUDA) == want
+    assert find_batch_size(lambda count: pytest.fail("a CPU is not tried"), CPU) == 32
 
 
 def test_a_teacher_too_large_is_said(monkeypatch):
@@ -131,7 +131,7 @@ def test_a_teacher_too_large_is_said(monkeypatch):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     with pytest.raises(UserError, match=r"does not fit into the GPU's memory with one image"):
-        batch_that_fits(attempt, CUDA)
+        find_batch_size(attempt, CUDA)
 
 
 @pytest.mark.gpu
@@ -147,4 +147,4 @@ def test_on_a_gpu_numbers_arrive_as_on_the_cpu():
     got = second.maps(window)
     assert second.idle_since(first) >= 0
     np.testing.assert_allclose(got.logit.astype(float), want.logit.astype(float), atol=2e-2)
-    assert batch_that_fits(lambda count: ours.try_out(looks(count), 7), CUDA) == 256
+    assert find_batch_size(lambda count: ours.try_out(looks(count), 7), CUDA) == 256

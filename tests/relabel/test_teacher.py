@@ -16,11 +16,8 @@ from densefeed.storage.images import crop_resize
 from densefeed.system.errors import UserError
 
 CONFIG = {"mean": (0.5, 0.4, 0.3), "std": (0.2, 0.3, 0.4), "interpolation": "bilinear"}
-PLAIN = {
-    "mean": (0.5, 0.5, 0.5),
-    "std": (1 / 255,) * 3,
-    "interpolation": "bilinear",
-}  # levels, less those of the padding
+# levels, less those of the padding
+PLAIN = {"mean": (0.5, 0.5, 0.5), "std": (1 / 255,) * 3, "interpolation": "bilinear"}
 CELL = 8  # pixels
 
 
@@ -35,13 +32,13 @@ class Mosaic(nn.Module):
         self.weights, self.bias, self.cell = nn.Parameter(scale * weights), bias, cell
 
     def forward_token_logits(self, image_NCHW):
-        colours = F.avg_pool2d(image_NCHW, self.cell)
-        logits = torch.einsum("nchw,kc->nkhw", colours, self.weights)
+        colors = F.avg_pool2d(image_NCHW, self.cell)
+        logits = torch.einsum("nchw,kc->nkhw", colors, self.weights)
         return logits if self.bias is None else logits + self.bias
 
 
 def mosaic(height, width):
-    """An image of smooth colours, all its own pixels."""
+    """An image of smooth colors, all its own pixels."""
     rng = np.random.default_rng(height * width)
     small = Image.fromarray(rng.integers(0, 256, (6, 6, 3), dtype=np.uint8))
     return Image.fromarray(crop_resize(small, (0, 0, 6, 6), max(height, width))).resize(
@@ -49,7 +46,7 @@ def mosaic(height, width):
     )
 
 
-def labelled(teacher, image):
+def labeled(teacher, image):
     pictures, _ = teacher.prepare(image)
     return teacher(torch.from_numpy(pictures)[None])[0]
 
@@ -62,7 +59,7 @@ def by_hand(image_HW3, model):
 
 
 def test_geometry_decides_what_is_seen():
-    """A picture whose left and right quarters are red and whose middle is blue: a centre crop sees
+    """A picture whose left and right quarters are red and whose middle is blue: a center crop sees
     no red, a letterbox padding.
     """
     pixels = np.zeros((50, 100, 3), np.uint8)
@@ -72,9 +69,9 @@ def test_geometry_decides_what_is_seen():
     (squashed,), window = Teacher(model, 64, "squash", CONFIG).prepare(image)
     assert window == WHOLE
     assert squashed[:, :8, 0].min() > 200
-    (centre,), window = Teacher(model, 64, "centre-crop", CONFIG).prepare(image)
+    (center,), window = Teacher(model, 64, "center-crop", CONFIG).prepare(image)
     assert window == (0.0, 0.25, 1.0, 0.75)
-    assert centre[..., 0].max() == 0
+    assert center[..., 0].max() == 0
     (boxed,), window = Teacher(model, 64, "letterbox", CONFIG).prepare(image)
     assert window == (-0.5, 0.0, 1.5, 1.0)
     assert (boxed[:14] == boxed[50:]).all()
@@ -83,7 +80,7 @@ def test_geometry_decides_what_is_seen():
     assert (boxed[18:46, 18:46] == (0, 0, 255)).all()
 
 
-@pytest.mark.parametrize("geometry", ["squash", "centre-crop", "letterbox"])
+@pytest.mark.parametrize("geometry", ["squash", "center-crop", "letterbox"])
 @pytest.mark.parametrize("views", [1, 2, 4, 5, MOST_VIEWS])
 def test_views_of_an_equivariant_teacher_average_to_the_same_map(geometry, views):
     """Where a moved view shows the image; beyond it is padding, whose cells are of no view that
@@ -94,9 +91,9 @@ def test_views_of_an_equivariant_teacher_average_to_the_same_map(geometry, views
     plain, many = (Teacher(Mosaic(), side, geometry, PLAIN, views=count) for count in (1, views))
     assert len(many.looks(side, side)) == views == many.shape[0]
     torch.testing.assert_close(
-        labelled(plain, image), by_hand(image, Mosaic()), rtol=1e-4, atol=1e-4
+        labeled(plain, image), by_hand(image, Mosaic()), rtol=1e-4, atol=1e-4
     )
-    torch.testing.assert_close(labelled(many, image), labelled(plain, image), rtol=1e-4, atol=2e-5)
+    torch.testing.assert_close(labeled(many, image), labeled(plain, image), rtol=1e-4, atol=2e-5)
 
 
 def test_what_depends_on_the_place_and_not_the_image_averages_out():
@@ -108,7 +105,7 @@ def test_what_depends_on_the_place_and_not_the_image_averages_out():
     bias = torch.zeros(5, 6, 6)
     bias[1, :, :3], bias[1, :, 3:] = -4, 4
     one, two = (
-        labelled(Teacher(Mosaic(0, bias), side, "squash", PLAIN, views=views), image)
+        labeled(Teacher(Mosaic(0, bias), side, "squash", PLAIN, views=views), image)
         for views in (1, 2)
     )
     assert one.softmax(-1)[0, 5, 1] - one.softmax(-1)[0, 0, 1] > 0.9
@@ -128,10 +125,10 @@ def test_a_fault_of_one_cell_is_thinned_out_over_the_views():
     side = 6 * CELL
     image, bias = mosaic(side, side), torch.zeros(5, 6, 6)
     bias[:, 2, 3] = torch.tensor([9.0, 0, 0, 0, 0])
-    right = labelled(Teacher(Mosaic(), side, "squash", PLAIN), image).softmax(-1)
+    right = labeled(Teacher(Mosaic(), side, "squash", PLAIN), image).softmax(-1)
     errors = [
         (
-            labelled(Teacher(Mosaic(bias=bias), side, "squash", PLAIN, views=views), image).softmax(
+            labeled(Teacher(Mosaic(bias=bias), side, "squash", PLAIN, views=views), image).softmax(
                 -1
             )
             - right
@@ -141,9 +138,8 @@ def test_a_fault_of_one_cell_is_thinned_out_over_the_views():
         for views in (1, 2, MOST_VIEWS)
     ]
     assert errors[1] < 0.51 * errors[0]
-    assert (
-        errors[2] < 0.112 * errors[0]
-    )  # 2 of 18: the mirror, moved right by a cell, shows it there again
+    # 2 of 18: the mirror, moved right by a cell, shows it there again
+    assert errors[2] < 0.112 * errors[0]
 
 
 @pytest.mark.parametrize(
@@ -156,22 +152,22 @@ def test_tiles_of_an_equivariant_teacher_are_one_large_look(cells, tiles, overla
     """
     image = mosaic(side * CELL, side * CELL)
     teacher = Teacher(Mosaic(), cells * CELL, "tile", PLAIN, tiles=tiles)
-    got = labelled(teacher, image)
+    got = labeled(teacher, image)
     assert teacher.overlap == overlap
     assert teacher.window(*image.size) == WHOLE
     assert got.shape == (side, side, 5)
     torch.testing.assert_close(
-        got, labelled(Teacher(Mosaic(), side * CELL, "squash", PLAIN), image), rtol=1e-4, atol=2e-5
+        got, labeled(Teacher(Mosaic(), side * CELL, "squash", PLAIN), image), rtol=1e-4, atol=2e-5
     )
     torch.testing.assert_close(got, by_hand(image, Mosaic()), rtol=1e-4, atol=2e-5)
 
 
 def test_tiles_of_a_resized_image_are_nearly_one_large_look():
-    """Pillow rounds each picture to 8 bits, at other phases: within a level of colour."""
+    """Pillow rounds each picture to 8 bits, at other phases: within a level of color."""
     image = mosaic(150, 230)
     scale = Mosaic().weights.abs().sum(1).max().item()  # of a logit a level
-    got = labelled(Teacher(Mosaic(), 6 * CELL, "tile", PLAIN, tiles=2), image)
-    want = labelled(Teacher(Mosaic(), 10 * CELL, "squash", PLAIN), image)
+    got = labeled(Teacher(Mosaic(), 6 * CELL, "tile", PLAIN, tiles=2), image)
+    want = labeled(Teacher(Mosaic(), 10 * CELL, "squash", PLAIN), image)
     assert (got - want).abs().max() < scale
 
 
@@ -180,8 +176,8 @@ def test_cells_at_a_seam_come_from_the_tile_that_surrounds_them():
     bias = torch.full((5, 6, 6), 100.0)
     bias[:, 1:-1, 1:-1] = 0
     image = mosaic(10 * CELL, 10 * CELL)
-    wrong = labelled(Teacher(Mosaic(bias=bias), 6 * CELL, "tile", PLAIN, tiles=2), image)
-    right = labelled(Teacher(Mosaic(), 6 * CELL, "tile", PLAIN, tiles=2), image)
+    wrong = labeled(Teacher(Mosaic(bias=bias), 6 * CELL, "tile", PLAIN, tiles=2), image)
+    right = labeled(Teacher(Mosaic(), 6 * CELL, "tile", PLAIN, tiles=2), image)
     torch.testing.assert_close(wrong[1:-1, 1:-1], right[1:-1, 1:-1], rtol=0, atol=0)
     assert (wrong - right)[0].min() > 99
 
@@ -191,7 +187,7 @@ def test_tiles_have_views_too():
     teacher = Teacher(Mosaic(), 6 * CELL, "tile", PLAIN, tiles=2, views=4)
     assert teacher.shape == (16, 48, 48, 3)
     torch.testing.assert_close(
-        labelled(teacher, image), by_hand(image, Mosaic()), rtol=1e-4, atol=2e-5
+        labeled(teacher, image), by_hand(image, Mosaic()), rtol=1e-4, atol=2e-5
     )
 
 
@@ -203,13 +199,12 @@ def test_an_ensembles_map_is_the_mean_of_its_members_probabilities():
     small = Mosaic(scale=0.01, classes=6)
     swap = ClassMap(torch.tensor([0, 1, 3, 4, 5]), torch.tensor([1, 0, 2, 3, 4]), 5)
     others = [Network(large, side, CONFIG), Network(small, side, PLAIN, swap)]
-    got = labelled(Teacher(Mosaic(), side, "squash", PLAIN, others=others), image)
+    got = labeled(Teacher(Mosaic(), side, "squash", PLAIN, others=others), image)
     pixels = torch.from_numpy(np.asarray(image).copy())[None]
     one = by_hand(image, Mosaic()).double()
     mean, std = (torch.tensor(CONFIG[name]) * 255 for name in ("mean", "std"))
-    two = large.forward_token_logits(
-        ((pixels - mean) / std).permute(0, 3, 1, 2)
-    ).double()  # 3 x 3 cells
+    # 3 x 3 cells
+    two = large.forward_token_logits(((pixels - mean) / std).permute(0, 3, 1, 2)).double()
     two_p = F.interpolate(two.softmax(1), (6, 6), mode="bilinear", align_corners=False)[0].permute(
         1, 2, 0
     )
@@ -229,13 +224,13 @@ def test_members_of_other_sizes_see_nearly_what_they_would_alone():
     """
     image = mosaic(300, 200)
     big, small = Mosaic(scale=1.0), Mosaic(scale=1.0)
-    alone = labelled(Teacher(small, 6 * CELL, "squash", PLAIN), image)
+    alone = labeled(Teacher(small, 6 * CELL, "squash", PLAIN), image)
     pair = Teacher(small, 6 * CELL, "squash", PLAIN, others=[Network(big, 12 * CELL, PLAIN)])
     assert pair.shape == (1, 96, 96, 3)
     picture, _ = pair.prepare(image)
     through = pair.networks[0](torch.from_numpy(picture))[0]
     assert (through - alone).abs().max() < 4 * small.weights.abs().sum(1).max()
-    assert labelled(pair, image).shape == (12, 12, 5)
+    assert labeled(pair, image).shape == (12, 12, 5)
 
 
 def test_members_must_agree_on_the_classes():
@@ -251,7 +246,7 @@ def test_members_must_agree_on_the_classes():
         UserError,
         match=r"the teachers score different numbers of classes \(a 5, b 4\); give each a --class-map",
     ):
-        labelled(pair, mosaic(48, 48))
+        labeled(pair, mosaic(48, 48))
 
 
 def test_resampled_probabilities_sum_to_one_and_a_constant_map_stays():
@@ -261,9 +256,8 @@ def test_resampled_probabilities_sum_to_one_and_a_constant_map_stays():
     torch.testing.assert_close(
         wide.exp().sum(-1).log(), resampled(logits.logsumexp(-1, keepdim=True), 7)[..., 0]
     )
-    torch.testing.assert_close(
-        wide[:, 3, 3], logits[:, 1, 1], rtol=1e-5, atol=1e-5
-    )  # the middle cell's centre is one of both
+    # the middle cell's center is one of both
+    torch.testing.assert_close(wide[:, 3, 3], logits[:, 1, 1], rtol=1e-5, atol=1e-5)
     assert resampled(logits, 3) is logits
     torch.testing.assert_close(
         resampled(logits[:, :1, :1], 4),
@@ -289,7 +283,7 @@ def test_impossible_numbers_are_refused(options, words):
 
 def test_tiles_too_small_to_overlap_are_refused():
     with pytest.raises(UserError, match="tiles of 2 x 2 cells are too small to overlap"):
-        labelled(Teacher(Mosaic(), 2 * CELL, "tile", PLAIN, tiles=2), mosaic(48, 48))
+        labeled(Teacher(Mosaic(), 2 * CELL, "tile", PLAIN, tiles=2), mosaic(48, 48))
 
 
 def test_sizes_that_a_network_does_not_take_are_said_when_its_cells_are_counted():
@@ -342,6 +336,5 @@ def test_the_hash_follows_the_weights_of_every_member():
         assert weights_hash(pair.model) != before
         before = weights_hash(pair.model)
     alone = timm.create_model("test_resnet", num_classes=5)
-    assert weights_hash(Teacher(alone, 64, "squash", CONFIG).model) == weights_hash(
-        alone
-    )  # as before there were ensembles
+    # as before there were ensembles
+    assert weights_hash(Teacher(alone, 64, "squash", CONFIG).model) == weights_hash(alone)

@@ -269,9 +269,8 @@ def test_a_flipped_bit_is_found_or_harmless(packed, data):
             beton = Beton(path)
             with pytest.raises(UserError, match=r"x\.beton image \d: its arrays are damaged"):
                 beton.arrays(np.arange(7))
-            with pytest.raises(
-                UserError, match=r"its arrays are damaged"
-            ):  # also where another field is asked for
+            # also where another field is asked for
+            with pytest.raises(UserError, match=r"its arrays are damaged"):
                 beton.array("window", np.arange(7))
         else:
             with pytest.raises(UserError, match=r"x\.beton"):
@@ -557,9 +556,8 @@ def test_opening_takes_little_memory(tmp_path):
     """
     count = 64_000
     with BetonWriter(tmp_path / "x.beton", count, map_fields(18, 5), NOTES) as writer:
-        rows = (
-            writer._rows
-        )  # 64,000 images that nobody reads: records of them, and a hole for their bytes
+        # 64,000 images that nobody reads: records of them, and a hole for their bytes
+        rows = writer._rows
         rows["index"], rows["size"], rows["height"], rows["width"], rows["state"] = (
             np.arange(count),
             30_000,
@@ -633,9 +631,8 @@ def test_killed_at_any_write_it_goes_on_to_the_same_bytes(tmp_path, random_maps,
     while (begun is None or pack_and_die(path, samples, begun)) and pack_and_die(
         path, samples, calls
     ):
-        if (
-            path.exists()
-        ):  # killed between name and clean-up: a later packing is refused, and cleans up
+        # killed between name and clean-up: a later packing is refused, and cleans up
+        if path.exists():
             with pytest.raises(UserError, match="exists already"):
                 pack(path, samples)
         else:
@@ -695,12 +692,8 @@ def test_what_a_power_cut_lost_is_packed_again(tmp_path, random_maps, packed):
         file.write(bytes(1000))
     assert pack_and_die(path, samples, 4)  # the third image again, and its record
     with BetonWriter(path, 7, map_fields(6, 3), NOTES) as writer:
-        assert writer.todo().tolist() == [
-            3,
-            4,
-            5,
-            6,
-        ]  # what the journal said of 3 and 4 went with it
+        # what the journal said of 3 and 4 went with it
+        assert writer.todo().tolist() == [3, 4, 5, 6]
     pack(path, samples)
     assert path.read_bytes() == packed[1]
 
@@ -728,9 +721,8 @@ def test_an_image_that_failed_is_tried_again_and_stands_last(tmp_path, random_ma
             writer.write(index, samples[index])
         writer.finish()
     path = tmp_path / "x.beton"
-    assert pack_and_die(
-        path, samples, 23, fails=[2]
-    )  # when all is written that says one is missing
+    # when all is written that says one is missing
+    assert pack_and_die(path, samples, 23, fails=[2])
     with open(tmp_path / "x.beton.part", "r+b") as file:
         file.seek(places(tmp_path / "y.beton")["notes"][0][1])
         file.write(b"9999")  # as longer notes would have left
@@ -888,9 +880,8 @@ def test_stock_ffcv_opens_our_file(tmp_path, random_maps, ffcv):
         want = np.asarray(
             Image.open(io.BytesIO(jpeg)).crop(box).resize((16, 16), Image.Resampling.BOX)
         ).astype(int)
-        assert (
-            np.abs(got - want).mean() < 4
-        )  # ffcv's fast DCT and area filter against Pillow's, on smooth images
+        # ffcv's fast DCT and area filter against Pillow's, on smooth images
+        assert np.abs(got - want).mean() < 4
 
 
 @pytest.fixture(scope="module")
@@ -919,9 +910,8 @@ def test_we_open_what_stock_ffcv_wrote(stock, mode):
     assert source.class_names == ["0", "1", "2"]
     for n, want in enumerate(smooth):
         got = np.asarray(source.image(n)).astype(int)
-        assert np.abs(got - want).mean() <= (
-            0 if mode == "raw" else 3
-        )  # quality 95 on smooth noise: mean 1 to 2
+        # quality 95 on smooth noise: mean 1 to 2
+        assert np.abs(got - want).mean() <= (0 if mode == "raw" else 3)
 
 
 @pytest.mark.ffcv
@@ -949,7 +939,7 @@ def test_a_stock_file_trains_with_maps_beside_it(stock, tmp_path, random_maps, c
         absent="tail",
         teacher="random",
         input_size=96,
-        geometry="centre-crop",
+        geometry="center-crop",
         fingerprint="of the folder that FFCV packed",
         class_names=("0", "1", "2"),
     )
@@ -993,7 +983,7 @@ def test_the_checksum_of_a_sample_is_zlibs(packed):
         assert int.from_bytes(whole[at + 4 * n : at + 4 * n + 4], "little") == want
 
 
-def test_neighbours_are_read_ahead_in_one_run_and_strangers_in_several(
+def test_neighbors_are_read_ahead_in_one_run_and_strangers_in_several(
     folder, maps, tmp_path, monkeypatch
 ):
     """Ours lie side by side, image and map; and of several files each is asked for its own."""
@@ -1018,9 +1008,8 @@ def test_neighbours_are_read_ahead_in_one_run_and_strangers_in_several(
             < beton.images.offset[index] + beton.images.size[index]
             <= end
         )
-    used = sum(
-        int(beton.images.size[n]) + 652 for n in range(9, 14)
-    )  # 6 x 6 x 2 x 4 + 6 x 6 x 2 + 16 bytes and alignment
+    # 6 x 6 x 2 x 4 + 6 x 6 x 2 + 16 bytes and alignment
+    used = sum(int(beton.images.size[n]) + 652 for n in range(9, 14))
     assert sum(end - start for _, start, end in asked) < used + 5 * 64
     for offsets in (beton.images.offset, *beton._offsets.values()):
         offsets[3] += 2**20  # as where several of FFCV's workers wrote

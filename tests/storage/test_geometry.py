@@ -9,15 +9,15 @@ from hypothesis import strategies as st
 from densefeed.storage.geometry import (
     WHOLE,
     are_windows,
-    centre_box,
+    center_box,
     crop_in_pixels,
     crop_views,
-    labelling_cells,
+    labeling_cells,
     published_frame,
     samples_per_bin,
-    shown_boxes,
+    teacher_window,
+    visible_boxes,
     window_frame,
-    window_of,
 )
 
 
@@ -67,25 +67,27 @@ def test_a_view_names_the_pixel_that_a_crop_shows():
 def test_what_a_crop_shows_is_its_box_flipped_or_not():
     box, extent = np.array([[10.0, 20.0, 30.0, 50.0]] * 2), np.array([100, 100])
     view = crop_views(box, np.array([False, True]), extent, 2 * extent)
-    np.testing.assert_allclose(shown_boxes(view), [[0.1, 0.1, 0.4, 0.35]] * 2, atol=1e-7)
+    np.testing.assert_allclose(visible_boxes(view), [[0.1, 0.1, 0.4, 0.35]] * 2, atol=1e-7)
 
 
 @pytest.mark.parametrize(("height", "width"), [(375, 500), (500, 375), (1, 4000), (64, 64)])
-def test_centre_crop_window_is_the_centred_square(height, width):
+def test_center_crop_window_is_the_centered_square(height, width):
     left, top, right, bottom = crop_in_pixels(
-        window_of("centre-crop", height, width), height, width
+        teacher_window("center-crop", height, width), height, width
     )
     side = min(height, width)
     assert right - left == pytest.approx(side)
     assert bottom - top == pytest.approx(side)
     assert left + right == pytest.approx(width)
     assert top + bottom == pytest.approx(height)
-    assert window_of("squash", height, width) == window_of("tile", height, width) == WHOLE
+    assert teacher_window("squash", height, width) == teacher_window("tile", height, width) == WHOLE
 
 
 @pytest.mark.parametrize(("height", "width"), [(375, 500), (500, 375), (1, 4000), (64, 64)])
 def test_a_letterbox_is_the_square_about_the_image(height, width):
-    left, top, right, bottom = crop_in_pixels(window_of("letterbox", height, width), height, width)
+    left, top, right, bottom = crop_in_pixels(
+        teacher_window("letterbox", height, width), height, width
+    )
     side = max(height, width)
     assert right - left == pytest.approx(side)
     assert bottom - top == pytest.approx(side)
@@ -95,8 +97,8 @@ def test_a_letterbox_is_the_square_about_the_image(height, width):
 
 def test_windows_are_parts_of_an_image_or_reach_around_it():
     every = [
-        window_of(how, h, w)
-        for how in ("squash", "centre-crop", "letterbox")
+        teacher_window(how, h, w)
+        for how in ("squash", "center-crop", "letterbox")
         for h, w in [(1, 4000), (375, 500), (333, 7)]
     ]
     every += [(0.1, 0.2, 0.3, 0.4), (-1e-7, 0, 1 + 1e-7, 1)]
@@ -124,34 +126,34 @@ def test_windows_are_parts_of_an_image_or_reach_around_it():
     st.integers(1, 4000),
     st.integers(1, 4000),
     st.integers(1, 64),
-    st.sampled_from(["squash", "centre-crop", "letterbox"]),
+    st.sampled_from(["squash", "center-crop", "letterbox"]),
 )
-def test_cells_that_label_are_those_whose_centre_shows_the_image(height, width, side, geometry):
-    window = window_of(geometry, height, width)
-    cells = labelling_cells(window_frame(torch.tensor([window])), side)[0].int().tolist()
+def test_cells_that_label_are_those_whose_center_shows_the_image(height, width, side, geometry):
+    window = teacher_window(geometry, height, width)
+    cells = labeling_cells(window_frame(torch.tensor([window])), side)[0].int().tolist()
     for (first, last), low, high in zip(
         cells, (window[1], window[0]), (window[3], window[2]), strict=True
     ):
-        centres = low + (np.arange(side) + 0.5) / side * (high - low)
-        edge = 1e-3 / side * (high - low)  # float32; a centre on the edge may be either
+        centers = low + (np.arange(side) + 0.5) / side * (high - low)
+        edge = 1e-3 / side * (high - low)  # float32; a center on the edge may be either
         assert 0 <= first <= last < side
-        inside = (centres > edge) & (centres < 1 - edge)
-        near = (centres > -edge) & (centres < 1 + edge)
+        inside = (centers > edge) & (centers < 1 - edge)
+        near = (centers > -edge) & (centers < 1 + edge)
         if near.any():
             assert inside[first + 1 : last].all()
             assert near[[first, last]].all()
             assert not np.delete(inside, np.arange(first, last + 1)).any()
-        else:  # the image lies between two centres: a cell that holds some of it
+        else:  # the image lies between two centers: a cell that holds some of it
             assert last - first <= 1
-            assert centres[first] - (high - low) / side / 2 <= 1 + edge
-            assert centres[last] + (high - low) / side / 2 >= -edge
+            assert centers[first] - (high - low) / side / 2 <= 1 + edge
+            assert centers[last] + (high - low) / side / 2 >= -edge
 
 
-def test_centre_box_is_timms_evaluation_crop():
+def test_center_box_is_timms_evaluation_crop():
     """timm resizes the shorter side to floor(224 / 0.875) = 256 and cuts 224: the same share of the
     image.
     """
-    ((top, left, height, width),) = centre_box(np.array([480]), np.array([640]), 0.875)
+    ((top, left, height, width),) = center_box(np.array([480]), np.array([640]), 0.875)
     assert (height, width) == (420, 420)
     assert (top, left) == (30, 110)
 
@@ -206,10 +208,8 @@ def test_the_published_frame_reads_rows_for_columns(top, left, height, width, fl
     (scale_x, shift_x), (scale_y, shift_y) = published_frame(shown, torch.from_numpy(view), side)[
         0
     ].tolist()
-    x, y = (
-        left + width * (1 - u if flip else u),
-        top + height * v,
-    )  # where the pixel (u, v) of the crop is in the image
+    # where the pixel (u, v) of the crop is in the image
+    x, y = (left + width * (1 - u if flip else u), top + height * v)
     cut_left = 1 - left - width if flip else left
     column, row = top + u * max(height, 1 / side), cut_left + v * max(width, 1 / side)
     assert scale_x * x + shift_x == pytest.approx(1 - column if flip else column, abs=1e-9)

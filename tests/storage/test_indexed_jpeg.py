@@ -90,11 +90,9 @@ def test_every_coefficient_stays(jpegs, noise, height, width, sampling):
 
 
 @pytest.mark.parametrize(("height", "width"), EXTENTS)
-def test_grey_stays_grey(jpegs, noise, height, width):
-    for sampling in (
-        (1, 1),
-        (2, 2),
-    ):  # a single component's sampling means nothing, but some writers give one
+def test_gray_stays_gray(jpegs, noise, height, width):
+    # a single component's sampling means nothing, but some writers give one
+    for sampling in ((1, 1), (2, 2)):
         assert reread(check(jpegs, jpegs.write(noise(height, width, 1), sampling)))["sampling"] == (
             1,
             1,

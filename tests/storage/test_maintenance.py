@@ -67,9 +67,8 @@ def test_a_compact_store_is_as_far_off_as_it_says(stores):
         np.exp(got.logit.astype(float))
         - np.exp(want.logit.astype(float) - want.lse.astype(float)[..., None])
     )
-    assert off.max() == pytest.approx(
-        error.probability_max, rel=0.01
-    )  # where rounding lets a sum pass 1, targets differ a little
+    # where rounding lets a sum pass 1, targets differ a little
+    assert off.max() == pytest.approx(error.probability_max, rel=0.01)
     assert 0 < off.mean() < error.variation_max < 0.02
     assert off.mean() == pytest.approx(error.probability_mean, rel=0.01)
     assert stores["raw"].error is stores["lossless"].error is None
@@ -202,7 +201,7 @@ def test_changed_names_and_labels_are_told(stores, form, capsys):
 
 
 def plant(maps, what):
-    """Row 6 of `maps` as no labelling writes it."""
+    """Row 6 of `maps` as no labeling writes it."""
     if what == "logits that do not descend":
         maps.logit[6, 1, 2, 1] = maps.logit[6, 1, 2, 0] + 0.5
         maps.lse[6] += 3  # else their probabilities would be too large too
@@ -227,9 +226,8 @@ VALUES = (
     "probabilities that sum to more than 1",
     "a logit that is not finite",
 )
-SAID = [
-    (form, what) for form in FORMS for what in (VALUES[:4] if form == "compact" else VALUES)
-]  # what a form can say
+# what a form can say
+SAID = [(form, what) for form in FORMS for what in (VALUES[:4] if form == "compact" else VALUES)]
 
 
 @pytest.mark.parametrize(("form", "what"), SAID)
@@ -280,7 +278,7 @@ def test_planted_counts_are_named(stores, form):
     path.write_bytes(whole)
     with h5py.File(path, "r+") as file:
         file["done"][8] = 0
-    with pytest.raises(UserError, match=r"1 rows are not labelled"):
+    with pytest.raises(UserError, match=r"1 rows are not labeled"):
         ScoreMapStore(path)
 
 

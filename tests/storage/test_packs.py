@@ -93,7 +93,7 @@ def test_every_number_stands_where_it_belongs(pack, tmp_path, axes):
     assert (rows.window == np.array([0, 0, 1, 1])).all()
 
 
-@pytest.mark.parametrize(("footprint", "square"), [("centre-crop", min), ("letterbox", max)])
+@pytest.mark.parametrize(("footprint", "square"), [("center-crop", min), ("letterbox", max)])
 def test_the_window_is_the_square_in_or_about_the_image(pack, tmp_path, footprint, square):
     images, labels, _ = pack
     store, _ = import_pack(
@@ -372,7 +372,7 @@ packs.import_pack(images, pack, Path({str(out)!r}), 2)
 """
     assert command("-c", code).returncode == 9
     assert not out.exists()
-    for other in (dict(axes="column-row"), dict(footprint="centre-crop"), dict(teacher="u")):
+    for other in (dict(axes="column-row"), dict(footprint="center-crop"), dict(teacher="u")):
         with pytest.raises(UserError, match="was begun with another"):
             import_pack(images, replace(wanted, **other), out, 2)
     read = []
@@ -393,7 +393,7 @@ packs.import_pack(images, pack, Path({str(out)!r}), 2)
 def test_an_image_without_a_size_is_named(pack, tmp_path):
     images, labels, _ = pack
     Path(images.where(4)).write_bytes(b"no image")
-    wanted = declared(images, labels, footprint="centre-crop")
+    wanted = declared(images, labels, footprint="center-crop")
     with pytest.raises(
         UserError,
         match=f"1 images have no usable map - not readable: 1 .*{images.paths[4]}: its size",

@@ -165,9 +165,8 @@ def test_compact_misses_a_probability_by_half_a_step_of_its_root(made):
     want = np.minimum(maps.logit.astype(np.float64) - maps.lse.astype(np.float64)[..., None], 0)
     top = np.exp(want.reshape(len(want), -1).max(1))[:, None, None, None]
     got_p, want_p = np.exp(got.logit.astype(np.float64)), np.exp(want)
-    rounded = got_p * (
-        np.abs(got.logit.astype(np.float64)) * 2.0**-11 + 2.0**-24
-    )  # the logit is a float16
+    # the logit is a float16
+    rounded = got_p * (np.abs(got.logit.astype(np.float64)) * 2.0**-11 + 2.0**-24)
     # |a^2 - b^2| <= (a + b) |a - b|, with roots at most half a step apart
     bound = np.sqrt(top) * (np.sqrt(want_p) + np.sqrt(got_p)) / 510 + rounded * 1.01 + 1e-7
     assert (np.abs(got_p - want_p) <= bound).all()

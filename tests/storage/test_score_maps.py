@@ -86,7 +86,7 @@ def test_a_torn_row_is_done_again(tmp_path, random_maps):
     writer.close()
 
 
-def test_a_part_of_another_labelling_is_refused(tmp_path, random_maps):
+def test_a_part_of_another_labeling_is_refused(tmp_path, random_maps):
     path = tmp_path / "maps.h5"
     fill(path, random_maps, slice(0, 4), finish=False)
     other = StoreHeader(**{**HEADER.__dict__, "teacher": "another"})
@@ -235,7 +235,7 @@ def test_refusals_name_the_file_and_the_remedy(tmp_path, random_maps):
     unfinished = tmp_path / "unfinished.h5"
     fill(unfinished, random_maps, slice(0, 4), finish=False)
     os.rename(f"{unfinished}.part", unfinished)
-    with pytest.raises(UserError, match=r"6 rows are not labelled"):
+    with pytest.raises(UserError, match=r"6 rows are not labeled"):
         ScoreMapStore(unfinished)
     foreign = tmp_path / "foreign.h5"
     h5py.File(foreign, "w").close()

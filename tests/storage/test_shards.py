@@ -32,7 +32,7 @@ from densefeed.storage.score_maps import (
 )
 from densefeed.storage.shards import Shard, left_over, merge
 from densefeed.system.errors import BusyError, UserError
-from densefeed.system.files import lock, open_locked, replacing
+from densefeed.system.files import lock, open_locked, replace_file
 from densefeed.tools import relabel_imagenet
 
 ROOT = Path(__file__).parents[2]
@@ -104,9 +104,8 @@ def test_shards_are_all_rows_once_and_nearly_even(count):
             ),
         ]
         assert max(map(len, rows)) <= 1.25 * count / of + 1
-        if (
-            count == 1281167
-        ):  # batches of any power of two up to 256 are then the same images in any number of shards
+        # batches of any power of two up to 256 are then the same images in any number of shards
+        if count == 1281167:
             assert all(part.start % 256 == 0 for part in rows)
 
 
@@ -147,11 +146,11 @@ def test_two_jobs_give_the_bytes_of_one_pass(many, whole, tmp_path):
 
 
 def test_a_pass_goes_on_in_any_number_of_shards(many, whole, tmp_path, monkeypatch):
-    """Two of three shards, half of a single pass, then two: every row is labelled once, and the
+    """Two of three shards, half of a single pass, then two: every row is labeled once, and the
     bytes are one pass's.
     """
-    out, labelled = tmp_path / "maps.h5", []
-    watch(monkeypatch, labelled)
+    out, labeled = tmp_path / "maps.h5", []
+    watch(monkeypatch, labeled)
     label(many, out, 1, 4)
     with monkeypatch.context() as patch:
         stop_after(patch, 5)
@@ -160,11 +159,11 @@ def test_a_pass_goes_on_in_any_number_of_shards(many, whole, tmp_path, monkeypat
     assert names(tmp_path) == ["maps.h5.part", "maps.shard-1-of-4.h5"]
     label(many, out, 1, 2)
     assert label(many, out, 0, 2).path.read_bytes() == whole
-    assert sorted(labelled) == list(range(COUNT))
+    assert sorted(labeled) == list(range(COUNT))
     assert names(tmp_path) == ["maps.h5"]
 
 
-def watch(monkeypatch, labelled: list) -> None:
+def watch(monkeypatch, labeled: list) -> None:
     """Note each row that is written and was not copied."""
     from densefeed.relabel import labeling
 
@@ -172,7 +171,7 @@ def watch(monkeypatch, labelled: list) -> None:
 
     def label_rows(work, writer, start, tell):
         write = writer.write
-        writer.write = lambda ids, maps: (labelled.extend((ids + start).tolist()), write(ids, maps))
+        writer.write = lambda ids, maps: (labeled.extend((ids + start).tolist()), write(ids, maps))
         try:
             return real(work, writer, start, tell)
         finally:
@@ -213,10 +212,8 @@ def test_a_shard_of_other_settings_is_refused_by_name(many, tmp_path):
     (other / "cat" / "000.jpg").rename(other / "cat" / "0000.jpg")
     with pytest.raises(UserError, match=r"maps.shard-0-of-2.h5 was begun of another dataset"):
         label(other, out, 1, 2)
-    assert names(tmp_path) == [
-        "maps.shard-0-of-2.h5",
-        "other",
-    ]  # and nothing is left that would stop the right command
+    # and nothing is left that would stop the right command
+    assert names(tmp_path) == ["maps.shard-0-of-2.h5", "other"]
 
 
 def header_of(count: int) -> StoreHeader:
@@ -252,7 +249,7 @@ def test_merge_is_a_copy_and_names_what_is_wrong(tmp_path, random_maps, command)
     for index in (0, 2):
         make_shard(out, Shard(index, 3), header, maps, count)
     with pytest.raises(
-        UserError, match=r"maps.shard-1-of-3.h5 is missing: run the same labelling with --shard 1/3"
+        UserError, match=r"maps.shard-1-of-3.h5 is missing: run the same labeling with --shard 1/3"
     ):
         merge(out, 3)
     make_shard(out, Shard(1, 3), header, maps, count, finish=False)
@@ -325,7 +322,7 @@ def test_what_a_killed_conversion_left_is_removed_but_not_a_living_ones(tmp_path
     ScoreMapWriter(out, header_of(4), list("abcd"), np.zeros(4, np.int64)).close()
     assert names(tmp_path) == sorted([*others, "maps.h5.part"])
     orphan.write_bytes(b"")
-    with replacing(out) as part:
+    with replace_file(out) as part:
         with pytest.raises(BusyError):  # whoever else would take it for an orphan
             open_locked(part)
         part.write_bytes(b"x")
@@ -358,9 +355,8 @@ def test_a_pass_killed_at_random_times_ends_with_the_bytes_of_one_that_was_not(
     """SIGKILL to all ranks, again and again, until the pass is through; `make soak` kills 20
     times.
     """
-    options = dict(
-        form="lossless", size=160
-    )  # slow enough to be met at work, and with a conversion at the end
+    # slow enough to be met at work, and with a conversion at the end
+    options = dict(form="lossless", size=160)
 
     def begin(out: Path) -> list:
         children = [
@@ -450,7 +446,7 @@ def test_torchrun_labels_with_two_ranks_and_speaks_with_one_voice(many, whole, t
 
 
 def test_ranks_have_their_own_devices_and_shards(monkeypatch):
-    wanted = relabel_imagenet.Labelling(data=Path("d"), out=Path("o"), teacher=("t",))
+    wanted = relabel_imagenet.Labeling(data=Path("d"), out=Path("o"), teacher=("t",))
     assert relabel_imagenet.ranks_of_torchrun(replace(wanted, device="cpu", shard="3/8"))[
         0
     ] == Shard(3, 8)

@@ -4,8 +4,8 @@ import errno
 
 import pytest
 
-from densefeed.system.errors import UserError, explain, run
-from densefeed.system.files import replacing
+from densefeed.system.errors import UserError, explain_os_error, run
+from densefeed.system.files import replace_file
 
 
 def test_a_failed_write_leaves_the_old_file_and_no_trace(tmp_path):
@@ -13,7 +13,7 @@ def test_a_failed_write_leaves_the_old_file_and_no_trace(tmp_path):
     target.write_text("old")
 
     def fail():
-        with replacing(target) as part:
+        with replace_file(target) as part:
             part.write_text("half")
             raise OSError(errno.ENOSPC, "full", str(part))
 
@@ -25,7 +25,7 @@ def test_a_failed_write_leaves_the_old_file_and_no_trace(tmp_path):
 
 def test_a_write_replaces_the_old_file(tmp_path):
     target = tmp_path / "folder" / "file"
-    with replacing(target) as part:
+    with replace_file(target) as part:
         part.write_text("new")
         assert not target.exists()
     assert target.read_text() == "new"
@@ -65,7 +65,7 @@ def test_a_bug_keeps_its_traceback():
 
 
 def test_explain_names_the_file_and_the_remedy():
-    sentence = explain(PermissionError(errno.EACCES, "Permission denied", "maps.h5"))
+    sentence = explain_os_error(PermissionError(errno.EACCES, "Permission denied", "maps.h5"))
     assert sentence.startswith("maps.h5: ")
     assert "change its owner or mode" in sentence
 

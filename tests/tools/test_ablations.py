@@ -12,9 +12,9 @@ import torch
 
 import densefeed.train as run
 from densefeed.tools.ablations import RUNS, TABLES
-from densefeed.training.agent import agent_for, check_sizes, trained_of
+from densefeed.training.agent import build_agent, check_agent_sizes, joint_model
 from densefeed.training.config import check_values
-from densefeed.training.objective import mixing_of
+from densefeed.training.objective import mixing_settings
 
 
 @pytest.fixture(scope="module")
@@ -35,12 +35,12 @@ def configs():
 @pytest.mark.parametrize("name", RUNS)
 def test_a_row_is_a_run_that_can_be_built(configs, name):
     check_values(configs[name])
-    mixing_of(configs[name], plan=None)
+    mixing_settings(configs[name], plan=None)
     with torch.device("meta"):
         model, _ = run.build_model(configs[name], 10)
         if name.startswith("vit"):
-            trained_of(configs[name], model, agent_for(configs[name], model, 10))
-            check_sizes(configs[name], model, 10)
+            joint_model(configs[name], model, build_agent(configs[name], model, 10))
+            check_agent_sizes(configs[name], model, 10)
             return
     if configs[name].model != "lvvit_micro":
         assert model.forward_features(torch.zeros(1, 3, 64, 64, device="meta")).shape == (1, 65, 96)

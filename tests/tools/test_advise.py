@@ -32,9 +32,8 @@ def test_a_training_is_as_fast_as_its_slower_half_or_as_the_cores_allow():
     assert together(Speed(4000, 2.0), Speed(10, 2.0), 2) == pytest.approx(2 / (0.2 + 0.0005))
     # Alike and each on all cores: half.
     assert together(Speed(100, 2.0), Speed(100, 2.0), 2) == pytest.approx(50)
-    assert (
-        together(Speed(100, 0.0), Speed(50, 0.0), 2) == 50
-    )  # as a clock that saw no processor time would have it
+    # as a clock that saw no processor time would have it
+    assert together(Speed(100, 0.0), Speed(50, 0.0), 2) == 50
 
 
 def ladder(loader, rate, cost, threads=(1, 2, 4, 8)):
@@ -48,13 +47,8 @@ def ladder(loader, rate, cost, threads=(1, 2, 4, 8)):
         (Speed(6000, 1.0), 16, ("ffcv", 2), 6000, "step"),  # a GPU: 4,000 a thread, so two feed it
         (Speed(3950, 1.0), 16, ("ffcv", 1), 3950, "step"),
         (Speed(90_000, 1.0), 16, ("ffcv", 8), 32_000, "loader"),  # none is enough: the fastest
-        (
-            Speed(16_100, 1.0),
-            16,
-            ("ffcv", 4),
-            16_000,
-            "loader",
-        ),  # 1 % less than eight threads give, and half the threads
+        # 1 % less than eight threads give, and half the threads
+        (Speed(16_100, 1.0), 16, ("ffcv", 4), 16_000, "loader"),
         (Speed(10, 2.0), 2, ("ffcv", 1), 2 / (0.2 + 1 / 4000), "step"),  # a CPU: any will do
     ],
 )

@@ -25,11 +25,11 @@ from densefeed.tools.report import Report
 
 @pytest.fixture(scope="module")
 def scenes(located, tmp_path_factory):
-    """A teacher's centre-crop maps of the scenes, as a store and as a tree."""
+    """A teacher's center-crop maps of the scenes, as a store and as a tree."""
     root = tmp_path_factory.mktemp("scenes")
     label_images(
         Images(located.scenes),
-        located.teachers(0)["centre-crop"],
+        located.teachers(0)["center-crop"],
         "t",
         root / "maps.h5",
         top_k=5,
@@ -68,7 +68,7 @@ def test_the_page_of_a_clean_store(scenes, located, student, tmp_path, capsys):
     assert text.count("<img") == 12 + wrong
     assert "No fault was found." in text
     assert "That is about the teacher's own accuracy" in text
-    assert numbers["looks"]["correlation"]["centre-crop"]["upright"] > 0.3
+    assert numbers["looks"]["correlation"]["center-crop"]["upright"] > 0.3
     assert sum(numbers["entropy"]["histogram"]) == sum(numbers["palette"]["counts"]) == 320
     assert [c["images"] for c in numbers["classes"]] == [32] * 10
     assert all(item["label"] != item["says"] for item in numbers["disagreements"])
@@ -166,7 +166,7 @@ def test_the_command(folder, random_maps, tmp_path, command):
     writer.close()
     done = command("tools/report.py", writer.part, "--out", tmp_path / "c.html")
     assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
-    assert "11 of 11 rows are not labelled" in (tmp_path / "c.html").read_text()
+    assert "11 of 11 rows are not labeled" in (tmp_path / "c.html").read_text()
 
 
 @pytest.mark.parametrize(
@@ -214,7 +214,7 @@ def test_a_page_of_many_classes_and_cells_stays_small(folder, random_maps, tmp_p
 
 @pytest.mark.parametrize("axes", ["row-column", "column-row"])
 def test_an_import_finds_how_its_pack_lies(scenes, located, student, tmp_path, axes, capsys):
-    """Neither published nor declared: the maps cover the centre square, the axes are as given."""
+    """Neither published nor declared: the maps cover the center square, the axes are as given."""
     for path in (scenes / "tree").rglob("*.pt"):
         lies = tmp_path / "tree" / path.relative_to(scenes / "tree")
         lies.parent.mkdir(parents=True, exist_ok=True)
@@ -234,7 +234,7 @@ def test_an_import_finds_how_its_pack_lies(scenes, located, student, tmp_path, a
     )
     import_labels.main(wanted)
     found, before = ScoreMapStore(tmp_path / "maps.h5"), ScoreMapStore(scenes / "maps.h5")
-    assert found.header.geometry == "centre-crop"
+    assert found.header.geometry == "center-crop"
     assert found.header.teacher.endswith(f"axes {axes})")
     for name in ("logit", "cls", "window"):
         ids = np.arange(len(before))
@@ -249,7 +249,7 @@ def test_an_import_finds_how_its_pack_lies(scenes, located, student, tmp_path, a
     if axes == "column-row":  # declared wrongly, the store is written and the audit says so
         with pytest.raises(UserError, match=r"the audit found 1 fault \(orientation\)"):
             import_labels.main(
-                replace(wanted, out=tmp_path / "c.h5", footprint="centre-crop", axes="row-column")
+                replace(wanted, out=tmp_path / "c.h5", footprint="center-crop", axes="row-column")
             )
         assert (tmp_path / "c.h5").exists()
 
@@ -269,5 +269,5 @@ def test_references_that_do_not_fit_are_refused(tmp_path):
     ):
         references(str(tmp_path / "last.pt"), "", 64, ["dog", "cat"])
     found = references(str(tmp_path / "last.pt"), "", 64, ["cat", "dog"], "cpu")
-    assert set(found) == {"squash", "centre-crop"}
-    assert found["squash"].model is found["centre-crop"].model
+    assert set(found) == {"squash", "center-crop"}
+    assert found["squash"].model is found["center-crop"].model

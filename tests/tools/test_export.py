@@ -24,11 +24,12 @@ NAMES = ["ant", "bee", "cat", "dog", "eel"]
 MODELS = {
     "lvvit_micro": {"num_classes": 5, "img_size": 32, "token_head": True, "drop_path_rate": 0.1},
     "nfnet_micro": {"num_classes": 5},
+    # timm takes it once
     "test_vit": {
         "num_classes": 5,
         "img_size": 32,
         "pretrained_cfg_overlay": {"mean": (0.4, 0.5, 0.6)},
-    },  # timm takes it once
+    },
 }
 needs_onnx = pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in export.NEEDED),

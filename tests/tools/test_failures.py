@@ -170,7 +170,7 @@ def test_teachers_that_are_none(folder, tmp_path, teacher_words, said, run):
     assert not (tmp_path / "maps.h5").exists()
 
 
-def test_an_image_that_cannot_be_read_stops_the_labelling_by_name(folder, teacher, tmp_path, run):
+def test_an_image_that_cannot_be_read_stops_the_labeling_by_name(folder, teacher, tmp_path, run):
     root = shutil.copytree(folder, tmp_path / "broken")
     victim = sorted((root / "train").glob("*/*.jpg"))[5]
     victim.write_bytes(victim.read_bytes()[:150])

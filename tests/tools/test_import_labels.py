@@ -48,7 +48,7 @@ def store_for(path, images, random_maps, **fields):
     )
     window = (
         (0.0, 0.125, 1.0, 0.875)
-        if fields.get("geometry") == "centre-crop"
+        if fields.get("geometry") == "center-crop"
         else (0.0, 0.0, 1.0, 1.0)
     )
     writer = ScoreMapWriter(path, StoreHeader(**said | fields), images.paths, images.labels)
@@ -102,12 +102,12 @@ def published_targets(folder, path, box, grid):
     return roi_align(dense[None], corners, grid, 1.0, -1, False)[0].softmax(0).flatten(1).T
 
 
-def test_the_tree_gives_published_code_the_targets_that_compatible_training_has(scenes, tmp_path):
+def test_the_tree_gives_published_code_the_targets_that_published_training_has(scenes, tmp_path):
     """Crops of an imported store in a batch, without flips, against a reading of the files as
     reference code does it.
     """
     store = imported(scenes, tmp_path / "again.h5")
-    for geometry in ("compatible", "aligned"):
+    for geometry in ("published", "aligned"):
         loader = training.open_loader(
             config(scenes, tmp_path / "again.h5", tmp_path, geometry=geometry), "train"
         )
@@ -127,7 +127,7 @@ def test_the_tree_gives_published_code_the_targets_that_compatible_training_has(
             box = (top, left, height, width)
             # Where labels are aligned the same operator is told x for x: the axes that published
             # code exchanges, exchanged again.
-            told = box if geometry == "compatible" else (left, top, width, height)
+            told = box if geometry == "published" else (left, top, width, height)
             want = published_targets(scenes / "tree", store.paths()[index], told, 4)
             assert torch.allclose(dense[row].double(), want, atol=2e-5), geometry
             checked += 1
@@ -152,7 +152,7 @@ def config(scenes, labels, out, **fields):
     )
 
 
-@pytest.mark.parametrize("geometry", ["compatible", "aligned"])
+@pytest.mark.parametrize("geometry", ["published", "aligned"])
 def test_training_from_an_imported_store_is_training_from_the_store_it_came_from(
     scenes, tmp_path, geometry, one_thread
 ):
@@ -194,7 +194,7 @@ def test_what_is_not_declared_is_as_published(scenes, tmp_path):
     )
     header, known = ScoreMapStore(tmp_path / "a.h5").header, PUBLISHED[SIDE, TOP_K]
     assert header.teacher.startswith(known.teacher)
-    assert (header.input_size, header.geometry) == (576, "centre-crop")
+    assert (header.input_size, header.geometry) == (576, "center-crop")
 
 
 def test_maps_of_no_published_pack_must_be_declared(folder, tmp_path):
@@ -209,9 +209,8 @@ def test_maps_of_no_published_pack_must_be_declared(folder, tmp_path):
         UserError, match=r"3 x 3 cells, top 2, .* give --input-size and --footprint"
     ):
         import_labels.main(wanted)
-    import_labels.main(
-        replace(wanted, input_size=96, footprint="squash", audit=False)
-    )  # which would find one map for all
+    # which would find one map for all
+    import_labels.main(replace(wanted, input_size=96, footprint="squash", audit=False))
     assert ScoreMapStore(tmp_path / "a.h5").header.input_size == 96
 
 
@@ -250,7 +249,7 @@ def test_the_command_names_what_is_missing_and_what_is_over(scenes, tmp_path, co
 
 def test_what_a_tree_cannot_hold_is_said(scenes, tmp_path, random_maps, capsys):
     images = Images(scenes / "scenes")
-    store_for(tmp_path / "crop.h5", images, random_maps, geometry="centre-crop", absent="tail")
+    store_for(tmp_path / "crop.h5", images, random_maps, geometry="center-crop", absent="tail")
     export_labels.main(Export(maps=tmp_path / "crop.h5", out=tmp_path / "tree"))
     said = capsys.readouterr().out
     assert (
@@ -258,7 +257,7 @@ def test_what_a_tree_cannot_hold_is_said(scenes, tmp_path, random_maps, capsys):
         in said
     )
     assert "20 maps cover only a part of their image" in said
-    assert "--footprint centre-crop" in said
+    assert "--footprint center-crop" in said
     export_labels.main(Export(maps=scenes / "maps.h5", out=tmp_path / "whole"))
     assert "cover only" not in capsys.readouterr().out
 

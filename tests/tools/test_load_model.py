@@ -130,9 +130,8 @@ def test_what_cannot_be_opened_is_said_in_one_sentence(run, tmp_path):
     cut = tmp_path / "cut.pt"
     cut.write_bytes((run / "last.pt").read_bytes()[:-5000])
     _, path = foreign(tmp_path, "test_resnet", num_classes=7)
-    _, pit = stored(
-        tmp_path, "pit_ti_224", num_classes=5
-    )  # timm's filter has no rule for its table
+    # timm's filter has no rule for its table
+    _, pit = stored(tmp_path, "pit_ti_224", num_classes=5)
     cases = [
         ((tmp_path / "empty",), "empty holds no last.pt"),
         ((tmp_path / "nowhere.pt",), "there is no such checkpoint"),

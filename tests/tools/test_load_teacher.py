@@ -67,9 +67,8 @@ def test_a_module_of_ones_own_with_a_class_map(here):
     want = torch.stack([torch.logaddexp(red, blue), green], -1)
     torch.testing.assert_close(teacher(image)[0].double(), want, rtol=1e-4, atol=1e-4)
     (here / "map.json").write_text('{"0": "cat", "1": "dog"}')
-    assert (
-        load("my_teachers:three", class_maps=["map.json"])[1] != name
-    )  # a run is not continued with another map
+    # a run is not continued with another map
+    assert load("my_teachers:three", class_maps=["map.json"])[1] != name
 
 
 def test_timms_pair_of_methods_is_enough(here):

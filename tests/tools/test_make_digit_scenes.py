@@ -48,14 +48,14 @@ def test_the_label_is_the_largest_digit_and_boxes_hold_bright_ink(scenes):
     assert len(told["scenes"]) == 50
     for name, digits in told["scenes"].items():
         assert name.split("/")[1] == str(digits[0]["digit"])
-        grey = np.asarray(Image.open(scenes / name).convert("L"), float)
+        gray = np.asarray(Image.open(scenes / name).convert("L"), float)
         areas = []
         for digit in digits:
             left, top, right, bottom = digit["box"]
             assert 0 <= left < right <= 96
             assert 0 <= top < bottom <= 96
             areas.append(max(right - left, bottom - top))
-            assert grey[top:bottom, left:right].max() > 150
+            assert gray[top:bottom, left:right].max() > 150
         assert areas[0] == max(areas)
         assert all(digit["digit"] != digits[0]["digit"] for digit in digits[1:])
 

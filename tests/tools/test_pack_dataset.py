@@ -110,7 +110,7 @@ def test_odd_files_become_rgb_jpegs_and_are_counted(folder, tmp_path, capsys):
         ("c_alpha.png", "RGBA", "PNG"),
     ):
         smooth.convert(mode).save(root / "train" / "cat" / name, kind)
-    smooth.convert("L").save(root / "train" / "cat" / "d_grey.jpg")
+    smooth.convert("L").save(root / "train" / "cat" / "d_gray.jpg")
     main(Packing(data=root, out=tmp_path / "x.beton"))
     assert "encoded anew as JPEG at quality 95: 3 images" in capsys.readouterr().out
     source, images = FfcvSource(tmp_path / "x.beton"), Images(root)
@@ -119,9 +119,8 @@ def test_odd_files_become_rgb_jpegs_and_are_counted(folder, tmp_path, capsys):
         assert stored.format == "JPEG"
         assert stored.mode in ("RGB", "L")
         want = np.asarray(Image.open(images.where(n)).convert("RGB")).astype(int)
-        assert np.abs(np.asarray(source.image(n)) - want).mean() < 2, (
-            path
-        )  # quality 95 on smooth images
+        # quality 95 on smooth images
+        assert np.abs(np.asarray(source.image(n)) - want).mean() < 2, path
 
 
 @pytest.fixture
@@ -192,7 +191,7 @@ def test_bad_files_may_be_left_out(broken, folder, maps, tmp_path, capsys):
 
 
 def test_maps_packed_inside_stay_with_their_images(folder, maps, tmp_path, monkeypatch):
-    """One image turns unreadable after the labelling; its size stays, so the maps are still
+    """One image turns unreadable after the labeling; its size stays, so the maps are still
     accepted.
     """
     root = shutil.copytree(folder, tmp_path / "later")

@@ -52,15 +52,14 @@ def test_a_runs_config_is_read_back_and_its_tokens_are_those_of_the_first_epoch(
         sizes=((0, 32), (1, 64)),
     )
     run = Run("run", configuration.plain(told), {}, [], [])
-    assert configuration.from_plain(run.config) == told
+    assert configuration.config_from_dict(run.config) == told
     plan = EpochPlan(num_samples=1, batch=1, seed=0, mode="train", sizes=told.sizes)
     assert student_of(run, SimpleNamespace(plan=plan, num_classes=2))[0] == 4
 
 
 def test_a_box_in_a_turned_crop_is_the_box_around_its_corners():
-    quarter = np.array(
-        [[0.0, 1.0, 0.0], [-1.0, 0.0, 1.0]]
-    )  # what is seen at (x, y) lies at (y, 1 - x) in the image
+    # what is seen at (x, y) lies at (y, 1 - x) in the image
+    quarter = np.array([[0.0, 1.0, 0.0], [-1.0, 0.0, 1.0]])
     np.testing.assert_allclose(
         in_crop(np.array([[0.1, 0.2, 0.4, 0.3]]), quarter), [[0.7, 0.1, 0.8, 0.4]], atol=1e-12
     )

@@ -45,7 +45,7 @@ def images(tmp_path_factory) -> Path:
     for number in range(30):
         path = root / WNIDS[COLUMNS[number * 7 % 12]] / f"ILSVRC2012_val_{number + 1:08d}.JPEG"
         path.parent.mkdir(exist_ok=True)
-        height, width = 2 * rng.integers(30, 60, 2)  # even: centred crops begin at whole pixels
+        height, width = 2 * rng.integers(30, 60, 2)  # even: centered crops begin at whole pixels
         coarse = rng.integers(0, 256, (5, 5, 3), dtype=np.uint8)
         Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC).save(
             path, "JPEG", quality=95
@@ -98,7 +98,7 @@ def plain_loop(model, root: Path, columns: list[int], crop_pct: float = 1.0):
     names.
     """
     names, labels, logits = [], [], []
-    normalise = v2.Normalize(model.pretrained_cfg["mean"], model.pretrained_cfg["std"])
+    normalize = v2.Normalize(model.pretrained_cfg["mean"], model.pretrained_cfg["std"])
     for label, folder in enumerate(sorted(root.iterdir(), key=lambda f: (len(f.name), f.name))):
         for path in sorted(folder.iterdir()):
             image = Image.open(path).convert("RGB")
@@ -108,7 +108,7 @@ def plain_loop(model, root: Path, columns: list[int], crop_pct: float = 1.0):
             )
             with torch.no_grad():
                 said = model(
-                    normalise(
+                    normalize(
                         v2.functional.to_dtype(v2.functional.pil_to_tensor(image), scale=True)
                     )[None]
                 )

@@ -19,7 +19,7 @@ from torch import nn
 
 import densefeed.train as training
 from densefeed.training import step_inputs
-from densefeed.training.config import from_plain
+from densefeed.training.config import config_from_dict
 
 RANK, SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
@@ -38,9 +38,9 @@ def spied(path: Path) -> tuple[tuple, ...]:
     """What to put where, (module, name, function), to have the rows of each step written down
     before it is done.
     """
-    cut, update, rows = step_inputs.parts_of, training.update, []
+    cut, update, rows = step_inputs.split_batch, training.update, []
 
-    def parts_of(batch, count):
+    def split_batch(batch, count):
         fields = batch.index, batch.repeat, batch.view.flatten(1), batch.weight
         rows[:] = zip(*(field.tolist() for field in fields), strict=True)
         return cut(batch, count)
@@ -50,7 +50,7 @@ def spied(path: Path) -> tuple[tuple, ...]:
             file.write(json.dumps({"step": step, "rows": rows}) + "\n")
         return update(student, ranks, step, losses)
 
-    return (step_inputs, "parts_of", parts_of), (training, "update", written)
+    return (step_inputs, "split_batch", split_batch), (training, "update", written)
 
 
 def stopped_after(steps: int):
@@ -70,4 +70,6 @@ if __name__ == "__main__":
         setattr(module, name, function)
     if len(sys.argv) > 3:
         training.stopping = stopped_after(int(sys.argv[3]))
-    training.run(lambda: training.train(from_plain(json.loads(Path(sys.argv[2]).read_text()))))
+    training.run(
+        lambda: training.train(config_from_dict(json.loads(Path(sys.argv[2]).read_text())))
+    )

@@ -17,13 +17,18 @@ from torch.nn import functional as F
 import densefeed.train as training
 from densefeed.models import checkpoints
 from densefeed.models.agent_cnn import AgentCNN
-from densefeed.pipelines.augment.augmentation import Augmentation, augmented
+from densefeed.pipelines.augment.augmentation import Augmentation, augment_batches
 from densefeed.pipelines.targets import TargetRules, sparse_targets
 from densefeed.system.errors import UserError
 from densefeed.training import objective
-from densefeed.training.agent import agent_for, check_sizes, feature_share, trained_of
+from densefeed.training.agent import (
+    build_agent,
+    check_agent_sizes,
+    feature_weight_factor,
+    joint_model,
+)
 from densefeed.training.ranks import Ranks
-from densefeed.training.student import student_of, update
+from densefeed.training.student import build_student, update
 
 ALONE = Ranks(0, 1, torch.device("cpu"))
 # Two blocks: at 32 pixels the agent's maps are 4 x 4 and 2 x 2, and its last one a place.
@@ -71,9 +76,11 @@ def first_step(run):
     loader = training.open_loader(run, "train")
     torch.manual_seed(0)
     model, _ = training.build_model(run, loader.num_classes)
-    both = trained_of(run, model, agent_for(run, model, loader.num_classes))
-    augmentation = Augmentation(loader.plan, objective.augment_of(run), (0.5,) * 3, (0.2,) * 3)
-    batch = next(augmented(loader.batches(0), augmentation, 0, torch.device("cpu")))
+    both = joint_model(run, model, build_agent(run, model, loader.num_classes))
+    augmentation = Augmentation(
+        loader.plan, objective.augment_settings(run), (0.5,) * 3, (0.2,) * 3
+    )
+    batch = next(augment_batches(loader.batches(0), augmentation, 0, torch.device("cpu")))
     loader.close()
     return both, batch, loader.labels, loader.plan
 
@@ -136,7 +143,7 @@ def test_a_run_leaves_the_transformer_alone_and_judges_both(micro, tmp_path, cap
     assert set(model.state_dict()) == set(alone.state_dict()) == set(checkpoint["ema"])
     own = [name for name in checkpoint["agent"] if "fc1" in name]
     assert bool(own) == (fields["bootstrap"] == "joint")
-    count = sum(p.numel() for p in agent_for(micro(out, **fields), alone, 2).parameters())
+    count = sum(p.numel() for p in build_agent(micro(out, **fields), alone, 2).parameters())
     assert (
         f", and {count:,} that --bootstrap {fields['bootstrap']} trains beside them, on cpu"
         in capsys.readouterr().out
@@ -164,9 +171,8 @@ def test_a_run_stopped_after_every_step_is_the_uninterrupted_one(
     """To the bit: both networks, averages and moments; the weight of features falls from epoch to
     epoch.
     """
-    monkeypatch.setattr(
-        training, "flops_of_sizes", lambda config, loader: {32: 1.0}
-    )  # of which nothing is asked
+    # of which nothing is asked
+    monkeypatch.setattr(training, "flops_of_sizes", lambda config, loader: {32: 1.0})
     whole = training.train(micro(tmp_path / "whole", **fields))
     monkeypatch.setattr(training, "stopping", stopped_after(1))
     for _ in range(5):
@@ -211,15 +217,14 @@ def test_a_dry_run_counts_the_gradients_of_what_is_lent(config, capsys, monkeypa
         float(line.partition("take about ")[2].split()[0])
         for line in capsys.readouterr().out.splitlines()
     ]
-    assert said[0] - said[1] == pytest.approx(
-        2 * (10 * 936**2 + 6 * 936) * 4 / 1e9, abs=0.011
-    )  # printed in steps of 0.01
+    # printed in steps of 0.01
+    assert said[0] - said[1] == pytest.approx(2 * (10 * 936**2 + 6 * 936) * 4 / 1e9, abs=0.011)
 
 
 @pytest.mark.parametrize("bootstrap", ["joint", "shared"])
-def test_synchronised_statistics_are_both_networks(config, monkeypatch, bootstrap):
+def test_synchronized_statistics_are_both_networks(config, monkeypatch, bootstrap):
     """As on several ranks; what is lent stays one with what lends it."""
-    monkeypatch.setattr(Ranks, "synchronised", lambda ranks, model: convert_sync_batchnorm(model))
+    monkeypatch.setattr(Ranks, "synchronized", lambda ranks, model: convert_sync_batchnorm(model))
     run = training.prepared(config(bootstrap=bootstrap, sync_batchnorm=True), ALONE)
     with closing(run.loader), closing(run.val):
         kinds = {
@@ -235,7 +240,7 @@ def test_synchronised_statistics_are_both_networks(config, monkeypatch, bootstra
 
 
 def test_what_is_not_finite_in_the_agent_is_named(config, monkeypatch):
-    build = training.agent_for
+    build = training.build_agent
 
     def poisoned(*arguments):
         agent = build(*arguments)
@@ -244,7 +249,7 @@ def test_what_is_not_finite_in_the_agent_is_named(config, monkeypatch):
                 agent.norm.bias.fill_(math.nan)
         return agent
 
-    monkeypatch.setattr(training, "agent_for", poisoned)
+    monkeypatch.setattr(training, "build_agent", poisoned)
     with pytest.raises(
         UserError,
         match=r"the gradients of step 1 are not finite; the weight agent\.norm\.bias is the first",
@@ -261,7 +266,7 @@ def test_the_loss_of_a_step_is_the_papers(config):
     """
     run = config(epochs=4, smoothing=0.0, drop_path=0.0)
     both, batch, _, _ = first_step(run)
-    share = feature_share(run, 1)
+    share = feature_weight_factor(run, 1)
     assert share.item() == 0.75
     ours = objective.step_loss(
         run, both.eval(), batch, None, TargetRules(), 2, None, None, share=share
@@ -288,7 +293,7 @@ def test_both_networks_learn_from_the_score_maps(config):
     both, batch, spec, _ = first_step(run)
     rules = TargetRules(smoothing=0.1)
     ours = objective.step_loss(
-        run, both.train(), batch, spec, rules, 4, None, None, share=feature_share(run, 0)
+        run, both.train(), batch, spec, rules, 4, None, None, share=feature_weight_factor(run, 0)
     )
     with torch.no_grad():
         said, want = both(batch.image), 0.0
@@ -319,7 +324,7 @@ def test_one_compiled_step_serves_every_box_and_epoch(config, fields):
     """
     run = config(**fields, agent_kwargs=("down=(1,)",), cutmix=1.0, drop_path=0.0, epochs=4)
     both, batch, spec, plan = first_step(run)
-    mixing, rules = objective.mixing_of(run, plan), TargetRules(smoothing=0.1)
+    mixing, rules = objective.mixing_settings(run, plan), TargetRules(smoothing=0.1)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     step = torch.compile(objective.step_loss, fullgraph=True, backend="aot_eager", dynamic=False)
@@ -328,7 +333,7 @@ def test_one_compiled_step_serves_every_box_and_epoch(config, fields):
         for function in (objective.step_loss, step):
             both.zero_grad()
             loss = function(
-                run, both, batch, spec, rules, 4, mix, None, share=feature_share(run, epoch)
+                run, both, batch, spec, rules, 4, mix, None, share=feature_weight_factor(run, epoch)
             )
             loss.backward()
             if both.shared:
@@ -367,8 +372,8 @@ def test_blocks_of_both_networks_are_compiled(config, monkeypatch, tmp_path):
 def test_an_update_waits_for_nothing(config, no_host_read, fields):
     run = config(**fields, ema=0.0)
     both, batch, spec, _ = first_step(run)
-    student = student_of(run, both.vit, ALONE, None, both.agent)
-    share = feature_share(run, 1)
+    student = build_student(run, both.vit, ALONE, None, both.agent)
+    share = feature_weight_factor(run, 1)
 
     def loss():
         return objective.step_loss(
@@ -389,7 +394,7 @@ def test_float16s_scale_changes_no_aligned_gradient(config):
     run, weights = config(**SHARED, ema=0.0, drop_path=0.0), []
     for scale in (1.0, 1024.0):
         both, batch, spec, _ = first_step(run)
-        student = student_of(run, both.vit, ALONE, None, both.agent)
+        student = build_student(run, both.vit, ALONE, None, both.agent)
         student = student._replace(scaler=torch.amp.GradScaler("cpu", init_scale=scale))
 
         def loss(student=student, batch=batch, spec=spec):
@@ -402,7 +407,7 @@ def test_float16s_scale_changes_no_aligned_gradient(config):
                 4,
                 None,
                 None,
-                share=feature_share(run, 0),
+                share=feature_weight_factor(run, 0),
             )
 
         update(student, ALONE, 0, [loss])
@@ -415,8 +420,8 @@ def test_float16s_scale_changes_no_aligned_gradient(config):
 )
 def test_the_weight_of_features_falls_to_nothing(config, decay, shares):
     run = config(epochs=3, cooldown_epochs=1, feature_decay=decay)
-    assert [feature_share(run, epoch).item() for epoch in range(4)] == shares
-    assert feature_share(replace(run, bootstrap="none"), 0) is None
+    assert [feature_weight_factor(run, epoch).item() for epoch in range(4)] == shares
+    assert feature_weight_factor(replace(run, bootstrap="none"), 0) is None
 
 
 # ------------------------------------------------------------------------- refusals
@@ -431,7 +436,7 @@ def test_the_weight_of_features_falls_to_nothing(config, decay, shares):
         ),
         (
             dict(frozen_statistics=True),
-            "the agent CNN of --bootstrap begins with statistics that nobody has learnt",
+            "the agent CNN of --bootstrap begins with statistics that nobody has learned",
         ),
         (
             dict(model="dhvt_tiny_cifar_patch4"),
@@ -548,13 +553,13 @@ def test_which_transformers_have_agents(config, name):
         with torch.device("meta"):
             model, _ = training.build_model(run, 2)
         if why is None:
-            check_sizes(run, model, 2)
+            check_agent_sizes(run, model, 2)
             continue
         with pytest.raises(
             UserError,
             match=rf"--bootstrap {bootstrap}: {name} can have no such agent \({why}.*; choose another",
         ):
-            check_sizes(run, model, 2)
+            check_agent_sizes(run, model, 2)
 
 
 def test_the_agents_table_is_part_of_what_a_resumed_run_must_repeat(config):

@@ -7,10 +7,10 @@ import timm
 import torch
 from timm.layers import DropPath
 
-from densefeed.models.agent_cnn import agent_of
-from densefeed.objectives.bootstrapping import Bootstrapped
-from densefeed.objectives.drloc import Localised
-from densefeed.training.compile import SharedDropPath, compiled, networks_of
+from densefeed.models.agent_cnn import make_agent
+from densefeed.objectives.bootstrapping import JointModel
+from densefeed.objectives.drloc import LocalizedModel
+from densefeed.training.compile import SharedDropPath, compile_step, get_networks
 
 
 @pytest.mark.parametrize("name", ["lvvit_micro", "dhvt_tiny_cifar_patch4"])
@@ -23,13 +23,11 @@ def test_blocks_with_rates_of_their_own_share_a_compilation(monkeypatch, name):
         name, depth=12, embed_dim=24, drop_path_rate=0.3, img_size=32, num_classes=3
     ).train()
     names = list(model.state_dict())
-    compiled("blocks", model)
+    compile_step("blocks", model)
     assert list(model.state_dict()) == names
     image = torch.randn(2, 3, 32, 32)
-    for wanted in (
-        2,
-        4,
-    ):  # the first block drops nothing, and has no DropPath; then both again, in evaluation
+    # the first block drops nothing, and has no DropPath; then both again, in evaluation
+    for wanted in (2, 4):
         model(image)
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == wanted
         model.eval()
@@ -42,14 +40,14 @@ def test_what_stands_beside_a_model_leaves_its_blocks_to_be_compiled(monkeypatch
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
     with_heads = timm.create_model("test_vit", img_size=32, num_classes=3)
     vit = timm.create_model("bootstrapping_vit_micro", img_size=32, num_classes=3, depth=2)
-    agent = agent_of(vit, 3, shared=True)
+    agent = make_agent(vit, 3, shared=True)
     for trained, networks in (
         (vit, (vit,)),
-        (Localised(with_heads, "l1", 0, [32]), (with_heads,)),
-        (Bootstrapped(vit, agent), (vit, agent)),
+        (LocalizedModel(with_heads, "l1", 0, [32]), (with_heads,)),
+        (JointModel(vit, agent), (vit, agent)),
     ):
-        assert networks_of(trained) == networks
-        compiled("blocks", trained)
+        assert get_networks(trained) == networks
+        compile_step("blocks", trained)
         assert asked == [block for network in networks for block in network.blocks]
         asked.clear()
 

@@ -30,8 +30,8 @@ NAMED = {recipe.__name__: recipe() for recipe in RECIPES}
         ("lvvit_micro_ce", dict(distill_weight=0.0), "--distill-weight is read by nobody"),
         (
             "lvvit_micro_ce",
-            dict(drloc_released=True),
-            "--drloc-released is read by nobody with --drloc none; leave it away",
+            dict(drloc_published=True),
+            "--drloc-published is read by nobody with --drloc none; leave it away",
         ),
         ("lvvit_micro_ce", dict(drloc_weight=0.1), "--drloc-weight is read by nobody"),
         ("swin_t_drloc", dict(drloc="none", drloc_pairs=8), "--drloc-pairs is read by nobody"),
@@ -42,7 +42,7 @@ NAMED = {recipe.__name__: recipe() for recipe in RECIPES}
         ),
         ("bootstrapping_vit_s_joint", dict(agent="base", feature_weight=1.0), ""),
         ("bootstrapping_vit_s_shared", dict(align="none"), ""),
-        ("lvvit_micro_ce", dict(drloc="l1", drloc_grid=4, drloc_released=True), ""),
+        ("lvvit_micro_ce", dict(drloc="l1", drloc_grid=4, drloc_published=True), ""),
     ],
 )
 def test_what_nobody_reads_is_refused_where_it_is_given(name, fields, said):
@@ -92,6 +92,6 @@ def test_what_all_ranks_refuse_the_first_one_says(monkeypatch, rank, waited):
     monkeypatch.delenv("RANK", raising=False)
     if rank is not None:
         monkeypatch.setenv("RANK", rank)
-    with pytest.raises(UserError, match="of all"), ranks.first_to_refuse():
+    with pytest.raises(UserError, match="of all"), ranks.raise_on_rank0():
         raise UserError("of all")
     assert slept == waited

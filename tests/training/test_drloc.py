@@ -12,17 +12,17 @@ import torch
 
 import densefeed.train as training
 from densefeed.models import checkpoints
-from densefeed.objectives.drloc import Localised
-from densefeed.pipelines.augment.augmentation import Augmentation, augmented
-from densefeed.pipelines.pairs import pairs_of
+from densefeed.objectives.drloc import LocalizedModel
+from densefeed.pipelines.augment.augmentation import Augmentation, augment_batches
+from densefeed.pipelines.pairs import draw_pairs
 from densefeed.pipelines.targets import TargetRules
 from densefeed.system.errors import UserError
 from densefeed.tools import export, validate
 from densefeed.training import objective
 from densefeed.training.config import Config
-from densefeed.training.evaluation import Shares
+from densefeed.training.evaluation import Metrics
 from densefeed.training.ranks import Ranks
-from densefeed.training.student import student_of
+from densefeed.training.student import build_student
 
 ALONE = Ranks(0, 1, torch.device("cpu"))
 CE = dict(objective="ce", mixtoken=False)
@@ -40,11 +40,11 @@ COMBINED = {
     ),
     "ce, cutmix, mixup": dict(CE, drloc="reg", drloc_grid=4, cutmix=1.0, mixup=0.8),
     "all, token-label": dict(drloc="all", drloc_grid=2, mixtoken=False),
-    "released, fused head": dict(
-        drloc="ce", drloc_grid=0, drloc_released=True, fused_head="always"
+    "published, fused head": dict(
+        drloc="ce", drloc_grid=0, drloc_published=True, fused_head="always"
     ),
     "vit": dict(CE, drloc="l1", drloc_grid=2, model="test_vit"),
-    "vit, released": dict(CE, drloc="reg", drloc_grid=0, model="test_vit", drloc_released=True),
+    "vit, published": dict(CE, drloc="reg", drloc_grid=0, model="test_vit", drloc_published=True),
     "resnet": dict(CE, drloc="l1", drloc_grid=2, model="test_resnet", size=64),
     "resnet, all": dict(CE, drloc="all", drloc_grid=0, model="test_resnet", size=64),
     "nfnet, views": dict(CE, drloc="l1", drloc_grid=0, model="nfnet_micro", views=2),
@@ -95,12 +95,12 @@ def test_what_combines_trains_and_its_heads_change(micro, tmp_path, name):
     saved = checkpoints.load(tmp_path / "run" / "last.pt")
     torch.manual_seed(config.seed)
     model, _ = training.build_model(config, 2)
-    begun = objective.localised(config, model).localiser.state_dict()
-    assert list(begun) == list(saved["localiser"])
-    assert all(tensor.isfinite().all() for tensor in saved["localiser"].values())
-    assert any(not torch.equal(tensor, begun[key]) for key, tensor in saved["localiser"].items())
+    begun = objective.add_drloc_heads(config, model).localizer.state_dict()
+    assert list(begun) == list(saved["localizer"])
+    assert all(tensor.isfinite().all() for tensor in saved["localizer"].values())
+    assert any(not torch.equal(tensor, begun[key]) for key, tensor in saved["localizer"].items())
     assert list(saved["model"]) == list(model.state_dict())
-    assert not any("localiser" in key for part in ("model", "ema") for key in saved[part])
+    assert not any("localizer" in key for part in ("model", "ema") for key in saved[part])
 
 
 @pytest.mark.parametrize(
@@ -173,11 +173,12 @@ def test_a_dry_run_asks_for_places_too(micro, tmp_path, capsys, monkeypatch):
     """Of its two images, once."""
     said = []
     monkeypatch.setattr(
-        Localised,
+        LocalizedModel,
         "forward",
-        lambda both, *a, f=Localised.forward, **k: (out := f(both, *a, **k), said.append(out.loss))[
-            0
-        ],
+        lambda both, *a, f=LocalizedModel.forward, **k: (
+            out := f(both, *a, **k),
+            said.append(out.loss),
+        )[0],
     )
     assert training.train(micro(tmp_path / "run", drloc="l1", drloc_grid=0, dry_run=True)) == {}
     assert "dry run: data, labels and recipe fit together" in capsys.readouterr().out
@@ -190,11 +191,13 @@ def step_of(config: Config):
     loader = training.open_loader(config, "train")
     torch.manual_seed(0)
     model, _ = training.build_model(config, loader.num_classes)
-    augmentation = Augmentation(loader.plan, objective.augment_of(config), (0.5,) * 3, (0.2,) * 3)
-    batch = next(augmented(loader.batches(0), augmentation, 0, torch.device("cpu")))
+    augmentation = Augmentation(
+        loader.plan, objective.augment_settings(config), (0.5,) * 3, (0.2,) * 3
+    )
+    batch = next(augment_batches(loader.batches(0), augmentation, 0, torch.device("cpu")))
     loader.close()
     return (
-        objective.localised(config, model),
+        objective.add_drloc_heads(config, model),
         batch,
         loader.labels,
         TargetRules(smoothing=0.1),
@@ -216,13 +219,13 @@ def test_a_steps_loss_is_the_objectives_and_the_weighted_distance(micro, tmp_pat
         mixtoken=False,
     )
     both, batch, spec, rules, plan = step_of(config)
-    pairs = pairs_of(plan, 0, batch, 5, 0.3)
+    pairs = draw_pairs(plan, 0, batch, 5, 0.3)
     batch = batch._replace(weight=torch.tensor([1.0, 1.0, 0.0, 1.0]))
     model = both.model
     model.stem.eval()  # so that BatchNorm is the same in every pass
     without = objective.step_loss(config, model, batch, spec, rules, 4, None, None)
     maps = model.forward_intermediates(batch.image, intermediates_only=True, norm=variant == "l1")
-    away = both.localiser(maps if variant == "all" else maps[-1:], pairs.words, batch.weight)
+    away = both.localizer(maps if variant == "all" else maps[-1:], pairs.words, batch.weight)
     got = objective.step_loss(config, both, batch, spec, rules, 4, None, None, pairs=pairs)
     torch.testing.assert_close(got, without + 0.3 * away)
     assert away > 0.05
@@ -245,13 +248,13 @@ def test_one_compiled_step_serves_every_step(micro, tmp_path, no_host_read, fiel
     """No graph break, one compilation whatever is drawn and weighed, nothing read back."""
     config = micro(tmp_path, drop_path=0.0, **fields)
     both, batch, spec, rules, plan = step_of(config)
-    mixing, grid = objective.mixing_of(config, plan), 32 // both.model.patch_size
+    mixing, grid = objective.mixing_settings(config, plan), 32 // both.model.patch_size
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     compiled = torch.compile(objective.step_loss, fullgraph=True, backend="eager", dynamic=False)
     for number in range(3):
         mix = mixing.draw(0, number, 32, grid) if mixing else None
-        pairs = pairs_of(plan, number, batch, 6, 0.1 * number)
+        pairs = draw_pairs(plan, number, batch, 6, 0.1 * number)
         with no_host_read():
             want = objective.step_loss(
                 config, both, batch, spec, rules, grid, mix, None, pairs=pairs
@@ -284,7 +287,7 @@ def test_what_is_compiled_trains_as_what_is_not(micro, tmp_path, monkeypatch, ho
     "fields",
     [
         dict(drloc="l1", drloc_grid=2),
-        dict(drloc="reg", drloc_grid=0, drloc_released=True, microbatch=2),
+        dict(drloc="reg", drloc_grid=0, drloc_published=True, microbatch=2),
     ],
 )
 def test_a_killed_run_resumes_to_the_bit(micro, tmp_path, monkeypatch, fields):
@@ -295,7 +298,7 @@ def test_a_killed_run_resumes_to_the_bit(micro, tmp_path, monkeypatch, fields):
         evaluations.append(1)
         if len(evaluations) > 2:  # raw and averaged weights after epoch 1
             raise KeyboardInterrupt
-        return Shares(0.5, 0.5, 1.0)
+        return Metrics(0.5, 0.5, 1.0)
 
     monkeypatch.setattr(training, "evaluate_waits", killed)
     with pytest.raises(KeyboardInterrupt):
@@ -303,7 +306,7 @@ def test_a_killed_run_resumes_to_the_bit(micro, tmp_path, monkeypatch, fields):
     monkeypatch.undo()
     training.train(micro(tmp_path / "killed", epochs=3, resume="auto", **fields))
     one, other = (checkpoints.load(tmp_path / name / "last.pt") for name in ("whole", "killed"))
-    for part in ("model", "ema", "localiser"):
+    for part in ("model", "ema", "localizer"):
         for name, tensor in one[part].items():
             assert torch.equal(tensor, other[part][name]), (part, name)
     losses = [
@@ -351,19 +354,21 @@ def test_a_fine_tune_begins_from_such_a_run_with_heads_of_its_own(micro, tmp_pat
         )
     )
     training.train(micro(tmp_path / "plain", epochs=1, init=tmp_path / "run" / "last.pt"))
-    assert "localiser" not in checkpoints.load(tmp_path / "plain" / "last.pt")
+    assert "localizer" not in checkpoints.load(tmp_path / "plain" / "last.pt")
 
 
-def test_the_optimiser_decays_the_heads_matrices_and_nothing_else_of_them():
+def test_the_optimizer_decays_the_heads_matrices_and_nothing_else_of_them():
     torch.manual_seed(0)
     model = timm.create_model("test_vit", img_size=32, num_classes=3)
     plain, ours = (
-        student_of(Config(model="test_vit", size=32, drloc=drloc, drloc_grid=0), model, ALONE, None)
+        build_student(
+            Config(model="test_vit", size=32, drloc=drloc, drloc_grid=0), model, ALONE, None
+        )
         for drloc in ("none", "l1")
     )
     assert plain.trained is plain.model is model
     assert ours.model is model
-    assert isinstance(ours.trained, Localised)
+    assert isinstance(ours.trained, LocalizedModel)
     names = {id(p): name for name, p in ours.trained.named_parameters()}
     decayed = [
         {names[id(p)] for p in group["params"]}
@@ -376,12 +381,12 @@ def test_the_optimiser_decays_the_heads_matrices_and_nothing_else_of_them():
         if group["weight_decay"]
     ]
     (decayed,), (before,) = decayed, before
-    assert decayed - before == {f"localiser.heads.0.{layer}.weight" for layer in (0, 2, 4)}
+    assert decayed - before == {f"localizer.heads.0.{layer}.weight" for layer in (0, 2, 4)}
     assert before <= decayed
     assert "model.pos_embed" not in decayed
     assert sum(len(group["params"]) for group in ours.optimizer.param_groups) == len(names)
     assert ours.averaged()[0] is ours.trained
-    assert not any(isinstance(part, Localised) for part in ours.ema.module.modules())
+    assert not any(isinstance(part, LocalizedModel) for part in ours.ema.module.modules())
 
 
 @pytest.mark.parametrize(
@@ -390,12 +395,12 @@ def test_the_optimiser_decays_the_heads_matrices_and_nothing_else_of_them():
 )
 def test_the_released_weight_rises_for_20_epochs_and_falls_to_0(epoch, share):
     config = Config(drloc="l1", drloc_weight=0.5, epochs=300)
-    assert objective.localisation_weight(config, epoch) == 0.5
-    assert objective.localisation_weight(
-        replace(config, drloc_released=True), epoch
+    assert objective.localization_weight(config, epoch) == 0.5
+    assert objective.localization_weight(
+        replace(config, drloc_published=True), epoch
     ) == pytest.approx(0.5 * share)
     assert math.isfinite(
-        objective.localisation_weight(replace(config, drloc_released=True, epochs=8), epoch)
+        objective.localization_weight(replace(config, drloc_published=True, epochs=8), epoch)
     )
 
 
@@ -403,9 +408,9 @@ def test_without_it_nothing_changes(micro, tmp_path):
     """No heads, in training or in what is saved."""
     config = micro(tmp_path / "run")
     model, _ = training.build_model(config, 2)
-    assert objective.localised(config, model) is model
+    assert objective.add_drloc_heads(config, model) is model
     training.train(config)
-    assert "localiser" not in checkpoints.load(tmp_path / "run" / "last.pt")
+    assert "localizer" not in checkpoints.load(tmp_path / "run" / "last.pt")
 
 
 def test_the_log_says_what_is_trained_beside_the_model(micro, tmp_path, capsys):

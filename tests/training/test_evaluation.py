@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from densefeed.training.evaluation import Sums, answers, shares_waits, sums_of
+from densefeed.training.evaluation import MetricSums, mean_metrics_sync, predict, sum_metrics
 
 
 class Says(nn.Module):
@@ -46,14 +46,14 @@ def test_sums_are_those_of_a_plain_loop(count, classes, sizes):
         right += weight * (order[0] == label)
         right5 += weight * (label in order[:5])
         loss += weight * (math.log(sum(map(math.exp, logits))) - logits[label])
-    sums = sums_of(answers(Says(logits_NK).train(), batches_of(label_N, weight_N, sizes)))
+    sums = sum_metrics(predict(Says(logits_NK).train(), batches_of(label_N, weight_N, sizes)))
     assert [float(sums.right), float(sums.right5), float(sums.total)] == [
         right,
         right5,
         float(weight_N.sum()),
     ]
     assert float(sums.loss) == pytest.approx(loss, rel=1e-6)
-    shares = shares_waits(sums)
+    shares = mean_metrics_sync(sums)
     assert shares.top1 == right / float(weight_N.sum())
     assert shares.loss == pytest.approx(loss / float(weight_N.sum()), rel=1e-6)
 
@@ -64,13 +64,13 @@ def test_counts_by_hand():
     """
     logits_NK = torch.arange(8.0).expand(5, 8)
     label_N, weight_N = torch.tensor([7, 3, 2, 7, 7]), torch.tensor([1.0, 1, 1, 1, 0])
-    sums = sums_of(answers(Says(logits_NK), batches_of(label_N, weight_N, [5])))
+    sums = sum_metrics(predict(Says(logits_NK), batches_of(label_N, weight_N, [5])))
     assert [float(sums.right), float(sums.right5), float(sums.total)] == [2, 3, 4]
 
 
 def test_fewer_than_five_classes_are_all_among_the_best_five():
-    sums = sums_of(
-        answers(Says(torch.eye(3)), batches_of(torch.tensor([1, 2, 2]), torch.ones(3), [3]))
+    sums = sum_metrics(
+        predict(Says(torch.eye(3)), batches_of(torch.tensor([1, 2, 2]), torch.ones(3), [3]))
     )
     assert (float(sums.right), float(sums.right5)) == (1, 3)
 
@@ -79,9 +79,9 @@ def test_classes_that_are_not_named_take_no_part():
     """Class 0 is best everywhere; among columns 3 and 1, in this order, the model says 1, 0, 0."""
     logits_NK = torch.tensor([[9.0, 2, 0, 1], [9, 2, 0, 3], [9, 0, 7, 4]])
     batch = batches_of(torch.tensor([1, 1, 0]), torch.ones(3), [3])
-    (said,) = answers(Says(logits_NK), batch, torch.tensor([3, 1]))
+    (said,) = predict(Says(logits_NK), batch, torch.tensor([3, 1]))
     assert said[0].tolist() == [[1, 2], [3, 2], [4, 0]]
-    sums = sums_of([said])
+    sums = sum_metrics([said])
     assert float(sums.right) == 2
     want = (
         math.log(math.exp(1 - 2) + 1)
@@ -96,10 +96,10 @@ def test_sums_of_parts_add_up():
     rng = torch.Generator().manual_seed(0)
     logits_NK, label_N = torch.randn(24, 9, generator=rng), torch.randint(9, (24,), generator=rng)
     model, parts = Says(logits_NK), batches_of(label_N, torch.ones(24), [8, 8, 8])
-    ranks = [sums_of(answers(model, part)) for part in (parts[:1], parts[1:])]
-    added = Sums(*sum(torch.stack(sums) for sums in ranks))
-    assert shares_waits(added) == pytest.approx(
-        shares_waits(sums_of(answers(model, parts))), rel=1e-12
+    ranks = [sum_metrics(predict(model, part)) for part in (parts[:1], parts[1:])]
+    added = MetricSums(*sum(torch.stack(sums) for sums in ranks))
+    assert mean_metrics_sync(added) == pytest.approx(
+        mean_metrics_sync(sum_metrics(predict(model, parts))), rel=1e-12
     )
 
 
@@ -107,7 +107,7 @@ def test_nothing_waits_for_the_device(no_host_read):
     model, batch = Says(torch.eye(6)), batches_of(torch.arange(6), torch.ones(6), [3, 3])
     columns = torch.tensor([0, 1, 2, 3, 4, 5])
     with no_host_read():
-        sums = sums_of(answers(model, batch, columns, dtype=torch.bfloat16))
+        sums = sum_metrics(predict(model, batch, columns, dtype=torch.bfloat16))
     assert float(sums.right) == 6
 
 
@@ -117,14 +117,13 @@ def test_bfloat16_answers_are_near_and_float32():
     image_NCHW = torch.randn(4, 3, 2, 2)
     batch = [(image_NCHW, torch.zeros(4, dtype=torch.int64), torch.ones(4))]
     ((plain, *_),), ((half, *_),) = (
-        list(answers(model, batch, dtype=dtype)) for dtype in (None, torch.bfloat16)
+        list(predict(model, batch, dtype=dtype)) for dtype in (None, torch.bfloat16)
     )
     assert half.dtype == torch.float32
-    assert (
-        0 < (half - plain).abs().max() < 0.05
-    )  # 8 bits of mantissa on sums of 12 products below 1
+    # 8 bits of mantissa on sums of 12 products below 1
+    assert 0 < (half - plain).abs().max() < 0.05
 
 
 def test_no_batch_is_an_error():
     with pytest.raises(ValueError, match="no batch"):
-        sums_of([])
+        sum_metrics([])

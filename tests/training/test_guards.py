@@ -13,39 +13,39 @@ from densefeed.system.errors import UserError
 from densefeed.training import guards
 from densefeed.training.guards import (
     STOPPING,
-    Finite,
-    Leaps,
+    LossSpikes,
+    NonFiniteGuard,
+    explain_oom,
     first_not_finite,
-    memory_told,
-    stopping,
+    signal_handler,
 )
 
 CPU = torch.device("cpu")
 
 
 def test_without_skipping_the_flag_stays_and_names_the_first_step(no_host_read):
-    finite, norms = Finite(CPU, skip=False), [1.0, math.inf, 1.0, math.nan]
+    finite, norms = NonFiniteGuard(CPU, skip=False), [1.0, math.inf, 1.0, math.nan]
     with no_host_read():
         flags = [
             finite.update(torch.tensor(norm), step) for step, norm in enumerate(norms, start=7)
         ]
     assert [flag.item() for flag in flags] == [0, 1, 1, 1]
-    assert finite.looked_waits() == (2, 8)
-    assert finite.looked_waits() == (2, 8)
+    assert finite.poll_sync() == (2, 8)
+    assert finite.poll_sync() == (2, 8)
 
 
 def test_with_skipping_each_look_begins_anew(no_host_read):
-    finite = Finite(CPU, skip=True)
+    finite = NonFiniteGuard(CPU, skip=True)
     with no_host_read():
         flags = [
             finite.update(torch.tensor(norm), step)
             for step, norm in enumerate([math.nan, 1.0, -math.inf])
         ]
     assert [flag.item() for flag in flags] == [1, 0, 1]
-    assert finite.looked_waits() == (2, 0)
-    assert finite.looked_waits() == (0, None)
+    assert finite.poll_sync() == (2, 0)
+    assert finite.poll_sync() == (0, None)
     finite.update(torch.tensor(math.nan), 5)
-    assert finite.looked_waits() == (1, 5)
+    assert finite.poll_sync() == (1, 5)
 
 
 class Poisoned(nn.Module):
@@ -86,10 +86,9 @@ def test_a_weight_comes_first_and_a_loss_after_outputs():
 
 
 def test_a_leap_is_told_against_the_median_of_the_last():
-    leaps = Leaps(factor=1.5, window=5)
-    assert [leaps.seen(loss) for loss in (9.0, 2.0, 2.0, 4.0)] == [
-        ""
-    ] * 4  # too few to know what is usual
+    leaps = LossSpikes(factor=1.5, window=5)
+    # too few to know what is usual
+    assert [leaps.seen(loss) for loss in (9.0, 2.0, 2.0, 4.0)] == [""] * 4
     assert leaps.seen(30.0) == ""
     assert leaps.seen(6.1) == "the loss leapt to 6.100; it was 4.000 before"  # of 9, 2, 2, 4, 30
     assert leaps.seen(math.nan) == ""
@@ -105,7 +104,7 @@ def test_a_signal_asks_and_a_second_one_acts(number, monkeypatch):
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     try:
-        with stopping() as asked:
+        with signal_handler() as asked:
             assert asked() == ""
             for _ in range(3):
                 os.kill(os.getpid(), number)
@@ -135,7 +134,7 @@ def test_memory_that_runs_out_names_the_knobs(error):
             UserError,
             match=r"^runs/x: memory ran out with 64 images at once; give --microbatch 32 .*--ema 0$",
         ),
-        memory_told(64, "runs/x"),
+        explain_oom(64, "runs/x"),
     ):
         raise error
 
@@ -146,11 +145,11 @@ def test_a_real_failure_to_get_memory_is_known():
         pytest.raises(
             UserError, match="memory ran out with 2 images at once; give --microbatch 2 "
         ),
-        memory_told(2, "runs/x"),
+        explain_oom(2, "runs/x"),
     ):
         torch.empty(2**60)
 
 
 def test_other_errors_pass():
-    with pytest.raises(RuntimeError, match="another"), memory_told(2, "runs/x"):
+    with pytest.raises(RuntimeError, match="another"), explain_oom(2, "runs/x"):
         raise RuntimeError("another")

@@ -10,7 +10,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from densefeed.system.errors import UserError
-from densefeed.training.logs import forget_after, logging
+from densefeed.training.logs import logging, truncate_metrics
 
 
 def lines(out):
@@ -58,7 +58,7 @@ def test_an_accuracy_is_kept_unless_it_is_measured_again(tmp_path):
     assert [r["kind"] for r in lines(tmp_path)] == ["train", "val"]
     written(tmp_path, ("val", 5, {"top1": 0.5}), step=5, steps=5, evaluated=False)
     assert [r["kind"] for r in lines(tmp_path)] == ["train", "val"]
-    forget_after(4, tmp_path / "nothing.jsonl")  # a folder without records is no error
+    truncate_metrics(4, tmp_path / "nothing.jsonl")  # a folder without records is no error
     assert not (tmp_path / "nothing.jsonl").exists()
 
 

@@ -8,23 +8,23 @@ import torch
 
 from densefeed.system.errors import UserError
 from densefeed.training.config import Config
-from densefeed.training.monitor import LEAST_SCALE, Watch
+from densefeed.training.monitor import LEAST_SCALE, TrainMonitor
 from densefeed.training.ranks import Ranks
-from densefeed.training.student import student_of, update
+from densefeed.training.student import build_student, update
 
 ALONE = Ranks(0, 1, torch.device("cpu"))
 
 
-def watched(dtype=None, **fields) -> tuple[Watch, SimpleNamespace, list]:
+def watched(dtype=None, **fields) -> tuple[TrainMonitor, SimpleNamespace, list]:
     """A watch over one weight; a step multiplies it by a factor that the test chooses."""
     config = Config(out=Path("run"), ema=0.0, **fields)
     model = torch.nn.Linear(1, 1, bias=False)
-    student = student_of(config, model, ALONE, dtype)
+    student = build_student(config, model, ALONE, dtype)
     feed = SimpleNamespace(
         loader=[0] * 10,
         batches=lambda epoch, at: iter([[SimpleNamespace(index=torch.tensor([7]))]]),
     )
-    watch, steps = Watch(config, ALONE, student, feed), iter(range(1000))
+    watch, steps = TrainMonitor(config, ALONE, student, feed), iter(range(1000))
 
     def step(factor: float) -> None:
         compute = lambda: (model.weight.float() * factor).sum()  # noqa: E731
@@ -40,10 +40,10 @@ def test_the_mean_is_that_of_the_steps_since_the_last_line():
         student.model.weight.fill_(2.0)
     student.optimizer.param_groups[0]["lr"] = 0.0
     step(1.0), step(2.0)
-    assert watch.mean_waits(2) == pytest.approx(3.0)
+    assert watch.mean_loss_sync(2) == pytest.approx(3.0)
     watch.next_interval(2, 3.0)
     step(5.0)
-    assert watch.mean_waits(3) == pytest.approx(10.0)
+    assert watch.mean_loss_sync(3) == pytest.approx(10.0)
 
 
 def test_a_bad_step_is_named_with_its_samples():
@@ -52,13 +52,13 @@ def test_a_bad_step_is_named_with_its_samples():
     with pytest.raises(
         UserError, match=r"run: the gradients of step 2 are not finite; .* with samples 7 "
     ):
-        watch.mean_waits(2)
+        watch.mean_loss_sync(2)
 
 
 def test_skipped_updates_are_counted_up_to_max_skips(capsys):
     watch, _, step = watched(on_nonfinite="skip", max_skips=2)
     step(1.0), step(float("nan"))
-    watch.mean_waits(2)
+    watch.mean_loss_sync(2)
     assert (watch.skips, watch.seen[1].item()) == (1, 1)
     assert (
         "skipped 1 updates whose gradients were not finite, of step 2 first"
@@ -66,7 +66,7 @@ def test_skipped_updates_are_counted_up_to_max_skips(capsys):
     )
     step(float("nan")), step(float("nan"))
     with pytest.raises(UserError, match=r"3 updates were skipped, .* more than --max-skips 2"):
-        watch.mean_waits(4)
+        watch.mean_loss_sync(4)
 
 
 def test_float16_that_overflows_at_any_scale_ends_the_run():
@@ -80,12 +80,12 @@ def test_float16_that_overflows_at_any_scale_ends_the_run():
     for number in range(27):  # 2^16 halved so often is 2^-11
         watch.add(update(student, ALONE, number, [loss_of])[0])
         if student.scaler.get_scale() >= LEAST_SCALE:
-            watch.mean_waits(number)
+            watch.mean_loss_sync(number)
     with pytest.raises(
         UserError,
         match="run: gradients overflow in float16 at any scale of the loss, up to step 26;",
     ):
-        watch.mean_waits(26)
+        watch.mean_loss_sync(26)
 
 
 def test_a_loss_that_leaps_is_told_once(capsys):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import densefeed.train as run
-from densefeed.pipelines.augment.augmentation import Augmentation, augmented
+from densefeed.pipelines.augment.augmentation import Augmentation, augment_batches
 from densefeed.pipelines.mixing import Mix
 from densefeed.pipelines.targets import TargetRules, sparse_targets
 from densefeed.training import objective, recipes
@@ -35,8 +35,10 @@ def first(folder, maps):
         mixup=0.8,
     )
     loader = run.open_loader(config, "train")
-    augmentation = Augmentation(loader.plan, objective.augment_of(config), (0.5,) * 3, (0.2,) * 3)
-    batch = next(augmented(loader.batches(0), augmentation, 0, torch.device("cpu")))
+    augmentation = Augmentation(
+        loader.plan, objective.augment_settings(config), (0.5,) * 3, (0.2,) * 3
+    )
+    batch = next(augment_batches(loader.batches(0), augmentation, 0, torch.device("cpu")))
     loader.close()
     return config, batch, loader.labels
 
@@ -101,9 +103,8 @@ def test_mixtoken_after_mixup_is_the_papers_loss(first, kind):
     )
     if kind == "token-label":
         target, weight = dense(batch, spec, 4)
-        assert (
-            weight.min() < 0.99 < weight.max()
-        )  # the maps' windows leave some tokens without a label
+        # the maps' windows leave some tokens without a label
+        assert weight.min() < 0.99 < weight.max()
         shown, seen = (blended(part).unflatten(1, (4, 4)) for part in (target * weight, weight))
         top, left, bottom, right = BOX
         for part in (shown, seen):

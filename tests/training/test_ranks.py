@@ -13,7 +13,7 @@ import densefeed.train as training
 from densefeed.models import checkpoints
 from densefeed.system.errors import UserError
 from densefeed.training.config import plain
-from densefeed.training.ranks import Agreement, Ranks, started
+from densefeed.training.ranks import Agreement, Ranks, init_distributed
 
 from . import spied_run
 
@@ -175,9 +175,8 @@ def test_a_run_moves_between_numbers_of_ranks(micro, tmp_path, alone, run):
         name for name in one if ".running_" not in name and not name.endswith("num_batches_tracked")
     ]
     far = {name: (one[name] - other[name]).abs().max().item() for name in names}
-    assert max(far.values()) < 1e-4, (
-        far
-    )  # the rate is 2.5e-4 at most: no weight went another way for a step
+    # the rate is 2.5e-4 at most: no weight went another way for a step
+    assert max(far.values()) < 1e-4, far
 
 
 def test_a_batch_that_ranks_cannot_share_is_refused(micro, tmp_path):
@@ -228,7 +227,7 @@ def test_a_rank_alone_acts_at_once_and_pays_nothing():
     agreement, model = Agreement(alone), torch.nn.Linear(1, 1)
     assert [agreement(flag) for flag in (False, True, False)] == [False, True, False]
     assert alone.parallel(model) is model
-    assert alone.tell_waits("word") == "word"
+    assert alone.broadcast_sync("word") == "word"
     assert replace(alone, rank=1).first is False
 
 
@@ -242,7 +241,7 @@ def test_one_device_for_several_ranks_is_refused(monkeypatch):
         pytest.raises(
             UserError, match=r"--device cuda:0 is one device; under torchrun give --device cuda"
         ),
-        started("cuda:0"),
+        init_distributed("cuda:0"),
     ):
         pass
     with (
@@ -250,7 +249,7 @@ def test_one_device_for_several_ranks_is_refused(monkeypatch):
             UserError,
             match=r"2 or more ranks on a machine of 1 CUDA devices; give --nproc-per-node",
         ),
-        started("cuda"),
+        init_distributed("cuda"),
     ):
         pass
 
@@ -261,11 +260,11 @@ def test_batchnorm_is_joined_over_several_cuda_ranks_alone():
     """
     model = timm.create_model("dhvt_tiny_cifar_patch4", depth=1, embed_dim=16)
     names, several = list(model.state_dict()), Ranks(0, 2, torch.device("cuda"))
-    assert Ranks(0, 1, torch.device("cuda")).synchronised(model) is model
+    assert Ranks(0, 1, torch.device("cuda")).synchronized(model) is model
     with pytest.raises(UserError, match="--sync-batchnorm needs CUDA"):
-        Ranks(0, 2, torch.device("cpu")).synchronised(model)
+        Ranks(0, 2, torch.device("cpu")).synchronized(model)
     assert sum(isinstance(module, torch.nn.BatchNorm2d) for module in model.modules()) == 5
-    joined = several.synchronised(model)
+    joined = several.synchronized(model)
     assert sum(isinstance(module, torch.nn.SyncBatchNorm) for module in joined.modules()) == 5
     assert not any(isinstance(module, torch.nn.BatchNorm2d) for module in joined.modules())
     assert list(joined.state_dict()) == names

@@ -18,7 +18,7 @@ import densefeed.train as run
 from densefeed.system.errors import UserError
 from densefeed.training import recipes
 from densefeed.training.config import Config, check_values
-from densefeed.training.objective import mixing_of
+from densefeed.training.objective import mixing_settings
 from densefeed.training.schedule import learning_rate, peak_rate, total_epochs
 
 ROOT = Path(__file__).parents[2]
@@ -78,7 +78,7 @@ def test_a_recipe_states_its_command_and_source_and_its_model_is_built(recipe, m
     assert replace(given, **{name: getattr(config, name) for name in free}) == config
     assert config.data is tyro.MISSING
     check_values(given)
-    mixing_of(given, plan=None)  # refuses what cannot be mixed together
+    mixing_settings(given, plan=None)  # refuses what cannot be mixed together
     assert parameters(config) > 1e5
 
 
@@ -128,7 +128,7 @@ def test_the_published_commands(size):
     assert total_epochs(config) == 310
     assert config.ema == (0.0 if large else 0.99992)
     assert config.rand_augment == ("rand-n3-m9-mstd0.5-inc1" if large else "rand-m9-mstd0.5-inc1")
-    assert (config.geometry, config.outside, config.token_weight) == ("compatible", "uniform", 1.0)
+    assert (config.geometry, config.outside, config.token_weight) == ("published", "uniform", 1.0)
     assert learning_rate(config, 1250, 1251) == 1e-6
     assert (config.smoothing, config.erase_mode, config.min_lr) == (0.1, "pixel", 1e-5)
 
@@ -184,15 +184,15 @@ def test_bootstrapping_is_its_section_4_1(name):
         "",
         0,
     )
-    released = name.endswith("published")
-    assert config.feature_norm == ("layernorm" if released else "l2-token")
-    assert config.align == ("none" if released and "shared" in name else "global")
+    published = name.endswith("published")
+    assert config.feature_norm == ("layernorm" if published else "l2-token")
+    assert config.align == ("none" if published and "shared" in name else "global")
     with torch.device("meta"):
         mean = run.build_model(config, 100)[0].pretrained_cfg["mean"]
-    assert mean == ((0.5071, 0.4867, 0.4408) if released else (0.485, 0.456, 0.406))
+    assert mean == ((0.5071, 0.4867, 0.4408) if published else (0.485, 0.456, 0.406))
     kind = name.replace("_published", "").rpartition("_")[2]
     assert config.bootstrap == (kind if kind in ("joint", "shared") else "none")
-    # CIFAR's crop of an image padded by an eighth of its side; of ImageNet the released crop.
+    # CIFAR's crop of an image padded by an eighth of its side; of ImageNet the published crop.
     crop = (0, (0.6, 1.0), 0.875) if "imagenet" in name else (224 * 4 // 32, (1.0, 1.0), 1.0)
     assert (config.shift, config.crop_scale, config.crop_pct) == crop
 
@@ -229,12 +229,12 @@ def test_drlocs_recipes_are_the_supplementarys(command):
             64,
             7,
         )
-        assert (config.objective, config.drloc_released, config.drop_path) == (
+        assert (config.objective, config.drloc_published, config.drop_path) == (
             "ce",
             False,
             0.2 if "swin" in name else 0,
         )
-        # The released rates: 5e-7, 5e-4 and 5e-6 a batch of 512.
+        # The published rates: 5e-7, 5e-4 and 5e-6 a batch of 512.
         assert learning_rate(config, 0, 10) == pytest.approx(1e-6)
         assert config.min_lr == 1e-5
     tuned = NAMED["swin_t_drloc_fine_tune"]()
@@ -264,7 +264,7 @@ DHVT = {  # peak rate at the recipe's batch, batch, epochs of warm-up, epochs, s
 @pytest.mark.parametrize("kind", DHVT)
 @pytest.mark.parametrize("size", ["t", "s"])
 def test_dhvts_recipes_are_its_supplementarys(size, kind):
-    """Sections 2.1, 3.3 and 4.1, and what its released commands give where it is silent (reference
+    """Sections 2.1, 3.3 and 4.1, and what its published commands give where it is silent (reference
     1.9).
     """
     config = NAMED[f"dhvt_{size}_{kind}"]()
@@ -310,7 +310,7 @@ def test_every_ablation_is_a_command_whose_model_has_the_parameters_that_are_sta
 ):
     config = parsed(line.strip("`"), monkeypatch)
     check_values(config)
-    mixing_of(config, plan=None)
+    mixing_settings(config, plan=None)
     dhvt = "dhvt" in line
     assert parameters(config, 100 if dhvt else 1000) == int(count.replace(",", ""))
     assert paper == "diverges" or (66 if dhvt else 79) < float(paper) < 85.5
@@ -318,7 +318,7 @@ def test_every_ablation_is_a_command_whose_model_has_the_parameters_that_are_sta
 
 def test_all_of_the_papers_ablation_rows_are_there():
     """Tables 3 to 9 have 8, 7, 3, 3, 5, 4 and 5 rows, section 4.3 one; DHVT's Tables 2 to 5 have 4,
-    3, 7 and 4, its section 2.2.2 three. None is the same run as its neighbour.
+    3, 7 and 4, its section 2.2.2 three. None is the same run as its neighbor.
     """
     assert len(ABLATIONS) == 8 + 7 + 3 + 3 + 5 + 4 + 5 + 1 + 4 + 3 + 3 + 7 + 4
     assert all(one[1] != other[1] for one, other in pairwise(ABLATIONS))
@@ -403,4 +403,4 @@ def test_the_list_of_recipes_has_a_line_each_and_one_recipes_help_its_docstring(
 
 def test_mixtoken_and_cutmix_are_refused():
     with pytest.raises(UserError, match="--no-mixtoken"):
-        mixing_of(replace(NAMED["lvvit_s_224_standard"](), mixtoken=True), plan=None)
+        mixing_settings(replace(NAMED["lvvit_s_224_standard"](), mixtoken=True), plan=None)

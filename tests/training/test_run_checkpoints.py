@@ -13,13 +13,8 @@ import torch
 from densefeed.system.errors import UserError
 from densefeed.training.run_checkpoints import Checkpoints
 
-WRITING = {
-    "open",
-    "os.rename",
-    "os.remove",
-    "os.symlink",
-    "os.mkdir",
-}  # Python's names of the calls that change a folder
+# Python's names of the calls that change a folder
+WRITING = {"open", "os.rename", "os.remove", "os.symlink", "os.mkdir"}
 
 
 def saved(out, keep, *steps):
@@ -101,9 +96,8 @@ def test_a_process_that_dies_at_any_call_leaves_whole_checkpoints(tmp_path):
         if not ended:
             break
     assert ended == 0
-    assert (
-        ends >= 8
-    )  # two files written and renamed, two links made and renamed, two old files removed
+    # two files written and renamed, two links made and renamed, two old files removed
+    assert ends >= 8
 
 
 @pytest.mark.parametrize("harm", ["cut", "flipped", "deleted", "emptied"])

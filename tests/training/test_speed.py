@@ -18,7 +18,7 @@ from densefeed.models import lvvit  # noqa: F401  (registers its models)
 from densefeed.system.devices import peak_memory
 from densefeed.system.errors import UserError
 from densefeed.training.config import plain
-from densefeed.training.speed import Saved, matmul_rate, peak_flops, training_flops
+from densefeed.training.speed import ActivationBytes, matmul_rate, peak_flops, training_flops
 
 CPU = torch.device("cpu")
 
@@ -59,7 +59,7 @@ def test_saved_bytes_are_those_counted_by_hand():
     second weight's, once.
     """
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
-    with Saved(model) as saved:
+    with ActivationBytes(model) as saved:
         out = model(torch.randn(5, 4))
     assert saved.bytes == 4 * (5 * 4 + 5 * 8)
     out.sum().backward()
@@ -68,7 +68,7 @@ def test_saved_bytes_are_those_counted_by_hand():
 
 def test_saved_counts_no_weights_and_no_storage_twice():
     model, x = nn.Linear(16, 16, bias=False), torch.randn(3, 16, requires_grad=True)
-    with Saved(model) as saved:
+    with ActivationBytes(model) as saved:
         (model(x) + model(x.view(3, 16))).sum()
     assert saved.bytes == 4 * 3 * 16
 

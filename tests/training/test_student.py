@@ -1,4 +1,4 @@
-"""The update: against torch's plain optimiser and clipping, with what is not finite kept out, and
+"""The update: against torch's plain optimizer and clipping, with what is not finite kept out, and
 nothing waited for.
 """
 
@@ -12,7 +12,7 @@ from torch import nn
 
 from densefeed.training.config import Config
 from densefeed.training.ranks import Ranks
-from densefeed.training.student import student_of, update
+from densefeed.training.student import build_student, update
 
 ALONE = Ranks(0, 1, torch.device("cpu"))
 
@@ -23,7 +23,7 @@ def network(seed: int = 0) -> nn.Module:
 
 
 def student(dtype=None, **fields):
-    return student_of(
+    return build_student(
         Config(batch=640, **(dict(lr=1e-2, ema=0.0) | fields)), network(), ALONE, dtype
     )
 
@@ -104,7 +104,7 @@ def test_a_skipped_step_leaves_everything_as_it_was(poison, dtype):
     torch.testing.assert_close(
         [dict(state) for state in ours.optimizer.state.values()], moments, rtol=0, atol=0
     )
-    assert ours.finite.looked_waits() == (1, 1)
+    assert ours.finite.poll_sync() == (1, 1)
     mean, _ = update(ours, ALONE, 2, [partial(loss, ours.model, batch(2))])
     assert mean.isfinite()
     assert any(not torch.equal(now[name], tensor) for name, tensor in of(ours.model).items())
@@ -125,7 +125,7 @@ def test_without_skipping_weights_stay_those_of_the_bad_step(dtype):
             [lambda scale=scale, step=step: loss(ours.model, batch(step)) * scale],
         )
     torch.testing.assert_close(dict(ours.model.named_parameters()), before, rtol=0, atol=0)
-    assert ours.finite.looked_waits()[1] == 1
+    assert ours.finite.poll_sync()[1] == 1
 
 
 def test_an_overflow_of_scaled_gradients_is_no_fault():
@@ -142,7 +142,7 @@ def test_an_overflow_of_scaled_gradients_is_no_fault():
         [lambda: loss(ours.model, batch(1)) + 6000 * ours.model[0].bias.half().sum()],
     )
     assert ours.scaler.get_scale() == scale / 2
-    assert ours.finite.looked_waits() == (0, None)
+    assert ours.finite.poll_sync() == (0, None)
     torch.testing.assert_close(
         dict(ours.model.named_parameters())["0.weight"], before["0.weight"], rtol=0, atol=0
     )

@@ -60,9 +60,8 @@ def plain_forward(
     for images, tokens in blocks(logits_NTK.shape, dtype.itemsize):
         block, extra = logits_NTK[images, tokens], extra_NTM[images, tokens].to(dtype)
         palette = palette_NM[images, None].expand(extra.shape)
-        whole = (
-            torch.empty_like(block, dtype=dtype) if whole is None else whole
-        )  # the first block is the largest
+        # the first block is the largest
+        whole = torch.empty_like(block, dtype=dtype) if whole is None else whole
         peak = block.amax(-1, keepdim=True).to(dtype)
         below = torch.sub(block, peak, out=whole[: len(block), : block.shape[1]])
         dense = base_NT[images, tokens] * below.sum(-1) + (extra * below.gather(2, palette)).sum(-1)

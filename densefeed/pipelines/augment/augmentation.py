@@ -1,14 +1,14 @@
-"""What happens to a batch of pixels on the device: RandAugment or colour jitter, normalisation,
+"""What happens to a batch of pixels on the device: RandAugment or color jitter, normalization,
 random erasing.
 
-The order is timm's: crop, resize and flip (the loader), RandAugment or colour jitter on bytes,
-normalise, erase. What to do is chosen on the host (choices.py); the device applies each operation
+The order is timm's: crop, resize and flip (the loader), RandAugment or color jitter on bytes,
+normalize, erase. What to do is chosen on the host (choices.py); the device applies each operation
 to the samples that were chosen for it (operations.py), so the cost is of what is applied and
 nothing waits for the device.
 
 Labels follow: rotations, shears and translations of a sample are composed into one map, the image
 is resampled once, and the sample's View becomes the old one after that map. What the View then
-reaches beyond `Batch.shown`, the crop, is fill colour in the image. Resampling once has a price in
+reaches beyond `Batch.shown`, the crop, is fill color in the image. Resampling once has a price in
 faithfulness: where a sample of three layers or more has a photometric operation between two
 geometric ones, it acts before both. With two layers the order is timm's exactly, but two geometric
 operations blur once instead of twice, and what the first pushed out of sight the second can bring
@@ -23,15 +23,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from densefeed.pipelines.augment.choices import Choice, Chooser, Group, noise_length
-from densefeed.pipelines.augment.operations import OPERATIONS, looked_up
+from densefeed.pipelines.augment.choices import AugmentPlan, Chooser, Group, noise_length
+from densefeed.pipelines.augment.operations import OPERATIONS, apply_tables
 from densefeed.pipelines.augment.settings import Augment
 from densefeed.pipelines.augment.warp import warped
-from densefeed.pipelines.batch import Batch, on_device
+from densefeed.pipelines.batch import Batch, to_device
 from densefeed.pipelines.plan import NOISE, EpochPlan, philox
 
 
-class Normalise(torch.nn.Module):
+class Normalize(torch.nn.Module):
     """uint8 `[N, H, W, 3]` to float `[N, 3, H, W]` in channels_last memory: (x / 255 - mean) / std,
     one multiply-add.
     """
@@ -55,7 +55,7 @@ class Normalise(torch.nn.Module):
         return out_NHL.view_as(image_NHWC).permute(0, 3, 1, 2)  # permuting NHWC is channels_last
 
     def pixels(self, image_NCHW: Tensor) -> Tensor:
-        """Back to uint8 `[N, H, W, 3]`, to look at: the very bytes that were normalised; what was
+        """Back to uint8 `[N, H, W, 3]`, to look at: the very bytes that were normalized; what was
         erased is clipped.
         """
         value_NHWC = (image_NCHW.permute(0, 2, 3, 1) - self.shift) / self.scale
@@ -77,7 +77,7 @@ class Augmentation(torch.nn.Module):
         self, plan: EpochPlan, augment: Augment, mean: tuple[float, ...], std: tuple[float, ...]
     ) -> None:
         super().__init__()
-        self.normalise = Normalise(mean, std)
+        self.normalize = Normalize(mean, std)
         self.fill = tuple(min(255, round(255 * value)) for value in mean)
         self.mode = augment.erase_mode
         noisy = augment.erase_probability and self.mode != "const"
@@ -86,7 +86,7 @@ class Augmentation(torch.nn.Module):
         )
         self.choose = Chooser(plan, augment).choose
 
-    def forward(self, batch: Batch, choice: Choice) -> Batch:
+    def forward(self, batch: Batch, choice: AugmentPlan) -> Batch:
         """The batch with `image` float32 `[N, 3, H, W]` in channels_last memory and `view` after
         the warp; no wait.
 
@@ -95,12 +95,12 @@ class Augmentation(torch.nn.Module):
         """
         choice = choice.to(batch.image.device)
         return batch._replace(
-            image=self._erased(self.normalise(self.crops(batch, choice)), choice),
+            image=self._erased(self.normalize(self.crops(batch, choice)), choice),
             view=views(batch, choice),
         )
 
-    def crops(self, batch: Batch, choice: Choice) -> Tensor:
-        """The augmented crops before normalisation and erasing: uint8 `[N, H, W, 3]`; `choice` on
+    def crops(self, batch: Batch, choice: AugmentPlan) -> Tensor:
+        """The augmented crops before normalization and erasing: uint8 `[N, H, W, 3]`; `choice` on
         the batch's device.
         """
         image = batch.image
@@ -120,7 +120,7 @@ class Augmentation(torch.nn.Module):
             apply(image, group, choice)
         return image
 
-    def _erased(self, image_NCHW: Tensor, choice: Choice) -> Tensor:
+    def _erased(self, image_NCHW: Tensor, choice: AugmentPlan) -> Tensor:
         """Erases the boxes, in place."""
         for sample, top, left, height, width, at in choice.boxes:
             hole = image_NCHW[sample, :, top : top + height, left : left + width]
@@ -135,11 +135,11 @@ class Augmentation(torch.nn.Module):
         return image_NCHW
 
 
-def apply(image_NHWC: Tensor, group: Group, choice: Choice) -> None:
+def apply(image_NHWC: Tensor, group: Group, choice: AugmentPlan) -> None:
     """One operation on the samples of its group, in place."""
     part = slice(group.start, group.stop)
     if group.name == "Table":
-        change(image_NHWC, choice.row[part], looked_up, choice.table[part][:, None])
+        change(image_NHWC, choice.row[part], apply_tables, choice.table[part][:, None])
     else:
         change(image_NHWC, choice.row[part], OPERATIONS[group.name], choice.number[part])
 
@@ -160,7 +160,7 @@ def change(
         sample.copy_(work(sample, *(argument[at : at + 1] for argument in arguments)))
 
 
-def views(batch: Batch, choice: Choice) -> Tensor:
+def views(batch: Batch, choice: AugmentPlan) -> Tensor:
     """The batch's Views after the warp: float32 `[N, 2, 3]`; those of samples that are not warped
     stay bit for bit.
     """
@@ -173,7 +173,7 @@ def views(batch: Batch, choice: Choice) -> Tensor:
     return batch.view.index_copy(0, choice.warp_row, composed)
 
 
-def augmented(
+def augment_batches(
     batches: Iterator[Batch], augmentation: Augmentation, epoch: int, device: torch.device
 ) -> Iterator[Batch]:
     """The epoch's batches on `device`, augmented; each is chosen for on the host before it is
@@ -188,7 +188,7 @@ def augmented(
             )
             yield batch
 
-    for batch in on_device(chosen(), device):
+    for batch in to_device(chosen(), device):
         yield augmentation(batch, choices.popleft())
 
 

@@ -1,10 +1,10 @@
 """Which operations a crop gets, and where it is erased: chosen on the host, from the plan's draws
 alone.
 
-A `Choice` of a batch names for each operation the rows it is for, so the device works on those
+A `AugmentPlan` of a batch names for each operation the rows it is for, so the device works on those
 alone and nothing ever waits to learn what was chosen. Every draw depends on (seed, epoch, sample
 id, repeat), so neither the batch nor the rank matters. Distributions are timm's (auto_augment.py,
-random_erasing.py) and, for colour jitter, torchvision's.
+random_erasing.py) and, for color jitter, torchvision's.
 """
 
 import math
@@ -23,7 +23,7 @@ from densefeed.pipelines.augment.settings import (
     LEAST_ASPECT,
     TABLES,
     Augment,
-    Layers,
+    RandAugmentSpec,
     argument_of,
     code_of,
     step_of,
@@ -53,7 +53,7 @@ class Group(NamedTuple):
     stop: int
 
 
-class Box(NamedTuple):
+class EraseBox(NamedTuple):
     """A box of a sample to erase, in pixels, and where in the table of noise its numbers begin."""
 
     sample: int
@@ -64,9 +64,9 @@ class Box(NamedTuple):
     noise: int
 
 
-class Choice(NamedTuple):
+class AugmentPlan(NamedTuple):
     """What happens to each sample of a batch. First `before`, then the warp, then `after`; boxes
-    last, once normalised.
+    last, once normalized.
 
     What the device must know lies in three tensors, so that a copy of a batch's choice is three
     copies.
@@ -74,13 +74,13 @@ class Choice(NamedTuple):
 
     before: tuple[Group, ...]
     after: tuple[Group, ...]
-    boxes: tuple[Box, ...]
+    boxes: tuple[EraseBox, ...]
     row: Tensor  # int64 [R + M], the samples of the groups, then those that are warped
-    # float32 [R + 13 M]: arguments; then matrices in pixels, the same normalised, and 1 for bicubic
+    # float32 [R + 13 M]: arguments; then matrices in pixels, the same normalized, and 1 for bicubic
     number: Tensor
     table: Tensor  # uint8 [R, 256], of the groups named Table
 
-    def to(self, device: torch.device) -> "Choice":
+    def to(self, device: torch.device) -> "AugmentPlan":
         """On `device`; a GPU is not waited for."""
         if device.type != "cuda":
             return self._replace(
@@ -109,7 +109,7 @@ class Choice(NamedTuple):
 
     @property
     def matrix(self) -> Tensor:
-        """The same, normalised: what the View is composed with."""
+        """The same, normalized: what the View is composed with."""
         return self._part(6, 12).view(-1, 2, 3)
 
     @property
@@ -129,14 +129,14 @@ class Chooser:
 
     def __init__(self, plan: EpochPlan, augment: Augment) -> None:
         self.plan, self.augment, self.noise = plan, augment, noise_length(plan)
-        self.layers = Layers.of(augment.rand_augment) if augment.rand_augment else None
-        # As timm: RandAugment switches colour jitter off, but for the sets of three augmentations,
+        self.layers = RandAugmentSpec.of(augment.rand_augment) if augment.rand_augment else None
+        # As timm: RandAugment switches color jitter off, but for the sets of three augmentations,
         # which come with it.
         self.jitters = any(augment.jitter) and (self.layers is None or "3a" in augment.rand_augment)
 
     def choose(
         self, epoch: int, index_N: np.ndarray, repeat_N: np.ndarray, height: int, width: int
-    ) -> Choice:
+    ) -> AugmentPlan:
         """For crops of `height` x `width` of the samples `index_N`, whose repeats in this epoch are
         `repeat_N`.
         """
@@ -166,11 +166,11 @@ class Chooser:
         row_M = np.flatnonzero(last_N >= 0)
         matrix_M33 = matrix_N33[row_M]
         scale = np.diag([width, height, 1.0])
-        normalised_M33 = np.linalg.inv(scale) @ matrix_M33 @ scale
+        normalized_M33 = np.linalg.inv(scale) @ matrix_M33 @ scale
         number = (
             argument_R,
             matrix_M33[:, :2].ravel(),
-            normalised_M33[:, :2].ravel(),
+            normalized_M33[:, :2].ravel(),
             cubic_N[row_M],
         )
         boxes = (
@@ -178,7 +178,7 @@ class Chooser:
             if self.augment.erase_probability
             else ()
         )
-        return Choice(
+        return AugmentPlan(
             before,
             after,
             boxes,
@@ -236,9 +236,8 @@ class Chooser:
             else:
                 code_NL.T[mine], argument_NL.T[mine] = code_of(name), argument
         for layer in range(L):
-            matrix_N33 = (
-                matrix_N33 @ step_LN33[layer]
-            )  # a point of the output goes through the last operation's map first
+            # a point of the output goes through the last operation's map first
+            matrix_N33 = matrix_N33 @ step_LN33[layer]
             last_N[is_geometric_LN[layer]] = layer
         cubic_N = bicubic_LN[last_N, np.arange(N)]
         return code_NL, argument_NL, last_N, matrix_N33, cubic_N
@@ -274,12 +273,12 @@ class Chooser:
     def _jitter(
         self, epoch: int, index_N: np.ndarray, repeat_N: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Colour jitter's operations in each sample's own order: codes and arguments, `[N, 4]`."""
+        """Color jitter's operations in each sample's own order: codes and arguments, `[N, 4]`."""
         drawn = self.plan.draws(epoch, index_N, JITTER, range(8), repeat_N)
         strength = np.array(self.augment.jitter)[:, None]
-        centre = np.array([1.0, 1.0, 1.0, 0.0])[:, None]
-        low = np.where(centre > 0, np.maximum(centre - strength, 0), -strength)
-        argument_4N = low + (centre + strength - low) * drawn[4:]
+        center = np.array([1.0, 1.0, 1.0, 0.0])[:, None]
+        low = np.where(center > 0, np.maximum(center - strength, 0), -strength)
+        argument_4N = low + (center + strength - low) * drawn[4:]
         code_4 = np.array([CODES[name] for name in ("Brightness", "Contrast", "Color", "Hue")])
         code_4N = np.where(strength > 0, code_4[:, None], -1).repeat(len(index_N), 1)
         order = np.argsort(drawn[:4], axis=0, kind="stable")
@@ -287,7 +286,7 @@ class Chooser:
 
     def _boxes(
         self, epoch: int, index_N: np.ndarray, repeat_N: np.ndarray, height: int, width: int
-    ) -> tuple[Box, ...]:
+    ) -> tuple[EraseBox, ...]:
         """timm's boxes: how many, then each the first of ten whose sides are both less than the
         image's, if any is.
         """
@@ -320,7 +319,7 @@ class Chooser:
             )
             noise = (u[-2] * (self.noise - 3 * height * width)).astype(int)
             columns = (samples, top, left, box_height.astype(int), box_width.astype(int), noise)
-            boxes += [Box(*row) for row in np.stack(columns, 1)[fits[pick]].tolist()]
+            boxes += [EraseBox(*row) for row in np.stack(columns, 1)[fits[pick]].tolist()]
         return tuple(boxes)
 
 

@@ -1,8 +1,8 @@
-"""What RandAugment and colour jitter do to pixels: Pillow's definitions, batched, on any device,
+"""What RandAugment and color jitter do to pixels: Pillow's definitions, batched, on any device,
 without a wait for it.
 
 Every operation takes uint8 `[N, H, W, 3]` and gives the same, a new tensor. Pillow's own rounding
-is followed, so all but the resampled ones equal it to the grey level
+is followed, so all but the resampled ones equal it to the gray level
 (tests/pipelines/augment/test_operations.py). Bytes of a row are worked on as one line of 3 W
 numbers wherever possible: PyTorch's loops over an innermost axis of three cost ten times as much on
 a CPU. For the same reason nothing here is a `torch.where` on bytes (0.65 ms for an image of 224 px;
@@ -15,7 +15,7 @@ from torch import Tensor
 # N images   H, W pixels   L = 3 W bytes of a row
 
 
-def quantised(value: Tensor) -> Tensor:
+def quantize_levels(value: Tensor) -> Tensor:
     """Pillow's way back to bytes: clipped to [0, 255], then truncated. Overwrites `value`.
 
     By way of int16, which a CPU converts to and from twice as fast as it goes from float to byte.
@@ -23,7 +23,7 @@ def quantised(value: Tensor) -> Tensor:
     return value.clamp_(0, 255).to(torch.int16).to(torch.uint8)
 
 
-def looked_up(image_NHWC: Tensor, table_NC256: Tensor) -> Tensor:
+def apply_tables(image_NHWC: Tensor, table_NC256: Tensor) -> Tensor:
     """Each byte replaced by its table's: uint8 tables `[N, 3, 256]`, or `[N, 1, 256]` for all three
     channels.
     """
@@ -40,7 +40,7 @@ def _table_index(image_NHWC: Tensor, channels: int) -> Tensor:
     return index_NHL.add_(number_N.view(-1, 1, 1) * (256 * channels)).flatten()
 
 
-def counted(index: Tensor, size: int) -> Tensor:
+def histogram(index: Tensor, size: int) -> Tensor:
     """bincount without a wait for a GPU: int32 `[size]`. Whole numbers add up the same in any
     order, so it is deterministic.
     """
@@ -59,7 +59,7 @@ def _blended(degenerate: Tensor, image: Tensor, factor_N: Tensor) -> Tensor:
     """Pillow's Image.blend of float tensors of N rows: the image at factor 1, the degenerate one at
     0, beyond it above 1.
     """
-    return quantised(
+    return quantize_levels(
         (image - degenerate).mul_(factor_N.view(-1, *[1] * (image.ndim - 1))).add_(degenerate)
     )
 
@@ -86,18 +86,15 @@ def _luma(image_NHWC: Tensor) -> Tensor:
 
 def auto_contrast(image_NHWC: Tensor, _: Tensor) -> Tensor:
     """Each channel stretched to [0, 255]; a flat one stays as it is."""
-    low_N3, high_N3 = (
-        image_NHWC.amin(1).amin(1).double(),
-        image_NHWC.amax(1).amax(1).double(),
-    )  # H first: W is contiguous
+    # H first: W is contiguous
+    low_N3, high_N3 = (image_NHWC.amin(1).amin(1).double(), image_NHWC.amax(1).amax(1).double())
     level = torch.arange(256, dtype=torch.float64, device=image_NHWC.device)
     span_N3 = (high_N3 - low_N3).clamp(min=1)
-    scale_N3 = (
-        torch.full_like(span_N3, 255) / span_N3
-    )  # PyTorch makes 255 / x a product with 1 / x, which rounds twice
+    # PyTorch makes 255 / x a product with 1 / x, which rounds twice
+    scale_N3 = torch.full_like(span_N3, 255) / span_N3
     stretched = level * scale_N3[..., None] + (-low_N3 * scale_N3)[..., None]
     is_flat = (high_N3 == low_N3)[..., None]
-    return looked_up(image_NHWC, quantised(torch.where(is_flat, level, stretched)))
+    return apply_tables(image_NHWC, quantize_levels(torch.where(is_flat, level, stretched)))
 
 
 def equalize(image_NHWC: Tensor, _: Tensor) -> Tensor:
@@ -105,7 +102,7 @@ def equalize(image_NHWC: Tensor, _: Tensor) -> Tensor:
     pixels stays as it is.
     """
     N, index = len(image_NHWC), _table_index(image_NHWC, 3)
-    count = index.bincount(minlength=N * 768) if index.is_cpu else counted(index, N * 768)
+    count = index.bincount(minlength=N * 768) if index.is_cpu else histogram(index, N * 768)
     count_N3256 = count.view(N, 3, 256).long()
     level = torch.arange(256, device=image_NHWC.device)
     brightest_N3 = (level * (count_N3256 > 0)).amax(-1, keepdim=True)
@@ -118,14 +115,13 @@ def equalize(image_NHWC: Tensor, _: Tensor) -> Tensor:
 
 def contrast(image_NHWC: Tensor, factor_N: Tensor) -> Tensor:
     """Blend with the mean of L, rounded to a whole number."""
-    sum_N = (
-        _luma(image_NHWC).sum(2).double().sum(1)
-    )  # a row's sum is exact in float32, an image's need not be
+    # a row's sum is exact in float32, an image's need not be
+    sum_N = _luma(image_NHWC).sum(2).double().sum(1)
     mean_N = (sum_N / (image_NHWC.shape[1] * image_NHWC.shape[2]) + 0.5).floor().float()
     level = torch.arange(256, dtype=torch.float32, device=image_NHWC.device).expand(
         len(image_NHWC), 256
     )
-    return looked_up(image_NHWC, _blended(mean_N[:, None], level, factor_N)[:, None])
+    return apply_tables(image_NHWC, _blended(mean_N[:, None], level, factor_N)[:, None])
 
 
 def color(image_NHWC: Tensor, factor_N: Tensor) -> Tensor:
@@ -146,12 +142,12 @@ def sharpness(image_NHWC: Tensor, factor_N: Tensor) -> Tensor:
     byte_NHL = image_NHWC.flatten(2)
     value = byte_NHL.short()  # 13 x 255 fits
     column = value[:, :-2] + value[:, 1:-1] + value[:, 2:]
-    centre = value[:, 1:-1, 3:-3]
-    total = column[..., :-6] + column[..., 3:-3] + column[..., 6:] + 4 * centre
+    center = value[:, 1:-1, 3:-3]
+    total = column[..., :-6] + column[..., 3:-3] + column[..., 6:] + 4 * center
     # total / 13 is never half a number, nor nearer to it than 1 / 26.
     smooth = total.float().mul_(1 / 13).add_(0.5).floor_()
     out = byte_NHL.clone()
-    out[:, 1:-1, 3:-3] = _blended(smooth, centre.float(), factor_N)
+    out[:, 1:-1, 3:-3] = _blended(smooth, center.float(), factor_N)
     return out.view_as(image_NHWC)
 
 
@@ -160,13 +156,12 @@ def gaussian_blur(image_NHWC: Tensor, radius_N: Tensor) -> Tensor:
     each rounded to bytes.
 
     Gwosdek et al., "Theoretical foundations of Gaussian convolution by extended box filtering"
-    (2011): a box of 2 l + 1 pixels whose two neighbours count in part. Up to radius 2 the box has
+    (2011): a box of 2 l + 1 pixels whose two neighbors count in part. Up to radius 2 the box has
     one pixel or three.
     """
     squared_N = radius_N.double() ** 2
-    whole_N = (
-        ((squared_N * 4 + 1).sqrt() - 1) / 2
-    ).floor()  # l, with sigma^2 = radius^2 / 3 for each of three passes
+    # l, with sigma^2 = radius^2 / 3 for each of three passes
+    whole_N = (((squared_N * 4 + 1).sqrt() - 1) / 2).floor()
     width_N = 2 * whole_N + 1
     edge_N = (
         width_N * (whole_N * (whole_N + 1) - squared_N) / (2 * (squared_N - 3 * (whole_N + 1) ** 2))
@@ -184,7 +179,7 @@ def gaussian_blur(image_NHWC: Tensor, radius_N: Tensor) -> Tensor:
         wider = image.index_select(axis, beyond)
         total = sum(weight * wider.narrow(axis, at, extent) for at, weight in enumerate(weights))
         image = total.add_(2**23).mul_(2.0**-24).floor_()
-    return quantised(image)
+    return quantize_levels(image)
 
 
 def hue(image_NHWC: Tensor, turn_N: Tensor) -> Tensor:
@@ -195,7 +190,7 @@ def hue(image_NHWC: Tensor, turn_N: Tensor) -> Tensor:
     value, least = image_NHWC.amax(-1).double(), image_NHWC.amin(-1).double()
     span = (value - least).clamp(min=1)
     # Pillow keeps what it computes in double as float; a hue is a truncated number, so that decides
-    # about whole greys.
+    # about whole grays.
     far_red, far_green, far_blue = (
         ((value - channel) / span).float().double() for channel in (red, green, blue)
     )
@@ -211,11 +206,10 @@ def hue(image_NHWC: Tensor, turn_N: Tensor) -> Tensor:
     down, falling, rising = (
         value * (1 - saturation * share) for share in (torch.ones_like(part), part, 1 - part)
     )
-    reds = torch.stack(
-        [value, falling, down, down, rising, value]
-    )  # by sector; green's are two sectors on, blue's four
+    # by sector; green's are two sectors on, blue's four
+    reds = torch.stack([value, falling, down, down, rising, value])
     channels = [reds.gather(0, ((sector + turn) % 6).long()[None])[0] for turn in (0, 4, 2)]
-    return quantised(torch.stack(channels, -1).add_(0.5))
+    return quantize_levels(torch.stack(channels, -1).add_(0.5))
 
 
 OPERATIONS = {

@@ -19,13 +19,8 @@ from densefeed.system.errors import UserError
 # N samples   R operations of a batch
 
 GEOMETRIC = ("Rotate", "ShearX", "ShearY", "TranslateXRel", "TranslateYRel")
-TABLES = (
-    "Invert",
-    "Posterize",
-    "Solarize",
-    "SolarizeAdd",
-    "Brightness",
-)  # a byte's value follows from the byte
+# a byte's value follows from the byte
+TABLES = ("Invert", "Posterize", "Solarize", "SolarizeAdd", "Brightness")
 CODES = {name: code for code, name in enumerate((*TABLES, *OPERATIONS))}
 LEAST_AREA, LEAST_ASPECT = 0.02, 0.3  # of an erased box, timm's
 
@@ -40,24 +35,19 @@ class Augment:
     Raises UserError for values that mean nothing.
     """
 
-    rand_augment: str = (
-        ""  # timm's, as "rand-m9-mstd0.5-inc1"; its "3a" sets come together with colour jitter
-    )
-    color_jitter: float | tuple[float, ...] = (
-        0.0  # brightness, contrast, saturation, perhaps hue; not beside RandAugment
-    )
-    shift: int = (
-        0  # most whole pixels that a crop moves by, each way: RandomCrop with so much padding
-    )
-    interpolation: Literal["random", "bilinear", "bicubic"] = (
-        "random"  # of rotation, shear and translation
-    )
+    # timm's, as "rand-m9-mstd0.5-inc1"; its "3a" sets come together with color jitter
+    rand_augment: str = ""
+    # brightness, contrast, saturation, perhaps hue; not beside RandAugment
+    color_jitter: float | tuple[float, ...] = 0.0
+    # most whole pixels that a crop moves by, each way: RandomCrop with so much padding
+    shift: int = 0
+    # of rotation, shear and translation
+    interpolation: Literal["random", "bilinear", "bicubic"] = "random"
     erase_probability: float = 0.0  # timm's reprob
-    erase_mode: Literal["const", "rand", "pixel"] = "pixel"  # zeros (the mean), one colour, noise
+    erase_mode: Literal["const", "rand", "pixel"] = "pixel"  # zeros (the mean), one color, noise
     erase_count: int = 1  # most boxes of an image
-    erase_max_area: float = (
-        1 / 3
-    )  # of all boxes together, as a share of the image; the least is 0.02
+    # of all boxes together, as a share of the image; the least is 0.02
+    erase_max_area: float = 1 / 3
 
     def __post_init__(self) -> None:
         if self.interpolation not in ("random", "bilinear", "bicubic"):
@@ -98,11 +88,11 @@ class Augment:
         """
         turning = {"Rotate", "ShearX", "ShearY"}
         return bool(self.rand_augment) and not turning.isdisjoint(
-            Layers.of(self.rand_augment).names
+            RandAugmentSpec.of(self.rand_augment).names
         )
 
 
-class Layers(NamedTuple):
+class RandAugmentSpec(NamedTuple):
     """RandAugment as its string says."""
 
     names: tuple[str, ...]  # timm's
@@ -114,7 +104,7 @@ class Layers(NamedTuple):
     most: float  # upper end of a magnitude
 
     @classmethod
-    def of(cls, text: str) -> "Layers":
+    def of(cls, text: str) -> "RandAugmentSpec":
         """timm's reading of the string. UserError where timm refuses it, or where it asks for what
         is not here.
         """
@@ -236,7 +226,7 @@ def step_of(name: str, argument_N: np.ndarray, height: int, width: int) -> np.nd
     """
     step = np.tile(np.eye(3), (len(argument_N), 1, 1))
     match name:
-        case "Rotate":  # counter-clockwise for positive degrees, about the centre
+        case "Rotate":  # counter-clockwise for positive degrees, about the center
             angle = -np.radians(argument_N)
             sine, cosine = np.sin(angle), np.cos(angle)
             step[:, 0, 0], step[:, 0, 1], step[:, 1, 0], step[:, 1, 1] = cosine, sine, -sine, cosine

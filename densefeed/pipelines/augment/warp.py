@@ -1,15 +1,15 @@
 """Affine maps of pixels with the definitions of Pillow's Image.transform: rotation, shear and
 translation, composed, in one go.
 
-Border rule: an output pixel whose centre falls outside [0, W) x [0, H) of the source has the fill
-colour; inside, neighbours beyond the edge are the edge's pixels, so nothing blends with the fill.
+Border rule: an output pixel whose center falls outside [0, W) x [0, H) of the source has the fill
+color; inside, neighbors beyond the edge are the edge's pixels, so nothing blends with the fill.
 Bicubic is cubic convolution with a = -1, not -0.75 as in torch's grid_sample. Results are
 truncated, not rounded.
 
 `gathered` does all samples at once, on any device; it is what a GPU runs. On a CPU its 16 gathers
 take 4 ms for an image of 224 px where Pillow takes 1.8 (bicubic; bilinear 0.7), so there a map of
 both axes is Pillow's own work. A map along one axis, as four of the five operations are, moves
-every row by a number of its own and takes `slid` 0.4 ms, 0.5 along y.
+every row by a number of its own and takes `shift_rows` 0.4 ms, 0.5 along y.
 """
 
 from functools import lru_cache
@@ -42,12 +42,12 @@ def warped(
     ):
         image = image_NHWC[number]
         if (matrix_23[1] == (0, 1, 0)).all():
-            out[number] = slid(image, *matrix_23[0, 1:].tolist(), bool(cubic), fill)
+            out[number] = shift_rows(image, *matrix_23[0, 1:].tolist(), bool(cubic), fill)
         elif (matrix_23[0] == (1, 0, 0)).all():
             slope, shift = matrix_23[1, ::2].tolist()
-            out[number] = slid(image.transpose(0, 1), slope, shift, bool(cubic), fill).transpose(
-                0, 1
-            )
+            out[number] = shift_rows(
+                image.transpose(0, 1), slope, shift, bool(cubic), fill
+            ).transpose(0, 1)
         else:
             resample = Image.Resampling.BICUBIC if cubic else Image.Resampling.BILINEAR
             picture = Image.fromarray(image.numpy())
@@ -62,13 +62,13 @@ def warped(
     return out
 
 
-def slid(
+def shift_rows(
     image_HW3: Tensor, slope: float, shift: float, cubic: bool, fill: tuple[int, int, int]
 ) -> Tensor:
     """One image whose rows are moved: x of the output shows x + slope (y + 0.5) + shift. uint8 `[H,
     W, 3]`.
 
-    All pixels of a row lie equally far past their neighbour, so a row is a sum of whole moved rows
+    All pixels of a row lie equally far past their neighbor, so a row is a sum of whole moved rows
     with one weight each.
     """
     H, W, _ = image_HW3.shape
@@ -104,7 +104,7 @@ def slid(
 
 @lru_cache(maxsize=8)
 def _patterns(width: int, fill: tuple[int, int, int]) -> tuple[Tensor, Tensor]:
-    """Three images' widths of bytes `[3 width, 3]`: 255 in the middle one; and the fill colour in
+    """Three images' widths of bytes `[3 width, 3]`: 255 in the middle one; and the fill color in
     the others, 0 elsewhere.
     """
     mask = torch.zeros(3 * width, 3, dtype=torch.uint8)
@@ -123,11 +123,11 @@ def _windows(pixels: Tensor, width: int, first_H: np.ndarray) -> Tensor:
 
 
 def tap_weights(d: Values, cubic: Values) -> tuple[Values, Values, Values, Values]:
-    """Weights of neighbours -1, 0, 1 and 2 for a point `d` past neighbour 0; `cubic` is 1 or 0
+    """Weights of neighbors -1, 0, 1 and 2 for a point `d` past neighbor 0; `cubic` is 1 or 0
     (bilinear: 0, 1 - d, d, 0).
 
-    Cubic convolution with a = -1 takes d (1 - d)^2 from neighbour -1 to 0 and d^2 (1 - d) from
-    neighbour 2 to 1.
+    Cubic convolution with a = -1 takes d (1 - d)^2 from neighbor -1 to 0 and d^2 (1 - d) from
+    neighbor 2 to 1.
     """
     e = 1 - d
     bend = cubic * d * e
@@ -142,9 +142,8 @@ def gathered(
     N, H, W, _ = image_NHWC.shape
     device = image_NHWC.device
     red, green, blue = image_NHWC.unbind(-1)
-    packed = (
-        torch.stack([red, green, blue, blue], -1).view(torch.int32).flatten()
-    )  # one gather for three channels
+    # one gather for three channels
+    packed = torch.stack([red, green, blue, blue], -1).view(torch.int32).flatten()
     x_W, y_H1 = (
         torch.arange(W, device=device) + 0.5,
         (torch.arange(H, device=device) + 0.5)[:, None],
@@ -173,8 +172,8 @@ def gathered(
         for column, column_weight in axes[0]:
             pixel_NHW = packed.index_select(0, (row * W + column).flatten()).view(N, H, W)
             total_3NHW.addcmul_((pixel_NHW & mask).float(), row_weight * column_weight)
-    colour_3NHW = total_3NHW.mul_(1 / unit).add_(ALMOST).clamp_(0, 255).int() * unit
-    colour_NHW = torch.where(
-        inside, colour_3NHW.sum(0, dtype=torch.int32), fill[0] + fill[1] * 256 + fill[2] * 65536
+    color_3NHW = total_3NHW.mul_(1 / unit).add_(ALMOST).clamp_(0, 255).int() * unit
+    color_NHW = torch.where(
+        inside, color_3NHW.sum(0, dtype=torch.int32), fill[0] + fill[1] * 256 + fill[2] * 65536
     )
-    return torch.stack(colour_NHW.view(torch.uint8).view(N, H, W, 4).unbind(-1)[:3], -1)
+    return torch.stack(color_NHW.view(torch.uint8).view(N, H, W, 4).unbind(-1)[:3], -1)

@@ -77,9 +77,8 @@ def test_interpreted_kernels(shape, dtype):
 
     grad, logits, *targets = case = example(*shape, dtype, "cpu")
     loss, *sums = subject.forward(logits, *targets)
-    check(
-        loss, subject.backward(grad, logits, *sums, *targets), case, rounding=1
-    )  # the interpreter cuts bfloat16 off
+    # the interpreter cuts bfloat16 off
+    check(loss, subject.backward(grad, logits, *sums, *targets), case, rounding=1)
     twin_loss, *twin_sums = kernels.plain_forward(logits, *targets)
     torch.testing.assert_close([loss, *sums], [twin_loss, *twin_sums], rtol=2e-6, atol=2e-6)
 

@@ -1,4 +1,4 @@
-"""Augmentation of whole batches: normalised as torchvision does, the View follows the warp, and
+"""Augmentation of whole batches: normalized as torchvision does, the View follows the warp, and
 nothing waits for the device.
 """
 
@@ -15,14 +15,14 @@ from torchvision.transforms.v2 import functional as tv
 
 from densefeed.pipelines.augment.augmentation import (
     Augmentation,
-    Normalise,
-    augmented,
+    Normalize,
+    augment_batches,
     noise_table,
     warp,
 )
 from densefeed.pipelines.augment.augmentation import augmentation as augment_module
 from densefeed.pipelines.augment.choices import LAYER_NUMBERS
-from densefeed.pipelines.augment.operations import counted
+from densefeed.pipelines.augment.operations import histogram
 from densefeed.pipelines.augment.settings import GEOMETRIC, Augment
 from densefeed.pipelines.batch import Batch
 from densefeed.pipelines.plan import AUGMENT, EpochPlan
@@ -63,17 +63,17 @@ def images(noise) -> torch.Tensor:
     return torch.from_numpy(np.stack([noise(40, 56, seed=number) for number in range(33)]))
 
 
-def test_normalise_is_torchvisions_and_channels_last():
+def test_normalize_is_torchvisions_and_channels_last():
     image = torch.randint(
         0, 256, (3, 5, 7, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
     )
-    got = Normalise(MEAN, STD)(image)
+    got = Normalize(MEAN, STD)(image)
     want = tv.normalize(image.permute(0, 3, 1, 2).double() / 255, MEAN, STD)
     torch.testing.assert_close(got.double(), want, rtol=0, atol=2e-6)  # float32 on values up to 2.7
     assert got.is_contiguous(memory_format=torch.channels_last)
 
 
-def test_pixels_are_the_bytes_that_were_normalised():
+def test_pixels_are_the_bytes_that_were_normalized():
     image = (
         torch.arange(256, dtype=torch.uint8)
         .repeat(3)
@@ -81,17 +81,17 @@ def test_pixels_are_the_bytes_that_were_normalised():
         .mT.reshape(1, 16, 16, 3)
         .contiguous()
     )
-    normalise = Normalise(MEAN, STD)
-    assert torch.equal(normalise.pixels(normalise(image)), image)
+    normalize = Normalize(MEAN, STD)
+    assert torch.equal(normalize.pixels(normalize(image)), image)
 
 
 @pytest.mark.parametrize(
     "augment", [Augment(), Augment(rand_augment="rand-m9-p0"), Augment(rand_augment="rand-n0")]
 )
-def test_nothing_chosen_is_normalise(images, augment):
+def test_nothing_chosen_is_normalize(images, augment):
     augmentation, batch = Augmentation(PLAN, augment, MEAN, STD), batch_of(images)
     out = augmentation(batch, chosen(augmentation, batch))
-    assert torch.equal(out.image, Normalise(MEAN, STD)(images))
+    assert torch.equal(out.image, Normalize(MEAN, STD)(images))
     assert torch.equal(out.view, batch.view)
 
 
@@ -147,10 +147,10 @@ def test_a_batch_is_timms(monkeypatch, noise):
     """The same operations at the same magnitudes, by timm's functions on Pillow images, in timm's
     order.
 
-    Equal to the byte without a warp. One warp leaves a grey level here and there, and lines of
+    Equal to the byte without a warp. One warp leaves a gray level here and there, and lines of
     pixels on the border; a later operation can stretch a level (solarizing turns a byte at its
     threshold into another), so a share of pixels may differ by much. A wrong order would change the
-    fill colour or not, a tenth of a warped image and more. Two warps blur twice in timm, and are
+    fill color or not, a tenth of a warped image and more. Two warps blur twice in timm, and are
     compared below.
     """
     images = torch.from_numpy(np.stack([noise(40, 56, seed=number) for number in range(150)]))
@@ -194,10 +194,10 @@ def test_neither_batch_order_nor_size_matters(seed, N, repeat, random):
 
 
 def points(side: int) -> torch.Tensor:
-    """(x, y, 1) of each pixel's centre in a square: float32 `[side, side, 3]`."""
-    centre = (torch.arange(side) + 0.5) / side
+    """(x, y, 1) of each pixel's center in a square: float32 `[side, side, 3]`."""
+    center = (torch.arange(side) + 0.5) / side
     return torch.stack(
-        [centre.expand(side, side), centre[:, None].expand(side, side), torch.ones(side, side)], -1
+        [center.expand(side, side), center[:, None].expand(side, side), torch.ones(side, side)], -1
     )
 
 
@@ -206,7 +206,7 @@ def test_several_warps_are_timms_one_after_the_other(monkeypatch):
     three resamplings read.
 
     4 levels a pixel, and each of timm's passes truncates, a level. Where blue is 255 timm's pixel
-    has not met the fill colour: bilinear weights are not negative, so nothing else makes 255.
+    has not met the fill color: bilinear weights are not negative, so nothing else makes 255.
     """
     N, side = 40, 64
     augmentation = Augmentation(
@@ -221,9 +221,8 @@ def test_several_warps_are_timms_one_after_the_other(monkeypatch):
     compared = 0
     for mine, want in zip(crops, timms, strict=True):
         clear = (want[..., 2] == 255) & (mine[..., 2] == 255)
-        inner = (
-            clear & (mine[..., :2] > 12).all(-1) & (mine[..., :2] < 243).all(-1)
-        )  # no neighbour beyond the edge
+        # no neighbor beyond the edge
+        inner = clear & (mine[..., :2] > 12).all(-1) & (mine[..., :2] < 243).all(-1)
         assert abs(mine - want)[inner].max(initial=0) <= 3
         compared += inner.sum()
     assert compared > 0.2 * N * side * side
@@ -237,7 +236,7 @@ def test_the_view_follows_the_warp():
     is exact but for three things: bytes' rounding where they were written, half a level times 1.5
     along each axis (what bicubic weights add up to without their signs), truncation, a level, and
     that cubic convolution with a = -1 bends a line by d (1 - d) (1 - 2 d) pixels, at most 0.0963.
-    Three pixels from the edge no repeated neighbour is read.
+    Three pixels from the edge no repeated neighbor is read.
     """
     N, side = 64, 32
     augmentation = Augmentation(PLAN, Augment(rand_augment="rand-m9-mstd0.5-p1-n3"), MEAN, STD)
@@ -293,7 +292,7 @@ def test_only_image_and_view_change(images):
 
 @pytest.mark.parametrize("mode", ["const", "rand", "pixel"])
 def test_erased_boxes(images, mode):
-    """Inside its boxes a crop is zeros, one colour or standard normal noise; outside it is what it
+    """Inside its boxes a crop is zeros, one color or standard normal noise; outside it is what it
     was.
     """
     augmentation = Augmentation(
@@ -302,7 +301,7 @@ def test_erased_boxes(images, mode):
     batch = batch_of(images)
     choice = chosen(augmentation, batch)
     assert len(choice.boxes) > 20
-    want, noise, inside = Normalise(MEAN, STD)(images), noise_table(PLAN), []
+    want, noise, inside = Normalize(MEAN, STD)(images), noise_table(PLAN), []
     for box in choice.boxes:
         hole = want[box.sample, :, box.top : box.top + box.height, box.left : box.left + box.width]
         if mode == "const":
@@ -347,12 +346,12 @@ def test_the_device_part_reads_nothing(images, monkeypatch, no_host_read):
 
     monkeypatch.setattr(augment_module, "change", at_once)
     monkeypatch.setattr(
-        torch.Tensor, "bincount", lambda index, minlength: counted(index, minlength)
+        torch.Tensor, "bincount", lambda index, minlength: histogram(index, minlength)
     )
     with no_host_read():
         got = augmentation(batch, choice).image
     assert len(choice.before) + len(choice.after) > 8
-    # The two ways to warp differ by a grey level here and there, which equalizing can stretch; most
+    # The two ways to warp differ by a gray level here and there, which equalizing can stretch; most
     # samples end equal.
     assert ((got - on_cpu).abs() > 0.02).float().mean() < 0.05
 
@@ -378,7 +377,7 @@ def test_a_gpu_does_the_same_and_is_not_waited_for(images):
 def test_batches_come_out_in_order_with_their_own_choice(images):
     augmentation = Augmentation(PLAN, FULL, MEAN, STD)
     batches = [batch_of(images[:size], torch.arange(size) + 100 * size) for size in (33, 1, 7)]
-    got = list(augmented(iter(batches), augmentation, 2, torch.device("cpu")))
+    got = list(augment_batches(iter(batches), augmentation, 2, torch.device("cpu")))
     for batch, out in zip(batches, got, strict=True):
         want = augmentation(batch, chosen(augmentation, batch, epoch=2))
         assert torch.equal(out.image, want.image)

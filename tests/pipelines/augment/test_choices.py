@@ -172,7 +172,7 @@ def test_layers_and_probability():
 @pytest.mark.parametrize(
     "jitter", [0.4, (0.4, 0.2, 1.5), (0.1, 0.2, 0.3, 0.4), (0.0, 0.2, 0.0, 0.1)]
 )
-def test_colour_jitter_is_torchvisions(jitter):
+def test_color_jitter_is_torchvisions(jitter):
     """Which operations, in uniform order, with factors uniform between max(0, 1 - v) and 1 + v, the
     hue's between -v and v.
     """
@@ -272,9 +272,8 @@ def test_every_sample_keeps_the_order_of_its_operations():
     for is_before, part in ((True, choice.before), (False, choice.after)):
         for group in part:
             rows = choice.row[group.start : group.stop].tolist()
-            assert len(set(rows)) == len(
-                rows
-            )  # a sample once in a group, or the second would undo the first
+            # a sample once in a group, or the second would undo the first
+            assert len(set(rows)) == len(rows)
             for at, row in enumerate(rows, group.start):
                 if last[row] >= 0:
                     layers = np.flatnonzero(

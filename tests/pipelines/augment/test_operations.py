@@ -1,4 +1,4 @@
-"""Every photometric operation against Pillow's own, to the grey level."""
+"""Every photometric operation against Pillow's own, to the gray level."""
 
 import numpy as np
 import pytest
@@ -7,13 +7,13 @@ from PIL import Image, ImageEnhance, ImageFilter, ImageOps
 from timm.data.auto_augment import posterize, solarize_add
 from torchvision.transforms.functional import adjust_hue
 
-from densefeed.pipelines.augment.operations import OPERATIONS, counted, looked_up
+from densefeed.pipelines.augment.operations import OPERATIONS, apply_tables, histogram
 from densefeed.pipelines.augment.settings import CODES, TABLES, tables_of
 
 
 @pytest.fixture(scope="module")
 def images(noise) -> torch.Tensor:
-    """Photograph-like, noise, one colour, black and white, channels of different spread, nearly
+    """Photograph-like, noise, one color, black and white, channels of different spread, nearly
     flat: odd-sized, 6 of them.
     """
     rng = np.random.default_rng(1)
@@ -104,7 +104,7 @@ def test_a_table_is_pillows(images, name):
     pillows, arguments = TABLE_PILLOWS[name]
     for argument in arguments:
         table = tables_of(np.full(len(images), CODES[name]), np.full(len(images), float(argument)))
-        got = looked_up(images, torch.from_numpy(table)[:, None])
+        got = apply_tables(images, torch.from_numpy(table)[:, None])
         assert torch.equal(got, by_pillow(images, lambda image, by=argument: pillows(image, by))), (
             argument
         )
@@ -132,4 +132,4 @@ def test_counting_without_a_wait_is_bincount():
     index = torch.randint(
         0, 900, (5000,), dtype=torch.int32, generator=torch.Generator().manual_seed(0)
     )
-    assert torch.equal(counted(index, 1000).long(), index.bincount(minlength=1000))
+    assert torch.equal(histogram(index, 1000).long(), index.bincount(minlength=1000))

@@ -8,7 +8,13 @@ import pytest
 from timm.data import auto_augment
 from timm.data.auto_augment import LEVEL_TO_ARG
 
-from densefeed.pipelines.augment.settings import GEOMETRIC, Augment, Layers, argument_of, code_of
+from densefeed.pipelines.augment.settings import (
+    GEOMETRIC,
+    Augment,
+    RandAugmentSpec,
+    argument_of,
+    code_of,
+)
 from densefeed.system.errors import UserError
 
 KNOWN = [name for name in LEVEL_TO_ARG if name in GEOMETRIC or code_of(name) is not None]
@@ -23,15 +29,14 @@ def test_arguments_are_timms(name, negative, monkeypatch):
     timms = LEVEL_TO_ARG[name]
     want = [float(timms(level, {})[0]) if timms else 0.0 for level in levels]
     if name == "Desaturate":
-        want = [
-            min(1.0, max(0.0, 1.0 - value)) for value in want
-        ]  # as its operation turns it into a factor
+        # as its operation turns it into a factor
+        want = [min(1.0, max(0.0, 1.0 - value)) for value in want]
     np.testing.assert_allclose(got, want, rtol=1e-12, atol=1e-12)
 
 
 def test_every_operation_of_timms_sets_is_known():
     for text in ("rand-m9", "rand-m9-inc1", "rand-m7-tweights", "rand-m3-t3a", "rand-m3-t3aw-n3"):
-        assert set(Layers.of(text).names) <= set(KNOWN)
+        assert set(RandAugmentSpec.of(text).names) <= set(KNOWN)
 
 
 @pytest.mark.parametrize(
@@ -48,7 +53,7 @@ def test_every_operation_of_timms_sets_is_known():
 )
 def test_a_string_that_means_nothing_is_named(text):
     with pytest.raises(UserError, match=text):
-        Layers.of(text)
+        RandAugmentSpec.of(text)
 
 
 @pytest.mark.parametrize(
@@ -73,9 +78,9 @@ def test_a_value_that_means_nothing_is_named(field, value):
 def test_timm_has_the_parts_this_stands_on():
     """A newer timm that names or weighs its operations otherwise fails here, by name."""
     assert auto_augment._LEVEL_DENOM == 10
-    assert Layers.of("rand-m9-mstd0.5-inc1")[2:] == (2, 0.5, 9, 0.5, 10.0)
-    assert Layers.of("rand-m7-n3-mstd101-mmax20-p0.25")[2:] == (3, 0.25, 7, math.inf, 20)
-    assert len(Layers.of("rand-m9-mstd0.5-inc1").names) == 15
+    assert RandAugmentSpec.of("rand-m9-mstd0.5-inc1")[2:] == (2, 0.5, 9, 0.5, 10.0)
+    assert RandAugmentSpec.of("rand-m7-n3-mstd101-mmax20-p0.25")[2:] == (3, 0.25, 7, math.inf, 20)
+    assert len(RandAugmentSpec.of("rand-m9-mstd0.5-inc1").names) == 15
 
 
 @pytest.mark.parametrize(
@@ -101,4 +106,4 @@ def test_whether_views_may_be_sheared_is_known_beforehand(text, shears):
 def test_a_slip_of_the_pen_is_refused(text):
     """timm takes each of these for another string, mostly rand-m10."""
     with pytest.raises(UserError, match="is no RandAugment string"):
-        Layers.of(text)
+        RandAugmentSpec.of(text)

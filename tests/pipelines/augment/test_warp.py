@@ -22,7 +22,7 @@ ARGUMENTS = {
 
 @pytest.fixture(scope="module")
 def images(noise) -> torch.Tensor:
-    """Photograph-like, noise and one colour, 61 x 83."""
+    """Photograph-like, noise and one color, 61 x 83."""
     rng = np.random.default_rng(2)
     return torch.from_numpy(
         np.stack(
@@ -48,7 +48,7 @@ def border(matrix_23: np.ndarray, height: int, width: int) -> np.ndarray:
 @pytest.mark.parametrize("cubic", [False, True])
 @pytest.mark.parametrize("name", GEOMETRIC)
 def test_an_operation_is_pillows(images, way, cubic, name):
-    """Within 1 grey level everywhere but on the border, where a sum of float32 may fall on the
+    """Within 1 gray level everywhere but on the border, where a sum of float32 may fall on the
     other side of the edge.
     """
     _, H, W, _ = images.shape
@@ -95,7 +95,7 @@ def test_tap_weights_are_the_kernels():
 @pytest.mark.parametrize("way", [warped, gathered])
 @pytest.mark.parametrize("cubic", [False, True])
 def test_a_composed_warp_is_the_float64_sum(images, way, cubic):
-    """Rotation, then shear, then translation, read once: every pixel's sum of sixteen neighbours
+    """Rotation, then shear, then translation, read once: every pixel's sum of sixteen neighbors
     written out.
     """
     _, H, W, _ = images.shape

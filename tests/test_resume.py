@@ -144,9 +144,9 @@ def test_a_run_stopped_after_every_step_is_the_uninterrupted_one(
 TRAIN = """
 import json, sys, torch
 from densefeed.train import train
-from densefeed.training.config import from_plain
+from densefeed.training.config import config_from_dict
 torch.set_num_threads(1)
-train(from_plain(json.loads(sys.argv[1])))
+train(config_from_dict(json.loads(sys.argv[1])))
 """
 
 

@@ -23,7 +23,6 @@ from rich.table import Table
 from densefeed.system.errors import UserError, run
 from densefeed.training.recipes import RECIPES
 
-ROOT = Path(__file__).parents[2]
 STUDENTS = ("ce", "relabel", "token-label", "token-label-mixtoken")
 LABELS = {
     "image": "image label",
@@ -56,7 +55,8 @@ def call(made: Path, *words: object) -> None:
         print(f"have {made}")
         return
     print(f"\n$ python {shlex.join(map(str, words))}", flush=True)
-    done = subprocess.run([sys.executable, ROOT / str(words[0]), *map(str, words[1:])])
+    module = "densefeed." + str(words[0]).removesuffix(".py").replace("/", ".")
+    done = subprocess.run([sys.executable, "-m", module, *map(str, words[1:])])
     if done.returncode:
         sys.exit(done.returncode)
     if not made.exists():  # a training that a signal stopped has saved itself and ends well

@@ -889,11 +889,11 @@ def lvvit_micro_token_label_mixtoken() -> Config:
     return replace(lvvit_micro_token_label(), mixtoken=True)
 
 
-def lvvit_micro_token_label_published_geometry() -> Config:
+def lvvit_micro_token_label_published() -> Config:
     """The demo's student with labels read where the published code reads them; all else as
     lvvit_micro_token_label.
 
-    python train.py lvvit_micro_token_label_published_geometry --loader ffcv --data quickstart/train.beton \\
+    python train.py lvvit_micro_token_label_published --loader ffcv --data quickstart/train.beton \\
         --val quickstart/val.beton --out runs/published
     """
     return replace(lvvit_micro_token_label(), geometry="published", outside="uniform")
@@ -1062,7 +1062,7 @@ RECIPES = (
     dhvt_s_fine_tune,
     lvvit_micro_token_label,
     lvvit_micro_token_label_mixtoken,
-    lvvit_micro_token_label_published_geometry,
+    lvvit_micro_token_label_published,
     lvvit_micro_relabel,
     lvvit_micro_ce,
     lvvit_micro_drloc,

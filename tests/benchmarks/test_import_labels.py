@@ -6,6 +6,7 @@ import json
 import pytest
 import torch
 
+from benchmarks import import_labels as benchmark
 from benchmarks.import_labels import OURS, PEER, Benchmark, main
 from densefeed.system.errors import UserError
 from densefeed.tools import import_labels
@@ -13,7 +14,7 @@ from densefeed.tools import import_labels
 
 @pytest.mark.parametrize("form", ["zip", "legacy"])
 def test_a_small_run_is_whole(tmp_path, monkeypatch, form):
-    monkeypatch.setattr(import_labels, "CLASSES", 5)
+    monkeypatch.setattr(benchmark, "CLASSES", 5)
     loaded, stores, load, imported = [], [], torch.load, import_labels.main
 
     def counted(file, **options):

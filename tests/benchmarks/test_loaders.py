@@ -29,6 +29,7 @@ from benchmarks.peers import (
 from benchmarks.photographs import sample_dataset, set_of
 from densefeed.storage.beton import Beton
 from densefeed.storage.images import Images
+from densefeed.system import provenance
 from densefeed.system.errors import UserError
 
 IMAGES, CLASSES, BATCH, SIZE = 16, 8, 8, 48
@@ -158,7 +159,7 @@ def test_every_peer_delivers_every_image_once(name, data):
 def test_two_loaders_at_once_deliver_all_that_both_do(data):
     """As `dali-gpu+ffcv+labels` has them, of loaders that need no GPU."""
     ours = [partial(peers.Ours, kind, True) for kind in ("folder", "ffcv")]
-    both = peers.JointOutput(*ours, Work(data, 2, BATCH, SIZE))
+    both = peers.Both(*ours, Work(data, 2, BATCH, SIZE))
     for _ in range(2):
         came = list(both.batches(0))
         assert sum(batch.count for batch in came) == 2 * IMAGES
@@ -460,20 +461,20 @@ def test_the_commit_is_dirty_unless_only_results_differ(tmp_path, monkeypatch):
             capture_output=True,
         )
 
-    monkeypatch.setattr(harness, "ROOT", tmp_path)
+    monkeypatch.setattr(provenance, "ROOT", tmp_path)
     git("init", "-q")
     (tmp_path / "a.py").write_text("1")
     git("add", ".")
     git("commit", "-qm", "one")
-    clean = harness.commit()
+    clean = provenance.commit()
     assert len(clean) == 12
     (tmp_path / "benchmarks").mkdir()
-    (tmp_path / harness.RESULTS).write_text("rows")
-    assert harness.commit() == clean
+    (tmp_path / provenance.RESULTS).write_text("rows")
+    assert provenance.commit() == clean
     (tmp_path / "a.py").write_text("2")
-    assert harness.commit() == f"{clean}-dirty"
-    monkeypatch.setattr(harness, "ROOT", tmp_path / "nowhere")
-    assert harness.commit() == "unknown"
+    assert provenance.commit() == f"{clean}-dirty"
+    monkeypatch.setattr(provenance, "ROOT", tmp_path / "nowhere")
+    assert provenance.commit() == "unknown"
 
 
 # ------------------------------------------------------------------------- refusals

@@ -541,7 +541,7 @@ from pathlib import Path
 from densefeed.pipelines.dali import DaliLoader
 from densefeed.pipelines.ffcv import FfcvSource
 from densefeed.pipelines.plan import EpochPlan
-from densefeed.system.files import UserError
+from densefeed.system.errors import UserError
 def opened():
     source = FfcvSource(Path(sys.argv[1]))
     return DaliLoader(source, EpochPlan(num_samples=len(source.labels), batch=4, seed=1, mode="train", sizes=((0, 32),)), 2)

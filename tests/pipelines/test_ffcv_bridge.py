@@ -40,7 +40,7 @@ from torchvision import transforms as v1
 from torchvision.transforms import v2
 from densefeed.pipelines.ffcv_bridge import DenseLabels, crop_pipelines
 from densefeed.pipelines.targets import TargetRules, sparse_targets
-from densefeed.system.files import UserError
+from densefeed.system.errors import UserError
 from densefeed.storage.images import Images, decode
 root = sys.argv[1]
 images = Images(root + "/images", split="train")

@@ -123,10 +123,10 @@ def test_a_conversion_that_is_killed_leaves_no_file(tmp_path, random_maps, comma
     """SIGKILL after each of some chunks; then the whole gives the bytes it always gives."""
     raw = write(tmp_path / "raw.h5", random_maps(40, 4, 3, 20))
     slow = (
-        "import sys, time; from densefeed.relabel import upkeep; pack = maintenance.pack\n"
+        "import sys, time; from densefeed.storage import maintenance; pack = maintenance.pack\n"
         "def wait(*words):\n    print('chunk', flush=True); time.sleep(0.05); return pack(*words)\n"
-        "upkeep.pack, maintenance.CHUNK = wait, 4\n"
-        f"upkeep.convert(maintenance.ScoreMapStore({str(raw.path)!r}), maintenance.Path({str(tmp_path / 'out.h5')!r}), 'compact')"
+        "maintenance.pack, maintenance.CHUNK = wait, 4\n"
+        f"maintenance.convert(maintenance.ScoreMapStore({str(raw.path)!r}), maintenance.Path({str(tmp_path / 'out.h5')!r}), 'compact')"
     )
     for chunks in (1, 5):
         with command.start("-c", slow) as process:

@@ -357,14 +357,14 @@ def test_a_killed_import_goes_on_with_what_it_has_and_only_under_the_same_declar
     code = f"""
 import os
 from pathlib import Path
-from densefeed.relabel import packs, store
+from densefeed.storage import packs, score_maps
 from densefeed.storage.images import Images
-packs.CHUNK, writes, write = 4, [], store.ScoreMapWriter.write
+packs.CHUNK, writes, write = 4, [], score_maps.ScoreMapWriter.write
 def count(*arguments):
     if len(writes) == 3:
         os._exit(9)
     writes.append(write(*arguments))
-store.ScoreMapWriter.write = count
+score_maps.ScoreMapWriter.write = count
 images = Images(Path({str(images.root)!r}))
 pack = packs.Pack(matching=packs.match(images, Path({str(labels)!r})), side={SIDE}, top_k={TOP_K}, footprint="squash",
                   axes="row-column", teacher="t", input_size=64)

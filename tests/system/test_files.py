@@ -74,9 +74,10 @@ def test_a_full_disk_ends_in_one_sentence(tmp_path, command):
     """A file size limit stands for the full disk: a real write fails half-way with a real errno."""
     code = f"""
 from pathlib import Path
-from densefeed.system.files import replacing, run
+from densefeed.system.errors import run
+from densefeed.system.files import replace_file
 def main():
-    with replacing(Path({str(tmp_path / "big")!r})) as part:
+    with replace_file(Path({str(tmp_path / "big")!r})) as part:
         part.write_bytes(bytes(5000))
 run(main)
 """

@@ -210,7 +210,7 @@ with started("cpu") as ranks:
     agreement = Agreement(ranks)
     flags = [agreement(flag) for flag in (False, ranks.rank == 1, False, False)]
     total = ranks.sum(torch.tensor([1.0, ranks.rank])).tolist()
-    word = ranks.tell_waits("first" if ranks.first else None)
+    word = ranks.broadcast_sync("first" if ranks.first else None)
     said = (ranks.rank, norm.running_mean.tolist(), int(norm.num_batches_tracked), flags, total, word)
     sys.stdout.write(f"{said}\\n")
 """

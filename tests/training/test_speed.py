@@ -136,7 +136,7 @@ import json, os, re, sys
 
 import densefeed.train as training
 import torch
-from densefeed.training.config import from_plain
+from densefeed.training.config import config_from_dict
 
 torch.set_num_threads(1)
 grown, update = [], training.update
@@ -150,7 +150,7 @@ def measured(*arguments):
     return given
 
 training.update = measured
-training.train(from_plain(json.loads(sys.argv[1])))
+training.train(config_from_dict(json.loads(sys.argv[1])))
 print(json.dumps(grown))
 """
 
@@ -174,9 +174,9 @@ def test_a_dry_run_knows_what_a_step_takes(micro, tmp_path, command, capsys):
 FAULTS = """
 import resource, sys
 import torch
-from densefeed.training.speed import keep_memory, set_malloc
+from densefeed.system.malloc import set_malloc, tune_malloc
 if sys.argv[1] == "kept":
-    keep_memory()
+    tune_malloc()
 for number in range(30):
     if number == 10:
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

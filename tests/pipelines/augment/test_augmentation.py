@@ -13,14 +13,14 @@ from PIL import Image
 from timm.data import auto_augment
 from torchvision.transforms.v2 import functional as tv
 
+from densefeed.pipelines.augment import augmentation as augment_module
+from densefeed.pipelines.augment import warp
 from densefeed.pipelines.augment.augmentation import (
     Augmentation,
     Normalize,
     augment_batches,
     noise_table,
-    warp,
 )
-from densefeed.pipelines.augment.augmentation import augmentation as augment_module
 from densefeed.pipelines.augment.choices import LAYER_NUMBERS
 from densefeed.pipelines.augment.operations import histogram
 from densefeed.pipelines.augment.settings import GEOMETRIC, Augment

@@ -390,7 +390,7 @@ def stage_seconds(work: Work, epoch: int) -> dict[str, float]:
         samples["box_tlhw"], samples["flip"] = plan.crops(
             epoch, ids, samples["height"], samples["width"]
         )
-        parts = source.map_rows(ids, memory).parts if source.spec else None
+        parts = source.map_rows(ids, memory).parts if source.score_maps else None
         job = native.Job(samples, pixels, parts)
         taken["plan"] += time.perf_counter() - start
         job.decode()

@@ -114,7 +114,7 @@ class Peer(Protocol):
 def ffcv_source(work: Work, labels: bool) -> Source:
     """Our .beton. Without labels it is the very same file, its maps unread."""
     source = FfcvSource(work.data.beton)
-    source.spec = source.spec if labels else None
+    source.score_maps = source.score_maps if labels else None
     return source
 
 

@@ -89,7 +89,7 @@ def set_of(beton: Path, folder: Path | None, cache: Path) -> BenchmarkSet:
             f"{folder} holds other images than {beton}; give the folder it was packed from"
         )
     maps = None
-    if source.spec is not None:
+    if source.score_maps is not None:
         maps = home / "maps.h5"
         if not maps.exists():
             # Unpacked files stand by class and, within a class, in the order of the .beton.
@@ -98,9 +98,9 @@ def set_of(beton: Path, folder: Path | None, cache: Path) -> BenchmarkSet:
                 maps,
                 rows,
                 folder,
-                source.spec.num_classes,
+                source.score_maps.num_classes,
                 opened.notes["teacher"],
-                source.spec.absent,
+                source.score_maps.absent,
             )
     return complete(home, folder, maps, beton)
 

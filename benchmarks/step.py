@@ -317,7 +317,7 @@ def config_of(benchmark: Benchmark, name: str, compile: str) -> Config:
 
 def check_loader(benchmark: Benchmark, loader: ThreadedLoader) -> None:
     """UserError if --data has no score maps and they are needed, or too few images."""
-    if benchmark.objective == "token-label" and loader.labels is None:
+    if benchmark.objective == "token-label" and loader.score_maps is None:
         raise UserError(
             f"{benchmark.data} has no score maps, which --objective token-label needs; pack it with --maps, or take ce"
         )
@@ -386,7 +386,7 @@ def prepared(benchmark: Benchmark, device: torch.device, loader: ThreadedLoader 
             name = LABELS if LABELS in names else OURS
             config = config_of(benchmark, name, COMPILED[mode])
             # Another student of the same kind: the first goes on with its constant batch.
-            step = our_step(config, deepcopy(models[name][0]), device, loader.labels)
+            step = our_step(config, deepcopy(models[name][0]), device, loader.score_maps)
             key = name + LOADER, mode
             contest.works[key] = loader_turn(
                 key, contest, step, config, models[name][0], loader, benchmark.steps, device

@@ -91,7 +91,7 @@ def open_loader(
         seed=config.seed,
         mode=mode,
         order=config.order,
-        views=config.views if mode == "train" else 1,
+        repeats=config.repeats if mode == "train" else 1,
         rank=ranks.rank,
         ranks=ranks.size,
         parts=config.batch // small if mode == "train" and config.microbatch else 0,
@@ -132,7 +132,7 @@ def check(config: Config, train: Loader, val: Loader) -> None:
         raise UserError(
             "--ground-truth knows one label an image, --mix-label regions many; choose one of the two"
         )
-    if config.objective != "ce" and train.labels is None:
+    if config.objective != "ce" and train.score_maps is None:
         raise UserError(
             f"{config.data} has no score maps, which --objective {config.objective} needs; give --labels maps.h5, or pack them"
         )
@@ -325,7 +325,7 @@ def dry_run(config: Config, ranks: Ranks, student: Student, dtype: torch.dtype |
     """The loss and gradient of the first images, and what memory a whole step takes. UserError if
     there is not so much.
     """
-    images, trained = 2 * config.views, student.trained.train(not config.frozen_statistics)
+    images, trained = 2 * config.repeats, student.trained.train(not config.frozen_statistics)
     largest = max((side for _, side in config.sizes), default=config.size)
     few = replace(
         config,
@@ -353,8 +353,8 @@ def dry_run(config: Config, ranks: Ranks, student: Student, dtype: torch.dtype |
         saved.bytes / images,
     )
     fixed += sum(tensor.nbytes for tensor in student.agent.borrowed()) if student.agent else 0
-    if config.labels_on_device and loader.labels:
-        fixed += loader.plan.num_samples * bytes_of_map(loader.labels)
+    if config.labels_on_device and loader.score_maps:
+        fixed += loader.plan.num_samples * bytes_of_map(loader.score_maps)
     needed, free = fixed + each * config.microbatch, free_memory(ranks.device)
     if ranks.first:
         print(

@@ -108,7 +108,7 @@ def stopped_after(steps: int):
         dict(
             objective="relabel",
             precision="bf16",
-            views=2,
+            repeats=2,
             epochs=1,
             order="blocks",
             labels_on_device=True,

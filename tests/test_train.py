@@ -185,7 +185,7 @@ def first_step(run, device):
     return (
         model.to(device),
         batch,
-        loader.labels,
+        loader.score_maps,
         rules,
         objective.mixing_settings(run, loader.plan),
     )
@@ -440,12 +440,12 @@ def test_a_mixed_step_is_the_published_formula(packed, tmp_path, monkeypatch):
     mix = Mix(torch.tensor([8.0, 0.0, 20.0, 32.0]), torch.tensor(0.0), 32)
     rules = TargetRules(smoothing=0.1)
     loss = objective.objective_loss(
-        run, TokenLogits(cls, tokens), batch, loader.labels, rules, 4, mix
+        run, TokenLogits(cls, tokens), batch, loader.score_maps, rules, 4, mix
     )
     loader.close()
 
     def dense(grid):
-        targets = objective.sparse_targets(batch, loader.labels, grid, rules)
+        targets = objective.sparse_targets(batch, loader.score_maps, grid, rules)
         full = targets.base.double()[..., None].expand(-1, -1, 2).clone()
         index = targets.palette[:, None].expand(-1, grid * grid, -1)
         return full.scatter_add_(2, index, targets.extra.double()), targets.weight.double()
@@ -469,7 +469,7 @@ def test_a_mixed_step_is_the_published_formula(packed, tmp_path, monkeypatch):
 
 def test_views_make_an_epoch_longer(packed, tmp_path):
     """11 images in batches of 4: three steps an epoch, six of two views."""
-    training.train(config(packed, tmp_path / "run", epochs=1, views=2))
+    training.train(config(packed, tmp_path / "run", epochs=1, repeats=2))
     assert [r["step"] for r in records(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
 
 
@@ -488,7 +488,7 @@ def test_a_cooldown_adds_epochs_at_the_lowest_rate(packed, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("order", "blocks"), ("views", 2), ("sizes", ((0, 16), (1, 32)))]
+    ("field", "value"), [("order", "blocks"), ("repeats", 2), ("sizes", ((0, 16), (1, 32)))]
 )
 def test_order_views_and_sizes_are_part_of_the_run(packed, tmp_path, field, value):
     training.train(config(packed, tmp_path / "run", epochs=1))
@@ -574,8 +574,8 @@ def test_a_foreign_checkpoint_is_not_continued(packed, tmp_path):
             dict(model="vgg11", objective="ce", mixtoken=False, drop_path=0.1),
             "vgg11 cannot be built: .*give --drop-path 0",
         ),
-        (dict(views=0), "--views must be at least 1"),
-        (dict(views=3), "a batch of 4 is no multiple of the 3 views"),
+        (dict(repeats=0), "--repeats must be at least 1"),
+        (dict(repeats=3), "a batch of 4 is no multiple of the 3 repeats"),
         (dict(sizes=((1, 16),)), "epochs ascend from 0"),
         (
             dict(sizes=((0, 16), (1, 20))),
@@ -687,7 +687,7 @@ def test_a_continued_run_counts_all_its_time_and_no_other_maps(
 
 @pytest.mark.parametrize(
     "fields",
-    [dict(sizes=((0, 16), (1, 48))), dict(batch=1024, size=224), dict(views=2, mixtoken=True)],
+    [dict(sizes=((0, 16), (1, 48))), dict(batch=1024, size=224), dict(repeats=2, mixtoken=True)],
 )
 def test_a_dry_run_takes_two_images_whatever_the_recipe(packed, tmp_path, capsys, fields):
     """Of a large batch too, where what is kept of two images is no view of it all: in proportion to
@@ -832,12 +832,12 @@ def test_a_wrong_command_line_says_so_and_exits_with_2(command, words, said):
 
 
 def test_a_table_of_sizes_is_given_as_pairs(monkeypatch):
-    words = "lvvit_micro_ce --data a --val b --out c --sizes 0 16 1 32 --views 2 --order blocks"
+    words = "lvvit_micro_ce --data a --val b --out c --sizes 0 16 1 32 --repeats 2 --order blocks"
     given = []
     monkeypatch.setattr("sys.argv", ["train.py", *words.split()])
     monkeypatch.setattr(training, "train", given.append)
     training.main()
-    assert (given[0].sizes, given[0].views, given[0].order) == (((0, 16), (1, 32)), 2, "blocks")
+    assert (given[0].sizes, given[0].repeats, given[0].order) == (((0, 16), (1, 32)), 2, "blocks")
 
 
 def test_help_names_every_field(command):

@@ -31,7 +31,7 @@ class Batch(NamedTuple):
     # color
     shown: Tensor
     index: Tensor  # int64 [N], sample ids
-    # int64 [N], which of a sample's `views` in this epoch; 0 without repeated augmentation
+    # int64 [N], which of a sample's `repeats` in this epoch; 0 without repeated augmentation
     repeat: Tensor
     weight: Tensor  # float32 [N], 0 for padding and skipped samples
     map_logit: Tensor | None  # float16 [N, S, S, k], descending over k
@@ -82,7 +82,7 @@ class Loader(Protocol):
     plan: EpochPlan
     num_classes: int
     class_names: list[str]
-    labels: ScoreMapSpec | None
+    score_maps: ScoreMapSpec | None
     fingerprint: str  # of the images: the same set, the same string
     skipped: int  # samples that could not be read, under on_bad_sample="skip"
 

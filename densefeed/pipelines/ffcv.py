@@ -74,7 +74,7 @@ class FfcvSource:
                 f"{path} has labels from {self.labels.min()} to {self.labels.max()}, outside its {num_classes} classes"
             )
         self.fingerprint = self._beton.fingerprint()
-        self.spec, self._store = None, None
+        self.score_maps, self._store = None, None
         if maps is not None:
             self._store = ScoreMapStore(maps)
             # A file packed by FFCV itself has no fingerprint; all that can be compared is the
@@ -94,10 +94,10 @@ class FfcvSource:
                 raise UserError(
                     f"{maps} was made for other images than {path} holds (their labels differ); relabel {path}'s images"
                 )
-            self.spec = score_map_spec(self._store, num_classes)
+            self.score_maps = score_map_spec(self._store, num_classes)
         elif "absent" in notes and self._beton.has("map"):  # a stranger's field may have that name
             side, top_k = self._beton.field("map").shape[2:]
-            self.spec = ScoreMapSpec(
+            self.score_maps = ScoreMapSpec(
                 side,
                 top_k,
                 num_classes,
@@ -131,7 +131,7 @@ class FfcvSource:
     def map_rows(self, ids: np.ndarray, memory: Memory) -> MapRows:
         if self._store is not None:
             return store_rows(self._store, ids, memory)
-        fields = map_tensors(len(ids), self.spec.side, self.spec.top_k, memory)
+        fields = map_tensors(len(ids), self.score_maps.side, self.score_maps.top_k, memory)
         (file, both), (_, lse), (_, window) = (
             self._beton.array_offsets(name, ids) for name in MAP_FIELDS
         )

@@ -8,7 +8,7 @@ other the crops:
     crops = crop_pipelines(RandomResizedCropRGBImageDecoder((224, 224)), flip=0.5)
     loader, labels = Loader(path, batch_size=64, pipelines=crops), DenseLabels(path)
     for image, label, crop in loader:
-        targets = sparse_targets(labels(image, label, crop), labels.spec, grid=14)
+        targets = sparse_targets(labels(image, label, crop), labels.score_maps, grid=14)
 
 For ffcv 1.0.2 (`pip install "densefeed[ffcv]"`), whose faults stay: its crops are drawn anew in
 every run, whatever its seed; memory of a batch is written again after the next one was asked for;
@@ -250,12 +250,12 @@ class DenseLabels:
         on_bad_sample: Literal["raise", "skip"] = "raise",
     ):
         self.source = FfcvSource(Path(data), None if maps is None else Path(maps))
-        if self.source.spec is None:
+        if self.source.score_maps is None:
             raise UserError(
                 f"{data} has no score maps; give DenseLabels the HDF5 file that holds them, or pack them into it"
             )
-        self.spec, self.on_bad_sample, self.skipped, self._data = (
-            self.source.spec,
+        self.score_maps, self.on_bad_sample, self.skipped, self._data = (
+            self.source.score_maps,
             on_bad_sample,
             0,
             data,

@@ -45,11 +45,11 @@ class FolderSource:
         self.labels, self.class_names = self._images.labels, self._images.class_names
         self.where = self._images.where
         self.fingerprint = self._images.fingerprint()
-        self.spec, self._store = None, None
+        self.score_maps, self._store = None, None
         if maps is not None:
             self._store = ScoreMapStore(maps)
             self._store.check(self.fingerprint, root)
-            self.spec = score_map_spec(self._store, len(self.class_names))
+            self.score_maps = score_map_spec(self._store, len(self.class_names))
         self._readers = ThreadPoolExecutor(threads, thread_name_prefix="read")
 
     def read_ahead(self, first: int, end: int) -> None:

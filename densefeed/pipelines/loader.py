@@ -59,7 +59,7 @@ class Source(Protocol):
     labels: np.ndarray  # int64 [num_samples]
     fingerprint: str  # of the images
     class_names: list[str]
-    spec: ScoreMapSpec | None  # of its score maps, if it has any
+    score_maps: ScoreMapSpec | None  # of its score maps, if it has any
     remedy: str  # what to do about a sample that cannot be decoded
 
     def where(self, index: int) -> str:
@@ -79,16 +79,16 @@ class Source(Protocol):
         """
 
     def map_rows(self, ids: np.ndarray, memory: "Memory") -> MapRows:
-        """Where the score maps of the samples `ids` lie; only if `spec` is not None."""
+        """Where the score maps of the samples `ids` lie; only if `score_maps` is not None."""
 
     def maps(self, ids: np.ndarray) -> ScoreMaps:
-        """Copies of the score maps of the samples `ids`, each checked; only if `spec` is not
+        """Copies of the score maps of the samples `ids`, each checked; only if `score_maps` is not
         None.
         """
 
     def check_map(self, index: int) -> None:
         """UserError if the score map of sample `index` cannot be read, or is damaged; only if
-        `spec` is not None.
+        `score_maps` is not None.
         """
 
     def close(self) -> None:
@@ -179,10 +179,10 @@ class ThreadedLoader:
         maps: bool = True,
     ) -> None:
         self.source, self.plan, self.on_bad_sample, self._maps = source, plan, on_bad_sample, maps
-        self.num_classes, self.class_names, self.labels = (
+        self.num_classes, self.class_names, self.score_maps = (
             len(source.class_names),
             source.class_names,
-            source.spec,
+            source.score_maps,
         )
         self.fingerprint, self.skipped = source.fingerprint, 0
         self._pool, self._memory = native.Pool(max(1, threads)), Memory()
@@ -273,7 +273,7 @@ class ThreadedLoader:
         views = crop_views(
             samples["box_tlhw"], samples["flip"], samples["height"], samples["width"]
         )
-        maps = self.source.map_rows(ids, self._memory) if self.labels and self._maps else None
+        maps = self.source.map_rows(ids, self._memory) if self.score_maps and self._maps else None
         decoding = self._begin(samples, ids, size, maps, encoded.keep)
         return _Begun(decoding, encoded, ids, repeat, weight, views, maps)
 

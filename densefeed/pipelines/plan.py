@@ -4,7 +4,7 @@
 Every draw comes from Philox 4x32-10, a counter-based generator (Salmon et al., SC 2011): the same
 counter gives the same number anywhere. So two loaders, any number of threads or ranks and a resumed
 run see the same samples, and no generator state needs saving. The counter is (epoch, sample id or
-step, stream | view << 16, block), the key the seed.
+step, stream | repeat << 16, block), the key the seed.
 """
 
 import math
@@ -58,7 +58,7 @@ class Shard(NamedTuple):
     """
 
     index: np.ndarray  # int64 [batches, local batch], sample ids
-    view: np.ndarray  # int64 [batches, local batch], which view of the sample
+    repeat: np.ndarray  # int64 [batches, local batch], which repeat of the sample
     weight: np.ndarray  # float32 [batches, local batch], 0 for padding
 
 
@@ -80,16 +80,16 @@ class EpochPlan:
     batches of 1,024 and the defaults 6 % instead of 0.08 %), and where storage is sorted by class,
     a window of ImageNet shows at most 2 * window of its classes.
 
-    Repeated augmentation (Hoffer et al., arXiv 1901.09335): each sample comes `views` times, with
+    Repeated augmentation (Hoffer et al., arXiv 1901.09335): each sample comes `repeats` times, with
     another crop and flip, next to each other and so in the same global batch. Unlike DeiT's
     RASampler, which cuts the repeated sequence to the length of the data set and so shows a third
-    of the samples (of 3 views) in an epoch, and spreads the views over ranks, an epoch here is
-    `views` times longer and shows every sample; for as many steps as DeiT divide the epochs by
-    `views`.
+    of the samples (of 3 repeats) in an epoch, and spreads the repeats over ranks, an epoch here is
+    `repeats` times longer and shows every sample; for as many steps as DeiT divide the epochs by
+    `repeats`.
 
     Args:
         num_samples: samples in storage.
-        batch: rows of a global batch, all ranks together; a multiple of `ranks` and of `views`.
+        batch: rows of a global batch, all ranks together; a multiple of `ranks` and of `repeats`.
         seed: key of every draw, 64 bits.
         hflip: probability of a left-right flip.
         rank, ranks: whose rows `shard` gives.
@@ -110,7 +110,7 @@ class EpochPlan:
     order: Literal["random", "blocks"] = "random"
     block: int = 128
     window: int = 128
-    views: int = 1
+    repeats: int = 1
     rank: int = 0
     ranks: int = 1
     parts: int = 0
@@ -121,10 +121,10 @@ class EpochPlan:
     crop_pct: float = 1.0
 
     def __post_init__(self) -> None:
-        for name in ("batch", "block", "window", "views", "ranks"):
+        for name in ("batch", "block", "window", "repeats", "ranks"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name} must be at least 1, and is {getattr(self, name)}")
-        for name in ("ranks", "views"):
+        for name in ("ranks", "repeats"):
             if self.batch % (count := getattr(self, name)):
                 raise UserError(
                     f"a batch of {self.batch} is no multiple of the {count} {name}; choose a batch that is"
@@ -155,7 +155,7 @@ class EpochPlan:
     @property
     def batches(self) -> int:
         """Batches of an epoch; the last one is padded with weight 0."""
-        return -(-self.num_samples * self._views // self.batch)
+        return -(-self.num_samples * self._repeats // self.batch)
 
     @property
     def _parts(self) -> int:
@@ -180,13 +180,13 @@ class EpochPlan:
         over all parts of all ranks is the global batch's mean: 1, but for the padded last batch of
         an epoch.
         """
-        real = min(self.batch, self.num_samples * self._views - step * self.batch)
+        real = min(self.batch, self.num_samples * self._repeats - step * self.batch)
         counted = (self.rows < real).reshape(self._parts // self.ranks, -1).sum(1)
         return (counted * (self._parts / real)).tolist()
 
     @property
-    def _views(self) -> int:
-        return self.views if self.mode == "train" else 1
+    def _repeats(self) -> int:
+        return self.repeats if self.mode == "train" else 1
 
     def size(self, epoch: int) -> int:
         """Side of the network's input in this epoch, pixels."""
@@ -222,8 +222,8 @@ class EpochPlan:
             return
         firsts = self._shuffled_blocks(epoch) * self.block
         per_batch, done = (
-            self.batch / (self.block * self._views),
-            int(start * self.batch / (self.block * self._views)),
+            self.batch / (self.block * self._repeats),
+            int(start * self.batch / (self.block * self._repeats)),
         )
         done -= done % self.window
         for number in range(start, self.batches):
@@ -246,19 +246,19 @@ class EpochPlan:
         """This rank's rows of every batch of the epoch.
 
         Global batch b is rows b * batch to (b + 1) * batch of the epoch's sequence, the permutation
-        with each sample `views` times; the rank has its `rows` of it. The last batch is filled up
+        with each sample `repeats` times; the rank has its `rows` of it. The last batch is filled up
         from the start of the sequence with weight 0, so every row is a real sample, whatever the
         rank, and none has weight twice.
         """
         rows = np.arange(self.batches)[:, None] * self.batch + self.rows
-        total = self.num_samples * self._views
+        total = self.num_samples * self._repeats
         weight = (rows < total).astype(np.float32)
-        sample, view = (
-            np.divmod(rows % total, self._views)
-            if self._views > 1
+        sample, repeat = (
+            np.divmod(rows % total, self._repeats)
+            if self._repeats > 1
             else (rows % total, np.zeros_like(rows))
         )
-        return Shard(self.permutation(epoch)[sample], view, weight)
+        return Shard(self.permutation(epoch)[sample], repeat, weight)
 
     def draws(
         self,
@@ -266,16 +266,16 @@ class EpochPlan:
         ids_N: np.ndarray,
         stream: int,
         numbers: Sequence[int],
-        view_N: np.ndarray | int = 0,
+        repeat_N: np.ndarray | int = 0,
     ) -> np.ndarray:
         """Uniform numbers in [0, 1) of samples, multiples of 2^-32: float64 `[len(numbers), N]`.
 
         The door for every draw of a sample or step: `stream` names its kind, `numbers` which of the
         stream's endless numbers are wanted (only the Philox blocks of four that hold them are
-        computed), `view_N` the view (below 2^16) of each sample.
+        computed), `repeat_N` the repeat (below 2^16) of each sample.
         """
         blocks = sorted({number // 4 for number in numbers})
-        kind = stream | np.asarray(view_N) << 16
+        kind = stream | np.asarray(repeat_N) << 16
         words = philox(self.seed, (epoch, ids_N, kind, np.array(blocks)[:, None]))
         return (
             np.stack([words[number % 4][blocks.index(number // 4)] for number in numbers]) / 2.0**32
@@ -287,12 +287,12 @@ class EpochPlan:
         ids_N: np.ndarray,
         height_N: np.ndarray,
         width_N: np.ndarray,
-        view_N: np.ndarray | None = None,
+        repeat_N: np.ndarray | None = None,
     ) -> tuple[np.ndarray, np.ndarray]:
         """Boxes (top, left, height, width) in pixels, float64 `[N, 4]`, and flips, bool `[N]`, of
         stored images.
 
-        `view_N` tells the views of a sample apart; without it all are view 0. Extents may be of any
+        `repeat_N` tells the repeats of a sample apart; without it all are repeat 0. Extents may be of any
         integer type.
         """
         ids_N = np.asarray(ids_N)
@@ -303,9 +303,9 @@ class EpochPlan:
         box_tlhw_N4, flip_N = np.empty((len(ids_N), 4)), np.empty(len(ids_N), bool)
         for at in range(0, len(ids_N), CHUNK):
             part = slice(at, at + CHUNK)
-            views = 0 if view_N is None else np.asarray(view_N)[part]
+            repeats = 0 if repeat_N is None else np.asarray(repeat_N)[part]
             box_tlhw_N4[part], flip_N[part] = self._random_crops(
-                epoch, ids_N[part], height_N[part], width_N[part], views
+                epoch, ids_N[part], height_N[part], width_N[part], repeats
             )
         return box_tlhw_N4, flip_N
 
@@ -315,17 +315,17 @@ class EpochPlan:
         ids_N: np.ndarray,
         height_N: np.ndarray,
         width_N: np.ndarray,
-        view_N: np.ndarray | int,
+        repeat_N: np.ndarray | int,
     ) -> tuple[np.ndarray, np.ndarray]:
         tries = TRIES if len(ids_N) <= FEW else FIRST_TRIES
         h, w, found, (down, right, mirror) = self._tries(
-            tries, epoch, ids_N, height_N, width_N, view_N
+            tries, epoch, ids_N, height_N, width_N, repeat_N
         )
         rest = np.flatnonzero(~found)
         if tries < TRIES and len(rest):
-            views = view_N if np.ndim(view_N) == 0 else view_N[rest]
+            repeats = repeat_N if np.ndim(repeat_N) == 0 else repeat_N[rest]
             h[rest], w[rest], found[rest], _ = self._tries(
-                TRIES, epoch, ids_N[rest], height_N[rest], width_N[rest], views
+                TRIES, epoch, ids_N[rest], height_N[rest], width_N[rest], repeats
             )
             rest = rest[~found[rest]]
         top, left = np.floor(down * (height_N - h + 1)), np.floor(right * (width_N - w + 1))
@@ -345,13 +345,13 @@ class EpochPlan:
         ids_N: np.ndarray,
         height_N: np.ndarray,
         width_N: np.ndarray,
-        view_N: np.ndarray | int,
+        repeat_N: np.ndarray | int,
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """The first of `tries` extents that fit: heights, widths, found, each `[N]`, and the last
         three draws, `[3, N]`.
         """
         numbers = (*range(tries), *range(TRIES, TRIES + tries), *range(2 * TRIES, 2 * TRIES + 3))
-        u = self.draws(epoch, ids_N, CROP, numbers, view_N)
+        u = self.draws(epoch, ids_N, CROP, numbers, repeat_N)
         low, high = np.log(self.crop_ratio)
         area = (
             height_N

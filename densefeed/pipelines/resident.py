@@ -28,7 +28,7 @@ class ResidentMaps:
     """
 
     def __init__(self, source: Source, device: torch.device) -> None:
-        spec, count = source.spec, len(source.labels)
+        spec, count = source.score_maps, len(source.labels)
         needed, free = count * bytes_of_map(spec), free_memory(device)
         if needed > SPARE * free:
             raise UserError(

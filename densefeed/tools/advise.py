@@ -285,7 +285,7 @@ def main(request: Request, json: Path | None) -> dict:
     with ExitStack() as stack:
         first, *_ = [stack.enter_context(closing(loader)) for loader in loaders.values()]
         candidates = loader_speeds(loaders)
-    classes, dense, images = first.num_classes, first.labels is not None, first.plan.num_samples
+    classes, dense, images = first.num_classes, first.score_maps is not None, first.plan.num_samples
     objective = ("token-label" if has_tokens(request.model) else "relabel") if dense else "ce"
     step, step_batch = step_speed(request, classes, objective, device)
     advice = advise(candidates, step, request.cores)

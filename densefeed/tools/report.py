@@ -244,7 +244,7 @@ def labels_of_tokens(
     """The likeliest class of every token, and its probability times the token's weight; `[N, T]`
     each.
     """
-    targets = sparse_targets(batch, loader.labels, grid, rules)
+    targets = sparse_targets(batch, loader.score_maps, grid, rules)
     best = (targets.extra + targets.base[..., None]).max(-1)
     return targets.palette.gather(1, best.indices).numpy(), (best.values * targets.weight).numpy()
 

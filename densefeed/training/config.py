@@ -106,7 +106,7 @@ class Config:
     order: Literal["random", "blocks"] = "random"
     # crops of each image in an epoch (repeated augmentation), which makes an epoch so many times
     # longer
-    views: int = 1
+    repeats: int = 1
     crop_pct: float = 0.9  # side of the evaluation crop, share of the shorter side
 
     epochs: int = 300  # passes over the training set until the learning rate is at its lowest
@@ -217,7 +217,7 @@ def check_values(config: Config) -> None:
         "epochs",
         "lr_batch",
         "size",
-        "views",
+        "repeats",
         "threads",
         "eval_every",
         "log_every",

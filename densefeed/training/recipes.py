@@ -335,7 +335,7 @@ def deit_s_224() -> Config:
 
     python train.py deit_s_224 --loader ffcv --data train.beton --val val.beton --out runs/deit_s_224
 
-    Table 3: 79.9 %. DeiT also repeats its augmentation, which Table 2 does not name: --views 3
+    Table 3: 79.9 %. DeiT also repeats its augmentation, which Table 2 does not name: --repeats 3
     --batch 1023 --epochs 100 --warmup-epochs 1.67, as our epochs are then three times as long. Not
     run here.
     """
@@ -675,7 +675,7 @@ def lvvit_s_224_token_label_drloc() -> Config:
 # Tables of this section are those of DHVT's supplementary. What it leaves to DeiT (mixing,
 # RandAugment, erasing, smoothing) and to its published commands (drop-path 0.1, min_lr 1e-5, no
 # averaged weights) is in the base. These also repeat augmentation, which the paper does not name:
-# --views 3 with a batch that 3 divides, and epochs and warm-up divided by 3. Their figures are the
+# --repeats 3 with a batch that 3 divides, and epochs and warm-up divided by 3. Their figures are the
 # best epoch's on the test set. CIFAR's images are moved by up to 4 pixels, not cut and resized, as
 # in the published code. That one joins the statistics of the embedding's BatchNorm over its two
 # devices; --sync-batchnorm joins those of every BatchNorm, and changes nothing on one device.

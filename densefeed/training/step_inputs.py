@@ -90,7 +90,7 @@ class StepInputs:
             # Drop-path is the only draw of the device; seeding it by step and part keeps a resumed
             # run equal.
             torch.manual_seed(plan.step_seed(epoch, at, number))
-            config, part, labels, pairs = self.config, parts[number], self.loader.labels, None
+            config, part, labels, pairs = self.config, parts[number], self.loader.score_maps, None
             if config.drloc != "none":
                 pairs = draw_pairs(
                     plan, epoch, part, config.drloc_pairs, localization_weight(config, epoch)
@@ -120,7 +120,7 @@ class StepInputs:
                 whole = Batch(*(field.cpu() for field in part))
                 check_batch(
                     whole,
-                    self.loader.labels,
+                    self.loader.score_maps,
                     f"the score maps of {self.config.labels or self.config.data}",
                 )
 

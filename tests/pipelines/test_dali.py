@@ -81,13 +81,15 @@ def maps_of(random_maps, tmp_path):
     return make
 
 
-def opened(source, kind=DaliLoader, threads=2, batch=4, views=4, size=96, mode="train", **options):
+def opened(
+    source, kind=DaliLoader, threads=2, batch=4, repeats=4, size=96, mode="train", **options
+):
     plan = EpochPlan(
         num_samples=len(source.labels),
         batch=batch,
         seed=3,
         mode=mode,
-        views=views,
+        repeats=repeats,
         sizes=((0, size),),
         crop_pct=0.87,
     )
@@ -117,7 +119,7 @@ def test_crops_are_pillows_and_all_else_is_the_other_loaders(photos, mode, size)
         FolderSource(photos / "images", "train"),
         Images(photos / "images", split="train"),
     )
-    how = dict(mode=mode, size=size, batch=7, views=1)
+    how = dict(mode=mode, size=size, batch=7, repeats=1)
     plan = opened(source, ThreadedLoader, **how).plan
     flips = 0
     for number in range(3 if mode == "train" else 1):
@@ -167,7 +169,7 @@ def test_three_epochs_at_awkward_sizes_show_every_sample_once(photos):
     """6 photographs; batches that are no part of that, runs that are no part of a batch, two
     ranks.
     """
-    for batch, views, ranks in ((8, 2, 2), (4, 1, 2), (5, 1, 1), (24, 24, 1)):
+    for batch, repeats, ranks in ((8, 2, 2), (4, 1, 2), (5, 1, 1), (24, 24, 1)):
         source = FfcvSource(photos / "x.beton")
         plans = [
             EpochPlan(
@@ -175,7 +177,7 @@ def test_three_epochs_at_awkward_sizes_show_every_sample_once(photos):
                 batch=batch,
                 seed=1,
                 mode="train",
-                views=views,
+                repeats=repeats,
                 rank=rank,
                 ranks=ranks,
                 parts=ranks,
@@ -192,7 +194,7 @@ def test_three_epochs_at_awkward_sizes_show_every_sample_once(photos):
                 [b.index[b.weight > 0] * 100 + b.repeat[b.weight > 0] for b in batches]
             )
             assert sorted(seen.tolist()) == [
-                n * 100 + view for n in range(6) for view in range(views)
+                n * 100 + view for n in range(6) for view in range(repeats)
             ]
             assert {b.image.shape[1] for b in batches} == {48 if number == 2 else 32}
         for reader in readers:
@@ -316,16 +318,16 @@ def test_a_pipeline_that_broke_is_made_anew_and_the_guilty_sample_named(
         to.parent.mkdir(parents=True, exist_ok=True)
         to.write_bytes(path.read_bytes())
     victim = sorted((root / "train" / "a").iterdir())[1]
-    want = epoch(FolderSource(root, "train"), mode="evaluate", batch=6, views=1)[0]
+    want = epoch(FolderSource(root, "train"), mode="evaluate", batch=6, repeats=1)[0]
     victim.write_bytes(victim.read_bytes()[:5000])
     unchecked(root)
     with pytest.raises(
         UserError, match=f"sample 1: {victim} cannot be decoded .* replace or remove this file"
     ):
-        epoch(FolderSource(root, "train"), mode="evaluate", batch=6, views=1)
+        epoch(FolderSource(root, "train"), mode="evaluate", batch=6, repeats=1)
     for rows in (1, 2, 6):
         reader = opened(
-            FolderSource(root, "train"), mode="evaluate", batch=6, views=1, on_bad_sample="skip"
+            FolderSource(root, "train"), mode="evaluate", batch=6, repeats=1, on_bad_sample="skip"
         )
         reader._engine._rows = rows
         for _ in range(2):
@@ -360,7 +362,7 @@ def test_damage_outside_the_crop_of_an_ordinary_jpeg_has_the_other_loaders_outco
     outcomes = []
     for number in range(8):
         loaders = [
-            opened(source, kind, batch=6, views=1, size=48, on_bad_sample="skip")
+            opened(source, kind, batch=6, repeats=1, size=48, on_bad_sample="skip")
             for kind in (ThreadedLoader, DaliLoader)
         ]
         (want,), (got,) = (list(loader.batches(number)) for loader in loaders)
@@ -384,7 +386,7 @@ def test_a_file_damaged_after_it_was_seen_is_looked_at_again(photos, tmp_path, d
             FolderSource(root, "train"),
             kind,
             batch=6,
-            views=1,
+            repeats=1,
             size=48,
             on_bad_sample="skip",
             mode="evaluate",
@@ -430,9 +432,9 @@ def test_what_dali_alone_cannot_do_our_decoder_does_and_says_so(
         feed(pipeline, jpegs, *others)
 
     monkeypatch.setattr(dali, "feed", breaks)
-    ours = epoch(FfcvSource(photos / "x.beton"), ThreadedLoader, batch=3, views=3)
+    ours = epoch(FfcvSource(photos / "x.beton"), ThreadedLoader, batch=3, repeats=3)
     for broken in ({1}, {2}, {6}, {7, 8}, {8, 9}, {3, 5, 9}):
-        reader = opened(FfcvSource(photos / "x.beton"), batch=3, views=3)
+        reader = opened(FfcvSource(photos / "x.beton"), batch=3, repeats=3)
         reader._engine._rows = 2
         calls.clear()
         for got, want in zip(reader.batches(0), ours, strict=True):
@@ -482,8 +484,8 @@ def test_what_breaks_in_an_epoch_that_was_left_is_forgotten(photos, monkeypatch,
         "_decode",
         lambda self, work, rows: decoded.append(work) or decode(self, work, rows),
     )
-    want = epoch(FfcvSource(photos / "x.beton"), ThreadedLoader, batch=3, views=3)
-    loader = opened(FfcvSource(photos / "x.beton"), batch=3, views=3)
+    want = epoch(FfcvSource(photos / "x.beton"), ThreadedLoader, batch=3, repeats=3)
+    loader = opened(FfcvSource(photos / "x.beton"), batch=3, repeats=3)
     for _ in range(dali.FAILURES + 1):
         calls.clear()
         entered.clear()
@@ -525,7 +527,7 @@ def test_runs_are_no_longer_than_what_can_be_waited_for(photos):
 @marked
 def test_closed_from_elsewhere_the_thread_ends(photos):
     """Closing ends the thread, whatever it is doing."""
-    reader = opened(FfcvSource(photos / "x.beton"), batch=256, views=256, size=224)
+    reader = opened(FfcvSource(photos / "x.beton"), batch=256, repeats=256, size=224)
     batches = reader.batches(0)
     threading.Timer(0.2, reader.close).start()
     with pytest.raises(RuntimeError, match="this loader is closed"):
@@ -620,9 +622,9 @@ def test_on_a_gpu_batches_are_there_and_near_the_cpus(photos):
     device = torch.device("cuda", 0)
     kept = []
     for source in (FfcvSource(photos / "x.beton"), FolderSource(photos / "images", "train")):
-        theirs = epoch(source, device=device, batch=8, views=8)
+        theirs = epoch(source, device=device, batch=8, repeats=8)
         kept.append(theirs)
-        ours = epoch(FfcvSource(photos / "x.beton"), ThreadedLoader, batch=8, views=8)
+        ours = epoch(FfcvSource(photos / "x.beton"), ThreadedLoader, batch=8, repeats=8)
         for one, other in zip(theirs, ours, strict=True):
             assert one.image.is_cuda
             assert one.label.is_pinned()

@@ -68,7 +68,7 @@ for name, maps, pipelines, workers, cached in (
         for image, label, crop in loader:
             first = first or said(lambda: strict(image, label, crop)) or ""
             batch = labels(image, label, crop)
-            targets = sparse_targets(batch, labels.spec, {GRID}, TargetRules(smoothing=0.1))
+            targets = sparse_targets(batch, labels.score_maps, {GRID}, TargetRules(smoothing=0.1))
             fields = batch._asdict() | targets._asdict()
             fields |= {{"crop": crop, "token_weight": targets.weight, "weight": batch.weight}}
             fields |= {{"epoch": torch.full(batch.label.shape, epoch)}}
@@ -215,7 +215,10 @@ def test_labels_equal_what_our_loader_gives_for_the_same_box(got, ran):
     loader = ThreadedLoader(source, plan, threads=1)
     (batch,) = loader.batches(0)
     rows = rows[batch.index.numpy()]
-    want = batch._asdict() | (targets := sparse_targets(batch, source.spec, GRID, RULES))._asdict()
+    want = (
+        batch._asdict()
+        | (targets := sparse_targets(batch, source.score_maps, GRID, RULES))._asdict()
+    )
     want |= {"token_weight": targets.weight, "weight": batch.weight}
     loader.close()
     # ffcv's filter is another one

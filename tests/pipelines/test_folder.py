@@ -67,7 +67,7 @@ def batches_of(source, kind=ThreadedLoader, **options):
     )
     loader = kind(source, plan, 2, **options)
     try:
-        return list(loader.batches(0)), loader.labels
+        return list(loader.batches(0)), loader.score_maps
     finally:
         loader.close()
 

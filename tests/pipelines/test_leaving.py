@@ -38,12 +38,12 @@ def opened(folder, maps, tmp_path_factory):
     beton = tmp_path_factory.mktemp("leaving") / "x.beton"
     main(Packing(data=folder, maps=maps, out=beton))
 
-    def open_loader(kind="ffcv", threads=3, batch=2, views=1, size=32):
+    def open_loader(kind="ffcv", threads=3, batch=2, repeats=1, size=32):
         source = (
             FolderSource(folder, "train", maps, threads) if kind == "folder" else FfcvSource(beton)
         )
         plan = EpochPlan(
-            num_samples=11, batch=batch, seed=3, mode="train", views=views, sizes=((0, size),)
+            num_samples=11, batch=batch, seed=3, mode="train", repeats=repeats, sizes=((0, size),)
         )
         return loader_class("dali" if kind == "dali" else "native")(source, plan, threads)
 
@@ -120,7 +120,7 @@ def test_few_batches_are_in_memory_however_slow_the_consumer(opened, monkeypatch
     """An epoch of 11 batches lives in AHEAD + 2 blocks, one of them the consumer's; what he holds
     comes on top.
     """
-    reader, made, empty = opened(kind, batch=64, views=64, size=224), [], Memory.empty
+    reader, made, empty = opened(kind, batch=64, repeats=64, size=224), [], Memory.empty
     monkeypatch.setattr(
         Memory, "empty", lambda self, shape, dtype: made.append(shape) or empty(self, shape, dtype)
     )
@@ -143,7 +143,7 @@ def test_few_batches_are_in_memory_however_slow_the_consumer(opened, monkeypatch
 def test_leaving_fifty_times_takes_no_memory(opened, kind):
     sizes = []
     for number in range(1, 51):
-        reader = opened(kind, batch=32, views=32, size=160)
+        reader = opened(kind, batch=32, repeats=32, size=160)
         batches = reader.batches(0)
         next(batches), next(batches)
         if number % 2:
@@ -239,7 +239,7 @@ def test_after_leaving_early_the_loader_goes_on(opened, kind):
 def test_closed_by_another_thread_the_consumer_gets_an_error(opened, kind):
     """Never a crash of the interpreter, wherever the consumer is at that moment."""
     for number in range(20):
-        reader, said = opened(kind, batch=64, views=64, size=64), []
+        reader, said = opened(kind, batch=64, repeats=64, size=64), []
 
         def consume(reader=reader, said=said):
             try:
@@ -300,7 +300,7 @@ from densefeed.pipelines.loader import ThreadedLoader
 from densefeed.pipelines.plan import EpochPlan
 kind, path, batch = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
 source = FolderSource(path, "train", threads=2) if kind == "folder" else FfcvSource(path)
-plan = EpochPlan(num_samples=2, batch=batch, views=batch, seed=0, mode="train")
+plan = EpochPlan(num_samples=2, batch=batch, repeats=batch, seed=0, mode="train")
 batches = (DaliLoader if kind == "dali" else ThreadedLoader)(source, plan, 2).batches(0)
 try:
     print("waiting", flush=True)

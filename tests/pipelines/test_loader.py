@@ -151,7 +151,7 @@ def test_two_ranks_together_give_the_epoch_and_each_view_its_own_crop(beton):
                 batch=4,
                 seed=3,
                 mode="train",
-                views=2,
+                repeats=2,
                 rank=rank,
                 ranks=ranks,
                 sizes=((0, 32),),

@@ -274,7 +274,7 @@ plans = st.fixed_dictionaries(
         "order": st.sampled_from(["random", "blocks"]),
         "block": st.integers(1, 40),
         "window": st.integers(1, 5),
-        "views": st.sampled_from([1, 2, 3]),
+        "repeats": st.sampled_from([1, 2, 3]),
         "mode": st.sampled_from(["train", "evaluate"]),
         "seed": st.integers(0, 2**64 - 1),
     }
@@ -311,9 +311,9 @@ def test_ranks_share_an_epoch_and_no_sample_counts_twice(fields, epoch):
                 )
                 means.append(weight * rows[real[rows]].mean() if real[rows].any() else 0.0 * weight)
         assert np.mean(means) == pytest.approx(np.flatnonzero(real).mean())
-    views = fields["views"] if fields["mode"] == "train" else 1
+    views = fields["repeats"] if fields["mode"] == "train" else 1
     real = whole.weight == 1
-    counted = sorted(zip(whole.index[real].tolist(), whole.view[real].tolist(), strict=True))
+    counted = sorted(zip(whole.index[real].tolist(), whole.repeat[real].tolist(), strict=True))
     assert counted == [
         (sample, view) for sample in range(fields["num_samples"]) for view in range(views)
     ]
@@ -332,7 +332,7 @@ def test_ranks_share_an_epoch_and_no_sample_counts_twice(fields, epoch):
 @settings(max_examples=50, deadline=None)
 def test_views_of_a_sample_share_a_batch_and_follow_the_order(fields):
     chosen = plan(**fields | {"mode": "train"})
-    shard, views = chosen.shard(0), fields["views"]
+    shard, views = chosen.shard(0), fields["repeats"]
     groups = shard.index.reshape(chosen.batches, -1, views)
     assert (groups == groups[..., :1]).all()
     np.testing.assert_array_equal(
@@ -419,12 +419,12 @@ def test_sizes_follow_the_table():
     ("fields", "said"),
     [
         (dict(ranks=3), r"a batch of 32 is no multiple of the 3 ranks"),
-        (dict(views=3), r"a batch of 32 is no multiple of the 3 views"),
+        (dict(repeats=3), r"a batch of 32 is no multiple of the 3 repeats"),
         (dict(ranks=2, parts=3), r"3 parts of a batch of 32 cannot be shared by 2 ranks"),
         (dict(parts=5), r"5 parts of a batch of 32 cannot be shared"),
         (dict(parts=32), r"has 1 images in each; choose an even number"),
         (dict(rank=2, ranks=2), r"rank 2 is none of 2 ranks"),
-        (dict(views=0), r"views must be at least 1"),
+        (dict(repeats=0), r"repeats must be at least 1"),
         (dict(block=0), r"block must be at least 1"),
         (dict(sizes=()), r"epochs ascend from 0"),
         (dict(sizes=((1, 224),)), r"epochs ascend from 0"),
@@ -440,7 +440,7 @@ def test_plans_that_make_no_sense_are_refused(fields, said):
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"views": 2}, {"num_samples": 1024}, {"batch": 512}, {"window": 1}, {"block": 1}],
+    [{}, {"repeats": 2}, {"num_samples": 1024}, {"batch": 512}, {"window": 1}, {"block": 1}],
 )
 @pytest.mark.parametrize("start", [0, 1, 7])
 def test_storage_is_asked_for_a_window_ahead_of_its_use(options, start):
@@ -468,7 +468,7 @@ def test_storage_is_asked_for_a_window_ahead_of_its_use(options, start):
         padding = start + number == plan.batches - 1  # which repeats the epoch's first samples
         assert padding or {sample - sample % plan.block for sample in ids.tolist()} <= known
         if number:
-            assert len(new) <= -(-plan.batch // (plan.block * plan.views))
+            assert len(new) <= -(-plan.batch // (plan.block * plan.repeats))
     assert len(asked) == len(set(asked))
     assert all(end == min(first + plan.block, plan.num_samples) for first, end in asked)
     if start == 0:

@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 SIDE = 48  # no crop of the test images (up to 89 px) is twice as large, see the last test
 PLANS = {  # epoch 1 of each is looked at
     "plain": {},
-    "views": {"views": 2},
+    "repeats": {"repeats": 2},
     "sizes": {"sizes": ((0, SIDE), (1, 64))},
     "blocks": {"order": "blocks", "block": 2, "window": 2},
     "evaluate": {"mode": "evaluate"},

@@ -92,9 +92,9 @@ def test_class_ids_above_32767_survive():
 
 def test_maps_that_do_not_fit_are_refused_before_they_are_read(sources, monkeypatch):
     source = sources["folder"]()
-    needed = 11 * bytes_of_map(source.spec)
+    needed = 11 * bytes_of_map(source.score_maps)
     row = source.maps(np.arange(1))
-    assert bytes_of_map(source.spec) == sum(part.nbytes for part in row)
+    assert bytes_of_map(source.score_maps) == sum(part.nbytes for part in row)
     monkeypatch.setattr(source, "maps", lambda ids: pytest.fail("read"))
     monkeypatch.setattr(resident, "free_memory", lambda device: needed)
     with pytest.raises(

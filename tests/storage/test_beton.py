@@ -485,7 +485,7 @@ def test_a_foreign_field_called_map_is_no_score_map(tmp_path):
     foreign(
         tmp_path / "x.beton", [*FOREIGN[0], Field(NDARRAY, "map", "<f4", (3,))], jpegs(3), range(3)
     )
-    assert FfcvSource(tmp_path / "x.beton").spec is None
+    assert FfcvSource(tmp_path / "x.beton").score_maps is None
 
 
 @given(data=st.data())

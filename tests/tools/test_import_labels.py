@@ -112,7 +112,7 @@ def test_the_tree_gives_published_code_the_targets_that_published_training_has(s
             config(scenes, tmp_path / "again.h5", tmp_path, geometry=geometry), "train"
         )
         batch = next(iter(loader.batches(0)))
-        targets = sparse_targets(batch, loader.labels, 4, TargetRules(geometry=geometry))
+        targets = sparse_targets(batch, loader.score_maps, 4, TargetRules(geometry=geometry))
         dense = (
             targets.base[..., None]
             .repeat(1, 1, CLASSES)

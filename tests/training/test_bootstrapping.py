@@ -82,7 +82,7 @@ def first_step(run):
     )
     batch = next(augment_batches(loader.batches(0), augmentation, 0, torch.device("cpu")))
     loader.close()
-    return both, batch, loader.labels, loader.plan
+    return both, batch, loader.score_maps, loader.plan
 
 
 # ------------------------------------------------------------------------- whole runs

@@ -47,7 +47,7 @@ COMBINED = {
     "vit, published": dict(CE, drloc="reg", drloc_grid=0, model="test_vit", drloc_published=True),
     "resnet": dict(CE, drloc="l1", drloc_grid=2, model="test_resnet", size=64),
     "resnet, all": dict(CE, drloc="all", drloc_grid=0, model="test_resnet", size=64),
-    "nfnet, views": dict(CE, drloc="l1", drloc_grid=0, model="nfnet_micro", views=2),
+    "nfnet, views": dict(CE, drloc="l1", drloc_grid=0, model="nfnet_micro", repeats=2),
     "swin": dict(
         CE,
         drloc="l1",
@@ -199,7 +199,7 @@ def step_of(config: Config):
     return (
         objective.add_drloc_heads(config, model),
         batch,
-        loader.labels,
+        loader.score_maps,
         TargetRules(smoothing=0.1),
         loader.plan,
     )

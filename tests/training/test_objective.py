@@ -40,7 +40,7 @@ def first(folder, maps):
     )
     batch = next(augment_batches(loader.batches(0), augmentation, 0, torch.device("cpu")))
     loader.close()
-    return config, batch, loader.labels
+    return config, batch, loader.score_maps
 
 
 def dense(batch, spec, grid):

@@ -155,7 +155,7 @@ def test_a_run_moves_between_numbers_of_ranks(micro, tmp_path, alone, run):
     """One rank, two, one: samples of an uninterrupted run of one; log lines are of four steps, on
     one rank and on two.
     """
-    fields = dict(batch=8, microbatch=2, views=4, log_every=4)
+    fields = dict(batch=8, microbatch=2, repeats=4, log_every=4)
     alone(tmp_path / "whole-rows", micro(tmp_path / "whole", **fields))
     alone(tmp_path / "rows-0", micro(tmp_path / "moved", **fields), 2)
     run(tmp_path / "rows-1", micro(tmp_path / "moved", resume="auto", threads=1, **fields), 2)

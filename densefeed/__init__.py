@@ -1,0 +1,37 @@
+"""Train vision transformers from dense teacher score maps.
+
+Importing this package registers its models with timm.
+"""
+
+from densefeed import models as models
+from densefeed.api import CrossEntropy, ReLabel, TokenLabeling, TrainLoader, open_loader
+from densefeed.objectives import Objective, ObjectiveOptions
+from densefeed.objectives import register as register_objective
+from densefeed.pipelines.batch import Batch, ScoreMapSpec
+from densefeed.pipelines.open import register_loader
+from densefeed.pipelines.plan import EpochPlan
+from densefeed.pipelines.targets import SparseTargets, TargetRules, sparse_targets
+from densefeed.storage.score_maps import ScoreMapStore
+from densefeed.system.errors import UserError
+from densefeed.training.config import Config
+
+__all__ = [
+    "Batch",
+    "Config",
+    "CrossEntropy",
+    "EpochPlan",
+    "Objective",
+    "ObjectiveOptions",
+    "ReLabel",
+    "ScoreMapSpec",
+    "ScoreMapStore",
+    "SparseTargets",
+    "TargetRules",
+    "TokenLabeling",
+    "TrainLoader",
+    "UserError",
+    "open_loader",
+    "register_loader",
+    "register_objective",
+    "sparse_targets",
+]

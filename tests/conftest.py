@@ -3,7 +3,6 @@
 import os
 import signal
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -204,7 +203,8 @@ def micro(packed):
     """A maker of configs of the smallest run: `micro(out, **fields)` trains two epochs of three
     steps of four images.
     """
-    from densefeed.training import recipes
+    from densefeed import recipes
+    from densefeed.system.options import with_options
 
     small = dict(
         loader="ffcv",
@@ -221,8 +221,8 @@ def micro(packed):
     )
 
     def make(out: Path, **fields):
-        return replace(
-            recipes.lvvit_micro_token_label(),
+        return with_options(
+            recipes.micro.lvvit_micro_token_label(),
             data=packed[0],
             val=packed[1],
             out=out,

@@ -21,7 +21,6 @@ import densefeed.train as training
 from densefeed.models import checkpoints
 from densefeed.system.errors import UserError
 from densefeed.training import step_inputs
-from densefeed.training.config import plain
 from densefeed.training.guards import STOPPING, NonFiniteGuard
 
 ROOT = Path(__file__).parent.parent
@@ -39,6 +38,8 @@ EVERYTHING = dict(
     sizes=((0, 16), (1, 32)),
     log_every=4,
 )
+
+from .runs import train_loader
 
 
 def records(out: Path) -> list[dict]:
@@ -111,7 +112,7 @@ def stopped_after(steps: int):
             repeats=2,
             epochs=1,
             order="blocks",
-            labels_on_device=True,
+            maps_on_device=True,
             ema=0.0,
         ),
     ],
@@ -125,7 +126,7 @@ def test_a_run_stopped_after_every_step_is_the_uninterrupted_one(
     """
     whole = training.train(micro(tmp_path / "whole", **fields))
     with monkeypatch.context() as patch:
-        patch.setattr(training, "stopping", stopped_after(1))
+        patch.setattr(training, "signal_handler", stopped_after(1))
         for step in range(1, 6):
             assert training.train(micro(tmp_path / "cut", resume="auto", **fields)) == {}
             assert checkpoints.load(tmp_path / "cut" / "last.pt")["step"] == step
@@ -144,16 +145,16 @@ def test_a_run_stopped_after_every_step_is_the_uninterrupted_one(
 TRAIN = """
 import json, sys, torch
 from densefeed.train import train
-from densefeed.training.config import config_from_dict
+from densefeed.training.config import Config
 torch.set_num_threads(1)
-train(config_from_dict(json.loads(sys.argv[1])))
+train(Config.from_dict(json.loads(sys.argv[1])))
 """
 
 
 @pytest.fixture
 def training_of(command):
     """A maker of processes that train with a config."""
-    return lambda config: command.start("-c", TRAIN, json.dumps(plain(config)))
+    return lambda config: command.start("-c", TRAIN, json.dumps(config.to_dict()))
 
 
 def assert_whole(out: Path) -> int:
@@ -252,7 +253,7 @@ def test_a_signal_saves_after_the_step_and_says_how_to_go_on(
     assert training.train(micro(tmp_path / "run")) == {}
     assert signal.getsignal(number) == before
     assert (
-        "stopped after step 2 of 6, all saved; the same command with --resume auto goes on"
+        "stopped after step 2 of 6, all saved; the same command with --resume auto continues"
         in capsys.readouterr().out
     )
     assert checkpoints.load(tmp_path / "run" / "last.pt")["step"] == 2
@@ -271,7 +272,7 @@ def test_a_second_interrupt_ends_at_once(micro, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(training, "update", interrupted)
     monkeypatch.setattr("densefeed.training.guards.ECHO", 0.0)
     with pytest.raises(SystemExit) as ended:
-        training.run(lambda: training.train(micro(tmp_path / "run")))
+        training.run_command(lambda: training.train(micro(tmp_path / "run")))
     assert ended.value.code == 130
     assert "interrupted" in capsys.readouterr().err
     assert assert_whole(tmp_path / "run") == 3
@@ -285,11 +286,11 @@ def words(config, *more: object) -> list[object]:
         "--loader",
         "ffcv",
         "--data",
-        config.data,
+        config.data.train,
         "--val",
-        config.val,
+        config.data.val,
         "--out",
-        config.out,
+        config.run.out,
         "--batch",
         4,
         "--size",
@@ -319,7 +320,7 @@ def test_the_command_ends_with_0_after_a_signal(micro, tmp_path, command):
         process.send_signal(signal.SIGTERM)
         out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
-    assert "all saved; the same command with --resume auto goes on" in out
+    assert "all saved; the same command with --resume auto continues" in out
     assert assert_whole(tmp_path / "run") == records(tmp_path / "run")[-1]["step"]
 
 
@@ -343,7 +344,7 @@ def stopped(finished, micro, tmp_path, monkeypatch) -> Path:
     """The same, stopped after step 5."""
     with monkeypatch.context() as patch:
         # it is asked once more where an epoch ends
-        patch.setattr(training, "stopping", stopped_after(6))
+        patch.setattr(training, "signal_handler", stopped_after(6))
         training.train(micro(tmp_path / "run", **SAVED))
     assert assert_whole(tmp_path / "run") == 5
     return tmp_path / "run"
@@ -452,15 +453,15 @@ def test_a_bad_step_stops_the_run_and_changes_no_weight(micro, tmp_path, monkeyp
 
 def test_the_cause_of_a_bad_step_is_found_by_doing_it_again(micro, tmp_path, monkeypatch):
     """A sample whose pixels are spoilt: the step, its samples and the first tensor."""
-    augmented = step_inputs.augmented
+    augmented = step_inputs.augment_batches
 
     def spoilt(batches, augmentation, epoch, device):
         for batch in augmented(batches, augmentation, epoch, device):
             bad = (batch.index == 7) & (epoch == 1)
             yield batch._replace(image=torch.where(bad[:, None, None, None], math.nan, batch.image))
 
-    monkeypatch.setattr(step_inputs, "augmented", spoilt)
-    plan = training.open_loader(micro(tmp_path / "run"), "train").plan
+    monkeypatch.setattr(step_inputs, "augment_batches", spoilt)
+    plan = train_loader(micro(tmp_path / "run")).plan
     index = plan.shard(1)[0]
     at = int((index == 7).any(1).argmax())
     with pytest.raises(UserError) as error:
@@ -526,7 +527,7 @@ def test_who_is_killed_in_an_evaluation_has_lost_nothing_and_makes_it_again(
     are those of one run.
     """
     training.train(micro(tmp_path / "whole"))
-    evaluate = training.evaluate_waits
+    evaluate = training.evaluate_sync
     for epoch in (1, 2):
         calls = []
 
@@ -537,14 +538,14 @@ def test_who_is_killed_in_an_evaluation_has_lost_nothing_and_makes_it_again(
             return evaluate(*arguments)
 
         # raw weights are judged, the averaged ones no more
-        monkeypatch.setattr(training, "evaluate_waits", killed)
+        monkeypatch.setattr(training, "evaluate_sync", killed)
         with pytest.raises(KeyboardInterrupt):
             training.train(micro(tmp_path / "cut", resume="auto"))
         monkeypatch.undo()
         saved = checkpoints.load(tmp_path / "cut" / "last.pt")
         assert saved["step"] == 3 * epoch
         if epoch == 1:
-            monkeypatch.setattr(training, "stopping", stopped_after(1))
+            monkeypatch.setattr(training, "signal_handler", stopped_after(1))
             assert training.train(micro(tmp_path / "cut", resume="auto")) == {}
             monkeypatch.undo()
     result = training.train(micro(tmp_path / "cut", resume="auto"))

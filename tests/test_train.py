@@ -3,26 +3,30 @@
 import json
 import re
 import shutil
-from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
 import densefeed.train as training
+from densefeed import recipes
 from densefeed.models import checkpoints
 from densefeed.models.lvvit import LVViT
 from densefeed.models.token_transformer import TokenLogits
-from densefeed.pipelines.augment.augmentation import Augmentation, augment_batches
+from densefeed.objectives import base
+from densefeed.objectives.base import StepContext, step_loss
+from densefeed.pipelines.loader import ThreadedLoader
 from densefeed.pipelines.mixing import Mix
-from densefeed.pipelines.targets import TargetRules
+from densefeed.pipelines.targets import TargetRules, sparse_targets
 from densefeed.storage.images import Images
 from densefeed.storage.score_maps import ScoreMapWriter, StoreHeader
 from densefeed.system.errors import UserError
-from densefeed.training import objective, recipes
+from densefeed.system.options import flag, leaves, with_options
 from densefeed.training.config import Config
 from densefeed.training.evaluation import Metrics
 from densefeed.training.run_checkpoints import Checkpoints
+
+from .runs import first_batch, model_for, objective_for, train_loader
 
 
 def config(packed, out, **fields):
@@ -38,8 +42,8 @@ def config(packed, out, **fields):
         log_every=1,
         device="cpu",
     )
-    return replace(
-        recipes.lvvit_micro_token_label(),
+    return with_options(
+        recipes.micro.lvvit_micro_token_label(),
         data=packed[0],
         val=packed[1],
         out=out,
@@ -85,7 +89,7 @@ def records(out, kind="train"):
             ground_truth="published",
             mixtoken=True,
         ),
-        dict(labels_on_device=True, objective="ce"),
+        dict(maps_on_device=True, objective="ce"),
         dict(model_kwargs=("depth=2", "mlp_ratio=4.0")),
         dict(
             model="dhvt_tiny_cifar_patch4", model_kwargs=("depth=2", "embed_dim=32"), mixtoken=True
@@ -152,7 +156,7 @@ def test_every_objective_trains_and_leaves_a_whole_run_folder(packed, tmp_path, 
 def test_the_two_loaders_train_alike(packed, folder, maps, tmp_path):
     """Same plan, same crops, same labels: the same losses."""
     training.train(config(packed, tmp_path / "ffcv"))
-    training.train(config((folder, folder), tmp_path / "folder", loader="folder", labels=maps))
+    training.train(config((folder, folder), tmp_path / "folder", loader="folder", score_maps=maps))
     for one, other in zip(records(tmp_path / "ffcv"), records(tmp_path / "folder"), strict=True):
         assert one["loss"] == other["loss"]
 
@@ -165,30 +169,18 @@ def test_maps_on_the_device_and_a_fused_head_change_no_loss(packed, tmp_path, fu
     """Resident maps to the bit; the fused head sums in another order."""
     common = AUGMENTED | dict(mixtoken=True)
     training.train(config(packed, tmp_path / "plain", **common))
-    other = dict(fused_head="always") if fused else dict(labels_on_device=True)
+    other = dict(fused_head="always") if fused else dict(maps_on_device=True)
     training.train(config(packed, tmp_path / "other", **common, **other))
     for one, same in zip(records(tmp_path / "plain"), records(tmp_path / "other"), strict=True):
         assert same["loss"] == (pytest.approx(one["loss"], rel=1e-4) if fused else one["loss"])
 
 
 def first_step(run, device):
-    """What a first step is made of: network, augmented batch, specification, rules, mixing."""
-    loader = training.open_loader(run, "train")
+    """The network and the first batch of a run."""
     torch.manual_seed(0)
-    model, _ = training.build_model(run, loader.num_classes)
-    augment = objective.augment_settings(run)
+    model = model_for(run)
     mean, std = model.pretrained_cfg["mean"], model.pretrained_cfg["std"]
-    augmentation = Augmentation(loader.plan, augment, mean, std).to(device)
-    rules = TargetRules(smoothing=0.1, sheared=augment.shears)
-    batch = next(augment_batches(loader.batches(0), augmentation, 0, device))
-    loader.close()
-    return (
-        model.to(device),
-        batch,
-        loader.score_maps,
-        rules,
-        objective.mixing_settings(run, loader.plan),
-    )
+    return model.to(device), first_batch(run, device, mean, std)
 
 
 @pytest.mark.parametrize(
@@ -205,10 +197,10 @@ def test_a_step_waits_for_nothing(packed, tmp_path, no_host_read, fields):
     pipelines/test_augment.py shows it.
     """
     run = config(packed, tmp_path / "run", **AUGMENTED, **fields)
-    model, batch, spec, rules, mixing = first_step(run, torch.device("cpu"))
-    mix = mixing.draw(0, 0, 32, 4) if mixing else None
+    model, first = first_step(run, torch.device("cpu"))
+    mix = first.mixing.draw(0, 0, 32, 4) if run.mix else None
     with no_host_read():
-        objective.step_loss(run, model, batch, spec, rules, 4, mix, None).backward()
+        first.loss(model, 4, mix).backward()
     assert any(
         parameter.grad is not None and parameter.grad.any() for parameter in model.parameters()
     )
@@ -220,15 +212,15 @@ def test_a_step_waits_for_nothing(packed, tmp_path, no_host_read, fields):
 def test_one_compiled_step_serves_every_box(packed, tmp_path, fields):
     """No graph break, no recompilation, and the loss and gradient of eager mode."""
     run = config(packed, tmp_path / "run", drop_path=0.0, **AUGMENTED, **fields)
-    model, batch, spec, rules, mixing = first_step(run, torch.device("cpu"))
+    model, first = first_step(run, torch.device("cpu"))
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    step = torch.compile(objective.step_loss, fullgraph=True, backend="aot_eager", dynamic=False)
+    step = torch.compile(step_loss, fullgraph=True, backend="aot_eager", dynamic=False)
     for number in range(3):
-        mix, grads = mixing.draw(0, number, 32, 4), []
-        for function in (objective.step_loss, step):
+        context, grads = first.context(4, first.mixing.draw(0, number, 32, 4)), []
+        for function in (step_loss, step):
             model.zero_grad()
-            loss = function(run, model, batch, spec, rules, 4, mix, None)
+            loss = function(first.objective, model, first.batch, context, None)
             loss.backward()
             grads.append(
                 (loss.detach(), *(parameter.grad.clone() for parameter in model.parameters()))
@@ -245,11 +237,12 @@ def test_on_a_gpu_a_step_waits_for_nothing_and_is_captured(packed, tmp_path):
     """CUDA's own trap for waits around augmentation and step; then one CUDA graph for every box."""
     run = config(packed, tmp_path / "run", drop_path=0.0, mixtoken=True, device="cuda", **AUGMENTED)
     device = torch.device("cuda")
-    model, batch, spec, rules, mixing = first_step(run, device)
+    model, first = first_step(run, device)
+    mixing = first.mixing
     mix = mixing.draw(0, 0, 32, 4).to(device)
 
     def step():
-        loss = objective.step_loss(run, model, batch, spec, rules, 4, mix, torch.bfloat16)
+        loss = first.loss(model, 4, mix, torch.bfloat16)
         loss.backward()
         return loss
 
@@ -270,7 +263,7 @@ def test_on_a_gpu_a_step_waits_for_nothing_and_is_captured(packed, tmp_path):
     for number in (1, 2):
         mix.box_tlbr.copy_(mixing.draw(0, number, 32, 4).box_tlbr)
         graph.replay()
-        eager = objective.step_loss(run, model, batch, spec, rules, 4, mix, torch.bfloat16)
+        eager = first.loss(model, 4, mix, torch.bfloat16)
         torch.testing.assert_close(captured, eager, rtol=1e-3, atol=1e-3)
 
 
@@ -332,13 +325,13 @@ def test_graphs_take_whole_batches(packed, tmp_path):
 
 def test_the_first_batch_is_checked_before_the_first_step(packed, tmp_path, monkeypatch):
     """A Window that no store of ours would hold."""
-    batches = training.ThreadedLoader.batches
+    batches = ThreadedLoader.batches
 
     def spoilt(loader, epoch, start=0):
         for batch in batches(loader, epoch, start):
             yield batch if batch.window is None else batch._replace(window=batch.window * torch.nan)
 
-    monkeypatch.setattr(training.ThreadedLoader, "batches", spoilt)
+    monkeypatch.setattr(ThreadedLoader, "batches", spoilt)
     with pytest.raises(
         UserError,
         match=r"the score maps of .*train.beton: sample \d+ has a Window that is no part of its image",
@@ -369,7 +362,7 @@ def test_a_run_killed_between_epochs_resumes_to_the_bit(packed, tmp_path, monkey
                 raise KeyboardInterrupt
             return Metrics(0.5, 0.5, 1.0)
 
-        monkeypatch.setattr(training, "evaluate_waits", killed)
+        monkeypatch.setattr(training, "evaluate_sync", killed)
         with pytest.raises(KeyboardInterrupt):
             training.train(config(packed, tmp_path / "killed", epochs=3, **fields))
         monkeypatch.undo()
@@ -394,7 +387,7 @@ def test_progressive_sizes_reach_the_network_its_mask_and_its_targets(
     token.
     """
     seen, grids = [], []
-    forward, targets = LVViT.forward, objective.sparse_targets
+    forward, targets = LVViT.forward, base.sparse_targets
 
     def spied(model, image, mix_PP=None):
         if not image.is_meta:  # where operations are counted
@@ -412,7 +405,7 @@ def test_progressive_sizes_reach_the_network_its_mask_and_its_targets(
         return targets(batch, spec, grid, *rest)
 
     monkeypatch.setattr(LVViT, "forward", spied)
-    monkeypatch.setattr(objective, "sparse_targets", spied_targets)
+    monkeypatch.setattr(base, "sparse_targets", spied_targets)
     sizes = ((0, 16), (2, 48))
     training.train(config(packed, tmp_path / "run", epochs=3, ema=0.0, mixtoken=True, sizes=sizes))
     trained = [step for step in seen if step[0]]
@@ -435,17 +428,16 @@ def test_a_mixed_step_is_the_published_formula(packed, tmp_path, monkeypatch):
     torch.manual_seed(0)
     cls, tokens = torch.randn(3, 2), torch.randn(3, 16, 2)
     run = config(packed, tmp_path / "run", batch=3, **fields)
-    loader = training.open_loader(run, "train")
+    loader = train_loader(run)
     batch = next(loader.batches(0))
     mix = Mix(torch.tensor([8.0, 0.0, 20.0, 32.0]), torch.tensor(0.0), 32)
     rules = TargetRules(smoothing=0.1)
-    loss = objective.objective_loss(
-        run, TokenLogits(cls, tokens), batch, loader.score_maps, rules, 4, mix
-    )
+    context = StepContext(loader.score_maps, 4, mix)
+    loss = objective_for(run).loss(TokenLogits(cls, tokens), batch, context)
     loader.close()
 
     def dense(grid):
-        targets = objective.sparse_targets(batch, loader.score_maps, grid, rules)
+        targets = sparse_targets(batch, loader.score_maps, grid, rules)
         full = targets.base.double()[..., None].expand(-1, -1, 2).clone()
         index = targets.palette[:, None].expand(-1, grid * grid, -1)
         return full.scatter_add_(2, index, targets.extra.double()), targets.weight.double()
@@ -463,7 +455,11 @@ def test_a_mixed_step_is_the_published_formula(packed, tmp_path, monkeypatch):
         # by their weights, not yet normalized
         mixed = own[..., None] * target + partner[..., None] * target.flip(0)
         losses = -(mixed * logits.double().log_softmax(-1)).sum()
-        want += (1.0 if logits.shape[1] == 1 else run.token_weight) * losses / (own + partner).sum()
+        want += (
+            (1.0 if logits.shape[1] == 1 else run.objective.token_labeling.token_weight)
+            * losses
+            / (own + partner).sum()
+        )
     assert loss.item() == pytest.approx(want.item(), rel=1e-5)
 
 
@@ -535,23 +531,23 @@ def test_a_record_cut_short_is_forgotten(packed, tmp_path):
 def test_a_foreign_checkpoint_is_not_continued(packed, tmp_path):
     (tmp_path / "run").mkdir()
     torch.save({"model": {}}, tmp_path / "run" / "last.pt")
-    with pytest.raises(UserError, match=r"holds no checkpoint of a run of ours"):
+    with pytest.raises(UserError, match=r"holds no checkpoint of densefeed"):
         training.train(config(packed, tmp_path / "run", resume="auto"))
 
 
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        (dict(lr_batch=0), "--lr-batch must be at least 1"),
-        (dict(crop_scale=(0.0, 0.0)), "are shares"),
-        (dict(smoothing=2.0), "are shares"),
+        (dict(lr_batch=0), "--lr-batch is 0, and must be at least 1"),
+        (dict(crop_scale=(0.0, 0.0)), "--crop-scale 0 0: give the smallest"),
+        (dict(smoothing=2.0), "--smoothing is 2, and must be from 0 to 0.999"),
         (dict(device="foo"), "--device foo cannot be used here"),
         (dict(mixtoken=True, cutmix=1.0), "MixToken exchanges a box in every step already"),
         (dict(mix_prob=1.5, mixup=0.8), "--mix-prob is 1.5, and must be from 0 to 1"),
         (dict(objective="ce", mix_label="regions"), "pools dense labels"),
         (
             dict(ground_truth="intended", mixtoken=True, mix_label="regions"),
-            "knows one label an image",
+            "mixes one label per image",
         ),
         (dict(rand_augment="augmix-m5"), "is no RandAugment string"),
         (dict(erase_probability=2.0), "--erase-probability is 2, and must be from 0 to 1"),
@@ -574,7 +570,7 @@ def test_a_foreign_checkpoint_is_not_continued(packed, tmp_path):
             dict(model="vgg11", objective="ce", mixtoken=False, drop_path=0.1),
             "vgg11 cannot be built: .*give --drop-path 0",
         ),
-        (dict(repeats=0), "--repeats must be at least 1"),
+        (dict(repeats=0), "--repeats is 0, and must be at least 1"),
         (dict(repeats=3), "a batch of 4 is no multiple of the 3 repeats"),
         (dict(sizes=((1, 16),)), "epochs ascend from 0"),
         (
@@ -594,11 +590,9 @@ def test_values_that_make_no_sense_are_refused(packed, tmp_path, fields, said):
 def test_of_many_classes_the_token_heads_logits_are_left_to_the_loss(
     packed, tmp_path, objective, fused
 ):
-    model, _ = training.build_model(config(packed, tmp_path / "run", objective=objective), 5000)
-    assert model.fused_head == fused
-    assert not training.build_model(config(packed, tmp_path / "run", objective=objective), 4000)[
-        0
-    ].fused_head
+    run = config(packed, tmp_path / "run", objective=objective)
+    assert model_for(run, 5000).fused_head == fused
+    assert not model_for(run, 4000).fused_head
 
 
 def test_a_transformer_of_timm_is_built_for_the_size(packed, tmp_path):
@@ -633,9 +627,8 @@ def test_other_models_train_in_growing_sizes_or_say_that_they_cannot(packed, tmp
         UserError,
         match=r"levit_128s cannot train at 100 px .*; choose another --size or another model$",
     ):
-        training.build_model(
-            config(packed, tmp_path, model="levit_128s", objective="ce", mixtoken=False, size=100),
-            2,
+        model_for(
+            config(packed, tmp_path, model="levit_128s", objective="ce", mixtoken=False, size=100)
         )
 
 
@@ -658,7 +651,7 @@ def test_a_continued_run_counts_all_its_time_and_no_other_maps(
     assert state["spent"][0] > state["spent"][1] > 0
     Checkpoints(tmp_path / "run", 2).save(state | {"spent": [100.0, 50.0]}, 6)
     # the same maps, beside the images
-    again = training.train(config(packed, tmp_path / "run", resume="auto", labels=maps))
+    again = training.train(config(packed, tmp_path / "run", resume="auto", score_maps=maps))
     assert 100 <= again["seconds"] < 160
     assert 0.3 < again["data_wait_share"] <= 0.5
     images = Images(folder, split="train")
@@ -681,7 +674,7 @@ def test_a_continued_run_counts_all_its_time_and_no_other_maps(
     writer.finish()
     with pytest.raises(UserError, match=r"was trained with other score maps than these"):
         training.train(
-            config(packed, tmp_path / "run", resume="auto", labels=tmp_path / "others.h5")
+            config(packed, tmp_path / "run", resume="auto", score_maps=tmp_path / "others.h5")
         )
 
 
@@ -783,7 +776,9 @@ def test_maps_of_another_class_count_are_refused(folder, random_maps, tmp_path):
     writer.finish()
     with pytest.raises(UserError, match=r"seven.h5 scores 7 classes but the data has 2"):
         training.train(
-            config((folder, folder), tmp_path / "a", loader="folder", labels=tmp_path / "seven.h5")
+            config(
+                (folder, folder), tmp_path / "a", loader="folder", score_maps=tmp_path / "seven.h5"
+            )
         )
 
 
@@ -837,14 +832,15 @@ def test_a_table_of_sizes_is_given_as_pairs(monkeypatch):
     monkeypatch.setattr("sys.argv", ["train.py", *words.split()])
     monkeypatch.setattr(training, "train", given.append)
     training.main()
-    assert (given[0].sizes, given[0].repeats, given[0].order) == (((0, 16), (1, 32)), 2, "blocks")
+    data = given[0].data
+    assert (data.sizes, data.repeats, data.order) == (((0, 16), (1, 32)), 2, "blocks")
 
 
 def test_help_names_every_field(command):
     done = command("train.py", "lvvit_micro_ce", "--help")
     assert done.returncode == 0
-    for name in Config.__dataclass_fields__:
-        assert f"--{name.replace('_', '-')}" in done.stdout, name
+    for name, _ in leaves(Config()):
+        assert flag(name) in done.stdout, name
 
 
 @pytest.mark.gpu
@@ -855,7 +851,7 @@ def test_a_gpu_gives_the_cpus_losses(packed, tmp_path):
     """
     for device in ("cpu", "cuda"):
         fields = dict(
-            device=device, precision="fp32", drop_path=0.0, mixtoken=True, labels_on_device=True
+            device=device, precision="fp32", drop_path=0.0, mixtoken=True, maps_on_device=True
         )
         training.train(config(packed, tmp_path / device, **fields, **AUGMENTED))
     first = [records(tmp_path / device)[0]["loss"] for device in ("cpu", "cuda")]
@@ -883,7 +879,7 @@ def test_skipped_samples_are_told_at_the_end(folder, tmp_path, capsys):
 
 
 def test_a_seed_beyond_64_bits_is_refused(packed, tmp_path):
-    with pytest.raises(UserError, match="--seed must be"):
+    with pytest.raises(UserError, match="--seed is"):
         training.train(config(packed, tmp_path / "run", seed=2**70))
 
 
@@ -926,7 +922,7 @@ def test_frozen_statistics_stay_while_weights_learn(packed, tmp_path):
 def test_cut_tokens_have_no_labels(packed, tmp_path):
     """DHVT takes any size; token labels and MixToken want whole tokens."""
     with pytest.raises(
-        UserError, match="cut tokens at 34 px, which have no labels; choose a multiple of 4 px"
+        UserError, match="partial patches at 34 px, which have no labels; choose a multiple of 4 px"
     ):
         training.train(config(packed, tmp_path / "run", **DHVT, size=34))
     assert (

@@ -1,0 +1,61 @@
+"""Objectives: what a run can be trained for, one method per file.
+
+`--objective` names one of OBJECTIVES. `--drloc` and `--bootstrap` wrap it.
+"""
+
+from dataclasses import dataclass
+from typing import Annotated, TypeVar
+
+from tyro.conf import arg
+
+from densefeed.objectives.base import Objective, ObjectiveOptions, Setting
+from densefeed.objectives.bootstrapping import BootstrapOptions, Bootstrapping
+from densefeed.objectives.ce import CrossEntropy
+from densefeed.objectives.drloc import DRLoc, DRLocOptions
+from densefeed.objectives.relabel import ReLabel
+from densefeed.objectives.token_labeling import TokenLabeling, TokenLabelingOptions
+from densefeed.system.errors import UserError
+from densefeed.system.options import Options
+
+Registered = TypeVar("Registered", bound=type[Objective])
+OBJECTIVES: dict[str, type[Objective]] = {}
+
+
+def register(objective: Registered) -> Registered:
+    """Make an objective known by its `name`; usable as a decorator. ValueError if it is taken."""
+    if objective.name in OBJECTIVES:
+        raise ValueError(f"there is an objective {objective.name!r} already")
+    OBJECTIVES[objective.name] = objective
+    return objective
+
+
+for builtin in (CrossEntropy, ReLabel, TokenLabeling):
+    register(builtin)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Objectives(Options):
+    """The section `objective` of a run's options."""
+
+    # ce: image labels; relabel: dense label of the crop; token-label: dense label of every token
+    name: Annotated[str, arg(name="objective")] = "token-label"
+    token_labeling: TokenLabelingOptions = TokenLabelingOptions()
+    drloc: DRLocOptions = DRLocOptions()
+    bootstrap: BootstrapOptions = BootstrapOptions()
+    # options of an objective that is registered from outside the package
+    own: ObjectiveOptions = ObjectiveOptions()
+
+
+def build_objective(setting: Setting) -> Objective:
+    """Build and check the objective of a run. UserError where options contradict each other."""
+    options = setting.options
+    if options.name not in OBJECTIVES:
+        known = ", ".join(OBJECTIVES)
+        raise UserError(f"--objective {options.name} is unknown; choose one of {known}")
+    objective = OBJECTIVES[options.name](setting)
+    if options.drloc.variant != "none":
+        objective = DRLoc(setting, objective)
+    if options.bootstrap.mode != "none":
+        objective = Bootstrapping(setting, objective)
+    objective.check()
+    return objective

@@ -8,18 +8,27 @@ supplementary; `published` is what its public code does instead, where that diff
 
 import math
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 from timm.models import SwinTransformer, VisionTransformer
 from torch import Tensor, nn
 from torch.nn import functional as F
+from tyro.conf import arg
 
 from densefeed.models.patch_dropout import refuse_patch_dropout
+from densefeed.objectives.base import Objective, Place, Setting, StepContext
+from densefeed.pipelines.batch import Batch
+from densefeed.pipelines.pairs import Pairs, draw_pairs
+from densefeed.pipelines.plan import EpochPlan
+from densefeed.system.errors import UserError
+from densefeed.system.options import Bounds, Count, NonNegative, Options
 
 # N images   D width   R x C a grid, rows and columns   T = R C   M pairs of an image   B offsets that ce and reg tell apart
 
 Variant = Literal["l1", "signed", "ce", "reg", "all"]
+RISING_EPOCHS = 20  # of the loss's weight, in the published code
 HIDDEN = 512  # Table 16: 256 and 1,024 gain less
 ALPHA = 1e-3  # of equation 6
 # keeps equation 6 finite where a distribution is one single offset; the public code's number
@@ -366,3 +375,82 @@ class LocalizedModel(nn.Module):
         return LocalizedOutput(
             self.model.forward_head(features, **more), self.localizer(maps, words_NM4, weight_N)
         )
+
+
+# ---------------------------------------------------------------- the objective
+
+
+@dataclass(frozen=True, kw_only=True)
+class DRLocOptions(Options):
+    """Options of `--drloc`."""
+
+    # also predict the relative offset of pairs of tokens, in this variant of the loss
+    variant: Annotated[Literal["none", "l1", "signed", "ce", "reg", "all"], arg(name="drloc")] = (
+        "none"
+    )
+    # weight of that loss, lambda of the paper
+    weight: Annotated[NonNegative, arg(name="drloc-weight")] = 0.5
+    # pairs of tokens per image
+    pairs: Annotated[Count, arg(name="drloc-pairs")] = 64
+    # rows to which the grid of tokens is pooled for it; 0: not pooled
+    grid: Annotated[int, Bounds(0), arg(name="drloc-grid")] = 7
+    # as the published code: offsets counted in places, a weight that rises and falls, other heads
+    published: Annotated[bool, arg(name="drloc-published")] = False
+
+
+class DRLoc(Objective):
+    """`--drloc`: adds the localization loss to another objective."""
+
+    name = "drloc"
+
+    def __init__(self, setting: Setting, base: Objective) -> None:
+        super().__init__(setting)
+        self.base, self.options = base, setting.options.drloc
+        self.needs_score_maps, self.needs_tokens = base.needs_score_maps, base.needs_tokens
+
+    def check(self) -> None:
+        self.base.check()
+        if self.options.variant == "all" and self.setting.mix.mixtoken:
+            raise UserError(
+                "--drloc all reads the tokens of every block, and models return these without "
+                "MixToken only; give --no-mixtoken"
+            )
+
+    def wrap(self, model: nn.Module, num_classes: int, place: Place) -> nn.Module:
+        options = self.options
+        try:
+            heads = LocalizedModel(
+                model, options.variant, options.grid, self.setting.sizes, options.published
+            )
+        except (ValueError, RuntimeError, AssertionError, AttributeError, TypeError) as error:
+            why = str(error).partition("\n")[0]
+            if isinstance(error, PoolError):
+                fit = ", ".join(map(str, error.sides))
+                give = f"give --drloc-grid one of {fit}"
+                why += f"; {give if fit else 'choose a larger --size or another --model'}"
+            raise UserError(
+                f"--drloc {options.variant} cannot be computed of {self.setting.model}: {why}"
+            ) from error
+        return heads.to(next(model.parameters()).device)
+
+    def inputs(self, plan: EpochPlan, epoch: int, batch: Batch) -> tuple[Pairs, Any]:
+        pairs = draw_pairs(plan, epoch, batch, self.options.pairs, self.weight(epoch))
+        return pairs, self.base.inputs(plan, epoch, batch)
+
+    def forward(
+        self, network: nn.Module, image: Tensor, batch: Batch, step: StepContext
+    ) -> LocalizedOutput:
+        words = step.inputs[0].words
+        return network(image, words, batch.weight, **self.mix_arguments(step))
+
+    def loss(self, output: LocalizedOutput, batch: Batch, step: StepContext) -> Tensor:
+        pairs, inputs = step.inputs
+        base = self.base.loss(output.output, batch, step._replace(inputs=inputs))
+        return base + pairs.weight * output.loss
+
+    def weight(self, epoch: int) -> float:
+        """Return lambda: constant in the paper; the published code raises it and lowers it to 0."""
+        if not self.options.published:
+            return self.options.weight
+        falling = (self.setting.epochs - epoch) / max(self.setting.epochs - RISING_EPOCHS, 1)
+        return self.options.weight * max(0.0, min(epoch / RISING_EPOCHS, falling))

@@ -1,6 +1,6 @@
-"""Batch: the one contract between every loader and the training step."""
+"""Batch: the contract between every loader and the training step."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain, pairwise
 from typing import NamedTuple, Protocol
 
@@ -9,6 +9,8 @@ from torch import Tensor
 
 from densefeed.pipelines.plan import EpochPlan
 
+# N samples   H, W pixels   S cells along a map's side   k classes of a cell   K classes
+
 
 class ScoreMapSpec(NamedTuple):
     """What a step must know of a dataset's score maps before the first batch."""
@@ -16,43 +18,55 @@ class ScoreMapSpec(NamedTuple):
     side: int  # S
     top_k: int  # k
     num_classes: int  # K
-    absent: str  # tail | zero-logit, see densefeed/storage/FORMAT.md
-    max_palette: int  # most distinct classes any one map names
+    absent: str  # "tail" or "zero-logit": what classes outside a cell's top k have
+    max_palette: int  # largest number of distinct classes in one map
     min_window_side: float  # smallest side of a Window: how far a crop may exceed the map
 
 
 class Batch(NamedTuple):
     """N samples on one device. The map fields are None where the dataset has no score maps."""
 
-    image: Tensor  # uint8 [N, H, W, 3], cropped, resized and flipped
-    label: Tensor  # int64 [N]
-    view: Tensor  # float32 [N, 2, 3], see densefeed/storage/geometry.py
-    # float32 [N, 4], (top, left, bottom, right): the crop; what `view` reaches beyond it is fill
-    # color
+    image: (
+        Tensor  # uint8 [N, H, W, 3], cropped, resized and flipped; float32 [N, 3, H, W] augmented
+    )
+    label: Tensor  # int64 [N], class ids
+    view: Tensor  # float32 [N, 2, 3], network input to image, see storage/geometry.py
+    # float32 [N, 4], (top, left, bottom, right): the crop. Beyond it `view` shows fill color.
     shown: Tensor
     index: Tensor  # int64 [N], sample ids
-    # int64 [N], which of a sample's `repeats` in this epoch; 0 without repeated augmentation
-    repeat: Tensor
+    repeat: Tensor  # int64 [N], which repeat of a sample in this epoch
     weight: Tensor  # float32 [N], 0 for padding and skipped samples
     map_logit: Tensor | None  # float16 [N, S, S, k], descending over k
-    # uint16 [N, S, S, k], as stored: PyTorch can do little with it but widen it
+    # uint16 [N, S, S, k], as stored. PyTorch can do little with uint16 but widen it.
     map_class: Tensor | None
-    map_lse: Tensor | None  # float16 [N, S, S]
-    window: Tensor | None  # float32 [N, 4]
+    map_lse: Tensor | None  # float16 [N, S, S], logsumexp over all K classes
+    window: Tensor | None  # float32 [N, 4], the part of the image that the map covers
+    # Whether no View rotates or shears. True allows a faster sampling of the maps, and is wrong
+    # where one does: loaders set it for their crops, augmentation that may rotate takes it back.
+    axis_aligned: bool = False
+    epoch: int = 0
+    step: int = 0  # position of the batch in its epoch
 
-    def to(self, device: torch.device) -> "Batch":
-        """The batch on `device`; from pinned memory the copy does not wait."""
-        return Batch(
-            *(None if field is None else field.to(device, non_blocking=True) for field in self)
-        )
+    def map_tensors(self, work: Callable[[Tensor], Tensor]) -> "Batch":
+        """Apply `work` to every tensor."""
+        return Batch(*(work(field) if isinstance(field, Tensor) else field for field in self))
+
+    def to(self, device: torch.device | str) -> "Batch":
+        """Copy the batch to `device`; from pinned memory without waiting."""
+        return self.map_tensors(lambda field: field.to(device, non_blocking=True))
+
+    def split(self, count: int) -> "list[Batch]":
+        """Cut the batch into `count` equal parts, row by row."""
+        fields = [f.chunk(count) if isinstance(f, Tensor) else [f] * count for f in self]
+        return [Batch(*part) for part in zip(*fields, strict=True)]
 
 
 def to_device(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
-    """The batches on `device`. On a GPU each is copied from pinned memory on a side stream while
-    the step before it runs.
+    """Copy batches to `device`.
 
-    Nothing waits on the host: the step's stream waits for the copy, and memory is reused only after
-    both are through with it.
+    On a GPU each is copied from pinned memory on a side stream while the step before it runs. The
+    host does not wait: the step's stream waits for the copy, and memory is reused only after both
+    streams have finished with it.
     """
     if device.type != "cuda":
         yield from (batch.to(device) for batch in batches)
@@ -63,28 +77,29 @@ def to_device(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]
         with torch.cuda.stream(side):
             return batch.to(device), side.record_event()
 
-    # The next batch is fetched, and its copy begun, before the step that uses this one is.
+    # The next batch is fetched, and its copy begun, before the step that uses this one.
     copies = (copy(batch) for batch in batches)
     for (batch, event), _ in pairwise(chain(copies, [(None, None)])):
         step = torch.cuda.current_stream(device)
         step.wait_event(event)
         for field in batch:
-            if field is not None:
+            if isinstance(field, Tensor):
                 field.record_stream(step)
         yield batch
 
 
 class Loader(Protocol):
-    """What `train.py` asks of a loader. An error in any thread surfaces from `batches`, with the
-    sample's id and path.
+    """What training needs of a loader.
+
+    An error in any thread is raised from `batches`, with the sample's id and path.
     """
 
     plan: EpochPlan
     num_classes: int
     class_names: list[str]
     score_maps: ScoreMapSpec | None
-    fingerprint: str  # of the images: the same set, the same string
-    skipped: int  # samples that could not be read, under on_bad_sample="skip"
+    fingerprint: str  # of the images: equal for equal datasets
+    skipped: int  # unreadable samples so far, under on_bad_sample="skip"
 
     def __len__(self) -> int: ...
 

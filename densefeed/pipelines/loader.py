@@ -11,7 +11,7 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from itertools import chain
+from itertools import chain, count
 from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -207,6 +207,7 @@ class ThreadedLoader:
         fetching = self._fetch(zip(rows, self.plan.runs(epoch, start), strict=True))
         fetched: deque = deque()
         decoding: deque[_Begun] = deque()
+        steps = count(start)
         try:
             for fetch in chain(fetching, [None] * (AHEAD + 1)):
                 if fetch:
@@ -216,7 +217,8 @@ class ThreadedLoader:
                     fetched.popleft()
                 if decoding and (len(decoding) == AHEAD or not fetch):
                     self._wait(decoding[0].decoding)
-                    yield self._finish(decoding.popleft())
+                    batch = self._finish(decoding.popleft())
+                    yield batch._replace(epoch=epoch, step=next(steps))
         except Exception:
             # closed meanwhile, or in a forked child: that is the reason, whatever it broke first
             self._pool.check()
@@ -297,6 +299,7 @@ class ThreadedLoader:
             map_class=None,
             map_lse=None,
             window=None,
+            axis_aligned=True,
         )
         if begun.maps:
             batch = batch._replace(
@@ -318,17 +321,13 @@ class ThreadedLoader:
                 )
             for row in bad:  # a skipped sample repeats a good one, with weight 0
                 for field in batch:
-                    if field is not None:
+                    if isinstance(field, Tensor):
                         field[row] = field[good]
                 weight[row] = 0
         # Memory is pinned already where it is large; for the small tensors this copies.
-        pin = self._memory.pinned
-        return Batch(
-            *(
-                field.pin_memory() if pin and field is not None and not field.is_cuda else field
-                for field in batch
-            )
-        )
+        if not self._memory.pinned:
+            return batch
+        return batch.map_tensors(lambda field: field if field.is_cuda else field.pin_memory())
 
     def _mend(self, begun: _Begun, row: int) -> bool:
         """Decode a sample with Pillow that the native decoder leaves to it. False if it is to be

@@ -6,7 +6,7 @@ one and the same for every box.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from torch import Tensor
 from densefeed.pipelines.plan import EpochPlan
 from densefeed.pipelines.targets import SparseTargets
 from densefeed.system.errors import UserError
+from densefeed.system.options import Fraction, NonNegative, Options
 
 # N images   T = P * P tokens   M palette   H = W side of the input in pixels
 
@@ -38,55 +39,52 @@ class Mix(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mixing:
-    """What a run mixes.
+class MixOptions(Options):
+    """What is mixed with the partner image.
 
-    Args:
-        plan: draws every box.
-        mixtoken: exchange a box of tokens in every step (arXiv 2104.10858, section 3.3; the kept
-            share is uniform).
-        cutmix, mixup: alpha of the Beta distribution of the kept share (arXiv 1905.04899,
-            1710.09412); 0: never. With both, a step is CutMix with probability `switch_prob`, as
-            timm's. MixToken may follow MixUp (Table 7, third row).
-        prob: share of the steps that CutMix or MixUp mix at all.
-
-    Raises UserError for MixToken together with CutMix, whose two boxes would need a label each, and
-    for numbers out of range.
+    MixToken together with CutMix raises UserError: their two boxes would need a label each.
     """
 
-    plan: EpochPlan
-    mixtoken: bool = False
-    cutmix: float = 0.0
-    mixup: float = 0.0
-    prob: float = 1.0
-    switch_prob: float = 0.5
+    # exchange a box of tokens with the partner image in every step (arXiv 2104.10858, section 3.3)
+    mixtoken: bool = True
+    # alpha of CutMix (arXiv 1905.04899), which exchanges a box of pixels; 0: none
+    cutmix: NonNegative = 0.0
+    # alpha of MixUp (arXiv 1710.09412), which blends images; 0: none
+    mixup: NonNegative = 0.0
+    mix_prob: Fraction = 1.0  # fraction of the steps that CutMix or MixUp mix
+    switch_prob: Fraction = 0.5  # with both, the fraction of those steps that are CutMix
+    # dense label of a mixed image: both labels by area, or the mean over the regions it shows
+    mix_label: Literal["area", "regions"] = "area"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.mixtoken and self.cutmix:
             raise UserError(
-                "MixToken exchanges a box in every step already; choose --no-mixtoken, or --cutmix 0"
-            )
-        if min(self.cutmix, self.mixup) < 0 or not (
-            0 <= self.prob <= 1 and 0 <= self.switch_prob <= 1
-        ):
-            raise UserError(
-                "--cutmix and --mixup must not be negative, --mix-prob and --switch-prob be from 0 to 1"
+                "MixToken exchanges a box in every step already; give --no-mixtoken or --cutmix 0"
             )
 
     def __bool__(self) -> bool:
         return bool(self.mixtoken or self.cutmix or self.mixup)
 
+
+class Mixing(NamedTuple):
+    """Draws what a run mixes; `plan` draws every box."""
+
+    plan: EpochPlan
+    options: MixOptions
+
     def draw(self, epoch: int, step: int, size: int, grid: int) -> Mix:
         """The mix of a step, on the CPU: of images of `size` pixels a side, or of a `grid` x `grid`
         table of tokens.
         """
-        plan, box, blend = self.plan, (0, 0, 0, 0), 0.0
+        plan, options, box, blend = self.plan, self.options, (0, 0, 0, 0), 0.0
         mixes, switch = plan.mix_switches(epoch, step)
-        if mixes < self.prob and self.cutmix and (not self.mixup or switch < self.switch_prob):
-            box = plan.mix_box(epoch, step, size, kept=plan.beta(epoch, step, self.cutmix))
-        elif mixes < self.prob and self.mixup:
-            blend = 1 - plan.beta(epoch, step, self.mixup)
-        if self.mixtoken:
+        mixed = mixes < options.mix_prob
+        if mixed and options.cutmix and (not options.mixup or switch < options.switch_prob):
+            box = plan.mix_box(epoch, step, size, kept=plan.beta(epoch, step, options.cutmix))
+        elif mixed and options.mixup:
+            blend = 1 - plan.beta(epoch, step, options.mixup)
+        if options.mixtoken:
             box, size = plan.mix_box(epoch, step, grid), grid
         return Mix(
             torch.tensor(box, dtype=torch.float32), torch.tensor(blend, dtype=torch.float32), size
@@ -164,7 +162,7 @@ def mix_targets(targets: SparseTargets, share: Tensor) -> SparseTargets:
     )
 
 
-def pooled(targets: SparseTargets) -> SparseTargets:
+def mean_target(targets: SparseTargets) -> SparseTargets:
     """One target an image, the mean of its tokens': T becomes 1.
 
     Of tokens that were `mix_targets` it is a class label that knows what the exchanged region

@@ -1,15 +1,15 @@
-"""Score maps and Views to sparse token targets, on the device and without a dense map or target.
+"""Sparse token targets from score maps and Views, on the device, without a dense map or target.
 
-DESIGN: token (r, c) of a P x P grid is the mean of g x g bilinear samples of the map at
-View(points) seen through the Window, which is RoIAlign (aligned) with g = ceil(box / P). For a View
-of crop, flip and translation alone the sampling is separable: a small weight matrix per axis and
-two batched products. Rotated and sheared Views gather the same points one by one. Work is done in
-each image's own palette of classes, shapes depend on nothing but shapes, and nothing waits for the
-device.
+Token (r, c) of a P x P grid is the mean of g x g bilinear samples of the map at View(points) seen
+through the Window. That is RoIAlign (aligned) with g = ceil(box / P). For an axis-aligned View (crop,
+flip, translation) the sampling is separable: a small weight matrix per axis and two batched
+products. Rotated and sheared Views gather the same points one by one. All work is done in each
+image's own palette of classes. Shapes depend on shapes alone, and nothing waits for the device.
 """
 
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from dataclasses import dataclass
+from typing import Annotated, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,34 +24,35 @@ from densefeed.storage.geometry import (
     window_frame,
 )
 from densefeed.system.errors import UserError
+from densefeed.system.options import Bounds, Options
 
-# N images   S map side   k classes per cell   M palette   P grid side   T = P * P tokens   G samples per token and axis
+# N images   S map side   k classes per cell   M palette   P grid side   T = P * P tokens
+# G samples per token and axis
 
 GroundTruth = Literal["published", "intended"]
 # Share of the teacher's label where its best class is the image's label, and where it is another.
 # The published code (VOLO's, and TokenLabeling's --ground-truth) gives the image's label the larger
 # share where the teacher agrees; its comment says the opposite.
 TEACHER_SHARE = {"published": (0.5, 0.9), "intended": (0.9, 0.5)}
-EDGE = 1e-6  # of the image or map: a point that rounding puts this far outside is on the border
+# Of the image or map: a point that rounding puts this far outside is on the border.
+EDGE = 1e-6
 
 
-class TargetRules(NamedTuple):
-    """How targets are made of score maps; the defaults read what a token shows and nothing else."""
+@dataclass(frozen=True, kw_only=True)
+class TargetRules(Options):
+    """How targets are made of score maps. The defaults read what a token shows and nothing else."""
 
-    smoothing: float = 0.0  # probability
-    # Above 1 softens. zero-logit: softmax(logits / temperature), after pooling as published;
-    # classes not kept stay at logit 0. tail: softmax(logits / temperature) of the classes a cell
-    # keeps, which share what they had together; then pooled. The remainder stays as it is: float16
-    # resolves it to 1e-3, and of 995 classes' 1e-6 the fourth root is 0.03 each, 31 together.
-    temperature: float = 1.0
-    # Of the samples outside of the crop (and so the image) or the Window. ignore: they do not
-    # count, and a token weighs by its share of others. uniform, as published: they count as logit 0
-    # (zero-logit) or probability 1 / K (tail), and every token weighs 1.
-    outside: Literal["ignore", "uniform"] = "ignore"
-    # published: read the map where the published code does, see geometry.published_frame; the
-    # Window is ignored.
+    # label smoothing, probability
+    smoothing: Annotated[float, Bounds(0, 0.999)] = 0.0
+    # temperature of dense labels: above 1 softer, below 1 harder than the teacher's
+    temperature: Annotated[float, Bounds(1e-3)] = 1.0
+    # mix the image's label into the class token's dense label: as the published code does, or as
+    # its comment says
+    ground_truth: Literal["none", "published", "intended"] = "none"
+    # aligned: labels of what a token shows; published: of where the published code reads the map
     geometry: Literal["aligned", "published"] = "aligned"
-    sheared: bool = False  # Views may rotate or shear; false is faster and wrong for those
+    # what lies outside map, image or crop: no label, or all classes alike
+    outside: Literal["ignore", "uniform"] = "ignore"
 
 
 PLAIN = TargetRules()
@@ -72,13 +73,11 @@ class SparseTargets(NamedTuple):
     total: Tensor
 
 
-# ------------------------------------------------------------------------- where a token's samples lie
+# ---------------------------------------------------------------- where a token's samples lie
 
 
 class Places(NamedTuple):
-    """How points of the network's input relate to image and map. All hold for x and y: `[N, 2,
-    ...]`.
-    """
+    """How points of the network's input relate to image and map, for x and y: `[N, 2, ...]`."""
 
     view: Tensor  # [N, 2, 3], to the image
     through: Tensor  # [N, 2, 3], to the map: 0 to 1 inside it
@@ -88,18 +87,17 @@ class Places(NamedTuple):
 
 
 def places(batch: Batch, side: int, rules: TargetRules) -> Places:
-    """Views, maps' frames and visible parts of a batch."""
+    """Combine a batch's Views with the frames of its maps."""
     view = batch.view
     if rules.geometry == "aligned":
         frame, margin = window_frame(batch.window), EDGE
         cells = labeling_cells(frame, side)
     else:
-        # published sampling clamps points within half a cell beyond the map, and takes what is
-        # farther for 0
+        # The published sampling clamps points within half a cell beyond the map and reads 0 for
+        # points farther outside.
         frame, margin = published_frame(batch.shown, view, side), 0.5 / side + EDGE
-        cells = (torch.arange(2, dtype=view.dtype, device=view.device) * (side - 1)).expand(
-            len(view), 2, 2
-        )
+        ends = torch.arange(2, dtype=view.dtype, device=view.device) * (side - 1)
+        cells = ends.expand(len(view), 2, 2)
     scale, shift = frame.unbind(2)
     through = scale[:, :, None] * view
     through = torch.cat([through[:, :, :2], through[:, :, 2:] + shift[:, :, None]], 2)
@@ -108,11 +106,10 @@ def places(batch: Batch, side: int, rules: TargetRules) -> Places:
 
 
 def sample_points(extent: Tensor, grid: int, most: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Samples along one axis of the network's input for crops that span `extent` cells along it,
-    float `[N]`.
+    """Place samples along one axis of the input for crops that span `extent` cells, float `[N]`.
 
-    Returns their coordinates `[N, P, G]`, G = `most`, whether they count, bool `[N, 1, G]`, and how
-    many of a token do, `[N]`: ceil(extent / P), as RoIAlign.
+    Returns coordinates `[N, P, G]` with G = `most`, whether each counts, bool `[N, 1, G]`, and how
+    many of a token count, `[N]`: ceil(extent / P), as RoIAlign.
     """
     # The guard keeps a box of exactly P cells at one sample where rounding makes it 14.000001.
     count = (extent / grid - 1e-5).ceil().clamp(1, most)
@@ -124,13 +121,14 @@ def sample_points(extent: Tensor, grid: int, most: int) -> tuple[Tensor, Tensor,
 def is_inside(
     point: Tensor, low: Tensor | float, high: Tensor | float, margin: float = EDGE
 ) -> Tensor:
-    """Whether `low` <= `point` <= `high`, give or take `margin`."""
+    """Test `low` <= `point` <= `high` up to `margin`."""
     return (point > low - margin) & (point < high + margin)
 
 
 def axis_weights(at: Places, axis: int, side: int, grid: int, most: int) -> tuple[Tensor, Tensor]:
-    """Sampling along one axis (0: x, 1: y): weights of the map's cells, `[N, P, S]`, and share of
-    samples inside, `[N, P]`.
+    """Compute the sampling along one axis (0: x, 1: y).
+
+    Returns weights of the map's cells, `[N, P, S]`, and the share of samples inside, `[N, P]`.
     """
 
     def along(matrix: Tensor) -> tuple[Tensor, Tensor]:
@@ -145,20 +143,22 @@ def axis_weights(at: Places, axis: int, side: int, grid: int, most: int) -> tupl
         scale.dtype
     )
     first, last = at.cells[:, axis, :, None, None].unbind(1)
-    # at an image's edge as at a map's: its last cell, and no padding
+    # Beyond the edge of the image, as beyond that of the map, the last cell repeats: no padding.
     cell = (through * side - 0.5).clamp(first, last)
-    # N P G S, bilinear
+    # bilinear weights, N P G S
     hat = (1 - (cell[..., None] - torch.arange(side, device=scale.device)).abs()).clamp(min=0)
     hits = inside.sum(-1)
     return (hat * inside[..., None]).sum(2) / hits.clamp(min=1)[..., None], hits / count[:, None]
 
 
 def table_points(at: Places, side: int, grid: int, most: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Sampling of any View: points of the map `[N, P * G, P * G, 2]`, -1 to 1 as grid_sample has
-    it, their share in their token's mean, `[N, 1, P * G, P * G]` and 0 for those outside, and the
-    share of samples inside, `[N, P, P]`.
+    """Compute the sampling of any View.
+
+    Returns points of the map `[N, P * G, P * G, 2]` in grid_sample's coordinates (-1 to 1), their
+    share in the mean of their token `[N, 1, P * G, P * G]`, 0 outside, and the share of samples
+    inside `[N, P, P]`.
     """
-    # The edge of a token along an axis of the network's input, wherever the View turns it.
+    # Length of the input's axis on the map, however the View rotates it.
     extent = at.through[:, :, :2].norm(dim=1) * side
     x, used_x, count_x = sample_points(extent[:, 0], grid, most)
     y, used_y, count_y = sample_points(extent[:, 1], grid, most)
@@ -193,41 +193,52 @@ def table_points(at: Places, side: int, grid: int, most: int) -> tuple[Tensor, T
     )
 
 
+def exact_matmul(a: Tensor, b: Tensor) -> Tensor:
+    """`a @ b` in the tensors' own precision, whatever autocast and TF32 settings the caller uses.
+
+    bfloat16 keeps 8 bits of a logit and TF32 11. PyTorch has no switch for one product, so where
+    TF32 is allowed the product is written as a sum.
+    """
+    with torch.autocast(a.device.type, enabled=False):
+        if a.is_cuda and torch.backends.cuda.matmul.allow_tf32:
+            return (a[..., None] * b[..., None, :, :]).sum(-2)
+        return a @ b
+
+
 def sampler(
     batch: Batch, spec: ScoreMapSpec, grid: int, rules: TargetRules
 ) -> tuple[Callable[[Tensor], Tensor], Tensor]:
-    """A function that pools maps `[N, S, S, M]` to tokens `[N, T, M]`, means over samples inside,
-    and their share `[N, T]`.
+    """Build the pooling of a batch's maps to a `grid` x `grid` table of tokens.
+
+    Returns a function that pools maps `[N, S, S, M]` to tokens `[N, T, M]`, means over the samples
+    inside, and the share of samples inside `[N, T]`. `batch.axis_aligned` selects the method.
     """
-    # The published boxes lie within the image, which they take for the map.
+    # Published boxes lie within the image, which the published code takes for the map.
     reach = spec.min_window_side if rules.geometry == "aligned" else 1.0
-    most = samples_per_bin(spec.side, grid, reach, rules.sheared)
+    most = samples_per_bin(spec.side, grid, reach, not batch.axis_aligned)
     at = places(batch, spec.side, rules)
-    if not rules.sheared:
+    if batch.axis_aligned:
         columns, columns_inside = axis_weights(at, 0, spec.side, grid, most)
         rows, rows_inside = axis_weights(at, 1, spec.side, grid, most)
 
-        def pooled(map_NSSM: Tensor) -> Tensor:
-            # Autocast would make bfloat16 of the products: 8 bits of a logit. (TF32 products have
-            # 11: train.py must not allow them.)
-            with torch.autocast(rows.device.type, enabled=False):
-                strips = (rows @ map_NSSM.flatten(2)).unflatten(2, map_NSSM.shape[2:])  # N P S M
-                return (columns[:, None] @ strips).flatten(1, 2)
+        def pool_axes(map_NSSM: Tensor) -> Tensor:
+            strips_NPSM = exact_matmul(rows, map_NSSM.flatten(2)).unflatten(2, map_NSSM.shape[2:])
+            return exact_matmul(columns[:, None], strips_NPSM).flatten(1, 2)
 
-        return pooled, (rows_inside[:, :, None] * columns_inside[:, None]).flatten(1)
+        return pool_axes, (rows_inside[:, :, None] * columns_inside[:, None]).flatten(1)
     points, share, inside = table_points(at, spec.side, grid, most)
 
-    def gathered(map_NSSM: Tensor) -> Tensor:
+    def pool_points(map_NSSM: Tensor) -> Tensor:
         map_NMSS = map_NSSM.permute(0, 3, 1, 2).contiguous()
         sampled = F.grid_sample(
             map_NMSS, points, mode="bilinear", padding_mode="border", align_corners=False
         )
         return F.avg_pool2d(sampled * share, most, divisor_override=1).flatten(2).mT
 
-    return gathered, inside.flatten(1)
+    return pool_points, inside.flatten(1)
 
 
-# ------------------------------------------------------------------------- targets
+# ---------------------------------------------------------------- targets
 
 
 class PaletteMaps(NamedTuple):
@@ -240,26 +251,27 @@ class PaletteMaps(NamedTuple):
 
 
 def palettes(map_class: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Each map's distinct classes, int64 `[N, size]` ascending, and every entry's slot in it, int64
-    `[N, S * S * k]`.
+    """Find each map's distinct classes.
 
-    `map_class` is `[N, S, S, k]`; `size` must be at least the number of distinct classes of any
-    map.
+    Returns the palettes, int64 `[N, size]`, ascending, and the slot of every entry in its palette,
+    int64 `[N, S * S * k]`. `map_class` is `[N, S, S, k]`; `size` must be at least the number of
+    distinct classes of any map.
     """
     ordered, source = map_class.flatten(1).int().sort(dim=1)
-    rank = F.pad(ordered[:, 1:] != ordered[:, :-1], (1, 0)).cumsum(1)  # the first is no change
+    rank = F.pad(ordered[:, 1:] != ordered[:, :-1], (1, 0)).cumsum(1)
     slot = torch.empty_like(rank).scatter_(1, source, rank)
-    palette = torch.zeros(len(ordered), size, dtype=torch.long, device=ordered.device).scatter_(
-        1, rank, ordered.long()
-    )
-    return palette, slot
+    palette = torch.zeros(len(ordered), size, dtype=torch.long, device=ordered.device)
+    return palette.scatter_(1, rank, ordered.long()), slot
 
 
 def apply_temperature(
     log_probability: Tensor, spec: ScoreMapSpec, temperature: float
 ) -> tuple[Tensor, Tensor]:
-    """Probabilities of a cell's top-k classes, `[..., k]`, and of any other class, `[..., 1]`, of
-    their logs `[..., k]`.
+    """Turn log-probabilities of a cell's top-k classes `[..., k]` into probabilities.
+
+    Returns those of the top k, `[..., k]`, and that of each other class, `[..., 1]`. Temperature
+    redistributes what the top k have together. The remainder stays as it is: float16 resolves it to
+    1e-3 only, and the fourth root of 1e-6 is 0.03 for each of 995 classes, 31 together.
     """
     probability = log_probability.exp()
     kept = probability.sum(-1, keepdim=True)
@@ -269,15 +281,15 @@ def apply_temperature(
     probability = probability / (kept.clamp(min=1) if others else kept)
     share = (1 - probability.sum(-1, keepdim=True)).clamp(min=0) / max(others, 1)
     if temperature != 1:
-        probability = probability.sum(-1, keepdim=True) * (log_probability / temperature).softmax(
-            -1
-        )
+        softened = (log_probability / temperature).softmax(-1)
+        probability = probability.sum(-1, keepdim=True) * softened
     return probability, share
 
 
 def palette_maps(batch: Batch, spec: ScoreMapSpec, rules: TargetRules = PLAIN) -> PaletteMaps:
-    """The maps of a batch for `sparse_targets`; for its sake alone where several grids are wanted
-    of one batch.
+    """Spread the maps of a batch over their palettes.
+
+    `sparse_targets` takes the result where targets of several grids are made from one batch.
     """
     palette, slot = palettes(batch.map_class, spec.max_palette)
     entries, share = batch.map_logit.to(batch.view.dtype), None
@@ -287,7 +299,8 @@ def palette_maps(batch: Batch, spec: ScoreMapSpec, rules: TargetRules = PLAIN) -
         )
         entries = probability - share
     else:
-        # pooling is linear, so before it or after it is the same
+        # Pooling is linear: dividing before it or after it gives the same. Classes that were not
+        # kept stay at logit 0, as published.
         entries = entries / rules.temperature
     N, S = entries.shape[:2]
     value = torch.zeros(N, S * S, spec.max_palette, dtype=entries.dtype, device=entries.device)
@@ -302,20 +315,26 @@ def sparse_targets(
     rules: TargetRules = PLAIN,
     maps: PaletteMaps | None = None,
 ) -> SparseTargets:
-    """Targets of a `grid` x `grid` table of tokens, row-major; `grid=1` gives the class token's.
+    """Make the targets of a `grid` x `grid` table of tokens, row-major.
 
-    A sample of the map counts if it lies in `shown`, and so in the image, and in the Window.
-    `spec.absent` says what a class outside a cell's top-k has: `zero-logit`: logit 0, logits are
-    averaged over the samples, then softmax (published packs, reference of TokenLabeling); `tail`:
-    an even share of the probability the top-k leave, probabilities are averaged. Smoothing s: t (1
-    - s + s/K) + s/K, as published. Padding (`weight` 0 in the batch) has weight 0.
+    `grid=1` gives the class token's target. A sample of the map counts if it lies in the crop
+    (`batch.shown`) and in the Window.
 
+    `spec.absent` defines the classes outside a cell's top k. `zero-logit`: they have logit 0; logits
+    are averaged over the samples, then softmax (published packs and code of TokenLabeling). `tail`:
+    they share evenly the probability that the top k leave; probabilities are averaged.
+
+    `rules.outside` defines the samples outside. `ignore`: they do not count, and the weight of a
+    token is its share of samples inside. `uniform`, as published: they count as logit 0 (zero-logit)
+    or probability 1 / K (tail), and every token has weight 1.
+
+    Smoothing s gives t (1 - s + s/K) + s/K, as published. Padding (`batch.weight` 0) has weight 0.
     `maps` is `palette_maps(batch, spec, rules)`, if the caller has it: half the time of a call.
     """
     maps = palette_maps(batch, spec, rules) if maps is None else maps
-    pooled, inside = sampler(batch, spec, grid, rules)
-    value, weight = pooled(maps.value), inside  # N T M, N T
-    # a mean with 0 for samples outside is the mean of those inside times their share
+    pool_map, inside = sampler(batch, spec, grid, rules)
+    value, weight = pool_map(maps.value), inside  # N T M, N T
+    # The mean with 0 for samples outside is the mean of those inside times their share.
     if rules.outside == "uniform":
         value, weight = value * inside[..., None], torch.ones_like(inside)
     off = rules.smoothing / spec.num_classes
@@ -327,7 +346,7 @@ def sparse_targets(
         scale = on / (spec.num_classes * rest + above.sum(-1, keepdim=True))
         base, extra = (rest * scale).squeeze(-1), above * scale
     else:
-        base = pooled(maps.share).squeeze(-1)
+        base = pool_map(maps.share).squeeze(-1)
         if rules.outside == "uniform":
             base = base * inside + (1 - inside) / spec.num_classes
         base, extra = on * base, on * value
@@ -339,25 +358,22 @@ def sparse_targets(
 def mix_ground_truth(
     targets: SparseTargets, label_N: Tensor, num_classes: int, smoothing: float, rule: GroundTruth
 ) -> SparseTargets:
-    """The class token's targets (T = 1) mixed with the image's label: r * target + (1 - r) * label,
-    one slot of palette more.
+    """Mix the class token's targets (T = 1) with the image's label: r target + (1 - r) label.
 
-    r depends on whether the target's best class is `label_N`, int64 `[N]`: `published` 0.5 if so
-    and else 0.9, so the label counts for more where the teacher confirms it; `intended` 0.9 and
-    0.5, what that code's comment says. The label is one-hot, smoothed: s/K, and 1 - s + s/K at its
-    class, which sums to 1. Weights stay: a crop without a dense label has no loss under either
-    rule.
+    The palette grows by one slot. r depends on whether the target's best class is `label_N`, int64
+    `[N]`. `published`: 0.5 if it is, else 0.9, so the label counts for more where the teacher
+    confirms it. `intended`: 0.9 and 0.5, as the comment in the published code says. The label is
+    one-hot, smoothed: s/K, and 1 - s + s/K at its class, which sums to 1. Weights stay: a crop
+    without a dense label has no loss under either rule.
     """
     palette, extra = targets.palette, targets.extra[:, 0]
     best = extra.max(1)
-    # Where every class that the map names has less than those it does not, the best is the first of
-    # these.
-    unnamed = (
-        (palette == torch.arange(palette.shape[1], device=palette.device)).long().cumprod(1).sum(1)
-    )
-    teacher_N = torch.where(
-        best.values > 0, palette.gather(1, best.indices[:, None])[:, 0], unnamed
-    )
+    # Where every class in the palette has less than the classes outside it, the best class is the
+    # first one outside.
+    in_order = palette == torch.arange(palette.shape[1], device=palette.device)
+    unnamed = in_order.long().cumprod(1).sum(1)
+    named = palette.gather(1, best.indices[:, None])[:, 0]
+    teacher_N = torch.where(best.values > 0, named, unnamed)
     agrees, differs = TEACHER_SHARE[rule]
     share = torch.where(teacher_N == label_N, agrees, differs).to(extra.dtype)[:, None]
     given = (1 - share) * (1 - smoothing)
@@ -369,63 +385,47 @@ def mix_ground_truth(
     )
 
 
-# ------------------------------------------------------------------------- once, before the first step
+# ---------------------------------------------------------------- once, before the first step
 
 
 def check_batch(batch: Batch, spec: ScoreMapSpec, where: str) -> None:
-    """UserError if the maps, Windows or Views of a batch on the CPU are not what `sparse_targets`
-    can read.
+    """Check the maps, Windows and Views of a batch on the CPU, before the first step of a run.
 
-    `where` names the score maps, as `the score maps of train.beton`. For the first batch of a run:
-    no step looks again.
+    `where` names the score maps in messages, e.g. `the score maps of train.beton`. Raises UserError,
+    which names the sample, where `sparse_targets` cannot read them.
     """
-    N = len(batch.index)
-    shape = (N, spec.side, spec.side, spec.top_k)
-    if (
-        batch.map_logit is None
-        or batch.map_class is None
-        or batch.map_lse is None
-        or batch.window is None
-    ):
+    maps = batch.map_logit, batch.map_class, batch.map_lse
+    if batch.window is None or any(field is None for field in maps):
         raise UserError(
-            f"{where} did not come with the batch; give --labels, or pack them into the .beton"
+            f"{where} did not come with the batch; give --score-maps, or pack them into the .beton"
         )
-    if (
-        batch.map_logit.shape != shape
-        or batch.map_class.shape != shape
-        or batch.map_lse.shape != shape[:3]
-    ):
+    cells = len(batch.index), spec.side, spec.side
+    shapes = (*cells, spec.top_k), (*cells, spec.top_k), cells
+    if tuple(tuple(field.shape) for field in maps) != shapes:
         side, top_k = batch.map_logit.shape[2:]
         raise UserError(
             f"{where} have {side} x {side} cells of {top_k} classes, "
-            f"their header says {spec.side} x {spec.side} of {spec.top_k}; relabel"
+            f"but their header says {spec.side} x {spec.side} of {spec.top_k}; label the images again"
         )
-
-    def refuse(bad: Tensor, what: str) -> None:
-        """`bad` is bool `[N, ...]`."""
+    named = batch.map_class.long()
+    distinct = 1 + (named.flatten(1).sort(1).values.diff(dim=1) != 0).sum(1)
+    view = batch.view.double()
+    area = (view[:, 0, 0] * view[:, 1, 1] - view[:, 0, 1] * view[:, 1, 0]).abs()
+    again = "label it again"
+    faults = {
+        f"has a logit that is not finite; {again}": ~batch.map_logit.isfinite(),
+        f"has a logsumexp that is not finite; {again}": ~batch.map_lse.isfinite()
+        & (spec.absent == "tail"),
+        f"has a class number beyond the {spec.num_classes:,} classes of the data; "
+        "label with a teacher of these classes": named >= spec.num_classes,
+        f"has more classes than the {spec.max_palette} of the header; {again}": (
+            distinct > spec.max_palette
+        )[:, None],
+        f"has a Window that is no part of its image; {again}": ~are_windows(batch.window)[:, None],
+        "has a View of no area; crop and warp it less": (area < 1e-12)[:, None]
+        | ~view.isfinite().all(2),
+    }
+    for what, bad in faults.items():
         rows = bad.flatten(1).any(1).nonzero()[:, 0].tolist()
         if rows:
             raise UserError(f"{where}: sample {int(batch.index[rows[0]])} {what}")
-
-    refuse(~batch.map_logit.isfinite(), "has a logit that is no finite number; relabel it")
-    if spec.absent == "tail":
-        refuse(~batch.map_lse.isfinite(), "has a logsumexp that is no finite number; relabel it")
-    named = batch.map_class.long()
-    refuse(
-        named >= spec.num_classes,
-        f"names a class beyond the {spec.num_classes:,} of the data; relabel with a teacher of its classes",
-    )
-    distinct = 1 + (named.flatten(1).sort(1).values.diff(dim=1) != 0).sum(1)
-    refuse(
-        (distinct > spec.max_palette)[:, None],
-        f"names more classes than the {spec.max_palette} the header allows; relabel it",
-    )
-    refuse(
-        ~are_windows(batch.window)[:, None], "has a Window that is no part of its image; relabel it"
-    )
-    view = batch.view.double()
-    flat = (view[:, 0, 0] * view[:, 1, 1] - view[:, 0, 1] * view[:, 1, 0]).abs() < 1e-12
-    refuse(
-        flat[:, None] | ~view.isfinite().all(2),
-        "has a View that shows a line or a point; crop and warp it less",
-    )

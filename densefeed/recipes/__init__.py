@@ -1,0 +1,23 @@
+"""Recipes: functions that return a Config, and state their command, source and published result.
+
+A recipe is a base with the options in which it differs. docs/results/ablations.md lists the
+commands of the papers' tables.
+"""
+
+import inspect
+from collections.abc import Callable
+from types import ModuleType
+
+from densefeed.recipes import bootstrapping, deit, dhvt, drloc, lvvit, micro
+from densefeed.training.config import Config
+
+
+def collect(module: ModuleType) -> list[Callable[[], Config]]:
+    """Return the recipes that a module defines: its functions without parameters."""
+    functions = (f for f in vars(module).values() if inspect.isfunction(f))
+    own = (f for f in functions if f.__module__ == module.__name__)
+    return [f for f in own if not inspect.signature(f).parameters]
+
+
+MODULES = (lvvit, deit, bootstrapping, drloc, dhvt, micro)
+RECIPES = [recipe for module in MODULES for recipe in collect(module)]

@@ -1,4 +1,4 @@
-"""What of a step is compiled, and how few times."""
+"""torch.compile modes of a step."""
 
 from collections.abc import Callable
 from functools import partial
@@ -7,17 +7,14 @@ import torch
 from timm.layers import DropPath
 from torch import Tensor, nn
 
-from densefeed.objectives.bootstrapping import JointModel
-from densefeed.objectives.drloc import LocalizedModel
-from densefeed.training.objective import objective_loss, step_loss
+from densefeed.objectives.base import objective_loss, step_loss
 
 
 class SharedDropPath(nn.Module):
     """timm's DropPath with its rate in a tensor, which is in no checkpoint.
 
-    The compiler takes a module's numbers for constants, and every block of a network has another
-    rate: it would compile each block anew, up to its limit of 8, and leave those behind to eager
-    mode.
+    The compiler specializes on a module's numbers, and every block of a network has another rate.
+    It would compile each block, up to its limit of 8, and run the others in eager mode.
     """
 
     def __init__(self, of: DropPath) -> None:
@@ -32,36 +29,35 @@ class SharedDropPath(nn.Module):
         return x * (kept / self.keep if self.scale_by_keep else kept).to(x.dtype)
 
 
-def get_networks(trained: nn.Module) -> tuple[nn.Module, ...]:
-    """The networks in what a run trains, the model first: without DRLoc's heads, with the agent."""
-    return trained.networks if isinstance(trained, LocalizedModel | JointModel) else (trained,)
+def get_networks(trainable: nn.Module) -> tuple[nn.Module, ...]:
+    """Return the networks in what a run trains, the model first: without DRLoc's heads."""
+    return getattr(trainable, "networks", (trainable,))
 
 
-def compile_step(how: str, trained: nn.Module) -> Callable[..., Tensor]:
-    """`step_loss` of `trained`, with what `how` says compiled.
+def compile_step(mode: str, trainable: nn.Module) -> Callable[..., Tensor]:
+    """Return `step_loss`, compiled as `--compile` says.
 
-    `blocks`: one compilation serves all blocks that are alike, whose DropPath then is a
+    `blocks`: one compilation serves all blocks that are alike; their DropPath becomes a
     SharedDropPath. `graph`: forward and backward pass are CUDA graphs that PyTorch captures and
-    replays; on a CPU the same as `whole`. The update stays outside: it takes the learning rate and
-    the averaging's decay from the host, in some ten launches of fused and foreach operations.
+    replays; on a CPU the same as `whole`. The update is not compiled: it takes the learning rate and
+    the decay of the EMA from the host, in about ten launches of fused and foreach operations.
     """
-    if how == "never":
+    if mode == "never":
         return step_loss
-    if how == "graph":
+    if mode == "graph":
         whole = torch.compile(step_loss, dynamic=False, mode="reduce-overhead")
 
-        def captured(*args: object, **more: object) -> Tensor:
-            # what the graphs of the last step gave has been used up
+        def captured(*args: object) -> Tensor:
+            # The outputs of the graphs of the last step are not needed any more.
             torch.compiler.cudagraph_mark_step_begin()
-            return whole(*args, **more)
+            return whole(*args)
 
         return captured
-    networks = get_networks(trained)
-    if how == "whole" or not all(
-        isinstance(getattr(network, "blocks", None), nn.Module) for network in networks
-    ):
+    networks = get_networks(trainable)
+    has_blocks = all(isinstance(getattr(net, "blocks", None), nn.Module) for net in networks)
+    if mode == "whole" or not has_blocks:
         return torch.compile(step_loss, dynamic=False)
-    device = next(trained.parameters()).device
+    device = next(trainable.parameters()).device
     for block in (block for network in networks for block in network.blocks):
         for name, part in list(block.named_modules()):
             if isinstance(part, DropPath):

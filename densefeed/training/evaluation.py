@@ -1,33 +1,38 @@
-"""Accuracy and loss: sums that stay on the device, and what is read from them."""
+"""Accuracy and loss: sums that stay on the device, and the metrics computed from them."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from densefeed.pipelines.augment.augmentation import Normalize
+from densefeed.pipelines.batch import Loader, to_device
+from densefeed.training.ranks import Ranks
+
 # N images   K classes
 
-TOP = 5  # as ImageNet counts its second accuracy
+TOP = 5  # ImageNet's second accuracy
 
-# images float32 [N, 3, H, W] or logits float32 [N, K]; labels int64 [N]; weights float32 [N]
-Told = tuple[Tensor, Tensor, Tensor]
+# Images float32 [N, 3, H, W], or logits float32 [N, K]; labels int64 [N]; weights float32 [N].
+Weighted = tuple[Tensor, Tensor, Tensor]
 
 
 class MetricSums(NamedTuple):
-    """Weighted sums over images, float64 scalars on the device: `Sums(*torch.stack(sums))` after an
-    all-reduce of the stack.
+    """Weighted sums over images, float64 scalars on the device.
+
+    `MetricSums(*torch.stack(sums))` after an all-reduce of the stack gives the sums over ranks.
     """
 
     right: Tensor  # images whose best class is their label
-    right5: Tensor  # whose label is among the best five, or all where there are fewer
+    right5: Tensor  # images whose label is among the best five (all, with fewer classes)
     loss: Tensor  # cross entropy, nats
     total: Tensor  # images
 
 
 class Metrics(NamedTuple):
-    """What sums say of one image on average."""
+    """Means over images."""
 
     top1: float  # 0 to 1
     top5: float  # 0 to 1
@@ -37,49 +42,42 @@ class Metrics(NamedTuple):
 @torch.inference_mode()
 def predict(
     model: nn.Module,
-    batches: Iterable[Told],
+    batches: Iterable[Weighted],
     columns_C: Tensor | None = None,
     dtype: torch.dtype | None = None,
-) -> Iterator[Told]:
-    """What the model says, in evaluation mode, to batches of (normalized images `[N, 3, H, W]`,
-    labels, weights); no wait.
+) -> Iterator[Weighted]:
+    """Yield (logits, labels, weights) for batches of (normalized images, labels, weights).
 
-    `columns_C` (int64 `[C]`, on the device) picks and orders classes: logit c of an answer is the
-    model's logit `columns_C[c]`, so classes that are not named take no part. `dtype` is that of
-    autocast, None for none; logits are float32.
+    The model is put in evaluation mode; nothing waits. `columns_C` (int64 `[C]`, on the device)
+    selects and orders classes: logit c of the result is the model's logit `columns_C[c]`, and other
+    classes take no part. `dtype` is that of autocast, None for none; logits are float32.
     """
     model.eval()
     for image_NCHW, label_N, weight_N in batches:
-        with torch.autocast(
-            image_NCHW.device.type, dtype or torch.bfloat16, enabled=dtype is not None
-        ):
+        device = image_NCHW.device.type
+        with torch.autocast(device, dtype or torch.bfloat16, enabled=dtype is not None):
             logits_NK = model(image_NCHW)
-        yield (
-            (logits_NK if columns_C is None else logits_NK[:, columns_C]).float(),
-            label_N,
-            weight_N,
-        )
+        if columns_C is not None:
+            logits_NK = logits_NK[:, columns_C]
+        yield logits_NK.float(), label_N, weight_N
 
 
 @torch.inference_mode()
-def sum_metrics(predict: Iterable[Told]) -> MetricSums:
-    """The sums over all answers; an image of weight 0, as padding is, does not count. No wait.
-    ValueError if there is none.
+def sum_metrics(predictions: Iterable[Weighted]) -> MetricSums:
+    """Sum over all predictions; an image of weight 0, as padding, does not count.
+
+    Nothing waits. ValueError without any batch.
     """
     sums = None
-    for logits_NK, label_N, weight_N in predict:
+    for logits_NK, label_N, weight_N in predictions:
         best_NM = logits_NK.topk(min(TOP, logits_NK.shape[1])).indices
         right_N = logits_NK.argmax(-1) == label_N
         right5_N = (best_NM == label_N[:, None]).any(-1)
         loss_N = F.cross_entropy(logits_NK, label_N, reduction="none")
-        # float64: a sum of 50,000 losses keeps every digit of each, in whatever batches they come.
+        # float64: a sum of 50,000 losses keeps every digit of each, whatever the batches.
         weight_N = weight_N.double()
-        new = torch.stack(
-            [
-                (value_N * weight_N).sum()
-                for value_N in (right_N, right5_N, loss_N, torch.ones_like(loss_N))
-            ]
-        )
+        values = right_N, right5_N, loss_N, torch.ones_like(loss_N)
+        new = torch.stack([(value_N * weight_N).sum() for value_N in values])
         sums = new if sums is None else sums + new
     if sums is None:
         raise ValueError("there is no batch to evaluate")
@@ -87,6 +85,28 @@ def sum_metrics(predict: Iterable[Told]) -> MetricSums:
 
 
 def mean_metrics_sync(sums: MetricSums) -> Metrics:
-    """Averages over the images that count; waits for the device."""
+    """Divide by the number of images; waits for the device."""
     right, right5, loss, total = torch.stack(sums).tolist()
     return Metrics(right / total, right5 / total, loss / total)
+
+
+def evaluate_sync(
+    model: nn.Module,
+    loader: Loader,
+    normalize: Normalize,
+    ranks: Ranks,
+    dtype: torch.dtype | None,
+    advance: Callable[[int, str], None],
+) -> Metrics:
+    """Evaluate on a validation set, each image once, over all ranks.
+
+    `advance(0, text)` shows the progress.
+    """
+
+    def batches() -> Iterator[Weighted]:
+        for number, batch in enumerate(to_device(loader.batches(0), ranks.device), start=1):
+            yield normalize(batch.image), batch.label, batch.weight
+            advance(0, f"evaluating, {number} of {len(loader)}")
+
+    sums = torch.stack(sum_metrics(predict(model, batches(), dtype=dtype)))
+    return mean_metrics_sync(MetricSums(*ranks.sum(sums)))

@@ -100,26 +100,26 @@ def first_not_finite(model: nn.Module, loss_of: Callable[[], Tensor]) -> str | N
 
 
 class LossSpikes:
-    """Tells a loss that leaps: more than `factor` times the median of the last `window` log
-    intervals, five at least.
+    """Detects loss spikes: a loss above `factor` times the median of the last `window` intervals.
+
+    At least five intervals are needed.
     """
 
     def __init__(self, factor: float = 1.5, window: int = 21) -> None:
         self.factor, self.last = factor, deque[float](maxlen=window)
 
-    def seen(self, loss: float) -> str:
-        """What to say of the loss of another interval; empty if nothing, or if all its steps were
-        skipped (NaN).
+    def describe(self, loss: float) -> str:
+        """Describe the spike, if the mean loss of another interval is one; else return "".
+
+        The loss of an interval whose steps were all skipped is NaN.
         """
         if math.isnan(loss):
             return ""
         usual = statistics.median(self.last) if len(self.last) >= 5 else math.inf
         self.last.append(loss)
-        return (
-            f"the loss leapt to {loss:.3f}; it was {usual:.3f} before"
-            if loss > self.factor * usual
-            else ""
-        )
+        if loss <= self.factor * usual:
+            return ""
+        return f"loss spike: {loss:.3f}; the median of the last intervals is {usual:.3f}"
 
 
 @contextmanager

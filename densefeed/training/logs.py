@@ -1,34 +1,103 @@
-"""What a run tells: metrics.jsonl, TensorBoard, Weights & Biases if asked for, and a bar."""
+"""Logging: metrics.jsonl, TensorBoard, Weights & Biases if asked for, and a bar; rank 0 only."""
 
 import json
 import math
+import os
+import platform
 import sys
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import timm
+import torch
 from torch.utils.tensorboard import SummaryWriter
 
 from densefeed.system.errors import UserError
 from densefeed.system.files import replace_file
 from densefeed.system.progress import steps_bar
+from densefeed.training.config import Config
+from densefeed.training.ranks import Ranks
+from densefeed.training.setup import Run
 
-Write = Callable[[str, int, float, dict[str, float]], None]
-Advance = Callable[[int, str], None]
+Values = dict[str, float]
+
+
+class RunLog:
+    """The log of a run; a log without sinks, as of other ranks than rank 0, does nothing.
+
+    Attributes:
+        text: what the bar shows beside the steps.
+    """
+
+    def __init__(
+        self,
+        sinks: tuple[Callable[[str, int, float, Values], None], ...] = (),
+        show: Callable[[int, str], None] = lambda steps, text: None,
+    ) -> None:
+        self._sinks, self.show_progress, self.text = sinks, show, ""
+
+    def write(self, kind: str, step: int, epoch: float, values: Values) -> None:
+        """Write a record; values that are not finite, which JSON cannot hold, are left out."""
+        finite = {name: value for name, value in values.items() if math.isfinite(value)}
+        for sink in self._sinks:
+            sink(kind, step, epoch, finite)
+
+    def advance(self, steps: int) -> None:
+        """Move the bar by a number of steps."""
+        self.show_progress(steps, self.text)
+
+
+@contextmanager
+def open_log(
+    out: Path,
+    step: int,
+    steps: int,
+    config: dict,
+    wandb_project: str = "",
+    enabled: bool = True,
+    evaluated: bool = True,
+) -> Iterator[RunLog]:
+    """Open the log of a run that is at `step` of `steps`.
+
+    Records that a resumed run will write again are dropped: later steps and, unless `evaluated`,
+    the evaluation at `step`. Raises UserError if Weights & Biases is asked for and not available.
+    """
+    if not enabled:
+        yield RunLog()
+        return
+    with ExitStack() as stack:
+        wandb_log = start_wandb(out, config, wandb_project, stack) if wandb_project else None
+        truncate_metrics(step, out / "metrics.jsonl", evaluated)
+        metrics = stack.enter_context(open(out / "metrics.jsonl", "a"))
+        board = stack.enter_context(SummaryWriter(out / "tensorboard", purge_step=step))
+        show = stack.enter_context(steps_bar(f"train {out.name}", steps, step))
+
+        def write_json(kind: str, step: int, epoch: float, values: Values) -> None:
+            record = {"kind": kind, "step": step, "epoch": round(epoch, 4)} | values
+            metrics.write(json.dumps(record) + "\n")
+            metrics.flush()
+
+        def write_boards(kind: str, step: int, epoch: float, values: Values) -> None:
+            named = {f"{kind}/{name}": value for name, value in values.items()}
+            for name, value in named.items():
+                board.add_scalar(name, value, step)
+            if wandb_log:
+                wandb_log({"step": step} | named)
+
+        yield RunLog((write_json, write_boards), show)
 
 
 def truncate_metrics(step: int, path: Path, evaluated: bool = True) -> None:
-    """Drop the records of what a continued run will do again: later steps, and unless `evaluated`
-    the accuracy at this one.
-    """
+    """Drop the records of what a resumed run will do again."""
     if path.exists():
-        # A line that a kill or a full disk cut short ends in no newline; it is forgotten too.
+        # A line that a kill or a full disk cut short has no newline at its end; it is dropped too.
         whole = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
-        told = [(line, record) for line in whole if (record := parse_record(line))]
+        parsed = [(line, record) for line in whole if (record := parse_record(line))]
         kept = [
             line
-            for line, r in told
+            for line, r in parsed
             if r["step"] < step or (r["step"] == step and (evaluated or r["kind"] == "train"))
         ]
         with replace_file(path) as part:
@@ -36,93 +105,40 @@ def truncate_metrics(step: int, path: Path, evaluated: bool = True) -> None:
 
 
 def parse_record(line: str) -> dict | None:
-    """The record of a line; None, told on stderr, if it is damaged."""
+    """Parse a line of metrics.jsonl; None, and a warning on stderr, if it is damaged."""
     try:
         record = json.loads(line)
         if isinstance(record, dict) and {"kind", "step"} <= set(record):
             return record
     except ValueError:
         pass
-    print(
-        f"warning: a line of metrics.jsonl is damaged and left out: {line.strip()[:60]!r}",
-        file=sys.stderr,
-        flush=True,
-    )
+    text = f"warning: dropping a damaged line of metrics.jsonl: {line.strip()[:60]!r}"
+    print(text, file=sys.stderr, flush=True)
     return None
-
-
-@contextmanager
-def logging(
-    out: Path,
-    step: int,
-    steps: int,
-    config: dict,
-    wandb_project: str,
-    speaks: bool,
-    evaluated: bool = True,
-) -> Iterator[tuple[Write, Advance]]:
-    """`write(kind, step, epoch, values)` and `advance(steps, text)` of a run that is at `step` of
-    `steps`.
-
-    `evaluated` says whether what is recorded of an evaluation at `step` holds, or it is to be made
-    again. Of several ranks one speaks; the others' calls do nothing. UserError if Weights & Biases
-    is asked for and cannot be had.
-    """
-    if not speaks:
-        yield lambda kind, step, epoch, values: None, lambda steps, text: None
-        return
-    with ExitStack() as stack:
-        follower = start_wandb(out, config, wandb_project, stack) if wandb_project else None
-        truncate_metrics(step, out / "metrics.jsonl", evaluated)
-        metrics = stack.enter_context(open(out / "metrics.jsonl", "a"))
-        board = stack.enter_context(SummaryWriter(out / "tensorboard", purge_step=step))
-        advance = stack.enter_context(steps_bar(f"train {out.name}", steps, step))
-
-        def write(kind: str, step: int, epoch: float, values: dict[str, float]) -> None:
-            # JSON has no word for NaN
-            values = {name: value for name, value in values.items() if math.isfinite(value)}
-            metrics.write(
-                json.dumps({"kind": kind, "step": step, "epoch": round(epoch, 4)} | values) + "\n"
-            )
-            metrics.flush()
-            for name, value in values.items():
-                board.add_scalar(f"{kind}/{name}", value, step)
-            if follower:
-                follower(
-                    {"step": step} | {f"{kind}/{name}": value for name, value in values.items()}
-                )
-
-        yield write, advance
 
 
 def start_wandb(
     out: Path, config: dict, project: str, stack: ExitStack
-) -> Callable[[dict[str, float]], None]:
-    """What Weights & Biases is told through; a continued run goes on under its old identity.
+) -> Callable[[Values], None]:
+    """Start Weights & Biases and return its log function; a resumed run keeps its identity.
 
-    Steps are a value like others and the horizontal axis of all: W&B's own count never goes back,
-    as a continued run does. (Its copying of TensorBoard's files waited 10 s at the end of each run,
-    and copied nothing of short ones: wandb 0.31.)
+    The step is a value like others and the horizontal axis of all: W&B's own count never goes back,
+    as a resumed run does. TensorBoard files are not copied: wandb 0.31 waited 10 s for that at the
+    end of each run, and copied nothing of short ones.
     """
     try:
         import wandb
     except ImportError as error:
         raise UserError(
-            "--wandb needs the package wandb; `pip install wandb`, or leave it away"
+            "--wandb needs the package wandb; `pip install wandb`, or remove the option"
         ) from error
-    named = out / "wandb-id"
-    if not named.exists():
-        with replace_file(named) as part:
+    identity = out / "wandb-id"
+    if not identity.exists():
+        with replace_file(identity) as part:
             part.write_text(uuid.uuid4().hex[:8])
+    options = {"name": out.name, "id": identity.read_text(), "resume": "allow", "dir": out}
     try:
-        run = wandb.init(
-            project=project,
-            name=out.name,
-            id=named.read_text(),
-            resume="allow",
-            config=config,
-            dir=out,
-        )
+        run = wandb.init(project=project, config=config, **options)
     except wandb.Error as error:
         raise UserError(
             f"--wandb {project}: {error}; log in with `wandb login`, or set WANDB_MODE=offline"
@@ -130,3 +146,54 @@ def start_wandb(
     stack.callback(run.finish)
     run.define_metric("*", step_metric="step")
     return run.log
+
+
+# ---------------------------------------------------------------- the header of a run
+
+
+def describe_environment(config: Config, ranks: Ranks) -> dict:
+    """Describe the software and hardware environment, which a result depends on."""
+    cuda = ranks.device.type == "cuda"
+    processor = platform.processor() or platform.machine()
+    return {
+        "command": sys.argv,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "timm": timm.__version__,
+        "device": torch.cuda.get_device_name(ranks.device) if cuda else processor,
+        "ranks": ranks.size,
+        "cores": os.cpu_count(),
+        "precision": config.run.precision,
+    }
+
+
+def write_run_header(run: Run) -> None:
+    """Make the run folder, write config and environment to it, and print a summary of the run."""
+    config, ranks, student, out = run.config, run.ranks, run.student, run.config.run.out
+    out.mkdir(parents=True, exist_ok=True)
+    # Files that were half-written when an earlier process was killed.
+    for left in out.glob("*.part"):
+        left.unlink()
+    environment = describe_environment(config, ranks)
+    for name, content in (("config", config.to_dict()), ("environment", environment)):
+        with replace_file(out / f"{name}.json") as part:
+            part.write_text(json.dumps(content, indent=1))
+    count, whole = (
+        sum(p.numel() for p in part.parameters()) for part in (student.model, student.trainable)
+    )
+    optim, objective = config.optim, config.objective
+    drloc, bootstrap = (
+        f"--drloc {objective.drloc.variant}",
+        f"--bootstrap {objective.bootstrap.mode}",
+    )
+    adds = bootstrap if student.agent else drloc
+    beside = f", and {whole - count:,} that {adds} trains beside them," if whole > count else ""
+    others = f" and {ranks.size - 1} more" if ranks.size > 1 else ""
+    resumed = f"; continuing at step {run.step}" if run.step else ""
+    print(
+        f"{run.spec.name}: {count:,} parameters{beside} on {ranks.device}{others}; objective "
+        f"{objective.name}; {run.loader.plan.num_samples:,} images, {optim.total_epochs} epochs of "
+        f"{len(run.loader)} steps; peak lr {optim.peak_lr:.2g} = {optim.lr:.2g} x {optim.batch} / "
+        f"{optim.lr_batch}{resumed}",
+        flush=True,
+    )

@@ -1,6 +1,4 @@
-"""Watch: what a log interval finds out of the steps behind it, and where it ends a run that has
-gone wrong.
-"""
+"""TrainMonitor: statistics of the steps between two log lines, and the end of a run gone wrong."""
 
 import math
 import sys
@@ -15,19 +13,19 @@ from densefeed.training.ranks import Ranks
 from densefeed.training.step_inputs import StepInputs
 from densefeed.training.student import Student
 
-LEAST_SCALE = 2**-10  # of a float16 loss; it begins at 2^16 and each overflow halves it
+# Smallest scale of a float16 loss. It begins at 2^16 and each overflow halves it.
+LEAST_SCALE = 2**-10
 
 
 class TrainMonitor:
-    """Adds up losses on the device, and looks at them, and at what the student's guard has counted,
-    when it is asked.
+    """Sums losses on the device and reads the sums, and the guard's counts, at log lines.
 
     Args:
-        seen: what the checkpoint of a continued run holds, else None.
+        seen: what the checkpoint of a resumed run holds, else None.
         skips: updates skipped so far.
 
     Attributes:
-        seen: float64 `[2]`, the sum of the losses since the last log line, and how many they are.
+        seen: float64 `[2]`, the sum of the losses since the last log line, and their number.
     """
 
     def __init__(
@@ -35,84 +33,82 @@ class TrainMonitor:
         config: Config,
         ranks: Ranks,
         student: Student,
-        feed: StepInputs,
+        inputs: StepInputs,
         seen: Tensor | None = None,
         skips: int = 0,
     ) -> None:
-        self._config, self._ranks, self._student, self._feed, self.skips = (
-            config,
-            ranks,
-            student,
-            feed,
-            skips,
-        )
+        self._config, self._ranks, self._student = config, ranks, student
+        self._inputs, self.skips = inputs, skips
         self.seen = torch.zeros(2, dtype=torch.float64, device=ranks.device)
         if seen is not None:
             self.seen.copy_(seen)
-        self._leaps = LossSpikes()
+        self._spikes = LossSpikes()
 
     def add(self, loss: Tensor) -> None:
-        """Another step's loss, float32 `[]`; no wait. Where steps may be skipped, one that is not
-        finite counts as skipped.
+        """Add a step's loss, float32 `[]`, without waiting.
+
+        Where steps may be skipped, a loss that is not finite counts as skipped.
         """
-        counted = loss.isfinite() | (self._config.on_nonfinite == "stop")
+        counted = loss.isfinite() | (self._config.optim.on_nonfinite == "stop")
         self.seen += torch.stack([torch.where(counted, loss, 0), counted])
 
     def mean_loss_sync(self, step: int) -> float:
-        """The mean loss since the last log line, NaN of no steps; waits for the device.
+        """Return the mean loss since the last log line, NaN without steps.
 
-        UserError, which names step, samples and first bad tensor, if numbers are not finite and may
-        not be, or were too often.
+        Raises UserError, which names step, samples and first bad tensor, if numbers are not finite
+        and must be, or were not too often.
         """
-        config, student = self._config, self._student
-        bad, when = student.finite.poll_sync()
+        optim, out, student = self._config.optim, self._config.run.out, self._student
+        bad, first = student.guard.poll_sync()
         self.skips += bad
-        if bad and config.on_nonfinite == "stop":
-            raise UserError(f"{config.out}: {self._why_not_finite(when)}")
-        if bad and self.skips > config.max_skips:
+        if bad and optim.on_nonfinite == "stop":
+            raise UserError(f"{out}: {self._why_not_finite(first)}")
+        if bad and self.skips > optim.max_skips:
             raise UserError(
-                f"{config.out}: {self.skips} updates were skipped, as their gradients were not finite, of the last ones step "
-                f"{when + 1} first; that is more than --max-skips {config.max_skips}; lower --lr, or give --clip-grad 1"
+                f"{out}: {self.skips} updates were skipped because their gradients were not "
+                f"finite, most recently from step {first + 1} on; that is more than --max-skips "
+                f"{optim.max_skips}; lower --lr, or give --clip-grad 1"
             )
         if student.scaler.is_enabled() and student.scaler.get_scale() < LEAST_SCALE:
             raise UserError(
-                f"{config.out}: gradients overflow in float16 at any scale of the loss, up to step {step}; "
+                f"{out}: gradients overflow in float16 at any scale of the loss, up to step {step}; "
                 "give --precision bf16 or fp32, or lower --lr"
             )
         if bad:
-            self._say(
-                f"skipped {bad} updates whose gradients were not finite, of step {when + 1} first"
+            self._report(
+                f"skipped {bad} updates whose gradients were not finite, from step {first + 1} on"
             )
         total, count = self._ranks.sum(self.seen.clone()).tolist()
         mean = total / count if count else math.nan
-        if count and not math.isfinite(mean):  # though its gradients were
+        # The gradients of a loss that is not finite may be finite.
+        if count and not math.isfinite(mean):
             raise UserError(
-                f"the loss is {mean} at step {step} of {config.out}; lower --lr, or give --clip-grad 1"
+                f"the loss is {mean} at step {step} of {out}; lower --lr, or give --clip-grad 1"
             )
         return mean
 
     def next_interval(self, step: int, mean: float) -> None:
-        """Begin to add up anew after a log line of the loss `mean`; tells a loss that leapt."""
-        if told := self._leaps.seen(mean):
-            self._say(f"step {step}: {told}")
+        """Begin a new interval after a log line with the loss `mean`; report a loss spike."""
+        if text := self._spikes.describe(mean):
+            self._report(f"step {step}: {text}")
         self.seen.zero_()
 
-    def _say(self, text: str) -> None:
+    def _report(self, text: str) -> None:
         if self._ranks.first:
             print(text, file=sys.stderr, flush=True)
 
     def _why_not_finite(self, when: int) -> str:
-        """One sentence on a step whose gradients were not finite. Weights are still those before
-        it, so it is done again.
-        """
-        feed, model = self._feed, self._student.trained
-        epoch, at = divmod(when, len(feed.loader))
-        parts, cause = next(feed.batches(epoch, at)), ""
-        for part, compute in zip(parts, feed.losses(model, parts, epoch, at), strict=True):
-            found = first_not_finite(model.train(not self._config.frozen_statistics), compute)
+        """Name the first bad tensor of a step. Weights are those before it, so it is repeated."""
+        inputs, trainable = self._inputs, self._student.trainable
+        epoch, at = divmod(when, len(inputs.loader))
+        parts, cause = next(inputs.batches(epoch, at)), ""
+        for part, compute in zip(parts, inputs.losses(trainable, parts, epoch, at), strict=True):
+            trainable.train(not self._config.model.frozen_statistics)
+            found = first_not_finite(trainable, compute)
             if found and not cause:
-                cause = f"{found} is the first that is not, with samples {', '.join(map(str, part.index[:8].tolist()))} ..."
+                samples = ", ".join(map(str, part.index[:8].tolist()))
+                cause = f"{found} is the first that is not, with samples {samples} ..."
         return (
-            f"the gradients of step {when + 1} are not finite; {cause or 'of this rank all are'}; "
+            f"the gradients of step {when + 1} are not finite; {cause or 'on this rank all are'}; "
             "lower --lr, or give --clip-grad 1 or --on-nonfinite skip"
         )

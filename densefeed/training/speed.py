@@ -1,46 +1,40 @@
-"""How fast a run is, and how fast it could be: floating-point operations of a model, what the
-device can do, memory.
-"""
+"""Speed and memory of a run, and what the device can do at best."""
 
 import time
+from collections.abc import Iterator
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from densefeed.pipelines.batch import Batch
 from densefeed.system.devices import synchronize
 
-# Dense peak in 16 bits, operations per second, from the makers' data sheets; of others the rate of
-# a product is measured.
-PEAKS = {
-    "H200": 989e12,
-    "H100": 989e12,
-    "GH200": 989e12,
-    "A100": 312e12,
-    "L40S": 362e12,
-    "L4": 121e12,
-    "V100": 125e12,
-}
-SECONDS = 0.3  # of measuring
+# Dense peak in 16 bits, operations per second, from the vendors' data sheets. For other devices the
+# rate of a matrix product is measured.
+PEAKS = {"H200": 989e12, "H100": 989e12, "GH200": 989e12, "A100": 312e12, "L40S": 362e12}
+PEAKS |= {"L4": 121e12, "V100": 125e12}
+SECONDS = 0.3  # of that measurement
 
 
 def training_flops(model: nn.Module, size: int) -> float:
-    """Floating-point operations of one image of `size` pixels, forward and backward, of a model on
-    the meta device.
+    """Count the floating-point operations of one image of `size` pixels, forward and backward.
 
-    A multiply-add is two; backward is twice forward, as each product has two of its size behind it.
+    `model` is on the meta device. A multiply-add is two operations. Backward is twice forward: each
+    product has two of its size in the backward pass.
     """
     with FlopCounterMode(display=False) as counter, torch.no_grad():
-        # Without gradients the counter hooks none: in CaiT it finds a class token whose gradient
-        # has no function, and stops.
-        # BatchNorm wants two
+        # With gradients the counter hooks their functions, and fails in CaiT, whose class token has
+        # none. BatchNorm needs two images.
         model.train().requires_grad_(False)(torch.empty(2, 3, size, size, device="meta"))
     return 3 * counter.get_total_flops() / 2
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """Operations per second that the device can do at best, in products of `dtype`: its data
-    sheet's, or measured here.
+    """Return the peak rate of matrix products of `dtype`, operations per second.
+
+    It is the data sheet's where the device is known, else measured.
     """
     if device.type == "cuda" and dtype != torch.float32:
         words = torch.cuda.get_device_name(device).replace("-", " ").split()
@@ -50,7 +44,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """The best rate of a square product, operations per second, measured for a moment."""
+    """Measure the best rate of a square matrix product, operations per second."""
     side = 8192 if device.type == "cuda" else 1024
     one = torch.rand(side, side, device=device).to(dtype)
     out, best, until = torch.empty_like(one), 0.0, time.perf_counter() + SECONDS
@@ -64,8 +58,9 @@ def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
 
 
 class ActivationBytes:
-    """Bytes that autograd keeps for the backward pass while this context is open; what is no
-    parameter, each storage once.
+    """Context that counts the bytes autograd keeps for the backward pass.
+
+    Parameters do not count, and each storage counts once.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -86,3 +81,39 @@ class ActivationBytes:
 
     def __exit__(self, *error: object) -> None:
         self._hooks.__exit__(*error)
+
+
+class RunClock:
+    """Seconds of a run, and how many of these it waited for data.
+
+    Args:
+        step: the first step of the first interval.
+        spent: float64 `[2]`, seconds and seconds waited in earlier processes of the run.
+    """
+
+    def __init__(self, step: int, spent: np.ndarray) -> None:
+        self._spent, self._began, self._waited = spent, time.perf_counter(), 0.0
+        self.restart(step)
+
+    def time_data(self, items: Iterator[Batch]) -> Iterator[Batch]:
+        """Pass batches on and sum the time that each took to arrive."""
+        while True:
+            began = time.perf_counter()
+            item = next(items, None)
+            self._waited += time.perf_counter() - began
+            if item is None:
+                return
+            yield item
+
+    def restart(self, step: int) -> None:
+        """Begin an interval at `step`."""
+        self._interval = step, time.perf_counter(), self._waited
+
+    def interval(self, step: int) -> tuple[int, float, float]:
+        """Return steps, seconds and seconds waited since the interval began."""
+        first, began, waited = self._interval
+        return step - first, time.perf_counter() - began, self._waited - waited
+
+    def total(self) -> np.ndarray:
+        """Return seconds and seconds waited of the whole run, float64 `[2]`."""
+        return self._spent + np.array([time.perf_counter() - self._began, self._waited])

@@ -4,7 +4,7 @@
 
 SPIED.RANK gets a line a step, `{"step": 0, "rows": [[index, repeat, view, weight], ...]}`; with
 STEPS the run is asked to stop after so many, on its last rank alone. The config is what
-`training.config.plain` wrote.
+`Config.to_dict` returned.
 """
 
 import json
@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 import densefeed.train as training
-from densefeed.training import step_inputs
-from densefeed.training.config import config_from_dict
+from densefeed.pipelines.batch import Batch
+from densefeed.training.config import Config
 
 RANK, SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
@@ -38,9 +38,9 @@ def spied(path: Path) -> tuple[tuple, ...]:
     """What to put where, (module, name, function), to have the rows of each step written down
     before it is done.
     """
-    cut, update, rows = step_inputs.split_batch, training.update, []
+    cut, update, rows = Batch.split, training.update, []
 
-    def split_batch(batch, count):
+    def split(batch, count):
         fields = batch.index, batch.repeat, batch.view.flatten(1), batch.weight
         rows[:] = zip(*(field.tolist() for field in fields), strict=True)
         return cut(batch, count)
@@ -50,7 +50,7 @@ def spied(path: Path) -> tuple[tuple, ...]:
             file.write(json.dumps({"step": step, "rows": rows}) + "\n")
         return update(student, ranks, step, losses)
 
-    return (step_inputs, "split_batch", split_batch), (training, "update", written)
+    return (Batch, "split", split), (training, "update", written)
 
 
 def stopped_after(steps: int):
@@ -69,7 +69,7 @@ if __name__ == "__main__":
     for module, name, function in spied(Path(sys.argv[1])):
         setattr(module, name, function)
     if len(sys.argv) > 3:
-        training.stopping = stopped_after(int(sys.argv[3]))
-    training.run(
-        lambda: training.train(config_from_dict(json.loads(Path(sys.argv[2]).read_text())))
+        training.signal_handler = stopped_after(int(sys.argv[3]))
+    training.run_command(
+        lambda: training.train(Config.from_dict(json.loads(Path(sys.argv[2]).read_text())))
     )

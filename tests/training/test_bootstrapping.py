@@ -7,7 +7,6 @@ That they spread over ranks is one of test_ranks' laws.
 import json
 import math
 from contextlib import closing, contextmanager
-from dataclasses import replace
 
 import pytest
 import torch
@@ -17,18 +16,16 @@ from torch.nn import functional as F
 import densefeed.train as training
 from densefeed.models import checkpoints
 from densefeed.models.agent_cnn import AgentCNN
-from densefeed.pipelines.augment.augmentation import Augmentation, augment_batches
+from densefeed.objectives import bootstrapping
+from densefeed.objectives.base import step_loss
 from densefeed.pipelines.targets import TargetRules, sparse_targets
 from densefeed.system.errors import UserError
-from densefeed.training import objective
-from densefeed.training.agent import (
-    build_agent,
-    check_agent_sizes,
-    feature_weight_factor,
-    joint_model,
-)
+from densefeed.system.options import with_options
 from densefeed.training.ranks import Ranks
+from densefeed.training.setup import setup_run
 from densefeed.training.student import build_student, update
+
+from ..runs import first_batch, model_for, objective_for, wrap
 
 ALONE = Ranks(0, 1, torch.device("cpu"))
 # Two blocks: at 32 pixels the agent's maps are 4 x 4 and 2 x 2, and its last one a place.
@@ -72,17 +69,9 @@ def records(out, kind="train"):
 
 
 def first_step(run):
-    """Both networks as one, an augmented batch, and what its labels mean."""
-    loader = training.open_loader(run, "train")
+    """Both networks as one, and an augmented batch."""
     torch.manual_seed(0)
-    model, _ = training.build_model(run, loader.num_classes)
-    both = joint_model(run, model, build_agent(run, model, loader.num_classes))
-    augmentation = Augmentation(
-        loader.plan, objective.augment_settings(run), (0.5,) * 3, (0.2,) * 3
-    )
-    batch = next(augment_batches(loader.batches(0), augmentation, 0, torch.device("cpu")))
-    loader.close()
-    return both, batch, loader.score_maps, loader.plan
+    return wrap(run, model_for(run)), first_batch(run)
 
 
 # ------------------------------------------------------------------------- whole runs
@@ -120,7 +109,7 @@ def first_step(run):
         SHARED
         | dict(precision="bf16", epochs=1, feature_blocks=(2,), distill_weight=0.0, align="none"),
         DENSE
-        | dict(bootstrap="joint", cutmix=1.0, epochs=1, fused_head="always", labels_on_device=True),
+        | dict(bootstrap="joint", cutmix=1.0, epochs=1, fused_head="always", maps_on_device=True),
         DENSE
         | dict(agent="base", epochs=1, feature_adapt="sequence", cutmix=1.0, mix_label="regions"),
         SHARED
@@ -139,11 +128,12 @@ def test_a_run_leaves_the_transformer_alone_and_judges_both(micro, tmp_path, cap
     assert {"top1", "top1_ema", "top1_agent"} <= set(result)
     assert all(math.isfinite(r["loss"]) for r in records(out))
     model, checkpoint = checkpoints.build(out / "last.pt")
-    alone, _ = training.build_model(replace(micro(out, **fields), bootstrap="none"), 2)
+    run = micro(out, **fields)
+    alone = model_for(with_options(run, bootstrap="none"))
     assert set(model.state_dict()) == set(alone.state_dict()) == set(checkpoint["ema"])
     own = [name for name in checkpoint["agent"] if "fc1" in name]
     assert bool(own) == (fields["bootstrap"] == "joint")
-    count = sum(p.numel() for p in build_agent(micro(out, **fields), alone, 2).parameters())
+    count = sum(p.numel() for p in objective_for(run).build_agent(alone, 2).parameters())
     assert (
         f", and {count:,} that --bootstrap {fields['bootstrap']} trains beside them, on cpu"
         in capsys.readouterr().out
@@ -225,31 +215,31 @@ def test_a_dry_run_counts_the_gradients_of_what_is_lent(config, capsys, monkeypa
 def test_synchronized_statistics_are_both_networks(config, monkeypatch, bootstrap):
     """As on several ranks; what is lent stays one with what lends it."""
     monkeypatch.setattr(Ranks, "synchronized", lambda ranks, model: convert_sync_batchnorm(model))
-    run = training.prepared(config(bootstrap=bootstrap, sync_batchnorm=True), ALONE)
+    run = setup_run(config(bootstrap=bootstrap, sync_batchnorm=True), ALONE)
     with closing(run.loader), closing(run.val):
         kinds = {
             type(module)
-            for module in run.student.trained.modules()
+            for module in run.student.trainable.modules()
             if "BatchNorm" in type(module).__name__
         }
         assert kinds == {torch.nn.SyncBatchNorm}
-        both = run.student.trained
+        both = run.student.trainable
         for lent, block in zip(both.agent.lent, both.vit.blocks, strict=True):
             assert (lent is None) == (bootstrap == "joint")
             assert lent is None or lent.fc1.data_ptr() == block.mlp.fc1.weight.data_ptr()
 
 
 def test_what_is_not_finite_in_the_agent_is_named(config, monkeypatch):
-    build = training.build_agent
+    build = bootstrapping.make_agent
 
-    def poisoned(*arguments):
-        agent = build(*arguments)
-        if agent is not None and not next(agent.parameters()).is_meta:
+    def poisoned(*arguments, **options):
+        agent = build(*arguments, **options)
+        if not next(agent.parameters()).is_meta:
             with torch.no_grad():
                 agent.norm.bias.fill_(math.nan)
         return agent
 
-    monkeypatch.setattr(training, "build_agent", poisoned)
+    monkeypatch.setattr(bootstrapping, "make_agent", poisoned)
     with pytest.raises(
         UserError,
         match=r"the gradients of step 1 are not finite; the weight agent\.norm\.bias is the first",
@@ -265,12 +255,10 @@ def test_the_loss_of_a_step_is_the_papers(config):
     in the second of 4 epochs.
     """
     run = config(epochs=4, smoothing=0.0, drop_path=0.0)
-    both, batch, _, _ = first_step(run)
-    share = feature_weight_factor(run, 1)
-    assert share.item() == 0.75
-    ours = objective.step_loss(
-        run, both.eval(), batch, None, TargetRules(), 2, None, None, share=share
-    )
+    both, first = first_step(run)
+    batch = first.batch
+    assert first.context(epoch=1).inputs[0].item() == 0.75
+    ours = first.loss(both.eval(), 2, epoch=1)
     with torch.no_grad():
         said = both(batch.image)
     own = sum(F.cross_entropy(logits.double(), batch.label) for logits in (said.vit, said.agent))
@@ -290,11 +278,9 @@ def test_both_networks_learn_from_the_score_maps(config):
     the agent's last map.
     """
     run = config(**DENSE, distill_weight=0.0, feature_weight=0.0, drop_path=0.0)
-    both, batch, spec, _ = first_step(run)
-    rules = TargetRules(smoothing=0.1)
-    ours = objective.step_loss(
-        run, both.train(), batch, spec, rules, 4, None, None, share=feature_weight_factor(run, 0)
-    )
+    both, first = first_step(run)
+    batch, spec, rules = first.batch, first.spec, TargetRules(smoothing=0.1)
+    ours = first.loss(both.train(), 4)
     with torch.no_grad():
         said, want = both(batch.image), 0.0
     for output, grid in ((said.vit, 4), (said.agent, 1)):
@@ -323,21 +309,18 @@ def test_one_compiled_step_serves_every_box_and_epoch(config, fields):
     of eager mode.
     """
     run = config(**fields, agent_kwargs=("down=(1,)",), cutmix=1.0, drop_path=0.0, epochs=4)
-    both, batch, spec, plan = first_step(run)
-    mixing, rules = objective.mixing_settings(run, plan), TargetRules(smoothing=0.1)
+    both, first = first_step(run)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    step = torch.compile(objective.step_loss, fullgraph=True, backend="aot_eager", dynamic=False)
+    step = torch.compile(step_loss, fullgraph=True, backend="aot_eager", dynamic=False)
     for epoch in range(3):
-        mix, found = mixing.draw(epoch, 0, 32, 4) if mixing else None, []
-        for function in (objective.step_loss, step):
+        context = first.context(4, first.mixing.draw(epoch, 0, 32, 4), epoch)
+        found = []
+        for function in (step_loss, step):
             both.zero_grad()
-            loss = function(
-                run, both, batch, spec, rules, 4, mix, None, share=feature_weight_factor(run, epoch)
-            )
+            loss = function(first.objective, both, first.batch, context, None)
             loss.backward()
-            if both.shared:
-                both.combine_gradients("global", lambda gradients: None)
+            both.combine_gradients(lambda gradients: None)
             found.append(
                 (loss.detach(), *(parameter.grad.clone() for parameter in both.parameters()))
             )
@@ -360,7 +343,7 @@ def test_blocks_of_both_networks_are_compiled(config, monkeypatch, tmp_path):
     plain_run = training.train(config(epochs=1, drop_path=0.0))
     losses = [r["loss"] for r in records(tmp_path / "run")]
     other = config(epochs=1, drop_path=0.0, compile="blocks")
-    compiled_run = training.train(replace(other, out=tmp_path / "compiled"))
+    compiled_run = training.train(with_options(other, out=tmp_path / "compiled"))
     assert [r["loss"] for r in records(tmp_path / "compiled")] == pytest.approx(losses, rel=1e-4)
     assert plain_run.keys() == compiled_run.keys()
     assert asked == ["Block"] * 2 + ["AgentBlock"] * 2 + ["function"]
@@ -371,14 +354,12 @@ def test_blocks_of_both_networks_are_compiled(config, monkeypatch, tmp_path):
 )
 def test_an_update_waits_for_nothing(config, no_host_read, fields):
     run = config(**fields, ema=0.0)
-    both, batch, spec, _ = first_step(run)
-    student = build_student(run, both.vit, ALONE, None, both.agent)
-    share = feature_weight_factor(run, 1)
+    both, first = first_step(run)
+    student = build_student(run.optim, both.vit, both, ALONE, None)
+    context = first.context(4, epoch=1)
 
     def loss():
-        return objective.step_loss(
-            run, student.network, batch, spec, TargetRules(), 4, None, None, share=share
-        )
+        return step_loss(first.objective, student.network, first.batch, context, None)
 
     with no_host_read():
         mean, norm = update(student, ALONE, 0, [loss, loss])
@@ -393,22 +374,12 @@ def test_float16s_scale_changes_no_aligned_gradient(config):
     """Gradients are aligned while they are scaled: 1,024 times as long, exactly the same update."""
     run, weights = config(**SHARED, ema=0.0, drop_path=0.0), []
     for scale in (1.0, 1024.0):
-        both, batch, spec, _ = first_step(run)
-        student = build_student(run, both.vit, ALONE, None, both.agent)
+        both, first = first_step(run)
+        student = build_student(run.optim, both.vit, both, ALONE, None)
         student = student._replace(scaler=torch.amp.GradScaler("cpu", init_scale=scale))
 
-        def loss(student=student, batch=batch, spec=spec):
-            return objective.step_loss(
-                run,
-                student.network,
-                batch,
-                spec,
-                TargetRules(),
-                4,
-                None,
-                None,
-                share=feature_weight_factor(run, 0),
-            )
+        def loss(student=student, first=first):
+            return first.loss(student.network, 4)
 
         update(student, ALONE, 0, [loss])
         weights.append([parameter.detach() for parameter in both.parameters()])
@@ -420,8 +391,8 @@ def test_float16s_scale_changes_no_aligned_gradient(config):
 )
 def test_the_weight_of_features_falls_to_nothing(config, decay, shares):
     run = config(epochs=3, cooldown_epochs=1, feature_decay=decay)
-    assert [feature_weight_factor(run, epoch).item() for epoch in range(4)] == shares
-    assert feature_weight_factor(replace(run, bootstrap="none"), 0) is None
+    first = first_batch(run)
+    assert [first.context(epoch=epoch).inputs[0].item() for epoch in range(4)] == shares
 
 
 # ------------------------------------------------------------------------- refusals
@@ -432,19 +403,16 @@ def test_the_weight_of_features_falls_to_nothing(config, decay, shares):
     [
         (
             dict(drloc="l1", drloc_grid=0),
-            "--drloc and --bootstrap: its heads read the last map of one network",
+            "--drloc and --bootstrap: the heads of DRLoc read the last map of one network",
         ),
-        (
-            dict(frozen_statistics=True),
-            "the agent CNN of --bootstrap begins with statistics that nobody has learned",
-        ),
+        (dict(frozen_statistics=True), "the network that --bootstrap adds begins without any"),
         (
             dict(model="dhvt_tiny_cifar_patch4"),
             "dhvt_tiny_cifar_patch4 can have no such agent .DHVT's attention adds tokens",
         ),
         (
             dict(mixtoken=True, model="lvvit_micro"),
-            "MixToken exchanges tokens, which an agent CNN has not",
+            "MixToken exchanges tokens, which an agent CNN does not have",
         ),
         (DENSE | dict(feature_adapt="sequence"), "give --feature-adapt pool-2d, or --agent base"),
         (dict(distill_temperature=0.0), "--distill-temperature is 0, and must be at least 0.001"),
@@ -458,7 +426,7 @@ def test_the_weight_of_features_falls_to_nothing(config, decay, shares):
         (dict(agent_kwargs=("down=3",)), r"down 3 must be numbers of blocks, from 1 to 2"),
         (
             dict(agent_kwargs=("depth=1",)),
-            "--agent-kwargs knows down, pool and norm, and no depth; what else an agent has",
+            "--agent-kwargs takes down, pool and norm, not depth; everything else of an agent",
         ),
         (dict(agent_kwargs=("pool",)), "--agent-kwargs 'pool' is not NAME=VALUE"),
         (
@@ -496,7 +464,7 @@ def test_what_conflicts_is_refused_before_the_first_step(config, fields, said):
     run = config(**fields)
     with pytest.raises(UserError, match=said):
         training.train(run)
-    assert not (run.out / "checkpoints").exists()
+    assert not (run.run.out / "checkpoints").exists()
 
 
 NO_CONV = "{} heads have no CONV: their square of 2 x 2 taps has no middle"
@@ -551,15 +519,15 @@ def test_which_transformers_have_agents(config, name):
         size = 256 if "256" in name else 224
         run = config(model=name, model_kwargs=arguments, size=size, bootstrap=bootstrap)
         with torch.device("meta"):
-            model, _ = training.build_model(run, 2)
+            model = model_for(run)
         if why is None:
-            check_agent_sizes(run, model, 2)
+            objective_for(run).check_sizes(model, 2)
             continue
         with pytest.raises(
             UserError,
             match=rf"--bootstrap {bootstrap}: {name} can have no such agent \({why}.*; choose another",
         ):
-            check_agent_sizes(run, model, 2)
+            objective_for(run).check_sizes(model, 2)
 
 
 def test_the_agents_table_is_part_of_what_a_resumed_run_must_repeat(config):

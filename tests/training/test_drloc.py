@@ -4,7 +4,6 @@ what is given away is the model.
 
 import json
 import math
-from dataclasses import replace
 
 import pytest
 import timm
@@ -12,17 +11,18 @@ import torch
 
 import densefeed.train as training
 from densefeed.models import checkpoints
+from densefeed.objectives.base import StepContext, step_loss
 from densefeed.objectives.drloc import LocalizedModel
-from densefeed.pipelines.augment.augmentation import Augmentation, augment_batches
 from densefeed.pipelines.pairs import draw_pairs
-from densefeed.pipelines.targets import TargetRules
 from densefeed.system.errors import UserError
+from densefeed.system.options import with_options
 from densefeed.tools import export, validate
-from densefeed.training import objective
 from densefeed.training.config import Config
 from densefeed.training.evaluation import Metrics
 from densefeed.training.ranks import Ranks
 from densefeed.training.student import build_student
+
+from ..runs import first_batch, model_for, objective_for, wrap
 
 ALONE = Ranks(0, 1, torch.device("cpu"))
 CE = dict(objective="ce", mixtoken=False)
@@ -93,9 +93,9 @@ def test_what_combines_trains_and_its_heads_change(micro, tmp_path, name):
     config = micro(tmp_path / "run", **fields, **COMBINED[name])
     training.train(config)
     saved = checkpoints.load(tmp_path / "run" / "last.pt")
-    torch.manual_seed(config.seed)
-    model, _ = training.build_model(config, 2)
-    begun = objective.add_drloc_heads(config, model).localizer.state_dict()
+    torch.manual_seed(config.run.seed)
+    model = model_for(config)
+    begun = wrap(config, model).localizer.state_dict()
     assert list(begun) == list(saved["localizer"])
     assert all(tensor.isfinite().all() for tensor in saved["localizer"].values())
     assert any(not torch.equal(tensor, begun[key]) for key, tensor in saved["localizer"].items())
@@ -124,7 +124,7 @@ def test_what_combines_trains_and_its_heads_change(micro, tmp_path, name):
             "--drloc l1 cannot be computed of test_vit: it leaves out patches in training",
         ),
         (dict(drloc_grid=1), r"leaves 1 x 1 places, too few"),
-        (dict(drloc="all"), r"--drloc all reads every block's tokens, .*give --no-mixtoken"),
+        (dict(drloc="all"), r"--drloc all reads the tokens of every block, .*give --no-mixtoken"),
         (
             dict(CE, drloc="ce", drloc_grid=0, sizes=((0, 16), (1, 32))),
             r"with ce a class each; choose one size",
@@ -137,7 +137,7 @@ def test_what_combines_trains_and_its_heads_change(micro, tmp_path, name):
             dict(CE, drloc_grid=0, model="crossvit_tiny_240", size=240),
             r"of crossvit_tiny_240: it gives no map and no grid of tokens",
         ),
-        (dict(drloc_pairs=0), "--drloc-pairs must be at least 1"),
+        (dict(drloc_pairs=0), "--drloc-pairs is 0, and must be at least 1"),
         (dict(drloc_weight=-1.0), "--drloc-weight is -1, and must be at least 0$"),
         (dict(drloc_weight=math.inf), "--drloc-weight is inf, and must be at least 0 and finite"),
         (dict(drloc_grid=-1), "--drloc-grid is -1, and must be at least 0"),
@@ -187,22 +187,14 @@ def test_a_dry_run_asks_for_places_too(micro, tmp_path, capsys, monkeypatch):
 
 
 def step_of(config: Config):
-    """What a first step is made of, but for the pairs."""
-    loader = training.open_loader(config, "train")
+    """The model with its heads, and the first batch."""
     torch.manual_seed(0)
-    model, _ = training.build_model(config, loader.num_classes)
-    augmentation = Augmentation(
-        loader.plan, objective.augment_settings(config), (0.5,) * 3, (0.2,) * 3
-    )
-    batch = next(augment_batches(loader.batches(0), augmentation, 0, torch.device("cpu")))
-    loader.close()
-    return (
-        objective.add_drloc_heads(config, model),
-        batch,
-        loader.score_maps,
-        TargetRules(smoothing=0.1),
-        loader.plan,
-    )
+    return wrap(config, model_for(config)), first_batch(config)
+
+
+def context_of(first, grid, mix, pairs):
+    """What the loss of a step reads, with these pairs."""
+    return StepContext(first.spec, grid, mix, (pairs, None))
 
 
 @pytest.mark.parametrize("variant", ["l1", "all"])
@@ -210,7 +202,7 @@ def test_a_steps_loss_is_the_objectives_and_the_weighted_distance(micro, tmp_pat
     """The one of a run without, at the same weights; the other by timm's maps and the heads
     themselves.
     """
-    config = replace(
+    config = with_options(
         micro(tmp_path),
         drloc=variant,
         drloc_grid=0,
@@ -218,15 +210,16 @@ def test_a_steps_loss_is_the_objectives_and_the_weighted_distance(micro, tmp_pat
         drop_path=0.0,
         mixtoken=False,
     )
-    both, batch, spec, rules, plan = step_of(config)
-    pairs = draw_pairs(plan, 0, batch, 5, 0.3)
-    batch = batch._replace(weight=torch.tensor([1.0, 1.0, 0.0, 1.0]))
+    both, first = step_of(config)
+    pairs = draw_pairs(first.plan, 0, first.batch, 5, 0.3)
+    batch = first.batch._replace(weight=torch.tensor([1.0, 1.0, 0.0, 1.0]))
     model = both.model
     model.stem.eval()  # so that BatchNorm is the same in every pass
-    without = objective.step_loss(config, model, batch, spec, rules, 4, None, None)
+    plain = objective_for(with_options(config, drloc="none"))
+    without = step_loss(plain, model, batch, StepContext(first.spec, 4, None), None)
     maps = model.forward_intermediates(batch.image, intermediates_only=True, norm=variant == "l1")
     away = both.localizer(maps if variant == "all" else maps[-1:], pairs.words, batch.weight)
-    got = objective.step_loss(config, both, batch, spec, rules, 4, None, None, pairs=pairs)
+    got = step_loss(first.objective, both, batch, context_of(first, 4, None, pairs), None)
     torch.testing.assert_close(got, without + 0.3 * away)
     assert away > 0.05
 
@@ -247,21 +240,18 @@ def test_a_steps_loss_is_the_objectives_and_the_weighted_distance(micro, tmp_pat
 def test_one_compiled_step_serves_every_step(micro, tmp_path, no_host_read, fields):
     """No graph break, one compilation whatever is drawn and weighed, nothing read back."""
     config = micro(tmp_path, drop_path=0.0, **fields)
-    both, batch, spec, rules, plan = step_of(config)
-    mixing, grid = objective.mixing_settings(config, plan), 32 // both.model.patch_size
+    both, first = step_of(config)
+    grid = 32 // both.model.patch_size
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    compiled = torch.compile(objective.step_loss, fullgraph=True, backend="eager", dynamic=False)
+    compiled = torch.compile(step_loss, fullgraph=True, backend="eager", dynamic=False)
     for number in range(3):
-        mix = mixing.draw(0, number, 32, grid) if mixing else None
-        pairs = draw_pairs(plan, number, batch, 6, 0.1 * number)
+        mix = first.mixing.draw(0, number, 32, grid) if config.mix else None
+        pairs = draw_pairs(first.plan, number, first.batch, 6, 0.1 * number)
+        step = first.objective, both, first.batch, context_of(first, grid, mix, pairs), None
         with no_host_read():
-            want = objective.step_loss(
-                config, both, batch, spec, rules, grid, mix, None, pairs=pairs
-            )
-        torch.testing.assert_close(
-            compiled(config, both, batch, spec, rules, grid, mix, None, pairs=pairs), want
-        )
+            want = step_loss(*step)
+        torch.testing.assert_close(compiled(*step), want)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
@@ -300,7 +290,7 @@ def test_a_killed_run_resumes_to_the_bit(micro, tmp_path, monkeypatch, fields):
             raise KeyboardInterrupt
         return Metrics(0.5, 0.5, 1.0)
 
-    monkeypatch.setattr(training, "evaluate_waits", killed)
+    monkeypatch.setattr(training, "evaluate_sync", killed)
     with pytest.raises(KeyboardInterrupt):
         training.train(micro(tmp_path / "killed", epochs=3, **fields))
     monkeypatch.undo()
@@ -362,7 +352,10 @@ def test_the_optimizer_decays_the_heads_matrices_and_nothing_else_of_them():
     model = timm.create_model("test_vit", img_size=32, num_classes=3)
     plain, ours = (
         build_student(
-            Config(model="test_vit", size=32, drloc=drloc, drloc_grid=0), model, ALONE, None
+            with_options(Config(), model="test_vit", size=32, drloc=drloc, drloc_grid=0),
+            model,
+            ALONE,
+            None,
         )
         for drloc in ("none", "l1")
     )
@@ -385,7 +378,7 @@ def test_the_optimizer_decays_the_heads_matrices_and_nothing_else_of_them():
     assert before <= decayed
     assert "model.pos_embed" not in decayed
     assert sum(len(group["params"]) for group in ours.optimizer.param_groups) == len(names)
-    assert ours.averaged()[0] is ours.trained
+    assert ours.averaged[0] is ours.trainable
     assert not any(isinstance(part, LocalizedModel) for part in ours.ema.module.modules())
 
 
@@ -394,21 +387,18 @@ def test_the_optimizer_decays_the_heads_matrices_and_nothing_else_of_them():
     [(0, 0.0), (5, 0.25), (20, 1.0), (21, 279 / 280), (100, 200 / 280), (299, 1 / 280), (305, 0.0)],
 )
 def test_the_released_weight_rises_for_20_epochs_and_falls_to_0(epoch, share):
-    config = Config(drloc="l1", drloc_weight=0.5, epochs=300)
-    assert objective.localization_weight(config, epoch) == 0.5
-    assert objective.localization_weight(
-        replace(config, drloc_published=True), epoch
-    ) == pytest.approx(0.5 * share)
-    assert math.isfinite(
-        objective.localization_weight(replace(config, drloc_published=True, epochs=8), epoch)
-    )
+    config = with_options(Config(), drloc="l1", drloc_weight=0.5, epochs=300)
+    assert objective_for(config).weight(epoch) == 0.5
+    published = with_options(config, drloc_published=True)
+    assert objective_for(published).weight(epoch) == pytest.approx(0.5 * share)
+    assert math.isfinite(objective_for(with_options(published, epochs=8)).weight(epoch))
 
 
 def test_without_it_nothing_changes(micro, tmp_path):
     """No heads, in training or in what is saved."""
     config = micro(tmp_path / "run")
-    model, _ = training.build_model(config, 2)
-    assert objective.add_drloc_heads(config, model) is model
+    model = model_for(config)
+    assert wrap(config, model) is model
     training.train(config)
     assert "localizer" not in checkpoints.load(tmp_path / "run" / "last.pt")
 

@@ -10,7 +10,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from densefeed.system.errors import UserError
-from densefeed.training.logs import logging, truncate_metrics
+from densefeed.training.logs import open_log, truncate_metrics
 
 
 def lines(out):
@@ -21,13 +21,10 @@ def lines(out):
 
 
 def written(out, *records, step=0, steps=10, project="", evaluated=True):
-    with logging(out, step, steps, {"seed": 0}, project, speaks=True, evaluated=evaluated) as (
-        write,
-        advance,
-    ):
+    with open_log(out, step, steps, {"seed": 0}, project, evaluated=evaluated) as log:
         for kind, at, values in records:
-            write(kind, at, at / 4, values)
-            advance(1, "text")
+            log.write(kind, at, at / 4, values)
+            log.advance(1)
 
 
 def test_a_continued_run_forgets_what_it_does_again(tmp_path):
@@ -68,7 +65,7 @@ def test_a_damaged_line_is_told_and_left_out(tmp_path, capsys):
         file.write("garbage\n[1]\n")
     written(tmp_path, ("train", 2, {"loss": 0.5}), step=1)
     assert [r["step"] for r in lines(tmp_path)] == [1, 2]
-    assert capsys.readouterr().err.count("is damaged and left out") == 2
+    assert capsys.readouterr().err.count("dropping a damaged line") == 2
 
 
 def test_json_holds_no_nan(tmp_path):
@@ -77,9 +74,9 @@ def test_json_holds_no_nan(tmp_path):
 
 
 def test_of_several_ranks_one_speaks(tmp_path):
-    with logging(tmp_path, 0, 1, {}, "", speaks=False) as (write, advance):
-        write("train", 1, 1.0, {"loss": 1.0})
-        advance(1, "")
+    with open_log(tmp_path, 0, 1, {}, enabled=False) as log:
+        log.write("train", 1, 1.0, {"loss": 1.0})
+        log.advance(1)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -93,7 +90,7 @@ def test_without_the_package_weights_and_biases_is_refused(tmp_path, monkeypatch
 
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(
-        UserError, match=r"^--wandb needs the package wandb; `pip install wandb`, or leave it away$"
+        UserError, match=r"^--wandb needs the package wandb; `pip install wandb`, or remove the option$"
     ):
         written(tmp_path, project="densefeed")
     assert not (tmp_path / "metrics.jsonl").exists()
@@ -111,10 +108,10 @@ def test_weights_and_biases_follows_a_continued_run_under_one_identity(
     program = f"""
 import time
 from pathlib import Path
-from densefeed.training.logs import logging
+from densefeed.training.logs import open_log
 for step, loss in ((0, 0.515625), (1, 0.265625)):
-    with logging(Path({str(tmp_path / "run")!r}), step, 2, dict(seed=0), "densefeed", True) as (write, _):
-        write("train", step + 1, 1.0, dict(loss=loss))
+    with open_log(Path({str(tmp_path / "run")!r}), step, 2, dict(seed=0), "densefeed") as log:
+        log.write("train", step + 1, 1.0, dict(loss=loss))
     time.sleep(1.1)  # W&B names the offline folder by the second
 """
     (tmp_path / "run").mkdir()

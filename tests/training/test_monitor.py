@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from densefeed.system.errors import UserError
+from densefeed.system.options import with_options
 from densefeed.training.config import Config
 from densefeed.training.monitor import LEAST_SCALE, TrainMonitor
 from densefeed.training.ranks import Ranks
@@ -17,9 +18,9 @@ ALONE = Ranks(0, 1, torch.device("cpu"))
 
 def watched(dtype=None, **fields) -> tuple[TrainMonitor, SimpleNamespace, list]:
     """A watch over one weight; a step multiplies it by a factor that the test chooses."""
-    config = Config(out=Path("run"), ema=0.0, **fields)
+    config = with_options(Config(), out=Path("run"), ema=0.0, **fields)
     model = torch.nn.Linear(1, 1, bias=False)
-    student = build_student(config, model, ALONE, dtype)
+    student = build_student(config.optim, model, model, ALONE, dtype)
     feed = SimpleNamespace(
         loader=[0] * 10,
         batches=lambda epoch, at: iter([[SimpleNamespace(index=torch.tensor([7]))]]),
@@ -61,11 +62,11 @@ def test_skipped_updates_are_counted_up_to_max_skips(capsys):
     watch.mean_loss_sync(2)
     assert (watch.skips, watch.seen[1].item()) == (1, 1)
     assert (
-        "skipped 1 updates whose gradients were not finite, of step 2 first"
+        "skipped 1 updates whose gradients were not finite, from step 2 on"
         in capsys.readouterr().err
     )
     step(float("nan")), step(float("nan"))
-    with pytest.raises(UserError, match=r"3 updates were skipped, .* more than --max-skips 2"):
+    with pytest.raises(UserError, match=r"3 updates were skipped .* more than --max-skips 2"):
         watch.mean_loss_sync(4)
 
 
@@ -93,4 +94,4 @@ def test_a_loss_that_leaps_is_told_once(capsys):
     for number in range(8):
         watch.next_interval(number, 1.0)
     watch.next_interval(8, 9.0)
-    assert capsys.readouterr().err == "step 8: the loss leapt to 9.000; it was 1.000 before\n"
+    assert capsys.readouterr().err == "step 8: loss spike: 9.000; the median of the last intervals is 1.000\n"

@@ -2,16 +2,15 @@
 and dense float64 targets.
 """
 
-from dataclasses import replace
-
 import pytest
 import torch
 
-import densefeed.train as run
-from densefeed.pipelines.augment.augmentation import Augmentation, augment_batches
+from densefeed import recipes
 from densefeed.pipelines.mixing import Mix
 from densefeed.pipelines.targets import TargetRules, sparse_targets
-from densefeed.training import objective, recipes
+from densefeed.system.options import with_options
+
+from ..runs import first_batch, model_for
 
 BOX, BLEND = (1, 0, 3, 3), 0.3  # of 4 x 4 tokens, 6 are the partner's
 RULES = TargetRules(smoothing=0.1)
@@ -22,11 +21,11 @@ def first(folder, maps):
     """The config, the first batch (3 images: the middle one is its own partner) augmented, and what
     its labels mean.
     """
-    config = replace(
-        recipes.lvvit_micro_token_label(),
+    config = with_options(
+        recipes.micro.lvvit_micro_token_label(),
         data=folder,
         val=folder,
-        labels=maps,
+        score_maps=maps,
         loader="folder",
         batch=3,
         size=32,
@@ -34,13 +33,7 @@ def first(folder, maps):
         mixtoken=True,
         mixup=0.8,
     )
-    loader = run.open_loader(config, "train")
-    augmentation = Augmentation(
-        loader.plan, objective.augment_settings(config), (0.5,) * 3, (0.2,) * 3
-    )
-    batch = next(augment_batches(loader.batches(0), augmentation, 0, torch.device("cpu")))
-    loader.close()
-    return config, batch, loader.score_maps
+    return config
 
 
 def dense(batch, spec, grid):
@@ -73,12 +66,13 @@ def test_mixtoken_after_mixup_is_the_papers_loss(first, kind):
     """Equation 9 as it stands: labels are exchanged with the tokens. Ours un-mixes the logits
     instead, and must agree.
     """
-    config, batch, spec = first
-    config = replace(config, objective=kind)
+    config = with_options(first, objective=kind)
+    step = first_batch(config)
+    batch, spec = step.batch, step.spec
     torch.manual_seed(0)
-    model, _ = run.build_model(config, 2)
+    model = model_for(config)
     mix = Mix(torch.tensor(BOX, dtype=torch.float32), torch.tensor(BLEND), 4)
-    ours = objective.step_loss(config, model, batch, spec, RULES, 4, mix, None)
+    ours = step.loss(model, 4, mix)
 
     def blended(whole):
         return (1 - BLEND) * whole + BLEND * whole.flip(0)
@@ -109,7 +103,7 @@ def test_mixtoken_after_mixup_is_the_papers_loss(first, kind):
         top, left, bottom, right = BOX
         for part in (shown, seen):
             part[:, top:bottom, left:right] = part.flip(0).clone()[:, top:bottom, left:right]
-        want = want + config.token_weight * loss(
+        want = want + config.objective.token_labeling.token_weight * loss(
             model.token_head(tokens), shown.flatten(1, 2), seen
         )
     assert ours.item() == pytest.approx(want.item(), rel=1e-5)

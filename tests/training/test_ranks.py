@@ -12,8 +12,8 @@ import torch
 import densefeed.train as training
 from densefeed.models import checkpoints
 from densefeed.system.errors import UserError
-from densefeed.training.config import plain
 from densefeed.training.ranks import Agreement, Ranks, init_distributed
+from densefeed.training.setup import resolve
 
 from . import spied_run
 
@@ -44,7 +44,7 @@ def run(begun):
 
     def run(spied: Path, config, steps: int | None = None) -> None:
         file = spied.with_suffix(".json")
-        file.write_text(json.dumps(plain(config)))
+        file.write_text(json.dumps(config.to_dict()))
         begun(HERE / "spied_run.py", spied, file, *([] if steps is None else [steps]))
 
     return run
@@ -59,7 +59,7 @@ def alone(monkeypatch):
             for place in spied_run.spied(spied):
                 patch.setattr(*place)
             if steps is not None:
-                patch.setattr(training, "stopping", spied_run.stopped_after(steps))
+                patch.setattr(training, "signal_handler", spied_run.stopped_after(steps))
             training.train(config)
 
     return run
@@ -183,16 +183,14 @@ def test_a_batch_that_ranks_cannot_share_is_refused(micro, tmp_path):
     two = Ranks(0, 2, torch.device("cpu"))
     for fields in (dict(batch=5), dict(batch=8, microbatch=3)):
         with pytest.raises(
-            UserError, match=r"a batch of \d on 2 ranks cannot be cut into \d images each"
+            UserError, match=r"a batch of \d on 2 ranks cannot be divided into parts of \d images"
         ):
-            training.resolved(micro(tmp_path, **fields), two, None)
+            resolve(micro(tmp_path, **fields), two, None)
     # A run of one rank goes on with as many images at once where it can, else with all that a rank
     # has.
     for before, after in ((2, 2), (8, 4)):
-        assert (
-            training.resolved(micro(tmp_path, batch=8), two, {"microbatch": before}).microbatch
-            == after
-        )
+        resumed = resolve(micro(tmp_path, batch=8), two, {"microbatch": before})
+        assert resumed.optim.microbatch == after
 
 
 def test_buffers_are_averaged_and_sums_are_over_ranks(tmp_path, begun):
@@ -201,8 +199,8 @@ def test_buffers_are_averaged_and_sums_are_over_ranks(tmp_path, begun):
     """
     program = """
 import sys, torch
-from densefeed.training.ranks import Agreement, started
-with started("cpu") as ranks:
+from densefeed.training.ranks import Agreement, init_distributed
+with init_distributed("cpu") as ranks:
     norm = torch.nn.BatchNorm1d(2)
     norm.running_mean[:] = torch.tensor([1.0, 2.0]) * (1 + 2 * ranks.rank)
     norm.num_batches_tracked += ranks.rank

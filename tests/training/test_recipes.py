@@ -4,7 +4,6 @@ tables against what is built.
 
 import re
 import shlex
-from dataclasses import replace
 from inspect import getdoc
 from itertools import pairwise
 from pathlib import Path
@@ -14,12 +13,14 @@ import timm
 import torch
 import tyro
 
-import densefeed.train as run
+import densefeed.train as training
+from densefeed import recipes
 from densefeed.system.errors import UserError
-from densefeed.training import recipes
-from densefeed.training.config import Config, check_values
-from densefeed.training.objective import mixing_settings
-from densefeed.training.schedule import learning_rate, peak_rate, total_epochs
+from densefeed.system.options import leaves, with_options
+from densefeed.training.config import Config
+from densefeed.training.schedule import learning_rate
+
+from ..runs import model_for, objective_for
 
 ROOT = Path(__file__).parents[2]
 NAMED = {recipe.__name__: recipe for recipe in recipes.RECIPES}
@@ -31,15 +32,15 @@ def parsed(command: str, monkeypatch) -> Config:
     words, given = shlex.split(command), []
     assert words[:2] == ["python", "train.py"]
     monkeypatch.setattr("sys.argv", [*words[1:], *(FOLDERS if "--data" not in words else [])])
-    monkeypatch.setattr(run, "train", given.append)
-    run.main()
+    monkeypatch.setattr(training, "train", given.append)
+    training.main()
     return given[0]
 
 
 def parameters(config: Config, num_classes: int = 1000) -> int:
     """Of the model as train.py builds it, without memory for one number of it."""
     with torch.device("meta"):
-        model, _ = run.build_model(config, num_classes)
+        model = model_for(config, num_classes)
     return sum(parameter.numel() for parameter in model.parameters())
 
 
@@ -75,11 +76,11 @@ def test_a_recipe_states_its_command_and_source_and_its_model_is_built(recipe, m
     assert micro or ("Not run here." in prose and re.search(r"Table|published|growing", prose))
     command = re.search(r"python train.py(?:.*\\\n)*.*", about)[0].replace("\\\n", " ")
     config, given = recipe(), parsed(command, monkeypatch)
+    own = dict(leaves(config))
     free = ("data", "val", "out", "loader", "init")
-    assert replace(given, **{name: getattr(config, name) for name in free}) == config
-    assert config.data is tyro.MISSING
-    check_values(given)
-    mixing_settings(given, plan=None)  # refuses what cannot be mixed together
+    assert with_options(given, **{name: own[name] for name in free}) == config
+    assert config.data.train is tyro.MISSING
+    objective_for(given)
     assert parameters(config) > 1e5
 
 
@@ -98,56 +99,69 @@ TABLE2 = {  # the paper's columns
 def test_table_2_and_the_published_drop_path(column, size, drop_path, crop):
     config = NAMED[f"lvvit_{size}_224_{column}"]()
     want = TABLE2[column]
-    assert peak_rate(config) == pytest.approx(want["lr"])
-    assert peak_rate(replace(config, batch=512)) == pytest.approx(want["lr"] / 2)
-    assert (config.objective, config.mixup, config.mixtoken) == (
+    assert config.optim.peak_lr == pytest.approx(want["lr"])
+    assert with_options(config, batch=512).optim.peak_lr == pytest.approx(want["lr"] / 2)
+    assert (config.objective.name, config.mix.mixup, config.mix.mixtoken) == (
         want["objective"],
         want["mixup"],
         want["mixtoken"],
     )
-    assert (config.epochs, config.batch, config.weight_decay, config.warmup_epochs) == (
-        300,
-        1024,
-        0.05,
-        5,
+    assert (
+        config.optim.epochs,
+        config.optim.batch,
+        config.optim.weight_decay,
+        config.optim.warmup_epochs,
+    ) == (300, 1024, 0.05, 5)
+    assert (config.augment.erase_probability, config.augment.rand_augment) == (
+        0.25,
+        "rand-m9-mstd0.5-inc1",
     )
-    assert (config.erase_probability, config.rand_augment) == (0.25, "rand-m9-mstd0.5-inc1")
-    assert (config.model, config.size, config.drop_path, config.crop_pct) == (
+    assert (config.model.name, config.data.size, config.model.drop_path, config.data.crop_pct) == (
         f"lvvit_{size}",
         224,
         drop_path,
         crop,
     )
-    assert config.token_weight == 0.5
+    assert config.objective.token_labeling.token_weight == 0.5
 
 
 @pytest.mark.parametrize("size", "tsml")
 def test_the_published_commands(size):
     config = NAMED[f"lvvit_{size}_224_token_label_published"]()
     large = size == "l"
-    assert peak_rate(config) == pytest.approx(1e-3 if large else 1.6e-3)
-    assert total_epochs(config) == 310
-    assert config.ema == (0.0 if large else 0.99992)
-    assert config.rand_augment == ("rand-n3-m9-mstd0.5-inc1" if large else "rand-m9-mstd0.5-inc1")
-    assert (config.geometry, config.outside, config.token_weight) == ("published", "uniform", 1.0)
-    assert learning_rate(config, 1250, 1251) == 1e-6
-    assert (config.smoothing, config.erase_mode, config.min_lr) == (0.1, "pixel", 1e-5)
+    assert config.optim.peak_lr == pytest.approx(1e-3 if large else 1.6e-3)
+    assert config.optim.total_epochs == 310
+    assert config.optim.ema == (0.0 if large else 0.99992)
+    assert config.augment.rand_augment == (
+        "rand-n3-m9-mstd0.5-inc1" if large else "rand-m9-mstd0.5-inc1"
+    )
+    assert (
+        config.labels.geometry,
+        config.labels.outside,
+        config.objective.token_labeling.token_weight,
+    ) == ("published", "uniform", 1.0)
+    assert learning_rate(config.optim, 1250, 1251) == 1e-6
+    assert (config.labels.smoothing, config.augment.erase_mode, config.optim.min_lr) == (
+        0.1,
+        "pixel",
+        1e-5,
+    )
 
 
 @pytest.mark.parametrize("name", [name for name in NAMED if re.match("lvvit.*fine_tune", name)])
 def test_fine_tuning_is_the_supplementarys(name, command):
     """And wants weights to begin from, by name."""
     config = NAMED[name]()
-    assert (config.epochs, config.batch, peak_rate(config), config.weight_decay) == (
-        30,
-        512,
-        5e-6,
-        1e-8,
-    )
-    assert config.mixtoken
-    assert config.objective == "token-label"
-    assert {learning_rate(config, epoch * 10, 10) for epoch in range(5, 30)} == {5e-6}
-    assert config.init is tyro.MISSING
+    assert (
+        config.optim.epochs,
+        config.optim.batch,
+        config.optim.peak_lr,
+        config.optim.weight_decay,
+    ) == (30, 512, 5e-6, 1e-8)
+    assert config.mix.mixtoken
+    assert config.objective.name == "token-label"
+    assert {learning_rate(config.optim, epoch * 10, 10) for epoch in range(5, 30)} == {5e-6}
+    assert config.model.init is tyro.MISSING
     if name == "lvvit_s_384_fine_tune":
         done = command("train.py", name, *FOLDERS)
         assert done.returncode == 2
@@ -162,40 +176,46 @@ def test_bootstrapping_is_its_section_4_1(name):
     end and never warmed up.
     """
     config = NAMED[name]()
-    assert (config.epochs, config.batch, peak_rate(config), config.weight_decay, config.size) == (
-        240,
-        64,
-        1e-3,
-        0.05,
-        224,
-    )
-    assert [learning_rate(config, step, 10) for step in (0, 9, 1200, 2400)] == pytest.approx(
+    assert (
+        config.optim.epochs,
+        config.optim.batch,
+        config.optim.peak_lr,
+        config.optim.weight_decay,
+        config.data.size,
+    ) == (240, 64, 1e-3, 0.05, 224)
+    assert [learning_rate(config.optim, step, 10) for step in (0, 9, 1200, 2400)] == pytest.approx(
         [1e-3, 1e-3, 5e-4, 0]
     )
-    assert (config.feature_weight, config.distill_weight, config.distill_temperature) == (10, 1, 4)
-    assert (config.feature_decay, config.feature_adapt, config.agent) == (
-        "linear",
-        "sequence",
-        "res-like",
-    )
-    assert (config.smoothing, config.mixup, config.cutmix, config.rand_augment, config.ema) == (
-        0,
-        0,
-        0,
-        "",
-        0,
-    )
+    assert (
+        config.objective.bootstrap.feature_weight,
+        config.objective.bootstrap.distill_weight,
+        config.objective.bootstrap.distill_temperature,
+    ) == (10, 1, 4)
+    assert (
+        config.objective.bootstrap.feature_decay,
+        config.objective.bootstrap.feature_adapt,
+        config.objective.bootstrap.agent,
+    ) == ("linear", "sequence", "res-like")
+    assert (
+        config.labels.smoothing,
+        config.mix.mixup,
+        config.mix.cutmix,
+        config.augment.rand_augment,
+        config.optim.ema,
+    ) == (0, 0, 0, "", 0)
     published = name.endswith("published")
-    assert config.feature_norm == ("layernorm" if published else "l2-token")
-    assert config.align == ("none" if published and "shared" in name else "global")
+    assert config.objective.bootstrap.feature_norm == ("layernorm" if published else "l2-token")
+    assert config.objective.bootstrap.align == (
+        "none" if published and "shared" in name else "global"
+    )
     with torch.device("meta"):
-        mean = run.build_model(config, 100)[0].pretrained_cfg["mean"]
+        mean = model_for(config, 100).pretrained_cfg["mean"]
     assert mean == ((0.5071, 0.4867, 0.4408) if published else (0.485, 0.456, 0.406))
     kind = name.replace("_published", "").rpartition("_")[2]
-    assert config.bootstrap == (kind if kind in ("joint", "shared") else "none")
+    assert config.objective.bootstrap.mode == (kind if kind in ("joint", "shared") else "none")
     # CIFAR's crop of an image padded by an eighth of its side; of ImageNet the published crop.
     crop = (0, (0.6, 1.0), 0.875) if "imagenet" in name else (224 * 4 // 32, (1.0, 1.0), 1.0)
-    assert (config.shift, config.crop_scale, config.crop_pct) == crop
+    assert (config.augment.shift, config.data.crop_scale, config.data.crop_pct) == crop
 
 
 def test_drlocs_recipes_are_the_supplementarys(command):
@@ -211,35 +231,35 @@ def test_drlocs_recipes_are_the_supplementarys(command):
     }
     for name, weight in weights.items():
         config = NAMED[name]()
-        assert (config.epochs, config.warmup_epochs, config.batch, peak_rate(config)) == (
-            100,
-            20,
-            1024,
-            1e-3,
-        )
         assert (
-            config.size,
-            config.weight_decay,
-            config.clip_grad,
-            config.mixup,
-            config.cutmix,
+            config.optim.epochs,
+            config.optim.warmup_epochs,
+            config.optim.batch,
+            config.optim.peak_lr,
+        ) == (100, 20, 1024, 1e-3)
+        assert (
+            config.data.size,
+            config.optim.weight_decay,
+            config.optim.clip_grad,
+            config.mix.mixup,
+            config.mix.cutmix,
         ) == (224, 0.05, 5.0, 0.8, 1.0)
-        assert (config.drloc, config.drloc_weight, config.drloc_pairs, config.drloc_grid) == (
-            "l1",
-            weight,
-            64,
-            7,
-        )
-        assert (config.objective, config.drloc_published, config.drop_path) == (
-            "ce",
-            False,
-            0.2 if "swin" in name else 0,
-        )
+        assert (
+            config.objective.drloc.variant,
+            config.objective.drloc.weight,
+            config.objective.drloc.pairs,
+            config.objective.drloc.grid,
+        ) == ("l1", weight, 64, 7)
+        assert (
+            config.objective.name,
+            config.objective.drloc.published,
+            config.model.drop_path,
+        ) == ("ce", False, 0.2 if "swin" in name else 0)
         # The published rates: 5e-7, 5e-4 and 5e-6 a batch of 512.
-        assert learning_rate(config, 0, 10) == pytest.approx(1e-6)
-        assert config.min_lr == 1e-5
+        assert learning_rate(config.optim, 0, 10) == pytest.approx(1e-6)
+        assert config.optim.min_lr == 1e-5
     tuned = NAMED["swin_t_drloc_fine_tune"]()
-    assert (tuned.epochs, tuned.warmup_epochs, peak_rate(tuned), tuned.init) == (
+    assert (tuned.optim.epochs, tuned.optim.warmup_epochs, tuned.optim.peak_lr, tuned.model.init) == (
         100,
         10,
         5e-4,
@@ -249,7 +269,7 @@ def test_drlocs_recipes_are_the_supplementarys(command):
     assert done.returncode == 2
     assert "--init" in done.stdout + done.stderr
     micro, plain = NAMED["lvvit_micro_drloc"](), NAMED["lvvit_micro_ce"]()
-    assert replace(micro, drloc="none", drloc_grid=7) == plain
+    assert with_options(micro, drloc="none", drloc_grid=7) == plain
 
 
 DHVT = {  # peak rate at the recipe's batch, batch, epochs of warm-up, epochs, size
@@ -270,34 +290,42 @@ def test_dhvts_recipes_are_its_supplementarys(size, kind):
     """
     config = NAMED[f"dhvt_{size}_{kind}"]()
     assert (
-        peak_rate(config),
-        config.batch,
-        config.warmup_epochs,
-        config.epochs,
-        config.size,
+        config.optim.peak_lr,
+        config.optim.batch,
+        config.optim.warmup_epochs,
+        config.optim.epochs,
+        config.data.size,
     ) == pytest.approx(DHVT[kind])
     width = {"t": "tiny", "s": "small"}[size]
     stem = {"100_epochs": "domain_patch16", "fine_tune": "imagenet_patch16"}.get(kind, kind)
-    assert config.model in (f"dhvt_{width}_{stem}", f"dhvt_{width}_{stem}_patch16")
-    assert (config.objective, config.mixtoken, config.mixup, config.cutmix, config.smoothing) == (
-        "ce",
-        False,
-        0.8,
-        1.0,
-        0.1,
-    )
-    assert (config.rand_augment, config.erase_probability, config.drop_path) == (
-        "rand-m9-mstd0.5-inc1",
-        0.25,
-        0.1,
-    )
-    assert config.weight_decay == (1e-8 if kind == "fine_tune" else 0.05)
-    assert config.min_lr == (1e-6 if kind == "fine_tune" else 1e-5)
-    assert (config.init is tyro.MISSING) == (kind == "fine_tune")
+    assert config.model.name in (f"dhvt_{width}_{stem}", f"dhvt_{width}_{stem}_patch16")
+    assert (
+        config.objective.name,
+        config.mix.mixtoken,
+        config.mix.mixup,
+        config.mix.cutmix,
+        config.labels.smoothing,
+    ) == ("ce", False, 0.8, 1.0, 0.1)
+    assert (
+        config.augment.rand_augment,
+        config.augment.erase_probability,
+        config.model.drop_path,
+    ) == ("rand-m9-mstd0.5-inc1", 0.25, 0.1)
+    assert config.optim.weight_decay == (1e-8 if kind == "fine_tune" else 0.05)
+    assert config.optim.min_lr == (1e-6 if kind == "fine_tune" else 1e-5)
+    assert (config.model.init is tyro.MISSING) == (kind == "fine_tune")
     if "cifar" in kind:
-        assert (config.shift, config.crop_scale, config.crop_pct) == (4, (1.0, 1.0), 1.0)
+        assert (config.augment.shift, config.data.crop_scale, config.data.crop_pct) == (
+            4,
+            (1.0, 1.0),
+            1.0,
+        )
     else:
-        assert (config.shift, config.crop_scale, config.crop_pct) == (0, (0.08, 1.0), 0.875)
+        assert (config.augment.shift, config.data.crop_scale, config.data.crop_pct) == (
+            0,
+            (0.08, 1.0),
+            0.875,
+        )
 
 
 ABLATIONS = rows((ROOT / "densefeed" / "recipes" / "ABLATIONS.md").read_text(), 4)
@@ -310,8 +338,7 @@ def test_every_ablation_is_a_command_whose_model_has_the_parameters_that_are_sta
     row, line, count, paper, monkeypatch
 ):
     config = parsed(line.strip("`"), monkeypatch)
-    check_values(config)
-    mixing_settings(config, plan=None)
+    objective_for(config)
     dhvt = "dhvt" in line
     assert parameters(config, 100 if dhvt else 1000) == int(count.replace(",", ""))
     assert paper == "diverges" or (66 if dhvt else 79) < float(paper) < 85.5
@@ -404,4 +431,4 @@ def test_the_list_of_recipes_has_a_line_each_and_one_recipes_help_its_docstring(
 
 def test_mixtoken_and_cutmix_are_refused():
     with pytest.raises(UserError, match="--no-mixtoken"):
-        mixing_settings(replace(NAMED["lvvit_s_224_standard"](), mixtoken=True), plan=None)
+        with_options(NAMED["lvvit_s_224_standard"](), mixtoken=True)

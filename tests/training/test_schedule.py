@@ -1,7 +1,6 @@
 """Learning rates against hand formulas and timm's scheduler; which tensors AdamW decays."""
 
 import math
-from dataclasses import replace
 
 import pytest
 import timm
@@ -9,10 +8,11 @@ import torch
 from timm.optim import create_optimizer_v2
 from timm.scheduler import CosineLRScheduler
 
-from densefeed.training.config import Config
-from densefeed.training.schedule import learning_rate, peak_rate, total_epochs
+from densefeed.system.options import with_options
+from densefeed.training.config import Config, OptimOptions
+from densefeed.training.schedule import learning_rate
 
-PUBLISHED = Config(
+PUBLISHED = OptimOptions(
     lr=1.6e-3,
     lr_batch=1024,
     batch=1024,
@@ -43,12 +43,14 @@ def test_the_published_schedule_epoch_by_epoch(epoch, want):
     """
     for step in (0, 1, 1250):
         assert learning_rate(PUBLISHED, epoch * 1251 + step, 1251) == pytest.approx(want, abs=1e-12)
-    assert total_epochs(PUBLISHED) == 310
+    assert PUBLISHED.total_epochs == 310
 
 
 def timms(config, **arguments):
-    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=peak_rate(config))
-    scheduler = CosineLRScheduler(optimizer, lr_min=config.min_lr, warmup_lr_init=1e-6, **arguments)
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=config.optim.peak_lr)
+    scheduler = CosineLRScheduler(
+        optimizer, lr_min=config.optim.min_lr, warmup_lr_init=1e-6, **arguments
+    )
     return optimizer, scheduler
 
 
@@ -66,17 +68,18 @@ def test_each_step_has_timms_rate(fields):
     """To the bit: what a schedule of timm's gave in earlier versions of this program stays what it
     was.
     """
-    config = replace(PUBLISHED, epochs=7, cooldown_epochs=2, lr_updates="step", **fields)
+    config = Config(optim=PUBLISHED)
+    config = with_options(config, epochs=7, cooldown_epochs=2, lr_updates="step", **fields)
     optimizer, scheduler = timms(
-        config, t_initial=7 * 12, warmup_t=int(config.warmup_epochs * 12), t_in_epochs=False
+        config, t_initial=7 * 12, warmup_t=int(config.optim.warmup_epochs * 12), t_in_epochs=False
     )
     for step in range(9 * 12):
         scheduler.step_update(step)
-        assert learning_rate(config, step, 12) == optimizer.param_groups[0]["lr"]
+        assert learning_rate(config.optim, step, 12) == optimizer.param_groups[0]["lr"]
 
 
 def test_each_epoch_has_timms_rate():
-    optimizer, scheduler = timms(PUBLISHED, t_initial=300, warmup_t=5)
+    optimizer, scheduler = timms(Config(optim=PUBLISHED), t_initial=300, warmup_t=5)
     for epoch in range(310):
         assert learning_rate(PUBLISHED, epoch * 12 + 7, 12) == optimizer.param_groups[0]["lr"]
         scheduler.step(epoch + 1)
@@ -84,11 +87,11 @@ def test_each_epoch_has_timms_rate():
 
 def test_the_peak_grows_with_the_batch():
     """The paper's rule with token labels, 1e-3 * batch / 640; the lowest rate is not scaled."""
-    config = Config(batch=1280)
-    assert peak_rate(config) == 2e-3
-    assert peak_rate(replace(config, batch=64)) == pytest.approx(1e-4)
-    assert learning_rate(replace(config, warmup_epochs=0), 0, 10) == 2e-3
-    assert learning_rate(config, 300 * 10, 10) == config.min_lr == 1e-5
+    config = with_options(Config(), batch=1280)
+    assert config.optim.peak_lr == 2e-3
+    assert with_options(config, batch=64).optim.peak_lr == pytest.approx(1e-4)
+    assert learning_rate(with_options(config.optim, warmup_epochs=0), 0, 10) == 2e-3
+    assert learning_rate(config.optim, 300 * 10, 10) == config.optim.min_lr == 1e-5
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import time
-from dataclasses import replace
 
 import pytest
 import timm
@@ -17,7 +16,8 @@ import densefeed.train as training
 from densefeed.models import lvvit  # noqa: F401  (registers its models)
 from densefeed.system.devices import peak_memory
 from densefeed.system.errors import UserError
-from densefeed.training.config import plain
+from densefeed.system.options import with_options
+from densefeed.training import dry_run
 from densefeed.training.speed import ActivationBytes, matmul_rate, peak_flops, training_flops
 
 CPU = torch.device("cpu")
@@ -90,9 +90,9 @@ def test_a_dry_run_writes_nothing_and_is_over_soon(micro, tmp_path, capsys):
     assert time.process_time() - began < 10
     assert "dry run: data, labels and recipe fit together; loss " in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == []
-    training.train(micro(tmp_path / "run", dry_run=True, labels_on_device=True, compile="whole"))
+    training.train(micro(tmp_path / "run", dry_run=True, maps_on_device=True, compile="whole"))
     assert (
-        "gradients, moments, all score maps and 4 images at once take about"
+        "gradients, moments, all score maps and 4 images per forward pass take about"
         in capsys.readouterr().out
     )
     training.train(micro(tmp_path / "run", epochs=1))
@@ -107,7 +107,7 @@ def test_a_dry_run_writes_nothing_and_is_over_soon(micro, tmp_path, capsys):
     [
         (dict(model="resnet18"), "has no token head"),
         (dict(size=36), "cannot be built"),
-        (dict(batch=4, microbatch=3), "cannot be cut into 3 images each"),
+        (dict(batch=4, microbatch=3), "cannot be divided into parts of 3 images"),
         (dict(lr=0.0), "--lr is 0"),
     ],
 )
@@ -118,16 +118,16 @@ def test_a_dry_run_refuses_what_a_run_refuses(micro, tmp_path, fields, said):
 
 def test_a_dry_run_refuses_what_memory_cannot_hold(micro, tmp_path, monkeypatch):
     """The largest part of the batch that fits is named, and fits."""
-    monkeypatch.setattr(training, "free_memory", lambda device: 10_000_000)
+    monkeypatch.setattr(dry_run, "free_memory", lambda device: 10_000_000)
     with pytest.raises(
         UserError,
-        match=r"64 images at once take about 0\.\d\d GB on cpu, of which 0\.01 GB .*--microbatch",
+        match=r"64 images per forward pass take about 0\.\d\d GB on cpu, of which 0\.01 GB .*--microbatch",
     ) as told:
         training.train(micro(tmp_path / "run", batch=64, dry_run=True))
     fits = int(str(told.value).rpartition(" ")[2])
     assert 64 % fits == 0
     assert training.train(micro(tmp_path / "run", batch=64, microbatch=fits, dry_run=True)) == {}
-    with pytest.raises(UserError, match="images at once take about"):
+    with pytest.raises(UserError, match="images per forward pass take about"):
         training.train(micro(tmp_path / "run", batch=64, microbatch=2 * fits, dry_run=True))
 
 
@@ -136,7 +136,7 @@ import json, os, re, sys
 
 import densefeed.train as training
 import torch
-from densefeed.training.config import config_from_dict
+from densefeed.training.config import Config
 
 torch.set_num_threads(1)
 grown, update = [], training.update
@@ -150,7 +150,7 @@ def measured(*arguments):
     return given
 
 training.update = measured
-training.train(config_from_dict(json.loads(sys.argv[1])))
+training.train(Config.from_dict(json.loads(sys.argv[1])))
 print(json.dumps(grown))
 """
 
@@ -163,9 +163,9 @@ def test_a_dry_run_knows_what_a_step_takes(micro, tmp_path, command, capsys):
     config = micro(
         tmp_path / "run", model="lvvit_t", size=96, batch=16, epochs=1, eval_every=9, ema=0.0
     )
-    training.train(replace(config, dry_run=True))
+    training.train(with_options(config, dry_run=True))
     promised = float(re.search(r"take about ([\d.]+) GB", capsys.readouterr().out)[1])
-    done = command("-c", MEASURED, json.dumps(plain(config)))
+    done = command("-c", MEASURED, json.dumps(config.to_dict()))
     assert done.returncode == 0, done.stderr
     taken = json.loads(done.stdout.splitlines()[-1])[0]
     assert 1 / 1.5 < promised / taken < 1.5, (promised, taken)

@@ -84,6 +84,7 @@ class Augmentation(torch.nn.Module):
         self.register_buffer(
             "noise", noise_table(plan) if noisy else torch.empty(0), persistent=False
         )
+        self.shears = augment.shears
         self.choose = Chooser(plan, augment).choose
 
     def forward(self, batch: Batch, choice: AugmentPlan) -> Batch:
@@ -97,6 +98,7 @@ class Augmentation(torch.nn.Module):
         return batch._replace(
             image=self._erased(self.normalize(self.crops(batch, choice)), choice),
             view=views(batch, choice),
+            axis_aligned=batch.axis_aligned and not self.shears,
         )
 
     def crops(self, batch: Batch, choice: AugmentPlan) -> Tensor:

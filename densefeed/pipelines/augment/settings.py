@@ -8,13 +8,14 @@ timm/data/auto_augment.py.
 import math
 import re
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import numpy as np
 from timm.data.auto_augment import rand_augment_transform
 
 from densefeed.pipelines.augment.operations import OPERATIONS
 from densefeed.system.errors import UserError
+from densefeed.system.options import Bounds, Count, Fraction, Options
 
 # N samples   R operations of a batch
 
@@ -29,7 +30,7 @@ STRING = re.compile(r"rand(-((m|n|mmax|inc)\d+|(p|mstd)\d*\.?\d+|t(weights|3aw?)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Augment:
+class Augment(Options):
     """What happens to a crop after it was cut, resized and flipped; the defaults do nothing.
 
     Raises UserError for values that mean nothing.
@@ -37,37 +38,32 @@ class Augment:
 
     # timm's, as "rand-m9-mstd0.5-inc1"; its "3a" sets come together with color jitter
     rand_augment: str = ""
-    # brightness, contrast, saturation, perhaps hue; not beside RandAugment
-    color_jitter: float | tuple[float, ...] = 0.0
+    # one number, or brightness, contrast, saturation and perhaps hue; empty: none
+    color_jitter: tuple[float, ...] = ()
     # most whole pixels that a crop moves by, each way: RandomCrop with so much padding
-    shift: int = 0
+    shift: Annotated[int, Bounds(0)] = 0
     # of rotation, shear and translation
     interpolation: Literal["random", "bilinear", "bicubic"] = "random"
-    erase_probability: float = 0.0  # timm's reprob
+    erase_probability: Fraction = 0.0  # of random erasing (timm's reprob)
     erase_mode: Literal["const", "rand", "pixel"] = "pixel"  # zeros (the mean), one color, noise
-    erase_count: int = 1  # most boxes of an image
+    erase_count: Count = 1  # largest number of boxes per image
     # of all boxes together, as a share of the image; the least is 0.02
-    erase_max_area: float = 1 / 3
+    erase_max_area: Annotated[float, Bounds(0.02, 1)] = 1 / 3
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.interpolation not in ("random", "bilinear", "bicubic"):
             raise UserError(
                 f"interpolation {self.interpolation!r} is none of random, bilinear and bicubic"
             )
         if self.erase_mode not in ("const", "rand", "pixel"):
             raise UserError(f"erase_mode {self.erase_mode!r} is none of const, rand and pixel")
-        if self.shift < 0:
-            raise UserError(f"shift is {self.shift}; choose 0 or more pixels")
-        if not 0 <= self.erase_probability <= 1:
-            raise UserError(f"erase_probability is {self.erase_probability}; choose from 0 to 1")
-        if self.erase_count < 1:
-            raise UserError(f"erase_count is {self.erase_count}; take at least one box")
-        if not LEAST_AREA <= self.erase_max_area <= 1:
-            raise UserError(
-                f"erase_max_area is {self.erase_max_area}; choose from {LEAST_AREA} to 1"
-            )
         jitter = self.color_jitter
-        if isinstance(jitter, tuple) and len(jitter) not in (3, 4):
+        if any(jitter) and self.rand_augment and "3a" not in self.rand_augment:
+            raise UserError(
+                "--color-jitter is off beside --rand-augment, as in timm; give one of the two"
+            )
+        if len(jitter) not in (0, 1, 3, 4):
             raise UserError(f"color_jitter {jitter} must be one number, or three or four")
         if min(self.jitter) < 0 or self.jitter[3] > 0.5 or not all(map(math.isfinite, self.jitter)):
             raise UserError(
@@ -77,9 +73,8 @@ class Augment:
     @property
     def jitter(self) -> tuple[float, float, float, float]:
         """Of brightness, contrast, saturation and hue."""
-        if isinstance(self.color_jitter, tuple):
-            return (*self.color_jitter, 0.0)[:4]
-        return (self.color_jitter,) * 3 + (0.0,)
+        given = self.color_jitter or (0.0,)
+        return (*given, 0.0)[:4] if len(given) > 1 else (*given * 3, 0.0)
 
     @property
     def shears(self) -> bool:

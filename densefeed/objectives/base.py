@@ -1,0 +1,186 @@
+"""Objective: what a run trains for. One method is one class, in one file.
+
+An objective states what it needs (score maps, a head on every token), what it adds to the model, and
+the loss of a step. The training loop knows nothing else of a method. `register` makes an objective
+known to `--objective`; docs/extending.md has an example.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from densefeed.pipelines.batch import Batch, ScoreMapSpec
+from densefeed.pipelines.mixing import (
+    Mix,
+    MixOptions,
+    box_map,
+    label_share,
+    mean_target,
+    mix_images,
+    mix_targets,
+    share_map,
+)
+from densefeed.pipelines.plan import EpochPlan
+from densefeed.pipelines.targets import (
+    SparseTargets,
+    TargetRules,
+    mix_ground_truth,
+    palette_maps,
+    sparse_targets,
+)
+from densefeed.system.errors import UserError
+from densefeed.system.options import Options
+
+Place = Callable[[nn.Module], nn.Module]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObjectiveOptions(Options):
+    """Base of the options of an objective that is registered from outside the package."""
+
+
+class Setting(NamedTuple):
+    """The parts of a run that an objective depends on."""
+
+    options: Any  # the run's section `objective`
+    labels: TargetRules
+    mix: MixOptions
+    sizes: tuple[int, ...]  # sides of the network's input in training, pixels, ascending
+    epochs: int  # of the whole run
+    model: str  # its name, for messages
+
+
+class StepContext(NamedTuple):
+    """What the loss of a step reads beside the batch."""
+
+    score_maps: ScoreMapSpec | None
+    grid: int  # side of the table of tokens
+    mix: Mix | None  # on the batch's device
+    inputs: Any = None  # what `Objective.inputs` returned
+
+
+class Objective:
+    """Base of all objectives: the loss of the class token alone.
+
+    Class attributes:
+        name: what `--objective` calls it.
+        needs_score_maps: whether batches must carry score maps.
+        needs_tokens: whether the model must have a head on every token.
+        adds_network: whether it trains a network beside the model from scratch.
+    """
+
+    name: ClassVar[str]
+    needs_score_maps: ClassVar[bool] = False
+    needs_tokens: ClassVar[bool] = False
+    adds_network: ClassVar[bool] = False
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting = setting
+
+    def check(self) -> None:
+        """Raise UserError where options of the run contradict this objective."""
+
+    def check_sizes(self, twin: nn.Module, num_classes: int) -> None:
+        """Raise UserError for a size of the input that the method cannot train at.
+
+        `twin` is the model on the meta device, which computes shapes alone.
+        """
+
+    def wrap(self, model: nn.Module, num_classes: int, place: Place) -> nn.Module:
+        """Return all that is trained: the model, or a module that holds it and what is added.
+
+        `place` moves a new network to the model's device. Raises UserError where the model cannot
+        be trained so. A returned module other than the model has a property `networks`, the model
+        first, and may have a method `combine_gradients`.
+        """
+        return model
+
+    def inputs(self, plan: EpochPlan, epoch: int, batch: Batch) -> Any:
+        """Return what the loss of `batch` reads beside it, on its device and without waiting."""
+        return None
+
+    def forward(self, network: nn.Module, image: Tensor, batch: Batch, step: StepContext) -> Any:
+        """Run the network on augmented and mixed images, float32 `[N, 3, H, W]`."""
+        return network(image, **self.mix_arguments(step))
+
+    def loss(self, output: Any, batch: Batch, step: StepContext) -> Tensor:
+        """Return the loss of the network's output, float32 `[]`, without waiting."""
+        raise NotImplementedError
+
+    def mix_arguments(self, step: StepContext) -> dict[str, Tensor]:
+        """The arguments of a model that exchanges tokens (MixToken)."""
+        if not self.setting.mix.mixtoken:
+            return {}
+        return {"mix_PP": box_map(step.mix, step.grid) > 0.5}
+
+
+class DenseObjective(Objective):
+    """Base of objectives on dense labels: makes sparse targets from score maps."""
+
+    needs_score_maps = True
+
+    def check(self) -> None:
+        if self.setting.labels.ground_truth != "none" and self.setting.mix.mix_label == "regions":
+            raise UserError(
+                "--ground-truth mixes one label per image, --mix-label regions many; "
+                "choose one of the two"
+            )
+
+    def targets(
+        self, batch: Batch, step: StepContext
+    ) -> tuple[SparseTargets, SparseTargets | None]:
+        """Make targets of the class token and, with `needs_tokens`, of the grid of tokens.
+
+        Both are mixed as the logits are.
+        """
+        rules, options, spec, mix = self.setting.labels, self.setting.mix, step.score_maps, step.mix
+        regions = mix is not None and options.mix_label == "regions"
+        maps, tokens, shown = palette_maps(batch, spec, rules), None, None
+        if regions or self.needs_tokens:
+            tokens = shown = sparse_targets(batch, spec, step.grid, rules, maps)
+            if mix is not None and (regions or not options.mixtoken):
+                shown = mix_targets(tokens, share_map(mix, step.grid))
+        whole = mean_target(shown) if regions else sparse_targets(batch, spec, 1, rules, maps)
+        if rules.ground_truth != "none":
+            whole = mix_ground_truth(
+                whole, batch.label, spec.num_classes, rules.smoothing, rules.ground_truth
+            )
+        if mix is not None and not regions:
+            whole = mix_targets(whole, label_share(mix))
+        if not options.mixtoken or tokens is None:
+            return whole, shown
+        # The model puts MixToken's exchanged logits back, so every token keeps the target of its
+        # own image, which MixUp has blended.
+        return whole, mix_targets(
+            tokens, mix.blend
+        ) if mix is not None and options.mixup else tokens
+
+
+def objective_loss(objective: Objective, output: Any, batch: Batch, step: StepContext) -> Tensor:
+    """`objective.loss` as a function, which `--compile blocks` compiles apart from the network."""
+    return objective.loss(output, batch, step)
+
+
+def step_loss(
+    objective: Objective,
+    network: nn.Module,
+    batch: Batch,
+    step: StepContext,
+    dtype: torch.dtype | None,
+    measure: Callable[..., Tensor] = objective_loss,
+) -> Tensor:
+    """Compute the loss of an augmented batch, float32 `[]`, without waiting for the device.
+
+    `dtype` is that of autocast, None for none; `measure` is `objective_loss` or its compiled form.
+    """
+    image, options = batch.image, objective.setting.mix
+    if step.mix is not None and (options.cutmix or options.mixup):
+        blend = options.mixtoken
+        share = step.mix.blend if blend else share_map(step.mix, image.shape[-1])
+        image = mix_images(image, share)
+    with torch.autocast(image.device.type, dtype or torch.bfloat16, enabled=dtype is not None):
+        output = objective.forward(network, image, batch, step)
+    return measure(objective, output, batch, step)

@@ -1,0 +1,30 @@
+"""Token Labeling (arXiv 2104.10858): a dense label for every token."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from densefeed.models.token_transformer import TokenFeatures, TokenLogits
+from densefeed.objectives.base import DenseObjective, StepContext
+from densefeed.objectives.losses import token_labeling_loss
+from densefeed.pipelines.batch import Batch
+from densefeed.system.options import NonNegative, Options
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenLabelingOptions(Options):
+    """Options of `--objective token-label`."""
+
+    # weight of the tokens' loss, beta of equation 7
+    token_weight: NonNegative = 0.5
+
+
+class TokenLabeling(DenseObjective):
+    """`--objective token-label`: equation 7, for models with a head on every token."""
+
+    name = "token-label"
+    needs_tokens = True
+
+    def loss(self, output: TokenLogits | TokenFeatures, batch: Batch, step: StepContext) -> Tensor:
+        weight = self.setting.options.token_labeling.token_weight
+        return token_labeling_loss(output, *self.targets(batch, step), weight)

@@ -1,0 +1,173 @@
+"""Open the loader of a dataset: the options of the data, and the loaders that `--loader` names."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal, NamedTuple
+
+import torch
+import tyro
+from tyro.conf import arg
+
+from densefeed.pipelines.dali import DaliLoader
+from densefeed.pipelines.ffcv import FfcvSource
+from densefeed.pipelines.folder import FolderSource
+from densefeed.pipelines.loader import Source, ThreadedLoader
+from densefeed.pipelines.plan import EpochPlan
+from densefeed.system.errors import UserError
+from densefeed.system.options import Bounds, Count, Fraction, Options
+
+THREADS = max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+Mode = Literal["train", "evaluate"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataOptions(Options):
+    """The section `data` of a run's options."""
+
+    # training set: a folder of class folders; with --loader ffcv or dali a .beton or 'a-*.beton'
+    train: Annotated[Path, arg(name="data")] = tyro.MISSING
+    val: Path = tyro.MISSING  # validation set, of the same kind
+    # score maps (HDF5) of the training set; a .beton may carry its own
+    score_maps: Path | None = None
+    # keep all score maps in the memory of the device (ImageNet: 9 GB) instead of in the batches
+    maps_on_device: bool = False
+    # folder: folders of images; ffcv: .beton files; dali: either, decoded by NVIDIA DALI
+    loader: str = "folder"
+    threads: Count = THREADS  # decoding threads of each rank
+    # stop at an unreadable sample, or skip and count it
+    on_bad_sample: Literal["raise", "skip"] = "raise"
+    # order of the training set; blocks reads runs of storage, for disks and network file systems
+    order: Literal["random", "blocks"] = "random"
+    # crops of each image per epoch (repeated augmentation); an epoch is that many times longer
+    repeats: Count = 1
+    size: Count = 224  # side of the network's input, pixels
+    # sizes that grow in training: pairs FROM_EPOCH PIXELS, the first from epoch 0; empty: --size
+    sizes: tuple[tuple[int, int], ...] = ()
+    crop_scale: tuple[float, float] = (0.08, 1.0)  # area of a training crop, fraction of the image
+    hflip: Fraction = 0.5  # probability of a left-right flip
+    # side of the evaluation crop, fraction of the image's shorter side
+    crop_pct: Annotated[float, Bounds(1e-3, 1)] = 0.9
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        low, high = self.crop_scale
+        if not 0 < low <= high <= 1:
+            raise UserError(
+                f"--crop-scale {low:g} {high:g}: give the smallest and the largest fraction of the "
+                "image, above 0 and up to 1"
+            )
+
+    @property
+    def all_sizes(self) -> tuple[tuple[int, int], ...]:
+        """`sizes`, or `size` from epoch 0."""
+        return self.sizes or ((0, self.size),)
+
+    @property
+    def sides(self) -> tuple[int, ...]:
+        """All sides of the network's input in training, pixels, ascending."""
+        return tuple(sorted({side for _, side in self.all_sizes}))
+
+
+class LoaderKind(NamedTuple):
+    """How `--loader` opens its samples: (path, mode, score maps, threads) to a Source."""
+
+    open_source: Callable[[Path, Mode, Path | None, int], Source]
+    # (source, plan, threads, on_bad_sample, whether batches carry maps, device) to a loader
+    make: Callable[..., ThreadedLoader]
+
+
+def open_folder(path: Path, mode: Mode, maps: Path | None, threads: int) -> FolderSource:
+    """Open a folder of images. UserError for a file."""
+    if path.is_file():
+        raise UserError(
+            f"{path} is a file; --loader folder reads folders, --loader ffcv reads .beton files"
+        )
+    return FolderSource(path, "train" if mode == "train" else "val", maps, threads)
+
+
+def open_beton(path: Path, mode: Mode, maps: Path | None, threads: int) -> FfcvSource:
+    """Open .beton files. UserError for a folder."""
+    if path.is_dir():
+        raise UserError(
+            f"{path} is a folder; pack it with tools/pack_dataset.py, or read it with --loader folder"
+        )
+    return FfcvSource(path, maps)
+
+
+def open_either(path: Path, mode: Mode, maps: Path | None, threads: int) -> Source:
+    """Open a folder of images or .beton files."""
+    return (open_folder if path.is_dir() else open_beton)(path, mode, maps, threads)
+
+
+def make_threaded(
+    source: Source, plan: EpochPlan, threads: int, on_bad_sample: str, maps: bool, _: torch.device
+) -> ThreadedLoader:
+    """Make the loader of DenseFeed's own decoding threads."""
+    return ThreadedLoader(source, plan, threads, on_bad_sample, maps)
+
+
+LOADERS = {
+    "folder": LoaderKind(open_folder, make_threaded),
+    "ffcv": LoaderKind(open_beton, make_threaded),
+    "dali": LoaderKind(open_either, DaliLoader),
+}
+
+
+def register_loader(
+    name: str,
+    open_source: Callable[[Path, Mode, Path | None, int], Source],
+    make: Callable[..., ThreadedLoader] = make_threaded,
+) -> None:
+    """Make a loader known to `--loader`. ValueError if the name is taken."""
+    if name in LOADERS:
+        raise ValueError(f"there is a loader {name!r} already")
+    LOADERS[name] = LoaderKind(open_source, make)
+
+
+def open_dataset(
+    data: DataOptions,
+    mode: Mode,
+    *,
+    batch: int,
+    seed: int,
+    parts: int = 0,
+    rank: int = 0,
+    ranks: int = 1,
+    maps: bool = True,
+    device: torch.device = torch.device("cpu"),  # noqa: B008
+) -> ThreadedLoader:
+    """Open the loader of the training or the validation set: the rows of one rank.
+
+    Args:
+        batch: images of a global batch, all ranks together.
+        seed: key of every random draw.
+        parts: forward passes that a global batch is cut into, see `EpochPlan`.
+        maps: whether training batches carry score maps, if the set has any.
+        device: where DALI decodes.
+
+    Raises UserError for data that cannot be opened or options that do not fit it.
+    """
+    if data.loader not in LOADERS:
+        raise UserError(f"--loader {data.loader} is unknown; choose one of {', '.join(LOADERS)}")
+    kind, training = LOADERS[data.loader], mode == "train"
+    path, score_maps = (data.train, data.score_maps) if training else (data.val, None)
+    source = kind.open_source(Path(path), mode, score_maps, data.threads)
+    plan = EpochPlan(
+        num_samples=len(source.labels),
+        batch=batch,
+        seed=seed,
+        mode=mode,
+        order=data.order,
+        repeats=data.repeats if training else 1,
+        rank=rank,
+        ranks=ranks,
+        parts=parts,
+        sizes=data.all_sizes if training else ((0, data.size),),
+        crop_scale=data.crop_scale,
+        hflip=data.hflip,
+        crop_pct=data.crop_pct,
+    )
+    streamed = training and maps and not data.maps_on_device
+    return kind.make(source, plan, data.threads, data.on_bad_sample, streamed, device)

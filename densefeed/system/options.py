@@ -1,0 +1,138 @@
+"""Options: nested frozen dataclasses whose leaves are the options of a command.
+
+A class of options derives from `Options` and checks its values where it declares them: bounds stand
+in the annotation. A command line is flat, so every leaf of a nested class needs a name of its own;
+`tyro.conf.arg(name=...)` gives one where the field's name is too short for that.
+"""
+
+import ast
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
+
+from densefeed.system.errors import UserError
+
+Nested = TypeVar("Nested")
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """The smallest and the largest value of a number, both allowed."""
+
+    low: float
+    high: float = math.inf
+
+    def check(self, name: str, value: float) -> None:
+        """Raise UserError, which names the option, for a number out of bounds or not finite."""
+        if self.low <= value <= self.high and math.isfinite(value):
+            return
+        finite = "" if math.isfinite(value) else " and finite"
+        upper = f"from {self.low:g} to {self.high:g}"
+        bounds = f"at least {self.low:g}{finite}" if self.high == math.inf else upper
+        raise UserError(f"{flag(name)} is {value:g}, and must be {bounds}")
+
+
+Count = Annotated[int, Bounds(1)]
+NonNegative = Annotated[float, Bounds(0)]
+Fraction = Annotated[float, Bounds(0, 1)]
+
+
+class Options:
+    """Base of a class of options."""
+
+    def __post_init__(self) -> None:
+        """Raise UserError for a number outside the bounds in its annotation."""
+        for name, hint in hints(type(self)).items():
+            for bounds in filter(lambda item: isinstance(item, Bounds), metadata(hint)):
+                bounds.check(leaf_name(name, hint), getattr(self, name))
+
+
+def hints(options: type) -> dict[str, Any]:
+    """Types of the fields of a dataclass, annotations included."""
+    found = get_type_hints(options, include_extras=True)
+    return {field.name: found[field.name] for field in dataclasses.fields(options)}
+
+
+def metadata(hint: Any) -> tuple:
+    """What `Annotated` adds to a type."""
+    return hint.__metadata__ if get_origin(hint) is Annotated else ()
+
+
+def leaf_name(name: str, hint: Any) -> str:
+    """The name of an option on the command line, with underscores."""
+    given = (getattr(item, "name", None) for item in metadata(hint))
+    return next(filter(None, given), name).replace("-", "_")
+
+
+def flag(name: str) -> str:
+    """An option as it is written on the command line."""
+    return f"--{name.replace('_', '-')}"
+
+
+def leaves(options: Any) -> Iterator[tuple[str, Any]]:
+    """Name and value of every leaf of nested options."""
+    for name, hint in hints(type(options)).items():
+        value = getattr(options, name)
+        if dataclasses.is_dataclass(value):
+            yield from leaves(value)
+        else:
+            yield leaf_name(name, hint), value
+
+
+def with_options(options: Nested, **values: Any) -> Nested:
+    """A copy of nested options with other values of some leaves. TypeError for an unknown name."""
+    changed = {}
+    for name, hint in hints(type(options)).items():
+        value, leaf = getattr(options, name), leaf_name(name, hint)
+        if dataclasses.is_dataclass(value):
+            inside = {key: values.pop(key) for key, _ in leaves(value) if key in values}
+            if inside:
+                changed[name] = with_options(value, **inside)
+        elif leaf in values:
+            changed[name] = values.pop(leaf)
+    if values:
+        raise TypeError(f"{type(options).__name__} has no option {next(iter(values))!r}")
+    return dataclasses.replace(options, **changed)
+
+
+def from_dict(options: type[Nested], values: Mapping[str, Any]) -> Nested:
+    """Nested options from the dictionary that `json` made of `dataclasses.asdict`.
+
+    Raises KeyError or TypeError where fields differ.
+    """
+    found = {}
+    for name, hint in hints(options).items():
+        kind = get_args(hint)[0] if get_origin(hint) is Annotated else hint
+        value = values[name]
+        if dataclasses.is_dataclass(kind):
+            found[name] = from_dict(kind, value)
+        elif value is not None and Path in (kind, *get_args(kind)):
+            found[name] = Path(value)
+        else:
+            found[name] = to_tuple(value)
+    return options(**found)
+
+
+def to_tuple(value: Any) -> Any:
+    """JSON's lists as tuples."""
+    return tuple(map(to_tuple, value)) if isinstance(value, list) else value
+
+
+def parse_arguments(words: tuple[str, ...], option: str) -> dict[str, object]:
+    """NAME=VALUE words of an option as a dictionary. UserError for a word of another form."""
+    arguments = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        try:
+            arguments[name.strip()] = ast.literal_eval(value.strip())
+        except (ValueError, SyntaxError):
+            equals = ""
+        if not equals or not name.strip().isidentifier():
+            raise UserError(
+                f"{option} {word!r} is not NAME=VALUE with a Python number, string or tuple, "
+                "as depth=12 is"
+            )
+    return arguments

@@ -1,0 +1,112 @@
+"""Build the model of a run, and check that it can train at every size of the run."""
+
+import timm
+import torch
+from torch import nn
+
+from densefeed.models import checkpoints
+from densefeed.models.token_transformer import TokenTransformer, has_tokens
+from densefeed.objectives.base import Objective
+from densefeed.system.errors import UserError
+from densefeed.training.compile import get_networks
+from densefeed.training.config import Config
+from densefeed.training.speed import training_flops
+
+# From this number of classes on, the tokens' loss is computed without storing all logits. Below,
+# whole logits take less memory than the rest of a step, and less time.
+FUSED_FROM = 4096
+
+
+def autocast_dtype(config: Config, device: torch.device) -> torch.dtype | None:
+    """Return the dtype of matrix products, None for float32."""
+    known = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+    default = torch.bfloat16 if device.type == "cuda" else None
+    return known.get(config.run.precision, default)
+
+
+def model_arguments(config: Config, objective: Objective, num_classes: int) -> dict[str, object]:
+    """Return the arguments of the model. UserError for a model that lacks the needed token head."""
+    options = config.model
+    kwargs: dict[str, object] = {"num_classes": num_classes}
+    if options.drop_path:
+        kwargs["drop_path_rate"] = options.drop_path
+    kwargs |= options.arguments
+    if has_tokens(options.name):
+        kwargs["token_head"] = objective.needs_tokens
+        many = options.fused_head == "auto" and num_classes >= FUSED_FROM
+        if objective.needs_tokens and (many or options.fused_head == "always"):
+            kwargs["fused_head"] = True
+    elif objective.needs_tokens or config.mix.mixtoken:
+        raise UserError(
+            f"{options.name} has no token head and no MixToken; choose an lvvit, dhvt or t2t_vit "
+            "model, or --objective ce --no-mixtoken"
+        )
+    return kwargs
+
+
+def build_model(
+    config: Config, objective: Objective, num_classes: int
+) -> tuple[nn.Module, checkpoints.Recipe]:
+    """Build the model, on the default device; return it and how to build it again.
+
+    Raises UserError for a model that is unknown, cannot be built, or cannot train at a size.
+    """
+    name, data = config.model.name, config.data
+    kwargs = model_arguments(config, objective, num_classes)
+    if not timm.is_model(name):
+        raise UserError(
+            f"timm knows no model {name!r}; `python -c 'import timm; print(timm.list_models())'` "
+            "lists them"
+        )
+    # Transformers are built for a size, CNNs take any. Some of timm's transformers take others too
+    # if they are built for it.
+    sized = kwargs | {"img_size": data.size}
+    ways = [sized | {"dynamic_img_size": True}, sized, kwargs] if data.sizes else [sized, kwargs]
+    for way in ways:
+        try:
+            model, spec = timm.create_model(name, **way), checkpoints.Recipe(name, way)
+            break
+        except (TypeError, ValueError, AssertionError) as error:
+            # A TypeError means that this model has no such argument: try the next way.
+            if way is ways[-1] or not isinstance(error, TypeError):
+                remedy = "; give --drop-path 0" if "drop_path_rate" in str(error) else ""
+                raise UserError(f"{name} cannot be built: {error}{remedy}") from error
+    check_model_sizes(config, objective, model)
+    return model, spec
+
+
+def check_model_sizes(config: Config, objective: Objective, model: nn.Module) -> None:
+    """Raise UserError for a size of the input that the model cannot train at."""
+    name, sizes = config.model.name, config.data.sizes
+    ours = isinstance(model, TokenTransformer)
+    # A transformer of this package is never built for a size that it cannot take. Some of timm's
+    # are, and others take no second size. Twins on the meta device were checked as real models.
+    tried = (bool(sizes) or not ours) and not next(model.parameters()).is_meta
+    for side in config.data.sides if tried else ():
+        try:
+            with torch.inference_mode():
+                model.eval()(torch.zeros(1, 3, side, side))
+        except (ValueError, RuntimeError, AssertionError) as error:
+            why = str(error).partition("\n")[0]
+            option = "other --sizes" if sizes else "another --size"
+            raise UserError(
+                f"{name} cannot train at {side} px ({why}); choose {option} or another model"
+            ) from error
+    if ours and (objective.needs_tokens or config.mix.mixtoken):
+        for side in config.data.sides:
+            if side % model.patch_size:
+                raise UserError(
+                    f"{name} would see partial patches at {side} px, which have no labels; choose a "
+                    f"multiple of {model.patch_size} px"
+                )
+
+
+def flops_per_size(config: Config, objective: Objective, num_classes: int) -> dict[int, float]:
+    """Return the operations of one training image for each side of the network's input."""
+    with torch.device("meta"):
+        twin, _ = build_model(config, objective, num_classes)
+        networks = get_networks(objective.wrap(twin, num_classes, lambda network: network))
+    return {
+        side: sum(training_flops(network, side) for network in networks)
+        for side in config.data.sides
+    }

@@ -1,0 +1,82 @@
+"""`--dry-run`: the loss and gradient of the first images, and the memory that a whole step takes."""
+
+from contextlib import closing
+from dataclasses import replace
+
+from densefeed.pipelines.resident import bytes_of_map
+from densefeed.system.devices import free_memory
+from densefeed.system.errors import UserError
+from densefeed.system.options import with_options
+from densefeed.training.setup import Run, open_loader
+from densefeed.training.speed import ActivationBytes
+from densefeed.training.step_inputs import StepInputs
+
+
+def dry_run(run: Run) -> None:
+    """Print the loss of the first images and the memory of a step.
+
+    Raises UserError if the device has less memory free.
+    """
+    config, ranks, optim = run.config, run.ranks, run.config.optim
+    images = 2 * config.data.repeats
+    loss, per_image = first_loss(run, images)
+    fixed = fixed_bytes(run)
+    needed, free = fixed + per_image * optim.microbatch, free_memory(ranks.device)
+    if ranks.first:
+        maps = ", all score maps" * config.data.maps_on_device
+        print(
+            f"dry run: data, labels and recipe fit together; loss {loss:.3f} of {images} images; "
+            f"gradients, moments{maps} and {optim.microbatch} images per forward pass take about "
+            f"{needed / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free on {ranks.device}"
+        )
+    if needed > free:
+        local = optim.batch // ranks.size
+        parts = (n for n in range(2, optim.microbatch, 2) if local % n == 0)
+        fits = [n for n in parts if fixed + per_image * n < free]
+        remedy = f"--microbatch {fits[-1]}" if fits else "--grad-checkpointing, or a smaller model"
+        raise UserError(
+            f"{optim.microbatch} images per forward pass take about {needed / 1e9:.2f} GB on "
+            f"{ranks.device}, of which {free / 1e9:.2f} GB are free; give {remedy}"
+        )
+
+
+def first_loss(run: Run, images: int) -> tuple[float, float]:
+    """Compute loss and gradient of the first images.
+
+    Returns the loss and the bytes of activations per image.
+    """
+    config = run.config
+    sizes = ((0, config.data.sides[-1]),) if config.data.sizes else ()
+    few = with_options(
+        config,
+        batch=images,
+        microbatch=images,
+        threads=1,
+        sizes=sizes,
+        maps_on_device=False,
+        compile="never",
+    )
+    trainable = run.student.trainable.train(not config.model.frozen_statistics)
+    with closing(open_loader(few, run.objective, "train")) as loader:
+        alone = replace(run.ranks, rank=0, size=1)
+        inputs = StepInputs(few, alone, loader, run.objective, trainable, run.dtype)
+        parts = next(inputs.batches(0, 0))
+        inputs.check_sync(parts)
+        (compute,) = inputs.losses(trainable, parts, 0, 0)
+        with ActivationBytes(trainable) as activations:
+            loss = compute()
+        loss.backward()
+    return loss.item(), activations.bytes / images
+
+
+def fixed_bytes(run: Run) -> int:
+    """Sum the bytes that do not depend on the batch, without the weights themselves."""
+    student, ema = run.student, run.config.optim.ema > 0
+    # Gradients, two moments and the EMA are each as large as the weights. Weights that an agent
+    # shares have a second gradient.
+    total = sum(p.nbytes for p in student.trainable.parameters()) * (3 + ema)
+    if student.agent:
+        total += sum(tensor.nbytes for tensor in student.agent.borrowed())
+    if run.config.data.maps_on_device and run.loader.score_maps:
+        total += run.loader.plan.num_samples * bytes_of_map(run.loader.score_maps)
+    return total

@@ -1,0 +1,267 @@
+"""Set up a run: open, check and build everything that its first step needs."""
+
+import zlib
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from densefeed.models import checkpoints
+from densefeed.objectives import build_objective
+from densefeed.objectives.base import Objective
+from densefeed.pipelines.loader import ThreadedLoader
+from densefeed.pipelines.open import Mode, open_dataset
+from densefeed.system.errors import UserError
+from densefeed.training.build import autocast_dtype, build_model
+from densefeed.training.config import Config, first_difference
+from densefeed.training.ranks import Ranks
+from densefeed.training.run_checkpoints import Checkpoints
+from densefeed.training.student import Student, build_student
+
+# What a checkpoint of a run holds beside the student's state.
+REQUIRED = {"config", "fingerprint", "optimizer", "step", "model", "microbatch"}
+CHECKED_MAPS = 64  # score maps that a resumed run compares
+
+
+class Run(NamedTuple):
+    """A run before its next step."""
+
+    config: Config  # resolved
+    ranks: Ranks
+    loader: ThreadedLoader
+    val: ThreadedLoader
+    maps: int  # checksum of the score maps
+    objective: Objective
+    spec: checkpoints.Recipe  # how to build the model again
+    student: Student
+    dtype: torch.dtype | None  # of autocast
+    step: int  # steps done
+    seen: Tensor | None  # of TrainMonitor
+    skips: int  # of TrainMonitor
+    spent: np.ndarray  # seconds so far, and of these waited for data, in earlier processes
+    evaluate_first: bool  # whether the last step ended an epoch that was not evaluated
+
+    @property
+    def steps(self) -> int:
+        """Steps of the whole run."""
+        return self.config.optim.total_epochs * len(self.loader)
+
+
+def setup_run(config: Config, ranks: Ranks) -> Run:
+    """Build a run as new, or as its newest checkpoint left it. UserError if something does not fit.
+
+    Close `loader` and `val` of the result.
+    """
+    kept = Checkpoints(config.run.out, config.run.keep)
+    checkpoint = find_checkpoint(config, kept, ranks)
+    config, objective = resolve(config, ranks, checkpoint), build_objective(config.setting)
+    if config.model.frozen_statistics:
+        check_frozen(objective)
+    loader = open_loader(config, objective, "train", ranks)
+    val = open_loader(config, objective, "evaluate", ranks)
+    check_datasets(config, objective, loader, val)
+    maps = checksum_maps(config, objective, loader)
+    if checkpoint:
+        check_same_data(config, checkpoint, loader.fingerprint, maps)
+    torch.manual_seed(config.run.seed)
+    model, spec = build_model(config, objective, loader.num_classes)
+    if config.model.init and not checkpoint:
+        note = checkpoints.initialize(model, config.model.init)
+        if ranks.first:
+            print(note)
+    student = build_trainable(config, objective, model, loader.num_classes, ranks)
+    dtype = autocast_dtype(config, ranks.device)
+    run = partial(Run, config, ranks, loader, val, maps, objective, spec, student, dtype)
+    if not checkpoint:
+        return run(0, None, 0, np.zeros(2), evaluate_first=False)
+    student.restore(checkpoint)
+    step, at = checkpoint["step"], divmod(checkpoint["step"], len(loader))
+    last = step == config.optim.total_epochs * len(loader)
+    ended = step > 0 and at[1] == 0 and is_evaluated(config, at[0])
+    owed = ended and (last or not ranks.broadcast_sync(kept.rated(step)))
+    spent = np.array(checkpoint["spent"])
+    return run(step, checkpoint["seen"], checkpoint["skips"], spent, evaluate_first=owed)
+
+
+def is_evaluated(config: Config, epoch: int) -> bool:
+    """Tell whether there is an evaluation after this number of epochs."""
+    return epoch % config.run.eval_every == 0 or epoch == config.optim.total_epochs
+
+
+def open_loader(
+    config: Config, objective: Objective, mode: Mode, ranks: Ranks | None = None
+) -> ThreadedLoader:
+    """Open the loader of the training or the validation set: this rank's rows."""
+    ranks = ranks or Ranks(0, 1, torch.device("cpu"))
+    optim, training = config.optim, mode == "train"
+    microbatch = optim.microbatch or optim.batch // ranks.size
+    return open_dataset(
+        config.data,
+        mode,
+        batch=optim.batch if training else microbatch * ranks.size,
+        seed=config.run.seed,
+        parts=optim.batch // microbatch if training and optim.microbatch else 0,
+        rank=ranks.rank,
+        ranks=ranks.size,
+        maps=objective.needs_score_maps,
+        device=ranks.device,
+    )
+
+
+def build_trainable(
+    config: Config, objective: Objective, model: nn.Module, num_classes: int, ranks: Ranks
+) -> Student:
+    """Move the model to the device, let the objective wrap it, and build the student."""
+
+    def place(network: nn.Module) -> nn.Module:
+        network.to(ranks.device, memory_format=torch.channels_last)
+        return ranks.synchronized(network) if config.model.sync_batchnorm else network
+
+    model = place(model)
+    if config.model.grad_checkpointing:
+        try:
+            model.set_grad_checkpointing(True)
+        except (AssertionError, AttributeError) as error:
+            raise UserError(
+                f"{config.model.name} cannot recompute activations; remove --grad-checkpointing"
+            ) from error
+    if objective.adds_network:
+        with torch.device("meta"):
+            twin, _ = build_model(config, objective, num_classes)
+        objective.check_sizes(twin, num_classes)
+    trainable = objective.wrap(model, num_classes, place)
+    dtype = autocast_dtype(config, ranks.device)
+    return build_student(config.optim, model, trainable, ranks, dtype)
+
+
+# ---------------------------------------------------------------- checks
+
+
+def check_frozen(objective: Objective) -> None:
+    """Raise UserError for an objective that cannot be trained in evaluation mode."""
+    if objective.needs_tokens:
+        raise UserError(
+            "--frozen-statistics trains in evaluation mode, where a model returns no logits of its "
+            "tokens; give --objective ce or relabel"
+        )
+    if objective.adds_network:
+        raise UserError(
+            f"--frozen-statistics keeps the statistics of BatchNorm, and the network that "
+            f"--{objective.name} adds begins without any; give one of the two"
+        )
+
+
+def check_datasets(
+    config: Config, objective: Objective, train: ThreadedLoader, val: ThreadedLoader
+) -> None:
+    """Raise UserError where the two sets, the labels and the objective do not fit together."""
+    data = config.data
+    if train.class_names != val.class_names:
+        pairs = enumerate(zip(train.class_names, val.class_names, strict=False))
+        differ = (f"; class {n} is {one!r} and {two!r}" for n, (one, two) in pairs if one != two)
+        raise UserError(
+            f"{data.train} and {data.val} name different classes ({train.num_classes} and "
+            f"{val.num_classes}{next(differ, '')}); train and validate on the same classes"
+        )
+    if objective.needs_score_maps and train.score_maps is None:
+        raise UserError(
+            f"{data.train} has no score maps, which --objective {config.objective.name} needs; "
+            "give --score-maps maps.h5, or pack them"
+        )
+
+
+def find_checkpoint(config: Config, kept: Checkpoints, ranks: Ranks) -> dict[str, Any] | None:
+    """Load the checkpoint to continue from, None for a new run.
+
+    Raises UserError if the folder holds a run that may not be continued, or another run.
+    """
+    run = config.run
+    if not ranks.broadcast_sync(kept.exist()):
+        return None
+    if run.resume == "never":
+        if run.dry_run:
+            return None
+        raise UserError(
+            f"{run.out} holds a run already; continue it with --resume auto, or choose another --out"
+        )
+    name = ranks.broadcast_sync(kept.newest() if ranks.first else None)
+    checkpoint = checkpoints.load(kept.folder / name) if name else None
+    if checkpoint is None or not set(checkpoint) >= REQUIRED:
+        raise UserError(f"{run.out} holds no checkpoint of densefeed; choose another --out")
+    if differs := first_difference(config, checkpoint["config"]):
+        option, value = differs
+        raise UserError(
+            f"{run.out} was trained with {option}={value}; give the same value, or choose another "
+            "--out"
+        )
+    return checkpoint
+
+
+def resolve(config: Config, ranks: Ranks, checkpoint: dict[str, Any] | None) -> Config:
+    """Decide what the config leaves open: what to compile, and the images per forward pass.
+
+    A resumed run keeps the latter where it can, since the statistics of BatchNorm and drop-path are
+    per forward pass. Raises UserError where a batch cannot be divided so.
+    """
+    optim, compile = config.optim, config.run.compile
+    local = optim.batch // ranks.size
+    before = checkpoint["microbatch"] if checkpoint else 0
+    small = optim.microbatch or (before if before and local % before == 0 else local)
+    if optim.batch % ranks.size or local % small:
+        raise UserError(
+            f"a batch of {optim.batch} on {ranks.size} ranks cannot be divided into parts of "
+            f"{small or 'as many'} images; choose --batch and --microbatch so that every rank has "
+            "whole parts"
+        )
+    if before and before != small and ranks.first:
+        print(
+            f"continuing with {small} images per forward pass, not {before}: same samples, crops "
+            "and partners, other BatchNorm statistics"
+        )
+    if compile == "graph" and optim.batch // small != 1:
+        # Gradients lie in the graph's own memory, which the next pass overwrites. With several
+        # ranks, others read it too.
+        raise UserError(
+            "--compile graph takes one rank and whole batches; give --compile whole, or remove "
+            "--microbatch"
+        )
+    if compile == "auto":
+        compile = "blocks" if ranks.device.type == "cuda" else "never"
+    return replace(
+        config, optim=replace(optim, microbatch=small), run=replace(config.run, compile=compile)
+    )
+
+
+def checksum_maps(config: Config, objective: Objective, loader: ThreadedLoader) -> int:
+    """Return the CRC-32 of the first 64 score maps, wherever they are stored; 0 without maps."""
+    if not objective.needs_score_maps:
+        return 0
+    try:
+        maps = loader.source.maps(np.arange(min(CHECKED_MAPS, len(loader.source.labels))))
+    except UserError:
+        # A damaged map is skipped when its sample comes.
+        if config.data.on_bad_sample == "skip":
+            return 0
+        raise
+    parts = maps.logit, maps.cls, maps.lse, maps.window
+    return zlib.crc32(b"".join(np.ascontiguousarray(part).tobytes() for part in parts))
+
+
+def check_same_data(
+    config: Config, checkpoint: dict[str, Any], fingerprint: str, maps: int
+) -> None:
+    """Raise UserError if a run was trained on other images or score maps."""
+    out = config.run.out
+    if checkpoint["fingerprint"] != fingerprint:
+        raise UserError(
+            f"{out} was trained on other images than {config.data.train} holds; give the same, or "
+            "choose another --out"
+        )
+    if checkpoint["maps"] != maps:
+        raise UserError(
+            f"{out} was trained with other score maps than these; give the same, or choose another "
+            "--out"
+        )

@@ -1,0 +1,67 @@
+"""Parts of a run that tests build without training."""
+
+from contextlib import closing
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from densefeed.objectives import build_objective
+from densefeed.objectives.base import Objective, StepContext, step_loss
+from densefeed.pipelines.augment.augmentation import Augmentation, augment_batches
+from densefeed.pipelines.batch import Batch, ScoreMapSpec
+from densefeed.pipelines.loader import ThreadedLoader
+from densefeed.pipelines.mixing import Mix, Mixing
+from densefeed.pipelines.plan import EpochPlan
+from densefeed.training.build import build_model
+from densefeed.training.config import Config
+from densefeed.training.setup import open_loader
+
+CPU = torch.device("cpu")
+
+
+def objective_for(config: Config) -> Objective:
+    return build_objective(config.setting)
+
+
+def model_for(config: Config, num_classes: int = 2) -> nn.Module:
+    return build_model(config, objective_for(config), num_classes)[0]
+
+
+def wrap(config: Config, model: nn.Module, num_classes: int = 2) -> nn.Module:
+    """The model with what its objective adds."""
+    return objective_for(config).wrap(model, num_classes, lambda network: network)
+
+
+def train_loader(config: Config) -> ThreadedLoader:
+    return open_loader(config, objective_for(config), "train")
+
+
+class FirstBatch(NamedTuple):
+    """The first batch of a run, augmented, and what its loss reads."""
+
+    objective: Objective
+    batch: Batch
+    spec: ScoreMapSpec | None
+    plan: EpochPlan
+    mixing: Mixing
+
+    def context(self, grid: int = 4, mix: Mix | None = None, epoch: int = 0) -> StepContext:
+        inputs = self.objective.inputs(self.plan, epoch, self.batch)
+        return StepContext(self.spec, grid, mix, inputs)
+
+    def loss(
+        self, network: nn.Module, grid: int = 4, mix: Mix | None = None, dtype=None, epoch: int = 0
+    ) -> Tensor:
+        context = self.context(grid, mix, epoch)
+        return step_loss(self.objective, network, self.batch, context, dtype)
+
+
+def first_batch(
+    config: Config, device: torch.device = CPU, mean=(0.5,) * 3, std=(0.2,) * 3
+) -> FirstBatch:
+    with closing(train_loader(config)) as loader:
+        augmentation = Augmentation(loader.plan, config.augment, mean, std).to(device)
+        batch = next(augment_batches(loader.batches(0), augmentation, 0, device))
+        mixing = Mixing(loader.plan, config.mix)
+        return FirstBatch(objective_for(config), batch, loader.score_maps, loader.plan, mixing)

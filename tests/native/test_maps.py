@@ -123,7 +123,7 @@ def test_a_row_that_changed_or_is_none_is_that_samples_fault_alone(tmp_path, for
     samples, _, _ = decoded(tmp_path / "rows", rows, levels)
     assert np.flatnonzero(samples["status"]).tolist() == [2]
     assert samples["status"][2] == native.DAMAGED
-    assert samples["message"][2] == b"its score map names a class outside its palette"
+    assert samples["message"][2] == b"its score map refers to a class outside its palette"
     rows = packed_rows(form, np.random.default_rng(2))
     crc = np.array(
         [

@@ -353,7 +353,7 @@ def test_a_part_that_changed_or_ends_is_that_samples_fault_alone(maps):
     path.write_bytes(changed[:4010])  # and its first is cut
     job.decode()
     assert job.samples["status"].tolist() == [0, 0, 0, native.UNREADABLE, 0]
-    assert b"cut" in job.samples["message"][3]
+    assert b"truncated" in job.samples["message"][3]
     path.write_bytes(changed)
     job.decode()
     assert job.samples["status"].tolist() == [0, 0, 0, native.DAMAGED, 0]
@@ -448,7 +448,7 @@ def test_a_crop_outside_the_image_is_refused(whole, box):
         job = job_of([file], [box], 16)
         job.decode()
         assert job.samples["status"][0] == native.UNSUPPORTED
-        assert job.samples["message"][0] == b"the crop is not inside it"
+        assert job.samples["message"][0] == b"the crop is not inside the image"
 
 
 def test_an_image_of_another_size_than_the_dataset_says_is_damaged(whole):

@@ -40,7 +40,8 @@ int read_all(Sample *sample, Scratch *scratch, int file, int64_t at, void *to, s
         ssize_t got = pread(file, to, length, at);
         if (got < 0 && errno == EINTR) continue;
         if (got < 0) return fail(sample->message, UNREADABLE, "%s", strerror(errno));
-        if (got == 0) return fail(sample->message, UNREADABLE, "its file was truncated or replaced");
+        if (got == 0)
+            return fail(sample->message, UNREADABLE, "its file was truncated or replaced");
         to = (uint8_t *)to + got, at += got, length -= got;
     }
     scratch->reading += microseconds() - began;

@@ -139,8 +139,8 @@ static int index_matches(Input in) {
 }
 
 /* Whether no block can overflow 16 bits in the inverse DCT. On overflow libjpeg-turbo's vector
- * code, its C code and ours differ. The first pass scales a coefficient by up to 1.39 * 4, so 5,900 can
- * overflow; the coefficients of photographs are below 1,100. */
+ * code, its C code and ours differ. The first pass scales a coefficient by up to 1.39 * 4, so 5,900
+ * can overflow; the coefficients of photographs are below 1,100. */
 static int is_moderate(Input in) {
     struct jpeg_decompress_struct from;
     Errors errors;

@@ -11,7 +11,7 @@ import pytest
 
 from densefeed.storage import indexed_jpeg
 
-from ..jpeg_files import HERE, NATIVE, SOURCES, compiled
+from ..jpeg_files import HERE, NATIVE, SOURCES, compile_c
 
 MINUTES = float(os.environ.get("SOAK_MINUTES", 0))
 SAMPLINGS = {
@@ -64,7 +64,7 @@ def fuzz(folder, seeds, sanitizers: str, seconds: float, threaded: int, seed: in
     """Build and run fuzz.c. A finding fails the test and is saved in `folder`."""
     fuzzer = folder / "fuzz"
     try:
-        compiled(
+        compile_c(
             fuzzer,
             [HERE / "fuzz.c", *LIBRARY],
             "-O1",

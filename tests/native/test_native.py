@@ -20,7 +20,7 @@ from densefeed.storage import indexed_jpeg
 from densefeed.storage.images import crop_resize
 from densefeed.system.errors import UserError
 
-from ..jpeg_files import NATIVE, SOURCES, compiled, encoded
+from ..jpeg_files import NATIVE, SOURCES, compile_c, encoded
 
 MEAN = 0.6  # of 255: limit of the mean absolute difference from Pillow
 
@@ -70,7 +70,7 @@ def plain(tmp_path_factory):
     """The library as built for processors without AVX2 and carry-less multiplication."""
     flags = ("-O3", "-shared", "-fPIC", "-fvisibility=hidden", "-DDENSEFEED_PLAIN")
     out = tmp_path_factory.mktemp("plain") / "plain.so"
-    return ctypes.CDLL(str(compiled(out, [NATIVE / f"{name}.c" for name in SOURCES], *flags)))
+    return ctypes.CDLL(str(compile_c(out, [NATIVE / f"{name}.c" for name in SOURCES], *flags)))
 
 
 def test_struct_offsets_match_c(tmp_path):
@@ -89,7 +89,7 @@ def test_struct_offsets_match_c(tmp_path):
     source.write_text('#include "batch.c"\nint main(void) {' + "\n".join(lines) + "return 0;}")
     others = [NATIVE / f"{name}.c" for name in SOURCES if name != "batch"]
     printed = subprocess.check_output(
-        [compiled(tmp_path / "offsets", [source, *others], "-O0")], text=True
+        [compile_c(tmp_path / "offsets", [source, *others], "-O0")], text=True
     ).split()
     ours = [native.SAMPLE.fields[name][1] for name in native.SAMPLE.names]
     ours += [getattr(native._Batch, name).offset for name, _ in native._Batch._fields_]

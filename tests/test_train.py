@@ -355,7 +355,7 @@ def test_first_batch_is_checked_before_the_first_step(packed, tmp_path, monkeypa
     ids=["one size", "in the middle of another size", "augment_batches"],
 )
 def test_run_killed_between_epochs_resumes_exactly(packed, tmp_path, monkeypatch, fields):
-    """Losses and final weights equal those of an uninterrupted run, with drop-path and EMA."""
+    """Losses and final weights equal an uninterrupted run's, with drop-path, EMA and MixToken."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -1,8 +1,7 @@
 /* Decode batches of crops with a pool of threads that never use Python.
  *
  * A batch is submitted, processed sample by sample by free threads, and waited for. Threads that
- * find no sample left in a batch take the next one, so none is idle while the last sample of a
- * batch is decoded. */
+ * find no sample left in a batch take the next one, so none idles during a batch's last sample. */
 #include "native.h"
 #include <errno.h>
 #include <math.h>
@@ -55,8 +54,7 @@ static void *work(void *argument) {
 
 API void densefeed_close(Pool *pool);
 
-/* Open a pool. Returns NULL if the system provides no more threads or `threads` is below 1: without
- * threads a batch would never finish. */
+/* Open a pool. Returns NULL if the system has no more threads or `threads` is below 1. */
 API Pool *densefeed_open(int threads) {
     Pool *pool = threads > 0 ? calloc(1, sizeof *pool) : NULL;
     if (!pool || !(pool->thread = calloc(threads, sizeof *pool->thread))) return free(pool), NULL;
@@ -71,9 +69,8 @@ API Pool *densefeed_open(int threads) {
     sigset_t all, before;
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
-    while (pool->threads < threads
-           && !pthread_create(&pool->thread[pool->threads], NULL, work, pool))
-        pool->threads++;
+    for (; pool->threads < threads; pool->threads++)
+        if (pthread_create(&pool->thread[pool->threads], NULL, work, pool)) break;
     pthread_sigmask(SIG_SETMASK, &before, NULL);
     if (pool->threads == threads) return pool;
     densefeed_close(pool);

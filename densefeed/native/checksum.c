@@ -37,8 +37,7 @@ PCLMUL INLINE __m128i fold(__m128i x, __m128i constants, __m128i next) {
 }
 
 /* Gopal et al., "Fast CRC computation for generic polynomials using PCLMULQDQ" (Intel, 2009), with
- * bit-reflected constants. It runs at 12 GB/s; the table gives 2 GB/s. Verifying the score maps of
- * a batch takes 0.7 us per image. */
+ * bit-reflected constants. 12 GB/s, 2 by table; verifying score maps takes 0.7 us per image. */
 PCLMUL static uint32_t crc_by_folding(const uint8_t *bytes, size_t length, uint32_t crc) {
     const __m128i by_four = _mm_set_epi64x(0x1c6e41596, 0x154442bd4);
     const __m128i by_one = _mm_set_epi64x(0x0ccaa009e, 0x1751997d0);

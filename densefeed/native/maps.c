@@ -49,8 +49,7 @@ static void unpack_places(const uint8_t *plane, int planes, size_t bytes, uint8_
     }
 }
 
-/* to[n] = table[place[n]], with entries of two bytes. Four are stored at once: a store costs more
- * than the shifts. */
+/* to[n] = table[place[n]], entries of two bytes. Four per store: a store costs more than shifts. */
 INLINE void look_up(const uint8_t *place, const uint8_t *table, size_t count, uint8_t *to) {
     size_t n = 0;
     for (; n + 4 <= count; n += 4) {
@@ -77,8 +76,7 @@ int map_planes(int palette) {
     return planes;
 }
 
-/* Unpack one row into the arrays of a batch. `row` has map_bytes() bytes; `room` is a buffer of two
- * bytes per entry plus 16. */
+/* Unpack a row into the arrays of a batch. `row` has map_bytes() bytes, `room` 2 per entry + 16. */
 int map_unpack(const Packed *packed, int palette, const uint8_t *row, uint8_t *room,
     uint8_t *logit, uint8_t *class, uint8_t *lse, char *message) {
     size_t entries = (size_t)packed->cells * packed->top_k, bytes = (entries + 7) / 8;

@@ -1,8 +1,8 @@
 /* Declarations shared by the C files of this folder. `size` is the side of the square output.
  *
  * Planes are column-major: the pixels of a column are neighbors in memory. This saves two
- * transpositions, because the inverse DCT leaves its block transposed and the horizontal half of
- * a resampling works on vectors of rows. */
+ * transpositions: the inverse DCT leaves its block transposed, and resampling a row of pixels
+ * works on vectors of rows. */
 #ifndef DENSEFEED_NATIVE_H
 #define DENSEFEED_NATIVE_H
 

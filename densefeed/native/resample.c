@@ -11,8 +11,7 @@
 #include <string.h>
 
 #define ONE 32767 /* weights have 15 fraction bits; 1.0 itself would need a 16th */
-/* At an image's edge the largest weight of a cubic is 1.09 of the sum of all, so cubic weights are
- * halved and the sums are doubled. */
+/* At an image's edge a cubic's largest weight is 1.09 of the sum: halve weights, double sums. */
 #define ONE_CUBIC 16384
 #define LANES 32 /* loops run over whole groups of 32 numbers, so there is no scalar remainder */
 #define MARGIN 3 /* zeros on both sides of the weights, for interpolated chroma in set_taps */
@@ -22,8 +21,7 @@
  * to `high` - 1 are used. */
 typedef struct { int *start, *count; int16_t *weight; int room, low, high; } Axis;
 
-/* a * b / 2^15 to nearest. Compilers turn this form into one vector instruction (pmulhrsw,
- * sqrdmulh). */
+/* a * b / 2^15 to nearest, in the form that compiles to one instruction (pmulhrsw, sqrdmulh). */
 INLINE int16_t multiply(int16_t a, int16_t b) { return (int16_t)(((a * b >> 14) + 1) >> 1); }
 
 /* Weight of a filter at x units from its center. The cubic is Keys' with a = -1/2, as in Pillow. */
@@ -100,14 +98,10 @@ static void set_taps(Axis *axis, float *room, int size, int filter, double from,
 INLINE void weigh_upto8(const int16_t *const input[8], const int16_t *weight, int count, int groups,
     int16_t *restrict to) {
     switch (count) {
-    case 1: WEIGH(1) break;
-    case 2: WEIGH(2) break;
-    case 3: WEIGH(3) break;
-    case 4: WEIGH(4) break;
-    case 5: WEIGH(5) break;
-    case 6: WEIGH(6) break;
-    case 7: WEIGH(7) break;
-    default: WEIGH(8) break;
+    case 1: WEIGH(1) break;    case 2: WEIGH(2) break;
+    case 3: WEIGH(3) break;    case 4: WEIGH(4) break;
+    case 5: WEIGH(5) break;    case 6: WEIGH(6) break;
+    case 7: WEIGH(7) break;    default: WEIGH(8) break;
     }
 }
 
@@ -130,8 +124,7 @@ INLINE void weigh(const int16_t *data, size_t step, const Axis *axis, int i, int
         for (int i = 0; i < groups * LANES; i++) to[i] = (int16_t)(2 * to[i]);
 }
 
-/* Transpose 8 rows of `columns` int16 into `columns` rows of 8. `columns` is rounded up to 8; both
- * buffers have the room. */
+/* Transpose 8 rows of `columns` int16, rounded up to 8 * n; both buffers have the room. */
 INLINE void transpose_half(
     const int16_t *from, size_t from_step, int16_t *to, size_t to_step, int columns) {
     for (int x = 0; x < columns; x += 8) {
@@ -212,8 +205,7 @@ INLINE void interleave(const uint8_t *restrict r, const uint8_t *restrict g,
     for (; x < count; x++, to += 3) to[0] = r[x], to[1] = g[x], to[2] = b[x];
 }
 
-/* The vertical half and the color conversion of all output rows. `row` has room for 6 rows of
- * `across` numbers. */
+/* The vertical half and the colors of all output rows. `row` has room for 6 * across numbers. */
 FOR_EVERY_CPU static void shrink_rows(int16_t *const middle[3], const Axis axis[3],
     const int first[3], int planes, int ycc, int filter, int size, size_t across, int16_t *row,
     uint8_t *pixels) {

@@ -1,5 +1,4 @@
-/* One sample: read the bytes that its crop needs, decode them, resample the crop, and read its
- * score map. */
+/* One sample: read the bytes that its crop needs, decode, resample, and read its score map. */
 #include "native.h"
 #include <math.h>
 #include <string.h>
@@ -63,8 +62,7 @@ static int crop_box(Sample *sample, Box *box) {
     return OK;
 }
 
-/* Load the bytes of a JPEG into memory: if it has our index, the `*header` bytes of its header,
- * else the whole file. */
+/* Load the bytes of a JPEG: if it has our index, the `*header` bytes of its header, else all. */
 static int open_jpeg(Sample *sample, Scratch *scratch, const uint8_t **bytes, size_t *header) {
     int file = sample->file;
     size_t have = sample->length, whole = sample->length;
@@ -118,9 +116,8 @@ static int decode(Sample *sample, Scratch *scratch, int size, Picture *picture) 
     if (header) return segments_decode(sample, scratch, bytes, header, box, picture);
     /* libjpeg's transform is fast at 1/2, 1/4 and 1/8; other fractions are slower than full size.
      * It drops frequencies that the resampling filter would partly keep, so at least 4 of its
-     * pixels must remain per output pixel. In a sweep over photographs the mean difference of the
-     * worst crop from Pillow's was then 0.44 gray levels; with 3 it was 0.70, with 2 1.0, with 1
-     * 5.5. */
+     * pixels must remain per output pixel. In a sweep over photographs the worst crop's mean
+     * difference from Pillow's was then 0.44 gray levels; with 3 it was 0.70, 2: 1.0, 1: 5.5. */
     int scale = 1;
     double side = sample->box_height < sample->box_width ? sample->box_height : sample->box_width;
     while (scale < 8 && side >= 8.0 * scale * size) scale *= 2;
@@ -129,8 +126,7 @@ static int decode(Sample *sample, Scratch *scratch, int size, Picture *picture) 
     return turbo_decode(sample, scratch, bytes, sample->length, small, scale, picture);
 }
 
-/* Read the parts of sample `n`. Parts that are neighbors in the file are read by one call; in a
- * .beton file these are all parts. */
+/* Read the parts of sample `n`. Neighbors in the file (all, in a .beton) are read by one call. */
 static int copy_parts(const Batch *batch, int n, Sample *sample, Scratch *scratch) {
     uint32_t crc = 0;
     const int32_t *file = batch->part_file + (size_t)n * batch->parts;

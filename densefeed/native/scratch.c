@@ -41,7 +41,7 @@ int read_all(Sample *sample, Scratch *scratch, int file, int64_t at, void *to, s
         if (got < 0 && errno == EINTR) continue;
         if (got < 0) return fail(sample->message, UNREADABLE, "%s", strerror(errno));
         if (got == 0)
-            return fail(sample->message, UNREADABLE, "its file was truncated or replaced");
+            return fail(sample->message, UNREADABLE, "its file was cut or replaced while open");
         to = (uint8_t *)to + got, at += got, length -= got;
     }
     scratch->reading += microseconds() - began;

@@ -267,8 +267,7 @@ INLINE int decode_first(Bits *b, const Huffman *dc, int quant, int *prediction, 
     return 1;
 }
 
-/* Decode the next coefficient at or after position *k, and advance *k past it, or by END_OF_BLOCK.
- * Returns 0 if the data is damaged. */
+/* Decode the coefficient at or after *k; move *k past it, or on by END_OF_BLOCK. 0: damaged. */
 INLINE int decode_next(
     Bits *b, const Huffman *ac, const struct Place place[64], int *k, int16_t *block) {
     if (b->count < 32) refill(b);
@@ -361,8 +360,7 @@ TRANSFORM(transform_any, idct)
 typedef __m256i V;
 
 /* idct8 on 16-bit numbers, two rows per vector: in[k] holds rows 2k and 2k + 1, their first 4
- * columns in the lower half. A multiply-add of pairs (pmaddwd) does exactly what takes three
- * instructions on 32-bit numbers. */
+ * columns in the lower half. pmaddwd exactly replaces three instructions on 32-bit numbers. */
 AVX2 INLINE void idct8_avx2(const V in[4], int offset, int shift, V out[8]) {
 #define PAIR(a, b) _mm256_set1_epi32((int)((uint32_t)(b) << 16 | ((a) & 0xFFFF)))
 #define DOT(v, a, b) _mm256_madd_epi16(v, PAIR(a, b))

@@ -9,8 +9,7 @@
 #include <jpeglib.h>
 #include <jerror.h>
 
-/* A progressive file of 600 KB can request 190 passes over 2^28 pixels, 4 s of work. Encoders write
- * about 10 scans. */
+/* A progressive file of 600 KB can hold 190 scans of 2^28 pixels: 4 s. Encoders write about 10. */
 #define MOST_SCANS 200
 #define MOST_VISITS (16 * (uint64_t)MOST_PIXELS) /* scans times pixels */
 

@@ -346,7 +346,7 @@ def test_damaged_or_truncated_part_fails_only_its_sample(maps):
     path.write_bytes(changed[:4010])  # and its first is truncated
     job.decode()
     assert job.samples["status"].tolist() == [0, 0, 0, native.UNREADABLE, 0]
-    assert b"truncated" in job.samples["message"][3]
+    assert b"cut or replaced" in job.samples["message"][3]
     path.write_bytes(changed)
     job.decode()
     assert job.samples["status"].tolist() == [0, 0, 0, native.DAMAGED, 0]

@@ -187,7 +187,7 @@ _view.restype, _view.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_ssi
 
 
 class Parts(NamedTuple):
-    """Byte ranges to read besides each image, P per sample: its score map.
+    """Byte ranges to read with each image, P per sample: its score map.
 
     If `packed` is given, P is 2 (a packed row and its Window), and `to` holds four arrays: logits
     `[N, S, S, k]`, classes `[N, S, S, k]`, logsumexps `[N, S, S]` and Windows `[N, 4]`.
@@ -218,7 +218,7 @@ class Job:
         pixels: uint8 `[N, size, size, 3]`, C-contiguous; rows of samples whose status is not OK
             are undefined. Or `CUT` `[N]`, to cut out JPEGs and decode nothing; the library sets all
             fields, and `bytes` only where it points to the sample's own bytes.
-        parts: the score maps to read besides the images.
+        parts: the score maps to read with the images.
         keep: other objects that must outlive the decoding (the bytes that samples point to).
         filter: BILINEAR or BICUBIC, used to resize the crops.
     """

@@ -1,4 +1,4 @@
-"""The package `densefeed` and, inside it, the native decoder."""
+"""Build the package `densefeed` with its native decoder."""
 
 import os
 import platform
@@ -11,9 +11,7 @@ SOURCES = ("batch", "checksum", "maps", "resample", "sample", "scratch", "segmen
 
 
 class BuildNative(build_ext):
-    """Build a plain shared library for ctypes: no Python version in its name, no module to
-    export.
-    """
+    """Build a plain shared library for ctypes: no Python version in its name, no module init."""
 
     def get_ext_filename(self, name):
         return os.path.join(*name.split(".")) + ".so"
@@ -22,12 +20,12 @@ class BuildNative(build_ext):
         return []
 
 
-def flags() -> list[str]:
-    """Compiler flags.
+def compile_flags() -> list[str]:
+    """Return the compiler flags.
 
-    x86-64-v2 (2009) is the floor there; code for newer processors is selected when the library is
-    loaded. Without contraction (a * b + c rounded once) every processor computes the same weights,
-    and so the same pixels.
+    On x86-64 the minimum is x86-64-v2 (2009); code for newer processors is selected when the
+    library is loaded. Without contraction (a * b + c rounded once) every processor computes the
+    same filter weights, and so the same pixels.
     """
     machine = ["-march=x86-64-v2"] if platform.machine() in ("x86_64", "AMD64") else []
     common = ["-O3", "-std=gnu11", "-fwrapv", "-ffp-contract=off", "-fvisibility=hidden"]
@@ -41,7 +39,7 @@ setup(
             sources=[f"{NATIVE}/{source}.c" for source in SOURCES],
             depends=[f"{NATIVE}/native.h"],
             libraries=["jpeg", "m", "pthread"],
-            extra_compile_args=flags(),
+            extra_compile_args=compile_flags(),
         )
     ],
     cmdclass={"build_ext": BuildNative},

@@ -1,4 +1,4 @@
-"""Small real datasets that several rooms' tests share."""
+"""Fixtures shared by the tests: small real datasets, score maps, configs, commands."""
 
 import os
 import signal
@@ -15,20 +15,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .jpeg_files import jpegs, noise, photographs  # noqa: F401
 from .preloaded import Preloaded
 
-if "PYTEST_XDIST_WORKER" in os.environ:  # a worker has one core, and so have the commands it starts
+# A worker of pytest-xdist has one core, and so have the commands that it starts.
+if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ["OMP_NUM_THREADS"] = "1"
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 2)))
-# which a shell's `&` has processes ignore, and tests send it
+# A shell starts background processes (`&`) with SIGINT ignored, but some tests send it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 class NoHostRead(TorchDispatchMode):
-    """AssertionError at operations that read values back to the host, or whose result has a size
-    that depends on values.
+    """Raise AssertionError at operations that need a sync with the host.
+
+    These read values back, or have a result whose size depends on values.
     """
 
-    # bool(), float(), int() and a tensor as an index all end in _local_scalar_dense; inside an
-    # operator they show as item and is_nonzero.
+    # bool(), float(), int() and indexing with a tensor all call _local_scalar_dense; inside an
+    # operator they appear as item and is_nonzero.
     READS = (
         "_local_scalar_dense",
         "item",
@@ -48,32 +50,31 @@ class NoHostRead(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name, kwargs = func.overloadpacket.__name__, kwargs or {}
         sized = name == "repeat_interleave" and kwargs.get("output_size") is None
-        # a mask as an index is a nonzero() below what is seen here
+        # Indexing with a mask calls nonzero() below this dispatch mode.
         if name in ("index", "index_put", "index_put_"):
             sized = any(
                 index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]
             )
         if sized or name in self.READS:
             raise AssertionError(f"host read: {func}")
-        # look inside our own operators, which would run with no mode on
+        # Operators of DenseFeed would run without this mode, so redispatch them inside it.
         if func.namespace == "densefeed":
             device = next(value for value in args if isinstance(value, torch.Tensor)).device.type
+            key = getattr(torch._C.DispatchKey, device.upper())
             with self:
-                return func.redispatch(
-                    torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, device.upper())),
-                    *args,
-                    **kwargs,
-                )
+                return func.redispatch(torch._C.DispatchKeySet(key), *args, **kwargs)
         return func(*args, **kwargs)
 
 
 @pytest.fixture(scope="session")
 def no_host_read():
-    """`with no_host_read():` around what must never wait for the device, backward pass included
-    (not compiled code).
+    """Context manager that fails on any read of device values by the host.
+
+    Use `with no_host_read():` around code that must never wait for the device. It covers the
+    backward pass, but not compiled code.
     """
 
-    def refuse(name):
+    def raise_at(name):
         def method(*_args, **_kwargs):
             raise AssertionError(f"host read: Tensor.{name}")
 
@@ -83,7 +84,7 @@ def no_host_read():
     def trap():
         with ExitStack() as stack:
             for name in ("item", "tolist", "cpu", "numpy", "__array__"):
-                stack.enter_context(mock.patch.object(torch.Tensor, name, refuse(name)))
+                stack.enter_context(mock.patch.object(torch.Tensor, name, raise_at(name)))
             stack.enter_context(NoHostRead())
             yield
 
@@ -92,22 +93,23 @@ def no_host_read():
 
 @pytest.fixture(scope="session")
 def command():
-    """`command(*WORDS)` runs `python WORDS` in the checkout as a user would, output captured;
-    preloaded.py says how.
+    """`command(*WORDS)` runs `python WORDS` in the checkout like a user, and captures the output.
+
+    See preloaded.py for the options.
     """
     with closing(Preloaded()) as preloaded:
         yield preloaded
 
 
 def photograph(rng: np.random.Generator, height: int, width: int) -> Image.Image:
-    """Smooth color noise: compresses and resamples as a photograph does."""
+    """Make smooth color noise that compresses and resamples like a photograph."""
     coarse = rng.integers(0, 256, (max(2, height // 8), max(2, width // 8), 3), dtype=np.uint8)
     return Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC)
 
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory) -> Path:
-    """Two classes, `train/` of 11 and `val/` of 5 JPEGs of different sizes."""
+    """Image folder of two classes: 11 JPEGs in `train/` and 5 in `val/`, of different sizes."""
     root = tmp_path_factory.mktemp("images")
     rng = np.random.default_rng(0)
     for split, count in (("train", 11), ("val", 5)):
@@ -122,20 +124,14 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def random_maps():
-    """A maker of score maps of any shape, as a teacher of K classes might give them."""
+    """Factory of random score maps of any shape, in the form of a teacher's."""
     from densefeed.relabel.scoring import keep_top
 
     def make(
-        count: int,
-        side: int,
-        top_k: int,
-        num_classes: int,
-        seed: int = 0,
-        window=(0.0, 0.0, 1.0, 1.0),
+        count: int, side: int, top_k: int, num_classes: int, seed: int = 0, window=(0, 0, 1, 1)
     ):
-        logits = 3 * torch.randn(
-            count, side, side, num_classes, generator=torch.Generator().manual_seed(seed)
-        )
+        rng = torch.Generator().manual_seed(seed)
+        logits = 3 * torch.randn(count, side, side, num_classes, generator=rng)
         return keep_top(logits, top_k, np.tile(np.array(window, np.float32), (count, 1)))
 
     return make
@@ -143,8 +139,9 @@ def random_maps():
 
 @pytest.fixture(scope="session")
 def maps(folder, random_maps, tmp_path_factory) -> Path:
-    """A store of random maps (S=6, k=2, K=2) for `folder`'s training split, its windows not the
-    whole image.
+    """Store of random maps (S=6, k=2, K=2) for the training split of `folder`.
+
+    Its Windows do not cover the whole images.
     """
     from densefeed.storage.images import Images
     from densefeed.storage.score_maps import ScoreMapWriter, StoreHeader
@@ -163,16 +160,15 @@ def maps(folder, random_maps, tmp_path_factory) -> Path:
         class_names=tuple(images.class_names),
     )
     writer = ScoreMapWriter(path, header, images.paths, images.labels)
-    writer.write(
-        np.arange(len(images)), random_maps(len(images), 6, 2, 2, window=(0.0, 0.1, 1.0, 0.9))
-    )
+    scores = random_maps(len(images), 6, 2, 2, window=(0.0, 0.1, 1.0, 0.9))
+    writer.write(np.arange(len(images)), scores)
     writer.finish()
     return path
 
 
 @pytest.fixture
 def one_thread():
-    """PyTorch on one thread: sums in one order."""
+    """Run PyTorch on one thread, so that sums have a fixed order."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -181,27 +177,20 @@ def one_thread():
 
 @pytest.fixture(scope="session")
 def packed(folder, maps, tmp_path_factory, command) -> tuple[Path, Path]:
-    """The small folder as .beton: (train with maps, val)."""
+    """The small folder as .beton files: (train with maps, val)."""
     root = tmp_path_factory.mktemp("packed")
     for split, extra in (("train", ("--maps", maps)), ("val", ())):
-        done = command(
-            "tools/pack_dataset.py",
-            "--data",
-            folder,
-            "--split",
-            split,
-            "--out",
-            root / f"{split}.beton",
-            *extra,
-        )
+        options = ("--data", folder, "--split", split, "--out", root / f"{split}.beton", *extra)
+        done = command("tools/pack_dataset.py", *options)
         assert done.returncode == 0, done.stderr
     return root / "train.beton", root / "val.beton"
 
 
 @pytest.fixture(scope="session")
 def micro(packed):
-    """A maker of configs of the smallest run: `micro(out, **fields)` trains two epochs of three
-    steps of four images.
+    """Factory of configs of the smallest run.
+
+    `micro(out, **fields)` trains two epochs of three steps of four images.
     """
     from densefeed import recipes
     from densefeed.system.options import with_options
@@ -221,19 +210,14 @@ def micro(packed):
     )
 
     def make(out: Path, **fields):
-        return with_options(
-            recipes.micro.lvvit_micro_token_label(),
-            data=packed[0],
-            val=packed[1],
-            out=out,
-            **(small | fields),
-        )
+        paths = dict(data=packed[0], val=packed[1], out=out)
+        return with_options(recipes.micro.lvvit_micro_token_label(), **paths, **(small | fields))
 
     return make
 
 
 class CellNet(torch.nn.Module):
-    """Scores every cell of 8 pixels, each seeing 44."""
+    """Score every cell of 8 x 8 pixels, with a receptive field of 44."""
 
     def __init__(self, width: int, classes: int = 10) -> None:
         super().__init__()
@@ -256,12 +240,12 @@ class CellNet(torch.nn.Module):
 
 @pytest.fixture(scope="session")
 def located(tmp_path_factory):
-    """What an audit needs: 320 digit scenes of 48 pixels (every other one a third wider), and
-    models that know where digits are.
+    """Inputs of an audit: 320 digit scenes of 48 pixels and models that locate digits.
 
-    `teachers(0)` and `teachers(1)` are two networks of different width, seed and training, as
-    References of the audit; `untrained(seed)` is one that knows nothing. Of the boxes of other
-    scenes they learn, which is faster than of labels.
+    In every other group of ten scenes the images are a third wider. `teachers(0)` and `teachers(1)`
+    are two networks of different width, seed and training, as References of the audit;
+    `untrained(seed)` is a network with random weights. The teachers are trained on boxes of other
+    scenes, which is faster than training on labels.
     """
     import io
     from types import SimpleNamespace
@@ -272,10 +256,8 @@ def located(tmp_path_factory):
     size, side = 48, 6
     backgrounds, scans = load_photographs(), load_scans()["train"]
     root = tmp_path_factory.mktemp("located")
-    pixels_NHWC, cell_NSS = (
-        np.empty((450, size, size, 3), np.uint8),
-        torch.full((450, side, side), -1),
-    )
+    pixels_NHWC = np.empty((450, size, size, 3), np.uint8)
+    cell_NSS = torch.full((450, side, side), -1)
     for n in range(450):
         jpeg, digits = scene(np.random.default_rng([7, n]), n % 10, size, backgrounds, scans)
         pixels_NHWC[n] = np.asarray(Image.open(io.BytesIO(jpeg)))
@@ -287,9 +269,9 @@ def located(tmp_path_factory):
         path = root / "train" / str(n % 10) / f"{n:03d}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         image = Image.open(io.BytesIO(jpeg))
-        image.resize((size * 4 // 3, size), Image.Resampling.BICUBIC).save(
-            path
-        ) if n // 10 % 2 else image.save(path)
+        if n // 10 % 2:
+            image = image.resize((size * 4 // 3, size), Image.Resampling.BICUBIC)
+        image.save(path)
 
     config = {"mean": (0.4, 0.4, 0.4), "std": (0.25, 0.25, 0.25), "interpolation": "bilinear"}
 
@@ -298,7 +280,7 @@ def located(tmp_path_factory):
             geometry: Teacher(net, size, geometry, config) for geometry in ("squash", "center-crop")
         }
 
-    def trained(seed: int, width: int, steps: int = 140):
+    def train(seed: int, width: int, steps: int = 140):
         with torch.enable_grad(), torch.random.fork_rng():
             torch.manual_seed(seed)
             net, rng = CellNet(width), np.random.default_rng(seed)
@@ -307,13 +289,11 @@ def located(tmp_path_factory):
             x = (torch.from_numpy(pixels_NHWC).permute(0, 3, 1, 2).float() / 255 - 0.4) / 0.25
             for _ in range(steps):
                 some = torch.from_numpy(rng.integers(0, len(x), 32))
-                logits_NSSK, want = (
-                    net.forward_token_logits(x[some]).permute(0, 2, 3, 1),
-                    cell_NSS[some],
-                )
+                logits_NSSK = net.forward_token_logits(x[some]).permute(0, 2, 3, 1)
+                want = cell_NSS[some]
                 on = want >= 0
                 loss = torch.nn.functional.cross_entropy(logits_NSSK[on], want[on])
-                # the background is nothing in particular
+                # The target of background cells is uniform.
                 loss = loss - 0.5 * logits_NSSK[~on].log_softmax(-1).mean()
                 optimizer.zero_grad()
                 loss.backward()
@@ -326,5 +306,5 @@ def located(tmp_path_factory):
             torch.manual_seed(seed)
             return references(CellNet(24, classes))
 
-    both = [trained(0, 24), trained(1, 20)]
+    both = [train(0, 24), train(1, 20)]
     return SimpleNamespace(scenes=root, teachers=both.__getitem__, untrained=untrained)

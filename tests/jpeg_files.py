@@ -1,4 +1,4 @@
-"""JPEGs of every coding, made by libjpeg itself, and real photographs."""
+"""JPEGs of every coding, written by libjpeg, and real photographs."""
 
 import ctypes
 import io
@@ -20,32 +20,20 @@ LIBRARIES = ("-ljpeg", "-lm", "-lpthread")
 SOURCES = ("batch", "checksum", "maps", "resample", "sample", "scratch", "segments", "turbo")
 
 
-def compiled(out: Path, sources: list[Path], *flags: str) -> Path:
-    """C sources as a program or library at `out`, built as setup.py does but for `flags`."""
-    done = subprocess.run(
-        [
-            os.environ.get("CC", "gcc"),
-            *FLAGS,
-            *flags,
-            *map(str, sources),
-            "-o",
-            str(out),
-            *LIBRARIES,
-        ],
-        capture_output=True,
-        text=True,
-    )
+def compile_c(out: Path, sources: list[Path], *flags: str) -> Path:
+    """Compile C sources to a program or library at `out`, like setup.py except for `flags`."""
+    words = [os.environ.get("CC", "gcc"), *FLAGS, *flags, *map(str, sources), "-o", str(out)]
+    done = subprocess.run([*words, *LIBRARIES], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return out
 
 
 class Jpegs:
-    """jpegs.c."""
+    """Python interface of jpegs.c."""
 
     def __init__(self, folder: Path) -> None:
-        self._lib = ctypes.CDLL(
-            str(compiled(folder / "jpegs.so", [HERE / "jpegs.c"], "-O1", "-shared", "-fPIC"))
-        )
+        path = compile_c(folder / "jpegs.so", [HERE / "jpegs.c"], "-O1", "-shared", "-fPIC")
+        self._lib = ctypes.CDLL(str(path))
         self._lib.write_jpeg.argtypes = [ctypes.c_char_p] + 10 * [ctypes.c_int] + [ctypes.c_void_p]
         self._lib.read_jpeg.argtypes = [ctypes.c_char_p, ctypes.c_size_t, ctypes.c_void_p]
         self._lib.write_jpeg.restype = self._lib.read_jpeg.restype = ctypes.c_size_t
@@ -61,8 +49,9 @@ class Jpegs:
         restart=0,
         quality=90,
     ) -> bytes:
-        """`pixels` uint8 `[H,W]` or `[H,W,C]` (C of 3 or 4) as a JPEG; `sampling` is luma's,
-        chroma's is 1 x 1.
+        """Encode `pixels`, uint8 `[H,W]` or `[H,W,C]` with C of 3 or 4, as a JPEG.
+
+        `sampling` is that of luma; chroma is sampled 1 x 1.
         """
         planes = pixels.reshape(*pixels.shape[:2], -1)
         out = ctypes.c_void_p()
@@ -76,9 +65,7 @@ class Jpegs:
             self._lib.free_jpeg(out)
 
     def contents(self, jpeg: bytes) -> np.ndarray:
-        """Sampling factors, sizes, quantization tables and all coefficients of a JPEG, as libjpeg
-        reads them.
-        """
+        """Read sampling factors, sizes, quantization tables and all coefficients with libjpeg."""
         numbers = np.empty(self._lib.read_jpeg(jpeg, len(jpeg), None), np.int16)
         self._lib.read_jpeg(jpeg, len(jpeg), numbers.ctypes.data)
         return numbers
@@ -91,8 +78,9 @@ def jpegs(tmp_path_factory) -> Jpegs:
 
 @pytest.fixture(scope="session")
 def noise():
-    """A maker of smooth colored noise, uint8 `[height, width, channels]`: its spectrum is a
-    photograph's, more or less.
+    """Factory of smooth colored noise, uint8 `[height, width, channels]`.
+
+    Its spectrum is similar to that of a photograph.
     """
 
     def make(height: int, width: int, channels: int = 3, seed: int = 0) -> np.ndarray:
@@ -113,9 +101,7 @@ def noise():
 
 @pytest.fixture(scope="session")
 def photographs() -> list[Image.Image]:
-    """Real photographs that come with scikit-image and scikit-learn, their longer side 500 px,
-    RGB.
-    """
+    """RGB photographs from scikit-image and scikit-learn, with a longer side of 500 px."""
     data = pytest.importorskip("skimage.data")
     sklearn = pytest.importorskip("sklearn.datasets")
     images = [
@@ -133,7 +119,7 @@ def photographs() -> list[Image.Image]:
 
 
 def loader_class(decoder: str):
-    """The loader of a decoder, `native` or `dali`; skips where DALI is not installed."""
+    """Return the loader class of a decoder, `native` or `dali`. Skips if DALI is not installed."""
     if decoder == "native":
         return ThreadedLoader
     pytest.importorskip("nvidia.dali", reason="DALI is not installed here")
@@ -141,7 +127,7 @@ def loader_class(decoder: str):
 
 
 def encoded(image: Image.Image, **options) -> bytes:
-    """Pillow's JPEG of an image, at quality 90 unless told otherwise."""
+    """Encode an image as JPEG with Pillow, by default at quality 90."""
     buffer = io.BytesIO()
     image.save(buffer, "JPEG", **{"quality": 90, **options})
     return buffer.getvalue()

@@ -1,17 +1,17 @@
-"""Commands without their imports: a server that imported the libraries once forks a process for
-each command.
+"""Run commands without import time: a server imports the libraries once and forks per command.
 
-`python train.py ...` works for some 4 s of processor time before its first own line, which is
-PyTorch, timm and what they import. The server, this file run as a script, imports them and nothing
-of ours, then waits; for a command it forks a process that becomes what `python WORDS` would be.
-Exit codes, tracebacks (with two frames of this file above), waiting for threads and atexit handlers
-are the interpreter's own; when they are done the process ends at once, without freeing its objects
-one by one, which takes 0.9 s. `teardown` asks for that too.
+`python train.py ...` spends about 4 s of processor time on imports (PyTorch, timm and their
+dependencies) before its own first line. The server is this file run as a script. It imports those
+libraries, but no module of DenseFeed, and waits. For each command it forks a process that becomes
+what `python WORDS` would be. Exit codes, tracebacks (with two extra frames of this file), joining
+of threads and atexit handlers are those of the interpreter. After them the process exits
+immediately, without freeing its objects one by one, which takes 0.9 s; `teardown` requests that
+too.
 
-What is not a fresh interpreter's: the libraries are in sys.modules though the command may not
-import them, /proc/PID/cmdline is the server's, and children of one server share their seed of
-string hashes. Environment variables that are read where a process or library begins cannot be given
-anew; `Preloaded.start` then starts a fresh interpreter, as it does for `fresh`.
+Differences from a fresh interpreter: the libraries are in sys.modules even if the command does not
+import them, /proc/PID/cmdline is that of the server, and all children of a server share one seed of
+string hashes. Environment variables that are read at the start of a process or library cannot be
+changed later. `Preloaded.start` then starts a fresh interpreter, as it does for `fresh`.
 """
 
 import atexit
@@ -59,8 +59,7 @@ THEN = (
     "torch.utils.tensorboard",
     "torch.utils.flop_counter",
 )
-# Read when Python, the C library, OpenMP, PyTorch or Triton begins: too late for a process that is
-# forked.
+# Read when Python, the C library, OpenMP, PyTorch or Triton starts: too late in a forked process.
 READ_AT_START = (
     "PYTHON",
     "OMP_",
@@ -75,7 +74,8 @@ READ_AT_START = (
     "LANG",
     "LC_",
 )
-# The first by this file; the caches' PyTorch sets itself where it compiles, which tests do.
+# Exceptions. This file applies PYTHONPATH. PyTorch sets the cache variables itself when it
+# compiles, as some tests do.
 READ_LATER = (
     "PYTHONPATH",
     "TORCHELASTIC_",
@@ -84,10 +84,11 @@ READ_LATER = (
     "TRITON_CACHE_DIR",
 )
 
-# ------------------------------------------------------------------------- the tests' side
+# ------------------------------------------------------------------------- Client side
 
 
-def read_at_start(environment: dict[str, str]) -> dict[str, str]:
+def start_variables(environment: dict[str, str]) -> dict[str, str]:
+    """Select the variables that are read at the start of a process."""
     return {
         name: value
         for name, value in environment.items()
@@ -98,49 +99,50 @@ def read_at_start(environment: dict[str, str]) -> dict[str, str]:
 def needs_interpreter(
     words: list[str], environment: dict[str, str], servers: dict[str, str]
 ) -> bool:
-    """Whether these words or variables are for the start of an interpreter."""
+    """Return whether these words or variables require a new interpreter."""
     options = words[0].startswith("-") and words[0] not in ("-c", "-m", "-u")
-    return options or read_at_start(environment) != servers
+    return options or start_variables(environment) != servers
 
 
-def connected(address: str) -> socket.socket:
+def connect(address: str) -> socket.socket:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     connection.connect(address)
     return connection
 
 
 class Forked:
-    """A running command: what these tests use of subprocess.Popen. Who drops it unfinished has it
-    killed.
+    """A running command, with the part of the interface of subprocess.Popen that tests use.
+
+    The process is killed if the connection is dropped before it exits.
     """
 
     def __init__(
         self, address: str, words: list[str], request: dict, streams: tuple[int, int, int]
     ) -> None:
         self.args, self.returncode = [sys.executable, *words], None
-        self._connection = connected(address)
+        self._connection = connect(address)
         socket.send_fds(
             self._connection, [json.dumps({"words": words, **request}).encode()], streams
         )
-        self.pid = int.from_bytes(self._told(None))
+        self.pid = int.from_bytes(self._receive(None))
 
-    def _told(self, timeout: float | None) -> bytes:
+    def _receive(self, timeout: float | None) -> bytes:
         self._connection.settimeout(timeout)
-        told = self._connection.recv(4)
-        if not told:
-            raise RuntimeError(f"the server of commands ended under {self.args}")
-        return told
+        number = self._connection.recv(4)
+        if not number:
+            raise RuntimeError(f"the command server exited while running {self.args}")
+        return number
 
     def poll(self) -> int | None:
         with contextlib.suppress(BlockingIOError):
             if self.returncode is None:
-                self.returncode = os.waitstatus_to_exitcode(int.from_bytes(self._told(0)))
+                self.returncode = os.waitstatus_to_exitcode(int.from_bytes(self._receive(0)))
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
         try:
             if self.returncode is None:
-                self.returncode = os.waitstatus_to_exitcode(int.from_bytes(self._told(timeout)))
+                self.returncode = os.waitstatus_to_exitcode(int.from_bytes(self._receive(timeout)))
         except TimeoutError as error:
             raise subprocess.TimeoutExpired(self.args, timeout) from error
         return self.returncode
@@ -153,13 +155,14 @@ class Forked:
         self.send_signal(signal.SIGKILL)
 
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
-        """All it writes, once it has ended. Each stream has a reader of its own: a full pipe would
-        stop it.
+        """Wait for the exit and return all output.
+
+        Each stream has its own reader, because a full pipe would block the process.
         """
-        said = {}
+        output = {}
         readers = [
             threading.Thread(
-                target=lambda name=name: said.update({name: getattr(self, name).read()}),
+                target=lambda name=name: output.update({name: getattr(self, name).read()}),
                 daemon=True,
             )
             for name in ("stdout", "stderr")
@@ -170,7 +173,7 @@ class Forked:
         for reader in readers:
             reader.join()
         self.close()
-        return said["stdout"], said["stderr"]
+        return output["stdout"], output["stderr"]
 
     def close(self) -> None:
         for end in (self.stdout, self.stderr, self._connection):
@@ -187,45 +190,46 @@ class Forked:
 
 
 class Preloaded:
-    """The server, started with the first command."""
+    """The command server, which is started by the first command."""
 
     def __init__(self) -> None:
         self._server = None
 
-    def _started(self) -> None:
+    def _start_server(self) -> None:
         self._folder = tempfile.TemporaryDirectory()
         self._address, self._relay = (
             os.path.join(self._folder.name, name) for name in ("socket", "python")
         )
-        self._environment = read_at_start(os.environ)
-        known = f"{self._address!r}, {sys.executable!r}, {self._environment!r}"
-        relay = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); from preloaded import relay; relay({known})"
+        self._environment = start_variables(os.environ)
+        arguments = f"{self._address!r}, {sys.executable!r}, {self._environment!r}"
+        relay = (
+            f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); "
+            f"from preloaded import relay; relay({arguments})"
+        )
         Path(self._relay).write_text(f"#!{sys.executable} -SE\n{relay}\n")
         os.chmod(self._relay, 0o700)
         with (
             socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener,
-            tempfile.TemporaryFile() as said,
+            tempfile.TemporaryFile() as log,
         ):
             listener.bind(self._address)
             listener.listen(64)
             self._server = subprocess.Popen(
                 [sys.executable, __file__, str(listener.fileno())],
                 stdin=subprocess.DEVNULL,
-                stdout=said,
-                stderr=said,
+                stdout=log,
+                stderr=log,
                 pass_fds=[listener.fileno()],
             )
-            self._life = connected(self._address)
+            self._life = connect(self._address)
             listener.close()
             ready = self._life.recv(1)
             if not ready:
                 self._server.wait()
-            said.seek(0)
-            complaints = said.read().decode()
-        # What imports print would be missing from what commands print.
-        assert (ready, complaints) == (b"+", ""), (
-            f"the libraries cannot be preloaded in silence:\n{complaints}"
-        )
+            log.seek(0)
+            printed = log.read().decode()
+        # Output of imports would be missing from the output of the commands.
+        assert (ready, printed) == (b"+", ""), f"preloading the libraries prints:\n{printed}"
 
     def start(
         self,
@@ -237,17 +241,25 @@ class Preloaded:
         descendants: bool = False,
         teardown: bool = False,
     ) -> "Forked | subprocess.Popen":
-        """`python WORDS` in `cwd`, by default the checkout; its output in pipes.
+        """Start `python WORDS` with its output in pipes.
 
-        `environment` is added to this process's; `limit` bytes is the most that a file may grow to,
-        which stands for a full disk; `fresh` asks for an interpreter of its own. With `descendants`
-        what the command starts by sys.executable is forked too: that is the path of a program that
-        asks the server. `teardown`: to the very end of the interpreter.
+        Args:
+            cwd: working directory, by default the checkout.
+            environment: variables added to those of this process.
+            limit: maximum size of files in bytes, to simulate a full disk.
+            fresh: use a new interpreter instead of a fork.
+            descendants: also fork the processes that the command starts with sys.executable, which
+                is then the path of a relay to the server.
+            teardown: run the complete finalization of the interpreter.
         """
         words, environment = list(map(str, words)), {**os.environ, **(environment or {})}
         if self._server is None:
-            self._started()
+            self._start_server()
         if fresh or needs_interpreter(words, environment, self._environment):
+
+            def set_limit() -> None:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+
             return subprocess.Popen(
                 [sys.executable, *words],
                 cwd=cwd,
@@ -255,18 +267,11 @@ class Preloaded:
                 text=True,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                preexec_fn=None
-                if limit is None
-                else lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
+                preexec_fn=None if limit is None else set_limit,
             )
         executable = self._relay if descendants else sys.executable
-        request = {
-            "cwd": str(cwd),
-            "environment": environment,
-            "limit": limit,
-            "executable": executable,
-            "teardown": teardown,
-        }
+        request = dict(cwd=str(cwd), environment=environment, limit=limit, executable=executable)
+        request["teardown"] = teardown
         (stdout, out), (stderr, err) = os.pipe(), os.pipe()
         try:
             process = Forked(self._address, words, request, (0, out, err))
@@ -283,8 +288,9 @@ class Preloaded:
     def __call__(
         self, *words: object, timeout: float | None = None, **how: object
     ) -> subprocess.CompletedProcess:
-        """`start(*words, **how)`, its end and all that it said; killed if that takes longer than
-        `timeout` seconds.
+        """Run `start(*words, **how)` to its end and return its output.
+
+        It is killed if it takes longer than `timeout` seconds.
         """
         with self.start(*words, **how) as process:
             try:
@@ -295,7 +301,7 @@ class Preloaded:
             return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
 
     def close(self) -> None:
-        """End the server, and with it what it still runs."""
+        """Stop the server and all commands that still run."""
         if self._server is not None:
             self._life.close()
             self._server.wait()
@@ -304,36 +310,36 @@ class Preloaded:
 
 
 def relay(address: str, interpreter: str, environment: dict[str, str]) -> None:
-    """Be `python WORDS`, by a process of the server's: with its output, and its end."""
+    """Run `python WORDS` in a process of the server, with its output and its exit status."""
     words = sys.argv[1:]
     if needs_interpreter(words, dict(os.environ), environment):
         os.execv(interpreter, [interpreter, *words])
     here = {"cwd": os.getcwd(), "environment": dict(os.environ), "executable": sys.argv[0]}
     process = Forked(address, words, here | {"limit": None, "teardown": False}, (0, 1, 2))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal's Ctrl-C the process hears itself
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends Ctrl-C to the process too
     signal.signal(signal.SIGTERM, lambda number, _: process.send_signal(number))
     code = process.wait()
     if code < 0:
-        with contextlib.suppress(OSError):  # SIGKILL's cannot be set
+        with contextlib.suppress(OSError):  # the handler of SIGKILL cannot be set
             signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
     sys.exit(code)
 
 
-# ------------------------------------------------------------------------- the server
+# ------------------------------------------------------------------------- Server side
 
 
 def serve(listener: socket.socket, life: socket.socket) -> dict:
-    """Fork a process for each request; return in that process, with what was requested."""
+    """Fork a process for each request. Returns only in that process, with the request."""
     waiting = selectors.DefaultSelector()
-    for one in (listener, life):
-        waiting.register(one, selectors.EVENT_READ)
-    # the descriptor of a process: its id, and the connection that is told how it ended
+    for source in (listener, life):
+        waiting.register(source, selectors.EVENT_READ)
+    # Descriptor of a process: its id, and the connection that receives its exit status.
     running = {}
     while True:
-        # one at a time: it may be that others of the list are over then
+        # One event at a time: handling it may invalidate the others in the list.
         event = waiting.select()[0][0]
-        if event.fileobj is life:  # the tests are over
+        if event.fileobj is life:  # the tests have finished
             for process, _ in running.values():
                 os.kill(process, signal.SIGKILL)
             os._exit(0)
@@ -362,7 +368,7 @@ def serve(listener: socket.socket, life: socket.socket) -> dict:
             waiting.register(connection, selectors.EVENT_READ, process)
             with contextlib.suppress(BrokenPipeError):
                 connection.send(process.to_bytes(4))
-        elif event.data is not None:  # nobody listens any more
+        elif event.data is not None:  # the client dropped the connection
             os.kill(event.data, signal.SIGKILL)
             waiting.unregister(event.fileobj)
         else:
@@ -377,15 +383,12 @@ def serve(listener: socket.socket, life: socket.socket) -> dict:
 
 
 def search_path(environment: dict[str, str]) -> list[str]:
-    """What PYTHONPATH adds to sys.path."""
-    return [
-        os.path.abspath(path)
-        for path in environment.get("PYTHONPATH", "").split(os.pathsep)
-        if path
-    ]
+    """Return the entries that PYTHONPATH adds to sys.path."""
+    paths = environment.get("PYTHONPATH", "").split(os.pathsep)
+    return [os.path.abspath(path) for path in paths if path]
 
 
-def become(
+def run_program(
     words: list[str],
     cwd: str,
     environment: dict[str, str],
@@ -393,7 +396,7 @@ def become(
     executable: str,
     streams: list[int],
 ) -> None:
-    """Run `python WORDS` here, as the interpreter would: a script, `-m MODULE` or `-c CODE`."""
+    """Run `python WORDS` in this process: a script, `-m MODULE` or `-c CODE`."""
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
         os.close(stream)
@@ -407,8 +410,8 @@ def become(
     if limit is not None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
     importlib.invalidate_caches()
-    tempfile.tempdir = None  # TMPDIR may be another
-    # of all generators this one alone is not seeded anew in a forked process
+    tempfile.tempdir = None  # TMPDIR may differ
+    # NumPy's global generator is the only one that is not reseeded in a forked process.
     importlib.import_module("numpy").random.seed()
     sys.executable, sys.orig_argv = executable, [executable, *words]
     if words[0] == "-u":
@@ -431,12 +434,11 @@ def become(
     exec(code, main.__dict__)
 
 
-def end(requested: dict) -> None:
-    """The last handler of atexit: the process is over, unless it must be torn down or ends by a
-    signal.
-    """
+def exit_early(requested: dict) -> None:
+    """Exit as the last atexit handler, except for a full finalization or an end by a signal."""
     if "status" in requested:
-        with contextlib.suppress(OSError, ValueError):  # else the interpreter says so
+        # On an error the interpreter continues and reports it.
+        with contextlib.suppress(OSError, ValueError):
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(requested["status"])
@@ -445,30 +447,32 @@ def end(requested: dict) -> None:
 def preload() -> None:
     for library in FIRST:
         importlib.import_module(library)
-    # What is there now is left out of collections, which would copy its pages. Not what follows:
-    # torchvision imports Triton, which prints at a teardown that its objects were not freed.
+    # Exclude the present objects from garbage collection, which would copy their memory pages. The
+    # later imports are not excluded: torchvision imports Triton, which prints at finalization that
+    # its objects were not freed.
     gc.collect()
     gc.freeze()
     for library in THEN:
         importlib.import_module(library)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the tests, which then end this
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C stops the tests, which stop the server
 
 
 if __name__ == "__main__":
     requested = {}
-    atexit.register(end, requested)  # first, so that it is called last
+    atexit.register(exit_early, requested)  # registered first, so it runs last
     with socket.socket(fileno=int(sys.argv[1])) as listener, listener.accept()[0] as life:
         preload()
         life.send(b"+")
-        words = serve(listener, life)
-    teardown, status = words.pop("teardown"), 1
+        request = serve(listener, life)
+    teardown, status = request.pop("teardown"), 1
     try:
-        become(**words)
+        run_program(**request)
         status = 0
     except SystemExit as error:
-        status = (
-            0 if error.code is None else error.code & 0xFF if isinstance(error.code, int) else 1
-        )
+        if error.code is None:
+            status = 0
+        elif isinstance(error.code, int):
+            status = error.code & 0xFF
         raise
     except KeyboardInterrupt:
         teardown = True

@@ -1,4 +1,4 @@
-"""The trap for host reads springs, and only then."""
+"""no_host_read detects host reads, and nothing else."""
 
 import pytest
 import torch
@@ -23,15 +23,16 @@ READS = {
 
 
 @pytest.mark.parametrize("name", READS)
-def test_reads_are_trapped(name, no_host_read):
+def test_host_reads_raise(name, no_host_read):
     x = torch.tensor([1.0, 0.0, 2.0])
     with pytest.raises(AssertionError, match="host read"), no_host_read():
         READS[name](x)
-    assert x[0].item() == 1.0  # and afterwards everything is as before
+    # Afterwards reads work again.
+    assert x[0].item() == 1.0
     assert "item" not in vars(torch.Tensor)
 
 
-def test_a_read_in_the_backward_pass_is_trapped(no_host_read):
+def test_host_read_in_the_backward_pass_raises(no_host_read):
     class Reads(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
@@ -46,7 +47,7 @@ def test_a_read_in_the_backward_pass_is_trapped(no_host_read):
         Reads.apply(x).sum().backward()
 
 
-def test_work_on_the_device_passes(no_host_read):
+def test_operations_without_host_reads_pass(no_host_read):
     x = torch.randn(4, 5, requires_grad=True)
     with no_host_read():
         y = x[torch.tensor([0, 2, 3])].softmax(-1).gather(1, torch.zeros(3, 2, dtype=torch.long))
@@ -54,7 +55,7 @@ def test_work_on_the_device_passes(no_host_read):
         x.grad.zero_()
 
 
-def test_a_read_inside_an_operator_of_ours_is_trapped(no_host_read):
+def test_host_read_inside_a_densefeed_operator_raises(no_host_read):
     @torch.library.custom_op("densefeed::reads", mutates_args=())
     def reads(x: torch.Tensor) -> torch.Tensor:
         return x * (1 if x.sum() > 0 else 2)

@@ -1,6 +1,4 @@
-"""The house rules, each a few lines: imports point upstream, no dead config field, one name in
-site-packages, README is true.
-"""
+"""Rules of the repository layout: import order, no unread config field, one installed package."""
 
 import ast
 import os
@@ -14,8 +12,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-# In the order of the data flow: a room imports from those before it.
-ROOMS = (
+# Packages in the order of the data flow: each may import from those before it.
+ORDER = (
     "system",
     "native",
     "storage",
@@ -26,6 +24,7 @@ ROOMS = (
     "training",
     "recipes",
     "api",
+    "api",
     "train",
     "tools",
 )
@@ -34,8 +33,9 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 
 
 def modules_imported(text: str) -> set[str]:
-    """The modules of ours that a file imports from, at its top or later. AssertionError for a
-    relative import.
+    """Return the densefeed modules that a file imports anywhere.
+
+    AssertionError for a relative import.
     """
     names = set()
     for node in ast.walk(ast.parse(text)):
@@ -50,27 +50,26 @@ def modules_imported(text: str) -> set[str]:
 @pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_imports_point_upstream(path):
     imported = {name.split(".")[1] for name in modules_imported(path.read_text())}
-    room = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
-    if room != "__init__":
-        assert imported <= set(ROOMS[: ROOMS.index(room) + 1]), f"{path} reaches downstream"
+    name = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    if name != "__init__":
+        assert imported <= set(ORDER[: ORDER.index(name) + 1]), f"{path} imports downstream"
 
 
-def test_no_module_imports_itself_in_a_circle():
-    """Late imports count too."""
-    names = {path: ".".join(path.relative_to(ROOT).with_suffix("").parts) for path in SOURCES}
-    modules = {name.removesuffix(".__init__") for name in names.values()} - {"densefeed"}
+def module_name(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
-    def module_of(imported: str) -> str | None:
-        """The module that a dotted name is, or is a part of."""
-        while imported not in modules and "." in imported:
-            imported = imported.rpartition(".")[0]
-        return imported if imported in modules else None
 
-    graph = {}
-    for path, name in names.items():
-        found = set(map(module_of, modules_imported(path.read_text())))
-        graph[name.removesuffix(".__init__")] = found - {None, name.removesuffix(".__init__")}
-    TopologicalSorter(graph).prepare()  # CycleError names the circle
+def test_no_circular_imports():
+    """Imports inside functions count too."""
+    modules, graph = {module_name(path) for path in SOURCES} - {"densefeed"}, {}
+    for path in SOURCES:
+        imported = [f"{name}." for name in modules_imported(path.read_text())]
+        found = {m for m in modules if any(name.startswith(f"{m}.") for name in imported)}
+        # `densefeed.a.b` also matches its package `densefeed.a`: keep the innermost modules.
+        inner = {m for m in found if not any(other.startswith(f"{m}.") for other in found)}
+        graph[module_name(path)] = inner - {module_name(path)}
+    # CycleError names the modules of a cycle.
+    TopologicalSorter(graph).prepare()
 
 
 @pytest.mark.parametrize(
@@ -82,14 +81,14 @@ def test_no_module_imports_itself_in_a_circle():
         "def f():\n    from densefeed.pipelines.plan import EpochPlan",
     ],
 )
-def test_the_rule_sees_every_way_to_import(line):
+def test_every_form_of_import_is_found(line):
     assert {name.split(".")[1] for name in modules_imported(line)} == {"pipelines"}
     with pytest.raises(AssertionError):
         modules_imported("from ..relabel import files")
 
 
 def test_every_config_field_is_read():
-    """Attribute reads `.name` anywhere outside the declaring class."""
+    """Each field of a dataclass is read as an attribute `.name` somewhere."""
     trees = {path: ast.parse(path.read_text()) for path in SOURCES}
     read = {
         n.attr
@@ -103,7 +102,7 @@ def test_every_config_field_is_read():
                 "dataclass" in ast.unparse(d) for d in node.decorator_list
             ):
                 declared = {item.target.id for item in node.body if isinstance(item, ast.AnnAssign)}
-                assert declared <= read | {"version"}, f"{path}: nobody reads {declared - read}"
+                assert declared <= read | {"version"}, f"{path}: {declared - read} is never read"
 
 
 COMMANDS = [
@@ -114,49 +113,29 @@ COMMANDS = [
 @pytest.mark.parametrize(
     "path", [PACKAGE / "training" / "config.py", *COMMANDS], ids=lambda p: p.stem
 )
-def test_every_option_says_what_it_does(path):
-    """tyro takes the comment that ends a field's line, or those above it; within parentheses it
-    sees none.
+def test_every_option_has_a_help_text(path):
+    """tyro takes the comment at the end of a field's line or above it.
+
+    It does not find comments inside parentheses.
     """
     text = path.read_text()
     name = match[1] if (match := re.search(r"tyro\.cli\((\w+)", text)) else "Config"
-    (options,) = [
-        node
-        for node in ast.parse(text).body
-        if isinstance(node, ast.ClassDef) and node.name == name
-    ]
-    fields, lines = (
-        [node for node in options.body if isinstance(node, ast.AnnAssign)],
-        text.splitlines(),
-    )
+    classes = [node for node in ast.parse(text).body if isinstance(node, ast.ClassDef)]
+    (options,) = [node for node in classes if node.name == name]
+    fields = [node for node in options.body if isinstance(node, ast.AnnAssign)]
+    lines = text.splitlines()
     assert fields
     for field in fields:
-        beside = (
-            field.lineno == field.end_lineno
-            and "#" in lines[field.lineno - 1][field.end_col_offset :]
-        )
+        rest = lines[field.lineno - 1][field.end_col_offset :]
+        beside = field.lineno == field.end_lineno and "#" in rest
         assert beside or lines[field.lineno - 2].lstrip().startswith("#"), field.target.id
 
 
-def test_only_one_name_reaches_site_packages(tmp_path):
-    """Build the wheel as `pip install .` does; it must hold `densefeed` alone, and what is not
-    Python too.
-    """
+def test_wheel_contains_only_densefeed(tmp_path):
+    """Build the wheel like `pip install .`: it holds `densefeed` alone, with its data files."""
+    options = ["--no-deps", "--no-build-isolation", "-q", "-w", tmp_path, ROOT]
     done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "pip",
-            "wheel",
-            "--no-deps",
-            "--no-build-isolation",
-            "-q",
-            "-w",
-            tmp_path,
-            ROOT,
-        ],
-        capture_output=True,
-        text=True,
+        [sys.executable, "-m", "pip", "wheel", *options], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
     (wheel,) = tmp_path.glob("*.whl")
@@ -174,31 +153,28 @@ def test_only_one_name_reaches_site_packages(tmp_path):
     assert not any(name.endswith((".c", "setup.py")) for name in names)
 
 
-def test_the_wheel_works_beside_files_of_the_same_names(tmp_path):
-    """In a folder whose own models.py, tools.py and train.py would break whoever imports them."""
+def test_package_works_beside_files_of_the_same_names(tmp_path):
+    """The working directory has its own models.py, tools.py and train.py, which raise on import."""
     for name in ("models", "tools", "train", "pipelines", "relabel"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('the wrong module')")
-    code = "import densefeed.train, densefeed.tools.report, densefeed.models.lvvit, densefeed.recipes; print('imported')"
-    path = {"PYTHONPATH": str(ROOT)}
+    modules = ("train", "tools.report", "models.lvvit", "recipes")
+    code = "".join(f"import densefeed.{name}; " for name in modules) + "print('imported')"
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        env={**os.environ, **path},
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, env=environment
     )
     assert (done.returncode, done.stdout) == (0, "imported\n"), done.stderr
 
 
 @pytest.mark.parametrize("name", ["relabel", "pipelines", "models", "tools", "train.py"])
-def test_what_stands_at_the_top_level_is_the_package(name):
-    assert (ROOT / name).is_symlink() and (ROOT / name).resolve() == PACKAGE / name
+def test_top_level_names_link_into_the_package(name):
+    assert (ROOT / name).is_symlink()
+    assert (ROOT / name).resolve() == PACKAGE / name
 
 
-def test_no_room_is_called_utils():
-    assert not [
-        path for path in SOURCES if path.stem in ("utils", "util", "helpers", "misc", "common")
-    ]
+def test_no_module_is_called_utils():
+    names = {"utils", "util", "helpers", "misc", "common"}
+    assert not [path for path in SOURCES if path.stem in names]
 
 
 def test_no_machine_paths_or_large_files_are_tracked():

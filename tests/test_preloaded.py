@@ -1,4 +1,4 @@
-"""A command that is forked is what a fresh interpreter's is."""
+"""A forked command behaves like one in a fresh interpreter."""
 
 import json
 import os
@@ -10,42 +10,44 @@ import pytest
 
 from .preloaded import Preloaded
 
-# All that a program may see of the process it runs in, but for what preloaded.py says is another.
-SEEN = """
+# Print everything that a program can see of its process, except the differences that preloaded.py
+# lists.
+VISIBLE = """
 import atexit, json, os, resource, signal, sys, tempfile, threading, time
-sys.stderr.write("heard\\n")
+sys.stderr.write("on stderr\\n")
 os.write(1, b"written below Python\\n")
 atexit.register(print, "at exit")
 threading.Thread(target=lambda: (time.sleep(0.2), print("a thread"))).start()
 main, streams, numbers = sys.modules["__main__"], (sys.stdin, sys.stdout, sys.stderr), range(20)
+limits = [name for name in sorted(dir(resource)) if name.startswith("RLIMIT_")]
 print(json.dumps({
-    "main": [__name__, main.__dict__ is globals(), __spec__ is None, __package__, os.path.basename(globals().get("__file__", ""))],
+    "main": [__name__, main.__dict__ is globals(), __spec__ is None, __package__],
+    "file": os.path.basename(globals().get("__file__", "")),
     "argv": [sys.argv, sys.orig_argv, sys.path, sys.executable, str(sys.flags)],
-    "streams": [[s.encoding, s.errors, s.line_buffering, s.write_through, s.isatty(), s.fileno()] for s in streams],
+    "streams": [[s.encoding, s.errors, s.line_buffering, s.write_through] for s in streams],
+    "terminals": [[s.isatty(), s.fileno()] for s in streams],
     "open": [number for number in numbers if os.path.exists(f"/proc/self/fd/{number}")],
     "folder": [os.getcwd(), tempfile.gettempdir()],
     "environment": dict(os.environ),
     "signals": [str(signal.getsignal(n)) for n in sorted(signal.valid_signals())],
     "mask": list(signal.pthread_sigmask(signal.SIG_BLOCK, [])),
     "group": [os.getpgid(0), os.getsid(0), os.umask(0)],
-    "limits": [resource.getrlimit(getattr(resource, name)) for name in sorted(dir(resource)) if name.startswith("RLIMIT_")],
+    "limits": [resource.getrlimit(getattr(resource, name)) for name in limits],
     "ours": [name for name in sys.modules if name.startswith("densefeed")],
 }))
 """
 
 
 @pytest.mark.parametrize("form", ["script", "-c", "-m"])
-def test_a_program_sees_what_it_sees_in_an_interpreter_of_its_own(
-    command, tmp_path, form, monkeypatch
-):
+def test_program_sees_the_same_as_in_a_fresh_interpreter(command, tmp_path, form, monkeypatch):
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "real").mkdir()
-    (tmp_path / "real" / "seen.py").write_text(SEEN)
+    (tmp_path / "real" / "seen.py").write_text(VISIBLE)
     (tmp_path / "linked.py").symlink_to("real/seen.py")
-    (tmp_path / "seen.py").write_text(SEEN)
-    words = {"script": ["linked.py"], "-c": ["-c", SEEN], "-m": ["-m", "seen"]}[form]
+    (tmp_path / "seen.py").write_text(VISIBLE)
+    words = {"script": ["linked.py"], "-c": ["-c", VISIBLE], "-m": ["-m", "seen"]}[form]
     command("-c", "pass")
-    monkeypatch.setenv("SAID_LATE", "yes")  # the server runs already
+    monkeypatch.setenv("SET_LATE", "yes")  # the server is already running
     monkeypatch.delenv("HOME", raising=False)
     environment = {
         "TMPDIR": str(tmp_path / "elsewhere"),
@@ -55,42 +57,41 @@ def test_a_program_sees_what_it_sees_in_an_interpreter_of_its_own(
     forked, fresh = (
         command(*words, "--word", "two words", fresh=fresh, **how) for fresh in (False, True)
     )
-    assert (forked.args, forked.returncode, forked.stderr) == (fresh.args, 0, "heard\n")
-    said = [done.stdout.splitlines() for done in (forked, fresh)]
-    seen = [json.loads(next(line for line in lines if line[0] == "{")) for lines in said]
-    assert [[line for line in lines if line[0] != "{"] for lines in said] == 2 * [
-        ["written below Python", "a thread", "at exit"]
-    ]
+    assert (forked.args, forked.returncode, forked.stderr) == (fresh.args, 0, "on stderr\n")
+    outputs = [done.stdout.splitlines() for done in (forked, fresh)]
+    seen = [json.loads(next(line for line in lines if line[0] == "{")) for lines in outputs]
+    others = [[line for line in lines if line[0] != "{"] for lines in outputs]
+    assert others == 2 * [["written below Python", "a thread", "at exit"]]
     assert seen[0]["folder"] == [str(tmp_path), str(tmp_path / "elsewhere")]
-    assert seen[0]["environment"]["SAID_LATE"] == "yes"
+    assert seen[0]["environment"]["SET_LATE"] == "yes"
     assert "HOME" not in seen[0]["environment"]
     for name, value in seen[1].items():
         assert seen[0][name] == value, name
 
 
-ENDS = {
-    "a sentence": "import sys; sys.exit('no such thing')",
-    "a number": "import sys; sys.exit(7)",
-    "nothing": "import sys; sys.exit()",
-    "at once": "import os; os._exit(9)",
+EXITS = {
+    "message": "import sys; sys.exit('no such thing')",
+    "number": "import sys; sys.exit(7)",
+    "no code": "import sys; sys.exit()",
+    "_exit": "import os; os._exit(9)",
     "Ctrl-C": "import os, signal; os.kill(os.getpid(), signal.SIGINT)",
-    "a crash": "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)",
-    "an error": "print('before'); 1 / 0",
-    "an error at exit": "import atexit; atexit.register(lambda: 1 / 0)",
-    "no program": "1 +",
+    "crash": "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)",
+    "error": "print('before'); 1 / 0",
+    "error at exit": "import atexit; atexit.register(lambda: 1 / 0)",
+    "syntax error": "1 +",
     "-1": "import sys; sys.exit(-1)",
-    "a closed stream": "import os; print('x'); os.close(1)",
-    "a full disk": "open('x', 'wb', 0).write(bytes(100)); open('x', 'ab', 0).write(b'x')",
+    "closed stream": "import os; print('x'); os.close(1)",
+    "full disk": "open('x', 'wb', 0).write(bytes(100)); open('x', 'ab', 0).write(b'x')",
 }
 
 
-@pytest.mark.parametrize("how", ENDS)
-def test_a_program_ends_as_in_an_interpreter_of_its_own(command, how, tmp_path):
+@pytest.mark.parametrize("how", EXITS)
+def test_program_exits_as_in_a_fresh_interpreter(command, how, tmp_path):
     forked, fresh = (
-        command("-c", ENDS[how], fresh=fresh, limit=100, cwd=tmp_path) for fresh in (False, True)
+        command("-c", EXITS[how], fresh=fresh, limit=100, cwd=tmp_path) for fresh in (False, True)
     )
     assert (forked.returncode, forked.stdout) == (fresh.returncode, fresh.stdout)
-    # Not all lines: two frames of the server's stand above the program's.
+    # Only the last line: the traceback has two more frames of the server.
     assert forked.stderr.splitlines()[-1:] == fresh.stderr.splitlines()[-1:]
 
 
@@ -102,7 +103,7 @@ if __name__ == "__main__":
     from torch.utils.data import DataLoader
     print(torch.get_num_threads(), random.random(), np.random.rand())
     x = torch.randn(400, 400, requires_grad=True)
-    assert not torch.cuda._is_in_bad_fork()  # as where the server has asked for CUDA's devices
+    assert not torch.cuda._is_in_bad_fork()  # True if the server had initialized CUDA
     torch.set_num_threads(3)
     (x @ x).relu().sum().backward()
     assert torch.isfinite(x.grad).all() and len(os.listdir("/proc/self/task")) > 1
@@ -112,8 +113,8 @@ if __name__ == "__main__":
 """
 
 
-def test_threads_and_processes_work_and_draws_are_its_own(command, tmp_path):
-    """A server that had started OpenMP's threads would leave its processes waiting for them."""
+def test_threads_and_processes_work_and_random_numbers_differ(command, tmp_path):
+    """If the server had started OpenMP's threads, forked processes would wait for them forever."""
     (tmp_path / "works.py").write_text(WORKS)
     forked = [command("works.py", cwd=tmp_path, timeout=120) for _ in range(2)]
     fresh = command("works.py", cwd=tmp_path, fresh=True)
@@ -124,45 +125,44 @@ def test_threads_and_processes_work_and_draws_are_its_own(command, tmp_path):
     assert [done.stdout.splitlines()[1:] for done in forked] == 2 * [fresh.stdout.splitlines()[1:]]
 
 
-def test_a_teardown_frees_what_is_left(command):
-    left = "import os; left = type('Left', (), {'__del__': lambda left, write=os.write: write(1, b'freed')})()"
-    assert [
-        command("-c", left, **how).stdout for how in ({}, {"teardown": True}, {"fresh": True})
-    ] == ["", "freed", "freed"]
-
-
-def test_nothing_is_left_behind(command):
-    assert (
-        command(
-            "-c", "import sys, os; sys.left = os.environ['LEFT'] = 'x'; os.chdir('/')"
-        ).returncode
-        == 0
+def test_teardown_frees_remaining_objects(command):
+    code = (
+        "import os\n"
+        "class Left:\n"
+        "    def __del__(self, write=os.write): write(1, b'freed')\n"
+        "left = Left()"
     )
+    options = ({}, {"teardown": True}, {"fresh": True})
+    printed = [command("-c", code, **how).stdout for how in options]
+    assert printed == ["", "freed", "freed"]
+
+
+def test_no_state_is_left_in_the_server(command):
+    change = "import sys, os; sys.left = os.environ['LEFT'] = 'x'; os.chdir('/')"
+    assert command("-c", change).returncode == 0
     seen = "import sys, os; print(hasattr(sys, 'left'), 'LEFT' in os.environ, os.getcwd() == '/')"
     assert command("-c", seen).stdout.split() == 3 * ["False"]
 
 
-def test_what_is_read_at_the_start_is_given_to_a_fresh_interpreter(command, monkeypatch):
-    asked = "import sys; print(sys.flags.optimize, 'torch' in sys.modules)"
-    assert command("-c", asked).stdout.split() == ["0", "True"]
-    # PyTorch sets it in this process where a test compiles
+def test_variables_read_at_start_get_a_fresh_interpreter(command, monkeypatch):
+    code = "import sys; print(sys.flags.optimize, 'torch' in sys.modules)"
+    assert command("-c", code).stdout.split() == ["0", "True"]
+    # PyTorch sets this variable in the test process when a test compiles.
     cache = {"TORCHINDUCTOR_CACHE_DIR": "/nowhere"}
-    assert command("-c", asked, environment=cache).stdout.split() == ["0", "True"]
-    assert command("-c", asked, environment={"PYTHONOPTIMIZE": "1"}).stdout.split() == [
-        "1",
-        "False",
-    ]
+    assert command("-c", code, environment=cache).stdout.split() == ["0", "True"]
+    optimized = command("-c", code, environment={"PYTHONOPTIMIZE": "1"})
+    assert optimized.stdout.split() == ["1", "False"]
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    assert command("-c", asked).stdout.split() == ["0", "False"]
-    assert command("-O", "-c", asked).stdout.split() == ["1", "False"]
+    assert command("-c", code).stdout.split() == ["0", "False"]
+    assert command("-O", "-c", code).stdout.split() == ["1", "False"]
 
 
-def test_several_run_at_once_get_signals_and_are_waited_for(command):
-    stays = "import time; print('here', flush=True); time.sleep(60)"
+def test_parallel_commands_get_signals_and_are_waited_for(command):
+    sleep = "import time; print('here', flush=True); time.sleep(60)"
     with (
-        command.start("-c", stays) as killed,
-        command.start("-c", stays) as interrupted,
-        command.start("-c", stays) as left,
+        command.start("-c", sleep) as killed,
+        command.start("-c", sleep) as interrupted,
+        command.start("-c", sleep) as left,
     ):
         assert [child.stdout.readline() for child in (killed, interrupted, left)] == 3 * ["here\n"]
         assert killed.poll() is None
@@ -176,19 +176,17 @@ def test_several_run_at_once_get_signals_and_are_waited_for(command):
     assert left.returncode == -signal.SIGKILL
     assert not os.path.exists(f"/proc/{left.pid}")
     with pytest.raises(subprocess.TimeoutExpired):
-        command("-c", stays, timeout=0.1)
+        command("-c", sleep, timeout=0.1)
 
 
-def test_much_output_does_not_stop_a_program(command):
-    done = command(
-        "-c",
-        "import sys\nfor _ in range(20): sys.stderr.write(9999 * 'e'); sys.stdout.write(9999 * 'o')",
-    )
+def test_large_output_does_not_block_a_program(command):
+    write = "sys.stderr.write(9999 * 'e'); sys.stdout.write(9999 * 'o')"
+    done = command("-c", f"import sys\nfor _ in range(20): {write}")
     assert (done.stdout, done.stderr) == (20 * 9999 * "o", 20 * 9999 * "e")
 
 
-def ended(process: int) -> bool:
-    """Within ten seconds; who has ended and is not waited for is a zombie."""
+def exits(process: int) -> bool:
+    """Return whether a process exits, or becomes a zombie, within ten seconds."""
     for _ in range(1000):
         try:
             with open(f"/proc/{process}/stat") as file:
@@ -200,14 +198,14 @@ def ended(process: int) -> bool:
     return False
 
 
-def test_who_is_dropped_is_killed_and_a_dead_server_is_noticed():
+def test_dropped_command_is_killed_and_dead_server_is_noticed():
     preloaded = Preloaded()
     dropped = preloaded.start("-c", "import time; time.sleep(60)")
     dropped.close()
-    assert ended(dropped.pid)
+    assert exits(dropped.pid)
     kept = preloaded.start("-c", "import time; time.sleep(60)")
     preloaded._server.kill()
-    with pytest.raises(RuntimeError, match="the server of commands ended under"):
+    with pytest.raises(RuntimeError, match="the command server exited while running"):
         kept.wait()
     os.kill(kept.pid, signal.SIGKILL)
     kept.close()
@@ -218,10 +216,12 @@ def test_who_is_dropped_is_killed_and_a_dead_server_is_noticed():
 
 STARTS = """
 import os, subprocess, sys
-def run(code, **how): return subprocess.run([sys.executable, "-c", code, "two words"], text=True, **how)
+def run(code, **how):
+    return subprocess.run([sys.executable, "-c", code, "two words"], text=True, **how)
 preloaded = "import sys; print('torch' in sys.modules, sys.flags.optimize)"
-code = "import os, sys; print(sys.argv, os.getcwd(), os.environ['A']); sys.stderr.write('e'); sys.exit(5)"
-done = run(code, capture_output=True, cwd="/", env=os.environ | {"A": "b"})
+code = "import os, sys; print(sys.argv, os.getcwd(), os.environ['A']); sys.stderr.write('e')"
+environment = os.environ | {"A": "b"}
+done = run(code + "; sys.exit(5)", capture_output=True, cwd="/", env=environment)
 print(done.stdout.strip(), done.stderr, done.returncode)
 print(run("import os, signal; os.kill(os.getpid(), signal.SIGKILL)").returncode, flush=True)
 run(preloaded)
@@ -230,7 +230,7 @@ run(f"import subprocess, sys; subprocess.run([sys.executable, '-c', {preloaded!r
 """
 
 
-def test_what_a_command_starts_may_be_forked_too(command):
+def test_descendants_of_a_command_can_be_forked_too(command):
     done = command("-c", STARTS, descendants=True)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines() == [

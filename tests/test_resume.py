@@ -1,6 +1,4 @@
-"""No run is ever lost: stopped, killed or damaged anywhere, it goes on as if nothing had
-happened.
-"""
+"""Resuming: a run that was stopped, killed or damaged anywhere continues to the same result."""
 
 import hashlib
 import json
@@ -27,8 +25,8 @@ ROOT = Path(__file__).parent.parent
 KILLS = int(os.environ.get("SOAK_KILLS", 3))
 pytestmark = pytest.mark.usefixtures("one_thread")
 TIMINGS = {"images_per_s", "mfu", "data_wait_share", "peak_memory_gb"}
-# Everything that a step depends on: two sizes, two parts a batch, every kind of draw, log lines
-# that end in another epoch.
+# Everything that a step depends on: two image sizes, two microbatches per batch, every kind of
+# random draw, log intervals that cross epochs.
 EVERYTHING = dict(
     rand_augment="rand-m9-mstd0.5-inc1",
     erase_probability=0.5,
@@ -43,13 +41,13 @@ from .runs import train_loader
 
 
 def records(out: Path) -> list[dict]:
-    """What metrics.jsonl says, but for what depends on the clock."""
+    """Read metrics.jsonl without the fields that depend on the clock."""
     lines = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
     return [{name: value for name, value in line.items() if name not in TIMINGS} for line in lines]
 
 
 def differences(one: object, other: object, path: str = "") -> list[str]:
-    """Where two checkpoints differ, to the bit."""
+    """Return the paths at which two checkpoints are not exactly equal."""
     if isinstance(one, dict) and isinstance(other, dict):
         missing = [f"{path}/{name}" for name in one.keys() ^ other.keys()]
         return missing + [
@@ -69,8 +67,10 @@ def differences(one: object, other: object, path: str = "") -> list[str]:
 
 
 def state(out: Path) -> dict:
-    """The newest checkpoint but for the config, whose `out` and `resume` differ, time spent, and
-    what it says of older ones.
+    """Load the newest checkpoint without the fields that may differ between equal runs.
+
+    These are the config (its `out` and `resume`), the time spent, and the accuracies of older
+    checkpoints.
     """
     other = ("config", "spent", "accuracies")
     return {
@@ -81,9 +81,7 @@ def state(out: Path) -> dict:
 
 
 def stopped_after(steps: int):
-    """In place of `stopping`: asks for a stop after so many steps of this process, and goes on
-    asking.
-    """
+    """Make a replacement of `stopping` that requests a stop after `steps` steps of this process."""
 
     @contextmanager
     def stopping():
@@ -118,11 +116,12 @@ def stopped_after(steps: int):
     ],
     ids=["everything", "fp16", "bf16"],
 )
-def test_a_run_stopped_after_every_step_is_the_uninterrupted_one(
+def test_run_stopped_after_every_step_equals_the_uninterrupted_one(
     micro, tmp_path, monkeypatch, fields
 ):
-    """Six processes of a step each against one of six: records, weights, averages, moments and loss
-    scale to the bit.
+    """Compare six runs of one step each with one run of six steps.
+
+    Records, weights, EMA weights, optimizer moments and loss scale are exactly equal.
     """
     whole = training.train(micro(tmp_path / "whole", **fields))
     with monkeypatch.context() as patch:
@@ -139,7 +138,7 @@ def test_a_run_stopped_after_every_step_is_the_uninterrupted_one(
         assert state(tmp_path / "whole")["scaler"]["scale"] > 0
 
 
-# ------------------------------------------------------------------------- kills
+# ------------------------------------------------------------------------- Kills
 
 
 TRAIN = """
@@ -158,8 +157,9 @@ def training_of(command):
 
 
 def assert_whole(out: Path) -> int:
-    """Every checkpoint that the manifest names loads and is what was saved, and so are the links;
-    the newest's step, or 0.
+    """Check that all checkpoints of the manifest and all links load and match their checksums.
+
+    Returns the step of the newest checkpoint, or 0.
     """
     manifest = out / "checkpoints" / "manifest.json"
     entries = json.loads(manifest.read_text()) if manifest.exists() else []
@@ -176,10 +176,8 @@ def assert_whole(out: Path) -> int:
     return entries[-1]["step"] if entries else 0
 
 
-def test_a_run_killed_at_random_times_loses_no_more_than_was_not_saved(
-    micro, tmp_path, training_of
-):
-    """SIGKILL, again and again, until the run is through; `make soak` kills 20 times."""
+def test_run_killed_at_random_times_loses_only_unsaved_steps(micro, tmp_path, training_of):
+    """Send SIGKILL repeatedly until the run finishes; `make soak` kills 20 times."""
     fields = dict(epochs=3, save_every=2, keep=1, ema=0.0)
     began = time.monotonic()
     with training_of(micro(tmp_path / "whole", **fields)) as whole:
@@ -199,12 +197,12 @@ def test_a_run_killed_at_random_times_loses_no_more_than_was_not_saved(
         step = assert_whole(cut)
         logged = [r["step"] for r in records(cut)] if (cut / "metrics.jsonl").exists() else []
         assert step >= max(logged, default=0) - fields["save_every"]
-        if not killed:  # through before it was killed
+        if not killed:  # it finished first
             assert child.returncode == 0
             assert_equal(cut, tmp_path / "whole")
             rounds += 1
             cut = tmp_path / f"cut-{rounds}"
-    # what a kill leaves, if it is rare
+    # Files that a kill leaves in rare cases.
     for left in (cut / "config.json.1.part", cut / "checkpoints" / "step-00000001.pt.1.part"):
         left.parent.mkdir(parents=True, exist_ok=True)
         left.write_text("{")
@@ -213,7 +211,7 @@ def test_a_run_killed_at_random_times_loses_no_more_than_was_not_saved(
 
 
 def assert_equal(cut: Path, whole: Path) -> None:
-    """A run that is through is the uninterrupted one, and nothing half-written is left."""
+    """Check that a finished run equals the uninterrupted one and left no partial files."""
     assert records(cut) == records(whole)
     assert differences(state(cut), state(whole)) == []
     assert not list(cut.rglob("*.part"))
@@ -221,9 +219,7 @@ def assert_equal(cut: Path, whole: Path) -> None:
     assert results[0]["top1"] == results[1]["top1"]
 
 
-def test_a_run_killed_between_its_last_checkpoint_and_its_result_says_its_accuracy_once(
-    micro, tmp_path
-):
+def test_run_killed_after_its_last_checkpoint_records_its_accuracy_once(micro, tmp_path):
     training.train(micro(tmp_path / "run", epochs=1))
     before = records(tmp_path / "run")
     (tmp_path / "run" / "result.json").unlink()
@@ -231,16 +227,14 @@ def test_a_run_killed_between_its_last_checkpoint_and_its_result_says_its_accura
     assert records(tmp_path / "run") == before
 
 
-# ------------------------------------------------------------------------- signals
+# ------------------------------------------------------------------------- Signals
 
 
 @pytest.mark.parametrize("number", STOPPING)
-def test_a_signal_saves_after_the_step_and_says_how_to_go_on(
+def test_signal_saves_after_the_step_and_prints_how_to_resume(
     micro, tmp_path, monkeypatch, capsys, number
 ):
-    """Sent to this process in the middle of step 2 of 6, twice, as torchrun passes on what Slurm
-    has sent already.
-    """
+    """Send it twice during step 2 of 6: torchrun forwards signals that Slurm also sends."""
     update = training.update
 
     def signalled(student, ranks, step, losses):
@@ -260,8 +254,8 @@ def test_a_signal_saves_after_the_step_and_says_how_to_go_on(
     assert not (tmp_path / "run" / "result.json").exists()
 
 
-def test_a_second_interrupt_ends_at_once(micro, tmp_path, monkeypatch, capsys):
-    """With 130, in the middle of step 5; what was saved before is there."""
+def test_second_interrupt_exits_immediately(micro, tmp_path, monkeypatch, capsys):
+    """The exit code is 130, in the middle of step 5; earlier checkpoints are kept."""
     update = training.update
 
     def interrupted(student, ranks, step, losses):
@@ -279,7 +273,7 @@ def test_a_second_interrupt_ends_at_once(micro, tmp_path, monkeypatch, capsys):
 
 
 def words(config, *more: object) -> list[object]:
-    """A run as a user would type it."""
+    """Return the command line of a run."""
     return [
         ROOT / "train.py",
         "lvvit_micro_token_label",
@@ -307,7 +301,7 @@ def words(config, *more: object) -> list[object]:
     ]
 
 
-def test_the_command_ends_with_0_after_a_signal(micro, tmp_path, command):
+def test_command_exits_with_0_after_a_signal(micro, tmp_path, command):
     config = micro(tmp_path / "run")
     with command.start(
         *words(config, "--epochs", 5000, "--eval-every", 5000), cwd=tmp_path
@@ -324,7 +318,7 @@ def test_the_command_ends_with_0_after_a_signal(micro, tmp_path, command):
     assert assert_whole(tmp_path / "run") == records(tmp_path / "run")[-1]["step"]
 
 
-# ------------------------------------------------------------------------- damage
+# ------------------------------------------------------------------------- Damage
 
 
 SAVED = dict(save_every=1, keep=9)
@@ -341,7 +335,7 @@ def finished(micro, tmp_path_factory) -> Path:
 
 @pytest.fixture
 def stopped(finished, micro, tmp_path, monkeypatch) -> Path:
-    """The same, stopped after step 5."""
+    """The same run, stopped after step 5."""
     with monkeypatch.context() as patch:
         # it is asked once more where an epoch ends
         patch.setattr(training, "signal_handler", stopped_after(6))
@@ -372,8 +366,10 @@ def damaged(path: Path, harm: str) -> None:
         ("both", "cut"),
     ],
 )
-def test_a_damaged_run_goes_on_from_what_is_whole(micro, finished, stopped, capsys, what, harm):
-    """The result is that of the run that nothing happened to."""
+def test_damaged_run_resumes_from_the_newest_valid_checkpoint(
+    micro, finished, stopped, capsys, what, harm
+):
+    """The result equals that of the undamaged run."""
     names = ("step-00000005.pt", "manifest.json") if what == "both" else (what,)
     for name in names:
         damaged(stopped / "checkpoints" / name, harm)
@@ -391,13 +387,13 @@ def test_a_damaged_run_goes_on_from_what_is_whole(micro, finished, stopped, caps
 
 
 def refused(done: subprocess.CompletedProcess) -> str:
-    """The one sentence of a command that exits with 2."""
+    """Return the only error line of a command that exits with 2."""
     assert done.returncode == 2, done.stderr
     (error,) = [line for line in done.stderr.splitlines() if not line.startswith("warning: ")]
     return error
 
 
-def test_where_all_is_damaged_one_sentence_says_so(micro, stopped, command):
+def test_error_if_all_checkpoints_are_damaged(micro, stopped, command):
     for path in (stopped / "checkpoints").glob("step-*.pt"):
         damaged(path, "cut")
     done = command(*words(micro(stopped)))
@@ -407,8 +403,8 @@ def test_where_all_is_damaged_one_sentence_says_so(micro, stopped, command):
     )
 
 
-def test_a_full_disk_leaves_the_checkpoint_before_it(micro, stopped, command):
-    """Files may grow to 2 MB, which stands for a full disk: a checkpoint takes more."""
+def test_full_disk_keeps_the_previous_checkpoint(micro, stopped, command):
+    """A limit of 2 MB per file, less than a checkpoint, stands for a full disk."""
     given = "--epochs", 2, "--drop-path", 0.2, "--ema", 0.9, "--mixtoken"
     done = command(*words(micro(stopped), *given), limit=2_000_000)
     assert f"{stopped}/checkpoints/step-00000006.pt: the file grew past the limit" in refused(done)
@@ -416,11 +412,11 @@ def test_a_full_disk_leaves_the_checkpoint_before_it(micro, stopped, command):
     assert assert_whole(stopped) == 5
 
 
-# ------------------------------------------------------------------------- guards
+# ------------------------------------------------------------------------- Guards
 
 
 def poisoned(monkeypatch, *steps: int) -> list[dict]:
-    """The loss of these steps, from 0, becomes infinite; gives the weights before each step."""
+    """Make the loss of these steps (from 0) infinite; collect the weights before each step."""
     update, seen = training.update, []
 
     def spoilt(student, ranks, step, losses):
@@ -434,9 +430,10 @@ def poisoned(monkeypatch, *steps: int) -> list[dict]:
     return seen
 
 
-def test_a_bad_step_stops_the_run_and_changes_no_weight(micro, tmp_path, monkeypatch):
-    """Two good steps later the log looks; it names the step, and the checkpoint is still that of
-    the epoch before.
+def test_nonfinite_step_stops_the_run_and_changes_no_weight(micro, tmp_path, monkeypatch):
+    """The log line two steps later detects it and names the step.
+
+    The newest checkpoint is still that of the previous epoch.
     """
     seen = poisoned(monkeypatch, 3)
     with pytest.raises(
@@ -474,7 +471,9 @@ def test_the_cause_of_a_bad_step_is_found_by_doing_it_again(micro, tmp_path, mon
     assert f"with samples {samples} ..." in str(error.value)
 
 
-def test_skipped_steps_are_counted_and_their_losses_are_not(micro, tmp_path, monkeypatch, capsys):
+def test_skipped_steps_are_counted_and_their_losses_are_excluded(
+    micro, tmp_path, monkeypatch, capsys
+):
     fields = dict(on_nonfinite="skip", max_skips=2, log_every=3, epochs=3)
     with monkeypatch.context() as patch:
         seen = poisoned(patch, 1, 3, 4, 5)
@@ -491,9 +490,9 @@ def test_skipped_steps_are_counted_and_their_losses_are_not(micro, tmp_path, mon
     assert not all(torch.equal(seen[2][name], seen[3][name]) for name in seen[2])
     (line,) = [r for r in records(tmp_path / "run") if r["kind"] == "train"]
     assert math.isfinite(line["loss"])
-    # The skip of the first epoch counts after a resume too: one more is allowed.
+    # The skip of the first epoch still counts after a resume: one more is allowed.
     assert checkpoints.load(tmp_path / "run" / "last.pt")["skips"] == 1
-    # Nor does a lower limit stop a run in which nothing more is skipped.
+    # A lower limit does not stop a run that skips no further steps.
     shutil.copytree(tmp_path / "run", tmp_path / "strict", symlinks=True)
     strict = micro(tmp_path / "strict", resume="auto", **fields | {"max_skips": 0})
     assert training.train(strict)["top1"] >= 0
@@ -506,25 +505,24 @@ def test_skipped_steps_are_counted_and_their_losses_are_not(micro, tmp_path, mon
     assert checkpoints.load(tmp_path / "run" / "last.pt")["skips"] == 2
 
 
-def test_nothing_waits_between_log_lines(micro, tmp_path, monkeypatch):
-    """The guard's numbers are read once a log line and once a checkpoint, not at every step."""
+def test_guard_does_not_sync_between_log_lines(micro, tmp_path, monkeypatch):
+    """The guard is read once per log line and once per checkpoint, not at every step."""
     looks, look = [], NonFiniteGuard.poll_sync
     monkeypatch.setattr(NonFiniteGuard, "poll_sync", lambda finite: looks.append(1) or look(finite))
     training.train(micro(tmp_path / "run", log_every=6, save_every=100))
-    assert len(looks) == 3  # a log line after six steps, two epochs' checkpoints
+    assert len(looks) == 3  # one log line after six steps, two checkpoints of epochs
 
 
-def test_more_epochs_are_another_run(micro, finished):
-    """A schedule that ends elsewhere is not the same training."""
+def test_other_number_of_epochs_cannot_resume(micro, finished):
+    """The learning rate schedule would be different."""
     with pytest.raises(UserError, match="was trained with epochs=2"):
         training.train(micro(finished, epochs=3, resume="auto"))
 
 
-def test_who_is_killed_in_an_evaluation_has_lost_nothing_and_makes_it_again(
-    micro, tmp_path, monkeypatch
-):
-    """The epoch is saved before it is judged; the continued run judges it first, and all records
-    are those of one run.
+def test_run_killed_in_an_evaluation_repeats_only_the_evaluation(micro, tmp_path, monkeypatch):
+    """The epoch is saved before its evaluation; the resumed run evaluates first.
+
+    All records equal those of an uninterrupted run.
     """
     training.train(micro(tmp_path / "whole"))
     evaluate = training.evaluate_sync

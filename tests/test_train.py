@@ -1,4 +1,4 @@
-"""The run: it learns, resumes to the bit, and refuses what does not fit in one sentence."""
+"""Training runs: objectives, exact resuming, and errors for invalid configurations."""
 
 import json
 import re
@@ -133,7 +133,7 @@ def records(out, kind="train"):
         ),
     ],
 )
-def test_every_objective_trains_and_leaves_a_whole_run_folder(packed, tmp_path, fields):
+def test_every_objective_trains_and_writes_a_complete_run_folder(packed, tmp_path, fields):
     result = training.train(config(packed, tmp_path / "run", **fields))
     assert 0 <= result["top1"] <= 1
     assert {path.name for path in (tmp_path / "run").iterdir()} == {
@@ -153,8 +153,8 @@ def test_every_objective_trains_and_leaves_a_whole_run_folder(packed, tmp_path, 
     assert model(torch.zeros(2, 3, 32, 32)) is not None
 
 
-def test_the_two_loaders_train_alike(packed, folder, maps, tmp_path):
-    """Same plan, same crops, same labels: the same losses."""
+def test_ffcv_and_folder_loaders_give_equal_losses(packed, folder, maps, tmp_path):
+    """The plan, the crops and the labels are equal, and so are the losses."""
     training.train(config(packed, tmp_path / "ffcv"))
     training.train(config((folder, folder), tmp_path / "folder", loader="folder", score_maps=maps))
     for one, other in zip(records(tmp_path / "ffcv"), records(tmp_path / "folder"), strict=True):
@@ -165,8 +165,8 @@ AUGMENTED = dict(rand_augment="rand-m9-mstd0.5-inc1", erase_probability=0.5)
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_maps_on_the_device_and_a_fused_head_change_no_loss(packed, tmp_path, fused):
-    """Resident maps to the bit; the fused head sums in another order."""
+def test_maps_on_the_device_and_a_fused_head_keep_the_loss(packed, tmp_path, fused):
+    """Exactly with resident maps; to 1e-4 with the fused head, which sums in another order."""
     common = AUGMENTED | dict(mixtoken=True)
     training.train(config(packed, tmp_path / "plain", **common))
     other = dict(fused_head="always") if fused else dict(maps_on_device=True)
@@ -192,9 +192,10 @@ def first_step(run, device):
         dict(objective="ce"),
     ],
 )
-def test_a_step_waits_for_nothing(packed, tmp_path, no_host_read, fields):
-    """From the augmented batch to the gradient nothing is read back; of augmentation
-    pipelines/test_augment.py shows it.
+def test_step_does_not_sync_with_the_host(packed, tmp_path, no_host_read, fields):
+    """No value is read back from the augmented batch to the gradient.
+
+    Augmentation is tested in pipelines/augment/test_augmentation.py.
     """
     run = config(packed, tmp_path / "run", **AUGMENTED, **fields)
     model, first = first_step(run, torch.device("cpu"))
@@ -209,8 +210,8 @@ def test_a_step_waits_for_nothing(packed, tmp_path, no_host_read, fields):
 @pytest.mark.parametrize(
     "fields", [dict(mixtoken=True, mixup=0.8), dict(cutmix=1.0, mixup=0.8, mix_label="regions")]
 )
-def test_one_compiled_step_serves_every_box(packed, tmp_path, fields):
-    """No graph break, no recompilation, and the loss and gradient of eager mode."""
+def test_one_compiled_step_handles_every_box(packed, tmp_path, fields):
+    """No graph break, no recompilation, and the same loss and gradient as in eager mode."""
     run = config(packed, tmp_path / "run", drop_path=0.0, **AUGMENTED, **fields)
     model, first = first_step(run, torch.device("cpu"))
     torch._dynamo.reset()
@@ -233,8 +234,8 @@ def test_one_compiled_step_serves_every_box(packed, tmp_path, fields):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_on_a_gpu_a_step_waits_for_nothing_and_is_captured(packed, tmp_path):
-    """CUDA's own trap for waits around augmentation and step; then one CUDA graph for every box."""
+def test_gpu_step_does_not_sync_and_can_be_captured(packed, tmp_path):
+    """Use CUDA's sync debug mode around the step, then replay one CUDA graph for every box."""
     run = config(packed, tmp_path / "run", drop_path=0.0, mixtoken=True, device="cuda", **AUGMENTED)
     device = torch.device("cuda")
     model, first = first_step(run, device)
@@ -279,9 +280,10 @@ def test_on_a_gpu_a_step_waits_for_nothing_and_is_captured(packed, tmp_path):
         dict(compile="graph"),
     ],
 )
-def test_on_a_gpu_an_update_waits_for_nothing(packed, tmp_path, monkeypatch, fields):
-    """CUDA's own trap around losses, gradients, guard, optimizer and averaged weights, from the
-    third step on.
+def test_gpu_update_does_not_sync(packed, tmp_path, monkeypatch, fields):
+    """Use CUDA's sync debug mode from the third step on.
+
+    It covers losses, gradients, guard, optimizer and EMA weights.
     """
     update = training.update
 
@@ -300,8 +302,8 @@ def test_on_a_gpu_an_update_waits_for_nothing(packed, tmp_path, monkeypatch, fie
 
 
 @pytest.mark.parametrize("how", ["blocks", "graph"])
-def test_what_is_compiled_trains_as_what_is_not(packed, tmp_path, monkeypatch, how):
-    """Without code generation, which takes a minute."""
+def test_compiled_training_equals_eager_training(packed, tmp_path, monkeypatch, how):
+    """Uses the aot_eager backend, because code generation takes a minute."""
     compiler, modes = torch.compile, []
 
     def traced(function, mode=None, **options):
@@ -318,7 +320,7 @@ def test_what_is_compiled_trains_as_what_is_not(packed, tmp_path, monkeypatch, h
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
-def test_graphs_take_whole_batches(packed, tmp_path):
+def test_compile_graph_rejects_microbatches(packed, tmp_path):
     with pytest.raises(UserError, match="--compile graph takes one rank and whole batches"):
         training.train(config(packed, tmp_path / "run", compile="graph", microbatch=2))
 
@@ -345,10 +347,8 @@ def test_the_first_batch_is_checked_before_the_first_step(packed, tmp_path, monk
     [{}, dict(sizes=((0, 16), (1, 48))), AUGMENTED],
     ids=["one size", "in the middle of another size", "augment_batches"],
 )
-def test_a_run_killed_between_epochs_resumes_to_the_bit(packed, tmp_path, monkeypatch, fields):
-    """Same losses and same final weights as an uninterrupted run, drop-path, EMA and MixToken
-    on.
-    """
+def test_run_killed_between_epochs_resumes_exactly(packed, tmp_path, monkeypatch, fields):
+    """Losses and final weights equal an uninterrupted run's, with drop-path, EMA and MixToken."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -357,7 +357,7 @@ def test_a_run_killed_between_epochs_resumes_to_the_bit(packed, tmp_path, monkey
 
         def killed(*arguments):
             evaluations.append(1)
-            # epoch 1 evaluates raw and averaged weights; the third call is epoch 2's
+            # Epoch 1 evaluates raw and EMA weights; the third call belongs to epoch 2.
             if len(evaluations) > 2:
                 raise KeyboardInterrupt
             return Metrics(0.5, 0.5, 1.0)
@@ -370,7 +370,7 @@ def test_a_run_killed_between_epochs_resumes_to_the_bit(packed, tmp_path, monkey
         training.train(config(packed, tmp_path / "killed", epochs=3, resume="auto", **fields))
     finally:
         torch.set_num_threads(threads)
-    # The killed run logged steps 4 to 6 before it died; they were forgotten when it resumed.
+    # The killed run logged steps 4 to 6 before its end; resuming removed these records.
     assert [(r["step"], r["loss"]) for r in records(tmp_path / "killed")] == [
         (r["step"], r["loss"]) for r in records(tmp_path / "whole")
     ]
@@ -380,17 +380,13 @@ def test_a_run_killed_between_epochs_resumes_to_the_bit(packed, tmp_path, monkey
             assert torch.equal(tensor, other[part][name]), name
 
 
-def test_progressive_sizes_reach_the_network_its_mask_and_its_targets(
-    packed, tmp_path, monkeypatch
-):
-    """16, 16, 48 px in training; 32 px in every evaluation; tokens and mask follow at 8 px a
-    token.
-    """
+def test_progressive_sizes_apply_to_images_mask_and_targets(packed, tmp_path, monkeypatch):
+    """Training uses 16, 16 and 48 px, evaluations 32 px; tokens and mask follow at 8 px each."""
     seen, grids = [], []
     forward, targets = LVViT.forward, base.sparse_targets
 
     def spied(model, image, mix_PP=None):
-        if not image.is_meta:  # where operations are counted
+        if not image.is_meta:  # meta tensors only count operations
             seen.append(
                 (
                     model.training,
@@ -413,16 +409,17 @@ def test_progressive_sizes_reach_the_network_its_mask_and_its_targets(
         (True, (side, side), (side // 8, side // 8)) for side in (16, 16, 48) for _ in range(3)
     ]
     assert grids == [grid for side in (16, 16, 48) for _ in range(3) for grid in (side // 8, 1)]
-    # Each size of the table is tried before the first step; evaluations have one batch of 4 and one
-    # of 1 and padding.
+    # Each size of the table is tried before the first step. An evaluation has one batch of 4 and
+    # one of 1 plus padding.
     assert [side for training_, (side, _), _ in seen if not training_] == [16, 48] + [32, 32] * 3
     model, _ = checkpoints.build(tmp_path / "run" / "last.pt")
     assert model.pos_embed.shape == (1, 1 + 16, 96)
 
 
-def test_a_mixed_step_is_the_published_formula(packed, tmp_path, monkeypatch):
-    """CutMix by hand, with slices and dense targets, in float64: a batch of 3, whose middle sample
-    is its own partner.
+def test_mixed_step_equals_the_published_formula(packed, tmp_path, monkeypatch):
+    """Compare with CutMix by slices and dense targets in float64.
+
+    The middle sample of the batch of 3 is its own partner.
     """
     fields = dict(cutmix=1.0, objective="token-label", size=32, smoothing=0.1)
     torch.manual_seed(0)
@@ -444,7 +441,7 @@ def test_a_mixed_step_is_the_published_formula(packed, tmp_path, monkeypatch):
 
     whole, seen = dense(1)
     area = 12 / 32
-    # rows of 8 pixels; 8 to 20 exchanged
+    # Token rows of 8 pixels; pixel rows 8 to 20 are exchanged.
     share = torch.tensor([0.0, 1.0, 0.5, 0.0], dtype=torch.float64).repeat_interleave(4)
     want = 0.0
     for logits, target, weight, part in (
@@ -452,7 +449,7 @@ def test_a_mixed_step_is_the_published_formula(packed, tmp_path, monkeypatch):
         (tokens, *dense(4), share),
     ):
         own, partner = (1 - part) * weight, part * weight.flip(0)
-        # by their weights, not yet normalized
+        # Weighted targets, not yet normalized.
         mixed = own[..., None] * target + partner[..., None] * target.flip(0)
         losses = -(mixed * logits.double().log_softmax(-1)).sum()
         want += (
@@ -463,15 +460,16 @@ def test_a_mixed_step_is_the_published_formula(packed, tmp_path, monkeypatch):
     assert loss.item() == pytest.approx(want.item(), rel=1e-5)
 
 
-def test_views_make_an_epoch_longer(packed, tmp_path):
-    """11 images in batches of 4: three steps an epoch, six of two views."""
+def test_repeats_make_an_epoch_longer(packed, tmp_path):
+    """11 images in batches of 4 give three steps per epoch, and six with two repeats."""
     training.train(config(packed, tmp_path / "run", epochs=1, repeats=2))
     assert [r["step"] for r in records(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
 
 
-def test_a_cooldown_adds_epochs_at_the_lowest_rate(packed, tmp_path):
-    """Two epochs of three steps by the epoch, one more at the end; what is logged is what the
-    optimizer used.
+def test_cooldown_adds_epochs_at_the_minimum_rate(packed, tmp_path):
+    """Two epochs of three steps with a rate per epoch, plus one cooldown epoch.
+
+    The log holds the rates that the optimizer used.
     """
     fields = dict(
         cooldown_epochs=1, lr_updates="epoch", warmup_epochs=1, lr=3e-3, lr_batch=4, min_lr=1e-3
@@ -486,13 +484,13 @@ def test_a_cooldown_adds_epochs_at_the_lowest_rate(packed, tmp_path):
 @pytest.mark.parametrize(
     ("field", "value"), [("order", "blocks"), ("repeats", 2), ("sizes", ((0, 16), (1, 32)))]
 )
-def test_order_views_and_sizes_are_part_of_the_run(packed, tmp_path, field, value):
+def test_order_repeats_and_sizes_cannot_change_on_resume(packed, tmp_path, field, value):
     training.train(config(packed, tmp_path / "run", epochs=1))
     with pytest.raises(UserError, match=rf"was trained with {field}="):
         training.train(config(packed, tmp_path / "run", epochs=1, resume="auto", **{field: value}))
 
 
-def test_a_finished_run_is_not_overwritten_and_another_is_not_continued(packed, tmp_path):
+def test_finished_run_is_not_overwritten_or_resumed_with_other_options(packed, tmp_path):
     training.train(config(packed, tmp_path / "run", epochs=1))
     with pytest.raises(UserError, match=r"holds a run already; continue it with --resume auto"):
         training.train(config(packed, tmp_path / "run", epochs=1))
@@ -500,8 +498,8 @@ def test_a_finished_run_is_not_overwritten_and_another_is_not_continued(packed, 
         training.train(config(packed, tmp_path / "run", epochs=1, lr=1.0, resume="auto"))
 
 
-def test_a_diverged_run_never_replaces_a_good_checkpoint(packed, tmp_path):
-    """Also where an epoch is shorter than log_every."""
+def test_diverged_run_never_replaces_a_valid_checkpoint(packed, tmp_path):
+    """Even if an epoch is shorter than log_every."""
     with pytest.raises(
         UserError,
         match=r"the gradients of step 2 are not finite; the output of .* is the first that is not",
@@ -518,7 +516,7 @@ def test_a_diverged_run_never_replaces_a_good_checkpoint(packed, tmp_path):
     assert not (tmp_path / "run" / "result.json").exists()
 
 
-def test_a_record_cut_short_is_forgotten(packed, tmp_path):
+def test_truncated_record_is_dropped(packed, tmp_path):
     training.train(config(packed, tmp_path / "run", epochs=1))
     before = (tmp_path / "run" / "metrics.jsonl").read_text()
     (tmp_path / "run" / "metrics.jsonl").write_text(before + '{"kind": "tra')
@@ -528,7 +526,7 @@ def test_a_record_cut_short_is_forgotten(packed, tmp_path):
     assert records(tmp_path / "run")
 
 
-def test_a_foreign_checkpoint_is_not_continued(packed, tmp_path):
+def test_third_party_checkpoint_is_not_resumed(packed, tmp_path):
     (tmp_path / "run").mkdir()
     torch.save({"model": {}}, tmp_path / "run" / "last.pt")
     with pytest.raises(UserError, match=r"holds no checkpoint of densefeed"):
@@ -579,7 +577,7 @@ def test_a_foreign_checkpoint_is_not_continued(packed, tmp_path):
         ),
     ],
 )
-def test_values_that_make_no_sense_are_refused(packed, tmp_path, fields, said):
+def test_invalid_values_are_rejected(packed, tmp_path, fields, said):
     with pytest.raises(UserError, match=said):
         training.train(config(packed, tmp_path / "run", **fields))
 
@@ -595,7 +593,7 @@ def test_of_many_classes_the_token_heads_logits_are_left_to_the_loss(
     assert not model_for(run, 4000).fused_head
 
 
-def test_a_transformer_of_timm_is_built_for_the_size(packed, tmp_path):
+def test_timm_transformer_is_built_for_the_size(packed, tmp_path):
     training.train(
         config(
             packed,
@@ -611,8 +609,8 @@ def test_a_transformer_of_timm_is_built_for_the_size(packed, tmp_path):
     assert model(torch.zeros(1, 3, 48, 48)).shape == (1, 2)
 
 
-def test_other_models_train_in_growing_sizes_or_say_that_they_cannot(packed, tmp_path):
-    """A transformer of timm resamples its positions; an MLP-Mixer's tokens are fixed in number."""
+def test_other_models_train_with_progressive_sizes_or_raise(packed, tmp_path):
+    """A timm transformer resamples its position embedding; an MLP-Mixer has a fixed token count."""
     sizes = dict(objective="ce", mixtoken=False, size=48, sizes=((0, 32), (1, 64)))
     result = training.train(config(packed, tmp_path / "run", model="test_vit", **sizes))
     assert 0 <= result["top1"] <= 1
@@ -632,7 +630,7 @@ def test_other_models_train_in_growing_sizes_or_say_that_they_cannot(packed, tmp
         )
 
 
-def test_a_run_killed_after_its_last_step_is_only_evaluated(packed, tmp_path):
+def test_run_killed_after_its_last_step_is_only_evaluated(packed, tmp_path):
     whole = training.train(config(packed, tmp_path / "run"))
     (tmp_path / "run" / "result.json").unlink()
     again = training.train(config(packed, tmp_path / "run", resume="auto"))
@@ -640,11 +638,12 @@ def test_a_run_killed_after_its_last_step_is_only_evaluated(packed, tmp_path):
     assert again["top1_ema"] == whole["top1_ema"]
 
 
-def test_a_continued_run_counts_all_its_time_and_no_other_maps(
+def test_resumed_run_adds_up_its_time_and_rejects_other_maps(
     packed, folder, maps, random_maps, tmp_path
 ):
-    """The seconds of earlier processes count, here 100 and 50 of waiting; with the maps of another
-    teacher it is refused.
+    """The seconds of earlier processes count, here 100, with 50 of waiting for data.
+
+    Maps of another teacher are rejected.
     """
     training.train(config(packed, tmp_path / "run"))
     state = checkpoints.load(tmp_path / "run" / "last.pt")
@@ -682,9 +681,10 @@ def test_a_continued_run_counts_all_its_time_and_no_other_maps(
     "fields",
     [dict(sizes=((0, 16), (1, 48))), dict(batch=1024, size=224), dict(repeats=2, mixtoken=True)],
 )
-def test_a_dry_run_takes_two_images_whatever_the_recipe(packed, tmp_path, capsys, fields):
-    """Of a large batch too, where what is kept of two images is no view of it all: in proportion to
-    the microbatch.
+def test_dry_run_uses_two_images_with_any_recipe(packed, tmp_path, capsys, fields):
+    """Also for a large batch. The estimated memory is proportional to the microbatch.
+
+    The tensors kept for two images are not views of the whole batch.
     """
     said = {}
     for small in (8, 32):
@@ -699,7 +699,7 @@ def test_a_dry_run_takes_two_images_whatever_the_recipe(packed, tmp_path, capsys
     assert not (tmp_path / "run").exists()
 
 
-def test_other_images_are_not_continued_on(packed, folder, tmp_path):
+def test_resume_rejects_other_images(packed, folder, tmp_path):
     training.train(
         config((folder, folder), tmp_path / "run", loader="folder", objective="ce", epochs=1)
     )
@@ -712,7 +712,7 @@ def test_other_images_are_not_continued_on(packed, folder, tmp_path):
         )
 
 
-def test_what_does_not_fit_is_refused(packed, folder, maps, tmp_path, random_maps):
+def test_mismatched_data_and_options_are_rejected(packed, folder, maps, tmp_path, random_maps):
     with pytest.raises(UserError, match=r"has no score maps, which --objective token-label needs"):
         training.train(config((packed[1], packed[1]), tmp_path / "a"))
     with pytest.raises(UserError, match=r"is a folder; pack it"):
@@ -730,7 +730,7 @@ def test_what_does_not_fit_is_refused(packed, folder, maps, tmp_path, random_map
     assert not (tmp_path / "a").exists()
 
 
-def test_other_classes_in_validation_are_refused(packed, folder, tmp_path, command):
+def test_other_classes_in_validation_are_rejected(packed, folder, tmp_path, command):
     import shutil
 
     other = shutil.copytree(folder, tmp_path / "other")
@@ -753,7 +753,7 @@ def test_other_classes_in_validation_are_refused(packed, folder, tmp_path, comma
         training.train(config((packed[0], tmp_path / "v.beton"), tmp_path / "a"))
 
 
-def test_maps_of_another_class_count_are_refused(folder, random_maps, tmp_path):
+def test_maps_with_another_class_count_are_rejected(folder, random_maps, tmp_path):
     import numpy as np
 
     from densefeed.storage.images import Images
@@ -782,7 +782,7 @@ def test_maps_of_another_class_count_are_refused(folder, random_maps, tmp_path):
         )
 
 
-def test_a_loss_that_is_not_finite_stops_the_run(packed, tmp_path):
+def test_nonfinite_loss_stops_the_run(packed, tmp_path):
     with pytest.raises(UserError, match=r"the gradients of step 2 are not finite"):
         training.train(config(packed, tmp_path / "run", lr=1e30, epochs=4, warmup_epochs=0))
 
@@ -819,14 +819,14 @@ def test_a_loss_that_is_not_finite_stops_the_run(packed, tmp_path):
         ),
     ],
 )
-def test_a_wrong_command_line_says_so_and_exits_with_2(command, words, said):
+def test_invalid_command_line_prints_an_error_and_exits_with_2(command, words, said):
     done = command("train.py", *words)
     assert done.returncode == 2
     assert said in done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_a_table_of_sizes_is_given_as_pairs(monkeypatch):
+def test_table_of_sizes_is_given_as_pairs(monkeypatch):
     words = "lvvit_micro_ce --data a --val b --out c --sizes 0 16 1 32 --repeats 2 --order blocks"
     given = []
     monkeypatch.setattr("sys.argv", ["train.py", *words.split()])
@@ -836,7 +836,7 @@ def test_a_table_of_sizes_is_given_as_pairs(monkeypatch):
     assert (data.sizes, data.repeats, data.order) == (((0, 16), (1, 32)), 2, "blocks")
 
 
-def test_help_names_every_field(command):
+def test_help_lists_every_field(command):
     done = command("train.py", "lvvit_micro_ce", "--help")
     assert done.returncode == 0
     for name, _ in leaves(Config()):
@@ -845,10 +845,8 @@ def test_help_names_every_field(command):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_a_gpu_gives_the_cpus_losses(packed, tmp_path):
-    """Float32 on both; the first step differs by rounding only, later ones by what training makes
-    of it.
-    """
+def test_gpu_losses_equal_cpu_losses(packed, tmp_path):
+    """With float32 the first step differs by rounding only; later steps amplify the difference."""
     for device in ("cpu", "cuda"):
         fields = dict(
             device=device, precision="fp32", drop_path=0.0, mixtoken=True, maps_on_device=True
@@ -860,8 +858,8 @@ def test_a_gpu_gives_the_cpus_losses(packed, tmp_path):
     assert records(tmp_path / "bf16")[0]["loss"] == pytest.approx(first[0], rel=2e-2)
 
 
-def test_skipped_samples_are_told_at_the_end(folder, tmp_path, capsys):
-    """Not only in log lines, which a short run does not reach."""
+def test_skipped_samples_are_reported_at_the_end(folder, tmp_path, capsys):
+    """A short run may end before its first log line."""
     root = shutil.copytree(folder, tmp_path / "broken")
     victim = sorted((root / "train").glob("*/*.jpg"))[3]
     victim.write_bytes(victim.read_bytes()[:200])
@@ -886,9 +884,10 @@ def test_a_seed_beyond_64_bits_is_refused(packed, tmp_path):
 DHVT = dict(model="dhvt_tiny_cifar_patch4", model_kwargs=("depth=2", "embed_dim=32"))
 
 
-def test_frozen_statistics_stay_while_weights_learn(packed, tmp_path):
-    """DHVT's published fine-tuning runs in evaluation mode: BatchNorm as in the file that --init
-    names, and nothing dropped.
+def test_frozen_statistics_stay_while_weights_train(packed, tmp_path):
+    """DHVT's published fine-tuning runs in evaluation mode.
+
+    BatchNorm keeps the statistics of the file given by --init, and dropout is off.
     """
     ce = DHVT | dict(objective="ce", mixtoken=False, drop_path=0.9)
     training.train(config(packed, tmp_path / "first", **ce))
@@ -919,8 +918,8 @@ def test_frozen_statistics_stay_while_weights_learn(packed, tmp_path):
         training.train(config(packed, tmp_path / "fourth", **DHVT, frozen_statistics=True))
 
 
-def test_cut_tokens_have_no_labels(packed, tmp_path):
-    """DHVT takes any size; token labels and MixToken want whole tokens."""
+def test_partial_tokens_have_no_labels(packed, tmp_path):
+    """DHVT accepts any image size; token labels and MixToken need whole tokens."""
     with pytest.raises(
         UserError, match="partial patches at 34 px, which have no labels; choose a multiple of 4 px"
     ):

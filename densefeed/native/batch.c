@@ -1,8 +1,7 @@
-/* Batches of crops, decoded by a pool of threads that never touch Python.
+/* Decode batches of crops with a pool of threads that never use Python.
  *
- * A batch is submitted, worked on sample by sample by whichever thread is free, and waited for; threads that find nothing left in
- * one batch go on with the next, so none idles while the last sample of a batch is decoded.
- */
+ * A batch is submitted, processed sample by sample by free threads, and waited for. Threads that
+ * find no sample left in a batch take the next one, so none idles during a batch's last sample. */
 #include "native.h"
 #include <errno.h>
 #include <math.h>
@@ -13,14 +12,22 @@
 
 typedef struct {
     pthread_mutex_t lock;
-    pthread_cond_t work, finished;
+    pthread_cond_t submitted, finished;
     pthread_t *thread;
     int threads, closing;
     Batch *first, *last;
 } Pool;
 
-static void *run(void *argument)
-{
+/* Whether no sample of a batch is being decoded or will be. */
+static int is_finished(const Batch *batch) {
+    return batch->done >= (batch->cancelled ? batch->next : batch->count);
+}
+
+static void free_scratch(Scratch *scratch) {
+    free(scratch->encoded), free(scratch->planes), free(scratch->middle), free(scratch->weights);
+}
+
+static void *work(void *argument) {
     Pool *pool = argument;
     Scratch scratch = {0};
     pthread_mutex_lock(&pool->lock);
@@ -29,7 +36,7 @@ static void *run(void *argument)
         while (batch && (batch->cancelled || batch->next >= batch->count)) batch = batch->after;
         if (!batch) {
             if (pool->closing) break;
-            pthread_cond_wait(&pool->work, &pool->lock);
+            pthread_cond_wait(&pool->submitted, &pool->lock);
             continue;
         }
         int n = batch->next++;
@@ -37,79 +44,77 @@ static void *run(void *argument)
         sample_decode(batch, n, &scratch);
         pthread_mutex_lock(&pool->lock);
         batch->done++;
-        /* Waking the waiting thread after every sample cost 3 % on one core. */
-        if (batch->done >= (batch->cancelled ? batch->next : batch->count)) pthread_cond_broadcast(&pool->finished);
+        /* Waking the waiting thread after every sample would cost 3 % on one core. */
+        if (is_finished(batch)) pthread_cond_broadcast(&pool->finished);
     }
     pthread_mutex_unlock(&pool->lock);
-    free(scratch.encoded), free(scratch.planes), free(scratch.middle), free(scratch.weights);
+    free_scratch(&scratch);
     return NULL;
 }
 
 API void densefeed_close(Pool *pool);
 
-/* NULL if the system gives no more threads, or none are asked for. */
-API Pool *densefeed_open(int threads)
-{
-    Pool *pool = threads > 0 ? calloc(1, sizeof *pool) : NULL; /* without threads a batch would never be done */
+/* Open a pool. Returns NULL if the system has no more threads or `threads` is below 1. */
+API Pool *densefeed_open(int threads) {
+    Pool *pool = threads > 0 ? calloc(1, sizeof *pool) : NULL;
     if (!pool || !(pool->thread = calloc(threads, sizeof *pool->thread))) return free(pool), NULL;
     pthread_mutex_init(&pool->lock, NULL);
-    pthread_cond_init(&pool->work, NULL);
+    pthread_cond_init(&pool->submitted, NULL);
     pthread_condattr_t clock;
     pthread_condattr_init(&clock);
     pthread_condattr_setclock(&clock, CLOCK_MONOTONIC);
     pthread_cond_init(&pool->finished, &clock);
     pthread_condattr_destroy(&clock);
-    /* Signals belong to Python's main thread. */
+    /* The threads block all signals; Python's main thread handles them. */
     sigset_t all, before;
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
-    while (pool->threads < threads && !pthread_create(&pool->thread[pool->threads], NULL, run, pool)) pool->threads++;
+    for (; pool->threads < threads; pool->threads++)
+        if (pthread_create(&pool->thread[pool->threads], NULL, work, pool)) break;
     pthread_sigmask(SIG_SETMASK, &before, NULL);
     if (pool->threads == threads) return pool;
     densefeed_close(pool);
     return NULL;
 }
 
-/* Stop all threads; batches that were not waited for must not be read. */
-API void densefeed_close(Pool *pool)
-{
+/* Stop all threads. Batches that were not waited for must not be read. */
+API void densefeed_close(Pool *pool) {
     pthread_mutex_lock(&pool->lock);
     pool->closing = 1;
     for (Batch *batch = pool->first; batch; batch = batch->after) batch->cancelled = 1;
-    pthread_cond_broadcast(&pool->work);
+    pthread_cond_broadcast(&pool->submitted);
     pthread_mutex_unlock(&pool->lock);
     for (int n = 0; n < pool->threads; n++) pthread_join(pool->thread[n], NULL);
-    pthread_cond_destroy(&pool->work), pthread_cond_destroy(&pool->finished);
+    pthread_cond_destroy(&pool->submitted), pthread_cond_destroy(&pool->finished);
     pthread_mutex_destroy(&pool->lock);
     free(pool->thread), free(pool);
 }
 
-/* Begin a batch. All its memory must live until it was waited for. */
-API void densefeed_submit(Pool *pool, Batch *batch)
-{
+/* Submit a batch. All its memory must stay valid until densefeed_wait returns 1. */
+API void densefeed_submit(Pool *pool, Batch *batch) {
     batch->next = batch->done = batch->cancelled = 0, batch->after = NULL;
     pthread_mutex_lock(&pool->lock);
     if (pool->first) pool->last->after = batch;
     else pool->first = batch;
     pool->last = batch;
-    pthread_cond_broadcast(&pool->work);
+    pthread_cond_broadcast(&pool->submitted);
     pthread_mutex_unlock(&pool->lock);
 }
 
-/* Wait up to `seconds` for a batch; 1 once it is finished and forgotten, 0 if it needs longer. `cancel`: begin none of its
- * samples any more. */
-API int densefeed_wait(Pool *pool, Batch *batch, double seconds, int cancel)
-{
+/* Wait up to `seconds` for a batch. Returns 1 when it is finished and removed from the pool, 0 on
+ * timeout. `cancel`: start no more of its samples. */
+API int densefeed_wait(Pool *pool, Batch *batch, double seconds, int cancel) {
     struct timespec until;
     clock_gettime(CLOCK_MONOTONIC, &until);
     long nanoseconds = until.tv_nsec + (long)((seconds - floor(seconds)) * 1e9);
-    until.tv_sec += (time_t)seconds + nanoseconds / 1000000000, until.tv_nsec = nanoseconds % 1000000000;
+    until.tv_sec += (time_t)seconds + nanoseconds / 1000000000;
+    until.tv_nsec = nanoseconds % 1000000000;
     pthread_mutex_lock(&pool->lock);
     if (cancel) batch->cancelled = 1;
     int late = 0;
-    while (!late && batch->done < (batch->cancelled ? batch->next : batch->count))
+    while (!late && !is_finished(batch))
         late = pthread_cond_timedwait(&pool->finished, &pool->lock, &until) == ETIMEDOUT;
-    int finished = batch->done >= (batch->cancelled ? batch->next : batch->count);
+    int finished = is_finished(batch);
     if (finished) {
         Batch **at = &pool->first, *before = NULL;
         while (*at && *at != batch) before = *at, at = &(*at)->after;
@@ -121,16 +126,14 @@ API int densefeed_wait(Pool *pool, Batch *batch, double seconds, int cancel)
 }
 
 /* Decode a batch on the calling thread. */
-API void densefeed_decode(Batch *batch)
-{
+API void densefeed_decode(Batch *batch) {
     Scratch scratch = {0};
     for (int n = 0; n < batch->count; n++) sample_decode(batch, n, &scratch);
-    free(scratch.encoded), free(scratch.planes), free(scratch.middle), free(scratch.weights);
+    free_scratch(&scratch);
 }
 
-/* Read a batch's score maps on the calling thread, and no images. */
-API void densefeed_maps(Batch *batch)
-{
+/* Read only the score maps of a batch, on the calling thread. */
+API void densefeed_maps(Batch *batch) {
     Scratch scratch = {0};
     for (int n = 0; n < batch->count; n++) {
         Sample *sample = &batch->samples[n];
@@ -140,5 +143,7 @@ API void densefeed_maps(Batch *batch)
     free(scratch.encoded);
 }
 
-/* For the caller's own check that both sides mean the same structs. */
-API int densefeed_sizes(int which) { return which == 0 ? (int)sizeof(Sample) : which == 1 ? (int)sizeof(Batch) : (int)sizeof(Cut); }
+/* Size of a struct, so that the caller can check its own declaration. */
+API int densefeed_sizes(int which) {
+    return (int)(which == 0 ? sizeof(Sample) : which == 1 ? sizeof(Batch) : sizeof(Cut));
+}

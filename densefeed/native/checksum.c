@@ -1,26 +1,26 @@
-/* CRC-32 of zlib (polynomial 0xEDB88320), so that Python's own zlib checks the same files. */
+/* CRC-32 as in zlib (polynomial 0xEDB88320), so Python's zlib module can verify the same files. */
 #include "native.h"
 #include <string.h>
 
 static uint32_t table[8][256];
 
-__attribute__((constructor)) static void make_table(void)
-{
+__attribute__((constructor)) static void make_table(void) {
     for (int n = 0; n < 256; n++) {
         uint32_t crc = n;
         for (int bit = 0; bit < 8; bit++) crc = crc >> 1 ^ (crc & 1 ? 0xEDB88320u : 0);
         table[0][n] = crc;
     }
     for (int n = 0; n < 256; n++)
-        for (int k = 1; k < 8; k++) table[k][n] = table[k - 1][n] >> 8 ^ table[0][table[k - 1][n] & 255];
+        for (int k = 1; k < 8; k++)
+            table[k][n] = table[k - 1][n] >> 8 ^ table[0][table[k - 1][n] & 255];
 }
 
-static uint32_t by_table(const uint8_t *bytes, size_t length, uint32_t crc)
-{
+static uint32_t crc_by_table(const uint8_t *bytes, size_t length, uint32_t crc) {
     for (; length >= 8; bytes += 8, length -= 8) {
         uint32_t low = crc ^ (bytes[0] | bytes[1] << 8 | bytes[2] << 16 | (uint32_t)bytes[3] << 24);
-        crc = table[7][low & 255] ^ table[6][low >> 8 & 255] ^ table[5][low >> 16 & 255] ^ table[4][low >> 24]
-            ^ table[3][bytes[4]] ^ table[2][bytes[5]] ^ table[1][bytes[6]] ^ table[0][bytes[7]];
+        crc = table[7][low & 255] ^ table[6][low >> 8 & 255] ^ table[5][low >> 16 & 255]
+            ^ table[4][low >> 24] ^ table[3][bytes[4]] ^ table[2][bytes[5]] ^ table[1][bytes[6]]
+            ^ table[0][bytes[7]];
     }
     while (length--) crc = crc >> 8 ^ table[0][(crc ^ *bytes++) & 255];
     return crc;
@@ -28,44 +28,46 @@ static uint32_t by_table(const uint8_t *bytes, size_t length, uint32_t crc)
 
 #if defined(X86)
 #include <immintrin.h>
-/* Gopal et al., "Fast CRC computation for generic polynomials using PCLMULQDQ" (Intel, 2009), bit-reflected constants.
- * 12 GB/s against 2 by table; a batch's score maps are checked for 0.7 us an image. */
-__attribute__((target("pclmul,sse4.1"))) static uint32_t by_folding(const uint8_t *bytes, size_t length, uint32_t crc)
-{
-    const __m128i by_four = _mm_set_epi64x(0x1c6e41596, 0x154442bd4), by_one = _mm_set_epi64x(0x0ccaa009e, 0x1751997d0);
-    const __m128i last = _mm_set_epi64x(0, 0x163cd6124), barrett = _mm_set_epi64x(0x1f7011641, 0x1db710641);
-    const __m128i low32 = _mm_set_epi32(0, -1, 0, -1);
+#define PCLMUL __attribute__((target("pclmul,sse4.1")))
+
+/* Advance 128 bits of the remainder by the distance of `constants`, and add `next`. */
+PCLMUL INLINE __m128i fold(__m128i x, __m128i constants, __m128i next) {
+    __m128i low = _mm_clmulepi64_si128(x, constants, 0x00);
+    return _mm_xor_si128(_mm_xor_si128(low, _mm_clmulepi64_si128(x, constants, 0x11)), next);
+}
+
+/* Gopal et al., "Fast CRC computation for generic polynomials using PCLMULQDQ" (Intel, 2009), with
+ * bit-reflected constants. 12 GB/s, 2 by table; verifying score maps takes 0.7 us per image. */
+PCLMUL static uint32_t crc_by_folding(const uint8_t *bytes, size_t length, uint32_t crc) {
+    const __m128i by_four = _mm_set_epi64x(0x1c6e41596, 0x154442bd4);
+    const __m128i by_one = _mm_set_epi64x(0x0ccaa009e, 0x1751997d0);
+    const __m128i last = _mm_set_epi64x(0, 0x163cd6124);
+    const __m128i barrett = _mm_set_epi64x(0x1f7011641, 0x1db710641);
+    const __m128i low32 = _mm_set_epi32(0, -1, 0, -1), *next = (const __m128i *)bytes;
     __m128i x[4];
-    for (int n = 0; n < 4; n++) x[n] = _mm_loadu_si128((const __m128i *)bytes + n);
+    for (int n = 0; n < 4; n++) x[n] = _mm_loadu_si128(next++);
     x[0] = _mm_xor_si128(x[0], _mm_cvtsi32_si128((int)crc));
-    for (bytes += 64, length -= 64; length >= 64; bytes += 64, length -= 64)
-        for (int n = 0; n < 4; n++)
-            x[n] = _mm_xor_si128(
-                _mm_xor_si128(_mm_clmulepi64_si128(x[n], by_four, 0x00), _mm_clmulepi64_si128(x[n], by_four, 0x11)),
-                _mm_loadu_si128((const __m128i *)bytes + n));
-    for (int n = 1; n < 4; n++)
-        x[0] = _mm_xor_si128(
-            _mm_xor_si128(_mm_clmulepi64_si128(x[0], by_one, 0x00), _mm_clmulepi64_si128(x[0], by_one, 0x11)), x[n]);
-    for (; length >= 16; bytes += 16, length -= 16)
-        x[0] = _mm_xor_si128(
-            _mm_xor_si128(_mm_clmulepi64_si128(x[0], by_one, 0x00), _mm_clmulepi64_si128(x[0], by_one, 0x11)),
-            _mm_loadu_si128((const __m128i *)bytes));
-    /* 128 bits to 64, to 32 */
+    for (length -= 64; length >= 64; length -= 64)
+        for (int n = 0; n < 4; n++) x[n] = fold(x[n], by_four, _mm_loadu_si128(next++));
+    for (int n = 1; n < 4; n++) x[0] = fold(x[0], by_one, x[n]);
+    for (; length >= 16; length -= 16) x[0] = fold(x[0], by_one, _mm_loadu_si128(next++));
+    /* Reduce 128 bits to 64, then to 32. */
     __m128i y = _mm_xor_si128(_mm_srli_si128(x[0], 8), _mm_clmulepi64_si128(x[0], by_one, 0x10));
-    y = _mm_xor_si128(_mm_srli_si128(y, 4), _mm_clmulepi64_si128(_mm_and_si128(y, low32), last, 0x00));
+    __m128i folded = _mm_clmulepi64_si128(_mm_and_si128(y, low32), last, 0x00);
+    y = _mm_xor_si128(_mm_srli_si128(y, 4), folded);
     __m128i q = _mm_clmulepi64_si128(_mm_and_si128(y, low32), barrett, 0x10);
     q = _mm_clmulepi64_si128(_mm_and_si128(q, low32), barrett, 0x00);
-    return by_table(bytes, length, (uint32_t)_mm_extract_epi32(_mm_xor_si128(y, q), 1));
+    crc = (uint32_t)_mm_extract_epi32(_mm_xor_si128(y, q), 1);
+    return crc_by_table((const uint8_t *)next, length, crc);
 }
 #endif
 
-/* zlib's crc32: start with 0, or with the CRC of what came before. */
-uint32_t densefeed_crc32(const uint8_t *bytes, size_t length, uint32_t crc)
-{
+/* zlib's crc32: `crc` is 0, or the CRC of the preceding bytes. */
+uint32_t densefeed_crc32(const uint8_t *bytes, size_t length, uint32_t crc) {
     crc = ~crc;
 #if defined(X86)
     if (length >= 64 && __builtin_cpu_supports("pclmul") && __builtin_cpu_supports("sse4.1"))
-        return ~by_folding(bytes, length, crc);
+        return ~crc_by_folding(bytes, length, crc);
 #endif
-    return ~by_table(bytes, length, crc);
+    return ~crc_by_table(bytes, length, crc);
 }

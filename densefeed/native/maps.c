@@ -1,36 +1,38 @@
-/* Packed score maps: a row of a lossless or compact store (densefeed/storage/FORMAT.md) to the logits, classes and logsumexps of a batch. */
+/* Unpack score maps: rows of a lossless or compact store (densefeed/storage/FORMAT.md) become the
+ * logits, classes and logsumexps of a batch. */
 #include "native.h"
 #include <string.h>
 
-/* float32 to float16, to the nearest and to even, as numpy rounds. Every case is computed and one chosen, so that vectors can. */
-INLINE uint16_t half_of(float value)
-{
+/* Convert float32 to float16, rounding to nearest even like numpy. All cases are computed and one
+ * is selected, so that the loop can be vectorized. */
+INLINE uint16_t to_half(float value) {
     uint32_t bits, small_bits;
     memcpy(&bits, &value, 4);
     uint32_t sign = bits >> 16 & 0x8000;
     bits &= 0x7fffffff;
-    float small; /* below 2^-14 the steps are 2^-24, as those of a float32 from 0.5 on */
+    /* Below 2^-14 the spacing is 2^-24, like that of float32 in [0.5, 1). */
+    float small;
     memcpy(&small, &bits, 4);
     small += 0.5f;
     memcpy(&small_bits, &small, 4);
     uint32_t half = (bits - 0x38000000 + 0xfff + (bits >> 13 & 1)) >> 13;
     half = bits < 0x38800000 ? small_bits - 0x3f000000 : half;
-    half = bits >= 0x47800000 ? 0x7c00 : half; /* 65,536 and more; what rounds up to it got there by its carry */
+    /* 65,536 and above; smaller values that round up to it already carried to infinity. */
+    half = bits >= 0x47800000 ? 0x7c00 : half;
     half = bits > 0x7f800000 ? 0x7e00 : half;
     return sign | half;
 }
 
-/* The logits that a compact row's codes stand for. */
-FOR_EVERY_CPU static void scale_levels(float low, float step, const float *levels, uint16_t *to)
-{
-    for (int n = 0; n < 256; n++) to[n] = half_of(low + step * levels[n]);
+/* Compute the logit of each code of a compact row. */
+FOR_EVERY_CPU static void scale_levels(
+    float low, float step, const float *levels, uint16_t *to) {
+    for (int n = 0; n < 256; n++) to[n] = to_half(low + step * levels[n]);
 }
 
-/* byte n's bits as the lowest bits of eight bytes */
+/* spread[n]: the bits of byte n, as the lowest bits of eight bytes. */
 static uint64_t spread[256];
 
-__attribute__((constructor)) static void make_spread(void)
-{
+__attribute__((constructor)) static void make_spread(void) {
     for (int n = 0; n < 256; n++) {
         uint8_t bits[8];
         for (int k = 0; k < 8; k++) bits[k] = n >> k & 1;
@@ -38,9 +40,8 @@ __attribute__((constructor)) static void make_spread(void)
     }
 }
 
-/* The places that `planes` planes of bits hold, eight at a time: to[entry] of `bytes` * 8 entries. */
-static void places_of(const uint8_t *plane, int planes, size_t bytes, uint8_t *to)
-{
+/* Unpack `planes` bit planes into palette places, eight at a time: to[entry] of `bytes` * 8. */
+static void unpack_places(const uint8_t *plane, int planes, size_t bytes, uint8_t *to) {
     for (size_t n = 0; n < bytes; n++) {
         uint64_t eight = 0;
         for (int k = 0; k < planes; k++) eight |= spread[plane[k * bytes + n]] << k;
@@ -48,51 +49,54 @@ static void places_of(const uint8_t *plane, int planes, size_t bytes, uint8_t *t
     }
 }
 
-/* to[n] = table[place[n]], of two bytes each; four at a time, for a store is dearer than the shifts. */
-INLINE void look_up(const uint8_t *place, const uint8_t *table, size_t count, uint8_t *to)
-{
+/* to[n] = table[place[n]], entries of two bytes. Four per store: a store costs more than shifts. */
+INLINE void look_up(const uint8_t *place, const uint8_t *table, size_t count, uint8_t *to) {
     size_t n = 0;
     for (; n + 4 <= count; n += 4) {
         uint16_t four[4];
         for (int k = 0; k < 4; k++) memcpy(&four[k], table + 2 * place[n + k], 2);
-        uint64_t whole = four[0] | (uint64_t)four[1] << 16 | (uint64_t)four[2] << 32 | (uint64_t)four[3] << 48;
+        uint64_t whole = four[0] | (uint64_t)four[1] << 16;
+        whole |= (uint64_t)four[2] << 32 | (uint64_t)four[3] << 48;
         memcpy(to + 2 * n, &whole, 8);
     }
     for (; n < count; n++) memcpy(to + 2 * n, table + 2 * place[n], 2);
 }
 
-/* Bytes of a packed row whose palette has `palette` classes. */
-int64_t map_bytes(const Packed *packed, int palette)
-{
+/* Return the length in bytes of a packed row whose palette has `palette` classes. */
+int64_t map_bytes(const Packed *packed, int palette) {
     int64_t entries = (int64_t)packed->cells * packed->top_k;
-    return (packed->levels ? 8 + entries : 2 * entries + 2 * packed->cells) + 2 * palette + map_planes(palette) * ((entries + 7) / 8);
+    int64_t values = packed->levels ? 8 + entries : 2 * entries + 2 * packed->cells;
+    return values + 2 * palette + map_planes(palette) * ((entries + 7) / 8);
 }
 
-/* Bits of a place in a palette: 0 for 1 class, 5 for 17 to 32. */
-int map_planes(int palette)
-{
+/* Return the bits per place in a palette: 0 for 1 class, 5 for 17 to 32 classes. */
+int map_planes(int palette) {
     int planes = 0;
     while (palette > 1 << planes) planes++;
     return planes;
 }
 
-/* A row to its places in a batch. `row` has map_bytes() bytes, `room` has two bytes for each entry and 16 more. */
-int map_unpack(const Packed *packed, int palette, const uint8_t *row, uint8_t *room, uint8_t *logit, uint8_t *class, uint8_t *lse, char *message)
-{
+/* Unpack a row into the arrays of a batch. `row` has map_bytes() bytes, `room` 2 per entry + 16. */
+int map_unpack(const Packed *packed, int palette, const uint8_t *row, uint8_t *room,
+    uint8_t *logit, uint8_t *class, uint8_t *lse, char *message) {
     size_t entries = (size_t)packed->cells * packed->top_k, bytes = (entries + 7) / 8;
     int planes = map_planes(palette);
-    const uint8_t *names = row + (packed->levels ? 8 : 0), *plane = names + 2 * palette, *values = plane + planes * bytes;
-    uint8_t *low = room, *high = room + 8 * bytes; /* of a place's two bytes */
-    places_of(plane, planes < 8 ? planes : 8, bytes, low);
-    if (planes > 8) places_of(plane + 8 * bytes, planes - 8, bytes, high);
+    const uint8_t *names = row + (packed->levels ? 8 : 0), *plane = names + 2 * palette;
+    const uint8_t *values = plane + planes * bytes;
+    uint8_t *low = room, *high = room + 8 * bytes; /* the two bytes of a place */
+    unpack_places(plane, planes < 8 ? planes : 8, bytes, low);
+    if (planes > 8) unpack_places(plane + 8 * bytes, planes - 8, bytes, high);
     int most = 0;
-    for (size_t n = 0; n < entries; n++) { /* by itself, so that it is done by vectors */
+    /* A separate loop, so that the compiler vectorizes it. */
+    for (size_t n = 0; n < entries; n++) {
         int place = planes > 8 ? low[n] | high[n] << 8 : low[n];
         most = place > most ? place : most;
     }
-    if (most >= palette) return fail(message, DAMAGED, "its score map names a class outside its palette");
+    if (most >= palette)
+        return fail(message, DAMAGED, "its score map refers to a class outside its palette");
     if (planes > 8)
-        for (size_t n = 0; n < entries; n++) memcpy(class + 2 * n, names + 2 * (low[n] | high[n] << 8), 2);
+        for (size_t n = 0; n < entries; n++)
+            memcpy(class + 2 * n, names + 2 * (low[n] | high[n] << 8), 2);
     else
         look_up(low, names, entries, class);
     if (!packed->levels) {

@@ -1,31 +1,38 @@
-/* What the files of this folder share. Letters and shapes: `size` is the side of the output, planes are column-major.
+/* Declarations shared by the C files of this folder. `size` is the side of the square output.
  *
- * Column-major planes (a column's pixels are neighbors in memory) save two transpositions: the inverse DCT leaves its block
- * transposed, and the horizontal half of a resampling wants a vector of rows.
- */
+ * Planes are column-major: the pixels of a column are neighbors in memory. This saves two
+ * transpositions: the inverse DCT leaves its block transposed, and resampling a row of pixels
+ * works on vectors of rows. */
 #ifndef DENSEFEED_NATIVE_H
 #define DENSEFEED_NATIVE_H
 
 #include <stdint.h>
 #include <stddef.h>
 
-/* One source compiled for several instruction sets, chosen when the library is loaded (GNU ifunc; needs ELF and glibc).
- * Sanitizers cannot run before they are set up themselves, so sanitised builds take the plain one. Levels and not processors:
- * "arch=haswell" would match that one processor only. -DDENSEFEED_PLAIN leaves out all that is made for one processor, so that
- * what others run is tested everywhere. */
+/* -DDENSEFEED_PLAIN omits all code for a particular processor, to test the portable code. */
 #if defined(__x86_64__) && !defined(DENSEFEED_PLAIN)
 #define X86
 #endif
-#if defined(X86) && defined(__GLIBC__) && __GNUC__ >= 12 && !defined(__clang__) && !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
-#define FOR_EVERY_CPU __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+
+/* Compile a function for several instruction sets and select one when the library is loaded (GNU
+ * ifunc; needs ELF and glibc). Sanitized builds use the default version, because sanitizers cannot
+ * run before their own setup. The targets are levels: "arch=haswell" would match that CPU only. */
+#if defined(X86) && defined(__GLIBC__) && __GNUC__ >= 12 && !defined(__clang__) \
+    && !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
+#define FOR_EVERY_CPU \
+    __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #else
 #define FOR_EVERY_CPU
 #endif
 
-#define API __attribute__((visibility("default"))) /* all else is hidden: no other library's symbols can take its place */
+/* All other symbols are hidden, so symbols of other libraries cannot replace them. */
+#define API __attribute__((visibility("default")))
 #define INLINE static inline __attribute__((always_inline))
 
-/* Vectors as GCC and Clang write them for any processor. SHUFFLE picks elements of a and b by number, b's after a's. */
+INLINE int min(int a, int b) { return a < b ? a : b; }
+INLINE int max(int a, int b) { return a > b ? a : b; }
+
+/* Portable vectors of GCC and Clang. SHUFFLE picks elements of a and b by index, a's first. */
 typedef int16_t Half __attribute__((vector_size(16)));
 typedef uint8_t Bytes __attribute__((vector_size(16)));
 #if defined(__clang__) || __GNUC__ >= 12
@@ -34,9 +41,8 @@ typedef uint8_t Bytes __attribute__((vector_size(16)));
 #define SHUFFLE(type, a, b, ...) __builtin_shuffle(a, b, (type){__VA_ARGS__})
 #endif
 
-/* Three times interleaving the halves of 8 rows swaps rows and columns. */
-INLINE void transpose8(Half m[8])
-{
+/* Transpose 8 x 8 numbers: interleaving the halves of the 8 rows three times does it. */
+INLINE void transpose8(Half m[8]) {
     for (int round = 0; round < 3; round++) {
         Half mixed[8];
         for (int n = 0; n < 4; n++) {
@@ -49,18 +55,21 @@ INLINE void transpose8(Half m[8])
 
 enum { OK = 0, DAMAGED = 1, UNSUPPORTED = 2, UNREADABLE = 3, NO_MEMORY = 4 };
 enum { JPEG = 0, RAW = 1 };
-enum { BILINEAR = 0, BICUBIC = 1 }; /* filters, antialiased as Pillow's */
+enum { BILINEAR = 0, BICUBIC = 1 }; /* antialiased like Pillow's */
+
+/* Return the status of a call from the enclosing function unless it is OK. */
+#define TRY(call) do { int status_ = (call); if (status_) return status_; } while (0)
 
 #define MESSAGE 120
-#define MOST_PIXELS (1 << 28) /* of an image: what its header says is allocated before its bytes can prove it */
+#define MOST_PIXELS (1 << 28) /* per image: memory is allocated from the unverified header */
 #define PADDING 64 /* bytes that may be read past the end of any buffer of encoded bytes */
 
-/* One sample of a batch; numpy sees the same struct, see __init__.py. */
+/* One sample of a batch. __init__.py declares the same struct for numpy. */
 typedef struct {
-    const uint8_t *bytes; /* the encoded image in memory, or NULL: it is read from a file */
+    const uint8_t *bytes; /* the encoded image in memory; NULL: read it from `file` */
     int64_t offset, length;
     int32_t file, kind; /* file descriptor; JPEG or RAW (rows of RGB) */
-    int32_t height, width; /* as the dataset says; a JPEG that says otherwise is damaged */
+    int32_t height, width; /* as recorded in the dataset; a JPEG of another size is damaged */
     double top, left, box_height, box_width; /* the crop, pixels */
     int32_t flip, status;
     float took[4]; /* microseconds, see the enum below */
@@ -68,20 +77,21 @@ typedef struct {
 } Sample;
 enum { LABELS, READ, DECODE, RESAMPLE };
 
-/* How score maps are packed (densefeed/storage/FORMAT.md). */
+/* The packing of score maps (densefeed/storage/FORMAT.md). */
 typedef struct {
-    int32_t cells, top_k; /* of a map; classes a cell names */
+    int32_t cells, top_k; /* cells per map; classes per cell */
     const int32_t *palette; /* [count], classes in each row's palette */
-    const float *levels; /* [256] of a compact store; NULL: lossless */
+    const float *levels; /* [256], of a compact store; NULL: lossless */
 } Packed;
 
-/* Instead of pixels: a JPEG that shows at least the crop, for another decoder, and found sound. */
+/* Instead of pixels: a validated JPEG that contains at least the crop, for another decoder. */
 typedef struct {
-    uint8_t *bytes; /* in: room for as many as the sample has; out: where the JPEG is, which may be the sample's own memory */
-    int64_t length; /* of the JPEG; 0: the image is left to be decoded here, or is not OK */
-    int32_t top, left, height, width; /* what it shows of the stored image, pixels */
-    /* Of an image without our index, its length << 32 | CRC-32. In: of the bytes that were found sound before, 0 for none: others
-     * are looked at as a whole; out: of these, which are. An index's checksums are always looked at. */
+    uint8_t *bytes; /* in: room for the sample's length; out: the JPEG, maybe sample.bytes */
+    int64_t length; /* of the JPEG; 0: the image is raw or its status is not OK */
+    int32_t top, left, height, width; /* the JPEG's region of the stored image, pixels */
+    /* For an image without an index: length << 32 | CRC-32. In: of bytes that passed validation
+     * before, or 0; bytes with another value are decoded in full. Out: of the bytes of this call,
+     * which are valid. The checksums of an index are always verified. */
     uint64_t sound;
 } Cut;
 
@@ -89,32 +99,34 @@ typedef struct Batch {
     Sample *samples;
     int count, size; /* samples; side of the output, pixels */
     uint8_t *pixels; /* [count][size][size][3] */
-    Cut *cuts; /* [count], or NULL; if not, `pixels` is not used */
-    /* Score maps: `parts` runs of bytes a sample, each read from its file to where numpy wants it. */
+    Cut *cuts; /* [count]; if not NULL, `pixels` is not used */
+    /* Score maps: `parts` byte ranges per sample, each read from its file into a numpy array. */
     int parts;
     const int32_t *part_file; /* [count][parts] */
     const int64_t *part_offset; /* [count][parts] */
     const int64_t *part_bytes; /* [parts] */
     uint8_t *const *part_to; /* [parts], each [count][part_bytes] */
-    const uint32_t *part_crc; /* [count] of all parts in their order, or NULL */
-    /* If not NULL there are 2 parts, a packed row and a Window, and `part_to` is of logits, classes, logsumexps and Windows. */
+    const uint32_t *part_crc; /* [count], over all parts in order; NULL: not verified */
+    /* If not NULL, there are 2 parts (a packed row and a Window), and `part_to` holds 4 arrays:
+     * logits, classes, logsumexps and Windows. */
     const Packed *packed;
     int filter;
-    int next, done, cancelled; /* under the pool's lock */
+    int next, done, cancelled; /* guarded by the pool's lock */
     struct Batch *after;
 } Batch;
 
-/* Memory of one thread, grown as needed and used again for every sample. */
+/* Buffers of one thread. They grow on demand and are reused for every sample. */
 typedef struct {
     uint8_t *encoded; size_t encoded_room;
     uint8_t *planes; size_t planes_room;
     int16_t *middle; size_t middle_room;
     void *weights; size_t weights_room;
-    double reading; /* microseconds of this sample so far */
+    double reading; /* microseconds spent reading this sample */
 } Scratch;
 
-/* A rectangle of one color plane: data[(x - left) * step + (y - top)] for left <= x < left + width. Coordinates are the
- * plane's own: a plane at half resolution has ratio 2. `extent` is the whole plane's, where libjpeg repeats the last pixel. */
+/* A rectangle of one color plane: data[(x - left) * step + (y - top)] for left <= x < left + width.
+ * Coordinates are those of the plane: a plane at half resolution has ratio 2. `extent` is the size
+ * of the whole plane; libjpeg repeats the last pixel beyond it. */
 typedef struct {
     uint8_t *data;
     int step, left, top, width, height;
@@ -122,36 +134,43 @@ typedef struct {
     int extent_x, extent_y;
 } Plane;
 
-/* The decoded rectangle of an image. `scale`: it is 1/scale of the stored image (libjpeg's scaled DCT). */
+/* The decoded rectangle of an image, at 1/scale of the stored size (libjpeg's scaled DCT). */
 typedef struct {
     Plane plane[3];
-    int planes; /* 1: gray, 3 */
-    int ycc; /* planes are Y, Cb, Cr; else R, G, B */
+    int planes; /* 1 (gray) or 3 */
+    int ycc; /* the planes are Y, Cb, Cr; else R, G, B */
     int scale;
     int height, width; /* of the whole image at this scale */
 } Picture;
 
-/* The pixels of the whole-image rectangle that a crop touches. */
+/* The pixels of the whole image that a crop touches. */
 typedef struct { int top, left, bottom, right; } Box;
 
 double microseconds(void);
-int read_all(Scratch *scratch, int file, int64_t offset, uint8_t *to, size_t length, char *message);
+int read_all(Sample *sample, Scratch *scratch, int file, int64_t at, void *to, size_t length);
 int grow(void **memory, size_t *room, size_t needed);
+#define GROW(scratch, name, bytes) grow((void **)&scratch->name, &scratch->name##_room, bytes)
 int fail(char *message, int status, const char *format, ...) __attribute__((format(printf, 3, 4)));
 
 API uint32_t densefeed_crc32(const uint8_t *bytes, size_t length, uint32_t crc);
 
 int map_planes(int palette);
 int64_t map_bytes(const Packed *packed, int palette);
-int map_unpack(const Packed *packed, int palette, const uint8_t *row, uint8_t *room, uint8_t *logit, uint8_t *class, uint8_t *lse, char *message);
+int map_unpack(const Packed *packed, int palette, const uint8_t *row, uint8_t *room,
+    uint8_t *logit, uint8_t *class, uint8_t *lse, char *message);
 
 int sample_map(const Batch *batch, int n, Sample *sample, Scratch *scratch);
 void sample_decode(const Batch *batch, int n, Scratch *scratch);
 int segments_header(const uint8_t *bytes, size_t length);
-int segments_decode(Sample *sample, Scratch *scratch, const uint8_t *head, size_t head_length, Box box, Picture *picture);
-int segments_cut(Sample *sample, Scratch *scratch, const uint8_t *head, size_t head_length, Box box, Cut *cut);
-int turbo_decode(Sample *sample, Scratch *scratch, const uint8_t *bytes, size_t length, Box box, int scale, Picture *picture);
-int resample(Scratch *scratch, const Picture *picture, Sample *sample, int size, int filter, uint8_t *pixels);
-void transpose_bytes(const uint8_t *from, int from_step, uint8_t *to, int to_step, int rows, int columns);
+int segments_decode(Sample *sample, Scratch *scratch, const uint8_t *head, size_t head_length,
+    Box box, Picture *picture);
+int segments_cut(Sample *sample, Scratch *scratch, const uint8_t *head, size_t head_length,
+    Box box, Cut *cut);
+int turbo_decode(Sample *sample, Scratch *scratch, const uint8_t *bytes, size_t length, Box box,
+    int scale, Picture *picture);
+int resample(Scratch *scratch, const Picture *picture, Sample *sample, int size, int filter,
+    uint8_t *pixels);
+void transpose_bytes(
+    const uint8_t *from, int from_step, uint8_t *to, int to_step, int rows, int columns);
 
 #endif

@@ -1,199 +1,212 @@
-/* One sample: read what its crop needs, decode it by whichever way its bytes allow, resample it, and fetch its score map. */
+/* One sample: read the bytes that its crop needs, decode, resample, and read its score map. */
 #include "native.h"
 #include <math.h>
 #include <string.h>
 #include <sys/uio.h>
 
-#define HEAD 2048 /* bytes read first: header and index of nearly every image of up to 1,000 rows */
-#define MOST_PARTS 8 /* read by one call */
+/* Bytes read first. They hold the header and index of nearly every image of up to 1,000 rows. */
+#define HEAD 2048
+#define MOST_PARTS 8 /* per preadv call */
+#define MOST_GAP 64 /* bytes between two parts read by one call */
 #define WINDOW_BYTES 16
-#define MOST_GAP 64 /* bytes between two such parts */
 
-/* Three planes of the rows that a crop of raw RGB touches. */
-static int raw_decode(Sample *sample, Scratch *scratch, Box box, Picture *picture)
-{
-    int rows = box.bottom - box.top, columns = box.right - box.left;
+/* Split the rows that a crop of raw RGB touches into three planes. */
+static int raw_decode(Sample *sample, Scratch *scratch, Box box, Picture *picture) {
+    int rows = box.bottom - box.top, columns = box.right - box.left, height = sample->height;
     size_t row = 3 * (size_t)sample->width, plane = (size_t)rows * columns + PADDING;
-    if (sample->length != (int64_t)(row * sample->height))
-        return fail(sample->message, DAMAGED, "it has %lld bytes, not %d x %d x 3", (long long)sample->length, sample->height, sample->width);
-    if (!grow((void **)&scratch->planes, &scratch->planes_room, 3 * plane + 3 * (size_t)columns * 8)) return NO_MEMORY;
+    size_t strip_plane = 8 * (size_t)columns;
+    if (sample->length != (int64_t)(row * height))
+        return fail(sample->message, DAMAGED, "it has %lld bytes, not %d x %d x 3",
+            (long long)sample->length, height, sample->width);
+    if (!GROW(scratch, planes, 3 * (plane + strip_plane))) return NO_MEMORY;
     const uint8_t *from = sample->bytes ? sample->bytes + box.top * row : scratch->encoded;
     if (!sample->bytes) {
-        if (!grow((void **)&scratch->encoded, &scratch->encoded_room, rows * row)) return NO_MEMORY;
-        int status = read_all(scratch, sample->file, sample->offset + box.top * row, scratch->encoded, rows * row, sample->message);
-        if (status) return status;
+        if (!GROW(scratch, encoded, rows * row)) return NO_MEMORY;
+        int64_t at = sample->offset + box.top * row;
         from = scratch->encoded;
+        TRY(read_all(sample, scratch, sample->file, at, scratch->encoded, rows * row));
     }
-    *picture = (Picture){.planes = 3, .ycc = 0, .scale = 1, .height = sample->height, .width = sample->width};
+    *picture = (Picture){.planes = 3, .scale = 1, .height = height, .width = sample->width};
     uint8_t *strip = scratch->planes + 3 * plane;
     for (int n = 0; n < 3; n++)
         picture->plane[n] = (Plane){
-            .data = scratch->planes + n * plane, .step = rows, .left = box.left, .top = box.top, .width = columns, .height = rows,
-            .ratio_x = 1, .ratio_y = 1, .extent_x = sample->width, .extent_y = sample->height,
+            .data = scratch->planes + n * plane, .step = rows, .left = box.left, .top = box.top,
+            .width = columns, .height = rows, .ratio_x = 1, .ratio_y = 1,
+            .extent_x = sample->width, .extent_y = height,
         };
     for (int y = 0; y < rows; y += 8) {
-        int tall = rows - y < 8 ? rows - y : 8;
+        int tall = min(rows - y, 8);
         for (int k = 0; k < tall; k++) {
             const uint8_t *rgb = from + (y + k) * row + 3 * (size_t)box.left;
-            uint8_t *red = strip + (size_t)k * columns, *green = red + 8 * (size_t)columns, *blue = green + 8 * (size_t)columns;
-            for (int x = 0; x < columns; x++) red[x] = rgb[3 * x], green[x] = rgb[3 * x + 1], blue[x] = rgb[3 * x + 2];
+            uint8_t *red = strip + (size_t)k * columns;
+            uint8_t *green = red + strip_plane, *blue = green + strip_plane;
+            for (int x = 0; x < columns; x++)
+                red[x] = rgb[3 * x], green[x] = rgb[3 * x + 1], blue[x] = rgb[3 * x + 2];
         }
         for (int n = 0; n < 3; n++)
-            transpose_bytes(strip + n * 8 * (size_t)columns, columns, picture->plane[n].data + y, rows, tall, columns);
+            transpose_bytes(strip + n * strip_plane, columns, picture->plane[n].data + y, rows,
+                tall, columns);
     }
     return OK;
 }
 
-/* The pixels that the sample's crop touches. */
-static int box_of(Sample *sample, Box *box)
-{
-    double bottom = ceil(sample->top + sample->box_height - 1e-9), right = ceil(sample->left + sample->box_width - 1e-9);
-    if (!(sample->top >= 0 && sample->left >= 0 && sample->box_height > 0 && sample->box_width > 0 && bottom <= sample->height
-          && right <= sample->width && floor(sample->top) < bottom && floor(sample->left) < right))
-        return fail(sample->message, UNSUPPORTED, "the crop is not inside it");
-    *box = (Box){(int)sample->top, (int)sample->left, (int)bottom, (int)right};
+/* Compute the pixels that the sample's crop touches. */
+static int crop_box(Sample *sample, Box *box) {
+    double top = sample->top, bottom = ceil(top + sample->box_height - 1e-9);
+    double left = sample->left, right = ceil(left + sample->box_width - 1e-9);
+    if (!(top >= 0 && left >= 0 && sample->box_height > 0 && sample->box_width > 0
+            && bottom <= sample->height && right <= sample->width && floor(top) < bottom
+            && floor(left) < right))
+        return fail(sample->message, UNSUPPORTED, "the crop is not inside the image");
+    *box = (Box){(int)top, (int)left, (int)bottom, (int)right};
     return OK;
 }
 
-/* Have the bytes of a JPEG in memory: its header if it has our index, of `*header` bytes, else all of it. */
-static int open_jpeg(Sample *sample, Scratch *scratch, const uint8_t **bytes, size_t *header)
-{
-    int status;
-    size_t have = sample->length;
+/* Load the bytes of a JPEG: if it has our index, the `*header` bytes of its header, else all. */
+static int open_jpeg(Sample *sample, Scratch *scratch, const uint8_t **bytes, size_t *header) {
+    int file = sample->file;
+    size_t have = sample->length, whole = sample->length;
     *bytes = sample->bytes;
     if (!sample->bytes) {
         if (have > HEAD) have = HEAD;
-        if (!grow((void **)&scratch->encoded, &scratch->encoded_room, have + PADDING)) return NO_MEMORY;
-        if ((status = read_all(scratch, sample->file, sample->offset, scratch->encoded, have, sample->message))) return status;
+        if (!GROW(scratch, encoded, have + PADDING)) return NO_MEMORY;
         *bytes = scratch->encoded;
+        TRY(read_all(sample, scratch, file, sample->offset, scratch->encoded, have));
     }
     *header = segments_header(*bytes, have);
-    size_t needed = *header ? *header : (size_t)sample->length;
-    if (needed > (size_t)sample->length) return fail(sample->message, DAMAGED, "its header is longer than the file");
-    if (needed > have) {
-        if (!grow((void **)&scratch->encoded, &scratch->encoded_room, needed + PADDING)) return NO_MEMORY;
-        status = read_all(scratch, sample->file, sample->offset + have, scratch->encoded + have, needed - have, sample->message);
-        if (status) return status;
-        *bytes = scratch->encoded;
-    }
-    return OK;
+    size_t needed = *header ? *header : whole;
+    if (needed > whole) return fail(sample->message, DAMAGED, "its header is longer than the file");
+    if (needed <= have) return OK;
+    if (!GROW(scratch, encoded, needed + PADDING)) return NO_MEMORY;
+    uint8_t *to = scratch->encoded;
+    *bytes = to;
+    return read_all(sample, scratch, file, sample->offset + have, to + have, needed - have);
 }
 
-/* A sound JPEG that shows the sample's crop, for another decoder. */
-static int cut_out(Sample *sample, Scratch *scratch, Cut *cut)
-{
+/* Produce a valid JPEG that contains the sample's crop, for another decoder. */
+static int cut_out(Sample *sample, Scratch *scratch, Cut *cut) {
     const uint8_t *bytes;
-    size_t header;
+    size_t header, length = sample->length;
     Box box;
     Picture picture;
-    int status = box_of(sample, &box);
-    if (status || sample->kind == RAW || (status = open_jpeg(sample, scratch, &bytes, &header))) return status;
+    TRY(crop_box(sample, &box));
+    if (sample->kind == RAW) return OK;
+    TRY(open_jpeg(sample, scratch, &bytes, &header));
     if (header) return segments_cut(sample, scratch, bytes, header, box, cut);
-    /* The last row's pixels need all of the code to be read, and no more of it to be transformed. */
+    /* Decoding the last row reads all entropy-coded data, and transforms no more than that row. */
     Box last = {sample->height - 1, 0, sample->height, sample->width};
-    uint64_t these = (uint64_t)sample->length << 32 | densefeed_crc32(bytes, sample->length, 0);
-    if (these != cut->sound && (status = turbo_decode(sample, scratch, bytes, sample->length, last, 1, &picture))) return status;
-    cut->sound = these;
+    uint64_t identity = (uint64_t)length << 32 | densefeed_crc32(bytes, length, 0);
+    if (identity != cut->sound)
+        TRY(turbo_decode(sample, scratch, bytes, length, last, 1, &picture));
+    cut->sound = identity;
     if (sample->bytes) cut->bytes = (uint8_t *)bytes;
-    else memcpy(cut->bytes, bytes, sample->length);
-    cut->length = sample->length, cut->height = sample->height, cut->width = sample->width;
+    else memcpy(cut->bytes, bytes, length);
+    cut->length = length, cut->height = sample->height, cut->width = sample->width;
     return OK;
 }
 
-/* The planes of what the sample's crop touches. */
-static int decode(Sample *sample, Scratch *scratch, int size, Picture *picture)
-{
+/* Decode the planes of the sample's crop. */
+static int decode(Sample *sample, Scratch *scratch, int size, Picture *picture) {
     const uint8_t *bytes;
     size_t header;
     Box box;
-    int status = box_of(sample, &box);
-    if (status) return status;
+    TRY(crop_box(sample, &box));
     if (sample->kind == RAW) return raw_decode(sample, scratch, box, picture);
-    if ((status = open_jpeg(sample, scratch, &bytes, &header))) return status;
+    TRY(open_jpeg(sample, scratch, &bytes, &header));
     if (header) return segments_decode(sample, scratch, bytes, header, box, picture);
-    /* libjpeg's transform at 1/2, 1/4 and 1/8 is fast; other fractions are slower than the whole. It drops frequencies that the
-     * resampling filter would keep a little of, so 4 of its pixels must be left for each of the output's: in a sweep over photographs the
-     * worst crop was then 0.44 gray levels from Pillow's on average; with 3 it was 0.70, with 2 1.0, with 1 5.5. */
+    /* libjpeg's transform is fast at 1/2, 1/4 and 1/8; other fractions are slower than full size.
+     * It drops frequencies that the resampling filter would partly keep, so at least 4 of its
+     * pixels must remain per output pixel. In a sweep over photographs the worst crop's mean
+     * difference from Pillow's was then 0.44 gray levels; with 3 it was 0.70, 2: 1.0, 1: 5.5. */
     int scale = 1;
-    while (scale < 8 && sample->box_height >= 8.0 * scale * size && sample->box_width >= 8.0 * scale * size) scale *= 2;
-    Box small = {box.top / scale, box.left / scale, (box.bottom + scale - 1) / scale, (box.right + scale - 1) / scale};
+    double side = sample->box_height < sample->box_width ? sample->box_height : sample->box_width;
+    while (scale < 8 && side >= 8.0 * scale * size) scale *= 2;
+    Box small = {.top = box.top / scale, .left = box.left / scale};
+    small.bottom = (box.bottom + scale - 1) / scale, small.right = (box.right + scale - 1) / scale;
     return turbo_decode(sample, scratch, bytes, sample->length, small, scale, picture);
 }
 
-/* The parts of sample `n`. Neighbors in the file are read by one call: in a .beton that is all of them. */
-static int copy_parts(const Batch *batch, int n, Sample *sample, Scratch *scratch)
-{
+/* Read the parts of sample `n`. Neighbors in the file (all, in a .beton) are read by one call. */
+static int copy_parts(const Batch *batch, int n, Sample *sample, Scratch *scratch) {
     uint32_t crc = 0;
     const int32_t *file = batch->part_file + (size_t)n * batch->parts;
     const int64_t *offset = batch->part_offset + (size_t)n * batch->parts;
     for (int p = 0, next; p < batch->parts; p = next) {
-        struct iovec run[2 * MOST_PARTS];
+        struct iovec run[2 * MOST_PARTS], part[MOST_PARTS];
         uint8_t gap[MOST_GAP];
         int64_t end = offset[p];
         int pieces = 0;
-        for (next = p; next < batch->parts && next < p + MOST_PARTS && file[next] == file[p]; next++) {
-            int64_t between = offset[next] - end;
+        int limit = min(batch->parts, p + MOST_PARTS);
+        for (next = p; next < limit && file[next] == file[p]; next++) {
+            int64_t between = offset[next] - end, bytes = batch->part_bytes[next];
             if (between < 0 || between > MOST_GAP) break;
             if (between) run[pieces++] = (struct iovec){gap, between};
-            run[pieces++] = (struct iovec){batch->part_to[next] + n * batch->part_bytes[next], batch->part_bytes[next]};
-            end = offset[next] + batch->part_bytes[next];
+            part[next - p] = (struct iovec){batch->part_to[next] + n * bytes, bytes};
+            run[pieces++] = part[next - p];
+            end = offset[next] + bytes;
         }
-        if (preadv(file[p], run, pieces, offset[p]) != end - offset[p]) /* interrupted, cut or at fault: one by one */
-            for (int k = p; k < next; k++) {
-                int status = read_all(scratch, file[k], offset[k], batch->part_to[k] + n * batch->part_bytes[k], batch->part_bytes[k], sample->message);
-                if (status) return status;
-            }
-        for (int k = p; k < next; k++) crc = densefeed_crc32(batch->part_to[k] + n * batch->part_bytes[k], batch->part_bytes[k], crc);
+        /* If the call was interrupted, hit the end of the file or failed, read the parts singly. */
+        int whole = preadv(file[p], run, pieces, offset[p]) == end - offset[p];
+        for (int k = p; k < next; k++) {
+            struct iovec to = part[k - p];
+            if (!whole)
+                TRY(read_all(sample, scratch, file[k], offset[k], to.iov_base, to.iov_len));
+            crc = densefeed_crc32(to.iov_base, to.iov_len, crc);
+        }
     }
     if (batch->parts && batch->part_crc && crc != batch->part_crc[n])
         return fail(sample->message, DAMAGED, "its score map does not match its checksum");
     return OK;
 }
 
-/* The packed score map of sample `n`, and its Window. */
-static int copy_packed(const Batch *batch, int n, Sample *sample, Scratch *scratch)
-{
+/* Read and unpack the packed score map of sample `n`, and read its Window. */
+static int copy_packed(const Batch *batch, int n, Sample *sample, Scratch *scratch) {
     const Packed *packed = batch->packed;
-    int palette = packed->palette[n], status;
+    int palette = packed->palette[n];
     size_t entries = (size_t)packed->cells * packed->top_k, bytes = map_bytes(packed, palette);
     const int32_t *file = batch->part_file + (size_t)n * 2;
     const int64_t *offset = batch->part_offset + (size_t)n * 2;
     uint8_t *const *to = batch->part_to, *window = to[3] + (size_t)n * WINDOW_BYTES;
-    if (!grow((void **)&scratch->encoded, &scratch->encoded_room, bytes + 2 * (entries + 8))) return NO_MEMORY;
-    if ((status = read_all(scratch, file[0], offset[0], scratch->encoded, bytes, sample->message))) return status;
-    if ((status = read_all(scratch, file[1], offset[1], window, WINDOW_BYTES, sample->message))) return status;
-    uint32_t crc = densefeed_crc32(window, WINDOW_BYTES, densefeed_crc32(scratch->encoded, bytes, 0));
+    if (!GROW(scratch, encoded, bytes + 2 * (entries + 8))) return NO_MEMORY;
+    uint8_t *row = scratch->encoded;
+    TRY(read_all(sample, scratch, file[0], offset[0], row, bytes));
+    TRY(read_all(sample, scratch, file[1], offset[1], window, WINDOW_BYTES));
+    uint32_t crc = densefeed_crc32(window, WINDOW_BYTES, densefeed_crc32(row, bytes, 0));
     if (batch->part_crc && crc != batch->part_crc[n])
         return fail(sample->message, DAMAGED, "its score map does not match its checksum");
-    return map_unpack(packed, palette, scratch->encoded, scratch->encoded + bytes, to[0] + n * 2 * entries, to[1] + n * 2 * entries,
-                      to[2] + (size_t)n * 2 * packed->cells, sample->message);
+    return map_unpack(packed, palette, row, row + bytes, to[0] + n * 2 * entries,
+        to[1] + n * 2 * entries, to[2] + (size_t)n * 2 * packed->cells, sample->message);
 }
 
-/* Score map `n` of a batch. */
-int sample_map(const Batch *batch, int n, Sample *sample, Scratch *scratch)
-{
-    return batch->packed ? copy_packed(batch, n, sample, scratch) : copy_parts(batch, n, sample, scratch);
+/* Read score map `n` of a batch. */
+int sample_map(const Batch *batch, int n, Sample *sample, Scratch *scratch) {
+    return (batch->packed ? copy_packed : copy_parts)(batch, n, sample, scratch);
 }
 
-/* Sample `n` of a batch, from its files to its pixels and score map; its status says how it went. */
-void sample_decode(const Batch *batch, int n, Scratch *scratch)
-{
+/* Process sample `n` of a batch, from its files to its pixels and score map; sets its status. */
+void sample_decode(const Batch *batch, int n, Scratch *scratch) {
     Sample *sample = &batch->samples[n];
+    Cut *cut = batch->cuts ? &batch->cuts[n] : NULL;
+    int size = batch->size;
     Picture picture;
     double at[4] = {microseconds()};
     sample->message[0] = 0, scratch->reading = 0;
-    sample->status = sample_map(batch, n, sample, scratch); /* first, so that they are there if the image is left to the caller */
+    /* Score maps come first: they are then complete if the image is left to the caller. */
+    sample->status = sample_map(batch, n, sample, scratch);
     at[1] = microseconds();
-    if (sample->status == OK && sample->length <= 0) sample->status = fail(sample->message, UNREADABLE, "there are no bytes of it");
+    if (sample->status == OK && sample->length <= 0)
+        sample->status = fail(sample->message, UNREADABLE, "it is empty");
     scratch->reading = 0;
-    if (batch->cuts) batch->cuts[n].length = batch->cuts[n].top = batch->cuts[n].left = 0;
+    if (cut) cut->length = cut->top = cut->left = 0;
     if (sample->status == OK)
-        sample->status = batch->cuts ? cut_out(sample, scratch, &batch->cuts[n]) : decode(sample, scratch, batch->size, &picture);
+        sample->status = cut ? cut_out(sample, scratch, cut)
+                             : decode(sample, scratch, size, &picture);
     at[2] = microseconds();
-    if (sample->status == OK && !batch->cuts)
-        sample->status = resample(scratch, &picture, sample, batch->size, batch->filter, batch->pixels + (size_t)n * batch->size * batch->size * 3);
+    if (sample->status == OK && !cut)
+        sample->status = resample(scratch, &picture, sample, size, batch->filter,
+            batch->pixels + (size_t)n * size * size * 3);
     at[3] = microseconds();
-    if (sample->status == NO_MEMORY) fail(sample->message, NO_MEMORY, "memory is used up");
+    if (sample->status == NO_MEMORY) fail(sample->message, NO_MEMORY, "out of memory");
     sample->took[LABELS] = at[1] - at[0], sample->took[READ] = scratch->reading;
     sample->took[DECODE] = at[2] - at[1] - scratch->reading, sample->took[RESAMPLE] = at[3] - at[2];
 }

@@ -1,4 +1,4 @@
-/* What every stage needs: memory that grows, bytes from a file, words for what went wrong, a clock. */
+/* Shared by all stages: growing buffers, reads from files, error messages, a clock. */
 #include "native.h"
 #include <errno.h>
 #include <stdarg.h>
@@ -8,8 +8,8 @@
 #include <time.h>
 #include <unistd.h>
 
-int fail(char *message, int status, const char *format, ...)
-{
+/* Write a message of at most MESSAGE - 1 characters and return `status`. */
+int fail(char *message, int status, const char *format, ...) {
     va_list list;
     va_start(list, format);
     vsnprintf(message, MESSAGE, format, list);
@@ -17,8 +17,8 @@ int fail(char *message, int status, const char *format, ...)
     return status;
 }
 
-int grow(void **memory, size_t *room, size_t needed)
-{
+/* Make room for `needed` bytes, and a quarter more; returns 0 if there is no memory. */
+int grow(void **memory, size_t *room, size_t needed) {
     if (needed <= *room) return 1;
     needed += needed / 4;
     void *larger = realloc(*memory, needed);
@@ -27,23 +27,22 @@ int grow(void **memory, size_t *room, size_t needed)
     return 1;
 }
 
-double microseconds(void)
-{
+double microseconds(void) {
     struct timespec now;
     clock_gettime(CLOCK_MONOTONIC, &now);
     return now.tv_sec * 1e6 + now.tv_nsec * 1e-3;
 }
 
-/* Exactly `length` bytes of a file. */
-int read_all(Scratch *scratch, int file, int64_t offset, uint8_t *to, size_t length, char *message)
-{
+/* Read exactly `length` bytes of a file, and add the time to scratch->reading. */
+int read_all(Sample *sample, Scratch *scratch, int file, int64_t at, void *to, size_t length) {
     double began = microseconds();
     while (length) {
-        ssize_t got = pread(file, to, length, offset);
+        ssize_t got = pread(file, to, length, at);
         if (got < 0 && errno == EINTR) continue;
-        if (got < 0) return fail(message, UNREADABLE, "%s", strerror(errno));
-        if (got == 0) return fail(message, UNREADABLE, "its file was cut or replaced while it was open");
-        to += got, offset += got, length -= got;
+        if (got < 0) return fail(sample->message, UNREADABLE, "%s", strerror(errno));
+        if (got == 0)
+            return fail(sample->message, UNREADABLE, "its file was cut or replaced while open");
+        to = (uint8_t *)to + got, at += got, length -= got;
     }
     scratch->reading += microseconds() - began;
     return OK;

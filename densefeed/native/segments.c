@@ -1,9 +1,10 @@
-/* Decode a crop of a segment-indexed JPEG (bytes: densefeed/storage/FORMAT.md): only its rows are read, only its segments are decoded.
+/* Decode a crop of a segment-indexed JPEG (densefeed/storage/FORMAT.md): read only its rows, decode
+ * only its segments.
  *
- * The format is narrow on purpose (baseline, 8 bits, one scan, a restart marker before each segment), so a decoder of our own
- * can be short, and faster than libjpeg-turbo's, which decodes a segment's last MCU twice (its fast path gives up at a
- * marker) and cannot leave out the columns beside the crop. Pixels are those of libjpeg's `islow` transform, bit for bit.
- */
+ * The format is deliberately narrow (baseline, 8 bits, one scan, a restart marker before each
+ * segment), so this decoder is short, and faster than libjpeg-turbo: that one decodes the last MCU
+ * of a segment twice (its fast path stops at a marker) and cannot skip the columns beside the crop.
+ * Pixels equal those of libjpeg's `islow` transform bit for bit. */
 #include "native.h"
 #include <string.h>
 #if defined(X86)
@@ -11,57 +12,60 @@
 #endif
 
 #define INDEX_MARK "DFSEG\1"
-#define INDEX_AT 6 /* SOI, APP9 and its length stand before the mark */
-#define INDEX_FIXED 16 /* mark, header's length, header's CRC, rows */
-#define FAST 11 /* bits that one look-up decodes; 10 and 12 are 3 % slower, by longer codes and by cache misses */
-#define LONGEST 16
+#define INDEX_AT 6 /* offset of the mark: SOI, APP9 and its length come first */
+#define INDEX_FIXED 16 /* bytes of mark, header length, header CRC, number of rows */
+#define LONGEST 16 /* bits of a code */
+/* Bits that one look-up decodes. 10 and 12 are 3 % slower: longer codes, more cache misses. */
+#define FAST 11
 
 typedef struct {
     uint32_t fast[1 << FAST]; /* value << 16 | zeros before it << 8 | MORE | bits to drop */
-    uint32_t limit[LONGEST + 2]; /* first code, left-aligned to 16 bits, that is longer than this */
-    int first[LONGEST + 1]; /* symbol number of the first code of this length, less that code */
+    uint32_t limit[LONGEST + 2]; /* first longer code, left-aligned to 16 bits */
+    int first[LONGEST + 1]; /* symbol number of the first code of this length, minus that code */
     uint8_t symbol[256];
     int defined;
 } Huffman;
-#define MORE 0x40 /* the look-up did not reach the value: the value field holds how many bits it has, or LONGER */
-#define LONGER 0xFF /* the code itself is longer than FAST */
-#define END_OF_BLOCK 128 /* so many zeros: past the block's end, and told from a run that is too long */
+#define MORE 0x40 /* the value is not in the look-up: its field holds its size in bits or LONGER */
+#define LONGER 0xFF /* the code itself is longer than FAST bits */
+#define END_OF_BLOCK 128 /* zeros: past the block's end, distinct from a run that is too long */
 
-typedef struct { int id, h, v, quant, dc, ac, prediction; } Component;
+typedef struct { int id, h, v, quant, dc, ac; } Component;
 
 typedef struct {
     Huffman dc[2], ac[2];
-    struct Place { uint16_t quant, at; } place[4][64]; /* in zigzag order: factor, and place in the row-major block */
+    /* In zigzag order: quantization factor, and position in the row-major block. */
+    struct Place { uint16_t quant, at; } place[4][64];
     int quant_defined[4];
     Component component[3];
     int components, height, width, interval, ycc;
     int mcu_width, mcu_height, mcus_across, mcus_down; /* pixels, MCUs */
-    const uint8_t *rows; /* of the index: length, CRC, a row of MCUs each */
-    size_t length; /* of the header */
+    const uint8_t *rows; /* the index: length and CRC of each row of MCUs */
+    size_t length; /* of the header, bytes */
 } Header;
 
-static uint32_t u32(const uint8_t *at) { return at[0] | at[1] << 8 | at[2] << 16 | (uint32_t)at[3] << 24; }
+static uint32_t u32(const uint8_t *at) {
+    return at[0] | at[1] << 8 | at[2] << 16 | (uint32_t)at[3] << 24;
+}
 static int be16(const uint8_t *at) { return at[0] << 8 | at[1]; }
 
 static const uint8_t ZIGZAG[64] = {
-    0, 1, 8, 16, 9, 2, 3, 10, 17, 24, 32, 25, 18, 11, 4, 5, 12, 19, 26, 33, 40, 48, 41, 34, 27, 20, 13, 6, 7, 14, 21, 28,
-    35, 42, 49, 56, 57, 50, 43, 36, 29, 22, 15, 23, 30, 37, 44, 51, 58, 59, 52, 45, 38, 31, 39, 46, 53, 60, 61, 54, 47, 55, 62, 63,
+    0, 1, 8, 16, 9, 2, 3, 10, 17, 24, 32, 25, 18, 11, 4, 5, 12, 19, 26, 33, 40, 48,
+    41, 34, 27, 20, 13, 6, 7, 14, 21, 28, 35, 42, 49, 56, 57, 50, 43, 36, 29, 22,
+    15, 23, 30, 37, 44, 51, 58, 59, 52, 45, 38, 31, 39, 46, 53, 60, 61, 54, 47, 55, 62, 63,
 };
 
-/* ------------------------------------------------------------------------- the header */
-
-/* Length of the header if the file begins with our index, else 0. */
-int segments_header(const uint8_t *bytes, size_t length)
-{
-    if (length < INDEX_AT + INDEX_FIXED || memcmp(bytes, "\xFF\xD8\xFF\xE9", 4) || memcmp(bytes + INDEX_AT, INDEX_MARK, 6))
-        return 0;
+/* ------------------------------------------------------------------------- Header */
+/* Return the length of the header if the file begins with our index, else 0. */
+int segments_header(const uint8_t *bytes, size_t length) {
+    if (length < INDEX_AT + INDEX_FIXED || memcmp(bytes, "\xFF\xD8\xFF\xE9", 4)) return 0;
+    if (memcmp(bytes + INDEX_AT, INDEX_MARK, 6)) return 0;
     uint32_t header = u32(bytes + INDEX_AT + 6);
     return header < 1 << 20 ? (int)header : 0;
 }
 
-/* A code's table for look-up; 0 if the code is no prefix code or names a symbol that baseline JPEG does not have. */
-static int build(Huffman *table, const uint8_t *counts, const uint8_t *symbols, int is_dc)
-{
+/* Build the look-up table of a Huffman code. Returns 0 if it is not a prefix code or contains a
+ * symbol that baseline JPEG does not have. */
+static int build_table(Huffman *table, const uint8_t *counts, const uint8_t *symbols, int is_dc) {
     uint32_t code = 0;
     int total = 0;
     for (int n = 0; n < 1 << FAST; n++) table->fast[n] = LONGER << 16 | MORE;
@@ -70,20 +74,19 @@ static int build(Huffman *table, const uint8_t *counts, const uint8_t *symbols, 
         for (int n = 0; n < counts[length - 1]; n++, code++, total++) {
             uint8_t symbol = symbols[total];
             int zeros = is_dc ? 0 : symbol >> 4, size = is_dc ? symbol : symbol & 15;
-            if (code >> length || size > (is_dc ? 11 : 10) || (!is_dc && !size && zeros && zeros != 15)) return 0;
+            if (code >> length || size > (is_dc ? 11 : 10)) return 0;
+            if (!is_dc && !size && zeros && zeros != 15) return 0;
             if (!is_dc && !size && !zeros) zeros = END_OF_BLOCK;
             table->symbol[total] = symbol;
             if (length > FAST) continue;
-            uint32_t *entry = table->fast + (code << (FAST - length)), room = 1u << (FAST - length);
-            if (length + size > FAST) {
-                for (uint32_t n = 0; n < room; n++) entry[n] = (uint32_t)size << 16 | zeros << 8 | MORE | length;
-                continue;
-            }
-            /* The value's own bits are in the look-up too. */
-            int same = 1 << (FAST - length - size);
-            for (int bits = 0; bits < 1 << size; bits++) {
-                int value = size && bits < 1 << (size - 1) ? bits - (1 << size) + 1 : bits;
-                for (int n = 0; n < same; n++) *entry++ = (uint32_t)value << 16 | zeros << 8 | (length + size);
+            uint32_t *entry = table->fast + (code << (FAST - length));
+            /* If it fits, the look-up decodes the value's own bits too. */
+            int fits = length + size <= FAST, bits = fits ? size : 0;
+            uint32_t low = zeros << 8 | (fits ? length + size : MORE | length);
+            for (int k = 0; k < 1 << bits; k++) {
+                int value = !fits ? size : size && k < 1 << (size - 1) ? k - (1 << size) + 1 : k;
+                for (int n = 0; n < 1 << (FAST - length - bits); n++)
+                    *entry++ = (uint32_t)value << 16 | low;
             }
         }
         table->limit[length] = code << (LONGEST - length);
@@ -93,9 +96,8 @@ static int build(Huffman *table, const uint8_t *counts, const uint8_t *symbols, 
     return table->defined = 1;
 }
 
-/* Markers up to the scan. 0 if they are not what our packer writes. */
-static int parse(Header *header, const uint8_t *bytes, size_t length)
-{
+/* Parse the markers up to the scan. Returns 0 if our packer does not write such markers. */
+static int parse(Header *header, const uint8_t *bytes, size_t length) {
     memset(header->quant_defined, 0, sizeof header->quant_defined);
     for (int n = 0; n < 2; n++) header->dc[n].defined = header->ac[n].defined = 0;
     header->components = header->interval = 0;
@@ -108,7 +110,8 @@ static int parse(Header *header, const uint8_t *bytes, size_t length)
         if (marker == 0xDB) {
             while (body + 65 <= end) {
                 if (*body > 3) return 0; /* 8-bit tables 0 to 3 */
-                for (int k = 0; k < 64; k++) header->place[*body][k] = (struct Place){body[1 + k], ZIGZAG[k]};
+                for (int k = 0; k < 64; k++)
+                    header->place[*body][k] = (struct Place){body[1 + k], ZIGZAG[k]};
                 header->quant_defined[*body] = 1;
                 body += 65;
             }
@@ -118,17 +121,19 @@ static int parse(Header *header, const uint8_t *bytes, size_t length)
                 int total = 0, is_dc = !(*body >> 4), which = *body & 15;
                 for (int n = 1; n <= LONGEST; n++) total += body[n];
                 if (*body >> 4 > 1 || which > 1 || total > 256 || body + 17 + total > end) return 0;
-                if (!build(is_dc ? &header->dc[which] : &header->ac[which], body + 1, body + 17, is_dc)) return 0;
+                Huffman *table = is_dc ? &header->dc[which] : &header->ac[which];
+                if (!build_table(table, body + 1, body + 17, is_dc)) return 0;
                 body += 17 + total;
             }
             if (body != end) return 0;
         } else if (marker == 0xC0) {
             if (size < 8 || body[0] != 8) return 0;
-            header->height = be16(body + 1), header->width = be16(body + 3), header->components = body[5];
-            if ((header->components != 1 && header->components != 3) || size != 8 + 3 * header->components) return 0;
-            for (int n = 0; n < header->components; n++) {
+            int count = header->components = body[5];
+            header->height = be16(body + 1), header->width = be16(body + 3);
+            if ((count != 1 && count != 3) || size != 8 + 3 * count) return 0;
+            for (int n = 0; n < count; n++) {
                 const uint8_t *c = body + 6 + 3 * n;
-                header->component[n] = (Component){.id = c[0], .h = c[1] >> 4, .v = c[1] & 15, .quant = c[2]};
+                header->component[n] = (Component){c[0], c[1] >> 4, c[1] & 15, c[2], 0, 0};
                 if (c[2] > 3) return 0;
             }
         } else if (marker == 0xDD) {
@@ -139,19 +144,21 @@ static int parse(Header *header, const uint8_t *bytes, size_t length)
         } else if (marker == 0xE0) {
             if (size >= 16 && !memcmp(body, "JFIF", 5)) jfif = 1;
         } else if (marker == 0xDA) {
-            if (size != 6 + 2 * header->components || body[0] != header->components || at != length) return 0;
-            for (int n = 0; n < header->components; n++) {
+            int count = header->components;
+            if (size != 6 + 2 * count || body[0] != count || at != length) return 0;
+            for (int n = 0; n < count; n++) {
                 Component *c = &header->component[n];
                 c->dc = body[2 + 2 * n] >> 4, c->ac = body[2 + 2 * n] & 15;
                 if (body[1 + 2 * n] != c->id || c->dc > 1 || c->ac > 1) return 0;
-                if (!header->dc[c->dc].defined || !header->ac[c->ac].defined || !header->quant_defined[c->quant]) return 0;
+                if (!header->dc[c->dc].defined || !header->ac[c->ac].defined) return 0;
+                if (!header->quant_defined[c->quant]) return 0;
             }
-            /* Whether the planes are colors or Y, Cb, Cr is guessed as libjpeg does. */
+            /* Guess like libjpeg whether the planes are R, G, B or Y, Cb, Cr. */
             const Component *c = header->component;
             int rgb = adobe < 0 ? c[0].id == 'R' && c[1].id == 'G' && c[2].id == 'B' : adobe == 0;
             header->ycc = jfif || !rgb;
             header->length = length;
-            return header->components > 0;
+            return count > 0;
         } else if (marker < 0xE0 || marker > 0xEF) {
             return 0;
         }
@@ -159,43 +166,44 @@ static int parse(Header *header, const uint8_t *bytes, size_t length)
     return 0;
 }
 
-/* Read and check header and index of an image that begins with ours. */
-static int open_header(Header *header, const uint8_t *bytes, size_t length, char *message)
-{
+/* Parse and verify the header and index of an image that begins with our index. */
+static int open_header(Header *header, const uint8_t *bytes, size_t length, char *message) {
     const uint8_t *index = bytes + INDEX_AT;
-    if (length < INDEX_AT + INDEX_FIXED) return fail(message, DAMAGED, "its header's length is wrong");
+    if (length < INDEX_AT + INDEX_FIXED) return fail(message, DAMAGED, "its header is too short");
     uint32_t crc = densefeed_crc32(bytes, INDEX_AT + 10, 0);
     crc = densefeed_crc32(bytes + INDEX_AT + 14, length - INDEX_AT - 14, crc);
-    if (crc != u32(index + 10)) return fail(message, DAMAGED, "its header does not match its checksum");
-    if (!parse(header, bytes, length)) return fail(message, DAMAGED, "its header is not one that this program writes");
+    if (crc != u32(index + 10))
+        return fail(message, DAMAGED, "its header does not match its checksum");
+    if (!parse(header, bytes, length))
+        return fail(message, DAMAGED, "its header was not written by DenseFeed");
     Component *c = header->component;
-    if (header->components == 1) c[0].h = c[0].v = 1; /* one component is never interleaved: its MCU is one block */
-    int chroma = header->components == 1 || (c[1].h == 1 && c[1].v == 1 && c[2].h == 1 && c[2].v == 1);
-    if (!chroma || c[0].h < 1 || c[0].h > 2 || c[0].v < 1 || c[0].v > 2 || !header->height || !header->width
-        || (int64_t)header->height * header->width > MOST_PIXELS)
-        return fail(message, DAMAGED, "its header asks for a size or a sampling that this program does not write");
+    /* A single component is not interleaved: its MCU is one block. */
+    if (header->components == 1) c[0].h = c[0].v = c[1].h = c[1].v = c[2].h = c[2].v = 1;
+    int chroma = c[1].h == 1 && c[1].v == 1 && c[2].h == 1 && c[2].v == 1;
+    int64_t pixels = (int64_t)header->height * header->width;
+    if (!chroma || c[0].h < 1 || c[0].h > 2 || c[0].v < 1 || c[0].v > 2 || !pixels
+        || pixels > MOST_PIXELS)
+        return fail(message, DAMAGED, "DenseFeed does not write its size or chroma subsampling");
     header->mcu_width = 8 * c[0].h, header->mcu_height = 8 * c[0].v;
     header->mcus_across = (header->width + header->mcu_width - 1) / header->mcu_width;
     header->mcus_down = (header->height + header->mcu_height - 1) / header->mcu_height;
     header->rows = index + INDEX_FIXED;
     int rows = index[14] | index[15] << 8;
-    if (rows != header->mcus_down || be16(bytes + 4) != 2 + INDEX_FIXED + 8 * rows || header->interval < 1
-        || header->mcus_across % header->interval)
-        return fail(message, DAMAGED, "its segment index does not fit its size");
+    if (rows != header->mcus_down || be16(bytes + 4) != 2 + INDEX_FIXED + 8 * rows
+        || header->interval < 1 || header->mcus_across % header->interval)
+        return fail(message, DAMAGED, "its segment index does not match its size");
     return OK;
 }
 
-/* ------------------------------------------------------------------------- entropy decoding */
-
+/* ------------------------------------------------------------------------- Entropy decoding */
 typedef struct {
     const uint8_t *at, *end; /* of one segment */
     uint64_t bits; /* left-aligned */
-    int count, invented; /* how many bits are valid; how many of them were made up past the end */
+    int count, invented; /* valid bits; those of them that are zeros from past the end */
 } Bits;
 
-/* At least 56 bits; past the end they are zeros. */
-INLINE void refill(Bits *b)
-{
+/* Fill up to at least 56 bits. Past the end of the segment they are zeros. */
+INLINE void refill(Bits *b) {
     if (__builtin_expect(b->end - b->at >= 8, 1)) {
         uint64_t next;
         memcpy(&next, b->at, 8);
@@ -224,17 +232,16 @@ INLINE void refill(Bits *b)
 
 INLINE void drop(Bits *b, int count) { b->bits <<= count, b->count -= count; }
 
-INLINE int take(Bits *b, int size) /* the next `size` bits as JPEG writes a signed value */
-{
+/* Read the next `size` bits as JPEG encodes a signed value. */
+INLINE int take(Bits *b, int size) {
     if (!size) return 0;
     int value = (int)(b->bits >> (64 - size));
     drop(b, size);
     return value < 1 << (size - 1) ? value - (1 << size) + 1 : value;
 }
 
-/* A symbol whose code is longer than FAST bits; -1 if there is no such code. */
-static int long_symbol(const Huffman *table, Bits *b)
-{
+/* Decode a symbol whose code is longer than FAST bits. Returns -1 if there is no such code. */
+static int long_symbol(const Huffman *table, Bits *b) {
     uint32_t code = (uint32_t)(b->bits >> (64 - LONGEST));
     int length = FAST + 1;
     while (length <= LONGEST && code >= table->limit[length]) length++;
@@ -243,9 +250,8 @@ static int long_symbol(const Huffman *table, Bits *b)
     return table->symbol[(table->first[length] + (int)(code >> (LONGEST - length))) & 255];
 }
 
-/* The first coefficient of a block, dequantized; 0: damaged. */
-INLINE int decode_first(Bits *b, const Huffman *dc, int quant, int *prediction, int16_t *block)
-{
+/* Decode and dequantize the first coefficient of a block. Returns 0 if the data is damaged. */
+INLINE int decode_first(Bits *b, const Huffman *dc, int quant, int *prediction, int16_t *block) {
     refill(b);
     uint32_t entry = dc->fast[b->bits >> (64 - FAST)];
     int size = entry >> 16;
@@ -261,9 +267,9 @@ INLINE int decode_first(Bits *b, const Huffman *dc, int quant, int *prediction, 
     return 1;
 }
 
-/* The next coefficient from place *k on: moves *k to it, or past END_OF_BLOCK; 0: damaged. */
-INLINE int decode_next(Bits *b, const Huffman *ac, const struct Place place[64], int *k, int16_t *block)
-{
+/* Decode the coefficient at or after *k; move *k past it, or on by END_OF_BLOCK. 0: damaged. */
+INLINE int decode_next(
+    Bits *b, const Huffman *ac, const struct Place place[64], int *k, int16_t *block) {
     if (b->count < 32) refill(b);
     uint32_t entry = ac->fast[b->bits >> (64 - FAST)];
     int value = (int32_t)entry >> 16;
@@ -286,76 +292,82 @@ INLINE int decode_next(Bits *b, const Huffman *ac, const struct Place place[64],
     return 1;
 }
 
-/* ------------------------------------------------------------------------- inverse DCT */
-
+/* ------------------------------------------------------------------------- Inverse DCT */
 #define FIX(x) ((int)((x) * 8192 + 0.5)) /* 13 fraction bits */
 
-/* Loeffler, Ligtenberg and Moschytz, ICASSP 1989, with the constants rounded to 13 bits as in libjpeg, so that every pixel equals
- * its `islow`. First over columns, keeping 2 fraction bits, then over rows. Pixels are written column-major. */
-
-/* 8 transforms side by side, each of 8 numbers; `offset` is added to each result. */
-INLINE void idct8(int32_t in[8][8], int offset, int shift, int32_t out[8][8])
-{
+/* Loeffler, Ligtenberg and Moschytz, ICASSP 1989. The constants are rounded to 13 bits like in
+ * libjpeg, so every pixel equals its `islow`. Columns come first, keeping 2 fraction bits, then
+ * rows. Pixels are written column-major.
+ *
+ * idct8 does 8 transforms side by side, of 8 numbers each; `offset` is added to each result. */
+INLINE void idct8(int32_t in[8][8], int offset, int shift, int32_t out[8][8]) {
     for (int lane = 0; lane < 8; lane++) {
-        int32_t z = (in[2][lane] + in[6][lane]) * FIX(0.541196100), flat = (in[0][lane] << 13) + offset;
-        int32_t even2 = z - in[6][lane] * FIX(1.847759065), even3 = z + in[2][lane] * FIX(0.765366865);
-        int32_t even0 = flat + (in[4][lane] << 13), even1 = flat - (in[4][lane] << 13);
-        int32_t z1 = (in[7][lane] + in[1][lane]) * -FIX(0.899976223), z2 = (in[5][lane] + in[3][lane]) * -FIX(2.562915447);
-        /* 16 bits as the vectors': only a damaged file gets there, and its pixels shall not depend on the processor */
-        int32_t z3 = (int16_t)(in[7][lane] + in[3][lane]), z4 = (int16_t)(in[5][lane] + in[1][lane]), z5 = (z3 + z4) * FIX(1.175875602);
+        int32_t a0 = in[0][lane], a1 = in[1][lane], a2 = in[2][lane], a3 = in[3][lane];
+        int32_t a4 = in[4][lane], a5 = in[5][lane], a6 = in[6][lane], a7 = in[7][lane];
+        int32_t z = (a2 + a6) * FIX(0.541196100), flat = (a0 << 13) + offset;
+        int32_t even2 = z - a6 * FIX(1.847759065), even3 = z + a2 * FIX(0.765366865);
+        int32_t even0 = flat + (a4 << 13), even1 = flat - (a4 << 13);
+        int32_t z1 = (a7 + a1) * -FIX(0.899976223), z2 = (a5 + a3) * -FIX(2.562915447);
+        /* Truncated to 16 bits like in the AVX2 version. Only damaged files exceed them, and their
+         * pixels must not depend on the processor. */
+        int32_t z3 = (int16_t)(a7 + a3), z4 = (int16_t)(a5 + a1), z5 = (z3 + z4) * FIX(1.175875602);
         z3 = z5 - z3 * FIX(1.961570560), z4 = z5 - z4 * FIX(0.390180644);
-        int32_t odd0 = in[1][lane] * FIX(1.501321110) + z1 + z4, odd1 = in[3][lane] * FIX(3.072711026) + z2 + z3;
-        int32_t odd2 = in[5][lane] * FIX(2.053119869) + z2 + z4, odd3 = in[7][lane] * FIX(0.298631336) + z1 + z3;
-        out[0][lane] = (even0 + even3 + odd0) >> shift, out[7][lane] = (even0 + even3 - odd0) >> shift;
-        out[1][lane] = (even1 + even2 + odd1) >> shift, out[6][lane] = (even1 + even2 - odd1) >> shift;
-        out[2][lane] = (even1 - even2 + odd2) >> shift, out[5][lane] = (even1 - even2 - odd2) >> shift;
-        out[3][lane] = (even0 - even3 + odd3) >> shift, out[4][lane] = (even0 - even3 - odd3) >> shift;
+        int32_t odd0 = a1 * FIX(1.501321110) + z1 + z4, odd1 = a3 * FIX(3.072711026) + z2 + z3;
+        int32_t odd2 = a5 * FIX(2.053119869) + z2 + z4, odd3 = a7 * FIX(0.298631336) + z1 + z3;
+        int32_t sum0 = even0 + even3, sum1 = even1 + even2;
+        int32_t sum2 = even1 - even2, sum3 = even0 - even3;
+        out[0][lane] = (sum0 + odd0) >> shift, out[7][lane] = (sum0 - odd0) >> shift;
+        out[1][lane] = (sum1 + odd1) >> shift, out[6][lane] = (sum1 - odd1) >> shift;
+        out[2][lane] = (sum2 + odd2) >> shift, out[5][lane] = (sum2 - odd2) >> shift;
+        out[3][lane] = (sum3 + odd3) >> shift, out[4][lane] = (sum3 - odd3) >> shift;
     }
 }
 
-static int saturated(int value) { return value < INT16_MIN ? INT16_MIN : value > INT16_MAX ? INT16_MAX : value; }
-static uint8_t clip(int value) { return (uint8_t)(value < 0 ? 0 : value > 255 ? 255 : value); }
+static int clip(int value, int low, int high) { return min(max(value, low), high); }
 
-static void idct(const int16_t block[64], uint8_t *to, size_t step)
-{
+static void idct(const int16_t block[64], uint8_t *to, size_t step) {
     int32_t in[8][8], middle[8][8];
     for (int n = 0; n < 64; n++) in[n / 8][n % 8] = block[n];
     idct8(in, 1 << 10, 11, middle);
-    for (int n = 0; n < 64; n++) in[n % 8][n / 8] = saturated(middle[n / 8][n % 8]);
+    for (int n = 0; n < 64; n++)
+        in[n % 8][n / 8] = clip(middle[n / 8][n % 8], INT16_MIN, INT16_MAX);
     idct8(in, (1 << 17) + (128 << 18), 18, middle);
     for (int x = 0; x < 8; x++)
-        for (int y = 0; y < 8; y++) to[x * step + y] = clip(middle[x][y]);
+        for (int y = 0; y < 8; y++) to[x * step + y] = clip(middle[x][y], 0, 255);
 }
 
-/* A block of which only the first coefficient is not zero: a third of all at quality 90. */
-INLINE void flat_block(int first, uint8_t *to, size_t step)
-{
+/* Write a block whose only nonzero coefficient is the first: a third of all at quality 90. */
+INLINE void flat_block(int first, uint8_t *to, size_t step) {
     uint8_t column[8];
-    memset(column, clip(((first + 4) >> 3) + 128), 8);
+    memset(column, clip(((first + 4) >> 3) + 128, 0, 255), 8);
     for (int x = 0; x < 8; x++) memcpy(to + x * step, column, 8);
 }
 
-/* Pixels of all blocks of an MCU. */
-static void transform_any(int16_t block[6][64], const int flat[6], int blocks, uint8_t *const to[6], const size_t step[6])
-{
-    for (int n = 0; n < blocks; n++)
-        if (flat[n]) flat_block(block[n][0], to[n], step[n]);
-        else idct(block[n], to[n], step[n]);
-}
+/* Compute the pixels of all blocks of an MCU with one of the two inverse DCTs. */
+typedef void Transform(int16_t block[6][64], const int flat[6], int blocks, uint8_t *const to[6],
+    const size_t step[6]);
+#define TRANSFORM(name, idct) \
+    static void name(int16_t block[6][64], const int flat[6], int blocks, uint8_t *const to[6], \
+        const size_t step[6]) { \
+        for (int n = 0; n < blocks; n++) \
+            if (flat[n]) flat_block(block[n][0], to[n], step[n]); \
+            else idct(block[n], to[n], step[n]); \
+    }
+TRANSFORM(transform_any, idct)
 
 #if defined(X86)
 #define AVX2 __attribute__((target("avx2")))
 typedef __m256i V;
 
-/* As idct8, on 16-bit numbers two rows a vector: in[k] holds rows 2k and 2k + 1, their first 4 columns in the lower half. A
- * product-and-sum of pairs (pmaddwd) does what takes three instructions on 32-bit numbers, exactly. */
-AVX2 INLINE void idct8_avx2(const V in[4], int offset, int shift, V out[8])
-{
+/* idct8 on 16-bit numbers, two rows per vector: in[k] holds rows 2k and 2k + 1, their first 4
+ * columns in the lower half. pmaddwd exactly replaces three instructions on 32-bit numbers. */
+AVX2 INLINE void idct8_avx2(const V in[4], int offset, int shift, V out[8]) {
 #define PAIR(a, b) _mm256_set1_epi32((int)((uint32_t)(b) << 16 | ((a) & 0xFFFF)))
 #define DOT(v, a, b) _mm256_madd_epi16(v, PAIR(a, b))
     V row04 = _mm256_unpacklo_epi16(in[0], in[2]), row26 = _mm256_unpacklo_epi16(in[1], in[3]);
     V row71 = _mm256_unpackhi_epi16(in[3], in[0]), row53 = _mm256_unpackhi_epi16(in[2], in[1]);
-    V sums = _mm256_unpackhi_epi16(_mm256_add_epi16(in[3], in[1]), _mm256_add_epi16(in[2], in[0])); /* 7 + 3, 5 + 1 */
+    V sum73 = _mm256_add_epi16(in[3], in[1]), sum51 = _mm256_add_epi16(in[2], in[0]);
+    V sums = _mm256_unpackhi_epi16(sum73, sum51);
     V even0 = _mm256_add_epi32(DOT(row04, 8192, 8192), _mm256_set1_epi32(offset));
     V even1 = _mm256_add_epi32(DOT(row04, 8192, -8192), _mm256_set1_epi32(offset));
     V even2 = DOT(row26, FIX(0.541196100), FIX(0.541196100) - FIX(1.847759065));
@@ -368,15 +380,15 @@ AVX2 INLINE void idct8_avx2(const V in[4], int offset, int shift, V out[8])
         _mm256_add_epi32(DOT(row53, FIX(2.053119869) - FIX(2.562915447), -FIX(2.562915447)), z4),
         _mm256_add_epi32(DOT(row71, FIX(0.298631336) - FIX(0.899976223), -FIX(0.899976223)), z3),
     };
-    V even[4] = {_mm256_add_epi32(even0, even3), _mm256_add_epi32(even1, even2), _mm256_sub_epi32(even1, even2), _mm256_sub_epi32(even0, even3)};
+    V even[4] = {_mm256_add_epi32(even0, even3), _mm256_add_epi32(even1, even2),
+        _mm256_sub_epi32(even1, even2), _mm256_sub_epi32(even0, even3)};
     for (int n = 0; n < 4; n++) {
         out[n] = _mm256_srai_epi32(_mm256_add_epi32(even[n], odd[n]), shift);
         out[7 - n] = _mm256_srai_epi32(_mm256_sub_epi32(even[n], odd[n]), shift);
     }
 }
 
-AVX2 INLINE void idct_avx2(const int16_t block[64], uint8_t *to, size_t step)
-{
+AVX2 INLINE void idct_avx2(const int16_t block[64], uint8_t *to, size_t step) {
     V in[4], out[8], row[4];
     for (int n = 0; n < 4; n++) /* columns 0 to 3 of both rows below, 4 to 7 above */
         in[n] = _mm256_permute4x64_epi64(_mm256_loadu_si256((const V *)block + n), 0xD8);
@@ -386,11 +398,14 @@ AVX2 INLINE void idct_avx2(const int16_t block[64], uint8_t *to, size_t step)
     V low[2] = {_mm256_unpacklo_epi16(row[0], row[1]), _mm256_unpacklo_epi16(row[2], row[3])};
     V high[2] = {_mm256_unpackhi_epi16(row[0], row[1]), _mm256_unpackhi_epi16(row[2], row[3])};
     in[0] = _mm256_unpacklo_epi32(low[0], low[1]), in[1] = _mm256_unpackhi_epi32(low[0], low[1]);
-    in[2] = _mm256_unpacklo_epi32(high[0], high[1]), in[3] = _mm256_unpackhi_epi32(high[0], high[1]);
+    in[2] = _mm256_unpacklo_epi32(high[0], high[1]);
+    in[3] = _mm256_unpackhi_epi32(high[0], high[1]);
     idct8_avx2(in, (1 << 17) + (128 << 18), 18, out);
     for (int x = 0; x < 8; x += 4) {
-        V bytes = _mm256_packus_epi16(_mm256_packs_epi32(out[x], out[x + 1]), _mm256_packs_epi32(out[x + 2], out[x + 3]));
-        __m128i upper = _mm256_castsi256_si128(bytes), lower = _mm256_extracti128_si256(bytes, 1); /* rows 0 to 3, 4 to 7 */
+        V first = _mm256_packs_epi32(out[x], out[x + 1]);
+        V bytes = _mm256_packus_epi16(first, _mm256_packs_epi32(out[x + 2], out[x + 3]));
+        /* rows 0 to 3, 4 to 7 */
+        __m128i upper = _mm256_castsi256_si128(bytes), lower = _mm256_extracti128_si256(bytes, 1);
         __m128i two[2] = {_mm_unpacklo_epi32(upper, lower), _mm_unpackhi_epi32(upper, lower)};
         for (int n = 0; n < 2; n++) {
             _mm_storel_epi64((__m128i *)(to + (x + 2 * n) * step), two[n]);
@@ -399,50 +414,41 @@ AVX2 INLINE void idct_avx2(const int16_t block[64], uint8_t *to, size_t step)
     }
 }
 
-AVX2 static void transform_avx2(int16_t block[6][64], const int flat[6], int blocks, uint8_t *const to[6], const size_t step[6])
-{
-    for (int n = 0; n < blocks; n++)
-        if (flat[n]) flat_block(block[n][0], to[n], step[n]);
-        else idct_avx2(block[n], to[n], step[n]);
-}
+AVX2 TRANSFORM(transform_avx2, idct_avx2)
 #endif
 
-static void (*transform)(int16_t block[6][64], const int flat[6], int blocks, uint8_t *const to[6], const size_t step[6]) = transform_any;
+static Transform *transform = transform_any;
 
-__attribute__((constructor)) static void choose(void)
-{
+__attribute__((constructor)) static void choose_transform(void) {
 #if defined(X86)
     __builtin_cpu_init();
     if (__builtin_cpu_supports("avx2")) transform = transform_avx2;
 #endif
 }
 
-/* ------------------------------------------------------------------------- rows of MCUs */
-
+/* ------------------------------------------------------------------------- Rows of MCUs */
 typedef struct { int from, to; } Span; /* of MCUs, both inclusive */
 
-/* One row of MCUs. The blocks of a whole MCU are decoded before the first is transformed: a vector that is loaded right after its
- * parts were stored one by one waits for them. */
+/* One row of MCUs. All blocks of an MCU are decoded before the first is transformed: loading a
+ * vector right after its parts were stored separately would stall. */
 typedef struct {
-    const uint8_t *at, *end; /* what is left of the row's bytes */
-    uint8_t *out[3]; /* where its first MCU of the span goes in each plane */
-    int marker; /* number of its first segment */
+    const uint8_t *at, *end; /* the remaining bytes of the row */
+    uint8_t *out[3]; /* where the first MCU of the span goes in each plane */
+    int marker; /* number of the row's first segment */
     Bits bits;
     int prediction[3];
-    int flat[6]; /* of each block: has only its first coefficient */
-    int16_t block[6][64] __attribute__((aligned(64))); /* dequantized, row-major; zeroes between MCUs */
+    int flat[6]; /* per block: only the first coefficient is nonzero */
+    int16_t block[6][64] __attribute__((aligned(64))); /* dequantized, row-major; reset after use */
 } Row;
 
-/* Where the segment at `at` ends: at its restart marker, or with the row. */
-static const uint8_t *segment_end(const uint8_t *at, const uint8_t *end)
-{
+/* Find the end of the segment at `at`: its restart marker or the end of the row. */
+static const uint8_t *segment_end(const uint8_t *at, const uint8_t *end) {
     while ((at = memchr(at, 0xFF, end - at)) && at + 1 < end && at[1] == 0) at += 2;
     return at && at + 1 < end ? at : end;
 }
 
-/* The next segment of a row. 0: no segment. */
-static int next_segment(Row *row, int number)
-{
+/* Advance to the next segment of a row. Returns 0 if there is none with this number. */
+static int next_segment(Row *row, int number) {
     if (row->at >= row->end) return 0;
     const uint8_t *stop = segment_end(row->at, row->end);
     if (stop != row->end && stop[1] != 0xD0 + ((row->marker + number) & 7)) return 0;
@@ -452,76 +458,81 @@ static int next_segment(Row *row, int number)
     return 1;
 }
 
-/* Decode the MCUs of `span` in one row of MCUs, or in two at once: a look-up waits for the one before it, but not for those of the
- * other row (decoding takes 5 % less time). 0: damaged. */
-FOR_EVERY_CPU static int decode_rows(const Header *header, Row *row, int rows, Span span, const size_t step[3])
-{
-    struct { int plane; size_t stride, offset; } place[6]; /* of each block of an MCU: bytes from MCU to MCU, and within one */
+/* Decode the MCUs of `span` in one row of MCUs, or in two at once: a look-up waits for the previous
+ * one of its own row only (5 % less decoding time). Returns 0 if the data is damaged. */
+FOR_EVERY_CPU static int decode_rows(
+    const Header *header, Row *row, int rows, Span span, const size_t step[3]) {
+    /* For each block of an MCU: byte distance between MCUs, and offset within one. */
+    struct { int plane; size_t stride, offset; } place[6];
     size_t steps[6];
-    int blocks = 0;
-    for (int n = 0; n < header->components; n++)
-        for (int y = 0; y < header->component[n].v; y++)
-            for (int x = 0; x < header->component[n].h; x++, blocks++)
-                steps[blocks] = step[n], place[blocks].plane = n, place[blocks].stride = header->component[n].h * 8 * step[n],
-                place[blocks].offset = x * 8 * step[n] + y * 8;
-    int first = span.from / header->interval, final = span.to / header->interval;
+    int blocks = 0, interval = header->interval;
+    for (int n = 0; n < header->components; n++) {
+        const Component *c = &header->component[n];
+        for (int k = 0; k < c->v * c->h; k++, blocks++) {
+            steps[blocks] = step[n], place[blocks].plane = n;
+            place[blocks].stride = c->h * 8 * step[n];
+            place[blocks].offset = k % c->h * 8 * step[n] + k / c->h * 8;
+        }
+    }
+    int first = span.from / interval, final = span.to / interval;
     for (int segment = 0; segment <= final; segment++) {
         for (int r = 0; r < rows; r++)
             if (!next_segment(&row[r], segment)) return 0;
         if (segment < first) continue;
-        int mcu = segment * header->interval;
-        int until = mcu + header->interval - 1 < span.to ? mcu + header->interval - 1 : span.to;
-        Bits one = row[0].bits, two = row[rows - 1].bits; /* copies, which the compiler keeps in registers */
+        int mcu = segment * interval;
+        int until = min(mcu + interval - 1, span.to);
+        /* Copies, which the compiler keeps in registers. */
+        Bits one = row[0].bits, two = row[rows - 1].bits;
         for (; mcu <= until; mcu++) {
             for (int k = 0; k < blocks; k++) {
-                const Component *c = &header->component[place[k].plane];
+                int plane = place[k].plane, at = 1, other_at = 1;
+                const Component *c = &header->component[plane];
                 const Huffman *dc = &header->dc[c->dc], *ac = &header->ac[c->ac];
-                const struct Place *places = header->place[c->quant];
+                const struct Place *p = header->place[c->quant];
                 int16_t *block = row[0].block[k], *other = row[rows - 1].block[k];
-                int at = 1, other_at = 1;
-                if (!decode_first(&one, dc, places->quant, &row[0].prediction[place[k].plane], block)) return 0;
+                if (!decode_first(&one, dc, p->quant, &row[0].prediction[plane], block)) return 0;
                 if (rows == 2) {
-                    if (!decode_first(&two, dc, places->quant, &row[1].prediction[place[k].plane], other)) return 0;
+                    if (!decode_first(&two, dc, p->quant, &row[1].prediction[plane], other))
+                        return 0;
                     while (at < 64 && other_at < 64)
-                        if (!decode_next(&one, ac, places, &at, block)
-                            || !decode_next(&two, ac, places, &other_at, other)) return 0;
+                        if (!decode_next(&one, ac, p, &at, block)
+                            || !decode_next(&two, ac, p, &other_at, other)) return 0;
                     while (other_at < 64)
-                        if (!decode_next(&two, ac, places, &other_at, other)) return 0;
+                        if (!decode_next(&two, ac, p, &other_at, other)) return 0;
                     row[1].flat[k] = other_at == 1 + END_OF_BLOCK;
                 }
                 while (at < 64)
-                    if (!decode_next(&one, ac, places, &at, block)) return 0;
+                    if (!decode_next(&one, ac, p, &at, block)) return 0;
                 row[0].flat[k] = at == 1 + END_OF_BLOCK;
             }
             for (int r = 0; r < rows; r++) {
-                uint8_t *to[6]; /* of an MCU before the span there is no such place */
+                uint8_t *to[6]; /* MCUs before the span are not written */
                 for (int k = 0; k < blocks && mcu >= span.from; k++)
-                    to[k] = row[r].out[place[k].plane] + (mcu - span.from) * place[k].stride + place[k].offset;
+                    to[k] = row[r].out[place[k].plane] + (mcu - span.from) * place[k].stride
+                        + place[k].offset;
                 if (mcu >= span.from) transform(row[r].block, row[r].flat, blocks, to, steps);
                 memset(row[r].block, 0, blocks * sizeof row[r].block[0]);
             }
         }
-        /* Bits that the segment does not have must not have been used. */
+        /* No bit from past the end of the segment may have been used. */
         if (one.invented > one.count || (rows == 2 && two.invented > two.count)) return 0;
     }
     return 1;
 }
 
-/* Open an image with our index, of which `head` (the header at least) is in memory already: the MCUs that `box` needs, and the
- * bytes of their rows. `head` may have moved: it then begins where scratch->encoded does. */
-static int open_rows(Header *header, Sample *sample, Scratch *scratch, const uint8_t *head, size_t head_length, Box box, Span *across,
-    Span *down, const uint8_t **data)
-{
-    int status = open_header(header, head, head_length, sample->message);
-    if (status) return status;
+/* Open an image with our index: find the MCUs that `box` needs, and load the bytes of their rows.
+ * `head`, at least the header, is already in memory, and may move to scratch->encoded. */
+static int open_rows(Header *header, Sample *sample, Scratch *scratch, const uint8_t *head,
+    size_t head_length, Box box, Span *across, Span *down, const uint8_t **data) {
+    TRY(open_header(header, head, head_length, sample->message));
     if (header->height != sample->height || header->width != sample->width)
-        return fail(sample->message, DAMAGED, "it is %d x %d pixels, not %d x %d as the dataset says", header->width,
-            header->height, sample->width, sample->height);
-    /* Two pixels more on each side, because half-resolution chroma is interpolated between neighbors. */
-    *across = (Span){(box.left > 2 ? box.left - 2 : 0) / header->mcu_width, (box.right + 1) / header->mcu_width};
-    *down = (Span){(box.top > 2 ? box.top - 2 : 0) / header->mcu_height, (box.bottom + 1) / header->mcu_height};
-    if (across->to >= header->mcus_across) across->to = header->mcus_across - 1;
-    if (down->to >= header->mcus_down) down->to = header->mcus_down - 1;
+        return fail(sample->message, DAMAGED, "it is %d x %d pixels, not %d x %d as recorded in the"
+            " dataset", header->width, header->height, sample->width, sample->height);
+    /* A margin of two pixels, because half-resolution chroma is interpolated between neighbors. */
+    across->from = max(box.left - 2, 0) / header->mcu_width;
+    across->to = min((box.right + 1) / header->mcu_width, header->mcus_across - 1);
+    down->from = max(box.top - 2, 0) / header->mcu_height;
+    down->to = min((box.bottom + 1) / header->mcu_height, header->mcus_down - 1);
     size_t start = header->length, length = 0, whole = header->length + 2;
     for (int row = 0; row < header->mcus_down; row++) {
         size_t bytes = u32(header->rows + 8 * row);
@@ -529,35 +540,37 @@ static int open_rows(Header *header, Sample *sample, Scratch *scratch, const uin
         else if (row <= down->to) length += bytes;
         whole += bytes;
     }
-    if (whole != (size_t)sample->length) return fail(sample->message, DAMAGED, "its length is not what its index says");
+    if (whole != (size_t)sample->length)
+        return fail(sample->message, DAMAGED, "its length does not match its index");
     if (sample->bytes) {
         *data = sample->bytes + start;
         return OK;
     }
-    /* The header's memory is reused: what is needed of it was parsed, but for the rows' index. */
-    if (!grow((void **)&scratch->encoded, &scratch->encoded_room, head_length + length + PADDING)) return NO_MEMORY;
+    /* The rows are read behind the head. Of the head only the index is still needed. */
+    if (!GROW(scratch, encoded, head_length + length + PADDING)) return NO_MEMORY;
     header->rows = scratch->encoded + INDEX_AT + INDEX_FIXED;
-    *data = scratch->encoded + head_length;
-    return read_all(scratch, sample->file, sample->offset + start, scratch->encoded + head_length, length, sample->message);
+    uint8_t *to = scratch->encoded + head_length;
+    *data = to;
+    return read_all(sample, scratch, sample->file, sample->offset + start, to, length);
 }
 
-/* Whether the bytes of a row of MCUs match their checksum. */
-static int check_row(const Header *header, Sample *sample, const uint8_t *data, int number)
-{
+/* Verify the checksum of a row of MCUs. */
+static int check_row(const Header *header, Sample *sample, const uint8_t *data, int number) {
     const uint8_t *entry = header->rows + 8 * number;
     if (densefeed_crc32(data, u32(entry), 0) == u32(entry + 4)) return OK;
-    return fail(sample->message, DAMAGED, "the bytes of pixel rows %d to %d do not match their checksum",
-        number * header->mcu_height, (number + 1) * header->mcu_height - 1);
+    int first = number * header->mcu_height;
+    return fail(sample->message, DAMAGED, "the bytes of pixel rows %d to %d do not match their"
+        " checksum", first, first + header->mcu_height - 1);
 }
 
-/* The planes of `box` from an image with our index. */
-int segments_decode(Sample *sample, Scratch *scratch, const uint8_t *head, size_t head_length, Box box, Picture *picture)
-{
-    static __thread Header header; /* 20 KB, too much for a thread's stack to take for granted */
+/* Decode the planes of `box` of an image with our index. */
+int segments_decode(Sample *sample, Scratch *scratch, const uint8_t *head, size_t head_length,
+    Box box, Picture *picture) {
+    /* 20 KB, too much for the stack of a thread. */
+    static __thread Header header;
     const uint8_t *data;
     Span across, down;
-    int status = open_rows(&header, sample, scratch, head, head_length, box, &across, &down, &data);
-    if (status) return status;
+    TRY(open_rows(&header, sample, scratch, head, head_length, box, &across, &down, &data));
 
     size_t room = 0, step[3];
     int columns = across.to - across.from + 1, rows = down.to - down.from + 1;
@@ -565,16 +578,21 @@ int segments_decode(Sample *sample, Scratch *scratch, const uint8_t *head, size_
         step[n] = (size_t)rows * header.component[n].v * 8;
         room += step[n] * columns * header.component[n].h * 8 + PADDING;
     }
-    if (!grow((void **)&scratch->planes, &scratch->planes_room, room)) return NO_MEMORY;
+    if (!GROW(scratch, planes, room)) return NO_MEMORY;
     uint8_t *memory = scratch->planes, *out[3];
-    *picture = (Picture){.planes = header.components, .ycc = header.ycc, .scale = 1, .height = header.height, .width = header.width};
+    *picture = (Picture){
+        .planes = header.components, .ycc = header.ycc, .scale = 1,
+        .height = header.height, .width = header.width,
+    };
     for (int n = 0; n < header.components; n++) {
         const Component *c = &header.component[n];
         int ratio_x = header.component[0].h / c->h, ratio_y = header.component[0].v / c->v;
         picture->plane[n] = (Plane){
             .data = memory, .step = (int)step[n], .ratio_x = ratio_x, .ratio_y = ratio_y,
-            .left = across.from * c->h * 8, .top = down.from * c->v * 8, .width = columns * c->h * 8, .height = (int)step[n],
-            .extent_x = (header.width + ratio_x - 1) / ratio_x, .extent_y = (header.height + ratio_y - 1) / ratio_y,
+            .left = across.from * c->h * 8, .top = down.from * c->v * 8,
+            .width = columns * c->h * 8, .height = (int)step[n],
+            .extent_x = (header.width + ratio_x - 1) / ratio_x,
+            .extent_y = (header.height + ratio_y - 1) / ratio_y,
         };
         out[n] = memory;
         memory += step[n] * columns * c->h * 8 + PADDING;
@@ -585,49 +603,55 @@ int segments_decode(Sample *sample, Scratch *scratch, const uint8_t *head, size_
     for (int number = down.from, rows; number <= down.to; number += rows) {
         rows = number < down.to ? 2 : 1;
         for (int r = 0; r < rows; r++) {
-            if ((status = check_row(&header, sample, data, number + r))) return status;
-            row[r].at = data, row[r].end = data += u32(header.rows + 8 * (number + r)), row[r].marker = (number + r) * segments;
+            TRY(check_row(&header, sample, data, number + r));
+            row[r].at = data, row[r].end = data += u32(header.rows + 8 * (number + r));
+            row[r].marker = (number + r) * segments;
+            size_t above = number + r - down.from;
             for (int n = 0; n < header.components; n++)
-                row[r].out[n] = out[n] + (size_t)(number + r - down.from) * header.component[n].v * 8;
+                row[r].out[n] = out[n] + above * header.component[n].v * 8;
         }
         if (!decode_rows(&header, row, rows, across, step))
-            return fail(sample->message, DAMAGED, "the segments of pixel row %d are not whole", number * header.mcu_height);
+            return fail(sample->message, DAMAGED, "the segments at pixel row %d are corrupt",
+                number * header.mcu_height);
     }
     return OK;
 }
 
-/* A shorter JPEG of the segments that `box` needs: the header without our index and with the new size, then those segments, their
- * restart markers counted anew. It is no longer than the image: only an end marker and what was there is written. */
-int segments_cut(Sample *sample, Scratch *scratch, const uint8_t *head, size_t head_length, Box box, Cut *cut)
-{
+/* Write a shorter JPEG of the segments that `box` needs: the header without our index and with the
+ * new size, then those segments with renumbered restart markers. It is not longer than the image,
+ * because only bytes of the image and an end marker are written. */
+int segments_cut(Sample *sample, Scratch *scratch, const uint8_t *head, size_t head_length,
+    Box box, Cut *cut) {
     static __thread Header header;
     const uint8_t *data;
     Span across, down;
-    int status = open_rows(&header, sample, scratch, head, head_length, box, &across, &down, &data);
-    if (status) return status;
+    TRY(open_rows(&header, sample, scratch, head, head_length, box, &across, &down, &data));
     if (!sample->bytes) head = scratch->encoded;
     int first = across.from / header.interval, final = across.to / header.interval;
-    cut->left = first * header.interval * header.mcu_width, cut->top = down.from * header.mcu_height;
-    int right = (final + 1) * header.interval * header.mcu_width, bottom = (down.to + 1) * header.mcu_height;
-    cut->width = (right < header.width ? right : header.width) - cut->left;
-    cut->height = (bottom < header.height ? bottom : header.height) - cut->top;
+    int segment_width = header.interval * header.mcu_width;
+    cut->left = first * segment_width, cut->top = down.from * header.mcu_height;
+    cut->width = min((final + 1) * segment_width, header.width) - cut->left;
+    cut->height = min((down.to + 1) * header.mcu_height, header.height) - cut->top;
 
     uint8_t *out = cut->bytes;
     *out++ = 0xFF, *out++ = 0xD8;
     for (size_t at = 4 + be16(head + 4), size; at < header.length; at += size, out += size) {
         memcpy(out, head + at, size = 2 + be16(head + at + 2));
-        if (head[at + 1] == 0xC0)
-            out[5] = cut->height >> 8, out[6] = cut->height & 255, out[7] = cut->width >> 8, out[8] = cut->width & 255;
+        if (head[at + 1] != 0xC0) continue;
+        out[5] = cut->height >> 8, out[6] = cut->height & 255;
+        out[7] = cut->width >> 8, out[8] = cut->width & 255;
     }
     int segments = header.mcus_across / header.interval, marker = 0;
     for (int number = down.from; number <= down.to; number++) {
-        if ((status = check_row(&header, sample, data, number))) return status;
+        TRY(check_row(&header, sample, data, number));
         const uint8_t *at = data, *end = data += u32(header.rows + 8 * number);
         for (int segment = 0; segment <= final; segment++) {
             const uint8_t *stop = segment_end(at, end);
-            int last = number == header.mcus_down - 1 && segment == segments - 1; /* of the image: no marker follows */
+            /* No marker follows the last segment of the image. */
+            int last = number == header.mcus_down - 1 && segment == segments - 1;
             if (at >= end || (stop == end) != last)
-                return fail(sample->message, DAMAGED, "the segments of pixel row %d are not whole", number * header.mcu_height);
+                return fail(sample->message, DAMAGED, "the segments at pixel row %d are corrupt",
+                    number * header.mcu_height);
             if (segment >= first) {
                 memcpy(out, at, stop - at);
                 out += stop - at;

@@ -1,4 +1,5 @@
-/* Everything that libjpeg-turbo does for us: JPEGs without our index, and the lossless transcoding that makes the index. */
+/* Everything done with libjpeg-turbo: decoding of JPEGs without our index, and the lossless
+ * transcoding that prepares a JPEG for the index. */
 #include "native.h"
 #include <setjmp.h>
 #include <stdarg.h>
@@ -8,7 +9,7 @@
 #include <jpeglib.h>
 #include <jerror.h>
 
-/* A progressive file of 600 KB may ask for 190 passes over 2^28 pixels, 4 s of work. Encoders make about 10. */
+/* A progressive file of 600 KB can hold 190 scans of 2^28 pixels: 4 s. Encoders write about 10. */
 #define MOST_SCANS 200
 #define MOST_VISITS (16 * (uint64_t)MOST_PIXELS) /* scans times pixels */
 
@@ -19,35 +20,38 @@ typedef struct {
     int status;
 } Errors;
 
-static void on_error(j_common_ptr common)
-{
+/* Return to the setjmp of the current call, with a status and a message. */
+__attribute__((noreturn, format(printf, 3, 4)))
+static void stop(Errors *errors, int status, const char *format, ...) {
+    va_list list;
+    va_start(list, format);
+    vsnprintf(errors->text, sizeof errors->text, format, list);
+    va_end(list);
+    errors->status = status;
+    longjmp(errors->back, 1);
+}
+
+static void on_error(j_common_ptr common) {
     Errors *errors = (Errors *)common->err;
     errors->base.format_message(common, errors->text);
     errors->status = errors->base.msg_code == JERR_OUT_OF_MEMORY ? NO_MEMORY : DAMAGED;
     longjmp(errors->back, 1);
 }
 
-/* A warning is libjpeg's guess at pixels that the file does not hold, so it is an error here. Bytes before a marker that belong
- * to nothing are the exception: no pixel depends on them. */
-static void on_message(j_common_ptr common, int level)
-{
+/* Treat warnings as errors: after a warning libjpeg invents pixels that the file does not contain.
+ * Extraneous bytes before a marker are the exception, because no pixel depends on them. */
+static void on_message(j_common_ptr common, int level) {
     if (level < 0 && common->err->msg_code != JWRN_EXTRANEOUS_DATA) on_error(common);
 }
 
-static void on_progress(j_common_ptr common)
-{
+static void on_progress(j_common_ptr common) {
     j_decompress_ptr jpeg = (j_decompress_ptr)common;
     uint64_t visits = (uint64_t)jpeg->image_height * jpeg->image_width * jpeg->input_scan_number;
-    if (jpeg->input_scan_number > MOST_SCANS || visits > MOST_VISITS) {
-        Errors *errors = (Errors *)common->err;
-        errors->status = UNSUPPORTED;
-        snprintf(errors->text, sizeof errors->text, "it has more scans than an image of its size needs");
-        longjmp(errors->back, 1);
-    }
+    if (jpeg->input_scan_number > MOST_SCANS || visits > MOST_VISITS)
+        stop((Errors *)common->err, UNSUPPORTED, "it has more scans than its size needs");
 }
 
-static void watch(Errors *errors)
-{
+static void set_error_handlers(Errors *errors) {
     jpeg_std_error(&errors->base);
     errors->base.error_exit = on_error;
     errors->base.emit_message = on_message;
@@ -63,15 +67,26 @@ static void watch(Errors *errors)
 #define SMALLEST_DCT(jpeg) ((jpeg)->min_DCT_scaled_size)
 #endif
 
-/* Planes of `box` (pixels at 1/scale) of an ordinary JPEG. Rows above the box are entropy-decoded but not transformed, rows
- * below it are not read. `bytes` may be followed by anything. */
-int turbo_decode(Sample *sample, Scratch *scratch, const uint8_t *bytes, size_t length, Box box, int scale, Picture *picture)
-{
+static void check_color(j_decompress_ptr jpeg) {
+    J_COLOR_SPACE color = jpeg->jpeg_color_space;
+    if (color != JCS_YCbCr && color != JCS_RGB && color != JCS_GRAYSCALE)
+        stop((Errors *)jpeg->err, UNSUPPORTED, "it is neither grayscale nor RGB");
+}
+
+static void check_pixel_count(j_decompress_ptr jpeg) {
+    if ((uint64_t)jpeg->image_height * jpeg->image_width > MOST_PIXELS)
+        stop((Errors *)jpeg->err, UNSUPPORTED, "it has more than %d pixels", MOST_PIXELS);
+}
+
+/* Decode the planes of `box` (pixels at 1/scale) of a JPEG without an index. Rows above the box are
+ * entropy-decoded but not transformed, rows below it are not read. Any bytes may follow `bytes`. */
+int turbo_decode(Sample *sample, Scratch *scratch, const uint8_t *bytes, size_t length, Box box,
+    int scale, Picture *picture) {
     struct jpeg_decompress_struct jpeg;
     struct jpeg_progress_mgr progress = {.progress_monitor = on_progress};
     Errors errors;
     jpeg.err = &errors.base;
-    watch(&errors);
+    set_error_handlers(&errors);
     if (setjmp(errors.back)) {
         jpeg_destroy_decompress(&jpeg);
         return fail(sample->message, errors.status, "%s", errors.text);
@@ -80,102 +95,87 @@ int turbo_decode(Sample *sample, Scratch *scratch, const uint8_t *bytes, size_t 
     jpeg.progress = &progress;
     jpeg_mem_src(&jpeg, bytes, length);
     jpeg_read_header(&jpeg, TRUE);
-    int status = OK;
-    if ((int)jpeg.image_height != sample->height || (int)jpeg.image_width != sample->width) {
-        status = fail(sample->message, DAMAGED, "it is %u x %u pixels, not %d x %d as the dataset says", jpeg.image_width,
-            jpeg.image_height, sample->width, sample->height);
-    } else if ((uint64_t)jpeg.image_height * jpeg.image_width > MOST_PIXELS) {
-        status = fail(sample->message, UNSUPPORTED, "it has more than %d pixels", MOST_PIXELS);
-    } else if (jpeg.jpeg_color_space != JCS_YCbCr && jpeg.jpeg_color_space != JCS_RGB && jpeg.jpeg_color_space != JCS_GRAYSCALE) {
-        status = fail(sample->message, UNSUPPORTED, "its colors are neither gray nor RGB");
-    }
-    if (status) {
-        jpeg_destroy_decompress(&jpeg);
-        return status;
-    }
+    if ((int)jpeg.image_height != sample->height || (int)jpeg.image_width != sample->width)
+        stop(&errors, DAMAGED, "it is %u x %u pixels, not %d x %d as recorded in the dataset",
+            jpeg.image_width, jpeg.image_height, sample->width, sample->height);
+    check_pixel_count(&jpeg);
+    check_color(&jpeg);
     jpeg.raw_data_out = TRUE;
     jpeg.out_color_space = jpeg.jpeg_color_space;
     jpeg.dct_method = JDCT_ISLOW;
     jpeg.scale_num = 1, jpeg.scale_denom = scale;
     jpeg_start_decompress(&jpeg);
 
-    int smallest = SMALLEST_DCT(&jpeg), tall = jpeg.max_v_samp_factor * smallest;
+    int smallest = SMALLEST_DCT(&jpeg);
+    int wide = jpeg.max_h_samp_factor * smallest, tall = jpeg.max_v_samp_factor * smallest;
     *picture = (Picture){
         .planes = jpeg.num_components, .ycc = jpeg.jpeg_color_space == JCS_YCbCr, .scale = scale,
         .height = jpeg.output_height, .width = jpeg.output_width,
     };
-    /* Two pixels of margin for interpolated chroma, and whole rows of MCUs. */
-    int top = (box.top > 2 ? box.top - 2 : 0) / tall, bottom = (box.bottom + 1) / tall + 1;
-    int mcu_rows = ((int)jpeg.output_height + tall - 1) / tall;
-    if (bottom > mcu_rows) bottom = mcu_rows;
-    size_t room = 0, rows_room = 0;
+    /* Whole rows of MCUs, with a margin of two pixels for interpolated chroma. */
+    int top = max(box.top - 2, 0) / tall, mcu_rows = ((int)jpeg.output_height + tall - 1) / tall;
+    int bottom = min((box.bottom + 1) / tall + 1, mcu_rows);
+    int heights[3], row_bytes[3]; /* of a component's part in a row of MCUs */
+    size_t room = 0;
     for (int n = 0; n < jpeg.num_components; n++) {
         jpeg_component_info *c = &jpeg.comp_info[n];
         Plane *plane = &picture->plane[n];
         int across = c->h_samp_factor * DCT_SIZE(c), down = c->v_samp_factor * DCT_SIZE(c);
-        int ratio_x = jpeg.max_h_samp_factor * smallest / across, ratio_y = tall / down;
-        if (ratio_x * across != jpeg.max_h_samp_factor * smallest || ratio_y * down != tall || ratio_x > 4 || ratio_y > 4) {
-            jpeg_destroy_decompress(&jpeg);
-            return fail(sample->message, UNSUPPORTED, "its color planes have sizes that this program does not interpolate");
-        }
+        int ratio_x = wide / across, ratio_y = tall / down;
+        if (ratio_x * across != wide || ratio_y * down != tall || ratio_x > 4 || ratio_y > 4)
+            stop(&errors, UNSUPPORTED, "its chroma subsampling is not supported");
         plane->ratio_x = ratio_x, plane->ratio_y = ratio_y;
         plane->extent_x = ((int)jpeg.output_width + ratio_x - 1) / ratio_x;
         plane->extent_y = ((int)jpeg.output_height + ratio_y - 1) / ratio_y;
         plane->top = top * down, plane->height = (bottom - top) * down;
-        plane->left = (box.left > 2 ? box.left - 2 : 0) / ratio_x;
-        int right = (box.right + 1) / ratio_x + 1;
-        plane->width = (right < plane->extent_x ? right : plane->extent_x) - plane->left;
+        plane->left = max(box.left - 2, 0) / ratio_x;
+        plane->width = min((box.right + 1) / ratio_x + 1, plane->extent_x) - plane->left;
         plane->step = plane->height;
-        room += (size_t)plane->step * plane->width + PADDING;
-        rows_room += (size_t)c->width_in_blocks * DCT_SIZE(c) * down + PADDING;
+        heights[n] = down, row_bytes[n] = c->width_in_blocks * DCT_SIZE(c);
+        room += (size_t)plane->step * plane->width + (size_t)row_bytes[n] * down + 2 * PADDING;
     }
-    if (!grow((void **)&scratch->planes, &scratch->planes_room, room + rows_room)) {
-        jpeg_destroy_decompress(&jpeg);
-        return NO_MEMORY;
-    }
+    if (!GROW(scratch, planes, room)) stop(&errors, NO_MEMORY, "out of memory");
     uint8_t *memory = scratch->planes;
     JSAMPROW row[3][4 * DCTSIZE];
     JSAMPARRAY rows[3] = {row[0], row[1], row[2]};
     for (int n = 0; n < jpeg.num_components; n++) {
         picture->plane[n].data = memory;
         memory += (size_t)picture->plane[n].step * picture->plane[n].width + PADDING;
-    }
-    for (int n = 0; n < jpeg.num_components; n++) {
-        jpeg_component_info *c = &jpeg.comp_info[n];
-        int down = c->v_samp_factor * DCT_SIZE(c), wide = c->width_in_blocks * DCT_SIZE(c);
-        for (int y = 0; y < down; y++) row[n][y] = memory + (size_t)y * wide;
-        memory += (size_t)down * wide + PADDING;
+        for (int y = 0; y < heights[n]; y++) row[n][y] = memory + (size_t)y * row_bytes[n];
+        memory += (size_t)heights[n] * row_bytes[n] + PADDING;
     }
     for (int mcu_row = 0; mcu_row < bottom; mcu_row++) {
         int wanted = mcu_row >= top;
         for (int n = 0; n < jpeg.num_components; n++) jpeg.comp_info[n].component_needed = wanted;
         if (jpeg_read_raw_data(&jpeg, rows, tall) == 0) break;
         for (int n = 0; n < jpeg.num_components && wanted; n++) {
-            jpeg_component_info *c = &jpeg.comp_info[n];
             Plane *plane = &picture->plane[n];
-            int down = c->v_samp_factor * DCT_SIZE(c);
-            transpose_bytes(row[n][0] + plane->left, c->width_in_blocks * DCT_SIZE(c), plane->data + (mcu_row - top) * down,
-                plane->step, down, plane->width);
+            uint8_t *to = plane->data + (mcu_row - top) * heights[n];
+            transpose_bytes(row[n][0] + plane->left, row_bytes[n], to, plane->step, heights[n],
+                plane->width);
         }
     }
-    /* What lies below the crop is not decoded, but a file that stops there was cut; as Pillow, ask for the end marker. */
+    /* Rows below the crop are not decoded, but a file that ends there was truncated. Like Pillow,
+     * require the end marker. If there are several scans, all were read before the first row. */
     const uint8_t *end = bytes + length, *rest = end - jpeg.src->bytes_in_buffer;
-    int ended = jpeg_has_multiple_scans(&jpeg); /* all scans were read before the first row */
-    while (!ended && rest < end && (rest = memchr(rest, 0xFF, end - rest))) ended = ++rest < end && *rest == 0xD9;
+    int ended = jpeg_has_multiple_scans(&jpeg);
+    while (!ended && rest < end && (rest = memchr(rest, 0xFF, end - rest)))
+        ended = ++rest < end && *rest == 0xD9;
     ended |= jpeg.unread_marker == JPEG_EOI;
     jpeg_destroy_decompress(&jpeg);
     return ended ? OK : fail(sample->message, DAMAGED, "it ends before its last row");
 }
 
-/* Size and kind of an encoded image: OK if turbo_decode reads it. */
-API int densefeed_probe(const uint8_t *bytes, size_t length, int *height, int *width, char *message)
-{
+/* Read the size of an encoded image. Returns OK if turbo_decode supports its format. */
+API int densefeed_probe(
+    const uint8_t *bytes, size_t length, int *height, int *width, char *message) {
     struct jpeg_decompress_struct jpeg;
     Errors errors;
     *height = *width = 0;
-    if (length < 3 || memcmp(bytes, "\xFF\xD8\xFF", 3)) return fail(message, UNSUPPORTED, "it is no JPEG");
+    if (length < 3 || memcmp(bytes, "\xFF\xD8\xFF", 3))
+        return fail(message, UNSUPPORTED, "it is not a JPEG");
     jpeg.err = &errors.base;
-    watch(&errors);
+    set_error_handlers(&errors);
     if (setjmp(errors.back)) {
         jpeg_destroy_decompress(&jpeg);
         return fail(message, errors.status, "%s", errors.text);
@@ -184,30 +184,30 @@ API int densefeed_probe(const uint8_t *bytes, size_t length, int *height, int *w
     jpeg_mem_src(&jpeg, bytes, length);
     jpeg_read_header(&jpeg, TRUE);
     *height = jpeg.image_height, *width = jpeg.image_width;
-    J_COLOR_SPACE color = jpeg.jpeg_color_space;
+    check_color(&jpeg);
     jpeg_destroy_decompress(&jpeg);
-    if (color != JCS_YCbCr && color != JCS_RGB && color != JCS_GRAYSCALE)
-        return fail(message, UNSUPPORTED, "its colors are neither gray nor RGB");
     return OK;
 }
 
-/* The same DCT coefficients as one baseline scan with optimized Huffman tables and a restart marker every `interval` MCUs (0:
- * none); of the APP segments JFIF's and Adobe's stay. `*out` is freed with densefeed_free. */
-API int densefeed_transcode(const uint8_t *bytes, size_t length, int interval, uint8_t **out, size_t *out_length, char *message)
-{
+/* Write the same DCT coefficients as one baseline scan with optimized Huffman tables and a restart
+ * marker every `interval` MCUs (0: none). Of the APP segments only JFIF and Adobe are kept. The
+ * caller frees `*out` with densefeed_free. */
+API int densefeed_transcode(const uint8_t *bytes, size_t length, int interval, uint8_t **out,
+    size_t *out_length, char *message) {
     struct jpeg_decompress_struct from;
     struct jpeg_compress_struct to;
     struct jpeg_progress_mgr progress = {.progress_monitor = on_progress};
     Errors errors;
-    /* libjpeg frees its own first buffer when it needs a larger one, and says where that is only at the end: after an error
-     * between, a buffer of its making would be freed twice. So the first one is ours; half more than the input is rarely short. */
+    /* libjpeg frees its own first buffer when it needs a larger one, but reports the new address
+     * only at the end: after an error in between, a buffer of libjpeg would be freed twice. So the
+     * first buffer is ours. Half more than the input is rarely too short. */
     unsigned long size = length + length / 2 + 65536;
     unsigned char *const room = malloc(size), *written = room;
     *out = NULL, *out_length = 0;
-    if (!room) return fail(message, NO_MEMORY, "memory is used up");
+    if (!room) return fail(message, NO_MEMORY, "out of memory");
     memset(&to, 0, sizeof to), memset(&from, 0, sizeof from);
     from.err = to.err = &errors.base;
-    watch(&errors);
+    set_error_handlers(&errors);
     if (setjmp(errors.back)) {
         jpeg_destroy_compress(&to);
         jpeg_destroy_decompress(&from);
@@ -218,16 +218,8 @@ API int densefeed_transcode(const uint8_t *bytes, size_t length, int interval, u
     from.progress = &progress;
     jpeg_mem_src(&from, bytes, length);
     jpeg_read_header(&from, TRUE);
-    int status = OK;
-    if (from.jpeg_color_space != JCS_YCbCr && from.jpeg_color_space != JCS_RGB && from.jpeg_color_space != JCS_GRAYSCALE)
-        status = fail(message, UNSUPPORTED, "its colors are neither gray nor RGB");
-    else if ((uint64_t)from.image_height * from.image_width > MOST_PIXELS)
-        status = fail(message, UNSUPPORTED, "it has more than %d pixels", MOST_PIXELS);
-    if (status) {
-        jpeg_destroy_decompress(&from);
-        free(room);
-        return status;
-    }
+    check_color(&from);
+    check_pixel_count(&from);
     jvirt_barray_ptr *coefficients = jpeg_read_coefficients(&from);
     jpeg_create_compress(&to);
     jpeg_mem_dest(&to, &written, &size);
@@ -237,7 +229,8 @@ API int densefeed_transcode(const uint8_t *bytes, size_t length, int interval, u
     jpeg_write_coefficients(&to, coefficients);
     jpeg_finish_compress(&to);
     jpeg_destroy_compress(&to);
-    jpeg_destroy_decompress(&from); /* the coefficients were read up to the file's end */
+    /* jpeg_finish_decompress is not needed: the coefficients were read to the end of the file. */
+    jpeg_destroy_decompress(&from);
     if (written != room) free(room);
     *out = written, *out_length = size;
     return OK;

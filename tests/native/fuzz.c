@@ -1,14 +1,16 @@
-/* A fuzzer of the native decoder: mutated files through every function, under sanitizers (test_fuzz.py builds and runs it).
+/* Fuzzer of the native decoder: runs every function on mutated files, under sanitizers.
+ * test_fuzz.py builds and runs it.
  *
  *     fuzz SECONDS SEED THREADED FILE...
  *
- * First every FILE as it is, then mutations of them until SECONDS of processor time are used. Whatever is drawn for a file (crop,
- * size, interval) is drawn from its own bytes, so a file alone repeats what happened to it: a crash or a hang leaves its input
- * in ./crasher, and the corpus keeps it. THREADED: 1 also gives batches to pools of threads, which wait, cancel and close.
+ * It first tries every FILE unchanged, then mutations of them until SECONDS of processor time are
+ * used. All choices for a file (crop, size, interval) are drawn from a hash of its own bytes, so a
+ * file alone reproduces its case. A crash or a hang leaves its input in ./crasher; add it to the
+ * corpus. THREADED = 1 also submits batches to thread pools: waits for, cancels or abandons them.
  *
- * Beyond what sanitizers see, it checks that a status other than OK has a message, that bytes in memory and in a file decode
- * alike, that an indexed file decodes to libjpeg's pixels, and that what was transcoded can be read.
- */
+ * Beyond what sanitizers detect, it checks that a status other than OK has a message, that bytes in
+ * memory and in a file decode alike, that an indexed file decodes to libjpeg's pixels, and that
+ * transcoded files can be read. */
 #define _GNU_SOURCE
 #include "batch.c"
 #include "turbo.c"
@@ -17,41 +19,42 @@
 
 #define MOST 65536 /* bytes of an input */
 #define HANG 20 /* seconds; sanitizers slow everything by 3 to 10 */
-#define BEFORE 5 /* bytes that stand before an image in its file */
+#define BEFORE 5 /* bytes before an image in its file */
 
-typedef struct { uint8_t *bytes; size_t length; } Input;
+typedef struct {
+    uint8_t *bytes;
+    size_t length;
+} Input;
 
-static Input now; /* being tried */
+static Input now; /* the current input */
 static uint64_t state; /* of the generator */
 
-static uint32_t draw(uint32_t below) /* xorshift64*, Vigna 2016 */
-{
+/* Draw a number in [0, below) with xorshift64* (Vigna 2016). */
+static uint32_t draw(uint32_t below) {
     state ^= state >> 12, state ^= state << 25, state ^= state >> 27;
     return below ? (uint32_t)((state * 2685821657736338717u) >> 32) % below : 0;
 }
 
-static void keep(void) /* the input that was being tried */
-{
+/* Write the current input to ./crasher. */
+static void save_crasher(void) {
     int file = open("crasher", O_WRONLY | O_CREAT | O_TRUNC, 0644);
     if (file < 0 || write(file, now.bytes, now.length) != (ssize_t)now.length) return;
     close(file);
 }
 
-static void on_alarm(int signal)
-{
+static void on_alarm(int signal) {
     (void)signal;
     static const char text[] = "an input took too long\n";
     (void)!write(2, text, sizeof text - 1);
-    keep();
+    save_crasher();
     _exit(3);
 }
 
-#define CHECK(condition) ((condition) ? (void)0 : wrong(#condition, __LINE__))
+#define CHECK(condition) ((condition) ? (void)0 : report_failure(#condition, __LINE__))
 
-static void wrong(const char *what, int line)
-{
-    fprintf(stderr, "fuzz.c:%d: not true: %s\n", line, what);
-    keep();
+static void report_failure(const char *condition, int line) {
+    fprintf(stderr, "fuzz.c:%d: check failed: %s\n", line, condition);
+    save_crasher();
     _exit(4);
 }
 
@@ -59,45 +62,49 @@ static void wrong(const char *what, int line)
 void __sanitizer_set_death_callback(void (*callback)(void));
 #endif
 
-/* ------------------------------------------------------------------------- what is done with an input */
+/* ------------------------------------------------------------------------- Checks of one input */
 
-/* Height and width as the first frame header says, wherever it stands: a broken file's size must be given too. */
-static void extent_of(Input in, int *height, int *width)
-{
+/* Find height and width in the first frame header, wherever it is: samples of broken files need a
+ * size too. */
+static void find_extent(Input in, int *height, int *width) {
     for (size_t at = 0; at + 9 <= in.length; at++)
         if (in.bytes[at] == 0xFF && in.bytes[at + 1] >= 0xC0 && in.bytes[at + 1] <= 0xC2) {
-            *height = in.bytes[at + 5] << 8 | in.bytes[at + 6], *width = in.bytes[at + 7] << 8 | in.bytes[at + 8];
+            *height = in.bytes[at + 5] << 8 | in.bytes[at + 6],
+            *width = in.bytes[at + 7] << 8 | in.bytes[at + 8];
             return;
         }
     *height = *width = 16;
 }
 
-static int draw_size(void)
-{
+static int draw_size(void) {
     static const int sizes[] = {1, 2, 3, 7, 8, 9, 16, 31, 32, 33, 48, 65, 97};
     return sizes[draw(sizeof sizes / sizeof *sizes)];
 }
 
-static void draw_sample(Sample *sample, Input in)
-{
+static void draw_sample(Sample *sample, Input in) {
     int height, width;
-    extent_of(in, &height, &width);
-    *sample = (Sample){.bytes = in.bytes, .length = (int64_t)in.length, .kind = JPEG, .height = height, .width = width, .flip = (int)draw(2)};
+    find_extent(in, &height, &width);
+    *sample = (Sample){.bytes = in.bytes,
+        .length = (int64_t)in.length,
+        .kind = JPEG,
+        .height = height,
+        .width = width,
+        .flip = (int)draw(2)};
     double *box[2][2] = {{&sample->top, &sample->box_height}, {&sample->left, &sample->box_width}};
     for (int d = 0; d < 2; d++) {
         int extent = d ? width : height;
         double from = draw(extent), length = 1 + draw(extent - (uint32_t)from);
         if (draw(4) == 0) from = 0, length = extent;
-        if (draw(8) == 0) from += draw(1000) / 1000., length -= draw(1000) / 1000.; /* may reach over the edge */
+        /* The box may exceed the edge. */
+        if (draw(8) == 0) from += draw(1000) / 1000., length -= draw(1000) / 1000.;
         if (draw(64) == 0) from = (double[]){-1, -0., 1e300, NAN, INFINITY, 65535}[draw(6)];
         if (draw(64) == 0) length = (double[]){0, -1, 1e-12, 1e300, NAN, INFINITY}[draw(6)];
         *box[d][0] = from, *box[d][1] = length;
     }
 }
 
-/* Decode one sample; its pixels, which lie in memory of exactly their size. */
-static uint8_t *decoded(Sample *sample, int size)
-{
+/* Decode one sample. Returns its pixels, in a buffer of exactly their size. */
+static uint8_t *decode_sample(Sample *sample, int size) {
     uint8_t *pixels = malloc(3 * size * size);
     memset(pixels, 0xA5, 3 * size * size);
     Batch batch = {.samples = sample, .count = 1, .size = size, .pixels = pixels};
@@ -107,12 +114,15 @@ static uint8_t *decoded(Sample *sample, int size)
     return pixels;
 }
 
-static uint32_t get32(const uint8_t *at) { return at[0] | at[1] << 8 | at[2] << 16 | (uint32_t)at[3] << 24; }
+static uint32_t get32(const uint8_t *at) {
+    return at[0] | at[1] << 8 | at[2] << 16 | (uint32_t)at[3] << 24;
+}
 
-/* Does the index say where the restart markers are, and are they in order? If not, libjpeg reads other segments than we do. */
-static int index_is_true(Input in)
-{
-    size_t at = get32(in.bytes + 12), rows = in.bytes[20] | in.bytes[21] << 8, found = 0, per_row = 0;
+/* Whether the index matches the restart markers and these are in order. If not, libjpeg reads other
+ * segments than we do. */
+static int index_matches(Input in) {
+    size_t at = get32(in.bytes + 12), rows = in.bytes[20] | in.bytes[21] << 8;
+    size_t found = 0, per_row = 0;
     for (size_t row = 0; row < rows; row++) {
         size_t end = at + get32(in.bytes + 22 + 8 * row), before = found, last = 0;
         for (; at + 1 < end; at++)
@@ -128,15 +138,15 @@ static int index_is_true(Input in)
     return 1;
 }
 
-/* Is no block so bright or dark that the inverse DCT overflows 16 bits? There libjpeg-turbo's vectors, its C code and ours differ.
- * The first pass makes a coefficient up to 1.39 * 4 times as large, so 5,900 may already; a photograph's are below 1,100. */
-static int tame(Input in)
-{
+/* Whether no block can overflow 16 bits in the inverse DCT. On overflow libjpeg-turbo's vector
+ * code, its C code and ours differ. The first pass scales a coefficient by up to 1.39 * 4, so 5,900
+ * can overflow; the coefficients of photographs are below 1,100. */
+static int is_moderate(Input in) {
     struct jpeg_decompress_struct from;
     Errors errors;
     volatile int64_t most = 0;
     from.err = &errors.base;
-    watch(&errors);
+    set_error_handlers(&errors);
     if (!setjmp(errors.back)) {
         jpeg_create_decompress(&from);
         jpeg_mem_src(&from, in.bytes, in.length);
@@ -144,10 +154,13 @@ static int tame(Input in)
         jvirt_barray_ptr *arrays = jpeg_read_coefficients(&from);
         for (int n = 0; n < from.num_components; n++)
             for (JDIMENSION y = 0; y < from.comp_info[n].height_in_blocks; y++) {
-                JBLOCKARRAY row = from.mem->access_virt_barray((j_common_ptr)&from, arrays[n], y, 1, FALSE);
+                JBLOCKARRAY row =
+                    from.mem->access_virt_barray((j_common_ptr)&from, arrays[n], y, 1, FALSE);
                 for (JDIMENSION x = 0; x < from.comp_info[n].width_in_blocks; x++) {
                     int64_t sum = 0;
-                    for (int k = 0; k < 64; k++) sum += labs((long)row[0][x][k] * from.comp_info[n].quant_table->quantval[k]);
+                    for (int k = 0; k < 64; k++)
+                        sum +=
+                            labs((long)row[0][x][k] * from.comp_info[n].quant_table->quantval[k]);
                     if (sum > most) most = sum;
                 }
             }
@@ -158,88 +171,96 @@ static int tame(Input in)
     return most < 5000;
 }
 
-/* The same crop of the indexed file's whole scan, by libjpeg. */
-static void check_pixels(const Sample *sample, int size, const uint8_t *pixels)
-{
+/* Compare with libjpeg's decoding of the same crop from the whole scan. */
+static void check_pixels(const Sample *sample, int size, const uint8_t *pixels) {
     Sample again = *sample;
     Scratch scratch = {0};
     Picture picture;
-    Box box = {(int)again.top, (int)again.left, (int)ceil(again.top + again.box_height - 1e-9), (int)ceil(again.left + again.box_width - 1e-9)};
+    Box box = {(int)again.top, (int)again.left, (int)ceil(again.top + again.box_height - 1e-9),
+        (int)ceil(again.left + again.box_width - 1e-9)};
     if (turbo_decode(&again, &scratch, again.bytes, again.length, box, 1, &picture) == OK) {
         uint8_t *want = malloc(3 * size * size);
-        if (resample(&scratch, &picture, &again, size, BILINEAR, want) == OK) CHECK(!memcmp(want, pixels, 3 * size * size));
+        if (resample(&scratch, &picture, &again, size, BILINEAR, want) == OK)
+            CHECK(!memcmp(want, pixels, 3 * size * size));
         free(want);
     }
-    free(scratch.encoded), free(scratch.planes), free(scratch.middle), free(scratch.weights);
+    free_scratch(&scratch);
 }
 
-static int indexed(Input in) { return segments_header(in.bytes, in.length) > 0; }
+static int has_index(Input in) { return segments_header(in.bytes, in.length) > 0; }
 
-static int file_of(Input in)
-{
+/* Write an input to a file in memory, after BEFORE other bytes; returns its descriptor. */
+static int create_file(Input in) {
     int file = memfd_create("input", 0);
     uint8_t around[BEFORE] = {1, 2, 3, 4, 5};
-    if (file < 0 || write(file, around, BEFORE) != BEFORE || write(file, in.bytes, in.length) != (ssize_t)in.length) abort();
+    if (file < 0 || write(file, around, BEFORE) != BEFORE
+        || write(file, in.bytes, in.length) != (ssize_t)in.length)
+        abort();
     return file;
 }
 
-static void try_crops(Input in)
-{
-    int file = file_of(in);
+static void try_crops(Input in) {
+    int file = create_file(in);
     for (int n = 0; n < 2; n++) {
         Sample sample;
         draw_sample(&sample, in);
         int size = draw_size();
-        uint8_t *pixels = decoded(&sample, size);
+        uint8_t *pixels = decode_sample(&sample, size);
         Sample from_file = sample;
         from_file.bytes = NULL, from_file.file = file, from_file.offset = BEFORE;
-        uint8_t *same = decoded(&from_file, size);
+        uint8_t *same = decode_sample(&from_file, size);
         CHECK(from_file.status == sample.status);
         if (sample.status == OK) {
             CHECK(!memcmp(pixels, same, 3 * size * size));
-            if (indexed(in) && index_is_true(in) && tame(in)) check_pixels(&sample, size, pixels);
+            if (has_index(in) && index_matches(in) && is_moderate(in))
+                check_pixels(&sample, size, pixels);
         }
         free(pixels), free(same);
-        /* A file that ends sooner than its table says, and one that is no file. */
+        /* A file that is shorter than recorded, and an invalid descriptor. */
         from_file.length += 1 + draw(5000);
-        free(decoded(&from_file, size));
+        free(decode_sample(&from_file, size));
         CHECK(from_file.status != OK);
         from_file.file = -1;
-        free(decoded(&from_file, size));
+        free(decode_sample(&from_file, size));
         CHECK(from_file.status != OK);
     }
     close(file);
 }
 
-/* Cut JPEGs lie in room of exactly the input's length; those that were found sound show the crop as libjpeg shows it of the input. */
-static void try_cuts(Input in)
-{
-    int file = file_of(in);
+/* Cut JPEGs are written to a buffer of exactly the input's length. A valid one must decode to the
+ * same crop as the input. */
+static void try_cuts(Input in) {
+    int file = create_file(in);
     for (int n = 0; n < 2; n++) {
         Sample sample;
         draw_sample(&sample, in);
-        uint64_t sound = draw(2) ? 0 : (uint64_t)in.length << 32 | densefeed_crc32(in.bytes, in.length, 0);
+        uint64_t sound =
+            draw(2) ? 0 : (uint64_t)in.length << 32 | densefeed_crc32(in.bytes, in.length, 0);
         Cut cut[2];
         uint8_t *room[2];
         for (int from_file = 0; from_file < 2; from_file++) {
             Sample one = sample;
             if (from_file) one.bytes = NULL, one.file = file, one.offset = BEFORE;
-            cut[from_file] = (Cut){.bytes = room[from_file] = malloc(in.length + !in.length), .sound = sound};
+            cut[from_file] =
+                (Cut){.bytes = room[from_file] = malloc(in.length + !in.length), .sound = sound};
             Batch batch = {.samples = &one, .count = 1, .cuts = &cut[from_file]};
             densefeed_decode(&batch);
-            CHECK(!one.message[0] == (one.status == OK) && (cut[from_file].length > 0) == (one.status == OK));
+            CHECK(!one.message[0] == (one.status == OK)
+                && (cut[from_file].length > 0) == (one.status == OK));
             CHECK(cut[from_file].length <= (int64_t)in.length);
         }
         CHECK(cut[0].length == cut[1].length && !memcmp(cut[0].bytes, cut[1].bytes, cut[0].length));
-        if (cut[0].length && indexed(in) && index_is_true(in) && tame(in)) {
+        if (cut[0].length && has_index(in) && index_matches(in) && is_moderate(in)) {
             int size = draw_size();
-            uint8_t *want = decoded(&sample, size), *got;
+            uint8_t *want = decode_sample(&sample, size), *got;
             Sample shown = sample;
-            shown.bytes = cut[0].bytes, shown.length = cut[0].length, shown.height = cut[0].height, shown.width = cut[0].width;
+            shown.bytes = cut[0].bytes, shown.length = cut[0].length, shown.height = cut[0].height,
+            shown.width = cut[0].width;
             shown.top -= cut[0].top, shown.left -= cut[0].left;
             int was = sample.status;
-            got = decoded(&shown, size);
-            if (was == OK && sample.box_height < 8 * size && sample.box_width < 8 * size) /* else libjpeg scales the cut */
+            got = decode_sample(&shown, size);
+            /* Of larger crops libjpeg decodes the cut at a smaller scale. */
+            if (was == OK && sample.box_height < 8 * size && sample.box_width < 8 * size)
                 CHECK(shown.status == OK && !memcmp(want, got, 3 * size * size));
             free(want), free(got);
         }
@@ -248,21 +269,22 @@ static void try_cuts(Input in)
     close(file);
 }
 
-static void try_raw(Input in)
-{
+static void try_raw(Input in) {
     Sample sample;
     draw_sample(&sample, in);
-    sample.kind = RAW, sample.width = 1 + draw(64), sample.height = (int)(in.length / 3 / sample.width);
+    sample.kind = RAW, sample.width = 1 + draw(64),
+    sample.height = (int)(in.length / 3 / sample.width);
     if (draw(8)) sample.length = 3 * (int64_t)sample.height * sample.width;
     if (draw(8) && sample.height) {
-        sample.top = draw(sample.height), sample.box_height = 1 + draw(sample.height - (uint32_t)sample.top);
-        sample.left = draw(sample.width), sample.box_width = 1 + draw(sample.width - (uint32_t)sample.left);
+        sample.top = draw(sample.height),
+        sample.box_height = 1 + draw(sample.height - (uint32_t)sample.top);
+        sample.left = draw(sample.width),
+        sample.box_width = 1 + draw(sample.width - (uint32_t)sample.left);
     }
-    free(decoded(&sample, draw_size()));
+    free(decode_sample(&sample, draw_size()));
 }
 
-static void try_transcoding(Input in)
-{
+static void try_transcoding(Input in) {
     char message[MESSAGE] = "";
     int height, width;
     int status = densefeed_probe(in.bytes, in.length, &height, &width, message);
@@ -274,42 +296,48 @@ static void try_transcoding(Input in)
     CHECK(!message[0] == (done == OK) && !out == (done != OK));
     if (done == OK) {
         int new_height, new_width;
-        CHECK(status == OK || memcmp(in.bytes, "\xFF\xD8\xFF", 3)); /* libjpeg would look for the first marker */
+        /* The transcoder accepts other beginnings: libjpeg searches for the first marker. */
+        CHECK(status == OK || memcmp(in.bytes, "\xFF\xD8\xFF", 3));
         CHECK(densefeed_probe(out, length, &new_height, &new_width, message) == OK);
         CHECK(status != OK || (new_height == height && new_width == width));
         Sample sample;
         draw_sample(&sample, (Input){out, length});
-        sample.top = sample.left = 0, sample.box_height = sample.height = new_height, sample.box_width = sample.width = new_width;
-        free(decoded(&sample, 16));
+        sample.top = sample.left = 0, sample.box_height = sample.height = new_height,
+        sample.box_width = sample.width = new_width;
+        free(decode_sample(&sample, 16));
         CHECK(sample.status == OK || sample.status == UNSUPPORTED);
         densefeed_free(out);
     }
 }
 
-/* ------------------------------------------------------------------------- score maps */
+/* ------------------------------------------------------------------------- Score maps */
 
-/* Any bytes as a packed row, in memory that ends where it should. */
-static void try_map(Input in)
-{
+/* Unpack arbitrary bytes as a packed row; all buffers have exactly the documented size. */
+static void try_map(Input in) {
     static float levels[256];
     for (int n = 0; n < 256; n++) levels[n] = (float)n * (n % 3 ? 1e-6f : 1e3f);
-    int side = 1 + (int)draw(9), top_k = 1 + (int)draw(6), palette = 1 + (int)draw(draw(3) ? 12 : 700);
-    Packed packed = {.cells = side * side, .top_k = top_k, .palette = &palette, .levels = draw(2) ? levels : NULL};
+    int side = 1 + (int)draw(9), top_k = 1 + (int)draw(6);
+    int palette = 1 + (int)draw(draw(3) ? 12 : 700);
+    Packed packed = {.cells = side * side,
+        .top_k = top_k,
+        .palette = &palette,
+        .levels = draw(2) ? levels : NULL};
     size_t entries = (size_t)packed.cells * top_k, bytes = map_bytes(&packed, palette);
-    uint8_t *row = malloc(bytes), *room = malloc(2 * entries + 16), *logit = malloc(2 * entries), *class = malloc(2 * entries);
+    uint8_t *row = malloc(bytes), *room = malloc(2 * entries + 16), *logit = malloc(2 * entries),
+            *class = malloc(2 * entries);
     uint8_t *lse = malloc(2 * packed.cells);
     char message[MESSAGE] = "";
     for (size_t n = 0; n < bytes; n++) row[n] = in.length ? in.bytes[n % in.length] : 0;
     int status = map_unpack(&packed, palette, row, room, logit, class, lse, message);
     CHECK(status == OK || status == DAMAGED);
     CHECK(!message[0] == (status == OK));
-    CHECK(status == OK || palette & (palette - 1)); /* a full palette has no place outside */
+    /* In a palette of 2^n classes every place is valid. */
+    CHECK(status == OK || palette & (palette - 1));
     free(row), free(room), free(logit), free(class), free(lse);
 }
 
-/* Everything with one input, which lies in memory of exactly its length. */
-static void try_input(const uint8_t *bytes, size_t length)
-{
+/* Run all checks on one input, in a buffer of exactly its length. */
+static void try_input(const uint8_t *bytes, size_t length) {
     uint8_t *exact = malloc(length ? length : 1);
     memcpy(exact, bytes, length);
     now = (Input){exact, length};
@@ -322,16 +350,17 @@ static void try_input(const uint8_t *bytes, size_t length)
     free(exact);
 }
 
-/* ------------------------------------------------------------------------- batches */
+/* ------------------------------------------------------------------------- Batches */
 
 #define ROWS 12
 #define BATCHES 3
 
-/* Some batches in a pool of threads: waited for in any order, cancelled, or left to close(). */
-static void try_pool(const Input *inputs, int count)
-{
+/* Submit batches to a thread pool, and wait for them in any order, cancel them or leave them to
+ * close(). */
+static void try_pool(const Input *inputs, int count) {
     static Sample samples[BATCHES][ROWS];
-    static uint8_t pixels[BATCHES][ROWS * 32 * 32 * 3], maps[BATCHES][ROWS][2][8], rows[BATCHES][3][ROWS * 16], windows[BATCHES][ROWS][16];
+    static uint8_t pixels[BATCHES][ROWS * 32 * 32 * 3], maps[BATCHES][ROWS][2][8],
+        rows[BATCHES][3][ROWS * 16], windows[BATCHES][ROWS][16];
     static int32_t part_file[BATCHES][ROWS][2];
     static int64_t part_offset[BATCHES][ROWS][2], part_bytes[2] = {8, 8};
     static uint8_t *part_to[BATCHES][4];
@@ -339,7 +368,7 @@ static void try_pool(const Input *inputs, int count)
     static float levels[256];
     Packed packed[BATCHES];
     Batch batches[BATCHES];
-    int file = file_of(inputs[draw(count)]), waited[BATCHES] = {0};
+    int file = create_file(inputs[draw(count)]), waited[BATCHES] = {0};
     alarm(HANG);
     Pool *pool = densefeed_open(1 + (int)draw(4));
     if (!pool) abort();
@@ -347,16 +376,25 @@ static void try_pool(const Input *inputs, int count)
         for (int n = 0; n < ROWS; n++) {
             draw_sample(&samples[b][n], inputs[draw(count)]);
             palettes[b][n] = 1 + (int)draw(20);
-            for (int p = 0; p < 2; p++) part_file[b][n][p] = draw(20) ? file : -1, part_offset[b][n][p] = draw(100) + 8 * p;
+            for (int p = 0; p < 2; p++)
+                part_file[b][n][p] = draw(20) ? file : -1, part_offset[b][n][p] = draw(100) + 8 * p;
         }
         for (int p = 0; p < 2; p++) part_to[b][p] = maps[b][0][0] + p * ROWS * 8;
-        packed[b] = (Packed){.cells = 4, .top_k = 2, .palette = palettes[b], .levels = draw(2) ? levels : NULL};
+        packed[b] = (Packed){
+            .cells = 4, .top_k = 2, .palette = palettes[b], .levels = draw(2) ? levels : NULL};
         int is_packed = draw(2);
         if (is_packed)
             for (int p = 0; p < 4; p++) part_to[b][p] = p < 3 ? rows[b][p] : windows[b][0];
         batches[b] = (Batch){
-            .samples = samples[b], .count = (int)draw(ROWS + 1), .size = 32, .pixels = pixels[b], .parts = 2,
-            .part_file = part_file[b][0], .part_offset = part_offset[b][0], .part_bytes = part_bytes, .part_to = part_to[b],
+            .samples = samples[b],
+            .count = (int)draw(ROWS + 1),
+            .size = 32,
+            .pixels = pixels[b],
+            .parts = 2,
+            .part_file = part_file[b][0],
+            .part_offset = part_offset[b][0],
+            .part_bytes = part_bytes,
+            .part_to = part_to[b],
             .packed = is_packed ? &packed[b] : NULL,
         };
         densefeed_submit(pool, &batches[b]);
@@ -366,32 +404,34 @@ static void try_pool(const Input *inputs, int count)
         int b = (int)draw(BATCHES);
         if (waited[b] || draw(4) == 0) continue;
         int cancel = draw(3) == 0;
-        while (!densefeed_wait(pool, &batches[b], draw(2) ? 0.001 : 1.25, cancel)) {}
+        while (!densefeed_wait(pool, &batches[b], draw(2) ? 0.001 : 1.25, cancel)) continue;
         waited[b] = 1;
         int done = cancel ? batches[b].next : batches[b].count;
         CHECK(batches[b].done == done);
-        for (int n = 0; n < done; n++) CHECK(!samples[b][n].message[0] == (samples[b][n].status == OK));
+        for (int n = 0; n < done; n++)
+            CHECK(!samples[b][n].message[0] == (samples[b][n].status == OK));
     }
     densefeed_close(pool);
     alarm(0);
     close(file);
 }
 
-/* ------------------------------------------------------------------------- mutations */
+/* ------------------------------------------------------------------------- Mutations */
 
-static void put32(uint8_t *at, uint32_t value)
-{
+static void put32(uint8_t *at, uint32_t value) {
     for (int n = 0; n < 4; n++) at[n] = (uint8_t)(value >> 8 * n);
 }
 
-/* Make lengths and checksums of an indexed file true again, so that a mutation is seen by what comes after them. */
-static void repair(Input *in)
-{
+/* Recompute lengths and checksums of an indexed file, so that a mutation reaches the code after
+ * their verification. */
+static void repair(Input *in) {
     uint8_t *bytes = in->bytes;
     if (in->length < 64 || memcmp(bytes + 6, "DFSEG\1", 6)) return;
     size_t header = get32(bytes + 12);
-    if (draw(2)) /* where the scan begins now */
-        for (size_t at = 2; at + 4 <= in->length && bytes[at] == 0xFF; at += 2 + (bytes[at + 2] << 8 | bytes[at + 3]))
+    /* Find where the scan begins now. */
+    if (draw(2))
+        for (size_t at = 2; at + 4 <= in->length && bytes[at] == 0xFF;
+            at += 2 + (bytes[at + 2] << 8 | bytes[at + 3]))
             if (bytes[at + 1] == 0xDA) {
                 header = at + 2 + (bytes[at + 2] << 8 | bytes[at + 3]);
                 break;
@@ -411,26 +451,34 @@ static void repair(Input *in)
     put32(bytes + 16, densefeed_crc32(bytes + 20, header - 20, densefeed_crc32(bytes, 16, 0)));
 }
 
-static void mutate(Input *in, const Input *seeds, int count)
-{
-    static const uint8_t known[] = {0, 1, 2, 3, 4, 0x10, 0x11, 0x21, 0x22, 0x41, 0x7F, 0x80, 0xC0, 0xC2, 0xC4, 0xD0, 0xD9, 0xDA, 0xDB, 0xDD, 0xE9, 0xFE, 0xFF};
+static void mutate(Input *in, const Input *seeds, int count) {
+    static const uint8_t known[] = {0, 1, 2, 3, 4, 0x10, 0x11, 0x21, 0x22, 0x41, 0x7F, 0x80, 0xC0,
+        0xC2, 0xC4, 0xD0, 0xD9, 0xDA, 0xDB, 0xDD, 0xE9, 0xFE, 0xFF};
     uint8_t *bytes = in->bytes;
     for (int edits = 1 + (int)draw(4); edits > 0 && in->length > 4; edits--) {
-        size_t length = in->length, at = draw(2) ? draw((uint32_t)length) : draw(length < 700 ? (uint32_t)length : 700);
+        size_t length = in->length,
+               at = draw(2) ? draw((uint32_t)length) : draw(length < 700 ? (uint32_t)length : 700);
         switch (draw(10)) {
-        case 0: case 1: bytes[at] ^= (uint8_t)(1 << draw(8)); break;
+        case 0:
+        case 1: bytes[at] ^= (uint8_t)(1 << draw(8)); break;
         case 2: bytes[at] = (uint8_t)draw(256); break;
         case 3: bytes[at] = known[draw(sizeof known)]; break;
-        case 4: if (at + 1 < length) bytes[at] = 0xFF, bytes[at + 1] = known[draw(sizeof known)]; break;
-        case 5: if (draw(4) == 0) in->length = at; break;
-        case 6: { /* leave out, or say twice */
+        case 4:
+            if (at + 1 < length) bytes[at] = 0xFF, bytes[at + 1] = known[draw(sizeof known)];
+            break;
+        case 5:
+            if (draw(4) == 0) in->length = at;
+            break;
+        case 6: { /* delete or duplicate a run */
             size_t run = 1 + draw(draw(2) ? 4 : 200);
             if (at + run >= length) break;
-            if (draw(2)) memmove(bytes + at, bytes + at + run, length - at - run), in->length -= run;
-            else if (length + run <= MOST) memmove(bytes + at + run, bytes + at, length - at), in->length += run;
+            if (draw(2))
+                memmove(bytes + at, bytes + at + run, length - at - run), in->length -= run;
+            else if (length + run <= MOST)
+                memmove(bytes + at + run, bytes + at, length - at), in->length += run;
             break;
         }
-        case 7: { /* from another file */
+        case 7: { /* copy a run from another file */
             const Input *other = &seeds[draw((uint32_t)count)];
             size_t from = draw((uint32_t)other->length), run = 1 + draw(draw(2) ? 16 : 600);
             if (run > other->length - from) run = other->length - from;
@@ -438,7 +486,7 @@ static void mutate(Input *in, const Input *seeds, int count)
             memcpy(bytes + at, other->bytes + from, run);
             break;
         }
-        case 8: { /* another size, sampling, or table in the frame header */
+        case 8: { /* change size, sampling or table in the frame header */
             for (at = 0; at + 20 < length; at++)
                 if (bytes[at] == 0xFF && bytes[at + 1] >= 0xC0 && bytes[at + 1] <= 0xC2) break;
             if (at + 20 >= length) break;
@@ -447,39 +495,38 @@ static void mutate(Input *in, const Input *seeds, int count)
             else put32(bytes + at + 5, draw(2) ? 0xDCFFDCFF : draw(1 << 30));
             break;
         }
-        default: memset(bytes + at, draw(2) ? 0 : 0xFF, length - at < 24 ? length - at : 1 + draw(24));
+        default:
+            memset(bytes + at, draw(2) ? 0 : 0xFF, length - at < 24 ? length - at : 1 + draw(24));
         }
     }
     if (draw(10) < 8) repair(in);
 }
 
-static double seconds_used(void)
-{
+static double seconds_used(void) {
     struct timespec used;
     clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &used);
     return (double)used.tv_sec + used.tv_nsec * 1e-9;
 }
 
-int main(int count, char **words)
-{
+int main(int count, char **words) {
     if (count < 5) return fprintf(stderr, "fuzz SECONDS SEED THREADED FILE...\n"), 2;
     double until = atof(words[1]), slowest = 0;
     int threaded = atoi(words[3]), seeds = count - 4;
     signal(SIGALRM, on_alarm);
 #if defined(__SANITIZE_ADDRESS__)
-    __sanitizer_set_death_callback(keep);
+    __sanitizer_set_death_callback(save_crasher);
 #endif
     Input *seed = calloc(seeds, sizeof *seed);
     for (int n = 0; n < seeds; n++) {
         FILE *file = fopen(words[4 + n], "rb");
-        if (!file) return fprintf(stderr, "%s cannot be read\n", words[4 + n]), 2;
+        if (!file) return fprintf(stderr, "cannot read %s\n", words[4 + n]), 2;
         seed[n].bytes = malloc(MOST);
         seed[n].length = fread(seed[n].bytes, 1, MOST, file);
         fclose(file);
         try_input(seed[n].bytes, seed[n].length);
     }
     state = 0x853C49E6748FEA9Bu + strtoull(words[2], NULL, 10);
-    Input in = {malloc(MOST), 0}, some[4] = {0};
+    Input in = {malloc(MOST), 0}, recent[4] = {0};
     long tried = 0;
     for (; seconds_used() < until; tried++) {
         const Input *from = &seed[draw((uint32_t)seeds)];
@@ -490,15 +537,16 @@ int main(int count, char **words)
         if (seconds_used() - before > slowest) slowest = seconds_used() - before;
         if (!threaded) continue;
         int slot = (int)(tried % 4);
-        free(some[slot].bytes);
-        some[slot] = (Input){malloc(in.length + 1), in.length};
-        memcpy(some[slot].bytes, in.bytes, in.length);
-        if (tried > 4 && draw(4) == 0) try_pool(some, 4);
+        free(recent[slot].bytes);
+        recent[slot] = (Input){malloc(in.length + 1), in.length};
+        memcpy(recent[slot].bytes, in.bytes, in.length);
+        if (tried > 4 && draw(4) == 0) try_pool(recent, 4);
         if (tried > 4 && draw(4) == 0) try_pool(seed, seeds);
     }
-    printf("%ld inputs from %d files in %.0f s, the slowest took %.2f s\n", tried, seeds, seconds_used(), slowest);
+    printf("%ld inputs from %d files in %.0f s, slowest %.2f s\n", tried, seeds, seconds_used(),
+        slowest);
     for (int n = 0; n < seeds; n++) free(seed[n].bytes);
-    for (int n = 0; n < 4; n++) free(some[n].bytes);
+    for (int n = 0; n < 4; n++) free(recent[n].bytes);
     free(seed), free(in.bytes);
     return 0;
 }

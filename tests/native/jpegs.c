@@ -1,16 +1,15 @@
-/* JPEGs as the tests need them, and what is in them: libjpeg alone, nothing of the code under test.
- * Errors end the process, so callers give it what is whole. */
+/* Write JPEGs for the tests and read their contents, with libjpeg alone and no code under test.
+ * Errors end the process, so the input must be valid. */
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <jpeglib.h>
 
-/* Encode `pixels` [height][width][components]. The first component is sampled h x v, the others 1 x 1. `rgb`: the planes are
- * stored as they come, not as Y, Cb, Cr. The result is freed by free_jpeg. */
-size_t write_jpeg(const uint8_t *pixels, int height, int width, int components, int h, int v, int rgb, int progressive, int arithmetic,
-    int restart, int quality, uint8_t **out)
-{
+/* Encode `pixels` [height][width][components]. The first component is sampled h x v, the others
+ * 1 x 1. `rgb`: store the planes as R, G, B, not as Y, Cb, Cr. Free the result with free_jpeg. */
+size_t write_jpeg(const uint8_t *pixels, int height, int width, int components, int h, int v,
+    int rgb, int progressive, int arithmetic, int restart, int quality, uint8_t **out) {
     struct jpeg_compress_struct to;
     struct jpeg_error_mgr errors;
     unsigned long size = 0;
@@ -40,10 +39,10 @@ size_t write_jpeg(const uint8_t *pixels, int height, int width, int components, 
 
 void free_jpeg(uint8_t *jpeg) { free(jpeg); }
 
-/* What a JPEG holds, into `numbers` if that is given: for each component its sampling factors, its size in blocks, its quantization
- * table, and its coefficients in their natural order. How many numbers there are. */
-size_t read_jpeg(const uint8_t *jpeg, size_t length, int16_t *numbers)
-{
+/* Read the contents of a JPEG: for each component its sampling factors, its size in blocks, its
+ * quantization table, and its coefficients in natural order. They are written to `numbers` if it is
+ * not NULL. Returns how many numbers there are. */
+size_t read_jpeg(const uint8_t *jpeg, size_t length, int16_t *numbers) {
     struct jpeg_decompress_struct from;
     struct jpeg_error_mgr errors;
     size_t count = 0;
@@ -54,13 +53,15 @@ size_t read_jpeg(const uint8_t *jpeg, size_t length, int16_t *numbers)
     jvirt_barray_ptr *arrays = jpeg_read_coefficients(&from);
     for (int n = 0; n < from.num_components; n++) {
         jpeg_component_info *c = &from.comp_info[n];
-        int16_t head[4] = {c->h_samp_factor, c->v_samp_factor, (int16_t)c->height_in_blocks, (int16_t)c->width_in_blocks};
+        int16_t head[4] = {c->h_samp_factor, c->v_samp_factor, (int16_t)c->height_in_blocks,
+            (int16_t)c->width_in_blocks};
         for (int k = 0; k < 4; k++, count++)
             if (numbers) numbers[count] = head[k];
         for (int k = 0; k < DCTSIZE2; k++, count++)
             if (numbers) numbers[count] = (int16_t)c->quant_table->quantval[k];
         for (JDIMENSION y = 0; y < c->height_in_blocks; y++) {
-            JBLOCKARRAY row = from.mem->access_virt_barray((j_common_ptr)&from, arrays[n], y, 1, FALSE);
+            JBLOCKARRAY row =
+                from.mem->access_virt_barray((j_common_ptr)&from, arrays[n], y, 1, FALSE);
             if (numbers) memcpy(numbers + count, row[0][0], c->width_in_blocks * sizeof(JBLOCK));
             count += (size_t)c->width_in_blocks * DCTSIZE2;
         }

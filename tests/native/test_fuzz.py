@@ -1,5 +1,6 @@
-"""The native decoder under AddressSanitizer and UBSan (and ThreadSanitizer), on mutated files.
-`make soak` does it for long.
+"""The native decoder on mutated files under AddressSanitizer, UBSan and ThreadSanitizer.
+
+`make soak` runs it for minutes.
 """
 
 import os
@@ -10,7 +11,7 @@ import pytest
 
 from densefeed.storage import indexed_jpeg
 
-from ..jpeg_files import HERE, NATIVE, SOURCES, compiled
+from ..jpeg_files import HERE, NATIVE, SOURCES, compile_c
 
 MINUTES = float(os.environ.get("SOAK_MINUTES", 0))
 SAMPLINGS = {
@@ -22,15 +23,13 @@ SAMPLINGS = {
     "410": (4, 2),
     "441": (1, 4),
 }
-# fuzz.c holds these
+# fuzz.c includes batch.c and turbo.c.
 LIBRARY = [NATIVE / f"{name}.c" for name in SOURCES if name not in ("batch", "turbo")]
 
 
 @pytest.fixture(scope="module")
 def seeds(jpegs, noise, tmp_path_factory):
-    """One small file of each kind; what can be indexed is there with its index too. And what once
-    broke.
-    """
+    """Small files of each kind, also with an index where possible, and the corpus of old bugs."""
     folder, made = tmp_path_factory.mktemp("seeds"), {}
     for name, sampling in SAMPLINGS.items():
         made[name] = jpegs.write(noise(37, 51), sampling)
@@ -62,10 +61,10 @@ def seeds(jpegs, noise, tmp_path_factory):
 
 
 def fuzz(folder, seeds, sanitizers: str, seconds: float, threaded: int, seed: int) -> None:
-    """Build and run fuzz.c; what it finds fails the test and lies in `folder`."""
+    """Build and run fuzz.c. A finding fails the test and is saved in `folder`."""
     fuzzer = folder / "fuzz"
     try:
-        compiled(
+        compile_c(
             fuzzer,
             [HERE / "fuzz.c", *LIBRARY],
             "-O1",
@@ -95,8 +94,8 @@ def fuzz(folder, seeds, sanitizers: str, seconds: float, threaded: int, seed: in
 @pytest.mark.parametrize(
     ("sanitizers", "short", "share"), [("address,undefined", 4, 0.9), ("thread", 2, 0.1)]
 )
-def test_mutated_files_do_no_harm(seeds, tmp_path, sanitizers, short, share):
-    """Seconds of always the same mutations; `make soak` gives minutes of others."""
+def test_mutated_files_cause_no_errors(seeds, tmp_path, sanitizers, short, share):
+    """Run a few seconds of fixed mutations; `make soak` runs minutes of random ones."""
     if MINUTES:
         seed = int.from_bytes(os.urandom(4))
         print(f"seed {seed}")

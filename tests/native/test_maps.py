@@ -1,6 +1,4 @@
-"""maps.c against numpy's unpacking of the same bytes, the densest and the emptiest palettes, and
-bytes no packer writes.
-"""
+"""maps.c against unpacking with numpy: smallest and largest palettes, and invalid bytes."""
 
 import os
 import zlib
@@ -17,7 +15,7 @@ CELLS, ENTRIES = SIDE * SIDE, SIDE * SIDE * TOP_K
 
 
 def packed_rows(form: str, rng: np.random.Generator, scales=None) -> list[np.ndarray]:
-    """A row of random bytes for each of PALETTES, its places all within the palette."""
+    """Make a row of random bytes for each of PALETTES, with all places inside the palette."""
     rows = []
     for size, palette in zip(
         row_sizes(form, SIDE, TOP_K, PALETTES).tolist(), PALETTES.tolist(), strict=True
@@ -39,10 +37,10 @@ def packed_rows(form: str, rng: np.random.Generator, scales=None) -> list[np.nda
     return rows
 
 
-def decoded(
+def decode(
     path, rows: list[np.ndarray], levels: np.ndarray | None, crc=None
 ) -> tuple[np.ndarray, list[np.ndarray], np.ndarray]:
-    """What the library makes of rows in a file: samples, the four fields, the Windows written."""
+    """Unpack rows from a file with the library: samples, the four fields, the written Windows."""
     N = len(rows)
     window = np.arange(4 * N, dtype=np.float32).reshape(N, 4)
     path.write_bytes(b"".join(row.tobytes() for row in rows) + window.tobytes())
@@ -76,7 +74,7 @@ def decoded(
     return samples, to, window
 
 
-def same(fields: list[np.ndarray], want: tuple[np.ndarray, ...]) -> None:
+def assert_same_bits(fields: list[np.ndarray], want: tuple[np.ndarray, ...]) -> None:
     for got, expected in zip(fields, want, strict=True):
         np.testing.assert_array_equal(
             got.view(f"u{got.itemsize}"), expected.view(f"u{expected.itemsize}")
@@ -84,19 +82,19 @@ def same(fields: list[np.ndarray], want: tuple[np.ndarray, ...]) -> None:
 
 
 @pytest.mark.parametrize("form", ["lossless", "compact"])
-def test_rows_are_those_of_numpy_to_the_bit(tmp_path, form):
+def test_rows_equal_numpys_exactly(tmp_path, form):
     rows = packed_rows(form, np.random.default_rng(0))
     levels = levels_of("tail") if form == "compact" else None
-    samples, fields, window = decoded(tmp_path / "rows", rows, levels)
+    samples, fields, window = decode(tmp_path / "rows", rows, levels)
     assert not samples["status"].any(), samples["message"]
-    same(fields, (*unpack(form, SIDE, TOP_K, levels, PALETTES, rows), window))
+    assert_same_bits(fields, (*unpack(form, SIDE, TOP_K, levels, PALETTES, rows), window))
 
 
-def test_logits_are_rounded_to_float16_as_numpy_does(tmp_path):
-    """Of every size: what is too large, too small, halfway between two, negative."""
+def test_logits_are_rounded_to_float16_like_numpy(tmp_path):
+    """Logits of all magnitudes: overflowing, underflowing, halfway between two, negative."""
     rng = np.random.default_rng(1)
     exponents = rng.uniform(-30, 18, 256)
-    # a float16 has 11 bits, these 12
+    # A float16 has 11 significant bits; these values have 12.
     halfway = (rng.integers(0x400, 0x800, 256) * 2 + 1) * 2.0 ** rng.integers(-26, 5, 256)
     levels = np.where(
         np.arange(256) % 2, halfway, 2.0**exponents * rng.choice([-1, 1], 256)
@@ -106,24 +104,24 @@ def test_logits_are_rounded_to_float16_as_numpy_does(tmp_path):
         (low, step) for low in (0.0, 1e-5, -3.0, 70000.0) for step in (1.0, -1.0, 2.0**-14, 0.3)
     ][: len(PALETTES)]
     rows = packed_rows("compact", rng, scales)
-    samples, fields, _ = decoded(tmp_path / "rows", rows, levels)
+    samples, fields, _ = decode(tmp_path / "rows", rows, levels)
     assert not samples["status"].any()
-    same(fields[:3], unpack("compact", SIDE, TOP_K, levels, PALETTES, rows))
+    assert_same_bits(fields[:3], unpack("compact", SIDE, TOP_K, levels, PALETTES, rows))
     assert np.isinf(fields[0]).any()
     assert ((fields[0] != 0) & (np.abs(fields[0]) < 2.0**-14)).any()
 
 
 @pytest.mark.parametrize("form", ["lossless", "compact"])
-def test_a_row_that_changed_or_is_none_is_that_samples_fault_alone(tmp_path, form):
+def test_invalid_or_changed_row_fails_only_its_sample(tmp_path, form):
     levels = levels_of("tail") if form == "compact" else None
     rows = packed_rows(form, np.random.default_rng(2))
     at = 8 * (form == "compact") + 2 * 3
-    # eight places of 3 in a palette of 3, under a true CRC
+    # Eight places of 3 in a palette of 3 classes, with a valid CRC.
     rows[2][at], rows[2][at + -(-ENTRIES // 8)] = (255, 255)
-    samples, _, _ = decoded(tmp_path / "rows", rows, levels)
+    samples, _, _ = decode(tmp_path / "rows", rows, levels)
     assert np.flatnonzero(samples["status"]).tolist() == [2]
     assert samples["status"][2] == native.DAMAGED
-    assert samples["message"][2] == b"its score map names a class outside its palette"
+    assert samples["message"][2] == b"its score map refers to a class outside its palette"
     rows = packed_rows(form, np.random.default_rng(2))
     crc = np.array(
         [
@@ -132,6 +130,6 @@ def test_a_row_that_changed_or_is_none_is_that_samples_fault_alone(tmp_path, for
         ]
     )
     rows[5][-1] ^= 1
-    samples, _, _ = decoded(tmp_path / "rows", rows, levels, crc.astype(np.uint32))
+    samples, _, _ = decode(tmp_path / "rows", rows, levels, crc.astype(np.uint32))
     assert np.flatnonzero(samples["status"]).tolist() == [5]
     assert b"does not match its checksum" in samples["message"][5]

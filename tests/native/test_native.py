@@ -1,6 +1,4 @@
-"""The native decoder against Pillow, against libjpeg, against itself without SIMD; its threads;
-what it says of bad input.
-"""
+"""The native decoder against Pillow, libjpeg and its own build without SIMD; threads; bad input."""
 
 import ctypes
 import io
@@ -22,15 +20,15 @@ from densefeed.storage import indexed_jpeg
 from densefeed.storage.images import crop_resize
 from densefeed.system.errors import UserError
 
-from ..jpeg_files import NATIVE, SOURCES, compiled, encoded
+from ..jpeg_files import NATIVE, SOURCES, compile_c, encoded
 
-MEAN = 0.6  # of 255: the issue's bar for the mean absolute difference to Pillow
+MEAN = 0.6  # of 255: limit of the mean absolute difference from Pillow
 
 
-def job_of(
+def make_job(
     files: list[bytes], boxes, size: int, flips=0, kind=native.JPEG, extents=None, parts=None
 ) -> native.Job:
-    """A job over files in memory; `boxes` are (top, left, height, width)."""
+    """Make a job over files in memory; `boxes` are (top, left, height, width)."""
     samples = np.zeros(len(files), native.SAMPLE)
     memory = [np.frombuffer(file, np.uint8) for file in files]
     samples["bytes"], samples["length"] = [m.ctypes.data for m in memory], [len(m) for m in memory]
@@ -44,21 +42,21 @@ def job_of(
 
 
 def crop(file: bytes, box, size: int, flip=0, **options) -> np.ndarray:
-    """One crop, which must succeed."""
-    job = job_of([file], [box], size, flip, **options)
+    """Decode one crop, which must succeed."""
+    job = make_job([file], [box], size, flip, **options)
     job.decode()
     assert job.samples["status"][0] == native.OK, job.samples["message"][0]
     assert job.samples["message"][0] == b""
     return job.pixels[0]
 
 
-def by_pillow(image: Image.Image, box, size: int, flip=0) -> np.ndarray:
+def crop_with_pillow(image: Image.Image, box, size: int, flip=0) -> np.ndarray:
     top, left, height, width = box
     want = crop_resize(image.convert("RGB"), (left, top, left + width, top + height), size)
     return want[:, ::-1] if flip else want
 
 
-def difference(pixels: np.ndarray, want: np.ndarray) -> float:
+def mean_difference(pixels: np.ndarray, want: np.ndarray) -> float:
     return float(np.abs(pixels.astype(int) - want).mean())
 
 
@@ -69,13 +67,13 @@ def random_box(rng, height, width, least=8) -> tuple[int, int, int, int]:
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
-    """The library as processors without AVX2 and carry-less products run it."""
+    """The library as built for processors without AVX2 and carry-less multiplication."""
     flags = ("-O3", "-shared", "-fPIC", "-fvisibility=hidden", "-DDENSEFEED_PLAIN")
     out = tmp_path_factory.mktemp("plain") / "plain.so"
-    return ctypes.CDLL(str(compiled(out, [NATIVE / f"{name}.c" for name in SOURCES], *flags)))
+    return ctypes.CDLL(str(compile_c(out, [NATIVE / f"{name}.c" for name in SOURCES], *flags)))
 
 
-def test_structs_lie_as_c_has_them(tmp_path):
+def test_struct_offsets_match_c(tmp_path):
     fields = {
         "Sample": [*native.SAMPLE.names],
         "Batch": [name for name, _ in native._Batch._fields_],
@@ -91,7 +89,7 @@ def test_structs_lie_as_c_has_them(tmp_path):
     source.write_text('#include "batch.c"\nint main(void) {' + "\n".join(lines) + "return 0;}")
     others = [NATIVE / f"{name}.c" for name in SOURCES if name != "batch"]
     printed = subprocess.check_output(
-        [compiled(tmp_path / "offsets", [source, *others], "-O0")], text=True
+        [compile_c(tmp_path / "offsets", [source, *others], "-O0")], text=True
     ).split()
     ours = [native.SAMPLE.fields[name][1] for name in native.SAMPLE.names]
     ours += [getattr(native._Batch, name).offset for name, _ in native._Batch._fields_]
@@ -99,12 +97,12 @@ def test_structs_lie_as_c_has_them(tmp_path):
     assert [int(offset) for offset in printed] == ours
 
 
-# ------------------------------------------------------------------------------------------------ pixels
+# ------------------------------------------------------------------------- Pixels
 
 
 @pytest.mark.parametrize("subsampling", ["4:2:0", "4:2:2", "4:4:4"])
 @pytest.mark.parametrize("index", [True, False], ids=["indexed", "plain"])
-def test_crops_of_photographs_are_pillows(photographs, subsampling, index):
+def test_crops_of_photographs_match_pillow(photographs, subsampling, index):
     rng = np.random.default_rng(0)
     for photograph in photographs:
         file = encoded(photograph, subsampling=subsampling)
@@ -113,14 +111,18 @@ def test_crops_of_photographs_are_pillows(photographs, subsampling, index):
         for size in (32, 97, 160, 224, 300):
             box, flip = random_box(rng, image.height, image.width), int(rng.integers(2))
             assert (
-                difference(crop(file, box, size, flip), by_pillow(image, box, size, flip)) <= MEAN
+                mean_difference(
+                    crop(file, box, size, flip), crop_with_pillow(image, box, size, flip)
+                )
+                <= MEAN
             ), (box, size)
 
 
 @pytest.mark.parametrize("index", [True, False], ids=["indexed", "plain"])
-def test_large_photographs_are_pillows_at_every_scale(photographs, index):
-    """Crops of up to 33 times the output: without an index libjpeg decodes at 1/2, 1/4 or 1/8; with
-    one the filter has 66 taps.
+def test_large_photographs_match_pillow_at_every_scale(photographs, index):
+    """Crops of up to 33 times the output size.
+
+    Without an index libjpeg decodes at 1/2, 1/4 or 1/8; with one the filter has 66 taps.
     """
     for photograph in photographs[:3]:
         file = encoded(
@@ -132,48 +134,44 @@ def test_large_photographs_are_pillows_at_every_scale(photographs, index):
             for size in (31, 48):
                 side = min(int(ratio * size) + 1, image.height, image.width - 5)
                 box = (image.height - side, 5, side, side)
-                assert difference(crop(file, box, size), by_pillow(image, box, size)) <= MEAN, (
-                    ratio,
-                    size,
-                )
+                assert (
+                    mean_difference(crop(file, box, size), crop_with_pillow(image, box, size))
+                    <= MEAN
+                ), (ratio, size)
 
 
-def test_boxes_of_fractions_as_evaluation_has_them(photographs):
+def test_fractional_boxes_as_in_evaluation_match_pillow(photographs):
     rng = np.random.default_rng(1)
     for photograph in photographs:
         file = encoded(photograph)
         indexed, image = indexed_jpeg.transcode(file), Image.open(io.BytesIO(file))
         for _ in range(6):
             tall, wide = rng.uniform(20, image.height), rng.uniform(20, image.width)
-            box = (
-                rng.uniform(0, image.height - tall),
-                rng.uniform(0, image.width - wide),
-                tall,
-                wide,
-            )
+            top, left = rng.uniform(0, image.height - tall), rng.uniform(0, image.width - wide)
+            box = (top, left, tall, wide)
             for each in (file, indexed):
-                assert difference(crop(each, box, 128), by_pillow(image, box, 128)) <= MEAN, box
+                assert (
+                    mean_difference(crop(each, box, 128), crop_with_pillow(image, box, 128)) <= MEAN
+                ), box
 
 
-def test_small_crops_are_enlarged_as_pillow_does(photographs):
+def test_small_crops_are_enlarged_like_pillow(photographs):
     rng = np.random.default_rng(2)
     for photograph in photographs:
         file = encoded(photograph)
         indexed, image = indexed_jpeg.transcode(file), Image.open(io.BytesIO(file))
         for side in (1, 2, 3, 8, 33):
-            box = (
-                int(rng.integers(image.height - side)),
-                int(rng.integers(image.width - side)),
-                side,
-                side,
-            )
-            # Pillow interpolates chroma with neighbors outside the box as we do, but rounds before
-            # it resamples.
-            assert difference(crop(indexed, box, 100), by_pillow(image, box, 100)) <= 1, box
+            top, left = (int(rng.integers(length - side)) for length in image.size[::-1])
+            box = (top, left, side, side)
+            # Like this decoder, Pillow interpolates chroma with neighbors outside the box, but it
+            # rounds before it resamples.
+            assert (
+                mean_difference(crop(indexed, box, 100), crop_with_pillow(image, box, 100)) <= 1
+            ), box
 
 
-def test_a_crop_at_its_own_size_is_the_decoded_image(photographs, jpegs, noise):
-    """Gray needs no color conversion, so there is nothing to round."""
+def test_unscaled_crop_equals_the_decoded_image(photographs, jpegs, noise):
+    """Exactly for grayscale, which needs no color conversion; within 2 levels for color."""
     file = jpegs.write(noise(75, 91, 1))
     want = np.asarray(Image.open(io.BytesIO(file)))
     for each in (file, indexed_jpeg.transcode(file)):
@@ -189,35 +187,36 @@ def test_a_crop_at_its_own_size_is_the_decoded_image(photographs, jpegs, noise):
 
 
 @pytest.mark.parametrize("from_file", [False, True], ids=["memory", "file"])
-def test_raw_pixels_are_cropped_as_pillow_does(photographs, tmp_path, from_file):
+def test_raw_pixels_are_cropped_like_pillow(photographs, tmp_path, from_file):
     rng = np.random.default_rng(3)
     for photograph in photographs[:3]:
         content = photograph.tobytes()
         for size in (1, 64, 211):
             box, flip = random_box(rng, photograph.height, photograph.width), int(rng.integers(2))
-            job = job_of(
+            job = make_job(
                 [content], [box], size, flip, native.RAW, [(photograph.height, photograph.width)]
             )
             if from_file:
                 (tmp_path / "raw").write_bytes(b"before" + content)
                 with open(tmp_path / "raw", "rb") as file:
-                    job.samples["bytes"], job.samples["file"], job.samples["offset"] = (
-                        0,
-                        file.fileno(),
-                        6,
-                    )
+                    job.samples["bytes"], job.samples["offset"] = 0, 6
+                    job.samples["file"] = file.fileno()
                     job.decode()
             else:
                 job.decode()
             assert job.samples["status"][0] == native.OK
-            assert difference(job.pixels[0], by_pillow(photograph, box, size, flip)) <= MEAN
+            assert (
+                mean_difference(job.pixels[0], crop_with_pillow(photograph, box, size, flip))
+                <= MEAN
+            )
 
 
 @settings(max_examples=120, deadline=None)
 @given(st.data())
-def test_segments_give_libjpegs_pixels_to_the_bit(jpegs, noise, plain, data):
-    """Any size, sampling, quality, box (image borders above all), output and interval; and so does
-    the build without SIMD.
+def test_segments_decode_to_libjpegs_pixels_exactly(jpegs, noise, plain, data):
+    """With and without SIMD, for any size, sampling, quality, box, output size and interval.
+
+    Boxes touch the image borders often.
     """
     height, width = data.draw(st.integers(1, 120)), data.draw(st.integers(1, 120))
     channels = data.draw(st.sampled_from([1, 3]))
@@ -232,26 +231,23 @@ def test_segments_give_libjpegs_pixels_to_the_bit(jpegs, noise, plain, data):
     box = []
     for extent in (height, width):
         from_ = data.draw(st.sampled_from([0, extent - 1]) | st.integers(0, extent - 1))
-        box.append(
-            (
-                from_,
-                data.draw(st.sampled_from([1, extent - from_]) | st.integers(1, extent - from_)),
-            )
-        )
+        room = extent - from_
+        box.append((from_, data.draw(st.sampled_from([1, room]) | st.integers(1, room))))
     (top, tall), (left, wide) = box
-    # libjpeg's path would scale smaller outputs
+    # For smaller outputs the libjpeg path would decode at a smaller scale.
     size = data.draw(st.integers(max(tall, wide) // 8 + 1, 256))
     box, flip = (top, left, tall, wide), data.draw(st.integers(0, 1))
     ours = crop(indexed, box, size, flip)
     np.testing.assert_array_equal(ours, crop(original, box, size, flip))
-    job = job_of([indexed, original], [box, box], size, flip)
+    job = make_job([indexed, original], [box, box], size, flip)
     plain.densefeed_decode(ctypes.byref(job.batch))
     np.testing.assert_array_equal(job.pixels, [ours, ours])
 
 
-def test_wild_coefficients_decode_alike_without_simd(jpegs, plain):
-    """Quantizers of 255 where 1 belongs: every block overflows 16 bits, as in a damaged file whose
-    checksums are whole.
+def test_overflowing_coefficients_decode_alike_without_simd(jpegs, plain):
+    """Quantization factors of 255 instead of 1 make every block overflow 16 bits.
+
+    This stands for a damaged file with valid checksums.
     """
     pixels = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)
     file = bytearray(indexed_jpeg.transcode(jpegs.write(pixels, (2, 2), quality=100)))
@@ -260,23 +256,28 @@ def test_wild_coefficients_decode_alike_without_simd(jpegs, plain):
     (header,) = struct.unpack_from("<I", file, 12)
     struct.pack_into("<I", file, 16, zlib.crc32(file[20:header], zlib.crc32(file[:16])))
     ours = crop(bytes(file), (0, 0, 64, 64), 64)
-    job = job_of([bytes(file)], [(0, 0, 64, 64)], 64)
+    job = make_job([bytes(file)], [(0, 0, 64, 64)], 64)
     plain.densefeed_decode(ctypes.byref(job.batch))
     np.testing.assert_array_equal(job.pixels[0], ours)
 
 
 @pytest.mark.parametrize("sampling", [(4, 1), (4, 2), (1, 4)])
-def test_unusual_samplings_are_left_to_libjpeg(jpegs, noise, sampling):
+def test_unusual_subsampling_is_decoded_by_libjpeg(jpegs, noise, sampling):
     file = jpegs.write(noise(90, 110), sampling)
     image = Image.open(io.BytesIO(file))
-    assert difference(crop(file, (0, 0, 90, 110), 90), by_pillow(image, (0, 0, 90, 110), 90)) <= 1
+    assert (
+        mean_difference(
+            crop(file, (0, 0, 90, 110), 90), crop_with_pillow(image, (0, 0, 90, 110), 90)
+        )
+        <= 1
+    )
 
 
-def test_whatever_the_size_nothing_is_written_beside_the_pixels(photographs):
+def test_no_output_size_writes_outside_the_pixels(photographs):
     file = indexed_jpeg.transcode(encoded(photographs[0]))
     for size in range(1, 70):
         memory = np.full(3 * size * size + 256, 77, np.uint8)
-        job = job_of([file], [(3, 5, 200, 300)], size)
+        job = make_job([file], [(3, 5, 200, 300)], size)
         job.batch.pixels = memory[128:].ctypes.data
         job.decode()
         assert (memory[:128] == 77).all()
@@ -286,17 +287,15 @@ def test_whatever_the_size_nothing_is_written_beside_the_pixels(photographs):
         )
 
 
-# ------------------------------------------------------------------------------------------------ checksums and parts
+# ------------------------------------------------------------------------- Checksums and parts
 
 
-def test_checksums_are_zlibs(plain):
+def test_checksums_equal_zlibs(plain):
     rng = np.random.default_rng(0)
     for lib in (native.library(), plain):
         crc32 = lib.densefeed_crc32
-        crc32.argtypes, crc32.restype = (
-            [ctypes.c_char_p, ctypes.c_size_t, ctypes.c_uint32],
-            ctypes.c_uint32,
-        )
+        crc32.argtypes = [ctypes.c_char_p, ctypes.c_size_t, ctypes.c_uint32]
+        crc32.restype = ctypes.c_uint32
         for length in [*range(200), 1000, 4097, 100_003]:
             content = rng.bytes(length)
             assert crc32(content, length, 0) == zlib.crc32(content)
@@ -305,9 +304,7 @@ def test_checksums_are_zlibs(plain):
 
 @pytest.fixture
 def maps(tmp_path, jpegs, noise):
-    """A file of bytes, the job of five samples with three parts each, and what the parts should
-    be.
-    """
+    """A job of five samples with three parts each, the parts, their expected bytes, the file."""
     rng = np.random.default_rng(5)
     content = rng.bytes(5000)
     path = tmp_path / "maps"
@@ -316,10 +313,10 @@ def maps(tmp_path, jpegs, noise):
     offset = np.array(
         [
             [0, 24, 124],  # neighbors
-            [1000, 1030, 1194],  # with gaps that are read over, the last of the greatest width
-            [1000, 1030, 1195],  # and one that is too wide for that
-            [4000, 3000, 2000],  # backwards
-            [500, 510, 505],  # one over the other
+            [1000, 1030, 1194],  # with gaps that are read too, the last of the maximum width
+            [1000, 1030, 1195],  # with a gap that is too wide for that
+            [4000, 3000, 2000],  # descending
+            [500, 510, 505],  # overlapping
         ]
     )
     want = [
@@ -330,15 +327,11 @@ def maps(tmp_path, jpegs, noise):
     to = [np.zeros((5, length), np.uint8) for length in lengths]
     with open(path, "rb") as file:
         parts = native.Parts(np.full((5, 3), file.fileno(), np.int32), offset, to, crc)
-        yield (
-            job_of(5 * [jpegs.write(noise(20, 20))], 5 * [(0, 0, 20, 20)], 16, parts=parts),
-            parts,
-            want,
-            path,
-        )
+        image = jpegs.write(noise(20, 20))
+        yield make_job(5 * [image], 5 * [(0, 0, 20, 20)], 16, parts=parts), parts, want, path
 
 
-def test_parts_are_copied_wherever_they_lie(maps):
+def test_parts_are_read_from_any_offsets(maps):
     job, parts, want, _ = maps
     job.decode()
     assert not job.samples["status"].any()
@@ -346,21 +339,21 @@ def test_parts_are_copied_wherever_they_lie(maps):
         assert [to[n].tobytes() for to in parts.to] == row
 
 
-def test_a_part_that_changed_or_ends_is_that_samples_fault_alone(maps):
+def test_damaged_or_truncated_part_fails_only_its_sample(maps):
     job, _parts, _, path = maps
     changed = bytearray(path.read_bytes())
     changed[3050] ^= 1  # in sample 3's second part
-    path.write_bytes(changed[:4010])  # and its first is cut
+    path.write_bytes(changed[:4010])  # and its first is truncated
     job.decode()
     assert job.samples["status"].tolist() == [0, 0, 0, native.UNREADABLE, 0]
-    assert b"cut" in job.samples["message"][3]
+    assert b"cut or replaced" in job.samples["message"][3]
     path.write_bytes(changed)
     job.decode()
     assert job.samples["status"].tolist() == [0, 0, 0, native.DAMAGED, 0]
     assert b"checksum" in job.samples["message"][3]
 
 
-# ------------------------------------------------------------------------------------------------ bad input
+# ------------------------------------------------------------------------- Bad input
 
 
 @pytest.fixture(scope="module")
@@ -368,7 +361,7 @@ def whole(jpegs, noise):
     return jpegs.write(noise(70, 90), (2, 2))
 
 
-BREAKAGES = {
+DAMAGES = {
     "empty": lambda file: b"",
     "one byte": lambda file: file[:1],
     "header cut": lambda file: file[:30],
@@ -382,11 +375,11 @@ BREAKAGES = {
 }
 
 
-@pytest.mark.parametrize("name", BREAKAGES)
-def test_a_damaged_indexed_file_is_never_decoded(whole, name):
-    """Every bit of it lies under a checksum: of the rows that a crop reads, and of the header."""
-    job = job_of(
-        [BREAKAGES[name](indexed_jpeg.transcode(whole))], [(0, 0, 70, 90)], 32, extents=[(70, 90)]
+@pytest.mark.parametrize("name", DAMAGES)
+def test_damaged_indexed_file_is_never_decoded(whole, name):
+    """Checksums cover every bit of the header and of the rows that a crop reads."""
+    job = make_job(
+        [DAMAGES[name](indexed_jpeg.transcode(whole))], [(0, 0, 70, 90)], 32, extents=[(70, 90)]
     )
     job.decode()
     assert job.samples["status"][0] in (native.DAMAGED, native.UNREADABLE), name
@@ -396,35 +389,34 @@ def test_a_damaged_indexed_file_is_never_decoded(whole, name):
 @pytest.mark.parametrize(
     "name", ["empty", "one byte", "header cut", "cut", "zeroed", "all zeros", "no image"]
 )
-def test_a_cut_or_zeroed_plain_file_is_never_decoded(whole, name):
-    for box in ((0, 0, 70, 90), (0, 0, 8, 8)):  # the second needs nothing of what is missing
-        job = job_of([BREAKAGES[name](whole)], [box], 32, extents=[(70, 90)])
+def test_truncated_or_zeroed_plain_file_is_never_decoded(whole, name):
+    # The second box does not need the missing bytes.
+    for box in ((0, 0, 70, 90), (0, 0, 8, 8)):
+        job = make_job([DAMAGES[name](whole)], [box], 32, extents=[(70, 90)])
         job.decode()
         assert job.samples["status"][0] in (native.DAMAGED, native.UNREADABLE), name
 
 
 @settings(max_examples=300, deadline=None)
 @given(st.data())
-def test_no_single_byte_of_an_indexed_file_can_change_unseen(whole, data):
-    """But for the mark that makes it an indexed file, and the two bytes of EOI, which decide
-    nothing.
-    """
+def test_any_changed_byte_of_an_indexed_file_is_detected(whole, data):
+    """Except in the mark of an indexed file, and in the two bytes of EOI, which have no effect."""
     indexed = bytearray(indexed_jpeg.transcode(whole))
     at = data.draw(st.integers(16, len(indexed) - 3))
     indexed[at] ^= data.draw(st.integers(1, 255))
-    job = job_of([bytes(indexed)], [(0, 0, 70, 90)], 16, extents=[(70, 90)])
+    job = make_job([bytes(indexed)], [(0, 0, 70, 90)], 16, extents=[(70, 90)])
     job.decode()
     assert job.samples["status"][0] == native.DAMAGED
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.data())
-def test_mutated_bytes_end_in_a_status(whole, data):
+def test_mutated_bytes_give_a_status(whole, data):
     file = bytearray(data.draw(st.sampled_from([whole, indexed_jpeg.transcode(whole)])))
     for _ in range(data.draw(st.integers(1, 4))):
         at = data.draw(st.integers(0, len(file) - 1))
         file[at : at + data.draw(st.integers(0, 3))] = data.draw(st.binary(max_size=3))
-    job = job_of([bytes(file), whole], 2 * [(0, 0, 70, 90)], 16, extents=2 * [(70, 90)])
+    job = make_job([bytes(file), whole], 2 * [(0, 0, 70, 90)], 16, extents=2 * [(70, 90)])
     job.decode()
     assert job.samples["status"][0] in range(5)
     assert bool(job.samples["message"][0]) == (job.samples["status"][0] != native.OK)
@@ -443,28 +435,28 @@ def test_mutated_bytes_end_in_a_status(whole, data):
         (0, 0, 1e300, 5),
     ],
 )
-def test_a_crop_outside_the_image_is_refused(whole, box):
+def test_crop_outside_the_image_is_rejected(whole, box):
     for file in (whole, indexed_jpeg.transcode(whole)):
-        job = job_of([file], [box], 16)
+        job = make_job([file], [box], 16)
         job.decode()
         assert job.samples["status"][0] == native.UNSUPPORTED
-        assert job.samples["message"][0] == b"the crop is not inside it"
+        assert job.samples["message"][0] == b"the crop is not inside the image"
 
 
-def test_an_image_of_another_size_than_the_dataset_says_is_damaged(whole):
+def test_image_of_another_size_than_recorded_is_damaged(whole):
     for file in (whole, indexed_jpeg.transcode(whole)):
-        job = job_of([file], [(0, 0, 60, 60)], 16, extents=[(71, 90)])
+        job = make_job([file], [(0, 0, 60, 60)], 16, extents=[(71, 90)])
         job.decode()
         assert job.samples["status"][0] == native.DAMAGED
         assert b"90 x 70 pixels, not 90 x 71" in job.samples["message"][0]
 
 
-def test_files_may_vanish_be_cut_or_be_longer(whole, tmp_path):
+def test_truncated_and_closed_files_are_unreadable(whole, tmp_path):
     path = tmp_path / "image"
     for content in (whole, indexed_jpeg.transcode(whole)):
         path.write_bytes(content)
         with open(path, "rb") as file:
-            job = job_of([content], [(0, 0, 70, 90)], 16)
+            job = make_job([content], [(0, 0, 70, 90)], 16)
             job.samples["bytes"], job.samples["file"] = 0, file.fileno()
             job.decode()
             assert job.samples["status"][0] == native.OK
@@ -477,9 +469,7 @@ def test_files_may_vanish_be_cut_or_be_longer(whole, tmp_path):
 
 
 def progressive_bomb(side: int, scans: int) -> bytes:
-    """A valid-looking progressive file of few bytes, each scan of which visits every block of a
-    large image.
-    """
+    """Make a small progressive file in which each scan visits every block of a large image."""
 
     def segment(marker, body):
         return bytes([0xFF, marker]) + struct.pack(">H", 2 + len(body)) + body
@@ -489,7 +479,7 @@ def progressive_bomb(side: int, scans: int) -> bytes:
         + segment(0xDB, b"\0" + 64 * b"\1")
         + segment(0xC2, struct.pack(">BHHBBBB", 8, side, side, 1, 1, 0x11, 0))
     )
-    # DC 0; a run of 2^14 blocks
+    # DC differences of 0, and AC runs of 2^14 empty blocks.
     file += segment(0xC4, b"\0\1" + bytes(15) + b"\0") + segment(
         0xC4, b"\x10\1" + bytes(15) + b"\xe0"
     )
@@ -503,20 +493,20 @@ def progressive_bomb(side: int, scans: int) -> bytes:
     )
 
 
-def test_a_progressive_bomb_ends_soon():
+def test_progressive_bomb_is_rejected_early():
     bomb = progressive_bomb(8000, 190)
     assert len(bomb) < 300_000
     began = time.process_time()
-    job = job_of([bomb], [(0, 0, 100, 100)], 16)
+    job = make_job([bomb], [(0, 0, 100, 100)], 16)
     job.decode()
     with pytest.raises(native.JpegError):
         native.transcode(bomb, 0)
     assert job.samples["status"][0] == native.UNSUPPORTED
     assert b"scans" in job.samples["message"][0]
-    assert time.process_time() - began < 10  # 0.2 s here
+    assert time.process_time() - began < 10  # seconds; usually 0.2
 
 
-# ------------------------------------------------------------------------------------------------ threads
+# ------------------------------------------------------------------------- Threads
 
 
 @pytest.fixture
@@ -527,19 +517,19 @@ def pool():
 
 
 def slow_job(photographs, count=64) -> native.Job:
-    """A tenth of a second or more."""
+    """Make a job that takes a tenth of a second or more."""
     file = encoded(photographs[0], progressive=True)
-    return job_of(count * [file], count * [(0, 0, *native.probe(file))], 224)
+    return make_job(count * [file], count * [(0, 0, *native.probe(file))], 224)
 
 
-def test_threads_give_what_one_thread_gives(photographs):
+def test_pools_of_any_size_give_equal_pixels(photographs):
     file = indexed_jpeg.transcode(encoded(photographs[1]))
     rng = np.random.default_rng(0)
     boxes = [random_box(rng, *native.probe(file)) for _ in range(40)]
-    want = job_of(40 * [file], boxes, 64)
+    want = make_job(40 * [file], boxes, 64)
     want.decode()
     pools = [native.Pool(threads) for threads in (1, 3, 4)]
-    jobs = [[job_of(40 * [file], boxes, 64) for _ in range(3)] for _ in pools]
+    jobs = [[make_job(40 * [file], boxes, 64) for _ in range(3)] for _ in pools]
     for pool, mine in zip(pools, jobs, strict=True):
         for job in mine:
             pool.submit(job)
@@ -550,7 +540,7 @@ def test_threads_give_what_one_thread_gives(photographs):
         pool.close()
 
 
-def test_cancelled_jobs_stop_soon_and_the_next_is_whole(photographs, pool):
+def test_cancelled_job_stops_early_and_the_next_completes(photographs, pool):
     job, after = slow_job(photographs, 2000), slow_job(photographs, 4)
     pool.submit(job)
     pool.submit(after)
@@ -561,7 +551,7 @@ def test_cancelled_jobs_stop_soon_and_the_next_is_whole(photographs, pool):
     assert not after.samples["status"].any()
 
 
-def test_close_drops_what_waits_and_closed_pools_say_so(photographs):
+def test_close_drops_pending_jobs_and_later_use_raises(photographs):
     pool = native.Pool(2)
     jobs = [slow_job(photographs, 2000) for _ in range(3)]
     for job in jobs:
@@ -576,7 +566,7 @@ def test_close_drops_what_waits_and_closed_pools_say_so(photographs):
         pool.submit(jobs[0])
 
 
-def test_close_from_another_thread_ends_a_wait(photographs):
+def test_close_in_another_thread_ends_a_wait(photographs):
     pool, job, raised = native.Pool(1), slow_job(photographs, 5000), []
 
     def wait():
@@ -595,7 +585,7 @@ def test_close_from_another_thread_ends_a_wait(photographs):
     assert raised == ["this loader is closed"]
 
 
-def test_a_forgotten_pool_is_closed(photographs):
+def test_unreferenced_pool_is_closed(photographs):
     def native_threads():
         return len(os.listdir("/proc/self/task"))
 
@@ -607,11 +597,11 @@ def test_a_forgotten_pool_is_closed(photographs):
     assert native_threads() == before
 
 
-def test_a_forked_child_gets_an_error_and_ends(photographs, pool):
+def test_forked_child_gets_an_error_and_exits(photographs, pool):
     job = slow_job(photographs, 4)
     pool.submit(job)
     child = os.fork()
-    if child == 0:  # nothing of pytest may run in here
+    if child == 0:  # no pytest code may run in the child
         code = 1
         try:
             pool.wait(job)
@@ -630,6 +620,6 @@ def test_a_forked_child_gets_an_error_and_ends(photographs, pool):
 
 
 @pytest.mark.parametrize("threads", [0, -1])
-def test_a_pool_needs_threads(threads):
-    with pytest.raises(UserError, match="threads cannot be started"):
+def test_pool_needs_at_least_one_thread(threads):
+    with pytest.raises(UserError, match=r"cannot start .* threads"):
         native.Pool(threads)

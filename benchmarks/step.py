@@ -401,7 +401,7 @@ def constant_batch(
     on every call.
     """
     palette = min(24, classes)  # as benchmarks.targets has it
-    shape = targets.Benchmark(
+    shape = targets.TargetBenchmark(
         batch=benchmark.batch,
         classes=classes,
         grid=grid_of(model, benchmark.size),

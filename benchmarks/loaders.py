@@ -2,7 +2,6 @@
 
     python -m benchmarks.loaders                                   # everything that can run here, on its own photographs
     python -m benchmarks.loaders --data train.beton --loaders ffcv+labels,ffcv-stock --threads 1 2 --json out.json
-    python -m benchmarks.loaders --advise --data train.beton --model lvvit_s   # what to tell train.py, see tools/advise.py
 
 Each round runs one epoch of every loader, from asking for the first batch to holding the last, in
 an order that rotates; a ratio is the median of the rounds' own ratios. Loaders are made anew
@@ -17,7 +16,7 @@ import subprocess
 import sys
 import time
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -45,7 +44,6 @@ from densefeed.storage.beton import Beton
 from densefeed.system.errors import UserError, run
 from densefeed.system.progress import steps_bar
 from densefeed.system.provenance import RESULTS, ROOT, environment, write_json
-from densefeed.tools import advise
 
 PACKAGES = (
     "torch",
@@ -82,13 +80,7 @@ CORES = len(os.sched_getaffinity(0))
 class Benchmark:
     """What to measure."""
 
-    # only say which loader, with how many threads, a training of --model on --data should be given
-    advise: bool = False
-    # a .beton of JPEGs; default: photographs of its own; with --advise also a folder
-    data: Path | None = None
-    # with --advise: score maps (HDF5) of --data; a .beton may carry its own
-    labels: Path | None = None
-    model: str = "lvvit_s"  # with --advise: whose step is measured
+    data: Path | None = None  # a .beton of JPEGs; default: photographs of its own
     # the folder --data was packed from, for the peers; default: its JPEGs, unpacked below
     # --cache
     folder: Path | None = None
@@ -96,8 +88,7 @@ class Benchmark:
     images: int = 1024  # of its own set
     classes: int = 1000  # of its own set, and of its score maps, at most one an image
     loaders: str = ""  # names, separated by commas; default: all that can run here
-    # one measurement each; default: 1 and 2, with --advise 1, 2, 4, ... and all cores
-    threads: tuple[int, ...] = ()
+    threads: tuple[int, ...] = (1, 2)[:CORES]  # one measurement each
     rounds: int = 9  # epochs of each loader
     # times each loader is made, for as many rounds each and one to warm up: see measure()
     makings: int = 3
@@ -113,22 +104,7 @@ class Benchmark:
 
 def main(benchmark: Benchmark) -> dict:
     """Measure, print, record; the document that --json writes."""
-    benchmark = replace(
-        benchmark,
-        threads=benchmark.threads
-        or (advise.thread_counts(CORES) if benchmark.advise else (1, 2)[:CORES]),
-    )
     check(benchmark)
-    if benchmark.advise:
-        wanted = (
-            benchmark.data,
-            benchmark.labels,
-            benchmark.model,
-            benchmark.batch,
-            benchmark.size,
-            benchmark.threads,
-        )
-        return advise.main(advise.Request(*wanted, cores=CORES), benchmark.json)
     names = chosen(benchmark.loaders)
     if benchmark.data is None:
         data = sample_dataset(
@@ -195,21 +171,13 @@ def check(benchmark: Benchmark) -> None:
     ]
     if small:
         raise UserError(f"--{small[0]} must be at least 1")
-    if min(benchmark.threads) < 1 or max(benchmark.threads) > CORES:
+    if min(benchmark.threads, default=0) < 1 or max(benchmark.threads) > CORES:
         raise UserError(
             f"--threads {' '.join(map(str, benchmark.threads))}: from 1 to the {CORES} cores this process may use"
         )
     if benchmark.folder is not None and benchmark.data is None:
         raise UserError(
             "--folder goes with --data: it is the folder that the .beton was packed from"
-        )
-    if benchmark.advise and benchmark.data is None:
-        raise UserError("--advise is about a data set of yours; give --data")
-    if not benchmark.advise and (
-        benchmark.labels is not None or benchmark.model != Benchmark.model
-    ):
-        raise UserError(
-            "--labels and --model go with --advise; the peers' score maps are those in the .beton"
         )
 
 

@@ -23,17 +23,7 @@ import tyro
 from PIL import Image
 from timm.data import auto_augment
 
-from benchmarks.harness import (
-    Output,
-    check_positive,
-    compare,
-    pinned,
-    print_rows,
-    ratio_rows,
-    save,
-    spread_rows,
-    take_turns,
-)
+from benchmarks.harness import Output, check_positive, pinned, report, take_turns
 from benchmarks.photographs import photographs
 from densefeed.pipelines.augment.augmentation import Augmentation
 from densefeed.pipelines.augment.settings import Augment
@@ -65,17 +55,11 @@ def main(benchmark: AugmentBenchmark) -> dict:
     """Measure, print and record; return the document that --json writes."""
     check_positive(benchmark, "batch", "batches", "size", "rounds")
     device, facts = choose_device(benchmark.device), environment(PACKAGES)
+    facts |= {"device": benchmark.device, "policy": benchmark.policy}
     milliseconds = measure(benchmark, device)
-    rows = spread_rows(milliseconds, "ms/image")
-    ratios = [compare(OURS, TIMM, milliseconds[OURS], milliseconds[TIMM], what="time")]
-    setup = {"device": benchmark.device, "policy": benchmark.policy}
-    document = {"rows": rows, "ratios": ratios, "environment": facts | setup}
-    rows = rows + ratio_rows(ratios)
-    print_rows(rows, ".3f")
     crops = f"{benchmark.batch * benchmark.batches} crops of {benchmark.size} px"
     data = f"{crops}, {benchmark.policy}, {benchmark.device}"
-    save(benchmark, document, rows, **facts, data=data, threads=1, runs=benchmark.rounds)
-    return document
+    return report(benchmark, milliseconds, "ms/image", [(OURS, TIMM)], facts, data, 1, what="time")
 
 
 def measure(benchmark: AugmentBenchmark, device: torch.device) -> dict[str, list[float]]:

@@ -52,7 +52,7 @@ class Spread(NamedTuple):
 
     @classmethod
     def of(cls, values: list[float]) -> "Spread":
-        return cls(*(float(np.percentile(values, at)) for at in (50, 25, 75)))
+        return cls(*np.percentile(values, (50, 25, 75)).tolist())
 
 
 def check_positive(options: Output, *names: str) -> None:
@@ -70,16 +70,15 @@ def take_turns(
     rounds: int,
     before: Callable[[Key], None] = lambda key: None,
     done: Callable[[Key], None] = lambda key: None,
-    warm: int = 1,
 ) -> dict[Key, list[float]]:
     """Measure the items per second of each work in each of `rounds` rounds.
 
     `works[key](n)` does its n-th run and returns its number of items. Every round runs every work
-    once and starts with a different one each time. `warm` rounds before them are not counted.
-    `before` and `done` are called outside the timed interval.
+    once and starts with a different one each time. One more round before them, the warm-up, is not
+    counted. `before` and `done` are called outside the timed interval.
     """
     keys, rates = list(works), {key: [] for key in works}
-    for number in range(warm + rounds):
+    for number in range(rounds + 1):
         first = number % len(keys)
         for key in keys[first:] + keys[:first]:
             before(key)
@@ -88,7 +87,7 @@ def take_turns(
             start = time.perf_counter()
             count = works[key](number)
             took = time.perf_counter() - start
-            if number >= warm:
+            if number:
                 rates[key].append(count / took)
             done(key)
     return rates
@@ -169,15 +168,16 @@ def ratio_rows(ratios: list[dict]) -> list[dict]:
 
 
 def format_spread(spread: dict, number: str) -> list[str]:
-    """Format median and quartiles by the format specification `number`."""
-    return [format(spread[name], number) for name in Spread._fields]
+    """Format median and quartiles, where there are any, by the format specification `number`."""
+    return [format(spread[name], number) for name in Spread._fields if name in spread]
 
 
-def print_rows(rows: list[dict], number: str = ",.2f") -> None:
+def print_rows(rows: list[dict], number: str = ",.3f") -> None:
     """Print a line for each row: name, median (quartiles), unit."""
     for row in rows:
-        median, low, high = format_spread(row, number)
-        print(f"{row['name']:24} {median:>10} {row['unit']} ({low} to {high})")
+        median, *quartiles = format_spread(row, number)
+        spread = f"({' to '.join(quartiles)})" if quartiles else ""
+        print(f"{row['name']:24} {median:>10} {row['unit']} {spread}")
 
 
 def print_table(
@@ -193,6 +193,32 @@ def print_table(
     for row in rows:
         table.add_row(*row)
     console.print(table)
+
+
+def report(
+    options: Output,
+    values: dict[str, list[float]],
+    unit: str,
+    pairs: list[tuple[str, str]],
+    facts: dict,
+    data: str,
+    threads: int,
+    what: str = "",
+    prefix: str = "",
+) -> dict:
+    """Print and save the values of each contestant and the ratios of `pairs`; return the document.
+
+    `facts` describe the environment and `data` the inputs. `what` names the quantity of a ratio, by
+    default `unit`.
+    """
+    rows = spread_rows(values, unit)
+    ratios = [compare(a, b, values[a], values[b], what=what or unit) for a, b in pairs]
+    document = {"rows": rows, "ratios": ratios, "environment": facts}
+    rows = rows + ratio_rows(ratios)
+    print(data)
+    print_rows(rows)
+    save(options, document, rows, prefix, **facts, data=data, threads=threads, runs=options.rounds)
+    return document
 
 
 def save(

@@ -24,17 +24,7 @@ import torch
 import tyro
 from PIL import Image
 
-from benchmarks.harness import (
-    Output,
-    check_positive,
-    compare,
-    pinned,
-    print_rows,
-    ratio_rows,
-    save,
-    spread_rows,
-    take_turns,
-)
+from benchmarks.harness import Output, check_positive, pinned, report, take_turns
 from densefeed.storage.geometry import Footprint
 from densefeed.system.errors import UserError, run
 from densefeed.system.progress import bar
@@ -70,16 +60,10 @@ def main(benchmark: ImportBenchmark) -> dict:
     with tempfile.TemporaryDirectory(dir=benchmark.work) as folder:
         make_files(Path(folder), benchmark.files, benchmark.form)
         rates = measure(benchmark, Path(folder))
-    rows = spread_rows(rates, "files/s")
-    ratios = [compare(OURS, PEER, rates[OURS], rates[PEER], what="files/s")]
-    document = {"rows": rows, "ratios": ratios, "environment": facts}
-    rows = rows + ratio_rows(ratios)
-    print_rows(rows)
-    print(f"required: {BAR:,} files/s, goal: {AIM:,}")
     data = f"{benchmark.files} files, {benchmark.form}, {benchmark.footprint}"
-    common = {"data": data, "threads": benchmark.threads, "runs": benchmark.rounds}
-    save(benchmark, document, rows, **facts, **common)
-    return document
+    print(f"required: {BAR:,} files/s, goal: {AIM:,}")
+    pairs = [(OURS, PEER)]
+    return report(benchmark, rates, "files/s", pairs, facts, data, benchmark.threads)
 
 
 def make_files(folder: Path, count: int, form: str) -> None:

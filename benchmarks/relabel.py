@@ -31,17 +31,7 @@ import torch
 import tyro
 from timm.data import ImageDataset, create_transform
 
-from benchmarks.harness import (
-    Output,
-    check_positive,
-    compare,
-    pinned,
-    print_rows,
-    ratio_rows,
-    save,
-    spread_rows,
-    take_turns,
-)
+from benchmarks.harness import Output, check_positive, pinned, report, take_turns
 from benchmarks.photographs import write_crops
 from densefeed.models import nfnet  # noqa: F401  (registers its models with timm)
 from densefeed.relabel.labeling import begin_pass, finish_pass
@@ -85,21 +75,12 @@ def main(benchmark: RelabelBenchmark) -> dict:
         write_crops(images, benchmark.images, benchmark.classes)
         total_bytes = sum(path.stat().st_size for path in images.rglob("*.jpg"))
         rates = measure(Path(folder), benchmark)
-    rows = spread_rows(rates, "images/s")
-    ratios = [
-        compare(OURS, peer, rates[OURS], rates[peer], what="images/s") for peer in (PEER, TEACHER)
-    ]
-    document = {"rows": rows, "ratios": ratios, "environment": facts}
     jpegs = f"{benchmark.images} JPEGs of {total_bytes / benchmark.images / 1e3:.0f} kB"
     ours = f"{benchmark.precision}{', compiled' if benchmark.compile else ''}"
     data = f"{jpegs}, {benchmark.teacher} at {benchmark.input_size}, ours {ours}"
-    rows = rows + ratio_rows(ratios)
-    print(data)
-    print_rows(rows)
     print(f"{OURS} / {PEER}: required {BAR}, goal {AIM}")
-    common = {"data": data, "threads": benchmark.threads, "runs": benchmark.rounds}
-    save(benchmark, document, rows, "relabel ", **facts, **common)
-    return document
+    pairs, threads = [(OURS, PEER), (OURS, TEACHER)], benchmark.threads
+    return report(benchmark, rates, "images/s", pairs, facts, data, threads, prefix="relabel ")
 
 
 def check(benchmark: RelabelBenchmark) -> None:

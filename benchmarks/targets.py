@@ -41,11 +41,10 @@ from torchvision.ops import roi_align
 
 from benchmarks.harness import (
     Output,
-    Spread,
     check_positive,
     compare,
     pinned,
-    print_table,
+    print_rows,
     ratio_rows,
     save,
     spread_rows,
@@ -114,11 +113,6 @@ class LossStep(NamedTuple):
     cls: Tensor  # [N, K], logits of the class token
     tokens: Tensor  # [N, T, K], logits of the tokens
 
-    @property
-    def leaves(self) -> tuple[Tensor, ...]:
-        """Return the tensors that receive a gradient."""
-        return self.cls, self.tokens
-
 
 class TrainStep(NamedTuple):
     """A network, its optimizer and a batch."""
@@ -131,11 +125,6 @@ class TrainStep(NamedTuple):
     spec: ScoreMapSpec
     grid: int
 
-    @property
-    def leaves(self) -> tuple[Tensor, ...]:
-        """Return the tensors that receive a gradient."""
-        return tuple(self.model.parameters())
-
 
 class HeadStep(NamedTuple):
     """Inputs of the head and its loss: tokens, the head's weights, targets."""
@@ -144,11 +133,6 @@ class HeadStep(NamedTuple):
     weight: Tensor  # [K, D]
     bias: Tensor  # [K]
     targets: SparseTargets
-
-    @property
-    def leaves(self) -> tuple[Tensor, ...]:
-        """Return the tensors that receive a gradient."""
-        return self.tokens, self.weight, self.bias
 
 
 AnyStep = LossStep | TrainStep | HeadStep
@@ -174,8 +158,8 @@ def main(benchmark: TargetBenchmark) -> dict:
     }
     data = describe(benchmark, device)
     print(data)
-    show(document, rates, megabytes, benchmark, device)
     rows = csv_rows(document, rates, megabytes, benchmark.rounds)
+    show(document, rows, benchmark.compare, device)
     common = {"data": data, "threads": benchmark.threads}
     save(benchmark, document, rows, "targets ", **environment(PACKAGES), **common)
     return document
@@ -374,9 +358,16 @@ def measure(
     return rates, megabytes
 
 
+def get_leaves(step: AnyStep) -> list[Tensor]:
+    """Return the tensors that receive a gradient."""
+    if isinstance(step, TrainStep):
+        return list(step.model.parameters())
+    return [part for part in step if isinstance(part, Tensor) and part.requires_grad]
+
+
 def drop_gradients(step: AnyStep) -> None:
     """Set all gradients to None."""
-    for leaf in step.leaves:
+    for leaf in get_leaves(step):
         leaf.grad = None
 
 
@@ -410,7 +401,7 @@ def peak_bytes(loss: Loss, step: AnyStep) -> float:
     changes.sort(key=lambda change: change["Ev Idx"])
     # A final gradient is the last allocation at its address, which is not counted.
     lasting = {change["Addr"]: at for at, change in enumerate(changes) if change["Bytes"] > 0}
-    gradients = {lasting.get(leaf.grad.data_ptr()) for leaf in step.leaves}
+    gradients = {lasting.get(leaf.grad.data_ptr()) for leaf in get_leaves(step)}
     held = np.cumsum(
         [0 if at in gradients else change["Bytes"] for at, change in enumerate(changes)]
     )
@@ -428,13 +419,13 @@ def loss_errors(step: LossStep) -> tuple[float, float]:
     # All at once, float64 maps of 21,841 classes would take 7 GB.
     for at in range(0, N, SLICE):
         part = slice(at, at + SLICE)
-        logits = [leaf.detach()[part].double().requires_grad_() for leaf in step.leaves]
+        logits = [leaf.detach()[part].double().requires_grad_() for leaf in get_leaves(step)]
         batch = Batch(*(field[part] for field in step.batch))
         share = len(logits[0]) / N
         reference = dense_loss(LossStep(batch, step.spec, step.grid, *logits)) * share
         reference.backward()
         want += reference.item()
-        for ours, theirs in zip(step.leaves, logits, strict=True):
+        for ours, theirs in zip(get_leaves(step), logits, strict=True):
             errors.append((ours.grad[part] - theirs.grad).abs().max().item())
     drop_gradients(step)
     return abs(loss.item() / want - 1), max(errors)
@@ -447,7 +438,7 @@ def head_errors(step: HeadStep) -> tuple[float, float]:
     drop_gradients(step)
     loss = fused_loss(step)
     loss.backward()
-    double = [leaf.detach().double().requires_grad_() for leaf in step.leaves]
+    double = [leaf.detach().double().requires_grad_() for leaf in get_leaves(step)]
     tokens, weight, bias = double
     want = 0.0
     for n in range(len(tokens)):
@@ -456,7 +447,7 @@ def head_errors(step: HeadStep) -> tuple[float, float]:
         reference = whole_loss(HeadStep(tokens[n : n + 1], weight, bias, targets)) * share
         reference.backward()
         want += reference.item()
-    pairs = zip(step.leaves, double, strict=True)
+    pairs = zip(get_leaves(step), double, strict=True)
     error = max((ours.grad - theirs.grad).abs().max().item() for ours, theirs in pairs)
     drop_gradients(step)
     return abs(loss.item() / want - 1), error
@@ -483,27 +474,13 @@ def describe(benchmark: TargetBenchmark, device: torch.device) -> str:
     return f"{images}, {maps}{extra.get(benchmark.compare, '')}; {where}"
 
 
-def show(
-    document: dict,
-    rates: dict[str, list[float]],
-    megabytes: dict[str, list[float]],
-    benchmark: TargetBenchmark,
-    device: torch.device,
-) -> None:
-    """Print the document as a table."""
-    a, b = rates
-    medians = (
-        [f"{1e3 * benchmark.batch / Spread.of(rates[name]).median:,.1f} ms" for name in (a, b)],
-        [f"{Spread.of(megabytes[name]).median:,.1f} MB" for name in (a, b)],
-    )
-    rows = []
-    for ratio, values in zip(document["ratios"], medians, strict=True):
-        bar = BARS.get((benchmark.compare, ratio["what"], device.type))
-        spread = (format_ratio(ratio[name]) for name in Spread._fields)
-        goal = f"{format_ratio(bar[0])} ({format_ratio(bar[1])})" if bar else ""
-        rows.append((ratio["what"], *values, *spread, goal))
-    columns = ("", a, b, f"{a} / {b}", "p25", "p75", "required (goal)")
-    print_table("Targets, loss and gradient", columns, rows)
+def show(document: dict, rows: list[dict], compare: str, device: torch.device) -> None:
+    """Print rows, required ratios and errors."""
+    print_rows(rows)
+    for ratio in document["ratios"]:
+        if bar := BARS.get((compare, ratio["what"], device.type)):
+            required, goal = map(format_ratio, bar)
+            print(f"{ratio['what']}, required ratio (goal): {required} ({goal})")
     if document["loss_rel_error"] is not None:
         print(
             f"error against float64: loss {document['loss_rel_error']:.1e} relative "

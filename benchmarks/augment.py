@@ -14,23 +14,23 @@ Pillow 13 rejects posterization to 0 bits, which timm's policy requests in 2 % o
 posterizations at magnitude 9; there its operation gets 1 bit, at the same cost.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import numpy as np
 import torch
-import tyro
 from PIL import Image
 from timm.data import auto_augment
 
-from benchmarks.harness import Output, check_positive, pinned, report, take_turns
+from benchmarks.harness import Output, check_positive, command, pinned, report, take_turns
 from benchmarks.photographs import photographs
 from densefeed.pipelines.augment.augmentation import Augmentation
 from densefeed.pipelines.augment.settings import Augment
 from densefeed.pipelines.batch import Batch
 from densefeed.pipelines.plan import EpochPlan
 from densefeed.system.devices import choose_device, synchronize
-from densefeed.system.errors import run
 from densefeed.system.provenance import environment
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -44,10 +44,10 @@ class AugmentBenchmark(Output):
 
     policy: str = "rand-m9-mstd0.5-inc1"  # RandAugment policy in timm's notation
     device: Literal["cpu", "cuda"] = "cpu"  # of our augmentation
-    batch: int = 64  # crops
-    batches: int = 8  # per round
+    batch: int = 64  # crops per batch
+    batches: int = 8  # batches per round
     size: int = 224  # side of a crop, pixels
-    rounds: int = 15  # after one warm-up round
+    rounds: int = 15  # measured rounds, after one for warm-up
     seed: int = 0  # of the random operations
 
 
@@ -80,15 +80,10 @@ def measure(benchmark: AugmentBenchmark, device: torch.device) -> dict[str, list
     whole = Augmentation(plan, Augment(**options, erase_probability=0.25), MEAN, STD).to(device)
     policy = timm_policy(benchmark.policy, ours.fill)
 
-    def run_ours(number: int) -> int:
+    def run_ours(augmentation: Augmentation, apply: Callable, number: int) -> int:
         for batch in batches:
-            ours.crops(batch, ours.choose(number, batch.index, batch.repeat, size, size).to(device))
-        synchronize(device)
-        return total
-
-    def run_whole(number: int) -> int:
-        for batch in batches:
-            whole(batch, whole.choose(number, batch.index, batch.repeat, size, size))
+            choice = augmentation.choose(number, batch.index, batch.repeat, size, size)
+            apply(batch, choice.to(device))
         synchronize(device)
         return total
 
@@ -98,7 +93,11 @@ def measure(benchmark: AugmentBenchmark, device: torch.device) -> dict[str, list
         return total
 
     with pinned(1):
-        works = {OURS: run_ours, TIMM: run_timm, WHOLE: run_whole}
+        works = {
+            OURS: partial(run_ours, ours, ours.crops),
+            TIMM: run_timm,
+            WHOLE: partial(run_ours, whole, whole),
+        }
         rates = take_turns(works, benchmark.rounds)
     return {name: [1000 / rate for rate in values] for name, values in rates.items()}
 
@@ -138,4 +137,4 @@ def make_batches(crops: torch.Tensor, size: int) -> list[Batch]:
 
 
 if __name__ == "__main__":
-    run(lambda: main(tyro.cli(AugmentBenchmark, description=__doc__)))
+    command(main, AugmentBenchmark, __doc__)

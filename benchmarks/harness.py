@@ -20,10 +20,11 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
+import tyro
 from rich.console import Console
 from rich.table import Table
 
-from densefeed.system.errors import UserError
+from densefeed.system.errors import UserError, run
 from densefeed.system.files import replace_file
 from densefeed.system.provenance import RESULTS, write_json
 
@@ -40,7 +41,12 @@ class Output:
 
     json: Path | None = None  # write all results there as JSON
     record: bool = True  # append rows to --results
-    results: Path = RESULTS  # CSV
+    results: Path = RESULTS  # CSV file of all results
+
+
+def command(main: Callable, options: type[Output], description: str) -> None:
+    """Run a benchmark's `main` with `options` from the command line."""
+    run(lambda: main(tyro.cli(options, description=description)))
 
 
 class Spread(NamedTuple):

@@ -21,12 +21,11 @@ from typing import Literal
 
 import numpy as np
 import torch
-import tyro
 from PIL import Image
 
-from benchmarks.harness import Output, check_positive, pinned, report, take_turns
+from benchmarks.harness import Output, check_positive, command, pinned, report, take_turns
 from densefeed.storage.geometry import Footprint
-from densefeed.system.errors import UserError, run
+from densefeed.system.errors import UserError
 from densefeed.system.progress import bar
 from densefeed.system.provenance import environment
 from densefeed.tools import import_labels
@@ -46,7 +45,7 @@ class ImportBenchmark(Output):
     form: Literal["zip", "legacy"] = "zip"  # file format of torch.save
     footprint: Footprint = "squash"  # center-crop: every image's header is read too
     threads: int = 2  # of the import, each on its own core
-    rounds: int = 5  # after one warm-up round
+    rounds: int = 5  # measured rounds, after one for warm-up
     # folder for the files, 1.2 GB for 100,000; default: a temporary one
     work: Path | None = None
 
@@ -118,4 +117,4 @@ def measure(benchmark: ImportBenchmark, folder: Path) -> dict[str, list[float]]:
 
 
 if __name__ == "__main__":
-    run(lambda: main(tyro.cli(ImportBenchmark, description=__doc__)))
+    command(main, ImportBenchmark, __doc__)

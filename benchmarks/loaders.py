@@ -17,19 +17,19 @@ import os
 import subprocess
 import sys
 import time
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
-import tyro
 
 from benchmarks.harness import (
     Output,
     Spread,
     check_positive,
+    command,
     compare,
     cores,
     format_spread,
@@ -48,7 +48,7 @@ from densefeed import native
 from densefeed.pipelines.ffcv import FfcvSource
 from densefeed.pipelines.loader import Memory
 from densefeed.storage.beton import Beton
-from densefeed.system.errors import UserError, run
+from densefeed.system.errors import UserError
 from densefeed.system.progress import steps_bar
 from densefeed.system.provenance import ROOT, environment
 
@@ -83,18 +83,17 @@ class LoaderBenchmark(Output):
     """Options of this benchmark."""
 
     data: Path | None = None  # a .beton of JPEGs; default: generated crops of photographs
-    # the folder --data was packed from, for the peers; default: its JPEGs, unpacked below
-    # --cache
+    # the folder --data was packed from, for the peers; default: its JPEGs, unpacked in --cache
     folder: Path | None = None
     cache: Path = Path("bench")  # folder for generated files, which later runs use again
-    images: int = 1024  # of the generated set
-    classes: int = 1000  # of the generated set and its score maps, at most one per image
+    images: int = 1024  # number of generated crops
+    classes: int = 1000  # of the generated crops and score maps; at most the number of images
     loaders: str = ""  # names, separated by commas; default: all that can run here
-    threads: tuple[int, ...] = (1, 2)[:CORES]  # one measurement each
+    threads: tuple[int, ...] = (1, 2)[:CORES]  # numbers of threads to measure
     rounds: int = 9  # epochs of each loader
     # times each loader is built; each instance runs an equal share of the rounds and one warm-up
     makings: int = 3
-    batch: int = 64  # images
+    batch: int = 64  # images per batch
     size: int = 224  # side of the output, pixels
     stages: bool = False  # also measure the stages of our loader separately, on one core
     # also measure the time from a process's start to its first batch, without importing torch
@@ -120,10 +119,10 @@ def main(benchmark: LoaderBenchmark) -> dict:
             {
                 "loader": name,
                 "threads": threads,
-                "images_per_s": Spread.of(rates[name, threads])._asdict(),
-                "runs": len(rates[name, threads]),
+                "images_per_s": Spread.of(values)._asdict(),
+                "runs": len(values),
             }
-            for name, threads in sorted(rates, key=lambda key: key[1])
+            for (name, threads), values in sorted(rates.items(), key=lambda item: item[0][1])
         ],
         "ratios": [
             compare(a[0], b[0], rates[a], rates[b], threads=a[1], b_threads=b[1])
@@ -213,7 +212,7 @@ def measure(
     keys = [(name, threads) for name in names for threads in dict.fromkeys(benchmark.threads)]
     rounds = np.arange(benchmark.rounds)
     shares = [len(part) for part in np.array_split(rounds, min(benchmark.makings, len(rounds)))]
-    rates: dict[Key, list[float]] = {key: [] for key in keys}
+    rates = {key: [] for key in keys}
     turns = len(keys) * (benchmark.rounds + len(shares))
     with unpinned_after() as allowed, steps_bar("benchmark", turns, 0) as advance:
 
@@ -276,10 +275,8 @@ def measure_stages(data: BenchmarkSet, benchmark: LoaderBenchmark) -> dict:
     """
     config = PeerConfig(data, 1, benchmark.batch, benchmark.size)
     passes, shares = [], []
-    with ExitStack() as stack:
-        stack.enter_context(pinned(1))
-        limited = explain_missing(LIMIT) is None
-        limit = stack.enter_context(closing(FullDecode(config))) if limited else None
+    limited = explain_missing(LIMIT) is None
+    with pinned(1), closing(FullDecode(config)) if limited else nullcontext() as limit:
         for number in range(benchmark.rounds + 1):
             taken = time_stages(config, number)
             start = time.perf_counter()
@@ -310,8 +307,8 @@ def time_stages(config: PeerConfig, epoch: int) -> dict[str, float]:
     for ids in plan.shard(epoch).index:
         start = time.perf_counter()
         samples = source.begin(ids).wait().samples
-        boxes, flips = plan.crops(epoch, ids, samples["height"], samples["width"])
-        samples["box_tlhw"], samples["flip"] = boxes, flips
+        sides = samples["height"], samples["width"]
+        samples["box_tlhw"], samples["flip"] = plan.crops(epoch, ids, *sides)
         parts = source.map_rows(ids, memory).parts if source.score_maps else None
         job = native.Job(samples, pixels, parts)
         taken["plan"] += time.perf_counter() - start
@@ -416,4 +413,4 @@ def other_rows(document: dict) -> list[dict]:
 
 
 if __name__ == "__main__":
-    run(lambda: main(tyro.cli(LoaderBenchmark, description=__doc__)))
+    command(main, LoaderBenchmark, __doc__)

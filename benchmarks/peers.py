@@ -135,18 +135,16 @@ class Peer(Protocol):
 
     def batches(self, epoch: int) -> Iterator[PeerBatch]: ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Stop threads and processes that outlive an epoch; there are none by default."""
 
 
 class OurLoader:
-    """One of our loaders, with or without score maps from the same files."""
+    """One of our loaders (`ffcv`, `folder`, `dali-cpu`, `dali-gpu`), with or without score maps from
+    the same files.
+    """
 
-    def __init__(
-        self,
-        kind: Literal["ffcv", "folder", "dali-cpu", "dali-gpu"],
-        labels: bool,
-        config: PeerConfig,
-    ) -> None:
+    def __init__(self, kind: str, labels: bool, config: PeerConfig) -> None:
         if kind == "folder":
             maps = config.data.maps if labels else None
             source = FolderSource(config.data.folder, "train", maps, config.threads)
@@ -211,8 +209,11 @@ class ConcurrentPeers:
             peer.close()
 
 
-class StockFfcv:
-    """`ffcv-stock`. ffcv sets the number of threads of numba and torch for the whole process."""
+class StockFfcv(Peer):
+    """`ffcv-stock`, whose thread ends with the epoch.
+
+    ffcv sets the number of threads of numba and torch for the whole process.
+    """
 
     def __init__(self, config: PeerConfig) -> None:
         from ffcv.fields.basics import IntDecoder
@@ -237,9 +238,6 @@ class StockFfcv:
     def batches(self, epoch: int) -> Iterator[PeerBatch]:
         for image, label in self._loader:
             yield PeerBatch(len(image), image, label[:, 0], None)
-
-    def close(self) -> None:
-        """Do nothing: the thread of a finished epoch has stopped."""
 
 
 class NvidiaDali:
@@ -634,8 +632,8 @@ class FullDecode(SimpleJpeg):
             yield PeerBatch(count, None, None, None)
 
 
-class Spdl:
-    """`spdl`: its pipeline, with one filter graph per image because the graph contains the crop."""
+class Spdl(Peer):
+    """`spdl`: one pipeline per epoch, with one filter graph per image as the graph has the crop."""
 
     def __init__(self, config: PeerConfig) -> None:
         from spdl import io as spdl_io
@@ -666,9 +664,6 @@ class Spdl:
         pipeline = builder.pipe(self._collate).add_sink(AHEAD).build(num_threads=threads)
         with pipeline.auto_stop():
             yield from pipeline
-
-    def close(self) -> None:
-        """Do nothing: a pipeline lives for one epoch."""
 
 
 def probe_spdl() -> None:

@@ -108,7 +108,7 @@ def add_peer_formats(home: Path, folder: Path, maps: Path | None, beton: Path) -
         if num_classes <= EXACT_HALF:
             published = home / "published"
             make_once(published, lambda part: write_published(part, store))
-    paths = tuple(images.where(n) for n in range(len(images)))
+    paths = tuple(map(images.where, range(len(images))))
     plain = Beton(stock)
     sizes = plain.labels, plain.heights, plain.widths
     return BenchmarkSet(folder, beton, stock, maps, published, paths, *sizes, num_classes)

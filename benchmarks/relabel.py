@@ -28,17 +28,16 @@ from typing import Literal
 
 import timm
 import torch
-import tyro
 from timm.data import ImageDataset, create_transform
 
-from benchmarks.harness import Output, check_positive, pinned, report, take_turns
+from benchmarks.harness import Output, check_positive, command, pinned, report, take_turns
 from benchmarks.photographs import write_crops
 from densefeed.models import nfnet  # noqa: F401  (registers its models with timm)
 from densefeed.relabel.labeling import begin_pass, finish_pass
 from densefeed.relabel.rendering import NativeRender
 from densefeed.relabel.teacher import Teacher
 from densefeed.storage.images import Images
-from densefeed.system.errors import UserError, run
+from densefeed.system.errors import UserError
 from densefeed.system.provenance import environment
 
 PACKAGES = ("torch", "torchvision", "timm", "numpy", "pillow")
@@ -61,7 +60,7 @@ class RelabelBenchmark(Output):
     threads: int = 2  # our decoding threads, the stand-in's worker processes, and cores
     compile: bool = False  # compile our teacher
     precision: Literal["fp32", "bf16"] = "fp32"  # of our teacher
-    rounds: int = 5  # after one warm-up round
+    rounds: int = 5  # measured rounds, after one for warm-up
     work: Path | None = None  # folder for the files; default: a temporary one
 
 
@@ -173,4 +172,4 @@ def measure(folder: Path, benchmark: RelabelBenchmark) -> dict[str, list[float]]
 
 
 if __name__ == "__main__":
-    run(lambda: main(tyro.cli(RelabelBenchmark, description=__doc__)))
+    command(main, RelabelBenchmark, __doc__)

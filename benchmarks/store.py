@@ -25,11 +25,11 @@ from pathlib import Path
 import h5py
 import numpy as np
 import torch
-import tyro
 
 from benchmarks.harness import (
     Output,
     check_positive,
+    command,
     compare,
     pinned,
     print_rows,
@@ -46,7 +46,7 @@ from densefeed.storage.geometry import WHOLE
 from densefeed.storage.maintenance import convert
 from densefeed.storage.row_codecs import ScoreMaps
 from densefeed.storage.score_maps import ScoreMapStore, ScoreMapWriter, StoreHeader
-from densefeed.system.errors import UserError, run
+from densefeed.system.errors import UserError
 from densefeed.system.provenance import environment
 
 PACKAGES = ("torch", "numpy", "h5py")
@@ -65,15 +65,15 @@ MOST_BYTES, AIM_BYTES = 8069 / 2, 8069 / 2.8
 class StoreBenchmark(Output):
     """Options of this benchmark."""
 
-    images: int = 2000  # maps
+    images: int = 2000  # number of maps
     # .pt files that torch.load reads per round; from our stores 32 times as many rows are read
     reads: int = 1000
     batch: int = 128  # rows that a loader reads at once
     side: int = 18  # S, cells along a side of a map
     top_k: int = 5  # k, classes stored per cell
-    classes: int = 1000  # K
+    classes: int = 1000  # K, number of classes
     palette: int = 32  # distinct classes in an image's map, approximately
-    rounds: int = 15  # after one warm-up round
+    rounds: int = 15  # measured rounds, after one for warm-up
 
 
 def main(benchmark: StoreBenchmark) -> dict:
@@ -218,4 +218,4 @@ def measure(
 
 
 if __name__ == "__main__":
-    run(lambda: main(tyro.cli(StoreBenchmark, description=__doc__)))
+    command(main, StoreBenchmark, __doc__)

@@ -34,7 +34,6 @@ from typing import Literal, NamedTuple
 import numpy as np
 import timm
 import torch
-import tyro
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torchvision.ops import roi_align
@@ -42,6 +41,7 @@ from torchvision.ops import roi_align
 from benchmarks.harness import (
     Output,
     check_positive,
+    command,
     compare,
     pinned,
     print_rows,
@@ -59,7 +59,7 @@ from densefeed.pipelines.targets import SparseTargets, TargetRules, palette_maps
 from densefeed.storage.geometry import WHOLE, crop_views, visible_boxes
 from densefeed.storage.score_maps import palette_sizes
 from densefeed.system.devices import choose_device, synchronize
-from densefeed.system.errors import UserError, run
+from densefeed.system.errors import UserError
 from densefeed.system.progress import steps_bar
 from densefeed.system.provenance import environment
 
@@ -88,14 +88,14 @@ SLICE = 16  # images of the float64 reference at once
 class TargetBenchmark(Output):
     """Options of this benchmark."""
 
-    batch: int = 128  # images
-    classes: int = 1000  # K
+    batch: int = 128  # N, images
+    classes: int = 1000  # K, number of classes
     grid: int = 14  # P, tokens along a side
     # dense: sparse and dense targets; head: a fused head and one with logits in memory;
     # step: training steps with and without dense labels
     compare: Literal["dense", "head", "step"] = "dense"
     width: int = 384  # D, features of a token, for --compare head
-    model: str = "lvvit_s"  # for --compare step
+    model: str = "lvvit_s"  # timm name of the network, for --compare step
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda if available, else cpu
     side: int = 18  # S, cells along a side of a map
     top_k: int = 5  # k, classes stored per cell
@@ -507,4 +507,4 @@ def csv_rows(
 
 
 if __name__ == "__main__":
-    run(lambda: main(tyro.cli(TargetBenchmark, description=__doc__)))
+    command(main, TargetBenchmark, __doc__)

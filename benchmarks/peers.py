@@ -140,7 +140,7 @@ class Peer(Protocol):
 
 
 class OurLoader:
-    """One of our loaders (`ffcv`, `folder`, `dali-cpu`, `dali-gpu`), with or without score maps from
+    """One of our loaders (`ffcv`, `folder`, `dali-cpu`, `dali-gpu`), with or without score maps of
     the same files.
     """
 

@@ -24,8 +24,8 @@ import torch
 from PIL import Image
 from timm.data import auto_augment
 
-from benchmarks.harness import Output, check_positive, command, pinned, report, take_turns
-from benchmarks.photographs import photographs
+from benchmarks.harness import Output, check_positive, command, report, take_turns, use_cores
+from benchmarks.photographs import load_photographs
 from densefeed.pipelines.augment.augmentation import Augmentation
 from densefeed.pipelines.augment.settings import Augment
 from densefeed.pipelines.batch import Batch
@@ -72,13 +72,13 @@ def measure(benchmark: AugmentBenchmark, device: torch.device) -> dict[str, list
         mode="train",
         sizes=((0, size),),
     )
-    crops = make_crops(photographs(), plan)
+    crops = make_crops(load_photographs(), plan)
     pictures = [Image.fromarray(crop) for crop in crops]
     batches = make_batches(torch.from_numpy(crops).to(device), benchmark.batch)
     options = {"rand_augment": benchmark.policy}
     ours = Augmentation(plan, Augment(**options), MEAN, STD).to(device)
     whole = Augmentation(plan, Augment(**options, erase_probability=0.25), MEAN, STD).to(device)
-    policy = timm_policy(benchmark.policy, ours.fill)
+    policy = build_timm_policy(benchmark.policy, ours.fill)
 
     def run_ours(augmentation: Augmentation, apply: Callable, number: int) -> int:
         for batch in batches:
@@ -92,7 +92,7 @@ def measure(benchmark: AugmentBenchmark, device: torch.device) -> dict[str, list
             policy(picture)
         return total
 
-    with pinned(1):
+    with use_cores(1):
         works = {
             OURS: partial(run_ours, ours, ours.crops),
             TIMM: run_timm,
@@ -102,7 +102,7 @@ def measure(benchmark: AugmentBenchmark, device: torch.device) -> dict[str, list
     return {name: [1000 / rate for rate in values] for name, values in rates.items()}
 
 
-def timm_policy(policy: str, fill: tuple[int, ...]) -> auto_augment.RandAugment:
+def build_timm_policy(policy: str, fill: tuple[int, ...]) -> auto_augment.RandAugment:
     """Return timm's RandAugment, which keeps at least 1 bit when it posterizes."""
     augment = auto_augment.rand_augment_transform(policy, {"img_mean": fill})
     for op in augment.ops:

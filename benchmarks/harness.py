@@ -140,7 +140,7 @@ def unpinned_after() -> Iterator[set[int]]:
 
 
 @contextmanager
-def pinned(threads: int) -> Iterator[None]:
+def use_cores(threads: int) -> Iterator[None]:
     """Give this process `threads` cores, and torch as many threads, within the context."""
     with unpinned_after() as allowed:
         torch.set_num_threads(threads)
@@ -183,7 +183,7 @@ def print_rows(rows: list[dict], number: str = ",.3f") -> None:
     for row in rows:
         median, *quartiles = format_spread(row, number)
         spread = f"({' to '.join(quartiles)})" if quartiles else ""
-        print(f"{row['name']:24} {median:>10} {row['unit']} {spread}")
+        print(f"{row['name']:38} {median:>10} {row['unit']} {spread}")
 
 
 def print_table(

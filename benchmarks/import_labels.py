@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from benchmarks.harness import Output, check_positive, command, pinned, report, take_turns
+from benchmarks.harness import Output, check_positive, command, report, take_turns, use_cores
 from densefeed.storage.geometry import Footprint
 from densefeed.system.errors import UserError
 from densefeed.system.progress import bar
@@ -111,7 +111,7 @@ def measure(benchmark: ImportBenchmark, folder: Path) -> dict[str, list[float]]:
             torch.load(path, weights_only=True)
         return len(paths)
 
-    with pinned(benchmark.threads):
+    with use_cores(benchmark.threads):
         works = {OURS: run_ours, PEER: run_torch}
         return take_turns(works, benchmark.rounds, done=lambda _: out.unlink(missing_ok=True))
 

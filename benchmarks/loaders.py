@@ -34,13 +34,13 @@ from benchmarks.harness import (
     cores,
     format_spread,
     pin,
-    pinned,
     print_rows,
     print_table,
     ratio_rows,
     save,
     take_turns,
     unpinned_after,
+    use_cores,
 )
 from benchmarks.peers import PEERS, BenchmarkSet, FullDecode, Peer, PeerConfig, explain_missing
 from benchmarks.photographs import beton_dataset, sample_dataset
@@ -276,7 +276,7 @@ def measure_stages(data: BenchmarkSet, benchmark: LoaderBenchmark) -> dict:
     config = PeerConfig(data, 1, benchmark.batch, benchmark.size)
     passes, shares = [], []
     limited = explain_missing(LIMIT) is None
-    with pinned(1), closing(FullDecode(config)) if limited else nullcontext() as limit:
+    with use_cores(1), closing(FullDecode(config)) if limited else nullcontext() as limit:
         for number in range(benchmark.rounds + 1):
             taken = time_stages(config, number)
             start = time.perf_counter()

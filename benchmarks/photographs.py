@@ -59,7 +59,7 @@ def sample_dataset(cache: Path, images: int, classes: int) -> BenchmarkSet:
     folder, maps = home / "images", home / "maps.h5"
     make_once(folder, lambda part: write_crops(part, images, classes))
     if not maps.exists():
-        write_maps(maps, random_maps(images, classes), folder, classes, "random", "zero-logit")
+        write_maps(maps, draw_maps(images, classes), folder, classes, "random", "zero-logit")
     # Always packed, so that the file measured is that of the current packer.
     beton = home / "train.beton"
     beton.unlink(missing_ok=True)
@@ -128,7 +128,7 @@ def make_once(path: Path, make: Callable[[Path], None]) -> None:
         raise
 
 
-def photographs() -> list[Image.Image]:
+def load_photographs() -> list[Image.Image]:
     """Return the originals, RGB, 300 to 512 pixels on their shorter side."""
     try:
         from skimage import data
@@ -145,7 +145,7 @@ def photographs() -> list[Image.Image]:
 
 def write_crops(folder: Path, images: int, classes: int) -> None:
     """Write `images` JPEGs as `<class>/<number>.jpg`, the same on every call."""
-    originals = photographs()
+    originals = load_photographs()
     rng = np.random.default_rng(0)
     draws = rng.random((images, 5))  # shape, area, left, top, mirrored
 
@@ -169,7 +169,7 @@ def write_crops(folder: Path, images: int, classes: int) -> None:
         list(pool.map(write, range(images)))
 
 
-def random_maps(images: int, classes: int) -> ScoreMaps:
+def draw_maps(images: int, classes: int) -> ScoreMaps:
     """Draw maps like those of a teacher of `classes` classes: a few likely classes per image, the
     others at logit 0.
     """

@@ -30,7 +30,7 @@ import timm
 import torch
 from timm.data import ImageDataset, create_transform
 
-from benchmarks.harness import Output, check_positive, command, pinned, report, take_turns
+from benchmarks.harness import Output, check_positive, command, report, take_turns, use_cores
 from benchmarks.photographs import write_crops
 from densefeed.models import nfnet  # noqa: F401  (registers its models with timm)
 from densefeed.relabel.labeling import begin_pass, finish_pass
@@ -166,7 +166,7 @@ def measure(folder: Path, benchmark: RelabelBenchmark) -> dict[str, list[float]]
         (folder / "maps.h5").unlink(missing_ok=True)
         shutil.rmtree(folder / "pt", ignore_errors=True)
 
-    with pinned(benchmark.threads):
+    with use_cores(benchmark.threads):
         works = {OURS: run_ours, PEER: run_peer, TEACHER: run_teacher}
         return take_turns(works, benchmark.rounds, done=clear)
 

@@ -31,12 +31,12 @@ from benchmarks.harness import (
     check_positive,
     command,
     compare,
-    pinned,
     print_rows,
     ratio_rows,
     save,
     spread_rows,
     take_turns,
+    use_cores,
 )
 from densefeed.native import read_maps
 from densefeed.pipelines.folder import store_rows
@@ -165,7 +165,7 @@ def make_stores(folder: Path, benchmark: StoreBenchmark) -> dict[str, ScoreMapSt
     return {"raw": raw} | {form: convert(raw, folder / f"{form}.h5", form) for form in FORMS[1:]}
 
 
-def map_arrays(store: ScoreMapStore) -> list[np.ndarray]:
+def memmap_arrays(store: ScoreMapStore) -> list[np.ndarray]:
     """Map the logits and class ids of a raw store into memory, as FORMAT.md describes its file."""
     with h5py.File(store.path) as file:
         return [
@@ -178,7 +178,7 @@ def measure(
     folder: Path, stores: dict[str, ScoreMapStore], benchmark: StoreBenchmark
 ) -> dict[str, list[float]]:
     """Return rows per second of each contestant, one value per round."""
-    memory, arrays, batch = Memory(), map_arrays(stores["raw"]), benchmark.batch
+    memory, arrays, batch = Memory(), memmap_arrays(stores["raw"]), benchmark.batch
 
     def draw_ids(number: int, per_file: int) -> np.ndarray:
         count = per_file * benchmark.reads
@@ -213,7 +213,7 @@ def measure(
     works = {form: partial(read_batches, form) for form in FORMS}
     works |= {MAPPED: copy_rows, SINGLE: read_singly}
     works |= {peer: partial(load_files, weights_only) for peer, weights_only in PEERS.items()}
-    with pinned(1):
+    with use_cores(1):
         return take_turns(works, benchmark.rounds)
 
 

@@ -43,12 +43,12 @@ from benchmarks.harness import (
     check_positive,
     command,
     compare,
-    pinned,
     print_rows,
     ratio_rows,
     save,
     spread_rows,
     take_turns,
+    use_cores,
 )
 from densefeed.models import checkpoints  # noqa: F401  (registers our models with timm)
 from densefeed.models.token_transformer import FAMILIES, TokenLogits, has_tokens
@@ -347,7 +347,7 @@ def measure(
     """
     total = len(losses) * (benchmark.rounds + 1)
     works = {name: lambda _, loss=loss: backward_sync(loss, step) for name, loss in losses.items()}
-    with pinned(benchmark.threads), steps_bar("benchmark", total, 0) as advance:
+    with use_cores(benchmark.threads), steps_bar("benchmark", total, 0) as advance:
         rates = take_turns(
             works, benchmark.rounds, lambda _: drop_gradients(step), lambda name: advance(1, name)
         )

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks.augment import OURS, TIMM, AugmentBenchmark, main, make_crops
-from benchmarks.photographs import photographs
+from benchmarks.photographs import load_photographs
 from densefeed.pipelines.plan import EpochPlan
 from densefeed.system.errors import UserError
 
@@ -30,10 +30,10 @@ def test_small_run_writes_json_and_csv(tmp_path):
 
 def test_crops_are_distinct_and_reproducible():
     plan = EpochPlan(num_samples=9, batch=3, seed=0, mode="train", sizes=((0, 40),))
-    crops = make_crops(photographs(), plan)
+    crops = make_crops(load_photographs(), plan)
     assert crops.shape == (9, 40, 40, 3)
     assert len({crop.tobytes() for crop in crops}) == 9
-    assert np.array_equal(crops, make_crops(photographs(), plan))
+    assert np.array_equal(crops, make_crops(load_photographs(), plan))
 
 
 @pytest.mark.parametrize(

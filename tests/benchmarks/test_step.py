@@ -189,7 +189,7 @@ def test_two_networks_together_and_one_after_the_other(bootstrap):
     if bootstrap == "joint":
         assert floors["both"] == pytest.approx(floors["ours"] + floors["agent"])
     else:
-        # A shared CONV takes 2 products per position and weight, an unshared one 9.
+        # A shared CONV takes 2 products per weight and position, a separate one 9.
         assert floors["ours"] < floors["both"] < floors["ours"] + floors["agent"]
     rates = {
         (name, "eager"): [rate]

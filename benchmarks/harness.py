@@ -1,9 +1,9 @@
-"""What every benchmark shares: runs in turns on pinned cores, median and quartiles, ratios pair by
-pair, JSON and CSV.
+"""Shared parts of the benchmarks: interleaved runs on pinned cores, spreads, ratios, tables and
+results files.
 
-A speed is a row: command, hardware, versions, commit, runs, middle and spread. Two speeds are
-compared only within a round, where they were taken seconds apart: on a shared machine the rate of a
-whole minute drifts by more than what is compared.
+A result row holds the command, hardware, versions, commit, number of runs, median and quartiles.
+Two rates are compared only within a round, where they were measured seconds apart: on a shared
+machine the rate drifts from minute to minute by more than the differences to be measured.
 """
 
 import csv
@@ -11,40 +11,46 @@ import gc
 import io
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from multiprocessing import active_children
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 import numpy as np
+import torch
+import tyro
+from rich.console import Console
+from rich.table import Table
 
-from densefeed.system.errors import UserError
+from densefeed.system.errors import UserError, run
 from densefeed.system.files import replace_file
+from densefeed.system.provenance import RESULTS, write_json
 
 Key = TypeVar("Key")
-ROOT = Path(__file__).parent.parent
-RESULTS = Path("benchmarks/results.csv")
 COLUMNS = (
-    "date",
-    "commit",
-    "cpu",
-    "cores",
-    "versions",
-    "command",
-    "data",
-    "name",
-    "threads",
-    "median",
-    "p25",
-    "p75",
-    "unit",
-    "runs",
+    *("date", "commit", "cpu", "cores", "versions", "command", "data", "name", "threads"),
+    *("median", "p25", "p75", "unit", "runs"),
 )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Output:
+    """Options of every benchmark: where its results go."""
+
+    json: Path | None = None  # write all results there as JSON
+    record: bool = True  # append rows to --results
+    results: Path = RESULTS  # CSV file of all results
+
+
+def command(main: Callable, options: type[Output], description: str) -> None:
+    """Run a benchmark's `main` with `options` from the command line."""
+    run(lambda: main(tyro.cli(options, description=description)))
+
+
 class Spread(NamedTuple):
-    """The middle and the quartiles of a number of runs."""
+    """Median and quartiles of several runs."""
 
     median: float
     p25: float
@@ -52,44 +58,49 @@ class Spread(NamedTuple):
 
     @classmethod
     def of(cls, values: list[float]) -> "Spread":
-        return cls(*(float(np.percentile(values, at)) for at in (50, 25, 75)))
+        return cls(*np.percentile(values, (50, 25, 75)).tolist())
 
 
-def pairwise(a: list[float], b: list[float]) -> Spread:
-    """a / b within each round."""
-    return Spread.of([x / y for x, y in zip(a, b, strict=True)])
+def check_positive(options: Output, *names: str) -> None:
+    """Raise UserError if one of the named options is below 1."""
+    for name in names:
+        if getattr(options, name) < 1:
+            raise UserError(f"--{name.replace('_', '-')} must be at least 1")
+
+
+# ------------------------------------------------------------------------- measuring
 
 
 def take_turns(
     works: dict[Key, Callable[[int], int]],
     rounds: int,
-    before: Callable[[Key], None],
-    done: Callable[[Key], None],
-    warm: int = 1,
+    before: Callable[[Key], None] = lambda key: None,
+    done: Callable[[Key], None] = lambda key: None,
 ) -> dict[Key, list[float]]:
-    """Things per second of each work in each of `rounds` rounds.
+    """Measure the items per second of each work in each of `rounds` rounds.
 
-    `works[key](n)` does its n-th run and says how many things it did. Every round runs every work
-    once, beginning with another one each time; `warm` rounds before them are not counted. `before`
-    and `done` stand outside the clock.
+    `works[key](n)` does its n-th run and returns its number of items. Every round runs every work
+    once and starts with a different one each time. One more round before them, the warm-up, is not
+    counted. `before` and `done` are called outside the timed interval.
     """
     keys, rates = list(works), {key: [] for key in works}
-    for number in range(warm + rounds):
+    for number in range(rounds + 1):
         first = number % len(keys)
         for key in keys[first:] + keys[:first]:
             before(key)
-            gc.collect()  # nobody pays for another's garbage
+            # No work is timed while it collects the garbage of another.
+            gc.collect()
             start = time.perf_counter()
             count = works[key](number)
             took = time.perf_counter() - start
-            if number >= warm:
+            if number:
                 rates[key].append(count / took)
             done(key)
     return rates
 
 
 def cores(count: int, allowed: set[int]) -> set[int]:
-    """`count` of the allowed logical CPUs, on different physical cores as long as there are any."""
+    """Choose `count` of the allowed logical CPUs, on distinct physical cores as far as possible."""
     seen, firsts, seconds = set(), [], []
     for cpu in sorted(allowed):
         shared = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
@@ -100,47 +111,154 @@ def cores(count: int, allowed: set[int]) -> set[int]:
 
 
 def pin(cpus: set[int]) -> None:
-    """Confine every thread of this process, and of the worker processes it started, to `cpus`.
+    """Confine every thread of this process and of its worker processes to `cpus`.
 
-    sched_setaffinity alone moves one thread only: pools started earlier (OpenMP, numba, a
-    DataLoader's workers) would keep all cores and help a contestant that was granted one.
+    sched_setaffinity alone moves a single thread: thread pools and workers that already run
+    (OpenMP, numba, a DataLoader's workers) would keep all cores and speed up a contestant that is
+    limited to one.
     """
     for process in ["self", *(child.pid for child in active_children())]:
         for task in Path(f"/proc/{process}/task").iterdir():
             try:
                 os.sched_setaffinity(int(task.name), cpus)
-            except ProcessLookupError:  # a thread that ended meanwhile
+            except ProcessLookupError:  # the thread has ended meanwhile
                 continue
 
 
 @contextmanager
 def unpinned_after() -> Iterator[set[int]]:
-    """Gives the CPUs this process may use, and gives them back to all its threads at the end."""
-    allowed = os.sched_getaffinity(0)
+    """Yield the CPUs that this process may use; at the end restore them and torch's thread count.
+
+    All threads of the process get the CPUs back.
+    """
+    allowed, threads = os.sched_getaffinity(0), torch.get_num_threads()
     try:
         yield allowed
     finally:
+        torch.set_num_threads(threads)
         pin(allowed)
 
 
-def append_rows(path: Path, rows: list[dict]) -> None:
-    """Append rows of COLUMNS to a CSV, all or none; it begins with its header.
+@contextmanager
+def use_cores(threads: int) -> Iterator[None]:
+    """Give this process `threads` cores, and torch as many threads, within the context."""
+    with unpinned_after() as allowed:
+        torch.set_num_threads(threads)
+        pin(cores(threads, allowed))
+        yield
 
-    UserError if the file has other columns: rows of two layouts under one header would be read
-    wrongly.
+
+# ------------------------------------------------------------------------- results
+
+
+def pairwise(a: list[float], b: list[float]) -> Spread:
+    """Return the spread of a / b, divided within each round."""
+    return Spread.of([x / y for x, y in zip(a, b, strict=True)])
+
+
+def compare(a: str, b: str, of_a: list[float], of_b: list[float], **fields: object) -> dict:
+    """Return a document's ratio of contestant `a` to `b`, with more `fields`."""
+    return {"a": a, "b": b, **fields, **pairwise(of_a, of_b)._asdict()}
+
+
+def spread_rows(values: dict[str, list[float]], unit: str) -> list[dict]:
+    """Return a row for each contestant: name, unit, median and quartiles."""
+    return [
+        {"name": name, "unit": unit, **Spread.of(runs)._asdict()} for name, runs in values.items()
+    ]
+
+
+def ratio_rows(ratios: list[dict]) -> list[dict]:
+    """Return a CSV row for each ratio of a document."""
+    return [ratio | {"name": f"{ratio['a']} / {ratio['b']}", "unit": "ratio"} for ratio in ratios]
+
+
+def format_spread(spread: dict, number: str) -> list[str]:
+    """Format median and quartiles, where there are any, by the format specification `number`."""
+    return [format(spread[name], number) for name in Spread._fields if name in spread]
+
+
+def print_rows(rows: list[dict], number: str = ",.3f") -> None:
+    """Print a line for each row: name, median (quartiles), unit."""
+    for row in rows:
+        median, *quartiles = format_spread(row, number)
+        spread = f"({' to '.join(quartiles)})" if quartiles else ""
+        print(f"{row['name']:38} {median:>10} {row['unit']} {spread}")
+
+
+def print_table(
+    title: str, columns: tuple[str, ...], rows: Iterable[Sequence[str]], texts: int = 1
+) -> None:
+    """Print a table; its first `texts` columns are aligned left, the others right."""
+    console = Console()
+    # Wide enough for the whole table in a log file too.
+    console.width = max(console.width, 110)
+    table = Table(title=title, title_justify="left")
+    for number, name in enumerate(columns):
+        table.add_column(name, justify="left" if number < texts else "right")
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
+
+
+def report(
+    options: Output,
+    values: dict[str, list[float]],
+    unit: str,
+    pairs: list[tuple[str, str]],
+    facts: dict,
+    data: str,
+    threads: int,
+    what: str = "",
+    prefix: str = "",
+) -> dict:
+    """Print and save the values of each contestant and the ratios of `pairs`; return the document.
+
+    `facts` describe the environment and `data` the inputs. `what` names the quantity of a ratio, by
+    default `unit`.
+    """
+    rows = spread_rows(values, unit)
+    ratios = [compare(a, b, values[a], values[b], what=what or unit) for a, b in pairs]
+    document = {"rows": rows, "ratios": ratios, "environment": facts}
+    rows = rows + ratio_rows(ratios)
+    print(data)
+    print_rows(rows)
+    save(options, document, rows, prefix, **facts, data=data, threads=threads, runs=options.rounds)
+    return document
+
+
+def save(
+    options: Output, document: dict, rows: list[dict], prefix: str = "", **common: object
+) -> None:
+    """Write the document to --json and append the rows to --results, where these are requested.
+
+    Names of rows get the `prefix`; fields of `common` are added to each row that has none such.
+    """
+    if options.json is not None:
+        write_json(options.json, document)
+    if options.record:
+        rows = [common | row | {"name": prefix + row["name"]} for row in rows]
+        append_rows(options.results, rows)
+
+
+def append_rows(path: Path, rows: list[dict]) -> None:
+    """Append the COLUMNS of `rows` to a CSV file, all rows or none; a new file gets a header.
+
+    Raises UserError if the file has other columns: rows of two layouts below one header would be
+    misread.
     """
     old = path.read_text() if path.exists() else ""
     if old and tuple(old.splitlines()[0].split(",")) != COLUMNS:
         raise UserError(
-            f"{path} has other columns than {', '.join(COLUMNS)}; move it away, and a new one will be begun"
+            f"{path} has other columns than {', '.join(COLUMNS)}; move it away to start a new file"
         )
     text = io.StringIO()
-    writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
+    writer = csv.DictWriter(text, COLUMNS, extrasaction="ignore", lineterminator="\n")
     if not old:
         writer.writeheader()
-    short = {float: "{:.6g}".format}  # more digits than that no clock here gives
-    writer.writerows(
-        {name: short.get(type(value), str)(value) for name, value in row.items()} for row in rows
-    )
+    for row in rows:
+        # No clock here resolves more than six digits.
+        digits = {name: f"{value:.6g}" for name, value in row.items() if isinstance(value, float)}
+        writer.writerow(row | digits)
     with replace_file(path) as part:
         part.write_text(old + "\n" * (bool(old) and not old.endswith("\n")) + text.getvalue())

@@ -1,67 +1,65 @@
-"""How fast loaders deliver random-resized crops, ours and others, in one run on the same images.
+"""Measure images per second of loaders with random-resized crops: ours and others, on the same
+images in one run.
 
-    python -m benchmarks.loaders                                   # everything that can run here, on its own photographs
-    python -m benchmarks.loaders --data train.beton --loaders ffcv+labels,ffcv-stock --threads 1 2 --json out.json
-    python -m benchmarks.loaders --advise --data train.beton --model lvvit_s   # what to tell train.py, see tools/advise.py
+    python -m benchmarks.loaders        # all that can run here, on generated crops of photographs
+    python -m benchmarks.loaders --data train.beton --loaders ffcv+labels,ffcv-stock \\
+        --threads 1 2 --json out.json
 
-Each round runs one epoch of every loader, from asking for the first batch to holding the last, in
-an order that rotates; a ratio is the median of the rounds' own ratios. Loaders are made anew
---makings times, as two of a kind are not equally fast. With --threads n the process and its workers
-are confined to n cores. What each loader is: benchmarks/peers.py. Without --data the images are
-made once, below --cache, from photographs that ship with scikit-image and scikit-learn. Rows are
-appended to --results.
+Each round runs one epoch of every loader, from requesting the first batch to receiving the last, in
+rotating order; a ratio is the median of the ratios within a round. Loaders are built --makings
+times, as two instances of one loader are not equally fast. With --threads n the process and its
+workers are confined to n cores. benchmarks/peers.py describes the loaders. Without --data the
+images are generated once, below --cache, from photographs that ship with scikit-image and
+scikit-learn. Rows are appended to --results.
 """
 
 import os
 import subprocess
 import sys
 import time
-from contextlib import ExitStack, closing
-from dataclasses import dataclass, replace
+from contextlib import ExitStack, closing, nullcontext
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
-import tyro
-from rich.console import Console
-from rich.table import Table
 
 from benchmarks.harness import (
-    COLUMNS,
+    Output,
     Spread,
-    append_rows,
+    check_positive,
+    command,
+    compare,
     cores,
-    pairwise,
+    format_spread,
     pin,
+    print_rows,
+    print_table,
+    ratio_rows,
+    save,
     take_turns,
     unpinned_after,
+    use_cores,
 )
-from benchmarks.peers import PEERS, BenchmarkSet, FullDecode, Peer, Work, why_missing
-from benchmarks.photographs import sample_dataset, set_of
+from benchmarks.peers import PEERS, BenchmarkSet, FullDecode, Peer, PeerConfig, explain_missing
+from benchmarks.photographs import beton_dataset, sample_dataset
 from densefeed import native
 from densefeed.pipelines.ffcv import FfcvSource
 from densefeed.pipelines.loader import Memory
 from densefeed.storage.beton import Beton
-from densefeed.system.errors import UserError, run
+from densefeed.system.errors import UserError
 from densefeed.system.progress import steps_bar
-from densefeed.system.provenance import RESULTS, ROOT, environment, write_json
-from densefeed.tools import advise
+from densefeed.system.provenance import ROOT, environment
 
 PACKAGES = (
-    "torch",
-    "torchvision",
-    "timm",
-    "numpy",
-    "pillow",
-    "ffcv",
-    "simplejpeg",
-    "spdl-core",
-    "nvidia-dali-cuda130",
+    *("torch", "torchvision", "timm", "numpy", "pillow"),
+    *("ffcv", "simplejpeg", "spdl-core", "nvidia-dali-cuda130"),
 )
 OURS = "ffcv+labels"
 LIMIT = "turbojpeg-full"
-# What a median ratio should reach, and the aim beyond it: one thread, 500 pixel q90 4:2:0 JPEGs,
-# 224 pixels out.
+# Required median ratio, and the goal beyond it: with one thread, from 500 pixel JPEGs of quality 90
+# and 4:2:0 subsampling, to 224 pixels.
 BARS = {
     (OURS, "ffcv-stock"): (3.0, 4.0),
     (OURS, "token-labeling+labels"): (12.0, 20.0),
@@ -73,159 +71,124 @@ BARS = {
         for peer in ("simplejpeg", "spdl", "torchvision", "torchvision-tensor", "timm")
     },
 }
-SCALING = (1.8, 1.9)  # two threads to one
-FIRST_BATCHES = 5  # processes started
+SCALING = (1.8, 1.9)  # required ratio and goal of two threads to one
+FIRST_BATCHES = 5  # processes to start
 CORES = len(os.sched_getaffinity(0))
+
+Key = tuple[str, int]  # loader, threads
 
 
 @dataclass(frozen=True, kw_only=True)
-class Benchmark:
-    """What to measure."""
+class LoaderBenchmark(Output):
+    """Options of this benchmark."""
 
-    # only say which loader, with how many threads, a training of --model on --data should be given
-    advise: bool = False
-    # a .beton of JPEGs; default: photographs of its own; with --advise also a folder
-    data: Path | None = None
-    # with --advise: score maps (HDF5) of --data; a .beton may carry its own
-    labels: Path | None = None
-    model: str = "lvvit_s"  # with --advise: whose step is measured
-    # the folder --data was packed from, for the peers; default: its JPEGs, unpacked below
-    # --cache
+    data: Path | None = None  # a .beton of JPEGs; default: generated crops of photographs
+    # the folder --data was packed from, for the peers; default: its JPEGs, unpacked in --cache
     folder: Path | None = None
-    cache: Path = Path("bench")  # folder for what is made once
-    images: int = 1024  # of its own set
-    classes: int = 1000  # of its own set, and of its score maps, at most one an image
+    cache: Path = Path("bench")  # folder for generated files, which later runs use again
+    images: int = 1024  # number of generated crops
+    classes: int = 1000  # of the generated crops and score maps; at most the number of images
     loaders: str = ""  # names, separated by commas; default: all that can run here
-    # one measurement each; default: 1 and 2, with --advise 1, 2, 4, ... and all cores
-    threads: tuple[int, ...] = ()
+    threads: tuple[int, ...] = (1, 2)[:CORES]  # numbers of threads to measure
     rounds: int = 9  # epochs of each loader
-    # times each loader is made, for as many rounds each and one to warm up: see measure()
+    # times each loader is built; each instance runs an equal share of the rounds and one warm-up
     makings: int = 3
-    batch: int = 64  # images
+    batch: int = 64  # images per batch
     size: int = 224  # side of the output, pixels
-    stages: bool = False  # also our loader's stages apart, on one core
-    # also the time from a process's start to its first batch, imports of torch excluded
+    stages: bool = False  # also measure the stages of our loader separately, on one core
+    # also measure the time from a process's start to its first batch, without importing torch
     first_batch: bool = False
-    json: Path | None = None  # write rows and ratios there
-    record: bool = True  # append rows to --results
-    results: Path = RESULTS  # CSV
 
 
-def main(benchmark: Benchmark) -> dict:
-    """Measure, print, record; the document that --json writes."""
-    benchmark = replace(
-        benchmark,
-        threads=benchmark.threads
-        or (advise.thread_counts(CORES) if benchmark.advise else (1, 2)[:CORES]),
-    )
+def main(benchmark: LoaderBenchmark) -> dict:
+    """Measure, print and record; return the document that --json writes."""
     check(benchmark)
-    if benchmark.advise:
-        wanted = (
-            benchmark.data,
-            benchmark.labels,
-            benchmark.model,
-            benchmark.batch,
-            benchmark.size,
-            benchmark.threads,
-        )
-        return advise.main(advise.Request(*wanted, cores=CORES), benchmark.json)
-    names = chosen(benchmark.loaders)
+    names = choose_loaders(benchmark.loaders)
     if benchmark.data is None:
-        data = sample_dataset(
-            benchmark.cache, benchmark.images, min(benchmark.classes, benchmark.images)
-        )
+        classes = min(benchmark.classes, benchmark.images)
+        data = sample_dataset(benchmark.cache, benchmark.images, classes)
     else:
-        data = set_of(benchmark.data, benchmark.folder, benchmark.cache)
-    names = [name for name in names if readable(name, data, asked=bool(benchmark.loaders))]
+        data = beton_dataset(benchmark.data, benchmark.folder, benchmark.cache)
+    names = [name for name in names if can_read(name, data, required=bool(benchmark.loaders))]
     size_kb = np.mean([os.path.getsize(path) for path in data.paths]) / 1000
-    what = f"{len(data.paths):,} JPEGs of {size_kb:.1f} kB"
+    summary = f"{len(data.paths):,} JPEGs of {size_kb:.1f} kB"
     facts = environment(PACKAGES)
     rates, gpu_memory = measure(names, data, benchmark)
     document = {
-        "rows": [row(*key, rates[key]) for key in sorted(rates, key=lambda key: key[1])],
-        "ratios": ratios(rates),
-        "data": what,
+        "rows": [
+            {
+                "loader": name,
+                "threads": threads,
+                "images_per_s": Spread.of(values)._asdict(),
+                "runs": len(values),
+            }
+            for (name, threads), values in sorted(rates.items(), key=lambda item: item[0][1])
+        ],
+        "ratios": [
+            compare(a[0], b[0], rates[a], rates[b], threads=a[1], b_threads=b[1])
+            for a, b in ratio_pairs(list(rates))
+            if a in rates and b in rates
+        ],
+        "data": summary,
         "environment": facts,
     }
     if gpu_memory:
-        document |= {"gpu_memory_gb": gpu_memory / 1e9}
+        document["gpu_memory_gb"] = gpu_memory / 1e9
     if benchmark.stages:
-        document |= {"stages": stages(data, benchmark)}
+        document["stages"] = measure_stages(data, benchmark)
     if benchmark.first_batch:
-        document |= {"first_batch_s": Spread.of(first_batches(data, benchmark))._asdict()}
+        document["first_batch_s"] = Spread.of(time_first_batches(data, benchmark))._asdict()
     show(document)
-    if benchmark.json is not None:
-        write_json(benchmark.json, document)
-    if benchmark.record:
-        append_rows(
-            benchmark.results,
-            [facts | {"data": what, "runs": benchmark.rounds} | line for line in lines(document)],
-        )
+    save(benchmark, document, csv_rows(document), **facts, data=summary, runs=benchmark.rounds)
     return document
 
 
-def chosen(loaders: str) -> list[str]:
-    """The names asked for, or all that can run here. UserError for one that does not exist or
-    cannot run.
+def check(benchmark: LoaderBenchmark) -> None:
+    """Raise UserError for invalid options."""
+    check_positive(benchmark, "rounds", "makings", "batch", "size", "images", "classes")
+    if min(benchmark.threads, default=0) < 1 or max(benchmark.threads) > CORES:
+        raise UserError(
+            f"--threads {' '.join(map(str, benchmark.threads))}: "
+            f"give numbers from 1 to the {CORES} cores this process may use"
+        )
+    if benchmark.folder is not None and benchmark.data is None:
+        raise UserError("--folder needs --data: it is the folder that the .beton was packed from")
+
+
+def choose_loaders(option: str) -> list[str]:
+    """Return the loaders that --loaders names, by default all that can run here.
+
+    Raises UserError for a named loader that does not exist or cannot run.
     """
-    asked = [name.strip() for name in loaders.split(",") if name.strip()]
-    for name in asked:
+    given = [name.strip() for name in option.split(",") if name.strip()]
+    for name in given:
         if name not in PEERS:
             raise UserError(
                 f"--loaders: there is no loader {name!r}; choose from {', '.join(PEERS)}"
             )
     names = []
-    for name in asked or PEERS:
-        reason = why_missing(name)
-        if reason and asked:
+    for name in given or PEERS:
+        reason = explain_missing(name)
+        if reason and given:
             raise UserError(f"--loaders {name}: {reason}; {PEERS[name].remedy}")
         if reason:
-            print(f"{name}: left out, {reason}; {PEERS[name].remedy}")
+            print(f"{name}: skipped, {reason}; {PEERS[name].remedy}")
         else:
             names.append(name)
     return list(dict.fromkeys(names))
 
 
-def check(benchmark: Benchmark) -> None:
-    """UserError for numbers that make no sense here."""
-    small = [
-        name
-        for name in ("rounds", "makings", "batch", "size", "images", "classes")
-        if getattr(benchmark, name) < 1
-    ]
-    if small:
-        raise UserError(f"--{small[0]} must be at least 1")
-    if min(benchmark.threads) < 1 or max(benchmark.threads) > CORES:
-        raise UserError(
-            f"--threads {' '.join(map(str, benchmark.threads))}: from 1 to the {CORES} cores this process may use"
-        )
-    if benchmark.folder is not None and benchmark.data is None:
-        raise UserError(
-            "--folder goes with --data: it is the folder that the .beton was packed from"
-        )
-    if benchmark.advise and benchmark.data is None:
-        raise UserError("--advise is about a data set of yours; give --data")
-    if not benchmark.advise and (
-        benchmark.labels is not None or benchmark.model != Benchmark.model
-    ):
-        raise UserError(
-            "--labels and --model go with --advise; the peers' score maps are those in the .beton"
-        )
-
-
-def readable(name: str, data: BenchmarkSet, asked: bool) -> bool:
-    """Whether the set has what a peer reads; UserError if it was asked for by name and the set has
-    not.
-    """
+def can_read(name: str, data: BenchmarkSet, required: bool) -> bool:
+    """Return whether `data` has what a loader reads; if `required`, raise UserError if not."""
     if name.startswith("token-labeling") and data.maps is not None and data.published is None:
-        reason = f"its layout cannot number {data.num_classes:,} classes"
+        reason = f"its file format cannot number {data.num_classes:,} classes"
     elif PEERS[name].maps and data.maps is None:
         reason = f"{data.beton} has no score maps"
     else:
         return True
-    if asked:
+    if required:
         raise UserError(f"--loaders {name}: {reason}; leave it out, or give another --data")
-    print(f"{name}: left out, {reason}")
+    print(f"{name}: skipped, {reason}")
     return False
 
 
@@ -233,163 +196,119 @@ def readable(name: str, data: BenchmarkSet, asked: bool) -> bool:
 
 
 def measure(
-    names: list[str], data: BenchmarkSet, benchmark: Benchmark
-) -> tuple[dict[tuple[str, int], list[float]], int]:
-    """Images per second of every loader with every number of threads, a value a round; and the
-    bytes of the GPU's memory that are in use at the end, by all loaders together: DALI's pools are
-    no single loader's, so name one for its own.
+    names: list[str], data: BenchmarkSet, benchmark: LoaderBenchmark
+) -> tuple[dict[Key, list[float]], int]:
+    """Return images per second of every loader with every number of threads, one value per round,
+    and the bytes of GPU memory in use at the end.
 
-    Loaders are made anew for each share of the rounds, in another order each time. Two that do the
-    same differ by up to 6 % of processor time for as long as they live (DALI's, twins made in one
-    process), and no number of rounds averages that out.
+    The GPU memory is that of all loaders together, because DALI's pools belong to no single loader;
+    run one loader alone to get its own.
+
+    Loaders are built again for each share of the rounds, in another order each time. Two identical
+    ones differ by up to 6 % of processor time for their whole lifetime (measured for two of DALI's
+    in one process), and no number of rounds averages that out.
     """
-    # A loader's thread counts stand beside each other: their ratio is the one that a drifting
-    # machine would blur most.
+    # The thread counts of a loader are neighbors: drift of the machine would blur their ratio most.
     keys = [(name, threads) for name in names for threads in dict.fromkeys(benchmark.threads)]
-    shares = [
-        len(share)
-        for share in np.array_split(
-            np.arange(benchmark.rounds), min(benchmark.makings, benchmark.rounds)
-        )
-    ]
-    rates: dict[tuple[str, int], list[float]] = {key: [] for key in keys}
-    with ExitStack() as stack:
-        allowed = stack.enter_context(unpinned_after())
-        stack.callback(torch.set_num_threads, torch.get_num_threads())
-        advance = stack.enter_context(
-            steps_bar("benchmark", len(keys) * (benchmark.rounds + len(shares)), 0)
-        )
+    rounds = np.arange(benchmark.rounds)
+    shares = [len(part) for part in np.array_split(rounds, min(benchmark.makings, len(rounds)))]
+    rates = {key: [] for key in keys}
+    turns = len(keys) * (benchmark.rounds + len(shares))
+    with unpinned_after() as allowed, steps_bar("benchmark", turns, 0) as advance:
 
-        def before(key: tuple[str, int]) -> None:
-            # Threads and processes are the peers' own; a torch that splits each resize again halves
-            # simplejpeg's rate on two cores. Stock ffcv sets it for everyone.
+        def before(key: Key) -> None:
+            # The peers have their own threads and processes; a torch that splits each resize again
+            # halves simplejpeg's rate on two cores. Stock ffcv sets the number for the process.
             torch.set_num_threads(1)
             pin(cores(key[1], allowed))
 
         for making, share in enumerate(shares):
             with ExitStack() as alive:
-                # All are made before the first is confined to a core: numba fixes its most threads
-                # when it is imported.
+                # All are built before the first is pinned to a core: numba fixes its maximum number
+                # of threads when it is imported.
                 pin(allowed)
-                first = making % len(keys)
-                peers = {
-                    key: alive.enter_context(
-                        closing(
-                            PEERS[key[0]].make(Work(data, key[1], benchmark.batch, benchmark.size))
-                        )
-                    )
-                    for key in keys[first:] + keys[:first]
-                }
-                works = {key: lambda number, peer=peers[key]: deliver(peer, number) for key in keys}
-                some = take_turns(
+                first, peers = making % len(keys), {}
+                for key in keys[first:] + keys[:first]:
+                    config = PeerConfig(data, key[1], benchmark.batch, benchmark.size)
+                    peers[key] = alive.enter_context(closing(PEERS[key[0]].build(config)))
+                works = {key: partial(run_epoch, peers[key]) for key in keys}
+                new = take_turns(
                     works, share, before, lambda key: advance(1, f"{key[0]}, {key[1]} threads")
                 )
                 for key in keys:
-                    rates[key] += some[key]
+                    rates[key] += new[key]
                 free, total = torch.cuda.mem_get_info() if torch.cuda.is_available() else (0, 0)
-        return rates, total - free
+    return rates, total - free
 
 
-def deliver(peer: Peer, epoch: int) -> int:
-    """Run an epoch to its last batch; the images that came."""
+def run_epoch(peer: Peer, epoch: int) -> int:
+    """Consume an epoch and return its number of images."""
     return sum(batch.count for batch in peer.batches(epoch))
 
 
-def row(name: str, threads: int, values: list[float]) -> dict:
-    """A loader's row of the JSON document."""
-    return {
-        "loader": name,
-        "threads": threads,
-        "images_per_s": Spread.of(values)._asdict(),
-        "runs": len(values),
-    }
-
-
-def ratios(rates: dict[tuple[str, int], list[float]]) -> list[dict]:
-    """Round by round: ours with labels to every other loader, each of ours with labels to without,
-    through DALI to NVIDIA's own pipeline, more threads to the fewest.
+def ratio_pairs(keys: list[Key]) -> list[tuple[Key, Key]]:
+    """Return the pairs to compare, measured or not: ours with labels to every other loader, each of
+    ours with labels to the same without, ours through DALI to NVIDIA's own pipeline, and every
+    number of threads to the smallest.
     """
     pairs = []
-    counts = list(dict.fromkeys(threads for _, threads in rates))
-    names = list(dict.fromkeys(name for name, _ in rates))
+    counts = list(dict.fromkeys(threads for _, threads in keys))
+    names = list(dict.fromkeys(name for name, _ in keys))
+    others = [("folder+labels", "folder")]
+    for kind in ("dali-cpu", "dali-gpu"):
+        others += [(f"{kind}+labels", kind), (f"{kind}+labels", f"nvidia-{kind}")]
     for threads in counts:
-        pairs += [((OURS, threads), (name, threads)) for name in names if name != OURS]
-        others = [("folder+labels", "folder")]
-        for kind in ("dali-cpu", "dali-gpu"):
-            others += [(f"{kind}+labels", kind), (f"{kind}+labels", f"nvidia-{kind}")]
-        pairs += [((a, threads), (b, threads)) for a, b in others]
-    pairs += [
-        ((name, most), (name, min(counts)))
-        for most in counts
-        for name in names
-        if most != min(counts)
-    ]
-    return [
-        {
-            "a": a[0],
-            "b": b[0],
-            "threads": a[1],
-            "b_threads": b[1],
-            **pairwise(rates[a], rates[b])._asdict(),
-        }
-        for a, b in pairs
-        if a in rates and b in rates
-    ]
+        same = [(OURS, name) for name in names if name != OURS] + others
+        pairs += [((a, threads), (b, threads)) for a, b in same]
+    few = min(counts)
+    return pairs + [((name, n), (name, few)) for n in counts for name in names if n != few]
 
 
-def stages(data: BenchmarkSet, benchmark: Benchmark) -> dict:
-    """Microseconds an image that reading, decoding, resampling and labels take, timed apart on one
-    core.
+def measure_stages(data: BenchmarkSet, benchmark: LoaderBenchmark) -> dict:
+    """Return microseconds per image of reading, decoding, resampling and labels, timed separately
+    on one core.
 
-    `share_of_limit` is the time of libjpeg-turbo's decode of the whole file over all of theirs: 1
-    would mean that a crop with its labels costs no more than decoding the file it is cut from.
-    `bytes_to_original` is what the packer's rewriting makes of the JPEGs' size.
+    `share_of_limit` is the time of libjpeg-turbo's decode of the whole file divided by the sum of
+    the stages: at 1, a crop with its labels would cost no more than decoding its whole file.
+    `bytes_to_original` is the size of the packer's rewritten JPEGs relative to the originals, which
+    must be at most 1.015.
     """
-    work = Work(data, 1, benchmark.batch, benchmark.size)
+    config = PeerConfig(data, 1, benchmark.batch, benchmark.size)
     passes, shares = [], []
-    with ExitStack() as stack:
-        pin(cores(1, stack.enter_context(unpinned_after())))
-        stack.callback(torch.set_num_threads, torch.get_num_threads())
-        torch.set_num_threads(1)
-        limit = (
-            stack.enter_context(closing(FullDecode(work))) if why_missing(LIMIT) is None else None
-        )
+    limited = explain_missing(LIMIT) is None
+    with use_cores(1), closing(FullDecode(config)) if limited else nullcontext() as limit:
         for number in range(benchmark.rounds + 1):
-            taken = stage_seconds(work, number)
+            taken = time_stages(config, number)
             start = time.perf_counter()
-            whole = (
-                deliver(limit, number) and time.perf_counter() - start if limit else float("nan")
-            )
-            if number:  # the first warms up
-                passes.append(taken)
-                shares.append(whole / sum(taken.values()))
+            if limited:
+                run_epoch(limit, number)
+            passes.append(taken)
+            shares.append((time.perf_counter() - start) / sum(taken.values()))
+    # The first pass is for warm-up.
+    images = len(data.labels)
     spreads = {
-        name: Spread.of([1e6 * taken[name] / len(data.labels) for taken in passes])
-        for name in passes[0]
+        name: Spread.of([1e6 * taken[name] / images for taken in passes[1:]]) for name in passes[0]
     }
-    packed = sum(Beton(data.beton).images.size.tolist()) / sum(
-        os.path.getsize(path) for path in data.paths
-    )
+    original = sum(os.path.getsize(path) for path in data.paths)
     document = {
-        "microseconds_per_image": {name: spread._asdict() for name, spread in spreads.items()}
+        "microseconds_per_image": {name: spread._asdict() for name, spread in spreads.items()},
+        "bytes_to_original": sum(Beton(data.beton).images.size.tolist()) / original,
     }
-    document |= {"bytes_to_original": packed}
-    return document | ({"share_of_limit": Spread.of(shares)._asdict()} if limit else {})
+    return document | ({"share_of_limit": Spread.of(shares[1:])._asdict()} if limited else {})
 
 
-def stage_seconds(work: Work, epoch: int) -> dict[str, float]:
-    """Seconds that each stage of our .beton loader takes over an epoch, as its native code clocks
-    them, and Python's planning.
+def time_stages(config: PeerConfig, epoch: int) -> dict[str, float]:
+    """Return the seconds of each stage of our .beton loader over an epoch, by the clocks of its
+    native code, and of planning in Python.
     """
-    source, plan, memory = FfcvSource(work.data.beton), work.plan(), Memory()
+    source, plan, memory = FfcvSource(config.data.beton), config.plan(), Memory()
     taken = dict.fromkeys((*native.STAGES, "plan"), 0.0)
-    pixels = np.zeros((work.batch, work.size, work.size, 3), np.uint8)
+    pixels = np.zeros((config.batch, config.size, config.size, 3), np.uint8)
     for ids in plan.shard(epoch).index:
         start = time.perf_counter()
         samples = source.begin(ids).wait().samples
-        samples["box_tlhw"], samples["flip"] = plan.crops(
-            epoch, ids, samples["height"], samples["width"]
-        )
+        sides = samples["height"], samples["width"]
+        samples["box_tlhw"], samples["flip"] = plan.crops(epoch, ids, *sides)
         parts = source.map_rows(ids, memory).parts if source.score_maps else None
         job = native.Job(samples, pixels, parts)
         taken["plan"] += time.perf_counter() - start
@@ -404,145 +323,94 @@ FIRST_BATCH = """
 import sys, time
 import torch
 start = time.perf_counter()
-from benchmarks.peers import first_batch
-first_batch(*sys.argv[1:])
+from benchmarks.peers import load_first_batch
+load_first_batch(*sys.argv[1:])
 print(time.perf_counter() - start)
 """
 
 
-def first_batches(data: BenchmarkSet, benchmark: Benchmark) -> list[float]:
-    """Seconds from `import torch` to our first batch with labels (without, where there are none),
-    each in a new process.
+def time_first_batches(data: BenchmarkSet, benchmark: LoaderBenchmark) -> list[float]:
+    """Return the seconds from the end of `import torch` to our first batch, each in a new process.
+
+    The batch has its score maps if there are any.
     """
-    words = [
-        sys.executable,
-        "-c",
-        FIRST_BATCH,
-        data.beton.resolve(),
-        benchmark.threads[0],
-        benchmark.batch,
-        benchmark.size,
-    ]
+    options = data.beton.resolve(), benchmark.threads[0], benchmark.batch, benchmark.size
+    words = [sys.executable, "-c", FIRST_BATCH, *map(str, options)]
     seconds = []
     for _ in range(FIRST_BATCHES + 1):
-        done = subprocess.run([*map(str, words)], cwd=ROOT, capture_output=True, text=True)
+        done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
         if done.returncode:
             raise RuntimeError(f"the process that waits for a first batch failed:\n{done.stderr}")
         seconds.append(float(done.stdout.split()[-1]))
-    return seconds[1:]  # the first one warms the page cache
+    # The first process warms the page cache.
+    return seconds[1:]
 
 
-# ------------------------------------------------------------------------- telling
+# ------------------------------------------------------------------------- results
 
 
-def bar_of(ratio: dict) -> str:
-    """The bar and the aim of a ratio, where it has one."""
-    if (
-        ratio["a"] == ratio["b"]
-        and (ratio["threads"], ratio["b_threads"]) == (2, 1)
-        and ratio["a"] == OURS
-    ):
-        bar, aim = SCALING
-    elif ratio["threads"] == ratio["b_threads"] == 1 and (ratio["a"], ratio["b"]) in BARS:
-        bar, aim = BARS[ratio["a"], ratio["b"]]
-    else:
+def format_bar(ratio: dict) -> str:
+    """Format the required value and the goal of a ratio; empty if it has none."""
+    pair, threads = (ratio["a"], ratio["b"]), (ratio["threads"], ratio["b_threads"])
+    bars = {((OURS, OURS), (2, 1)): SCALING, **{(names, (1, 1)): BARS[names] for names in BARS}}
+    if (pair, threads) not in bars:
         return ""
-    return f"{bar:g} ({aim:g})"
+    bar, goal = bars[pair, threads]
+    return f"{bar:g} ({goal:g})"
 
 
 def show(document: dict) -> None:
-    """Print the document as tables."""
-    console = Console()
-    console.width = max(console.width, 110)  # names in full, also in a log file
-    table = Table(title=f"Images per second, {document['data']}", title_justify="left")
-    for name in ("loader", "threads", "median", "p25", "p75"):
-        table.add_column(name, justify="left" if name == "loader" else "right")
-    for line in document["rows"]:
-        speed = line["images_per_s"]
-        table.add_row(
-            line["loader"],
-            str(line["threads"]),
-            *(f"{speed[k]:,.0f}" for k in ("median", "p25", "p75")),
-        )
-    console.print(table)
-    table = Table(title="Ratios, round by round", title_justify="left")
-    for name in ("a", "to b", "threads", "median", "p25", "p75", "bar (aim)"):
-        table.add_column(name, justify="left" if name in ("a", "to b") else "right")
-    for line in document["ratios"]:
-        threads = (
-            str(line["threads"])
-            if line["threads"] == line["b_threads"]
-            else f"{line['threads']} to {line['b_threads']}"
-        )
-        table.add_row(
-            line["a"],
-            line["b"],
-            threads,
-            *(f"{line[k]:.2f}" for k in ("median", "p25", "p75")),
-            bar_of(line),
-        )
-    console.print(table)
-    if "stages" in document:
-        table = Table(title="Our stages, one core, microseconds an image", title_justify="left")
-        for name in ("stage", "median", "p25", "p75"):
-            table.add_column(name, justify="left" if name == "stage" else "right")
-        for name, spread in document["stages"]["microseconds_per_image"].items():
-            table.add_row(name, *(f"{spread[k]:,.1f}" for k in ("median", "p25", "p75")))
-        console.print(table)
-        console.print(
-            f"bytes of a packed JPEG to the original's: {document['stages']['bytes_to_original']:.4f} (bar 1.015)"
-        )
-        if "share_of_limit" in document["stages"]:
-            console.print(
-                f"share of libjpeg-turbo's full decode reached: {document['stages']['share_of_limit']['median']:.2f}"
-            )
-    if "gpu_memory_gb" in document:
-        console.print(f"GPU memory in use: {document['gpu_memory_gb']:.2f} GB")
-    if "first_batch_s" in document:
-        console.print(
-            f"first batch after `import torch`: {document['first_batch_s']['median']:.2f} s"
-        )
-
-
-def lines(document: dict) -> list[dict]:
-    """What the CSV gets: a line per loader, ratio, stage and waiting time."""
-    found = [
-        line | line["images_per_s"] | {"name": line["loader"], "unit": "images/s"}
-        for line in document["rows"]
+    """Print the document: two tables, and a line for each other measurement."""
+    spread = Spread._fields
+    rows = [
+        (row["loader"], str(row["threads"]), *format_spread(row["images_per_s"], ",.0f"))
+        for row in document["rows"]
     ]
-    for line in document["ratios"]:
-        same = line["threads"] == line["b_threads"]
-        threads = line["threads"] if same else f"{line['threads']}/{line['b_threads']}"
-        found.append(
-            line | {"name": f"{line['a']} / {line['b']}", "threads": threads, "unit": "ratio"}
-        )
-    for name, spread in document.get("stages", {}).get("microseconds_per_image", {}).items():
-        found.append(spread | {"name": f"stage {name}", "threads": 1, "unit": "µs/image"})
-    if "stages" in document:
-        found.append(
-            {
-                "median": document["stages"]["bytes_to_original"],
-                "name": "bytes to original",
-                "unit": "ratio",
-            }
-        )
-    if "share_of_limit" in document.get("stages", {}):
-        found.append(
-            document["stages"]["share_of_limit"]
-            | {"name": "share of full decode", "threads": 1, "unit": "ratio"}
-        )
+    title = f"Images per second, {document['data']}"
+    print_table(title, ("loader", "threads", *spread), rows)
+    rows = []
+    for ratio in document["ratios"]:
+        few, more = ratio["b_threads"], ratio["threads"]
+        threads = str(more) if more == few else f"{more} to {few}"
+        numbers = *format_spread(ratio, ".2f"), format_bar(ratio)
+        rows.append((ratio["a"], ratio["b"], threads, *numbers))
+    columns = ("a", "to b", "threads", *spread, "required (goal)")
+    print_table("Ratios within a round", columns, rows, texts=2)
+    print_rows(other_rows(document))
+
+
+def csv_rows(document: dict) -> list[dict]:
+    """Return CSV rows: one per loader, ratio, stage and other measurement."""
+    rows = [
+        row | row["images_per_s"] | {"name": row["loader"], "unit": "images/s"}
+        for row in document["rows"]
+    ]
+    for row in ratio_rows(document["ratios"]):
+        few, more = row["b_threads"], row["threads"]
+        rows.append(row | {"threads": more if more == few else f"{more}/{few}"})
+    return rows + other_rows(document)
+
+
+def other_rows(document: dict) -> list[dict]:
+    """Return the rows of stages, GPU memory and first batch, where these were measured."""
+    stages, rows = document.get("stages", {}), []
+    for name, spread in stages.get("microseconds_per_image", {}).items():
+        rows.append(spread | {"name": f"stage {name}", "threads": 1, "unit": "µs/image"})
+    if stages:
+        packed = stages["bytes_to_original"]
+        rows.append({"median": packed, "name": "bytes to original", "unit": "ratio"})
+    if "share_of_limit" in stages:
+        name = "share of full decode"
+        rows.append(stages["share_of_limit"] | {"name": name, "threads": 1, "unit": "ratio"})
     if "gpu_memory_gb" in document:
-        names = ", ".join(dict.fromkeys(line["loader"] for line in document["rows"]))
-        found.append(
-            {"median": document["gpu_memory_gb"], "name": f"GPU memory with {names}", "unit": "GB"}
-        )
+        names = ", ".join(dict.fromkeys(row["loader"] for row in document["rows"]))
+        memory = document["gpu_memory_gb"]
+        rows.append({"median": memory, "name": f"GPU memory with {names}", "unit": "GB"})
     if "first_batch_s" in document:
-        found.append(
-            document["first_batch_s"]
-            | {"name": "first batch", "threads": "", "unit": "s", "runs": FIRST_BATCHES}
-        )
-    return [{name: line[name] for name in COLUMNS if name in line} for line in found]
+        more = {"name": "first batch", "unit": "s", "runs": FIRST_BATCHES}
+        rows.append(document["first_batch_s"] | more)
+    return rows
 
 
 if __name__ == "__main__":
-    run(lambda: main(tyro.cli(Benchmark, description=__doc__)))
+    command(main, LoaderBenchmark, __doc__)

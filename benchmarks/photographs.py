@@ -1,14 +1,15 @@
-"""The benchmarks' data: crops of real photographs, in every form that a loader of loader_peers.py
-reads.
+"""The benchmarks' data: crops of real photographs, in every format that a loader of
+benchmarks/peers.py reads.
 
 The photographs ship with scikit-image and scikit-learn (astronaut, coffee, chelsea, rocket,
 motorcycle; china, flower), so nothing is downloaded. Every image is another crop of one of them, of
 4:3 or 3:4, mirrored or not, resized to 500 pixels on its longer side and encoded by Pillow at
-quality 90, 4:2:0. The crops cover 5 to 30 % of what would fit, which makes files of 33 kB on
-average; whole photographs of that size have about 48 kB, where every decoder has more to do.
+quality 90, 4:2:0. The crops cover 5 to 30 % of the area of the largest possible one, which gives
+files of 33 kB on average. Whole photographs of that size have about 48 kB and take every decoder
+longer.
 
 Score maps are random but of the published shape: 18 x 18 cells, 5 of 1000 classes each, 24 distinct
-classes an image.
+classes per image.
 """
 
 import hashlib
@@ -27,6 +28,7 @@ from PIL import Image
 from benchmarks.peers import BenchmarkSet
 from densefeed.pipelines.ffcv import FfcvSource
 from densefeed.storage.beton import Beton
+from densefeed.storage.geometry import WHOLE
 from densefeed.storage.images import Images
 from densefeed.storage.score_maps import ScoreMaps, ScoreMapStore, ScoreMapWriter, StoreHeader
 from densefeed.system.errors import UserError
@@ -35,109 +37,85 @@ from densefeed.tools.pack_dataset import main as pack
 
 LONG, SHORT = 500, 375  # pixels
 QUALITY = 90
-SHARE = (0.05, 0.3)  # area of a crop, of the largest one of its shape
+SHARE = (0.05, 0.3)  # area of a crop, relative to the largest one of its shape
 MAP_SIDE, TOP_K = 18, 5  # of a score map, as published
-DISTINCT = 24  # classes that the map of an image names
-# float16 holds whole numbers up to here, and the published files hold class numbers as float16
+DISTINCT = 24  # classes in an image's map
+# The published files hold class ids as float16, which is exact for integers up to this one.
 EXACT_HALF = 2048
 
 
 def sample_dataset(cache: Path, images: int, classes: int) -> BenchmarkSet:
-    """The set of `images` crops under `classes` class names, made on the first call; the .beton is
-    packed anew each time.
+    """Return a set of `images` crops in `classes` classes, which the first call generates.
 
-    A class is but a number here. There are as many as published maps score, since dense targets
-    cost in proportion. UserError if scikit-image or scikit-learn is missing.
+    The .beton is packed on every call. A class is only a number here; 1,000 are the default, as in
+    published maps, because the cost of dense targets is proportional to it. Raises UserError if
+    scikit-image or scikit-learn is missing.
     """
     if not 1 <= classes <= images:
         raise UserError(
-            f"{images} images cannot fill {classes} classes; take at least one image a class"
+            f"{images} images cannot fill {classes} classes; use at least one image per class"
         )
     home = cache / f"photographs-{images}-{classes}"
     folder, maps = home / "images", home / "maps.h5"
     make_once(folder, lambda part: write_crops(part, images, classes))
     if not maps.exists():
-        write_maps(maps, random_maps(images, classes), folder, classes, "random", "zero-logit")
-    # Packed anew, so that what is measured is what today's packer writes.
+        write_maps(maps, draw_maps(images, classes), folder, classes, "random", "zero-logit")
+    # Always packed, so that the file measured is that of the current packer.
     beton = home / "train.beton"
     beton.unlink(missing_ok=True)
-    with redirect_stdout(io.StringIO()):  # its own table belongs to another command
+    # The packer's own table would be confusing here.
+    with redirect_stdout(io.StringIO()):
         pack(Packing(data=folder, maps=maps, out=beton))
-    return complete(home, folder, maps, beton)
+    return add_peer_formats(home, folder, maps, beton)
 
 
-def set_of(beton: Path, folder: Path | None, cache: Path) -> BenchmarkSet:
-    """The set around a given .beton: its JPEGs as a folder (or the `folder` it was packed from),
-    its maps in the other forms.
+def beton_dataset(beton: Path, folder: Path | None, cache: Path) -> BenchmarkSet:
+    """Return the set of a given .beton: its JPEGs as a folder (or the `folder` it was packed from),
+    and its maps in the other formats.
 
-    UserError if it holds raw pixels, or if `folder` holds other images.
+    Raises UserError if it holds raw pixels, or if `folder` holds other images.
     """
     opened, source, stat = Beton(beton), FfcvSource(beton), beton.stat()
-    key = hashlib.sha256(
-        f"{source.fingerprint} {stat.st_size} {stat.st_mtime_ns} {folder}".encode()
-    ).hexdigest()
-    home = cache / f"data-{key[:12]}"
+    facts = f"{source.fingerprint} {stat.st_size} {stat.st_mtime_ns} {folder}"
+    home = cache / f"data-{hashlib.sha256(facts.encode()).hexdigest()[:12]}"
     if folder is None:
         folder = home / "images"
         make_once(folder, lambda part: unpack(opened, part))
-    labels = Images(folder).labels
-    if (
-        len(labels) != len(opened)
-        or (np.bincount(labels) != np.unique(opened.labels, return_counts=True)[1]).any()
-    ):
+    counts = np.unique(opened.labels, return_counts=True)[1]
+    if not np.array_equal(np.bincount(Images(folder).labels), counts):
         raise UserError(
             f"{folder} holds other images than {beton}; give the folder it was packed from"
         )
-    maps = None
-    if source.score_maps is not None:
-        maps = home / "maps.h5"
-        if not maps.exists():
-            # Unpacked files stand by class and, within a class, in the order of the .beton.
-            rows = source.maps(np.argsort(opened.labels, kind="stable"))
-            write_maps(
-                maps,
-                rows,
-                folder,
-                source.score_maps.num_classes,
-                opened.notes["teacher"],
-                source.score_maps.absent,
-            )
-    return complete(home, folder, maps, beton)
+    if (spec := source.score_maps) is None:
+        return add_peer_formats(home, folder, None, beton)
+    maps = home / "maps.h5"
+    if not maps.exists():
+        # Unpacked files are sorted by class and, within a class, in the order of the .beton.
+        rows = source.maps(np.argsort(opened.labels, kind="stable"))
+        write_maps(maps, rows, folder, spec.num_classes, opened.notes["teacher"], spec.absent)
+    return add_peer_formats(home, folder, maps, beton)
 
 
-def complete(home: Path, folder: Path, maps: Path | None, beton: Path) -> BenchmarkSet:
-    """Add what the peers need: a .beton of the plain files, and the maps in the published
-    layout.
-    """
+def add_peer_formats(home: Path, folder: Path, maps: Path | None, beton: Path) -> BenchmarkSet:
+    """Add the peers' formats: a .beton of the original files, and the maps as published files."""
     images, stock, published = Images(folder), home / "stock.beton", None
+    num_classes = len(images.class_names)
     if not stock.exists():
         write_stock(stock, folder)
     if maps is not None:
         store = ScoreMapStore(maps)
-        if store.header.num_classes <= EXACT_HALF:
+        num_classes = store.header.num_classes
+        if num_classes <= EXACT_HALF:
             published = home / "published"
             make_once(published, lambda part: write_published(part, store))
-    paths = tuple(images.where(n) for n in range(len(images)))
+    paths = tuple(map(images.where, range(len(images))))
     plain = Beton(stock)
-    num_classes = store.header.num_classes if maps is not None else len(images.class_names)
-    return BenchmarkSet(
-        folder,
-        beton,
-        stock,
-        maps,
-        published,
-        paths,
-        plain.labels,
-        plain.heights,
-        plain.widths,
-        num_classes,
-    )
+    sizes = plain.labels, plain.heights, plain.widths
+    return BenchmarkSet(folder, beton, stock, maps, published, paths, *sizes, num_classes)
 
 
 def make_once(path: Path, make: Callable[[Path], None]) -> None:
-    """Let `make` fill a folder that appears under its name when it is whole; nothing if it is
-    there.
-    """
+    """Let `make` fill a folder that gets its name when it is complete; do nothing if it exists."""
     if path.exists():
         return
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
@@ -150,29 +128,24 @@ def make_once(path: Path, make: Callable[[Path], None]) -> None:
         raise
 
 
-def photographs() -> list[Image.Image]:
-    """The originals, RGB, 300 to 512 pixels on their shorter side."""
+def load_photographs() -> list[Image.Image]:
+    """Return the originals, RGB, 300 to 512 pixels on their shorter side."""
     try:
         from skimage import data
         from sklearn.datasets import load_sample_image
     except ImportError as error:
         raise UserError(
-            f"the benchmark's photographs need {error.name}; pip install scikit-image scikit-learn, or give --data"
+            f"the benchmark's photographs need {error.name}; "
+            "pip install scikit-image scikit-learn, or give --data"
         ) from None
-    pixels = [
-        data.astronaut(),
-        data.coffee(),
-        data.chelsea(),
-        data.rocket(),
-        data.stereo_motorcycle()[0],
-    ]
-    pixels += [load_sample_image("china.jpg"), load_sample_image("flower.jpg")]
+    pixels = [data.astronaut(), data.coffee(), data.chelsea(), data.rocket()]
+    pixels += [data.stereo_motorcycle()[0], *map(load_sample_image, ("china.jpg", "flower.jpg"))]
     return [Image.fromarray(np.ascontiguousarray(image)) for image in pixels]
 
 
 def write_crops(folder: Path, images: int, classes: int) -> None:
-    """`images` JPEGs as `<class>/<number>.jpg`; the same on every call."""
-    originals = photographs()
+    """Write `images` JPEGs as `<class>/<number>.jpg`, the same on every call."""
+    originals = load_photographs()
     rng = np.random.default_rng(0)
     draws = rng.random((images, 5))  # shape, area, left, top, mirrored
 
@@ -180,13 +153,10 @@ def write_crops(folder: Path, images: int, classes: int) -> None:
         original = originals[number % len(originals)]
         shape, area, left, top, mirrored = draws[number]
         width, height = (LONG, SHORT) if shape < 0.7 else (SHORT, LONG)
-        scale = min(original.width / width, original.height / height) * np.sqrt(
-            SHARE[0] + area * (SHARE[1] - SHARE[0])
-        )
-        left, top = (
-            left * (original.width - width * scale),
-            top * (original.height - height * scale),
-        )
+        largest = min(original.width / width, original.height / height)
+        scale = largest * np.sqrt(SHARE[0] + area * (SHARE[1] - SHARE[0]))
+        left *= original.width - width * scale
+        top *= original.height - height * scale
         box = (left, top, left + width * scale, top + height * scale)
         crop = original.resize((width, height), Image.Resampling.LANCZOS, box)
         if mirrored < 0.5:
@@ -199,8 +169,8 @@ def write_crops(folder: Path, images: int, classes: int) -> None:
         list(pool.map(write, range(images)))
 
 
-def random_maps(images: int, classes: int) -> ScoreMaps:
-    """Maps as a teacher of `classes` classes might give them: a few likely classes an image, the
+def draw_maps(images: int, classes: int) -> ScoreMaps:
+    """Draw maps like those of a teacher of `classes` classes: a few likely classes per image, the
     others at logit 0.
     """
     rng = np.random.default_rng(1)
@@ -209,18 +179,16 @@ def random_maps(images: int, classes: int) -> ScoreMaps:
     logit = rng.normal(4.0, 3.0, (images, MAP_SIDE, MAP_SIDE, distinct))
     lse = np.log(np.exp(logit).sum(-1) + classes - distinct)
     best = np.argsort(-logit, axis=-1)[..., :top_k]
-    cls = np.take_along_axis(palette[:, None, None], best, axis=-1)
-    logit = np.take_along_axis(logit, best, axis=-1)
-    window = np.tile(np.array([0, 0, 1, 1], np.float32), (images, 1))
-    return ScoreMaps(
-        logit.astype(np.float16), cls.astype(np.uint16), lse.astype(np.float16), window
-    )
+    cls = np.take_along_axis(palette[:, None, None], best, axis=-1).astype(np.uint16)
+    logit = np.take_along_axis(logit, best, axis=-1).astype(np.float16)
+    window = np.tile(np.array(WHOLE, np.float32), (images, 1))
+    return ScoreMaps(logit, cls, lse.astype(np.float16), window)
 
 
 def write_maps(
     path: Path, maps: ScoreMaps, folder: Path, num_classes: int, teacher: str, absent: str
 ) -> None:
-    """A store of `maps` for the images of `folder`, in their order."""
+    """Write a store of `maps` for the images of `folder`, in their order."""
     images = Images(folder)
     header = StoreHeader(
         side=maps.logit.shape[1],
@@ -239,28 +207,26 @@ def write_maps(
 
 
 def write_stock(path: Path, folder: Path) -> None:
-    """What stock FFCV reads: the files' very bytes. FFCV's own writer would encode them a second
-    time, into other images.
+    """Write a .beton of the folder's JPEG bytes for stock FFCV.
+
+    FFCV's own writer would encode the images a second time and change them.
     """
     images = Images(folder)
     for number in range(len(images)):
         if images.read(number)[:2] != b"\xff\xd8":
             raise UserError(
-                f"{images.where(number)} is no JPEG; the benchmark's peers read JPEGs only"
+                f"{images.where(number)} is not a JPEG; the benchmark's peers read only JPEGs"
             )
     pack(Packing(data=folder, out=path, index=False))
 
 
 def write_published(folder: Path, store: ScoreMapStore) -> None:
-    """One file an image, `<class>/<stem>.pt`: float16 `[2, k, S, S]`, logits and then class
-    numbers.
+    """Write one file per image, `<class>/<stem>.pt`: float16 `[2, k, S, S]`, logits, then class
+    ids.
     """
     rows = store.rows(np.arange(len(store)))
-    both = (
-        torch.from_numpy(np.stack([rows.logit, rows.cls.astype(np.float16)], axis=1))
-        .permute(0, 1, 4, 2, 3)
-        .contiguous()
-    )
+    both = torch.from_numpy(np.stack([rows.logit, rows.cls.astype(np.float16)], axis=1))
+    both = both.permute(0, 1, 4, 2, 3).contiguous()
     for name, row in zip(store.paths(), both, strict=True):
         path = (folder / name).with_suffix(".pt")
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -268,12 +234,12 @@ def write_published(folder: Path, store: ScoreMapStore) -> None:
 
 
 def unpack(beton: Beton, folder: Path) -> None:
-    """The JPEGs of a .beton as `<class>/<sample>.jpg`."""
+    """Write the JPEGs of a .beton as `<class>/<sample>.jpg`."""
     for number, label in enumerate(beton.labels.tolist()):
         encoded, raw = beton.image(number)
         if raw:
             raise UserError(
-                f"{beton.path} image {number} is raw pixels; the benchmark's peers read JPEGs only"
+                f"{beton.path} image {number} is raw pixels; the benchmark's peers read only JPEGs"
             )
         path = folder / f"{label:06d}" / f"{number:08d}.jpg"
         path.parent.mkdir(exist_ok=True)

@@ -1,43 +1,43 @@
-"""How fast a whole training step is: ours beside timm's on the same network and images, and beside
-what the device could do.
+"""Measure whole training steps: ours and timm's on the same network and images, and a lower bound
+of their time on this device.
 
     python -m benchmarks.step --model lvvit_s --batch 8 --objective token-label --json step.json
     python -m benchmarks.step --model deit_small_patch16_224 --batch 256 --device cuda
     python -m benchmarks.step --loader ffcv --data train.beton --objective token-label --device cuda
     python -m benchmarks.step --model swin_tiny_patch4_window7_224 --drloc --batch 8
 
-`ours` is what train.py does between a batch on the device and the next: forward, loss, backward,
-norm of the gradients, guard, fused AdamW, averaged weights. `timm` is the step of timm's train.py
-made of timm's own parts: autocast around network and LabelSmoothingCrossEntropy, NativeScaler in
-float16, `create_optimizer_v2("adamw")` as it comes (on CUDA foreach, on a CPU a loop; not fused),
-ModelEmaV3 with warm-up, and `loss.item()`, by which one device is waited for in every step. Both
-train one network from equal weights on equal normalized images in channels_last with the image's
-label; their losses before and after the first update are printed with their distance. Both have a
-constant learning rate, neither drop-path nor mixing.
+`ours` is the work of train.py between two batches on the device: forward, loss, backward, gradient
+norm, non-finite guard, fused AdamW, EMA. `timm` is the step of timm's train.py, built from timm's
+own parts: autocast around network and LabelSmoothingCrossEntropy, NativeScaler in float16,
+`create_optimizer_v2("adamw")` with its defaults (foreach on CUDA, a loop on a CPU; not fused),
+ModelEmaV3 with warm-up, and `loss.item()`, a host sync in every step. Both train one network from
+equal weights on equal normalized images in channels_last with the image's label; their losses
+before and after the first update are printed with their relative difference. Both have a constant
+learning rate, and no stochastic depth or mixing.
 
 `--bootstrap joint` (or `shared`) adds `agent`, the same step of the model's agent CNN alone, and
 `both`, a step of the two together (Bootstrapping ViTs, densefeed/objectives/bootstrapping.py);
-`both` is compared with `ours` and `agent` one after the other.
+`both` is compared with `ours` and `agent` run one after the other.
 
 `--objective token-label` adds `ours+labels`: the same step with a dense label on every token. Its
-network has a second head, which `ours` has not, so its ratio to `ours` is the whole price.
-`--loader ffcv` adds a contestant that gets --data's batches by train.py's loader, from asking for
-the first to the end of the last step, and the share of that time spent waiting for data.
+network has a second head, which `ours` lacks, so its ratio to `ours` is the full cost. `--loader
+ffcv` adds a contestant that gets --data's batches from train.py's loader, timed from the request of
+the first batch to the end of the last step, and the share of that time spent waiting for data.
 
-`--drloc` adds `ours+drloc`: the step with DRLoc's loss, whose ratio to `ours` is its price. Table
-14 of its supplementary (arXiv 2106.03746) has it for CvT-13, Swin-T and T2T-ViT-14: 2.43, 2.36 and
-1.77 %.
+`--drloc` adds `ours+drloc`: the step with DRLoc's loss, whose ratio to `ours` is its cost. Table 14
+in the supplement of the DRLoc paper (arXiv 2106.03746) gives it for CvT-13, Swin-T and T2T-ViT-14:
+2.43, 2.36 and 1.77 %.
 
-On a CPU ours keeps freed memory (`tune_malloc`), and timm's turns find the C library as it is when
-left alone.
+On a CPU, ours keeps freed memory (`tune_malloc`); timm's turns run with the C library's default
+behavior.
 
-Modes but `eager` compile what each train.py would: ours the blocks and the loss (`compile_step`),
-the step from image to loss (`whole`), or that as CUDA graphs (`captured`); timm's the network,
-`captured` with PyTorch's CUDA graphs too.
+Modes other than `eager` compile what the respective train.py compiles: ours the blocks and the loss
+(`compiled`), the step from image to loss (`whole`), or that as CUDA graphs (`captured`); timm's the
+network, in `captured` with PyTorch's CUDA graphs too.
 
-The floor is the least time of a step: its products at the rate of the best one measured here, or
-its bytes at the rate of the best copy, whichever takes longer. A ratio is a / b in images per
-second of the same round, so large is good. Rows are appended to --results.
+The floor is the least possible time of a step: its matrix products at the highest rate measured
+here, or its bytes at the highest copy rate, whichever takes longer. A ratio is a / b in images per
+second of the same round, so larger is better. Rows are appended to --results.
 """
 
 import math
@@ -98,9 +98,8 @@ PACKAGES = ("torch", "torchvision", "timm", "numpy")
 OURS, TIMM, LABELS, DRLOC, LOADER = "ours", "timm", "ours+labels", "ours+drloc", "+loader"
 AGENT, BOTH, IN_TURN = "agent", "both", "ours, then agent"
 CORES = len(os.sched_getaffinity(0))
-# What a median ratio must reach: DESIGN's labels that cost at most 3 % of the step, and of the
-# loader; DRLoc at most 2 %; two networks together take at most 1.15 times as long as one after the
-# other.
+# Required median ratios: labels cost at most 3 % of the step and of the loader, DRLoc at most 2 %;
+# two networks together take at most 1.15 times as long as one after the other.
 BARS = {
     (LABELS, OURS): 0.97,
     (DRLOC, OURS): 1 / 1.02,
@@ -108,80 +107,83 @@ BARS = {
     (LABELS + LOADER, LABELS): 0.97,
     (BOTH, IN_TURN): 1 / 1.15,
 }
-# Largest distance of two losses that are equal but for rounding: 16 bits resolve 2^-8 (bfloat16),
-# of whose sums some stays.
+# Largest relative difference of two losses that are equal up to rounding: bfloat16 resolves 2^-8,
+# and part of that remains in the sums.
 EQUAL = {None: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
-SCALES = 16  # halvings from GradScaler's first scale, 65,536, to 1
-RATE = 1e-4  # learning rate: no warm-up here, and the same images in every step
-# bytes of the copy whose rate is measured, more than caches hold
+SCALES = 16  # halvings from GradScaler's initial scale, 65,536, to 1
+RATE = 1e-4  # learning rate, without warm-up, for the same images in every step
+# Bytes of the copy whose rate is measured: more than caches hold.
 COPIED = {"cpu": 2**28, "cuda": 2**30}
 
 Mode = Literal["eager", "compiled", "whole", "captured"]
-# as --compile of train.py
+# Values of train.py's --compile.
 COMPILED = {"eager": "never", "compiled": "blocks", "whole": "whole", "captured": "graph"}
 Key = tuple[str, str]  # contestant, mode
-# Where glibc's own adaptation ends once a tensor of 32 MiB was freed: larger ones are mapped, and
-# 64 MiB stay free at most.
+# The state that glibc's own adaptation reaches once a tensor of 32 MiB was freed: larger ones are
+# mapped, and at most 64 MiB of free memory are kept.
 LEFT_ALONE = {"mmap_max": 65536, "mmap_threshold": 2**25, "trim_threshold": 2**26}
-Step = Callable[[Batch], Tensor | float]  # trains on a batch; the loss it found
+Step = Callable[[Batch], Tensor | float]  # trains on a batch and returns its loss
 
 
 @dataclass(frozen=True, kw_only=True)
 class Benchmark:
-    """What to measure."""
+    """Options of this benchmark."""
 
     # any timm classifier; token-label needs a token head (lvvit_*, dhvt_*, t2t_vit_*)
     model: str = "lvvit_s"
-    batch: int = 64  # images
+    batch: int = 64  # images per batch
     size: int = 224  # side of the network's input, pixels
-    classes: int = 1000  # of constant batches; --data brings its own
-    # token-label: also ours with a dense label on every token
+    classes: int = 1000  # of the constant batch; a --data file has its own
+    # token-label: also measure ours with a dense label on every token
     objective: Literal["ce", "token-label"] = "ce"
-    drloc: bool = False  # also ours with DRLoc's loss
-    drloc_grid: int = 7  # rows to which the grid of tokens is pooled for it; 0: none
-    # also ours beside an agent CNN, and that alone
+    drloc: bool = False  # also measure ours with DRLoc's loss
+    drloc_grid: int = 7  # side to which the token grid is pooled for DRLoc; 0: no pooling
+    # also measure an agent CNN alone, and ours together with it
     bootstrap: Literal["none", "joint", "shared"] = "none"
-    loader: Literal["synthetic", "ffcv"] = "synthetic"  # ffcv: also ours with batches from --data
+    # synthetic: a constant batch; ffcv: also measure ours with batches from --data
+    loader: Literal["synthetic", "ffcv"] = "synthetic"
     data: Path | None = None  # a .beton, for --loader ffcv; tools/pack_dataset.py makes it
-    rand_augment: str = ""  # what --loader ffcv does to its crops, as timm writes it; empty: none
+    # RandAugment policy of --loader ffcv in timm's notation; empty: none
+    rand_augment: str = ""
     # auto: bf16 autocast on CUDA, float32 on a CPU
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda if there is one, else cpu
-    modes: tuple[Mode, ...] = ("eager", "compiled")  # one measurement each, all in the same rounds
-    steps: int = 4  # of each contestant in a round
-    rounds: int = 9  # after one to warm up
-    threads: int = CORES  # of torch on a CPU, each on a core of its own; and of the loader
-    json: Path | None = None  # write rows, ratios, losses and floor there
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda if available, else cpu
+    modes: tuple[Mode, ...] = ("eager", "compiled")  # measured in the same rounds
+    steps: int = 4  # steps of each contestant in a round
+    rounds: int = 9  # measured rounds, after one for warm-up
+    threads: int = CORES  # of torch on a CPU, each on its own core, and of the loader
+    json: Path | None = None  # write all results there as JSON
     record: bool = True  # append rows to --results
-    results: Path = RESULTS  # CSV
+    results: Path = RESULTS  # CSV file of all results
 
 
 class Floor(NamedTuple):
-    """What a step of a network must do at least."""
+    """Least work of a network's step."""
 
     flops_per_image: float  # forward and backward
-    bytes_per_step: float  # read and written, if no cache keeps anything between two uses
+    bytes_per_step: float  # read and written, if no cache holds anything between two uses
 
 
 @dataclass
 class Contest:
-    """What is measured, and what was found before."""
+    """The contestants, and results that precede the measurement or are collected by it."""
 
     works: dict[Key, Callable[[int], int]] = field(default_factory=dict)
-    losses: dict[Key, Tensor | float] = field(default_factory=dict)  # the last ones
-    # share of each turn spent waiting for data, of the loader
+    losses: dict[Key, Tensor | float] = field(default_factory=dict)  # of the last step
+    # share of each turn spent waiting for data, of contestants with the loader
     waits: dict[Key, list[float]] = field(default_factory=dict)
     equality: list[dict] = field(default_factory=list)
-    floors: dict[str, Floor] = field(default_factory=dict)  # of contestants, without the loader
+    floors: dict[str, Floor] = field(default_factory=dict)  # by contestant, without the loader
 
 
 def main(benchmark: Benchmark) -> dict:
-    """Measure, print, record; the document that --json writes."""
+    """Measure, print and record; return the document that --json writes."""
     check(benchmark)
     device, facts = choose_device(benchmark.device), environment(PACKAGES)
     if device.type != "cuda" and "captured" in benchmark.modes:
         raise UserError(
-            f"--modes captured: there are CUDA graphs on no {device}; leave it away, or give --device cuda"
+            f"--modes captured: CUDA graphs need a GPU, and the device is {device}; "
+            "remove it, or give --device cuda"
         )
     with ExitStack() as stack:
         allowed = stack.enter_context(unpinned_after())
@@ -198,7 +200,7 @@ def main(benchmark: Benchmark) -> dict:
             contest = prepared(benchmark, device, loader)
         except torch.OutOfMemoryError as error:
             raise UserError(
-                f"--batch {benchmark.batch}: memory ran out on {device}; give a smaller one"
+                f"--batch {benchmark.batch}: out of memory on {device}; give a smaller batch"
             ) from error
         pin(cores(benchmark.threads, allowed))
         dtype = autocast_dtype(config_of(benchmark, OURS, "never"), device) or torch.float32
@@ -216,11 +218,12 @@ def main(benchmark: Benchmark) -> dict:
             lambda key: advance(1, ", ".join(key)),
         )
     if broken := [key for key, loss in contest.losses.items() if not math.isfinite(loss)]:
-        # An update of ours that is not finite is left out, so its time says nothing.
+        # Our guard skips a non-finite update, so the time of such a step is meaningless.
         raise UserError(
-            f"the loss of {', '.join(broken[0])} is {float(contest.losses[broken[0]])}; choose another --precision"
+            f"the loss of {', '.join(broken[0])} is {float(contest.losses[broken[0]])}; "
+            "choose another --precision"
         )
-    # the first turn warmed up
+    # The first turn is the warm-up.
     waits = {key: values[-benchmark.rounds :] for key, values in contest.waits.items()}
     document = {
         "rows": [
@@ -256,7 +259,7 @@ def main(benchmark: Benchmark) -> dict:
 
 
 def check(benchmark: Benchmark) -> None:
-    """UserError for requests that make no sense here."""
+    """Raise UserError for invalid options."""
     small = [
         name
         for name in ("batch", "size", "classes", "steps", "rounds", "threads")
@@ -265,35 +268,34 @@ def check(benchmark: Benchmark) -> None:
     if small:
         raise UserError(f"--{small[0]} must be at least 1")
     if not benchmark.modes:
-        raise UserError("--modes names nothing to measure; give eager, compiled, whole or captured")
+        raise UserError("--modes is empty; give one or more of eager, compiled, whole and captured")
     if benchmark.threads > CORES:
         raise UserError(f"--threads {benchmark.threads}: this process may use {CORES} cores")
     if (benchmark.loader == "ffcv") != (benchmark.data is not None):
-        raise UserError("--loader ffcv and --data go together: it reads that .beton")
+        raise UserError("--loader ffcv and --data need each other: the loader reads that .beton")
     if benchmark.rand_augment and benchmark.loader != "ffcv":
-        raise UserError(
-            "--rand-augment goes with --loader ffcv: constant batches are not augmented"
-        )
+        raise UserError("--rand-augment needs --loader ffcv: constant batches are not augmented")
     if benchmark.objective == "token-label" and not has_tokens(benchmark.model):
         known = [f"{family}_*" for family in FAMILIES]
         raise UserError(
-            f"--model {benchmark.model} has no token head; choose one of {', '.join(known)}, or --objective ce"
+            f"--model {benchmark.model} has no token head; choose one of {', '.join(known)}, "
+            "or --objective ce"
         )
     if benchmark.bootstrap != "none" and (benchmark.objective, benchmark.loader) != (
         "ce",
         "synthetic",
     ):
         raise UserError(
-            "--bootstrap goes with --objective ce and constant batches; leave --objective and --loader away"
+            "--bootstrap needs --objective ce and constant batches; remove --objective and --loader"
         )
     if benchmark.objective == "token-label" and benchmark.classes > 2**16:
         raise UserError(
-            f"--classes {benchmark.classes}: a score map numbers at most 65,536 classes"
+            f"--classes {benchmark.classes}: a score map can hold at most 65,536 classes"
         )
 
 
 def config_of(benchmark: Benchmark, name: str, compile: str) -> Config:
-    """The training that a contestant is a step of; timm's has the fields that both know."""
+    """Return the training config of a contestant; timm's step reads the fields that both share."""
     return Config(
         data=benchmark.data,
         loader="ffcv",
@@ -316,14 +318,16 @@ def config_of(benchmark: Benchmark, name: str, compile: str) -> Config:
 
 
 def check_loader(benchmark: Benchmark, loader: ThreadedLoader) -> None:
-    """UserError if --data has no score maps and they are needed, or too few images."""
+    """Raise UserError if --data has too few images, or lacks score maps that are needed."""
     if benchmark.objective == "token-label" and loader.score_maps is None:
         raise UserError(
-            f"{benchmark.data} has no score maps, which --objective token-label needs; pack it with --maps, or take ce"
+            f"{benchmark.data} has no score maps, which --objective token-label needs; "
+            "pack it with --maps, or give --objective ce"
         )
     if (whole := loader.plan.num_samples // benchmark.batch) < benchmark.steps:
         raise UserError(
-            f"--steps {benchmark.steps}: {benchmark.data} has {whole} whole batches of {benchmark.batch} images"
+            f"--steps {benchmark.steps}: {benchmark.data} has {whole} whole batches "
+            f"of {benchmark.batch} images"
         )
 
 
@@ -331,8 +335,8 @@ def check_loader(benchmark: Benchmark, loader: ThreadedLoader) -> None:
 
 
 def prepared(benchmark: Benchmark, device: torch.device, loader: ThreadedLoader | None) -> Contest:
-    """Every contestant in every mode; ours and timm's have taken the first steps, which show
-    whether they do the same.
+    """Build every contestant in every mode; ours and timm's first steps show whether their losses
+    agree.
     """
     classes = loader.num_classes if loader else benchmark.classes
     names = [
@@ -385,7 +389,7 @@ def prepared(benchmark: Benchmark, device: torch.device, loader: ThreadedLoader 
         if loader is not None:
             name = LABELS if LABELS in names else OURS
             config = config_of(benchmark, name, COMPILED[mode])
-            # Another student of the same kind: the first goes on with its constant batch.
+            # An equal but separate student: the first continues with its constant batch.
             step = our_step(config, deepcopy(models[name][0]), device, loader.score_maps)
             key = name + LOADER, mode
             contest.works[key] = loader_turn(
@@ -397,11 +401,12 @@ def prepared(benchmark: Benchmark, device: torch.device, loader: ThreadedLoader 
 def constant_batch(
     benchmark: Benchmark, model: nn.Module, classes: int, device: torch.device
 ) -> tuple[Batch, ScoreMapSpec]:
-    """Normalized noise to look at, with crops and smooth random score maps, on the device; the same
-    on every call.
+    """Draw normalized noise with crops and smooth random score maps, on the device; the same on
+    every call.
     """
-    palette = min(24, classes)  # as benchmarks.targets has it
-    shape = targets.Benchmark(
+    # The defaults of benchmarks.targets, as far as there are so many classes.
+    palette = min(24, classes)
+    shape = targets.TargetBenchmark(
         batch=benchmark.batch,
         classes=classes,
         grid=grid_of(model, benchmark.size),
@@ -417,12 +422,12 @@ def constant_batch(
 
 
 def grid_of(model: nn.Module, size: int) -> int:
-    """Side of the table of tokens, as train.py reckons it."""
+    """Return the side of the token grid, computed as in train.py."""
     return max(1, size // getattr(model, "patch_size", 16))
 
 
 def rules_of(config: Config) -> TargetRules:
-    """As train.py has them."""
+    """Return train.py's target rules for a config."""
     return TargetRules(
         config.smoothing,
         config.temperature,
@@ -433,8 +438,8 @@ def rules_of(config: Config) -> TargetRules:
 
 
 def agents_of(benchmark: Benchmark, model: nn.Module, classes: int) -> dict[str, AgentCNN]:
-    """The agent that is trained alone, with weights of its own, and the one that is trained beside
-    the model.
+    """Build the agent that is trained alone, with its own weights, and the one that is trained
+    together with the model.
     """
     found = {}
     for name, how in ((AGENT, "joint"), (BOTH, benchmark.bootstrap)):
@@ -448,7 +453,7 @@ def agents_of(benchmark: Benchmark, model: nn.Module, classes: int) -> dict[str,
 def two_of(
     benchmark: Benchmark, name: str, compile: str, model: nn.Module, agent: AgentCNN
 ) -> tuple[Config, AgentCNN | JointModel]:
-    """What AGENT or BOTH trains, a copy, and how."""
+    """Return the config of AGENT or BOTH and a copy of the network that it trains."""
     config = config_of(benchmark, OURS, compile)
     if name == AGENT:
         return config, deepcopy(agent)
@@ -463,7 +468,7 @@ def our_step(
     spec: ScoreMapSpec | None,
     agent: AgentCNN | None = None,
 ) -> Step:
-    """The inside of train.py's loop on one device."""
+    """Build the body of train.py's loop for one device."""
     ranks, dtype = Ranks(0, 1, device), autocast_dtype(config, device)
     student, rules, plan = (
         build_student(config, model, ranks, dtype, agent),
@@ -483,7 +488,7 @@ def our_step(
 
         def compute() -> Tensor:
             torch.manual_seed(plan.step_seed(0, number))
-            # Other pairs in every step, as in a training; its epochs stand for steps here.
+            # Other pairs in every step, as in training: the step's number serves as the epoch.
             pairs = asked(config, plan, number, batch)
             return loss_of(
                 config,
@@ -507,7 +512,7 @@ def our_step(
 
 
 def asked(config: Config, plan: EpochPlan, number: int, batch: Batch) -> Pairs | None:
-    """What DRLoc asks in a step; None where it is off."""
+    """Draw DRLoc's token pairs of a step; None where DRLoc is off."""
     return (
         None
         if config.drloc == "none"
@@ -516,18 +521,18 @@ def asked(config: Config, plan: EpochPlan, number: int, batch: Batch) -> Pairs |
 
 
 def share_of(config: Config, device: torch.device) -> Tensor | None:
-    """What is left of the features' weight in a first epoch; None without an agent."""
+    """Return the factor of the feature loss's weight in the first epoch; None without an agent."""
     share = feature_weight_factor(config, 0)
     return None if share is None else share.to(device)
 
 
 def plan_of(config: Config) -> EpochPlan:
-    """Of the constant batch."""
+    """Return the plan of the constant batch."""
     return EpochPlan(num_samples=config.batch, batch=config.batch, seed=config.seed, mode="train")
 
 
 def timm_step(config: Config, model: nn.Module, device: torch.device) -> Step:
-    """What timm's train.py does in a step on one device, of timm's public parts with their own
+    """Build the step of timm's train.py for one device from timm's public parts with their
     defaults.
     """
     dtype = autocast_dtype(config, device)
@@ -549,7 +554,8 @@ def timm_step(config: Config, model: nn.Module, device: torch.device) -> Step:
         else:
             loss.backward()
             optimizer.step()
-        found = loss.item()  # for its running mean, in every step
+        # timm's train.py updates its running mean of the loss in every step.
+        found = loss.item()
         optimizer.zero_grad()
         ema.update(model, step=next(numbers))
         return found
@@ -558,8 +564,8 @@ def timm_step(config: Config, model: nn.Module, device: torch.device) -> Step:
 
 
 def equality(steps: dict[str, Step], batch: Batch, mode: str, dtype: torch.dtype | None) -> dict:
-    """Losses before and after the first update, ours and timm's from equal weights, and their
-    largest relative distance.
+    """Return our and timm's losses before and after the first update from equal weights, and their
+    largest relative difference.
     """
     losses = {name: first_losses(steps[name], batch) for name in (OURS, TIMM)}
     far = max(abs(a / b - 1) for a, b in zip(losses[OURS], losses[TIMM], strict=True))
@@ -567,7 +573,7 @@ def equality(steps: dict[str, Step], batch: Batch, mode: str, dtype: torch.dtype
 
 
 def first_losses(step: Step, batch: Batch) -> tuple[float, float]:
-    """The first loss, and the first that is another: float16's scaler steps over updates until it
+    """Return the first loss and the first different one: float16's scaler skips updates until it
     has found its scale.
     """
     before = after = float(step(batch))
@@ -584,7 +590,7 @@ def first_losses(step: Step, batch: Batch) -> tuple[float, float]:
 def constant_turn(
     key: Key, contest: Contest, step: Step, batch: Batch, steps: int, device: torch.device
 ) -> Callable[[int], int]:
-    """A turn of `steps` steps on one batch."""
+    """Build a turn of `steps` steps on one batch."""
 
     def turn(_: int) -> int:
         for _ in range(steps):
@@ -605,7 +611,7 @@ def loader_turn(
     steps: int,
     device: torch.device,
 ) -> Callable[[int], int]:
-    """A turn of `steps` steps on an epoch's first batches, which nobody began to decode before the
+    """Build a turn of `steps` steps on an epoch's first batches, whose decoding starts within the
     turn.
     """
     mean, std = (model.pretrained_cfg[name] for name in ("mean", "std"))
@@ -628,8 +634,8 @@ def loader_turn(
 
 
 def copy_rate(device: torch.device) -> float:
-    """The best rate of a copy within the device's memory, bytes read and written per second,
-    measured for a moment.
+    """Return the highest rate of a copy within the device's memory, in bytes read and written per
+    second, measured for SECONDS.
     """
     one = torch.zeros(COPIED[device.type], dtype=torch.uint8, device=device)
     other, best, until = torch.ones_like(one), 0.0, time.perf_counter() + SECONDS
@@ -645,12 +651,12 @@ def copy_rate(device: torch.device) -> float:
 def floor_of(
     config: Config, model: nn.Module, batch: Batch, spec: ScoreMapSpec, classes: int
 ) -> Floor:
-    """What a step of `model` must do; what the backward pass needs is measured in one eager forward
-    pass.
+    """Return the least work of a step of `model`; the activations that the backward pass needs are
+    measured in one eager forward pass.
 
-    Weights are read by the forward and backward passes, gradients written; the update reads both
-    and two moments, and writes weights and moments; averaged weights are read and written: 12 times
-    the weights' bytes. Activations that are kept are written and read.
+    The forward and backward passes read the weights, and gradients are written. The update reads
+    both and two moments, and writes weights and moments. EMA weights are read and written. The sum
+    is 12 times the weights' bytes. Saved activations are written and read once.
     """
     if isinstance(model, AgentCNN):
         twin = deepcopy(model).to("meta")
@@ -665,8 +671,8 @@ def floor_of(
         0.0,
     )
     if pairs is not None:
-        # Of each head the weights' products with every pair of an image, forward and twice that
-        # backward.
+        # The products of each head's weights with every pair of an image: forward, and twice as
+        # much backward.
         matrices = sum(
             layer.weight.numel()
             for layer in trained.localizer.modules()
@@ -691,7 +697,7 @@ def floor_of(
 
 
 def own_memory(key: Key, device: torch.device) -> None:
-    """Before a turn on a CPU: the C library deals with freed memory as it does in that train.py."""
+    """On a CPU, set how the C library treats freed memory to what that train.py has."""
     if device.type != "cpu":
         return
     if key[0] == "timm":
@@ -703,8 +709,8 @@ def own_memory(key: Key, device: torch.device) -> None:
 def floor_rows(
     floors: dict[str, Floor], ceilings: dict[str, float], rates: dict[Key, list[float]], images: int
 ) -> list[dict]:
-    """The least time of each contestant's step, what sets it, and its share of the time that the
-    step took.
+    """Return the least time of each contestant's step, its two bounds, and its share of the
+    measured time.
     """
     found = []
     for (name, mode), values in rates.items():
@@ -728,8 +734,8 @@ def floor_rows(
 
 
 def ratios(rates: dict[Key, list[float]]) -> list[dict]:
-    """Round by round: ours to timm's, labels to none, DRLoc to none, the loader's batches to
-    constant ones, two networks to one by one.
+    """Return the ratios within rounds: ours to timm's, with to without labels, with to without
+    DRLoc, the loader's batches to constant ones, two networks together to one after the other.
     """
     pairs = [
         (OURS, TIMM),
@@ -741,7 +747,7 @@ def ratios(rates: dict[Key, list[float]]) -> list[dict]:
     ]
     rates = dict(rates)
     for mode in dict.fromkeys(mode for name, mode in rates if name == AGENT):
-        # Images that both have seen, in the time that the two took for them one after the other.
+        # Images that both have processed, per second of the two running one after the other.
         rates[IN_TURN, mode] = [
             1 / (1 / a + 1 / b) for a, b in zip(rates[OURS, mode], rates[AGENT, mode], strict=True)
         ]
@@ -759,11 +765,11 @@ def ratios(rates: dict[Key, list[float]]) -> list[dict]:
     ]
 
 
-# ------------------------------------------------------------------------- telling
+# ------------------------------------------------------------------------- results
 
 
 def what_of(benchmark: Benchmark, device: torch.device, loader: ThreadedLoader | None) -> str:
-    """What was measured, in words."""
+    """Describe model, batch, precision and device."""
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     dtype = autocast_dtype(config_of(benchmark, OURS, "never"), device) or torch.float32
     classes = loader.num_classes if loader else benchmark.classes
@@ -776,7 +782,8 @@ def what_of(benchmark: Benchmark, device: torch.device, loader: ThreadedLoader |
 def show(document: dict) -> None:
     """Print the document as tables."""
     console = Console()
-    console.width = max(console.width, 110)  # the tables in full, also in a log file
+    # Wide enough for whole tables in a log file too.
+    console.width = max(console.width, 110)
     print(document["data"])
     table = Table(title="Images per second, whole steps", title_justify="left")
     for name in ("step", "mode", "median", "p25", "p75"):
@@ -788,8 +795,8 @@ def show(document: dict) -> None:
             *(f"{line['images_per_s'][at]:,.1f}" for at in ("median", "p25", "p75")),
         )
     console.print(table)
-    table = Table(title="Ratios, round by round", title_justify="left")
-    for name in ("a", "to b", "mode", "median", "p25", "p75", "bar"):
+    table = Table(title="Ratios within a round", title_justify="left")
+    for name in ("a", "to b", "mode", "median", "p25", "p75", "required"):
         table.add_column(name, justify="left" if name in ("a", "to b", "mode") else "right")
     for line in document["ratios"]:
         bar = BARS.get((line["a"], line["b"]))
@@ -800,18 +807,19 @@ def show(document: dict) -> None:
         if line["a"] == DRLOC:
             paid = 100 * (1 / line["median"] - 1)
             console.print(
-                f"{line['mode']}: DRLoc costs {paid:+.1f} % of a step; Table 14 of its paper: +1.8 to +2.4 %"
+                f"{line['mode']}: DRLoc costs {paid:+.1f} % of a step; "
+                "Table 14 of its paper: +1.8 to +2.4 %"
             )
     for line in document["equality"]:
         ours, theirs = (" and ".join(f"{loss:.6f}" for loss in line[name]) for name in (OURS, TIMM))
         console.print(
-            f"{line['mode']}: losses before and after an update {ours}, timm's {theirs}: "
-            f"{line['rel_error']:.1e} relative (bar {line['bar']:g})"
+            f"{line['mode']}: losses before and after the first update {ours}, timm's {theirs}: "
+            f"relative difference {line['rel_error']:.1e} (at most {line['bar']:g})"
         )
     floor = document["floor"]
     table = Table(
-        title=f"The least time of a step, at {floor['matmul_flops_per_s'] / 1e12:,.3g} TFLOP/s of products and "
-        f"{floor['copy_bytes_per_s'] / 1e9:,.3g} GB/s of copies, measured",
+        title=f"Least time of a step at the measured {floor['matmul_flops_per_s'] / 1e12:,.3g} "
+        f"TFLOP/s of products and {floor['copy_bytes_per_s'] / 1e9:,.3g} GB/s of copies",
         title_justify="left",
     )
     for name in (
@@ -836,12 +844,13 @@ def show(document: dict) -> None:
     console.print(table)
     for line in document["data_wait_share"]:
         console.print(
-            f"{line['name']}, {line['mode']}: {100 * line['median']:.1f} % of the time spent waiting for data"
+            f"{line['name']}, {line['mode']}: {100 * line['median']:.1f} % of the time "
+            "spent waiting for data"
         )
 
 
 def lines(document: dict) -> list[dict]:
-    """What the CSV gets: a line per contestant, ratio, share of the floor and share of waiting."""
+    """Return CSV rows: one per contestant, ratio, share of the floor and share of waiting."""
     found = [
         line | line["images_per_s"] | {"name": line["name"], "unit": "images/s"}
         for line in document["rows"]

@@ -1,156 +1,126 @@
-"""What reading one random score map costs: from our stores, and as the published tree keeps it, a
-.pt file an image.
+"""Measure random reads of one score map: from our stores, and from one .pt file per image as
+TokenLabeling publishes them.
 
     python -m benchmarks.store
     python -m benchmarks.store --images 20000 --json bench/store.json
 
-The published way is torch.load of float16 `[2, k, S, S]`, logits and class numbers, and a cast to
-float32, with `weights_only=True` (`torch.load`) and without, as that code does (`torch.load,
-unpickled`). `raw`, `lossless` and `compact` are what the loaders do: random rows, each read from
-the file, checked against its CRC and expanded, in batches of --batch. `raw, memory map` is the row
-alone: a copy out of a memory map, one at a time, no CRC looked at; `raw, one by one` a call of
-`ScoreMapStore.rows` for every row. All read the same maps in random order on one core; everything
-is in the page cache. The maps are made up: --palette classes an image, in patches.
+The published way is torch.load of float16 `[2, k, S, S]`, logits and class ids, and a cast to
+float32: with `weights_only=True` (`torch.load`), and without it as in that code (`torch.load,
+unpickled`). `raw`, `lossless` and `compact` do what the loaders do: random rows, each read from the
+file, checked against its CRC and expanded, in batches of --batch. `raw, memory map` is the row
+alone: a copy from a memory map, one row at a time, without a CRC check. `raw, one by one` is one
+call of `ScoreMapStore.rows` per row. All read the same maps in random order on one core, from the
+page cache. The maps are synthetic: --palette classes per image, in patches.
 
-A ratio is torch.load / ours, so large is good: the median of the rounds' own. Bytes an image are
-the whole file's, path and label included. Rows are appended to --results.
+A ratio is torch.load's time / ours, so larger is better: the median of the ratios within a round.
+Bytes per image are those of the whole file, path and label included. Rows are appended to
+--results.
 """
 
 import tempfile
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import h5py
 import numpy as np
 import torch
-import tyro
 
-from benchmarks.harness import Spread, append_rows, cores, pairwise, pin, take_turns, unpinned_after
+from benchmarks.harness import (
+    Output,
+    check_positive,
+    command,
+    compare,
+    print_rows,
+    ratio_rows,
+    save,
+    spread_rows,
+    take_turns,
+    use_cores,
+)
 from densefeed.native import read_maps
 from densefeed.pipelines.folder import store_rows
 from densefeed.pipelines.loader import Memory
 from densefeed.relabel.scoring import keep_top
+from densefeed.storage.geometry import WHOLE
 from densefeed.storage.maintenance import convert
 from densefeed.storage.row_codecs import ScoreMaps
 from densefeed.storage.score_maps import ScoreMapStore, ScoreMapWriter, StoreHeader
-from densefeed.system.errors import UserError, run
-from densefeed.system.provenance import RESULTS, environment, write_json
+from densefeed.system.errors import UserError
+from densefeed.system.provenance import environment
 
 PACKAGES = ("torch", "numpy", "h5py")
 FORMS = ("raw", "lossless", "compact")
-MAPPED, SINGLE, THEIRS, UNPICKLED = (
-    "raw, memory map",
-    "raw, one by one",
-    "torch.load",
-    "torch.load, unpickled",
-)
-OFTEN = 32
-BAR, AIM = 100, 170  # times torch.load
-MOST_BYTES, AIM_BYTES = 8069 / 2, 8069 / 2.8  # of a compact map; a published .pt file has 8,069
+MAPPED, SINGLE = "raw, memory map", "raw, one by one"
+PEERS = {"torch.load": True, "torch.load, unpickled": False}  # name: weights_only
+PEER = "torch.load"
+# Our rows per file that torch.load reads in a round: as few of ours would take only milliseconds.
+ROWS_PER_FILE = 32
+BAR, AIM = 100, 170  # times the speed of torch.load
+# Of a compact map, where a published .pt file has 8,069.
+MOST_BYTES, AIM_BYTES = 8069 / 2, 8069 / 2.8
 
 
 @dataclass(frozen=True, kw_only=True)
-class Benchmark:
-    """What to measure."""
+class StoreBenchmark(Output):
+    """Options of this benchmark."""
 
-    images: int = 2000  # maps
-    # random files of a round; of rows OFTEN as many, or the clock would see a few milliseconds only
+    images: int = 2000  # number of maps
+    # .pt files that torch.load reads per round; from our stores 32 times as many rows are read
     reads: int = 1000
     batch: int = 128  # rows that a loader reads at once
     side: int = 18  # S, cells along a side of a map
-    top_k: int = 5  # k, classes a cell names
-    classes: int = 1000  # K
-    palette: int = 32  # classes that the map of an image names, more or less
-    rounds: int = 15  # after one to warm up
-    json: Path | None = None  # write rows and ratios there
-    record: bool = True  # append rows to --results
-    results: Path = RESULTS  # CSV
+    top_k: int = 5  # k, classes stored per cell
+    classes: int = 1000  # K, number of classes
+    palette: int = 32  # distinct classes in an image's map, approximately
+    rounds: int = 15  # measured rounds, after one for warm-up
 
 
-def main(benchmark: Benchmark) -> dict:
-    """Measure, print, record; the document that --json writes."""
-    small = [
-        name
-        for name in ("images", "reads", "batch", "side", "top_k", "rounds")
-        if getattr(benchmark, name) < 1
-    ]
-    if small:
-        raise UserError(f"--{small[0].replace('_', '-')} must be at least 1")
+def main(benchmark: StoreBenchmark) -> dict:
+    """Measure, print and record; return the document that --json writes."""
+    check_positive(benchmark, "images", "reads", "batch", "side", "top_k", "rounds")
     if not benchmark.top_k <= benchmark.palette <= benchmark.classes <= 2048:
         raise UserError(
-            "--palette must lie between --top-k and --classes, and --classes below 2,049, which float16 can count"
+            "--palette must lie between --top-k and --classes, and --classes below 2,049, "
+            "the integers that float16 holds exactly"
         )
     with tempfile.TemporaryDirectory() as folder:
         stores = make_stores(Path(folder), benchmark)
         rates = measure(Path(folder), stores, benchmark)
         sizes = {form: store.path.stat().st_size / len(store) for form, store in stores.items()}
-        sizes[THEIRS] = float(
-            np.mean([path.stat().st_size for path in Path(folder, "pt").iterdir()])
-        )
+        files = [path.stat().st_size for path in Path(folder, "pt").iterdir()]
+        sizes[PEER] = float(np.mean(files))
         error, palette = stores["compact"].error, int(np.median(stores["raw"].palette))
-    rows = [
-        {"name": name, "unit": "rows/s", **Spread.of(values)._asdict()}
-        for name, values in rates.items()
-    ]
+    rows = spread_rows(rates, "rows/s")
     ratios = [
-        {"a": theirs, "b": ours, "what": "time", **pairwise(rates[ours], rates[theirs])._asdict()}
-        for theirs in (THEIRS, UNPICKLED)
+        compare(peer, ours, rates[ours], rates[peer], what="time")
+        for peer in PEERS
         for ours in (*FORMS, MAPPED, SINGLE)
     ]
+    facts = environment(PACKAGES)
     document = {
         "rows": rows,
         "ratios": ratios,
         "bytes": sizes,
         "error": error._asdict(),
-        "environment": environment(PACKAGES),
+        "environment": facts,
     }
-    shape = f"{benchmark.side} x {benchmark.side} cells"
-    what = f"{benchmark.images} maps of {shape}, top {benchmark.top_k} of {benchmark.classes}, {palette} named"
-    print(what)
-    for row in rows:
-        size = f", {sizes[row['name']]:,.0f} bytes an image" if row["name"] in sizes else ""
-        print(f"{row['name']:22} {1e6 / row['median']:8.2f} us a row{size}")
-    for ratio in ratios:
-        print(
-            f"{ratio['a']} / {ratio['b']}: {ratio['median']:.0f} ({ratio['p25']:.0f} to {ratio['p75']:.0f})"
-        )
-    print(
-        f"bar of time {BAR}, aim {AIM}; of bytes {MOST_BYTES:,.0f}, aim {AIM_BYTES:,.0f}; compact: {error}"
-    )
-    if benchmark.json is not None:
-        write_json(benchmark.json, document)
-    if benchmark.record:
-        facts = document["environment"] | {"data": what, "threads": 1}
-        lines = [{**row, "name": f"store {row['name']}", "runs": benchmark.rounds} for row in rows]
-        for ratio in ratios:
-            spread = {name: ratio[name] for name in ("median", "p25", "p75")}
-            lines.append(
-                {
-                    "name": f"store {ratio['a']} / {ratio['b']}",
-                    "unit": "ratio",
-                    "runs": benchmark.rounds,
-                    **spread,
-                }
-            )
-        for name, size in sizes.items():
-            lines.append(
-                {
-                    "name": f"store {name}",
-                    "unit": "bytes/image",
-                    "runs": 1,
-                    "median": size,
-                    "p25": size,
-                    "p75": size,
-                }
-            )
-        append_rows(benchmark.results, [facts | line for line in lines])
+    cells = f"{benchmark.images} maps of {benchmark.side} x {benchmark.side} cells"
+    data = f"{cells}, top {benchmark.top_k} of {benchmark.classes}, {palette} named"
+    print(data)
+    times = {name: [1e6 / rate for rate in runs] for name, runs in rates.items()}
+    spreads = spread_rows({name: [size] for name, size in sizes.items()}, "bytes/image")
+    found = ratio_rows(ratios) + [row | {"runs": 1} for row in spreads]
+    print_rows(spread_rows(times, "µs/row") + found)
+    print(f"time: required {BAR}, goal {AIM}; compact: {error}")
+    print(f"bytes/image of compact: required {MOST_BYTES:,.0f}, goal {AIM_BYTES:,.0f}")
+    common = {"data": data, "threads": 1, "runs": benchmark.rounds}
+    save(benchmark, document, rows + found, "store ", **facts, **common)
     return document
 
 
-def made_up(count: int, benchmark: Benchmark, seed: int) -> ScoreMaps:
-    """Maps in which an image's likely classes take patches of neighboring cells, as a teacher's
-    do.
-    """
+def make_maps(count: int, benchmark: StoreBenchmark, seed: int) -> ScoreMaps:
+    """Draw `count` maps whose likely classes form patches of neighboring cells, as a teacher's."""
     rng = torch.Generator().manual_seed(seed)
     side, classes, palette = benchmark.side, benchmark.classes, benchmark.palette
     coarse = torch.randn(count, palette, 4, 4, generator=rng)
@@ -161,15 +131,12 @@ def made_up(count: int, benchmark: Benchmark, seed: int) -> ScoreMaps:
     logits = torch.zeros(count, classes, side, side).sub_(4)
     named = torch.rand(count, classes, generator=rng).topk(palette).indices
     logits.scatter_(1, named[:, :, None, None].expand(-1, -1, side, side), likely)
-    return keep_top(
-        logits.permute(0, 2, 3, 1),
-        benchmark.top_k,
-        np.tile(np.array([[0, 0, 1, 1]], np.float32), (count, 1)),
-    )
+    windows = np.tile(np.array([WHOLE], np.float32), (count, 1))
+    return keep_top(logits.permute(0, 2, 3, 1), benchmark.top_k, windows)
 
 
-def make_stores(folder: Path, benchmark: Benchmark) -> dict[str, ScoreMapStore]:
-    """The same maps in a store of every form, and as .pt files in `pt/`."""
+def make_stores(folder: Path, benchmark: StoreBenchmark) -> dict[str, ScoreMapStore]:
+    """Write the same maps to a store of every form, and as .pt files to `pt/`."""
     count = benchmark.images
     header = StoreHeader(
         side=benchmark.side,
@@ -182,13 +149,13 @@ def make_stores(folder: Path, benchmark: Benchmark) -> dict[str, ScoreMapStore]:
         fingerprint="none",
         class_names=tuple(map(str, range(benchmark.classes))),
     )
-    # as long as ImageNet's
+    # As long as ImageNet's paths.
     paths = [f"n{n % 1000:08d}/n{n % 1000:08d}_{n}.JPEG" for n in range(count)]
     writer = ScoreMapWriter(folder / "raw.h5", header, paths, np.arange(count) % benchmark.classes)
     (folder / "pt").mkdir()
     for first in range(0, count, 64):
         ids = np.arange(first, min(first + 64, count))
-        maps = made_up(len(ids), benchmark, first)
+        maps = make_maps(len(ids), benchmark, first)
         writer.write(ids, maps)
         for n, logit, cls in zip(ids, maps.logit, maps.cls, strict=True):
             both = np.stack([logit, cls.astype(np.float16)]).transpose(0, 3, 1, 2)
@@ -198,60 +165,57 @@ def make_stores(folder: Path, benchmark: Benchmark) -> dict[str, ScoreMapStore]:
     return {"raw": raw} | {form: convert(raw, folder / f"{form}.h5", form) for form in FORMS[1:]}
 
 
-def measure(
-    folder: Path, stores: dict[str, ScoreMapStore], benchmark: Benchmark
-) -> dict[str, list[float]]:
-    """Rows a second of each contestant, a value a round."""
-    memory = Memory()
-
-    def order(number: int, often: int) -> np.ndarray:
-        return np.random.default_rng(number).integers(0, benchmark.images, often * benchmark.reads)
-
-    def by_loader(form: str, number: int) -> int:
-        ids = order(number, OFTEN)
-        for first in range(0, len(ids), benchmark.batch):
-            assert not read_maps(
-                store_rows(stores[form], ids[first : first + benchmark.batch], memory).parts
-            ).any()
-        return len(ids)
-
-    with h5py.File(stores["raw"].path) as file:  # as anybody can who has read FORMAT.md
-        parts = [
-            (part.dtype, part.id.get_offset(), part.shape) for part in (file["logit"], file["cls"])
+def memmap_arrays(store: ScoreMapStore) -> list[np.ndarray]:
+    """Map the logits and class ids of a raw store into memory, as FORMAT.md describes its file."""
+    with h5py.File(store.path) as file:
+        return [
+            np.asarray(np.memmap(store.path, part.dtype, "r", part.id.get_offset(), part.shape))
+            for part in (file["logit"], file["cls"])
         ]
-    mapped = [
-        np.asarray(np.memmap(stores["raw"].path, dtype, "r", offset, shape))
-        for dtype, offset, shape in parts
-    ]
 
-    def by_map(number: int) -> int:
-        ids = order(number, OFTEN)
-        for n in ids.tolist():
-            for part in mapped:
-                part[n].copy()
+
+def measure(
+    folder: Path, stores: dict[str, ScoreMapStore], benchmark: StoreBenchmark
+) -> dict[str, list[float]]:
+    """Return rows per second of each contestant, one value per round."""
+    memory, arrays, batch = Memory(), memmap_arrays(stores["raw"]), benchmark.batch
+
+    def draw_ids(number: int, per_file: int) -> np.ndarray:
+        count = per_file * benchmark.reads
+        return np.random.default_rng(number).integers(0, benchmark.images, count)
+
+    def read_batches(form: str, number: int) -> int:
+        ids = draw_ids(number, ROWS_PER_FILE)
+        for first in range(0, len(ids), batch):
+            rows = store_rows(stores[form], ids[first : first + batch], memory)
+            assert not read_maps(rows.parts).any()
         return len(ids)
 
-    def one_by_one(number: int) -> int:
-        ids = order(number, 1)
+    def copy_rows(number: int) -> int:
+        ids = draw_ids(number, ROWS_PER_FILE)
+        for n in ids.tolist():
+            for array in arrays:
+                array[n].copy()
+        return len(ids)
+
+    def read_singly(number: int) -> int:
+        ids = draw_ids(number, 1)
         for at in range(len(ids)):
             stores["raw"].rows(ids[at : at + 1])
         return len(ids)
 
-    def by_torch(weights_only: bool, number: int) -> int:
-        ids = order(number, 1)
+    def load_files(weights_only: bool, number: int) -> int:
+        ids = draw_ids(number, 1)
         for n in ids.tolist():
             torch.load(folder / "pt" / f"{n}.pt", weights_only=weights_only).float()
         return len(ids)
 
-    works = {form: lambda number, form=form: by_loader(form, number) for form in FORMS}
-    works |= {MAPPED: by_map, SINGLE: one_by_one}
-    works |= {
-        THEIRS: lambda number: by_torch(True, number),
-        UNPICKLED: lambda number: by_torch(False, number),
-    }
-    with unpinned_after() as allowed:
-        return take_turns(works, benchmark.rounds, lambda _: pin(cores(1, allowed)), lambda _: None)
+    works = {form: partial(read_batches, form) for form in FORMS}
+    works |= {MAPPED: copy_rows, SINGLE: read_singly}
+    works |= {peer: partial(load_files, weights_only) for peer, weights_only in PEERS.items()}
+    with use_cores(1):
+        return take_turns(works, benchmark.rounds)
 
 
 if __name__ == "__main__":
-    run(lambda: main(tyro.cli(Benchmark, description=__doc__)))
+    command(main, StoreBenchmark, __doc__)

@@ -1,34 +1,32 @@
-"""What targets and loss cost, sparse and dense: time and memory of a step between the score maps
-and the student's gradient.
+"""Measure time and memory from score maps to the student's gradient, for sparse and dense targets.
 
     python -m benchmarks.targets --batch 128 --classes 1000 --grid 14 --device cpu --json out.json
     python -m benchmarks.targets --compare head --batch 64 --classes 21841 --rounds 3
     python -m benchmarks.targets --compare step --model lvvit_s --device cuda
 
 `sparse` is ours: `sparse_targets` for class token and tokens, their losses, backward. `dense` is
-the published recipe with boxes where they belong: a map scattered for each image in a loop,
-torchvision's RoIAlign to grid x grid and to 1 x 1, softmax, smoothing, log-softmax, backward. Both
-begin with the same maps, crops and logits, and end with the logits' gradient.
+the published recipe with corrected boxes: each image's map scattered in a loop, torchvision's
+RoIAlign to grid x grid and to 1 x 1, softmax, smoothing, log-softmax, backward. Both start from the
+same maps, crops and logits, and end with the logits' gradient.
 
-`--compare head` begins a layer earlier, with tokens of --width numbers and the head's weights:
-`fused` is our loss fused with the head's product, `whole` the product and then the sparse loss,
-whose logits [N * T, K] exist.
+`--compare head` starts one layer earlier, with tokens of --width features and the head's weights.
+`fused` is our loss fused with the head's matrix product; `whole` is the product followed by the
+sparse loss, with its logits [N * T, K] in memory.
 
-`--compare step` takes a whole step of --model (forward, backward, AdamW; bfloat16 autocast on a
+`--compare step` measures a whole step of --model (forward, backward, AdamW; bfloat16 autocast on a
 GPU): `labels` with dense labels for class token and tokens, `none` the same network with the
 image's label for all of them.
 
-A ratio is ours / the other, so small is good. Time: the median of the rounds' own ratios. Memory:
-the peak of what PyTorch's allocator gave out from the first to the last operation, without what it
-begins with and without the gradients it ends with. Our loss and gradients are printed with their
-distance from float64. Rows are appended to --results.
+A ratio is ours / the other, so smaller is better. Time: the median of the ratios within a round.
+Memory: the peak of PyTorch's allocations from the first to the last operation, without the inputs
+and the final gradients. The errors of our loss and gradients against float64 are printed too. Rows
+are appended to --results.
 """
 
 import json
 import os
 import tempfile
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -36,22 +34,21 @@ from typing import Literal, NamedTuple
 import numpy as np
 import timm
 import torch
-import tyro
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torchvision.ops import roi_align
 
 from benchmarks.harness import (
-    COLUMNS,
-    Spread,
-    append_rows,
-    cores,
-    pairwise,
-    pin,
+    Output,
+    check_positive,
+    command,
+    compare,
+    print_rows,
+    ratio_rows,
+    save,
+    spread_rows,
     take_turns,
-    unpinned_after,
+    use_cores,
 )
 from densefeed.models import checkpoints  # noqa: F401  (registers our models with timm)
 from densefeed.models.token_transformer import FAMILIES, TokenLogits, has_tokens
@@ -61,15 +58,15 @@ from densefeed.pipelines.plan import EpochPlan
 from densefeed.pipelines.targets import SparseTargets, TargetRules, palette_maps, sparse_targets
 from densefeed.storage.geometry import WHOLE, crop_views, visible_boxes
 from densefeed.storage.score_maps import palette_sizes
-from densefeed.system.devices import choose_device
-from densefeed.system.errors import UserError, run
+from densefeed.system.devices import choose_device, synchronize
+from densefeed.system.errors import UserError
 from densefeed.system.progress import steps_bar
-from densefeed.system.provenance import RESULTS, environment, write_json
+from densefeed.system.provenance import environment
 
-# N images   S map side   k classes a cell   K classes   P grid side   T = P * P tokens
+# N images   S map side   k classes per cell   K classes   P grid side   T = P * P tokens   D width
 
 PACKAGES = ("torch", "torchvision", "timm", "numpy")
-BARS = {  # (bar, aim) of a ratio
+BARS = {  # (required, goal) of a ratio
     ("dense", "time", "cpu"): (1 / 5, 1 / 8),
     ("dense", "time", "cuda"): (1 / 8, 1 / 15),
     ("dense", "memory", "cpu"): (1 / 10, 1 / 20),
@@ -78,183 +75,125 @@ BARS = {  # (bar, aim) of a ratio
     ("head", "memory", "cuda"): (1 / 4, 1 / 20),
     ("step", "time", "cuda"): (1.03, 1.01),
 }
-# Pixels of the images the crops are of. Primes: half of a width of 500 spans 9 of 18 cells up to a
-# rounding, and RoIAlign, which takes ceil(9) samples, may take 10; so no two dense recipes would
-# agree on every crop, whatever their precision.
+# Pixels of the uncropped images. They are primes: half of a width of 500 would span 9 of 18 cells
+# up to rounding, and RoIAlign, which takes ceil(9) samples, might take 10. Then no two dense
+# implementations would agree on every crop, at any precision.
 HEIGHT, WIDTH = 373, 499
 SMOOTHING, TOKEN_WEIGHT = 0.1, 0.5  # as published
 MEMORY_RUNS = 3
-SLICE = 16  # images at once of the float64 reference
+SLICE = 16  # images of the float64 reference at once
 
 
 @dataclass(frozen=True, kw_only=True)
-class Benchmark:
-    """What to measure."""
+class TargetBenchmark(Output):
+    """Options of this benchmark."""
 
-    batch: int = 128  # images
-    classes: int = 1000  # K
+    batch: int = 128  # N, images
+    classes: int = 1000  # K, number of classes
     grid: int = 14  # P, tokens along a side
-    # dense: with the dense recipe; head: a fused head with logits; step: with a step without labels
+    # dense: sparse and dense targets; head: a fused head and one with logits in memory;
+    # step: training steps with and without dense labels
     compare: Literal["dense", "head", "step"] = "dense"
-    width: int = 384  # D, of a token, for --compare head
-    model: str = "lvvit_s"  # for --compare step
-    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda if there is one, else cpu
+    width: int = 384  # D, features of a token, for --compare head
+    model: str = "lvvit_s"  # timm name of the network, for --compare step
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda if available, else cpu
     side: int = 18  # S, cells along a side of a map
-    top_k: int = 5  # k, classes a cell names
-    palette: int = 24  # classes that the map of an image may name
-    rounds: int = 9  # steps of each, after one to warm up
-    threads: int = 1  # of torch on a CPU, each on a core of its own
-    json: Path | None = None  # write ratios and errors there
-    record: bool = True  # append rows to --results
-    results: Path = RESULTS  # CSV
+    top_k: int = 5  # k, classes stored per cell
+    palette: int = 24  # distinct classes in an image's map, at most
+    rounds: int = 9  # steps of each contestant, after one warm-up step
+    threads: int = 1  # of torch on a CPU, each on its own core
 
 
-class Step(NamedTuple):
-    """What a training step begins with once the student has answered."""
+class LossStep(NamedTuple):
+    """Inputs of the loss: a batch with score maps, and the student's logits."""
 
-    batch: Batch  # of maps, crops and flips
+    batch: Batch  # maps, crops and flips
     spec: ScoreMapSpec
     grid: int
     cls: Tensor  # [N, K], logits of the class token
     tokens: Tensor  # [N, T, K], logits of the tokens
 
-    @property
-    def leaves(self) -> tuple[Tensor, ...]:
-        """What gets a gradient."""
-        return self.cls, self.tokens
-
 
 class TrainStep(NamedTuple):
-    """A network before a step, and what it is given."""
+    """A network, its optimizer and a batch."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
-    tokens: Tensor  # [N, 3, H, W], what the network is given
+    tokens: Tensor  # [N, 3, H, W], the network's input
     label: Tensor  # [N]
     batch: Batch
     spec: ScoreMapSpec
     grid: int
 
-    @property
-    def leaves(self) -> tuple[Tensor, ...]:
-        """What gets a gradient."""
-        return tuple(self.model.parameters())
-
 
 class HeadStep(NamedTuple):
-    """What the end of a step begins with before the head: tokens, the head's weights, targets."""
+    """Inputs of the head and its loss: tokens, the head's weights, targets."""
 
     tokens: Tensor  # [N, T, D]
     weight: Tensor  # [K, D]
     bias: Tensor  # [K]
     targets: SparseTargets
 
-    @property
-    def leaves(self) -> tuple[Tensor, ...]:
-        """What gets a gradient."""
-        return self.tokens, self.weight, self.bias
+
+AnyStep = LossStep | TrainStep | HeadStep
+Loss = Callable[[AnyStep], Tensor]
 
 
-def main(benchmark: Benchmark) -> dict:
-    """Measure, print, record; the document that --json writes."""
+def main(benchmark: TargetBenchmark) -> dict:
+    """Measure, print and record; return the document that --json writes."""
     check(benchmark)
     device = choose_device(benchmark.device)
-    if benchmark.compare == "dense":
-        step = make_step(benchmark, device)
-        contestants = {"sparse": sparse_loss, "dense": dense_loss}
-    elif benchmark.compare == "head":
-        step = make_head_step(benchmark, device)
-        contestants = {"fused": fused_loss, "whole": whole_loss}
-    else:
-        step = make_train_step(benchmark, device)
-        contestants = {"labels": labeled_loss, "none": unlabeled_loss}
-    a, b = contestants
-    with ExitStack() as stack:
-        allowed = stack.enter_context(unpinned_after())
-        stack.callback(torch.set_num_threads, torch.get_num_threads())
-        if benchmark.threads > len(allowed):
-            raise UserError(
-                f"--threads {benchmark.threads}: this process may use {len(allowed)} cores"
-            )
-        torch.set_num_threads(benchmark.threads)
-        pin(cores(benchmark.threads, allowed))
-        advance = stack.enter_context(
-            steps_bar("benchmark", len(contestants) * (benchmark.rounds + 1), 0)
-        )
-        works = {
-            name: lambda number, loss=loss: backward(loss, step)
-            for name, loss in contestants.items()
-        }
-        rates = take_turns(
-            works, benchmark.rounds, lambda name: forget(step), lambda name: advance(1, name)
-        )
-        peaks = {
-            name: [peak_bytes(loss, step) for _ in range(MEMORY_RUNS)]
-            for name, loss in contestants.items()
-        }
-    far = {"dense": errors, "head": head_errors}.get(benchmark.compare)
-    loss_error, grad_error = far(step) if far else (None, None)
+    make, losses, errors = CONTESTS[benchmark.compare]
+    step = make(benchmark, device)
+    rates, megabytes = measure(losses, step, benchmark)
+    loss_error, grad_error = errors(step) if errors else (None, None)
+    a, b = losses
     document = {
         "ratios": [
-            {"a": a, "b": b, "what": "time", **pairwise(rates[b], rates[a])._asdict()},
-            {"a": a, "b": b, "what": "memory", **pairwise(peaks[a], peaks[b])._asdict()},
+            compare(a, b, rates[b], rates[a], what="time"),
+            compare(a, b, megabytes[a], megabytes[b], what="memory"),
         ],
         "loss_rel_error": loss_error,
         "grad_abs_error": grad_error,
     }
-    show(document, rates, peaks, benchmark, device)
-    if benchmark.json is not None:
-        write_json(benchmark.json, document)
-    if benchmark.record:
-        append_rows(benchmark.results, rows(document, rates, peaks, benchmark, device))
+    data = describe(benchmark, device)
+    print(data)
+    rows = csv_rows(document, rates, megabytes, benchmark.rounds)
+    show(document, rows, benchmark.compare, device)
+    common = {"data": data, "threads": benchmark.threads}
+    save(benchmark, document, rows, "targets ", **environment(PACKAGES), **common)
     return document
 
 
-def check(benchmark: Benchmark) -> None:
-    """UserError for numbers that make no sense here."""
-    positive = (
-        "batch",
-        "classes",
-        "grid",
-        "width",
-        "side",
-        "top_k",
-        "palette",
-        "rounds",
-        "threads",
-    )
-    small = [name for name in positive if getattr(benchmark, name) < 1]
-    if small:
-        raise UserError(f"--{small[0].replace('_', '-')} must be at least 1")
+def check(benchmark: TargetBenchmark) -> None:
+    """Raise UserError for invalid options."""
+    sizes = "batch", "classes", "grid", "width", "side", "top_k", "palette", "rounds", "threads"
+    check_positive(benchmark, *sizes)
     if not benchmark.top_k <= benchmark.palette <= benchmark.classes <= 2**16:
         raise UserError(
-            "--top-k, --palette and --classes must ascend, and a map numbers at most 65,536 classes"
+            "--top-k, --palette and --classes must ascend, "
+            "and a map can hold at most 65,536 classes"
         )
+    if benchmark.threads > (allowed := len(os.sched_getaffinity(0))):
+        raise UserError(f"--threads {benchmark.threads}: this process may use {allowed} cores")
 
 
-def make_step(benchmark: Benchmark, device: torch.device, logits: bool = True) -> Step:
-    """Random crops and flips of smooth random maps, as a teacher's are: neighbors name much the
-    same classes.
+def make_step(benchmark: TargetBenchmark, device: torch.device, logits: bool = True) -> LossStep:
+    """Draw smooth random maps, in which neighbors name mostly the same classes as in a teacher's,
+    with random crops and flips.
 
-    Without `logits` these are empty.
+    Without `logits`, `cls` and `tokens` are empty.
     """
-    N, S, K = benchmark.batch, benchmark.side, benchmark.classes
+    N, S, K, k = benchmark.batch, benchmark.side, benchmark.classes, benchmark.top_k
     rng = torch.Generator().manual_seed(0)
     palette = torch.rand(N, K, generator=rng).argsort(1)[:, : benchmark.palette]
     coarse = 4 + 3 * torch.randn(N, benchmark.palette, 5, 5, generator=rng)
-    top = F.interpolate(coarse, (S, S), mode="bicubic", align_corners=True).topk(benchmark.top_k, 1)
-    named = (
-        palette.gather(1, top.indices.flatten(1))
-        .view(N, benchmark.top_k, S, S)
-        .permute(0, 2, 3, 1)
-        .contiguous()
-    )
-    logit = top.values.permute(0, 2, 3, 1).half().contiguous()
+    top = F.interpolate(coarse, (S, S), mode="bicubic", align_corners=True).topk(k, 1)
+    named = palette.gather(1, top.indices.flatten(1)).view(N, k, S, S)
+    named = named.permute(0, 2, 3, 1).contiguous()
     ids, height, width = np.arange(N), np.full(N, HEIGHT), np.full(N, WIDTH)
-    boxes, flips = EpochPlan(num_samples=N, batch=N, seed=0, mode="train").crops(
-        0, ids, height, width
-    )
-    view = crop_views(boxes, flips, height, width)
+    plan = EpochPlan(num_samples=N, batch=N, seed=0, mode="train")
+    view = crop_views(*plan.crops(0, ids, height, width), height, width)
     batch = Batch(
         image=torch.zeros(N, 1, 1, 3, dtype=torch.uint8),
         label=palette[:, 0],
@@ -263,72 +202,58 @@ def make_step(benchmark: Benchmark, device: torch.device, logits: bool = True) -
         index=torch.arange(N),
         repeat=torch.zeros(N, dtype=torch.long),
         weight=torch.ones(N),
-        map_logit=logit,
+        map_logit=top.values.permute(0, 2, 3, 1).half().contiguous(),
         map_class=named.to(torch.uint16),
         map_lse=torch.zeros(N, S, S).half(),
         window=torch.tensor([WHOLE]).repeat(N, 1),
     )
-    spec = ScoreMapSpec(
-        S, benchmark.top_k, K, "zero-logit", int(palette_sizes(named.numpy()).max()), 1.0
-    )
+    max_palette = int(palette_sizes(named.numpy()).max())
+    spec = ScoreMapSpec(S, k, K, "zero-logit", max_palette, 1.0)
     count = N if logits else 0
-    answers = (
+    drawn = [
         2 * torch.randn(count, *shape, generator=rng) for shape in ((K,), (benchmark.grid**2, K))
-    )
-    return Step(
-        batch.to(device),
-        spec,
-        benchmark.grid,
-        *(answer.to(device).requires_grad_() for answer in answers),
-    )
+    ]
+    leaves = (part.to(device).requires_grad_() for part in drawn)
+    return LossStep(batch.to(device), spec, benchmark.grid, *leaves)
 
 
-def make_head_step(benchmark: Benchmark, device: torch.device) -> HeadStep:
-    """Tokens and a head whose logits spread as a trained student's might, and the targets of
+def make_head_step(benchmark: TargetBenchmark, device: torch.device) -> HeadStep:
+    """Draw tokens and a head whose logits spread like a trained student's; targets are those of
     `make_step`'s maps.
     """
+    N, D, K = benchmark.batch, benchmark.width, benchmark.classes
     step = make_step(benchmark, device, logits=False)
     rules, rng = TargetRules(smoothing=SMOOTHING), torch.Generator().manual_seed(1)
-    shapes = (
-        (benchmark.batch, benchmark.grid**2, benchmark.width),
-        (benchmark.classes, benchmark.width),
-        (benchmark.classes,),
-    )
-    tokens, weight, bias = (torch.randn(shape, generator=rng) for shape in shapes)
-    leaves = (
-        part.to(device).requires_grad_()
-        for part in (tokens, weight * 2 / benchmark.width**0.5, bias / 10)
-    )
+    tokens = torch.randn(N, benchmark.grid**2, D, generator=rng)
+    weight = torch.randn(K, D, generator=rng) * 2 / D**0.5
+    bias = torch.randn(K, generator=rng) / 10
+    leaves = (part.to(device).requires_grad_() for part in (tokens, weight, bias))
     return HeadStep(*leaves, sparse_targets(step.batch, step.spec, benchmark.grid, rules))
 
 
-def make_train_step(benchmark: Benchmark, device: torch.device) -> TrainStep:
-    """A new network and noise to look at; the grid is the network's own."""
+def make_train_step(benchmark: TargetBenchmark, device: torch.device) -> TrainStep:
+    """Build a new network, with noise as its input; the grid is the network's own."""
     if not has_tokens(benchmark.model):
-        known = [f"{family}_*" for family in FAMILIES]
-        raise UserError(
-            f"--model {benchmark.model} has no token head; choose one of {', '.join(known)}"
-        )
+        known = ", ".join(f"{family}_*" for family in FAMILIES)
+        raise UserError(f"--model {benchmark.model} has no token head; choose one of {known}")
     model = timm.create_model(
         benchmark.model, num_classes=benchmark.classes, drop_path_rate=0.1, token_head=True
     )
     model = model.to(device, memory_format=torch.channels_last).train()
-    step = make_step(replace(benchmark, grid=model.grid_size), device, logits=False)
-    side = model.grid_size * model.patch_size
-    image = torch.randn(benchmark.batch, 3, side, side, device=device).contiguous(
-        memory_format=torch.channels_last
-    )
+    grid = model.grid_size
+    step = make_step(replace(benchmark, grid=grid), device, logits=False)
+    side = grid * model.patch_size
+    image = torch.randn(benchmark.batch, 3, side, side, device=device)
+    image = image.contiguous(memory_format=torch.channels_last)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    return TrainStep(
-        model, optimizer, image, step.batch.label, step.batch, step.spec, model.grid_size
-    )
+    return TrainStep(model, optimizer, image, step.batch.label, step.batch, step.spec, grid)
 
 
 # ------------------------------------------------------------------------- the contestants
 
 
-def sparse_loss(step: Step) -> Tensor:
-    """Ours, as train.py has it."""
+def sparse_loss(step: LossStep) -> Tensor:
+    """Compute our loss as train.py does."""
     rules = TargetRules(smoothing=SMOOTHING)
     maps = palette_maps(step.batch, step.spec, rules)
     whole, tokens = (
@@ -337,67 +262,72 @@ def sparse_loss(step: Step) -> Tensor:
     return class_token_loss(step.cls, whole) + TOKEN_WEIGHT * token_loss(step.tokens, tokens)
 
 
-def dense_loss(step: Step) -> Tensor:
-    """The published recipe in the logits' dtype: maps are flipped first, boxes are those of the
-    flipped image.
+def dense_loss(step: LossStep) -> Tensor:
+    """Compute the published loss in the logits' dtype: maps are flipped first, and boxes are those
+    in the flipped image.
     """
-    batch, dtype, K = step.batch, step.cls.dtype, step.spec.num_classes
+    batch, side, K = step.batch, step.spec.side, step.spec.num_classes
+    dtype, device = step.cls.dtype, step.cls.device
     flipped = batch.view[:, 0, 0] < 0
-    turn = flipped[:, None, None, None]
-    logit, named = batch.map_logit.to(dtype), batch.map_class.long()
-    logit, named = torch.where(turn, logit.flip(2), logit), torch.where(turn, named.flip(2), named)
-    top, left, bottom, right = batch.shown.to(dtype).unbind(1)
-    left, right = torch.where(flipped, 1 - right, left), torch.where(flipped, 1 - left, right)
-    number = torch.arange(len(left), dtype=dtype, device=left.device)
-    boxes = torch.cat(
-        [number[:, None], torch.stack([left, top, right, bottom], 1) * step.spec.side], 1
+    logit, named = (
+        torch.where(flipped[:, None, None, None], part.flip(2), part)
+        for part in (batch.map_logit.to(dtype), batch.map_class.long())
     )
-    dense = torch.zeros(
-        len(left), K, step.spec.side, step.spec.side, dtype=dtype, device=left.device
-    )
+    dense = torch.zeros(len(logit), K, side, side, dtype=dtype, device=device)
     for row, values, classes in zip(dense, logit, named, strict=True):
         row.scatter_(0, classes.permute(2, 0, 1), values.permute(2, 0, 1))
-    pooled = torch.cat(
-        [roi_align(dense, boxes, side, aligned=True).flatten(2) for side in (1, step.grid)], 2
-    )
+    boxes = roi_boxes(batch.shown.to(dtype), flipped, side)
+    pooled = [roi_align(dense, boxes, cells, aligned=True).flatten(2) for cells in (1, step.grid)]
     off = SMOOTHING / K
-    target = pooled.softmax(1) * (1 - SMOOTHING + off) + off
-    table = target[:, :, 1:].transpose(1, 2).reshape(-1, K)
-    whole = torch.sum(-target[:, :, 0] * F.log_softmax(step.cls, -1), -1).mean()
-    return (
-        whole
-        + TOKEN_WEIGHT
-        * torch.sum(-table * F.log_softmax(step.tokens.reshape(-1, K), -1), -1).mean()
-    )
+    target = torch.cat(pooled, 2).softmax(1) * (1 - SMOOTHING + off) + off
+    tokens = target[:, :, 1:].transpose(1, 2).reshape(-1, K)
+    whole = soft_cross_entropy(step.cls, target[:, :, 0])
+    return whole + TOKEN_WEIGHT * soft_cross_entropy(step.tokens.reshape(-1, K), tokens)
+
+
+def roi_boxes(shown: Tensor, flipped: Tensor, side: int) -> Tensor:
+    """Return RoIAlign's boxes `[N, 5]`, (image, left, top, right, bottom) in cells of the flipped
+    maps, of crops `shown` `[N, 4]`.
+    """
+    top, left, bottom, right = shown.unbind(1)
+    left, right = torch.where(flipped, 1 - right, left), torch.where(flipped, 1 - left, right)
+    number = torch.arange(len(left), dtype=shown.dtype, device=shown.device)
+    corners = torch.stack([left, top, right, bottom], 1) * side
+    return torch.cat([number[:, None], corners], 1)
+
+
+def soft_cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
+    """Return the mean cross-entropy of rows `[*, K]` of logits with soft targets."""
+    return torch.sum(-target * F.log_softmax(logits, -1), -1).mean()
 
 
 def fused_loss(step: HeadStep) -> Tensor:
-    """Ours, without logits that exist whole."""
+    """Compute our loss fused with the head, without ever holding all logits."""
     return fused_token_loss(step.tokens, step.weight, step.bias, step.targets)
 
 
 def whole_loss(step: HeadStep) -> Tensor:
-    """The head, then our sparse loss: in float64 where the step is."""
+    """Compute the head's logits, then our sparse loss, in the tokens' dtype."""
     return token_loss(F.linear(step.tokens, step.weight, step.bias), step.targets)
 
 
-def answered(step: TrainStep) -> TokenLogits:
-    """The network's answer, in bfloat16 on a GPU as train.py has it."""
+def predict(step: TrainStep) -> TokenLogits:
+    """Run the network, in bfloat16 on a GPU as train.py does."""
     with torch.autocast(step.tokens.device.type, torch.bfloat16, enabled=step.tokens.is_cuda):
         return step.model(step.tokens)
 
 
 def labeled_loss(step: TrainStep) -> Tensor:
-    """Equation 7."""
-    cls, tokens = answered(step)
-    return sparse_loss(Step(step.batch, step.spec, step.grid, cls, tokens))
+    """Compute TokenLabeling's loss (equation 7 of its paper) from dense labels."""
+    cls, tokens = predict(step)
+    return sparse_loss(LossStep(step.batch, step.spec, step.grid, cls, tokens))
 
 
 def unlabeled_loss(step: TrainStep) -> Tensor:
-    """The image's label for the class token and for every token, as published code has it where
-    there are no maps.
+    """Compute the loss from the image's label for the class token and for every token, as the
+    published code does where there are no maps.
     """
-    cls, tokens = answered(step)
+    cls, tokens = predict(step)
     every = step.label[:, None].expand(-1, tokens.shape[1]).flatten()
     hard = [
         F.cross_entropy(logits.float(), label, label_smoothing=SMOOTHING)
@@ -409,188 +339,172 @@ def unlabeled_loss(step: TrainStep) -> Tensor:
 # ------------------------------------------------------------------------- measuring
 
 
-def forget(step: Step | HeadStep | TrainStep) -> None:
-    """Drop the gradients."""
-    for leaf in step.leaves:
+def measure(
+    losses: dict[str, Loss], step: AnyStep, benchmark: TargetBenchmark
+) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Return each contestant's images per second, one value per round, and its peak memory in MB,
+    one value for each of MEMORY_RUNS.
+    """
+    total = len(losses) * (benchmark.rounds + 1)
+    works = {name: lambda _, loss=loss: backward_sync(loss, step) for name, loss in losses.items()}
+    with use_cores(benchmark.threads), steps_bar("benchmark", total, 0) as advance:
+        rates = take_turns(
+            works, benchmark.rounds, lambda _: drop_gradients(step), lambda name: advance(1, name)
+        )
+        megabytes = {
+            name: [peak_bytes(loss, step) / 1e6 for _ in range(MEMORY_RUNS)]
+            for name, loss in losses.items()
+        }
+    return rates, megabytes
+
+
+def get_leaves(step: AnyStep) -> list[Tensor]:
+    """Return the tensors that receive a gradient."""
+    if isinstance(step, TrainStep):
+        return list(step.model.parameters())
+    return [part for part in step if isinstance(part, Tensor) and part.requires_grad]
+
+
+def drop_gradients(step: AnyStep) -> None:
+    """Set all gradients to None."""
+    for leaf in get_leaves(step):
         leaf.grad = None
 
 
-def backward(
-    loss: Callable[[Step | HeadStep | TrainStep], Tensor], step: Step | HeadStep | TrainStep
-) -> int:
-    """A loss and its gradient, to the end; the images it was of."""
+def backward_sync(loss: Loss, step: AnyStep) -> int:
+    """Compute a loss and its gradient, update a network, and wait; return the number of images."""
     loss(step).backward()
     if isinstance(step, TrainStep):
         step.optimizer.step()
-    if step.tokens.is_cuda:
-        torch.cuda.synchronize(step.tokens.device)
+    synchronize(step.tokens.device)
     return len(step.tokens)
 
 
-def peak_bytes(
-    loss: Callable[[Step | HeadStep | TrainStep], Tensor], step: Step | HeadStep | TrainStep
-) -> float:
-    """The most memory that a step holds at once beside what it begins with and the gradients it
-    ends with.
+def peak_bytes(loss: Loss, step: AnyStep) -> float:
+    """Return a step's peak of allocated bytes, without its inputs and its final gradients.
 
-    From the allocator's own record, so that what an operation takes and gives back inside itself
-    counts too.
+    The allocator's own record also counts what an operation allocates and frees internally.
     """
-    forget(step)
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else it reports a missing GPU as an error
-    kind = 1 if step.tokens.is_cuda else 0  # as the trace numbers devices
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
-    ) as profile:
-        backward(loss, step)
+    drop_gradients(step)
+    # Otherwise the profiler reports a missing GPU as an error.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+    # The trace's numbers of the two kinds of devices.
+    kind = 1 if step.tokens.is_cuda else 0
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        backward_sync(loss, step)
     with tempfile.TemporaryDirectory() as folder:
         profile.export_chrome_trace(f"{folder}/trace.json")
         events = json.loads(Path(folder, "trace.json").read_text())["traceEvents"]
-    changes = [
-        event["args"]
-        for event in events
-        if event["name"] == "[memory]" and event["args"]["Device Type"] == kind
-    ]
+    changes = [event["args"] for event in events if event["name"] == "[memory]"]
+    changes = [change for change in changes if change["Device Type"] == kind]
     changes.sort(key=lambda change: change["Ev Idx"])
-    # The gradient lies where the last allocation at its address put it, and is not counted from
-    # then on.
+    # A final gradient is the last allocation at its address, which is not counted.
     lasting = {change["Addr"]: at for at, change in enumerate(changes) if change["Bytes"] > 0}
-    gradients = {lasting.get(leaf.grad.data_ptr()) for leaf in step.leaves}
+    gradients = {lasting.get(leaf.grad.data_ptr()) for leaf in get_leaves(step)}
     held = np.cumsum(
         [0 if at in gradients else change["Bytes"] for at, change in enumerate(changes)]
     )
     return float(held.max())
 
 
-def errors(step: Step) -> tuple[float, float]:
-    """Relative error of our loss and the largest error of its gradient, against the dense recipe in
-    float64.
+def loss_errors(step: LossStep) -> tuple[float, float]:
+    """Return the relative error of our loss and the largest absolute error of its gradient, against
+    the dense recipe in float64.
     """
-    forget(step)
+    drop_gradients(step)
     loss = sparse_loss(step)
     loss.backward()
-    N, want, far = len(step.cls), 0.0, 0.0
-    for at in range(0, N, SLICE):  # all at once, float64 maps of 21,841 classes would take 7 GB
+    N, want, errors = len(step.cls), 0.0, []
+    # All at once, float64 maps of 21,841 classes would take 7 GB.
+    for at in range(0, N, SLICE):
         part = slice(at, at + SLICE)
-        logits = [
-            logits.detach()[part].double().requires_grad_() for logits in (step.cls, step.tokens)
-        ]
+        logits = [leaf.detach()[part].double().requires_grad_() for leaf in get_leaves(step)]
         batch = Batch(*(field[part] for field in step.batch))
         share = len(logits[0]) / N
-        reference = dense_loss(Step(batch, step.spec, step.grid, *logits)) * share
+        reference = dense_loss(LossStep(batch, step.spec, step.grid, *logits)) * share
         reference.backward()
         want += reference.item()
-        for ours, theirs in zip((step.cls, step.tokens), logits, strict=True):
-            far = max(far, (ours.grad[part] - theirs.grad).abs().max().item())
-    forget(step)
-    return abs(loss.item() / want - 1), far
+        for ours, theirs in zip(get_leaves(step), logits, strict=True):
+            errors.append((ours.grad[part] - theirs.grad).abs().max().item())
+    drop_gradients(step)
+    return abs(loss.item() / want - 1), max(errors)
 
 
 def head_errors(step: HeadStep) -> tuple[float, float]:
-    """Relative error of the fused loss and the largest error of its gradients, against the head and
-    loss in float64.
+    """Return the relative error of the fused loss and the largest absolute error of its gradients,
+    against the head and loss in float64.
     """
-    forget(step)
+    drop_gradients(step)
     loss = fused_loss(step)
     loss.backward()
-    double = [leaf.detach().double() for leaf in step.leaves]
-    weight, bias = (part.requires_grad_() for part in double[1:])
-    N, want, far = len(step.tokens), 0.0, 0.0
-    for n in range(N):
-        tokens = double[0][n : n + 1].requires_grad_()
+    double = [leaf.detach().double().requires_grad_() for leaf in get_leaves(step)]
+    tokens, weight, bias = double
+    want = 0.0
+    for n in range(len(tokens)):
         targets = SparseTargets(*(part[n : n + 1] for part in step.targets))
-        reference = whole_loss(HeadStep(tokens, weight, bias, targets)) * (
-            targets.weight.sum() / step.targets.weight.sum()
-        )
+        share = targets.weight.sum() / step.targets.weight.sum()
+        reference = whole_loss(HeadStep(tokens[n : n + 1], weight, bias, targets)) * share
         reference.backward()
         want += reference.item()
-        far = max(far, (step.tokens.grad[n : n + 1] - tokens.grad).abs().max().item())
-    pairs = ((step.weight, weight), (step.bias, bias))
-    far = max(far, *((ours.grad - theirs.grad).abs().max().item() for ours, theirs in pairs))
-    forget(step)
-    return abs(loss.item() / want - 1), far
+    pairs = zip(get_leaves(step), double, strict=True)
+    error = max((ours.grad - theirs.grad).abs().max().item() for ours, theirs in pairs)
+    drop_gradients(step)
+    return abs(loss.item() / want - 1), error
 
 
-# ------------------------------------------------------------------------- telling
+# What --compare compares: the inputs, the two losses, and the errors of the first.
+CONTESTS = {
+    "dense": (make_step, {"sparse": sparse_loss, "dense": dense_loss}, loss_errors),
+    "head": (make_head_step, {"fused": fused_loss, "whole": whole_loss}, head_errors),
+    "step": (make_train_step, {"labels": labeled_loss, "none": unlabeled_loss}, None),
+}
 
 
-def what_of(benchmark: Benchmark, device: torch.device) -> str:
-    """What was measured, in words."""
+# ------------------------------------------------------------------------- results
+
+
+def describe(benchmark: TargetBenchmark, device: torch.device) -> str:
+    """Describe the inputs and the device."""
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    shape = f"{benchmark.side} x {benchmark.side} cells of {benchmark.top_k} of {benchmark.palette} classes"
-    if benchmark.compare == "head":
-        shape += f", tokens of {benchmark.width}"
-    if benchmark.compare == "step":
-        shape += f", {benchmark.model}"
-    return f"{benchmark.batch} images, {benchmark.classes} classes, grid {benchmark.grid}, maps of {shape}; {where}"
+    images = f"{benchmark.batch} images, {benchmark.classes} classes, grid {benchmark.grid}"
+    cells = f"{benchmark.side} x {benchmark.side} cells"
+    maps = f"maps of {cells} of {benchmark.top_k} of {benchmark.palette} classes"
+    extra = {"head": f", tokens of {benchmark.width}", "step": f", {benchmark.model}"}
+    return f"{images}, {maps}{extra.get(benchmark.compare, '')}; {where}"
 
 
-def show(
-    document: dict, rates: dict, peaks: dict, benchmark: Benchmark, device: torch.device
-) -> None:
-    """Print the document as a table."""
-    print(what_of(benchmark, device))
-    console = Console()
-    console.width = max(console.width, 110)  # the table in full, also in a log file
-    table = Table(title="Targets, loss and gradient", title_justify="left")
-    a, b = rates
-    for name in ("", a, b, f"{a} / {b}", "p25", "p75", "bar (aim)"):
-        table.add_column(name, justify="right" if name else "left")
-    milliseconds = {
-        name: 1e3 * benchmark.batch / Spread.of(values).median for name, values in rates.items()
-    }
-    megabytes = {name: Spread.of(values).median / 1e6 for name, values in peaks.items()}
-    for ratio, unit, values in zip(
-        document["ratios"], ("ms", "MB"), (milliseconds, megabytes), strict=True
-    ):
-        goal = BARS.get((benchmark.compare, ratio["what"], device.type))
-        table.add_row(
-            ratio["what"],
-            *(f"{values[name]:,.1f} {unit}" for name in (a, b)),
-            *(part(ratio[at]) for at in ("median", "p25", "p75")),
-            f"{part(goal[0])} ({part(goal[1])})" if goal else "",
-        )
-    console.print(table)
+def show(document: dict, rows: list[dict], compare: str, device: torch.device) -> None:
+    """Print rows, required ratios and errors."""
+    print_rows(rows)
+    for ratio in document["ratios"]:
+        if bar := BARS.get((compare, ratio["what"], device.type)):
+            required, goal = map(format_ratio, bar)
+            print(f"{ratio['what']}, required ratio (goal): {required} ({goal})")
     if document["loss_rel_error"] is not None:
-        console.print(
-            f"against float64: loss {document['loss_rel_error']:.1e} relative (bar 2e-06), "
-            f"gradient {document['grad_abs_error']:.1e} absolute (bar 1e-07)"
+        print(
+            f"error against float64: loss {document['loss_rel_error']:.1e} relative "
+            f"(at most 2e-06), gradient {document['grad_abs_error']:.1e} absolute (at most 1e-07)"
         )
 
 
-def part(ratio: float) -> str:
-    """A small ratio as a part of one."""
+def format_ratio(ratio: float) -> str:
+    """Format a small ratio as a fraction, e.g. `1 / 5.0`."""
     return f"{ratio:.3f}" if ratio > 0.7 else f"1 / {1 / ratio:.1f}"
 
 
-def rows(
-    document: dict, rates: dict, peaks: dict, benchmark: Benchmark, device: torch.device
+def csv_rows(
+    document: dict, rates: dict[str, list[float]], megabytes: dict[str, list[float]], rounds: int
 ) -> list[dict]:
-    """What the CSV gets: a line per contestant and ratio."""
-    facts = environment(PACKAGES) | {
-        "data": what_of(benchmark, device),
-        "threads": benchmark.threads,
-    }
-    found = [
-        {"name": f"targets {name}", "unit": "images/s", **Spread.of(rates[name])._asdict()}
-        for name in rates
+    """Return CSV rows: one per contestant and unit, and one per ratio."""
+    speeds = [row | {"runs": rounds} for row in spread_rows(rates, "images/s")]
+    peaks = [row | {"runs": MEMORY_RUNS} for row in spread_rows(megabytes, "MB")]
+    ratios = [
+        row | {"name": f"{row['name']}, {row['what']}", "runs": runs}
+        for row, runs in zip(ratio_rows(document["ratios"]), (rounds, MEMORY_RUNS), strict=True)
     ]
-    megabytes = {name: [value / 1e6 for value in values] for name, values in peaks.items()}
-    found += [
-        {"name": f"targets {name}", "unit": "MB", **Spread.of(megabytes[name])._asdict()}
-        for name in peaks
-    ]
-    found += [
-        ratio | {"name": f"targets {ratio['a']} / {ratio['b']}, {ratio['what']}", "unit": "ratio"}
-        for ratio in document["ratios"]
-    ]
-    runs = {"images/s": benchmark.rounds, "MB": MEMORY_RUNS}
-    for line in found:
-        line["runs"] = runs.get(
-            line["unit"], benchmark.rounds if line.get("what") == "time" else MEMORY_RUNS
-        )
-    return [facts | {name: line[name] for name in COLUMNS if name in line} for line in found]
+    return speeds + peaks + ratios
 
 
 if __name__ == "__main__":
-    run(lambda: main(tyro.cli(Benchmark, description=__doc__)))
+    command(main, TargetBenchmark, __doc__)

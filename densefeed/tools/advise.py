@@ -1,11 +1,13 @@
-"""`benchmarks/loaders.py --advise`: which loader, with how many threads, a training on this machine
-should be given.
+"""Recommend a loader and a number of threads for training a model on a data set on this machine.
 
-Each loader that can read the data delivers alone for a moment, with each number of threads, and the
-model trains alone on a constant batch. What they would do together is reckoned, not measured: no
-more than either alone, and no more than the cores allow, of which an image takes so many seconds of
-the loader and so many of the step (on a GPU its launching thread's). A moment's advice is no
-benchmark: nothing is appended to --results.
+    python tools/advise.py --data train.beton --model lvvit_s
+    python tools/advise.py --data imagenet/train --score-maps maps.h5 --model deit_small_patch16_224
+
+Every loader that can read the data is timed alone with each number of threads, and the training
+step is timed alone on one batch that stays on the device. The combined rate is an estimate, not a
+measurement: it is limited by the slower of the two, and by the cores, of which each image costs a
+share in the loader and a share in the step (on a GPU, the thread that launches kernels). The
+measurements take seconds and are no benchmark: nothing is appended to benchmarks/results.csv.
 """
 
 import os
@@ -13,41 +15,66 @@ import shlex
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
+from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 from statistics import median
 from typing import Literal, NamedTuple, get_args, get_type_hints
 
 import torch
+import tyro
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import step as step_benchmark
 from densefeed.models.token_transformer import has_tokens
 from densefeed.pipelines.loader import ThreadedLoader
 from densefeed.system.devices import choose_device, synchronize
-from densefeed.system.errors import UserError
+from densefeed.system.errors import UserError, run
 from densefeed.system.malloc import tune_malloc
 from densefeed.system.progress import steps_bar
 from densefeed.system.provenance import environment, write_json
-from densefeed.train import build_model, open_loader
+from densefeed.train import autocast_dtype, build_model, open_loader
 from densefeed.training.config import Config
+from densefeed.training.ranks import Ranks
 from densefeed.training.recipes import RECIPES
+from densefeed.training.step_inputs import StepInputs
+from densefeed.training.student import build_student, update
 
+CORES = len(os.sched_getaffinity(0))
 SECONDS = 1.0  # of each measurement in each round
 ROUNDS = 3
-WARM_STEPS = 3  # cuDNN chooses, the compiler compiles, memory is asked for
-# images of a step on a CPU, whose rate hardly depends on it: LV-ViT-S takes seconds for 64
+# Steps before the first measurement on a GPU: cuDNN selects kernels, torch.compile compiles, and
+# the caching allocator grows. One step is enough on a CPU.
+WARM_STEPS = 3
+# Images per step on a CPU. Its images/s hardly depend on the batch, and LV-ViT-S takes seconds for
+# a batch of 64.
 CPU_BATCH = 8
-BUSY = 0.5  # load average of the last minute, of the cores
-ALIKE = 0.98  # of the best rate: what no measurement of a second tells apart
+LEARNING_RATE = 1e-4  # low enough for the same batch in every step without warm-up
+BUSY = 0.5  # load average over the last minute, as a share of the cores, that is worth a warning
+# Rates above this share of the best one count as equal: a measurement of one second cannot tell
+# them apart.
+EQUAL = 0.98
 LOADERS = get_args(get_type_hints(Config)["loader"])
 
 
+@dataclass(frozen=True, kw_only=True)
+class AdviceOptions:
+    """The training to give advice for."""
+
+    data: Path  # the training set: a .beton, 'a-*.beton', or a folder of class folders
+    score_maps: Path | None = None  # score maps (HDF5) of --data; a .beton may contain its own
+    model: str = "lvvit_s"  # any timm classifier
+    batch: int = 64  # images per training step; on a CPU the step is timed with at most 8
+    size: int = 224  # side of the network's input, pixels
+    threads: tuple[int, ...] = ()  # numbers of decoding threads to try; default: 1, 2, 4, ..., all
+    json: Path | None = None  # write all measurements to this JSON file
+
+
 class Speed(NamedTuple):
-    """What a loader or a step does alone."""
+    """What a loader or a training step does alone."""
 
     images_per_s: float
-    cores: float  # seconds of processor time in a second, all threads of this process
+    cores: float  # processor seconds per second, all threads of this process
 
 
 class Candidate(NamedTuple):
@@ -59,70 +86,52 @@ class Candidate(NamedTuple):
 
 
 class Advice(NamedTuple):
-    """What to choose, and what to expect of it."""
+    """The recommended loader and the rate to expect from the training."""
 
     choice: Candidate
-    images_per_s: float  # of the training
+    images_per_s: float
     bottleneck: Literal["loader", "step"]  # the slower of the two
 
 
-class Request(NamedTuple):
-    """What advice is asked for."""
-
-    data: Path
-    labels: Path | None
-    model: str
-    batch: int  # images
-    size: int  # side of the network's input, pixels
-    threads: tuple[int, ...]
-    cores: int  # that this process may use
+# ------------------------------------------------------------------------- decision
 
 
-# ------------------------------------------------------------------------- deciding
-
-
-def together(loader: Speed, step: Speed, cores: int) -> float:
-    """Images per second of a training: as its slower half, or as the cores that both share
-    allow.
-    """
+def combine(loader: Speed, step: Speed, cores: int) -> float:
+    """Estimate the images/s of a training that runs `loader` and `step` together on `cores`."""
     core_seconds = loader.cores / loader.images_per_s + step.cores / step.images_per_s
-    return min(
-        loader.images_per_s,
-        step.images_per_s,
-        cores / core_seconds if core_seconds else float("inf"),
-    )
+    limit = cores / core_seconds if core_seconds else float("inf")
+    return min(loader.images_per_s, step.images_per_s, limit)
 
 
-def advise(candidates: list[Candidate], step: Speed, cores: int) -> Advice:
-    """The candidate whose training is fastest; of those alike, the fewest threads, then the least
-    processor time an image.
+def choose(candidates: list[Candidate], step: Speed, cores: int) -> Advice:
+    """Choose the candidate with the fastest training.
+
+    Among equal rates it is the one with the fewest threads, then the least processor time per
+    image.
     """
-    rates = {one: together(one.speed, step, cores) for one in candidates}
-    alike = [one for one, rate in rates.items() if rate >= ALIKE * max(rates.values())]
-    choice = min(alike, key=lambda one: (one.threads, one.speed.cores / one.speed.images_per_s))
-    return Advice(
-        choice, rates[choice], "loader" if choice.speed.images_per_s < step.images_per_s else "step"
-    )
+    rates = {one: combine(one.speed, step, cores) for one in candidates}
+    best = [one for one, rate in rates.items() if rate >= EQUAL * max(rates.values())]
+    choice = min(best, key=lambda one: (one.threads, one.speed.cores / one.speed.images_per_s))
+    slower = "loader" if choice.speed.images_per_s < step.images_per_s else "step"
+    return Advice(choice, rates[choice], slower)
 
 
 def thread_counts(cores: int) -> tuple[int, ...]:
-    """1, 2, 4, ... and all cores."""
-    return tuple(
-        sorted({cores, *(2**power for power in range(cores.bit_length()) if 2**power <= cores)})
-    )
+    """Return the powers of two up to `cores`, and `cores`."""
+    return tuple(sorted({cores, *(2**power for power in range(cores.bit_length()))}))
 
 
-def recipe_of(model: str, objective: str, size: int) -> list[str]:
-    """Words of train.py for a model and an objective: the first recipe of both at this size, or
-    another one with what differs.
+def recipe_words(model: str, objective: str, size: int) -> list[str]:
+    """Return the words of train.py that select a recipe for this model, objective and size.
+
+    It is the first recipe that has all three, or else the nearest one with the options that differ.
     """
     recipes = {recipe.__name__: recipe() for recipe in RECIPES}
-    plain = {
-        name: config
+    same = [
+        name
         for name, config in recipes.items()
-        if config.drloc == config.bootstrap == "none"
-    }
-    same = [name for name, config in plain.items() if config.objective == objective]
+        if config.drloc == config.bootstrap == "none" and config.objective == objective
+    ]
     fitting = [
         name for name in same if recipes[name].model == model and not recipes[name].model_kwargs
     ]
@@ -133,47 +142,39 @@ def recipe_of(model: str, objective: str, size: int) -> list[str]:
     return words if recipes[name].size == size else [*words, "--size", str(size)]
 
 
-def shown(rate: float) -> str:
-    """A rate as text: a step on a CPU may do less than one image a second."""
+def format_rate(rate: float) -> str:
+    """Format a rate; below 10 with one decimal, since a CPU may train less than one image/s."""
     return f"{rate:,.0f}" if rate >= 10 else f"{rate:.1f}"
 
 
-def sentence(advice: Advice, step: Speed, request: Request, objective: str) -> str:
-    """The advice with the words of train.py that follow it."""
+def recommend(advice: Advice, step: Speed, options: AdviceOptions, objective: str) -> str:
+    """Return the recommendation: a command line of train.py, its rate and its bottleneck."""
     loader, threads, speed = advice.choice
-    words = [
-        "python",
-        "train.py",
-        *recipe_of(request.model, objective, request.size),
-        "--loader",
-        loader,
-        "--data",
-        request.data,
-    ]
-    words += ["--labels", request.labels] if request.labels else []
+    words = ["python", "train.py", *recipe_words(options.model, objective, options.size)]
+    words += ["--loader", loader, "--data", options.data]
+    words += ["--labels", options.score_maps] if options.score_maps else []
     words += ["--threads", threads, "--val", "VAL", "--out", "RUN"]
-    told = f"`{shlex.join(map(str, words))}` trains about {shown(advice.images_per_s)} images/s"
+    trains = f"`{shlex.join(map(str, words))}` trains about {format_rate(advice.images_per_s)}"
+    loader_rate, step_rate = format_rate(speed.images_per_s), format_rate(step.images_per_s)
     if advice.bottleneck == "step":
         return (
-            f"{told}; the training step is the bottleneck ({shown(step.images_per_s)} images/s alone, "
-            f"this loader {shown(speed.images_per_s)}), so another loader or more threads would gain nothing."
+            f"{trains} images/s; the training step is the bottleneck ({step_rate} images/s alone, "
+            f"this loader {loader_rate}), so another loader or more threads would not help."
         )
-    pack = (
-        "pack the images with tools/pack_dataset.py"
-        if Path(request.data).is_dir()
-        else "pack them smaller (tools/pack_dataset.py --max-side)"
-    )
+    pack = "pack them smaller (tools/pack_dataset.py --max-side)"
+    if Path(options.data).is_dir():
+        pack = "pack the images with tools/pack_dataset.py"
     return (
-        f"{told}; the loader is the bottleneck ({shown(speed.images_per_s)} images/s alone, "
-        f"the step {shown(step.images_per_s)}): {pack}, or give it more cores."
+        f"{trains} images/s; the loader is the bottleneck ({loader_rate} images/s alone, "
+        f"the step {step_rate}): {pack}, or use more cores."
     )
 
 
-# ------------------------------------------------------------------------- measuring
+# ------------------------------------------------------------------------- measurement
 
 
-def speed_of(turn: Callable[[], int]) -> Speed:
-    """What `turn`, which says how many images it did, does in SECONDS."""
+def measure_speed(turn: Callable[[], int]) -> Speed:
+    """Call `turn`, which returns its number of images, for SECONDS."""
     began, used, images = time.perf_counter(), time.process_time(), 0
     while time.perf_counter() - began < SECONDS:
         images += turn()
@@ -181,52 +182,59 @@ def speed_of(turn: Callable[[], int]) -> Speed:
     return Speed(images / took, (time.process_time() - used) / took)
 
 
-def middle(speeds: list[Speed]) -> Speed:
-    """The medians of both."""
-    return Speed(*(median(values) for values in zip(*speeds, strict=True)))
+def median_speed(speeds: list[Speed]) -> Speed:
+    """Return the median of each field."""
+    return Speed(*map(median, zip(*speeds, strict=True)))
 
 
-def opened(request: Request) -> dict[tuple[str, int], ThreadedLoader]:
-    """A loader of each kind that can read the data with each number of threads. UserError if no
-    kind can.
+def loader_config(options: AdviceOptions, loader: str, threads: int) -> Config:
+    """Return a config whose training loader reads the score maps, where there are any."""
+    return Config(
+        data=options.data,
+        labels=options.score_maps,
+        loader=loader,
+        threads=threads,
+        model=options.model,
+        size=options.size,
+        batch=options.batch,
+        objective="relabel",
+    )
+
+
+def open_loaders(options: AdviceOptions) -> dict[tuple[str, int], ThreadedLoader]:
+    """Open every kind of loader that can read the data, with each number of threads.
+
+    Raises UserError if none can.
     """
-    found, reasons = {}, []
+    opened, errors = {}, []
     for kind in LOADERS:
         try:
-            for threads in request.threads:
-                config = Config(
-                    data=request.data,
-                    labels=request.labels,
-                    loader=kind,
-                    threads=threads,
-                    size=request.size,
-                    batch=request.batch,
-                    objective="relabel",
-                )
-                found[kind, threads] = open_loader(config, "train")
+            for threads in options.threads or thread_counts(CORES):
+                opened[kind, threads] = open_loader(loader_config(options, kind, threads), "train")
         except UserError as error:
-            reasons.append(error)
-            print(f"--loader {kind}: left out, {error}")
-    if not found:
-        raise reasons[0]
-    return found
+            errors.append(error)
+            print(f"--loader {kind}: skipped, {error}")
+    if not opened:
+        raise errors[0]
+    return opened
 
 
-def loader_speeds(loaders: dict[tuple[str, int], ThreadedLoader]) -> list[Candidate]:
-    """What each delivers, in rounds that take turns."""
+def measure_loaders(loaders: dict[tuple[str, int], ThreadedLoader]) -> list[Candidate]:
+    """Measure each loader alone, in rounds of all of them."""
     speeds: dict[tuple[str, int], list[Speed]] = {key: [] for key in loaders}
     with steps_bar("loaders", ROUNDS * len(loaders), 0) as advance:
         for number in range(ROUNDS):
             for key, loader in loaders.items():
-                with closing(endless(loader, number)) as stream:
-                    next(stream)  # threads start, the first batches are in the making
-                    speeds[key].append(speed_of(lambda stream=stream: next(stream)))
+                with closing(count_images(loader, number)) as stream:
+                    # The first batch starts the threads and puts further batches in flight.
+                    next(stream)
+                    speeds[key].append(measure_speed(lambda stream=stream: next(stream)))
                 advance(1, f"{key[0]}, {key[1]} threads")
-    return [Candidate(*key, middle(values)) for key, values in speeds.items()]
+    return [Candidate(*key, median_speed(values)) for key, values in speeds.items()]
 
 
-def endless(loader: ThreadedLoader, epoch: int) -> Iterator[int]:
-    """Images of each batch of one epoch after the other, from `epoch` on."""
+def count_images(loader: ThreadedLoader, epoch: int) -> Iterator[int]:
+    """Yield the number of images of each batch, epoch after epoch without end."""
     while True:
         with closing(loader.batches(epoch)) as batches:
             for batch in batches:
@@ -234,119 +242,151 @@ def endless(loader: ThreadedLoader, epoch: int) -> Iterator[int]:
         epoch += 1
 
 
-def busy_note(cores: int) -> str:
-    """What to say if others use this machine. Two threads of a step then wait for each other: a
-    seventh of one's rate was seen.
+def describe_load(cores: int) -> str:
+    """Return a warning if other processes use this machine, else an empty string.
+
+    The threads of a step then wait for each other: on a busy machine two threads were seen to reach
+    a seventh of one thread's rate.
     """
     load = os.getloadavg()[0]
     if load <= BUSY * cores:
         return ""
-    return f"Other processes kept {load:.1f} of {cores} cores busy before this began; ask again on an idle machine."
+    return (
+        f"Other processes used {load:.1f} of {cores} cores before the measurement started; "
+        "repeat it on an idle machine."
+    )
 
 
-def step_speed(
-    request: Request, classes: int, objective: str, device: torch.device
-) -> tuple[Speed, int]:
-    """The inside of train.py's loop on a constant batch; and of how many images."""
-    images = request.batch if device.type == "cuda" else min(request.batch, CPU_BATCH)
-    shape = step_benchmark.Benchmark(
-        model=request.model, batch=images, size=request.size, classes=classes
+def build_step(config: Config, device: torch.device) -> Callable[[], int]:
+    """Build train.py's step on the first batch of the training set; it returns its images."""
+    ranks, dtype, numbers = Ranks(0, 1, device), autocast_dtype(config, device), count()
+    with closing(open_loader(config, "train")) as loader:
+        model, _ = build_model(config, loader.num_classes)
+        model.to(device, memory_format=torch.channels_last)
+        student = build_student(config, model, ranks, dtype)
+        inputs = StepInputs(config, ranks, loader, student.trained, dtype)
+        parts = next(inputs.batches(0, 0))
+    student.trained.train()
+
+    def step() -> int:
+        update(student, ranks, next(numbers), inputs.losses(student.network, parts, 0, 0))
+        # Without waiting for the device this would time how fast steps are queued.
+        synchronize(device)
+        return config.batch
+
+    return step
+
+
+def measure_step(options: AdviceOptions, loader: str, objective: str) -> tuple[Speed, dict]:
+    """Measure the training step alone; also return its objective, batch and device for the report.
+
+    Raises UserError where memory runs out.
+    """
+    device = choose_device("auto")
+    on_gpu = device.type == "cuda"
+    images = options.batch if on_gpu else min(options.batch, CPU_BATCH)
+    config = replace(
+        loader_config(options, loader, 1),
+        objective=objective,
+        mixtoken=False,
+        drop_path=0.0,
+        batch=images,
+        microbatch=images,
+        lr=LEARNING_RATE,
+        lr_batch=images,
+        compile="blocks" if on_gpu else "never",
     )
-    config = step_benchmark.config_of(
-        shape, objective, "blocks" if device.type == "cuda" else "never"
-    )
-    if device.type == "cpu":
+    if not on_gpu:
         tune_malloc()
     try:
-        model = build_model(config, classes)[0].to(device, memory_format=torch.channels_last)
-        batch, spec = step_benchmark.constant_batch(shape, model, classes, device)
-        step = step_benchmark.our_step(config, model, device, spec)
-
-        def turn() -> int:
-            step(batch)
-            synchronize(device)  # or what is counted is how fast steps are queued
-            return images
-
-        for _ in range(WARM_STEPS if device.type == "cuda" else 1):
-            turn()
-        return middle([speed_of(turn) for _ in range(ROUNDS)]), images
+        step = build_step(config, device)
+        for _ in range(WARM_STEPS if on_gpu else 1):
+            step()
+        speed = median_speed([measure_speed(step) for _ in range(ROUNDS)])
     except torch.OutOfMemoryError as error:
+        message = f"--batch {images} needs more memory than {device} has; give a smaller --batch"
+        raise UserError(message) from error
+    about = {"model": options.model, "objective": objective, "batch": images, "device": str(device)}
+    return speed, about
+
+
+# ------------------------------------------------------------------------- command
+
+
+def check(options: AdviceOptions) -> None:
+    """Raise UserError for numbers out of range."""
+    if min(options.batch, options.size) < 1:
+        raise UserError("--batch and --size must be at least 1")
+    if not all(1 <= threads <= CORES for threads in options.threads):
         raise UserError(
-            f"--batch {images}: memory ran out on {device}; give a smaller one"
-        ) from error
+            f"--threads must be from 1 to {CORES}, the number of cores that this process may use"
+        )
 
 
-# ------------------------------------------------------------------------- telling
-
-
-def main(request: Request, json: Path | None) -> dict:
-    """Measure, decide, print; the document that --json writes."""
-    note, device, loaders = busy_note(request.cores), choose_device("auto"), opened(request)
+def main(options: AdviceOptions) -> dict:
+    """Measure, choose and print; return the document that --json writes."""
+    check(options)
+    warning, loaders = describe_load(CORES), open_loaders(options)
     with ExitStack() as stack:
         first, *_ = [stack.enter_context(closing(loader)) for loader in loaders.values()]
-        candidates = loader_speeds(loaders)
-    classes, dense, images = first.num_classes, first.score_maps is not None, first.plan.num_samples
-    objective = ("token-label" if has_tokens(request.model) else "relabel") if dense else "ce"
-    step, step_batch = step_speed(request, classes, objective, device)
-    advice = advise(candidates, step, request.cores)
+        candidates = measure_loaders(loaders)
+    dense, images = first.score_maps is not None, first.plan.num_samples
+    objective = ("token-label" if has_tokens(options.model) else "relabel") if dense else "ce"
+    step, about = measure_step(options, candidates[0].loader, objective)
+    advice = choose(candidates, step, CORES)
     document = {
         "loaders": [
-            {
-                "loader": one.loader,
-                "threads": one.threads,
-                **one.speed._asdict(),
-                "training": together(one.speed, step, request.cores),
-            }
-            for one in candidates
+            {"loader": loader, "threads": threads, **speed._asdict()}
+            | {"training": combine(speed, step, CORES)}
+            for loader, threads, speed in candidates
         ],
-        "step": {
-            "model": request.model,
-            "objective": objective,
-            "batch": step_batch,
-            "device": str(device),
-            **step._asdict(),
-        },
-        "data": f"{images:,} images, {'with' if dense else 'without'} dense labels",
+        "step": about | step._asdict(),
+        "data": f"{images:,} images, {'with' if dense else 'without'} score maps",
         "bottleneck": advice.bottleneck,
-        "advice": sentence(advice, step, request, objective),
+        "advice": recommend(advice, step, options, objective),
         "environment": environment(("torch", "torchvision", "timm", "numpy", "pillow")),
     }
-    show(document, advice, request.cores)
-    if note:
-        print(note)
-    if json is not None:
-        write_json(json, document)
+    show(document, advice, CORES)
+    if warning:
+        print(warning)
+    if options.json is not None:
+        write_json(options.json, document)
     return document
 
 
 def show(document: dict, advice: Advice, cores: int) -> None:
-    """Print the document as a table and a sentence."""
+    """Print the measurements as a table, and the recommendation."""
     console, step = Console(), document["step"]
-    console.width = max(console.width, 110)
+    console.width = max(console.width, 110)  # keep names whole in a log file too
     table = Table(
-        title=f"Alone and together on {cores} cores, {document['data']}", title_justify="left"
+        title=f"Loaders and the training step on {cores} cores, {document['data']}",
+        title_justify="left",
     )
-    for name in ("", "threads", "images/s alone", "share of the cores", "training, images/s"):
-        table.add_column(name, justify="right" if name else "left")
+    columns = ("threads", "images/s alone", "share of the cores", "training, images/s")
+    table.add_column("")
+    for name in columns:
+        table.add_column(name, justify="right")
     for line in document["loaders"]:
         chosen = (line["loader"], line["threads"]) == advice.choice[:2]
-        numbers = (
-            shown(line["images_per_s"]),
-            f"{line['cores'] / cores:.0%}",
-            shown(line["training"]),
-        )
         table.add_row(
             f"--loader {line['loader']}",
             str(line["threads"]),
-            *numbers,
+            format_rate(line["images_per_s"]),
+            f"{line['cores'] / cores:.0%}",
+            format_rate(line["training"]),
             style="bold" if chosen else None,
         )
-    numbers = shown(step["images_per_s"]), f"{step['cores'] / cores:.0%}"
-    table.add_row(
-        f"step of {step['model']}, {step['objective']}, {step['batch']} images, {step['device']}",
-        "",
-        *numbers,
-        "",
-    )
+    name = f"step of {step['model']}, {step['objective']}, {step['batch']} images, {step['device']}"
+    rate, share = format_rate(step["images_per_s"]), f"{step['cores'] / cores:.0%}"
+    table.add_row(name, "", rate, share, "")
     console.print(table)
     console.print(document["advice"], markup=False, soft_wrap=True)
+
+
+def command() -> None:
+    """Run the console script `densefeed-advise`."""
+    run(lambda: main(tyro.cli(AdviceOptions, description=__doc__)))
+
+
+if __name__ == "__main__":
+    command()

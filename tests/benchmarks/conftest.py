@@ -1,4 +1,4 @@
-"""What the tests of the commands share."""
+"""Fixtures of the benchmark tests."""
 
 from types import SimpleNamespace
 
@@ -8,8 +8,8 @@ from benchmarks import harness
 
 
 @pytest.fixture(autouse=True)
-def garbage_is_left(monkeypatch):
-    """A benchmark collects garbage before each turn, 0.3 s where all of PyTorch's modules are
-    loaded; nothing here is timed.
+def skip_garbage_collection(monkeypatch):
+    """Skip the garbage collection before each turn, 0.3 s where all of PyTorch's modules are
+    loaded: no timing matters here.
     """
     monkeypatch.setattr(harness, "gc", SimpleNamespace(collect=lambda: None))

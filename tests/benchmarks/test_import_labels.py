@@ -1,4 +1,4 @@
-"""The benchmark in small: both read every file, and its numbers are those it measured."""
+"""Small runs of the label import benchmark: every file is read, and results are complete."""
 
 import csv
 import json
@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from benchmarks import import_labels as benchmark
-from benchmarks.import_labels import OURS, PEER, Benchmark, main
+from benchmarks.import_labels import OURS, PEER, ImportBenchmark, main
 from densefeed.system.errors import UserError
 from densefeed.tools import import_labels
 
 
 @pytest.mark.parametrize("form", ["zip", "legacy"])
-def test_a_small_run_is_whole(tmp_path, monkeypatch, form):
+def test_small_run_reads_every_file_and_writes_json_and_csv(tmp_path, monkeypatch, form):
     monkeypatch.setattr(benchmark, "CLASSES", 5)
     loaded, stores, load, imported = [], [], torch.load, import_labels.main
 
@@ -25,11 +25,13 @@ def test_a_small_run_is_whole(tmp_path, monkeypatch, form):
     monkeypatch.setattr(
         import_labels,
         "main",
-        lambda wanted: stores.append(imported(wanted)) or stores.append(wanted.out.exists()),
+        lambda options: stores.append(imported(options)) or stores.append(options.out.exists()),
     )
     paths = {"json": tmp_path / "out.json", "results": tmp_path / "results.csv"}
-    document = main(Benchmark(files=20, form=form, footprint="center-crop", rounds=2, **paths))
-    # The peer's own calls name a path; ours learns a few layouts from what it has read already.
+    document = main(
+        ImportBenchmark(files=20, form=form, footprint="center-crop", rounds=2, **paths)
+    )
+    # The peer passes a path to torch.load; ours only loads buffers, to detect a few layouts.
     assert len([file for file in loaded if str(file).endswith(".pt")]) == 3 * 20
     assert stores == [None, True] * 3
     assert json.loads(paths["json"].read_text()) == json.loads(json.dumps(document))
@@ -42,8 +44,8 @@ def test_a_small_run_is_whole(tmp_path, monkeypatch, form):
 
 
 @pytest.mark.parametrize(
-    ("options", "said"), [({"files": 0}, "--files"), ({"threads": 0}, "--threads")]
+    ("options", "message"), [({"files": 0}, "--files"), ({"threads": 0}, "--threads")]
 )
-def test_what_cannot_be_measured_is_said(options, said):
-    with pytest.raises(UserError, match=said):
-        main(Benchmark(**options))
+def test_invalid_options_raise(options, message):
+    with pytest.raises(UserError, match=message):
+        main(ImportBenchmark(**options))

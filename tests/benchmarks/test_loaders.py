@@ -1,5 +1,5 @@
-"""The benchmark in small: every peer delivers what it should, and the numbers are computed and kept
-as promised.
+"""Small runs of the loader benchmark: every peer delivers the right batches, and the results are
+computed and written correctly.
 """
 
 import csv
@@ -17,16 +17,16 @@ from PIL import Image
 
 from benchmarks import harness, loaders, peers
 from benchmarks.harness import Spread, append_rows, pairwise, take_turns
-from benchmarks.loaders import Benchmark, chosen, main
+from benchmarks.loaders import LoaderBenchmark, choose_loaders, main
 from benchmarks.peers import (
     PEERS,
-    PlannedBatches,
-    PublishedSamples,
-    Work,
+    CropBatches,
+    PeerConfig,
+    PublishedDataset,
+    explain_missing,
     published_targets,
-    why_missing,
 )
-from benchmarks.photographs import sample_dataset, set_of
+from benchmarks.photographs import beton_dataset, sample_dataset
 from densefeed.storage.beton import Beton
 from densefeed.storage.images import Images
 from densefeed.system import provenance
@@ -47,14 +47,15 @@ def data(cache):
 
 
 def small(cache, **options):
-    chosen = {"loaders": ",".join(SMALL), "threads": (1,), "rounds": 2, "record": False} | options
-    return Benchmark(cache=cache, images=IMAGES, classes=CLASSES, batch=BATCH, size=SIZE, **chosen)
+    options = {"loaders": ",".join(SMALL), "threads": (1,), "rounds": 2, "record": False} | options
+    sizes = {"images": IMAGES, "classes": CLASSES, "batch": BATCH, "size": SIZE}
+    return LoaderBenchmark(cache=cache, **sizes, **options)
 
 
-# ------------------------------------------------------------------------- the set
+# ------------------------------------------------------------------------- the data set
 
 
-def test_the_set_is_distinct_real_jpegs_in_every_form(data):
+def test_data_set_has_the_same_distinct_jpegs_in_every_format(data):
     images, beton, stock = Images(data.folder), Beton(data.beton), Beton(data.stock)
     files = [images.read(n) for n in range(IMAGES)]
     assert len(set(files)) == IMAGES
@@ -70,7 +71,7 @@ def test_the_set_is_distinct_real_jpegs_in_every_form(data):
     assert 15_000 < np.mean([len(encoded) for encoded in files]) < 60_000
 
 
-def test_published_files_hold_the_maps_of_the_beton(data):
+def test_published_files_have_the_maps_of_the_beton(data):
     both = Beton(data.beton).array("map", np.arange(IMAGES))
     for n, path in enumerate(data.paths):
         name = os.path.relpath(path, data.folder).replace(".jpg", ".pt")
@@ -80,7 +81,7 @@ def test_published_files_hold_the_maps_of_the_beton(data):
         np.testing.assert_array_equal(published[1].permute(1, 2, 0).numpy(), both[n, 1].view("<u2"))
 
 
-def test_the_cache_is_used_again(cache, data):
+def test_cache_is_reused(cache, data):
     stamps = {path: os.stat(path).st_mtime_ns for path in (*data.paths, data.maps, data.stock)}
     again = sample_dataset(cache, IMAGES, CLASSES)
     assert again.paths == data.paths
@@ -88,20 +89,20 @@ def test_the_cache_is_used_again(cache, data):
     assert not list(cache.rglob("*.part"))
 
 
-def test_a_beton_is_unpacked_for_the_peers(data, tmp_path):
-    made = set_of(data.beton, None, tmp_path)
-    given = set_of(data.beton, data.folder, tmp_path)
+def test_given_beton_is_unpacked_for_the_peers(data, tmp_path):
+    made = beton_dataset(data.beton, None, tmp_path)
+    given = beton_dataset(data.beton, data.folder, tmp_path)
     assert len(made.paths) == IMAGES
     for own, want, other in zip(made.paths, data.paths, given.paths, strict=True):
         assert Image.open(own).tobytes() == Image.open(want).tobytes()
         assert other == want
     for path in made.published.rglob("*.pt"):
         assert torch.load(path, weights_only=True).shape == (2, 5, 18, 18)
-    bare = set_of(data.stock, None, tmp_path)
+    bare = beton_dataset(data.stock, None, tmp_path)
     assert (bare.maps, bare.published) == (None, None)
     with pytest.raises(UserError, match=r"has no score maps; leave it out"):
         main(
-            Benchmark(
+            LoaderBenchmark(
                 data=data.stock, cache=tmp_path, loaders="ffcv+labels", threads=(1,), record=False
             )
         )
@@ -109,17 +110,17 @@ def test_a_beton_is_unpacked_for_the_peers(data, tmp_path):
     one.parent.mkdir(parents=True)
     Image.new("RGB", (20, 20)).save(one)
     with pytest.raises(UserError, match=r"one holds other images than .*train\.beton"):
-        set_of(data.beton, tmp_path / "one", tmp_path)
+        beton_dataset(data.beton, tmp_path / "one", tmp_path)
 
 
 # ------------------------------------------------------------------------- the peers
 
 
 def deliver_twice(name, data, threads):
-    reason = why_missing(name)
+    reason = explain_missing(name)
     if reason:
         pytest.skip(reason)
-    peer = PEERS[name].make(Work(data, threads, BATCH, SIZE))
+    peer = PEERS[name].build(PeerConfig(data, threads, BATCH, SIZE))
     before = torch.get_num_threads()
     try:
         return [list(peer.batches(epoch)) for epoch in range(2)]
@@ -144,7 +145,7 @@ def check_delivered(name, epochs, data):
         for batch in batches:
             assert batch.image.dtype == torch.uint8
             assert tuple(batch.image.shape) in {(BATCH, SIZE, SIZE, 3), (BATCH, 3, SIZE, SIZE)}
-            assert batch.image.float().std() > 10  # photographs, neither black nor left over
+            assert batch.image.float().std() > 10  # not black, not uninitialized
             assert (None if batch.dense is None else tuple(batch.dense.shape)) == dense
     if name != "turbojpeg-full":
         first, second = (torch.cat([batch.image for batch in batches]) for batches in epochs)
@@ -152,14 +153,14 @@ def check_delivered(name, epochs, data):
 
 
 @pytest.mark.parametrize("name", [name for name in PEERS if name != "ffcv-stock"])
-def test_every_peer_delivers_every_image_once(name, data):
+def test_every_peer_delivers_each_image_once(name, data):
     check_delivered(name, deliver_twice(name, data, 1), data)
 
 
-def test_two_loaders_at_once_deliver_all_that_both_do(data):
-    """As `dali-gpu+ffcv+labels` has them, of loaders that need no GPU."""
-    ours = [partial(peers.Ours, kind, True) for kind in ("folder", "ffcv")]
-    both = peers.Both(*ours, Work(data, 2, BATCH, SIZE))
+def test_concurrent_peers_deliver_both_epochs(data):
+    """Like `dali-gpu+ffcv+labels`, but with loaders that need no GPU."""
+    ours = [partial(peers.OurLoader, kind, True) for kind in ("folder", "ffcv")]
+    both = peers.ConcurrentPeers(*ours, PeerConfig(data, 2, BATCH, SIZE))
     for _ in range(2):
         came = list(both.batches(0))
         assert sum(batch.count for batch in came) == 2 * IMAGES
@@ -172,24 +173,24 @@ def test_two_loaders_at_once_deliver_all_that_both_do(data):
 
 
 @pytest.mark.ffcv
-def test_stock_ffcv_delivers_every_image_once(data):
-    """Ten seconds of numba's compiler."""
+def test_stock_ffcv_delivers_each_image_once(data):
+    """numba compiles for ten seconds."""
     check_delivered("ffcv-stock", deliver_twice("ffcv-stock", data, 1), data)
 
 
 @pytest.mark.parametrize(
     "name", ["ffcv+labels", "nvidia-dali-cpu", "token-labeling", "simplejpeg", "turbojpeg-full"]
 )
-def test_two_threads_or_processes_deliver_the_same(name, data):
+def test_two_threads_or_processes_deliver_each_image_once(name, data):
     check_delivered(name, deliver_twice(name, data, 2), data)
 
 
 @pytest.mark.parametrize(
     ("name", "tolerance"), [("token-labeling", 0.6), ("simplejpeg", 0.6), ("spdl", 6.0)]
 )
-def test_told_the_crop_a_peer_cuts_it(name, tolerance, data):
-    """By label and nearest picture, since SPDL delivers in the order of completion; its filter is
-    another one than Pillow's.
+def test_peers_cut_the_given_crop(name, tolerance, data):
+    """Images are matched by the nearest one, since SPDL delivers in order of completion; its filter
+    differs from Pillow's.
     """
     ours = torch.cat([batch.image for batch in deliver_twice("folder", data, 1)[1]]).float()
     peer = torch.cat([batch.image for batch in deliver_twice(name, data, 1)[1]])
@@ -213,25 +214,25 @@ def test_told_the_crop_a_peer_cuts_it(name, tolerance, data):
         ("", None),
     ],
 )
-def test_nvidias_gpu_decoder_is_tried_where_it_can_do_no_harm(ends, reason, monkeypatch):
-    """As reported of its crops on some GPUs: a segmentation fault, or an error."""
+def test_nvidia_gpu_decoder_is_probed_in_another_process(ends, reason, monkeypatch):
+    """Crops on some GPUs were reported to end in a segmentation fault or an error."""
     pytest.importorskip("nvidia.dali", reason="DALI is not installed")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(peers, "NVIDIA_PROBE", ends)
-    said = why_missing("nvidia-dali-gpu")
-    assert said == (f"nvidia.dali.plugin.pytorch cannot load ({reason})" if reason else None)
+    found = explain_missing("nvidia-dali-gpu")
+    assert found == (f"nvidia.dali.plugin.pytorch cannot load ({reason})" if reason else None)
 
 
-def test_nvidias_pipeline_crops_as_torchvision_does(data):
-    """The larger the crop, the steeper its picture: crops of 25 to 100 % would be 7 % steeper, of 8
-    to 50 % 9 % less steep.
+def test_nvidia_pipeline_crops_like_torchvision(data):
+    """Larger crops have steeper gradients: crops of 25 to 100 % of the area would be 7 % steeper,
+    of 8 to 50 % 9 % less steep.
     """
-    if reason := why_missing("nvidia-dali-cpu"):
+    if reason := explain_missing("nvidia-dali-cpu"):
         pytest.skip(reason)
     torch.manual_seed(0)
     steepness = []
     for name in ("nvidia-dali-cpu", "torchvision-tensor"):
-        peer = PEERS[name].make(Work(data, 1, BATCH, SIZE))
+        peer = PEERS[name].build(PeerConfig(data, 1, BATCH, SIZE))
         images = [batch.image for epoch in range(8) for batch in peer.batches(epoch)]
         images = torch.cat(
             [image if image.shape[-1] == 3 else image.permute(0, 2, 3, 1) for image in images]
@@ -241,12 +242,11 @@ def test_nvidias_pipeline_crops_as_torchvision_does(data):
     assert steepness[0] / steepness[1] == pytest.approx(1, abs=0.05)
 
 
-def restated_targets(score_map, box, label, flip, grid, num_classes):
-    """The published label of one image in float64, sample by sample: `[K, 2 + grid * grid]`.
-    Independent of torch.
+def reference_targets(score_map, box, label, flip, grid, num_classes):
+    """Compute the published targets of one image in float64 without torch: `[K, 2 + grid * grid]`.
 
-    `score_map` is float16 `[2, k, S, S]`, `box` (top, left, height, width) as shares of the
-    mirrored image.
+    `score_map` is float16 `[2, k, S, S]`; `box` (top, left, height, width) is relative to the size
+    of the flipped image.
     """
     side = score_map.shape[-1]
     dense = np.zeros((num_classes, side, side))
@@ -256,7 +256,7 @@ def restated_targets(score_map, box, label, flip, grid, num_classes):
                 value, cls = score_map[:, k, r, c]
                 dense[int(cls), r, side - 1 - c if flip else c] = value
     top, left, height, width = box
-    # What the operator takes as x is the rows' share: the published slip.
+    # The operator takes the vertical coordinate as x: the published error.
     x1, y1, x2, y2 = (side * v - 0.5 for v in (top, left, top + height, left + width))
 
     def pooled(cells):
@@ -289,10 +289,10 @@ def restated_targets(score_map, box, label, flip, grid, num_classes):
     return np.concatenate([given, soft * (1 - 0.1 + off) + off], axis=1)
 
 
-def test_the_published_targets_are_the_published_formulas(data):
-    work = Work(data, 1, BATCH, SIZE)
-    planned = next(iter(PlannedBatches(work)))
-    samples = PublishedSamples(data, SIZE)
+def test_published_targets_match_an_independent_implementation(data):
+    work = PeerConfig(data, 1, BATCH, SIZE)
+    planned = next(iter(CropBatches(work)))
+    samples = PublishedDataset(data, SIZE)
     packed = torch.stack([samples[one][2] for one in planned])
     got = published_targets(packed, 14, CLASSES)
     assert {flip for _, _, flip in planned} == {True, False}
@@ -302,18 +302,19 @@ def test_the_published_targets_are_the_published_formulas(data):
         left = W - left - width if flip else left
         box = (top / H, left / W, height / H, width / W)
         score_map = torch.load(data.published / name, weights_only=True).numpy().astype(np.float64)
-        want = restated_targets(score_map, box, data.labels[index], flip, 14, CLASSES)
-        # float32 coordinates are off by 18 * 2^-24 cells, logits differ by up to 20 from cell to
-        # cell: 2e-5, and a rounding more.
+        want = reference_targets(score_map, box, data.labels[index], flip, 14, CLASSES)
+        # float32 coordinates are off by 18 * 2^-24 cells, and logits differ by up to 20 between
+        # cells: 2e-5, plus rounding.
         np.testing.assert_allclose(got[one].numpy(), want, atol=5e-5)
-    total = got[:, :, 1:].sum(1)  # smoothing that is not taken back; the given label sums to 1
+    # The published smoothing adds 0.1 / K to the sum; the given label's column sums to 1.
+    total = got[:, :, 1:].sum(1)
     torch.testing.assert_close(total, torch.full_like(total, 1 + 0.1 / CLASSES), atol=1e-5, rtol=0)
 
 
-# ------------------------------------------------------------------------- the numbers
+# ------------------------------------------------------------------------- results
 
 
-def test_the_document_has_the_promised_shape(cache, data, tmp_path, capsys):
+def test_document_and_printed_tables(cache, data, tmp_path, capsys):
     out = tmp_path / "out.json"
     main(small(cache, json=out, stages=True, loaders=",".join((*SMALL, "token-labeling+labels"))))
     document = json.loads(out.read_text())
@@ -330,12 +331,12 @@ def test_the_document_has_the_promised_shape(cache, data, tmp_path, capsys):
     parts = document["stages"]["microseconds_per_image"]
     assert list(parts) == ["labels", "read", "decode", "resample", "plan"]
     assert all(part["median"] > 0 for part in parts.values())
-    said = capsys.readouterr().out
+    printed = capsys.readouterr().out
     for words in ("ffcv+labels", "Images per second, 16 JPEGs", "2 (3)", "12 (20)", "resample"):
-        assert words in said
+        assert words in printed
 
 
-def test_cores_and_threads_are_given_back(cache, data):
+def test_cores_and_threads_are_restored(cache, data):
     torch.set_num_threads(2)
     before = os.sched_getaffinity(0)
     main(small(cache, loaders="ffcv", rounds=1))
@@ -343,9 +344,9 @@ def test_cores_and_threads_are_given_back(cache, data):
     assert torch.get_num_threads() == 2
 
 
-def test_rounds_take_turns_and_ratios_are_pair_by_pair():
-    """Two works that slow down alike: their ratio stays 2 in every round, which no ratio of medians
-    knows.
+def test_rounds_rotate_and_ratios_are_taken_within_rounds():
+    """Two works slow down together, so their ratio is 2 in every round; a ratio of medians would
+    not be.
     """
     order = []
     # a, b | b, a | a, b | b, a
@@ -360,18 +361,16 @@ def test_rounds_take_turns_and_ratios_are_pair_by_pair():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(harness.time, "perf_counter", lambda: float(next(clock)))
-        rates = take_turns(
-            {"a": note("a"), "b": note("b")}, 3, lambda key: None, lambda key: None, warm=1
-        )
+        rates = take_turns({"a": note("a"), "b": note("b")}, 3)
     assert order == [(0, "a"), (0, "b"), (1, "b"), (1, "a"), (2, "a"), (2, "b"), (3, "b"), (3, "a")]
     assert rates == {"a": [10 / 15, 10 / 4, 10 / 25], "b": [10 / 30, 10 / 8, 10 / 50]}
     assert pairwise(rates["a"], rates["b"]) == (2.0, 2.0, 2.0)
     assert Spread.of([4, 1, 3, 2, 5]) == (3, 2, 4)
 
 
-def test_loaders_are_made_anew_in_another_order(cache, data, monkeypatch):
-    """Five rounds in three makings: 2, 2 and 1, with a warm-up each; every loader is closed before
-    the next making.
+def test_loaders_are_rebuilt_in_another_order(cache, data, monkeypatch):
+    """Five rounds in three makings are 2, 2 and 1 rounds, with a warm-up each; every loader is
+    closed before the next making.
     """
     made, alive = [], []
 
@@ -391,7 +390,7 @@ def test_loaders_are_made_anew_in_another_order(cache, data, monkeypatch):
 
     for name in ("ffcv", "folder"):
         monkeypatch.setitem(
-            PEERS, name, PEERS[name]._replace(make=lambda work, name=name: Counting(name))
+            PEERS, name, PEERS[name]._replace(build=lambda config, name=name: Counting(name))
         )
     document = main(small(cache, loaders="ffcv,folder", rounds=5, makings=3))
     assert [peer.name for peer in made] == ["ffcv", "folder", "folder", "ffcv", "ffcv", "folder"]
@@ -400,9 +399,9 @@ def test_loaders_are_made_anew_in_another_order(cache, data, monkeypatch):
     assert [line["runs"] for line in document["rows"]] == [5, 5]
 
 
-def test_pinned_threads_stay_on_their_cores():
-    """A pool that was started before is confined too; sched_setaffinity on the process would miss
-    it.
+def test_pin_confines_running_threads():
+    """A thread pool that already runs is confined too; sched_setaffinity on the process would not
+    reach it.
     """
     from concurrent.futures import ThreadPoolExecutor
 
@@ -414,7 +413,7 @@ def test_pinned_threads_stay_on_their_cores():
     assert os.sched_getaffinity(0) == allowed
 
 
-def test_results_are_appended_and_name_no_place(cache, data, tmp_path, monkeypatch):
+def test_results_are_appended_without_paths(cache, data, tmp_path, monkeypatch):
     results = tmp_path / "results.csv"
     monkeypatch.setattr(
         "sys.argv",
@@ -444,7 +443,7 @@ def test_results_are_appended_and_name_no_place(cache, data, tmp_path, monkeypat
     assert os.uname().nodename not in text
 
 
-def test_a_results_file_of_another_layout_is_left_alone(tmp_path):
+def test_results_file_with_other_columns_is_left_unchanged(tmp_path):
     results = tmp_path / "results.csv"
     results.write_text("when,what\n1,2\n")
     with pytest.raises(UserError, match=r"results.csv has other columns"):
@@ -452,7 +451,7 @@ def test_a_results_file_of_another_layout_is_left_alone(tmp_path):
     assert results.read_text() == "when,what\n1,2\n"
 
 
-def test_the_commit_is_dirty_unless_only_results_differ(tmp_path, monkeypatch):
+def test_commit_is_dirty_unless_only_results_differ(tmp_path, monkeypatch):
     def git(*words):
         subprocess.run(
             ["git", "-c", "user.name=n", "-c", "user.email=e", *words],
@@ -477,43 +476,43 @@ def test_the_commit_is_dirty_unless_only_results_differ(tmp_path, monkeypatch):
     assert provenance.commit() == "unknown"
 
 
-# ------------------------------------------------------------------------- refusals
+# ------------------------------------------------------------------------- errors
 
 
-def test_bad_requests_are_refused_in_a_sentence(cache):
+def test_invalid_options_raise(cache):
     with pytest.raises(
         UserError, match=r"there is no loader 'fvcc'; choose from ffcv\+labels, ffcv"
     ):
         main(small(cache, loaders="ffcv,fvcc"))
-    with pytest.raises(UserError, match=r"--threads 999: from 1 to the \d+ cores"):
+    with pytest.raises(UserError, match=r"--threads 999: give numbers from 1 to the \d+ cores"):
         main(small(cache, threads=(999,)))
     with pytest.raises(UserError, match=r"--rounds must be at least 1"):
         main(small(cache, rounds=0))
-    with pytest.raises(UserError, match=r"--folder goes with --data"):
+    with pytest.raises(UserError, match=r"--folder needs --data"):
         main(small(cache, folder=cache))
     with pytest.raises(UserError, match=r"4 images cannot fill 8 classes"):
         sample_dataset(cache, 4, 8)
 
 
-def test_a_missing_peer_is_left_out_but_not_when_asked_for(monkeypatch, capsys):
+def test_missing_peer_is_skipped_unless_named(monkeypatch, capsys):
     gone = PEERS["simplejpeg"]._replace(package="no_such_package")
-    broken = PEERS["spdl"]._replace(package="json", try_out=lambda: json.loads("{"))
+    broken = PEERS["spdl"]._replace(package="json", probe=lambda: json.loads("{"))
     monkeypatch.setattr(peers, "PEERS", PEERS | {"simplejpeg": gone, "spdl": broken})
     monkeypatch.setattr(loaders, "PEERS", peers.PEERS)
-    names = chosen("")
+    names = choose_loaders("")
     assert not {"simplejpeg", "spdl"} & set(names)
     assert {"ffcv+labels", "torchvision"} <= set(names)
-    said = capsys.readouterr().out
-    assert "simplejpeg: left out, no_such_package is not installed; pip install simplejpeg" in said
-    assert "spdl: left out, json cannot load (Expecting" in said
+    printed = capsys.readouterr().out
+    assert "simplejpeg: skipped, no_such_package is not installed; pip install" in printed
+    assert "spdl: skipped, json cannot load (Expecting" in printed
     with pytest.raises(
         UserError,
         match=r"--loaders simplejpeg: no_such_package is not installed; pip install simplejpeg",
     ):
-        chosen("ffcv,simplejpeg")
+        choose_loaders("ffcv,simplejpeg")
 
 
-def test_the_first_batch_is_timed_in_its_own_process(cache, data, monkeypatch):
+def test_first_batch_is_timed_in_a_new_process(cache, data, monkeypatch):
     monkeypatch.setattr(loaders, "FIRST_BATCHES", 1)
-    (seconds,) = loaders.first_batches(data, small(cache))
+    (seconds,) = loaders.time_first_batches(data, small(cache))
     assert 0.01 < seconds < 60

@@ -1,4 +1,4 @@
-"""The benchmark in small: both label every image alike, and its numbers are those it measured."""
+"""Small runs of the relabeling benchmark: both label every image alike; results are complete."""
 
 import csv
 import json
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks import relabel
-from benchmarks.relabel import FLOOR, OURS, PEER, Benchmark, main
+from benchmarks.relabel import OURS, PEER, TEACHER, RelabelBenchmark, main
 from densefeed.storage.score_maps import ScoreMapStore
 from densefeed.system.errors import UserError
 
@@ -26,12 +26,12 @@ SMALL = dict(
 
 
 def test_both_label_every_image_alike(tmp_path, monkeypatch):
-    """The classes that the .pt files and the store name first, and their logits: other pixels and
-    orders of sums, so nearly.
+    """The top classes in the .pt files and in the store, and their logits, agree approximately:
+    the two resize differently and sum in another order.
     """
     seen = []
 
-    def take_turns(works, rounds, before, done):
+    def take_turns(works, rounds, done):
         works[OURS](0)
         assert works[PEER](0) == 10
         store, (folder,) = ScoreMapStore(next(tmp_path.glob("*/maps.h5"))), tmp_path.glob("*/pt")
@@ -48,29 +48,31 @@ def test_both_label_every_image_alike(tmp_path, monkeypatch):
         return {name: [2.0, 4.0] for name in works}
 
     monkeypatch.setattr(relabel, "take_turns", take_turns)
-    main(Benchmark(**SMALL, record=False, work=tmp_path))
+    main(RelabelBenchmark(**SMALL, record=False, work=tmp_path))
     ((maps, theirs),) = seen
     spread = maps.logit.astype(float).std()
     assert np.abs(maps.logit - theirs[:, 0].astype(float)).mean() < 0.05 * spread
     assert (maps.cls[..., 0] == theirs[:, 1, ..., 0]).mean() > 0.9
 
 
-def test_a_small_run_is_whole(tmp_path):
+def test_small_run_writes_json_and_csv(tmp_path):
     paths = {"json": tmp_path / "out.json", "results": tmp_path / "results.csv"}
-    document = main(Benchmark(**SMALL, **paths))
+    document = main(RelabelBenchmark(**SMALL, **paths))
     assert json.loads(paths["json"].read_text()) == json.loads(json.dumps(document))
     assert [(ratio["a"], ratio["b"]) for ratio in document["ratios"]] == [
         (OURS, PEER),
-        (OURS, FLOOR),
+        (OURS, TEACHER),
     ]
     rows = list(csv.DictReader(paths["results"].open()))
-    assert [row["name"] for row in rows][:3] == [f"relabel {name}" for name in (OURS, PEER, FLOOR)]
+    assert [row["name"] for row in rows][:3] == [
+        f"relabel {name}" for name in (OURS, PEER, TEACHER)
+    ]
     assert [row["unit"] for row in rows] == ["images/s"] * 3 + ["ratio"] * 2
     assert all(0 < float(row["p25"]) <= float(row["median"]) <= float(row["p75"]) for row in rows)
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("fields", "message"),
     [
         (dict(rounds=0), "--rounds"),
         (dict(top_k=0), "--top-k"),
@@ -78,6 +80,6 @@ def test_a_small_run_is_whole(tmp_path):
         (dict(teacher="x"), "not a timm"),
     ],
 )
-def test_what_cannot_be_measured_is_said(fields, said):
-    with pytest.raises(UserError, match=said):
-        main(Benchmark(**SMALL | fields))
+def test_invalid_options_raise(fields, message):
+    with pytest.raises(UserError, match=message):
+        main(RelabelBenchmark(**SMALL | fields))

@@ -1,5 +1,5 @@
-"""The benchmark in small: both steps are the same training, the floor is what a hand counts, bad
-requests are refused.
+"""Small runs of the step benchmark: our step and timm's are the same training, the floor equals a
+count by hand, and invalid options raise.
 """
 
 import csv
@@ -26,7 +26,7 @@ def small_copies(monkeypatch):
 
 @pytest.fixture(scope="module")
 def packed(folder, maps, tmp_path_factory, command):
-    """The small folder's 11 images as .beton: with score maps, and without."""
+    """Pack the small folder's 11 images as .beton files with and without score maps."""
     root = tmp_path_factory.mktemp("packed")
     for name, extra in (("labeled", ("--maps", maps)), ("plain", ())):
         done = command(
@@ -56,7 +56,7 @@ def small(**options):
     return Benchmark(**{**sizes, "device": "cpu", "threads": 1, "record": False, **options})
 
 
-def test_the_document_is_as_promised_and_rows_are_kept(packed, tmp_path, capsys):
+def test_document_and_csv_rows(packed, tmp_path, capsys):
     out, results = tmp_path / "out.json", tmp_path / "results.csv"
     main(
         small(
@@ -105,8 +105,7 @@ def test_the_document_is_as_promised_and_rows_are_kept(packed, tmp_path, capsys)
             line["bytes_per_step"] / document["floor"]["copy_bytes_per_s"]
         )
     rows = list(csv.DictReader(results.open()))
-    said = [(row["name"], row["unit"]) for row in rows]
-    assert said == [
+    assert [(row["name"], row["unit"]) for row in rows] == [
         *((f"step {name}, eager", "images/s") for name in names),
         *((f"step {a} / {b}, eager", "ratio") for a, b in pairs),
         *((f"step least time of {name}, eager", "ratio") for name in names),
@@ -116,9 +115,9 @@ def test_the_document_is_as_promised_and_rows_are_kept(packed, tmp_path, capsys)
     assert {row["data"] for row in rows} == {
         "lvvit_micro, 4 images of 32 px, 2 classes, float32; CPU"
     }
-    told = capsys.readouterr().out
-    assert "% of the time spent waiting for data" in told
-    assert "0.97" in told
+    printed = capsys.readouterr().out
+    assert "% of the time spent waiting for data" in printed
+    assert "0.97" in printed
 
 
 @pytest.mark.parametrize(
@@ -130,14 +129,14 @@ def test_the_document_is_as_promised_and_rows_are_kept(packed, tmp_path, capsys)
         ("deit_tiny_patch16_224", "fp32"),
     ],
 )
-def test_ours_and_timms_step_give_the_same_losses(model, precision):
+def test_our_step_and_timms_give_the_same_losses(model, precision):
     (found,) = prepared(small(model=model, precision=precision), CPU, None).equality
     assert found["rel_error"] < found["bar"]
-    # the update shows
+    # The update changes the loss.
     assert abs(found["ours"][0] - found["ours"][1]) > 5 * found["bar"] * found["ours"][0]
 
 
-def test_another_loss_or_update_would_be_seen(monkeypatch):
+def test_another_loss_or_optimizer_is_detected(monkeypatch):
     monkeypatch.setattr(
         step, "LabelSmoothingCrossEntropy", lambda _: LabelSmoothingCrossEntropy(0.2)
     )
@@ -150,20 +149,20 @@ def test_another_loss_or_update_would_be_seen(monkeypatch):
         lambda model, opt, **_: torch.optim.SGD(model.parameters(), 1e-4),
     )
     (found,) = prepared(small(), CPU, None).equality
-    # the first loss knows nothing of it
+    # The first loss precedes the update.
     assert found["ours"][0] == pytest.approx(found["timm"][0], rel=1e-6)
     assert found["rel_error"] > found["bar"]
 
 
-def test_compiled_steps_are_compiled_and_give_the_same_losses(monkeypatch):
-    """Without code generation, which takes a minute."""
+def test_compiled_steps_give_the_same_losses(monkeypatch):
+    """Graphs are captured but not compiled to code, which takes a minute."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     benchmark = small(modes=("compiled", "eager", "compiled", "whole"), rounds=1)
     document = main(benchmark)
-    # A block of ours, our loss, timm's network; and our whole step. Timm's network is found
-    # compiled the second time.
+    # Our block, our loss, timm's network, and our whole step. timm's network is already compiled
+    # the second time.
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 4
     assert [found["mode"] for found in document["equality"]] == ["compiled", "eager", "whole"]
     assert all(found["rel_error"] < found["bar"] for found in document["equality"])
@@ -181,15 +180,16 @@ def test_compiled_steps_are_compiled_and_give_the_same_losses(monkeypatch):
 
 
 @pytest.mark.parametrize("bootstrap", ["joint", "shared"])
-def test_two_networks_are_measured_together_and_one_by_one(bootstrap):
-    """Their ratio is that of times: (model's + agent's) / both's."""
+def test_two_networks_together_and_one_after_the_other(bootstrap):
+    """Their ratio is one of times: (model + agent) / both."""
     model = "bootstrapping_vit_micro"
     contest = prepared(small(model=model, bootstrap=bootstrap), CPU, None)
     assert [name for name, _ in contest.works] == ["ours", "agent", "both", "timm"]
     floors = {name: floor.flops_per_image for name, floor in contest.floors.items()}
     if bootstrap == "joint":
         assert floors["both"] == pytest.approx(floors["ours"] + floors["agent"])
-    else:  # a shared CONV takes 2 products a weight's place, one of its own 9
+    else:
+        # A shared CONV takes 2 products per weight and position, a separate one 9.
         assert floors["ours"] < floors["both"] < floors["ours"] + floors["agent"]
     rates = {
         (name, "eager"): [rate]
@@ -202,8 +202,8 @@ def test_two_networks_are_measured_together_and_one_by_one(bootstrap):
 
 
 def hand_count(classes: int, heads: int) -> float:
-    """Multiply-adds of lvvit_micro's forward pass at 64 px: stem, 4 blocks of 65 tokens of 96
-    numbers, the heads.
+    """Count the multiply-adds of lvvit_micro's forward pass at 64 px: stem, 4 blocks of 65 tokens
+    of width 96, the heads.
     """
     D, T = 96, 65
     stem = 32 * 32 * 16 * (3 * 7 * 7 + 16 * 3 * 3 + 16 * 3 * 3) + 8 * 8 * D * 16 * 4 * 4
@@ -211,7 +211,7 @@ def hand_count(classes: int, heads: int) -> float:
     return stem + 4 * block + D * classes + (64 * D * classes if heads == 2 else 0)
 
 
-def test_the_floor_is_what_a_hand_counts():
+def test_floor_equals_a_count_by_hand():
     floors = {
         batch: prepared(small(size=64, batch=batch, objective="token-label"), CPU, None).floors
         for batch in (4, 8)
@@ -226,15 +226,15 @@ def test_the_floor_is_what_a_hand_counts():
             ).parameters()
         )
         saved = {batch: (floors[batch][name].bytes_per_step - 12 * weights) / 2 for batch in (4, 8)}
-        # At least what enters the products of the blocks, in float32: to qkv, to proj, to the two
-        # of the MLP, and q, k, v.
+        # At least the inputs of the blocks' products, in float32: of qkv, of proj, of the two in
+        # the MLP, and q, k, v.
         assert saved[4] > 4 * 4 * 4 * 65 * 96 * (1 + 1 + 1 + 3 + 3)
         assert saved[8] == pytest.approx(2 * saved[4], rel=0.02)
 
 
-def test_drlocs_price_stands_beside_the_step_without(tmp_path, capsys):
-    """Its own contestant in the same rounds; its floor is that of the network and of 64 pairs
-    through its head's matrices.
+def test_cost_of_drloc(tmp_path, capsys):
+    """It is a separate contestant in the same rounds; its floor adds 64 pairs through the matrices
+    of its head to the network's.
     """
     out = tmp_path / "out.json"
     main(small(size=64, drloc=True, drloc_grid=0, json=out))
@@ -247,23 +247,23 @@ def test_drlocs_price_stands_beside_the_step_without(tmp_path, capsys):
     more = floors["ours+drloc"]["flops_per_image"] - floors["ours"]["flops_per_image"]
     assert more == pytest.approx(6 * 64 * matrices)
     heads = 4 * (matrices + 512 + 512 + 2)
-    # Weights, moments and gradients; and of every pair at least what enters the three products,
+    # Weights, moments and gradients; and at least the inputs of the three products of every pair,
     # written and read.
     kept = floors["ours+drloc"]["bytes_per_step"] - floors["ours"]["bytes_per_step"] - 12 * heads
     assert kept > 2 * 4 * 4 * 64 * (2 * 96 + 512 + 512)
-    said = capsys.readouterr().out
-    assert f"DRLoc costs {100 * (1 / ratio['median'] - 1):+.1f} % of a step" in said
-    assert "0.98" in said
+    printed = capsys.readouterr().out
+    assert f"DRLoc costs {100 * (1 / ratio['median'] - 1):+.1f} % of a step" in printed
+    assert "0.98" in printed
 
 
-def test_a_copys_rate_counts_what_is_read_and_written(monkeypatch):
-    """By a clock of which every look takes a hundredth of a second, so that every copy does."""
+def test_copy_rate_counts_bytes_read_and_written(monkeypatch):
+    """Each reading of the clock takes 0.01 s, and so does each copy."""
     ticks = count()
     monkeypatch.setattr(step.time, "perf_counter", lambda: next(ticks) / 100)
     assert copy_rate(CPU) == pytest.approx(2 * 2**24 * 100)
 
 
-def test_losses_that_are_not_finite_are_no_measurement(monkeypatch):
+def test_non_finite_losses_raise(monkeypatch):
     monkeypatch.setattr(step, "RATE", 1e30)
     with pytest.raises(
         UserError, match=r"the loss of ours, eager is (nan|inf); choose another --precision"
@@ -271,28 +271,28 @@ def test_losses_that_are_not_finite_are_no_measurement(monkeypatch):
         main(small())
 
 
-def test_too_large_a_batch_is_said(monkeypatch):
+def test_out_of_memory_raises(monkeypatch):
     def full(*_):
         raise torch.OutOfMemoryError
 
     monkeypatch.setattr(step, "floor_of", full)
-    with pytest.raises(UserError, match="--batch 4: memory ran out on cpu; give a smaller one"):
+    with pytest.raises(UserError, match="--batch 4: out of memory on cpu; give a smaller batch"):
         main(small())
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"batch": 0}, "--batch must be at least 1"),
         ({"rounds": 0}, "--rounds must be at least 1"),
-        ({"modes": ()}, "--modes names nothing"),
+        ({"modes": ()}, "--modes is empty"),
         (
             {"modes": ("captured",), "device": "cpu"},
-            "--modes captured: there are CUDA graphs on no cpu",
+            "--modes captured: CUDA graphs need a GPU, and the device is cpu",
         ),
         ({"threads": 999}, r"--threads 999: this process may use \d+ cores"),
-        ({"loader": "ffcv"}, "--loader ffcv and --data go together"),
-        ({"rand_augment": "rand-m9"}, "--rand-augment goes with --loader ffcv"),
+        ({"loader": "ffcv"}, "--loader ffcv and --data need each other"),
+        ({"rand_augment": "rand-m9"}, "--rand-augment needs --loader ffcv"),
         (
             {"model": "resnet18", "objective": "token-label"},
             r"resnet18 has no token head; choose one of lvvit_\*, ",
@@ -303,20 +303,21 @@ def test_too_large_a_batch_is_said(monkeypatch):
         ({"bootstrap": "joint"}, "3 heads have no CONV"),
         (
             {"bootstrap": "joint", "objective": "token-label"},
-            "--bootstrap goes with --objective ce and constant batches",
+            "--bootstrap needs --objective ce and constant batches",
         ),
         (
             {"drloc": True},
-            "--drloc l1 cannot be computed of lvvit_micro: its grid of 4 x 4 is smaller than a pool to 7 x 7",
+            "--drloc l1 cannot be computed of lvvit_micro: "
+            "its grid of 4 x 4 is smaller than a pool to 7 x 7",
         ),
     ],
 )
-def test_bad_requests_are_refused_in_a_sentence(options, said):
-    with pytest.raises(UserError, match=said):
+def test_invalid_options_raise(options, message):
+    with pytest.raises(UserError, match=message):
         main(small(**options))
 
 
-def test_data_that_cannot_serve_is_refused_in_a_sentence(packed, tmp_path, command):
+def test_unsuitable_data_raises(packed, tmp_path, command):
     with pytest.raises(
         UserError, match=r"plain\.beton has no score maps, which --objective token-label needs"
     ):
@@ -342,7 +343,7 @@ def test_data_that_cannot_serve_is_refused_in_a_sentence(packed, tmp_path, comma
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_on_a_gpu_both_steps_give_the_same_losses():
+def test_gpu_steps_give_the_same_losses():
     document = main(
         small(
             device="cuda",

@@ -1,5 +1,5 @@
-"""The benchmark in small: all read the same maps, its numbers are those it measured, and impossible
-wishes are said.
+"""Small runs of the score map store benchmark: the same maps everywhere, complete results, clear
+errors.
 """
 
 import csv
@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.store import FORMS, Benchmark, main, make_stores
+from benchmarks.store import FORMS, StoreBenchmark, main, make_stores
 from densefeed.system.errors import UserError
 
 SMALL = dict(images=9, reads=10, batch=4, side=5, top_k=2, classes=30, palette=6, rounds=2)
 
 
-def test_a_small_run_is_whole(tmp_path):
+def test_small_run_writes_json_and_csv(tmp_path):
     paths = {"json": tmp_path / "out.json", "results": tmp_path / "results.csv"}
-    document = main(Benchmark(**SMALL, **paths))
+    document = main(StoreBenchmark(**SMALL, **paths))
     assert json.loads(paths["json"].read_text()) == json.loads(json.dumps(document))
     assert len(document["ratios"]) == 10
     assert all(0 < ratio["p25"] <= ratio["median"] <= ratio["p75"] for ratio in document["ratios"])
@@ -27,8 +27,8 @@ def test_a_small_run_is_whole(tmp_path):
     assert rates["store raw"] > 0
 
 
-def test_every_contestant_has_the_same_maps(tmp_path):
-    benchmark = Benchmark(**SMALL)
+def test_all_contestants_read_the_same_maps(tmp_path):
+    benchmark = StoreBenchmark(**SMALL)
     stores = make_stores(tmp_path, benchmark)
     raw, lossless, compact = (stores[form].rows(np.arange(9)) for form in FORMS)
     np.testing.assert_array_equal(raw.logit, lossless.logit)
@@ -41,18 +41,16 @@ def test_every_contestant_has_the_same_maps(tmp_path):
         np.testing.assert_array_equal(cls, raw.cls[n])
 
 
-def test_a_published_map_has_the_published_size(tmp_path):
-    """8,069 bytes (reference of TokenLabeling), give or take what torch.save's own frame has grown
-    by.
-    """
-    make_stores(tmp_path, Benchmark(images=1))
+def test_pt_file_has_the_published_size(tmp_path):
+    """TokenLabeling's files have 8,069 bytes; torch.save's overhead differs between versions."""
+    make_stores(tmp_path, StoreBenchmark(images=1))
     assert 6480 < (tmp_path / "pt" / "0.pt").stat().st_size < 8200
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [({"rounds": 0}, "--rounds"), ({"palette": 1}, "--palette"), ({"classes": 5000}, "2,049")],
 )
-def test_what_cannot_be_measured_is_said(options, said):
-    with pytest.raises(UserError, match=said):
-        main(Benchmark(**SMALL | options))
+def test_invalid_options_raise(options, message):
+    with pytest.raises(UserError, match=message):
+        main(StoreBenchmark(**SMALL | options))

@@ -1,5 +1,5 @@
-"""The benchmark in small: both contestants give the same loss, and the numbers are computed and
-kept as promised.
+"""Small runs of the targets benchmark: both contestants give the same loss, and the results are
+computed and written correctly.
 """
 
 import csv
@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from benchmarks.targets import (
-    Benchmark,
-    backward,
+    TargetBenchmark,
+    backward_sync,
     dense_loss,
-    forget,
+    drop_gradients,
     main,
     make_step,
     peak_bytes,
@@ -25,24 +25,24 @@ CPU = torch.device("cpu")
 
 def small(**options):
     sizes = {"batch": 5, "classes": 30, "grid": 4, "side": 6, "top_k": 3, "palette": 8}
-    return Benchmark(**{**sizes, "device": "cpu", "rounds": 2, "record": False, **options})
+    return TargetBenchmark(**{**sizes, "device": "cpu", "rounds": 2, "record": False, **options})
 
 
-def test_both_contestants_give_the_same_loss_and_gradient():
+def test_sparse_and_dense_give_the_same_loss_and_gradient():
     step = make_step(small(batch=17), CPU)
     assert {float(turned) for turned in step.batch.view[:, 0, 0].sign()} == {-1.0, 1.0}
     results = []
     for loss in (sparse_loss, dense_loss):
-        forget(step)
+        drop_gradients(step)
         value = loss(step)
         value.backward()
         results.append((value.detach(), step.cls.grad, step.tokens.grad))
     torch.testing.assert_close(results[0], results[1], rtol=1e-5, atol=1e-6)
 
 
-def test_the_document_is_as_promised_and_rows_are_kept(tmp_path, capsys):
+def test_document_and_csv_rows(tmp_path, capsys):
     out, results = tmp_path / "out.json", tmp_path / "results.csv"
-    # 17: the reference takes two slices
+    # 17 images take two slices of the reference.
     main(small(batch=17, rounds=1, json=out, record=True, results=results))
     document = json.loads(out.read_text())
     assert list(document) == ["ratios", "loss_rel_error", "grad_abs_error"]
@@ -72,14 +72,14 @@ def test_the_document_is_as_promised_and_rows_are_kept(tmp_path, capsys):
     assert float(rows[5]["median"]) == pytest.approx(
         float(rows[2]["median"]) / float(rows[3]["median"]), rel=1e-4
     )
-    said = capsys.readouterr().out
-    assert "17 images, 30 classes, grid 4, maps of 6 x 6 cells of 3 of 8 classes; CPU" in said
-    assert "1 / 5.0 (1 / 8.0)" in said
+    printed = capsys.readouterr().out
+    assert "17 images, 30 classes, grid 4, maps of 6 x 6 cells of 3 of 8 classes; CPU" in printed
+    assert "1 / 5.0 (1 / 8.0)" in printed
 
 
-def test_the_fused_head_is_compared_with_logits_that_exist(tmp_path, capsys, monkeypatch):
-    """A head of so many classes that its logits, 1.6 MB, are most of the memory; chunks of a sixth
-    of that.
+def test_compare_head(tmp_path, capsys, monkeypatch):
+    """The head has enough classes for its logits, 1.6 MB, to be most of the memory; the fused
+    head's chunks are a sixth of that.
     """
     monkeypatch.setattr("densefeed.models.kernels.fused_head.CHUNK_BYTES", 2**18)
     document = main(small(compare="head", classes=5000, width=8, json=tmp_path / "out.json"))
@@ -93,7 +93,7 @@ def test_the_fused_head_is_compared_with_logits_that_exist(tmp_path, capsys, mon
     assert "tokens of 8; CPU" in capsys.readouterr().out
 
 
-def test_a_whole_step_is_compared_with_one_without_labels(tmp_path, capsys):
+def test_compare_step(tmp_path, capsys):
     document = main(small(compare="step", model="lvvit_micro", json=tmp_path / "out.json"))
     assert [(ratio["a"], ratio["b"], ratio["what"]) for ratio in document["ratios"]] == [
         ("labels", "none", "time"),
@@ -107,8 +107,8 @@ def test_a_whole_step_is_compared_with_one_without_labels(tmp_path, capsys):
         main(small(compare="step", model="resnet18"))
 
 
-def test_peak_memory_counts_all_but_the_gradient():
-    """A step that makes 3 buffers of a known size, two of them alive at once, and gradients."""
+def test_peak_memory_excludes_the_final_gradients():
+    """Three buffers of known size are allocated, two of them alive at once, and gradients."""
     step = make_step(small(), CPU)
 
     def loss(step):
@@ -120,21 +120,21 @@ def test_peak_memory_counts_all_but_the_gradient():
 
     assert 8e6 <= peak_bytes(loss, step) < 8.1e6
     big = step._replace(tokens=torch.zeros(1000, 1000, requires_grad=True))
-    # its gradient alone has 4 MB
+    # Its gradient alone has 4 MB.
     assert peak_bytes(lambda step: step.cls.sum() + step.tokens.sum(), big) < 0.1e6
-    # A product keeps a copy of its gradient's size besides.
+    # A product also holds a copy of its gradient's size.
     assert 4e6 <= peak_bytes(lambda step: step.cls.sum() + (step.tokens * 2).sum(), big) < 8.1e6
 
 
-def test_what_was_measured_leaves_nothing_behind():
+def test_drop_gradients():
     step = make_step(small(), CPU)
-    assert backward(sparse_loss, step) == 5
+    assert backward_sync(sparse_loss, step) == 5
     assert step.tokens.grad.abs().sum() > 0
-    forget(step)
+    drop_gradients(step)
     assert step.tokens.grad is step.cls.grad is None
 
 
-def test_bad_requests_are_refused_in_a_sentence():
+def test_invalid_options_raise():
     for options, words in [
         ({"grid": 0}, "--grid must be at least 1"),
         ({"top_k": 9}, "--top-k, --palette and --classes must ascend"),

@@ -46,11 +46,12 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack, closing
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import count, islice
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+import numpy as np
 import torch
 import tyro
 from rich.console import Console
@@ -73,25 +74,24 @@ from benchmarks.harness import (
 )
 from densefeed.models.agent_cnn import AgentCNN
 from densefeed.models.token_transformer import FAMILIES, has_tokens
-from densefeed.objectives.bootstrapping import JointModel
+from densefeed.objectives import build_objective
+from densefeed.objectives.base import StepContext, step_loss
 from densefeed.pipelines.augment.augmentation import Augmentation, augment_batches
 from densefeed.pipelines.batch import Batch, ScoreMapSpec
 from densefeed.pipelines.loader import ThreadedLoader
-from densefeed.pipelines.pairs import Pairs, draw_pairs
 from densefeed.pipelines.plan import EpochPlan
-from densefeed.pipelines.targets import TargetRules
 from densefeed.system.devices import choose_device, synchronize
 from densefeed.system.errors import UserError, run
 from densefeed.system.malloc import set_malloc, tune_malloc
+from densefeed.system.options import with_options
 from densefeed.system.progress import steps_bar
 from densefeed.system.provenance import RESULTS, environment, write_json
-from densefeed.train import DataTimer, autocast_dtype, build_model, open_loader
-from densefeed.training.agent import build_agent, feature_weight_factor, joint_model
+from densefeed.training.build import autocast_dtype, build_model, flops_per_size
 from densefeed.training.compile import compile_step, get_networks
 from densefeed.training.config import Config
-from densefeed.training.objective import add_drloc_heads, augment_settings, step_loss
 from densefeed.training.ranks import Ranks
-from densefeed.training.speed import SECONDS, ActivationBytes, matmul_rate, training_flops
+from densefeed.training.setup import open_loader
+from densefeed.training.speed import SECONDS, ActivationBytes, RunClock, matmul_rate, training_flops
 from densefeed.training.student import build_student, update
 
 PACKAGES = ("torch", "torchvision", "timm", "numpy")
@@ -191,19 +191,19 @@ def main(benchmark: Benchmark) -> dict:
         torch.set_num_threads(benchmark.threads)
         loader = None
         if benchmark.loader == "ffcv":
-            config = config_of(
-                benchmark, LABELS if benchmark.objective == "token-label" else OURS, "never"
+            config = make_config(benchmark, LABELS if benchmark.objective == "token-label" else OURS)
+            loader = stack.enter_context(
+                closing(open_loader(config, build_objective(config.setting), "train"))
             )
-            loader = stack.enter_context(closing(open_loader(config, "train")))
             check_loader(benchmark, loader)
         try:
-            contest = prepared(benchmark, device, loader)
+            contest = build_contest(benchmark, device, loader)
         except torch.OutOfMemoryError as error:
             raise UserError(
                 f"--batch {benchmark.batch}: out of memory on {device}; give a smaller batch"
             ) from error
         pin(cores(benchmark.threads, allowed))
-        dtype = autocast_dtype(config_of(benchmark, OURS, "never"), device) or torch.float32
+        dtype = autocast_dtype(make_config(benchmark, OURS), device) or torch.float32
         ceilings = {
             "matmul_flops_per_s": matmul_rate(device, dtype),
             "copy_bytes_per_s": copy_rate(device),
@@ -294,9 +294,10 @@ def check(benchmark: Benchmark) -> None:
         )
 
 
-def config_of(benchmark: Benchmark, name: str, compile: str) -> Config:
-    """Return the training config of a contestant; timm's step reads the fields that both share."""
-    return Config(
+def make_config(benchmark: Benchmark, name: str, mode: str = "never") -> Config:
+    """Return the training config of a contestant; timm's step reads the options that both share."""
+    return with_options(
+        Config(),
         data=benchmark.data,
         loader="ffcv",
         threads=benchmark.threads,
@@ -307,13 +308,14 @@ def config_of(benchmark: Benchmark, name: str, compile: str) -> Config:
         drop_path=0.0,
         drloc="l1" if name == DRLOC else "none",
         drloc_grid=benchmark.drloc_grid,
+        bootstrap=benchmark.bootstrap if name == BOTH else "none",
         rand_augment=benchmark.rand_augment,
         batch=benchmark.batch,
         microbatch=benchmark.batch,
         lr=RATE,
         lr_batch=benchmark.batch,
         precision=benchmark.precision,
-        compile=compile,
+        compile=mode,
     )
 
 
@@ -334,68 +336,74 @@ def check_loader(benchmark: Benchmark, loader: ThreadedLoader) -> None:
 # ------------------------------------------------------------------------- the contestants
 
 
-def prepared(benchmark: Benchmark, device: torch.device, loader: ThreadedLoader | None) -> Contest:
-    """Build every contestant in every mode; ours and timm's first steps show whether their losses
-    agree.
-    """
+class Contestant(NamedTuple):
+    """One of our contestants before its blocks are compiled."""
+
+    trainable: nn.Module  # copied for every mode
+    batch: Batch
+    spec: ScoreMapSpec | None
+
+
+def build_contest(
+    benchmark: Benchmark, device: torch.device, loader: ThreadedLoader | None
+) -> Contest:
+    """Build every contestant in every mode; first steps show whether ours and timm's agree."""
     classes = loader.num_classes if loader else benchmark.classes
-    names = [
-        OURS,
-        *([LABELS] if benchmark.objective == "token-label" else []),
-        *([DRLOC] if benchmark.drloc else []),
-    ]
-    contest, models = Contest(), {}
-    for name in names:
-        config = config_of(benchmark, name, "never")
-        torch.manual_seed(config.seed)
-        model = build_model(config, classes)[0].to(device, memory_format=torch.channels_last)
-        batch, spec = constant_batch(benchmark, model, classes, device)
-        models[name] = model, batch, spec
-        contest.floors[name] = floor_of(config, deepcopy(model), batch, spec, classes)
-    if benchmark.bootstrap != "none":
-        model, batch, spec = models[OURS]
-        for name, agent in agents_of(benchmark, model, classes).items():
-            contest.floors[name] = floor_of(
-                *two_of(benchmark, name, "never", model, agent), batch, spec, classes
-            )
-            models[name] = agent, batch, spec
+    contest, ours = Contest(), build_ours(benchmark, classes, device)
+    for name, contestant in ours.items():
+        contest.floors[name] = measure_floor(make_config(benchmark, name), contestant, classes)
     contest.floors[TIMM] = contest.floors[OURS]
+    dtype = autocast_dtype(make_config(benchmark, OURS), device)
     for mode in dict.fromkeys(benchmark.modes):
-        steps: dict[str, Step] = {}
-        for name in names:
-            model, _, spec = models[name]
-            config = config_of(benchmark, name, COMPILED[mode])
-            steps[name] = our_step(config, deepcopy(model), device, spec)
-        for name in (AGENT, BOTH) if benchmark.bootstrap != "none" else ():
-            config, trained = two_of(
-                benchmark, name, COMPILED[mode], models[OURS][0], models[name][0]
-            )
-            alone = trained if name == AGENT else trained.vit
-            steps[name] = our_step(
-                config, alone, device, spec, None if name == AGENT else trained.agent
-            )
-        model, plain, _ = models[OURS]
-        steps[TIMM] = timm_step(config_of(benchmark, OURS, COMPILED[mode]), deepcopy(model), device)
-        contest.equality.append(
-            equality(
-                steps, plain, mode, autocast_dtype(config_of(benchmark, OURS, "never"), device)
-            )
-        )
+        compile = COMPILED[mode]
+        steps = {
+            name: our_step(make_config(benchmark, name, compile), contestant, device)
+            for name, contestant in ours.items()
+        }
+        plain = deepcopy(ours[OURS].trainable)
+        steps[TIMM] = timm_step(make_config(benchmark, OURS, compile), plain, device)
+        contest.equality.append(compare_losses(steps, ours[OURS].batch, mode, dtype))
         for name, step in steps.items():
-            batch = models[LABELS if name == LABELS else OURS][1]
+            batch = ours[LABELS if name == LABELS else OURS].batch
             contest.works[name, mode] = constant_turn(
                 (name, mode), contest, step, batch, benchmark.steps, device
             )
         if loader is not None:
-            name = LABELS if LABELS in names else OURS
-            config = config_of(benchmark, name, COMPILED[mode])
+            name = LABELS if LABELS in ours else OURS
+            config = make_config(benchmark, name, compile)
             # An equal but separate student: the first continues with its constant batch.
-            step = our_step(config, deepcopy(models[name][0]), device, loader.score_maps)
-            key = name + LOADER, mode
+            step = our_step(config, ours[name]._replace(spec=loader.score_maps), device)
+            key, model = (name + LOADER, mode), ours[name].trainable
             contest.works[key] = loader_turn(
-                key, contest, step, config, models[name][0], loader, benchmark.steps, device
+                key, contest, step, config, model, loader, benchmark.steps, device
             )
     return contest
+
+
+def build_ours(benchmark: Benchmark, classes: int, device: torch.device) -> dict[str, Contestant]:
+    """Build our contestants: the model, alone and with what the options add, and its agent alone."""
+    names = [OURS, *[LABELS] * (benchmark.objective == "token-label"), *[DRLOC] * benchmark.drloc]
+    names += [AGENT, BOTH] if benchmark.bootstrap != "none" else []
+    found: dict[str, Contestant] = {}
+    for name in names:
+        config = make_config(benchmark, name)
+        if name == AGENT:
+            config = with_options(config, bootstrap="joint")
+        objective = build_objective(config.setting)
+        torch.manual_seed(config.run.seed)
+        model = build_model(config, objective, classes)[0]
+        model.to(device, memory_format=torch.channels_last)
+        batch, spec = constant_batch(benchmark, model, classes, device)
+        torch.manual_seed(config.run.seed)
+
+        def place(network: nn.Module) -> nn.Module:
+            return network.to(device, memory_format=torch.channels_last)
+
+        trainable = objective.wrap(model, classes, place)
+        if name == AGENT:
+            trainable = trainable.agent
+        found[name] = Contestant(trainable, batch, spec)
+    return found
 
 
 def constant_batch(
@@ -426,82 +434,26 @@ def grid_of(model: nn.Module, size: int) -> int:
     return max(1, size // getattr(model, "patch_size", 16))
 
 
-def rules_of(config: Config) -> TargetRules:
-    """Return train.py's target rules for a config."""
-    return TargetRules(
-        config.smoothing,
-        config.temperature,
-        config.outside,
-        config.geometry,
-        sheared=augment_settings(config).shears,
-    )
-
-
-def agents_of(benchmark: Benchmark, model: nn.Module, classes: int) -> dict[str, AgentCNN]:
-    """Build the agent that is trained alone, with its own weights, and the one that is trained
-    together with the model.
-    """
-    found = {}
-    for name, how in ((AGENT, "joint"), (BOTH, benchmark.bootstrap)):
-        config = replace(config_of(benchmark, OURS, "never"), bootstrap=how)
-        torch.manual_seed(config.seed)
-        agent = build_agent(config, model, classes)
-        found[name] = agent.to(next(model.parameters()).device, memory_format=torch.channels_last)
-    return found
-
-
-def two_of(
-    benchmark: Benchmark, name: str, compile: str, model: nn.Module, agent: AgentCNN
-) -> tuple[Config, AgentCNN | JointModel]:
-    """Return the config of AGENT or BOTH and a copy of the network that it trains."""
-    config = config_of(benchmark, OURS, compile)
-    if name == AGENT:
-        return config, deepcopy(agent)
-    config = replace(config, bootstrap=benchmark.bootstrap)
-    return config, joint_model(config, deepcopy(model), deepcopy(agent))
-
-
-def our_step(
-    config: Config,
-    model: nn.Module,
-    device: torch.device,
-    spec: ScoreMapSpec | None,
-    agent: AgentCNN | None = None,
-) -> Step:
-    """Build the body of train.py's loop for one device."""
-    ranks, dtype = Ranks(0, 1, device), autocast_dtype(config, device)
-    student, rules, plan = (
-        build_student(config, model, ranks, dtype, agent),
-        rules_of(config),
-        plan_of(config),
-    )
-    loss_of, share = compile_step(config.compile, student.trained), share_of(config, device)
-    grid, numbers, seen = (
-        grid_of(model, config.size),
-        count(),
-        torch.zeros(2, dtype=torch.float64, device=device),
-    )
+def our_step(config: Config, contestant: Contestant, device: torch.device) -> Step:
+    """Build the body of train.py's loop for one device, on a copy of the contestant."""
+    trainable, dtype = deepcopy(contestant.trainable), autocast_dtype(config, device)
+    ranks, objective = Ranks(0, 1, device), build_objective(config.setting)
+    model = get_networks(trainable)[0]
+    student = build_student(config.optim, model, trainable, ranks, dtype)
+    compute_loss, plan = compile_step(config.run.compile, trainable), constant_plan(config)
+    grid, numbers = grid_of(model, config.data.size), count()
+    seen = torch.zeros(2, dtype=torch.float64, device=device)
 
     def step(batch: Batch) -> Tensor:
         number = next(numbers)
-        student.trained.train()
+        trainable.train()
 
         def compute() -> Tensor:
             torch.manual_seed(plan.step_seed(0, number))
-            # Other pairs in every step, as in training: the step's number serves as the epoch.
-            pairs = asked(config, plan, number, batch)
-            return loss_of(
-                config,
-                student.network,
-                batch,
-                spec,
-                rules,
-                grid,
-                None,
-                dtype,
-                pairs=pairs,
-                share=share,
-            )
+            # The step's number serves as the epoch, so that pairs of tokens differ as in training.
+            inputs = objective.inputs(plan, number % config.optim.epochs, batch)
+            context = StepContext(contestant.spec, grid, None, inputs)
+            return compute_loss(objective, student.network, batch, context, dtype)
 
         loss, _ = update(student, ranks, number, [compute])
         seen[0] += loss
@@ -511,24 +463,10 @@ def our_step(
     return step
 
 
-def asked(config: Config, plan: EpochPlan, number: int, batch: Batch) -> Pairs | None:
-    """Draw DRLoc's token pairs of a step; None where DRLoc is off."""
-    return (
-        None
-        if config.drloc == "none"
-        else draw_pairs(plan, number, batch, config.drloc_pairs, config.drloc_weight)
-    )
-
-
-def share_of(config: Config, device: torch.device) -> Tensor | None:
-    """Return the factor of the feature loss's weight in the first epoch; None without an agent."""
-    share = feature_weight_factor(config, 0)
-    return None if share is None else share.to(device)
-
-
-def plan_of(config: Config) -> EpochPlan:
+def constant_plan(config: Config) -> EpochPlan:
     """Return the plan of the constant batch."""
-    return EpochPlan(num_samples=config.batch, batch=config.batch, seed=config.seed, mode="train")
+    batch = config.optim.batch
+    return EpochPlan(num_samples=batch, batch=batch, seed=config.run.seed, mode="train")
 
 
 def timm_step(config: Config, model: nn.Module, device: torch.device) -> Step:
@@ -536,14 +474,14 @@ def timm_step(config: Config, model: nn.Module, device: torch.device) -> Step:
     defaults.
     """
     dtype = autocast_dtype(config, device)
-    how = "reduce-overhead" if config.compile == "graph" else None
-    network = model if config.compile == "never" else torch.compile(model, mode=how)
-    loss_of = LabelSmoothingCrossEntropy(config.smoothing)
+    how = "reduce-overhead" if config.run.compile == "graph" else None
+    network = model if config.run.compile == "never" else torch.compile(model, mode=how)
+    loss_of = LabelSmoothingCrossEntropy(config.labels.smoothing)
     optimizer = create_optimizer_v2(
-        model, opt="adamw", lr=config.lr, weight_decay=config.weight_decay
+        model, opt="adamw", lr=config.optim.lr, weight_decay=config.optim.weight_decay
     )
     scaler = NativeScaler(device=device.type) if dtype == torch.float16 else None
-    ema, numbers = ModelEmaV3(model, decay=config.ema, use_warmup=True), count(1)
+    ema, numbers = ModelEmaV3(model, decay=config.optim.ema, use_warmup=True), count(1)
     model.train()
 
     def step(batch: Batch) -> float:
@@ -563,7 +501,9 @@ def timm_step(config: Config, model: nn.Module, device: torch.device) -> Step:
     return step
 
 
-def equality(steps: dict[str, Step], batch: Batch, mode: str, dtype: torch.dtype | None) -> dict:
+def compare_losses(
+    steps: dict[str, Step], batch: Batch, mode: str, dtype: torch.dtype | None
+) -> dict:
     """Return our and timm's losses before and after the first update from equal weights, and their
     largest relative difference.
     """
@@ -615,19 +555,20 @@ def loader_turn(
     turn.
     """
     mean, std = (model.pretrained_cfg[name] for name in ("mean", "std"))
-    augmentation = Augmentation(loader.plan, augment_settings(config), mean, std).to(device)
+    augmentation = Augmentation(loader.plan, config.augment, mean, std).to(device)
     shares = contest.waits[key] = []
 
     def turn(epoch: int) -> int:
-        began, timed, images = time.perf_counter(), DataTimer(), 0
+        clock, images = RunClock(0, np.zeros(2)), 0
         with closing(loader.batches(epoch)) as batches:
             for batch in islice(
-                augment_batches(timed(batches), augmentation, epoch, device), steps
+                augment_batches(clock.time_data(batches), augmentation, epoch, device), steps
             ):
                 contest.losses[key] = step(batch)
                 images += len(batch.label)
             synchronize(device)
-            shares.append(timed.waited / (time.perf_counter() - began))
+            seconds, waited = clock.total()
+            shares.append(waited / seconds)
         return images
 
     return turn
@@ -648,52 +589,31 @@ def copy_rate(device: torch.device) -> float:
     return best
 
 
-def floor_of(
-    config: Config, model: nn.Module, batch: Batch, spec: ScoreMapSpec, classes: int
-) -> Floor:
-    """Return the least work of a step of `model`; the activations that the backward pass needs are
-    measured in one eager forward pass.
+def measure_floor(config: Config, contestant: Contestant, classes: int) -> Floor:
+    """Return the least work of a step; an eager forward pass measures the saved activations.
 
     The forward and backward passes read the weights, and gradients are written. The update reads
     both and two moments, and writes weights and moments. EMA weights are read and written. The sum
     is 12 times the weights' bytes. Saved activations are written and read once.
     """
-    if isinstance(model, AgentCNN):
-        twin = deepcopy(model).to("meta")
+    trainable, batch = deepcopy(contestant.trainable), contestant.batch
+    objective, device = build_objective(config.setting), batch.label.device
+    size, grid = config.data.size, grid_of(get_networks(trainable)[0], config.data.size)
+    inputs = objective.inputs(constant_plan(config), 0, batch)
+    context = StepContext(contestant.spec, grid, None, inputs)
+    with ActivationBytes(trainable.train()) as saved:
+        step_loss(objective, trainable, batch, context, autocast_dtype(config, device))
+    if isinstance(trainable, AgentCNN):
+        flops = training_flops(deepcopy(contestant.trainable).to("meta"), size)
     else:
-        with torch.device("meta"):
-            twin, _ = build_model(config, classes)
-            twin = joint_model(config, twin, build_agent(config, twin, classes))
-    device, grid = batch.label.device, grid_of(get_networks(model)[0], config.size)
-    trained, pairs, heads = (
-        add_drloc_heads(config, model),
-        asked(config, plan_of(config), 0, batch),
-        0.0,
-    )
-    if pairs is not None:
-        # The products of each head's weights with every pair of an image: forward, and twice as
-        # much backward.
-        matrices = sum(
-            layer.weight.numel()
-            for layer in trained.localizer.modules()
-            if isinstance(layer, nn.Linear)
-        )
-        heads = 3 * 2 * config.drloc_pairs * matrices
-    more = dict(pairs=pairs, share=share_of(config, device))
-    with ActivationBytes(trained.train()) as saved:
-        step_loss(
-            config,
-            trained,
-            batch,
-            spec,
-            rules_of(config),
-            grid,
-            None,
-            autocast_dtype(config, device),
-            **more,
-        )
-    weights = sum(p.nbytes for p in trained.parameters())
-    return Floor(training_flops(twin, config.size) + heads, 12 * weights + 2 * saved.bytes)
+        flops = flops_per_size(config, objective, classes)[size]
+    # The weights of each DRLoc head multiply every pair of an image: forward, and twice as much
+    # backward.
+    heads = getattr(trainable, "localizer", nn.Identity()).modules()
+    matrices = sum(layer.weight.numel() for layer in heads if isinstance(layer, nn.Linear))
+    flops += 3 * 2 * config.objective.drloc.pairs * matrices
+    weights = sum(p.nbytes for p in trainable.parameters())
+    return Floor(flops, 12 * weights + 2 * saved.bytes)
 
 
 def own_memory(key: Key, device: torch.device) -> None:
@@ -771,7 +691,7 @@ def ratios(rates: dict[Key, list[float]]) -> list[dict]:
 def what_of(benchmark: Benchmark, device: torch.device, loader: ThreadedLoader | None) -> str:
     """Describe model, batch, precision and device."""
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    dtype = autocast_dtype(config_of(benchmark, OURS, "never"), device) or torch.float32
+    dtype = autocast_dtype(make_config(benchmark, OURS), device) or torch.float32
     classes = loader.num_classes if loader else benchmark.classes
     return (
         f"{benchmark.model}, {benchmark.batch} images of {benchmark.size} px, {classes} classes, "

@@ -13,7 +13,7 @@ import torch
 from timm.loss import LabelSmoothingCrossEntropy
 
 from benchmarks import step
-from benchmarks.step import Benchmark, copy_rate, main, prepared
+from benchmarks.step import Benchmark, build_contest, copy_rate, main
 from densefeed.system.errors import UserError
 
 CPU = torch.device("cpu")
@@ -130,7 +130,7 @@ def test_document_and_csv_rows(packed, tmp_path, capsys):
     ],
 )
 def test_our_step_and_timms_give_the_same_losses(model, precision):
-    (found,) = prepared(small(model=model, precision=precision), CPU, None).equality
+    (found,) = build_contest(small(model=model, precision=precision), CPU, None).equality
     assert found["rel_error"] < found["bar"]
     # The update changes the loss.
     assert abs(found["ours"][0] - found["ours"][1]) > 5 * found["bar"] * found["ours"][0]
@@ -140,7 +140,7 @@ def test_another_loss_or_optimizer_is_detected(monkeypatch):
     monkeypatch.setattr(
         step, "LabelSmoothingCrossEntropy", lambda _: LabelSmoothingCrossEntropy(0.2)
     )
-    (found,) = prepared(small(), CPU, None).equality
+    (found,) = build_contest(small(), CPU, None).equality
     assert found["rel_error"] > found["bar"]
     monkeypatch.undo()
     monkeypatch.setattr(
@@ -148,7 +148,7 @@ def test_another_loss_or_optimizer_is_detected(monkeypatch):
         "create_optimizer_v2",
         lambda model, opt, **_: torch.optim.SGD(model.parameters(), 1e-4),
     )
-    (found,) = prepared(small(), CPU, None).equality
+    (found,) = build_contest(small(), CPU, None).equality
     # The first loss precedes the update.
     assert found["ours"][0] == pytest.approx(found["timm"][0], rel=1e-6)
     assert found["rel_error"] > found["bar"]
@@ -183,7 +183,7 @@ def test_compiled_steps_give_the_same_losses(monkeypatch):
 def test_two_networks_together_and_one_after_the_other(bootstrap):
     """Their ratio is one of times: (model + agent) / both."""
     model = "bootstrapping_vit_micro"
-    contest = prepared(small(model=model, bootstrap=bootstrap), CPU, None)
+    contest = build_contest(small(model=model, bootstrap=bootstrap), CPU, None)
     assert [name for name, _ in contest.works] == ["ours", "agent", "both", "timm"]
     floors = {name: floor.flops_per_image for name, floor in contest.floors.items()}
     if bootstrap == "joint":
@@ -213,7 +213,7 @@ def hand_count(classes: int, heads: int) -> float:
 
 def test_floor_equals_a_count_by_hand():
     floors = {
-        batch: prepared(small(size=64, batch=batch, objective="token-label"), CPU, None).floors
+        batch: build_contest(small(size=64, batch=batch, objective="token-label"), CPU, None).floors
         for batch in (4, 8)
     }
     for name, heads in (("ours", 1), ("timm", 1), ("ours+labels", 2)):
@@ -275,7 +275,7 @@ def test_out_of_memory_raises(monkeypatch):
     def full(*_):
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(step, "floor_of", full)
+    monkeypatch.setattr(step, "measure_floor", full)
     with pytest.raises(UserError, match="--batch 4: out of memory on cpu; give a smaller batch"):
         main(small())
 

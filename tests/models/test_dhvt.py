@@ -447,7 +447,7 @@ def test_compiles_without_a_graph_break(fields):
 
 
 def test_positions_of_another_size_are_loaded(tmp_path):
-    """Only Figure 1's models have a table; it is resized like LV-ViT's, the class token's row kept."""
+    """Only Figure 1 has a table; it is resized like LV-ViT's, the class token's row kept."""
     trained = small(pos_embed=True)
     torch.save(trained.state_dict(), tmp_path / "at-32.pth")
     model = small(pos_embed=True, img_size=48)

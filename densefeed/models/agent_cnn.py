@@ -1,13 +1,13 @@
-"""The agent of a vision transformer: a network of convolutions of its width, depth and heads (arXiv
-2112.03552).
+"""The agent of a vision transformer: a CNN of the same width, depth and number of heads.
 
-Section 3.2 and Tables 6 and 7: attention becomes CONV, a convolution of as many taps as there are
-heads, the MLPs become 1 x 1 convolutions, the class token a global average. Built from a
-transformer it can use that one's weights in place of its own.
+Bootstrapping ViTs (arXiv 2112.03552), section 3.2 and Tables 6 and 7. Attention becomes CONV, a
+convolution with as many taps as there are heads; the MLPs become 1 x 1 convolutions; the class
+token becomes global average pooling. An agent built from a transformer can share its weights.
 """
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Literal, NamedTuple
 
 import torch
@@ -27,21 +27,21 @@ from torch.nn import functional as F
 from densefeed.models import lvvit
 from densefeed.models.dhvt import DHVT
 from densefeed.models.patch_dropout import refuse_patch_dropout
-from densefeed.models.token_transformer import TokenLogits
+from densefeed.models.registration import pretrained_cfg
+from densefeed.models.token_transformer import TokenLogits, check_choice
 
-# N images   D width   H heads, that is taps   Y, X rows and columns of the map   K classes
+# N images   D width   H heads, which are the taps   Y, X rows and columns of the map   K classes
 
 
 class SharedWeights(NamedTuple):
-    """Weights of a transformer's block that its agent's block uses: tensors of their own that share
-    the block's storage.
+    """A transformer block's weights for its agent's block: separate tensors on shared storage.
 
-    A backward pass gives them gradients of their own, so what the agent asks of a weight and what
-    the transformer asks stay apart until they are combined. Biases may be None.
+    A backward pass gives them gradients of their own, so the agent's and the transformer's gradient
+    of a weight stay separate until they are combined. Biases may be None.
     """
 
-    # [D, D], the rows of qkv that make v; q, k and all their biases have no part in a CONV
-    value: Tensor
+    # The rows of qkv for v; q, k and the biases of all three have no part in a CONV.
+    value: Tensor  # [D, D]
     proj: Tensor  # [D, D]
     proj_bias: Tensor | None
     fc1: Tensor  # [4 D, D]
@@ -51,7 +51,7 @@ class SharedWeights(NamedTuple):
 
 
 class ViTSpec(NamedTuple):
-    """What an agent must know of its transformer."""
+    """The sizes of a transformer that define its agent; `patch` is in pixels."""
 
     width: int
     heads: int
@@ -60,10 +60,10 @@ class ViTSpec(NamedTuple):
     patch: int
 
 
-# Attention whose heads give proj a mean of their values and nothing else: they differ in where the
-# weights of that mean come from (positions, relative or rotary), which taps replace. CaiT's heads
-# talk, XCiT's are of channels, differential ones subtract: none of these is equation 4's sum of
-# W_h^V W_h^O.
+# Attention modules whose heads pass a weighted mean of their values to proj and nothing else. They
+# differ in how the weights of that mean depend on positions (relative, rotary), which the taps
+# replace. Not equation 4's sum of W_h^V W_h^O are CaiT's talking-heads attention, XCiT's attention
+# over channels and differential attention, which subtracts.
 PLAIN = {
     Attention,
     AttentionRope,
@@ -72,119 +72,113 @@ PLAIN = {
     vision_transformer_relpos.RelPosAttention,
     lvvit.Attention,
 }
+NO_BLOCKS = (
+    "it has no blocks of attention (qkv, proj) and MLP (fc1, fc2), all with the width of its tokens"
+)
 
 
 def vit_spec(vit: nn.Module) -> ViTSpec:
-    """Of a transformer in timm's manner: DeiT, BEiT, EVA with a plain MLP, relative or rotary
-    positions, a CNN before its blocks.
+    """Return the sizes of a transformer with timm's structure, for which an agent can be built.
 
-    Norms, layer scales and what is before the blocks stay each network's own. ValueError, which
-    says what is missing or stands between the shared weights, for what can have no agent, and where
-    patches are left out in training.
+    These are DeiT, BEiT, EVA with a plain MLP, ViTs with relative or rotary positions, and hybrids
+    with a CNN before the blocks. Norms, layer scales and everything before the blocks are not
+    shared. Raises ValueError, naming what is missing or lies between the shared weights, for a
+    model that can have no agent or that uses patch dropout in training.
     """
     if isinstance(vit, DHVT):
         raise ValueError(
-            "DHVT's attention adds tokens of heads and its MLP, DAFF, convolves; an agent has neither"
+            "DHVT's attention adds head tokens and its MLP, DAFF, contains convolutions; "
+            "an agent has neither"
         )
-    missing = "has no blocks of attention (qkv, proj) and MLP (fc1, fc2) that all have the width of its tokens"
     blocks = getattr(vit, "blocks", None)
-    if (
-        not isinstance(blocks, nn.Module)
-        or not len(blocks)
-        or not hasattr(vit, "forward_intermediates")
-    ):
-        raise ValueError(f"{missing}, or does not tell what they say (forward_intermediates)")
+    has_blocks = isinstance(blocks, nn.Module) and len(blocks)
+    if not has_blocks or not hasattr(vit, "forward_intermediates"):
+        raise ValueError(f"{NO_BLOCKS}, or no forward_intermediates")
     for block in blocks:
-        attn, mlp, D = (
-            getattr(block, "attn", None),
-            getattr(block, "mlp", None),
-            getattr(vit, "embed_dim", 0),
-        )
-        shapes = [
-            getattr(getattr(attn, name, None), "weight", torch.empty(0)).shape
-            for name in ("qkv", "proj")
-        ]
-        plain = shapes == [(3 * D, D), (D, D)] and getattr(attn, "gate", None) is None
-        if not (
-            plain
-            and isinstance(mlp, Mlp)
-            and isinstance(mlp.fc1, nn.Linear)
-            and mlp.fc2.in_features == mlp.fc1.out_features
-        ):
-            raise ValueError(missing)
-        if type(attn) not in PLAIN:
-            name = f"{type(attn).__module__.rpartition('.')[2]}.{type(attn).__name__}"
-            raise ValueError(
-                f"its attention, {name}, is none that is known to give no more than a mean of values for each head"
-            )
-        if not all(
-            isinstance(getattr(part, "norm", None), nn.Identity | None) for part in (attn, mlp)
-        ):
-            raise ValueError(
-                "a norm stands between the weights of its attention or MLP that an agent shares"
-            )
-        if not isinstance(mlp.act, nn.GELU | GELU | GELUTanh):
-            raise ValueError(f"its MLP has {type(mlp.act).__name__} where an agent has GELU")
+        check_block(block, getattr(vit, "embed_dim", 0))
     refuse_patch_dropout(vit)
     heads, hidden = blocks[0].attn.num_heads, blocks[0].mlp.fc1.out_features
-    return ViTSpec(vit.embed_dim, heads, hidden, len(blocks), patch_of(vit))
+    return ViTSpec(vit.embed_dim, heads, hidden, len(blocks), patch_side(vit))
 
 
-def patch_of(vit: nn.Module) -> int:
-    """Side of what a token shows, pixels; of a CNN with patches behind it that of both. ValueError
-    where there is none.
+def check_block(block: nn.Module, D: int) -> None:
+    """Raise ValueError for a block of width D whose weights an agent cannot share."""
+    attn, mlp = getattr(block, "attn", None), getattr(block, "mlp", None)
+    shapes = [
+        getattr(getattr(attn, name, None), "weight", torch.empty(0)).shape
+        for name in ("qkv", "proj")
+    ]
+    plain = shapes == [(3 * D, D), (D, D)] and getattr(attn, "gate", None) is None
+    plain = plain and isinstance(mlp, Mlp) and isinstance(mlp.fc1, nn.Linear)
+    if not plain or mlp.fc2.in_features != mlp.fc1.out_features:
+        raise ValueError(NO_BLOCKS)
+    if type(attn) not in PLAIN:
+        name = f"{type(attn).__module__.rpartition('.')[2]}.{type(attn).__name__}"
+        raise ValueError(
+            f"its attention, {name}, is not known to return a mean of values for each head "
+            "and nothing else"
+        )
+    if not all(isinstance(getattr(part, "norm", None), nn.Identity | None) for part in (attn, mlp)):
+        raise ValueError(
+            "a norm lies between the weights of its attention or MLP that an agent shares"
+        )
+    if not isinstance(mlp.act, nn.GELU | GELU | GELUTanh):
+        raise ValueError(f"its MLP uses {type(mlp.act).__name__}, an agent uses GELU")
+
+
+def patch_side(vit: nn.Module) -> int:
+    """Return the side of a token in pixels; for a hybrid, that of CNN and patches together.
+
+    Raises ValueError if the patches are not square or their size is unknown.
     """
     if hasattr(vit, "patch_size"):
         return vit.patch_size
     embed = getattr(vit, "patch_embed", None)
     if not hasattr(embed, "feat_ratio"):
-        raise ValueError("it has no patch_embed that tells the side of its patches")
+        raise ValueError("it has no patch_embed that gives the size of its patches")
     rows, columns = embed.feat_ratio(as_scalar=False)
     if rows != columns:
-        raise ValueError(f"its patches, {rows} x {columns} pixels, are no squares")
+        raise ValueError(f"its patches, {rows} x {columns} pixels, are not square")
     return rows
 
 
 def lent_by(vit: nn.Module) -> list[SharedWeights]:
-    """The weights that each block of `vit` shares with its agent. No copies: an update of the block
-    is one of these.
+    """Return the weights that each block of `vit` shares with its agent.
+
+    They are not copies: updating the block updates them.
     """
 
     def alias(tensor: Tensor | None) -> Tensor | None:
         return None if tensor is None else tensor.detach().requires_grad_()
 
-    found = []
+    shared = []
     for block in vit.blocks:
         attn, mlp = block.attn, block.mlp
-        weights = attn.qkv.weight[2 * vit.embed_dim :], attn.proj.weight, attn.proj.bias
-        found.append(
-            SharedWeights(
-                *map(alias, (*weights, mlp.fc1.weight, mlp.fc1.bias, mlp.fc2.weight, mlp.fc2.bias))
-            )
-        )
-    return found
+        weights = [attn.qkv.weight[2 * vit.embed_dim :], attn.proj.weight, attn.proj.bias]
+        weights += [mlp.fc1.weight, mlp.fc1.bias, mlp.fc2.weight, mlp.fc2.bias]
+        shared.append(SharedWeights(*map(alias, weights)))
+    return shared
 
 
 def conv_taps(heads: int) -> list[tuple[int, int]]:
-    """Where each head's tap looks, as (rows down, columns right) of the place that it writes
-    (section 3.2.1).
+    """Return each head's tap as (rows down, columns right) of the output position (section 3.2.1).
 
-    The first `heads` of a square's places, row by row from the top left; the square's side is the
-    root of `heads`, rounded up. The paper takes "a set" of that many; the first is the published
-    code's choice, so 6 heads never look down. ValueError where that side is even, as a square of
-    even side has no middle (2-4 and 10-16 heads, 26-36, ...).
+    These are the first `heads` positions of a square, row by row from the top left; its side is the
+    square root of `heads`, rounded up. The paper takes "a set" of that many; taking the first ones
+    is the published code's choice, so 6 heads never read the row below. Raises ValueError where the
+    side is even, since such a square has no center (2-4 and 10-16 heads, 26-36, ...).
     """
     side = math.isqrt(heads - 1) + 1 if heads > 0 else 0
     if side % 2 == 0:
         raise ValueError(
-            f"{heads} heads have no CONV: their square of {side} x {side} taps has no middle; 1, 5 to 9 or 17 to 25 heads have one"
+            f"{heads} heads have no CONV: their square of {side} x {side} taps has no center; "
+            "1, 5 to 9 or 17 to 25 heads have one"
         )
-    return [(at // side - side // 2, at % side - side // 2) for at in range(heads)]
+    return [(tap // side - side // 2, tap % side - side // 2) for tap in range(heads)]
 
 
 class Conv(nn.Module):
-    """CONV with weights of its own, equation 3: `[N, D, Y, X]` to the same, zeros beyond the
-    border.
+    """CONV with its own weights, equation 3: `[N, D, Y, X]` to the same, zero-padded.
 
     `weight` is `[D, D, H]`: out, in, tap.
     """
@@ -193,53 +187,49 @@ class Conv(nn.Module):
         super().__init__()
         taps = conv_taps(num_heads)
         self.reach, self.rows = -taps[0][0], taps[-1][0] - taps[0][0] + 1
-        self.weight, self.bias = (
-            nn.Parameter(torch.empty(dim, dim, num_heads)),
-            nn.Parameter(torch.zeros(dim)),
-        )
+        self.weight = nn.Parameter(torch.empty(dim, dim, num_heads))
+        self.bias = nn.Parameter(torch.zeros(dim))
         nn.init.xavier_uniform_(self.weight)
 
     def forward(self, x_NDYX: Tensor) -> Tensor:
-        # Rows that hold no tap are not computed, and neither are they padded for: 6 heads are a
-        # kernel of 2 x 3.
+        # Rows of the kernel without a tap are neither computed nor padded for: 6 heads use a
+        # 2 x 3 kernel.
         side = 2 * self.reach + 1
-        kernel = F.pad(self.weight, (0, self.rows * side - self.weight.shape[2])).unflatten(
-            2, (self.rows, side)
-        )
+        kernel = F.pad(self.weight, (0, self.rows * side - self.weight.shape[2]))
+        kernel = kernel.unflatten(2, (self.rows, side))
         below = self.rows - 1 - self.reach
         if below == self.reach:
             return F.conv2d(x_NDYX, kernel, self.bias, padding=self.reach)
-        return F.conv2d(
-            F.pad(x_NDYX, (self.reach, self.reach, self.reach, below)), kernel, self.bias
-        )
+        x_NDYX = F.pad(x_NDYX, (self.reach, self.reach, self.reach, below))
+        return F.conv2d(x_NDYX, kernel, self.bias)
 
 
-def shared_conv(x_NDYX: Tensor, lent: SharedWeights, num_heads: int) -> Tensor:
-    """CONV with a transformer's weights, equation 4: attention in which head h looks at its tap
-    alone.
+def shared_conv(x_NDYX: Tensor, shared: SharedWeights, num_heads: int) -> Tensor:
+    """Apply CONV with a transformer's weights, equation 4: head h attends to its tap alone.
 
-    Each head's share of the values is moved by its tap and then projected: 2 D² products a place,
-    where the kernels W_h = W_h^V W_h^O would take H D² and as much again to make.
+    Each head's values are shifted by its tap and then projected: 2 D² products per position, where
+    the kernels W_h = W_h^V W_h^O would take H D², and as many again to compute the kernels.
     """
     taps = conv_taps(num_heads)
     reach, (Y, X) = -taps[0][0], x_NDYX.shape[2:]
-    values = F.pad(one_by_one(x_NDYX, lent.value, None), (reach, reach, reach, reach)).chunk(
-        num_heads, 1
-    )
-    moved = [
+    values = F.pad(linear_1x1(x_NDYX, shared.value, None), (reach, reach, reach, reach))
+    shifted = [
         value[:, :, reach + down : reach + down + Y, reach + right : reach + right + X]
-        for value, (down, right) in zip(values, taps, strict=True)
+        for value, (down, right) in zip(values.chunk(num_heads, 1), taps, strict=True)
     ]
-    return one_by_one(torch.cat(moved, 1), lent.proj, lent.proj_bias)
+    return linear_1x1(torch.cat(shifted, 1), shared.proj, shared.proj_bias)
 
 
-def one_by_one(x_NDYX: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """A linear layer at every place."""
+def linear_1x1(x_NDYX: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Apply a linear layer at every position of a map."""
     return F.conv2d(x_NDYX, weight[:, :, None, None], bias)
 
 
 class AgentBlock(nn.Module):
-    """CONV and MLP, each with a BatchNorm and added to what it read."""
+    """CONV and MLP, each with a BatchNorm and a residual connection.
+
+    Without `own` weights it uses those that forward gets from a transformer.
+    """
 
     def __init__(self, dim: int, num_heads: int, hidden: int, norm: str, own: bool) -> None:
         super().__init__()
@@ -252,43 +242,53 @@ class AgentBlock(nn.Module):
                 nn.init.xavier_uniform_(layer.weight)
                 nn.init.zeros_(layer.bias)
 
-    def _mlp(self, x_NDYX: Tensor, lent: SharedWeights | None) -> Tensor:
-        if lent is None:
+    def _conv(self, x_NDYX: Tensor, shared: SharedWeights | None) -> Tensor:
+        return self.conv(x_NDYX) if shared is None else shared_conv(x_NDYX, shared, self.num_heads)
+
+    def _mlp(self, x_NDYX: Tensor, shared: SharedWeights | None) -> Tensor:
+        if shared is None:
             return self.fc2(F.gelu(self.fc1(x_NDYX)))
-        return one_by_one(
-            F.gelu(one_by_one(x_NDYX, lent.fc1, lent.fc1_bias)), lent.fc2, lent.fc2_bias
-        )
+        hidden = F.gelu(linear_1x1(x_NDYX, shared.fc1, shared.fc1_bias))
+        return linear_1x1(hidden, shared.fc2, shared.fc2_bias)
 
-    def forward(self, x_NDYX: Tensor, lent: SharedWeights | None = None) -> Tensor:
-        def conv(y_NDYX: Tensor) -> Tensor:
-            return self.conv(y_NDYX) if lent is None else shared_conv(y_NDYX, lent, self.num_heads)
-
+    def forward(self, x_NDYX: Tensor, shared: SharedWeights | None = None) -> Tensor:
         if self.norm_first:
-            x_NDYX = x_NDYX + conv(self.norm1(x_NDYX))
-            return x_NDYX + self._mlp(self.norm2(x_NDYX), lent)
-        x_NDYX = x_NDYX + self.norm1(conv(x_NDYX))
-        return x_NDYX + self.norm2(self._mlp(x_NDYX, lent))
+            x_NDYX = x_NDYX + self._conv(self.norm1(x_NDYX), shared)
+            return x_NDYX + self._mlp(self.norm2(x_NDYX), shared)
+        x_NDYX = x_NDYX + self.norm1(self._conv(x_NDYX, shared))
+        return x_NDYX + self.norm2(self._mlp(x_NDYX, shared))
+
+
+def res_like_stem(in_chans: int, embed_dim: int, pool: int) -> nn.Sequential:
+    """Build Table 7's stem, which gives a map at 1/8 of the input's size."""
+    return nn.Sequential(
+        nn.Conv2d(in_chans, 64, 7, 2, 3, bias=False),
+        nn.BatchNorm2d(64),
+        nn.GELU(),
+        nn.MaxPool2d(pool, 2, pool // 3),
+        nn.Conv2d(64, embed_dim, 3, 2, 1),
+    )
 
 
 class AgentCNN(nn.Module):
     """An agent CNN.
 
     Args:
-        stem: "res-like" (Table 7: two convolutions and a max-pool, 8 pixels a place, and a pyramid
-            behind) or "base" (Table 6: one convolution of `patch_size`, no pyramid).
-        down: after which blocks, counted from 1, a 2 x 2 average halves the map; None: as Table 7
-            has it, after a sixth and two sixths of the blocks, (1, 2) of 6 and (2, 4) of 12; none
-            in a base agent. Published code: (3, 9) of 12.
+        stem: "res-like" (Table 7: two convolutions and a max-pool to 1/8 of the input's size,
+            followed by a pyramid) or "base" (Table 6: one convolution of `patch_size`, no pyramid).
+        down: blocks, counted from 1, after which a 2 x 2 average pooling halves the map. None
+            halves as in Table 7, after one sixth and two sixths of the blocks, (1, 2) of 6 and
+            (2, 4) of 12, and not at all in a base agent. Published code: (3, 9) of 12.
         pool: side of the res-like stem's max-pool: 2 in Table 7, 3 in the published code.
-        norm: "before" CONV and MLP or "after" them, on the branch; the paper does not say, the
-            published Agent-B has "after".
-        token_head: a second classifier on every place of the last map, for dense labels; at
+        norm: norms "before" CONV and MLP or "after" them, on the branch. The paper does not specify
+            it; the published Agent-B has "after".
+        token_head: a second classifier on every position of the last map, for dense labels; in
             evaluation half its maximum is added.
-        own_weights: False leaves out what a transformer lends (`lend`).
+        own_weights: False omits the weights that a transformer shares (`lend`).
 
-    Forward takes images `[N, in_chans, H, W]` of any size and gives logits `[N, K]`, in training
-    with a token head `TokenLogits`. Raises ValueError for heads that have no CONV (`conv_taps`),
-    and for images that leave no 2 x 2 places to halve.
+    Forward takes images `[N, in_chans, H, W]` of any size and returns logits `[N, K]`, in training
+    with a token head `TokenLogits`. Raises ValueError for a number of heads that has no CONV
+    (`conv_taps`), and for images whose map becomes too small to be halved.
     """
 
     def __init__(
@@ -308,22 +308,18 @@ class AgentCNN(nn.Module):
         own_weights: bool = True,
     ) -> None:
         super().__init__()
-        options = {
-            "stem": (stem, ("res-like", "base")),
-            "norm": (norm, ("before", "after")),
-            "pool": (pool, (2, 3)),
-        }
-        for name, (value, known) in options.items():
-            if value not in known:
-                raise ValueError(f"{name} {value!r} must be {known[0]!r} or {known[1]!r}")
+        check_choice("stem", stem, ("res-like", "base"))
+        check_choice("norm", norm, ("before", "after"))
+        check_choice("pool", pool, (2, 3))
         if stem == "base" and pool != 2:
-            raise ValueError(f"pool {pool} is a res-like stem's, and a base one has no max-pool")
-        conv_taps(num_heads)  # refuses heads without a CONV, also where the weights are lent
+            raise ValueError(f"pool {pool} is for a res-like stem; a base stem has no max-pool")
+        # Raises for a number of heads without a CONV, also where the weights are shared.
+        conv_taps(num_heads)
         if down is None:
-            each = max(1, round(depth / 6))
-            down = (each, 2 * each) if stem == "res-like" else ()
+            sixth = max(1, round(depth / 6))
+            down = (sixth, 2 * sixth) if stem == "res-like" else ()
         if not isinstance(down, Sequence) or not all(
-            type(at) is int and 1 <= at <= depth for at in down
+            type(number) is int and 1 <= number <= depth for number in down
         ):
             raise ValueError(f"down {down!r} must be numbers of blocks, from 1 to {depth}")
         self.num_classes, self.num_features, self.embed_dim = num_classes, embed_dim, embed_dim
@@ -331,13 +327,7 @@ class AgentCNN(nn.Module):
         if stem == "base":
             self.stem = nn.Sequential(nn.Conv2d(in_chans, embed_dim, patch_size, patch_size))
         else:
-            self.stem = nn.Sequential(
-                nn.Conv2d(in_chans, 64, 7, 2, 3, bias=False),
-                nn.BatchNorm2d(64),
-                nn.GELU(),
-                nn.MaxPool2d(pool, 2, pool // 3),
-                nn.Conv2d(64, embed_dim, 3, 2, 1),
-            )
+            self.stem = res_like_stem(in_chans, embed_dim, pool)
         hidden = int(embed_dim * mlp_ratio)
         self.blocks = nn.ModuleList(
             AgentBlock(embed_dim, num_heads, hidden, norm, own_weights) for _ in range(depth)
@@ -347,106 +337,97 @@ class AgentCNN(nn.Module):
         self.token_head = nn.Linear(embed_dim, num_classes) if token_head else None
 
     def lend(self, vit: nn.Module) -> None:
-        """Use the weights of `vit` from now on. Both must be on their device: moving either would
-        part them.
+        """Use the weights of `vit` from now on.
+
+        Both must already be on their device: moving either would break weight sharing.
         """
         self.lent = lent_by(vit)
 
     def borrowed(self) -> list[Tensor]:
-        """What it has been lent, which has gradients of its own; none for an agent with weights of
-        its own.
-        """
+        """Return the shared tensors, which have gradients of their own; empty with own weights."""
         return [
             tensor
-            for lent in self.lent
-            if lent is not None
-            for tensor in lent
+            for shared in self.lent
+            if shared is not None
+            for tensor in shared
             if tensor is not None
         ]
 
     def forward_maps(self, image_NCHW: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """The normalized last map, and what every block says, before any halving: `[N, D, Y, X]`
-        each.
+        """Return the normalized last map and every block's output before any halving.
+
+        Each is `[N, D, Y, X]`.
         """
         x_NDYX, maps = self.stem(image_NCHW), []
-        for number, (block, lent) in enumerate(zip(self.blocks, self.lent, strict=True), start=1):
-            x_NDYX = block(x_NDYX, lent)
+        for number, (block, shared) in enumerate(zip(self.blocks, self.lent, strict=True), start=1):
+            x_NDYX = block(x_NDYX, shared)
             maps.append(x_NDYX)
             if number in self.down:
-                if min(x_NDYX.shape[2:]) < 2:
+                rows, columns = x_NDYX.shape[2:]
+                if min(rows, columns) < 2:
                     raise ValueError(
-                        f"block {number} has {x_NDYX.shape[2]} x {x_NDYX.shape[3]} places, which cannot be halved"
+                        f"block {number} has a map of {rows} x {columns}, which cannot be halved"
                     )
                 x_NDYX = F.avg_pool2d(x_NDYX, 2)
         return F.gelu(self.norm(x_NDYX)), maps
 
     def forward_features(self, image_NCHW: Tensor) -> Tensor:
-        """The normalized last map, `[N, D, Y, X]`: timm's name for what `forward_head` reads."""
+        """Return the normalized last map `[N, D, Y, X]`, the input of `forward_head`."""
         return self.forward_maps(image_NCHW)[0]
 
     def forward_head(self, x_NDYX: Tensor) -> Tensor | TokenLogits:
-        """From the normalized last map to what forward returns."""
+        """Return the output of forward from the normalized last map."""
         cls_NK = self.head(x_NDYX.mean((2, 3)))
         if self.token_head is None:
             return cls_NK
         tokens_NTK = self.token_head(x_NDYX.flatten(2).transpose(1, 2))
-        return (
-            TokenLogits(cls_NK, tokens_NTK) if self.training else cls_NK + 0.5 * tokens_NTK.amax(1)
-        )
+        if self.training:
+            return TokenLogits(cls_NK, tokens_NTK)
+        return cls_NK + 0.5 * tokens_NTK.amax(1)
 
     def forward(self, image_NCHW: Tensor) -> Tensor | TokenLogits:
         return self.forward_head(self.forward_features(image_NCHW))
 
 
 def make_agent(vit: nn.Module, num_classes: int, shared: bool, **options: object) -> AgentCNN:
-    """An agent for `vit`, on its device and, if `shared`, with its weights; `options` are
-    AgentCNN's.
+    """Build an agent for `vit`; `options` are arguments of `AgentCNN`.
 
-    ValueError where `vit` can have none. `lend` is due once both are where they stay.
+    If `shared`, call `lend` once both are on their device. Raises ValueError if `vit` can have no
+    agent.
     """
     width, heads, hidden, depth, patch = vit_spec(vit)
-    ours = dict(
-        embed_dim=width, depth=depth, num_heads=heads, mlp_ratio=hidden / width, patch_size=patch
-    )
-    return AgentCNN(num_classes=num_classes, own_weights=not shared, **(ours | options))
+    sizes = dict(embed_dim=width, depth=depth, num_heads=heads, patch_size=patch)
+    sizes |= dict(mlp_ratio=hidden / width) | options
+    return AgentCNN(num_classes=num_classes, own_weights=not shared, **sizes)
 
 
-def _cfg() -> dict:
-    return {
-        "input_size": (3, 224, 224),
-        "crop_pct": 0.9,
-        "interpolation": "bicubic",
-        "num_classes": 1000,
-        "mean": (0.485, 0.456, 0.406),
-        "std": (0.229, 0.224, 0.225),
-        "first_conv": "stem.0",
-        "classifier": "head",
-    }
+_CFG = pretrained_cfg("stem.0", "head")
+default_cfgs = generate_default_cfgs({"agent_micro": _CFG, "agent_s": _CFG, "agent_b": _CFG})
 
-
-default_cfgs = generate_default_cfgs(
-    {name: _cfg() for name in ("agent_micro", "agent_s", "agent_b")}
-)
+_build = partial(build_model_with_cfg, AgentCNN)
 
 
 @register_model
 def agent_micro(pretrained: bool = False, **kwargs) -> nn.Module:
-    """The agent of bootstrapping_vit_micro, on its own."""
+    """Build the agent of bootstrapping_vit_micro as a model of its own."""
     sizes = dict(embed_dim=108, depth=4, num_heads=9, patch_size=8)
-    return build_model_with_cfg(AgentCNN, "agent_micro", pretrained, **(sizes | kwargs))
+    return _build("agent_micro", pretrained, **(sizes | kwargs))
 
 
 @register_model
 def agent_s(pretrained: bool = False, **kwargs) -> nn.Module:
-    """Agent-S on its own, res-like: 8.68 M parameters at 100 classes; `stem="base"`: 8.73 M (Table
-    1 mixes the two).
+    """Build Agent-S as a model of its own, res-like: 8.68 M parameters at 100 classes.
+
+    `stem="base"` has 8.73 M; Table 1 mixes the two.
     """
-    return build_model_with_cfg(AgentCNN, "agent_s", pretrained, **kwargs)
+    return _build("agent_s", pretrained, **kwargs)
 
 
 @register_model
 def agent_b(pretrained: bool = False, **kwargs) -> nn.Module:
-    """Agent-B on its own, res-like: 25.09 M parameters at 100 classes (Table 1 says 25.91)."""
-    return build_model_with_cfg(
-        AgentCNN, "agent_b", pretrained, **(dict(embed_dim=384, depth=12, num_heads=6) | kwargs)
-    )
+    """Build Agent-B as a model of its own, res-like: 25.09 M parameters at 100 classes.
+
+    Table 1 gives 25.91 M.
+    """
+    sizes = dict(embed_dim=384, depth=12, num_heads=6)
+    return _build("agent_b", pretrained, **(sizes | kwargs))

@@ -1,5 +1,7 @@
-"""Checkpoints: plain dictionaries that `torch.load(weights_only=True)` reads, with everything
-needed to use the model again.
+"""Checkpoints: plain dictionaries with everything needed to use a model again.
+
+`torch.load(weights_only=True)` reads them. Files of LV-ViT and timm are read too, safetensors
+included.
 """
 
 import argparse
@@ -15,33 +17,38 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from densefeed.models import agent_cnn, cvt, dhvt, lvvit, nfnet, t2t, vit  # noqa: F401  (registers their models with timm)
+from densefeed.models.lvvit import LVViT
+from densefeed.models.t2t import T2TViT
 
-# Where the weights lie in a checkpoint, the averaged ones first: ours, timm's two names for EMA,
-# ours, timm's.
+# Keys under which a checkpoint holds weights, EMA weights first: ours, timm's two, ours, timm's.
 AVERAGED = ("ema", "state_dict_ema", "model_ema")
 WEIGHTS = (*AVERAGED, "model", "state_dict")
 
 
 class CheckpointError(Exception):
-    """A checkpoint that cannot be used; one sentence that names the file and the remedy."""
+    """A checkpoint that cannot be used; one sentence with the file and the remedy."""
 
 
-class Recipe(NamedTuple):
-    """How to build a model again."""
+class ModelSpec(NamedTuple):
+    """The name and the keyword arguments of `timm.create_model` that build a model again."""
 
-    name: str  # timm's
-    kwargs: dict  # of timm.create_model
+    name: str
+    kwargs: dict
+
+
+# removed when train.py has followed
+Recipe = ModelSpec
 
 
 def load(path: Path) -> dict:
-    """The dictionary of a checkpoint, on the CPU. Never runs code from the file. Raises
-    CheckpointError.
+    """Load the dictionary of a checkpoint on the CPU, without running code from the file.
+
+    Raises CheckpointError.
     """
     try:
         if path.suffix == ".safetensors":
             return {"model": load_file(path)}
-        # timm's trainer, and those that grew from it, save the command line as a Namespace:
+        # timm's trainer and those derived from it save the command line as a Namespace, which has
         # attributes and no code.
         with torch.serialization.safe_globals([argparse.Namespace]):
             checkpoint = torch.load(path, map_location="cpu", weights_only=True)
@@ -49,117 +56,154 @@ def load(path: Path) -> dict:
         raise CheckpointError(f"{path}: there is no such checkpoint; check the path") from None
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
-    except Exception as error:  # unpickling a damaged file may raise nearly anything
+    # Unpickling a damaged file may raise nearly any exception.
+    except Exception as error:
         raise CheckpointError(
-            f"{path} is no checkpoint that loads safely ({type(error).__name__}); copy or train it again"
+            f"{path} is not a checkpoint that loads safely ({type(error).__name__}); "
+            "copy or train it again"
         ) from error
 
     if not isinstance(checkpoint, dict):
         raise CheckpointError(
-            f"{path} holds a {type(checkpoint).__name__}, no dictionary of weights; choose another file"
+            f"{path} holds a {type(checkpoint).__name__} instead of a dictionary of weights; "
+            "choose another file"
         )
     return checkpoint
 
 
 def weights_of(checkpoint: dict) -> dict[str, Tensor]:
-    """The weights to use: the averaged ones where there are any; prefixes of wrappers (DDP,
-    compile) removed.
-    """
+    """Return the weights to use, EMA weights if any, without the prefixes of DDP and compile."""
     key = weights_key(checkpoint)
-    found = checkpoint[key] if key else checkpoint
+    weights = checkpoint[key] if key else checkpoint
     return {
-        re.sub(r"^(?:module\.|_orig_mod\.)+", "", name): tensor for name, tensor in found.items()
+        re.sub(r"^(?:module\.|_orig_mod\.)+", "", name): tensor for name, tensor in weights.items()
     }
 
 
 def weights_key(checkpoint: dict) -> str:
-    """Under which name a checkpoint holds the weights to use; empty if it is itself the dictionary
-    of weights.
-    """
+    """Return the key of the weights to use, or "" if the checkpoint itself is the state dict."""
     return next(
         (key for key in WEIGHTS if isinstance(checkpoint.get(key), dict) and checkpoint[key]), ""
     )
 
 
-def build(path: Path, model_name: str = "") -> tuple[nn.Module, dict]:
-    """A model with its weights from a checkpoint, and the checkpoint.
+def build_for_weights(name: str, weights: dict[str, Tensor]) -> nn.Module:
+    """Build timm's model `name` with the number of classes and the position table of the weights.
 
-    Our checkpoints say which model they hold; for others `model_name` (timm's) must. A model of
-    ours that has a position table is built at the size of the file's. Raises CheckpointError.
+    Only LV-ViT and T2T-ViT get the size of the table; other models keep their own.
+    """
+    biases = ("head.fc.bias", "head.bias", "fc.bias", "classifier.bias")
+    classes = [len(tensor) for key, tensor in weights.items() if key.endswith(biases)]
+    kwargs = {"num_classes": classes[-1]} if classes else {}
+    model = timm.create_model(name, **kwargs)
+    if isinstance(model, LVViT | T2TViT) and "pos_embed" in weights:
+        side = math.isqrt(weights["pos_embed"].shape[1] - 1)
+        if side != model.grid_size:
+            return timm.create_model(name, img_size=side * model.patch_size, **kwargs)
+    return model
+
+
+def build(path: Path, model_name: str = "") -> tuple[nn.Module, dict]:
+    """Return a model with its weights from a checkpoint, and the checkpoint.
+
+    Our checkpoints contain the `ModelSpec`; other files need `model_name`, one of timm's, and
+    `build_for_weights` then chooses the sizes. Raises CheckpointError.
     """
     checkpoint = load(path)
-    if "recipe" in checkpoint:
-        recipe = Recipe(**checkpoint["recipe"])
-    elif model_name:
-        weights = weights_of(checkpoint)
-        classes = [
-            tensor.shape[0]
-            for name, tensor in weights.items()
-            if name.endswith(("head.fc.bias", "head.bias", "fc.bias", "classifier.bias"))
-        ]
-        recipe = Recipe(model_name, {"num_classes": classes[-1]} if classes else {})
-    else:
-        raise CheckpointError(f"{path} does not say which model it holds; name it with --model")
+    own = "recipe" in checkpoint
+    spec = ModelSpec(**checkpoint["recipe"]) if own else ModelSpec(model_name, {})
+    if not spec.name:
+        raise CheckpointError(f"{path} does not contain its model's name; give it with --model")
     try:
-        model = timm.create_model(recipe.name, **recipe.kwargs)
-        if (
-            "recipe" not in checkpoint
-            and isinstance(model, (lvvit.LVViT, t2t.T2TViT))
-            and "pos_embed" in weights
-        ):
-            side = math.isqrt(weights["pos_embed"].shape[1] - 1)
-            if side != model.grid_size:
-                model = timm.create_model(
-                    recipe.name, img_size=side * model.patch_size, **recipe.kwargs
-                )
-        model.load_state_dict(weights_of(checkpoint))
+        weights = weights_of(checkpoint)
+        model = (
+            timm.create_model(spec.name, **spec.kwargs)
+            if own
+            else build_for_weights(spec.name, weights)
+        )
+        model.load_state_dict(weights)
     except (RuntimeError, TypeError, AttributeError, ValueError, IndexError) as error:
-        # PyTorch names the first weight in the second
-        said = " ".join(line.strip() for line in str(error).splitlines()[:2])
+        # The second line of PyTorch's message names the first weight that does not fit.
+        reason = " ".join(line.strip() for line in str(error).splitlines()[:2])
         raise CheckpointError(
-            f"{path} does not fit the model {recipe.name}: {said}; check --model"
+            f"{path} does not fit the model {spec.name}: {reason}; check --model"
         ) from error
     return model, checkpoint
 
 
 def initialize(model: nn.Module, path: Path) -> str:
-    """Let a model begin from the weights in a file, in place; returns one line that says what was
-    taken and what is new.
+    """Initialize a model from the weights in a file; return one line on what was used and is new.
 
     The file may be ours, a published LV-ViT file, or one of timm's for the same model, safetensors
-    too; averaged weights are preferred. The model's family makes them fit (timm's
-    `checkpoint_filter_fn`: names, position table); a head that the file lacks or that has other
-    classes stays as it was built. Raises CheckpointError, and changes nothing, where any other
-    tensor is missing, surplus or of another shape.
+    included; EMA weights are preferred. The model family's `checkpoint_filter_fn` (timm's
+    convention) adapts names and the position table. A head that the file does not have, or has with
+    other classes, keeps its initial weights. Raises CheckpointError, and changes nothing, where any
+    other tensor is missing, unexpected or of another shape.
     """
     checkpoint = load(path)
     weights = weights_of(checkpoint)
     if not weights or not all(isinstance(value, Tensor) for value in weights.values()):
         raise CheckpointError(f"{path} holds no dictionary of weights; choose another file")
-    fit = getattr(inspect.getmodule(type(model)), "checkpoint_filter_fn", None)
+    filter_fn = getattr(inspect.getmodule(type(model)), "checkpoint_filter_fn", None)
     try:
-        fitting = dict(fit(weights, model)) if fit else weights
-    # another family's tensors
+        fitted = dict(filter_fn(weights, model)) if filter_fn else weights
+    # The tensors are those of another family.
     except (RuntimeError, KeyError, ValueError, AttributeError, TypeError, IndexError) as error:
         reason = str(error).partition("\n")[0]
         raise CheckpointError(
             f"{path} does not fit {type(model).__name__} ({reason}); choose another file or model"
         ) from error
 
-    own = model.state_dict()
-    left_out = len(weights) - len(fitting)
+    unused = len(weights) - len(fitted)
+    fitted, new, classes = drop_unfit_heads(fitted, model)
+    if mismatch := find_mismatch(fitted, model, new):
+        counts = [sum(map(Tensor.numel, w.values())) for w in (weights, model.state_dict())]
+        raise CheckpointError(
+            f"{path} does not fit this {type(model).__name__} ({counts[0]:,} values in the file, "
+            f"{counts[1]:,} in the model): {mismatch}; "
+            "give the --model and --model-kwargs that it was trained with"
+        )
+    model.load_state_dict(fitted, strict=False)
+
+    notes = [f"initialized from {path}"]
+    if weights_key(checkpoint) in AVERAGED:
+        notes[0] += " (EMA weights)"
+    table, resized = weights.get("pos_embed"), fitted.get("pos_embed")
+    if table is not None and resized is not None and table.shape != resized.shape:
+        notes.append(f"position table resized from {table.shape[1]:,} to {resized.shape[1]:,} rows")
+    if new:
+        in_file = f" ({classes:,} classes in the file)" if classes else ""
+        notes.append(f"new: {' and '.join(new)}{in_file}")
+    if unused:
+        notes.append(f"{unused:,} tensors of the file not used")
+    return "; ".join(notes)
+
+
+def drop_unfit_heads(
+    weights: dict[str, Tensor], model: nn.Module
+) -> tuple[dict[str, Tensor], list[str], int]:
+    """Return the weights without heads that do not fit the model.
+
+    Also returns the names of the model's heads that therefore keep their initial weights, and the
+    number of classes of such a head in the file, 0 if there is none.
+    """
     classifiers = getattr(model, "pretrained_cfg", {}).get("classifier") or ()
-    new, classes = [], 0
+    new, classes, own = [], 0, model.state_dict()
     for head in (classifiers,) if isinstance(classifiers, str) else classifiers:
-        there, here = (tensors.get(f"{head}.weight") for tensors in (fitting, own))
+        there, here = (tensors.get(f"{head}.weight") for tensors in (weights, own))
         if here is None or there is None or len(there) != len(here):
             new += [head] if here is not None else []
             classes = len(there) if there is not None else classes
-            fitting = {
-                name: tensor for name, tensor in fitting.items() if name.rpartition(".")[0] != head
+            weights = {
+                name: tensor for name, tensor in weights.items() if name.rpartition(".")[0] != head
             }
+    return weights, new, classes
 
-    # Files older than BatchNorm's step counter lack it, and it is used only where a momentum is
+
+def find_mismatch(weights: dict[str, Tensor], model: nn.Module, new: list[str]) -> str:
+    """Describe how the weights differ from the model's, its `new` heads apart; "" if they fit."""
+    own = model.state_dict()
+    # Files older than BatchNorm's batch counter do not have it; it is read only where a momentum is
     # None.
     expected = {
         key
@@ -167,36 +211,14 @@ def initialize(model: nn.Module, path: Path) -> str:
         if key.rpartition(".")[0] not in new and not key.endswith(".num_batches_tracked")
     }
     wrong = {
-        "lacks": sorted(expected - fitting.keys()),
-        "has besides": sorted(fitting.keys() - own.keys()),
-        "has in another shape": [
-            key for key in own if key in fitting and fitting[key].shape != own[key].shape
+        "missing": sorted(expected - weights.keys()),
+        "unexpected": sorted(weights.keys() - own.keys()),
+        "of another shape": [
+            key for key in own if key in weights and weights[key].shape != own[key].shape
         ],
     }
-    if any(wrong.values()):
-        found = ", ".join(
-            f"{what} {names[0]}" + (f" and {len(names) - 1:,} more" if names[1:] else "")
-            for what, names in wrong.items()
-            if names
-        )
-        counts = [sum(tensor.numel() for tensor in tensors.values()) for tensors in (weights, own)]
-        raise CheckpointError(
-            f"{path} does not fit this {type(model).__name__} ({counts[0]:,} numbers there, {counts[1]:,} here): it {found}; "
-            "give the --model and --model-kwargs that it was trained with"
-        )
-    model.load_state_dict(fitting, strict=False)
-
-    notes = [
-        f"begins from {path}"
-        + (" (averaged weights)" if weights_key(checkpoint) in AVERAGED else "")
-    ]
-    table, fitted = weights.get("pos_embed"), fitting.get("pos_embed")
-    if table is not None and fitted is not None and table.shape != fitted.shape:
-        notes.append(f"position table resized from {table.shape[1]:,} to {fitted.shape[1]:,} rows")
-    if new:
-        notes.append(
-            f"new: {' and '.join(new)}" + (f" ({classes:,} classes in the file)" if classes else "")
-        )
-    if left_out:
-        notes.append(f"{left_out:,} tensors of the file left out")
-    return "; ".join(notes)
+    return ", ".join(
+        f"{kind}: {names[0]}" + (f" and {len(names) - 1:,} more" if names[1:] else "")
+        for kind, names in wrong.items()
+        if names
+    )

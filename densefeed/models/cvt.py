@@ -1,12 +1,12 @@
-"""CvT-13: a pyramid of three stages whose tokens are embedded, and whose queries, keys and values
-are made, by convolutions.
+"""CvT-13: a three-stage pyramid with convolutional token embeddings and projections of q, k and v.
 
-CvT (arXiv 2103.15808), Table 2. Two networks go by the name: its authors', with a class token in
-the last stage, and the one that DRLoc (arXiv 2106.03746) trained, without; counts of both are met
-to the unit (tests/models/test_cvt.py).
+CvT (arXiv 2103.15808), Table 2. Two networks have this name: the one of CvT's authors, with a class
+token in the last stage, and the one that DRLoc (arXiv 2106.03746) trained, without it. The
+parameter counts of both equal the published ones exactly (tests/models/test_cvt.py).
 """
 
 import re
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,78 +18,78 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from densefeed.models.recompute import recompute
-from densefeed.models.token_transformer import init_linear
+from densefeed.models.registration import pretrained_cfg
+from densefeed.models.token_transformer import drop_path_rates, init_linear
 
-# N images   T tokens, class token first where there is one   D width   R x C the grid of patches
+# N images   T tokens, class token first where there is one   X class tokens, 0 or 1   D width
+# R x C the grid of patches
 
-STRIDES, KERNELS = (4, 2, 2), (7, 3, 3)  # of the stages' embeddings
+# Of the stages' embeddings.
+STRIDES, KERNELS = (4, 2, 2), (7, 3, 3)
 
 
 class DeviationNorm(nn.LayerNorm):
-    """LayerNorm that adds eps to the standard deviation instead of to the variance, as DRLoc's CvT
-    does.
-    """
+    """LayerNorm as in DRLoc's CvT: eps is added to the standard deviation, not the variance."""
 
     def forward(self, x_NTD: Tensor) -> Tensor:
         variance, mean = torch.var_mean(x_NTD, dim=-1, correction=0, keepdim=True)
         return (x_NTD - mean) / (variance.sqrt() + self.eps) * self.weight + self.bias
 
 
-def near(dim: int, stride: int) -> nn.Sequential:
-    """A depth-wise 3 x 3 convolution and its BatchNorm: what a token's neighbors add before it is
-    projected.
-    """
-    layers = {
-        "conv": nn.Conv2d(dim, dim, 3, stride, 1, groups=dim, bias=False),
-        "bn": nn.BatchNorm2d(dim),
-    }
-    both = nn.Sequential()
-    for name, layer in layers.items():
-        both.add_module(name, layer)
-    return both
+def depthwise_conv(dim: int, stride: int) -> nn.Sequential:
+    """Build the depth-wise 3 x 3 convolution and BatchNorm that precede a projection."""
+    conv = nn.Conv2d(dim, dim, 3, stride, 1, groups=dim, bias=False)
+    return nn.Sequential(OrderedDict(conv=conv, bn=nn.BatchNorm2d(dim)))
+
+
+def split_tokens(x_NTD: Tensor, grid: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """Return the class token `[N, X, D]` and the patches as a map `[N, D, R, C]`."""
+    patches = grid[0] * grid[1]
+    class_NXD, patch_NTD = x_NTD.split([x_NTD.shape[1] - patches, patches], dim=1)
+    return class_NXD, patch_NTD.transpose(1, 2).unflatten(2, grid)
+
+
+def join_tokens(class_NXD: Tensor, patch_NDRC: Tensor) -> Tensor:
+    """Return tokens `[N, T, D]` from a class token and a map of patches."""
+    return torch.cat([class_NXD, patch_NDRC.flatten(2).transpose(1, 2)], dim=1)
 
 
 class ConvAttention(nn.Module):
-    """Attention of `[N, T, D]`, queries from every place of the grid, keys and values from every
-    second.
+    """Attention of `[N, T, D]` with queries of every patch, keys and values of every second one.
 
-    A class token goes past the convolutions. As CvT's authors have it, q, k and v have a
-    convolution and a biased projection each, and products are scaled by D^-1/2; DRLoc's (`drloc`)
-    has one of both for k and v together, no biases, and scales by the width of a head.
+    A class token bypasses the convolutions. In the network of CvT's authors q, k and v have a
+    convolution and a projection with bias each, and products are scaled by D^-1/2. In DRLoc's
+    (`drloc`) k and v share both, projections have no bias, and the scale is that of a head's width.
     """
 
     def __init__(self, dim: int, num_heads: int, drloc: bool) -> None:
         super().__init__()
         self.num_heads, self.drloc, self.scale = num_heads, drloc, None if drloc else dim**-0.5
-        self.conv_proj_q, self.proj_q = near(dim, 1), nn.Linear(dim, dim, bias=not drloc)
+        self.conv_proj_q, self.proj_q = depthwise_conv(dim, 1), nn.Linear(dim, dim, bias=not drloc)
         if drloc:
-            self.conv_proj_kv, self.proj_kv = near(dim, 2), nn.Linear(dim, 2 * dim, bias=False)
+            self.conv_proj_kv = depthwise_conv(dim, 2)
+            self.proj_kv = nn.Linear(dim, 2 * dim, bias=False)
         else:
-            self.conv_proj_k, self.proj_k = near(dim, 2), nn.Linear(dim, dim)
-            self.conv_proj_v, self.proj_v = near(dim, 2), nn.Linear(dim, dim)
+            self.conv_proj_k, self.proj_k = depthwise_conv(dim, 2), nn.Linear(dim, dim)
+            self.conv_proj_v, self.proj_v = depthwise_conv(dim, 2), nn.Linear(dim, dim)
         self.proj = nn.Linear(dim, dim)
 
     def forward(self, x_NTD: Tensor, grid: tuple[int, int]) -> Tensor:
-        N, T, D = x_NTD.shape
-        # X: 1 or 0
-        class_NXD, patch_NTD = x_NTD.split([T - grid[0] * grid[1], grid[0] * grid[1]], dim=1)
-        patch_NDRC = patch_NTD.transpose(1, 2).unflatten(2, grid)
+        class_NXD, patch_NDRC = split_tokens(x_NTD, grid)
 
-        def made(near: nn.Module, project: nn.Module) -> Tensor:
-            return project(
-                torch.cat([class_NXD, near(patch_NDRC).flatten(2).transpose(1, 2)], dim=1)
-            )
+        def project(conv: nn.Module, linear: nn.Module) -> Tensor:
+            return linear(join_tokens(class_NXD, conv(patch_NDRC)))
 
-        def heads(y_NTD: Tensor) -> Tensor:
+        def split_heads(y_NTD: Tensor) -> Tensor:
             return y_NTD.unflatten(2, (self.num_heads, -1)).transpose(1, 2)
 
-        q = made(self.conv_proj_q, self.proj_q)
+        q = project(self.conv_proj_q, self.proj_q)
         if self.drloc:
-            k, v = made(self.conv_proj_kv, self.proj_kv).chunk(2, dim=-1)
+            k, v = project(self.conv_proj_kv, self.proj_kv).chunk(2, dim=-1)
         else:
-            k, v = made(self.conv_proj_k, self.proj_k), made(self.conv_proj_v, self.proj_v)
-        out = F.scaled_dot_product_attention(heads(q), heads(k), heads(v), scale=self.scale)
-        return self.proj(out.transpose(1, 2).reshape(N, T, D))
+            k, v = project(self.conv_proj_k, self.proj_k), project(self.conv_proj_v, self.proj_v)
+        out = F.scaled_dot_product_attention(*map(split_heads, (q, k, v)), scale=self.scale)
+        return self.proj(out.transpose(1, 2).flatten(2))
 
 
 class Block(nn.Module):
@@ -111,8 +111,9 @@ class Block(nn.Module):
 
 
 class Embedding(nn.Module):
-    """An overlapping convolution and a norm of each token: `[N, C, H, W]` to `[N, R C, D]` and its
-    grid (R, C).
+    """An overlapping convolution and a norm of each token.
+
+    Maps `[N, C, H, W]` to `[N, R C, D]` and the grid (R, C).
     """
 
     def __init__(
@@ -128,9 +129,7 @@ class Embedding(nn.Module):
 
 
 class Stage(nn.Module):
-    """`[N, C, H, W]` to a map `[N, D, R, C]` and the class token `[N, 1, D]` (`[N, 0, D]`
-    without).
-    """
+    """Maps `[N, C, H, W]` to a map `[N, D, R, C]` and the class token `[N, X, D]`."""
 
     def __init__(
         self, embedding: Embedding, blocks: Sequence[Block], dim: int, class_token: bool
@@ -144,13 +143,11 @@ class Stage(nn.Module):
         x_NTD, grid = self.patch_embed(x_NCHW)
         if self.cls_token is not None:
             x_NTD = torch.cat([self.cls_token.expand(x_NTD.shape[0], -1, -1), x_NTD], dim=1)
-        saving = self.grad_checkpointing and torch.is_grad_enabled()
+        recomputing = self.grad_checkpointing and torch.is_grad_enabled()
         for block in self.blocks:
-            x_NTD = recompute(block, x_NTD, grid) if saving else block(x_NTD, grid)
-        class_NXD, patch_NTD = x_NTD.split(
-            [x_NTD.shape[1] - grid[0] * grid[1], grid[0] * grid[1]], dim=1
-        )
-        return patch_NTD.transpose(1, 2).unflatten(2, grid), class_NXD
+            x_NTD = recompute(block, x_NTD, grid) if recomputing else block(x_NTD, grid)
+        class_NXD, patch_NDRC = split_tokens(x_NTD, grid)
+        return patch_NDRC, class_NXD
 
 
 class CvT(nn.Module):
@@ -158,20 +155,20 @@ class CvT(nn.Module):
 
     Args:
         num_classes: K; 0 builds no head, and forward returns the pooled features.
-        global_pool: what `head` reads: the class token ("token"), the mean of the others ("avg"),
-            or ("", without a head) all of them. None: the class token, or with `drloc`, which has
+        global_pool: input of `head`: the class token ("token"), the mean of the others ("avg"), or
+            ("", without a head) all of them. None is the class token, or with `drloc`, which has
             none, the mean.
         dims, depths, num_heads: of the three stages.
         drop_path_rate: stochastic depth, rising linearly from 0 to this rate over the last stage's
             blocks (published: 0.1).
         drloc: DRLoc's network: no class token and no final norm, the stem padded by 3 (not 2), one
-            projection for keys and values, no biases on it, GELU (not its sigmoid form), and eps on
-            the standard deviation.
+            projection for keys and values, no bias on q, k and v, GELU (not its sigmoid
+            approximation), and eps on the standard deviation.
 
     Forward takes images `[N, in_chans, H, W]` of any size and returns `[N, K]` logits.
     `forward_features` returns normalized tokens `[N, 1 + T, D]`, class token first; with `drloc`
     the last stage's map `[N, D, R, C]`. 224 pixels give grids of 56, 28 and 14. The rest is timm's
-    interface, by timm's names. Raises ValueError for a pool that is not there.
+    interface, by timm's names. Raises ValueError for an unknown pool.
     """
 
     def __init__(
@@ -192,12 +189,9 @@ class CvT(nn.Module):
         self.stages = nn.ModuleList()
         for number, (dim, depth, heads) in enumerate(zip(dims, depths, num_heads, strict=True)):
             last = number == len(dims) - 1
-            rates = [
-                drop_path_rate * place / max(depth - 1, 1) if last else 0.0
-                for place in range(depth)
-            ]
             padding = 3 if drloc and not number else KERNELS[number] // 2 - (not number)
             embedding = Embedding(in_chans, dim, KERNELS[number], STRIDES[number], padding, drloc)
+            rates = drop_path_rates(drop_path_rate if last else 0.0, depth)
             blocks = [Block(dim, heads, mlp_ratio, rate, drloc) for rate in rates]
             self.stages.append(Stage(embedding, blocks, dim, class_token=last and not drloc))
             in_chans = dim
@@ -216,26 +210,26 @@ class CvT(nn.Module):
         known = ("avg",) if self.drloc else ("token", "avg")
         if pool not in (*known, "") or (num_classes and not pool):
             raise ValueError(
-                f"global_pool {pool!r} must be one of {', '.join(known)}, or '' where num_classes is 0"
+                f"global_pool {pool!r} must be one of {', '.join(known)}, "
+                "or '' where num_classes is 0"
             )
         self.num_classes, self.global_pool = num_classes, pool
-        like = self.stages[0].patch_embed.proj.weight
-        width = self.num_features
-        self.head = (
-            nn.Linear(width, num_classes, device=like.device, dtype=like.dtype)
-            if num_classes
-            else nn.Identity()
-        )
+        self.head = nn.Identity()
+        if num_classes:
+            like = self.stages[0].patch_embed.proj.weight
+            options = dict(device=like.device, dtype=like.dtype)
+            self.head = nn.Linear(self.num_features, num_classes, **options)
 
     @torch.jit.ignore
     def no_weight_decay(self) -> set[str]:
-        """Names that AdamW must not decay, beside biases and norms."""
+        """Return names that AdamW must not decay, besides biases and norms."""
         return set() if self.drloc else {f"stages.{len(self.stages) - 1}.cls_token"}
 
     @torch.jit.ignore
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        """Patterns of parameter names by depth, for timm's layer-wise decay: by blocks, or `coarse`
-        by stages.
+        """Return patterns of parameter names by depth, for timm's layer-wise learning-rate decay.
+
+        Groups are blocks, or with `coarse` stages.
         """
         stage = [(r"^stages\.(\d+)", None)]
         block = [
@@ -249,29 +243,28 @@ class CvT(nn.Module):
 
     @torch.jit.ignore
     def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Compute every block a second time in the backward pass instead of keeping what it
-        computed. Same gradients.
-        """
+        """Recompute the activations of every block in the backward pass. Same gradients."""
         for stage in self.stages:
             stage.grad_checkpointing = enable
 
     @torch.jit.ignore
     def get_classifier(self) -> nn.Module:
-        """The classifier."""
+        """Return the classifier."""
         return self.head
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        """A new head for `num_classes`; 0: none. ValueError for a pool that is not there."""
+        """Create a new head for `num_classes`; 0 removes it. ValueError for an unknown pool."""
         self._make_head(num_classes, self.global_pool if global_pool is None else global_pool)
         self.head.apply(init_linear)
+
+    def _final(self, class_NXD: Tensor, x_NDRC: Tensor) -> Tensor:
+        return x_NDRC if self.drloc else self.norm(join_tokens(class_NXD, x_NDRC))
 
     def forward_features(self, image_NCHW: Tensor) -> Tensor:
         x_NDRC = image_NCHW
         for stage in self.stages:
             x_NDRC, class_NXD = stage(x_NDRC)
-        if self.drloc:
-            return x_NDRC
-        return self.norm(torch.cat([class_NXD, x_NDRC.flatten(2).transpose(1, 2)], dim=1))
+        return self._final(class_NXD, x_NDRC)
 
     def forward_intermediates(
         self,
@@ -282,34 +275,28 @@ class CvT(nn.Module):
         output_fmt: str = "NCHW",
         intermediates_only: bool = False,
     ) -> list | tuple[Tensor, list]:
-        """Maps `[N, D, R, C]` of the stages at `indices`, arguments and order as timm's pyramids
-        have them.
+        """Return final features of the images `x` and maps `[N, D, R, C]` of stages at `indices`.
 
-        `norm` is as timm's Swin has it: the final norm on the last stage's map. Raises ValueError
-        for a format other than NCHW.
+        Arguments and their order are those of timm's pyramids. `norm` applies the final norm to the
+        last stage's map, as in timm's Swin. Raises ValueError for a format other than NCHW.
         """
         if output_fmt != "NCHW":
             raise ValueError(f"output_fmt {output_fmt!r} must be NCHW")
         taken, last = feature_take_indices(len(self.stages), indices)
-        found = []
+        maps = []
         for number, stage in enumerate(self.stages[: last + 1] if stop_early else self.stages):
             x, class_NXD = stage(x)
             if number in taken:
                 normed = norm and number == len(self.stages) - 1
-                found.append(self.norm(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2) if normed else x)
-        if intermediates_only:
-            return found
-        return (
-            x
-            if self.drloc
-            else self.norm(torch.cat([class_NXD, x.flatten(2).transpose(1, 2)], dim=1))
-        ), found
+                maps.append(self.norm(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2) if normed else x)
+        return maps if intermediates_only else (self._final(class_NXD, x), maps)
 
     def prune_intermediate_layers(
         self, indices: int | Sequence[int] = 1, prune_norm: bool = False, prune_head: bool = True
     ) -> list[int]:
-        """Drop what `forward_intermediates` does not need for these `indices`; returns them counted
-        from the first stage.
+        """Remove what `forward_intermediates` does not need for `indices`.
+
+        Returns the indices counted from the first stage.
         """
         taken, last = feature_take_indices(len(self.stages), indices)
         self.stages = self.stages[: last + 1]
@@ -320,8 +307,9 @@ class CvT(nn.Module):
         return taken
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
-        """From `forward_features` to logits; with `pre_logits`, or without a head, the pooled
-        features.
+        """Return logits from the output of `forward_features`.
+
+        With `pre_logits`, or without a head, returns the pooled features.
         """
         if self.global_pool == "avg":
             x = x.mean((2, 3)) if self.drloc else x[:, 1:].mean(1)
@@ -334,43 +322,34 @@ class CvT(nn.Module):
 
 
 def checkpoint_filter_fn(state_dict: Mapping[str, Any], model: CvT) -> dict[str, Any]:
-    """A state dict by our names, from one by its authors' (`stage0`, ...) or ours."""
+    """Return the state dict by this module's names; those of CvT's authors begin with `stage0`."""
     return {
         re.sub(r"^stage(\d+)\.", r"stages.\1.", name): tensor for name, tensor in state_dict.items()
     }
 
 
-_CFG = {
-    "input_size": (3, 224, 224),
-    "crop_pct": 0.875,
-    "interpolation": "bicubic",
-    "num_classes": 1000,
-    "mean": (0.485, 0.456, 0.406),
-    "std": (0.229, 0.224, 0.225),
-    "first_conv": "stages.0.patch_embed.proj",
-    "classifier": "head",
-}
+_CFG = pretrained_cfg("stages.0.patch_embed.proj", "head", crop_pct=0.875)
 default_cfgs = generate_default_cfgs({"cvt_13": _CFG, "cvt_13_drloc": _CFG})
 
 
-def _build(name: str, pretrained: bool, sizes: dict, kwargs: dict) -> nn.Module:
+def _build(name: str, pretrained: bool, arguments: dict) -> nn.Module:
     return build_model_with_cfg(
         CvT,
         name,
         pretrained,
         pretrained_filter_fn=checkpoint_filter_fn,
         feature_cfg={"out_indices": (0, 1, 2), "feature_cls": "getter"},
-        **(sizes | kwargs),
+        **arguments,
     )
 
 
 @register_model
 def cvt_13(pretrained: bool = False, **kwargs) -> nn.Module:
-    """CvT-13 as its authors have it: 20.0 M parameters."""
-    return _build("cvt_13", pretrained, {}, kwargs)
+    """Build CvT-13 as published by its authors: 20.0 M parameters."""
+    return _build("cvt_13", pretrained, kwargs)
 
 
 @register_model
 def cvt_13_drloc(pretrained: bool = False, **kwargs) -> nn.Module:
-    """CvT-13 as DRLoc trained it: 19.9 M parameters."""
-    return _build("cvt_13_drloc", pretrained, dict(drloc=True), kwargs)
+    """Build CvT-13 as trained by DRLoc: 19.9 M parameters."""
+    return _build("cvt_13_drloc", pretrained, dict(drloc=True) | kwargs)

@@ -1,19 +1,20 @@
-"""Whether a network's tokens stay where they were: what compares them place by place cannot do
-without.
-"""
+"""The check for patch dropout, with which tokens do not keep their positions."""
 
 from timm.layers import PatchDropout, PatchDropoutWithIndices
 from torch import nn
 
 
 def refuse_patch_dropout(model: nn.Module) -> None:
-    """ValueError for a network of timm's that leaves out patches in training, which at evaluation
-    it does not show.
+    """Raise ValueError for a timm model with patch dropout.
+
+    It removes tokens in training only, so an evaluation does not reveal it; methods that compare
+    tokens by position cannot be used with it.
     """
     if any(
         isinstance(part, PatchDropout | PatchDropoutWithIndices) and part.prob > 0
         for part in model.modules()
     ):
         raise ValueError(
-            "it leaves out patches in training, so its tokens do not keep their places; leave patch_drop_rate away"
+            "it uses patch dropout in training, so its tokens do not keep their positions; "
+            "remove patch_drop_rate"
         )

@@ -1,13 +1,12 @@
-"""What vision transformers with a class token and a grid of tokens share here: heads, MixToken's
-place, timm's interface.
+"""The base of vision transformers with a class token and a grid of tokens.
 
-A family gives its patch embedding and its blocks; everything from there to the logits is the same
-for all, so that whatever reads one (token labels, intermediate features, a dense teacher) reads
-each.
+A family provides its patch embedding and its blocks. Heads, MixToken and timm's interface are the
+same for all families, so token labeling, intermediate features and dense teachers work with each
+of them.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,42 +17,54 @@ from timm.models._features import feature_take_indices
 from timm.models.vision_transformer import global_pool_nlc
 from torch import Tensor, nn
 
-# N images   T tokens without the class token   D width   K classes   P, or R x C, the grid of tokens
+# N images   T tokens without the class token   D width   K classes
+# P x P, or R x C, the grid of tokens
 
-FAMILIES = ("lvvit", "dhvt", "t2t_vit")  # how the names of their models begin
+# Prefixes of the names of these families' models.
+FAMILIES = ("lvvit", "dhvt", "t2t_vit")
 
 
 def has_tokens(name: str) -> bool:
-    """Whether the model of this name is a `TokenTransformer`: takes `token_head`, `fused_head`, and
-    `mix_PP` in forward.
+    """Return whether the model of this name is a `TokenTransformer`.
+
+    Such a model takes `token_head` and `fused_head`, and `mix_PP` in forward.
     """
     return name.startswith(FAMILIES)
 
 
 class TokenLogits(NamedTuple):
-    """What a model with a token head returns in training: `cls` `[N, K]` and `tokens` `[N, T, K]`,
-    row-major over the grid.
-    """
+    """The training output of a model with a token head, row-major over the grid."""
 
-    cls: Tensor
-    tokens: Tensor
+    cls: Tensor  # [N, K]
+    tokens: Tensor  # [N, T, K]
 
 
 class TokenFeatures(NamedTuple):
-    """What a model with a fused head returns in training: `cls` `[N, K]`, `tokens` `[N, T, D]` and
-    the head that is due on them.
+    """The training output of a model with a fused head, which the loss applies to the tokens.
 
-    For `token_labeling.fused_token_loss`, which never holds the tokens' logits whole.
+    It is the input of `losses.fused_token_loss`, which never holds all token logits at once.
     """
 
-    cls: Tensor
-    tokens: Tensor
+    cls: Tensor  # [N, K]
+    tokens: Tensor  # [N, T, D]
     head: nn.Linear
 
 
+def check_choice(name: str, value: Any, choices: Collection) -> None:
+    """Raise ValueError if the argument `name` has a value that is not one of `choices`."""
+    if value not in choices:
+        raise ValueError(f"{name} {value!r} must be one of {', '.join(map(str, choices))}")
+
+
+def drop_path_rates(rate: float, depth: int) -> list[float]:
+    """Return stochastic depth rates that rise linearly from 0 to `rate` over the blocks."""
+    return [rate * block / max(depth - 1, 1) for block in range(depth)]
+
+
 def init_linear(module: nn.Module) -> None:
-    """Truncated normal, std 0.02, and no bias for linear layers (reference 1.5); the others keep
-    PyTorch's defaults.
+    """Initialize a linear layer as LV-ViT's published code does: std 0.02 truncated, bias 0.
+
+    Other layers keep PyTorch's defaults.
     """
     if isinstance(module, nn.Linear):
         trunc_normal_(module.weight, std=0.02)
@@ -62,22 +73,25 @@ def init_linear(module: nn.Module) -> None:
 
 
 class TokenTransformer(nn.Module):
-    """Base of such networks.
+    """The base class of such networks.
 
-    A family's constructor calls `_begin`, then makes `pos_embed` (`[1, 1 + T, D]`, parameter or
-    buffer, or None), `blocks`, `norm` and whatever `embed_patches` needs, and ends with
-    `_make_heads`. Forward takes images `[N, in_chans, H, W]`; for another size than `img_size` a
-    position table is resampled, bicubic and antialiased, the class token's place kept. It returns
-    `[N, K]` logits; in training a model with a token head returns `TokenLogits` instead, or with a
-    fused head `TokenFeatures`. At evaluation a token head adds 0.5 times the maximum over tokens
-    (as LV-ViT's published code does). The rest is timm's interface, by timm's names.
+    A family's constructor calls `_init_common`, then creates `pos_embed` (`[1, 1 + T, D]`, a
+    parameter, a buffer or None), `blocks`, `norm` and the patch embedding that `embedding_name`
+    names, and ends with `_make_heads`.
+
+    Forward takes images `[N, in_chans, H, W]`. For a size other than `img_size` the position table
+    is resampled (bicubic, antialiased) without the class token's row. Forward returns `[N, K]`
+    logits. In training a model with a token head returns `TokenLogits` instead, or with a fused
+    head `TokenFeatures`. In evaluation a token head adds 0.5 times the maximum over tokens, as
+    LV-ViT's published code does. The rest is timm's interface, by timm's names.
     """
 
     pos_embed: Tensor | None
     blocks: nn.ModuleList
     norm: nn.Module
+    embedding_name: str
 
-    def _begin(
+    def _init_common(
         self,
         img_size: int | tuple[int, int],
         patch_size: int,
@@ -88,7 +102,7 @@ class TokenTransformer(nn.Module):
         token_head: bool,
         fused_head: bool,
     ) -> None:
-        """What every family states. ValueError for sizes that do not fit together."""
+        """Set what every family has. Raises ValueError for sizes that do not fit together."""
         if fused_head and not token_head:
             raise ValueError("fused_head needs token_head")
         rows, columns = (img_size, img_size) if isinstance(img_size, int) else img_size
@@ -121,37 +135,41 @@ class TokenTransformer(nn.Module):
 
     @torch.jit.ignore
     def no_weight_decay(self) -> set[str]:
-        """Names that AdamW must not decay, beside biases and one-dimensional tables."""
+        """Return names that AdamW must not decay, besides biases and one-dimensional tensors."""
         return {"pos_embed", "cls_token"}
 
     @torch.jit.ignore
-    def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Compute every block a second time in the backward pass instead of keeping what it
-        computed. Same gradients.
+    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
+        """Return patterns of parameter names by depth, for timm's layer-wise learning-rate decay.
+
+        `coarse` has no effect, since the blocks have no stages.
         """
+        return {
+            "stem": rf"^cls_token|^pos_embed|^{self.embedding_name}",
+            "blocks": [(r"^blocks\.(\d+)", None), (r"^norm", (99999,))],
+        }
+
+    @torch.jit.ignore
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Recompute the activations of every block in the backward pass. Same gradients."""
         self.grad_checkpointing = enable
 
     @torch.jit.ignore
     def get_classifier(self) -> nn.Module | tuple[nn.Module, nn.Module]:
-        """The classifier of the class token; with a token head, both (as timm's distilled models
-        do).
-        """
+        """Return the classifier of the class token, or both, as timm's distilled models do."""
         return self.head if self.token_head is None else (self.head, self.token_head)
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        """New heads for `num_classes`, on the device and in the dtype of the rest; 0: none.
-        `global_pool` as in the class.
+        """Create new heads for `num_classes`, in the model's device and dtype; 0 removes them.
 
-        Raises ValueError for a pool that is not known, or "" beside heads.
+        `global_pool` is the constructor's. Raises ValueError for an unknown pool, or "" with heads.
         """
         self._make_heads(num_classes, self.global_pool if global_pool is None else global_pool)
         for head in filter(None, (self.head, self.token_head)):
             head.apply(init_linear).train(self.training)
 
-    def grid_of(self, image_NCHW: Tensor) -> tuple[int, int]:
-        """Rows and columns of tokens of these images. ValueError if their size is no multiple of
-        the patch size.
-        """
+    def token_grid(self, image_NCHW: Tensor) -> tuple[int, int]:
+        """Return rows and columns of tokens. Raises ValueError for partial patches."""
         H, W = image_NCHW.shape[2:]
         if H % self.patch_size or W % self.patch_size:
             raise ValueError(
@@ -159,32 +177,21 @@ class TokenTransformer(nn.Module):
             )
         return H // self.patch_size, W // self.patch_size
 
-    def embed_patches(self, image_NCHW: Tensor) -> Tensor:
-        """Images `[N, in_chans, H, W]` to a map of tokens `[N, D, R, C]`, whose size is
-        `grid_of`'s.
-        """
-        raise NotImplementedError
-
     def run_block(self, block: nn.Module, x_NTD: Tensor, grid: tuple[int, int]) -> Tensor:
-        """One block; a family whose blocks look at neighbors gives them `grid`, rows and columns
-        of the tokens.
-        """
+        """Run one block; a family whose blocks convolve passes them `grid`, the tokens' (R, C)."""
         return block(x_NTD)
 
     def _embed(self, image_NCHW: Tensor, mix_PP: Tensor | None = None) -> Tensor:
-        """What the first block reads: class token and patches, with their positions, `[N, 1 + T,
-        D]`.
-        """
-        x_NDPP = self.embed_patches(image_NCHW)
+        """Return the input of the first block, `[N, 1 + T, D]`, positions included."""
+        grid = self.token_grid(image_NCHW)
+        x_NDPP = getattr(self, self.embedding_name)(image_NCHW)
         if mix_PP is not None:
             x_NDPP = torch.where(mix_PP, x_NDPP.flip(0), x_NDPP)
         x_NTD = x_NDPP.flatten(2).transpose(1, 2)
         x_NTD = torch.cat([self.cls_token.expand(x_NTD.shape[0], -1, -1), x_NTD], dim=1)
         if self.pos_embed is None:
             return x_NTD
-        return x_NTD + resample_abs_pos_embed(
-            self.pos_embed, list(self.grid_of(image_NCHW)), [self.grid_size] * 2
-        )
+        return x_NTD + resample_abs_pos_embed(self.pos_embed, list(grid), [self.grid_size] * 2)
 
     def _run(self, blocks: Sequence[nn.Module], x_NTD: Tensor, grid: tuple[int, int]) -> Tensor:
         if self.grad_checkpointing and torch.is_grad_enabled():
@@ -196,15 +203,14 @@ class TokenTransformer(nn.Module):
         return x_NTD
 
     def forward_features(self, image_NCHW: Tensor, mix_PP: Tensor | None = None) -> Tensor:
-        """Normalized tokens `[N, 1 + T, D]`, class token first.
+        """Return normalized tokens `[N, 1 + T, D]`, class token first.
 
         `mix_PP` (bool `[P, P]`, the input's grid; MixToken) marks the tokens that come from the
-        partner image, which is the batch reversed; they are exchanged after the patch embedding and
-        before positions are added (equation 8).
+        mixing partner, the batch in reversed order. Tokens are exchanged after the patch embedding
+        and before positions are added (Token Labeling, equation 8).
         """
-        return self.norm(
-            self._run(self.blocks, self._embed(image_NCHW, mix_PP), self.grid_of(image_NCHW))
-        )
+        x_NTD = self._embed(image_NCHW, mix_PP)
+        return self.norm(self._run(self.blocks, x_NTD, self.token_grid(image_NCHW)))
 
     def forward_intermediates(
         self,
@@ -216,39 +222,43 @@ class TokenTransformer(nn.Module):
         output_fmt: str = "NCHW",
         intermediates_only: bool = False,
     ) -> list | tuple[Tensor, list]:
-        """What the blocks at `indices` (None: all; a number: the last so many) say of the images
-        `x` `[N, in_chans, H, W]`.
+        """Return final features of the images `x` and a list of outputs of the blocks at `indices`.
 
-        Each is `[N, D, P, P]`, or `[N, T, D]` with `output_fmt="NLC"`, through the final norm if
-        `norm`; with `return_prefix_tokens` a pair of it and the class token `[N, 1, D]`. The answer
-        is (final features, list), or with `intermediates_only` the list. `stop_early` runs no block
-        after the last that is asked for. Arguments and order are those of timm's vision
-        transformer. Raises ValueError for another format, AssertionError for a block that is not
-        there.
+        Arguments and their order are those of timm's vision transformer.
+
+        Args:
+            x: images `[N, in_chans, H, W]`.
+            indices: block numbers; None for all blocks, an int for the last ones.
+            return_prefix_tokens: make each list entry a pair with the class token `[N, 1, D]`.
+            norm: apply the final norm to the list's entries.
+            stop_early: run no block after the last one in `indices`.
+            output_fmt: "NCHW" for entries `[N, D, P, P]`, "NLC" for `[N, T, D]`.
+            intermediates_only: return the list alone.
+
+        Raises ValueError for another format, AssertionError for a block that does not exist.
         """
         if output_fmt not in ("NCHW", "NLC"):
             raise ValueError(f"output_fmt {output_fmt!r} must be NCHW or NLC")
         taken, last = feature_take_indices(len(self.blocks), indices)
-        rows, columns = self.grid_of(x)
-        x_NTD, found = self._embed(x), []
+        grid = self.token_grid(x)
+        x_NTD, kept = self._embed(x), []
         for number, block in enumerate(self.blocks[: last + 1] if stop_early else self.blocks):
-            x_NTD = self._run((block,), x_NTD, (rows, columns))
+            x_NTD = self._run((block,), x_NTD, grid)
             if number in taken:
-                found.append(self.norm(x_NTD) if norm else x_NTD)
-        prefixes, patches = [y_NTD[:, :1] for y_NTD in found], [y_NTD[:, 1:] for y_NTD in found]
+                kept.append(self.norm(x_NTD) if norm else x_NTD)
+        outputs = [y_NTD[:, 1:] for y_NTD in kept]
         if output_fmt == "NCHW":
-            patches = [
-                y_NTD.transpose(1, 2).unflatten(2, (rows, columns)).contiguous()
-                for y_NTD in patches
-            ]
-        answers = list(zip(patches, prefixes, strict=True)) if return_prefix_tokens else patches
-        return answers if intermediates_only else (self.norm(x_NTD), answers)
+            outputs = [y_NTD.transpose(1, 2).unflatten(2, grid).contiguous() for y_NTD in outputs]
+        if return_prefix_tokens:
+            outputs = list(zip(outputs, [y_NTD[:, :1] for y_NTD in kept], strict=True))
+        return outputs if intermediates_only else (self.norm(x_NTD), outputs)
 
     def prune_intermediate_layers(
         self, indices: int | Sequence[int] = 1, prune_norm: bool = False, prune_head: bool = True
     ) -> list[int]:
-        """Drop what `forward_intermediates` does not need for these `indices`; returns them counted
-        from the first block.
+        """Remove what `forward_intermediates` does not need for `indices`.
+
+        Returns the indices counted from the first block.
         """
         taken, last = feature_take_indices(len(self.blocks), indices)
         self.blocks = self.blocks[: last + 1]
@@ -261,10 +271,9 @@ class TokenTransformer(nn.Module):
     def forward_head(
         self, x_NTD: Tensor, pre_logits: bool = False, mix_PP: Tensor | None = None
     ) -> Tensor | TokenLogits | TokenFeatures:
-        """From `forward_features` to what forward returns; with `pre_logits`, or without heads, the
-        pooled features.
+        """Return the output of forward from that of `forward_features`, with the same `mix_PP`.
 
-        `mix_PP` is what `forward_features` was given.
+        With `pre_logits`, or without heads, returns the pooled features.
         """
         pooled_ND = global_pool_nlc(x_NTD, pool_type=self.global_pool, num_prefix_tokens=1)
         if pre_logits or not self.num_classes:
@@ -273,9 +282,9 @@ class TokenTransformer(nn.Module):
         if self.token_head is None:
             return cls_NK
         x_NTD = x_NTD[:, 1:]
-        # Back to the image that each token shows, so that token labels need no mixing. The
-        # published code exchanges logits; the head sees one token at a time, so features give the
-        # same at D / K of the traffic.
+        # Tokens return to the image that they show, so token labels need no mixing. The published
+        # code exchanges logits. The head processes each token independently, so exchanging features
+        # gives the same result at D / K of the memory traffic.
         if mix_PP is not None:
             x_NTD = torch.where(mix_PP.flatten()[:, None], x_NTD.flip(0), x_NTD)
         if self.training and self.fused_head:
@@ -291,33 +300,30 @@ class TokenTransformer(nn.Module):
         return self.forward_head(self.forward_features(image_NCHW, mix_PP), mix_PP=mix_PP)
 
     def forward_token_logits(self, image_NCHW: Tensor) -> Tensor:
-        """Logits of every token as a map, `[N, K, P, P]`: what this model says as a dense
-        teacher.
-        """
+        """Return the logits of every token as a map `[N, K, P, P]`, for use as a dense teacher."""
         head = self.head if self.token_head is None else self.token_head
         logits_NTK = head(self.forward_features(image_NCHW)[:, 1:])
-        return logits_NTK.transpose(1, 2).unflatten(2, self.grid_of(image_NCHW))
+        return logits_NTK.transpose(1, 2).unflatten(2, self.token_grid(image_NCHW))
 
 
 def fit_weights(state_dict: Mapping[str, Any], model: TokenTransformer) -> dict[str, Any]:
-    """A state dict by our names made to fit this model: the position table at its size, no token
-    head where it has none.
+    """Adapt a state dict to this model: resize the position table, drop an unused token head.
 
-    The table is resized as LV-ViT's published code does: bicubic, not antialiased, the class
-    token's row kept (reference 5.4). That differs from the table that forward resamples for another
-    size, which is antialiased, and by PyTorch's other bicubic kernel even where it grows. A table
-    that is no square grid and a class token stays as it is, for `load_state_dict` to refuse.
+    The table is resized as LV-ViT's published code does: bicubic, not antialiased, with the class
+    token's row kept. This differs from the table that forward resamples for another input size:
+    that one is antialiased, and even when it grows PyTorch uses its other bicubic kernel. A table
+    that is not a square grid and a class token stays as it is, so that `load_state_dict` raises.
     """
-    fitting = dict(state_dict)
+    fitted = dict(state_dict)
     if model.token_head is None:
-        fitting = {
-            name: tensor for name, tensor in fitting.items() if not name.startswith("token_head.")
+        fitted = {
+            name: tensor for name, tensor in fitted.items() if not name.startswith("token_head.")
         }
-    table, own = fitting.get("pos_embed"), model.pos_embed
+    table, own = fitted.get("pos_embed"), model.pos_embed
     if table is not None and own is not None and table.ndim == 3 and table.shape[1] != own.shape[1]:
         side = math.isqrt(max(table.shape[1] - 1, 0))
         if side and side**2 + 1 == table.shape[1]:
-            fitting["pos_embed"] = resample_abs_pos_embed(
+            fitted["pos_embed"] = resample_abs_pos_embed(
                 table, [model.grid_size] * 2, [side] * 2, antialias=False
             )
-    return fitting
+    return fitted

@@ -70,9 +70,9 @@ def open_trained(
             ) from error
     ours = "recipe" in checkpoint
     recipe = (
-        checkpoints.Recipe(**checkpoint["recipe"])
+        checkpoints.ModelSpec(**checkpoint["recipe"])
         if ours
-        else checkpoints.Recipe(model_name, {"num_classes": model.num_classes})
+        else checkpoints.ModelSpec(model_name, {"num_classes": model.num_classes})
     )
     run, data = checkpoint.get("config") or {}, resolve_data_config(model=model)
     names = checkpoint.get("class_names") or imagenet_names(model)
@@ -106,7 +106,7 @@ def imagenet_names(model: nn.Module) -> list[str]:
 
 
 def at_size(
-    model: nn.Module, recipe: checkpoints.Recipe, size: int, path: Path
+    model: nn.Module, recipe: checkpoints.ModelSpec, size: int, path: Path
 ) -> tuple[nn.Module, dict]:
     """The model for square inputs of `size` pixels, and the arguments that build it so. UserError
     if it cannot take them.

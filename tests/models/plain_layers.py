@@ -1,7 +1,6 @@
-"""Layers written out for the tests of the model families: float64, by weights' names, no module of
-PyTorch's.
+"""Reference layers for the tests of the model families, in float64 and without PyTorch's modules.
 
-Everything here takes `w`, a state dict in float64, and the name of the layer in it.
+Each takes `w`, a state dict in float64, and the name of the layer in it.
 """
 
 import torch
@@ -9,9 +8,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 
-def randomized(model: torch.nn.Module, seed: int = 0) -> torch.nn.Module:
-    """In float64, every parameter and running statistic other than its initial value, so that each
-    shows.
+def randomize(model: torch.nn.Module, seed: int = 0) -> torch.nn.Module:
+    """Return the model in float64, with every parameter and running statistic changed.
+
+    So each of them has an effect on the output.
     """
     rng = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -28,13 +28,13 @@ def erf_gelu(x: Tensor) -> Tensor:
 
 
 def dense(w: dict, name: str, x: Tensor) -> Tensor:
-    """A linear layer, with a bias where there is one."""
+    """Apply a linear layer, with a bias if the state dict has one."""
     out = torch.einsum("...d,ed->...e", x, w[f"{name}.weight"])
     return out + w[f"{name}.bias"] if f"{name}.bias" in w else out
 
 
 def layer_norm(w: dict, name: str, x: Tensor, eps: float, dim: int = -1) -> Tensor:
-    """Over `dim`, to which weight and bias belong."""
+    """Normalize over `dim`, the dimension of weight and bias."""
     centered = x - x.mean(dim, keepdim=True)
     normed = centered / (centered.square().mean(dim, keepdim=True) + eps).sqrt()
     shape = [-1 if place == dim % x.ndim else 1 for place in range(x.ndim)]
@@ -42,7 +42,7 @@ def layer_norm(w: dict, name: str, x: Tensor, eps: float, dim: int = -1) -> Tens
 
 
 def batch_norm(w: dict, name: str, x: Tensor, training: bool) -> Tensor:
-    """Of `[N, C, H, W]`, with the batch's statistics or the running ones."""
+    """Normalize `[N, C, H, W]`, with the batch's statistics or the running ones."""
     mean, var = w[f"{name}.running_mean"], w[f"{name}.running_var"]
     if training:
         mean = x.mean((0, 2, 3))
@@ -53,8 +53,9 @@ def batch_norm(w: dict, name: str, x: Tensor, training: bool) -> Tensor:
 
 
 def conv(w: dict, name: str, x: Tensor, stride: int = 1, padding: int = 0) -> Tensor:
-    """A convolution as a product with the patches that it reads; depth-wise where its kernel has
-    one input channel of many.
+    """Apply a convolution as a product with the patches that it reads.
+
+    It is depth-wise if its kernel has one input channel and the input has several.
     """
     kernel = w[f"{name}.weight"]
     out_chans, per_group, side, _ = kernel.shape
@@ -72,7 +73,7 @@ def conv(w: dict, name: str, x: Tensor, stride: int = 1, padding: int = 0) -> Te
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, heads: int, scale: float) -> Tensor:
-    """`[N, T, D]` each: head after head, softmax by its definition."""
+    """Return attention of `[N, T, D]` tensors, one head at a time, with softmax by definition."""
     out, width = [], q.shape[-1] // heads
     for head in range(heads):
         part = slice(head * width, (head + 1) * width)
@@ -82,10 +83,10 @@ def attention(q: Tensor, k: Tensor, v: Tensor, heads: int, scale: float) -> Tens
 
 
 def to_map(x: Tensor, grid: tuple[int, int]) -> Tensor:
-    """`[N, R C, D]` to `[N, D, R, C]`."""
+    """Reshape `[N, R C, D]` to `[N, D, R, C]`."""
     return x.mT.unflatten(2, grid)
 
 
 def to_tokens(x: Tensor) -> Tensor:
-    """`[N, D, R, C]` to `[N, R C, D]`."""
+    """Reshape `[N, D, R, C]` to `[N, R C, D]`."""
     return x.flatten(2).mT

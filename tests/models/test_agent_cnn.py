@@ -1,6 +1,4 @@
-"""Agents: CONV against explicit matrices and attention, parameter counts to the unit, weights that
-are the transformer's own.
-"""
+"""Agents: CONV against explicit matrices and attention, parameter counts, weight sharing."""
 
 import inspect
 
@@ -11,7 +9,6 @@ from timm.layers import Attention, AttentionRope
 from timm.models import beit, eva, vision_transformer_relpos
 from torch.nn import functional as F
 
-import densefeed.models.checkpoints  # noqa: F401  (registers our models with timm)
 from densefeed.models.agent_cnn import (
     PLAIN,
     AgentBlock,
@@ -30,8 +27,9 @@ HEADS = (1, 5, 6, 7, 8, 9, 17, 25)
 
 
 def phi(heads: int, Y: int, X: int) -> torch.Tensor:
-    """Equations 13 and 15, a loop over places: `[H, Y X, Y X]`, the first H of a square's taps, row
-    by row.
+    """Return the matrices of equations 13 and 15, `[H, Y X, Y X]`, by a loop over positions.
+
+    The taps are the first H of a square, row by row.
     """
     side = next(side for side in range(1, 99) if side * side >= heads)
     matrices = torch.zeros(heads, Y * X, Y * X, dtype=torch.float64)
@@ -44,9 +42,10 @@ def phi(heads: int, Y: int, X: int) -> torch.Tensor:
     return matrices
 
 
-def test_the_matrices_have_the_sums_that_a_hand_counts():
-    """Of 9 taps a corner reads 4 places and the middle all; of 6 the top left reads 2, the bottom
-    right 4.
+def test_the_matrices_have_sums_counted_by_hand():
+    """With 9 taps a corner reads 4 positions and the center 9.
+
+    With 6 taps the top left reads 2, the bottom right 4.
     """
     sums = {heads: phi(heads, 4, 5).sum((0, 2)).unflatten(0, (4, 5)) for heads in (9, 6)}
     assert (sums[9][0, 0], sums[9][1, 1], sums[9][3, 4]) == (4, 9, 4)
@@ -61,43 +60,40 @@ def test_conv_is_the_sum_of_phi_x_w(heads, grid):
     conv, x = Conv(6, heads).double(), torch.randn(2, 6, *grid, dtype=torch.float64)
     torch.nn.init.normal_(conv.bias)
     tokens = x.flatten(2).mT
-    want = (
-        sum(
-            matrix @ tokens @ conv.weight[:, :, tap].T
-            for tap, matrix in enumerate(phi(heads, *grid))
-        )
-        + conv.bias
-    )
+    terms = [
+        matrix @ tokens @ conv.weight[:, :, tap].T for tap, matrix in enumerate(phi(heads, *grid))
+    ]
+    want = sum(terms) + conv.bias
     torch.testing.assert_close(conv(x).flatten(2).mT, want, rtol=1e-12, atol=1e-12)
 
 
-def test_conv_of_nine_heads_is_a_3_x_3_convolution_and_of_six_one_without_its_last_row():
+def test_conv_of_9_heads_is_a_3_x_3_convolution_and_of_6_one_without_the_last_row():
     torch.manual_seed(0)
     x = torch.randn(2, 4, 5, 6, dtype=torch.float64)
     for heads in (9, 6):
         conv = Conv(4, heads).double()
         kernel = torch.zeros(4, 4, 9, dtype=torch.float64)
         kernel[:, :, :heads] = conv.weight.detach()
-        torch.testing.assert_close(
-            conv(x), F.conv2d(x, kernel.unflatten(2, (3, 3)), conv.bias, padding=1)
-        )
+        want = F.conv2d(x, kernel.unflatten(2, (3, 3)), conv.bias, padding=1)
+        torch.testing.assert_close(conv(x), want)
 
 
 @pytest.mark.parametrize("heads", [2, 3, 4, 10, 12, 16, 26, 36])
-def test_heads_without_a_middle_are_refused(heads):
+def test_numbers_of_heads_without_a_center_are_refused(heads):
     with pytest.raises(
-        ValueError, match=f"{heads} heads have no CONV: their square of . x . taps has no middle"
+        ValueError, match=f"{heads} heads have no CONV: their square of . x . taps has no center"
     ):
         conv_taps(heads)
 
 
 @pytest.mark.parametrize("name", ["bootstrapping_vit_micro", "lvvit_micro"])
-def test_the_shared_conv_is_attention_that_looks_at_one_tap(name):
-    """Equation 4, by the kernels W_h^V W_h^O that our function never makes: d x d each, V's bias
-    left out.
+def test_shared_conv_is_attention_to_one_tap_per_head(name):
+    """Equation 4, by the kernels W_h^V W_h^O, which `shared_conv` never computes.
+
+    Each is D x D; V's bias is omitted.
     """
     torch.manual_seed(0)
-    vit = timm.create_model(name, num_heads=6, **({"embed_dim": 96}), num_classes=3).double()
+    vit = timm.create_model(name, num_heads=6, embed_dim=96, num_classes=3).double()
     block, x = vit.blocks[1], torch.randn(2, 96, 4, 5, dtype=torch.float64)
     torch.nn.init.normal_(block.attn.proj.bias)
     value, proj = block.attn.qkv.weight[2 * 96 :], block.attn.proj.weight
@@ -105,9 +101,8 @@ def test_the_shared_conv_is_attention_that_looks_at_one_tap(name):
     for head, matrix in enumerate(phi(6, 4, 5)):
         part = slice(16 * head, 16 * head + 16)
         want = want + matrix @ tokens @ (proj[:, part] @ value[part]).T
-    torch.testing.assert_close(
-        shared_conv(x, lent_by(vit)[1], 6).flatten(2).mT, want, rtol=1e-11, atol=1e-11
-    )
+    got = shared_conv(x, lent_by(vit)[1], 6).flatten(2).mT
+    torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-11)
 
 
 @pytest.mark.parametrize(
@@ -121,9 +116,10 @@ def test_the_shared_conv_is_attention_that_looks_at_one_tap(name):
     ],
     ids=lambda attention: type(attention).__name__,
 )
-def test_each_kind_of_attention_that_is_plain_becomes_the_shared_conv(attention):
-    """The module itself, told by a bias on its own logits to look at one tap a head: away from the
-    border, where all taps lie.
+def test_every_plain_attention_becomes_shared_conv(attention):
+    """A bias on the module's attention logits restricts each head to its tap.
+
+    Compared away from the border, where all taps are inside the map.
     """
     assert type(attention) in PLAIN
     torch.manual_seed(0)
@@ -135,10 +131,10 @@ def test_each_kind_of_attention_that_is_plain_becomes_the_shared_conv(attention)
     )
     with torch.no_grad():
         got = attention(x.flatten(2).mT, **{bias: 1e4 * phi(9, 4, 5)[None]}).mT.unflatten(2, (4, 5))
-        lent = SharedWeights(
+        shared = SharedWeights(
             attention.qkv.weight[36:], attention.proj.weight, attention.proj.bias, *4 * [None]
         )
-        want = shared_conv(x, lent, 9)
+        want = shared_conv(x, shared, 9)
     torch.testing.assert_close(
         got[:, :, 1:-1, 1:-1], want[:, :, 1:-1, 1:-1], rtol=1e-10, atol=1e-10
     )
@@ -152,8 +148,8 @@ def test_each_kind_of_attention_that_is_plain_becomes_the_shared_conv(attention)
         ("flexivit_small", 240, 16),
     ],
 )
-def test_an_agent_of_a_hybrid_has_the_patch_of_both_its_parts(name, size, patch):
-    """So a base agent's grid is the tokens'."""
+def test_an_agent_of_a_hybrid_has_the_patch_size_of_both_its_parts(name, size, patch):
+    """So a base agent has the grid of the tokens."""
     with torch.device("meta"):
         vit = timm.create_model(name, depth=1, num_heads=6, embed_dim=96)
         assert vit_spec(vit).patch == patch
@@ -163,30 +159,30 @@ def test_an_agent_of_a_hybrid_has_the_patch_of_both_its_parts(name, size, patch)
     assert tokens.shape[2:] == (size // patch, size // patch)
 
 
-def test_patches_that_are_no_squares_are_refused():
+def test_patches_that_are_not_square_are_refused():
     with torch.device("meta"):
         vit = timm.create_model("test_vit", patch_size=(16, 8))
-    with pytest.raises(ValueError, match="its patches, 16 x 8 pixels, are no squares"):
+    with pytest.raises(ValueError, match="its patches, 16 x 8 pixels, are not square"):
         vit_spec(vit)
 
 
-def test_a_shared_block_is_a_block_with_the_composed_kernels():
-    """MLP, norms and all, both places of the norms; in training, so that BatchNorm normalizes."""
+def test_a_block_with_shared_weights_equals_one_with_the_composed_kernels():
+    """With MLP and norms, before and after; in training mode, so that BatchNorm normalizes."""
     torch.manual_seed(0)
     vit = timm.create_model("bootstrapping_vit_micro", num_classes=3).double()
-    block, lent = vit.blocks[0], lent_by(vit)[0]
+    block, shared = vit.blocks[0], lent_by(vit)[0]
     for norm in ("before", "after"):
-        own, shared = (AgentBlock(108, 9, 432, norm, own=own).double() for own in (True, False))
+        own, borrower = (AgentBlock(108, 9, 432, norm, own=own).double() for own in (True, False))
         with torch.no_grad():
-            value, proj = lent.value.unflatten(0, (9, 12)), lent.proj.unflatten(1, (9, 12))
+            value, proj = shared.value.unflatten(0, (9, 12)), shared.proj.unflatten(1, (9, 12))
             own.conv.weight.copy_(torch.einsum("ohk,hki->oih", proj, value))
-            own.conv.bias.copy_(lent.proj_bias)
+            own.conv.bias.copy_(shared.proj_bias)
             own.fc1.weight.copy_(block.mlp.fc1.weight[:, :, None, None])
             own.fc2.weight.copy_(block.mlp.fc2.weight[:, :, None, None])
             own.fc1.bias.copy_(block.mlp.fc1.bias)
             own.fc2.bias.copy_(block.mlp.fc2.bias)
         x = torch.randn(3, 108, 4, 4, dtype=torch.float64)
-        torch.testing.assert_close(shared(x, lent), own(x), rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(borrower(x, shared), own(x), rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize(
@@ -200,7 +196,7 @@ def test_a_shared_block_is_a_block_with_the_composed_kernels():
         ("agent_b", {"norm": "after", "pool": 3, "down": (3, 9)}, (25_054_410, 25_089_060)),
     ],
 )
-def test_parameters_are_those_of_table_1(name, kwargs, counts):
+def test_parameter_counts_are_those_of_table_1(name, kwargs, counts):
     with torch.device("meta"):
         models = [timm.create_model(name, num_classes=classes, **kwargs) for classes in (10, 100)]
     assert tuple(sum(p.numel() for p in model.parameters()) for model in models) == counts
@@ -214,21 +210,19 @@ def test_parameters_are_those_of_table_1(name, kwargs, counts):
         ("bootstrapping_vit_b", "res-like", 288_804, 21_992_968),
     ],
 )
-def test_an_agent_with_lent_weights_has_few_of_its_own(vit, stem, private, total):
+def test_an_agent_with_shared_weights_has_few_of_its_own(vit, stem, private, total):
     with torch.device("meta"):
         vit = timm.create_model(vit, num_classes=100)
         agent = make_agent(vit, 100, shared=True, stem=stem)
         alone = make_agent(vit, 100, shared=False, stem=stem)
     count = sum(p.numel() for p in agent.parameters())
     assert (count, count + sum(p.numel() for p in vit.parameters())) == (private, total)
-    assert (
-        sum(p.numel() for p in alone.parameters())
-        == {  # Table 1's
-            (288, "res-like"): 8_682_756,
-            (288, "base"): 8_728_516,
-            (384, "res-like"): 25_089_060,
-        }[vit.embed_dim, stem]
-    )
+    table_1 = {
+        (288, "res-like"): 8_682_756,
+        (288, "base"): 8_728_516,
+        (384, "res-like"): 25_089_060,
+    }
+    assert sum(p.numel() for p in alone.parameters()) == table_1[vit.embed_dim, stem]
 
 
 @pytest.mark.parametrize(
@@ -240,40 +234,40 @@ def test_an_agent_with_lent_weights_has_few_of_its_own(vit, stem, private, total
         ({"depth": 12, "num_heads": 6, "down": (3, 9), "pool": 3}, 3 * [28] + 6 * [14] + 3 * [7]),
     ],
 )
-def test_maps_have_the_sides_of_tables_6_and_7(kwargs, sides):
+def test_maps_have_the_sizes_of_tables_6_and_7(kwargs, sides):
     with torch.device("meta"):
         agent = AgentCNN(num_classes=10, **kwargs)
         last, maps = agent.forward_maps(torch.empty(2, 3, 224, 224))
-    assert [found.shape[2:] for found in maps] == [(side, side) for side in sides]
+    assert [block_map.shape[2:] for block_map in maps] == [(side, side) for side in sides]
     assert last.shape[2] == sides[-1]
 
 
-def test_a_base_agent_and_its_transformer_have_equal_grids_at_any_patch():
+def test_a_base_agent_has_the_grid_of_its_transformer_at_any_patch_size():
     with torch.device("meta"):
         vit = timm.create_model("bootstrapping_vit_micro", num_classes=2)
         agent = make_agent(vit, 2, shared=False, stem="base")
         assert agent.forward_maps(torch.empty(2, 3, 64, 64))[0].shape[2:] == (8, 8)
 
 
-def test_an_agent_with_a_token_head_answers_as_lvvit_does():
+def test_an_agent_with_a_token_head_returns_what_lvvit_returns():
     torch.manual_seed(0)
     agent = AgentCNN(num_classes=5, embed_dim=18, depth=3, num_heads=9, token_head=True)
     image = torch.randn(2, 3, 64, 64)
-    said = agent.train()(image)
-    assert isinstance(said, TokenLogits)
-    assert (said.cls.shape, said.tokens.shape) == ((2, 5), (2, 4, 5))
+    output = agent.train()(image)
+    assert isinstance(output, TokenLogits)
+    assert (output.cls.shape, output.tokens.shape) == ((2, 5), (2, 4, 5))
     last, _ = agent.eval().forward_maps(image)
     want = agent.head(last.mean((2, 3))) + 0.5 * agent.token_head(last.flatten(2).mT).amax(1)
     torch.testing.assert_close(agent(image), want)
 
 
-def test_lent_weights_are_the_transformers_own_also_after_an_update():
+def test_shared_weights_are_the_transformers_also_after_an_update():
     vit = timm.create_model("bootstrapping_vit_micro", num_classes=2)
-    lent = lent_by(vit)
+    shared = lent_by(vit)
     optimizer = torch.optim.AdamW(vit.parameters(), lr=0.1, fused=True)
     vit(torch.randn(2, 3, 64, 64)).sum().backward()
     optimizer.step()
-    for block, weights in zip(vit.blocks, lent, strict=True):
+    for block, weights in zip(vit.blocks, shared, strict=True):
         assert weights.value.data_ptr() == block.attn.qkv.weight[2 * 108 :].data_ptr()
         assert torch.equal(weights.value, block.attn.qkv.weight[2 * 108 :])
         assert torch.equal(weights.fc2, block.mlp.fc2.weight)
@@ -291,7 +285,7 @@ def test_lent_weights_are_the_transformers_own_also_after_an_update():
         ("test_vit", {"mlp_layer": timm.layers.GluMlp}),
     ],
 )
-def test_networks_that_can_have_no_agent_are_refused(name, kwargs):
+def test_models_that_can_have_no_agent_are_refused(name, kwargs):
     with torch.device("meta"):
         model = timm.create_model(name, num_classes=2, **kwargs)
     with pytest.raises(ValueError, match="has no blocks of attention"):
@@ -301,23 +295,24 @@ def test_networks_that_can_have_no_agent_are_refused(name, kwargs):
 @pytest.mark.parametrize(
     "kwargs", [{}, {"feed_forward": "mlp", "aggregate": "none", "num_heads": 6}]
 )
-def test_dhvt_is_refused_by_name(kwargs):
-    """Also with a plain MLP and heads that have a CONV."""
+def test_dhvt_is_refused(kwargs):
+    """Also with a plain MLP and a number of heads that has a CONV."""
     with torch.device("meta"):
         model = timm.create_model("dhvt_tiny_cifar_patch4", num_classes=2, depth=1, **kwargs)
     with pytest.raises(
-        ValueError, match="DHVT's attention adds tokens of heads and its MLP, DAFF, convolves"
+        ValueError,
+        match="DHVT's attention adds head tokens and its MLP, DAFF, contains convolutions",
     ):
         vit_spec(model)
 
 
 @pytest.mark.parametrize(
-    ("kwargs", "said"),
+    ("kwargs", "message"),
     [
-        ({"stem": "vgg"}, "^stem 'vgg' must be 'res-like' or 'base'$"),
-        ({"norm": "none"}, "^norm 'none' must be 'before' or 'after'$"),
-        ({"pool": 5}, "^pool 5 must be 2 or 3$"),
-        ({"pool": 3, "stem": "base"}, "pool 3 is a res-like stem's"),
+        ({"stem": "vgg"}, "^stem 'vgg' must be one of res-like, base$"),
+        ({"norm": "none"}, "^norm 'none' must be one of before, after$"),
+        ({"pool": 5}, "^pool 5 must be one of 2, 3$"),
+        ({"pool": 3, "stem": "base"}, "pool 3 is for a res-like stem"),
         ({"down": (True,)}, r"down \(True,\) must be numbers of blocks"),
         ({"down": (0,)}, r"down \(0,\) must be numbers of blocks, from 1 to 6"),
         ({"down": (7,)}, "from 1 to 6"),
@@ -326,11 +321,11 @@ def test_dhvt_is_refused_by_name(kwargs):
         ({"num_heads": 4, "own_weights": False}, "4 heads have no CONV"),
     ],
 )
-def test_agents_that_make_no_sense_are_refused(kwargs, said):
-    with pytest.raises(ValueError, match=said):
+def test_arguments_that_do_not_fit_are_refused(kwargs, message):
+    with pytest.raises(ValueError, match=message):
         AgentCNN(num_classes=2, **kwargs)
 
 
-def test_images_that_leave_nothing_to_halve_are_refused():
-    with pytest.raises(ValueError, match="block 2 has 1 x 1 places, which cannot be halved"):
+def test_images_whose_map_is_too_small_to_halve_are_refused():
+    with pytest.raises(ValueError, match="block 2 has a map of 1 x 1, which cannot be halved"):
         AgentCNN(num_classes=2, embed_dim=18, num_heads=9).eval()(torch.zeros(1, 3, 16, 16))

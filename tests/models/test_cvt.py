@@ -1,6 +1,4 @@
-"""Both CvT-13 against their counts, their formulas written out in float64, and timm's rules for
-models.
-"""
+"""Both CvT-13: parameter counts, a float64 reference, and timm's interface."""
 
 import copy
 
@@ -33,38 +31,38 @@ def count(module) -> int:
     ("name", "params", "multiply_adds"),
     [("cvt_13", 19_997_480, 4.59), ("cvt_13_drloc", 19_936_296, 4.55)],
 )
-def test_parameters_to_the_unit_and_multiply_adds(name, params, multiply_adds):
-    """Counted by hand; G as the reference measured them (2.7), to the rounding of two digits and of
-    norms.
+def test_parameter_counts_are_exact_and_multiply_adds_match(name, params, multiply_adds):
+    """Parameters counted by hand; billions of multiply-adds as measured on the published code.
+
+    The latter to the rounding of two digits, and of norms.
     """
     with torch.device("meta"):
         model = timm.create_model(name)
     drloc, channels, by_hand = name == "cvt_13_drloc", 3, 0
     for dim, depth, kernel in ((64, 1, 7), (192, 2, 3), (384, 10, 3)):
-        near = 9 * dim + 2 * dim  # a depth-wise convolution and its BatchNorm
+        # A depth-wise convolution and its BatchNorm.
+        near = 9 * dim + 2 * dim
         attention = 4 * dim**2 + dim + (2 * near if drloc else 3 * near + 3 * dim)
         block = 2 * 2 * dim + attention + 4 * dim**2 + 4 * dim + 4 * dim**2 + dim
         by_hand += channels * dim * kernel**2 + dim + 2 * dim + depth * block
         channels = dim
-    by_hand += 1000 * 384 + 1000 + (0 if drloc else 384 + 2 * 384)  # class token and final norm
+    # The head, and the class token and final norm.
+    by_hand += 1000 * 384 + 1000 + (0 if drloc else 384 + 2 * 384)
     assert count(model) == by_hand == params
     costs, _ = costs_by_name(name)
     assert costs.whole == pytest.approx(multiply_adds, abs=0.012)
 
 
-def written_out(model: CvT, image: torch.Tensor, drloc: bool) -> torch.Tensor:
-    """Logits, layer by layer, from the model's weights alone (CvT, sections 3.2 and 3.3; reference
-    2.7).
-    """
+def reference_logits(model: CvT, image: torch.Tensor, drloc: bool) -> torch.Tensor:
+    """Compute logits layer by layer from the model's weights (CvT, sections 3.2 and 3.3)."""
     w, x = {name: tensor.double() for name, tensor in model.state_dict().items()}, image.double()
 
     def norm(name: str, x: torch.Tensor) -> torch.Tensor:
         if not drloc:
             return plain.layer_norm(w, name, x, 1e-5)
         deviation = (x - x.mean(-1, keepdim=True)).square().mean(-1, keepdim=True).sqrt()
-        return (x - x.mean(-1, keepdim=True)) / (deviation + 1e-5) * w[f"{name}.weight"] + w[
-            f"{name}.bias"
-        ]
+        normed = (x - x.mean(-1, keepdim=True)) / (deviation + 1e-5)
+        return normed * w[f"{name}.weight"] + w[f"{name}.bias"]
 
     for number, (dim, depth, heads) in enumerate(
         zip(MICRO["dims"], MICRO["depths"], MICRO["num_heads"], strict=True)
@@ -81,23 +79,14 @@ def written_out(model: CvT, image: torch.Tensor, drloc: bool) -> torch.Tensor:
             name = f"{stage}.blocks.{place}"
             z = norm(f"{name}.norm1", x)
 
-            def made(
-                letter: str, stride: int, name=name, z=z, grid=grid, extra=extra
-            ) -> torch.Tensor:
-                y = plain.conv(
-                    w,
-                    f"{name}.attn.conv_proj_{letter}.conv",
-                    plain.to_map(z[:, extra:], grid),
-                    stride,
-                    1,
-                )
-                y = plain.to_tokens(
-                    plain.batch_norm(w, f"{name}.attn.conv_proj_{letter}.bn", y, model.training)
-                )
-                return plain.dense(w, f"{name}.attn.proj_{letter}", torch.cat([z[:, :extra], y], 1))
+            def project(letter: str, stride: int, attn=f"{name}.attn", z=z, grid=grid, extra=extra):
+                conv, patches = f"{attn}.conv_proj_{letter}", plain.to_map(z[:, extra:], grid)
+                y = plain.conv(w, f"{conv}.conv", patches, stride, 1)
+                y = plain.to_tokens(plain.batch_norm(w, f"{conv}.bn", y, model.training))
+                return plain.dense(w, f"{attn}.proj_{letter}", torch.cat([z[:, :extra], y], 1))
 
-            q = made("q", 1)
-            k, v = made("kv", 2).split(dim, -1) if drloc else (made("k", 2), made("v", 2))
+            q = project("q", 1)
+            k, v = project("kv", 2).split(dim, -1) if drloc else (project("k", 2), project("v", 2))
             scale = (dim // heads) ** -0.5 if drloc else dim**-0.5
             x = x + plain.dense(w, f"{name}.attn.proj", plain.attention(q, k, v, heads, scale))
             z = plain.dense(w, f"{name}.mlp.fc1", norm(f"{name}.norm2", x))
@@ -110,22 +99,23 @@ def written_out(model: CvT, image: torch.Tensor, drloc: bool) -> torch.Tensor:
 
 @BOTH
 @pytest.mark.parametrize("size", [(64, 64), (72, 100)])
-def test_it_computes_its_formula(drloc, size):
-    """With running statistics and the batch's; the second size has grids of odd sides, of which
-    every second place is a key.
+def test_output_equals_the_reference(drloc, size):
+    """With running statistics and the batch's.
+
+    The second size has grids with odd sides, of which every second position is a key.
     """
-    model = plain.randomized(small(drloc))
+    model = plain.randomize(small(drloc))
     image = torch.randn(
         3, 3, *size, generator=torch.Generator().manual_seed(1), dtype=torch.float64
     )
     with torch.no_grad():
         for training in (False, True):
-            want = written_out(model.train(training), image, drloc)
+            want = reference_logits(model.train(training), image, drloc)
             torch.testing.assert_close(model(image), want, rtol=1e-9, atol=1e-9)
 
 
 @BOTH
-def test_it_trains_a_step_and_drop_path_is_the_last_stages(drloc):
+def test_a_training_step_lowers_the_loss_and_only_the_last_stage_has_drop_path(drloc):
     model = small(drloc, drop_path_rate=0.1)
     rates = [
         [getattr(block.drop_path, "drop_prob", 0.0) for block in stage.blocks]
@@ -139,17 +129,17 @@ def test_it_trains_a_step_and_drop_path_is_the_last_stages(drloc):
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             assert parameter.grad.isfinite().all(), name
-            # Where the class token answers, what the last block's patches ask for reaches nobody;
-            # the class token's own query goes past the convolution.
-            unheard = not drloc and name.startswith("stages.2.blocks.1.attn.conv_proj_q")
-            assert parameter.grad.any() != unheard, name
+            # With a class token the logits do not depend on the queries of the last block's
+            # patches, and the class token's own query bypasses the convolution.
+            unused = not drloc and name.startswith("stages.2.blocks.1.attn.conv_proj_q")
+            assert parameter.grad.any() != unused, name
             parameter -= 0.01 * parameter.grad
     torch.manual_seed(1)
     assert F.cross_entropy(model(image), label) < before
 
 
 @BOTH
-def test_it_compiles_without_a_graph_break(drloc):
+def test_compiles_without_a_graph_break(drloc):
     model, image = small(drloc), torch.randn(2, 3, 64, 64)
     torch._dynamo.reset()
     torch.testing.assert_close(
@@ -158,7 +148,7 @@ def test_it_compiles_without_a_graph_break(drloc):
 
 
 @BOTH
-def test_timms_rules_for_models_hold(drloc):
+def test_timm_interface(drloc):
     model, image = small(drloc).eval(), torch.randn(2, 3, 96, 64)
     with torch.no_grad():
         features = model.forward_features(image)
@@ -200,29 +190,31 @@ def test_timms_rules_for_models_hold(drloc):
             model.reset_classifier(3, "token")
 
 
-def test_layers_are_grouped_by_depth_and_the_class_token_is_spared():
+def test_layers_are_grouped_by_depth_and_the_class_token_is_not_decayed():
     model = small(False)
     assert (
         model.no_weight_decay()
         == {"stages.2.cls_token"}
         <= {name for name, _ in model.named_parameters()}
     )
-    # stages; blocks, each stage's first with its embedding, as timm's Swin
+    # Groups are stages, or blocks, where a stage's first block includes its embedding, as in timm's
+    # Swin.
     for coarse, groups in ((True, 3), (False, 5)):
         found = group_parameters(model, model.group_matcher(coarse), reverse=True)
         assert found.keys() == {name for name, _ in model.named_parameters()}
-        assert set(found.values()) == set(range(groups + 2))  # the stem before, the head after
+        # The stem comes first, the head last.
+        assert set(found.values()) == set(range(groups + 2))
         assert found["stages.0.patch_embed.proj.weight"] == 0
         assert found["head.weight"] == max(found.values())
 
 
-def test_its_authors_names_are_taken(tmp_path):
+def test_published_names_are_loaded(tmp_path):
     model = small(False)
-    theirs = {
+    published = {
         name.replace("stages.", "stage", 1): tensor + 1
         for name, tensor in model.state_dict().items()
     }
-    assert "stage2.blocks.0.attn.conv_proj_q.conv.weight" in theirs
-    torch.save(theirs, tmp_path / "theirs.pth")
-    checkpoints.initialize(model, tmp_path / "theirs.pth")
-    assert torch.equal(model.stages[2].cls_token, theirs["stage2.cls_token"])
+    assert "stage2.blocks.0.attn.conv_proj_q.conv.weight" in published
+    torch.save(published, tmp_path / "published.pth")
+    checkpoints.initialize(model, tmp_path / "published.pth")
+    assert torch.equal(model.stages[2].cls_token, published["stage2.cls_token"])

@@ -1,6 +1,4 @@
-"""LV-ViT against its published parameter counts, the laws of MixToken, timm's DeiT and timm's own
-rules for models.
-"""
+"""LV-ViT: published parameter counts, MixToken, equality with timm's DeiT, timm's interface."""
 
 import copy
 
@@ -29,23 +27,20 @@ def tiny(**fields):
         ("lvvit_l", 150_021_968, 6_606_720),
     ],
 )
-def test_parameters_to_the_unit(name, params, stem):
-    """At 224 px and 1,000 classes, counted from the layer tables of the paper and the published
-    stem counts.
-    """
+def test_parameter_counts_are_exact(name, params, stem):
+    """At 224 px and 1,000 classes, counted from the paper's layer tables and published stems."""
     with torch.device("meta"):
         model = timm.create_model(name)
     width, depth, classes, tokens = model.num_features, len(model.blocks), 1000, 14 * 14
     hidden = 3 * width
     block = 2 * 2 * width + 3 * width**2 + width**2 + width + 2 * width * hidden + hidden + width
-    by_hand = (
-        stem + (1 + tokens) * width + width + depth * block + 2 * width + 2 * (width + 1) * classes
-    )
+    heads = 2 * (width + 1) * classes
+    by_hand = stem + (1 + tokens) * width + width + depth * block + 2 * width + heads
     assert sum(p.numel() for p in model.parameters()) == params == by_hand
     assert sum(p.numel() for p in model.stem.parameters()) == stem
 
 
-def test_evaluation_adds_half_the_strongest_token():
+def test_evaluation_adds_half_the_maximum_over_tokens():
     model, image = tiny().eval(), torch.randn(3, 3, 64, 64)
     with torch.no_grad():
         x = model.forward_features(image)
@@ -53,7 +48,7 @@ def test_evaluation_adds_half_the_strongest_token():
         torch.testing.assert_close(model(image), want)
 
 
-def test_training_returns_both_heads():
+def test_training_returns_the_logits_of_both_heads():
     out = tiny()(torch.randn(3, 3, 64, 64))
     assert isinstance(out, TokenLogits)
     assert out.cls.shape == (3, 5)
@@ -63,8 +58,9 @@ def test_training_returns_both_heads():
 
 @pytest.mark.parametrize("count", [1, 2, 5])
 def test_unmixed_tokens_belong_to_their_own_image(count):
-    """Without blocks and positions a token's logits depend on its pixels alone, so un-mixing must
-    undo mixing exactly.
+    """Un-mixing must undo mixing exactly if a token's logits depend on its pixels alone.
+
+    They do without blocks and positions.
     """
     model = tiny().eval()
     model.blocks = torch.nn.ModuleList()
@@ -73,28 +69,28 @@ def test_unmixed_tokens_belong_to_their_own_image(count):
     mask = torch.zeros(8, 8, dtype=torch.bool)
     mask[2:5, 1:7] = True
     model.train()
+    # In training mode batch statistics differ, even with nothing mixed.
     for module in model.stem:
-        module.eval()  # batch statistics would differ with nothing mixed, too
+        module.eval()
     plain, mixed = model(image), model(image, mask)
     torch.testing.assert_close(mixed.tokens, plain.tokens)
 
 
 @pytest.mark.parametrize("count", [1, 4, 5])
-def test_features_unmixed_are_the_logits_unmixed(count):
-    """The published code exchanges the logits back after the head (reference 1.4, step 6)."""
+def test_unmixing_features_equals_unmixing_logits(count):
+    """The published code exchanges the logits back after the head."""
     model, image = tiny(), torch.randn(count, 3, 64, 64)
     mask = torch.zeros(8, 8, dtype=torch.bool)
     mask[2:5, 1:7] = True
     with torch.no_grad():
         mixed = model.token_head(model.forward_features(image, mask)[:, 1:])
         inside = mask.flatten()[:, None]
-        torch.testing.assert_close(
-            model(image, mask).tokens, torch.where(inside, mixed.flip(0), mixed)
-        )
+        want = torch.where(inside, mixed.flip(0), mixed)
+        torch.testing.assert_close(model(image, mask).tokens, want)
 
 
 def test_a_fused_head_is_left_to_the_loss():
-    """Same weights, same checkpoint, same gradients; at evaluation the same logits."""
+    """Same parameters and outputs as without it; in evaluation the same logits."""
     plain, fused = tiny(), tiny(fused_head=True)
     assert plain.state_dict().keys() == fused.state_dict().keys()
     image, mask = torch.randn(3, 3, 64, 64), torch.zeros(8, 8, dtype=torch.bool)
@@ -109,8 +105,8 @@ def test_a_fused_head_is_left_to_the_loss():
         tiny(fused_head=True, token_head=False)
 
 
-def test_mixing_swaps_tokens_with_the_reversed_batch():
-    """What the blocks see: inside the box the partner's patches."""
+def test_mixtoken_exchanges_tokens_with_the_reversed_batch():
+    """The blocks' input has the partner's patches inside the box."""
     model = tiny().eval()
     seen = []
     model.blocks[0].register_forward_hook(lambda _module, args, _out: seen.append(args[0]))
@@ -126,13 +122,13 @@ def test_mixing_swaps_tokens_with_the_reversed_batch():
     torch.testing.assert_close(mixed[:, ~inside], plain[:, ~inside])
 
 
-def test_an_empty_box_changes_nothing():
+def test_an_empty_box_has_no_effect():
     model, image = tiny().eval(), torch.randn(3, 3, 64, 64)
     with torch.no_grad():
         torch.testing.assert_close(model(image, torch.zeros(8, 8, dtype=torch.bool)), model(image))
 
 
-def test_the_block_divides_its_branches():
+def test_the_block_divides_its_residual_branches():
     """Equation 5, written out with alpha = 1/3."""
     torch.manual_seed(0)
     block = LVViT(
@@ -157,15 +153,15 @@ def test_attention_is_softmax_of_scaled_products():
     torch.testing.assert_close(attn(x), attn.proj(torch.cat(heads, -1)), rtol=0, atol=1e-12)
 
 
-def test_decay_spares_tables_norms_and_biases():
+def test_weight_decay_excludes_tables_norms_and_biases():
     from timm.optim import param_groups_weight_decay
 
     model = tiny()
     groups = param_groups_weight_decay(model, 0.05, no_weight_decay_list=model.no_weight_decay())
-    spared = {id(p) for p in groups[0]["params"]}
+    excluded = {id(p) for p in groups[0]["params"]}
     for name, parameter in model.named_parameters():
         expected = parameter.ndim <= 1 or name in ("pos_embed", "cls_token")
-        assert (id(parameter) in spared) == expected, name
+        assert (id(parameter) in excluded) == expected, name
 
 
 def test_sizes_that_do_not_fit_are_refused():
@@ -177,9 +173,10 @@ def test_sizes_that_do_not_fit_are_refused():
         tiny()(torch.zeros(1, 3, 60, 64))
 
 
-def seen_positions(model, height, width):
-    """What is added to the tokens of an image of this size: with zero tokens, what the first block
-    sees.
+def read_positions(model, height, width):
+    """Return the positions added to the tokens of an image of this size.
+
+    With zero tokens they are the input of the first block.
     """
     seen = []
     model.blocks[0].register_forward_hook(lambda _module, args, _out: seen.append(args[0]))
@@ -192,13 +189,14 @@ def seen_positions(model, height, width):
 
 def test_at_the_built_size_the_position_table_is_the_parameter_itself():
     model = tiny().eval()
-    assert torch.equal(seen_positions(model, 64, 64), model.pos_embed[0])
+    assert torch.equal(read_positions(model, 64, 64), model.pos_embed[0])
 
 
 @pytest.mark.parametrize(("height", "width"), [(32, 32), (96, 96), (32, 128)])
-def test_at_another_size_the_table_is_resampled_and_the_class_token_kept(height, width):
-    """Bicubic, antialiased and edge-clamped resampling sums to 1 and keeps a plane's values away
-    from the edges.
+def test_at_another_size_the_table_is_resampled_without_the_class_token(height, width):
+    """Bicubic antialiased resampling has weights that sum to 1 and preserves a linear ramp.
+
+    The latter away from the edges, where it clamps.
     """
     model = tiny().eval()
     rows, columns = height // 8, width // 8
@@ -207,15 +205,13 @@ def test_at_another_size_the_table_is_resampled_and_the_class_token_kept(height,
         model.pos_embed[0, 1:, 0] = 3.0
         model.pos_embed[0, 1:, 1] = center.repeat_interleave(8)
         model.pos_embed[0, 1:, 2] = center.repeat(8)
-    table = seen_positions(model, height, width)
+    table = read_positions(model, height, width)
     assert table.shape == (1 + rows * columns, 96)
     assert torch.equal(table[0], model.pos_embed[0, 0])
     grid = table[1:].view(rows, columns, 96)
     torch.testing.assert_close(grid[..., 0], torch.full((rows, columns), 3.0))
-    want_row, want_column = (
-        (torch.arange(rows) + 0.5) / rows,
-        (torch.arange(columns) + 0.5) / columns,
-    )
+    want_row = (torch.arange(rows) + 0.5) / rows
+    want_column = (torch.arange(columns) + 0.5) / columns
     row, column = (slice(count // 4 + 1, -(count // 4 + 1)) for count in (rows, columns))
     torch.testing.assert_close(
         grid[row, :, 1], want_row[row, None].expand(-1, columns), rtol=0, atol=1e-5
@@ -225,10 +221,8 @@ def test_at_another_size_the_table_is_resampled_and_the_class_token_kept(height,
     )
 
 
-def test_another_size_trains_every_parameter_and_keeps_the_grid():
-    """Gradients reach the table; token logits, training tokens and the mask of MixToken follow the
-    input's grid.
-    """
+def test_another_size_trains_every_parameter_and_changes_the_grid():
+    """Gradients reach the table; token logits and MixToken's mask have the input's grid."""
     model = tiny()
     mask = torch.zeros(4, 6, dtype=torch.bool)
     mask[1:3, 2:5] = True
@@ -254,13 +248,14 @@ def test_initialization_is_the_published_one():
     assert model.blocks[0].attn.qkv.bias is None
 
 
-# --------------------------------------------------------------------------------------------------- the paper's ablations
+# ---------------------------------------------------------------- the paper's ablations
 
 PLAIN = ((16, 16),)
 FOUR = ((7, 2), (3, 1), (3, 1), (8, 8))
-# the baseline of Tables 4, 5 and 9, but for its stem
+# The baseline of Tables 4, 5 and 9, apart from its stem.
 SIXTEEN = dict(depth=16, residual_divisor=1.0, token_head=False)
-ROWS = {  # arguments of lvvit_s, then millions of parameters in the paper
+# Arguments of lvvit_s, and millions of parameters in the paper.
+ROWS = {
     "table 3, DeiT-S": (SIXTEEN | dict(depth=12, mlp_ratio=4.0, stem=PLAIN, qkv_bias=True), 22),
     "table 3, 16 blocks": (SIXTEEN | dict(mlp_ratio=4.0, stem=PLAIN, qkv_bias=True), 28),
     "table 3, MLP ratio 3": (SIXTEEN | dict(stem=PLAIN), 25),
@@ -287,13 +282,14 @@ ROWS = {  # arguments of lvvit_s, then millions of parameters in the paper
 }
 
 
-def counted_by_hand(
+def count_by_hand(
     depth=16, mlp_ratio=3.0, stem=FOUR, qkv_bias=False, token_head=True, img_size=224, **_same_count
 ):
-    """Parameters of a 384-wide model of 1,000 classes."""
+    """Return the number of parameters of a model of width 384 with 1,000 classes."""
     width, channels, total = 384, 3, 0
     for kernel, _ in stem[:-1]:
-        total += channels * 64 * kernel**2 + 2 * 64  # no bias; BatchNorm's scale and shift
+        # A convolution without bias, and BatchNorm's scale and shift.
+        total += channels * 64 * kernel**2 + 2 * 64
         channels = 64
     total += channels * width * stem[-1][0] ** 2 + width
     total += width + (1 + (img_size // 16) ** 2) * width
@@ -304,43 +300,41 @@ def counted_by_hand(
 
 
 @pytest.mark.parametrize("row", ROWS)
-def test_every_row_of_the_ablations_counts_as_by_hand_and_as_printed(row):
+def test_every_ablation_has_the_parameter_count_by_hand_and_as_printed(row):
     arguments, millions = ROWS[row]
     with torch.device("meta"):
         model = timm.create_model("lvvit_s", **arguments)
     count = sum(p.numel() for p in model.parameters())
-    assert count == counted_by_hand(**arguments)
-    # The paper prints whole millions and rounds them as it likes: 24.41 is its 25, and 25.73 is 25
-    # in one row of Table 4 and 26 in the next, whose kernels are the same. Its 28 for 16 blocks of
-    # DeiT-S, 1,774,464 parameters each, is a million too low.
+    assert count == count_by_hand(**arguments)
+    # The paper prints whole millions and rounds inconsistently: 24.41 is printed as 25, and 25.73
+    # as 25 in one row of Table 4 and 26 in the next, with the same kernels. Its 28 for 16 blocks of
+    # DeiT-S, with 1,774,464 parameters each, is a million too low.
     assert abs(count / 1e6 - (29 if row == "table 3, 16 blocks" else millions)) < 0.75
 
 
-def test_deit_s_has_timms_count_and_the_paper_s_baseline_grows_as_it_says():
+def test_deit_s_has_timms_parameter_count_and_a_token_head_adds_its_own():
     with torch.device("meta"):
         ours = timm.create_model("lvvit_deit_s", token_head=False)
         timms = timm.create_model("deit_small_patch16_224")
         headed = timm.create_model("lvvit_deit_s")
-    assert (
-        sum(p.numel() for p in ours.parameters())
-        == sum(p.numel() for p in timms.parameters())
-        == 22_050_664
-    )
-    assert sum(p.numel() for p in headed.parameters()) == 22_050_664 + 385_000
+    counts = [sum(p.numel() for p in model.parameters()) for model in (ours, timms, headed)]
+    assert counts == [22_050_664, 22_050_664, 22_050_664 + 385_000]
 
 
 @pytest.mark.parametrize("drop_path_rate", [0.0, 0.3])
-def test_deit_s_computes_what_timms_computes(drop_path_rate):
-    """Blocks, order of q, k and v, positions and head against timm's, whose LayerNorm has eps 1e-6;
-    drop-path draws alike.
+def test_deit_s_equals_timms(drop_path_rate):
+    """Blocks, order of q, k and v, positions, head and drop-path draws equal timm's.
+
+    timm's LayerNorm has eps 1e-6.
     """
     torch.manual_seed(0)
     fields = dict(img_size=96, num_classes=11, drop_path_rate=drop_path_rate)
     timms = timm.create_model("deit_small_patch16_224", **fields)
     ours = timm.create_model("lvvit_deit_s", **fields, token_head=False)
     with torch.no_grad():
+        # Norms and biases must have an effect too.
         for parameter in timms.parameters():
-            parameter += 0.05 * torch.randn_like(parameter)  # norms and biases that show, too
+            parameter += 0.05 * torch.randn_like(parameter)
     names = {f"patch_embed.proj.{part}": f"stem.0.{part}" for part in ("weight", "bias")}
     ours.load_state_dict(
         {names.get(name, name): tensor for name, tensor in timms.state_dict().items()}
@@ -349,12 +343,12 @@ def test_deit_s_computes_what_timms_computes(drop_path_rate):
         if isinstance(module, torch.nn.LayerNorm):
             module.eps = 1e-6
     image = torch.randn(4, 3, 96, 96)
-    answers = []
+    outputs = []
     for model in (ours.train(), timms.train()):
         torch.manual_seed(1)
         with torch.no_grad():
-            answers.append(model(image))
-    torch.testing.assert_close(*answers, rtol=1e-4, atol=1e-5)
+            outputs.append(model(image))
+    torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-5)
     with torch.no_grad():
         assert (timms.eval()(image) - timms.train()(image)).abs().max() > 1e-3 or not drop_path_rate
 
@@ -368,10 +362,8 @@ VARIANTS = {row: arguments for row, (arguments, _) in ROWS.items()} | {
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_every_variant_trains_a_step(variant):
-    """Every parameter gets a finite gradient, and following it lowers the loss; evaluation gives
-    one answer an image.
-    """
+def test_a_training_step_lowers_the_loss_of_every_variant(variant):
+    """Every parameter gets a finite nonzero gradient; evaluation returns logits per image."""
     torch.manual_seed(0)
     small = dict(img_size=32, embed_dim=48, depth=2, num_heads=3, num_classes=5, stem_width=8)
     model = timm.create_model("lvvit_s", **VARIANTS[variant] | small)
@@ -399,22 +391,25 @@ def test_every_variant_trains_a_step(variant):
     "convs", [arguments["stem"] for arguments, _ in ROWS.values() if "stem" in arguments]
 )
 @pytest.mark.parametrize("side", [16, 48, 224])
-def test_stems_give_a_token_for_every_patch_from_its_own_pixels(convs, side):
-    """Exactly side / 16 tokens; each reads the window that kernels and strides span, about its
-    patch's center, off by no more than half a pixel of what each layer reads.
+def test_stems_return_one_token_per_patch_centered_on_it(convs, side):
+    """There are exactly side / 16 tokens, each with the receptive field of kernels and strides.
+
+    Its center differs from the patch's by at most half a pixel of each layer's input.
     """
     stem = Stem(3, 4, 6, convs).eval()
     image = torch.zeros(1, 3, side, side, requires_grad=True)
     out = stem(image)
     assert out.shape == (1, 6, side // 16, side // 16)
-    for layer in stem:  # positive and linear, so that a gradient shows all that is read
+    # With positive weights and no activations the gradient is nonzero on the receptive field.
+    for layer in stem:
         if isinstance(layer, torch.nn.Conv2d):
             torch.nn.init.ones_(layer.weight)
     middle = side // 32
     linear = torch.nn.Sequential(*(layer for layer in stem if isinstance(layer, torch.nn.Conv2d)))
     linear(image)[0, 0, middle, middle].backward()
     rows = image.grad[0, 0].sum(1).nonzero().flatten()
-    if side == 224:  # else the window runs over the edge
+    # At the smaller sizes the receptive field exceeds the image.
+    if side == 224:
         reach, step, off = 1, 1, 0.0
         for kernel, stride in convs:
             reach, step, off = reach + (kernel - 1) * step, step * stride, off + step / 2
@@ -443,7 +438,7 @@ def test_arguments_that_do_not_fit_are_refused(arguments, why):
         timm.create_model("lvvit_s", **arguments)
 
 
-def test_one_group_is_layer_norm_and_more_normalize_each_part_of_a_token():
+def test_one_group_is_layer_norm_and_several_normalize_parts_of_each_token():
     plain, one, three = (tiny(norm_groups=groups).eval() for groups in (0, 1, 3))
     for model in (one, three):
         model.load_state_dict(plain.state_dict())
@@ -464,16 +459,18 @@ def test_post_norm_normalizes_the_sums():
     torch.testing.assert_close(block(x), F.layer_norm(attended + block.mlp(attended) / 2, (48,)))
 
 
-# --------------------------------------------------------------------------------------------------------- timm's interface
+# ---------------------------------------------------------------- timm's interface
 
 NAMES = ["lvvit_micro", "lvvit_deit_s", "lvvit_t", "lvvit_s", "lvvit_m", "lvvit_l"]
 SMALL = dict(embed_dim=48, depth=4, num_heads=3, num_classes=5)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_timms_rules_for_models_hold(name):
-    """What timm's tests ask of its own: pooled features without a classifier, names in the config,
-    both ways to lose the head.
+def test_timm_interface(name):
+    """The checks of timm's own tests.
+
+    Pooled features without a classifier, module names in the configuration, both ways to remove the
+    head.
     """
     model = timm.create_model(name, img_size=64, **SMALL).eval()
     image = torch.randn(2, 3, 64, 64)
@@ -498,7 +495,7 @@ def test_timms_rules_for_models_hold(name):
     assert headless(image).shape == features.shape
 
 
-def test_new_classifiers_come_in_the_kind_of_the_old():
+def test_new_classifiers_keep_the_dtype_and_number_of_heads():
     model = tiny().double()
     head, token_head = model.get_classifier()
     assert head is model.head
@@ -523,7 +520,7 @@ def test_new_classifiers_come_in_the_kind_of_the_old():
 
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("stop_early", [False, True])
-def test_intermediates_are_timms_on_the_same_weights(norm, stop_early):
+def test_intermediates_equal_timms_with_the_same_weights(norm, stop_early):
     torch.manual_seed(0)
     fields = dict(img_size=64, embed_dim=48, depth=4, num_heads=3, num_classes=5)
     timms = timm.create_model("deit_small_patch16_224", **fields, norm_layer="layernorm").eval()
@@ -549,7 +546,7 @@ def test_intermediates_are_timms_on_the_same_weights(norm, stop_early):
         ours.forward_intermediates(image, output_fmt="NHWC")
 
 
-def test_the_last_intermediate_is_what_the_head_reads():
+def test_the_last_intermediate_is_the_input_of_the_head():
     model, image = tiny().eval(), torch.randn(2, 3, 64, 96)
     final, (last,) = model.forward_intermediates(image, indices=1, norm=True)
     assert torch.equal(final, model.forward_features(image))
@@ -558,10 +555,8 @@ def test_the_last_intermediate_is_what_the_head_reads():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_features_only_gives_maps_of_the_promised_shapes(name):
-    """As timm's tests ask: channels and reductions as announced, by timm's wrapper, with nothing
-    left that is not needed.
-    """
+def test_features_only_returns_maps_of_the_declared_shapes(name):
+    """As in timm's tests: channels and reductions as declared, and no unneeded modules are kept."""
     image = torch.randn(2, 3, 64, 64)
     torch.manual_seed(0)
     whole = timm.create_model(name, img_size=64, **SMALL).eval()
@@ -588,56 +583,51 @@ def test_features_only_gives_maps_of_the_promised_shapes(name):
     "fields", [{}, dict(fused_head=True), dict(token_head=False, qkv_bias=True)]
 )
 def test_gradient_checkpointing_changes_no_gradient(fields):
-    """Drop-path draws the same again in the second pass."""
+    """The second pass repeats the draws of drop-path."""
     torch.manual_seed(0)
     plain = timm.create_model("lvvit_micro", num_classes=5, drop_path_rate=0.5, **fields)
-    saving = copy.deepcopy(plain)
-    saving.set_grad_checkpointing()
+    recomputing = copy.deepcopy(plain)
+    recomputing.set_grad_checkpointing()
     image, gradients, calls = torch.randn(6, 3, 64, 64), [], []
-    for model in (plain, saving):
+    for model in (plain, recomputing):
         count = []
         model.blocks[-1].register_forward_pre_hook(lambda *_, count=count: count.append(1))
         torch.manual_seed(1)
         out = model(image)
         outputs = [out] if torch.is_tensor(out) else [out[0], out[1]]
-        sum(
-            (tensor * torch.linspace(-1, 1, tensor.shape[-1])).sum() for tensor in outputs
-        ).backward()
-        gradients.append(
-            {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-        )
+        sums = [(tensor * torch.linspace(-1, 1, tensor.shape[-1])).sum() for tensor in outputs]
+        sum(sums).backward()
+        named = model.named_parameters()
+        gradients.append({name: p.grad for name, p in named if p.grad is not None})
         calls.append(len(count))
     assert calls == [1, 2]
     assert gradients[0].keys() == gradients[1].keys()
     for name, gradient in gradients[0].items():
         torch.testing.assert_close(gradients[1][name], gradient, rtol=0, atol=0)
-    saving.set_grad_checkpointing(False)
-    assert not saving.grad_checkpointing
+    recomputing.set_grad_checkpointing(False)
+    assert not recomputing.grad_checkpointing
 
 
-def test_layers_are_grouped_by_depth_as_timms_and_decay_so():
+def test_layers_are_grouped_by_depth_like_timms_and_decay_accordingly():
     ours = timm.create_model("lvvit_deit_s", **SMALL)
     timms = timm.create_model("deit_small_patch16_224", **SMALL)
     groups, want = (
         group_parameters(model, model.group_matcher(), reverse=True) for model in (ours, timms)
     )
-    of_timms = {
+    timm_names = {
         name: name.replace("stem.0", "patch_embed.proj").replace("token_head", "head")
         for name in groups
     }
-    assert groups == {name: want[theirs] for name, theirs in of_timms.items()}
+    assert groups == {name: want[timm_name] for name, timm_name in timm_names.items()}
     assert groups.keys() == {name for name, _ in ours.named_parameters()}
-    assert set(groups.values()) == set(range(6))  # stem, four blocks, heads
-    scales = {
-        id(p): group["lr_scale"]
-        for group in param_groups_layer_decay(
-            ours, layer_decay=0.5, no_weight_decay_list=ours.no_weight_decay()
-        )
-        for p in group["params"]
-    }
+    # Stem, four blocks, heads.
+    assert set(groups.values()) == set(range(6))
+    decayed = param_groups_layer_decay(
+        ours, layer_decay=0.5, no_weight_decay_list=ours.no_weight_decay()
+    )
+    scales = {id(p): group["lr_scale"] for group in decayed for p in group["params"]}
     assert {name: scales[id(p)] for name, p in ours.named_parameters()} == {
         name: 0.5 ** (5 - group) for name, group in groups.items()
     }
-    assert set(group_parameters(tiny(), tiny().group_matcher(), reverse=True).values()) == set(
-        range(4)
-    )
+    groups = group_parameters(tiny(), tiny().group_matcher(), reverse=True)
+    assert set(groups.values()) == set(range(4))

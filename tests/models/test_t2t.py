@@ -1,6 +1,4 @@
-"""T2T-ViT-14 against its counts, its formula written out in float64, exact attention, and timm's
-rules for models.
-"""
+"""T2T-ViT: parameter counts, a float64 reference, exact attention, and timm's interface."""
 
 import copy
 import math
@@ -30,9 +28,10 @@ def count(tensors) -> int:
     return sum(tensor.numel() for tensor in tensors)
 
 
-def test_parameters_to_the_unit_and_multiply_adds():
-    """Counted by hand, 21.5 M in the paper; buffers are what the published code holds as frozen
-    parameters, 79,744 numbers.
+def test_parameter_counts_are_exact_and_multiply_adds_match():
+    """Parameters counted by hand, 21.5 M in the paper.
+
+    Buffers are frozen parameters in the published code, 79,744 numbers.
     """
     with torch.device("meta"):
         model = timm.create_model("t2t_vit_14")
@@ -41,123 +40,95 @@ def test_parameters_to_the_unit_and_multiply_adds():
         return 2 * read + 3 * (read * 64 + 64) + 64 * 64 + 64 + 2 * 64 + 2 * (64 * 64 + 64)
 
     block = 4 * 384 + 3 * 384**2 + 384**2 + 384 + 2 * 3 * 384**2 + 3 * 384 + 384
-    by_hand = (
-        performer(3 * 49)
-        + performer(64 * 9)
-        + 64 * 9 * 384
-        + 384
-        + 384
-        + 14 * block
-        + 2 * 384
-        + 385 * 1000
-    )
+    token_module = performer(3 * 49) + performer(64 * 9) + 64 * 9 * 384 + 384
+    by_hand = token_module + 384 + 14 * block + 2 * 384 + 385 * 1000
     assert count(model.parameters()) == by_hand == 21_465_806
     assert count(model.buffers()) == 197 * 384 + 2 * 32 * 64 == 21_545_550 - 21_465_806
     costs, _ = costs_by_name("t2t_vit_14")
-    assert costs.whole == pytest.approx(4.80, abs=0.005)  # reference 2.7
+    # Billions of multiply-adds as measured on the published code.
+    assert costs.whole == pytest.approx(4.80, abs=0.005)
 
 
-def test_t2t_vit_7_has_the_published_count():
+def test_t2t_vit_7_has_the_published_parameter_count():
     with torch.device("meta"):
         assert count(timm.create_model("t2t_vit_7").parameters()) == 4_255_694
 
 
-def written_out(model: T2TViT, image: torch.Tensor, scale: float) -> torch.Tensor:
-    """Logits at evaluation, layer by layer, from the model's weights alone."""
+def reference_logits(model: T2TViT, image: torch.Tensor, scale: float) -> torch.Tensor:
+    """Compute evaluation logits layer by layer from the model's weights."""
     w, x = {name: tensor.double() for name, tensor in model.state_dict().items()}, image.double()
     for number, (kernel, stride, padding) in enumerate([(7, 4, 2), (3, 2, 1), (3, 2, 1)], start=1):
         padded = F.pad(x, [padding] * 4)
         rows, columns = ((size - kernel) // stride + 1 for size in padded.shape[2:])
-        # channels first, then the kernel's rows and columns, as a convolution's weight lies
-        read = [
-            padded[
-                :, :, r * stride : r * stride + kernel, c * stride : c * stride + kernel
-            ].flatten(1)
-            for r in range(rows)
-            for c in range(columns)
-        ]
+        # Channels first, then the kernel's rows and columns, as in a convolution's weight.
+        corners = [(r * stride, c * stride) for r in range(rows) for c in range(columns)]
+        read = [padded[:, :, r : r + kernel, c : c + kernel].flatten(1) for r, c in corners]
         x = torch.stack(read, 1)
         if number < 3:
             name = f"tokens_to_token.attention{number}"
-            k, q, v = plain.dense(
-                w, f"{name}.kqv", plain.layer_norm(w, f"{name}.norm1", x, 1e-5)
-            ).chunk(3, -1)
+            normed = plain.layer_norm(w, f"{name}.norm1", x, 1e-5)
+            k, q, v = plain.dense(w, f"{name}.kqv", normed).chunk(3, -1)
             features = []
             for y in (k, q):
-                exponent = (
-                    torch.einsum("nte,me->ntm", y, w[f"{name}.w"])
-                    - (y * y).sum(-1, keepdim=True) / 2
-                )
+                products = torch.einsum("nte,me->ntm", y, w[f"{name}.w"])
+                exponent = products - (y * y).sum(-1, keepdim=True) / 2
                 features.append(exponent.exp() / w[f"{name}.w"].shape[0] ** 0.5)
-            # of every query and key, which is never built
+            # The weights of every query and key, which the model never builds.
             weight = torch.einsum("nsm,ntm->nst", features[1], features[0])
             y = weight @ v / (weight.sum(-1, keepdim=True) + 1e-8)
             x = v + plain.dense(w, f"{name}.proj", y)
-            y = plain.erf_gelu(
-                plain.dense(w, f"{name}.mlp.0", plain.layer_norm(w, f"{name}.norm2", x, 1e-5))
-            )
+            normed = plain.layer_norm(w, f"{name}.norm2", x, 1e-5)
+            y = plain.erf_gelu(plain.dense(w, f"{name}.mlp.0", normed))
             x = x + plain.dense(w, f"{name}.mlp.2", y)
             x = plain.to_map(x, (rows, columns))
     x = plain.dense(w, "tokens_to_token.project", x)
     x = torch.cat([w["cls_token"].expand(len(x), -1, -1), x], 1) + w["pos_embed"]
     for number in range(len(model.blocks)):
         name = f"blocks.{number}"
-        q, k, v = plain.dense(
-            w, f"{name}.attn.qkv", plain.layer_norm(w, f"{name}.norm1", x, 1e-5)
-        ).chunk(3, -1)
+        normed = plain.layer_norm(w, f"{name}.norm1", x, 1e-5)
+        q, k, v = plain.dense(w, f"{name}.attn.qkv", normed).chunk(3, -1)
         x = x + plain.dense(w, f"{name}.attn.proj", plain.attention(q, k, v, 3, scale))
-        y = plain.erf_gelu(
-            plain.dense(w, f"{name}.mlp.fc1", plain.layer_norm(w, f"{name}.norm2", x, 1e-5))
-        )
+        normed = plain.layer_norm(w, f"{name}.norm2", x, 1e-5)
+        y = plain.erf_gelu(plain.dense(w, f"{name}.mlp.fc1", normed))
         x = x + plain.dense(w, f"{name}.mlp.fc2", y)
     return plain.dense(w, "head", plain.layer_norm(w, "norm", x, 1e-5)[:, 0])
 
 
 @pytest.mark.parametrize(("published", "scale"), [(False, 8**-0.5), (True, 24**-0.5)])
-def test_it_computes_its_formula(published, scale):
-    model = plain.randomized(small(published=published)).eval()
+def test_output_equals_the_reference(published, scale):
+    model = plain.randomize(small(published=published)).eval()
     image = torch.randn(
         2, 3, 64, 64, generator=torch.Generator().manual_seed(1), dtype=torch.float64
     )
     with torch.no_grad():
         torch.testing.assert_close(
-            model(image), written_out(model, image, scale), rtol=1e-9, atol=1e-9
+            model(image), reference_logits(model, image, scale), rtol=1e-9, atol=1e-9
         )
-        assert (model(image) - written_out(model, image, 0.5 * scale)).abs().max() > 1e-5
+        assert (model(image) - reference_logits(model, image, 0.5 * scale)).abs().max() > 1e-5
 
 
 def test_random_features_estimate_exact_attention():
-    """Over many draws of `w` the mean of the features' products is exp(q k), the attention's weight
-    before it is normalized.
-    """
+    """Over many draws of `w` the products of features have the mean exp(q k), unnormalized."""
     torch.manual_seed(0)
-    q, k = (
-        0.5 * torch.randn(1, 3, 8, dtype=torch.float64),
-        0.5 * torch.randn(1, 4, 8, dtype=torch.float64),
-    )
+    q = 0.5 * torch.randn(1, 3, 8, dtype=torch.float64)
+    k = 0.5 * torch.randn(1, 4, 8, dtype=torch.float64)
     draws = []
     for _ in range(4000):
         performer = TokenPerformer(8, 8, 0.0).double()
-        draws.append(performer.features_of(q) @ performer.features_of(k).mT)
+        draws.append(performer.random_features(q) @ performer.random_features(k).mT)
         assert performer.w.shape == (4, 8)
     torch.testing.assert_close(
         performer.w @ performer.w.mT, 4 * torch.eye(4, dtype=torch.float64), rtol=0, atol=1e-5
     )
-    # E exp(w (q + k)) = exp(|q + k|^2 / 2) for normal w; rows of fixed length sqrt(M) make it
-    # smaller where M is not E.
+    # The mean of exp(w (q + k)) is exp(|q + k|^2 / 2) for normal w; rows of fixed length sqrt(M)
+    # make it smaller where M is not E.
     draws = torch.stack(draws).mean(0)
-    length, order = (
-        (q[:, :, None] + k[:, None]).square().sum(-1),
-        torch.arange(40, dtype=torch.float64),
-    )
-    # A row is sqrt(M) u, u uniform on the sphere of E: E exp(sqrt(M) u x) = Gamma(E/2) sum_j (M
-    # |x|^2 / 4)^j / (j! Gamma(j + E/2)).
-    log_terms = (
-        order * (4 * length[..., None] / 4).log()
-        - torch.lgamma(order + 1)
-        - torch.lgamma(order + 4)
-        + math.lgamma(4)
-    )
+    length = (q[:, :, None] + k[:, None]).square().sum(-1)
+    order = torch.arange(40, dtype=torch.float64)
+    # A row is sqrt(M) u, with u uniform on the sphere in E dimensions. The mean of
+    # exp(sqrt(M) u x) is Gamma(E/2) sum_j (M |x|^2 / 4)^j / (j! Gamma(j + E/2)).
+    log_terms = order * (4 * length[..., None] / 4).log() - torch.lgamma(order + 1)
+    log_terms = log_terms - torch.lgamma(order + 4) + math.lgamma(4)
     outside = (-(q.square().sum(-1)[:, :, None] + k.square().sum(-1)[:, None]) / 2).exp()
     torch.testing.assert_close(draws, log_terms.exp().sum(-1) * outside, rtol=0.05, atol=0)
 
@@ -172,13 +143,13 @@ def test_positions_are_sines_and_cosines():
             )
 
 
-def test_the_performer_is_in_float32_under_autocast():
-    """Exponents of 16 bits: with |k|^2 of some hundreds they gave NaN and zeros."""
+def test_the_performer_computes_in_float32_under_autocast():
+    """With 16-bit exponents, a |k|^2 of some hundreds gave NaN and zeros."""
     torch.manual_seed(0)
     performer = TokenPerformer(8, 8, 0.0)
     seen = []
-    whole = performer.features_of
-    performer.features_of = lambda x: seen.append(x.dtype) or whole(x)
+    original = performer.random_features
+    performer.random_features = lambda x: seen.append(x.dtype) or original(x)
     with torch.no_grad():
         exact = performer(x := torch.randn(2, 50, 8))
         with torch.autocast("cpu", torch.bfloat16):
@@ -190,7 +161,7 @@ def test_the_performer_is_in_float32_under_autocast():
 @pytest.mark.parametrize(
     "fields", [{}, dict(token_head=True), dict(published=True, drop_path_rate=0.1)]
 )
-def test_it_trains_a_step(fields):
+def test_a_training_step_lowers_the_loss(fields):
     model = small(**fields)
     image, label = torch.randn(6, 3, 64, 64), torch.tensor([0, 1, 2, 3, 4, 0])
     frozen = {name: buffer.clone() for name, buffer in model.named_buffers()}
@@ -219,12 +190,9 @@ def test_it_trains_a_step(fields):
 
 
 @pytest.mark.parametrize("fields", [{}, dict(token_head=True)])
-def test_it_compiles_without_a_graph_break(fields):
-    model, image, mask = (
-        small(**fields).eval(),
-        torch.randn(2, 3, 64, 64),
-        torch.zeros(4, 4, dtype=torch.bool),
-    )
+def test_compiles_without_a_graph_break(fields):
+    model, image = small(**fields).eval(), torch.randn(2, 3, 64, 64)
+    mask = torch.zeros(4, 4, dtype=torch.bool)
     mask[1:3] = True
     torch._dynamo.reset()
     step = torch.compile(copy.deepcopy(model), backend="eager", fullgraph=True)
@@ -236,7 +204,7 @@ def test_it_compiles_without_a_graph_break(fields):
         torch.compile(copy.deepcopy(model), backend="eager", fullgraph=True)(image, mask)
 
 
-def test_timms_rules_for_models_hold():
+def test_timm_interface():
     model, image = small().eval(), torch.randn(2, 3, 64, 96)
     with torch.no_grad():
         features = model.forward_features(image)
@@ -273,14 +241,15 @@ def test_arguments_that_do_not_fit_are_refused(arguments, why):
         small(**arguments)
 
 
-def test_sizes_that_cut_tokens_are_refused():
+def test_images_with_partial_patches_are_refused():
     with pytest.raises(ValueError, match="inputs of 64 x 70 pixels must be multiples"):
         small()(torch.zeros(1, 3, 64, 70))
 
 
-def test_published_names_and_positions_of_another_size_are_taken(tmp_path):
-    """The published file's names are ours; at another size its positions are resized, at its own it
-    is built so.
+def test_published_names_and_positions_of_another_size_are_loaded(tmp_path):
+    """The published file's names are the model's.
+
+    `initialize` resizes positions to the model's size; `build` builds the model at the file's size.
     """
     trained = small(img_size=96)
     torch.save({"state_dict_ema": trained.state_dict()}, tmp_path / "81.5_T2T_ViT_14.pth.tar")

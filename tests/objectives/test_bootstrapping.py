@@ -1,4 +1,4 @@
-"""Bootstrapping's losses and gradients against plain float64, and what is shared held once."""
+"""Bootstrapping's losses and gradients against plain float64, and weight sharing."""
 
 import copy
 
@@ -20,7 +20,8 @@ from densefeed.objectives.bootstrapping import (
     pool_squares,
 )
 
-KEPT = torch.tensor([1.0, 0.0, 1.0])  # the middle image is padding
+# The image in the middle is padding.
+KEPT = torch.tensor([1.0, 0.0, 1.0])
 
 
 def both(shared: bool, **options) -> JointModel:
@@ -30,7 +31,7 @@ def both(shared: bool, **options) -> JointModel:
 
 
 def features(*sides: int) -> tuple[list, list]:
-    """Tokens of a 4 x 4 grid, and maps of these sides."""
+    """Return tokens of a 4 x 4 grid, and maps with these sides."""
     rng = torch.Generator().manual_seed(0)
     tokens = [
         torch.randn(3, 16, 6, generator=rng, dtype=torch.float64).requires_grad_() for _ in sides
@@ -41,11 +42,11 @@ def features(*sides: int) -> tuple[list, list]:
     ]
 
 
-# ------------------------------------------------------------------------- features
+# ---------------------------------------------------------------- features
 
 
 def own_places(many: int, few: int, place: int, adapt: str) -> list[int]:
-    """Which of `many` tokens become number `place` of `few`."""
+    """Return which of `many` tokens are averaged to token `place` of `few`."""
     if adapt == "sequence":
         return list(range(place * (many // few), (place + 1) * (many // few)))
     wide, small = int(many**0.5), int(few**0.5)
@@ -55,7 +56,7 @@ def own_places(many: int, few: int, place: int, adapt: str) -> list[int]:
 
 
 def by_hand(tokens, maps, norm, adapt):
-    """Equation 6, image by image and token by token, in float64."""
+    """Compute equation 6 per image and token, in float64."""
     total = 0.0
     for x, y in zip(tokens, maps, strict=True):
         for image in (0, 2):
@@ -89,8 +90,8 @@ def by_hand(tokens, maps, norm, adapt):
 
 @pytest.mark.parametrize("adapt", ["sequence", "pool-2d"])
 @pytest.mark.parametrize("norm", ["l2-token", "l2-whole", "layernorm"])
-def test_the_feature_loss_is_equations_6_and_7(norm, adapt):
-    """Maps larger than the tokens' grid, equal and smaller."""
+def test_the_feature_loss_equals_equations_6_and_7(norm, adapt):
+    """With maps larger than the tokens' grid, of equal size, and smaller."""
     tokens, maps = features(8, 4, 2)
     loss = feature_loss(tokens, maps, KEPT, norm, adapt)
     want = by_hand(tokens, maps, norm, adapt)
@@ -100,16 +101,17 @@ def test_the_feature_loss_is_equations_6_and_7(norm, adapt):
     )
 
 
-def test_the_agents_features_are_constants():
+def test_the_agents_features_get_no_gradient():
     tokens, maps = features(8, 2)
     feature_loss(tokens, maps, KEPT).backward()
     assert all(found.grad is None for found in maps)
     assert all(found.grad[0].any() and not found.grad[1].any() for found in tokens)
 
 
-def test_the_norms_are_correlations():
-    """2 - 2 cos over each token, over the whole, and 2 - 2 rho; zero for what is equal but for its
-    length.
+def test_the_norms_give_correlations():
+    """They are 2 - 2 cos per token, 2 - 2 cos over all tokens, and 2 - 2 rho.
+
+    Features that differ only by a factor have distance 0.
     """
     (x,), (y,) = features(4)
     agent, one = y.flatten(2).mT, torch.ones(3)
@@ -130,7 +132,7 @@ def test_the_norms_are_correlations():
         assert feature_loss([3 * agent], [y], one, norm).item() == pytest.approx(0, abs=1e-5)
 
 
-def test_pooling_in_squares_gives_back_a_map_that_is_constant_in_each_square_and_sequences_do_not():
+def test_pooling_in_squares_restores_a_map_constant_in_each_square_and_sequences_do_not():
     small = torch.arange(12.0).view(1, 4, 3)
     large = F.interpolate(small.mT.unflatten(2, (2, 2)), scale_factor=2).flatten(2).mT
     torch.testing.assert_close(pool_squares(large, 4), small)
@@ -142,7 +144,7 @@ def test_pooling_in_squares_gives_back_a_map_that_is_constant_in_each_square_and
     torch.testing.assert_close(pool_sequence(large, 4).mT, F.avg_pool1d(large.mT, 4))
 
 
-def test_places_that_do_not_fit_are_refused():
+def test_numbers_of_tokens_that_do_not_fit_are_refused():
     x = torch.zeros(1, 16, 2)
     with pytest.raises(ValueError, match="16 tokens cannot be averaged to 9"):
         pool_sequence(x, 9)
@@ -153,10 +155,10 @@ def test_places_that_do_not_fit_are_refused():
             pool_squares(x, length)
 
 
-# ------------------------------------------------------------------------- answers
+# ---------------------------------------------------------------- distillation
 
 
-def test_distillation_is_the_divergence_by_hand_and_teaches_one_alone():
+def test_distillation_equals_the_divergence_by_hand_and_trains_the_student_alone():
     torch.manual_seed(0)
     student, teacher = (torch.randn(3, 5, dtype=torch.float64).requires_grad_() for _ in range(2))
     p, q = (logits / 4 for logits in (teacher, student))
@@ -170,8 +172,8 @@ def test_distillation_is_the_divergence_by_hand_and_teaches_one_alone():
     assert distillation_loss(teacher + 3, teacher, KEPT, 4.0).item() == pytest.approx(0, abs=1e-6)
 
 
-def test_the_temperature_does_not_change_the_gradients_size():
-    """Of small logits, to first order (Hinton et al., arXiv 1503.02531): T² makes up for T."""
+def test_the_temperature_does_not_change_the_gradients_norm():
+    """For small logits, to first order, T² compensates T (Hinton et al., arXiv 1503.02531)."""
     torch.manual_seed(0)
     teacher, student = 0.01 * torch.randn(3, 5), (0.01 * torch.randn(3, 5)).requires_grad_()
     norms = [
@@ -181,12 +183,13 @@ def test_the_temperature_does_not_change_the_gradients_size():
     assert norms[1:] == pytest.approx(norms[:2], rel=0.03)
 
 
-# ------------------------------------------------------------------------- gradients
+# ---------------------------------------------------------------- gradients
 
 
-def test_alignment_of_hand_made_gradients():
-    """Against it: its part along the other goes. With it, or square to it: nothing changes. Lists
-    are one vector.
+def test_alignment_of_given_gradients():
+    """A conflicting component is removed; a gradient without one does not change.
+
+    A list of tensors is treated as one vector.
     """
     vit = [torch.tensor([2.0, 0.0]), torch.tensor([[0.0]])]
     for agent, want in (
@@ -196,9 +199,10 @@ def test_alignment_of_hand_made_gradients():
     ):
         found = align_gradients([torch.tensor(part) for part in agent], vit)
         assert [part.tolist() for part in found] == want
-        assert [part.tolist() for part in align_gradients(found, vit)] == want  # once is enough
-    # One vector: (1, -2) has the product -1 with (1, 1), and loses -1/2 of it, though its first
-    # part alone agrees.
+        # A second alignment has no effect.
+        assert [part.tolist() for part in align_gradients(found, vit)] == want
+    # As one vector (1, -2) has the product -1 with (1, 1), and -1/2 times (1, 1) is subtracted,
+    # although its first component alone does not conflict.
     found = align_gradients(
         [torch.tensor([1.0]), torch.tensor([-2.0])], [torch.tensor([1.0]), torch.tensor([1.0])]
     )
@@ -208,7 +212,7 @@ def test_alignment_of_hand_made_gradients():
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_what_is_left_is_never_against_the_other(seed):
+def test_aligned_gradients_never_conflict(seed):
     rng = torch.Generator().manual_seed(seed)
     agent, vit = (
         [torch.randn(shape, generator=rng, dtype=torch.float64) for shape in ((3, 4), (5,))]
@@ -225,7 +229,7 @@ def test_what_is_left_is_never_against_the_other(seed):
 
 
 def losses(said) -> tuple[torch.Tensor, torch.Tensor]:
-    """One of each network: some classes, and features."""
+    """Return a loss of each network, from class logits and features."""
     label = torch.tensor([0, 2])
     vit = F.cross_entropy(class_logits(said.vit), label) + feature_loss(
         said.tokens, said.maps, torch.ones(2)
@@ -236,12 +240,14 @@ def losses(said) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def reference(pair: JointModel, image, align: str) -> dict[str, torch.Tensor]:
-    """Gradients by two backward passes through one set of weights, and Algorithm 1 with loops, in
-    float64.
+    """Compute gradients by two backward passes through the shared weights and Algorithm 1.
+
+    In float64, with loops.
     """
     plain = copy.deepcopy(pair)
     V = slice(2 * plain.vit.embed_dim, None)
-    for block, lent in enumerate(plain.agent.lent):  # the very parameters, in place of aliases
+    # The agent uses the parameters themselves instead of aliases.
+    for block, lent in enumerate(plain.agent.lent):
         own = plain.vit.blocks[block]
         plain.agent.lent[block] = lent._replace(
             value=own.attn.qkv.weight[V],
@@ -305,12 +311,14 @@ def reference(pair: JointModel, image, align: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("align", ["global", "layer", "tensor", "none"])
-def test_one_backward_pass_and_the_combination_are_algorithm_1(align):
-    """Private weights get their own network's gradient whole, shared ones the mean, q and k nothing
-    of the agent's.
+def test_one_backward_pass_and_combine_gradients_equal_algorithm_1(align):
+    """Private weights get their network's gradient, shared ones the mean.
+
+    q and k get nothing from the agent.
     """
     pair, image = both(shared=True).double(), torch.randn(2, 3, 32, 32, dtype=torch.float64)
-    pair.agent.lend(pair.vit)  # double() has moved the weights
+    # double() has replaced the weights.
+    pair.agent.lend(pair.vit)
     want = reference(pair, image, align)
     sum(losses(pair(image))).backward()
     pair.combine_gradients(align, lambda gradients: None)
@@ -325,8 +333,8 @@ def test_one_backward_pass_and_the_combination_are_algorithm_1(align):
     assert all(seen.grad is None for lent in pair.agent.lent for seen in lent)
 
 
-def test_the_four_ways_differ_here():
-    """Else the test above would show little."""
+def test_the_alignments_differ_here():
+    """Otherwise the test above would be weak."""
     pair, image = both(shared=True).double(), torch.randn(2, 3, 32, 32, dtype=torch.float64)
     pair.agent.lend(pair.vit)
     found = [
@@ -338,7 +346,7 @@ def test_the_four_ways_differ_here():
     )
 
 
-def test_two_parts_of_a_batch_add_up_and_ranks_are_asked_once():
+def test_two_micro_batches_add_up_and_ranks_are_reduced_once():
     pair, images, asked = both(shared=True), torch.randn(2, 2, 3, 32, 32), []
     for image in images:
         sum(losses(pair(image))).backward()
@@ -350,11 +358,11 @@ def test_two_parts_of_a_batch_add_up_and_ranks_are_asked_once():
     assert all(torch.equal(a, b) for a, b in zip(asked[0], want, strict=True))
 
 
-# ------------------------------------------------------------------------- one set of weights
+# ---------------------------------------------------------------- one set of weights
 
 
-def test_what_is_shared_is_held_once():
-    """By parameters, state dict, optimizer and average, which do not hold the agent's aliases."""
+def test_shared_weights_are_stored_once():
+    """Parameters, state dict, optimizer and EMA do not contain the agent's aliases."""
     pair, joint = both(shared=True), both(shared=False)
     storages = [p.untyped_storage().data_ptr() for p in pair.parameters()]
     assert len(storages) == len(set(storages))
@@ -370,7 +378,7 @@ def test_what_is_shared_is_held_once():
     assert id(pair.vit.blocks[0].mlp.fc1.weight) in decayed
 
 
-def test_the_networks_say_what_they_say_alone():
+def test_outputs_equal_those_of_the_separate_networks():
     for shared in (False, True):
         pair, image = both(shared=shared).eval(), torch.randn(2, 3, 32, 32)
         said = pair(image)
@@ -383,10 +391,11 @@ def test_the_networks_say_what_they_say_alone():
         )
         pair.vit(image)
         handle.remove()
-        torch.testing.assert_close(said.tokens[1], seen[0][:, 1:])  # no class token
+        # Without the class token.
+        torch.testing.assert_close(said.tokens[1], seen[0][:, 1:])
 
 
-def test_some_blocks_alone_can_be_supervised():
+def test_selected_blocks_can_be_supervised():
     pair = both(shared=False)
     some = JointModel(pair.vit, pair.agent, (3, 1)).eval()
     image = torch.randn(2, 3, 32, 32)

@@ -1,5 +1,6 @@
-"""DRLoc against loops over images and pairs in float64, hand-counted heads, the constants of
-uniform places, and timm's maps.
+"""DRLoc against float64 loops over images and pairs, counts by hand, and timm's maps.
+
+Losses of constant predictions are known in closed form for uniformly drawn positions.
 """
 
 import math
@@ -36,7 +37,8 @@ SWIN = dict(
     num_heads=(1, 2, 3, 4),
     num_classes=5,
 )
-MODELS = {  # with the width and grid of the last map, at 64 pixels
+# Arguments, and width and grid of the last map at 64 pixels.
+MODELS = {
     "test_vit": (dict(img_size=64, num_classes=5), (64, 4, 4)),
     "lvvit_micro": (dict(num_classes=5, token_head=False), (96, 8, 8)),
     "swin_tiny_patch4_window7_224": (SWIN, (96, 2, 2)),
@@ -56,7 +58,7 @@ def network(name: str, **more) -> nn.Module:
 
 
 def words_of(row1: int, column1: int, row2: int, column2: int, grid: tuple[int, int]) -> list[int]:
-    """The middle word of those that lead to these places."""
+    """Return random words in the middle of the ranges that give these positions."""
     return [
         (2 * at + 1) * 2**31 // side
         for at, side in zip((row1, column1, row2, column2), 2 * grid, strict=True)
@@ -67,13 +69,14 @@ def drawn(N: int, M: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(2**32, (N, M, 4), generator=torch.Generator().manual_seed(seed))
 
 
-# ------------------------------------------------------------------------- the head
+# ---------------------------------------------------------------- the head
 
 
 @pytest.mark.parametrize(("width", "count"), [(384, 657_410), (768, 1_050_626), (2048, 2_361_346)])
-def test_a_head_has_the_published_parameters(width, count):
-    """CvT-13 and T2T-ViT-14; Swin-T and ViT-B; ResNet-50. By hand: two hidden layers of 512, two
-    outputs, biases.
+def test_a_head_has_the_published_parameter_count(width, count):
+    """For CvT-13 and T2T-ViT-14; Swin-T and ViT-B; ResNet-50.
+
+    By hand: two hidden layers of 512, two outputs, biases.
     """
     assert count == (2 * width + 1) * 512 + 513 * 512 + 513 * 2
     assert sum(p.numel() for p in LocalizationHead(width, 2).parameters()) == count
@@ -86,9 +89,10 @@ def test_a_head_has_the_published_parameters(width, count):
     )
 
 
-def test_the_other_variants_heads_have_their_parameters():
-    """The four maps of the public code's `all`; 15 classes an axis (2 k + 1) in the paper, 13 and a
-    layer more in the code.
+def test_the_other_variants_heads_have_the_published_parameter_counts():
+    """The four maps of `all` in the published code; classes of `ce` and `reg`.
+
+    The paper has 15 classes per axis (2 k + 1), the published code 13 and one more layer.
     """
     assert (
         sum(
@@ -111,7 +115,7 @@ def test_the_other_variants_heads_have_their_parameters():
     assert [offset_classes(k, published=True) for k in (7, 14)] == [13, 27]
 
 
-def test_a_head_is_three_layers_with_relu_between_and_nothing_behind():
+def test_a_head_has_three_layers_with_relu_between_them():
     torch.manual_seed(0)
     head, x = LocalizationHead(3, 2), torch.randn(4, 6)
     first, second, last = (layer for layer in head if isinstance(layer, nn.Linear))
@@ -121,11 +125,11 @@ def test_a_head_is_three_layers_with_relu_between_and_nothing_behind():
     assert bool((head(torch.randn(200, 6)) < 0).any())
 
 
-# ------------------------------------------------------------------------- places and maps
+# ---------------------------------------------------------------- places and maps
 
 
 @pytest.mark.parametrize("grid", [(7, 7), (3, 5)])
-def test_words_are_uniform_places_up_to_the_last(grid):
+def test_words_give_uniform_positions_up_to_the_last(grid):
     edges = torch.tensor([[[0, 0, 2**32 - 1, 2**32 - 1]]])
     row, column = places(edges, grid)
     assert (row.tolist(), column.tolist()) == ([[[0, grid[0] - 1]]], [[[0, grid[1] - 1]]])
@@ -133,14 +137,14 @@ def test_words_are_uniform_places_up_to_the_last(grid):
         counts = torch.bincount(place.flatten(), minlength=side).double()
         expected = place.numel() / side
         assert len(counts) == side
-        # Chi-square of side - 1 degrees of freedom: mean side - 1, variance twice that; six
-        # deviations.
+        # Chi-square with side - 1 degrees of freedom has mean side - 1 and twice that variance;
+        # the limit is six standard deviations above the mean.
         assert ((counts - expected) ** 2 / expected).sum() < side - 1 + 6 * math.sqrt(
             2 * (side - 1)
         )
 
 
-def test_embeddings_are_collected_by_row_and_column_of_any_grid():
+def test_embeddings_are_gathered_by_row_and_column_of_any_grid():
     """The published code multiplies rows by the height, which is wrong on this 3 x 5."""
     map_NDRC = torch.randn(2, 4, 3, 5)
     row, column = places(drawn(2, 6), (3, 5))
@@ -155,7 +159,7 @@ def test_embeddings_are_collected_by_row_and_column_of_any_grid():
 @pytest.mark.parametrize(
     ("grid", "factor"), [((14, 14), 2), ((6, 10), 2), ((9, 6), 3), ((7, 7), 1)]
 )
-def test_a_pool_is_the_mean_of_what_lies_within_the_map(grid, factor):
+def test_pooling_averages_positions_inside_the_map(grid, factor):
     map_NDRC = torch.randn(2, 3, *grid, dtype=torch.float64)
     got = pooled(map_NDRC, factor)
     assert got.shape == (2, 3, grid[0] // factor, grid[1] // factor)
@@ -183,9 +187,7 @@ def test_a_pool_is_the_mean_of_what_lies_within_the_map(grid, factor):
         ((1, 1), 0, "leaves 1 x 1 places, too few"),
     ],
 )
-def test_a_grid_that_cannot_be_pooled_is_refused_with_all_that_it_can_be_pooled_to(
-    grid, side, said
-):
+def test_a_grid_that_cannot_be_pooled_is_refused_with_the_sides_that_fit(grid, side, said):
     def fits(side):
         try:
             return bool(pool_factor(grid, side))
@@ -194,20 +196,20 @@ def test_a_grid_that_cannot_be_pooled_is_refused_with_all_that_it_can_be_pooled_
 
     with pytest.raises(PoolError, match=said) as refused:
         pool_factor(grid, side)
-    # A pool to all rows is none.
+    # Pooling to all rows is no pooling.
     assert sorted(refused.value.sides) == [side for side in range(grid[0]) if fits(side)]
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_map_is_timms_last_one_and_the_output_the_models(name):
-    """Against timm's own forward_intermediates where it normalizes, and the plain forward pass."""
+def test_the_map_is_timms_last_one_and_the_output_is_the_models(name):
+    """Compared with timm's normalized forward_intermediates and the plain forward pass."""
     model, (_, shape) = network(name).eval(), MODELS[name]
     image = torch.randn(2, 3, 64, 64)
     with torch.no_grad():
         got = feature_map(model.forward_features(image), model, image)
         assert got.shape == (2, *shape)
         (want,) = model.forward_intermediates(image, indices=1, norm=True, intermediates_only=True)
-        # An NFNet's activation comes last, which timm leaves out of its intermediates.
+        # timm's intermediates do not include the final activation of an NFNet.
         torch.testing.assert_close(
             got, model.final_act(model.final_conv(want)) if name == "nfnet_micro" else want
         )
@@ -227,7 +229,7 @@ def test_the_map_of_an_oblong_image_has_its_rows_and_columns():
     torch.testing.assert_close(got, want)
 
 
-def test_released_reads_swin_and_vit_before_their_norm_and_all_reads_every_block():
+def test_published_uses_maps_before_the_norm_of_swin_and_vit_and_all_uses_every_block():
     image = torch.randn(2, 3, 64, 64)
     for name in ("test_vit", "swin_tiny_patch4_window7_224", "lvvit_micro"):
         model = network(name).eval()
@@ -244,7 +246,7 @@ def test_released_reads_swin_and_vit_before_their_norm_and_all_reads_every_block
 
 
 class Flat(nn.Module):
-    """Features `[N, D]`, which have no places."""
+    """A model whose features have no positions."""
 
     def __init__(self, *shape: int) -> None:
         super().__init__()
@@ -272,8 +274,8 @@ def test_a_model_without_a_map_is_refused(model, variant, said):
 
 
 @pytest.mark.parametrize("name", ["pit_ti_224", "pit_ti_distilled_224"])
-def test_features_that_are_class_tokens_alone_are_no_map(name):
-    """PiT's, one or two."""
+def test_features_of_class_tokens_alone_are_refused(name):
+    """PiT has one or two class tokens."""
     with torch.device("meta"):
         model = timm.create_model(name, img_size=64, depth=(1, 1, 1), num_classes=5)
         with pytest.raises(ValueError, match="its features are the class token alone"):
@@ -282,7 +284,7 @@ def test_features_that_are_class_tokens_alone_are_no_map(name):
 
 @pytest.mark.parametrize("name", ["test_vit", "eva02_tiny_patch14_224"])
 @pytest.mark.parametrize("published", [False, True])
-def test_a_model_that_leaves_out_patches_is_refused(name, published):
+def test_a_model_with_patch_dropout_is_refused(name, published):
     for rate in (0.0, 0.5):
         with torch.device("meta"):
             model = timm.create_model(
@@ -292,7 +294,7 @@ def test_a_model_that_leaves_out_patches_is_refused(name, published):
                 LocalizedModel(model, "l1", 0, [model.patch_embed.img_size[0]], published)
                 continue
             with pytest.raises(
-                ValueError, match=r"it leaves out patches in training, .*leave patch_drop_rate away"
+                ValueError, match=r"it uses patch dropout in training, .*remove patch_drop_rate"
             ):
                 LocalizedModel(model, "l1", 0, [model.patch_embed.img_size[0]], published)
 
@@ -316,23 +318,24 @@ def test_an_agents_map_is_its_last_one():
         LocalizedModel(model, "all", 0, [64])
 
 
-def test_a_class_for_each_offset_allows_one_grid():
+def test_classes_of_offsets_need_one_grid_for_all_input_sizes():
     model = network("resnet18")
     for variant in ("ce", "reg"):
         with pytest.raises(
             ValueError, match=rf"differ in number between input sizes, with {variant} a class each"
         ):
             LocalizedModel(model, variant, 0, [64, 96])
-        LocalizedModel(model, variant, 2, [64, 128])  # pooled to one
+        # Both are pooled to one grid.
+        LocalizedModel(model, variant, 2, [64, 128])
     assert model.training
     LocalizedModel(model, "l1", 0, [64, 96])
 
 
-# ------------------------------------------------------------------------- the loss
+# ---------------------------------------------------------------- the loss
 
 
 def plain_loss(variant, heads, maps, words, weights, side, published):
-    """One number after the other, in float64; maps are lists of tensors with gradients."""
+    """Compute the loss one number at a time in float64; maps are tensors with gradients."""
     total = torch.zeros((), dtype=torch.float64)
     for head, map_NDRC in zip(heads, maps, strict=True):
         factor = maps[-1].shape[2] // side if side else 1
@@ -373,9 +376,10 @@ def plain_loss(variant, heads, maps, words, weights, side, published):
 @pytest.mark.parametrize("published", [False, True])
 @pytest.mark.parametrize(("grid", "side"), [((3, 5), 0), ((6, 4), 3)])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_variant_and_its_gradients_are_the_plain_loops(variant, grid, side, published):
-    """Oblong grids, pooled ones, an image of no weight; `all` on maps of two sizes. In float64 to
-    rounding.
+def test_a_variant_and_its_gradients_equal_the_plain_loops(variant, grid, side, published):
+    """With oblong and pooled grids, and an image of weight 0; `all` has maps of two sizes.
+
+    Equal in float64 up to rounding.
     """
     torch.manual_seed(1)
     sizes = [(2 * grid[0], 2 * grid[1]), grid] if variant == "all" else [grid]
@@ -400,7 +404,7 @@ def test_a_variant_and_its_gradients_are_the_plain_loops(variant, grid, side, pu
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_the_gradient_is_that_of_finite_differences(variant):
+def test_the_gradient_passes_gradcheck(variant):
     torch.manual_seed(0)
     ours = LocalizationLoss(variant, [3], 2, (2, 2), published=False).double()
     map_NDRC = torch.randn(2, 3, 4, 4, dtype=torch.float64, requires_grad=True)
@@ -408,7 +412,7 @@ def test_the_gradient_is_that_of_finite_differences(variant):
     assert torch.autograd.gradcheck(lambda map_NDRC: ours([map_NDRC], words, weights), (map_NDRC,))
 
 
-def test_gradients_reach_both_places_of_a_pair_and_no_others():
+def test_gradients_reach_both_positions_of_a_pair_and_no_others():
     torch.manual_seed(0)
     map_NDRC = torch.randn(1, 6, 4, 4, requires_grad=True)
     words = torch.tensor([[words_of(0, 1, 3, 2, (4, 4))]])
@@ -421,8 +425,8 @@ def test_gradients_reach_both_places_of_a_pair_and_no_others():
 @pytest.mark.parametrize(
     ("k", "raw", "share"), [(7, 2.2857, 0.3265), (8, 2.625, 0.3281), (14, 4.6429, 0.3316)]
 )
-def test_who_always_says_0_has_the_mean_distance_of_uniform_places(k, raw, share):
-    """(k^2 - 1) / (3 k) over all pairs of places; what an untrained head begins near."""
+def test_predicting_0_has_the_mean_distance_of_uniform_positions(k, raw, share):
+    """The mean is (k^2 - 1) / (3 k) over all pairs; an untrained head starts near it."""
     offset = torch.arange(k)[:, None] - torch.arange(k)
     zero = torch.zeros(k, k)
     assert regression_loss(zero, offset, k, False, True).mean().item() == pytest.approx(
@@ -439,17 +443,15 @@ def test_who_always_says_0_has_the_mean_distance_of_uniform_places(k, raw, share
 
 
 @pytest.mark.parametrize(("published", "start"), [(False, 5.416), (True, 5.130)])
-def test_who_knows_nothing_pays_two_logarithms_of_the_classes(published, start):
+def test_uniform_logits_have_a_loss_of_two_logarithms_of_the_classes(published, start):
     offset = torch.arange(-6, 7)[None]
     loss = classification_loss(torch.zeros(1, 13, offset_classes(7, published)), offset)
     assert torch.equal(loss, loss[:, :1].expand_as(loss))
     assert 2 * loss[0, 0].item() == pytest.approx(start, abs=5e-4)
 
 
-def test_who_is_sure_and_right_pays_least_and_who_is_sure_and_wrong_nothing_infinite():
-    """A distribution that is one offset: its variance is 0, and only LEAST_VARIANCE is left of
-    it.
-    """
+def test_a_confident_prediction_has_the_least_loss_if_right_and_a_finite_one_if_wrong():
+    """The variance of a one-hot distribution is 0 and is clamped to LEAST_VARIANCE."""
     logits = torch.full((1, 2, 15), -200.0)
     logits[0, :, 7 + 3] = 200.0
     offset = torch.tensor([[3, 2]])
@@ -485,7 +487,7 @@ def test_under_autocast_the_loss_is_float32_and_nearly_the_same(variant, dtype):
         "dhvt_tiny_imagenet_patch16",
     ],
 )
-def test_a_network_with_its_heads_is_one_graph(name, variant):
+def test_compiles_without_a_graph_break(name, variant):
     torch._dynamo.reset()
     both = LocalizedModel(network(name), variant, 0, [64]).eval()
     image, words, weights = torch.randn(2, 3, 64, 64), drawn(2, 5), torch.ones(2)
@@ -493,7 +495,7 @@ def test_a_network_with_its_heads_is_one_graph(name, variant):
     torch.testing.assert_close(compiled(image, words, weights), both(image, words, weights))
 
 
-def test_nothing_waits(no_host_read):
+def test_no_host_sync(no_host_read):
     both = LocalizedModel(network("lvvit_micro"), "all", 4, [64])
     image, words, weights = torch.randn(2, 3, 64, 64), drawn(2, 5), torch.ones(2)
     with no_host_read():
@@ -502,8 +504,8 @@ def test_nothing_waits(no_host_read):
     assert both.model.stem[0].weight.grad.any()
 
 
-def test_under_mixtoken_the_map_is_the_mixed_images():
-    """What is exchanged keeps its place; the tokens' logits alone go back to their images."""
+def test_with_mixtoken_the_map_is_that_of_the_mixed_image():
+    """Exchanged tokens keep their positions; only token logits return to their images."""
     model = network("lvvit_micro", token_head=True).eval()
     image, mask = torch.randn(2, 3, 64, 64), torch.zeros(8, 8, dtype=torch.bool)
     mask[2:5, 1:7] = True
@@ -518,16 +520,15 @@ def test_under_mixtoken_the_map_is_the_mixed_images():
         )
 
 
-def test_only_biases_of_the_heads_and_what_the_model_says_is_not_decayed():
+def test_weight_decay_excludes_what_the_model_excludes():
     both = LocalizedModel(network("swin_tiny_patch4_window7_224"), "l1", 0, [64])
-    assert len(both.no_weight_decay()) == 5  # a table of relative positions for each block
+    # One table of relative positions per block.
+    assert len(both.no_weight_decay()) == 5
     assert both.no_weight_decay() <= {name for name, _ in both.named_parameters()}
 
 
-def test_it_learns_where_places_are_told():
-    """An identity map of coordinates: the head alone brings the distance from 0.33 to below
-    0.05.
-    """
+def test_the_head_learns_offsets_from_coordinates():
+    """On a map of coordinates the head alone reduces the loss from 0.33 to below 0.05."""
     torch.manual_seed(0)
     ours, weight = LocalizationLoss("l1", [2], 0, (4, 4), published=False), torch.ones(8)
     grid = torch.stack(torch.meshgrid(torch.arange(4.0), torch.arange(4.0), indexing="ij")).expand(

@@ -22,7 +22,7 @@ from densefeed.objectives.losses import (
 from densefeed.pipelines.mixing import mix_targets
 from densefeed.pipelines.targets import SparseTargets
 
-# The bars of the task: relative error of the loss, and absolute error of the gradient of a mean.
+# Limits of the relative error of the loss and of the absolute error of the gradient of a mean.
 LOSS, GRADIENT = 2e-6, 1e-7
 
 
@@ -34,8 +34,9 @@ def seeded():
 def random_targets(
     count, tokens, palette, classes, seed=0, total=1.1, repeats=False, dtype=torch.float64
 ):
-    """Targets that sum to `total`, and the same dense; with `repeats` a palette names classes
-    twice.
+    """Return targets that sum to `total`, and the same as a dense tensor.
+
+    With `repeats` a palette has the same class several times.
     """
     rng = torch.Generator().manual_seed(seed)
     if repeats:
@@ -48,7 +49,8 @@ def random_targets(
     extra = (
         torch.rand(count, tokens, palette, generator=rng, dtype=torch.float64) * classes / palette
     )
-    extra[..., 0] = -0.5 * base  # a class below all others
+    # One class has a smaller target than all others.
+    extra[..., 0] = -0.5 * base
     scale = total / (classes * base + extra.sum(-1))
     extra, base = (extra * scale[..., None]).to(dtype), (base * scale).to(dtype)
     dense = base.double()[..., None].repeat(1, 1, classes)
@@ -75,7 +77,7 @@ def sparse(logits, targets):
 
 
 def both(logits, targets, dense):
-    """Loss and gradient of the mean, ours and the dense float64 reference's of the same logits."""
+    """Return the mean loss and its gradient, sparse and from the dense float64 reference."""
     ours = sparse(logits, targets).mean()
     (gradient,) = torch.autograd.grad(ours, logits)
     exact = logits.detach().double().requires_grad_()
@@ -92,7 +94,7 @@ def both(logits, targets, dense):
     st.integers(0, 99),
 )
 @settings(max_examples=60, deadline=None)
-def test_sparse_is_dense(count, tokens, palette, classes, repeats, seed):
+def test_sparse_equals_dense(count, tokens, palette, classes, repeats, seed):
     targets, dense = random_targets(
         count, tokens, palette, classes, seed, repeats=repeats, dtype=torch.float32
     )
@@ -107,9 +109,10 @@ def test_sparse_is_dense(count, tokens, palette, classes, repeats, seed):
 @pytest.mark.parametrize(
     ("count", "tokens", "classes"), [(3, 100, 1000), (1, 50, 21_841), (2, 1, 70_001)]
 )
-def test_sparse_is_dense_for_real_numbers_of_classes(count, tokens, classes, offset):
-    """A shared offset of the logits changes nothing, though float32 sums of 21,841 of them would
-    not be worth much.
+def test_sparse_equals_dense_for_common_numbers_of_classes(count, tokens, classes, offset):
+    """An offset common to all logits has no effect.
+
+    Plain float32 sums of 21,841 such logits would have lost most of their precision.
     """
     targets, dense = random_targets(count, tokens, 40, classes, dtype=torch.float32)
     logits = (random_logits(count, tokens, classes).detach() + offset).requires_grad_()
@@ -120,20 +123,20 @@ def test_sparse_is_dense_for_real_numbers_of_classes(count, tokens, classes, off
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_logits_are_summed_in_float32(dtype):
-    """The gradient is rounded once, to the logits' dtype: half a unit in the last place."""
+    """The gradient is rounded once, to the logits' dtype, by half a unit in the last place."""
     targets, dense = random_targets(3, 50, 40, 1000, dtype=torch.float32)
     ours, want, gradient, want_gradient = both(
         random_logits(3, 50, 1000, dtype=dtype), targets, dense
     )
     assert gradient.dtype == dtype
     torch.testing.assert_close(ours, want, rtol=LOSS, atol=0)
-    # 2e-6 for what is rounded the other way where the exact value lies between two numbers.
+    # 2e-6 allows for values near the middle of two numbers, which may be rounded the other way.
     torch.testing.assert_close(
         gradient.double(), want_gradient, rtol=torch.finfo(dtype).eps / 2 + 2e-6, atol=GRADIENT
     )
 
 
-def test_the_gradient_is_the_derivative():
+def test_the_gradient_passes_gradcheck():
     targets, _ = random_targets(2, 3, 4, 7, repeats=True)
     assert sparse(random_logits(2, 3, 7, dtype=torch.float64), targets).dtype == torch.float64
     assert torch.autograd.gradcheck(
@@ -142,10 +145,8 @@ def test_the_gradient_is_the_derivative():
 
 
 @pytest.mark.parametrize("size", [1, 200, 1000, 5000])
-def test_blocks_of_any_size_give_the_same(size, monkeypatch):
-    """Rows of 44 bytes in blocks of a part of an image's tokens, of an image, of several, with a
-    remainder of each.
-    """
+def test_block_size_has_no_effect(size, monkeypatch):
+    """Rows of 44 bytes, in blocks of part of an image, one image or several, with remainders."""
     targets, _ = random_targets(5, 7, 4, 11, dtype=torch.float32)
 
     def results(dtype):
@@ -159,7 +160,7 @@ def test_blocks_of_any_size_give_the_same(size, monkeypatch):
     torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
 
 
-def test_logits_may_lie_apart_in_memory():
+def test_logits_need_not_be_contiguous():
     targets, _ = random_targets(3, 5, 4, 11, dtype=torch.float32)
     wide = random_logits(3, 6, 11)
     for view in (wide[:, 1:], wide.mT.contiguous().mT[:, :5]):
@@ -170,7 +171,7 @@ def test_logits_may_lie_apart_in_memory():
         )
 
 
-def test_backward_may_run_twice_and_only_for_logits():
+def test_backward_can_run_twice_and_only_for_logits():
     targets, _ = random_targets(2, 3, 4, 7, dtype=torch.float32)
     targets.extra.requires_grad_()
     logits = random_logits(2, 3, 7)
@@ -208,9 +209,10 @@ def test_token_loss_is_the_mean_over_labeled_tokens():
 
 
 @pytest.mark.parametrize("count", [1, 4, 5])
-def test_class_token_loss_takes_labels_mixed_with_the_partners(count):
-    """Equation 10 with the dense label mixed first; ours names both images' classes, some of them
-    twice.
+def test_class_token_loss_takes_targets_mixed_with_the_partners(count):
+    """Equation 10 with the dense label mixed first.
+
+    The sparse target has both images' classes, some of them twice.
     """
     targets, dense = random_targets(count, 1, 4, 11)
     logits, weight = (
@@ -227,7 +229,7 @@ def test_class_token_loss_takes_labels_mixed_with_the_partners(count):
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_where_nothing_has_weight_the_loss_is_zero(fused):
+def test_without_weights_the_loss_is_zero(fused):
     targets, _ = random_targets(2, 3, 4, 7, dtype=torch.float32)
     targets = targets._replace(weight=torch.zeros_like(targets.weight))
     head, features = torch.nn.Linear(5, 7), torch.randn(2, 3, 5, requires_grad=True)
@@ -242,7 +244,7 @@ def test_where_nothing_has_weight_the_loss_is_zero(fused):
     assert (head.weight.grad == 0).all()
 
 
-def test_samples_of_weight_zero_do_not_count():
+def test_samples_of_weight_zero_are_ignored():
     targets, dense = random_targets(4, 1, 3, 7)
     weight = torch.tensor([[1.0], [0.0], [1.0], [1.0]], dtype=torch.float64)
     logits = torch.randn(4, 7, dtype=torch.float64)
@@ -259,7 +261,7 @@ def test_samples_of_weight_zero_do_not_count():
     )
 
 
-def test_hard_labels_under_mixing_are_cutmix():
+def test_hard_labels_with_mixing_equal_cutmix():
     logits, label = torch.randn(5, 7, dtype=torch.float64), torch.tensor([1, 2, 3, 4, 0])
     soft = torch.nn.functional.one_hot(label, 7).double() * 0.9 + 0.1 / 7
     mix_targets = 0.6 * soft + 0.4 * soft.flip(0)
@@ -268,12 +270,13 @@ def test_hard_labels_under_mixing_are_cutmix():
     torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
 
 
-# ------------------------------------------------------------------------- the head's product and the loss in one
+# ---------------------------------------------------------------- head and loss fused
 
 
 def materialized(features, head, targets, dense=None):
-    """The same loss by way of logits: ours, or with `dense` the float64 reference. Returns it and
-    its three gradients.
+    """Return the loss computed from whole logits, and its three gradients.
+
+    With `dense` it is the float64 reference.
     """
     leaves = [tensor.detach().requires_grad_() for tensor in (features, head.weight, head.bias)]
     if dense is not None:
@@ -291,18 +294,18 @@ def fused(features, head, targets):
 
 
 def relative(got, want):
-    """Largest error of a tensor, in units of its largest value."""
+    """Return the largest error of a tensor, relative to its largest value."""
     return ((got.double() - want.double()).abs().max() / want.abs().max()).item()
 
 
 @pytest.fixture
 def small_chunks(monkeypatch):
-    """Two and a half images of 7 tokens and 31 classes a chunk, in float32."""
+    """Set chunks of two and a half images with 7 tokens and 31 classes, in float32."""
     monkeypatch.setattr(fused_head, "CHUNK_BYTES", 17 * 31 * 4)
 
 
 @pytest.mark.parametrize("count", [1, 2, 5, 6])
-def test_the_fused_loss_is_the_dense_one(count, small_chunks):
+def test_the_fused_loss_equals_the_dense_one(count, small_chunks):
     targets, dense = random_targets(count, 7, 5, 31, dtype=torch.float32)
     head, features = torch.nn.Linear(16, 31), torch.randn(count, 7, 16)
     ours, want = fused(features, head, targets), materialized(features, head, targets, dense)
@@ -320,7 +323,7 @@ def test_the_fused_loss_of_21841_classes():
         torch.testing.assert_close(got.double(), exact, rtol=0, atol=GRADIENT)
 
 
-def test_the_fused_gradients_are_the_derivatives(small_chunks):
+def test_the_fused_gradients_pass_gradcheck(small_chunks):
     targets, _ = random_targets(2, 3, 4, 7)
     shapes = ((2, 3, 5), (7, 5), (7,))
     leaves = [torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
@@ -329,9 +332,10 @@ def test_the_fused_gradients_are_the_derivatives(small_chunks):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("rows", [1, 17])
-def test_the_fused_loss_under_autocast_is_no_worse_than_with_logits(dtype, rows, monkeypatch):
-    """Both multiply in half precision; ours adds up its chunks, 280 of one row or 17 of 17, in
-    float32.
+def test_the_fused_loss_under_autocast_is_as_accurate_as_with_logits(dtype, rows, monkeypatch):
+    """Both multiply in half precision; the fused loss sums its chunks in float32.
+
+    There are 280 chunks of one row, or 17 of 17 rows.
     """
     monkeypatch.setattr(fused_head, "CHUNK_BYTES", rows * 31 * 2)
     targets, dense = random_targets(40, 7, 5, 31, dtype=torch.float32)
@@ -341,13 +345,13 @@ def test_the_fused_loss_under_autocast_is_no_worse_than_with_logits(dtype, rows,
         ours, theirs = fused(features, head, targets), materialized(features, head, targets)
     for got, other, want in zip(ours, theirs, exact, strict=True):
         assert got.dtype == torch.float32
-        # A product of D = 16 terms rounded to half precision on the way in and out: two units in
+        # A product of D = 16 terms with inputs and output rounded to half precision: two units in
         # the last place.
         assert relative(got, want) < 2 * torch.finfo(dtype).eps
         assert relative(got, want) < 1.5 * relative(other, want) + 1e-6
 
 
-def test_a_frozen_head_costs_no_gradient(small_chunks):
+def test_a_frozen_head_gets_no_gradient(small_chunks):
     targets, _ = random_targets(5, 7, 5, 31, dtype=torch.float32)
     head, features = (
         torch.nn.Linear(16, 31).requires_grad_(False),
@@ -356,7 +360,8 @@ def test_a_frozen_head_costs_no_gradient(small_chunks):
     loss = fused_token_loss(features, head.weight, head.bias, targets)
     loss.backward(retain_graph=True)
     torch.testing.assert_close(features.grad, fused(features, head, targets)[1])
-    loss.backward()  # twice the same adds up
+    # A second backward pass accumulates.
+    loss.backward()
     torch.testing.assert_close(features.grad, 2 * fused(features, head, targets)[1])
     with torch.no_grad():
         alone = fused_token_loss(features, head.weight, head.bias, targets)
@@ -382,11 +387,11 @@ def test_equation_7_takes_logits_or_features():
     )
 
 
-# ------------------------------------------------------------------------- cost
+# ---------------------------------------------------------------- cost
 
 
 def step(cls, features, head, whole, tokens):
-    """Both forms of the loss, so that one compilation tries them all."""
+    """Return the sum of both forms of the loss, so that one compilation covers both."""
     with_logits = token_labeling_loss(
         TokenLogits(cls, F.linear(features, head.weight, head.bias)), whole, tokens, 0.5
     )
@@ -412,13 +417,13 @@ def gradients_of(function, cls, features, head, whole, tokens):
     return [loss, *torch.autograd.grad(loss, (cls, features, head.weight, head.bias))]
 
 
-def test_nothing_is_read_back_from_the_device(no_host_read, small_chunks):
+def test_no_host_sync(no_host_read, small_chunks):
     arguments = step_arguments(0)
     with no_host_read():
         gradients_of(step, *arguments)
 
 
-def test_compiled_whole_and_once():
+def test_compiles_once_without_a_graph_break():
     compiled = torch.compile(step, fullgraph=True, dynamic=False)
     for seed in (0, 1):
         arguments = step_arguments(seed)
@@ -428,7 +433,7 @@ def test_compiled_whole_and_once():
 
 
 def peak_bytes(function, tmp_path):
-    """The most that `function` holds at a time of what it allocates itself."""
+    """Return the peak of the bytes that `function` allocates and holds at a time."""
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
     ) as profile:
@@ -445,8 +450,8 @@ def peak_bytes(function, tmp_path):
     return most
 
 
-def test_memory_beside_logits_and_gradient_is_a_tenth_of_the_dense_paths(tmp_path):
-    """Without the dense path's score maps and RoIAlign, which would count on its side too."""
+def test_memory_besides_logits_and_gradient_is_a_tenth_of_the_dense_path(tmp_path):
+    """Without the dense path's score maps and RoIAlign, which would add to its memory."""
     targets, dense = random_targets(64, 196, 40, 1000, dtype=torch.float32)
     dense, logits = dense.float(), torch.randn(64, 196, 1000, requires_grad=True)
     gradient = logits.nbytes
@@ -465,9 +470,7 @@ def test_memory_beside_logits_and_gradient_is_a_tenth_of_the_dense_paths(tmp_pat
 
 
 def test_the_fused_loss_never_holds_the_logits(tmp_path, monkeypatch):
-    """At a width of 16 the gradients weigh little: what is left are two chunks of 1 MiB and a block
-    of the same.
-    """
+    """At a width of 16 gradients are small; two chunks and a block of 1 MiB each remain."""
     monkeypatch.setattr(fused_head, "CHUNK_BYTES", 1 << 20)
     monkeypatch.setattr(kernels, "BLOCK_BYTES", 1 << 20)
     targets, _ = random_targets(16, 196, 10, 4096, dtype=torch.float32)

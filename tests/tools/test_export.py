@@ -300,9 +300,12 @@ def test_what_cannot_be_exported_leaves_nothing(runs, tmp_path):
     cases = [
         (
             replace(out, checkpoint=tmp_path / "text.pt"),
-            "text.pt is no checkpoint that loads safely",
+            "text.pt is not a checkpoint that loads safely",
         ),
-        (replace(out, checkpoint=tmp_path / "cut.pt"), "cut.pt is no checkpoint that loads safely"),
+        (
+            replace(out, checkpoint=tmp_path / "cut.pt"),
+            "cut.pt is not a checkpoint that loads safely",
+        ),
         (replace(out, checkpoint=tmp_path / "nowhere"), "there is no such checkpoint"),
         (replace(out, checkpoint=tmp_path / "names.pt"), "names 4 classes but its model has 5"),
         (replace(out, checkpoint=tmp_path / "classes.pt"), "does not fit the model nfnet_micro"),

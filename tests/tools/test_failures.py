@@ -145,8 +145,8 @@ def test_what_cannot_be_written_is_said(folder, tmp_path, run):
     [
         (["no_such_model"], ["no_such_model is neither a file nor a timm model"]),
         (["nowhere.pt"], ["nowhere.pt: there is no such checkpoint"]),
-        (["text.pt"], ["text.pt is no checkpoint that loads safely"]),
-        (["evil.pt"], ["evil.pt is no checkpoint that loads safely"]),
+        (["text.pt"], ["text.pt is not a checkpoint that loads safely"]),
+        (["evil.pt"], ["evil.pt is not a checkpoint that loads safely"]),
         (["list.pt"], ["list.pt holds a list"]),
     ],
 )

@@ -135,10 +135,10 @@ def test_what_cannot_be_opened_is_said_in_one_sentence(run, tmp_path):
     cases = [
         ((tmp_path / "empty",), "empty holds no last.pt"),
         ((tmp_path / "nowhere.pt",), "there is no such checkpoint"),
-        ((tmp_path / "text.pt",), "text.pt is no checkpoint that loads safely"),
-        ((cut,), "cut.pt is no checkpoint that loads safely"),
+        ((tmp_path / "text.pt",), "text.pt is not a checkpoint that loads safely"),
+        ((cut,), "cut.pt is not a checkpoint that loads safely"),
         ((run / "short.pt",), "short.pt names 2 classes but its model has 3"),
-        ((path,), "does not say which model it holds"),
+        ((path,), "does not contain its model's name"),
         ((path, "ema", "test_vit"), "does not fit the model test_vit"),
         ((run, "ema", "", 33), "lvvit_micro cannot take inputs of 33 px"),
         ((run, "ema", "", -1), "--size is -1"),
@@ -162,7 +162,7 @@ def test_small_data_models_take_another_size_as_their_forward_pass_does(tmp_path
     torch.manual_seed(0)
     model = timm.create_model(name, num_classes=3, **fields).eval()
     at_96, kwargs = at_size(
-        model, checkpoints.Recipe(name, dict(num_classes=3, **fields)), 96, tmp_path
+        model, checkpoints.ModelSpec(name, dict(num_classes=3, **fields)), 96, tmp_path
     )
     assert (at_96 is model) == (name != "t2t_vit_14")
     assert kwargs.get("img_size") == (96 if name == "t2t_vit_14" else None)

@@ -447,7 +447,7 @@ def test_what_the_run_says_is_the_default(images, student):
         (dict(crop_pct=1.5), "--crop-pct a share"),
         (dict(device="nowhere"), "--device nowhere cannot be used"),
         (dict(model="test_vit"), "does not fit the model test_vit"),
-        (dict(model=""), "does not say which model it holds"),
+        (dict(model=""), "does not contain its model's name"),
     ],
 )
 def test_what_does_not_fit_is_refused(images, resnet, tmp_path, fields, said):

@@ -408,7 +408,7 @@ def test_the_weight_of_features_falls_to_nothing(config, decay, shares):
         (dict(frozen_statistics=True), "the network that --bootstrap adds begins without any"),
         (
             dict(model="dhvt_tiny_cifar_patch4"),
-            "dhvt_tiny_cifar_patch4 can have no such agent .DHVT's attention adds tokens",
+            "dhvt_tiny_cifar_patch4 can have no such agent .DHVT's attention adds head tokens",
         ),
         (
             dict(mixtoken=True, model="lvvit_micro"),
@@ -420,7 +420,7 @@ def test_the_weight_of_features_falls_to_nothing(config, decay, shares):
         (dict(model="lvvit_micro"), "lvvit_micro can have no such agent .3 heads have no CONV"),
         (
             dict(model="nfnet_micro", model_kwargs=()),
-            "nfnet_micro can have no such agent .has no blocks of attention",
+            "nfnet_micro can have no such agent .it has no blocks of attention",
         ),
         (dict(agent_kwargs=("down=(9,)",)), r"down \(9,\) must be numbers of blocks, from 1 to 2"),
         (dict(agent_kwargs=("down=3",)), r"down 3 must be numbers of blocks, from 1 to 2"),
@@ -433,22 +433,22 @@ def test_the_weight_of_features_falls_to_nothing(config, decay, shares):
             dict(feature_blocks=(1, 5)),
             "--feature-blocks 1 5: 5 is no number of a block; they go from 1 to 2",
         ),
-        (dict(agent_kwargs=("pool=5",)), r"\(pool 5 must be 2 or 3\)"),
+        (dict(agent_kwargs=("pool=5",)), r"\(pool 5 must be one of 2, 3\)"),
         (
             dict(agent="base", agent_kwargs=("pool=3",)),
-            r"\(pool 3 is a res-like stem's, and a base one has no max-pool\)",
+            r"\(pool 3 is for a res-like stem; a base stem has no max-pool\)",
         ),
         (
             dict(model_kwargs=("depth=2", "patch_drop_rate=0.3")),
-            "can have no such agent .it leaves out patches in training",
+            "can have no such agent .it uses patch dropout in training",
         ),
         (
             dict(SHARED, model_kwargs=("depth=2", "patch_drop_rate=0.5")),
-            "no such agent .it leaves out patches in training",
+            "no such agent .it uses patch dropout in training",
         ),
         (
             dict(size=16, agent_kwargs=("down=(1,2)",)),
-            "cannot train at 16 px .block 2 has 1 x 1 places, which cannot be halved",
+            "cannot train at 16 px .block 2 has a map of 1 x 1, which cannot be halved",
         ),
         (
             dict(sizes=((0, 32), (1, 40))),
@@ -467,10 +467,10 @@ def test_what_conflicts_is_refused_before_the_first_step(config, fields, said):
     assert not (run.run.out / "checkpoints").exists()
 
 
-NO_CONV = "{} heads have no CONV: their square of 2 x 2 taps has no middle"
-NO_BLOCKS = r"has no blocks of attention \(qkv, proj\) and MLP \(fc1, fc2\)"
+NO_CONV = "{} heads have no CONV: their square of 2 x 2 taps has no center"
+NO_BLOCKS = r"it has no blocks of attention \(qkv, proj\) and MLP \(fc1, fc2\)"
 NOT_PLAIN = (
-    "its attention, {}, is none that is known to give no more than a mean of values for each head"
+    "its attention, {}, is not known to return a mean of values for each head and nothing else"
 )
 NARROW = "depth=2", "num_heads=6", "embed_dim=96"
 TRANSFORMERS = {  # arguments, and why there is no agent; None: there is one
@@ -483,7 +483,7 @@ TRANSFORMERS = {  # arguments, and why there is no agent; None: there is one
     "t2t_vit_7": (("depth=2",), NO_CONV.format(4)),
     "dhvt_small_imagenet_patch16": (
         ("depth=2",),
-        "DHVT's attention adds tokens of heads and its MLP, DAFF, convolves",
+        "DHVT's attention adds head tokens and its MLP, DAFF, contains convolutions",
     ),
     "beit_base_patch16_224": (NARROW, None),
     "vit_relpos_base_patch16_224": (NARROW, None),
@@ -495,14 +495,11 @@ TRANSFORMERS = {  # arguments, and why there is no agent; None: there is one
         ("depth=1",),
         NOT_PLAIN.format(r"diff_attention\.DiffAttention"),
     ),
-    "beit3_base_patch16_224": (NARROW, "a norm stands between the weights"),
-    "vit_base_patch16_clip_quickgelu_224": (
-        NARROW,
-        "its MLP has QuickGELU where an agent has GELU",
-    ),
+    "beit3_base_patch16_224": (NARROW, "a norm lies between the weights"),
+    "vit_base_patch16_clip_quickgelu_224": (NARROW, "its MLP uses QuickGELU, an agent uses GELU"),
     "naflexvit_base_patch16_gap": (
         NARROW,
-        "it has no patch_embed that tells the side of its patches",
+        "it has no patch_embed that gives the size of its patches",
     ),
     "cvt_13": (("depths=(1,1,1)",), NO_BLOCKS),
     "swin_tiny_patch4_window7_224": (("depths=(1,1,1,1)",), NO_BLOCKS),

@@ -121,7 +121,7 @@ def test_what_combines_trains_and_its_heads_change(micro, tmp_path, name):
         ),
         (
             dict(CE, drloc_grid=0, model="test_vit", model_kwargs=("patch_drop_rate=0.5",)),
-            "--drloc l1 cannot be computed of test_vit: it leaves out patches in training",
+            "--drloc l1 cannot be computed of test_vit: it uses patch dropout in training",
         ),
         (dict(drloc_grid=1), r"leaves 1 x 1 places, too few"),
         (dict(drloc="all"), r"--drloc all reads the tokens of every block, .*give --no-mixtoken"),

@@ -1,8 +1,7 @@
-"""A linear head and the sparse cross entropy of its logits together, in chunks of rows: logits
-never exist whole.
+"""A linear head fused with sparse cross entropy, in chunks of rows, so logits never exist whole.
 
-The gradients are made beside the loss, while a chunk's logits are at hand; nothing is computed
-twice. One operator of `torch.library`, so that `torch.compile` keeps its loop.
+The gradients are computed together with the loss while a chunk's logits exist, so nothing is
+computed twice. It is one operator of `torch.library`, so that `torch.compile` keeps its loop.
 """
 
 import torch
@@ -13,13 +12,14 @@ from densefeed.models.kernels import sparse_cross_entropy as kernels
 
 # N images   T tokens   D width   K classes   M classes of an image's palette   R rows of a chunk
 
-# Of a chunk's logits, and of their gradient. A head of 21,841 classes and width 384 has a gradient
-# of 32 MiB in any case; two chunks of 12 MiB keep the peak (N = 64, P = 14, float32) at 1/21 of
-# that with logits. At 288 rows of bfloat16 the products are still large ones.
+# Bytes of a chunk's logits, and again of their gradient. The weight gradient of a head with 21,841
+# classes and width 384 takes 32 MiB in any case. Two chunks of 12 MiB keep the peak memory (N = 64,
+# P = 14, float32) at 1/21 of that with whole logits. With 288 rows of bfloat16 the matrix products
+# are still large.
 CHUNK_BYTES = 12 << 20
 
 
-def loss_and_gradients_in_chunks(
+def chunked_loss_and_gradients(
     features_NTD: Tensor,
     weight_KD: Tensor,
     bias_K: Tensor,
@@ -33,20 +33,17 @@ def loss_and_gradients_in_chunks(
     weight_wanted: bool,
     bias_wanted: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The sum of losses times `row_weight_NT`, and its gradients for features, weight and bias;
-    those not wanted are empty.
+    """Return the sum of losses times `row_weight_NT` and its gradients for features, weight, bias.
 
-    Products are in `dtype`; the loss is summed in float32 (float64 for float64), so are weight's
-    and bias's gradients over chunks.
+    Gradients that are not wanted are empty. Products are in `dtype`; the loss, and over chunks the
+    gradients of weight and bias, are summed in float32 (float64 for float64).
     """
     N, T, D = features_NTD.shape
     K = len(weight_KD)
     precise = torch.promote_types(dtype, torch.float32)
     features, weight, bias = features_NTD.reshape(-1, D), weight_KD.to(dtype), bias_K.to(dtype)
-    extra, base, total, row_weight = (
-        extra_NTM.flatten(0, 1),
-        *(x.reshape(-1, 1) for x in (base_NT, total_NT, row_weight_NT)),
-    )
+    extra = extra_NTM.flatten(0, 1)
+    base, total, row_weight = (x.reshape(-1, 1) for x in (base_NT, total_NT, row_weight_NT))
     image = torch.arange(N, device=features.device)[:, None].expand(-1, T).reshape(-1)
     features_grad = features.new_empty(features.shape if features_wanted else 0)
     weight_grad = weight_KD.new_zeros(weight_KD.shape if weight_wanted else 0, dtype=precise)
@@ -81,25 +78,12 @@ def loss_and_gradients_in_chunks(
 
 
 loss_and_gradients = torch.library.custom_op(
-    "densefeed::fused_token_loss", loss_and_gradients_in_chunks, mutates_args=()
+    "densefeed::fused_token_loss", chunked_loss_and_gradients, mutates_args=()
 )
 
 
 @loss_and_gradients.register_fake
-def _(
-    features,
-    weight,
-    bias,
-    palette,
-    extra,
-    base,
-    total,
-    row_weight,
-    dtype,
-    features_wanted,
-    weight_wanted,
-    bias_wanted,
-):
-    wanted = ((features, features_wanted), (weight, weight_wanted), (bias, bias_wanted))
+def _(features, weight, bias, palette, extra, base, total, row_weight, dtype, *wanted):
     loss = row_weight.new_empty((), dtype=torch.promote_types(dtype, torch.float32))
-    return loss, *(tensor.new_empty(tensor.shape if want else 0) for tensor, want in wanted)
+    pairs = zip((features, weight, bias), wanted, strict=True)
+    return loss, *(tensor.new_empty(tensor.shape if want else 0) for tensor, want in pairs)

@@ -1,12 +1,12 @@
-"""Sparse cross entropy of rows of logits, forward and backward: in plain PyTorch here, in Triton
-beside it for CUDA.
+"""Sparse cross entropy of rows of logits, forward and backward, in plain PyTorch.
 
-With targets t_c = base + sum over m of extra_m [c = palette_m] that sum to `total`, and e_c =
-exp(x_c - max(x)),
+The Triton version for CUDA is in sparse_cross_entropy_triton.py. With targets
+t_c = base + sum over m of extra_m [c = palette_m], which sum to `total`, and
+e_c = exp(x_c - max(x)),
     loss = sum_c t_c (log(sum(e)) + max(x) - x_c)  and  d loss / d x_c = total e_c / sum(e) - t_c.
-Both passes read a row of logits once where they work; nothing as large as the logits is made but
-their gradient. They are operators of `torch.library`, so `torch.compile` keeps them whole instead
-of unrolling their loops over rows.
+Both passes read a row of logits from memory once, and allocate nothing as large as the logits
+except their gradient. They are operators of `torch.library`, so `torch.compile` keeps them whole
+instead of unrolling their loops over rows.
 """
 
 import importlib.util
@@ -17,17 +17,18 @@ from torch import Tensor
 
 # N images   T tokens   K classes   M classes of an image's palette
 
-# Rows are worked on in blocks of this many bytes, so that the passes over a block find it in the
-# processor's cache. From 1 MiB to 16 MiB the time differs by less than 5 % on two quiet cores (K =
-# 1,000). But every pass is a start and a join of all threads, and where something else runs on the
-# cores a join waits for the last: small blocks then cost several times as much. torch.softmax and
-# log_softmax in place of these passes saved 4 % and were off by 8e-6 at 70,001 classes.
+# Rows are processed in blocks of this many bytes, so that all passes over a block find it in the
+# processor's cache. From 1 MiB to 16 MiB the time differs by less than 5 % on two idle cores
+# (K = 1,000). But every pass starts and joins all threads, and on busy cores a join waits for the
+# slowest thread, so small blocks then take several times as long. torch.softmax and log_softmax
+# instead of these passes saved 4 % of the time and had an error of 8e-6 at 70,001 classes.
 BLOCK_BYTES = 8 << 20
 
 
 def blocks(shape: tuple[int, int, int], itemsize: int) -> Iterator[tuple[slice, slice]]:
-    """Slices of images and of tokens that cover logits of this shape, each of at most BLOCK_BYTES
-    (and at least one row).
+    """Yield slices of images and of tokens that cover logits of this shape `(N, T, K)`.
+
+    Each block has at most BLOCK_BYTES, or one row.
     """
     count, tokens, classes = shape
     rows = max(1, BLOCK_BYTES // (classes * itemsize))
@@ -37,33 +38,33 @@ def blocks(shape: tuple[int, int, int], itemsize: int) -> Iterator[tuple[slice, 
             yield slice(image, image + images), slice(token, token + step)
 
 
-def accumulator(logits: Tensor) -> torch.dtype:
-    """What sums of these logits are kept in: float32, or float64 for float64."""
+def accumulation_dtype(logits: Tensor) -> torch.dtype:
+    """Return the dtype of sums over these logits: float32, or float64 for float64."""
     return torch.promote_types(logits.dtype, torch.float32)
 
 
 def plain_forward(
     logits_NTK: Tensor, palette_NM: Tensor, extra_NTM: Tensor, base_NT: Tensor, total_NT: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Losses, and for the way back each row's maximum and sum of e; all `[N, T]` in float32
-    (float64 for float64 logits).
+    """Return losses, and for the backward pass each row's maximum and sum of e.
 
-    As targets sum to `total`, only distances from the maximum count: every class adds a positive
-    term, and a large offset that logits share costs no digits. (With a logsumexp in place of
-    maximum and sum, an offset of 300 put the gradient off by 1.5e-5, relative.)
+    All are `[N, T]` in float32 (float64 for float64 logits). Because targets sum to `total`, only
+    distances from the maximum matter: every class adds a positive term, and a large offset common
+    to all logits loses no precision. (With a logsumexp instead of maximum and sum, an offset of 300
+    gave the gradient a relative error of 1.5e-5.)
     """
-    dtype = accumulator(logits_NTK)
+    dtype = accumulation_dtype(logits_NTK)
     loss_NT, peak_NT, partition_NT = (
         logits_NTK.new_empty(logits_NTK.shape[:2], dtype=dtype) for _ in range(3)
     )
-    whole = None
+    buffer = None
     for images, tokens in blocks(logits_NTK.shape, dtype.itemsize):
         block, extra = logits_NTK[images, tokens], extra_NTM[images, tokens].to(dtype)
         palette = palette_NM[images, None].expand(extra.shape)
-        # the first block is the largest
-        whole = torch.empty_like(block, dtype=dtype) if whole is None else whole
+        # The first block is the largest.
+        buffer = torch.empty_like(block, dtype=dtype) if buffer is None else buffer
         peak = block.amax(-1, keepdim=True).to(dtype)
-        below = torch.sub(block, peak, out=whole[: len(block), : block.shape[1]])
+        below = torch.sub(block, peak, out=buffer[: len(block), : block.shape[1]])
         dense = base_NT[images, tokens] * below.sum(-1) + (extra * below.gather(2, palette)).sum(-1)
         partition = below.exp_().sum(-1)
         loss_NT[images, tokens] = total_NT[images, tokens] * partition.log() - dense
@@ -81,25 +82,24 @@ def plain_backward(
     base_NT: Tensor,
     total_NT: Tensor,
 ) -> Tensor:
-    """Gradient of the logits, contiguous and in their dtype, from the losses' gradient and what
-    `plain_forward` gave.
+    """Return the gradient of the logits from that of the losses and `plain_forward`'s results.
+
+    It is contiguous and has the dtype of the logits.
     """
-    dtype = accumulator(logits_NTK)
+    dtype = accumulation_dtype(logits_NTK)
     grad_NTK = torch.empty_like(logits_NTK, memory_format=torch.contiguous_format)
-    whole = None
+    buffer = None
     for images, tokens in blocks(logits_NTK.shape, dtype.itemsize):
         logits, grad = logits_NTK[images, tokens], grad_NT[images, tokens, None].to(dtype)
         extra = (extra_NTM[images, tokens] * -grad).to(dtype)
         palette = palette_NM[images, None].expand(extra.shape)
-        whole = torch.empty_like(logits, dtype=dtype) if whole is None else whole
-        block = torch.sub(
-            logits, peak_NT[images, tokens, None], out=whole[: len(logits), : logits.shape[1]]
-        ).exp_()
+        buffer = torch.empty_like(logits, dtype=dtype) if buffer is None else buffer
+        block = buffer[: len(logits), : logits.shape[1]]
+        torch.sub(logits, peak_NT[images, tokens, None], out=block).exp_()
         block.mul_(grad * total_NT[images, tokens, None] / partition_NT[images, tokens, None])
         block.sub_(grad * base_NT[images, tokens, None]).scatter_add_(2, palette, extra)
-        grad_NTK[images, tokens] = (
-            block  # rounded once; and memory that is not in the cache yet is passed over once
-        )
+        # The result is rounded once, and its memory, not in the cache yet, is written once.
+        grad_NTK[images, tokens] = block
     return grad_NTK
 
 
@@ -111,7 +111,7 @@ backward = torch.library.custom_op(
 
 @forward.register_fake
 def _(logits_NTK, palette_NM, extra_NTM, base_NT, total_NT):
-    losses = logits_NTK.new_empty(logits_NTK.shape[:2], dtype=accumulator(logits_NTK))
+    losses = logits_NTK.new_empty(logits_NTK.shape[:2], dtype=accumulation_dtype(logits_NTK))
     return losses, torch.empty_like(losses), torch.empty_like(losses)
 
 
@@ -121,8 +121,9 @@ def _(grad_NT, logits_NTK, peak_NT, partition_NT, palette_NM, extra_NTM, base_NT
 
 
 def has_kernel(logits: Tensor) -> bool:
-    """The Triton kernels sum in float32, and some builds of PyTorch for CUDA come without
-    Triton.
+    """Return whether the Triton kernels can be used.
+
+    They sum in float32, and some builds of PyTorch for CUDA come without Triton.
     """
     return logits.dtype != torch.float64 and importlib.util.find_spec("triton") is not None
 
@@ -131,9 +132,8 @@ def has_kernel(logits: Tensor) -> bool:
 def _(logits_NTK, palette_NM, extra_NTM, base_NT, total_NT):
     if not has_kernel(logits_NTK):
         return plain_forward(logits_NTK, palette_NM, extra_NTM, base_NT, total_NT)
-    from densefeed.models.kernels.sparse_cross_entropy_triton import (
-        forward as kernel,  # not above: importing Triton takes a second, or fails
-    )
+    # Imported here, because importing Triton takes a second, or fails.
+    from densefeed.models.kernels.sparse_cross_entropy_triton import forward as kernel
 
     return kernel(logits_NTK, palette_NM, extra_NTM, base_NT, total_NT)
 

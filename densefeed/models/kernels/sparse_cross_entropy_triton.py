@@ -1,5 +1,6 @@
-"""Sparse cross entropy in Triton, one program a row; the plain twins and the formulas are in
-sparse_cross_entropy.py.
+"""Sparse cross entropy in Triton, one program per row.
+
+The formulas and the plain PyTorch versions are in sparse_cross_entropy.py.
 """
 
 import torch
@@ -28,8 +29,9 @@ def forward_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """A row's loss, maximum and sum: one pass with a running maximum, then the palette's classes
-    again, from the cache.
+    """Compute a row's loss, maximum and sum.
+
+    One pass has a running maximum; a second one reads the palette's classes again, from the cache.
     """
     row = tl.program_id(0).to(tl.int64)
     image = row // tokens
@@ -47,21 +49,17 @@ def forward_kernel(
         below += start * (peak - higher) + tl.sum(tl.where(inside, value - higher, 0.0), 0)
         peak = higher
 
-    at_palette = 0.0
+    palette_sum = 0.0
     for start in range(0, slots, BLOCK_M):
         slot = start + tl.arange(0, BLOCK_M)
         used = slot < slots
-        value = tl.load(x + tl.load(palette + image * slots + slot, mask=used, other=0)).to(
-            tl.float32
-        )
-        at_palette += tl.sum(
-            tl.load(extra + row * slots + slot, mask=used, other=0.0) * (value - peak), 0
-        )
+        label = tl.load(palette + image * slots + slot, mask=used, other=0)
+        value = tl.load(x + label).to(tl.float32)
+        share = tl.load(extra + row * slots + slot, mask=used, other=0.0)
+        palette_sum += tl.sum(share * (value - peak), 0)
 
-    tl.store(
-        loss + row,
-        tl.load(total + row) * tl.log(partition) - tl.load(base + row) * below - at_palette,
-    )
+    spread = tl.load(base + row) * below
+    tl.store(loss + row, tl.load(total + row) * tl.log(partition) - spread - palette_sum)
     tl.store(peaks + row, peak)
     tl.store(partitions + row, partition)
 
@@ -85,11 +83,9 @@ def backward_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """A row's gradient: all columns without the palette's extras, then the palette's columns once
-    more with them.
+    """Compute a row's gradient: all columns without `extra`, then the palette's columns with it.
 
-    Slots that name the same class each write the sum over all of them, so it does not matter which
-    one writes last.
+    Slots with the same class each write the sum over all of them, so their order does not matter.
     """
     row = tl.program_id(0).to(tl.int64)
     image = row // tokens
@@ -98,17 +94,18 @@ def backward_kernel(
     palette += image * slots
     extra += row * slots
     scale = tl.load(grad + row)
-    of_softmax = scale * tl.load(total + row) / tl.load(partitions + row)
-    of_all = scale * tl.load(base + row)
+    softmax_scale = scale * tl.load(total + row) / tl.load(partitions + row)
+    base_scale = scale * tl.load(base + row)
     peak = tl.load(peaks + row)
 
     for start in range(0, classes, BLOCK_K):
         column = start + tl.arange(0, BLOCK_K)
         inside = column < classes
         value = tl.load(x + column, mask=inside, other=-float("inf")).to(tl.float32)
-        tl.store(out + column, of_softmax * tl.exp(value - peak) - of_all, mask=inside)
+        tl.store(out + column, softmax_scale * tl.exp(value - peak) - base_scale, mask=inside)
 
-    tl.debug_barrier()  # __syncthreads: what is stored below replaces what was stored above
+    # This is __syncthreads: the stores below overwrite those above.
+    tl.debug_barrier()
     for start in range(0, slots, BLOCK_M):
         slot = start + tl.arange(0, BLOCK_M)
         used = slot < slots
@@ -122,12 +119,17 @@ def backward_kernel(
                 tl.where(label[:, None] == other_label[None, :], share[None, :], 0.0), 1
             )
         value = tl.load(x + label, mask=used, other=0.0).to(tl.float32)
-        tl.store(out + label, of_softmax * tl.exp(value - peak) - of_all - scale * named, mask=used)
+        tl.store(
+            out + label,
+            softmax_scale * tl.exp(value - peak) - base_scale - scale * named,
+            mask=used,
+        )
 
 
 def block_sizes(classes: int, slots: int) -> dict[str, int]:
-    """Columns and slots that a program holds at a time, and its warps: at most 16 columns and 32
-    pairs of slots a thread.
+    """Return the columns and slots that a program holds at a time, and its number of warps.
+
+    A thread holds at most 16 columns and 32 pairs of slots.
     """
     columns = min(triton.next_power_of_2(classes), 4096)
     return {
@@ -137,9 +139,10 @@ def block_sizes(classes: int, slots: int) -> dict[str, int]:
     }
 
 
-def targets_of(palette_NM: Tensor, *floats: Tensor) -> list[Tensor]:
-    """Dense in memory, and sums in float32, as the kernels read them; no copy of what is so
-    already.
+def prepare_targets(palette_NM: Tensor, *floats: Tensor) -> list[Tensor]:
+    """Return tensors as the kernels read them: contiguous, and floats in float32.
+
+    Tensors that are so already are not copied.
     """
     return [palette_NM.contiguous(), *(tensor.float().contiguous() for tensor in floats)]
 
@@ -147,14 +150,14 @@ def targets_of(palette_NM: Tensor, *floats: Tensor) -> list[Tensor]:
 def forward(
     logits_NTK: Tensor, palette_NM: Tensor, extra_NTM: Tensor, base_NT: Tensor, total_NT: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `plain_forward`, for float32, float16 and bfloat16 logits."""
+    """Compute `plain_forward` for float32, float16 and bfloat16 logits."""
     (N, T, K), M = logits_NTK.shape, palette_NM.shape[1]
     if logits_NTK.stride(2) != 1:
         logits_NTK = logits_NTK.contiguous()
     results = [logits_NTK.new_empty(N, T, dtype=torch.float32) for _ in range(3)]
     forward_kernel[(N * T,)](
         logits_NTK,
-        *targets_of(palette_NM, extra_NTM, base_NT, total_NT),
+        *prepare_targets(palette_NM, extra_NTM, base_NT, total_NT),
         *results,
         T,
         K,
@@ -175,12 +178,12 @@ def backward(
     base_NT: Tensor,
     total_NT: Tensor,
 ) -> Tensor:
-    """As `plain_backward`, for float32, float16 and bfloat16 logits."""
+    """Compute `plain_backward` for float32, float16 and bfloat16 logits."""
     (N, T, K), M = logits_NTK.shape, palette_NM.shape[1]
     if logits_NTK.stride(2) != 1:
         logits_NTK = logits_NTK.contiguous()
     out_NTK = torch.empty_like(logits_NTK, memory_format=torch.contiguous_format)
-    palette_NM, *floats = targets_of(palette_NM, extra_NTM, base_NT, total_NT)
+    palette_NM, *floats = prepare_targets(palette_NM, extra_NTM, base_NT, total_NT)
     backward_kernel[(N * T,)](
         grad_NT.float().contiguous(),
         logits_NTK,

@@ -1,5 +1,6 @@
-"""The Triton kernels against float64: in Triton's interpreter, compiled for GPUs that need not be
-there, and on a GPU.
+"""The Triton kernels against float64: in Triton's interpreter, compiled for GPUs, and on a GPU.
+
+Compiling needs no GPU.
 """
 
 import os
@@ -16,12 +17,13 @@ from densefeed.objectives.losses import sparse_cross_entropy
 ROOT = Path(__file__).parents[3]
 triton = pytest.importorskip("triton")
 
-# Triton decides when it is imported, so these run in a process of their own.
+# Triton reads the variable when it is imported, so these tests run in a process of their own.
 interpreted = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1", reason="started by test_in_the_interpreter"
 )
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-SHAPES = (  # N T K M: one block and many, of classes and of slots; odd numbers; one of everything
+# N, T, K, M: one block and several, of classes and of slots; odd numbers; one of everything.
+SHAPES = (
     (3, 5, 11, 4),
     (1, 1, 5, 1),
     (2, 3, 1000, 70),
@@ -32,15 +34,15 @@ SHAPES = (  # N T K M: one block and many, of classes and of slots; odd numbers;
 
 
 def example(N, T, K, M, dtype, device):
-    """Logits with an offset, targets whose palette names most classes more than once, and a
-    gradient of either sign.
+    """Return gradient, logits and targets.
+
+    Logits have an offset, the palette has most classes more than once, and gradients have both
+    signs.
     """
     rng = torch.Generator().manual_seed(N + K)
     palette = torch.randint(K - max(1, M // 3), K, (N, M), generator=rng)
-    base, extra = (
-        torch.rand(N, T, generator=rng) / K,
-        (torch.rand(N, T, M, generator=rng) - 0.3) / M,
-    )
+    base = torch.rand(N, T, generator=rng) / K
+    extra = (torch.rand(N, T, M, generator=rng) - 0.3) / M
     logits = (torch.randn(N, T, K, generator=rng) * 5 - 20).to(dtype)
     grad = torch.randn(N, T, generator=rng)
     return [
@@ -50,7 +52,7 @@ def example(N, T, K, M, dtype, device):
 
 
 def dense(grad, logits, palette, extra, base, total):
-    """Loss and gradient of the logits, by way of a dense target in float64."""
+    """Return the loss and the gradient of the logits from a dense target in float64."""
     x = logits.detach().double().requires_grad_()
     target = base.double()[..., None].repeat(1, 1, x.shape[2])
     target.scatter_add_(2, palette[:, None].expand(extra.shape), extra.double())
@@ -59,8 +61,9 @@ def dense(grad, logits, palette, extra, base, total):
 
 
 def check(loss, gradient, example, rounding=0.5):
-    """Within the task's bars; a gradient in half precision is off by `rounding` units in its last
-    place.
+    """Compare with `dense`, within rounding errors.
+
+    A gradient in half precision may be off by `rounding` units in the last place.
     """
     want, want_gradient = dense(*example)
     torch.testing.assert_close(loss.double(), want, rtol=2e-6, atol=2e-6)
@@ -77,14 +80,14 @@ def test_interpreted_kernels(shape, dtype):
 
     grad, logits, *targets = case = example(*shape, dtype, "cpu")
     loss, *sums = subject.forward(logits, *targets)
-    # the interpreter cuts bfloat16 off
+    # The interpreter truncates to bfloat16.
     check(loss, subject.backward(grad, logits, *sums, *targets), case, rounding=1)
-    twin_loss, *twin_sums = kernels.plain_forward(logits, *targets)
-    torch.testing.assert_close([loss, *sums], [twin_loss, *twin_sums], rtol=2e-6, atol=2e-6)
+    plain_loss, *plain_sums = kernels.plain_forward(logits, *targets)
+    torch.testing.assert_close([loss, *sums], [plain_loss, *plain_sums], rtol=2e-6, atol=2e-6)
 
 
 @interpreted
-def test_interpreted_kernels_read_logits_where_they_lie():
+def test_interpreted_kernels_read_logits_that_are_not_contiguous():
     from densefeed.models.kernels import sparse_cross_entropy_triton as subject
 
     grad, logits, *targets = case = example(3, 4, 50, 6, torch.float32, "cpu")
@@ -96,19 +99,9 @@ def test_interpreted_kernels_read_logits_where_they_lie():
 
 
 def test_in_the_interpreter():
-    """In an interpreter of its own: Triton reads the variable where it is imported."""
+    """In a process of its own, since Triton reads the variable when it is imported."""
     done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-k",
-            "interpreted",
-            "-p",
-            "no:cacheprovider",
-            __file__,
-        ],
+        [sys.executable, "-m", "pytest", "-q", "-kinterpreted", "-pno:cacheprovider", __file__],
         capture_output=True,
         text=True,
         env=os.environ | {"TRITON_INTERPRET": "1"},
@@ -119,8 +112,9 @@ def test_in_the_interpreter():
 
 
 def test_a_cpu_needs_no_triton():
-    """Builds of PyTorch for CPUs come without it; `None` makes importing it an ImportError, and
-    nothing may have done so before.
+    """CPU builds of PyTorch come without Triton.
+
+    `None` in `sys.modules` makes importing it an ImportError; nothing may import it before.
     """
     code = """if True:
         import sys, torch
@@ -138,8 +132,8 @@ def test_a_cpu_needs_no_triton():
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="needs the compiler")
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
 @pytest.mark.parametrize("capability", [80, 90])
-def test_compiles_for_a_gpu_that_is_not_here(capability):
-    """To the binary, ptxas included: what the interpreter forgives shows here."""
+def test_compiles_without_a_gpu(capability):
+    """To the binary, ptxas included, which finds errors that the interpreter accepts."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
@@ -166,7 +160,7 @@ def test_compiles_for_a_gpu_that_is_not_here(capability):
                 assert compiled.asm["cubin"].startswith(b"\x7fELF")
 
 
-# ------------------------------------------------------------------------- on a GPU
+# ---------------------------------------------------------------- on a GPU
 
 
 def on_gpu(test):
@@ -200,13 +194,14 @@ def test_gpu_float64_takes_the_plain_path():
 
 
 @on_gpu
-def test_gpu_waits_for_nothing_and_can_be_captured():
-    """One graph of forward and backward, replayed on other numbers."""
+def test_gpu_has_no_host_sync_and_can_be_captured():
+    """One CUDA graph of forward and backward, replayed on other numbers."""
     case = example(8, 196, 1000, 40, torch.bfloat16, "cuda")
     case[1].requires_grad_()
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
-        loss_and_gradient(*case)  # kernels are compiled and loaded at first use
+        # Kernels are compiled and loaded at first use.
+        loss_and_gradient(*case)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -223,7 +218,7 @@ def test_gpu_waits_for_nothing_and_can_be_captured():
 
 
 @on_gpu
-def test_gpu_compiles_whole():
+def test_gpu_compiles_without_a_graph_break():
     case = example(8, 49, 1000, 40, torch.bfloat16, "cuda")
     case[1].requires_grad_()
     loss = torch.compile(sparse_cross_entropy, fullgraph=True)(*case[1:])

@@ -36,10 +36,6 @@ class ModelSpec(NamedTuple):
     kwargs: dict
 
 
-# removed when train.py has followed
-Recipe = ModelSpec
-
-
 def load(path: Path) -> dict:
     """Load the dictionary of a checkpoint on the CPU, without running code from the file.
 

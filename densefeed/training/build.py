@@ -46,7 +46,7 @@ def model_arguments(config: Config, objective: Objective, num_classes: int) -> d
 
 def build_model(
     config: Config, objective: Objective, num_classes: int
-) -> tuple[nn.Module, checkpoints.Recipe]:
+) -> tuple[nn.Module, checkpoints.ModelSpec]:
     """Build the model, on the default device; return it and how to build it again.
 
     Raises UserError for a model that is unknown, cannot be built, or cannot train at a size.
@@ -64,7 +64,7 @@ def build_model(
     ways = [sized | {"dynamic_img_size": True}, sized, kwargs] if data.sizes else [sized, kwargs]
     for way in ways:
         try:
-            model, spec = timm.create_model(name, **way), checkpoints.Recipe(name, way)
+            model, spec = timm.create_model(name, **way), checkpoints.ModelSpec(name, way)
             break
         except (TypeError, ValueError, AssertionError) as error:
             # A TypeError means that this model has no such argument: try the next way.

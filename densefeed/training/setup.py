@@ -35,7 +35,7 @@ class Run(NamedTuple):
     val: ThreadedLoader
     maps: int  # checksum of the score maps
     objective: Objective
-    spec: checkpoints.Recipe  # how to build the model again
+    spec: checkpoints.ModelSpec  # how to build the model again
     student: Student
     dtype: torch.dtype | None  # of autocast
     step: int  # steps done

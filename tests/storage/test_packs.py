@@ -373,7 +373,7 @@ packs.import_pack(images, pack, Path({str(out)!r}), 2)
     assert command("-c", code).returncode == 9
     assert not out.exists()
     for other in (dict(axes="column-row"), dict(footprint="center-crop"), dict(teacher="u")):
-        with pytest.raises(UserError, match="was begun with another"):
+        with pytest.raises(UserError, match="was started with another"):
             import_pack(images, replace(wanted, **other), out, 2)
     read = []
     whole = packs.read_part

@@ -118,7 +118,7 @@ def test_the_address_by_which_older_versions_name_a_storage_may_differ(tmp_path,
 
 
 def test_with_no_room_to_remember_everything_is_still_read(tmp_path, monkeypatch):
-    monkeypatch.setattr(tensor_files, "LEARNED", 1)
+    monkeypatch.setattr(tensor_files, "MAX_LAYOUTS", 1)
     files = TensorFiles()
     for dtype in (torch.float16, torch.float32, torch.float16, torch.float64, torch.float64):
         assert np.array_equal(
@@ -250,7 +250,7 @@ def test_text_and_files_too_large_are_refused(tmp_path, monkeypatch):
     path.write_text("<html>404</html>")
     with pytest.raises(TensorError, match="no tensor"):
         TensorFiles().read(path)
-    monkeypatch.setattr(tensor_files, "MOST_BYTES", 1000)
+    monkeypatch.setattr(tensor_files, "MAX_BYTES", 1000)
     with pytest.raises(TensorError, match="larger"):
         TensorFiles().read(saved(path, a_map()))
     with pytest.raises(FileNotFoundError):
@@ -261,7 +261,7 @@ def test_what_swells_when_it_is_read_is_refused(tmp_path, monkeypatch):
     """A compressed storage of zeros, and a tensor of 4 TB that is one number expanded; neither
     takes the memory it claims.
     """
-    monkeypatch.setattr(tensor_files, "MOST_BYTES", 2**18)
+    monkeypatch.setattr(tensor_files, "MAX_BYTES", 2**18)
     torch.save(torch.zeros(2**20, dtype=torch.float16), tmp_path / "zeros.pt")
     with (
         zipfile.ZipFile(tmp_path / "zeros.pt") as old,

@@ -415,7 +415,7 @@ def foreign(path, fields, images, order, scattered=False):
     """A .beton as FFCV's workers might have written it: any fields, samples in the file in another
     order, no notes.
     """
-    metadata = np.zeros(len(images), metadata_dtype([field.type for field in fields]))
+    metadata = np.zeros(len(images), metadata_dtype(fields))
     start = HEADER.itemsize + FIELD.itemsize * len(fields) + metadata.nbytes
     pages, table, at = bytearray(), [], -(-start // PAGE) * PAGE
     for index in order:
@@ -513,8 +513,8 @@ def test_damage_in_a_file_without_checksums_never_crashes(tmp_path_factory, data
         ("type", 255, "type 255"),
         ("mode", 9, "unknown mode"),
         ("height", 0, "without a size"),
-        ("ptr", 3, "does not know sample"),
-        ("owner", 4, "does not know sample 4"),
+        ("ptr", 3, "no entry for sample"),
+        ("owner", 4, "no entry for sample 4"),
         ("size", 2**40, "outside the pages"),
         ("size", 2**63, "outside the pages"),
         ("size", 0, "outside the pages"),
@@ -543,7 +543,7 @@ def test_a_sample_that_nobody_owns_is_found(tmp_path):
     data = bytearray((tmp_path / "x.beton").read_bytes())
     data[-5 * 24 : -4 * 24] = data[-24:]
     (tmp_path / "x.beton").write_bytes(data)
-    with pytest.raises(UserError, match="does not know sample 0"):
+    with pytest.raises(UserError, match="no entry for sample 0"):
         Beton(tmp_path / "x.beton")
 
 
@@ -763,7 +763,7 @@ def test_other_samples_never_mix_with_those_of_a_killed_writer(tmp_path, random_
     samples, _ = samples_of(random_maps)
     assert pack_and_die(tmp_path / "x.beton", samples, 8)
     other, _ = samples_of(random_maps, seed=1)
-    with pytest.raises(UserError, match=r"x\.beton\.part holds image 0 otherwise"):
+    with pytest.raises(UserError, match=r"x\.beton\.part holds another version of image 0"):
         write_beton(tmp_path / "x.beton", other, map_fields(6, 3), NOTES)
 
 
@@ -777,11 +777,11 @@ def test_a_part_of_something_else_is_refused_and_kept(tmp_path, random_maps):
         (NOTES, map_fields(6, 3), 8, "another num samples"),
         (NOTES, map_fields(6, 2), 7, "another arrays"),
     ):
-        with pytest.raises(UserError, match=rf"x\.beton\.part was begun with {said}; remove it"):
+        with pytest.raises(UserError, match=rf"x\.beton\.part was started with {said}; remove it"):
             BetonWriter(tmp_path / "x.beton", count, arrays, notes)
     assert (tmp_path / "x.beton.part").read_bytes() == before
     (tmp_path / "y.beton.part").write_text("mine")
-    with pytest.raises(UserError, match=r"y\.beton\.part is in the way"):
+    with pytest.raises(UserError, match=r"y\.beton\.part exists and is not from an earlier"):
         BetonWriter(tmp_path / "y.beton", 7, [], NOTES)
     assert (tmp_path / "y.beton.part").read_text() == "mine"
 
@@ -802,7 +802,7 @@ def test_verify_names_every_damaged_sample(packed, tmp_path, command):
     bad.write_bytes(data)
     done = command("tools/beton.py", "verify", sound, bad, cut)
     assert done.returncode == 2, done.stderr
-    assert f"{sound}: sound" in done.stdout
+    assert f"{sound}: no faults" in done.stdout
     assert f"{bad} image 2: its arrays are damaged" in done.stdout
     assert f"{bad} image 6 is damaged" in done.stdout
     assert f"{cut} is cut or damaged" in done.stdout

@@ -136,15 +136,19 @@ def find(root: Path, dataset: str, split: str) -> Listed | TimmDataset:
         raise UserError(f"--dataset {dataset} is unknown; the dataset is called {kind}")
     if kind in ("list", "classes") and not rest:
         raise UserError(f"--dataset {dataset} names no file; give {kind}/FILE, as {kind}/some.txt")
+    classes, counts = COUNTS.get(dataset, (0, {}))
+    if counts and split not in counts:
+        raise UserError(
+            f"--dataset {dataset} has no split {split!r}; give --split {' or '.join(counts)}"
+        )
     found = finder(Path(root), kind if kind in TORCHVISION_FILES else rest, split)
     if not found.paths:
         raise UserError(f"--dataset {dataset}: {root} holds no images of the split {split!r}")
     images, names = len(found.paths), len(found.class_names)
-    classes, counts = COUNTS.get(dataset, (names, {}))
-    if (names, images) != (classes, counts.get(split, images)):
+    if counts and (names, images) != (classes, counts[split]):
         print(
             f"warning: {dataset}, {split}: {images:,} images of {names} classes, "
-            f"but {counts.get(split, 0):,} of {classes} were published"
+            f"but {counts[split]:,} of {classes} were published"
         )
     return found
 
@@ -197,11 +201,6 @@ def read_torchvision(root: Path, name: str, split: str) -> Listed:
 
     Its pickles are opened only if their MD5 is the published one.
     """
-    counts = COUNTS[name][1]
-    if split not in counts:
-        raise UserError(
-            f"--dataset {name} has no split {split!r}; give --split {' or '.join(counts)}"
-        )
     try:
         parts = load_parts(root, name, split, download=False)
     # Missing or incomplete.
@@ -277,10 +276,6 @@ def read_domainnet(root: Path, name: str, split: str) -> Listed:
     if f"domainnet/{name}" not in COUNTS:
         names = ", ".join(dataset for dataset in COUNTS if dataset.startswith("domainnet/"))
         raise UserError(f"--dataset domainnet/{name}: there is no such domain; choose from {names}")
-    if split not in ("train", "test"):
-        raise UserError(
-            f"--dataset domainnet/{name} has no split {split!r}; give --split train or test"
-        )
     lists = {word: root / f"{name}_{word}.txt" for word in ("train", "test")}
     for file in lists.values():
         if not file.exists():

@@ -171,9 +171,8 @@ def unpack_classes(stack: np.ndarray, at: int, size: int, entries: int) -> np.nd
 
     `stack` uint8 `[N, bytes]` holds rows whose palettes have `size` classes.
     """
-    N, bits = len(stack), int(plane_bits(np.array(size)))
-    begin, end = at + 2 * size, at + 2 * size + bits * -(-entries // 8)
-    planes = stack[:, begin:end].reshape(N, bits, -(-entries // 8))
+    N, bits, plane_bytes = len(stack), int(plane_bits(np.array(size))), -(-entries // 8)
+    planes = stack[:, at + 2 * size :][:, : bits * plane_bytes].reshape(N, bits, plane_bytes)
     places = np.zeros((N, entries), np.uint16)
     for bit in range(bits):
         plane = np.unpackbits(planes[:, bit], axis=1, count=entries, bitorder="little")

@@ -125,14 +125,13 @@ class BetonWriter:
         self.room = PAGE - self._starts[-1]
         # `finish` adds to the notes: checksums, a longer fingerprint, the number of images left
         # out. Reserve space for the longest.
-        crcs = checksums(2**32, 2**32, 2**32, 2**64)
-        longest = self.notes | {"fingerprint": "0" * 64, "left_out": num_samples, "crc32": crcs}
+        longest = self.notes | {"fingerprint": "0" * 64, "left_out": num_samples}
+        longest["crc32"] = checksums(2**32, 2**32, 2**32, 2**64)
         self._metadata = HEADER.itemsize + FIELD.itemsize * len(self._fields)
         front = self._metadata + num_samples * (self._dtype.itemsize + 4) + len(json.dumps(longest))
         self._first_page = self._at = self._synced = round_up(front, PAGE)
         self._rows = np.zeros(num_samples, ROW)
-        columns = [list(field) for field in arrays]
-        same = {"num_samples": num_samples, "arrays": columns, "page": PAGE} | (identity or {})
+        same = {"num_samples": num_samples, "arrays": arrays, "page": PAGE} | (identity or {})
         self.descriptors: list[int] = []
         self._close = weakref.finalize(self, close_all, self.descriptors)
         try:

@@ -443,11 +443,8 @@ def read_part(images: Images, pack: Pack, ids: np.ndarray, files: TensorFiles) -
 
 def load_map(images: Images, pack: Pack, index: int, files: TensorFiles) -> tuple[np.ndarray, TLBR]:
     """Load the array and the Window of image `index`; UnusableError if there is no usable map."""
-    rule, path, num_classes = (
-        pack.matching.rule[index],
-        images.paths[index],
-        len(images.class_names),
-    )
+    rule, path = pack.matching.rule[index], images.paths[index]
+    num_classes = len(images.class_names)
     if rule in (NONE, SHARED):
         kind = "no file" if rule == NONE else "one file for several images"
         raise UnusableError(kind, path)

@@ -22,13 +22,15 @@ LOG_INTERVAL = 60.0  # seconds between lines in a log file
 
 def columns(*more: ProgressColumn) -> tuple[ProgressColumn, ...]:
     """Columns of every bar: name, bar, count, time elapsed, time left, and `more`."""
-    counted = (
+    return (
         TextColumn("{task.description:<22}"),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        *more,
     )
-    return *counted, TextColumn("left"), TimeRemainingColumn(), *more
 
 
 def bar(items: Iterable[Item], what: str, total: int | None = None) -> Iterator[Item]:

@@ -648,7 +648,7 @@ def verify(path: Path, threads: int) -> list[str]:
 def verify_files(files: tuple[Path, ...], /) -> None:
     """Read all checked bytes, decode every image, and list every damaged sample.
 
-    Raises UserError after the last file if any sample is damaged.
+    If any sample is damaged, UserError (exit code 2) is raised after the last file.
     """
     bad = []
     if not files:

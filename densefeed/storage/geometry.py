@@ -74,7 +74,9 @@ def visible_boxes(view_N23: np.ndarray) -> np.ndarray:
 
 
 def teacher_window(geometry: Geometry, height: int, width: int) -> TLBR:
-    """Window that a teacher covers of an image of `height` x `width` pixels, (t, l, b, r).
+    """Compute the Window that a teacher covers of an image of `height` x `width` pixels.
+
+    Returns (top, left, bottom, right).
 
     `squash` and `tile`: the whole image, aspect ratio not kept. `center-crop`: its center square.
     `letterbox`: the square around it, as long as its longer side, so along the shorter side the
@@ -97,7 +99,7 @@ def are_windows(window_N4: Array) -> Array:
     def along(low: Array, high: Array) -> Array:
         within = (low >= -EDGE) & (high <= 1 + EDGE)
         # A Window as long as 4,000 images has ends that float32 rounds by 1e-4, so the tolerance
-        # grows with its length. It is not less than infinity, so infinite ends do not pass.
+        # grows with its length. With an infinite end both sides are infinite, and neither is less.
         around = (low <= 0) & (high >= 1) & (abs(low + high - 1) < EDGE * (high - low))
         # Conditions that must hold, instead of their negations: every comparison with NaN is
         # false.

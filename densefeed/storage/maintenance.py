@@ -174,7 +174,7 @@ def disorder(store: ScoreMapStore, ids: np.ndarray, maps: ScoreMaps) -> dict[str
 def verify_files(files: tuple[Path, ...], /) -> None:
     """Read every row of score map files and name the first bad rows of each.
 
-    Raises UserError after the last file if any row is bad.
+    If any row is bad, UserError (exit code 2) is raised after the last file.
     """
     bad = []
     if not files:

@@ -116,7 +116,7 @@ def match(images: Images, labels: Path) -> Matching:
         )
     kinds: Counter = Counter()
     # If the name of a class folder contains a dot, the published code looks in the root.
-    at_root = listing(labels, "", kinds)
+    at_root = list_maps(labels, "", kinds)
     folders = defaultdict(list)
     for index, path in enumerate(images.paths):
         folders[stem_of(path, True).rpartition("/")[0]].append(index)
@@ -128,7 +128,7 @@ def match(images: Images, labels: Path) -> Matching:
         found.extra_names += sorted(unclaimed)[: NAMED - len(found.extra_names)]
 
     for folder, members in folders.items():
-        there, claims = listing(labels, folder, kinds) if folder else set(), defaultdict(list)
+        there, claims = list_maps(labels, folder, kinds) if folder else set(), defaultdict(list)
         for index in members:
             for rule in (WHOLE_STEM, FIRST_DOT):
                 stem = stem_of(images.paths[index], rule == WHOLE_STEM)
@@ -142,7 +142,7 @@ def match(images: Images, labels: Path) -> Matching:
     count_extra(at_root - root_claims.keys())
     for entry in sorted(os.scandir(labels), key=lambda entry: entry.name):
         if entry.is_dir() and entry.name not in folders:
-            count_extra(listing(labels, entry.name, kinds))
+            count_extra(list_maps(labels, entry.name, kinds))
     if not kinds:
         raise UserError(
             f"{labels} holds no .pt or .npy files in class folders; "
@@ -161,7 +161,7 @@ def mark_shared(found: Matching, claims: dict[str, list[int]]) -> None:
             found.rule[indices] = SHARED
 
 
-def listing(root: Path, folder: str, kinds: Counter) -> set[str]:
+def list_maps(root: Path, folder: str, kinds: Counter) -> set[str]:
     """`folder/stem` of the maps in a folder of `root`, which need not exist.
 
     Their suffixes are counted in `kinds`.
@@ -182,7 +182,7 @@ def listing(root: Path, folder: str, kinds: Counter) -> set[str]:
 # ------------------------------------------------------------------------- content of a file
 
 
-def shape_of(array: np.ndarray) -> tuple[int, int]:
+def map_shape(array: np.ndarray) -> tuple[int, int]:
     """(S, k) of a map `[2, k, S, S]`; TensorError for any other array."""
     if array.dtype.kind != "f" or array.dtype.itemsize not in EXACT:
         raise TensorError(f"holds {array.dtype}, which is none of float16, float32, float64")
@@ -322,7 +322,7 @@ def probe(images: Images, matching: Matching) -> tuple[int, int]:
     for index in matched[np.linspace(0, len(matched) - 1, min(len(matched), PROBES)).astype(int)]:
         path = matching.file(images.paths[index], matching.rule[index])
         try:
-            shapes[shape_of(files.read(path))] += 1
+            shapes[map_shape(files.read(path))] += 1
         except (TensorError, OSError) as error:
             reason = reason or f"{path} {error}"
     if not shapes:
@@ -451,9 +451,9 @@ def load_map(images: Images, pack: Pack, index: int, files: TensorFiles) -> tupl
     file, wanted = pack.matching.file(path, rule), (pack.side, pack.top_k)
     try:
         array = files.read(file)
-        shape, most = shape_of(array), EXACT[array.itemsize]
+        shape, most = map_shape(array), EXACT[array.itemsize]
         if shape == wanted and num_classes <= most:
-            return array, window(images, index, pack.footprint)
+            return array, map_window(images, index, pack.footprint)
     except TensorError as error:
         raise UnusableError("damaged or no map", f"{file} {error}") from error
     except OSError as error:
@@ -469,7 +469,7 @@ def load_map(images: Images, pack: Pack, index: int, files: TensorFiles) -> tupl
     )
 
 
-def window(images: Images, index: int, footprint: Footprint) -> TLBR:
+def map_window(images: Images, index: int, footprint: Footprint) -> TLBR:
     """Window of the map of image `index`. That of a center crop depends on the image's size."""
     return WHOLE if footprint == "squash" else teacher_window(footprint, *images.size(index))
 

@@ -1,6 +1,4 @@
-"""Writing FFCV datasets (.beton): image by image, resumed after a kill, and under the final name
-only when whole.
-"""
+"""Write FFCV datasets (.beton) image by image, with resume after a kill."""
 
 import fcntl
 import hashlib
@@ -37,16 +35,16 @@ from densefeed.storage.beton import (
     notes_place,
 )
 from densefeed.system.errors import UserError
-from densefeed.system.files import name_errors, sync
+from densefeed.system.files import check_absent, name_errors, sync
 from densefeed.system.progress import bar
 
-SYNC_BYTES = 2**30  # the packer makes its work durable this often
+SYNC_BYTES = 2**30  # written between two fsyncs
 
 
 class Sample(NamedTuple):
-    """What is written for one image: encoded JPEG, its height and width, its class, and arrays in
-    the order of the fields. If it is `raw`, its pixels uint8 `[height, width, 3]` in place of a
-    JPEG; no checksum covers them.
+    """One image to write: encoded JPEG, size in pixels, label, and arrays in field order.
+
+    If `raw`, `jpeg` holds pixels, uint8 `[height, width, 3]`, which have no checksum.
     """
 
     jpeg: bytes
@@ -57,9 +55,9 @@ class Sample(NamedTuple):
     raw: bool = False
 
 
-# A line of the journal: what was done with one image. `block` is the CRC-32 of all that was written
-# for it, `arrays` that of its arrays, `crc` that of this record. `ptr` is where its first array
-# stands; the JPEG is last.
+# A record of the journal: the result for one image. `ptr` is the offset of its first array; the
+# JPEG is last. `block` is the CRC-32 of all bytes written for it, `arrays` that of its arrays,
+# `crc` that of this record.
 ROW = np.dtype(
     [
         ("index", "<u8"),
@@ -81,31 +79,31 @@ UNTRIED, PACKED, FAILED = 0, 1, 2
 
 
 class BetonWriter:
-    """Writes a .beton image by image, under the name `<path>.part` until it is whole;
-    `<path>.part.rows` is its journal.
+    """Write a .beton image by image, under the name `<path>.part` until it is complete.
 
     Args:
         path: the file to make.
-        num_samples: how many images there are.
-        arrays: fields of type NDARRAY that come with every image, beside `image` and `label`.
-        notes: JSON that readers find in `Beton.notes`; `class_names` and `fingerprint` are ours to
-            expect.
-        identity: JSON, not stored in the file, that must be equal for a `.part` to be continued:
-            which images, which options.
+        num_samples: number of images.
+        arrays: fields of type NDARRAY of every image, in addition to `image` and `label`.
+        notes: JSON that readers find in `Beton.notes`; DenseFeed needs `class_names` and
+            `fingerprint`.
+        identity: JSON, not stored in the file, that must be equal for a `.part` to be resumed:
+            images and options.
 
-    A writer that finds the `.part` of an earlier one goes on behind its last whole image, and the
-    finished file has the same bytes as if it had not been interrupted. Images that earlier could
-    not be read are tried again, and stand last if they can. The journal is a JSON line and then
-    ROWs; a ROW is written after its image, so what it names is whole after a kill; after a power
-    cut, too, before the last 1 to 2 GiB, and those are read back and compared.
+    The journal is `<path>.part.rows`: a JSON line and then ROWs. A writer that finds the `.part` of
+    an earlier one resumes after its last complete image, and the finished file has the same bytes
+    as without the interruption. Images that could not be read before are tried again and, if they
+    can be read now, are last in the file. A ROW is written after its image, so after a kill every
+    image in the journal is complete. After a power cut this holds for all but the last 1 to 2 GiB,
+    which are read back and compared.
 
-    Raises UserError if `path` exists, another process is writing it, the `.part` is not of this
+    Raises UserError if `path` exists, another process is writing it, the `.part` is of another
     packing, or num_samples is 0.
 
     Attributes:
-        state: uint8 `[num_samples]`, UNTRIED, PACKED or FAILED. tags: uint8 alike, what `write` was
-            given.
-        room: the most bytes a JPEG may have, since a sample does not cross a page.
+        state: uint8 `[num_samples]`, UNTRIED, PACKED or FAILED.
+        tags: uint8 `[num_samples]`, the tags given to `write`.
+        room: maximum bytes of a JPEG, because a sample does not cross a page.
     """
 
     def __init__(
@@ -116,37 +114,24 @@ class BetonWriter:
         notes: dict,
         identity: dict | None = None,
     ) -> None:
-        self.path, self.part, self.journal = (
-            Path(path),
-            Path(f"{path}.part"),
-            Path(f"{path}.part.rows"),
-        )
+        self.path, self.part = Path(path), Path(f"{path}.part")
+        self.journal = Path(f"{path}.part.rows")
         if num_samples < 1:
             raise UserError(f"{path} would hold no images")
         self.arrays, self.notes = arrays, {"densefeed": NOTES_VERSION} | notes
         self._fields = [Field(RGB, "image"), Field(INT, "label"), *arrays]
-        self._dtype = metadata_dtype([field.type for field in self._fields])
-        self._starts = np.cumsum(
-            [0] + [-(-field.nbytes // ALIGN) * ALIGN for field in arrays]
-        ).tolist()
+        self._dtype = metadata_dtype(self._fields)
+        self._starts = np.cumsum([0, *(round_up(field.nbytes, ALIGN) for field in arrays)]).tolist()
         self.room = PAGE - self._starts[-1]
-        # The notes may still grow by what `finish` finds: checksums, a longer fingerprint, how many
-        # images are missing.
-        longest = self.notes | {
-            "fingerprint": "0" * 64,
-            "left_out": num_samples,
-            "crc32": checksums(2**32, 2**32, 2**32, 2**64),
-        }
+        # `finish` adds to the notes: checksums, a longer fingerprint, the number of images left
+        # out. Reserve space for the longest.
+        longest = self.notes | {"fingerprint": "0" * 64, "left_out": num_samples}
+        longest["crc32"] = checksums(2**32, 2**32, 2**32, 2**64)
         self._metadata = HEADER.itemsize + FIELD.itemsize * len(self._fields)
         front = self._metadata + num_samples * (self._dtype.itemsize + 4) + len(json.dumps(longest))
-        self._first_page = -(-front // PAGE) * PAGE
+        self._first_page = self._at = self._synced = round_up(front, PAGE)
         self._rows = np.zeros(num_samples, ROW)
-        self._at, self._synced = self._first_page, self._first_page
-        same = {
-            "num_samples": num_samples,
-            "arrays": [list(field) for field in arrays],
-            "page": PAGE,
-        } | (identity or {})
+        same = {"num_samples": num_samples, "arrays": arrays, "page": PAGE} | (identity or {})
         self.descriptors: list[int] = []
         self._close = weakref.finalize(self, close_all, self.descriptors)
         try:
@@ -158,34 +143,35 @@ class BetonWriter:
 
     @property
     def state(self) -> np.ndarray:
+        """State of each image: UNTRIED, PACKED or FAILED."""
         return self._rows["state"]
 
     @property
     def tags(self) -> np.ndarray:
+        """Tag of each image."""
         return self._rows["tag"]
 
     def todo(self) -> np.ndarray:
-        """The images to write, in the order they should come: those never tried, then those that
-        failed before.
-        """
+        """Images to write, in order: first those not tried yet, then those that failed before."""
         return np.concatenate([np.nonzero(self.state == kind)[0] for kind in (UNTRIED, FAILED)])
 
     def _begin(self, identity: dict) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        fresh = not self.journal.exists()
-        if fresh and self.part.exists():
-            raise UserError(
-                f"{self.part} is in the way, and no packing left it; remove it or choose another --out"
-            )
-        if fresh and self.path.exists():
-            raise UserError(f"{self.path} exists already; remove it or choose another --out")
+        if not self.journal.exists():
+            if self.part.exists():
+                raise UserError(
+                    f"{self.part} exists and is not from an earlier packing; "
+                    "remove it or choose another --out"
+                )
+            check_absent(self.path)
         self._lock()
-        if self.path.exists():
-            if not self.part.exists():  # killed between giving the name and removing the journal
-                self.journal.unlink()
-            raise UserError(f"{self.path} exists already; remove it or choose another --out")
+        # An earlier run was killed after the rename and before it removed the journal.
+        if self.path.exists() and not self.part.exists():
+            self.journal.unlink()
+        check_absent(self.path)
         line, _, records = read_all(self.descriptors[0]).partition(b"\n")
-        if not self.part.exists():  # killed, or out of space, before the first image
+        # An earlier run was killed, or out of space, before its first image.
+        if not self.part.exists():
             os.ftruncate(self.descriptors[0], 0)
             line, records = json.dumps(identity).encode(), b""
             write_at(self.descriptors[0], line + b"\n", 0)
@@ -194,51 +180,46 @@ class BetonWriter:
         self._resume(line, records, identity)
 
     def _lock(self) -> None:
-        """Open the journal for us alone; the system drops the lock when the process ends, however
-        it ends.
-        """
+        """Open the journal with an exclusive lock, which ends with the process, even by a kill."""
         while True:
             self.descriptors[:] = [os.open(self.journal, os.O_RDWR | os.O_CREAT, 0o666)]
             try:
                 fcntl.flock(self.descriptors[0], fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise UserError(
-                    f"{self.path} is being packed by another process; wait for it or choose another --out"
+                    f"{self.path} is being packed by another process; "
+                    "wait for it or choose another --out"
                 ) from None
             try:
                 if os.path.samestat(os.fstat(self.descriptors[0]), os.stat(self.journal)):
                     return
             except FileNotFoundError:
                 pass
-            # the other process finished, and removed the file, between our two calls
+            # Another process finished and removed the file between `open` and `flock`.
             close_all(self.descriptors)
 
     def _resume(self, line: bytes, records: bytes, identity: dict) -> None:
-        rows = np.frombuffer(records[: len(records) // ROW.itemsize * ROW.itemsize], ROW)
-        starts = range(0, rows.nbytes, ROW.itemsize)
-        whole = rows["crc"] == np.fromiter(
-            (zlib.crc32(records[at : at + ROW.itemsize - 4]) for at in starts), "<u4", len(rows)
-        )
-        rows = rows[: len(rows) if whole.all() else whole.argmin()]
+        rows = valid_rows(records)
         try:
             begun = json.loads(line)
         except ValueError:
             raise UserError(
                 f"{self.journal}, left by an earlier packing, is damaged; remove it and {self.part}"
             ) from None
-        differ = [
+        differ = {
             key for key in begun.keys() | identity.keys() if begun.get(key) != identity.get(key)
-        ]
-        if "fingerprint" in differ and (rows["state"] == FAILED).any():
-            # it covers file sizes, and files that failed are there to be mended
-            differ.remove("fingerprint")
+        }
+        # The fingerprint covers file sizes, which change if files that failed are repaired.
+        if (rows["state"] == FAILED).any():
+            differ.discard("fingerprint")
         if differ:
-            key = min(differ).replace("_", " ")
             raise UserError(
-                f"{self.part} was begun with another {key}; remove it and {self.journal.name}, or choose another --out"
+                f"{self.part} was started with another {min(differ).replace('_', ' ')}; "
+                f"remove it and {self.journal.name}, or choose another --out"
             )
-        rows = rows[: self._sound(rows)]
-        self._rows[rows["index"]] = rows  # of two records of one image the later wins
+        rows = rows[: self._count_complete(rows)]
+        # If an image has two records, the later one is used.
+        self._rows[rows["index"]] = rows
         packed = rows[rows["state"] == PACKED]
         if len(packed):
             self._at = int(packed[-1]["ptr"]) + self._starts[-1] + int(packed[-1]["size"])
@@ -247,83 +228,66 @@ class BetonWriter:
         os.ftruncate(self.descriptors[1], self._at if len(packed) else 0)
         self._synced = self._at
 
-    def _sound(self, rows: np.ndarray) -> int:
-        """How many records name images that are really there. Only those that may not have reached
-        the disk are read.
+    def _count_complete(self, rows: np.ndarray) -> int:
+        """Number of leading records whose images are complete in `.part`.
+
+        Only images that may not have reached the disk before a power cut are read.
         """
         packed = np.nonzero(rows["state"] == PACKED)[0]
         if not len(packed):
             return len(rows)
-        ends = rows["ptr"] + self._starts[-1] + rows["size"]
+        sizes = self._starts[-1] + rows["size"]
+        ends = rows["ptr"] + sizes
         recent = packed[ends[packed] + 2 * SYNC_BYTES > ends[packed[-1]]]
-        for n in bar(recent.tolist(), "check what is packed"):
-            block = os.pread(
-                self.descriptors[1], self._starts[-1] + int(rows[n]["size"]), int(rows[n]["ptr"])
-            )
+        for n in bar(recent.tolist(), "check packed images"):
+            block = os.pread(self.descriptors[1], int(sizes[n]), int(rows[n]["ptr"]))
             if zlib.crc32(block) != rows[n]["block"]:
                 return n
         return len(rows)
 
-    def _block(self, index: int, sample: Sample, tag: int) -> tuple[np.ndarray, bytes]:
-        """The record of a sample, without its place, and its bytes: arrays, each padded, then the
-        JPEG.
-        """
-        arrays = [
-            np.ascontiguousarray(a, f.dtype)
-            for a, f in zip(sample.arrays, self.arrays, strict=True)
-        ]
-        for array, field in zip(arrays, self.arrays, strict=True):
+    def _encode(self, index: int, sample: Sample, tag: int) -> tuple[np.ndarray, bytes]:
+        """The record of a sample, without `ptr`, and its bytes: padded arrays, then the JPEG."""
+        pieces = []
+        for array, field in zip(sample.arrays, self.arrays, strict=True):
             if array.shape != field.shape:
                 raise ValueError(f"{field.name} is {array.shape}, not {field.shape}")
-        pieces = [array.tobytes() for array in arrays]
-        block = b"".join(
-            [
-                *(piece.ljust(-(-len(piece) // ALIGN) * ALIGN, b"\0") for piece in pieces),
-                sample.jpeg,
-            ]
-        )
+            pieces.append(np.ascontiguousarray(array, field.dtype).tobytes())
+        padded = (piece.ljust(round_up(len(piece), ALIGN), b"\0") for piece in pieces)
+        block = b"".join([*padded, sample.jpeg])
         row = np.zeros((), ROW)
         row["index"], row["label"], row["size"] = index, sample.label, len(sample.jpeg)
-        row["height"], row["width"], row["state"], row["tag"] = (
-            sample.height,
-            sample.width,
-            PACKED,
-            tag,
-        )
-        row["block"], row["arrays"], row["mode"] = (
-            zlib.crc32(block),
-            arrays_crc(pieces),
-            RAW if sample.raw else JPEG,
-        )
+        row["height"], row["width"] = sample.height, sample.width
+        row["block"], row["arrays"] = zlib.crc32(block), arrays_crc(pieces)
+        row["state"], row["tag"], row["mode"] = PACKED, tag, RAW if sample.raw else JPEG
         return row, block
 
     def check(self, index: int, sample: Sample) -> None:
-        """UserError unless what is packed of image `index` is this sample."""
-        row, _ = self._block(index, sample, int(self.tags[index]))
-        if any(
-            row[name] != self._rows[index][name]
-            for name in ("label", "size", "height", "width", "mode", "block")
-        ):
-            raise self.changed(index)
+        """UserError unless image `index` was packed from this sample."""
+        row, _ = self._encode(index, sample, int(self.tags[index]))
+        for name in ("label", "size", "height", "width", "mode", "block"):
+            if row[name] != self._rows[index][name]:
+                raise self.changed(index)
 
     def changed(self, index: int) -> UserError:
-        """What to raise where image `index` is not what was packed."""
+        """The error if image `index` is not the one that was packed."""
         return UserError(
-            f"{self.part} holds image {index} otherwise than it is now; remove it and {self.journal.name}"
+            f"{self.part} holds another version of image {index}; remove it and {self.journal.name}"
         )
 
     def write(self, index: int, sample: Sample, tag: int = 0) -> None:
-        """Append image `index`; `tag`, 0 to 255, is kept for `tags` only. UserError if it does not
-        fit a page (8 MiB).
+        """Append image `index`; UserError if it does not fit a page (8 MiB).
+
+        `tag`, 0 to 255, is kept in the journal, for `tags` only.
         """
         if len(sample.jpeg) > self.room:
             raise UserError(
-                f"sample {index}: a JPEG of {len(sample.jpeg):,} bytes does not fit a page of {PAGE:,}; make this image smaller"
+                f"sample {index}: a JPEG of {len(sample.jpeg):,} bytes does not fit a page of "
+                f"{PAGE:,}; make this image smaller"
             )
-        row, block = self._block(index, sample, tag)
-        at = -(-self._at // ALIGN) * ALIGN
+        row, block = self._encode(index, sample, tag)
+        at = round_up(self._at, ALIGN)
         if at % PAGE + len(block) > PAGE:
-            at = -(-at // PAGE) * PAGE
+            at = round_up(at, PAGE)
         row["ptr"] = at
         with name_errors(self.path):
             write_at(self.descriptors[1], block, at)
@@ -333,7 +297,7 @@ class BetonWriter:
                 self._sync()
 
     def fail(self, index: int) -> None:
-        """Note that image `index` cannot be packed; a later packing tries it again."""
+        """Record that image `index` cannot be packed; a later run tries it again."""
         row = np.zeros((), ROW)
         row["index"], row["state"] = index, FAILED
         with name_errors(self.path):
@@ -346,37 +310,36 @@ class BetonWriter:
         self._rows[row["index"]] = row
 
     def _sync(self) -> None:
-        # images before the records that vouch for them
+        # The images must be on disk before their records.
         for descriptor in reversed(self.descriptors):
             os.fsync(descriptor)
         self._synced = self._at
 
     def finish(self) -> None:
-        """Write table, metadata, notes and header, and give the file its name. Images that failed
-        are left out, in the notes `left_out` says how many, and the fingerprint is then another
-        one; UserError if none is left.
+        """Write table, metadata, notes and header, and rename the file to its final name.
+
+        Images that failed are left out: the note `left_out` is their number, and the fingerprint is
+        another one. Raises UserError if no image is left.
         """
-        if (self.state == UNTRIED).any():
-            raise ValueError(
-                f"image {int((self.state == UNTRIED).argmax())} was neither written nor failed"
-            )
+        untried = self.state == UNTRIED
+        if untried.any():
+            raise ValueError(f"image {int(untried.argmax())} was neither written nor failed")
         kept = np.nonzero(self.state == PACKED)[0]
         if not len(kept):
             raise UserError(
-                f"{self.path}: none of the {len(self._rows)} images can be packed; there is nothing to write"
+                f"{self.path}: none of the {len(self._rows)} images can be packed; "
+                "there is nothing to write"
             )
         notes = dict(self.notes)
-        if len(kept) < len(self._rows):
-            notes["left_out"] = len(self._rows) - len(kept)
-            missing = np.nonzero(self.state != PACKED)[0].tolist()
-            notes["fingerprint"] = hashlib.sha256(
-                f"{notes.get('fingerprint')} without {missing}".encode()
-            ).hexdigest()
+        missing = np.nonzero(self.state != PACKED)[0].tolist()
+        if missing:
+            notes["left_out"] = len(missing)
+            changed = f"{notes.get('fingerprint')} without {missing}"
+            notes["fingerprint"] = hashlib.sha256(changed.encode()).hexdigest()
         with name_errors(self.path):
             self._write_front(kept, notes)
             os.fsync(self.descriptors[1])
-            if self.path.exists():
-                raise UserError(f"{self.path} exists already; remove it, and run this again")
+            check_absent(self.path)
             os.replace(self.part, self.path)
             sync(self.path.parent)
             self.journal.unlink()
@@ -384,37 +347,10 @@ class BetonWriter:
 
     def _write_front(self, kept: np.ndarray, notes: dict) -> None:
         out, count = self.descriptors[1], len(kept)
-        table = -(-self._at // PAGE) * PAGE
+        table = round_up(self._at, PAGE)
         os.ftruncate(out, table)
         sums_at = self._metadata + count * self._dtype.itemsize
-        width = 1 + len(self.arrays)
-        table_crc = metadata_crc = samples_crc = 0
-        for at in range(0, count, CHUNK):
-            rows = self._rows[kept[at : at + CHUNK]]
-            metadata = np.zeros(len(rows), self._dtype)
-            metadata["f0"]["mode"], metadata["f0"]["ptr"] = (
-                rows["mode"],
-                rows["ptr"] + self._starts[-1],
-            )
-            metadata["f0"]["height"], metadata["f0"]["width"] = rows["height"], rows["width"]
-            metadata["f1"] = rows["label"]
-            entries = np.zeros((len(rows), width), ALLOCATION)
-            entries["sample"] = np.arange(at, at + len(rows))[:, None]
-            entries["ptr"] = rows["ptr"][:, None] + np.array(self._starts, np.uint64)
-            entries["size"] = [[field.nbytes for field in self.arrays] + [0]]
-            entries["size"][:, -1] = rows["size"]
-            for n in range(len(self.arrays)):
-                metadata[f"f{n + 2}"] = entries["ptr"][:, n]
-            sums = rows["arrays"].tobytes() if self.arrays else b""
-            write_at(out, entries.tobytes(), table + at * width * ALLOCATION.itemsize)
-            write_at(out, metadata.tobytes(), self._metadata + at * self._dtype.itemsize)
-            write_at(out, sums, sums_at + 4 * at)
-            table_crc, metadata_crc = (
-                zlib.crc32(entries.tobytes(), table_crc),
-                zlib.crc32(metadata.tobytes(), metadata_crc),
-            )
-            samples_crc = zlib.crc32(sums, samples_crc)
-        notes["crc32"] = checksums(metadata_crc, table_crc, samples_crc, sums_at)
+        notes["crc32"] = self._write_records(kept, table, sums_at)
         text = json.dumps(notes).encode()
         notes_at = sums_at + (4 * count if self.arrays else 0)
         assert notes_at + len(text) <= self._first_page, "the notes grew into the first page"
@@ -425,15 +361,46 @@ class BetonWriter:
         head[place_at : place_at + NOTES.itemsize] = place.tobytes()
         place["crc"] = zlib.crc32(text, zlib.crc32(head))
         head[place_at : place_at + NOTES.itemsize] = place.tobytes()
-        # A packing killed in here leaves notes that may reach some digits further: the numbers in
-        # them differ.
-        write_at(
-            out, text.ljust(min(len(text) + 256, self._first_page - notes_at), b"\0"), notes_at
-        )
+        # A run killed in this method may have written notes that are some digits longer. Zeros
+        # overwrite their end.
+        padded = text.ljust(min(len(text) + 256, self._first_page - notes_at), b"\0")
+        write_at(out, padded, notes_at)
         write_at(out, bytes(head), 0)
 
+    def _write_records(self, kept: np.ndarray, table: int, sums_at: int) -> dict[str, int]:
+        """Write allocation table, metadata and the samples' checksums; return `checksums`.
+
+        `kept` are the images in the file; `table` and `sums_at` are offsets.
+        """
+        width = 1 + len(self.arrays)
+        table_crc = metadata_crc = samples_crc = 0
+        for at in range(0, len(kept), CHUNK):
+            rows = self._rows[kept[at : at + CHUNK]]
+            metadata = np.zeros(len(rows), self._dtype)
+            image, metadata["f1"] = metadata["f0"], rows["label"]
+            image["mode"], image["ptr"] = rows["mode"], rows["ptr"] + self._starts[-1]
+            image["height"], image["width"] = rows["height"], rows["width"]
+            entries = np.zeros((len(rows), width), ALLOCATION)
+            entries["sample"] = np.arange(at, at + len(rows))[:, None]
+            entries["ptr"] = rows["ptr"][:, None] + np.array(self._starts, np.uint64)
+            entries["size"] = [[field.nbytes for field in self.arrays] + [0]]
+            entries["size"][:, -1] = rows["size"]
+            for n in range(len(self.arrays)):
+                metadata[f"f{n + 2}"] = entries["ptr"][:, n]
+            sums = rows["arrays"].tobytes() if self.arrays else b""
+            descriptor, records, front = self.descriptors[1], entries.tobytes(), metadata.tobytes()
+            write_at(descriptor, records, table + at * width * ALLOCATION.itemsize)
+            write_at(descriptor, front, self._metadata + at * self._dtype.itemsize)
+            write_at(descriptor, sums, sums_at + 4 * at)
+            table_crc, metadata_crc = (
+                zlib.crc32(records, table_crc),
+                zlib.crc32(front, metadata_crc),
+            )
+            samples_crc = zlib.crc32(sums, samples_crc)
+        return checksums(metadata_crc, table_crc, samples_crc, sums_at)
+
     def close(self) -> None:
-        """Close the files and drop the lock; what is packed stays in `.part`."""
+        """Close the files and release the lock; packed images stay in `.part`."""
         self._close()
 
     def __enter__(self) -> "BetonWriter":
@@ -444,8 +411,9 @@ class BetonWriter:
 
 
 def write_beton(path: Path, samples: Sequence[Sample], arrays: list[Field], notes: dict) -> None:
-    """Write a .beton of samples that are in memory; on an error nothing stays, after a kill it is
-    continued. Raises as `BetonWriter`.
+    """Write a .beton of samples that are in memory.
+
+    On an error all files are removed; after a kill the next call resumes. Raises as `BetonWriter`.
     """
     with BetonWriter(path, len(samples), arrays, notes) as writer:
         try:
@@ -462,15 +430,26 @@ def write_beton(path: Path, samples: Sequence[Sample], arrays: list[Field], note
 
 
 def checksums(metadata: int, table: int, samples: int, samples_at: int) -> dict[str, int]:
-    """The `crc32` of the notes: of metadata, table, and the samples' own checksums, and where those
-    stand.
-    """
+    """The note `crc32`: CRC-32 of metadata, table and the samples' checksums, and their offset."""
     return {"metadata": metadata, "table": table, "samples": samples, "samples_at": samples_at}
 
 
+def valid_rows(records: bytes) -> np.ndarray:
+    """The ROWs of a journal before the first one that does not match its CRC."""
+    rows = np.frombuffer(records, ROW, len(records) // ROW.itemsize)
+    valid = [zlib.crc32(row.tobytes()[:-4]) == row["crc"] for row in rows]
+    return rows[: [*valid, False].index(False)]
+
+
+def round_up(size: int, multiple: int) -> int:
+    """Round up to a multiple."""
+    return -(-size // multiple) * multiple
+
+
 def write_at(descriptor: int, data: bytes, offset: int) -> None:
-    """pwrite all of it; a disk that fills in the middle takes a part, and the next call says
-    why.
+    """Write all of `data` with `pwrite`.
+
+    If the disk fills, a call writes only a part, and the next call raises the error.
     """
     view = memoryview(data)
     while len(view):
@@ -479,7 +458,7 @@ def write_at(descriptor: int, data: bytes, offset: int) -> None:
 
 
 def read_all(descriptor: int) -> bytes:
-    """The whole file."""
+    """Read the whole file."""
     with open(os.dup(descriptor), "rb") as file:
         file.seek(0)
         return file.read()

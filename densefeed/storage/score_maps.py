@@ -1,13 +1,13 @@
-"""ScoreMapStore: the score maps of a dataset in one HDF5 file, rows in dataset order. The bytes are
-described in FORMAT.md.
+"""Store the score maps of a dataset in one HDF5 file, one row per image in dataset order.
 
     python tools/score_maps.py verify maps.h5
     python tools/score_maps.py convert maps.h5 --form compact --out small.h5
     python tools/score_maps.py merge maps.h5
 
-HDF5 gives the layout, names and types. Every dataset is contiguous and allocated when the file is
-made, so rows are afterwards written with `pwrite` and read through a memory map: no HDF5 metadata
-changes while a labeling runs, and a killed run leaves a file that opens.
+The bytes are described in FORMAT.md. HDF5 provides the layout, the names and the types. Every
+dataset is contiguous and allocated when the file is created. Rows are then written with `pwrite`
+and read through a memory map, so no HDF5 metadata changes while a labeling runs, and a killed run
+leaves a file that opens.
 """
 
 import contextlib
@@ -29,36 +29,47 @@ import numpy as np
 from densefeed.storage.geometry import are_windows
 from densefeed.storage.row_codecs import Absent, Form, FormError, ScoreMaps, row_sizes, unpack
 from densefeed.system.errors import UserError, explain_os_error
-from densefeed.system.files import create_locked, name_errors, open_locked, remove_orphans, sync
+from densefeed.system.files import (
+    check_absent,
+    create_locked,
+    name_errors,
+    open_locked,
+    remove_orphans,
+    sync,
+)
 from densefeed.system.progress import bar
 
-VERSIONS = {"raw": 1, "lossless": 2, "compact": 2}  # of the file, by the form of its rows
-CHECKED_AT_ONCE = 2**26  # bytes of rows
+Types = dict[str, tuple[str, tuple[int, ...]]]  # dtype and shape of datasets, by name
+
+# Version of the file for each form of its rows.
+VERSIONS = {"raw": 1, "lossless": 2, "compact": 2}
+CHUNK_BYTES = 2**26  # of rows that are checked at once
 WINDOW_BYTES = 16
-# of file systems that give a file one name only
-NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
-HDF5_OVERHEAD = 2**16  # bytes of HDF5's own beside the rows; 11 kB measured
+# Errors of `link` on file systems without hard links.
+NO_HARD_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
+# Space for HDF5's own structures beside the rows; 11 kB were measured.
+HDF5_OVERHEAD = 2**16
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoreHeader:
-    """What a store says of itself."""
+    """The metadata of a store."""
 
     side: int  # S: cells along each side of a map
     top_k: int  # k: classes kept per cell
     num_classes: int  # K: classes of the teacher
-    absent: Absent  # what the classes not kept mean, see FORMAT.md
+    absent: Absent  # meaning of the classes that are not kept, see FORMAT.md
     teacher: str  # timm name or checkpoint, and a hash of its weights
     input_size: int  # side of the teacher's input, pixels
-    geometry: str  # how an image was fitted to it
+    geometry: str  # how an image was fitted to the teacher's input
     fingerprint: str  # of the dataset, see images.py
-    class_names: tuple[str, ...]  # in label order; of the dataset
-    form: Form = "raw"  # how a row is kept
-    # of a part of a dataset: which, of how many, its first row, all rows
+    class_names: tuple[str, ...]  # of the dataset, in label order
+    form: Form = "raw"  # encoding of a row
+    # For one shard of a dataset: its index, the number of shards, its first row, all rows.
     shard: tuple[int, int, int, int] | None = None
 
-    def describe(self) -> str:
-        """As JSON. Version 1 knows no forms, and its files stay as they were."""
+    def to_json(self) -> str:
+        """Encode as JSON. Version 1 has no `form` key, so version 1 files keep their bytes."""
         fields = asdict(self) | {"version": VERSIONS[self.form]}
         if self.form == "raw":
             del fields["form"]
@@ -67,54 +78,39 @@ class StoreHeader:
         return json.dumps(fields)
 
     @classmethod
-    def parse(cls, text: str, where: Path) -> "StoreHeader":
-        """From JSON; UserError for another version."""
+    def from_json(cls, text: str, where: Path) -> "StoreHeader":
+        """Decode from JSON; UserError that names `where` for an unknown version, form or absent."""
         fields = json.loads(text)
         version, form = fields.pop("version", None), fields.setdefault("form", "raw")
+        absent, shard = fields.get("absent"), fields.get("shard")
         if version not in VERSIONS.values():
-            raise UserError(
-                f"{where}: score maps of version {version}, this program reads 1 and 2; relabel it"
-            )
-        if VERSIONS.get(form) != version:
-            raise UserError(
-                f"{where}: version {version} has no form {form!r}; label the images again"
-            )
-        if fields.get("absent") not in ("tail", "zero-logit"):
-            raise UserError(
-                f"{where}: absent is {fields.get('absent')!r}, and must be tail or zero-logit; label the images again"
-            )
-        shard = fields.get("shard")
-        return cls(
-            **fields
-            | {
-                "class_names": tuple(fields["class_names"]),
-                "shard": None if shard is None else tuple(shard),
-            }
-        )
+            problem = f"score maps have version {version}, this program reads versions 1 and 2"
+        elif VERSIONS.get(form) != version:
+            problem = f"version {version} has no form {form!r}"
+        elif absent not in ("tail", "zero-logit"):
+            problem = f"absent is {absent!r}, but must be tail or zero-logit"
+        else:
+            fields["class_names"] = tuple(fields["class_names"])
+            return cls(**fields | {"shard": shard and tuple(shard)})
+        raise UserError(f"{where}: {problem}; label the images again")
 
     def check_same(self, other: "StoreHeader", where: Path) -> None:
-        """UserError, naming `where`, if its header `other` is not this one."""
-        # Causes before what follows from them.
-        for name, value in sorted(
-            asdict(self).items(), key=lambda item: item[0] in ("side", "num_classes", "shard")
-        ):
-            if (found := getattr(other, name)) != value:
-                what = (
-                    "of another dataset"
-                    if name in ("fingerprint", "class_names")
-                    else f"with another {name.replace('_', ' ')}"
-                )
-                values = (
-                    f" ({found}, not {value})"
-                    if isinstance(value, int | str) and name != "fingerprint"
-                    else ""
-                )
-                raise UserError(
-                    f"{where} was begun {what}{values}; remove it or choose another --out"
-                )
+        """UserError that names `where` unless its header `other` equals this one."""
+        # A cause is reported before its effects: another teacher often has another `side` too.
+        effects = "side", "num_classes", "shard"
+        for name, value in sorted(asdict(self).items(), key=lambda item: item[0] in effects):
+            found = getattr(other, name)
+            if found == value:
+                continue
+            difference = f"with another {name.replace('_', ' ')}"
+            if name in ("fingerprint", "class_names"):
+                difference = "for another dataset"
+            elif isinstance(value, int | str):
+                difference += f" ({found}, not {value})"
+            raise UserError(f"{where} was started {difference}; remove it or choose another --out")
 
 
-def row_types(side: int, top_k: int) -> dict[str, tuple[str, tuple[int, ...]]]:
+def row_types(side: int, top_k: int) -> Types:
     """dtype and shape of one row of each dataset but `path`, whose width depends on the data."""
     return {
         "logit": ("<f2", (side, side, top_k)),
@@ -128,28 +124,36 @@ def row_types(side: int, top_k: int) -> dict[str, tuple[str, tuple[int, ...]]]:
     }
 
 
-def whole_types(form: Form) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """dtype and shape of datasets that are the same for all rows."""
-    return (
-        {"levels": ("<f4", (256,)), "error": ("<f8", (len(FormError._fields),))}
-        if form == "compact"
-        else {}
-    )
+def packed_types() -> Types:
+    """`row_types` of a packed store, whose maps are in `rows`, a dataset of bytes."""
+    types = row_types(0, 0) | {"start": ("<i8", ())}
+    return {name: types[name] for name in types if name not in ("logit", "cls", "lse")}
 
 
-def packed_types() -> dict[str, tuple[str, tuple[int, ...]]]:
-    """The same of a packed store, whose maps stand in `rows`, a dataset of bytes."""
-    kept = {
-        name: kind for name, kind in row_types(0, 0).items() if name not in ("logit", "cls", "lse")
-    }
-    return kept | {"start": ("<i8", ())}
+def dataset_types(
+    header: StoreHeader, rows: int, path: str, packed_shape: tuple[int, ...] = ()
+) -> Types:
+    """dtype and shape of every dataset of a store, in file order.
+
+    `path` is the dtype of the dataset `path`; `packed_shape` is the shape of the dataset `rows` of
+    a packed store, which is its size in bytes.
+    """
+    raw = header.form == "raw"
+    types = row_types(header.side, header.top_k) if raw else packed_types()
+    types["path"] = path, ()
+    types = {name: (dtype, (rows, *shape)) for name, (dtype, shape) in types.items()}
+    if not raw:
+        types["rows"] = "|u1", packed_shape
+    if header.form == "compact":
+        types |= {"levels": ("<f4", (256,)), "error": ("<f8", (len(FormError._fields),))}
+    return types
 
 
 def row_crcs(parts: Iterable[Iterable[np.ndarray]]) -> np.ndarray:
-    """CRC-32 of each row: over the bytes of its parts in their order (raw: logit, cls, lse,
-    window); uint32 `[N]`.
+    """CRC-32 of each row over the bytes of its parts in order; uint32 `[N]`.
 
-    `parts` is, for each part, its rows: ScoreMaps, or packed rows and windows.
+    `parts` holds the rows of each part: ScoreMaps (logit, cls, lse, window) for raw rows, or the
+    packed rows and the windows.
     """
     crcs = []
     for row in zip(*parts, strict=True):
@@ -163,52 +167,46 @@ def row_crcs(parts: Iterable[Iterable[np.ndarray]]) -> np.ndarray:
 def names_crc(label_N: np.ndarray, path_N: np.ndarray) -> np.uint32:
     """CRC-32 over the bytes of the datasets `label` and `path`, in this order."""
     label = np.ascontiguousarray(label_N, row_types(0, 0)["label"][0])
-    return np.uint32(
-        zlib.crc32(np.ascontiguousarray(path_N).tobytes(), zlib.crc32(label.tobytes()))
-    )
+    path = np.ascontiguousarray(path_N)
+    return np.uint32(zlib.crc32(path.tobytes(), zlib.crc32(label.tobytes())))
 
 
-def not_finite(half_NM: np.ndarray) -> np.ndarray:
-    """Which rows of float16 hold an infinity or NaN, bool `[N]`; by their bits, which is faster
-    than `isfinite`.
+def find_non_finite(half_NM: np.ndarray) -> np.ndarray:
+    """Mark the rows of float16 that hold an infinity or NaN, bool `[N]`.
+
+    The bits are compared, which is faster than `isfinite`.
     """
     return (half_NM.view(np.uint16) & 0x7FFF).max(1) >= 0x7C00
 
 
-def repeats(cls_NSSk: np.ndarray) -> np.ndarray:
-    """Which rows name a class twice in one cell, bool `[N]`."""
-    ranks = [
-        np.ascontiguousarray(cls_NSSk[..., rank]).reshape(len(cls_NSSk), -1)
-        for rank in range(cls_NSSk.shape[3])
-    ]
-    return sum(
-        ((one == other).any(1) for one, other in combinations(ranks, 2)),
-        np.zeros(len(cls_NSSk), bool),
-    )
+def find_duplicate_classes(cls_NSSk: np.ndarray) -> np.ndarray:
+    """Mark the rows that name a class twice in one cell, bool `[N]`."""
+    N, k = len(cls_NSSk), cls_NSSk.shape[3]
+    ranks = [np.ascontiguousarray(cls_NSSk[..., rank]).reshape(N, -1) for rank in range(k)]
+    duplicates = ((one == other).any(1) for one, other in combinations(ranks, 2))
+    return sum(duplicates, np.zeros(N, bool))
 
 
 def palette_sizes(cls: np.ndarray) -> np.ndarray:
-    """How many distinct classes each row names; uint16 `[N]`."""
+    """Number of distinct classes that each row names; uint16 `[N]`."""
     flat = np.sort(cls.reshape(len(cls), -1), axis=1)
     return (1 + (flat[:, 1:] != flat[:, :-1]).sum(axis=1)).astype(np.uint16)
 
 
-def map_datasets(path: Path) -> tuple[StoreHeader, dict[str, np.ndarray], dict[str, int]]:
-    """Header, memory-mapped datasets (read only) and their offsets in the file; UserError if the
-    file is damaged.
-    """
+def read_layout(path: Path) -> tuple[StoreHeader, dict[str, tuple]]:
+    """Header; dtype, shape and file offset of each dataset. UserError if HDF5 cannot open it."""
     if path.is_dir():
         raise UserError(f"{path} is a folder; name the HDF5 file of score maps")
     try:
-        # HDF5's own locks would meet the writer's; nothing that is read here changes after the file
-        # was made.
+        # HDF5's own lock would conflict with the writer's. What is read here does not change after
+        # the file was created.
         with h5py.File(path, "r", locking=False) as file:
             if "densefeed" not in file.attrs:
                 raise UserError(
-                    f"{path} holds no score maps of ours; make them with tools/relabel_imagenet.py"
+                    f"{path} is not a score map file; make one with tools/relabel_imagenet.py"
                 )
-            header = StoreHeader.parse(file.attrs["densefeed"], path)
-            places = {name: (d.dtype, d.shape, d.id.get_offset()) for name, d in file.items()}
+            header = StoreHeader.from_json(file.attrs["densefeed"], path)
+            return header, {name: (d.dtype, d.shape, d.id.get_offset()) for name, d in file.items()}
     except FileNotFoundError:
         raise UserError(
             f"{path}: there is no such file; make it with tools/relabel_imagenet.py"
@@ -217,46 +215,50 @@ def map_datasets(path: Path) -> tuple[StoreHeader, dict[str, np.ndarray], dict[s
         raise
     except (OSError, KeyError) as error:
         raise UserError(
-            f"{path} is not a whole HDF5 file ({error}); copy it again or relabel"
+            f"{path} is not a complete HDF5 file ({error}); copy it again or relabel"
         ) from error
-    rows = places["label"][1][0] if "label" in places else 0
-    if header.form == "raw":
-        types = {
-            name: (dtype, (rows, *shape))
-            for name, (dtype, shape) in row_types(header.side, header.top_k).items()
-        }
-    else:
-        types = {name: (dtype, (rows, *shape)) for name, (dtype, shape) in packed_types().items()}
-        types |= {"rows": ("|u1", places.get("rows", (None, ()))[1][:1])} | whole_types(header.form)
+
+
+def map_datasets(path: Path) -> tuple[StoreHeader, dict[str, np.ndarray], dict[str, int]]:
+    """Header, memory-mapped datasets (read only) and their offsets in the file.
+
+    Raises UserError if the file is damaged.
+    """
+    header, layout = read_layout(path)
+    rows = layout["label"][1][0] if "label" in layout else 0
+    missing = None, ()
+    types = dataset_types(header, rows, "", layout.get("rows", missing)[1][:1])
+    del types["path"]
     for name, (dtype, shape) in types.items():
-        said, found = (np.dtype(dtype), shape), places.get(name, (None, ()))[:2]
-        if said != found:
+        expected, found = (np.dtype(dtype), shape), layout.get(name, missing)[:2]
+        if expected != found:
             raise UserError(
-                f"{path}: its header says {name!r} is {said[1]} of {said[0]} but it is {found[1]} of {found[0]}; label the images again"
+                f"{path}: its header requires {name!r} to be {shape} of {expected[0]}, "
+                f"but it is {found[1]} of {found[0]}; label the images again"
             )
-    # Without their class, whose every slice costs a microsecond more.
+    # Plain arrays: slicing a `np.memmap` costs a microsecond more.
     arrays = {
         name: np.asarray(np.memmap(path, dtype, "r", offset, shape))
-        for name, (dtype, shape, offset) in places.items()
+        for name, (dtype, shape, offset) in layout.items()
     }
-    return header, arrays, {name: place[2] for name, place in places.items()}
+    return header, arrays, {name: offset for name, (_, _, offset) in layout.items()}
 
 
 class PackedRows(NamedTuple):
-    """What it takes to unpack the rows of a packed store; copies in memory."""
+    """What is needed to unpack the rows of a packed store; copies in memory."""
 
     form: Form
-    palette: np.ndarray  # int32 [N], classes in each row's palette
+    palette: np.ndarray  # int32 [N], classes in the palette of each row
     size: np.ndarray  # int64 [N], bytes of each row
-    levels: np.ndarray | None  # float32 [256], of a compact store
+    levels: np.ndarray | None  # float32 [256], only in a compact store
 
 
 class ScoreMapStore:
-    """A finished store, read through a memory map or, by whoever asks for `places`, from its file.
+    """A finished store, read through a memory map or, with `places`, directly from its file.
 
-    `labels` int64, `crcs` uint32 and `palette` uint16 `[N]` (how many classes each row names) are
-    copies in memory. `packed` is None if the rows stand as they are; `error` is, of a compact
-    store, how far it is from what it was made of.
+    `labels` int64, `crcs` uint32 and `palette` uint16 `[N]` (number of distinct classes that each
+    row names) are copies in memory. `packed` is None in a raw store. `error` is the error of a
+    compact store against the store it was converted from, else None.
 
     Raises UserError if the file is missing, cut, of another version or not finished; `rows` raises
     it for a damaged row.
@@ -267,82 +269,76 @@ class ScoreMapStore:
         self.header, self._arrays, self._offsets = map_datasets(self.path)
         header, arrays = self.header, self._arrays
         if header.shard:
-            which, of = header.shard[:2]
+            index, count = header.shard[:2]
             raise UserError(
-                f"{path} is shard {which} of {of}, not all maps; merge them with `python tools/score_maps.py merge OUT`"
+                f"{path} is shard {index} of {count} and not the whole dataset; "
+                "merge the shards with `python tools/score_maps.py merge OUT`"
             )
         if not arrays["done"].all():
-            raise UserError(
-                f"{path}: {int((arrays['done'] == 0).sum())} rows are not labeled; run the labeling again"
-            )
+            undone = int((arrays["done"] == 0).sum())
+            raise UserError(f"{path}: {undone} rows are not labeled; run the labeling again")
         self.labels, self.crcs = np.array(arrays["label"]), np.array(arrays["crc32"])
         self.palette = np.array(arrays["palette"])
         self.max_palette = int(self.palette.max())
         self.error = FormError(*arrays["error"].tolist()) if header.form == "compact" else None
-        self.packed = None
-        if header.form != "raw":
-            size = row_sizes(header.form, header.side, header.top_k, self.palette)
-            if (arrays["start"] != np.cumsum(size) - size).any() or len(
-                arrays["rows"]
-            ) != size.sum():
-                raise UserError(
-                    f"{path}: its rows do not stand where their palettes say; copy it again or relabel"
-                )
-            levels = np.array(arrays["levels"]) if header.form == "compact" else None
-            self.packed = PackedRows(header.form, self.palette.astype(np.int32), size, levels)
+        self.packed = None if header.form == "raw" else self._packed_rows()
         top, left, bottom, right = arrays["window"].T
         self.min_window_side = float(min((bottom - top).min(), (right - left).min()))
 
         self._file = os.open(self.path, os.O_RDONLY)
-        # `rows` still works afterwards, `places` does not
+        # After `close`, `rows` still works and `places` does not.
         self.close = weakref.finalize(self, os.close, self._file)
+
+    def _packed_rows(self) -> PackedRows:
+        header, arrays = self.header, self._arrays
+        size = row_sizes(header.form, header.side, header.top_k, self.palette)
+        if (arrays["start"] != np.cumsum(size) - size).any() or len(arrays["rows"]) != size.sum():
+            raise UserError(
+                f"{self.path}: its row offsets do not match its palette sizes; "
+                "copy it again or relabel"
+            )
+        levels = np.array(arrays["levels"]) if header.form == "compact" else None
+        return PackedRows(header.form, self.palette.astype(np.int32), size, levels)
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def places(self, ids: np.ndarray) -> tuple[int, np.ndarray]:
-        """An open descriptor, and where the rows `ids` stand in it: of logit, cls, lse and window,
-        int64 `[len(ids), 4]`; in a packed store of the packed row and window, `[len(ids), 2]`.
+        """An open file descriptor, and the file offsets of the rows `ids`, int64.
+
+        Raw store: `[len(ids), 4]`, offsets of logit, cls, lse and window. Packed store:
+        `[len(ids), 2]`, offsets of the packed row and the window.
         """
         if self.packed:
-            rows, windows = (
-                self._offsets["rows"] + self._arrays["start"][ids],
-                self._offsets["window"] + ids * WINDOW_BYTES,
-            )
+            rows = self._offsets["rows"] + self._arrays["start"][ids]
+            windows = self._offsets["window"] + ids * WINDOW_BYTES
             return self._file, np.stack([rows, windows], 1)
         starts = np.array([self._offsets[name] for name in ScoreMaps._fields])
         strides = np.array([self._arrays[name][0].nbytes for name in ScoreMaps._fields])
         return self._file, starts + ids[:, None] * strides
 
     def paths(self) -> list[str]:
-        """The path of each row's image, relative to the dataset's folder. UserError if they are
-        damaged.
-        """
+        """Path of each row's image, relative to the dataset's folder; UserError if damaged."""
         try:
             return [raw.decode() for raw in self._arrays["path"]]
         except UnicodeDecodeError as error:
             raise UserError(
-                f"{self.path} names images by bytes that are no text; copy it again or relabel"
+                f"{self.path}: its image paths are not valid UTF-8; copy it again or relabel"
             ) from error
 
-    def names_sound(self) -> bool:
-        """Whether labels and paths are those that were written; also true of files that carry no
-        checksum of them.
-        """
+    def names_match(self) -> bool:
+        """Whether labels and paths match their checksum; True for files without that checksum."""
         with h5py.File(self.path, "r", locking=False) as file:
             written = file.attrs.get("names_crc32")
         return written is None or written == names_crc(self.labels, self._arrays["path"])
 
     def rows(self, ids: np.ndarray) -> ScoreMaps:
-        """Copies of the rows `ids`, each checked against its CRC, unpacked if they were packed."""
+        """Copies of the rows `ids`, each checked against its CRC and unpacked if packed."""
         if self.packed:
-            ends = zip(
-                self._arrays["start"][ids].tolist(), self.packed.size[ids].tolist(), strict=True
-            )
-            stored = (
-                [np.array(self._arrays["rows"][start : start + size]) for start, size in ends],
-                self._arrays["window"][ids],
-            )
+            starts, sizes = self._arrays["start"][ids].tolist(), self.packed.size[ids].tolist()
+            packed = self._arrays["rows"]
+            rows = [np.array(packed[at : at + n]) for at, n in zip(starts, sizes, strict=True)]
+            stored = rows, self._arrays["window"][ids]
         else:
             stored = ScoreMaps(*(self._arrays[name][ids] for name in ScoreMaps._fields))
         bad = np.nonzero(row_crcs(stored) != self.crcs[ids])[0]
@@ -351,76 +347,81 @@ class ScoreMapStore:
             raise UserError(
                 f"{self.path}: row {row} ({self.path_of(row)}) is damaged; relabel or copy it again"
             )
-        return self._unpacked(ids, *stored) if self.packed else stored
+        return self._unpack(ids, *stored) if self.packed else stored
 
     def path_of(self, row: int) -> str:
-        """The path of a row's image; of a damaged file, as much of it as can be read."""
+        """Path of a row's image; in a damaged file, the part that can be decoded."""
         return self._arrays["path"][row].decode(errors="replace")
 
     def check_values(self) -> None:
-        """UserError if a row holds what no teacher can have said: a number that is not finite, a
-        class there is not, a Window that is no part of the image, a class twice in a cell, or more
-        classes than its palette says.
+        """UserError if a row holds values that no teacher can produce.
 
-        Reads the file once, from end to end: 8 GB for ImageNet, at the disk's rate. A row that does
-        not match its CRC is left to whoever reads it, who may want to skip it.
+        These are: a number that is not finite, a class out of range, an invalid Window, a class
+        twice in a cell, more distinct classes than its palette size. The file is read once, from
+        end to end: 8 GB for ImageNet-1k, at the disk's rate. Rows that do not match their CRC are
+        left to the code that reads them, which may skip them.
         """
         for ids, stored, maps in self.chunks("check"):
-            for what, rows in self.impossible(ids, maps).items():
+            for fault, rows in self.impossible(ids, maps).items():
                 for n in np.flatnonzero(rows):
                     if row_crcs([part[n : n + 1] for part in stored])[0] == self.crcs[ids[n]]:
-                        where = f"{self.path_of(ids[n])} (row {ids[n]})"
-                        raise UserError(
-                            f"{self.path}: the map of {where} holds {what}; label the images again"
-                        )
+                        raise self.invalid_map(ids[n], fault)
+
+    def invalid_map(self, row: int, fault: str) -> UserError:
+        """The error for a row whose map holds values that no teacher can produce."""
+        return UserError(
+            f"{self.path}: the map of {self.path_of(row)} (row {row}) holds {fault}; "
+            "label the images again"
+        )
 
     def impossible(self, ids: np.ndarray, maps: ScoreMaps) -> dict[str, np.ndarray]:
-        """What no teacher can have said, and which of the rows `ids`, whose maps are given, hold
-        it: bool `[len(ids)]`.
+        """Faults that no teacher can produce, and the rows of `ids` that hold each.
+
+        `maps` are the maps of these rows. Returns bool `[len(ids)]` by the name of the fault.
         """
         logit, cls, lse, window = (part.reshape(len(ids), -1) for part in maps)
         known = cls.max(1) < self.header.num_classes
         return {
-            "a logit that is not finite": not_finite(logit),
-            "a logsumexp that is not finite": not_finite(lse),
+            "a logit that is not finite": find_non_finite(logit),
+            "a logsumexp that is not finite": find_non_finite(lse),
             "a Window that is no part of the image": ~are_windows(window),
             f"class {cls.max()} of {self.header.num_classes}": ~known,
-            "a class twice in one cell": repeats(maps.cls),
-            "more classes than its palette says": known & (palette_sizes(cls) > self.palette[ids]),
+            "a class twice in one cell": find_duplicate_classes(maps.cls),
+            "more classes than its palette size": known & (palette_sizes(cls) > self.palette[ids]),
         }
 
     def chunks(self, doing: str) -> Iterator[tuple[np.ndarray, tuple, ScoreMaps]]:
-        """All rows in order, some at once: their ids, their parts as `row_crcs` takes them, and
-        their maps. No CRC is checked.
+        """Yield all rows in order, in chunks: ids, stored parts (see `row_crcs`), maps.
+
+        No CRC is checked. `doing` is the text of the progress bar.
         """
         row_bytes = len(self._arrays["rows"]) // len(self) if self.packed else 0
         row_bytes += sum(
             self._arrays[name][:1].nbytes for name in ScoreMaps._fields if name in self._arrays
         )
-        chunks = np.array_split(np.arange(len(self)), -(-len(self) * row_bytes // CHECKED_AT_ONCE))
+        chunks = np.array_split(np.arange(len(self)), -(-len(self) * row_bytes // CHUNK_BYTES))
         for ids in bar(chunks, f"{doing} {self.path.name}") if len(chunks) > 16 else chunks:
+            first, end = ids[0], ids[-1] + 1
             if not self.packed:
-                maps = ScoreMaps(
-                    *(self._read(name, ids[0], ids[-1] + 1) for name in ScoreMaps._fields)
-                )
+                maps = ScoreMaps(*(self._read(name, first, end) for name in ScoreMaps._fields))
                 yield ids, maps, maps
                 continue
-            start, size = int(self._arrays["start"][ids[0]]), self.packed.size[ids]
-            rows = np.split(
-                self._read("rows", start, start + int(size.sum())), np.cumsum(size)[:-1]
-            )
-            window = self._read("window", ids[0], ids[-1] + 1)
-            yield ids, (rows, window), self._unpacked(ids, rows, window)
+            start, size = int(self._arrays["start"][first]), self.packed.size[ids]
+            packed = self._read("rows", start, start + int(size.sum()))
+            rows = np.split(packed, np.cumsum(size)[:-1])
+            window = self._read("window", first, end)
+            yield ids, (rows, window), self._unpack(ids, rows, window)
 
-    def _unpacked(self, ids: np.ndarray, rows: list[np.ndarray], window: np.ndarray) -> ScoreMaps:
+    def _unpack(self, ids: np.ndarray, rows: list[np.ndarray], window: np.ndarray) -> ScoreMaps:
         side, top_k, packed = self.header.side, self.header.top_k, self.packed
         return ScoreMaps(
             *unpack(packed.form, side, top_k, packed.levels, packed.palette[ids], rows), window
         )
 
     def _read(self, name: str, first: int, end: int) -> np.ndarray:
-        """Elements `first` to `end` - 1 of a dataset, by a read: a memory map would count as memory
-        of ours.
+        """Read elements `first` to `end` - 1 of a dataset with `pread`.
+
+        Pages of a memory map would count as memory of this process.
         """
         like = self._arrays[name]
         each, first, count = like[:1].nbytes, int(first), int(end - first)
@@ -431,39 +432,37 @@ class ScoreMapStore:
         return np.frombuffer(read, like.dtype).reshape(count, *like.shape[1:])
 
     def check(self, fingerprint: str, where: Path) -> None:
-        """UserError unless the maps were made for the dataset of this fingerprint."""
+        """UserError unless the maps were made for the dataset of this fingerprint, at `where`."""
         if fingerprint != self.header.fingerprint:
             raise UserError(
-                f"{self.path} holds the maps of another dataset than {where} (fingerprints differ); relabel {where}"
+                f"{self.path} holds the maps of another dataset than {where} "
+                f"(fingerprints differ); relabel {where}"
             )
 
 
-def lay_out(
-    path: Path,
-    header: StoreHeader,
-    types: dict[str, tuple[str, tuple[int, ...]]],
-    known: dict[str, np.ndarray],
+def allocate_store(
+    path: Path, header: StoreHeader, types: Types, known: dict[str, np.ndarray]
 ) -> None:
-    """Make an HDF5 file of contiguous datasets of these dtypes and shapes, zeros but for the
-    `known` ones; OSError if the disk cannot hold it.
+    """Create an HDF5 file of contiguous datasets of these types: the `known` ones, zeros else.
+
+    Raises OSError if the disk cannot hold it.
     """
-    # HDF5 crashes the interpreter when the disk fills under it, so ask for the space first.
+    # HDF5 crashes the interpreter if the disk fills while it writes. Reserve the space first.
     sizes = (np.dtype(dtype).itemsize * math.prod(shape) for dtype, shape in types.values())
+    overhead = HDF5_OVERHEAD + len(header.class_names) * 100
     with open(path, "wb") as file:
-        os.posix_fallocate(
-            file.fileno(), 0, sum(sizes) + HDF5_OVERHEAD + len(header.class_names) * 100
-        )
-    with h5py.File(path, "w", locking=False) as file:  # whoever makes it holds a lock of ours
-        file.attrs["densefeed"] = header.describe()
+        os.posix_fallocate(file.fileno(), 0, sum(sizes) + overhead)
+    # The caller already holds a lock on the file.
+    with h5py.File(path, "w", locking=False) as file:
+        file.attrs["densefeed"] = header.to_json()
         file.attrs["names_crc32"] = names_crc(known["label"], known["path"])
         early = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
         early.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
-        early.set_obj_track_times(False)  # the same rows shall give the same bytes
+        # No time stamps: the same rows must give the same bytes.
+        early.set_obj_track_times(False)
         for name, (dtype, shape) in types.items():
-            space = h5py.h5s.create_simple(shape)
-            h5py.h5d.create(
-                file.id, name.encode(), h5py.h5t.py_create(np.dtype(dtype)), space, early
-            )
+            kind, space = h5py.h5t.py_create(np.dtype(dtype)), h5py.h5s.create_simple(shape)
+            h5py.h5d.create(file.id, name.encode(), kind, space, early)
         for name, values in known.items():
             file[name][:] = values
     with open(path, "r+b") as file:
@@ -471,12 +470,12 @@ def lay_out(
 
 
 class ScoreMapWriter:
-    """Writes a store row by row under the name `<path>.part`; `finish` gives it its name.
+    """Write a store row by row under the name `<path>.part`; `finish` renames it to `path`.
 
-    A `.part` left by a killed run of the same labeling is continued: rows whose bytes do not match
-    their CRC count as undone. UserError if the `.part` belongs to another labeling, or if the disk
-    cannot hold the whole file (the space is reserved before the first row is computed); BusyError
-    if another process writes it.
+    A `.part` left by a killed run of the same labeling is resumed: rows whose bytes do not match
+    their CRC count as not done. Raises UserError if the `.part` belongs to another labeling, or if
+    the disk cannot hold the whole file (the space is reserved before the first row is computed),
+    and BusyError if another process writes it.
     """
 
     def __init__(
@@ -486,26 +485,23 @@ class ScoreMapWriter:
         remove_orphans(self.path)
         try:
             while self._file is None:
-                self._refuse_existing()
+                check_absent(self.path)
                 if not self.part.exists():
                     self._create(header, paths, labels)
-                # its last writer has finished it meanwhile
+                # FileNotFoundError: another process finished and renamed it in the meantime.
                 with contextlib.suppress(FileNotFoundError):
                     self._file = open_locked(self.part)
-            # finished by another process after we had looked, and before we made a new one
+            # Another process may have finished after the check and before this one created a new
+            # `.part`.
             if self.path.exists():
                 self.part.unlink()
-            self._refuse_existing()
-            self._continue(header)
+            check_absent(self.path)
+            self._resume(header)
         except BaseException:
             self.close()
             raise
 
-    def _refuse_existing(self) -> None:
-        if self.path.exists():
-            raise UserError(f"{self.path} exists already; remove it or choose another --out")
-
-    def _continue(self, header: StoreHeader) -> None:
+    def _resume(self, header: StoreHeader) -> None:
         try:
             found, arrays, self._offsets = map_datasets(self.part)
         except UserError as error:
@@ -513,62 +509,60 @@ class ScoreMapWriter:
                 f"{self.part}, left by an earlier run, is damaged; remove it and run again"
             ) from error
         header.check_same(found, self.part)
-        self.done = sound_rows(arrays)
+        self.done = find_valid_rows(arrays)
 
     def _create(self, header: StoreHeader, paths: list[str], labels: np.ndarray) -> None:
         names = np.array([path.encode() for path in paths])
-        types = row_types(header.side, header.top_k) | {"path": (names.dtype.str, ())}
-        types = {name: (dtype, (len(labels), *shape)) for name, (dtype, shape) in types.items()}
-        # removed by the next run if we are killed
+        types = dataset_types(header, len(labels), names.dtype.str)
+        # If this process is killed, the next run removes this file.
         begun = self.path.with_name(f"{self.path.name}.{os.getpid()}.part")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             held = create_locked(begun)
             try:
-                lay_out(begun, header, types, {"label": labels, "path": names})
+                allocate_store(begun, header, types, {"label": labels, "path": names})
                 sync(begun)
             finally:
                 os.close(held)
-            # Unlike a renaming, a link never takes the place of what another process made in the
-            # meantime.
+            # Unlike a rename, a link never replaces a file that another process made meanwhile.
             try:
                 os.link(begun, self.part)
             except FileExistsError:
                 pass
             except OSError as error:
-                if error.errno not in NO_LINKS:
+                if error.errno not in NO_HARD_LINKS:
                     raise
                 os.replace(begun, self.part)
         except OSError as error:
             error.filename = error.filename or str(self.path)
-            raise UserError(f"the score maps cannot be made: {explain_os_error(error)}") from error
+            raise UserError(
+                f"the score map file cannot be created: {explain_os_error(error)}"
+            ) from error
         finally:
             begun.unlink(missing_ok=True)
 
     def write(self, ids: np.ndarray, maps: ScoreMaps) -> None:
-        """Write the rows `ids` (ascending neighbors), then mark them done."""
+        """Write the rows `ids` (consecutive, ascending), then mark them done."""
         if not (np.diff(ids) == 1).all():
-            raise ValueError("rows must be neighbors, ascending")
+            raise ValueError("rows must be consecutive and ascending")
         columns = maps._asdict() | {
             "crc32": row_crcs(maps),
             "palette": palette_sizes(maps.cls),
             "done": np.ones(len(ids)),
         }
         for name, (dtype, shape) in row_types(*maps.logit.shape[2:]).items():
-            if name in columns:
-                data = np.ascontiguousarray(columns[name], dtype)
-                if data.shape != (len(ids), *shape):
-                    raise ValueError(f"{name} is {data.shape}, not {(len(ids), *shape)}")
-                with name_errors(self.part):
-                    os.pwrite(
-                        self._file,
-                        data.tobytes(),
-                        self._offsets[name] + int(ids[0]) * data[0].nbytes,
-                    )
+            if name not in columns:
+                continue
+            data = np.ascontiguousarray(columns[name], dtype)
+            if data.shape != (len(ids), *shape):
+                raise ValueError(f"{name} is {data.shape}, not {(len(ids), *shape)}")
+            offset = self._offsets[name] + int(ids[0]) * data[0].nbytes
+            with name_errors(self.part):
+                os.pwrite(self._file, data.tobytes(), offset)
         self.done[ids] = True
 
     def finish(self) -> None:
-        """fsync and give the file its final name; every row must be done."""
+        """fsync the file and rename it to its final name; every row must be done."""
         assert self.done.all(), "rows are missing"
         os.fsync(self._file)
         os.replace(self.part, self.path)
@@ -576,24 +570,23 @@ class ScoreMapWriter:
         self.close()
 
     def close(self) -> None:
-        """Close the file; what is done stays in `.part`."""
+        """Close the file; the rows that are done stay in `.part`."""
         if self._file is not None:
             os.close(self._file)
             self._file = None
 
 
-def sound_rows(arrays: dict[str, np.ndarray]) -> np.ndarray:
-    """Which rows of an unfinished raw store are done, and match their CRC; bool `[N]`."""
+def find_valid_rows(arrays: dict[str, np.ndarray]) -> np.ndarray:
+    """Mark the rows of an unfinished raw store that are done and match their CRC; bool `[N]`."""
     done = np.array(arrays["done"], bool)
-    begun = np.nonzero(done)[0]
-    for ids in np.array_split(begun, len(begun) // 4096 + 1):
+    written = np.nonzero(done)[0]
+    for ids in np.array_split(written, len(written) // 4096 + 1):
         crcs = row_crcs(ScoreMaps(*(arrays[name][ids] for name in ScoreMaps._fields)))
         done[ids] = crcs == arrays["crc32"][ids]
     return done
 
 
-def undone_batches(done: np.ndarray, batch: int) -> Iterable[np.ndarray]:
-    """The undone rows in order, in runs of neighbors of at most `batch`."""
-    undone = np.nonzero(~done)[0]
-    for piece in np.split(undone, np.nonzero(np.diff(undone) > 1)[0] + 1):
-        yield from (piece[at : at + batch] for at in range(0, len(piece), batch))
+def split_runs(ids: np.ndarray, size: int) -> Iterator[np.ndarray]:
+    """Split ascending ids into runs of consecutive ids, at most `size` each, in order."""
+    for run in np.split(ids, np.flatnonzero(np.diff(ids) > 1) + 1):
+        yield from (run[at : at + size] for at in range(0, len(run), size))

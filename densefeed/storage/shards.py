@@ -1,14 +1,12 @@
-"""Parts of a labeling: which rows each of several processes labels, in which file, and how the
-files become one.
+"""Shards of a labeling: the rows and the file of each process, and merging the files into one.
 
-Shard 2 of 8 of `maps.h5` is `maps.shard-2-of-8.h5`: a raw store of some neighboring rows, made and
-continued like any other, which readers refuse by the `shard` in its header. Merging copies the rows
-into one file: readers find a row by its place in one contiguous dataset, where HDF5's virtual
-datasets would need HDF5 itself, and all shards, for every read.
+Shard 2 of 8 of `maps.h5` is `maps.shard-2-of-8.h5`: a raw store of consecutive rows, created and
+resumed like any other store. Readers refuse it because of the `shard` in its header. Merging copies
+the rows into one file: readers find a row by its offset in one contiguous dataset, while HDF5's
+virtual datasets would need HDF5 itself, and all shards, for every read.
 """
 
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -21,41 +19,42 @@ from densefeed.storage.score_maps import (
     ScoreMapStore,
     ScoreMapWriter,
     StoreHeader,
+    find_valid_rows,
     map_datasets,
-    sound_rows,
+    split_runs,
 )
 from densefeed.system.errors import BusyError, UserError
 from densefeed.system.progress import bar
 
 CHUNK = 1024  # rows copied at once: 7 MB at S = 18, k = 5
-# shards begin at multiples of it, so that batches of a power of two are the same images in any
-# number of shards
+# Shards begin at multiples of this many rows, so batches of a power of two hold the same images for
+# any number of shards.
 GRAIN = 256
 
 
 class Shard(NamedTuple):
-    """Part `index` of `of`, counted from 0."""
+    """Shard `index` of `of`, counted from 0."""
 
     index: int
     of: int
 
     @classmethod
     def parse(cls, text: str) -> "Shard":
-        """From `index/of`; UserError for anything else."""
+        """Parse `index/of`; UserError for anything else."""
         found = re.fullmatch(r"(\d+)/(\d+)", text)
         if not found or int(found[1]) >= int(found[2]):
-            raise UserError(f"--shard {text}: write it as 0/8, ..., 7/8")
+            raise UserError(f"--shard {text} is not a shard; write it as 0/8, ..., 7/8")
         return cls(int(found[1]), int(found[2]))
 
     def __str__(self) -> str:
         return f"{self.index}/{self.of}"
 
     def rows(self, count: int) -> range:
-        """Its rows of `count`. UserError if there are fewer images than shards."""
+        """Rows of this shard out of `count`. UserError if there are fewer images than shards."""
         if count < self.of:
-            raise UserError(f"{count} images cannot be divided among {self.of} shards; take fewer")
+            raise UserError(f"{count} images cannot be divided among {self.of} shards; use fewer")
         grain = GRAIN
-        # no shard is larger than another by more than an eighth
+        # Keeps the difference between the largest and the smallest shard below an eighth.
         while grain > max(1, count // (8 * self.of)):
             grain //= 2
         first, end = (
@@ -65,25 +64,22 @@ class Shard(NamedTuple):
         return range(first, count if self.index + 1 == self.of else end)
 
     def file(self, out: Path) -> Path:
-        """Its finished file; `<name>.part` until then. A single shard is the whole."""
-        return (
-            out.with_name(f"{out.stem}.shard-{self.index}-of-{self.of}{out.suffix}")
-            if self.of > 1
-            else out
-        )
+        """Its finished file, `<name>.part` until then. A single shard is `out` itself."""
+        if self.of == 1:
+            return out
+        return out.with_name(f"{out.stem}.shard-{self.index}-of-{self.of}{out.suffix}")
 
     def header(self, whole: StoreHeader, count: int) -> StoreHeader:
-        """What its file says of itself."""
-        return (
-            whole
-            if self.of == 1
-            else replace(whole, shard=(self.index, self.of, self.rows(count).start, count))
-        )
+        """Header of its file, given the header of all `count` rows."""
+        if self.of == 1:
+            return whole
+        return replace(whole, shard=(self.index, self.of, self.rows(count).start, count))
 
 
 def left_over(out: Path) -> dict[Path, Shard]:
-    """The files of shards of `out`, of any number of them, finished or not, and its own `.part`; in
-    order.
+    """Find the files of shards of `out`, of any number of shards, and `<out>.part`, in order.
+
+    Finished and unfinished files are included.
     """
     pattern = re.compile(
         re.escape(out.stem) + r"\.shard-(\d+)-of-(\d+)" + re.escape(out.suffix) + r"(\.part)?"
@@ -100,58 +96,56 @@ def left_over(out: Path) -> dict[Path, Shard]:
 
 
 def check_left_over(out: Path, header: StoreHeader) -> None:
-    """UserError naming a file of a shard of `out`, or its `.part`, that another labeling left;
-    before ours makes one.
+    """UserError that names a file of `left_over` from another labeling than `header`.
+
+    It is called before this labeling creates a file.
     """
     for path in left_over(out):
         try:
             found = map_datasets(path)[0]
         except UserError:
-            if path.exists():  # else finished, or merged and removed, while we looked
+            # Else it was finished, or merged and removed, in the meantime.
+            if path.exists():
                 raise
         else:
             replace(header, shard=None).check_same(replace(found, shard=None), path)
 
 
 def absorb(writer: ScoreMapWriter, header: StoreHeader, files: list[Path]) -> int:
-    """Copy the finished rows that `writer` lacks out of other files of the same labeling; how many
-    were copied.
+    """Copy finished rows that `writer` lacks from other files of the same labeling.
 
-    `header` is the writer's. UserError names a file of another labeling, or a damaged one.
+    `header` is the writer's. Returns the number of copied rows. Raises UserError that names a file
+    of another labeling, or a damaged one.
     """
     start, copied = first_row(header), 0
     for path in files:
         try:
             found, arrays, _ = map_datasets(path)
         except UserError:
-            if not path.exists():  # it was finished, or merged and removed, while we looked
+            # It was finished, or merged and removed, in the meantime.
+            if not path.exists():
                 continue
             raise
         replace(header, shard=None).check_same(replace(found, shard=None), path)
-        shift = start - first_row(found)  # of a row's number here and there
+        # Difference between a row's number in `path` and in `writer`.
+        shift = start - first_row(found)
         low, high = max(0, -shift), min(len(writer.done), len(arrays["done"]) - shift)
         if low >= high or not (wanted := np.flatnonzero(~writer.done[low:high]) + low).size:
             continue
-        wanted = wanted[sound_rows(arrays)[wanted + shift]]
-        for ids in pieces(wanted):
+        wanted = wanted[find_valid_rows(arrays)[wanted + shift]]
+        for ids in split_runs(wanted, CHUNK):
             writer.write(ids, ScoreMaps(*(arrays[name][ids + shift] for name in ScoreMaps._fields)))
             copied += len(ids)
     return copied
 
 
 def first_row(header: StoreHeader) -> int:
-    """The dataset's row that is a file's first."""
+    """Number, in the dataset, of a file's first row."""
     return header.shard[2] if header.shard else 0
 
 
-def pieces(ids: np.ndarray) -> Iterator[np.ndarray]:
-    """Ascending ids in runs of neighbors of at most CHUNK."""
-    for run in np.split(ids, np.flatnonzero(np.diff(ids) > 1) + 1):
-        yield from (run[at : at + CHUNK] for at in range(0, len(run), CHUNK))
-
-
 def finish(writer: ScoreMapWriter, out: Path, form: Form) -> ScoreMapStore:
-    """Give a writer that has all rows its final name and form."""
+    """Give the file of a writer that has all rows its final name and form."""
     if form == "raw":
         writer.finish()
     else:
@@ -161,67 +155,50 @@ def finish(writer: ScoreMapWriter, out: Path, form: Form) -> ScoreMapStore:
 
 
 def clean_up(out: Path, header: StoreHeader) -> None:
-    """Remove the files of shards of a finished `out`, but for those of another labeling."""
+    """Remove the files of shards of a finished `out`, except those of another labeling."""
     whole = replace(header, form="raw", shard=None)
     for path in left_over(out):
+        # A file that cannot be read may be of another labeling.
         try:
             if replace(map_datasets(path)[0], shard=None) == whole:
                 path.unlink(missing_ok=True)
-        except UserError:  # not ours to judge
+        except UserError:
             continue
 
 
 def missing(out: Path, of: int) -> list[Shard]:
-    """Which of the `of` shards of `out` are not finished."""
-    return [
-        shard for shard in (Shard(index, of) for index in range(of)) if not shard.file(out).exists()
-    ]
+    """The shards of `out`, `of` in all, that are not finished."""
+    shards = (Shard(index, of) for index in range(of))
+    return [shard for shard in shards if not shard.file(out).exists()]
 
 
 def merge(out: Path, of: int, form: Form = "raw") -> ScoreMapStore:
-    """Copy the finished shards of `out`, `of` of them, into one file, and remove them. The same
-    rows give the same bytes.
+    """Copy the `of` finished shards of `out` into one file, and remove them.
 
-    UserError names a shard that is missing, damaged or of another labeling than shard 0; BusyError
-    if another process merges.
+    The same rows give the same bytes. Raises UserError that names a shard that is missing, damaged
+    or of another labeling than shard 0, and BusyError if another process merges.
     """
     if lacking := missing(out, of):
-        unfinished = "; it is not finished" if Path(f"{lacking[0].file(out)}.part").exists() else ""
+        path = lacking[0].file(out)
+        unfinished = "; it is not finished" if Path(f"{path}.part").exists() else ""
         raise UserError(
-            f"{lacking[0].file(out)} is missing{unfinished}: run the same labeling with --shard {lacking[0]}, and merge again"
+            f"{path} is missing{unfinished}: run the same labeling with --shard {lacking[0]}, "
+            "and merge again"
         )
-    paths, labels, next_row, whole = [], [], 0, None
     files = [Shard(index, of).file(out) for index in range(of)]
-    for path in files:
-        header, arrays, _ = map_datasets(path)
-        whole = whole or replace(header, shard=None)
-        whole.check_same(replace(header, shard=None), path)
-        if (
-            not header.shard
-            or header.shard[2] != next_row
-            or len(arrays["label"]) != len(arrays["path"])
-        ):
-            raise UserError(
-                f"{path} does not begin where the shard before it ends; remove it and label it again"
-            )
-        paths += [path.decode() for path in arrays["path"]]
-        labels.append(arrays["label"])
-        next_row += len(arrays["label"])
-    if next_row != header.shard[3]:
-        raise UserError(
-            f"{path} ends at row {next_row} of {header.shard[3]}; remove it and label it again"
-        )
-    writer = ScoreMapWriter(out, whole, paths, np.concatenate(labels))
+    whole, paths, labels = read_shards(files)
+    writer = ScoreMapWriter(out, whole, paths, labels)
     try:
         for path in bar(files, "merge, shards"):
             absorb(writer, whole, [path])
         if not writer.done.all():
             row = int(writer.done.argmin())
             path = next(
-                Shard(i, of).file(out) for i in range(of) if row in Shard(i, of).rows(next_row)
+                file for i, file in enumerate(files) if row in Shard(i, of).rows(len(paths))
             )
             raise UserError(
-                f"{path}: the map of {paths[row]} is damaged; remove this file and label its images again"
+                f"{path}: the map of {paths[row]} is damaged; remove this file and label its "
+                "images again"
             )
         store = finish(writer, out, form)
     finally:
@@ -230,28 +207,54 @@ def merge(out: Path, of: int, form: Form = "raw") -> ScoreMapStore:
     return store
 
 
+def read_shards(files: list[Path]) -> tuple[StoreHeader, list[str], np.ndarray]:
+    """Header, image paths and labels (int64) of all rows, from the files of all shards in order."""
+    paths, labels, whole = [], [], None
+    for path in files:
+        header, arrays, _ = map_datasets(path)
+        whole = whole or replace(header, shard=None)
+        whole.check_same(replace(header, shard=None), path)
+        label, names = arrays["label"], arrays["path"]
+        if not header.shard or header.shard[2] != len(paths) or len(label) != len(names):
+            raise UserError(
+                f"{path} does not begin where the previous shard ends; remove it and label it again"
+            )
+        paths += [name.decode() for name in names]
+        labels.append(label)
+    if len(paths) != header.shard[3]:
+        raise UserError(
+            f"{path} ends at row {len(paths)} of {header.shard[3]}; remove it and label it again"
+        )
+    return whole, paths, np.concatenate(labels)
+
+
 def merge_if_complete(out: Path, of: int, form: Form) -> ScoreMapStore | None:
-    """Merge if all shards are finished; None if they are not, or if another process does it."""
+    """Merge if all shards are finished.
+
+    Returns the merged store, or None if a shard is not finished or another process merges.
+    """
     try:
         if not out.exists() and not missing(out, of):
             return merge(out, of, form)
     except BusyError:
         return None
     except UserError:
-        # else another process has merged them, and removed what we were looking at
+        # Else another process has merged the shards and removed their files.
         if not out.exists():
             raise
     return ScoreMapStore(out) if out.exists() else None
 
 
 def merge_files(out: Path, /, form: Form = "raw") -> None:
-    """Merge the finished shards of OUT, by default as raw rows, into OUT, and remove them. The last
-    shard's job does it by itself.
+    """Merge the finished shards of OUT into OUT, by default as raw rows, and remove them.
+
+    The process that finishes the last shard does this by itself.
     """
     counts = sorted({shard.of for shard in left_over(out).values() if shard.of > 1})
     if not counts:
+        example = Shard(0, 8).file(out).name
         raise UserError(
-            f"{out} has no shards ({Shard(0, 8).file(out).name}, ...) beside it; name the file they are to become"
+            f"{out} has no shards ({example}, ...) beside it; name the file they are merged into"
         )
     whole = [of for of in counts if not missing(out, of)]
     print(summary(merge(out, (whole or counts)[0], form)))

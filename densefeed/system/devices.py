@@ -1,4 +1,4 @@
-"""Devices: choosing one, waiting for it, and its memory."""
+"""Choose a device, wait for it, and measure its memory."""
 
 import os
 import resource
@@ -9,29 +9,32 @@ from densefeed.system.errors import UserError
 
 
 def choose_device(name: str) -> torch.device:
-    """The device called `name`; `auto` is CUDA if there is one, else the CPU. UserError if it
-    cannot be used.
+    """Return the device `name`; `auto` is CUDA if available, else the CPU.
+
+    Raises UserError if it cannot be used.
     """
+    found = name
+    if name == "auto":
+        found = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        device = torch.device(
-            ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
-        )
+        device = torch.device(found)
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).splitlines()[0]
         raise UserError(
-            f"--device {name} cannot be used here ({str(error).splitlines()[0]}); take auto, cpu or cuda"
+            f"--device {name} cannot be used here ({reason}); take auto, cpu or cuda"
         ) from error
     return device
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has nothing left to do."""
+    """Block until all queued work of the device is done; no-op on a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def free_memory(device: torch.device) -> int:
-    """Free bytes of a device; of a CPU, what the system would give without swapping."""
+    """Free bytes of a device; for a CPU, memory available without swapping (MemAvailable)."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     try:
@@ -44,7 +47,7 @@ def free_memory(device: torch.device) -> int:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Most bytes held so far: of the device by tensors, or of this process."""
+    """Peak bytes so far: of tensors on a CUDA device, or of this process (RSS) on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

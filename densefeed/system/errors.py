@@ -1,4 +1,4 @@
-"""How commands fail: one sentence on stderr and exit code 2."""
+"""Errors of commands: one sentence on stderr and exit code 2."""
 
 import errno
 import os
@@ -21,20 +21,21 @@ REMEDIES = {
 
 
 class UserError(Exception):
-    """Bad input. The message is one sentence that names the file and the remedy; commands print it
-    and exit with 2.
+    """Invalid input. The message is one sentence that names the file or option and the remedy.
+
+    Commands print it and exit with code 2.
     """
 
 
 class BusyError(UserError):
-    """Another process writes the file."""
+    """Another process is writing the file."""
 
 
 def explain_os_error(error: OSError) -> str:
-    """One sentence for an error of the operating system: the file, what happened, what to do.
+    """Describe an error of the operating system in one sentence: file, problem, remedy.
 
-    Libraries (h5py, torch) wrap such errors and keep only their text, so the number is also looked
-    for there.
+    Libraries (h5py, torch) wrap such errors and keep only their text, so the error number is also
+    searched in the text.
     """
     text = str(error)
     number = error.errno or next(
@@ -46,15 +47,18 @@ def explain_os_error(error: OSError) -> str:
 
 
 def run(main: Callable[[], object]) -> None:
-    """Call `main` as the body of a command: bad input ends in one sentence on stderr and exit code
-    2, not a traceback.
+    """Call `main` as the body of a command.
+
+    UserError and OSError end in one sentence on stderr and exit code 2 instead of a traceback. A
+    closed pipe exits with 141, Ctrl-C with 130.
     """
     try:
         main()
     except UserError as error:
         stop(str(error))
     except OSError as error:
-        if error.errno == errno.EPIPE:  # `... | head` has read enough
+        # The reader closed the pipe, as `... | head` does.
+        if error.errno == errno.EPIPE:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             sys.exit(141)
         stop(explain_os_error(error))
@@ -64,7 +68,7 @@ def run(main: Callable[[], object]) -> None:
 
 
 def stop(sentence: str) -> None:
-    """Print the sentence of a failed command and exit with 2."""
+    """Print `sentence` on stderr and exit with code 2."""
     sys.stdout.flush()
     print(f"error: {' '.join(sentence.split())}", file=sys.stderr, flush=True)
     sys.exit(2)

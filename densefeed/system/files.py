@@ -1,4 +1,4 @@
-"""Atomic and locked files: a reader never sees half a file under its final name."""
+"""Atomic and locked files: a reader never sees an incomplete file under its final name."""
 
 import errno
 import fcntl
@@ -8,20 +8,25 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from densefeed.system.errors import REMEDIES, BusyError
+from densefeed.system.errors import REMEDIES, BusyError, UserError
 
-# some network disks know none; then nothing keeps two writers apart
+# Errors of `flock` on network file systems without locks. There two writers are not kept apart.
 NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
+
+
+def check_absent(path: Path) -> None:
+    """UserError if `path` exists."""
+    if path.exists():
+        raise UserError(f"{path} exists already; remove it or choose another --out")
 
 
 @contextmanager
 def replace_file(path: Path | str) -> Iterator[Path]:
-    """Give a temporary sibling of `path` to write; fsync and rename it over `path` on success,
-    delete it on failure.
+    """Yield a temporary sibling of `path`; on success rename it over `path`, else delete it.
 
-    A reader of `path` sees the whole old file or the whole new one, also after a power cut: the
-    data is on disk before the name is. The sibling's name ends in `.part`, and it is locked;
-    siblings that killed processes left are removed.
+    The file is fsynced before the rename, so a reader of `path` sees the complete old file or the
+    complete new one, also after a power cut. The sibling `<path>.PID.part` is locked; siblings left
+    by killed processes are removed.
     """
     path = Path(path)
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
@@ -42,8 +47,9 @@ def replace_file(path: Path | str) -> Iterator[Path]:
 
 
 def lock(descriptor: int, path: Path) -> None:
-    """Lock an open file for us alone, until it is closed or the process ends, however it ends;
-    BusyError if another has it.
+    """Lock an open file exclusively until it is closed or the process ends, even by a kill.
+
+    Raises BusyError if another process holds the lock.
     """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -57,8 +63,9 @@ def lock(descriptor: int, path: Path) -> None:
 
 
 def open_locked(path: Path) -> int:
-    """Open a file to be read and written by us alone. BusyError if another process has it,
-    FileNotFoundError if it is gone.
+    """Open an existing file for reading and writing, with an exclusive lock.
+
+    Raises BusyError if another process holds the lock, FileNotFoundError if the file is gone.
     """
     while True:
         descriptor = os.open(path, os.O_RDWR)
@@ -69,30 +76,30 @@ def open_locked(path: Path) -> int:
         except BaseException:
             os.close(descriptor)
             raise
-        os.close(descriptor)  # between our two calls the other process gave the file another name
+        # Another process renamed the file between `open` and `flock`.
+        os.close(descriptor)
 
 
 def create_locked(path: Path) -> int:
-    """The same for a file that is made if it is not there."""
+    """`open_locked`, but create the file if it does not exist."""
     while True:
         os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o666))
-        with suppress(FileNotFoundError):  # for an instant it was nobody's, and taken for an orphan
+        # Before it is locked another process may take it for an orphan and remove it.
+        with suppress(FileNotFoundError):
             return open_locked(path)
 
 
 def remove_orphans(path: Path) -> None:
-    """Remove what killed processes left of making `path`: siblings `<path>.PID.part` that nobody
-    holds locked.
-    """
+    """Remove unlocked siblings `<path>.PID.part`, which killed processes left."""
     pattern = re.compile(re.escape(path.name) + r"\.\d+\.part")
-    for part in (
-        [file for file in path.parent.iterdir() if pattern.fullmatch(file.name)]
-        if path.parent.is_dir()
-        else []
-    ):
+    siblings = list(path.parent.iterdir()) if path.parent.is_dir() else []
+    for part in siblings:
+        if not pattern.fullmatch(part.name):
+            continue
         try:
             descriptor = open_locked(part)
-        except (BusyError, OSError):  # its maker lives, or it is none of ours
+        # Its writer is alive, or this process may not open it.
+        except (BusyError, OSError):
             continue
         part.unlink(missing_ok=True)
         os.close(descriptor)
@@ -100,10 +107,10 @@ def remove_orphans(path: Path) -> None:
 
 @contextmanager
 def name_errors(path: Path | str) -> Iterator[None]:
-    """Let an error of the operating system that names no file, as a failed write does, name `path`.
+    """Add `path` to errors of the operating system that name no file, such as a failed write.
 
-    torch.save meets a full disk and then fails an assertion of its own while it cleans up; the full
-    disk is raised.
+    On a full disk torch.save fails with an assertion of its own while it cleans up; the underlying
+    OSError is raised instead.
     """
     try:
         yield

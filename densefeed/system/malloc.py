@@ -1,4 +1,4 @@
-"""glibc's allocator: keep freed memory instead of returning it to the system."""
+"""Settings of glibc's allocator."""
 
 import ctypes
 
@@ -6,20 +6,18 @@ MALLOC = {"trim_threshold": -1, "mmap_threshold": -3, "mmap_max": -4}
 
 
 def tune_malloc() -> None:
-    """Have the C library keep memory that is freed, for this process: a CPU's activations are the
-    same in every step.
+    """Keep freed memory in this process instead of returning it to the system.
 
-    Left alone glibc asks the system for each large tensor anew and gives it back, and the system
-    hands it out page by page, zeroed: 20,000 faults and 8 % of the time of a step of four images
-    (LV-ViT-S, four blocks). Other C libraries stay as they are.
+    On a CPU the activations have the same sizes in every step. By default glibc maps each large
+    tensor from the system and unmaps it when it is freed, and the system provides zeroed pages one
+    by one: 20,000 page faults and 8 % of the time of a step of four images (LV-ViT-S, four blocks).
+    Other C libraries are not changed.
     """
     set_malloc(mmap_max=0, trim_threshold=-1)
 
 
 def set_malloc(**options: int) -> None:
-    """Set options of glibc's allocator, by their names in mallopt(3); nothing where there is
-    none.
-    """
+    """Set options of glibc's allocator by their names in mallopt(3); no-op without glibc."""
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (AttributeError, OSError):

@@ -1,5 +1,6 @@
-"""An ordered map over threads: what decodes images in every stage. Decoders release the interpreter
-lock, so threads scale.
+"""An ordered map over threads, used to decode images in every stage.
+
+The decoders release the GIL, so threads scale.
 """
 
 from collections import deque
@@ -15,10 +16,10 @@ Result = TypeVar("Result")
 def ordered_map(
     work: Callable[[Item], Result], items: Iterable[Item], pool: Executor, ahead: int
 ) -> Iterator[Result]:
-    """Yield `work(item)` in the order of `items`, at most `ahead` of them unfinished or waiting.
+    """Yield `work(item)` in the order of `items`, with at most `ahead` of them in flight.
 
-    An exception of `work` surfaces here, at its item's place. When the consumer stops early, work
-    not begun is cancelled.
+    Results that wait for the consumer count as in flight. An exception of `work` is raised at its
+    item's position. If the consumer stops early, work that has not started is cancelled.
     """
     items = iter(items)
     waiting: deque[Future] = deque(pool.submit(work, item) for item in islice(items, ahead))

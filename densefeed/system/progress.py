@@ -1,4 +1,4 @@
-"""One progress bar for everything that takes longer than a second."""
+"""Progress bars for work that takes longer than a second."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -17,23 +17,24 @@ from rich.progress import (
 )
 
 Item = TypeVar("Item")
-SAID_EVERY = 60.0  # seconds, in a log file
+LOG_INTERVAL = 60.0  # seconds between lines in a log file
 
 
 def columns(*more: ProgressColumn) -> tuple[ProgressColumn, ...]:
-    """What every bar shows: name, bar, count, time spent, time left."""
-    counted = (
+    """Columns of every bar: name, bar, count, time elapsed, time left, and `more`."""
+    return (
         TextColumn("{task.description:<22}"),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        *more,
     )
-    return *counted, TextColumn("left"), TimeRemainingColumn(), *more
 
 
 def bar(items: Iterable[Item], what: str, total: int | None = None) -> Iterator[Item]:
-    """Pass `items` on while a bar shows how many of `total` (default: their length) are through,
-    and the time left.
+    """Yield `items` and show progress out of `total` (default: their length) and the time left.
 
     On a terminal the bar moves; in a log file it is one line, written at the end.
     """
@@ -43,9 +44,7 @@ def bar(items: Iterable[Item], what: str, total: int | None = None) -> Iterator[
 
 @contextmanager
 def steps_bar(what: str, total: int, done: int) -> Iterator[Callable[[int, str], None]]:
-    """A bar over steps; the callable it gives advances it by a number of steps and shows a text
-    beside it.
-    """
+    """Yield a function that advances the bar by a number of steps and shows a text beside it."""
     with Progress(*columns(TextColumn("{task.fields[text]}"))) as progress:
         task = progress.add_task(what, total=total, completed=done, text="")
         yield lambda steps, text: progress.update(task, advance=steps, text=text)
@@ -53,24 +52,24 @@ def steps_bar(what: str, total: int, done: int) -> Iterator[Callable[[int, str],
 
 @contextmanager
 def tally(what: str, total: int, done: int) -> Iterator[Callable[[int], None]]:
-    """A bar that is told how many of `total` are through, whoever did them. A log file gets a line
-    every minute, and one at the end.
+    """Yield a function that sets how many of `total` are completed, by any process.
+
+    A log file gets a line every minute and one at the end.
     """
     with Progress(*columns()) as progress:
-        task, began, said = (
-            progress.add_task(what, total=total, completed=done),
-            time.monotonic(),
-            time.monotonic(),
-        )
+        task = progress.add_task(what, total=total, completed=done)
+        started = printed = time.monotonic()
 
-        def tell(through: int) -> None:
-            nonlocal said
-            progress.update(task, completed=through)
+        def update(completed: int) -> None:
+            nonlocal printed
+            progress.update(task, completed=completed)
             now = time.monotonic()
-            if progress.console.is_terminal or now - said < SAID_EVERY or through <= done:
+            if progress.console.is_terminal or now - printed < LOG_INTERVAL or completed <= done:
                 return
-            said, rate = now, (through - done) / (now - began)
-            left = timedelta(seconds=round((total - through) / rate))
-            progress.console.print(f"{what}: {through:,} of {total:,}, {rate:,.1f}/s, {left} left")
+            printed, rate = now, (completed - done) / (now - started)
+            left = timedelta(seconds=round((total - completed) / rate))
+            progress.console.print(
+                f"{what}: {completed:,} of {total:,}, {rate:,.1f}/s, {left} left"
+            )
 
-        yield tell
+        yield update

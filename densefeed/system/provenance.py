@@ -1,4 +1,4 @@
-"""What a measurement depends on: date, commit, processor, versions and command line."""
+"""Record the environment of a measurement: date, commit, CPU, versions and command line."""
 
 import importlib.metadata
 import json
@@ -16,7 +16,7 @@ RESULTS = Path("benchmarks/results.csv")
 
 
 def environment(packages: tuple[str, ...]) -> dict[str, str | int]:
-    """Date, commit, CPU, cores and versions; never a host's name, a path or an address."""
+    """Date, commit, CPU, cores, versions and command; no host name, path or address."""
     versions = [f"python {platform.python_version()}"]
     for package in packages:
         try:
@@ -34,8 +34,9 @@ def environment(packages: tuple[str, ...]) -> dict[str, str | int]:
 
 
 def commit() -> str:
-    """The checkout's commit, `-dirty` if any file but the results differs from it; `unknown`
-    outside a checkout.
+    """Commit of the checkout, with `-dirty` if any file but the results differs from it.
+
+    Returns `unknown` outside a checkout.
     """
 
     def git(*words: str) -> str:
@@ -51,7 +52,7 @@ def commit() -> str:
 
 
 def cpu_model() -> str:
-    """As the kernel names it, e.g. `AMD EPYC 9654 96-Core Processor`; on arm64 the architecture."""
+    """CPU name of the kernel, e.g. `AMD EPYC 9654 96-Core Processor`; architecture on arm64."""
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
@@ -59,23 +60,22 @@ def cpu_model() -> str:
 
 
 def command(argv: list[str]) -> str:
-    """The command line with every path cut to its last part, since a row is published and folders
-    are private.
+    """Join the command line, with every path cut to its last part.
+
+    Results are published, folder names are private.
     """
     words = [Path(argv[0]).name]
     for word in argv[1:]:
         option, equals, value = word.partition("=")
-        words.append(
-            f"{option}={Path(value).name}"
-            if equals and "/" in value
-            else Path(word).name
-            if "/" in word
-            else word
-        )
+        if equals and "/" in value:
+            word = f"{option}={Path(value).name}"
+        elif "/" in word:
+            word = Path(word).name
+        words.append(word)
     return " ".join(words)
 
 
 def write_json(path: Path, document: dict) -> None:
-    """Write `document`, whole or not at all."""
+    """Write `document` as JSON, atomically."""
     with replace_file(path) as part:
         part.write_text(json.dumps(document, indent=1) + "\n")

@@ -1,6 +1,4 @@
-""".beton read and written both ways against stock ffcv 1.0.2, against damage, kills and full
-disks.
-"""
+""".beton files: read and written against stock ffcv 1.0.2, with damage, kills and full disks."""
 
 import errno
 import io
@@ -73,14 +71,14 @@ def write(path, random_maps, count=7, seed=0, **notes):
 
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory, random_maps):
-    """A file of seven samples with maps, its bytes, and what a reader gets of it."""
+    """A file of seven samples with maps, its bytes, and everything a reader gets from it."""
     path = tmp_path_factory.mktemp("packed") / "x.beton"
     write(path, random_maps)
     return path, path.read_bytes(), everything(path)
 
 
 def everything(path):
-    """All that a reader can get out of a file, arrays before images."""
+    """Everything a reader can get from a file, arrays before images."""
     beton = Beton(path)
     arrays = beton.arrays(np.arange(len(beton))) if beton.crcs is not None else {}
     columns = (beton.labels, beton.heights, beton.widths, beton.raw, *arrays.values())
@@ -99,7 +97,7 @@ def everything(path):
 # ----------------------------------------------------------------------- round trip
 
 
-def test_what_is_written_comes_back(tmp_path, random_maps):
+def test_samples_round_trip(tmp_path, random_maps):
     samples, maps = write(tmp_path / "x.beton", random_maps)
     beton = Beton(tmp_path / "x.beton")
     assert len(beton) == 7
@@ -117,8 +115,8 @@ def test_what_is_written_comes_back(tmp_path, random_maps):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["x.beton"]
 
 
-def test_the_extents_are_where_the_bytes_stand(tmp_path, random_maps):
-    """What a reader in C uses: descriptor, offset and size, of two files at once."""
+def test_the_extents_are_the_positions_of_the_bytes(tmp_path, random_maps):
+    """A reader in C uses descriptor, offset and size; here of two files at once."""
     (one, _), (two, _) = (
         write(tmp_path / "1.beton", random_maps),
         write(tmp_path / "2.beton", random_maps, seed=1),
@@ -136,7 +134,7 @@ def test_the_extents_are_where_the_bytes_stand(tmp_path, random_maps):
 
 
 def test_samples_never_cross_a_page_and_arrays_are_aligned(tmp_path):
-    """Three samples of 3 MB in pages of 8 MiB: the third must begin the second page."""
+    """Three samples of 3 MB in pages of 8 MiB: the third must begin on the second page."""
     noise = module.SOI + np.random.default_rng(0).bytes(2_999_999)
     field = Field(NDARRAY, "x", "<f4", (3,))
     write_beton(
@@ -155,7 +153,7 @@ def test_samples_never_cross_a_page_and_arrays_are_aligned(tmp_path):
     assert (beton.array_offsets("x", np.arange(3))[1] % 16 == 0).all()
 
 
-def test_a_sample_larger_than_a_page_is_refused_and_nothing_stays(tmp_path):
+def test_a_sample_larger_than_a_page_is_refused_and_no_file_is_left(tmp_path):
     with pytest.raises(UserError, match=r"does not fit a page"):
         write_beton(tmp_path / "x.beton", [Sample(bytes(9_000_000), 1, 1, 0)], [], NOTES)
     assert list(tmp_path.iterdir()) == []
@@ -177,19 +175,11 @@ def test_several_files_are_one_dataset(tmp_path, random_maps):
     assert both.where(5) == f"{tmp_path / '1.beton'} image 2"
     assert (both.notes["max_palette"], both.notes["min_window_side"]) == (11, 0.25)
     assert first.fingerprint() == "f" * 64
-    assert (
-        len(
-            {
-                both.fingerprint(),
-                first.fingerprint(),
-                Beton([tmp_path / "1.beton", tmp_path / "2.beton"]).fingerprint(),
-            }
-        )
-        == 3
-    )
+    reverse = Beton([tmp_path / "1.beton", tmp_path / "2.beton"])
+    assert len({beton.fingerprint() for beton in (both, first, reverse)}) == 3
 
 
-def test_files_that_do_not_fit_are_refused_by_name(tmp_path, random_maps):
+def test_files_that_do_not_match_are_refused_by_name(tmp_path, random_maps):
     write(tmp_path / "1.beton", random_maps)
     write(tmp_path / "2.beton", random_maps, class_names=["a", "b", "d"])
     write(tmp_path / "3.beton", random_maps, absent="zero-logit")
@@ -209,9 +199,7 @@ def test_files_that_do_not_fit_are_refused_by_name(tmp_path, random_maps):
 
 
 def places(path):
-    """The parts of a packed file that have a checksum, and those that nobody reads: {name: [(start,
-    end)]}.
-    """
+    """The parts of a packed file that have a checksum, and the padding: {name: [(start, end)]}."""
     with open(path, "rb") as file:
         front = read_front(path, file.fileno())
     beton = Beton(path)
@@ -246,7 +234,7 @@ def places(path):
 
 @contextmanager
 def flipped(path, at, bit):
-    """One bit of the file the other way round, for a while."""
+    """Flip one bit of the file temporarily."""
     with open(path, "r+b", buffering=0) as file:
         before = os.pread(file.fileno(), 1, at)
         os.pwrite(file.fileno(), bytes([before[0] ^ 1 << bit]), at)
@@ -256,7 +244,7 @@ def flipped(path, at, bit):
 
 @given(data=st.data())
 @settings(max_examples=500, deadline=None)
-def test_a_flipped_bit_is_found_or_harmless(packed, data):
+def test_a_flipped_bit_is_detected_or_harmless(packed, data):
     path, _, want = packed
     regions = places(path)
     region = data.draw(st.sampled_from(sorted(regions)))
@@ -269,7 +257,7 @@ def test_a_flipped_bit_is_found_or_harmless(packed, data):
             beton = Beton(path)
             with pytest.raises(UserError, match=r"x\.beton image \d: its arrays are damaged"):
                 beton.arrays(np.arange(7))
-            # also where another field is asked for
+            # Also if another field is read.
             with pytest.raises(UserError, match=r"its arrays are damaged"):
                 beton.array("window", np.arange(7))
         else:
@@ -277,10 +265,8 @@ def test_a_flipped_bit_is_found_or_harmless(packed, data):
                 Beton(path)
 
 
-def test_every_bit_of_header_and_notes_place_counts(packed):
-    """The few bytes that decide how the rest is read, exhaustively: 24 of the header, the types,
-    the place of the notes.
-    """
+def test_every_bit_of_header_and_notes_place_is_checked(packed):
+    """All bits that decide how the rest is read: header, field types, position of the notes."""
     path, _, _ = packed
     image = HEADER.itemsize
     notes = module.notes_place(image)
@@ -294,7 +280,7 @@ def test_every_bit_of_header_and_notes_place_counts(packed):
                 Beton(path)
 
 
-def test_an_image_that_is_no_jpeg_is_found(packed):
+def test_an_image_that_is_no_jpeg_is_detected(packed):
     path, _, _ = packed
     beton = Beton(path)
     with (
@@ -305,7 +291,7 @@ def test_an_image_that_is_no_jpeg_is_found(packed):
 
 
 def cuts(path):
-    """Every border between two parts of the file, and a byte to either side."""
+    """Every border between two parts of the file, and one byte to either side."""
     borders = {edge for spans in places(path).values() for span in spans for edge in span}
     return sorted(
         at for edge in borders for at in (edge - 1, edge, edge + 1) if 0 <= at < path.stat().st_size
@@ -339,7 +325,7 @@ def test_a_longer_file_is_refused(packed, tmp_path):
         Beton(tmp_path / "x.beton")
 
 
-def test_cut_while_open_is_an_error_and_no_signal(packed, tmp_path):
+def test_a_file_cut_while_open_raises_an_error_and_no_signal(packed, tmp_path):
     _, whole, _ = packed
     path = tmp_path / "x.beton"
     path.write_bytes(whole)
@@ -354,7 +340,7 @@ def test_cut_while_open_is_an_error_and_no_signal(packed, tmp_path):
             read()
 
 
-def test_replaced_while_open_goes_on_with_the_old_file(packed, tmp_path, random_maps):
+def test_a_file_replaced_while_open_still_reads_the_old_one(packed, tmp_path, random_maps):
     _, whole, want = packed
     path = tmp_path / "x.beton"
     path.write_bytes(whole)
@@ -364,7 +350,7 @@ def test_replaced_while_open_goes_on_with_the_old_file(packed, tmp_path, random_
     assert [beton.image(n) for n in range(7)] == want[-1]
 
 
-def test_nothing_stays_open(packed):
+def test_no_descriptor_stays_open(packed):
     path, whole, _ = packed
     before = len(os.listdir("/proc/self/fd"))
     beton = Beton([path, path])
@@ -372,14 +358,14 @@ def test_nothing_stays_open(packed):
     beton.close()
     with pytest.raises(ValueError, match="closed"):
         beton.image(0)
-    Beton(path)  # nobody keeps it
+    Beton(path)  # collected at once
     (path.parent / "short.beton").write_bytes(whole[:5000])
     with pytest.raises(UserError):
         Beton([path, path.parent / "short.beton"])
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_refusals_name_the_file(tmp_path, packed):
+def test_errors_name_the_file(tmp_path, packed):
     with pytest.raises(UserError, match=r"nowhere.beton: there is no such file"):
         Beton(tmp_path / "nowhere.beton")
     with pytest.raises(UserError, match=r"is no file"):
@@ -408,14 +394,12 @@ def earlier_version(whole):
     return data
 
 
-# ----------------------------------------------------------------------- files of others
+# ----------------------------------------------------------------------- third-party files
 
 
 def foreign(path, fields, images, order, scattered=False):
-    """A .beton as FFCV's workers might have written it: any fields, samples in the file in another
-    order, no notes.
-    """
-    metadata = np.zeros(len(images), metadata_dtype([field.type for field in fields]))
+    """Write a .beton as FFCV's workers may: any fields, samples in another order, no notes."""
+    metadata = np.zeros(len(images), metadata_dtype(fields))
     start = HEADER.itemsize + FIELD.itemsize * len(fields) + metadata.nbytes
     pages, table, at = bytearray(), [], -(-start // PAGE) * PAGE
     for index in order:
@@ -481,7 +465,7 @@ def test_any_order_of_fields_samples_and_entries(tmp_path, fields, scattered, mo
         np.testing.assert_array_equal(beton.array("x", np.array([7, 2]))[:, 0], [7, 2])
 
 
-def test_a_foreign_field_called_map_is_no_score_map(tmp_path):
+def test_a_third_party_field_called_map_is_no_score_map(tmp_path):
     foreign(
         tmp_path / "x.beton", [*FOREIGN[0], Field(NDARRAY, "map", "<f4", (3,))], jpegs(3), range(3)
     )
@@ -491,9 +475,7 @@ def test_a_foreign_field_called_map_is_no_score_map(tmp_path):
 @given(data=st.data())
 @settings(max_examples=150, deadline=None)
 def test_damage_in_a_file_without_checksums_never_crashes(tmp_path_factory, data):
-    """Bits that decide about structure are checked; the rest may give other data, but an answer or
-    a UserError.
-    """
+    """Structure is checked; other bits may change the data. Reading ends or raises UserError."""
     path = tmp_path_factory.getbasetemp() / "foreign.beton"
     if not path.exists():
         foreign(path, FOREIGN[1], jpegs(5), [3, 1, 0, 2, 4])
@@ -513,8 +495,8 @@ def test_damage_in_a_file_without_checksums_never_crashes(tmp_path_factory, data
         ("type", 255, "type 255"),
         ("mode", 9, "unknown mode"),
         ("height", 0, "without a size"),
-        ("ptr", 3, "does not know sample"),
-        ("owner", 4, "does not know sample 4"),
+        ("ptr", 3, "no entry for sample"),
+        ("owner", 4, "no entry for sample 4"),
         ("size", 2**40, "outside the pages"),
         ("size", 2**63, "outside the pages"),
         ("size", 0, "outside the pages"),
@@ -537,13 +519,13 @@ def test_structural_damage_is_named(tmp_path, where, value, said):
         Beton(path)
 
 
-def test_a_sample_that_nobody_owns_is_found(tmp_path):
-    """An entry twice, another not at all: each entry alone is in order."""
+def test_a_sample_without_an_entry_is_detected(tmp_path):
+    """One entry is there twice and another is missing; each entry alone is valid."""
     foreign(tmp_path / "x.beton", FOREIGN[0], jpegs(5), range(5))
     data = bytearray((tmp_path / "x.beton").read_bytes())
     data[-5 * 24 : -4 * 24] = data[-24:]
     (tmp_path / "x.beton").write_bytes(data)
-    with pytest.raises(UserError, match="does not know sample 0"):
+    with pytest.raises(UserError, match="no entry for sample 0"):
         Beton(tmp_path / "x.beton")
 
 
@@ -551,20 +533,16 @@ def test_a_sample_that_nobody_owns_is_found(tmp_path):
 
 
 def test_opening_takes_little_memory(tmp_path):
-    """A law for 1.28 M samples, measured at a twentieth: at most 80 bytes a sample with maps, and
-    20 MB of buffers.
+    """At most 80 bytes per sample with maps, and 20 MB of buffers.
+
+    The limit is for 1.28 M samples and is measured with a twentieth of them.
     """
     count = 64_000
     with BetonWriter(tmp_path / "x.beton", count, map_fields(18, 5), NOTES) as writer:
-        # 64,000 images that nobody reads: records of them, and a hole for their bytes
+        # 64,000 images that are never read: their records, and a hole in place of their bytes.
         rows = writer._rows
-        rows["index"], rows["size"], rows["height"], rows["width"], rows["state"] = (
-            np.arange(count),
-            30_000,
-            375,
-            500,
-            1,
-        )
+        rows["index"], rows["size"], rows["state"] = np.arange(count), 30_000, 1
+        rows["height"], rows["width"] = 375, 500
         rows["ptr"] = writer._first_page + np.arange(count, dtype=np.uint64) * 2**16
         writer._at = int(rows["ptr"][-1]) + 2**16
         writer.finish()
@@ -583,8 +561,9 @@ FAULTY = ("pwrite", "ftruncate", "fsync", "replace", "unlink")
 
 
 def break_after(calls, act):
-    """Let the call number `calls` of those that change a disk do half its work and then `act`;
-    gives them back on call.
+    """Let call number `calls` of those that change a disk do half its work and then call `act`.
+
+    Returns a function that restores the calls.
     """
     left, real = [calls], {name: getattr(os, name) for name in FAULTY}
 
@@ -612,7 +591,7 @@ def pack(path, samples, fails=()):
 
 
 def pack_and_die(path, samples, calls, **options):
-    """Pack in a child that is killed at its call number `calls`; whether it was."""
+    """Pack in a child that is killed at its call number `calls`; return whether it was."""
     child = os.fork()
     if child == 0:
         try:
@@ -624,14 +603,16 @@ def pack_and_die(path, samples, calls, **options):
 
 
 @pytest.mark.parametrize("begun", [None, 9], ids=["fresh", "continued"])
-def test_killed_at_any_write_it_goes_on_to_the_same_bytes(tmp_path, random_maps, packed, begun):
-    """Also where the packing that is killed continues one that was killed after `begun` writes."""
+def test_a_packing_killed_at_any_write_resumes_to_the_same_bytes(
+    tmp_path, random_maps, packed, begun
+):
+    """Also if the killed packing resumes one that was killed after `begun` writes."""
     samples, _ = samples_of(random_maps)
     path, calls = tmp_path / "x.beton", 0
     while (begun is None or pack_and_die(path, samples, begun)) and pack_and_die(
         path, samples, calls
     ):
-        # killed between name and clean-up: a later packing is refused, and cleans up
+        # Killed between the rename and the clean-up: a later packing is refused and cleans up.
         if path.exists():
             with pytest.raises(UserError, match="exists already"):
                 pack(path, samples)
@@ -645,7 +626,7 @@ def test_killed_at_any_write_it_goes_on_to_the_same_bytes(tmp_path, random_maps,
     assert path.read_bytes() == packed[1]
 
 
-def test_killed_again_and_again_it_arrives(tmp_path, random_maps, packed):
+def test_a_packing_killed_repeatedly_completes(tmp_path, random_maps, packed):
     samples, _ = samples_of(random_maps)
     deaths = 0
     while pack_and_die(tmp_path / "x.beton", samples, 14):
@@ -655,7 +636,7 @@ def test_killed_again_and_again_it_arrives(tmp_path, random_maps, packed):
     assert (tmp_path / "x.beton").read_bytes() == packed[1]
 
 
-def test_a_disk_that_fills_at_any_write_is_one_error_and_it_goes_on(tmp_path, random_maps, packed):
+def test_a_disk_full_at_any_write_is_one_error_and_packing_resumes(tmp_path, random_maps, packed):
     samples, _ = samples_of(random_maps)
     path = tmp_path / "x.beton"
 
@@ -673,39 +654,39 @@ def test_a_disk_that_fills_at_any_write_is_one_error_and_it_goes_on(tmp_path, ra
         if error is None:
             break
         assert (error.errno, error.filename) == (errno.ENOSPC, str(path))
-        if path.exists():  # all is written but the last clean-up
+        if path.exists():  # only the clean-up is missing
             path.unlink()
             (tmp_path / "x.beton.part.rows").unlink(missing_ok=True)
     assert calls > 5
     assert path.read_bytes() == packed[1]
 
 
-def test_what_a_power_cut_lost_is_packed_again(tmp_path, random_maps, packed):
-    """The journal reached the disk, but not the third image, nor the end of the journal."""
+def test_images_lost_in_a_power_cut_are_packed_again(tmp_path, random_maps, packed):
+    """The journal reached the disk, but the third image and the end of the journal did not."""
     samples, _ = samples_of(random_maps)
     path, part, journal = (tmp_path / f"x.beton{end}" for end in ("", ".part", ".part.rows"))
     assert pack_and_die(path, samples, 14)
     with open(part, "r+b") as file:
-        file.seek(whole_image(packed[0], 2) - 40)
+        file.seek(image_end(packed[0], 2) - 40)
         file.write(bytes(40))
     with open(journal, "ab") as file:
         file.write(bytes(1000))
-    assert pack_and_die(path, samples, 4)  # the third image again, and its record
+    assert pack_and_die(path, samples, 4)  # writes the third image and its record
     with BetonWriter(path, 7, map_fields(6, 3), NOTES) as writer:
-        # what the journal said of 3 and 4 went with it
+        # The records of 3 and 4 after it are discarded.
         assert writer.todo().tolist() == [3, 4, 5, 6]
     pack(path, samples)
     assert path.read_bytes() == packed[1]
 
 
-def whole_image(path, index):
-    """Where image `index` of a file ends."""
+def image_end(path, index):
+    """Offset of the end of image `index` of a file."""
     images = Beton(path).images
     return int(images.offset[index] + images.size[index])
 
 
 def test_half_an_image_leaves_no_trace(tmp_path, random_maps):
-    """Killed in the middle of the last image, which then turns out to be unreadable."""
+    """Killed in the middle of the last image, which then fails."""
     samples, _ = samples_of(random_maps)
     assert pack_and_die(tmp_path / "x.beton", samples, 4 + 2 * 6)
     for name in ("x", "y"):
@@ -713,19 +694,19 @@ def test_half_an_image_leaves_no_trace(tmp_path, random_maps):
     assert (tmp_path / "x.beton").read_bytes() == (tmp_path / "y.beton").read_bytes()
 
 
-def test_an_image_that_failed_is_tried_again_and_stands_last(tmp_path, random_maps):
+def test_an_image_that_failed_is_tried_again_and_is_last(tmp_path, random_maps):
     samples, _ = samples_of(random_maps)
-    notes = NOTES | {"fingerprint": "e" * 64}  # the file was mended, so its size changed
+    notes = NOTES | {"fingerprint": "e" * 64}  # the file was repaired, so its size changed
     with BetonWriter(tmp_path / "y.beton", 7, map_fields(6, 3), notes) as writer:
         for index in (0, 1, 3, 4, 5, 6, 2):
             writer.write(index, samples[index])
         writer.finish()
     path = tmp_path / "x.beton"
-    # when all is written that says one is missing
+    # Killed after the front with `left_out` was written.
     assert pack_and_die(path, samples, 23, fails=[2])
     with open(tmp_path / "x.beton.part", "r+b") as file:
         file.seek(places(tmp_path / "y.beton")["notes"][0][1])
-        file.write(b"9999")  # as longer notes would have left
+        file.write(b"9999")  # as longer notes would leave
     with BetonWriter(path, 7, map_fields(6, 3), notes) as writer:
         assert writer.todo().tolist() == [2]
         writer.write(2, samples[2])
@@ -737,7 +718,7 @@ def test_an_image_that_failed_is_tried_again_and_stands_last(tmp_path, random_ma
     assert path.read_bytes() == (tmp_path / "y.beton").read_bytes()
 
 
-def test_what_is_left_out_is_counted_and_changes_the_fingerprint(tmp_path, random_maps):
+def test_images_left_out_are_counted_and_change_the_fingerprint(tmp_path, random_maps):
     samples, _ = samples_of(random_maps)
     pack(tmp_path / "x.beton", samples, fails=[0, 4])
     beton = Beton(tmp_path / "x.beton")
@@ -759,15 +740,15 @@ def test_one_packer_at_a_time(tmp_path, random_maps):
     pack(tmp_path / "x.beton", samples)
 
 
-def test_other_samples_never_mix_with_those_of_a_killed_writer(tmp_path, random_maps):
+def test_other_samples_are_never_mixed_with_those_of_a_killed_writer(tmp_path, random_maps):
     samples, _ = samples_of(random_maps)
     assert pack_and_die(tmp_path / "x.beton", samples, 8)
     other, _ = samples_of(random_maps, seed=1)
-    with pytest.raises(UserError, match=r"x\.beton\.part holds image 0 otherwise"):
+    with pytest.raises(UserError, match=r"x\.beton\.part holds another version of image 0"):
         write_beton(tmp_path / "x.beton", other, map_fields(6, 3), NOTES)
 
 
-def test_a_part_of_something_else_is_refused_and_kept(tmp_path, random_maps):
+def test_a_part_of_another_packing_is_refused_and_kept(tmp_path, random_maps):
     samples, _ = samples_of(random_maps)
     assert pack_and_die(tmp_path / "x.beton", samples, 8)
     before = (tmp_path / "x.beton.part").read_bytes()
@@ -777,11 +758,11 @@ def test_a_part_of_something_else_is_refused_and_kept(tmp_path, random_maps):
         (NOTES, map_fields(6, 3), 8, "another num samples"),
         (NOTES, map_fields(6, 2), 7, "another arrays"),
     ):
-        with pytest.raises(UserError, match=rf"x\.beton\.part was begun with {said}; remove it"):
+        with pytest.raises(UserError, match=rf"x\.beton\.part was started with {said}; remove it"):
             BetonWriter(tmp_path / "x.beton", count, arrays, notes)
     assert (tmp_path / "x.beton.part").read_bytes() == before
     (tmp_path / "y.beton.part").write_text("mine")
-    with pytest.raises(UserError, match=r"y\.beton\.part is in the way"):
+    with pytest.raises(UserError, match=r"y\.beton\.part exists and is not from an earlier"):
         BetonWriter(tmp_path / "y.beton", 7, [], NOTES)
     assert (tmp_path / "y.beton.part").read_text() == "mine"
 
@@ -802,7 +783,7 @@ def test_verify_names_every_damaged_sample(packed, tmp_path, command):
     bad.write_bytes(data)
     done = command("tools/beton.py", "verify", sound, bad, cut)
     assert done.returncode == 2, done.stderr
-    assert f"{sound}: sound" in done.stdout
+    assert f"{sound}: no faults" in done.stdout
     assert f"{bad} image 2: its arrays are damaged" in done.stdout
     assert f"{bad} image 6 is damaged" in done.stdout
     assert f"{cut} is cut or damaged" in done.stdout
@@ -820,9 +801,18 @@ from ffcv.fields.ndarray import NDArrayDecoder
 from ffcv.fields.rgb_image import CenterCropRGBImageDecoder
 from ffcv.loader import Loader, OrderOption
 from ffcv.transforms import ToTensor
-loader = Loader(sys.argv[1], batch_size=4, num_workers=2, order=OrderOption.SEQUENTIAL, drop_last=False, pipelines={
-    "image": [CenterCropRGBImageDecoder((16, 16), ratio=1.0), ToTensor()], "label": [IntDecoder(), ToTensor()],
-    "map": [NDArrayDecoder(), ToTensor()], "lse": [NDArrayDecoder(), ToTensor()], "window": [NDArrayDecoder(), ToTensor()]})
+pipelines = {name: [NDArrayDecoder(), ToTensor()] for name in ("map", "lse", "window")}
+pipelines["image"] = [CenterCropRGBImageDecoder((16, 16), ratio=1.0), ToTensor()]
+pipelines["label"] = [IntDecoder(), ToTensor()]
+names = "image", "label", "map", "lse", "window"
+loader = Loader(
+    sys.argv[1],
+    batch_size=4,
+    num_workers=2,
+    order=OrderOption.SEQUENTIAL,
+    drop_last=False,
+    pipelines={name: pipelines[name] for name in names},
+)
 parts = [[np.array(field) for field in batch] for batch in loader]
 np.savez(sys.argv[2], *[np.concatenate(column) for column in zip(*parts)])
 """
@@ -839,22 +829,25 @@ class Two:
 class Many:
     def __len__(self): return 230
     def __getitem__(self, n):
-        return n % 3, np.full((2, 3), n, "f4"), {"n": int(n)}, images[n % len(images)], np.full(n % 5, n % 256, "u1")
+        text = np.full(n % 5, n % 256, "u1")
+        return n % 3, np.full((2, 3), n, "f4"), {"n": int(n)}, images[n % len(images)], text
 def image(mode): return RGBImageField(write_mode=mode, jpeg_quality=95)
 if __name__ == "__main__":
     for mode in ("jpg", "raw"):
         fields = {"picture": image(mode), "class": IntField()}
-        DatasetWriter(f"{sys.argv[2]}/{mode}.beton", fields, num_workers=2).from_indexed_dataset(Two(), chunksize=2)
-    fields = {"class": IntField(), "x": NDArrayField(np.dtype("f4"), (2, 3)), "j": JSONField(), "picture": image("jpg")}
-    fields["text"] = BytesField()
-    # Two workers and chunks of 10: the samples do not lie in their order.
-    DatasetWriter(f"{sys.argv[2]}/many.beton", fields, num_workers=2).from_indexed_dataset(Many(), chunksize=10)
+        writer = DatasetWriter(f"{sys.argv[2]}/{mode}.beton", fields, num_workers=2)
+        writer.from_indexed_dataset(Two(), chunksize=2)
+    fields = {"class": IntField(), "x": NDArrayField(np.dtype("f4"), (2, 3)), "j": JSONField()}
+    fields |= {"picture": image("jpg"), "text": BytesField()}
+    # With two workers and chunks of 10 the samples are not in order.
+    writer = DatasetWriter(f"{sys.argv[2]}/many.beton", fields, num_workers=2)
+    writer.from_indexed_dataset(Many(), chunksize=10)
 """
 
 
 @pytest.fixture(scope="module")
 def ffcv(command):
-    """A maker of processes that use stock ffcv."""
+    """A function that runs code with stock ffcv in a process."""
     pytest.importorskip("ffcv", reason="ffcv could not be built here")
 
     def run(code, *words):
@@ -865,7 +858,7 @@ def ffcv(command):
 
 
 @pytest.mark.ffcv
-def test_stock_ffcv_opens_our_file(tmp_path, random_maps, ffcv):
+def test_stock_ffcv_opens_a_densefeed_file(tmp_path, random_maps, ffcv):
     samples, maps = write(tmp_path / "x.beton", random_maps)
     ffcv(FFCV_READS, tmp_path / "x.beton", tmp_path / "read.npz")
     image, label, both, lse, window = np.load(tmp_path / "read.npz").values()
@@ -880,14 +873,15 @@ def test_stock_ffcv_opens_our_file(tmp_path, random_maps, ffcv):
         want = np.asarray(
             Image.open(io.BytesIO(jpeg)).crop(box).resize((16, 16), Image.Resampling.BOX)
         ).astype(int)
-        # ffcv's fast DCT and area filter against Pillow's, on smooth images
+        # The fast DCT and area filter of ffcv differ from Pillow's on smooth images.
         assert np.abs(got - want).mean() < 4
 
 
 @pytest.fixture(scope="module")
 def stock(tmp_path_factory, ffcv):
-    """What stock ffcv wrote: jpg.beton, raw.beton and many.beton (five fields in another order),
-    and the images.
+    """Files of stock ffcv, and the images.
+
+    They are jpg.beton, raw.beton, and many.beton with five fields in another order.
     """
     root, rng = tmp_path_factory.mktemp("stock"), np.random.default_rng(0)
     smooth = [
@@ -903,19 +897,19 @@ def stock(tmp_path_factory, ffcv):
 
 @pytest.mark.ffcv
 @pytest.mark.parametrize("mode", ["jpg", "raw"])
-def test_we_open_what_stock_ffcv_wrote(stock, mode):
+def test_files_of_stock_ffcv_open(stock, mode):
     root, smooth = stock
     source = FfcvSource(root / f"{mode}.beton")
     np.testing.assert_array_equal(source.labels, np.arange(9) % 3)
     assert source.class_names == ["0", "1", "2"]
     for n, want in enumerate(smooth):
         got = np.asarray(source.image(n)).astype(int)
-        # quality 95 on smooth noise: mean 1 to 2
+        # The mean error of quality 95 on smooth noise is 1 to 2.
         assert np.abs(got - want).mean() <= (0 if mode == "raw" else 3)
 
 
 @pytest.mark.ffcv
-def test_stock_files_of_many_fields_open_alone_and_together(stock):
+def test_files_of_stock_ffcv_with_many_fields_open_alone_and_together(stock):
     root, smooth = stock
     beton = Beton([root / "many.beton"] * 2)
     np.testing.assert_array_equal(beton.labels, np.tile(np.arange(230) % 3, 2))
@@ -930,7 +924,7 @@ def test_stock_files_of_many_fields_open_alone_and_together(stock):
 
 
 @pytest.mark.ffcv
-def test_a_stock_file_trains_with_maps_beside_it(stock, tmp_path, random_maps, command):
+def test_a_file_of_stock_ffcv_trains_with_an_hdf5_store(stock, tmp_path, random_maps, command):
     root, _ = stock
     header = StoreHeader(
         side=6,
@@ -943,10 +937,8 @@ def test_a_stock_file_trains_with_maps_beside_it(stock, tmp_path, random_maps, c
         fingerprint="of the folder that FFCV packed",
         class_names=("0", "1", "2"),
     )
-    writer, maps = (
-        ScoreMapWriter(tmp_path / "maps.h5", header, [*"abcdefghi"], np.arange(9) % 3),
-        random_maps(9, 6, 3, 3),
-    )
+    maps = random_maps(9, 6, 3, 3)
+    writer = ScoreMapWriter(tmp_path / "maps.h5", header, [*"abcdefghi"], np.arange(9) % 3)
     writer.write(np.arange(9), maps)
     writer.finish()
     source = FfcvSource(root / "jpg.beton", tmp_path / "maps.h5")
@@ -972,8 +964,8 @@ def test_a_stock_file_trains_with_maps_beside_it(stock, tmp_path, random_maps, c
     assert done.returncode == 0, done.stderr
 
 
-def test_the_checksum_of_a_sample_is_zlibs(packed):
-    """FORMAT.md's words, followed by hand: little endian CRC-32 over map, lse and window."""
+def test_the_checksum_of_a_sample_is_the_documented_one(packed):
+    """As in FORMAT.md: little endian CRC-32 (zlib) over map, lse and window."""
     path, whole, _ = packed
     beton = Beton(path)
     at = json.loads(whole[whole.index(b'{"densefeed"') :].split(b"\0", 1)[0])["crc32"]["samples_at"]
@@ -983,10 +975,10 @@ def test_the_checksum_of_a_sample_is_zlibs(packed):
         assert int.from_bytes(whole[at + 4 * n : at + 4 * n + 4], "little") == want
 
 
-def test_neighbors_are_read_ahead_in_one_run_and_strangers_in_several(
+def test_adjacent_samples_are_read_ahead_in_one_range_and_others_in_several(
     folder, maps, tmp_path, monkeypatch
 ):
-    """Ours lie side by side, image and map; and of several files each is asked for its own."""
+    """Images and maps of a packed file are adjacent; each of several files has its own range."""
     from densefeed.tools.pack_dataset import Packing, main
 
     asked = []
@@ -1008,11 +1000,11 @@ def test_neighbors_are_read_ahead_in_one_run_and_strangers_in_several(
             < beton.images.offset[index] + beton.images.size[index]
             <= end
         )
-    # 6 x 6 x 2 x 4 + 6 x 6 x 2 + 16 bytes and alignment
+    # Arrays of 6 x 6 x 2 x 4 + 6 x 6 x 2 + 16 bytes, and alignment.
     used = sum(int(beton.images.size[n]) + 652 for n in range(9, 14))
     assert sum(end - start for _, start, end in asked) < used + 5 * 64
     for offsets in (beton.images.offset, *beton._offsets.values()):
-        offsets[3] += 2**20  # as where several of FFCV's workers wrote
+        offsets[3] += 2**20  # as if several FFCV workers had written
     asked.clear()
     beton.read_ahead(2, 5)
     assert len(asked) == 2

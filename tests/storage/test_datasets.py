@@ -1,5 +1,6 @@
-"""Datasets that are no class folders: small copies in the formats in which they are published, read
-as torchvision reads them.
+"""Datasets other than class folders: small copies in their published formats.
+
+The reference is torchvision.
 """
 
 import hashlib
@@ -27,7 +28,7 @@ RNG = np.random.default_rng(0)
 
 @pytest.fixture(autouse=True)
 def no_network(monkeypatch):
-    """A download fails, as it does behind a firewall, and says which address it wanted."""
+    """Let downloads fail, as behind a firewall, with an error that contains the address."""
     import urllib.request
 
     def refuse(request, *_args, **_kwargs):
@@ -41,8 +42,9 @@ def md5(path):
 
 
 def cifar(root, kind, monkeypatch, images=4):
-    """`kind` with a few images a file, and MD5s to match; what torchvision downloads and unpacks
-    has this layout.
+    """Write `kind` in the layout of torchvision's download, with a few images per file.
+
+    Its MD5s are patched to match.
     """
     home = root / kind.base_folder
     home.mkdir(parents=True)
@@ -65,14 +67,12 @@ def cifar(root, kind, monkeypatch, images=4):
 
 @pytest.mark.parametrize("name", ["cifar10", "cifar100"])
 @pytest.mark.parametrize("split", ["train", "test"])
-def test_cifars_pixels_labels_and_names_are_torchvisions(
+def test_cifar_pixels_labels_and_names_equal_torchvision(
     tmp_path, monkeypatch, capsys, name, split
 ):
     kind = {"cifar10": sets.CIFAR10, "cifar100": sets.CIFAR100}[name]
-    images, theirs = (
-        Images(cifar(tmp_path, kind, monkeypatch), name, split),
-        kind(tmp_path, split == "train"),
-    )
+    images = Images(cifar(tmp_path, kind, monkeypatch), name, split)
+    theirs = kind(tmp_path, split == "train")
     assert len(images) == len(theirs) == {("cifar10", "train"): 20}.get((name, split), 4)
     assert images.class_names == theirs.classes
     for index, (picture, label) in enumerate(theirs):
@@ -81,15 +81,13 @@ def test_cifars_pixels_labels_and_names_are_torchvisions(
         )
         assert images.labels[index] == label
     published = 50_000 if split == "train" else 10_000
-    assert f"where {published:,} of {len(theirs.classes)} were published" in capsys.readouterr().out
+    assert f"but {published:,} of {len(theirs.classes)} were published" in capsys.readouterr().out
 
 
-def test_svhns_zero_is_class_zero(tmp_path, monkeypatch):
-    """In the .mat files channels come third, images last, and the digit 0 is class 10."""
-    pixels, labels = (
-        RNG.integers(0, 256, (32, 32, 3, 5), dtype=np.uint8),
-        np.array([[10], [1], [9], [10], [3]], np.uint8),
-    )
+def test_svhn_digit_0_is_class_0(tmp_path, monkeypatch):
+    """In the .mat files the channels are axis 2, the images axis 3, and digit 0 is class 10."""
+    pixels = RNG.integers(0, 256, (32, 32, 3, 5), dtype=np.uint8)
+    labels = np.array([[10], [1], [9], [10], [3]], np.uint8)
     savemat(tmp_path / "train_32x32.mat", {"X": pixels, "y": labels})
     address, file, _ = sets.SVHN.split_list["train"]
     monkeypatch.setitem(sets.SVHN.split_list, "train", [address, file, md5(tmp_path / file)])
@@ -102,7 +100,7 @@ def test_svhns_zero_is_class_zero(tmp_path, monkeypatch):
         )
 
 
-def test_flowers_train_and_val_together_are_drlocs_training_set(tmp_path, monkeypatch):
+def test_flowers_trainval_is_train_and_val(tmp_path, monkeypatch):
     home = tmp_path / "flowers-102"
     (home / "jpg").mkdir(parents=True)
     for number in range(1, 7):
@@ -128,9 +126,9 @@ def test_flowers_train_and_val_together_are_drlocs_training_set(tmp_path, monkey
 
 
 @pytest.mark.parametrize("name", ["cifar10", "cifar100", "svhn", "flowers102"])
-def test_what_is_not_there_and_cannot_be_downloaded_is_told_how_to_get(tmp_path, name):
+def test_the_error_of_a_failed_download_names_the_files_needed(tmp_path, name):
     with pytest.raises(
-        UserError, match=rf"{name} is not whole in .* cannot be downloaded \(.*\); put there .*"
+        UserError, match=rf"{name} is incomplete in .* cannot be downloaded \(.*\); put there .*"
     ):
         Images(tmp_path, name)
     with pytest.raises(UserError, match=r"has no split 'validation'; give --split train or"):
@@ -149,14 +147,14 @@ def test_a_pickle_with_another_checksum_is_never_opened(tmp_path, monkeypatch):
     victim.write_bytes(pickle.dumps(Bomb()))
     with pytest.raises(
         UserError,
-        match=r"cifar10 is not whole .* \(the MD5 of .*data_batch_3 is not the published one\) and cannot",
+        match=r"cifar10 is incomplete .* \(the MD5 of .*data_batch_3 is not the published one\)",
     ):
         Images(tmp_path, "cifar10")
     assert not opened.exists()
 
 
 def test_a_download_is_unpacked_and_read(tmp_path, monkeypatch, capsys):
-    """torchvision's own download, the network replaced by an archive."""
+    """torchvision's own download, with an archive in place of the network."""
     import urllib.request
 
     source = cifar(tmp_path / "source", sets.CIFAR100, monkeypatch)
@@ -174,7 +172,7 @@ def test_a_download_is_unpacked_and_read(tmp_path, monkeypatch, capsys):
     )
     here = Images(tmp_path / "here", "cifar100", "test")
     assert here.labels.tolist() == Images(source, "cifar100", "test").labels.tolist()
-    assert "downloading it there" in capsys.readouterr().out
+    assert "downloading it to this folder" in capsys.readouterr().out
 
 
 # ------------------------------------------------------------------------- lists and folders
@@ -182,7 +180,7 @@ def test_a_download_is_unpacked_and_read(tmp_path, monkeypatch, capsys):
 
 @pytest.fixture
 def domain(tmp_path):
-    """Three classes of DomainNet's clipart; the test list lacks the middle one."""
+    """Three classes of DomainNet's clipart; the test list lacks class 1."""
     lists = {"train": [], "test": []}
     for label, name in enumerate(("aircraft_carrier", "airplane", "alarm_clock")):
         for number in range(4):
@@ -197,8 +195,8 @@ def domain(tmp_path):
     return tmp_path
 
 
-def test_domainnets_labels_are_its_lists(domain, capsys):
-    """Sorted folders would number the test split's classes 0 and 1."""
+def test_domainnet_labels_are_those_of_its_lists(domain, capsys):
+    """Labels by sorted folders would be 0 and 1 in the test split."""
     train, test = Images(domain, "domainnet/clipart"), Images(domain, "domainnet/clipart", "test")
     assert train.labels.tolist() == [0, 0, 1, 1, 2, 2]
     assert test.labels.tolist() == [0, 0, 2, 2]
@@ -210,27 +208,23 @@ def test_domainnets_labels_are_its_lists(domain, capsys):
     ]
     assert test.class_names == train.class_names
     assert train.read(0) == (domain / train.paths[0]).read_bytes()
-    assert "where 33,525 of 345 were published" in capsys.readouterr().out
+    assert "but 33,525 of 345 were published" in capsys.readouterr().out
 
 
-def test_counts_are_the_papers():
-    """DHVT's Table 6 gives train and test of each domain; the sums are those of DomainNet's own
-    page.
-    """
+def test_counts_are_those_of_the_papers():
+    """Table 6 of DHVT gives train and test of each domain; DomainNet's web page gives the sums."""
     domains = [
         counts for name, (_, counts) in datasets.COUNTS.items() if name.startswith("domainnet/")
     ]
-    assert (
-        sum(counts["train"] for counts in domains),
-        sum(counts["test"] for counts in domains),
-    ) == (409_832, 176_743)
+    for split, total in (("train", 409_832), ("test", 176_743)):
+        assert sum(counts[split] for counts in domains) == total
     assert len(domains) == 6
     flowers = datasets.COUNTS["flowers102"][1]
     assert flowers["train"] + flowers["val"] == flowers["trainval"]
     assert sum(flowers[split] for split in ("trainval", "test")) == 8_189
 
 
-def test_a_list_of_files_without_labels_takes_their_folders(domain):
+def test_a_list_without_labels_takes_the_folders_as_classes(domain):
     (domain / "some.txt").write_text(
         "clipart/airplane/clipart_002_000003.jpg\n\nclipart/aircraft_carrier/clipart_001_000000.jpg\n"
     )
@@ -240,7 +234,7 @@ def test_a_list_of_files_without_labels_takes_their_folders(domain):
 
 
 @pytest.mark.parametrize("separator", [" ", "\t", "  \t "])
-def test_any_white_space_stands_before_a_label(domain, separator):
+def test_any_white_space_may_precede_a_label(domain, separator):
     (domain / "some.txt").write_text(f"clipart/airplane/clipart_002_000003.jpg{separator}07\r\n")
     images = Images(domain, f"list/{domain / 'some.txt'}")
     assert (images.labels.tolist(), images.paths) == (
@@ -249,8 +243,7 @@ def test_any_white_space_stands_before_a_label(domain, separator):
     )
 
 
-# What lists say (of images that stand where they say), and the classes and the labels of the first
-# list.
+# The content of lists, all class names, and the labels of the first list.
 @pytest.mark.parametrize(
     ("lists", "names", "labels"),
     [
@@ -266,19 +259,19 @@ def test_any_white_space_stands_before_a_label(domain, separator):
             ["cat", "class 1", "bee", "class 3", "ant"],
             [0],
         ),
-        # Without labels a missing folder would move the numbers of those behind it.
+        # Without labels a missing folder would shift the class ids after it.
         ({"test": "cat/1", "train": "ant/1\ncat/2"}, ["ant", "cat"], [1]),
-        # Names that cannot be told: two folders of one label, one folder of two labels, no folder,
-        # one folder for all.
+        # Labels without a name: two folders of one label, one folder of two labels, no folder, one
+        # folder for all.
         ({"train": "cat/1 0\ndog/1 0\nant/1 1", "test": ""}, ["class 0", "ant"], [0, 0, 1]),
         ({"train": "cat/1 0\nant/1 1", "test": "dog/1 0"}, ["class 0", "ant"], [0, 1]),
         ({"train": "cat/1 0\ncat/2 1\nant/1 2"}, ["class 0", "class 1", "ant"], [0, 1, 2]),
         ({"train": "1 1\nant/1 0"}, ["ant", "class 1"], [1, 0]),
         ({"train": "cat/1 0\ncat/2 1"}, ["0", "1"], [0, 1]),
-        # One folder for all of a split, as ImageNet's val is published, does not take the names
-        # that the other gives.
+        # One folder for a whole split, as in the published ImageNet val, does not remove the names
+        # that the other list gives.
         ({"val": "all/1 1\nall/2 0", "train": "cat/1 0\nant/1 1"}, ["cat", "ant"], [1, 0]),
-        # An image may be named twice, but its label is one.
+        # An image may be listed twice with the same label.
         ({"train": "ant/1 0\nant/1 0"}, ["ant"], [0, 0]),
     ],
 )
@@ -300,7 +293,7 @@ def test_classes_are_those_of_all_splits(tmp_path, lists, names, labels):
     assert [images.class_names for images in splits] == [names] * len(splits)
 
 
-def test_images_that_are_not_there_are_counted_at_once(domain, capsys):
+def test_missing_images_are_counted_when_the_list_is_read(domain, capsys):
     there = "clipart/airplane/clipart_002_000003.jpg 1\n"
     (domain / "some.txt").write_text(
         there + "\nclipart/airplane/no.jpg 1\n" + "nowhere/1.jpg 1\n" + there
@@ -326,8 +319,8 @@ AIRPLANE = "clipart/airplane/clipart_002_000003.jpg"
             f"{AIRPLANE} cat\n",
             f'line 1 names {AIRPLANE} cat, which is not below .* and that lines are "path label"',
         ),
-        (f"\n{AIRPLANE} -1\n", "line 2 ends in -1; a label is a whole number from 0 to 65,534"),
-        (f"{AIRPLANE} 1.5\n", "line 1 ends in 1.5; a label is a whole number"),
+        (f"\n{AIRPLANE} -1\n", "line 2 ends in -1; a label is an integer from 0 to 65,534"),
+        (f"{AIRPLANE} 1.5\n", "line 1 ends in 1.5; a label is an integer"),
         (f"{AIRPLANE} 65535\n", "line 1 ends in 65535; .* to 65,534"),
         (f"{AIRPLANE} 99999999999999999999\n", "line 1 ends in 99999999999999999999; .* to 65,534"),
         (f"{AIRPLANE} {'9' * 5000}\n", "line 1 ends in 9{24}; .* to 65,534"),
@@ -337,8 +330,8 @@ AIRPLANE = "clipart/airplane/clipart_002_000003.jpg"
         ),
         ("1.jpg\n", "line 1: 1.jpg has no label and no folder"),
         (None, "there is no such file"),
-        (b"\xff\xfe\x00\xd8", "is no text"),
-        (b"a\x00b/1.jpg 1\n", "is no text"),
+        (b"\xff\xfe\x00\xd8", "is not a text file"),
+        (b"a\x00b/1.jpg 1\n", "is not a text file"),
     ],
     ids=lambda value: repr(value)[-24:],
 )
@@ -366,17 +359,17 @@ def test_domainnet_needs_both_lists_and_has_345_classes(domain):
         file.write(f"{AIRPLANE} 345\n")
     with pytest.raises(
         UserError,
-        match=r"clipart_test.txt, line 5 ends in 345; a label is a whole number from 0 to 344",
+        match=r"clipart_test.txt, line 5 ends in 345; a label is an integer from 0 to 344",
     ):
         Images(domain, "domainnet/clipart")
     (domain / "clipart_test.txt").unlink()
-    with pytest.raises(UserError, match=r"clipart_test.txt is not there; put there clipart.zip"):
+    with pytest.raises(UserError, match=r"clipart_test.txt does not exist; put clipart.zip there"):
         Images(domain, "domainnet/clipart")
 
 
 @pytest.fixture
 def folders(tmp_path):
-    """Classes of 20, 7 and 1 files (nobody looks into them), train alone."""
+    """Classes of 20, 7 and 1 files, which are not images; a train split only."""
     for name, count in (("n01", 20), ("n02", 7), ("n03", 1)):
         (tmp_path / "train" / name).mkdir(parents=True)
         for number in range(count):
@@ -386,7 +379,7 @@ def folders(tmp_path):
     return tmp_path
 
 
-def test_a_class_list_chooses_and_numbers_class_folders(folders):
+def test_a_class_list_selects_and_numbers_class_folders(folders):
     (folders / "in2.txt").write_text("n03 a name behind it\nn01\n")
     images = Images(folders, f"classes/{folders / 'in2.txt'}")
     assert images.class_names == ["n03", "n01"]
@@ -403,7 +396,7 @@ def test_a_class_list_chooses_and_numbers_class_folders(folders):
             Images(folders, f"classes/{folders / 'in2.txt'}")
 
 
-def test_a_share_takes_the_same_of_every_class_each_time(folders):
+def test_a_share_is_the_same_in_every_call(folders):
     whole, some = Images(folders), Images(folders, "share/10")
     assert np.bincount(some.labels).tolist() == [2, 1, 1]
     assert some.paths == Images(folders, "share/10").paths
@@ -414,34 +407,36 @@ def test_a_share_takes_the_same_of_every_class_each_time(folders):
     assert set(some.paths) < set(half.paths)  # a smaller share is part of a larger one
     assert Images(folders, "share/100").paths == whole.paths
     for wrong in ("share/0", "share/101", "share/ten", "share"):
-        with pytest.raises(UserError, match=r"a percentage, as share/10"):
+        with pytest.raises(UserError, match=r"is not a percentage; write it as share/10"):
             Images(folders, wrong)
 
 
-def test_names_that_are_none_are_refused(tmp_path):
+def test_unknown_names_are_refused(tmp_path):
     with pytest.raises(
-        UserError, match=r"--dataset mnist: give none .* or one of cifar10, .* hfds \(see --help\)"
+        UserError,
+        match=r"--dataset mnist is unknown; give none .* or one of cifar10, .* hfds \(see --help\)",
     ):
         Images(tmp_path, "mnist")
     with pytest.raises(UserError, match=r"there is no such domain; choose from domainnet/clipart,"):
         Images(tmp_path, "domainnet/photo")
-    with pytest.raises(UserError, match=r"clipart_train.txt is not there; put there clipart.zip"):
+    with pytest.raises(UserError, match=r"clipart_train.txt does not exist; put clipart.zip there"):
         Images(tmp_path, "domainnet/clipart")
     for name in ("list", "list/", "classes", "classes/"):
         with pytest.raises(
             UserError, match=rf"--dataset {name} names no file; give {name.strip('/')}/FILE"
         ):
             Images(tmp_path, name)
-    with pytest.raises(UserError, match=r"it is called cifar10"):
+    with pytest.raises(UserError, match=r"the dataset is called cifar10"):
         Images(tmp_path, "cifar10/train")
 
 
 # ------------------------------------------------------------------------- packed
 
 
-def test_small_pictures_are_packed_to_the_pixel(tmp_path, monkeypatch, capsys):
-    """32 x 32: what the loader crops is what torchvision has, no JPEG between; and stock ffcv's
-    mode for it.
+def test_small_images_are_packed_as_pixels(tmp_path, monkeypatch, capsys):
+    """The loader's crops of 32 x 32 images equal torchvision's pixels, without JPEG in between.
+
+    Pixels are stored in the raw mode of stock ffcv.
     """
     theirs = sets.CIFAR10(cifar(tmp_path, sets.CIFAR10, monkeypatch))
     main(Packing(data=tmp_path, dataset="cifar10", out=tmp_path / "x.beton"))
@@ -472,7 +467,7 @@ def test_small_pictures_are_packed_to_the_pixel(tmp_path, monkeypatch, capsys):
     beton.close()
 
 
-def test_larger_ones_and_what_is_asked_for_are_jpegs(tmp_path, monkeypatch):
+def test_images_above_pixels_to_are_packed_as_jpegs(tmp_path, monkeypatch):
     theirs = sets.CIFAR10(cifar(tmp_path, sets.CIFAR10, monkeypatch))
     main(Packing(data=tmp_path, dataset="cifar10", out=tmp_path / "x.beton", pixels_to=31))
     beton = Beton(tmp_path / "x.beton")
@@ -491,7 +486,7 @@ def test_larger_ones_and_what_is_asked_for_are_jpegs(tmp_path, monkeypatch):
 
 
 def test_the_command_takes_a_root(domain, command):
-    """The list's labels reach the .beton, though no folder of train and val is there."""
+    """The labels of the list are in the .beton, without folders train and val."""
     done = command(
         "tools/pack_dataset.py",
         "--dataset",

@@ -1,4 +1,4 @@
-"""Views and Windows against pixels moved by hand and against a pixel-by-pixel walk."""
+"""Views, Windows and Frames against pixels computed by hand."""
 
 import numpy as np
 import pytest
@@ -25,7 +25,7 @@ def at(view, x, y):
     return view @ np.array([x, y, 1.0])
 
 
-def test_corners_of_a_crop_are_its_pixels():
+def test_the_corners_of_a_view_are_those_of_its_crop():
     view = crop_views(
         np.array([[10.0, 20.0, 30.0, 40.0]]), np.array([False]), np.array([100]), np.array([200])
     )[0]
@@ -41,7 +41,7 @@ def test_corners_of_a_crop_are_its_pixels():
     st.floats(0, 1),
     st.floats(0, 1),
 )
-def test_a_flip_mirrors_the_crop_and_nothing_else(top, left, height, width, x, y):
+def test_a_flip_only_mirrors_the_crop(top, left, height, width, x, y):
     box = np.array([[top, left, height, width]]) * 100
     plain, flipped = (
         crop_views(box, np.array([f]), np.array([100]), np.array([100]))[0] for f in (False, True)
@@ -49,8 +49,8 @@ def test_a_flip_mirrors_the_crop_and_nothing_else(top, left, height, width, x, y
     np.testing.assert_allclose(at(flipped, x, y), at(plain, 1 - x, y), atol=1e-5)
 
 
-def test_a_view_names_the_pixel_that_a_crop_shows():
-    """A picture whose pixel value is its place, cropped, flipped and read back through the View."""
+def test_a_view_gives_the_pixel_that_a_crop_shows():
+    """An image with unique pixel values, cropped, flipped and read back through the View."""
     height, width = 12, 20
     picture = np.arange(height * width).reshape(height, width)
     box, flip = (3, 5, 6, 8), True
@@ -64,7 +64,7 @@ def test_a_view_names_the_pixel_that_a_crop_shows():
             assert picture[int(y * height), int(x * width)] == crop[row, column]
 
 
-def test_what_a_crop_shows_is_its_box_flipped_or_not():
+def test_visible_boxes_are_the_crop_boxes_with_and_without_flip():
     box, extent = np.array([[10.0, 20.0, 30.0, 50.0]] * 2), np.array([100, 100])
     view = crop_views(box, np.array([False, True]), extent, 2 * extent)
     np.testing.assert_allclose(visible_boxes(view), [[0.1, 0.1, 0.4, 0.35]] * 2, atol=1e-7)
@@ -84,7 +84,7 @@ def test_center_crop_window_is_the_centered_square(height, width):
 
 
 @pytest.mark.parametrize(("height", "width"), [(375, 500), (500, 375), (1, 4000), (64, 64)])
-def test_a_letterbox_is_the_square_about_the_image(height, width):
+def test_a_letterbox_is_the_square_around_the_image(height, width):
     left, top, right, bottom = crop_in_pixels(
         teacher_window("letterbox", height, width), height, width
     )
@@ -128,7 +128,7 @@ def test_windows_are_parts_of_an_image_or_reach_around_it():
     st.integers(1, 64),
     st.sampled_from(["squash", "center-crop", "letterbox"]),
 )
-def test_cells_that_label_are_those_whose_center_shows_the_image(height, width, side, geometry):
+def test_labeling_cells_have_their_center_in_the_image(height, width, side, geometry):
     window = teacher_window(geometry, height, width)
     cells = labeling_cells(window_frame(torch.tensor([window])), side)[0].int().tolist()
     for (first, last), low, high in zip(
@@ -143,31 +143,31 @@ def test_cells_that_label_are_those_whose_center_shows_the_image(height, width, 
             assert inside[first + 1 : last].all()
             assert near[[first, last]].all()
             assert not np.delete(inside, np.arange(first, last + 1)).any()
-        else:  # the image lies between two centers: a cell that holds some of it
+        else:  # the image lies between two centers: a cell that overlaps it
             assert last - first <= 1
             assert centers[first] - (high - low) / side / 2 <= 1 + edge
             assert centers[last] + (high - low) / side / 2 >= -edge
 
 
-def test_center_box_is_timms_evaluation_crop():
-    """timm resizes the shorter side to floor(224 / 0.875) = 256 and cuts 224: the same share of the
-    image.
-    """
+def test_center_box_is_the_evaluation_crop_of_timm():
+    """timm resizes the shorter side to floor(224 / 0.875) = 256 and crops 224: the same region."""
     ((top, left, height, width),) = center_box(np.array([480]), np.array([640]), 0.875)
     assert (height, width) == (420, 420)
     assert (top, left) == (30, 110)
 
 
-def test_samples_per_bin_is_roi_aligns_rule():
+def test_samples_per_bin_follows_roi_align():
     assert samples_per_bin(18, 14, 1.0) == 2
     assert samples_per_bin(14, 14, 1.0) == 1
     assert samples_per_bin(18, 1, 1.0) == 18
     assert samples_per_bin(18, 14, 0.75) == 2
     assert samples_per_bin(18, 14, 0.5) == 3
-    assert samples_per_bin(18, 14, 1 / 4000) == 64  # one extreme image must not tax every batch
+    assert (
+        samples_per_bin(18, 14, 1 / 4000) == 64
+    )  # an extreme image must not slow down every batch
 
 
-def test_samples_of_sheared_views_are_bounded_by_two_maps_width():
+def test_samples_of_sheared_views_are_limited_to_twice_the_width_of_the_map():
     assert samples_per_bin(18, 14, 1.0, sheared=True) == 2
     assert samples_per_bin(18, 1, 1.0, sheared=True) == 26  # sqrt(2) * 18
     assert samples_per_bin(18, 32, 1.0, sheared=True) == 1
@@ -176,7 +176,7 @@ def test_samples_of_sheared_views_are_bounded_by_two_maps_width():
             assert grid * samples_per_bin(side, grid, 1 / 4000, sheared=True) <= 2 * side + grid
 
 
-def test_a_windows_frame_takes_its_corners_to_the_maps():
+def test_the_frame_of_a_window_maps_its_corners_to_those_of_the_map():
     window = torch.tensor([[0.1, 0.2, 0.9, 0.7], WHOLE], dtype=torch.float64)
     frame = window_frame(window)
     for corner, (y, x) in enumerate((window[:, :2].T, window[:, 2:].T)):
@@ -193,10 +193,8 @@ def test_a_windows_frame_takes_its_corners_to_the_maps():
     st.floats(0, 1),
     st.floats(0, 1),
 )
-def test_the_published_frame_reads_rows_for_columns(top, left, height, width, flip, u, v):
-    """By the published steps: flip image and map, cut the crop out of that, hand (top, left,
-    bottom, right) over as x, y, x, y.
-    """
+def test_the_published_frame_swaps_rows_and_columns(top, left, height, width, flip, u, v):
+    """By the published steps: flip image and map, cut the crop, pass (t, l, b, r) as x, y, x, y."""
     side = 18
     view = crop_views(
         np.array([[top, left, height, width]]) * 1000,
@@ -208,7 +206,7 @@ def test_the_published_frame_reads_rows_for_columns(top, left, height, width, fl
     (scale_x, shift_x), (scale_y, shift_y) = published_frame(shown, torch.from_numpy(view), side)[
         0
     ].tolist()
-    # where the pixel (u, v) of the crop is in the image
+    # Position of the point (u, v) of the crop in the image.
     x, y = (left + width * (1 - u if flip else u), top + height * v)
     cut_left = 1 - left - width if flip else left
     column, row = top + u * max(height, 1 / side), cut_left + v * max(width, 1 / side)

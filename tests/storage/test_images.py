@@ -1,4 +1,4 @@
-"""Images in timm's order, and what is refused."""
+"""Images are in timm's order, and invalid input is refused."""
 
 import io
 
@@ -11,7 +11,7 @@ from densefeed.storage.images import Images, decode
 from densefeed.system.errors import UserError
 
 
-def test_order_labels_and_bytes_are_timms(folder):
+def test_order_labels_and_bytes_equal_timm(folder):
     images, theirs = Images(folder, split="train"), ImageDataset(str(folder / "train"))
     assert len(images) == len(theirs) == 11
     assert images.class_names == ["cat", "dog"]
@@ -24,7 +24,7 @@ def test_order_labels_and_bytes_are_timms(folder):
         assert images.where(index).endswith(images.paths[index])
 
 
-def test_a_fingerprint_follows_names_labels_and_sizes(folder, tmp_path):
+def test_the_fingerprint_depends_on_names_labels_and_sizes(folder, tmp_path):
     import shutil
 
     same = shutil.copytree(folder, tmp_path / "same")
@@ -47,7 +47,7 @@ def test_missing_and_empty_folders_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["text", "empty", "cut"])
-def test_what_is_no_whole_image_is_refused_by_name(kind):
+def test_incomplete_images_are_refused_by_name(kind):
     buffer = io.BytesIO()
     Image.new("RGB", (64, 64), "red").save(buffer, "JPEG")
     encoded = {
@@ -68,7 +68,7 @@ def test_every_jpeg_becomes_rgb(mode):
     assert image.size == (20, 10)
 
 
-def test_sixteen_bits_are_scaled_and_not_clipped():
+def test_16_bit_images_are_scaled_and_not_clipped():
     buffer = io.BytesIO()
     ramp = np.linspace(0, 65535, 256 * 8).astype(np.uint16).reshape(8, 256)
     Image.fromarray(ramp).save(buffer, "PNG")
@@ -77,9 +77,10 @@ def test_sixteen_bits_are_scaled_and_not_clipped():
     assert (got[..., 0] == got[..., 2]).all()
 
 
-def test_a_split_that_is_not_there_is_refused(folder, tmp_path):
-    """timm would read all splits as one: training images would be validated on, or validation
-    images packed for training.
+def test_a_missing_split_is_refused(folder, tmp_path):
+    """timm would read all splits as one.
+
+    Training images would be used for validation, or validation images packed for training.
     """
     import shutil
 

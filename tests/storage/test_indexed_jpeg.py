@@ -1,6 +1,4 @@
-"""Indexed JPEGs keep every coefficient, every decoder reads them, and their index says what is
-there.
-"""
+"""Indexed JPEGs keep every coefficient, every decoder reads them, and their index is correct."""
 
 import io
 import struct
@@ -24,9 +22,7 @@ SAMPLINGS = [(1, 1), (2, 1), (1, 2), (2, 2)]
 
 
 def reread(jpeg: bytes) -> dict:
-    """What densefeed/storage/FORMAT.md says of an indexed file, read with nothing but struct, and
-    checked against the file's own markers.
-    """
+    """Read the index by FORMAT.md with struct only, and check it against the file's markers."""
     assert jpeg[:4] == b"\xff\xd8\xff\xe9"
     assert jpeg[6:12] == b"DFSEG\1"
     (length,) = struct.unpack_from(">H", jpeg, 4)
@@ -67,9 +63,7 @@ def reread(jpeg: bytes) -> dict:
 
 
 def check(jpegs, original: bytes) -> bytes:
-    """Transcode, and hold the result against the original: coefficients, and the pixels of two
-    decoders.
-    """
+    """Transcode, and compare coefficients and the pixels of two decoders with the original."""
     indexed = indexed_jpeg.transcode(original)
     np.testing.assert_array_equal(jpegs.contents(indexed), jpegs.contents(original))
     np.testing.assert_array_equal(
@@ -84,14 +78,14 @@ def check(jpegs, original: bytes) -> bytes:
 
 @pytest.mark.parametrize(("height", "width"), EXTENTS)
 @pytest.mark.parametrize("sampling", SAMPLINGS)
-def test_every_coefficient_stays(jpegs, noise, height, width, sampling):
+def test_every_coefficient_is_kept(jpegs, noise, height, width, sampling):
     found = reread(check(jpegs, jpegs.write(noise(height, width), sampling)))
     assert (found["height"], found["width"], found["sampling"]) == (height, width, sampling)
 
 
 @pytest.mark.parametrize(("height", "width"), EXTENTS)
 def test_gray_stays_gray(jpegs, noise, height, width):
-    # a single component's sampling means nothing, but some writers give one
+    # The sampling of a single component has no meaning, but some encoders write one.
     for sampling in ((1, 1), (2, 2)):
         assert reread(check(jpegs, jpegs.write(noise(height, width, 1), sampling)))["sampling"] == (
             1,
@@ -113,7 +107,7 @@ def test_gray_stays_gray(jpegs, noise, height, width):
 )
 def test_every_coding_becomes_baseline(jpegs, noise, coding):
     original = jpegs.write(noise(70, 90), (1, 1) if "rgb" in coding else (2, 2), **coding)
-    if "arithmetic" in coding:  # Pillow's own libjpeg may lack it, ours says so
+    if "arithmetic" in coding:  # Pillow's own libjpeg may not support it
         indexed = indexed_jpeg.transcode(original)
         np.testing.assert_array_equal(jpegs.contents(indexed), jpegs.contents(original))
     else:
@@ -139,7 +133,7 @@ def test_any_size_and_quality(jpegs, noise, height, width, sampling, quality, pr
     )
 
 
-def test_photographs_grow_by_no_more_than_one_and_a_half_percent(jpegs, photographs):
+def test_photographs_grow_by_at_most_1_5_percent(jpegs, photographs):
     for photograph in photographs:
         original = encoded(photograph)
         assert len(check(jpegs, original)) <= 1.015 * len(original)
@@ -152,27 +146,22 @@ def test_unusual_sampling_gets_no_index_but_is_baseline(jpegs, noise, sampling):
     assert b"\xff\xc0" in plain
 
 
-def test_the_tallest_and_widest_jpegs_have_an_index(jpegs):
-    """65,500 px is libjpeg's limit: 8,188 rows of MCUs, which still fit into one APP segment."""
-    assert (
-        reread(check(jpegs, jpegs.write(np.full((65500, 8), 77, np.uint8), quality=50)))["rows"]
-        == 8188
-    )
-    assert (
-        reread(check(jpegs, jpegs.write(np.full((8, 65500), 77, np.uint8), quality=50)))["interval"]
-        == 4
-    )
+def test_the_tallest_and_the_widest_jpegs_have_an_index(jpegs):
+    """libjpeg's limit of 65,500 px gives 8,188 rows of MCUs, which fit into one APP segment."""
+    for shape, key, want in (((65500, 8), "rows", 8188), ((8, 65500), "interval", 4)):
+        jpeg = jpegs.write(np.full(shape, 77, np.uint8), quality=50)
+        assert reread(check(jpegs, jpeg))[key] == want
 
 
 def test_the_interval_divides_the_row_and_is_near_four():
     for across in range(1, 300):
-        interval = indexed_jpeg.interval_of(across)
+        interval = indexed_jpeg.choose_interval(across)
         assert across % interval == 0
         assert 2 <= interval <= 8 or interval == across
         assert interval == 4 or across % 4
 
 
-def test_app_segments_go_but_for_those_that_decoders_need(jpegs, photographs):
+def test_only_app_segments_that_decoders_need_are_kept(jpegs, photographs):
     exif = Image.Exif()
     exif[0x0112] = 6
     original = encoded(
@@ -198,7 +187,7 @@ def test_app_segments_go_but_for_those_that_decoders_need(jpegs, photographs):
     ],
     ids=["empty", "gif", "header-cut", "half", "zeroed", "cmyk"],
 )
-def test_what_is_not_whole_is_refused(jpegs, noise, broken, status):
+def test_incomplete_files_are_refused(jpegs, noise, broken, status):
     with pytest.raises(native.JpegError) as caught:
         indexed_jpeg.transcode(
             broken(jpegs.write(noise(60, 60), (2, 2)), jpegs.write(noise(20, 20, 4)))

@@ -1,4 +1,4 @@
-"""Conversions and `verify`: what comes back, what is refused, and every planted fault named."""
+"""Conversions round-trip or are refused, and `verify` names every planted fault."""
 
 import json
 import os
@@ -18,7 +18,7 @@ COUNT = 10
 
 
 def write(path, maps, absent="tail", num_classes=20):
-    """A raw store of these maps."""
+    """Write a raw store of these maps."""
     header = StoreHeader(
         side=4,
         top_k=3,
@@ -41,15 +41,16 @@ def write(path, maps, absent="tail", num_classes=20):
 
 @pytest.fixture
 def stores(tmp_path, random_maps, monkeypatch):
-    """The same ten maps in every form: {form: store}; converted in chunks that do not divide
-    them.
+    """The same ten maps in every form, {form: store}.
+
+    They are converted in chunks of 3, which does not divide 10.
     """
     monkeypatch.setattr(maintenance, "CHUNK", 3)
     raw = write(tmp_path / "raw.h5", random_maps(COUNT, 4, 3, 20))
     return {"raw": raw} | {form: convert(raw, tmp_path / f"{form}.h5", form) for form in FORMS[1:]}
 
 
-def test_lossless_gives_every_bit_back(stores, tmp_path):
+def test_lossless_keeps_every_bit(stores, tmp_path):
     ids = np.array([7, 0, 7, 3])
     for got, want in zip(stores["lossless"].rows(ids), stores["raw"].rows(ids), strict=True):
         assert got.dtype == want.dtype
@@ -58,7 +59,7 @@ def test_lossless_gives_every_bit_back(stores, tmp_path):
     assert again.path.read_bytes() == stores["raw"].path.read_bytes()
 
 
-def test_a_compact_store_is_as_far_off_as_it_says(stores):
+def test_the_error_of_a_compact_store_is_the_stored_one(stores):
     ids = np.arange(COUNT)
     got, want, error = stores["compact"].rows(ids), stores["raw"].rows(ids), stores["compact"].error
     np.testing.assert_array_equal(got.cls, want.cls)
@@ -67,7 +68,7 @@ def test_a_compact_store_is_as_far_off_as_it_says(stores):
         np.exp(got.logit.astype(float))
         - np.exp(want.logit.astype(float) - want.lse.astype(float)[..., None])
     )
-    # where rounding lets a sum pass 1, targets differ a little
+    # Where rounding makes a sum exceed 1, targets differ slightly.
     assert off.max() == pytest.approx(error.probability_max, rel=0.01)
     assert 0 < off.mean() < error.variation_max < 0.02
     assert off.mean() == pytest.approx(error.probability_mean, rel=0.01)
@@ -75,7 +76,7 @@ def test_a_compact_store_is_as_far_off_as_it_says(stores):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_all_else_is_the_same_and_h5py_reads_it(stores, form):
+def test_other_datasets_are_equal_and_h5py_reads_them(stores, form):
     store, raw = stores[form], stores["raw"]
     assert store.paths() == raw.paths()
     for name in ("labels", "palette"):
@@ -97,9 +98,9 @@ def test_the_same_rows_give_the_same_bytes(stores, tmp_path, form):
     assert other.path.read_bytes() == stores[form].path.read_bytes()
 
 
-def test_what_cannot_be_converted_is_refused(stores, tmp_path, random_maps):
+def test_invalid_conversions_are_refused(stores, tmp_path, random_maps):
     with pytest.raises(
-        UserError, match=r"compact.h5 is compact, and what that lost cannot be had back"
+        UserError, match=r"compact.h5 is compact, which is lossy; convert the store it"
     ):
         convert(stores["compact"], tmp_path / "new.h5", "raw")
     with pytest.raises(UserError, match=r"raw.h5 is raw already"):
@@ -120,13 +121,14 @@ def test_what_cannot_be_converted_is_refused(stores, tmp_path, random_maps):
 
 
 def test_a_conversion_that_is_killed_leaves_no_file(tmp_path, random_maps, command):
-    """SIGKILL after each of some chunks; then the whole gives the bytes it always gives."""
+    """SIGKILL after 1 and 5 chunks; a complete conversion then gives the usual bytes."""
     raw = write(tmp_path / "raw.h5", random_maps(40, 4, 3, 20))
     slow = (
         "import sys, time; from densefeed.storage import maintenance; pack = maintenance.pack\n"
         "def wait(*words):\n    print('chunk', flush=True); time.sleep(0.05); return pack(*words)\n"
         "maintenance.pack, maintenance.CHUNK = wait, 4\n"
-        f"maintenance.convert(maintenance.ScoreMapStore({str(raw.path)!r}), maintenance.Path({str(tmp_path / 'out.h5')!r}), 'compact')"
+        f"store, out = maintenance.ScoreMapStore({str(raw.path)!r}), {str(tmp_path / 'out.h5')!r}\n"
+        "maintenance.convert(store, maintenance.Path(out), 'compact')"
     )
     for chunks in (1, 5):
         with command.start("-c", slow) as process:
@@ -138,12 +140,12 @@ def test_a_conversion_that_is_killed_leaves_no_file(tmp_path, random_maps, comma
     assert out.path.read_bytes() == convert(raw, tmp_path / "other.h5", "compact").path.read_bytes()
 
 
-# ------------------------------------------------------------------------------------------------ verify
+# ------------------------------------------------------------------------- verify
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_every_flipped_bit_is_named(stores, form):
-    """Anywhere in the rows or Windows; verify and `rows` blame that row alone."""
+    """A bit anywhere in the rows or Windows; `verify` and `rows` report only that row."""
     path, whole = stores[form].path, stores[form].path.read_bytes()
     with h5py.File(path) as file:
         names = ("logit", "cls", "lse", "window") if form == "raw" else ("rows", "window")
@@ -170,9 +172,10 @@ def test_every_flipped_bit_is_named(stores, form):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_changed_names_and_labels_are_told(stores, form, capsys):
-    """No row's checksum covers them. A file made before they had one of their own has nothing to be
-    held against.
+def test_changed_paths_and_labels_are_reported(stores, form, capsys):
+    """They have a checksum of their own, which is not in the rows' checksums.
+
+    Files that were made before it existed are not checked.
     """
     path, whole = stores[form].path, stores[form].path.read_bytes()
     with h5py.File(path) as file:
@@ -193,7 +196,7 @@ def test_changed_names_and_labels_are_told(stores, form, capsys):
             f"{path}: its labels and paths do not match their checksum" in capsys.readouterr().out
         )
         if name == "path":
-            with pytest.raises(UserError, match=r"names images by bytes that are no text"):
+            with pytest.raises(UserError, match=r"its image paths are not valid UTF-8"):
                 ScoreMapStore(path).paths()
     with h5py.File(path, "r+") as file:
         del file.attrs["names_crc32"]
@@ -201,10 +204,10 @@ def test_changed_names_and_labels_are_told(stores, form, capsys):
 
 
 def plant(maps, what):
-    """Row 6 of `maps` as no labeling writes it."""
+    """Plant a fault in row 6 of `maps` that no labeling writes."""
     if what == "logits that do not descend":
         maps.logit[6, 1, 2, 1] = maps.logit[6, 1, 2, 0] + 0.5
-        maps.lse[6] += 3  # else their probabilities would be too large too
+        maps.lse[6] += 3  # keeps the sum of the probabilities below 1
     elif what == "probabilities that sum to more than 1":
         maps.lse[6, 3, 3] = maps.logit[6, 3, 3, 0] - 0.2
     elif what == "a class twice in one cell":
@@ -226,14 +229,15 @@ VALUES = (
     "probabilities that sum to more than 1",
     "a logit that is not finite",
 )
-# what a form can say
-SAID = [(form, what) for form in FORMS for what in (VALUES[:4] if form == "compact" else VALUES)]
+# The faults that can occur in each form.
+FAULTS = [(form, what) for form in FORMS for what in (VALUES[:4] if form == "compact" else VALUES)]
 
 
-@pytest.mark.parametrize(("form", "what"), SAID)
+@pytest.mark.parametrize(("form", "what"), FAULTS)
 def test_planted_values_are_named(tmp_path, random_maps, monkeypatch, form, what):
-    """Written so, with the true CRC. In the packed forms as a wrong program would: our conversion
-    refuses most of them.
+    """The values are written with a valid CRC.
+
+    The check of the conversion, which refuses most of them, is disabled for the packed forms.
     """
     maps = random_maps(COUNT, 4, 3, 20)
     plant(maps, what)
@@ -271,9 +275,9 @@ def test_planted_counts_are_named(stores, form):
     with h5py.File(path, "r+") as file:
         file["palette"][4] += 1
     if form == "raw":
-        assert verify(ScoreMapStore(path)) == {4: ["holds fewer classes than its palette says"]}
-    else:  # the palette says where rows stand
-        with pytest.raises(UserError, match=r"its rows do not stand where their palettes say"):
+        assert verify(ScoreMapStore(path)) == {4: ["holds fewer classes than its palette size"]}
+    else:  # the offsets of rows follow from the palette sizes
+        with pytest.raises(UserError, match=r"its row offsets do not match its palette sizes"):
             ScoreMapStore(path)
     path.write_bytes(whole)
     with h5py.File(path, "r+") as file:
@@ -291,13 +295,14 @@ def test_a_cut_file_is_refused(stores, form, share):
         ScoreMapStore(path)
 
 
-def test_the_commands(stores, tmp_path, command):
-    """A summary and exit code 0 for sound files; the first bad rows by name and exit code 2 for
-    others, all files read.
+def test_the_commands_verify_and_convert(stores, tmp_path, command):
+    """`verify` prints a summary and exits with 0, or names the first bad rows and exits with 2.
+
+    All files are read.
     """
     done = command("tools/score_maps.py", "verify", *(store.path for store in stores.values()))
     assert done.returncode == 0, done.stderr
-    assert f"{stores['raw'].path}: sound" in done.stdout
+    assert f"{stores['raw'].path}: no faults" in done.stdout
     assert "10 compact maps of 4 x 4 cells, top 3 of 20 classes" in done.stdout
     assert "total variation of a cell's target" in done.stdout
     with h5py.File(stores["compact"].path, "r+") as file:
@@ -313,7 +318,7 @@ def test_the_commands(stores, tmp_path, command):
     assert done.stdout.count("does not match its checksum") == COUNT
     assert "compact.h5: row 0 (a/0.jpg) does not match its checksum" in done.stdout
     assert "none.h5: there is no such file" in done.stdout
-    assert f"{stores['raw'].path}: sound" in done.stdout
+    assert f"{stores['raw'].path}: no faults" in done.stdout
     assert done.stderr.startswith("error: faults were found in ")
     assert "(10 of 10 rows)" in done.stderr
     out = tmp_path / "made.h5"

@@ -1,6 +1,4 @@
-"""Packs against what was written into them: every number where it belongs, every fault counted and
-named, nothing lost by a kill.
-"""
+"""Imported packs: values equal the files, faults are counted and named, kills lose nothing."""
 
 import io
 import math
@@ -35,7 +33,7 @@ SIZES = ((40, 30), (30, 50), (32, 32))  # width, height
 
 
 def a_map(seed, side=SIDE, top_k=TOP_K, num_classes=6):
-    """[2, k, S, S] as published: logits that descend over k, classes, both float16."""
+    """Make a map `[2, k, S, S]` as published: descending logits and class ids, float16."""
     rng = np.random.default_rng(seed)
     logit = -np.sort(-rng.normal(4, 3, (top_k, side, side)), axis=0)
     number = np.argsort(rng.random((num_classes, side, side)), axis=0)[:top_k]
@@ -49,8 +47,9 @@ def write(path, array):
 
 @pytest.fixture
 def pack(tmp_path):
-    """30 images of three sizes in `images/train`, and `labels` with a map each: (images, labels,
-    maps by path).
+    """30 images of three sizes in `images/train`, and a map of each in `labels`.
+
+    Returns (images, labels, maps by path).
     """
     maps = {}
     for number in range(30):
@@ -70,7 +69,7 @@ def declared(images, labels, **fields):
 
 
 @pytest.mark.parametrize("axes", ["row-column", "column-row"])
-def test_every_number_stands_where_it_belongs(pack, tmp_path, axes):
+def test_every_value_is_at_its_position(pack, tmp_path, axes):
     images, labels, maps = pack
     store, report = import_pack(
         images, declared(images, labels, axes=axes), tmp_path / "maps.h5", 2
@@ -94,7 +93,7 @@ def test_every_number_stands_where_it_belongs(pack, tmp_path, axes):
 
 
 @pytest.mark.parametrize(("footprint", "square"), [("center-crop", min), ("letterbox", max)])
-def test_the_window_is_the_square_in_or_about_the_image(pack, tmp_path, footprint, square):
+def test_the_window_is_the_square_in_or_around_the_image(pack, tmp_path, footprint, square):
     images, labels, _ = pack
     store, _ = import_pack(
         images, declared(images, labels, footprint=footprint), tmp_path / "maps.h5", 2
@@ -115,8 +114,8 @@ def test_the_window_is_the_square_in_or_about_the_image(pack, tmp_path, footprin
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
 @pytest.mark.parametrize("suffix", [".pt", ".npy"])
-def test_types_and_files_of_numpy(pack, tmp_path, dtype, suffix):
-    """float32 maps, as ReLabel's, hold logits that float16 rounds: to the nearest."""
+def test_dtypes_and_numpy_files(pack, tmp_path, dtype, suffix):
+    """Logits of float32 maps, such as ReLabel's, are rounded to the nearest float16."""
     images, _, maps = pack
     fine = {
         path: array.astype(dtype) * np.array([1 + 1e-4, 1]).reshape(2, 1, 1, 1).astype(dtype)
@@ -167,7 +166,7 @@ FAULTS = {
 }
 
 
-def test_every_fault_is_counted_and_named_and_mending_it_completes_the_import(pack, tmp_path):
+def test_every_fault_is_counted_and_named_and_fixing_it_completes_the_import(pack, tmp_path):
     images, labels, maps = pack
     bad = dict(zip(FAULTS, images.paths[3:], strict=False))
     for kind, path in bad.items():
@@ -212,9 +211,7 @@ def test_missing_label_names_the_images_own_class_in_every_cell(pack, tmp_path):
             assert (probability > 1 - 1e-5).all()
 
 
-def test_labels_filled_in_by_a_run_that_was_killed_do_not_pass_for_maps(
-    pack, tmp_path, monkeypatch
-):
+def test_labels_filled_in_by_a_killed_run_are_not_taken_for_maps(pack, tmp_path, monkeypatch):
     images, labels, maps = pack
     (labels / images.paths[7]).with_suffix(".pt").unlink()
 
@@ -245,19 +242,17 @@ def test_label_rows_name_each_class_once(top_k):
     )
 
 
-def test_ranks_that_rise_are_put_in_order_and_nothing_else_is():
+def test_only_ranks_that_do_not_descend_are_sorted():
     array = np.stack([a_map(0), a_map(1)])
     array[1] = array[1][:, ::-1]
-    (logit, cls, _, wrong), (want, named, _, _) = (
-        to_rows(array, 6),
-        to_rows(np.stack([a_map(0), a_map(1)]), 6),
-    )
+    logit, cls, _, wrong = to_rows(array, 6)
+    want, named, _, _ = to_rows(np.stack([a_map(0), a_map(1)]), 6)
     assert np.array_equal(logit, want)
     assert np.array_equal(cls, named)
     assert not any(rows.any() for rows in wrong.values())
 
 
-def test_more_classes_than_float16_numbers_are_refused_by_name(pack, tmp_path, monkeypatch):
+def test_more_classes_than_float16_represents_are_refused_by_name(pack, tmp_path, monkeypatch):
     images, labels, maps = pack
     monkeypatch.setattr(images, "class_names", [f"{n:05d}" for n in range(2049)])
     with pytest.raises(
@@ -273,9 +268,10 @@ def test_more_classes_than_float16_numbers_are_refused_by_name(pack, tmp_path, m
     assert store.rows(np.arange(30)).cls.max() > 2040
 
 
-def test_the_rules_by_which_an_image_finds_its_file(tmp_path):
-    """The whole stem, then, as published code cuts, up to the first dot of class/file; files that
-    two images want are nobody's.
+def test_the_rules_that_match_files_to_images(tmp_path):
+    """The whole stem first, then, as in the published code, up to the first dot of class/file.
+
+    A file that two images match belongs to neither.
     """
     paths = {
         "ant/1.jpg": WHOLE_STEM,
@@ -342,14 +338,14 @@ def test_the_rules_by_which_an_image_finds_its_file(tmp_path):
         ),
     ],
 )
-def test_what_is_no_pack_is_refused_in_a_sentence(pack, break_it, said):
+def test_folders_that_are_no_pack_are_refused(pack, break_it, said):
     images, labels, _ = pack
     break_it(labels)
     with pytest.raises(UserError, match=said):
         declared(images, labels)
 
 
-def test_a_killed_import_goes_on_with_what_it_has_and_only_under_the_same_declarations(
+def test_a_killed_import_resumes_only_with_the_same_declarations(
     pack, tmp_path, monkeypatch, command
 ):
     images, labels, _ = pack
@@ -366,14 +362,15 @@ def count(*arguments):
     writes.append(write(*arguments))
 score_maps.ScoreMapWriter.write = count
 images = Images(Path({str(images.root)!r}))
-pack = packs.Pack(matching=packs.match(images, Path({str(labels)!r})), side={SIDE}, top_k={TOP_K}, footprint="squash",
+matching = packs.match(images, Path({str(labels)!r}))
+pack = packs.Pack(matching=matching, side={SIDE}, top_k={TOP_K}, footprint="squash",
                   axes="row-column", teacher="t", input_size=64)
 packs.import_pack(images, pack, Path({str(out)!r}), 2)
 """
     assert command("-c", code).returncode == 9
     assert not out.exists()
     for other in (dict(axes="column-row"), dict(footprint="center-crop"), dict(teacher="u")):
-        with pytest.raises(UserError, match="was begun with another"):
+        with pytest.raises(UserError, match="was started with another"):
             import_pack(images, replace(wanted, **other), out, 2)
     read = []
     whole = packs.read_part

@@ -1,6 +1,4 @@
-"""The packed forms against FORMAT.md decoded by hand, against dense float64 targets, and back to
-what they were made of.
-"""
+"""Packed rows against FORMAT.md decoded by hand, dense float64 targets, and round trips."""
 
 import re
 import struct
@@ -28,7 +26,7 @@ FORMAT = Path(row_codecs.__file__).with_name("FORMAT.md").read_text()
 
 
 def back(form, absent, maps, packed=None):
-    """Packed and unpacked again; the Window stands beside the row."""
+    """Pack and unpack; the Window is not part of the row."""
     rows = [np.frombuffer(row, np.uint8) for row in packed or pack(form, absent, maps)]
     side, top_k = maps.logit.shape[2:]
     return ScoreMaps(
@@ -37,9 +35,7 @@ def back(form, absent, maps, packed=None):
 
 
 def documented(after: str) -> bytes:
-    """The bytes of the indented block of FORMAT.md behind a sentence: of each line what stands
-    before its words.
-    """
+    """The bytes of the indented block of FORMAT.md after a sentence, without the words in it."""
     block = re.match(r"\n*((?: {4}.*\n)+)", FORMAT[FORMAT.index(after) + len(after) :]).group(1)
     pairs = [
         re.match(r"(?: *[0-9a-f]{2}(?= |$))+", line[4:]).group() for line in block.splitlines()
@@ -48,9 +44,7 @@ def documented(after: str) -> bytes:
 
 
 def by_hand(row: bytes, compact: bool) -> tuple[list[int], list[float], list[float]]:
-    """Classes, logits and logsumexps of a row of S = 2, k = 2 and three classes, by the words of
-    FORMAT.md alone.
-    """
+    """Decode a row of S = 2, k = 2 and three classes by FORMAT.md only: classes, logits, lses."""
     at, scale = 0, (0.0, 0.0)
     if compact:
         at, scale = 8, struct.unpack("<2f", row[:8])
@@ -70,7 +64,7 @@ def by_hand(row: bytes, compact: bool) -> tuple[list[int], list[float], list[flo
     return classes, [scale[0] + scale[1] * one for one in level], 4 * [0.0]
 
 
-def test_the_row_of_the_document():
+def test_the_documented_row():
     compact, lossless = documented("Compact:\n"), documented("of which it was made:\n")
     classes = [281, 7, 281, 3, 7, 281, 3, 7]
     window = struct.pack("<4f", 0, 0.125, 1, 0.875)
@@ -87,7 +81,7 @@ def test_the_row_of_the_document():
     assert f"{zlib.crc32(lossless + window):08x}" == "3bd5c6b0"
     assert "the CRC-32 is 3a08f1ca" in FORMAT
     assert "the CRC-32 3bd5c6b0" in FORMAT
-    # and ours says the same of these bytes, and writes them
+    # The codec reads and writes the same bytes.
     cls = np.array(classes, np.uint16).reshape(1, 2, 2, 2)
     logit = np.array([5, 3, 4.5, 1.25, 2, 2, 6, -1], np.float16).reshape(1, 2, 2, 2)
     lse = np.array([5.25, 4.75, 3.5, 6.25], np.float16).reshape(1, 2, 2)
@@ -104,8 +98,8 @@ def test_the_row_of_the_document():
         )
 
 
-def test_the_sizes_of_the_document():
-    """Issue: at most 3.8 KB compact at S = 18, k = 5; half of the published 8,069 bytes."""
+def test_the_documented_sizes():
+    """Compact rows have at most half of the 8,069 bytes of a published file (S = 18, k = 5)."""
     for palette, planes, lossless, compact in ((32, 5, 4967, 2707), (64, 6, 5234, 2974)):
         assert plane_bits(np.array(palette)) == planes
         for form, size in (("lossless", lossless), ("compact", compact)):
@@ -113,7 +107,7 @@ def test_the_sizes_of_the_document():
             assert f"{size:,}" in FORMAT
 
 
-def test_bits_of_a_place():
+def test_bits_of_an_index():
     sizes = np.arange(1, 65537)
     np.testing.assert_array_equal(
         plane_bits(sizes), [(int(size) - 1).bit_length() for size in sizes]
@@ -122,7 +116,7 @@ def test_bits_of_a_place():
 
 @st.composite
 def many_maps(draw):
-    """Maps of any shape and palette, their numbers any that float16 has."""
+    """Maps of any shape and palette, with any values of float16."""
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     count, side, top_k = draw(st.integers(1, 4)), draw(st.integers(1, 9)), draw(st.integers(1, 6))
     classes = draw(
@@ -146,7 +140,7 @@ def many_maps(draw):
 
 @settings(max_examples=60, deadline=None)
 @given(many_maps(), st.sampled_from(["tail", "zero-logit"]))
-def test_lossless_is_the_same_to_the_bit(made, absent):
+def test_lossless_rows_are_bit_equal(made, absent):
     maps, _ = made
     got = back("lossless", absent, maps)
     for a, b in zip(got, maps, strict=True):
@@ -156,7 +150,7 @@ def test_lossless_is_the_same_to_the_bit(made, absent):
 
 @settings(max_examples=60, deadline=None)
 @given(many_maps())
-def test_compact_misses_a_probability_by_half_a_step_of_its_root(made):
+def test_the_error_of_a_compact_probability_is_half_a_step_of_its_root(made):
     maps, _ = made
     got = back("compact", "tail", maps)
     np.testing.assert_array_equal(got.cls, maps.cls)
@@ -165,16 +159,16 @@ def test_compact_misses_a_probability_by_half_a_step_of_its_root(made):
     want = np.minimum(maps.logit.astype(np.float64) - maps.lse.astype(np.float64)[..., None], 0)
     top = np.exp(want.reshape(len(want), -1).max(1))[:, None, None, None]
     got_p, want_p = np.exp(got.logit.astype(np.float64)), np.exp(want)
-    # the logit is a float16
+    # Rounding of the logit to float16.
     rounded = got_p * (np.abs(got.logit.astype(np.float64)) * 2.0**-11 + 2.0**-24)
-    # |a^2 - b^2| <= (a + b) |a - b|, with roots at most half a step apart
+    # |a^2 - b^2| <= (a + b) |a - b|, with square roots at most half a step apart.
     bound = np.sqrt(top) * (np.sqrt(want_p) + np.sqrt(got_p)) / 510 + rounded * 1.01 + 1e-7
     assert (np.abs(got_p - want_p) <= bound).all()
 
 
 @settings(max_examples=60, deadline=None)
 @given(many_maps())
-def test_compact_misses_a_logit_by_half_a_step(made):
+def test_the_error_of_a_compact_logit_is_half_a_step(made):
     maps, _ = made
     got, want = (
         part.logit.astype(np.float64) for part in (back("compact", "zero-logit", maps), maps)
@@ -187,8 +181,8 @@ def test_compact_misses_a_logit_by_half_a_step(made):
 
 @pytest.mark.parametrize("absent", ["tail", "zero-logit"])
 @pytest.mark.parametrize("classes", [3, 50])
-def test_the_stated_error_is_that_of_dense_targets(absent, classes, random_maps):
-    """Against targets written out over all K classes; with K = k, nothing is left to the others."""
+def test_the_stored_error_is_that_of_dense_targets(absent, classes, random_maps):
+    """Against dense targets over all K classes; with K = k there are no other classes."""
     before = random_maps(3, 4, 3, classes)
     after = back("compact", absent, before)
     found = ErrorSum(classes, absent)
@@ -216,14 +210,14 @@ def test_the_stated_error_is_that_of_dense_targets(absent, classes, random_maps)
     want = probability.max(), probability.mean(), variation.max(), variation.mean()
     assert want[0] > 0
     np.testing.assert_allclose(found.result(), want, rtol=1e-9, atol=1e-12)
-    assert found.result().variation_max < 0.02  # what the form is for
+    assert found.result().variation_max < 0.02
 
 
-def test_a_place_outside_the_palette_is_no_class(random_maps):
+def test_an_index_outside_the_palette_is_an_invalid_class(random_maps):
     maps = random_maps(1, 3, 2, 3)
     (row,) = pack("lossless", "tail", maps)
     broken = bytearray(row)
-    broken[6] |= 1  # the first entry's place becomes 3 of 3
+    broken[6] |= 1  # the first entry's index becomes 3 of 3
     broken[6 + 3] |= 1
     (_, cls, _) = unpack(
         "lossless", 3, 2, None, np.array([3]), [np.frombuffer(bytes(broken), np.uint8)]

@@ -1,4 +1,4 @@
-"""The store against h5py alone, and against damage."""
+"""ScoreMapStore and ScoreMapWriter against h5py, and on damaged files."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from densefeed.storage.score_maps import (
     ScoreMapWriter,
     StoreHeader,
     row_crcs,
-    undone_batches,
+    split_runs,
 )
 from densefeed.system.errors import UserError
 
@@ -41,7 +41,7 @@ def fill(path, random_maps, rows=slice(0, 10), finish=True, header=HEADER):
     return maps
 
 
-def test_rows_come_back_and_h5py_reads_the_same(tmp_path, random_maps):
+def test_rows_round_trip_and_equal_h5py(tmp_path, random_maps):
     path = tmp_path / "maps.h5"
     written = fill(path, random_maps)
     store = ScoreMapStore(path)
@@ -62,12 +62,15 @@ def test_rows_come_back_and_h5py_reads_the_same(tmp_path, random_maps):
         assert file["crc32"][row] == by_hand
 
 
-def test_a_killed_run_continues_where_it_was(tmp_path, random_maps):
+def test_a_killed_run_resumes(tmp_path, random_maps):
     path = tmp_path / "maps.h5"
     fill(path, random_maps, slice(0, 4), finish=False)
     assert not path.exists()
     writer = ScoreMapWriter(path, HEADER, PATHS, LABELS)
-    assert [list(ids) for ids in undone_batches(writer.done, 4)] == [[4, 5, 6, 7], [8, 9]]
+    assert [list(ids) for ids in split_runs(np.flatnonzero(~writer.done), 4)] == [
+        [4, 5, 6, 7],
+        [8, 9],
+    ]
     maps = random_maps(10, 4, 3, 9)
     writer.write(np.arange(4, 10), ScoreMaps(*(part[4:] for part in maps)))
     writer.finish()
@@ -76,13 +79,13 @@ def test_a_killed_run_continues_where_it_was(tmp_path, random_maps):
     assert path.read_bytes() == whole.read_bytes()
 
 
-def test_a_torn_row_is_done_again(tmp_path, random_maps):
+def test_a_torn_row_counts_as_not_done(tmp_path, random_maps):
     path = tmp_path / "maps.h5"
     fill(path, random_maps, slice(0, 6), finish=False)
     with h5py.File(f"{path}.part", "r+") as file:
         file["logit"][2, 0, 0, 0] += 1
     writer = ScoreMapWriter(path, HEADER, PATHS, LABELS)
-    assert [list(ids) for ids in undone_batches(writer.done, 8)] == [[2], [6, 7, 8, 9]]
+    assert [list(ids) for ids in split_runs(np.flatnonzero(~writer.done), 8)] == [[2], [6, 7, 8, 9]]
     writer.close()
 
 
@@ -90,11 +93,11 @@ def test_a_part_of_another_labeling_is_refused(tmp_path, random_maps):
     path = tmp_path / "maps.h5"
     fill(path, random_maps, slice(0, 4), finish=False)
     other = StoreHeader(**{**HEADER.__dict__, "teacher": "another"})
-    with pytest.raises(UserError, match=r"begun with another teacher .*; remove it"):
+    with pytest.raises(UserError, match=r"started with another teacher .*; remove it"):
         ScoreMapWriter(path, other, PATHS, LABELS)
 
 
-def test_every_flipped_bit_of_a_row_is_seen(tmp_path, random_maps):
+def test_every_flipped_bit_of_a_row_is_detected(tmp_path, random_maps):
     path = tmp_path / "maps.h5"
     fill(path, random_maps)
     with h5py.File(path) as file:
@@ -124,9 +127,10 @@ def test_every_flipped_bit_of_a_row_is_seen(tmp_path, random_maps):
         ("window", 0.0, "a Window that is no part of the image"),
     ],
 )
-def test_impossible_values_are_named(tmp_path, random_maps, field, value, what):
-    """Row 6 is written so, with its true CRC; a row that was damaged later is the reader's to
-    name.
+def test_invalid_values_are_named(tmp_path, random_maps, field, value, what):
+    """Row 6 is written with the invalid value and a valid CRC.
+
+    Rows damaged after they were written are left to the reader.
     """
     maps = random_maps(10, 4, 3, 9)
     getattr(maps, field)[6].flat[-1] = value
@@ -140,7 +144,7 @@ def test_impossible_values_are_named(tmp_path, random_maps, field, value, what):
         ScoreMapStore(tmp_path / "maps.h5").check_values()
 
 
-def test_a_class_twice_in_a_cell_and_a_palette_too_small_are_named(tmp_path, random_maps):
+def test_a_duplicate_class_in_a_cell_and_a_too_small_palette_are_named(tmp_path, random_maps):
     maps = random_maps(10, 4, 3, 9)
     maps.cls[4, 2, 1] = (5, 7, 5)
     writer = ScoreMapWriter(tmp_path / "twice.h5", HEADER, PATHS, LABELS)
@@ -154,7 +158,7 @@ def test_a_class_twice_in_a_cell_and_a_palette_too_small_are_named(tmp_path, ran
     with h5py.File(tmp_path / "small.h5", "r+") as file:
         file["palette"][7] -= 1
     with pytest.raises(
-        UserError, match=r"the map of a/7.jpg \(row 7\) holds more classes than its palette says"
+        UserError, match=r"the map of a/7.jpg \(row 7\) holds more classes than its palette size"
     ):
         ScoreMapStore(tmp_path / "small.h5").check_values()
 
@@ -166,20 +170,20 @@ def test_an_unknown_convention_is_refused(tmp_path, random_maps):
             json.loads(file.attrs["densefeed"]) | {"absent": "foo"}
         )
     with pytest.raises(
-        UserError, match=r"maps.h5: absent is 'foo', and must be tail or zero-logit"
+        UserError, match=r"maps.h5: absent is 'foo', but must be tail or zero-logit"
     ):
         ScoreMapStore(tmp_path / "maps.h5")
 
 
 @pytest.mark.parametrize("change", [{"side": 5}, {"top_k": 2}, {"side": 5, "top_k": 2}])
-def test_rows_that_are_not_what_the_header_says_are_refused(tmp_path, random_maps, change):
+def test_rows_that_do_not_match_the_header_are_refused(tmp_path, random_maps, change):
     path = tmp_path / "maps.h5"
     fill(path, random_maps)
     with h5py.File(path, "r+") as file:
         file.attrs["densefeed"] = json.dumps(json.loads(file.attrs["densefeed"]) | change)
     with pytest.raises(
         UserError,
-        match=r"maps.h5: its header says 'logit' is .* but it is \(10, 4, 4, 3\).*; label the images again",
+        match=r"maps.h5: its header requires 'logit' to be .* but it is \(10, 4, 4, 3\).*; label",
     ):
         ScoreMapStore(path)
     with h5py.File(path, "r+") as file:
@@ -188,12 +192,12 @@ def test_rows_that_are_not_what_the_header_says_are_refused(tmp_path, random_map
         ScoreMapStore(path)
 
 
-def test_values_are_checked_in_parts_and_damage_is_left_to_the_reader(
+def test_values_are_checked_in_chunks_and_damaged_rows_are_left_to_the_reader(
     tmp_path, random_maps, monkeypatch
 ):
     written = fill(tmp_path / "maps.h5", random_maps)
     monkeypatch.setattr(
-        "densefeed.storage.score_maps.CHECKED_AT_ONCE", 3 * sum(part[:1].nbytes for part in written)
+        "densefeed.storage.score_maps.CHUNK_BYTES", 3 * sum(part[:1].nbytes for part in written)
     )
     store = ScoreMapStore(tmp_path / "maps.h5")
     store.check_values()
@@ -213,7 +217,7 @@ def test_a_cut_file_is_refused(tmp_path, random_maps, share):
         ScoreMapStore(path)
 
 
-def test_refusals_name_the_file_and_the_remedy(tmp_path, random_maps):
+def test_errors_name_the_file_and_the_remedy(tmp_path, random_maps):
     with pytest.raises(UserError, match=r"nowhere.h5: there is no such file; make it"):
         ScoreMapStore(tmp_path / "nowhere.h5")
     path = tmp_path / "maps.h5"
@@ -224,7 +228,9 @@ def test_refusals_name_the_file_and_the_remedy(tmp_path, random_maps):
         ScoreMapStore(path).check("other", tmp_path)
     with h5py.File(path, "r+") as file:
         file.attrs["densefeed"] = json.dumps(json.loads(file.attrs["densefeed"]) | {"version": 3})
-    with pytest.raises(UserError, match=r"version 3, this program reads 1 and 2; relabel"):
+    with pytest.raises(
+        UserError, match=r"have version 3, this program reads versions 1 and 2; label"
+    ):
         ScoreMapStore(path)
     with h5py.File(path, "r+") as file:
         file.attrs["densefeed"] = json.dumps(
@@ -239,12 +245,12 @@ def test_refusals_name_the_file_and_the_remedy(tmp_path, random_maps):
         ScoreMapStore(unfinished)
     foreign = tmp_path / "foreign.h5"
     h5py.File(foreign, "w").close()
-    with pytest.raises(UserError, match=r"no score maps of ours"):
+    with pytest.raises(UserError, match=r"is not a score map file"):
         ScoreMapStore(foreign)
 
 
-def test_rows_of_the_imagenet_shape_have_the_stated_size(tmp_path):
-    """6,480 bytes of maps and 648 of lse at S=18, k=5 (DESIGN, contracts)."""
+def test_rows_of_the_imagenet_shape_have_the_documented_size(tmp_path):
+    """6,480 bytes of maps and 648 bytes of lse at S=18, k=5, as in FORMAT.md."""
     maps = ScoreMaps(
         np.zeros((1, 18, 18, 5), np.float16),
         np.zeros((1, 18, 18, 5), np.uint16),

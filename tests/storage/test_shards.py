@@ -1,5 +1,6 @@
-"""Shards: their rows, their files, merging, locks, and passes killed at any time, against one
-uninterrupted pass to the byte.
+"""Shards: their rows, their files, merging, locks, and labelings that are killed at any time.
+
+The reference is one uninterrupted labeling, compared byte by byte.
 """
 
 import multiprocessing
@@ -61,7 +62,7 @@ def teacher(size=64):
 
 
 def label(folder: Path, out: Path, index: int = 0, of: int = 1, **options):
-    """What one process of a pass does."""
+    """Run one process of a labeling."""
     torch.set_num_threads(1)
     return label_images(
         Images(folder),
@@ -75,7 +76,7 @@ def label(folder: Path, out: Path, index: int = 0, of: int = 1, **options):
 
 @pytest.fixture(scope="module")
 def whole(many, tmp_path_factory) -> bytes:
-    """One uninterrupted pass."""
+    """Bytes of one uninterrupted labeling."""
     torch.set_num_threads(1)
     return label(many, tmp_path_factory.mktemp("whole") / "maps.h5").path.read_bytes()
 
@@ -84,11 +85,11 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-# ------------------------------------------------------------------------- which rows, which files
+# ------------------------------------------------------------------------- rows and files
 
 
 @pytest.mark.parametrize("count", [1, 7, 11, 64, 1000, 54321, 1281167])
-def test_shards_are_all_rows_once_and_nearly_even(count):
+def test_shards_partition_the_rows_nearly_evenly(count):
     for of in (1, 2, 3, 7, 8, 64):
         if count < of:
             with pytest.raises(
@@ -104,50 +105,51 @@ def test_shards_are_all_rows_once_and_nearly_even(count):
             ),
         ]
         assert max(map(len, rows)) <= 1.25 * count / of + 1
-        # batches of any power of two up to 256 are then the same images in any number of shards
+        # Batches of a power of two up to 256 then hold the same images for any number of shards.
         if count == 1281167:
             assert all(part.start % 256 == 0 for part in rows)
 
 
 @pytest.mark.parametrize("text", ["8/8", "1", "-1/8", "1/0", "a/b", "1/8/2"])
-def test_a_shard_is_written_as_it_is_counted(text):
+def test_a_shard_is_parsed_as_index_of_count(text):
     assert Shard.parse("7/8") == Shard(7, 8)
-    with pytest.raises(UserError, match=r"--shard .*: write it as 0/8"):
+    with pytest.raises(UserError, match=r"--shard .* is not a shard; write it as 0/8"):
         Shard.parse(text)
 
 
 @pytest.mark.parametrize("form", ["raw", "lossless", "compact"])
-def test_jobs_in_any_order_end_as_one_pass(many, whole, tmp_path, form):
+def test_jobs_in_any_order_equal_one_labeling(many, whole, tmp_path, form):
     out = tmp_path / "maps.h5"
     assert label(many, out, 2, 3, form=form) is None
     assert label(many, out, 0, 3, form=form) is None
     assert names(tmp_path) == ["maps.shard-0-of-3.h5", "maps.shard-2-of-3.h5"]
     with pytest.raises(
-        UserError, match=r"shard-0-of-3.h5 is shard 0 of 3, not all maps; merge them"
+        UserError, match=r"shard-0-of-3.h5 is shard 0 of 3 and not the whole dataset; merge"
     ):
         ScoreMapStore(tmp_path / "maps.shard-0-of-3.h5")
     made = label(many, out, 1, 3, form=form)
     assert names(tmp_path) == ["maps.h5"]
     assert made.header.form == form
     one = label(many, tmp_path / "one" / "maps.h5", form=form)
-    # Shards of 21 or 22 rows end in smaller batches, in which a convolution may sum in another
-    # order: float16 hides that.
+    # Shards of 21 or 22 rows end in smaller batches, where a convolution may sum in another order.
+    # The tolerance is above the float16 rounding error of that.
     for ours, theirs in zip(made.rows(np.arange(COUNT)), one.rows(np.arange(COUNT)), strict=True):
         np.testing.assert_allclose(ours.astype(np.float64), theirs.astype(np.float64), atol=0.02)
     assert made.paths() == one.paths() == Images(many).paths
-    assert label(many, out, 1, 3, form=form).path == out  # a job that is run again finds all done
+    assert label(many, out, 1, 3, form=form).path == out  # a repeated job finds it complete
     with pytest.raises(UserError, match=r"maps.h5 exists already"):
         label(many, out, 1, 3, form=form, top_k=1)
 
 
-def test_two_jobs_give_the_bytes_of_one_pass(many, whole, tmp_path):
+def test_two_jobs_give_the_bytes_of_one_labeling(many, whole, tmp_path):
     label(many, tmp_path / "maps.h5", 1, 2)
     assert label(many, tmp_path / "maps.h5", 0, 2).path.read_bytes() == whole
 
 
-def test_a_pass_goes_on_in_any_number_of_shards(many, whole, tmp_path, monkeypatch):
-    """Two of three shards, half of a single pass, then two: every row is labeled once, and the
-    bytes are one pass's.
+def test_a_labeling_resumes_with_another_number_of_shards(many, whole, tmp_path, monkeypatch):
+    """One of four shards, a part of a single process, then two shards: same bytes as one process.
+
+    Every row is labeled once.
     """
     out, labeled = tmp_path / "maps.h5", []
     watch(monkeypatch, labeled)
@@ -164,7 +166,7 @@ def test_a_pass_goes_on_in_any_number_of_shards(many, whole, tmp_path, monkeypat
 
 
 def watch(monkeypatch, labeled: list) -> None:
-    """Note each row that is written and was not copied."""
+    """Record each row that is labeled, in contrast to copied."""
     from densefeed.relabel import labeling
 
     real = labeling.label_rows
@@ -181,7 +183,7 @@ def watch(monkeypatch, labeled: list) -> None:
 
 
 def stop_after(patch, batches: int) -> None:
-    """Ctrl-C when so many batches have been scored."""
+    """Raise KeyboardInterrupt after `batches` scored batches."""
     from densefeed.relabel.scoring import Scorer
 
     begin, calls = Scorer.begin, iter(range(10**9))
@@ -194,25 +196,25 @@ def stop_after(patch, batches: int) -> None:
     patch.setattr(Scorer, "begin", begun)
 
 
-# ------------------------------------------------------------------------- what is refused
+# ------------------------------------------------------------------------- errors
 
 
-def test_a_shard_of_other_settings_is_refused_by_name(many, tmp_path):
+def test_a_shard_with_other_settings_is_refused_by_name(many, tmp_path):
     out = tmp_path / "maps.h5"
     label(many, out, 0, 2)
     with pytest.raises(
-        UserError, match=r"maps.shard-0-of-2.h5 was begun with another top k \(2, not 1\)"
+        UserError, match=r"maps.shard-0-of-2.h5 was started with another top k \(2, not 1\)"
     ):
         label(many, out, 1, 2, top_k=1)
     with pytest.raises(
-        UserError, match=r"maps.shard-0-of-2.h5 was begun with another input size \(64, not 96\)"
+        UserError, match=r"maps.shard-0-of-2.h5 was started with another input size \(64, not 96\)"
     ):
         label(many, out, 0, 2, size=96)
     other = shutil.copytree(many, tmp_path / "other")
     (other / "cat" / "000.jpg").rename(other / "cat" / "0000.jpg")
-    with pytest.raises(UserError, match=r"maps.shard-0-of-2.h5 was begun of another dataset"):
+    with pytest.raises(UserError, match=r"maps.shard-0-of-2.h5 was started for another dataset"):
         label(other, out, 1, 2)
-    # and nothing is left that would stop the right command
+    # No file is left that would stop the correct command.
     assert names(tmp_path) == ["maps.shard-0-of-2.h5", "other"]
 
 
@@ -241,7 +243,7 @@ def make_shard(out: Path, shard: Shard, header: StoreHeader, maps, count: int, f
     writer.close()
 
 
-def test_merge_is_a_copy_and_names_what_is_wrong(tmp_path, random_maps, command):
+def test_merge_copies_rows_and_names_faulty_shards(tmp_path, random_maps, command):
     count, out = 20, tmp_path / "maps.h5"
     maps, header = random_maps(count, 2, 2, 3), header_of(20)
     merging = ("tools/score_maps.py", "merge", out)
@@ -259,7 +261,7 @@ def test_merge_is_a_copy_and_names_what_is_wrong(tmp_path, random_maps, command)
     make_shard(tmp_path / "x.h5", Shard(1, 3), replace(header, teacher="u"), maps, count)
     (tmp_path / "x.shard-1-of-3.h5").rename(tmp_path / "maps.shard-1-of-3.h5")
     with pytest.raises(
-        UserError, match=r"maps.shard-1-of-3.h5 was begun with another teacher \(u, not t\)"
+        UserError, match=r"maps.shard-1-of-3.h5 was started with another teacher \(u, not t\)"
     ):
         merge(out, 3)
     part.rename(tmp_path / "maps.shard-1-of-3.h5")
@@ -280,10 +282,10 @@ def test_merge_is_a_copy_and_names_what_is_wrong(tmp_path, random_maps, command)
         np.testing.assert_array_equal(ours, theirs)
 
 
-# ------------------------------------------------------------------------- locks, and what kills leave
+# ------------------------------------------------------------------------- locks and orphans
 
 
-def test_two_passes_never_write_the_same_file(tmp_path, random_maps):
+def test_two_writers_never_write_the_same_file(tmp_path, random_maps):
     maps, header = random_maps(4, 2, 2, 3), header_of(4)
     words = tmp_path / "maps.h5", header, list("abcd"), np.zeros(4, np.int64)
     first = ScoreMapWriter(*words)
@@ -301,7 +303,7 @@ def test_two_passes_never_write_the_same_file(tmp_path, random_maps):
     assert names(tmp_path) == ["maps.h5"]
 
 
-def test_a_file_system_without_links_will_do(tmp_path, monkeypatch):
+def test_a_file_system_without_hard_links_works(tmp_path, monkeypatch):
     monkeypatch.setattr(
         os, "link", lambda *words: (_ for _ in ()).throw(PermissionError(1, "no links here"))
     )
@@ -309,12 +311,9 @@ def test_a_file_system_without_links_will_do(tmp_path, monkeypatch):
     assert names(tmp_path) == ["maps.h5.part"]
 
 
-def test_what_a_killed_conversion_left_is_removed_but_not_a_living_ones(tmp_path):
-    out, orphan, others = (
-        tmp_path / "maps.h5",
-        tmp_path / "maps.h5.123456.part",
-        ["maps.h5.7.parts", "maps.h5.99.part"],
-    )
+def test_files_of_killed_conversions_are_removed_and_those_of_running_ones_are_kept(tmp_path):
+    out, orphan = tmp_path / "maps.h5", tmp_path / "maps.h5.123456.part"
+    others = ["maps.h5.7.parts", "maps.h5.99.part"]
     for name in (orphan.name, *others):
         (tmp_path / name).write_bytes(b"")
     living = os.open(tmp_path / "maps.h5.99.part", os.O_RDWR)
@@ -323,7 +322,8 @@ def test_what_a_killed_conversion_left_is_removed_but_not_a_living_ones(tmp_path
     assert names(tmp_path) == sorted([*others, "maps.h5.part"])
     orphan.write_bytes(b"")
     with replace_file(out) as part:
-        with pytest.raises(BusyError):  # whoever else would take it for an orphan
+        # Another process that takes it for an orphan finds it locked.
+        with pytest.raises(BusyError):
             open_locked(part)
         part.write_bytes(b"x")
     assert names(tmp_path) == sorted([*others, "maps.h5", "maps.h5.part"])
@@ -335,9 +335,7 @@ def test_what_a_killed_conversion_left_is_removed_but_not_a_living_ones(tmp_path
 
 @pytest.fixture(scope="module")
 def processes():
-    """A maker of processes that have imported everything already: children of a server that did it
-    once.
-    """
+    """A function that makes processes with all modules imported, as children of a fork server."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["densefeed.tools.relabel_imagenet"])
     before = {name: os.environ.get(name) for name in ("PYTHONPATH", "OMP_NUM_THREADS")}
@@ -349,13 +347,11 @@ def processes():
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_pass_killed_at_random_times_ends_with_the_bytes_of_one_that_was_not(
+def test_a_labeling_killed_at_random_times_ends_with_the_usual_bytes(
     many, tmp_path, processes, ranks
 ):
-    """SIGKILL to all ranks, again and again, until the pass is through; `make soak` kills 20
-    times.
-    """
-    # slow enough to be met at work, and with a conversion at the end
+    """SIGKILL to all ranks, repeatedly, until the labeling ends; `make soak` kills 20 times."""
+    # Slow enough to be killed while it labels, and with a conversion at the end.
     options = dict(form="lossless", size=160)
 
     def begin(out: Path) -> list:
@@ -388,8 +384,7 @@ def test_a_pass_killed_at_random_times_ends_with_the_bytes_of_one_that_was_not(
         if not out.exists():
             assert killed
             continue
-        # Killed after the last renaming, or not at all: what is left is removed by whoever runs it
-        # again.
+        # Killed after the last rename, or not at all: the next run removes the files left over.
         if left_over(out):
             with pytest.raises(UserError, match="exists already"):
                 label(many, out, **options)
@@ -401,8 +396,8 @@ def test_a_pass_killed_at_random_times_ends_with_the_bytes_of_one_that_was_not(
         out = tmp_path / f"cut-{rounds}" / "maps.h5"
 
 
-def test_torchrun_labels_with_two_ranks_and_speaks_with_one_voice(many, whole, tmp_path):
-    """The command itself: the bytes of one process, and no shard left."""
+def test_torchrun_labels_with_two_ranks_and_reports_once(many, whole, tmp_path):
+    """The command gives the bytes of one process and leaves no shard."""
     torch.manual_seed(0)
     save_file(
         timm.create_model("test_resnet", num_classes=2).state_dict(),

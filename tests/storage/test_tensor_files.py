@@ -1,5 +1,6 @@
-"""Arrays from .pt and .npy against torch.load and numpy.load, on sound, damaged and hostile files;
-what is pickled never runs.
+"""Arrays of .pt and .npy files against torch.load and numpy.load, also of damaged files.
+
+Code in malicious pickles is never run.
 """
 
 import os
@@ -27,9 +28,7 @@ def saved(path, tensor, zipped=True):
 
 
 def rezipped(path, key):
-    """A saved file as PyTorch 1.6 to 1.8 wrote it: three members, the storage named by an
-    address.
-    """
+    """Rewrite a file as PyTorch 1.6 to 1.8 wrote it: three members, storage named by address."""
     with zipfile.ZipFile(path) as old:
         members = {name.split("/", 1)[1]: old.read(name) for name in old.namelist()}
     named = b"X\1\0\0\0" + b"0", b"X" + struct.pack("<L", len(key)) + key.encode()
@@ -42,7 +41,7 @@ def rezipped(path, key):
 
 @pytest.fixture
 def no_torch_load(monkeypatch):
-    """From its call on, torch.load is an error: what is read then is read without it."""
+    """A function that makes torch.load raise from then on."""
 
     def refuse(*_args, **_kwargs):
         raise AssertionError("torch.load was called")
@@ -66,7 +65,7 @@ VIEWS = {
 
 @pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy"])
 @pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
-def test_reads_what_torch_load_reads_and_the_second_time_without_it(
+def test_arrays_equal_torch_load_and_later_files_do_not_call_it(
     tmp_path, zipped, view, no_torch_load
 ):
     paths = [saved(tmp_path / f"{n}.pt", view(n), zipped) for n in range(3)]
@@ -80,8 +79,8 @@ def test_reads_what_torch_load_reads_and_the_second_time_without_it(
         assert np.array_equal(found, array)
 
 
-def test_kinds_of_files_do_not_mix_up(tmp_path):
-    """Pickles that differ in shape, type or container are told apart, whatever was read before."""
+def test_kinds_of_files_are_not_confused(tmp_path):
+    """Files that differ in shape, dtype or container are read correctly in any order."""
     tensors = [
         a_map(),
         a_map(1).float(),
@@ -99,7 +98,7 @@ def test_kinds_of_files_do_not_mix_up(tmp_path):
             assert np.array_equal(files.read(path), torch.load(path, weights_only=True).numpy())
 
 
-def test_the_address_by_which_older_versions_name_a_storage_may_differ(tmp_path, no_torch_load):
+def test_storages_named_by_address_may_have_different_names(tmp_path, no_torch_load):
     paths = [
         rezipped(saved(tmp_path / f"{n}.pt", a_map(n)), key)
         for n, key in enumerate(("94037821", "140112233445566"))
@@ -117,8 +116,8 @@ def test_the_address_by_which_older_versions_name_a_storage_may_differ(tmp_path,
         assert np.array_equal(files.read(path), array)
 
 
-def test_with_no_room_to_remember_everything_is_still_read(tmp_path, monkeypatch):
-    monkeypatch.setattr(tensor_files, "LEARNED", 1)
+def test_files_are_read_when_the_cache_is_full(tmp_path, monkeypatch):
+    monkeypatch.setattr(tensor_files, "MAX_LAYOUTS", 1)
     files = TensorFiles()
     for dtype in (torch.float16, torch.float32, torch.float16, torch.float64, torch.float64):
         assert np.array_equal(
@@ -128,7 +127,7 @@ def test_with_no_room_to_remember_everything_is_still_read(tmp_path, monkeypatch
 
 
 class Touch:
-    """Makes a file when it is unpickled."""
+    """Make a folder when it is unpickled."""
 
     def __init__(self, path):
         self.path = path
@@ -138,7 +137,7 @@ class Touch:
 
 
 def hostile(kind, path, mark):
-    """A file that makes the folder `mark` when its pickle is run."""
+    """Write a file that makes the folder `mark` when its pickle is run."""
     pickled = pickle.dumps(Touch(mark), 2)
     if kind == "zip":
         torch.save(Touch(mark), path)
@@ -177,7 +176,7 @@ KINDS = [
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_pickle_is_run(tmp_path, kind):
-    """Neither before nor after layouts were learned; the file would do harm if it were run."""
+    """Neither before nor after layouts were cached. Running the file would make the folder."""
     mark, files = tmp_path / "mark", TensorFiles()
     path = hostile(kind, tmp_path / "hostile.pt", mark)
     for _ in range(2):
@@ -186,7 +185,7 @@ def test_no_pickle_is_run(tmp_path, kind):
         assert not mark.exists()
         for zipped in (True, False):
             files.read(saved(tmp_path / "map.pt", a_map(), zipped))
-    if kind == "array of objects":  # the control: whoever unpickles it makes the folder
+    if kind == "array of objects":  # control: unpickling it makes the folder
         np.load(path, allow_pickle=True)
     elif kind == "pickle":
         pickle.loads(path.read_bytes())
@@ -198,8 +197,9 @@ def test_no_pickle_is_run(tmp_path, kind):
 
 @pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy"])
 def test_a_changed_byte_is_refused_or_changes_nothing_that_has_a_checksum(tmp_path, zipped):
-    """Of a zip, pickle and numbers have one. The legacy form has none, so there numbers change as
-    torch.load's do.
+    """In a zip, pickle and storage have a checksum.
+
+    The legacy form has none, so its values change as they do with torch.load.
     """
     content = saved(tmp_path / "x.pt", a_map(), zipped).read_bytes()
     path, files, rng, refused = tmp_path / "y.pt", TensorFiles(), random.Random(0), 0
@@ -245,23 +245,21 @@ def test_anything_but_one_plain_tensor_is_refused(tmp_path, held, said):
         TensorFiles().read(tmp_path / "x.pt")
 
 
-def test_text_and_files_too_large_are_refused(tmp_path, monkeypatch):
+def test_text_and_large_files_are_refused(tmp_path, monkeypatch):
     path = tmp_path / "x.pt"
     path.write_text("<html>404</html>")
     with pytest.raises(TensorError, match="no tensor"):
         TensorFiles().read(path)
-    monkeypatch.setattr(tensor_files, "MOST_BYTES", 1000)
+    monkeypatch.setattr(tensor_files, "MAX_BYTES", 1000)
     with pytest.raises(TensorError, match="larger"):
         TensorFiles().read(saved(path, a_map()))
     with pytest.raises(FileNotFoundError):
         TensorFiles().read(tmp_path / "none.pt")
 
 
-def test_what_swells_when_it_is_read_is_refused(tmp_path, monkeypatch):
-    """A compressed storage of zeros, and a tensor of 4 TB that is one number expanded; neither
-    takes the memory it claims.
-    """
-    monkeypatch.setattr(tensor_files, "MOST_BYTES", 2**18)
+def test_files_that_expand_when_read_are_refused(tmp_path, monkeypatch):
+    """A compressed storage of zeros, and an expanded tensor of 4 TB; no such memory is used."""
+    monkeypatch.setattr(tensor_files, "MAX_BYTES", 2**18)
     torch.save(torch.zeros(2**20, dtype=torch.float16), tmp_path / "zeros.pt")
     with (
         zipfile.ZipFile(tmp_path / "zeros.pt") as old,
@@ -277,10 +275,8 @@ def test_what_swells_when_it_is_read_is_refused(tmp_path, monkeypatch):
             TensorFiles().read(tmp_path / name)
 
 
-def test_arrays_of_numpy(tmp_path):
-    """Types, orders, versions; read again from what was learned; cut and lengthened ones are
-    refused.
-    """
+def test_numpy_arrays(tmp_path):
+    """Dtypes, orders and versions, also with cached layouts; cut and longer files are refused."""
     files, plain = TensorFiles(), a_map().numpy()
     big_endian, fortran = plain.astype(">f4"), np.asfortranarray(plain)
     for n, array in enumerate(

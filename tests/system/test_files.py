@@ -1,4 +1,4 @@
-"""Nothing half-written under a final name; every failure one sentence and exit code 2."""
+"""No incomplete file under a final name; every failure is one sentence and exit code 2."""
 
 import errno
 
@@ -8,7 +8,7 @@ from densefeed.system.errors import UserError, explain_os_error, run
 from densefeed.system.files import replace_file
 
 
-def test_a_failed_write_leaves_the_old_file_and_no_trace(tmp_path):
+def test_a_failed_write_keeps_the_old_file_and_leaves_no_other(tmp_path):
     target = tmp_path / "file"
     target.write_text("old")
 
@@ -44,7 +44,7 @@ def test_a_write_replaces_the_old_file(tmp_path):
         ),
     ],
 )
-def test_bad_input_is_one_sentence_and_code_2(error, said, capsys):
+def test_invalid_input_is_one_sentence_and_exit_code_2(error, said, capsys):
     def main():
         raise error
 
@@ -64,14 +64,14 @@ def test_a_bug_keeps_its_traceback():
         run(main)
 
 
-def test_explain_names_the_file_and_the_remedy():
+def test_explain_os_error_names_the_file_and_the_remedy():
     sentence = explain_os_error(PermissionError(errno.EACCES, "Permission denied", "maps.h5"))
     assert sentence.startswith("maps.h5: ")
     assert "change its owner or mode" in sentence
 
 
 def test_a_full_disk_ends_in_one_sentence(tmp_path, command):
-    """A file size limit stands for the full disk: a real write fails half-way with a real errno."""
+    """A file size limit in place of a full disk: a real write fails half-way with an errno."""
     code = f"""
 from pathlib import Path
 from densefeed.system.errors import run

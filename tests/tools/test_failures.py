@@ -243,7 +243,7 @@ def test_cut_files_stop_a_training_before_it_begins(folder, maps, tmp_path, run)
         *words,
         cwd=tmp_path,
     )
-    refused(done, "maps.h5 is not a whole HDF5 file", "relabel")
+    refused(done, "maps.h5 is not a complete HDF5 file", "relabel")
     assert not (tmp_path / "run").exists()
 
 

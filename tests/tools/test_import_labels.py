@@ -233,7 +233,7 @@ def test_the_command_names_what_is_missing_and_what_is_over(scenes, tmp_path, co
     done = command(*words)
     assert done.returncode == 2
     assert done.stderr.startswith(
-        "error: 1 images have no usable map - no file: 1 (3/000003.jpg); mend"
+        "error: 1 images have no usable map - no file: 1 (3/000003.jpg); fix"
     )
     assert done.stderr.count("\n") == 1
     assert not (tmp_path / "a.h5").exists()

@@ -223,7 +223,7 @@ def test_what_was_begun_otherwise_is_not_continued(broken, tmp_path, other):
         main(packing)
     name = next(iter(other)).replace("_", " ")
     with pytest.raises(
-        UserError, match=rf"x\.beton\.part was begun with another {name}; remove it"
+        UserError, match=rf"x\.beton\.part was started with another {name}; remove it"
     ):
         main(dataclasses.replace(packing, **other))
     with pytest.raises(UserError, match="2 images cannot be packed"):
@@ -319,11 +319,11 @@ def test_images_that_changed_meanwhile_are_found(many, tmp_path):
     mirrored[-30] ^= 255
     Path(first).write_bytes(mirrored)
     with pytest.raises(
-        UserError, match=r"x\.beton\.part holds image 0 otherwise than it is now; remove it"
+        UserError, match=r"x\.beton\.part holds another version of image 0; remove it"
     ):
         main(Packing(data=root, out=tmp_path / "x.beton"))
     Path(first).rename(Path(first).with_name("zzz.jpg"))
-    with pytest.raises(UserError, match=r"was begun with another (fingerprint|images)"):
+    with pytest.raises(UserError, match=r"was started with another (fingerprint|images)"):
         main(Packing(data=root, out=tmp_path / "x.beton"))
 
 

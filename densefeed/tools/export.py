@@ -1,4 +1,4 @@
-"""Export a trained model as safetensors with config.json, for timm and the Hugging Face hub, or ONNX.
+"""Export a trained model for timm and the Hugging Face hub (safetensors), or as ONNX.
 
     python tools/export.py runs/student --out exported
     python tools/export.py runs/student --out exported --format both --size 384

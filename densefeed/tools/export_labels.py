@@ -64,7 +64,7 @@ def main(options: Export) -> None:
     print(f"{out}: {len(store):,} maps of {cells}, top {header.top_k}, {header.geometry}")
     remainder = "as does this store"
     if header.absent == "tail":
-        remainder = "where this store has their true probability"
+        remainder = "where this store has their true remainder of the probability"
     print(
         "not in these files: the logsumexp of each cell; the published code gives classes outside "
         f"the top {header.top_k} logit 0, {remainder}"

@@ -30,14 +30,14 @@ MOST_CLASSES = EXACT[np.dtype(np.float16).itemsize]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Export:
+class ExportLabels:
     """The score maps to export."""
 
     maps: Path  # the score maps, HDF5
     out: Path  # the folder to write
 
 
-def main(options: Export) -> None:
+def main(options: ExportLabels) -> None:
     """Write one file per row, then print what the files do not hold."""
     store, out = ScoreMapStore(options.maps), options.out
     header = store.header
@@ -112,7 +112,7 @@ def write_files(store: ScoreMapStore, stems: list[str], folder: Path) -> int:
 
 def command() -> None:
     """Run the console script `densefeed-export-labels`."""
-    run(lambda: main(tyro.cli(Export, description=__doc__)))
+    run(lambda: main(tyro.cli(ExportLabels, description=__doc__)))
 
 
 if __name__ == "__main__":

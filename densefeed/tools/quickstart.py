@@ -34,7 +34,7 @@ LABELS = {
     "image": "image label",
     "crop": "crop's dense label",
     "token": "token's dense label",
-    "published": "the same, published coordinates",
+    "published": "token's, as published",
 }
 PARTS = {"all": "all digits", "largest": "the largest digit", "others": "the others"}
 # The teacher's input when it labels: slightly larger than a scene, since at this size it recognizes

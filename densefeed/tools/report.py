@@ -53,7 +53,7 @@ class Report:
 
     # run folders of train.py, or one file of score maps
     runs: Annotated[tuple[Path, ...], tyro.conf.Positional]
-    boxes: Path | None = None  # of runs: true boxes of the training images, to measure labels by
+    boxes: Path | None = None  # true boxes of the training images, to count correct labels
     # the HTML to write; default: report.html in the last run's folder, or NAME.audit.html
     # beside the maps
     out: Path | None = None

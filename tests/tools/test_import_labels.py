@@ -17,7 +17,7 @@ from densefeed.storage.packs import PUBLISHED
 from densefeed.storage.score_maps import ScoreMapStore, ScoreMapWriter, StoreHeader
 from densefeed.system.errors import UserError
 from densefeed.tools import export_labels, import_labels, make_digit_scenes
-from densefeed.tools.export_labels import Export
+from densefeed.tools.export_labels import ExportLabels
 from densefeed.tools.import_labels import Import
 from densefeed.training import recipes
 
@@ -30,7 +30,7 @@ def scenes(tmp_path_factory, random_maps):
     root = tmp_path_factory.mktemp("import")
     make_digit_scenes.main(make_digit_scenes.Scenes(out=root / "scenes", train=20, val=10, size=64))
     write_maps(root / "maps.h5", Images(root / "scenes"), random_maps)
-    export_labels.main(Export(maps=root / "maps.h5", out=root / "tree"))
+    export_labels.main(ExportLabels(maps=root / "maps.h5", out=root / "tree"))
     return root
 
 
@@ -79,7 +79,7 @@ def test_export_and_import_restore_the_score_maps(scenes, tmp_path, capsys):
     )
     assert after.header.teacher == "dm_nfnet_f6 (pack tree, axes row-column)"
     assert "taken to cover the whole image, axes row-column" in capsys.readouterr().out
-    export_labels.main(Export(maps=tmp_path / "again.h5", out=tmp_path / "tree"))
+    export_labels.main(ExportLabels(maps=tmp_path / "again.h5", out=tmp_path / "tree"))
     for path in (scenes / "tree").rglob("*.pt"):
         assert (
             path.read_bytes()
@@ -252,31 +252,31 @@ def test_the_command_names_missing_and_extra_maps(scenes, tmp_path, command):
 def test_the_export_prints_what_a_tree_cannot_hold(scenes, tmp_path, random_maps, capsys):
     images = Images(scenes / "scenes")
     write_maps(tmp_path / "crop.h5", images, random_maps, geometry="center-crop", absent="tail")
-    export_labels.main(Export(maps=tmp_path / "crop.h5", out=tmp_path / "tree"))
+    export_labels.main(ExportLabels(maps=tmp_path / "crop.h5", out=tmp_path / "tree"))
     printed = capsys.readouterr().out
     assert "the logsumexp of each cell; the published code gives classes outside the top" in printed
     assert "where this store has their true remainder of the probability" in printed
     assert "20 maps cover only a part of their image" in printed
     assert "--footprint center-crop" in printed
-    export_labels.main(Export(maps=scenes / "maps.h5", out=tmp_path / "whole"))
+    export_labels.main(ExportLabels(maps=scenes / "maps.h5", out=tmp_path / "whole"))
     assert "cover only" not in capsys.readouterr().out
 
 
 def test_exports_that_would_lose_data_are_refused(scenes, tmp_path, random_maps, monkeypatch):
     maps = scenes / "maps.h5"
     with pytest.raises(UserError, match="exists already; remove it"):
-        export_labels.main(Export(maps=maps, out=scenes / "tree"))
+        export_labels.main(ExportLabels(maps=maps, out=scenes / "tree"))
     monkeypatch.setattr(export_labels, "MOST_CLASSES", CLASSES - 1)
     with pytest.raises(
         UserError, match="10 classes, and float16 represents only 9 class numbers exactly"
     ):
-        export_labels.main(Export(maps=maps, out=tmp_path / "a"))
+        export_labels.main(ExportLabels(maps=maps, out=tmp_path / "a"))
     monkeypatch.undo()
     monkeypatch.setattr(
         ScoreMapStore, "paths", lambda store: ["0/a.1.jpg", "0/a.2.jpg", *map(str, range(18))]
     )
     with pytest.raises(UserError, match=r"0/a.1.jpg and 0/a.2.jpg would both be 0/a.pt"):
-        export_labels.main(Export(maps=maps, out=tmp_path / "a"))
+        export_labels.main(ExportLabels(maps=maps, out=tmp_path / "a"))
     monkeypatch.undo()
 
     def fail(*_):
@@ -284,5 +284,5 @@ def test_exports_that_would_lose_data_are_refused(scenes, tmp_path, random_maps,
 
     monkeypatch.setattr(torch, "save", fail)
     with pytest.raises(OSError, match="No space"):
-        export_labels.main(Export(maps=maps, out=tmp_path / "a"))
+        export_labels.main(ExportLabels(maps=maps, out=tmp_path / "a"))
     assert not list(tmp_path.iterdir())

@@ -136,11 +136,10 @@ def make_row(run: Run, runs: list[Run]) -> dict:
         for name in run.config
         if name not in PLACES and len({json.dumps(r.config.get(name)) for r in runs}) > 1
     ]
+    options = [f"{name.replace('_', '-')} {format_value(run.config[name])}" for name in names]
     row = {
         "name": run.name,
-        "differs": ", ".join(
-            f"{name.replace('_', '-')} {format_value(run.config[name])}" for name in names
-        ),
+        "differs": ", ".join(options),
         "tops": tops,
         "epoch": max((record["epoch"] for record in run.train + run.val), default=0),
         "epochs": run.config["epochs"],
@@ -224,8 +223,8 @@ def find_owners(boxes_ltrb_n4: np.ndarray, grid: int) -> np.ndarray:
     left, top = np.meshgrid(edges, edges)
     token = np.stack([left, top, left + 1 / grid, top + 1 / grid], -1)[:, :, None]
     box = boxes_ltrb_n4[None, None]
-    after, before = token[..., :2] >= box[..., :2] - 1e-6, token[..., 2:] <= box[..., 2:] + 1e-6
-    inside = after.all(-1) & before.all(-1)
+    low, high = token[..., :2] >= box[..., :2] - 1e-6, token[..., 2:] <= box[..., 2:] + 1e-6
+    inside = low.all(-1) & high.all(-1)
     overlaps = (token[..., :2] < box[..., 2:]).all(-1) & (token[..., 2:] > box[..., :2]).all(-1)
     return np.where((overlaps.sum(-1) == 1) & inside.any(-1), inside.argmax(-1), -1)
 
@@ -266,8 +265,7 @@ def measure_purity(loader: Loader, truths: list[Truth], grid: int) -> dict:
             truth = truths[int(batch.index[n])]
             boxes = boxes_in_crop(truth.boxes_ltrb, batch.view[n].numpy())
             owner_T = find_owners(boxes, grid).ravel()
-            inside_T = owner_T >= 0
-            owner = owner_T[inside_T]
+            inside_T, owner = owner_T >= 0, owner_T[owner_T >= 0]
             dense = token_NT[n][inside_T], published_NT[n][inside_T]
             labels = int(batch.label[n]), crop_N1[n, 0], *dense
             for part, chosen in zip(parts, (owner >= 0, owner == 0, owner > 0), strict=True):
@@ -471,7 +469,8 @@ def main(report: Report) -> None:
         audit_of(report)
         return
     runs = [read_run(folder) for folder in report.runs]
-    out, last = report.out or report.runs[-1] / "report.html", report.runs[-1]
+    last = report.runs[-1]
+    out = report.out or last / "report.html"
     crops = replay(runs, report.boxes)
     text = (
         environment()

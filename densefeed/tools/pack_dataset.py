@@ -96,9 +96,9 @@ def main(packing: Packing) -> None:
     """
     check(packing)
     images = Images(packing.data, packing.dataset, packing.split)
-    store = open_maps(packing, images) if packing.maps else None
-    notes = {"class_names": images.class_names, "fingerprint": images.fingerprint()}
-    fields = []
+    fingerprint, fields = images.fingerprint(), []
+    store = open_maps(packing, fingerprint) if packing.maps else None
+    notes = {"class_names": images.class_names, "fingerprint": fingerprint}
     if store:
         spec = score_map_spec(store, len(images.class_names))
         notes |= {"teacher": store.header.teacher, "absent": spec.absent}
@@ -153,10 +153,10 @@ def check(packing: Packing) -> None:
         )
 
 
-def open_maps(packing: Packing, images: Images) -> ScoreMapStore:
-    """Open the score maps of these images. Raises UserError if they are those of others."""
+def open_maps(packing: Packing, fingerprint: str) -> ScoreMapStore:
+    """Open the score maps. Raises UserError if they belong to images of another fingerprint."""
     store = ScoreMapStore(packing.maps)
-    store.check(images.fingerprint(), packing.data)
+    store.check(fingerprint, packing.data)
     if store.error:
         print(f"{packing.maps} is compact; the .beton inherits its error: {store.error}")
     return store

@@ -472,17 +472,14 @@ def main(report: Report) -> None:
     last = report.runs[-1]
     out = report.out or last / "report.html"
     crops = replay(runs, report.boxes)
-    text = (
-        environment()
-        .get_template("report.html")
-        .render(
-            environment=json.loads((last / "environment.json").read_text()),
-            rows=[make_row(run, runs) for run in runs],
-            first=runs[-1],
-            accuracy=curve(runs, "val", "top1", True),
-            losses=curve(runs, "train", "loss", False),
-            **crops,
-        )
+    page = environment().get_template("report.html")
+    text = page.render(
+        environment=json.loads((last / "environment.json").read_text()),
+        rows=[make_row(run, runs) for run in runs],
+        first=runs[-1],
+        accuracy=curve(runs, "val", "top1", True),
+        losses=curve(runs, "train", "loss", False),
+        **crops,
     )
     with replace_file(out) as part:
         part.write_text(text)

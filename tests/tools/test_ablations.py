@@ -94,34 +94,17 @@ def test_rows_are_trained_kept_and_tabulated(command, tmp_path):
     The second seed is a copy of that folder with other results, and no step of it runs again.
     """
     rows = ("relabel-cutmix", "mlp-ratio-3")
-    words = (
-        "tools/ablations.py",
-        "--out",
-        tmp_path,
-        "--train",
-        60,
-        "--val",
-        20,
-        "--epochs",
-        1,
-        "--rows",
-        *rows,
-        "--seeds",
-    )
+    sizes = ("--train", 60, "--val", 20, "--epochs", 1)
+    words = "tools/ablations.py", "--out", tmp_path, *sizes, "--rows", *rows, "--seeds"
     results = {name: tmp_path / "seed-1" / "runs" / name for name in rows}
     results["mlp-ratio-3"].mkdir(parents=True)
-    (results["mlp-ratio-3"] / "result.json").write_text(
-        json.dumps({"top1": 0.25})
-    )  # finished earlier
+    # This row has finished earlier.
+    (results["mlp-ratio-3"] / "result.json").write_text(json.dumps({"top1": 0.25}))
     done = command(*words, 1, descendants=True)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     config = json.loads((results["relabel-cutmix"] / "config.json").read_text())
-    assert (config["seed"], config["cutmix"], config["objective"], config["epochs"]) == (
-        1,
-        1.0,
-        "relabel",
-        1,
-    )
+    assert (config["seed"], config["epochs"]) == (1, 1)
+    assert (config["cutmix"], config["objective"]) == (1.0, "relabel")
     shutil.copytree(tmp_path / "seed-1", tmp_path / "seed-2", symlinks=True)
     for name, path in results.items():
         top1 = json.loads((path / "result.json").read_text())["top1"]

@@ -76,11 +76,8 @@ def load(folder):
 @pytest.mark.parametrize("name", MODELS)
 def test_timm_loads_the_model_bit_by_bit(runs, tmp_path, name, weights):
     files = export.main(Export(checkpoint=runs / name, out=tmp_path / "out", weights=weights))
-    assert (
-        sorted(os.listdir(tmp_path / "out"))
-        == ["config.json", "model.safetensors"]
-        == sorted(f.name for f in files)
-    )
+    names = ["config.json", "model.safetensors"]
+    assert sorted(os.listdir(tmp_path / "out")) == sorted(path.name for path in files) == names
     model, want = load(tmp_path / "out"), network(name, 2 if weights == "ema" else 1)
     image = torch.randn(3, 3, 32, 32)
     assert torch.equal(model(image), want(image))
@@ -109,11 +106,8 @@ def test_timm_finds_the_preprocessing(runs, tmp_path):
 def test_the_config_has_the_fields_of_the_hub(runs, tmp_path):
     export.main(Export(checkpoint=runs / "lvvit_micro", out=tmp_path))
     config = json.loads((tmp_path / "config.json").read_text())
-    assert (config["architecture"], config["num_classes"], config["num_features"]) == (
-        "lvvit_micro",
-        5,
-        96,
-    )
+    assert config["architecture"] == "lvvit_micro"
+    assert (config["num_classes"], config["num_features"]) == (5, 96)
     assert config["label_names"] == NAMES
     assert "drop_path_rate" not in config["model_args"]
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
@@ -142,11 +136,8 @@ def exported(runs, tmp_path_factory) -> Path:
     """lvvit_micro in every format."""
     out = tmp_path_factory.mktemp("exported") / "out"
     files = export.main(Export(checkpoint=runs / "lvvit_micro", out=out, format="both"))
-    assert (
-        sorted(os.listdir(out))
-        == sorted(path.name for path in files)
-        == ["config.json", "model.onnx", "model.safetensors"]
-    )
+    names = ["config.json", "model.onnx", "model.safetensors"]
+    assert sorted(os.listdir(out)) == sorted(path.name for path in files) == names
     return out
 
 
@@ -156,16 +147,9 @@ def check_graph(path, name, side):
 
     session, want = onnxruntime.InferenceSession(str(path)), network(name, 2)
     (image_in,), (logits_out,) = session.get_inputs(), session.get_outputs()
-    assert (image_in.name, image_in.type, image_in.shape) == (
-        "image",
-        "tensor(float)",
-        ["batch", 3, side, side],
-    )
-    assert (logits_out.name, logits_out.type, logits_out.shape) == (
-        "logits",
-        "tensor(float)",
-        ["batch", 5],
-    )
+    assert (image_in.name, image_in.shape) == ("image", ["batch", 3, side, side])
+    assert (logits_out.name, logits_out.shape) == ("logits", ["batch", 5])
+    assert image_in.type == logits_out.type == "tensor(float)"
     for batch in (1, 4, 5, 7):
         image = torch.randn(batch, 3, side, side)
         (logits,) = session.run(None, {"image": image.numpy()})

@@ -46,15 +46,10 @@ def write_maps(path, images, random_maps, **fields):
         fingerprint=images.fingerprint(),
         class_names=tuple(images.class_names),
     )
-    window = (
-        (0.0, 0.125, 1.0, 0.875)
-        if fields.get("geometry") == "center-crop"
-        else (0.0, 0.0, 1.0, 1.0)
-    )
+    cut = 0.125 if fields.get("geometry") == "center-crop" else 0.0
+    maps = random_maps(len(images), SIDE, TOP_K, CLASSES, window=(0.0, cut, 1.0, 1.0 - cut))
     writer = ScoreMapWriter(path, StoreHeader(**header | fields), images.paths, images.labels)
-    writer.write(
-        np.arange(len(images)), random_maps(len(images), SIDE, TOP_K, CLASSES, window=window)
-    )
+    writer.write(np.arange(len(images)), maps)
     writer.finish()
     return ScoreMapStore(path)
 
@@ -73,10 +68,8 @@ def test_export_and_import_restore_the_score_maps(scenes, tmp_path, capsys):
     ids = np.arange(20)
     for name in ("logit", "cls", "window"):
         assert np.array_equal(getattr(before.rows(ids), name), getattr(after.rows(ids), name)), name
-    assert (before.header.fingerprint, before.header.num_classes) == (
-        after.header.fingerprint,
-        after.header.num_classes,
-    )
+    for name in ("fingerprint", "num_classes"):
+        assert getattr(before.header, name) == getattr(after.header, name), name
     assert after.header.teacher == "dm_nfnet_f6 (pack tree, axes row-column)"
     assert "taken to cover the whole image, axes row-column" in capsys.readouterr().out
     export_labels.main(ExportLabels(maps=tmp_path / "again.h5", out=tmp_path / "tree"))
@@ -115,11 +108,9 @@ def test_the_published_code_reads_the_targets_of_our_training_from_the_tree(scen
         )
         batch = next(iter(loader.batches(0)))
         targets = sparse_targets(batch, loader.score_maps, 4, TargetRules(geometry=geometry))
-        dense = (
-            targets.base[..., None]
-            .repeat(1, 1, CLASSES)
-            .scatter_add_(2, targets.palette[:, None].expand(-1, 16, -1), targets.extra)
-        )
+        palette = targets.palette[:, None].expand(-1, 16, -1)
+        dense = targets.base[..., None].repeat(1, 1, CLASSES)
+        dense.scatter_add_(2, palette, targets.extra)
         loader.close()
         checked = 0
         for row, index in enumerate(batch.index.tolist()):
@@ -223,15 +214,8 @@ def test_the_command_names_missing_and_extra_maps(scenes, tmp_path, command):
         copy.parent.mkdir(parents=True, exist_ok=True)
         copy.write_bytes(path.read_bytes())
     (labels / "3" / "000003.pt").rename(labels / "3" / "no-image.pt")
-    words = (
-        "tools/import_labels.py",
-        "--labels",
-        labels,
-        "--data",
-        scenes / "scenes",
-        "--out",
-        tmp_path / "a.h5",
-    )
+    paths = ("--labels", labels, "--data", scenes / "scenes", "--out", tmp_path / "a.h5")
+    words = ("tools/import_labels.py", *paths)
     done = command(*words)
     assert done.returncode == 2
     assert done.stderr.startswith(

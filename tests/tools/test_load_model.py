@@ -38,11 +38,8 @@ def run(tmp_path_factory):
 
 def test_a_run_folder_loads_its_last_checkpoint(run):
     trained = open_trained(run)
-    assert (trained.path, trained.name, trained.class_names) == (
-        run / "last.pt",
-        "lvvit_micro",
-        ["a", "b", "c"],
-    )
+    assert (trained.path, trained.name) == (run / "last.pt", "lvvit_micro")
+    assert trained.class_names == ["a", "b", "c"]
     assert (trained.size, trained.crop_pct, trained.interpolation) == (40, 0.8, "bilinear")
     assert (trained.mean, trained.std) == ((0.1, 0.2, 0.3), (0.4, 0.5, 0.6))
     assert not trained.model.training
@@ -70,11 +67,8 @@ def test_lvvit_at_another_size_has_a_resampled_position_table(run, size):
     trained = open_trained(run, size=size)
     was = weights("lvvit_micro", 2, num_classes=3, img_size=32).eval()
     table = was.pos_embed[:, 1:].detach().view(1, 4, 4, 96).permute(0, 3, 1, 2)
-    table = (
-        F.interpolate(table, size=(size // 8, size // 8), mode="bicubic", antialias=True)
-        .flatten(2)
-        .transpose(1, 2)
-    )
+    table = F.interpolate(table, size=(size // 8, size // 8), mode="bicubic", antialias=True)
+    table = table.flatten(2).transpose(1, 2)
     want = timm.create_model("lvvit_micro", num_classes=3, img_size=size).eval()
     want.load_state_dict(
         was.state_dict() | {"pos_embed": torch.cat([was.pos_embed[:, :1].detach(), table], 1)}
@@ -97,10 +91,8 @@ def test_a_foreign_cnn_takes_any_size_and_gets_the_class_names_of_imagenet(tmp_p
     image = torch.randn(1, 3, 72, 72)
     assert torch.equal(trained.model(image), model(image))
     assert trained.class_names == ImageNetInfo().label_names()
-    assert (trained.interpolation, trained.crop_pct) == (
-        model.pretrained_cfg["interpolation"],
-        model.pretrained_cfg["crop_pct"],
-    )
+    for name in ("interpolation", "crop_pct"):
+        assert getattr(trained, name) == model.pretrained_cfg[name], name
     assert open_trained(path, model_name="test_resnet").size == 160
 
 

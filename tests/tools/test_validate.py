@@ -238,9 +238,8 @@ def test_numbered_folders_are_read_as_those_of_imagenet_v2(images, resnet, tmp_p
     for column in COLUMNS:
         (tmp_path / "v2").mkdir(exist_ok=True)
         (tmp_path / "v2" / str(column)).symlink_to(images / WNIDS[column])
-    by_number, by_name = (
-        validate.main(options(resnet, root)) for root in (tmp_path / "v2", images)
-    )
+    by_number = validate.main(options(resnet, tmp_path / "v2"))
+    by_name = validate.main(options(resnet, images))
     assert (by_number["classes_by"], by_name["classes_by"]) == ("number", "name")
     assert by_number["loss"] == pytest.approx(by_name["loss"], rel=1e-4)
     assert by_number["top1"] == by_name["top1"]
@@ -422,12 +421,8 @@ def test_defaults_are_those_of_the_run(images, student):
             checkpoint=student[0], data=images, loader="folder", device="cpu", precision="auto"
         )
     )
-    assert (row["size"], row["crop_pct"], row["weights"], row["precision"]) == (
-        32,
-        1.0,
-        "ema",
-        "fp32",
-    )
+    assert (row["size"], row["crop_pct"]) == (32, 1.0)
+    assert (row["weights"], row["precision"]) == ("ema", "fp32")
 
 
 # ------------------------------------------------------------------------- failures
@@ -452,17 +447,8 @@ def test_invalid_options_are_refused(images, resnet, tmp_path, fields, message):
 
 
 def test_the_command_prints_a_table_or_one_sentence(command, images, beton, resnet, tmp_path):
-    words = (
-        "tools/validate.py",
-        resnet[1],
-        "--model",
-        "test_resnet",
-        "--size",
-        SIZE,
-        "--device",
-        "cpu",
-        "--data",
-    )
+    settings = f"--model test_resnet --size {SIZE} --device cpu --data".split()
+    words = ("tools/validate.py", resnet[1], *settings)
     done = command(*words, beton, "--json", tmp_path / "row.json")
     assert done.returncode == 0, done.stderr
     row = json.loads((tmp_path / "row.json").read_text())

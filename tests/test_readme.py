@@ -65,7 +65,7 @@ def test_the_quickstart_keeps_what_is_there(newcomer, command):
         "tools/quickstart.py", "--out", home / "quickstart", *SMALL["tools/quickstart.py"], cwd=home
     )
     assert again.returncode == 0, again.stderr
-    assert again.stdout.count("have ") == 10
+    assert again.stdout.count(" exists; skipped") == 10
     assert "$ python" not in again.stdout
 
 

@@ -287,13 +287,8 @@ def measure_step(options: AdviceOptions, loader: str, objective: str) -> tuple[S
     images = options.batch if on_gpu else min(options.batch, CPU_BATCH)
     config = replace(
         loader_config(options, loader, 1),
-        objective=objective,
-        mixtoken=False,
-        drop_path=0.0,
-        batch=images,
-        microbatch=images,
-        lr=LEARNING_RATE,
-        lr_batch=images,
+        **{"objective": objective, "mixtoken": False, "drop_path": 0.0, "lr": LEARNING_RATE},
+        **dict.fromkeys(("batch", "microbatch", "lr_batch"), images),
         compile="blocks" if on_gpu else "never",
     )
     if not on_gpu:
@@ -358,13 +353,9 @@ def show(document: dict, advice: Advice, cores: int) -> None:
     """Print the measurements as a table, and the recommendation."""
     console, step = Console(), document["step"]
     console.width = max(console.width, 110)  # keep names whole in a log file too
-    table = Table(
-        title=f"Loaders and the training step on {cores} cores, {document['data']}",
-        title_justify="left",
-    )
-    columns = ("threads", "images/s alone", "share of the cores", "training, images/s")
-    table.add_column("")
-    for name in columns:
+    title = f"Loaders and the training step on {cores} cores, {document['data']}"
+    table = Table("", title=title, title_justify="left")
+    for name in ("threads", "images/s alone", "share of the cores", "training, images/s"):
         table.add_column(name, justify="right")
     for line in document["loaders"]:
         chosen = (line["loader"], line["threads"]) == advice.choice[:2]

@@ -1,20 +1,21 @@
-"""Import published score maps, one small file an image, into a store (HDF5) for a folder of images.
+"""Import published score maps, one small file per image, into an HDF5 store for a folder of images.
 
-    python tools/import_labels.py --labels label_top5_train_nfnet --data imagenet/train --out maps.h5
-    python tools/import_labels.py --labels imagenet_efficientnet_l2_sz475_top5 --data imagenet/train --out maps.h5
-    python tools/import_labels.py --labels arrays --data photos --teacher mine --input-size 384 --footprint squash --out maps.h5
+    python tools/import_labels.py --labels label_top5_train --data imagenet/train --out maps.h5
+    python tools/import_labels.py --labels arrays --data photos --out maps.h5 \\
+        --teacher mine --input-size 384 --footprint squash
 
-Read are TokenLabeling's tree (.pt, float16 [2,5,18,18]), ReLabel's (.pt, float32 [2,5,15,15]) and
-folders of NumPy arrays (.npy) of such shapes, for any number of classes a cell and cells. No pickle
-is ever run. Each image finds its file by class folder and name. What a file does not say is
-declared: --footprint (the part of the image that its map covers) and --axes (which of the map's
-axes comes first). Of the two published packs only the generators' code is known, and what it says
-is the default. With --reference, any model of the same classes that knows where things are, both
-can be found: `--footprint find --axes find`. At the end the store is audited (as tools/report.py
-does, which also makes a page of it); exit code 2 says that a fault was found.
+It reads TokenLabeling's tree (.pt, float16 [2,5,18,18]), ReLabel's (.pt, float32 [2,5,15,15]) and
+folders of NumPy arrays (.npy) of such shapes, with any number of cells and of classes per cell. No
+pickle is ever executed. Each image finds its file by class folder and name. What a file does not
+contain is declared: --footprint (the part of the image that its map covers) and --axes (which of
+the map's axes comes first). For the two published packs the defaults follow the code that generated
+them; nothing else is known about them. With --reference, any model of the same classes that
+responds to where objects are, both can be found: `--footprint find --axes find`. At the end the
+store is audited (tools/report.py does the same and writes a page); exit code 2 means that the audit
+found a fault.
 
 Run the same command again to continue a killed import. Images without a usable map are counted and
-named at the end.
+listed at the end.
 """
 
 import os
@@ -49,116 +50,126 @@ from densefeed.tools.audit_page import conclude, references, tell
 
 @dataclass(frozen=True, kw_only=True)
 class Import:
-    """What to import, and what is known of it."""
+    """The score maps to import, and what is known about them."""
 
-    labels: Path  # the pack: a folder of class folders with .pt or .npy files
+    labels: Path  # the score maps: a folder of class folders with .pt or .npy files
     data: Path  # the images: a folder of class folders
-    out: Path  # the store to write, HDF5
-    # all of the image, its center, or padding too; none: as published
+    out: Path  # the score maps to write, HDF5
+    # part of the image that a map covers: all, its center, or padding too; default: as published
     footprint: Footprint | Literal["find"] | None = None
-    axes: Axes | Literal["find"] = "row-column"  # of a file's last two axes, which comes first
-    teacher: str = ""  # who made the maps; empty: as published
+    axes: Axes | Literal["find"] = "row-column"  # order of a file's last two axes
+    teacher: str = ""  # the model that made the maps; default: as published
     input_size: int = 0  # side of the teacher's input, pixels; 0: as published
-    split: str = "train"  # of the images
-    # an image without a usable map: no store, or its own label in every cell
+    split: str = "train"  # split of the images
+    # if an image has no usable map: write no file, or give every cell the image's own label
     missing: Literal["raise", "label"] = "raise"
     problems: Path | None = None  # text file to write: every image without a usable map, and why
-    threads: int = os.cpu_count() or 1  # that read files
-    # a model to hold maps against: a timm model's name, a checkpoint, or a run folder of train.py
+    threads: int = os.cpu_count() or 1  # threads that read files
+    # a model to compare the maps with: a timm model, a checkpoint, or a run folder of train.py
     reference: str = ""
-    reference_model: str = ""  # timm's name of it, for a checkpoint that does not say
-    reference_size: int = 0  # side of its input, pixels; 0: that of the teacher
-    audit: bool = True  # the finished store
-    audit_images: int = 300  # that the reference looks at
+    reference_model: str = ""  # timm's name of the reference, for a checkpoint without it
+    reference_size: int = 0  # side of the reference's input, pixels; 0: that of the teacher
+    audit: bool = True  # audit the finished store
+    audit_images: int = 300  # images that the reference sees
 
 
-def main(wanted: Import) -> None:
-    """Match, look at the pack, import."""
-    if wanted.out.exists():
-        raise UserError(f"{wanted.out} exists already; remove it or choose another --out")
-    images = Images(wanted.data, split=wanted.split)
-    matching = match(images, wanted.labels)
+def main(options: Import) -> None:
+    """Match files to images, find or declare the layout, import and audit."""
+    if options.out.exists():
+        raise UserError(f"{options.out} exists already; remove it or choose another --out")
+    images = Images(options.data, split=options.split)
+    matching = match(images, options.labels)
     side, top_k = probe(images, matching)
-    finding = [name for name in ("footprint", "axes") if getattr(wanted, name) == "find"]
-    if finding and not wanted.reference:
+    finding = [name for name in ("footprint", "axes") if getattr(options, name) == "find"]
+    if finding and not options.reference:
         raise UserError(
             f"--{finding[0]} find needs a model to hold the maps against; give --reference"
         )
-    pack = declared(wanted, matching, side, top_k)
-    found = None
-    if wanted.reference:
-        size = wanted.reference_size or pack.input_size
-        found = references(wanted.reference, wanted.reference_model, size, images.class_names)
+    pack = declare(options, matching, side, top_k)
+    models = None
+    if options.reference:
+        size = options.reference_size or pack.input_size
+        models = references(options.reference, options.reference_model, size, images.class_names)
     if finding:
-        pack = laid_out(wanted, pack, images, found)
+        pack = find_pack_layout(options, pack, images, models)
+    covers = "the whole image" if pack.footprint == "squash" else "its center square"
     print(
-        f"{wanted.labels}: maps of {side} x {side} cells, top {top_k}, by {pack.teacher} at {pack.input_size} px; "
-        f"taken to cover {'the whole image' if pack.footprint == 'squash' else 'its center square'}, axes {pack.axes}"
+        f"{options.labels}: maps of {side} x {side} cells, top {top_k}, by {pack.teacher} at "
+        f"{pack.input_size} px; taken to cover {covers}, axes {pack.axes}"
     )
-    with open(wanted.problems or os.devnull, "w") as log:
-        store, report = import_pack(images, pack, wanted.out, wanted.threads, wanted.missing, log)
+    with open(options.problems or os.devnull, "w") as log:
+        store, report = import_pack(
+            images, pack, options.out, options.threads, options.missing, log
+        )
+    size = options.out.stat().st_size / len(store)
     print(
-        f"{wanted.out}: {len(store):,} maps of {store.header.num_classes:,} classes ({report.kept:,} read now, {report.earlier:,} "
-        f"earlier), {wanted.out.stat().st_size / len(store):,.0f} bytes an image"
+        f"{options.out}: {len(store):,} maps of {store.header.num_classes:,} classes "
+        f"({report.kept:,} read now, {report.earlier:,} earlier), {size:,.0f} bytes per image"
     )
     if report.problems:
         print(f"labeled by their class folders: {report}")
     if matching.extra:
-        print(
-            f"left out: {matching.extra:,} maps that belong to no image ({', '.join(matching.extra_names)})"
-        )
-    if wanted.audit:
-        result = audit(wanted.out, images, found, wanted.audit_images, threads=wanted.threads)
+        names = ", ".join(matching.extra_names)
+        print(f"left out: {matching.extra:,} maps without an image ({names})")
+    if options.audit:
+        count, threads = options.audit_images, options.threads
+        result = audit(options.out, images, models, count, threads=threads)
         tell(result)
-        conclude(result, wanted.out, "the lines above say what to do")
+        conclude(result, options.out, "the lines above say what to do")
 
 
-def laid_out(wanted: Import, pack: Pack, images: Images, found: References) -> Pack:
-    """The pack with the axes and the footprint that are to be found. UserError if the reference
-    cannot tell them.
+def find_pack_layout(options: Import, pack: Pack, images: Images, models: References) -> Pack:
+    """Return the pack with the axes and the footprint that were to be found.
+
+    Raises UserError if the reference cannot distinguish them.
     """
-    matched = np.flatnonzero((pack.matching.rule == WHOLE_STEM) | (pack.matching.rule == FIRST_DOT))
-    as_it_lies = replace(pack, axes="row-column", footprint="squash")
-    part = read_part(
-        images,
-        as_it_lies,
-        np.unique(neighbors(images.labels, matched, wanted.audit_images)),
-        TensorFiles(),
-    )
-    rows = neighbors(images.labels, part.ids, wanted.audit_images)
+    rules, count = pack.matching.rule, options.audit_images
+    matched = np.flatnonzero((rules == WHOLE_STEM) | (rules == FIRST_DOT))
+    ids = np.unique(neighbors(images.labels, matched, count))
+    # The files are read without a transpose or a crop, whatever their layout is.
+    raw = replace(pack, axes="row-column", footprint="squash")
+    part = read_part(images, raw, ids, TensorFiles())
+    rows = neighbors(images.labels, part.ids, count)
     if not len(rows):
-        raise UserError(f"{wanted.labels}: none of its maps could be read; copy it again")
+        raise UserError(f"{options.labels}: none of its maps could be read; copy it again")
 
     def read(ids: np.ndarray) -> ScoreMaps:
         return ScoreMaps(*(column[np.searchsorted(part.ids, ids)] for column in part.maps))
 
-    looks = look(
-        read, pack.header(images), images, np.arange(len(images)), rows, found, wanted.threads
-    )
-    axes, footprint = find_layout(
-        looks, wanted.labels, None if wanted.footprint == "find" else pack.footprint
-    )
-    return replace(pack, axes=axes if wanted.axes == "find" else wanted.axes, footprint=footprint)
+    everything = np.arange(len(images))
+    looks = look(read, pack.header(images), images, everything, rows, models, options.threads)
+    declared = None if options.footprint == "find" else pack.footprint
+    axes, footprint = find_layout(looks, options.labels, declared)
+    axes = axes if options.axes == "find" else options.axes
+    return replace(pack, axes=axes, footprint=footprint)
 
 
-def declared(wanted: Import, matching: Matching, side: int, top_k: int) -> Pack:
-    """The pack as it was declared, and as published where it was not. UserError if neither says."""
+def declare(options: Import, matching: Matching, side: int, top_k: int) -> Pack:
+    """Return the pack as declared, or as published where nothing was declared.
+
+    Raises UserError if neither is known.
+    """
     known = PUBLISHED.get((side, top_k))
-    # What is to be found is read as if it were the usual until then.
-    footprint: Footprint | None = "squash" if wanted.footprint == "find" else wanted.footprint
-    axes: Axes = "row-column" if wanted.axes == "find" else wanted.axes
-    given = {"teacher": wanted.teacher, "input_size": wanted.input_size, "footprint": footprint}
-    unsaid = [name for name, value in given.items() if not value]
-    if known is None and unsaid:
+    # A layout that is still to be found is the usual one until then.
+    footprint: Footprint | None = "squash" if options.footprint == "find" else options.footprint
+    axes: Axes = "row-column" if options.axes == "find" else options.axes
+    given = {"teacher": options.teacher, "input_size": options.input_size, "footprint": footprint}
+    missing = ["--" + name.replace("_", "-") for name, value in given.items() if not value]
+    if known is None and missing:
         raise UserError(
-            f"{wanted.labels} holds maps of {side} x {side} cells, top {top_k}, which are of no published pack; "
-            f"give {' and '.join('--' + name.replace('_', '-') for name in unsaid)}"
+            f"{options.labels} has maps of {side} x {side} cells, top {top_k}, which no published "
+            f"pack has; give {' and '.join(missing)}"
         )
-    if wanted.input_size < 0:
+    if options.input_size < 0:
         raise UserError("--input-size must be at least 1 pixel")
     chosen = {name: value or getattr(known, name) for name, value in given.items()}
     return Pack(matching=matching, side=side, top_k=top_k, axes=axes, **chosen)
 
 
-if __name__ == "__main__":
+def command() -> None:
+    """Run the console script `densefeed-import-labels`."""
     run(lambda: main(tyro.cli(Import, description=__doc__)))
+
+
+if __name__ == "__main__":
+    command()

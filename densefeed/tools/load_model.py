@@ -1,6 +1,4 @@
-"""A trained model from a checkpoint or a run folder, ready to be judged or given away: weights,
-size, classes, preprocessing.
-"""
+"""Load a trained model from a checkpoint or a run folder, to evaluate or export it."""
 
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -16,23 +14,23 @@ from densefeed.models.token_transformer import TokenTransformer
 from densefeed.system.errors import UserError
 
 Weights = Literal["ema", "raw"]
-AVERAGED = ("ema", "state_dict_ema")  # names of averaged weights in checkpoints: ours, timm's
-# Our loaders resample with an antialiased triangle, which is what Pillow and timm call bilinear.
+EMA_KEYS = ("ema", "state_dict_ema")  # keys of the EMA weights in checkpoints: ours, timm's
+# Our loaders resample with an antialiased triangle filter, which Pillow and timm call bilinear.
 OUR_INTERPOLATION = "bilinear"
 
 
 class Trained(NamedTuple):
-    """A model and what one must know to use it."""
+    """A model and what is needed to use it."""
 
     path: Path  # the checkpoint file
     model: nn.Module  # in evaluation mode, float32, on the CPU, for inputs of `size`
     name: str  # timm's
-    kwargs: dict  # of timm.create_model, for this size
-    weights: Weights  # which were found: `raw` also where a checkpoint has no others
-    class_names: list[str]  # in the order of the logits; empty if nobody names them
+    kwargs: dict  # arguments of timm.create_model, for this size
+    weights: Weights  # those that were loaded: `raw` also where a checkpoint has no others
+    class_names: list[str]  # in the order of the logits; empty if they are unknown
     size: int  # side of the input, pixels
     crop_pct: float  # side of the evaluation crop, share of the shorter side
-    interpolation: str  # timm's word
+    interpolation: str  # timm's name of it
     mean: tuple[float, ...]  # of input from 0 to 1
     std: tuple[float, ...]
 
@@ -40,17 +38,21 @@ class Trained(NamedTuple):
 def open_trained(
     path: Path, weights: Weights = "ema", model_name: str = "", size: int = 0
 ) -> Trained:
-    """The model of a checkpoint, or of a run folder's `last.pt`, for inputs of `size` pixels (0:
-    those it was trained for).
+    """Load the model of a checkpoint, or of a run folder's `last.pt`.
 
-    `ema` takes averaged weights where there are any, `raw` the others. `model_name` (timm's) is for
-    checkpoints that do not say what they hold; their classes are named after ImageNet where their
-    number is that of an ImageNet set. Raises UserError.
+    Args:
+        path: a checkpoint file, or a run folder of train.py.
+        weights: `ema` selects EMA weights where there are any, `raw` the others.
+        model_name: timm's name, for checkpoints that do not contain it. Their classes get the names
+            of the ImageNet set with that number of classes, if there is one.
+        size: side of the input, pixels; 0: the size that the model was trained at.
+
+    Raises UserError.
     """
     if path.is_dir():
         if not (path / "last.pt").is_file():
             raise UserError(
-                f"{path} holds no last.pt; name a run folder of train.py, or a checkpoint file"
+                f"{path} has no last.pt; give a run folder of train.py, or a checkpoint file"
             )
         path = path / "last.pt"
     if size < 0:
@@ -59,47 +61,51 @@ def open_trained(
         model, checkpoint = checkpoints.build(path, model_name)
     except checkpoints.CheckpointError as error:
         raise UserError(str(error)) from error
-    averaged = any(checkpoint.get(name) for name in AVERAGED)
-    if averaged and weights == "raw":
-        plain = {name: value for name, value in checkpoint.items() if name not in AVERAGED}
-        try:
-            model.load_state_dict(checkpoints.weights_of(plain))
-        except RuntimeError as error:
-            raise UserError(
-                f"{path} holds no whole raw weights ({str(error).splitlines()[0]}); take --weights ema"
-            ) from error
+    has_ema = any(checkpoint.get(key) for key in EMA_KEYS)
+    if has_ema and weights == "raw":
+        load_raw(model, checkpoint, path)
     ours = "recipe" in checkpoint
-    recipe = (
-        checkpoints.ModelSpec(**checkpoint["recipe"])
-        if ours
-        else checkpoints.ModelSpec(model_name, {"num_classes": model.num_classes})
-    )
-    run, data = checkpoint.get("config") or {}, resolve_data_config(model=model)
+    recipe = checkpoints.ModelSpec(model_name, {"num_classes": model.num_classes})
+    if ours:
+        recipe = checkpoints.ModelSpec(**checkpoint["recipe"])
+    config, data = checkpoint.get("config") or {}, resolve_data_config(model=model)
     names = checkpoint.get("class_names") or imagenet_names(model)
     if names and len(names) != model.num_classes:
         raise UserError(
-            f"{path} names {len(names)} classes but its model has {model.num_classes}; train or copy it again"
+            f"{path} names {len(names)} classes but its model has {model.num_classes}; "
+            "train or copy it again"
         )
-    trained_size = run.get("size") or data["input_size"][-1]
-    model, kwargs = at_size(model, recipe, size or trained_size, path)
+    size = size or config.get("size") or data["input_size"][-1]
+    model, kwargs = at_size(model, recipe, size, path)
     return Trained(
-        path,
-        model,
-        recipe.name,
-        kwargs,
-        "ema" if averaged and weights == "ema" else "raw",
-        list(names),
-        size or trained_size,
-        run.get("crop_pct") or data["crop_pct"],
-        OUR_INTERPOLATION if ours else data["interpolation"],
-        tuple(checkpoint.get("mean") or data["mean"]),
-        tuple(checkpoint.get("std") or data["std"]),
+        path=path,
+        model=model,
+        name=recipe.name,
+        kwargs=kwargs,
+        weights="ema" if has_ema and weights == "ema" else "raw",
+        class_names=list(names),
+        size=size,
+        crop_pct=config.get("crop_pct") or data["crop_pct"],
+        interpolation=OUR_INTERPOLATION if ours else data["interpolation"],
+        mean=tuple(checkpoint.get("mean") or data["mean"]),
+        std=tuple(checkpoint.get("std") or data["std"]),
     )
 
 
+def load_raw(model: nn.Module, checkpoint: dict, path: Path) -> None:
+    """Load the raw weights of a checkpoint that has EMA weights too. Raises UserError."""
+    raw = {key: value for key, value in checkpoint.items() if key not in EMA_KEYS}
+    try:
+        model.load_state_dict(checkpoints.weights_of(raw))
+    except RuntimeError as error:
+        why = str(error).partition("\n")[0]
+        raise UserError(f"{path} has no complete raw weights ({why}); use --weights ema") from error
+
+
 def imagenet_names(model: nn.Module) -> list[str]:
-    """WordNet ids in the order of the logits, if the number of classes is that of an ImageNet set
-    (1,000, 21,841, ...).
+    """Return the WordNet ids in the order of the logits, or an empty list.
+
+    They are known if the number of classes is that of an ImageNet set (1,000, 21,841, ...).
     """
     subset = infer_imagenet_subset(model)
     return ImageNetInfo(subset).label_names() if subset else []
@@ -108,19 +114,18 @@ def imagenet_names(model: nn.Module) -> list[str]:
 def at_size(
     model: nn.Module, recipe: checkpoints.ModelSpec, size: int, path: Path
 ) -> tuple[nn.Module, dict]:
-    """The model for square inputs of `size` pixels, and the arguments that build it so. UserError
-    if it cannot take them.
+    """Return the model for square inputs of `size` pixels, and the arguments that build it.
 
-    A position table is resampled once: that of our families as their forward pass would each time,
-    timm's by `set_input_size`, which every family of timm has that knows how. What has neither, as
-    networks of convolutions, stays as it is.
+    A position table is resampled once. Our families resample it as their forward pass does;
+    timm's with `set_input_size`, which every timm family with such a table has. Models with
+    neither, as CNNs, are not changed. Raises UserError if the model cannot take this size.
     """
     kwargs = recipe.kwargs
     try:
         if isinstance(model, TokenTransformer) and model.pos_embed is not None:
             if size != model.grid_size * model.patch_size:
                 kwargs = kwargs | {"img_size": size}
-                model = resampled(model, timm.create_model(recipe.name, **kwargs))
+                model = resample_table(model, timm.create_model(recipe.name, **kwargs))
         elif hasattr(model, "set_input_size"):
             model.set_input_size(img_size=(size, size))
             kwargs = kwargs | {"img_size": size}
@@ -134,10 +139,9 @@ def at_size(
     return model, kwargs
 
 
-def resampled(model: TokenTransformer, new: TokenTransformer) -> TokenTransformer:
-    """`new` with the weights of `model`, its position table resampled."""
-    table = resample_abs_pos_embed(
-        model.pos_embed.detach(), [new.grid_size] * 2, [model.grid_size] * 2
-    )
+def resample_table(model: TokenTransformer, new: TokenTransformer) -> TokenTransformer:
+    """Load the weights of `model` into `new`, with its position table resampled; return `new`."""
+    sides = [new.grid_size] * 2, [model.grid_size] * 2
+    table = resample_abs_pos_embed(model.pos_embed.detach(), *sides)
     new.load_state_dict(model.state_dict() | {"pos_embed": table})
     return new

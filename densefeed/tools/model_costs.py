@@ -1,11 +1,11 @@
-"""Parameters and multiply-adds of classifiers, as papers print them.
+"""Print parameters and multiply-adds of classifiers as papers report them.
 
     python tools/model_costs.py dhvt_tiny_cifar_patch4 cvt_13 swin_tiny_patch4_window7_224
 
-Papers disagree on what a "FLOP" is. Counted here are multiply-adds of one image: of convolutions
-and linear layers; of the products inside attention (queries with keys, weights with values), which
-many tables leave out; and of norms, which fvcore counts besides (5 a number of LayerNorm, 2 of
-BatchNorm at evaluation).
+Papers disagree about what a "FLOP" is. This counts the multiply-adds of one image: in convolutions
+and linear layers; in the products inside attention (queries with keys, weights with values), which
+many tables omit; and in norms, which fvcore counts too (5 per element of LayerNorm, 2 per element
+of BatchNorm in evaluation mode).
 """
 
 from dataclasses import dataclass
@@ -23,12 +23,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from densefeed.models import checkpoints  # noqa: F401  (registers our models with timm)
 from densefeed.system.errors import UserError, run
 
-PER_NUMBER = {nn.LayerNorm: 5, nn.BatchNorm2d: 2}  # fvcore's counts
-INNER = {"bmm", "baddbmm"}  # products of two activations; a layer's are mm, addmm and convolution
+PER_ELEMENT = {nn.LayerNorm: 5, nn.BatchNorm2d: 2}  # fvcore's counts
+# Products of two activations. Layers are mm, addmm and convolution.
+ACTIVATION_PRODUCTS = {"bmm", "baddbmm"}
 
 
 class Costs(NamedTuple):
-    """Of one image, multiply-adds; and parameters, those that are trained."""
+    """Parameters that require gradients, and multiply-adds of one image."""
 
     parameters: int
     layers: int  # convolutions and linear layers
@@ -37,7 +38,7 @@ class Costs(NamedTuple):
 
     @property
     def without_attention(self) -> float:
-        """fvcore's total less its `matmul`, in 1e9: what the DHVT paper prints."""
+        """fvcore's total without its `matmul`, in 1e9: what the DHVT paper reports."""
         return (self.layers + self.norms) / 1e9
 
     @property
@@ -46,84 +47,80 @@ class Costs(NamedTuple):
         return (self.layers + self.norms + self.attention) / 1e9
 
 
-def costs_of(model: nn.Module, size: int) -> Costs:
-    """Costs of a model on the meta device, at evaluation, for one image of `size` pixels."""
+def measure_costs(model: nn.Module, size: int) -> Costs:
+    """Count the costs of a model on the meta device, for one image of `size` pixels."""
     norms = 0
 
     def count(module: nn.Module, _inputs: tuple, output: torch.Tensor) -> None:
         nonlocal norms
-        norms += (
-            next(each for kind, each in PER_NUMBER.items() if isinstance(module, kind))
-            * output.numel()
-        )
+        (per_element,) = (n for kind, n in PER_ELEMENT.items() if isinstance(module, kind))
+        norms += per_element * output.numel()
 
-    hooks = [
-        m.register_forward_hook(count) for m in model.modules() if isinstance(m, tuple(PER_NUMBER))
-    ]
+    layers = [module for module in model.modules() if isinstance(module, tuple(PER_ELEMENT))]
+    hooks = [layer.register_forward_hook(count) for layer in layers]
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model.eval()(torch.empty(1, 3, size, size, device="meta"))
     for hook in hooks:
         hook.remove()
-    by_operation = {
-        str(name).split(".")[-1]: number
-        for name, number in counter.get_flop_counts()["Global"].items()
-    }
-    attention = (
-        sum(n for name, n in by_operation.items() if name in INNER or "attention" in name) // 2
+    flops = counter.get_flop_counts()["Global"].items()
+    by_name = {str(operation).split(".")[-1]: number for operation, number in flops}
+    products = (
+        number
+        for name, number in by_name.items()
+        if name in ACTIVATION_PRODUCTS or "attention" in name
     )
-    return Costs(
-        sum(p.numel() for p in model.parameters() if p.requires_grad),
-        counter.get_total_flops() // 2 - attention,
-        attention,
-        norms,
-    )
+    attention = sum(products) // 2
+    parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    return Costs(parameters, counter.get_total_flops() // 2 - attention, attention, norms)
 
 
 def costs_by_name(name: str, size: int = 0, **arguments: object) -> tuple[Costs, int]:
-    """Costs of the model of that name, at `size` pixels (0: its own), and that size. UserError for
-    a model that is not known.
+    """Return the costs of a timm model at `size` pixels, and that size; 0: the model's own.
+
+    Raises UserError for an unknown model.
     """
     if not timm.is_model(name):
         raise UserError(
-            f"timm knows no model {name!r}; `python -c 'import timm; print(timm.list_models())'` lists them"
+            f"timm has no model {name!r}; "
+            "`python -c 'import timm; print(timm.list_models())'` lists them"
         )
     fused = use_fused_attn()
-    set_fused_attn(False)  # a fused attention has no products that could be counted
+    set_fused_attn(False)  # the products inside a fused attention cannot be counted
     try:
         with torch.device("meta"):
             model = timm.create_model(name, **arguments)
     finally:
         set_fused_attn(fused > 0)
     size = size or model.pretrained_cfg["input_size"][-1]
-    return costs_of(model, size), size
+    return measure_costs(model, size), size
 
 
 @dataclass(frozen=True)
-class Request:
-    """What to print."""
+class ModelCosts:
+    """The models to count."""
 
-    models: Annotated[tuple[str, ...], tyro.conf.Positional]  # timm's names and ours
+    models: Annotated[tuple[str, ...], tyro.conf.Positional]  # names of timm's models and ours
     size: int = 0  # side of the input, pixels; 0: each model's own
 
 
-def main() -> None:
-    request = tyro.cli(Request, description=__doc__)
-    if not request.models:
-        raise UserError("name at least one model, as dhvt_tiny_cifar_patch4")
+def main(options: ModelCosts) -> None:
+    """Print a line for each model."""
+    if not options.models:
+        raise UserError("name at least one model, e.g. dhvt_tiny_cifar_patch4")
     table = Table("model", "pixels", "parameters", "G, no attention products", "G", box=None)
-    for name in request.models:
-        costs, size = costs_by_name(name, request.size)
-        table.add_row(
-            name,
-            str(size),
-            f"{costs.parameters:,}",
-            f"{costs.without_attention:.3f}",
-            f"{costs.whole:.3f}",
-        )
+    for name in options.models:
+        costs, size = costs_by_name(name, options.size)
+        giga = f"{costs.without_attention:.3f}", f"{costs.whole:.3f}"
+        table.add_row(name, str(size), f"{costs.parameters:,}", *giga)
     console = Console()
-    console.width = max(console.width, 110)  # names in full, also in a log file
+    console.width = max(console.width, 110)  # keep names whole in a log file too
     console.print(table)
 
 
+def command() -> None:
+    """Run the console script `densefeed-model-costs`."""
+    run(lambda: main(tyro.cli(ModelCosts, description=__doc__)))
+
+
 if __name__ == "__main__":
-    run(main)
+    command()

@@ -1,24 +1,27 @@
-"""Pack images, and their score maps, into one FFCV dataset (.beton) that stock ffcv 1.0.2 opens
-too.
+"""Pack images, and their score maps, into one FFCV dataset (.beton).
 
     python tools/pack_dataset.py --data imagenet/train --maps maps.h5 --out train.beton
     python tools/pack_dataset.py --data imagenet/val --split val --out val.beton
     python tools/pack_dataset.py --dataset cifar100 --root data --out cifar100-train.beton
 
---dataset: cifar10, cifar100, svhn, flowers102 (as torchvision keeps them below --root, downloaded
-if they are not there); domainnet/clipart (... infograph, painting, quickdraw, real, sketch; with
-their lists); list/FILE of lines "path label" or "class/file" (give a_train.txt and a_test.txt names
-that differ in that word alone: then both count for the classes of each); classes/FILE, the class
-folders that it names (ImageNet-100); share/10, so many percent of every class folder's images;
-hfds/NAME, as timm reads it.
+Stock ffcv 1.0.2 opens these files too.
 
-JPEGs keep every pixel: they are rewritten losslessly, with an index from which a crop can be read
-alone (--no-index keeps their bytes too). What is no gray or RGB JPEG (PNG, CMYK, ...), or larger
-than --max-side, is encoded anew, and counted; what is no JPEG and no larger than --pixels-to
-(CIFAR, SVHN) is kept as its pixels. Every image is tried; those that cannot be packed are named at
-the end. Then mend these files and run the same command again, which packs nothing twice, or leave
-them out with --on-bad-sample skip. A packing that was stopped or killed, or filled the disk, goes
-on in the same way: what is done stands in OUT.part and OUT.part.rows.
+--dataset is one of: cifar10, cifar100, svhn, flowers102 (in torchvision's layout below --root,
+downloaded if missing); domainnet/clipart (or infograph, painting, quickdraw, real, sketch; with
+their lists); list/FILE, lines of "path label" or "class/file" (if two lists have names that differ
+only in train and test, as a_train.txt and a_test.txt, both define the classes of each);
+classes/FILE, the class folders that the file names (ImageNet-100); share/10, that percentage of the
+images of every class folder; hfds/NAME, read by timm.
+
+JPEGs keep every pixel: they are transcoded losslessly and get an index, so that a crop can be
+decoded without the rest (--no-index keeps their bytes too). Images that are not gray or RGB JPEGs
+(PNG, CMYK and others), or are larger than --max-side, are encoded again as JPEG and counted. Images
+that are not JPEGs and no larger than --pixels-to (CIFAR, SVHN) are stored as raw pixels.
+
+Every image is tried, and those that cannot be packed are listed at the end. Repair these files and
+run the same command again, which packs only them; or leave them out with --on-bad-sample skip. A
+run that was stopped or killed, or filled the disk, is continued in the same way: its progress is in
+OUT.part and OUT.part.rows.
 """
 
 import hashlib
@@ -49,140 +52,159 @@ from densefeed.system.errors import UserError, run
 from densefeed.system.prefetch import ordered_map
 from densefeed.system.progress import bar
 
-NAMED = 10  # unreadable files named in the message
-# packed images that a continued packing prepares again, to see that they still come out the same
+NAMED = 10  # unreadable files that a message lists
+# Packed images that a continued run prepares again, to check that the result is still the same.
 PROBES = 64
-KEPT, ANEW, PIXELS = 0, 1, 2  # what became of an image's bytes; the writer's journal remembers it
+# How an image is stored. The writer's journal records it, so the values are part of its format.
+KEPT, ENCODED, PIXELS = 0, 1, 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class Packing:
-    """What to pack."""
+    """The images to pack, and how."""
 
-    # folder of class folders, or where --dataset is kept
+    # folder of class folders, or the folder of --dataset
     data: Annotated[Path, tyro.conf.arg(aliases=["--root"])]
     out: Path  # the .beton to write
     maps: Path | None = None  # score maps (HDF5) made for this data
     dataset: str = ""  # a name from the list above, if not a folder of class folders
-    split: str = "train"  # of the dataset
-    max_side: int = 0  # images with a longer side are made smaller, to this, pixels; 0: none is
-    # images that are no JPEG and whose sides are no longer keep their pixels as they are, without a
-    # checksum
+    split: str = "train"  # split of the dataset
+    max_side: int = 0  # shrink images with a longer side to this side, pixels; 0: never
+    # images that are not JPEGs and have no longer side are stored as raw pixels, without a checksum
     pixels_to: int = 64
-    quality: int = 95  # of what must be encoded anew, JPEG's 1 to 100
-    # rewrite JPEGs losslessly with an index of their segments, which makes crops faster to read
+    quality: int = 95  # JPEG quality, 1 to 100, of images that are encoded again
+    # transcode JPEGs losslessly with an index of their segments, which makes crops faster to decode
     index: bool = True
     threads: int = os.cpu_count() or 1  # threads that read and check images
-    # an image that cannot be packed: no file, or a file without it
+    # if an image cannot be packed: write no file, or a file without it
     on_bad_sample: Literal["raise", "skip"] = "raise"
 
 
 class Prepared(NamedTuple):
-    """An image, ready to be written, or why it cannot be."""
+    """An image that is ready to be written, or the reason why it cannot be packed."""
 
     sample: Sample | None
-    became: int = KEPT
+    stored: int = KEPT
     reason: str = ""
 
 
 def main(packing: Packing) -> None:
-    """Pack. UserError, once all images were tried, if one cannot be packed and shall not be left
-    out.
-    """
-    if (
-        packing.threads < 1
-        or min(packing.max_side, packing.pixels_to) < 0
-        or not 1 <= packing.quality <= 100
-    ):
-        raise UserError(
-            "--threads must be at least 1, --max-side and --pixels-to no less than 0, and --quality from 1 to 100"
-        )
-    images = Images(packing.data, packing.dataset, packing.split)
-    notes = {"class_names": images.class_names, "fingerprint": images.fingerprint()}
-    store, fields = None, []
-    if packing.maps is not None:
-        store = ScoreMapStore(packing.maps)
-        store.check(notes["fingerprint"], packing.data)
-        if store.error:
-            print(
-                f"{packing.maps} is compact, and the .beton takes over what it lost: {store.error}"
-            )
-        spec = score_map_spec(store, len(images.class_names))
-        notes |= {
-            "teacher": store.header.teacher,
-            "absent": spec.absent,
-            "max_palette": spec.max_palette,
-        }
-        notes |= {"min_window_side": spec.min_window_side}
-        fields = map_fields(spec.side, spec.top_k)
-    # The fingerprint also covers file sizes, which mending a file changes.
-    listing = "\n".join(
-        f"{path}\t{label}" for path, label in zip(images.paths, images.labels, strict=True)
-    )
-    identity = {"images": hashlib.sha256(listing.encode()).hexdigest()}
-    identity |= {
-        name: getattr(packing, name) for name in ("max_side", "pixels_to", "quality", "index")
-    }
+    """Pack the images and print a summary.
 
-    with BetonWriter(packing.out, len(images), fields, notes, identity) as writer:
+    Raises UserError after all images were tried, if one cannot be packed and --on-bad-sample is
+    raise.
+    """
+    check(packing)
+    images = Images(packing.data, packing.dataset, packing.split)
+    fingerprint, fields = images.fingerprint(), []
+    store = open_maps(packing, fingerprint) if packing.maps else None
+    notes = {"class_names": images.class_names, "fingerprint": fingerprint}
+    if store:
+        spec = score_map_spec(store, len(images.class_names))
+        notes |= {"teacher": store.header.teacher, "absent": spec.absent}
+        notes |= {"max_palette": spec.max_palette, "min_window_side": spec.min_window_side}
+        fields = map_fields(spec.side, spec.top_k)
+    with BetonWriter(packing.out, len(images), fields, notes, identify(packing, images)) as writer:
 
         def prepare(index: int) -> Prepared:
-            try:
-                stored, size, became = as_stored(images.read(index), images.where(index), packing)
-                arrays = map_arrays(store.rows(np.array([index])), 0) if store else ()
-            except (UserError, OSError) as error:
-                return Prepared(None, reason=str(error))
-            if len(stored) > writer.room:
-                long = f"is a JPEG of {len(stored):,} bytes, and a page holds {PAGE:,} (make it smaller)"
-                return Prepared(None, reason=f"{images.where(index)} {long}")
-            return Prepared(
-                Sample(stored, *size, int(images.labels[index]), arrays, became == PIXELS), became
-            )
+            return prepare_image(index, images, store, packing, writer.room)
 
         try:
             reasons = pack(writer, prepare, packing.threads)
             if reasons and packing.on_bad_sample == "raise":
                 raise UserError(
-                    f"{named(reasons)}; mend these files and run this again, which packs only them, or add --on-bad-sample skip"
+                    f"{list_reasons(reasons)}; repair these files and run this command again, "
+                    "which packs only them, or add --on-bad-sample skip"
                 )
             writer.finish()
         except (KeyboardInterrupt, OSError):
             done = int((writer.state == PACKED).sum())
             print(
-                f"{writer.part} keeps {done:,} of {len(images):,} images; run the same command to go on",
+                f"{writer.part} keeps {done:,} of {len(images):,} images; "
+                "run the same command to continue",
                 file=sys.stderr,
             )
             raise
-        packed, anew = writer.state == PACKED, np.nonzero(writer.tags == ANEW)[0]
-        pixels = int((writer.tags[packed] == PIXELS).sum())
-    size = packing.out.stat().st_size
-    print(
-        f"{packing.out}: {packed.sum():,} images{' with score maps' if store else ''}, {size / 2**20:,.1f} MiB"
-    )
-    if pixels:
+        stored = writer.tags[writer.state == PACKED]
+        encoded = np.nonzero(writer.tags == ENCODED)[0]
+    with_maps, size = " with score maps" if store else "", packing.out.stat().st_size
+    print(f"{packing.out}: {len(stored):,} images{with_maps}, {size / 2**20:,.1f} MiB")
+    if pixels := (stored == PIXELS).sum():
         print(
-            f"kept as pixels: {pixels:,} images that are no JPEG and no larger than {packing.pixels_to}"
+            f"stored as raw pixels: {pixels:,} images that are not JPEGs "
+            f"and not larger than {packing.pixels_to} px"
         )
-    if len(anew):
+    if len(encoded):
         print(
-            f"encoded anew as JPEG at quality {packing.quality}: {len(anew)} images, the first is {images.where(int(anew[0]))}"
+            f"encoded again as JPEG at quality {packing.quality}: {len(encoded)} images, "
+            f"the first is {images.where(int(encoded[0]))}"
         )
     if reasons:
-        print(f"left out: {named(reasons)}")
+        print(f"left out: {list_reasons(reasons)}")
+
+
+def check(packing: Packing) -> None:
+    """Raise UserError for numbers out of range."""
+    sizes = min(packing.max_side, packing.pixels_to)
+    if packing.threads < 1 or sizes < 0 or not 1 <= packing.quality <= 100:
+        raise UserError(
+            "--threads must be at least 1, --max-side and --pixels-to at least 0, "
+            "and --quality from 1 to 100"
+        )
+
+
+def open_maps(packing: Packing, fingerprint: str) -> ScoreMapStore:
+    """Open the score maps. Raises UserError if they belong to images of another fingerprint."""
+    store = ScoreMapStore(packing.maps)
+    store.check(fingerprint, packing.data)
+    if store.error:
+        print(f"{packing.maps} is compact; the .beton inherits its error: {store.error}")
+    return store
+
+
+def identify(packing: Packing, images: Images) -> dict[str, object]:
+    """Return all that a continued run must have in common with the first."""
+    # The fingerprint of the images is not used here: it also covers file sizes, which change when
+    # a file is repaired.
+    pairs = zip(images.paths, images.labels, strict=True)
+    listing = "\n".join(f"{path}\t{label}" for path, label in pairs)
+    options = ("max_side", "pixels_to", "quality", "index")
+    return {"images": hashlib.sha256(listing.encode()).hexdigest()} | {
+        name: getattr(packing, name) for name in options
+    }
+
+
+def prepare_image(
+    index: int, images: Images, store: ScoreMapStore | None, packing: Packing, room: int
+) -> Prepared:
+    """Prepare an image and its score map for the writer, whose pages have `room` bytes."""
+    where, arrays = images.where(index), ()
+    try:
+        encoded, size, stored = encode(images.read(index), where, packing)
+        if store:
+            arrays = map_arrays(store.rows(np.array([index])), 0)
+    except (UserError, OSError) as error:
+        return Prepared(None, reason=str(error))
+    if len(encoded) > room:
+        reason = f"is a JPEG of {len(encoded):,} bytes, and a page holds {PAGE:,} (make it smaller)"
+        return Prepared(None, reason=f"{where} {reason}")
+    label = int(images.labels[index])
+    return Prepared(Sample(encoded, *size, label, arrays, stored == PIXELS), stored)
 
 
 def pack(writer: BetonWriter, prepare: Callable[[int], Prepared], threads: int) -> list[str]:
-    """Write all that is still to be packed; why some could not be. UserError if what is packed is
-    of other images.
+    """Write all images that are not packed yet; return the reasons why some cannot be packed.
+
+    Raises UserError if images that were packed earlier have changed since.
     """
     todo, packed = writer.todo().tolist(), np.nonzero(writer.state == PACKED)[0]
     if len(packed):
-        print(
-            f"{writer.path}: continuing, {len(packed):,} of {len(writer.state):,} images are packed already"
-        )
+        total = len(writer.state)
+        print(f"{writer.path}: continuing, {len(packed):,} of {total:,} images are packed already")
     probes = packed[np.linspace(0, len(packed) - 1, min(len(packed), PROBES)).astype(int)].tolist()
     reasons = []
-    # Leaving the pool waits for its threads; closing the map first drops what they have not begun.
+    # The pool's exit waits for its threads. The iterator is closed before that, which drops the
+    # images that no thread has begun.
     with (
         ThreadPoolExecutor(threads) as pool,
         closing(ordered_map(prepare, probes + todo, pool, 8 * threads)) as prepared,
@@ -193,7 +215,7 @@ def pack(writer: BetonWriter, prepare: Callable[[int], Prepared], threads: int) 
                     raise writer.changed(index)
                 writer.check(index, ready.sample)
             elif ready.sample is not None:
-                writer.write(index, ready.sample, ready.became)
+                writer.write(index, ready.sample, ready.stored)
             else:
                 if writer.state[index] != FAILED:
                     writer.fail(index)
@@ -201,36 +223,35 @@ def pack(writer: BetonWriter, prepare: Callable[[int], Prepared], threads: int) 
     return reasons
 
 
-def named(reasons: list[str]) -> str:
-    """The first of them, and how many there are."""
+def list_reasons(reasons: list[str]) -> str:
+    """Return the number of reasons and the first of them."""
     more = f" (and {len(reasons) - NAMED} more)" if len(reasons) > NAMED else ""
     return f"{len(reasons)} images cannot be packed: {'; '.join(reasons[:NAMED])}{more}"
 
 
-def as_stored(encoded: bytes, where: str, packing: Packing) -> tuple[bytes, tuple[int, int], int]:
-    """An image's bytes as they are packed, its height and width, and what became of it. UserError
-    if it cannot be read whole.
+def encode(encoded: bytes, where: str, packing: Packing) -> tuple[bytes, tuple[int, int], int]:
+    """Return an image's bytes as they are packed, its (height, width), and how it is stored.
+
+    Raises UserError if it cannot be decoded as a whole.
     """
+
+    def damaged(error: native.JpegError) -> UserError:
+        return UserError(f"{where} cannot be decoded ({error}); replace or remove this file")
+
     try:
         side, readable = max(native.probe(encoded)), True
     except native.JpegError as error:
         if error.status == native.DAMAGED:
-            raise UserError(
-                f"{where} cannot be decoded ({error}); replace or remove this file"
-            ) from error
-        readable = False
-    anew = not readable or 0 < packing.max_side < side
-    if anew:
-        image = decode(encoded, where)
-        if 0 < packing.max_side < max(image.size):
-            scale = packing.max_side / max(image.size)
-            image = image.resize(
-                [max(1, round(extent * scale)) for extent in image.size], Image.Resampling.LANCZOS
-            )
+            raise damaged(error) from error
+        side, readable = 0, False
+    again = not readable or 0 < packing.max_side < side
+    if again:
+        image = shrink(decode(encoded, where), packing.max_side)
         if not readable and max(image.size) <= packing.pixels_to:
             return np.asarray(image).tobytes(), (image.height, image.width), PIXELS
         buffer = io.BytesIO()
-        try:  # what was no JPEG keeps its colors at full resolution
+        try:
+            # Images that were not JPEGs keep their color at full resolution (4:4:4).
             image.save(buffer, "JPEG", quality=packing.quality, subsampling=2 if readable else 0)
         except (OSError, ValueError) as error:
             raise UserError(
@@ -238,22 +259,33 @@ def as_stored(encoded: bytes, where: str, packing: Packing) -> tuple[bytes, tupl
             ) from error
         encoded = buffer.getvalue()
     try:
-        # The rewriting reads every coefficient, so it is also the check that the file is whole.
+        # Transcoding reads every coefficient, so it also checks that the file is whole.
         indexed = indexed_jpeg.transcode(encoded)
     except native.JpegError as error:
-        raise UserError(
-            f"{where} cannot be decoded ({error}); replace or remove this file"
-        ) from error
-    # An index that is there already may not be true any more: the file may have been edited.
-    kept = indexed if packing.index or indexed_jpeg.MARK in encoded[:64] else encoded
-    return kept, native.probe(kept), ANEW if anew else KEPT
+        raise damaged(error) from error
+    # An index that is there already may be out of date: the file may have been edited since.
+    if packing.index or indexed_jpeg.MARK in encoded[:64]:
+        encoded = indexed
+    return encoded, native.probe(encoded), ENCODED if again else KEPT
+
+
+def shrink(image: Image.Image, max_side: int) -> Image.Image:
+    """Resize an image whose longer side exceeds `max_side` pixels to that side; 0: never."""
+    if not 0 < max_side < max(image.size):
+        return image
+    scale = max_side / max(image.size)
+    size = [max(1, round(extent * scale)) for extent in image.size]
+    return image.resize(size, Image.Resampling.LANCZOS)
 
 
 def command() -> None:
-    """The command line. SIGTERM, with which schedulers stop a job, ends it as Ctrl-C does."""
+    """Run the console script `densefeed-pack`.
+
+    SIGTERM, with which schedulers stop a job, ends it as Ctrl-C does.
+    """
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    main(tyro.cli(Packing, description=__doc__))
+    run(lambda: main(tyro.cli(Packing, description=__doc__)))
 
 
 if __name__ == "__main__":
-    run(command)
+    command()

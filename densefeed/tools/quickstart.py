@@ -1,11 +1,11 @@
-"""The whole flow on real images, from nothing to a report: what `make quickstart` runs.
+"""Run the whole flow on real images, from nothing to a report; `make quickstart` runs this.
 
     python tools/quickstart.py --out quickstart
 
-Makes digit scenes, trains a teacher, labels every cell of every image, packs, trains students that
-differ in nothing but what they are told, and writes a report. It only runs the commands a user
-would type, and prints them. What is there already is kept, so a second call is quick and a killed
-one goes on; remove the folder to start anew.
+It composes digit scenes, trains a teacher, labels every cell of every training image with it, packs
+images and score maps, trains students that differ only in their supervision, and writes a report.
+Each step is a command that you can type yourself, and is printed before it runs. Finished steps are
+kept, so a second call is quick and an interrupted one continues; remove the folder to start over.
 """
 
 import json
@@ -23,189 +23,189 @@ from rich.table import Table
 from densefeed.system.errors import UserError, run
 from densefeed.training.recipes import RECIPES
 
-STUDENTS = ("ce", "relabel", "token-label", "token-label-mixtoken")
+STUDENTS = {
+    "ce": "the image labels",
+    "relabel": "the dense label of each crop",
+    "token-label": "a dense label on every token",
+    "token-label-mixtoken": "a dense label on every token, and MixToken",
+    "token-label-published": "a dense label on every token, read at the published coordinates",
+}
 LABELS = {
     "image": "image label",
     "crop": "crop's dense label",
     "token": "token's dense label",
-    "published": "token's, read as published",
+    "published": "token's, as published",
 }
 PARTS = {"all": "all digits", "largest": "the largest digit", "others": "the others"}
-# its input when it labels: a little over a scene, where it names both large and small digits
+# The teacher's input when it labels: slightly larger than a scene, since at this size it recognizes
+# both large and small digits.
 TEACHER_SIZE = 112
 
 
 @dataclass(frozen=True, kw_only=True)
 class Quickstart:
-    """What to run."""
+    """The size of the quickstart."""
 
     out: Path = Path("quickstart")  # folder for everything
-    # one whole flow each; more than one: out/seed-N, and a table of mean and deviation
+    # one whole flow per seed; several seeds run in out/seed-N and give mean and standard deviation
     seeds: tuple[int, ...] = (0,)
     train: int = 3000  # training scenes
     val: int = 1000  # validation scenes
-    epochs: int | None = None  # of every training; default: the recipes'
-    # of the recipes lvvit_micro_...; there is token-label-published too
-    students: tuple[str, ...] = STUDENTS
+    epochs: int | None = None  # epochs of every training; default: those of the recipes
+    # students to train, by the names of their recipes lvvit_micro_..., e.g. also
+    # token-label-published
+    students: tuple[str, ...] = tuple(STUDENTS)[:-1]
 
 
-def call(made: Path, *words: object) -> None:
-    """Run one command of ours, unless `made` is there already."""
-    if made.exists():
-        print(f"have {made}")
+def run_step(result: Path, purpose: str, program: str, *words: object, **options: object) -> None:
+    """Print and run one command of ours, unless its `result` exists; `options` become --options."""
+    if result.exists():
+        print(f"{result} exists; skipped")
         return
-    print(f"\n$ python {shlex.join(map(str, words))}", flush=True)
-    module = "densefeed." + str(words[0]).removesuffix(".py").replace("/", ".")
-    done = subprocess.run([sys.executable, "-m", module, *map(str, words[1:])])
+    for name, value in options.items():
+        words += f"--{name.replace('_', '-')}", value
+    words = [program, *map(str, words)]
+    print(f"\n# {purpose}\n$ python {shlex.join(words)}", flush=True)
+    module = f"densefeed.{program.removesuffix('.py').replace('/', '.')}"
+    done = subprocess.run([sys.executable, "-m", module, *words[1:]])
     if done.returncode:
         sys.exit(done.returncode)
-    if not made.exists():  # a training that a signal stopped has saved itself and ends well
-        print("stopped; the same command goes on")
+    # A training that a signal stopped has saved its state and exits with 0.
+    if not result.exists():
+        print("stopped; run the same command again to continue")
         sys.exit(130)
 
 
-def prepared(out: Path, seed: int, options: Quickstart) -> tuple[Path, Path]:
-    """Scenes, a teacher, its score maps and packed files in `out`; the training and the validation
-    set.
-    """
+def prepare_data(out: Path, seed: int, options: Quickstart) -> tuple[Path, Path]:
+    """Make scenes, teacher, score maps and packed files; return the training and validation set."""
     scenes, teacher, maps = out / "scenes", out / "runs/teacher", out / "maps.h5"
     packed, val = out / "train.beton", out / "val.beton"
-    call(
+    run_step(
         scenes,
+        "Compose scenes: one large handwritten digit, which is the image label, and small others",
         "tools/make_digit_scenes.py",
-        "--out",
-        scenes,
-        "--train",
-        options.train,
-        "--val",
-        options.val,
-        "--seed",
-        seed,
+        out=scenes,
+        train=options.train,
+        val=options.val,
+        seed=seed,
     )
-    call(
+    run_step(
         teacher / "result.json",
+        "Train the teacher, a CNN, on the image labels",
         "train.py",
         "nfnet_micro_ce",
-        "--loader",
-        "folder",
-        "--data",
-        scenes,
-        "--val",
-        scenes,
-        "--out",
-        teacher,
-        *common(seed, options),
+        loader="folder",
+        data=scenes,
+        val=scenes,
+        out=teacher,
+        **training_options(seed, options),
     )
-    call(
+    run_step(
         maps,
+        "Label every cell of every training image with the teacher: the score maps",
         "tools/relabel_imagenet.py",
-        "--data",
-        scenes,
-        "--teacher",
-        teacher,
-        "--input-size",
-        TEACHER_SIZE,
-        "--top-k",
-        5,
-        "--out",
-        maps,
+        data=scenes,
+        teacher=teacher,
+        input_size=TEACHER_SIZE,
+        top_k=5,
+        out=maps,
     )
-    call(packed, "tools/pack_dataset.py", "--data", scenes, "--maps", maps, "--out", packed)
-    call(val, "tools/pack_dataset.py", "--data", scenes, "--split", "val", "--out", val)
+    pack = "tools/pack_dataset.py"
+    purpose = "Pack the training images and their score maps into one file"
+    run_step(packed, purpose, pack, data=scenes, maps=maps, out=packed)
+    run_step(val, "Pack the validation images", pack, data=scenes, split="val", out=val)
     return packed, val
 
 
-def common(seed: int, options: Quickstart) -> tuple[object, ...]:
-    """What all trainings are told."""
-    epochs = () if options.epochs is None else ("--epochs", options.epochs)
-    return ("--seed", seed, "--resume", "auto", *epochs)
+def training_options(seed: int, options: Quickstart) -> dict[str, object]:
+    """Return the options that all trainings share."""
+    epochs = {} if options.epochs is None else {"epochs": options.epochs}
+    return {"seed": seed, "resume": "auto"} | epochs
 
 
-def flow(out: Path, seed: int, options: Quickstart) -> dict:
-    """One whole flow; its accuracies and how right the labels are."""
-    packed, val = prepared(out, seed, options)
+def recipe_name(student: str) -> str:
+    """Return the name of a student's recipe."""
+    return f"lvvit_micro_{student.replace('-', '_')}"
+
+
+def run_flow(out: Path, seed: int, options: Quickstart) -> dict:
+    """Run the whole flow in `out`; return top-1 of all models and the shares of correct labels."""
+    packed, val = prepare_data(out, seed, options)
     runs = {name: out / "runs" / name for name in ("teacher", *options.students)}
     for name in options.students:
-        recipe = f"lvvit_micro_{name.replace('-', '_')}"
-        call(
+        run_step(
             runs[name] / "result.json",
+            f"Train the student {name} on {STUDENTS.get(name, 'the labels of its recipe')}",
             "train.py",
-            recipe,
-            "--loader",
-            "ffcv",
-            "--data",
-            packed,
-            "--val",
-            val,
-            "--out",
-            runs[name],
-            *common(seed, options),
+            recipe_name(name),
+            loader="ffcv",
+            data=packed,
+            val=val,
+            out=runs[name],
+            **training_options(seed, options),
         )
-    report = out / "report.html"
-    call(
-        report,
-        "tools/report.py",
-        *runs.values(),
-        "--boxes",
-        out / "scenes/boxes.json",
-        "--out",
-        report,
-    )
-    results = {
-        name: json.loads((folder / "result.json").read_text()) for name, folder in runs.items()
-    }
+    report, boxes = out / "report.html", out / "scenes/boxes.json"
+    purpose = "Write the report: results, curves, and what the students saw"
+    run_step(report, purpose, "tools/report.py", *runs.values(), boxes=boxes, out=report)
     purity = json.loads(report.with_suffix(".json").read_text())
-    return {
-        "top1": {name: r["top1"] for name, r in results.items()},
-        "purity": {kind: purity[kind] for kind in LABELS},
+    top1 = {
+        name: json.loads((folder / "result.json").read_text())["top1"]
+        for name, folder in runs.items()
     }
+    return {"top1": top1, "purity": purity}
 
 
-def spread(values: list[float]) -> str:
-    """Percent, and over several seeds mean ± standard deviation."""
+def format_spread(values: list[float]) -> str:
+    """Format shares as a percentage; of several, mean ± standard deviation."""
     mean = f"{100 * statistics.mean(values):.1f}"
     return f"{mean} ± {100 * statistics.stdev(values):.1f} %" if len(values) > 1 else f"{mean} %"
 
 
 def main(options: Quickstart) -> None:
-    """Run the flow of every seed and print the table."""
+    """Run the flow of every seed and print the summary."""
     known = {recipe.__name__ for recipe in RECIPES}
     for name in options.students:
-        if f"lvvit_micro_{name.replace('-', '_')}" not in known:
+        if recipe_name(name) not in known:
             raise UserError(
-                f"--students {name}: there is no such student; {', '.join(STUDENTS)}, token-label-published are"
+                f"--students {name}: unknown student; choose from {', '.join(STUDENTS)}"
             )
-    many = len(options.seeds) > 1
-    flows = [
-        flow(options.out / f"seed-{seed}" if many else options.out, seed, options)
-        for seed in options.seeds
-    ]
-    table = Table(title=f"Digit scenes, {len(flows)} seed{'s' * many}", title_justify="left")
-    table.add_column("what")
-    table.add_column("top-1", justify="right")
-    table.add_row(
-        "teacher (nfnet_micro)", spread([f["top1"]["teacher"] for f in flows]), end_section=True
-    )
-    for name in options.students:
-        table.add_row(f"student (lvvit_micro), {name}", spread([f["top1"][name] for f in flows]))
+    folders = [options.out / f"seed-{seed}" for seed in options.seeds]
+    folders = folders if len(folders) > 1 else [options.out]
+    flows = [run_flow(out, seed, options) for out, seed in zip(folders, options.seeds, strict=True)]
+    show(flows, options.students)
+    reports = ", ".join(str(folder / "report.html") for folder in folders)
+    Console().print(f"Open the report in a browser: {reports}", soft_wrap=True)
+
+
+def show(flows: list[dict], students: tuple[str, ...]) -> None:
+    """Print the accuracy of teacher and students, and how often their labels are correct."""
+    seeds = f"{len(flows)} seed{'s' * (len(flows) > 1)}"
+    accuracy = Table(title=f"Accuracy on the validation scenes, {seeds}", title_justify="left")
+    accuracy.add_column("model")
+    accuracy.add_column("top-1", justify="right")
+    names = {"teacher": "teacher (nfnet_micro)"}
+    names |= {name: f"student (lvvit_micro), {name}" for name in students}
+    for name, text in names.items():
+        top1 = format_spread([flow["top1"][name] for flow in flows])
+        accuracy.add_row(text, top1, end_section=name == "teacher")
+    title = "Correct labels, share of the training tokens that lie inside exactly one digit"
+    labels = Table(title=title, title_justify="left")
+    labels.add_column("label")
+    for part in PARTS.values():
+        labels.add_column(f"on {part}", justify="right")
+    for kind, name in LABELS.items():
+        shares = ([flow["purity"][kind][part] for flow in flows] for part in PARTS)
+        labels.add_row(name, *map(format_spread, shares))
     console = Console()
     console.print()
-    console.print(table)
-    judged = Table(
-        title="Tokens inside exactly one digit whose label is that digit", title_justify="left"
-    )
-    judged.add_column("label")
-    for name in PARTS.values():
-        judged.add_column(f"on {name}", justify="right")
-    for kind, name in LABELS.items():
-        judged.add_row(name, *(spread([f["purity"][kind][part] for f in flows]) for part in PARTS))
-    console.print(judged)
-    where = ", ".join(
-        str((options.out / f"seed-{s}" if many else options.out) / "report.html")
-        for s in options.seeds
-    )
-    console.print(f"Report: {where}", soft_wrap=True)
+    console.print(accuracy)
+    console.print(labels)
+
+
+def command() -> None:
+    """Run the console script `densefeed-quickstart`."""
+    run(lambda: main(tyro.cli(Quickstart, description=__doc__)))
 
 
 if __name__ == "__main__":
-    run(lambda: main(tyro.cli(Quickstart, description=__doc__)))
+    command()

@@ -1,12 +1,11 @@
-"""One self-contained HTML file that shows what runs were trained on and what came out, or whether
-score maps are right.
+"""Write one self-contained HTML file with the results of training runs, or audit score maps.
 
     python tools/report.py runs/ce runs/token-label --boxes scenes/boxes.json
-    python tools/report.py maps.h5 --data imagenet/train --teacher dm_nfnet_f6.dm_in1k --out audit.html
+    python tools/report.py maps.h5 --data imagenet/train --teacher dm_nfnet_f6.dm_in1k
 
-A table of results, curves, and a contact sheet: training crops exactly as the student saw them,
-with the label of every token drawn over them. `--boxes` (from tools/make_digit_scenes.py) adds the
-true objects, and judges the labels by them.
+The report of runs has a table of results, curves, and a contact sheet: training crops exactly as
+the student saw them, with the label of every token drawn on them. `--boxes`, a file that
+tools/make_digit_scenes.py writes, adds the true objects and measures how many labels are correct.
 
 Of a file of score maps it writes an audit, and JSON beside it: values, names, labels and
 duplicates; with --data also names, sizes and pictures; with --teacher, any model of the same
@@ -18,6 +17,8 @@ import json
 import os
 import statistics
 import sys
+from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -42,17 +43,17 @@ from densefeed.training.config import Config, config_from_dict
 from densefeed.training.objective import augment_settings
 
 CONTACTS = 12  # crops on the contact sheet
-JUDGED = 2000  # crops whose labels are judged
+PURITY_CROPS = 2000  # crops whose labels are compared with the true objects
 CURVES = ("#0b6e99", "#c2571a", "#3a8f4d", "#7a4fa3", "#8a6d1f", "#555555")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What to show."""
+    """The runs to show."""
 
     # run folders of train.py, or one file of score maps
     runs: Annotated[tuple[Path, ...], tyro.conf.Positional]
-    boxes: Path | None = None  # of runs: true boxes of the training images, to judge labels by
+    boxes: Path | None = None  # true boxes of the training images, to count correct labels
     # the HTML to write; default: report.html in the last run's folder, or NAME.audit.html
     # beside the maps
     out: Path | None = None
@@ -74,296 +75,322 @@ class Report:
     device: str = "auto"  # of the reference: auto: cuda if there is one, else cpu
 
 
-# Fields of a config that say where and how fast, not what.
+# Fields of a config that say where and how fast a run trains, not what it trains. The table of
+# results leaves them out.
 PLACES = {
-    "data",
-    "val",
-    "out",
-    "labels",
-    "threads",
-    "device",
-    "resume",
-    "loader",
-    "microbatch",
-    "log_every",
-    "eval_every",
-    "save_every",
-    "wandb",
-    "keep",
+    *("data", "val", "out", "labels", "threads", "device", "resume", "loader"),
+    *("microbatch", "log_every", "eval_every", "save_every", "wandb", "keep"),
 }
 
 
 class Run(NamedTuple):
-    """A run folder, read."""
+    """The contents of a run folder."""
 
     name: str
     config: dict
-    result: dict
-    train: list[dict]  # metrics of the training, a record every log_every steps
-    val: list[dict]  # of the evaluations
+    result: dict  # empty until the run has finished
+    train: list[dict]  # training metrics, a record every log_every steps
+    val: list[dict]  # evaluation metrics
 
 
 class Truth(NamedTuple):
-    """True objects of one image: classes `[n]` and boxes `[n, 4]`,
-    normalized.
-    """
+    """True objects of one image: classes `[n]` and boxes `[n, 4]`, normalized."""
 
     classes: np.ndarray
     boxes_ltrb: np.ndarray
 
 
 def read_run(folder: Path) -> Run:
-    """A run, finished or not (then its result is empty). UserError if the folder is none."""
+    """Read a run folder, finished or not. Raises UserError if it is none."""
     try:
         config = json.loads((folder / "config.json").read_text())
         done = folder / "result.json"
         result = json.loads(done.read_text()) if done.exists() else {}
-        # The last line of a run that goes on may be half written.
+        # The last line of a run in progress may be incomplete.
         text = (folder / "metrics.jsonl").read_text()
         lines = [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
     except FileNotFoundError as error:
+        missing = Path(error.filename).name
         raise UserError(
-            f"{folder} is no run ({Path(error.filename).name} is missing); train it with train.py"
+            f"{folder} is not a run folder ({missing} is missing); give a run folder of train.py"
         ) from None
     except ValueError as error:
-        raise UserError(f"{folder} holds a damaged file ({error}); train it again") from error
-    return Run(
-        folder.name,
-        config,
-        result,
-        *([r for r in lines if r["kind"] == kind] for kind in ("train", "val")),
-    )
+        raise UserError(f"{folder} has a damaged file ({error}); train it again") from error
+    train, val = ([line for line in lines if line["kind"] == kind] for kind in ("train", "val"))
+    return Run(folder.name, config, result, train, val)
 
 
-def row_of(run: Run, runs: list[Run]) -> dict:
-    """A run's line in the table of results; `told` is what of its config not all `runs` share."""
-    tops = [(record["top1"], "") for record in run.val[-1:]]
-    tops += [(record["top1_ema"], "averaged") for record in run.val[-1:] if "top1_ema" in record]
+def make_row(run: Run, runs: list[Run]) -> dict:
+    """Return a run's row in the table of results.
+
+    `differs` lists the values of its config that not all `runs` share.
+    """
+    tops = [
+        (record[key], kind)
+        for record in run.val[-1:]
+        for key, kind in (("top1", ""), ("top1_ema", "EMA"))
+        if key in record
+    ]
     names = [
         name
         for name in run.config
         if name not in PLACES and len({json.dumps(r.config.get(name)) for r in runs}) > 1
     ]
-    told = ", ".join(f"{name.replace('_', '-')} {brief(run.config[name])}" for name in names)
-    speeds = {
-        name: [record[name] for record in run.train if name in record]
-        for name in ("images_per_s", "mfu")
-    }
-    return {
+    options = [f"{name.replace('_', '-')} {format_value(run.config[name])}" for name in names]
+    row = {
         "name": run.name,
-        "told": told,
+        "differs": ", ".join(options),
         "tops": tops,
-        "epoch": max((r["epoch"] for r in run.train + run.val), default=0),
+        "epoch": max((record["epoch"] for record in run.train + run.val), default=0),
         "epochs": run.config["epochs"],
         "result": run.result,
-        **{name: statistics.median(values) if values else None for name, values in speeds.items()},
     }
+    for name in ("images_per_s", "mfu"):
+        values = [record[name] for record in run.train if name in record]
+        row[name] = statistics.median(values) if values else None
+    return row
 
 
-def brief(value: object) -> str:
-    """A config's value in a table's cell."""
+def format_value(value: object) -> str:
+    """Format a config's value for a table's cell."""
     if isinstance(value, bool):
         return "yes" if value else "no"
-    return (
-        " ".join(map(brief, value)) or "none"
-        if isinstance(value, list)
-        else "none"
-        if value in ("", None)
-        else str(value)
-    )
+    if isinstance(value, list):
+        return " ".join(map(format_value, value)) or "none"
+    return "none" if value in ("", None) else str(value)
 
 
-def student_of(run: Run, loader: Loader) -> tuple[int, Augmentation]:
-    """P, the side of the student's table of tokens in the first epoch (16 where its model has
-    none), and what it sees of a crop.
+def build_augmentation(run: Run, loader: Loader) -> tuple[int, Augmentation]:
+    """Return the side of the student's token grid in the first epoch, and its augmentation.
+
+    The side is 16 for a model without tokens.
     """
     config = config_from_dict(run.config)
     with torch.device("meta"):
         model, _ = build_model(config, loader.num_classes)
     grid = loader.plan.size(0) // model.patch_size if isinstance(model, TokenTransformer) else 16
-    return grid, Augmentation(
-        loader.plan,
-        augment_settings(config),
-        model.pretrained_cfg["mean"],
-        model.pretrained_cfg["std"],
-    )
+    mean, std = (model.pretrained_cfg[name] for name in ("mean", "std"))
+    return grid, Augmentation(loader.plan, augment_settings(config), mean, std)
 
 
-def read_truth(path: Path, run: Run, loader: Loader) -> list[Truth]:
-    """True objects in the order of the run's samples. UserError if they are not of the run's
-    images.
+def read_truths(path: Path, run: Run, loader: Loader) -> list[Truth]:
+    """Read the true objects of the run's images, in the order of its samples.
+
+    Raises UserError if the file describes other images.
     """
     if not path.exists():
         raise UserError(
-            f"{path}: there is no such file; tools/make_digit_scenes.py writes it beside its scenes"
+            f"{path}: there is no such file; tools/make_digit_scenes.py writes it with its scenes"
         )
     try:
-        told = json.loads(path.read_text())
+        document = json.loads(path.read_text())
     except ValueError as error:
         raise UserError(f"{path} is damaged ({error}); make the scenes again") from error
     images = Images(path.parent, split="train")
     if loader.fingerprint != images.fingerprint():
         raise UserError(
-            f"{path} describes other images than {run.config['data']} holds; name the boxes of these images"
+            f"{path} describes other images than those in {run.config['data']}; "
+            "give the boxes of these images"
         )
     truths = []
     for name in images.paths:
-        objects = told["scenes"][f"train/{name}"]
+        objects = document["scenes"][f"train/{name}"]
         classes = np.array([images.class_names.index(str(o["digit"])) for o in objects])
-        truths.append(Truth(classes, np.array([o["box"] for o in objects], float) / told["size"]))
+        boxes = np.array([o["box"] for o in objects], float) / document["size"]
+        truths.append(Truth(classes, boxes))
     return truths
 
 
-def in_crop(boxes_ltrb_n4: np.ndarray, view: np.ndarray) -> np.ndarray:
-    """Boxes of the image as the crop shows them: the View undone, the box around the four corners;
-    normalized, `[n, 4]`.
+# ------------------------------------------------------------------------- tokens and objects
+
+
+def boxes_in_crop(boxes_ltrb_n4: np.ndarray, view: np.ndarray) -> np.ndarray:
+    """Map boxes of the image into the crop; normalized, `[n, 4]`.
+
+    The view is inverted; the result is the box around the four corners.
     """
     back = np.linalg.inv(np.vstack([view, [0, 0, 1]]))[:2]
     corners = boxes_ltrb_n4[:, [[0, 1], [2, 1], [2, 3], [0, 3]]] @ back[:, :2].T + back[:, 2]
     return np.concatenate([corners.min(1), corners.max(1)], axis=1)
 
 
-def owner_of_tokens(boxes_ltrb_n4: np.ndarray, grid: int) -> np.ndarray:
-    """For each token of a `grid` x `grid` table, the one box it lies wholly inside of, or -1 if it
-    touches none or another too.
+def find_owners(boxes_ltrb_n4: np.ndarray, grid: int) -> np.ndarray:
+    """Return, for each token of a `grid` x `grid` table, the box that contains it, else -1.
+
+    A token that overlaps several boxes, or lies only partly inside its box, has none.
     """
     edges = np.arange(grid) / grid
     left, top = np.meshgrid(edges, edges)
     token = np.stack([left, top, left + 1 / grid, top + 1 / grid], -1)[:, :, None]
     box = boxes_ltrb_n4[None, None]
-    inside = (token[..., :2] >= box[..., :2] - 1e-6).all(-1) & (
-        token[..., 2:] <= box[..., 2:] + 1e-6
-    ).all(-1)
-    touches = (token[..., :2] < box[..., 2:]).all(-1) & (token[..., 2:] > box[..., :2]).all(-1)
-    return np.where((touches.sum(-1) == 1) & inside.any(-1), inside.argmax(-1), -1)
+    low, high = token[..., :2] >= box[..., :2] - 1e-6, token[..., 2:] <= box[..., 2:] + 1e-6
+    inside = low.all(-1) & high.all(-1)
+    overlaps = (token[..., :2] < box[..., 2:]).all(-1) & (token[..., 2:] > box[..., :2]).all(-1)
+    return np.where((overlaps.sum(-1) == 1) & inside.any(-1), inside.argmax(-1), -1)
 
 
-def labels_of_tokens(
+def label_tokens(
     batch: Batch, loader: Loader, grid: int, rules: TargetRules = PLAIN
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The likeliest class of every token, and its probability times the token's weight; `[N, T]`
-    each.
+    """Return every token's most probable class, and its probability times the token's weight.
+
+    Both are `[N, T]`.
     """
     targets = sparse_targets(batch, loader.score_maps, grid, rules)
     best = (targets.extra + targets.base[..., None]).max(-1)
     return targets.palette.gather(1, best.indices).numpy(), (best.values * targets.weight).numpy()
 
 
-def judge(loader: Loader, truths: list[Truth], grid: int) -> dict:
-    """Of the tokens that lie inside exactly one true object: how often is each kind of label that
-    object's class?
+def measure_purity(loader: Loader, truths: list[Truth], grid: int) -> dict:
+    """Measure how often each kind of label is the class of the object that a token lies on.
 
-    Judged are crops before augmentation.
+    It counts the tokens that lie inside exactly one true object, in crops before augmentation. The
+    kinds are `image`, the image's own label, with which plain cross-entropy supervises every token;
+    `crop`, the dense label of the whole crop (objective relabel); `token`, the dense label of the
+    token; and `published`, the same read at the coordinates of the published code.
 
-    Kinds: `image`, the image's own label, which plain cross entropy tells every token; `crop`, the
-    dense label of the whole crop (objective relabel); `token`, the dense label of the token;
-    `published`, the same read where the published code reads. Each for `all` such tokens, those on
-    the `largest` object of their image and those on the `others`. `tokens` counts them.
+    Returns for each kind the shares over `all` such tokens, those on the `largest` object of their
+    image and those on the `others`; `tokens` are their numbers.
     """
-    hits = {
-        kind: {"all": 0, "largest": 0, "others": 0}
-        for kind in ("image", "crop", "token", "published")
-    }
-    tokens = {"all": 0, "largest": 0, "others": 0}
-    batches = min(-(-JUDGED // loader.plan.batch), len(loader))
-    for batch in bar(islice(loader.batches(0), batches), "judge, batches", batches):
-        token_NT, _ = labels_of_tokens(batch, loader, grid)
-        crop_N1, _ = labels_of_tokens(batch, loader, 1)
-        published_NT, _ = labels_of_tokens(
-            batch, loader, grid, TargetRules(geometry="published", outside="uniform")
-        )
+    kinds, parts = ("image", "crop", "token", "published"), ("all", "largest", "others")
+    hits = {kind: dict.fromkeys(parts, 0) for kind in kinds}
+    tokens = dict.fromkeys(parts, 0)
+    published = TargetRules(geometry="published", outside="uniform")
+    batches = min(-(-PURITY_CROPS // loader.plan.batch), len(loader))
+    for batch in bar(islice(loader.batches(0), batches), "check labels, batches", batches):
+        token_NT, _ = label_tokens(batch, loader, grid)
+        crop_N1, _ = label_tokens(batch, loader, 1)
+        published_NT, _ = label_tokens(batch, loader, grid, published)
         for n in np.nonzero(batch.weight.numpy())[0]:
             truth = truths[int(batch.index[n])]
-            owner_T = owner_of_tokens(
-                in_crop(truth.boxes_ltrb, batch.view[n].numpy()), grid
-            ).ravel()
-            inside_T = owner_T >= 0
-            want, owner = truth.classes[owner_T[inside_T]], owner_T[inside_T]
-            said = {
-                "image": int(batch.label[n]),
-                "crop": crop_N1[n, 0],
-                "token": token_NT[n][inside_T],
-            }
-            said["published"] = published_NT[n][inside_T]
-            for part, chosen in (
-                ("all", owner >= 0),
-                ("largest", owner == 0),
-                ("others", owner > 0),
-            ):
+            boxes = boxes_in_crop(truth.boxes_ltrb, batch.view[n].numpy())
+            owner_T = find_owners(boxes, grid).ravel()
+            inside_T, owner = owner_T >= 0, owner_T[owner_T >= 0]
+            dense = token_NT[n][inside_T], published_NT[n][inside_T]
+            labels = int(batch.label[n]), crop_N1[n, 0], *dense
+            for part, chosen in zip(parts, (owner >= 0, owner == 0, owner > 0), strict=True):
                 tokens[part] += int(chosen.sum())
-                for kind, label in said.items():
-                    hits[kind][part] += int(((label == want) & chosen).sum())
+                for kind, label in zip(kinds, labels, strict=True):
+                    hits[kind][part] += int(((label == truth.classes[owner]) & chosen).sum())
     shares = {
-        kind: {part: hits[kind][part] / max(tokens[part], 1) for part in tokens} for kind in hits
+        kind: {part: hits[kind][part] / max(tokens[part], 1) for part in parts} for kind in kinds
     }
     return shares | {"tokens": tokens}
 
 
-def contact_sheet(
+# ------------------------------------------------------------------------- contact sheet
+
+
+def make_contact_sheet(
     config: Config,
     loader: Loader,
     truths: list[Truth] | None,
     grid: int,
     augmentation: Augmentation,
 ) -> list[dict]:
-    """The first crops of epoch 0 as the student saw them, each with its tokens' labels and, if
-    known, the true boxes.
+    """Return the first crops of epoch 0 as the student saw them, with the labels of their tokens.
 
-    Labels are as the run reads them, but for their smoothing, which moves all alike.
+    `objects` are the true boxes where they are known. Labels are as in the run, but without label
+    smoothing, which changes all of them alike.
     """
     (batch,) = augment_batches(islice(loader.batches(0), 1), augmentation, 0, torch.device("cpu"))
     batch = batch._replace(image=augmentation.normalize.pixels(batch.image))
-    # right for all Views
+    # sheared=True selects the sampling that is right for every view.
     rules = TargetRules(0.0, config.temperature, config.outside, config.geometry, sheared=True)
-    token, probability = labels_of_tokens(batch, loader, grid, rules)
-    sheet = []
-    for n in range(min(CONTACTS, loader.plan.batch)):
-        cells = [
-            {
-                "x": at % grid,
-                "y": at // grid,
-                "name": loader.class_names[c],
-                "ink": INKS[c % len(INKS)],
-                "opacity": round(0.62 * float(p) ** 2, 3),
-                "sure": bool(p > 0.5),
-            }
-            for at, (c, p) in enumerate(
-                zip(token[n].tolist(), probability[n].tolist(), strict=True)
-            )
-        ]
-        objects = []
-        if truths is not None:
-            truth = truths[int(batch.index[n])]
-            for c, (left, top, right, bottom) in zip(
-                truth.classes,
-                in_crop(truth.boxes_ltrb, batch.view[n].numpy()).clip(0, 1),
-                strict=True,
-            ):
-                if right > left and bottom > top:
-                    objects.append(
-                        {
-                            "x": left * grid,
-                            "y": top * grid,
-                            "w": (right - left) * grid,
-                            "h": (bottom - top) * grid,
-                            "name": loader.class_names[c],
-                            "ink": INKS[c % len(INKS)],
-                        }
-                    )
-        sheet.append(
-            {
-                "image": picture(batch.image[n].numpy()),
-                "label": loader.class_names[int(batch.label[n])],
-                "index": int(batch.index[n]),
-                "cells": cells,
-                "objects": objects,
-            }
+    class_NT, probability_NT = label_tokens(batch, loader, grid, rules)
+    names = loader.class_names
+    return [
+        {
+            "image": picture(batch.image[n].numpy()),
+            "label": names[int(batch.label[n])],
+            "index": int(batch.index[n]),
+            "cells": make_cells(class_NT[n], probability_NT[n], grid, names),
+            "objects": make_objects(truths[int(batch.index[n])], batch.view[n].numpy(), grid, names)
+            if truths is not None
+            else [],
+        }
+        for n in range(min(CONTACTS, loader.plan.batch))
+    ]
+
+
+def make_cells(
+    class_T: np.ndarray, probability_T: np.ndarray, grid: int, names: Sequence[str]
+) -> list[dict]:
+    """Return the rectangles of a crop's tokens, in units of tokens."""
+    return [
+        {
+            "x": at % grid,
+            "y": at // grid,
+            "name": names[c],
+            "ink": INKS[c % len(INKS)],
+            "opacity": round(0.62 * float(p) ** 2, 3),
+            "sure": bool(p > 0.5),
+        }
+        for at, (c, p) in enumerate(zip(class_T.tolist(), probability_T.tolist(), strict=True))
+    ]
+
+
+def make_objects(truth: Truth, view: np.ndarray, grid: int, names: Sequence[str]) -> list[dict]:
+    """Return the rectangles of the objects that a crop shows, in units of tokens."""
+    boxes = boxes_in_crop(truth.boxes_ltrb, view).clip(0, 1)
+    return [
+        {
+            "x": left * grid,
+            "y": top * grid,
+            "w": (right - left) * grid,
+            "h": (bottom - top) * grid,
+            "name": names[c],
+            "ink": INKS[c % len(INKS)],
+        }
+        for c, (left, top, right, bottom) in zip(truth.classes, boxes, strict=True)
+        if right > left and bottom > top
+    ]
+
+
+def choose_run(runs: list[Run]) -> Run | None:
+    """Choose the run whose crops are shown: the last one with dense labels, or None.
+
+    Runs without mixing and with aligned labels are preferred, since the contact sheet shows crops
+    before they are mixed.
+    """
+    dense = [run for run in runs if run.config["objective"] != "ce"]
+    plain = [
+        run
+        for run in dense
+        if not any(run.config.get(name) for name in ("mixtoken", "cutmix", "mixup"))
+        and run.config.get("geometry", "aligned") == "aligned"
+    ]
+    return (plain or dense or [None])[-1]
+
+
+def replay(runs: list[Run], boxes: Path | None) -> dict:
+    """Replay the first epoch of a run; return what the page shows of it."""
+    page = {"labeled": None, "sheet": [], "purity": None, "grid": 0}
+    run = choose_run(runs)
+    if run is None:
+        return page
+    config = replace(config_from_dict(run.config), labels_on_device=False)
+    try:
+        loader = open_loader(config, "train")
+    except (UserError, OSError) as error:
+        print(
+            f"the report shows no crops: the training set cannot be opened: {error}",
+            file=sys.stderr,
         )
-    return sheet
+        return page
+    with closing(loader):
+        grid, augmentation = build_augmentation(run, loader)
+        truths = read_truths(boxes, run, loader) if boxes else None
+        sheet = make_contact_sheet(config, loader, truths, grid, augmentation)
+        purity = measure_purity(loader, truths, grid) if truths else None
+    return {"labeled": run, "sheet": sheet, "purity": purity, "grid": grid}
+
+
+# ------------------------------------------------------------------------- page
 
 
 def curve(runs: list[Run], kind: str, value: str, percent: bool) -> dict:
-    """Points of one value of all runs over epochs, in a 100 x 100 frame with its axes' ticks."""
+    """Return one value of all runs over epochs: lines in a 100 x 100 frame, and the axes' ticks."""
     series = [
         (run.name, [(r["epoch"], r[value]) for r in getattr(run, kind) if value in r])
         for run in runs
@@ -435,62 +462,38 @@ def audit_of(report: Report) -> None:
 
 
 def main(report: Report) -> None:
-    """Read the runs, replay the last one's first epoch, write the file."""
+    """Read the runs, replay the first epoch of one of them, and write the page."""
     if not report.runs:
         raise UserError("name at least one run folder of train.py, or a file of score maps")
     if any(path.is_file() or path.suffix in (".h5", ".hdf5") for path in report.runs):
         audit_of(report)
         return
     runs = [read_run(folder) for folder in report.runs]
-    # The sheet shows crops before they are mixed; of several runs the last that mixes nothing and
-    # reads labels where they belong.
-    dense = [run for run in runs if run.config["objective"] != "ce"]
-    mixes = ("mixtoken", "cutmix", "mixup")
-    plain = [
-        run
-        for run in dense
-        if not any(run.config.get(name) for name in mixes)
-        and run.config.get("geometry", "aligned") == "aligned"
-    ]
-    labeled = (plain or dense or [None])[-1]
-    sheet, purity, grid = [], None, 0
-    if labeled:
-        config = replace(config_from_dict(labeled.config), labels_on_device=False)
-        try:
-            loader = open_loader(config, "train")
-        except (UserError, OSError) as error:
-            print(
-                f"no pictures of crops, as the training set cannot be opened: {error}",
-                file=sys.stderr,
-            )
-            labeled = None
-    if labeled:
-        grid, augmentation = student_of(labeled, loader)
-        truths = read_truth(report.boxes, labeled, loader) if report.boxes else None
-        sheet = contact_sheet(config, loader, truths, grid, augmentation)
-        purity = judge(loader, truths, grid) if truths else None
-        loader.close()
+    last = report.runs[-1]
+    out = report.out or last / "report.html"
+    crops = replay(runs, report.boxes)
     page = environment().get_template("report.html")
-    out = report.out or report.runs[-1] / "report.html"
     text = page.render(
-        environment=json.loads((report.runs[-1] / "environment.json").read_text()),
-        rows=[row_of(run, runs) for run in runs],
+        environment=json.loads((last / "environment.json").read_text()),
+        rows=[make_row(run, runs) for run in runs],
         first=runs[-1],
-        sheet=sheet,
-        purity=purity,
-        grid=grid,
-        labeled=labeled,
         accuracy=curve(runs, "val", "top1", True),
         losses=curve(runs, "train", "loss", False),
+        **crops,
     )
     with replace_file(out) as part:
         part.write_text(text)
-    if purity:
+    if crops["purity"]:
         with replace_file(out.with_suffix(".json")) as part:
-            part.write_text(json.dumps(purity, indent=1))
+            part.write_text(json.dumps(crops["purity"], indent=1))
     print(f"{out}: {out.stat().st_size / 1024:,.0f} KiB, open it in a browser")
 
 
-if __name__ == "__main__":
+def command() -> None:
+    """Run the console script `densefeed-report`."""
     torch.set_grad_enabled(False)
     run(lambda: main(tyro.cli(Report, description=__doc__)))
+
+
+if __name__ == "__main__":
+    command()

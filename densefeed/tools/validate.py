@@ -1,35 +1,37 @@
-"""How good a trained model is: top-1, top-5, ReaL and loss on any labeled images, at any
-resolution, and how fast.
+"""Evaluate a trained model: top-1, top-5, ReaL accuracy, loss and speed, at any resolution.
 
     python tools/validate.py runs/student --data val.beton --json row.json
-    python tools/validate.py runs/student --loader folder --data imagenet/val --size 384 --crop-pct 1.0 --real real.json
+    python tools/validate.py runs/student --loader folder --data imagenet/val --real real.json
+    python tools/validate.py runs/student --data val.beton --size 384 --crop-pct 1.0
     python tools/validate.py weights.safetensors --model resnet50 --loader folder --data imagenet-r
 
-CLASSES. The data's classes are matched to the model's, and logits of classes that the data does not
-have are left out, of the loss too: so ImageNet-A and -R (200 classes in folders named by WordNet
-id) are judged over their own classes, as usual. Classes match by name. A model that names none, or
-numbers only, is named after ImageNet where it has as many classes. Data whose classes are numbers
-(ImageNet-V2's folders 0 to 999, files that FFCV wrote) is matched by number, as numbers and not as
-text; a file that FFCV wrote of such folders has lost their order, so read ImageNet-V2 from its
-folder.
+CLASSES. The classes of the data are matched to those of the model. Logits of classes that are not
+in the data are removed, for the loss too, so ImageNet-A and ImageNet-R (200 classes in folders
+named by WordNet id) are evaluated over their own classes, as is usual. Classes match by name. A
+model without class names, or with numbers as names, gets the names of the ImageNet set with its
+number of classes. Data with numbers as class names (ImageNet-V2's folders 0 to 999, files written
+by FFCV) is matched by number, compared as integers and not as text. A file that FFCV wrote from
+such folders has lost their order, so read ImageNet-V2 from its folder.
 
-REAL (Beyer et al., arXiv 2006.07159): each image has a list of right classes; top-1 is right if in
-the list, and images of an empty list do not count. `--real` names real.json, or `timm` for the copy
-in timm. Its order is that of the file names ILSVRC2012_val_00000001.JPEG to ..., which a folder
-has; a .beton has no names, so there it is taken to be in that order, and either is refused if fewer
-than half of the images' own labels are among their right ones.
+REAL (Beyer et al., arXiv 2006.07159). Each image has a list of correct classes: top-1 is correct if
+it is in the list, and images with an empty list do not count. `--real` is the path of real.json, or
+`timm` for the copy in timm. Its lists are in the order of the file names
+ILSVRC2012_val_00000001.JPEG and so on. In a folder they are found by these names; a .beton has no
+file names and is assumed to be in that order. Both are refused if the labels of fewer than half of
+the images are among their ReaL classes.
 
 PIXELS. The loader crops the centered square of crop-pct times the shorter side and resizes it with
-an antialiased triangle (bilinear in Pillow and timm). timm resizes the shorter side to size /
-crop-pct, bicubic for most models, and crops then. So accuracies of published models may differ from
-those reported in the second digit after the point.
+an antialiased triangle filter (bilinear in Pillow and timm). timm resizes the shorter side to size
+/ crop-pct, with bicubic filtering for most models, and crops afterwards. Accuracies of published
+models may therefore differ from the reported ones by some hundredths of a percentage point.
 """
 
 import json
 import os
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
@@ -49,42 +51,43 @@ from densefeed.pipelines.ffcv import FfcvSource
 from densefeed.pipelines.folder import FolderSource
 from densefeed.pipelines.loader import Source, ThreadedLoader
 from densefeed.pipelines.plan import EpochPlan
-from densefeed.system.devices import choose_device
+from densefeed.system.devices import choose_device, synchronize
 from densefeed.system.errors import UserError, run
 from densefeed.system.progress import bar
 from densefeed.system.provenance import environment, write_json
 from densefeed.tools.load_model import Weights, imagenet_names, open_trained
-from densefeed.training.evaluation import Metrics, Told, mean_metrics_sync, predict, sum_metrics
+from densefeed.training.evaluation import Metrics, mean_metrics_sync, predict, sum_metrics
 
 PACKAGES = ("torch", "timm", "numpy")
-NAMED = 3  # unknown classes named in a message
-CHUNK = 1024  # images that are judged by ReaL at once
-MODEL_SECONDS = 1.0  # that the model alone is timed for, at least
+NAMED = 3  # unknown classes that a message lists
+CHUNK = 1024  # images per call of timm's ReaL accuracy
+MODEL_SECONDS = 1.0  # least time for which the model alone is timed
 
 
 @dataclass(frozen=True, kw_only=True)
 class Validation:
-    """What to judge, on what."""
+    """The model and the data to evaluate it on."""
 
     checkpoint: Annotated[Path, tyro.conf.Positional]  # a checkpoint, or a run folder of train.py
-    data: Path  # a .beton, or a folder of class folders (or of splits, of which `val` is taken)
-    # reads .beton files, or folders; dali reads both, decoded by NVIDIA DALI
+    # a .beton, a folder of class folders, or a folder of splits, of which `val` is read
+    data: Path
+    # ffcv reads .beton files, folder reads folders; dali reads both, decoded by NVIDIA DALI
     loader: Literal["ffcv", "folder", "dali"] = "ffcv"
-    size: int = 0  # side of the input, pixels; 0: what the model was trained for
-    crop_pct: float = 0.0  # side of the crop, share of the shorter side; 0: the checkpoint's
-    weights: Weights = "ema"  # averaged weights where the checkpoint has them, or the raw ones
-    model: str = ""  # timm's name of the model, for a checkpoint that does not say
-    real: str = ""  # ReaL labels: real.json, or `timm` for timm's copy
+    size: int = 0  # side of the input, pixels; 0: the size the model was trained at
+    crop_pct: float = 0.0  # side of the crop, share of the shorter side; 0: the checkpoint's value
+    weights: Weights = "ema"  # EMA weights where the checkpoint has them, or the raw weights
+    model: str = ""  # timm's name of the model, for a checkpoint that does not contain it
+    real: str = ""  # ReaL labels: path of real.json, or `timm` for the copy in timm
     batch: int = 128  # images per forward pass
     threads: int = os.cpu_count() or 1  # decoding threads
-    device: str = "auto"  # auto: cuda if there is one, else cpu
+    device: str = "auto"  # auto: cuda if it is available, else cpu
     # auto: bf16 autocast on CUDA, float32 on a CPU
     precision: Literal["auto", "fp32", "bf16"] = "auto"
-    json: Path | None = None  # write the result there
+    json: Path | None = None  # write the result to this JSON file
 
 
 class Match(NamedTuple):
-    """Where the data's classes stand among the model's."""
+    """The position of each class of the data among the model's classes."""
 
     columns: list[int]  # for each class of the data, the model's
     by: Literal["name", "number", "order"]
@@ -93,11 +96,10 @@ class Match(NamedTuple):
 def match_classes(
     data: list[str], model: list[str], num_classes: int, stand_in: list[str]
 ) -> Match:
-    """The model's class for each of the data's, by the rule of the module's head. UserError if some
-    have none.
+    """Find each class of the data among the model's, by the rules in this module's docstring.
 
-    `model` may be empty, if nobody named its `num_classes` classes; `stand_in` are names for a
-    model that names none itself.
+    `model` is empty if the names of its `num_classes` classes are unknown; `stand_in` are the names
+    to use for a model without names of its own. Raises UserError if a class is not found.
     """
     unnamed = not model or model == [str(number) for number in range(num_classes)]
     for names in (model, stand_in if unnamed else []):
@@ -109,198 +111,211 @@ def match_classes(
     if unnamed and not stand_in and len(data) == num_classes:
         return Match(list(range(num_classes)), "order")
     known = set(stand_in if unnamed else model)
-    strange = [name for name in data if name not in known]
+    unknown = [name for name in data if name not in known]
+    example = f" ({model[0]}, ...)" if model else ""
     raise UserError(
-        f"{len(strange)} of the data's {len(data)} classes ({', '.join(strange[:NAMED])}, ...) are none of the model's "
-        f"{num_classes}{f' ({model[0]}, ...)' if model else ''}; give data whose class folders are named as in training"
+        f"{len(unknown)} of the {len(data)} classes of the data ({', '.join(unknown[:NAMED])}, "
+        f"...) are not among the {num_classes} classes of the model{example}; "
+        "give data with class folders named as in training"
     )
 
 
-def open_source(validation: Validation) -> Source:
-    """The samples. UserError if the loader does not read such data."""
-    path = validation.data
-    folder = validation.loader == "folder" or (validation.loader == "dali" and path.is_dir())
+def open_source(options: Validation) -> Source:
+    """Open the samples. Raises UserError if the loader cannot read such data."""
+    path = options.data
+    folder = options.loader == "folder" or (options.loader == "dali" and path.is_dir())
     if folder and path.is_file():
         raise UserError(
             f"{path} is a file; --loader folder reads folders, --loader ffcv reads .beton files"
         )
     if not folder and path.is_dir():
         raise UserError(
-            f"{path} is a folder; read it with --loader folder, or pack it with tools/pack_dataset.py --split val"
+            f"{path} is a folder; read it with --loader folder, "
+            "or pack it with tools/pack_dataset.py --split val"
         )
-    return FolderSource(path, "val", None, validation.threads) if folder else FfcvSource(path)
+    return FolderSource(path, "val", None, options.threads) if folder else FfcvSource(path)
 
 
-def official(number: int) -> str:
-    """The name of an image of ImageNet's validation set; `number` counts from 0."""
-    return f"ILSVRC2012_val_{number + 1:08d}.JPEG"
+def open_loader(
+    options: Validation, source: Source, plan: EpochPlan, device: torch.device
+) -> ThreadedLoader:
+    """Open the loader of these samples, without score maps."""
+    if options.loader == "dali":
+        return DaliLoader(source, plan, options.threads, maps=False, device=device)
+    return ThreadedLoader(source, plan, options.threads, maps=False)
+
+
+# ------------------------------------------------------------------------- ReaL
+
+
+def check_real_json(path: str) -> None:
+    """Raise UserError if the file is not a list of lists of class numbers."""
+    try:
+        lists = json.loads(Path(path).read_text())
+    except ValueError as error:
+        raise UserError(f"{path} is not readable JSON ({error}); copy it again") from error
+    nested = isinstance(lists, list) and all(isinstance(classes, list) for classes in lists)
+    if not nested or not all(type(number) is int for classes in lists for number in classes):
+        raise UserError(
+            f"{path} is not a list of lists of class numbers; use the real.json of arXiv 2006.07159"
+        )
 
 
 def open_real(path: str, source: Source, data: Path) -> RealLabelsImagenet:
-    """timm's judge for these samples, in their order. UserError if labels and samples do not belong
-    together.
+    """Open timm's ReaL accuracy for these samples, in their order.
+
+    Raises UserError if the ReaL labels are not those of the samples.
     """
     count = len(source.labels)
     if path != "timm":
-        try:
-            told = json.loads(Path(path).read_text())
-        except ValueError as error:
-            raise UserError(
-                f"{path} is no JSON that can be read ({error}); copy it again"
-            ) from error
-        lists = isinstance(told, list) and all(isinstance(classes, list) for classes in told)
-        if not lists or not all(type(number) is int for classes in told for number in classes):
-            raise UserError(
-                f"{path} is no list of lists of class numbers; take the real.json of arXiv 2006.07159"
-            )
+        check_real_json(path)
     names = [Path(source.where(index)).name for index in range(count)]
-    officials = [official(number) for number in range(count)]
+    official = [f"ILSVRC2012_val_{number:08d}.JPEG" for number in range(1, count + 1)]
     try:
-        judge = RealLabelsImagenet(
-            names if set(names) == set(officials) else officials,
+        accuracy = RealLabelsImagenet(
+            names if set(names) == set(official) else official,
             real_json=None if path == "timm" else path,
             topk=(1,),
         )
     except AssertionError:
         raise UserError(
-            f"--real {path} is for another number of images than the {count:,} of {data}; give their own labels"
+            f"--real {path} has another number of images than the {count:,} of {data}; "
+            "give the ReaL labels of this data"
         ) from None
-    lists = [judge.real_labels[name] for name in judge.filenames]
-    judged = [
-        (label, right) for label, right in zip(source.labels.tolist(), lists, strict=True) if right
-    ]
-    if not judged or max(max(right) for _, right in judged) >= len(source.class_names):
+    lists = [accuracy.real_labels[name] for name in accuracy.filenames]
+    labeled = [pair for pair in zip(source.labels.tolist(), lists, strict=True) if pair[1]]
+    if not labeled or max(max(right) for _, right in labeled) >= len(source.class_names):
         raise UserError(
-            f"--real {path} has no labels of the {len(source.class_names)} classes of {data}; give their own labels"
+            f"--real {path} has no labels of the {len(source.class_names)} classes of {data}; "
+            "give the ReaL labels of this data"
         )
-    agree = sum(label in right for label, right in judged) / len(judged)
-    # ReaL keeps about nine in ten of ImageNet's own labels, another order one in hundreds
+    agree = sum(label in right for label, right in labeled) / len(labeled)
+    # About nine in ten of ImageNet's own labels are among their ReaL classes. In a wrong order it
+    # is about one in hundreds.
     if agree < 0.5:
         raise UserError(
-            f"only {100 * agree:.0f} % of the labels of {data} are among those of --real {path}, so their orders differ; "
+            f"only {100 * agree:.0f} % of the labels of {data} are among those of --real {path}, "
+            "so their orders differ; "
             "validate the folder of ILSVRC2012_val_*.JPEG with --loader folder"
         )
-    return judge
+    return accuracy
 
 
-def real_top1(judge: RealLabelsImagenet, best_N: Tensor, num_classes: int) -> float:
-    """The share of judged images whose best class is right, 0 to 1."""
+def real_top1(accuracy: RealLabelsImagenet, best_N: Tensor, num_classes: int) -> float:
+    """Return the share of correct images, 0 to 1, among those with a ReaL label."""
     for best in best_N.split(CHUNK):
-        judge.add_result(F.one_hot(best, num_classes))  # of which timm takes the largest
-    return judge.get_accuracy(1) / 100
+        accuracy.add_result(F.one_hot(best, num_classes))  # timm takes the topk of these
+    return accuracy.get_accuracy(1) / 100
 
 
-def synchronize_sync(device: torch.device) -> None:
-    """Wait until the device has done all it was given."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+# ------------------------------------------------------------------------- measurement
 
 
-class Judged(NamedTuple):
-    """What was measured."""
+class Measurement(NamedTuple):
+    """Accuracy, predictions and speed."""
 
-    shares: Metrics
+    metrics: Metrics
     # int64 [N] on the CPU: the best class of each image, in the data's order and numbers
     best: Tensor
-    images_per_s: float  # of loader and model together
-    model_images_per_s: float  # of the model alone
+    images_per_s: float  # loader and model together
+    model_images_per_s: float  # the model alone
 
 
-def judge_sync(
+def time_sync(forward: Callable[[], None], device: torch.device) -> float:
+    """Return the median seconds of `forward`, of at least three runs.
+
+    The median is robust against other processes, which disturb few of the runs.
+    """
+    runs = []
+    while sum(runs) < MODEL_SECONDS or len(runs) < 3:
+        synchronize(device)
+        began = time.perf_counter()
+        forward()
+        synchronize(device)
+        runs.append(time.perf_counter() - began)
+    return statistics.median(runs)
+
+
+def measure_sync(
     model: nn.Module,
     loader: ThreadedLoader,
     normalize: Normalize,
     match: Match,
     device: torch.device,
     dtype: torch.dtype | None,
-) -> Judged:
-    """One pass over the data, then the model alone on the first batch."""
-    columns = torch.tensor(match.columns, device=device)
-    columns = None if match.columns == list(range(model.num_classes)) else columns
+) -> Measurement:
+    """Evaluate the model on one pass over the data, then time it alone on the first batch."""
+    columns = None
+    if match.columns != list(range(model.num_classes)):
+        columns = torch.tensor(match.columns, device=device)
     first, best = [], []
 
-    def prepared() -> Iterator[Told]:
+    def normalized() -> Iterator[tuple[Tensor, ...]]:
         for batch in to_device(bar(loader.batches(0), "validate, batches", len(loader)), device):
             image_NCHW = normalize(batch.image)
-            first.append(image_NCHW) if not first else None
+            if not first:
+                first.append(image_NCHW)
             yield image_NCHW, batch.label, batch.weight
 
-    def watched() -> Iterator[Told]:
-        for logits_NK, label_N, weight_N in predict(model, prepared(), columns, dtype):
+    def predictions() -> Iterator[tuple[Tensor, ...]]:
+        for logits_NK, label_N, weight_N in predict(model, normalized(), columns, dtype):
             best.append(logits_NK.argmax(-1))
             yield logits_NK, label_N, weight_N
 
-    size, rows = loader.plan.size(0), loader.plan.batch
-    blank = torch.zeros((rows, 3, size, size), device=device).to(memory_format=torch.channels_last)
-
-    def alone(image_NCHW: Tensor) -> None:
+    def forward(image_NCHW: Tensor) -> None:
         for _ in predict(model, [(image_NCHW, None, None)], columns, dtype):
             pass
 
-    alone(blank)  # what a device does once (choosing kernels) is not counted
-    synchronize_sync(device)
+    size, rows = loader.plan.size(0), loader.plan.batch
+    blank = torch.zeros((rows, 3, size, size), device=device).to(memory_format=torch.channels_last)
+    # The first pass is not timed: a device selects its kernels in it.
+    forward(blank)
+    synchronize(device)
     began = time.perf_counter()
-    shares = mean_metrics_sync(sum_metrics(watched()))
+    metrics = mean_metrics_sync(sum_metrics(predictions()))
     seconds = time.perf_counter() - began
-    # The median of single runs: what else the machine does hits few of them.
-    runs = []
-    while sum(runs) < MODEL_SECONDS or len(runs) < 3:
-        synchronize_sync(device)
-        began = time.perf_counter()
-        alone(first[0])
-        synchronize_sync(device)
-        runs.append(time.perf_counter() - began)
-    took = statistics.median(runs)
+    alone = time_sync(lambda: forward(first[0]), device)
     count = loader.plan.num_samples
-    return Judged(shares, torch.cat(best)[:count].cpu(), count / seconds, rows / took)
+    return Measurement(metrics, torch.cat(best)[:count].cpu(), count / seconds, rows / alone)
 
 
-def main(validation: Validation) -> dict:
-    """Judge, print the table, write the row; returns it."""
-    if validation.threads < 1 or validation.batch < 1 or not 0 <= validation.crop_pct <= 1:
+# ------------------------------------------------------------------------- command
+
+
+def main(options: Validation) -> dict:
+    """Evaluate the model, print the table and write the JSON file; return the row."""
+    if options.threads < 1 or options.batch < 1 or not 0 <= options.crop_pct <= 1:
         raise UserError(
-            "--threads and --batch must be at least 1, and --crop-pct a share: from 0 (the checkpoint's) to 1"
+            "--threads and --batch must be at least 1, "
+            "and --crop-pct a share: from 0 (the checkpoint's) to 1"
         )
-    device = choose_device(validation.device)
-    trained = open_trained(
-        validation.checkpoint, validation.weights, validation.model, validation.size
-    )
-    source = open_source(validation)
-    count, crop_pct = len(source.labels), validation.crop_pct or trained.crop_pct
+    device = choose_device(options.device)
+    trained = open_trained(options.checkpoint, options.weights, options.model, options.size)
+    source, model = open_source(options), trained.model
+    count, crop_pct = len(source.labels), options.crop_pct or trained.crop_pct
     plan = EpochPlan(
         num_samples=count,
-        batch=min(validation.batch, count),
+        batch=min(options.batch, count),
         seed=0,
         mode="evaluate",
         sizes=((0, trained.size),),
         crop_pct=crop_pct,
     )
-    if validation.loader == "dali":
-        loader = DaliLoader(source, plan, validation.threads, maps=False, device=device)
-    else:
-        loader = ThreadedLoader(source, plan, validation.threads, maps=False)
-    try:
-        model = trained.model
-        match = match_classes(
-            source.class_names, trained.class_names, model.num_classes, imagenet_names(model)
-        )
-        real = open_real(validation.real, source, validation.data) if validation.real else None
+    amp = options.precision == "bf16" or (options.precision == "auto" and device.type == "cuda")
+    with closing(open_loader(options, source, plan, device)) as loader:
+        stand_in = imagenet_names(model)
+        match = match_classes(source.class_names, trained.class_names, model.num_classes, stand_in)
+        real = open_real(options.real, source, options.data) if options.real else None
         model.to(device, memory_format=torch.channels_last)
         normalize = Normalize(trained.mean, trained.std).to(device)
-        amp = validation.precision == "bf16" or (
-            validation.precision == "auto" and device.type == "cuda"
-        )
-        judged = judge_sync(
-            model, loader, normalize, match, device, torch.bfloat16 if amp else None
-        )
-    finally:
-        loader.close()
+        dtype = torch.bfloat16 if amp else None
+        measured = measure_sync(model, loader, normalize, match, device, dtype)
     row = {
         "checkpoint": str(trained.path),
         "model": trained.name,
         "weights": trained.weights,
-        "data": str(validation.data),
-        "loader": validation.loader,
+        "data": str(options.data),
+        "loader": options.loader,
         "images": count,
         "classes": len(match.columns),
         "model_classes": model.num_classes,
@@ -308,56 +323,49 @@ def main(validation: Validation) -> dict:
         "size": trained.size,
         "crop_pct": crop_pct,
         "precision": "bf16" if amp else "fp32",
-        "top1": judged.shares.top1,
-        "top5": judged.shares.top5,
-        "loss": judged.shares.loss,
-        "real_top1": real_top1(real, judged.best, len(match.columns)) if real else None,
+        **measured.metrics._asdict(),
+        "real_top1": real_top1(real, measured.best, len(match.columns)) if real else None,
         "real_images": sum(map(bool, real.real_labels.values())) if real else None,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "images_per_s": judged.images_per_s,
-        "model_images_per_s": judged.model_images_per_s,
+        "images_per_s": measured.images_per_s,
+        "model_images_per_s": measured.model_images_per_s,
         "batch": plan.batch,
-        "threads": validation.threads,
+        "threads": options.threads,
         "device": str(device),
-    }
-    row |= environment(PACKAGES)
-    if validation.json:
-        write_json(validation.json, row)
+    } | environment(PACKAGES)
+    if options.json:
+        write_json(options.json, row)
     Console().print(table(row))
     return row
 
 
 def table(row: dict) -> Table:
-    """The row as people read it."""
-    shown = Table(
-        "",
-        "",
-        title=f"{row['model']} ({row['weights']} weights) on {row['data']}",
-        show_header=False,
-    )
+    """Return the row as a table to print."""
+    title = f"{row['model']} ({row['weights']} weights) on {row['data']}"
+    lines = Table("", "", title=title, show_header=False)
     of = f" of {row['model_classes']:,}" if row["classes"] != row["model_classes"] else ""
-    shown.add_row("top-1", f"{100 * row['top1']:.2f} %")
-    shown.add_row("top-5", f"{100 * row['top5']:.2f} %")
+    classes = f"{row['classes']:,}{of}, matched by {row['classes_by']}"
+    together, alone = row["images_per_s"], row["model_images_per_s"]
+    lines.add_row("top-1", f"{100 * row['top1']:.2f} %")
+    lines.add_row("top-5", f"{100 * row['top5']:.2f} %")
     if row["real_top1"] is not None:
-        shown.add_row(
-            "ReaL top-1", f"{100 * row['real_top1']:.2f} % of {row['real_images']:,} images"
-        )
-    shown.add_row("loss", f"{row['loss']:.4f}")
-    shown.add_row(
-        "images, classes",
-        f"{row['images']:,}, {row['classes']:,}{of}, matched by {row['classes_by']}",
-    )
-    shown.add_row("size, crop", f"{row['size']} px, {row['crop_pct']:g} of the shorter side")
-    shown.add_row("parameters", f"{row['parameters']:,}")
-    shown.add_row(
-        "images/s",
-        f"{row['images_per_s']:,.1f} with loader, {row['model_images_per_s']:,.1f} model alone",
-    )
-    shown.add_row(
+        real = f"{100 * row['real_top1']:.2f} % of {row['real_images']:,} images"
+        lines.add_row("ReaL top-1", real)
+    lines.add_row("loss", f"{row['loss']:.4f}")
+    lines.add_row("images, classes", f"{row['images']:,}, {classes}")
+    lines.add_row("size, crop", f"{row['size']} px, {row['crop_pct']:g} of the shorter side")
+    lines.add_row("parameters", f"{row['parameters']:,}")
+    lines.add_row("images/s", f"{together:,.1f} with the loader, {alone:,.1f} model alone")
+    lines.add_row(
         "on", f"{row['device']}, {row['precision']}, batch {row['batch']}, {row['threads']} threads"
     )
-    return shown
+    return lines
+
+
+def command() -> None:
+    """Run the console script `densefeed-validate`."""
+    run(lambda: main(tyro.cli(Validation, description=__doc__)))
 
 
 if __name__ == "__main__":
-    run(lambda: main(tyro.cli(Validation, description=__doc__)))
+    command()

@@ -441,7 +441,7 @@ def test_small_images_are_packed_as_pixels(tmp_path, monkeypatch, capsys):
     theirs = sets.CIFAR10(cifar(tmp_path, sets.CIFAR10, monkeypatch))
     main(Packing(data=tmp_path, dataset="cifar10", out=tmp_path / "x.beton"))
     assert (
-        "kept as pixels: 20 images that are no JPEG and no larger than 64"
+        "stored as raw pixels: 20 images that are not JPEGs and not larger than 64 px"
         in capsys.readouterr().out
     )
     beton = Beton(tmp_path / "x.beton")

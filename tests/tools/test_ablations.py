@@ -1,6 +1,4 @@
-"""The small ablations: every row is a command whose model can be built, and the tool trains, keeps
-and tabulates.
-"""
+"""Ablations: every row is a command with a model that can be built; runs are kept and tabulated."""
 
 import json
 import shutil
@@ -19,21 +17,21 @@ from densefeed.training.objective import mixing_settings
 
 @pytest.fixture(scope="module")
 def configs():
-    """The config of every row, as train.py reads its words."""
-    given = {}
+    """The config of every row, as train.py parses its command line."""
+    configs = {}
     with pytest.MonkeyPatch.context() as patch:
         for name, words in RUNS.items():
             patch.setattr(
                 "sys.argv",
                 ["train.py", words[0], "--data", "a", "--val", "b", "--out", "c", *words[1:]],
             )
-            patch.setattr(run, "train", lambda config, name=name: given.setdefault(name, config))
+            patch.setattr(run, "train", lambda config, name=name: configs.setdefault(name, config))
             run.main()
-    return given
+    return configs
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_row_is_a_run_that_can_be_built(configs, name):
+def test_the_model_of_every_row_can_be_built(configs, name):
     check_values(configs[name])
     mixing_settings(configs[name], plan=None)
     with torch.device("meta"):
@@ -48,14 +46,15 @@ def test_a_row_is_a_run_that_can_be_built(configs, name):
     assert model.stem(torch.zeros(1, 3, 64, 64, device="meta")).shape == (1, 96, 8, 8)
 
 
-def test_rows_differ_and_each_stands_in_a_table(configs):
+def test_all_rows_differ_and_every_row_is_in_a_table(configs):
     assert {name for names in TABLES.values() for name in names} == set(RUNS)
     assert len({repr(config) for config in configs.values()}) == len(RUNS)
 
 
-def test_a_row_of_a_table_changes_what_the_table_is_about(configs):
-    """From one row of the path to the next no more than the paper's step; Table 7 switches one
-    thing off (or MixUp on).
+def test_the_rows_of_a_table_differ_in_what_the_table_compares(configs):
+    """Consecutive rows of the path (Table 3 of Token Labeling) differ by the paper's step alone.
+
+    Each row of its Table 7 switches one thing off, or MixUp on.
     """
 
     def differing(one, other):
@@ -90,36 +89,22 @@ def test_a_row_of_a_table_changes_what_the_table_is_about(configs):
 
 
 def test_rows_are_trained_kept_and_tabulated(command, tmp_path):
-    """One row of a seed is trained; the second seed is that folder again with other results, of
-    which nothing is done anew.
+    """One row of the first seed is trained.
+
+    The second seed is a copy of that folder with other results, and no step of it runs again.
     """
     rows = ("relabel-cutmix", "mlp-ratio-3")
-    words = (
-        "tools/ablations.py",
-        "--out",
-        tmp_path,
-        "--train",
-        60,
-        "--val",
-        20,
-        "--epochs",
-        1,
-        "--rows",
-        *rows,
-        "--seeds",
-    )
+    sizes = ("--train", 60, "--val", 20, "--epochs", 1)
+    words = "tools/ablations.py", "--out", tmp_path, *sizes, "--rows", *rows, "--seeds"
     results = {name: tmp_path / "seed-1" / "runs" / name for name in rows}
     results["mlp-ratio-3"].mkdir(parents=True)
-    (results["mlp-ratio-3"] / "result.json").write_text(json.dumps({"top1": 0.25}))  # there already
+    # This row has finished earlier.
+    (results["mlp-ratio-3"] / "result.json").write_text(json.dumps({"top1": 0.25}))
     done = command(*words, 1, descendants=True)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     config = json.loads((results["relabel-cutmix"] / "config.json").read_text())
-    assert (config["seed"], config["cutmix"], config["objective"], config["epochs"]) == (
-        1,
-        1.0,
-        "relabel",
-        1,
-    )
+    assert (config["seed"], config["epochs"]) == (1, 1)
+    assert (config["cutmix"], config["objective"]) == (1.0, "relabel")
     shutil.copytree(tmp_path / "seed-1", tmp_path / "seed-2", symlinks=True)
     for name, path in results.items():
         top1 = json.loads((path / "result.json").read_text())["top1"]
@@ -129,7 +114,7 @@ def test_rows_are_trained_kept_and_tabulated(command, tmp_path):
             json.dumps({"top1": top1 + 0.2})
         )
     again = command(*words, 1, 2)
-    assert again.stdout.count("have ") == 2 * (5 + 2)
+    assert again.stdout.count(" exists; skipped") == 2 * (5 + 2)
     assert "$ python" not in again.stdout
     for path in results.values():
         top1 = json.loads((path / "result.json").read_text())["top1"]
@@ -142,8 +127,8 @@ def test_rows_are_trained_kept_and_tabulated(command, tmp_path):
     ]
 
 
-def test_a_row_that_is_not_there_is_refused(command, tmp_path):
+def test_an_unknown_row_is_refused(command, tmp_path):
     done = command("tools/ablations.py", "--out", tmp_path / "a", "--rows", "nothing")
     assert done.returncode == 2
-    assert "--rows nothing: there is no such row; choose of deit, " in done.stderr
+    assert "--rows nothing: unknown row; choose from deit, " in done.stderr
     assert not (tmp_path / "a").exists()

@@ -1,4 +1,4 @@
-"""Exported models, read back by timm and by ONNX Runtime: the same answers."""
+"""Exported models, loaded by timm and by ONNX Runtime: equal logits."""
 
 import importlib.util
 import json
@@ -24,7 +24,7 @@ NAMES = ["ant", "bee", "cat", "dog", "eel"]
 MODELS = {
     "lvvit_micro": {"num_classes": 5, "img_size": 32, "token_head": True, "drop_path_rate": 0.1},
     "nfnet_micro": {"num_classes": 5},
-    # timm takes it once
+    # timm accepts the overlay only once.
     "test_vit": {
         "num_classes": 5,
         "img_size": 32,
@@ -40,7 +40,7 @@ needs_onnx = pytest.mark.skipif(
 def network(name, seed, **kwargs):
     torch.manual_seed(seed)
     model = timm.create_model(name, **(MODELS[name] | kwargs)).eval()
-    with torch.no_grad():  # every weight counts, also those that begin as zero
+    with torch.no_grad():  # so that weights that are initialized to zero matter too
         for parameter in model.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))
     return model
@@ -48,7 +48,7 @@ def network(name, seed, **kwargs):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """A run folder for each model, as train.py leaves it."""
+    """A run folder for each model, as train.py writes it."""
     root = tmp_path_factory.mktemp("runs")
     for name, kwargs in MODELS.items():
         (root / name).mkdir()
@@ -67,21 +67,18 @@ def runs(tmp_path_factory):
     return root
 
 
-def loaded(folder):
-    """As a stranger loads it."""
+def load(folder):
+    """Load the model as any user of timm does."""
     return timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
 
 
 @pytest.mark.parametrize("weights", ["ema", "raw"])
 @pytest.mark.parametrize("name", MODELS)
-def test_timm_reads_it_back_to_the_bit(runs, tmp_path, name, weights):
+def test_timm_loads_the_model_bit_by_bit(runs, tmp_path, name, weights):
     files = export.main(Export(checkpoint=runs / name, out=tmp_path / "out", weights=weights))
-    assert (
-        sorted(os.listdir(tmp_path / "out"))
-        == ["config.json", "model.safetensors"]
-        == sorted(f.name for f in files)
-    )
-    model, want = loaded(tmp_path / "out"), network(name, 2 if weights == "ema" else 1)
+    names = ["config.json", "model.safetensors"]
+    assert sorted(os.listdir(tmp_path / "out")) == sorted(path.name for path in files) == names
+    model, want = load(tmp_path / "out"), network(name, 2 if weights == "ema" else 1)
     image = torch.randn(3, 3, 32, 32)
     assert torch.equal(model(image), want(image))
     assert not torch.equal(model(image), network(name, 1 if weights == "ema" else 2)(image))
@@ -89,9 +86,9 @@ def test_timm_reads_it_back_to_the_bit(runs, tmp_path, name, weights):
     assert model.pretrained_cfg["label_names"] == NAMES
 
 
-def test_timm_knows_the_preprocessing(runs, tmp_path):
+def test_timm_finds_the_preprocessing(runs, tmp_path):
     export.main(Export(checkpoint=runs / "lvvit_micro", out=tmp_path))
-    data = resolve_data_config(model=loaded(tmp_path))
+    data = resolve_data_config(model=load(tmp_path))
     assert [tuple(data[name]) for name in ("input_size", "mean", "std")] == [
         (3, 32, 32),
         (0.4, 0.5, 0.6),
@@ -106,14 +103,11 @@ def test_timm_knows_the_preprocessing(runs, tmp_path):
     assert resize.size == int(32 / 0.85)
 
 
-def test_the_config_says_what_the_hub_wants(runs, tmp_path):
+def test_the_config_has_the_fields_of_the_hub(runs, tmp_path):
     export.main(Export(checkpoint=runs / "lvvit_micro", out=tmp_path))
     config = json.loads((tmp_path / "config.json").read_text())
-    assert (config["architecture"], config["num_classes"], config["num_features"]) == (
-        "lvvit_micro",
-        5,
-        96,
-    )
+    assert config["architecture"] == "lvvit_micro"
+    assert (config["num_classes"], config["num_features"]) == (5, 96)
     assert config["label_names"] == NAMES
     assert "drop_path_rate" not in config["model_args"]
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
@@ -122,12 +116,10 @@ def test_the_config_says_what_the_hub_wants(runs, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["lvvit_micro", "test_vit"])
-def test_another_size_is_in_the_file(runs, tmp_path, name):
-    """At 48 px the exported model is the one that was asked for at 48: the table is resampled once,
-    and stored so.
-    """
+def test_another_size_is_stored_in_the_file(runs, tmp_path, name):
+    """At 48 px the position table is resampled once and stored."""
     export.main(Export(checkpoint=runs / name, out=tmp_path, size=48))
-    model, was = loaded(tmp_path), network(name, 2)
+    model, was = load(tmp_path), network(name, 2)
     assert tuple(model.pretrained_cfg["input_size"]) == (3, 48, 48)
     assert model.pos_embed.shape[1] > was.pos_embed.shape[1]
     image = torch.randn(2, 3, 48, 48)
@@ -144,37 +136,27 @@ def exported(runs, tmp_path_factory) -> Path:
     """lvvit_micro in every format."""
     out = tmp_path_factory.mktemp("exported") / "out"
     files = export.main(Export(checkpoint=runs / "lvvit_micro", out=out, format="both"))
-    assert (
-        sorted(os.listdir(out))
-        == sorted(path.name for path in files)
-        == ["config.json", "model.onnx", "model.safetensors"]
-    )
+    names = ["config.json", "model.onnx", "model.safetensors"]
+    assert sorted(os.listdir(out)) == sorted(path.name for path in files) == names
     return out
 
 
 def check_graph(path, name, side):
-    """Signature, metadata, and logits of four batches that were not traced, against PyTorch."""
+    """Check signature, metadata, and the logits of four batch sizes that were not traced."""
     import onnxruntime
 
     session, want = onnxruntime.InferenceSession(str(path)), network(name, 2)
     (image_in,), (logits_out,) = session.get_inputs(), session.get_outputs()
-    assert (image_in.name, image_in.type, image_in.shape) == (
-        "image",
-        "tensor(float)",
-        ["batch", 3, side, side],
-    )
-    assert (logits_out.name, logits_out.type, logits_out.shape) == (
-        "logits",
-        "tensor(float)",
-        ["batch", 5],
-    )
+    assert (image_in.name, image_in.shape) == ("image", ["batch", 3, side, side])
+    assert (logits_out.name, logits_out.shape) == ("logits", ["batch", 5])
+    assert image_in.type == logits_out.type == "tensor(float)"
     for batch in (1, 4, 5, 7):
         image = torch.randn(batch, 3, side, side)
-        (said,) = session.run(None, {"image": image.numpy()})
-        np.testing.assert_allclose(said, want(image).detach().numpy(), rtol=1e-4, atol=1e-4)
-    told = session.get_modelmeta().custom_metadata_map
+        (logits,) = session.run(None, {"image": image.numpy()})
+        np.testing.assert_allclose(logits, want(image).detach().numpy(), rtol=1e-4, atol=1e-4)
+    metadata = session.get_modelmeta().custom_metadata_map
     assert {
-        key: json.loads(told[key])
+        key: json.loads(metadata[key])
         for key in ("architecture", "size", "mean", "std", "crop_pct", "class_names")
     } == {
         "architecture": name,
@@ -187,7 +169,7 @@ def check_graph(path, name, side):
 
 
 @needs_onnx
-def test_onnx_runtime_gives_the_same_logits_in_any_batch(exported):
+def test_onnx_runtime_gives_equal_logits_in_any_batch(exported):
     check_graph(exported / "model.onnx", "lvvit_micro", 32)
 
 
@@ -195,40 +177,37 @@ def test_onnx_runtime_gives_the_same_logits_in_any_batch(exported):
 @pytest.mark.parametrize(
     ("name", "size"), [("lvvit_micro", 48), ("nfnet_micro", 40), ("test_vit", 48)]
 )
-def test_other_models_and_sizes_do_too(runs, tmp_path, name, size):
-    """A table that is resampled beforehand, a network of convolutions, a transformer of timm's."""
+def test_onnx_of_other_models_and_sizes(runs, tmp_path, name, size):
+    """A position table resampled before the export, a CNN, a transformer of timm."""
     export.main(Export(checkpoint=runs / name, out=tmp_path, format="onnx", size=size))
     assert os.listdir(tmp_path) == ["model.onnx"]
     check_graph(tmp_path / "model.onnx", name, size)
 
 
 @needs_onnx
-def test_evaluation_adds_half_the_best_token(exported):
-    """What is exported is the answer at evaluation: class token plus half the maximum over
-    tokens.
-    """
+def test_the_exported_logits_are_those_of_evaluation(exported):
+    """They are the class token's logits plus half the maximum over the tokens."""
     import onnxruntime
 
     model, image = network("lvvit_micro", 2), torch.randn(3, 3, 32, 32)
     with torch.no_grad():
         x_NTD = model.forward_features(image)
         cls_NK, tokens_NTK = model.head(x_NTD[:, 0]), model.token_head(x_NTD[:, 1:])
-    (said,) = onnxruntime.InferenceSession(str(exported / "model.onnx")).run(
+    (logits,) = onnxruntime.InferenceSession(str(exported / "model.onnx")).run(
         None, {"image": image.numpy()}
     )
     np.testing.assert_allclose(
-        said, (cls_NK + 0.5 * tokens_NTK.amax(1)).numpy(), rtol=1e-4, atol=1e-4
+        logits, (cls_NK + 0.5 * tokens_NTK.amax(1)).numpy(), rtol=1e-4, atol=1e-4
     )
-    assert np.abs(said - cls_NK.numpy()).max() > 0.01
+    assert np.abs(logits - cls_NK.numpy()).max() > 0.01
 
 
 @needs_onnx
 @pytest.mark.parametrize("older", [False, True])
-def test_a_graph_of_other_logits_leaves_what_was_there(
-    runs, exported, tmp_path, monkeypatch, older
-):
-    """The averaged weights' graph in the place of that of the raw ones: neither file is written, an
-    older export stays.
+def test_a_graph_with_other_logits_changes_no_file(runs, exported, tmp_path, monkeypatch, older):
+    """The graph has the EMA weights instead of the raw ones.
+
+    No file is written, and an older export is kept.
     """
     out = tmp_path / "a" / "out"
     if older:
@@ -236,7 +215,7 @@ def test_a_graph_of_other_logits_leaves_what_was_there(
     monkeypatch.setattr(
         export, "write_onnx", lambda _, path: shutil.copy(exported / "model.onnx", path)
     )
-    with pytest.raises(UserError, match=r"says other logits as ONNX .* in a batch of 1"):
+    with pytest.raises(UserError, match=r"has other logits as ONNX .* in a batch of 1"):
         export.main(Export(checkpoint=runs / "lvvit_micro", out=out, format="both", weights="raw"))
     assert out.exists() == older
     for path in exported.iterdir() if older else ():
@@ -245,8 +224,8 @@ def test_a_graph_of_other_logits_leaves_what_was_there(
 
 
 @needs_onnx
-def test_a_graph_of_nothing_is_refused(runs, exported, tmp_path, monkeypatch):
-    """Logits that are no numbers differ from every number."""
+def test_a_graph_with_nan_is_refused(runs, exported, tmp_path, monkeypatch):
+    """NaN logits fail the comparison."""
 
     def write(trained, path):
         shutil.copy(exported / "model.onnx", path)
@@ -254,11 +233,13 @@ def test_a_graph_of_nothing_is_refused(runs, exported, tmp_path, monkeypatch):
             trained.model.head.bias.fill_(torch.nan)
 
     monkeypatch.setattr(export, "write_onnx", write)
-    with pytest.raises(UserError, match="says other logits as ONNX"):
+    with pytest.raises(UserError, match="has other logits as ONNX"):
         export.main(Export(checkpoint=runs / "lvvit_micro", out=tmp_path / "out", format="onnx"))
 
 
-def test_without_the_packages_one_sentence_says_how_to_get_them(runs, tmp_path, monkeypatch):
+def test_missing_packages_are_named_with_the_command_that_installs_them(
+    runs, tmp_path, monkeypatch
+):
     find = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util,
@@ -272,9 +253,9 @@ def test_without_the_packages_one_sentence_says_how_to_get_them(runs, tmp_path, 
     assert not (tmp_path / "out").exists()
 
 
-def test_what_one_onnx_file_cannot_hold_is_refused(runs, tmp_path, monkeypatch):
+def test_weights_above_the_limit_of_an_onnx_file_are_refused(runs, tmp_path, monkeypatch):
     monkeypatch.setattr(export, "ONNX_LIMIT", 1_000_000)
-    with pytest.raises(UserError, match="more than one ONNX file can"):
+    with pytest.raises(UserError, match="more than one ONNX file can hold"):
         export.main(Export(checkpoint=runs / "lvvit_micro", out=tmp_path / "out", format="both"))
     assert not (tmp_path / "out").exists()
 
@@ -282,7 +263,7 @@ def test_what_one_onnx_file_cannot_hold_is_refused(runs, tmp_path, monkeypatch):
 # ------------------------------------------------------------------------- failures
 
 
-def test_what_cannot_be_exported_leaves_nothing(runs, tmp_path):
+def test_invalid_exports_leave_no_files(runs, tmp_path):
     (tmp_path / "text.pt").write_text("hello")
     shutil.copy(runs / "nfnet_micro" / "last.pt", tmp_path / "cut.pt")
     os.truncate(tmp_path / "cut.pt", 100_000)
@@ -293,10 +274,8 @@ def test_what_cannot_be_exported_leaves_nothing(runs, tmp_path):
         tmp_path / "classes.pt",
     )
     (tmp_path / "file").write_text("")
-    there, out = (
-        set(os.listdir(tmp_path)),
-        Export(checkpoint=runs / "nfnet_micro", out=tmp_path / "out"),
-    )
+    before = set(os.listdir(tmp_path))
+    out = Export(checkpoint=runs / "nfnet_micro", out=tmp_path / "out")
     cases = [
         (
             replace(out, checkpoint=tmp_path / "text.pt"),
@@ -310,21 +289,22 @@ def test_what_cannot_be_exported_leaves_nothing(runs, tmp_path):
         (replace(out, checkpoint=tmp_path / "names.pt"), "names 4 classes but its model has 5"),
         (replace(out, checkpoint=tmp_path / "classes.pt"), "does not fit the model nfnet_micro"),
         (replace(out, checkpoint=runs / "lvvit_micro", size=33), "cannot take inputs of 33 px"),
-        (replace(out, out=tmp_path / "file"), "file is a file, and --out a folder"),
+        (replace(out, out=tmp_path / "file"), "file is a file, and --out must be a folder"),
     ]
-    for asked, said in cases:
-        with pytest.raises(UserError, match=said) as error:
-            export.main(asked)
+    for options, message in cases:
+        with pytest.raises(UserError, match=message) as error:
+            export.main(options)
         assert "\n" not in str(error.value)
-        assert set(os.listdir(tmp_path)) == there
+        assert set(os.listdir(tmp_path)) == before
 
 
-def test_the_command_says_what_it_wrote_or_one_sentence(runs, tmp_path, command):
+def test_the_command_prints_its_files_or_one_error(runs, tmp_path, command):
     words = "tools/export.py", runs / "lvvit_micro", "--out", tmp_path / "out", "--size", 48
     full = command(*words, limit=200_000)  # stands for a full disk
     assert full.returncode == 2
     assert [line for line in full.stderr.splitlines() if line.startswith("error: ")] == [
-        f"error: {tmp_path / 'out' / 'model.safetensors'}: the file grew past the limit of this file system or shell (ulimit -f)"
+        f"error: {tmp_path / 'out' / 'model.safetensors'}: the file grew past the limit of this "
+        "file system or shell (ulimit -f)"
     ]
     assert not (tmp_path / "out").exists()
     done = command(*words)

@@ -1,5 +1,5 @@
-"""Import and export as commands: a round trip on digit scenes, what published code would read, and
-training from an imported store.
+"""Import and export of score maps: a round trip on digit scenes, the targets that the published
+code would read, and training from an imported store.
 """
 
 import json
@@ -17,7 +17,7 @@ from densefeed.storage.packs import PUBLISHED
 from densefeed.storage.score_maps import ScoreMapStore, ScoreMapWriter, StoreHeader
 from densefeed.system.errors import UserError
 from densefeed.tools import export_labels, import_labels, make_digit_scenes
-from densefeed.tools.export_labels import Export
+from densefeed.tools.export_labels import ExportLabels
 from densefeed.tools.import_labels import Import
 from densefeed.training import recipes
 
@@ -26,16 +26,16 @@ SIDE, TOP_K, CLASSES = 18, 5, 10
 
 @pytest.fixture(scope="module")
 def scenes(tmp_path_factory, random_maps):
-    """Digit scenes, a store of random maps (zero-logit) for them, and that store as a tree."""
+    """Digit scenes, random score maps of them (zero-logit), and these maps as a tree."""
     root = tmp_path_factory.mktemp("import")
     make_digit_scenes.main(make_digit_scenes.Scenes(out=root / "scenes", train=20, val=10, size=64))
-    store_for(root / "maps.h5", Images(root / "scenes"), random_maps)
-    export_labels.main(Export(maps=root / "maps.h5", out=root / "tree"))
+    write_maps(root / "maps.h5", Images(root / "scenes"), random_maps)
+    export_labels.main(ExportLabels(maps=root / "maps.h5", out=root / "tree"))
     return root
 
 
-def store_for(path, images, random_maps, **fields):
-    said = dict(
+def write_maps(path, images, random_maps, **fields):
+    header = dict(
         side=SIDE,
         top_k=TOP_K,
         num_classes=CLASSES,
@@ -46,20 +46,15 @@ def store_for(path, images, random_maps, **fields):
         fingerprint=images.fingerprint(),
         class_names=tuple(images.class_names),
     )
-    window = (
-        (0.0, 0.125, 1.0, 0.875)
-        if fields.get("geometry") == "center-crop"
-        else (0.0, 0.0, 1.0, 1.0)
-    )
-    writer = ScoreMapWriter(path, StoreHeader(**said | fields), images.paths, images.labels)
-    writer.write(
-        np.arange(len(images)), random_maps(len(images), SIDE, TOP_K, CLASSES, window=window)
-    )
+    cut = 0.125 if fields.get("geometry") == "center-crop" else 0.0
+    maps = random_maps(len(images), SIDE, TOP_K, CLASSES, window=(0.0, cut, 1.0, 1.0 - cut))
+    writer = ScoreMapWriter(path, StoreHeader(**header | fields), images.paths, images.labels)
+    writer.write(np.arange(len(images)), maps)
     writer.finish()
     return ScoreMapStore(path)
 
 
-def imported(scenes, out, **fields):
+def import_tree(scenes, out, **fields):
     import_labels.main(
         Import(
             labels=scenes / "tree", data=scenes / "scenes", out=out, footprint="squash", **fields
@@ -68,18 +63,16 @@ def imported(scenes, out, **fields):
     return ScoreMapStore(out)
 
 
-def test_export_and_import_give_the_store_back(scenes, tmp_path, capsys):
-    before, after = ScoreMapStore(scenes / "maps.h5"), imported(scenes, tmp_path / "again.h5")
+def test_export_and_import_restore_the_score_maps(scenes, tmp_path, capsys):
+    before, after = ScoreMapStore(scenes / "maps.h5"), import_tree(scenes, tmp_path / "again.h5")
     ids = np.arange(20)
     for name in ("logit", "cls", "window"):
         assert np.array_equal(getattr(before.rows(ids), name), getattr(after.rows(ids), name)), name
-    assert (before.header.fingerprint, before.header.num_classes) == (
-        after.header.fingerprint,
-        after.header.num_classes,
-    )
+    for name in ("fingerprint", "num_classes"):
+        assert getattr(before.header, name) == getattr(after.header, name), name
     assert after.header.teacher == "dm_nfnet_f6 (pack tree, axes row-column)"
     assert "taken to cover the whole image, axes row-column" in capsys.readouterr().out
-    export_labels.main(Export(maps=tmp_path / "again.h5", out=tmp_path / "tree"))
+    export_labels.main(ExportLabels(maps=tmp_path / "again.h5", out=tmp_path / "tree"))
     for path in (scenes / "tree").rglob("*.pt"):
         assert (
             path.read_bytes()
@@ -88,8 +81,9 @@ def test_export_and_import_give_the_store_back(scenes, tmp_path, capsys):
 
 
 def published_targets(folder, path, box, grid):
-    """The dense targets of a crop (top, left, height, width as shares) as published code makes
-    them, from a file, in float64.
+    """Return the dense targets of a crop as the published code computes them, in float64.
+
+    `box` is (top, left, height, width), as shares of the image.
     """
     packed = torch.load(folder / f"{path.partition('.')[0]}.pt", weights_only=True)
     assert (packed.dtype, packed.shape) == (torch.float16, (2, TOP_K, SIDE, SIDE))
@@ -102,22 +96,21 @@ def published_targets(folder, path, box, grid):
     return roi_align(dense[None], corners, grid, 1.0, -1, False)[0].softmax(0).flatten(1).T
 
 
-def test_the_tree_gives_published_code_the_targets_that_published_training_has(scenes, tmp_path):
-    """Crops of an imported store in a batch, without flips, against a reading of the files as
-    reference code does it.
+def test_the_published_code_reads_the_targets_of_our_training_from_the_tree(scenes, tmp_path):
+    """Targets of a batch from an imported store against the published computation from the files.
+
+    Flipped crops are skipped.
     """
-    store = imported(scenes, tmp_path / "again.h5")
+    store = import_tree(scenes, tmp_path / "again.h5")
     for geometry in ("published", "aligned"):
         loader = training.open_loader(
             config(scenes, tmp_path / "again.h5", tmp_path, geometry=geometry), "train"
         )
         batch = next(iter(loader.batches(0)))
         targets = sparse_targets(batch, loader.score_maps, 4, TargetRules(geometry=geometry))
-        dense = (
-            targets.base[..., None]
-            .repeat(1, 1, CLASSES)
-            .scatter_add_(2, targets.palette[:, None].expand(-1, 16, -1), targets.extra)
-        )
+        palette = targets.palette[:, None].expand(-1, 16, -1)
+        dense = targets.base[..., None].repeat(1, 1, CLASSES)
+        dense.scatter_add_(2, palette, targets.extra)
         loader.close()
         checked = 0
         for row, index in enumerate(batch.index.tolist()):
@@ -125,10 +118,10 @@ def test_the_tree_gives_published_code_the_targets_that_published_training_has(s
             if width < 0:
                 continue
             box = (top, left, height, width)
-            # Where labels are aligned the same operator is told x for x: the axes that published
-            # code exchanges, exchanged again.
-            told = box if geometry == "published" else (left, top, width, height)
-            want = published_targets(scenes / "tree", store.paths()[index], told, 4)
+            # The published code swaps the axes of the crop. Swapping them here too gives aligned
+            # labels from the same operator.
+            box = box if geometry == "published" else (left, top, width, height)
+            want = published_targets(scenes / "tree", store.paths()[index], box, 4)
             assert torch.allclose(dense[row].double(), want, atol=2e-5), geometry
             checked += 1
         assert checked >= 3
@@ -153,10 +146,10 @@ def config(scenes, labels, out, **fields):
 
 
 @pytest.mark.parametrize("geometry", ["published", "aligned"])
-def test_training_from_an_imported_store_is_training_from_the_store_it_came_from(
+def test_training_from_imported_maps_equals_training_from_the_original_maps(
     scenes, tmp_path, geometry, one_thread
 ):
-    imported(scenes, tmp_path / "again.h5")
+    import_tree(scenes, tmp_path / "again.h5")
     losses = {}
     for name, labels in (("first", scenes / "maps.h5"), ("again", tmp_path / "again.h5")):
         training.train(
@@ -168,7 +161,7 @@ def test_training_from_an_imported_store_is_training_from_the_store_it_came_from
     assert len(losses["first"]) == 2
 
 
-def test_a_column_row_tree_is_turned(scenes, tmp_path):
+def test_a_column_row_tree_is_transposed(scenes, tmp_path):
     for path in (scenes / "tree").rglob("*.pt"):
         turned = tmp_path / "turned" / path.relative_to(scenes / "tree")
         turned.parent.mkdir(parents=True, exist_ok=True)
@@ -188,7 +181,7 @@ def test_a_column_row_tree_is_turned(scenes, tmp_path):
     )
 
 
-def test_what_is_not_declared_is_as_published(scenes, tmp_path):
+def test_undeclared_properties_are_as_published(scenes, tmp_path):
     import_labels.main(
         Import(labels=scenes / "tree", data=scenes / "scenes", out=tmp_path / "a.h5")
     )
@@ -197,39 +190,32 @@ def test_what_is_not_declared_is_as_published(scenes, tmp_path):
     assert (header.input_size, header.geometry) == (576, "center-crop")
 
 
-def test_maps_of_no_published_pack_must_be_declared(folder, tmp_path):
+def test_maps_of_unknown_shape_must_be_declared(folder, tmp_path):
     for path in Images(folder).paths:
         array = np.stack(
             [np.full((2, 3, 3), 2.0), np.arange(2)[:, None, None].repeat(3, 1).repeat(3, 2)]
         )
         (tmp_path / "labels" / path).parent.mkdir(parents=True, exist_ok=True)
         np.save((tmp_path / "labels" / path).with_suffix(".npy"), array)
-    wanted = Import(labels=tmp_path / "labels", data=folder, out=tmp_path / "a.h5", teacher="mine")
+    options = Import(labels=tmp_path / "labels", data=folder, out=tmp_path / "a.h5", teacher="mine")
     with pytest.raises(
         UserError, match=r"3 x 3 cells, top 2, .* give --input-size and --footprint"
     ):
-        import_labels.main(wanted)
-    # which would find one map for all
-    import_labels.main(replace(wanted, input_size=96, footprint="squash", audit=False))
+        import_labels.main(options)
+    # The audit would report that all images have the same map.
+    import_labels.main(replace(options, input_size=96, footprint="squash", audit=False))
     assert ScoreMapStore(tmp_path / "a.h5").header.input_size == 96
 
 
-def test_the_command_names_what_is_missing_and_what_is_over(scenes, tmp_path, command):
+def test_the_command_names_missing_and_extra_maps(scenes, tmp_path, command):
     labels = tmp_path / "labels"
     for path in (scenes / "tree").rglob("*.pt"):
         copy = labels / path.relative_to(scenes / "tree")
         copy.parent.mkdir(parents=True, exist_ok=True)
         copy.write_bytes(path.read_bytes())
     (labels / "3" / "000003.pt").rename(labels / "3" / "no-image.pt")
-    words = (
-        "tools/import_labels.py",
-        "--labels",
-        labels,
-        "--data",
-        scenes / "scenes",
-        "--out",
-        tmp_path / "a.h5",
-    )
+    paths = ("--labels", labels, "--data", scenes / "scenes", "--out", tmp_path / "a.h5")
+    words = ("tools/import_labels.py", *paths)
     done = command(*words)
     assert done.returncode == 2
     assert done.stderr.startswith(
@@ -241,40 +227,40 @@ def test_the_command_names_what_is_missing_and_what_is_over(scenes, tmp_path, co
     assert done.returncode == 0, done.stderr
     assert "(0 read now, 19 earlier)" in done.stdout
     assert (tmp_path / "problems.txt").read_text() == "no file\t3/000003.jpg\n"
-    assert "left out: 1 maps that belong to no image (3/no-image)" in done.stdout
+    assert "left out: 1 maps without an image (3/no-image)" in done.stdout
     done = command(*words)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert "exists already" in done.stderr
 
 
-def test_what_a_tree_cannot_hold_is_said(scenes, tmp_path, random_maps, capsys):
+def test_the_export_prints_what_a_tree_cannot_hold(scenes, tmp_path, random_maps, capsys):
     images = Images(scenes / "scenes")
-    store_for(tmp_path / "crop.h5", images, random_maps, geometry="center-crop", absent="tail")
-    export_labels.main(Export(maps=tmp_path / "crop.h5", out=tmp_path / "tree"))
-    said = capsys.readouterr().out
-    assert (
-        "the logsumexp of each cell; published code gives the classes not named logit 0, where this store knows"
-        in said
-    )
-    assert "20 maps cover only a part of their image" in said
-    assert "--footprint center-crop" in said
-    export_labels.main(Export(maps=scenes / "maps.h5", out=tmp_path / "whole"))
+    write_maps(tmp_path / "crop.h5", images, random_maps, geometry="center-crop", absent="tail")
+    export_labels.main(ExportLabels(maps=tmp_path / "crop.h5", out=tmp_path / "tree"))
+    printed = capsys.readouterr().out
+    assert "the logsumexp of each cell; the published code gives classes outside the top" in printed
+    assert "where this store has their true remainder of the probability" in printed
+    assert "20 maps cover only a part of their image" in printed
+    assert "--footprint center-crop" in printed
+    export_labels.main(ExportLabels(maps=scenes / "maps.h5", out=tmp_path / "whole"))
     assert "cover only" not in capsys.readouterr().out
 
 
-def test_exports_that_would_lose_something_are_refused(scenes, tmp_path, random_maps, monkeypatch):
+def test_exports_that_would_lose_data_are_refused(scenes, tmp_path, random_maps, monkeypatch):
     maps = scenes / "maps.h5"
     with pytest.raises(UserError, match="exists already; remove it"):
-        export_labels.main(Export(maps=maps, out=scenes / "tree"))
+        export_labels.main(ExportLabels(maps=maps, out=scenes / "tree"))
     monkeypatch.setattr(export_labels, "MOST_CLASSES", CLASSES - 1)
-    with pytest.raises(UserError, match="10 classes, and float16 numbers only 9 exactly"):
-        export_labels.main(Export(maps=maps, out=tmp_path / "a"))
+    with pytest.raises(
+        UserError, match="10 classes, and float16 represents only 9 class numbers exactly"
+    ):
+        export_labels.main(ExportLabels(maps=maps, out=tmp_path / "a"))
     monkeypatch.undo()
     monkeypatch.setattr(
         ScoreMapStore, "paths", lambda store: ["0/a.1.jpg", "0/a.2.jpg", *map(str, range(18))]
     )
     with pytest.raises(UserError, match=r"0/a.1.jpg and 0/a.2.jpg would both be 0/a.pt"):
-        export_labels.main(Export(maps=maps, out=tmp_path / "a"))
+        export_labels.main(ExportLabels(maps=maps, out=tmp_path / "a"))
     monkeypatch.undo()
 
     def fail(*_):
@@ -282,5 +268,5 @@ def test_exports_that_would_lose_something_are_refused(scenes, tmp_path, random_
 
     monkeypatch.setattr(torch, "save", fail)
     with pytest.raises(OSError, match="No space"):
-        export_labels.main(Export(maps=maps, out=tmp_path / "a"))
+        export_labels.main(ExportLabels(maps=maps, out=tmp_path / "a"))
     assert not list(tmp_path.iterdir())

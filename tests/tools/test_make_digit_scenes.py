@@ -1,4 +1,4 @@
-"""The scenes: deterministic, split by source digit, boxes where the ink is."""
+"""Digit scenes: deterministic, split by source scan, with boxes around the ink."""
 
 import json
 
@@ -34,7 +34,7 @@ def test_the_same_seed_gives_the_same_bytes_and_another_does_not(scenes, tmp_pat
     )
 
 
-def test_no_scan_is_in_both_splits_and_none_is_lost():
+def test_every_scan_is_in_exactly_one_split():
     scans = load_scans()
     seen = {split: {scan.tobytes() for group in scans[split] for scan in group} for split in scans}
     assert not seen["train"] & seen["val"]
@@ -43,10 +43,10 @@ def test_no_scan_is_in_both_splits_and_none_is_lost():
     )
 
 
-def test_the_label_is_the_largest_digit_and_boxes_hold_bright_ink(scenes):
-    told = json.loads((scenes / "boxes.json").read_text())
-    assert len(told["scenes"]) == 50
-    for name, digits in told["scenes"].items():
+def test_the_label_is_the_largest_digit_and_boxes_contain_bright_ink(scenes):
+    document = json.loads((scenes / "boxes.json").read_text())
+    assert len(document["scenes"]) == 50
+    for name, digits in document["scenes"].items():
         assert name.split("/")[1] == str(digits[0]["digit"])
         gray = np.asarray(Image.open(scenes / name).convert("L"), float)
         areas = []
@@ -60,14 +60,14 @@ def test_the_label_is_the_largest_digit_and_boxes_hold_bright_ink(scenes):
         assert all(digit["digit"] != digits[0]["digit"] for digit in digits[1:])
 
 
-def test_an_existing_folder_is_kept(scenes):
+def test_an_existing_folder_is_not_overwritten(scenes):
     before = files(scenes)
     with pytest.raises(UserError, match=r"exists already"):
         main(Scenes(out=scenes, train=30, val=20))
     assert files(scenes) == before
 
 
-def test_a_failure_leaves_nothing(tmp_path, monkeypatch):
+def test_a_failure_leaves_no_files(tmp_path, monkeypatch):
     import densefeed.tools.make_digit_scenes as tool
 
     calls = []

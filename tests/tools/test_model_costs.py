@@ -1,4 +1,4 @@
-"""What models cost, counted by hand and against published figures."""
+"""Costs of models against counts by hand and published figures."""
 
 import pytest
 import torch
@@ -6,13 +6,11 @@ from timm.layers import use_fused_attn
 from torch import nn
 
 from densefeed.system.errors import UserError
-from densefeed.tools.model_costs import Costs, costs_by_name, costs_of, main
+from densefeed.tools.model_costs import Costs, ModelCosts, costs_by_name, main, measure_costs
 
 
-def test_layers_products_and_norms_are_counted_apart():
-    """4 x 4 pixels: a convolution to 2 x 2, norms of both kinds, a linear layer and a product of
-    activations.
-    """
+def test_layers_products_and_norms_are_counted_separately():
+    """4 x 4 pixels: a convolution to 2 x 2, both norms, a linear layer, an activation product."""
 
     class Small(nn.Module):
         def __init__(self):
@@ -26,7 +24,7 @@ def test_layers_products_and_norms_are_counted_apart():
             return self.linear(x) * (x @ x.transpose(1, 2)).mean()
 
     with torch.device("meta"):
-        costs = costs_of(Small(), 4)
+        costs = measure_costs(Small(), 4)
     assert costs == Costs(
         3 * 5 * 9 + 5 + 10 + 10 + 35, 4 * 3 * 5 * 9 + 4 * 35, 4 * 4 * 5, 2 * 20 + 5 * 20
     )
@@ -38,8 +36,8 @@ def test_layers_products_and_norms_are_counted_apart():
     ("name", "without", "whole"),
     [("deit_small_patch16_224", 4.25, 4.61), ("swin_tiny_patch4_window7_224", None, 4.51)],
 )
-def test_timms_models_cost_what_fvcore_says(name, without, whole):
-    """The reference's figures (section 4, 2.7), and timm's fused attention is left as it was."""
+def test_costs_of_timms_models_equal_the_counts_of_fvcore(name, without, whole):
+    """timm's setting for fused attention is restored."""
     fused = use_fused_attn()
     costs, size = costs_by_name(name)
     assert (size, use_fused_attn()) == (224, fused)
@@ -47,7 +45,7 @@ def test_timms_models_cost_what_fvcore_says(name, without, whole):
     assert without is None or round(costs.without_attention, 2) == without
 
 
-def test_the_command_prints_a_line_for_each_model(command):
+def test_the_command_prints_a_line_per_model(command):
     done = command(
         "tools/model_costs.py",
         "dhvt_tiny_cifar_patch4",
@@ -59,14 +57,13 @@ def test_the_command_prints_a_line_for_each_model(command):
     assert done.returncode == 0, done.stderr
     assert "6,008,650" in done.stdout
     assert "4,255,694" in done.stdout
-    assert "dhvt_small_imagenet_patch16 " in done.stdout  # in full, also in a pipe
+    assert "dhvt_small_imagenet_patch16 " in done.stdout  # the whole name, in a pipe too
 
 
 @pytest.mark.parametrize(
     ("words", "why"),
-    [(["dhvt_huge"], "timm knows no model 'dhvt_huge'"), ([], "name at least one model")],
+    [(["dhvt_huge"], "timm has no model 'dhvt_huge'"), ([], "name at least one model")],
 )
-def test_what_is_not_known_is_refused(monkeypatch, words, why):
-    monkeypatch.setattr("sys.argv", ["model_costs.py", *words])
+def test_unknown_models_are_refused(words, why):
     with pytest.raises(UserError, match=why):
-        main()
+        main(ModelCosts(models=tuple(words)))

@@ -1,6 +1,4 @@
-"""Packing: pixels or bytes kept, odd files encoded anew and counted, bad ones named all at once;
-stopped, killed and continued.
-"""
+"""Packing: pixels and bytes are kept, odd files encoded, bad ones listed; runs are continued."""
 
 import dataclasses
 import io
@@ -28,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def pixels(encoded):
-    """What any decoder sees in a JPEG's bytes, and whether crops can be read from it alone."""
+    """Return the pixels of a JPEG, by any decoder, and whether it has an index."""
     return Image.open(io.BytesIO(encoded)).convert("RGB").tobytes(), indexed_jpeg.MARK in encoded[
         :20
     ]
@@ -49,13 +47,11 @@ def test_jpegs_keep_every_pixel_and_without_index_every_byte(folder, tmp_path):
             assert (stored == images.read(n)) == (not index)
 
 
-def test_large_images_are_made_smaller_and_all_else_is_left_alone(folder, tmp_path, capsys):
-    """The set's longer sides go from 48 to 89 px. What is made smaller keeps its shape and looks
-    like Pillow's own.
-    """
+def test_only_large_images_are_shrunk(folder, tmp_path, capsys):
+    """The longer sides are 48 to 89 px. Shrunk images keep their shape and look like Pillow's."""
     images = Images(folder)
     main(Packing(data=folder, out=tmp_path / "x.beton", max_side=64, quality=90))
-    beton, anew = Beton(tmp_path / "x.beton"), 0
+    beton, encoded = Beton(tmp_path / "x.beton"), 0
     for n in range(len(images)):
         original = Image.open(io.BytesIO(images.read(n)))
         stored, _ = beton.image(n)
@@ -64,17 +60,17 @@ def test_large_images_are_made_smaller_and_all_else_is_left_alone(folder, tmp_pa
         if max(original.size) <= 64:
             assert pixels(stored)[0] == original.tobytes()
         else:
-            anew += 1
+            encoded += 1
             scale = 64 / max(original.size)
             assert small.size == tuple(round(extent * scale) for extent in original.size)
             assert max(small.size) == 64
             want = np.asarray(original.resize(small.size, Image.Resampling.LANCZOS)).astype(int)
             assert np.abs(np.asarray(small) - want).mean() < 4  # 4:2:0 at quality 90
-    assert 0 < anew < len(images)
-    assert f"encoded anew as JPEG at quality 90: {anew} images" in capsys.readouterr().out
+    assert 0 < encoded < len(images)
+    assert f"encoded again as JPEG at quality 90: {encoded} images" in capsys.readouterr().out
 
 
-def test_quality_is_of_what_is_encoded_anew(folder, tmp_path):
+def test_quality_applies_only_to_images_that_are_encoded_again(folder, tmp_path):
     sizes = {}
     for quality in (20, 95):
         main(Packing(data=folder, out=tmp_path / f"{quality}.beton", max_side=64, quality=quality))
@@ -92,10 +88,10 @@ def test_quality_is_of_what_is_encoded_anew(folder, tmp_path):
 @pytest.mark.parametrize(
     "options", [{"max_side": -1}, {"quality": 0}, {"quality": 101}, {"threads": 0}]
 )
-def test_settings_that_mean_nothing_are_refused(folder, tmp_path, options):
+def test_options_out_of_range_are_refused(folder, tmp_path, options):
     with pytest.raises(
         UserError,
-        match=r"--threads must be at least 1, --max-side and --pixels-to no less .* from 1 to 100",
+        match=r"--threads must be at least 1, --max-side and --pixels-to at least 0, .* 1 to 100",
     ):
         main(Packing(data=folder, out=tmp_path / "x.beton", **options))
     assert not list(tmp_path.iterdir())
@@ -112,22 +108,20 @@ def test_odd_files_become_rgb_jpegs_and_are_counted(folder, tmp_path, capsys):
         smooth.convert(mode).save(root / "train" / "cat" / name, kind)
     smooth.convert("L").save(root / "train" / "cat" / "d_gray.jpg")
     main(Packing(data=root, out=tmp_path / "x.beton"))
-    assert "encoded anew as JPEG at quality 95: 3 images" in capsys.readouterr().out
+    assert "encoded again as JPEG at quality 95: 3 images" in capsys.readouterr().out
     source, images = FfcvSource(tmp_path / "x.beton"), Images(root)
     for n, path in enumerate(images.paths):
         stored = Image.open(io.BytesIO(Beton(tmp_path / "x.beton").image(n)[0]))
         assert stored.format == "JPEG"
         assert stored.mode in ("RGB", "L")
         want = np.asarray(Image.open(images.where(n)).convert("RGB")).astype(int)
-        # quality 95 on smooth images
+        # The bound fits quality 95 on smooth images.
         assert np.abs(np.asarray(source.image(n)) - want).mean() < 2, path
 
 
 @pytest.fixture
 def broken(folder, tmp_path):
-    """The folder with its third and fourth training image damaged; these two files, and what they
-    held.
-    """
+    """The folder with its third and fourth training image damaged, these files and their bytes."""
     root = shutil.copytree(folder, tmp_path / "broken")
     victims = sorted((root / "train").glob("*/*.jpg"))[2:4]
     whole = [victim.read_bytes() for victim in victims]
@@ -136,14 +130,14 @@ def broken(folder, tmp_path):
     return root, victims, whole
 
 
-def test_bad_files_are_all_named_and_mended_ones_packed_alone(
+def test_all_bad_files_are_listed_and_only_repaired_ones_are_packed_next(
     broken, folder, tmp_path, capsys, monkeypatch
 ):
     root, victims, whole = broken
     packing = Packing(data=root, out=tmp_path / "out" / "x.beton")
     with pytest.raises(UserError, match="2 images cannot be packed") as refused:
         main(packing)
-    # The first in libjpeg's words, the second, which is no JPEG at all, in Pillow's.
+    # libjpeg reports the first. Pillow reports the second, which is not a JPEG at all.
     for victim, reason in zip(victims, ("premature end of jpeg file", "not an image"), strict=True):
         assert re.search(
             rf"(?i){victim.name} cannot be decoded \([^)]*{reason}\); replace or remove",
@@ -172,13 +166,13 @@ def test_bad_files_are_all_named_and_mended_ones_packed_alone(
     np.testing.assert_array_equal(beton.labels, images.labels)
 
 
-def test_bad_files_may_be_left_out(broken, folder, maps, tmp_path, capsys):
+def test_bad_files_can_be_left_out(broken, folder, maps, tmp_path, capsys):
     root, victims, _ = broken
     main(Packing(data=root, out=tmp_path / "x.beton", on_bad_sample="skip"))
-    said = capsys.readouterr().out
-    assert "x.beton: 9 images" in said
-    assert "left out: 2 images cannot be packed" in said
-    assert all(victim.name in said for victim in victims)
+    printed = capsys.readouterr().out
+    assert "x.beton: 9 images" in printed
+    assert "left out: 2 images cannot be packed" in printed
+    assert all(victim.name in printed for victim in victims)
     beton, images = Beton(tmp_path / "x.beton"), Images(folder)
     kept = [0, 1, *range(4, 11)]
     assert [pixels(beton.image(n)[0])[0] for n in range(9)] == [
@@ -190,9 +184,10 @@ def test_bad_files_may_be_left_out(broken, folder, maps, tmp_path, capsys):
         FfcvSource(tmp_path / "x.beton", maps)
 
 
-def test_maps_packed_inside_stay_with_their_images(folder, maps, tmp_path, monkeypatch):
-    """One image turns unreadable after the labeling; its size stays, so the maps are still
-    accepted.
+def test_packed_score_maps_stay_with_their_images(folder, maps, tmp_path, monkeypatch):
+    """One image becomes unreadable after the labeling.
+
+    Its file size is the same, so the score maps are still accepted.
     """
     root = shutil.copytree(folder, tmp_path / "later")
     victim = sorted((root / "train").glob("*/*.jpg"))[4]
@@ -204,7 +199,7 @@ def test_maps_packed_inside_stay_with_their_images(folder, maps, tmp_path, monke
         np.testing.assert_array_equal(one, other)
 
 
-def test_an_existing_file_is_kept(folder, tmp_path):
+def test_an_existing_file_is_not_overwritten(folder, tmp_path):
     (tmp_path / "x.beton").write_text("mine")
     with pytest.raises(UserError, match="exists already"):
         main(Packing(data=folder, out=tmp_path / "x.beton"))
@@ -216,8 +211,8 @@ def test_an_existing_file_is_kept(folder, tmp_path):
 
 
 @pytest.mark.parametrize("other", [{"max_side": 64}, {"quality": 90}, {"index": False}])
-def test_what_was_begun_otherwise_is_not_continued(broken, tmp_path, other):
-    """Else a file would hold images of both kinds. The number of threads is nobody's business."""
+def test_a_run_with_other_options_is_not_continued(broken, tmp_path, other):
+    """Otherwise a file would have images of both kinds. The number of threads may change."""
     packing = Packing(data=broken[0], out=tmp_path / "x.beton")
     with pytest.raises(UserError, match="2 images cannot be packed"):
         main(packing)
@@ -232,7 +227,7 @@ def test_what_was_begun_otherwise_is_not_continued(broken, tmp_path, other):
 
 @pytest.fixture(scope="module")
 def many(folder, tmp_path_factory):
-    """A training set of 600 images, and its packed bytes: long enough to be killed on the way."""
+    """A training set of 600 images, enough to kill a run in the middle, and its packed bytes."""
     root, jpegs = tmp_path_factory.mktemp("many"), sorted((folder / "train").glob("*/*.jpg"))
     for number in range(600):
         path = root / "images" / "train" / ("cat", "dog")[number % 2] / f"{number:03d}.jpg"
@@ -242,8 +237,8 @@ def many(folder, tmp_path_factory):
     return root / "images", (root / "whole.beton").read_bytes()
 
 
-def packing_child(packing):
-    """The process number of a child that packs, no faster than an image in a millisecond."""
+def fork_packing(packing):
+    """Fork a process that packs at most an image per millisecond; return its process id."""
     child = os.fork()
     if child == 0:
         try:
@@ -256,14 +251,15 @@ def packing_child(packing):
     return child
 
 
-def test_killed_at_random_it_goes_on_to_the_same_bytes(many, tmp_path):
-    """kill -9 at three random sizes of the journal; the packing after that finishes with the bytes
-    of an undisturbed one.
+def test_a_run_killed_at_random_times_continues_to_the_same_bytes(many, tmp_path):
+    """It is killed at three random sizes of the journal with SIGKILL.
+
+    The run after that writes the bytes of an uninterrupted one.
     """
     images, want = many
     out, rows = tmp_path / "x.beton", tmp_path / "x.beton.part.rows"
     for records in np.sort(np.random.default_rng().integers(1, 400, 3)).tolist():
-        child = packing_child(Packing(data=images, out=out))
+        child = fork_packing(Packing(data=images, out=out))
         while not (rows.exists() and rows.stat().st_size > 48 * records) and not out.exists():
             time.sleep(0.001)
         assert not out.exists(), "it finished before it could be killed"
@@ -277,7 +273,7 @@ def test_killed_at_random_it_goes_on_to_the_same_bytes(many, tmp_path):
 def test_a_second_packer_is_refused_while_the_first_works(many, tmp_path):
     images, want = many
     packing = Packing(data=images, out=tmp_path / "x.beton")
-    child = packing_child(packing)
+    child = fork_packing(packing)
     while not (tmp_path / "x.beton.part").exists():
         time.sleep(0.001)
     os.kill(child, signal.SIGSTOP)
@@ -288,27 +284,27 @@ def test_a_second_packer_is_refused_while_the_first_works(many, tmp_path):
     assert packing.out.read_bytes() == want
 
 
-def test_terminated_it_says_how_to_go_on(many, tmp_path, command):
+def test_a_terminated_run_prints_how_to_continue(many, tmp_path, command):
     images, want = many
     words = ROOT / "tools" / "pack_dataset.py", "--data", images, "--out", "x.beton", "--threads", 1
     with command.start(*words, cwd=tmp_path) as done:
         rows = tmp_path / "x.beton.part.rows"
-        while not (rows.exists() and rows.stat().st_size > 3000):  # its line of JSON is shorter
+        while not (rows.exists() and rows.stat().st_size > 3000):  # longer than its first line
             time.sleep(0.001)
         done.send_signal(signal.SIGTERM)
-        _, said = done.communicate(timeout=60)
-    assert done.returncode == 130, said
-    assert "x.beton.part keeps" in said
-    assert "run the same command to go on" in said
-    assert "Traceback" not in said
+        _, printed = done.communicate(timeout=60)
+    assert done.returncode == 130, printed
+    assert "x.beton.part keeps" in printed
+    assert "run the same command to continue" in printed
+    assert "Traceback" not in printed
     main(Packing(data=images, out=tmp_path / "x.beton"))
     assert (tmp_path / "x.beton").read_bytes() == want
 
 
-def test_images_that_changed_meanwhile_are_found(many, tmp_path):
-    """Same names, labels and sizes, other content: only preparing packed images again can tell."""
+def test_images_that_changed_since_are_found(many, tmp_path):
+    """Names, labels and sizes are equal; only preparing packed images again shows the change."""
     root = shutil.copytree(many[0], tmp_path / "images")
-    child = packing_child(Packing(data=root, out=tmp_path / "x.beton"))
+    child = fork_packing(Packing(data=root, out=tmp_path / "x.beton"))
     rows = tmp_path / "x.beton.part.rows"
     while not (rows.exists() and rows.stat().st_size > 48 * 30):
         time.sleep(0.001)
@@ -327,7 +323,7 @@ def test_images_that_changed_meanwhile_are_found(many, tmp_path):
         main(Packing(data=root, out=tmp_path / "x.beton"))
 
 
-def test_a_dangling_link_is_a_bad_sample_like_any_other(folder, tmp_path, capsys):
+def test_a_dangling_link_is_a_bad_sample(folder, tmp_path, capsys):
     root = shutil.copytree(folder, tmp_path / "linked")
     (root / "train" / "cat" / "zz.jpg").symlink_to(tmp_path / "nowhere.jpg")
     main(Packing(data=root, out=tmp_path / "x.beton", on_bad_sample="skip"))
@@ -335,10 +331,8 @@ def test_a_dangling_link_is_a_bad_sample_like_any_other(folder, tmp_path, capsys
     assert len(Beton(tmp_path / "x.beton")) == 11
 
 
-def test_an_edited_index_is_made_anew_even_where_bytes_are_kept(folder, tmp_path):
-    """A comment behind our index: every decoder reads the file, but its index is not true any
-    more.
-    """
+def test_an_outdated_index_is_rewritten_even_with_no_index(folder, tmp_path):
+    """A comment after our index: every decoder reads the file, but its index is wrong."""
     root = shutil.copytree(folder, tmp_path / "edited")
     victim = sorted((root / "train").glob("*/*.jpg"))[2]
     indexed = indexed_jpeg.transcode(victim.read_bytes())
@@ -348,6 +342,6 @@ def test_an_edited_index_is_made_anew_even_where_bytes_are_kept(folder, tmp_path
     assert verify(tmp_path / "x.beton", 1) == []
 
 
-def test_verify_wants_files():
+def test_verify_needs_files():
     with pytest.raises(UserError, match=r"no \.beton file was named"):
         verify_files(())

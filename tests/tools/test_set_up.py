@@ -1,4 +1,4 @@
-"""The set-up says exactly what is missing where there is no apt to install it."""
+"""The set-up script names missing packages where there is no apt to install them."""
 
 import shutil
 import subprocess
@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def bare(tmp_path):
-    """A PATH with next to nothing on it: no compiler, no pkg-config, no apt-get."""
+    """A PATH without compiler, pkg-config and apt-get."""
     folder = tmp_path / "bin"
     folder.mkdir()
     for name in ("bash", "dirname", "id"):
@@ -36,13 +36,14 @@ def test_without_apt_it_names_every_missing_package(bare, tmp_path):
 
 
 def test_an_old_python_is_refused(bare, tmp_path):
-    """A python3 that says it is 3.9, on a machine where nothing else is missing."""
+    """A python3 that prints version 3.9, on a machine that has everything else."""
     for name in ("c++", "pkg-config"):
         (bare / name).write_text("#!/bin/sh\nexit 0\n")
         (bare / name).chmod(0o755)
     (bare / "python3").unlink()
     (bare / "python3").write_text(
-        '#!/bin/bash\ncase "$2" in *version_info*) exit 1;; esac\n[ "$1" = --version ] && echo Python 3.9.1\nexit 0\n'
+        '#!/bin/bash\ncase "$2" in *version_info*) exit 1;; esac\n'
+        '[ "$1" = --version ] && echo Python 3.9.1\nexit 0\n'
     )
     (bare / "python3").chmod(0o755)
     done = subprocess.run(

@@ -1,6 +1,4 @@
-"""Validation against a plain loop over Pillow's images with timm's own model, and ReaL and subsets
-of classes by hand.
-"""
+"""Validation against a plain loop over Pillow images and timm's model; ReaL and classes by hand."""
 
 import json
 import pkgutil
@@ -31,21 +29,22 @@ SIZE = 48
 
 @pytest.fixture(autouse=True)
 def _hurried(monkeypatch):
-    """Speeds are not looked at here, so the model alone is timed over three runs and no more."""
+    """Time the model alone over three runs only, since no test reads its speed."""
     monkeypatch.setattr(validate, "MODEL_SECONDS", 0.0)
 
 
 @pytest.fixture(scope="module")
 def images(tmp_path_factory) -> Path:
-    """Thirty JPEGs of twelve of ImageNet's classes, named like its validation set in an order that
-    is not theirs by class.
+    """Thirty JPEGs of twelve of ImageNet's classes, named like its validation set.
+
+    The order of the file names is not the order of the classes.
     """
     root = tmp_path_factory.mktemp("imagenet-r")
     rng = np.random.default_rng(0)
     for number in range(30):
         path = root / WNIDS[COLUMNS[number * 7 % 12]] / f"ILSVRC2012_val_{number + 1:08d}.JPEG"
         path.parent.mkdir(exist_ok=True)
-        height, width = 2 * rng.integers(30, 60, 2)  # even: centered crops begin at whole pixels
+        height, width = 2 * rng.integers(30, 60, 2)  # even, so centered crops start at whole pixels
         coarse = rng.integers(0, 256, (5, 5, 3), dtype=np.uint8)
         Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC).save(
             path, "JPEG", quality=95
@@ -62,13 +61,11 @@ def beton(images, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def resnet(tmp_path_factory) -> tuple[torch.nn.Module, Path]:
-    """timm's network of 1,000 classes, of which images say different ones, and its weights in a
-    file that says no more.
-    """
+    """A timm model of 1,000 classes that predicts different ones, and a file with its weights."""
     torch.manual_seed(0)
     model = timm.create_model("test_resnet").eval()
-    # Statistics of the images' own kind, and a wide head: untrained, all images would look alike to
-    # it.
+    # BatchNorm statistics of similar images and a wide head. Without them the untrained model would
+    # predict the same class for all images.
     model.train()
     noise = torch.nn.functional.interpolate(torch.randn(32, 3, 5, 5), size=SIZE, mode="bicubic")
     with torch.no_grad():
@@ -80,7 +77,7 @@ def resnet(tmp_path_factory) -> tuple[torch.nn.Module, Path]:
     return model.eval(), path
 
 
-def asked(resnet, data, **fields) -> Validation:
+def options(resnet, data, **fields) -> Validation:
     plain = dict(
         checkpoint=resnet[1],
         model="test_resnet",
@@ -94,8 +91,9 @@ def asked(resnet, data, **fields) -> Validation:
 
 
 def plain_loop(model, root: Path, columns: list[int], crop_pct: float = 1.0):
-    """(names, labels, logits of `columns`) one image at a time, in the order of class folders and
-    names.
+    """Return names, labels and logits of `columns`, one image at a time.
+
+    The order is that of class folders and file names.
     """
     names, labels, logits = [], [], []
     normalize = v2.Normalize(model.pretrained_cfg["mean"], model.pretrained_cfg["std"])
@@ -107,14 +105,11 @@ def plain_loop(model, root: Path, columns: list[int], crop_pct: float = 1.0):
                 image, [SIZE, SIZE], v2.InterpolationMode.BILINEAR, antialias=True
             )
             with torch.no_grad():
-                said = model(
-                    normalize(
-                        v2.functional.to_dtype(v2.functional.pil_to_tensor(image), scale=True)
-                    )[None]
-                )
+                pixels = v2.functional.to_dtype(v2.functional.pil_to_tensor(image), scale=True)
+                logits_1K = model(normalize(pixels)[None])
             names.append(path.name)
             labels.append(label)
-            logits.append(said[0, columns])
+            logits.append(logits_1K[0, columns])
     return names, torch.tensor(labels), torch.stack(logits)
 
 
@@ -122,13 +117,13 @@ def plain_loop(model, root: Path, columns: list[int], crop_pct: float = 1.0):
 def test_a_subset_of_classes_equals_a_plain_loop(images, resnet, tmp_path, crop_pct, batch):
     names, label_N, logits_NC = plain_loop(resnet[0], images, COLUMNS, crop_pct)
     row = validate.main(
-        asked(resnet, images, crop_pct=crop_pct, batch=batch, json=tmp_path / "row.json")
+        options(resnet, images, crop_pct=crop_pct, batch=batch, json=tmp_path / "row.json")
     )
     ranks_N = (logits_NC > logits_NC.gather(1, label_N[:, None])).sum(1)
     assert len(names) == 30
     assert row["images"] == 30
-    # The loader's pixels differ from Pillow's by rounding, so an image on the fence may fall to the
-    # other side: one of 30.
+    # The loader's pixels differ from Pillow's by rounding, which may change the prediction for a
+    # borderline image: one of 30.
     assert row["top1"] == pytest.approx((ranks_N == 0).double().mean().item(), abs=1 / 30 + 1e-9)
     assert row["top5"] == pytest.approx((ranks_N < 5).double().mean().item(), abs=1 / 30 + 1e-9)
     assert row["loss"] == pytest.approx(
@@ -142,8 +137,8 @@ def test_a_subset_of_classes_equals_a_plain_loop(images, resnet, tmp_path, crop_
 
 
 def test_padding_does_not_count_and_the_loaders_agree(images, beton, resnet):
-    rows = [validate.main(asked(resnet, images, batch=batch)) for batch in (30, 30 - 1, 128)]
-    rows += [validate.main(asked(resnet, beton, loader="ffcv", batch=7))]
+    rows = [validate.main(options(resnet, images, batch=batch)) for batch in (30, 30 - 1, 128)]
+    rows += [validate.main(options(resnet, beton, loader="ffcv", batch=7))]
     assert [row["batch"] for row in rows] == [30, 29, 30, 7]
     for row in rows[1:]:
         assert [row[name] for name in ("top1", "top5", "images", "classes")] == [
@@ -154,29 +149,30 @@ def test_padding_does_not_count_and_the_loaders_agree(images, beton, resnet):
 
 @pytest.mark.dali
 def test_dali_reads_folders_and_packed_files_and_agrees(images, beton, resnet):
-    """Its pixels are its own by rounding, so an image on the fence may fall to the other side: one
-    of 30.
-    """
+    """Its pixels differ by rounding, which may change a borderline image: one of 30."""
     pytest.importorskip("nvidia.dali", reason="DALI is not installed here")
-    ours = validate.main(asked(resnet, images))
-    dalis = [validate.main(asked(resnet, data, loader="dali", batch=7)) for data in (images, beton)]
-    for row in dalis:
+    ours = validate.main(options(resnet, images))
+    dali = [
+        validate.main(options(resnet, data, loader="dali", batch=7)) for data in (images, beton)
+    ]
+    for row in dali:
         assert (row["loader"], row["images"]) == ("dali", 30)
         assert row["top1"] == pytest.approx(ours["top1"], abs=1 / 30 + 1e-9)
         assert row["loss"] == pytest.approx(ours["loss"], rel=0.02)
-    assert dalis[0]["loss"] == pytest.approx(dalis[1]["loss"], rel=1e-4)
+    assert dali[0]["loss"] == pytest.approx(dali[1]["loss"], rel=1e-4)
 
 
-def test_all_other_classes_would_have_counted(images, resnet):
-    """The subset makes a difference: over all 1,000 classes hardly an image is right."""
+def test_the_subset_of_classes_matters(images, resnet):
+    """Over all 1,000 classes hardly any prediction is correct."""
     _, label_N, logits_NK = plain_loop(resnet[0], images, list(range(1000)))
     everywhere = (logits_NK.argmax(1) == torch.tensor(COLUMNS)[label_N]).double().mean().item()
-    assert everywhere + 1 / 30 < validate.main(asked(resnet, images))["top1"]
+    assert everywhere + 1 / 30 < validate.main(options(resnet, images))["top1"]
 
 
-def test_bfloat16_is_near_float32(images, resnet):
+def test_bfloat16_is_close_to_float32(images, resnet):
     rows = [
-        validate.main(asked(resnet, images, precision=precision)) for precision in ("fp32", "bf16")
+        validate.main(options(resnet, images, precision=precision))
+        for precision in ("fp32", "bf16")
     ]
     assert rows[1]["precision"] == "bf16"
     assert rows[0]["loss"] != rows[1]["loss"] == pytest.approx(rows[0]["loss"], rel=0.05)
@@ -188,7 +184,7 @@ def test_bfloat16_is_near_float32(images, resnet):
 def test_classes_match_by_name_in_any_order():
     match = match_classes(["dog", "cat"], ["ant", "cat", "dog"], 3, [])
     assert match == ([2, 1], "name")
-    # A network trained on digits knows its own numbers, whose folders may be sorted as text.
+    # A model trained on digits has their names, and its class folders may be sorted as text.
     assert match_classes(["2", "10"], ["0", "1", "10", "2"], 4, []) == ([3, 2], "name")
 
 
@@ -202,22 +198,22 @@ def test_imagenet_a_and_r_have_the_columns_that_timm_lists(subset):
     assert (len(columns), by) == (200, "name")
 
 
-def test_numbers_are_numbers_and_not_text():
-    """ImageNet-V2's folders, in torchvision's order."""
+def test_numbers_are_compared_as_integers():
+    """The folders of ImageNet-V2 in torchvision's order."""
     folders = sorted(map(str, range(1000)))
     assert folders[2] == "10"
     match = match_classes(folders, WNIDS, 1000, WNIDS)
     assert match == ([int(name) for name in folders], "number")
 
 
-def test_a_network_of_numbers_is_named_after_imagenet():
-    """Trained from a file that FFCV wrote, judged on folders named by WordNet id."""
+def test_a_model_with_numbers_as_names_gets_the_names_of_imagenet():
+    """It was trained from a file that FFCV wrote; the data has folders named by WordNet id."""
     numbers = [str(number) for number in range(1000)]
     assert match_classes([WNIDS[5], WNIDS[3]], numbers, 1000, WNIDS) == ([5, 3], "name")
     assert match_classes(["7", "70"], numbers, 1000, WNIDS) == ([7, 70], "name")
 
 
-def test_without_any_name_the_order_must_do():
+def test_without_any_names_classes_match_by_order():
     assert match_classes(["cat", "dog"], [], 2, []) == ([0, 1], "order")
 
 
@@ -225,24 +221,25 @@ def test_without_any_name_the_order_must_do():
     ("data", "model", "count", "stand_in"),
     [
         (["cat", "wolf"], ["cat", "dog"], 2, []),  # a class that the model does not have
-        (["cat", "dog"], ["a", "b"], 2, []),  # as many, of other names
-        (["cat"], [], 2, []),  # fewer, and no names to find them by
-        (["0", "1000"], WNIDS, 1000, WNIDS),  # a number beyond
+        (["cat", "dog"], ["a", "b"], 2, []),  # the same number of other names
+        (["cat"], [], 2, []),  # fewer classes, without names to match
+        (["0", "1000"], WNIDS, 1000, WNIDS),  # a number out of range
         (["cat"], [str(number) for number in range(1000)], 1000, WNIDS),
     ],
 )
 def test_classes_that_do_not_match_are_refused(data, model, count, stand_in):
-    with pytest.raises(UserError, match="are none of the model's") as error:
+    with pytest.raises(UserError, match=r"are not among the \d+ classes of the model") as error:
         match_classes(data, model, count, stand_in)
     assert "\n" not in str(error.value)
 
 
-def test_folders_of_numbers_are_read_as_imagenet_v2_has_them(images, resnet, tmp_path):
+def test_numbered_folders_are_read_as_those_of_imagenet_v2(images, resnet, tmp_path):
     """The same images in folders 7, 97, ..., 997 give the same result."""
     for column in COLUMNS:
         (tmp_path / "v2").mkdir(exist_ok=True)
         (tmp_path / "v2" / str(column)).symlink_to(images / WNIDS[column])
-    by_number, by_name = (validate.main(asked(resnet, root)) for root in (tmp_path / "v2", images))
+    by_number = validate.main(options(resnet, tmp_path / "v2"))
+    by_name = validate.main(options(resnet, images))
     assert (by_number["classes_by"], by_name["classes_by"]) == ("number", "name")
     assert by_number["loss"] == pytest.approx(by_name["loss"], rel=1e-4)
     assert by_number["top1"] == by_name["top1"]
@@ -252,9 +249,10 @@ def test_folders_of_numbers_are_read_as_imagenet_v2_has_them(images, resnet, tmp
 
 
 def right_classes(images: Path) -> list[list[int]]:
-    """Made-up ReaL labels in the order of the files' numbers: of every six images the first has
-    none, the second its own label and three more, the third another one alone, the others their
-    own.
+    """Return made-up ReaL labels in the order of the files' numbers.
+
+    Of every six images the first has none, the second its own label and three more, the third only
+    another one, and the others their own.
     """
     names = sorted(path.name for path in images.iterdir())
     own = {int(path.stem[-8:]) - 1: names.index(path.parent.name) for path in images.glob("*/*")}
@@ -274,23 +272,25 @@ def real(images, tmp_path) -> Path:
 
 def test_real_labels_by_hand(images, resnet, real):
     names, _, logits_NC = plain_loop(resnet[0], images, COLUMNS)
-    said = {
+    predicted = {
         int(Path(name).stem[-8:]) - 1: best
         for name, best in zip(names, logits_NC.argmax(1).tolist(), strict=True)
     }
     lists = right_classes(images)
-    right = [said[number] in lists[number] for number in range(30) if lists[number]]
-    row = validate.main(asked(resnet, images, real=str(real), batch=8))
+    right = [predicted[number] in lists[number] for number in range(30) if lists[number]]
+    row = validate.main(options(resnet, images, real=str(real), batch=8))
     assert (len(right), row["real_images"]) == (25, 25)
     assert row["real_top1"] == pytest.approx(np.mean(right), abs=1 / 25 + 1e-9)
     assert row["real_top1"] != pytest.approx(row["top1"], abs=0.02)
 
 
-def test_a_beton_has_no_names_so_its_own_order_counts(images, beton, resnet, real, tmp_path):
-    """Packed class by class: the labels of the files' order are refused, those of the packed order
-    give the folder's result.
+def test_a_beton_has_no_file_names_so_its_own_order_counts(images, beton, resnet, real, tmp_path):
+    """It is packed class by class.
+
+    ReaL labels in the order of the file names are refused; in the packed order they give the
+    result of the folder.
     """
-    packed = asked(resnet, beton, loader="ffcv")
+    packed = options(resnet, beton, loader="ffcv")
     with pytest.raises(UserError, match="their orders differ"):
         validate.main(replace(packed, real=str(real)))
     lists = right_classes(images)
@@ -301,40 +301,40 @@ def test_a_beton_has_no_names_so_its_own_order_counts(images, beton, resnet, rea
     ]
     (tmp_path / "packed.json").write_text(json.dumps([lists[number] for number in order]))
     here = validate.main(replace(packed, real=str(tmp_path / "packed.json")))
-    there = validate.main(asked(resnet, images, real=str(real)))
+    there = validate.main(options(resnet, images, real=str(real)))
     assert (here["real_top1"], here["real_images"]) == (there["real_top1"], there["real_images"])
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
-        ("[[1], [2", "is no JSON that can be read"),
-        ('{"a": 1}', "is no list of lists"),
-        ("[1, 2]", "is no list of lists"),
-        ('[["cat"]]', "is no list of lists"),
+        ("[[1], [2", "is not readable JSON"),
+        ('{"a": 1}', "is not a list of lists"),
+        ("[1, 2]", "is not a list of lists"),
+        ('[["cat"]]', "is not a list of lists"),
         ("[[0], [1]]", "another number of images than the 30"),
         (json.dumps([[]] * 30), "has no labels of the 12 classes"),
         (json.dumps([[12]] * 30), "has no labels of the 12 classes"),
         (json.dumps([[0]] * 30), "their orders differ"),
     ],
 )
-def test_real_labels_that_are_none(images, resnet, tmp_path, text, said):
+def test_invalid_real_labels_are_refused(images, resnet, tmp_path, text, message):
     (tmp_path / "real.json").write_text(text)
-    with pytest.raises(UserError, match=said) as error:
+    with pytest.raises(UserError, match=message) as error:
         validate.main(
-            asked(resnet, images, real=str(tmp_path / "real.json"), json=tmp_path / "row.json")
+            options(resnet, images, real=str(tmp_path / "real.json"), json=tmp_path / "row.json")
         )
     assert "\n" not in str(error.value)
     assert not (tmp_path / "row.json").exists()
 
 
-def test_timms_own_copy_is_for_all_of_imagenet(images, resnet):
+def test_timms_real_labels_are_for_all_of_imagenet(images, resnet):
     with pytest.raises(UserError, match="another number of images than the 30"):
-        validate.main(asked(resnet, images, real="timm"))
+        validate.main(options(resnet, images, real="timm"))
 
 
-class Listed:
-    """A source of 50,000 images of which only names and labels are asked."""
+class NamesAndLabels:
+    """A source of 50,000 images with names and labels only."""
 
     def __init__(self, numbers, labels):
         self.numbers, self.labels, self.class_names = numbers, labels, WNIDS
@@ -343,22 +343,22 @@ class Listed:
         return f"val/{WNIDS[self.labels[index]]}/ILSVRC2012_val_{self.numbers[index] + 1:08d}.JPEG"
 
 
-def test_timms_own_copy_judges_imagenet_in_the_order_of_its_folders():
-    """Sorted by class, as folders are. Says the image's own label, or for every fourth image a
-    class that is none of its.
-    """
+def test_timms_real_labels_in_the_order_of_imagenets_folders():
+    """Images are sorted by class. The prediction is right, and wrong for every fourth image."""
     lists = json.loads(pkgutil.get_data("timm.data", "_info/imagenet_real_labels.json"))
     own = np.array([right[0] if right else 0 for right in lists])
     order = np.argsort(own, kind="stable")
-    judge = validate.open_real("timm", Listed(order.tolist(), own[order]), Path("val"))
+    source = NamesAndLabels(order.tolist(), own[order])
+    accuracy = validate.open_real("timm", source, Path("val"))
     wrong = [next(iter(set(range(9)) - set(right))) for right in lists]
-    said = np.array(
+    predicted = np.array(
         [right[-1] if right and number % 4 else wrong[number] for number, right in enumerate(lists)]
     )
-    judged = [number for number, right in enumerate(lists) if right]
-    share = validate.real_top1(judge, torch.from_numpy(said[order]), 1000)
-    assert share == pytest.approx(sum(number % 4 > 0 for number in judged) / len(judged), abs=1e-9)
-    assert len(judged) == 46_837  # as Beyer et al. count them
+    labeled = [number for number, right in enumerate(lists) if right]
+    share = validate.real_top1(accuracy, torch.from_numpy(predicted[order]), 1000)
+    want = sum(number % 4 > 0 for number in labeled) / len(labeled)
+    assert share == pytest.approx(want, abs=1e-9)
+    assert len(labeled) == 46_837  # the count of Beyer et al.
 
 
 # ------------------------------------------------------------------------- our own checkpoints
@@ -366,7 +366,7 @@ def test_timms_own_copy_judges_imagenet_in_the_order_of_its_folders():
 
 @pytest.fixture(scope="module")
 def student(tmp_path_factory):
-    """A run's checkpoint, raw and averaged weights different, trained at 32 px."""
+    """A checkpoint trained at 32 px, with different raw and EMA weights."""
     path = tmp_path_factory.mktemp("run") / "last.pt"
     kwargs = {"num_classes": 14, "img_size": 32, "token_head": True}
     models = []
@@ -376,31 +376,24 @@ def student(tmp_path_factory):
         with torch.no_grad():
             model.head.weight.normal_()
         models.append(model)
-    # Two classes that the data does not have stand first, and the rest backwards.
+    # Two classes that the data does not have come first, the others in reverse order.
     names = ["n0", "n1", *(WNIDS[column] for column in reversed(COLUMNS))]
-    told = {
+    saved = {
         "recipe": {"name": "lvvit_micro", "kwargs": kwargs},
         "class_names": names,
         "config": {"size": 32, "crop_pct": 1.0},
     }
     mean, std = (list(models[0].pretrained_cfg[name]) for name in ("mean", "std"))
-    torch.save(
-        told
-        | {
-            "model": models[0].state_dict(),
-            "ema": models[1].state_dict(),
-            "mean": mean,
-            "std": std,
-        },
-        path,
-    )
+    saved |= {"model": models[0].state_dict(), "ema": models[1].state_dict()}
+    torch.save(saved | {"mean": mean, "std": std}, path)
     return path, {"raw": models[0], "ema": models[1]}
 
 
 @pytest.mark.parametrize("weights", ["ema", "raw"])
-def test_a_run_is_judged_with_the_weights_asked_for_at_another_size(images, student, weights):
-    """Trained at 32 px, judged at 48: LV-ViT resamples its table, as its forward pass does in the
-    plain loop.
+def test_a_run_is_evaluated_with_the_chosen_weights_at_another_size(images, student, weights):
+    """Trained at 32 px, evaluated at 48.
+
+    LV-ViT resamples its position table, as its forward pass does in the plain loop.
     """
     path, models = student
     columns = [13 - number for number in range(12)]
@@ -422,25 +415,21 @@ def test_a_run_is_judged_with_the_weights_asked_for_at_another_size(images, stud
     assert torch.nn.functional.cross_entropy(other, label_N).item() != pytest.approx(want, rel=0.05)
 
 
-def test_what_the_run_says_is_the_default(images, student):
+def test_defaults_are_those_of_the_run(images, student):
     row = validate.main(
         Validation(
             checkpoint=student[0], data=images, loader="folder", device="cpu", precision="auto"
         )
     )
-    assert (row["size"], row["crop_pct"], row["weights"], row["precision"]) == (
-        32,
-        1.0,
-        "ema",
-        "fp32",
-    )
+    assert (row["size"], row["crop_pct"]) == (32, 1.0)
+    assert (row["weights"], row["precision"]) == ("ema", "fp32")
 
 
 # ------------------------------------------------------------------------- failures
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("fields", "message"),
     [
         (dict(loader="ffcv"), "is a folder; read it with --loader folder"),
         (dict(threads=0), "--threads and --batch must be at least 1"),
@@ -450,25 +439,16 @@ def test_what_the_run_says_is_the_default(images, student):
         (dict(model=""), "does not contain its model's name"),
     ],
 )
-def test_what_does_not_fit_is_refused(images, resnet, tmp_path, fields, said):
-    with pytest.raises(UserError, match=said) as error:
-        validate.main(asked(resnet, images, json=tmp_path / "row.json", **fields))
+def test_invalid_options_are_refused(images, resnet, tmp_path, fields, message):
+    with pytest.raises(UserError, match=message) as error:
+        validate.main(options(resnet, images, json=tmp_path / "row.json", **fields))
     assert "\n" not in str(error.value)
     assert not list(tmp_path.iterdir())
 
 
 def test_the_command_prints_a_table_or_one_sentence(command, images, beton, resnet, tmp_path):
-    words = (
-        "tools/validate.py",
-        resnet[1],
-        "--model",
-        "test_resnet",
-        "--size",
-        SIZE,
-        "--device",
-        "cpu",
-        "--data",
-    )
+    settings = f"--model test_resnet --size {SIZE} --device cpu --data".split()
+    words = ("tools/validate.py", resnet[1], *settings)
     done = command(*words, beton, "--json", tmp_path / "row.json")
     assert done.returncode == 0, done.stderr
     row = json.loads((tmp_path / "row.json").read_text())

@@ -10,7 +10,7 @@ is ever run. Each image finds its file by class folder and name. What a file doe
 declared: --footprint (the part of the image that its map covers) and --axes (which of the map's
 axes comes first). Of the two published packs only the generators' code is known, and what it says
 is the default. With --reference, any model of the same classes that knows where things are, both
-can be found: `--footprint find --axes find`. At the end the store is audited (as tools/report.py
+can be found: `--footprint find --axes find`. At the end the store is audited (as tools/audit.py
 does, which also makes a page of it); exit code 2 says that a fault was found.
 
 Run the same command again to continue a killed import. Images without a usable map are counted and
@@ -44,7 +44,7 @@ from densefeed.storage.packs import (
 from densefeed.storage.row_codecs import ScoreMaps
 from densefeed.storage.tensor_files import TensorFiles
 from densefeed.system.errors import UserError, run
-from densefeed.tools.audit_page import conclude, references, tell
+from densefeed.tools.audit import load_references, print_checks, raise_on_faults
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +88,7 @@ def main(wanted: Import) -> None:
     found = None
     if wanted.reference:
         size = wanted.reference_size or pack.input_size
-        found = references(wanted.reference, wanted.reference_model, size, images.class_names)
+        found = load_references(wanted.reference, wanted.reference_model, size, images.class_names)
     if finding:
         pack = laid_out(wanted, pack, images, found)
     print(
@@ -109,8 +109,8 @@ def main(wanted: Import) -> None:
         )
     if wanted.audit:
         result = audit(wanted.out, images, found, wanted.audit_images, threads=wanted.threads)
-        tell(result)
-        conclude(result, wanted.out, "the lines above say what to do")
+        print_checks(result)
+        raise_on_faults(result, wanted.out, "the lines above say what to do")
 
 
 def laid_out(wanted: Import, pack: Pack, images: Images, found: References) -> Pack:

@@ -12,9 +12,11 @@ from densefeed.pipelines.plan import EpochPlan
 from densefeed.storage.geometry import crop_views
 from densefeed.system.errors import UserError
 from densefeed.tools.report import (
+    Report,
     Run,
     curve,
     in_crop,
+    main,
     owner_of_tokens,
     read_run,
     row_of,
@@ -68,6 +70,17 @@ def test_a_box_in_a_turned_crop_is_the_box_around_its_corners():
 def test_a_folder_that_is_no_run_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"is no run \(config.json is missing\)"):
         read_run(tmp_path)
+
+
+def test_score_maps_are_refused_with_the_command_that_audits_them(tmp_path):
+    """Alone and beside a run, whether the file exists or not."""
+    for runs in [(tmp_path / "maps.h5",), (tmp_path, tmp_path / "maps.hdf5")]:
+        with pytest.raises(
+            UserError, match=r"is not a run folder; audit score maps with tools/audit"
+        ):
+            main(Report(runs=runs))
+    with pytest.raises(UserError, match="name at least one run folder of train.py"):
+        main(Report(runs=()))
 
 
 def test_runs_are_compared_by_what_they_do_not_share(tmp_path):

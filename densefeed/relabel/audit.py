@@ -16,7 +16,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple, get_args
 
@@ -47,7 +47,6 @@ from densefeed.system.progress import bar
 # N rows   S cells along a side   k classes a cell   K classes
 
 Verdict = Literal["fault", "warning", "unchecked", "sound"]
-SEVERITY = get_args(Verdict)
 
 # A store of up to 100,000 rows is read whole. Of a larger one, 20,480 evenly spaced rows are read:
 # 20 a class of ImageNet, 145 MB.
@@ -65,7 +64,6 @@ VIEWS_OR_CLASS_MAP = re.compile(r", \d+ views [0-9a-f]+$| by \S+ [0-9a-f]{8}\b")
 
 OTHER_FOLDER = "Pass the folder that the maps were made for, or label the images again."
 LOGITS_FIRST = "the fault of the logits must be fixed first"
-CLASSES_FIRST = "the fault of the class list must be fixed first"
 OVER = "probabilities that sum to more than 1"  # a key of storage.maintenance.disorder
 # Greatest sum of the probabilities of a cell, each rounded to float16, and perhaps their logarithms
 # too.
@@ -94,13 +92,12 @@ class AuditResult:
     """The checks of a store, and the numbers from which the page is made."""
 
     store: ScoreMapStore | None
-    checks: list[Check] = field(default_factory=list)
-    figures: dict = field(default_factory=dict)
+    checks: list[Check]
+    figures: dict
     images: Images | None = None
     # int64 [N]: index of each row's image in `images`, -1: none
     image_of: np.ndarray | None = None
-    # rows whose images were read
-    compared: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
+    compared: np.ndarray | None = None  # rows whose images were read
 
     def faults(self) -> list[Check]:
         """Return the checks that found a fault."""
@@ -125,10 +122,8 @@ def audit(
     """Audit the store at `path`.
 
     Args:
-        images: the images the maps were made for. Without them, names, labels, windows and
-            everything that needs pixels are unchecked.
-        references: one model of the same classes for the geometries `squash` and `center-crop`;
-            needs `images`.
+        images: those the maps were made for; without them only the rows themselves are checked.
+        references: a model of the same classes for `squash` and `center-crop`; needs `images`.
         count: images that are shown to the reference.
         every_row: read all rows even of a store of more than 100,000.
 
@@ -140,7 +135,7 @@ def audit(
     store = ScoreMapStore(path)
     scan = scan_rows(store, rows_to_read(len(store), every_row))
     logits = check_logits(store, scan)
-    result = AuditResult(store, images=images)
+    image_of, match, rows = None, None, np.empty(0, np.int64)
     outcomes = {
         "finished": missing,
         "values": check_values(store, scan, logits[0] == "fault"),
@@ -150,18 +145,17 @@ def audit(
     }
     if images is not None:
         place = {path: index for index, path in enumerate(images.paths)}
-        image_of = result.image_of = np.array([place.get(path, -1) for path in store.paths()])
+        image_of = np.array([place.get(path, -1) for path in store.paths()])
         outcomes["images"] = check_files(store, images, image_of)
         outcomes["class names"] = check_class_names(store, images, image_of)
-    outcomes["duplicates"] = check_duplicates(store, images, result.image_of)
+    outcomes["duplicates"] = check_duplicates(store, images, image_of)
     blocked_by = LOGITS_FIRST if logits[0] == "fault" else ""
     outcomes["class list"], renaming = check_class_list(store, scan, blocked_by)
     if outcomes["class list"][0] == "fault":
-        blocked_by = CLASSES_FIRST
-    match = None
+        blocked_by = "the fault of the class list must be fixed first"
     if images is not None:
         usable = np.setdiff1d(scan.ids, [*scan.faults])
-        rows = result.compared = neighbors(store.labels, usable[image_of[usable] >= 0], count)
+        rows = neighbors(store.labels, usable[image_of[usable] >= 0], count)
         if len(rows):
             outcomes["windows"] = check_windows(store, images, image_of, rows)
         if references and len(rows) and not blocked_by:
@@ -170,17 +164,13 @@ def audit(
     labels = check_labels(store, scan, match, blocked_by)
     unchecked = "unchecked", blocked_by or NO_REFERENCE
     outcomes |= dict.fromkeys(("orientation", "coverage", "rows"), unchecked)
-    if match is not None:
-        own_teacher = is_own_teacher(store, references)
-        foreign = own_teacher or labels[0] == "fault"
-        outcomes["orientation"] = check_orientation(match, foreign)
-        outcomes["coverage"] = check_coverage(match, store.header.geometry, foreign)
-        outcomes["rows"] = check_rows(store, match, own_teacher)
+    if match:
+        outcomes |= check_layout(store, match, references, labels[0] == "fault")
     outcomes["labels"] = labels
-    result.checks = [Check(name, *outcome) for name, outcome in outcomes.items()]
-    result.checks.sort(key=lambda check: SEVERITY.index(check.verdict))
-    result.figures = summarize(store, scan, match, renaming)
-    return result
+    checks = [Check(name, *outcome) for name, outcome in outcomes.items()]
+    checks.sort(key=lambda check: get_args(Verdict).index(check.verdict))
+    figures = summarize(store, scan, match, renaming)
+    return AuditResult(store, checks, figures, images, image_of, rows)
 
 
 def rows_to_read(count: int, every_row: bool) -> np.ndarray:
@@ -260,10 +250,19 @@ def scan_rows(store: ScoreMapStore, ids: np.ndarray) -> RowScan:
     starts = range(0, len(ids), at_once)
     for start in bar(starts, "audit, chunks of rows") if len(starts) > 16 else starts:
         at, maps = read_undamaged(store, np.arange(start, min(start + at_once, len(ids))), scan)
-        if len(at):
-            at, maps = scan_values(store, at, maps, scan)
-        if len(at):
-            scan_probabilities(store, at, maps, scan)
+        if not len(at):
+            continue
+        wrong = store.impossible(ids[at], maps) | disorder(store, ids[at], maps)
+        bad = np.any(list(wrong.values()), axis=0)
+        for n in np.flatnonzero(bad).tolist():
+            scan.faults[int(ids[at[n]])] = [kind for kind, rows in wrong.items() if rows[n]]
+        # Probabilities beside logsumexps of logits can sum to anything. Rows with no other fault
+        # still show which kind of number was stored.
+        usable = ~np.any([rows for kind, rows in wrong.items() if kind != OVER], axis=0)
+        scan_logits(scan, at[usable], maps.logit[usable], store.header.num_classes)
+        if not bad.all():
+            good = ScoreMaps(*(part[~bad] for part in maps))
+            scan_probabilities(store, at[~bad], good, scan)
     return scan
 
 
@@ -286,22 +285,6 @@ def read_undamaged(
                 scan.faults[int(scan.ids[n])] = ["a checksum that does not match"]
         at = np.array(whole, np.int64)
         return at, store.rows(scan.ids[at]) if len(at) else None
-
-
-def scan_values(
-    store: ScoreMapStore, at: np.ndarray, maps: ScoreMaps, scan: RowScan
-) -> tuple[np.ndarray, ScoreMaps]:
-    """Record impossible and disordered values of the rows `scan.ids[at]`; return the other rows."""
-    ids = scan.ids[at]
-    wrong = store.impossible(ids, maps) | disorder(store, ids, maps)
-    bad = np.any(list(wrong.values()), axis=0)
-    for n in np.flatnonzero(bad).tolist():
-        scan.faults[int(ids[n])] = [kind for kind, rows in wrong.items() if rows[n]]
-    # Probabilities beside logsumexps of logits can sum to anything. Rows with no other fault still
-    # show which kind of number was stored.
-    unusable = np.any([rows for kind, rows in wrong.items() if kind != OVER], axis=0)
-    scan_logits(scan, at[~unusable], maps.logit[~unusable], store.header.num_classes)
-    return at[~bad], ScoreMaps(*(part[~bad] for part in maps))
 
 
 def scan_logits(scan: RowScan, at: np.ndarray, logit_NSSk: np.ndarray, num_classes: int) -> None:
@@ -808,7 +791,7 @@ def check_labels(
         return "sound", evidence
     if agreement.chance + SURE_T * agreement.error > 0.8:
         return "unchecked", f"{evidence}: too close to decide"
-    if match is not None and match.is_reproduced():
+    if match and match.is_reproduced():
         evidence += "; the reference makes the same maps, so the teacher itself is no better"
         remedy = "Choose a teacher that was trained on these classes."
         return "warning", evidence, remedy
@@ -818,6 +801,23 @@ def check_labels(
 
 
 # ------------------------------------------------------------------------- maps against a reference
+
+
+def check_layout(
+    store: ScoreMapStore, match: MapCorrelation, references: References, wrong_labels: bool
+) -> dict[str, Outcome]:
+    """Check orientation, coverage and rows.
+
+    If the reference made these maps, or if the maps do not agree with their labels, maps that do
+    not match the reference's can only be of other images (`foreign`).
+    """
+    own_teacher = is_own_teacher(store, references)
+    foreign = own_teacher or wrong_labels
+    return {
+        "orientation": check_orientation(match, foreign),
+        "coverage": check_coverage(match, store.header.geometry, foreign),
+        "rows": check_rows(store, match, own_teacher),
+    }
 
 
 def explain_mismatch(foreign: bool) -> str:
@@ -994,10 +994,9 @@ def summarize(
         },
         "classes_named": int(scan.named[: header.num_classes].sum()),
         "same_in_every_cell": int(scan.constant[good].sum()),
-        "reference": None if match is None else match.summarize(),
-        "renaming": None
-        if renaming is None
-        else {"own": float(renaming.own.mean()), "best": float(renaming.renamed.mean())},
+        "reference": match and match.summarize(),
+        "renaming": renaming
+        and {"own": float(renaming.own.mean()), "best": float(renaming.renamed.mean())},
         "disagreements": find_disagreements(store, scan),
     }
 

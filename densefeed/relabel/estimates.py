@@ -75,6 +75,11 @@ def estimate_pass(work: Pass) -> Estimate:
     # Warm up: libraries choose their kernels, a compiler compiles.
     score_batches(work, batches[:1], measure, lambda _: None)
     speed = score_batches(work, batches, measure, lambda _: None)
+    out, some = np.empty(work.pictures_shape, np.uint8), ids[:RENDERED].tolist()
+    began = time.perf_counter()
+    for index in some:
+        work.render(index, out)
+    render_rate = len(some) / (time.perf_counter() - began)
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     if device.type == "cuda":
         memory = torch.cuda.max_memory_reserved(device)
@@ -82,20 +87,11 @@ def estimate_pass(work: Pass) -> Estimate:
         count,
         speed.images / speed.seconds,
         speed.images_wait / speed.seconds,
-        measure_render_rate(work, ids[:RENDERED].tolist()),
+        render_rate,
         measure_row_bytes(work, np.concatenate(sizes[1:])),
         memory,
         work.batch,
     )
-
-
-def measure_render_rate(work: Pass, indices: list[int]) -> float:
-    """Render images on one thread; return images a second."""
-    out = np.empty(work.pictures_shape, np.uint8)
-    began = time.perf_counter()
-    for index in indices:
-        work.render(index, out)
-    return len(indices) / (time.perf_counter() - began)
 
 
 def measure_row_bytes(work: Pass, palette: np.ndarray) -> dict[Form, float]:

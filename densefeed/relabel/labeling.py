@@ -73,7 +73,7 @@ class Speed:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Pass:
     """A teacher ready to label images: what one process needs besides its rows.
 
@@ -113,7 +113,13 @@ def begin_pass(
     side, num_classes = score_blank(scorer, name, shape)
     if top_k < 1 or threads < 1 or (batch != "auto" and batch < 1):
         raise UserError("--top-k, --batch and --threads must be at least 1")
-    check_classes(images, name, num_classes, top_k)
+    if top_k > num_classes:
+        raise UserError(f"--top-k {top_k} is more than the {num_classes} classes of {name}")
+    if len(images.class_names) != num_classes:
+        raise UserError(
+            f"{images.root} has {len(images.class_names)} classes but the teacher {name} scores "
+            f"{num_classes}; choose a teacher of the same classes, or pass a --class-map"
+        )
     # A lower precision rounds differently, so its name is a part of the teacher's.
     suffix = "" if scorer.precision == "fp32" else f" {scorer.precision}"
     header = StoreHeader(
@@ -133,19 +139,15 @@ def begin_pass(
             lambda count: scorer.try_out_sync(torch.zeros(count, *shape, dtype=torch.uint8), top_k),
             device,
         )
-    return Pass(
-        images=images,
-        header=header,
-        scorer=scorer,
-        render=render or PillowRender(images, teacher),
-        pictures_shape=shape,
-        batch=batch,
-        threads=threads,
-    )
+    render = render or PillowRender(images, teacher)
+    return Pass(images, header, scorer, render, shape, batch, threads)
 
 
 def score_blank(scorer: Scorer, name: str, shape: tuple[int, ...]) -> tuple[int, int]:
-    """Score one blank image; return S and K. UserError if the teacher cannot do that."""
+    """Score one blank image; return S and K.
+
+    Raises UserError if the teacher cannot do that, or has more classes than a store holds.
+    """
     blank = torch.zeros(1, *shape, dtype=torch.uint8, device=scorer.device)
     try:
         _, side, _, num_classes = scorer.logits(blank).shape
@@ -159,23 +161,12 @@ def score_blank(scorer: Scorer, name: str, shape: tuple[int, ...]) -> tuple[int,
             f"{name} does not take images of {shape[1]} px ({first_line(error)}); choose another "
             "--input-size"
         ) from error
-    return side, num_classes
-
-
-def check_classes(images: Images, name: str, num_classes: int, top_k: int) -> None:
-    """Raise UserError if the teacher's classes do not fit `top_k`, a store or the images."""
-    if top_k > num_classes:
-        raise UserError(f"--top-k {top_k} is more than the {num_classes} classes of {name}")
     if num_classes > MOST_CLASSES:
         raise UserError(
             f"{name} has {num_classes} classes, and a store holds at most {MOST_CLASSES:,}; choose "
             "another teacher"
         )
-    if len(images.class_names) != num_classes:
-        raise UserError(
-            f"{images.root} has {len(images.class_names)} classes but the teacher {name} scores "
-            f"{num_classes}; choose a teacher of the same classes, or pass a --class-map"
-        )
+    return side, num_classes
 
 
 def label_images(
@@ -308,8 +299,7 @@ def score_batches(
     An error of rendering or writing is raised here, after the batches scored before it are written.
     `update` is called with the number of images done so far.
     """
-    scorer, speed, began = work.scorer, Speed(), time.perf_counter()
-    cuda = scorer.device.type == "cuda"
+    speed, began, cuda = Speed(), time.perf_counter(), work.scorer.device.type == "cuda"
     # A buffer is not overwritten before it is scored and written, so more are never needed.
     free = [
         torch.zeros(work.batch, *work.pictures_shape, dtype=torch.uint8, pin_memory=cuda)
@@ -344,12 +334,11 @@ def score_batches(
         while ahead:
             ids, pictures, windows = ahead.popleft()
             waited = wait_seconds(*windows)
-            # On CUDA the device has its own measure, `idle_since`.
-            speed.images_wait += 0 if cuda else waited
-            scored = scorer.begin(pictures, len(ids), work.header.top_k)
+            speed.images_wait += 0 if cuda else waited  # on CUDA, `idle_since` measures it
+            scored = work.scorer.begin(pictures, len(ids), work.header.top_k)
             window_N4 = np.array([window.result() for window in windows], np.float32)
-            written = writers.submit(write, ids, scored, window_N4)
-            writing.append((written, scored, pictures, len(ids)))
+            future = writers.submit(write, ids, scored, window_N4)
+            writing.append((future, scored, pictures, len(ids)))
             if len(writing) == IN_FLIGHT:
                 finish_oldest_sync()
             ahead.extend(islice(rendering, 1))

@@ -14,14 +14,13 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from PIL import Image
 from torch.nn import functional as F
 
-from densefeed.storage.geometry import TLBR
+from densefeed.relabel.teacher import Teacher
 from densefeed.storage.images import Images, decode
 from densefeed.storage.row_codecs import Absent, ScoreMaps, cell_targets
 from densefeed.storage.score_maps import StoreHeader
@@ -73,16 +72,8 @@ def upright(map_SS: np.ndarray, orientation: int) -> np.ndarray:
     return orient(map_SS, {5: 7, 7: 5}.get(orientation, orientation))
 
 
-class Reference(Protocol):
-    """A model that gives logits for every cell, such as relabel.teacher.Teacher."""
-
-    def prepare(self, image: Image.Image) -> tuple[np.ndarray, TLBR]: ...
-
-    def __call__(self, pixels: torch.Tensor) -> torch.Tensor: ...
-
-
 # By geometry: the same model, shown the whole image and its center square.
-References = Mapping[str, Reference]
+References = Mapping[str, Teacher]
 
 
 @dataclass
@@ -179,28 +170,17 @@ def look(
             pixels, ratio_N[at] = zip(*(next(loaded) for _ in at), strict=True)
             scored = score_geometries(references, pixels, header.num_classes)
             top_N[at] = [maps[0].mean((0, 1)).argmax() for maps in scored]
-            own[at], other[at] = correlate_batch(read(rows[at]), header, scored)
+            maps = read(rows[at])
+            for n in range(len(at)):
+                palette, stored = root_probabilities(maps, n, header.num_classes, header.absent)
+                # Partners are 0 and 1, 2 and 3, and so on; a last image may have none.
+                for values, m in ((own, n), (other, n ^ 1)):
+                    if m < len(at):
+                        values[at[n]] = [correlate(stored, palette, score) for score in scored[m]]
     elongated_N = ratio_N >= ELONGATED
     return MapCorrelation(
         rows, tuple(references), own, other, elongated_N, top_N, images.labels[index_N]
     )
-
-
-def correlate_batch(
-    maps: ScoreMaps, header: StoreHeader, scored: list[list[np.ndarray]]
-) -> tuple[np.ndarray, np.ndarray]:
-    """Correlate each map with the reference's of its own image and of its partner's, `[N, G, 8]`.
-
-    Partners are 0 and 1, 2 and 3, and so on. A last image without one has NaN there.
-    """
-    count = len(scored)
-    own, other = np.full((2, count, len(scored[0]), 8), np.nan)
-    for n in range(count):
-        palette, stored = root_probabilities(maps, n, header.num_classes, header.absent)
-        for values, m in ((own, n), (other, n ^ 1)):
-            if m < count:
-                values[n] = [correlate(stored, palette, score) for score in scored[m]]
-    return own, other
 
 
 @torch.inference_mode()
@@ -216,9 +196,9 @@ def score_geometries(
     for g, reference in enumerate(references.values()):
         have = [n for n, pictures in enumerate(pixels) if g < len(pictures)]
         if have:
-            device = next(iter(getattr(reference, "buffers", list)()), torch.empty(0)).device
-            pictures = torch.from_numpy(np.stack([pixels[n][g] for n in have])).to(device)
-            probability_NSSK = reference(pictures).softmax(-1).cpu().numpy()
+            pictures = torch.from_numpy(np.stack([pixels[n][g] for n in have]))
+            logits_NSSK = reference(pictures.to(reference.mean.device))
+            probability_NSSK = logits_NSSK.softmax(-1).cpu().numpy()
         for n, maps in enumerate(scored):
             maps.append(probability_NSSK[have.index(n)] if n in have else maps[0])
     found = scored[0][0].shape[-1]
@@ -331,13 +311,12 @@ def find_layout(
     g, o = match.best()
     choice = choose_best(match.own[:, g])
     if choice.count < MIN_IMAGES or not match.is_located() or not choice.is_sure(ALARM_T):
-        first, second = (
-            f"{ORIENTATIONS[h]} {choice.mean[h]:.3f}" for h in (choice.best, choice.runner_up())
-        )
+        second = choice.runner_up()
         raise UserError(
-            f"{source}: the reference does not show how these maps are oriented ({first}, "
-            f"{second}, smallest t {choice.t_over.min():.1f}, {choice.count} images); use more "
-            "images or a better reference, or declare --axes and --footprint"
+            f"{source}: the reference does not show how these maps are oriented "
+            f"({ORIENTATIONS[choice.best]} {choice.mean[choice.best]:.3f}, {ORIENTATIONS[second]} "
+            f"{choice.mean[second]:.3f}, smallest t {choice.t_over.min():.1f}, {choice.count} "
+            "images); use more images or a better reference, or declare --axes and --footprint"
         )
     if o not in (0, 4):
         raise UserError(

@@ -2,10 +2,10 @@
 
     python tools/audit.py maps.h5 --data imagenet/train --teacher dm_nfnet_f6.dm_in1k
 
-The file alone is checked for damaged values, duplicates, and agreement with its labels. With --data
-also names, image sizes and files are checked, and the page shows pictures. With --teacher, which is
-any model of the same classes that locates objects, also the orientation of the maps, the part of
-the image they cover, and whether each map is stored at its own image. Exit code 2 means that a
+The file alone is checked for damaged values, duplicates, and agreement with its labels. With --data,
+names, image sizes and files are checked too, and the page shows pictures. With --teacher, a model
+of the same classes that locates objects, the audit also checks how the maps are oriented, which
+part of the image they cover, and whether each is stored at its own image. Exit code 2 means that a
 fault was found.
 """
 
@@ -35,7 +35,6 @@ from densefeed.system.errors import UserError, run
 from densefeed.system.files import replace_file
 from densefeed.tools.load_teacher import load_network
 
-FOLDER = Path(__file__).parent
 INKS = (
     "#56b4e9",
     "#e69f00",
@@ -104,8 +103,10 @@ def main(options: AuditOptions) -> None:
     with replace_file(numbers) as part:
         part.write_text(json.dumps(result.to_dict(), indent=1))
     print_checks(result)
-    kib = out.stat().st_size / 1024
-    print(f"{out}: {kib:,.0f} KiB, open it in a browser; the numbers are in {numbers}")
+    print(
+        f"{out}: {out.stat().st_size / 1024:,.0f} KiB, open it in a browser; the numbers are in "
+        f"{numbers}"
+    )
     raise_on_faults(result, path, f"{out} lists the remedies")
 
 
@@ -201,7 +202,9 @@ def render_page(result: AuditResult) -> str:
 def environment() -> jinja2.Environment:
     """Return the templates of this folder; an undefined name is an error."""
     return jinja2.Environment(
-        loader=jinja2.FileSystemLoader(FOLDER), autoescape=True, undefined=jinja2.StrictUndefined
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
     )
 
 
@@ -285,10 +288,10 @@ def draw_map(result: AuditResult, row: int) -> dict:
 
 def list_overlays(result: AuditResult) -> list[dict]:
     """Draw maps over some of the images that were compared."""
-    store, rows = result.store, result.compared[::2]
-    if store is None or not len(rows):
+    store = result.store
+    if store is None or not len(result.compared):
         return []
-    names = store.header.class_names
+    names, rows = store.header.class_names, result.compared[::2]
     places = np.linspace(0, len(rows) - 1, min(NUM_OVERLAYS, len(rows))).astype(int)
     return [
         {"path": store.path_of(row), "label": names[int(store.labels[row])]} | draw_row(result, row)
@@ -301,8 +304,8 @@ def list_disagreements(result: AuditResult) -> list[dict]:
     items = []
     for item in result.figures.get("disagreements", [])[:NUM_DISAGREEMENTS]:
         known = result.images is not None and result.image_of[item["row"]] >= 0
-        drawn = {"image": "", "ratio": 1.0, "cells": [], "key": []}
-        items.append(item | (draw_row(result, item["row"]) if known else drawn))
+        blank = {"image": "", "ratio": 1.0, "cells": [], "key": []}
+        items.append(item | (draw_row(result, item["row"]) if known else blank))
     return items
 
 

@@ -90,8 +90,8 @@ class Labeling:
 
 def ranks_of_torchrun(labeling: Labeling) -> tuple[Shard, torch.device]:
     """Return the shard of this process, given by --shard or torchrun's rank, and its device."""
-    defaults = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0}
-    rank, size, local = (int(os.environ.get(name, value)) for name, value in defaults.items())
+    rank, local = (int(os.environ.get(name, 0)) for name in ("RANK", "LOCAL_RANK"))
+    size = int(os.environ.get("WORLD_SIZE", 1))
     device = choose_device(labeling.device)
     if size == 1:
         return Shard.parse(labeling.shard) if labeling.shard else Shard(0, 1), device

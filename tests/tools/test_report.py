@@ -79,7 +79,7 @@ def test_score_maps_are_refused_with_the_command_that_audits_them(tmp_path):
             UserError, match=r"is not a run folder; audit score maps with tools/audit"
         ):
             main(Report(runs=runs))
-    with pytest.raises(UserError, match="name at least one run folder of train.py"):
+    with pytest.raises(UserError, match="name at least one run folder"):
         main(Report(runs=()))
 
 

@@ -2,11 +2,11 @@
 
     python tools/audit.py maps.h5 --data imagenet/train --teacher dm_nfnet_f6.dm_in1k
 
-The file alone is checked for damaged values, duplicates, and agreement with its labels. With --data,
-names, image sizes and files are checked too, and the page shows pictures. With --teacher, a model
-of the same classes that locates objects, the audit also checks how the maps are oriented, which
-part of the image they cover, and whether each is stored at its own image. Exit code 2 means that a
-fault was found.
+The file alone is checked for damaged values, duplicates, and agreement with its labels. With
+--data, names, image sizes and files are checked too, and the page shows pictures. With --teacher, a
+model of the same classes that locates objects, the audit also checks how the maps are oriented,
+which part of the image they cover, and whether each is stored at its own image. Exit code 2 means
+that a fault was found.
 """
 
 import base64

@@ -88,24 +88,23 @@ def estimate_pass(work: Pass) -> Estimate:
         speed.images / speed.seconds,
         speed.images_wait / speed.seconds,
         render_rate,
-        measure_row_bytes(work, np.concatenate(sizes[1:])),
+        predict_row_bytes(work, np.concatenate(sizes[1:])),
         memory,
         work.batch,
     )
 
 
-def measure_row_bytes(work: Pass, palette: np.ndarray) -> dict[Form, float]:
+def predict_row_bytes(work: Pass, palette: np.ndarray) -> dict[Form, float]:
     """Compute the bytes of a row on disk in each form, for maps with these palette sizes."""
-    header = work.header
+    side, top_k = work.header.side, work.header.top_k
     per_row = {
         name: np.dtype(dtype).itemsize * int(np.prod(shape, dtype=int))
-        for name, (dtype, shape) in row_types(header.side, header.top_k).items()
+        for name, (dtype, shape) in row_types(side, top_k).items()
     }
     maps = per_row["logit"] + per_row["cls"] + per_row["lse"]
     beside = sum(per_row.values()) - maps + max(len(path.encode()) for path in work.images.paths)
     row_bytes: dict[Form, float] = {"raw": beside + maps}
     # These forms also store where each row begins, in 8 bytes.
     for form in ("lossless", "compact"):
-        packed = row_sizes(form, header.side, header.top_k, palette).mean()
-        row_bytes[form] = beside + 8 + float(packed)
+        row_bytes[form] = beside + 8 + float(row_sizes(form, side, top_k, palette).mean())
     return row_bytes

@@ -139,8 +139,9 @@ class Network(nn.Module):
         )
 
     def _has_token_head(self) -> bool:
-        token_head = getattr(self.model, "aux_head", None)
-        return hasattr(self.model, "forward_token_logits") or isinstance(token_head, nn.Linear)
+        return hasattr(self.model, "forward_token_logits") or isinstance(
+            getattr(self.model, "aux_head", None), nn.Linear
+        )
 
     def forward(self, image_NHWC: Tensor) -> Tensor:
         """Compute logits of every cell, float32 `[N, S, S, K]`, of uint8 `[N, side, side, 3]`.

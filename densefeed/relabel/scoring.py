@@ -63,8 +63,8 @@ def to_maps(kept: TopLogits, window_N4: np.ndarray) -> ScoreMaps:
             "the teacher gave logits that are not finite in float16; check its weights and "
             "preprocessing"
         )
-    cls = kept.cls.numpy().view(np.uint16)
-    return ScoreMaps(kept.logit.numpy(), cls, kept.lse.numpy(), window_N4)
+    logit, cls, lse = (part.numpy() for part in kept[:3])
+    return ScoreMaps(logit, cls.view(np.uint16), lse, window_N4)
 
 
 def keep_top(logits_NSSK: Tensor, top_k: int, window_N4: np.ndarray) -> ScoreMaps:

@@ -87,9 +87,8 @@ def main(options: AuditOptions) -> None:
         raise UserError("--teacher needs the images; pass them with --data")
     if options.images < 2 or options.threads < 1:
         raise UserError("--images must be at least 2 and --threads at least 1")
-    images, references = None, None
-    if options.data:
-        images = Images(options.data, options.dataset, options.split)
+    images = Images(options.data, options.dataset, options.split) if options.data else None
+    references = None
     if options.teacher:
         header, _, _ = map_datasets(path)
         size, names = options.input_size or header.input_size, header.class_names
@@ -149,8 +148,7 @@ def print_checks(result: AuditResult) -> None:
     """Print a line for each check, faults first."""
     for check in result.checks:
         remedy = f". {check.remedy}" if check.remedy else ""
-        verdict = VERDICTS[check.verdict].lower()
-        print(f"{verdict:>12}  {check.name}: {check.evidence}{remedy}")
+        print(f"{VERDICTS[check.verdict].lower():>12}  {check.name}: {check.evidence}{remedy}")
 
 
 def raise_on_faults(result: AuditResult, path: Path, hint: str) -> None:

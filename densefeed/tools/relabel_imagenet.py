@@ -107,7 +107,7 @@ def ranks_of_torchrun(labeling: Labeling) -> tuple[Shard, torch.device]:
             )
         if local >= torch.cuda.device_count():
             raise UserError(
-                f"torchrun started {local + 1} or more ranks on a machine with "
+                f"torchrun started {local + 1} or more ranks on a machine of "
                 f"{torch.cuda.device_count()} CUDA devices; give --nproc-per-node as many as there "
                 "are"
             )

@@ -1,5 +1,6 @@
-"""Class maps: how a teacher of other classes labels this data. A file says which class of the data
-each of its becomes.
+"""Class maps: let a teacher of other classes label this data.
+
+A file assigns classes of the teacher to classes of the data.
 """
 
 import csv
@@ -15,86 +16,84 @@ from densefeed.system.errors import UserError
 
 
 class ClassMap(NamedTuple):
-    """Which of a teacher's classes become which of the data's."""
+    """The class of the data that each class of a teacher becomes."""
 
-    source: (
-        Tensor  # int64 [M], classes of the teacher, ascending; those that are not here become none
-    )
-    target: Tensor  # int64 [M], what each becomes; every class of the data at least once
+    # int64 [M], classes of the teacher, ascending; the others become none.
+    source: Tensor
+    # int64 [M], the class that each becomes; every class of the data occurs.
+    target: Tensor
     classes: int  # of the data
 
 
 def merge_classes(logits: Tensor, class_map: ClassMap) -> Tensor:
-    """Logits `[..., K]` of a teacher's classes as those of the data's, `[..., classes]`: the
-    logsumexp of all that become one.
+    """Merge logits `[..., K]` of a teacher's classes into those of the data, `[..., classes]`.
 
-    So probabilities of merged classes add up. That of classes that become none is left out: what
-    comes are the probabilities of the data's classes given that a cell shows one of them.
+    A merged logit is the logsumexp of its parts, so probabilities of merged classes add up. The
+    probability of classes that become none is dropped: the results are the probabilities of the
+    data's classes given that a cell shows one of them.
     """
     source, target, classes = class_map
     logits = logits.index_select(-1, source)
     peak = logits.new_full((*logits.shape[:-1], classes), -torch.inf)
     peak = peak.scatter_reduce(-1, target.expand_as(logits), logits, "amax")
-    # Each class beside its own greatest: beside the cell's, e^-104 would be 0 and its log not
-    # finite.
-    return (
-        peak
-        + torch.zeros_like(peak)
-        .index_add_(-1, target, (logits - peak.index_select(-1, target)).exp())
-        .log()
-    )
+    # Each class relative to its own greatest logit. Relative to the cell's, e^-104 would be 0 and
+    # its logarithm not finite.
+    share = (logits - peak.index_select(-1, target)).exp()
+    return peak + torch.zeros_like(peak).index_add_(-1, target, share).log()
 
 
 def read_class_map(
     path: Path, teacher_names: Sequence[str], num_teacher: int, data_names: Sequence[str]
 ) -> ClassMap:
-    """The class map in a file.
+    """Read a class map from a file.
 
-    The file is JSON, an object of a teacher's class to a class of the data (null: none), or CSV,
-    two columns of the same (a second column left empty: none) with or without the line
-    `teacher,data`. A teacher's class is one of `teacher_names` (empty if nobody knows them) or its
-    number, from 0; one of the data is its name. Classes that the file leaves out become none.
+    The file is JSON, an object from a teacher's class to a class of the data (null: none), or CSV,
+    two columns of the same (second column empty: none), with or without the line `teacher,data`. A
+    class of the teacher is one of `teacher_names` (empty if they are unknown) or its number, from
+    0; a class of the data is its name. Classes that the file does not contain become none.
 
-    Raises UserError if the file cannot be read, names a class that is not there, one of the teacher
-    twice, or leaves a class of the data without any.
+    Raises UserError if the file cannot be read, contains a class that does not exist or one of the
+    teacher's twice, or assigns nothing to a class of the data.
     """
     place = {name: index for index, name in enumerate(teacher_names)}
     wanted = {name: index for index, name in enumerate(data_names)}
     becomes: dict[int, int] = {}
-    seen = set()
-    for theirs, ours in _pairs(path):
+    numbers = set()
+    for theirs, ours in _read_pairs(path):
         number = place.get(theirs, int(theirs) if theirs.isdecimal() else num_teacher)
         if number >= num_teacher:
-            known = f"names as {teacher_names[0]} and " if teacher_names else ""
+            known = f"names such as {teacher_names[0]} and " if teacher_names else ""
             raise UserError(
-                f"{path}: the teacher has no class {theirs!r}; it takes {known}numbers from 0 to {num_teacher - 1}"
+                f"{path}: the teacher has no class {theirs!r}; use {known}numbers from 0 to "
+                f"{num_teacher - 1}"
             )
-        if number in seen:
+        if number in numbers:
             raise UserError(
-                f"{path} names the teacher's class {theirs!r} twice; a class can become only one"
+                f"{path} contains the teacher's class {theirs!r} twice; remove one of the lines"
             )
-        seen.add(number)
+        numbers.add(number)
         if ours is None:
             continue
         if ours not in wanted:
             raise UserError(
-                f"{path}: the data has no class {ours!r}, its first is {data_names[0]!r}; mend this name"
+                f"{path}: the data has no class {ours!r}, its first is {data_names[0]!r}; correct "
+                "this name"
             )
         becomes[number] = wanted[ours]
-    reached = set(becomes.values())
-    without = [name for name, index in wanted.items() if index not in reached]
+    without = [name for name, index in wanted.items() if index not in becomes.values()]
     if without:
         more = f" and {len(without) - 1} more" if without[1:] else ""
         raise UserError(
-            f"{path}: no class of the teacher becomes {without[0]!r}{more}; name one for each class of the data"
+            f"{path}: no class of the teacher becomes {without[0]!r}{more}; assign one to each "
+            "class of the data"
         )
     source = sorted(becomes)
-    return ClassMap(
-        torch.tensor(source), torch.tensor([becomes[number] for number in source]), len(wanted)
-    )
+    target = torch.tensor([becomes[number] for number in source])
+    return ClassMap(torch.tensor(source), target, len(wanted))
 
 
-def _pairs(path: Path) -> list[tuple[str, str | None]]:
+def _read_pairs(path: Path) -> list[tuple[str, str | None]]:
+    """Read pairs of a teacher's class and a class of the data, or None."""
     try:
         text = path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
@@ -103,26 +102,25 @@ def _pairs(path: Path) -> list[tuple[str, str | None]]:
         raise UserError(f"{path} is not text; a class map is JSON or CSV") from None
     if path.suffix.lower() == ".json":
         try:
-            # A list of pairs and not a dictionary, which would hide what is said twice.
+            # A list of pairs, because a dictionary would hide a class that is there twice.
             pairs = json.loads(text, object_pairs_hook=list)
         except json.JSONDecodeError as error:
-            raise UserError(f"{path} is not JSON ({error}); mend it") from None
+            raise UserError(f"{path} is not JSON ({error}); correct it") from None
         whole = isinstance(pairs, list) and all(isinstance(pair, tuple) for pair in pairs)
         if not whole or not all(value is None or isinstance(value, str) for _, value in pairs):
             raise UserError(
-                f'{path} must be an object like {{"teacher\'s class": "class of the data"}}, null for none'
+                f'{path} must be an object such as {{"teacher\'s class": "class of the data"}}, '
+                "with null for none"
             )
         return pairs
-    rows = [
-        [cell.strip() for cell in row]
-        for row in csv.reader(text.splitlines())
-        if any(cell.strip() for cell in row)
-    ]
+    rows = [[cell.strip() for cell in row] for row in csv.reader(text.splitlines())]
+    rows = [row for row in rows if any(row)]
     if rows and [cell.lower() for cell in rows[0]] == ["teacher", "data"]:
         rows = rows[1:]
     for row in rows:
         if len(row) != 2:
             raise UserError(
-                f"{path}: {','.join(row)!r} has {len(row)} columns; a class map has two, teacher,data"
+                f"{path}: {','.join(row)!r} has {len(row)} columns; a class map has two, "
+                "teacher,data"
             )
     return [(theirs, ours or None) for theirs, ours in rows]

@@ -1,5 +1,6 @@
-"""What a labeling will cost, from a few batches of it that are not kept: hours, bytes on disk,
-memory.
+"""Estimate the cost of a labeling pass: hours, bytes on disk, and memory.
+
+A few batches are labeled and not kept.
 """
 
 import math
@@ -16,81 +17,69 @@ from densefeed.relabel.scoring import Scored
 from densefeed.storage.row_codecs import Form, row_sizes
 from densefeed.storage.score_maps import palette_sizes, row_types
 
-BATCHES = 8  # timed, after as many as it takes to fill the queue
+BATCHES = 8  # timed, after one to warm up
 RENDERED = 64  # images rendered alone, on one thread
 DEVICES = (1, 8, 64)
 IMAGENET = 1_281_167  # images of ImageNet-1k's training split
 
 
 class Estimate(NamedTuple):
-    """What was measured on one device, and what follows for a dataset."""
+    """Measurements on one device, and the cost for a dataset that follows from them."""
 
     images: int  # of the dataset
-    rate: float  # images a second of one device
+    rate: float  # images a second on one device
     images_wait: float  # share of the time, 0 to 1, that the teacher waited for images
-    render_rate: (
-        float  # images a second that one thread reads, decodes and resizes, with nothing beside it
-    )
+    # Images a second that one thread reads, decodes and resizes while nothing else runs.
+    render_rate: float
     row_bytes: dict[Form, float]  # on disk, an image
-    memory_bytes: int  # at most, of the device, on a CPU of the process
+    memory_bytes: int  # peak, of the device; on a CPU, of the process
     batch: int
 
     def hours(self, images: int, devices: int) -> float:
-        """Of so many devices, each with cores and disk as this one has."""
+        """Compute the hours for `images` on devices with the cores and disk that this one has."""
         return images / self.rate / devices / 3600
 
     def lines(self) -> Iterator[str]:
-        """As the command prints it."""
+        """Format the estimate for printing, line by line."""
         waited = f"the teacher waited {100 * self.images_wait:.0f} % of the time for images"
         yield f"{self.rate:,.1f} images/s in batches of {self.batch}; {waited}"
         threads = math.ceil(self.rate / self.render_rate)
-        yield f"a decoding thread renders {self.render_rate:,.0f} images/s: {threads} keep{'s' * (threads == 1)} this device busy"
+        keep = "keeps" if threads == 1 else "keep"
+        yield (
+            f"one decoding thread renders {self.render_rate:,.0f} images/s: {threads} {keep} this "
+            "device busy"
+        )
+        counts = (self.images, IMAGENET)
         for devices in DEVICES:
-            hours = (
-                f"{self.hours(count, devices):,.2f} h for {count:,} images"
-                for count in (self.images, IMAGENET)
-            )
+            hours = [f"{self.hours(n, devices):,.2f} h for {n:,} images" for n in counts]
             yield f"{devices:2} such device{'s' if devices > 1 else ''}: {', '.join(hours)}"
         for form, each in self.row_bytes.items():
-            whole = (
-                f"{each * count / 1e9:,.3f} GB for {count:,}" for count in (self.images, IMAGENET)
-            )
-            yield f"{form}: {each:,.0f} bytes an image, {', '.join(whole)}"
+            sizes = [f"{each * n / 1e9:,.3f} GB for {n:,}" for n in counts]
+            yield f"{form}: {each:,.0f} bytes an image, {', '.join(sizes)}"
         yield f"memory: {self.memory_bytes / 1e9:.2f} GB at most; nothing was written"
 
 
-def try_out(work: Pass) -> Estimate:
-    """Label a few batches, of images spread evenly over the dataset, and write nothing. UserError
-    as of a real pass.
+def estimate_pass(work: Pass) -> Estimate:
+    """Label a few batches of images spread evenly over the dataset, and write nothing.
+
+    Raises UserError as a real pass does.
     """
     count, sizes = len(work.images), []
     device = work.scorer.device
     ids = np.linspace(0, count - 1, min(count, BATCHES * work.batch)).astype(np.int64)
     batches = [ids[at : at + work.batch] for at in range(0, len(ids), work.batch)]
 
-    def look(_ids: np.ndarray, scored: Scored, window_N4: np.ndarray) -> None:
-        sizes.append(palette_sizes(scored.maps(window_N4).cls))
+    def measure(_ids: np.ndarray, scored: Scored, window_N4: np.ndarray) -> None:
+        sizes.append(palette_sizes(scored.maps_sync(window_N4).cls))
 
-    # libraries choose their kernels, a compiler compiles
-    score_batches(work, batches[:1], look, lambda _: None)
-    speed = score_batches(work, batches, look, lambda _: None)
-    out, some = np.empty(work.look_shape, np.uint8), ids[:RENDERED].tolist()
+    # Warm up: libraries choose their kernels, a compiler compiles.
+    score_batches(work, batches[:1], measure, lambda _: None)
+    speed = score_batches(work, batches, measure, lambda _: None)
+    out, some = np.empty(work.pictures_shape, np.uint8), ids[:RENDERED].tolist()
     began = time.perf_counter()
     for index in some:
         work.render(index, out)
     render_rate = len(some) / (time.perf_counter() - began)
-    header, palette = work.header, np.concatenate(sizes[1:])
-    per_row = {
-        name: np.dtype(dtype).itemsize * int(np.prod(shape, dtype=int))
-        for name, (dtype, shape) in row_types(header.side, header.top_k).items()
-    }
-    maps = per_row["logit"] + per_row["cls"] + per_row["lse"]
-    beside = sum(per_row.values()) - maps + max(len(path.encode()) for path in work.images.paths)
-    row_bytes: dict[Form, float] = {"raw": beside + maps}
-    for form in ("lossless", "compact"):  # which also say where a row begins
-        row_bytes[form] = (
-            beside + 8 + float(row_sizes(form, header.side, header.top_k, palette).mean())
-        )
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     if device.type == "cuda":
         memory = torch.cuda.max_memory_reserved(device)
@@ -99,7 +88,23 @@ def try_out(work: Pass) -> Estimate:
         speed.images / speed.seconds,
         speed.images_wait / speed.seconds,
         render_rate,
-        row_bytes,
+        predict_row_bytes(work, np.concatenate(sizes[1:])),
         memory,
         work.batch,
     )
+
+
+def predict_row_bytes(work: Pass, palette: np.ndarray) -> dict[Form, float]:
+    """Compute the bytes of a row on disk in each form, for maps with these palette sizes."""
+    side, top_k = work.header.side, work.header.top_k
+    per_row = {
+        name: np.dtype(dtype).itemsize * int(np.prod(shape, dtype=int))
+        for name, (dtype, shape) in row_types(side, top_k).items()
+    }
+    maps = per_row["logit"] + per_row["cls"] + per_row["lse"]
+    beside = sum(per_row.values()) - maps + max(len(path.encode()) for path in work.images.paths)
+    row_bytes: dict[Form, float] = {"raw": beside + maps}
+    # These forms also store where each row begins, in 8 bytes.
+    for form in ("lossless", "compact"):
+        row_bytes[form] = beside + 8 + float(row_sizes(form, side, top_k, palette).mean())
+    return row_bytes

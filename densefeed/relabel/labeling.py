@@ -1,8 +1,8 @@
-"""The pass: every image once through the teacher, its top-k logits per cell into the store.
+"""Label a dataset: show every image to the teacher once, and store its top-k logits per cell.
 
-Decoding threads, the teacher and a writing thread work side by side: a batch is rendered while the
-ones before it are scored and written. Several processes, anywhere, label parts of one dataset
-(shards.py); they share nothing but their files.
+Decoding threads, the teacher and a writing thread work in parallel: a batch is rendered while
+earlier ones are scored and written. Several processes, on any machines, label parts of one dataset
+(storage/shards.py); they share nothing but their files.
 """
 
 import time
@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from densefeed.relabel.network import first_line
 from densefeed.relabel.rendering import PillowRender, Render
 from densefeed.relabel.scoring import Precision, Scored, Scorer, choose_precision, find_batch_size
 from densefeed.relabel.teacher import Teacher, weights_hash
@@ -45,43 +46,45 @@ from densefeed.storage.shards import (
 from densefeed.system.errors import UserError
 from densefeed.system.progress import bar, tally
 
-AHEAD = 3  # batches being rendered while one is scored
-IN_FLIGHT = 2  # batches on the device or being written
+# Batches being rendered while one is scored, and batches on the device or being written.
+AHEAD, IN_FLIGHT = 3, 2
 WHOLE_SET = Shard(0, 1)
-LOOK_AGAIN = 1.0  # seconds between looks at other processes' files
+POLL_SECONDS = 1.0  # between reads of other processes' files
 
-# N images   L looks at each   H, W side of the teacher's input   S cells along a side of a map   K classes
+# N images   L pictures of each   H, W side of the teacher's input, pixels
+# S cells along a side of a map   K classes
 
 
 @dataclass
 class Speed:
-    """How a labeling went."""
+    """Throughput of a labeling pass, and what the teacher waited for."""
 
     images: int = 0
     seconds: float = 0.0
-    # seconds that the teacher had nothing to do because images were not rendered yet
-    images_wait: float = 0.0
-    disk_wait: float = 0.0  # seconds that it waited because rows were not written yet
+    images_wait: float = 0.0  # seconds the teacher was idle because images were not yet rendered
+    disk_wait: float = 0.0  # seconds it was idle because rows were not yet written
 
     def __str__(self) -> str:
         seconds = max(self.seconds, 1e-9)
         return (
-            f"{self.images:,} images, {self.images / seconds:,.1f} images/s; of the time the teacher waited "
-            f"{100 * self.images_wait / seconds:.1f} % for images and {100 * self.disk_wait / seconds:.1f} % for the disk"
+            f"{self.images:,} images, {self.images / seconds:,.1f} images/s; the teacher waited "
+            f"{100 * self.images_wait / seconds:.1f} % of the time for images and "
+            f"{100 * self.disk_wait / seconds:.1f} % for the disk"
         )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Pass:
-    """A teacher ready to label images: all that one process of a pass needs but its rows. Made by
-    `begin_pass`.
+    """A teacher ready to label images: what one process needs besides its rows.
+
+    `begin_pass` makes it.
     """
 
     images: Images
     header: StoreHeader  # of the whole store
     scorer: Scorer
     render: Render
-    look_shape: tuple[int, int, int, int]  # L, H, W, 3
+    pictures_shape: tuple[int, int, int, int]  # L, H, W, 3
     batch: int
     threads: int
 
@@ -100,52 +103,32 @@ def begin_pass(
     precision: Precision = "fp32",
     compiled: bool = False,
 ) -> Pass:
-    """Look at one image, decide precision and batch. UserError for wishes that cannot be met, as a
-    `top_k` beyond the teacher's classes.
+    """Score one blank image to find the shapes, check the options, choose precision and batch.
+
+    Raises UserError for options that are impossible, such as a `top_k` beyond the teacher's
+    classes.
     """
-    device = teacher.mean.device
+    device, shape = teacher.mean.device, teacher.shape
     scorer = Scorer(teacher, device, choose_precision(precision, device), compiled)
-    look_shape = (
-        len(teacher.looks(teacher.input_size, teacher.input_size)),
-        teacher.input_size,
-        teacher.input_size,
-        3,
-    )
-    try:
-        _, side, _, num_classes = scorer.logits(
-            torch.zeros(1, *look_shape, dtype=torch.uint8, device=device)
-        ).shape
-    except torch.OutOfMemoryError:
-        raise UserError(
-            f"{name} does not fit into the GPU's memory with one image; choose a smaller --input-size"
-        ) from None
-    except (AssertionError, RuntimeError) as error:
-        said = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UserError(
-            f"{name} does not take images of {teacher.input_size} px ({said}); choose another --input-size"
-        ) from error
+    side, num_classes = score_blank(scorer, name, shape)
     if top_k < 1 or threads < 1 or (batch != "auto" and batch < 1):
         raise UserError("--top-k, --batch and --threads must be at least 1")
     if top_k > num_classes:
         raise UserError(f"--top-k {top_k} is more than the {num_classes} classes of {name}")
-    if num_classes > MOST_CLASSES:
-        raise UserError(
-            f"{name} has {num_classes} classes; a store numbers at most {MOST_CLASSES:,}"
-        )
     if len(images.class_names) != num_classes:
         raise UserError(
-            f"{images.root} has {len(images.class_names)} classes but the teacher {name} scores {num_classes}; "
-            "choose a teacher of the same classes, or give a --class-map"
+            f"{images.root} has {len(images.class_names)} classes but the teacher {name} scores "
+            f"{num_classes}; choose a teacher of the same classes, or pass a --class-map"
         )
-    # other products round otherwise: another teacher
-    said = "" if scorer.precision == "fp32" else f" {scorer.precision}"
+    # A lower precision rounds differently, so its name is a part of the teacher's.
+    suffix = "" if scorer.precision == "fp32" else f" {scorer.precision}"
     header = StoreHeader(
         side=side,
         top_k=top_k,
         num_classes=num_classes,
         absent=absent,
         form=form,
-        teacher=f"{name} {weights_hash(teacher.model)}{said}",
+        teacher=f"{name} {weights_hash(teacher.model)}{suffix}",
         input_size=teacher.input_size,
         geometry=teacher.geometry,
         fingerprint=images.fingerprint(),
@@ -153,18 +136,37 @@ def begin_pass(
     )
     if batch == "auto":
         batch = find_batch_size(
-            lambda count: scorer.try_out(torch.zeros(count, *look_shape, dtype=torch.uint8), top_k),
+            lambda count: scorer.try_out_sync(torch.zeros(count, *shape, dtype=torch.uint8), top_k),
             device,
         )
-    return Pass(
-        images=images,
-        header=header,
-        scorer=scorer,
-        render=render or PillowRender(images, teacher),
-        look_shape=look_shape,
-        batch=batch,
-        threads=threads,
-    )
+    render = render or PillowRender(images, teacher)
+    return Pass(images, header, scorer, render, shape, batch, threads)
+
+
+def score_blank(scorer: Scorer, name: str, shape: tuple[int, ...]) -> tuple[int, int]:
+    """Score one blank image; return S and K.
+
+    Raises UserError if the teacher cannot do that, or has more classes than a store holds.
+    """
+    blank = torch.zeros(1, *shape, dtype=torch.uint8, device=scorer.device)
+    try:
+        _, side, _, num_classes = scorer.logits(blank).shape
+    except torch.OutOfMemoryError:
+        raise UserError(
+            f"{name} does not fit into the GPU's memory with one image; choose a smaller "
+            "--input-size"
+        ) from None
+    except (AssertionError, RuntimeError) as error:
+        raise UserError(
+            f"{name} does not take images of {shape[1]} px ({first_line(error)}); choose another "
+            "--input-size"
+        ) from error
+    if num_classes > MOST_CLASSES:
+        raise UserError(
+            f"{name} has {num_classes} classes, and a store holds at most {MOST_CLASSES:,}; choose "
+            "another teacher"
+        )
+    return side, num_classes
 
 
 def label_images(
@@ -177,31 +179,28 @@ def label_images(
     ranks: bool = False,
     **options,
 ) -> ScoreMapStore | None:
-    """`begin_pass`, with these options, and `finish_pass`."""
+    """Run `begin_pass` with these options, then `finish_pass`."""
     return finish_pass(begin_pass(images, teacher, name, **options), out, shard, ranks)
 
 
 def finish_pass(
     work: Pass, out: Path, shard: Shard = WHOLE_SET, ranks: bool = False
 ) -> ScoreMapStore | None:
-    """Label every image of a shard that no file of this labeling holds yet, and return the
-    finished store.
+    """Label every image of a shard that is not labeled yet, and return the finished store.
 
-    Work is written batch by batch, so a killed run continues at its first unfinished batch, in any
-    number of shards: rows that another number of them left are copied. Another form than raw is
-    made at the end, of the raw rows in `<out>.part`.
+    Results are written batch by batch, so a killed run resumes at its first unfinished batch, with
+    any number of shards: rows that are in the files of another number are copied. A form other than
+    raw is made at the end, from the raw rows in `<out>.part`.
 
     Args:
-        shard: which part of the dataset; whoever finishes the last one merges them.
-        ranks: the shards are processes of one command: only the first tells progress, of all, and
-            it waits for the others.
+        shard: the part of the dataset; the process that finishes the last shard merges them.
+        ranks: the shards are processes of one command: only the first shows progress, for all of
+            them, and it waits for the others.
 
-    None if this shard is finished but others are not. UserError names an image that cannot be read,
-    or a file of another labeling; BusyError if another process labels the same shard.
+    Returns None if this shard is finished but others are not. Raises UserError for an image that
+    cannot be read or a file of another labeling, BusyError if another process labels this shard.
     """
-    images, count = work.images, len(work.images)
-    whole, form = replace(work.header, form="raw"), work.header.form
-    mine, own, leads = shard.header(whole, count), shard.file(out), shard.index == 0
+    count, whole, leads = len(work.images), replace(work.header, form="raw"), shard.index == 0
     if out.exists():
         made = is_made(out, work.header)
         if made:
@@ -211,36 +210,17 @@ def finish_pass(
         print(f"{out} is finished already")
         return ScoreMapStore(out)
     check_left_over(out, whole)
-    if shard.of > 1 and own.exists():
-        mine.check_same(map_datasets(own)[0], own)
-        with telling(out, shard, ranks, count, np.ones(1, bool)) as tell:
-            if ranks and leads:
-                wait_for_all(out, shard.of, tell)
+    own = shard.file(out)
+    if shard.of == 1 or not own.exists():
+        store = label_shard(work, out, shard, ranks)
+        if store is not None:
+            return store
     else:
-        rows = shard.rows(count)
-        writer = ScoreMapWriter(
-            own, mine, images.paths[rows.start : rows.stop], images.labels[rows.start : rows.stop]
-        )
-        try:
-            absorb(writer, mine, [path for path in left_over(out) if path != writer.part])
-            if writer.done.any():
-                print(
-                    f"{own}: continuing, {int(writer.done.sum()):,} of {len(rows):,} images are labeled already"
-                )
-            with telling(out, shard, ranks, count, writer.done) as tell:
-                speed = label_rows(work, writer, rows.start, tell)
-                print(f"{f'shard {shard}: ' if shard.of > 1 else ''}{speed}")
-                if shard.of > 1:
-                    writer.finish()
-                if ranks and leads:
-                    wait_for_all(out, shard.of, tell)
-            if shard.of == 1:
-                store = finish(writer, out, form)
-                clean_up(out, whole)
-                return store
-        finally:
-            writer.close()
-    return merge_if_complete(out, shard.of, form) if leads or not ranks else None
+        shard.header(whole, count).check_same(map_datasets(own)[0], own)
+        with show_progress(out, shard, ranks, count, np.ones(1, bool)) as update:
+            if ranks and leads:
+                wait_for_all(out, shard.of, update)
+    return merge_if_complete(out, shard.of, work.header.form) if leads or not ranks else None
 
 
 def is_made(out: Path, header: StoreHeader) -> bool:
@@ -251,33 +231,58 @@ def is_made(out: Path, header: StoreHeader) -> bool:
         return False
 
 
-# ------------------------------------------------------------------------------------------------ one process
+# ------------------------------------------------------------------------------------- one process
+
+
+def label_shard(work: Pass, out: Path, shard: Shard, ranks: bool) -> ScoreMapStore | None:
+    """Label the rows of a shard into its file; return the finished store of a single shard."""
+    images, count, own = work.images, len(work.images), shard.file(out)
+    header = shard.header(replace(work.header, form="raw"), count)
+    rows = shard.rows(count)
+    part = slice(rows.start, rows.stop)
+    writer = ScoreMapWriter(own, header, images.paths[part], images.labels[part])
+    try:
+        absorb(writer, header, [path for path in left_over(out) if path != writer.part])
+        done = int(writer.done.sum())
+        if done:
+            print(f"{own}: resuming, {done:,} of {len(rows):,} images are labeled already")
+        with show_progress(out, shard, ranks, count, writer.done) as update:
+            speed = label_rows(work, writer, rows.start, update)
+            print(f"{f'shard {shard}: ' if shard.of > 1 else ''}{speed}")
+            if shard.of > 1:
+                writer.finish()
+            if ranks and shard.index == 0:
+                wait_for_all(out, shard.of, update)
+        if shard.of > 1:
+            return None
+        store = finish(writer, out, work.header.form)
+        clean_up(out, header)
+        return store
+    finally:
+        writer.close()
 
 
 def label_rows(
-    work: Pass, writer: ScoreMapWriter, start: int, tell: Callable[[int], None]
+    work: Pass, writer: ScoreMapWriter, start: int, update: Callable[[int], None]
 ) -> Speed:
-    """Label the rows that a writer lacks; its first row is the dataset's `start`. `tell` hears how
-    many it has.
+    """Label the rows that a writer lacks; its first row is row `start` of the dataset.
+
+    `update` is called with the number of rows done so far.
     """
 
     def write(ids: np.ndarray, scored: Scored, window_N4: np.ndarray) -> None:
-        writer.write(ids - start, scored.maps(window_N4))
+        writer.write(ids - start, scored.maps_sync(window_N4))
 
-    batches, done = (
-        [ids + start for ids in unfinished_batches(writer.done, work.batch)],
-        int(writer.done.sum()),
-    )
-    return score_batches(
-        work, batches, write, lambda images: tell(min(done + images, len(writer.done)))
-    )
+    count, done = len(writer.done), int(writer.done.sum())
+    batches = [ids + start for ids in unfinished_batches(writer.done, work.batch)]
+    return score_batches(work, batches, write, lambda images: update(min(done + images, count)))
 
 
 def unfinished_batches(done: np.ndarray, batch: int) -> list[np.ndarray]:
-    """The batches, cut at multiples of `batch`, with a row that is not done, whole.
+    """List the whole batches, cut at multiples of `batch`, in which a row is not done.
 
-    A convolution's sums may be taken in another order for another number of images: only if a batch
-    is always the same images does a run that was killed end with the bytes of one that was not.
+    A convolution may add in another order for another number of images. Only if a batch always has
+    the same images does a killed and resumed run end with the bytes of an uninterrupted one.
     """
     first = np.unique(np.flatnonzero(~done) // batch) * batch
     return [np.arange(at, min(at + batch, len(done))) for at in first.tolist()]
@@ -287,18 +292,17 @@ def score_batches(
     work: Pass,
     batches: list[np.ndarray],
     write: Callable[[np.ndarray, Scored, np.ndarray], None],
-    tell: Callable[[int], None],
+    update: Callable[[int], None],
 ) -> Speed:
-    """Render, score and hand on to `write`, in order and on a thread of its own, batches of images.
+    """Render and score batches of images, and pass them to `write` in order, on its own thread.
 
-    An error of rendering or writing surfaces here, after what was scored before it was written.
-    `tell` hears how many images are through.
+    An error of rendering or writing is raised here, after the batches scored before it are written.
+    `update` is called with the number of images done so far.
     """
-    scorer, speed, began = work.scorer, Speed(), time.perf_counter()
-    cuda = scorer.device.type == "cuda"
-    # Not overwritten before they are scored and written, so no more are ever needed.
+    speed, began, cuda = Speed(), time.perf_counter(), work.scorer.device.type == "cuda"
+    # A buffer is not overwritten before it is scored and written, so more are never needed.
     free = [
-        torch.zeros(work.batch, *work.look_shape, dtype=torch.uint8, pin_memory=cuda)
+        torch.zeros(work.batch, *work.pictures_shape, dtype=torch.uint8, pin_memory=cuda)
         for _ in range(AHEAD + IN_FLIGHT)
     ]
     writing: deque[tuple[Future, Scored, Tensor, int]] = deque()
@@ -307,41 +311,39 @@ def score_batches(
 
     def render_all() -> Iterator[tuple[np.ndarray, Tensor, list[Future]]]:
         for ids in batches:
-            looks = free.pop()
-            out = looks.numpy()
-            yield (
-                ids,
-                looks,
-                [pool.submit(work.render, index, out[n]) for n, index in enumerate(ids.tolist())],
-            )
+            pictures = free.pop()
+            out = pictures.numpy()
+            futures = [pool.submit(work.render, i, out[n]) for n, i in enumerate(ids.tolist())]
+            yield ids, pictures, futures
 
-    def settle() -> None:
+    def finish_oldest_sync() -> None:
         nonlocal before
-        written, scored, looks, images = writing.popleft()
-        scored.wait()
-        speed.disk_wait += seconds_until(written)
+        written, scored, pictures, images = writing.popleft()
+        scored.wait_sync()
+        speed.disk_wait += wait_seconds(written)
         if before is not None:
             speed.images_wait += scored.idle_since(before)
         before = scored
         speed.images += images
-        free.append(looks)
-        tell(speed.images)
+        free.append(pictures)
+        update(speed.images)
 
     rendering = render_all()
     ahead = deque(islice(rendering, AHEAD))
     try:
         while ahead:
-            ids, looks, windows = ahead.popleft()
-            waited = seconds_until(*windows)
-            speed.images_wait += 0 if cuda else waited
-            scored = scorer.begin(looks, len(ids), work.header.top_k)
+            ids, pictures, windows = ahead.popleft()
+            waited = wait_seconds(*windows)
+            speed.images_wait += 0 if cuda else waited  # on CUDA, `idle_since` measures it
+            scored = work.scorer.begin(pictures, len(ids), work.header.top_k)
             window_N4 = np.array([window.result() for window in windows], np.float32)
-            writing.append((writers.submit(write, ids, scored, window_N4), scored, looks, len(ids)))
+            future = writers.submit(write, ids, scored, window_N4)
+            writing.append((future, scored, pictures, len(ids)))
             if len(writing) == IN_FLIGHT:
-                settle()
+                finish_oldest_sync()
             ahead.extend(islice(rendering, 1))
         while writing:
-            settle()
+            finish_oldest_sync()
     finally:
         pool.shutdown(cancel_futures=True)
         writers.shutdown()
@@ -349,95 +351,95 @@ def score_batches(
     return speed
 
 
-def seconds_until(*futures: Future) -> float:
-    """How long it took until all were done; the first one's error in their order, if one has
-    failed.
-    """
+def wait_seconds(*futures: Future) -> float:
+    """Wait for all futures and return the seconds that took; raises the first error in order."""
     began = time.perf_counter()
     for future in futures:
         future.result()
     return time.perf_counter() - began
 
 
-# ------------------------------------------------------------------------------------------------ all processes
+# ----------------------------------------------------------------------------------- all processes
 
 
 @contextmanager
-def telling(
+def show_progress(
     out: Path, shard: Shard, ranks: bool, count: int, done: np.ndarray
 ) -> Iterator[Callable[[int], None]]:
-    """A bar over this process's rows, or of ranks: the first's over all rows, the others' none. It
-    is told how many rows this process has.
+    """Show a progress bar over the rows of this process, or of all ranks in the first of them.
+
+    Yields a function that takes the number of rows this process has done; in the other ranks it
+    does nothing.
     """
     if ranks and shard.index:
         yield lambda _: None
     elif ranks:
         rows = DoneRows(out, shard.of)
-        with tally("relabel, images", count, rows.count()) as tell:
-            yield lambda _: tell(rows.count())
-            tell(count)  # the first has waited for all
+        with tally("relabel, images", count, rows.count()) as update:
+            yield lambda _: update(rows.count())
+            update(count)  # the first rank has waited for all
     else:
-        with tally("relabel, images", len(done), int(done.sum())) as tell:
-            yield tell
+        with tally("relabel, images", len(done), int(done.sum())) as update:
+            yield update
 
 
 class DoneRows:
-    """How many rows of all shards are done, as their files say."""
+    """Counts the rows that are done in the files of all shards."""
 
     def __init__(self, out: Path, of: int) -> None:
         self._files = [Shard(index, of).file(out) for index in range(of)]
         self._done: dict[Path, np.ndarray] = {}
-        self._count, self._looked = 0, -LOOK_AGAIN
+        self._count, self._read_at = 0, -POLL_SECONDS
 
     def count(self) -> int:
-        """As of at most a second ago."""
-        if time.monotonic() - self._looked < LOOK_AGAIN:
+        """Return the number of rows done, at most a second old."""
+        if time.monotonic() - self._read_at < POLL_SECONDS:
             return self._count
         for file in self._files:
             for path in (file, Path(f"{file}.part")):
                 if file not in self._done and path.exists():
-                    # It may get its final name in between; a mapped file stays what it is.
+                    # The file may get its final name meanwhile; a mapping of it stays valid.
                     with suppress(UserError):
                         self._done[file] = map_datasets(path)[1]["done"]
         self._count = sum(int(np.count_nonzero(done)) for done in self._done.values())
-        self._looked = time.monotonic()
+        self._read_at = time.monotonic()
         return self._count
 
 
-def wait_for_all(out: Path, of: int, tell: Callable[[int], None]) -> None:
-    """Wait until the other ranks have finished their shards, or one of them has failed and whoever
-    began them ends us all.
+def wait_for_all(out: Path, of: int, update: Callable[[int], None]) -> None:
+    """Wait until the other ranks have finished their shards.
+
+    If one of them fails, the process that started the ranks ends this one too.
     """
     while not out.exists() and missing(out, of):
-        time.sleep(LOOK_AGAIN / 4)
-        tell(0)
+        time.sleep(POLL_SECONDS / 4)
+        update(0)
 
 
-def stored_accuracy(store: ScoreMapStore, batch: int = 1024) -> float:
-    """Top-1 accuracy of the stored maps: the class of the highest mean logit over the cells,
-    against the image labels.
+# ---------------------------------------------------------------------------------------- accuracy
 
-    That mean is what a teacher with a linear head answers itself, so the figure should be close to
-    the teacher's own accuracy; if it is not, the maps are wrong. A class that a cell does not name
-    counts there with the logit it is stored with: 0, or its even share of the remaining probability
-    (at least 1e-3, below which float16 leaves nothing of it).
+
+def measure_accuracy(store: ScoreMapStore, batch: int = 1024) -> float:
+    """Compute the top-1 accuracy of stored maps, by the class of the highest mean logit.
+
+    The mean is over the cells, and the accuracy is against the image labels. That mean is the
+    output of a teacher with a linear head, so the result should be close to the teacher's own
+    accuracy; if it is not, the maps are wrong. A class that a cell does not name counts there with
+    the logit it is stored with: 0, or its even share of the remaining probability (of at least
+    1e-3, below which float16 keeps nothing of it).
     """
     header, right = store.header, 0
+    others = max(header.num_classes - header.top_k, 1)
     for ids in bar(np.array_split(np.arange(len(store)), -(-len(store) // batch)), "read back"):
         maps = store.rows(ids)
         logit, lse = maps.logit.astype(np.float64), maps.lse.astype(np.float64)
-        remainder = np.maximum(1 - np.exp(logit - lse[..., None]).sum(-1), 1e-3) / max(
-            header.num_classes - header.top_k, 1
-        )
+        remainder = np.maximum(1 - np.exp(logit - lse[..., None]).sum(-1), 1e-3) / others
         unnamed = lse + np.log(remainder) if header.absent == "tail" else np.zeros_like(lse)
-        # Every class begins with the sum of `unnamed` over the cells; where it is named, its own
-        # logit takes that place.
+        # Each class starts with the sum of `unnamed` over the cells. In a cell that names it, its
+        # own logit takes that place.
         score = np.repeat(unnamed.sum((1, 2))[:, None], header.num_classes, axis=1)
         rows = np.broadcast_to(np.arange(len(ids))[:, None], (len(ids), logit[0].size))
-        np.add.at(
-            score,
-            (rows, maps.cls.reshape(len(ids), -1)),
-            (logit - unnamed[..., None]).reshape(len(ids), -1),
-        )
+        more = (logit - unnamed[..., None]).reshape(len(ids), -1)
+        np.add.at(score, (rows, maps.cls.reshape(len(ids), -1)), more)
         right += int((score.argmax(1) == store.labels[ids]).sum())
     return right / len(store)

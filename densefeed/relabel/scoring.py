@@ -1,5 +1,6 @@
-"""A teacher on its device: uint8 looks in, the top-k logits of every cell out, of which only the
-kept numbers reach the host.
+"""Score batches on a device: uint8 pictures in, the top-k logits of every cell out.
+
+Only the numbers that are kept are copied to the host.
 """
 
 from collections.abc import Callable
@@ -13,74 +14,72 @@ from torch import Tensor, nn
 from densefeed.storage.row_codecs import ScoreMaps
 from densefeed.system.errors import UserError
 
-# N images   L looks at each   S cells along a side of a map   K classes   k of them kept
+# N images   L pictures of each   S cells along a side of a map   K classes   k of them kept
 
 Precision = Literal["auto", "bf16", "fp16", "fp32"]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-BATCH_ON_CPU = 32
-MOST_BATCH = 256  # on a GPU; larger ones have no more work for each weight that is read
-MOST_MEMORY = 0.9  # of the device's; the allocator's rounding and the next library need the rest
+CPU_BATCH = 32
+# On a GPU. Larger batches do no more work for each weight that is read.
+MAX_BATCH = 256
+# Share of the device's memory. The allocator's rounding and the next library need the rest.
+MAX_MEMORY = 0.9
 
 
 def choose_precision(precision: Precision, device: torch.device) -> str:
-    """What `auto` stands for on this device: bf16 on CUDA devices that compute it, else fp32.
-    UserError for fp16 on a CPU.
+    """Resolve `auto`: bf16 on CUDA devices that compute it, else fp32.
+
+    Raises UserError for fp16 on a CPU.
     """
     if precision == "fp16" and device.type == "cpu":
-        raise UserError("--precision fp16 needs a GPU; take bf16 or fp32 on a CPU")
+        raise UserError("--precision fp16 needs a GPU; choose bf16 or fp32 on a CPU")
     if precision != "auto":
         return precision
-    # 8.0: older ones emulate bf16, slower than fp32.
-    return (
-        "bf16"
-        if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
-        else "fp32"
-    )
+    # Devices below capability 8.0 emulate bf16, which is slower than fp32.
+    bf16 = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+    return "bf16" if bf16 else "fp32"
 
 
-class Kept(NamedTuple):
-    """What is kept of a batch's logits, tensors on one device."""
+class TopLogits(NamedTuple):
+    """The numbers that are kept of a batch's logits, tensors on one device."""
 
     logit: Tensor  # float16 [N, S, S, k], descending
     cls: Tensor  # int16 [N, S, S, k], the bits of uint16
     lse: Tensor  # float16 [N, S, S]
-    sound: Tensor  # bool []: all logits are finite, and in float16 too
+    finite: Tensor  # bool []: all logits are finite, in float16 too
 
 
-def keep(logits_NSSK: Tensor, top_k: int) -> Kept:
-    """The top-k logits, their classes, and the logsumexp over all classes; nothing waits for the
-    device.
-    """
+def keep(logits_NSSK: Tensor, top_k: int) -> TopLogits:
+    """Select the top-k logits, their classes, and the logsumexp over all classes; does not sync."""
     top, lse = logits_NSSK.topk(top_k, dim=-1), logits_NSSK.logsumexp(-1)
-    # NaN is not less than anything, so it is not sound either.
-    sound = (logits_NSSK.abs() <= torch.finfo(torch.float16).max).all()
-    return Kept(top.values.half(), top.indices.to(torch.int16), lse.half(), sound)
+    # NaN compares as False, so it is not finite either.
+    finite = (logits_NSSK.abs() <= torch.finfo(torch.float16).max).all()
+    return TopLogits(top.values.half(), top.indices.to(torch.int16), lse.half(), finite)
 
 
-def to_maps(kept: Kept, window_N4: np.ndarray) -> ScoreMaps:
-    """The rows to store, of what is on the host already; UserError if they are not finite."""
-    if not bool(kept.sound):
+def to_maps(kept: TopLogits, window_N4: np.ndarray) -> ScoreMaps:
+    """Convert numbers on the host to rows of a store; UserError if they are not finite."""
+    if not bool(kept.finite):
         raise UserError(
-            "the teacher gave logits that are not finite in float16; check its weights and preprocessing"
+            "the teacher gave logits that are not finite in float16; check its weights and "
+            "preprocessing"
         )
-    return ScoreMaps(
-        kept.logit.numpy(), kept.cls.numpy().view(np.uint16), kept.lse.numpy(), window_N4
-    )
+    logit, cls, lse = (part.numpy() for part in kept[:3])
+    return ScoreMaps(logit, cls.view(np.uint16), lse, window_N4)
 
 
 def keep_top(logits_NSSK: Tensor, top_k: int, window_N4: np.ndarray) -> ScoreMaps:
-    """The rows to store of logits float `[N, S, S, K]`; waits for the device."""
-    return to_maps(Kept(*(part.cpu() for part in keep(logits_NSSK, top_k))), window_N4)
+    """Make rows of a store from logits, float `[N, S, S, K]`; waits for the device."""
+    return to_maps(TopLogits(*(part.cpu() for part in keep(logits_NSSK, top_k))), window_N4)
 
 
 class Scored:
-    """A batch that is being scored. `maps` waits for it."""
+    """A batch that is being scored."""
 
-    def __init__(self, kept: Kept, rows: int, began: torch.cuda.Event | None) -> None:
+    def __init__(self, kept: TopLogits, rows: int, began: torch.cuda.Event | None) -> None:
         self._kept, self._rows, self.began, self.ended = kept, rows, began, None
         if kept.logit.is_cuda:
-            # Pinned memory, else the copy would wait for the device.
-            self._kept = Kept(
+            # Pinned memory, because a copy to other memory would wait for the device.
+            self._kept = TopLogits(
                 *(
                     torch.empty(p.shape, dtype=p.dtype, pin_memory=True).copy_(p, non_blocking=True)
                     for p in kept
@@ -89,32 +88,32 @@ class Scored:
             self.ended = torch.cuda.Event(enable_timing=True)
             self.ended.record()
 
-    def wait(self) -> None:
-        """Wait until the numbers are on the host, and the looks may be overwritten."""
+    def wait_sync(self) -> None:
+        """Wait until the numbers are on the host, and the pictures may be overwritten."""
         if self.ended is not None:
             self.ended.synchronize()
 
     def idle_since(self, before: "Scored") -> float:
-        """Seconds that the device had nothing to do between a batch and this one, both waited for;
-        0 on a CPU.
+        """Return the seconds that the device was idle between an earlier batch and this one.
+
+        Both must have been waited for. 0 on a CPU.
         """
         return before.ended.elapsed_time(self.began) / 1000 if self.ended is not None else 0.0
 
-    def maps(self, window_N4: np.ndarray) -> ScoreMaps:
-        """The rows to store."""
-        self.wait()
-        kept = Kept(*(part[: self._rows] for part in self._kept[:3]), self._kept.sound)
+    def maps_sync(self, window_N4: np.ndarray) -> ScoreMaps:
+        """Wait for the batch and return the rows to store."""
+        self.wait_sync()
+        kept = TopLogits(*(part[: self._rows] for part in self._kept[:3]), self._kept.finite)
         return to_maps(kept, window_N4)
 
 
 class Scorer:
-    """A teacher, ready to score batches.
+    """A teacher that is ready to score batches.
 
     Args:
         teacher: as Teacher: uint8 `[N, L, size, size, 3]` in, logits float32 `[N, S, S, K]` out.
-        top_k: classes kept a cell.
-        precision: of the teacher's products; their sums and what is kept are at least float16.
-        compiled: whether torch.compile makes it. A batch is then always filled up to the same size.
+        precision: of the teacher's products; sums and results have at least float16.
+        compiled: use torch.compile. Batches are then always filled up to the same size.
     """
 
     def __init__(
@@ -124,72 +123,70 @@ class Scorer:
         precision: str = "fp32",
         compiled: bool = False,
     ) -> None:
-        self.teacher, self.device, self.precision, self.compiled = (
-            teacher,
-            device,
-            precision,
-            compiled,
-        )
-        # tensor cores read channels together; on a CPU the library lays out its own
+        self.teacher, self.device = teacher, device
+        self.precision, self.compiled = precision, compiled
+        # Tensor cores read the channels together. On a CPU the library chooses its own layout.
         if device.type == "cuda":
             teacher.to(memory_format=torch.channels_last)
-        self._keep: Callable[[Tensor, int], Kept] = (
-            torch.compile(self._score, dynamic=False) if compiled else self._score
-        )
+        self._keep: Callable[[Tensor, int], TopLogits] = self._score
+        if compiled:
+            self._keep = torch.compile(self._score, dynamic=False)
 
-    def _score(self, looks: Tensor, top_k: int) -> Kept:
-        return keep(self.logits(looks), top_k)
+    def _score(self, picture_NLHWC: Tensor, top_k: int) -> TopLogits:
+        return keep(self.logits(picture_NLHWC), top_k)
 
-    def logits(self, look_NLHWC: Tensor) -> Tensor:
-        """Logits of uint8 looks on the device, float32 `[N, S, S, K]`."""
-        fp32 = self.precision == "fp32"
-        # inference_mode would be the same, but for torch.compile, which fails on its tensors (torch
-        # 2.15).
-        with (
-            torch.no_grad(),
-            nullcontext() if fp32 else torch.autocast(self.device.type, DTYPES[self.precision]),
-        ):
-            return self.teacher(look_NLHWC).float()
+    def logits(self, picture_NLHWC: Tensor) -> Tensor:
+        """Compute logits, float32 `[N, S, S, K]`, of uint8 pictures on the device."""
+        precision = nullcontext()
+        if self.precision != "fp32":
+            precision = torch.autocast(self.device.type, DTYPES[self.precision])
+        # Not inference_mode: torch.compile fails on its tensors (torch 2.15).
+        with torch.no_grad(), precision:
+            return self.teacher(picture_NLHWC).float()
 
-    def try_out(self, look_NLHWC: Tensor, top_k: int) -> None:
+    def try_out_sync(self, picture_NLHWC: Tensor, top_k: int) -> None:
         """Score a batch as `begin` does, but never compiled, and wait for it."""
         with torch.no_grad():
-            Scored(self._score(look_NLHWC.to(self.device), top_k), len(look_NLHWC), None).wait()
+            kept = self._score(picture_NLHWC.to(self.device), top_k)
+            Scored(kept, len(picture_NLHWC), None).wait_sync()
 
-    def begin(self, look_NLHWC: Tensor, rows: int, top_k: int) -> Scored:
-        """Begin to score the first `rows` images of a batch on the host, which must not change
-        until it was waited for.
+    def begin(self, picture_NLHWC: Tensor, rows: int, top_k: int) -> Scored:
+        """Begin to score the first `rows` images of a batch on the host.
+
+        The pictures must not change until the result was waited for.
         """
         began = None
         if self.device.type == "cuda":
             began = torch.cuda.Event(enable_timing=True)
             began.record()
-        looks = look_NLHWC if self.compiled else look_NLHWC[:rows]
+        pictures = picture_NLHWC if self.compiled else picture_NLHWC[:rows]
         with torch.no_grad():
-            return Scored(self._keep(looks.to(self.device, non_blocking=True), top_k), rows, began)
+            kept = self._keep(pictures.to(self.device, non_blocking=True), top_k)
+            return Scored(kept, rows, began)
 
 
 def find_batch_size(attempt: Callable[[int], None], device: torch.device) -> int:
-    """The largest power of two, at most 256, of images that `attempt` scores within 0.9 of the
-    device's memory; 32 on a CPU.
+    """Find the largest batch that fits, a power of two of at most 256; 32 on a CPU.
 
+    A batch fits if `attempt` scores that many images within 0.9 of the device's memory. Raises
     UserError if not even one image fits.
     """
     if device.type != "cuda":
-        return BATCH_ON_CPU
+        return CPU_BATCH
     fits, total = 0, torch.cuda.get_device_properties(device).total_memory
-    while 2 * fits <= MOST_BATCH:
+    while 2 * fits <= MAX_BATCH:
         torch.cuda.reset_peak_memory_stats(device)
         try:
             attempt(max(1, 2 * fits))
         except torch.OutOfMemoryError:
             break
-        if torch.cuda.max_memory_reserved(device) > MOST_MEMORY * total:
+        if torch.cuda.max_memory_reserved(device) > MAX_MEMORY * total:
             break
         fits = max(1, 2 * fits)
     torch.cuda.empty_cache()
     if not fits:
         raise UserError(
-            "the teacher does not fit into the GPU's memory with one image; choose a smaller --input-size or teacher"
+            "the teacher does not fit into the GPU's memory with one image; choose a smaller "
+            "--input-size or another teacher"
         )
     return fits

@@ -11,7 +11,7 @@ contain is declared: --footprint (the part of the image that its map covers) and
 the map's axes comes first). For the two published packs the defaults follow the code that generated
 them; nothing else is known about them. With --reference, any model of the same classes that
 responds to where objects are, both can be found: `--footprint find --axes find`. At the end the
-store is audited (tools/report.py does the same and writes a page); exit code 2 means that the audit
+store is audited (tools/audit.py does the same and writes a page); exit code 2 means that the audit
 found a fault.
 
 Run the same command again to continue a killed import. Images without a usable map are counted and
@@ -45,7 +45,7 @@ from densefeed.storage.packs import (
 from densefeed.storage.row_codecs import ScoreMaps
 from densefeed.storage.tensor_files import TensorFiles
 from densefeed.system.errors import UserError, run
-from densefeed.tools.audit_page import conclude, references, tell
+from densefeed.tools.audit import load_references, print_checks, raise_on_faults
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +89,7 @@ def main(options: Import) -> None:
     models = None
     if options.reference:
         size = options.reference_size or pack.input_size
-        models = references(options.reference, options.reference_model, size, images.class_names)
+        models = load_references(options.reference, options.reference_model, size, images.class_names)
     if finding:
         pack = find_pack_layout(options, pack, images, models)
     covers = "the whole image" if pack.footprint == "squash" else "its center square"
@@ -114,8 +114,8 @@ def main(options: Import) -> None:
     if options.audit:
         count, threads = options.audit_images, options.threads
         result = audit(options.out, images, models, count, threads=threads)
-        tell(result)
-        conclude(result, options.out, "the lines above say what to do")
+        print_checks(result)
+        raise_on_faults(result, options.out, "the lines above say what to do")
 
 
 def find_pack_layout(options: Import, pack: Pack, images: Images, models: References) -> Pack:

@@ -1,25 +1,27 @@
-"""Label every cell of every image once with a teacher: images in, dense score maps (HDF5) out.
+"""Label every cell of every image with a teacher: images in, dense score maps (HDF5) out.
 
-    python tools/relabel_imagenet.py --data imagenet/train --teacher dm_nfnet_f6.dm_in1k --input-size 576 --top-k 5 --out maps.h5
+    python tools/relabel_imagenet.py --data imagenet/train --teacher dm_nfnet_f6.dm_in1k \\
+        --input-size 576 --top-k 5 --out maps.h5
 
-Run the same command again to continue a killed run. On several devices, and machines:
+Run the same command again to resume a killed run. On several devices or machines:
 
     torchrun --nproc-per-node 8 tools/relabel_imagenet.py ...
-    python tools/relabel_imagenet.py ... --shard 0/64        one of 64 jobs, in any order; the last one to finish merges
+    python tools/relabel_imagenet.py ... --shard 0/64
 
-Each rank or job writes a file of its own beside OUT, and continues it; a pass may go on with
-another number of them. --dry-run labels a few batches, writes nothing, and says what all of it will
-cost. At the end a pass prints the teacher's accuracy as read back from the stored maps: if that is
-not near the teacher's own, do not train on them.
+The second line is one of 64 jobs, which may run in any order; the last one to finish merges. Each
+rank or job writes and resumes a file of its own beside OUT; a pass may be resumed with another
+number of them. --dry-run labels a few batches, writes nothing, and prints the estimated cost of the
+whole pass. At its end a pass prints the teacher's accuracy computed from the stored maps. If that
+is not close to the teacher's own accuracy, do not train on the maps.
 
 The teacher is any timm model, a checkpoint, or a module of your own: --teacher
-package.module:factory, which is called without arguments and makes a torch.nn.Module that has
-forward_token_logits (images [N, 3, H, W] to logits [N, K, h, w]) or timm's forward_features and
-forward_head; what it says of mean, std, interpolation, num_classes and class_names is heard.
---teacher a --teacher b averages several.
+package.module:factory, a function that is called without arguments and returns a torch.nn.Module.
+The module needs forward_token_logits (images [N, 3, H, W] to logits [N, K, h, w]), or
+forward_features and forward_head as in timm; its attributes mean, std, interpolation, num_classes
+and class_names are used. --teacher a --teacher b averages several.
 
---form compact takes 2.7 kB an image at 18 x 18 cells, where raw takes 7.1; until it is made, at the
-end, OUT.part is raw.
+--form compact takes 2.7 kB an image at 18 x 18 cells, raw 7.1 kB. The compact file is made at the
+end, from the raw rows in OUT.part.
 """
 
 import os
@@ -31,8 +33,8 @@ import torch
 import tyro
 from tyro.conf import UseAppendAction
 
-from densefeed.relabel.estimates import try_out
-from densefeed.relabel.labeling import begin_pass, label_images, stored_accuracy
+from densefeed.relabel.estimates import estimate_pass
+from densefeed.relabel.labeling import begin_pass, label_images, measure_accuracy
 from densefeed.relabel.rendering import NativeRender
 from densefeed.relabel.scoring import Precision
 from densefeed.storage.geometry import Geometry
@@ -48,49 +50,48 @@ from densefeed.tools.load_teacher import load_teacher
 
 @dataclass(frozen=True, kw_only=True)
 class Labeling:
-    """What to label, with which teacher."""
+    """Images to label, and the teacher."""
 
-    data: Path  # folder of class folders, or what --dataset asks for
-    out: Path  # the score maps to write, HDF5
-    # a timm model, a checkpoint, a run folder or package.module:factory; again for more
+    data: Path  # images: a folder of class folders, or the root that --dataset needs
+    out: Path  # score maps to write, HDF5
+    # timm model, checkpoint, run folder or package.module:factory; repeat it for an ensemble
     teacher: UseAppendAction[tuple[str, ...]]
-    # timm's name of the model, for a checkpoint that does not say; once, or for each teacher
+    # timm's name of the model, for a checkpoint that does not contain it; once, or for each teacher
     model: tuple[str, ...] = ()
     # side of the teacher's input, pixels; once, or for each teacher
     input_size: tuple[int, ...] = (576,)
-    # JSON or CSV: which class of the data each of a teacher's becomes; - for none
+    # JSON or CSV file from the teacher's classes to those of the data; - for none
     class_map: tuple[str, ...] = ()
     top_k: int = 5  # classes kept per cell
-    # how an image is fitted: squashed, its center square (as published), padded, or in tiles
+    # part of an image that is shown: squashed, its center square (as published), padded, or tiles
     geometry: Geometry = "squash"
-    tiles: int = 1  # along each side, with --geometry tile
-    views: int = 1  # looks to average: 2 is the image and its mirror, more are moved by a cell
-    # the classes not kept: true remainder spread evenly, or logit 0 (as published)
+    tiles: int = 1  # tiles along each side, with --geometry tile
+    # test-time views to average: 2 are the image and its mirror, more are shifted by a cell
+    tta_views: int = 1
+    # classes that are not kept: the remaining probability spread evenly, or logit 0 (as published)
     absent: Absent = "tail"
-    # of the rows on disk: as they are, packed without loss, or compact, of which the error is
-    # printed
+    # rows on disk: raw, packed losslessly, or compact, whose error is printed
     form: Form = "raw"
-    # a name as tools/pack_dataset.py --help lists them, if not a folder of class folders
+    # a name listed by tools/pack_dataset.py --help, if the data is not a folder of class folders
     dataset: str = ""
-    split: str = "train"  # of the dataset
+    split: str = "train"  # split of the dataset
     # images per forward pass; auto: the largest power of two that fits, 32 on a CPU
     batch: int | Literal["auto"] = "auto"
     # decoding threads
     threads: int = max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
     device: str = "auto"  # auto: cuda if there is one, else cpu
     precision: Precision = "auto"  # auto: bf16 on GPUs that have it, else fp32
-    compile: bool = False  # the teacher, by torch.compile
-    decoder: Literal["native", "pillow"] = "native"  # native leaves to pillow what it does not read
-    shard: str = ""  # 0/8: only the first eighth of the images, as a job of its own
-    dry_run: bool = False  # label a few batches, write nothing, and print what the whole will take
+    compile: bool = False  # compile the teacher with torch.compile
+    # JPEG decoder; native uses pillow for files that it does not read
+    decoder: Literal["native", "pillow"] = "native"
+    shard: str = ""  # 0/8: label only the first eighth of the images, as an independent job
+    dry_run: bool = False  # label a few batches, write nothing, print the cost of the whole pass
 
 
 def ranks_of_torchrun(labeling: Labeling) -> tuple[Shard, torch.device]:
-    """This process's part of the images, by --shard or as torchrun numbers it, and its device."""
-    rank, size, local = (
-        int(os.environ.get(name, default))
-        for name, default in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0))
-    )
+    """Return the shard of this process, given by --shard or torchrun's rank, and its device."""
+    rank, local = (int(os.environ.get(name, 0)) for name in ("RANK", "LOCAL_RANK"))
+    size = int(os.environ.get("WORLD_SIZE", 1))
     device = choose_device(labeling.device)
     if size == 1:
         return Shard.parse(labeling.shard) if labeling.shard else Shard(0, 1), device
@@ -101,12 +102,14 @@ def ranks_of_torchrun(labeling: Labeling) -> tuple[Shard, torch.device]:
     if device.type == "cuda":
         if device.index is not None:
             raise UserError(
-                f"--device {device} is one device; under torchrun give --device cuda, and each rank takes its own"
+                f"--device {device} is one device; under torchrun give --device cuda, and each "
+                "rank takes its own"
             )
         if local >= torch.cuda.device_count():
             raise UserError(
-                f"torchrun began {local + 1} or more ranks on a machine of {torch.cuda.device_count()} CUDA devices; "
-                "give --nproc-per-node as many as there are"
+                f"torchrun started {local + 1} or more ranks on a machine of "
+                f"{torch.cuda.device_count()} CUDA devices; give --nproc-per-node as many as there "
+                "are"
             )
         device = torch.device("cuda", local)
         torch.cuda.set_device(device)
@@ -114,7 +117,7 @@ def ranks_of_torchrun(labeling: Labeling) -> tuple[Shard, torch.device]:
 
 
 def main(labeling: Labeling) -> None:
-    """Label, then judge what was stored."""
+    """Label the images, then print the accuracy of the stored maps."""
     shard, device = ranks_of_torchrun(labeling)
     images = Images(labeling.data, labeling.dataset, labeling.split)
     teacher, name = load_teacher(
@@ -124,7 +127,7 @@ def main(labeling: Labeling) -> None:
         labeling.class_map,
         images.class_names,
         labeling.geometry,
-        labeling.views,
+        labeling.tta_views,
         labeling.tiles,
     )
     teacher = teacher.to(device)
@@ -143,19 +146,19 @@ def main(labeling: Labeling) -> None:
         render=NativeRender(images, teacher) if labeling.decoder == "native" else None,
     )
     if labeling.dry_run:
-        for line in try_out(begin_pass(images, teacher, name, **options)).lines():
+        for line in estimate_pass(begin_pass(images, teacher, name, **options)).lines():
             print(line)
         return
     ranks = shard.of > 1 and not labeling.shard
     store = label_images(images, teacher, name, labeling.out, shard=shard, ranks=ranks, **options)
     if store is not None:
         print(summary(store))
-        print(
-            f"accuracy of the stored maps against the image labels: {100 * stored_accuracy(store):.1f} %"
-        )
+        accuracy = 100 * measure_accuracy(store)
+        print(f"accuracy of the stored maps against the image labels: {accuracy:.1f} %")
     elif not ranks:
         print(
-            f"{shard.file(labeling.out)} is finished; the job that finishes the last of {shard.of} shards merges them"
+            f"{shard.file(labeling.out)} is finished; the job that finishes the last of {shard.of} "
+            "shards merges them"
         )
 
 

@@ -1,20 +1,13 @@
-"""Write one self-contained HTML file with the results of training runs, or audit score maps.
+"""Write one self-contained HTML file with the results of training runs.
 
     python tools/report.py runs/ce runs/token-label --boxes scenes/boxes.json
-    python tools/report.py maps.h5 --data imagenet/train --teacher dm_nfnet_f6.dm_in1k
 
 The report of runs has a table of results, curves, and a contact sheet: training crops exactly as
 the student saw them, with the label of every token drawn on them. `--boxes`, a file that
 tools/make_digit_scenes.py writes, adds the true objects and measures how many labels are correct.
-
-Of a file of score maps it writes an audit, and JSON beside it: values, names, labels and
-duplicates; with --data also names, sizes and pictures; with --teacher, any model of the same
-classes that knows where things are, orientation, coverage, and whether each map stands at its
-image. Exit code 2 says that a fault was found.
 """
 
 import json
-import os
 import statistics
 import sys
 from collections.abc import Sequence
@@ -33,11 +26,10 @@ from densefeed.pipelines.augment.augmentation import Augmentation, augment_batch
 from densefeed.pipelines.batch import Batch, Loader
 from densefeed.pipelines.targets import PLAIN, TargetRules, sparse_targets
 from densefeed.storage.images import Images
-from densefeed.storage.score_maps import map_datasets
 from densefeed.system.errors import UserError, run
 from densefeed.system.files import replace_file
 from densefeed.system.progress import bar
-from densefeed.tools.audit_page import INKS, audit_store, environment, picture, references
+from densefeed.tools.audit import INKS, environment, picture
 from densefeed.train import build_model, open_loader
 from densefeed.training.config import Config, config_from_dict
 from densefeed.training.objective import augment_settings
@@ -51,28 +43,10 @@ CURVES = ("#0b6e99", "#c2571a", "#3a8f4d", "#7a4fa3", "#8a6d1f", "#555555")
 class Report:
     """The runs to show."""
 
-    # run folders of train.py, or one file of score maps
+    # run folders of train.py
     runs: Annotated[tuple[Path, ...], tyro.conf.Positional]
     boxes: Path | None = None  # true boxes of the training images, to count correct labels
-    # the HTML to write; default: report.html in the last run's folder, or NAME.audit.html
-    # beside the maps
-    out: Path | None = None
-    json: Path | None = None  # of an audit: where its numbers go; default: beside the HTML
-    # of an audit, as all below: the images that the maps are of, a folder or what --dataset
-    # asks for
-    data: Path | None = None
-    dataset: str = ""  # timm's dataset name, if not a folder of class folders
-    split: str = "train"  # of the images
-    # a reference to hold the maps against: a timm model's name, a checkpoint, or a run folder of
-    # train.py
-    teacher: str = ""
-    model: str = ""  # timm's name of the reference, for a checkpoint that does not say
-    input_size: int = 0  # side of the reference's input, pixels; 0: that of the store's teacher
-    images: int = 300  # that the reference looks at
-    # read all rows also of more than 100,000, of which else 20,480 are read
-    every_row: bool = False
-    threads: int = os.cpu_count() or 1  # decoding threads
-    device: str = "auto"  # of the reference: auto: cuda if there is one, else cpu
+    out: Path | None = None  # the HTML to write; default: report.html in the last run's folder
 
 
 # Fields of a config that say where and how fast a run trains, not what it trains. The table of
@@ -424,50 +398,13 @@ def curve(runs: list[Run], kind: str, value: str, percent: bool) -> dict:
     }
 
 
-def audit_of(report: Report) -> None:
-    """Audit the one file of score maps that is named."""
-    if len(report.runs) > 1:
-        raise UserError(
-            "one file of score maps is audited at a time, and not beside runs; name it alone"
-        )
-    (path,) = report.runs
-    if report.boxes:
-        raise UserError("--boxes judges the labels of runs; leave it out of an audit of score maps")
-    if report.teacher and report.data is None:
-        raise UserError("--teacher looks at images; give them with --data")
-    if report.images < 2 or report.threads < 1:
-        raise UserError("--images must be at least 2 and --threads at least 1")
-    images = Images(report.data, report.dataset, report.split) if report.data else None
-    found = None
-    if report.teacher:
-        header, _, _ = map_datasets(path)
-        found = references(
-            report.teacher,
-            report.model,
-            report.input_size or header.input_size,
-            header.class_names,
-            report.device,
-        )
-    out = report.out or path.with_suffix(".audit.html")
-    audit_store(
-        path,
-        out,
-        images,
-        found,
-        report.images,
-        report.every_row,
-        report.threads,
-        report.json or out.with_suffix(".json"),
-    )
-
-
 def main(report: Report) -> None:
     """Read the runs, replay the first epoch of one of them, and write the page."""
     if not report.runs:
-        raise UserError("name at least one run folder of train.py, or a file of score maps")
-    if any(path.is_file() or path.suffix in (".h5", ".hdf5") for path in report.runs):
-        audit_of(report)
-        return
+        raise UserError("name at least one run folder of train.py")
+    for path in report.runs:
+        if path.is_file() or path.suffix in (".h5", ".hdf5"):
+            raise UserError(f"{path} is not a run folder; audit score maps with tools/audit.py")
     runs = [read_run(folder) for folder in report.runs]
     last = report.runs[-1]
     out = report.out or last / "report.html"

@@ -58,7 +58,7 @@ def test_every_token_has_the_label_of_what_it_shows(
 ):
     image, classes = planted(height, width, seed)
     teacher = Teacher(
-        Colors(), SIZE, geometry, LEVELS, views=views, tiles=2 if geometry == "tile" else 1
+        Colors(), SIZE, geometry, LEVELS, tta_views=views, tiles=2 if geometry == "tile" else 1
     )
     pictures, window = teacher.prepare(image)
     maps = keep_top(teacher(torch.from_numpy(pictures)[None]), 3, np.array([window], np.float32))

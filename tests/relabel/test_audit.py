@@ -1,8 +1,8 @@
 """The audit: a fault of each kind is planted and must be found; the store without it must pass.
 
-Orientation, coverage and rows are told by a small network trained here on digit scenes (seconds),
-whose maps the store holds, or by another one that never saw those maps. SOAK_ORIENTATIONS runs more
-planted orientations (`make soak`).
+The reference for orientation, coverage and rows is a small network trained here on digit scenes
+(seconds), which made the maps of the store, or another one that never saw those maps.
+SOAK_ORIENTATIONS sets the number of planted orientations (`make soak`).
 """
 
 import io
@@ -21,10 +21,10 @@ from densefeed.relabel.audit import audit, neighbors
 from densefeed.relabel.labeling import label_images
 from densefeed.relabel.reference_match import (
     ORIENTATIONS,
-    choose,
+    choose_best,
     find_layout,
     look,
-    turned,
+    orient,
     upright,
 )
 from densefeed.storage.images import Images
@@ -42,7 +42,7 @@ def verdicts(result):
     return {check.name: check.verdict for check in result.checks}
 
 
-def check_of(result, name):
+def find_check(result, name):
     (found,) = [check for check in result.checks if check.name == name]
     return found
 
@@ -53,9 +53,7 @@ def alarms(result):
 
 @pytest.fixture(scope="session")
 def clean(located, tmp_path_factory):
-    """The teacher's own maps of the scenes, every class kept: a store, its maps, and what a Teacher
-    needs.
-    """
+    """Label the scenes with the teacher, every class kept: the store, its images and its maps."""
     images = Images(located.scenes)
     path = tmp_path_factory.mktemp("clean") / "maps.h5"
     store = label_images(
@@ -66,8 +64,8 @@ def clean(located, tmp_path_factory):
     )
 
 
-def planted(clean, path, maps=None, labels=None, **header):
-    """The clean store with other maps, labels or header."""
+def plant(clean, path, maps=None, labels=None, **header):
+    """Write the clean store with other maps, labels or header."""
     labels = clean.images.labels if labels is None else labels
     writer = ScoreMapWriter(path, replace(clean.store.header, **header), clean.images.paths, labels)
     writer.write(np.arange(clean.count), maps or clean.maps)
@@ -75,30 +73,36 @@ def planted(clean, path, maps=None, labels=None, **header):
     return path
 
 
-def turn(maps, orientation):
-    """Every map of these, turned."""
-    parts = (np.stack([turned(row, orientation) for row in part]) for part in maps[:3])
+def take_maps(clean, rows):
+    """Store at each row the map of another row, given in `rows`; windows stay."""
+    return ScoreMaps(*(part[rows] for part in clean.maps[:3]), clean.maps.window)
+
+
+def orient_all(maps, orientation):
+    """Bring every upright map into an orientation."""
+    parts = (np.stack([orient(row, orientation) for row in part]) for part in maps[:3])
     return ScoreMaps(*parts, maps.window)
 
 
-# ------------------------------------------------------------------------------------------------ clean stores
+# ------------------------------------------------------------------------------------- clean stores
 
 
 @pytest.mark.parametrize("form", ["raw", "compact", "lossless"])
 @pytest.mark.parametrize("which", [0, 1])
 def test_a_clean_store_raises_no_alarm(clean, located, tmp_path, form, which):
-    """In each form, held against the teacher that made it and against another model; nothing is
-    left unchecked.
+    """In each form, compared with the teacher that made it and with another model.
+
+    Nothing is left unchecked.
     """
     path = clean.store.path
     if form != "raw":
         path = convert(clean.store, tmp_path / "maps.h5", form).path
     result = audit(path, clean.images, located.teachers(which), 200)
     assert set(verdicts(result).values()) == {"sound"}, alarms(result)
-    assert json.loads(json.dumps(result.plain()))["rows"] == clean.count
+    assert json.loads(json.dumps(result.to_dict()))["rows"] == clean.count
 
 
-def test_without_images_and_reference_what_cannot_be_told_is_said(clean):
+def test_without_images_and_reference_some_checks_are_unchecked(clean):
     result = audit(clean.store.path)
     assert not alarms(result)
     assert {name for name, verdict in verdicts(result).items() if verdict == "unchecked"} == {
@@ -107,11 +111,11 @@ def test_without_images_and_reference_what_cannot_be_told_is_said(clean):
         "coverage",
         "rows",
     }
-    assert "none was given" in check_of(result, "orientation").evidence
+    assert "none was given" in find_check(result, "orientation").evidence
 
 
-def test_a_reference_that_does_not_know_where_things_are_gives_no_verdict(clean, located):
-    """Weights drawn anew: no alarm, whatever it says."""
+def test_a_reference_that_does_not_locate_objects_gives_no_verdict(clean, located):
+    """Random weights give no alarm."""
     for seed in range(4):
         result = audit(clean.store.path, clean.images, located.untrained(seed), 200)
         assert not result.faults()
@@ -131,11 +135,11 @@ def test_a_large_store_is_sampled(clean, monkeypatch):
     assert audit(clean.store.path, every_row=True).figures["rows_read"] == clean.count
 
 
-# ------------------------------------------------------------------------------------------------ geometry
+# ----------------------------------------------------------------------------------------- geometry
 
 
 def test_orientations_are_the_eight_symmetries_of_the_square():
-    """Against Pillow's transpositions, by name; `upright` undoes each."""
+    """`orient` equals Pillow's transpositions by name, and `upright` inverts each."""
     pixels = np.arange(9, dtype=np.uint8).reshape(3, 3)
     T = Image.Transpose
     names = {
@@ -151,13 +155,15 @@ def test_orientations_are_the_eight_symmetries_of_the_square():
     for number, method in names.items():
         image = Image.fromarray(pixels)
         want = np.asarray(image if method is None else image.transpose(method))
-        np.testing.assert_array_equal(turned(pixels, number), want, ORIENTATIONS[number])
-        np.testing.assert_array_equal(upright(turned(pixels, number), number), pixels)
+        np.testing.assert_array_equal(orient(pixels, number), want, ORIENTATIONS[number])
+        np.testing.assert_array_equal(upright(orient(pixels, number), number), pixels)
 
 
 @pytest.mark.parametrize("orientation", range(1, 8))
-def test_turned_maps_are_named(clean, located, tmp_path, orientation):
-    path = planted(clean, tmp_path / "maps.h5", turn(clean.maps, orientation))
+def test_oriented_maps_are_a_fault_that_names_the_orientation(
+    clean, located, tmp_path, orientation
+):
+    path = plant(clean, tmp_path / "maps.h5", orient_all(clean.maps, orientation))
     result = audit(path, clean.images, located.teachers(1), 200)
     (fault,) = alarms(result)
     assert (fault.name, fault.verdict) == ("orientation", "fault")
@@ -165,42 +171,47 @@ def test_turned_maps_are_named(clean, located, tmp_path, orientation):
     assert ("--axes column-row" in fault.remedy) == (orientation == 4)
 
 
-def test_the_next_best_orientation_is_that_of_the_next_correlation(clean, located):
-    """As the page's table has it, also where another way has the smaller t."""
+def test_the_next_best_orientation_has_the_next_greatest_correlation(clean, located):
+    """It is the second of the page's table, also where another orientation has the smaller t."""
     result = audit(clean.store.path, clean.images, located.teachers(1), 200)
     table = sorted(
-        result.figures["looks"]["correlation"][SQUASH].items(), key=lambda item: -item[1]
+        result.figures["reference"]["correlation"][SQUASH].items(), key=lambda item: -item[1]
     )
     assert (
         f"; the next best is {table[1][0]} at {table[1][1]:.3f} ("
-        in check_of(result, "orientation").evidence
+        in find_check(result, "orientation").evidence
     )
     scores = np.random.default_rng(0).normal(
         [0.9, 0.5, 0.4] + [0.0] * 5, [0.01, 0.01, 1.0] + [0.01] * 5, (100, 8)
     )
-    choice = choose(scores)
-    assert (choice.best, choice.runner_up(), int(choice.over.argmin())) == (0, 1, 2)
-    looks = SimpleNamespace(own=scores[:, None], best=lambda: (0, 0), located=lambda: True)
-    check = auditing.orientation(looks, foreign=False)
-    assert f"the next best is mirrored left-right at {choice.mean[1]:.3f} " in check.evidence
-    assert f"t is at least {choice.over[2]:.1f}, 100 images" in check.evidence
-    assert check.verdict == "sound"
-    scores[:, 2] += 0.42  # still the second mean is elsewhere, but one way is too near to tell
+    choice = choose_best(scores)
+    assert (choice.best, choice.runner_up(), int(choice.t_over.argmin())) == (0, 1, 2)
+    match = SimpleNamespace(own=scores[:, None], best=lambda: (0, 0), is_located=lambda: True)
+    verdict, evidence = auditing.check_orientation(match, foreign=False)
+    assert f"the next best is mirrored left-right at {choice.mean[1]:.3f} " in evidence
+    smallest = f"t is at least {choice.t_over[2]:.1f} against every other orientation, 100 images"
+    assert smallest in evidence
+    assert verdict == "sound"
+    # The second mean is still elsewhere, but one orientation is too close to decide.
+    scores[:, 2] += 0.42
     scores[:, 1] = scores[:, 0] - 0.06
-    assert auditing.orientation(looks, foreign=False).verdict == "unchecked"
+    assert auditing.check_orientation(match, foreign=False)[0] == "unchecked"
 
 
 def test_planted_orientations(clean, located):
-    """Random images, each orientation in turn, the reference another model than the teacher: at
-    least 99 of 100 are named, none is named wrongly, and of clean maps none is called a fault.
+    """Random images, each orientation in turn, and a reference that is not the teacher.
+
+    At least 99 of 100 orientations are named, none is named wrongly, and no clean map is a fault.
     """
     rng, right, wrong, alarmed = np.random.default_rng(0), 0, [], []
     for case in range(CASES):
         orientation = case % 8
         some = np.sort(rng.choice(clean.count, 280, replace=False))
         rows = neighbors(clean.store.labels, some, 200)
-        looks = look(
-            lambda ids, o=orientation: turn(ScoreMaps(*(part[ids] for part in clean.maps)), o),
+        match = look(
+            lambda ids, o=orientation: orient_all(
+                ScoreMaps(*(part[ids] for part in clean.maps)), o
+            ),
             clean.store.header,
             clean.images,
             np.arange(clean.count),
@@ -208,18 +219,19 @@ def test_planted_orientations(clean, located):
             {SQUASH: located.teachers(1)[SQUASH]},
             2,
         )
-        check = auditing.orientation(looks, foreign=False)
+        check = auditing.Check("orientation", *auditing.check_orientation(match, foreign=False))
         if orientation == 0:
             right += check.verdict == "sound"
             alarmed += [case] * (check.verdict in ("fault", "warning"))
         else:
-            named = check.verdict == "fault" and "may as well be" not in check.evidence
+            named = check.verdict == "fault" and "could also be" not in check.evidence
             right += named and f"if they are {ORIENTATIONS[orientation]};" in check.evidence
             wrong += [case] * (
                 named and f"if they are {ORIENTATIONS[orientation]};" not in check.evidence
             )
     print(
-        f"{right} of {CASES} planted orientations named rightly, {len(wrong)} wrongly, {len(alarmed)} false alarms"
+        f"{right} of {CASES} planted orientations named correctly, {len(wrong)} wrongly, "
+        f"{len(alarmed)} false alarms"
     )
     assert right >= 0.99 * CASES
     assert not wrong
@@ -227,10 +239,8 @@ def test_planted_orientations(clean, located):
 
 
 @pytest.mark.parametrize("truth", [SQUASH, CENTER])
-def test_maps_of_another_part_of_the_image_are_named(clean, located, tmp_path, truth):
-    """Made of `truth`, and taken for it or for the other; half of the scenes are wider than
-    high.
-    """
+def test_maps_of_another_part_of_the_image_are_a_fault(clean, located, tmp_path, truth):
+    """Maps of the part `truth` are declared as it or as the other; half of the scenes are wide."""
     other = {SQUASH: CENTER, CENTER: SQUASH}
     teachers = located.teachers(0)
     options = dict(top_k=10, batch=64, threads=2, absent="tail")
@@ -241,28 +251,29 @@ def test_maps_of_another_part_of_the_image_are_named(clean, located, tmp_path, t
     assert not alarms(audit(made[truth].path, clean.images, located.teachers(1), 200))
     maps = {g: store.rows(np.arange(clean.count)) for g, store in made.items()}
     taken = maps[truth]._replace(window=maps[other[truth]].window)
-    path = planted(clean, tmp_path / "maps.h5", taken, geometry=other[truth])
+    path = plant(clean, tmp_path / "maps.h5", taken, geometry=other[truth])
     (fault,) = alarms(audit(path, clean.images, located.teachers(1), 200))
     assert (fault.name, fault.verdict) == ("coverage", "fault")
     assert f"--footprint {truth}" in fault.remedy
 
 
-def test_windows_that_are_not_those_of_the_geometry_are_named(clean, tmp_path):
-    path = planted(clean, tmp_path / "maps.h5", geometry=CENTER)
+def test_windows_of_another_geometry_are_a_fault(clean, tmp_path):
+    path = plant(clean, tmp_path / "maps.h5", geometry=CENTER)
     (fault,) = alarms(audit(path, clean.images))
     assert (fault.name, fault.verdict) == ("windows", "fault")
     assert "(0.0, 0.0, 1.0, 1.0), not (0.0, 0.125, 1.0, 0.875)" in fault.evidence
 
 
 def test_the_layout_of_a_pack_is_found(clean, located):
-    """Both axes orders and both footprints; a mirrored pack is refused, and so is what the
-    reference cannot tell.
+    """Both orders of axes and both footprints are found.
+
+    A mirrored pack is refused, and so is one whose layout the reference does not show.
     """
     rows = neighbors(clean.store.labels, np.arange(clean.count), 200)
 
-    def looks(orientation, references, made=SQUASH):
+    def match(orientation, references, made=SQUASH):
         maps = clean.maps if made == SQUASH else center
-        read = lambda ids: turn(ScoreMaps(*(part[ids] for part in maps)), orientation)  # noqa: E731
+        read = lambda ids: orient_all(ScoreMaps(*(part[ids] for part in maps)), orientation)  # noqa: E731
         return look(
             read, clean.store.header, clean.images, np.arange(clean.count), rows, references, 2
         )
@@ -277,17 +288,17 @@ def test_the_layout_of_a_pack_is_found(clean, located):
     center = ScoreMaps(values, top.indices.numpy().astype(np.uint16), lse, clean.maps.window)
     for orientation, axes in ((0, "row-column"), (4, "column-row")):
         for made in (SQUASH, CENTER):
-            assert find_layout(looks(orientation, located.teachers(1), made), "pack") == (
+            assert find_layout(match(orientation, located.teachers(1), made), "pack") == (
                 axes,
                 made,
             )
-    assert find_layout(looks(4, located.teachers(1)), "pack", CENTER) == ("column-row", CENTER)
+    assert find_layout(match(4, located.teachers(1)), "pack", CENTER) == ("column-row", CENTER)
     with pytest.raises(
-        UserError, match="pack: these maps are mirrored left-right, which no --axes mends"
+        UserError, match="pack: these maps are mirrored left-right, which no --axes corrects"
     ):
-        find_layout(looks(1, located.teachers(1)), "pack")
-    with pytest.raises(UserError, match="does not tell how these maps lie"):
-        find_layout(looks(0, located.untrained(0)), "pack")
+        find_layout(match(1, located.teachers(1)), "pack")
+    with pytest.raises(UserError, match="does not show how these maps are oriented"):
+        find_layout(match(0, located.untrained(0)), "pack")
 
 
 def test_a_reference_of_other_classes_is_refused(clean, located):
@@ -295,35 +306,26 @@ def test_a_reference_of_other_classes_is_refused(clean, located):
         audit(clean.store.path, clean.images, located.untrained(0, classes=7), 40)
 
 
-# ------------------------------------------------------------------------------------------------ rows and classes
+# --------------------------------------------------------------------------------- rows and classes
 
 
-def test_shuffled_rows_are_named(clean, located, tmp_path):
-    """Over all classes the labels tell; within a class only the reference that made them."""
+def test_shuffled_rows_are_a_fault(clean, located, tmp_path):
+    """Across classes the labels show it; within a class only the reference that made the maps."""
     rng = np.random.default_rng(0)
-    mixed = ScoreMaps(
-        *(part[rng.permutation(clean.count)] for part in [np.arange(clean.count)]), None, None, None
-    ).logit
-    path = planted(
-        clean,
-        tmp_path / "all.h5",
-        ScoreMaps(*(part[mixed] for part in clean.maps[:3]), clean.maps.window),
-    )
+    mixed = rng.permutation(clean.count)
+    path = plant(clean, tmp_path / "all.h5", take_maps(clean, mixed))
     assert [fault.name for fault in audit(path).faults()] == ["labels"]
     for references in (None, located.teachers(0), located.teachers(1)):
         result = audit(path, clean.images, references, 200)
         assert "labels" in [fault.name for fault in result.faults()]
-        names = check_of(result, "class list")
-        assert (names.verdict, "by chance it would be of 10" in names.evidence) == (
-            "unchecked",
-            True,
-        )
+        names = find_check(result, "class list")
+        assert (names.verdict, "by chance it would be 10" in names.evidence) == ("unchecked", True)
         if references:
             for name in ("orientation", "coverage"):
-                check = check_of(result, name)
+                check = find_check(result, name)
                 assert (check.verdict, check.evidence.split(": ")[-1]) == (
                     "unchecked",
-                    "the maps do not fit what is in these images, see rows",
+                    "the maps do not fit the content of these images, see the check of rows",
                 )
             assert verdicts(result)["rows"] in ("fault", "warning")
 
@@ -331,31 +333,23 @@ def test_shuffled_rows_are_named(clean, located, tmp_path):
     within = np.arange(clean.count)
     for c in range(10):
         within[labels == c] = np.roll(within[labels == c], 1)
-    path = planted(
-        clean,
-        tmp_path / "within.h5",
-        ScoreMaps(*(part[within] for part in clean.maps[:3]), clean.maps.window),
-    )
-    assert not alarms(audit(path))  # nobody could know
+    path = plant(clean, tmp_path / "within.h5", take_maps(clean, within))
+    assert not alarms(audit(path))  # nothing else can show it
     result = audit(path, clean.images, located.teachers(0), 200)
     assert [fault.name for fault in result.faults()] == ["rows"]
-    assert "the store's own teacher" in check_of(result, "rows").evidence
+    assert "the store's own teacher" in find_check(result, "rows").evidence
     result = audit(path, clean.images, located.teachers(1), 200)
     assert verdicts(result)["rows"] == "warning"
     assert verdicts(result)["orientation"] == "unchecked"
-    assert check_of(result, "orientation").evidence.endswith(
-        "or the maps are of others of the same classes"
+    assert find_check(result, "orientation").evidence.endswith(
+        "or the maps are of other images of the same classes"
     )
 
 
-def test_a_few_foreign_maps_are_named_by_row(clean, located, tmp_path):
+def test_a_few_maps_of_other_images_are_named_by_row(clean, located, tmp_path):
     some = np.arange(clean.count)
     some[100:110] = np.roll(some[100:110], 1)
-    path = planted(
-        clean,
-        tmp_path / "maps.h5",
-        ScoreMaps(*(part[some] for part in clean.maps[:3]), clean.maps.window),
-    )
+    path = plant(clean, tmp_path / "maps.h5", take_maps(clean, some))
     result = audit(path, clean.images, located.teachers(0), clean.count)
     (fault,) = result.faults()
     assert fault.name == "rows"
@@ -363,12 +357,13 @@ def test_a_few_foreign_maps_are_named_by_row(clean, located, tmp_path):
 
 
 @pytest.mark.parametrize("moved", [(1, 2, 3, 4, 5, 6, 7, 8, 9, 0), (0, 1, 2, 7, 4, 5, 6, 3, 8, 9)])
-def test_a_permuted_class_list_is_named(clean, located, tmp_path, moved):
-    """All classes, or two exchanged; with and without a reference, which is then not asked about
-    geometry.
+def test_a_permuted_class_list_is_a_fault(clean, located, tmp_path, moved):
+    """All classes, or two exchanged; with and without a reference.
+
+    Geometry is then unchecked.
     """
     maps = clean.maps._replace(cls=np.array(moved, np.uint16)[clean.maps.cls])
-    path = planted(clean, tmp_path / "maps.h5", maps)
+    path = plant(clean, tmp_path / "maps.h5", maps)
     for references in (None, located.teachers(1)):
         result = audit(path, clean.images, references, 200)
         (fault,) = alarms(result)
@@ -377,22 +372,22 @@ def test_a_permuted_class_list_is_named(clean, located, tmp_path, moved):
         assert verdicts(result)["orientation"] == "unchecked"
 
 
-def test_names_and_labels_are_held_against_the_folder(clean, tmp_path):
+def test_names_and_labels_are_compared_with_the_folder(clean, tmp_path):
     names = tuple(reversed(clean.store.header.class_names))
-    (fault,) = alarms(audit(planted(clean, tmp_path / "names.h5", class_names=names), clean.images))
+    (fault,) = alarms(audit(plant(clean, tmp_path / "names.h5", class_names=names), clean.images))
     assert (fault.name, fault.verdict) == ("class names", "fault")
     labels = np.where(np.arange(clean.count) == 5, 9, clean.images.labels)
-    (fault,) = alarms(audit(planted(clean, tmp_path / "labels.h5", labels=labels), clean.images))
-    assert fault.evidence.startswith("1 rows have another label than their image")
+    (fault,) = alarms(audit(plant(clean, tmp_path / "labels.h5", labels=labels), clean.images))
+    assert fault.evidence.startswith("rows whose label is not that of their image: 1 (")
     (fault,) = alarms(
-        audit(planted(clean, tmp_path / "files.h5", fingerprint="0" * 64), clean.images)
+        audit(plant(clean, tmp_path / "files.h5", fingerprint="0" * 64), clean.images)
     )
     assert (fault.name, "fingerprint" in fault.evidence) == ("images", True)
 
 
 def test_missing_rows_are_named(clean, tmp_path):
     """Rows not labeled, and images without a row."""
-    path = planted(clean, tmp_path / "maps.h5")
+    path = plant(clean, tmp_path / "maps.h5")
     _, _, offsets = map_datasets(path)
     with open(path, "r+b") as file:
         file.seek(offsets["done"] + 7)
@@ -421,15 +416,15 @@ def test_missing_rows_are_named(clean, tmp_path):
     )
 
 
-# ------------------------------------------------------------------------------------------------ values
+# ------------------------------------------------------------------------------------------- values
 
 
-def test_probabilities_in_the_place_of_logits_are_named(clean, tmp_path):
+def test_probabilities_stored_as_logits_are_a_fault(clean, tmp_path):
     logit = clean.maps.logit.astype(np.float64)
     p = np.exp(logit - clean.maps.lse.astype(np.float64)[..., None])
     lse = np.log(np.exp(p).sum(-1)).astype(np.float16)
     for absent in ("tail", "zero-logit"):
-        path = planted(
+        path = plant(
             clean,
             tmp_path / f"{absent}.h5",
             ScoreMaps(p.astype(np.float16), clean.maps.cls, lse, clean.maps.window),
@@ -439,12 +434,13 @@ def test_probabilities_in_the_place_of_logits_are_named(clean, tmp_path):
         assert (fault.name, fault.verdict) == ("logits", "fault")
         assert "these are probabilities" in fault.evidence
     small = convert(ScoreMapStore(tmp_path / "tail.h5"), tmp_path / "compact.h5", "compact")
-    (warning,) = alarms(audit(small.path))  # of their logs nothing remains but that they are flat
+    # Of their logarithms only the flatness remains.
+    (warning,) = alarms(audit(small.path))
     assert (warning.name, warning.verdict) == ("logits", "warning")
 
 
 def top_five(clean, p, lse):
-    """Maps of these numbers in the place of five logits."""
+    """Make maps with these numbers in place of five logits."""
     return ScoreMaps(
         p[..., :5].astype(np.float16),
         clean.maps.cls[..., :5].copy(),
@@ -453,9 +449,10 @@ def top_five(clean, p, lse):
     )
 
 
-def test_five_probabilities_of_rounded_logits_are_named(clean, located, tmp_path):
-    """Made of float16 logits beyond 100 some cells' sums pass 1 by more than 2 %; some rows were
-    labeled by their class.
+def test_five_probabilities_of_rounded_logits_are_a_fault(clean, located, tmp_path):
+    """Computed from float16 logits beyond 100, the sums of some cells pass 1 by more than 2 %.
+
+    Some rows were labeled by their class.
     """
     logit = (clean.maps.logit * 8.0).astype(np.float32)  # up to 100 and more
     lse = np.log(np.exp(logit.astype(np.float64)).sum(-1)).astype(np.float16).astype(np.float64)
@@ -465,41 +462,44 @@ def test_five_probabilities_of_rounded_logits_are_named(clean, located, tmp_path
     filled = label_rows(clean.images.labels[:6], 10, clean.store.header.side, 5)
     for name in ("logit", "cls", "lse"):
         getattr(maps, name)[:6] = getattr(filled, name)
-    path = planted(clean, tmp_path / "maps.h5", maps, top_k=5, absent="zero-logit")
+    path = plant(clean, tmp_path / "maps.h5", maps, top_k=5, absent="zero-logit")
     result = audit(path, clean.images, located.teachers(0), 200)
     (fault,) = alarms(result)
     assert (fault.name, "these are probabilities" in fault.evidence) == ("logits", True)
     for name in ("class list", "labels", "orientation", "coverage", "rows"):
-        assert check_of(result, name)[1:3] == ("unchecked", "the logits must be put right first")
+        assert find_check(result, name)[1:3] == ("unchecked", auditing.LOGITS_FIRST)
 
 
-def test_probabilities_beside_the_logsumexps_of_logits_are_named(clean, tmp_path):
-    """Of absent = tail, whose classes not named then are the likeliest, and whose probabilities
-    pass 1 where a logsumexp is small.
+def test_probabilities_beside_the_logsumexps_of_logits_are_a_fault(clean, tmp_path):
+    """With absent = tail, the classes that are not named then are the likeliest.
+
+    Where a logsumexp is small, probabilities pass 1.
     """
     p = np.exp(
         clean.maps.logit.astype(np.float64) - clean.maps.lse.astype(np.float64)[..., None]
     ).clip(0, 1)
     large = top_five(clean, p, clean.maps.lse + np.maximum(0, 3 - clean.maps.lse.min()))
-    result = audit(planted(clean, tmp_path / "large.h5", large, top_k=5))
+    result = audit(plant(clean, tmp_path / "large.h5", large, top_k=5))
     (fault,) = alarms(result)
     assert (fault.name, verdicts(result)["class list"]) == ("logits", "unchecked")
     result = audit(
-        planted(
+        plant(
             clean, tmp_path / "small.h5", top_five(clean, p, np.zeros_like(clean.maps.lse)), top_k=5
         )
     )
     assert [fault.name for fault in result.faults()] == ["values", "logits"]
     assert (
-        check_of(result, "values").remedy
-        == "Put the logits right first: such sums follow from them."
+        find_check(result, "values").remedy
+        == "Fix the fault of the logits first: these sums follow from it."
     )
     assert verdicts(result)["class list"] == "unchecked"
 
 
-def test_small_logits_are_no_probabilities():
-    """Untrained teachers of 2 to 1,000 classes, whose greatest logit lies between 0.5 and 1 and
-    whose least is above 0, against probabilities of sure teachers and of such as are unsure.
+def test_small_logits_are_not_taken_for_probabilities():
+    """Logits of untrained teachers and probabilities, for 2 to 1,000 classes.
+
+    The greatest logit is between 0.5 and 1, the least above 0. The probabilities are those of
+    confident teachers and, of many classes, of less confident ones.
     """
     rng = np.random.default_rng(0)
 
@@ -507,9 +507,7 @@ def test_small_logits_are_no_probabilities():
         numbers = numbers.astype(np.float16).astype(np.float32)
         assert numbers.min() >= 0
         return auditing.are_probabilities(
-            float(numbers.max()),
-            auditing.sums_of_probabilities(numbers, classes).mean(0),
-            numbers.shape[-1],
+            float(numbers.max()), auditing.share_sums(numbers, classes).mean(0), numbers.shape[-1]
         )
 
     for classes, k in (
@@ -524,7 +522,7 @@ def test_small_logits_are_no_probabilities():
         (1000, 5),
     ):
         for high in (0.5, 0.76, 0.9, 1.0):
-            # what differs: images, cells, or both
+            # Images differ, or cells, or both.
             for image, cell in ((1.0, 0.0), (1.0, 0.2), (0.2, 1.0), (0.0, 1.0)):
                 logit = image * rng.normal(size=(200, 1, 1, classes)) + cell * rng.normal(
                     size=(200, 6, 6, classes)
@@ -532,7 +530,7 @@ def test_small_logits_are_no_probabilities():
                 top = -np.sort(-logit, -1)[..., :k]
                 top = (top - min(0, top.min())) * (high / (top.max() - min(0, top.min())))
                 assert not judged(top, classes), (classes, k, high, image, cell)
-        # of few classes a cell only sure teachers show where probabilities end
+        # With few classes a cell, only confident teachers show where probabilities end.
         for sharp in (3, 10) if k > 3 else (10,):
             logit = rng.normal(size=(200, 6, 6, classes)) * sharp
             p = np.exp(logit - logit.max(-1, keepdims=True))
@@ -543,65 +541,67 @@ def test_small_logits_are_no_probabilities():
             )
 
 
-def test_logs_of_probabilities_are_logits_only_where_the_tail_is_known(clean, tmp_path):
+def test_logarithms_of_probabilities_are_logits_only_if_the_tail_is_known(clean, tmp_path):
     five = ScoreMaps(
         clean.maps.logit[..., :5], clean.maps.cls[..., :5], clean.maps.lse, clean.maps.window
     )
     log_p = five.logit.astype(np.float64) - five.lse.astype(np.float64)[..., None]
-    # the store's own roundings let some cells pass 1
+    # Because of roundings in the store some cells pass 1.
     log_p = (log_p - 0.05).clip(-60, 0).astype(np.float16)
     maps = five._replace(logit=log_p, lse=np.zeros_like(five.lse))
-    assert not alarms(audit(planted(clean, tmp_path / "tail.h5", maps, top_k=5)))
-    check = check_of(
-        audit(planted(clean, tmp_path / "zero.h5", maps, top_k=5, absent="zero-logit")), "logits"
+    assert not alarms(audit(plant(clean, tmp_path / "tail.h5", maps, top_k=5)))
+    check = find_check(
+        audit(plant(clean, tmp_path / "zero.h5", maps, top_k=5, absent="zero-logit")), "logits"
     )
-    assert (check.verdict, "logs of probabilities" in check.evidence) == ("fault", True)
+    assert (check.verdict, "logarithms of probabilities" in check.evidence) == ("fault", True)
 
 
 @pytest.mark.parametrize("rounded", [False, True])
-def test_class_numbers_that_went_through_float16_are_named(clean, tmp_path, rounded):
-    """21,841 classes, of which the digits' stand in the teens of thousands."""
+def test_class_numbers_rounded_to_float16_are_a_fault(clean, tmp_path, rounded):
+    """21,841 classes; the numbers of the digits are drawn from 2,049 on."""
     rng = np.random.default_rng(0)
     numbers = np.sort(rng.choice(np.arange(2049, 21841), 10, replace=False))
     many = numbers[clean.maps.cls]
     if rounded:
         many = many.astype(np.float16).astype(np.int64)
-    path = planted(
+    path = plant(
         clean,
         tmp_path / "maps.h5",
         clean.maps._replace(cls=many.astype(np.uint16)),
         num_classes=21841,
     )
-    check = check_of(audit(path), "class numbers")
+    check = find_check(audit(path), "class numbers")
     assert check.verdict == ("fault" if rounded else "sound")
-    assert ("10 different classes above 2,048 are named, 10 of them" in check.evidence) == rounded
+    assert (
+        "10 different classes above 2,048 are named, and 10 of them" in check.evidence
+    ) == rounded
 
 
 def test_bad_values_are_named_by_row(clean, tmp_path):
     logit = clean.maps.logit.copy()
     logit[3, 1, 2, 0] = np.nan
     logit[5, 0, 0, :2] = logit[5, 0, 0, 1::-1]
-    path = planted(clean, tmp_path / "maps.h5", clean.maps._replace(logit=logit))
+    path = plant(clean, tmp_path / "maps.h5", clean.maps._replace(logit=logit))
     _, _, offsets = map_datasets(path)
     with open(path, "r+b") as file:
         file.seek(offsets["logit"] + 9 * logit[0].nbytes)
         file.write(b"\1\2\3")
     (fault,) = alarms(audit(path))
     assert fault.name == "values"
-    for said in (
-        "not finite (the first: row 3",
-        "do not descend (the first: row 5",
-        "does not match its checksum (the first: row 9",
+    for words in (
+        "not finite (first: row 3",
+        "do not descend (first: row 5",
+        "a checksum that does not match (first: row 9",
     ):
-        assert said in fault.evidence
-    assert fault.evidence.startswith(f"bad are 3 of {clean.count:,} rows read; 1 row: ")
+        assert words in fault.evidence
+    assert fault.evidence.startswith(f"3 of {clean.count:,} rows read are bad: 1 row with ")
 
 
-def test_duplicates_are_named_unless_the_images_are_the_same(clean, tmp_path):
+def test_equal_maps_are_a_fault_unless_the_images_are_equal(clean, tmp_path):
     double = np.arange(clean.count)
     double[21] = 20
     maps = ScoreMaps(*(part[double] for part in clean.maps))
-    path = planted(clean, tmp_path / "maps.h5", maps)
+    path = plant(clean, tmp_path / "maps.h5", maps)
     (warning,) = alarms(audit(path))
     assert (warning.name, warning.verdict) == ("duplicates", "warning")
     (fault,) = alarms(audit(path, clean.images))
@@ -611,18 +611,14 @@ def test_duplicates_are_named_unless_the_images_are_the_same(clean, tmp_path):
     images = Images(clean.images.root)
     images.read = lambda index: clean.images.read(20 if index == 21 else index)
     assert verdicts(audit(path, images))["duplicates"] == "sound"
-    everywhere = ScoreMaps(
-        *(part[np.zeros(clean.count, int)] for part in clean.maps[:3]), clean.maps.window
-    )
-    assert (
-        check_of(audit(planted(clean, tmp_path / "same.h5", everywhere)), "duplicates").verdict
-        == "fault"
-    )
+    everywhere = take_maps(clean, np.zeros(clean.count, int))
+    result = audit(plant(clean, tmp_path / "same.h5", everywhere))
+    assert verdicts(result)["duplicates"] == "fault"
 
 
-def test_maps_that_only_repeat_the_label_are_no_duplicates(clean, tmp_path):
+def test_maps_that_name_only_the_label_are_no_duplicates(clean, tmp_path):
     rows = label_rows(clean.images.labels, 10, clean.store.header.side, 10)
-    result = audit(planted(clean, tmp_path / "maps.h5", rows, absent="zero-logit"), clean.images)
+    result = audit(plant(clean, tmp_path / "maps.h5", rows, absent="zero-logit"), clean.images)
     assert not alarms(result)
-    assert "name nothing but their label" in check_of(result, "duplicates").evidence
+    assert "name only the label" in find_check(result, "duplicates").evidence
     assert result.figures["same_in_every_cell"] == clean.count

@@ -1,4 +1,4 @@
-"""Class maps: files read, probabilities merged against float64, faults named."""
+"""Class maps: files, merged probabilities against float64, and error messages."""
 
 import json
 
@@ -22,7 +22,7 @@ WANT = ClassMap(torch.tensor([0, 1, 2]), torch.tensor([0, 1, 0]), 2)
         ("map.csv", '"tabby",cat\r\n2,cat\r\npoodle,dog\r\n'),
     ],
 )
-def test_both_forms_say_the_same(tmp_path, name, text):
+def test_json_and_csv_give_the_same_map(tmp_path, name, text):
     (tmp_path / name).write_text(text)
     found = read_class_map(tmp_path / name, TEACHER, 4, DATA)
     assert found.classes == 2
@@ -33,28 +33,28 @@ def test_both_forms_say_the_same(tmp_path, name, text):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ('{"tabby": "cat"}', r"no class of the teacher becomes 'dog'; name one"),
+        ('{"tabby": "cat"}', r"no class of the teacher becomes 'dog'; assign one"),
         ("{}", r"no class of the teacher becomes 'cat' and 1 more"),
         (
             '{"wolf": "dog"}',
-            r"the teacher has no class 'wolf'; it takes names as tabby and numbers from 0 to 3",
+            r"the teacher has no class 'wolf'; use names such as tabby and numbers from 0 to 3",
         ),
         ('{"tabby": "cat", "4": "dog"}', r"the teacher has no class '4'"),
         ('{"tabby": "cat", "poodle": "wolf"}', r"the data has no class 'wolf', its first is 'cat'"),
-        ('{"tabby": "cat", "0": "dog"}', r"names the teacher's class '0' twice"),
-        ('{"tabby": "cat", "tabby": null}', r"names the teacher's class 'tabby' twice"),
-        ('{"tabby": 0}', r"must be an object like"),
-        ('["tabby"]', r"must be an object like"),
+        ('{"tabby": "cat", "0": "dog"}', r"contains the teacher's class '0' twice"),
+        ('{"tabby": "cat", "tabby": null}', r"contains the teacher's class 'tabby' twice"),
+        ('{"tabby": 0}', r"must be an object such as"),
+        ('["tabby"]', r"must be an object such as"),
         ('{"tabby": ', r"is not JSON"),
     ],
 )
-def test_what_is_wrong_with_a_map_is_said(tmp_path, text, words):
+def test_errors_of_a_json_map_are_reported(tmp_path, text, words):
     (tmp_path / "map.json").write_text(text)
     with pytest.raises(UserError, match=rf"map.json.* ?{words}"):
         read_class_map(tmp_path / "map.json", TEACHER, 4, DATA)
 
 
-def test_what_is_wrong_with_a_table_is_said(tmp_path):
+def test_errors_of_a_csv_map_are_reported(tmp_path):
     (tmp_path / "map.csv").write_text("tabby,cat\npoodle\n")
     with pytest.raises(UserError, match=r"map.csv: 'poodle' has 1 columns"):
         read_class_map(tmp_path / "map.csv", TEACHER, 4, DATA)
@@ -65,16 +65,16 @@ def test_what_is_wrong_with_a_table_is_said(tmp_path):
         read_class_map(tmp_path / "nowhere.csv", TEACHER, 4, DATA)
 
 
-def test_without_names_numbers_are_all_there_is(tmp_path):
+def test_without_names_classes_are_numbers(tmp_path):
     (tmp_path / "map.json").write_text(json.dumps({"0": "cat", "3": "dog"}))
     assert read_class_map(tmp_path / "map.json", [], 4, DATA).source.tolist() == [0, 3]
     (tmp_path / "map.json").write_text(json.dumps({"tabby": "cat"}))
-    with pytest.raises(UserError, match=r"it takes numbers from 0 to 3"):
+    with pytest.raises(UserError, match=r"use numbers from 0 to 3"):
         read_class_map(tmp_path / "map.json", [], 4, DATA)
 
 
-def test_merged_probabilities_add_up_and_those_of_no_class_are_left_out():
-    """In float64, by hand; classes 1e-130 times as probable as the best keep their log."""
+def test_merged_probabilities_add_up_and_those_of_no_class_are_dropped():
+    """Against float64; classes 1e-130 times as probable as the best keep their logarithm."""
     logits = 5 * torch.randn(2, 3, 3, 4, generator=torch.Generator().manual_seed(0))
     logits[0, 0, 0] = torch.tensor([-300.0, 0.0, -301.0, 5.0])
     merged = merge_classes(logits, WANT)

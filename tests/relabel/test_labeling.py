@@ -1,6 +1,4 @@
-"""The pass: stored rows against a direct computation, resume after kill -9, accuracy from the
-store.
-"""
+"""The labeling pass: stored rows against a direct computation, resume after kill -9, accuracy."""
 
 import errno
 import re
@@ -15,12 +13,12 @@ import timm
 import torch
 from safetensors.torch import save_file
 
-from densefeed.relabel.estimates import try_out
+from densefeed.relabel.estimates import estimate_pass
 from densefeed.relabel.labeling import (
     begin_pass,
     label_images,
+    measure_accuracy,
     score_batches,
-    stored_accuracy,
     unfinished_batches,
 )
 from densefeed.relabel.rendering import PillowRender
@@ -43,7 +41,7 @@ def teacher(classes=2, size=64, geometry="squash"):
 
 @pytest.mark.parametrize("geometry", ["squash", "center-crop"])
 def test_a_row_is_the_teachers_top_k_of_that_image(folder, tmp_path, geometry):
-    """One image alone through the bare timm model, against its row; float16 keeps 11 bits."""
+    """A row against one image passed through the bare timm model; float16 keeps 11 bits."""
     images, scorer = Images(folder, split="train"), teacher(geometry=geometry)
     store = label_images(
         images, scorer, "t", tmp_path / "maps.h5", top_k=2, batch=4, threads=2, absent="tail"
@@ -83,8 +81,8 @@ def test_a_row_is_the_teachers_top_k_of_that_image(folder, tmp_path, geometry):
     assert store.header.teacher.startswith("t ")
 
 
-def test_accuracy_from_the_store_is_the_models_own(folder, tmp_path):
-    """With every class kept the stored mean logit is the bare timm model's answer."""
+def test_accuracy_of_the_stored_maps_is_the_models_own(folder, tmp_path):
+    """With every class kept, the mean logit of a map is the output of the bare timm model."""
     images, scorer = Images(folder, split="train"), teacher(classes=2)
     store = label_images(
         images, scorer, "t", tmp_path / "maps.h5", top_k=2, batch=4, threads=1, absent="tail"
@@ -98,12 +96,12 @@ def test_accuracy_from_the_store_is_the_models_own(folder, tmp_path):
         )
         with torch.no_grad():
             right.append(int(scorer.model(x).argmax()) == images.labels[index])
-    assert stored_accuracy(store, batch=4) == pytest.approx(np.mean(right))
+    assert measure_accuracy(store, batch=4) == pytest.approx(np.mean(right))
 
 
 @pytest.mark.parametrize("absent", ["tail", "zero-logit"])
 def test_accuracy_counts_unnamed_classes_as_stored(tmp_path, random_maps, absent):
-    """Against dense logits, written out cell by cell."""
+    """Against dense logits, computed cell by cell."""
     from densefeed.storage.score_maps import ScoreMapWriter, StoreHeader
 
     count, side, top_k, classes = 40, 3, 2, 5
@@ -134,7 +132,7 @@ def test_accuracy_counts_unnamed_classes_as_stored(tmp_path, random_maps, absent
     writer = ScoreMapWriter(tmp_path / "maps.h5", header, [f"{n}" for n in range(count)], labels)
     writer.write(np.arange(count), maps)
     writer.finish()
-    assert stored_accuracy(ScoreMapStore(tmp_path / "maps.h5"), batch=16) == 0.75
+    assert measure_accuracy(ScoreMapStore(tmp_path / "maps.h5"), batch=16) == 0.75
 
 
 def test_top_k_is_sorted_and_lse_covers_all_classes():
@@ -152,7 +150,7 @@ def test_logits_that_float16_cannot_hold_are_refused(bad):
         keep_top(logits, 2, np.zeros((1, 4), np.float32))
 
 
-def test_impossible_wishes_are_refused_before_any_work(folder, tmp_path):
+def test_impossible_options_are_refused_before_any_work(folder, tmp_path):
     images = Images(folder, split="train")
     with pytest.raises(UserError, match=r"--top-k 5 is more than the 2 classes"):
         label_images(
@@ -173,9 +171,7 @@ def test_impossible_wishes_are_refused_before_any_work(folder, tmp_path):
 
 
 def test_a_run_killed_with_9_continues_and_ends_equal(folder, tmp_path, command):
-    """SIGKILL once rows are on disk; the same command again gives the bytes of an uninterrupted
-    run.
-    """
+    """SIGKILL once rows are on disk; the same command again gives the bytes of a whole run."""
     torch.manual_seed(0)
     save_file(
         timm.create_model("test_resnet", num_classes=2).state_dict(),
@@ -214,7 +210,8 @@ def test_a_run_killed_with_9_continues_and_ends_equal(folder, tmp_path, command)
                 break
             time.sleep(0.002)
         process.kill()
-    if not killed.exists():  # it may have finished before the signal came
+    # It may have finished before the signal came.
+    if not killed.exists():
         assert done_rows(Path(f"{killed}.part")) >= 2
         again = command(*words(killed))
         assert again.returncode == 0, again.stderr
@@ -227,8 +224,9 @@ def test_a_run_killed_with_9_continues_and_ends_equal(folder, tmp_path, command)
 
 @pytest.mark.parametrize("form", ["lossless", "compact"])
 def test_another_form_is_made_of_the_raw_rows(folder, tmp_path, monkeypatch, form):
-    """Also if the run ended between the last row and the end of the conversion: the teacher is not
-    asked again.
+    """Also if the run ended between the last row and the end of the conversion.
+
+    The teacher does not run again then.
     """
     images, scorer = Images(folder, split="train"), teacher()
     options = {"top_k": 2, "batch": 4, "threads": 1, "absent": "tail"}
@@ -264,7 +262,7 @@ def test_another_form_is_made_of_the_raw_rows(folder, tmp_path, monkeypatch, for
 
 
 def done_rows(part):
-    """Rows marked done in a store being written, read without HDF5's own locking."""
+    """Count the rows done in a store that is being written, without HDF5's locking."""
     import h5py
 
     try:
@@ -274,7 +272,7 @@ def done_rows(part):
         return 0
 
 
-# ------------------------------------------------------------------------- threads side by side
+# ------------------------------------------------------------------------- threads
 
 
 def options(**more):
@@ -282,8 +280,9 @@ def options(**more):
 
 
 def test_a_failed_write_ends_the_pass_and_what_was_written_stays(folder, tmp_path, monkeypatch):
-    """The disk refuses the seventh row's batch, on the writing thread; the sentence names the file,
-    and the pass goes on later.
+    """The disk refuses the batch of the seventh row, on the writing thread.
+
+    The message names the file, and the pass resumes later.
     """
     images, scorer, write = Images(folder, split="train"), teacher(), ScoreMapWriter.write
     threads = set(threading.enumerate())
@@ -310,7 +309,8 @@ def test_a_damaged_image_ends_the_pass_after_those_before_it_are_written(folder,
     copy = tmp_path / "images"
     shutil.copytree(folder, copy)
     victim = sorted((copy / "train").rglob("*.jpg"))[7]
-    victim.write_bytes(bytes(victim.stat().st_size))  # as long as before: it is the same dataset
+    # Its length, and so the fingerprint of the dataset, stay the same.
+    victim.write_bytes(bytes(victim.stat().st_size))
     with pytest.raises(UserError, match=rf"{victim.name} cannot be decoded"):
         label_images(Images(copy, split="train"), teacher(), "t", tmp_path / "maps.h5", **options())
     assert done_rows(tmp_path / "maps.h5.part") == 6
@@ -325,9 +325,10 @@ def test_a_damaged_image_ends_the_pass_after_those_before_it_are_written(folder,
     )
 
 
-def test_images_are_shown_in_order_though_they_are_rendered_in_any(folder, tmp_path):
-    """Rendering of the first images of a batch takes longest; looks are not overwritten before they
-    were scored.
+def test_images_are_scored_in_order_although_they_are_rendered_in_any(folder, tmp_path):
+    """Rendering the first images of a batch takes longest.
+
+    Pictures are not overwritten before they are scored.
     """
     images, scorer = Images(folder, split="train"), teacher()
     want = label_images(
@@ -346,10 +347,8 @@ def test_images_are_shown_in_order_though_they_are_rendered_in_any(folder, tmp_p
 @pytest.mark.parametrize(
     ("slow", "waits"), [("render", "images_wait"), ("write", "disk_wait"), ("nothing", None)]
 )
-def test_what_the_teacher_waits_for_is_said(folder, tmp_path, slow, waits):
-    """0.1 s a batch of two by sleeping, in one stage at a time: most of the time is then that
-    stage's, and none the other's.
-    """
+def test_the_time_the_teacher_waits_is_attributed_to_images_or_disk(folder, tmp_path, slow, waits):
+    """One stage at a time sleeps 0.1 s a batch of two: it then has most of the waiting time."""
     images, scorer = Images(folder, split="train"), teacher()
     pause = {name: 0.1 * (name == slow) for name in ("render", "write")}
     plain = PillowRender(images, scorer)
@@ -360,10 +359,10 @@ def test_what_the_teacher_waits_for_is_said(folder, tmp_path, slow, waits):
         **options(threads=1),
         render=lambda *w: (time.sleep(pause["render"] / 2), plain(*w))[1],
     )
-    heard = []
+    updates = []
     batches = [np.arange(at, min(at + 2, 11)) for at in range(0, 11, 2)]
-    speed = score_batches(work, batches, lambda *words: time.sleep(pause["write"]), heard.append)
-    assert heard == [2, 4, 6, 8, 10, 11]
+    speed = score_batches(work, batches, lambda *words: time.sleep(pause["write"]), updates.append)
+    assert updates == [2, 4, 6, 8, 10, 11]
     assert speed.images == 11
     if waits is not None:
         assert getattr(speed, waits) > 0.3 * speed.seconds
@@ -373,19 +372,19 @@ def test_what_the_teacher_waits_for_is_said(folder, tmp_path, slow, waits):
     assert f"{100 * speed.disk_wait / speed.seconds:.1f} % for the disk" in str(speed)
 
 
-def test_a_batch_is_always_the_same_images():
+def test_a_batch_always_has_the_same_images():
     done = np.array([1, 1, 1, 1, 1, 0, 1, 1, 1, 1, 0], bool)
     assert [ids.tolist() for ids in unfinished_batches(done, 4)] == [[4, 5, 6, 7], [8, 9, 10]]
     assert unfinished_batches(np.ones(3, bool), 4) == []
 
 
-# ------------------------------------------------------------------------- what it will cost
+# ------------------------------------------------------------------------- estimated cost
 
 
-def test_a_dry_run_writes_nothing_and_its_sizes_are_the_files(folder, tmp_path, capsys):
-    """Bytes an image against stores that are then made; hours by hand."""
+def test_a_dry_run_writes_nothing_and_predicts_the_sizes_of_the_files(folder, tmp_path, capsys):
+    """Bytes an image against stores that are then made; hours against a computation by hand."""
     images, scorer = Images(folder, split="train"), teacher()
-    estimate = try_out(begin_pass(images, scorer, "t", **options()))
+    estimate = estimate_pass(begin_pass(images, scorer, "t", **options()))
     assert list(tmp_path.iterdir()) == []
     raw = label_images(images, scorer, "t", tmp_path / "raw.h5", **options())
     for form, each in estimate.row_bytes.items():
@@ -400,13 +399,13 @@ def test_a_dry_run_writes_nothing_and_its_sizes_are_the_files(folder, tmp_path, 
         1_281_167 / 800 / 3600
     )
     assert 1e7 < estimate.memory_bytes < 1e11
-    said = "\n".join(estimate._replace(rate=100.0).lines())
+    text = "\n".join(estimate._replace(rate=100.0).lines())
     for words in (
         "100.0 images/s in batches of 2",
         "8 such devices: 0.00 h for 11 images, 0.44 h for 1,281,167 images",
         "compact: ",
     ):
-        assert words in said
+        assert words in text
 
 
 def test_the_command_dry_runs(folder, tmp_path, capsys):
@@ -427,9 +426,9 @@ def test_the_command_dry_runs(folder, tmp_path, capsys):
             dry_run=True,
         )
     )
-    said = capsys.readouterr().out
-    assert "64 such devices" in said
+    text = capsys.readouterr().out
+    assert "64 such devices" in text
     assert re.search(
-        r"a decoding thread renders [\d,]+ images/s: \d+ keeps? this device busy", said
+        r"one decoding thread renders [\d,]+ images/s: \d+ keeps? this device busy", text
     )
     assert [path.name for path in tmp_path.iterdir()] == ["teacher.safetensors"]

@@ -1,4 +1,4 @@
-"""A network's cells against its own answer, family by family, all randomly initialized."""
+"""Cells of a network against its own output, family by family, with random weights."""
 
 import pytest
 import timm
@@ -14,7 +14,8 @@ from densefeed.system.errors import UserError
 CONFIG = {"mean": (0.5, 0.4, 0.3), "std": (0.2, 0.3, 0.4), "interpolation": "bilinear"}
 CLASSES = 7
 # Name, arguments that make it small, input size, cells a side.
-LINEAR = [  # the head averages and then is linear
+# The head averages and then is linear.
+LINEAR = [
     ("test_nfnet", {}, 96, 3),
     ("test_resnet", {}, 96, 3),
     ("test_efficientnet", {}, 96, 3),
@@ -43,19 +44,19 @@ OTHERS = [
 ]
 
 
-def model_of(name, options):
+def make_model(name, options):
     torch.manual_seed(0)
     model = timm.create_model(name, num_classes=CLASSES, **options)
     if hasattr(model, "set_input_size") and not options and name.startswith("test_vit"):
         model.set_input_size(img_size=(64, 64))
-    # fresh biases and some fresh heads are zero, a fresh norm does nothing
+    # Initial biases and some initial heads are zero, and an initial norm changes nothing.
     for name, parameter in model.named_parameters():
         if name.endswith("bias") or "norm" in name or not parameter.any():
             nn.init.normal_(parameter, mean=float(name.endswith("weight")), std=0.5)
     return model.eval()
 
 
-def pictures(size, count=2):
+def random_images(size, count=2):
     return torch.randint(
         0,
         256,
@@ -65,7 +66,7 @@ def pictures(size, count=2):
     )
 
 
-def normalized(image_NHWC):
+def normalize(image_NHWC):
     mean, std = torch.tensor(CONFIG["mean"]), torch.tensor(CONFIG["std"])
     return ((image_NHWC.float() / 255 - mean) / std).permute(0, 3, 1, 2)
 
@@ -73,31 +74,32 @@ def normalized(image_NHWC):
 @pytest.mark.parametrize(
     ("name", "options", "size", "side"), LINEAR, ids=[case[0] for case in LINEAR]
 )
-def test_the_mean_over_cells_of_a_linear_head_is_the_models_own_answer(name, options, size, side):
-    model = model_of(name, options)
+def test_the_mean_over_cells_of_a_linear_head_is_the_models_own_output(name, options, size, side):
+    model = make_model(name, options)
     with torch.no_grad():
-        logits = Network(model, size, CONFIG)(pictures(size))
+        logits = Network(model, size, CONFIG)(random_images(size))
         assert logits.shape == (2, side, side, CLASSES)
         assert logits.std((1, 2)).min() > 1e-4  # cells differ
         torch.testing.assert_close(
-            logits.mean((1, 2)), model(normalized(pictures(size))), rtol=1e-4, atol=1e-4
+            logits.mean((1, 2)), model(normalize(random_images(size))), rtol=1e-4, atol=1e-4
         )
 
 
 @pytest.mark.parametrize(
     ("name", "options", "size", "side"), LINEAR + OTHERS, ids=[case[0] for case in LINEAR + OTHERS]
 )
-def test_a_cell_is_the_models_answer_to_features_that_are_this_cell_everywhere(
+def test_a_cell_is_the_models_output_for_features_that_are_this_cell_everywhere(
     name, options, size, side
 ):
-    """The model's own head on its own kind of features, whole, each place of which holds one cell:
-    no reshaping of ours.
+    """The model's own head on whole features that are equal to one cell at every position.
+
+    No reshaping of ours is involved.
     """
-    model = model_of(name, options)
+    model = make_model(name, options)
     prefix = getattr(model, "num_prefix_tokens", 0)
     with torch.no_grad():
-        logits = Network(model, size, CONFIG)(pictures(size))
-        features = model.forward_features(normalized(pictures(size)))
+        logits = Network(model, size, CONFIG)(random_images(size))
+        features = model.forward_features(normalize(random_images(size)))
         assert logits.shape == (2, side, side, CLASSES)
         for row, column in [(0, 0), (0, 1), (side - 1, 0), (1, side - 1)]:
             if features.ndim == 3:
@@ -112,46 +114,49 @@ def test_a_cell_is_the_models_answer_to_features_that_are_this_cell_everywhere(
 
 
 def test_a_cell_is_features_times_the_classifier_with_its_bias():
-    """The classifier as a 1x1 convolution, written out."""
-    model = model_of("test_nfnet", {})
+    """Against the classifier as a 1x1 convolution."""
+    model = make_model("test_nfnet", {})
     with torch.no_grad():
-        features = model.forward_features(normalized(pictures(64)))
+        features = model.forward_features(normalize(random_images(64)))
         want = torch.nn.functional.conv2d(
             features, model.head.fc.weight[:, :, None, None], model.head.fc.bias
         )
         torch.testing.assert_close(
-            Network(model, 64, CONFIG)(pictures(64)), want.permute(0, 2, 3, 1), rtol=1e-4, atol=1e-5
+            Network(model, 64, CONFIG)(random_images(64)),
+            want.permute(0, 2, 3, 1),
+            rtol=1e-4,
+            atol=1e-5,
         )
 
 
-def test_distilled_heads_are_averaged_and_norms_applied_written_out():
-    """DeiT's two linear heads, BEiT's norm before its head."""
-    deit, beit = model_of(*OTHERS[8][:2]), model_of(*OTHERS[3][:2])
+def test_distilled_heads_are_averaged_and_norms_applied():
+    """DeiT's two linear heads and BEiT's norm before its head, written out."""
+    deit, beit = make_model(*OTHERS[8][:2]), make_model(*OTHERS[3][:2])
     with torch.no_grad():
-        x = normalized(pictures(64))
+        x = normalize(random_images(64))
         tokens = deit.forward_features(x)[:, 2:]
         want = (deit.head(tokens) + deit.head_dist(tokens)) / 2
         torch.testing.assert_close(
-            Network(deit, 64, CONFIG)(pictures(64)).flatten(1, 2), want, rtol=1e-4, atol=1e-4
+            Network(deit, 64, CONFIG)(random_images(64)).flatten(1, 2), want, rtol=1e-4, atol=1e-4
         )
         want = beit.head(beit.fc_norm(beit.forward_features(x)[:, 1:]))
         torch.testing.assert_close(
-            Network(beit, 64, CONFIG)(pictures(64)).flatten(1, 2), want, rtol=1e-4, atol=1e-4
+            Network(beit, 64, CONFIG)(random_images(64)).flatten(1, 2), want, rtol=1e-4, atol=1e-4
         )
 
 
-def test_lvvit_teaches_with_its_token_head():
-    model = model_of("lvvit_micro", {})
+def test_lvvit_uses_its_token_head():
+    model = make_model("lvvit_micro", {})
     with torch.no_grad():
-        logits = Network(model, 64, CONFIG)(pictures(64))
+        logits = Network(model, 64, CONFIG)(random_images(64))
         assert logits.shape == (2, 8, 8, CLASSES)
-        x = normalized(pictures(64))
+        x = normalize(random_images(64))
         want = model.head(model.forward_features(x)[:, 0]) + 0.5 * logits.flatten(1, 2).amax(1)
         torch.testing.assert_close(model(x), want, rtol=1e-4, atol=1e-5)
 
 
-def test_volo_teaches_with_its_token_head():
-    """As it trains: the second of its two answers is that of the tokens."""
+def test_volo_uses_its_token_head():
+    """Against its training mode, whose second output is that of the tokens."""
     torch.manual_seed(0)
     dims, ones = (24, 48, 48, 48), (1, 1, 1, 1)
     model = VOLO(
@@ -164,9 +169,9 @@ def test_volo_teaches_with_its_token_head():
     ).eval()
     nn.init.normal_(model.aux_head.bias)
     with torch.no_grad():
-        logits = Network(model, 64, CONFIG)(pictures(64))
+        logits = Network(model, 64, CONFIG)(random_images(64))
         model.training = True
-        _, tokens, _ = model.forward_train(normalized(pictures(64)))
+        _, tokens, _ = model.forward_train(normalize(random_images(64)))
         torch.testing.assert_close(logits.flatten(1, 2), tokens, rtol=1e-4, atol=1e-4)
 
 
@@ -177,19 +182,19 @@ def test_volo_teaches_with_its_token_head():
             "cait_xxs24_224",
             dict(img_size=64, depth=1),
             64,
-            "answers from a class token that alone passes its last blocks",
+            "classifies a class token that alone passes its last blocks",
         ),
         (
             "xcit_nano_12_p16_224",
             dict(img_size=64, depth=1),
             64,
-            "answers from a class token that alone",
+            "classifies a class token that alone",
         ),
         (
             "pit_ti_224",
             dict(img_size=64),
             64,
-            r"gives 1 tokens \(1 x 1\), which are no square table of cells",
+            r"gives 1 tokens \(1 x 1\), and a map must be a square table",
         ),
         (
             "crossvit_tiny_240",
@@ -200,53 +205,54 @@ def test_volo_teaches_with_its_token_head():
         ("test_resnet", dict(num_classes=0), 64, "has no classifier"),
     ],
 )
-def test_models_without_a_classifier_of_cells_are_refused_by_name(name, options, size, words):
+def test_models_whose_classifier_fits_no_cell_are_refused_by_name(name, options, size, words):
     model = timm.create_model(name, **{"num_classes": CLASSES} | options)
     with pytest.raises(UserError, match=rf"my {name} {words}"), torch.no_grad():
-        Network(model, size, CONFIG, name=f"my {name}")(pictures(size))
+        Network(model, size, CONFIG, name=f"my {name}")(random_images(size))
 
 
 def test_tables_that_are_not_square_are_refused():
-    """36 tokens are 6 x 6 by their number, and 4 x 9 by the model's own word."""
+    """36 tokens are 6 x 6 by their number, and 9 x 4 by the model's grid size."""
     model = timm.create_model("test_vit", num_classes=2, img_size=(72, 64), patch_size=(8, 16))
     model.patch_embed.img_size = None
     with (
         pytest.raises(
-            UserError, match=r"test_vit gives 36 tokens \(9 x 4\), which are no square table"
+            UserError, match=r"test_vit gives 36 tokens \(9 x 4\), and a map must be a square table"
         ),
         torch.no_grad(),
     ):
-        Network(model, 72, CONFIG, name="test_vit")._of_features(
+        Network(model, 72, CONFIG, name="test_vit")._classify_features(
             torch.zeros(1, 37, model.num_features)
         )
     model = timm.create_model("test_resnet", num_classes=2)
     model.forward_features = lambda x: torch.zeros(len(x), model.num_features, 2, 3)
     with (
-        pytest.raises(UserError, match=r"ResNet gives 2 x 3 cells, and a map is square"),
+        pytest.raises(UserError, match=r"ResNet gives 2 x 3 cells, and a map must be square"),
         torch.no_grad(),
     ):
-        Network(model, 64, CONFIG)(pictures(64))
+        Network(model, 64, CONFIG)(random_images(64))
     model.forward_features = lambda x: torch.zeros(len(x), 5)
     with (
         pytest.raises(
-            UserError, match=r"gives features of shape \(2, 5\), and a teacher must keep space"
+            UserError,
+            match=r"gives features of shape \(2, 5\), and a teacher must keep spatial positions",
         ),
         torch.no_grad(),
     ):
-        Network(model, 64, CONFIG)(pictures(64))
+        Network(model, 64, CONFIG)(random_images(64))
 
 
-def test_who_answers_from_a_class_token_says_so():
+def test_a_model_that_reads_a_class_token_has_a_caveat():
     assert (
-        "was trained to answer from its class token"
-        in Network(model_of("test_vit", {}), 64, CONFIG, name="x").caveat
+        "was trained to classify its class token"
+        in Network(make_model("test_vit", {}), 64, CONFIG, name="x").caveat
     )
     for name in ("test_vit2", "test_resnet", "lvvit_micro"):
-        assert not Network(model_of(name, {}), 64, CONFIG).caveat
+        assert not Network(make_model(name, {}), 64, CONFIG).caveat
 
 
 class Own(nn.Module):
-    """Says everything itself: cells of 8 x 8 pixels, classes the mean red, green and blue."""
+    """Defines all of its preprocessing; cells of 8 x 8 pixels, classes mean red, green, blue."""
 
     num_classes, mean, std, interpolation = (
         3,
@@ -259,11 +265,11 @@ class Own(nn.Module):
         return torch.nn.functional.avg_pool2d(image_NCHW, 8)
 
 
-def test_a_module_of_ones_own_says_its_preprocessing():
+def test_the_preprocessing_of_a_users_module_is_used():
     config = preprocessing_config(Own())
     assert config["mean"] == (0, 0, 0)
     assert config["interpolation"] == "lanczos"
-    image = pictures(32)
+    image = random_images(32)
     want = image.double().unflatten(2, (4, 8)).unflatten(1, (4, 8)).mean((2, 4))
     torch.testing.assert_close(
         Network(Own(), 32, config)(image).double(), want, rtol=1e-5, atol=1e-3
@@ -279,7 +285,7 @@ def test_a_module_of_ones_own_says_its_preprocessing():
     with pytest.raises(UserError, match="the std of Identity must be three numbers"):
         preprocessing_config(module)
     with pytest.raises(
-        UserError, match="Identity wants images resized by 'nearest', known are bilinear"
+        UserError, match="Identity needs images resized by 'nearest', and only bilinear"
     ):
         Network(nn.Identity(), 32, CONFIG | {"interpolation": "nearest"})
     with pytest.raises(
@@ -288,19 +294,21 @@ def test_a_module_of_ones_own_says_its_preprocessing():
         Network(nn.Identity(), 32, CONFIG)
 
 
-def test_a_class_map_adds_probabilities_of_merged_classes():
+def test_a_class_map_adds_the_probabilities_of_merged_classes():
     network = Network(Own(), 16, CONFIG, ClassMap(torch.tensor([0, 2]), torch.tensor([0, 0]), 1))
-    image = pictures(16)
+    image = random_images(16)
     want = Network(Own(), 16, CONFIG)(image)[..., [0, 2]].logsumexp(-1, keepdim=True)
     torch.testing.assert_close(network(image), want, rtol=1e-6, atol=1e-5)
 
 
-def test_a_picture_of_another_size_is_resized_on_the_device():
-    """Against Pillow at the right size: one rounding to 8 bits and the order of sums differ."""
+def test_an_image_of_another_size_is_resized_on_the_device():
+    """Against Pillow: one rounding to 8 bits and the order of sums differ."""
     import numpy as np
     from PIL import Image
 
-    picture = Image.fromarray(pictures(64)[0].numpy()).resize((48, 48), Image.Resampling.BICUBIC)
+    picture = Image.fromarray(random_images(64)[0].numpy()).resize(
+        (48, 48), Image.Resampling.BICUBIC
+    )
     for word, filter in (
         ("bilinear", Image.Resampling.BILINEAR),
         ("bicubic", Image.Resampling.BICUBIC),

@@ -1,4 +1,4 @@
-"""Our renderer against Pillow's, on photographs and on every odd kind of file."""
+"""Our renderer against Pillow's, on photographs and on unusual kinds of files."""
 
 import io
 from types import SimpleNamespace
@@ -22,7 +22,7 @@ MEAN = 0.6  # gray levels
 
 
 class Viewer:
-    """Looks as a teacher has them: two boxes with fractions, one mirrored; or one."""
+    """The views of a teacher: two boxes with fractional edges, one mirrored; or a single box."""
 
     fill = (120, 110, 100)
 
@@ -37,7 +37,7 @@ class Viewer:
     def window(self, height, width):
         return teacher_window(self.geometry, height, width)
 
-    def looks(self, height, width):
+    def views(self, height, width):
         one = TeacherView(crop_in_pixels(self.window(height, width), height, width), False)
         return (
             [one, TeacherView((0.3, 1.6, width - 2.2, height - 0.7), True)]
@@ -46,22 +46,22 @@ class Viewer:
         )
 
 
-def images_of(*files: bytes) -> SimpleNamespace:
+def in_memory(*files: bytes) -> SimpleNamespace:
     return SimpleNamespace(read=lambda index: files[index], where=lambda index: f"image-{index}")
 
 
-def both(file: bytes, viewer: Viewer) -> tuple[np.ndarray, np.ndarray]:
-    """Ours and Pillow's looks; their windows are equal."""
+def render_both(file: bytes, viewer: Viewer) -> tuple[np.ndarray, np.ndarray]:
+    """Render with our decoder and with Pillow; their windows are equal."""
     pixels = np.full((2, 1 + viewer.several, viewer.input_size, viewer.input_size, 3), 99, np.uint8)
     windows = [
-        make(images_of(file), viewer)(0, out)
+        make(in_memory(file), viewer)(0, out)
         for make, out in zip((NativeRender, PillowRender), pixels, strict=True)
     ]
     assert windows[0] == windows[1]
     return pixels[0].astype(int), pixels[1].astype(int)
 
 
-def saved(image: Image.Image, kind: str = "JPEG", **options) -> bytes:
+def encode(image: Image.Image, kind: str = "JPEG", **options) -> bytes:
     buffer = io.BytesIO()
     image.save(buffer, kind, **options)
     return buffer.getvalue()
@@ -70,97 +70,105 @@ def saved(image: Image.Image, kind: str = "JPEG", **options) -> bytes:
 @pytest.mark.parametrize("filter", ["BILINEAR", "BICUBIC", "LANCZOS"])
 @pytest.mark.parametrize("several", [False, True])
 @pytest.mark.parametrize("size", [48, 224, 576])
-def test_looks_are_pillows(photographs, filter, several, size, monkeypatch):
+def test_pixels_are_pillows(photographs, filter, several, size, monkeypatch):
     viewer = Viewer(size, Image.Resampling[filter], several)
     used = []
-    cut = rendering.cut
-    monkeypatch.setattr(rendering, "cut", lambda *words: used.append(cut(*words)) or used[-1])
+    decode_samples = rendering.decode_samples
+
+    def record(*arguments):
+        used.append(decode_samples(*arguments))
+        return used[-1]
+
+    monkeypatch.setattr(rendering, "decode_samples", record)
     for photograph in photographs[:3]:
         for subsampling in ("4:2:0", "4:4:4"):
-            ours, pillows = both(saved(photograph, quality=90, subsampling=subsampling), viewer)
+            ours, pillows = render_both(
+                encode(photograph, quality=90, subsampling=subsampling), viewer
+            )
             assert np.abs(ours - pillows).mean() <= MEAN, subsampling
     assert used == ([] if filter == "LANCZOS" else [True] * 6)
 
 
-def test_a_cubic_at_sharp_edges_stays_within_its_levels():
-    """Black and white to the edge of the image, enlarged: Pillow clips between its two passes, ours
-    after both. Nothing wraps around.
+def test_bicubic_at_sharp_edges_stays_within_0_to_255():
+    """Black and white blocks up to the edge of the image, enlarged. Nothing wraps around.
+
+    Pillow clips between its two passes, our library after both.
     """
     rng = np.random.default_rng(0)
     black_or_white = (rng.integers(0, 2, (20, 24, 1)) * 255).repeat(3, 2).astype(np.uint8)
     blocks = Image.fromarray(black_or_white).resize((96, 80), Image.Resampling.NEAREST)
-    for file in (saved(blocks, quality=95), saved(blocks, "PNG")):
+    for file in (encode(blocks, quality=95), encode(blocks, "PNG")):
         for size in (31, 200):
-            ours, pillows = both(file, Viewer(size, Image.Resampling.BICUBIC, geometry="squash"))
+            ours, pillows = render_both(
+                file, Viewer(size, Image.Resampling.BICUBIC, geometry="squash")
+            )
             assert np.abs(ours - pillows).mean() < 3
             assert np.abs(ours - pillows).max() < 40
 
 
 def odd_files(photograph: Image.Image) -> dict[str, bytes]:
-    """What occurs in real sets."""
+    """Encode kinds of files that occur in real datasets."""
     rotated = Image.Exif()
     rotated[0x0112] = 6
     ramp = np.linspace(0, 65535, 60 * 50).astype(np.uint16).reshape(50, 60)
     small = photograph.resize((60, 50))
     return {
-        "gray": saved(small.convert("L")),
-        "cmyk": saved(small.convert("CMYK")),
-        "progressive": saved(small, progressive=True),
-        "exif-rotated": saved(small, exif=rotated),
-        "16 bits": saved(Image.fromarray(ramp), "PNG"),
-        "transparent": saved(small.convert("RGBA"), "PNG"),
-        "palette": saved(small.convert("P"), "GIF"),
-        "webp": saved(small, "WEBP"),
-        "rgb": saved(small, keep_rgb=True),
-        "one pixel": saved(small.resize((1, 1))),
-        "thin": saved(small.resize((400, 1))),
+        "gray": encode(small.convert("L")),
+        "cmyk": encode(small.convert("CMYK")),
+        "progressive": encode(small, progressive=True),
+        "exif-rotated": encode(small, exif=rotated),
+        "16 bits": encode(Image.fromarray(ramp), "PNG"),
+        "transparent": encode(small.convert("RGBA"), "PNG"),
+        "palette": encode(small.convert("P"), "GIF"),
+        "webp": encode(small, "WEBP"),
+        "rgb": encode(small, keep_rgb=True),
+        "one pixel": encode(small.resize((1, 1))),
+        "thin": encode(small.resize((400, 1))),
     }
 
 
-def test_odd_files_are_what_pillow_makes_of_them(photographs):
+def test_unusual_files_are_rendered_as_by_pillow(photographs):
     for kind, file in odd_files(photographs[0]).items():
-        ours, pillows = both(file, Viewer(64, Image.Resampling.BICUBIC, geometry="squash"))
+        ours, pillows = render_both(file, Viewer(64, Image.Resampling.BICUBIC, geometry="squash"))
         assert np.abs(ours - pillows).mean() <= 1, kind
 
 
-def test_damaged_files_are_refused_in_pillows_words(photographs):
-    whole = saved(photographs[0])
+def test_damaged_files_are_refused_with_the_same_message_as_by_pillow(photographs):
+    whole = encode(photographs[0])
     for file in (whole[: len(whole) // 2], b"hello", b"", whole[:2]):
-        said = []
+        messages = []
         for make in (NativeRender, PillowRender):
             with pytest.raises(
                 UserError, match=r"image-0 cannot be decoded .*; replace or remove this file"
             ) as error:
-                make(images_of(file), Viewer(64, Image.Resampling.BILINEAR))(
+                make(in_memory(file), Viewer(64, Image.Resampling.BILINEAR))(
                     0, np.empty((1, 64, 64, 3), np.uint8)
                 )
-            said.append(str(error.value))
-        assert said[0] == said[1]
+            messages.append(str(error.value))
+        assert messages[0] == messages[1]
 
 
-def test_a_look_beyond_the_image_shows_the_teachers_fill_there(photographs):
-    """Letterboxed: the image stands in the middle of its square."""
+def test_beyond_the_image_the_fill_color_is_shown(photographs):
+    """A letterboxed image is in the middle of its square."""
     image = photographs[0].resize((60, 30))
     viewer = Viewer(60, Image.Resampling.BILINEAR)
-    viewer.looks = lambda height, width: [TeacherView((0.0, -15.0, 60.0, 45.0), False)]
-    ours, pillows = both(saved(image), viewer)
+    viewer.views = lambda height, width: [TeacherView((0.0, -15.0, 60.0, 45.0), False)]
+    ours, pillows = render_both(encode(image), viewer)
     np.testing.assert_array_equal(ours, pillows)
     assert (ours[0, :14] == Viewer.fill).all()
     assert ours[0, 20:40].mean() > 5
 
 
-def test_memory_used_up_is_said(photographs, monkeypatch):
+def test_exhausted_memory_is_reported(photographs, monkeypatch):
     monkeypatch.setattr(
         native.Job, "decode", lambda self: self.samples["status"].fill(native.NO_MEMORY)
     )
-    with pytest.raises(UserError, match=r"memory is used up; choose a smaller --batch"):
-        both(saved(photographs[0]), Viewer(48, Image.Resampling.BILINEAR))
+    with pytest.raises(UserError, match=r"memory is exhausted; choose a smaller --batch"):
+        render_both(encode(photographs[0]), Viewer(48, Image.Resampling.BILINEAR))
 
 
-def test_the_pass_by_our_decoder_labels_as_by_pillow(folder, tmp_path):
-    """The command with either decoder: other pixels by a rounding, so other logits, by no more than
-    2 %.
-    """
+def test_our_decoder_gives_the_labels_of_pillow(folder, tmp_path):
+    """The command with either decoder: pixels differ by roundings, logits by no more than 2 %."""
     torch.manual_seed(0)
     save_file(
         timm.create_model("test_resnet", num_classes=2).state_dict(),

@@ -1,6 +1,4 @@
-"""What is kept of a batch, in which precision, of how many images; held against float64 and by
-hand.
-"""
+"""Numbers kept of a batch, precision and batch size, against float64 and by hand."""
 
 from types import SimpleNamespace
 
@@ -28,14 +26,14 @@ def scorer(**options):
     )
 
 
-def looks(count=3):
+def random_pictures(count=3):
     return torch.randint(
         0, 256, (count, 1, 64, 64, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
     )
 
 
 def test_kept_numbers_are_top_k_and_classes_beyond_int16():
-    """40,000 classes: what does not fit int16 comes back as uint16."""
+    """40,000 classes: numbers that do not fit int16 are read as uint16."""
     logits = torch.randn(1, 2, 2, 40_000, generator=torch.Generator().manual_seed(0))
     maps = keep_top(logits, 3, np.zeros((1, 4), np.float32))
     order = np.argsort(-logits.double().numpy(), axis=-1)[..., :3]
@@ -45,23 +43,25 @@ def test_kept_numbers_are_top_k_and_classes_beyond_int16():
     assert (maps.logit.dtype, maps.cls.dtype, maps.lse.dtype) == (np.float16, np.uint16, np.float16)
 
 
-def test_nothing_waits_for_the_device(no_host_read):
+def test_keep_does_not_sync(no_host_read):
     with no_host_read():
         assert keep(torch.zeros(1, 2, 2, 9), 4).logit.shape == (1, 2, 2, 4)
 
 
-def test_bf16_is_fp32_to_its_eight_bits():
+def test_bf16_agrees_with_fp32_to_its_eight_bits():
     with torch.no_grad():
         exact, rounded = (
-            scorer(precision=precision).logits(looks()).double() for precision in ("fp32", "bf16")
+            scorer(precision=precision).logits(random_pictures()).double()
+            for precision in ("fp32", "bf16")
         )
     error = (exact - rounded).abs().max()
-    assert 0 < error < 10 * 2.0**-8 * exact.abs().max()  # ten layers' roundings
+    assert 0 < error < 10 * 2.0**-8 * exact.abs().max()  # roundings of ten layers
 
 
-def test_a_compiled_scorer_keeps_the_same(monkeypatch):
-    """By the compiler's front end, whose graph is run as it is; the last batch is filled up, so
-    that nothing is compiled twice.
+def test_a_compiled_scorer_keeps_the_same_numbers(monkeypatch):
+    """The graph of the compiler's front end is run as it is.
+
+    The last batch is filled up, so nothing is compiled twice.
     """
     shapes, compile_ = [], torch.compile
 
@@ -78,7 +78,7 @@ def test_a_compiled_scorer_keeps_the_same(monkeypatch):
     plain, compiled = scorer(), scorer(compiled=True)
     for rows in (3, 2):
         want, got = (
-            one.begin(looks(), rows, 2).maps(np.zeros((rows, 4), np.float32))
+            one.begin(random_pictures(), rows, 2).maps_sync(np.zeros((rows, 4), np.float32))
             for one in (plain, compiled)
         )
         assert len(got.logit) == rows
@@ -90,7 +90,7 @@ def test_a_compiled_scorer_keeps_the_same(monkeypatch):
 @pytest.mark.parametrize(
     ("capability", "want"), [((7, 5), "fp32"), ((8, 0), "bf16"), ((9, 0), "bf16")]
 )
-def test_auto_is_bf16_where_the_device_computes_it(monkeypatch, capability, want):
+def test_auto_precision_is_bf16_if_the_device_computes_it(monkeypatch, capability, want):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     assert choose_precision("auto", CUDA) == want
     assert choose_precision("auto", CPU) == "fp32"
@@ -102,10 +102,8 @@ def test_auto_is_bf16_where_the_device_computes_it(monkeypatch, capability, want
 @pytest.mark.parametrize(
     ("total", "room", "want"), [(100, 12, 8), (10_000, 10_000, 256), (17, 17, 8), (100, 1, 1)]
 )
-def test_auto_batch_grows_until_memory_is_used_up(monkeypatch, total, room, want):
-    """A device on which an image takes 1 of `total`, and of which others have left `room`; 0.9 of
-    17 is less than 16.
-    """
+def test_auto_batch_grows_until_memory_is_exhausted(monkeypatch, total, room, want):
+    """On the device an image takes 1 of `total`, and `room` is free; 0.9 of 17 is below 16."""
     peak = [0]
 
     def attempt(count):
@@ -120,10 +118,10 @@ def test_auto_batch_grows_until_memory_is_used_up(monkeypatch, total, room, want
     for name in ("reset_peak_memory_stats", "empty_cache"):
         monkeypatch.setattr(torch.cuda, name, lambda *device: None)
     assert find_batch_size(attempt, CUDA) == want
-    assert find_batch_size(lambda count: pytest.fail("a CPU is not tried"), CPU) == 32
+    assert find_batch_size(lambda count: pytest.fail("nothing is tried on a CPU"), CPU) == 32
 
 
-def test_a_teacher_too_large_is_said(monkeypatch):
+def test_a_teacher_too_large_for_the_device_is_reported(monkeypatch):
     for name in ("get_device_properties", "reset_peak_memory_stats", "empty_cache"):
         monkeypatch.setattr(torch.cuda, name, lambda *device: SimpleNamespace(total_memory=1))
 
@@ -136,15 +134,15 @@ def test_a_teacher_too_large_is_said(monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_on_a_gpu_numbers_arrive_as_on_the_cpu():
+def test_a_gpu_gives_the_numbers_of_the_cpu():
     torch.manual_seed(0)
     config = {"mean": (0.5, 0.4, 0.3), "std": (0.2, 0.3, 0.4), "interpolation": "bilinear"}
     teacher = Teacher(timm.create_model("test_resnet", num_classes=7), 64, "squash", config)
     window = np.zeros((3, 4), np.float32)
-    want = Scorer(teacher, CPU).begin(looks(), 3, 7).maps(window)
+    want = Scorer(teacher, CPU).begin(random_pictures(), 3, 7).maps_sync(window)
     ours = Scorer(teacher.cuda(), CUDA)
-    first, second = (ours.begin(looks().pin_memory(), 3, 7) for _ in range(2))
-    got = second.maps(window)
+    first, second = (ours.begin(random_pictures().pin_memory(), 3, 7) for _ in range(2))
+    got = second.maps_sync(window)
     assert second.idle_since(first) >= 0
     np.testing.assert_allclose(got.logit.astype(float), want.logit.astype(float), atol=2e-2)
-    assert find_batch_size(lambda count: ours.try_out(looks(count), 7), CUDA) == 256
+    assert find_batch_size(lambda count: ours.try_out_sync(random_pictures(count), 7), CUDA) == 256

@@ -1,6 +1,4 @@
-"""Teachers by their words: modules of one's own, several at once, class maps; what cannot be used
-is refused in one sentence.
-"""
+"""Loading teachers: a user's modules, ensembles, class maps, and messages for unusable ones."""
 
 import re
 import sys
@@ -44,7 +42,7 @@ MAP = '{"0": "cat", "2": "cat", "1": "dog"}'
 
 @pytest.fixture
 def here(tmp_path, monkeypatch):
-    """A current folder with a module of its own, which other tests do not see."""
+    """Change to a folder with a module of its own, which other tests do not see."""
     (tmp_path / "my_teachers.py").write_text(OWN)
     (tmp_path / "map.json").write_text(MAP)
     monkeypatch.chdir(tmp_path)
@@ -53,11 +51,12 @@ def here(tmp_path, monkeypatch):
     sys.modules.pop("my_teachers", None)
 
 
-def load(*words, models=(), sizes=(64,), class_maps=(), geometry="squash", views=1, tiles=1):
-    return load_teacher(words, models, sizes, class_maps, ["cat", "dog"], geometry, views, tiles)
+def load(*sources, models=(), sizes=(64,), class_maps=(), geometry="squash", tta_views=1, tiles=1):
+    names = ["cat", "dog"]
+    return load_teacher(sources, models, sizes, class_maps, names, geometry, tta_views, tiles)
 
 
-def test_a_module_of_ones_own_with_a_class_map(here):
+def test_a_users_module_with_a_class_map(here):
     teacher, name = load("my_teachers:three", class_maps=["map.json"])
     assert re.fullmatch(r"my_teachers:three by map.json [0-9a-f]{8}", name)
     image = torch.randint(0, 256, (1, 1, 64, 64, 3), dtype=torch.uint8)
@@ -67,16 +66,16 @@ def test_a_module_of_ones_own_with_a_class_map(here):
     want = torch.stack([torch.logaddexp(red, blue), green], -1)
     torch.testing.assert_close(teacher(image)[0].double(), want, rtol=1e-4, atol=1e-4)
     (here / "map.json").write_text('{"0": "cat", "1": "dog"}')
-    # a run is not continued with another map
+    # Another map gives another name, so a run is not resumed with it.
     assert load("my_teachers:three", class_maps=["map.json"])[1] != name
 
 
-def test_timms_pair_of_methods_is_enough(here):
-    teacher, name = load("my_teachers:Pair", views=2)
+def test_a_module_with_timms_two_methods_is_enough(here):
+    teacher, name = load("my_teachers:Pair", tta_views=2)
     assert name == "my_teachers:Pair, 2 views"
     model = teacher.model
     image = torch.randint(0, 256, (1, 2, 64, 64, 3), dtype=torch.uint8)
-    image[:, 1] = image[:, 0]  # both views alike: the second's map is mirrored back
+    image[:, 1] = image[:, 0]  # equal pictures: the second map is mirrored back
     with torch.no_grad():
         x = (
             image[:, 0].permute(0, 3, 1, 2) / 255
@@ -89,7 +88,7 @@ def test_timms_pair_of_methods_is_enough(here):
 
 
 @pytest.mark.parametrize(
-    ("words", "options", "said"),
+    ("sources", "options", "message"),
     [
         (["nowhere.at_all:three"], {}, r"nowhere.at_all cannot be imported \(ModuleNotFoundError"),
         (["my_teachers:four"], {}, "my_teachers has no function four"),
@@ -110,16 +109,14 @@ def test_timms_pair_of_methods_is_enough(here):
         (["my_teachers:three"], {"class_maps": ["no.json"]}, "no.json: there is no such class map"),
     ],
 )
-def test_what_cannot_be_used_is_said(here, words, options, said):
-    with pytest.raises(UserError, match=said):
-        load(*words, **options)
+def test_unusable_teachers_are_reported(here, sources, options, message):
+    with pytest.raises(UserError, match=message):
+        load(*sources, **options)
 
 
 def test_other_classes_are_refused_with_the_remedy(here):
-    with pytest.raises(
-        UserError,
-        match=r"trained on other classes .*choose a teacher of the same classes, or give a --class-map",
-    ):
+    message = r"other classes .*choose a teacher of the same classes, or pass a --class-map"
+    with pytest.raises(UserError, match=message):
         load_teacher(["my_teachers:Pair"], (), (64,), (), ["dog", "cat"], "squash", 1, 1)
     (here / "same.csv").write_text("teacher,data\ncat,cat\ndog,dog\n")
     teacher, _ = load_teacher(
@@ -130,10 +127,8 @@ def test_other_classes_are_refused_with_the_remedy(here):
     torch.testing.assert_close(teacher(image)[..., [1, 0]], plain(image))
 
 
-def test_imagenets_classes_are_known_by_their_wordnet_ids(here, monkeypatch):
-    """A timm network of 1,000 classes and no names of its own: n02123045 is its class 281, the
-    tabby.
-    """
+def test_imagenet_classes_are_named_by_wordnet_ids(here, monkeypatch):
+    """A timm network of 1,000 classes without names: n02123045 is its class 281, the tabby."""
     import timm
 
     create = timm.create_model
@@ -145,7 +140,7 @@ def test_imagenets_classes_are_known_by_their_wordnet_ids(here, monkeypatch):
 
 
 def test_the_command_labels_with_two_teachers(here, folder, command):
-    """Each with its words once; the store names them all, and rows are the mean of both."""
+    """Each option once or per teacher; the store has both names, and rows are the mean of both."""
     done = command(
         ROOT / "tools/relabel_imagenet.py",
         "--data",
@@ -160,7 +155,7 @@ def test_the_command_labels_with_two_teachers(here, folder, command):
         "--class-map",
         "map.json",
         "-",
-        "--views",
+        "--tta-views",
         2,
         "--geometry",
         "letterbox",

@@ -1,4 +1,4 @@
-"""The audit as commands: the page of tools/report.py, and imports that find how a pack lies."""
+"""The audit as a command, its page, and imports that find the layout of their pack."""
 
 import json
 from dataclasses import replace
@@ -10,22 +10,23 @@ import timm
 import torch
 
 from densefeed.models import nfnet  # noqa: F401  (registers)
+from densefeed.relabel.audit import audit
 from densefeed.relabel.labeling import label_images
-from densefeed.relabel.reference_match import turned
+from densefeed.relabel.reference_match import orient
 from densefeed.storage.images import Images
 from densefeed.storage.score_maps import ScoreMapStore, ScoreMapWriter, StoreHeader
 from densefeed.system.errors import UserError
-from densefeed.tools import audit_page, export_labels, import_labels, report
-from densefeed.tools.audit_page import references
+from densefeed.tools import audit as audit_tool
+from densefeed.tools import export_labels, import_labels
+from densefeed.tools.audit import AuditOptions, load_references, render_page
 from densefeed.tools.export_labels import Export
 from densefeed.tools.import_labels import Import
 from densefeed.tools.load_teacher import Loaded
-from densefeed.tools.report import Report
 
 
 @pytest.fixture(scope="module")
 def scenes(located, tmp_path_factory):
-    """A teacher's center-crop maps of the scenes, as a store and as a tree."""
+    """Label the scenes with center-crop maps: a store, and a tree of files."""
     root = tmp_path_factory.mktemp("scenes")
     label_images(
         Images(located.scenes),
@@ -43,66 +44,65 @@ def scenes(located, tmp_path_factory):
 
 @pytest.fixture
 def student(located, monkeypatch):
-    """`--teacher` and `--reference` give the second network, which is no timm model."""
+    """Make `--teacher` and `--reference` load the second network, which is no timm model."""
     network = located.teachers(1)["squash"].model
     config = {"mean": (0.4,) * 3, "std": (0.25,) * 3, "interpolation": "bilinear"}
     monkeypatch.setattr(
-        audit_page, "load_network", lambda *_: Loaded(network, config, [str(n) for n in range(10)])
+        audit_tool, "load_network", lambda *_: Loaded(network, config, [str(n) for n in range(10)])
     )
 
 
-def report_of(path: Path, located, **fields):
-    return Report(runs=(path,), data=located.scenes, images=200, threads=2, device="cpu", **fields)
+def make_options(path: Path, located, **fields):
+    """Options of an audit of `path` with the images of the scenes."""
+    common = {"data": located.scenes, "images": 200, "threads": 2, "device": "cpu"}
+    return AuditOptions(maps=path, **(common | fields))
 
 
 def test_the_page_of_a_clean_store(scenes, located, student, tmp_path, capsys):
-    report.main(
-        report_of(
-            scenes / "maps.h5", located, teacher="student", input_size=48, out=tmp_path / "a.html"
-        )
-    )
+    maps, out = scenes / "maps.h5", tmp_path / "a.html"
+    audit_tool.main(make_options(maps, located, teacher="student", input_size=48, out=out))
     text, numbers = (tmp_path / "a.html").read_text(), json.loads((tmp_path / "a.json").read_text())
     assert len(text) < 3e6
     assert "http" not in text  # self-contained
     wrong = min(24, round((1 - numbers["agreement"]) * 320))
     assert text.count("<img") == 12 + wrong
     assert "No fault was found." in text
-    assert "That is about the teacher's own accuracy" in text
-    assert numbers["looks"]["correlation"]["center-crop"]["upright"] > 0.3
+    assert "This is about the teacher's own accuracy" in text
+    assert numbers["reference"]["correlation"]["center-crop"]["upright"] > 0.3
     assert sum(numbers["entropy"]["histogram"]) == sum(numbers["palette"]["counts"]) == 320
     assert [c["images"] for c in numbers["classes"]] == [32] * 10
-    assert all(item["label"] != item["says"] for item in numbers["disagreements"])
-    told = capsys.readouterr().out
-    assert all(f"sound  {name}" in told for name in ("orientation", "coverage", "rows"))
+    assert all(item["label"] != item["top_class"] for item in numbers["disagreements"])
+    printed = capsys.readouterr().out
+    assert all(f"sound  {name}" in printed for name in ("orientation", "coverage", "rows"))
 
 
-def test_faults_stand_on_top_and_end_in_exit_code_2(scenes, located, student, tmp_path):
+def test_faults_are_listed_first_and_raise_an_error(scenes, located, student, tmp_path):
     store = ScoreMapStore(scenes / "maps.h5")
     maps = store.rows(np.arange(len(store)))
     writer = ScoreMapWriter(tmp_path / "maps.h5", store.header, store.paths(), store.labels)
     parts = {
-        name: np.stack([turned(row, 3) for row in getattr(maps, name)])
+        name: np.stack([orient(row, 3) for row in getattr(maps, name)])
         for name in ("logit", "cls", "lse")
     }
     writer.write(np.arange(len(store)), maps._replace(**parts))
     writer.finish()
-    with pytest.raises(
-        UserError,
-        match=r"maps.h5: the audit found 1 fault \(orientation\); .*maps.audit.html says what to do",
-    ):
-        report.main(report_of(tmp_path / "maps.h5", located, teacher="student", input_size=48))
+    message = r"maps.h5: the audit found 1 fault \(orientation\); .*audit.html lists the remedies"
+    with pytest.raises(UserError, match=message):
+        audit_tool.main(
+            make_options(tmp_path / "maps.h5", located, teacher="student", input_size=48)
+        )
     text = (tmp_path / "maps.audit.html").read_text()
     assert text.index("Fault: orientation") < text.index("Sound: ")
     assert "Do not train on this file" in text
     assert (
         json.loads((tmp_path / "maps.audit.json").read_text())["checks"][0]["name"] == "orientation"
     )
-    assert "That is about the teacher's own accuracy" in text  # whichever way they lie
+    assert "This is about the teacher's own accuracy" in text  # in every orientation
 
 
-@pytest.mark.parametrize("held", [True, False])
-def test_the_page_of_shuffled_maps_says_nothing_of_the_teacher(
-    scenes, located, student, tmp_path, held
+@pytest.mark.parametrize("fields", [{"teacher": "student", "input_size": 48}, {}])
+def test_the_page_of_shuffled_maps_does_not_measure_the_teacher(
+    scenes, located, student, tmp_path, fields
 ):
     """With a reference and without."""
     store = ScoreMapStore(scenes / "maps.h5")
@@ -111,22 +111,17 @@ def test_the_page_of_shuffled_maps_says_nothing_of_the_teacher(
         np.arange(len(store)), store.rows(np.random.default_rng(0).permutation(len(store)))
     )
     writer.finish()
-    # The Windows, which follow from the images, were shuffled too.
+    # The windows, which follow from the images, are shuffled too.
     with pytest.raises(UserError, match="labels"):
-        report.main(
-            report_of(
-                tmp_path / "maps.h5",
-                located,
-                **({"teacher": "student", "input_size": 48} if held else {}),
-            )
-        )
+        audit_tool.main(make_options(tmp_path / "maps.h5", located, **fields))
     text = (tmp_path / "maps.audit.html").read_text()
     assert "the teacher's own accuracy" not in text
-    assert "While there is a fault of labels, that says nothing of the teacher." in text
+    assert "Because of the faults found (" in text
+    assert "this is no measure of the teacher." in text
 
 
 def random_store(path: Path, folder: Path, random_maps, side: int, top_k: int, num_classes: int):
-    """Random maps of the small folder's images; finished."""
+    """Write a finished store of random maps for the small folder's images."""
     images = Images(folder)
     header = StoreHeader(
         side=side,
@@ -146,10 +141,10 @@ def random_store(path: Path, folder: Path, random_maps, side: int, top_k: int, n
 
 
 def test_the_command(folder, random_maps, tmp_path, command):
-    """Of a store and its images; unfinished, it says so on a page too."""
+    """A store with its images, and an unfinished store, which gets a page too."""
     store = random_store(tmp_path / "maps.h5", folder, random_maps, 6, 2, 2)
     done = command(
-        "tools/report.py",
+        "tools/audit.py",
         store.path,
         "--data",
         folder,
@@ -159,67 +154,67 @@ def test_the_command(folder, random_maps, tmp_path, command):
         tmp_path / "b.json",
     )
     assert done.returncode == 0, done.stderr
-    assert "not checked  orientation: only a reference model can tell" in done.stdout
+    assert (
+        "not checked  orientation: this check needs a reference model, and none was given"
+        in done.stdout
+    )
     assert (tmp_path / "b.json").exists()
     assert (tmp_path / "a.html").read_text().count("<img") > 5
     writer = ScoreMapWriter(tmp_path / "part.h5", store.header, store.paths(), store.labels)
     writer.close()
-    done = command("tools/report.py", writer.part, "--out", tmp_path / "c.html")
+    done = command("tools/audit.py", writer.part, "--out", tmp_path / "c.html")
     assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
     assert "11 of 11 rows are not labeled" in (tmp_path / "c.html").read_text()
 
 
 @pytest.mark.parametrize(
-    ("names", "fields", "said"),
+    ("name", "fields", "message"),
     [
         (
-            ["maps"],
+            "maps",
             {"data": None, "teacher": "x"},
-            "--teacher looks at images; give them with --data",
+            "--teacher needs the images; pass them with --data",
         ),
-        (["maps", "maps"], {}, "one file of score maps is audited at a time"),
-        (
-            ["maps"],
-            {"boxes": Path("boxes.json")},
-            "--boxes judges the labels of runs; leave it out of an audit of score maps",
-        ),
-        (["maps"], {"images": 1}, "--images must be at least 2"),
-        (["none"], {}, "there is no such file"),
-        (["maps"], {"teacher": "nobody"}, "neither a file nor a timm model"),
-        ([], {}, "name at least one run folder of train.py, or a file of score maps"),
+        ("maps", {"images": 1}, "--images must be at least 2"),
+        ("none", {}, "there is no such file"),
+        ("maps", {"teacher": "nobody"}, "neither a file nor a timm model"),
     ],
 )
-def test_what_cannot_be_audited_is_said(scenes, located, tmp_path, names, fields, said):
-    told = replace(
-        report_of(tmp_path, located),
-        runs=tuple(scenes / f"{name}.h5" for name in names),
-        out=tmp_path / "a.html",
-    )
-    with pytest.raises(UserError, match=said):
-        report.main(replace(told, **fields))
+def test_an_audit_that_cannot_be_made_is_refused(scenes, located, tmp_path, name, fields, message):
+    options = make_options(scenes / f"{name}.h5", located, out=tmp_path / "a.html", **fields)
+    with pytest.raises(UserError, match=message):
+        audit_tool.main(options)
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("words", [["a.h5", "b.h5"], ["a.h5", "--boxes", "boxes.json"], []])
+def test_a_command_line_that_is_not_one_file_of_score_maps_is_refused(words, monkeypatch, capsys):
+    """One file is audited at a time, and the options of reports are unknown."""
+    monkeypatch.setattr("sys.argv", ["audit.py", *words])
+    with pytest.raises(SystemExit) as exit:
+        audit_tool.command()
+    assert exit.value.code == 2
+
+
 def test_a_page_of_many_classes_and_cells_stays_small(folder, random_maps, tmp_path):
-    """S = 18, 1,000 classes; most cells are drawn."""
+    """With S = 18 and 1,000 classes, most cells are drawn."""
     store = random_store(
         tmp_path / "maps.h5", folder, lambda *shape: random_maps(*shape, seed=1), 18, 5, 1000
     )
-    result = audit_page.audit(store.path, Images(folder))
-    text = audit_page.page(result)
+    text = render_page(audit(store.path, Images(folder)))
     assert text.count("<rect") > 5 * 324
-    # 36 pictures at most; here are 5 and 11.
+    # A page has at most 36 pictures; this one has 5 and 11.
     assert len(text) / text.count("<img") * 36 < 3e6
 
 
 @pytest.mark.parametrize("axes", ["row-column", "column-row"])
-def test_an_import_finds_how_its_pack_lies(scenes, located, student, tmp_path, axes, capsys):
-    """Neither published nor declared: the maps cover the center square, the axes are as given."""
+def test_an_import_finds_the_layout_of_its_pack(scenes, located, student, tmp_path, axes, capsys):
+    """It is neither published nor declared: maps of the center square, axes as parametrized."""
     for path in (scenes / "tree").rglob("*.pt"):
-        lies = tmp_path / "tree" / path.relative_to(scenes / "tree")
-        lies.parent.mkdir(parents=True, exist_ok=True)
+        copy = tmp_path / "tree" / path.relative_to(scenes / "tree")
+        copy.parent.mkdir(parents=True, exist_ok=True)
         array = torch.load(path, weights_only=True)
-        torch.save(array.mT.contiguous() if axes == "column-row" else array, lies)
+        torch.save(array.mT.contiguous() if axes == "column-row" else array, copy)
     wanted = Import(
         labels=tmp_path / "tree",
         data=located.scenes,
@@ -246,7 +241,8 @@ def test_an_import_finds_how_its_pack_lies(scenes, located, student, tmp_path, a
         UserError, match="--axes find needs a model to hold the maps against; give --reference"
     ):
         import_labels.main(replace(wanted, out=tmp_path / "b.h5", footprint=None, reference=""))
-    if axes == "column-row":  # declared wrongly, the store is written and the audit says so
+    # With a wrong declaration the store is written, and the audit reports the fault.
+    if axes == "column-row":
         with pytest.raises(UserError, match=r"the audit found 1 fault \(orientation\)"):
             import_labels.main(
                 replace(wanted, out=tmp_path / "c.h5", footprint="center-crop", axes="row-column")
@@ -267,7 +263,7 @@ def test_references_that_do_not_fit_are_refused(tmp_path):
     with pytest.raises(
         UserError, match=r"trained on other classes than the maps have \(cat, ... and dog, ...\)"
     ):
-        references(str(tmp_path / "last.pt"), "", 64, ["dog", "cat"])
-    found = references(str(tmp_path / "last.pt"), "", 64, ["cat", "dog"], "cpu")
+        load_references(str(tmp_path / "last.pt"), "", 64, ["dog", "cat"])
+    found = load_references(str(tmp_path / "last.pt"), "", 64, ["cat", "dog"], "cpu")
     assert set(found) == {"squash", "center-crop"}
     assert found["squash"].model is found["center-crop"].model

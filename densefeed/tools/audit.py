@@ -1,0 +1,316 @@
+"""Audit a file of score maps: print the findings, and write them to an HTML page and to JSON.
+
+    python tools/audit.py maps.h5 --data imagenet/train --teacher dm_nfnet_f6.dm_in1k
+
+The file alone is checked for damaged values, duplicates, and agreement with its labels. With
+--data, names, image sizes and files are checked too, and the page shows pictures. With --teacher, a
+model of the same classes that locates objects, the audit also checks how the maps are oriented,
+which part of the image they cover, and whether each is stored at its own image. Exit code 2 means
+that a fault was found.
+"""
+
+import base64
+import io
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import jinja2
+import numpy as np
+import torch
+import tyro
+from PIL import Image
+
+from densefeed.relabel.audit import AuditResult, audit, class_name
+from densefeed.relabel.network import first_line
+from densefeed.relabel.reference_match import ORIENTATIONS, References
+from densefeed.relabel.teacher import Teacher
+from densefeed.storage.images import Images, decode
+from densefeed.storage.row_codecs import cell_targets
+from densefeed.storage.score_maps import map_datasets
+from densefeed.system.devices import choose_device
+from densefeed.system.errors import UserError, run
+from densefeed.system.files import replace_file
+from densefeed.tools.load_teacher import load_network
+
+INKS = (
+    "#56b4e9",
+    "#e69f00",
+    "#009e73",
+    "#f0e442",
+    "#d55e00",
+    "#cc79a7",
+    "#0072b2",
+    "#b2df8a",
+    "#ff7f7f",
+    "#9e9ac8",
+)
+# Pictures on the page: with 18 x 18 cells 0.8 MB in all.
+NUM_OVERLAYS, NUM_DISAGREEMENTS = 12, 24
+PICTURE_SIDE = 224  # longer side, pixels
+FEW_CLASSES = 30  # of more, the page lists the best and the worst
+# While one of these checks has a fault, the agreement with the labels is no measure of the teacher.
+BEFORE_ACCURACY = ("logits", "images", "class names", "class list", "labels", "rows")
+VERDICTS = {"fault": "Fault", "warning": "Warning", "unchecked": "Not checked", "sound": "Sound"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class AuditOptions:
+    """Score maps to audit, and what to compare them with."""
+
+    maps: tyro.conf.Positional[Path]  # file of score maps, HDF5
+    out: Path | None = None  # HTML file to write; default: NAME.audit.html beside the maps
+    json: Path | None = None  # JSON file to write the numbers to; default: beside the HTML
+    data: Path | None = None  # images of the maps: a folder, or the root that --dataset needs
+    dataset: str = ""  # timm's name of the dataset, if it is not a folder of class folders
+    split: str = "train"  # split of the images
+    # reference to compare the maps with: a timm model, a checkpoint, or a run folder of train.py
+    teacher: str = ""
+    model: str = ""  # timm's name of the reference, for a checkpoint that does not contain it
+    input_size: int = 0  # side of the reference's input, pixels; 0: that of the maps' teacher
+    images: int = 300  # images shown to the reference
+    # read all rows of a file of more than 100,000, of which otherwise 20,480 are read
+    every_row: bool = False
+    threads: int = os.cpu_count() or 1  # decoding threads
+    device: str = "auto"  # device of the reference; auto: cuda if there is one, else cpu
+
+
+def main(options: AuditOptions) -> None:
+    """Audit the maps, print the checks, write the page and the numbers.
+
+    Raises UserError, and so ends with exit code 2, if a fault was found.
+    """
+    path = options.maps
+    if options.teacher and options.data is None:
+        raise UserError("--teacher needs the images; pass them with --data")
+    if options.images < 2 or options.threads < 1:
+        raise UserError("--images must be at least 2 and --threads at least 1")
+    images = Images(options.data, options.dataset, options.split) if options.data else None
+    references = None
+    if options.teacher:
+        header, _, _ = map_datasets(path)
+        size, names = options.input_size or header.input_size, header.class_names
+        references = load_references(options.teacher, options.model, size, names, options.device)
+    result = audit(path, images, references, options.images, options.every_row, options.threads)
+    out = options.out or path.with_suffix(".audit.html")
+    numbers = options.json or out.with_suffix(".json")
+    text = render_page(result)
+    with replace_file(out) as part:
+        part.write_text(text)
+    with replace_file(numbers) as part:
+        part.write_text(json.dumps(result.to_dict(), indent=1))
+    print_checks(result)
+    print(
+        f"{out}: {out.stat().st_size / 1024:,.0f} KiB, open it in a browser; the numbers are in "
+        f"{numbers}"
+    )
+    raise_on_faults(result, path, f"{out} lists the remedies")
+
+
+def load_references(
+    name: str, model: str, input_size: int, class_names: Sequence[str], device: str = "auto"
+) -> References:
+    """Load a model as two references: shown whole images, and shown their center squares.
+
+    `name` is a teacher as in tools/relabel_imagenet.py. Raises UserError if the model cannot be
+    loaded, was trained on other classes, or does not take inputs of `input_size` pixels.
+    """
+    network = load_network(name, model, input_size)
+    names = network.class_names
+    if names and list(names) != list(class_names):
+        raise UserError(
+            f"{name} was trained on other classes than the maps have ({names[0]}, ... and "
+            f"{class_names[0]}, ...); choose another reference"
+        )
+    found = {
+        geometry: Teacher(network.model, input_size, geometry, network.config, name=name).to(
+            choose_device(device)
+        )
+        for geometry in ("squash", "center-crop")
+    }
+    teacher = found["squash"]
+    try:
+        teacher(torch.zeros(1, *teacher.shape, dtype=torch.uint8, device=teacher.mean.device))
+    except (AssertionError, RuntimeError) as error:
+        raise UserError(
+            f"{name} does not take images of {input_size} px ({first_line(error)}); pass the size "
+            "that it takes"
+        ) from error
+    return found
+
+
+# ------------------------------------------------------------------------------------ the terminal
+
+
+def print_checks(result: AuditResult) -> None:
+    """Print a line for each check, faults first."""
+    for check in result.checks:
+        remedy = f". {check.remedy}" if check.remedy else ""
+        print(f"{VERDICTS[check.verdict].lower():>12}  {check.name}: {check.evidence}{remedy}")
+
+
+def raise_on_faults(result: AuditResult, path: Path, hint: str) -> None:
+    """Raise UserError, for exit code 2, if a fault was found; `hint` says where remedies are."""
+    faults = result.faults()
+    if faults:
+        names = ", ".join(check.name for check in faults)
+        plural = "s" * (len(faults) > 1)
+        raise UserError(f"{path}: the audit found {len(faults)} fault{plural} ({names}); {hint}")
+
+
+# ---------------------------------------------------------------------------------------- the page
+
+
+def render_page(result: AuditResult) -> str:
+    """Render the self-contained HTML page."""
+    # The figures of an unfinished store have nothing but its path.
+    figures = {"header": None, "reference": None, "classes": []} | result.figures
+    classes = sorted(figures["classes"], key=lambda c: (c["agree"], -c["images"]))
+    few = len(classes) <= FEW_CLASSES
+    verdicts = {check.name: check.verdict for check in result.checks}
+    # A teacher at chance may be untrained, or the maps may be those of other images; a warning of
+    # the rows means that they may be.
+    measures_teacher = (
+        verdicts.get("labels") in ("sound", "warning") and verdicts.get("rows") != "warning"
+    )
+    shares = [100 * c["agree"] for c in classes]
+    entropy, palette = figures.get("entropy"), figures.get("palette")
+    template = environment().get_template("audit.html")
+    return template.render(
+        at_fault=[name for name in BEFORE_ACCURACY if verdicts.get(name) == "fault"],
+        measures_teacher=measures_teacher,
+        checks=result.checks,
+        words=VERDICTS,
+        figures=figures,
+        class_parts=[("", classes)]
+        if few
+        else [("lowest", classes[:20]), ("highest", classes[-5:])],
+        class_count=len(classes),
+        agreement=None if few else scale_bars(np.histogram(shares, 20, (0, 100))[0], 0, 100),
+        entropy=entropy and scale_bars(entropy["histogram"], 0, entropy["nats_most"]),
+        palette=palette and palette_bars(palette),
+        overlays=list_overlays(result),
+        disagreements=list_disagreements(result),
+        orientations=ORIENTATIONS,
+    )
+
+
+def environment() -> jinja2.Environment:
+    """Return the templates of this folder; an undefined name is an error."""
+    return jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+    )
+
+
+def scale_bars(counts: Sequence[int], low: float, high: float) -> dict:
+    """Scale a histogram for the page.
+
+    Returns heights in percent of the highest bar, the count of that bar, and three ticks of the
+    axis.
+    """
+    most = max([*map(int, counts), 1])
+    return {
+        "heights": [round(100 * int(n) / most, 2) for n in counts],
+        "most": most,
+        "ticks": [f"{low + (high - low) * share:.3g}" for share in (0, 0.5, 1)],
+    }
+
+
+def palette_bars(palette: dict) -> dict:
+    """Count palette sizes in at most 24 equal ranges from 0 on, and scale the bars."""
+    sizes = np.array(palette["sizes"])
+    high = int(sizes.max())
+    bins, weights = min(24, high + 1), palette["counts"]
+    return scale_bars(np.histogram(sizes, bins, (0, high + 1), weights=weights)[0], 0, high)
+
+
+def picture(pixels: np.ndarray | Image.Image, kind: str = "PNG") -> str:
+    """Encode pixels as a data URL: PNG, which is lossless, or JPEG."""
+    image = pixels if isinstance(pixels, Image.Image) else Image.fromarray(pixels)
+    buffer = io.BytesIO()
+    image.save(buffer, kind, optimize=True, **({"quality": 82} if kind == "JPEG" else {}))
+    return f"data:image/{kind.lower()};base64," + base64.b64encode(buffer.getvalue()).decode()
+
+
+def draw_row(result: AuditResult, row: int) -> dict:
+    """Return the image of a row, small, as a data URL, its width over its height, and its map.
+
+    Raises UserError if the image cannot be read.
+    """
+    index = int(result.image_of[row])
+    image = decode(result.images.read(index), result.images.where(index))
+    ratio = round(image.width / image.height, 4)
+    image.thumbnail((PICTURE_SIDE, PICTURE_SIDE))
+    # Small pictures would look blurred when the browser enlarges them.
+    if max(image.size) < PICTURE_SIDE // 2:
+        image = image.resize((image.width * 2, image.height * 2), Image.Resampling.NEAREST)
+    return {"image": picture(image, "JPEG"), "ratio": ratio} | draw_map(result, row)
+
+
+def draw_map(result: AuditResult, row: int) -> dict:
+    """Return the rectangles of a map, placed in its image (0 to 1), and a key of its main classes.
+
+    A class ranks by the sum over its cells of the squared probability.
+    """
+    store = result.store
+    header, maps = store.header, store.rows(np.array([row]))
+    named, _ = cell_targets(maps, header.num_classes, header.absent)
+    best_SS, p_SS = maps.cls[0, ..., 0], named[0, ..., 0]
+    mass = np.bincount(best_SS.reshape(-1), p_SS.reshape(-1) ** 2)
+    ranked = [int(c) for c in np.argsort(-mass, kind="stable") if mass[c] > 0]
+    ink = {c: INKS[at % len(INKS)] for at, c in enumerate(ranked)}
+    top, left, bottom, right = maps.window[0].tolist()
+    width, height = (right - left) / header.side, (bottom - top) / header.side
+    cells = [
+        {
+            "x": round(left + x * width, 4),
+            "y": round(top + y * height, 4),
+            "w": round(width, 4),
+            "h": round(height, 4),
+            "ink": ink[int(best_SS[y, x])],
+            "opacity": round(0.62 * float(p_SS[y, x]) ** 2, 2),
+        }
+        for y, x in np.argwhere(p_SS > 0.2).tolist()
+    ]
+    key = [
+        {"name": class_name(header.class_names, c), "ink": ink[c]}
+        for c in ranked[:4]
+        if mass[c] > 0.02 * mass.sum()
+    ]
+    return {"cells": cells, "key": key}
+
+
+def list_overlays(result: AuditResult) -> list[dict]:
+    """Draw maps over some of the images that were compared."""
+    store = result.store
+    if store is None or not len(result.compared):
+        return []
+    names, rows = store.header.class_names, result.compared[::2]
+    places = np.linspace(0, len(rows) - 1, min(NUM_OVERLAYS, len(rows))).astype(int)
+    return [
+        {"path": store.path_of(row), "label": names[int(store.labels[row])]} | draw_row(result, row)
+        for row in rows[places].tolist()
+    ]
+
+
+def list_disagreements(result: AuditResult) -> list[dict]:
+    """List the images whose maps disagree most with their labels, with pictures if known."""
+    items = []
+    for item in result.figures.get("disagreements", [])[:NUM_DISAGREEMENTS]:
+        known = result.images is not None and result.image_of[item["row"]] >= 0
+        blank = {"image": "", "ratio": 1.0, "cells": [], "key": []}
+        items.append(item | (draw_row(result, item["row"]) if known else blank))
+    return items
+
+
+def command() -> None:
+    """Run the console script `densefeed-audit`."""
+    run(lambda: main(tyro.cli(AuditOptions, description=__doc__)))
+
+
+if __name__ == "__main__":
+    command()

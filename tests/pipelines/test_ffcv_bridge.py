@@ -265,7 +265,7 @@ def test_what_cannot_be_right_is_refused(ran):
     assert whole.startswith(
         "SimpleRGBImageDecoder does not crop to one size; give RandomResizedCropRGBImageDecoder"
     )
-    assert empty == "the Loader gave an empty batch; leave it out"
+    assert empty == "the Loader returned an empty batch; skip it"
     assert bare.startswith(f"{root / 'stock.beton'} has no score maps; give DenseLabels")
     assert len(others) == 3
     assert all(other.startswith("the Loader reads other images than") for other in others)

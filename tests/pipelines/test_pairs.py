@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from densefeed.pipelines.pairs import PAIRS, draw_pairs, philox_on_device
-from densefeed.pipelines.plan import EpochPlan, philox
+from densefeed.pipelines.pairs import PAIRS, draw_pairs
+from densefeed.pipelines.philox import philox, philox_on_device
+from densefeed.pipelines.plan import EpochPlan
 
 
 def plan(seed: int = 3) -> EpochPlan:

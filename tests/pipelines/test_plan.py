@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torchvision.transforms import RandomResizedCrop
 
-from densefeed.pipelines.plan import EpochPlan, philox
+from densefeed.pipelines.philox import philox
+from densefeed.pipelines.plan import EpochPlan
 from densefeed.system.errors import UserError
 
 
@@ -418,14 +419,14 @@ def test_sizes_follow_the_table():
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        (dict(ranks=3), r"a batch of 32 is no multiple of the 3 ranks"),
-        (dict(repeats=3), r"a batch of 32 is no multiple of the 3 repeats"),
+        (dict(ranks=3), r"a batch of 32 is not a multiple of the 3 ranks"),
+        (dict(repeats=3), r"a batch of 32 is not a multiple of the 3 repeats"),
         (dict(ranks=2, parts=3), r"3 parts of a batch of 32 cannot be shared by 2 ranks"),
         (dict(parts=5), r"5 parts of a batch of 32 cannot be shared"),
         (dict(parts=32), r"has 1 images in each; choose an even number"),
-        (dict(rank=2, ranks=2), r"rank 2 is none of 2 ranks"),
-        (dict(repeats=0), r"repeats must be at least 1"),
-        (dict(block=0), r"block must be at least 1"),
+        (dict(rank=2, ranks=2), r"rank 2 is out of range for 2 ranks"),
+        (dict(repeats=0), r"repeats is 0 and must be at least 1"),
+        (dict(block=0), r"block is 0 and must be at least 1"),
         (dict(sizes=()), r"epochs ascend from 0"),
         (dict(sizes=((1, 224),)), r"epochs ascend from 0"),
         (dict(sizes=((0, 160), (0, 224))), r"epochs ascend from 0"),

@@ -33,7 +33,7 @@ def epoch_of(source, **options):
     )
     reader = ThreadedLoader(source, plan, 2, **options)
     try:
-        return list(reader.batches(0)), reader.labels
+        return list(reader.batches(0)), reader.score_maps
     finally:
         reader.close()
 
@@ -70,7 +70,7 @@ def test_class_ids_above_32767_survive():
 
     class Source:
         labels = np.zeros(2, np.int64)
-        spec = ScoreMapSpec(1, 2, 65536, "tail", 2, 1.0)
+        score_maps = ScoreMapSpec(1, 2, 65536, "tail", 2, 1.0)
 
         def maps(self, ids):
             named = np.array([[0, 65535], [40000, 32768]], np.uint16).reshape(2, 1, 1, 2)[ids]

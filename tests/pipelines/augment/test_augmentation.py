@@ -19,7 +19,7 @@ from densefeed.pipelines.augment.augmentation import (
     Augmentation,
     Normalize,
     augment_batches,
-    noise_table,
+    make_noise_table,
 )
 from densefeed.pipelines.augment.choices import LAYER_NUMBERS
 from densefeed.pipelines.augment.operations import histogram
@@ -102,26 +102,26 @@ def through_timm(
     how often it is warped.
     """
     chooser = augmentation.choose.__self__
-    layers = chooser.layers
+    spec = chooser.spec
     height, width = batch.image.shape[1:3]
     seen, warped = [], []
     for row in range(len(batch.image)):
         one = slice(row, row + 1)
         picture, warps = Image.fromarray(batch.image[row].numpy()), 0
         numbers = [
-            LAYER_NUMBERS * layer + number for layer in range(layers.layers) for number in range(6)
+            LAYER_NUMBERS * layer + number for layer in range(spec.layers) for number in range(6)
         ]
         drawn = PLAN.draws(
             epoch, batch.index[one].numpy(), AUGMENT, numbers, batch.repeat[one].numpy()
         ).reshape(-1, 6)
         for operation, whether, radius, angle, sign, cubic in drawn.tolist():
-            if whether >= layers.probability:
+            if whether >= spec.probability:
                 continue
-            name = layers.names[int(operation * len(layers.names))]
-            level = layers.magnitude + layers.std * np.sqrt(-2 * np.log(1 - radius)) * np.cos(
+            name = spec.names[int(operation * len(spec.names))]
+            level = spec.magnitude + spec.std * np.sqrt(-2 * np.log(1 - radius)) * np.cos(
                 2 * np.pi * angle
             )
-            level = min(max(level, 0.0), layers.most)
+            level = min(max(level, 0.0), spec.most)
             monkeypatch.setattr(auto_augment.random, "random", lambda sign=sign: sign)
             argument = (
                 auto_augment.LEVEL_TO_ARG[name](level, {})
@@ -213,7 +213,7 @@ def test_several_warps_are_timms_one_after_the_other(monkeypatch):
         PLAN, Augment(rand_augment="rand-m5-mstd2-p1-n3", interpolation="bilinear"), MEAN, STD
     )
     chooser = augmentation.choose.__self__
-    chooser.layers = chooser.layers._replace(names=GEOMETRIC)
+    chooser.spec = chooser.spec._replace(names=GEOMETRIC)
     batch = batch_of((points(side) * 255).round().to(torch.uint8).repeat(N, 1, 1, 1))
     crops = augmentation.crops(batch, chosen(augmentation, batch)).numpy().astype(int)
     timms, warped = through_timm(monkeypatch, augmentation, batch, epoch=0)
@@ -241,11 +241,11 @@ def test_the_view_follows_the_warp():
     N, side = 64, 32
     augmentation = Augmentation(PLAN, Augment(rand_augment="rand-m9-mstd0.5-p1-n3"), MEAN, STD)
     chooser = augmentation.choose.__self__
-    chooser.layers = chooser.layers._replace(names=GEOMETRIC)
+    chooser.spec = chooser.spec._replace(names=GEOMETRIC)
     point = points(side)
     batch = batch_of((point * 255).round().to(torch.uint8).repeat(N, 1, 1, 1))
     choice = chosen(augmentation, batch)
-    assert choice.warped == N
+    assert choice.num_warped == N
     stored = torch.einsum("nij,yxj->nyxi", augmentation(batch, choice).view, point)
     turned, shift = batch.view[:, :, :2], batch.view[:, None, None, :, 2]
     source = torch.einsum("nij,nyxj->nyxi", torch.linalg.inv(turned), stored - shift)
@@ -301,7 +301,7 @@ def test_erased_boxes(images, mode):
     batch = batch_of(images)
     choice = chosen(augmentation, batch)
     assert len(choice.boxes) > 20
-    want, noise, inside = Normalize(MEAN, STD)(images), noise_table(PLAN), []
+    want, noise, inside = Normalize(MEAN, STD)(images), make_noise_table(PLAN), []
     for box in choice.boxes:
         hole = want[box.sample, :, box.top : box.top + box.height, box.left : box.left + box.width]
         if mode == "const":
@@ -322,15 +322,15 @@ def test_erased_boxes(images, mode):
 
 
 def test_the_noise_is_normal_and_the_seeds_own():
-    noise = noise_table(PLAN).double()
+    noise = make_noise_table(PLAN).double()
     assert len(noise) >= 2**20
     grid = torch.linspace(-4, 4, 81, dtype=torch.float64)
     share = torch.searchsorted(noise.sort().values, grid) / len(noise)
     assert (share - torch.special.ndtr(grid)).abs().max() < 2.23 / len(noise) ** 0.5
     assert abs((noise[1:] * noise[:-1]).mean()) < 5 / len(noise) ** 0.5
-    assert torch.equal(noise, noise_table(PLAN).double())
+    assert torch.equal(noise, make_noise_table(PLAN).double())
     other = EpochPlan(num_samples=10, batch=2, seed=1, mode="train")
-    assert not torch.equal(noise[:1000], noise_table(other)[:1000].double())
+    assert not torch.equal(noise[:1000], make_noise_table(other)[:1000].double())
 
 
 def test_the_device_part_reads_nothing(images, monkeypatch, no_host_read):
@@ -339,12 +339,12 @@ def test_the_device_part_reads_nothing(images, monkeypatch, no_host_read):
     augmentation, batch = Augmentation(PLAN, augment, MEAN, STD), batch_of(images)
     choice = chosen(augmentation, batch)
     on_cpu = augmentation(batch, choice).image
-    monkeypatch.setattr(augment_module, "warped", warp.gathered)
+    monkeypatch.setattr(augment_module, "warp_images", warp.warp_by_gather)
 
-    def at_once(image, row, work, *arguments):
-        image.index_copy_(0, row, work(image.index_select(0, row), *arguments))
+    def at_once(image, row, operation, *arguments):
+        image.index_copy_(0, row, operation(image.index_select(0, row), *arguments))
 
-    monkeypatch.setattr(augment_module, "change", at_once)
+    monkeypatch.setattr(augment_module, "apply_rows", at_once)
     monkeypatch.setattr(
         torch.Tensor, "bincount", lambda index, minlength: histogram(index, minlength)
     )

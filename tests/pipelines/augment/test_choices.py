@@ -14,7 +14,7 @@ from timm.data import random_erasing
 from timm.data.auto_augment import rand_augment_transform
 
 from densefeed.pipelines.augment.choices import Chooser, noise_length
-from densefeed.pipelines.augment.settings import GEOMETRIC, Augment, code_of
+from densefeed.pipelines.augment.settings import GEOMETRIC, Augment, find_code
 from densefeed.pipelines.plan import EpochPlan
 
 PLAN = EpochPlan(num_samples=100_000, batch=64, seed=5, mode="train")
@@ -81,7 +81,7 @@ def test_counts_of_operations_are_timms():
     """
     N = 40_000
     choice = chooser(rand_augment=POLICY).choose(0, np.arange(N), np.zeros(N, int), 224, 224)
-    mine = Counter({"warp": choice.warped})
+    mine = Counter({"warp": choice.num_warped})
     for group in (*choice.before, *choice.after):
         mine[group.name] += group.stop - group.start
     random.seed(0)
@@ -93,7 +93,7 @@ def test_counts_of_operations_are_timms():
             "warp"
             if op.name in GEOMETRIC
             else "Table"
-            if code_of(op.name) < 5
+            if find_code(op.name) < 5
             else op.name.removesuffix("Increasing")
         )
         op.aug_fn = lambda image, *_, kind=kind, **__: kinds[-1].append(kind)
@@ -124,7 +124,7 @@ def test_magnitudes_are_distributed_as_timms(text):
     for _ in range(20_000):
         rotate(None)
     mine = chooser(rand_augment=text)
-    mine.layers = mine.layers._replace(names=("Rotate",), layers=1, probability=1.0)
+    mine.spec = mine.spec._replace(names=("Rotate",), layers=1, probability=1.0)
     choice = mine.choose(0, np.arange(20_000), np.zeros(20_000, int), 100, 100)
     got = np.degrees(np.arcsin(-choice.pixel_matrix[:, 0, 1].double().numpy()))
     # Exact zeros are warps that turn by nothing; both samples are rounded so that ties of clipped
@@ -147,13 +147,11 @@ def test_a_weighted_choice_is_numpys():
     """
     N, text = 30_000, "rand-m5-tweights-n2"
     mine = chooser(rand_augment=text)
-    got = mine._chosen(0, np.arange(N), np.zeros(N, int), np.zeros((2, N)))
+    got = mine._choose_operations(0, np.arange(N), np.zeros(N, int), np.zeros((2, N)))
     assert (got[0] != got[1]).all()
     rng = np.random.default_rng(0)
-    names = len(mine.layers.names)
-    want = np.array(
-        [rng.choice(names, 2, replace=False, p=mine.layers.weights) for _ in range(N)]
-    ).T
+    names = len(mine.spec.names)
+    want = np.array([rng.choice(names, 2, replace=False, p=mine.spec.weights) for _ in range(N)]).T
     counts = [np.histogram2d(*pair, bins=names, range=[[0, names]] * 2)[0] for pair in (got, want)]
     often = counts[1] >= 20
     assert (abs(counts[0] - counts[1])[often] < 4.5 * np.sqrt(counts[0] + counts[1])[often]).all()
@@ -181,7 +179,7 @@ def test_color_jitter_is_torchvisions(jitter):
     code, argument = Chooser(PLAN, augment)._jitter(0, np.arange(N), np.zeros(N, int))
     strengths = dict(zip(("Brightness", "Contrast", "Color", "Hue"), augment.jitter, strict=True))
     for name, strength in strengths.items():
-        of_sample = code == code_of(name)
+        of_sample = code == find_code(name)
         assert (of_sample.sum(1) == (strength > 0)).all()
         if not strength:
             continue

@@ -8,7 +8,7 @@ from timm.data.auto_augment import posterize, solarize_add
 from torchvision.transforms.functional import adjust_hue
 
 from densefeed.pipelines.augment.operations import OPERATIONS, apply_tables, histogram
-from densefeed.pipelines.augment.settings import CODES, TABLES, tables_of
+from densefeed.pipelines.augment.settings import CODES, TABLES, make_tables
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +103,9 @@ TABLE_PILLOWS = {
 def test_a_table_is_pillows(images, name):
     pillows, arguments = TABLE_PILLOWS[name]
     for argument in arguments:
-        table = tables_of(np.full(len(images), CODES[name]), np.full(len(images), float(argument)))
+        table = make_tables(
+            np.full(len(images), CODES[name]), np.full(len(images), float(argument))
+        )
         got = apply_tables(images, torch.from_numpy(table)[:, None])
         assert torch.equal(got, by_pillow(images, lambda image, by=argument: pillows(image, by))), (
             argument
@@ -112,7 +114,7 @@ def test_a_table_is_pillows(images, name):
 
 def test_posterize_without_bits_is_black():
     """Pillow 13 raises there; its formula, which older Pillow computed, masks every bit away."""
-    assert not tables_of(np.full(3, CODES["Posterize"]), np.array([0.0, -1.0, -4.0])).any()
+    assert not make_tables(np.full(3, CODES["Posterize"]), np.array([0.0, -1.0, -4.0])).any()
 
 
 @pytest.mark.parametrize(("height", "width"), [(1, 1), (2, 5), (3, 3)])

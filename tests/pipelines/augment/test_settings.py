@@ -12,12 +12,12 @@ from densefeed.pipelines.augment.settings import (
     GEOMETRIC,
     Augment,
     RandAugmentSpec,
-    argument_of,
-    code_of,
+    level_to_argument,
+    find_code,
 )
 from densefeed.system.errors import UserError
 
-KNOWN = [name for name in LEVEL_TO_ARG if name in GEOMETRIC or code_of(name) is not None]
+KNOWN = [name for name in LEVEL_TO_ARG if name in GEOMETRIC or find_code(name) is not None]
 
 
 @pytest.mark.parametrize("name", KNOWN)
@@ -25,7 +25,7 @@ KNOWN = [name for name in LEVEL_TO_ARG if name in GEOMETRIC or code_of(name) is 
 def test_arguments_are_timms(name, negative, monkeypatch):
     monkeypatch.setattr(random, "random", lambda: 0.9 if negative else 0.1)
     levels = np.concatenate([np.linspace(0, 10, 201), [11.3, 17, 30]])
-    got = argument_of(name, levels, np.full(len(levels), negative))
+    got = level_to_argument(name, levels, np.full(len(levels), negative))
     timms = LEVEL_TO_ARG[name]
     want = [float(timms(level, {})[0]) if timms else 0.0 for level in levels]
     if name == "Desaturate":
@@ -36,7 +36,7 @@ def test_arguments_are_timms(name, negative, monkeypatch):
 
 def test_every_operation_of_timms_sets_is_known():
     for text in ("rand-m9", "rand-m9-inc1", "rand-m7-tweights", "rand-m3-t3a", "rand-m3-t3aw-n3"):
-        assert set(RandAugmentSpec.of(text).names) <= set(KNOWN)
+        assert set(RandAugmentSpec.parse(text).names) <= set(KNOWN)
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_every_operation_of_timms_sets_is_known():
 )
 def test_a_string_that_means_nothing_is_named(text):
     with pytest.raises(UserError, match=text):
-        RandAugmentSpec.of(text)
+        RandAugmentSpec.parse(text)
 
 
 @pytest.mark.parametrize(
@@ -78,9 +78,15 @@ def test_a_value_that_means_nothing_is_named(field, value):
 def test_timm_has_the_parts_this_stands_on():
     """A newer timm that names or weighs its operations otherwise fails here, by name."""
     assert auto_augment._LEVEL_DENOM == 10
-    assert RandAugmentSpec.of("rand-m9-mstd0.5-inc1")[2:] == (2, 0.5, 9, 0.5, 10.0)
-    assert RandAugmentSpec.of("rand-m7-n3-mstd101-mmax20-p0.25")[2:] == (3, 0.25, 7, math.inf, 20)
-    assert len(RandAugmentSpec.of("rand-m9-mstd0.5-inc1").names) == 15
+    assert RandAugmentSpec.parse("rand-m9-mstd0.5-inc1")[2:] == (2, 0.5, 9, 0.5, 10.0)
+    assert RandAugmentSpec.parse("rand-m7-n3-mstd101-mmax20-p0.25")[2:] == (
+        3,
+        0.25,
+        7,
+        math.inf,
+        20,
+    )
+    assert len(RandAugmentSpec.parse("rand-m9-mstd0.5-inc1").names) == 15
 
 
 @pytest.mark.parametrize(
@@ -105,5 +111,5 @@ def test_whether_views_may_be_sheared_is_known_beforehand(text, shears):
 )
 def test_a_slip_of_the_pen_is_refused(text):
     """timm takes each of these for another string, mostly rand-m10."""
-    with pytest.raises(UserError, match="is no RandAugment string"):
-        RandAugmentSpec.of(text)
+    with pytest.raises(UserError, match="is not a RandAugment string"):
+        RandAugmentSpec.parse(text)

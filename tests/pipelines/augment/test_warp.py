@@ -7,8 +7,8 @@ import pytest
 import torch
 from PIL import Image
 
-from densefeed.pipelines.augment.settings import GEOMETRIC, step_of
-from densefeed.pipelines.augment.warp import gathered, tap_weights, warped
+from densefeed.pipelines.augment.settings import GEOMETRIC, make_matrix
+from densefeed.pipelines.augment.warp import warp_by_gather, tap_weights, warp_images
 
 FILL = (124, 116, 104)
 ARGUMENTS = {
@@ -44,7 +44,7 @@ def border(matrix_23: np.ndarray, height: int, width: int) -> np.ndarray:
     return np.minimum(*gaps) < 1e-4
 
 
-@pytest.mark.parametrize("way", [warped, gathered])
+@pytest.mark.parametrize("way", [warp_images, warp_by_gather])
 @pytest.mark.parametrize("cubic", [False, True])
 @pytest.mark.parametrize("name", GEOMETRIC)
 def test_an_operation_is_pillows(images, way, cubic, name):
@@ -54,7 +54,7 @@ def test_an_operation_is_pillows(images, way, cubic, name):
     _, H, W, _ = images.shape
     resample = Image.Resampling.BICUBIC if cubic else Image.Resampling.BILINEAR
     for argument in ARGUMENTS[name]:
-        matrix_33 = step_of(name, np.array([argument]), H, W)[0]
+        matrix_33 = make_matrix(name, np.array([argument]), H, W)[0]
         matrix = torch.from_numpy(matrix_33[:2].astype(np.float32)).expand(len(images), 2, 3)
         got = way(images, matrix, torch.full((len(images),), float(cubic)), FILL).numpy()
         for image, mine in zip(images.numpy(), got, strict=True):
@@ -92,7 +92,7 @@ def test_tap_weights_are_the_kernels():
             np.testing.assert_allclose(weight, kernel(d.numpy() - tap), atol=1e-12)
 
 
-@pytest.mark.parametrize("way", [warped, gathered])
+@pytest.mark.parametrize("way", [warp_images, warp_by_gather])
 @pytest.mark.parametrize("cubic", [False, True])
 def test_a_composed_warp_is_the_float64_sum(images, way, cubic):
     """Rotation, then shear, then translation, read once: every pixel's sum of sixteen neighbors
@@ -101,7 +101,7 @@ def test_a_composed_warp_is_the_float64_sum(images, way, cubic):
     _, H, W, _ = images.shape
     matrix = np.eye(3)
     for name, argument in (("Rotate", 17.0), ("ShearX", -0.2), ("TranslateYRel", 0.11)):
-        matrix = matrix @ step_of(name, np.array([argument]), H, W)[0]
+        matrix = matrix @ make_matrix(name, np.array([argument]), H, W)[0]
     matrix_23 = matrix[:2].astype(np.float32)
     kernel = cubic_weight if cubic else lambda far: np.clip(1 - abs(far), 0, None)
     x, y = np.meshgrid(np.arange(W) + 0.5, np.arange(H) + 0.5)
@@ -134,7 +134,7 @@ def test_two_integral_translations_are_pillows_two():
     """
     rng = np.random.default_rng(0)
     image = rng.integers(0, 256, (40, 50, 3), dtype=np.uint8)
-    matrix = step_of("TranslateXRel", np.array([0.2]), 40, 50) @ step_of(
+    matrix = make_matrix("TranslateXRel", np.array([0.2]), 40, 50) @ make_matrix(
         "TranslateYRel", np.array([-0.1]), 40, 50
     )
     picture = Image.fromarray(image)
@@ -142,7 +142,7 @@ def test_two_integral_translations_are_pillows_two():
         picture = picture.transform(
             picture.size, Image.Transform.AFFINE, data, Image.Resampling.BICUBIC, fillcolor=FILL
         )
-    for way in (warped, gathered):
+    for way in (warp_images, warp_by_gather):
         got = way(
             torch.from_numpy(image)[None],
             torch.from_numpy(matrix[:, :2].astype(np.float32)),
@@ -152,7 +152,7 @@ def test_two_integral_translations_are_pillows_two():
         assert np.array_equal(got[0], np.asarray(picture))
 
 
-@pytest.mark.parametrize("way", [warped, gathered])
+@pytest.mark.parametrize("way", [warp_images, warp_by_gather])
 @pytest.mark.parametrize(("height", "width"), [(1, 1), (1, 7), (5, 2)])
 def test_tiny_crops(way, height, width):
     image = torch.randint(

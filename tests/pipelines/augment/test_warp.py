@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 
 from densefeed.pipelines.augment.settings import GEOMETRIC, make_matrix
-from densefeed.pipelines.augment.warp import warp_by_gather, tap_weights, warp_images
+from densefeed.pipelines.augment.warp import tap_weights, warp_by_gather, warp_images
 
 FILL = (124, 116, 104)
 ARGUMENTS = {
@@ -22,7 +22,7 @@ ARGUMENTS = {
 
 @pytest.fixture(scope="module")
 def images(noise) -> torch.Tensor:
-    """Photograph-like, noise and one color, 61 x 83."""
+    """Make three images of 61 x 83: photograph-like, noise and one color."""
     rng = np.random.default_rng(2)
     return torch.from_numpy(
         np.stack(
@@ -32,8 +32,8 @@ def images(noise) -> torch.Tensor:
 
 
 def border(matrix_23: np.ndarray, height: int, width: int) -> np.ndarray:
-    """Where a source point lies so close to the image's edge that rounding decides between fill and
-    picture.
+    """Mark output pixels whose source point is so close to the image's edge that rounding decides
+    between fill and picture.
     """
     x, y = np.meshgrid(np.arange(width) + 0.5, np.arange(height) + 0.5)
     points = [row[0] * x + row[1] * y + row[2] for row in matrix_23]
@@ -47,8 +47,8 @@ def border(matrix_23: np.ndarray, height: int, width: int) -> np.ndarray:
 @pytest.mark.parametrize("way", [warp_images, warp_by_gather])
 @pytest.mark.parametrize("cubic", [False, True])
 @pytest.mark.parametrize("name", GEOMETRIC)
-def test_an_operation_is_pillows(images, way, cubic, name):
-    """Within 1 gray level everywhere but on the border, where a sum of float32 may fall on the
+def test_operations_equal_pillows(images, way, cubic, name):
+    """Within 1 gray level everywhere except on the border, where a float32 sum can fall on the
     other side of the edge.
     """
     _, H, W, _ = images.shape
@@ -70,11 +70,11 @@ def test_an_operation_is_pillows(images, way, cubic, name):
                 )
             off = abs(mine.astype(int) - want).max(-1) > 1
             assert not (off & ~border(matrix_33[:2], H, W)).any(), argument
-            assert off.mean() < 0.01  # the border is a line
+            assert off.mean() < 0.01  # the border is a line of pixels
 
 
 def cubic_weight(far: np.ndarray) -> np.ndarray:
-    """Keys's kernel with a = -1 (IEEE ASSP 1981, equation 15 for any a), of a distance."""
+    """Compute Keys's kernel with a = -1 (IEEE ASSP 1981, equation 15 for any a) at a distance."""
     far, a = abs(far), -1.0
     near = (a + 2) * far**3 - (a + 3) * far**2 + 1
     return np.where(
@@ -82,7 +82,7 @@ def cubic_weight(far: np.ndarray) -> np.ndarray:
     )
 
 
-def test_tap_weights_are_the_kernels():
+def test_tap_weights_equal_the_kernels():
     d = torch.rand(100, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     for weights, kernel in (
         (tap_weights(d, 1.0), cubic_weight),
@@ -94,9 +94,9 @@ def test_tap_weights_are_the_kernels():
 
 @pytest.mark.parametrize("way", [warp_images, warp_by_gather])
 @pytest.mark.parametrize("cubic", [False, True])
-def test_a_composed_warp_is_the_float64_sum(images, way, cubic):
-    """Rotation, then shear, then translation, read once: every pixel's sum of sixteen neighbors
-    written out.
+def test_a_composed_warp_equals_the_float64_sum(images, way, cubic):
+    """Rotation, shear and translation, resampled once, against the explicit sum of sixteen
+    neighbors of every pixel.
     """
     _, H, W, _ = images.shape
     matrix = np.eye(3)
@@ -128,9 +128,9 @@ def test_a_composed_warp_is_the_float64_sum(images, way, cubic):
         assert (abs(got - want)[safe] <= 1 + 1e-3).all()  # truncated, so up to one below
 
 
-def test_two_integral_translations_are_pillows_two():
-    """Whole pixels do not blur, so twice resampled equals once; the picture that the first lost
-    stays where it went.
+def test_two_integer_translations_equal_pillows_two():
+    """Whole pixels do not blur, so resampling twice equals once; pixels that the first moved out of
+    view do not come back.
     """
     rng = np.random.default_rng(0)
     image = rng.integers(0, 256, (40, 50, 3), dtype=np.uint8)

@@ -546,7 +546,7 @@ def test_a_foreign_checkpoint_is_not_continued(packed, tmp_path):
         (dict(crop_scale=(0.0, 0.0)), "are shares"),
         (dict(smoothing=2.0), "are shares"),
         (dict(device="foo"), "--device foo cannot be used here"),
-        (dict(mixtoken=True, cutmix=1.0), "MixToken exchanges a box in every step already"),
+        (dict(mixtoken=True, cutmix=1.0), "MixToken already exchanges a box in every step"),
         (dict(mix_prob=1.5, mixup=0.8), "--mix-prob is 1.5, and must be from 0 to 1"),
         (dict(objective="ce", mix_label="regions"), "pools dense labels"),
         (

@@ -39,10 +39,9 @@ from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 import numpy as np
 import torch
 from PIL import Image
-from torch import Tensor
 
 from densefeed import native
-from densefeed.pipelines.loader import MapRows, Source, ThreadedLoader
+from densefeed.pipelines.loader import Decoding, MapRows, Source, ThreadedLoader
 from densefeed.pipelines.plan import EpochPlan
 from densefeed.system.errors import UserError
 
@@ -256,15 +255,16 @@ def probe_regions(device: int) -> str:
 
 
 @dataclass(eq=False)
-class _Work:
-    """A batch in flight through the native threads and DALI."""
+class _Work(Decoding):
+    """A batch in flight through the native threads and DALI.
 
-    job: native.Job
+    On a GPU `image` is None until the engine allocates it.
+    """
+
     parts: native.Parts | None
     cuts: np.ndarray
     ids: np.ndarray
     size: int
-    image: Tensor | None
     runs: int = 0  # started and not yet finished
     cancelled: bool = False
     error: BaseException | None = None
@@ -559,8 +559,7 @@ class DaliLoader(ThreadedLoader):
         check_installed()
         if _forked:
             raise UserError(
-                "this process was forked from one that used DALI, which does not survive a fork; "
-                "start processes by spawn"
+                "DALI does not survive a fork of a process that used it; start processes by spawn"
             )
         super().__init__(source, plan, threads, on_bad_sample, maps)
         regions, self._device = True, device
@@ -568,8 +567,8 @@ class DaliLoader(ThreadedLoader):
             why = probe_regions(device.index or 0)
             regions = not why
             if plan.rank == 0:
-                what = f"whole JPEGs on {device}: its region decoder {why}"
-                print(f"DALI decodes {what if why else f'regions on {device}'}")
+                what = f"whole JPEGs, as its region decoder {why}" if why else "regions"
+                print(f"DALI on {device} decodes {what}")
         rows = min(len(plan.rows), max(LEAST_RUN, RUN_PER_THREAD * threads))
         self._engine = _Engine(self._pool, max(1, threads), rows, device, regions, plan.num_samples)
         self._end = weakref.finalize(self, self._engine.stop)
@@ -592,7 +591,7 @@ class DaliLoader(ThreadedLoader):
         image = None
         if self._device.type == "cpu":
             image = self._memory.empty((len(ids), size, size, 3), torch.uint8)
-        work = _Work(job, parts, cuts, ids, size, image)
+        work = _Work(job, image, parts, cuts, ids, size)
         self._pool.submit(job)
         self._engine.works.put(work)
         return work

@@ -58,10 +58,10 @@ class FfcvSource:
         paths = sorted(path.parent.glob(path.name)) if is_pattern else [path]
         if not paths:
             raise UserError(
-                f"{path} matches no file; check the pattern, or pack the files with "
-                "tools/pack_dataset.py"
+                f"{path} matches no file; check it, or pack files with tools/pack_dataset.py"
             )
         self._beton = Beton(paths)
+        self.where = self._beton.where
         self.labels, self.fingerprint = self._beton.labels, self._beton.fingerprint()
         notes, low, high = self._beton.notes, self.labels.min(), self.labels.max()
         self.class_names = notes.get("class_names") or [str(n) for n in range(int(high) + 1)]
@@ -92,8 +92,7 @@ class FfcvSource:
         # labels can be compared.
         if not notes and rows != images:
             raise UserError(
-                f"{maps} holds {rows} maps but {path} holds {images} images; "
-                f"relabel {path}'s images"
+                f"{maps} holds {rows} maps but {path} holds {images} images; relabel the images"
             )
         if notes.get("left_out"):
             raise UserError(
@@ -107,9 +106,6 @@ class FfcvSource:
                 f"{maps} was made for other images than {path} holds (their labels differ); "
                 f"relabel {path}'s images"
             )
-
-    def where(self, index: int) -> str:
-        return self._beton.where(index)
 
     def read_ahead(self, first: int, end: int) -> None:
         self._beton.read_ahead(first, end)

@@ -274,9 +274,9 @@ class DenseLabels:
         index_N, labels = crop_NC[:, 0], self.source.labels
         if index_N.max() < len(labels):
             samples = self.source.begin(index_N).wait().samples
-            size, offset = (samples["height"], samples["width"]), samples["offset"]
-            ours = np.stack([*size, labels[index_N], offset])
-            if (ours == np.stack([*crop_NC[:, 5:7].T, label_N, crop_NC[:, 9]])).all():
+            place = [samples[name] for name in ("height", "width", "offset")]
+            ours = np.stack([*place, labels[index_N]])
+            if (ours == np.stack([*crop_NC[:, [5, 6, 9]].T, label_N])).all():
                 return
         raise UserError(
             f"the Loader reads other images than {self._data} holds; give both the same file"

@@ -11,6 +11,7 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from itertools import chain
 from typing import Literal, NamedTuple, Protocol
 
@@ -175,18 +176,12 @@ class Memory:
         self._size = size
 
 
-class Decoding(Protocol):
+@dataclass(eq=False)
+class Decoding:
     """The images of a batch while they are decoded."""
 
     job: native.Job  # its samples' status is the outcome of each; its parts are the score maps
-    image: Tensor  # uint8 [N, size, size, 3], valid after the wait
-
-
-class _Native(NamedTuple):
-    """Images that the native threads decode."""
-
-    job: native.Job
-    image: Tensor
+    image: Tensor | None  # uint8 [N, size, size, 3], valid after the wait
 
 
 class _Begun(NamedTuple):
@@ -283,7 +278,7 @@ class ThreadedLoader:
         image = self._memory.empty((len(ids), size, size, 3), torch.uint8)
         job = native.Job(samples, image.numpy(), maps.parts if maps else None, keep)
         self._pool.submit(job)
-        return _Native(job, image)
+        return Decoding(job, image)
 
     def _wait(self, decoding: Decoding) -> None:
         """Wait until the images are decoded."""
@@ -374,8 +369,7 @@ class ThreadedLoader:
         # This is no fault of the sample, so it is not skipped.
         if sample["status"] == native.NO_MEMORY:
             raise UserError(
-                f"sample {index}, {where}: out of memory; choose a smaller --batch or fewer "
-                "--threads"
+                f"sample {index}, {where}: out of memory; choose a smaller --batch or --threads"
             )
         try:
             self._decode_by_pillow(begun, row, where)

@@ -101,8 +101,7 @@ def box_map(mix: Mix, grid: int) -> Tensor:
     """Return the share of each cell of a `grid` x `grid` table over the image that the box covers:
     float32 `[grid, grid]`.
     """
-    cell = mix.side / grid
-    edges = torch.arange(grid + 1, device=mix.box_tlbr.device) * cell
+    edges = torch.arange(grid + 1, device=mix.box_tlbr.device) * (mix.side / grid)
     top, left, bottom, right = mix.box_tlbr.unbind()
 
     def cover(low: Tensor, high: Tensor) -> Tensor:

@@ -47,10 +47,8 @@ class Normalize(torch.nn.Module):
         byte_NHL, width = image_NHWC.flatten(2), image_NHWC.shape[2]
         scale_L, shift_L = self.scale.repeat(width), self.shift.repeat(width)
         out_NHL = torch.empty_like(byte_NHL, dtype=torch.float32)
-        pairs = [(byte_NHL, out_NHL)]
         # On a CPU one image at a time, so that the floats to multiply are still in its cache.
-        if byte_NHL.is_cpu:
-            pairs = zip(byte_NHL, out_NHL, strict=True)
+        pairs = zip(byte_NHL, out_NHL, strict=True) if byte_NHL.is_cpu else [(byte_NHL, out_NHL)]
         for byte, out in pairs:
             torch.addcmul(shift_L, byte.float(), scale_L, out=out)
         return out_NHL.view_as(image_NHWC).permute(0, 3, 1, 2)  # permuted NHWC is channels_last

@@ -117,16 +117,6 @@ class AugmentPlan(NamedTuple):
         return self.number[start + first * M : start + end * M]
 
 
-class LayerChoice(NamedTuple):
-    """The layers of RandAugment that were chosen for N samples, at most L operations each."""
-
-    code: np.ndarray  # int64 [N, L], photometric operations; -1: none
-    argument: np.ndarray  # float64 [N, L]
-    last: np.ndarray  # int64 [N], layer of the last geometric operation; -1: none
-    matrix: np.ndarray  # float64 [N, 3, 3], the composed map of all geometric operations
-    cubic: np.ndarray  # bool [N], whether the map is sampled bicubically
-
-
 class Chooser:
     """Chooses operations and boxes for the samples of a batch, with the plan's draws.
 
@@ -149,16 +139,12 @@ class Chooser:
         """
         index_N, repeat_N = np.asarray(index_N), np.asarray(repeat_N)
         key = epoch, index_N, repeat_N
-        layers = self._rand_augment(*key, height, width)
-        if self.augment.shift:  # as a geometric layer before all others
-            layers = LayerChoice(
-                np.pad(layers.code, ((0, 0), (1, 0)), constant_values=-1),
-                np.pad(layers.argument, ((0, 0), (1, 0))),
-                layers.last + 1,
-                self._draw_shifts(*key) @ layers.matrix,
-                layers.cubic,
-            )
-        code_NL, argument_NL, last_N, matrix_N33, cubic_N = layers
+        code_NL, argument_NL, last_N, matrix_N33, cubic_N = self._rand_augment(*key, height, width)
+        if self.augment.shift:  # a geometric layer before all others
+            first = ((0, 0), (1, 0))
+            code_NL = np.pad(code_NL, first, constant_values=-1)
+            argument_NL, last_N = np.pad(argument_NL, first), last_N + 1
+            matrix_N33 = self._draw_shifts(*key) @ matrix_N33
         if self.jitters:
             jitter_code_N4, jitter_argument_N4 = self._jitter(*key)
             code_NL = np.concatenate([code_NL, jitter_code_N4], 1)
@@ -183,14 +169,19 @@ class Chooser:
 
     def _rand_augment(
         self, epoch: int, index_N: np.ndarray, repeat_N: np.ndarray, height: int, width: int
-    ) -> LayerChoice:
-        """Choose RandAugment's layers; none without RandAugment."""
+    ) -> tuple[np.ndarray, ...]:
+        """Choose RandAugment's layers; none without RandAugment.
+
+        Returns the photometric operations' codes (-1: none) and arguments, `[N, L]`, and for each
+        sample the layer of the last geometric operation (-1: none), the composed map of all
+        geometric operations, `[N, 3, 3]`, and whether it is sampled bicubically.
+        """
         spec, N = self.spec, len(index_N)
         L = spec.layers if spec else 0
         code_NL, argument_NL = np.full((N, L), -1), np.zeros((N, L))
         last_N, matrix_N33 = np.full(N, -1), np.tile(np.eye(3), (N, 1, 1))
         if not L:
-            return LayerChoice(code_NL, argument_NL, last_N, matrix_N33, np.zeros(N, bool))
+            return code_NL, argument_NL, last_N, matrix_N33, np.zeros(N, bool)
         numbers = [LAYER_NUMBERS * layer + number for layer in range(L) for number in range(6)]
         drawn = self.plan.draws(epoch, index_N, AUGMENT, numbers, repeat_N).reshape(L, 6, N)
         which_LN = self._choose_operations(epoch, index_N, repeat_N, drawn[:, 0])
@@ -214,7 +205,7 @@ class Chooser:
         cubic_N = np.full(N, interpolation == "bicubic")
         if interpolation == "random":
             cubic_N = drawn[last_N, 5, np.arange(N)] >= 0.5
-        return LayerChoice(code_NL, argument_NL, last_N, matrix_N33, cubic_N)
+        return code_NL, argument_NL, last_N, matrix_N33, cubic_N
 
     def _levels(self, first_LN: np.ndarray, second_LN: np.ndarray) -> np.ndarray:
         """Compute the magnitudes from two uniform draws: float64 `[L, N]`."""

@@ -50,15 +50,12 @@ class Augment:
     erase_max_area: float = 1 / 3
 
     def __post_init__(self) -> None:
-        if self.interpolation not in ("random", "bilinear", "bicubic"):
-            raise UserError(
-                f"interpolation {self.interpolation!r} is unknown; choose random, bilinear or "
-                "bicubic"
-            )
-        if self.erase_mode not in ("const", "rand", "pixel"):
-            raise UserError(
-                f"erase_mode {self.erase_mode!r} is unknown; choose const, rand or pixel"
-            )
+        for name, value, known in (
+            ("interpolation", self.interpolation, ("random", "bilinear", "bicubic")),
+            ("erase_mode", self.erase_mode, ("const", "rand", "pixel")),
+        ):
+            if value not in known:
+                raise UserError(f"{name} {value!r} is unknown; choose one of {', '.join(known)}")
         if self.shift < 0:
             raise UserError(f"shift is {self.shift}; choose 0 or more pixels")
         if not 0 <= self.erase_probability <= 1:
@@ -131,8 +128,7 @@ class RandAugmentSpec(NamedTuple):
             )
         if parsed.choice_weights is not None and parsed.num_layers > len(names):
             raise UserError(
-                f"rand_augment {text!r} needs {parsed.num_layers} different operations and its set "
-                f"has {len(names)}; choose at most n{len(names)}"
+                f"rand_augment {text!r} has only {len(names)} different operations; lower its n"
             )
         return cls(
             names,

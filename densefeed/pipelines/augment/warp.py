@@ -47,13 +47,13 @@ def warp_images(
             out[number] = shift_rows(image, slope, shift, bool(cubic), fill)
         elif (matrix_23[0] == (1, 0, 0)).all():
             slope, _, shift = matrix_23[1].tolist()
-            columns = image.transpose(0, 1)
-            out[number] = shift_rows(columns, slope, shift, bool(cubic), fill).transpose(0, 1)
+            image = image.transpose(0, 1)
+            out[number] = shift_rows(image, slope, shift, bool(cubic), fill).transpose(0, 1)
         else:
             resample = Image.Resampling.BICUBIC if cubic else Image.Resampling.BILINEAR
-            picture, affine = Image.fromarray(image.numpy()), Image.Transform.AFFINE
-            data = matrix_23.ravel().tolist()
-            picture = picture.transform(picture.size, affine, data, resample, fillcolor=fill)
+            data = Image.Transform.AFFINE, matrix_23.ravel().tolist(), resample
+            picture = Image.fromarray(image.numpy())
+            picture = picture.transform(picture.size, *data, fillcolor=fill)
             out[number] = torch.from_numpy(np.array(picture))
     return out
 

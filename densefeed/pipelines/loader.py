@@ -33,12 +33,13 @@ AHEAD = 3  # batches in flight while the step works: being decoded, or waiting f
 class Encoded(NamedTuple):
     """The location of the encoded images of a batch, N samples.
 
-    A source fills these fields of `samples`, the loader fills in the others:
+    A source starts from `np.zeros(N, native.SAMPLE)` and fills these fields, the loader the others:
 
     - `kind`: `native.JPEG`, or `native.RAW` for rows of RGB bytes, 3 * height * width of them.
     - `height`, `width` of the stored image, pixels. The decoder refuses a JPEG of another size.
     - In memory: `bytes`, the address of the encoded image, and `length` in bytes.
-    - In a file: `bytes` 0, `file`, an open descriptor, and `offset` and `length` in bytes.
+    - In a file: `bytes` 0, `file`, a descriptor that stays open until `Source.close`, and `offset`
+      and `length` in bytes.
 
     A sample in `errors` needs values that the decoder refuses, for example an empty JPEG of
     1 x 1 pixels; its error is then reported in place of the decoder's.
@@ -364,10 +365,10 @@ class ThreadedLoader:
         """Decode a sample that the native decoder refused with Pillow. False if it is to be
         skipped.
         """
-        sample, index = begun.decoding.job.samples[row], int(begun.ids[row])
+        index, status = int(begun.ids[row]), begun.decoding.job.samples["status"]
         where = self.source.where(index)
         # This is no fault of the sample, so it is not skipped.
-        if sample["status"] == native.NO_MEMORY:
+        if status[row] == native.NO_MEMORY:
             raise UserError(
                 f"sample {index}, {where}: out of memory; choose a smaller --batch or --threads"
             )
@@ -384,8 +385,8 @@ class ThreadedLoader:
 
     def _decode_by_pillow(self, begun: _Begun, row: int, where: str) -> None:
         """Decode a sample with Pillow into its row. UserError if it cannot be read."""
-        samples, index = begun.decoding.job.samples[row : row + 1].copy(), int(begun.ids[row])
-        sample, remedy = samples[0], self.source.remedy
+        samples = begun.decoding.job.samples[row : row + 1].copy()
+        sample, index, remedy = samples[0], int(begun.ids[row]), self.source.remedy
         if row in begun.encoded.errors:
             raise UserError(begun.encoded.errors[row])
         if sample["status"] != native.UNSUPPORTED:

@@ -31,7 +31,7 @@ from densefeed.pipelines.augment.settings import (
 )
 from densefeed.pipelines.plan import AUGMENT, ERASE, JITTER, SHIFT, EpochPlan
 
-# N samples   L most operations of a sample   R operations of a batch   M warped samples
+# N samples   L operations per sample at most   R operations of a batch   M warped samples
 
 NAMES = ("Table",) * len(TABLES) + tuple(OPERATIONS)  # group name of each code
 ATTEMPTS = 10  # attempts at a box that is smaller than the image

@@ -111,9 +111,8 @@ def contrast(image_NHWC: Tensor, factor_N: Tensor) -> Tensor:
     # The sum of a row is exact in float32; that of an image need not be.
     sum_N = _luma(image_NHWC).sum(2).double().sum(1)
     mean_N = (sum_N / (image_NHWC.shape[1] * image_NHWC.shape[2]) + 0.5).floor().float()
-    level = torch.arange(256, dtype=torch.float32, device=image_NHWC.device)
-    level_N256 = level.expand(len(image_NHWC), 256)
-    return apply_tables(image_NHWC, _blend(mean_N[:, None], level_N256, factor_N)[:, None])
+    level = torch.arange(256, dtype=torch.float32, device=image_NHWC.device)[None]
+    return apply_tables(image_NHWC, _blend(mean_N[:, None], level, factor_N)[:, None])
 
 
 def color(image_NHWC: Tensor, factor_N: Tensor) -> Tensor:

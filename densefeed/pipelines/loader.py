@@ -390,7 +390,7 @@ class ThreadedLoader:
         if row in begun.encoded.errors:
             raise UserError(begun.encoded.errors[row])
         if sample["status"] != native.UNSUPPORTED:
-            # The native decoder tells a damaged map from a damaged image only in its message.
+            # Only the message of the native decoder distinguishes a damaged map from an image.
             if begun.maps:
                 self.source.check_map(index)
             why = sample["message"].decode(errors="replace")

@@ -440,10 +440,10 @@ def test_runs_that_only_dali_refuses_are_decoded_natively_and_logged(
             assert torch.equal(got.weight, want.weight)
             assert (got.image.float() - want.image.float()).abs().mean((1, 2, 3)).max() <= OF_OURS
         reader.close()
-        said = capfd.readouterr().err
+        log = capfd.readouterr().err
         # A run behind one that failed is fed again, to a new pipeline, where `breaks` may not break
         # it.
-        assert 1 <= said.count("decoded natively instead") <= len(broken)
+        assert 1 <= log.count("decoded natively instead") <= len(broken)
     broken = set(range(1000))
     with pytest.raises(
         UserError,

@@ -350,8 +350,8 @@ def test_ctrl_c_interrupts_a_wait(child_of, slow, kind):
         sent = time.monotonic()
         child.send_signal(signal.SIGINT)
         # Its reading threads drop the reads that have not started.
-        said, traceback = child.communicate(timeout=60)
-    assert float(said) - sent < 20
+        output, traceback = child.communicate(timeout=60)
+    assert float(output) - sent < 20
     assert child.returncode == -signal.SIGINT
     assert traceback.rstrip().endswith("KeyboardInterrupt")
     assert "Exception ignored" not in traceback
@@ -360,8 +360,8 @@ def test_ctrl_c_interrupts_a_wait(child_of, slow, kind):
 @pytest.mark.parametrize("kind", ["ffcv", DALI])
 def test_a_process_can_exit_with_everything_open(child_of, slow, kind):
     with child_of(kind, slow["ffcv"], 2, "go") as child:
-        said, complaints = child.communicate(timeout=60)
-    assert (said, complaints, child.returncode) == ("waiting\ngot one\n", "", 0)
+        output, complaints = child.communicate(timeout=60)
+    assert (output, complaints, child.returncode) == ("waiting\ngot one\n", "", 0)
 
 
 def test_a_killed_process_leaves_nothing_and_restarts_at_once(child_of, slow, tmp_path):

@@ -191,7 +191,9 @@ def main(benchmark: Benchmark) -> dict:
         torch.set_num_threads(benchmark.threads)
         loader = None
         if benchmark.loader == "ffcv":
-            config = make_config(benchmark, LABELS if benchmark.objective == "token-label" else OURS)
+            config = make_config(
+                benchmark, LABELS if benchmark.objective == "token-label" else OURS
+            )
             loader = stack.enter_context(
                 closing(open_loader(config, build_objective(config.setting), "train"))
             )

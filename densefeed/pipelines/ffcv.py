@@ -26,7 +26,7 @@ MAP_FIELDS = ("map", "lse", "window")
 
 
 def map_fields(side: int, top_k: int) -> list[Field]:
-    """The fields that carry a score map. FFCV cannot read float16, so its bits stand as int16."""
+    """Return the .beton fields of a score map. FFCV cannot read float16: its bits are int16."""
     return [
         Field(NDARRAY, "map", "<i2", (2, side, side, top_k)),
         Field(NDARRAY, "lse", "<i2", (side, side)),
@@ -35,7 +35,7 @@ def map_fields(side: int, top_k: int) -> list[Field]:
 
 
 def map_arrays(maps: ScoreMaps, row: int) -> tuple[np.ndarray, ...]:
-    """Row `row` of `maps` as the arrays of `map_fields`."""
+    """Return row `row` of `maps` as the arrays of `map_fields`."""
     return (
         np.stack([maps.logit[row].view("<i2"), maps.cls[row].view("<i2")]),
         maps.lse[row].view("<i2"),
@@ -44,70 +44,68 @@ def map_arrays(maps: ScoreMaps, row: int) -> tuple[np.ndarray, ...]:
 
 
 class FfcvSource:
-    """Samples of a .beton, or of all that match a pattern (`train-*.beton`, read as one in the
-    order of their names).
+    """Samples of a .beton file, or of all files that match a pattern (`train-*.beton`, read as one
+    dataset in the order of their names).
 
-    `maps` names a store for files that carry no maps of their own.
+    `maps` names a score-map store for files that carry no maps of their own. UserError if files,
+    labels or maps do not fit together.
     """
 
     remedy = "copy the file again, or pack it again"
 
     def __init__(self, path: Path, maps: Path | None = None) -> None:
-        paths = (
-            sorted(path.parent.glob(path.name))
-            if any(sign in path.name for sign in "*?[")
-            else [path]
-        )
+        is_pattern = any(sign in path.name for sign in "*?[")
+        paths = sorted(path.parent.glob(path.name)) if is_pattern else [path]
         if not paths:
             raise UserError(
-                f"{path} matches no file; check the pattern, or pack the files with tools/pack_dataset.py"
+                f"{path} matches no file; check it, or pack files with tools/pack_dataset.py"
             )
         self._beton = Beton(paths)
-        self.labels = self._beton.labels
-        notes = self._beton.notes
-        self.class_names = notes.get("class_names") or [
-            str(number) for number in range(int(self.labels.max()) + 1)
-        ]
+        self.where = self._beton.where
+        self.labels, self.fingerprint = self._beton.labels, self._beton.fingerprint()
+        notes, low, high = self._beton.notes, self.labels.min(), self.labels.max()
+        self.class_names = notes.get("class_names") or [str(n) for n in range(int(high) + 1)]
         num_classes = len(self.class_names)
-        if self.labels.min() < 0 or self.labels.max() >= num_classes:
+        if low < 0 or high >= num_classes:
             raise UserError(
-                f"{path} has labels from {self.labels.min()} to {self.labels.max()}, outside its {num_classes} classes"
+                f"{path} has labels from {low} to {high}, outside its {num_classes} classes"
             )
-        self.fingerprint = self._beton.fingerprint()
         self.score_maps, self._store = None, None
         if maps is not None:
             self._store = ScoreMapStore(maps)
-            # A file packed by FFCV itself has no fingerprint; all that can be compared is the
-            # number of images.
-            if not notes and len(self._store) != len(self._beton):
-                raise UserError(
-                    f"{maps} holds {len(self._store)} maps but {path} holds {len(self._beton)} images; relabel {path}'s images"
-                )
-            if notes.get("left_out"):
-                raise UserError(
-                    f"{path} leaves out {notes['left_out']} images that could not be packed, so {maps} has other rows; "
-                    "pack the maps into it with tools/pack_dataset.py --maps"
-                )
-            if notes:
-                self._store.check(self.fingerprint, path)
-            if (self._store.labels != self.labels).any():
-                raise UserError(
-                    f"{maps} was made for other images than {path} holds (their labels differ); relabel {path}'s images"
-                )
+            self._check_store(path, maps)
             self.score_maps = score_map_spec(self._store, num_classes)
-        elif "absent" in notes and self._beton.has("map"):  # a stranger's field may have that name
-            side, top_k = self._beton.field("map").shape[2:]
+        # Third-party files may have a field of that name, but not our notes.
+        elif "absent" in notes and self._beton.has("map"):
             self.score_maps = ScoreMapSpec(
-                side,
-                top_k,
+                *self._beton.field("map").shape[2:],
                 num_classes,
                 notes["absent"],
                 notes["max_palette"],
                 notes["min_window_side"],
             )
 
-    def where(self, index: int) -> str:
-        return self._beton.where(index)
+    def _check_store(self, path: Path, maps: Path) -> None:
+        """Raise UserError if the maps beside the file are not those of its images."""
+        notes, images, rows = self._beton.notes, len(self._beton), len(self._store)
+        # A file that FFCV itself wrote has no fingerprint: only the number of images and the
+        # labels can be compared.
+        if not notes and rows != images:
+            raise UserError(
+                f"{maps} holds {rows} maps but {path} holds {images} images; relabel the images"
+            )
+        if notes.get("left_out"):
+            raise UserError(
+                f"{path} leaves out {notes['left_out']} images that could not be packed, so {maps} "
+                "has other rows; pack the maps into it with tools/pack_dataset.py --maps"
+            )
+        if notes:
+            self._store.check(self.fingerprint, path)
+        if (self._store.labels != self.labels).any():
+            raise UserError(
+                f"{maps} was made for other images than {path} holds (their labels differ); "
+                f"relabel {path}'s images"
+            )
 
     def read_ahead(self, first: int, end: int) -> None:
         self._beton.read_ahead(first, end)
@@ -135,14 +133,13 @@ class FfcvSource:
         (file, both), (_, lse), (_, window) = (
             self._beton.array_offsets(name, ids) for name in MAP_FIELDS
         )
-        # The field `map` is logits and then classes; together with the others in this order the
-        # checksum covers them.
+        # The field `map` is the logits, then the classes. The checksum covers these four arrays in
+        # this order.
         offsets = np.stack([both, both + fields.logit[0].nbytes, lse, window], axis=1)
         files = np.repeat(file[:, None], 4, axis=1)
         crcs = None if self._beton.crcs is None else self._beton.crcs[ids]
-        return MapRows(
-            native.Parts(files, offsets, [field.numpy() for field in fields], crcs), fields
-        )
+        to = [field.numpy() for field in fields]
+        return MapRows(native.Parts(files, offsets, to, crcs), fields)
 
     def check_map(self, index: int) -> None:
         if self._store is not None:
@@ -154,10 +151,8 @@ class FfcvSource:
         if self._store is not None:
             return store_maps(self._store, ids)
         rows = self._beton.arrays(ids, MAP_FIELDS)
-        both = rows["map"]
-        return ScoreMaps(
-            both[:, 0].view("<f2"), both[:, 1].view("<u2"), rows["lse"].view("<f2"), rows["window"]
-        )
+        logit, named = rows["map"][:, 0].view("<f2"), rows["map"][:, 1].view("<u2")
+        return ScoreMaps(logit, named, rows["lse"].view("<f2"), rows["window"])
 
     def close(self) -> None:
         self._beton.close()

@@ -18,24 +18,28 @@ from densefeed.storage.images import Images, decode
 from densefeed.storage.score_maps import ScoreMaps, ScoreMapStore
 from densefeed.system.errors import UserError, explain_os_error
 
-CHUNK = 16  # files a thread reads at once
+CHUNK = 16  # files per task of a reading thread
 
 
 class _File(NamedTuple):
-    """A file as the native decoder takes it."""
+    """A file in the form that the native decoder takes."""
 
-    content: np.ndarray  # uint8: its bytes, or the pixels of what is no JPEG of ours
+    content: np.ndarray  # uint8: its bytes, or the pixels of a file that Pillow decoded
     kind: int
     height: int
     width: int
 
 
-class FolderSource:
-    """Images of a folder, and their score maps if `maps` names a store made for exactly this
-    folder.
+# In place of a file that cannot be read: the decoder refuses an empty JPEG.
+MISSING = _File(np.empty(0, np.uint8), native.JPEG, 1, 1)
 
-    Files are read on `threads` threads; what is no gray or RGB JPEG (PNG, WebP, CMYK, ...) is
-    decoded there by Pillow.
+
+class FolderSource:
+    """The images of a folder and, if `maps` names a store made for exactly this folder, their score
+    maps.
+
+    Files are read on `threads` threads. Pillow decodes there what the native decoder does not
+    support: anything but gray and RGB JPEGs (PNG, WebP, CMYK, ...).
     """
 
     remedy = "replace or remove this file"
@@ -53,7 +57,7 @@ class FolderSource:
         self._readers = ThreadPoolExecutor(threads, thread_name_prefix="read")
 
     def read_ahead(self, first: int, end: int) -> None:
-        """Files lie anywhere, so there is no long run to read."""
+        """Do nothing: the files of neighboring samples need not be contiguous on disk."""
 
     def begin(self, ids: np.ndarray) -> Fetch:
         chunks = [
@@ -61,35 +65,31 @@ class FolderSource:
             for at in range(0, len(ids), CHUNK)
         ]
 
-        def fetched() -> Encoded:
+        def wait() -> Encoded:
             files = [file for chunk in chunks for file in chunk.result()]
-            good = [
-                file if isinstance(file, _File) else _File(np.empty(0, np.uint8), native.JPEG, 1, 1)
-                for file in files
-            ]
+            errors = {row: file for row, file in enumerate(files) if isinstance(file, str)}
+            good = [MISSING if row in errors else file for row, file in enumerate(files)]
             samples = np.zeros(len(files), native.SAMPLE)
-            samples["bytes"], samples["length"] = (
-                [f.content.ctypes.data for f in good],
-                [len(f.content) for f in good],
-            )
-            samples["kind"], samples["height"], samples["width"] = np.array([f[1:] for f in good]).T
-            return Encoded(
-                samples, {n: file for n, file in enumerate(files) if isinstance(file, str)}, good
-            )
+            samples["bytes"] = [file.content.ctypes.data for file in good]
+            samples["length"] = [len(file.content) for file in good]
+            samples["kind"], samples["height"], samples["width"] = np.array(
+                [file[1:] for file in good]
+            ).T
+            return Encoded(samples, errors, good)
 
-        return Fetch(fetched, lambda: [chunk.cancel() for chunk in chunks])
+        return Fetch(wait, lambda: [chunk.cancel() for chunk in chunks])
 
     def _read(self, ids: np.ndarray) -> list[_File | str]:
-        """The files of the samples `ids`, or why one cannot be read."""
+        """Read the files of the samples `ids`; for one that cannot be read, return the reason."""
         files: list[_File | str] = []
         for index in ids.tolist():
             try:
                 content = self._images.read(index)
                 try:
-                    files.append(
-                        _File(np.frombuffer(content, np.uint8), native.JPEG, *native.probe(content))
-                    )
-                except native.JpegError:  # Pillow reads it, or says what is wrong
+                    extent = native.probe(content)
+                    files.append(_File(np.frombuffer(content, np.uint8), native.JPEG, *extent))
+                except native.JpegError:
+                    # Pillow decodes it, or raises UserError with the reason.
                     pixels = np.asarray(decode(content, self.where(index)))
                     files.append(_File(pixels.reshape(-1), native.RAW, *pixels.shape[:2]))
             except UserError as error:
@@ -117,39 +117,38 @@ class FolderSource:
 
 
 def store_rows(store: ScoreMapStore, ids: np.ndarray, memory: Memory) -> MapRows:
-    """Where the maps of the samples `ids` lie in an HDF5 store."""
-    side, top_k = store.header.side, store.header.top_k
-    fields = map_tensors(len(ids), side, top_k, memory)
+    """Locate the score maps of the samples `ids` in an HDF5 store, for the native threads."""
+    fields = map_tensors(len(ids), store.header.side, store.header.top_k, memory)
     file, offsets = store.places(ids)
     packed = native.Packed(store.packed.palette[ids], store.packed.levels) if store.packed else None
-    parts = native.Parts(
-        np.full(offsets.shape, file), offsets, [f.numpy() for f in fields], store.crcs[ids], packed
-    )
-    return MapRows(parts, fields)
+    files, to = np.full(offsets.shape, file), [field.numpy() for field in fields]
+    return MapRows(native.Parts(files, offsets, to, store.crcs[ids], packed), fields)
 
 
 def store_maps(store: ScoreMapStore, ids: np.ndarray) -> ScoreMaps:
-    """`store.rows(ids)`, read by the library: compact rows in 3 microseconds each, where numpy
-    needs 17.
+    """Read `store.rows(ids)` with the native library.
+
+    It takes 3 microseconds for a compact row, where numpy takes 17. UserError for a damaged row.
     """
     rows = store_rows(store, ids, Memory())
     for n in np.flatnonzero(native.read_maps(rows.parts)):
-        check_row(store, int(ids[n]))  # says what is wrong
+        check_row(store, int(ids[n]))  # raises with the reason
         raise UserError(f"{store.path}: row {ids[n]} cannot be read; copy the file again")
     return ScoreMaps(*(field.numpy() for field in rows.fields))
 
 
 def check_row(store: ScoreMapStore, index: int) -> None:
-    """UserError if row `index` of a store is not there any more, or damaged."""
+    """Raise UserError if row `index` of a store is beyond the end of its file, or damaged."""
     file, offsets = store.places(np.array([index]))
     last = max(offsets.max(), offsets[0, 0] + (store.packed.size[index] - 1 if store.packed else 0))
-    if os.fstat(file).st_size <= last:  # the memory map would end the process
+    # Reading the memory map beyond the end of the file would kill the process.
+    if os.fstat(file).st_size <= last:
         raise UserError(f"{store.path} was cut while it was open; copy it again and rerun")
     store.rows(np.array([index]))
 
 
 def map_tensors(count: int, side: int, top_k: int, memory: Memory) -> ScoreMaps:
-    """Memory for the maps of a batch, as Batch has them."""
+    """Allocate the map fields of a batch: logit, class, lse and window, as in Batch."""
     return ScoreMaps(
         memory.empty((count, side, side, top_k), torch.float16),
         memory.empty((count, side, side, top_k), torch.uint16),
@@ -159,13 +158,15 @@ def map_tensors(count: int, side: int, top_k: int, memory: Memory) -> ScoreMaps:
 
 
 def score_map_spec(store: ScoreMapStore, num_classes: int) -> ScoreMapSpec:
-    """What the step must know of a store. UserError if it scores other classes than the dataset
-    has, or holds impossible values.
+    """Return the specification of a store's maps, after a check of all of its values.
+
+    UserError if the store scores other classes than the dataset has, or holds impossible values.
     """
     header = store.header
     if header.num_classes != num_classes:
         raise UserError(
-            f"{store.path} scores {header.num_classes} classes but the data has {num_classes}; relabel with a teacher of the same classes"
+            f"{store.path} scores {header.num_classes} classes but the data has {num_classes}; "
+            "relabel with a teacher of the same classes"
         )
     store.check_values()
     return ScoreMapSpec(

@@ -1,16 +1,17 @@
-"""The loader behind `--loader folder` and `--loader ffcv`: the plan's crops of a source, decoded by
-native threads.
+"""The loader behind `--loader folder` and `--loader ffcv`: crops of a source, decoded by native
+threads.
 
-A source says where images and maps lie; everything else (plan, crop, resize, labels, errors) is
-here, once, so that the two loaders cannot differ in anything but the bytes they read. Python plans
-a batch and submits it; the threads decode it without ever waiting for Python's lock, which a
-training loop in eager mode holds nearly always.
+A source locates images and maps; everything else (plan, crop, resize, labels, errors) is here,
+once, so that two loaders can differ only in the bytes they read. Python plans a batch and submits
+it; the threads decode it without ever waiting for Python's lock, which a training loop in eager
+mode holds nearly all the time.
 """
 
 import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from itertools import chain, count
 from typing import Literal, NamedTuple, Protocol
 
@@ -26,20 +27,34 @@ from densefeed.storage.geometry import crop_views, visible_boxes
 from densefeed.storage.score_maps import ScoreMaps
 from densefeed.system.errors import UserError, explain_os_error
 
-AHEAD = 3  # batches being decoded or waiting while the step works
+AHEAD = 3  # batches in flight while the step works: being decoded, or waiting for the consumer
 
 
 class Encoded(NamedTuple):
-    """Where the images of a batch lie, N samples."""
+    """The location of the encoded images of a batch, N samples.
 
-    samples: np.ndarray  # native.SAMPLE [N]: place, kind and size are filled in
-    errors: dict[int, str]  # row: why its image cannot be read
-    keep: object = None  # memory that must live until the batch is decoded
+    A source starts from `np.zeros(N, native.SAMPLE)` and fills these fields, the loader the others:
+
+    - `kind`: `native.JPEG`, or `native.RAW` for rows of RGB bytes, 3 * height * width of them.
+    - `height`, `width` of the stored image, pixels. The decoder refuses a JPEG of another size.
+    - In memory: `bytes`, the address of the encoded image, and `length` in bytes.
+    - In a file: `bytes` 0, `file`, a descriptor that stays open until `Source.close`, and `offset`
+      and `length` in bytes.
+
+    A sample in `errors` needs values that the decoder refuses, for example an empty JPEG of
+    1 x 1 pixels; its error is then reported in place of the decoder's.
+    """
+
+    samples: np.ndarray  # native.SAMPLE [N]
+    errors: dict[int, str]  # row -> reason why its image cannot be read
+    keep: object = None  # owner of the memory behind `bytes`; it lives until the batch is decoded
 
 
 class Fetch(NamedTuple):
-    """Samples being fetched. Without `cancel` a process that ends would first read all that was
-    asked for.
+    """Samples that are being fetched.
+
+    `wait` blocks until they are there. `cancel` drops the reads that have not started; without it,
+    a process that ends would first finish all requested reads.
     """
 
     wait: Callable[[], Encoded]
@@ -47,58 +62,93 @@ class Fetch(NamedTuple):
 
 
 class MapRows(NamedTuple):
-    """Where the score maps of a batch lie, and what they are once they were copied."""
+    """The location of the score maps of a batch, and the tensors that they are copied to."""
 
+    # Runs of bytes to copy, in the order of `fields`; `to` is the numpy view of each field.
     parts: native.Parts
     fields: tuple[Tensor, Tensor, Tensor, Tensor]  # logit, class, lse, window, as in Batch
 
 
 class Source(Protocol):
-    """Where a loader's samples lie."""
+    """Images, labels and score maps of a dataset: the interface between storage and the loaders.
 
-    labels: np.ndarray  # int64 [num_samples]
-    fingerprint: str  # of the images
-    class_names: list[str]
-    score_maps: ScoreMapSpec | None  # of its score maps, if it has any
-    remedy: str  # what to do about a sample that cannot be decoded
+    Implement it to train from a new storage format; `ThreadedLoader(source, plan, threads)` and
+    `DaliLoader` accept any object with these members, no base class is needed. FolderSource reads
+    one file per sample into memory on threads of its own, FfcvSource locates samples in a large
+    file.
+
+    Samples are numbered from 0 to `len(labels)` - 1 in storage order, and the numbering must not
+    change between runs. The plan of the loader has that `num_samples`. `ids` are int64 `[N]`, in
+    any order, and may repeat.
+
+    For every batch the loader calls `read_ahead` (order `blocks` only), `begin`, `Fetch.wait` and,
+    if there are maps, `map_rows`, all from the thread that iterates over the batches. `begin` is
+    called one batch before its `wait`, and several batches are in flight, so it must not block and
+    must not reuse the memory of an earlier batch. The bytes are then read, decoded and checked by
+    native threads. `image` and `check_map` are called for samples that failed there.
+
+    Raise UserError, a sentence with the cause and the remedy, for a sample that cannot be read; the
+    loader adds the sample's number and applies `on_bad_sample`. An error from `begin`, `wait` or
+    `map_rows` ends the run.
+    """
+
+    labels: np.ndarray  # int64 [num_samples], class ids
+    fingerprint: str  # identifies the set of images: equal for equal sets; checkpoints compare it
+    class_names: list[str]  # one for each class id
+    score_maps: ScoreMapSpec | None  # shape and meaning of the score maps; None without maps
+    remedy: str  # what to do about an image that cannot be decoded, ends the error message
 
     def where(self, index: int) -> str:
-        """How an error message should name sample `index`."""
+        """Name sample `index` in an error message: its path, or file and number in the file."""
 
     def read_ahead(self, first: int, end: int) -> None:
-        """The samples `first` to `end` - 1 will be needed: if they lie together, have the system
-        read them, without waiting.
+        """Prefetch samples `first` to `end` - 1, which will be needed within a window of the plan.
+
+        Have the operating system read them if they are contiguous (posix_fadvise), without
+        waiting; do nothing if they are not.
         """
 
     def begin(self, ids: np.ndarray) -> Fetch:
-        """Begin to fetch the samples `ids`."""
+        """Start to fetch the samples `ids`, without waiting; see Fetch and Encoded.
+
+        A sample that cannot be fetched becomes an entry of `Encoded.errors`.
+        """
 
     def image(self, index: int) -> Image.Image:
-        """Sample `index` decoded by Pillow, RGB: for what the native decoder leaves to it.
-        UserError if it cannot be.
+        """Decode all of sample `index` with Pillow, RGB.
+
+        For images that the native decoder does not support. Its size must be that of `samples`.
+        Raises UserError if it cannot be decoded.
         """
 
     def map_rows(self, ids: np.ndarray, memory: "Memory") -> MapRows:
-        """Where the score maps of the samples `ids` lie; only if `score_maps` is not None."""
+        """Locate the score maps of the samples `ids`; called only if `score_maps` is not None.
+
+        Allocate the tensors from `memory` with the shapes and dtypes of Batch (`map_tensors` in
+        folder.py). native.Parts names the bytes of each of them by file descriptor and offset, and
+        optionally a checksum; the native threads copy them beside the images.
+        """
 
     def maps(self, ids: np.ndarray) -> ScoreMaps:
-        """Copies of the score maps of the samples `ids`, each checked; only if `score_maps` is not
-        None.
+        """Read the score maps of the samples `ids` and check them; for maps held on the device.
+
+        Returns copies. Raises UserError for a damaged map. Called only if `score_maps` is not None.
         """
 
     def check_map(self, index: int) -> None:
-        """UserError if the score map of sample `index` cannot be read, or is damaged; only if
-        `score_maps` is not None.
+        """Raise UserError if the score map of sample `index` is damaged or cannot be read.
+
+        Called only if `score_maps` is not None.
         """
 
     def close(self) -> None:
-        """Free files and threads."""
+        """Close files and stop threads. Called once the loader's own threads have stopped."""
 
 
 class Memory:
-    """Tensors for batches. Memory is used again only after the last tensor that shares it is gone,
-    however the consumer keeps it.
+    """An allocator of the tensors of batches.
 
+    Memory is reused only after the last tensor that shares it is gone, whatever the consumer keeps.
     With CUDA it is pinned, and PyTorch's own allocator does this (it also waits for copies that a
     stream has not finished).
     """
@@ -109,40 +159,34 @@ class Memory:
         self._size = 0
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """An uninitialized tensor on the CPU."""
+        """Return an uninitialized tensor on the CPU."""
         if self.pinned:
             return torch.empty(shape, dtype=dtype, pin_memory=True)
         nbytes = int(np.prod(shape)) * dtype.itemsize
         free = self._free.setdefault(nbytes, [])
         block = free.pop() if free else np.empty(nbytes, np.uint8)
-        # the tensor holds this view, so the view dies with the tensor's last relative
+        # The tensor holds this view, so the view dies with the last tensor that shares the memory.
         view = block[:]
         weakref.finalize(view, free.append, block).atexit = False
         return torch.from_numpy(view).view(dtype).view(shape)
 
     def prepare(self, size: int) -> None:
-        """Give free memory back if batches will have another `size`: other tensors than before."""
+        """Release the free blocks if the side of the images changes to `size` pixels."""
         if size != self._size:
             self._free.clear()
         self._size = size
 
 
-class Decoding(Protocol):
-    """Images of a batch being decoded."""
+@dataclass(eq=False)
+class Decoding:
+    """The images of a batch while they are decoded."""
 
-    job: native.Job  # its samples' status says how each of them went, its parts are the score maps
-    image: Tensor  # uint8 [N, size, size, 3], valid once it was waited for
-
-
-class _Native(NamedTuple):
-    """Images being decoded by our own threads."""
-
-    job: native.Job
-    image: Tensor
+    job: native.Job  # its samples' status is the outcome of each; its parts are the score maps
+    image: Tensor | None  # uint8 [N, size, size, 3], valid after the wait
 
 
 class _Begun(NamedTuple):
-    """A batch being decoded."""
+    """A batch in flight."""
 
     decoding: Decoding
     encoded: Encoded
@@ -154,20 +198,20 @@ class _Begun(NamedTuple):
 
 
 class ThreadedLoader:
-    """Batches of a source under a plan.
+    """Batches of a source, in the order and with the crops of a plan.
 
     Args:
         source: the samples.
-        plan: which samples, crops and flips, and the side of the network's input in each epoch.
+        plan: order, crops and flips, and the side of the network's input in each epoch.
         threads: decoding threads.
-        on_bad_sample: `raise` stops at a sample that cannot be read, naming its id and path; `skip`
+        on_bad_sample: `raise` stops at a sample that cannot be read, with its id and path; `skip`
             gives it weight 0 and the pixels of another sample of its batch (never a black image),
             and counts it in `skipped`.
-        maps: whether batches carry score maps, if the source has any; not for maps that are on the
+        maps: whether batches carry score maps, if the source has any; False if the maps are on the
             device (resident.py).
 
-    At most AHEAD batches are in the making, beside those the consumer holds. A batch of the
-    consumer's is never overwritten.
+    At most AHEAD batches are in flight, beside those that the consumer holds. A batch that the
+    consumer holds is never overwritten.
     """
 
     def __init__(
@@ -179,30 +223,28 @@ class ThreadedLoader:
         maps: bool = True,
     ) -> None:
         self.source, self.plan, self.on_bad_sample, self._maps = source, plan, on_bad_sample, maps
-        self.num_classes, self.class_names, self.score_maps = (
-            len(source.class_names),
-            source.class_names,
-            source.score_maps,
-        )
-        self.fingerprint, self.skipped = source.fingerprint, 0
+        self.class_names, self.num_classes = source.class_names, len(source.class_names)
+        self.score_maps, self.fingerprint = source.score_maps, source.fingerprint
+        self.skipped = 0
         self._pool, self._memory = native.Pool(max(1, threads)), Memory()
 
     def __len__(self) -> int:
         return self.plan.batches
 
     def close(self) -> None:
-        """Stop the threads; what they work on is finished, what waits is dropped."""
+        """Stop the threads: samples being decoded are finished, queued ones are dropped."""
         self._pool.close()
         self.source.close()
 
     def batches(self, epoch: int, start: int = 0) -> Iterator[Batch]:
-        """This rank's rows of the batches of an epoch from batch `start` on; padding has weight
-        0.
+        """Yield this rank's part of the batches of an epoch from batch `start` on.
+
+        Padding has weight 0. RuntimeError if the loader is closed meanwhile, or in a forked child.
         """
-        index, view, weight = (part[start:] for part in self.plan.shard(epoch))
-        rows, size = zip(index, view, weight, strict=True), self.plan.size(epoch)
+        shard, size = self.plan.shard(epoch), self.plan.size(epoch)
+        rows = zip(*(part[start:] for part in shard), strict=True)
         self._memory.prepare(size)
-        # One batch more is being fetched than decoded: a folder's files are read while earlier ones
+        # One more batch is fetched than decoded: the files of a folder are read while earlier ones
         # are decoded.
         fetching = self._fetch(zip(rows, self.plan.runs(epoch, start), strict=True))
         fetched: deque = deque()
@@ -220,7 +262,8 @@ class ThreadedLoader:
                     batch = self._finish(decoding.popleft())
                     yield batch._replace(epoch=epoch, step=next(steps))
         except Exception:
-            # closed meanwhile, or in a forked child: that is the reason, whatever it broke first
+            # If the loader was closed meanwhile, or this is a forked child, report that instead of
+            # the error that it caused first.
             self._pool.check()
             raise
         finally:
@@ -232,30 +275,30 @@ class ThreadedLoader:
     def _begin(
         self, samples: np.ndarray, ids: np.ndarray, size: int, maps: MapRows | None, keep: object
     ) -> Decoding:
-        """Have the crops of `samples` decoded, at `size` pixels a side, and their `maps` copied;
+        """Start to decode the crops of `samples` at `size` pixels a side and to copy their `maps`,
         without waiting.
         """
         image = self._memory.empty((len(ids), size, size, 3), torch.uint8)
         job = native.Job(samples, image.numpy(), maps.parts if maps else None, keep)
         self._pool.submit(job)
-        return _Native(job, image)
+        return Decoding(job, image)
 
     def _wait(self, decoding: Decoding) -> None:
-        """Wait until it is decoded."""
+        """Wait until the images are decoded."""
         self._pool.wait(decoding.job)
 
     def _cancel(self, decoding: Decoding) -> None:
-        """Nobody waits for it any more."""
+        """Drop a batch that will not be waited for."""
         self._pool.cancel(decoding.job)
 
     def _fetch(self, rows: Iterator[tuple]) -> Iterator[tuple]:
-        """Begin to fetch one batch after the other, and have the storage read what will be needed a
+        """Start to fetch one batch after the other, and prefetch the storage that is needed a
         window later.
         """
-        for (ids, views, weights), runs in rows:
+        for (ids, repeat, weight), runs in rows:
             for first, end in runs:
                 self.source.read_ahead(first, end)
-            yield self.source.begin(ids), ids, views, weights
+            yield self.source.begin(ids), ids, repeat, weight
 
     def _submit(
         self,
@@ -266,104 +309,72 @@ class ThreadedLoader:
         repeat: np.ndarray,
         weight: np.ndarray,
     ) -> _Begun:
-        """Plan a batch's crops and have them decoded."""
+        """Plan a batch's crops and submit them for decoding."""
         encoded = fetch.wait()
         samples = encoded.samples
-        samples["box_tlhw"], samples["flip"] = self.plan.crops(
-            epoch, ids, samples["height"], samples["width"], repeat
-        )
-        views = crop_views(
-            samples["box_tlhw"], samples["flip"], samples["height"], samples["width"]
-        )
+        height, width = samples["height"], samples["width"]
+        box_tlhw, flip = self.plan.crops(epoch, ids, height, width, repeat)
+        samples["box_tlhw"], samples["flip"] = box_tlhw, flip
+        views = crop_views(box_tlhw, flip, height, width)
         maps = self.source.map_rows(ids, self._memory) if self.score_maps and self._maps else None
         decoding = self._begin(samples, ids, size, maps, encoded.keep)
         return _Begun(decoding, encoded, ids, repeat, weight, views, maps)
 
     def _finish(self, begun: _Begun) -> Batch:
-        """Look after a decoded batch's bad samples, and make tensors of it."""
-        ids, weight, views = begun.ids.copy(), begun.weight.copy(), begun.views
-        bad = [
-            row
-            for row in np.flatnonzero(begun.decoding.job.samples["status"]).tolist()
-            if not self._mend(begun, row)
-        ]
+        """Handle the bad samples of a decoded batch, and make tensors of it."""
+        status = begun.decoding.job.samples["status"]
+        bad = [row for row in np.flatnonzero(status).tolist() if not self._mend(begun, row)]
+        logit, named, lse, window = begun.maps.fields if begun.maps else [None] * 4
         batch = Batch(
             image=begun.decoding.image,
-            label=torch.from_numpy(self.source.labels[ids]),
-            view=torch.from_numpy(views),
-            shown=torch.from_numpy(visible_boxes(views)),
-            index=torch.from_numpy(ids),
+            label=torch.from_numpy(self.source.labels[begun.ids]),
+            view=torch.from_numpy(begun.views),
+            shown=torch.from_numpy(visible_boxes(begun.views)),
+            index=torch.from_numpy(begun.ids.copy()),
             repeat=torch.from_numpy(begun.repeat.copy()),
-            weight=torch.from_numpy(weight),
-            map_logit=None,
-            map_class=None,
-            map_lse=None,
-            window=None,
+            weight=torch.from_numpy(begun.weight.copy()),
+            map_logit=logit,
+            map_class=named,
+            map_lse=lse,
+            window=window,
             axis_aligned=True,
         )
-        if begun.maps:
-            batch = batch._replace(
-                **dict(
-                    zip(
-                        ("map_logit", "map_class", "map_lse", "window"),
-                        begun.maps.fields,
-                        strict=True,
-                    )
-                )
-            )
         if bad:
-            self.skipped += int(weight[bad].sum())
-            good = next((row for row in range(len(ids)) if row not in bad), None)
-            if good is None:
-                where = self.source.where(int(ids[0]))
-                raise UserError(
-                    f"none of the {len(ids)} samples of a batch can be read, {where} first; the lines above say why"
-                )
-            for row in bad:  # a skipped sample repeats a good one, with weight 0
-                for field in batch:
-                    if isinstance(field, Tensor):
-                        field[row] = field[good]
-                weight[row] = 0
-        # Memory is pinned already where it is large; for the small tensors this copies.
+            self._replace_samples(batch, bad)
         if not self._memory.pinned:
             return batch
+        # Large tensors are in pinned memory already; this copies the small ones.
         return batch.map_tensors(lambda field: field if field.is_cuda else field.pin_memory())
 
+    def _replace_samples(self, batch: Batch, bad: list[int]) -> None:
+        """Replace the rows `bad` by the first good one, in place, with weight 0."""
+        self.skipped += int(batch.weight[bad].sum())
+        good = next((row for row in range(len(batch.index)) if row not in bad), None)
+        if good is None:
+            where = self.source.where(int(batch.index[0]))
+            raise UserError(
+                f"none of the {len(bad)} samples of a batch can be read (the first is {where}); "
+                "see the messages above for the reasons"
+            )
+        for row in bad:
+            for field in batch:
+                if isinstance(field, Tensor):
+                    field[row] = field[good]
+            batch.weight[row] = 0
+
     def _mend(self, begun: _Begun, row: int) -> bool:
-        """Decode a sample with Pillow that the native decoder leaves to it. False if it is to be
+        """Decode a sample that the native decoder refused with Pillow. False if it is to be
         skipped.
         """
-        image, samples = begun.decoding.image, begun.decoding.job.samples
-        sample, index = samples[row], int(begun.ids[row])
-        where, why = self.source.where(index), sample["message"].decode(errors="replace")
-        if sample["status"] == native.NO_MEMORY:  # no fault of the sample's, so it is not skipped
+        index, status = int(begun.ids[row]), begun.decoding.job.samples["status"]
+        where = self.source.where(index)
+        # This is no fault of the sample, so it is not skipped.
+        if status[row] == native.NO_MEMORY:
             raise UserError(
-                f"sample {index}, {where}: memory is used up; choose a smaller --batch or fewer --threads"
+                f"sample {index}, {where}: out of memory; choose a smaller --batch or --threads"
             )
         try:
-            if row in begun.encoded.errors:
-                raise UserError(begun.encoded.errors[row])
-            if sample["status"] != native.UNSUPPORTED:
-                if begun.maps:  # the decoder tells the map's damage from the image's only in words
-                    self.source.check_map(index)
-                raise UserError(f"{where} cannot be decoded ({why}); {self.source.remedy}")
-            pixels = np.asarray(self.source.image(index))
-            if pixels.shape[:2] != (sample["height"], sample["width"]):
-                raise UserError(
-                    f"{where} has another size than the dataset says; {self.source.remedy}"
-                )
-            again, crop = samples[row : row + 1].copy(), np.empty((1, *image.shape[1:]), np.uint8)
-            again["bytes"], again["length"], again["kind"] = (
-                pixels.ctypes.data,
-                pixels.nbytes,
-                native.RAW,
-            )
-            native.Job(again, crop, keep=pixels).decode()
-            if again["status"][0] != native.OK:
-                raise UserError(
-                    f"{where} cannot be resized ({again['message'][0].decode()}); {self.source.remedy}"
-                )
-            image[row] = torch.from_numpy(crop[0])
+            self._decode_by_pillow(begun, row, where)
             return True
         except (UserError, OSError) as error:
             why = explain_os_error(error) if isinstance(error, OSError) else str(error)
@@ -372,3 +383,27 @@ class ThreadedLoader:
                 raise UserError(what) from error
             print(f"skipped {what}", file=sys.stderr)
             return False
+
+    def _decode_by_pillow(self, begun: _Begun, row: int, where: str) -> None:
+        """Decode a sample with Pillow into its row. UserError if it cannot be read."""
+        samples = begun.decoding.job.samples[row : row + 1].copy()
+        sample, index, remedy = samples[0], int(begun.ids[row]), self.source.remedy
+        if row in begun.encoded.errors:
+            raise UserError(begun.encoded.errors[row])
+        if sample["status"] != native.UNSUPPORTED:
+            # Only the message of the native decoder distinguishes a damaged map from an image.
+            if begun.maps:
+                self.source.check_map(index)
+            why = sample["message"].decode(errors="replace")
+            raise UserError(f"{where} cannot be decoded ({why}); {remedy}")
+        pixels = np.asarray(self.source.image(index))
+        if pixels.shape[:2] != (sample["height"], sample["width"]):
+            raise UserError(f"{where} has another size than the dataset records; {remedy}")
+        image = begun.decoding.image[row]
+        crop = np.empty((1, *image.shape), np.uint8)
+        sample["bytes"], sample["length"] = pixels.ctypes.data, pixels.nbytes
+        sample["kind"] = native.RAW
+        native.Job(samples, crop, keep=pixels).decode()
+        if sample["status"] != native.OK:
+            raise UserError(f"{where} cannot be resized ({sample['message'].decode()}); {remedy}")
+        image.copy_(torch.from_numpy(crop[0]))

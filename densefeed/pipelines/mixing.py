@@ -1,8 +1,8 @@
-"""MixToken, CutMix and MixUp: what a batch takes from its partner, which is the batch reversed.
+"""MixToken, CutMix and MixUp of a batch with its partner, the batch reversed.
 
-Reversing needs no even batch: the middle sample of an odd one is its own partner. The box is drawn
-by the plan and reaches the device as five numbers in a tensor, so a compiled or captured step is
-one and the same for every box.
+The size of the batch need not be even: the middle sample of an odd batch is its own partner. The
+plan draws the box; box and blend reach the device as tensors, five numbers, so one compiled or
+captured step serves every box.
 """
 
 from dataclasses import dataclass
@@ -20,17 +20,17 @@ from densefeed.system.options import Fraction, NonNegative, Options
 
 
 class Mix(NamedTuple):
-    """What is mixed in one step."""
+    """The box and the blend of one step."""
 
-    # float32 [4], (top, left, bottom, right), in units of which the image's side has `side`; what
-    # is exchanged
+    # float32 [4], (top, left, bottom, right): the box that is exchanged; the image is `side` units
+    # wide and high
     box_tlbr: Tensor
-    # float32 [], the partner's share of every pixel (MixUp), blended before anything is exchanged
+    # float32 [], the partner's share of every pixel (MixUp), blended before the exchange
     blend: Tensor
     side: int  # pixels (CutMix, MixUp) or tokens (MixToken)
 
     def to(self, device: torch.device) -> "Mix":
-        """On `device`, without waiting."""
+        """Copy to `device` without a host sync."""
         return Mix(
             self.box_tlbr.to(device, non_blocking=True),
             self.blend.to(device, non_blocking=True),
@@ -42,7 +42,9 @@ class Mix(NamedTuple):
 class MixOptions(Options):
     """What is mixed with the partner image.
 
-    MixToken together with CutMix raises UserError: their two boxes would need a label each.
+    MixToken together with CutMix raises UserError: their two boxes would need a label each. With
+    CutMix and MixUp, one of the two is drawn for each step, as in timm. MixToken may follow MixUp
+    (LV-ViT, arXiv 2104.10858, Table 7, third row).
     """
 
     # exchange a box of tokens with the partner image in every step (arXiv 2104.10858, section 3.3)
@@ -60,7 +62,7 @@ class MixOptions(Options):
         super().__post_init__()
         if self.mixtoken and self.cutmix:
             raise UserError(
-                "MixToken exchanges a box in every step already; give --no-mixtoken or --cutmix 0"
+                "MixToken already exchanges a box in every step; choose --no-mixtoken or --cutmix 0"
             )
 
     def __bool__(self) -> bool:
@@ -74,8 +76,8 @@ class Mixing(NamedTuple):
     options: MixOptions
 
     def draw(self, epoch: int, step: int, size: int, grid: int) -> Mix:
-        """The mix of a step, on the CPU: of images of `size` pixels a side, or of a `grid` x `grid`
-        table of tokens.
+        """Draw the mix of a step, on the CPU: for images of `size` pixels a side, or for a
+        `grid` x `grid` table of tokens (MixToken).
         """
         plan, options, box, blend = self.plan, self.options, (0, 0, 0, 0), 0.0
         mixes, switch = plan.mix_switches(epoch, step)
@@ -86,88 +88,82 @@ class Mixing(NamedTuple):
             blend = 1 - plan.beta(epoch, step, options.mixup)
         if options.mixtoken:
             box, size = plan.mix_box(epoch, step, grid), grid
-        return Mix(
-            torch.tensor(box, dtype=torch.float32), torch.tensor(blend, dtype=torch.float32), size
-        )
+        return Mix(torch.tensor(box).float(), torch.tensor(blend), size)
 
 
 def combine_shares(one: Tensor, other: Tensor) -> Tensor:
-    """The partner's share after two mixings with the same partner: who is exchanged twice is
-    back.
-    """
+    """Return the partner's share after two mixings with the same partner; two exchanges cancel."""
     return one + other - 2 * one * other
 
 
 def box_map(mix: Mix, grid: int) -> Tensor:
-    """The share of each cell of a `grid` x `grid` table over the image that the box covers. float32
-    `[grid, grid]`.
+    """Return the share of each cell of a `grid` x `grid` table over the image that the box covers:
+    float32 `[grid, grid]`.
     """
     edges = torch.arange(grid + 1, device=mix.box_tlbr.device) * (mix.side / grid)
     top, left, bottom, right = mix.box_tlbr.unbind()
 
-    def covered(low: Tensor, high: Tensor) -> Tensor:
-        return (torch.minimum(edges[1:], high) - torch.maximum(edges[:-1], low)).clamp(min=0) * (
-            grid / mix.side
-        )
+    def cover(low: Tensor, high: Tensor) -> Tensor:
+        overlap = torch.minimum(edges[1:], high) - torch.maximum(edges[:-1], low)
+        return overlap.clamp(min=0) * (grid / mix.side)
 
-    return covered(top, bottom)[:, None] * covered(left, right)
+    return cover(top, bottom)[:, None] * cover(left, right)
 
 
 def share_map(mix: Mix, grid: int) -> Tensor:
-    """The partner's share of what each cell of a `grid` x `grid` table over the image shows.
-    float32 `[grid, grid]`.
+    """Return the partner's share of the pixels in each cell of a `grid` x `grid` table over the
+    image: float32 `[grid, grid]`.
     """
     return combine_shares(box_map(mix, grid), mix.blend)
 
 
 def label_share(mix: Mix) -> Tensor:
-    """The partner's share of the image's label. float32 `[]`.
+    """Return the partner's share of the image's label: float32 `[]`.
 
-    The box's true area, after it was clipped (1 - M̄ of equation 10), applied to labels that are
-    blended already.
+    The true area of the clipped box (1 - M̄ of LV-ViT's equation 10), applied to labels that are
+    already blended.
     """
     top, left, bottom, right = mix.box_tlbr.unbind()
     return combine_shares((bottom - top) * (right - left) / mix.side**2, mix.blend)
 
 
 def mix_images(image_NCHW: Tensor, share: Tensor) -> Tensor:
-    """Images with `share` (`[H, W]` or a scalar) of their partners; the memory format is kept.
+    """Mix images with a `share` (`[H, W]` or a scalar) of their partners; keeps the memory format.
 
-    `share_map` at the input's side gives CutMix and MixUp. Where MixToken does the exchange later,
-    `Mix.blend` alone is due.
+    `share_map` at the input's side gives CutMix and MixUp. Where MixToken exchanges the box later,
+    pass `Mix.blend` alone.
     """
     return torch.lerp(image_NCHW, image_NCHW.flip(0), share.to(image_NCHW.dtype))
 
 
 def mix_targets(targets: SparseTargets, share: Tensor) -> SparseTargets:
-    """Targets mixed with the partner's: (1 - share) t + share t_partner, both by their weights; the
+    """Mix targets with the partner's: (1 - share) t + share t_partner, both by their weights; the
     palette is twice as long.
 
     `share` is a scalar (a label mixed by area) or `[T]` (each token by its own covered area). Where
-    only one of the two has a label, that is the label, and the weight says how much of the token it
-    covers.
+    only one of the two has a label, the result is that label, and the weight is the share of the
+    token that it covers.
     """
     share = share.flatten()  # 1 or T
-    own, partner = (1 - share) * targets.weight, share * targets.weight.flip(0)
+    other = SparseTargets(*(field.flip(0) for field in targets))
+    own, partner = (1 - share) * targets.weight, share * other.weight
     weight = own + partner
     own, partner = (part / weight.clamp(min=1e-12) for part in (own, partner))
+    extra = own[..., None] * targets.extra, partner[..., None] * other.extra
     return SparseTargets(
-        palette=torch.cat([targets.palette, targets.palette.flip(0)], 1),
-        extra=torch.cat(
-            [own[..., None] * targets.extra, partner[..., None] * targets.extra.flip(0)], 2
-        ),
-        base=own * targets.base + partner * targets.base.flip(0),
+        palette=torch.cat([targets.palette, other.palette], 1),
+        extra=torch.cat(extra, 2),
+        base=own * targets.base + partner * other.base,
         weight=weight,
-        total=own * targets.total + partner * targets.total.flip(0),
+        total=own * targets.total + partner * other.total,
     )
 
 
-def mean_target(targets: SparseTargets) -> SparseTargets:
-    """One target an image, the mean of its tokens': T becomes 1.
+def pooled(targets: SparseTargets) -> SparseTargets:
+    """Average the targets of each image's tokens into one: T becomes 1.
 
-    Of tokens that were `mix_targets` it is a class label that knows what the exchanged region
-    shows, where mixing by area takes the partner's label for the whole of its image (asked for in
-    relabel_imagenet's issue 4).
+    After `mix_targets` of the tokens this is a class label of the content of the exchanged region;
+    mixing by area assigns the partner's label to any part of its image.
     """
     part = targets.weight / targets.weight.sum(1, keepdim=True).clamp(min=1e-12)
     return SparseTargets(

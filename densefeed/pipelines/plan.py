@@ -1,10 +1,9 @@
-"""EpochPlan: which samples, in which order, which crop, flipped or not, mixed where: all from
-(seed, epoch, sample id).
+"""EpochPlan: the order, crops, flips and mixing boxes of every epoch of a run.
 
-Every draw comes from Philox 4x32-10, a counter-based generator (Salmon et al., SC 2011): the same
-counter gives the same number anywhere. So two loaders, any number of threads or ranks and a resumed
-run see the same samples, and no generator state needs saving. The counter is (epoch, sample id or
-step, stream | repeat << 16, block), the key the seed.
+Every draw is a function of (seed, epoch, sample id) and comes from the counter-based generator of
+philox.py: the same counter gives the same number anywhere. So two loaders, any number of threads
+or ranks and a resumed run see the same samples, and no generator state needs saving. The key is
+the seed, the counter (epoch, sample id or step, stream | repeat << 16, block).
 """
 
 import math
@@ -14,47 +13,28 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from densefeed.pipelines.philox import philox
 from densefeed.storage.geometry import center_box
 from densefeed.system.errors import UserError
 
-# Streams. A new kind of draw takes a new number, so that old runs stay equal.
+# Streams. A new kind of draw takes a new number, so that old runs stay reproducible.
 ORDER, CROP, MIX, STEP, BLOCKS, AUGMENT, JITTER, ERASE, NOISE, SHIFT = range(10)
 TRIES = 10  # torchvision's RandomResizedCrop
 # A crop reads numbers 0 to 9 for its areas, 10 to 19 for its ratios, 20 to 22 for top, left and
-# flip. The Philox blocks of the last three and of the first try (0, 2 and 5 of six) hold the second
-# try too; of a 500 x 375 photograph's crops 7 % need a third.
+# flip. The Philox blocks of the last three and of the first try (0, 2 and 5 of six) also hold the
+# second try; 7 % of the crops of a 500 x 375 photograph need a third.
 FIRST_TRIES = 2
-# Samples at once. More, and the 64-bit words of three blocks leave the cache (2,048 ran fastest of
-# 1,024 to 16,384); up to FEW, numpy's calls cost more than what they compute, and one pass over all
-# tries is cheaper than two.
-CHUNK, FEW = 2048, 256
-
-
-def philox(key: int, counter: Sequence[int | np.ndarray]) -> tuple[np.ndarray, ...]:
-    """Philox 4x32 with 10 rounds: four words below 2^32, as uint64, for a counter of four such
-    words and a 64-bit key.
-
-    The counter's words are numbers or arrays of any shapes that broadcast; what all samples share
-    is computed once.
-    """
-    c0, c1, c2, c3 = (np.asarray(word, np.uint64) for word in counter)
-    mask, shift = np.uint64(0xFFFFFFFF), np.uint64(32)
-    for number in range(10):
-        low = np.uint64((key + number * 0x9E3779B9) & 0xFFFFFFFF)
-        high = np.uint64(((key >> 32) + number * 0xBB67AE85) & 0xFFFFFFFF)
-        product0, product1 = c0 * np.uint64(0xD2511F53), c2 * np.uint64(0xCD9E8D57)
-        c0, c1, c2, c3 = (
-            (product1 >> shift) ^ (c1 ^ low),
-            product1 & mask,
-            (product0 >> shift) ^ (c3 ^ high),
-            product0 & mask,
-        )
-    return c0, c1, c2, c3
+# Samples per chunk. With more, the 64-bit words of three blocks leave the cache (2,048 ran fastest
+# of 1,024 to 16,384).
+CHUNK = 2048
+# Up to this many samples numpy's calls cost more than their arithmetic, so one pass over all tries
+# is cheaper than two.
+FEW = 256
 
 
 class Shard(NamedTuple):
-    """A rank's rows of every batch of an epoch; from batch `start` on it is `index[start:]`, and so
-    on.
+    """One rank's rows of every batch of an epoch; the rows from batch `start` on are
+    `index[start:]` (likewise the other fields).
     """
 
     index: np.ndarray  # int64 [batches, local batch], sample ids
@@ -68,39 +48,38 @@ class EpochPlan:
 
     `train` shuffles, crops as torchvision's RandomResizedCrop (area uniform in `crop_scale`, log of
     the aspect ratio uniform in `crop_ratio`, ten tries, then the largest centered box of an allowed
-    ratio) and flips; `evaluate` keeps order, shows each sample once and takes the centered square of
-    `crop_pct` times the shorter side.
+    ratio) and flips; `evaluate` keeps the order, shows each sample once and takes the centered
+    square of `crop_pct` times the shorter side.
 
     Order `random` is a uniform permutation. `blocks` is for disks and network file systems: blocks
-    of `block` neighbors in storage are shuffled, then samples within every `window` blocks. So a
-    window, W = block * window samples, lies in at most `window` runs of storage, and who reads
-    those runs ahead reads sequentially: 128 ImageNet files are 14 MB, of whose 0.1 s a disk seeks
-    for a tenth. The price: two neighbors in storage share a batch with probability (1 - 1 / block)
-    (batch - 1) / (W - 1), which is num_samples / W times that of `random` (with 1.28 M samples,
-    batches of 1,024 and the defaults 6 % instead of 0.08 %), and where storage is sorted by class,
-    a window of ImageNet shows at most 2 * window of its classes.
+    of `block` neighbors in storage are shuffled, then samples within every `window` blocks. The
+    W = block * window samples of a window then lie in at most `window` runs of storage, and a
+    reader that prefetches those runs reads sequentially: 128 ImageNet files are 14 MB, a read of
+    0.1 s of which a disk spends a tenth seeking. The price: two neighbors in storage share a batch
+    with probability (1 - 1 / block) (batch - 1) / (W - 1), which is num_samples / W times that of
+    `random` (with 1.28 M samples, batches of 1,024 and the defaults 6 % instead of 0.08 %), and
+    where storage is sorted by class, a window of ImageNet shows at most 2 * window of its classes.
 
     Repeated augmentation (Hoffer et al., arXiv 1901.09335): each sample comes `repeats` times, with
-    another crop and flip, next to each other and so in the same global batch. Unlike DeiT's
-    RASampler, which cuts the repeated sequence to the length of the data set and so shows a third
-    of the samples (of 3 repeats) in an epoch, and spreads the repeats over ranks, an epoch here is
-    `repeats` times longer and shows every sample; for as many steps as DeiT divide the epochs by
-    `repeats`.
+    another crop and flip, next to each other and so in the same global batch. DeiT's RASampler cuts
+    the repeated sequence to the length of the dataset, so an epoch shows a third of the samples (of
+    3 repeats), and it spreads the repeats over ranks. Here an epoch is `repeats` times longer and
+    shows every sample; for as many steps as DeiT, divide the epochs by `repeats`.
 
     Args:
         num_samples: samples in storage.
-        batch: rows of a global batch, all ranks together; a multiple of `ranks` and of `repeats`.
+        batch: rows of a global batch, over all ranks; a multiple of `ranks` and of `repeats`.
         seed: key of every draw, 64 bits.
         hflip: probability of a left-right flip.
-        rank, ranks: whose rows `shard` gives.
-        parts: forward passes that a global batch is cut into, all ranks together; a multiple of
-            `ranks`; 0: one a rank. In training, row i and its partner for mixing, row batch - 1 -
-            i, lie in one part, and a part reversed is its partners: what is mixed with what does
+        rank, ranks: the rank whose rows `shard` returns, and the number of ranks.
+        parts: forward passes that a global batch is divided into, over all ranks; a multiple of
+            `ranks`; 0: one per rank. In training, row i and its mixing partner, row batch - 1 - i,
+            lie in one part, and a reversed part gives its partners: the pairs that are mixed do
             not depend on parts and ranks.
         sizes: progressive resolution, (from epoch, side of the network's input in pixels) ascending
             from epoch 0.
 
-    Raises UserError where these do not fit together.
+    Raises UserError where these are inconsistent.
     """
 
     num_samples: int
@@ -121,40 +100,39 @@ class EpochPlan:
     crop_pct: float = 1.0
 
     def __post_init__(self) -> None:
+        batch, ranks, parts = self.batch, self.ranks, self._parts
         for name in ("batch", "block", "window", "repeats", "ranks"):
             if getattr(self, name) < 1:
-                raise UserError(f"{name} must be at least 1, and is {getattr(self, name)}")
+                raise UserError(f"{name} is {getattr(self, name)} and must be at least 1")
         for name in ("ranks", "repeats"):
-            if self.batch % (count := getattr(self, name)):
+            if batch % (count := getattr(self, name)):
                 raise UserError(
-                    f"a batch of {self.batch} is no multiple of the {count} {name}; choose a batch that is"
+                    f"a batch of {batch} is not a multiple of the {count} {name}; "
+                    "choose a batch that is"
                 )
-        if self.parts % self.ranks or self.batch % self._parts:
+        if parts % ranks or batch % parts:
             raise UserError(
-                f"{self.parts} parts of a batch of {self.batch} cannot be shared by {self.ranks} ranks; "
-                "choose parts that the ranks divide, and that divide the batch"
+                f"{parts} parts of a batch of {batch} cannot be shared by {ranks} ranks; "
+                "choose a multiple of the ranks that divides the batch"
             )
-        if self.mode == "train" and self._parts > 1 and self.batch // self._parts % 2:
+        if self.mode == "train" and parts > 1 and batch // parts % 2:
             raise UserError(
-                f"a batch of {self.batch} in {self._parts} parts has {self.batch // self._parts} images in each; "
-                "choose an even number, as image and partner are mixed in one"
+                f"a batch of {batch} in {parts} parts has {batch // parts} images in each; "
+                "choose an even number, because an image and its mixing partner share a part"
             )
-        if not 0 <= self.rank < self.ranks:
-            raise UserError(f"rank {self.rank} is none of {self.ranks} ranks, which count from 0")
+        if not 0 <= self.rank < ranks:
+            raise UserError(f"rank {self.rank} is out of range for {ranks} ranks, counted from 0")
         starts = [start for start, _ in self.sizes]
-        if (
-            not starts
-            or starts[0] != 0
-            or starts != sorted(set(starts))
-            or min(pixels for _, pixels in self.sizes) < 1
-        ):
+        smallest = min((pixels for _, pixels in self.sizes), default=0)
+        if starts[:1] != [0] or starts != sorted(set(starts)) or smallest < 1:
             raise UserError(
-                f"sizes {self.sizes} must be pairs (epoch, pixels) whose epochs ascend from 0 and pixels are positive"
+                f"sizes {self.sizes} must be pairs (epoch, pixels) whose epochs ascend from 0 "
+                "and whose pixels are positive"
             )
 
     @property
     def batches(self) -> int:
-        """Batches of an epoch; the last one is padded with weight 0."""
+        """Number of batches of an epoch; the last one is padded with weight 0."""
         return -(-self.num_samples * self._repeats // self.batch)
 
     @property
@@ -163,22 +141,20 @@ class EpochPlan:
 
     @property
     def rows(self) -> np.ndarray:
-        """The rows of a global batch that this rank has, part after part: int64 `[batch /
-        ranks]`.
-        """
-        local = self._parts // self.ranks
+        """This rank's rows of a global batch, part after part: int64 `[batch / ranks]`."""
+        size, local = self.batch // self.ranks, self._parts // self.ranks
         if self.mode == "evaluate" or self._parts == 1:
-            return np.arange(self.rank * (size := self.batch // self.ranks), (self.rank + 1) * size)
+            return np.arange(self.rank * size, (self.rank + 1) * size)
         half = self.batch // self._parts // 2
-        low = np.arange(self.rank * local, (self.rank + 1) * local)[:, None] * half + np.arange(
-            half
-        )
+        part = np.arange(self.rank * local, (self.rank + 1) * local)[:, None]
+        low = part * half + np.arange(half)
         return np.concatenate([low, self.batch - 1 - low[:, ::-1]], axis=1).ravel()
 
     def part_weights(self, step: int) -> list[float]:
-        """What the mean loss of each of this rank's parts counts for in a step, so that their mean
-        over all parts of all ranks is the global batch's mean: 1, but for the padded last batch of
-        an epoch.
+        """Weight the mean loss of each of this rank's parts in a step.
+
+        The mean over all parts of all ranks is then the mean over the global batch. Every weight
+        is 1 except in the padded last batch of an epoch.
         """
         real = min(self.batch, self.num_samples * self._repeats - step * self.batch)
         counted = (self.rows < real).reshape(self._parts // self.ranks, -1).sum(1)
@@ -189,42 +165,39 @@ class EpochPlan:
         return self.repeats if self.mode == "train" else 1
 
     def size(self, epoch: int) -> int:
-        """Side of the network's input in this epoch, pixels."""
+        """Return the side of the network's input in this epoch, pixels."""
         return [pixels for start, pixels in self.sizes if start <= epoch][-1]
 
     def permutation(self, epoch: int) -> np.ndarray:
-        """Sample ids in the order of the epoch, each once: int64 `[num_samples]`."""
+        """Return the sample ids in the order of the epoch, each once: int64 `[num_samples]`."""
         ids = np.arange(self.num_samples)
         if self.mode == "evaluate":
             return ids
-        keys = self._keys(epoch, ids, ORDER)
+        keys = self._sort_keys(epoch, ids, ORDER)
         if self.order == "random":
             return np.argsort(keys, kind="stable")
-        shuffled = self._shuffled_blocks(epoch)
+        shuffled = self._shuffle_blocks(epoch)
         window_of_block = np.empty_like(shuffled)
         window_of_block[shuffled] = np.arange(len(shuffled)) // self.window
         return np.lexsort((keys, window_of_block[ids // self.block]))
 
-    def _shuffled_blocks(self, epoch: int) -> np.ndarray:
-        return np.argsort(
-            self._keys(epoch, np.arange(-(-self.num_samples // self.block)), BLOCKS), kind="stable"
-        )
+    def _shuffle_blocks(self, epoch: int) -> np.ndarray:
+        blocks = np.arange(-(-self.num_samples // self.block))
+        return np.argsort(self._sort_keys(epoch, blocks, BLOCKS), kind="stable")
 
     def runs(self, epoch: int, start: int = 0) -> Iterator[list[tuple[int, int]]]:
-        """For order `blocks`, what to read ahead before each batch from `start` on: runs of
-        storage, (first id, end).
+        """Yield the runs of storage, (first id, end), to prefetch before each batch.
 
-        Before the first batch that is its whole window and a batch more, then as much again as a
-        batch holds: the reading stays a window ahead, evenly. Empty lists for other orders.
+        From batch `start` on, for order `blocks`. Before the first batch that is its whole window
+        and one batch more, then as much again as a batch holds: prefetching stays one window
+        ahead, at an even rate. Empty lists for other orders.
         """
         if self.order != "blocks" or self.mode == "evaluate":
             yield from ([] for _ in range(start, self.batches))
             return
-        firsts = self._shuffled_blocks(epoch) * self.block
-        per_batch, done = (
-            self.batch / (self.block * self._repeats),
-            int(start * self.batch / (self.block * self._repeats)),
-        )
+        firsts = self._shuffle_blocks(epoch) * self.block
+        per_batch = self.batch / (self.block * self._repeats)
+        done = int(start * self.batch / (self.block * self._repeats))
         done -= done % self.window
         for number in range(start, self.batches):
             until = math.ceil((number + 1) * per_batch) + self.window
@@ -234,8 +207,8 @@ class EpochPlan:
             ]
             done = max(done, until)
 
-    def _keys(self, epoch: int, ids_N: np.ndarray, stream: int) -> np.ndarray:
-        """64 random bits for each id, to sort by: uint64 `[N]`."""
+    def _sort_keys(self, epoch: int, ids_N: np.ndarray, stream: int) -> np.ndarray:
+        """Return 64 random bits for each id, to sort by: uint64 `[N]`."""
         keys = np.empty(len(ids_N), np.uint64)
         for at in range(0, len(ids_N), CHUNK):
             high, low, _, _ = philox(self.seed, (epoch, ids_N[at : at + CHUNK], stream, 0))
@@ -243,22 +216,17 @@ class EpochPlan:
         return keys
 
     def shard(self, epoch: int) -> Shard:
-        """This rank's rows of every batch of the epoch.
+        """Return this rank's rows of every batch of the epoch.
 
         Global batch b is rows b * batch to (b + 1) * batch of the epoch's sequence, the permutation
-        with each sample `repeats` times; the rank has its `rows` of it. The last batch is filled up
-        from the start of the sequence with weight 0, so every row is a real sample, whatever the
-        rank, and none has weight twice.
+        with each sample `repeats` times; the rank has its `rows` of it. The last batch is padded
+        from the start of the sequence with weight 0, so every row is a real sample on every rank,
+        and no sample has weight twice.
         """
         rows = np.arange(self.batches)[:, None] * self.batch + self.rows
         total = self.num_samples * self._repeats
-        weight = (rows < total).astype(np.float32)
-        sample, repeat = (
-            np.divmod(rows % total, self._repeats)
-            if self._repeats > 1
-            else (rows % total, np.zeros_like(rows))
-        )
-        return Shard(self.permutation(epoch)[sample], repeat, weight)
+        sample, repeat = np.divmod(rows % total, self._repeats)
+        return Shard(self.permutation(epoch)[sample], repeat, (rows < total).astype(np.float32))
 
     def draws(
         self,
@@ -268,18 +236,17 @@ class EpochPlan:
         numbers: Sequence[int],
         repeat_N: np.ndarray | int = 0,
     ) -> np.ndarray:
-        """Uniform numbers in [0, 1) of samples, multiples of 2^-32: float64 `[len(numbers), N]`.
+        """Draw uniform numbers in [0, 1), multiples of 2^-32: float64 `[len(numbers), N]`.
 
-        The door for every draw of a sample or step: `stream` names its kind, `numbers` which of the
-        stream's endless numbers are wanted (only the Philox blocks of four that hold them are
-        computed), `repeat_N` the repeat (below 2^16) of each sample.
+        Use it for every kind of draw of a sample or step. `stream` is the kind, `numbers` selects
+        from the stream's endless numbers (only the Philox blocks of four that hold them are
+        computed), `repeat_N` is the repeat (below 2^16) of each sample.
         """
         blocks = sorted({number // 4 for number in numbers})
         kind = stream | np.asarray(repeat_N) << 16
         words = philox(self.seed, (epoch, ids_N, kind, np.array(blocks)[:, None]))
-        return (
-            np.stack([words[number % 4][blocks.index(number // 4)] for number in numbers]) / 2.0**32
-        )
+        drawn = np.stack([words[number % 4][blocks.index(number // 4)] for number in numbers])
+        return drawn / 2.0**32
 
     def crops(
         self,
@@ -289,15 +256,16 @@ class EpochPlan:
         width_N: np.ndarray,
         repeat_N: np.ndarray | None = None,
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Boxes (top, left, height, width) in pixels, float64 `[N, 4]`, and flips, bool `[N]`, of
-        stored images.
+        """Draw the crops of stored images: boxes (top, left, height, width) in pixels, float64
+        `[N, 4]`, and flips, bool `[N]`.
 
-        `repeat_N` tells the repeats of a sample apart; without it all are repeat 0. Extents may be of any
-        integer type.
+        `repeat_N` distinguishes the repeats of a sample; without it all are repeat 0. Heights and
+        widths may be of any integer type.
         """
         ids_N = np.asarray(ids_N)
-        # a product of uint16 would wrap
-        height_N, width_N = (np.asarray(height_N, np.int64), np.asarray(width_N, np.int64))
+        # A product of uint16 would wrap.
+        height_N = np.asarray(height_N, np.int64)
+        width_N = np.asarray(width_N, np.int64)
         if self.mode == "evaluate":
             return center_box(height_N, width_N, self.crop_pct), np.zeros(len(ids_N), bool)
         box_tlhw_N4, flip_N = np.empty((len(ids_N), 4)), np.empty(len(ids_N), bool)
@@ -318,18 +286,18 @@ class EpochPlan:
         repeat_N: np.ndarray | int,
     ) -> tuple[np.ndarray, np.ndarray]:
         tries = TRIES if len(ids_N) <= FEW else FIRST_TRIES
-        h, w, found, (down, right, mirror) = self._tries(
+        h, w, found, (down, right, mirror) = self._try_extents(
             tries, epoch, ids_N, height_N, width_N, repeat_N
         )
         rest = np.flatnonzero(~found)
         if tries < TRIES and len(rest):
             repeats = repeat_N if np.ndim(repeat_N) == 0 else repeat_N[rest]
-            h[rest], w[rest], found[rest], _ = self._tries(
+            h[rest], w[rest], found[rest], _ = self._try_extents(
                 TRIES, epoch, ids_N[rest], height_N[rest], width_N[rest], repeats
             )
             rest = rest[~found[rest]]
         top, left = np.floor(down * (height_N - h + 1)), np.floor(right * (width_N - w + 1))
-        # the fallback keeps an allowed ratio: a wide image loses width, a tall one height
+        # The fallback keeps an allowed ratio: a wide image loses width, a tall one height.
         if len(rest):
             height, width = height_N[rest], width_N[rest]
             low, high = self.crop_ratio
@@ -338,7 +306,7 @@ class EpochPlan:
             top[rest], left[rest] = (height - h[rest]) // 2, (width - w[rest]) // 2
         return np.stack([top, left, h, w], axis=1), mirror < self.hflip
 
-    def _tries(
+    def _try_extents(
         self,
         tries: int,
         epoch: int,
@@ -347,17 +315,14 @@ class EpochPlan:
         width_N: np.ndarray,
         repeat_N: np.ndarray | int,
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """The first of `tries` extents that fit: heights, widths, found, each `[N]`, and the last
-        three draws, `[3, N]`.
+        """Take the first of `tries` extents that fits: heights, widths, found, each `[N]`, and the
+        last three draws, `[3, N]`.
         """
         numbers = (*range(tries), *range(TRIES, TRIES + tries), *range(2 * TRIES, 2 * TRIES + 3))
         u = self.draws(epoch, ids_N, CROP, numbers, repeat_N)
+        least, most = self.crop_scale
+        area = height_N * width_N * (least + (most - least) * u[:tries])
         low, high = np.log(self.crop_ratio)
-        area = (
-            height_N
-            * width_N
-            * (self.crop_scale[0] + (self.crop_scale[1] - self.crop_scale[0]) * u[:tries])
-        )
         ratio = np.exp(low + (high - low) * u[tries : 2 * tries])
         widths, heights = np.rint(np.sqrt(area * ratio)), np.rint(np.sqrt(area / ratio))
         fits = (widths > 0) & (widths <= width_N) & (heights > 0) & (heights <= height_N)
@@ -367,38 +332,35 @@ class EpochPlan:
     def mix_box(
         self, epoch: int, step: int, side: int, kept: float | None = None
     ) -> tuple[int, int, int, int]:
-        """The box of a step that is exchanged: (top, left, bottom, right) in pixels or tokens of a
+        """Draw the box that a step exchanges: (top, left, bottom, right) in pixels or tokens of a
         `side` x `side` image.
 
-        CutMix's rule: the center is uniform, the box's area that of the share not `kept` (default:
-        uniform, as MixToken has it), halves are rounded down, and the box is clipped.
+        CutMix's rule: the center is uniform, the box covers the share of the area that is not
+        `kept` (default: uniform, as in MixToken), halves are rounded down, and the box is clipped.
         """
         share, row, column = self.draws(epoch, np.array([step]), MIX, range(3))[:, 0]
         half = int(side * np.sqrt(1 - (share if kept is None else kept))) // 2
         row, column = int(row * side), int(column * side)
-        return (
-            max(row - half, 0),
-            max(column - half, 0),
-            min(row + half, side),
-            min(column + half, side),
-        )
+        top, left = max(row - half, 0), max(column - half, 0)
+        return top, left, min(row + half, side), min(column + half, side)
 
     def mix_switches(self, epoch: int, step: int) -> tuple[float, float]:
-        """Two uniform numbers in [0, 1) of a step: whether it is mixed, and which way."""
+        """Draw a step's two uniform numbers in [0, 1): whether it is mixed, and by which method."""
         return tuple(self.draws(epoch, np.array([step]), MIX, (4, 5))[:, 0].tolist())
 
     def beta(self, epoch: int, step: int, alpha: float) -> float:
-        """A number from Beta(alpha, alpha) of a step. numpy's generator draws it, since a counter's
-        fixed number of uniforms does not suffice for every alpha; seeded by the plan.
+        """Draw a number from Beta(alpha, alpha) for a step.
+
+        numpy's generator draws it, seeded by the plan: the fixed number of uniforms of a counter
+        does not suffice for every alpha.
         """
         words = philox(self.seed, (epoch, step, MIX, 2))
-        return float(
-            np.random.Generator(np.random.PCG64([int(word) for word in words])).beta(alpha, alpha)
-        )
+        generator = np.random.Generator(np.random.PCG64([int(word) for word in words]))
+        return float(generator.beta(alpha, alpha))
 
     def step_seed(self, epoch: int, step: int, part: int = 0) -> int:
-        """The seed of the device's generator (drop-path) for this rank's part number `part` of a
-        step: 64 bits.
+        """Return the seed, 64 bits, of the device's generator (stochastic depth) for this rank's
+        part number `part` of a step.
         """
         first = self.rank * self._parts // self.ranks
         high, low, _, _ = philox(self.seed, (epoch, step, STEP | (first + part) << 16, 0))

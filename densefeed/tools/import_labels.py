@@ -89,7 +89,9 @@ def main(options: Import) -> None:
     models = None
     if options.reference:
         size = options.reference_size or pack.input_size
-        models = load_references(options.reference, options.reference_model, size, images.class_names)
+        models = load_references(
+            options.reference, options.reference_model, size, images.class_names
+        )
     if finding:
         pack = find_pack_layout(options, pack, images, models)
     covers = "the whole image" if pack.footprint == "squash" else "its center square"

@@ -1,4 +1,4 @@
-"""Batches on their way to a device."""
+"""Transfer of batches to a device."""
 
 import pytest
 import torch
@@ -35,9 +35,7 @@ def test_on_a_cpu_batches_pass_through():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_copies_on_the_side_stream_are_whole_when_the_step_reads_them():
-    """The host's memory is pinned and reused at once; the step is slow, so copies run ahead of
-    it.
-    """
+    """Host memory is pinned and reused immediately; the step is slow, so copies run ahead of it."""
     device, memory = torch.device("cuda"), Memory()
     assert memory.empty((1,), torch.uint8).is_pinned()
     slow = torch.randn(4096, 4096, device=device)

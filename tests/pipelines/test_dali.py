@@ -1,5 +1,5 @@
-"""`--loader dali`: pixels beside Pillow's and our own decoder's, what breaks DALI, and whether a
-GPU may be given regions.
+"""`--loader dali`: pixels against Pillow's and our own decoder's, input that breaks DALI, and the
+probe for region decoding on a GPU.
 """
 
 import io
@@ -31,7 +31,8 @@ from densefeed.tools.pack_dataset import Packing, main
 
 from ..jpeg_files import encoded
 
-OF_PILLOW, OF_OURS = 0.3, 0.6  # gray levels, the mean over a crop; 0.20 and 0.39 were seen
+# Tolerances in gray levels, mean over a crop; 0.20 and 0.39 were measured.
+OF_PILLOW, OF_OURS = 0.3, 0.6
 
 
 @pytest.fixture
@@ -39,14 +40,14 @@ def installed():
     pytest.importorskip("nvidia.dali", reason="DALI is not installed here")
 
 
-def marked(test):
-    """Of a test that needs DALI."""
+def needs_dali(test):
+    """Mark a test that needs DALI."""
     return pytest.mark.dali(pytest.mark.usefixtures("installed")(test))
 
 
 @pytest.fixture(scope="module")
 def photos(photographs, tmp_path_factory):
-    """The photographs as a folder of JPEGs of three samplings, and packed with index."""
+    """Write the photographs as a folder of JPEGs with three samplings, and packed with index."""
     root = tmp_path_factory.mktemp("photos")
     for number, photograph in enumerate(photographs):
         path = root / "images" / "train" / "ab"[number % 2] / f"{number}.jpg"
@@ -58,7 +59,7 @@ def photos(photographs, tmp_path_factory):
 
 @pytest.fixture
 def maps_of(random_maps, tmp_path):
-    """A maker of score maps of a folder's training split."""
+    """Return a function that makes score maps for a folder's training split."""
 
     def make(root):
         images = Images(root, split="train")
@@ -97,7 +98,7 @@ def opened(
 
 
 def epoch(*arguments, number=0, **options):
-    """The batches of an epoch."""
+    """Return the batches of an epoch."""
     reader = opened(*arguments, **options)
     try:
         return list(reader.batches(number))
@@ -108,12 +109,12 @@ def epoch(*arguments, number=0, **options):
 # ----------------------------------------------------------------------- pixels
 
 
-@marked
+@needs_dali
 @pytest.mark.parametrize("mode", ["train", "evaluate"])
 @pytest.mark.parametrize("size", [48, 224])
-def test_crops_are_pillows_and_all_else_is_the_other_loaders(photos, mode, size):
-    """Fractional boxes (evaluation) and flips too. A .beton's crops are decoded from cut JPEGs, to
-    the very same pixels.
+def test_crops_are_close_to_pillows_and_other_fields_are_equal(photos, mode, size):
+    """Includes fractional boxes (evaluation) and flips. A .beton's crops are decoded from cut
+    JPEGs, with the same pixels.
     """
     source, images = (
         FolderSource(photos / "images", "train"),
@@ -149,9 +150,9 @@ def test_crops_are_pillows_and_all_else_is_the_other_loaders(photos, mode, size)
     assert flips > 3 or mode == "evaluate"
 
 
-@marked
-def test_whole_decode_and_cut_gives_the_pixels_of_region_decode(photos):
-    """What a GPU falls back to, run on a CPU."""
+@needs_dali
+def test_whole_decode_and_slice_equals_region_decode(photos):
+    """The fallback of a GPU, run on a CPU."""
     path = sorted((photos / "images" / "train" / "a").iterdir())[0]
     jpeg = np.frombuffer(path.read_bytes(), np.uint8)
     box, flip = np.array([[10, 20, 200, 111], [0.5, 7.25, 30.75, 99.5]]), np.array([True, False])
@@ -164,11 +165,9 @@ def test_whole_decode_and_cut_gives_the_pixels_of_region_decode(photos):
     assert shown[0].std() > 5
 
 
-@marked
-def test_three_epochs_at_awkward_sizes_show_every_sample_once(photos):
-    """6 photographs; batches that are no part of that, runs that are no part of a batch, two
-    ranks.
-    """
+@needs_dali
+def test_three_epochs_of_odd_sizes_show_every_sample_once(photos):
+    """6 photographs; batches that do not divide 6, runs that do not divide a batch, two ranks."""
     for batch, repeats, ranks in ((8, 2, 2), (4, 1, 2), (5, 1, 1), (24, 24, 1)):
         source = FfcvSource(photos / "x.beton")
         plans = [
@@ -194,7 +193,7 @@ def test_three_epochs_at_awkward_sizes_show_every_sample_once(photos):
                 [b.index[b.weight > 0] * 100 + b.repeat[b.weight > 0] for b in batches]
             )
             assert sorted(seen.tolist()) == [
-                n * 100 + view for n in range(6) for view in range(repeats)
+                n * 100 + repeat for n in range(6) for repeat in range(repeats)
             ]
             assert {b.image.shape[1] for b in batches} == {48 if number == 2 else 32}
         for reader in readers:
@@ -209,7 +208,7 @@ def fingerprint(jpeg):
 
 
 def cut_of(jpeg, box, sound=0):
-    """A Cut, its JPEG and the sample, of a JPEG in memory."""
+    """Cut a crop out of a JPEG in memory; return the Cut, the new JPEG and the sample."""
     with Image.open(io.BytesIO(jpeg)) as image:
         width, height = image.size
     content, room = np.frombuffer(jpeg, np.uint8), np.zeros(len(jpeg) + 64, np.uint8)
@@ -222,15 +221,15 @@ def cut_of(jpeg, box, sound=0):
     )
     sample["box_tlhw"], cut["bytes"], cut["sound"] = box, room.ctypes.data, sound
     native.Job(sample, cut, keep=content).decode()
-    assert not room[len(jpeg) :].any()  # nothing is written behind the room
+    assert not room[len(jpeg) :].any()  # nothing is written beyond the room
     made = native.memory_at(int(cut["bytes"][0]), int(cut["length"][0])).tobytes()
     return cut[0], made, sample[0]
 
 
 @pytest.mark.parametrize("kind", ["4:2:0", "4:2:2", "4:4:4", "gray"])
-def test_a_cut_jpeg_shows_the_crop_as_the_whole_one_does(noise, kind):
-    """Byte for byte, by libjpeg as Pillow runs it, with 2 pixels to spare for chroma; and it is
-    short.
+def test_a_cut_jpeg_decodes_to_the_same_crop(noise, kind):
+    """Byte for byte, decoded by libjpeg in Pillow, with a margin of 2 pixels for chroma; and the
+    JPEG is shorter.
     """
     rng = np.random.default_rng(0)
     for height, width in ((120, 200), (375, 500), (9, 33), (64, 64), (1, 1)):
@@ -258,20 +257,20 @@ def test_a_cut_jpeg_shows_the_crop_as_the_whole_one_does(noise, kind):
             assert np.mean(lengths) < 0.6 * len(jpeg)
 
 
-def test_damage_is_found_before_another_decoder_sees_it(noise):
-    """Of an indexed JPEG by its checksums, in the rows that are needed; of any other by reading all
-    of it, unless these very bytes were.
+def test_damage_is_found_before_dali(noise):
+    """In an indexed JPEG by its checksums, in the rows that are needed; in any other by decoding
+    all of it, unless the same bytes were checked before.
     """
     jpeg = bytearray(indexed_jpeg.transcode(encoded(Image.fromarray(noise(160, 160)))))
     jpeg[-300] ^= 4
-    # its last rows are not read
+    # The last rows are not read.
     assert cut_of(bytes(jpeg), (0, 0, 40, 40))[2]["status"] == native.OK
     cut, made, sample = cut_of(bytes(jpeg), (100, 0, 60, 160))
     assert (sample["status"], cut["length"], made) == (native.DAMAGED, 0, b"")
     assert b"do not match their checksum" in sample["message"]
     short = encoded(Image.fromarray(noise(160, 160)))[:-300]
     assert cut_of(short, (0, 0, 40, 40))[2]["status"] == native.DAMAGED
-    # looked at before, it is said
+    # `sound` claims that these bytes were checked before.
     assert cut_of(short, (0, 0, 40, 40), sound=fingerprint(short))[2]["status"] == native.OK
     whole = encoded(Image.fromarray(noise(160, 160)))
     assert cut_of(whole, (0, 0, 40, 40), sound=fingerprint(short))[0]["sound"] == fingerprint(whole)
@@ -282,7 +281,7 @@ def test_damage_is_found_before_another_decoder_sees_it(noise):
 
 @pytest.fixture
 def unchecked(monkeypatch):
-    """Afterwards our own look at a folder's files finds nothing."""
+    """Return a function that disables our own check of a folder's files."""
 
     def of(root):
         class Known(np.ndarray):
@@ -302,12 +301,12 @@ def unchecked(monkeypatch):
     return of
 
 
-@marked
+@needs_dali
 @pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_pipeline_that_broke_is_made_anew_and_the_guilty_sample_named(
+def test_a_broken_pipeline_is_rebuilt_and_the_bad_sample_reported(
     photos, tmp_path, capfd, monkeypatch, unchecked
 ):
-    """The samples in runs before, with and behind it are all there."""
+    """Samples in the runs before, with and after it are complete."""
     build, built = dali.build, []
     monkeypatch.setattr(
         dali, "build", lambda *arguments: built.append(arguments) or build(*arguments)
@@ -334,7 +333,7 @@ def test_a_pipeline_that_broke_is_made_anew_and_the_guilty_sample_named(
             (got,) = reader.batches(0)
             assert got.weight.tolist() == [n != 1 for n in range(6)]
             shown = [n for n in range(6) if n != 1]
-            # The run that broke was decoded by our own decoder.
+            # Our own decoder decoded the run that failed.
             assert (got.image[shown].float() - want.image[shown].float()).abs().mean(
                 (1, 2, 3)
             ).max() <= OF_OURS
@@ -344,20 +343,20 @@ def test_a_pipeline_that_broke_is_made_anew_and_the_guilty_sample_named(
     assert f"skipped sample 1: {victim}" in capfd.readouterr().err
 
 
-@marked
-def test_damage_outside_the_crop_of_an_ordinary_jpeg_has_the_other_loaders_outcome(
+@needs_dali
+def test_damage_outside_the_crop_has_the_same_outcome_as_in_other_loaders(
     photos, maps_of, tmp_path
 ):
-    """The check that stands before DALI looks at the whole file, and finds it; whether the crop is
-    refused our own decoder says.
+    """For a JPEG without index. The check before DALI covers the whole file and finds the damage;
+    our own decoder decides whether the crop is refused.
     """
     root = tmp_path / "images"
     shutil.copytree(photos / "images", root)
     victim = sorted((root / "train" / "a").iterdir())[0]
     content = bytearray(victim.read_bytes())
-    # its last rows, all but the end marker
+    # The last rows, without the end marker.
     content[-(len(content) // 8) : -2] = bytes(len(content) // 8 - 2)
-    source = FolderSource(root, "train", maps_of(root))  # the file is read when it is asked for
+    source = FolderSource(root, "train", maps_of(root))  # reads the file only when it is fetched
     victim.write_bytes(content)
     outcomes = []
     for number in range(8):
@@ -373,11 +372,11 @@ def test_damage_outside_the_crop_of_an_ordinary_jpeg_has_the_other_loaders_outco
     assert 0 < sum(outcomes) < 8
 
 
-@marked
+@needs_dali
 @pytest.mark.parametrize("damage", ["zeros", "end marker in the middle", "cut"])
-def test_a_file_damaged_after_it_was_seen_is_looked_at_again(photos, tmp_path, damage):
-    """A sound epoch, the damage, two more epochs: the outcome is the folder loader's, though DALI
-    would take such files for pixels.
+def test_a_file_damaged_after_an_epoch_is_checked_again(photos, tmp_path, damage):
+    """An epoch, the damage, two more epochs: the outcome is the folder loader's, though DALI would
+    decode such files without an error.
     """
     root = shutil.copytree(photos / "images", tmp_path / "images")
     victim = sorted((root / "train" / "a").iterdir())[0]
@@ -413,12 +412,12 @@ def test_a_file_damaged_after_it_was_seen_is_looked_at_again(photos, tmp_path, d
         loader.close()
 
 
-@marked
+@needs_dali
 @pytest.mark.parametrize("at_once", [True, False])
-def test_what_dali_alone_cannot_do_our_decoder_does_and_says_so(
+def test_runs_that_only_dali_refuses_are_decoded_natively_and_logged(
     photos, monkeypatch, capfd, at_once
 ):
-    """Until it is every run: then DALI is what is wrong. It may fail when it is fed, or later, with
+    """Unless every run fails: then DALI is at fault. It can fail when it is fed, or later, with
     runs behind it.
     """
     feed, calls = dali.feed, []
@@ -441,22 +440,22 @@ def test_what_dali_alone_cannot_do_our_decoder_does_and_says_so(
             assert torch.equal(got.weight, want.weight)
             assert (got.image.float() - want.image.float()).abs().mean((1, 2, 3)).max() <= OF_OURS
         reader.close()
-        said = capfd.readouterr().err
-        # A run that was behind one that broke is fed again, to a new pipeline, and may then be left
-        # alone by `breaks`.
-        assert 1 <= said.count("our own decoder has read them") <= len(broken)
+        log = capfd.readouterr().err
+        # A run behind one that failed is fed again, to a new pipeline, where `breaks` may not break
+        # it.
+        assert 1 <= log.count("decoded natively instead") <= len(broken)
     broken = set(range(1000))
     with pytest.raises(
         UserError,
-        match=r"DALI broke off 3 runs in which nothing is wrong .* use --loader ffcv or folder",
+        match=r"DALI failed in 3 runs whose samples are all readable .* --loader ffcv or folder",
     ):
         epoch(FfcvSource(photos / "x.beton"), batch=4)
 
 
-@marked
-def test_what_breaks_in_an_epoch_that_was_left_is_forgotten(photos, monkeypatch, capfd):
-    """A run of a batch that nobody waits for any more breaks: it is decoded by nobody and counts as
-    no failure, its samples are looked at again, and the next epoch is whole.
+@needs_dali
+def test_a_failure_in_an_abandoned_epoch_is_ignored(photos, monkeypatch, capfd):
+    """A run fails in a batch that is no longer needed: it is not decoded and not counted as a
+    failure, its samples are checked again, and the next epoch is complete.
     """
     feed, collect, decode, calls, decoded = (
         dali.feed,
@@ -471,7 +470,7 @@ def test_what_breaks_in_an_epoch_that_was_left_is_forgotten(photos, monkeypatch,
         calls.append(jpegs)
         feed(pipeline, [np.zeros(100, np.uint8), *jpegs[1:]] if len(calls) == 2 else jpegs, *others)
 
-    def waits(self):  # with the run that will break, until the epoch was left
+    def waits(self):  # delays the run that will fail until the epoch was abandoned
         if len(calls) > 1 and self._inside[0].jpegs is calls[1]:
             entered.set()
             left.wait(60)
@@ -495,7 +494,7 @@ def test_what_breaks_in_an_epoch_that_was_left_is_forgotten(photos, monkeypatch,
         assert entered.wait(60)
         batches.close()
         left.set()
-        got = list(loader.batches(0))  # the same loader goes on, behind what was left
+        got = list(loader.batches(0))  # the same loader continues after the abandoned epoch
         assert torch.equal(first.index, want[0].index)
         assert [batch.index.tolist() for batch in got] == [batch.index.tolist() for batch in want]
         for one, other in zip(got, want, strict=True):
@@ -503,11 +502,11 @@ def test_what_breaks_in_an_epoch_that_was_left_is_forgotten(photos, monkeypatch,
     loader.close()
     assert not decoded
     assert loader._engine._failures == 0
-    assert "broke off" not in capfd.readouterr().err
+    assert "DALI failed" not in capfd.readouterr().err
 
 
-@marked
-def test_runs_are_no_longer_than_what_can_be_waited_for(photos):
+@needs_dali
+def test_runs_are_limited_in_samples_and_pixels(photos):
     reader = opened(FfcvSource(photos / "x.beton"), threads=2)
     engine = reader._engine
     engine._rows = 3
@@ -518,15 +517,15 @@ def test_runs_are_no_longer_than_what_can_be_waited_for(photos):
         ([2**30, 1, 1], [1, 2]),
         ([], []),
     ):
-        runs = engine._runs(np.arange(len(pixels)), np.array(pixels, np.int64))
+        runs = engine._split_runs(np.arange(len(pixels)), np.array(pixels, np.int64))
         assert [len(run) for run in runs] == lengths
         assert [row for run in runs for row in run.tolist()] == list(range(len(pixels)))
     reader.close()
 
 
-@marked
-def test_closed_from_elsewhere_the_thread_ends(photos):
-    """Closing ends the thread, whatever it is doing."""
+@needs_dali
+def test_closing_from_another_thread_ends_the_engine(photos):
+    """Closing ends its thread in any state."""
     reader = opened(FfcvSource(photos / "x.beton"), batch=256, repeats=256, size=224)
     batches = reader.batches(0)
     threading.Timer(0.2, reader.close).start()
@@ -546,7 +545,9 @@ from densefeed.pipelines.plan import EpochPlan
 from densefeed.system.errors import UserError
 def opened():
     source = FfcvSource(Path(sys.argv[1]))
-    return DaliLoader(source, EpochPlan(num_samples=len(source.labels), batch=4, seed=1, mode="train", sizes=((0, 32),)), 2)
+    count = len(source.labels)
+    plan = EpochPlan(num_samples=count, batch=4, seed=1, mode="train", sizes=((0, 32),))
+    return DaliLoader(source, plan, 2)
 loader = opened()
 batches = loader.batches(0)
 next(batches)
@@ -562,43 +563,44 @@ print(os.waitstatus_to_exitcode(status), next(batches).image.shape)
 """
 
 
-@marked
-def test_a_forked_child_ends_as_it_should(photos, command):
-    """DALI's own end would wait for its threads, which no child has, or crash."""
+@needs_dali
+def test_a_forked_child_exits_normally(photos, command):
+    """Destroying DALI there would wait for threads that the child lacks, or crash."""
     done = command("-c", FORK, photos / "x.beton", timeout=60, teardown=True)
     assert (done.returncode, done.stdout.split()[:1]) == (0, ["7"]), done.stderr
 
 
-# ----------------------------------------------------------------------- whether a GPU may be given regions
+# --------------------------------------------------------- the probe for region decoding
 
 
 @pytest.mark.parametrize(
-    ("code", "said"),
+    ("code", "reason"),
     [
         ("pass", ""),
-        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "died of signal 11"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "was killed by signal 11"),
         ("raise RuntimeError('status 8')", "failed (RuntimeError: status 8)"),
         ("import sys; sys.exit(3)", "failed (exit code 3)"),
-        ("import time; time.sleep(60)", "did not answer within 1 s"),
+        ("import time; time.sleep(60)", "did not finish within 1 s"),
     ],
 )
-def test_a_probe_may_succeed_fail_die_or_hang(code, said):
+def test_a_probe_can_succeed_fail_die_or_hang(code, reason):
     began = time.monotonic()
-    assert dali.failure_of([sys.executable, "-c", code], 30 if "sleep" not in code else 1) == said
+    seconds = 30 if "sleep" not in code else 1
+    assert dali.explain_failure([sys.executable, "-c", code], seconds) == reason
     assert time.monotonic() - began < 30
 
 
-@marked
-@pytest.mark.skipif(torch.cuda.is_available(), reason="its answer is for machines without a GPU")
-def test_the_probe_runs_our_own_pipeline_and_tells_why_it_cannot():
-    why = dali.why_no_regions(0)
-    assert why.startswith(("failed (", "died of signal"))
-    assert "No module" not in why  # the child found us
+@needs_dali
+@pytest.mark.skipif(torch.cuda.is_available(), reason="only for machines without a GPU")
+def test_the_probe_runs_our_pipeline_and_returns_the_reason():
+    why = dali.probe_regions(0)
+    assert why.startswith(("failed (", "was killed by signal"))
+    assert "No module" not in why  # the child found our modules
 
 
-@marked
+@needs_dali
 def test_the_probe_compares_pixels(monkeypatch):
-    """On a CPU both are the same; a decoder that mirrors what it should not is noticed."""
+    """On a CPU both are equal; a decoder that mirrors wrongly is detected."""
     build = dali.build
     monkeypatch.setattr(
         dali, "build", lambda run, threads, device, **how: build(run, threads, None, **how)
@@ -615,8 +617,8 @@ def test_the_probe_compares_pixels(monkeypatch):
 
 
 @pytest.mark.gpu
-@marked
-def test_on_a_gpu_batches_are_there_and_near_the_cpus(photos):
+@needs_dali
+def test_on_a_gpu_batches_are_close_to_the_cpus(photos):
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
     device = torch.device("cuda", 0)
@@ -630,14 +632,14 @@ def test_on_a_gpu_batches_are_there_and_near_the_cpus(photos):
             assert one.label.is_pinned()
             for name, a, b in zip(one._fields, one, other, strict=True):
                 assert name == "image" or a is b is None or torch.equal(a, b), name
-            # Another decoder: its inverse DCT and chroma round otherwise.
+            # The GPU's decoder rounds its inverse DCT and chroma differently.
             assert (one.image.cpu().float() - other.image.float()).abs().mean((1, 2, 3)).max() <= 3
 
 
 # ----------------------------------------------------------------------- the commands
 
 
-def test_without_dali_the_loader_is_refused_in_a_sentence(photos, monkeypatch):
+def test_without_dali_the_error_names_the_package(photos, monkeypatch):
     monkeypatch.setitem(sys.modules, "nvidia.dali.pipeline", None)
     dali.check_installed.cache_clear()
     with pytest.raises(
@@ -647,14 +649,17 @@ def test_without_dali_the_loader_is_refused_in_a_sentence(photos, monkeypatch):
     dali.check_installed.cache_clear()
 
 
-def test_dali_is_imported_only_when_asked_for(command):
-    code = "import sys, densefeed.train, densefeed.pipelines.dali; sys.exit(any('nvidia.dali' in name for name in sys.modules))"
+def test_dali_is_imported_only_when_used(command):
+    code = (
+        "import sys, densefeed.train, densefeed.pipelines.dali; "
+        "sys.exit(any('nvidia.dali' in name for name in sys.modules))"
+    )
     assert command("-c", code).returncode == 0
 
 
-@marked
+@needs_dali
 def test_a_run_trains_from_a_packed_file(micro, tmp_path):
-    """Its losses are those of `ffcv` but for the pixels: other pixels, hardly another loss."""
+    """Its losses differ from those of `ffcv` only slightly, because its pixels do."""
     losses = {}
     for loader in ("dali", "ffcv"):
         result = training.train(micro(tmp_path / loader, loader=loader, epochs=1))
@@ -669,9 +674,9 @@ def test_a_run_trains_from_a_packed_file(micro, tmp_path):
     assert losses["dali"] != losses["ffcv"]
 
 
-@marked
+@needs_dali
 def test_the_command_trains_from_a_folder_and_its_maps(folder, maps, tmp_path, command):
-    """Nothing was packed."""
+    """Without packing."""
     done = command(
         "train.py",
         "lvvit_micro_token_label",

@@ -1,9 +1,9 @@
-"""Bad input through all loaders, by our decoder and by DALI: read right, or refused by name; never
-a black image, a hang or a crash.
+"""Bad input through all loaders, by our decoder and by DALI: read correctly, or refused with the
+file's name; never a black image, a hang or a crash.
 
-What is decided: a crop is right or refused. Damage outside the crop may go unseen, since that is
-never read; whoever wants to know runs `python tools/beton.py verify`. A JPEG without our index
-carries no checksum, so there damage is only seen where it breaks the code.
+A crop is correct or refused. Damage outside the crop can remain undetected, since it is never read;
+`python tools/beton.py verify` checks everything. A JPEG without our index has no checksum, so there
+damage is detected only where it breaks the entropy code.
 """
 
 import base64
@@ -33,11 +33,11 @@ DECODER = "native"
 
 @pytest.fixture(params=["native", pytest.param("dali", marks=pytest.mark.dali)], autouse=True)
 def decoder(request, monkeypatch):
-    """Every test of this file is run with both."""
+    """Run every test of this file with both decoders."""
     monkeypatch.setitem(globals(), "DECODER", request.param)
 
 
-# jpegtran -arithmetic of a 20 x 20 JPEG: Pillow reads such files but does not write them.
+# A 20 x 20 JPEG from jpegtran -arithmetic: Pillow reads such files but does not write them.
 ARITHMETIC = base64.b64decode(
     "/9j/2wBDAA0JCgsKCA0LCgsODg0PEyAVExISEyccHhcgLikxMC4pLSwzOko+MzZGNywtQFdBRkxOUlNSMj5aYVpQYEpRUk//2wBDAQ4ODhMREyYVFSZPNS01T09P"
     "T09PT09PT09PT09PT09PT09PT09PT09PT09PT09PT09PT09PT09PT09PT09PT0//yQARCAAUABQDASIAAhEBAxEB/8wACgAQEAUBEBEF/9oADAMBAAIRAxEAPwDR"
@@ -60,7 +60,7 @@ def saved(image, kind="JPEG", **options):
 
 
 def ycck():
-    """Pillow's CMYK JPEG, its Adobe marker changed to say that the colors are YCCK."""
+    """Make a CMYK JPEG with Pillow and change its Adobe marker to YCCK."""
     encoded = bytearray(saved(smooth(60, 70, "CMYK")))
     encoded[encoded.index(b"Adobe") + 11] = 2
     return bytes(encoded)
@@ -68,13 +68,12 @@ def ycck():
 
 def turned():
     exif = Image.Exif()
-    exif[0x0112] = (
-        6  # "turn me": ignored everywhere, for the labels' teacher and every loader alike
-    )
+    # Orientation "rotate by 90 degrees": ignored by the teacher of the maps and by every loader.
+    exif[0x0112] = 6
     return saved(smooth(50, 80), exif=exif)
 
 
-# Named .jpg all, whatever they are, and larger than no crop of twice the output's side.
+# All are named .jpg, whatever their format, and no crop is larger than twice the output's side.
 READABLE = {
     "CMYK": lambda: saved(smooth(60, 70, "CMYK")),
     "YCCK": ycck,
@@ -123,7 +122,7 @@ UNREADABLE = {
 
 @pytest.fixture(scope="module")
 def good(tmp_path_factory):
-    """Eight sound images, one class."""
+    """Write eight undamaged images, one class."""
     root = tmp_path_factory.mktemp("good")
     (root / "train" / "cat").mkdir(parents=True)
     for number in range(8):
@@ -135,7 +134,7 @@ def good(tmp_path_factory):
 
 @pytest.fixture
 def data(good, tmp_path):
-    """A copy of them, and the fourth one's path."""
+    """Copy them; return the folder and the fourth one's path."""
     root = shutil.copytree(good, tmp_path / "data")
     return root, root / "train" / "cat" / f"{VICTIM}.jpg"
 
@@ -148,7 +147,7 @@ def loader(source, on_bad_sample="raise", mode="evaluate", batch=4):
 
 
 def epoch(source, epoch=0, **options):
-    """The fields of an epoch, put together, and how many samples were skipped."""
+    """Return the concatenated fields of an epoch, and the number of skipped samples."""
     reader = loader(source, **options)
     try:
         batches = list(reader.batches(epoch))
@@ -160,8 +159,8 @@ def epoch(source, epoch=0, **options):
     return whole, reader.skipped
 
 
-def said_of(source, **options):
-    """What the loader says of the bad sample, after checking that it is one sentence."""
+def error_of(source, **options):
+    """Return the loader's error for the bad sample, after checking that it is one sentence."""
     with pytest.raises(UserError) as refused:
         epoch(source, **options)
     assert "\n" not in str(refused.value)
@@ -170,8 +169,8 @@ def said_of(source, **options):
 
 
 def check_skipped(source, row=VICTIM, **options):
-    """The bad sample is counted once; in its place stands a good one of its batch, with weight
-    0.
+    """Check that the bad sample is counted once and replaced by a good one of its batch, with
+    weight 0.
     """
     whole, skipped = epoch(source, on_bad_sample="skip", **options)
     assert skipped == 1
@@ -188,9 +187,9 @@ def check_skipped(source, row=VICTIM, **options):
 
 
 @pytest.mark.parametrize("name", READABLE)
-def test_odd_images_are_read_as_the_teacher_reads_them(data, tmp_path, name):
-    """`folder` shows what relabel.images.decode, the teacher's door, shows; `ffcv` too, but for
-    what had to become a JPEG.
+def test_unusual_images_are_read_as_by_the_teacher(data, tmp_path, name):
+    """`folder` gives the pixels of storage.images.decode, which the teacher uses; so does `ffcv`,
+    except for images that had to be converted to JPEG.
     """
     root, victim = data
     victim.write_bytes(READABLE[name]())
@@ -203,24 +202,26 @@ def test_odd_images_are_read_as_the_teacher_reads_them(data, tmp_path, name):
         whole, _ = epoch(source)
         assert whole.weight.all()
         got = whole.image[VICTIM].numpy().astype(int)
-        encoded_anew = isinstance(source, FfcvSource) and (
+        reencoded = isinstance(source, FfcvSource) and (
             "PNG" in name or name in ("CMYK", "YCCK", "WebP", "GIF")
         )
-        # libjpeg does not interpolate the chroma of images up to 4 px wide, we always do.
-        assert np.abs(got - want).mean() <= (2 if encoded_anew or name == "1 x 4000" else 0.6)
+        # libjpeg does not interpolate the chroma of images up to 4 px wide; we always do.
+        assert np.abs(got - want).mean() <= (2 if reencoded or name == "1 x 4000" else 0.6)
     for source in (FolderSource(root, "train"), FfcvSource(tmp_path / "x.beton")):
         assert epoch(source, mode="train")[0].weight.all()  # and any crop of it can be read
 
 
 @pytest.mark.parametrize("name", UNREADABLE)
-def test_bad_images_are_refused_by_name_or_skipped_and_counted(data, tmp_path, name, capsys):
+def test_bad_images_are_refused_with_their_path_or_skipped_and_counted(
+    data, tmp_path, name, capsys
+):
     root, victim = data
     victim.write_bytes(UNREADABLE[name]())
-    said = said_of(FolderSource(root, "train"))
-    assert said.startswith(f"sample {VICTIM}: {victim} ")
-    assert said.endswith("replace or remove this file")
+    message = error_of(FolderSource(root, "train"))
+    assert message.startswith(f"sample {VICTIM}: {victim} ")
+    assert message.endswith("replace or remove this file")
     check_skipped(FolderSource(root, "train"))
-    assert f"skipped {said}" in capsys.readouterr().err
+    assert f"skipped {message}" in capsys.readouterr().err
     with pytest.raises(UserError, match=f"1 images cannot be packed: {victim} cannot be decoded"):
         main(Packing(data=root, out=tmp_path / "x.beton"))
     main(Packing(data=root, out=tmp_path / "x.beton", on_bad_sample="skip"))
@@ -228,9 +229,9 @@ def test_bad_images_are_refused_by_name_or_skipped_and_counted(data, tmp_path, n
     assert (len(whole.index), whole.weight.sum(), skipped) == (8, 7, 0)
 
 
-def test_cut_anywhere_it_is_refused(data):
-    """Also where the crop does not reach the last rows. A PNG that lacks its end chunk alone has
-    all its pixels.
+def test_a_file_truncated_anywhere_is_refused(data):
+    """Also where the crop does not reach the last rows. A PNG that lacks only its end chunk has all
+    its pixels.
     """
     root, victim = data
     cases = (
@@ -241,7 +242,7 @@ def test_cut_anywhere_it_is_refused(data):
     for whole, spare in cases:
         for length in np.linspace(0, len(whole) - spare, 40).astype(int):
             victim.write_bytes(whole[:length])
-            said_of(FolderSource(root, "train"))
+            error_of(FolderSource(root, "train"))
 
 
 @pytest.mark.parametrize(
@@ -260,20 +261,20 @@ def test_zeros_in_the_middle_never_make_a_black_image(data, encoded):
     assert refused > 5
 
 
-def test_a_batch_of_bad_images_alone_stops_the_run_even_when_skipping(data, capsys):
+def test_a_batch_of_only_bad_images_stops_the_run_even_when_skipping(data, capsys):
     root, _ = data
     for path in root.glob("train/cat/*.jpg"):
         path.write_bytes(path.read_bytes()[:300])
     first = root / "train" / "cat" / "0.jpg"
     with pytest.raises(
         UserError,
-        match=rf"none of the 4 samples of a batch can be read, {first} first; the lines above say why",
+        match=rf"none of the 4 samples of a batch can be read \(the first is {first}\); see the",
     ):
         epoch(FolderSource(root, "train"), on_bad_sample="skip")
     assert capsys.readouterr().err.count("skipped sample") == 4
 
 
-# ----------------------------------------------------------------------- files that change while they are open
+# --------------------------------------------------- files that change while they are open
 
 
 def vanish(victim):
@@ -301,16 +302,16 @@ def lead_nowhere(victim):
 
 
 @pytest.mark.parametrize("happens", [vanish, become_a_folder, close_to_all, lead_nowhere])
-def test_a_file_that_cannot_be_read_any_more(data, happens):
+def test_a_file_that_becomes_unreadable(data, happens):
     root, victim = data
     sources = [FolderSource(root, "train") for _ in range(2)]
-    said = happens(victim)
-    assert said_of(sources[0]) == f"sample {VICTIM}: {victim}: {said}"
+    message = happens(victim)
+    assert error_of(sources[0]) == f"sample {VICTIM}: {victim}: {message}"
     check_skipped(sources[1])
 
 
-def test_a_file_replaced_by_another_image_is_read_as_it_is_now(data):
-    """Whole and with its own size: never a crop of the old size out of the new image."""
+def test_a_replaced_file_is_read_in_its_new_form(data):
+    """With its own size: never a crop of the old size from the new image."""
     root, victim = data
     source, other = FolderSource(root, "train"), smooth(20, 95, seed=99)
     victim.write_bytes(saved(other))
@@ -322,8 +323,8 @@ def test_a_file_replaced_by_another_image_is_read_as_it_is_now(data):
 
 @pytest.fixture(scope="module")
 def packed(good, random_maps, tmp_path_factory):
-    """The good images as .beton with maps inside, the maps as .h5, and the epoch 0 of random crops
-    that they give.
+    """Pack the good images as a .beton with maps inside and one without, and store the maps as
+    .h5.
     """
     from densefeed.storage.score_maps import ScoreMapWriter, StoreHeader
 
@@ -355,9 +356,9 @@ def flip(path, offset):
         file.write(bytes([byte ^ 16]))
 
 
-def test_a_flipped_bit_in_a_packed_image_or_map_is_seen_where_it_is_used(packed, tmp_path):
-    """Of every crop: it equals the sound file's, bit for bit, or is refused; by name and number, or
-    skipped and counted.
+def test_a_flipped_bit_in_a_packed_image_or_map_is_detected_where_used(packed, tmp_path):
+    """Every crop equals that of the undamaged file bit for bit, or is refused with path and number,
+    or skipped and counted.
     """
     path = shutil.copy(packed / "x.beton", tmp_path / "x.beton")
     beton = Beton(path)
@@ -385,18 +386,18 @@ def test_a_flipped_bit_in_a_packed_image_or_map_is_seen_where_it_is_used(packed,
             assert all(torch.equal(a[sound], b[sound]) for a, b in zip(got, want, strict=True))
             seen, refused = seen + 1, refused + skipped
         if skipped:
-            said = said_of(FfcvSource(path), epoch=number, mode="train")
-            assert said.startswith(f"sample {VICTIM}: {path} image {VICTIM}")
-            assert said.endswith(
+            message = error_of(FfcvSource(path), epoch=number, mode="train")
+            assert message.startswith(f"sample {VICTIM}: {path} image {VICTIM}")
+            assert message.endswith(
                 ("copy the file again, or pack it again", "pack or copy the file again")
             )
         flip(path, offset)
     assert seen / 2 < refused < seen
 
 
-def test_damage_outside_the_crop_is_not_seen(packed, good, tmp_path):
-    """The last rows of a tall image are not read for its center; for a crop that shows them they
-    are, and refused.
+def test_damage_outside_the_crop_is_not_detected(packed, good, tmp_path):
+    """The last rows of a tall image are not read for its center; a crop that contains them is
+    refused.
     """
     root = shutil.copytree(good, tmp_path / "data")
     victim = root / "train" / "cat" / f"{VICTIM}.jpg"
@@ -413,7 +414,9 @@ def test_damage_outside_the_crop_is_not_seen(packed, good, tmp_path):
 
 
 @pytest.mark.parametrize(("kind", "beside"), [("folder", True), ("ffcv", True), ("ffcv", False)])
-def test_a_damaged_or_cut_map_is_named_and_not_the_image(packed, good, tmp_path, kind, beside):
+def test_a_damaged_or_truncated_map_is_reported_and_not_the_image(
+    packed, good, tmp_path, kind, beside
+):
     maps = shutil.copy(packed / "maps.h5", tmp_path / "maps.h5")
     path = shutil.copy(packed / ("bare.beton" if beside else "x.beton"), tmp_path / "x.beton")
 
@@ -426,37 +429,40 @@ def test_a_damaged_or_cut_map_is_named_and_not_the_image(packed, good, tmp_path,
 
     if beside:
         damaged, (_, offsets) = maps, ScoreMapStore(maps).places(np.array([VICTIM]))
-        said = f"{maps}: row {VICTIM} (cat/{VICTIM}.jpg) is damaged; relabel or copy it again"
+        message = f"{maps}: row {VICTIM} (cat/{VICTIM}.jpg) is damaged; relabel or copy it again"
     else:
         damaged, offsets = path, Beton(path).array_offsets("lse", np.array([VICTIM]))[1][None]
-        said = f"sample {VICTIM}: {path} image {VICTIM}: its arrays are damaged; pack or copy the file again"
+        message = (
+            f"sample {VICTIM}: {path} image {VICTIM}: its arrays are damaged; pack or copy the "
+        )
+        message += "file again"
     flip(damaged, int(offsets[0, -1]) + 3)
-    assert said in said_of(source())
+    assert message in error_of(source())
     check_skipped(source())
     flip(damaged, int(offsets[0, -1]) + 3)
     opened = source()
     os.truncate(damaged, int(offsets[0, 0]))
-    cut = said_of(opened)
+    cut = error_of(opened)
     assert str(damaged) in cut
     assert "cut" in cut
 
 
-def test_a_beton_cut_in_place_while_open_is_an_error_and_renamed_away_it_is_read_on(
+def test_a_beton_truncated_while_open_is_an_error_and_a_replaced_one_is_read_on(
     packed, good, tmp_path
 ):
     path = shutil.copy(packed / "bare.beton", tmp_path / "bare.beton")
     want, _ = epoch(FfcvSource(path))
     opened = [FfcvSource(path) for _ in range(3)]
     shutil.copy(packed / "x.beton", tmp_path / "other")
-    os.replace(tmp_path / "other", path)  # what the packer and most tools do
+    os.replace(tmp_path / "other", path)  # as the packer and most tools do
     assert torch.equal(epoch(opened[0])[0].image, want.image)
     path = shutil.copy(packed / "bare.beton", tmp_path / "cut.beton")
     opened = [FfcvSource(path) for _ in range(2)]
     os.truncate(path, int(Beton(packed / "bare.beton").images.offset[VICTIM]) + 100)
-    said = said_of(opened[0])
-    assert said.startswith(
+    message = error_of(opened[0])
+    assert message.startswith(
         f"sample {VICTIM}: {path} image {VICTIM} cannot be decoded (its file was cut"
     )
-    # the second batch lies behind the cut
+    # The second batch lies beyond the end of the file.
     with pytest.raises(UserError, match="none of the 4 samples of a batch can be read"):
         epoch(opened[1], on_bad_sample="skip")

@@ -1,7 +1,7 @@
-"""The bridge with stock ffcv 1.0.2 itself: position-coded images show which pixels a crop really
-has, and labels are ours.
+"""The bridge with stock ffcv 1.0.2: position-coded images show which pixels a crop contains, and
+labels equal our loader's.
 
-ffcv draws other crops in every run, so what is asserted holds for any.
+ffcv draws other crops in every run, so the assertions hold for any crop.
 """
 
 import json
@@ -24,15 +24,16 @@ IMAGES, SIZE, GRID, EPOCHS = 13, 24, 4, 3
 ROOT = Path(__file__).parents[2]
 RULES = TargetRules(smoothing=0.1)
 
-# All of ffcv runs in one process of its own: a fault of its threads would leave the test waiting
-# for ever, and its compiler takes seconds a Loader.
+# All of ffcv runs in one child process: an error in its threads would leave the test waiting
+# forever, and its compiler takes seconds per Loader.
 FFCV = f"""
 import json
 import sys
 import numpy as np
 import torch
 from ffcv.fields import IntField, RGBImageField
-from ffcv.fields.rgb_image import CenterCropRGBImageDecoder, RandomResizedCropRGBImageDecoder, SimpleRGBImageDecoder
+from ffcv.fields.rgb_image import CenterCropRGBImageDecoder, RandomResizedCropRGBImageDecoder
+from ffcv.fields.rgb_image import SimpleRGBImageDecoder
 from ffcv.loader import Loader, OrderOption
 from ffcv.transforms import RandomHorizontalFlip, ToTensor
 from ffcv.writer import DatasetWriter
@@ -49,50 +50,55 @@ class Samples:
     def __getitem__(self, n): return np.asarray(decode(images.read(n), "x")), int(images.labels[n])
 fields = {{"image": RGBImageField(write_mode="raw"), "label": IntField()}}
 DatasetWriter(root + "/stock.beton", fields, num_workers=1).from_indexed_dataset(Samples())
-random, center = RandomResizedCropRGBImageDecoder(({SIZE}, {SIZE})), CenterCropRGBImageDecoder(({SIZE}, {SIZE}), 0.8)
-def said(call):
+random = RandomResizedCropRGBImageDecoder(({SIZE}, {SIZE}))
+center = CenterCropRGBImageDecoder(({SIZE}, {SIZE}), 0.8)
+def error_of(call):
     try:
         call()
     except UserError as error:
         return str(error)
-twice = crop_pipelines(random, flip=0.5)  # of ffcv's own lists a Loader takes the decoder away
+# Used by two Loaders; from ffcv's own lists of operations the first would remove the decoder.
+twice = crop_pipelines(random, flip=0.5)
 for name, maps, pipelines, workers, cached in (
     ("ours", None, twice, 2, True), ("stock", root + "/maps.h5", twice, 1, False),
     ("damaged", None, crop_pipelines(center, flip=0.5), 2, True),
 ):
     path, parts, first = f"{{root}}/{{name}}.beton", [], ""
-    loader = Loader(path, batch_size=5, num_workers=workers, order=OrderOption.RANDOM, seed=1, drop_last=False,
-                    os_cache=cached, pipelines=pipelines)
+    loader = Loader(path, batch_size=5, num_workers=workers, order=OrderOption.RANDOM, seed=1,
+                    drop_last=False, os_cache=cached, pipelines=pipelines)
     strict, labels = DenseLabels(path, maps), DenseLabels(path, maps, on_bad_sample="skip")
     for epoch in range({EPOCHS}):
         for image, label, crop in loader:
-            first = first or said(lambda: strict(image, label, crop)) or ""
+            first = first or error_of(lambda: strict(image, label, crop)) or ""
             batch = labels(image, label, crop)
             targets = sparse_targets(batch, labels.score_maps, {GRID}, TargetRules(smoothing=0.1))
             fields = batch._asdict() | targets._asdict()
             fields |= {{"crop": crop, "token_weight": targets.weight, "weight": batch.weight}}
             fields |= {{"epoch": torch.full(batch.label.shape, epoch)}}
-            parts.append({{name: np.array(field) for name, field in fields.items()}})  # copies: ffcv writes there again
+            # Copies, since ffcv overwrites its memory.
+            parts.append({{name: np.array(field) for name, field in fields.items()}})
     arrays = {{name: np.concatenate([part[name] for part in parts]) for name in parts[0]}}
-    np.savez(f"{{root}}/{{name}}.npz", said=first, skipped=labels.skipped, **arrays)
+    np.savez(f"{{root}}/{{name}}.npz", error=first, skipped=labels.skipped, **arrays)
 row = torch.tensor([[0, 0, 0, 9, 9, 10, 10, 0, 0, 0]])
 ours = DenseLabels(root + "/ours.beton")
-height, width, offset = ours.source.begin(np.array([0])).wait().samples[["height", "width", "offset"]][0].tolist()
+sample = ours.source.begin(np.array([0])).wait().samples[0]
+height, width, offset = sample[["height", "width", "offset"]].tolist()
 fits = torch.tensor([[0, 0, 0, 9, 9, height, width, 0, 0, offset]])
 moved = torch.tensor([[0, 0, 0, 9, 9, height, width, 0, 0, offset + 1]])
 ours(torch.zeros(1, 8, 8, 3), torch.zeros(1, 1), fits)  # the first image, whose label is 0
 refused = [
-    said(lambda: crop_pipelines(random, transforms=[RandomHorizontalFlip(), ToTensor()])),
-    said(lambda: DenseLabels(root + "/stock.beton")),
-    said(lambda: ours(torch.zeros(1, 8, 8, 3), torch.zeros(1, 1), row)),
-    said(lambda: ours(torch.zeros(1, 8, 8, 3), torch.ones(1, 1), fits)),
-    said(lambda: ours(torch.zeros(1, 8, 8, 3), torch.zeros(1, 1), moved)),
-    said(lambda: crop_pipelines(random, transforms=[ToTensor(), v1.RandomHorizontalFlip()])),
-    said(lambda: crop_pipelines(random, transforms=[v2.RandAugment()])),
-    said(lambda: crop_pipelines(SimpleRGBImageDecoder())),
-    said(lambda: ours(torch.zeros(0, 8, 8, 3), torch.zeros(0, 1), torch.zeros(0, 10, dtype=torch.int64))),
+    error_of(lambda: crop_pipelines(random, transforms=[RandomHorizontalFlip(), ToTensor()])),
+    error_of(lambda: DenseLabels(root + "/stock.beton")),
+    error_of(lambda: ours(torch.zeros(1, 8, 8, 3), torch.zeros(1, 1), row)),
+    error_of(lambda: ours(torch.zeros(1, 8, 8, 3), torch.ones(1, 1), fits)),
+    error_of(lambda: ours(torch.zeros(1, 8, 8, 3), torch.zeros(1, 1), moved)),
+    error_of(lambda: crop_pipelines(random, transforms=[ToTensor(), v1.RandomHorizontalFlip()])),
+    error_of(lambda: crop_pipelines(random, transforms=[v2.RandAugment()])),
+    error_of(lambda: crop_pipelines(SimpleRGBImageDecoder())),
+    error_of(lambda: ours(torch.zeros(0, 8, 8, 3), torch.zeros(0, 1), row[:0])),
 ]
-assert said(lambda: crop_pipelines(random, transforms=[ToTensor(), v2.ColorJitter(0.4)])) is None
+jitter = [ToTensor(), v2.ColorJitter(0.4)]
+assert error_of(lambda: crop_pipelines(random, transforms=jitter)) is None
 
 print(json.dumps(refused))
 """
@@ -100,11 +106,11 @@ print(json.dumps(refused))
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory, random_maps, command):
-    """The folder of all files, and what was refused.
+    """Run the child; return the folder of all files, and the error messages.
 
-    Images' red is the row and their green the column. ours.beton is packed here with maps,
-    damaged.beton a copy in which a JPEG lacks its second half and a map has a bit turned,
-    stock.beton what ffcv writes: raw pixels.
+    The red channel of an image is the row, the green one the column. ours.beton is packed here with
+    maps; damaged.beton is a copy in which a JPEG lacks its second half and a map has a flipped bit;
+    stock.beton is written by ffcv: raw pixels.
     """
     pytest.importorskip("ffcv", reason="ffcv could not be built here")
     root, rng = tmp_path_factory.mktemp("coded"), np.random.default_rng(0)
@@ -158,8 +164,8 @@ def got(request, ran):
     return request.param, dict(np.load(ran[0] / f"{request.param}.npz"))
 
 
-def test_pixels_are_those_of_the_view(got):
-    """An area filter keeps a ramp: what an output pixel shows is the row and column at its center,
+def test_pixels_match_the_view(got):
+    """An area filter preserves a ramp: an output pixel shows the row and column at its center,
     through the View.
     """
     name, read = got
@@ -180,12 +186,12 @@ def test_pixels_are_those_of_the_view(got):
 
 
 def number_of(read):
-    """The number that each sample's file has; rows stand by class."""
+    """Return the file number of each sample; samples are sorted by class."""
     order = sorted(range(IMAGES), key=lambda n: (n % 3, n))
     return np.array(order)[read["index"]]
 
 
-def test_every_sample_comes_once_an_epoch_with_a_crop_of_its_own(got):
+def test_every_sample_appears_once_an_epoch_with_its_own_crop(got):
     _, read = got
     for epoch in range(EPOCHS):
         assert sorted(read["index"][read["epoch"] == epoch]) == list(range(IMAGES))
@@ -194,20 +200,20 @@ def test_every_sample_comes_once_an_epoch_with_a_crop_of_its_own(got):
     _, top, left, high, wide, height, width, _, status, _ = read["crop"].T
     assert ((top >= 0) & (left >= 0) & (top + high <= height) & (left + wide <= width)).all()
     assert not status.any()
-    assert (int(read["skipped"]), str(read["said"])) == (0, "")
+    assert (int(read["skipped"]), str(read["error"])) == (0, "")
 
 
-class Told(EpochPlan):
-    """A plan whose crops are another loader's."""
+class FixedPlan(EpochPlan):
+    """A plan with the crops of another loader."""
 
     def crops(self, epoch, ids, height, width, repeat=None):
         return self.boxes[ids].astype(np.float64), self.flips[ids]
 
 
-def test_labels_equal_what_our_loader_gives_for_the_same_box(got, ran):
+def test_labels_equal_our_loaders_for_the_same_box(got, ran):
     (name, read), (root, _) = got, ran
     source = FfcvSource(root / f"{name}.beton", root / "maps.h5" if name == "stock" else None)
-    plan = Told(num_samples=IMAGES, batch=IMAGES, seed=0, mode="train", sizes=((0, SIZE),))
+    plan = FixedPlan(num_samples=IMAGES, batch=IMAGES, seed=0, mode="train", sizes=((0, SIZE),))
     rows = np.flatnonzero(read["epoch"] == 1)
     rows = rows[np.argsort(read["index"][rows])]
     object.__setattr__(plan, "boxes", read["crop"][rows, 1:5])
@@ -221,7 +227,7 @@ def test_labels_equal_what_our_loader_gives_for_the_same_box(got, ran):
     )
     want |= {"token_weight": targets.weight, "weight": batch.weight}
     loader.close()
-    # ffcv's filter is another one
+    # ffcv resizes with another filter.
     assert np.abs(read["image"][rows].astype(float) - want.pop("image").numpy()).mean() < 3
     for field, value in want.items():
         np.testing.assert_array_equal(read[field][rows], value.numpy(), err_msg=field)
@@ -229,11 +235,11 @@ def test_labels_equal_what_our_loader_gives_for_the_same_box(got, ran):
     assert (read["token_weight"] > 0.99).any()
 
 
-def test_a_bad_sample_is_named_or_repeats_a_good_one_and_weighs_nothing(ran):
+def test_a_bad_sample_is_reported_or_replaced_with_weight_zero(ran):
     root, _ = ran
     read = dict(np.load(root / "damaged.npz"))
-    assert str(read["said"]).startswith(("sample 4, ", "sample 7: "))
-    assert str(root / "damaged.beton") in str(read["said"])
+    assert str(read["error"]).startswith(("sample 4, ", "sample 7: "))
+    assert str(root / "damaged.beton") in str(read["error"])
     out = np.isin(read["crop"][:, 0], (4, 7))
     assert (out.sum(), int(read["skipped"])) == (2 * EPOCHS, 2 * EPOCHS)
     np.testing.assert_array_equal(read["weight"], ~out)
@@ -246,7 +252,7 @@ def test_a_bad_sample_is_named_or_repeats_a_good_one_and_weighs_nothing(ran):
         )
 
 
-def test_a_center_crop_is_reported_too(ran):
+def test_center_crops_are_reported(ran):
     _, top, left, high, wide, height, width, _, status, _ = np.load(ran[0] / "damaged.npz")[
         "crop"
     ].T
@@ -257,7 +263,7 @@ def test_a_center_crop_is_reported_too(ran):
     assert (status != 0).sum() == EPOCHS
 
 
-def test_what_cannot_be_right_is_refused(ran):
+def test_inconsistent_input_is_refused(ran):
     root, (moves, bare, *others, flips, augments, whole, empty) = ran
     assert moves.startswith("RandomHorizontalFlip moves pixels")
     assert flips.startswith("RandomHorizontalFlip moves pixels")
@@ -265,13 +271,13 @@ def test_what_cannot_be_right_is_refused(ran):
     assert whole.startswith(
         "SimpleRGBImageDecoder does not crop to one size; give RandomResizedCropRGBImageDecoder"
     )
-    assert empty == "the Loader gave an empty batch; leave it out"
+    assert empty == "the Loader returned an empty batch; skip it"
     assert bare.startswith(f"{root / 'stock.beton'} has no score maps; give DenseLabels")
     assert len(others) == 3
     assert all(other.startswith("the Loader reads other images than") for other in others)
 
 
-def test_without_ffcv_the_import_says_what_to_install(command):
+def test_without_ffcv_the_import_error_names_the_package(command):
     code = "import sys; sys.modules['ffcv'] = None\nimport densefeed.pipelines.ffcv_bridge"
     done = command("-c", code)
     assert 'pip install "densefeed[ffcv]"' in done.stderr.splitlines()[-1]

@@ -1,5 +1,5 @@
-"""Packed score maps through the loaders, resident maps and the packer: lossless ones are the raw
-ones, compact ones as near as their store says.
+"""Packed score maps through the loaders, resident maps and the packer: lossless maps equal the raw
+ones, compact maps stay within the error that their store records.
 """
 
 import numpy as np
@@ -24,7 +24,7 @@ MAPS = ("map_logit", "map_class", "map_lse", "window")
 
 @pytest.fixture(scope="module", params=["tail", "zero-logit"])
 def stores(request, folder, tmp_path_factory):
-    """The same maps of `folder` in every form: {form: path}."""
+    """Store the same maps of `folder` in every form: {form: path}."""
     from densefeed.relabel.scoring import keep_top
 
     images, root = Images(folder, split="train"), tmp_path_factory.mktemp("forms")
@@ -54,7 +54,7 @@ def stores(request, folder, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def bare(folder, tmp_path_factory, command):
-    """The images alone, packed."""
+    """Pack the images without maps."""
     out = tmp_path_factory.mktemp("bare") / "train.beton"
     done = command("tools/pack_dataset.py", "--data", folder, "--out", out)
     assert done.returncode == 0, done.stderr
@@ -77,14 +77,14 @@ def equal(one, other) -> bool:
 
 
 def dense(targets: SparseTargets, num_classes: int) -> torch.Tensor:
-    """All of every target, `[N, T, K]`."""
+    """Expand targets to dense ones, `[N, T, K]`."""
     palette = targets.palette[:, None].expand_as(targets.extra)
     whole = targets.base[..., None].repeat(1, 1, num_classes)
     return whole.scatter_add(2, palette, targets.extra)
 
 
 @pytest.mark.parametrize("kind", ["folder", "ffcv"])
-def test_batches_of_every_form(stores, folder, bare, kind):
+def test_batches_of_every_form_agree(stores, folder, bare, kind):
     def opened(form):
         return (
             FolderSource(folder, "train", stores[form])
@@ -110,14 +110,14 @@ def test_batches_of_every_form(stores, folder, bare, kind):
         )
         one, other = (dense(sparse_targets(batch, spec, 4), 2) for batch in (before, after))
         far = max(far, float((one - other).abs().sum(-1).max()) / 2)
-    # logits are averaged before the softmax, not targets
+    # Zero-logit maps average logits before the softmax, not targets.
     slack = 1e-6 if spec.absent == "tail" else store.error.variation_max
     assert 0 < far <= store.error.variation_max + slack
 
 
 @pytest.mark.dali
 @pytest.mark.parametrize("form", ["lossless", "compact"])
-def test_dali_has_the_same_maps(stores, folder, form):
+def test_dali_gives_the_same_maps(stores, folder, form):
     ours, theirs = (
         batches_of(FolderSource(folder, "train", stores[form]), loader_class(kind))[0]
         for kind in ("native", "dali")
@@ -127,17 +127,17 @@ def test_dali_has_the_same_maps(stores, folder, form):
 
 
 @pytest.mark.parametrize("form", ["lossless", "compact"])
-def test_resident_maps_are_the_streamed_ones(stores, folder, form):
+def test_resident_maps_equal_streamed_ones(stores, folder, form):
     source = FolderSource(folder, "train", stores[form])
-    held = ResidentMaps(source, torch.device("cpu"))
+    resident = ResidentMaps(source, torch.device("cpu"))
     streamed, _ = batches_of(source)
     bare, _ = batches_of(FolderSource(folder, "train", stores[form]), maps=False)
     for whole, without in zip(streamed, bare, strict=True):
-        assert equal(whole, held(without))
+        assert equal(whole, resident(without))
 
 
 @pytest.mark.parametrize("form", ["lossless", "compact"])
-def test_the_packer_expands(stores, folder, tmp_path, command, form):
+def test_the_packer_expands_packed_maps(stores, folder, tmp_path, command, form):
     out = tmp_path / "train.beton"
     done = command("tools/pack_dataset.py", "--data", folder, "--maps", stores[form], "--out", out)
     assert done.returncode == 0, done.stderr
@@ -149,7 +149,7 @@ def test_the_packer_expands(stores, folder, tmp_path, command, form):
 
 
 @pytest.mark.parametrize("form", ["lossless", "compact"])
-def test_a_damaged_or_cut_row_is_named(stores, folder, tmp_path, capsys, form):
+def test_a_damaged_or_truncated_row_is_reported(stores, folder, tmp_path, capsys, form):
     path = tmp_path / "maps.h5"
     path.write_bytes(stores[form].read_bytes())
     _, places = ScoreMapStore(path).places(np.array([7]))
@@ -160,7 +160,7 @@ def test_a_damaged_or_cut_row_is_named(stores, folder, tmp_path, capsys, form):
         batches_of(FolderSource(folder, "train", path))
     batches, _ = batches_of(FolderSource(folder, "train", path), on_bad_sample="skip")
     assert capsys.readouterr().err.count("skipped sample 7") == 1
-    # as resident maps read it, whatever the loader does
+    # Resident maps read it this way, whatever the loader's `on_bad_sample`.
     with pytest.raises(UserError, match=r"maps.h5: row 7 .* is damaged"):
         FolderSource(folder, "train", path).maps(np.arange(11))
     assert 7 not in torch.cat([batch.index for batch in batches]).tolist()

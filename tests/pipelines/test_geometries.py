@@ -1,5 +1,5 @@
-"""From pixels to targets through every geometry: what a teacher is shown of a planted picture comes
-back at the right tokens.
+"""From pixels to targets through every geometry: the classes of a synthetic picture, scored by a
+teacher, come back at the right tokens.
 """
 
 import numpy as np
@@ -25,7 +25,7 @@ PADDING, CLASSES = 8, 9
 
 
 class Colors(nn.Module):
-    """Says which of COLORS a cell of CELL x CELL pixels is nearest to, surely."""
+    """Classifies a cell of CELL x CELL pixels as the nearest of COLORS, with certainty."""
 
     def forward_token_logits(self, image_NCHW):
         cells = F.avg_pool2d(image_NCHW, CELL)
@@ -33,8 +33,8 @@ class Colors(nn.Module):
         return -30 * far
 
 
-def planted(height, width, seed):
-    """A picture of BLOCKS, and their classes."""
+def make_blocks(height, width, seed):
+    """Make a picture of BLOCKS, and their classes."""
     classes = np.random.default_rng(seed).integers(0, 8, BLOCKS)
     rows = np.arange(height) * BLOCKS[0] // height
     columns = np.arange(width) * BLOCKS[1] // width
@@ -53,10 +53,10 @@ def planted(height, width, seed):
 )
 @pytest.mark.parametrize("geometry", ["squash", "center-crop", "letterbox", "tile"])
 @pytest.mark.parametrize("sheared", [False, True])
-def test_every_token_has_the_label_of_what_it_shows(
+def test_every_token_has_the_label_of_its_pixels(
     sheared, geometry, height, width, seed, views, flip
 ):
-    image, classes = planted(height, width, seed)
+    image, classes = make_blocks(height, width, seed)
     teacher = Teacher(
         Colors(), SIZE, geometry, LEVELS, tta_views=views, tiles=2 if geometry == "tile" else 1
     )
@@ -104,21 +104,19 @@ def test_every_token_has_the_label_of_what_it_shows(
     for n, row, column in np.ndindex(8, grid, grid):
         u, v = (np.arange(9)[None] / 8 + [[column], [row]]) / grid
         ones = np.ones(81)
-        # x, y, of what the token shows
+        # x, y of the points that the token shows.
         points = view[n] @ np.stack([*(part.ravel() for part in np.meshgrid(u, v)), ones])
         low, high = points.min(1), points.max(1)
-        # of crop and Window
+        # The intersection of crop and Window.
         begin, end = (np.maximum(shown[n], window)[[1, 0]], np.minimum(shown[n], window)[[3, 2]])
         if (low >= begin - 1e-6).all() and (high <= end + 1e-6).all():
             assert weight[n, row, column] == 1
         elif (low > end + 1e-6).any() or (high < begin - 1e-6).any():
             assert weight[n, row, column] == 0
-        # One cell for the bilinear samples, half a cell of the average, and a pixel of Pillow's. At
-        # the image's edge the cells that see half padding are told by the walk in test_targets.py.
-        low, high = (
-            low - 1.6 * cell - 1 / np.array([width, height]),
-            high + 1.6 * cell + 1 / np.array([width, height]),
-        )
+        # One cell for the bilinear samples, half a cell for the average, and a pixel for Pillow. At
+        # the image's edge test_targets.py checks the cells that contain half padding.
+        margin = 1.6 * cell + 1 / np.array([width, height])
+        low, high = low - margin, high + margin
         if geometry == "letterbox" and ((low < 0).any() or (high > 1).any()):
             continue
         first, last = (

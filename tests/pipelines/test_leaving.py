@@ -1,5 +1,5 @@
-"""However a consumer leaves a loader: nothing of his is overwritten, and no thread, memory, file or
-process stays behind.
+"""Ways to leave a loader: batches that the consumer holds are never overwritten, and no thread,
+memory, file or process remains.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.filterwarnings("error::pytest.PytestUnraisableException
 
 @pytest.fixture(scope="module")
 def opened(folder, maps, tmp_path_factory):
-    """Opens a loader of 11 samples with score maps, `folder`, `ffcv` or `dali`."""
+    """Return a function that opens `folder`, `ffcv` or `dali` with 11 samples and score maps."""
     beton = tmp_path_factory.mktemp("leaving") / "x.beton"
     main(Packing(data=folder, maps=maps, out=beton))
 
@@ -50,8 +50,8 @@ def opened(folder, maps, tmp_path_factory):
     return open_loader
 
 
-def held():
-    """How many threads this process has, native ones too, and which files of ours are open."""
+def open_resources():
+    """Count the threads of this process, native ones included, and list our open files."""
     gc.collect()
     links = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd")]
     files = {os.readlink(link) for link in links if os.path.exists(link)}
@@ -63,27 +63,27 @@ def held():
 @pytest.fixture(scope="module")
 def before():
     torch.ones(2**20).sum()  # PyTorch starts its own threads at the first large sum
-    return held()
+    return open_resources()
 
 
 @pytest.fixture(autouse=True)
-def nothing_stays(before):
-    """After each test, threads and open files are those of the start; executors take a moment to
-    end theirs.
+def no_leaks(before):
+    """After each test, threads and open files are those of the start; executors need a moment to
+    stop their threads.
     """
     yield
     deadline = time.monotonic() + 60
     while (
-        not ((after := held())[0] <= before[0] and after[1] <= before[1])
+        not ((after := open_resources())[0] <= before[0] and after[1] <= before[1])
         and time.monotonic() < deadline
     ):
         time.sleep(0.01)
-    assert after[0] <= before[0]  # numpy's own end when a test forks
+    assert after[0] <= before[0]  # fewer: numpy's own threads end when a test forks
     assert after[1] <= before[1]
 
 
-def resident():
-    """Bytes of memory of this process."""
+def resident_bytes():
+    """Return the resident memory of this process, bytes."""
     gc.collect()
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
@@ -92,9 +92,9 @@ def resident():
 
 
 @pytest.mark.parametrize("kind", ["folder", "ffcv", DALI])
-def test_what_a_consumer_holds_is_never_overwritten(opened, kind):
-    """He keeps whole batches, slices, rows, numpy views, or drops them: three epochs, in memory
-    that is used again.
+def test_batches_that_are_held_are_never_overwritten(opened, kind):
+    """The consumer keeps whole batches, slices, rows or numpy views, or drops them: three epochs,
+    in memory that is reused.
     """
     reader, kept = opened(kind), []
     for epoch in range(3):
@@ -116,31 +116,31 @@ def test_what_a_consumer_holds_is_never_overwritten(opened, kind):
 
 
 @pytest.mark.parametrize("kind", ["ffcv", DALI])
-def test_few_batches_are_in_memory_however_slow_the_consumer(opened, monkeypatch, kind):
-    """An epoch of 11 batches lives in AHEAD + 2 blocks, one of them the consumer's; what he holds
-    comes on top.
+def test_few_batches_are_in_memory_for_a_slow_consumer(opened, monkeypatch, kind):
+    """An epoch of 11 batches uses AHEAD + 2 blocks, one of them the consumer's current batch; other
+    batches that it holds are extra.
     """
     reader, made, empty = opened(kind, batch=64, repeats=64, size=224), [], Memory.empty
     monkeypatch.setattr(
         Memory, "empty", lambda self, shape, dtype: made.append(shape) or empty(self, shape, dtype)
     )
-    before, most, places = resident(), 0, set()
+    before, most, places = resident_bytes(), 0, set()
     for number, batch in enumerate(reader.batches(0)):
         if number == 0:
             time.sleep(0.2)
         assert made.count((64, 224, 224, 3)) <= number + AHEAD
         places.add(batch.image.data_ptr())
-        most = max(most, resident() - before)
+        most = max(most, resident_bytes() - before)
     assert number == 10
     assert len(places) <= AHEAD + 2
-    # Stacks and scratch memory of the threads; of DALI's own libraries and pools, 70 MB were seen
-    # with its first pipeline.
+    # Stacks and scratch memory of the threads; DALI's own libraries and pools took 70 MB with its
+    # first pipeline.
     assert most < (AHEAD + 2) * LARGE + (2**24 if kind == "ffcv" else 2**27)
     reader.close()
 
 
 @pytest.mark.parametrize("kind", ["ffcv", DALI])
-def test_leaving_fifty_times_takes_no_memory(opened, kind):
+def test_leaving_fifty_times_leaks_no_memory(opened, kind):
     sizes = []
     for number in range(1, 51):
         reader = opened(kind, batch=32, repeats=32, size=160)
@@ -150,9 +150,9 @@ def test_leaving_fifty_times_takes_no_memory(opened, kind):
             reader.close()
         del reader, batches
         if number % 10 == 0:
-            sizes.append(resident())
-    # 40 leaks of one batch of images are 94 MiB; DALI's pools go up and down by 20 MB, and do not
-    # grow over 150 loaders.
+            sizes.append(resident_bytes())
+    # 40 leaked batches of images are 94 MiB; DALI's pools vary by 20 MB, and do not grow over 150
+    # loaders.
     assert max(sizes) - sizes[0] < (2**24 if kind == "ffcv" else 2**26)
 
 
@@ -217,7 +217,7 @@ def iterate_after_close(reader):
         iterate_after_close,
     ],
 )
-def test_nothing_stays_however_it_ends(opened, leave, close, kind):
+def test_nothing_remains_however_the_loader_is_left(opened, leave, close, kind):
     reader = opened(kind)
     leave(reader)
     if close:
@@ -225,7 +225,7 @@ def test_nothing_stays_however_it_ends(opened, leave, close, kind):
 
 
 @pytest.mark.parametrize("kind", ["folder", "ffcv", DALI])
-def test_after_leaving_early_the_loader_goes_on(opened, kind):
+def test_the_loader_can_be_used_after_leaving_early(opened, kind):
     reader = opened(kind)
     whole = [batch.image.clone() for batch in reader.batches(1)]
     for _ in range(3):
@@ -236,29 +236,29 @@ def test_after_leaving_early_the_loader_goes_on(opened, kind):
 
 
 @pytest.mark.parametrize("kind", ["ffcv", DALI])
-def test_closed_by_another_thread_the_consumer_gets_an_error(opened, kind):
-    """Never a crash of the interpreter, wherever the consumer is at that moment."""
+def test_closing_from_another_thread_raises_in_the_consumer(opened, kind):
+    """Never an interpreter crash, in any state of the consumer."""
     for number in range(20):
-        reader, said = opened(kind, batch=64, repeats=64, size=64), []
+        reader, errors = opened(kind, batch=64, repeats=64, size=64), []
 
-        def consume(reader=reader, said=said):
+        def consume(reader=reader, errors=errors):
             try:
                 while True:
                     for _ in reader.batches(0):
                         pass
             except RuntimeError as error:
-                said.append(str(error))
+                errors.append(str(error))
 
         consumer = threading.Thread(target=consume)
         consumer.start()
         time.sleep(0.002 * number)
         reader.close()
         consumer.join(timeout=5)
-        assert said == ["this loader is closed"]
+        assert errors == ["this loader is closed"]
 
 
 @pytest.mark.parametrize("kind", ["ffcv", DALI])
-def test_a_forked_child_is_told_and_harms_nobody(opened, kind):
+def test_a_forked_child_gets_an_error_and_does_no_harm(opened, kind):
     reader = opened(kind)
     batches = reader.batches(0)
     first = next(batches)
@@ -281,7 +281,7 @@ def test_a_forked_child_is_told_and_harms_nobody(opened, kind):
     reader.close()
 
 
-def test_too_many_threads_are_refused_in_a_sentence(opened):
+def test_too_many_threads_are_refused(opened):
     with pytest.raises(
         UserError, match=r"100,000 decoding threads are more than .* give fewer --threads"
     ):
@@ -316,8 +316,8 @@ except KeyboardInterrupt:
 
 @pytest.fixture(scope="module")
 def slow(tmp_path_factory):
-    """Two images of 12 megapixels, in a folder and packed without index: a batch of 2,000 crops
-    takes a minute.
+    """Write two images of 12 megapixels, in a folder and packed without index: a batch of 2,000
+    crops takes a minute.
     """
     root = tmp_path_factory.mktemp("slow")
     for name in "ab":
@@ -330,8 +330,8 @@ def slow(tmp_path_factory):
 
 @pytest.fixture
 def child_of(command, tmp_path):
-    """A maker of processes with these words; `tmp_path` is where they run, and their folder for
-    temporary files.
+    """Return a function that starts a child with these arguments; `tmp_path` is its working
+    directory and its folder for temporary files.
     """
     code = f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{CHILD}"
     how = {"cwd": tmp_path, "environment": {"TMPDIR": str(tmp_path)}, "teardown": True}
@@ -339,9 +339,9 @@ def child_of(command, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["folder", "ffcv", DALI])
-def test_ctrl_c_ends_a_wait_long_before_the_batch(child_of, slow, kind):
-    """2,000 photographs of 12 megapixels take minutes. Alone on two cores it ends within a second,
-    beside other work later.
+def test_ctrl_c_interrupts_a_wait(child_of, slow, kind):
+    """2,000 photographs of 12 megapixels take minutes. On two idle cores the process ends within a
+    second, on busy ones later.
     """
     with child_of(kind, slow["folder" if kind == "folder" else "ffcv"], 2000, "stay") as child:
         assert child.stdout.readline() == "waiting\n"
@@ -349,30 +349,30 @@ def test_ctrl_c_ends_a_wait_long_before_the_batch(child_of, slow, kind):
         assert child.poll() is None
         sent = time.monotonic()
         child.send_signal(signal.SIGINT)
-        # its reading threads drop what they have not begun
-        said, traceback = child.communicate(timeout=60)
-    assert float(said) - sent < 20
+        # Its reading threads drop the reads that have not started.
+        output, traceback = child.communicate(timeout=60)
+    assert float(output) - sent < 20
     assert child.returncode == -signal.SIGINT
     assert traceback.rstrip().endswith("KeyboardInterrupt")
     assert "Exception ignored" not in traceback
 
 
 @pytest.mark.parametrize("kind", ["ffcv", DALI])
-def test_a_process_may_end_with_everything_open(child_of, slow, kind):
+def test_a_process_can_exit_with_everything_open(child_of, slow, kind):
     with child_of(kind, slow["ffcv"], 2, "go") as child:
-        said, complaints = child.communicate(timeout=60)
-    assert (said, complaints, child.returncode) == ("waiting\ngot one\n", "", 0)
+        output, complaints = child.communicate(timeout=60)
+    assert (output, complaints, child.returncode) == ("waiting\ngot one\n", "", 0)
 
 
-def test_killed_it_leaves_nothing_and_starts_again_at_once(child_of, slow, tmp_path):
-    """There are no worker processes to orphan: decoding is done by threads, in memory that no other
-    process shares.
+def test_a_killed_process_leaves_nothing_and_restarts_at_once(child_of, slow, tmp_path):
+    """There are no worker processes to orphan: threads decode, in memory that no other process
+    shares.
     """
     with child_of("ffcv", slow["ffcv"], 2, "stay") as child:
         assert [child.stdout.readline() for _ in range(2)] == ["waiting\n", "got one\n"]
         tasks = Path(f"/proc/{child.pid}/task")
         assert len(list(tasks.iterdir())) > 2
-        # no process of its own
+        # It has no child processes.
         assert "".join(path.read_text() for path in tasks.glob("*/children")) == ""
         mapped = Path(f"/proc/{child.pid}/maps").read_text()
         assert "/dev/shm" not in mapped
@@ -381,7 +381,7 @@ def test_killed_it_leaves_nothing_and_starts_again_at_once(child_of, slow, tmp_p
         child.wait()
         assert not tasks.exists()
     assert sorted(os.listdir(slow["ffcv"].parent)) == ["images", "x.beton"]
-    assert not list(tmp_path.iterdir())  # where its temporary files would lie, too
+    assert not list(tmp_path.iterdir())  # the folder of its temporary files
     source = FfcvSource(slow["ffcv"])
     reader = ThreadedLoader(source, EpochPlan(num_samples=2, batch=2, seed=0, mode="train"), 2)
     assert len(next(reader.batches(0)).image) == 2

@@ -1,4 +1,4 @@
-"""`folder` against `ffcv`, sample by sample; both against torchvision's crop; faults surface."""
+"""`folder` against `ffcv`, sample by sample; both against torchvision's crop; errors surface."""
 
 import gc
 import shutil
@@ -61,7 +61,7 @@ def test_folder_and_ffcv_give_the_same_epoch(folder, maps, beton):
             assert_equal(one, other)
 
 
-def test_a_beton_may_have_its_maps_beside_it(folder, maps, beton, tmp_path, command):
+def test_a_beton_with_its_maps_beside_it(folder, maps, beton, tmp_path, command):
     bare = tmp_path / "bare.beton"
     assert command("tools/pack_dataset.py", "--data", folder, "--out", bare).returncode == 0
     for one, other in zip(
@@ -71,7 +71,7 @@ def test_a_beton_may_have_its_maps_beside_it(folder, maps, beton, tmp_path, comm
 
 
 @pytest.mark.parametrize("threads", [1, 4])
-def test_threads_and_resume_change_nothing(beton, threads):
+def test_batches_do_not_depend_on_threads_or_resume(beton, threads):
     whole = epoch_of(FfcvSource(beton))
     for start in range(3):
         for one, other in zip(
@@ -80,9 +80,9 @@ def test_threads_and_resume_change_nothing(beton, threads):
             assert_equal(one, other)
 
 
-def test_pixels_are_torchvisions_resized_crop(folder):
-    """Chroma is resampled at half resolution and color converted once, so roundings differ, and
-    clipped colors do a little.
+def test_pixels_are_close_to_torchvisions_resized_crop(folder):
+    """Chroma is resampled at half resolution and color is converted once, so rounding differs, and
+    clipped colors differ slightly.
     """
     source = FolderSource(folder, "train")
     images = Images(folder, split="train")
@@ -101,9 +101,9 @@ def test_pixels_are_torchvisions_resized_crop(folder):
             assert (difference > 2).float().mean() < 1e-3
 
 
-def test_views_name_the_pixels_that_the_crop_shows(folder):
-    """Sample the stored image at View(token centers): it must look like the crop, and unlike its
-    mirror image.
+def test_views_map_to_the_pixels_of_the_crop(folder):
+    """The stored image sampled at View(token centers) resembles the crop, and not its mirror
+    image.
     """
     source, images = FolderSource(folder, "train"), Images(folder, split="train")
     centers = (torch.arange(8) + 0.5) / 8
@@ -129,7 +129,7 @@ def test_views_name_the_pixels_that_the_crop_shows(folder):
             assert right < 0.5 * mirrored
 
 
-def test_maps_are_the_rows_of_the_store(folder, maps):
+def test_maps_equal_the_rows_of_the_store(folder, maps):
     store = ScoreMapStore(maps)
     for batch in epoch_of(FolderSource(folder, "train", maps)):
         rows = store.rows(batch.index.numpy())
@@ -138,9 +138,9 @@ def test_maps_are_the_rows_of_the_store(folder, maps):
         np.testing.assert_array_equal(batch.window.numpy(), rows.window)
 
 
-def test_two_ranks_together_give_the_epoch_and_each_view_its_own_crop(beton):
-    """11 samples twice in batches of 4, so the last batch has two rows of padding, one of each
-    rank; rank 0 has rows 0 and 3.
+def test_two_ranks_together_give_the_epoch_and_repeats_differ(beton):
+    """11 samples twice in batches of 4: the last batch has two rows of padding, one on each rank;
+    rank 0 has rows 0 and 3.
     """
     epochs = {}
     for ranks in (1, 2):
@@ -167,14 +167,14 @@ def test_two_ranks_together_give_the_epoch_and_each_view_its_own_crop(beton):
     assert epochs[2, 0][-1].weight.tolist() == epochs[2, 1][-1].weight.tolist() == [1, 0]
 
 
-def test_the_plans_sizes_are_followed(beton):
+def test_image_sizes_follow_the_plan(beton):
     plan = EpochPlan(num_samples=11, batch=4, seed=3, mode="train", sizes=((0, 16), (2, 48)))
     reader = ThreadedLoader(FfcvSource(beton), plan, threads=2)
     assert [next(reader.batches(epoch)).image.shape[1] for epoch in range(4)] == [16, 16, 48, 48]
     reader.close()
 
 
-def test_padding_has_weight_zero_and_every_sample_comes_once(beton):
+def test_padding_has_weight_zero_and_every_sample_appears_once(beton):
     batches = epoch_of(FfcvSource(beton))
     assert all(batch.image.shape == (4, 32, 32, 3) for batch in batches)
     weight, index = torch.cat([b.weight for b in batches]), torch.cat([b.index for b in batches])
@@ -184,7 +184,7 @@ def test_padding_has_weight_zero_and_every_sample_comes_once(beton):
 
 @pytest.fixture
 def broken(folder, tmp_path):
-    """The folder with one file cut in half."""
+    """Copy the folder, one of its files truncated."""
     root = shutil.copytree(folder, tmp_path / "broken")
     victim = sorted((root / "train").glob("*/*.jpg"))[3]
     victim.write_bytes(victim.read_bytes()[:200])
@@ -199,7 +199,7 @@ def test_a_bad_sample_raises_with_its_id_and_path(broken):
     reader.close()
 
 
-def test_a_bad_sample_may_be_skipped_and_is_never_black(broken, capsys):
+def test_a_bad_sample_is_skipped_and_never_black(broken, capsys):
     root, victim = broken
     reader = loader(FolderSource(root, "train"), on_bad_sample="skip")
     batches = list(reader.batches(0))
@@ -212,7 +212,7 @@ def test_a_bad_sample_may_be_skipped_and_is_never_black(broken, capsys):
     assert all(image.float().std() > 1 for batch in batches for image in batch.image)
 
 
-def test_leaving_early_leaves_no_thread(beton):
+def test_no_thread_remains_after_leaving_early(beton):
     before = threading.active_count()
     for _ in range(5):
         reader = loader(FfcvSource(beton))
@@ -237,7 +237,7 @@ def test_maps_of_another_dataset_are_refused(folder, maps, tmp_path, command):
         FfcvSource(packed, maps)
 
 
-def test_in_order_blocks_storage_is_asked_before_a_sample_is_fetched(beton, monkeypatch):
+def test_order_blocks_prefetches_before_it_fetches(beton, monkeypatch):
     known, begin = set(), FfcvSource.begin
     monkeypatch.setattr(
         FfcvSource, "read_ahead", lambda self, first, end: known.update(range(first, end))

@@ -30,7 +30,7 @@ def mix_of(top, left, bottom, right, blend=0.0, side=32):
 
 
 def random_targets(count, tokens, palette=3, classes=9, seed=0):
-    """Targets, some tokens without a label, and the same dense, `[N, T, K]`."""
+    """Make targets, some tokens without a label, and the same as a dense `[N, T, K]`."""
     rng = torch.Generator().manual_seed(seed)
     index = torch.stack([torch.randperm(classes, generator=rng)[:palette] for _ in range(count)])
     extra = torch.rand(count, tokens, palette, generator=rng)
@@ -55,9 +55,9 @@ boxes = st.tuples(*[st.integers(0, 32)] * 4).map(
 
 @given(boxes, st.sampled_from([1, 3, 4, 8, 32]), st.floats(0, 1))
 @settings(max_examples=60, deadline=None)
-def test_a_cells_share_is_what_two_pictures_mixed_show(box, grid, blend):
+def test_shares_of_cells_equal_mixed_pictures(box, grid, blend):
     """A black image and its white partner, blended and then exchanged in the box, pixel by pixel; a
-    cell is a mean of points.
+    cell is the mean of its pixels.
     """
     black, white = np.full((96, 96), blend), np.full((96, 96), 1 - blend)
     inside = np.s_[3 * box[0] : 3 * box[2], 3 * box[1] : 3 * box[3]]
@@ -102,7 +102,7 @@ def test_an_empty_box_changes_nothing(count):
 
 @given(st.integers(1, 5), boxes, st.integers(0, 99))
 @settings(max_examples=40, deadline=None)
-def test_mixed_targets_are_the_dense_ones_mixed(count, box, seed):
+def test_mixed_targets_equal_mixed_dense_targets(count, box, seed):
     targets, full = random_targets(count, 16, seed=seed)
     for share in (share_map(mix_of(*box), 4), torch.tensor(0.3)):
         got = mix_targets(targets, share)
@@ -118,7 +118,7 @@ def test_mixed_targets_are_the_dense_ones_mixed(count, box, seed):
         torch.testing.assert_close(dense(got).sum(-1), got.total.double(), rtol=1e-5, atol=1e-5)
 
 
-def test_tokens_wholly_inside_the_box_carry_the_partners_label_and_no_other():
+def test_tokens_inside_the_box_carry_only_the_partners_label():
     targets, full = random_targets(3, 16)
     targets = targets._replace(weight=torch.ones(3, 16))
     got = dense(mix_targets(targets, share_map(mix_of(0, 0, 16, 32), 4))).view(3, 4, 4, -1)
@@ -126,7 +126,7 @@ def test_tokens_wholly_inside_the_box_carry_the_partners_label_and_no_other():
     torch.testing.assert_close(got[:, 2:], full.view(3, 4, 4, -1)[:, 2:])
 
 
-def test_the_pooled_label_is_the_mean_of_what_the_image_shows():
+def test_the_mean_target_is_that_of_the_visible_tokens():
     targets, full = random_targets(4, 16)
     got = pooled(targets)
     weight = targets.weight.double()[..., None]
@@ -140,7 +140,7 @@ def test_the_pooled_label_is_the_mean_of_what_the_image_shows():
     assert torch.isfinite(nothing.extra).all()
 
 
-def test_mixtokens_boxes_are_those_of_the_plan_and_their_shares_true_areas():
+def test_mixtoken_takes_the_plans_boxes_and_their_true_areas():
     mixing, shares = Mixing(plan=PLAN, mixtoken=True), []
     for step in range(50):
         top, left, bottom, right = PLAN.mix_box(0, step, 8)
@@ -154,9 +154,9 @@ def test_mixtokens_boxes_are_those_of_the_plan_and_their_shares_true_areas():
     assert np.std(shares) > 0.1
 
 
-def test_steps_are_mixed_as_often_and_as_much_as_asked():
-    """2,000 steps: shares within 4 standard deviations; CutMix's box has the share that is not kept
-    where nothing clips it.
+def test_frequency_and_strength_of_mixing_follow_the_options():
+    """2,000 steps: shares within 4 standard deviations; CutMix's box covers the share that is not
+    kept, unless it is clipped.
     """
     mixing = Mixing(plan=PLAN, cutmix=1.0, mixup=0.8, prob=0.5, switch_prob=0.25)
     draws = [mixing.draw(epoch, step, 64, 8) for epoch in range(4) for step in range(500)]
@@ -173,7 +173,7 @@ def test_steps_are_mixed_as_often_and_as_much_as_asked():
     assert all(torch.equal(a, b) for a, b in zip(again[:2], draws[1017][:2], strict=True))
 
 
-def test_mixtoken_after_mixup_has_the_boxes_of_the_one_and_the_shares_of_the_other():
+def test_mixtoken_after_mixup_combines_both():
     both = Mixing(plan=PLAN, mixtoken=True, mixup=0.8, prob=0.5)
     alone = Mixing(plan=PLAN, mixup=0.8, prob=0.5), Mixing(plan=PLAN, mixtoken=True)
     draws = [[mixing.draw(1, step, 64, 8) for mixing in (both, *alone)] for step in range(100)]
@@ -186,8 +186,8 @@ def test_mixtoken_after_mixup_has_the_boxes_of_the_one_and_the_shares_of_the_oth
 
 @given(boxes, st.floats(0, 1), st.integers(0, 99))
 @settings(max_examples=30, deadline=None)
-def test_a_label_that_is_mixed_twice_is_mixed_once_by_both_shares(box, blend, seed):
-    """MixUp, then the exchange by area: the targets themselves mixed one after the other."""
+def test_mixing_twice_equals_mixing_once_by_the_combined_share(box, blend, seed):
+    """MixUp, then the exchange by area: mix the targets one after the other."""
     targets, _ = random_targets(4, 1, seed=seed)
     mix = mix_of(*box, blend)
     area = (box[2] - box[0]) * (box[3] - box[1]) / 32**2
@@ -204,20 +204,20 @@ def test_a_label_that_is_mixed_twice_is_mixed_once_by_both_shares(box, blend, se
     )
 
 
-def test_cutmixs_box_is_the_share_that_is_not_kept():
+def test_cutmix_box_covers_the_share_that_is_not_kept():
     plan, boxes = PLAN, []
     for step in range(300):
         kept = plan.beta(0, step, 1.0)
         top, left, bottom, right = plan.mix_box(0, step, 224, kept=kept)
         boxes.append((top, left, bottom, right))
-        # not clipped; an odd side loses one pixel
+        # A box that is not clipped; an odd side loses one pixel.
         if top > 0 and bottom < 224 and left > 0 and right < 224:
             assert bottom - top == right - left
             assert 0 <= 224 * np.sqrt(1 - kept) - (bottom - top) < 2
     assert len(set(boxes)) > 250
 
 
-def test_what_does_not_fit_together_is_refused():
+def test_conflicting_options_are_refused():
     with pytest.raises(UserError, match="--no-mixtoken"):
         Mixing(plan=PLAN, mixtoken=True, cutmix=1.0, mixup=0.8)
     with pytest.raises(UserError, match="must not be negative"):

@@ -1,15 +1,12 @@
-"""Pairs of places: the plan's own generator, on the device; a function of seed, epoch, sample and
-view alone.
-"""
+"""Pairs of places: drawn on the device, a function of seed, epoch, sample and repeat alone."""
 
 from types import SimpleNamespace
 
 import numpy as np
-import pytest
 import torch
 
-from densefeed.pipelines.pairs import PAIRS, draw_pairs, philox_on_device
-from densefeed.pipelines.plan import EpochPlan, philox
+from densefeed.pipelines.pairs import PAIRS, draw_pairs
+from densefeed.pipelines.plan import EpochPlan
 
 
 def plan(seed: int = 3) -> EpochPlan:
@@ -23,27 +20,8 @@ def batch(index, repeat=None) -> SimpleNamespace:
     )
 
 
-@pytest.mark.parametrize("key", [0, 1, 2**32 - 1, 2**63 - 1, 0x123456789ABCDEF])
-def test_words_are_those_of_the_plans_generator(key):
-    """To the bit, also of counters beyond 2^31, whose products leave int64's positive half."""
-    ids, blocks = np.array([0, 1, 2**31, 2**32 - 1]), np.arange(5)
-    want = np.stack(np.broadcast_arrays(*philox(key, (7, ids[:, None], 9 | 3 << 16, blocks))), -1)
-    got = philox_on_device(
-        key,
-        (
-            7,
-            torch.from_numpy(ids)[:, None],
-            torch.full((4, 1), 9 | 3 << 16),
-            torch.from_numpy(blocks),
-        ),
-    )
-    np.testing.assert_array_equal(got.numpy(), want.astype(np.int64))
-
-
-def test_a_samples_pairs_are_its_own():
-    """Whatever else is in the batch and however many are drawn; other in another epoch, view, seed
-    and sample.
-    """
+def test_pairs_of_a_sample_do_not_depend_on_its_batch():
+    """Nor on the number of pairs; they differ between epochs, repeats, seeds and samples."""
     words = draw_pairs(plan(), 4, batch([5, 9, 70]), 6, 0.5).words
     assert words.shape == (3, 6, 4)
     assert torch.equal(draw_pairs(plan(), 4, batch([70, 5]), 9, 0.1).words[:, :6], words[[2, 0]])
@@ -56,21 +34,21 @@ def test_a_samples_pairs_are_its_own():
     assert all(not (other.words == words[:1]).any() for other in others)
 
 
-def test_no_other_stream_of_the_plan_has_these_numbers():
-    """A new kind of draw takes a new number."""
+def test_no_other_stream_of_the_plan_has_the_same_numbers():
+    """A new kind of draw takes a new stream number."""
     words = draw_pairs(plan(), 0, batch(list(range(50))), 8, 0.5).words.flatten().tolist()
     drawn = [plan().draws(0, np.arange(50), stream, range(32)) for stream in range(PAIRS)]
     assert not set(words) & set((np.stack(drawn) * 2**32).astype(np.int64).ravel().tolist())
 
 
-def test_words_are_uniform_and_the_four_of_a_pair_independent():
-    """100,000 pairs: means and correlations within five deviations."""
+def test_words_are_uniform_and_independent():
+    """100,000 pairs: means and correlations within five standard deviations."""
     words = draw_pairs(plan(), 0, batch(list(range(1000))), 100, 0.5).words
     assert 0 <= words.min() <= words.max() < 2**32
     uniform = words.reshape(-1, 4).double() / 2**32
     assert (uniform.mean(0) - 0.5).abs().max() < 5 * (1 / 12 / 100_000) ** 0.5
     assert (uniform.T.corrcoef() - torch.eye(4)).abs().max() < 5 / 100_000**0.5
-    # Neighbors too: of pairs within an image, and of images.
+    # Neighboring pairs of an image and neighboring images are independent too.
     along = [
         uniform[:, 0].view(1000, 100)[part].flatten()
         for part in (np.s_[:, 1:], np.s_[:, :-1], np.s_[1:], np.s_[:-1])
@@ -79,7 +57,7 @@ def test_words_are_uniform_and_the_four_of_a_pair_independent():
         assert torch.stack([one, other]).corrcoef()[0, 1].abs() < 5 / 99_000**0.5
 
 
-def test_the_weight_is_a_tensor_and_nothing_waits(no_host_read):
+def test_drawing_needs_no_host_sync(no_host_read):
     small = batch([1, 2])
     with no_host_read():
         pairs = draw_pairs(plan(), 0, small, 3, 0.25)

@@ -1,5 +1,5 @@
-"""The plan's generator against published vectors, its numbers against their formulas one by one,
-its crops against torchvision's distribution; laws of shards, orders and views.
+"""The plan's numbers against a plain implementation of their formulas, its crops against
+torchvision's distribution; invariants of shards, orders and repeats.
 """
 
 import numpy as np
@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torchvision.transforms import RandomResizedCrop
 
-from densefeed.pipelines.plan import EpochPlan, philox
+from densefeed.pipelines.plan import EpochPlan
 from densefeed.system.errors import UserError
 
 
@@ -17,24 +17,7 @@ def plan(**fields):
     return EpochPlan(**{"num_samples": 1000, "batch": 32, "seed": 7, "mode": "train"} | fields)
 
 
-@pytest.mark.parametrize(
-    ("counter", "key", "want"),
-    [
-        ([0, 0, 0, 0], 0, [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]),
-        ([0xFFFFFFFF] * 4, 0xFFFFFFFFFFFFFFFF, [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]),
-        (
-            [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344],
-            0x299F31D0A4093822,
-            [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1],
-        ),
-    ],
-)
-def test_philox_gives_the_published_vectors(counter, key, want):
-    """Known answers of Random123 (Salmon et al.), philox4x32 10 rounds."""
-    np.testing.assert_array_equal(philox(key, counter), want)
-
-
-def test_every_epoch_is_a_permutation_and_differs():
+def test_every_epoch_is_another_permutation():
     first, second = plan().permutation(0), plan().permutation(1)
     for order in (first, second):
         np.testing.assert_array_equal(np.sort(order), np.arange(1000))
@@ -44,10 +27,10 @@ def test_every_epoch_is_a_permutation_and_differs():
 
 
 def test_order_is_uniform():
-    """Each place holds each sample equally often: over 6,000 epochs of 6 samples, chi-square of 25
-    degrees of freedom.
+    """Every sample is equally frequent at every position: over 6,000 epochs of 6 samples,
+    chi-square with 25 degrees of freedom.
 
-    A permutation's cells are correlated, so the sum is (n - 1) / n of Pearson's.
+    The cells of a permutation are correlated, so the statistic is (n - 1) / n of Pearson's.
     """
     counts = np.zeros((6, 6))
     for epoch in range(6000):
@@ -61,7 +44,7 @@ def test_order_is_uniform():
     st.lists(st.integers(0, 2**31), min_size=1, max_size=8),
 )
 @settings(max_examples=50, deadline=None)
-def test_a_samples_draws_do_not_depend_on_its_batch(seed, epoch, ids):
+def test_draws_of_a_sample_do_not_depend_on_its_batch(seed, epoch, ids):
     drawn = plan(seed=seed)
     together = drawn.draws(epoch, np.array(ids), 1, range(23))
     alone = np.concatenate([drawn.draws(epoch, np.array([i]), 1, range(23)) for i in ids], axis=1)
@@ -82,7 +65,7 @@ def test_crops_are_inside_the_image(height, width, sample):
 
 
 @pytest.mark.parametrize(("height", "width"), [(375, 500), (500, 333), (64, 64)])
-def test_crops_have_torchvisions_distribution(height, width):
+def test_crops_follow_torchvisions_distribution(height, width):
     """Two-sample Kolmogorov-Smirnov on area, aspect ratio and both offsets of 4,000 crops each."""
     torch.manual_seed(0)
     image = torch.empty(3, height, width)
@@ -107,8 +90,8 @@ def test_crops_have_torchvisions_distribution(height, width):
 
 
 @pytest.mark.parametrize(("height", "width"), [(1, 4000), (4000, 1), (10, 100), (100, 10)])
-def test_the_fallback_is_torchvisions(height, width):
-    """Where no allowed ratio fits ten times, the largest centered box of an allowed ratio."""
+def test_fallback_equals_torchvision(height, width):
+    """After ten failed tries: the largest centered box of an allowed ratio."""
     torch.manual_seed(0)
     box, _ = plan(crop_scale=(0.9, 1.0)).crops(
         0, np.array([0]), np.array([height]), np.array([width])
@@ -117,7 +100,7 @@ def test_the_fallback_is_torchvisions(height, width):
     np.testing.assert_array_equal(box[0], want)
 
 
-def test_evaluation_is_in_order_and_centered():
+def test_evaluation_keeps_order_and_centers_crops():
     evaluate = plan(mode="evaluate", crop_pct=0.875)
     np.testing.assert_array_equal(evaluate.permutation(3), np.arange(1000))
     box, flip = evaluate.crops(0, np.array([5]), np.array([480]), np.array([640]))
@@ -125,9 +108,9 @@ def test_evaluation_is_in_order_and_centered():
     assert not flip.any()
 
 
-def test_mix_boxes_are_inside_and_keep_the_uniform_share():
-    """lam is uniform, so without rounding and clipping the box's area would average 1/2; on 14
-    tokens both shrink it.
+def test_mix_boxes_are_inside_and_their_kept_share_is_uniform():
+    """The kept share is uniform, so without rounding and clipping the mean area of the box would be
+    1/2; on 14 tokens both reduce it.
     """
     boxes = np.array([plan().mix_box(0, step, 14) for step in range(3000)])
     top, left, bottom, right = boxes.T
@@ -150,13 +133,13 @@ def test_mix_boxes_are_inside_and_keep_the_uniform_share():
     assert plan().mix_box(0, 1, 14) != plan().mix_box(1, 1, 14)
 
 
-def test_batches_count_the_padded_one():
+def test_number_of_batches_includes_the_padded_one():
     assert plan(num_samples=64).batches == 2
     assert plan(num_samples=65).batches == 3
 
 
 def naive_philox(key, counter):
-    """Salmon et al., SC 2011, as written: Python integers, one counter."""
+    """Compute Philox as in Salmon et al., SC 2011: Python integers, one counter."""
     c0, c1, c2, c3 = counter
     k0, k1 = key & 0xFFFFFFFF, key >> 32
     for _ in range(10):
@@ -176,7 +159,7 @@ def naive_uniforms(seed, epoch, sample, stream, count):
 
 
 def naive_crop(seed, epoch, sample, height, width, scale=(0.08, 1.0), hflip=0.5):
-    """Version 0.1's formulas for one sample, ten tries one after the other."""
+    """Compute a crop by the formulas of version 0.1: one sample, ten tries one after the other."""
     u = naive_uniforms(seed, epoch, sample, 1, 23)
     low, high = np.log(3 / 4), np.log(4 / 3)
     for number in range(10):
@@ -197,10 +180,10 @@ def extents(count, most=700):
     return rng.integers(1, most, count), rng.integers(1, most, count)
 
 
-# below and above FEW, so one pass over all tries and two
+# Below and above FEW: one pass over all tries, and two.
 @pytest.mark.parametrize("count", [3, 600])
 @pytest.mark.parametrize("fields", [{}, dict(seed=2**63 + 5, crop_scale=(0.5, 0.9), hflip=0.2)])
-def test_crops_are_the_formulas_one_by_one(count, fields):
+def test_crops_equal_a_plain_implementation(count, fields):
     height, width = extents(count)
     ids = np.arange(count) * 7919
     boxes, flips = plan(**fields).crops(3, ids, height, width)
@@ -213,7 +196,7 @@ def test_crops_are_the_formulas_one_by_one(count, fields):
         assert flips[n] == flip
 
 
-def test_order_boxes_and_seeds_are_the_formulas_one_by_one():
+def test_order_boxes_and_seeds_equal_a_plain_implementation():
     words = [naive_philox(7, (3, sample, 0, 0))[:2] for sample in range(1000)]
     assert plan().permutation(3).tolist() == sorted(range(1000), key=words.__getitem__)
     for step in range(40):
@@ -230,8 +213,8 @@ def test_order_boxes_and_seeds_are_the_formulas_one_by_one():
         assert plan().step_seed(3, step) == high << 32 | low
 
 
-def test_numbers_of_version_0_1_stay():
-    """Printed by 0.1, so that no change of formula and test together goes unseen."""
+def test_numbers_of_version_0_1_are_unchanged():
+    """Printed by version 0.1, so that a change of formula and test together is detected."""
     assert plan().permutation(3)[:8].tolist() == [511, 880, 475, 274, 947, 27, 755, 787]
     boxes, flips = plan().crops(
         3, np.array([0, 1, 5, 999]), np.array([375, 375, 64, 30]), np.array([500, 333, 64, 300])
@@ -248,19 +231,19 @@ def test_numbers_of_version_0_1_stay():
 
 
 @pytest.mark.parametrize("part", [1, 100, 257, 3000])
-def test_a_crop_does_not_depend_on_how_many_are_asked_for(part):
+def test_crops_do_not_depend_on_the_number_of_samples(part):
     height, width = extents(6000)
-    ids, views = np.arange(6000), np.arange(6000) % 3
-    boxes, flips = plan().crops(1, ids, height, width, views)
+    ids, repeats = np.arange(6000), np.arange(6000) % 3
+    boxes, flips = plan().crops(1, ids, height, width, repeats)
     for at in range(0, 6000, max(part, 500)):
         rows = slice(at, at + part)
-        box, flip = plan().crops(1, ids[rows], height[rows], width[rows], views[rows])
+        box, flip = plan().crops(1, ids[rows], height[rows], width[rows], repeats[rows])
         np.testing.assert_array_equal(box, boxes[rows])
         np.testing.assert_array_equal(flip, flips[rows])
 
 
 def test_extents_of_any_integer_type_give_the_same_crops():
-    """A .beton stores them as uint16, whose product wraps at 65,536."""
+    """A .beton stores uint16, whose product wraps at 65,536."""
     height, width = extents(300)
     want, _ = plan().crops(0, np.arange(300), height, width)
     got, _ = plan().crops(0, np.arange(300), height.astype(np.uint16), width.astype(np.uint16))
@@ -283,9 +266,9 @@ plans = st.fixed_dictionaries(
 
 @given(plans, st.integers(0, 500))
 @settings(max_examples=100, deadline=None)
-def test_ranks_share_an_epoch_and_no_sample_counts_twice(fields, epoch):
-    """Put together, the ranks' rows of a batch are those of one rank; every (sample, view) has
-    weight 1 once.
+def test_ranks_partition_an_epoch_and_no_sample_counts_twice(fields, epoch):
+    """The ranks' rows of a batch together are those of one rank; every (sample, repeat) has weight
+    1 exactly once.
     """
     whole = plan(**fields).shard(epoch)
     assert [part.dtype for part in whole] == [np.int64, np.int64, np.float32]
@@ -297,7 +280,7 @@ def test_ranks_share_an_epoch_and_no_sample_counts_twice(fields, epoch):
             whole, zip(*(one.shard(epoch) for one in plans), strict=True), strict=True
         ):
             np.testing.assert_array_equal(np.concatenate(shares, axis=1)[:, order], field)
-        # A part's mean of a value a row, weighted, is the whole batch's.
+        # The weighted means of the parts average to the mean over the whole batch.
         last = plans[0].batches - 1
         real, size = whole.weight[last] == 1, fields["batch"] // (parts or ranks)
         means = []
@@ -305,20 +288,20 @@ def test_ranks_share_an_epoch_and_no_sample_counts_twice(fields, epoch):
             for rows, weight in zip(
                 one.rows.reshape(-1, size), one.part_weights(last), strict=True
             ):
-                # partners share a part
+                # Mixing partners share a part.
                 assert (
                     fields["mode"] == "evaluate" or (rows + rows[::-1] == fields["batch"] - 1).all()
                 )
                 means.append(weight * rows[real[rows]].mean() if real[rows].any() else 0.0 * weight)
         assert np.mean(means) == pytest.approx(np.flatnonzero(real).mean())
-    views = fields["repeats"] if fields["mode"] == "train" else 1
+    repeats = fields["repeats"] if fields["mode"] == "train" else 1
     real = whole.weight == 1
     counted = sorted(zip(whole.index[real].tolist(), whole.repeat[real].tolist(), strict=True))
     assert counted == [
-        (sample, view) for sample in range(fields["num_samples"]) for view in range(views)
+        (sample, repeat) for sample in range(fields["num_samples"]) for repeat in range(repeats)
     ]
-    assert whole.weight.sum() == real.sum() == fields["num_samples"] * views
-    # Padding is the end of the last batch, and real samples: the sequence from its start again.
+    assert whole.weight.sum() == real.sum() == fields["num_samples"] * repeats
+    # The end of the last batch is padding: real samples, from the start of the sequence.
     assert (np.diff(whole.weight.ravel()) <= 0).all()
     padding = whole.index.size - len(counted)
     np.testing.assert_array_equal(
@@ -330,21 +313,21 @@ def test_ranks_share_an_epoch_and_no_sample_counts_twice(fields, epoch):
 
 @given(plans)
 @settings(max_examples=50, deadline=None)
-def test_views_of_a_sample_share_a_batch_and_follow_the_order(fields):
+def test_repeats_of_a_sample_share_a_batch_and_follow_the_order(fields):
     chosen = plan(**fields | {"mode": "train"})
-    shard, views = chosen.shard(0), fields["repeats"]
-    groups = shard.index.reshape(chosen.batches, -1, views)
+    shard, repeats = chosen.shard(0), fields["repeats"]
+    groups = shard.index.reshape(chosen.batches, -1, repeats)
     assert (groups == groups[..., :1]).all()
     np.testing.assert_array_equal(
         groups[..., 0].ravel()[: fields["num_samples"]], chosen.permutation(0)
     )
 
 
-def test_views_differ_and_view_0_is_the_crop_without_views():
+def test_repeats_differ_and_repeat_0_is_the_crop_without_repeats():
     ids, extent = np.arange(200), np.full(200, 400)
     plain, plain_flips = plan().crops(0, ids, extent, extent)
     boxes, flips = zip(
-        *(plan().crops(0, ids, extent, extent, np.full(200, view)) for view in range(3)),
+        *(plan().crops(0, ids, extent, extent, np.full(200, repeat)) for repeat in range(3)),
         strict=True,
     )
     np.testing.assert_array_equal(boxes[0], plain)
@@ -362,23 +345,23 @@ def test_views_differ_and_view_0_is_the_crop_without_views():
     st.integers(0, 1000),
 )
 @settings(max_examples=100, deadline=None)
-def test_block_order_is_a_permutation_whose_windows_are_runs_of_storage(
+def test_block_order_is_a_permutation_whose_windows_are_contiguous(
     count, block, window, seed, epoch
 ):
     order = plan(
         num_samples=count, block=block, window=window, order="blocks", seed=seed
     ).permutation(epoch)
     np.testing.assert_array_equal(np.sort(order), np.arange(count))
-    # In order of first appearance, each `window` blocks are a window: along the sequence windows
-    # never come back.
+    # In order of first appearance, every `window` blocks are a window: along the sequence no window
+    # comes back.
     _, first = np.unique(order // block, return_index=True)
     window_of_block = np.argsort(np.argsort(first)) // window
     assert (np.diff(window_of_block[order // block]) >= 0).all()
 
 
-def test_block_order_is_as_far_from_uniform_as_its_docstring_says():
+def test_block_order_deviates_from_uniform_as_documented():
     """Neighbors in storage share a batch with probability (1 - 1 / block) (batch - 1) / (W - 1),
-    here 15 times `random`'s.
+    here 15 times that of `random`.
     """
     fields = dict(num_samples=40_960, batch=64, block=32, window=16)
 
@@ -393,39 +376,39 @@ def test_block_order_is_as_far_from_uniform_as_its_docstring_says():
         return hits
 
     blocks, uniform = 31 / 32 * 63 / 511, 63 / 40_959
-    # Four standard deviations over 400,000 pairs, which tells (1 - 1 / block) from 1.
+    # Four standard deviations over 400,000 pairs, enough to distinguish (1 - 1 / block) from 1.
     assert share("blocks") == pytest.approx(blocks, abs=4 * (blocks / 4e5) ** 0.5)
     assert share("random") == pytest.approx(uniform, abs=4 * (uniform / 4e5) ** 0.5)
 
 
 def test_block_order_is_shuffled_at_both_levels():
-    """Each place holds each sample equally often, and any three blocks may make a window."""
+    """Every sample is equally frequent at every position, any three blocks can form a window."""
     chosen = plan(num_samples=12, block=2, window=3, order="blocks")
     orders = np.array([chosen.permutation(epoch) for epoch in range(6000)])
     for place in orders.T:
-        # 99.98 % of chi-square, 11 degrees
+        # 99.98 % quantile of chi-square with 11 degrees of freedom
         assert ((np.bincount(place, minlength=12) - 500) ** 2 / 500).sum() < 35.6
-    # the three blocks of the first window
+    # The three blocks of the first window.
     together = np.sort(np.sort(orders[:, :6], axis=1)[:, ::2] // 2, axis=1)
     assert len(np.unique(together, axis=0)) == 20  # of 6
 
 
-def test_sizes_follow_the_table():
+def test_sizes_change_at_the_given_epochs():
     sizes = plan(sizes=((0, 160), (2, 192), (5, 224)))
     assert [sizes.size(epoch) for epoch in range(7)] == [160, 160, 192, 192, 192, 224, 224]
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("fields", "message"),
     [
-        (dict(ranks=3), r"a batch of 32 is no multiple of the 3 ranks"),
-        (dict(repeats=3), r"a batch of 32 is no multiple of the 3 repeats"),
+        (dict(ranks=3), r"a batch of 32 is not a multiple of the 3 ranks"),
+        (dict(repeats=3), r"a batch of 32 is not a multiple of the 3 repeats"),
         (dict(ranks=2, parts=3), r"3 parts of a batch of 32 cannot be shared by 2 ranks"),
         (dict(parts=5), r"5 parts of a batch of 32 cannot be shared"),
         (dict(parts=32), r"has 1 images in each; choose an even number"),
-        (dict(rank=2, ranks=2), r"rank 2 is none of 2 ranks"),
-        (dict(repeats=0), r"repeats must be at least 1"),
-        (dict(block=0), r"block must be at least 1"),
+        (dict(rank=2, ranks=2), r"rank 2 is out of range for 2 ranks"),
+        (dict(repeats=0), r"repeats is 0 and must be at least 1"),
+        (dict(block=0), r"block is 0 and must be at least 1"),
         (dict(sizes=()), r"epochs ascend from 0"),
         (dict(sizes=((1, 224),)), r"epochs ascend from 0"),
         (dict(sizes=((0, 160), (0, 224))), r"epochs ascend from 0"),
@@ -433,8 +416,8 @@ def test_sizes_follow_the_table():
         (dict(sizes=((0, 0),)), r"pixels are positive"),
     ],
 )
-def test_plans_that_make_no_sense_are_refused(fields, said):
-    with pytest.raises(UserError, match=said):
+def test_inconsistent_plans_are_refused(fields, message):
+    with pytest.raises(UserError, match=message):
         plan(**fields)
 
 
@@ -443,9 +426,9 @@ def test_plans_that_make_no_sense_are_refused(fields, said):
     [{}, {"repeats": 2}, {"num_samples": 1024}, {"batch": 512}, {"window": 1}, {"block": 1}],
 )
 @pytest.mark.parametrize("start", [0, 1, 7])
-def test_storage_is_asked_for_a_window_ahead_of_its_use(options, start):
-    """No sample comes before its block was asked for, no block is asked for twice, and it is asked
-    for evenly.
+def test_storage_is_prefetched_one_window_ahead(options, start):
+    """No sample comes before its block was prefetched, no block is prefetched twice, and the rate
+    is even.
     """
     plan = EpochPlan(
         **{
@@ -459,20 +442,21 @@ def test_storage_is_asked_for_a_window_ahead_of_its_use(options, start):
         }
         | options
     )
-    rows, asked = plan.shard(2).index[start:], []
+    rows, fetched = plan.shard(2).index[start:], []
     runs = list(plan.runs(2, start))
     assert len(runs) == len(rows)
     for number, (ids, new) in enumerate(zip(rows, runs, strict=True)):
-        asked += new
-        known = {first for first, _ in asked}
-        padding = start + number == plan.batches - 1  # which repeats the epoch's first samples
+        fetched += new
+        known = {first for first, _ in fetched}
+        # The last batch is padded with the first samples of the epoch.
+        padding = start + number == plan.batches - 1
         assert padding or {sample - sample % plan.block for sample in ids.tolist()} <= known
         if number:
             assert len(new) <= -(-plan.batch // (plan.block * plan.repeats))
-    assert len(asked) == len(set(asked))
-    assert all(end == min(first + plan.block, plan.num_samples) for first, end in asked)
+    assert len(fetched) == len(set(fetched))
+    assert all(end == min(first + plan.block, plan.num_samples) for first, end in fetched)
     if start == 0:
-        assert sorted(sample for run in asked for sample in range(*run)) == list(
+        assert sorted(sample for run in fetched for sample in range(*run)) == list(
             range(plan.num_samples)
         )
     assert not any(EpochPlan(num_samples=1000, batch=64, seed=1, mode="train").runs(2, start))

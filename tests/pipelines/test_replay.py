@@ -1,5 +1,5 @@
-"""An epoch is a pure function of (data, recipe, seed): threads, ranks, resuming, storage and
-process change nothing.
+"""An epoch is a pure function of (data, recipe, seed): it does not depend on threads, ranks,
+resuming, storage or process.
 """
 
 import hashlib
@@ -23,7 +23,8 @@ from ..jpeg_files import loader_class
 
 ROOT = Path(__file__).parents[2]
 SIDE = 48  # no crop of the test images (up to 89 px) is twice as large, see the last test
-PLANS = {  # epoch 1 of each is looked at
+# Each test compares epoch 1 of these plans.
+PLANS = {
     "plain": {},
     "repeats": {"repeats": 2},
     "sizes": {"sizes": ((0, SIDE), (1, 64))},
@@ -48,7 +49,7 @@ def source(kind, paths):
 
 
 def plan_of(**options):
-    """11 samples in batches of 8, so that the second one is padded."""
+    """Plan 11 samples in batches of 8, so that the second one is padded."""
     return EpochPlan(
         **{"num_samples": 11, "batch": 8, "seed": 5, "mode": "train", "sizes": ((0, SIDE),)}
         | options
@@ -56,7 +57,7 @@ def plan_of(**options):
 
 
 def epoch(kind, paths, threads=2, start=0, **options):
-    """The batches of epoch 1."""
+    """Return the batches of epoch 1."""
     decoder = "dali" if kind.startswith("dali") else "native"
     reader = loader_class(decoder)(
         source(kind.removeprefix("dali "), paths), plan_of(**options), threads
@@ -67,8 +68,8 @@ def epoch(kind, paths, threads=2, start=0, **options):
 
 
 def digest(*ranks, rows=None, pixels=True):
-    """SHA-256 over ids, weights, labels, views (crop and flip), pixels and maps; the rows of
-    several ranks put together.
+    """Compute SHA-256 over ids, weights, labels, views (crop and flip), pixels and maps; the rows
+    of several ranks are merged.
     """
     sha, order = hashlib.sha256(), slice(None) if rows is None else np.argsort(np.concatenate(rows))
     for shards in zip(*ranks, strict=True):
@@ -92,8 +93,8 @@ def paths(folder, maps, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def wanted(paths):
-    """The digest of each plan: one thread, one rank, from the start, a .beton with maps."""
+def expected(paths):
+    """Compute the digest of each plan: one thread, one rank, from the start, a .beton with maps."""
     return {
         name: digest(epoch("maps inside", paths, threads=1, **options))
         for name, options in PLANS.items()
@@ -101,15 +102,15 @@ def wanted(paths):
 
 
 @pytest.fixture(scope="module")
-def wanted_of(paths, wanted):
-    """The digest that a loader should give of a plan. DALI's pixels are its own; all else is the
-    same, which is looked at here.
+def expected_of(paths, expected):
+    """Return a function for the digest that a loader should give. DALI's pixels differ; all other
+    fields are the same, which is checked here.
     """
     dalis = {}
 
     def digest_of(kind, plan):
         if not kind.startswith("dali"):
-            return wanted[plan]
+            return expected[plan]
         if plan not in dalis:
             ours, theirs = (
                 epoch(kind, paths, threads=1, **PLANS[plan])
@@ -122,44 +123,46 @@ def wanted_of(paths, wanted):
     return digest_of
 
 
-def test_the_digest_sees_every_field(paths, wanted):
-    """Else the tests below could not fail. Plans differ from each other, and so does one value in
-    one place.
+def test_the_digest_covers_every_field(paths, expected):
+    """Otherwise the tests below could not fail: plans have different digests, and so does a batch
+    with one changed value.
     """
-    assert len(set(wanted.values())) == len(PLANS)
+    assert len(set(expected.values())) == len(PLANS)
     for field in range(9):
         batches = epoch("maps inside", paths, threads=1)
         batches[1][field].view(torch.uint8).view(-1)[-1] ^= 1
-        assert digest(batches) != wanted["plain"], batches[0]._fields[field]
+        assert digest(batches) != expected["plain"], batches[0]._fields[field]
 
 
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("kind", ["folder", "maps inside", "maps beside", "no index", *DALI])
-def test_threads_and_storage_change_nothing(paths, wanted_of, kind, plan):
-    """Bit for bit, pixels too: of crops less than twice the output's side, all paths decode and
-    resample alike.
+def test_batches_do_not_depend_on_threads_and_storage(paths, expected_of, kind, plan):
+    """Bit for bit, pixels included: all paths decode and resample crops smaller than twice the
+    output's side in the same way.
     """
     for threads in (1, 2, 4):
-        assert digest(epoch(kind, paths, threads, **PLANS[plan])) == wanted_of(kind, plan), threads
+        assert digest(epoch(kind, paths, threads, **PLANS[plan])) == expected_of(kind, plan), (
+            threads
+        )
 
 
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize(("ranks", "parts"), [(2, 0), (4, 0), (1, 4), (2, 4)])
 @pytest.mark.parametrize("dali", [False, pytest.param(True, marks=pytest.mark.dali)])
-def test_ranks_put_together_are_one(paths, wanted_of, ranks, parts, plan, dali):
-    # even if each reads another storage
+def test_merged_ranks_equal_one_rank(paths, expected_of, ranks, parts, plan, dali):
+    # Even if each rank reads another storage.
     kinds = ("maps inside", "folder", "maps beside", "no index")
     kinds = [f"dali {kind}" for kind in kinds] if dali else kinds
     shares = [dict(rank=rank, ranks=ranks, parts=parts, **PLANS[plan]) for rank in range(ranks)]
     shards = [epoch(kinds[rank], paths, **share) for rank, share in enumerate(shares)]
-    assert digest(*shards, rows=[plan_of(**share).rows for share in shares]) == wanted_of(
+    assert digest(*shards, rows=[plan_of(**share).rows for share in shares]) == expected_of(
         kinds[0], plan
     )
 
 
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("kind", ["folder", "maps inside", *DALI[:2]])
-def test_resumed_at_any_batch_it_goes_on_alike(paths, wanted, kind, plan):
+def test_resuming_at_any_batch_gives_the_same_batches(paths, expected, kind, plan):
     options = PLANS[plan] | {"batch": 2}
     whole = epoch(kind, paths, **options)
     for start in range(len(whole) + 1):
@@ -167,7 +170,7 @@ def test_resumed_at_any_batch_it_goes_on_alike(paths, wanted, kind, plan):
 
 
 @pytest.mark.parametrize("kind", ["maps inside", DALI[1]])
-def test_two_epochs_at_once_do_not_mix(paths, wanted_of, kind):
+def test_two_epochs_at_once_do_not_interfere(paths, expected_of, kind):
     plan = EpochPlan(num_samples=11, batch=8, seed=5, mode="train", sizes=((0, SIDE),))
     reader = loader_class("dali" if "dali" in kind else "native")(
         source("maps inside", paths), plan, 2
@@ -175,12 +178,15 @@ def test_two_epochs_at_once_do_not_mix(paths, wanted_of, kind):
     pairs = list(zip(reader.batches(1), reader.batches(2), reader.batches(1), strict=True))
     one, other, again = zip(*pairs, strict=True)
     reader.close()
-    assert digest(one) == digest(again) == wanted_of(kind, "plain") != digest(other)
+    assert digest(one) == digest(again) == expected_of(kind, "plain") != digest(other)
 
 
-def test_other_processes_give_the_same(paths, wanted):
-    """With interpreters of their own, which alone can be given other hashes of strings."""
-    code = f"from tests.pipelines.test_replay import digest, epoch; print(digest(epoch('folder', {paths!r})))"
+def test_other_processes_give_the_same_batches(paths, expected):
+    """In interpreters of their own, since string hashes can only be changed at start."""
+    code = (
+        "from tests.pipelines.test_replay import digest, epoch; "
+        f"print(digest(epoch('folder', {paths!r})))"
+    )
     children = [
         subprocess.Popen(
             [sys.executable, "-c", "from pathlib import PosixPath; " + code],
@@ -191,12 +197,12 @@ def test_other_processes_give_the_same(paths, wanted):
         )
         for seed in ("1", "2")
     ]
-    assert [child.communicate()[0].strip() for child in children] == 2 * [wanted["plain"]]
+    assert [child.communicate()[0].strip() for child in children] == 2 * [expected["plain"]]
 
 
-def test_where_decoding_is_scaled_pixels_stay_within_the_resample_tolerance(tmp_path):
-    """Without an index large crops are decoded at 1/2, 1/4 or 1/8, which is another filter than
-    ours. All else is equal.
+def test_pixels_of_scaled_decoding_stay_within_tolerance(tmp_path):
+    """Without an index large crops are decoded at 1/2, 1/4 or 1/8, with another filter than ours.
+    All other fields are equal.
     """
     for name, pixels in zip("ab", load_sample_images().images, strict=True):
         path = tmp_path / "images" / "train" / name / f"{name}.jpg"

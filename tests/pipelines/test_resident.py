@@ -1,4 +1,4 @@
-"""Maps held on the device against the very maps that loaders stream."""
+"""Maps held on the device against the maps that loaders stream."""
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module")
 def sources(folder, maps, tmp_path_factory, command):
-    """Openers of the same data with its maps in a store beside the images, and inside a .beton."""
+    """Return functions that open the same data with its maps in a store, and inside a .beton."""
     out = tmp_path_factory.mktemp("packed") / "train.beton"
     done = command("tools/pack_dataset.py", "--data", folder, "--maps", maps, "--out", out)
     assert done.returncode == 0, done.stderr
@@ -33,13 +33,13 @@ def epoch_of(source, **options):
     )
     reader = ThreadedLoader(source, plan, 2, **options)
     try:
-        return list(reader.batches(0)), reader.labels
+        return list(reader.batches(0)), reader.score_maps
     finally:
         reader.close()
 
 
 @pytest.mark.parametrize("kind", ["folder", "beton"])
-def test_resident_maps_are_the_streamed_ones_to_the_bit(kind, sources, monkeypatch, capsys):
+def test_resident_maps_equal_streamed_ones_bit_for_bit(kind, sources, monkeypatch, capsys):
     """In chunks that do not divide the 11 samples; batches without maps differ in nothing else, and
     targets are equal.
     """
@@ -65,12 +65,12 @@ def test_resident_maps_are_the_streamed_ones_to_the_bit(kind, sources, monkeypat
             assert torch.equal(a, b)
 
 
-def test_class_ids_above_32767_survive():
-    """They are held as int16."""
+def test_class_ids_above_32767_are_preserved():
+    """They are stored as int16."""
 
     class Source:
         labels = np.zeros(2, np.int64)
-        spec = ScoreMapSpec(1, 2, 65536, "tail", 2, 1.0)
+        score_maps = ScoreMapSpec(1, 2, 65536, "tail", 2, 1.0)
 
         def maps(self, ids):
             named = np.array([[0, 65535], [40000, 32768]], np.uint16).reshape(2, 1, 1, 2)[ids]
@@ -90,7 +90,7 @@ def test_class_ids_above_32767_survive():
     ]
 
 
-def test_maps_that_do_not_fit_are_refused_before_they_are_read(sources, monkeypatch):
+def test_maps_that_exceed_the_memory_are_refused_unread(sources, monkeypatch):
     source = sources["folder"]()
     needed = 11 * bytes_of_map(source.score_maps)
     row = source.maps(np.arange(1))
@@ -99,14 +99,15 @@ def test_maps_that_do_not_fit_are_refused_before_they_are_read(sources, monkeypa
     monkeypatch.setattr(resident, "free_memory", lambda device: needed)
     with pytest.raises(
         UserError,
-        match=r"the score maps of 11 images take 0.00 GB on cpu, of which 0.00 GB are free; stream them",
+        match=r"the score maps of 11 images take 0.00 GB on cpu, of which 0.00 GB are free; "
+        r"stream them",
     ):
         ResidentMaps(source, CPU)
     monkeypatch.undo()
     assert 10e6 < resident.free_memory(CPU) < 1e14
 
 
-def test_a_damaged_map_is_named_before_the_first_step(folder, maps, tmp_path):
+def test_a_damaged_map_is_reported_before_the_first_step(folder, maps, tmp_path):
     path = tmp_path / "maps.h5"
     path.write_bytes(maps.read_bytes())
     _, places = ScoreMapStore(path).places(np.array([7]))

@@ -1,5 +1,5 @@
 """Sparse targets against torchvision's RoIAlign, a sampler in plain numpy and a dense cross
-entropy, all in float64; laws.
+entropy, all in float64; invariants.
 """
 
 import itertools
@@ -63,7 +63,7 @@ def spec_of(maps, num_classes, absent, min_window_side=1.0):
 
 
 def dense_maps(maps, num_classes, absent):
-    """`[N, K, S, S]` float64: logits with zeros where absent, or probabilities."""
+    """Expand maps to `[N, K, S, S]` float64: logits with zeros where absent, or probabilities."""
     logit, cls, lse = (
         torch.from_numpy(np.asarray(part, np.float64)) for part in (maps.logit, maps.cls, maps.lse)
     )
@@ -79,8 +79,8 @@ def dense_maps(maps, num_classes, absent):
 
 
 def dense_targets(maps, boxes, flips, num_classes, grid, absent, smoothing, height=375, width=500):
-    """The published recipe, in the right geometry: dense map, torchvision's RoIAlign, softmax,
-    smoothing. `[N, P * P, K]`.
+    """Compute dense targets by the published recipe in the right geometry: dense map, torchvision's
+    RoIAlign, softmax, smoothing. `[N, P * P, K]`.
     """
     side = maps.logit.shape[1]
     top, left, h, w = torch.from_numpy(boxes).T
@@ -125,8 +125,8 @@ def test_targets_are_dense_roi_align(random_maps, side, grid, count, absent):
 
 @pytest.mark.parametrize("absent", ["tail", "zero-logit"])
 def test_the_sparse_loss_and_its_gradient_are_the_dense_ones(random_maps, absent):
-    """Bars of the labels' own issue: loss within 2e-6 relative, gradient within 1e-7, in float32
-    against dense float64.
+    """The loss agrees within 2e-6 relative and its gradient within 1e-7, float32 against dense
+    float64.
     """
     count, grid, num_classes = 5, 14, 1000
     maps = random_maps(count, 18, 5, num_classes)
@@ -160,9 +160,7 @@ def test_the_sparse_loss_and_its_gradient_are_the_dense_ones(random_maps, absent
     ("grid", "dtype"), [(14, torch.float64), (1, torch.float64), (14, torch.float32)]
 )
 def test_sampling_is_roi_align_on_ten_thousand_boxes(grid, dtype, sheared):
-    """Down to a thousandth of a cell, and up to the whole map; read from a random map by both,
-    RoIAlign in float64.
-    """
+    """Boxes from a thousandth of a cell to the whole map, on a random map; RoIAlign in float64."""
     rng = np.random.default_rng(0)
     count, side, part = 10_000, 18, 500
     low = rng.random((count, 2)) * 0.999
@@ -191,9 +189,7 @@ def test_sampling_is_roi_align_on_ten_thousand_boxes(grid, dtype, sheared):
 @given(st.integers(0, 10_000), st.sampled_from([1, 4, 7]), st.booleans())
 @settings(max_examples=60, deadline=None)
 def test_a_position_coded_map_returns_the_cells_under_the_crop(seed, grid, flip):
-    """A map whose class is its cell: the class a token puts most weight on is a cell that token
-    overlaps.
-    """
+    """The class of every cell is its index: a token's largest target is a cell that it overlaps."""
     side, height, width = 9, 300, 420
     cls = np.arange(side * side, dtype=np.uint16).reshape(1, side, side, 1)
     maps = ScoreMaps(
@@ -218,7 +214,7 @@ def test_a_position_coded_map_returns_the_cells_under_the_crop(seed, grid, flip)
 @given(st.integers(0, 999), st.integers(1, 4), st.sampled_from([1, 5, 7, 14]), st.booleans())
 @settings(max_examples=25, deadline=None)
 def test_flipping_twice_changes_nothing(random_maps, seed, count, grid, sheared):
-    """Targets of the flipped crop, flipped back, are those of the crop."""
+    """The targets of the flipped crop, flipped back, equal those of the crop."""
     maps = random_maps(count, 8, 3, 20, seed=seed)
     boxes, _ = random_boxes(count, seed=seed)
     rules = TargetRules(sheared=sheared)
@@ -268,8 +264,8 @@ def test_inside_the_window_every_token_has_its_whole_weight(
 
 
 def test_outside_the_window_there_is_no_label(random_maps):
-    """A map of the image's middle half: tokens left and right of it weigh 0, those inside 1, and
-    their labels are the map's.
+    """A map of the image's middle half: tokens left and right of it have weight 0, those inside
+    weight 1 and the labels of the map.
     """
     maps = random_maps(1, 8, 2, 6, window=(0.0, 0.25, 1.0, 0.75))
     batch = batch_of(maps, np.array([[0.0, 0.0, 100.0, 100.0]]), np.array([False]), 100, 100)
@@ -355,12 +351,12 @@ def test_when_every_class_is_kept_the_target_is_the_softmax(random_maps):
     )
 
 
-# ------------------------------------------------------------------------- rotated and sheared views
+# ---------------------------------------------------------------------- rotated and sheared views
 
 
 def warp(angle=0.0, shear=0.0, shift=(0.0, 0.0)):
-    """Rotation by `angle` radians, then a shear along x and a shift, about the middle of the
-    network's input: `[3, 3]`.
+    """Build a rotation by `angle` radians, then a shear along x and a shift, about the center of
+    the network's input: `[3, 3]`.
     """
     cos, sin = np.cos(angle), np.sin(angle)
     turned = np.array([[cos, -sin, 0], [sin, cos, 0], [0, 0, 1]]) @ np.array(
@@ -371,9 +367,7 @@ def warp(angle=0.0, shear=0.0, shift=(0.0, 0.0)):
 
 
 def warped(batch, *warps):
-    """The batch with its Views composed with a warp each: what augmentation does to an image that
-    was cropped already.
-    """
+    """Compose each View of the batch with a warp, as augmentation does with a cropped image."""
     view = torch.from_numpy(
         np.stack([(v @ w) for v, w in zip(batch.view.double().numpy(), warps, strict=True)])
     )
@@ -381,14 +375,14 @@ def warped(batch, *warps):
 
 
 def outermost(low, high, side):
-    """First and last cell of a map from `low` to `high` of an image whose center shows it."""
+    """Return the first and last cell whose center lies from `low` to `high` of an image."""
     shown = [cell for cell in range(side) if 0 <= low + (cell + 0.5) / side * (high - low) <= 1]
     return shown[0], shown[-1]
 
 
 def cell_value(cells, x, y, columns, rows):
-    """Bilinear value of a map `[S, S, K]` at (x, y) in 0 to 1, clamped at the outermost cells'
-    centers.
+    """Sample a map `[S, S, K]` bilinearly at (x, y) from 0 to 1, clamped at the centers of the
+    outermost cells.
     """
     side = len(cells)
     x, y = (min(max(v * side - 0.5, first), last) for v, (first, last) in ((x, columns), (y, rows)))
@@ -399,7 +393,7 @@ def cell_value(cells, x, y, columns, rows):
 
 
 def walked_targets(batch, maps, num_classes, grid, absent, outside):
-    """Targets `[N, T, K]` and weights `[N, T]` by a walk over samples, one by one, without
+    """Compute targets `[N, T, K]` and weights `[N, T]` in a loop over sample points, without
     palettes, in float64.
     """
     targets, weights = [], []
@@ -452,7 +446,7 @@ def walked_targets(batch, maps, num_classes, grid, absent, outside):
 @pytest.mark.parametrize("absent", ["tail", "zero-logit"])
 @pytest.mark.parametrize(("side", "grid"), [(9, 4), (6, 1), (5, 7)])
 def test_any_view_is_sampled_as_a_walk_over_its_points(random_maps, side, grid, absent, outside):
-    """Rotated, sheared, shifted, mirrored; Windows and crops that the points leave."""
+    """Rotated, sheared, shifted and mirrored views; points outside of Windows and crops."""
     maps = random_maps(5, side, 3, 12, window=(0.05, 0.2, 1.0, 0.8))
     boxes = np.array(
         [
@@ -490,8 +484,8 @@ def test_any_view_is_sampled_as_a_walk_over_its_points(random_maps, side, grid, 
 def test_a_letterboxs_tokens_read_the_image_and_no_padding(
     random_maps, window, side, grid, sheared, absent
 ):
-    """As a walk has it; what the padding's cells say changes nothing; every token in the image has
-    its whole weight.
+    """Targets equal those of the loop; the values of padding cells have no effect; every token in
+    the image has its full weight.
     """
     maps = random_maps(5, side, 3, 12, window=window)
     boxes = np.array(
@@ -550,8 +544,8 @@ def test_a_letterboxs_tokens_read_the_image_and_no_padding(
 def test_both_paths_agree_where_no_view_is_sheared(
     random_maps, window, seed, grid, absent, geometry
 ):
-    """float32, as in training: crops, flips and shifts, a Window that some crops leave, one that
-    reaches beyond the image.
+    """In float32, as in training: crops, flips and shifts, a Window that some crops leave, and one
+    that reaches beyond the image.
     """
     rng = np.random.default_rng(seed)
     maps = random_maps(3, 18, 5, 40, seed, window=window)
@@ -565,7 +559,7 @@ def test_both_paths_agree_where_no_view_is_sheared(
         sparse_targets(batch, spec, grid, rules._replace(sheared=sheared))
         for sheared in (False, True)
     )
-    # A sample that lies on a border to the last bit may count on one path alone.
+    # A sample exactly on a border may count in only one of the two paths.
     border = (plain.weight - general.weight).abs() > 1e-6
     assert border.float().mean() < 0.02
     torch.testing.assert_close(
@@ -574,7 +568,7 @@ def test_both_paths_agree_where_no_view_is_sheared(
 
 
 def position_coded(count, side):
-    """Maps whose every cell names its own class, surely."""
+    """Make maps in which every cell has a class of its own, with probability 1."""
     cls = np.tile(
         np.arange(side * side, dtype=np.uint16).reshape(1, side, side, 1), (count, 1, 1, 1)
     )
@@ -585,8 +579,8 @@ def position_coded(count, side):
 
 
 def centers_of(targets, side):
-    """Where in the map, in cells, the targets of a position-coded map lie: x, y `[N, T, 2]`; how
-    far from it the farthest cell is.
+    """Locate the targets of a position-coded map: x, y `[N, T, 2]` in cells, and the distance of
+    the farthest cell.
     """
     dense = densify(targets, side * side)
     y, x = torch.meshgrid(torch.arange(side) + 0.5, torch.arange(side) + 0.5, indexing="ij")
@@ -608,8 +602,8 @@ def centers_of(targets, side):
 def test_a_position_coded_map_returns_the_cells_under_any_view(
     geometry, seed, grid, angle, shear, flip
 ):
-    """Bilinear sampling keeps linear functions: the mean cell of a token's target is the token's
-    own place, exactly.
+    """Bilinear sampling preserves linear functions: the mean cell of a token's target is exactly
+    the token's position.
     """
     side, height, width = 9, 300, 420
     maps = position_coded(1, side)
@@ -626,7 +620,7 @@ def test_a_position_coded_map_returns_the_cells_under_any_view(
     steps = (np.arange(grid) + 0.5) / grid
     u, v = (part.ravel() for part in np.meshgrid(steps, steps))
     x, y = batch.view[0].numpy() @ np.stack([u, v, np.ones_like(u)])
-    # as the published code would put it: flip, cut, and hand over rows as columns
+    # As in the published code: flip, crop, and pass rows as columns.
     if geometry == "published":
         if flip:
             x, left, right = 1 - x, 1 - right, 1 - left
@@ -636,7 +630,7 @@ def test_a_position_coded_map_returns_the_cells_under_any_view(
         )
         x = 1 - x if flip else x
     center, far = centers_of(targets, side)
-    # Where every sample is inside and none was clamped to the outermost cells' centers.
+    # Where all samples are inside and none was clamped to the centers of the outermost cells.
     clear = (
         torch.from_numpy(np.minimum(np.minimum(x, 1 - x), np.minimum(y, 1 - y))) * side
         > 0.5 + far[0]
@@ -654,8 +648,8 @@ def test_a_position_coded_map_returns_the_cells_under_any_view(
 
 
 def published_dense_targets(maps, shown, flips, num_classes, grid, smoothing):
-    """The published recipe, restated: flip image and map, scatter, RoIAlign with rows for x,
-    softmax, smoothing; `[N, T, K]`.
+    """Restate the published recipe: flip image and map, scatter, RoIAlign with rows for x, softmax,
+    smoothing; `[N, T, K]`.
     """
     side = maps.logit.shape[1]
     pooled = []
@@ -681,15 +675,15 @@ def published_dense_targets(maps, shown, flips, num_classes, grid, smoothing):
 def test_published_geometry_reads_what_the_published_code_reads(
     random_maps, side, grid, count, sheared
 ):
-    """Random and tiny crops (its boxes are at least a cell), flipped and not, at the borders; its
-    Window plays no part.
+    """Random and tiny crops (its boxes are at least a cell), flipped and not, at the borders; the
+    Window has no effect.
     """
     maps = random_maps(count, side, 5, 50, window=(0.1, 0.2, 0.9, 0.7))
     boxes, flips = random_boxes(count, flips=True)
     flips[:3] = np.array([True, False, True])[:count]
     boxes[1:3] = np.array([[360.0, 470, 15, 30], [0, 0, 20, 12]])[: count - 1]
     batch = batch_of(maps, boxes, flips)
-    # unrounded, as the reference has it
+    # Unrounded, as in the published code.
     batch = batch._replace(shown=torch.from_numpy(visible_boxes(batch.view.numpy())))
     rules = TargetRules(smoothing=0.1, outside="uniform", geometry="published", sheared=sheared)
     targets = sparse_targets(batch, spec_of(maps, 50, "zero-logit", 0.5), grid, rules)
@@ -702,7 +696,7 @@ def test_published_geometry_reads_what_the_published_code_reads(
     assert (densify(aligned, 50) - want).abs().max() > 1e-2
 
 
-# ------------------------------------------------------------------------- temperature, ground truth
+# ---------------------------------------------------------------------- temperature, ground truth
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
@@ -718,7 +712,7 @@ def test_temperature_divides_logits(random_maps, temperature):
     torch.testing.assert_close(
         logit, dense_targets(softer, boxes, flips, 12, 4, "zero-logit", 0.0), rtol=0, atol=4e-6
     )
-    # of each cell's kept classes what their powers share; the rest stays
+    # The kept classes of a cell share their sum by their powers; the remainder does not change.
     cells = dense_maps(maps, 12, "tail").permute(0, 2, 3, 1)
     named = torch.from_numpy(maps.cls.astype(int))
     kept = cells.gather(3, named)
@@ -730,8 +724,8 @@ def test_temperature_divides_logits(random_maps, temperature):
 
 
 def test_a_low_temperature_of_many_classes_stays_finite():
-    """At K = 65,536 a cell's largest probability may be 2e-5, whose tenth power float32 cannot
-    hold; classes to the last id.
+    """At K = 65,536 a cell's largest probability can be 2e-5, whose tenth power underflows float32;
+    class ids up to the last.
     """
     cls = np.array([0, 65535], np.uint16).reshape(1, 1, 1, 2).repeat(3, 1).repeat(3, 2)
     maps = ScoreMaps(
@@ -757,8 +751,8 @@ def test_a_low_temperature_of_many_classes_stays_finite():
 
 
 def test_a_high_temperature_makes_no_target_of_rounding(random_maps):
-    """A confident teacher of 1,000 classes, whose remainder of 1e-8 float16 cannot hold: the kept
-    classes stay all there is.
+    """A confident teacher of 1,000 classes: the remainder of 1e-8 underflows float16, and the kept
+    classes keep all of the target.
     """
     maps = random_maps(2, 6, 5, 1000)
     maps = maps._replace(
@@ -778,8 +772,8 @@ def test_a_high_temperature_makes_no_target_of_rounding(random_maps):
 
 @pytest.mark.parametrize(("rule", "shares"), [("published", (0.5, 0.9)), ("intended", (0.9, 0.5))])
 def test_the_image_label_is_mixed_in_by_whether_the_teacher_agrees(random_maps, rule, shares):
-    """Against dense arithmetic; labels that the map names, others, and the first of these, the best
-    where logits are negative.
+    """Against dense arithmetic: labels that the map contains, labels that it does not, and the
+    first of these, which is the best class where logits are negative.
     """
     maps = random_maps(5, 4, 2, 9)
     maps.logit[4] = -np.abs(maps.logit[4]) - 1
@@ -802,7 +796,7 @@ def test_the_image_label_is_mixed_in_by_whether_the_teacher_agrees(random_maps, 
         assert mixed.palette.shape == (5, targets.palette.shape[1] + 1)
 
 
-# ------------------------------------------------------------------------- shapes, devices, the compiler
+# ------------------------------------------------------------------ shapes, devices, the compiler
 
 
 @pytest.mark.parametrize("sheared", [False, True])
@@ -822,8 +816,8 @@ def test_every_grid_of_every_batch_sums_to_one(random_maps, grid, sheared):
 
 @pytest.mark.parametrize("sheared", [False, True])
 def test_a_crop_far_outside_a_small_window_stays_small(random_maps, sheared):
-    """1 x 4000 pixels labeled by their center square: 64 samples a token and axis would be 3 MB an
-    image and class.
+    """1 x 4000 pixels labeled by their center square: 64 samples per token and axis would take 3 MB
+    per image and class.
     """
     maps = random_maps(1, 18, 2, 6, window=(0.0, 0.499875, 1.0, 0.500125))
     batch = batch_of(maps, np.array([[0.0, 0.0, 1.0, 4000.0]]), np.array([False]), 1, 4000)
@@ -839,8 +833,8 @@ def test_a_crop_far_outside_a_small_window_stays_small(random_maps, sheared):
 @pytest.mark.parametrize("absent", ["tail", "zero-logit"])
 @pytest.mark.parametrize("sheared", [False, True])
 def test_nothing_is_read_from_the_device(random_maps, sheared, absent, geometry):
-    """On a pretended GPU, where numbers cannot be read, shapes not depend on them, and tensors of
-    two devices not meet.
+    """On a simulated GPU, where values cannot be read, shapes cannot depend on them, and tensors of
+    two devices cannot be combined.
     """
     maps = random_maps(3, 6, 2, 8)
     batch = batch_of(maps, *random_boxes(3, flips=True), dtype=torch.float32)
@@ -942,7 +936,7 @@ def test_a_first_batch_that_cannot_be_right_is_refused(random_maps):
     ]:
         with pytest.raises(UserError, match=rf"the maps of x.h5.* {words}"):
             check_batch(bad, spec, "the maps of x.h5")
-    # imported packs have none
+    # Imported packs have no logsumexps.
     check_batch(spoiled("map_lse", 0, float("nan")), spec._replace(absent="zero-logit"), "x")
     with pytest.raises(
         UserError, match=rf"names more classes than the {spec.max_palette - 1} the header allows"

@@ -1,30 +1,30 @@
-"""What RandAugment and color jitter do to pixels: Pillow's definitions, batched, on any device,
-without a wait for it.
+"""The photometric operations of RandAugment and color jitter: Pillow's definitions, batched, on any
+device, without a host sync.
 
-Every operation takes uint8 `[N, H, W, 3]` and gives the same, a new tensor. Pillow's own rounding
-is followed, so all but the resampled ones equal it to the gray level
-(tests/pipelines/augment/test_operations.py). Bytes of a row are worked on as one line of 3 W
+Every operation takes uint8 `[N, H, W, 3]` and returns a new tensor of the same shape and dtype.
+Rounding follows Pillow's, so the results equal Pillow's to the gray level
+(tests/pipelines/augment/test_operations.py). The bytes of a row are processed as one line of 3 W
 numbers wherever possible: PyTorch's loops over an innermost axis of three cost ten times as much on
-a CPU. For the same reason nothing here is a `torch.where` on bytes (0.65 ms for an image of 224 px;
+a CPU. For the same reason no `torch.where` on bytes is used (0.65 ms for an image of 224 px;
 arithmetic takes 0.02 ms).
 """
 
 import torch
 from torch import Tensor
 
-# N images   H, W pixels   L = 3 W bytes of a row
+# N images   H, W pixels   L = 3 W bytes per row
 
 
 def quantize_levels(value: Tensor) -> Tensor:
-    """Pillow's way back to bytes: clipped to [0, 255], then truncated. Overwrites `value`.
+    """Convert floats to bytes as Pillow does: clip to [0, 255], then truncate. Overwrites `value`.
 
-    By way of int16, which a CPU converts to and from twice as fast as it goes from float to byte.
+    Goes through int16: on a CPU its two conversions take half the time of one from float to byte.
     """
     return value.clamp_(0, 255).to(torch.int16).to(torch.uint8)
 
 
 def apply_tables(image_NHWC: Tensor, table_NC256: Tensor) -> Tensor:
-    """Each byte replaced by its table's: uint8 tables `[N, 3, 256]`, or `[N, 1, 256]` for all three
+    """Replace each byte by its entry in uint8 tables `[N, 3, 256]`, or `[N, 1, 256]` for all three
     channels.
     """
     index = _table_index(image_NHWC, table_NC256.shape[1])
@@ -32,7 +32,7 @@ def apply_tables(image_NHWC: Tensor, table_NC256: Tensor) -> Tensor:
 
 
 def _table_index(image_NHWC: Tensor, channels: int) -> Tensor:
-    """Where each byte stands in tables `[N, channels, 256]`: int32 `[N H L]`."""
+    """Compute the index of each byte's entry in tables `[N, channels, 256]`: int32 `[N H L]`."""
     index_NHL = image_NHWC.flatten(2).int()
     if channels == 3:
         index_NHL += _channel_of_byte(image_NHWC) * 256
@@ -41,31 +41,29 @@ def _table_index(image_NHWC: Tensor, channels: int) -> Tensor:
 
 
 def histogram(index: Tensor, size: int) -> Tensor:
-    """bincount without a wait for a GPU: int32 `[size]`. Whole numbers add up the same in any
-    order, so it is deterministic.
+    """Count as bincount does, without a host sync: int32 `[size]`.
+
+    Deterministic, since sums of integers do not depend on their order.
     """
-    one = torch.ones(1, dtype=torch.int32, device=index.device).expand_as(index)
-    return torch.zeros(size, dtype=torch.int32, device=index.device).scatter_add_(
-        0, index.long(), one
-    )
+    count = torch.zeros(size, dtype=torch.int32, device=index.device)
+    return count.scatter_add_(0, index.long(), count.new_ones(1).expand_as(index))
 
 
 def _channel_of_byte(image_NHWC: Tensor) -> Tensor:
-    """Which channel a byte of a row belongs to: int32 0, 1, 2, 0, 1, ..."""
+    """Return the channel of each byte of a row: int32 0, 1, 2, 0, 1, ..."""
     return torch.arange(3 * image_NHWC.shape[2], dtype=torch.int32, device=image_NHWC.device) % 3
 
 
-def _blended(degenerate: Tensor, image: Tensor, factor_N: Tensor) -> Tensor:
-    """Pillow's Image.blend of float tensors of N rows: the image at factor 1, the degenerate one at
-    0, beyond it above 1.
+def _blend(degenerate: Tensor, image: Tensor, factor_N: Tensor) -> Tensor:
+    """Blend float tensors of N rows as Pillow's Image.blend: the image at factor 1, the degenerate
+    image at 0; above 1 it extrapolates.
     """
-    return quantize_levels(
-        (image - degenerate).mul_(factor_N.view(-1, *[1] * (image.ndim - 1))).add_(degenerate)
-    )
+    factor = factor_N.view(-1, *[1] * (image.ndim - 1))
+    return quantize_levels((image - degenerate).mul_(factor).add_(degenerate))
 
 
 def _luma(image_NHWC: Tensor) -> Tensor:
-    """Pillow's L of each pixel in the place of its first byte, 0 in those of the others: float32
+    """Compute Pillow's L of each pixel, in the place of its first byte and 0 in the others: float32
     `[N, H, L - 2]`, whole numbers.
 
     L = (19595 R + 38470 G + 7471 B + 32768) / 65536, truncated. The sum stays below 2^24, so
@@ -75,22 +73,17 @@ def _luma(image_NHWC: Tensor) -> Tensor:
     is_first_L, is_second_L = (channel_L == 0).float(), (channel_L == 1).float()
     weight_L = (7471 + (19595 - 7471) * is_first_L + (38470 - 7471) * is_second_L) * 2.0**-16
     part_NHL = image_NHWC.flatten(2).float().mul_(weight_L)
-    return (
-        (part_NHL[..., :-2] + part_NHL[..., 1:-1])
-        .add_(part_NHL[..., 2:])
-        .add_(0.5)
-        .floor_()
-        .mul_(is_first_L[:-2])
-    )
+    sum_NHL = (part_NHL[..., :-2] + part_NHL[..., 1:-1]).add_(part_NHL[..., 2:])
+    return sum_NHL.add_(0.5).floor_().mul_(is_first_L[:-2])
 
 
 def auto_contrast(image_NHWC: Tensor, _: Tensor) -> Tensor:
-    """Each channel stretched to [0, 255]; a flat one stays as it is."""
-    # H first: W is contiguous
-    low_N3, high_N3 = (image_NHWC.amin(1).amin(1).double(), image_NHWC.amax(1).amax(1).double())
+    """Stretch each channel to [0, 255]; a flat one does not change."""
+    # H is reduced first: W is contiguous.
+    low_N3, high_N3 = image_NHWC.amin(1).amin(1).double(), image_NHWC.amax(1).amax(1).double()
     level = torch.arange(256, dtype=torch.float64, device=image_NHWC.device)
     span_N3 = (high_N3 - low_N3).clamp(min=1)
-    # PyTorch makes 255 / x a product with 1 / x, which rounds twice
+    # PyTorch computes 255 / x as a product with 1 / x, which rounds twice.
     scale_N3 = torch.full_like(span_N3, 255) / span_N3
     stretched = level * scale_N3[..., None] + (-low_N3 * scale_N3)[..., None]
     is_flat = (high_N3 == low_N3)[..., None]
@@ -98,8 +91,8 @@ def auto_contrast(image_NHWC: Tensor, _: Tensor) -> Tensor:
 
 
 def equalize(image_NHWC: Tensor, _: Tensor) -> Tensor:
-    """Each channel's histogram made even, with Pillow's whole-number steps; a channel of too few
-    pixels stays as it is.
+    """Equalize each channel's histogram, with Pillow's integer steps; a channel of too few pixels
+    does not change.
     """
     N, index = len(image_NHWC), _table_index(image_NHWC, 3)
     count = index.bincount(minlength=N * 768) if index.is_cpu else histogram(index, N * 768)
@@ -115,13 +108,11 @@ def equalize(image_NHWC: Tensor, _: Tensor) -> Tensor:
 
 def contrast(image_NHWC: Tensor, factor_N: Tensor) -> Tensor:
     """Blend with the mean of L, rounded to a whole number."""
-    # a row's sum is exact in float32, an image's need not be
+    # The sum of a row is exact in float32; that of an image need not be.
     sum_N = _luma(image_NHWC).sum(2).double().sum(1)
     mean_N = (sum_N / (image_NHWC.shape[1] * image_NHWC.shape[2]) + 0.5).floor().float()
-    level = torch.arange(256, dtype=torch.float32, device=image_NHWC.device).expand(
-        len(image_NHWC), 256
-    )
-    return apply_tables(image_NHWC, _blended(mean_N[:, None], level, factor_N)[:, None])
+    level = torch.arange(256, dtype=torch.float32, device=image_NHWC.device)[None]
+    return apply_tables(image_NHWC, _blend(mean_N[:, None], level, factor_N)[:, None])
 
 
 def color(image_NHWC: Tensor, factor_N: Tensor) -> Tensor:
@@ -130,12 +121,12 @@ def color(image_NHWC: Tensor, factor_N: Tensor) -> Tensor:
     luma_NHL = torch.nn.functional.pad(first_NHL, (0, 2))
     luma_NHL[..., 1:-1] += first_NHL
     luma_NHL[..., 2:] += first_NHL
-    return _blended(luma_NHL, image_NHWC.flatten(2).float(), factor_N).view_as(image_NHWC)
+    return _blend(luma_NHL, image_NHWC.flatten(2).float(), factor_N).view_as(image_NHWC)
 
 
 def sharpness(image_NHWC: Tensor, factor_N: Tensor) -> Tensor:
-    """Blend with the image smoothed by (1 1 1, 1 5 1, 1 1 1) / 13; the outermost pixels stay as
-    they are.
+    """Blend with the image smoothed by (1 1 1, 1 5 1, 1 1 1) / 13; the outermost pixels do not
+    change.
     """
     if min(image_NHWC.shape[1:3]) < 3:
         return image_NHWC.clone()
@@ -144,30 +135,29 @@ def sharpness(image_NHWC: Tensor, factor_N: Tensor) -> Tensor:
     column = value[:, :-2] + value[:, 1:-1] + value[:, 2:]
     center = value[:, 1:-1, 3:-3]
     total = column[..., :-6] + column[..., 3:-3] + column[..., 6:] + 4 * center
-    # total / 13 is never half a number, nor nearer to it than 1 / 26.
+    # total / 13 is at least 1 / 26 away from any half, so rounding in float32 is exact.
     smooth = total.float().mul_(1 / 13).add_(0.5).floor_()
     out = byte_NHL.clone()
-    out[:, 1:-1, 3:-3] = _blended(smooth, center.float(), factor_N)
+    out[:, 1:-1, 3:-3] = _blend(smooth, center.float(), factor_N)
     return out.view_as(image_NHWC)
 
 
 def gaussian_blur(image_NHWC: Tensor, radius_N: Tensor) -> Tensor:
-    """Pillow's GaussianBlur up to radius 2: three box blurs along rows, then three along columns,
-    each rounded to bytes.
+    """Blur as Pillow's GaussianBlur up to radius 2: three box blurs along rows, then three along
+    columns, each rounded to bytes.
 
     Gwosdek et al., "Theoretical foundations of Gaussian convolution by extended box filtering"
-    (2011): a box of 2 l + 1 pixels whose two neighbors count in part. Up to radius 2 the box has
-    one pixel or three.
+    (2011): a box of 2 l + 1 pixels whose two neighbors have fractional weight. Up to radius 2 the
+    box has one pixel or three.
     """
     squared_N = radius_N.double() ** 2
     # l, with sigma^2 = radius^2 / 3 for each of three passes
     whole_N = (((squared_N * 4 + 1).sqrt() - 1) / 2).floor()
     width_N = 2 * whole_N + 1
-    edge_N = (
-        width_N * (whole_N * (whole_N + 1) - squared_N) / (2 * (squared_N - 3 * (whole_N + 1) ** 2))
-    )
-    # Pillow weighs in whole 2^-24, which decides the many ties: at radius 1 the weights are near
-    # 1/6, 2/3, 1/6.
+    excess_N = whole_N * (whole_N + 1) - squared_N
+    edge_N = width_N * excess_N / (2 * (squared_N - 3 * (whole_N + 1) ** 2))
+    # Pillow's weights are multiples of 2^-24, which decides the many ties: at radius 1 the weights
+    # are near 1/6, 2/3, 1/6.
     inner_N = (2.0**24 / (width_N + 2 * edge_N).float()).double().floor()
     outer_N = ((2**24 - width_N * inner_N) / 2).floor()
     near_N, far_N = torch.where(whole_N > 0, inner_N, outer_N), torch.where(whole_N > 0, outer_N, 0)
@@ -183,18 +173,18 @@ def gaussian_blur(image_NHWC: Tensor, radius_N: Tensor) -> Tensor:
 
 
 def hue(image_NHWC: Tensor, turn_N: Tensor) -> Tensor:
-    """The hue of Pillow's HSV, a byte, moved by 255 `turn_N` (truncated to a whole number), round
-    the circle.
+    """Shift the hue of Pillow's HSV, a byte, by 255 `turn_N` (truncated to an integer), modulo
+    256.
     """
     red, green, blue = image_NHWC.double().unbind(-1)
     value, least = image_NHWC.amax(-1).double(), image_NHWC.amin(-1).double()
     span = (value - least).clamp(min=1)
-    # Pillow keeps what it computes in double as float; a hue is a truncated number, so that decides
-    # about whole grays.
+    # Pillow computes in double and stores float; a hue is truncated, so that rounding can change it
+    # by a whole level.
     far_red, far_green, far_blue = (
         ((value - channel) / span).float().double() for channel in (red, green, blue)
     )
-    # The sixth of the circle follows the greatest channel; the first of equal ones counts.
+    # The largest channel selects the sector of the circle; of equal channels the first counts.
     angle = torch.where(green == value, 2 + far_red - far_blue, 4 + far_green - far_red)
     angle = torch.where(red == value, far_blue - far_green, angle).float().double()
     hue_NHW = (((angle / 6 + 1) % 1).float().double() * 255).floor()
@@ -206,7 +196,7 @@ def hue(image_NHWC: Tensor, turn_N: Tensor) -> Tensor:
     down, falling, rising = (
         value * (1 - saturation * share) for share in (torch.ones_like(part), part, 1 - part)
     )
-    # by sector; green's are two sectors on, blue's four
+    # Red by sector; green is two sectors later, blue four.
     reds = torch.stack([value, falling, down, down, rising, value])
     channels = [reds.gather(0, ((sector + turn) % 6).long()[None])[0] for turn in (0, 4, 2)]
     return quantize_levels(torch.stack(channels, -1).add_(0.5))

@@ -1,7 +1,7 @@
-"""What timm's and torchvision's numbers mean: the settings, RandAugment's string, and the argument
-of every operation.
+"""The augmentation options, RandAugment's string, and the argument of every operation, with the
+meaning that timm and torchvision give to the numbers.
 
-RandAugment's string is read by timm itself; arguments follow the formulas of
+timm itself parses RandAugment's string; arguments follow the formulas of
 timm/data/auto_augment.py.
 """
 
@@ -20,44 +20,45 @@ from densefeed.system.options import Bounds, Count, Fraction, Options
 # N samples   R operations of a batch
 
 GEOMETRIC = ("Rotate", "ShearX", "ShearY", "TranslateXRel", "TranslateYRel")
-# a byte's value follows from the byte
+# Operations whose result for a byte depends on that byte alone.
 TABLES = ("Invert", "Posterize", "Solarize", "SolarizeAdd", "Brightness")
 CODES = {name: code for code, name in enumerate((*TABLES, *OPERATIONS))}
-LEAST_AREA, LEAST_ASPECT = 0.02, 0.3  # of an erased box, timm's
-
-
+LEAST_AREA, LEAST_ASPECT = 0.02, 0.3  # of an erased box, as in timm
 STRING = re.compile(r"rand(-((m|n|mmax|inc)\d+|(p|mstd)\d*\.?\d+|t(weights|3aw?)?))*")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Augment(Options):
-    """What happens to a crop after it was cut, resized and flipped; the defaults do nothing.
+    """The augmentation of a crop after it was cut, resized and flipped; none by default.
 
-    Raises UserError for values that mean nothing.
+    Raises UserError for values out of range.
     """
 
-    # timm's, as "rand-m9-mstd0.5-inc1"; its "3a" sets come together with color jitter
+    # RandAugment as a timm string, for example "rand-m9-mstd0.5-inc1"; empty: none. Its "3a" sets
+    # are combined with color jitter.
     rand_augment: str = ""
-    # one number, or brightness, contrast, saturation and perhaps hue; empty: none
+    # color jitter: one number, or strengths for brightness, contrast, saturation and optionally
+    # hue; empty: none; not beside RandAugment (except its "3a" sets)
     color_jitter: tuple[float, ...] = ()
-    # most whole pixels that a crop moves by, each way: RandomCrop with so much padding
+    # largest translation of a crop in whole pixels, each way: RandomCrop with this padding
     shift: Annotated[int, Bounds(0)] = 0
-    # of rotation, shear and translation
+    # interpolation of rotation, shear and translation
     interpolation: Literal["random", "bilinear", "bicubic"] = "random"
     erase_probability: Fraction = 0.0  # of random erasing (timm's reprob)
-    erase_mode: Literal["const", "rand", "pixel"] = "pixel"  # zeros (the mean), one color, noise
-    erase_count: Count = 1  # largest number of boxes per image
-    # of all boxes together, as a share of the image; the least is 0.02
-    erase_max_area: Annotated[float, Bounds(0.02, 1)] = 1 / 3
+    # what erased pixels become: zeros (the mean), one color, or noise
+    erase_mode: Literal["const", "rand", "pixel"] = "pixel"
+    erase_count: Count = 1  # most boxes per image
+    # largest area of all boxes together, as a fraction of the image; the smallest is 0.02
+    erase_max_area: Annotated[float, Bounds(LEAST_AREA, 1)] = 1 / 3
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.interpolation not in ("random", "bilinear", "bicubic"):
-            raise UserError(
-                f"interpolation {self.interpolation!r} is none of random, bilinear and bicubic"
-            )
-        if self.erase_mode not in ("const", "rand", "pixel"):
-            raise UserError(f"erase_mode {self.erase_mode!r} is none of const, rand and pixel")
+        for name, value, known in (
+            ("interpolation", self.interpolation, ("random", "bilinear", "bicubic")),
+            ("erase_mode", self.erase_mode, ("const", "rand", "pixel")),
+        ):
+            if value not in known:
+                raise UserError(f"{name} {value!r} is unknown; choose one of {', '.join(known)}")
         jitter = self.color_jitter
         if any(jitter) and self.rand_augment and "3a" not in self.rand_augment:
             raise UserError(
@@ -67,28 +68,29 @@ class Augment(Options):
             raise UserError(f"color_jitter {jitter} must be one number, or three or four")
         if min(self.jitter) < 0 or self.jitter[3] > 0.5 or not all(map(math.isfinite, self.jitter)):
             raise UserError(
-                f"color_jitter {jitter} must not be negative, and the hue's (the fourth) not above 0.5"
+                f"color_jitter {jitter} must be finite and not negative, and its hue (the fourth "
+                "number) at most 0.5"
             )
 
     @property
     def jitter(self) -> tuple[float, float, float, float]:
-        """Of brightness, contrast, saturation and hue."""
+        """Strengths for brightness, contrast, saturation and hue."""
         given = self.color_jitter or (0.0,)
         return (*given, 0.0)[:4] if len(given) > 1 else (*given * 3, 0.0)
 
     @property
     def shears(self) -> bool:
-        """Whether Views may be rotated or sheared, which sampling them must know beforehand
+        """Whether Views may be rotated or sheared; the sampling of targets depends on it
         (targets.TargetRules).
         """
         turning = {"Rotate", "ShearX", "ShearY"}
         return bool(self.rand_augment) and not turning.isdisjoint(
-            RandAugmentSpec.of(self.rand_augment).names
+            RandAugmentSpec.parse(self.rand_augment).names
         )
 
 
 class RandAugmentSpec(NamedTuple):
-    """RandAugment as its string says."""
+    """The settings in a RandAugment string."""
 
     names: tuple[str, ...]  # timm's
     weights: np.ndarray | None  # of a choice without replacement; None: uniform, with replacement
@@ -99,27 +101,30 @@ class RandAugmentSpec(NamedTuple):
     most: float  # upper end of a magnitude
 
     @classmethod
-    def of(cls, text: str) -> "RandAugmentSpec":
-        """timm's reading of the string. UserError where timm refuses it, or where it asks for what
-        is not here.
+    def parse(cls, text: str) -> "RandAugmentSpec":
+        """Parse the string with timm.
+
+        UserError where timm refuses it, or where it names an operation that is not implemented.
         """
         try:
-            # timm passes over what it does not know in silence: rand-mfoo would be magnitude 10.
+            # timm ignores unknown parts silently: rand-mfoo would be magnitude 10.
             if not STRING.fullmatch(text):
                 raise ValueError
             parsed = rand_augment_transform(text, {})
         except (AssertionError, ValueError):
             raise UserError(
-                f"rand_augment {text!r} is no RandAugment string; write one like rand-m9-mstd0.5-inc1"
+                f"rand_augment {text!r} is not a RandAugment string; write one like "
+                "rand-m9-mstd0.5-inc1"
             ) from None
         names, first = tuple(op.name for op in parsed.ops), parsed.ops[0]
-        if missing := [name for name in names if name not in GEOMETRIC and code_of(name) is None]:
+        if missing := [name for name in names if name not in GEOMETRIC and find_code(name) is None]:
             raise UserError(
-                f"rand_augment {text!r} uses {missing[0]}, which is not known here; choose another set"
+                f"rand_augment {text!r} uses {missing[0]}, which is not implemented; choose "
+                "another set"
             )
         if parsed.choice_weights is not None and parsed.num_layers > len(names):
             raise UserError(
-                f"rand_augment {text!r} wants {parsed.num_layers} different operations of {len(names)}"
+                f"rand_augment {text!r} has only {len(names)} different operations; lower its n"
             )
         return cls(
             names,
@@ -132,22 +137,21 @@ class RandAugmentSpec(NamedTuple):
         )
 
 
-def code_of(name: str) -> int | None:
-    """The code of timm's photometric operation; its variants (increasing, original) differ in their
-    arguments only.
+def find_code(name: str) -> int | None:
+    """Return the code of timm's photometric operation, None if it is not implemented.
+
+    Its variants (increasing, original) differ only in their arguments.
     """
-    return CODES.get(
-        "Color"
-        if name == "Desaturate"
-        else name.removesuffix("Increasing").removesuffix("Original")
-    )
+    base = name.removesuffix("Increasing").removesuffix("Original")
+    return CODES.get("Color" if name == "Desaturate" else base)
 
 
-def argument_of(name: str, level_N: np.ndarray, negative_N: np.ndarray) -> np.ndarray:
-    """timm's argument of an operation at magnitude `level_N` (10 is full strength): float64 `[N]`.
+def level_to_argument(name: str, level_N: np.ndarray, negative_N: np.ndarray) -> np.ndarray:
+    """Compute timm's argument of an operation at magnitude `level_N` (10 is full strength): float64
+    `[N]`.
 
-    Degrees, pixels per pixel, shares of the image's side, bits, thresholds, factors; what has a
-    sign is negative where `negative_N` is true.
+    Units by operation: degrees, pixels per pixel, shares of the image's side, bits, thresholds,
+    factors. Where the operation has a sign, it is negative where `negative_N` is true.
     """
     share_N = level_N / 10
     sign_N = np.where(negative_N, -1.0, 1.0)
@@ -187,11 +191,12 @@ def argument_of(name: str, level_N: np.ndarray, negative_N: np.ndarray) -> np.nd
             return np.zeros_like(level_N)
 
 
-def tables_of(code_R: np.ndarray, argument_R: np.ndarray) -> np.ndarray:
-    """What the operations of TABLES make of each byte: uint8 `[R, 256]`; zeros for other codes.
+def make_tables(code_R: np.ndarray, argument_R: np.ndarray) -> np.ndarray:
+    """Tabulate the result for each byte of the operations in TABLES: uint8 `[R, 256]`; zeros for
+    other codes.
 
-    Posterize with no bits left is black, as its formula says and older Pillow did; Pillow 13
-    refuses to.
+    Posterize with no bits left is black, by its formula and in older Pillow; Pillow 13 raises an
+    error.
     """
     level, argument = np.arange(256), argument_R[:, None]
     out = np.zeros((len(code_R), 256), np.uint8)
@@ -209,30 +214,29 @@ def tables_of(code_R: np.ndarray, argument_R: np.ndarray) -> np.ndarray:
             case "SolarizeAdd":
                 out[mine] = np.where(level < 128, np.minimum(255, level + value), level)
             case "Brightness":  # Pillow multiplies floats and truncates
-                out[mine] = np.clip(
-                    value.astype(np.float32) * level.astype(np.float32), 0, 255
-                ).astype(np.uint8)
+                product = value.astype(np.float32) * level.astype(np.float32)
+                out[mine] = np.clip(product, 0, 255).astype(np.uint8)
     return out
 
 
-def step_of(name: str, argument_N: np.ndarray, height: int, width: int) -> np.ndarray:
-    """The affine map of a geometric operation, output to source, in pixels from the corner: float64
-    `[N, 3, 3]`.
+def make_matrix(name: str, argument_N: np.ndarray, height: int, width: int) -> np.ndarray:
+    """Build the affine map of a geometric operation, output to source, in pixels from the top-left
+    corner: float64 `[N, 3, 3]`.
     """
-    step = np.tile(np.eye(3), (len(argument_N), 1, 1))
+    matrix = np.tile(np.eye(3), (len(argument_N), 1, 1))
     match name:
         case "Rotate":  # counter-clockwise for positive degrees, about the center
             angle = -np.radians(argument_N)
             sine, cosine = np.sin(angle), np.cos(angle)
-            step[:, 0, 0], step[:, 0, 1], step[:, 1, 0], step[:, 1, 1] = cosine, sine, -sine, cosine
             x, y = width / 2, height / 2
-            step[:, 0, 2], step[:, 1, 2] = x - cosine * x - sine * y, y + sine * x - cosine * y
+            matrix[:, 0] = np.stack([cosine, sine, x - cosine * x - sine * y], 1)
+            matrix[:, 1] = np.stack([-sine, cosine, y + sine * x - cosine * y], 1)
         case "ShearX":
-            step[:, 0, 1] = argument_N
+            matrix[:, 0, 1] = argument_N
         case "ShearY":
-            step[:, 1, 0] = argument_N
+            matrix[:, 1, 0] = argument_N
         case "TranslateXRel":
-            step[:, 0, 2] = argument_N * width
+            matrix[:, 0, 2] = argument_N * width
         case "TranslateYRel":
-            step[:, 1, 2] = argument_N * height
-    return step
+            matrix[:, 1, 2] = argument_N * height
+    return matrix

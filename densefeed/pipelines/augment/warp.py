@@ -1,15 +1,15 @@
-"""Affine maps of pixels with the definitions of Pillow's Image.transform: rotation, shear and
-translation, composed, in one go.
+"""Affine maps of pixels as Pillow's Image.transform defines them: rotation, shear and translation,
+composed and resampled once.
 
 Border rule: an output pixel whose center falls outside [0, W) x [0, H) of the source has the fill
-color; inside, neighbors beyond the edge are the edge's pixels, so nothing blends with the fill.
+color; inside, neighbors beyond the edge repeat the edge's pixels, so nothing blends with the fill.
 Bicubic is cubic convolution with a = -1, not -0.75 as in torch's grid_sample. Results are
 truncated, not rounded.
 
-`gathered` does all samples at once, on any device; it is what a GPU runs. On a CPU its 16 gathers
-take 4 ms for an image of 224 px where Pillow takes 1.8 (bicubic; bilinear 0.7), so there a map of
-both axes is Pillow's own work. A map along one axis, as four of the five operations are, moves
-every row by a number of its own and takes `shift_rows` 0.4 ms, 0.5 along y.
+`warp_by_gather` warps all samples at once, on any device; a GPU runs it. On a CPU its 16 gathers
+take 4 ms for an image of 224 px where Pillow takes 1.8 (bicubic; bilinear 0.7), so there Pillow
+itself does maps of both axes. A map along one axis, as four of the five operations are, shifts
+every row by its own amount; `shift_rows` does that in 0.4 ms, 0.5 along y.
 """
 
 from functools import lru_cache
@@ -20,44 +20,40 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-# N images   H, W pixels   matrices map output to source, in pixels from the top-left corner, x before y
-
+# N images   H, W pixels
+# Matrices map output to source, in pixels from the top-left corner, x before y.
 
 Values = TypeVar("Values", Tensor, np.ndarray)
-STRIP = 112  # rows at once, whose floats stay in a CPU's second cache
-ALMOST = 1e-3  # weights add up to 1 - 1e-7, and 199.9999 would be truncated to 199 on a flat 200
+STRIP = 112  # rows at a time; their floats stay in a CPU's second-level cache
+# Added before truncation: weights add up to 1 - 1e-7, and on a flat 200 the sum 199.9999 would be
+# truncated to 199.
+ALMOST = 1e-3
 
 
-def warped(
+def warp_images(
     image_NHWC: Tensor, matrix_N23: Tensor, cubic_N: Tensor, fill: tuple[int, int, int]
 ) -> Tensor:
-    """uint8 `[N, H, W, 3]` seen through float32 `[N, 2, 3]`; bicubic where float32 `cubic_N` is 1,
+    """Warp uint8 `[N, H, W, 3]` by float32 `[N, 2, 3]`, bicubic where float32 `cubic_N` is 1 and
     bilinear where it is 0.
     """
     if image_NHWC.device.type != "cpu":
-        return gathered(image_NHWC, matrix_N23, cubic_N, fill)
+        return warp_by_gather(image_NHWC, matrix_N23, cubic_N, fill)
     out = torch.empty_like(image_NHWC)
-    for number, (matrix_23, cubic) in enumerate(
-        zip(matrix_N23.numpy(), cubic_N.tolist(), strict=True)
-    ):
+    matrices = zip(matrix_N23.numpy(), cubic_N.tolist(), strict=True)
+    for number, (matrix_23, cubic) in enumerate(matrices):
         image = image_NHWC[number]
         if (matrix_23[1] == (0, 1, 0)).all():
-            out[number] = shift_rows(image, *matrix_23[0, 1:].tolist(), bool(cubic), fill)
+            _, slope, shift = matrix_23[0].tolist()
+            out[number] = shift_rows(image, slope, shift, bool(cubic), fill)
         elif (matrix_23[0] == (1, 0, 0)).all():
-            slope, shift = matrix_23[1, ::2].tolist()
-            out[number] = shift_rows(
-                image.transpose(0, 1), slope, shift, bool(cubic), fill
-            ).transpose(0, 1)
+            slope, _, shift = matrix_23[1].tolist()
+            image = image.transpose(0, 1)
+            out[number] = shift_rows(image, slope, shift, bool(cubic), fill).transpose(0, 1)
         else:
             resample = Image.Resampling.BICUBIC if cubic else Image.Resampling.BILINEAR
+            data = Image.Transform.AFFINE, matrix_23.ravel().tolist(), resample
             picture = Image.fromarray(image.numpy())
-            picture = picture.transform(
-                picture.size,
-                Image.Transform.AFFINE,
-                matrix_23.ravel().tolist(),
-                resample,
-                fillcolor=fill,
-            )
+            picture = picture.transform(picture.size, *data, fillcolor=fill)
             out[number] = torch.from_numpy(np.array(picture))
     return out
 
@@ -65,26 +61,25 @@ def warped(
 def shift_rows(
     image_HW3: Tensor, slope: float, shift: float, cubic: bool, fill: tuple[int, int, int]
 ) -> Tensor:
-    """One image whose rows are moved: x of the output shows x + slope (y + 0.5) + shift. uint8 `[H,
-    W, 3]`.
+    """Shift the rows of one image, uint8 `[H, W, 3]`: x shows x + slope (y + 0.5) + shift.
 
-    All pixels of a row lie equally far past their neighbor, so a row is a sum of whole moved rows
-    with one weight each.
+    All pixels of a row have the same fractional offset, so a row is a sum of shifted rows with one
+    weight each.
     """
     H, W, _ = image_HW3.shape
     move_H = slope * (np.arange(H) + 0.5) + shift
     start_H = np.floor(move_H)
     weights = tap_weights(move_H - start_H, cubic)
-    # Two pixels of edge on each side of a row, then the next row: what else a window shows of it is
-    # outside and masked.
+    # Each row has two pixels of edge on each side, then the next row begins. Where a window reaches
+    # into that row, its pixels are outside the image and masked.
     wide = W + 4
     pixels = torch.empty((H + 2) * wide, 3, dtype=torch.uint8)
     rows = pixels[wide:-wide].view(H, wide, 3)
     rows[:, 2:-2], rows[:, :2], rows[:, -2:] = image_HW3, image_HW3[:, :1], image_HW3[:, -1:]
     first_H = (np.arange(H) + 1) * wide + 1 + np.clip(start_H, -W, W).astype(np.int64)
     row_HL = _windows(pixels, W + 3, first_H)
-    # The W pixels whose source lies inside follow one another, so the mask of a row is a window of
-    # one pattern.
+    # The pixels of a row whose source lies inside are contiguous, so the mask of a row is a window
+    # of one pattern.
     begin_H = W - np.clip(np.ceil(-0.5 - move_H), -W, W).astype(np.int64)
     inside_HL, out_HL = (_windows(pattern, W, begin_H) for pattern in _patterns(W, fill))
     taps = [
@@ -104,8 +99,10 @@ def shift_rows(
 
 @lru_cache(maxsize=8)
 def _patterns(width: int, fill: tuple[int, int, int]) -> tuple[Tensor, Tensor]:
-    """Three images' widths of bytes `[3 width, 3]`: 255 in the middle one; and the fill color in
-    the others, 0 elsewhere.
+    """Make the mask and the fill of a row between two rows outside, uint8 `[3 width, 3]` each.
+
+    The mask is 255 in the middle third; the fill is the color in the outer thirds. Both are 0
+    elsewhere.
     """
     mask = torch.zeros(3 * width, 3, dtype=torch.uint8)
     mask[width : 2 * width] = 255
@@ -113,21 +110,20 @@ def _patterns(width: int, fill: tuple[int, int, int]) -> tuple[Tensor, Tensor]:
 
 
 def _windows(pixels: Tensor, width: int, first_H: np.ndarray) -> Tensor:
-    """`width` pixels from each of the numbers `first_H` on, of pixels `[..., 3]` in a row: uint8
-    `[H, 3 width]`.
+    """Copy `width` contiguous pixels from each index in `first_H`: uint8 `[H, 3 width]`.
 
-    A view of all windows, of which index_select copies whole rows.
+    `pixels` is `[..., 3]`. index_select copies whole rows of a strided view of all windows.
     """
     count = pixels.numel() // 3 - width + 1
     return pixels.as_strided((count, 3 * width), (3, 1)).index_select(0, torch.from_numpy(first_H))
 
 
 def tap_weights(d: Values, cubic: Values) -> tuple[Values, Values, Values, Values]:
-    """Weights of neighbors -1, 0, 1 and 2 for a point `d` past neighbor 0; `cubic` is 1 or 0
-    (bilinear: 0, 1 - d, d, 0).
+    """Compute the weights of neighbors -1, 0, 1 and 2 for a point `d` past neighbor 0.
 
-    Cubic convolution with a = -1 takes d (1 - d)^2 from neighbor -1 to 0 and d^2 (1 - d) from
-    neighbor 2 to 1.
+    `cubic` is 1, or 0 for bilinear weights (0, 1 - d, d, 0).
+    Cubic convolution with a = -1 moves the weight d (1 - d)^2 from neighbor -1 to 0 and d^2 (1 - d)
+    from neighbor 2 to 1.
     """
     e = 1 - d
     bend = cubic * d * e
@@ -135,19 +131,17 @@ def tap_weights(d: Values, cubic: Values) -> tuple[Values, Values, Values, Value
     return -left, e + left, d + right, -right
 
 
-def gathered(
+def warp_by_gather(
     image_NHWC: Tensor, matrix_N23: Tensor, cubic_N: Tensor, fill: tuple[int, int, int]
 ) -> Tensor:
-    """`warped` without a look at what the matrices are, in operations for all N at once."""
+    """Do the work of `warp_images` whatever the matrices are, in operations for all N at once."""
     N, H, W, _ = image_NHWC.shape
     device = image_NHWC.device
     red, green, blue = image_NHWC.unbind(-1)
-    # one gather for three channels
+    # One gather serves three channels.
     packed = torch.stack([red, green, blue, blue], -1).view(torch.int32).flatten()
-    x_W, y_H1 = (
-        torch.arange(W, device=device) + 0.5,
-        (torch.arange(H, device=device) + 0.5)[:, None],
-    )
+    x_W = torch.arange(W, device=device) + 0.5
+    y_H1 = torch.arange(H, device=device)[:, None] + 0.5
     along = matrix_N23[:, :, :, None, None]
     inside, axes = True, []
     for axis, extent in ((0, W), (1, H)):
@@ -156,12 +150,9 @@ def gathered(
         start = (position - 0.5).floor()
         first = start.int()
         index = [(first + tap).clamp_(0, extent - 1) for tap in range(-1, 3)]
-        axes.append(
-            list(
-                zip(index, tap_weights(position - 0.5 - start, cubic_N.view(N, 1, 1)), strict=True)
-            )
-        )
-    # R, 256 G and 65536 B: masking without shifting is one operation for the three, and float32
+        weights = tap_weights(position - 0.5 - start, cubic_N.view(N, 1, 1))
+        axes.append(list(zip(index, weights, strict=True)))
+    # R, 256 G and 65536 B: masking without a shift is one operation for all three, and float32
     # holds each exactly.
     unit = 1 << (torch.arange(3, dtype=torch.int32, device=device) * 8).view(3, 1, 1, 1)
     mask = 255 * unit
@@ -173,7 +164,6 @@ def gathered(
             pixel_NHW = packed.index_select(0, (row * W + column).flatten()).view(N, H, W)
             total_3NHW.addcmul_((pixel_NHW & mask).float(), row_weight * column_weight)
     color_3NHW = total_3NHW.mul_(1 / unit).add_(ALMOST).clamp_(0, 255).int() * unit
-    color_NHW = torch.where(
-        inside, color_3NHW.sum(0, dtype=torch.int32), fill[0] + fill[1] * 256 + fill[2] * 65536
-    )
+    packed_fill = fill[0] + fill[1] * 256 + fill[2] * 65536
+    color_NHW = torch.where(inside, color_3NHW.sum(0, dtype=torch.int32), packed_fill)
     return torch.stack(color_NHW.view(torch.uint8).view(N, H, W, 4).unbind(-1)[:3], -1)

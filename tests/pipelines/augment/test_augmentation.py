@@ -1,5 +1,5 @@
-"""Augmentation of whole batches: normalized as torchvision does, the View follows the warp, and
-nothing waits for the device.
+"""Augmentation of whole batches: normalization as in torchvision, Views that follow the warp, and
+no host sync.
 """
 
 import time
@@ -19,7 +19,7 @@ from densefeed.pipelines.augment.augmentation import (
     Augmentation,
     Normalize,
     augment_batches,
-    noise_table,
+    make_noise_table,
 )
 from densefeed.pipelines.augment.choices import LAYER_NUMBERS
 from densefeed.pipelines.augment.operations import histogram
@@ -33,7 +33,7 @@ FULL = Augment(rand_augment="rand-m9-mstd0.5-inc1", erase_probability=0.5)
 
 
 def batch_of(image: torch.Tensor, index: torch.Tensor | None = None, repeat: int = 0) -> Batch:
-    """A batch whose Views are crops and flips of many kinds."""
+    """Make a batch whose Views are different crops and flips."""
     N = len(image)
     index = torch.arange(N) if index is None else index
     view = torch.tensor([[0.5, 0, 0.25], [0, 0.25, 0.5]]).repeat(N, 1, 1)
@@ -53,17 +53,17 @@ def batch_of(image: torch.Tensor, index: torch.Tensor | None = None, repeat: int
     )
 
 
-def chosen(augmentation: Augmentation, batch: Batch, epoch: int = 0):
+def choose(augmentation: Augmentation, batch: Batch, epoch: int = 0):
     return augmentation.choose(epoch, batch.index, batch.repeat, *batch.image.shape[1:3])
 
 
 @pytest.fixture(scope="module")
 def images(noise) -> torch.Tensor:
-    """33 photograph-like crops of 40 x 56."""
+    """Make 33 photograph-like crops of 40 x 56."""
     return torch.from_numpy(np.stack([noise(40, 56, seed=number) for number in range(33)]))
 
 
-def test_normalize_is_torchvisions_and_channels_last():
+def test_normalize_equals_torchvisions_in_channels_last():
     image = torch.randint(
         0, 256, (3, 5, 7, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
     )
@@ -73,7 +73,7 @@ def test_normalize_is_torchvisions_and_channels_last():
     assert got.is_contiguous(memory_format=torch.channels_last)
 
 
-def test_pixels_are_the_bytes_that_were_normalized():
+def test_pixels_inverts_normalize():
     image = (
         torch.arange(256, dtype=torch.uint8)
         .repeat(3)
@@ -88,40 +88,40 @@ def test_pixels_are_the_bytes_that_were_normalized():
 @pytest.mark.parametrize(
     "augment", [Augment(), Augment(rand_augment="rand-m9-p0"), Augment(rand_augment="rand-n0")]
 )
-def test_nothing_chosen_is_normalize(images, augment):
+def test_without_operations_only_normalizes(images, augment):
     augmentation, batch = Augmentation(PLAN, augment, MEAN, STD), batch_of(images)
-    out = augmentation(batch, chosen(augmentation, batch))
+    out = augmentation(batch, choose(augmentation, batch))
     assert torch.equal(out.image, Normalize(MEAN, STD)(images))
     assert torch.equal(out.view, batch.view)
 
 
-def through_timm(
+def apply_timm(
     monkeypatch, augmentation: Augmentation, batch: Batch, epoch: int
 ) -> tuple[list[np.ndarray], list[int]]:
-    """Each crop through timm's operations, with the operations and magnitudes that were chosen; and
-    how often it is warped.
+    """Apply timm's operations to each crop, as chosen, with the same magnitudes; also return how
+    often each is warped.
     """
     chooser = augmentation.choose.__self__
-    layers = chooser.layers
+    spec = chooser.spec
     height, width = batch.image.shape[1:3]
     seen, warped = [], []
     for row in range(len(batch.image)):
         one = slice(row, row + 1)
         picture, warps = Image.fromarray(batch.image[row].numpy()), 0
         numbers = [
-            LAYER_NUMBERS * layer + number for layer in range(layers.layers) for number in range(6)
+            LAYER_NUMBERS * layer + number for layer in range(spec.layers) for number in range(6)
         ]
         drawn = PLAN.draws(
             epoch, batch.index[one].numpy(), AUGMENT, numbers, batch.repeat[one].numpy()
         ).reshape(-1, 6)
         for operation, whether, radius, angle, sign, cubic in drawn.tolist():
-            if whether >= layers.probability:
+            if whether >= spec.probability:
                 continue
-            name = layers.names[int(operation * len(layers.names))]
-            level = layers.magnitude + layers.std * np.sqrt(-2 * np.log(1 - radius)) * np.cos(
+            name = spec.names[int(operation * len(spec.names))]
+            level = spec.magnitude + spec.std * np.sqrt(-2 * np.log(1 - radius)) * np.cos(
                 2 * np.pi * angle
             )
-            level = min(max(level, 0.0), layers.most)
+            level = min(max(level, 0.0), spec.most)
             monkeypatch.setattr(auto_augment.random, "random", lambda sign=sign: sign)
             argument = (
                 auto_augment.LEVEL_TO_ARG[name](level, {})
@@ -129,7 +129,7 @@ def through_timm(
                 else ()
             )
             if name.startswith("Posterize") and argument[0] < 1:
-                picture = Image.new("RGB", picture.size)  # what Pillow 13 refuses to compute
+                picture = Image.new("RGB", picture.size)  # Pillow 13 raises an error
                 continue
             is_cubic = cubic >= 0.5 and chooser.augment.interpolation == "random"
             resample = Image.Resampling.BICUBIC if is_cubic else Image.Resampling.BILINEAR
@@ -143,21 +143,21 @@ def through_timm(
     return seen, warped
 
 
-def test_a_batch_is_timms(monkeypatch, noise):
+def test_crops_equal_timms(monkeypatch, noise):
     """The same operations at the same magnitudes, by timm's functions on Pillow images, in timm's
     order.
 
-    Equal to the byte without a warp. One warp leaves a gray level here and there, and lines of
-    pixels on the border; a later operation can stretch a level (solarizing turns a byte at its
-    threshold into another), so a share of pixels may differ by much. A wrong order would change the
-    fill color or not, a tenth of a warped image and more. Two warps blur twice in timm, and are
+    Without a warp all bytes are equal. One warp changes some pixels by a gray level, and lines of
+    pixels on the border; a later operation can amplify a level (solarizing inverts a byte at its
+    threshold), so a small share of pixels can differ by much. A wrong order would change the fill
+    color, which covers a tenth of a warped image or more. Two warps blur twice in timm, and are
     compared below.
     """
     images = torch.from_numpy(np.stack([noise(40, 56, seed=number) for number in range(150)]))
     augmentation = Augmentation(PLAN, Augment(rand_augment="rand-m9-mstd0.5-inc1-p0.8"), MEAN, STD)
     batch = batch_of(images, torch.arange(150) + 200)
-    crops = augmentation.crops(batch, chosen(augmentation, batch, epoch=1))
-    want, warped = through_timm(monkeypatch, augmentation, batch, epoch=1)
+    crops = augmentation.crops(batch, choose(augmentation, batch, epoch=1))
+    want, warped = apply_timm(monkeypatch, augmentation, batch, epoch=1)
     assert min(warped.count(warps) for warps in (0, 1)) > 30
     for mine, timms, warps in zip(crops.numpy().astype(int), want, warped, strict=True):
         if warps == 0:
@@ -170,9 +170,9 @@ def test_a_batch_is_timms(monkeypatch, noise):
 @given(
     st.integers(0, 2**40), st.integers(1, 9), st.integers(0, 2), st.randoms(use_true_random=False)
 )
-def test_neither_batch_order_nor_size_matters(seed, N, repeat, random):
-    """A sample's pixels, View and erasing are its own: any order, any company, N = 1 and odd N
-    included.
+def test_results_do_not_depend_on_batch_order_or_size(seed, N, repeat, random):
+    """A sample's pixels, View and erased boxes do not depend on the rest of the batch, N = 1 and
+    odd N included.
     """
     plan = EpochPlan(num_samples=10_000, batch=64, seed=seed, mode="train", sizes=((0, 32),))
     augmentation = Augmentation(
@@ -181,71 +181,72 @@ def test_neither_batch_order_nor_size_matters(seed, N, repeat, random):
     rng = np.random.default_rng(N)
     image = torch.from_numpy(rng.integers(0, 256, (N, 17, 23, 3), dtype=np.uint8))
     whole = batch_of(image, torch.arange(N) * 7, repeat)
-    out = augmentation(whole, chosen(augmentation, whole))
+    out = augmentation(whole, choose(augmentation, whole))
     order = random.sample(range(N), N)
     moved = Batch(*(None if field is None else field[order] for field in whole))
     for at, got, view in zip(
-        order, *augmentation(moved, chosen(augmentation, moved))[:3:2], strict=True
+        order, *augmentation(moved, choose(augmentation, moved))[:3:2], strict=True
     ):
         assert torch.equal(got, out.image[at])
         assert torch.equal(view, out.view[at])
     alone = Batch(*(None if field is None else field[:1] for field in whole))
-    assert torch.equal(augmentation(alone, chosen(augmentation, alone)).image[0], out.image[0])
+    assert torch.equal(augmentation(alone, choose(augmentation, alone)).image[0], out.image[0])
 
 
 def points(side: int) -> torch.Tensor:
-    """(x, y, 1) of each pixel's center in a square: float32 `[side, side, 3]`."""
+    """Return (x, y, 1) of each pixel's center in a square: float32 `[side, side, 3]`."""
     center = (torch.arange(side) + 0.5) / side
     return torch.stack(
         [center.expand(side, side), center[:, None].expand(side, side), torch.ones(side, side)], -1
     )
 
 
-def test_several_warps_are_timms_one_after_the_other(monkeypatch):
-    """Three geometric operations composed into one, on pixels that say where they were: what timm's
-    three resamplings read.
+def test_composed_warps_equal_timms_successive_ones(monkeypatch):
+    """Three geometric operations composed into one, on pixels that encode their position, against
+    timm's three resamplings.
 
-    4 levels a pixel, and each of timm's passes truncates, a level. Where blue is 255 timm's pixel
-    has not met the fill color: bilinear weights are not negative, so nothing else makes 255.
+    A pixel is 4 levels, and each of timm's passes truncates by up to a level. Where blue is 255,
+    timm's pixel is not blended with the fill color: bilinear weights are not negative, so only
+    unblended pixels reach 255.
     """
     N, side = 40, 64
     augmentation = Augmentation(
         PLAN, Augment(rand_augment="rand-m5-mstd2-p1-n3", interpolation="bilinear"), MEAN, STD
     )
     chooser = augmentation.choose.__self__
-    chooser.layers = chooser.layers._replace(names=GEOMETRIC)
+    chooser.spec = chooser.spec._replace(names=GEOMETRIC)
     batch = batch_of((points(side) * 255).round().to(torch.uint8).repeat(N, 1, 1, 1))
-    crops = augmentation.crops(batch, chosen(augmentation, batch)).numpy().astype(int)
-    timms, warped = through_timm(monkeypatch, augmentation, batch, epoch=0)
+    crops = augmentation.crops(batch, choose(augmentation, batch)).numpy().astype(int)
+    timms, warped = apply_timm(monkeypatch, augmentation, batch, epoch=0)
     assert all(warped)
     compared = 0
     for mine, want in zip(crops, timms, strict=True):
         clear = (want[..., 2] == 255) & (mine[..., 2] == 255)
-        # no neighbor beyond the edge
+        # Pixels without neighbors beyond the edge.
         inner = clear & (mine[..., :2] > 12).all(-1) & (mine[..., :2] < 243).all(-1)
         assert abs(mine - want)[inner].max(initial=0) <= 3
         compared += inner.sum()
     assert compared > 0.2 * N * side * side
 
 
-def test_the_view_follows_the_warp():
-    """Crops whose pixels say where in the crop they were: after the warp the new View, brought back
-    through the old one, predicts what is read there.
+def test_views_follow_the_warp():
+    """Pixels encode their position in the crop: after the warp the new View, composed with the
+    inverse of the old one, predicts the pixel values.
 
-    Red is x and green y, 8 levels a pixel: half a pixel would be 4. Interpolation of what is linear
-    is exact but for three things: bytes' rounding where they were written, half a level times 1.5
-    along each axis (what bicubic weights add up to without their signs), truncation, a level, and
-    that cubic convolution with a = -1 bends a line by d (1 - d) (1 - 2 d) pixels, at most 0.0963.
+    Red is x and green y, 8 levels per pixel: half a pixel would be 4 levels. Interpolation of a
+    linear function is exact except for three errors: rounding of the encoded bytes, half a level
+    times 1.5 along each axis (the sum of the absolute bicubic weights); truncation, a level; and
+    cubic convolution with a = -1, which bends a line by d (1 - d) (1 - 2 d) pixels, at most 0.0963.
     Three pixels from the edge no repeated neighbor is read.
     """
     N, side = 64, 32
     augmentation = Augmentation(PLAN, Augment(rand_augment="rand-m9-mstd0.5-p1-n3"), MEAN, STD)
     chooser = augmentation.choose.__self__
-    chooser.layers = chooser.layers._replace(names=GEOMETRIC)
+    chooser.spec = chooser.spec._replace(names=GEOMETRIC)
     point = points(side)
     batch = batch_of((point * 255).round().to(torch.uint8).repeat(N, 1, 1, 1))
-    choice = chosen(augmentation, batch)
-    assert choice.warped == N
+    choice = choose(augmentation, batch)
+    assert choice.num_warped == N
     stored = torch.einsum("nij,yxj->nyxi", augmentation(batch, choice).view, point)
     turned, shift = batch.view[:, :, :2], batch.view[:, None, None, :, 2]
     source = torch.einsum("nij,nyxj->nyxi", torch.linalg.inv(turned), stored - shift)
@@ -258,12 +259,12 @@ def test_the_view_follows_the_warp():
     assert (crops[beyond] == torch.tensor(augmentation.fill, dtype=torch.uint8)).all()
 
 
-def test_a_shift_is_a_crop_of_the_padded_image_and_the_view_follows(images):
-    """Byte for byte torch's padding and a slice, RandomCrop(size, padding=4)'s; of its 81 places
-    many.
+def test_a_shift_is_a_crop_of_the_padded_image(images):
+    """Byte for byte a slice of the padded image, as RandomCrop(size, padding=4), at many of its 81
+    positions; the View follows.
     """
     augmentation, batch = Augmentation(PLAN, Augment(shift=4), MEAN, STD), batch_of(images)
-    choice = chosen(augmentation, batch)
+    choice = choose(augmentation, batch)
     crops, view = augmentation.crops(batch, choice), augmentation(batch, choice).view
     H, W = images.shape[1:3]
     for row, (crop, (right, down)) in enumerate(
@@ -281,7 +282,7 @@ def test_a_shift_is_a_crop_of_the_padded_image_and_the_view_follows(images):
 def test_only_image_and_view_change(images):
     augmentation, batch = Augmentation(PLAN, FULL, MEAN, STD), batch_of(images)
     before = Batch(*(None if field is None else field.clone() for field in batch))
-    out = augmentation(batch, chosen(augmentation, batch))
+    out = augmentation(batch, choose(augmentation, batch))
     for name, was, given_, is_ in zip(Batch._fields, before, batch, out, strict=True):
         if was is not None:
             assert torch.equal(was, given_), name
@@ -291,17 +292,17 @@ def test_only_image_and_view_change(images):
 
 
 @pytest.mark.parametrize("mode", ["const", "rand", "pixel"])
-def test_erased_boxes(images, mode):
-    """Inside its boxes a crop is zeros, one color or standard normal noise; outside it is what it
-    was.
+def test_erased_boxes_have_the_right_content(images, mode):
+    """Inside its boxes a crop is zeros, one color or standard normal noise; outside it does not
+    change.
     """
     augmentation = Augmentation(
         PLAN, Augment(erase_probability=0.9, erase_mode=mode, erase_count=2), MEAN, STD
     )
     batch = batch_of(images)
-    choice = chosen(augmentation, batch)
+    choice = choose(augmentation, batch)
     assert len(choice.boxes) > 20
-    want, noise, inside = Normalize(MEAN, STD)(images), noise_table(PLAN), []
+    want, noise, inside = Normalize(MEAN, STD)(images), make_noise_table(PLAN), []
     for box in choice.boxes:
         hole = want[box.sample, :, box.top : box.top + box.height, box.left : box.left + box.width]
         if mode == "const":
@@ -321,47 +322,47 @@ def test_erased_boxes(images, mode):
         assert abs(values.std() - 1) < 5 / len(values) ** 0.5
 
 
-def test_the_noise_is_normal_and_the_seeds_own():
-    noise = noise_table(PLAN).double()
+def test_noise_is_normal_and_depends_on_the_seed():
+    noise = make_noise_table(PLAN).double()
     assert len(noise) >= 2**20
     grid = torch.linspace(-4, 4, 81, dtype=torch.float64)
     share = torch.searchsorted(noise.sort().values, grid) / len(noise)
     assert (share - torch.special.ndtr(grid)).abs().max() < 2.23 / len(noise) ** 0.5
     assert abs((noise[1:] * noise[:-1]).mean()) < 5 / len(noise) ** 0.5
-    assert torch.equal(noise, noise_table(PLAN).double())
+    assert torch.equal(noise, make_noise_table(PLAN).double())
     other = EpochPlan(num_samples=10, batch=2, seed=1, mode="train")
-    assert not torch.equal(noise[:1000], noise_table(other)[:1000].double())
+    assert not torch.equal(noise[:1000], make_noise_table(other)[:1000].double())
 
 
-def test_the_device_part_reads_nothing(images, monkeypatch, no_host_read):
-    """As a GPU runs it: all samples at once, the warp by gathers, histograms by scattering."""
+def test_the_device_part_needs_no_host_sync(images, monkeypatch, no_host_read):
+    """As on a GPU: all samples at once, the warp by gathers, histograms by scattering."""
     augment = Augment(rand_augment="rand-m9-mstd0.5-p1-n4-inc1", erase_probability=0.5)
     augmentation, batch = Augmentation(PLAN, augment, MEAN, STD), batch_of(images)
-    choice = chosen(augmentation, batch)
+    choice = choose(augmentation, batch)
     on_cpu = augmentation(batch, choice).image
-    monkeypatch.setattr(augment_module, "warped", warp.gathered)
+    monkeypatch.setattr(augment_module, "warp_images", warp.warp_by_gather)
 
-    def at_once(image, row, work, *arguments):
-        image.index_copy_(0, row, work(image.index_select(0, row), *arguments))
+    def at_once(image, row, operation, *arguments):
+        image.index_copy_(0, row, operation(image.index_select(0, row), *arguments))
 
-    monkeypatch.setattr(augment_module, "change", at_once)
+    monkeypatch.setattr(augment_module, "apply_rows", at_once)
     monkeypatch.setattr(
         torch.Tensor, "bincount", lambda index, minlength: histogram(index, minlength)
     )
     with no_host_read():
         got = augmentation(batch, choice).image
     assert len(choice.before) + len(choice.after) > 8
-    # The two ways to warp differ by a gray level here and there, which equalizing can stretch; most
-    # samples end equal.
+    # The two warps differ by a gray level in some pixels, which equalizing can amplify; most
+    # samples are equal.
     assert ((got - on_cpu).abs() > 0.02).float().mean() < 0.05
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_gpu_does_the_same_and_is_not_waited_for(images):
+def test_a_gpu_gives_the_same_without_a_host_sync(images):
     augment = Augment(rand_augment="rand-m9-mstd0.5-p1-n4-inc1", erase_probability=0.5)
     augmentation, batch = Augmentation(PLAN, augment, MEAN, STD), batch_of(images)
-    choice = chosen(augmentation, batch)
+    choice = choose(augmentation, batch)
     on_cpu, device = augmentation(batch, choice), torch.device("cuda")
     augmentation, batch = augmentation.to(device), batch.to(device)
     torch.cuda.synchronize()
@@ -374,25 +375,25 @@ def test_a_gpu_does_the_same_and_is_not_waited_for(images):
     torch.testing.assert_close(got.view.cpu(), on_cpu.view, rtol=0, atol=1e-6)
 
 
-def test_batches_come_out_in_order_with_their_own_choice(images):
+def test_batches_keep_their_order_and_choice(images):
     augmentation = Augmentation(PLAN, FULL, MEAN, STD)
     batches = [batch_of(images[:size], torch.arange(size) + 100 * size) for size in (33, 1, 7)]
     got = list(augment_batches(iter(batches), augmentation, 2, torch.device("cpu")))
     for batch, out in zip(batches, got, strict=True):
-        want = augmentation(batch, chosen(augmentation, batch, epoch=2))
+        want = augmentation(batch, choose(augmentation, batch, epoch=2))
         assert torch.equal(out.image, want.image)
         assert torch.equal(out.view, want.view)
 
 
 def test_choosing_is_cheap(images):
-    """Processor time for 256 samples stays far below a step: 20 ms is fifty times what it takes
-    when the machine is idle.
+    """Processor time for 256 samples is far below a step: 20 ms is fifty times the time on an idle
+    machine.
     """
     augmentation = Augmentation(PLAN, FULL, MEAN, STD)
     index = np.arange(256)
     took = []
     for epoch in range(3):
-        start = time.process_time()  # not the clock's, which other processes share
+        start = time.process_time()  # wall-clock time would include other processes
         augmentation.choose(epoch, index, np.zeros(256, int), 64, 64)
         took.append(time.process_time() - start)
     assert min(took) < 0.02

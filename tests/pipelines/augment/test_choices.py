@@ -1,5 +1,5 @@
-"""What is chosen, against timm's own statistics; and that nothing but (seed, epoch, id, repeat)
-decides.
+"""The chosen operations against timm's statistics; they depend on (seed, epoch, id, repeat)
+alone.
 """
 
 import math
@@ -14,7 +14,7 @@ from timm.data import random_erasing
 from timm.data.auto_augment import rand_augment_transform
 
 from densefeed.pipelines.augment.choices import Chooser, noise_length
-from densefeed.pipelines.augment.settings import GEOMETRIC, Augment, code_of
+from densefeed.pipelines.augment.settings import GEOMETRIC, Augment, find_code
 from densefeed.pipelines.plan import EpochPlan
 
 PLAN = EpochPlan(num_samples=100_000, batch=64, seed=5, mode="train")
@@ -26,7 +26,7 @@ def chooser(plan: EpochPlan = PLAN, **augment) -> Chooser:
 
 
 def flat(choice, N: int) -> list[tuple]:
-    """What each sample gets, in order, however the batch is grouped."""
+    """List the operations of each sample in order, independent of the groups."""
     samples = [([], [], []) for _ in range(N)]
     for group in (*choice.before, *choice.after):
         for at in range(group.start, group.stop):
@@ -52,7 +52,7 @@ def flat(choice, N: int) -> list[tuple]:
         Augment(shift=4, rand_augment=POLICY),
     ],
 )
-def test_a_choice_depends_on_seed_epoch_sample_and_repeat_alone(augment):
+def test_choices_depend_on_seed_epoch_sample_and_repeat_alone(augment):
     rng = np.random.default_rng(0)
     index, repeat = rng.integers(0, 1000, 61), rng.integers(0, 3, 61)
     whole = flat(Chooser(PLAN, augment).choose(3, index, repeat, 32, 48), 61)
@@ -75,13 +75,13 @@ def test_a_choice_depends_on_seed_epoch_sample_and_repeat_alone(augment):
         assert flat(Chooser(plan, augment).choose(*counter, 32, 48), 61) != whole
 
 
-def test_counts_of_operations_are_timms():
-    """Per operation, how many of 40,000 samples get it in either layer; timm's own objects count
-    beside, 4.5 sigma apart at most.
+def test_frequencies_of_operations_equal_timms():
+    """Count how many of 40,000 samples get each operation in either layer; timm's own counts differ
+    by at most 4.5 sigma.
     """
     N = 40_000
     choice = chooser(rand_augment=POLICY).choose(0, np.arange(N), np.zeros(N, int), 224, 224)
-    mine = Counter({"warp": choice.warped})
+    mine = Counter({"warp": choice.num_warped})
     for group in (*choice.before, *choice.after):
         mine[group.name] += group.stop - group.start
     random.seed(0)
@@ -93,7 +93,7 @@ def test_counts_of_operations_are_timms():
             "warp"
             if op.name in GEOMETRIC
             else "Table"
-            if code_of(op.name) < 5
+            if find_code(op.name) < 5
             else op.name.removesuffix("Increasing")
         )
         op.aug_fn = lambda image, *_, kind=kind, **__: kinds[-1].append(kind)
@@ -113,10 +113,8 @@ def test_counts_of_operations_are_timms():
 @pytest.mark.parametrize(
     "text", [POLICY, "rand-m4-mstd101", "rand-m9-mstd3-mmax12-inc1", "rand-m7"]
 )
-def test_magnitudes_are_distributed_as_timms(text):
-    """Of the degrees of a rotation: Kolmogorov and Smirnov's distance of two samples of 20,000,
-    1e-4 level.
-    """
+def test_magnitudes_follow_timms_distribution(text):
+    """Kolmogorov-Smirnov distance between the degrees of 20,000 rotations each, 1e-4 level."""
     random.seed(1)
     (rotate,) = (op for op in rand_augment_transform(text, {}).ops if op.name == "Rotate")
     rotate.prob, degrees = 1.0, []
@@ -124,11 +122,11 @@ def test_magnitudes_are_distributed_as_timms(text):
     for _ in range(20_000):
         rotate(None)
     mine = chooser(rand_augment=text)
-    mine.layers = mine.layers._replace(names=("Rotate",), layers=1, probability=1.0)
+    mine.spec = mine.spec._replace(names=("Rotate",), layers=1, probability=1.0)
     choice = mine.choose(0, np.arange(20_000), np.zeros(20_000, int), 100, 100)
     got = np.degrees(np.arcsin(-choice.pixel_matrix[:, 0, 1].double().numpy()))
-    # Exact zeros are warps that turn by nothing; both samples are rounded so that ties of clipped
-    # magnitudes are ties.
+    # Exact zeros are rotations by 0 degrees. Both samples are rounded, so that clipped magnitudes
+    # compare equal.
     got, want = np.round(got, 3) + 0.0, np.round(degrees, 3) + 0.0
     grid = np.unique(np.concatenate([got, want]))
     distance = (
@@ -141,26 +139,24 @@ def test_magnitudes_are_distributed_as_timms(text):
     assert distance < 2.23 * math.sqrt(2 / 20_000)
 
 
-def test_a_weighted_choice_is_numpys():
-    """Without replacement and in order: of the pairs (first, second), counts against numpy's in
-    30,000 draws.
+def test_weighted_choices_follow_numpys_distribution():
+    """Without replacement and in order: counts of the pairs (first, second) in 30,000 draws,
+    against numpy's.
     """
     N, text = 30_000, "rand-m5-tweights-n2"
     mine = chooser(rand_augment=text)
-    got = mine._chosen(0, np.arange(N), np.zeros(N, int), np.zeros((2, N)))
+    got = mine._choose_operations(0, np.arange(N), np.zeros(N, int), np.zeros((2, N)))
     assert (got[0] != got[1]).all()
     rng = np.random.default_rng(0)
-    names = len(mine.layers.names)
-    want = np.array(
-        [rng.choice(names, 2, replace=False, p=mine.layers.weights) for _ in range(N)]
-    ).T
+    names = len(mine.spec.names)
+    want = np.array([rng.choice(names, 2, replace=False, p=mine.spec.weights) for _ in range(N)]).T
     counts = [np.histogram2d(*pair, bins=names, range=[[0, names]] * 2)[0] for pair in (got, want)]
     often = counts[1] >= 20
     assert (abs(counts[0] - counts[1])[often] < 4.5 * np.sqrt(counts[0] + counts[1])[often]).all()
 
 
 def test_layers_and_probability():
-    """Every layer of every sample at p = 1, none at p = 0, and n of them."""
+    """p = 1 applies every layer to every sample, p = 0 none; n is the number of layers."""
     index, repeat = np.arange(50), np.zeros(50, int)
     assert not len(chooser(rand_augment="rand-m9-p0").choose(0, index, repeat, 32, 32).row)
     assert not len(chooser(rand_augment="rand-m9-n0-p1").choose(0, index, repeat, 32, 32).row)
@@ -172,16 +168,16 @@ def test_layers_and_probability():
 @pytest.mark.parametrize(
     "jitter", [0.4, (0.4, 0.2, 1.5), (0.1, 0.2, 0.3, 0.4), (0.0, 0.2, 0.0, 0.1)]
 )
-def test_color_jitter_is_torchvisions(jitter):
-    """Which operations, in uniform order, with factors uniform between max(0, 1 - v) and 1 + v, the
-    hue's between -v and v.
+def test_color_jitter_follows_torchvisions_distribution(jitter):
+    """Operations in uniform order, with factors uniform from max(0, 1 - v) to 1 + v, for hue from
+    -v to v.
     """
     N = 4000
     augment = Augment(color_jitter=jitter)
     code, argument = Chooser(PLAN, augment)._jitter(0, np.arange(N), np.zeros(N, int))
     strengths = dict(zip(("Brightness", "Contrast", "Color", "Hue"), augment.jitter, strict=True))
     for name, strength in strengths.items():
-        of_sample = code == code_of(name)
+        of_sample = code == find_code(name)
         assert (of_sample.sum(1) == (strength > 0)).all()
         if not strength:
             continue
@@ -197,7 +193,7 @@ def test_color_jitter_is_torchvisions(jitter):
 def boxes_of_timm(
     monkeypatch, erasing: random_erasing.RandomErasing, N: int, height: int, width: int
 ) -> list[tuple]:
-    """What timm would erase: (sample, height, width, top, left)."""
+    """List the boxes that timm would erase: (sample, height, width, top, left)."""
     found = []
     monkeypatch.setattr(random_erasing, "_get_pixels", lambda *_, **__: 0)
 
@@ -221,9 +217,9 @@ def boxes_of_timm(
 
 
 @pytest.mark.parametrize(("count", "area", "size"), [(1, 1 / 3, (64, 64)), (3, 0.9, (48, 96))])
-def test_boxes_are_distributed_as_timms(monkeypatch, count, area, size):
-    """Number, sides and places of the boxes of 6,000 samples: Kolmogorov and Smirnov's distance,
-    1e-4 level.
+def test_boxes_follow_timms_distribution(monkeypatch, count, area, size):
+    """Number, sides and positions of the boxes of 6,000 samples: Kolmogorov-Smirnov distance, 1e-4
+    level.
     """
     N = 6000
     erasing = random_erasing.RandomErasing(
@@ -247,7 +243,7 @@ def test_boxes_are_distributed_as_timms(monkeypatch, count, area, size):
         assert abs(shares[0] - shares[1]).max() < limit, column
 
 
-def test_boxes_lie_inside_and_find_their_noise():
+def test_boxes_lie_inside_the_image_and_the_noise_table():
     boxes = (
         chooser(erase_probability=1.0, erase_count=4, erase_max_area=1.0)
         .choose(0, np.arange(500), np.zeros(500, int), 30, 50)
@@ -261,8 +257,8 @@ def test_boxes_lie_inside_and_find_their_noise():
 
 
 def test_every_sample_keeps_the_order_of_its_operations():
-    """With three layers: photometric operations before a sample's last warp are before the batch's,
-    later ones after it.
+    """With three layers: photometric operations before a sample's last warp precede the batch's
+    warp, later ones follow it.
     """
     mine = chooser(rand_augment="rand-m9-n3-p0.9-inc1")
     N = 300
@@ -272,7 +268,7 @@ def test_every_sample_keeps_the_order_of_its_operations():
     for is_before, part in ((True, choice.before), (False, choice.after)):
         for group in part:
             rows = choice.row[group.start : group.stop].tolist()
-            # a sample once in a group, or the second would undo the first
+            # A sample must be in a group only once, or the second result would replace the first.
             assert len(set(rows)) == len(rows)
             for at, row in enumerate(rows, group.start):
                 if last[row] >= 0:
@@ -289,8 +285,8 @@ def test_every_sample_keeps_the_order_of_its_operations():
         assert sequence[row] == argument[row][code[row] >= 0].astype(np.float32).tolist()
 
 
-def test_shifts_are_whole_pixels_uniform_and_independent_along_both_axes():
-    """49 pairs of 20,000 draws: chi-square of 48 degrees stays below 84.0 (0.999 quantile)."""
+def test_shifts_are_whole_pixels_uniform_and_independent():
+    """49 pairs, 20,000 draws: chi-square with 48 degrees of freedom below 84.0 (0.999 quantile)."""
     choice = chooser(shift=3).choose(0, np.arange(20_000), np.zeros(20_000, int), 32, 48)
     assert not choice.cubic.any()
     moved = choice.pixel_matrix
@@ -301,9 +297,9 @@ def test_shifts_are_whole_pixels_uniform_and_independent_along_both_axes():
     assert ((counts - 20_000 / 49) ** 2 / (20_000 / 49)).sum() < 84.0
 
 
-def test_a_shift_comes_before_rand_augment_and_changes_none_of_its_draws():
-    """A sample's map is the shift after that of RandAugment, seen from the output; what was
-    photometric stays.
+def test_a_shift_precedes_rand_augment_and_keeps_its_draws():
+    """A sample's map is the shift composed with RandAugment's map; photometric operations do not
+    change.
     """
     index, repeat = np.arange(300), np.zeros(300, int)
     with_shift = chooser(shift=2, rand_augment=POLICY).choose(1, index, repeat, 32, 32)

@@ -8,13 +8,13 @@ from timm.data.auto_augment import posterize, solarize_add
 from torchvision.transforms.functional import adjust_hue
 
 from densefeed.pipelines.augment.operations import OPERATIONS, apply_tables, histogram
-from densefeed.pipelines.augment.settings import CODES, TABLES, tables_of
+from densefeed.pipelines.augment.settings import CODES, TABLES, make_tables
 
 
 @pytest.fixture(scope="module")
 def images(noise) -> torch.Tensor:
-    """Photograph-like, noise, one color, black and white, channels of different spread, nearly
-    flat: odd-sized, 6 of them.
+    """Make 6 images of odd size: photograph-like, noise, one color, black and white, channels of
+    different spread, nearly flat.
     """
     rng = np.random.default_rng(1)
     H, W = 61, 83
@@ -40,7 +40,7 @@ def by_pillow(images: torch.Tensor, operation) -> torch.Tensor:
     )
 
 
-PILLOWS = {
+BY_PILLOW = {
     "AutoContrast": (lambda image, _: ImageOps.autocontrast(image), [0.0]),
     "Equalize": (lambda image, _: ImageOps.equalize(image), [0.0]),
     "Contrast": (
@@ -64,8 +64,8 @@ PILLOWS = {
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_an_operation_is_pillows(images, name):
-    pillows, arguments = PILLOWS[name]
+def test_operations_equal_pillows(images, name):
+    pillows, arguments = BY_PILLOW[name]
     for argument in arguments:
         got = OPERATIONS[name](images, torch.full((len(images),), argument))
         assert got.dtype == torch.uint8
@@ -75,8 +75,8 @@ def test_an_operation_is_pillows(images, name):
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_a_sample_has_its_own_argument(images, name):
-    """In one call each gets its own, and what it would get alone; the input stays as it was."""
+def test_each_sample_has_its_own_argument(images, name):
+    """Each result in a batch equals that of the sample alone; the input is not modified."""
     before = images.clone()
     argument = torch.tensor([0.1, 0.5, 0.2, 0.4, 0.3, 0.45])
     together = OPERATIONS[name](images, argument)
@@ -87,7 +87,7 @@ def test_a_sample_has_its_own_argument(images, name):
     assert torch.equal(images, before)
 
 
-TABLE_PILLOWS = {
+TABLE_BY_PILLOW = {
     "Invert": (lambda image, _: ImageOps.invert(image), [0]),
     "Posterize": (posterize, [1, 2, 3, 4, 7, 8, 9]),
     "Solarize": (ImageOps.solarize, [0, 1, 26, 128, 255, 256]),
@@ -100,10 +100,12 @@ TABLE_PILLOWS = {
 
 
 @pytest.mark.parametrize("name", TABLES)
-def test_a_table_is_pillows(images, name):
-    pillows, arguments = TABLE_PILLOWS[name]
+def test_tables_equal_pillows(images, name):
+    pillows, arguments = TABLE_BY_PILLOW[name]
     for argument in arguments:
-        table = tables_of(np.full(len(images), CODES[name]), np.full(len(images), float(argument)))
+        table = make_tables(
+            np.full(len(images), CODES[name]), np.full(len(images), float(argument))
+        )
         got = apply_tables(images, torch.from_numpy(table)[:, None])
         assert torch.equal(got, by_pillow(images, lambda image, by=argument: pillows(image, by))), (
             argument
@@ -111,8 +113,8 @@ def test_a_table_is_pillows(images, name):
 
 
 def test_posterize_without_bits_is_black():
-    """Pillow 13 raises there; its formula, which older Pillow computed, masks every bit away."""
-    assert not tables_of(np.full(3, CODES["Posterize"]), np.array([0.0, -1.0, -4.0])).any()
+    """Pillow 13 raises an error; its formula, as in older Pillow, masks all bits."""
+    assert not make_tables(np.full(3, CODES["Posterize"]), np.array([0.0, -1.0, -4.0])).any()
 
 
 @pytest.mark.parametrize(("height", "width"), [(1, 1), (2, 5), (3, 3)])
@@ -121,14 +123,14 @@ def test_tiny_crops(height, width):
         0, 256, (2, height, width, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
     )
     for name in ("AutoContrast", "Equalize", "Contrast", "Color", "Sharpness"):
-        pillows, _ = PILLOWS[name]
+        pillows, _ = BY_PILLOW[name]
         got = OPERATIONS[name](images, torch.full((2,), 1.7))
         assert torch.equal(
             got, by_pillow(images, lambda image, pillows=pillows: pillows(image, 1.7))
         ), name
 
 
-def test_counting_without_a_wait_is_bincount():
+def test_histogram_equals_bincount():
     index = torch.randint(
         0, 900, (5000,), dtype=torch.int32, generator=torch.Generator().manual_seed(0)
     )

@@ -1,4 +1,4 @@
-"""What timm's strings and levels mean, against timm's own formulas; what means nothing is named."""
+"""timm's strings and levels against timm's own formulas; errors name the invalid value."""
 
 import math
 import random
@@ -12,31 +12,31 @@ from densefeed.pipelines.augment.settings import (
     GEOMETRIC,
     Augment,
     RandAugmentSpec,
-    argument_of,
-    code_of,
+    find_code,
+    level_to_argument,
 )
 from densefeed.system.errors import UserError
 
-KNOWN = [name for name in LEVEL_TO_ARG if name in GEOMETRIC or code_of(name) is not None]
+KNOWN = [name for name in LEVEL_TO_ARG if name in GEOMETRIC or find_code(name) is not None]
 
 
 @pytest.mark.parametrize("name", KNOWN)
 @pytest.mark.parametrize("negative", [False, True])
-def test_arguments_are_timms(name, negative, monkeypatch):
+def test_arguments_equal_timms(name, negative, monkeypatch):
     monkeypatch.setattr(random, "random", lambda: 0.9 if negative else 0.1)
     levels = np.concatenate([np.linspace(0, 10, 201), [11.3, 17, 30]])
-    got = argument_of(name, levels, np.full(len(levels), negative))
+    got = level_to_argument(name, levels, np.full(len(levels), negative))
     timms = LEVEL_TO_ARG[name]
     want = [float(timms(level, {})[0]) if timms else 0.0 for level in levels]
     if name == "Desaturate":
-        # as its operation turns it into a factor
+        # Its operation converts the level to this factor.
         want = [min(1.0, max(0.0, 1.0 - value)) for value in want]
     np.testing.assert_allclose(got, want, rtol=1e-12, atol=1e-12)
 
 
-def test_every_operation_of_timms_sets_is_known():
+def test_every_operation_of_timms_sets_is_implemented():
     for text in ("rand-m9", "rand-m9-inc1", "rand-m7-tweights", "rand-m3-t3a", "rand-m3-t3aw-n3"):
-        assert set(RandAugmentSpec.of(text).names) <= set(KNOWN)
+        assert set(RandAugmentSpec.parse(text).names) <= set(KNOWN)
 
 
 @pytest.mark.parametrize(
@@ -51,9 +51,9 @@ def test_every_operation_of_timms_sets_is_known():
         "9",
     ],
 )
-def test_a_string_that_means_nothing_is_named(text):
+def test_an_invalid_string_is_refused(text):
     with pytest.raises(UserError, match=text):
-        RandAugmentSpec.of(text)
+        RandAugmentSpec.parse(text)
 
 
 @pytest.mark.parametrize(
@@ -70,24 +70,30 @@ def test_a_string_that_means_nothing_is_named(text):
         ("color_jitter", math.nan),
     ],
 )
-def test_a_value_that_means_nothing_is_named(field, value):
+def test_an_invalid_value_is_refused(field, value):
     with pytest.raises(UserError, match=field):
         Augment(**{field: value})
 
 
-def test_timm_has_the_parts_this_stands_on():
-    """A newer timm that names or weighs its operations otherwise fails here, by name."""
+def test_timm_has_the_internals_that_we_use():
+    """Fails if a newer timm names or weights its operations differently."""
     assert auto_augment._LEVEL_DENOM == 10
-    assert RandAugmentSpec.of("rand-m9-mstd0.5-inc1")[2:] == (2, 0.5, 9, 0.5, 10.0)
-    assert RandAugmentSpec.of("rand-m7-n3-mstd101-mmax20-p0.25")[2:] == (3, 0.25, 7, math.inf, 20)
-    assert len(RandAugmentSpec.of("rand-m9-mstd0.5-inc1").names) == 15
+    assert RandAugmentSpec.parse("rand-m9-mstd0.5-inc1")[2:] == (2, 0.5, 9, 0.5, 10.0)
+    assert RandAugmentSpec.parse("rand-m7-n3-mstd101-mmax20-p0.25")[2:] == (
+        3,
+        0.25,
+        7,
+        math.inf,
+        20,
+    )
+    assert len(RandAugmentSpec.parse("rand-m9-mstd0.5-inc1").names) == 15
 
 
 @pytest.mark.parametrize(
     ("text", "shears"),
     [("", False), ("rand-m9-mstd0.5-inc1", True), ("rand-m9-t3a", False), ("rand-tweights", True)],
 )
-def test_whether_views_may_be_sheared_is_known_beforehand(text, shears):
+def test_shears_follows_the_set_of_operations(text, shears):
     assert Augment(rand_augment=text).shears == shears
 
 
@@ -103,7 +109,7 @@ def test_whether_views_may_be_sheared_is_known_beforehand(text, shears):
         "rand-m9 ",
     ],
 )
-def test_a_slip_of_the_pen_is_refused(text):
-    """timm takes each of these for another string, mostly rand-m10."""
-    with pytest.raises(UserError, match="is no RandAugment string"):
-        RandAugmentSpec.of(text)
+def test_a_typing_error_is_refused(text):
+    """timm accepts each of these as another string, mostly rand-m10."""
+    with pytest.raises(UserError, match="is not a RandAugment string"):
+        RandAugmentSpec.parse(text)

@@ -7,8 +7,8 @@ import pytest
 import torch
 from PIL import Image
 
-from densefeed.pipelines.augment.settings import GEOMETRIC, step_of
-from densefeed.pipelines.augment.warp import gathered, tap_weights, warped
+from densefeed.pipelines.augment.settings import GEOMETRIC, make_matrix
+from densefeed.pipelines.augment.warp import tap_weights, warp_by_gather, warp_images
 
 FILL = (124, 116, 104)
 ARGUMENTS = {
@@ -22,7 +22,7 @@ ARGUMENTS = {
 
 @pytest.fixture(scope="module")
 def images(noise) -> torch.Tensor:
-    """Photograph-like, noise and one color, 61 x 83."""
+    """Make three images of 61 x 83: photograph-like, noise and one color."""
     rng = np.random.default_rng(2)
     return torch.from_numpy(
         np.stack(
@@ -32,8 +32,8 @@ def images(noise) -> torch.Tensor:
 
 
 def border(matrix_23: np.ndarray, height: int, width: int) -> np.ndarray:
-    """Where a source point lies so close to the image's edge that rounding decides between fill and
-    picture.
+    """Mark output pixels whose source point is so close to the image's edge that rounding decides
+    between fill and picture.
     """
     x, y = np.meshgrid(np.arange(width) + 0.5, np.arange(height) + 0.5)
     points = [row[0] * x + row[1] * y + row[2] for row in matrix_23]
@@ -44,17 +44,17 @@ def border(matrix_23: np.ndarray, height: int, width: int) -> np.ndarray:
     return np.minimum(*gaps) < 1e-4
 
 
-@pytest.mark.parametrize("way", [warped, gathered])
+@pytest.mark.parametrize("way", [warp_images, warp_by_gather])
 @pytest.mark.parametrize("cubic", [False, True])
 @pytest.mark.parametrize("name", GEOMETRIC)
-def test_an_operation_is_pillows(images, way, cubic, name):
-    """Within 1 gray level everywhere but on the border, where a sum of float32 may fall on the
+def test_operations_equal_pillows(images, way, cubic, name):
+    """Within 1 gray level everywhere except on the border, where a float32 sum can fall on the
     other side of the edge.
     """
     _, H, W, _ = images.shape
     resample = Image.Resampling.BICUBIC if cubic else Image.Resampling.BILINEAR
     for argument in ARGUMENTS[name]:
-        matrix_33 = step_of(name, np.array([argument]), H, W)[0]
+        matrix_33 = make_matrix(name, np.array([argument]), H, W)[0]
         matrix = torch.from_numpy(matrix_33[:2].astype(np.float32)).expand(len(images), 2, 3)
         got = way(images, matrix, torch.full((len(images),), float(cubic)), FILL).numpy()
         for image, mine in zip(images.numpy(), got, strict=True):
@@ -70,11 +70,11 @@ def test_an_operation_is_pillows(images, way, cubic, name):
                 )
             off = abs(mine.astype(int) - want).max(-1) > 1
             assert not (off & ~border(matrix_33[:2], H, W)).any(), argument
-            assert off.mean() < 0.01  # the border is a line
+            assert off.mean() < 0.01  # the border is a line of pixels
 
 
 def cubic_weight(far: np.ndarray) -> np.ndarray:
-    """Keys's kernel with a = -1 (IEEE ASSP 1981, equation 15 for any a), of a distance."""
+    """Compute Keys's kernel with a = -1 (IEEE ASSP 1981, equation 15 for any a) at a distance."""
     far, a = abs(far), -1.0
     near = (a + 2) * far**3 - (a + 3) * far**2 + 1
     return np.where(
@@ -82,7 +82,7 @@ def cubic_weight(far: np.ndarray) -> np.ndarray:
     )
 
 
-def test_tap_weights_are_the_kernels():
+def test_tap_weights_equal_the_kernels():
     d = torch.rand(100, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     for weights, kernel in (
         (tap_weights(d, 1.0), cubic_weight),
@@ -92,16 +92,16 @@ def test_tap_weights_are_the_kernels():
             np.testing.assert_allclose(weight, kernel(d.numpy() - tap), atol=1e-12)
 
 
-@pytest.mark.parametrize("way", [warped, gathered])
+@pytest.mark.parametrize("way", [warp_images, warp_by_gather])
 @pytest.mark.parametrize("cubic", [False, True])
-def test_a_composed_warp_is_the_float64_sum(images, way, cubic):
-    """Rotation, then shear, then translation, read once: every pixel's sum of sixteen neighbors
-    written out.
+def test_a_composed_warp_equals_the_float64_sum(images, way, cubic):
+    """Rotation, shear and translation, resampled once, against the explicit sum of sixteen
+    neighbors of every pixel.
     """
     _, H, W, _ = images.shape
     matrix = np.eye(3)
     for name, argument in (("Rotate", 17.0), ("ShearX", -0.2), ("TranslateYRel", 0.11)):
-        matrix = matrix @ step_of(name, np.array([argument]), H, W)[0]
+        matrix = matrix @ make_matrix(name, np.array([argument]), H, W)[0]
     matrix_23 = matrix[:2].astype(np.float32)
     kernel = cubic_weight if cubic else lambda far: np.clip(1 - abs(far), 0, None)
     x, y = np.meshgrid(np.arange(W) + 0.5, np.arange(H) + 0.5)
@@ -128,13 +128,13 @@ def test_a_composed_warp_is_the_float64_sum(images, way, cubic):
         assert (abs(got - want)[safe] <= 1 + 1e-3).all()  # truncated, so up to one below
 
 
-def test_two_integral_translations_are_pillows_two():
-    """Whole pixels do not blur, so twice resampled equals once; the picture that the first lost
-    stays where it went.
+def test_two_integer_translations_equal_pillows_two():
+    """Whole pixels do not blur, so resampling twice equals once; pixels that the first moved out of
+    view do not come back.
     """
     rng = np.random.default_rng(0)
     image = rng.integers(0, 256, (40, 50, 3), dtype=np.uint8)
-    matrix = step_of("TranslateXRel", np.array([0.2]), 40, 50) @ step_of(
+    matrix = make_matrix("TranslateXRel", np.array([0.2]), 40, 50) @ make_matrix(
         "TranslateYRel", np.array([-0.1]), 40, 50
     )
     picture = Image.fromarray(image)
@@ -142,7 +142,7 @@ def test_two_integral_translations_are_pillows_two():
         picture = picture.transform(
             picture.size, Image.Transform.AFFINE, data, Image.Resampling.BICUBIC, fillcolor=FILL
         )
-    for way in (warped, gathered):
+    for way in (warp_images, warp_by_gather):
         got = way(
             torch.from_numpy(image)[None],
             torch.from_numpy(matrix[:, :2].astype(np.float32)),
@@ -152,7 +152,7 @@ def test_two_integral_translations_are_pillows_two():
         assert np.array_equal(got[0], np.asarray(picture))
 
 
-@pytest.mark.parametrize("way", [warped, gathered])
+@pytest.mark.parametrize("way", [warp_images, warp_by_gather])
 @pytest.mark.parametrize(("height", "width"), [(1, 1), (1, 7), (5, 2)])
 def test_tiny_crops(way, height, width):
     image = torch.randint(

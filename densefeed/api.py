@@ -131,7 +131,7 @@ class TrainLoss:
         device = next(model.parameters()).device
         if self._augmentation is None:
             self._augmentation = self._prepare(model, batch).to(device)
-        augmentation, plan = self._augmentation, self._loader.plan
+        augmentation = self._augmentation
         host = batch.index.cpu(), batch.repeat.cpu()
         plan_of_batch = augmentation.choose(batch.epoch, *host, *batch.image.shape[1:3])
         augmented = augmentation(batch.to(device), plan_of_batch)

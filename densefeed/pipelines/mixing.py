@@ -159,7 +159,7 @@ def mix_targets(targets: SparseTargets, share: Tensor) -> SparseTargets:
     )
 
 
-def pooled(targets: SparseTargets) -> SparseTargets:
+def mean_target(targets: SparseTargets) -> SparseTargets:
     """Average the targets of each image's tokens into one: T becomes 1.
 
     After `mix_targets` of the tokens this is a class label of the content of the exchanged region;

@@ -86,13 +86,14 @@ def test_every_token_has_the_label_of_its_pixels(
         cls,
         lse,
         windows,
+        axis_aligned=not sheared,
     )
     side = maps.logit.shape[1]
     reach = min(window[2] - window[0], window[3] - window[1])
     spec = ScoreMapSpec(side, 3, CLASSES, "tail", int(palette_sizes(maps.cls).max()), reach)
     check_batch(batch, spec, "these maps")
     grid = 7
-    targets = sparse_targets(batch, spec, grid, TargetRules(sheared=sheared))
+    targets = sparse_targets(batch, spec, grid, TargetRules())
     dense = targets.base[..., None].expand(-1, -1, CLASSES).clone()
     dense = dense.scatter_add_(
         2, targets.palette[:, None].expand(-1, grid * grid, -1), targets.extra

@@ -13,7 +13,7 @@ from densefeed.pipelines.mixing import (
     label_share,
     mix_images,
     mix_targets,
-    pooled,
+    mean_target,
     share_map,
 )
 from densefeed.pipelines.plan import EpochPlan
@@ -128,14 +128,14 @@ def test_tokens_inside_the_box_carry_only_the_partners_label():
 
 def test_the_mean_target_is_that_of_the_visible_tokens():
     targets, full = random_targets(4, 16)
-    got = pooled(targets)
+    got = mean_target(targets)
     weight = targets.weight.double()[..., None]
     torch.testing.assert_close(
         dense(got)[:, 0], (weight * full).sum(1) / weight.sum(1), rtol=1e-5, atol=1e-6
     )
     torch.testing.assert_close(got.weight[:, 0], targets.weight.mean(1))
     torch.testing.assert_close(dense(got).sum(-1), got.total.double(), rtol=1e-5, atol=1e-5)
-    nothing = pooled(targets._replace(weight=torch.zeros(4, 16)))
+    nothing = mean_target(targets._replace(weight=torch.zeros(4, 16)))
     assert not nothing.weight.any()
     assert torch.isfinite(nothing.extra).all()
 

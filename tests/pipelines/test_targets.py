@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torchvision.ops import roi_align
 
 from densefeed.objectives.losses import class_token_loss, token_loss
+from densefeed.pipelines import targets as targets_module
 from densefeed.pipelines.batch import Batch, ScoreMapSpec
 from densefeed.pipelines.plan import EpochPlan
 from densefeed.pipelines.targets import (
@@ -36,7 +37,8 @@ def random_boxes(count, height=375, width=500, seed=0, flips=False):
     return boxes, flip if flips else np.zeros(count, bool)
 
 
-def batch_of(maps, boxes, flips, height=375, width=500, dtype=torch.float64):
+def batch_of(maps, boxes, flips, height=375, width=500, dtype=torch.float64, sheared=False):
+    """A batch of crops; `sheared` selects the sampling that rotated and sheared views need."""
     count = len(boxes)
     view = torch.from_numpy(crop_views(boxes, flips, np.full(count, height), np.full(count, width)))
     logit, lse, window = (torch.from_numpy(part) for part in (maps.logit, maps.lse, maps.window))
@@ -52,6 +54,7 @@ def batch_of(maps, boxes, flips, height=375, width=500, dtype=torch.float64):
         map_class=torch.from_numpy(maps.cls.astype(np.int32)),
         map_lse=lse,
         window=window.to(dtype),
+        axis_aligned=not sheared,
     )
 
 
@@ -173,13 +176,13 @@ def test_sampling_is_roi_align_on_ten_thousand_boxes(grid, dtype, sheared):
     rois = torch.cat([torch.zeros(count, 1), low * side, (low + extent) * side], 1)
     want = roi_align(values, rois, grid, sampling_ratio=-1, aligned=True)[:, 0].flatten(1)
     window = torch.tensor([[0.0, 0, 1, 1]], dtype=dtype).expand(part, -1)
-    blank = Batch(*[None] * len(Batch._fields))._replace(window=window)
+    blank = Batch(*[None] * 11, axis_aligned=not sheared)._replace(window=window)
     spec = ScoreMapSpec(side, 1, 1, "tail", 1, 1.0)
     cells = values[0].to(dtype).movedim(0, -1)[None].expand(part, -1, -1, -1)
     for at in range(0, count, part):
         view = views[at : at + part]
         batch = blank._replace(view=view, shown=torch.from_numpy(visible_boxes(view.numpy())))
-        pooled, inside = sampler(batch, spec, grid, TargetRules(sheared=sheared))
+        pooled, inside = sampler(batch, spec, grid, TargetRules())
         torch.testing.assert_close(
             pooled(cells)[..., 0].double(), want[at : at + part], rtol=0, atol=1e-5
         )
@@ -217,10 +220,13 @@ def test_flipping_twice_changes_nothing(random_maps, seed, count, grid, sheared)
     """The targets of the flipped crop, flipped back, equal those of the crop."""
     maps = random_maps(count, 8, 3, 20, seed=seed)
     boxes, _ = random_boxes(count, seed=seed)
-    rules = TargetRules(sheared=sheared)
+    rules = TargetRules()
     plain, flipped = (
         sparse_targets(
-            batch_of(maps, boxes, np.full(count, flip)), spec_of(maps, 20, "tail"), grid, rules
+            batch_of(maps, boxes, np.full(count, flip), sheared=sheared),
+            spec_of(maps, 20, "tail"),
+            grid,
+            rules,
         )
         for flip in (False, True)
     )
@@ -251,12 +257,14 @@ def test_inside_the_window_every_token_has_its_whole_weight(
     corner = np.array([top * 375, left * 500]) + rng.uniform(0, 1, (count, 2)) * (
         (height, width) - extent
     )
-    batch = batch_of(maps, np.concatenate([corner, extent], 1), rng.random(count) < 0.5)
+    batch = batch_of(
+        maps, np.concatenate([corner, extent], 1), rng.random(count) < 0.5, sheared=sheared
+    )
     spec = spec_of(maps, 20, "tail", min_window_side=0.2)
     targets = sparse_targets(batch, spec, grid, TargetRules(sheared=sheared, outside=outside))
     torch.testing.assert_close(targets.weight, torch.ones_like(targets.weight), rtol=0, atol=0)
     torch.testing.assert_close(densify(targets, 20).sum(-1), targets.total, rtol=0, atol=1e-9)
-    pooled, inside = sampler(batch, spec, grid, TargetRules(sheared=sheared))
+    pooled, inside = sampler(batch, spec, grid, TargetRules())
     torch.testing.assert_close(
         pooled(torch.ones(count, 9, 9, 1).double()), torch.ones(count, grid * grid, 1).double()
     )
@@ -330,9 +338,9 @@ def test_permuting_the_batch_permutes_the_targets(random_maps, order, seed, shea
     maps = random_maps(5, 6, 3, 12, seed=seed)
     boxes, flips = random_boxes(5, flips=True, seed=seed)
     spec = spec_of(maps, 12, "tail")
-    batch, rules = batch_of(maps, boxes, flips), TargetRules(sheared=sheared)
+    batch, rules = batch_of(maps, boxes, flips, sheared=sheared), TargetRules()
     plain = sparse_targets(batch, spec, 5, rules)
-    moved = sparse_targets(Batch(*(field[order] for field in batch)), spec, 5, rules)
+    moved = sparse_targets(batch.map_tensors(lambda field: field[order]), spec, 5, rules)
     for one, other in zip(moved, plain, strict=True):
         torch.testing.assert_close(one, other[order])
 
@@ -457,7 +465,7 @@ def test_any_view_is_sampled_as_a_walk_over_its_points(random_maps, side, grid, 
             [50, 0, 300, 300.0],
         ]
     )
-    batch = batch_of(maps, boxes, np.array([False, True, False, True, True]))
+    batch = batch_of(maps, boxes, np.array([False, True, False, True, True]), sheared=True)
     warps = [
         warp(0.4),
         warp(-0.5, 0.3),
@@ -466,7 +474,7 @@ def test_any_view_is_sampled_as_a_walk_over_its_points(random_maps, side, grid, 
         warp(0, 0, (0.45, -0.2)),
     ]
     batch = warped(batch, *warps)
-    rules = TargetRules(outside=outside, sheared=True)
+    rules = TargetRules(outside=outside)
     targets = sparse_targets(batch, spec_of(maps, 12, absent, 0.6), grid, rules)
     want, weight = walked_targets(batch, maps, 12, grid, absent, outside)
     torch.testing.assert_close(targets.weight, weight, rtol=0, atol=1e-9)
@@ -497,7 +505,7 @@ def test_a_letterboxs_tokens_read_the_image_and_no_padding(
             [50, 0, 300, 300.0],
         ]
     )
-    batch = batch_of(maps, boxes, np.array([False, True, False, True, True]))
+    batch = batch_of(maps, boxes, np.array([False, True, False, True, True]), sheared=sheared)
     if sheared:
         batch = warped(
             batch,
@@ -507,7 +515,7 @@ def test_a_letterboxs_tokens_read_the_image_and_no_padding(
             warp(1.3, -0.3),
             warp(0, 0, (0.45, -0.2)),
         )
-    spec, rules = spec_of(maps, 12, absent, 1.0), TargetRules(sheared=sheared)
+    spec, rules = spec_of(maps, 12, absent, 1.0), TargetRules()
     targets = sparse_targets(batch, spec, grid, rules)
     want, weight = walked_targets(batch, maps, 12, grid, absent, "ignore")
     torch.testing.assert_close(targets.weight, weight, rtol=0, atol=1e-9)
@@ -556,8 +564,8 @@ def test_both_paths_agree_where_no_view_is_sheared(
     )
     spec, rules = spec_of(maps, 40, absent, 0.75), TargetRules(geometry=geometry, smoothing=0.1)
     plain, general = (
-        sparse_targets(batch, spec, grid, rules._replace(sheared=sheared))
-        for sheared in (False, True)
+        sparse_targets(batch._replace(axis_aligned=aligned), spec, grid, rules)
+        for aligned in (True, False)
     )
     # A sample exactly on a border may count in only one of the two paths.
     border = (plain.weight - general.weight).abs() > 1e-6
@@ -608,14 +616,11 @@ def test_a_position_coded_map_returns_the_cells_under_any_view(
     side, height, width = 9, 300, 420
     maps = position_coded(1, side)
     boxes, _ = random_boxes(1, height, width, seed)
-    batch = batch_of(maps, boxes, np.array([flip]), height, width)
+    batch = batch_of(maps, boxes, np.array([flip]), height, width, sheared=True)
     top, left, bottom, right = batch.shown[0].numpy()
     batch = warped(batch, warp(angle, shear))
     targets = sparse_targets(
-        batch,
-        spec_of(maps, side * side, "tail"),
-        grid,
-        TargetRules(geometry=geometry, sheared=True),
+        batch, spec_of(maps, side * side, "tail"), grid, TargetRules(geometry=geometry)
     )
     steps = (np.arange(grid) + 0.5) / grid
     u, v = (part.ravel() for part in np.meshgrid(steps, steps))
@@ -682,10 +687,10 @@ def test_published_geometry_reads_what_the_published_code_reads(
     boxes, flips = random_boxes(count, flips=True)
     flips[:3] = np.array([True, False, True])[:count]
     boxes[1:3] = np.array([[360.0, 470, 15, 30], [0, 0, 20, 12]])[: count - 1]
-    batch = batch_of(maps, boxes, flips)
+    batch = batch_of(maps, boxes, flips, sheared=sheared)
     # Unrounded, as in the published code.
     batch = batch._replace(shown=torch.from_numpy(visible_boxes(batch.view.numpy())))
-    rules = TargetRules(smoothing=0.1, outside="uniform", geometry="published", sheared=sheared)
+    rules = TargetRules(smoothing=0.1, outside="uniform", geometry="published")
     targets = sparse_targets(batch, spec_of(maps, 50, "zero-logit", 0.5), grid, rules)
     want = published_dense_targets(maps, batch.shown, flips, 50, grid, 0.1)
     torch.testing.assert_close(densify(targets, 50), want, rtol=0, atol=1e-9)
@@ -805,10 +810,8 @@ def test_every_grid_of_every_batch_sums_to_one(random_maps, grid, sheared):
     for count in (1, 3):
         maps = random_maps(count, 18, 5, 21)
         boxes, flips = random_boxes(count, flips=True)
-        batch = batch_of(maps, boxes, flips, dtype=torch.float32)
-        targets = sparse_targets(
-            batch, spec_of(maps, 21, "tail"), grid, TargetRules(smoothing=0.1, sheared=sheared)
-        )
+        batch = batch_of(maps, boxes, flips, dtype=torch.float32, sheared=sheared)
+        targets = sparse_targets(batch, spec_of(maps, 21, "tail"), grid, TargetRules(smoothing=0.1))
         assert targets.extra.shape == (count, grid * grid, 21)
         torch.testing.assert_close(densify(targets, 21).sum(-1), targets.total, rtol=0, atol=1e-5)
         assert (targets.weight == 1).all()
@@ -820,11 +823,13 @@ def test_a_crop_far_outside_a_small_window_stays_small(random_maps, sheared):
     per image and class.
     """
     maps = random_maps(1, 18, 2, 6, window=(0.0, 0.499875, 1.0, 0.500125))
-    batch = batch_of(maps, np.array([[0.0, 0.0, 1.0, 4000.0]]), np.array([False]), 1, 4000)
+    batch = batch_of(
+        maps, np.array([[0.0, 0.0, 1.0, 4000.0]]), np.array([False]), 1, 4000, sheared=sheared
+    )
     spec = spec_of(maps, 6, "tail", 1 / 4000)
     made = []
     with torch.profiler.profile(profile_memory=True) as profile:
-        made.append(sparse_targets(batch, spec, 14, TargetRules(sheared=sheared)))
+        made.append(sparse_targets(batch, spec, 14, TargetRules()))
     assert sum(max(event.cpu_memory_usage, 0) for event in profile.key_averages()) < 40e6
     assert made[0].weight.isfinite().all()
 
@@ -839,9 +844,14 @@ def test_nothing_is_read_from_the_device(random_maps, sheared, absent, geometry)
     maps = random_maps(3, 6, 2, 8)
     batch = batch_of(maps, *random_boxes(3, flips=True), dtype=torch.float32)
     batch = batch._replace(map_class=batch.map_class.to(torch.uint16))
-    spec, rules = spec_of(maps, 8, absent), TargetRules(0.1, 2.0, "uniform", geometry, sheared)
+    spec, rules = (
+        spec_of(maps, 8, absent),
+        TargetRules(smoothing=0.1, temperature=2.0, outside="uniform", geometry=geometry),
+    )
     with FakeTensorMode():
-        batch = Batch(*(torch.empty(part.shape, dtype=part.dtype, device="cuda") for part in batch))
+        batch = batch.map_tensors(
+            lambda part: torch.empty(part.shape, dtype=part.dtype, device="cuda")
+        )
         targets = sparse_targets(batch, spec, 5, rules)
         whole = mix_ground_truth(
             sparse_targets(batch, spec, 1, rules), batch.label, 8, 0.1, "published"
@@ -856,12 +866,12 @@ def test_nothing_is_read_from_the_device(random_maps, sheared, absent, geometry)
 def test_autocast_leaves_targets_as_they_are(random_maps, sheared):
     maps = random_maps(3, 6, 2, 8)
     batch, spec = (
-        batch_of(maps, *random_boxes(3, flips=True), dtype=torch.float32),
+        batch_of(maps, *random_boxes(3, flips=True), dtype=torch.float32, sheared=sheared),
         spec_of(maps, 8, "zero-logit"),
     )
-    plain = sparse_targets(batch, spec, 5, TargetRules(sheared=sheared))
+    plain = sparse_targets(batch, spec, 5, TargetRules())
     with torch.autocast("cpu", torch.bfloat16):
-        cast = sparse_targets(batch, spec, 5, TargetRules(sheared=sheared))
+        cast = sparse_targets(batch, spec, 5, TargetRules())
     assert all(torch.equal(a, b) for a, b in zip(plain, cast, strict=True))
 
 
@@ -912,16 +922,16 @@ def test_a_first_batch_that_cannot_be_right_is_refused(random_maps):
         return good._replace(**{field: part})
 
     for bad, words in [
-        (spoiled("map_logit", 1, float("nan")), "sample 6 has a logit that is no finite number"),
-        (spoiled("map_logit", 2, float("inf")), "sample 7 has a logit that is no finite number"),
-        (spoiled("map_lse", 0, float("inf")), "sample 5 has a logsumexp that is no finite number"),
+        (spoiled("map_logit", 1, float("nan")), "sample 6 has a logit that is not finite"),
+        (spoiled("map_logit", 2, float("inf")), "sample 7 has a logit that is not finite"),
+        (spoiled("map_lse", 0, float("inf")), "sample 5 has a logsumexp that is not finite"),
         (
             spoiled("map_class", 2, torch.tensor(8, dtype=torch.uint16)),
-            "sample 7 names a class beyond the 8 of the data",
+            "sample 7 has a class number beyond the 8 classes of the data",
         ),
         (
             spoiled("view", 1, torch.tensor([[1.0, 2, 0], [0.5, 1, 0]])),
-            "sample 6 has a View that shows a line or a point",
+            "sample 6 has a View of no area",
         ),
         (spoiled("view", 1, float("nan")), "sample 6 has a View"),
         (
@@ -946,3 +956,23 @@ def test_a_first_batch_that_cannot_be_right_is_refused(random_maps):
         UserError, match=r"the maps have .* of 2 classes, their header says .* of 3"
     ):
         check_batch(good, spec._replace(top_k=3), "the maps")
+
+
+def test_a_rotated_view_is_sampled_rightly_without_being_declared(random_maps):
+    """A batch that nobody declared axis-aligned is sampled point by point."""
+    maps = random_maps(2, 6, 3, 8)
+    batch = batch_of(maps, *random_boxes(2), sheared=True)
+    assert not Batch(*batch[:11]).axis_aligned
+    plain = batch._replace(axis_aligned=True)
+    spec = spec_of(maps, 8, "tail")
+    want, got = (sparse_targets(one, spec, 3) for one in (plain, Batch(*batch[:11])))
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-9)
+
+
+def test_products_without_tf32_are_the_products(monkeypatch):
+    """The sum that replaces a product where CUDA may round it to TF32."""
+    a, b = torch.randn(2, 3, 4, dtype=torch.float64), torch.randn(2, 4, 5, dtype=torch.float64)
+    want = targets_module.exact_matmul(a, b)
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", True)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    torch.testing.assert_close(targets_module.exact_matmul(a, b), want)

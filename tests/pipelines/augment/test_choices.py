@@ -16,6 +16,7 @@ from timm.data.auto_augment import rand_augment_transform
 from densefeed.pipelines.augment.choices import Chooser, noise_length
 from densefeed.pipelines.augment.settings import GEOMETRIC, Augment, find_code
 from densefeed.pipelines.plan import EpochPlan
+from densefeed.system.errors import UserError
 
 PLAN = EpochPlan(num_samples=100_000, batch=64, seed=5, mode="train")
 POLICY = "rand-m9-mstd0.5-inc1"
@@ -47,7 +48,7 @@ def flat(choice, N: int) -> list[tuple]:
         Augment(rand_augment=POLICY, erase_probability=0.4, erase_count=2),
         Augment(rand_augment="rand-m5-n4-p0.8-mstd101-tweights"),
         Augment(color_jitter=(0.4, 0.3, 0.2, 0.1)),
-        Augment(rand_augment="rand-m3-t3a", color_jitter=0.3),
+        Augment(rand_augment="rand-m3-t3a", color_jitter=(0.3,)),
         Augment(shift=4),
         Augment(shift=4, rand_augment=POLICY),
     ],
@@ -166,7 +167,7 @@ def test_layers_and_probability():
 
 
 @pytest.mark.parametrize(
-    "jitter", [0.4, (0.4, 0.2, 1.5), (0.1, 0.2, 0.3, 0.4), (0.0, 0.2, 0.0, 0.1)]
+    "jitter", [(0.4,), (0.4, 0.2, 1.5), (0.1, 0.2, 0.3, 0.4), (0.0, 0.2, 0.0, 0.1)]
 )
 def test_color_jitter_follows_torchvisions_distribution(jitter):
     """Operations in uniform order, with factors uniform from max(0, 1 - v) to 1 + v, for hue from
@@ -186,7 +187,8 @@ def test_color_jitter_follows_torchvisions_distribution(jitter):
         assert abs(np.sort(share) - (np.arange(N) + 0.5) / N).max() < 2.23 / math.sqrt(N)
         place = of_sample.argmax(1)
         assert (abs(np.bincount(place, minlength=4) - N / 4) < 4.5 * math.sqrt(N / 4)).all()
-    assert not Chooser(PLAN, Augment(color_jitter=jitter, rand_augment=POLICY)).jitters
+    with pytest.raises(UserError, match="--color-jitter is off beside --rand-augment"):
+        Augment(color_jitter=jitter, rand_augment=POLICY)
     assert Chooser(PLAN, Augment(color_jitter=jitter, rand_augment="rand-m3-t3a")).jitters
 
 

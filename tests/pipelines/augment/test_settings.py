@@ -65,9 +65,9 @@ def test_an_invalid_string_is_refused(text):
         ("erase_count", 0),
         ("erase_max_area", 0.01),
         ("color_jitter", (0.1, 0.2)),
-        ("color_jitter", -0.1),
+        ("color_jitter", (-0.1,)),
         ("color_jitter", (0.1, 0.1, 0.1, 0.6)),
-        ("color_jitter", math.nan),
+        ("color_jitter", (math.nan,)),
     ],
 )
 def test_an_invalid_value_is_refused(field, value):

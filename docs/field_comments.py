@@ -1,4 +1,4 @@
-"""Griffe extension: comments above or behind the fields of a class become its list of attributes."""
+"""Griffe extension: comments above or behind the fields of a class become its attributes."""
 
 from typing import Any
 

@@ -14,11 +14,11 @@ ROOT = Path(__file__).parent.parent
 PAGE = "reference/command-line.md"
 INTRODUCTION = """# Command line
 
-The options of every command, as its `--help` prints them. An installed package has these commands under the
-names in [Installation](../start/install.md#as-a-package).
+The options of every command, as its `--help` prints them. An installed package has these commands
+under the names in [Installation](../start/install.md#as-a-package).
 
-`python train.py RECIPE --help` prints the same fields for every recipe, with the recipe's own defaults. Shown are
-those of `lvvit_s_224_token_label`; [Recipes](recipes.md) lists all recipes.
+`python train.py RECIPE --help` prints the same fields for every recipe, with the recipe's own
+defaults. Shown are those of `lvvit_s_224_token_label`; [Recipes](recipes.md) lists all recipes.
 """
 
 
@@ -49,7 +49,7 @@ def command_line() -> str:
     names = commands()
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         texts = pool.map(read_help, names)
-    parts = [f"## `{name}`\n\n```text\n{text}\n```\n" for name, text in zip(names, texts, strict=True)]
+        parts = [f"## `{n}`\n\n```text\n{t}\n```\n" for n, t in zip(names, texts, strict=True)]
     return "\n".join([INTRODUCTION, *parts])
 
 

@@ -35,7 +35,7 @@ def commands() -> list[str]:
 
 def read_help(command: str) -> str:
     """Return what the command prints for --help. RuntimeError if it fails."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "100", "NO_COLOR": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "88", "NO_COLOR": "1"}
     words = [sys.executable, *command.split(), "--help"]
     done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True)
     if done.returncode or not done.stdout.strip():

@@ -15,6 +15,10 @@ check: $(READY)  ## lint, only reports
 fix: $(READY)  ## lint, mends what it can
 	$(RUN) -m ruff check --fix .
 
+docs: $(READY)  ## the documentation as a web site in site/, strict: a broken link is an error
+	$(RUN) -m pip install --disable-pip-version-check -q -e ".[docs]"
+	$(RUN) -m mkdocs build
+
 $(READY): .ci/set_up.sh pyproject.toml setup.py $(wildcard densefeed/native/*.[ch])
 	PYTHON="$(PYTHON)" bash .ci/set_up.sh .venv
 	touch $(READY)
@@ -61,4 +65,4 @@ soak: $(READY)  ## the native decoder on mutated files for MINUTES of processor 
 	SOAK_KILLS=$(KILLS) $(RUN) -m pytest -s tests/test_resume.py tests/storage/test_shards.py -k killed_at_random_times
 	SOAK_ORIENTATIONS=$(ORIENTATIONS) $(RUN) -m pytest -s tests/relabel/test_audit.py -k planted_orientations
 
-.PHONY: quickstart test check fix gpu-check bench soak
+.PHONY: quickstart test check fix docs gpu-check bench soak

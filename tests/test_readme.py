@@ -1,10 +1,12 @@
-"""README's commands, run as a newcomer would in the order in which they stand, on a flow small
-enough for a test.
+"""The documentation is true: its commands and Python blocks run in their order on a small
+quickstart, its links and options exist, and the site builds without a warning.
 """
 
 import json
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,23 +16,55 @@ SMALL = {
     "tools/quickstart.py": ["--train", "60", "--val", "20", "--epochs", "1"],
     "train.py": ["--epochs", "1"],
 }
+# The values in Python blocks that a test replaces by small ones.
+SMALL_VALUES = {
+    '"train.beton"': '"quickstart/train.beton"',
+    "batch=256, size=224": "batch=20, size=64",
+    '"lvvit_s"': '"lvvit_micro"',
+}
+# Pages whose `sh` blocks run, in the order in which they use each other's files.
+RUN = (
+    "README.md",
+    "docs/start/install.md",
+    "docs/start/quickstart.md",
+    "docs/start/your-images.md",
+    "docs/guides/label-on-many-devices.md",
+    "docs/guides/label-packs.md",
+    "docs/guides/validate.md",
+    "docs/guides/export.md",
+    "docs/guides/many-gpus.md",
+)
+PAGES = sorted(ROOT.glob("docs/**/*.md"))
+PROSE = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PAGES]
+# Options of torchrun and Slurm that the pages mention.
+FOREIGN = {"--nnodes", "--nproc-per-node", "--signal"}
 
 
-def commands() -> list[str]:
-    """Every line of README's shell blocks that is no comment."""
-    blocks = re.findall(r"```(?:sh|bash)\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
-    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
-    return [
-        line.split("  #")[0].strip() for line in lines if line.strip() and not line.startswith("#")
-    ]
+def blocks(path: Path, *languages: str) -> list[str]:
+    """Return the fenced blocks of these languages."""
+    return re.findall(rf"```(?:{'|'.join(languages)})\n(.*?)```", path.read_text(), re.S)
+
+
+def commands(path: Path, *languages: str) -> list[list[str]]:
+    """Return the words of every command in these blocks, variables of the block replaced."""
+    lines, variables = [], {}
+    for line in "\n".join(blocks(path, *languages)).replace("\\\n", " ").splitlines():
+        line = line.split("  #")[0].strip()
+        for name, value in variables.items():
+            line = line.replace(f"${name}", value)
+        if match := re.fullmatch(r"([A-Z]+)=(\S+)", line):
+            variables[match[1]] = match[2]
+        elif line and not line.startswith("#"):
+            lines.append(shlex.split(line))
+    return lines
 
 
 @pytest.fixture(scope="module")
 def newcomer(tmp_path_factory, command):
-    """A folder with the checkout's files in it, where the quickstart has run in small."""
+    """A folder with the files of a checkout, in which a small quickstart has run."""
     home = tmp_path_factory.mktemp("newcomer")
     for path in ROOT.iterdir():
-        if path.name not in (".git", "quickstart", "runs", ".venv"):
+        if path.name not in (".git", "quickstart", "runs", "mine", "yours", ".venv"):
             (home / path.name).symlink_to(path)
     words = "tools/quickstart.py", "--out", home / "quickstart", *SMALL["tools/quickstart.py"]
     done = command(*words, cwd=home, descendants=True)
@@ -38,75 +72,191 @@ def newcomer(tmp_path_factory, command):
     return home, done.stdout
 
 
-def test_the_quickstart_prints_its_table_and_writes_its_report(newcomer):
-    home, said = newcomer
+def test_quickstart_prints_its_table_and_writes_its_report(newcomer):
+    home, printed = newcomer
     report = home / "quickstart" / "report.html"
-    assert str(report) in said.replace("\n", "")
+    assert str(report) in printed.replace("\n", "")
     for words in (
         "student (lvvit_micro), token-label",
         "teacher (nfnet_micro)",
         "token's dense label",
     ):
-        assert words in said
+        assert words in printed
     text = report.read_text()
     assert text.count("<img") == 24  # 12 crops, with labels and with boxes
+    # The report is self-contained.
     assert "http://" not in text.replace("http://www.w3.org", "")
-    assert "https://" not in text  # self-contained
+    assert "https://" not in text
     purity = json.loads(report.with_suffix(".json").read_text())
     assert purity["tokens"]["all"] == purity["tokens"]["largest"] + purity["tokens"]["others"] > 100
-    # by construction of the scenes
+    # By construction of the scenes, the image label is that of the largest digit.
     assert (purity["image"]["largest"], purity["image"]["others"]) == (1, 0)
     assert 0 < purity["token"]["all"] < 1
 
 
-def test_the_quickstart_keeps_what_is_there(newcomer, command):
+def test_quickstart_keeps_existing_results(newcomer, command):
     home, _ = newcomer
-    again = command(
-        "tools/quickstart.py", "--out", home / "quickstart", *SMALL["tools/quickstart.py"], cwd=home
-    )
+    words = "tools/quickstart.py", "--out", home / "quickstart", *SMALL["tools/quickstart.py"]
+    again = command(*words, cwd=home)
     assert again.returncode == 0, again.stderr
     assert again.stdout.count(" exists; skipped") == 10
     assert "$ python" not in again.stdout
 
 
-def test_every_command_of_the_readme_runs(newcomer, command):
+def test_every_shell_block_runs(newcomer, command):
     home, _ = newcomer
-    found = commands()
-    assert found[:2] == ["make quickstart", "make test"]
     makefile = (ROOT / "Makefile").read_text()
-    # which the fixture ran in small
+    # The fixture ran the one on a small scale, and the other runs now.
     assert "\t$(RUN) tools/quickstart.py --out quickstart\n" in makefile
-    assert "\t$(RUN) -m pytest -n auto" in makefile  # which is what runs now
-    for line in found[2:]:
-        words = shlex.split(line)
-        if words[0] == "torchrun":
-            words = [
-                "python",
-                "-m",
-                "torch.distributed.run",
-                *words[1:],
-                *(SMALL["train.py"] if "train.py" in words else []),
-            ]
-        # of a launcher, which says itself how its ranks begin
-        fresh = words[1:3] == ["-m", "torch.distributed.run"]
-        assert words[0] == "python", line
-        extra = SMALL.get(words[1], []) if "--help" not in words else []
+    assert "\t$(RUN) -m pytest -n auto" in makefile
+    found = [words for page in RUN for words in commands(ROOT / page, "sh")]
+    assert found[:2] == [["make", "quickstart"], ["make", "test"]]
+    for words in found:
+        if words[0] == "make":
+            assert words[1] in ("quickstart", "test")
+            continue
+        extra = SMALL.get(words[1], [])
+        # torchrun starts its ranks itself, so it needs a fresh interpreter.
+        fresh = words[0] == "torchrun"
+        if fresh:
+            extra = SMALL["train.py"] if "train.py" in words else []
+            words = ["python", "-m", "torch.distributed.run", *words[1:]]
+        assert words[0] == "python", words
         done = command(*words[1:], *extra, cwd=home, fresh=fresh, teardown=True)
-        assert done.returncode == 0, f"{line}\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
+        output = f"{shlex.join(words)}\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
+        assert done.returncode == 0, output
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/start/quickstart.md"])
+def test_the_python_block_trains_a_model(newcomer, command, page):
+    home, _ = newcomer
+    (example,) = blocks(ROOT / page, "python")
+    assert len(example.splitlines()) <= 10
+    for value, small in SMALL_VALUES.items():
+        example = example.replace(value, small)
+    check = "print(bool(loss.isfinite()), model.training, len(batch.label))"
+    done = command("-c", example + check, cwd=home, timeout=600)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.startswith("True True ")
 
 
 @pytest.mark.ffcv
-def test_the_example_with_ffcv_runs_as_it_stands(newcomer, command):
+def test_the_example_with_stock_ffcv_runs(newcomer, command):
     pytest.importorskip("ffcv", reason="ffcv could not be built here")
     home, _ = newcomer
-    (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    (example,) = blocks(ROOT / "docs/guides/stock-ffcv.md", "python")
     assert len(example.splitlines()) <= 10
-    told = "import json; print(json.dumps([len(loader), image.shape, float(image.float().std()), tokens.weight.tolist()]))"
-    done = command("-c", example + told, cwd=home, timeout=600)
+    values = "[len(loader), image.shape, float(image.float().std()), tokens.weight.tolist()]"
+    code = f"{example}import json; print(json.dumps({values}))"
+    done = command("-c", code, cwd=home, timeout=600)
     assert done.returncode == 0, done.stderr[-2000:]
-    batches, shape, spread, weight = json.loads(done.stdout)
+    batches, shape, deviation, weight = json.loads(done.stdout)
     assert (batches, shape) == (3, [20, 112, 112, 3])  # of the fixture's 60 scenes
-    assert spread > 10  # scenes, not one color
+    assert deviation > 10  # scenes, not one color
     assert [len(row) for row in weight] == 20 * [49]
-    # maps of the quickstart cover the whole image
+    # Maps of the quickstart cover the whole image.
     assert all(one == 1 for row in weight for one in row)
+
+
+def test_the_readme_is_short():
+    text = (ROOT / "README.md").read_text()
+    lines = text.splitlines()
+    assert len(lines) <= 200
+    assert len(text.split()) <= 1600
+    assert not [line for line in lines if len(line) > 100]
+
+
+def slug(heading: str) -> str:
+    """Return the anchor of a heading, as GitHub and MkDocs make it."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-")
+
+
+@pytest.mark.parametrize(
+    "path", [ROOT / "README.md", ROOT / "CONTRIBUTING.md"], ids=lambda p: p.stem
+)
+def test_links_lead_to_files_and_headings(path):
+    for target, _, anchor in re.findall(r"\]\((?!http)([^)#]+)(#([^)]+))?\)", path.read_text()):
+        assert (ROOT / target).exists(), target
+        headings = re.findall(r"^#+ (.+)$", (ROOT / target).read_text(), re.M) if anchor else []
+        assert not anchor or anchor in map(slug, headings), f"{target}#{anchor}"
+
+
+@pytest.fixture(scope="module")
+def options(command):
+    """A function of a command that returns its options, as its --help prints them."""
+    known = {}
+
+    def read(*words: str) -> set[str]:
+        if words not in known:
+            done = command(*words, "--help")
+            assert done.returncode == 0, (words, done.stderr[-500:])
+            known[words] = set(re.findall(r"--[a-z][a-z0-9-]*", done.stdout))
+            assert "--help" in known[words], f"{words} prints no help"
+        return known[words]
+
+    return read
+
+
+RECIPE = "lvvit_micro_token_label"  # recipes differ in their defaults only
+SUBCOMMANDS = {"tools/score_maps.py": ("verify", "convert", "merge"), "tools/beton.py": ("verify",)}
+BENCHMARKS = sorted(
+    f"benchmarks.{path.stem}"
+    for path in (ROOT / "benchmarks").glob("*.py")
+    if "tyro.cli(" in path.read_text()
+)
+
+
+def program(words: list[str]) -> tuple[str, ...]:
+    """Return the program of a command without its arguments, () if it is none of ours."""
+    start = next((at for at, word in enumerate(words) if word.endswith(".py")), None)
+    if words[:2] == ["python", "-m"] and words[2].startswith("benchmarks."):
+        return "-m", words[2]
+    if start is None:
+        return ()
+    name = words[start]
+    assert (ROOT / name).exists(), f"{name} does not exist"
+    if name == "train.py":
+        from densefeed.training.recipes import RECIPES
+
+        recipe = words[start + 1]
+        assert recipe in {known.__name__ for known in RECIPES} | {"RECIPE"}, recipe
+        return name, RECIPE
+    return (name, words[start + 1]) if name in SUBCOMMANDS else (name,)
+
+
+@pytest.mark.parametrize("path", PROSE, ids=lambda p: str(p.relative_to(ROOT)))
+def test_commands_and_their_options_exist(path, options):
+    for words in commands(path, "sh", "shell", "text"):
+        if words[0] in ("python", "torchrun") and (found := program(words)):
+            own = words[words.index(found[0]) :] if words[0] == "torchrun" else words
+            given = {word for word in own if re.fullmatch(r"--[a-z][a-z0-9-]*", word)}
+            assert given <= options(*found), f"{shlex.join(words)}: {given - options(*found)}"
+
+
+def test_every_option_in_the_prose_exists(options):
+    tools = [
+        path.name
+        for path in (ROOT / "densefeed/tools").glob("*.py")
+        if 'if __name__ == "__main__"' in path.read_text()
+    ]
+    known = set(FOREIGN).union(options("train.py", RECIPE))
+    for name in tools:
+        for part in SUBCOMMANDS.get(f"tools/{name}", ("",)):
+            known |= options(f"tools/{name}", *filter(None, [part]))
+    for name in BENCHMARKS:
+        known |= options("-m", name)
+    for path in PROSE:
+        inline = " ".join(re.findall(r"`([^`\n]+)`", path.read_text()))
+        unknown = set(re.findall(r"(?<!\S)--[a-z][a-z0-9-]*", inline)) - known
+        assert not unknown, f"{path.relative_to(ROOT)}: {sorted(unknown)}"
+        for name in re.findall(r"(?<![\w/.])(?:tools|benchmarks)/\w+\.py", inline):
+            assert (ROOT / name).exists(), f"{path.relative_to(ROOT)}: {name}"
+
+
+@pytest.mark.slow
+def test_the_site_builds_without_a_warning(tmp_path):
+    pytest.importorskip("material", reason="mkdocs-material is not installed")
+    words = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert (tmp_path / "reference/command-line/index.html").exists()

@@ -1,4 +1,4 @@
-"""Recipes against the paper's Table 2 and the published commands; README's and ABLATIONS.md's
+"""Recipes against the paper's Table 2 and the published commands; the documentation's
 tables against what is built.
 """
 
@@ -361,10 +361,9 @@ def expanded(pattern: str) -> list[str]:
     return [head + word + end for word in inside.split(",") for end in expanded(tail)]
 
 
-def test_readmes_table_names_every_recipe_with_its_parameters():
-    section = (ROOT / "README.md").read_text().partition("\n## Recipes\n")[2].partition("\n## ")[0]
+def test_the_table_of_recipes_names_every_recipe_with_its_parameters():
     listed = []
-    for names, _, counts, *_ in rows(section, 5):
+    for names, _, counts, *_ in rows((ROOT / "docs/reference/recipes.md").read_text(), 5):
         found = expanded(names.strip("`"))
         listed += found
         millions = [float(count) for count in counts.removesuffix(" M").split(" / ")]
@@ -377,19 +376,13 @@ def test_readmes_table_names_every_recipe_with_its_parameters():
     assert listed == list(NAMED)
 
 
-COMPARED = rows(
-    (ROOT / "README.md")
-    .read_text()
-    .partition("\n## The papers' models\n")[2]
-    .partition("\n## ")[0],
-    5,
-)
+COMPARED = rows((ROOT / "docs/reference/models.md").read_text(), 5)
 
 
 @pytest.mark.parametrize(
     ("table", "theirs", "ours", "count", "paper"), COMPARED, ids=lambda cell: cell.strip("`")
 )
-def test_readmes_table_of_the_papers_models_states_what_is_built(table, theirs, ours, count, paper):
+def test_the_table_of_the_papers_models_states_what_is_built(table, theirs, ours, count, paper):
     """To the unit here; in the paper to its rounding and a million, but for what the text below the
     table names.
     """

@@ -47,9 +47,14 @@ class Batch(NamedTuple):
     epoch: int = 0
     step: int = 0  # position of the batch in its epoch
 
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The fields that are tensors, by name."""
+        return {name: part for name, part in self._asdict().items() if isinstance(part, Tensor)}
+
     def map_tensors(self, work: Callable[[Tensor], Tensor]) -> "Batch":
         """Apply `work` to every tensor."""
-        return Batch(*(work(field) if isinstance(field, Tensor) else field for field in self))
+        return self._replace(**{name: work(part) for name, part in self.tensors.items()})
 
     def to(self, device: torch.device | str) -> "Batch":
         """Copy the batch to `device`; from pinned memory without waiting."""
@@ -82,9 +87,8 @@ def to_device(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]
     for (batch, event), _ in pairwise(chain(copies, [(None, None)])):
         step = torch.cuda.current_stream(device)
         step.wait_event(event)
-        for field in batch:
-            if isinstance(field, Tensor):
-                field.record_stream(step)
+        for field in batch.tensors.values():
+            field.record_stream(step)
         yield batch
 
 

@@ -357,9 +357,8 @@ class ThreadedLoader:
                 "see the messages above for the reasons"
             )
         for row in bad:
-            for field in batch:
-                if isinstance(field, Tensor):
-                    field[row] = field[good]
+            for field in batch.tensors.values():
+                field[row] = field[good]
             batch.weight[row] = 0
 
     def _mend(self, begun: _Begun, row: int) -> bool:

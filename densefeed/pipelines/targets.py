@@ -193,6 +193,11 @@ def table_points(at: Places, side: int, grid: int, most: int) -> tuple[Tensor, T
     )
 
 
+def may_round(tensor: Tensor) -> bool:
+    """Tell whether matrix products on the tensor's device may be rounded to TF32."""
+    return tensor.is_cuda and torch.backends.cuda.matmul.allow_tf32
+
+
 def exact_matmul(a: Tensor, b: Tensor) -> Tensor:
     """`a @ b` in the tensors' own precision, whatever autocast and TF32 settings the caller uses.
 
@@ -200,7 +205,7 @@ def exact_matmul(a: Tensor, b: Tensor) -> Tensor:
     TF32 is allowed the product is written as a sum.
     """
     with torch.autocast(a.device.type, enabled=False):
-        if a.is_cuda and torch.backends.cuda.matmul.allow_tf32:
+        if may_round(a):
             return (a[..., None] * b[..., None, :, :]).sum(-2)
         return a @ b
 

@@ -100,10 +100,13 @@ def test_batches_that_are_held_are_never_overwritten(opened, kind):
     for epoch in range(3):
         for number, batch in enumerate(reader.batches(epoch)):
             held = [
-                lambda b: list(b),
-                lambda b: [field[1:] for field in b],
-                lambda b: [field.numpy()[::2] for field in b],
-                lambda b: [memoryview(field.numpy()[0].reshape(-1).view(np.uint8)) for field in b],
+                lambda b: list(b.tensors.values()),
+                lambda b: [field[1:] for field in b.tensors.values()],
+                lambda b: [field.numpy()[::2] for field in b.tensors.values()],
+                lambda b: [
+                    memoryview(field.numpy()[0].reshape(-1).view(np.uint8))
+                    for field in b.tensors.values()
+                ],
                 lambda b: [],
             ][(number + epoch) % 5](batch)
             kept.append((held, [np.array(part) for part in held]))

@@ -9,11 +9,12 @@ from hypothesis import strategies as st
 from densefeed.pipelines.mixing import (
     Mix,
     Mixing,
+    MixOptions,
     box_map,
     label_share,
+    mean_target,
     mix_images,
     mix_targets,
-    mean_target,
     share_map,
 )
 from densefeed.pipelines.plan import EpochPlan
@@ -141,7 +142,7 @@ def test_the_mean_target_is_that_of_the_visible_tokens():
 
 
 def test_mixtoken_takes_the_plans_boxes_and_their_true_areas():
-    mixing, shares = Mixing(plan=PLAN, mixtoken=True), []
+    mixing, shares = Mixing(PLAN, MixOptions(mixtoken=True)), []
     for step in range(50):
         top, left, bottom, right = PLAN.mix_box(0, step, 8)
         mix = mixing.draw(0, step, 64, 8)
@@ -158,7 +159,9 @@ def test_frequency_and_strength_of_mixing_follow_the_options():
     """2,000 steps: shares within 4 standard deviations; CutMix's box covers the share that is not
     kept, unless it is clipped.
     """
-    mixing = Mixing(plan=PLAN, cutmix=1.0, mixup=0.8, prob=0.5, switch_prob=0.25)
+    mixing = Mixing(
+        PLAN, MixOptions(mixtoken=False, cutmix=1.0, mixup=0.8, mix_prob=0.5, switch_prob=0.25)
+    )
     draws = [mixing.draw(epoch, step, 64, 8) for epoch in range(4) for step in range(500)]
     none = sum(not mix.blend and mix.box_tlbr.tolist() == [0, 0, 0, 0] for mix in draws)
     blended = [mix for mix in draws if mix.blend]
@@ -169,13 +172,18 @@ def test_frequency_and_strength_of_mixing_follow_the_options():
     # Beta(a, a) has mean 1/2 and variance 1 / (4 (2a + 1)).
     assert abs(kept.mean() - 0.5) < 4 * np.sqrt(1 / (4 * 2.6 * len(kept)))
     assert abs(kept.var() * 4 * 2.6 - 1) < 0.15
-    again = Mixing(plan=PLAN, cutmix=1.0, mixup=0.8, prob=0.5, switch_prob=0.25).draw(2, 17, 64, 8)
+    again = Mixing(
+        PLAN, MixOptions(mixtoken=False, cutmix=1.0, mixup=0.8, mix_prob=0.5, switch_prob=0.25)
+    ).draw(2, 17, 64, 8)
     assert all(torch.equal(a, b) for a, b in zip(again[:2], draws[1017][:2], strict=True))
 
 
 def test_mixtoken_after_mixup_combines_both():
-    both = Mixing(plan=PLAN, mixtoken=True, mixup=0.8, prob=0.5)
-    alone = Mixing(plan=PLAN, mixup=0.8, prob=0.5), Mixing(plan=PLAN, mixtoken=True)
+    both = Mixing(PLAN, MixOptions(mixtoken=True, mixup=0.8, mix_prob=0.5))
+    alone = (
+        Mixing(PLAN, MixOptions(mixtoken=False, mixup=0.8, mix_prob=0.5)),
+        Mixing(PLAN, MixOptions(mixtoken=True)),
+    )
     draws = [[mixing.draw(1, step, 64, 8) for mixing in (both, *alone)] for step in range(100)]
     for mix, blended, exchanged in draws:
         assert torch.equal(mix.box_tlbr, exchanged.box_tlbr)
@@ -219,7 +227,7 @@ def test_cutmix_box_covers_the_share_that_is_not_kept():
 
 def test_conflicting_options_are_refused():
     with pytest.raises(UserError, match="--no-mixtoken"):
-        Mixing(plan=PLAN, mixtoken=True, cutmix=1.0, mixup=0.8)
-    with pytest.raises(UserError, match="must not be negative"):
-        Mixing(plan=PLAN, mixup=-1.0)
-    assert not Mixing(plan=PLAN)
+        Mixing(PLAN, MixOptions(mixtoken=True, cutmix=1.0, mixup=0.8))
+    with pytest.raises(UserError, match="--mixup is -1, and must be at least 0"):
+        Mixing(PLAN, MixOptions(mixtoken=False, mixup=-1.0))
+    assert not MixOptions(mixtoken=False)

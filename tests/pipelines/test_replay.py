@@ -73,9 +73,10 @@ def digest(*ranks, rows=None, pixels=True):
     """
     sha, order = hashlib.sha256(), slice(None) if rows is None else np.argsort(np.concatenate(rows))
     for shards in zip(*ranks, strict=True):
-        for name, *parts in zip(shards[0]._fields, *shards, strict=True):
+        for name in shards[0].tensors:
             if name == "image" and not pixels:
                 continue
+            parts = [shard.tensors[name] for shard in shards]
             sha.update(f"{name} {parts[0].dtype} {tuple(parts[0].shape[1:])}".encode())
             sha.update(np.ascontiguousarray(torch.cat(parts).numpy()[order]))
     return sha.hexdigest()

@@ -71,7 +71,7 @@ def test_an_invalid_string_is_refused(text):
     ],
 )
 def test_an_invalid_value_is_refused(field, value):
-    with pytest.raises(UserError, match=field):
+    with pytest.raises(UserError, match=field.replace("_", ".")):
         Augment(**{field: value})
 
 

@@ -6,14 +6,20 @@ RUN := .venv/bin/python
 quickstart: $(READY)  ## real images to a token-labeled transformer, and a report to look at
 	$(RUN) tools/quickstart.py --out quickstart
 
-test: $(READY)  ## the test suite, a process a core
-	$(RUN) -m pytest -n auto --maxprocesses 8 --dist worksteal --durations 25
+PYTEST := $(RUN) -m pytest -n auto --maxprocesses 8 --dist worksteal --durations 15
+test: $(READY)  ## the test suite without its slow tests, a process per core
+	$(PYTEST) -m "not slow"
 
-check: $(READY)  ## lint, only reports
+test-slow: $(READY)  ## the slow tests
+	$(PYTEST) -m slow
+
+check: $(READY)  ## lint and format, only reports
 	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
 
-fix: $(READY)  ## lint, mends what it can
+fix: $(READY)  ## lint and format, changes what it can
 	$(RUN) -m ruff check --fix .
+	$(RUN) -m ruff format .
 
 docs: $(READY)  ## the documentation as a web site in site/, strict: a broken link is an error
 	$(RUN) -m pip install --disable-pip-version-check -q -e ".[docs]"
@@ -65,4 +71,4 @@ soak: $(READY)  ## the native decoder on mutated files for MINUTES of processor 
 	SOAK_KILLS=$(KILLS) $(RUN) -m pytest -s tests/test_resume.py tests/storage/test_shards.py -k killed_at_random_times
 	SOAK_ORIENTATIONS=$(ORIENTATIONS) $(RUN) -m pytest -s tests/relabel/test_audit.py -k planted_orientations
 
-.PHONY: quickstart test check fix docs gpu-check bench soak
+.PHONY: quickstart test test-slow check fix docs gpu-check bench soak

@@ -7,10 +7,12 @@ from densefeed import models as models
 from densefeed.api import CrossEntropy, ReLabel, TokenLabeling, TrainLoader, open_loader
 from densefeed.objectives import Objective, ObjectiveOptions
 from densefeed.objectives import register as register_objective
+from densefeed.pipelines.augment.settings import register_operation
 from densefeed.pipelines.batch import Batch, ScoreMapSpec
 from densefeed.pipelines.open import register_loader
 from densefeed.pipelines.plan import EpochPlan
 from densefeed.pipelines.targets import SparseTargets, TargetRules, sparse_targets
+from densefeed.storage.datasets import register_dataset
 from densefeed.storage.score_maps import ScoreMapStore
 from densefeed.system.errors import UserError
 from densefeed.training.config import Config
@@ -31,7 +33,9 @@ __all__ = [
     "TrainLoader",
     "UserError",
     "open_loader",
+    "register_dataset",
     "register_loader",
     "register_objective",
+    "register_operation",
     "sparse_targets",
 ]

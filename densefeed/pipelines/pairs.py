@@ -11,9 +11,7 @@ from torch import Tensor
 
 from densefeed.pipelines.batch import Batch
 from densefeed.pipelines.philox import philox_on_device
-from densefeed.pipelines.plan import EpochPlan
-
-PAIRS = 10  # number of this stream; the streams below 10 are in plan.py
+from densefeed.pipelines.plan import PAIRS, EpochPlan
 
 
 class Pairs(NamedTuple):

@@ -18,7 +18,7 @@ from densefeed.storage.geometry import center_box
 from densefeed.system.errors import UserError
 
 # Streams. A new kind of draw takes a new number, so that old runs stay reproducible.
-ORDER, CROP, MIX, STEP, BLOCKS, AUGMENT, JITTER, ERASE, NOISE, SHIFT = range(10)
+ORDER, CROP, MIX, STEP, BLOCKS, AUGMENT, JITTER, ERASE, NOISE, SHIFT, PAIRS, OPERATION = range(12)
 TRIES = 10  # torchvision's RandomResizedCrop
 # A crop reads numbers 0 to 9 for its areas, 10 to 19 for its ratios, 20 to 22 for top, left and
 # flip. The Philox blocks of the last three and of the first try (0, 2 and 5 of six) also hold the

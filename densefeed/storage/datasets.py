@@ -59,7 +59,6 @@ TORCHVISION_FILES = {
     "svhn": "train_32x32.mat and test_32x32.mat",
     "flowers102": "flowers-102/ with folder jpg of 102flowers.tgz, imagelabels.mat and setid.mat",
 }
-KINDS = (*TORCHVISION_FILES, "domainnet", "list", "classes", "share", "hfds")
 
 
 class Listed(NamedTuple):
@@ -118,20 +117,14 @@ def find(root: Path, dataset: str, split: str) -> Listed | TimmDataset:
     UserError if it is missing and cannot be downloaded, has no such split, or its list is invalid.
     """
     kind, _, rest = dataset.partition("/")
-    if dataset and kind not in KINDS:
+    if dataset and kind not in (*FINDERS, "hfds"):
         raise UserError(
             f"--dataset {dataset} is unknown; give none for a folder of class folders, "
-            f"or one of {', '.join(KINDS)} (see --help)"
+            f"or one of {', '.join([*FINDERS, 'hfds'])} (see --help)"
         )
     if kind in ("", "hfds"):
         return read_timm(root, dataset, split)
-    finder: Callable[[Path, str, str], Listed] = {
-        "domainnet": read_domainnet,
-        # The file is the split.
-        "list": lambda root, name, split: read_list(root, Path(name)),
-        "classes": select_classes,
-        "share": select_share,
-    }.get(kind, read_torchvision)
+    finder = FINDERS[kind]
     if kind in TORCHVISION_FILES and rest:
         raise UserError(f"--dataset {dataset} is unknown; the dataset is called {kind}")
     if kind in ("list", "classes") and not rest:
@@ -477,3 +470,22 @@ def select_share(root: Path, percent: str, split: str) -> Listed:
 def subset(whole: TimmDataset, ids: np.ndarray, labels: np.ndarray, names: list[str]) -> Listed:
     """The samples `ids` of a folder, with the labels that `labels` has for them."""
     return Listed([whole.paths[i] for i in ids], labels[ids], names, Path(whole.reader.root))
+
+
+# What finds the samples of a kind of dataset: (root, the rest of the name, split) to its samples.
+Finder = Callable[[Path, str, str], Listed]
+FINDERS: dict[str, Finder] = {
+    **dict.fromkeys(TORCHVISION_FILES, read_torchvision),
+    "domainnet": read_domainnet,
+    # The file is the split.
+    "list": lambda root, name, split: read_list(root, Path(name)),
+    "classes": select_classes,
+    "share": select_share,
+}
+
+
+def register_dataset(kind: str, finder: Finder) -> None:
+    """Make a kind of dataset known to `--dataset KIND/NAME`. ValueError if the kind is taken."""
+    if kind in (*FINDERS, "hfds"):
+        raise ValueError(f"there is a kind of dataset {kind!r} already")
+    FINDERS[kind] = finder

@@ -83,37 +83,47 @@ def leaves(options: Any) -> Iterator[tuple[str, Any]]:
 
 
 def with_options(options: Nested, **values: Any) -> Nested:
-    """A copy of nested options with other values of some leaves. TypeError for an unknown name."""
+    """A copy of nested options with other values of some leaves, or other classes of options.
+
+    A leaf is set by its name on the command line, a class of options by the name of its field.
+    TypeError for an unknown name.
+    """
+    changed = replace_leaves(options, values)
+    if values:
+        raise TypeError(f"{type(options).__name__} has no option {next(iter(values))!r}")
+    return changed
+
+
+def replace_leaves(options: Nested, values: dict[str, Any]) -> Nested:
+    """A copy of nested options with those of `values` that it has, which are removed there."""
     changed = {}
     for name, hint in hints(type(options)).items():
         value, leaf = getattr(options, name), leaf_name(name, hint)
-        if dataclasses.is_dataclass(value):
-            inside = {key: values.pop(key) for key, _ in leaves(value) if key in values}
-            if inside:
-                changed[name] = with_options(value, **inside)
+        if dataclasses.is_dataclass(values.get(name)):
+            changed[name] = values.pop(name)
+        elif dataclasses.is_dataclass(value):
+            changed[name] = replace_leaves(value, values)
         elif leaf in values:
             changed[name] = values.pop(leaf)
-    if values:
-        raise TypeError(f"{type(options).__name__} has no option {next(iter(values))!r}")
     return dataclasses.replace(options, **changed)
 
 
-def from_dict(options: type[Nested], values: Mapping[str, Any]) -> Nested:
+def from_dict(template: Nested, values: Mapping[str, Any]) -> Nested:
     """Nested options from the dictionary that `json` made of `dataclasses.asdict`.
 
-    Raises KeyError or TypeError where fields differ.
+    Classes are those of `template`. Raises KeyError or TypeError where fields differ.
     """
     found = {}
-    for name, hint in hints(options).items():
+    for name, hint in hints(type(template)).items():
         kind = get_args(hint)[0] if get_origin(hint) is Annotated else hint
-        value = values[name]
-        if dataclasses.is_dataclass(kind):
-            found[name] = from_dict(kind, value)
+        value, own = values[name], getattr(template, name)
+        if dataclasses.is_dataclass(own):
+            found[name] = from_dict(own, value)
         elif value is not None and Path in (kind, *get_args(kind)):
             found[name] = Path(value)
         else:
             found[name] = to_tuple(value)
-    return options(**found)
+    return type(template)(**found)
 
 
 def to_tuple(value: Any) -> Any:

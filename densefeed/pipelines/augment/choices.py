@@ -21,6 +21,7 @@ from densefeed.pipelines.augment.settings import (
     GEOMETRIC,
     LEAST_AREA,
     LEAST_ASPECT,
+    OWN,
     TABLES,
     Augment,
     RandAugmentSpec,
@@ -29,11 +30,10 @@ from densefeed.pipelines.augment.settings import (
     make_matrix,
     make_tables,
 )
-from densefeed.pipelines.plan import AUGMENT, ERASE, JITTER, SHIFT, EpochPlan
+from densefeed.pipelines.plan import AUGMENT, ERASE, JITTER, OPERATION, SHIFT, EpochPlan
 
 # N samples   L operations per sample at most   R operations of a batch   M warped samples
 
-NAMES = ("Table",) * len(TABLES) + tuple(OPERATIONS)  # group name of each code
 ATTEMPTS = 10  # attempts at a box that is smaller than the image
 # A layer of RandAugment reads eight numbers: operation, whether to apply it, two for the magnitude,
 # sign, interpolation, two spare.
@@ -149,6 +149,10 @@ class Chooser:
             jitter_code_N4, jitter_argument_N4 = self._jitter(*key)
             code_NL = np.concatenate([code_NL, jitter_code_N4], 1)
             argument_NL = np.concatenate([argument_NL, jitter_argument_N4], 1)
+        for number, name in enumerate(self.augment.operations):
+            own_code_N1, own_argument_N1 = self._draw_own(*key, number, name)
+            code_NL = np.concatenate([code_NL, own_code_N1], 1)
+            argument_NL = np.concatenate([argument_NL, own_argument_N1], 1)
         before, after, row_R, argument_R, table_R256 = group_operations(
             code_NL, argument_NL, last_N
         )
@@ -242,6 +246,16 @@ class Chooser:
         wait = -np.log(1 - drawn) / spec.weights[:, None]
         return np.argsort(wait, axis=0, kind="stable")[: spec.layers]
 
+    def _draw_own(
+        self, epoch: int, index_N: np.ndarray, repeat_N: np.ndarray, number: int, name: str
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Choose the registered operation `name`: codes and arguments, `[N, 1]`."""
+        numbers = 2 * number, 2 * number + 1
+        applied_N, argument_N = self.plan.draws(epoch, index_N, OPERATION, numbers, repeat_N)
+        own = OWN[name]
+        code_N = np.where(applied_N < own.probability, CODES[name], -1)
+        return code_N[:, None], own.draw(argument_N)[:, None]
+
     def _jitter(
         self, epoch: int, index_N: np.ndarray, repeat_N: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
@@ -318,10 +332,11 @@ def group_operations(
     argument_R = argument_NL[row_R, layer_R]
     keys, starts = np.unique(key_R[order], return_index=True)
     before, after = [], []
+    names = ("Table",) * len(TABLES) + tuple(OPERATIONS)
     edges = pairwise([*starts.tolist(), len(key_R)])
     for key, (start, stop) in zip(keys.tolist(), edges, strict=True):
         number, code = divmod(key, len(CODES))
-        (before if number < rounds_before else after).append(Group(NAMES[code], start, stop))
+        (before if number < rounds_before else after).append(Group(names[code], start, stop))
     return tuple(before), tuple(after), row_R, argument_R, make_tables(code_R, argument_R)
 
 

@@ -7,11 +7,13 @@ timm/data/auto_augment.py.
 
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Literal, NamedTuple
 
 import numpy as np
 from timm.data.auto_augment import rand_augment_transform
+from torch import Tensor
 
 from densefeed.pipelines.augment.operations import OPERATIONS
 from densefeed.system.errors import UserError
@@ -27,6 +29,33 @@ LEAST_AREA, LEAST_ASPECT = 0.02, 0.3  # of an erased box, as in timm
 STRING = re.compile(r"rand(-((m|n|mmax|inc)\d+|(p|mstd)\d*\.?\d+|t(weights|3aw?)?))*")
 
 
+class OwnOperation(NamedTuple):
+    """An operation that was registered from outside the package."""
+
+    probability: float
+    draw: Callable[[np.ndarray], np.ndarray]  # uniform numbers in [0, 1) to arguments, both [N]
+
+
+OWN: dict[str, OwnOperation] = {}
+
+
+def register_operation(
+    name: str,
+    apply: Callable[[Tensor, Tensor], Tensor],
+    draw: Callable[[np.ndarray], np.ndarray],
+    probability: float = 0.5,
+) -> None:
+    """Make an operation known to the option `--operations`. ValueError if its name is taken.
+
+    `apply` takes uint8 images `[N, H, W, 3]` and float32 arguments `[N]` and returns new images of
+    the same shape on the same device. `draw` turns the plan's uniform numbers into arguments.
+    """
+    if name in CODES:
+        raise ValueError(f"there is an operation {name!r} already")
+    OPERATIONS[name], OWN[name] = apply, OwnOperation(probability, draw)
+    CODES[name] = len(CODES)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Augment(Options):
     """The augmentation of a crop after it was cut, resized and flipped; none by default.
@@ -40,6 +69,8 @@ class Augment(Options):
     # color jitter: one number, or strengths for brightness, contrast, saturation and optionally
     # hue; empty: none; not beside RandAugment (except its "3a" sets)
     color_jitter: tuple[float, ...] = ()
+    # operations registered from outside the package, applied after all others, by name
+    operations: tuple[str, ...] = ()
     # largest translation of a crop in whole pixels, each way: RandomCrop with this padding
     shift: Annotated[int, Bounds(0)] = 0
     # interpolation of rotation, shear and translation
@@ -59,6 +90,8 @@ class Augment(Options):
         ):
             if value not in known:
                 raise UserError(f"{name} {value!r} is unknown; choose one of {', '.join(known)}")
+        if unknown := [name for name in self.operations if name not in OWN]:
+            raise UserError(f"--operations {unknown[0]}: no such operation is registered")
         jitter = self.color_jitter
         if any(jitter) and self.rand_augment and "3a" not in self.rand_augment:
             raise UserError(

@@ -1,0 +1,108 @@
+"""What is added from outside the package: an objective, a loader, an augmentation, a dataset and a
+teacher, one file of at most 60 lines each.
+"""
+
+import json
+import os
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from densefeed.storage.beton import Beton
+from densefeed.storage.score_maps import ScoreMapStore
+
+HERE = Path(__file__).parent / "extensions"
+SHORT = "--epochs 1 --batch 4 --size 32 --threads 1 --device cpu --ema 0 --eval-every 1".split()
+
+
+@pytest.fixture
+def run(command, tmp_path):
+    def run(file: str, *words: object) -> str:
+        done = command(HERE / file, *words, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    return run
+
+
+@pytest.mark.parametrize("file", sorted(HERE.glob("*.py")), ids=lambda path: path.stem)
+def test_an_extension_is_one_short_file(file):
+    assert len(file.read_text().splitlines()) <= 60
+
+
+def test_an_objective_trains_with_its_own_options(run, packed, tmp_path):
+    losses = []
+    for weight in (0.0, 5.0):
+        out = tmp_path / f"run-{weight}"
+        words = "--data", packed[0], "--val", packed[1], "--out", out, "--loader", "ffcv"
+        run(
+            "objective.py",
+            "confidence_penalty",
+            *words,
+            *SHORT,
+            "--penalty-weight",
+            weight,
+            "--log-every",
+            1,
+        )
+        config = json.loads((out / "config.json").read_text())
+        assert config["objective"]["name"] == "confidence-penalty"
+        assert config["objective"]["own"] == {"penalty_weight": weight}
+        record = json.loads((out / "metrics.jsonl").read_text().splitlines()[0])
+        losses.append(record["loss"])
+    # Two classes: the entropy is at most ln 2, and close to it before the first step.
+    assert 2 < losses[0] - losses[1] <= 5 * 0.6932
+
+
+def test_an_augmentation_trains_by_its_name(run, packed, tmp_path):
+    words = "--data", packed[0], "--val", packed[1], "--loader", "ffcv", "--log-every", 1
+    losses = []
+    for operations in ((), ("--operations", "gamma")):
+        out = tmp_path / f"run-{len(operations)}"
+        run("augmentation.py", "lvvit_micro_ce", *words, "--out", out, *SHORT, *operations)
+        lines = (out / "metrics.jsonl").read_text().splitlines()
+        losses.append(json.loads(lines[0])["loss"])
+    assert losses[0] != losses[1]
+
+
+def test_a_dataset_is_packed_by_its_name(run, folder, tmp_path):
+    files = sorted((folder / "train").glob("*/*.jpg"))
+    lines = [f"{path.relative_to(folder)},{path.parent.name},train" for path in files]
+    (tmp_path / "data").symlink_to(folder)
+    table = tmp_path / "labels.csv"
+    table.write_text("\n".join(["path,class,split", *lines]))
+    run("dataset.py", "--data", folder, "--dataset", f"csv/{table}", "--out", "x.beton")
+    packed = Beton(tmp_path / "x.beton")
+    assert packed.labels.tolist() == [path.parent.name == "dog" for path in files]
+
+
+def test_a_loader_trains_by_its_name(run, folder, tmp_path):
+    for split in ("train", "val"):
+        with tarfile.open(tmp_path / f"{split}.tar", "w") as archive:
+            archive.add(folder / split, arcname=".")
+    out = tmp_path / "run"
+    words = "--loader", "tar", "--data", "train.tar", "--val", "val.tar", "--out", out
+    run("loader.py", "lvvit_micro_ce", *words, *SHORT)
+    result = json.loads((out / "result.json").read_text())
+    assert (result["skipped"], 0 <= result["top1"] <= 1) == (0, True)
+
+
+def test_a_teacher_labels_by_its_factory(command, folder, tmp_path):
+    out = tmp_path / "maps.h5"
+    done = command(
+        "tools/relabel_imagenet.py",
+        "--data",
+        folder,
+        "--teacher",
+        "teacher:make",
+        "--out",
+        out,
+        "--input-size",
+        48,
+        "--top-k",
+        2,
+        environment=os.environ | {"PYTHONPATH": f"{HERE}:{HERE.parents[1]}"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert ScoreMapStore(out).header.side == 6

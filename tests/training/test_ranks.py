@@ -12,7 +12,7 @@ import torch
 import densefeed.train as training
 from densefeed.models import checkpoints
 from densefeed.system.errors import UserError
-from densefeed.training.ranks import Agreement, Ranks, init_distributed
+from densefeed.training.ranks import StopVote, Ranks, init_distributed
 from densefeed.training.setup import resolve
 
 from . import spied_run
@@ -199,16 +199,16 @@ def test_buffers_are_averaged_and_sums_are_over_ranks(tmp_path, begun):
     """
     program = """
 import sys, torch
-from densefeed.training.ranks import Agreement, init_distributed
+from densefeed.training.ranks import StopVote, init_distributed
 with init_distributed("cpu") as ranks:
     norm = torch.nn.BatchNorm1d(2)
     norm.running_mean[:] = torch.tensor([1.0, 2.0]) * (1 + 2 * ranks.rank)
     norm.num_batches_tracked += ranks.rank
     ranks.average([norm])
-    agreement = Agreement(ranks)
-    flags = [agreement(flag) for flag in (False, ranks.rank == 1, False, False)]
+    vote = StopVote(ranks)
+    flags = [vote(flag) for flag in (False, ranks.rank == 1, False, False)]
     total = ranks.sum(torch.tensor([1.0, ranks.rank])).tolist()
-    word = ranks.broadcast_sync("first" if ranks.first else None)
+    word = ranks.broadcast_sync("first" if ranks.is_first else None)
     said = (ranks.rank, norm.running_mean.tolist(), int(norm.num_batches_tracked), flags, total, word)
     sys.stdout.write(f"{said}\\n")
 """
@@ -222,11 +222,11 @@ with init_distributed("cpu") as ranks:
 
 def test_a_rank_alone_acts_at_once_and_pays_nothing():
     alone = Ranks(0, 1, torch.device("cpu"))
-    agreement, model = Agreement(alone), torch.nn.Linear(1, 1)
-    assert [agreement(flag) for flag in (False, True, False)] == [False, True, False]
+    vote, model = StopVote(alone), torch.nn.Linear(1, 1)
+    assert [vote(flag) for flag in (False, True, False)] == [False, True, False]
     assert alone.parallel(model) is model
     assert alone.broadcast_sync("word") == "word"
-    assert replace(alone, rank=1).first is False
+    assert replace(alone, rank=1).is_first is False
 
 
 def test_one_device_for_several_ranks_is_refused(monkeypatch):

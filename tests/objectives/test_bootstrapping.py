@@ -23,10 +23,10 @@ from densefeed.objectives.bootstrapping import (
 KEPT = torch.tensor([1.0, 0.0, 1.0])  # the middle image is padding
 
 
-def both(shared: bool, **options) -> JointModel:
+def both(shared: bool, align: str = "global") -> JointModel:
     torch.manual_seed(0)
     vit = timm.create_model("bootstrapping_vit_micro", img_size=32, num_classes=3, depth=3)
-    return JointModel(vit, make_agent(vit, 3, shared=shared, **options))
+    return JointModel(vit, make_agent(vit, 3, shared=shared), align=align)
 
 
 def features(*sides: int) -> tuple[list, list]:
@@ -309,11 +309,12 @@ def test_one_backward_pass_and_the_combination_are_algorithm_1(align):
     """Private weights get their own network's gradient whole, shared ones the mean, q and k nothing
     of the agent's.
     """
-    pair, image = both(shared=True).double(), torch.randn(2, 3, 32, 32, dtype=torch.float64)
+    pair = both(shared=True, align=align).double()
+    image = torch.randn(2, 3, 32, 32, dtype=torch.float64)
     pair.agent.lend(pair.vit)  # double() has moved the weights
     want = reference(pair, image, align)
     sum(losses(pair(image))).backward()
-    pair.combine_gradients(align, lambda gradients: None)
+    pair.combine_gradients(lambda gradients: None)
     for name, parameter in pair.named_parameters():
         torch.testing.assert_close(
             parameter.grad,
@@ -339,15 +340,13 @@ def test_the_four_ways_differ_here():
 
 
 def test_two_parts_of_a_batch_add_up_and_ranks_are_asked_once():
-    pair, images, asked = both(shared=True), torch.randn(2, 2, 3, 32, 32), []
+    pair, images, calls = both(shared=True, align="none"), torch.randn(2, 2, 3, 32, 32), []
     for image in images:
         sum(losses(pair(image))).backward()
     want = [seen.grad.clone() for lent in pair.agent.lent for seen in lent]
-    pair.combine_gradients(
-        "none", lambda gradients: asked.append([gradient.clone() for gradient in gradients])
-    )
-    assert len(asked) == 1
-    assert all(torch.equal(a, b) for a, b in zip(asked[0], want, strict=True))
+    pair.combine_gradients(lambda gradients: calls.append([g.clone() for g in gradients]))
+    assert len(calls) == 1
+    assert all(torch.equal(a, b) for a, b in zip(calls[0], want, strict=True))
 
 
 # ------------------------------------------------------------------------- one set of weights
@@ -394,5 +393,5 @@ def test_some_blocks_alone_can_be_supervised():
     for number, block in enumerate((0, 2)):
         torch.testing.assert_close(said.tokens[number], whole.tokens[block])
         torch.testing.assert_close(said.maps[number], whole.maps[block])
-    with pytest.raises(ValueError, match="0 is no number of a block; they go from 1 to 3"):
+    with pytest.raises(ValueError, match="block 0 does not exist; blocks are counted from 1 to 3"):
         JointModel(pair.vit, pair.agent, (0,))

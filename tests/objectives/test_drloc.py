@@ -1,5 +1,5 @@
 """DRLoc against loops over images and pairs in float64, hand-counted heads, the constants of
-uniform places, and timm's maps.
+uniform select_positions, and timm's maps.
 """
 
 import math
@@ -21,10 +21,10 @@ from densefeed.objectives.drloc import (
     feature_map,
     gather_pairs,
     offset_classes,
-    places,
     pool_factor,
-    pooled,
+    pool_map,
     regression_loss,
+    select_positions,
 )
 
 VARIANTS = ("l1", "signed", "ce", "reg", "all")
@@ -127,9 +127,9 @@ def test_a_head_is_three_layers_with_relu_between_and_nothing_behind():
 @pytest.mark.parametrize("grid", [(7, 7), (3, 5)])
 def test_words_are_uniform_places_up_to_the_last(grid):
     edges = torch.tensor([[[0, 0, 2**32 - 1, 2**32 - 1]]])
-    row, column = places(edges, grid)
+    row, column = select_positions(edges, grid)
     assert (row.tolist(), column.tolist()) == ([[[0, grid[0] - 1]]], [[[0, grid[1] - 1]]])
-    for side, place in zip(grid, places(drawn(70, 1000), grid), strict=True):
+    for side, place in zip(grid, select_positions(drawn(70, 1000), grid), strict=True):
         counts = torch.bincount(place.flatten(), minlength=side).double()
         expected = place.numel() / side
         assert len(counts) == side
@@ -143,7 +143,7 @@ def test_words_are_uniform_places_up_to_the_last(grid):
 def test_embeddings_are_collected_by_row_and_column_of_any_grid():
     """The published code multiplies rows by the height, which is wrong on this 3 x 5."""
     map_NDRC = torch.randn(2, 4, 3, 5)
-    row, column = places(drawn(2, 6), (3, 5))
+    row, column = select_positions(drawn(2, 6), (3, 5))
     got = gather_pairs(map_NDRC, row, column)
     assert got.shape == (2, 6, 8)
     for n in range(2):
@@ -157,7 +157,7 @@ def test_embeddings_are_collected_by_row_and_column_of_any_grid():
 )
 def test_a_pool_is_the_mean_of_what_lies_within_the_map(grid, factor):
     map_NDRC = torch.randn(2, 3, *grid, dtype=torch.float64)
-    got = pooled(map_NDRC, factor)
+    got = pool_map(map_NDRC, factor)
     assert got.shape == (2, 3, grid[0] // factor, grid[1] // factor)
     for r in range(got.shape[2]):
         for c in range(got.shape[3]):
@@ -175,12 +175,12 @@ def test_a_pool_is_the_mean_of_what_lies_within_the_map(grid, factor):
 @pytest.mark.parametrize(
     ("grid", "side", "said"),
     [
-        ((4, 4), 7, "grid of 4 x 4 is smaller than a pool to 7 x 7"),
-        ((8, 8), 7, "grid of 8 x 8 is no multiple of 7 x 7"),
-        ((12, 18), 7, "grid of 12 x 18 is no multiple of 7 x 7"),
-        ((5, 4), 2, "grid of 5 x 4 is no multiple of 2 x 2"),
-        ((4, 4), 1, "leaves 1 x 1 places, too few"),
-        ((1, 1), 0, "leaves 1 x 1 places, too few"),
+        ((4, 4), 7, "grid of 4 x 4 is smaller than 7 x 7"),
+        ((8, 8), 7, "grid of 8 x 8 is not a multiple of 7 x 7"),
+        ((12, 18), 7, "grid of 12 x 18 is not a multiple of 7 x 7"),
+        ((5, 4), 2, "grid of 5 x 4 is not a multiple of 2 x 2"),
+        ((4, 4), 1, "leaves 1 x 1 positions, too few"),
+        ((1, 1), 0, "leaves 1 x 1 positions, too few"),
     ],
 )
 def test_a_grid_that_cannot_be_pooled_is_refused_with_all_that_it_can_be_pooled_to(
@@ -261,8 +261,8 @@ class Flat(nn.Module):
     ("model", "variant", "said"),
     [
         (nn.Linear(2, 2), "l1", "it has no forward_features"),
-        (Flat(7), "l1", "it gives no map and no grid of tokens"),
-        (Flat(15, 7), "l1", "it gives no map and no grid of tokens"),
+        (Flat(7), "l1", "its features are neither a map nor a grid of tokens"),
+        (Flat(15, 7), "l1", "its features are neither a map nor a grid of tokens"),
         (Flat(16, 7), "all", "it has no forward_intermediates"),
     ],
 )
@@ -319,9 +319,7 @@ def test_an_agents_map_is_its_last_one():
 def test_a_class_for_each_offset_allows_one_grid():
     model = network("resnet18")
     for variant in ("ce", "reg"):
-        with pytest.raises(
-            ValueError, match=rf"differ in number between input sizes, with {variant} a class each"
-        ):
+        with pytest.raises(ValueError, match=rf"and {variant} has a class for each"):
             LocalizedModel(model, variant, 0, [64, 96])
         LocalizedModel(model, variant, 2, [64, 128])  # pooled to one
     assert model.training
@@ -447,7 +445,7 @@ def test_who_knows_nothing_pays_two_logarithms_of_the_classes(published, start):
 
 
 def test_who_is_sure_and_right_pays_least_and_who_is_sure_and_wrong_nothing_infinite():
-    """A distribution that is one offset: its variance is 0, and only LEAST_VARIANCE is left of
+    """A distribution that is one offset: its variance is 0, and only MIN_VARIANCE is left of
     it.
     """
     logits = torch.full((1, 2, 15), -200.0)

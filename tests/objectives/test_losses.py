@@ -190,7 +190,7 @@ def test_backward_may_run_twice_and_only_for_logits():
 def test_targets_of_another_grid_are_refused():
     targets, _ = random_targets(2, 4, 3, 7)
     with pytest.raises(
-        ValueError, match="2 images of 9 tokens; ask for targets of the model's grid"
+        ValueError, match="2 images of 9 tokens; make targets for the grid of the model"
     ):
         token_loss(torch.zeros(2, 9, 7), targets)
     with pytest.raises(ValueError, match="2 images of 9 tokens"):

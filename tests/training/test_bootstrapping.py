@@ -161,10 +161,10 @@ def test_a_run_stopped_after_every_step_is_the_uninterrupted_one(
     """To the bit: both networks, averages and moments; the weight of features falls from epoch to
     epoch.
     """
-    # of which nothing is asked
-    monkeypatch.setattr(training, "flops_of_sizes", lambda config, loader: {32: 1.0})
+    # The FLOP count is not tested here.
+    monkeypatch.setattr(training, "flops_per_size", lambda *_: {32: 1.0})
     whole = training.train(micro(tmp_path / "whole", **fields))
-    monkeypatch.setattr(training, "stopping", stopped_after(1))
+    monkeypatch.setattr(training, "signal_handler", stopped_after(1))
     for _ in range(5):
         assert training.train(micro(tmp_path / "cut", resume="auto", **fields)) == {}
     result = training.train(micro(tmp_path / "cut", resume="auto", **fields))
@@ -403,12 +403,12 @@ def test_the_weight_of_features_falls_to_nothing(config, decay, shares):
     [
         (
             dict(drloc="l1", drloc_grid=0),
-            "--drloc and --bootstrap: the heads of DRLoc read the last map of one network",
+            "--drloc and --bootstrap cannot be combined: DRLoc reads the last map of one network",
         ),
         (dict(frozen_statistics=True), "the network that --bootstrap adds begins without any"),
         (
             dict(model="dhvt_tiny_cifar_patch4"),
-            "dhvt_tiny_cifar_patch4 can have no such agent .DHVT's attention adds tokens",
+            "dhvt_tiny_cifar_patch4 cannot have this agent .DHVT's attention adds tokens",
         ),
         (
             dict(mixtoken=True, model="lvvit_micro"),
@@ -417,21 +417,21 @@ def test_the_weight_of_features_falls_to_nothing(config, decay, shares):
         (DENSE | dict(feature_adapt="sequence"), "give --feature-adapt pool-2d, or --agent base"),
         (dict(distill_temperature=0.0), "--distill-temperature is 0, and must be at least 0.001"),
         (dict(feature_weight=-1.0), "--feature-weight is -1, and must be at least 0"),
-        (dict(model="lvvit_micro"), "lvvit_micro can have no such agent .3 heads have no CONV"),
+        (dict(model="lvvit_micro"), "lvvit_micro cannot have this agent .3 heads have no CONV"),
         (
             dict(model="nfnet_micro", model_kwargs=()),
-            "nfnet_micro can have no such agent .has no blocks of attention",
+            "nfnet_micro cannot have this agent .has no blocks of attention",
         ),
         (dict(agent_kwargs=("down=(9,)",)), r"down \(9,\) must be numbers of blocks, from 1 to 2"),
         (dict(agent_kwargs=("down=3",)), r"down 3 must be numbers of blocks, from 1 to 2"),
         (
             dict(agent_kwargs=("depth=1",)),
-            "--agent-kwargs takes down, pool and norm, not depth; everything else of an agent",
+            "--agent-kwargs takes down, pool and norm, not depth; the rest of an agent",
         ),
         (dict(agent_kwargs=("pool",)), "--agent-kwargs 'pool' is not NAME=VALUE"),
         (
             dict(feature_blocks=(1, 5)),
-            "--feature-blocks 1 5: 5 is no number of a block; they go from 1 to 2",
+            "--feature-blocks 1 5: block 5 does not exist; blocks are counted from 1 to 2",
         ),
         (dict(agent_kwargs=("pool=5",)), r"\(pool 5 must be 2 or 3\)"),
         (
@@ -440,11 +440,11 @@ def test_the_weight_of_features_falls_to_nothing(config, decay, shares):
         ),
         (
             dict(model_kwargs=("depth=2", "patch_drop_rate=0.3")),
-            "can have no such agent .it leaves out patches in training",
+            "cannot have this agent .it leaves out patches in training",
         ),
         (
             dict(SHARED, model_kwargs=("depth=2", "patch_drop_rate=0.5")),
-            "no such agent .it leaves out patches in training",
+            "cannot have this agent .it leaves out patches in training",
         ),
         (
             dict(size=16, agent_kwargs=("down=(1,2)",)),
@@ -525,7 +525,7 @@ def test_which_transformers_have_agents(config, name):
             continue
         with pytest.raises(
             UserError,
-            match=rf"--bootstrap {bootstrap}: {name} can have no such agent \({why}.*; choose another",
+            match=rf"--bootstrap {bootstrap}: {name} cannot have this agent \({why}.*; choose another",
         ):
             objective_for(run).check_sizes(model, 2)
 

@@ -108,12 +108,12 @@ def test_what_combines_trains_and_its_heads_change(micro, tmp_path, name):
     [
         (
             dict(drloc_grid=7),
-            r"--drloc l1 cannot be computed of lvvit_micro: its grid of 4 x 4 is smaller than a pool to 7 x 7; "
+            r"--drloc l1 cannot be computed for lvvit_micro: its grid of 4 x 4 is smaller than 7 x 7; "
             r"give --drloc-grid one of 0, 2$",
         ),
         (
             dict(drloc_grid=3),
-            r"grid of 4 x 4 is no multiple of 3 x 3; give --drloc-grid one of 0, 2$",
+            r"grid of 4 x 4 is not a multiple of 3 x 3; give --drloc-grid one of 0, 2$",
         ),
         (
             dict(drloc_grid=7, model="dhvt_tiny_cifar_patch4"),
@@ -121,13 +121,13 @@ def test_what_combines_trains_and_its_heads_change(micro, tmp_path, name):
         ),
         (
             dict(CE, drloc_grid=0, model="test_vit", model_kwargs=("patch_drop_rate=0.5",)),
-            "--drloc l1 cannot be computed of test_vit: it leaves out patches in training",
+            "--drloc l1 cannot be computed for test_vit: it leaves out patches in training",
         ),
-        (dict(drloc_grid=1), r"leaves 1 x 1 places, too few"),
+        (dict(drloc_grid=1), r"leaves 1 x 1 positions, too few"),
         (dict(drloc="all"), r"--drloc all reads the tokens of every block, .*give --no-mixtoken"),
         (
             dict(CE, drloc="ce", drloc_grid=0, sizes=((0, 16), (1, 32))),
-            r"with ce a class each; choose one size",
+            r"ce has a class for each; choose one size",
         ),
         (
             dict(CE, drloc_grid=0, model="resnet18"),
@@ -135,7 +135,7 @@ def test_what_combines_trains_and_its_heads_change(micro, tmp_path, name):
         ),
         (
             dict(CE, drloc_grid=0, model="crossvit_tiny_240", size=240),
-            r"of crossvit_tiny_240: it gives no map and no grid of tokens",
+            r"for crossvit_tiny_240: its features are neither a map nor a grid of tokens",
         ),
         (dict(drloc_pairs=0), "--drloc-pairs is 0, and must be at least 1"),
         (dict(drloc_weight=-1.0), "--drloc-weight is -1, and must be at least 0$"),

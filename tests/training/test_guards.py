@@ -85,15 +85,16 @@ def test_a_weight_comes_first_and_a_loss_after_outputs():
     assert first_not_finite(model, lambda: model(torch.ones(2, 3)).sum()) == "the weight 0.weight"
 
 
-def test_a_leap_is_told_against_the_median_of_the_last():
-    leaps = LossSpikes(factor=1.5, window=5)
-    # too few to know what is usual
-    assert [leaps.seen(loss) for loss in (9.0, 2.0, 2.0, 4.0)] == [""] * 4
-    assert leaps.seen(30.0) == ""
-    assert leaps.seen(6.1) == "the loss leapt to 6.100; it was 4.000 before"  # of 9, 2, 2, 4, 30
-    assert leaps.seen(math.nan) == ""
-    assert leaps.seen(6.1) == "the loss leapt to 6.100; it was 4.000 before"  # of 2, 2, 4, 30, 6.1
-    assert leaps.seen(6.1) == ""  # of 2, 4, 30, 6.1, 6.1 the median is 6.1
+def test_spike_relative_to_median_of_last_intervals():
+    spikes = LossSpikes(factor=1.5, window=5)
+    # At least five intervals are needed.
+    assert [spikes.describe(loss) for loss in (9.0, 2.0, 2.0, 4.0)] == [""] * 4
+    assert spikes.describe(30.0) == ""
+    spike = "loss spike: 6.100; the median of the last intervals is 4.000"
+    assert spikes.describe(6.1) == spike  # of 9, 2, 2, 4, 30
+    assert spikes.describe(math.nan) == ""
+    assert spikes.describe(6.1) == spike  # of 2, 2, 4, 30, 6.1
+    assert spikes.describe(6.1) == ""  # of 2, 4, 30, 6.1, 6.1 the median is 6.1
 
 
 @pytest.mark.parametrize("number", STOPPING)
@@ -142,9 +143,7 @@ def test_memory_that_runs_out_names_the_knobs(error):
 def test_a_real_failure_to_get_memory_is_known():
     """PyTorch's own words."""
     with (
-        pytest.raises(
-            UserError, match="out of memory with 2 images .*; give --microbatch 2 "
-        ),
+        pytest.raises(UserError, match="out of memory with 2 images .*; give --microbatch 2 "),
         explain_oom(2, "runs/x"),
     ):
         torch.empty(2**60)

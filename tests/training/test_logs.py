@@ -90,7 +90,8 @@ def test_without_the_package_weights_and_biases_is_refused(tmp_path, monkeypatch
 
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(
-        UserError, match=r"^--wandb needs the package wandb; `pip install wandb`, or remove the option$"
+        UserError,
+        match=r"^--wandb needs the package wandb; `pip install wandb`, or remove the option$",
     ):
         written(tmp_path, project="densefeed")
     assert not (tmp_path / "metrics.jsonl").exists()

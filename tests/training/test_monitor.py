@@ -94,4 +94,7 @@ def test_a_loss_that_leaps_is_told_once(capsys):
     for number in range(8):
         watch.next_interval(number, 1.0)
     watch.next_interval(8, 9.0)
-    assert capsys.readouterr().err == "step 8: loss spike: 9.000; the median of the last intervals is 1.000\n"
+    assert (
+        capsys.readouterr().err
+        == "step 8: loss spike: 9.000; the median of the last intervals is 1.000\n"
+    )

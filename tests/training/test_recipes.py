@@ -259,12 +259,12 @@ def test_drlocs_recipes_are_the_supplementarys(command):
         assert learning_rate(config.optim, 0, 10) == pytest.approx(1e-6)
         assert config.optim.min_lr == 1e-5
     tuned = NAMED["swin_t_drloc_fine_tune"]()
-    assert (tuned.optim.epochs, tuned.optim.warmup_epochs, tuned.optim.peak_lr, tuned.model.init) == (
-        100,
-        10,
-        5e-4,
-        tyro.MISSING,
-    )
+    assert (
+        tuned.optim.epochs,
+        tuned.optim.warmup_epochs,
+        tuned.optim.peak_lr,
+        tuned.model.init,
+    ) == (100, 10, 5e-4, tyro.MISSING)
     done = command("train.py", "swin_t_drloc_fine_tune", *FOLDERS)
     assert done.returncode == 2
     assert "--init" in done.stdout + done.stderr

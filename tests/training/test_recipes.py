@@ -426,7 +426,7 @@ def test_the_list_of_recipes_has_a_line_each_and_one_recipes_help_its_docstring(
     assert listed.returncode == own.returncode == 0
     assert all(name in listed.stdout for name in NAMED)
     assert "Not run here" not in listed.stdout
-    assert "nobody has published this figure. Not run here." in own.stdout
+    assert "no published result. Not run here." in own.stdout
 
 
 def test_mixtoken_and_cutmix_are_refused():

@@ -1,4 +1,4 @@
-"""`--dry-run`: the loss and gradient of the first images, and the memory that a whole step takes."""
+"""`--dry-run`: loss and gradient of the first images, and the memory of a whole step."""
 
 from contextlib import closing
 from dataclasses import replace

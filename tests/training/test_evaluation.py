@@ -32,7 +32,7 @@ def batches_of(label_N, weight_N, sizes):
 @pytest.mark.parametrize(
     ("count", "classes", "sizes"), [(1, 2, [1]), (7, 3, [4, 3]), (33, 40, [16, 16, 1])]
 )
-def test_sums_are_those_of_a_plain_loop(count, classes, sizes):
+def test_sums_match_plain_loop(count, classes, sizes):
     rng = torch.Generator().manual_seed(count)
     logits_NK = 3 * torch.randn(count, classes, generator=rng)
     label_N = torch.randint(classes, (count,), generator=rng)
@@ -58,7 +58,7 @@ def test_sums_are_those_of_a_plain_loop(count, classes, sizes):
     assert shares.loss == pytest.approx(loss / float(weight_N.sum()), rel=1e-6)
 
 
-def test_counts_by_hand():
+def test_accuracy_matches_count_by_hand():
     """Eight classes, best first 7 6 5 4 3 2 1 0 in every image; of the labels 7 is best, 3 the
     fifth, 2 the sixth.
     """
@@ -68,20 +68,20 @@ def test_counts_by_hand():
     assert [float(sums.right), float(sums.right5), float(sums.total)] == [2, 3, 4]
 
 
-def test_fewer_than_five_classes_are_all_among_the_best_five():
+def test_top5_with_fewer_than_five_classes():
     sums = sum_metrics(
         predict(Says(torch.eye(3)), batches_of(torch.tensor([1, 2, 2]), torch.ones(3), [3]))
     )
     assert (float(sums.right), float(sums.right5)) == (1, 3)
 
 
-def test_classes_that_are_not_named_take_no_part():
-    """Class 0 is best everywhere; among columns 3 and 1, in this order, the model says 1, 0, 0."""
+def test_unselected_classes_are_ignored():
+    """Class 0 has the highest logit everywhere; of columns 3 and 1, in this order, 1, 0, 0 win."""
     logits_NK = torch.tensor([[9.0, 2, 0, 1], [9, 2, 0, 3], [9, 0, 7, 4]])
     batch = batches_of(torch.tensor([1, 1, 0]), torch.ones(3), [3])
-    (said,) = predict(Says(logits_NK), batch, torch.tensor([3, 1]))
-    assert said[0].tolist() == [[1, 2], [3, 2], [4, 0]]
-    sums = sum_metrics([said])
+    (prediction,) = predict(Says(logits_NK), batch, torch.tensor([3, 1]))
+    assert prediction[0].tolist() == [[1, 2], [3, 2], [4, 0]]
+    sums = sum_metrics([prediction])
     assert float(sums.right) == 2
     want = (
         math.log(math.exp(1 - 2) + 1)
@@ -92,7 +92,7 @@ def test_classes_that_are_not_named_take_no_part():
 
 
 def test_sums_of_parts_add_up():
-    """As ranks do it: each sums its own rows, the stacks are added."""
+    """As ranks do: each sums its own rows, and the sums are added."""
     rng = torch.Generator().manual_seed(0)
     logits_NK, label_N = torch.randn(24, 9, generator=rng), torch.randint(9, (24,), generator=rng)
     model, parts = Says(logits_NK), batches_of(label_N, torch.ones(24), [8, 8, 8])
@@ -103,7 +103,7 @@ def test_sums_of_parts_add_up():
     )
 
 
-def test_nothing_waits_for_the_device(no_host_read):
+def test_sums_do_not_sync(no_host_read):
     model, batch = Says(torch.eye(6)), batches_of(torch.arange(6), torch.ones(6), [3, 3])
     columns = torch.tensor([0, 1, 2, 3, 4, 5])
     with no_host_read():
@@ -111,7 +111,7 @@ def test_nothing_waits_for_the_device(no_host_read):
     assert float(sums.right) == 6
 
 
-def test_bfloat16_answers_are_near_and_float32():
+def test_bfloat16_logits_are_float32_and_close():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Flatten(), nn.Linear(12, 5))
     image_NCHW = torch.randn(4, 3, 2, 2)
@@ -124,6 +124,6 @@ def test_bfloat16_answers_are_near_and_float32():
     assert 0 < (half - plain).abs().max() < 0.05
 
 
-def test_no_batch_is_an_error():
+def test_error_without_batches():
     with pytest.raises(ValueError, match="no batch"):
         sum_metrics([])

@@ -1,4 +1,4 @@
-"""What a log interval finds out: means, skipped updates, and the sentences that end a run."""
+"""TrainMonitor: interval means, skipped updates, and errors that end a run."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,7 +35,7 @@ def watched(dtype=None, **fields) -> tuple[TrainMonitor, SimpleNamespace, list]:
     return watch, student, step
 
 
-def test_the_mean_is_that_of_the_steps_since_the_last_line():
+def test_mean_covers_steps_since_last_log_line():
     watch, student, step = watched()
     with torch.no_grad():
         student.model.weight.fill_(2.0)
@@ -47,7 +47,7 @@ def test_the_mean_is_that_of_the_steps_since_the_last_line():
     assert watch.mean_loss_sync(3) == pytest.approx(10.0)
 
 
-def test_a_bad_step_is_named_with_its_samples():
+def test_error_names_bad_step_and_its_samples():
     watch, _, step = watched()
     step(1.0), step(float("inf"))
     with pytest.raises(
@@ -70,8 +70,8 @@ def test_skipped_updates_are_counted_up_to_max_skips(capsys):
         watch.mean_loss_sync(4)
 
 
-def test_float16_that_overflows_at_any_scale_ends_the_run():
-    """A finite loss whose gradients no scale saves."""
+def test_error_if_float16_overflows_at_any_scale():
+    """The loss is finite, but its gradients overflow at every scale."""
     watch, student, _ = watched(dtype=torch.float16)
     weight = student.model.weight
 
@@ -89,7 +89,7 @@ def test_float16_that_overflows_at_any_scale_ends_the_run():
         watch.mean_loss_sync(26)
 
 
-def test_a_loss_that_leaps_is_told_once(capsys):
+def test_loss_spike_is_reported_once(capsys):
     watch, _, _ = watched()
     for number in range(8):
         watch.next_interval(number, 1.0)

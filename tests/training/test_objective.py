@@ -62,7 +62,7 @@ def hand_made(model, image):
 
 
 @pytest.mark.parametrize("kind", ["token-label", "relabel", "ce"])
-def test_mixtoken_after_mixup_is_the_papers_loss(first, kind):
+def test_mixtoken_after_mixup_matches_paper(first, kind):
     """Equation 9 as it stands: labels are exchanged with the tokens. Ours un-mixes the logits
     instead, and must agree.
     """

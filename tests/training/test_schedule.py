@@ -37,7 +37,7 @@ PUBLISHED = OptimOptions(
         (309, 1e-5),
     ],
 )
-def test_the_published_schedule_epoch_by_epoch(epoch, want):
+def test_published_schedule_per_epoch(epoch, want):
     """One rate from the first to the last of an epoch's 1,251 steps; the cosine's angles are
     reduced by hand.
     """
@@ -64,7 +64,7 @@ def timms(config, **arguments):
         dict(min_lr=5e-6, lr=5e-6),
     ],
 )
-def test_each_step_has_timms_rate(fields):
+def test_rate_per_step_matches_timm(fields):
     """To the bit: what a schedule of timm's gave in earlier versions of this program stays what it
     was.
     """
@@ -78,14 +78,14 @@ def test_each_step_has_timms_rate(fields):
         assert learning_rate(config.optim, step, 12) == optimizer.param_groups[0]["lr"]
 
 
-def test_each_epoch_has_timms_rate():
+def test_rate_per_epoch_matches_timm():
     optimizer, scheduler = timms(Config(optim=PUBLISHED), t_initial=300, warmup_t=5)
     for epoch in range(310):
         assert learning_rate(PUBLISHED, epoch * 12 + 7, 12) == optimizer.param_groups[0]["lr"]
         scheduler.step(epoch + 1)
 
 
-def test_the_peak_grows_with_the_batch():
+def test_peak_scales_with_the_batch():
     """The paper's rule with token labels, 1e-3 * batch / 640; the lowest rate is not scaled."""
     config = with_options(Config(), batch=1280)
     assert config.optim.peak_lr == 2e-3
@@ -98,7 +98,7 @@ def test_the_peak_grows_with_the_batch():
     ("name", "arguments"),
     [("lvvit_micro", {}), ("test_vit", {}), ("test_vit", dict(class_token=True, reg_tokens=1))],
 )
-def test_biases_norms_and_tables_are_not_decayed_and_all_else_is(name, arguments):
+def test_weight_decay_excludes_biases_norms_and_tables(name, arguments):
     """What train.py hands to timm, against a rule by name and shape: vectors, and the tables of
     places and classes.
     """

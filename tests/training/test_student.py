@@ -47,7 +47,7 @@ def of(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("clip", [0.0, 0.05, 1e6])
-def test_a_step_is_adamw_of_clipped_gradients(clip):
+def test_update_matches_adamw_with_clipping(clip):
     """Not fused, and clipped by clip_grad_norm_; two parts of a batch are their mean. Norms are
     those before clipping.
     """
@@ -68,7 +68,7 @@ def test_a_step_is_adamw_of_clipped_gradients(clip):
     torch.testing.assert_close(of(ours.model), of(twin), rtol=1e-5, atol=1e-6)
 
 
-def test_averaged_weights_follow_the_formula():
+def test_ema_matches_formula():
     """Decay min(ema, 1 - (1 + t)^(-2/3)) after t more steps than one, timm's warm-up, in
     float64.
     """
@@ -88,7 +88,7 @@ def test_averaged_weights_follow_the_formula():
 
 @pytest.mark.parametrize("poison", ["input", "gradient"])
 @pytest.mark.parametrize("dtype", [None, torch.float16], ids=["fp32", "fp16"])
-def test_a_skipped_step_leaves_everything_as_it_was(poison, dtype):
+def test_skipped_update_changes_nothing(poison, dtype):
     """Weights, moments and running statistics, which an input that is not finite would have spoilt
     for good.
     """
@@ -114,8 +114,8 @@ def test_a_skipped_step_leaves_everything_as_it_was(poison, dtype):
 
 
 @pytest.mark.parametrize("dtype", [None, torch.float16], ids=["fp32", "fp16"])
-def test_without_skipping_weights_stay_those_of_the_bad_step(dtype):
-    """However many good steps follow before the log looks."""
+def test_weights_stay_those_of_the_bad_step_without_skip(dtype):
+    """However many good steps follow before the next poll."""
     ours = student(dtype)
     update(ours, ALONE, 0, [partial(loss, ours.model, batch(0))])
     before = {name: parameter.clone() for name, parameter in ours.model.named_parameters()}
@@ -130,8 +130,8 @@ def test_without_skipping_weights_stay_those_of_the_bad_step(dtype):
     assert ours.guard.poll_sync()[1] == 1
 
 
-def test_an_overflow_of_scaled_gradients_is_no_fault():
-    """Float16's method: the step is left out, the scale halved, and no guard counts it."""
+def test_scaled_gradient_overflow_is_not_counted():
+    """As usual with float16: the update is skipped, the scale halved, and no guard counts it."""
     ours = student(torch.float16)
     update(ours, ALONE, 0, [partial(loss, ours.model, batch(0))])
     before, scale = of(ours.model), ours.scaler.get_scale()
@@ -153,7 +153,7 @@ def test_an_overflow_of_scaled_gradients_is_no_fault():
 @pytest.mark.parametrize(
     "fields", [{}, dict(clip_grad=0.1, ema=0.9), dict(on_nonfinite="skip", ema=0.9)]
 )
-def test_an_update_waits_for_nothing(no_host_read, fields):
+def test_update_does_not_sync(no_host_read, fields):
     """All but the fused kernel and the average's own count of steps, which PyTorch keeps on the
     CPU.
     """

@@ -72,8 +72,11 @@ def first_not_finite(model: nn.Module, compute_loss: Callable[[], Tensor]) -> st
 
         return hook
 
-    leaves = [(name, m) for name, m in model.named_modules() if not any(m.children())]
-    handles = [m.register_forward_hook(check_output(name)) for name, m in leaves]
+    handles = [
+        module.register_forward_hook(check_output(name))
+        for name, module in model.named_modules()
+        if not any(module.children())
+    ]
     try:
         model.zero_grad(set_to_none=True)
         loss = compute_loss()

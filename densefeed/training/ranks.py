@@ -50,8 +50,8 @@ class Ranks:
         For gradients that DDP does not average.
         """
         if self.size > 1:
-            flat = self.sum(torch.cat([gradient.flatten() for gradient in gradients]))
-            means = flat.div_(self.size).split([gradient.numel() for gradient in gradients])
+            flat = self.sum(torch.cat([g.flatten() for g in gradients])).div_(self.size)
+            means = flat.split([g.numel() for g in gradients])
             for gradient, mean in zip(gradients, means, strict=True):
                 gradient.copy_(mean.view_as(gradient))
 
@@ -65,10 +65,8 @@ class Ranks:
     def average(self, modules: Iterable[nn.Module]) -> None:
         """Average floating-point buffers (BatchNorm's running statistics) over ranks, in place."""
         if self.size > 1:
-            buffers = [b for module in modules for b in module.buffers() if b.is_floating_point()]
-            for buffer in buffers:
-                dist.all_reduce(buffer)
-                buffer /= self.size
+            for buffer in [b for m in modules for b in m.buffers() if b.is_floating_point()]:
+                self.sum(buffer).div_(self.size)
 
     def synchronized(self, model: nn.Module) -> nn.Module:
         """Convert BatchNorm to SyncBatchNorm, over the images of all ranks.

@@ -39,10 +39,9 @@ class Checkpoints:
         path = self.folder / f"step-{step:08d}.pt"
         # Entries from this step on exist if the run was resumed from an earlier checkpoint. Their
         # steps are repeated, so they are dropped.
-        whole = [old for old in self._entries() if old["file"] not in self._damaged]
-        older = [old for old in whole if old["step"] < step]
+        older = [e for e in self._entries() if e["step"] < step and e["file"] not in self._damaged]
         # Every later checkpoint holds the accuracies too, in case the manifest is lost.
-        state = state | {"accuracies": {old["file"]: old["top1"] for old in older}}
+        state = state | {"accuracies": {e["file"]: e["top1"] for e in older}}
         # On a full disk a Python file raises OSError, where torch's own writer only fails an
         # assertion.
         with replace_file(path) as part:
@@ -56,8 +55,7 @@ class Checkpoints:
 
         The file does not change, so its hash is valid at any time.
         """
-        rated = {"top1": top1}
-        self._update([old | rated if old["step"] == step else old for old in self._entries()])
+        self._update([e | {"top1": top1} if e["step"] == step else e for e in self._entries()])
 
     def rated(self, step: int) -> bool:
         """Return whether the accuracy after `step` is stored."""
@@ -93,10 +91,10 @@ class Checkpoints:
             path = self.folder / entry["file"]
             try:
                 if sha256(path) == entry["sha256"]:
-                    return entry["file"]
-                self._skip(entry["file"], f"{path} is damaged: its SHA-256 differs")
+                    return path.name
+                self._skip(path.name, f"{path} is damaged: its SHA-256 differs")
             except OSError as error:
-                self._skip(entry["file"], error)
+                self._skip(path.name, error)
         if entries or any(self._files()):
             raise UserError(
                 f"no checkpoint in {self.folder} can be read; copy them again, or choose another "

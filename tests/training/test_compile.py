@@ -56,8 +56,9 @@ def test_blocks_of_wrapped_models_are_compiled(monkeypatch):
 
 @pytest.mark.parametrize("scale", [True, False])
 def test_drop_path_rate_matches_timm(scale):
-    """Of 20,000 samples; the share's standard deviation is 0.003. What is kept is scaled as timm's
-    is.
+    """With 20,000 samples; the standard deviation of the share is 0.003.
+
+    Kept samples are scaled as in timm.
     """
     timms = DropPath(0.3, scale)
     ours = SharedDropPath(timms)

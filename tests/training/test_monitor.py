@@ -16,8 +16,8 @@ from densefeed.training.student import build_student, update
 ALONE = Ranks(0, 1, torch.device("cpu"))
 
 
-def watched(dtype=None, **fields) -> tuple[TrainMonitor, SimpleNamespace, list]:
-    """A watch over one weight; a step multiplies it by a factor that the test chooses."""
+def build_monitor(dtype=None, **fields) -> tuple[TrainMonitor, SimpleNamespace, list]:
+    """Build a monitor of one weight and a step that multiplies it by a given factor."""
     config = with_options(Config(), out=Path("run"), ema=0.0, **fields)
     model = torch.nn.Linear(1, 1, bias=False)
     student = build_student(config.optim, model, model, ALONE, dtype)
@@ -36,7 +36,7 @@ def watched(dtype=None, **fields) -> tuple[TrainMonitor, SimpleNamespace, list]:
 
 
 def test_mean_covers_steps_since_last_log_line():
-    watch, student, step = watched()
+    watch, student, step = build_monitor()
     with torch.no_grad():
         student.model.weight.fill_(2.0)
     student.optimizer.param_groups[0]["lr"] = 0.0
@@ -48,7 +48,7 @@ def test_mean_covers_steps_since_last_log_line():
 
 
 def test_error_names_bad_step_and_its_samples():
-    watch, _, step = watched()
+    watch, _, step = build_monitor()
     step(1.0), step(float("inf"))
     with pytest.raises(
         UserError, match=r"run: the gradients of step 2 are not finite; .* with samples 7 "
@@ -57,7 +57,7 @@ def test_error_names_bad_step_and_its_samples():
 
 
 def test_skipped_updates_are_counted_up_to_max_skips(capsys):
-    watch, _, step = watched(on_nonfinite="skip", max_skips=2)
+    watch, _, step = build_monitor(on_nonfinite="skip", max_skips=2)
     step(1.0), step(float("nan"))
     watch.mean_loss_sync(2)
     assert (watch.skips, watch.seen[1].item()) == (1, 1)
@@ -72,7 +72,7 @@ def test_skipped_updates_are_counted_up_to_max_skips(capsys):
 
 def test_error_if_float16_overflows_at_any_scale():
     """The loss is finite, but its gradients overflow at every scale."""
-    watch, student, _ = watched(dtype=torch.float16)
+    watch, student, _ = build_monitor(dtype=torch.float16)
     weight = student.model.weight
 
     def loss_of() -> torch.Tensor:
@@ -90,7 +90,7 @@ def test_error_if_float16_overflows_at_any_scale():
 
 
 def test_loss_spike_is_reported_once(capsys):
-    watch, _, _ = watched()
+    watch, _, _ = build_monitor()
     for number in range(8):
         watch.next_interval(number, 1.0)
     watch.next_interval(8, 9.0)

@@ -1,6 +1,4 @@
-"""Operations and bytes against counts by hand, and what a dry run promises against what a step
-takes.
-"""
+"""FLOPs and bytes against counts by hand, and dry-run estimates against a measured step."""
 
 import json
 import os
@@ -55,8 +53,9 @@ def test_flops_of_models_with_separate_class_token(name, kwargs):
 
 
 def test_saved_bytes_match_count_by_hand():
-    """5 samples: the input for the first weight's gradient, and what ReLU gave, for its own and the
-    second weight's, once.
+    """5 samples: the input, for the gradient of the first weight, and the output of ReLU.
+
+    The latter is used for its own gradient and that of the second weight, and counts once.
     """
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     with ActivationBytes(model) as saved:
@@ -85,7 +84,7 @@ def test_peak_rate_is_known_or_measured(monkeypatch):
 
 
 def test_dry_run_writes_nothing_and_is_short(micro, tmp_path, capsys):
-    began = time.process_time()  # not the clock's, which other processes share
+    began = time.process_time()  # wall-clock time depends on other processes
     assert training.train(micro(tmp_path / "run", dry_run=True)) == {}
     assert time.process_time() - began < 10
     assert "dry run: data, labels and recipe fit together; loss " in capsys.readouterr().out
@@ -143,7 +142,7 @@ grown, update = [], training.update
 
 def measured(*arguments):
     held = int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    open("/proc/self/clear_refs", "w").write("5")  # the peak begins anew
+    open("/proc/self/clear_refs", "w").write("5")  # resets the peak
     given = update(*arguments)
     peak = int(re.search(r"VmHWM:\s+(\d+)", open("/proc/self/status").read())[1]) * 1024
     grown.append((peak - held) / 1e9)
@@ -157,18 +156,19 @@ print(json.dumps(grown))
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="not Linux")
 def test_dry_run_estimate_matches_a_step(micro, tmp_path, command, capsys):
-    """What a process grows by in its first step, within a factor of 1.5, at 16 images of 96 pixels
-    (0.2 GB).
+    """Growth of a process in its first step, within a factor of 1.5.
+
+    16 images of 96 pixels (0.2 GB).
     """
     config = micro(
         tmp_path / "run", model="lvvit_t", size=96, batch=16, epochs=1, eval_every=9, ema=0.0
     )
     training.train(with_options(config, dry_run=True))
-    promised = float(re.search(r"take about ([\d.]+) GB", capsys.readouterr().out)[1])
+    estimate = float(re.search(r"take about ([\d.]+) GB", capsys.readouterr().out)[1])
     done = command("-c", MEASURED, json.dumps(config.to_dict()))
     assert done.returncode == 0, done.stderr
-    taken = json.loads(done.stdout.splitlines()[-1])[0]
-    assert 1 / 1.5 < promised / taken < 1.5, (promised, taken)
+    measured = json.loads(done.stdout.splitlines()[-1])[0]
+    assert 1 / 1.5 < estimate / measured < 1.5, (estimate, measured)
 
 
 FAULTS = """

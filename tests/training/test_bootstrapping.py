@@ -458,11 +458,10 @@ def test_feature_weight_decay(config, decay, shares):
         ),
     ],
 )
-def test_error_on_conflicting_options_before_first_step(config, fields, message):
-    run = config(**fields)
+def test_error_on_conflicting_options_before_first_step(config, tmp_path, fields, message):
     with pytest.raises(UserError, match=message):
-        training.train(run)
-    assert not (run.run.out / "checkpoints").exists()
+        training.train(config(**fields))
+    assert not (tmp_path / "run" / "checkpoints").exists()
 
 
 NO_CONV = "{} heads have no CONV: their square of 2 x 2 taps has no middle"

@@ -319,9 +319,8 @@ def test_validate_and_export_ignore_heads(micro, packed, tmp_path):
         )
         record = records(tmp_path / "run", "val")[-1]
         assert row["top1"] == record["top1" + "_ema" * (weights == "ema")]
-        assert row["parameters"] == sum(
-            p.numel() for p in training.build_model(micro(tmp_path), 2)[0].parameters()
-        )
+        plain = model_for(micro(tmp_path))
+        assert row["parameters"] == sum(p.numel() for p in plain.parameters())
         export.main(
             export.Export(checkpoint=tmp_path / "run", out=tmp_path / weights, weights=weights)
         )
@@ -350,29 +349,25 @@ def test_fine_tune_from_drloc_run_has_new_heads(micro, tmp_path):
 def test_weight_decay_covers_only_matrices_of_heads():
     torch.manual_seed(0)
     model = timm.create_model("test_vit", img_size=32, num_classes=3)
-    plain, ours = (
-        build_student(
-            with_options(Config(), model="test_vit", size=32, drloc=drloc, drloc_grid=0),
-            model,
-            ALONE,
-            None,
-        )
-        for drloc in ("none", "l1")
-    )
-    assert plain.trained is plain.model is model
+    students = []
+    for drloc in ("none", "l1"):
+        config = with_options(Config(), model="test_vit", size=32, objective="ce", drloc=drloc)
+        config = with_options(config, drloc_grid=0, mixtoken=False)
+        trainable = wrap(config, model, 3)
+        students.append(build_student(config.optim, model, trainable, ALONE, None))
+    plain, ours = students
+    assert plain.trainable is plain.model is model
     assert ours.model is model
-    assert isinstance(ours.trained, LocalizedModel)
-    names = {id(p): name for name, p in ours.trained.named_parameters()}
-    decayed = [
-        {names[id(p)] for p in group["params"]}
-        for group in ours.optimizer.param_groups
-        if group["weight_decay"]
-    ]
-    before = [
-        {names[id(p)] for p in group["params"]}
-        for group in plain.optimizer.param_groups
-        if group["weight_decay"]
-    ]
+    assert isinstance(ours.trainable, LocalizedModel)
+    names = {id(p): name for name, p in ours.trainable.named_parameters()}
+    decayed, before = (
+        [
+            {names[id(p)] for p in group["params"]}
+            for group in student.optimizer.param_groups
+            if group["weight_decay"]
+        ]
+        for student in (ours, plain)
+    )
     (decayed,), (before,) = decayed, before
     assert decayed - before == {f"localizer.heads.0.{layer}.weight" for layer in (0, 2, 4)}
     assert before <= decayed

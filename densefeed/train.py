@@ -31,7 +31,7 @@ from densefeed.training.evaluation import evaluate_sync
 from densefeed.training.guards import explain_oom, signal_handler
 from densefeed.training.logs import RunLog, open_log, write_run_header
 from densefeed.training.monitor import TrainMonitor
-from densefeed.training.ranks import Agreement, init_distributed, raise_on_rank0
+from densefeed.training.ranks import StopVote, init_distributed, raise_on_rank0
 from densefeed.training.run_checkpoints import Checkpoints
 from densefeed.training.schedule import learning_rate
 from densefeed.training.setup import Run, is_evaluated, setup_run
@@ -69,11 +69,11 @@ def train_loop(run: Run, signal_name: Callable[[], str]) -> dict:
     kept = Checkpoints(options.out, options.keep)
     inputs = StepInputs(config, ranks, loader, run.objective, student.trainable, run.dtype)
     monitor = TrainMonitor(config, ranks, student, inputs, run.seen, run.skips)
-    if ranks.first:
+    if ranks.is_first:
         write_run_header(run)
     flops = flops_per_size(config, run.objective, loader.num_classes)
     peak = peak_flops(ranks.device, run.dtype or torch.float32) * ranks.size
-    clock, agreement, result = RunClock(step, run.spent), Agreement(ranks), {}
+    clock, vote, result = RunClock(step, run.spent), StopVote(ranks), {}
     with (
         open_log(
             options.out,
@@ -81,7 +81,7 @@ def train_loop(run: Run, signal_name: Callable[[], str]) -> dict:
             run.steps,
             config.to_dict(),
             options.wandb,
-            ranks.first,
+            ranks.is_first,
             evaluated=not run.evaluate_first,
         ) as log,
         explain_oom(config.optim.microbatch, str(options.out)),
@@ -100,7 +100,7 @@ def train_loop(run: Run, signal_name: Callable[[], str]) -> dict:
                 loss, norm = update(student, ranks, step, losses)
                 monitor.add(loss)
                 step += 1
-                if step == run.step + 1 and options.compile != "never" and ranks.first:
+                if step == run.step + 1 and options.compile != "never" and ranks.is_first:
                     synchronize(ranks.device)
                     seconds = clock.total()[0] - run.spent[0]
                     print(f"first step, compilation included: {seconds:.1f} s", flush=True)
@@ -108,7 +108,7 @@ def train_loop(run: Run, signal_name: Callable[[], str]) -> dict:
                     flops_share = flops[loader.plan.size(epoch)] / peak
                     log_interval(run, monitor, clock, log, step, norm, flops_share)
                 log.advance(1)
-                stop = agreement(bool(signal_name()))
+                stop = vote(bool(signal_name()))
                 if at + 1 < per_epoch and (stop or (at + 1) % options.save_every == 0):
                     save(run, monitor, clock, kept, step)
                 if stop:
@@ -120,10 +120,10 @@ def train_loop(run: Run, signal_name: Callable[[], str]) -> dict:
             if is_evaluated(config, epoch + 1):
                 result = evaluate(run, inputs, kept, log, step)
             clock.restart(step)
-            if agreement(bool(signal_name())):
+            if vote(bool(signal_name())):
                 break
         if step < run.steps:
-            if ranks.first:
+            if ranks.is_first:
                 print(
                     f"{options.out}: stopped after step {step} of {run.steps}, all saved; the same "
                     "command with --resume auto continues"
@@ -169,7 +169,7 @@ def save(run: Run, monitor: TrainMonitor, clock: RunClock, kept: Checkpoints, st
     run.ranks.average(run.student.averaged)
     # The mean over ranks, so that any number of ranks can resume.
     seen = run.ranks.sum(monitor.seen.clone()) / run.ranks.size
-    if not run.ranks.first:
+    if not run.ranks.is_first:
         return
     preprocessing = run.student.model.pretrained_cfg
     about = {
@@ -203,7 +203,7 @@ def evaluate(run: Run, inputs: StepInputs, kept: Checkpoints, log: RunLog, step:
     log.write("val", step, step / len(run.loader), result)
     log.text = f"top-1 {100 * result['top1']:.1f} %"
     log.advance(0)
-    if run.ranks.first:
+    if run.ranks.is_first:
         kept.rate(step, max(result["top1"], result.get("top1_ema", 0)))
     return result
 
@@ -221,7 +221,7 @@ def finish(run: Run, result: dict, clock: RunClock) -> dict:
         "data_wait_share": round(float(waited / seconds), 4),
         "skipped": run.loader.skipped + run.val.skipped,
     }
-    if run.ranks.first:
+    if run.ranks.is_first:
         with replace_file(config.run.out / "result.json") as part:
             part.write_text(json.dumps(result, indent=1))
         skipped = f"; skipped {result['skipped']:,} unreadable" if result["skipped"] else ""

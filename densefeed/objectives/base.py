@@ -1,8 +1,8 @@
 """Objective: what a run trains for. One method is one class, in one file.
 
-An objective states what it needs (score maps, a head on every token), what it adds to the model, and
-the loss of a step. The training loop knows nothing else of a method. `register` makes an objective
-known to `--objective`; docs/extending.md has an example.
+An objective defines its inputs (score maps, a head on every token), its additions to the model, and
+the loss of a step. The training loop depends on nothing else of a method. `register` adds an
+objective to `--objective`; docs/extending.md has an example.
 """
 
 from collections.abc import Callable

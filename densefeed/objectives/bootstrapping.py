@@ -1,11 +1,10 @@
-"""Bootstrapping ViTs (arXiv 2112.03552): a transformer and its agent CNN in one step, and what they
-learn of each other.
+"""Bootstrapping ViTs (arXiv 2112.03552): train a transformer and its agent CNN together.
 
-    L = sum over both of [ own loss + distill_weight L_KD ] + feature_weight share sum over blocks
-    L_feat
+    L = sum over both of [ own loss + distill_weight L_KD ]
+        + feature_weight decay sum over blocks L_feat
 
-The paper's equation 9 gives the factor 10 to the mutual term, its section 4.5 and the published
-code to L_feat; so do we.
+The paper's equation 9 gives the factor 10 to the mutual term; its section 4.5 and the published
+code give it to L_feat, as this file does.
 """
 
 import math
@@ -35,7 +34,7 @@ Align = Literal["global", "layer", "tensor", "none"]
 
 
 class JointOutput(NamedTuple):
-    """What transformer and agent say of the same images."""
+    """Outputs of transformer and agent for the same images."""
 
     vit: Tensor | TokenLogits | TokenFeatures
     agent: Tensor | TokenLogits
@@ -44,17 +43,18 @@ class JointOutput(NamedTuple):
 
 
 class JointModel(nn.Module):
-    """A transformer and its agent as one network; forward gives `JointOutput`.
+    """A transformer and its agent CNN as one network; forward returns `JointOutput`.
 
     Args:
-        vit: any that `agent_cnn.wiring_of` knows.
-        agent: its agent, on the same device. If it has no weights of its own it gets those of
-            `vit`, which stay one set: they are parameters of `vit` alone, so checkpoints, optimizer
-            and averages hold each once.
-        blocks: which are supervised, counted from 1; none given: all.
-        align: which shared weights' gradients are aligned together.
+        vit: any transformer that `agent_cnn.vit_spec` supports.
+        agent: its agent, on the same device. If it has no weights of its own it uses those of
+            `vit`. These remain parameters of `vit` alone, so checkpoints, optimizer and EMA hold
+            each once.
+        blocks: supervised blocks, counted from 1; empty: all.
+        align: shared weights whose gradients are aligned together.
 
-    Raises ValueError for blocks that are not there. Move it no more: what is shared would part.
+    Raises ValueError for blocks that do not exist. Do not move the module to another device:
+    moving the module would break weight sharing.
     """
 
     def __init__(
@@ -63,7 +63,9 @@ class JointModel(nn.Module):
         super().__init__()
         depth = len(vit.blocks)
         if wrong := [number for number in blocks if not 1 <= number <= depth]:
-            raise ValueError(f"{wrong[0]} is no number of a block; they go from 1 to {depth}")
+            raise ValueError(
+                f"block {wrong[0]} does not exist; blocks are counted from 1 to {depth}"
+            )
         self.vit, self.agent, self.align = vit, agent, align
         self.taken = sorted({number - 1 for number in blocks}) or list(range(depth))
         self.shared = not hasattr(agent.blocks[0], "conv")
@@ -72,12 +74,12 @@ class JointModel(nn.Module):
 
     @property
     def networks(self) -> tuple[nn.Module, nn.Module]:
-        """Transformer and agent."""
+        """The transformer and the agent."""
         return self.vit, self.agent
 
     @torch.jit.ignore
     def no_weight_decay(self) -> set[str]:
-        """The transformer's tables."""
+        """The exceptions of the transformer: its tables."""
         return {f"vit.{name}" for name in getattr(self.vit, "no_weight_decay", set)()}
 
     def forward(self, image_NCHW: Tensor) -> JointOutput:
@@ -86,89 +88,76 @@ class JointModel(nn.Module):
         )
         vit = self.vit.forward_head(x_NTD)
         x_NDYX, maps = self.agent.forward_maps(image_NCHW)
-        return JointOutput(
-            vit, self.agent.forward_head(x_NDYX), tokens, [maps[number] for number in self.taken]
-        )
+        agent = self.agent.forward_head(x_NDYX)
+        return JointOutput(vit, agent, tokens, [maps[number] for number in self.taken])
 
     @torch.no_grad()
-    def combine_gradients(self, over_ranks: Callable[[list[Tensor]], None]) -> None:
-        """Give every shared weight the mean of the transformer's gradient and the aligned one of
-        the agent (Algorithm 1, line 8).
+    def combine_gradients(self, average: Callable[[list[Tensor]], None]) -> None:
+        """Set the gradient of every shared weight (Algorithm 1, line 8), without waiting.
 
-        `over_ranks` averages the agent's gradients over the ranks, in place, as DDP has averaged
-        the transformer's. A loss may be scaled: the projection does not depend on the gradients'
-        length. No wait. Without shared weights there is nothing to do.
+        It becomes the mean of the transformer's gradient and the aligned gradient of the agent.
+        `average` averages the agent's gradients over ranks, in place, as DDP has averaged the
+        transformer's. The loss may be scaled: the projection does not depend on the norm of the
+        gradients. Without shared weights there is nothing to do.
         """
         if not self.shared:
             return
-        # of each block: the transformer's gradient, the agent's
-        pairs: list[list[tuple[Tensor, Tensor]]] = []
-        for own, lent in zip(shared_gradients(self.vit), self.agent.lent, strict=True):
-            pairs.append(
-                [
-                    (mine, seen.grad)
-                    for mine, seen in zip(own, lent, strict=True)
-                    if seen is not None
-                ]
-            )
-        over_ranks([agents for block in pairs for _, agents in block])
+        # For each block, pairs of the transformer's gradient and the agent's.
+        blocks = [
+            [(own, lent.grad) for own, lent in zip(*weights, strict=True) if lent is not None]
+            for weights in zip(shared_gradients(self.vit), self.agent.lent, strict=True)
+        ]
+        pairs = [pair for block in blocks for pair in block]
+        average([agent for _, agent in pairs])
         groups = {
-            "global": [[pair for block in pairs for pair in block]],
-            "layer": pairs,
-            "tensor": [[pair] for block in pairs for pair in block],
+            "global": [pairs],
+            "layer": blocks,
+            "tensor": [[pair] for pair in pairs],
             "none": [],
         }[self.align]
         for group in groups:
-            for agents, turned in zip(
-                [a for _, a in group],
-                align_gradients([a for _, a in group], [v for v, _ in group]),
-                strict=True,
-            ):
-                agents.copy_(turned)
-        for block in pairs:
-            for mine, agents in block:
-                mine.add_(agents).mul_(0.5)
-        for seen in self.agent.borrowed():
-            seen.grad = None
+            own, agents = zip(*group, strict=True)
+            for agent, aligned in zip(agents, align_gradients(agents, own), strict=True):
+                agent.copy_(aligned)
+        for own, agent in pairs:
+            own.add_(agent).mul_(0.5)
+        for lent in self.agent.borrowed():
+            lent.grad = None
 
 
 def shared_gradients(vit: nn.Module) -> list[SharedWeights]:
-    """Those of what `agent_cnn.lent_by` lends.
+    """Collect the gradients of the weights that `agent_cnn.lent_by` shares.
 
-    Of qkv only the rows of v: q and k are the transformer's alone, so they neither count in its
-    length nor get any of the agent's.
+    Of qkv only the rows of v are shared. q and k belong to the transformer alone, so they neither
+    count in the norm of its gradient nor receive any of the agent's.
     """
     found = []
     for block in vit.blocks:
         layers = block.attn.proj, block.mlp.fc1, block.mlp.fc2
-        rest = [
-            None if tensor is None else tensor.grad
-            for layer in layers
-            for tensor in (layer.weight, layer.bias)
-        ]
+        tensors = [tensor for layer in layers for tensor in (layer.weight, layer.bias)]
+        rest = [None if tensor is None else tensor.grad for tensor in tensors]
         found.append(SharedWeights(block.attn.qkv.weight.grad[2 * vit.embed_dim :], *rest))
     return found
 
 
 def align_gradients(agent: Sequence[Tensor], vit: Sequence[Tensor]) -> list[Tensor]:
-    """The agent's gradients without what is against the transformer's: g_A - min(0, <g_A, g_V>) /
-    |g_V|² g_V.
+    """Return the agent's gradients with the conflicting component removed.
 
-    PCGrad's projection (arXiv 2001.06782) in one direction; each list is one vector, of any shapes.
-    The inner product with `vit` is then not negative, and 0 where it was.
+    g_A - min(0, <g_A, g_V>) / |g_V|² g_V: PCGrad's projection (arXiv 2001.06782) in one direction.
+    Each list is one vector, of tensors of any shapes. The inner product of the result with the
+    transformer's gradients is not negative, and 0 where it was negative.
     """
     product = torch.stack([(a * v).sum() for a, v in zip(agent, vit, strict=True)]).sum()
     square = torch.stack([v.square().sum() for v in vit]).sum()
-    against = torch.where(product < 0, product / square, 0.0)
-    return [a - against * v for a, v in zip(agent, vit, strict=True)]
+    conflict = torch.where(product < 0, product / square, 0.0)
+    return [a - conflict * v for a, v in zip(agent, vit, strict=True)]
 
 
 def pool_sequence(x_NTD: Tensor, length: int) -> Tensor:
-    """Sequence interpolation: means of neighbors in the sequence, `[N, length, D]`. ValueError
-    where `length` does not divide T.
+    """Sequence interpolation: average neighbors in the sequence, `[N, length, D]`.
 
-    Rows of an image follow each other in the sequence, so neighbors at a row's end lie far apart;
-    the paper's default all the same.
+    The rows of an image follow each other in the sequence, so neighbors at the end of a row are far
+    apart; it is the paper's default nevertheless. Raises ValueError if `length` does not divide T.
     """
     if x_NTD.shape[1] % length:
         raise ValueError(f"{x_NTD.shape[1]} tokens cannot be averaged to {length}")
@@ -176,15 +165,15 @@ def pool_sequence(x_NTD: Tensor, length: int) -> Tensor:
 
 
 def pool_squares(x_NTD: Tensor, length: int) -> Tensor:
-    """AP-2D: the same in squares of a square grid. ValueError where that leaves no whole
-    squares.
+    """AP-2D: average in squares of a square grid, `[N, length, D]`.
+
+    Raises ValueError if the grid cannot be divided into such squares.
     """
     side, small = math.isqrt(x_NTD.shape[1]), math.isqrt(length)
     if side**2 != x_NTD.shape[1] or small**2 != length or side % small:
         raise ValueError(f"{x_NTD.shape[1]} tokens cannot be averaged to {length} in squares")
-    return (
-        x_NTD.unflatten(1, (small, side // small, small, side // small)).mean((2, 4)).flatten(1, 2)
-    )
+    factor = side // small
+    return x_NTD.unflatten(1, (small, factor, small, factor)).mean((2, 4)).flatten(1, 2)
 
 
 def feature_loss(
@@ -194,19 +183,19 @@ def feature_loss(
     norm: Norm = "l2-token",
     adapt: Adapt = "sequence",
 ) -> Tensor:
-    """Equation 7: the sum over blocks of equation 6, the squared distance of normalized features;
-    float32 `[]`.
+    """Compute equation 7, float32 `[]`: the sum over blocks of equation 6.
 
-    The agent's maps are constants. Whichever of the two has more places is averaged to the other's
-    number. `norm`: each token by its length and the mean over tokens ("l2-token"; the paper names
-    no axis, the published code normalizes tokens), the whole sequence by its length ("l2-whole"),
-    or each token by its mean and deviation and the mean over channels, too ("layernorm", the
-    published code: 2 - 2 times the correlation). ValueError where the numbers of places do not fit.
+    Equation 6 is the squared distance of normalized features. The agent's maps are constants. If
+    one of the two has more positions, it is averaged to the number of the other. `norm` is one of
+        l2-token: each token by its norm, mean over tokens. The paper names no axis; the published
+            code normalizes tokens.
+        l2-whole: the whole sequence by its norm.
+        layernorm: each token by its mean and standard deviation, mean over tokens and channels, as
+            the published code does: 2 - 2 times the correlation.
+    Raises ValueError if the numbers of positions do not fit.
     """
-    pool, total = (
-        {"sequence": pool_sequence, "pool-2d": pool_squares}[adapt],
-        weight_N.new_zeros((), dtype=torch.float32),
-    )
+    pool = {"sequence": pool_sequence, "pool-2d": pool_squares}[adapt]
+    total = weight_N.new_zeros((), dtype=torch.float32)
     for x_NTD, x_NDYX in zip(tokens, maps, strict=True):
         agent = x_NDYX.detach().flatten(2).transpose(1, 2).float()
         vit, length = x_NTD.float(), min(x_NTD.shape[1], agent.shape[1])
@@ -227,44 +216,49 @@ def feature_loss(
 def distillation_loss(
     student_NK: Tensor, teacher_NK: Tensor, weight_N: Tensor, temperature: float
 ) -> Tensor:
-    """T² KL(softmax(teacher / T) || softmax(student / T)), the soft part of L_KD in equation 8; the
-    teacher is a constant.
+    """Compute T² KL(softmax(teacher / T) || softmax(student / T)), float32 `[]`.
+
+    This is the soft part of L_KD in equation 8; the teacher is a constant.
     """
-    of_teacher, of_student = (
+    target, prediction = (
         F.log_softmax(x.float() / temperature, -1) for x in (teacher_NK.detach(), student_NK)
     )
-    loss_N = F.kl_div(of_student, of_teacher, reduction="none", log_target=True).sum(-1)
+    loss_N = F.kl_div(prediction, target, reduction="none", log_target=True).sum(-1)
     return temperature**2 * weighted_mean(loss_N, weight_N)
 
 
 def class_logits(output: Tensor | TokenLogits | TokenFeatures) -> Tensor:
-    """The class token's answer `[N, K]`."""
+    """Return the logits of the class token, `[N, K]`."""
     return output if isinstance(output, Tensor) else output.cls
 
 
 # ---------------------------------------------------------------- the objective
 
-AGENT_KWARGS = ("down", "pool", "norm")  # all else of an agent follows from its transformer
+# Arguments that the user may set; the others follow from the transformer and --agent.
+AGENT_KWARGS = ("down", "pool", "norm")
 
 
 @dataclass(frozen=True, kw_only=True)
 class BootstrapOptions(Options):
     """Options of `--bootstrap`."""
 
-    # train an agent CNN beside the model; shared: with the model's weights
+    # also train an agent CNN; joint: with its own weights; shared: with the weights of the model
     mode: Annotated[Literal["none", "joint", "shared"], arg(name="bootstrap")] = "none"
     # architecture of the agent: Tables 7 and 6 of Bootstrapping ViTs
     agent: Literal["res-like", "base"] = "res-like"
     # more arguments of the agent, each NAME=VALUE as in --model-kwargs: down, pool, norm
     agent_kwargs: tuple[str, ...] = ()
-    distill_weight: NonNegative = 1.0  # weight of the mutual distillation
-    distill_temperature: Annotated[float, Bounds(1e-3)] = 4.0  # of the mutual distillation
-    feature_weight: NonNegative = 10.0  # weight of the agent's features as targets of the blocks
-    feature_decay: Literal["linear", "none"] = "linear"  # of that weight, to 0 after the last epoch
-    feature_blocks: tuple[int, ...] = ()  # blocks with such a target, from 1; empty: all
-    # normalization of features before they are compared; layernorm: as published
+    distill_weight: NonNegative = 1.0  # mutual distillation weight
+    distill_temperature: Annotated[float, Bounds(1e-3)] = 4.0  # mutual distillation temperature
+    # weight of the feature loss, which fits blocks to the features of the agent
+    feature_weight: NonNegative = 10.0
+    # decay of the weight of the feature loss; linear: to 0 after the last epoch
+    feature_decay: Literal["linear", "none"] = "linear"
+    # blocks with a feature loss, counted from 1; empty: all
+    feature_blocks: tuple[int, ...] = ()
+    # normalization in the feature loss; layernorm: as published
     feature_norm: Norm = "l2-token"
-    # match numbers of tokens and places: average neighbors in the sequence, or squares of the grid
+    # pooling that matches tokens to the agent's map: neighbors in the sequence, or squares
     feature_adapt: Adapt = "sequence"
     # shared weights whose gradients are aligned together
     align: Align = "global"
@@ -286,8 +280,8 @@ class Bootstrapping(Objective):
         options = self.options
         if self.setting.options.drloc.variant != "none":
             raise UserError(
-                "--drloc and --bootstrap: the heads of DRLoc read the last map of one network, and "
-                "no paper says which of the two; give one of the two options"
+                "--drloc and --bootstrap cannot be combined: DRLoc reads the last map of one "
+                "network, and no paper defines which of the two; give one of the two options"
             )
         if self.setting.mix.mixtoken:
             raise UserError(
@@ -298,8 +292,8 @@ class Bootstrapping(Objective):
         uneven = options.agent == "res-like" and options.feature_adapt == "sequence"
         if uneven and options.feature_weight > 0 and self.needs_tokens:
             raise UserError(
-                "--feature-adapt sequence compares a token with other places of the agent's map "
-                "than the token shows, which contradicts token labels; give --feature-adapt "
+                "--feature-adapt sequence compares a token with positions of the agent's map "
+                "outside that token, which contradicts token labels; give --feature-adapt "
                 "pool-2d, or --agent base, whose maps are as large as the grid of tokens"
             )
 
@@ -315,13 +309,13 @@ class Bootstrapping(Objective):
                     option = "--sizes" if len(self.setting.sizes) > 1 else "--size"
                     fit = " or ".join(map(str, self.nearby_sizes(joint, side)))
                     raise UserError(
-                        f"--bootstrap {self.options.mode} cannot train at {side} px ({why}); choose "
-                        f"another {option}{f' ({fit} px fit)' if fit else ''}, --agent, "
+                        f"--bootstrap {self.options.mode} cannot train at {side} px ({why}); "
+                        f"choose another {option}{f' ({fit} px fit)' if fit else ''}, --agent, "
                         "--agent-kwargs or --feature-adapt"
                     ) from error
 
     def nearby_sizes(self, joint: JointModel, side: int) -> list[int]:
-        """Find the next smaller and larger sizes, up to twice as large, that can be trained at."""
+        """Find the next smaller and larger training size that fits, up to twice as large."""
         patch, width = vit_spec(joint.vit).patch, joint.vit.embed_dim
 
         def fits(other: int) -> bool:
@@ -340,7 +334,7 @@ class Bootstrapping(Objective):
     def feature_loss(
         self, tokens: Sequence[Tensor], maps: Sequence[Tensor], weight_N: Tensor
     ) -> Tensor:
-        """Compute `feature_loss` as the options have it."""
+        """Compute `feature_loss` with the options of the run."""
         options = self.options
         return feature_loss(tokens, maps, weight_N, options.feature_norm, options.feature_adapt)
 
@@ -354,30 +348,31 @@ class Bootstrapping(Objective):
             raise UserError(f"{where}: --feature-blocks {blocks}: {error}") from error
 
     def build_agent(self, model: nn.Module, num_classes: int) -> AgentCNN:
-        """Build the agent of `model`; with token labels it has a head on every place of its map.
+        """Build the agent of `model`; with token labels it has a head on every position of its map.
 
-        Raises UserError where the model can have none.
+        Raises UserError if the model cannot have one.
         """
         options = self.options
         given = parse_arguments(options.agent_kwargs, "--agent-kwargs")
         if unknown := [name for name in given if name not in AGENT_KWARGS]:
             raise UserError(
                 f"--agent-kwargs takes {', '.join(AGENT_KWARGS[:-1])} and {AGENT_KWARGS[-1]}, not "
-                f"{unknown[0]}; everything else of an agent follows from its transformer and --agent"
+                f"{unknown[0]}; the rest of an agent follows from its transformer and --agent"
             )
         kwargs = {"stem": options.agent, "token_head": self.needs_tokens} | given
         try:
             return make_agent(model, num_classes, shared=options.mode == "shared", **kwargs)
         except (ValueError, TypeError) as error:
             raise UserError(
-                f"--bootstrap {options.mode}: {self.setting.model} can have no such agent "
+                f"--bootstrap {options.mode}: {self.setting.model} cannot have this agent "
                 f"({error}); choose another --model, --model-kwargs or --agent-kwargs"
             ) from error
 
     def inputs(self, plan: EpochPlan, epoch: int, batch: Batch) -> tuple[Tensor, Any]:
-        """Return what the decay leaves of the features' weight, float32 `[]`.
+        """Return the decay factor of the feature loss, float32 `[]`, and the base's inputs.
 
-        It is a tensor because the compiler specializes on numbers and would compile every epoch.
+        The factor is a tensor because the compiler specializes on numbers and would recompile every
+        epoch.
         """
         linear = self.options.feature_decay == "linear"
         factor = torch.tensor(1 - epoch / self.setting.epochs if linear else 1.0)
@@ -385,9 +380,9 @@ class Bootstrapping(Objective):
         return factor.to(device, non_blocking=True), self.base.inputs(plan, epoch, batch)
 
     def loss(self, output: JointOutput, batch: Batch, step: StepContext) -> Tensor:
-        """Each network's own loss, mutual distillation, and the agent's features.
+        """Sum the loss of each network, mutual distillation and the feature loss.
 
-        The agent's dense targets are those of the grid of its own last map.
+        The agent's dense targets have the grid of its own last map.
         """
         options, (factor, inputs) = self.options, step.inputs
         step = step._replace(inputs=inputs)

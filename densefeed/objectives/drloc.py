@@ -1,8 +1,7 @@
-"""DRLoc: two tokens of a grid are shown, and a small head says how far apart they lie (arXiv
-2106.03746 and its supplementary).
+"""DRLoc: a small head predicts the relative offset of two tokens of a grid (arXiv 2106.03746).
 
-The loss is added to whatever else a network is trained on. It needs no labels but places, and every
-network with a grid of tokens or a map of features has these. Equations and tables are those of the
+The loss is added to that of another objective. It needs no labels but positions, which every
+network with a grid of tokens or a feature map has. Equations and tables are those of the paper's
 supplementary; `published` is what its public code does instead, where that differs.
 """
 
@@ -25,99 +24,94 @@ from densefeed.pipelines.plan import EpochPlan
 from densefeed.system.errors import UserError
 from densefeed.system.options import Bounds, Count, NonNegative, Options
 
-# N images   D width   R x C a grid, rows and columns   T = R C   M pairs of an image   B offsets that ce and reg tell apart
+# N images   D width   R x C a grid, rows and columns   T = R C tokens   M pairs per image
+# B classes of offsets in ce and reg
 
 Variant = Literal["l1", "signed", "ce", "reg", "all"]
-RISING_EPOCHS = 20  # of the loss's weight, in the published code
+RISING_EPOCHS = 20  # in which the published code raises the weight of the loss
 HIDDEN = 512  # Table 16: 256 and 1,024 gain less
 ALPHA = 1e-3  # of equation 6
-# keeps equation 6 finite where a distribution is one single offset; the public code's number
-LEAST_VARIANCE = 1e-8
+# Keeps equation 6 finite where a distribution has a single offset; the value of the public code.
+MIN_VARIANCE = 1e-8
 
 
 class PoolError(ValueError):
-    """A grid that cannot be pooled as it was asked; `sides` are what it can be pooled to, 0 (not at
-    all) first, perhaps none.
+    """A grid that cannot be pooled as requested.
+
+    `sides` are the values that it can be pooled to, 0 (no pooling) first; it may be empty.
     """
 
     def __init__(self, why: str, grid: tuple[int, int]) -> None:
         super().__init__(f"its grid of {grid[0]} x {grid[1]} {why}")
         R, C = grid
-        smaller = [
-            R // factor for factor in range(2, min(R, C) // 2 + 1) if R % factor == C % factor == 0
-        ]
+        factors = range(2, min(R, C) // 2 + 1)
+        smaller = [R // factor for factor in factors if R % factor == C % factor == 0]
         self.sides = [0, *smaller] if min(R, C) > 1 else []
 
 
 def pool_factor(grid: tuple[int, int], side: int) -> int:
-    """How many places of a grid of (rows, columns), along each axis, become one, so that `side`
-    rows are left; 1 for side 0.
+    """Return the stride that pools a grid of (rows, columns) to `side` rows; 1 for side 0.
 
-    PoolError, a ValueError, if the grid is smaller than that, is no whole multiple of it, or leaves
-    nothing to compare.
+    Raises PoolError, a ValueError, if the grid is smaller than that, is not a multiple of it, or
+    leaves nothing to compare.
     """
     R, C = grid
     if side and min(R, C) < side:
-        raise PoolError(f"is smaller than a pool to {side} x {side}", grid)
+        raise PoolError(f"is smaller than {side} x {side}", grid)
     factor = R // side if side else 1
     if side and (R % side or C % factor):
-        raise PoolError(f"is no multiple of {side} x {side}", grid)
+        raise PoolError(f"is not a multiple of {side} x {side}", grid)
     if min(R, C) // factor < 2:
-        raise PoolError(
-            f"leaves {R // factor} x {C // factor} places, too few to have a distance", grid
-        )
+        left = f"{R // factor} x {C // factor}"
+        raise PoolError(f"leaves {left} positions, too few for an offset", grid)
     return factor
 
 
-def pooled(map_NDRC: Tensor, factor: int) -> Tensor:
-    """Means over windows of 2 `factor` - 1 places, `factor` apart, zeros beyond the edge not
-    counted: `[N, D, R / factor, ...]`.
+def pool_map(map_NDRC: Tensor, factor: int) -> Tensor:
+    """Average-pool with a stride of `factor`: `[N, D, R, C]` to `[N, D, R / factor, C / factor]`.
 
-    For a factor of 2 that is the published pool of 14 x 14 to 7 x 7.
+    The kernel has 2 `factor` - 1 positions a side, and padding does not count. For a factor of 2
+    this is the published pooling of 14 x 14 to 7 x 7.
     """
     if factor == 1:
         return map_NDRC
     return F.avg_pool2d(map_NDRC, 2 * factor - 1, factor, factor - 1, count_include_pad=False)
 
 
-def places(words_NM4: Tensor, grid: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """Uniform rows and columns of both places of a pair from 32 random bits each, all int64: `[N,
-    M, 2]` each.
+def select_positions(words_NM4: Tensor, grid: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """Select uniform rows and columns of pairs from 32 random bits each, all int64: `[N, M, 2]`.
 
-    Of k rows each has the probability 1 / k to within 2^-32. Both places of a pair may be one.
+    Each of k rows has the probability 1 / k to within 2^-32. Both positions of a pair may be equal.
     """
     R, C = grid
     return words_NM4[..., 0::2] * R >> 32, words_NM4[..., 1::2] * C >> 32
 
 
 def gather_pairs(map_NDRC: Tensor, row_NM2: Tensor, column_NM2: Tensor) -> Tensor:
-    """The embeddings at both places of each pair, one behind the other: `[N, D, R, C]`, int64 `[N,
-    M, 2]` to `[N, M, 2 D]`.
+    """Concatenate the embeddings of each pair: `[N, D, R, C]`, int64 `[N, M, 2]` to `[N, M, 2 D]`.
 
-    An embedding lookup, because its backward pass adds up what falls on one place in a fixed order
-    on every device.
+    Uses an embedding lookup, because its backward pass sums the gradients of one position in a
+    fixed order on every device.
     """
     N, D, R, C = map_NDRC.shape
     image = torch.arange(N, device=map_NDRC.device)[:, None, None]
-    return F.embedding(
-        (image * R + row_NM2) * C + column_NM2, map_NDRC.permute(0, 2, 3, 1).reshape(N * R * C, D)
-    ).flatten(2)
+    table_LD = map_NDRC.permute(0, 2, 3, 1).reshape(N * R * C, D)
+    return F.embedding((image * R + row_NM2) * C + column_NM2, table_LD).flatten(2)
 
 
 def offset_classes(side: int, published: bool = False) -> int:
-    """How many offsets along an axis of `side` places `ce` and `reg` tell apart.
+    """Return the number of classes that `ce` and `reg` have for offsets along `side` positions.
 
-    2 k + 1 in the paper (equation 4), of which -k and k never occur; 2 k - 1 in the public code.
+    It is 2 k + 1 in the paper (equation 4), where -k and k never occur; 2 k - 1 in the public code.
     """
     return 2 * side - 1 if published else 2 * side + 1
 
 
 class LocalizationHead(nn.Sequential):
-    """Table 15: `[..., 2 width]`, the embeddings of a pair one behind the other, to `[...,
-    outputs]`.
+    """Head of Table 15: concatenated embeddings of a pair `[..., 2 width]` to `[..., outputs]`.
 
-    With `deep` a third linear layer without an activation stands before the last, as in the public
-    code of `ce` and `reg`.
+    With `deep` a third linear layer without an activation precedes the last, as in the public code
+    of `ce` and `reg`.
     """
 
     def __init__(self, width: int, outputs: int, hidden: int = HIDDEN, deep: bool = False) -> None:
@@ -131,69 +125,70 @@ class LocalizationHead(nn.Sequential):
         )
 
 
-def at_least_float32(x: Tensor) -> Tensor:
-    """Losses are no matter for 16 bits, whatever the products before them were computed in."""
+def upcast(x: Tensor) -> Tensor:
+    """Convert to float32 at least: losses need more than 16 bits, whatever autocast computes in."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def regression_loss(
-    said_NM: Tensor, offset_NM: Tensor, side: int, signed: bool, published: bool
+    predicted_NM: Tensor, offset_NM: Tensor, side: int, signed: bool, published: bool
 ) -> Tensor:
-    """Equations 1 to 3 along one axis of `side` places: how far off the offset (first place less
-    second) is said. `[N, M]`.
+    """Compute equations 1 to 3 along one axis: absolute error of the predicted offset, `[N, M]`.
 
-    Offsets without their sign, or `signed`, are divided by `side`, so that they lie in [0, 1) or
-    (-1, 1); `published` leaves them in places, signed ones counted from 0 to 2 k - 2.
+    The offset is the first position minus the second. Its absolute value, or itself if `signed`, is
+    divided by the `side` positions of the axis and lies in [0, 1) or (-1, 1). `published` keeps it
+    in positions, and counts signed ones from 0 to 2 k - 2.
     """
     target_NM = offset_NM if signed else offset_NM.abs()
     target_NM = target_NM + (side - 1) * signed if published else target_NM / side
-    return (at_least_float32(said_NM) - target_NM).abs()
+    return (upcast(predicted_NM) - target_NM).abs()
 
 
 def classification_loss(logits_NMB: Tensor, offset_NM: Tensor) -> Tensor:
-    """Equation 5 along one axis: cross entropy with the offset, of which that of 0 is the middle
-    class. `[N, M]`.
+    """Compute equation 5 along one axis: cross entropy with the offset, `[N, M]`.
+
+    The middle class is the offset 0.
     """
     B = logits_NMB.shape[-1]
     label_NM = offset_NM + B // 2
-    logits_LB = at_least_float32(logits_NMB).flatten(0, 1)
+    logits_LB = upcast(logits_NMB).flatten(0, 1)
     return F.cross_entropy(logits_LB, label_NM.flatten(), reduction="none").view_as(label_NM)
 
 
 def expectation_loss(logits_NMB: Tensor, offset_NM: Tensor, published: bool) -> Tensor:
-    """Equation 6 along one axis: the squared distance from the mean of what is said, over its
-    variance. `[N, M]`.
+    """Compute equation 6 along one axis: squared error of the predicted mean, over its variance.
 
-    ALPHA log(sigma) is added; `published` adds ALPHA log(sigma^2).
+    Returns `[N, M]`. ALPHA log(sigma) is added; `published` adds ALPHA log(sigma^2).
     """
-    p_NMB = at_least_float32(logits_NMB).softmax(-1)
+    p_NMB = upcast(logits_NMB).softmax(-1)
     B = p_NMB.shape[-1]
     classes_B = torch.arange(B, device=p_NMB.device) - B // 2
     mean_NM1 = (p_NMB * classes_B).sum(-1, keepdim=True)
-    variance_NM = (p_NMB * (classes_B - mean_NM1).square()).sum(-1) + LEAST_VARIANCE
+    variance_NM = (p_NMB * (classes_B - mean_NM1).square()).sum(-1) + MIN_VARIANCE
     spread = ALPHA * (1 if published else 0.5) * variance_NM.log()
     return (offset_NM - mean_NM1.squeeze(-1)).square() / variance_NM + spread
 
 
 class LocalizationLoss(nn.Module):
-    """The loss, with its heads.
+    """The localization loss with its heads.
 
     Args:
         variant: `l1` (L_drloc), `signed` (L*_drloc, equation 3), `ce` (equation 5), `reg` (equation
-            6), or `all` (equation 7): l1 on every map, each with its own head, summed.
-        widths: D of each map; one, but for `all`.
-        side: rows to which the last map is pooled, the others as it is; 0: none is.
-        grid: rows and columns of the last map, pooled; `ce` and `reg` have a class for each of its
-            offsets, and take no other.
-        published: targets count places and are no shares of the grid, so the same weight weighs 2 k
-            times as much in `signed` and k times in `l1`; in `ce` and `reg` other classes, a deeper
-            head and twice the logarithm of equation 6.
+            6), or `all` (equation 7): the sum of l1 on every map, each with its own head.
+        widths: D of each map; one map, except for `all`.
+        side: rows to which the last map is pooled, the others by the same factor; 0: no pooling.
+        grid: rows and columns of the last map after pooling. `ce` and `reg` have a class for each
+            offset in it and accept no other grid.
+        published: targets count positions and are not fractions of the grid, so the same weight
+            counts 2 k times as much in `signed` and k times in `l1`; `ce` and `reg` have other
+            classes, a deeper head and twice the logarithm of equation 6.
 
-    Forward takes maps `[N, D, R, C]`, 32 random bits for each number of each pair (int64 `[N, M,
-    4]`: row and column of the first place, then of the second) and a weight of each image, float
-    `[N]`. It returns the mean over pairs and over images by weight, float32 `[]`. Gradients reach
-    both embeddings of a pair. All maps are asked for the same shares of their sides: that changes
-    none of equation 7's expectations. Raises ValueError for maps that cannot be pooled so.
+    Forward takes maps `[N, D, R, C]`, 32 random bits for each coordinate of each pair (int64 `[N,
+    M, 4]`: row and column of the first position, then of the second) and a weight for each image,
+    float `[N]`. It returns the mean over pairs and the weighted mean over images, float32 `[]`.
+    Gradients reach both embeddings of a pair. All maps use the same random bits, so the same
+    fractions of their sides, which changes none of the expectations of equation 7. Raises
+    ValueError for maps that cannot be pooled so.
     """
 
     def __init__(
@@ -207,8 +202,7 @@ class LocalizationLoss(nn.Module):
         super().__init__()
         self.variant, self.side, self.published = variant, side, published
         classes = variant in ("ce", "reg")
-        # along each axis
-        self.outputs = [offset_classes(places, published) if classes else 1 for places in grid]
+        self.outputs = [offset_classes(k, published) if classes else 1 for k in grid]  # per axis
         self.heads = nn.ModuleList(
             LocalizationHead(width, sum(self.outputs), deep=published and classes)
             for width in widths
@@ -217,89 +211,83 @@ class LocalizationLoss(nn.Module):
     def forward(self, maps: Sequence[Tensor], words_NM4: Tensor, weight_N: Tensor) -> Tensor:
         factor = pool_factor(tuple(maps[-1].shape[2:]), self.side)
         losses = [
-            self._of_pairs(head, pooled(map_NDRC, factor), words_NM4)
+            self._pair_loss(head, pool_map(map_NDRC, factor), words_NM4)
             for head, map_NDRC in zip(self.heads, maps, strict=True)
         ]
         return (sum(losses).mean(1) * weight_N).sum() / weight_N.sum().clamp(min=1e-6)
 
-    def _of_pairs(self, head: nn.Module, map_NDRC: Tensor, words_NM4: Tensor) -> Tensor:
+    def _pair_loss(self, head: nn.Module, map_NDRC: Tensor, words_NM4: Tensor) -> Tensor:
+        """Return the loss of each pair of one map, summed over both axes, `[N, M]`."""
         grid = tuple(map_NDRC.shape[2:])
-        row_NM2, column_NM2 = places(words_NM4, grid)
-        said = head(gather_pairs(map_NDRC, row_NM2, column_NM2)).split(self.outputs, -1)
-        offsets = [place_NM2[..., 0] - place_NM2[..., 1] for place_NM2 in (row_NM2, column_NM2)]
+        positions = select_positions(words_NM4, grid)
+        predictions = head(gather_pairs(map_NDRC, *positions)).split(self.outputs, -1)
+        offsets = [at_NM2[..., 0] - at_NM2[..., 1] for at_NM2 in positions]
         if self.variant == "ce":
-            return sum(map(classification_loss, said, offsets))
+            return sum(map(classification_loss, predictions, offsets))
         if self.variant == "reg":
             return sum(
                 expectation_loss(logits, offset, self.published)
-                for logits, offset in zip(said, offsets, strict=True)
+                for logits, offset in zip(predictions, offsets, strict=True)
             )
-        # The mean of both axes, as in the published pseudocode; equation 2 writes the sum, which is
+        # The mean of both axes, as in the published pseudocode; equation 2 has the sum, which is
         # twice that.
         signed = self.variant == "signed"
         return sum(
             regression_loss(one.squeeze(-1), offset, side, signed, self.published) / 2
-            for one, offset, side in zip(said, offsets, grid, strict=True)
+            for one, offset, side in zip(predictions, offsets, grid, strict=True)
         )
 
 
 class LocalizedOutput(NamedTuple):
-    """What a `LocalizedModel` network returns: what its model does, and the loss of the places,
-    float32 `[]`.
-    """
+    """Output of `LocalizedModel`: that of its model, and the localization loss, float32 `[]`."""
 
     output: Any
     loss: Tensor
 
 
 def feature_map(features: Any, model: nn.Module, image_NCHW: Tensor) -> Tensor:
-    """What timm's `forward_features` gives, `[N, T, D]` with or without prefix tokens, `[N, D, R,
-    C]` or `[N, R, C, D]`, as `[N, D, R, C]`. ValueError if it is none of these, or the class token
-    alone.
+    """Reshape the output of timm's `forward_features` to a map `[N, D, R, C]`.
+
+    Accepts `[N, T, D]` with or without prefix tokens, `[N, D, R, C]` and `[N, R, C, D]`. Raises
+    ValueError if it is none of these, or the class token alone.
     """
-    if isinstance(features, Tensor) and features.ndim == 4:
-        return (
-            features.permute(0, 3, 1, 2)
-            if getattr(model, "output_fmt", "NCHW") == "NHWC"
-            else features
-        )
-    if isinstance(features, Tensor) and features.ndim == 3:
-        tokens_NTD, (H, W) = (
-            features[:, getattr(model, "num_prefix_tokens", 0) :],
-            image_NCHW.shape[2:],
-        )
-        T = tokens_NTD.shape[1]
-        # PiT, which tells no number of prefix tokens, keeps its map to itself.
-        if (
-            not hasattr(model, "num_prefix_tokens")
-            and getattr(model, "cls_token", tokens_NTD[:, :0]).shape[1] == T
-        ):
+    ndim = features.ndim if isinstance(features, Tensor) else 0
+    if ndim == 4:
+        channels_last = getattr(model, "output_fmt", "NCHW") == "NHWC"
+        return features.permute(0, 3, 1, 2) if channels_last else features
+    if ndim == 3:
+        tokens_NTD = features[:, getattr(model, "num_prefix_tokens", 0) :]
+        T, (H, W) = tokens_NTD.shape[1], image_NCHW.shape[2:]
+        # PiT has no num_prefix_tokens, and returns its class tokens without its map.
+        unprefixed = not hasattr(model, "num_prefix_tokens")
+        if unprefixed and getattr(model, "cls_token", tokens_NTD[:, :0]).shape[1] == T:
             raise ValueError(
-                "its features are the class token alone, and no grid of tokens; choose another model"
+                "its features are the class token alone, without a grid of tokens; choose another "
+                "model"
             )
         R = round(math.sqrt(T * H / W))
         if R and T % R == 0:
             return tokens_NTD.transpose(1, 2).unflatten(2, (R, T // R))
-    raise ValueError("it gives no map and no grid of tokens; choose another model")
+    raise ValueError("its features are neither a map nor a grid of tokens; choose another model")
 
 
 class LocalizedModel(nn.Module):
-    """A network of timm's kind and a `LocalizationLoss` that reads its last map, or all of its
-    maps, in the same forward pass.
+    """A timm model with a `LocalizationLoss` on its last map, or on all, in one forward pass.
 
     Args:
-        model: has `forward_features` and `forward_head`, which one after the other are its forward.
+        model: has `forward_features` and `forward_head`, whose composition is its forward.
         variant, side, published: see `LocalizationLoss`.
-        sizes: sides of the inputs that it will see, pixels.
+        sizes: sides of the inputs in training, pixels.
 
-    The map is what `forward_features` gives, after the final norm; `all` reads those of
+    The map is the output of `forward_features`, after the final norm. `all` reads the maps of
     `forward_intermediates`, without norm: of every block, or of every stage of a pyramid.
-    `published` takes Swin's and ViT's before the norm, as the public code does. Under MixToken it
-    is the map of the mixed image: what is exchanged keeps its place, so offsets stay true.
+    `published` reads the map of Swin and ViT before the norm, as the public code does. Under
+    MixToken it is the map of the mixed image: exchanged tokens keep their position, so offsets stay
+    correct.
 
-    Forward takes images `[N, C, H, W]`, bits and weights as `LocalizationLoss` does, and what else
-    the model takes. Raises ValueError where the model gives no such map, one that cannot be pooled
-    so, or leaves out patches in training.
+    Forward takes images `[N, C, H, W]`, bits and weights as `LocalizationLoss` does, and further
+    arguments of the model. Raises ValueError if the model has no such map, one that cannot be
+    pooled so, or patch dropout.
     """
 
     def __init__(
@@ -313,30 +301,26 @@ class LocalizedModel(nn.Module):
         super().__init__()
         self.model = model
         self.indices = None if variant == "all" else 1  # of forward_intermediates: all, or the last
-        self.from_blocks = variant == "all" or (
-            published and isinstance(model, SwinTransformer | VisionTransformer)
-        )
-        needed = (
-            "forward_features",
-            "forward_head",
-            *(("forward_intermediates",) if self.from_blocks else ()),
-        )
+        before_norm = published and isinstance(model, SwinTransformer | VisionTransformer)
+        self.from_blocks = variant == "all" or before_norm
+        needed = ["forward_features", "forward_head", "forward_intermediates"]
+        needed = needed if self.from_blocks else needed[:2]
         if missing := [name for name in needed if not callable(getattr(model, name, None))]:
             other = ", or another variant" if missing[0] == "forward_intermediates" else ""
             raise ValueError(f"it has no {missing[0]}; choose another model{other}")
         refuse_patch_dropout(model)
-        shapes = [self._shapes(size) for size in sizes]
+        shapes = [self._map_shapes(size) for size in sizes]
         grids = []
         for *_, (_, R, C) in shapes:
             factor = pool_factor((R, C), side)
             grids.append((R // factor, C // factor))
         if variant in ("ce", "reg") and len(set(grids)) > 1:
             raise ValueError(
-                f"its offsets differ in number between input sizes, with {variant} a class each; choose one size"
+                f"--sizes change the number of its offsets, and {variant} has a class for each; "
+                "choose one size"
             )
-        self.localizer = LocalizationLoss(
-            variant, [D for D, _, _ in shapes[0]], side, grids[0], published
-        )
+        widths = [D for D, _, _ in shapes[0]]
+        self.localizer = LocalizationLoss(variant, widths, side, grids[0], published)
 
     @property
     def networks(self) -> tuple[nn.Module]:
@@ -344,20 +328,18 @@ class LocalizedModel(nn.Module):
         return (self.model,)
 
     @torch.no_grad()
-    def _shapes(self, size: int) -> list[tuple[int, int, int]]:
-        """D, R and C of each map of an input of `size` pixels, learned from a blank image."""
+    def _map_shapes(self, size: int) -> list[tuple[int, int, int]]:
+        """Return D, R and C of each map for inputs of `size` pixels, from a blank image."""
         like, training = next(self.model.parameters()), self.model.training
         try:
             self.model.eval()
-            _, maps = self._features(
-                torch.zeros(1, 3, size, size, device=like.device, dtype=like.dtype)
-            )
+            _, maps = self._features(like.new_zeros(1, 3, size, size))
         finally:
             self.model.train(training)
         return [tuple(map_NDRC.shape[1:]) for map_NDRC in maps]
 
     def _features(self, image_NCHW: Tensor, **more: Any) -> tuple[Tensor, list[Tensor]]:
-        """What the model's head reads, and the maps."""
+        """Return the input of the model's head, and the maps."""
         if self.from_blocks:
             return self.model.forward_intermediates(image_NCHW, indices=self.indices)
         features = self.model.forward_features(image_NCHW, **more)
@@ -365,16 +347,15 @@ class LocalizedModel(nn.Module):
 
     @torch.jit.ignore
     def no_weight_decay(self) -> set[str]:
-        """The model's own exceptions; of the heads timm's rule finds all, which are biases."""
+        """The exceptions of the model; of the heads timm's rule already exempts the biases."""
         return {f"model.{name}" for name in getattr(self.model, "no_weight_decay", set)()}
 
     def forward(
         self, image_NCHW: Tensor, words_NM4: Tensor, weight_N: Tensor, **more: Any
     ) -> LocalizedOutput:
         features, maps = self._features(image_NCHW, **more)
-        return LocalizedOutput(
-            self.model.forward_head(features, **more), self.localizer(maps, words_NM4, weight_N)
-        )
+        output = self.model.forward_head(features, **more)
+        return LocalizedOutput(output, self.localizer(maps, words_NM4, weight_N))
 
 
 # ---------------------------------------------------------------- the objective
@@ -384,17 +365,17 @@ class LocalizedModel(nn.Module):
 class DRLocOptions(Options):
     """Options of `--drloc`."""
 
-    # also predict the relative offset of pairs of tokens, in this variant of the loss
+    # also predict relative token offsets, with this variant of the loss
     variant: Annotated[Literal["none", "l1", "signed", "ce", "reg", "all"], arg(name="drloc")] = (
         "none"
     )
-    # weight of that loss, lambda of the paper
+    # weight of the localization loss, lambda of the paper
     weight: Annotated[NonNegative, arg(name="drloc-weight")] = 0.5
     # pairs of tokens per image
     pairs: Annotated[Count, arg(name="drloc-pairs")] = 64
-    # rows to which the grid of tokens is pooled for it; 0: not pooled
+    # rows to which the grid of tokens is pooled for the localization loss; 0: no pooling
     grid: Annotated[int, Bounds(0), arg(name="drloc-grid")] = 7
-    # as the published code: offsets counted in places, a weight that rises and falls, other heads
+    # as the published code: offsets counted in positions, a weight schedule, other heads
     published: Annotated[bool, arg(name="drloc-published")] = False
 
 
@@ -412,8 +393,8 @@ class DRLoc(Objective):
         self.base.check()
         if self.options.variant == "all" and self.setting.mix.mixtoken:
             raise UserError(
-                "--drloc all reads the tokens of every block, and models return these without "
-                "MixToken only; give --no-mixtoken"
+                "--drloc all reads the tokens of every block, which models return only without "
+                "MixToken; give --no-mixtoken"
             )
 
     def wrap(self, model: nn.Module, num_classes: int, place: Place) -> nn.Module:
@@ -429,7 +410,7 @@ class DRLoc(Objective):
                 give = f"give --drloc-grid one of {fit}"
                 why += f"; {give if fit else 'choose a larger --size or another --model'}"
             raise UserError(
-                f"--drloc {options.variant} cannot be computed of {self.setting.model}: {why}"
+                f"--drloc {options.variant} cannot be computed for {self.setting.model}: {why}"
             ) from error
         return heads.to(next(model.parameters()).device)
 
@@ -449,7 +430,7 @@ class DRLoc(Objective):
         return base + pairs.weight * output.loss
 
     def weight(self, epoch: int) -> float:
-        """Return lambda: constant in the paper; the published code raises it and lowers it to 0."""
+        """Return lambda: constant in the paper; the published code raises it, then lowers it."""
         if not self.options.published:
             return self.options.weight
         falling = (self.setting.epochs - epoch) / max(self.setting.epochs - RISING_EPOCHS, 1)

@@ -1,4 +1,4 @@
-"""DeiT-S, and the steps from it to LV-ViT-S (Table 3 of Token Labeling, arXiv 2104.10858)."""
+"""Recipes of DeiT-S and of the steps to LV-ViT-S (Table 3 of Token Labeling, arXiv 2104.10858)."""
 
 from densefeed.recipes.lvvit import RELABEL, STANDARD, TOKEN_LABEL, S
 from densefeed.system.options import with_options
@@ -6,14 +6,14 @@ from densefeed.training.config import Config
 
 
 def deit_s_224() -> Config:
-    """DeiT-S (arXiv 2012.12877), timm's, with image labels, MixUp and CutMix: Table 3's first row.
+    """DeiT-S (arXiv 2012.12877) of timm with image labels, MixUp and CutMix: Table 3, row 1.
 
     python train.py deit_s_224 --loader ffcv --data train.beton --val val.beton \\
         --out runs/deit_s_224
 
-    Table 3: 79.9 %. DeiT also repeats its augmentation, which Table 2 does not name: --repeats 3
-    --batch 1023 --epochs 100 --warmup-epochs 1.67, as our epochs are then three times as long. Not
-    run here.
+    Table 3: 79.9 %. DeiT also uses repeated augmentation, which Table 2 does not mention: give
+    --repeats 3 --batch 1023 --epochs 100 --warmup-epochs 1.67, as an epoch here is then three times
+    as long. Not run here.
     """
     return with_options(STANDARD, model="deit_small_patch16_224", crop_pct=0.875)
 
@@ -24,18 +24,18 @@ def deit_s_224_token_label() -> Config:
     python train.py deit_s_224_token_label --loader ffcv --data train.beton --val val.beton \\
         --out runs/deit_s_224_token_label
 
-    Nobody has published this figure. Not run here.
+    No published result. Not run here.
     """
     return with_options(TOKEN_LABEL, model="lvvit_deit_s")
 
 
 def table3_depth_16() -> Config:
-    """DeiT-S of 16 blocks instead of 12: Table 3's second row.
+    """DeiT-S with 16 blocks instead of 12: Table 3, row 2.
 
     python train.py table3_depth_16 --loader ffcv --data train.beton --val val.beton \\
         --out runs/table3_depth_16
 
-    Table 3: 81.2 % (the paper counts 28 M parameters; they are 29.1 M). Not run here.
+    Table 3: 81.2 % (the paper states 28 M parameters; the model has 29.1 M). Not run here.
     """
     return with_options(
         STANDARD, model="deit_small_patch16_224", model_kwargs=("depth=16",), crop_pct=0.875
@@ -43,32 +43,31 @@ def table3_depth_16() -> Config:
 
 
 def table3_mlp_ratio_3() -> Config:
-    """16 blocks with MLPs of 3 instead of 4 times the width: Table 3's third row, and the base of
-    Table 4.
+    """16 blocks with an MLP ratio of 3 instead of 4: Table 3, row 3, and the base of Table 4.
 
     python train.py table3_mlp_ratio_3 --loader ffcv --data train.beton --val val.beton \\
         --out runs/table3_mlp_ratio_3
 
-    Table 3: 81.1 %. LV-ViT-S but for its stem and its residuals, as the published code has it: from
-    here on q, k and v carry no bias. Not run here.
+    Table 3: 81.1 %. This is LV-ViT-S of the published code except for its stem and its residual
+    scaling: from here on q, k and v have no bias. Not run here.
     """
     return with_options(STANDARD, **S, model_kwargs=("residual_divisor=1.0", "stem=((16,16),)"))
 
 
 def table3_conv_stem() -> Config:
-    """The same with four convolutions as its stem: Table 3's fourth row, and the base of Tables 5
-    and 9.
+    """The same with a stem of four convolutions: Table 3, row 4, and the base of Tables 5 and 9.
 
     python train.py table3_conv_stem --loader ffcv --data train.beton --val val.beton \\
         --out runs/table3_conv_stem
 
-    Table 3: 82.2 %. The next row, residual branches halved, is lvvit_s_224_standard. Not run here.
+    Table 3: 82.2 %. The next row, with halved residual branches, is lvvit_s_224_standard. Not run
+    here.
     """
     return with_options(STANDARD, **S, model_kwargs=("residual_divisor=1.0",))
 
 
 def table3_relabel() -> Config:
-    """LV-ViT-S with one dense label a crop and CutMix: Table 3's sixth row.
+    """LV-ViT-S with one dense label per crop and CutMix: Table 3, row 6.
 
     python train.py table3_relabel --loader ffcv --data train.beton --val val.beton \\
         --out runs/table3_relabel

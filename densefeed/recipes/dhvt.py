@@ -1,4 +1,4 @@
-"""DHVT, for small datasets (arXiv 2210.05958)."""
+"""Recipes of DHVT, for small datasets (arXiv 2210.05958)."""
 
 import tyro
 
@@ -6,23 +6,24 @@ from densefeed.recipes.lvvit import STANDARD, TOKEN_LABEL
 from densefeed.system.options import with_options
 from densefeed.training.config import Config
 
-# Tables of this section are those of DHVT's supplementary. What it leaves to DeiT (mixing,
-# RandAugment, erasing, smoothing) and to its published commands (drop-path 0.1, min_lr 1e-5, no
-# averaged weights) is in the base. These also repeat augmentation, which the paper does not name:
-# --repeats 3 with a batch that 3 divides, and epochs and warm-up divided by 3. Their figures are the
-# best epoch's on the test set. CIFAR's images are moved by up to 4 pixels, not cut and resized, as
-# in the published code. That one joins the statistics of the embedding's BatchNorm over its two
-# devices; --sync-batchnorm joins those of every BatchNorm, and changes nothing on one device.
+# Tables and sections are those of DHVT's supplementary. It takes mixing, RandAugment, erasing and
+# smoothing from DeiT, and its published commands set drop-path 0.1, min_lr 1e-5 and no EMA; the
+# base has all of these. The commands also use repeated augmentation, which the paper does not
+# mention: give --repeats 3 with a batch that 3 divides, and divide epochs and warm-up by 3. The
+# published results are those of the best epoch on the test set. CIFAR's images are shifted by up to
+# 4 pixels, not random-resized-cropped, as in the published code. The published code synchronizes
+# the BatchNorm of the embedding over its two devices; --sync-batchnorm synchronizes every
+# BatchNorm, and has no effect on one device.
 DHVT = with_options(STANDARD, lr_batch=512, drop_path=0.1, ema=0.0, crop_pct=0.875)
 CIFAR = with_options(
     DHVT, size=32, shift=4, crop_scale=(1.0, 1.0), crop_pct=1.0, batch=512, lr=1e-3, warmup_epochs=5
 )
 DOMAIN = with_options(DHVT, batch=256, lr=1e-3, warmup_epochs=20)
 IMAGENET = with_options(DHVT, batch=512, lr=5e-4, warmup_epochs=10)
-# Table 10: DRLoc's scheme (arXiv 2106.03746).
+# Table 10: the schedule of DRLoc (arXiv 2106.03746).
 HUNDRED = with_options(DHVT, batch=1024, lr=1e-3, lr_batch=1024, warmup_epochs=20, epochs=100)
-# Tables 1 and 8, and min_lr of the published command, which also halves the rate (--lr 2.5e-4) and
-# trains in evaluation mode (--frozen-statistics).
+# Tables 1 and 8, with min_lr of the published command. That command also halves the learning rate
+# (--lr 2.5e-4) and trains in evaluation mode (--frozen-statistics).
 TRANSFER = with_options(
     DHVT,
     init=tyro.MISSING,
@@ -53,7 +54,7 @@ def dhvt_t_cifar_patch2() -> Config:
     python train.py dhvt_t_cifar_patch2 --loader ffcv --data train.beton --val val.beton \\
         --out runs/dhvt_t_cifar_patch2
 
-    Table 11 has this model, no table its figure. Not run here.
+    Table 11 lists this model; no table has its accuracy. Not run here.
     """
     return with_options(CIFAR, model="dhvt_tiny_cifar_patch2")
 
@@ -75,27 +76,27 @@ def dhvt_s_cifar_patch2() -> Config:
     python train.py dhvt_s_cifar_patch2 --loader ffcv --data train.beton --val val.beton \\
         --out runs/dhvt_s_cifar_patch2
 
-    Section 2.1: 85.68 % on CIFAR-100, of a model that it does not name; this is the largest of
-    Table 11's for CIFAR. Not run here.
+    Section 2.1: 85.68 % on CIFAR-100, for a model that it does not name; this is the largest model
+    of Table 11 for CIFAR. Not run here.
     """
     return with_options(CIFAR, model="dhvt_small_cifar_patch2")
 
 
 def dhvt_t_domain() -> Config:
-    """DHVT-T on one of DomainNet's six sets at 224 pixels, 300 epochs.
+    """DHVT-T on one of the six sets of DomainNet at 224 pixels, 300 epochs.
 
     python train.py dhvt_t_domain --loader ffcv --data train.beton --val val.beton \\
         --out runs/dhvt_t_domain
 
     Table 7, clipart, painting, sketch, infograph, real, quickdraw: 71.73 / 63.34 / 66.60 / 32.60 /
-    81.31 / 74.41 %. Its other rows: --model resnet50, resnext50_32x4d or cvt_13, and --drop-path 0
-    for the first two. Not run here.
+    81.31 / 74.41 %. For its other rows give --model resnet50, resnext50_32x4d or cvt_13, with
+    --drop-path 0 for the first two. Not run here.
     """
     return with_options(DOMAIN, model="dhvt_tiny_domain_patch16")
 
 
 def dhvt_s_domain() -> Config:
-    """DHVT-S on one of DomainNet's six sets at 224 pixels, 300 epochs.
+    """DHVT-S on one of the six sets of DomainNet at 224 pixels, 300 epochs.
 
     python train.py dhvt_s_domain --loader ffcv --data train.beton --val val.beton \\
         --out runs/dhvt_s_domain
@@ -134,7 +135,7 @@ def dhvt_t_imagenet_token_label() -> Config:
     python train.py dhvt_t_imagenet_token_label --loader ffcv --data train.beton --val val.beton \\
         --out runs/dhvt_t_imagenet_token_label
 
-    Settings of Token Labeling; nobody has published this figure. Not run here.
+    Settings of Token Labeling; no published result. Not run here.
     """
     return with_options(TOKEN_LABEL, model="dhvt_tiny_imagenet_patch16", crop_pct=0.875)
 
@@ -145,13 +146,13 @@ def dhvt_s_imagenet_token_label() -> Config:
     python train.py dhvt_s_imagenet_token_label --loader ffcv --data train.beton --val val.beton \\
         --out runs/dhvt_s_imagenet_token_label
 
-    Settings of Token Labeling; nobody has published this figure. Not run here.
+    Settings of Token Labeling; no published result. Not run here.
     """
     return with_options(TOKEN_LABEL, model="dhvt_small_imagenet_patch16", crop_pct=0.875)
 
 
 def dhvt_t_100_epochs() -> Config:
-    """DHVT-T at 224 pixels, 100 epochs, in the scheme of DRLoc.
+    """DHVT-T at 224 pixels, 100 epochs, with the schedule of DRLoc.
 
     python train.py dhvt_t_100_epochs --loader ffcv --data train.beton --val val.beton \\
         --out runs/dhvt_t_100_epochs
@@ -162,7 +163,7 @@ def dhvt_t_100_epochs() -> Config:
 
 
 def dhvt_s_100_epochs() -> Config:
-    """DHVT-S at 224 pixels, 100 epochs, in the scheme of DRLoc.
+    """DHVT-S at 224 pixels, 100 epochs, with the schedule of DRLoc.
 
     python train.py dhvt_s_100_epochs --loader ffcv --data train.beton --val val.beton \\
         --out runs/dhvt_s_100_epochs
@@ -173,7 +174,7 @@ def dhvt_s_100_epochs() -> Config:
 
 
 def dhvt_t_fine_tune() -> Config:
-    """DHVT-T of ImageNet fine-tuned on a small set at 224 pixels, 100 epochs.
+    """Fine-tune DHVT-T from ImageNet on a small set at 224 pixels, 100 epochs.
 
     python train.py dhvt_t_fine_tune --loader ffcv --data train.beton --val val.beton \\
         --out runs/dhvt_t_fine_tune \\
@@ -186,7 +187,7 @@ def dhvt_t_fine_tune() -> Config:
 
 
 def dhvt_s_fine_tune() -> Config:
-    """DHVT-S of ImageNet fine-tuned on a small set at 224 pixels, 100 epochs.
+    """Fine-tune DHVT-S from ImageNet on a small set at 224 pixels, 100 epochs.
 
     python train.py dhvt_s_fine_tune --loader ffcv --data train.beton --val val.beton \\
         --out runs/dhvt_s_fine_tune \\

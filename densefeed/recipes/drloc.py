@@ -1,4 +1,4 @@
-"""DRLoc, for small datasets (arXiv 2106.03746)."""
+"""Recipes of DRLoc, for small datasets (arXiv 2106.03746)."""
 
 import tyro
 
@@ -6,12 +6,12 @@ from densefeed.recipes.lvvit import STANDARD, lvvit_s_224_token_label
 from densefeed.system.options import with_options
 from densefeed.training.config import Config
 
-# Tables of this section are those of DRLoc's supplementary, whose section 6 has the scheme: 100
-# epochs of 1,024 images at 224 pixels, 20 of warm-up. Mixing, RandAugment, erasing, smoothing, the
-# length of gradients and Swin's drop-path are those of the public code, which is Swin's trainer.
-# Its figures are the best epoch's on the test set; baselines are these with --drloc none. Weights
-# of the loss are the paper's, whose offsets are shares of 7 places; that code counts places: there
-# they weigh 7 times as much.
+# Tables are those of DRLoc's supplementary, whose section 6 has the schedule: 100 epochs with a
+# batch of 1,024 images at 224 pixels, 20 of them warm-up. Mixing, RandAugment, erasing, smoothing,
+# the maximum gradient norm and Swin's drop-path are those of the public code, which is Swin's
+# trainer. The published results are those of the best epoch on the test set; baselines are these
+# recipes with --drloc none. Weights of the loss are the paper's, whose offsets are fractions of 7
+# positions. The public code counts positions, so there the same weight counts 7 times as much.
 DRLOC = with_options(
     STANDARD,
     drop_path=0.0,
@@ -41,28 +41,27 @@ def swin_t_drloc() -> Config:
 
 
 def swin_t_drloc_published() -> Config:
-    """Swin-T with DRLoc as its public code computes it: offsets counted in places, a weight that
-    rises and falls.
+    """Swin-T with DRLoc as in its public code: offsets in positions, a weight schedule.
 
     python train.py swin_t_drloc_published --loader ffcv --data train.beton --val val.beton \\
         --out runs/swin_t_drloc_published
 
-    That code plans 300 epochs and stops after 101 of them, where SIGTERM stops this. Its author's
-    latest published figures, CIFAR-10 in batches of 128: 88.29 % (86.17 without), single runs. Not
-    run here.
+    The weight rises, then falls. That code plans 300 epochs and stops after 101 of them; stop this
+    run there with SIGTERM. The author's latest published results, CIFAR-10 with a batch of 128:
+    88.29 % (86.17 without), single runs. Not run here.
     """
     return with_options(swin_t_drloc(), epochs=300, drloc_published=True)
 
 
 def swin_t_drloc_fine_tune() -> Config:
-    """Swin-T of ImageNet fine-tuned with DRLoc, 100 epochs.
+    """Fine-tune Swin-T from ImageNet with DRLoc, 100 epochs.
 
     python train.py swin_t_drloc_fine_tune --loader ffcv --data train.beton --val val.beton \\
         --out runs/fine-tuned \\
         --init runs/swin_t_drloc/last.pt
 
-    Section 6 of the supplementary; the published figures stand in the paper itself. The heads begin
-    anew. Not run here.
+    Section 6 of the supplementary; the published results are in the paper itself. The heads are
+    initialized randomly. Not run here.
     """
     return with_options(swin_t_drloc(), init=tyro.MISSING, lr=5e-4, warmup_epochs=10)
 
@@ -74,13 +73,13 @@ def vit_b_drloc() -> Config:
         --out runs/vit_b_drloc
 
     Table 9, CIFAR-10, CIFAR-100, Infograph: 73.91 / 61.42 / 12.22 % (71.70 / 59.67 / 11.79
-    without). Its public code does not pool: --drloc-grid 0. Not run here.
+    without). The public code does not pool: --drloc-grid 0. Not run here.
     """
     return with_options(DRLOC, model="vit_base_patch16_224", drloc_weight=0.01)
 
 
 def cvt_drloc() -> Config:
-    """CvT-13 as DRLoc trained it, with DRLoc on its 14 x 14 places pooled to 7 x 7, 100 epochs.
+    """CvT-13 as in the DRLoc code, with DRLoc on its 14 x 14 map pooled to 7 x 7, 100 epochs.
 
     python train.py cvt_drloc --loader ffcv --data train.beton --val val.beton --out runs/cvt_drloc
 
@@ -107,19 +106,18 @@ def resnet_50_drloc() -> Config:
     python train.py resnet_50_drloc --loader ffcv --data train.beton --val val.beton \\
         --out runs/resnet_50_drloc
 
-    With --epochs 300 Table 8, Infograph: 30.00 % (29.34 without). Its weight of the loss is
-    published nowhere; 0.1 is that of CvT-13 and T2T-ViT-14. Not run here.
+    With --epochs 300 Table 8, Infograph: 30.00 % (29.34 without). The weight of
+    the loss is not published; 0.1 is that of CvT-13 and T2T-ViT-14. Not run here.
     """
     return with_options(DRLOC, model="resnet50")
 
 
 def lvvit_s_224_token_label_drloc() -> Config:
-    """LV-ViT-S with token labels, MixToken and DRLoc: what each token shows, and how far apart two
-    of them lie.
+    """LV-ViT-S with token labels, MixToken and DRLoc (class and relative offset of tokens).
 
     python train.py lvvit_s_224_token_label_drloc --loader ffcv --data train.beton \\
         --val val.beton --out runs/token-label-drloc
 
-    All else as lvvit_s_224_token_label; nobody has published this figure. Not run here.
+    Otherwise as lvvit_s_224_token_label; no published result. Not run here.
     """
     return with_options(lvvit_s_224_token_label(), drloc="l1", drloc_weight=0.1)

@@ -1,6 +1,6 @@
-"""LV-ViT with token labels, dense labels and image labels (Token Labeling, arXiv 2104.10858).
+"""Recipes of LV-ViT: token, dense and image labels (Token Labeling, arXiv 2104.10858).
 
-Tables and sections are those of that paper unless another source is named, accuracies top-1 on
+Tables and sections are those of that paper unless another source is named. Accuracies are top-1 on
 ImageNet's validation set.
 """
 
@@ -11,10 +11,10 @@ from densefeed.training.config import Config
 
 # ---------------------------------------------------------------- bases
 
-# Table 2, a column each: 300 epochs of 1,024 images, AdamW, weight decay 0.05, 5 epochs of warm-up.
-# Rates are per 640 images with token labels and per 1,024 otherwise. Dense labels go with MixToken;
-# of hard labels the table names MixUp alone, and CutMix beside it is DeiT's (the caption of Table 7
-# has both).
+# One base for each column of Table 2: 300 epochs with a batch of 1,024 images, AdamW, weight decay
+# 0.05, 5 epochs of warm-up. Learning rates are per 640 images with token labels and per 1,024
+# otherwise. Dense labels are combined with MixToken. For hard labels the table lists MixUp alone;
+# CutMix is added as in DeiT (the caption of Table 7 has both).
 TOKEN_LABEL = with_options(
     Config(), lr=1e-3, lr_batch=640, rand_augment="rand-m9-mstd0.5-inc1", erase_probability=0.25
 )
@@ -23,30 +23,30 @@ STANDARD = with_options(
     TOKEN_LABEL, objective="ce", lr_batch=1024, mixtoken=False, mixup=0.8, cutmix=1.0
 )
 
-# Drop-path of the published commands (the paper says 0.1, and 0.2 of M) and crops of the published
-# evaluation.
+# Drop-path is that of the published commands (0.1 in the paper, 0.2 for M), the crop that of the
+# published evaluation.
 T, S = dict(model="lvvit_t"), dict(model="lvvit_s")
 M = dict(model="lvvit_m", drop_path=0.2, crop_pct=1.0)
 L = dict(model="lvvit_l", drop_path=0.3, crop_pct=1.0)
 
 
-def published(config: Config, **fields: object) -> Config:
-    """As the published commands ran, with labels read where the published code reads them.
+def as_published(config: Config, **fields: object) -> Config:
+    """Return a config with the options and the label geometry of the published commands.
 
-    Rates are per 1,024 images and change once an epoch; ten epochs follow the cosine; tokens'
-    losses weigh 1, not the paper's 0.5. Not repeated: under RandAugment the published code warps
-    the map by nearest neighbor, and its EMA has no warm-up.
+    Learning rates are per 1,024 images and change once per epoch, ten epochs follow the cosine, and
+    the token loss has weight 1 instead of the paper's 0.5. Two differences remain: under
+    RandAugment the published code warps the map by nearest neighbor, and its EMA has no warm-up.
     """
     run = dict(lr=1.6e-3, lr_batch=1024, lr_updates="epoch", cooldown_epochs=10, token_weight=1.0)
     return with_options(config, geometry="published", outside="uniform", **(run | fields))
 
 
-def fine_tuned(config: Config, size: int) -> Config:
-    """At `size` pixels from trained weights: 30 epochs, batch 512, rate 5e-6, weight decay 1e-8
-    (the supplementary's section 1).
+def fine_tune(config: Config, size: int) -> Config:
+    """Return a config that fine-tunes at `size` pixels; `init` must be given.
 
-    All else as in training, MixToken and token labels too. The rate stays at its peak after the
-    warm-up and there is no EMA, as in the published command. `init` must be given.
+    30 epochs, batch 512, learning rate 5e-6, weight decay 1e-8 (section 1 of the supplementary).
+    The rest is as in training, including MixToken and token labels. The learning rate stays at its
+    peak after the warm-up and there is no EMA, as in the published command.
     """
     return with_options(
         config,
@@ -104,24 +104,24 @@ def lvvit_l_224_token_label() -> Config:
     python train.py lvvit_l_224_token_label --loader ffcv --data train.beton --val val.beton \\
         --out runs/lvvit_l_224_token_label
 
-    Nobody has published this figure: Table 8's L is lvvit_l_288_token_label. Not run here.
+    No published result: L of Table 8 is lvvit_l_288_token_label. Not run here.
     """
     return with_options(TOKEN_LABEL, **L)
 
 
 def lvvit_t_224_relabel() -> Config:
-    """LV-ViT-T with one dense label a crop (ReLabel, arXiv 2101.05022) and MixToken.
+    """LV-ViT-T with one dense label per crop (ReLabel, arXiv 2101.05022) and MixToken.
 
     python train.py lvvit_t_224_relabel --loader ffcv --data train.beton --val val.beton \\
         --out runs/lvvit_t_224_relabel
 
-    Settings of Table 2's second column; nobody has published this figure. Not run here.
+    Settings of the second column of Table 2; no published result. Not run here.
     """
     return with_options(RELABEL, **T)
 
 
 def lvvit_s_224_relabel() -> Config:
-    """LV-ViT-S with one dense label a crop (ReLabel, arXiv 2101.05022) and MixToken.
+    """LV-ViT-S with one dense label per crop (ReLabel, arXiv 2101.05022) and MixToken.
 
     python train.py lvvit_s_224_relabel --loader ffcv --data train.beton --val val.beton \\
         --out runs/lvvit_s_224_relabel
@@ -132,23 +132,23 @@ def lvvit_s_224_relabel() -> Config:
 
 
 def lvvit_m_224_relabel() -> Config:
-    """LV-ViT-M with one dense label a crop (ReLabel, arXiv 2101.05022) and MixToken.
+    """LV-ViT-M with one dense label per crop (ReLabel, arXiv 2101.05022) and MixToken.
 
     python train.py lvvit_m_224_relabel --loader ffcv --data train.beton --val val.beton \\
         --out runs/lvvit_m_224_relabel
 
-    Settings of Table 2's second column; nobody has published this figure. Not run here.
+    Settings of the second column of Table 2; no published result. Not run here.
     """
     return with_options(RELABEL, **M)
 
 
 def lvvit_l_224_relabel() -> Config:
-    """LV-ViT-L with one dense label a crop (ReLabel, arXiv 2101.05022) and MixToken.
+    """LV-ViT-L with one dense label per crop (ReLabel, arXiv 2101.05022) and MixToken.
 
     python train.py lvvit_l_224_relabel --loader ffcv --data train.beton --val val.beton \\
         --out runs/lvvit_l_224_relabel
 
-    Settings of Table 2's second column; nobody has published this figure. Not run here.
+    Settings of the second column of Table 2; no published result. Not run here.
     """
     return with_options(RELABEL, **L)
 
@@ -159,7 +159,7 @@ def lvvit_t_224_standard() -> Config:
     python train.py lvvit_t_224_standard --loader ffcv --data train.beton --val val.beton \\
         --out runs/lvvit_t_224_standard
 
-    Settings of Table 2's first column; nobody has published this figure. Not run here.
+    Settings of the first column of Table 2; no published result. Not run here.
     """
     return with_options(STANDARD, **T)
 
@@ -170,7 +170,7 @@ def lvvit_s_224_standard() -> Config:
     python train.py lvvit_s_224_standard --loader ffcv --data train.beton --val val.beton \\
         --out runs/lvvit_s_224_standard
 
-    Table 3, before labels are dense (Table 5, second row): 82.4 %. Not run here.
+    Table 3, the last row with image labels (Table 5, row 2): 82.4 %. Not run here.
     """
     return with_options(STANDARD, **S)
 
@@ -181,7 +181,7 @@ def lvvit_m_224_standard() -> Config:
     python train.py lvvit_m_224_standard --loader ffcv --data train.beton --val val.beton \\
         --out runs/lvvit_m_224_standard
 
-    Settings of Table 2's first column; nobody has published this figure. Not run here.
+    Settings of the first column of Table 2; no published result. Not run here.
     """
     return with_options(STANDARD, **M)
 
@@ -192,27 +192,26 @@ def lvvit_l_224_standard() -> Config:
     python train.py lvvit_l_224_standard --loader ffcv --data train.beton --val val.beton \\
         --out runs/lvvit_l_224_standard
 
-    Settings of Table 2's first column; nobody has published this figure. Not run here.
+    Settings of the first column of Table 2; no published result. Not run here.
     """
     return with_options(STANDARD, **L)
 
 
 def lvvit_s_160_to_224_token_label() -> Config:
-    """lvvit_s_224_token_label in growing sizes: 160 px, from epoch 100 on 192 px, from epoch 200 on
-    224 px.
+    """lvvit_s_224_token_label with growing inputs: 160 px, then 192 px, then 224 px.
 
     python train.py lvvit_s_160_to_224_token_label --loader ffcv --data train.beton \\
         --val val.beton --out runs/lvvit_s_160_to_224
 
-    An epoch of 160 px has half the tokens of one of 224 px (100 instead of 196), one of 192 px
-    three quarters (144), so the whole run 75 % of them. Not run here.
+    192 px begin at epoch 100, 224 px at epoch 200. An epoch at 160 px has half the tokens of one at
+    224 px (100 instead of 196), at 192 px three quarters (144), so the whole run has 75 % of them.
+    Not run here.
     """
     return with_options(TOKEN_LABEL, **S, sizes=((0, 160), (100, 192), (200, 224)))
 
 
 def lvvit_l_288_token_label() -> Config:
-    """LV-ViT-L with token labels and MixToken at 288 pixels, from which lvvit_l_448_fine_tune
-    begins.
+    """LV-ViT-L with token labels and MixToken at 288 pixels, the start of lvvit_l_448_fine_tune.
 
     python train.py lvvit_l_288_token_label --loader ffcv --data train.beton --val val.beton \\
         --out runs/lvvit_l_288_token_label
@@ -222,52 +221,52 @@ def lvvit_l_288_token_label() -> Config:
     return with_options(TOKEN_LABEL, **L, size=288)
 
 
-# ---------------------------------------------------------------- as the published code ran them
+# ---------------------------------------------------------------- published commands
 
 
 def lvvit_t_224_token_label_published() -> Config:
-    """LV-ViT-T by the published command: 310 epochs, labels read as the published code reads them.
+    """LV-ViT-T with the published command and label geometry, 310 epochs.
 
     python train.py lvvit_t_224_token_label_published --loader ffcv --data train.beton \\
         --val val.beton --out runs/lvvit_t_published
 
     The published weights reach 79.1 %. Not run here.
     """
-    return published(with_options(TOKEN_LABEL, **T))
+    return as_published(with_options(TOKEN_LABEL, **T))
 
 
 def lvvit_s_224_token_label_published() -> Config:
-    """LV-ViT-S by the published command: 310 epochs, labels read as the published code reads them.
+    """LV-ViT-S with the published command and label geometry, 310 epochs.
 
     python train.py lvvit_s_224_token_label_published --loader ffcv --data train.beton \\
         --val val.beton --out runs/lvvit_s_published
 
     The published weights reach 83.3 %. Not run here.
     """
-    return published(with_options(TOKEN_LABEL, **S))
+    return as_published(with_options(TOKEN_LABEL, **S))
 
 
 def lvvit_m_224_token_label_published() -> Config:
-    """LV-ViT-M by the published command: 310 epochs, labels read as the published code reads them.
+    """LV-ViT-M with the published command and label geometry, 310 epochs.
 
     python train.py lvvit_m_224_token_label_published --loader ffcv --data train.beton \\
         --val val.beton --out runs/lvvit_m_published
 
     The published weights reach 84.0 %. Not run here.
     """
-    return published(with_options(TOKEN_LABEL, **M))
+    return as_published(with_options(TOKEN_LABEL, **M))
 
 
 def lvvit_l_224_token_label_published() -> Config:
-    """LV-ViT-L by the published command: 310 epochs, labels read as the published code reads them.
+    """LV-ViT-L with the published command and label geometry, 310 epochs.
 
     python train.py lvvit_l_224_token_label_published --loader ffcv --data train.beton \\
         --val val.beton --out runs/lvvit_l_published
 
-    Three operations of RandAugment, a lower rate, no averaged weights. No figure is published for
+    Three operations of RandAugment, a lower learning rate, no EMA. No result is published for
     224 px. Not run here.
     """
-    return published(
+    return as_published(
         with_options(TOKEN_LABEL, **L), lr=1e-3, ema=0.0, rand_augment="rand-n3-m9-mstd0.5-inc1"
     )
 
@@ -276,20 +275,20 @@ def lvvit_l_224_token_label_published() -> Config:
 
 
 def lvvit_l_288_fine_tune() -> Config:
-    """LV-ViT-L fine-tuned at 288 pixels with token labels, 30 epochs.
+    """Fine-tune LV-ViT-L at 288 pixels with token labels, 30 epochs.
 
     python train.py lvvit_l_288_fine_tune --loader ffcv --data train.beton --val val.beton \\
         --out runs/lvvit_l_288_fine_tune \\
         --init runs/lvvit_l_224_token_label/last.pt
 
-    Nobody has published this figure: the paper trains 288 px from the beginning,
-    lvvit_l_288_token_label. Not run here.
+    No published result: the paper trains at 288 px from scratch, lvvit_l_288_token_label. Not run
+    here.
     """
-    return fine_tuned(with_options(TOKEN_LABEL, **L), 288)
+    return fine_tune(with_options(TOKEN_LABEL, **L), 288)
 
 
 def lvvit_s_384_fine_tune() -> Config:
-    """LV-ViT-S fine-tuned at 384 pixels with token labels, 30 epochs.
+    """Fine-tune LV-ViT-S at 384 pixels with token labels, 30 epochs.
 
     python train.py lvvit_s_384_fine_tune --loader ffcv --data train.beton --val val.beton \\
         --out runs/lvvit_s_384_fine_tune \\
@@ -297,11 +296,11 @@ def lvvit_s_384_fine_tune() -> Config:
 
     Table 3, last row: 84.4 %. Not run here.
     """
-    return fine_tuned(with_options(TOKEN_LABEL, **S), 384)
+    return fine_tune(with_options(TOKEN_LABEL, **S), 384)
 
 
 def lvvit_m_384_fine_tune() -> Config:
-    """LV-ViT-M fine-tuned at 384 pixels with token labels, 30 epochs.
+    """Fine-tune LV-ViT-M at 384 pixels with token labels, 30 epochs.
 
     python train.py lvvit_m_384_fine_tune --loader ffcv --data train.beton --val val.beton \\
         --out runs/lvvit_m_384_fine_tune \\
@@ -309,11 +308,11 @@ def lvvit_m_384_fine_tune() -> Config:
 
     Table 10: 85.4 %. Not run here.
     """
-    return fine_tuned(with_options(TOKEN_LABEL, **M), 384)
+    return fine_tune(with_options(TOKEN_LABEL, **M), 384)
 
 
 def lvvit_m_448_fine_tune() -> Config:
-    """LV-ViT-M fine-tuned at 448 pixels with token labels, 30 epochs.
+    """Fine-tune LV-ViT-M at 448 pixels with token labels, 30 epochs.
 
     python train.py lvvit_m_448_fine_tune --loader ffcv --data train.beton --val val.beton \\
         --out runs/lvvit_m_448_fine_tune \\
@@ -321,24 +320,24 @@ def lvvit_m_448_fine_tune() -> Config:
 
     The published weights reach 85.5 %. Not run here.
     """
-    return fine_tuned(with_options(TOKEN_LABEL, **M), 448)
+    return fine_tune(with_options(TOKEN_LABEL, **M), 448)
 
 
 def lvvit_l_448_fine_tune() -> Config:
-    """LV-ViT-L fine-tuned at 448 pixels with token labels, 30 epochs.
+    """Fine-tune LV-ViT-L at 448 pixels with token labels, 30 epochs.
 
     python train.py lvvit_l_448_fine_tune --loader ffcv --data train.beton --val val.beton \\
         --out runs/lvvit_l_448_fine_tune \\
         --init runs/lvvit_l_288_token_label/last.pt
 
-    Table 10: 85.9 % with a train size of 288 px, 86.2 % with 448 px. In its rows of S and M the
-    train size is that before the fine-tuning; of L the paper does not say. Not run here.
+    Table 10: 85.9 % with a train size of 288 px, 86.2 % with 448 px. In the rows of S and M the
+    train size is that before fine-tuning; for L the paper does not state which it is. Not run here.
     """
-    return fine_tuned(with_options(TOKEN_LABEL, **L), 448)
+    return fine_tune(with_options(TOKEN_LABEL, **L), 448)
 
 
 def lvvit_l_512_fine_tune() -> Config:
-    """LV-ViT-L fine-tuned at 512 pixels with token labels, 30 epochs.
+    """Fine-tune LV-ViT-L at 512 pixels with token labels, 30 epochs.
 
     python train.py lvvit_l_512_fine_tune --loader ffcv --data train.beton --val val.beton \\
         --out runs/lvvit_l_512_fine_tune \\
@@ -346,4 +345,4 @@ def lvvit_l_512_fine_tune() -> Config:
 
     The published weights reach 86.4 %. Not run here.
     """
-    return fine_tuned(with_options(TOKEN_LABEL, **L), 512)
+    return fine_tune(with_options(TOKEN_LABEL, **L), 512)

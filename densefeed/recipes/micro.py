@@ -1,4 +1,4 @@
-"""The quickstart's trainings on digit scenes."""
+"""Recipes of the quickstart: small models on digit scenes."""
 
 from densefeed.system.options import with_options
 from densefeed.training.config import Config
@@ -10,8 +10,8 @@ def lvvit_micro_token_label() -> Config:
     python train.py lvvit_micro_token_label --loader ffcv --data quickstart/train.beton \\
         --val quickstart/val.beton --out runs/token-label
 
-    No MixToken and no drop-path: they regularize trainings of hundreds of epochs and slow one of
-    eight.
+    No MixToken and no drop-path: they regularize runs of hundreds of epochs, and slow down learning
+    in a run of eight.
     """
     return with_options(
         Config(),
@@ -35,7 +35,7 @@ def lvvit_micro_token_label() -> Config:
 
 
 def lvvit_micro_token_label_mixtoken() -> Config:
-    """The demo's student with token labels and MixToken; all else as lvvit_micro_token_label.
+    """The demo's student with token labels and MixToken; otherwise as lvvit_micro_token_label.
 
     python train.py lvvit_micro_token_label_mixtoken --loader ffcv --data quickstart/train.beton \\
         --val quickstart/val.beton --out runs/mix
@@ -44,8 +44,7 @@ def lvvit_micro_token_label_mixtoken() -> Config:
 
 
 def lvvit_micro_token_label_published() -> Config:
-    """The demo's student with labels read where the published code reads them; all else as
-    lvvit_micro_token_label.
+    """The demo's student with the published label geometry; otherwise lvvit_micro_token_label.
 
     python train.py lvvit_micro_token_label_published --loader ffcv --data quickstart/train.beton \\
         --val quickstart/val.beton --out runs/published
@@ -54,8 +53,9 @@ def lvvit_micro_token_label_published() -> Config:
 
 
 def lvvit_micro_relabel() -> Config:
-    """The demo's student with one dense label a crop (ReLabel, arXiv 2101.05022); all else as
-    lvvit_micro_token_label.
+    """The demo's student with one dense label per crop (ReLabel, arXiv 2101.05022).
+
+    Otherwise as lvvit_micro_token_label.
 
     python train.py lvvit_micro_relabel --loader ffcv --data quickstart/train.beton \\
         --val quickstart/val.beton --out runs/relabel
@@ -64,7 +64,7 @@ def lvvit_micro_relabel() -> Config:
 
 
 def lvvit_micro_ce() -> Config:
-    """The demo's student with image labels only; all else as lvvit_micro_token_label.
+    """The demo's student with image labels only; otherwise as lvvit_micro_token_label.
 
     python train.py lvvit_micro_ce --loader ffcv --data quickstart/train.beton \\
         --val quickstart/val.beton --out runs/ce
@@ -73,8 +73,9 @@ def lvvit_micro_ce() -> Config:
 
 
 def lvvit_micro_drloc() -> Config:
-    """The demo's student with image labels and DRLoc on its 8 x 8 tokens (arXiv 2106.03746); all
-    else as lvvit_micro_ce.
+    """The demo's student with image labels and DRLoc (arXiv 2106.03746) on its 8 x 8 tokens.
+
+    Otherwise as lvvit_micro_ce.
 
     python train.py lvvit_micro_drloc --loader ffcv --data quickstart/train.beton \\
         --val quickstart/val.beton --out runs/drloc
@@ -83,7 +84,7 @@ def lvvit_micro_drloc() -> Config:
 
 
 def lvvit_micro_token_label_drloc() -> Config:
-    """The demo's student with token labels and DRLoc; all else as lvvit_micro_token_label.
+    """The demo's student with token labels and DRLoc; otherwise as lvvit_micro_token_label.
 
     python train.py lvvit_micro_token_label_drloc --loader ffcv --data quickstart/train.beton \\
         --val quickstart/val.beton \\
@@ -93,8 +94,7 @@ def lvvit_micro_token_label_drloc() -> Config:
 
 
 def nfnet_micro_ce() -> Config:
-    """The demo's teacher: a small normalizer-free network with plain cross entropy, a minute on two
-    CPU cores.
+    """The demo's teacher: a small NFNet with cross entropy, a minute on two CPU cores.
 
     python train.py nfnet_micro_ce --loader ffcv --data quickstart/train.beton \\
         --val quickstart/val.beton --out runs/teacher
@@ -111,7 +111,7 @@ def nfnet_micro_ce() -> Config:
 
 
 def dhvt_micro_ce() -> Config:
-    """A small DHVT on the demo's digit scenes; all else as lvvit_micro_ce.
+    """A small DHVT on the demo's digit scenes; otherwise as lvvit_micro_ce.
 
     python train.py dhvt_micro_ce --loader ffcv --data quickstart/train.beton \\
         --val quickstart/val.beton --out runs/dhvt
@@ -120,21 +120,21 @@ def dhvt_micro_ce() -> Config:
 
 
 def bootstrapping_micro_scratch() -> Config:
-    """A small vision transformer alone on the demo's digit scenes; all else as lvvit_micro_ce,
-    without label smoothing, and 40 epochs.
+    """A small vision transformer alone on the demo's digit scenes, 40 epochs.
+
+    No label smoothing; otherwise as lvvit_micro_ce.
 
     python train.py bootstrapping_micro_scratch --loader ffcv --data quickstart/train.beton \\
         --val quickstart/val.beton --out runs/vit
     """
-    # In 8 epochs the agent's features cost the transformer more than they teach it (README): 45 %
-    # alone, 22 % beside the agent.
+    # In a run of 8 epochs the agent's features harm the transformer: 45 % alone, 22 % with it.
     return with_options(
         lvvit_micro_ce(), model="bootstrapping_vit_micro", smoothing=0.0, epochs=40, eval_every=5
     )
 
 
 def bootstrapping_micro_joint() -> Config:
-    """The same beside its agent CNN, each with its own weights.
+    """bootstrapping_micro_scratch with an agent CNN, each with its own weights.
 
     python train.py bootstrapping_micro_joint --loader ffcv --data quickstart/train.beton \\
         --val quickstart/val.beton --out runs/joint
@@ -143,7 +143,7 @@ def bootstrapping_micro_joint() -> Config:
 
 
 def bootstrapping_micro_shared() -> Config:
-    """The same beside its agent CNN, with one set of weights.
+    """bootstrapping_micro_scratch with an agent CNN, with one set of weights.
 
     python train.py bootstrapping_micro_shared --loader ffcv --data quickstart/train.beton \\
         --val quickstart/val.beton --out runs/shared
@@ -152,7 +152,7 @@ def bootstrapping_micro_shared() -> Config:
 
 
 def bootstrapping_micro_agent() -> Config:
-    """That agent CNN alone.
+    """The agent CNN of bootstrapping_micro_joint alone.
 
     python train.py bootstrapping_micro_agent --loader ffcv --data quickstart/train.beton \\
         --val quickstart/val.beton --out runs/agent

@@ -1,8 +1,8 @@
 """Options: nested frozen dataclasses whose leaves are the options of a command.
 
-A class of options derives from `Options` and checks its values where it declares them: bounds stand
-in the annotation. A command line is flat, so every leaf of a nested class needs a name of its own;
-`tyro.conf.arg(name=...)` gives one where the field's name is too short for that.
+A class of options derives from `Options` and declares the bounds of its values in the annotations.
+The command line is flat, so every leaf of nested classes needs a unique name; where the name of the
+field is too short for that, `tyro.conf.arg(name=...)` sets one.
 """
 
 import ast
@@ -20,13 +20,13 @@ Nested = TypeVar("Nested")
 
 @dataclass(frozen=True)
 class Bounds:
-    """The smallest and the largest value of a number, both allowed."""
+    """Smallest and largest value of a number, both inclusive."""
 
     low: float
     high: float = math.inf
 
     def check(self, name: str, value: float) -> None:
-        """Raise UserError, which names the option, for a number out of bounds or not finite."""
+        """Raise UserError with the name of the option for a number out of bounds or not finite."""
         if self.low <= value <= self.high and math.isfinite(value):
             return
         finite = "" if math.isfinite(value) else " and finite"
@@ -41,7 +41,7 @@ Fraction = Annotated[float, Bounds(0, 1)]
 
 
 class Options:
-    """Base of a class of options."""
+    """Base of all classes of options."""
 
     def __post_init__(self) -> None:
         """Raise UserError for a number outside the bounds in its annotation."""
@@ -51,29 +51,29 @@ class Options:
 
 
 def hints(options: type) -> dict[str, Any]:
-    """Types of the fields of a dataclass, annotations included."""
+    """Return the types of the fields of a dataclass, with their annotations."""
     found = get_type_hints(options, include_extras=True)
     return {field.name: found[field.name] for field in dataclasses.fields(options)}
 
 
 def metadata(hint: Any) -> tuple:
-    """What `Annotated` adds to a type."""
+    """Return the metadata that `Annotated` adds to a type."""
     return hint.__metadata__ if get_origin(hint) is Annotated else ()
 
 
 def leaf_name(name: str, hint: Any) -> str:
-    """The name of an option on the command line, with underscores."""
+    """Return the name of an option on the command line, with underscores."""
     given = (getattr(item, "name", None) for item in metadata(hint))
     return next(filter(None, given), name).replace("-", "_")
 
 
 def flag(name: str) -> str:
-    """An option as it is written on the command line."""
+    """Return an option as written on the command line."""
     return f"--{name.replace('_', '-')}"
 
 
 def leaves(options: Any) -> Iterator[tuple[str, Any]]:
-    """Name and value of every leaf of nested options."""
+    """Yield name and value of every leaf of nested options."""
     for name, hint in hints(type(options)).items():
         value = getattr(options, name)
         if dataclasses.is_dataclass(value):
@@ -127,12 +127,12 @@ def from_dict(template: Nested, values: Mapping[str, Any]) -> Nested:
 
 
 def to_tuple(value: Any) -> Any:
-    """JSON's lists as tuples."""
+    """Convert JSON lists to tuples."""
     return tuple(map(to_tuple, value)) if isinstance(value, list) else value
 
 
 def parse_arguments(words: tuple[str, ...], option: str) -> dict[str, object]:
-    """NAME=VALUE words of an option as a dictionary. UserError for a word of another form."""
+    """Parse the NAME=VALUE words of an option. Raises UserError for a word of another form."""
     arguments = {}
     for word in words:
         name, equals, value = word.partition("=")
@@ -143,6 +143,6 @@ def parse_arguments(words: tuple[str, ...], option: str) -> dict[str, object]:
         if not equals or not name.strip().isidentifier():
             raise UserError(
                 f"{option} {word!r} is not NAME=VALUE with a Python number, string or tuple, "
-                "as depth=12 is"
+                "for example depth=12"
             )
     return arguments

@@ -39,8 +39,8 @@ def compile_step(mode: str, trainable: nn.Module) -> Callable[..., Tensor]:
 
     `blocks`: one compilation serves all blocks that are alike; their DropPath becomes a
     SharedDropPath. `graph`: forward and backward pass are CUDA graphs that PyTorch captures and
-    replays; on a CPU the same as `whole`. The update is not compiled: it takes the learning rate and
-    the decay of the EMA from the host, in about ten launches of fused and foreach operations.
+    replays; on a CPU the same as `whole`. The update is not compiled: it takes the learning rate
+    and the decay of the EMA from the host, in about ten launches of fused and foreach operations.
     """
     if mode == "never":
         return step_loss

@@ -1,4 +1,4 @@
-"""`--dry-run`: the loss and gradient of the first images, and the memory that a whole step takes."""
+"""`--dry-run`: loss and gradient of the first images, and the memory of a whole step."""
 
 from contextlib import closing
 from dataclasses import replace
@@ -22,7 +22,7 @@ def dry_run(run: Run) -> None:
     loss, per_image = first_loss(run, images)
     fixed = fixed_bytes(run)
     needed, free = fixed + per_image * optim.microbatch, free_memory(ranks.device)
-    if ranks.first:
+    if ranks.is_first:
         maps = ", all score maps" * config.data.maps_on_device
         print(
             f"dry run: data, labels and recipe fit together; loss {loss:.3f} of {images} images; "

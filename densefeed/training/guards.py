@@ -1,6 +1,4 @@
-"""What watches over a run: numbers that are not finite, losses that leap, memory that runs out,
-signals that ask it to stop.
-"""
+"""Guards of a run: non-finite gradients, loss spikes, out-of-memory errors and stop signals."""
 
 import math
 import signal
@@ -15,30 +13,28 @@ from torch import Tensor, nn
 
 from densefeed.system.errors import UserError
 
-ECHO = 1.0  # seconds
-# SIGUSR1: what Slurm sends with --signal=USR1@120
+ECHO = 1.0  # seconds in which a repeated signal counts as the same one
+# Slurm sends SIGUSR1 with --signal=USR1@120.
 STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 class NonFiniteGuard:
-    """Keeps an update whose gradients are not finite from the weights, on the device: nobody waits
-    to learn whether it was.
+    """Keeps non-finite gradients away from the weights, without a host sync.
 
-    `update` gives the flag that a fused optimizer takes as `found_inf`: 1 leaves weights and
-    moments as they are. Without `skip` the flag stays 1 from the first bad step on, so that weights
-    are still those of that step when the log looks, and the step can be done again to find the
-    cause.
+    `update` returns the flag that a fused optimizer takes as `found_inf`: at 1 it leaves weights
+    and moments unchanged. Without `skip` the flag stays 1 from the first bad step on. The weights
+    are then still those of that step at the next `poll_sync`, and the step can be repeated to find
+    the cause.
     """
 
     def __init__(self, device: torch.device, skip: bool) -> None:
         self.skip = skip
         self.flag = torch.zeros((), device=device)
         self.count = torch.zeros((), device=device)  # bad steps so far
-        # the first of them
-        self.first = torch.full((), math.inf, dtype=torch.float64, device=device)
+        self.first = torch.full((), math.inf, dtype=torch.float64, device=device)  # bad step
 
     def update(self, norm: Tensor, step: int) -> Tensor:
-        """The flag of step `step`, whose gradients have the norm `norm`; no wait."""
+        """Return the flag of step `step`, whose gradient norm is `norm`, without waiting."""
         bad = (~norm.isfinite()).float()
         self.first = torch.minimum(self.first, torch.where(bad > 0, float(step), math.inf))
         self.count += bad
@@ -46,8 +42,9 @@ class NonFiniteGuard:
         return self.flag
 
     def poll_sync(self) -> tuple[int, int | None]:
-        """How many steps were bad since the last look, and the first of them; waits for the
-        device.
+        """Return the number of bad steps and the first of them; waits for the device.
+
+        With `skip` they are counted since the last call, otherwise since the start.
         """
         count, first = int(self.count), self.first.item()
         if self.skip:
@@ -56,19 +53,18 @@ class NonFiniteGuard:
         return count, None if math.isinf(first) else int(first)
 
 
-def first_not_finite(model: nn.Module, loss_of: Callable[[], Tensor]) -> str | None:
-    """Which tensor of a step is the first that is not finite, in the order of computation; None if
-    all are. Waits.
+def first_not_finite(model: nn.Module, compute_loss: Callable[[], Tensor]) -> str | None:
+    """Find the first tensor of a step that is not finite, in order of computation; waits.
 
-    Looks at weights, then at what each module without parts gives, then at the loss, then at the
-    gradients from the loss back.
+    Checks the weights, the outputs of modules without children, the loss, then the gradients from
+    the loss back. Returns None if all are finite.
     """
     for name, parameter in model.named_parameters():
         if not parameter.isfinite().all():
             return f"the weight {name}"
     found: list[str] = []
 
-    def look(name: str) -> Callable:
+    def check_output(name: str) -> Callable:
         def hook(module: nn.Module, inputs: tuple, output: object) -> None:
             tensors = output if isinstance(output, tuple) else (output,)
             if not found and any(isinstance(t, Tensor) and not t.isfinite().all() for t in tensors):
@@ -77,13 +73,13 @@ def first_not_finite(model: nn.Module, loss_of: Callable[[], Tensor]) -> str | N
         return hook
 
     handles = [
-        m.register_forward_hook(look(name))
-        for name, m in model.named_modules()
-        if not any(m.children())
+        module.register_forward_hook(check_output(name))
+        for name, module in model.named_modules()
+        if not any(module.children())
     ]
     try:
         model.zero_grad(set_to_none=True)
-        loss = loss_of()
+        loss = compute_loss()
         if found:
             return found[0]
         if not loss.isfinite().all():
@@ -124,44 +120,44 @@ class LossSpikes:
 
 @contextmanager
 def signal_handler() -> Iterator[Callable[[], str]]:
-    """Asks for the name of the signal that wants the run to stop, empty if none. A second one of it
-    acts as ever.
+    """Catch stop signals; yields a function that returns the name of the first one, or "".
 
-    Unless it comes within ECHO seconds: Slurm signals every process of a job, torchrun among them,
-    which passes it on.
+    A second signal of the same kind triggers the previous handler, unless it comes within ECHO
+    seconds: Slurm signals every process of a job, and torchrun, which is one of them, passes the
+    signal on.
     """
-    came: list[str] = []
-    before, when = {}, {}
+    received: list[str] = []
+    previous, received_at = {}, {}
 
     def handler(number: int, _frame: object) -> None:
-        came.append(signal.Signals(number).name)
-        if time.monotonic() - when.setdefault(number, time.monotonic()) > ECHO:
-            signal.signal(number, before[number])
+        received.append(signal.Signals(number).name)
+        if time.monotonic() - received_at.setdefault(number, time.monotonic()) > ECHO:
+            signal.signal(number, previous[number])
             signal.raise_signal(number)
 
     for number in STOPPING:
-        before[number] = signal.signal(number, handler)
+        previous[number] = signal.signal(number, handler)
     try:
-        yield lambda: came[0] if came else ""
+        yield lambda: received[0] if received else ""
     finally:
-        for number, old in before.items():
+        for number, old in previous.items():
             signal.signal(number, old)
 
 
 @contextmanager
 def explain_oom(images: int, where: str) -> Iterator[None]:
-    """Turns a failure to get memory into a sentence that says which knob to turn; `images` go
-    through the network at once.
+    """Turn an out-of-memory error into a UserError that names the options to change.
+
+    `images` is the number of images in a forward pass.
     """
     try:
         yield
-    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-        if not (
-            isinstance(error, torch.OutOfMemoryError | MemoryError)
-            or "can't allocate memory" in str(error)
-        ):
+    except (MemoryError, RuntimeError) as error:
+        is_oom = isinstance(error, torch.OutOfMemoryError | MemoryError)
+        if not is_oom and "can't allocate memory" not in str(error):
             raise
         raise UserError(
-            f"{where}: memory ran out with {images} images at once; give --microbatch {max(2, images // 4 * 2)} (same batch, same "
-            "learning rate, more passes), or try --grad-checkpointing, --fused-head always, --no-labels-on-device, --ema 0"
+            f"{where}: out of memory with {images} images per forward pass; give --microbatch "
+            f"{max(2, images // 4 * 2)} (same batch and learning rate, more passes), or try "
+            "--grad-checkpointing, --fused-head always, --no-maps-on-device, --ema 0"
         ) from error

@@ -94,7 +94,7 @@ class TrainMonitor:
         self.seen.zero_()
 
     def _report(self, text: str) -> None:
-        if self._ranks.first:
+        if self._ranks.is_first:
             print(text, file=sys.stderr, flush=True)
 
     def _why_not_finite(self, when: int) -> str:

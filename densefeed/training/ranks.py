@@ -1,5 +1,6 @@
-"""Ranks: one process a device, started by torchrun; a process alone is a run of one rank, and pays
-for nothing here.
+"""Ranks: one process per device, started by torchrun.
+
+A single process is a run of one rank, for which nothing here has any overhead.
 """
 
 import os
@@ -18,80 +19,76 @@ from torch import Tensor, nn
 from densefeed.system.devices import choose_device
 from densefeed.system.errors import UserError
 
-WAIT = 5.0  # seconds; torchrun looks ten times a second whether a rank has ended
-# a first evaluation or a large resident store may keep the other ranks waiting
+# Seconds that rank 0 has to end first; torchrun polls its ranks ten times a second.
+WAIT = 5.0
+# The other ranks may wait this long for a first evaluation or for a large resident store.
 PATIENCE = timedelta(minutes=30)
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """Which of how many processes this one is, and its device."""
+    """The rank of this process, the number of ranks, and the device of this rank."""
 
     rank: int
     size: int
     device: torch.device
 
     @property
-    def first(self) -> bool:
-        """Whether this rank speaks and writes files."""
+    def is_first(self) -> bool:
+        """Whether this is rank 0, which logs and writes files."""
         return self.rank == 0
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """The sum over ranks, in place, queued on the device: nothing waits. All ranks must ask."""
+        """Sum a tensor over ranks, in place and without waiting; all ranks must call it."""
         if self.size > 1:
             dist.all_reduce(tensor)
         return tensor
 
     def average_gradients(self, gradients: list[Tensor]) -> None:
-        """Replace tensors by their means over ranks, in place, in one exchange; for what DDP does
-        not know. All ranks must ask.
+        """Average tensors over ranks, in place, in one all-reduce; all ranks must call it.
+
+        For gradients that DDP does not average.
         """
         if self.size > 1:
-            flat = self.sum(torch.cat([gradient.flatten() for gradient in gradients])).div_(
-                self.size
-            )
-            for gradient, mean in zip(
-                gradients, flat.split([g.numel() for g in gradients]), strict=True
-            ):
+            flat = self.sum(torch.cat([g.flatten() for g in gradients])).div_(self.size)
+            means = flat.split([g.numel() for g in gradients])
+            for gradient, mean in zip(gradients, means, strict=True):
                 gradient.copy_(mean.view_as(gradient))
 
-    def broadcast_sync(self, word: object) -> object:
-        """What the first rank says, on all."""
-        words = [word]
+    def broadcast_sync(self, value: object) -> object:
+        """Return the value of rank 0, on all ranks."""
+        values = [value]
         if self.size > 1:
-            dist.broadcast_object_list(words, device=torch.device("cpu"))
-        return words[0]
+            dist.broadcast_object_list(values, device=torch.device("cpu"))
+        return values[0]
 
     def average(self, modules: Iterable[nn.Module]) -> None:
-        """Replace each floating buffer (BatchNorm's running statistics) by its mean over ranks."""
+        """Average floating-point buffers (BatchNorm's running statistics) over ranks, in place."""
         if self.size > 1:
-            buffers = [b for module in modules for b in module.buffers() if b.is_floating_point()]
-            for buffer in buffers:
-                dist.all_reduce(buffer)
-                buffer /= self.size
+            for buffer in [b for m in modules for b in m.buffers() if b.is_floating_point()]:
+                self.sum(buffer).div_(self.size)
 
     def synchronized(self, model: nn.Module) -> nn.Module:
-        """The model with BatchNorm over the images of all ranks in place of each rank's own; a rank
-        alone keeps it as it is.
+        """Convert BatchNorm to SyncBatchNorm, over the images of all ranks.
 
-        UserError on a CPU, for which PyTorch has no such layer.
+        A single rank keeps its model unchanged. Raises UserError on a CPU, for which PyTorch has no
+        such layer.
         """
         if self.size == 1:
             return model
         if self.device.type == "cpu":
-            raise UserError(
-                "--sync-batchnorm needs CUDA devices; leave it away, or give --device cuda"
-            )
+            raise UserError("--sync-batchnorm needs CUDA devices; remove it, or give --device cuda")
         return convert_sync_batchnorm(model)
 
     def parallel(self, model: nn.Module) -> nn.Module:
-        """The model whose backward pass averages gradients over ranks. Each rank keeps its own
-        running statistics.
+        """Wrap the model in DDP, whose backward pass averages gradients over ranks.
+
+        Each rank keeps its own running statistics. A single rank gets the model itself.
         """
         if self.size == 1:
             return model
         parallel = nn.parallel.DistributedDataParallel
-        # PyTorch 2.15 gave the option a new name, and warns of the old one.
+        # PyTorch 2.15 renamed the option and warns about the old name.
         names = ("forward_sync_buffers", "broadcast_buffers")
         own_buffers = next(name for name in names if name in signature(parallel).parameters)
         return parallel(
@@ -102,34 +99,35 @@ class Ranks:
         )
 
 
-class Agreement:
-    """Lets all ranks act on a flag of any of them after the same step: each call gives what was
-    said in the call before it.
+class StopVote:
+    """Lets all ranks act after the same step on a flag that any of them raised.
 
-    So the exchange goes on while the step runs, and no rank waits for another. A rank alone acts at
-    once.
+    Each call starts an all-reduce of the flag and returns the result of the call before, so the
+    exchange overlaps with the step and no rank waits for another. A single rank gets its flag back
+    at once.
     """
 
     def __init__(self, ranks: Ranks) -> None:
-        self.size, self._said, self._work = ranks.size, torch.zeros(1, dtype=torch.int32), None
+        self.size, self._flag, self._work = ranks.size, torch.zeros(1, dtype=torch.int32), None
 
     def __call__(self, flag: bool) -> bool:
         if self.size == 1:
             return flag
         if self._work is not None:
             self._work.wait()
-        # on the CPU: gloo carries it beside nccl
-        before, self._said = (bool(self._said), torch.tensor([flag], dtype=torch.int32))
-        self._work = dist.all_reduce(self._said, dist.ReduceOp.MAX, async_op=True)
-        return before
+        previous = bool(self._flag)
+        # The tensor is on the CPU, so gloo carries it beside nccl.
+        self._flag = torch.tensor([flag], dtype=torch.int32)
+        self._work = dist.all_reduce(self._flag, dist.ReduceOp.MAX, async_op=True)
+        return previous
 
 
 @contextmanager
 def raise_on_rank0() -> Iterator[None]:
-    """Lets the first rank alone say a UserError that all meet: torchrun ends the others, which
-    wait, as soon as it has ended.
+    """Let rank 0 alone report a UserError that all ranks raise.
 
-    What the first does not meet the others say after that wait.
+    The other ranks wait, and torchrun ends them as soon as rank 0 has ended. An error that rank 0
+    does not raise is reported by the others after that wait.
     """
     try:
         yield
@@ -140,9 +138,10 @@ def raise_on_rank0() -> Iterator[None]:
 
 
 @contextmanager
-def init_distributed(device: str) -> Iterable[Ranks]:
-    """The ranks that torchrun began, or one alone. UserError for a device that cannot be used, or
-    is one for several ranks.
+def init_distributed(device: str) -> Iterator[Ranks]:
+    """Join the process group that torchrun started; without torchrun yield a single rank.
+
+    Raises UserError for a device that cannot be used, or one device for several ranks.
     """
     size, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
     chosen = choose_device(device)
@@ -150,21 +149,21 @@ def init_distributed(device: str) -> Iterable[Ranks]:
         yield Ranks(0, 1, chosen)
         return
     if chosen.type == "cuda":
-        local = int(os.environ["LOCAL_RANK"])
+        local, count = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
         if chosen.index is not None:
             raise UserError(
-                f"--device {device} is one device; under torchrun give --device cuda, and each rank takes its own"
+                f"--device {device} is one device; under torchrun give --device cuda, and each "
+                "rank takes its own"
             )
-        if local >= torch.cuda.device_count():
+        if local >= count:
             raise UserError(
-                f"torchrun began {local + 1} or more ranks on a machine of {torch.cuda.device_count()} CUDA devices; "
-                "give --nproc-per-node as many as there are"
+                f"torchrun started {local + 1} or more ranks on a machine of {count} CUDA devices; "
+                f"give --nproc-per-node {count}"
             )
         chosen = torch.device("cuda", local)
         torch.cuda.set_device(chosen)
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo", timeout=PATIENCE
-    )
+    backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=PATIENCE)
     try:
         yield Ranks(rank, size, chosen)
     finally:

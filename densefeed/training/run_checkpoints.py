@@ -1,12 +1,12 @@
-"""The checkpoints of a run: whole or not there, each with its hash, the last few and the best kept.
+"""Checkpoints of a run: written atomically, each with its hash; the last few and the best are kept.
 
-    OUT/checkpoints/step-00001000.pt ...   plain dictionaries that torch.load(weights_only=True) reads
+    OUT/checkpoints/step-00001000.pt ...   dictionaries that torch.load(weights_only=True) reads
     OUT/checkpoints/manifest.json          their steps, SHA-256 and accuracies, oldest first
     OUT/last.pt, OUT/best.pt               links to the newest and to the most accurate
 
-A checkpoint is written under another name, synced, renamed, and only then named in the manifest;
-old ones are deleted after that. So whenever a process dies, the manifest names files that are
-whole.
+A checkpoint is written under a temporary name, synced and renamed, and only then listed in the
+manifest. Old ones are deleted after that. So the manifest lists complete files only, whenever a
+process is killed.
 """
 
 import hashlib
@@ -23,60 +23,48 @@ from densefeed.system.files import replace_file
 
 
 class Checkpoints:
-    """The checkpoints of the run folder `out`, of which the newest `keep` stay, and the best."""
+    """The checkpoints of the run folder `out`, which keeps the newest `keep` and the best."""
 
     def __init__(self, out: Path, keep: int) -> None:
         self.out, self.folder, self.keep = out, out / "checkpoints", keep
         self.manifest = self.folder / "manifest.json"
-        self._damaged: set[str] = set()  # names that `newest` passed over
+        self._damaged: set[str] = set()  # file names that `newest` skipped
 
     def exist(self) -> bool:
-        """Whether the folder holds a run."""
-        return (
-            (self.out / "last.pt").is_symlink()
-            or (self.out / "last.pt").exists()
-            or any(self._files())
-        )
+        """Return whether the folder holds a run."""
+        return os.path.lexists(self.out / "last.pt") or any(self._files())
 
     def save(self, state: dict, step: int) -> None:
-        """Write `state`, the run after `step` steps."""
+        """Write `state`, the state of the run after `step` steps."""
         path = self.folder / f"step-{step:08d}.pt"
-        # Steps from here on are of a run that was continued from an earlier one, and is done again.
-        older = [
-            old
-            for old in self._entries()
-            if old["step"] < step and old["file"] not in self._damaged
-        ]
-        # Accuracies stand in every later checkpoint too, should the manifest be lost.
-        state = state | {"accuracies": {old["file"]: old["top1"] for old in older}}
-        # Through a Python file: a full disk is an OSError there, and only a failed assertion in
-        # torch's own writer.
+        # Entries from this step on exist if the run was resumed from an earlier checkpoint. Their
+        # steps are repeated, so they are dropped.
+        older = [e for e in self._entries() if e["step"] < step and e["file"] not in self._damaged]
+        # Every later checkpoint holds the accuracies too, in case the manifest is lost.
+        state = state | {"accuracies": {e["file"]: e["top1"] for e in older}}
+        # On a full disk a Python file raises OSError, where torch's own writer only fails an
+        # assertion.
         with replace_file(path) as part:
             with open(part, "wb") as file:
                 torch.save(state, file)
             entry = {"file": path.name, "step": step, "sha256": sha256(part), "top1": None}
-        self._settle([*older, entry])
+        self._update([*older, entry])
 
     def rate(self, step: int, top1: float) -> None:
-        """Note the accuracy of the checkpoint of `step`; the file stays as it is, so that its hash
-        holds at every moment.
+        """Store the accuracy of the checkpoint of `step` in the manifest.
+
+        The file does not change, so its hash is valid at any time.
         """
-        self._settle(
-            [
-                entry | {"top1": top1} if entry["step"] == step else entry
-                for entry in self._entries()
-            ]
-        )
+        self._update([e | {"top1": top1} if e["step"] == step else e for e in self._entries()])
 
     def rated(self, step: int) -> bool:
-        """Whether the accuracy after `step` is noted."""
+        """Return whether the accuracy after `step` is stored."""
         return any(entry["step"] == step and entry["top1"] is not None for entry in self._entries())
 
-    def _settle(self, entries: list[dict]) -> None:
-        """Write the manifest, let the links lead where they should, delete what need not stay."""
-        best = max(
-            (e for e in entries if e["top1"] is not None), key=lambda e: e["top1"], default=None
-        )
+    def _update(self, entries: list[dict]) -> None:
+        """Write the manifest, set the links, delete old files."""
+        evaluated = [e for e in entries if e["top1"] is not None]
+        best = max(evaluated, key=lambda e: e["top1"], default=None)
         kept = [e for e in entries if e in entries[-self.keep :] or e is best]
         with replace_file(self.manifest) as part:
             part.write_text(json.dumps(kept, indent=1) + "\n")
@@ -84,48 +72,46 @@ class Checkpoints:
         if best is not None:
             self._link("best.pt", self.folder / best["file"])
         else:
-            (self.out / "best.pt").unlink(missing_ok=True)  # of a run that is done again
+            # Left from steps that are repeated.
+            (self.out / "best.pt").unlink(missing_ok=True)
         names = {e["file"] for e in kept}
-        # Also what a killed process left: it is named in no manifest. Files of other names are not
-        # ours.
+        # This includes files of a killed process, which no manifest lists. Files with other names
+        # belong to the user.
         for other in [*self._files(), *self.folder.glob("*.part")]:
             if other.name not in names:
                 other.unlink()
 
     def newest(self) -> str | None:
-        """The file name of the newest checkpoint that is whole; None if there is none at all.
+        """Return the file name of the newest undamaged checkpoint, None if there are none at all.
 
-        A damaged one is told on stderr and passed over. UserError if all are.
+        Skips damaged ones with a warning on stderr. Raises UserError if all are damaged.
         """
         entries = self._entries()
         for entry in reversed(entries):
             path = self.folder / entry["file"]
             try:
-                if sha256(path) != entry["sha256"]:
-                    raise checkpoints.CheckpointError(
-                        f"{path} is not what was saved: its SHA-256 differs"
-                    )
-                return entry["file"]
-            except (checkpoints.CheckpointError, OSError) as error:
-                self._pass_over(entry["file"], error)
+                if sha256(path) == entry["sha256"]:
+                    return path.name
+                self._skip(path.name, f"{path} is damaged: its SHA-256 differs")
+            except OSError as error:
+                self._skip(path.name, error)
         if entries or any(self._files()):
             raise UserError(
-                f"no checkpoint in {self.folder} can be read; copy them again, or choose another --out"
+                f"no checkpoint in {self.folder} can be read; copy them again, or choose another "
+                "--out"
             )
         return None
 
-    def _pass_over(self, name: str, error: Exception) -> None:
-        print(
-            f"warning: {error}; going back to the checkpoint before it", file=sys.stderr, flush=True
-        )
+    def _skip(self, name: str, why: object) -> None:
+        print(f"warning: {why}; using the checkpoint before it", file=sys.stderr, flush=True)
         self._damaged.add(name)
 
     def _files(self) -> list[Path]:
-        """Of checkpoints, oldest first."""
+        """List the checkpoint files, oldest first."""
         return sorted(self.folder.glob("step-*.pt"))
 
     def _entries(self) -> list[dict]:
-        """What the manifest says, or the files themselves where it says nothing."""
+        """Read the entries of the manifest, or make them from the files if it cannot be read."""
         try:
             entries = json.loads(self.manifest.read_text())
             if entries and all(
@@ -133,39 +119,31 @@ class Checkpoints:
                 for e in entries
             ):
                 return entries
-            raise ValueError("its entries are not ours")
+            raise ValueError("not a manifest of checkpoints")
         except FileNotFoundError:
             if not self._files():
                 return []
-            why = "is not there"
+            why = "does not exist"
         except (ValueError, TypeError, KeyError) as error:
             why = f"cannot be read ({error})"
-        print(
-            f"warning: {self.manifest} {why}; trying the files beside it",
-            file=sys.stderr,
-            flush=True,
-        )
-        return self._found()
+        warning = f"warning: {self.manifest} {why}; using the checkpoint files in its folder"
+        print(warning, file=sys.stderr, flush=True)
+        return self._scan()
 
-    def _found(self) -> list[dict]:
-        """Entries of the files that load."""
+    def _scan(self) -> list[dict]:
+        """Make entries of the files that load."""
         entries, accuracies = [], {}
         for path in self._files():
             try:
                 accuracies |= checkpoints.load(path).get("accuracies", {})
-                entries.append(
-                    {
-                        "file": path.name,
-                        "step": int(path.stem.removeprefix("step-")),
-                        "sha256": sha256(path),
-                    }
-                )
+                step = int(path.stem.removeprefix("step-"))
+                entries.append({"file": path.name, "step": step, "sha256": sha256(path)})
             except (checkpoints.CheckpointError, ValueError, OSError) as error:
-                self._pass_over(path.name, error)
+                self._skip(path.name, error)
         return [entry | {"top1": accuracies.get(entry["file"])} for entry in entries]
 
     def _link(self, name: str, path: Path) -> None:
-        """Let OUT/name lead to `path`, in one step."""
+        """Link OUT/name to `path`, atomically."""
         part = self.out / f"{name}.{os.getpid()}.part"
         part.unlink(missing_ok=True)
         part.symlink_to(path.relative_to(self.out))
@@ -173,6 +151,6 @@ class Checkpoints:
 
 
 def sha256(path: Path) -> str:
-    """Of a file, hexadecimal."""
+    """Return the SHA-256 of a file, hexadecimal."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

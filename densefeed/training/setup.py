@@ -70,7 +70,7 @@ def setup_run(config: Config, ranks: Ranks) -> Run:
     model, spec = build_model(config, objective, loader.num_classes)
     if config.model.init and not checkpoint:
         note = checkpoints.initialize(model, config.model.init)
-        if ranks.first:
+        if ranks.is_first:
             print(note)
     student = build_trainable(config, objective, model, loader.num_classes, ranks)
     dtype = autocast_dtype(config, ranks.device)
@@ -187,7 +187,7 @@ def find_checkpoint(config: Config, kept: Checkpoints, ranks: Ranks) -> dict[str
         raise UserError(
             f"{run.out} holds a run already; continue it with --resume auto, or choose another --out"
         )
-    name = ranks.broadcast_sync(kept.newest() if ranks.first else None)
+    name = ranks.broadcast_sync(kept.newest() if ranks.is_first else None)
     checkpoint = checkpoints.load(kept.folder / name) if name else None
     if checkpoint is None or not set(checkpoint) >= REQUIRED:
         raise UserError(f"{run.out} holds no checkpoint of densefeed; choose another --out")
@@ -216,7 +216,7 @@ def resolve(config: Config, ranks: Ranks, checkpoint: dict[str, Any] | None) -> 
             f"{small or 'as many'} images; choose --batch and --microbatch so that every rank has "
             "whole parts"
         )
-    if before and before != small and ranks.first:
+    if before and before != small and ranks.is_first:
         print(
             f"continuing with {small} images per forward pass, not {before}: same samples, crops "
             "and partners, other BatchNorm statistics"

@@ -1,4 +1,4 @@
-"""Speed and memory of a run, and what the device can do at best."""
+"""Speed and memory of a run, and the peak rate of the device."""
 
 import time
 from collections.abc import Iterator
@@ -15,18 +15,18 @@ from densefeed.system.devices import synchronize
 # rate of a matrix product is measured.
 PEAKS = {"H200": 989e12, "H100": 989e12, "GH200": 989e12, "A100": 312e12, "L40S": 362e12}
 PEAKS |= {"L4": 121e12, "V100": 125e12}
-SECONDS = 0.3  # of that measurement
+SECONDS = 0.3  # duration of that measurement
 
 
 def training_flops(model: nn.Module, size: int) -> float:
     """Count the floating-point operations of one image of `size` pixels, forward and backward.
 
-    `model` is on the meta device. A multiply-add is two operations. Backward is twice forward: each
-    product has two of its size in the backward pass.
+    `model` is on the meta device. A multiply-add counts as two operations. The backward pass counts
+    as two forward passes: each product has two of the same size in it.
     """
     with FlopCounterMode(display=False) as counter, torch.no_grad():
-        # With gradients the counter hooks their functions, and fails in CaiT, whose class token has
-        # none. BatchNorm needs two images.
+        # With gradients enabled the counter hooks autograd functions, which fails for CaiT, whose
+        # class token has none. BatchNorm needs two images.
         model.train().requires_grad_(False)(torch.empty(2, 3, size, size, device="meta"))
     return 3 * counter.get_total_flops() / 2
 
@@ -34,7 +34,7 @@ def training_flops(model: nn.Module, size: int) -> float:
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
     """Return the peak rate of matrix products of `dtype`, operations per second.
 
-    It is the data sheet's where the device is known, else measured.
+    It is taken from the data sheet if the device is known, else measured.
     """
     if device.type == "cuda" and dtype != torch.float32:
         words = torch.cuda.get_device_name(device).replace("-", " ").split()
@@ -60,7 +60,7 @@ def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
 class ActivationBytes:
     """Context that counts the bytes autograd keeps for the backward pass.
 
-    Parameters do not count, and each storage counts once.
+    Parameters are not counted, and each storage is counted once.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -84,10 +84,10 @@ class ActivationBytes:
 
 
 class RunClock:
-    """Seconds of a run, and how many of these it waited for data.
+    """Measures the seconds of a run and the share of them that it waits for data.
 
     Args:
-        step: the first step of the first interval.
+        step: first step of the first interval.
         spent: float64 `[2]`, seconds and seconds waited in earlier processes of the run.
     """
 
@@ -96,7 +96,7 @@ class RunClock:
         self.restart(step)
 
     def time_data(self, items: Iterator[Batch]) -> Iterator[Batch]:
-        """Pass batches on and sum the time that each took to arrive."""
+        """Yield the batches and sum the time that each took to arrive."""
         while True:
             began = time.perf_counter()
             item = next(items, None)

@@ -20,18 +20,17 @@ from densefeed.objectives.bootstrapping import (
     pool_squares,
 )
 
-# The image in the middle is padding.
-KEPT = torch.tensor([1.0, 0.0, 1.0])
+KEPT = torch.tensor([1.0, 0.0, 1.0])  # the middle image is padding
 
 
-def both(shared: bool, **options) -> JointModel:
+def build_joint(shared: bool, align: str = "global") -> JointModel:
     torch.manual_seed(0)
     vit = timm.create_model("bootstrapping_vit_micro", img_size=32, num_classes=3, depth=3)
-    return JointModel(vit, make_agent(vit, 3, shared=shared, **options))
+    return JointModel(vit, make_agent(vit, 3, shared=shared), align=align)
 
 
-def features(*sides: int) -> tuple[list, list]:
-    """Return tokens of a 4 x 4 grid, and maps with these sides."""
+def random_features(*sides: int) -> tuple[list, list]:
+    """Make tokens of a 4 x 4 grid, and maps of these sides."""
     rng = torch.Generator().manual_seed(0)
     tokens = [
         torch.randn(3, 16, 6, generator=rng, dtype=torch.float64).requires_grad_() for _ in sides
@@ -42,11 +41,11 @@ def features(*sides: int) -> tuple[list, list]:
     ]
 
 
-# ---------------------------------------------------------------- features
+# ------------------------------------------------------------------------- features
 
 
-def own_places(many: int, few: int, place: int, adapt: str) -> list[int]:
-    """Return which of `many` tokens are averaged to token `place` of `few`."""
+def pooled_tokens(many: int, few: int, place: int, adapt: str) -> list[int]:
+    """Return which of `many` tokens are averaged to position `place` of `few`."""
     if adapt == "sequence":
         return list(range(place * (many // few), (place + 1) * (many // few)))
     wide, small = int(many**0.5), int(few**0.5)
@@ -55,8 +54,8 @@ def own_places(many: int, few: int, place: int, adapt: str) -> list[int]:
     return [(top + row) * wide + left + column for row in range(times) for column in range(times)]
 
 
-def by_hand(tokens, maps, norm, adapt):
-    """Compute equation 6 per image and token, in float64."""
+def plain_feature_loss(tokens, maps, norm, adapt):
+    """Compute equation 6 image by image and token by token, in float64."""
     total = 0.0
     for x, y in zip(tokens, maps, strict=True):
         for image in (0, 2):
@@ -64,7 +63,7 @@ def by_hand(tokens, maps, norm, adapt):
             few = min(len(vit), len(agent))
             vit, agent = (
                 torch.stack(
-                    [x[own_places(len(x), few, place, adapt)].mean(0) for place in range(few)]
+                    [x[pooled_tokens(len(x), few, place, adapt)].mean(0) for place in range(few)]
                 )
                 for x in (vit, agent)
             )
@@ -90,30 +89,27 @@ def by_hand(tokens, maps, norm, adapt):
 
 @pytest.mark.parametrize("adapt", ["sequence", "pool-2d"])
 @pytest.mark.parametrize("norm", ["l2-token", "l2-whole", "layernorm"])
-def test_the_feature_loss_equals_equations_6_and_7(norm, adapt):
-    """With maps larger than the tokens' grid, of equal size, and smaller."""
-    tokens, maps = features(8, 4, 2)
+def test_feature_loss_matches_equations_6_and_7(norm, adapt):
+    """Maps larger than the tokens' grid, equal and smaller."""
+    tokens, maps = random_features(8, 4, 2)
     loss = feature_loss(tokens, maps, KEPT, norm, adapt)
-    want = by_hand(tokens, maps, norm, adapt)
+    want = plain_feature_loss(tokens, maps, norm, adapt)
     assert loss.item() == pytest.approx(want.item(), rel=1e-5)
     torch.testing.assert_close(
         torch.autograd.grad(loss, tokens), torch.autograd.grad(want, tokens), rtol=1e-4, atol=1e-7
     )
 
 
-def test_the_agents_features_get_no_gradient():
-    tokens, maps = features(8, 2)
+def test_agent_features_get_no_gradient():
+    tokens, maps = random_features(8, 2)
     feature_loss(tokens, maps, KEPT).backward()
     assert all(found.grad is None for found in maps)
     assert all(found.grad[0].any() and not found.grad[1].any() for found in tokens)
 
 
-def test_the_norms_give_correlations():
-    """They are 2 - 2 cos per token, 2 - 2 cos over all tokens, and 2 - 2 rho.
-
-    Features that differ only by a factor have distance 0.
-    """
-    (x,), (y,) = features(4)
+def test_normalized_losses_are_correlations():
+    """2 - 2 cos per token, 2 - 2 cos of the whole, 2 - 2 rho; zero if equal up to scale."""
+    (x,), (y,) = random_features(4)
     agent, one = y.flatten(2).mT, torch.ones(3)
     want = {
         "l2-token": 2 - 2 * F.cosine_similarity(x, agent, dim=2).mean(),
@@ -132,7 +128,8 @@ def test_the_norms_give_correlations():
         assert feature_loss([3 * agent], [y], one, norm).item() == pytest.approx(0, abs=1e-5)
 
 
-def test_pooling_in_squares_restores_a_map_constant_in_each_square_and_sequences_do_not():
+def test_pool_squares_restores_upsampled_map():
+    """Sequence pooling does not."""
     small = torch.arange(12.0).view(1, 4, 3)
     large = F.interpolate(small.mT.unflatten(2, (2, 2)), scale_factor=2).flatten(2).mT
     torch.testing.assert_close(pool_squares(large, 4), small)
@@ -144,7 +141,7 @@ def test_pooling_in_squares_restores_a_map_constant_in_each_square_and_sequences
     torch.testing.assert_close(pool_sequence(large, 4).mT, F.avg_pool1d(large.mT, 4))
 
 
-def test_numbers_of_tokens_that_do_not_fit_are_refused():
+def test_error_if_token_counts_do_not_fit():
     x = torch.zeros(1, 16, 2)
     with pytest.raises(ValueError, match="16 tokens cannot be averaged to 9"):
         pool_sequence(x, 9)
@@ -155,10 +152,10 @@ def test_numbers_of_tokens_that_do_not_fit_are_refused():
             pool_squares(x, length)
 
 
-# ---------------------------------------------------------------- distillation
+# ------------------------------------------------------------------------- distillation
 
 
-def test_distillation_equals_the_divergence_by_hand_and_trains_the_student_alone():
+def test_distillation_is_kl_and_teacher_is_constant():
     torch.manual_seed(0)
     student, teacher = (torch.randn(3, 5, dtype=torch.float64).requires_grad_() for _ in range(2))
     p, q = (logits / 4 for logits in (teacher, student))
@@ -172,8 +169,8 @@ def test_distillation_equals_the_divergence_by_hand_and_trains_the_student_alone
     assert distillation_loss(teacher + 3, teacher, KEPT, 4.0).item() == pytest.approx(0, abs=1e-6)
 
 
-def test_the_temperature_does_not_change_the_gradients_norm():
-    """For small logits, to first order, T² compensates T (Hinton et al., arXiv 1503.02531)."""
+def test_gradient_norm_is_independent_of_temperature():
+    """For small logits, to first order (Hinton et al., arXiv 1503.02531): T² compensates for T."""
     torch.manual_seed(0)
     teacher, student = 0.01 * torch.randn(3, 5), (0.01 * torch.randn(3, 5)).requires_grad_()
     norms = [
@@ -183,13 +180,13 @@ def test_the_temperature_does_not_change_the_gradients_norm():
     assert norms[1:] == pytest.approx(norms[:2], rel=0.03)
 
 
-# ---------------------------------------------------------------- gradients
+# ------------------------------------------------------------------------- gradients
 
 
-def test_alignment_of_given_gradients():
-    """A conflicting component is removed; a gradient without one does not change.
+def test_align_hand_made_gradients():
+    """A conflicting gradient loses its component along the other; other gradients do not change.
 
-    A list of tensors is treated as one vector.
+    Lists are one vector.
     """
     vit = [torch.tensor([2.0, 0.0]), torch.tensor([[0.0]])]
     for agent, want in (
@@ -199,10 +196,9 @@ def test_alignment_of_given_gradients():
     ):
         found = align_gradients([torch.tensor(part) for part in agent], vit)
         assert [part.tolist() for part in found] == want
-        # A second alignment has no effect.
-        assert [part.tolist() for part in align_gradients(found, vit)] == want
-    # As one vector (1, -2) has the product -1 with (1, 1), and -1/2 times (1, 1) is subtracted,
-    # although its first component alone does not conflict.
+        assert [part.tolist() for part in align_gradients(found, vit)] == want  # once is enough
+    # One vector: (1, -2) has the product -1 with (1, 1), and loses -1/2 of it, though its first
+    # part alone agrees.
     found = align_gradients(
         [torch.tensor([1.0]), torch.tensor([-2.0])], [torch.tensor([1.0]), torch.tensor([1.0])]
     )
@@ -228,26 +224,22 @@ def test_aligned_gradients_never_conflict(seed):
     torch.testing.assert_close(scaled, [1e4 * a for a in align_gradients(agent, vit)])
 
 
-def losses(said) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a loss of each network, from class logits and features."""
+def joint_losses(output) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute one loss for each network: some classes, and features."""
     label = torch.tensor([0, 2])
-    vit = F.cross_entropy(class_logits(said.vit), label) + feature_loss(
-        said.tokens, said.maps, torch.ones(2)
+    vit = F.cross_entropy(class_logits(output.vit), label) + feature_loss(
+        output.tokens, output.maps, torch.ones(2)
     )
-    return vit + distillation_loss(said.vit, said.agent, torch.ones(2), 4.0), F.cross_entropy(
-        class_logits(said.agent), label
+    return vit + distillation_loss(output.vit, output.agent, torch.ones(2), 4.0), F.cross_entropy(
+        class_logits(output.agent), label
     )
 
 
-def reference(pair: JointModel, image, align: str) -> dict[str, torch.Tensor]:
-    """Compute gradients by two backward passes through the shared weights and Algorithm 1.
-
-    In float64, with loops.
-    """
+def reference_gradients(pair: JointModel, image, align: str) -> dict[str, torch.Tensor]:
+    """Compute gradients by two backward passes and Algorithm 1 with loops, in float64."""
     plain = copy.deepcopy(pair)
     V = slice(2 * plain.vit.embed_dim, None)
-    # The agent uses the parameters themselves instead of aliases.
-    for block, lent in enumerate(plain.agent.lent):
+    for block, lent in enumerate(plain.agent.lent):  # the very parameters, in place of aliases
         own = plain.vit.blocks[block]
         plain.agent.lent[block] = lent._replace(
             value=own.attn.qkv.weight[V],
@@ -258,7 +250,7 @@ def reference(pair: JointModel, image, align: str) -> dict[str, torch.Tensor]:
             fc2=own.mlp.fc2.weight,
             fc2_bias=own.mlp.fc2.bias,
         )
-    vit_loss, agent_loss = losses(plain(image))
+    vit_loss, agent_loss = joint_losses(plain(image))
     names, tensors = zip(*plain.named_parameters(), strict=True)
     of_vit, of_agent = (
         dict(
@@ -311,17 +303,17 @@ def reference(pair: JointModel, image, align: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("align", ["global", "layer", "tensor", "none"])
-def test_one_backward_pass_and_combine_gradients_equal_algorithm_1(align):
-    """Private weights get their network's gradient, shared ones the mean.
+def test_combine_gradients_matches_algorithm_1(align):
+    """Private weights get the whole gradient of their own network, shared ones the mean.
 
-    q and k get nothing from the agent.
+    q and k get nothing of the agent's gradient.
     """
-    pair, image = both(shared=True).double(), torch.randn(2, 3, 32, 32, dtype=torch.float64)
-    # double() has replaced the weights.
-    pair.agent.lend(pair.vit)
-    want = reference(pair, image, align)
-    sum(losses(pair(image))).backward()
-    pair.combine_gradients(align, lambda gradients: None)
+    pair = build_joint(shared=True, align=align).double()
+    image = torch.randn(2, 3, 32, 32, dtype=torch.float64)
+    pair.agent.lend(pair.vit)  # double() has moved the weights
+    want = reference_gradients(pair, image, align)
+    sum(joint_losses(pair(image))).backward()
+    pair.combine_gradients(lambda gradients: None)
     for name, parameter in pair.named_parameters():
         torch.testing.assert_close(
             parameter.grad,
@@ -333,12 +325,12 @@ def test_one_backward_pass_and_combine_gradients_equal_algorithm_1(align):
     assert all(seen.grad is None for lent in pair.agent.lent for seen in lent)
 
 
-def test_the_alignments_differ_here():
-    """Otherwise the test above would be weak."""
-    pair, image = both(shared=True).double(), torch.randn(2, 3, 32, 32, dtype=torch.float64)
+def test_alignment_modes_differ():
+    """Otherwise the test above would show little."""
+    pair, image = build_joint(shared=True).double(), torch.randn(2, 3, 32, 32, dtype=torch.float64)
     pair.agent.lend(pair.vit)
     found = [
-        torch.cat([g.flatten() for g in reference(pair, image, align).values()])
+        torch.cat([g.flatten() for g in reference_gradients(pair, image, align).values()])
         for align in ("layer", "tensor", "none")
     ]
     assert all(
@@ -346,24 +338,22 @@ def test_the_alignments_differ_here():
     )
 
 
-def test_two_micro_batches_add_up_and_ranks_are_reduced_once():
-    pair, images, asked = both(shared=True), torch.randn(2, 2, 3, 32, 32), []
+def test_microbatches_accumulate_and_ranks_are_averaged_once():
+    pair, images, calls = build_joint(shared=True, align="none"), torch.randn(2, 2, 3, 32, 32), []
     for image in images:
-        sum(losses(pair(image))).backward()
+        sum(joint_losses(pair(image))).backward()
     want = [seen.grad.clone() for lent in pair.agent.lent for seen in lent]
-    pair.combine_gradients(
-        "none", lambda gradients: asked.append([gradient.clone() for gradient in gradients])
-    )
-    assert len(asked) == 1
-    assert all(torch.equal(a, b) for a, b in zip(asked[0], want, strict=True))
+    pair.combine_gradients(lambda gradients: calls.append([g.clone() for g in gradients]))
+    assert len(calls) == 1
+    assert all(torch.equal(a, b) for a, b in zip(calls[0], want, strict=True))
 
 
-# ---------------------------------------------------------------- one set of weights
+# ------------------------------------------------------------------------- shared weights
 
 
-def test_shared_weights_are_stored_once():
-    """Parameters, state dict, optimizer and EMA do not contain the agent's aliases."""
-    pair, joint = both(shared=True), both(shared=False)
+def test_shared_weights_are_held_once():
+    """By parameters, state dict, optimizer and EMA, none of which holds the agent's aliases."""
+    pair, joint = build_joint(shared=True), build_joint(shared=False)
     storages = [p.untyped_storage().data_ptr() for p in pair.parameters()]
     assert len(storages) == len(set(storages))
     assert {name for name in pair.state_dict() if name.startswith("vit.")} == {
@@ -378,30 +368,29 @@ def test_shared_weights_are_stored_once():
     assert id(pair.vit.blocks[0].mlp.fc1.weight) in decayed
 
 
-def test_outputs_equal_those_of_the_separate_networks():
+def test_joint_outputs_match_single_networks():
     for shared in (False, True):
-        pair, image = both(shared=shared).eval(), torch.randn(2, 3, 32, 32)
-        said = pair(image)
-        torch.testing.assert_close(said.vit, pair.vit(image))
-        torch.testing.assert_close(said.agent, pair.agent(image))
-        assert [x.shape for x in said.tokens] == 3 * [(2, 16, 108)]
+        pair, image = build_joint(shared=shared).eval(), torch.randn(2, 3, 32, 32)
+        output = pair(image)
+        torch.testing.assert_close(output.vit, pair.vit(image))
+        torch.testing.assert_close(output.agent, pair.agent(image))
+        assert [x.shape for x in output.tokens] == 3 * [(2, 16, 108)]
         seen = []
         handle = pair.vit.blocks[1].register_forward_hook(
-            lambda block, inputs, output, seen=seen: seen.append(output)
+            lambda block, inputs, result, seen=seen: seen.append(result)
         )
         pair.vit(image)
         handle.remove()
-        # Without the class token.
-        torch.testing.assert_close(said.tokens[1], seen[0][:, 1:])
+        torch.testing.assert_close(output.tokens[1], seen[0][:, 1:])  # no class token
 
 
-def test_selected_blocks_can_be_supervised():
-    pair = both(shared=False)
+def test_subset_of_supervised_blocks():
+    pair = build_joint(shared=False)
     some = JointModel(pair.vit, pair.agent, (3, 1)).eval()
     image = torch.randn(2, 3, 32, 32)
-    said, whole = some(image), pair.eval()(image)
+    output, whole = some(image), pair.eval()(image)
     for number, block in enumerate((0, 2)):
-        torch.testing.assert_close(said.tokens[number], whole.tokens[block])
-        torch.testing.assert_close(said.maps[number], whole.maps[block])
-    with pytest.raises(ValueError, match="0 is no number of a block; they go from 1 to 3"):
+        torch.testing.assert_close(output.tokens[number], whole.tokens[block])
+        torch.testing.assert_close(output.maps[number], whole.maps[block])
+    with pytest.raises(ValueError, match="block 0 does not exist; blocks are counted from 1 to 3"):
         JointModel(pair.vit, pair.agent, (0,))

@@ -1,7 +1,4 @@
-"""DRLoc against float64 loops over images and pairs, counts by hand, and timm's maps.
-
-Losses of constant predictions are known in closed form for uniformly drawn positions.
-"""
+"""DRLoc against plain loops in float64, hand-counted heads and timm's maps."""
 
 import math
 
@@ -22,10 +19,10 @@ from densefeed.objectives.drloc import (
     feature_map,
     gather_pairs,
     offset_classes,
-    places,
     pool_factor,
-    pooled,
+    pool_map,
     regression_loss,
+    select_positions,
 )
 
 VARIANTS = ("l1", "signed", "ce", "reg", "all")
@@ -37,8 +34,7 @@ SWIN = dict(
     num_heads=(1, 2, 3, 4),
     num_classes=5,
 )
-# Arguments, and width and grid of the last map at 64 pixels.
-MODELS = {
+MODELS = {  # with the width and grid of the last map, at 64 pixels
     "test_vit": (dict(img_size=64, num_classes=5), (64, 4, 4)),
     "lvvit_micro": (dict(num_classes=5, token_head=False), (96, 8, 8)),
     "swin_tiny_patch4_window7_224": (SWIN, (96, 2, 2)),
@@ -58,7 +54,7 @@ def network(name: str, **more) -> nn.Module:
 
 
 def words_of(row1: int, column1: int, row2: int, column2: int, grid: tuple[int, int]) -> list[int]:
-    """Return random words in the middle of the ranges that give these positions."""
+    """The middle word of those that lead to these places."""
     return [
         (2 * at + 1) * 2**31 // side
         for at, side in zip((row1, column1, row2, column2), 2 * grid, strict=True)
@@ -69,14 +65,14 @@ def drawn(N: int, M: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(2**32, (N, M, 4), generator=torch.Generator().manual_seed(seed))
 
 
-# ---------------------------------------------------------------- the head
+# ------------------------------------------------------------------------- the head
 
 
 @pytest.mark.parametrize(("width", "count"), [(384, 657_410), (768, 1_050_626), (2048, 2_361_346)])
-def test_a_head_has_the_published_parameter_count(width, count):
-    """For CvT-13 and T2T-ViT-14; Swin-T and ViT-B; ResNet-50.
+def test_head_has_published_parameters(width, count):
+    """CvT-13 and T2T-ViT-14; Swin-T and ViT-B; ResNet-50.
 
-    By hand: two hidden layers of 512, two outputs, biases.
+    Counted by hand: two hidden layers of 512, two outputs, biases.
     """
     assert count == (2 * width + 1) * 512 + 513 * 512 + 513 * 2
     assert sum(p.numel() for p in LocalizationHead(width, 2).parameters()) == count
@@ -89,10 +85,10 @@ def test_a_head_has_the_published_parameter_count(width, count):
     )
 
 
-def test_the_other_variants_heads_have_the_published_parameter_counts():
-    """The four maps of `all` in the published code; classes of `ce` and `reg`.
+def test_heads_of_other_variants_have_published_parameters():
+    """The four maps of the public code's `all`.
 
-    The paper has 15 classes per axis (2 k + 1), the published code 13 and one more layer.
+    15 classes per axis (2 k + 1) in the paper; 13 and one more layer in the code.
     """
     assert (
         sum(
@@ -115,7 +111,7 @@ def test_the_other_variants_heads_have_the_published_parameter_counts():
     assert [offset_classes(k, published=True) for k in (7, 14)] == [13, 27]
 
 
-def test_a_head_has_three_layers_with_relu_between_them():
+def test_head_is_three_linear_layers_with_relu_between():
     torch.manual_seed(0)
     head, x = LocalizationHead(3, 2), torch.randn(4, 6)
     first, second, last = (layer for layer in head if isinstance(layer, nn.Linear))
@@ -125,29 +121,29 @@ def test_a_head_has_three_layers_with_relu_between_them():
     assert bool((head(torch.randn(200, 6)) < 0).any())
 
 
-# ---------------------------------------------------------------- places and maps
+# ------------------------------------------------------------------------- places and maps
 
 
 @pytest.mark.parametrize("grid", [(7, 7), (3, 5)])
-def test_words_give_uniform_positions_up_to_the_last(grid):
+def test_positions_are_uniform_and_reach_the_last_one(grid):
     edges = torch.tensor([[[0, 0, 2**32 - 1, 2**32 - 1]]])
-    row, column = places(edges, grid)
+    row, column = select_positions(edges, grid)
     assert (row.tolist(), column.tolist()) == ([[[0, grid[0] - 1]]], [[[0, grid[1] - 1]]])
-    for side, place in zip(grid, places(drawn(70, 1000), grid), strict=True):
+    for side, place in zip(grid, select_positions(drawn(70, 1000), grid), strict=True):
         counts = torch.bincount(place.flatten(), minlength=side).double()
         expected = place.numel() / side
         assert len(counts) == side
-        # Chi-square with side - 1 degrees of freedom has mean side - 1 and twice that variance;
-        # the limit is six standard deviations above the mean.
+        # Chi-square of side - 1 degrees of freedom: mean side - 1, variance twice that; six
+        # deviations.
         assert ((counts - expected) ** 2 / expected).sum() < side - 1 + 6 * math.sqrt(
             2 * (side - 1)
         )
 
 
-def test_embeddings_are_gathered_by_row_and_column_of_any_grid():
-    """The published code multiplies rows by the height, which is wrong on this 3 x 5."""
+def test_gather_pairs_on_any_grid():
+    """The published code multiplies rows by the height, which is wrong on this 3 x 5 grid."""
     map_NDRC = torch.randn(2, 4, 3, 5)
-    row, column = places(drawn(2, 6), (3, 5))
+    row, column = select_positions(drawn(2, 6), (3, 5))
     got = gather_pairs(map_NDRC, row, column)
     assert got.shape == (2, 6, 8)
     for n in range(2):
@@ -159,9 +155,9 @@ def test_embeddings_are_gathered_by_row_and_column_of_any_grid():
 @pytest.mark.parametrize(
     ("grid", "factor"), [((14, 14), 2), ((6, 10), 2), ((9, 6), 3), ((7, 7), 1)]
 )
-def test_pooling_averages_positions_inside_the_map(grid, factor):
+def test_pooling_ignores_padding(grid, factor):
     map_NDRC = torch.randn(2, 3, *grid, dtype=torch.float64)
-    got = pooled(map_NDRC, factor)
+    got = pool_map(map_NDRC, factor)
     assert got.shape == (2, 3, grid[0] // factor, grid[1] // factor)
     for r in range(got.shape[2]):
         for c in range(got.shape[3]):
@@ -177,39 +173,39 @@ def test_pooling_averages_positions_inside_the_map(grid, factor):
 
 
 @pytest.mark.parametrize(
-    ("grid", "side", "said"),
+    ("grid", "side", "message"),
     [
-        ((4, 4), 7, "grid of 4 x 4 is smaller than a pool to 7 x 7"),
-        ((8, 8), 7, "grid of 8 x 8 is no multiple of 7 x 7"),
-        ((12, 18), 7, "grid of 12 x 18 is no multiple of 7 x 7"),
-        ((5, 4), 2, "grid of 5 x 4 is no multiple of 2 x 2"),
-        ((4, 4), 1, "leaves 1 x 1 places, too few"),
-        ((1, 1), 0, "leaves 1 x 1 places, too few"),
+        ((4, 4), 7, "grid of 4 x 4 is smaller than 7 x 7"),
+        ((8, 8), 7, "grid of 8 x 8 is not a multiple of 7 x 7"),
+        ((12, 18), 7, "grid of 12 x 18 is not a multiple of 7 x 7"),
+        ((5, 4), 2, "grid of 5 x 4 is not a multiple of 2 x 2"),
+        ((4, 4), 1, "leaves 1 x 1 positions, too few"),
+        ((1, 1), 0, "leaves 1 x 1 positions, too few"),
     ],
 )
-def test_a_grid_that_cannot_be_pooled_is_refused_with_the_sides_that_fit(grid, side, said):
+def test_pool_error_lists_all_possible_sides(grid, side, message):
     def fits(side):
         try:
             return bool(pool_factor(grid, side))
         except PoolError:
             return False
 
-    with pytest.raises(PoolError, match=said) as refused:
+    with pytest.raises(PoolError, match=message) as refused:
         pool_factor(grid, side)
-    # Pooling to all rows is no pooling.
+    # A pool to all rows is none.
     assert sorted(refused.value.sides) == [side for side in range(grid[0]) if fits(side)]
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_map_is_timms_last_one_and_the_output_is_the_models(name):
-    """Compared with timm's normalized forward_intermediates and the plain forward pass."""
+def test_map_and_output_match_timm(name):
+    """Against timm's own forward_intermediates where it normalizes, and the plain forward pass."""
     model, (_, shape) = network(name).eval(), MODELS[name]
     image = torch.randn(2, 3, 64, 64)
     with torch.no_grad():
         got = feature_map(model.forward_features(image), model, image)
         assert got.shape == (2, *shape)
         (want,) = model.forward_intermediates(image, indices=1, norm=True, intermediates_only=True)
-        # timm's intermediates do not include the final activation of an NFNet.
+        # An NFNet's activation comes last, which timm leaves out of its intermediates.
         torch.testing.assert_close(
             got, model.final_act(model.final_conv(want)) if name == "nfnet_micro" else want
         )
@@ -219,7 +215,7 @@ def test_the_map_is_timms_last_one_and_the_output_is_the_models(name):
             torch.testing.assert_close(both(image, drawn(2, 3), torch.ones(2)).output, model(image))
 
 
-def test_the_map_of_an_oblong_image_has_its_rows_and_columns():
+def test_map_of_oblong_image():
     model = network("test_vit", dynamic_img_size=True).eval()
     image = torch.randn(1, 3, 32, 80)
     with torch.no_grad():
@@ -229,7 +225,7 @@ def test_the_map_of_an_oblong_image_has_its_rows_and_columns():
     torch.testing.assert_close(got, want)
 
 
-def test_published_uses_maps_before_the_norm_of_swin_and_vit_and_all_uses_every_block():
+def test_published_reads_before_norm_and_all_reads_every_block():
     image = torch.randn(2, 3, 64, 64)
     for name in ("test_vit", "swin_tiny_patch4_window7_224", "lvvit_micro"):
         model = network(name).eval()
@@ -246,7 +242,7 @@ def test_published_uses_maps_before_the_norm_of_swin_and_vit_and_all_uses_every_
 
 
 class Flat(nn.Module):
-    """A model whose features have no positions."""
+    """Features `[N, D]`, which have no positions."""
 
     def __init__(self, *shape: int) -> None:
         super().__init__()
@@ -260,22 +256,22 @@ class Flat(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("model", "variant", "said"),
+    ("model", "variant", "message"),
     [
         (nn.Linear(2, 2), "l1", "it has no forward_features"),
-        (Flat(7), "l1", "it gives no map and no grid of tokens"),
-        (Flat(15, 7), "l1", "it gives no map and no grid of tokens"),
+        (Flat(7), "l1", "its features are neither a map nor a grid of tokens"),
+        (Flat(15, 7), "l1", "its features are neither a map nor a grid of tokens"),
         (Flat(16, 7), "all", "it has no forward_intermediates"),
     ],
 )
-def test_a_model_without_a_map_is_refused(model, variant, said):
-    with pytest.raises(ValueError, match=said):
+def test_error_on_model_without_map(model, variant, message):
+    with pytest.raises(ValueError, match=message):
         LocalizedModel(model, variant, 0, [64])
 
 
 @pytest.mark.parametrize("name", ["pit_ti_224", "pit_ti_distilled_224"])
-def test_features_of_class_tokens_alone_are_refused(name):
-    """PiT has one or two class tokens."""
+def test_error_on_class_tokens_alone(name):
+    """PiT returns one or two."""
     with torch.device("meta"):
         model = timm.create_model(name, img_size=64, depth=(1, 1, 1), num_classes=5)
         with pytest.raises(ValueError, match="its features are the class token alone"):
@@ -284,7 +280,7 @@ def test_features_of_class_tokens_alone_are_refused(name):
 
 @pytest.mark.parametrize("name", ["test_vit", "eva02_tiny_patch14_224"])
 @pytest.mark.parametrize("published", [False, True])
-def test_a_model_with_patch_dropout_is_refused(name, published):
+def test_error_on_patch_dropout(name, published):
     for rate in (0.0, 0.5):
         with torch.device("meta"):
             model = timm.create_model(
@@ -294,12 +290,12 @@ def test_a_model_with_patch_dropout_is_refused(name, published):
                 LocalizedModel(model, "l1", 0, [model.patch_embed.img_size[0]], published)
                 continue
             with pytest.raises(
-                ValueError, match=r"it uses patch dropout in training, .*remove patch_drop_rate"
+                ValueError, match=r"it leaves out patches in training, .*leave patch_drop_rate away"
             ):
                 LocalizedModel(model, "l1", 0, [model.patch_embed.img_size[0]], published)
 
 
-def test_an_agents_map_is_its_last_one():
+def test_map_of_agent_is_its_last():
     torch.manual_seed(0)
     model, image = (
         timm.create_model("agent_micro", num_classes=5, embed_dim=18, depth=2).eval(),
@@ -318,24 +314,24 @@ def test_an_agents_map_is_its_last_one():
         LocalizedModel(model, "all", 0, [64])
 
 
-def test_classes_of_offsets_need_one_grid_for_all_input_sizes():
+def test_error_on_several_grids_with_offset_classes():
     model = network("resnet18")
     for variant in ("ce", "reg"):
-        with pytest.raises(
-            ValueError, match=rf"differ in number between input sizes, with {variant} a class each"
-        ):
+        with pytest.raises(ValueError, match=rf"and {variant} has a class for each"):
             LocalizedModel(model, variant, 0, [64, 96])
-        # Both are pooled to one grid.
-        LocalizedModel(model, variant, 2, [64, 128])
+        LocalizedModel(model, variant, 2, [64, 128])  # pooled to one
     assert model.training
     LocalizedModel(model, "l1", 0, [64, 96])
 
 
-# ---------------------------------------------------------------- the loss
+# ------------------------------------------------------------------------- the loss
 
 
 def plain_loss(variant, heads, maps, words, weights, side, published):
-    """Compute the loss one number at a time in float64; maps are tensors with gradients."""
+    """Compute the loss one number after the other, in float64.
+
+    Maps are lists of tensors with gradients.
+    """
     total = torch.zeros((), dtype=torch.float64)
     for head, map_NDRC in zip(heads, maps, strict=True):
         factor = maps[-1].shape[2] // side if side else 1
@@ -345,41 +341,41 @@ def plain_loss(variant, heads, maps, words, weights, side, published):
             )
         N, _, R, C = map_NDRC.shape
         for n in range(N):
-            of_image = torch.zeros((), dtype=torch.float64)
+            loss = torch.zeros((), dtype=torch.float64)
             for row1, column1, row2, column2 in words[n].tolist():
                 r1, r2 = (math.floor(word / 2**32 * R) for word in (row1, row2))
                 c1, c2 = (math.floor(word / 2**32 * C) for word in (column1, column2))
-                said = head(torch.cat([map_NDRC[n, :, r1, c1], map_NDRC[n, :, r2, c2]]))
+                predicted = head(torch.cat([map_NDRC[n, :, r1, c1], map_NDRC[n, :, r2, c2]]))
                 if variant in ("ce", "reg"):
                     B = [2 * k - 1 if published else 2 * k + 1 for k in (R, C)]
-                    for logits, offset in zip(said.split(B), (r1 - r2, c1 - c2), strict=True):
+                    for logits, offset in zip(predicted.split(B), (r1 - r2, c1 - c2), strict=True):
                         p, half = logits.exp() / logits.exp().sum(), len(logits) // 2
                         if variant == "ce":
-                            of_image = of_image - p[offset + half].log()
+                            loss = loss - p[offset + half].log()
                             continue
                         mean = sum(p[i] * (i - half) for i in range(len(p)))
                         variance = sum(p[i] * (i - half - mean) ** 2 for i in range(len(p)))
                         sigma = variance.sqrt()
                         spread = (variance if published else sigma).log()
-                        of_image = of_image + (offset - mean) ** 2 / variance + 0.001 * spread
+                        loss = loss + (offset - mean) ** 2 / variance + 0.001 * spread
                     continue
-                for one, (a, b), k in zip(said, ((r1, r2), (c1, c2)), (R, C), strict=True):
+                for one, (a, b), k in zip(predicted, ((r1, r2), (c1, c2)), (R, C), strict=True):
                     if variant == "signed":
                         target = a - b + k - 1 if published else (a - b) / k
                     else:
                         target = abs(a - b) if published else abs(a - b) / k
-                    of_image = of_image + abs(one - target) / 2
-            total = total + weights[n] * of_image / words.shape[1]
+                    loss = loss + abs(one - target) / 2
+            total = total + weights[n] * loss / words.shape[1]
     return total / weights.sum()
 
 
 @pytest.mark.parametrize("published", [False, True])
 @pytest.mark.parametrize(("grid", "side"), [((3, 5), 0), ((6, 4), 3)])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_variant_and_its_gradients_equal_the_plain_loops(variant, grid, side, published):
-    """With oblong and pooled grids, and an image of weight 0; `all` has maps of two sizes.
+def test_variants_and_gradients_match_plain_loops(variant, grid, side, published):
+    """Oblong grids, pooled ones, an image of weight 0; `all` on maps of two sizes.
 
-    Equal in float64 up to rounding.
+    In float64 up to rounding.
     """
     torch.manual_seed(1)
     sizes = [(2 * grid[0], 2 * grid[1]), grid] if variant == "all" else [grid]
@@ -404,7 +400,7 @@ def test_a_variant_and_its_gradients_equal_the_plain_loops(variant, grid, side, 
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_the_gradient_passes_gradcheck(variant):
+def test_gradcheck(variant):
     torch.manual_seed(0)
     ours = LocalizationLoss(variant, [3], 2, (2, 2), published=False).double()
     map_NDRC = torch.randn(2, 3, 4, 4, dtype=torch.float64, requires_grad=True)
@@ -412,7 +408,7 @@ def test_the_gradient_passes_gradcheck(variant):
     assert torch.autograd.gradcheck(lambda map_NDRC: ours([map_NDRC], words, weights), (map_NDRC,))
 
 
-def test_gradients_reach_both_positions_of_a_pair_and_no_others():
+def test_gradients_reach_exactly_both_positions_of_a_pair():
     torch.manual_seed(0)
     map_NDRC = torch.randn(1, 6, 4, 4, requires_grad=True)
     words = torch.tensor([[words_of(0, 1, 3, 2, (4, 4))]])
@@ -425,8 +421,8 @@ def test_gradients_reach_both_positions_of_a_pair_and_no_others():
 @pytest.mark.parametrize(
     ("k", "raw", "share"), [(7, 2.2857, 0.3265), (8, 2.625, 0.3281), (14, 4.6429, 0.3316)]
 )
-def test_predicting_0_has_the_mean_distance_of_uniform_positions(k, raw, share):
-    """The mean is (k^2 - 1) / (3 k) over all pairs; an untrained head starts near it."""
+def test_loss_of_constant_0_is_mean_distance_of_uniform_positions(k, raw, share):
+    """(k^2 - 1) / (3 k) over all pairs of positions; an untrained head starts near it."""
     offset = torch.arange(k)[:, None] - torch.arange(k)
     zero = torch.zeros(k, k)
     assert regression_loss(zero, offset, k, False, True).mean().item() == pytest.approx(
@@ -443,15 +439,15 @@ def test_predicting_0_has_the_mean_distance_of_uniform_positions(k, raw, share):
 
 
 @pytest.mark.parametrize(("published", "start"), [(False, 5.416), (True, 5.130)])
-def test_uniform_logits_have_a_loss_of_two_logarithms_of_the_classes(published, start):
+def test_ce_of_uniform_logits_is_log_of_classes(published, start):
     offset = torch.arange(-6, 7)[None]
     loss = classification_loss(torch.zeros(1, 13, offset_classes(7, published)), offset)
     assert torch.equal(loss, loss[:, :1].expand_as(loss))
     assert 2 * loss[0, 0].item() == pytest.approx(start, abs=5e-4)
 
 
-def test_a_confident_prediction_has_the_least_loss_if_right_and_a_finite_one_if_wrong():
-    """The variance of a one-hot distribution is 0 and is clamped to LEAST_VARIANCE."""
+def test_expectation_loss_is_finite_for_a_single_offset():
+    """The variance of such a distribution is 0, so only MIN_VARIANCE is left."""
     logits = torch.full((1, 2, 15), -200.0)
     logits[0, :, 7 + 3] = 200.0
     offset = torch.tensor([[3, 2]])
@@ -463,7 +459,7 @@ def test_a_confident_prediction_has_the_least_loss_if_right_and_a_finite_one_if_
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_under_autocast_the_loss_is_float32_and_nearly_the_same(variant, dtype):
+def test_loss_is_float32_under_autocast(variant, dtype):
     torch.manual_seed(0)
     ours, maps = (
         LocalizationLoss(variant, [16], 0, (4, 4), published=False),
@@ -487,7 +483,7 @@ def test_under_autocast_the_loss_is_float32_and_nearly_the_same(variant, dtype):
         "dhvt_tiny_imagenet_patch16",
     ],
 )
-def test_compiles_without_a_graph_break(name, variant):
+def test_model_with_heads_compiles_to_one_graph(name, variant):
     torch._dynamo.reset()
     both = LocalizedModel(network(name), variant, 0, [64]).eval()
     image, words, weights = torch.randn(2, 3, 64, 64), drawn(2, 5), torch.ones(2)
@@ -495,7 +491,7 @@ def test_compiles_without_a_graph_break(name, variant):
     torch.testing.assert_close(compiled(image, words, weights), both(image, words, weights))
 
 
-def test_no_host_sync(no_host_read):
+def test_forward_and_backward_do_not_sync(no_host_read):
     both = LocalizedModel(network("lvvit_micro"), "all", 4, [64])
     image, words, weights = torch.randn(2, 3, 64, 64), drawn(2, 5), torch.ones(2)
     with no_host_read():
@@ -504,8 +500,8 @@ def test_no_host_sync(no_host_read):
     assert both.model.stem[0].weight.grad.any()
 
 
-def test_with_mixtoken_the_map_is_that_of_the_mixed_image():
-    """Exchanged tokens keep their positions; only token logits return to their images."""
+def test_map_under_mixtoken_is_that_of_the_mixed_image():
+    """Exchanged tokens keep their position; only the logits of tokens return to their images."""
     model = network("lvvit_micro", token_head=True).eval()
     image, mask = torch.randn(2, 3, 64, 64), torch.zeros(8, 8, dtype=torch.bool)
     mask[2:5, 1:7] = True
@@ -520,15 +516,14 @@ def test_with_mixtoken_the_map_is_that_of_the_mixed_image():
         )
 
 
-def test_weight_decay_excludes_what_the_model_excludes():
+def test_no_weight_decay_of_the_model_is_kept():
     both = LocalizedModel(network("swin_tiny_patch4_window7_224"), "l1", 0, [64])
-    # One table of relative positions per block.
-    assert len(both.no_weight_decay()) == 5
+    assert len(both.no_weight_decay()) == 5  # a table of relative positions for each block
     assert both.no_weight_decay() <= {name for name, _ in both.named_parameters()}
 
 
-def test_the_head_learns_offsets_from_coordinates():
-    """On a map of coordinates the head alone reduces the loss from 0.33 to below 0.05."""
+def test_head_learns_from_a_map_of_coordinates():
+    """The head alone reduces the error from 0.33 to below 0.05."""
     torch.manual_seed(0)
     ours, weight = LocalizationLoss("l1", [2], 0, (4, 4), published=False), torch.ones(8)
     grid = torch.stack(torch.meshgrid(torch.arange(4.0), torch.arange(4.0), indexing="ij")).expand(

@@ -22,7 +22,7 @@ from densefeed.objectives.losses import (
 from densefeed.pipelines.mixing import mix_targets
 from densefeed.pipelines.targets import SparseTargets
 
-# Limits of the relative error of the loss and of the absolute error of the gradient of a mean.
+# Tolerances: relative error of the loss, and absolute error of the gradient of a mean.
 LOSS, GRADIENT = 2e-6, 1e-7
 
 
@@ -34,9 +34,9 @@ def seeded():
 def random_targets(
     count, tokens, palette, classes, seed=0, total=1.1, repeats=False, dtype=torch.float64
 ):
-    """Return targets that sum to `total`, and the same as a dense tensor.
+    """Make sparse targets that sum to `total`, and the same dense.
 
-    With `repeats` a palette has the same class several times.
+    With `repeats` a palette has classes twice.
     """
     rng = torch.Generator().manual_seed(seed)
     if repeats:
@@ -49,8 +49,7 @@ def random_targets(
     extra = (
         torch.rand(count, tokens, palette, generator=rng, dtype=torch.float64) * classes / palette
     )
-    # One class has a smaller target than all others.
-    extra[..., 0] = -0.5 * base
+    extra[..., 0] = -0.5 * base  # a class below all others
     scale = total / (classes * base + extra.sum(-1))
     extra, base = (extra * scale[..., None]).to(dtype), (base * scale).to(dtype)
     dense = base.double()[..., None].repeat(1, 1, classes)
@@ -76,8 +75,8 @@ def sparse(logits, targets):
     return sparse_cross_entropy(logits, targets.palette, targets.extra, targets.base, targets.total)
 
 
-def both(logits, targets, dense):
-    """Return the mean loss and its gradient, sparse and from the dense float64 reference."""
+def losses_and_gradients(logits, targets, dense):
+    """Return loss and gradient of the mean, ours and the dense reference's in float64."""
     ours = sparse(logits, targets).mean()
     (gradient,) = torch.autograd.grad(ours, logits)
     exact = logits.detach().double().requires_grad_()
@@ -94,11 +93,11 @@ def both(logits, targets, dense):
     st.integers(0, 99),
 )
 @settings(max_examples=60, deadline=None)
-def test_sparse_equals_dense(count, tokens, palette, classes, repeats, seed):
+def test_sparse_matches_dense(count, tokens, palette, classes, repeats, seed):
     targets, dense = random_targets(
         count, tokens, palette, classes, seed, repeats=repeats, dtype=torch.float32
     )
-    ours, want, gradient, want_gradient = both(
+    ours, want, gradient, want_gradient = losses_and_gradients(
         random_logits(count, tokens, classes, seed=seed), targets, dense
     )
     torch.testing.assert_close(ours, want, rtol=LOSS, atol=0)
@@ -109,34 +108,34 @@ def test_sparse_equals_dense(count, tokens, palette, classes, repeats, seed):
 @pytest.mark.parametrize(
     ("count", "tokens", "classes"), [(3, 100, 1000), (1, 50, 21_841), (2, 1, 70_001)]
 )
-def test_sparse_equals_dense_for_common_numbers_of_classes(count, tokens, classes, offset):
-    """An offset common to all logits has no effect.
+def test_sparse_matches_dense_for_many_classes(count, tokens, classes, offset):
+    """A shared offset of the logits changes nothing.
 
-    Plain float32 sums of 21,841 such logits would have lost most of their precision.
+    A plain float32 sum of 21,841 of them would be inaccurate.
     """
     targets, dense = random_targets(count, tokens, 40, classes, dtype=torch.float32)
     logits = (random_logits(count, tokens, classes).detach() + offset).requires_grad_()
-    ours, want, gradient, want_gradient = both(logits, targets, dense)
+    ours, want, gradient, want_gradient = losses_and_gradients(logits, targets, dense)
     torch.testing.assert_close(ours, want, rtol=LOSS, atol=0)
     torch.testing.assert_close(gradient.double(), want_gradient, rtol=2e-6, atol=GRADIENT)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_logits_are_summed_in_float32(dtype):
-    """The gradient is rounded once, to the logits' dtype, by half a unit in the last place."""
+    """The gradient is rounded once, to the dtype of the logits: half a unit in the last place."""
     targets, dense = random_targets(3, 50, 40, 1000, dtype=torch.float32)
-    ours, want, gradient, want_gradient = both(
+    ours, want, gradient, want_gradient = losses_and_gradients(
         random_logits(3, 50, 1000, dtype=dtype), targets, dense
     )
     assert gradient.dtype == dtype
     torch.testing.assert_close(ours, want, rtol=LOSS, atol=0)
-    # 2e-6 allows for values near the middle of two numbers, which may be rounded the other way.
+    # 2e-6 covers rounding in the other direction where the exact value lies between two numbers.
     torch.testing.assert_close(
         gradient.double(), want_gradient, rtol=torch.finfo(dtype).eps / 2 + 2e-6, atol=GRADIENT
     )
 
 
-def test_the_gradient_passes_gradcheck():
+def test_gradcheck():
     targets, _ = random_targets(2, 3, 4, 7, repeats=True)
     assert sparse(random_logits(2, 3, 7, dtype=torch.float64), targets).dtype == torch.float64
     assert torch.autograd.gradcheck(
@@ -145,8 +144,11 @@ def test_the_gradient_passes_gradcheck():
 
 
 @pytest.mark.parametrize("size", [1, 200, 1000, 5000])
-def test_block_size_has_no_effect(size, monkeypatch):
-    """Rows of 44 bytes, in blocks of part of an image, one image or several, with remainders."""
+def test_result_is_independent_of_block_size(size, monkeypatch):
+    """Rows of 44 bytes; blocks of a part of an image's tokens, of one image, of several.
+
+    Each with a remainder.
+    """
     targets, _ = random_targets(5, 7, 4, 11, dtype=torch.float32)
 
     def results(dtype):
@@ -160,7 +162,7 @@ def test_block_size_has_no_effect(size, monkeypatch):
     torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
 
 
-def test_logits_need_not_be_contiguous():
+def test_noncontiguous_logits():
     targets, _ = random_targets(3, 5, 4, 11, dtype=torch.float32)
     wide = random_logits(3, 6, 11)
     for view in (wide[:, 1:], wide.mT.contiguous().mT[:, :5]):
@@ -171,7 +173,7 @@ def test_logits_need_not_be_contiguous():
         )
 
 
-def test_backward_can_run_twice_and_only_for_logits():
+def test_backward_twice_and_gradients_of_logits_only():
     targets, _ = random_targets(2, 3, 4, 7, dtype=torch.float32)
     targets.extra.requires_grad_()
     logits = random_logits(2, 3, 7)
@@ -188,10 +190,10 @@ def test_backward_can_run_twice_and_only_for_logits():
         ].sum().backward()
 
 
-def test_targets_of_another_grid_are_refused():
+def test_error_on_targets_of_another_grid():
     targets, _ = random_targets(2, 4, 3, 7)
     with pytest.raises(
-        ValueError, match="2 images of 9 tokens; ask for targets of the model's grid"
+        ValueError, match="2 images of 9 tokens; make targets for the grid of the model"
     ):
         token_loss(torch.zeros(2, 9, 7), targets)
     with pytest.raises(ValueError, match="2 images of 9 tokens"):
@@ -209,10 +211,10 @@ def test_token_loss_is_the_mean_over_labeled_tokens():
 
 
 @pytest.mark.parametrize("count", [1, 4, 5])
-def test_class_token_loss_takes_targets_mixed_with_the_partners(count):
+def test_class_token_loss_with_mixed_targets(count):
     """Equation 10 with the dense label mixed first.
 
-    The sparse target has both images' classes, some of them twice.
+    Ours has the classes of both images, some of them twice.
     """
     targets, dense = random_targets(count, 1, 4, 11)
     logits, weight = (
@@ -229,7 +231,7 @@ def test_class_token_loss_takes_targets_mixed_with_the_partners(count):
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_without_weights_the_loss_is_zero(fused):
+def test_loss_is_zero_if_all_weights_are_zero(fused):
     targets, _ = random_targets(2, 3, 4, 7, dtype=torch.float32)
     targets = targets._replace(weight=torch.zeros_like(targets.weight))
     head, features = torch.nn.Linear(5, 7), torch.randn(2, 3, 5, requires_grad=True)
@@ -244,7 +246,7 @@ def test_without_weights_the_loss_is_zero(fused):
     assert (head.weight.grad == 0).all()
 
 
-def test_samples_of_weight_zero_are_ignored():
+def test_samples_of_weight_zero_do_not_count():
     targets, dense = random_targets(4, 1, 3, 7)
     weight = torch.tensor([[1.0], [0.0], [1.0], [1.0]], dtype=torch.float64)
     logits = torch.randn(4, 7, dtype=torch.float64)
@@ -261,7 +263,7 @@ def test_samples_of_weight_zero_are_ignored():
     )
 
 
-def test_hard_labels_with_mixing_equal_cutmix():
+def test_hard_label_loss_with_partner_is_cutmix():
     logits, label = torch.randn(5, 7, dtype=torch.float64), torch.tensor([1, 2, 3, 4, 0])
     soft = torch.nn.functional.one_hot(label, 7).double() * 0.9 + 0.1 / 7
     mix_targets = 0.6 * soft + 0.4 * soft.flip(0)
@@ -270,13 +272,13 @@ def test_hard_labels_with_mixing_equal_cutmix():
     torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
 
 
-# ---------------------------------------------------------------- head and loss fused
+# ------------------------------------------------------------------------- fused head and loss
 
 
-def materialized(features, head, targets, dense=None):
-    """Return the loss computed from whole logits, and its three gradients.
+def materialized_loss(features, head, targets, dense=None):
+    """Compute the same loss with all logits: ours, or with `dense` the float64 reference.
 
-    With `dense` it is the float64 reference.
+    Returns it and its three gradients.
     """
     leaves = [tensor.detach().requires_grad_() for tensor in (features, head.weight, head.bias)]
     if dense is not None:
@@ -287,43 +289,49 @@ def materialized(features, head, targets, dense=None):
     return loss, *torch.autograd.grad(loss, leaves)
 
 
-def fused(features, head, targets):
+def fused_loss(features, head, targets):
     leaves = [tensor.detach().requires_grad_() for tensor in (features, head.weight, head.bias)]
     loss = fused_token_loss(*leaves, targets)
     return loss, *torch.autograd.grad(loss, leaves)
 
 
-def relative(got, want):
+def relative_error(got, want):
     """Return the largest error of a tensor, relative to its largest value."""
     return ((got.double() - want.double()).abs().max() / want.abs().max()).item()
 
 
 @pytest.fixture
 def small_chunks(monkeypatch):
-    """Set chunks of two and a half images with 7 tokens and 31 classes, in float32."""
+    """Use chunks of two and a half images of 7 tokens and 31 classes, in float32."""
     monkeypatch.setattr(fused_head, "CHUNK_BYTES", 17 * 31 * 4)
 
 
 @pytest.mark.parametrize("count", [1, 2, 5, 6])
-def test_the_fused_loss_equals_the_dense_one(count, small_chunks):
+def test_fused_loss_matches_dense(count, small_chunks):
     targets, dense = random_targets(count, 7, 5, 31, dtype=torch.float32)
     head, features = torch.nn.Linear(16, 31), torch.randn(count, 7, 16)
-    ours, want = fused(features, head, targets), materialized(features, head, targets, dense)
+    ours, want = (
+        fused_loss(features, head, targets),
+        materialized_loss(features, head, targets, dense),
+    )
     torch.testing.assert_close(ours[0].double(), want[0], rtol=LOSS, atol=0)
     for got, exact in zip(ours[1:], want[1:], strict=True):
         torch.testing.assert_close(got.double(), exact, rtol=2e-6, atol=GRADIENT)
 
 
-def test_the_fused_loss_of_21841_classes():
+def test_fused_loss_of_21841_classes():
     targets, dense = random_targets(2, 49, 40, 21_841, dtype=torch.float32)
     head, features = torch.nn.Linear(48, 21_841), torch.randn(2, 49, 48)
-    ours, want = fused(features, head, targets), materialized(features, head, targets, dense)
+    ours, want = (
+        fused_loss(features, head, targets),
+        materialized_loss(features, head, targets, dense),
+    )
     torch.testing.assert_close(ours[0].double(), want[0], rtol=LOSS, atol=0)
     for got, exact in zip(ours[1:], want[1:], strict=True):
         torch.testing.assert_close(got.double(), exact, rtol=0, atol=GRADIENT)
 
 
-def test_the_fused_gradients_pass_gradcheck(small_chunks):
+def test_fused_gradcheck(small_chunks):
     targets, _ = random_targets(2, 3, 4, 7)
     shapes = ((2, 3, 5), (7, 5), (7,))
     leaves = [torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
@@ -332,26 +340,29 @@ def test_the_fused_gradients_pass_gradcheck(small_chunks):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("rows", [1, 17])
-def test_the_fused_loss_under_autocast_is_as_accurate_as_with_logits(dtype, rows, monkeypatch):
-    """Both multiply in half precision; the fused loss sums its chunks in float32.
+def test_fused_loss_under_autocast_is_as_accurate_as_with_logits(dtype, rows, monkeypatch):
+    """Both multiply in half precision.
 
-    There are 280 chunks of one row, or 17 of 17 rows.
+    Ours sums its chunks, 280 of one row or 17 of 17, in float32.
     """
     monkeypatch.setattr(fused_head, "CHUNK_BYTES", rows * 31 * 2)
     targets, dense = random_targets(40, 7, 5, 31, dtype=torch.float32)
     head, features = torch.nn.Linear(16, 31), torch.randn(40, 7, 16)
-    exact = materialized(features, head, targets, dense)
+    exact = materialized_loss(features, head, targets, dense)
     with torch.autocast("cpu", dtype):
-        ours, theirs = fused(features, head, targets), materialized(features, head, targets)
+        ours, theirs = (
+            fused_loss(features, head, targets),
+            materialized_loss(features, head, targets),
+        )
     for got, other, want in zip(ours, theirs, exact, strict=True):
         assert got.dtype == torch.float32
-        # A product of D = 16 terms with inputs and output rounded to half precision: two units in
+        # A product of D = 16 terms rounded to half precision on the way in and out: two units in
         # the last place.
-        assert relative(got, want) < 2 * torch.finfo(dtype).eps
-        assert relative(got, want) < 1.5 * relative(other, want) + 1e-6
+        assert relative_error(got, want) < 2 * torch.finfo(dtype).eps
+        assert relative_error(got, want) < 1.5 * relative_error(other, want) + 1e-6
 
 
-def test_a_frozen_head_gets_no_gradient(small_chunks):
+def test_no_gradient_for_frozen_head(small_chunks):
     targets, _ = random_targets(5, 7, 5, 31, dtype=torch.float32)
     head, features = (
         torch.nn.Linear(16, 31).requires_grad_(False),
@@ -359,21 +370,20 @@ def test_a_frozen_head_gets_no_gradient(small_chunks):
     )
     loss = fused_token_loss(features, head.weight, head.bias, targets)
     loss.backward(retain_graph=True)
-    torch.testing.assert_close(features.grad, fused(features, head, targets)[1])
-    # A second backward pass accumulates.
-    loss.backward()
-    torch.testing.assert_close(features.grad, 2 * fused(features, head, targets)[1])
+    torch.testing.assert_close(features.grad, fused_loss(features, head, targets)[1])
+    loss.backward()  # gradients accumulate
+    torch.testing.assert_close(features.grad, 2 * fused_loss(features, head, targets)[1])
     with torch.no_grad():
         alone = fused_token_loss(features, head.weight, head.bias, targets)
     assert not alone.requires_grad
     torch.testing.assert_close(alone, loss.detach())
     loss = fused_token_loss(features.detach(), head.weight.requires_grad_(), head.bias, targets)
     loss.backward()
-    torch.testing.assert_close(head.weight.grad, fused(features, head, targets)[2])
+    torch.testing.assert_close(head.weight.grad, fused_loss(features, head, targets)[2])
     assert head.bias.grad is None
 
 
-def test_equation_7_takes_logits_or_features():
+def test_token_labeling_loss_accepts_logits_or_features():
     tokens, _ = random_targets(3, 7, 5, 31, dtype=torch.float32)
     whole, _ = random_targets(3, 1, 5, 31, seed=1, dtype=torch.float32)
     whole = whole._replace(weight=torch.ones_like(whole.weight))
@@ -387,11 +397,11 @@ def test_equation_7_takes_logits_or_features():
     )
 
 
-# ---------------------------------------------------------------- cost
+# ------------------------------------------------------------------------- cost
 
 
 def step(cls, features, head, whole, tokens):
-    """Return the sum of both forms of the loss, so that one compilation covers both."""
+    """Compute both forms of the loss, so that one compilation covers them all."""
     with_logits = token_labeling_loss(
         TokenLogits(cls, F.linear(features, head.weight, head.bias)), whole, tokens, 0.5
     )
@@ -412,28 +422,28 @@ def step_arguments(seed):
     )
 
 
-def gradients_of(function, cls, features, head, whole, tokens):
+def loss_and_gradients(function, cls, features, head, whole, tokens):
     loss = function(cls, features, head, whole, tokens)
     return [loss, *torch.autograd.grad(loss, (cls, features, head.weight, head.bias))]
 
 
-def test_no_host_sync(no_host_read, small_chunks):
+def test_step_does_not_sync(no_host_read, small_chunks):
     arguments = step_arguments(0)
     with no_host_read():
-        gradients_of(step, *arguments)
+        loss_and_gradients(step, *arguments)
 
 
-def test_compiles_once_without_a_graph_break():
+def test_step_compiles_once_without_graph_break():
     compiled = torch.compile(step, fullgraph=True, dynamic=False)
     for seed in (0, 1):
         arguments = step_arguments(seed)
         with torch.compiler.set_stance("fail_on_recompile" if seed else "default"):
-            got = gradients_of(compiled, *arguments)
-        torch.testing.assert_close(got, gradients_of(step, *arguments))
+            got = loss_and_gradients(compiled, *arguments)
+        torch.testing.assert_close(got, loss_and_gradients(step, *arguments))
 
 
 def peak_bytes(function, tmp_path):
-    """Return the peak of the bytes that `function` allocates and holds at a time."""
+    """Measure the peak of the memory that `function` allocates itself, in bytes."""
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
     ) as profile:
@@ -450,8 +460,8 @@ def peak_bytes(function, tmp_path):
     return most
 
 
-def test_memory_besides_logits_and_gradient_is_a_tenth_of_the_dense_path(tmp_path):
-    """Without the dense path's score maps and RoIAlign, which would add to its memory."""
+def test_extra_memory_is_a_tenth_of_the_dense_path(tmp_path):
+    """Without the dense path's score maps and RoIAlign, which would add to its side."""
     targets, dense = random_targets(64, 196, 40, 1000, dtype=torch.float32)
     dense, logits = dense.float(), torch.randn(64, 196, 1000, requires_grad=True)
     gradient = logits.nbytes
@@ -469,8 +479,8 @@ def test_memory_besides_logits_and_gradient_is_a_tenth_of_the_dense_path(tmp_pat
     assert ours < theirs / 10
 
 
-def test_the_fused_loss_never_holds_the_logits(tmp_path, monkeypatch):
-    """At a width of 16 gradients are small; two chunks and a block of 1 MiB each remain."""
+def test_fused_loss_never_stores_all_logits(tmp_path, monkeypatch):
+    """At a width of 16 gradients are small: two chunks of 1 MiB and a block of 1 MiB remain."""
     monkeypatch.setattr(fused_head, "CHUNK_BYTES", 1 << 20)
     monkeypatch.setattr(kernels, "BLOCK_BYTES", 1 << 20)
     targets, _ = random_targets(16, 196, 10, 4096, dtype=torch.float32)

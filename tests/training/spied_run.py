@@ -1,10 +1,10 @@
-"""A training of one or several ranks that also writes which rows every step trained on.
+"""Train on one or several ranks and record the rows of every step.
 
     torchrun --nproc-per-node 2 spied_run.py SPIED CONFIG.json [STEPS]
 
-SPIED.RANK gets a line a step, `{"step": 0, "rows": [[index, repeat, view, weight], ...]}`; with
-STEPS the run is asked to stop after so many, on its last rank alone. The config is what
-`Config.to_dict` returned.
+SPIED.RANK gets one line per step, `{"step": 0, "rows": [[index, repeat, view, weight], ...]}`. With
+STEPS the last rank alone receives a stop signal after that number of steps. The config is the
+result of `Config.to_dict`.
 """
 
 import json
@@ -35,9 +35,7 @@ def lvvit_groupnorm(pretrained: bool = False, **kwargs) -> nn.Module:
 
 
 def spied(path: Path) -> tuple[tuple, ...]:
-    """What to put where, (module, name, function), to have the rows of each step written down
-    before it is done.
-    """
+    """Return patches (module, name, function) that record the rows of each step."""
     cut, update, rows = Batch.split, training.update, []
 
     def split(batch, count):
@@ -45,23 +43,23 @@ def spied(path: Path) -> tuple[tuple, ...]:
         rows[:] = zip(*(field.tolist() for field in fields), strict=True)
         return cut(batch, count)
 
-    def written(student, ranks, step, losses):
+    def record(student, ranks, step, losses):
         with open(f"{path}.{RANK}", "a") as file:
             file.write(json.dumps({"step": step, "rows": rows}) + "\n")
         return update(student, ranks, step, losses)
 
-    return (Batch, "split", split), (training, "update", written)
+    return (Batch, "split", split), (training, "update", record)
 
 
 def stopped_after(steps: int):
-    """In place of `stopping`: the last rank alone is asked to stop."""
+    """Replace `signal_handler`: the last rank alone receives a signal after `steps` steps."""
 
     @contextmanager
-    def stopping():
-        asks = iter(range(1, 10**9))
-        yield lambda: "SIGTERM" if next(asks) >= steps and RANK == SIZE - 1 else ""
+    def handler():
+        polls = iter(range(1, 10**9))
+        yield lambda: "SIGTERM" if next(polls) >= steps and RANK == SIZE - 1 else ""
 
-    return stopping
+    return handler
 
 
 if __name__ == "__main__":

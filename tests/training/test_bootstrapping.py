@@ -1,7 +1,6 @@
-"""Runs of two networks: they train, resume and compile as one does; what conflicts is refused
-before it begins.
+"""Runs of Bootstrapping ViTs: training, resume, compilation and refused options.
 
-That they spread over ranks is one of test_ranks' laws.
+test_ranks covers several ranks.
 """
 
 import json
@@ -28,7 +27,7 @@ from densefeed.training.student import build_student, update
 from ..runs import first_batch, model_for, objective_for, wrap
 
 ALONE = Ranks(0, 1, torch.device("cpu"))
-# Two blocks: at 32 pixels the agent's maps are 4 x 4 and 2 x 2, and its last one a place.
+# Two blocks: at 32 pixels the agent's maps are 4 x 4 and 2 x 2, and its last one is 1 x 1.
 JOINT = dict(
     model="bootstrapping_vit_micro",
     model_kwargs=("depth=2",),
@@ -48,10 +47,8 @@ DENSE = dict(
 
 
 @pytest.fixture(autouse=True)
-def unmeasured(monkeypatch):
-    """No third of a second in every run for the device's best rate, of which nothing here is
-    asked.
-    """
+def fixed_peak(monkeypatch):
+    """Skip the measurement of the device's peak rate, a third of a second per run."""
     monkeypatch.setattr(training, "peak_flops", lambda *_: 1e12)
 
 
@@ -68,8 +65,8 @@ def records(out, kind="train"):
     ]
 
 
-def first_step(run):
-    """Both networks as one, and an augmented batch."""
+def build_first_step(run):
+    """Build the joint model and an augmented batch."""
     torch.manual_seed(0)
     return wrap(run, model_for(run)), first_batch(run)
 
@@ -121,8 +118,8 @@ def first_step(run):
         ),
     ],
 )
-def test_a_run_leaves_the_transformer_alone_and_judges_both(micro, tmp_path, capsys, fields):
-    """Its checkpoint is the transformer's, for every tool to read; the agent lies beside it."""
+def test_checkpoint_holds_transformer_and_both_are_evaluated(micro, tmp_path, capsys, fields):
+    """The checkpoint is the transformer's, readable by every tool; the agent is beside it."""
     out = tmp_path / "run"
     result = training.train(micro(out, **fields))
     assert {"top1", "top1_ema", "top1_agent"} <= set(result)
@@ -142,11 +139,11 @@ def test_a_run_leaves_the_transformer_alone_and_judges_both(micro, tmp_path, cap
 
 def stopped_after(steps: int):
     @contextmanager
-    def stopping():
-        asks = iter(range(1, 10**9))
-        yield lambda: "SIGTERM" if next(asks) >= steps else ""
+    def handler():
+        polls = iter(range(1, 10**9))
+        yield lambda: "SIGTERM" if next(polls) >= steps else ""
 
-    return stopping
+    return handler
 
 
 @pytest.mark.usefixtures("one_thread")
@@ -155,16 +152,12 @@ def stopped_after(steps: int):
     [JOINT | dict(microbatch=2, cutmix=1.0), DENSE | dict(precision="fp16")],
     ids=["joint", "shared, dense"],
 )
-def test_a_run_stopped_after_every_step_is_the_uninterrupted_one(
-    micro, tmp_path, monkeypatch, fields
-):
-    """To the bit: both networks, averages and moments; the weight of features falls from epoch to
-    epoch.
-    """
-    # of which nothing is asked
-    monkeypatch.setattr(training, "flops_of_sizes", lambda config, loader: {32: 1.0})
+def test_stop_after_every_step_equals_uninterrupted_run(micro, tmp_path, monkeypatch, fields):
+    """Both networks, EMA and moments bit for bit; the feature weight decays between epochs."""
+    # The FLOP count is not tested here.
+    monkeypatch.setattr(training, "flops_per_size", lambda *_: {32: 1.0})
     whole = training.train(micro(tmp_path / "whole", **fields))
-    monkeypatch.setattr(training, "stopping", stopped_after(1))
+    monkeypatch.setattr(training, "signal_handler", stopped_after(1))
     for _ in range(5):
         assert training.train(micro(tmp_path / "cut", resume="auto", **fields)) == {}
     result = training.train(micro(tmp_path / "cut", resume="auto", **fields))
@@ -187,7 +180,7 @@ def test_a_run_stopped_after_every_step_is_the_uninterrupted_one(
     ]
 
 
-def test_a_dry_run_counts_both_networks(config, capsys):
+def test_dry_run_counts_memory_of_both_networks(config, capsys):
     for bootstrap in ("none", "joint"):
         training.train(config(bootstrap=bootstrap, dry_run=True))
     lines = capsys.readouterr().out.splitlines()
@@ -195,25 +188,26 @@ def test_a_dry_run_counts_both_networks(config, capsys):
     assert both >= alone + 0.005  # 0.5 M parameters of the agent, four times 4 bytes each
 
 
-def test_a_dry_run_counts_the_gradients_of_what_is_lent(config, capsys, monkeypatch):
-    """10 D² numbers and 6 D biases of each of two blocks, D = 936: 70 MB; what an agent stores
-    beside them is the same.
+def test_dry_run_counts_gradients_of_shared_weights(config, capsys, monkeypatch):
+    """10 D² numbers and 6 D biases in each of two blocks, D = 936: 70 MB.
+
+    The activations of the agent are the same with and without them.
     """
     kwargs = dict(bootstrap="shared", model_kwargs=("depth=2", "embed_dim=936"), dry_run=True)
     training.train(config(**kwargs))
     monkeypatch.setattr(AgentCNN, "borrowed", lambda agent: [])
     training.train(config(**kwargs))
-    said = [
+    memory = [
         float(line.partition("take about ")[2].split()[0])
         for line in capsys.readouterr().out.splitlines()
     ]
-    # printed in steps of 0.01
-    assert said[0] - said[1] == pytest.approx(2 * (10 * 936**2 + 6 * 936) * 4 / 1e9, abs=0.011)
+    # Printed in steps of 0.01 GB.
+    assert memory[0] - memory[1] == pytest.approx(2 * (10 * 936**2 + 6 * 936) * 4 / 1e9, abs=0.011)
 
 
 @pytest.mark.parametrize("bootstrap", ["joint", "shared"])
-def test_synchronized_statistics_are_both_networks(config, monkeypatch, bootstrap):
-    """As on several ranks; what is lent stays one with what lends it."""
+def test_sync_batchnorm_converts_both_networks(config, monkeypatch, bootstrap):
+    """As on several ranks; shared weights stay shared."""
     monkeypatch.setattr(Ranks, "synchronized", lambda ranks, model: convert_sync_batchnorm(model))
     run = setup_run(config(bootstrap=bootstrap, sync_batchnorm=True), ALONE)
     with closing(run.loader), closing(run.val):
@@ -229,7 +223,7 @@ def test_synchronized_statistics_are_both_networks(config, monkeypatch, bootstra
             assert lent is None or lent.fc1.data_ptr() == block.mlp.fc1.weight.data_ptr()
 
 
-def test_what_is_not_finite_in_the_agent_is_named(config, monkeypatch):
+def test_error_names_nonfinite_weight_of_agent(config, monkeypatch):
     build = bootstrapping.make_agent
 
     def poisoned(*arguments, **options):
@@ -250,40 +244,44 @@ def test_what_is_not_finite_in_the_agent_is_named(config, monkeypatch):
 # ------------------------------------------------------------------------- a step
 
 
-def test_the_loss_of_a_step_is_the_papers(config):
-    """Hard labels: two cross entropies, two divergences and the features, by hand in float64; decay
-    in the second of 4 epochs.
+def test_step_loss_matches_paper(config):
+    """With image labels: two cross entropies, two divergences and the features, in float64.
+
+    The decay is that of the second of 4 epochs.
     """
     run = config(epochs=4, smoothing=0.0, drop_path=0.0)
-    both, first = first_step(run)
+    both, first = build_first_step(run)
     batch = first.batch
     assert first.context(epoch=1).inputs[0].item() == 0.75
     ours = first.loss(both.eval(), 2, epoch=1)
     with torch.no_grad():
-        said = both(batch.image)
-    own = sum(F.cross_entropy(logits.double(), batch.label) for logits in (said.vit, said.agent))
-    p, q = ((logits.double() / 4).softmax(1) for logits in (said.vit, said.agent))
+        output = both(batch.image)
+    own = sum(
+        F.cross_entropy(logits.double(), batch.label) for logits in (output.vit, output.agent)
+    )
+    p, q = ((logits.double() / 4).softmax(1) for logits in (output.vit, output.agent))
     soft = 16 * ((p * (p / q).log()).sum(1).mean() + (q * (q / p).log()).sum(1).mean())
     features = 0.0
-    for x, y in zip(said.tokens, said.maps, strict=True):
+    for x, y in zip(output.tokens, output.maps, strict=True):
         y = y.flatten(2).mT.double()
         x = x.double().unflatten(1, (y.shape[1], -1)).mean(2)
         features += (2 - 2 * F.cosine_similarity(x, y, dim=2)).mean()
-    assert [y.flatten(2).shape[2] for y in said.maps] == [16, 4]
+    assert [y.flatten(2).shape[2] for y in output.maps] == [16, 4]
     assert ours.item() == pytest.approx((own + soft + 10 * 0.75 * features).item(), rel=1e-5)
 
 
-def test_both_networks_learn_from_the_score_maps(config):
-    """Each of its own grid's dense labels, in float64: 4 x 4 tokens of the transformer, 1 place of
-    the agent's last map.
+def test_both_networks_use_score_maps(config):
+    """Dense labels of each network's own grid, in float64.
+
+    The transformer has 4 x 4 tokens, the last map of the agent 1 position.
     """
     run = config(**DENSE, distill_weight=0.0, feature_weight=0.0, drop_path=0.0)
-    both, first = first_step(run)
+    both, first = build_first_step(run)
     batch, spec, rules = first.batch, first.spec, TargetRules(smoothing=0.1)
     ours = first.loss(both.train(), 4)
     with torch.no_grad():
-        said, want = both(batch.image), 0.0
-    for output, grid in ((said.vit, 4), (said.agent, 1)):
+        joint, want = both(batch.image), 0.0
+    for output, grid in ((joint.vit, 4), (joint.agent, 1)):
         assert output.tokens.shape[1] == grid**2
         for logits, side, factor in ((output.cls[:, None], 1, 1.0), (output.tokens, grid, 0.5)):
             targets = sparse_targets(batch, spec, side, rules)
@@ -304,12 +302,10 @@ def test_both_networks_learn_from_the_score_maps(config):
     ],
     ids=["joint", "shared, dense"],
 )
-def test_one_compiled_step_serves_every_box_and_epoch(config, fields):
-    """No graph break, no recompilation as the weight of features falls, and the loss and gradients
-    of eager mode.
-    """
+def test_step_compiles_once_for_all_boxes_and_epochs(config, fields):
+    """No graph break, no recompilation as the feature weight decays, results of eager mode."""
     run = config(**fields, agent_kwargs=("down=(1,)",), cutmix=1.0, drop_path=0.0, epochs=4)
-    both, first = first_step(run)
+    both, first = build_first_step(run)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     step = torch.compile(step_loss, fullgraph=True, backend="aot_eager", dynamic=False)
@@ -329,13 +325,14 @@ def test_one_compiled_step_serves_every_box_and_epoch(config, fields):
 
 
 def test_blocks_of_both_networks_are_compiled(config, monkeypatch, tmp_path):
-    """Once each kind: the transformer's, the agent's at its two sizes; and the loss. Without code
-    generation.
+    """Each kind once: the transformer's, the agent's at its two sizes; and the loss.
+
+    Without code generation.
     """
-    compiler, asked = torch.compile, []
+    compiler, compiled = torch.compile, []
 
     def without_code(function, **options):
-        asked.append(type(getattr(function, "__self__", function)).__name__)
+        compiled.append(type(getattr(function, "__self__", function)).__name__)
         return compiler(function, backend="aot_eager", **options)
 
     monkeypatch.setattr(torch, "compile", without_code)
@@ -346,15 +343,15 @@ def test_blocks_of_both_networks_are_compiled(config, monkeypatch, tmp_path):
     compiled_run = training.train(with_options(other, out=tmp_path / "compiled"))
     assert [r["loss"] for r in records(tmp_path / "compiled")] == pytest.approx(losses, rel=1e-4)
     assert plain_run.keys() == compiled_run.keys()
-    assert asked == ["Block"] * 2 + ["AgentBlock"] * 2 + ["function"]
+    assert compiled == ["Block"] * 2 + ["AgentBlock"] * 2 + ["function"]
 
 
 @pytest.mark.parametrize(
     "fields", [JOINT, SHARED, SHARED | dict(align="tensor", clip_grad=1.0, on_nonfinite="skip")]
 )
-def test_an_update_waits_for_nothing(config, no_host_read, fields):
+def test_update_does_not_sync(config, no_host_read, fields):
     run = config(**fields, ema=0.0)
-    both, first = first_step(run)
+    both, first = build_first_step(run)
     student = build_student(run.optim, both.vit, both, ALONE, None)
     context = first.context(4, epoch=1)
 
@@ -365,16 +362,17 @@ def test_an_update_waits_for_nothing(config, no_host_read, fields):
         mean, norm = update(student, ALONE, 0, [loss, loss])
     assert mean.isfinite()
     assert norm > 0
-    if both.shared:  # still one set of weights
+    # There is still one set of weights.
+    if both.shared:
         assert both.agent.lent[0].fc1.data_ptr() == both.vit.blocks[0].mlp.fc1.weight.data_ptr()
         assert all(seen.grad is None for lent in both.agent.lent for seen in lent)
 
 
-def test_float16s_scale_changes_no_aligned_gradient(config):
-    """Gradients are aligned while they are scaled: 1,024 times as long, exactly the same update."""
+def test_loss_scale_does_not_change_aligned_gradients(config):
+    """Gradients are aligned while scaled by 1,024; the update is exactly the same."""
     run, weights = config(**SHARED, ema=0.0, drop_path=0.0), []
     for scale in (1.0, 1024.0):
-        both, first = first_step(run)
+        both, first = build_first_step(run)
         student = build_student(run.optim, both.vit, both, ALONE, None)
         student = student._replace(scaler=torch.amp.GradScaler("cpu", init_scale=scale))
 
@@ -389,7 +387,7 @@ def test_float16s_scale_changes_no_aligned_gradient(config):
 @pytest.mark.parametrize(
     ("decay", "shares"), [("linear", [1.0, 0.75, 0.5, 0.25]), ("none", [1.0] * 4)]
 )
-def test_the_weight_of_features_falls_to_nothing(config, decay, shares):
+def test_feature_weight_decay(config, decay, shares):
     run = config(epochs=3, cooldown_epochs=1, feature_decay=decay)
     first = first_batch(run)
     assert [first.context(epoch=epoch).inputs[0].item() for epoch in range(4)] == shares
@@ -399,16 +397,16 @@ def test_the_weight_of_features_falls_to_nothing(config, decay, shares):
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("fields", "message"),
     [
         (
             dict(drloc="l1", drloc_grid=0),
-            "--drloc and --bootstrap: the heads of DRLoc read the last map of one network",
+            "--drloc and --bootstrap cannot be combined: DRLoc reads the last map of one network",
         ),
         (dict(frozen_statistics=True), "the network that --bootstrap adds begins without any"),
         (
             dict(model="dhvt_tiny_cifar_patch4"),
-            "dhvt_tiny_cifar_patch4 can have no such agent .DHVT's attention adds head tokens",
+            "dhvt_tiny_cifar_patch4 cannot have this agent .DHVT's attention adds tokens",
         ),
         (
             dict(mixtoken=True, model="lvvit_micro"),
@@ -417,21 +415,21 @@ def test_the_weight_of_features_falls_to_nothing(config, decay, shares):
         (DENSE | dict(feature_adapt="sequence"), "give --feature-adapt pool-2d, or --agent base"),
         (dict(distill_temperature=0.0), "--distill-temperature is 0, and must be at least 0.001"),
         (dict(feature_weight=-1.0), "--feature-weight is -1, and must be at least 0"),
-        (dict(model="lvvit_micro"), "lvvit_micro can have no such agent .3 heads have no CONV"),
+        (dict(model="lvvit_micro"), "lvvit_micro cannot have this agent .3 heads have no CONV"),
         (
             dict(model="nfnet_micro", model_kwargs=()),
-            "nfnet_micro can have no such agent .it has no blocks of attention",
+            "nfnet_micro cannot have this agent .has no blocks of attention",
         ),
         (dict(agent_kwargs=("down=(9,)",)), r"down \(9,\) must be numbers of blocks, from 1 to 2"),
         (dict(agent_kwargs=("down=3",)), r"down 3 must be numbers of blocks, from 1 to 2"),
         (
             dict(agent_kwargs=("depth=1",)),
-            "--agent-kwargs takes down, pool and norm, not depth; everything else of an agent",
+            "--agent-kwargs takes down, pool and norm, not depth; the rest of an agent",
         ),
         (dict(agent_kwargs=("pool",)), "--agent-kwargs 'pool' is not NAME=VALUE"),
         (
             dict(feature_blocks=(1, 5)),
-            "--feature-blocks 1 5: 5 is no number of a block; they go from 1 to 2",
+            "--feature-blocks 1 5: block 5 does not exist; blocks are counted from 1 to 2",
         ),
         (dict(agent_kwargs=("pool=5",)), r"\(pool 5 must be one of 2, 3\)"),
         (
@@ -440,11 +438,11 @@ def test_the_weight_of_features_falls_to_nothing(config, decay, shares):
         ),
         (
             dict(model_kwargs=("depth=2", "patch_drop_rate=0.3")),
-            "can have no such agent .it uses patch dropout in training",
+            "cannot have this agent .it leaves out patches in training",
         ),
         (
             dict(SHARED, model_kwargs=("depth=2", "patch_drop_rate=0.5")),
-            "no such agent .it uses patch dropout in training",
+            "cannot have this agent .it leaves out patches in training",
         ),
         (
             dict(size=16, agent_kwargs=("down=(1,2)",)),
@@ -460,11 +458,10 @@ def test_the_weight_of_features_falls_to_nothing(config, decay, shares):
         ),
     ],
 )
-def test_what_conflicts_is_refused_before_the_first_step(config, fields, said):
-    run = config(**fields)
-    with pytest.raises(UserError, match=said):
-        training.train(run)
-    assert not (run.run.out / "checkpoints").exists()
+def test_error_on_conflicting_options_before_first_step(config, tmp_path, fields, message):
+    with pytest.raises(UserError, match=message):
+        training.train(config(**fields))
+    assert not (tmp_path / "run" / "checkpoints").exists()
 
 
 NO_CONV = "{} heads have no CONV: their square of 2 x 2 taps has no center"
@@ -473,7 +470,8 @@ NOT_PLAIN = (
     "its attention, {}, is not known to return a mean of values for each head and nothing else"
 )
 NARROW = "depth=2", "num_heads=6", "embed_dim=96"
-TRANSFORMERS = {  # arguments, and why there is no agent; None: there is one
+# Arguments, and the reason why there is no agent; None: there is one.
+TRANSFORMERS = {
     "deit_small_patch16_224": (("depth=2",), None),
     "deit_small_distilled_patch16_224": (("depth=2",), None),
     "lvvit_s": (("depth=2",), None),
@@ -507,9 +505,10 @@ TRANSFORMERS = {  # arguments, and why there is no agent; None: there is one
 
 
 @pytest.mark.parametrize("name", TRANSFORMERS)
-def test_which_transformers_have_agents(config, name):
-    """Those of plain blocks with heads for a CONV, whoever has the weights; the others are refused
-    with the reason.
+def test_transformers_with_and_without_agents(config, name):
+    """Agents exist for plain blocks whose heads allow a CONV, whoever has the weights.
+
+    Other models are refused with the reason.
     """
     arguments, why = TRANSFORMERS[name]
     for bootstrap in ("joint", "shared"):
@@ -522,12 +521,12 @@ def test_which_transformers_have_agents(config, name):
             continue
         with pytest.raises(
             UserError,
-            match=rf"--bootstrap {bootstrap}: {name} can have no such agent \({why}.*; choose another",
+            match=rf"{bootstrap}: {name} cannot have this agent \({why}.*; choose another",
         ):
             objective_for(run).check_sizes(model, 2)
 
 
-def test_the_agents_table_is_part_of_what_a_resumed_run_must_repeat(config):
+def test_error_on_resume_with_other_bootstrap_mode(config):
     training.train(config(epochs=1))
     with pytest.raises(UserError, match="was trained with bootstrap=joint"):
         training.train(config(epochs=1, bootstrap="shared", resume="auto"))

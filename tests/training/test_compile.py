@@ -1,4 +1,4 @@
-"""How few times a step is compiled."""
+"""Number of compilations of a step."""
 
 from functools import partial
 
@@ -14,8 +14,8 @@ from densefeed.training.compile import SharedDropPath, compile_step, get_network
 
 
 @pytest.mark.parametrize("name", ["lvvit_micro", "dhvt_tiny_cifar_patch4"])
-def test_blocks_with_rates_of_their_own_share_a_compilation(monkeypatch, name):
-    """Twelve of them, where the compiler's limit is eight; in training and in evaluation."""
+def test_blocks_with_different_drop_rates_share_a_compilation(monkeypatch, name):
+    """Twelve blocks, where the compiler's limit is eight; in training and in evaluation."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
@@ -33,10 +33,12 @@ def test_blocks_with_rates_of_their_own_share_a_compilation(monkeypatch, name):
         model.eval()
 
 
-def test_what_stands_beside_a_model_leaves_its_blocks_to_be_compiled(monkeypatch):
-    """Of DRLoc's heads none is a network; an agent is one, and its blocks are compiled too."""
-    asked = []
-    monkeypatch.setattr(torch.nn.Module, "compile", lambda module, **options: asked.append(module))
+def test_blocks_of_wrapped_models_are_compiled(monkeypatch):
+    """The heads of DRLoc have no blocks; the blocks of an agent are compiled too."""
+    compiled = []
+    monkeypatch.setattr(
+        torch.nn.Module, "compile", lambda module, **options: compiled.append(module)
+    )
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
     with_heads = timm.create_model("test_vit", img_size=32, num_classes=3)
     vit = timm.create_model("bootstrapping_vit_micro", img_size=32, num_classes=3, depth=2)
@@ -48,14 +50,15 @@ def test_what_stands_beside_a_model_leaves_its_blocks_to_be_compiled(monkeypatch
     ):
         assert get_networks(trained) == networks
         compile_step("blocks", trained)
-        assert asked == [block for network in networks for block in network.blocks]
-        asked.clear()
+        assert compiled == [block for network in networks for block in network.blocks]
+        compiled.clear()
 
 
 @pytest.mark.parametrize("scale", [True, False])
-def test_paths_are_dropped_at_timms_rate(scale):
-    """Of 20,000 samples; the share's standard deviation is 0.003. What is kept is scaled as timm's
-    is.
+def test_drop_path_rate_matches_timm(scale):
+    """With 20,000 samples; the standard deviation of the share is 0.003.
+
+    Kept samples are scaled as in timm.
     """
     timms = DropPath(0.3, scale)
     ours = SharedDropPath(timms)

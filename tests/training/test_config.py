@@ -1,6 +1,4 @@
-"""What is given on the command line and read by nobody is refused; what a recipe brings may wait
-for its option.
-"""
+"""Options without effect are refused on the command line, and accepted from a recipe."""
 
 from pathlib import Path
 
@@ -17,7 +15,7 @@ NAMED = {recipe.__name__: recipe() for recipe in RECIPES}
 
 
 @pytest.mark.parametrize(
-    ("name", "fields", "said"),
+    ("name", "fields", "message"),
     [
         (
             "lvvit_micro_ce",
@@ -45,22 +43,22 @@ NAMED = {recipe.__name__: recipe() for recipe in RECIPES}
         ("lvvit_micro_ce", dict(drloc="l1", drloc_grid=4, drloc_published=True), ""),
     ],
 )
-def test_what_nobody_reads_is_refused_where_it_is_given(name, fields, said):
+def test_error_on_option_without_effect(name, fields, message):
     given = with_options(NAMED[name], **fields)
-    if not said:
+    if not message:
         return check_unused(given, NAMED[name])
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=message):
         check_unused(given, NAMED[name])
 
 
 @pytest.mark.parametrize("name", NAMED)
-def test_a_recipe_without_its_option_is_its_baseline(name):
+def test_recipe_with_its_method_off_is_its_baseline(name):
     check_unused(NAMED[name], NAMED[name])
     check_unused(with_options(NAMED[name], drloc="none", bootstrap="none"), NAMED[name])
 
 
-def test_the_command_asks_it_of_its_recipe(monkeypatch):
-    """Before anything is opened; and of the values that the recipe has."""
+def test_command_compares_with_its_recipe(monkeypatch):
+    """Before anything is opened, and with the values of the recipe."""
     trained: list[Config] = []
     monkeypatch.setattr(training, "train", trained.append)
     words = [
@@ -87,8 +85,8 @@ def test_the_command_asks_it_of_its_recipe(monkeypatch):
 
 
 @pytest.mark.parametrize(("rank", "waited"), [(None, []), ("0", []), ("1", [ranks.WAIT])])
-def test_what_all_ranks_refuse_the_first_one_says(monkeypatch, rank, waited):
-    """The others wait, in which time torchrun ends them."""
+def test_only_rank_0_reports_a_shared_error(monkeypatch, rank, waited):
+    """The other ranks wait, and torchrun ends them meanwhile."""
     slept: list[float] = []
     monkeypatch.setattr(ranks.time, "sleep", slept.append)
     monkeypatch.delenv("RANK", raising=False)

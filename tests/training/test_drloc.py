@@ -1,6 +1,4 @@
-"""Runs with DRLoc: what combines trains, resumes and moves between ranks; what does not is refused;
-what is given away is the model.
-"""
+"""Runs with DRLoc: training, resume, several ranks, refused options and exports."""
 
 import json
 import math
@@ -88,7 +86,7 @@ def records(out, kind="train"):
 
 
 @pytest.mark.parametrize("name", COMBINED)
-def test_what_combines_trains_and_its_heads_change(micro, tmp_path, name):
+def test_combinations_train_and_change_heads(micro, tmp_path, name):
     fields = dict(epochs=1) if name != "sizes" else {}
     config = micro(tmp_path / "run", **fields, **COMBINED[name])
     training.train(config)
@@ -104,16 +102,16 @@ def test_what_combines_trains_and_its_heads_change(micro, tmp_path, name):
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("fields", "message"),
     [
         (
             dict(drloc_grid=7),
-            r"--drloc l1 cannot be computed of lvvit_micro: its grid of 4 x 4 is smaller than a pool to 7 x 7; "
-            r"give --drloc-grid one of 0, 2$",
+            r"--drloc l1 cannot be computed for lvvit_micro: its grid of 4 x 4 is smaller than "
+            r"7 x 7; give --drloc-grid one of 0, 2$",
         ),
         (
             dict(drloc_grid=3),
-            r"grid of 4 x 4 is no multiple of 3 x 3; give --drloc-grid one of 0, 2$",
+            r"grid of 4 x 4 is not a multiple of 3 x 3; give --drloc-grid one of 0, 2$",
         ),
         (
             dict(drloc_grid=7, model="dhvt_tiny_cifar_patch4"),
@@ -121,13 +119,13 @@ def test_what_combines_trains_and_its_heads_change(micro, tmp_path, name):
         ),
         (
             dict(CE, drloc_grid=0, model="test_vit", model_kwargs=("patch_drop_rate=0.5",)),
-            "--drloc l1 cannot be computed of test_vit: it uses patch dropout in training",
+            "--drloc l1 cannot be computed for test_vit: it leaves out patches in training",
         ),
-        (dict(drloc_grid=1), r"leaves 1 x 1 places, too few"),
+        (dict(drloc_grid=1), r"leaves 1 x 1 positions, too few"),
         (dict(drloc="all"), r"--drloc all reads the tokens of every block, .*give --no-mixtoken"),
         (
             dict(CE, drloc="ce", drloc_grid=0, sizes=((0, 16), (1, 32))),
-            r"with ce a class each; choose one size",
+            r"ce has a class for each; choose one size",
         ),
         (
             dict(CE, drloc_grid=0, model="resnet18"),
@@ -135,7 +133,7 @@ def test_what_combines_trains_and_its_heads_change(micro, tmp_path, name):
         ),
         (
             dict(CE, drloc_grid=0, model="crossvit_tiny_240", size=240),
-            r"of crossvit_tiny_240: it gives no map and no grid of tokens",
+            r"for crossvit_tiny_240: its features are neither a map nor a grid of tokens",
         ),
         (dict(drloc_pairs=0), "--drloc-pairs is 0, and must be at least 1"),
         (dict(drloc_weight=-1.0), "--drloc-weight is -1, and must be at least 0$"),
@@ -143,13 +141,13 @@ def test_what_combines_trains_and_its_heads_change(micro, tmp_path, name):
         (dict(drloc_grid=-1), "--drloc-grid is -1, and must be at least 0"),
     ],
 )
-def test_what_conflicts_is_refused_before_the_first_step(micro, tmp_path, fields, said):
-    with pytest.raises(UserError, match=said):
+def test_error_on_conflicting_options_before_first_step(micro, tmp_path, fields, message):
+    with pytest.raises(UserError, match=message):
         training.train(micro(tmp_path / "run", **{"drloc": "l1", **fields}))
     assert not (tmp_path / "run").exists()
 
 
-def test_another_loss_is_another_run(micro, tmp_path):
+def test_error_on_resume_with_other_drloc_options(micro, tmp_path):
     training.train(micro(tmp_path / "run", epochs=1, drloc="l1", drloc_grid=0))
     for fields in (
         dict(drloc="none"),
@@ -169,38 +167,39 @@ def test_another_loss_is_another_run(micro, tmp_path):
             )
 
 
-def test_a_dry_run_asks_for_places_too(micro, tmp_path, capsys, monkeypatch):
-    """Of its two images, once."""
-    said = []
+def test_dry_run_computes_localization_loss(micro, tmp_path, capsys, monkeypatch):
+    """Once, for its two images."""
+    losses = []
     monkeypatch.setattr(
         LocalizedModel,
         "forward",
         lambda both, *a, f=LocalizedModel.forward, **k: (
             out := f(both, *a, **k),
-            said.append(out.loss),
+            losses.append(out.loss),
         )[0],
     )
     assert training.train(micro(tmp_path / "run", drloc="l1", drloc_grid=0, dry_run=True)) == {}
     assert "dry run: data, labels and recipe fit together" in capsys.readouterr().out
-    assert [0.1 < loss.item() < 1 for loss in said] == [True]
+    assert [0.1 < loss.item() < 1 for loss in losses] == [True]
     assert not (tmp_path / "run").exists()
 
 
-def step_of(config: Config):
-    """The model with its heads, and the first batch."""
+def build_first_step(config: Config):
+    """Build the model with its heads, and the first batch."""
     torch.manual_seed(0)
     return wrap(config, model_for(config)), first_batch(config)
 
 
-def context_of(first, grid, mix, pairs):
-    """What the loss of a step reads, with these pairs."""
+def make_context(first, grid, mix, pairs):
+    """Make the context of a step with these pairs."""
     return StepContext(first.spec, grid, mix, (pairs, None))
 
 
 @pytest.mark.parametrize("variant", ["l1", "all"])
-def test_a_steps_loss_is_the_objectives_and_the_weighted_distance(micro, tmp_path, variant):
-    """The one of a run without, at the same weights; the other by timm's maps and the heads
-    themselves.
+def test_step_loss_is_base_loss_plus_weighted_localization(micro, tmp_path, variant):
+    """The base loss is that of a run without DRLoc at the same weights.
+
+    The localization loss is computed from timm's maps and the heads themselves.
     """
     config = with_options(
         micro(tmp_path),
@@ -210,16 +209,17 @@ def test_a_steps_loss_is_the_objectives_and_the_weighted_distance(micro, tmp_pat
         drop_path=0.0,
         mixtoken=False,
     )
-    both, first = step_of(config)
+    both, first = build_first_step(config)
     pairs = draw_pairs(first.plan, 0, first.batch, 5, 0.3)
     batch = first.batch._replace(weight=torch.tensor([1.0, 1.0, 0.0, 1.0]))
     model = both.model
-    model.stem.eval()  # so that BatchNorm is the same in every pass
+    # BatchNorm must be the same in every pass.
+    model.stem.eval()
     plain = objective_for(with_options(config, drloc="none"))
     without = step_loss(plain, model, batch, StepContext(first.spec, 4, None), None)
     maps = model.forward_intermediates(batch.image, intermediates_only=True, norm=variant == "l1")
     away = both.localizer(maps if variant == "all" else maps[-1:], pairs.words, batch.weight)
-    got = step_loss(first.objective, both, batch, context_of(first, 4, None, pairs), None)
+    got = step_loss(first.objective, both, batch, make_context(first, 4, None, pairs), None)
     torch.testing.assert_close(got, without + 0.3 * away)
     assert away > 0.05
 
@@ -237,10 +237,10 @@ def test_a_steps_loss_is_the_objectives_and_the_weighted_distance(micro, tmp_pat
         ),
     ],
 )
-def test_one_compiled_step_serves_every_step(micro, tmp_path, no_host_read, fields):
-    """No graph break, one compilation whatever is drawn and weighed, nothing read back."""
+def test_step_compiles_once(micro, tmp_path, no_host_read, fields):
+    """No graph break, one compilation for all draws and weights, no host sync."""
     config = micro(tmp_path, drop_path=0.0, **fields)
-    both, first = step_of(config)
+    both, first = build_first_step(config)
     grid = 32 // both.model.patch_size
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
@@ -248,7 +248,7 @@ def test_one_compiled_step_serves_every_step(micro, tmp_path, no_host_read, fiel
     for number in range(3):
         mix = first.mixing.draw(0, number, 32, grid) if config.mix else None
         pairs = draw_pairs(first.plan, number, first.batch, 6, 0.1 * number)
-        step = first.objective, both, first.batch, context_of(first, grid, mix, pairs), None
+        step = first.objective, both, first.batch, make_context(first, grid, mix, pairs), None
         with no_host_read():
             want = step_loss(*step)
         torch.testing.assert_close(compiled(*step), want)
@@ -256,7 +256,7 @@ def test_one_compiled_step_serves_every_step(micro, tmp_path, no_host_read, fiel
 
 
 @pytest.mark.parametrize("how", ["blocks", "whole"])
-def test_what_is_compiled_trains_as_what_is_not(micro, tmp_path, monkeypatch, how):
+def test_compiled_run_matches_eager_run(micro, tmp_path, monkeypatch, how):
     """Without code generation, which takes a minute."""
     compiler = torch.compile
     fields = dict(epochs=1, drop_path=0.0, drloc="l1", drloc_grid=2, model_kwargs=("depth=1",))
@@ -280,13 +280,13 @@ def test_what_is_compiled_trains_as_what_is_not(micro, tmp_path, monkeypatch, ho
         dict(drloc="reg", drloc_grid=0, drloc_published=True, microbatch=2),
     ],
 )
-def test_a_killed_run_resumes_to_the_bit(micro, tmp_path, monkeypatch, fields):
+def test_resume_after_kill_is_bit_exact(micro, tmp_path, monkeypatch, fields):
     training.train(micro(tmp_path / "whole", epochs=3, **fields))
     evaluations = []
 
     def killed(*arguments):
         evaluations.append(1)
-        if len(evaluations) > 2:  # raw and averaged weights after epoch 1
+        if len(evaluations) > 2:  # raw weights and EMA after epoch 1
             raise KeyboardInterrupt
         return Metrics(0.5, 0.5, 1.0)
 
@@ -305,7 +305,7 @@ def test_a_killed_run_resumes_to_the_bit(micro, tmp_path, monkeypatch, fields):
     assert losses[0] == losses[1]
 
 
-def test_what_a_run_leaves_is_judged_and_exported_without_heads(micro, packed, tmp_path):
+def test_validate_and_export_ignore_heads(micro, packed, tmp_path):
     training.train(micro(tmp_path / "run", drloc="l1", drloc_grid=0))
     for weights in ("ema", "raw"):
         row = validate.main(
@@ -317,11 +317,10 @@ def test_what_a_run_leaves_is_judged_and_exported_without_heads(micro, packed, t
                 threads=2,
             )
         )
-        said = records(tmp_path / "run", "val")[-1]
-        assert row["top1"] == said["top1" + "_ema" * (weights == "ema")]
-        assert row["parameters"] == sum(
-            p.numel() for p in training.build_model(micro(tmp_path), 2)[0].parameters()
-        )
+        record = records(tmp_path / "run", "val")[-1]
+        assert row["top1"] == record["top1" + "_ema" * (weights == "ema")]
+        plain = model_for(micro(tmp_path))
+        assert row["parameters"] == sum(p.numel() for p in plain.parameters())
         export.main(
             export.Export(checkpoint=tmp_path / "run", out=tmp_path / weights, weights=weights)
         )
@@ -332,7 +331,7 @@ def test_what_a_run_leaves_is_judged_and_exported_without_heads(micro, packed, t
         assert all(torch.equal(tensor, saved[name]) for name, tensor in model.state_dict().items())
 
 
-def test_a_fine_tune_begins_from_such_a_run_with_heads_of_its_own(micro, tmp_path):
+def test_fine_tune_from_drloc_run_has_new_heads(micro, tmp_path):
     training.train(micro(tmp_path / "run", epochs=1, drloc="ce", drloc_grid=0))
     training.train(
         micro(
@@ -347,32 +346,28 @@ def test_a_fine_tune_begins_from_such_a_run_with_heads_of_its_own(micro, tmp_pat
     assert "localizer" not in checkpoints.load(tmp_path / "plain" / "last.pt")
 
 
-def test_the_optimizer_decays_the_heads_matrices_and_nothing_else_of_them():
+def test_weight_decay_covers_only_matrices_of_heads():
     torch.manual_seed(0)
     model = timm.create_model("test_vit", img_size=32, num_classes=3)
-    plain, ours = (
-        build_student(
-            with_options(Config(), model="test_vit", size=32, drloc=drloc, drloc_grid=0),
-            model,
-            ALONE,
-            None,
-        )
-        for drloc in ("none", "l1")
-    )
-    assert plain.trained is plain.model is model
+    students = []
+    for drloc in ("none", "l1"):
+        config = with_options(Config(), model="test_vit", size=32, objective="ce", drloc=drloc)
+        config = with_options(config, drloc_grid=0, mixtoken=False)
+        trainable = wrap(config, model, 3)
+        students.append(build_student(config.optim, model, trainable, ALONE, None))
+    plain, ours = students
+    assert plain.trainable is plain.model is model
     assert ours.model is model
-    assert isinstance(ours.trained, LocalizedModel)
-    names = {id(p): name for name, p in ours.trained.named_parameters()}
-    decayed = [
-        {names[id(p)] for p in group["params"]}
-        for group in ours.optimizer.param_groups
-        if group["weight_decay"]
-    ]
-    before = [
-        {names[id(p)] for p in group["params"]}
-        for group in plain.optimizer.param_groups
-        if group["weight_decay"]
-    ]
+    assert isinstance(ours.trainable, LocalizedModel)
+    names = {id(p): name for name, p in ours.trainable.named_parameters()}
+    decayed, before = (
+        [
+            {names[id(p)] for p in group["params"]}
+            for group in student.optimizer.param_groups
+            if group["weight_decay"]
+        ]
+        for student in (ours, plain)
+    )
     (decayed,), (before,) = decayed, before
     assert decayed - before == {f"localizer.heads.0.{layer}.weight" for layer in (0, 2, 4)}
     assert before <= decayed
@@ -386,7 +381,7 @@ def test_the_optimizer_decays_the_heads_matrices_and_nothing_else_of_them():
     ("epoch", "share"),
     [(0, 0.0), (5, 0.25), (20, 1.0), (21, 279 / 280), (100, 200 / 280), (299, 1 / 280), (305, 0.0)],
 )
-def test_the_released_weight_rises_for_20_epochs_and_falls_to_0(epoch, share):
+def test_published_weight_rises_for_20_epochs_then_falls_to_0(epoch, share):
     config = with_options(Config(), drloc="l1", drloc_weight=0.5, epochs=300)
     assert objective_for(config).weight(epoch) == 0.5
     published = with_options(config, drloc_published=True)
@@ -394,8 +389,8 @@ def test_the_released_weight_rises_for_20_epochs_and_falls_to_0(epoch, share):
     assert math.isfinite(objective_for(with_options(published, epochs=8)).weight(epoch))
 
 
-def test_without_it_nothing_changes(micro, tmp_path):
-    """No heads, in training or in what is saved."""
+def test_no_heads_without_drloc(micro, tmp_path):
+    """Neither in training nor in the checkpoint."""
     config = micro(tmp_path / "run")
     model = model_for(config)
     assert wrap(config, model) is model
@@ -403,7 +398,7 @@ def test_without_it_nothing_changes(micro, tmp_path):
     assert "localizer" not in checkpoints.load(tmp_path / "run" / "last.pt")
 
 
-def test_the_log_says_what_is_trained_beside_the_model(micro, tmp_path, capsys):
+def test_log_shows_parameters_of_heads(micro, tmp_path, capsys):
     training.train(micro(tmp_path / "run", epochs=1, drloc="l1", drloc_grid=0))
     count = (2 * 96 + 1) * 512 + 513 * 512 + 513 * 2
     assert f", and {count:,} that --drloc l1 trains beside them, on cpu" in capsys.readouterr().out

@@ -9,8 +9,8 @@ from torch import nn
 from densefeed.training.evaluation import MetricSums, mean_metrics_sync, predict, sum_metrics
 
 
-class Says(nn.Module):
-    """A classifier of one pixel: its first channel names a row of a table of logits."""
+class LogitTable(nn.Module):
+    """Classifier of one pixel, whose first channel is a row of a table of logits."""
 
     def __init__(self, table_RK):
         super().__init__()
@@ -21,8 +21,8 @@ class Says(nn.Module):
         return self.table_RK[image_NCHW[:, 0, 0, 0].long()]
 
 
-def batches_of(label_N, weight_N, sizes):
-    """Images that name their own number, cut into batches of these sizes."""
+def make_batches(label_N, weight_N, sizes):
+    """Make images that hold their own number, in batches of these sizes."""
     image_NCHW = torch.arange(len(label_N)).float().view(-1, 1, 1, 1).expand(-1, 3, 2, 2)
     return list(
         zip(image_NCHW.split(sizes), label_N.split(sizes), weight_N.split(sizes), strict=True)
@@ -32,7 +32,7 @@ def batches_of(label_N, weight_N, sizes):
 @pytest.mark.parametrize(
     ("count", "classes", "sizes"), [(1, 2, [1]), (7, 3, [4, 3]), (33, 40, [16, 16, 1])]
 )
-def test_sums_are_those_of_a_plain_loop(count, classes, sizes):
+def test_sums_match_plain_loop(count, classes, sizes):
     rng = torch.Generator().manual_seed(count)
     logits_NK = 3 * torch.randn(count, classes, generator=rng)
     label_N = torch.randint(classes, (count,), generator=rng)
@@ -46,7 +46,9 @@ def test_sums_are_those_of_a_plain_loop(count, classes, sizes):
         right += weight * (order[0] == label)
         right5 += weight * (label in order[:5])
         loss += weight * (math.log(sum(map(math.exp, logits))) - logits[label])
-    sums = sum_metrics(predict(Says(logits_NK).train(), batches_of(label_N, weight_N, sizes)))
+    sums = sum_metrics(
+        predict(LogitTable(logits_NK).train(), make_batches(label_N, weight_N, sizes))
+    )
     assert [float(sums.right), float(sums.right5), float(sums.total)] == [
         right,
         right5,
@@ -58,30 +60,28 @@ def test_sums_are_those_of_a_plain_loop(count, classes, sizes):
     assert shares.loss == pytest.approx(loss / float(weight_N.sum()), rel=1e-6)
 
 
-def test_counts_by_hand():
-    """Eight classes, best first 7 6 5 4 3 2 1 0 in every image; of the labels 7 is best, 3 the
-    fifth, 2 the sixth.
-    """
+def test_accuracy_matches_count_by_hand():
+    """Eight classes, ranked 7 6 5 4 3 2 1 0 in every image: label 7 is first, 3 fifth, 2 sixth."""
     logits_NK = torch.arange(8.0).expand(5, 8)
     label_N, weight_N = torch.tensor([7, 3, 2, 7, 7]), torch.tensor([1.0, 1, 1, 1, 0])
-    sums = sum_metrics(predict(Says(logits_NK), batches_of(label_N, weight_N, [5])))
+    sums = sum_metrics(predict(LogitTable(logits_NK), make_batches(label_N, weight_N, [5])))
     assert [float(sums.right), float(sums.right5), float(sums.total)] == [2, 3, 4]
 
 
-def test_fewer_than_five_classes_are_all_among_the_best_five():
+def test_top5_with_fewer_than_five_classes():
     sums = sum_metrics(
-        predict(Says(torch.eye(3)), batches_of(torch.tensor([1, 2, 2]), torch.ones(3), [3]))
+        predict(LogitTable(torch.eye(3)), make_batches(torch.tensor([1, 2, 2]), torch.ones(3), [3]))
     )
     assert (float(sums.right), float(sums.right5)) == (1, 3)
 
 
-def test_classes_that_are_not_named_take_no_part():
-    """Class 0 is best everywhere; among columns 3 and 1, in this order, the model says 1, 0, 0."""
+def test_unselected_classes_are_ignored():
+    """Class 0 has the highest logit everywhere; of columns 3 and 1, in this order, 1, 0, 0 win."""
     logits_NK = torch.tensor([[9.0, 2, 0, 1], [9, 2, 0, 3], [9, 0, 7, 4]])
-    batch = batches_of(torch.tensor([1, 1, 0]), torch.ones(3), [3])
-    (said,) = predict(Says(logits_NK), batch, torch.tensor([3, 1]))
-    assert said[0].tolist() == [[1, 2], [3, 2], [4, 0]]
-    sums = sum_metrics([said])
+    batch = make_batches(torch.tensor([1, 1, 0]), torch.ones(3), [3])
+    (prediction,) = predict(LogitTable(logits_NK), batch, torch.tensor([3, 1]))
+    assert prediction[0].tolist() == [[1, 2], [3, 2], [4, 0]]
+    sums = sum_metrics([prediction])
     assert float(sums.right) == 2
     want = (
         math.log(math.exp(1 - 2) + 1)
@@ -92,10 +92,10 @@ def test_classes_that_are_not_named_take_no_part():
 
 
 def test_sums_of_parts_add_up():
-    """As ranks do it: each sums its own rows, the stacks are added."""
+    """As ranks do: each sums its own rows, and the sums are added."""
     rng = torch.Generator().manual_seed(0)
     logits_NK, label_N = torch.randn(24, 9, generator=rng), torch.randint(9, (24,), generator=rng)
-    model, parts = Says(logits_NK), batches_of(label_N, torch.ones(24), [8, 8, 8])
+    model, parts = LogitTable(logits_NK), make_batches(label_N, torch.ones(24), [8, 8, 8])
     ranks = [sum_metrics(predict(model, part)) for part in (parts[:1], parts[1:])]
     added = MetricSums(*sum(torch.stack(sums) for sums in ranks))
     assert mean_metrics_sync(added) == pytest.approx(
@@ -103,15 +103,15 @@ def test_sums_of_parts_add_up():
     )
 
 
-def test_nothing_waits_for_the_device(no_host_read):
-    model, batch = Says(torch.eye(6)), batches_of(torch.arange(6), torch.ones(6), [3, 3])
+def test_sums_do_not_sync(no_host_read):
+    model, batch = LogitTable(torch.eye(6)), make_batches(torch.arange(6), torch.ones(6), [3, 3])
     columns = torch.tensor([0, 1, 2, 3, 4, 5])
     with no_host_read():
         sums = sum_metrics(predict(model, batch, columns, dtype=torch.bfloat16))
     assert float(sums.right) == 6
 
 
-def test_bfloat16_answers_are_near_and_float32():
+def test_bfloat16_logits_are_float32_and_close():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Flatten(), nn.Linear(12, 5))
     image_NCHW = torch.randn(4, 3, 2, 2)
@@ -120,10 +120,10 @@ def test_bfloat16_answers_are_near_and_float32():
         list(predict(model, batch, dtype=dtype)) for dtype in (None, torch.bfloat16)
     )
     assert half.dtype == torch.float32
-    # 8 bits of mantissa on sums of 12 products below 1
+    # bfloat16 has 8 bits of mantissa, in sums of 12 products below 1.
     assert 0 < (half - plain).abs().max() < 0.05
 
 
-def test_no_batch_is_an_error():
+def test_error_without_batches():
     with pytest.raises(ValueError, match="no batch"):
         sum_metrics([])

@@ -1,6 +1,4 @@
-"""Logs: what a continued run forgets, what JSON can hold, and Weights & Biases under one
-identity.
-"""
+"""Logs: truncation on resume, valid JSON, and one Weights & Biases run per run folder."""
 
 import builtins
 import json
@@ -13,30 +11,30 @@ from densefeed.system.errors import UserError
 from densefeed.training.logs import open_log, truncate_metrics
 
 
-def lines(out):
+def read_records(out):
     return [
         json.loads(line, parse_constant=pytest.fail)
         for line in (out / "metrics.jsonl").read_text().splitlines()
     ]
 
 
-def written(out, *records, step=0, steps=10, project="", evaluated=True):
+def write_log(out, *records, step=0, steps=10, project="", evaluated=True):
     with open_log(out, step, steps, {"seed": 0}, project, evaluated=evaluated) as log:
         for kind, at, values in records:
             log.write(kind, at, at / 4, values)
             log.advance(1)
 
 
-def test_a_continued_run_forgets_what_it_does_again(tmp_path):
-    written(
+def test_resume_drops_records_of_repeated_steps(tmp_path):
+    write_log(
         tmp_path,
         *(("train", at, {"loss": at / 2}) for at in range(1, 6)),
         ("val", 5, {"top1": 0.5}),
     )
     with open(tmp_path / "metrics.jsonl", "a") as file:
         file.write('{"kind": "train", "step": 6, "lo')  # killed in the middle of a line
-    written(tmp_path, ("train", 4, {"loss": 7.0}), step=3)
-    assert [(r["step"], r["loss"]) for r in lines(tmp_path)] == [
+    write_log(tmp_path, ("train", 4, {"loss": 7.0}), step=3)
+    assert [(r["step"], r["loss"]) for r in read_records(tmp_path)] == [
         (1, 0.5),
         (2, 1.0),
         (3, 1.5),
@@ -47,40 +45,40 @@ def test_a_continued_run_forgets_what_it_does_again(tmp_path):
     assert [(e.step, e.value) for e in board.Scalars("train/loss")][-1] == (4, 7.0)
 
 
-def test_an_accuracy_is_kept_unless_it_is_measured_again(tmp_path):
-    """A run that was killed after its last step is only evaluated: its line comes again."""
+def test_accuracy_is_kept_unless_evaluated_again(tmp_path):
+    """A run killed after its last step is only evaluated, and writes its line again."""
     records = ("train", 5, {"loss": 1.0}), ("val", 5, {"top1": 0.5})
-    written(tmp_path, *records)
-    written(tmp_path, step=5, steps=10)
-    assert [r["kind"] for r in lines(tmp_path)] == ["train", "val"]
-    written(tmp_path, ("val", 5, {"top1": 0.5}), step=5, steps=5, evaluated=False)
-    assert [r["kind"] for r in lines(tmp_path)] == ["train", "val"]
+    write_log(tmp_path, *records)
+    write_log(tmp_path, step=5, steps=10)
+    assert [r["kind"] for r in read_records(tmp_path)] == ["train", "val"]
+    write_log(tmp_path, ("val", 5, {"top1": 0.5}), step=5, steps=5, evaluated=False)
+    assert [r["kind"] for r in read_records(tmp_path)] == ["train", "val"]
     truncate_metrics(4, tmp_path / "nothing.jsonl")  # a folder without records is no error
     assert not (tmp_path / "nothing.jsonl").exists()
 
 
-def test_a_damaged_line_is_told_and_left_out(tmp_path, capsys):
-    written(tmp_path, ("train", 1, {"loss": 1.0}))
+def test_damaged_line_is_dropped_with_a_warning(tmp_path, capsys):
+    write_log(tmp_path, ("train", 1, {"loss": 1.0}))
     with open(tmp_path / "metrics.jsonl", "a") as file:
         file.write("garbage\n[1]\n")
-    written(tmp_path, ("train", 2, {"loss": 0.5}), step=1)
-    assert [r["step"] for r in lines(tmp_path)] == [1, 2]
+    write_log(tmp_path, ("train", 2, {"loss": 0.5}), step=1)
+    assert [r["step"] for r in read_records(tmp_path)] == [1, 2]
     assert capsys.readouterr().err.count("dropping a damaged line") == 2
 
 
-def test_json_holds_no_nan(tmp_path):
-    written(tmp_path, ("train", 1, {"loss": math.nan, "grad_norm": math.inf, "lr": 0.5}))
-    assert lines(tmp_path) == [{"kind": "train", "step": 1, "epoch": 0.25, "lr": 0.5}]
+def test_json_has_no_nan(tmp_path):
+    write_log(tmp_path, ("train", 1, {"loss": math.nan, "grad_norm": math.inf, "lr": 0.5}))
+    assert read_records(tmp_path) == [{"kind": "train", "step": 1, "epoch": 0.25, "lr": 0.5}]
 
 
-def test_of_several_ranks_one_speaks(tmp_path):
+def test_only_rank_0_logs(tmp_path):
     with open_log(tmp_path, 0, 1, {}, enabled=False) as log:
         log.write("train", 1, 1.0, {"loss": 1.0})
         log.advance(1)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_without_the_package_weights_and_biases_is_refused(tmp_path, monkeypatch):
+def test_error_if_wandb_is_not_installed(tmp_path, monkeypatch):
     importing = builtins.__import__
 
     def without(name, *rest):
@@ -93,16 +91,12 @@ def test_without_the_package_weights_and_biases_is_refused(tmp_path, monkeypatch
         UserError,
         match=r"^--wandb needs the package wandb; `pip install wandb`, or remove the option$",
     ):
-        written(tmp_path, project="densefeed")
+        write_log(tmp_path, project="densefeed")
     assert not (tmp_path / "metrics.jsonl").exists()
 
 
-def test_weights_and_biases_follows_a_continued_run_under_one_identity(
-    tmp_path, monkeypatch, command
-):
-    """Offline, in a process that ends: what it would send lies in its own files, as uncompressed
-    records.
-    """
+def test_wandb_keeps_one_run_id_on_resume(tmp_path, monkeypatch, command):
+    """Offline, in a separate process: its files hold the data to send as uncompressed records."""
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")

@@ -1,4 +1,4 @@
-"""What a log interval finds out: means, skipped updates, and the sentences that end a run."""
+"""TrainMonitor: interval means, skipped updates, and errors that end a run."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,8 +16,8 @@ from densefeed.training.student import build_student, update
 ALONE = Ranks(0, 1, torch.device("cpu"))
 
 
-def watched(dtype=None, **fields) -> tuple[TrainMonitor, SimpleNamespace, list]:
-    """A watch over one weight; a step multiplies it by a factor that the test chooses."""
+def build_monitor(dtype=None, **fields) -> tuple[TrainMonitor, SimpleNamespace, list]:
+    """Build a monitor of one weight and a step that multiplies it by a given factor."""
     config = with_options(Config(), out=Path("run"), ema=0.0, **fields)
     model = torch.nn.Linear(1, 1, bias=False)
     student = build_student(config.optim, model, model, ALONE, dtype)
@@ -35,8 +35,8 @@ def watched(dtype=None, **fields) -> tuple[TrainMonitor, SimpleNamespace, list]:
     return watch, student, step
 
 
-def test_the_mean_is_that_of_the_steps_since_the_last_line():
-    watch, student, step = watched()
+def test_mean_covers_steps_since_last_log_line():
+    watch, student, step = build_monitor()
     with torch.no_grad():
         student.model.weight.fill_(2.0)
     student.optimizer.param_groups[0]["lr"] = 0.0
@@ -47,8 +47,8 @@ def test_the_mean_is_that_of_the_steps_since_the_last_line():
     assert watch.mean_loss_sync(3) == pytest.approx(10.0)
 
 
-def test_a_bad_step_is_named_with_its_samples():
-    watch, _, step = watched()
+def test_error_names_bad_step_and_its_samples():
+    watch, _, step = build_monitor()
     step(1.0), step(float("inf"))
     with pytest.raises(
         UserError, match=r"run: the gradients of step 2 are not finite; .* with samples 7 "
@@ -57,7 +57,7 @@ def test_a_bad_step_is_named_with_its_samples():
 
 
 def test_skipped_updates_are_counted_up_to_max_skips(capsys):
-    watch, _, step = watched(on_nonfinite="skip", max_skips=2)
+    watch, _, step = build_monitor(on_nonfinite="skip", max_skips=2)
     step(1.0), step(float("nan"))
     watch.mean_loss_sync(2)
     assert (watch.skips, watch.seen[1].item()) == (1, 1)
@@ -70,9 +70,9 @@ def test_skipped_updates_are_counted_up_to_max_skips(capsys):
         watch.mean_loss_sync(4)
 
 
-def test_float16_that_overflows_at_any_scale_ends_the_run():
-    """A finite loss whose gradients no scale saves."""
-    watch, student, _ = watched(dtype=torch.float16)
+def test_error_if_float16_overflows_at_any_scale():
+    """The loss is finite, but its gradients overflow at every scale."""
+    watch, student, _ = build_monitor(dtype=torch.float16)
     weight = student.model.weight
 
     def loss_of() -> torch.Tensor:
@@ -89,8 +89,8 @@ def test_float16_that_overflows_at_any_scale_ends_the_run():
         watch.mean_loss_sync(26)
 
 
-def test_a_loss_that_leaps_is_told_once(capsys):
-    watch, _, _ = watched()
+def test_loss_spike_is_reported_once(capsys):
+    watch, _, _ = build_monitor()
     for number in range(8):
         watch.next_interval(number, 1.0)
     watch.next_interval(8, 9.0)

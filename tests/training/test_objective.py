@@ -1,6 +1,4 @@
-"""MixToken after MixUp: the loss of a step against the paper's equations, written out with slices
-and dense float64 targets.
-"""
+"""MixToken after MixUp: loss of a step against the paper's equations, written with slices."""
 
 import pytest
 import torch
@@ -12,14 +10,15 @@ from densefeed.system.options import with_options
 
 from ..runs import first_batch, model_for
 
-BOX, BLEND = (1, 0, 3, 3), 0.3  # of 4 x 4 tokens, 6 are the partner's
+BOX, BLEND = (1, 0, 3, 3), 0.3  # 6 of 4 x 4 tokens are the partner's
 RULES = TargetRules(smoothing=0.1)
 
 
 @pytest.fixture(scope="module")
 def first(folder, maps):
-    """The config, the first batch (3 images: the middle one is its own partner) augmented, and what
-    its labels mean.
+    """Make the config, and the first batch after augmentation with the spec of its score maps.
+
+    It has 3 images; the middle one is its own partner.
     """
     config = with_options(
         recipes.micro.lvvit_micro_token_label(),
@@ -36,8 +35,8 @@ def first(folder, maps):
     return config
 
 
-def dense(batch, spec, grid):
-    """Targets [N, T, K] and their weights [N, T, 1] in float64."""
+def dense_targets(batch, spec, grid):
+    """Return targets [N, T, K] and their weights [N, T, 1] in float64."""
     targets = sparse_targets(batch, spec, grid, RULES)
     full = targets.base.double()[..., None].repeat(1, 1, 2)
     full.scatter_add_(
@@ -46,9 +45,10 @@ def dense(batch, spec, grid):
     return full, targets.weight.double()[..., None]
 
 
-def hand_made(model, image):
-    """Class token and tokens of blended images, tokens exchanged by a slice and left where they
-    went.
+def mixed_features(model, image):
+    """Compute class token and tokens of blended images.
+
+    Tokens are exchanged by a slice and not put back.
     """
     top, left, bottom, right = BOX
     x = model.stem((1 - BLEND) * image + BLEND * image.flip(0))
@@ -62,10 +62,8 @@ def hand_made(model, image):
 
 
 @pytest.mark.parametrize("kind", ["token-label", "relabel", "ce"])
-def test_mixtoken_after_mixup_is_the_papers_loss(first, kind):
-    """Equation 9 as it stands: labels are exchanged with the tokens. Ours un-mixes the logits
-    instead, and must agree.
-    """
+def test_mixtoken_after_mixup_matches_paper(first, kind):
+    """Equation 9 exchanges labels with the tokens; un-mixing the logits instead must agree."""
     config = with_options(first, objective=kind)
     step = first_batch(config)
     batch, spec = step.batch, step.spec
@@ -78,7 +76,7 @@ def test_mixtoken_after_mixup_is_the_papers_loss(first, kind):
         return (1 - BLEND) * whole + BLEND * whole.flip(0)
 
     def loss(logits, target, weight):
-        """Targets come times their weight, which is how much of them is known."""
+        """Targets are already multiplied by their weight, the share of them that is known."""
         return -(target * logits.double().log_softmax(-1)).sum() / weight.sum()
 
     area = 6 / 16
@@ -86,18 +84,18 @@ def test_mixtoken_after_mixup_is_the_papers_loss(first, kind):
         target = 0.9 * torch.nn.functional.one_hot(batch.label, 2).double()[:, None] + 0.1 / 2
         weight = torch.ones(3, 1, 1, dtype=torch.float64)
     else:
-        target, weight = dense(batch, spec, 1)
+        target, weight = dense_targets(batch, spec, 1)
     known = blended(weight)
     whole = blended(target * weight)
-    cls, tokens = hand_made(model, batch.image)
+    cls, tokens = mixed_features(model, batch.image)
     want = loss(
         model.head(cls),
         (1 - area) * whole + area * whole.flip(0),
         (1 - area) * known + area * known.flip(0),
     )
     if kind == "token-label":
-        target, weight = dense(batch, spec, 4)
-        # the maps' windows leave some tokens without a label
+        target, weight = dense_targets(batch, spec, 4)
+        # The windows of the maps leave some tokens without a label.
         assert weight.min() < 0.99 < weight.max()
         shown, seen = (blended(part).unflatten(1, (4, 4)) for part in (target * weight, weight))
         top, left, bottom, right = BOX

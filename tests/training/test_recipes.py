@@ -1,6 +1,4 @@
-"""Recipes against the paper's Table 2 and the published commands; the documentation's
-tables against what is built.
-"""
+"""Recipes against the papers' tables and published commands; tables in the docs against models."""
 
 import re
 import shlex
@@ -27,8 +25,8 @@ NAMED = {recipe.__name__: recipe for recipe in recipes.RECIPES}
 FOLDERS = ["--data", "a", "--val", "b", "--out", "c"]
 
 
-def parsed(command: str, monkeypatch) -> Config:
-    """The config that train.py would run, from a command as a document shows it."""
+def parse(command: str, monkeypatch) -> Config:
+    """Return the config that train.py would run for a command as shown in a document."""
     words, given = shlex.split(command), []
     assert words[:2] == ["python", "train.py"]
     monkeypatch.setattr("sys.argv", [*words[1:], *(FOLDERS if "--data" not in words else [])])
@@ -37,15 +35,15 @@ def parsed(command: str, monkeypatch) -> Config:
     return given[0]
 
 
-def parameters(config: Config, num_classes: int = 1000) -> int:
-    """Of the model as train.py builds it, without memory for one number of it."""
+def count_parameters(config: Config, num_classes: int = 1000) -> int:
+    """Count the parameters of the model of a config, on the meta device."""
     with torch.device("meta"):
         model = model_for(config, num_classes)
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def classes_of(name: str) -> int:
-    """Classes of the set that a recipe is for: digits, DomainNet, CIFAR-100, ImageNet."""
+def num_classes(name: str) -> int:
+    """Return the classes of a recipe's dataset: digits, DomainNet, CIFAR-100 or ImageNet."""
     known = {
         "micro": 10,
         "domain": 345,
@@ -57,8 +55,8 @@ def classes_of(name: str) -> int:
     return next((count for word, count in known.items() if word in name), 1000)
 
 
-def rows(text: str, columns: int) -> list[list[str]]:
-    """The cells of every table row in Markdown of so many columns, without heads and rules."""
+def table_rows(text: str, columns: int) -> list[list[str]]:
+    """Return the cells of all Markdown table rows of `columns` columns, without heads and rules."""
     split = [
         [cell.strip() for cell in line.strip("|").split(" | ")]
         for line in text.splitlines()
@@ -68,20 +66,20 @@ def rows(text: str, columns: int) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("recipe", recipes.RECIPES, ids=lambda r: r.__name__)
-def test_a_recipe_states_its_command_and_source_and_its_model_is_built(recipe, monkeypatch):
+def test_recipe_docstring_and_model(recipe, monkeypatch):
     about = getdoc(recipe)
     assert f"python train.py {recipe.__name__} " in about
     micro = "micro" in recipe.__name__
     prose = " ".join(about.split())
     assert micro or ("Not run here." in prose and re.search(r"Table|published|growing", prose))
     command = re.search(r"python train.py(?:.*\\\n)*.*", about)[0].replace("\\\n", " ")
-    config, given = recipe(), parsed(command, monkeypatch)
+    config, given = recipe(), parse(command, monkeypatch)
     own = dict(leaves(config))
     free = ("data", "val", "out", "loader", "init")
     assert with_options(given, **{name: own[name] for name in free}) == config
     assert config.data.train is tyro.MISSING
     objective_for(given)
-    assert parameters(config) > 1e5
+    assert count_parameters(config) > 1e5
 
 
 TABLE2 = {  # the paper's columns
@@ -96,7 +94,7 @@ TABLE2 = {  # the paper's columns
     ("size", "drop_path", "crop"),
     [("t", 0.1, 0.9), ("s", 0.1, 0.9), ("m", 0.2, 1.0), ("l", 0.3, 1.0)],
 )
-def test_table_2_and_the_published_drop_path(column, size, drop_path, crop):
+def test_lvvit_recipes_match_table_2(column, size, drop_path, crop):
     config = NAMED[f"lvvit_{size}_224_{column}"]()
     want = TABLE2[column]
     assert config.optim.peak_lr == pytest.approx(want["lr"])
@@ -126,7 +124,7 @@ def test_table_2_and_the_published_drop_path(column, size, drop_path, crop):
 
 
 @pytest.mark.parametrize("size", "tsml")
-def test_the_published_commands(size):
+def test_published_lvvit_recipes_match_published_commands(size):
     config = NAMED[f"lvvit_{size}_224_token_label_published"]()
     large = size == "l"
     assert config.optim.peak_lr == pytest.approx(1e-3 if large else 1.6e-3)
@@ -149,8 +147,8 @@ def test_the_published_commands(size):
 
 
 @pytest.mark.parametrize("name", [name for name in NAMED if re.match("lvvit.*fine_tune", name)])
-def test_fine_tuning_is_the_supplementarys(name, command):
-    """And wants weights to begin from, by name."""
+def test_lvvit_fine_tune_matches_supplementary(name, command):
+    """Also that --init is required, by name."""
     config = NAMED[name]()
     assert (
         config.optim.epochs,
@@ -171,9 +169,10 @@ def test_fine_tuning_is_the_supplementarys(name, command):
 @pytest.mark.parametrize(
     "name", [name for name in NAMED if name.startswith("bootstrapping") and "micro" not in name]
 )
-def test_bootstrapping_is_its_section_4_1(name):
-    """240 epochs of 2 x 32 images, AdamW; the features' factor 10 and T = 4; the rate is 0 in the
-    end and never warmed up.
+def test_bootstrapping_recipes_match_section_4_1(name):
+    """240 epochs of 2 x 32 images, AdamW, feature weight 10 and T = 4.
+
+    The learning rate ends at 0 and has no warm-up.
     """
     config = NAMED[name]()
     assert (
@@ -218,10 +217,8 @@ def test_bootstrapping_is_its_section_4_1(name):
     assert (config.augment.shift, config.data.crop_scale, config.data.crop_pct) == crop
 
 
-def test_drlocs_recipes_are_the_supplementarys(command):
-    """Section 6 and Table 9; lambda of Swin and ViT, the rest of the scheme as in the public
-    commands.
-    """
+def test_drloc_recipes_match_supplementary(command):
+    """Section 6 and Table 9; lambda of Swin and ViT, the rest as in the public commands."""
     weights = {
         "swin_t_drloc": 0.5,
         "vit_b_drloc": 0.01,
@@ -284,10 +281,8 @@ DHVT = {  # peak rate at the recipe's batch, batch, epochs of warm-up, epochs, s
 
 @pytest.mark.parametrize("kind", DHVT)
 @pytest.mark.parametrize("size", ["t", "s"])
-def test_dhvts_recipes_are_its_supplementarys(size, kind):
-    """Sections 2.1, 3.3 and 4.1, and what its published commands give where it is silent (reference
-    1.9).
-    """
+def test_dhvt_recipes_match_supplementary(size, kind):
+    """Sections 2.1, 3.3 and 4.1, and the published commands where it has no value."""
     config = NAMED[f"dhvt_{size}_{kind}"]()
     assert (
         config.optim.peak_lr,
@@ -328,63 +323,65 @@ def test_dhvts_recipes_are_its_supplementarys(size, kind):
         )
 
 
-ABLATIONS = rows((ROOT / "densefeed" / "recipes" / "ABLATIONS.md").read_text(), 4)
+ABLATIONS = table_rows((ROOT / "densefeed" / "recipes" / "ABLATIONS.md").read_text(), 4)
 
 
 @pytest.mark.parametrize(
     ("row", "line", "count", "paper"), ABLATIONS, ids=lambda cell: cell.strip("`")[16:]
 )
-def test_every_ablation_is_a_command_whose_model_has_the_parameters_that_are_stated(
-    row, line, count, paper, monkeypatch
-):
-    config = parsed(line.strip("`"), monkeypatch)
+def test_ablation_commands_and_parameters(row, line, count, paper, monkeypatch):
+    config = parse(line.strip("`"), monkeypatch)
     objective_for(config)
     dhvt = "dhvt" in line
-    assert parameters(config, 100 if dhvt else 1000) == int(count.replace(",", ""))
+    assert count_parameters(config, 100 if dhvt else 1000) == int(count.replace(",", ""))
     assert paper == "diverges" or (66 if dhvt else 79) < float(paper) < 85.5
 
 
-def test_all_of_the_papers_ablation_rows_are_there():
-    """Tables 3 to 9 have 8, 7, 3, 3, 5, 4 and 5 rows, section 4.3 one; DHVT's Tables 2 to 5 have 4,
-    3, 7 and 4, its section 2.2.2 three. None is the same run as its neighbor.
+def test_ablation_table_is_complete():
+    """Tables 3 to 9 have 8, 7, 3, 3, 5, 4 and 5 rows, section 4.3 one.
+
+    DHVT's Tables 2 to 5 have 4, 3, 7 and 4 rows, its section 2.2.2 three. No two neighbors are the
+    same run.
     """
     assert len(ABLATIONS) == 8 + 7 + 3 + 3 + 5 + 4 + 5 + 1 + 4 + 3 + 3 + 7 + 4
     assert all(one[1] != other[1] for one, other in pairwise(ABLATIONS))
 
 
-def expanded(pattern: str) -> list[str]:
-    """`a_{b,c}` as a shell reads it."""
+def expand(pattern: str) -> list[str]:
+    """Expand `a_{b,c}` as a shell does."""
     head, brace, rest = pattern.partition("{")
     if not brace:
         return [pattern]
     inside, _, tail = rest.partition("}")
-    return [head + word + end for word in inside.split(",") for end in expanded(tail)]
+    return [head + word + end for word in inside.split(",") for end in expand(tail)]
 
 
-def test_the_table_of_recipes_names_every_recipe_with_its_parameters():
+def test_docs_list_every_recipe_with_its_parameters():
     listed = []
-    for names, _, counts, *_ in rows((ROOT / "docs/reference/recipes.md").read_text(), 5):
-        found = expanded(names.strip("`"))
+    for names, _, counts, *_ in table_rows((ROOT / "docs/reference/recipes.md").read_text(), 5):
+        found = expand(names.strip("`"))
         listed += found
         millions = [float(count) for count in counts.removesuffix(" M").split(" / ")]
         assert len(millions) in (1, len(found))
         for name, million in zip(found, millions * (len(found) // len(millions)), strict=True):
             config = NAMED[name]()
-            assert parameters(config, classes_of(name)) / 1e6 == pytest.approx(
+            assert count_parameters(config, num_classes(name)) / 1e6 == pytest.approx(
                 million, abs=0.05 if million > 1 else 5e-4
             )
     assert listed == list(NAMED)
 
 
-COMPARED = rows((ROOT / "docs/reference/models.md").read_text(), 5)
+COMPARED = table_rows((ROOT / "docs/reference/models.md").read_text(), 5)
 
 
 @pytest.mark.parametrize(
     ("table", "theirs", "ours", "count", "paper"), COMPARED, ids=lambda cell: cell.strip("`")
 )
-def test_the_table_of_the_papers_models_states_what_is_built(table, theirs, ours, count, paper):
-    """To the unit here; in the paper to its rounding and a million, but for what the text below the
-    table names.
+def test_docs_parameters_of_paper_models(table, theirs, ours, count, paper):
+    """Exact for the models here.
+
+    Those of the paper agree to rounding and one million, except those that the text below the table
+    names.
     """
     name, *arguments = ours.replace("`", "").split()
     with torch.device("meta"):
@@ -397,9 +394,10 @@ def test_the_table_of_the_papers_models_states_what_is_built(table, theirs, ours
     assert (abs(counted / 1e6 - float(paper.removesuffix(" M"))) > 1) == ((table, theirs) in named)
 
 
-def test_the_papers_tables_are_there():
-    """Of DHVT's Table 9 (35 rows), 7, 10 and 11 all models but 12 of Table 9 that timm lacks; the
-    models of ours all.
+def test_readme_lists_all_paper_models():
+    """Models of DHVT's Tables 7, 9, 10 and 11, and all models of this package.
+
+    Of the 35 rows of Table 9, 12 are missing, which timm does not have.
     """
     assert [sum(row[0] == f"DHVT, {table}" for row in COMPARED) for table in (9, 7, 10, 11)] == [
         23,
@@ -411,7 +409,7 @@ def test_the_papers_tables_are_there():
     assert set(timm.list_models(["dhvt*", "cvt*", "t2t*"], exclude_filters="*micro")) <= built
 
 
-def test_the_list_of_recipes_has_a_line_each_and_one_recipes_help_its_docstring(command):
+def test_help_of_recipe_list_and_of_one_recipe(command):
     listed, own = (
         command("train.py", "--help"),
         command("train.py", "lvvit_t_224_relabel", "--help"),
@@ -419,9 +417,9 @@ def test_the_list_of_recipes_has_a_line_each_and_one_recipes_help_its_docstring(
     assert listed.returncode == own.returncode == 0
     assert all(name in listed.stdout for name in NAMED)
     assert "Not run here" not in listed.stdout
-    assert "nobody has published this figure. Not run here." in own.stdout
+    assert "no published result. Not run here." in own.stdout
 
 
-def test_mixtoken_and_cutmix_are_refused():
+def test_error_on_mixtoken_with_cutmix():
     with pytest.raises(UserError, match="--no-mixtoken"):
         with_options(NAMED["lvvit_s_224_standard"](), mixtoken=True)

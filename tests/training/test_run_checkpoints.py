@@ -1,6 +1,4 @@
-"""Checkpoints: whatever kills the process, whatever is damaged, one that is whole is found; only
-what is ours is deleted.
-"""
+"""Checkpoints: a complete one is found after any kill or damage, and user files are kept."""
 
 import hashlib
 import json
@@ -13,12 +11,12 @@ import torch
 from densefeed.system.errors import UserError
 from densefeed.training.run_checkpoints import Checkpoints
 
-# Python's names of the calls that change a folder
+# Names of Python's audit events for calls that change a folder.
 WRITING = {"open", "os.rename", "os.remove", "os.symlink", "os.mkdir"}
 
 
-def saved(out, keep, *steps):
-    """A run folder after these steps: (step, top1 or None)."""
+def save_steps(out, keep, *steps):
+    """Save a run folder after these steps: (step, top1 or None)."""
     kept = Checkpoints(out, keep)
     for step, top1 in steps:
         kept.save({"weights": torch.full((100,), float(step))}, step)
@@ -27,15 +25,13 @@ def saved(out, keep, *steps):
     return kept
 
 
-def listed(out):
+def read_manifest(out):
     return json.loads((out / "checkpoints" / "manifest.json").read_text())
 
 
-def assert_whole(out):
-    """Every file that the manifest names is there, loads, and is what was saved; links lead to such
-    files. The newest's step.
-    """
-    entries = listed(out)
+def check_checkpoints(out):
+    """Check manifest, files, hashes and links; return the step of the newest checkpoint."""
+    entries = read_manifest(out)
     for entry in entries:
         content = (out / "checkpoints" / entry["file"]).read_bytes()
         assert hashlib.sha256(content).hexdigest() == entry["sha256"]
@@ -49,20 +45,21 @@ def assert_whole(out):
 
 
 @pytest.mark.parametrize("keep", [1, 2, 3])
-def test_the_newest_stay_and_the_best(tmp_path, keep):
-    saved(tmp_path, keep, (10, None), (20, 0.9), (30, 0.5), (40, None), (50, 0.7), (60, None))
+def test_newest_and_best_are_kept(tmp_path, keep):
+    save_steps(tmp_path, keep, (10, None), (20, 0.9), (30, 0.5), (40, None), (50, 0.7), (60, None))
     steps = {1: [20, 60], 2: [20, 50, 60], 3: [20, 40, 50, 60]}[keep]
-    assert [entry["step"] for entry in listed(tmp_path)] == steps
+    assert [entry["step"] for entry in read_manifest(tmp_path)] == steps
     names = {f"step-{step:08d}.pt" for step in steps} | {"manifest.json"}
     assert set(os.listdir(tmp_path / "checkpoints")) == names
     assert os.readlink(tmp_path / "last.pt") == "checkpoints/step-00000060.pt"
     assert os.readlink(tmp_path / "best.pt") == "checkpoints/step-00000020.pt"
-    assert assert_whole(tmp_path) == 60
+    assert check_checkpoints(tmp_path) == 60
 
 
-def dying(out, number):
-    """Save step 3 in a process that ends at its call `number`; its exit code, 9, or 0 if it was
-    done before.
+def save_and_die(out, number):
+    """Save step 3 in a process that ends at its call `number`.
+
+    Returns its exit code: 9, or 0 if it finished before.
     """
     child = os.fork()
     if child == 0:
@@ -70,23 +67,24 @@ def dying(out, number):
         sys.addaudithook(
             lambda event, _: event in WRITING and next(calls) == number and os._exit(9)
         )
-        saved(out, 1, (3, 0.6))
+        save_steps(out, 1, (3, 0.6))
         os._exit(0)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def test_a_process_that_dies_at_any_call_leaves_whole_checkpoints(tmp_path):
-    """A child ends in the middle of `save`, without cleaning up, at its first open, rename, remove
-    or link, at its second, ...
+def test_kill_at_any_call_leaves_valid_checkpoints(tmp_path):
+    """A child ends in `save` at its first open, rename, remove or link, at its second, ...
+
+    It does not clean up.
     """
     ends = 0
     for number in range(1, 100):
         out = tmp_path / str(number)
-        saved(out, 1, (1, 0.5), (2, 0.4))
-        ended = dying(out, number)
-        assert assert_whole(out) in ((2, 3) if ended else (3,))
-        saved(out, 1, (3, 0.6), (4, None))  # the run that goes on cleans up
-        assert assert_whole(out) == 4
+        save_steps(out, 1, (1, 0.5), (2, 0.4))
+        ended = save_and_die(out, number)
+        assert check_checkpoints(out) in ((2, 3) if ended else (3,))
+        save_steps(out, 1, (3, 0.6), (4, None))  # the resumed run cleans up
+        assert check_checkpoints(out) == 4
         assert set(os.listdir(out / "checkpoints")) == {
             "manifest.json",
             "step-00000003.pt",
@@ -96,19 +94,19 @@ def test_a_process_that_dies_at_any_call_leaves_whole_checkpoints(tmp_path):
         if not ended:
             break
     assert ended == 0
-    # two files written and renamed, two links made and renamed, two old files removed
+    # Two files are written and renamed, two links made and renamed, two old files removed.
     assert ends >= 8
 
 
 @pytest.mark.parametrize("harm", ["cut", "flipped", "deleted", "emptied"])
-def test_a_damaged_checkpoint_is_told_and_passed_over(tmp_path, capsys, harm):
-    kept = saved(tmp_path, 2, (1, None), (2, None))
+def test_damaged_checkpoint_is_skipped_with_a_warning(tmp_path, capsys, harm):
+    kept = save_steps(tmp_path, 2, (1, None), (2, None))
     newest = tmp_path / "checkpoints" / "step-00000002.pt"
     damage(newest, harm)
     assert Checkpoints(tmp_path, 2).newest() == "step-00000001.pt"
-    said = capsys.readouterr().err
-    assert said.startswith("warning: ")
-    assert "step-00000002.pt" in said
+    warning = capsys.readouterr().err
+    assert warning.startswith("warning: ")
+    assert "step-00000002.pt" in warning
     damage(tmp_path / "checkpoints" / "step-00000001.pt", harm)
     with pytest.raises(
         UserError,
@@ -128,23 +126,21 @@ def damage(path, harm):
         path.write_bytes(content[: len(content) // 2 if harm == "cut" else 0])
 
 
-def test_a_damaged_checkpoint_never_pushes_out_a_whole_one(tmp_path):
-    """The run goes on from step 1, and its next checkpoint is of a later step than the damaged
-    one.
-    """
-    saved(tmp_path, 2, (1, 0.5), (2, 0.9))
+def test_damaged_checkpoint_does_not_displace_a_valid_one(tmp_path):
+    """The run continues from step 1; its next checkpoint has a later step than the damaged one."""
+    save_steps(tmp_path, 2, (1, 0.5), (2, 0.9))
     damage(tmp_path / "checkpoints" / "step-00000002.pt", "cut")
     kept = Checkpoints(tmp_path, 2)
     kept.newest()
     kept.save({"weights": torch.full((100,), 3.0)}, 3)
-    assert [entry["step"] for entry in listed(tmp_path)] == [1, 3]
+    assert [entry["step"] for entry in read_manifest(tmp_path)] == [1, 3]
     assert os.readlink(tmp_path / "best.pt") == "checkpoints/step-00000001.pt"
-    assert assert_whole(tmp_path) == 3
+    assert check_checkpoints(tmp_path) == 3
 
 
-def test_a_best_that_is_done_again_is_no_longer_linked(tmp_path):
-    saved(tmp_path, 2, (1, None), (2, 0.9))
-    saved(tmp_path, 2, (2, None))
+def test_best_link_is_removed_when_its_step_is_repeated(tmp_path):
+    save_steps(tmp_path, 2, (1, None), (2, 0.9))
+    save_steps(tmp_path, 2, (2, None))
     assert not os.path.lexists(tmp_path / "best.pt")
 
 
@@ -152,29 +148,27 @@ def test_a_best_that_is_done_again_is_no_longer_linked(tmp_path):
     "content",
     [None, "", "[", "[]", "{}", "3", "[1]", '["x"]', '[{"file": "../../x.pt"}]', "\0\xff"],
 )
-def test_without_its_manifest_a_run_is_found_by_its_files(tmp_path, capsys, content):
-    """Also which is best, and a damaged one among them is passed over. The next checkpoint writes a
-    manifest again.
-    """
-    saved(tmp_path, 3, (1, 0.9), (2, 0.4), (3, None))
+def test_missing_or_damaged_manifest_is_rebuilt_from_files(tmp_path, capsys, content):
+    """Includes the best one and a damaged file; the next checkpoint writes a manifest again."""
+    save_steps(tmp_path, 3, (1, 0.9), (2, 0.4), (3, None))
     manifest = tmp_path / "checkpoints" / "manifest.json"
     manifest.unlink() if content is None else manifest.write_bytes(content.encode("latin-1"))
     damage(tmp_path / "checkpoints" / "step-00000003.pt", "cut")
     kept = Checkpoints(tmp_path, 1)
     assert kept.newest() == "step-00000002.pt"
-    said = capsys.readouterr().err
-    assert "manifest.json" in said
-    assert "step-00000003.pt" in said
+    warning = capsys.readouterr().err
+    assert "manifest.json" in warning
+    assert "step-00000003.pt" in warning
     kept.save({"weights": torch.full((100,), 4.0)}, 4)
     kept.rate(4, 0.5)
-    assert [entry["step"] for entry in listed(tmp_path)] == [1, 4]
+    assert [entry["step"] for entry in read_manifest(tmp_path)] == [1, 4]
     assert os.readlink(tmp_path / "best.pt") == "checkpoints/step-00000001.pt"
-    assert assert_whole(tmp_path) == 4
+    assert check_checkpoints(tmp_path) == 4
 
 
-def test_every_flipped_bit_of_a_manifest_is_survived(tmp_path):
-    """One in each of its bytes: a checkpoint is found, and it is one of the run's."""
-    saved(tmp_path, 2, (1, 0.9), (2, 0.4))
+def test_any_flipped_bit_in_the_manifest_is_survived(tmp_path):
+    """One bit in each of its bytes: a checkpoint of the run is found."""
+    save_steps(tmp_path, 2, (1, 0.9), (2, 0.4))
     manifest = tmp_path / "checkpoints" / "manifest.json"
     content = manifest.read_bytes()
     for at in range(len(content)):
@@ -184,12 +178,12 @@ def test_every_flipped_bit_of_a_manifest_is_survived(tmp_path):
         assert Checkpoints(tmp_path, 2).newest() in ("step-00000001.pt", "step-00000002.pt")
 
 
-def test_files_of_others_stay(tmp_path):
-    saved(tmp_path, 1, (1, None))
+def test_user_files_are_kept(tmp_path):
+    save_steps(tmp_path, 1, (1, None))
     mine = tmp_path / "checkpoints" / "before-the-talk.pt"
     mine.write_text("mine")
     (tmp_path / "checkpoints" / "step-00000009.pt.77.part").write_text("half")
-    saved(tmp_path, 1, (2, None))
+    save_steps(tmp_path, 1, (2, None))
     assert set(os.listdir(tmp_path / "checkpoints")) == {
         "before-the-talk.pt",
         "manifest.json",
@@ -197,10 +191,10 @@ def test_files_of_others_stay(tmp_path):
     }
 
 
-def test_a_folder_without_a_run_holds_none(tmp_path):
+def test_folder_without_a_run(tmp_path):
     assert not Checkpoints(tmp_path, 1).exist()
     assert Checkpoints(tmp_path, 1).newest() is None
-    saved(tmp_path, 1, (1, None))
+    save_steps(tmp_path, 1, (1, None))
     assert Checkpoints(tmp_path, 1).exist()
     (tmp_path / "last.pt").unlink()  # killed before the first link
     assert Checkpoints(tmp_path, 1).exist()

@@ -37,16 +37,17 @@ PUBLISHED = OptimOptions(
         (309, 1e-5),
     ],
 )
-def test_the_published_schedule_epoch_by_epoch(epoch, want):
-    """One rate from the first to the last of an epoch's 1,251 steps; the cosine's angles are
-    reduced by hand.
+def test_published_schedule_per_epoch(epoch, want):
+    """One rate in all 1,251 steps of an epoch.
+
+    The angles of the cosine are reduced by hand.
     """
     for step in (0, 1, 1250):
         assert learning_rate(PUBLISHED, epoch * 1251 + step, 1251) == pytest.approx(want, abs=1e-12)
     assert PUBLISHED.total_epochs == 310
 
 
-def timms(config, **arguments):
+def timm_scheduler(config, **arguments):
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=config.optim.peak_lr)
     scheduler = CosineLRScheduler(
         optimizer, lr_min=config.optim.min_lr, warmup_lr_init=1e-6, **arguments
@@ -64,13 +65,11 @@ def timms(config, **arguments):
         dict(min_lr=5e-6, lr=5e-6),
     ],
 )
-def test_each_step_has_timms_rate(fields):
-    """To the bit: what a schedule of timm's gave in earlier versions of this program stays what it
-    was.
-    """
+def test_rate_per_step_matches_timm(fields):
+    """Bit for bit: earlier versions of this program used a scheduler of timm."""
     config = Config(optim=PUBLISHED)
     config = with_options(config, epochs=7, cooldown_epochs=2, lr_updates="step", **fields)
-    optimizer, scheduler = timms(
+    optimizer, scheduler = timm_scheduler(
         config, t_initial=7 * 12, warmup_t=int(config.optim.warmup_epochs * 12), t_in_epochs=False
     )
     for step in range(9 * 12):
@@ -78,14 +77,14 @@ def test_each_step_has_timms_rate(fields):
         assert learning_rate(config.optim, step, 12) == optimizer.param_groups[0]["lr"]
 
 
-def test_each_epoch_has_timms_rate():
-    optimizer, scheduler = timms(Config(optim=PUBLISHED), t_initial=300, warmup_t=5)
+def test_rate_per_epoch_matches_timm():
+    optimizer, scheduler = timm_scheduler(Config(optim=PUBLISHED), t_initial=300, warmup_t=5)
     for epoch in range(310):
         assert learning_rate(PUBLISHED, epoch * 12 + 7, 12) == optimizer.param_groups[0]["lr"]
         scheduler.step(epoch + 1)
 
 
-def test_the_peak_grows_with_the_batch():
+def test_peak_scales_with_the_batch():
     """The paper's rule with token labels, 1e-3 * batch / 640; the lowest rate is not scaled."""
     config = with_options(Config(), batch=1280)
     assert config.optim.peak_lr == 2e-3
@@ -98,9 +97,10 @@ def test_the_peak_grows_with_the_batch():
     ("name", "arguments"),
     [("lvvit_micro", {}), ("test_vit", {}), ("test_vit", dict(class_token=True, reg_tokens=1))],
 )
-def test_biases_norms_and_tables_are_not_decayed_and_all_else_is(name, arguments):
-    """What train.py hands to timm, against a rule by name and shape: vectors, and the tables of
-    places and classes.
+def test_weight_decay_excludes_biases_norms_and_tables(name, arguments):
+    """Parameter groups of timm against a rule by name and shape.
+
+    Vectors and the tables of positions and classes are not decayed.
     """
     import densefeed.models.checkpoints  # noqa: F401  (registers our models)
 

@@ -1,6 +1,4 @@
-"""Operations and bytes against counts by hand, and what a dry run promises against what a step
-takes.
-"""
+"""FLOPs and bytes against counts by hand, and dry-run estimates against a measured step."""
 
 import json
 import os
@@ -31,7 +29,7 @@ CPU = torch.device("cpu")
         ("lvvit_s", 160, 384, 16, 1152, None),
     ],
 )
-def test_operations_are_those_counted_by_hand(name, size, D, depth, hidden, published):
+def test_flops_match_count_by_hand(name, size, D, depth, hidden, published):
     """Forward multiply-adds, layer by layer; two operations each, and backward is twice forward."""
     with torch.device("meta"):
         model = timm.create_model(name)
@@ -47,16 +45,17 @@ def test_operations_are_those_counted_by_hand(name, size, D, depth, hidden, publ
 @pytest.mark.parametrize(
     ("name", "kwargs"), [("cait_xxs24_224", dict(depth=1)), ("pit_ti_224", dict(depth=(1, 1, 1)))]
 )
-def test_operations_are_counted_of_networks_that_pass_their_class_token_on(name, kwargs):
-    """PyTorch's counter hooks such a token's gradient, where it finds no function."""
+def test_flops_of_models_with_separate_class_token(name, kwargs):
+    """PyTorch's counter hooks the gradient of such a token, which has no autograd function."""
     with torch.device("meta"):
         model = timm.create_model(name, **kwargs)
     assert training_flops(model, 224) > 6e7
 
 
-def test_saved_bytes_are_those_counted_by_hand():
-    """5 samples: the input for the first weight's gradient, and what ReLU gave, for its own and the
-    second weight's, once.
+def test_saved_bytes_match_count_by_hand():
+    """5 samples: the input, for the gradient of the first weight, and the output of ReLU.
+
+    The latter is used for its own gradient and that of the second weight, and counts once.
     """
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     with ActivationBytes(model) as saved:
@@ -66,14 +65,14 @@ def test_saved_bytes_are_those_counted_by_hand():
     assert all(p.grad is not None for p in model.parameters())
 
 
-def test_saved_counts_no_weights_and_no_storage_twice():
+def test_saved_bytes_exclude_weights_and_duplicates():
     model, x = nn.Linear(16, 16, bias=False), torch.randn(3, 16, requires_grad=True)
     with ActivationBytes(model) as saved:
         (model(x) + model(x.view(3, 16))).sum()
     assert saved.bytes == 4 * 3 * 16
 
 
-def test_the_devices_rate_is_measured_or_known(monkeypatch):
+def test_peak_rate_is_known_or_measured(monkeypatch):
     assert 1e8 < matmul_rate(CPU, torch.float32) < 1e14
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H200 141GB HBM3e")
     assert peak_flops(torch.device("cuda"), torch.bfloat16) == 989e12
@@ -84,8 +83,8 @@ def test_the_devices_rate_is_measured_or_known(monkeypatch):
     assert peak_memory(CPU) >= max(before, block.nbytes)
 
 
-def test_a_dry_run_writes_nothing_and_is_over_soon(micro, tmp_path, capsys):
-    began = time.process_time()  # not the clock's, which other processes share
+def test_dry_run_writes_nothing_and_is_short(micro, tmp_path, capsys):
+    began = time.process_time()  # wall-clock time depends on other processes
     assert training.train(micro(tmp_path / "run", dry_run=True)) == {}
     assert time.process_time() - began < 10
     assert "dry run: data, labels and recipe fit together; loss " in capsys.readouterr().out
@@ -103,7 +102,7 @@ def test_a_dry_run_writes_nothing_and_is_over_soon(micro, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("fields", "message"),
     [
         (dict(model="resnet18"), "has no token head"),
         (dict(size=36), "cannot be built"),
@@ -111,20 +110,20 @@ def test_a_dry_run_writes_nothing_and_is_over_soon(micro, tmp_path, capsys):
         (dict(lr=0.0), "--lr is 0"),
     ],
 )
-def test_a_dry_run_refuses_what_a_run_refuses(micro, tmp_path, fields, said):
-    with pytest.raises(UserError, match=said):
+def test_dry_run_raises_the_errors_of_a_run(micro, tmp_path, fields, message):
+    with pytest.raises(UserError, match=message):
         training.train(micro(tmp_path / "run", dry_run=True, **fields))
 
 
-def test_a_dry_run_refuses_what_memory_cannot_hold(micro, tmp_path, monkeypatch):
-    """The largest part of the batch that fits is named, and fits."""
+def test_dry_run_error_if_memory_is_too_small(micro, tmp_path, monkeypatch):
+    """The error names the largest part of the batch that fits, and that part does fit."""
     monkeypatch.setattr(dry_run, "free_memory", lambda device: 10_000_000)
     with pytest.raises(
         UserError,
-        match=r"64 images per forward pass take about 0\.\d\d GB on cpu, of which 0\.01 GB .*--microbatch",
-    ) as told:
+        match=r"64 images per forward pass take about 0\.\d\d GB .* 0\.01 GB .*--microbatch",
+    ) as raised:
         training.train(micro(tmp_path / "run", batch=64, dry_run=True))
-    fits = int(str(told.value).rpartition(" ")[2])
+    fits = int(str(raised.value).rpartition(" ")[2])
     assert 64 % fits == 0
     assert training.train(micro(tmp_path / "run", batch=64, microbatch=fits, dry_run=True)) == {}
     with pytest.raises(UserError, match="images per forward pass take about"):
@@ -143,7 +142,7 @@ grown, update = [], training.update
 
 def measured(*arguments):
     held = int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    open("/proc/self/clear_refs", "w").write("5")  # the peak begins anew
+    open("/proc/self/clear_refs", "w").write("5")  # resets the peak
     given = update(*arguments)
     peak = int(re.search(r"VmHWM:\s+(\d+)", open("/proc/self/status").read())[1]) * 1024
     grown.append((peak - held) / 1e9)
@@ -156,19 +155,20 @@ print(json.dumps(grown))
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="not Linux")
-def test_a_dry_run_knows_what_a_step_takes(micro, tmp_path, command, capsys):
-    """What a process grows by in its first step, within a factor of 1.5, at 16 images of 96 pixels
-    (0.2 GB).
+def test_dry_run_estimate_matches_a_step(micro, tmp_path, command, capsys):
+    """Growth of a process in its first step, within a factor of 1.5.
+
+    16 images of 96 pixels (0.2 GB).
     """
     config = micro(
         tmp_path / "run", model="lvvit_t", size=96, batch=16, epochs=1, eval_every=9, ema=0.0
     )
     training.train(with_options(config, dry_run=True))
-    promised = float(re.search(r"take about ([\d.]+) GB", capsys.readouterr().out)[1])
+    estimate = float(re.search(r"take about ([\d.]+) GB", capsys.readouterr().out)[1])
     done = command("-c", MEASURED, json.dumps(config.to_dict()))
     assert done.returncode == 0, done.stderr
-    taken = json.loads(done.stdout.splitlines()[-1])[0]
-    assert 1 / 1.5 < promised / taken < 1.5, (promised, taken)
+    measured = json.loads(done.stdout.splitlines()[-1])[0]
+    assert 1 / 1.5 < estimate / measured < 1.5, (estimate, measured)
 
 
 FAULTS = """
@@ -186,8 +186,8 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
 
-def test_kept_memory_is_not_asked_for_again(command):
-    """Twenty times the same 120 MiB: 30,720 pages of 4 KiB each time, unless they are kept."""
+def test_freed_memory_is_reused(command):
+    """Twenty times the same 120 MiB: 30,720 pages of 4 KiB each time if memory were returned."""
     faults = {how: int(command("-c", FAULTS, how).stdout) for how in ("kept", "left")}
     assert faults["kept"] < 1000
     assert faults["left"] > 10 * 30_720 * 17 / 30

@@ -290,7 +290,7 @@ def test_error_on_patch_dropout(name, published):
                 LocalizedModel(model, "l1", 0, [model.patch_embed.img_size[0]], published)
                 continue
             with pytest.raises(
-                ValueError, match=r"it leaves out patches in training, .*leave patch_drop_rate away"
+                ValueError, match=r"it uses patch dropout in training, .*remove patch_drop_rate"
             ):
                 LocalizedModel(model, "l1", 0, [model.patch_embed.img_size[0]], published)
 

@@ -406,7 +406,7 @@ def test_feature_weight_decay(config, decay, shares):
         (dict(frozen_statistics=True), "the network that --bootstrap adds begins without any"),
         (
             dict(model="dhvt_tiny_cifar_patch4"),
-            "dhvt_tiny_cifar_patch4 cannot have this agent .DHVT's attention adds tokens",
+            "dhvt_tiny_cifar_patch4 cannot have this agent .DHVT's attention adds head tokens",
         ),
         (
             dict(mixtoken=True, model="lvvit_micro"),
@@ -418,7 +418,7 @@ def test_feature_weight_decay(config, decay, shares):
         (dict(model="lvvit_micro"), "lvvit_micro cannot have this agent .3 heads have no CONV"),
         (
             dict(model="nfnet_micro", model_kwargs=()),
-            "nfnet_micro cannot have this agent .has no blocks of attention",
+            "nfnet_micro cannot have this agent .it has no blocks of attention",
         ),
         (dict(agent_kwargs=("down=(9,)",)), r"down \(9,\) must be numbers of blocks, from 1 to 2"),
         (dict(agent_kwargs=("down=3",)), r"down 3 must be numbers of blocks, from 1 to 2"),
@@ -438,11 +438,11 @@ def test_feature_weight_decay(config, decay, shares):
         ),
         (
             dict(model_kwargs=("depth=2", "patch_drop_rate=0.3")),
-            "cannot have this agent .it leaves out patches in training",
+            "cannot have this agent .it uses patch dropout in training",
         ),
         (
             dict(SHARED, model_kwargs=("depth=2", "patch_drop_rate=0.5")),
-            "cannot have this agent .it leaves out patches in training",
+            "cannot have this agent .it uses patch dropout in training",
         ),
         (
             dict(size=16, agent_kwargs=("down=(1,2)",)),

@@ -119,7 +119,7 @@ def test_combinations_train_and_change_heads(micro, tmp_path, name):
         ),
         (
             dict(CE, drloc_grid=0, model="test_vit", model_kwargs=("patch_drop_rate=0.5",)),
-            "--drloc l1 cannot be computed for test_vit: it leaves out patches in training",
+            "--drloc l1 cannot be computed for test_vit: it uses patch dropout in training",
         ),
         (dict(drloc_grid=1), r"leaves 1 x 1 positions, too few"),
         (dict(drloc="all"), r"--drloc all reads the tokens of every block, .*give --no-mixtoken"),

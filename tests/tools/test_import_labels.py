@@ -3,6 +3,7 @@ code would read, and training from an imported store.
 """
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest

@@ -216,7 +216,7 @@ def program(words: list[str]) -> tuple[str, ...]:
     name = words[start]
     assert (ROOT / name).exists(), f"{name} does not exist"
     if name == "train.py":
-        from densefeed.training.recipes import RECIPES
+        from densefeed.recipes import RECIPES
 
         recipe = words[start + 1]
         assert recipe in {known.__name__ for known in RECIPES} | {"RECIPE"}, recipe

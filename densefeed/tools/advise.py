@@ -15,11 +15,11 @@ import shlex
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from statistics import median
-from typing import Literal, NamedTuple, get_args, get_type_hints
+from typing import Literal, NamedTuple
 
 import torch
 import tyro
@@ -27,18 +27,22 @@ from rich.console import Console
 from rich.table import Table
 
 from densefeed.models.token_transformer import has_tokens
+from densefeed.objectives import build_objective
 from densefeed.pipelines.loader import ThreadedLoader
+from densefeed.pipelines.open import LOADERS
+from densefeed.recipes import RECIPES
 from densefeed.system.devices import choose_device, synchronize
 from densefeed.system.errors import UserError, run
 from densefeed.system.malloc import tune_malloc
+from densefeed.system.options import with_options
 from densefeed.system.progress import steps_bar
 from densefeed.system.provenance import environment, write_json
-from densefeed.train import autocast_dtype, build_model, open_loader
+from densefeed.training.build import autocast_dtype, build_model
 from densefeed.training.config import Config
 from densefeed.training.ranks import Ranks
-from densefeed.training.recipes import RECIPES
+from densefeed.training.setup import build_trainable, open_loader
 from densefeed.training.step_inputs import StepInputs
-from densefeed.training.student import build_student, update
+from densefeed.training.student import update
 
 CORES = len(os.sched_getaffinity(0))
 SECONDS = 1.0  # of each measurement in each round
@@ -54,7 +58,6 @@ BUSY = 0.5  # load average over the last minute, as a share of the cores, that i
 # Rates above this share of the best one count as equal: a measurement of one second cannot tell
 # them apart.
 EQUAL = 0.98
-LOADERS = get_args(get_type_hints(Config)["loader"])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,20 +129,21 @@ def recipe_words(model: str, objective: str, size: int) -> list[str]:
 
     It is the first recipe that has all three, or else the nearest one with the options that differ.
     """
-    recipes = {recipe.__name__: recipe() for recipe in RECIPES}
+    configs = {recipe.__name__: recipe() for recipe in RECIPES}
+    objectives = {name: config.objective for name, config in configs.items()}
     same = [
         name
-        for name, config in recipes.items()
-        if config.drloc == config.bootstrap == "none" and config.objective == objective
+        for name, options in objectives.items()
+        if options.drloc.variant == options.bootstrap.mode == "none" and options.name == objective
     ]
-    fitting = [
-        name for name in same if recipes[name].model == model and not recipes[name].model_kwargs
-    ]
-    name = next((name for name in fitting if recipes[name].size == size), (fitting or same)[0])
-    words = [name] if recipes[name].model == model else [name, "--model", model]
-    if recipes[name].mixtoken and not has_tokens(model):
+    models = {name: configs[name].model for name in same}
+    fitting = [name for name in same if models[name].name == model and not models[name].kwargs]
+    sized = (name for name in fitting if configs[name].data.size == size)
+    name = next(sized, (fitting or same)[0])
+    words = [name] if models[name].name == model else [name, "--model", model]
+    if configs[name].mix.mixtoken and not has_tokens(model):
         words.append("--no-mixtoken")
-    return words if recipes[name].size == size else [*words, "--size", str(size)]
+    return words if configs[name].data.size == size else [*words, "--size", str(size)]
 
 
 def format_rate(rate: float) -> str:
@@ -152,7 +156,7 @@ def recommend(advice: Advice, step: Speed, options: AdviceOptions, objective: st
     loader, threads, speed = advice.choice
     words = ["python", "train.py", *recipe_words(options.model, objective, options.size)]
     words += ["--loader", loader, "--data", options.data]
-    words += ["--labels", options.score_maps] if options.score_maps else []
+    words += ["--score-maps", options.score_maps] if options.score_maps else []
     words += ["--threads", threads, "--val", "VAL", "--out", "RUN"]
     trains = f"`{shlex.join(map(str, words))}` trains about {format_rate(advice.images_per_s)}"
     loader_rate, step_rate = format_rate(speed.images_per_s), format_rate(step.images_per_s)
@@ -189,9 +193,10 @@ def median_speed(speeds: list[Speed]) -> Speed:
 
 def loader_config(options: AdviceOptions, loader: str, threads: int) -> Config:
     """Return a config whose training loader reads the score maps, where there are any."""
-    return Config(
+    return with_options(
+        Config(),
         data=options.data,
-        labels=options.score_maps,
+        score_maps=options.score_maps,
         loader=loader,
         threads=threads,
         model=options.model,
@@ -210,7 +215,9 @@ def open_loaders(options: AdviceOptions) -> dict[tuple[str, int], ThreadedLoader
     for kind in LOADERS:
         try:
             for threads in options.threads or thread_counts(CORES):
-                opened[kind, threads] = open_loader(loader_config(options, kind, threads), "train")
+                config = loader_config(options, kind, threads)
+                objective = build_objective(config.setting)
+                opened[kind, threads] = open_loader(config, objective, "train")
         except UserError as error:
             errors.append(error)
             print(f"--loader {kind}: skipped, {error}")
@@ -260,19 +267,19 @@ def describe_load(cores: int) -> str:
 def build_step(config: Config, device: torch.device) -> Callable[[], int]:
     """Build train.py's step on the first batch of the training set; it returns its images."""
     ranks, dtype, numbers = Ranks(0, 1, device), autocast_dtype(config, device), count()
-    with closing(open_loader(config, "train")) as loader:
-        model, _ = build_model(config, loader.num_classes)
-        model.to(device, memory_format=torch.channels_last)
-        student = build_student(config, model, ranks, dtype)
-        inputs = StepInputs(config, ranks, loader, student.trained, dtype)
+    objective = build_objective(config.setting)
+    with closing(open_loader(config, objective, "train")) as loader:
+        model, _ = build_model(config, objective, loader.num_classes)
+        student = build_trainable(config, objective, model, loader.num_classes, ranks)
+        inputs = StepInputs(config, ranks, loader, objective, student.trainable, dtype)
         parts = next(inputs.batches(0, 0))
-    student.trained.train()
+    student.trainable.train()
 
     def step() -> int:
         update(student, ranks, next(numbers), inputs.losses(student.network, parts, 0, 0))
         # Without waiting for the device this would time how fast steps are queued.
         synchronize(device)
-        return config.batch
+        return config.optim.batch
 
     return step
 
@@ -285,7 +292,7 @@ def measure_step(options: AdviceOptions, loader: str, objective: str) -> tuple[S
     device = choose_device("auto")
     on_gpu = device.type == "cuda"
     images = options.batch if on_gpu else min(options.batch, CPU_BATCH)
-    config = replace(
+    config = with_options(
         loader_config(options, loader, 1),
         **{"objective": objective, "mixtoken": False, "drop_path": 0.0, "lr": LEARNING_RATE},
         **dict.fromkeys(("batch", "microbatch", "lr_batch"), images),

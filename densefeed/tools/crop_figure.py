@@ -17,10 +17,12 @@ from PIL import Image, ImageDraw, ImageFont
 
 from densefeed.pipelines.ffcv import FfcvSource
 from densefeed.pipelines.loader import ThreadedLoader
+from densefeed.pipelines.open import DataOptions
 from densefeed.pipelines.plan import EpochPlan
 from densefeed.pipelines.targets import sparse_targets
 from densefeed.system.errors import UserError, run
 from densefeed.system.files import replace_file
+from densefeed.training.config import Config
 
 # Pixels of the figure, which is drawn at twice the size at which it is shown.
 SIDE, GAP, TOP, FOOT = 640, 40, 84, 96
@@ -43,15 +45,22 @@ class CropFigure:
 
 def draw_figure(options: CropFigure) -> Image.Image:
     """Return the crop and its token labels, with captions and a legend."""
-    folder, config = options.source, {}
+    folder, data, seed = options.source, DataOptions(hflip=0.0, crop_scale=(0.25, 1.0)), 0
     if folder.is_dir():
-        config = json.loads((folder / "config.json").read_text())
-    source = FfcvSource(Path(config.get("data", folder)), None)
+        config = Config.from_dict(json.loads((folder / "config.json").read_text()))
+        data, seed = config.data, config.run.seed
+    source = FfcvSource(data.train if folder.is_dir() else folder, None)
     if source.score_maps is None or not 0 <= options.index < len(source.labels):
         raise UserError(f"{folder} has no score maps, or no sample {options.index}; name another")
-    scale, samples = tuple(config.get("crop_scale", (0.25, 1.0))), len(source.labels)
-    draws = {"seed": config.get("seed", 0), "hflip": config.get("hflip", 0.0), "crop_scale": scale}
-    plan = EpochPlan(num_samples=samples, batch=32, mode="train", sizes=((0, SIDE),), **draws)
+    plan = EpochPlan(
+        num_samples=len(source.labels),
+        batch=32,
+        seed=seed,
+        mode="train",
+        sizes=((0, SIDE),),
+        crop_scale=data.crop_scale,
+        hflip=data.hflip,
+    )
     at, row = np.argwhere(plan.shard(options.epoch).index == options.index)[0].tolist()
     loader, names = ThreadedLoader(source, plan, threads=1), source.class_names
     batch = next(loader.batches(options.epoch, at))

@@ -68,14 +68,15 @@ def open_trained(
     recipe = checkpoints.ModelSpec(model_name, {"num_classes": model.num_classes})
     if ours:
         recipe = checkpoints.ModelSpec(**checkpoint["recipe"])
-    config, data = checkpoint.get("config") or {}, resolve_data_config(model=model)
+    trained = checkpoint.get("config", {}).get("data", {}) if ours else {}
+    data = resolve_data_config(model=model)
     names = checkpoint.get("class_names") or imagenet_names(model)
     if names and len(names) != model.num_classes:
         raise UserError(
             f"{path} names {len(names)} classes but its model has {model.num_classes}; "
             "train or copy it again"
         )
-    size = size or config.get("size") or data["input_size"][-1]
+    size = size or trained.get("size") or data["input_size"][-1]
     model, kwargs = at_size(model, recipe, size, path)
     return Trained(
         path=path,
@@ -85,7 +86,7 @@ def open_trained(
         weights="ema" if has_ema and weights == "ema" else "raw",
         class_names=list(names),
         size=size,
-        crop_pct=config.get("crop_pct") or data["crop_pct"],
+        crop_pct=trained.get("crop_pct") or data["crop_pct"],
         interpolation=OUR_INTERPOLATION if ours else data["interpolation"],
         mean=tuple(checkpoint.get("mean") or data["mean"]),
         std=tuple(checkpoint.get("std") or data["std"]),

@@ -20,8 +20,8 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
+from densefeed.recipes import RECIPES
 from densefeed.system.errors import UserError, run
-from densefeed.training.recipes import RECIPES
 
 STUDENTS = {
     "ce": "the image labels",

@@ -22,17 +22,19 @@ import torch
 import tyro
 
 from densefeed.models.token_transformer import TokenTransformer
+from densefeed.objectives import build_objective
 from densefeed.pipelines.augment.augmentation import Augmentation, augment_batches
 from densefeed.pipelines.batch import Batch, Loader
 from densefeed.pipelines.targets import PLAIN, TargetRules, sparse_targets
 from densefeed.storage.images import Images
 from densefeed.system.errors import UserError, run
 from densefeed.system.files import replace_file
+from densefeed.system.options import leaves, with_options
 from densefeed.system.progress import bar
 from densefeed.tools.audit import INKS, environment, picture
-from densefeed.train import build_model, open_loader
-from densefeed.training.config import Config, config_from_dict
-from densefeed.training.objective import augment_settings
+from densefeed.training.build import build_model
+from densefeed.training.config import Config
+from densefeed.training.setup import open_loader
 
 CONTACTS = 12  # crops on the contact sheet
 PURITY_CROPS = 2000  # crops whose labels are compared with the true objects
@@ -49,10 +51,20 @@ class Report:
     out: Path | None = None  # the HTML to write; default: report.html in the last run's folder
 
 
-# Fields of a config that say where and how fast a run trains, not what it trains. The table of
-# results leaves them out.
+# Options that say where and how fast a run trains, not what it trains. The table of results leaves
+# them out.
 PLACES = {
-    *("data", "val", "out", "labels", "threads", "device", "resume", "loader"),
+    *(
+        "data",
+        "val",
+        "out",
+        "score_maps",
+        "maps_on_device",
+        "threads",
+        "device",
+        "resume",
+        "loader",
+    ),
     *("microbatch", "log_every", "eval_every", "save_every", "wandb", "keep"),
 }
 
@@ -61,7 +73,7 @@ class Run(NamedTuple):
     """The contents of a run folder."""
 
     name: str
-    config: dict
+    config: Config
     result: dict  # empty until the run has finished
     train: list[dict]  # training metrics, a record every log_every steps
     val: list[dict]  # evaluation metrics
@@ -77,7 +89,7 @@ class Truth(NamedTuple):
 def read_run(folder: Path) -> Run:
     """Read a run folder, finished or not. Raises UserError if it is none."""
     try:
-        config = json.loads((folder / "config.json").read_text())
+        config = Config.from_dict(json.loads((folder / "config.json").read_text()))
         done = folder / "result.json"
         result = json.loads(done.read_text()) if done.exists() else {}
         # The last line of a run in progress may be incomplete.
@@ -97,7 +109,7 @@ def read_run(folder: Path) -> Run:
 def make_row(run: Run, runs: list[Run]) -> dict:
     """Return a run's row in the table of results.
 
-    `differs` lists the values of its config that not all `runs` share.
+    `differs` lists its options that not all `runs` share.
     """
     tops = [
         (record[key], kind)
@@ -105,18 +117,18 @@ def make_row(run: Run, runs: list[Run]) -> dict:
         for key, kind in (("top1", ""), ("top1_ema", "EMA"))
         if key in record
     ]
-    names = [
-        name
-        for name in run.config
-        if name not in PLACES and len({json.dumps(r.config.get(name)) for r in runs}) > 1
+    others = [dict(leaves(other.config)) for other in runs]
+    options = [
+        f"{name.replace('_', '-')} {format_value(value)}"
+        for name, value in leaves(run.config)
+        if name not in PLACES and any(other[name] != value for other in others)
     ]
-    options = [f"{name.replace('_', '-')} {format_value(run.config[name])}" for name in names]
     row = {
         "name": run.name,
         "differs": ", ".join(options),
         "tops": tops,
         "epoch": max((record["epoch"] for record in run.train + run.val), default=0),
-        "epochs": run.config["epochs"],
+        "epochs": run.config.optim.total_epochs,
         "result": run.result,
     }
     for name in ("images_per_s", "mfu"):
@@ -126,10 +138,10 @@ def make_row(run: Run, runs: list[Run]) -> dict:
 
 
 def format_value(value: object) -> str:
-    """Format a config's value for a table's cell."""
+    """Format the value of an option for a table's cell."""
     if isinstance(value, bool):
         return "yes" if value else "no"
-    if isinstance(value, list):
+    if isinstance(value, tuple):
         return " ".join(map(format_value, value)) or "none"
     return "none" if value in ("", None) else str(value)
 
@@ -139,12 +151,12 @@ def build_augmentation(run: Run, loader: Loader) -> tuple[int, Augmentation]:
 
     The side is 16 for a model without tokens.
     """
-    config = config_from_dict(run.config)
+    config = run.config
     with torch.device("meta"):
-        model, _ = build_model(config, loader.num_classes)
+        model, _ = build_model(config, build_objective(config.setting), loader.num_classes)
     grid = loader.plan.size(0) // model.patch_size if isinstance(model, TokenTransformer) else 16
     mean, std = (model.pretrained_cfg[name] for name in ("mean", "std"))
-    return grid, Augmentation(loader.plan, augment_settings(config), mean, std)
+    return grid, Augmentation(loader.plan, config.augment, mean, std)
 
 
 def read_truths(path: Path, run: Run, loader: Loader) -> list[Truth]:
@@ -163,7 +175,7 @@ def read_truths(path: Path, run: Run, loader: Loader) -> list[Truth]:
     images = Images(path.parent, split="train")
     if loader.fingerprint != images.fingerprint():
         raise UserError(
-            f"{path} describes other images than those in {run.config['data']}; "
+            f"{path} describes other images than those in {run.config.data.train}; "
             "give the boxes of these images"
         )
     truths = []
@@ -269,8 +281,7 @@ def make_contact_sheet(
     """
     (batch,) = augment_batches(islice(loader.batches(0), 1), augmentation, 0, torch.device("cpu"))
     batch = batch._replace(image=augmentation.normalize.pixels(batch.image))
-    # sheared=True selects the sampling that is right for every view.
-    rules = TargetRules(0.0, config.temperature, config.outside, config.geometry, sheared=True)
+    rules = replace(config.labels, smoothing=0.0)
     class_NT, probability_NT = label_tokens(batch, loader, grid, rules)
     names = loader.class_names
     return [
@@ -327,13 +338,8 @@ def choose_run(runs: list[Run]) -> Run | None:
     Runs without mixing and with aligned labels are preferred, since the contact sheet shows crops
     before they are mixed.
     """
-    dense = [run for run in runs if run.config["objective"] != "ce"]
-    plain = [
-        run
-        for run in dense
-        if not any(run.config.get(name) for name in ("mixtoken", "cutmix", "mixup"))
-        and run.config.get("geometry", "aligned") == "aligned"
-    ]
+    dense = [run for run in runs if run.config.objective.name != "ce"]
+    plain = [run for run in dense if not run.config.mix and run.config.labels.geometry == "aligned"]
     return (plain or dense or [None])[-1]
 
 
@@ -343,9 +349,10 @@ def replay(runs: list[Run], boxes: Path | None) -> dict:
     run = choose_run(runs)
     if run is None:
         return page
-    config = replace(config_from_dict(run.config), labels_on_device=False)
+    # Only maps that batches carry can be drawn.
+    config = with_options(run.config, maps_on_device=False)
     try:
-        loader = open_loader(config, "train")
+        loader = open_loader(config, build_objective(config.setting), "train")
     except (UserError, OSError) as error:
         print(
             f"the report shows no crops: the training set cannot be opened: {error}",

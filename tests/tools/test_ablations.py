@@ -2,17 +2,16 @@
 
 import json
 import shutil
-from dataclasses import asdict
 from itertools import pairwise
 
 import pytest
 import torch
 
 import densefeed.train as run
+from densefeed.system.options import leaves
 from densefeed.tools.ablations import RUNS, TABLES
-from densefeed.training.agent import build_agent, check_agent_sizes, joint_model
-from densefeed.training.config import check_values
-from densefeed.training.objective import mixing_settings
+
+from ..runs import model_for, objective_for
 
 
 @pytest.fixture(scope="module")
@@ -32,15 +31,12 @@ def configs():
 
 @pytest.mark.parametrize("name", RUNS)
 def test_the_model_of_every_row_can_be_built(configs, name):
-    check_values(configs[name])
-    mixing_settings(configs[name], plan=None)
     with torch.device("meta"):
-        model, _ = run.build_model(configs[name], 10)
-        if name.startswith("vit"):
-            joint_model(configs[name], model, build_agent(configs[name], model, 10))
-            check_agent_sizes(configs[name], model, 10)
-            return
-    if configs[name].model != "lvvit_micro":
+        model = model_for(configs[name], 10)
+    if name.startswith("vit"):
+        objective_for(configs[name]).check_sizes(model, 10)
+        return
+    if configs[name].model.name != "lvvit_micro":
         assert model.forward_features(torch.zeros(1, 3, 64, 64, device="meta")).shape == (1, 65, 96)
         return
     assert model.stem(torch.zeros(1, 3, 64, 64, device="meta")).shape == (1, 96, 8, 8)
@@ -58,7 +54,7 @@ def test_the_rows_of_a_table_differ_in_what_the_table_compares(configs):
     """
 
     def differing(one, other):
-        one, other = asdict(configs[one]), asdict(configs[other])
+        one, other = dict(leaves(configs[one])), dict(leaves(configs[other]))
         return {name for name in one if one[name] != other[name]}
 
     path = TABLES["Table 3, path"]
@@ -84,7 +80,13 @@ def test_the_rows_of_a_table_differ_in_what_the_table_compares(configs):
     assert differing(*dhvts) == {"model_kwargs"}
     none, *variants = TABLES["DRLoc's Table 6, variants"]
     assert [differing(none, name) for name in variants] == [{"drloc", "drloc_grid"}] * 5
-    assert [configs[name].drloc for name in variants] == ["l1", "signed", "ce", "reg", "all"]
+    assert [configs[name].objective.drloc.variant for name in variants] == [
+        "l1",
+        "signed",
+        "ce",
+        "reg",
+        "all",
+    ]
     assert differing(*TABLES["DRLoc, beside token labels"]) == {"drloc", "drloc_grid"}
 
 
@@ -103,8 +105,8 @@ def test_rows_are_trained_kept_and_tabulated(command, tmp_path):
     done = command(*words, 1, descendants=True)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     config = json.loads((results["relabel-cutmix"] / "config.json").read_text())
-    assert (config["seed"], config["epochs"]) == (1, 1)
-    assert (config["cutmix"], config["objective"]) == (1.0, "relabel")
+    assert (config["run"]["seed"], config["optim"]["epochs"]) == (1, 1)
+    assert (config["mix"]["cutmix"], config["objective"]["name"]) == (1.0, "relabel")
     shutil.copytree(tmp_path / "seed-1", tmp_path / "seed-2", symlinks=True)
     for name, path in results.items():
         top1 = json.loads((path / "result.json").read_text())["top1"]

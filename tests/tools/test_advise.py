@@ -101,11 +101,13 @@ def test_the_recommended_command_trains_that_model(model, objective, size, words
     monkeypatch.setattr("sys.argv", shlex.split(text.split("`")[1])[1:])
     train.main()
     (config,) = configs
-    assert (config.model, config.objective, config.size) == (model, objective, size)
-    assert (config.loader, config.threads) == ("ffcv", 2)
-    assert (str(config.data), str(config.labels)) == ("my data/*.beton", "maps.h5")
-    assert str(config.val) == "VAL"
-    assert not config.mixtoken or model.startswith("lvvit")
+    data = config.data
+    trained = config.model.name, config.objective.name, data.size
+    assert trained == (model, objective, size)
+    assert (data.loader, data.threads) == ("ffcv", 2)
+    assert (str(data.train), str(data.score_maps)) == ("my data/*.beton", "maps.h5")
+    assert str(data.val) == "VAL"
+    assert not config.mix.mixtoken or model.startswith("lvvit")
 
 
 @pytest.mark.parametrize(
@@ -166,7 +168,7 @@ def test_a_folder_with_and_without_score_maps(folder, maps, tmp_path, short_meas
     options = small(folder, tmp_path, score_maps=maps, model="resnet10t", threads=(1,))
     document = advise.main(options)
     assert document["step"]["objective"] == "relabel"
-    assert f"--loader folder --data {folder} --labels {maps} --threads 1" in document["advice"]
+    assert f"--loader folder --data {folder} --score-maps {maps} --threads 1" in document["advice"]
     document = advise.main(small(folder, tmp_path, threads=(1,)))
     assert document["step"]["objective"] == "ce"
 

@@ -59,7 +59,7 @@ def runs(tmp_path_factory):
         }
         state |= {
             "recipe": {"name": name, "kwargs": kwargs},
-            "config": {"size": 32, "crop_pct": 0.85},
+            "config": {"data": {"size": 32, "crop_pct": 0.85}},
         }
         torch.save(
             state | {"mean": [0.4, 0.5, 0.6], "std": [0.2, 0.25, 0.3]}, root / name / "last.pt"

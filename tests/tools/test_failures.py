@@ -133,11 +133,9 @@ def test_truncated_files_stop_a_training_before_it_starts(folder, maps, tmp_path
     assert_refused(done, "x.beton is cut or damaged", "pack or copy")
     shutil.copy(maps, tmp_path / "maps.h5")
     os.truncate(tmp_path / "maps.h5", 2_000)
-    text = (
-        "train.py lvvit_micro_relabel --loader folder --labels maps.h5 --out run --epochs 1 --data"
-    )
-    done = run(text, folder, "--val", folder, cwd=tmp_path)
-    assert_refused(done, "maps.h5 is not a whole HDF5 file", "relabel")
+    text = "train.py lvvit_micro_relabel --loader folder --score-maps maps.h5 --out run --data"
+    done = run(text, folder, "--val", folder, "--epochs", 1, cwd=tmp_path)
+    assert_refused(done, "maps.h5 is not a complete HDF5 file", "relabel")
     assert not (tmp_path / "run").exists()
 
 

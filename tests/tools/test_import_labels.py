@@ -12,14 +12,17 @@ from torchvision.ops import roi_align
 
 import densefeed.train as training
 from densefeed.pipelines.targets import TargetRules, sparse_targets
+from densefeed.recipes import micro
 from densefeed.storage.images import Images
 from densefeed.storage.packs import PUBLISHED
 from densefeed.storage.score_maps import ScoreMapStore, ScoreMapWriter, StoreHeader
 from densefeed.system.errors import UserError
+from densefeed.system.options import with_options
 from densefeed.tools import export_labels, import_labels, make_digit_scenes
 from densefeed.tools.export_labels import ExportLabels
 from densefeed.tools.import_labels import Import
-from densefeed.training import recipes
+
+from ..runs import train_loader
 
 SIDE, TOP_K, CLASSES = 18, 5, 10
 
@@ -103,9 +106,8 @@ def test_the_published_code_reads_the_targets_of_our_training_from_the_tree(scen
     """
     store = import_tree(scenes, tmp_path / "again.h5")
     for geometry in ("published", "aligned"):
-        loader = training.open_loader(
-            config(scenes, tmp_path / "again.h5", tmp_path, geometry=geometry), "train"
-        )
+        run = config(scenes, tmp_path / "again.h5", tmp_path, geometry=geometry)
+        loader = train_loader(run)
         batch = next(iter(loader.batches(0)))
         targets = sparse_targets(batch, loader.score_maps, 4, TargetRules(geometry=geometry))
         palette = targets.palette[:, None].expand(-1, 16, -1)
@@ -128,11 +130,11 @@ def test_the_published_code_reads_the_targets_of_our_training_from_the_tree(scen
 
 
 def config(scenes, labels, out, **fields):
-    return replace(
-        recipes.lvvit_micro_token_label(),
+    return with_options(
+        micro.lvvit_micro_token_label(),
         data=scenes / "scenes",
         val=scenes / "scenes",
-        labels=labels,
+        score_maps=labels,
         loader="folder",
         out=out,
         batch=10,

@@ -29,7 +29,7 @@ def run(tmp_path_factory):
         "class_names": ["a", "b", "c"],
         "mean": [0.1, 0.2, 0.3],
     }
-    saved |= {"std": [0.4, 0.5, 0.6], "config": {"size": 40, "crop_pct": 0.8}}
+    saved |= {"std": [0.4, 0.5, 0.6], "config": {"data": {"size": 40, "crop_pct": 0.8}}}
     torch.save(saved | {"model": raw, "ema": ema}, folder / "last.pt")
     torch.save(saved | {"model": raw, "ema": None}, folder / "raw.pt")
     torch.save(saved | {"model": raw, "class_names": ["a", "b"]}, folder / "short.pt")

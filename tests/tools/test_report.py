@@ -1,7 +1,6 @@
 """The report: geometry against cases by hand, and the table of results."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,8 +8,10 @@ import numpy as np
 import pytest
 
 from densefeed.pipelines.plan import EpochPlan
+from densefeed.recipes import micro
 from densefeed.storage.geometry import crop_views
 from densefeed.system.errors import UserError
+from densefeed.system.options import with_options
 from densefeed.tools.report import (
     Run,
     boxes_in_crop,
@@ -20,8 +21,6 @@ from densefeed.tools.report import (
     make_row,
     read_run,
 )
-from densefeed.training import config as configuration
-from densefeed.training import recipes
 
 
 @pytest.mark.parametrize("flip", [False, True])
@@ -44,16 +43,15 @@ def test_a_token_has_an_owner_only_inside_exactly_one_box():
 
 
 def test_the_token_grid_of_a_run_is_that_of_its_first_epoch():
-    config = replace(
-        recipes.lvvit_micro_token_label(),
+    config = with_options(
+        micro.lvvit_micro_token_label(),
         data=Path("t.beton"),
         val=Path("v.beton"),
         out=Path("run"),
         sizes=((0, 32), (1, 64)),
     )
-    run = Run("run", configuration.plain(config), {}, [], [])
-    assert configuration.config_from_dict(run.config) == config
-    plan = EpochPlan(num_samples=1, batch=1, seed=0, mode="train", sizes=config.sizes)
+    run = Run("run", config, {}, [], [])
+    plan = EpochPlan(num_samples=1, batch=1, seed=0, mode="train", sizes=config.data.sizes)
     assert build_augmentation(run, SimpleNamespace(plan=plan, num_classes=2))[0] == 4
 
 
@@ -77,8 +75,8 @@ def test_runs_are_compared_by_the_options_that_differ(tmp_path):
         folder = tmp_path / name
         folder.mkdir()
         paths = {"data": Path(name), "val": Path(name), "out": folder}
-        config = replace(recipes.lvvit_micro_ce(), epochs=4, **paths, **more)
-        (folder / "config.json").write_text(json.dumps(configuration.plain(config)))
+        config = with_options(micro.lvvit_micro_ce(), epochs=4, **paths, **more)
+        (folder / "config.json").write_text(json.dumps(config.to_dict()))
         same = {"kind": "train", "mfu": 0.1, "loss": 1.0}
         lines = [same | {"step": n, "epoch": n / 2, "images_per_s": 10 * n} for n in (1, 2, 3)]
         val = {"kind": "val", "step": 3, "epoch": 1.5, "top1": 0.25}
@@ -86,6 +84,7 @@ def test_runs_are_compared_by_the_options_that_differ(tmp_path):
         text = "".join(json.dumps(line) + "\n" for line in lines)
         (folder / "metrics.jsonl").write_text(text + '{"kind": "tr')
         runs.append(read_run(folder))
+        assert runs[-1].config == config
     runs[0].train[1].pop("loss")  # an interval in which every update was skipped
     lines = curve(runs, "train", "loss", percent=False)["lines"]
     assert [len(line["points"]) for line in lines] == [2, 3]

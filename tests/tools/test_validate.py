@@ -381,7 +381,7 @@ def student(tmp_path_factory):
     saved = {
         "recipe": {"name": "lvvit_micro", "kwargs": kwargs},
         "class_names": names,
-        "config": {"size": 32, "crop_pct": 1.0},
+        "config": {"data": {"size": 32, "crop_pct": 1.0}},
     }
     mean, std = (list(models[0].pretrained_cfg[name]) for name in ("mean", "std"))
     saved |= {"model": models[0].state_dict(), "ema": models[1].state_dict()}

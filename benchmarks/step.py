@@ -206,10 +206,7 @@ def main(benchmark: Benchmark) -> dict:
             ) from error
         pin(cores(benchmark.threads, allowed))
         dtype = autocast_dtype(make_config(benchmark, OURS), device) or torch.float32
-        ceilings = {
-            "matmul_flops_per_s": matmul_rate(device, dtype),
-            "copy_bytes_per_s": copy_rate(device),
-        }
+        flops, traffic = matmul_rate(device, dtype), copy_rate(device)
         advance = stack.enter_context(
             steps_bar("benchmark", len(contest.works) * (benchmark.rounds + 1), 0)
         )
@@ -225,28 +222,9 @@ def main(benchmark: Benchmark) -> dict:
             f"the loss of {', '.join(broken[0])} is {float(contest.losses[broken[0]])}; "
             "choose another --precision"
         )
-    # The first turn is the warm-up.
-    waits = {key: values[-benchmark.rounds :] for key, values in contest.waits.items()}
-    document = {
-        "rows": [
-            {
-                "name": name,
-                "mode": mode,
-                "images_per_s": Spread.of(values)._asdict(),
-                "runs": len(values),
-            }
-            for (name, mode), values in rates.items()
-        ],
-        "ratios": ratios(rates),
-        "equality": contest.equality,
-        "floor": ceilings | {"rows": floor_rows(contest.floors, ceilings, rates, benchmark.batch)},
-        "data_wait_share": [
-            {"name": name, "mode": mode, **Spread.of(values)._asdict()}
-            for (name, mode), values in waits.items()
-        ],
-        "data": what_of(benchmark, device, loader),
-        "environment": facts,
-    }
+    ceiling = {"matmul_flops_per_s": flops, "copy_bytes_per_s": traffic}
+    document = summarize(contest, rates, ceiling, benchmark)
+    document |= {"data": what_of(benchmark, device, loader), "environment": facts}
     show(document)
     if benchmark.json is not None:
         write_json(benchmark.json, document)
@@ -258,6 +236,32 @@ def main(benchmark: Benchmark) -> dict:
         }
         append_rows(benchmark.results, [shared | line for line in lines(document)])
     return document
+
+
+def summarize(
+    contest: Contest, rates: dict[Key, list[float]], ceiling: dict[str, float], benchmark: Benchmark
+) -> dict:
+    """Return rates, ratios, equality and floor of a contest."""
+    # The first turn is the warm-up.
+    waits = {key: values[-benchmark.rounds :] for key, values in contest.waits.items()}
+    return {
+        "rows": [
+            {
+                "name": name,
+                "mode": mode,
+                "images_per_s": Spread.of(values)._asdict(),
+                "runs": len(values),
+            }
+            for (name, mode), values in rates.items()
+        ],
+        "ratios": ratios(rates),
+        "equality": contest.equality,
+        "floor": ceiling | {"rows": floor_rows(contest.floors, ceiling, rates, benchmark.batch)},
+        "data_wait_share": [
+            {"name": name, "mode": mode, **Spread.of(values)._asdict()}
+            for (name, mode), values in waits.items()
+        ],
+    }
 
 
 def check(benchmark: Benchmark) -> None:
@@ -383,7 +387,7 @@ def build_contest(
 
 
 def build_ours(benchmark: Benchmark, classes: int, device: torch.device) -> dict[str, Contestant]:
-    """Build our contestants: the model, alone and with what the options add, and its agent alone."""
+    """Build our contestants: the model, alone and with additions, and its agent alone."""
     names = [OURS, *[LABELS] * (benchmark.objective == "token-label"), *[DRLOC] * benchmark.drloc]
     names += [AGENT, BOTH] if benchmark.bootstrap != "none" else []
     found: dict[str, Contestant] = {}

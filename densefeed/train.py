@@ -1,6 +1,6 @@
 """Train a vision transformer from dense teacher score maps.
 
-    python train.py RECIPE --loader ffcv --data train.beton --val val.beton --out runs/NAME [--option value]
+    python train.py RECIPE --loader ffcv --data train.beton --val val.beton --out runs/NAME
     torchrun --nproc-per-node 8 train.py RECIPE ...
 
 densefeed/training/config.py lists the options of a run, densefeed/recipes the recipes. This file is

@@ -13,7 +13,10 @@ from densefeed.storage.beton import Beton
 from densefeed.storage.score_maps import ScoreMapStore
 
 HERE = Path(__file__).parent / "extensions"
-SHORT = "--epochs 1 --batch 4 --size 32 --threads 1 --device cpu --ema 0 --eval-every 1".split()
+SHORT = [
+    *("--epochs", 1, "--batch", 4, "--size", 32, "--threads", 1),
+    *("--device", "cpu", "--ema", 0, "--eval-every", 1),
+]
 
 
 @pytest.fixture

@@ -21,6 +21,8 @@ from densefeed.system.errors import UserError
 from densefeed.training import step_inputs
 from densefeed.training.guards import STOPPING, NonFiniteGuard
 
+from .runs import train_loader
+
 ROOT = Path(__file__).parent.parent
 KILLS = int(os.environ.get("SOAK_KILLS", 3))
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -36,8 +38,6 @@ EVERYTHING = dict(
     sizes=((0, 16), (1, 32)),
     log_every=4,
 )
-
-from .runs import train_loader
 
 
 def records(out: Path) -> list[dict]:
@@ -399,7 +399,8 @@ def test_error_if_all_checkpoints_are_damaged(micro, stopped, command):
     done = command(*words(micro(stopped)))
     assert (
         refused(done)
-        == f"error: no checkpoint in {stopped}/checkpoints can be read; copy them again, or choose another --out"
+        == f"error: no checkpoint in {stopped}/checkpoints can be read; copy them again, "
+        "or choose another --out"
     )
 
 
@@ -438,7 +439,7 @@ def test_nonfinite_step_stops_the_run_and_changes_no_weight(micro, tmp_path, mon
     seen = poisoned(monkeypatch, 3)
     with pytest.raises(
         UserError,
-        match=r"run: the gradients of step 4 are not finite; .*lower --lr, or give --clip-grad 1 or --on-",
+        match=r"run: the gradients of step 4 are not finite; .*lower --lr, or give --clip-grad 1",
     ):
         training.train(micro(tmp_path / "run", log_every=6, microbatch=2))
     assert len(seen) == 6
@@ -463,9 +464,8 @@ def test_the_cause_of_a_bad_step_is_found_by_doing_it_again(micro, tmp_path, mon
     at = int((index == 7).any(1).argmax())
     with pytest.raises(UserError) as error:
         training.train(micro(tmp_path / "run"))
-    assert (
-        f"the gradients of step {3 + at + 1} are not finite; the output of stem.0 (Conv2d) is the first"
-        in str(error.value)
+    assert f"step {3 + at + 1} are not finite; the output of stem.0 (Conv2d) is the first" in str(
+        error.value
     )
     samples = ", ".join(map(str, index[at].tolist()))
     assert f"with samples {samples} ..." in str(error.value)
@@ -478,8 +478,7 @@ def test_skipped_steps_are_counted_and_their_losses_are_excluded(
     with monkeypatch.context() as patch:
         seen = poisoned(patch, 1, 3, 4, 5)
         with pytest.raises(
-            UserError,
-            match=r"4 updates were skipped, .* of the last ones step 4 first; .* more than --max-skips 2",
+            UserError, match=r"4 updates were skipped .* from step 4 on; .* more than --max-skips 2"
         ):
             training.train(micro(tmp_path / "run", **fields))
     assert (

@@ -3,7 +3,7 @@
 `--objective` names one of OBJECTIVES. `--drloc` and `--bootstrap` wrap it.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, TypeVar
 
 from tyro.conf import arg
@@ -39,11 +39,11 @@ class Objectives(Options):
 
     # ce: image labels; relabel: dense label of the crop; token-label: dense label of every token
     name: Annotated[str, arg(name="objective")] = "token-label"
-    token_labeling: TokenLabelingOptions = TokenLabelingOptions()
-    drloc: DRLocOptions = DRLocOptions()
-    bootstrap: BootstrapOptions = BootstrapOptions()
+    token_labeling: TokenLabelingOptions = field(default_factory=TokenLabelingOptions)
+    drloc: DRLocOptions = field(default_factory=DRLocOptions)
+    bootstrap: BootstrapOptions = field(default_factory=BootstrapOptions)
     # options of an objective that is registered from outside the package
-    own: ObjectiveOptions = ObjectiveOptions()
+    own: ObjectiveOptions = field(default_factory=ObjectiveOptions)
 
 
 def build_objective(setting: Setting) -> Objective:

@@ -91,7 +91,8 @@ def open_beton(path: Path, mode: Mode, maps: Path | None, threads: int) -> FfcvS
     """Open .beton files. UserError for a folder."""
     if path.is_dir():
         raise UserError(
-            f"{path} is a folder; pack it with tools/pack_dataset.py, or read it with --loader folder"
+            f"{path} is a folder; pack it with tools/pack_dataset.py, or read it with --loader "
+            "folder"
         )
     return FfcvSource(path, maps)
 

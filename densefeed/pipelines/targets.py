@@ -1,8 +1,8 @@
 """Sparse token targets from score maps and Views, on the device, without a dense map or target.
 
 Token (r, c) of a P x P grid is the mean of g x g bilinear samples of the map at View(points) seen
-through the Window. That is RoIAlign (aligned) with g = ceil(box / P). For an axis-aligned View (crop,
-flip, translation) the sampling is separable: a small weight matrix per axis and two batched
+through the Window. That is RoIAlign (aligned) with g = ceil(box / P). For an axis-aligned View
+(crop, flip, translation) the sampling is separable: a small weight matrix per axis and two batched
 products. Rotated and sheared Views gather the same points one by one. All work is done in each
 image's own palette of classes. Shapes depend on shapes alone, and nothing waits for the device.
 """
@@ -325,13 +325,13 @@ def sparse_targets(
     `grid=1` gives the class token's target. A sample of the map counts if it lies in the crop
     (`batch.shown`) and in the Window.
 
-    `spec.absent` defines the classes outside a cell's top k. `zero-logit`: they have logit 0; logits
-    are averaged over the samples, then softmax (published packs and code of TokenLabeling). `tail`:
-    they share evenly the probability that the top k leave; probabilities are averaged.
+    `spec.absent` defines the classes outside a cell's top k. `zero-logit`: they have logit 0;
+    logits are averaged over the samples, then softmax (published packs and code of TokenLabeling).
+    `tail`: they share evenly the probability that the top k leave; probabilities are averaged.
 
     `rules.outside` defines the samples outside. `ignore`: they do not count, and the weight of a
-    token is its share of samples inside. `uniform`, as published: they count as logit 0 (zero-logit)
-    or probability 1 / K (tail), and every token has weight 1.
+    token is its share of samples inside. `uniform`, as published: they count as logit 0
+    (zero-logit) or probability 1 / K (tail), and every token has weight 1.
 
     Smoothing s gives t (1 - s + s/K) + s/K, as published. Padding (`batch.weight` 0) has weight 0.
     `maps` is `palette_maps(batch, spec, rules)`, if the caller has it: half the time of a call.
@@ -396,8 +396,8 @@ def mix_ground_truth(
 def check_batch(batch: Batch, spec: ScoreMapSpec, where: str) -> None:
     """Check the maps, Windows and Views of a batch on the CPU, before the first step of a run.
 
-    `where` names the score maps in messages, e.g. `the score maps of train.beton`. Raises UserError,
-    which names the sample, where `sparse_targets` cannot read them.
+    `where` names the score maps in messages, e.g. `the score maps of train.beton`. Raises
+    UserError, which names the sample, where `sparse_targets` cannot read them.
     """
     maps = batch.map_logit, batch.map_class, batch.map_lse
     if batch.window is None or any(field is None for field in maps):
@@ -410,7 +410,8 @@ def check_batch(batch: Batch, spec: ScoreMapSpec, where: str) -> None:
         side, top_k = batch.map_logit.shape[2:]
         raise UserError(
             f"{where} have {side} x {side} cells of {top_k} classes, "
-            f"but their header says {spec.side} x {spec.side} of {spec.top_k}; label the images again"
+            f"but their header says {spec.side} x {spec.side} of {spec.top_k}; label the images "
+            "again"
         )
     named = batch.map_class.long()
     distinct = 1 + (named.flatten(1).sort(1).values.diff(dim=1) != 0).sum(1)

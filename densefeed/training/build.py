@@ -96,8 +96,8 @@ def check_model_sizes(config: Config, objective: Objective, model: nn.Module) ->
         for side in config.data.sides:
             if side % model.patch_size:
                 raise UserError(
-                    f"{name} would see partial patches at {side} px, which have no labels; choose a "
-                    f"multiple of {model.patch_size} px"
+                    f"{name} would see partial patches at {side} px, which have no labels; choose "
+                    f"a multiple of {model.patch_size} px"
                 )
 
 

@@ -71,8 +71,8 @@ class TrainMonitor:
             )
         if student.scaler.is_enabled() and student.scaler.get_scale() < LEAST_SCALE:
             raise UserError(
-                f"{out}: gradients overflow in float16 at any scale of the loss, up to step {step}; "
-                "give --precision bf16 or fp32, or lower --lr"
+                f"{out}: gradients overflow in float16 at any scale of the loss, up to step {step};"
+                " give --precision bf16 or fp32, or lower --lr"
             )
         if bad:
             self._report(

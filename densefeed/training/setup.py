@@ -185,7 +185,8 @@ def find_checkpoint(config: Config, kept: Checkpoints, ranks: Ranks) -> dict[str
         if run.dry_run:
             return None
         raise UserError(
-            f"{run.out} holds a run already; continue it with --resume auto, or choose another --out"
+            f"{run.out} holds a run already; continue it with --resume auto, or choose another "
+            "--out"
         )
     name = ranks.broadcast_sync(kept.newest() if ranks.is_first else None)
     checkpoint = checkpoints.load(kept.folder / name) if name else None

@@ -307,7 +307,7 @@ def test_out_of_memory_raises(monkeypatch):
         ),
         (
             {"drloc": True},
-            "--drloc l1 cannot be computed for lvvit_micro: its grid of 4 x 4 is smaller than 7 x 7",
+            "--drloc l1 cannot be computed for lvvit_micro: its grid of 4 x 4 is smaller",
         ),
     ],
 )

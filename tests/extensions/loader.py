@@ -15,12 +15,12 @@ from densefeed.storage.images import decode
 
 
 class TarSource:
-    """Images of a tar file; members are `class/name.jpg`. See `densefeed.pipelines.loader.Source`."""
+    """Images of a tar file, `class/name.jpg`; see `densefeed.pipelines.loader.Source`."""
 
     remedy, score_maps = "write this member of the archive again", None
 
     def __init__(self, path: Path) -> None:
-        self._file = open(path, "rb")
+        self._file = open(path, "rb")  # noqa: SIM115
         with tarfile.open(fileobj=self._file) as archive:
             members = sorted((m for m in archive if m.isfile()), key=lambda m: m.name)
         self._names = [member.name for member in members]

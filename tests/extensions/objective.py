@@ -1,6 +1,6 @@
 """An objective of your own: cross entropy minus the entropy of the prediction (arXiv 1701.06548).
 
-python objective.py confidence_penalty --data DATA --val DATA --out runs/penalty --penalty-weight 0.2
+python objective.py confidence_penalty --data DATA --val DATA --out OUT --penalty-weight 0.2
 """
 
 from dataclasses import dataclass

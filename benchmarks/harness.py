@@ -99,7 +99,7 @@ def take_turns(
     return rates
 
 
-def cores(count: int, allowed: set[int]) -> set[int]:
+def choose_cores(count: int, allowed: set[int]) -> set[int]:
     """Choose `count` of the allowed logical CPUs, on distinct physical cores as far as possible."""
     seen, firsts, seconds = set(), [], []
     for cpu in sorted(allowed):
@@ -126,7 +126,7 @@ def pin(cpus: set[int]) -> None:
 
 
 @contextmanager
-def unpinned_after() -> Iterator[set[int]]:
+def restore_cpus_after() -> Iterator[set[int]]:
     """Yield the CPUs that this process may use; at the end restore them and torch's thread count.
 
     All threads of the process get the CPUs back.
@@ -142,9 +142,9 @@ def unpinned_after() -> Iterator[set[int]]:
 @contextmanager
 def use_cores(threads: int) -> Iterator[None]:
     """Give this process `threads` cores, and torch as many threads, within the context."""
-    with unpinned_after() as allowed:
+    with restore_cpus_after() as allowed:
         torch.set_num_threads(threads)
-        pin(cores(threads, allowed))
+        pin(choose_cores(threads, allowed))
         yield
 
 

@@ -29,17 +29,17 @@ from benchmarks.harness import (
     Output,
     Spread,
     check_positive,
+    choose_cores,
     command,
     compare,
-    cores,
     format_spread,
     pin,
     print_rows,
     print_table,
     ratio_rows,
+    restore_cpus_after,
     save,
     take_turns,
-    unpinned_after,
     use_cores,
 )
 from benchmarks.peers import PEERS, BenchmarkSet, FullDecode, Peer, PeerConfig, explain_missing
@@ -214,13 +214,13 @@ def measure(
     shares = [len(part) for part in np.array_split(rounds, min(benchmark.makings, len(rounds)))]
     rates = {key: [] for key in keys}
     turns = len(keys) * (benchmark.rounds + len(shares))
-    with unpinned_after() as allowed, steps_bar("benchmark", turns, 0) as advance:
+    with restore_cpus_after() as allowed, steps_bar("benchmark", turns, 0) as advance:
 
         def before(key: Key) -> None:
             # The peers have their own threads and processes; a torch that splits each resize again
             # halves simplejpeg's rate on two cores. Stock ffcv sets the number for the process.
             torch.set_num_threads(1)
-            pin(cores(key[1], allowed))
+            pin(choose_cores(key[1], allowed))
 
         for making, share in enumerate(shares):
             with ExitStack() as alive:

@@ -66,11 +66,11 @@ from benchmarks.harness import (
     COLUMNS,
     Spread,
     append_rows,
-    cores,
+    choose_cores,
     pairwise,
     pin,
+    restore_cpus_after,
     take_turns,
-    unpinned_after,
 )
 from densefeed.models.agent_cnn import AgentCNN
 from densefeed.models.token_transformer import FAMILIES, has_tokens
@@ -186,7 +186,7 @@ def main(benchmark: Benchmark) -> dict:
             "remove it, or give --device cuda"
         )
     with ExitStack() as stack:
-        allowed = stack.enter_context(unpinned_after())
+        allowed = stack.enter_context(restore_cpus_after())
         stack.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(benchmark.threads)
         loader = None
@@ -204,7 +204,7 @@ def main(benchmark: Benchmark) -> dict:
             raise UserError(
                 f"--batch {benchmark.batch}: out of memory on {device}; give a smaller batch"
             ) from error
-        pin(cores(benchmark.threads, allowed))
+        pin(choose_cores(benchmark.threads, allowed))
         dtype = autocast_dtype(make_config(benchmark, OURS), device) or torch.float32
         flops, traffic = matmul_rate(device, dtype), copy_rate(device)
         advance = stack.enter_context(

@@ -39,9 +39,9 @@ from benchmarks.harness import (
     use_cores,
 )
 from densefeed.native import read_maps
-from densefeed.pipelines.folder import store_rows
+from densefeed.pipelines.folder import locate_rows
 from densefeed.pipelines.loader import Memory
-from densefeed.relabel.scoring import keep_top
+from densefeed.relabel.scoring import top_maps_sync
 from densefeed.storage.geometry import WHOLE
 from densefeed.storage.maintenance import convert
 from densefeed.storage.row_codecs import ScoreMaps
@@ -132,7 +132,7 @@ def make_maps(count: int, benchmark: StoreBenchmark, seed: int) -> ScoreMaps:
     named = torch.rand(count, classes, generator=rng).topk(palette).indices
     logits.scatter_(1, named[:, :, None, None].expand(-1, -1, side, side), likely)
     windows = np.tile(np.array([WHOLE], np.float32), (count, 1))
-    return keep_top(logits.permute(0, 2, 3, 1), benchmark.top_k, windows)
+    return top_maps_sync(logits.permute(0, 2, 3, 1), benchmark.top_k, windows)
 
 
 def make_stores(folder: Path, benchmark: StoreBenchmark) -> dict[str, ScoreMapStore]:
@@ -187,7 +187,7 @@ def measure(
     def read_batches(form: str, number: int) -> int:
         ids = draw_ids(number, ROWS_PER_FILE)
         for first in range(0, len(ids), batch):
-            rows = store_rows(stores[form], ids[first : first + batch], memory)
+            rows = locate_rows(stores[form], ids[first : first + batch], memory)
             assert not read_maps(rows.parts).any()
         return len(ids)
 

@@ -900,8 +900,8 @@ def test_frozen_statistics_stay_while_weights_train(packed, tmp_path):
             ema=0.0,
         )
     )
-    before = checkpoints.weights_of(checkpoints.load(tmp_path / "first" / "last.pt"))
-    after = checkpoints.weights_of(checkpoints.load(tmp_path / "second" / "last.pt"))
+    before = checkpoints.select_weights(checkpoints.load(tmp_path / "first" / "last.pt"))
+    after = checkpoints.select_weights(checkpoints.load(tmp_path / "second" / "last.pt"))
     running = [name for name in before if name.endswith(("running_mean", "running_var"))]
     assert len(running) == 2 * (2 + 2 * 3)
     assert all(torch.equal(before[name], after[name]) for name in running)
@@ -911,7 +911,7 @@ def test_frozen_statistics_stay_while_weights_train(packed, tmp_path):
     training.train(
         config(packed, tmp_path / "third", **ce, init=tmp_path / "first" / "last.pt", ema=0.0)
     )
-    moved = checkpoints.weights_of(checkpoints.load(tmp_path / "third" / "last.pt"))
+    moved = checkpoints.select_weights(checkpoints.load(tmp_path / "third" / "last.pt"))
     assert not any(torch.equal(before[name], moved[name]) for name in running)
     with pytest.raises(UserError, match="--frozen-statistics trains in evaluation mode"):
         training.train(config(packed, tmp_path / "fourth", **DHVT, frozen_statistics=True))

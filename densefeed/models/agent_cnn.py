@@ -142,7 +142,7 @@ def patch_side(vit: nn.Module) -> int:
     return rows
 
 
-def lent_by(vit: nn.Module) -> list[SharedWeights]:
+def alias_weights(vit: nn.Module) -> list[SharedWeights]:
     """Return the weights that each block of `vit` shares with its agent.
 
     They are not copies: updating the block updates them.
@@ -323,7 +323,7 @@ class AgentCNN(nn.Module):
         ):
             raise ValueError(f"down {down!r} must be numbers of blocks, from 1 to {depth}")
         self.num_classes, self.num_features, self.embed_dim = num_classes, embed_dim, embed_dim
-        self.down, self.lent = frozenset(down), [None] * depth
+        self.down, self.shared_weights = frozenset(down), [None] * depth
         if stem == "base":
             self.stem = nn.Sequential(nn.Conv2d(in_chans, embed_dim, patch_size, patch_size))
         else:
@@ -336,18 +336,18 @@ class AgentCNN(nn.Module):
         self.head = nn.Linear(embed_dim, num_classes) if num_classes else nn.Identity()
         self.token_head = nn.Linear(embed_dim, num_classes) if token_head else None
 
-    def lend(self, vit: nn.Module) -> None:
+    def share_weights(self, vit: nn.Module) -> None:
         """Use the weights of `vit` from now on.
 
         Both must already be on their device: moving either would break weight sharing.
         """
-        self.lent = lent_by(vit)
+        self.shared_weights = alias_weights(vit)
 
-    def borrowed(self) -> list[Tensor]:
+    def shared_tensors(self) -> list[Tensor]:
         """Return the shared tensors, which have gradients of their own; empty with own weights."""
         return [
             tensor
-            for shared in self.lent
+            for shared in self.shared_weights
             if shared is not None
             for tensor in shared
             if tensor is not None
@@ -359,7 +359,9 @@ class AgentCNN(nn.Module):
         Each is `[N, D, Y, X]`.
         """
         x_NDYX, maps = self.stem(image_NCHW), []
-        for number, (block, shared) in enumerate(zip(self.blocks, self.lent, strict=True), start=1):
+        for number, (block, shared) in enumerate(
+            zip(self.blocks, self.shared_weights, strict=True), start=1
+        ):
             x_NDYX = block(x_NDYX, shared)
             maps.append(x_NDYX)
             if number in self.down:

@@ -67,7 +67,7 @@ def load(path: Path) -> dict:
     return checkpoint
 
 
-def weights_of(checkpoint: dict) -> dict[str, Tensor]:
+def select_weights(checkpoint: dict) -> dict[str, Tensor]:
     """Return the weights to use, EMA weights if any, without the prefixes of DDP and compile."""
     key = weights_key(checkpoint)
     weights = checkpoint[key] if key else checkpoint
@@ -111,7 +111,7 @@ def build(path: Path, model_name: str = "") -> tuple[nn.Module, dict]:
     if not spec.name:
         raise CheckpointError(f"{path} does not contain its model's name; give it with --model")
     try:
-        weights = weights_of(checkpoint)
+        weights = select_weights(checkpoint)
         model = (
             timm.create_model(spec.name, **spec.kwargs)
             if own
@@ -137,7 +137,7 @@ def initialize(model: nn.Module, path: Path) -> str:
     other tensor is missing, unexpected or of another shape.
     """
     checkpoint = load(path)
-    weights = weights_of(checkpoint)
+    weights = select_weights(checkpoint)
     if not weights or not all(isinstance(value, Tensor) for value in weights.values()):
         raise CheckpointError(f"{path} holds no dictionary of weights; choose another file")
     filter_fn = getattr(inspect.getmodule(type(model)), "checkpoint_filter_fn", None)

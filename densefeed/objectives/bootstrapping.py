@@ -70,7 +70,7 @@ class JointModel(nn.Module):
         self.taken = sorted({number - 1 for number in blocks}) or list(range(depth))
         self.shared = not hasattr(agent.blocks[0], "conv")
         if self.shared:
-            agent.lend(vit)
+            agent.share_weights(vit)
 
     @property
     def networks(self) -> tuple[nn.Module, nn.Module]:
@@ -105,7 +105,7 @@ class JointModel(nn.Module):
         # For each block, pairs of the transformer's gradient and the agent's.
         blocks = [
             [(own, lent.grad) for own, lent in zip(*weights, strict=True) if lent is not None]
-            for weights in zip(shared_gradients(self.vit), self.agent.lent, strict=True)
+            for weights in zip(shared_gradients(self.vit), self.agent.shared_weights, strict=True)
         ]
         pairs = [pair for block in blocks for pair in block]
         average([agent for _, agent in pairs])
@@ -121,12 +121,12 @@ class JointModel(nn.Module):
                 agent.copy_(aligned)
         for own, agent in pairs:
             own.add_(agent).mul_(0.5)
-        for lent in self.agent.borrowed():
+        for lent in self.agent.shared_tensors():
             lent.grad = None
 
 
 def shared_gradients(vit: nn.Module) -> list[SharedWeights]:
-    """Collect the gradients of the weights that `agent_cnn.lent_by` shares.
+    """Collect the gradients of the weights that `agent_cnn.alias_weights` shares.
 
     Of qkv only the rows of v are shared. q and k belong to the transformer alone, so they neither
     count in the norm of its gradient nor receive any of the agent's.

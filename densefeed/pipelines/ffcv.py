@@ -11,10 +11,10 @@ from densefeed import native
 from densefeed.pipelines.batch import ScoreMapSpec
 from densefeed.pipelines.folder import (
     check_row,
+    locate_rows,
     map_tensors,
     score_map_spec,
     store_maps,
-    store_rows,
 )
 from densefeed.pipelines.loader import Encoded, Fetch, MapRows, Memory
 from densefeed.storage.beton import NDARRAY, Beton, Field
@@ -128,7 +128,7 @@ class FfcvSource:
 
     def map_rows(self, ids: np.ndarray, memory: Memory) -> MapRows:
         if self._store is not None:
-            return store_rows(self._store, ids, memory)
+            return locate_rows(self._store, ids, memory)
         fields = map_tensors(len(ids), self.score_maps.side, self.score_maps.top_k, memory)
         (file, both), (_, lse), (_, window) = (
             self._beton.array_offsets(name, ids) for name in MAP_FIELDS

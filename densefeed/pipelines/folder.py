@@ -102,7 +102,7 @@ class FolderSource:
         return decode(self._images.read(index), self.where(index))
 
     def map_rows(self, ids: np.ndarray, memory: Memory) -> MapRows:
-        return store_rows(self._store, ids, memory)
+        return locate_rows(self._store, ids, memory)
 
     def maps(self, ids: np.ndarray) -> ScoreMaps:
         return store_maps(self._store, ids)
@@ -116,7 +116,7 @@ class FolderSource:
             self._store.close()
 
 
-def store_rows(store: ScoreMapStore, ids: np.ndarray, memory: Memory) -> MapRows:
+def locate_rows(store: ScoreMapStore, ids: np.ndarray, memory: Memory) -> MapRows:
     """Locate the score maps of the samples `ids` in an HDF5 store, for the native threads."""
     fields = map_tensors(len(ids), store.header.side, store.header.top_k, memory)
     file, offsets = store.places(ids)
@@ -130,7 +130,7 @@ def store_maps(store: ScoreMapStore, ids: np.ndarray) -> ScoreMaps:
 
     It takes 3 microseconds for a compact row, where numpy takes 17. UserError for a damaged row.
     """
-    rows = store_rows(store, ids, Memory())
+    rows = locate_rows(store, ids, Memory())
     for n in np.flatnonzero(native.read_maps(rows.parts)):
         check_row(store, int(ids[n]))  # raises with the reason
         raise UserError(f"{store.path}: row {ids[n]} cannot be read; copy the file again")

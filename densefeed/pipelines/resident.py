@@ -29,7 +29,7 @@ class ResidentMaps:
 
     def __init__(self, source: Source, device: torch.device) -> None:
         spec, count = source.score_maps, len(source.labels)
-        needed, free = count * bytes_of_map(spec), free_memory(device)
+        needed, free = count * map_bytes(spec), free_memory(device)
         if needed > SPARE * free:
             raise UserError(
                 f"the score maps of {count:,} images take {needed / 1e9:.2f} GB on {device}, "
@@ -62,6 +62,6 @@ class ResidentMaps:
         )
 
 
-def bytes_of_map(spec: ScoreMapSpec) -> int:
+def map_bytes(spec: ScoreMapSpec) -> int:
     """Return the bytes of one image's map: logits and classes, logsumexps, Window."""
     return spec.side**2 * (4 * spec.top_k + 2) + 16

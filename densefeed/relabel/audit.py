@@ -197,7 +197,7 @@ def is_own_teacher(store: ScoreMapStore, references: References | None) -> bool:
 
 def name_rows(store: ScoreMapStore, rows: Iterable[int]) -> str:
     """List rows with their paths."""
-    return ", ".join(f"row {row} ({store.path_of(row)})" for row in rows)
+    return ", ".join(f"row {row} ({store.image_path(row)})" for row in rows)
 
 
 # ------------------------------------------------------------------------------ the rows themselves
@@ -632,7 +632,7 @@ def check_windows(
     have, expected = (tuple(part[n].round(3).tolist()) for part in (stored, want))
     evidence = (
         f"{len(wrong):,} of {len(rows):,} rows do not have the window of geometry {geometry}: "
-        f"{store.path_of(rows[n])} has {have}, not {expected}"
+        f"{store.image_path(rows[n])} has {have}, not {expected}"
     )
     remedy = (
         "Label the images again, or import the pack again with the --footprint it was made with."
@@ -1012,7 +1012,7 @@ def find_disagreements(store: ScoreMapStore, scan: RowScan) -> list[dict]:
     return [
         {
             "row": int(ids[n]),
-            "path": store.path_of(int(ids[n])),
+            "path": store.image_path(int(ids[n])),
             "label": class_name(names, int(label[n])),
             "top_class": class_name(names, int(top[n])),
             "probability": float(top_p[n]),

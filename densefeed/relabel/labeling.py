@@ -36,10 +36,10 @@ from densefeed.storage.score_maps import (
 from densefeed.storage.shards import (
     Shard,
     absorb,
-    check_left_over,
+    check_leftovers,
     clean_up,
+    find_leftovers,
     finish,
-    left_over,
     merge_if_complete,
     missing,
 )
@@ -209,7 +209,7 @@ def finish_pass(
             raise UserError(f"{out} exists already; remove it or choose another --out")
         print(f"{out} is finished already")
         return ScoreMapStore(out)
-    check_left_over(out, whole)
+    check_leftovers(out, whole)
     own = shard.file(out)
     if shard.of == 1 or not own.exists():
         store = label_shard(work, out, shard, ranks)
@@ -242,7 +242,7 @@ def label_shard(work: Pass, out: Path, shard: Shard, ranks: bool) -> ScoreMapSto
     part = slice(rows.start, rows.stop)
     writer = ScoreMapWriter(own, header, images.paths[part], images.labels[part])
     try:
-        absorb(writer, header, [path for path in left_over(out) if path != writer.part])
+        absorb(writer, header, [path for path in find_leftovers(out) if path != writer.part])
         done = int(writer.done.sum())
         if done:
             print(f"{own}: resuming, {done:,} of {len(rows):,} images are labeled already")

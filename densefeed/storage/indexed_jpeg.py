@@ -41,7 +41,7 @@ def transcode(encoded: bytes) -> bytes:
     frame = _Frame(plain)
     if frame.sampling is None:
         return plain
-    return _with_index(native.transcode(encoded, choose_interval(frame.across)))
+    return add_index(native.transcode(encoded, choose_interval(frame.across)))
 
 
 class _Frame:
@@ -68,7 +68,7 @@ class _Frame:
                 return
 
 
-def _with_index(jpeg: bytes) -> bytes:
+def add_index(jpeg: bytes) -> bytes:
     """Insert the index after SOI of a baseline JPEG with restart markers."""
     frame = _Frame(jpeg)
     scan = np.frombuffer(jpeg, np.uint8, offset=frame.scan)

@@ -11,7 +11,7 @@ from densefeed.storage.row_codecs import (
     ErrorSum,
     Form,
     ScoreMaps,
-    levels_of,
+    code_levels,
     pack,
     row_sizes,
     unpack,
@@ -59,7 +59,7 @@ def convert(store: ScoreMapStore, out: Path, form: Form) -> ScoreMapStore:
         packed_shape = (int(size.sum()),)
         known["start"] = np.cumsum(size) - size
     if form == "compact":
-        known["levels"] = levels_of(header.absent)
+        known["levels"] = code_levels(header.absent)
     header = replace(header, form=form)
     with replace_file(out) as part:
         types = dataset_types(header, count, paths.dtype.str, packed_shape)
@@ -192,7 +192,7 @@ def verify_files(files: tuple[Path, ...], /) -> None:
         if parts:
             print(f"{path}: its labels and paths do not match their checksum")
         for row, found in list(faults.items())[:NAMED]:
-            print(f"{path}: row {row} ({store.path_of(row)}) {' and '.join(found)}")
+            print(f"{path}: row {row} ({store.image_path(row)}) {' and '.join(found)}")
         if len(faults) > NAMED:
             print(f"{path}: and {len(faults) - NAMED:,} more bad rows")
         parts += [f"{len(faults):,} of {len(store):,} rows"] * bool(faults)

@@ -92,10 +92,10 @@ class Matching:
 
     def file(self, path: str, rule: int) -> Path:
         """File of an image, given the image's path."""
-        return self.root / (stem_of(path, rule == WHOLE_STEM) + self.suffix)
+        return self.root / (map_stem(path, rule == WHOLE_STEM) + self.suffix)
 
 
-def stem_of(path: str, whole: bool) -> str:
+def map_stem(path: str, whole: bool) -> str:
     """`class/name` of an image's path.
 
     It is cut at the last dot if `whole`, else at the first dot of `class/file`, as in the published
@@ -119,7 +119,7 @@ def match(images: Images, labels: Path) -> Matching:
     at_root = list_maps(labels, "", kinds)
     folders = defaultdict(list)
     for index, path in enumerate(images.paths):
-        folders[stem_of(path, True).rpartition("/")[0]].append(index)
+        folders[map_stem(path, True).rpartition("/")[0]].append(index)
     found = Matching(labels, "", np.zeros(len(images), np.uint8))
     root_claims: dict[str, list[int]] = defaultdict(list)
 
@@ -131,7 +131,7 @@ def match(images: Images, labels: Path) -> Matching:
         there, claims = list_maps(labels, folder, kinds) if folder else set(), defaultdict(list)
         for index in members:
             for rule in (WHOLE_STEM, FIRST_DOT):
-                stem = stem_of(images.paths[index], rule == WHOLE_STEM)
+                stem = map_stem(images.paths[index], rule == WHOLE_STEM)
                 if stem in there or stem in at_root:
                     found.rule[index] = rule
                     (claims if stem in there else root_claims)[stem].append(index)

@@ -61,7 +61,7 @@ def row_sizes(form: Form, side: int, top_k: int, palette: np.ndarray) -> np.ndar
     return values + 2 * palette.astype(np.int64) + plane_bits(palette) * -(-entries // 8)
 
 
-def levels_of(absent: Absent) -> np.ndarray:
+def code_levels(absent: Absent) -> np.ndarray:
     """The 256 levels of a compact store, float32: an entry's logit is low + step * level.
 
     `tail`: the square roots of probabilities are spaced evenly, so log p = low + 2 ln(code / 255),

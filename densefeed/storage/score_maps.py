@@ -345,11 +345,11 @@ class ScoreMapStore:
         if len(bad):
             row = int(ids[bad[0]])
             raise UserError(
-                f"{self.path}: row {row} ({self.path_of(row)}) is damaged; relabel or copy it again"
+                f"{self.path}: row {row} ({self.image_path(row)}) is damaged; relabel or copy it again"
             )
         return self._unpack(ids, *stored) if self.packed else stored
 
-    def path_of(self, row: int) -> str:
+    def image_path(self, row: int) -> str:
         """Path of a row's image; in a damaged file, the part that can be decoded."""
         return self._arrays["path"][row].decode(errors="replace")
 
@@ -370,7 +370,7 @@ class ScoreMapStore:
     def invalid_map(self, row: int, fault: str) -> UserError:
         """The error for a row whose map holds values that no teacher can produce."""
         return UserError(
-            f"{self.path}: the map of {self.path_of(row)} (row {row}) holds {fault}; "
+            f"{self.path}: the map of {self.image_path(row)} (row {row}) holds {fault}; "
             "label the images again"
         )
 

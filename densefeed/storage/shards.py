@@ -76,7 +76,7 @@ class Shard(NamedTuple):
         return replace(whole, shard=(self.index, self.of, self.rows(count).start, count))
 
 
-def left_over(out: Path) -> dict[Path, Shard]:
+def find_leftovers(out: Path) -> dict[Path, Shard]:
     """Find the files of shards of `out`, of any number of shards, and `<out>.part`, in order.
 
     Finished and unfinished files are included.
@@ -95,12 +95,12 @@ def left_over(out: Path) -> dict[Path, Shard]:
     return dict(sorted(found.items(), key=lambda item: (item[1].of, item[1].index, item[0])))
 
 
-def check_left_over(out: Path, header: StoreHeader) -> None:
-    """UserError that names a file of `left_over` from another labeling than `header`.
+def check_leftovers(out: Path, header: StoreHeader) -> None:
+    """UserError that names a file of `find_leftovers` from another labeling than `header`.
 
     It is called before this labeling creates a file.
     """
-    for path in left_over(out):
+    for path in find_leftovers(out):
         try:
             found = map_datasets(path)[0]
         except UserError:
@@ -157,7 +157,7 @@ def finish(writer: ScoreMapWriter, out: Path, form: Form) -> ScoreMapStore:
 def clean_up(out: Path, header: StoreHeader) -> None:
     """Remove the files of shards of a finished `out`, except those of another labeling."""
     whole = replace(header, form="raw", shard=None)
-    for path in left_over(out):
+    for path in find_leftovers(out):
         # A file that cannot be read may be of another labeling.
         try:
             if replace(map_datasets(path)[0], shard=None) == whole:
@@ -250,7 +250,7 @@ def merge_files(out: Path, /, form: Form = "raw") -> None:
 
     The process that finishes the last shard does this by itself.
     """
-    counts = sorted({shard.of for shard in left_over(out).values() if shard.of > 1})
+    counts = sorted({shard.of for shard in find_leftovers(out).values() if shard.of > 1})
     if not counts:
         example = Shard(0, 8).file(out).name
         raise UserError(

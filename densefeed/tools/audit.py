@@ -292,7 +292,8 @@ def list_overlays(result: AuditResult) -> list[dict]:
     names, rows = store.header.class_names, result.compared[::2]
     places = np.linspace(0, len(rows) - 1, min(NUM_OVERLAYS, len(rows))).astype(int)
     return [
-        {"path": store.path_of(row), "label": names[int(store.labels[row])]} | draw_row(result, row)
+        {"path": store.image_path(row), "label": names[int(store.labels[row])]}
+        | draw_row(result, row)
         for row in rows[places].tolist()
     ]
 

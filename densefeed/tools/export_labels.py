@@ -19,7 +19,7 @@ import torch
 import tyro
 
 from densefeed.storage.geometry import WHOLE
-from densefeed.storage.packs import EXACT, stem_of, to_published
+from densefeed.storage.packs import EXACT, map_stem, to_published
 from densefeed.storage.score_maps import ScoreMapStore
 from densefeed.system.errors import UserError, run
 from densefeed.system.files import name_errors
@@ -81,7 +81,7 @@ def distinct_stems(store: ScoreMapStore) -> list[str]:
     """Return the stem of each row's file. Raises UserError if two images would share one."""
     owner: dict[str, str] = {}
     for path in store.paths():
-        stem = stem_of(path, whole=False)
+        stem = map_stem(path, whole=False)
         if stem in owner:
             raise UserError(
                 f"{store.path}: {owner[stem]} and {path} would both be {stem}.pt, since the "

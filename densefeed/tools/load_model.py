@@ -97,7 +97,7 @@ def load_raw(model: nn.Module, checkpoint: dict, path: Path) -> None:
     """Load the raw weights of a checkpoint that has EMA weights too. Raises UserError."""
     raw = {key: value for key, value in checkpoint.items() if key not in EMA_KEYS}
     try:
-        model.load_state_dict(checkpoints.weights_of(raw))
+        model.load_state_dict(checkpoints.select_weights(raw))
     except RuntimeError as error:
         why = str(error).partition("\n")[0]
         raise UserError(f"{path} has no complete raw weights ({why}); use --weights ema") from error

@@ -88,7 +88,7 @@ class Labeling:
     dry_run: bool = False  # label a few batches, write nothing, print the cost of the whole pass
 
 
-def ranks_of_torchrun(labeling: Labeling) -> tuple[Shard, torch.device]:
+def choose_shard(labeling: Labeling) -> tuple[Shard, torch.device]:
     """Return the shard of this process, given by --shard or torchrun's rank, and its device."""
     rank, local = (int(os.environ.get(name, 0)) for name in ("RANK", "LOCAL_RANK"))
     size = int(os.environ.get("WORLD_SIZE", 1))
@@ -118,7 +118,7 @@ def ranks_of_torchrun(labeling: Labeling) -> tuple[Shard, torch.device]:
 
 def main(labeling: Labeling) -> None:
     """Label the images, then print the accuracy of the stored maps."""
-    shard, device = ranks_of_torchrun(labeling)
+    shard, device = choose_shard(labeling)
     images = Images(labeling.data, labeling.dataset, labeling.split)
     teacher, name = load_teacher(
         labeling.teacher,

@@ -3,7 +3,7 @@
 from contextlib import closing
 from dataclasses import replace
 
-from densefeed.pipelines.resident import bytes_of_map
+from densefeed.pipelines.resident import map_bytes
 from densefeed.system.devices import free_memory
 from densefeed.system.errors import UserError
 from densefeed.system.options import with_options
@@ -76,7 +76,7 @@ def fixed_bytes(run: Run) -> int:
     # shares have a second gradient.
     total = sum(p.nbytes for p in student.trainable.parameters()) * (3 + ema)
     if student.agent:
-        total += sum(tensor.nbytes for tensor in student.agent.borrowed())
+        total += sum(tensor.nbytes for tensor in student.agent.shared_tensors())
     if run.config.data.maps_on_device and run.loader.score_maps:
-        total += run.loader.plan.num_samples * bytes_of_map(run.loader.score_maps)
+        total += run.loader.plan.num_samples * map_bytes(run.loader.score_maps)
     return total

@@ -53,7 +53,7 @@ class NonFiniteGuard:
         return count, None if math.isinf(first) else int(first)
 
 
-def first_not_finite(model: nn.Module, compute_loss: Callable[[], Tensor]) -> str | None:
+def find_first_nonfinite(model: nn.Module, compute_loss: Callable[[], Tensor]) -> str | None:
     """Find the first tensor of a step that is not finite, in order of computation; waits.
 
     Checks the weights, the outputs of modules without children, the loss, then the gradients from

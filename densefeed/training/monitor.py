@@ -8,7 +8,7 @@ from torch import Tensor
 
 from densefeed.system.errors import UserError
 from densefeed.training.config import Config
-from densefeed.training.guards import LossSpikes, first_not_finite
+from densefeed.training.guards import LossSpikes, find_first_nonfinite
 from densefeed.training.ranks import Ranks
 from densefeed.training.step_inputs import StepInputs
 from densefeed.training.student import Student
@@ -104,7 +104,7 @@ class TrainMonitor:
         parts, cause = next(inputs.batches(epoch, at)), ""
         for part, compute in zip(parts, inputs.losses(trainable, parts, epoch, at), strict=True):
             trainable.train(not self._config.model.frozen_statistics)
-            found = first_not_finite(trainable, compute)
+            found = find_first_nonfinite(trainable, compute)
             if found and not cause:
                 samples = ", ".join(map(str, part.index[:8].tolist()))
                 cause = f"{found} is the first that is not, with samples {samples} ..."

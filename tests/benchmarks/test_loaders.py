@@ -405,9 +405,9 @@ def test_pin_confines_running_threads():
     """
     from concurrent.futures import ThreadPoolExecutor
 
-    with ThreadPoolExecutor(1) as pool, harness.unpinned_after() as allowed:
+    with ThreadPoolExecutor(1) as pool, harness.restore_cpus_after() as allowed:
         assert pool.submit(os.sched_getaffinity, 0).result() == allowed
-        (core,) = harness.cores(1, allowed)
+        (core,) = harness.choose_cores(1, allowed)
         harness.pin({core})
         assert pool.submit(os.sched_getaffinity, 0).result() == {core}
     assert os.sched_getaffinity(0) == allowed

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from densefeed import native
-from densefeed.storage.row_codecs import levels_of, row_sizes, unpack
+from densefeed.storage.row_codecs import code_levels, row_sizes, unpack
 
 PALETTES = np.array([1, 2, 3, 24, 32, 33, 64, 255, 256, 257, 1619, 1620, 5000, 65535])
 SIDE, TOP_K = 18, 5
@@ -84,7 +84,7 @@ def assert_same_bits(fields: list[np.ndarray], want: tuple[np.ndarray, ...]) -> 
 @pytest.mark.parametrize("form", ["lossless", "compact"])
 def test_rows_equal_numpys_exactly(tmp_path, form):
     rows = packed_rows(form, np.random.default_rng(0))
-    levels = levels_of("tail") if form == "compact" else None
+    levels = code_levels("tail") if form == "compact" else None
     samples, fields, window = decode(tmp_path / "rows", rows, levels)
     assert not samples["status"].any(), samples["message"]
     assert_same_bits(fields, (*unpack(form, SIDE, TOP_K, levels, PALETTES, rows), window))
@@ -113,7 +113,7 @@ def test_logits_are_rounded_to_float16_like_numpy(tmp_path):
 
 @pytest.mark.parametrize("form", ["lossless", "compact"])
 def test_invalid_or_changed_row_fails_only_its_sample(tmp_path, form):
-    levels = levels_of("tail") if form == "compact" else None
+    levels = code_levels("tail") if form == "compact" else None
     rows = packed_rows(form, np.random.default_rng(2))
     at = 8 * (form == "compact") + 2 * 3
     # Eight places of 3 in a palette of 3 classes, with a valid CRC.

@@ -227,7 +227,7 @@ def test_segments_decode_to_libjpegs_pixels_exactly(jpegs, noise, plain, data):
     )
     across = -(-width // (8 * (sampling[0] if channels == 3 else 1)))
     interval = data.draw(st.sampled_from([n for n in range(1, across + 1) if across % n == 0]))
-    indexed = indexed_jpeg._with_index(native.transcode(original, interval))
+    indexed = indexed_jpeg.add_index(native.transcode(original, interval))
     box = []
     for extent in (height, width):
         from_ = data.draw(st.sampled_from([0, extent - 1]) | st.integers(0, extent - 1))

@@ -239,9 +239,11 @@ def reference_gradients(pair: JointModel, image, align: str) -> dict[str, torch.
     """Compute gradients by two backward passes and Algorithm 1 with loops, in float64."""
     plain = copy.deepcopy(pair)
     V = slice(2 * plain.vit.embed_dim, None)
-    for block, lent in enumerate(plain.agent.lent):  # the very parameters, in place of aliases
+    for block, lent in enumerate(
+        plain.agent.shared_weights
+    ):  # the very parameters, in place of aliases
         own = plain.vit.blocks[block]
-        plain.agent.lent[block] = lent._replace(
+        plain.agent.shared_weights[block] = lent._replace(
             value=own.attn.qkv.weight[V],
             proj=own.attn.proj.weight,
             proj_bias=own.attn.proj.bias,
@@ -310,7 +312,7 @@ def test_combine_gradients_matches_algorithm_1(align):
     """
     pair = build_joint(shared=True, align=align).double()
     image = torch.randn(2, 3, 32, 32, dtype=torch.float64)
-    pair.agent.lend(pair.vit)  # double() has moved the weights
+    pair.agent.share_weights(pair.vit)  # double() has moved the weights
     want = reference_gradients(pair, image, align)
     sum(joint_losses(pair(image))).backward()
     pair.combine_gradients(lambda gradients: None)
@@ -322,13 +324,13 @@ def test_combine_gradients_matches_algorithm_1(align):
             atol=1e-9,
             msg=lambda text, name=name: f"{name}: {text}",
         )
-    assert all(seen.grad is None for lent in pair.agent.lent for seen in lent)
+    assert all(seen.grad is None for lent in pair.agent.shared_weights for seen in lent)
 
 
 def test_alignment_modes_differ():
     """Otherwise the test above would show little."""
     pair, image = build_joint(shared=True).double(), torch.randn(2, 3, 32, 32, dtype=torch.float64)
-    pair.agent.lend(pair.vit)
+    pair.agent.share_weights(pair.vit)
     found = [
         torch.cat([g.flatten() for g in reference_gradients(pair, image, align).values()])
         for align in ("layer", "tensor", "none")
@@ -342,7 +344,7 @@ def test_microbatches_accumulate_and_ranks_are_averaged_once():
     pair, images, calls = build_joint(shared=True, align="none"), torch.randn(2, 2, 3, 32, 32), []
     for image in images:
         sum(joint_losses(pair(image))).backward()
-    want = [seen.grad.clone() for lent in pair.agent.lent for seen in lent]
+    want = [seen.grad.clone() for lent in pair.agent.shared_weights for seen in lent]
     pair.combine_gradients(lambda gradients: calls.append([g.clone() for g in gradients]))
     assert len(calls) == 1
     assert all(torch.equal(a, b) for a, b in zip(calls[0], want, strict=True))

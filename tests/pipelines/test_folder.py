@@ -25,7 +25,7 @@ MAPS = ("map_logit", "map_class", "map_lse", "window")
 @pytest.fixture(scope="module", params=["tail", "zero-logit"])
 def stores(request, folder, tmp_path_factory):
     """Store the same maps of `folder` in every form: {form: path}."""
-    from densefeed.relabel.scoring import keep_top
+    from densefeed.relabel.scoring import top_maps_sync
 
     images, root = Images(folder, split="train"), tmp_path_factory.mktemp("forms")
     header = StoreHeader(
@@ -43,7 +43,9 @@ def stores(request, folder, tmp_path_factory):
     writer = ScoreMapWriter(root / "raw.h5", header, images.paths, images.labels)
     writer.write(
         np.arange(len(images)),
-        keep_top(logits, 2, np.tile(np.array([[0, 0.1, 1, 0.9]], np.float32), (len(images), 1))),
+        top_maps_sync(
+            logits, 2, np.tile(np.array([[0, 0.1, 1, 0.9]], np.float32), (len(images), 1))
+        ),
     )
     writer.finish()
     paths = {form: root / f"{form}.h5" for form in ("raw", "lossless", "compact")}

@@ -22,7 +22,7 @@ from densefeed.relabel.labeling import (
     unfinished_batches,
 )
 from densefeed.relabel.rendering import PillowRender
-from densefeed.relabel.scoring import keep_top
+from densefeed.relabel.scoring import top_maps_sync
 from densefeed.relabel.teacher import Teacher
 from densefeed.storage.images import Images, decode
 from densefeed.storage.maintenance import convert
@@ -137,7 +137,7 @@ def test_accuracy_counts_unnamed_classes_as_stored(tmp_path, random_maps, absent
 
 def test_top_k_is_sorted_and_lse_covers_all_classes():
     logits = torch.randn(2, 3, 3, 9) * 4
-    maps = keep_top(logits, 4, np.zeros((2, 4), np.float32))
+    maps = top_maps_sync(logits, 4, np.zeros((2, 4), np.float32))
     assert (np.diff(maps.logit.astype(np.float32), axis=-1) <= 0).all()
     np.testing.assert_allclose(maps.lse, logits.double().exp().sum(-1).log(), rtol=1e-3)
 
@@ -147,7 +147,7 @@ def test_logits_that_float16_cannot_hold_are_refused(bad):
     logits = torch.zeros(1, 2, 2, 3)
     logits[0, 1, 1, 2] = bad
     with pytest.raises(UserError, match=r"not finite in float16"):
-        keep_top(logits, 2, np.zeros((1, 4), np.float32))
+        top_maps_sync(logits, 2, np.zeros((1, 4), np.float32))
 
 
 def test_impossible_options_are_refused_before_any_work(folder, tmp_path):

@@ -9,7 +9,7 @@ import torch
 from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
 
-from densefeed.relabel.scoring import Scorer, choose_precision, find_batch_size, keep, keep_top
+from densefeed.relabel.scoring import Scorer, choose_precision, find_batch_size, keep, top_maps_sync
 from densefeed.relabel.teacher import Teacher
 from densefeed.system.errors import UserError
 
@@ -35,7 +35,7 @@ def random_pictures(count=3):
 def test_kept_numbers_are_top_k_and_classes_beyond_int16():
     """40,000 classes: numbers that do not fit int16 are read as uint16."""
     logits = torch.randn(1, 2, 2, 40_000, generator=torch.Generator().manual_seed(0))
-    maps = keep_top(logits, 3, np.zeros((1, 4), np.float32))
+    maps = top_maps_sync(logits, 3, np.zeros((1, 4), np.float32))
     order = np.argsort(-logits.double().numpy(), axis=-1)[..., :3]
     np.testing.assert_array_equal(maps.cls, order)
     assert maps.cls.max() > 32767

@@ -14,7 +14,7 @@ from densefeed.storage import row_codecs
 from densefeed.storage.row_codecs import (
     ErrorSum,
     ScoreMaps,
-    levels_of,
+    code_levels,
     pack,
     plane_bits,
     row_sizes,
@@ -30,7 +30,7 @@ def back(form, absent, maps, packed=None):
     rows = [np.frombuffer(row, np.uint8) for row in packed or pack(form, absent, maps)]
     side, top_k = maps.logit.shape[2:]
     return ScoreMaps(
-        *unpack(form, side, top_k, levels_of(absent), palette_sizes(maps.cls), rows), maps.window
+        *unpack(form, side, top_k, code_levels(absent), palette_sizes(maps.cls), rows), maps.window
     )
 
 

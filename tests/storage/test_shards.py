@@ -31,7 +31,7 @@ from densefeed.storage.score_maps import (
     StoreHeader,
     map_datasets,
 )
-from densefeed.storage.shards import Shard, left_over, merge
+from densefeed.storage.shards import Shard, find_leftovers, merge
 from densefeed.system.errors import BusyError, UserError
 from densefeed.system.files import lock, open_locked, replace_file
 from densefeed.tools import relabel_imagenet
@@ -385,7 +385,7 @@ def test_a_labeling_killed_at_random_times_ends_with_the_usual_bytes(
             assert killed
             continue
         # Killed after the last rename, or not at all: the next run removes the files left over.
-        if left_over(out):
+        if find_leftovers(out):
             with pytest.raises(UserError, match="exists already"):
                 label(many, out, **options)
         assert out.read_bytes() == want
@@ -442,15 +442,15 @@ def test_torchrun_labels_with_two_ranks_and_reports_once(many, whole, tmp_path):
 
 def test_ranks_have_their_own_devices_and_shards(monkeypatch):
     wanted = relabel_imagenet.Labeling(data=Path("d"), out=Path("o"), teacher=("t",))
-    assert relabel_imagenet.ranks_of_torchrun(replace(wanted, device="cpu", shard="3/8"))[
-        0
-    ] == Shard(3, 8)
+    assert relabel_imagenet.choose_shard(replace(wanted, device="cpu", shard="3/8"))[0] == Shard(
+        3, 8
+    )
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(relabel_imagenet, "choose_device", lambda name: torch.device(name))
     for name, value in (("RANK", "5"), ("WORLD_SIZE", "6"), ("LOCAL_RANK", "1")):
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    assert relabel_imagenet.ranks_of_torchrun(replace(wanted, device="cuda")) == (
+    assert relabel_imagenet.choose_shard(replace(wanted, device="cuda")) == (
         Shard(5, 6),
         torch.device("cuda", 1),
     )
@@ -459,9 +459,9 @@ def test_ranks_have_their_own_devices_and_shards(monkeypatch):
             UserError,
             match=r"torchrun gives each rank its own shard; run --shard and --dry-run without it",
         ):
-            relabel_imagenet.ranks_of_torchrun(replace(wanted, device="cuda", **fields))
+            relabel_imagenet.choose_shard(replace(wanted, device="cuda", **fields))
     with pytest.raises(UserError, match=r"--device cuda:0 is one device"):
-        relabel_imagenet.ranks_of_torchrun(replace(wanted, device="cuda:0"))
+        relabel_imagenet.choose_shard(replace(wanted, device="cuda:0"))
     monkeypatch.setenv("LOCAL_RANK", "4")
     with pytest.raises(UserError, match=r"5 or more ranks on a machine of 4 CUDA devices"):
-        relabel_imagenet.ranks_of_torchrun(replace(wanted, device="cuda"))
+        relabel_imagenet.choose_shard(replace(wanted, device="cuda"))

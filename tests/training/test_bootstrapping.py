@@ -195,7 +195,7 @@ def test_dry_run_counts_gradients_of_shared_weights(config, capsys, monkeypatch)
     """
     kwargs = dict(bootstrap="shared", model_kwargs=("depth=2", "embed_dim=936"), dry_run=True)
     training.train(config(**kwargs))
-    monkeypatch.setattr(AgentCNN, "borrowed", lambda agent: [])
+    monkeypatch.setattr(AgentCNN, "shared_tensors", lambda agent: [])
     training.train(config(**kwargs))
     memory = [
         float(line.partition("take about ")[2].split()[0])
@@ -218,7 +218,7 @@ def test_sync_batchnorm_converts_both_networks(config, monkeypatch, bootstrap):
         }
         assert kinds == {torch.nn.SyncBatchNorm}
         both = run.student.trainable
-        for lent, block in zip(both.agent.lent, both.vit.blocks, strict=True):
+        for lent, block in zip(both.agent.shared_weights, both.vit.blocks, strict=True):
             assert (lent is None) == (bootstrap == "joint")
             assert lent is None or lent.fc1.data_ptr() == block.mlp.fc1.weight.data_ptr()
 
@@ -364,8 +364,11 @@ def test_update_does_not_sync(config, no_host_read, fields):
     assert norm > 0
     # There is still one set of weights.
     if both.shared:
-        assert both.agent.lent[0].fc1.data_ptr() == both.vit.blocks[0].mlp.fc1.weight.data_ptr()
-        assert all(seen.grad is None for lent in both.agent.lent for seen in lent)
+        assert (
+            both.agent.shared_weights[0].fc1.data_ptr()
+            == both.vit.blocks[0].mlp.fc1.weight.data_ptr()
+        )
+        assert all(seen.grad is None for lent in both.agent.shared_weights for seen in lent)
 
 
 def test_loss_scale_does_not_change_aligned_gradients(config):

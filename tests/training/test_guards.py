@@ -16,7 +16,7 @@ from densefeed.training.guards import (
     LossSpikes,
     NonFiniteGuard,
     explain_oom,
-    first_not_finite,
+    find_first_nonfinite,
     signal_handler,
 )
 
@@ -70,17 +70,19 @@ class Poisoned(nn.Module):
 def test_first_nonfinite_tensor_is_named(layer, message):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), layer, nn.Linear(4, 2), nn.Linear(2, 1))
-    assert first_not_finite(model, lambda: model(torch.ones(2, 3)).sum()) == message
+    assert find_first_nonfinite(model, lambda: model(torch.ones(2, 3)).sum()) == message
     assert all(p.grad is None for p in model.parameters())
     assert not any(m._forward_hooks for m in model.modules())
 
 
 def test_weights_are_checked_first_and_loss_after_outputs():
     model = nn.Sequential(nn.Linear(3, 1))
-    assert first_not_finite(model, lambda: model(torch.ones(2, 3)).sum() / 0) == "the loss"
+    assert find_first_nonfinite(model, lambda: model(torch.ones(2, 3)).sum() / 0) == "the loss"
     with torch.no_grad():
         model[0].weight[0, 1] = math.inf
-    assert first_not_finite(model, lambda: model(torch.ones(2, 3)).sum()) == "the weight 0.weight"
+    assert (
+        find_first_nonfinite(model, lambda: model(torch.ones(2, 3)).sum()) == "the weight 0.weight"
+    )
 
 
 def test_spike_relative_to_median_of_last_intervals():

@@ -36,6 +36,7 @@ class TrainLoader:
         self.plan: EpochPlan = self._loader.plan
         self.num_classes, self.class_names = self._loader.num_classes, self._loader.class_names
         self.score_maps: ScoreMapSpec | None = self._loader.score_maps
+        self._next_epoch = 0
 
     def __len__(self) -> int:
         """Batches per epoch."""
@@ -48,6 +49,11 @@ class TrainLoader:
         UserError, which names the sample, for one that cannot be read.
         """
         return self._loader.batches(epoch, start)
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Yield the batches of the next epoch, for trainers that count epochs themselves."""
+        self._next_epoch += 1
+        return self.epoch(self._next_epoch - 1)
 
     def close(self) -> None:
         """Stop the threads and close the files."""

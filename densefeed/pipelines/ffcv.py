@@ -53,7 +53,8 @@ class FfcvSource:
 
     remedy = "copy the file again, or pack it again"
 
-    def __init__(self, path: Path, maps: Path | None = None) -> None:
+    def __init__(self, path: str | Path, maps: str | Path | None = None) -> None:
+        path = Path(path)
         is_pattern = any(sign in path.name for sign in "*?[")
         paths = sorted(path.parent.glob(path.name)) if is_pattern else [path]
         if not paths:
@@ -72,7 +73,7 @@ class FfcvSource:
             )
         self.score_maps, self._store = None, None
         if maps is not None:
-            self._store = ScoreMapStore(maps)
+            self._store = ScoreMapStore(Path(maps))
             self._check_store(path, maps)
             self.score_maps = score_map_spec(self._store, num_classes)
         # Third-party files may have a field of that name, but not our notes.

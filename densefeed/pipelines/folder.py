@@ -44,14 +44,16 @@ class FolderSource:
 
     remedy = "replace or remove this file"
 
-    def __init__(self, root: Path, split: str, maps: Path | None = None, threads: int = 1) -> None:
-        self._images = Images(root, split=split)
+    def __init__(
+        self, root: str | Path, split: str, maps: str | Path | None = None, threads: int = 1
+    ) -> None:
+        self._images = Images(Path(root), split=split)
         self.labels, self.class_names = self._images.labels, self._images.class_names
         self.where = self._images.where
         self.fingerprint = self._images.fingerprint()
         self.score_maps, self._store = None, None
         if maps is not None:
-            self._store = ScoreMapStore(maps)
+            self._store = ScoreMapStore(Path(maps))
             self._store.check(self.fingerprint, root)
             self.score_maps = score_map_spec(self._store, len(self.class_names))
         self._readers = ThreadPoolExecutor(threads, thread_name_prefix="read")

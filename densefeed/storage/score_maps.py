@@ -345,7 +345,8 @@ class ScoreMapStore:
         if len(bad):
             row = int(ids[bad[0]])
             raise UserError(
-                f"{self.path}: row {row} ({self.image_path(row)}) is damaged; relabel or copy it again"
+                f"{self.path}: row {row} ({self.image_path(row)}) is damaged; "
+                "relabel or copy it again"
             )
         return self._unpack(ids, *stored) if self.packed else stored
 

@@ -178,3 +178,12 @@ def test_a_damaged_or_truncated_row_is_reported(stores, folder, tmp_path, capsys
         file.truncate(int(places[0, 0]) + 3)
     with pytest.raises(UserError, match=r"maps.h5 was cut while it was open"):
         source.check_map(7)
+
+
+def test_sources_take_strings_for_paths(folder, maps, tmp_path, command):
+    out = tmp_path / "x.beton"
+    done = command("tools/pack_dataset.py", "--data", folder, "--out", out)
+    assert done.returncode == 0, done.stderr
+    sources = FolderSource(str(folder), "train", str(maps)), FfcvSource(str(out), str(maps))
+    assert [len(source.labels) for source in sources] == [11, 11]
+    assert all(source.score_maps is not None for source in sources)

@@ -1,0 +1,177 @@
+"""The Python API: ten lines train, in a loop of your own and in those of other libraries, with the
+losses of train.py.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+
+import densefeed
+from densefeed.system.options import with_options
+from densefeed.training.config import Config
+from densefeed.training.ranks import Ranks
+from densefeed.training.step_inputs import StepInputs
+
+from .runs import objective_for, train_loader
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture
+def loader(packed):
+    with densefeed.open_loader(str(packed[0]), batch=4, size=32, seed=0, threads=1) as loader:
+        yield loader
+
+
+def make_model(loader, **options):
+    torch.manual_seed(0)
+    classes = loader.num_classes
+    return timm.create_model("lvvit_micro", num_classes=classes, token_head=True, **options)
+
+
+def train(model, loader, objective, epochs=2):
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    losses = []
+    for epoch in range(epochs):
+        for batch in loader.epoch(epoch):
+            loss = objective(model, batch)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    return losses
+
+
+def test_importing_the_package_registers_its_models_and_exports_few_names():
+    code = "import densefeed, timm; print(timm.is_model('lvvit_s'), timm.is_model('cvt_13'))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "True True\n"
+    assert len(densefeed.__all__) <= 20
+    assert all(hasattr(densefeed, name) for name in densefeed.__all__)
+
+
+@pytest.mark.parametrize("mixing", [dict(mixtoken=True), dict(cutmix=1.0, mixup=0.8), {}])
+def test_losses_are_those_of_train_py(loader, packed, mixing):
+    """Every batch of an epoch, to the bit, with augmentation; drop-path is off."""
+    options = dict(rand_augment="rand-m9-mstd0.5-inc1", erase_probability=0.25) | mixing
+    model = make_model(loader, img_size=32).train()
+    objective = densefeed.TokenLabeling(loader, **options)
+    ours = [objective(model, batch).item() for batch in loader.epoch(1)]
+    config = with_options(
+        Config(),
+        data=packed[0],
+        val=packed[1],
+        out=Path("none"),
+        loader="ffcv",
+        size=32,
+        batch=4,
+        microbatch=4,
+        threads=1,
+        compile="never",
+        **{"mixtoken": False, **options},
+    )
+    other = train_loader(config)
+    cpu = Ranks(0, 1, torch.device("cpu"))
+    twin = make_model(loader, img_size=32).train()
+    inputs = StepInputs(config, cpu, other, objective_for(config), twin, None)
+    theirs = [
+        inputs.losses(twin, parts, 1, at)[0]().item()
+        for at, parts in enumerate(inputs.batches(1, 0))
+    ]
+    other.close()
+    # train.py divides the padded last batch by its real samples, as the mean by weight does.
+    assert ours == pytest.approx(theirs, rel=1e-6)
+    assert ours[0] == theirs[0]
+
+
+@pytest.mark.parametrize("kind", [densefeed.TokenLabeling, densefeed.ReLabel])
+def test_a_loop_of_ones_own_learns(loader, kind):
+    model = make_model(loader)
+    if kind is densefeed.ReLabel:
+        model = timm.create_model("resnet10t", num_classes=loader.num_classes)
+    losses = train(model, loader, kind(loader), epochs=6)
+    assert sum(losses[-3:]) < sum(losses[:3])
+
+
+def test_image_labels_train_any_model(loader):
+    model = timm.create_model("resnet10t", num_classes=loader.num_classes)
+    assert all(loss > 0 for loss in train(model, loader, densefeed.CrossEntropy(loader), 1))
+
+
+def test_inside_accelerate(loader):
+    accelerate = pytest.importorskip("accelerate")
+    accelerator = accelerate.Accelerator(cpu=True)
+    model = make_model(loader)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    objective = densefeed.TokenLabeling(loader, mixtoken=True)
+    for batch in loader.epoch(0):
+        loss = objective(model, batch)
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert loss.isfinite()
+
+
+def test_inside_lightning(loader, tmp_path):
+    lightning = pytest.importorskip("lightning.pytorch")
+
+    class Module(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.model, self.losses = make_model(loader), []
+            self.objective = densefeed.TokenLabeling(loader, mixtoken=True)
+
+        def training_step(self, batch, _):
+            loss = self.objective(self.model, batch)
+            self.losses.append(loss.item())
+            return loss
+
+        def configure_optimizers(self):
+            return torch.optim.AdamW(self.parameters(), 1e-3)
+
+    module = Module()
+    trainer = lightning.Trainer(
+        max_epochs=2,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=tmp_path,
+    )
+    trainer.fit(module, loader)
+    assert len(module.losses) == 2 * len(loader)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_gives_the_same_losses(loader):
+    losses = []
+    for device in ("cpu", "cuda"):
+        model = make_model(loader).to(device)
+        objective = densefeed.TokenLabeling(loader, mixtoken=True)
+        losses.append([objective(model, batch).item() for batch in loader.epoch(0)])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+
+
+def test_what_does_not_fit_is_refused(loader, packed, folder):
+    bare = densefeed.open_loader(packed[1], batch=4, size=32)
+    with pytest.raises(densefeed.UserError, match="has no score maps, which TokenLabeling needs"):
+        densefeed.TokenLabeling(bare)
+    bare.close()
+    with pytest.raises(densefeed.UserError, match="MixToken already exchanges a box"):
+        densefeed.TokenLabeling(loader, mixtoken=True, cutmix=1.0)
+    with pytest.raises(TypeError, match="no option 'no_such'"):
+        densefeed.TokenLabeling(loader, no_such=1)
+    model, batch = timm.create_model("resnet10t", num_classes=2), next(loader.epoch(0))
+    with pytest.raises(densefeed.UserError, match="has no token head; create it with token_head"):
+        densefeed.TokenLabeling(loader)(model, batch)
+    with pytest.raises(densefeed.UserError, match="train modules beside the model"):
+        densefeed.CrossEntropy(loader, drloc="l1")

@@ -202,7 +202,7 @@ SUBCOMMANDS = {"tools/score_maps.py": ("verify", "convert", "merge"), "tools/bet
 BENCHMARKS = sorted(
     f"benchmarks.{path.stem}"
     for path in (ROOT / "benchmarks").glob("*.py")
-    if "tyro.cli(" in path.read_text()
+    if 'if __name__ == "__main__"' in path.read_text()
 )
 
 

@@ -36,8 +36,8 @@ RUN = (
 )
 PAGES = sorted(ROOT.glob("docs/**/*.md"))
 PROSE = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PAGES]
-# Options of torchrun and Slurm that the pages mention.
-FOREIGN = {"--nnodes", "--nproc-per-node", "--signal"}
+# Options of torchrun, of Slurm and of an example that the pages mention.
+FOREIGN = {"--nnodes", "--nproc-per-node", "--signal", "--penalty-weight"}
 
 
 def blocks(path: Path, *languages: str) -> list[str]:

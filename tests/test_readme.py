@@ -36,8 +36,8 @@ RUN = (
 )
 PAGES = sorted(ROOT.glob("docs/**/*.md"))
 PROSE = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PAGES]
-# Options of torchrun and Slurm that the pages mention.
-FOREIGN = {"--nnodes", "--nproc-per-node", "--signal"}
+# Options of torchrun, of Slurm and of an example that the pages mention.
+FOREIGN = {"--nnodes", "--nproc-per-node", "--signal", "--penalty-weight"}
 
 
 def blocks(path: Path, *languages: str) -> list[str]:
@@ -202,7 +202,7 @@ SUBCOMMANDS = {"tools/score_maps.py": ("verify", "convert", "merge"), "tools/bet
 BENCHMARKS = sorted(
     f"benchmarks.{path.stem}"
     for path in (ROOT / "benchmarks").glob("*.py")
-    if "tyro.cli(" in path.read_text()
+    if 'if __name__ == "__main__"' in path.read_text()
 )
 
 

@@ -68,8 +68,9 @@ def open_trained(
     recipe = checkpoints.ModelSpec(model_name, {"num_classes": model.num_classes})
     if ours:
         recipe = checkpoints.ModelSpec(**checkpoint["recipe"])
-    trained = checkpoint.get("config", {}).get("data", {}) if ours else {}
-    data = resolve_data_config(model=model)
+    config, data = checkpoint.get("config") or {}, resolve_data_config(model=model)
+    # Checkpoints of earlier versions hold all options side by side.
+    trained = config["data"] if isinstance(config.get("data"), dict) else config
     names = checkpoint.get("class_names") or imagenet_names(model)
     if names and len(names) != model.num_classes:
         raise UserError(

@@ -100,6 +100,8 @@ def read_run(folder: Path) -> Run:
         raise UserError(
             f"{folder} is not a run folder ({missing} is missing); give a run folder of train.py"
         ) from None
+    except UserError as error:
+        raise UserError(f"{folder}: {error}") from error
     except ValueError as error:
         raise UserError(f"{folder} has a damaged file ({error}); train it again") from error
     train, val = ([line for line in lines if line["kind"] == kind] for kind in ("train", "val"))

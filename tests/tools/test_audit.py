@@ -19,7 +19,7 @@ from densefeed.system.errors import UserError
 from densefeed.tools import audit as audit_tool
 from densefeed.tools import export_labels, import_labels
 from densefeed.tools.audit import AuditOptions, load_references, render_page
-from densefeed.tools.export_labels import Export
+from densefeed.tools.export_labels import ExportLabels
 from densefeed.tools.import_labels import Import
 from densefeed.tools.load_teacher import Loaded
 
@@ -38,7 +38,7 @@ def scenes(located, tmp_path_factory):
         threads=2,
         absent="zero-logit",
     )
-    export_labels.main(Export(maps=root / "maps.h5", out=root / "tree"))
+    export_labels.main(ExportLabels(maps=root / "maps.h5", out=root / "tree"))
     return root
 
 

@@ -32,6 +32,8 @@ def run(tmp_path_factory):
     saved |= {"std": [0.4, 0.5, 0.6], "config": {"data": {"size": 40, "crop_pct": 0.8}}}
     torch.save(saved | {"model": raw, "ema": ema}, folder / "last.pt")
     torch.save(saved | {"model": raw, "ema": None}, folder / "raw.pt")
+    flat = {"data": "scenes", "size": 40, "crop_pct": 0.8}
+    torch.save(saved | {"model": raw, "config": flat}, folder / "flat.pt")
     torch.save(saved | {"model": raw, "class_names": ["a", "b"]}, folder / "short.pt")
     return folder
 
@@ -43,6 +45,11 @@ def test_a_run_folder_loads_its_last_checkpoint(run):
     assert (trained.size, trained.crop_pct, trained.interpolation) == (40, 0.8, "bilinear")
     assert (trained.mean, trained.std) == ((0.1, 0.2, 0.3), (0.4, 0.5, 0.6))
     assert not trained.model.training
+
+
+def test_a_checkpoint_of_an_earlier_version_loads(run):
+    trained = open_trained(run / "flat.pt")
+    assert (trained.size, trained.crop_pct) == (40, 0.8)
 
 
 @pytest.mark.parametrize(

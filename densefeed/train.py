@@ -3,8 +3,7 @@
     python train.py RECIPE --loader ffcv --data train.beton --val val.beton --out runs/NAME
     torchrun --nproc-per-node 8 train.py RECIPE ...
 
-densefeed/training/config.py lists the options of a run, densefeed/recipes the recipes. This file is
-the run itself. `python train.py RECIPE --help` shows every option.
+`python train.py RECIPE --help` shows every option (densefeed/training/config.py).
 """
 
 import inspect
@@ -59,9 +58,6 @@ def train(config: Config) -> dict:
             return train_loop(run, signal_name)
 
 
-# ---------------------------------------------------------------- the loop
-
-
 def train_loop(run: Run, signal_name: Callable[[], str]) -> dict:
     """Do the remaining steps on this rank; `signal_name` names the signal that asks it to stop."""
     config, ranks, loader, student, step = run.config, run.ranks, run.loader, run.student, run.step
@@ -74,18 +70,11 @@ def train_loop(run: Run, signal_name: Callable[[], str]) -> dict:
     flops = flops_per_size(config, run.objective, loader.num_classes)
     peak = peak_flops(ranks.device, run.dtype or torch.float32) * ranks.size
     clock, vote, result = RunClock(step, run.spent), StopVote(ranks), {}
-    with (
-        open_log(
-            options.out,
-            step,
-            run.steps,
-            config.to_dict(),
-            options.wandb,
-            ranks.is_first,
-            evaluated=not run.evaluate_first,
-        ) as log,
-        explain_oom(config.optim.microbatch, str(options.out)),
-    ):
+    evaluated = not run.evaluate_first
+    opened = open_log(
+        options.out, step, run.steps, config.to_dict(), options.wandb, ranks.is_first, evaluated
+    )
+    with opened as log, explain_oom(config.optim.microbatch, str(options.out)):
         if run.evaluate_first:
             result = evaluate(run, inputs, kept, log, step)
         for epoch in range(step // per_epoch, epochs):
@@ -230,9 +219,6 @@ def finish(run: Run, result: dict, clock: RunClock) -> dict:
             f"{run.val.plan.num_samples:,} images, {seconds:.0f} s{skipped}"
         )
     return result
-
-
-# ---------------------------------------------------------------- the command
 
 
 def main() -> None:

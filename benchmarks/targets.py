@@ -420,7 +420,7 @@ def loss_errors(step: LossStep) -> tuple[float, float]:
     for at in range(0, N, SLICE):
         part = slice(at, at + SLICE)
         logits = [leaf.detach()[part].double().requires_grad_() for leaf in get_leaves(step)]
-        batch = Batch(*(field[part] for field in step.batch))
+        batch = step.batch.map_tensors(lambda field, part=part: field[part])
         share = len(logits[0]) / N
         reference = dense_loss(LossStep(batch, step.spec, step.grid, *logits)) * share
         reference.backward()

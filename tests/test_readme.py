@@ -108,7 +108,7 @@ def test_every_shell_block_runs(newcomer, command):
     makefile = (ROOT / "Makefile").read_text()
     # The fixture ran the one on a small scale, and the other runs now.
     assert "\t$(RUN) tools/quickstart.py --out quickstart\n" in makefile
-    assert "\t$(RUN) -m pytest -n auto" in makefile
+    assert "\t$(PYTEST) " in makefile
     found = [words for page in RUN for words in commands(ROOT / page, "sh")]
     assert found[:2] == [["make", "quickstart"], ["make", "test"]]
     for words in found:

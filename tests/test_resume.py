@@ -482,7 +482,7 @@ def test_skipped_steps_are_counted_and_their_losses_are_excluded(
         ):
             training.train(micro(tmp_path / "run", **fields))
     assert (
-        "skipped 1 updates whose gradients were not finite, of step 2 first"
+        "skipped 1 updates whose gradients were not finite, from step 2 on"
         in capsys.readouterr().err
     )
     assert all(torch.equal(seen[1][name], seen[2][name]) for name in seen[1])

@@ -568,7 +568,7 @@ def test_third_party_checkpoint_is_not_resumed(packed, tmp_path):
             "vgg11 cannot be built: .*give --drop-path 0",
         ),
         (dict(repeats=0), "--repeats is 0, and must be at least 1"),
-        (dict(repeats=3), "a batch of 4 is no multiple of the 3 repeats"),
+        (dict(repeats=3), "a batch of 4 is not a multiple of the 3 repeats"),
         (dict(sizes=((1, 16),)), "epochs ascend from 0"),
         (
             dict(sizes=((0, 16), (1, 20))),

@@ -262,6 +262,7 @@ class DenseLabels:
             map_class=named,
             map_lse=lse,
             window=window,
+            axis_aligned=True,
         )
 
     def _check_file(self, crop_NC: np.ndarray, label_N: np.ndarray) -> None:

@@ -6,7 +6,6 @@ A file that does not fit is refused and changes nothing.
 import argparse
 import json
 import pickle
-from dataclasses import replace
 
 import pytest
 import timm
@@ -17,9 +16,12 @@ from torch.nn import functional as F
 import densefeed.train as training
 from densefeed.models import checkpoints
 from densefeed.models.lvvit import LVViT, checkpoint_filter_fn
+from densefeed.objectives import build_objective
 from densefeed.pipelines.augment.augmentation import Normalize
 from densefeed.pipelines.batch import to_device
-from densefeed.training import compile, recipes
+from densefeed.recipes.micro import lvvit_micro_token_label
+from densefeed.system.options import with_options
+from densefeed.training import compile, setup
 from densefeed.training.config import Config
 
 # The published names of modules that have another name here.
@@ -392,7 +394,7 @@ def make_config(folder, maps, out, **fields):
     small = dict(
         data=folder,
         val=folder,
-        labels=maps,
+        score_maps=maps,
         out=out,
         batch=4,
         epochs=1,
@@ -402,7 +404,7 @@ def make_config(folder, maps, out, **fields):
         device="cpu",
         drop_path=0.0,
     )
-    return replace(recipes.lvvit_micro_token_label(), **(small | fields))
+    return with_options(lvvit_micro_token_label(), **(small | fields))
 
 
 def first_state(monkeypatch, config: Config):
@@ -449,7 +451,9 @@ def test_a_run_is_initialized_from_another_runs_weights_at_a_larger_size(
     begun = timm.create_model("lvvit_micro", num_classes=2, img_size=96)
     begun.load_state_dict(state)
     torch.testing.assert_close(predict(begun, 96), predict(by_hand, 96), rtol=1e-5, atol=1e-5)
-    assert json.loads((tmp_path / "large" / "config.json").read_text())["init"] == str(last)
+    assert json.loads((tmp_path / "large" / "config.json").read_text())["model"]["init"] == str(
+        last
+    )
     final = torch.load(tmp_path / "large" / "last.pt", weights_only=True)["model"]
     assert not torch.equal(final["head.weight"], state["head.weight"])
 
@@ -469,7 +473,7 @@ def test_the_first_evaluation_is_that_of_the_resized_model(folder, maps, tmp_pat
         weight_decay=0,
         warmup_epochs=0,
     )
-    real = training.build_model
+    real = setup.build_model
 
     def build_frozen(*arguments):
         model, recipe = real(*arguments)
@@ -478,7 +482,7 @@ def test_the_first_evaluation_is_that_of_the_resized_model(folder, maps, tmp_pat
                 module.momentum = 0.0
         return model, recipe
 
-    monkeypatch.setattr(training, "build_model", build_frozen)
+    monkeypatch.setattr(setup, "build_model", build_frozen)
     reported = training.train(config)["top1"]
     monkeypatch.undo()
     model = timm.create_model("lvvit_micro", num_classes=2, img_size=96)
@@ -486,7 +490,7 @@ def test_the_first_evaluation_is_that_of_the_resized_model(folder, maps, tmp_pat
     model.load_state_dict(weights | {"pos_embed": resized(weights["pos_embed"], 12)})
     ended, _ = checkpoints.build(tmp_path / "large" / "last.pt")
     torch.testing.assert_close(predict(ended, 96), predict(model, 96), rtol=1e-4, atol=1e-4)
-    loader = training.open_loader(config, "evaluate")
+    loader = setup.open_loader(config, build_objective(config.setting), "evaluate")
     normalize = Normalize(model.pretrained_cfg["mean"], model.pretrained_cfg["std"])
     hits = images = 0
     with torch.no_grad():
@@ -508,7 +512,7 @@ def test_a_resumed_run_is_not_initialized_again(folder, maps, tmp_path, capsys):
     # The file is no longer needed.
     last.unlink()
     capsys.readouterr()
-    again = training.train(replace(config, resume="auto"))
+    again = training.train(with_options(config, resume="auto"))
     assert "initialized from" not in capsys.readouterr().out
     assert again["top1"] is not None
     now = checkpoints.load(tmp_path / "next" / "last.pt")["model"]
@@ -528,7 +532,7 @@ def test_the_command_refuses_a_file_that_does_not_fit_and_writes_nothing(
         folder,
         "--val",
         folder,
-        "--labels",
+        "--score-maps",
         maps,
         "--out",
         tmp_path / "run",

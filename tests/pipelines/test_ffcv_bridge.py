@@ -72,7 +72,7 @@ for name, maps, pipelines, workers, cached in (
             first = first or error_of(lambda: strict(image, label, crop)) or ""
             batch = labels(image, label, crop)
             targets = sparse_targets(batch, labels.score_maps, {GRID}, TargetRules(smoothing=0.1))
-            fields = batch._asdict() | targets._asdict()
+            fields = batch.tensors | targets._asdict()
             fields |= {{"crop": crop, "token_weight": targets.weight, "weight": batch.weight}}
             fields |= {{"epoch": torch.full(batch.label.shape, epoch)}}
             # Copies, since ffcv overwrites its memory.
@@ -222,8 +222,7 @@ def test_labels_equal_our_loaders_for_the_same_box(got, ran):
     (batch,) = loader.batches(0)
     rows = rows[batch.index.numpy()]
     want = (
-        batch._asdict()
-        | (targets := sparse_targets(batch, source.score_maps, GRID, RULES))._asdict()
+        batch.tensors | (targets := sparse_targets(batch, source.score_maps, GRID, RULES))._asdict()
     )
     want |= {"token_weight": targets.weight, "weight": batch.weight}
     loader.close()

@@ -952,7 +952,7 @@ def test_a_file_of_stock_ffcv_trains_with_an_hdf5_store(stock, tmp_path, random_
         root / "jpg.beton",
         "--val",
         root / "jpg.beton",
-        "--labels",
+        "--score-maps",
         tmp_path / "maps.h5",
         "--epochs",
         1,

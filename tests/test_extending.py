@@ -12,6 +12,8 @@ import pytest
 from densefeed.storage.beton import Beton
 from densefeed.storage.score_maps import ScoreMapStore
 
+pytestmark = pytest.mark.slow
+
 HERE = Path(__file__).parent / "extensions"
 SHORT = [
     *("--epochs", 1, "--batch", 4, "--size", 32, "--threads", 1),

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parent.parent
 SMALL = {
     "tools/quickstart.py": ["--train", "60", "--val", "20", "--epochs", "1"],

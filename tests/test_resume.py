@@ -91,6 +91,7 @@ def stopped_after(steps: int):
     return stopping
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fields",
     [
@@ -176,6 +177,7 @@ def assert_whole(out: Path) -> int:
     return entries[-1]["step"] if entries else 0
 
 
+@pytest.mark.slow
 def test_run_killed_at_random_times_loses_only_unsaved_steps(micro, tmp_path, training_of):
     """Send SIGKILL repeatedly until the run finishes; `make soak` kills 20 times."""
     fields = dict(epochs=3, save_every=2, keep=1, ema=0.0)
@@ -404,6 +406,7 @@ def test_error_if_all_checkpoints_are_damaged(micro, stopped, command):
     )
 
 
+@pytest.mark.slow
 def test_full_disk_keeps_the_previous_checkpoint(micro, stopped, command):
     """A limit of 2 MB per file, less than a checkpoint, stands for a full disk."""
     given = "--epochs", 2, "--drop-path", 0.2, "--ema", 0.9, "--mixtoken"

@@ -172,12 +172,14 @@ def test_concurrent_peers_deliver_both_epochs(data):
         list(both.batches(0))
 
 
+@pytest.mark.slow
 @pytest.mark.ffcv
 def test_stock_ffcv_delivers_each_image_once(data):
     """numba compiles for ten seconds."""
     check_delivered("ffcv-stock", deliver_twice("ffcv-stock", data, 1), data)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["ffcv+labels", "nvidia-dali-cpu", "token-labeling", "simplejpeg", "turbojpeg-full"]
 )
@@ -512,6 +514,7 @@ def test_missing_peer_is_skipped_unless_named(monkeypatch, capsys):
         choose_loaders("ffcv,simplejpeg")
 
 
+@pytest.mark.slow
 def test_first_batch_is_timed_in_a_new_process(cache, data, monkeypatch):
     monkeypatch.setattr(loaders, "FIRST_BATCHES", 1)
     (seconds,) = loaders.time_first_batches(data, small(cache))

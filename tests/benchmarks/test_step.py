@@ -56,6 +56,7 @@ def small(**options):
     return Benchmark(**{**sizes, "device": "cpu", "threads": 1, "record": False, **options})
 
 
+@pytest.mark.slow
 def test_document_and_csv_rows(packed, tmp_path, capsys):
     out, results = tmp_path / "out.json", tmp_path / "results.csv"
     main(
@@ -120,6 +121,7 @@ def test_document_and_csv_rows(packed, tmp_path, capsys):
     assert "0.97" in printed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "precision"),
     [
@@ -154,6 +156,7 @@ def test_another_loss_or_optimizer_is_detected(monkeypatch):
     assert found["rel_error"] > found["bar"]
 
 
+@pytest.mark.slow
 def test_compiled_steps_give_the_same_losses(monkeypatch):
     """Graphs are captured but not compiled to code, which takes a minute."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
@@ -179,6 +182,7 @@ def test_compiled_steps_give_the_same_losses(monkeypatch):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bootstrap", ["joint", "shared"])
 def test_two_networks_together_and_one_after_the_other(bootstrap):
     """Their ratio is one of times: (model + agent) / both."""
@@ -211,6 +215,7 @@ def hand_count(classes: int, heads: int) -> float:
     return stem + 4 * block + D * classes + (64 * D * classes if heads == 2 else 0)
 
 
+@pytest.mark.slow
 def test_floor_equals_a_count_by_hand():
     floors = {
         batch: build_contest(small(size=64, batch=batch, objective="token-label"), CPU, None).floors

@@ -107,6 +107,7 @@ def test_output_equals_the_reference(published, scale):
         assert (model(image) - reference_logits(model, image, 0.5 * scale)).abs().max() > 1e-5
 
 
+@pytest.mark.slow
 def test_random_features_estimate_exact_attention():
     """Over many draws of `w` the products of features have the mean exp(q k), unnormalized."""
     torch.manual_seed(0)

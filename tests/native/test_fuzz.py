@@ -91,6 +91,7 @@ def fuzz(folder, seeds, sanitizers: str, seconds: float, threaded: int, seed: in
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sanitizers", "short", "share"), [("address,undefined", 4, 0.9), ("thread", 2, 0.1)]
 )

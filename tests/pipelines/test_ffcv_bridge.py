@@ -19,7 +19,7 @@ from densefeed.storage.beton import Beton
 from densefeed.storage.images import Images
 from densefeed.storage.score_maps import ScoreMapWriter, StoreHeader
 
-pytestmark = pytest.mark.ffcv
+pytestmark = [pytest.mark.ffcv, pytest.mark.slow]
 IMAGES, SIZE, GRID, EPOCHS = 13, 24, 4, 3
 ROOT = Path(__file__).parents[2]
 RULES = TargetRules(smoothing=0.1)

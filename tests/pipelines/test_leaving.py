@@ -118,6 +118,7 @@ def test_batches_that_are_held_are_never_overwritten(opened, kind):
     gc.collect()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ffcv", DALI])
 def test_few_batches_are_in_memory_for_a_slow_consumer(opened, monkeypatch, kind):
     """An epoch of 11 batches uses AHEAD + 2 blocks, one of them the consumer's current batch; other
@@ -142,6 +143,7 @@ def test_few_batches_are_in_memory_for_a_slow_consumer(opened, monkeypatch, kind
     reader.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ffcv", DALI])
 def test_leaving_fifty_times_leaks_no_memory(opened, kind):
     sizes = []

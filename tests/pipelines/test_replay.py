@@ -182,6 +182,7 @@ def test_two_epochs_at_once_do_not_interfere(paths, expected_of, kind):
     assert digest(one) == digest(again) == expected_of(kind, "plain") != digest(other)
 
 
+@pytest.mark.slow
 def test_other_processes_give_the_same_batches(paths, expected):
     """In interpreters of their own, since string hashes can only be changed at start."""
     code = (

@@ -602,6 +602,7 @@ def pack_and_die(path, samples, calls, **options):
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("begun", [None, 9], ids=["fresh", "continued"])
 def test_a_packing_killed_at_any_write_resumes_to_the_same_bytes(
     tmp_path, random_maps, packed, begun
@@ -770,6 +771,7 @@ def test_a_part_of_another_packing_is_refused_and_kept(tmp_path, random_maps):
 # ----------------------------------------------------------------------- verify
 
 
+@pytest.mark.slow
 def test_verify_names_every_damaged_sample(packed, tmp_path, command):
     _, whole, _ = packed
     sound, bad, cut = (tmp_path / f"{name}.beton" for name in ("sound", "bad", "cut"))
@@ -857,6 +859,7 @@ def ffcv(command):
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.ffcv
 def test_stock_ffcv_opens_a_densefeed_file(tmp_path, random_maps, ffcv):
     samples, maps = write(tmp_path / "x.beton", random_maps)
@@ -895,6 +898,7 @@ def stock(tmp_path_factory, ffcv):
     return root, smooth
 
 
+@pytest.mark.slow
 @pytest.mark.ffcv
 @pytest.mark.parametrize("mode", ["jpg", "raw"])
 def test_files_of_stock_ffcv_open(stock, mode):
@@ -923,6 +927,7 @@ def test_files_of_stock_ffcv_with_many_fields_open_alone_and_together(stock):
         Beton([root / "many.beton", root / "raw.beton"])
 
 
+@pytest.mark.slow
 @pytest.mark.ffcv
 def test_a_file_of_stock_ffcv_trains_with_an_hdf5_store(stock, tmp_path, random_maps, command):
     root, _ = stock

@@ -485,6 +485,7 @@ def test_images_above_pixels_to_are_packed_as_jpegs(tmp_path, monkeypatch):
     beton.close()
 
 
+@pytest.mark.slow
 def test_the_command_takes_a_root(domain, command):
     """The labels of the list are in the .beton, without folders train and val."""
     done = command(

@@ -120,6 +120,7 @@ def test_invalid_conversions_are_refused(stores, tmp_path, random_maps):
     assert not [path for path in tmp_path.iterdir() if "new" in path.name]
 
 
+@pytest.mark.slow
 def test_a_conversion_that_is_killed_leaves_no_file(tmp_path, random_maps, command):
     """SIGKILL after 1 and 5 chunks; a complete conversion then gives the usual bytes."""
     raw = write(tmp_path / "raw.h5", random_maps(40, 4, 3, 20))
@@ -295,6 +296,7 @@ def test_a_cut_file_is_refused(stores, form, share):
         ScoreMapStore(path)
 
 
+@pytest.mark.slow
 def test_the_commands_verify_and_convert(stores, tmp_path, command):
     """`verify` prints a summary and exits with 0, or names the first bad rows and exits with 2.
 

@@ -243,6 +243,7 @@ def make_shard(out: Path, shard: Shard, header: StoreHeader, maps, count: int, f
     writer.close()
 
 
+@pytest.mark.slow
 def test_merge_copies_rows_and_names_faulty_shards(tmp_path, random_maps, command):
     count, out = 20, tmp_path / "maps.h5"
     maps, header = random_maps(count, 2, 2, 3), header_of(20)
@@ -396,6 +397,7 @@ def test_a_labeling_killed_at_random_times_ends_with_the_usual_bytes(
         out = tmp_path / f"cut-{rounds}" / "maps.h5"
 
 
+@pytest.mark.slow
 def test_torchrun_labels_with_two_ranks_and_reports_once(many, whole, tmp_path):
     """The command gives the bytes of one process and leaves no shard."""
     torch.manual_seed(0)

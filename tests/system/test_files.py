@@ -70,6 +70,7 @@ def test_explain_os_error_names_the_file_and_the_remedy():
     assert "change its owner or mode" in sentence
 
 
+@pytest.mark.slow
 def test_a_full_disk_ends_in_one_sentence(tmp_path, command):
     """A file size limit in place of a full disk: a real write fails half-way with an errno."""
     code = f"""

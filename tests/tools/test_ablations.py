@@ -90,6 +90,7 @@ def test_the_rows_of_a_table_differ_in_what_the_table_compares(configs):
     assert differing(*TABLES["DRLoc, beside token labels"]) == {"drloc", "drloc_grid"}
 
 
+@pytest.mark.slow
 def test_rows_are_trained_kept_and_tabulated(command, tmp_path):
     """One row of the first seed is trained.
 

@@ -44,6 +44,7 @@ def teacher(folder, tmp_path_factory, run):
     return out
 
 
+@pytest.mark.slow
 def test_a_full_disk_ends_every_command_in_one_sentence(folder, teacher, tmp_path, run):
     text = "tools/make_digit_scenes.py --out scenes --train 10 --val 10"
     scenes = run(text, cwd=tmp_path, limit=500)
@@ -114,6 +115,7 @@ def test_an_unreadable_image_stops_the_labeling_by_name(folder, teacher, tmp_pat
     assert not (tmp_path / "maps.h5").exists()
 
 
+@pytest.mark.slow
 def test_empty_and_missing_folders_are_refused(tmp_path, run):
     (tmp_path / "empty").mkdir()
     text = "tools/pack_dataset.py --out x.beton --data"
@@ -123,6 +125,7 @@ def test_empty_and_missing_folders_are_refused(tmp_path, run):
     assert_refused(done, "nowhere is not a run folder")
 
 
+@pytest.mark.slow
 def test_truncated_files_stop_a_training_before_it_starts(folder, maps, tmp_path, run):
     text = "tools/pack_dataset.py --out x.beton --data"
     done = run(text, folder, "--maps", maps, cwd=tmp_path)

@@ -85,6 +85,7 @@ def records(out, kind="train"):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", COMBINED)
 def test_combinations_train_and_change_heads(micro, tmp_path, name):
     fields = dict(epochs=1) if name != "sizes" else {}

@@ -72,6 +72,7 @@ def save_and_die(out, number):
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
+@pytest.mark.slow
 def test_kill_at_any_call_leaves_valid_checkpoints(tmp_path):
     """A child ends in `save` at its first open, rename, remove or link, at its second, ...
 

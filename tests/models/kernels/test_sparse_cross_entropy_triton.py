@@ -98,6 +98,7 @@ def test_interpreted_kernels_read_logits_that_are_not_contiguous():
         check(loss, subject.backward(grad.T.contiguous().T, view, *sums, *targets), case)
 
 
+@pytest.mark.slow
 def test_in_the_interpreter():
     """In a process of its own, since Triton reads the variable when it is imported."""
     done = subprocess.run(
@@ -111,6 +112,7 @@ def test_in_the_interpreter():
     assert "skipped" not in done.stdout
 
 
+@pytest.mark.slow
 def test_a_cpu_needs_no_triton():
     """CPU builds of PyTorch come without Triton.
 

@@ -91,6 +91,16 @@ def no_host_read():
     return trap
 
 
+@pytest.fixture(autouse=True)
+def environment_of_the_test():
+    """Undo changes of environment variables, such as those of importing cv2 or Lightning.
+
+    A command that follows could otherwise not be forked (see preloaded.py).
+    """
+    with mock.patch.dict(os.environ):
+        yield
+
+
 @pytest.fixture(scope="session")
 def command():
     """`command(*WORDS)` runs `python WORDS` in the checkout like a user, and captures the output.

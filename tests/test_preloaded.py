@@ -144,6 +144,12 @@ def test_no_state_is_left_in_the_server(command):
     assert command("-c", seen).stdout.split() == 3 * ["False"]
 
 
+@pytest.mark.parametrize("_run", range(2))
+def test_the_next_test_does_not_see_a_changed_environment(_run):
+    assert "CUDA_LEFT_BEHIND" not in os.environ
+    os.environ["CUDA_LEFT_BEHIND"] = "1"
+
+
 def test_variables_read_at_start_get_a_fresh_interpreter(command, monkeypatch):
     code = "import sys; print(sys.flags.optimize, 'torch' in sys.modules)"
     assert command("-c", code).stdout.split() == ["0", "True"]

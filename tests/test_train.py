@@ -207,6 +207,7 @@ def test_step_does_not_sync_with_the_host(packed, tmp_path, no_host_read, fields
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fields", [dict(mixtoken=True, mixup=0.8), dict(cutmix=1.0, mixup=0.8, mix_label="regions")]
 )

@@ -127,7 +127,7 @@ def start_wandb(
     end of each run, and copied nothing of short ones.
     """
     try:
-        import wandb
+        import wandb  # pyright: ignore[reportMissingImports] (optional)
     except ImportError as error:
         raise UserError(
             "--wandb needs the package wandb; `pip install wandb`, or remove the option"

@@ -138,6 +138,7 @@ def test_a_training_step_lowers_the_loss_and_only_the_last_stage_has_drop_path(d
     assert F.cross_entropy(model(image), label) < before
 
 
+@pytest.mark.slow
 @BOTH
 def test_compiles_without_a_graph_break(drloc):
     model, image = small(drloc), torch.randn(2, 3, 64, 64)

@@ -431,6 +431,7 @@ def test_a_fused_head_is_left_to_the_loss():
     torch.testing.assert_close(out.head(out.tokens), want.tokens)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fields", [{}, dict(token_head=True), dict(feed_forward="split-pool"), VIT]
 )

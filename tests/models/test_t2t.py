@@ -190,6 +190,7 @@ def test_a_training_step_lowers_the_loss(fields):
     assert all(torch.equal(buffer, frozen[name]) for name, buffer in model.named_buffers())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fields", [{}, dict(token_head=True)])
 def test_compiles_without_a_graph_break(fields):
     model, image = small(**fields).eval(), torch.randn(2, 3, 64, 64)

@@ -472,6 +472,7 @@ def test_loss_is_float32_under_autocast(variant, dtype):
     torch.testing.assert_close(got, ours(maps, words, weights), rtol=2e-2, atol=2e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize(
     "name",

@@ -433,6 +433,7 @@ def test_step_does_not_sync(no_host_read, small_chunks):
         loss_and_gradients(step, *arguments)
 
 
+@pytest.mark.slow
 def test_step_compiles_once_without_graph_break():
     compiled = torch.compile(step, fullgraph=True, dynamic=False)
     for seed in (0, 1):

@@ -912,6 +912,7 @@ def test_files_of_stock_ffcv_open(stock, mode):
         assert np.abs(got - want).mean() <= (0 if mode == "raw" else 3)
 
 
+@pytest.mark.slow
 @pytest.mark.ffcv
 def test_files_of_stock_ffcv_with_many_fields_open_alone_and_together(stock):
     root, smooth = stock

@@ -173,6 +173,7 @@ def test_onnx_runtime_gives_equal_logits_in_any_batch(exported):
     check_graph(exported / "model.onnx", "lvvit_micro", 32)
 
 
+@pytest.mark.slow
 @needs_onnx
 @pytest.mark.parametrize(
     ("name", "size"), [("lvvit_micro", 48), ("nfnet_micro", 40), ("test_vit", 48)]

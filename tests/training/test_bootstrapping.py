@@ -294,6 +294,7 @@ def test_both_networks_use_score_maps(config):
     assert ours.item() == pytest.approx(want.item(), rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fields",
     [
@@ -324,6 +325,7 @@ def test_step_compiles_once_for_all_boxes_and_epochs(config, fields):
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
+@pytest.mark.slow
 def test_blocks_of_both_networks_are_compiled(config, monkeypatch, tmp_path):
     """Each kind once: the transformer's, the agent's at its two sizes; and the loss.
 

@@ -225,6 +225,7 @@ def test_step_loss_is_base_loss_plus_weighted_localization(micro, tmp_path, vari
     assert away > 0.05
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fields",
     [
@@ -256,6 +257,7 @@ def test_step_compiles_once(micro, tmp_path, no_host_read, fields):
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["blocks", "whole"])
 def test_compiled_run_matches_eager_run(micro, tmp_path, monkeypatch, how):
     """Without code generation, which takes a minute."""

@@ -19,13 +19,14 @@ from torch import Tensor, nn
 
 from densefeed.models.lvvit import LVViT
 from densefeed.models.t2t import T2TViT
+from densefeed.system.errors import UserError
 
 # Keys under which a checkpoint holds weights, EMA weights first: ours, timm's two, ours, timm's.
 AVERAGED = ("ema", "state_dict_ema", "model_ema")
 WEIGHTS = (*AVERAGED, "model", "state_dict")
 
 
-class CheckpointError(Exception):
+class CheckpointError(UserError):
     """A checkpoint that cannot be used; one sentence with the file and the remedy."""
 
 

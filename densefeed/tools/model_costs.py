@@ -21,11 +21,11 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from densefeed.models import checkpoints  # noqa: F401  (registers our models with timm)
-from densefeed.system.errors import UserError, run
+from densefeed.system.errors import UserError, make_command
 
 PER_ELEMENT = {nn.LayerNorm: 5, nn.BatchNorm2d: 2}  # fvcore's counts
 # Products of two activations. Layers are mm, addmm and convolution.
-ACTIVATION_PRODUCTS = {"bmm", "baddbmm"}
+ACTIVATION_PRODUCTS = ("aten.bmm", "aten.baddbmm")
 
 
 class Costs(NamedTuple):
@@ -62,12 +62,10 @@ def measure_costs(model: nn.Module, size: int) -> Costs:
         model.eval()(torch.empty(1, 3, size, size, device="meta"))
     for hook in hooks:
         hook.remove()
-    flops = counter.get_flop_counts()["Global"].items()
-    by_name = {str(operation).split(".")[-1]: number for operation, number in flops}
     products = (
         number
-        for name, number in by_name.items()
-        if name in ACTIVATION_PRODUCTS or "attention" in name
+        for operation, number in counter.get_flop_counts()["Global"].items()
+        if str(operation) in ACTIVATION_PRODUCTS or "attention" in str(operation)
     )
     attention = sum(products) // 2
     parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -117,9 +115,7 @@ def main(options: ModelCosts) -> None:
     console.print(table)
 
 
-def command() -> None:
-    """Run the console script `densefeed-model-costs`."""
-    run(lambda: main(tyro.cli(ModelCosts, description=__doc__)))
+command = make_command(main, ModelCosts, __doc__)
 
 
 if __name__ == "__main__":

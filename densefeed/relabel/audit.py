@@ -556,16 +556,20 @@ def check_files(store: ScoreMapStore, images: Images, image_of: np.ndarray) -> O
     paths, parts = store.paths(), []
     without = sorted(set(images.paths) - set(paths))
     if without:
-        names = ", ".join(without[:MAX_NAMED])
-        parts.append(f"{len(without):,} of {len(images):,} images have no row ({names})")
+        parts.append(
+            f"{len(without):,} of {len(images):,} images have no row "
+            f"({', '.join(without[:MAX_NAMED])})"
+        )
     gone = [path for path, at in zip(paths, image_of, strict=True) if at < 0]
     if gone:
-        names = ", ".join(gone[:MAX_NAMED])
-        parts.append(f"{len(gone):,} of {len(store):,} rows have no image ({names})")
+        parts.append(
+            f"{len(gone):,} of {len(store):,} rows have no image ({', '.join(gone[:MAX_NAMED])})"
+        )
     moved = np.flatnonzero(image_of != np.arange(len(store)))
     if not parts and len(moved):
-        first = name_rows(store, moved[:1])
-        parts = [f"every image has its row, but the order differs, from {first} on"]
+        parts = [
+            f"every image has its row, but the order differs, from {name_rows(store, moved[:1])} on"
+        ]
     if not parts and images.fingerprint() != store.header.fingerprint:
         parts = [
             f"all {len(images):,} names agree, but the fingerprint does not: files or labels have "

@@ -223,11 +223,10 @@ def palette_bars(palette: dict) -> dict:
     return scale_bars(np.histogram(sizes, bins, (0, high + 1), weights=weights)[0], 0, high)
 
 
-def picture(pixels: np.ndarray | Image.Image, kind: str = "PNG") -> str:
-    """Encode pixels as a data URL: PNG, which is lossless, or JPEG."""
-    image = pixels if isinstance(pixels, Image.Image) else Image.fromarray(pixels)
+def picture(image: Image.Image, kind: str) -> str:
+    """Encode an image as a data URL: PNG, which is lossless and ignores the quality, or JPEG."""
     buffer = io.BytesIO()
-    image.save(buffer, kind, optimize=True, **({"quality": 82} if kind == "JPEG" else {}))
+    image.save(buffer, kind, optimize=True, quality=82)
     return f"data:image/{kind.lower()};base64," + base64.b64encode(buffer.getvalue()).decode()
 
 

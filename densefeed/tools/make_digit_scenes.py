@@ -166,7 +166,7 @@ def free_place(
     Those are (left, top, side). Returns None after 50 tries.
     """
     for _ in range(50):
-        left, top = (int(v) for v in rng.integers(0, size - side + 1, 2))
+        left, top = rng.integers(0, size - side + 1, 2).tolist()
         if all(
             left + side <= x or x + s <= left or top + side <= y or y + s <= top
             for x, y, s in taken

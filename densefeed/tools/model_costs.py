@@ -72,7 +72,7 @@ def measure_costs(model: nn.Module, size: int) -> Costs:
     return Costs(parameters, counter.get_total_flops() // 2 - attention, attention, norms)
 
 
-def costs_by_name(name: str, size: int = 0, **arguments: object) -> tuple[Costs, int]:
+def costs_by_name(name: str, size: int = 0) -> tuple[Costs, int]:
     """Return the costs of a timm model at `size` pixels, and that size; 0: the model's own.
 
     Raises UserError for an unknown model.
@@ -86,7 +86,7 @@ def costs_by_name(name: str, size: int = 0, **arguments: object) -> tuple[Costs,
     set_fused_attn(False)  # the products inside a fused attention cannot be counted
     try:
         with torch.device("meta"):
-            model = timm.create_model(name, **arguments)
+            model = timm.create_model(name)
     finally:
         set_fused_attn(fused > 0)
     size = size or model.pretrained_cfg["input_size"][-1]

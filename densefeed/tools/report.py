@@ -21,6 +21,7 @@ from typing import Annotated, NamedTuple
 import numpy as np
 import torch
 import tyro
+from PIL import Image
 
 from densefeed.models.token_transformer import TokenTransformer
 from densefeed.objectives import build_objective
@@ -290,7 +291,7 @@ def make_contact_sheet(
     names = loader.class_names
     return [
         {
-            "image": picture(batch.image[n].numpy()),
+            "image": picture(Image.fromarray(batch.image[n].numpy()), "PNG"),
             "label": names[int(batch.label[n])],
             "index": int(batch.index[n]),
             "cells": make_cells(class_NT[n], probability_NT[n], names),

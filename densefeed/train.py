@@ -16,10 +16,8 @@ from contextlib import closing, nullcontext
 import torch
 import tyro
 
-from densefeed.models.checkpoints import CheckpointError
 from densefeed.recipes import RECIPES
 from densefeed.system.devices import peak_memory, synchronize
-from densefeed.system.errors import UserError
 from densefeed.system.errors import run as run_command
 from densefeed.system.files import replace_file
 from densefeed.system.malloc import tune_malloc
@@ -235,10 +233,7 @@ def main() -> None:
         config = tyro.extras.overridable_config_cli(recipes, description=__doc__, config=flat)
         name = next(word for word in sys.argv[1:] if word in recipes)
         check_unused(config, recipes[name][1])
-        try:
-            train(config)
-        except CheckpointError as error:
-            raise UserError(str(error)) from error
+        train(config)
 
 
 def command() -> None:

@@ -1,6 +1,7 @@
-"""Parts of a run that tests build without training."""
+"""Parts of a run that tests build without training, and a whole labeling pass."""
 
 from contextlib import closing
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -13,6 +14,10 @@ from densefeed.pipelines.batch import Batch, ScoreMapSpec
 from densefeed.pipelines.loader import ThreadedLoader
 from densefeed.pipelines.mixing import Mix, Mixing
 from densefeed.pipelines.plan import EpochPlan
+from densefeed.relabel.labeling import WHOLE_SET, begin_pass, finish_pass
+from densefeed.storage.images import Images
+from densefeed.storage.score_maps import ScoreMapStore
+from densefeed.storage.shards import Shard
 from densefeed.training.build import build_model
 from densefeed.training.config import Config
 from densefeed.training.setup import open_loader
@@ -31,6 +36,20 @@ def model_for(config: Config, num_classes: int = 2) -> nn.Module:
 def wrap(config: Config, model: nn.Module, num_classes: int = 2) -> nn.Module:
     """The model with what its objective adds."""
     return objective_for(config).wrap(model, num_classes, lambda network: network)
+
+
+def label_images(
+    images: Images,
+    teacher: nn.Module,
+    name: str,
+    out: Path,
+    *,
+    shard: Shard = WHOLE_SET,
+    ranks: bool = False,
+    **options,
+) -> ScoreMapStore | None:
+    """Run `begin_pass` with these options, then `finish_pass`."""
+    return finish_pass(begin_pass(images, teacher, name, **options), out, shard, ranks)
 
 
 def train_loader(config: Config) -> ThreadedLoader:

@@ -7,9 +7,11 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 import zipfile
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
@@ -110,13 +112,13 @@ def test_every_config_field_is_read():
 
 
 COMMANDS = [
-    path for path in SOURCES if "tyro.cli(" in path.read_text() and path.parent.name == "tools"
+    path for path in SOURCES if "make_command(" in path.read_text() and path.parent.name == "tools"
 ]
 
 
 def options_of(path: Path) -> tuple[Path, str]:
     """The class of a command's options."""
-    return path, re.search(r"tyro\.cli\((\w+)", path.read_text())[1]
+    return path, re.search(r"make_command\(main, (\w+)", path.read_text())[1]
 
 
 def sections(options: object) -> Iterator[type]:
@@ -159,6 +161,12 @@ def test_every_option_has_a_help_text(path, name):
         assert beside or lines[field.lineno - 2].lstrip().startswith("#"), field.target.id
 
 
+def test_every_console_script_exists():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    for name, place in project["scripts"].items():
+        assert callable(EntryPoint(name, place, "console_scripts").load()), name
+
+
 def test_wheel_contains_only_densefeed(tmp_path):
     """Build the wheel like `pip install .`: it holds `densefeed` alone, with its data files."""
     options = ["--no-deps", "--no-build-isolation", "-q", "-w", tmp_path, ROOT]
@@ -175,7 +183,7 @@ def test_wheel_contains_only_densefeed(tmp_path):
         "recipes/ABLATIONS.md",
         "tools/report.html",
         "tools/audit.html",
-        "tools/style.html",
+        "tools/page.html",
     }
     assert {f"densefeed/{name}" for name in ("train.py", *data)} <= set(names)
     assert not any(name.endswith(".c") or name == "densefeed/setup.py" for name in names)

@@ -19,13 +19,14 @@ from torch import Tensor, nn
 
 from densefeed.models.lvvit import LVViT
 from densefeed.models.t2t import T2TViT
+from densefeed.system.errors import UserError, first_line
 
 # Keys under which a checkpoint holds weights, EMA weights first: ours, timm's two, ours, timm's.
 AVERAGED = ("ema", "state_dict_ema", "model_ema")
 WEIGHTS = (*AVERAGED, "model", "state_dict")
 
 
-class CheckpointError(Exception):
+class CheckpointError(UserError):
     """A checkpoint that cannot be used; one sentence with the file and the remedy."""
 
 
@@ -145,9 +146,9 @@ def initialize(model: nn.Module, path: Path) -> str:
         fitted = dict(filter_fn(weights, model)) if filter_fn else weights
     # The tensors are those of another family.
     except (RuntimeError, KeyError, ValueError, AttributeError, TypeError, IndexError) as error:
-        reason = str(error).partition("\n")[0]
         raise CheckpointError(
-            f"{path} does not fit {type(model).__name__} ({reason}); choose another file or model"
+            f"{path} does not fit {type(model).__name__} ({first_line(error)}); choose another "
+            "file or model"
         ) from error
 
     unused = len(weights) - len(fitted)

@@ -24,13 +24,13 @@ import numpy as np
 
 from densefeed.relabel.reference_match import (
     ALARM_T,
+    FOOTPRINT_WORDS,
     MIN_IMAGES,
     ORIENTATIONS,
     SURE_T,
     MapCorrelation,
     References,
     choose_best,
-    describe_footprint,
     look,
     paired_t,
 )
@@ -180,18 +180,17 @@ def rows_to_read(count: int, every_row: bool) -> np.ndarray:
     return np.linspace(0, count - 1, SAMPLED_ROWS).astype(np.int64)
 
 
-def is_own_teacher(store: ScoreMapStore, references: References | None) -> bool:
+def is_own_teacher(store: ScoreMapStore, references: References) -> bool:
     """Whether the reference is the model that made this store, alone and in a single view.
 
     The teacher's name in the header ends with a hash of its weights.
     """
-    reference = (references or {}).get(store.header.geometry)
-    model = getattr(reference, "model", None)
+    header, reference = store.header, references.get(store.header.geometry)
     return (
-        model is not None
-        and getattr(reference, "input_size", None) == store.header.input_size
-        and not VIEWS_OR_CLASS_MAP.search(store.header.teacher)
-        and store.header.teacher.endswith(f" {weights_hash(model)}")
+        reference is not None
+        and reference.input_size == header.input_size
+        and not VIEWS_OR_CLASS_MAP.search(header.teacher)
+        and header.teacher.endswith(f" {weights_hash(reference.model)}")
     )
 
 
@@ -210,9 +209,11 @@ def check_finished(path: Path) -> Outcome:
     if not len(missing):
         return "sound", f"all {count:,} rows are labeled"
     names = ", ".join(arrays["path"][row].decode(errors="replace") for row in missing[:MAX_NAMED])
-    evidence = f"{len(missing):,} of {count:,} rows are not labeled yet (first: {names})"
-    remedy = "Run the command that labels or imports again; it does only the missing rows."
-    return "fault", evidence, remedy
+    return (
+        "fault",
+        f"{len(missing):,} of {count:,} rows are not labeled yet (first: {names})",
+        "Run the command that labels or imports again; it does only the missing rows.",
+    )
 
 
 class RowScan:
@@ -224,7 +225,7 @@ class RowScan:
     def __init__(self, ids: np.ndarray) -> None:
         count = len(ids)
         self.ids = ids
-        self.faults: dict[int, list[str]] = {}
+        self.faults = {}  # the names of the faults of each row that has some
         # The class of the greatest mean probability over the cells, that probability, and the mean
         # probability of the image's label.
         self.top, self.top_p, self.label_p = np.zeros(count, np.int64), *np.zeros((2, count))
@@ -337,14 +338,15 @@ def scan_probabilities(
 def mean_over_cells(
     named: np.ndarray, other: np.ndarray, cls: np.ndarray, num_classes: int
 ) -> np.ndarray:
-    """Average the probability of every class over the cells, float64 `[N, K]`.
+    """Average the probability or logit of every class over the cells, float64 `[N, K]`.
 
-    `named` and `other` are the results of `cell_targets`.
+    `named` `[N, S, S, k]` are the values of the classes `cls`, `other` `[N, S, S]` is that of each
+    other class, as `cell_targets` returns them.
     """
     N = len(named)
-    key = np.arange(N)[:, None] * num_classes + cls.reshape(N, -1)
-    more = (named - other[..., None]).reshape(-1)
-    total = np.bincount(key.reshape(-1), more, N * num_classes).reshape(N, num_classes)
+    key = np.arange(N)[:, None, None, None] * num_classes + cls
+    more = named - other[..., None]
+    total = np.bincount(key.ravel(), more.ravel(), N * num_classes).reshape(N, num_classes)
     return (total + other.sum((1, 2))[:, None]) / other[0].size
 
 
@@ -359,14 +361,16 @@ def check_values(store: ScoreMapStore, scan: RowScan, no_logits: bool) -> Outcom
     """
     read = len(scan.ids)
     if not scan.faults:
-        evidence = f"checksums, ranges and order hold in the {read:,} of {len(store):,} rows read"
-        return "sound", evidence
+        return "sound", (
+            f"checksums, ranges and order hold in the {read:,} of {len(store):,} rows read"
+        )
     kinds = Counter(kind for found in scan.faults.values() for kind in found)
     parts = []
     for kind, count in kinds.most_common():
         first = next(row for row, found in scan.faults.items() if kind in found)
-        rows = "row" if count == 1 else "rows"
-        parts.append(f"{count:,} {rows} with {kind} (first: {name_rows(store, [first])})")
+        parts.append(
+            f"{count:,} row{'s' * (count > 1)} with {kind} (first: {name_rows(store, [first])})"
+        )
     evidence = f"{len(scan.faults):,} of {read:,} rows read are bad: {'; '.join(parts)}"
     remedy = "Copy the file again; if that does not help, label or import these images again."
     if no_logits and set(kinds) == {OVER}:
@@ -383,8 +387,9 @@ def check_logits(store: ScoreMapStore, scan: RowScan) -> Outcome:
     header = store.header
     judged, good = ~np.isnan(scan.range[:, 0]), scan.good()
     if not judged.any() and good.any():
-        evidence = "every map is the same in all of its cells, as maps made from labels are"
-        return "unchecked", evidence
+        return "unchecked", (
+            "every map is the same in all of its cells, as maps made from labels are"
+        )
     if not judged.any():
         return "unchecked", "no row could be read"
     low, high = float(scan.range[judged, 0].min()), float(scan.range[judged, 1].max())
@@ -393,34 +398,33 @@ def check_logits(store: ScoreMapStore, scan: RowScan) -> Outcome:
     span = f"the logits range from {low:.3g} to {high:.3g}"
     if low >= 0 and high <= WHOLE and are_probabilities(high, shares, header.top_k):
         part = "all" if max_sum <= WHOLE else f"{100 * (1 - shares[0]):.4g} % of the"
-        evidence = (
+        return (
+            "fault",
             f"{span}, and in {part} cells they sum to no more than 1 (greatest sum {max_sum:.3g}): "
-            "these are probabilities, not logits"
+            "these are probabilities, not logits",
+            "Store the logarithms of these numbers, or label or import again from raw logits.",
         )
-        remedy = "Store the logarithms of these numbers, or label or import again from raw logits."
-        return "fault", evidence, remedy
     zero_logit = header.absent == "zero-logit" and header.num_classes > header.top_k
     if zero_logit and high <= 0 and max_exp_sum <= WHOLE:
-        evidence = (
+        return (
+            "fault",
             f"{span}, and the exponentials of a cell sum to at most {max_exp_sum:.3g}: these are "
             "logarithms of probabilities, and a class that is not named, at logit 0, would be the "
-            "likeliest"
+            "likeliest",
+            "Import again from raw logits, or store with absent = tail.",
         )
-        remedy = "Import again from raw logits, or store with absent = tail."
-        return "fault", evidence, remedy
     if not (judged & good).any():
         return "unchecked", "no row could be read"
     # If logits lie in [0, 1], the likeliest class has at most e times the probability of any other.
     max_p, limit = float(scan.max_p[judged].max()), math.e / (header.num_classes - 1 + math.e)
     if max_p > limit:
-        evidence = f"{span}, and the most confident cell gives its class {100 * max_p:.1f} %"
-        return "sound", evidence
-    evidence = (
+        return "sound", f"{span}, and the most confident cell gives its class {100 * max_p:.1f} %"
+    return (
+        "warning",
         f"{span}, and the most confident cell gives its class {100 * max_p:.2g} %, no more than if "
-        f"probabilities had been stored as logits ({100 * limit:.2g} %)"
+        f"probabilities had been stored as logits ({100 * limit:.2g} %)",
+        "Compare a few rows with the teacher's own logits before training on them.",
     )
-    remedy = "Compare a few rows with the teacher's own logits before training on them."
-    return "warning", evidence, remedy
 
 
 def are_probabilities(high: float, shares: np.ndarray, top_k: int) -> bool:
@@ -452,8 +456,7 @@ def check_class_numbers(store: ScoreMapStore, scan: RowScan) -> Outcome:
     """
     num_classes = store.header.num_classes
     if num_classes <= 2049:
-        evidence = f"float16 represents all {num_classes:,} class numbers exactly"
-        return "sound", evidence
+        return "sound", f"float16 represents all {num_classes:,} class numbers exactly"
     classes = np.flatnonzero(scan.named[:num_classes])
     beyond = classes[classes > 2048]
     step = 2.0 ** (np.floor(np.log2(np.maximum(beyond, 1))) - 10)
@@ -469,11 +472,11 @@ def check_class_numbers(store: ScoreMapStore, scan: RowScan) -> Outcome:
         return "sound", evidence
     if bits < 20:
         return "unchecked", f"{evidence}: too few to decide"
-    evidence += f"; by chance all would be once in 2^{bits:.0f} stores"
-    remedy = (
-        "Class numbers were rounded to float16: label or import again from integers or float32."
+    return (
+        "fault",
+        f"{evidence}; by chance all would be once in 2^{bits:.0f} stores",
+        "Class numbers were rounded to float16: label or import again from integers or float32.",
     )
-    return "fault", evidence, remedy
 
 
 def find_equal_maps(store: ScoreMapStore) -> tuple[list[tuple[int, int]], set[int], float]:
@@ -484,20 +487,18 @@ def find_equal_maps(store: ScoreMapStore) -> tuple[list[tuple[int, int]], set[in
     label in every cell; and the number of rows with equal checksums per pair that was compared.
     """
     header, order = store.header, np.argsort(store.crcs, kind="stable")
-    again = np.flatnonzero(store.crcs[order][1:] == store.crcs[order][:-1])
-    compared = again[:MAX_PAIRS].tolist()
+    again = np.flatnonzero(np.diff(store.crcs[order]) == 0)
+    compared = again[:MAX_PAIRS]
     pairs, filled = [], set()
     for pair in (order[at : at + 2] for at in compared):
         try:
-            first, second = (store.rows(row_1) for row_1 in np.split(pair, 2))
+            maps = store.rows(pair)
         except UserError:  # reported by `check_values`
             continue
-        if any((a != b).any() for a, b in zip(first, second, strict=True)):
+        if any((first != second).any() for first, second in maps):
             continue
-        label_2 = store.labels[pair]
-        by_label = label_rows(label_2[:1], header.num_classes, header.side, header.top_k)
-        certain = label_2[0] == label_2[1] and first.logit[0, 0, 0, 0] >= SURE - 0.5
-        if certain and (first.cls == by_label.cls).all():
+        by_label = label_rows(store.labels[pair], header.num_classes, header.side, header.top_k)
+        if maps.logit[0, 0, 0, 0] >= SURE - 0.5 and (maps.cls == by_label.cls).all():
             filled.update(pair.tolist())
         else:
             pairs.append(tuple(pair.tolist()))
@@ -521,7 +522,7 @@ def check_duplicates(
     if not pairs:
         return "sound", f"no two images share a map{note}"
     remedy = "Find out which image the map belongs to, and label or import the others again."
-    if images is None or image_of is None:
+    if images is None:
         evidence = (
             f"about {len(pairs) * scale:,.0f} maps occur twice, such as those of "
             f"{name_rows(store, pairs[0])}; whether the images are equal is not known{note}"
@@ -539,8 +540,7 @@ def check_duplicates(
         and len({images.read(index) for index in image_of[list(pair)].tolist()}) > 1
     ]
     if not different:
-        evidence = f"{len(pairs):,} maps occur twice, and so do their images{note}"
-        return "sound", evidence
+        return "sound", f"{len(pairs):,} maps occur twice, and so do their images{note}"
     evidence = (
         f"about {len(different) * scale:,.0f} maps are shared by different images, such as "
         f"{name_rows(store, different[0])}{note}"
@@ -556,16 +556,20 @@ def check_files(store: ScoreMapStore, images: Images, image_of: np.ndarray) -> O
     paths, parts = store.paths(), []
     without = sorted(set(images.paths) - set(paths))
     if without:
-        names = ", ".join(without[:MAX_NAMED])
-        parts.append(f"{len(without):,} of {len(images):,} images have no row ({names})")
+        parts.append(
+            f"{len(without):,} of {len(images):,} images have no row "
+            f"({', '.join(without[:MAX_NAMED])})"
+        )
     gone = [path for path, at in zip(paths, image_of, strict=True) if at < 0]
     if gone:
-        names = ", ".join(gone[:MAX_NAMED])
-        parts.append(f"{len(gone):,} of {len(store):,} rows have no image ({names})")
+        parts.append(
+            f"{len(gone):,} of {len(store):,} rows have no image ({', '.join(gone[:MAX_NAMED])})"
+        )
     moved = np.flatnonzero(image_of != np.arange(len(store)))
     if not parts and len(moved):
-        first = name_rows(store, moved[:1])
-        parts = [f"every image has its row, but the order differs, from {first} on"]
+        parts = [
+            f"every image has its row, but the order differs, from {name_rows(store, moved[:1])} on"
+        ]
     if not parts and images.fingerprint() != store.header.fingerprint:
         parts = [
             f"all {len(images):,} names agree, but the fingerprint does not: files or labels have "
@@ -581,17 +585,21 @@ def check_class_names(store: ScoreMapStore, images: Images, image_of: np.ndarray
     names, known = list(store.header.class_names), np.flatnonzero(image_of >= 0)
     if names != images.class_names:
         shared = sum(a == b for a, b in zip(names, images.class_names, strict=False))
-        evidence = (
+        return (
+            "fault",
             f"{shared:,} of {len(names):,} class names equal, place by place, those of the "
-            f"folder, which has {len(images.class_names):,}"
+            f"folder, which has {len(images.class_names):,}",
+            OTHER_FOLDER,
         )
-        return "fault", evidence, OTHER_FOLDER
     others = known[images.labels[image_of[known]] != store.labels[known]]
     if not len(others):
         return "sound", f"all {len(names):,} names and all labels are the folder's"
     first = name_rows(store, others[:1])
-    evidence = f"rows whose label is not that of their image: {len(others):,} (first: {first})"
-    return "fault", evidence, OTHER_FOLDER
+    return (
+        "fault",
+        f"rows whose label is not that of their image: {len(others):,} (first: {first})",
+        OTHER_FOLDER,
+    )
 
 
 def neighbors(labels: np.ndarray, usable: np.ndarray, count: int) -> np.ndarray:
@@ -604,12 +612,9 @@ def neighbors(labels: np.ndarray, usable: np.ndarray, count: int) -> np.ndarray:
         return np.empty(0, np.int64)
     pairs = max(1, min(count // 2, len(usable) // 2))
     at = np.linspace(0, len(usable) - 2, pairs).astype(np.int64)
-    back = (
-        (at > 0)
-        & (labels[usable[at]] != labels[usable[at + 1]])
-        & (labels[usable[at]] == labels[usable[at - 1]])
-    )
-    return np.stack([usable[at], usable[np.where(back, at - 1, at + 1)]], 1).reshape(-1)
+    label = labels[usable]
+    back = (at > 0) & (label[at] != label[at + 1]) & (label[at] == label[at - 1])
+    return usable[np.stack([at, np.where(back, at - 1, at + 1)], 1).ravel()]
 
 
 def check_windows(
@@ -618,26 +623,24 @@ def check_windows(
     """Compare stored windows with those that follow from image sizes and the header's geometry."""
     geometry = store.header.geometry
     if geometry not in ("squash", "center-crop", "letterbox"):
-        evidence = f"the windows of geometry {geometry} do not follow from the image sizes"
-        return "unchecked", evidence
+        return "unchecked", (
+            f"the windows of geometry {geometry} do not follow from the image sizes"
+        )
     stored = store.rows(rows).window
     sizes = map(images.size, image_of[rows].tolist())
     want = np.array([teacher_window(geometry, *size) for size in sizes], np.float32)
     # A generator that crops at whole pixels differs by up to half of one: 1/600 of an image of 300.
     wrong = np.flatnonzero(np.abs(stored - want).max(1) > 2e-3)
     if not len(wrong):
-        evidence = f"all {len(rows):,} rows compared have the window of geometry {geometry}"
-        return "sound", evidence
+        return "sound", f"all {len(rows):,} rows compared have the window of geometry {geometry}"
     n = wrong[0]
     have, expected = (tuple(part[n].round(3).tolist()) for part in (stored, want))
-    evidence = (
+    return (
+        "fault",
         f"{len(wrong):,} of {len(rows):,} rows do not have the window of geometry {geometry}: "
-        f"{store.image_path(rows[n])} has {have}, not {expected}"
+        f"{store.image_path(rows[n])} has {have}, not {expected}",
+        "Label the images again, or import the pack again with the --footprint it was made with.",
     )
-    remedy = (
-        "Label the images again, or import the pack again with the --footprint it was made with."
-    )
-    return "fault", evidence, remedy
 
 
 # -------------------------------------------------------------------------- maps against the labels
@@ -671,17 +674,16 @@ class Renaming(NamedTuple):
 
 def learn_renaming(label: np.ndarray, top: np.ndarray, classes: int) -> Renaming:
     """Learn on every other row of each label which class the maps name; test on the others."""
-    turn = np.zeros(len(label), np.int64)
+    learn = np.zeros(len(label), bool)
     order = np.argsort(label, kind="stable")
     starts = np.searchsorted(label[order], label[order])
-    turn[order] = (np.arange(len(label)) - starts) % 2
-    learn, test = turn == 0, turn == 1
+    learn[order] = (np.arange(len(label)) - starts) % 2 == 0
     pairs, counts = np.unique(label[learn] * classes + top[learn], return_counts=True)
     ascending = pairs[np.argsort(counts, kind="stable")]
     # The most frequent pair of a label is written last.
     names = np.full(classes, -1, np.int64)
     names[ascending // classes] = ascending % classes
-    label, top = label[test], top[test]
+    label, top = label[~learn], top[~learn]
     return Renaming(names, label, label == top, names[label] == top)
 
 
@@ -748,12 +750,13 @@ def check_class_list(
             f"{names[c]} is called {class_name(names, renaming.names[c])}"
             for c in moved[:MAX_NAMED]
         )
-        evidence += (
-            f", but for {renamed} once {len(moved):,} classes are renamed ({examples}; learned on "
-            f"as many other images, t = {t:.1f})"
+        outcome = (
+            "fault",
+            f"{evidence}, but for {renamed} once {len(moved):,} classes are renamed ({examples}; "
+            f"learned on as many other images, t = {t:.1f})",
+            "Label or import again with the teacher's class list in the order of the folders.",
         )
-        remedy = "Label or import again with the teacher's class list in the order of the folders."
-        return ("fault", evidence, remedy), renaming
+        return outcome, renaming
     agreement = measure_agreement(label, top)
     if agreement.is_significant():
         evidence += (
@@ -770,6 +773,27 @@ def check_class_list(
 def class_name(names: tuple[str, ...], number: int) -> str:
     """Return the name of a class, or its number where there is no name."""
     return names[number] if 0 <= number < len(names) else f"class {number}"
+
+
+def measure_accuracy(store: ScoreMapStore, batch: int = 1024) -> float:
+    """Compute the top-1 accuracy of stored maps, by the class of the highest mean logit.
+
+    The mean is over the cells, and the accuracy is against the image labels. That mean is the
+    output of a teacher with a linear head, so the result should be close to the teacher's own
+    accuracy; if it is not, the maps are wrong. A class that a cell does not name counts there with
+    the logit it is stored with: 0, or its even share of the remaining probability (of at least
+    1e-3, below which float16 keeps nothing of it).
+    """
+    header, right = store.header, 0
+    others = max(header.num_classes - header.top_k, 1)
+    for ids in bar(np.array_split(np.arange(len(store)), -(-len(store) // batch)), "read back"):
+        maps = store.rows(ids)
+        logit, lse = maps.logit.astype(np.float64), maps.lse.astype(np.float64)
+        remainder = np.maximum(1 - np.exp(logit - lse[..., None]).sum(-1), 1e-3) / others
+        unnamed = lse + np.log(remainder) if header.absent == "tail" else np.zeros_like(lse)
+        mean_NK = mean_over_cells(logit, unnamed, maps.cls, header.num_classes)
+        right += int((mean_NK.argmax(1) == store.labels[ids]).sum())
+    return right / len(store)
 
 
 def check_labels(
@@ -792,12 +816,16 @@ def check_labels(
     if agreement.chance + SURE_T * agreement.error > 0.8:
         return "unchecked", f"{evidence}: too close to decide"
     if match and match.is_reproduced():
-        evidence += "; the reference makes the same maps, so the teacher itself is no better"
-        remedy = "Choose a teacher that was trained on these classes."
-        return "warning", evidence, remedy
-    evidence += ": these are maps of other images or classes, or of an untrained teacher"
-    remedy = "Label or import again with each map at its image, and check the teacher's accuracy."
-    return "fault", evidence, remedy
+        return (
+            "warning",
+            f"{evidence}; the reference makes the same maps, so the teacher itself is no better",
+            "Choose a teacher that was trained on these classes.",
+        )
+    return (
+        "fault",
+        f"{evidence}: these are maps of other images or classes, or of an untrained teacher",
+        "Label or import again with each map at its image, and check the teacher's accuracy.",
+    )
 
 
 # ------------------------------------------------------------------------- maps against a reference
@@ -876,17 +904,15 @@ def check_coverage(match: MapCorrelation, declared: str, foreign: bool) -> Outco
     _, o = match.best()
     elongated = match.elongated
     if declared not in match.footprints or len(match.footprints) < 2:
-        evidence = f"there is no alternative to compare geometry {declared} with"
-        return "unchecked", evidence
+        return "unchecked", f"there is no alternative to compare geometry {declared} with"
     if elongated.sum() < MIN_IMAGES:
-        evidence = (
+        return "unchecked", (
             f"{int(elongated.sum())} of {len(elongated)} images have sides that differ by a tenth, "
             f"and {MIN_IMAGES} are needed; the center square of a square image is the whole image"
         )
-        return "unchecked", evidence
     choice = choose_best(match.own[elongated][:, :, o])
     means = ", ".join(
-        f"{mean:.3f} if they cover {describe_footprint(footprint)}"
+        f"{mean:.3f} if they cover {FOOTPRINT_WORDS[footprint]}"
         for mean, footprint in zip(choice.mean, match.footprints, strict=True)
     )
     evidence = (
@@ -894,8 +920,7 @@ def check_coverage(match: MapCorrelation, declared: str, foreign: bool) -> Outco
         f"{means} (t = {choice.t_over.min():.1f})"
     )
     if choice.count < MIN_IMAGES:
-        evidence += f": too few images; {MIN_IMAGES} are needed"
-        return "unchecked", evidence
+        return "unchecked", f"{evidence}: too few images; {MIN_IMAGES} are needed"
     if not match.is_located():
         return "unchecked", f"{evidence}: {explain_mismatch(foreign)}"
     at = match.footprints.index(declared)
@@ -903,10 +928,12 @@ def check_coverage(match: MapCorrelation, declared: str, foreign: bool) -> Outco
         return "sound", evidence
     if choice.best == at or not choice.beats(at, ALARM_T):
         return "unchecked", f"{evidence}: too close to decide"
-    evidence += f", but the store declares that they cover {describe_footprint(declared)}"
     found = match.footprints[choice.best]
-    remedy = f"Import the pack again with --footprint {found}, or label the images again."
-    return "fault", evidence, remedy
+    return (
+        "fault",
+        f"{evidence}, but the store declares that they cover {FOOTPRINT_WORDS[declared]}",
+        f"Import the pack again with --footprint {found}, or label the images again.",
+    )
 
 
 def check_rows(store: ScoreMapStore, match: MapCorrelation, own_teacher: bool) -> Outcome:
@@ -932,18 +959,19 @@ def check_rows(store: ScoreMapStore, match: MapCorrelation, own_teacher: bool) -
         maker = "a reference that makes most of these maps itself"
         if own_teacher:
             maker = "the store's own teacher"
-        first = name_rows(store, foreign[:MAX_NAMED])
-        evidence += (
-            f"; {maker} gives {len(foreign)} of {len(np.unique(rows))} images other maps (first: "
-            f"{first})"
+        return (
+            "fault",
+            f"{evidence}; {maker} gives {len(foreign)} of {len(np.unique(rows))} images other maps "
+            f"(first: {name_rows(store, foreign[:MAX_NAMED])})",
+            "Import or label again with each map at its image.",
         )
-        remedy = "Import or label again with each map at its image."
-        return "fault", evidence, remedy
     if match.is_located():
         return "sound", evidence
-    evidence += ": the maps are of other images, or the reference does not locate objects"
-    remedy = "Use the store's own teacher as reference, or a student trained with token labels."
-    return "warning", evidence, remedy
+    return (
+        "warning",
+        f"{evidence}: the maps are of other images, or the reference does not locate objects",
+        "Use the store's own teacher as reference, or a student trained with token labels.",
+    )
 
 
 # ---------------------------------------------------------------------------- numbers for the page
@@ -1003,21 +1031,18 @@ def summarize(
 
 def find_disagreements(store: ScoreMapStore, scan: RowScan) -> list[dict]:
     """List up to 60 rows, those first whose maps prefer another class most over the label."""
-    names, good = store.header.class_names, np.flatnonzero(scan.good())
-    ids, top, top_p, label_p = (
-        part[good] for part in (scan.ids, scan.top, scan.top_p, scan.label_p)
-    )
-    label = store.labels[ids]
-    excess = np.where(label != top, top_p - label_p, -1)
+    names, label = store.header.class_names, store.labels[scan.ids]
+    disagrees = scan.good() & (label != scan.top)
+    excess = np.where(disagrees, scan.top_p - scan.label_p, -1)
     return [
         {
-            "row": int(ids[n]),
-            "path": store.image_path(int(ids[n])),
-            "label": class_name(names, int(label[n])),
-            "top_class": class_name(names, int(top[n])),
-            "probability": float(top_p[n]),
-            "label_probability": float(label_p[n]),
+            "row": int(scan.ids[n]),
+            "path": store.image_path(scan.ids[n]),
+            "label": class_name(names, label[n]),
+            "top_class": class_name(names, scan.top[n]),
+            "probability": float(scan.top_p[n]),
+            "label_probability": float(scan.label_p[n]),
         }
-        for n in np.argsort(-excess, kind="stable")[:60].tolist()
-        if label[n] != top[n]
+        for n in np.argsort(-excess, kind="stable")[:60]
+        if disagrees[n]
     ]

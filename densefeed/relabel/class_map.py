@@ -57,8 +57,7 @@ def read_class_map(
     """
     place = {name: index for index, name in enumerate(teacher_names)}
     wanted = {name: index for index, name in enumerate(data_names)}
-    becomes: dict[int, int] = {}
-    numbers = set()
+    becomes = {}
     for theirs, ours in _read_pairs(path):
         number = place.get(theirs, int(theirs) if theirs.isdecimal() else num_teacher)
         if number >= num_teacher:
@@ -67,19 +66,16 @@ def read_class_map(
                 f"{path}: the teacher has no class {theirs!r}; use {known}numbers from 0 to "
                 f"{num_teacher - 1}"
             )
-        if number in numbers:
+        if number in becomes:
             raise UserError(
                 f"{path} contains the teacher's class {theirs!r} twice; remove one of the lines"
             )
-        numbers.add(number)
-        if ours is None:
-            continue
-        if ours not in wanted:
+        if ours is not None and ours not in wanted:
             raise UserError(
                 f"{path}: the data has no class {ours!r}, its first is {data_names[0]!r}; correct "
                 "this name"
             )
-        becomes[number] = wanted[ours]
+        becomes[number] = wanted.get(ours)
     without = [name for name, index in wanted.items() if index not in becomes.values()]
     if without:
         more = f" and {len(without) - 1} more" if without[1:] else ""
@@ -87,9 +83,9 @@ def read_class_map(
             f"{path}: no class of the teacher becomes {without[0]!r}{more}; assign one to each "
             "class of the data"
         )
-    source = sorted(becomes)
-    target = torch.tensor([becomes[number] for number in source])
-    return ClassMap(torch.tensor(source), target, len(wanted))
+    pairs = sorted(pair for pair in becomes.items() if pair[1] is not None)
+    source, target = torch.tensor(pairs).T.contiguous()
+    return ClassMap(source, target, len(wanted))
 
 
 def _read_pairs(path: Path) -> list[tuple[str, str | None]]:

@@ -103,7 +103,7 @@ def predict_row_bytes(work: Pass, palette: np.ndarray) -> dict[Form, float]:
     }
     maps = per_row["logit"] + per_row["cls"] + per_row["lse"]
     beside = sum(per_row.values()) - maps + max(len(path.encode()) for path in work.images.paths)
-    row_bytes: dict[Form, float] = {"raw": beside + maps}
+    row_bytes = {"raw": beside + maps}
     # These forms also store where each row begins, in 8 bytes.
     for form in ("lossless", "compact"):
         row_bytes[form] = beside + 8 + float(row_sizes(form, side, top_k, palette).mean())

@@ -19,7 +19,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from densefeed.relabel.network import first_line
 from densefeed.relabel.rendering import PillowRender, Render
 from densefeed.relabel.scoring import Precision, Scored, Scorer, choose_precision, find_batch_size
 from densefeed.relabel.teacher import Teacher, weights_hash
@@ -43,8 +42,8 @@ from densefeed.storage.shards import (
     merge_if_complete,
     missing,
 )
-from densefeed.system.errors import UserError
-from densefeed.system.progress import bar, tally
+from densefeed.system.errors import UserError, first_line
+from densefeed.system.progress import tally
 
 # Batches being rendered while one is scored, and batches on the device or being written.
 AHEAD, IN_FLIGHT = 3, 2
@@ -169,20 +168,6 @@ def score_blank(scorer: Scorer, name: str, shape: tuple[int, ...]) -> tuple[int,
     return side, num_classes
 
 
-def label_images(
-    images: Images,
-    teacher: Teacher,
-    name: str,
-    out: Path,
-    *,
-    shard: Shard = WHOLE_SET,
-    ranks: bool = False,
-    **options,
-) -> ScoreMapStore | None:
-    """Run `begin_pass` with these options, then `finish_pass`."""
-    return finish_pass(begin_pass(images, teacher, name, **options), out, shard, ranks)
-
-
 def finish_pass(
     work: Pass, out: Path, shard: Shard = WHOLE_SET, ranks: bool = False
 ) -> ScoreMapStore | None:
@@ -305,8 +290,7 @@ def score_batches(
         torch.zeros(work.batch, *work.pictures_shape, dtype=torch.uint8, pin_memory=cuda)
         for _ in range(AHEAD + IN_FLIGHT)
     ]
-    writing: deque[tuple[Future, Scored, Tensor, int]] = deque()
-    before: Scored | None = None
+    writing, before = deque(), None
     pool, writers = ThreadPoolExecutor(work.threads), ThreadPoolExecutor(1)
 
     def render_all() -> Iterator[tuple[np.ndarray, Tensor, list[Future]]]:
@@ -414,32 +398,3 @@ def wait_for_all(out: Path, of: int, update: Callable[[int], None]) -> None:
     while not out.exists() and missing(out, of):
         time.sleep(POLL_SECONDS / 4)
         update(0)
-
-
-# ---------------------------------------------------------------------------------------- accuracy
-
-
-def measure_accuracy(store: ScoreMapStore, batch: int = 1024) -> float:
-    """Compute the top-1 accuracy of stored maps, by the class of the highest mean logit.
-
-    The mean is over the cells, and the accuracy is against the image labels. That mean is the
-    output of a teacher with a linear head, so the result should be close to the teacher's own
-    accuracy; if it is not, the maps are wrong. A class that a cell does not name counts there with
-    the logit it is stored with: 0, or its even share of the remaining probability (of at least
-    1e-3, below which float16 keeps nothing of it).
-    """
-    header, right = store.header, 0
-    others = max(header.num_classes - header.top_k, 1)
-    for ids in bar(np.array_split(np.arange(len(store)), -(-len(store) // batch)), "read back"):
-        maps = store.rows(ids)
-        logit, lse = maps.logit.astype(np.float64), maps.lse.astype(np.float64)
-        remainder = np.maximum(1 - np.exp(logit - lse[..., None]).sum(-1), 1e-3) / others
-        unnamed = lse + np.log(remainder) if header.absent == "tail" else np.zeros_like(lse)
-        # Each class starts with the sum of `unnamed` over the cells. In a cell that names it, its
-        # own logit takes that place.
-        score = np.repeat(unnamed.sum((1, 2))[:, None], header.num_classes, axis=1)
-        rows = np.broadcast_to(np.arange(len(ids))[:, None], (len(ids), logit[0].size))
-        more = (logit - unnamed[..., None]).reshape(len(ids), -1)
-        np.add.at(score, (rows, maps.cls.reshape(len(ids), -1)), more)
-        right += int((score.argmax(1) == store.labels[ids]).sum())
-    return right / len(store)

@@ -21,11 +21,6 @@ INTERPOLATIONS = {
 CLASS_ATTENTION = ("blocks_token_only", "cls_attn_blocks")
 
 
-def first_line(error: Exception) -> str:
-    """Return the first line of an error's message, or its type if it has no message."""
-    return str(error).partition("\n")[0] or type(error).__name__
-
-
 def preprocessing_config(module: nn.Module) -> dict:
     """Read a module's preprocessing: `mean`, `std` (for input from 0 to 1) and `interpolation`.
 

@@ -45,6 +45,8 @@ ELONGATED = 1.1  # ratio of an image's sides from which its center square is ano
 # Correlation of a map with the same map made again: 0.99 where the store kept 5 of 10 classes.
 SAME_MAP = 0.95
 
+# What the maps of each reference cover.
+FOOTPRINT_WORDS = {"squash": "the whole image", "center-crop": "its center square"}
 ORIENTATIONS = (
     "upright",
     "mirrored left-right",
@@ -91,14 +93,13 @@ class MapCorrelation:
     )  # float64 [N, G, 8]: with the image's own map, put upright from each orientation
     other: np.ndarray  # the same, with the partner's map
     elongated: np.ndarray  # bool [N]: the image's sides differ
-    reference_top: np.ndarray  # int64 [N]: class of the reference's greatest mean probability
-    labels: np.ndarray  # int64 [N]
+    # bool [N]: the class of the reference's greatest mean probability is the label
+    agrees: np.ndarray
 
     def best(self) -> tuple[int, int]:
         """Return footprint and orientation of the greatest mean correlation."""
-        own_NG8 = self.own if len(self.own) else np.zeros((1, *self.own.shape[1:]))
-        mean_G8 = np.nan_to_num(np.nanmean(own_NG8, axis=0), nan=-1.0)
-        return tuple(int(at) for at in np.unravel_index(mean_G8.argmax(), mean_G8.shape))
+        mean_G8 = np.nan_to_num(np.nanmean(self.own, axis=0), nan=-1.0)
+        return divmod(int(mean_G8.argmax()), len(ORIENTATIONS))
 
     def in_best_layout(self, correlation_NG8: np.ndarray) -> np.ndarray:
         """Select the values of `own` or `other` under the layout that fits best, float64 `[N]`."""
@@ -119,7 +120,7 @@ class MapCorrelation:
         return {
             "images": len(self.rows),
             "elongated": int(self.elongated.sum()),
-            "reference_agreement": float((self.reference_top == self.labels).mean()),
+            "reference_agreement": float(self.agrees.mean()),
             "correlation": {
                 footprint: dict(zip(ORIENTATIONS, mean_8, strict=True))
                 for footprint, mean_8 in zip(
@@ -151,7 +152,7 @@ def look(
     """
     count, shape = len(rows), (len(rows), len(references), 8)
     index_N, ratio_N = image_of[rows], np.empty(count)
-    top_N, own, other = np.empty(count, np.int64), np.full(shape, np.nan), np.full(shape, np.nan)
+    agrees_N, own, other = np.empty(count, bool), np.full(shape, np.nan), np.full(shape, np.nan)
 
     def load(index: int) -> tuple[list[np.ndarray], float]:
         image = decode(images.read(index), images.where(index))
@@ -169,7 +170,8 @@ def look(
             at = np.arange(start, min(start + BATCH, count))
             pixels, ratio_N[at] = zip(*(next(loaded) for _ in at), strict=True)
             scored = score_geometries(references, pixels, header.num_classes)
-            top_N[at] = [maps[0].mean((0, 1)).argmax() for maps in scored]
+            top = [maps[0].mean((0, 1)).argmax() for maps in scored]
+            agrees_N[at] = top == images.labels[index_N[at]]
             maps = read(rows[at])
             for n in range(len(at)):
                 palette, stored = root_probabilities(maps, n, header.num_classes, header.absent)
@@ -177,10 +179,7 @@ def look(
                 for values, m in ((own, n), (other, n ^ 1)):
                     if m < len(at):
                         values[at[n]] = [correlate(stored, palette, score) for score in scored[m]]
-    elongated_N = ratio_N >= ELONGATED
-    return MapCorrelation(
-        rows, tuple(references), own, other, elongated_N, top_N, images.labels[index_N]
-    )
+    return MapCorrelation(rows, tuple(references), own, other, ratio_N >= ELONGATED, agrees_N)
 
 
 @torch.inference_mode()
@@ -192,7 +191,7 @@ def score_geometries(
     Images with a single picture have the same map for all geometries. Raises UserError if K is not
     `num_classes`.
     """
-    scored: list[list[np.ndarray]] = [[] for _ in pixels]
+    scored = [[] for _ in pixels]
     for g, reference in enumerate(references.values()):
         have = [n for n, pictures in enumerate(pixels) if g < len(pictures)]
         if have:
@@ -272,7 +271,7 @@ class Choice(NamedTuple):
 
         The smallest t may be against another one; certainty needs both.
         """
-        return max((h for h in range(len(self.mean)) if h != self.best), key=self.mean.__getitem__)
+        return int(np.argsort(-self.mean, kind="stable")[1])
 
     def beats(self, other: int, t: float) -> bool:
         """Whether the best is better than one other by at least `t` and by a relevant amount."""
@@ -334,9 +333,3 @@ def find_layout(
             "reference, or declare --footprint"
         )
     return axes, match.footprints[cover.best]
-
-
-def describe_footprint(footprint: str) -> str:
-    """Return what a footprint covers, in words."""
-    words = {"squash": "the whole image", "center-crop": "its center square"}
-    return words.get(footprint, footprint)

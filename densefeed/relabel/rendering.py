@@ -1,6 +1,7 @@
 """Render the pictures that a teacher needs of an image: with Pillow, or with the native library."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -67,52 +68,37 @@ class NativeRender(NamedTuple):
     viewer: Viewer
 
     def __call__(self, index: int, out_LHWC: np.ndarray) -> TLBR:
-        content, filter = self.images.read(index), FILTERS.get(self.viewer.interpolation)
-        try:
-            height, width = native.probe(content)
-        except native.JpegError:
-            height = width = 0
-        # The library would decode the file again for each of several pictures.
-        if height and len(out_LHWC) == 1 and filter is not None:
-            samples = make_samples(self.viewer, height, width)
-            pixels = np.frombuffer(content, np.uint8)
-            if samples is not None and decode_samples(
-                samples, pixels, native.JPEG, out_LHWC, filter
-            ):
-                return self.viewer.window(height, width)
+        content = self.images.read(index)
+        # The library would decode a JPEG again for each of several pictures.
+        if len(out_LHWC) == 1:
+            with suppress(native.JpegError):
+                size, encoded = native.probe(content), np.frombuffer(content, np.uint8)
+                if render_native(self.viewer, size, native.JPEG, encoded, out_LHWC):
+                    return self.viewer.window(*size)
         image = decode(content, self.images.where(index))
-        height, width = image.height, image.width
-        samples = make_samples(self.viewer, height, width) if filter is not None else None
-        if samples is not None and decode_samples(
-            samples, np.asarray(image).reshape(-1), native.RAW, out_LHWC, filter
-        ):
-            return self.viewer.window(height, width)
+        size, pixels = (image.height, image.width), np.asarray(image).reshape(-1)
+        if render_native(self.viewer, size, native.RAW, pixels, out_LHWC):
+            return self.viewer.window(*size)
         return render(image, self.viewer, out_LHWC)
 
 
-def make_samples(viewer: Viewer, height: int, width: int) -> np.ndarray | None:
-    """Describe the pictures of an image of this size for the native library, SAMPLE `[L]`.
+def render_native(
+    viewer: Viewer, size: tuple[int, int], kind: int, content: np.ndarray, out_LHWC: np.ndarray
+) -> bool:
+    """Render all pictures of an image of this (height, width); return whether the library could.
 
-    None if one of them reaches beyond the image.
+    `content` is the file (`kind` JPEG) or the pixels (RAW), uint8. Raises UserError if memory is
+    exhausted.
     """
-    views = viewer.views(height, width)
+    filter, views, (height, width) = FILTERS.get(viewer.interpolation), viewer.views(*size), size
     left, top, right, bottom = np.array([view.box_ltrb for view in views], np.float64).T
-    if min(left.min(), top.min()) < 0 or right.max() > width + 1e-9 or bottom.max() > height + 1e-9:
-        return None
+    beyond = right.max() > width + 1e-9 or bottom.max() > height + 1e-9
+    if filter is None or beyond or min(left.min(), top.min()) < 0:
+        return False
     samples = np.zeros(len(views), native.SAMPLE)
-    samples["height"], samples["width"] = height, width
+    samples["height"], samples["width"] = size
     samples["flip"] = [view.flip for view in views]
     samples["box_tlhw"] = np.stack([top, left, bottom - top, right - left], 1)
-    return samples
-
-
-def decode_samples(
-    samples: np.ndarray, content: np.ndarray, kind: int, out_LHWC: np.ndarray, filter: int
-) -> bool:
-    """Render the pictures of one image; return whether the library could.
-
-    Raises UserError if memory is exhausted.
-    """
     samples["bytes"], samples["length"], samples["kind"] = content.ctypes.data, len(content), kind
     native.Job(samples, out_LHWC, keep=content, filter=filter).decode()
     if (samples["status"] == native.NO_MEMORY).any():

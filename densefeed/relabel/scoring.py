@@ -128,9 +128,7 @@ class Scorer:
         # Tensor cores read the channels together. On a CPU the library chooses its own layout.
         if device.type == "cuda":
             teacher.to(memory_format=torch.channels_last)
-        self._keep: Callable[[Tensor, int], TopLogits] = self._score
-        if compiled:
-            self._keep = torch.compile(self._score, dynamic=False)
+        self._keep = torch.compile(self._score, dynamic=False) if compiled else self._score
 
     def _score(self, picture_NLHWC: Tensor, top_k: int) -> TopLogits:
         return keep(self.logits(picture_NLHWC), top_k)
@@ -173,16 +171,16 @@ def find_batch_size(attempt: Callable[[int], None], device: torch.device) -> int
     """
     if device.type != "cuda":
         return CPU_BATCH
-    fits, total = 0, torch.cuda.get_device_properties(device).total_memory
-    while 2 * fits <= MAX_BATCH:
+    fits, count, total = 0, 1, torch.cuda.get_device_properties(device).total_memory
+    while count <= MAX_BATCH:
         torch.cuda.reset_peak_memory_stats(device)
         try:
-            attempt(max(1, 2 * fits))
+            attempt(count)
         except torch.OutOfMemoryError:
             break
         if torch.cuda.max_memory_reserved(device) > MAX_MEMORY * total:
             break
-        fits = max(1, 2 * fits)
+        fits, count = count, 2 * count
     torch.cuda.empty_cache()
     if not fits:
         raise UserError(

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from densefeed.relabel.class_map import ClassMap
-from densefeed.relabel.network import Network, first_line
+from densefeed.relabel.network import Network
 from densefeed.relabel.rendering import render
 from densefeed.storage.geometry import TLBR, Geometry, TeacherView, crop_in_pixels, teacher_window
-from densefeed.system.errors import UserError
+from densefeed.system.errors import UserError, first_line
 
 # N images   L pictures, by test-time view and within it by tile   K classes
 # S cells along a map's side   s cells along a tile's side
@@ -181,7 +181,7 @@ class Teacher(nn.Module):
             raise ValueError(f"pictures are {tuple(image_NLHW3.shape[1:])}, not {self.shape}")
         if self.tta_views == 1 and self.tiles == 1:
             return self._score(image_NLHW3[:, 0])
-        pictures = (image_NLHW3[:, n] for n in range(self.shape[0]))
+        pictures = iter(image_NLHW3.unbind(1))
         means = [MapMean() for _ in range(self.tiles**2)]
         for shift, flip in _shifts_and_flips(self.tta_views):
             for mean in means:
@@ -236,9 +236,9 @@ class MapMean:
     """
 
     def __init__(self) -> None:
-        self.log_probability: Tensor | None = None  # [N, s, s, K], of the sum
-        self.logsumexp: Tensor | float = 0.0  # [N, s, s, 1], the sum
-        self.count: Tensor | float = 0.0  # [s, s, 1], maps that cover a cell
+        self.log_probability = None  # [N, s, s, K], of the sum
+        self.logsumexp = None  # [N, s, s, 1], the sum
+        self.count = None  # [s, s, 1], maps that cover a cell
 
     def add(self, logits_NssK: Tensor, shift: tuple[int, int] = (0, 0)) -> None:
         """Add a map whose cell (0, 0) is the mean's cell `shift`."""

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 import numpy as np
 from PIL import Image
 
-from densefeed.system.errors import UserError, explain_os_error
+from densefeed.system.errors import UserError, explain_os_error, first_line
 
 if TYPE_CHECKING:
     from timm.data.readers.reader import Reader
@@ -203,10 +203,9 @@ def read_torchvision(root: Path, name: str, split: str) -> Listed:
             print(f"{name} is incomplete in {root} ({fault}); downloading it to this folder")
             parts = load_parts(root, name, split, download=True)
         except (RuntimeError, OSError) as error:
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise UserError(
-                f"{name} is incomplete in {root} ({fault}) and cannot be downloaded ({reason}); "
-                f"put there {TORCHVISION_FILES[name]}"
+                f"{name} is incomplete in {root} ({fault}) and cannot be downloaded "
+                f"({first_line(error)}); put there {TORCHVISION_FILES[name]}"
             ) from error
     except ImportError as error:
         raise UserError(

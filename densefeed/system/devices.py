@@ -5,7 +5,7 @@ import resource
 
 import torch
 
-from densefeed.system.errors import UserError
+from densefeed.system.errors import UserError, first_line
 
 
 def choose_device(name: str) -> torch.device:
@@ -20,9 +20,8 @@ def choose_device(name: str) -> torch.device:
         device = torch.device(found)
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        reason = str(error).splitlines()[0]
         raise UserError(
-            f"--device {name} cannot be used here ({reason}); take auto, cpu or cuda"
+            f"--device {name} cannot be used here ({first_line(error)}); take auto, cpu or cuda"
         ) from error
     return device
 

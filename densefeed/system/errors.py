@@ -5,6 +5,8 @@ import os
 import sys
 from collections.abc import Callable
 
+import tyro
+
 REMEDIES = {
     errno.ENOSPC: "the disk is full; free some space or choose another --out",
     errno.EFBIG: "the file grew past the limit of this file system or shell (ulimit -f)",
@@ -29,6 +31,11 @@ class UserError(Exception):
 
 class BusyError(UserError):
     """Another process is writing the file."""
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's message, or its type if it has no message."""
+    return str(error).partition("\n")[0] or type(error).__name__
 
 
 def explain_os_error(error: OSError) -> str:
@@ -65,6 +72,11 @@ def run(main: Callable[[], object]) -> None:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(130)
+
+
+def make_command(main: Callable, options: type, description: str) -> Callable[[], None]:
+    """Return the console script that calls `main` with `options` from the command line."""
+    return lambda: run(lambda: main(tyro.cli(options, description=description)))
 
 
 def stop(sentence: str) -> None:

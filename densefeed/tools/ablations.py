@@ -20,11 +20,10 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-import tyro
 from rich.console import Console
 from rich.table import Table
 
-from densefeed.system.errors import UserError, run
+from densefeed.system.errors import UserError, make_command
 from densefeed.tools.quickstart import (
     Quickstart,
     format_spread,
@@ -144,7 +143,7 @@ def main(options: Ablations) -> None:
     settings = Quickstart(
         out=options.out, train=options.train, val=options.val, epochs=options.epochs
     )
-    top1: dict[str, list[float]] = {name: [] for name in options.rows}
+    top1 = {name: [] for name in options.rows}
     for seed in options.seeds:
         folder = options.out / f"seed-{seed}"
         packed, val = prepare_data(folder, seed, settings)
@@ -174,9 +173,7 @@ def show(top1: dict[str, list[float]], seeds: int) -> None:
     console.print(table)
 
 
-def command() -> None:
-    """Run the console script `densefeed-ablations`."""
-    run(lambda: main(tyro.cli(Ablations, description=__doc__)))
+command = make_command(main, Ablations, __doc__)
 
 
 if __name__ == "__main__":

@@ -22,17 +22,16 @@ from statistics import median
 from typing import Literal, NamedTuple
 
 import torch
-import tyro
 from rich.console import Console
 from rich.table import Table
 
 from densefeed.models.token_transformer import has_tokens
 from densefeed.objectives import build_objective
 from densefeed.pipelines.loader import ThreadedLoader
-from densefeed.pipelines.open import LOADERS
+from densefeed.pipelines.open import LOADERS, DataOptions, open_dataset
 from densefeed.recipes import RECIPES
 from densefeed.system.devices import choose_device, synchronize
-from densefeed.system.errors import UserError, run
+from densefeed.system.errors import UserError, make_command
 from densefeed.system.malloc import tune_malloc
 from densefeed.system.options import with_options
 from densefeed.system.progress import steps_bar
@@ -130,20 +129,23 @@ def recipe_words(model: str, objective: str, size: int) -> list[str]:
     It is the first recipe that has all three, or else the nearest one with the options that differ.
     """
     configs = {recipe.__name__: recipe() for recipe in RECIPES}
-    objectives = {name: config.objective for name, config in configs.items()}
-    same = [
-        name
-        for name, options in objectives.items()
-        if options.drloc.variant == options.bootstrap.mode == "none" and options.name == objective
-    ]
-    models = {name: configs[name].model for name in same}
-    fitting = [name for name in same if models[name].name == model and not models[name].kwargs]
-    sized = (name for name in fitting if configs[name].data.size == size)
-    name = next(sized, (fitting or same)[0])
-    words = [name] if models[name].name == model else [name, "--model", model]
-    if configs[name].mix.mixtoken and not has_tokens(model):
+
+    def mismatch(name: str) -> int:
+        config, options = configs[name], configs[name].objective
+        plain = options.drloc.variant == options.bootstrap.mode == "none"
+        if options.name != objective or not plain:
+            return 3
+        if config.model.name != model or config.model.kwargs:
+            return 2
+        return int(config.data.size != size)
+
+    name = min(configs, key=mismatch)
+    config, words = configs[name], [name]
+    if config.model.name != model:
+        words += ["--model", model]
+    if config.mix.mixtoken and not has_tokens(model):
         words.append("--no-mixtoken")
-    return words if configs[name].data.size == size else [*words, "--size", str(size)]
+    return words if config.data.size == size else [*words, "--size", str(size)]
 
 
 def format_rate(rate: float) -> str:
@@ -191,18 +193,14 @@ def median_speed(speeds: list[Speed]) -> Speed:
     return Speed(*map(median, zip(*speeds, strict=True)))
 
 
-def loader_config(options: AdviceOptions, loader: str, threads: int) -> Config:
-    """Return a config whose training loader reads the score maps, where there are any."""
-    return with_options(
-        Config(),
-        data=options.data,
+def data_options(options: AdviceOptions, loader: str, threads: int) -> DataOptions:
+    """Return the options of the training set."""
+    return DataOptions(
+        train=options.data,
         score_maps=options.score_maps,
         loader=loader,
         threads=threads,
-        model=options.model,
         size=options.size,
-        batch=options.batch,
-        objective="relabel",
     )
 
 
@@ -215,9 +213,8 @@ def open_loaders(options: AdviceOptions) -> dict[tuple[str, int], ThreadedLoader
     for kind in LOADERS:
         try:
             for threads in options.threads or thread_counts(CORES):
-                config = loader_config(options, kind, threads)
-                objective = build_objective(config.setting)
-                opened[kind, threads] = open_loader(config, objective, "train")
+                data = data_options(options, kind, threads)
+                opened[kind, threads] = open_dataset(data, "train", batch=options.batch, seed=0)
         except UserError as error:
             errors.append(error)
             print(f"--loader {kind}: skipped, {error}")
@@ -228,7 +225,7 @@ def open_loaders(options: AdviceOptions) -> dict[tuple[str, int], ThreadedLoader
 
 def measure_loaders(loaders: dict[tuple[str, int], ThreadedLoader]) -> list[Candidate]:
     """Measure each loader alone, in rounds of all of them."""
-    speeds: dict[tuple[str, int], list[Speed]] = {key: [] for key in loaders}
+    speeds = {key: [] for key in loaders}
     with steps_bar("loaders", ROUNDS * len(loaders), 0) as advance:
         for number in range(ROUNDS):
             for key, loader in loaders.items():
@@ -293,8 +290,12 @@ def measure_step(options: AdviceOptions, loader: str, objective: str) -> tuple[S
     on_gpu = device.type == "cuda"
     images = options.batch if on_gpu else min(options.batch, CPU_BATCH)
     config = with_options(
-        loader_config(options, loader, 1),
-        **{"objective": objective, "mixtoken": False, "drop_path": 0.0, "lr": LEARNING_RATE},
+        Config(data=data_options(options, loader, 1)),
+        model=options.model,
+        objective=objective,
+        mixtoken=False,
+        drop_path=0.0,
+        lr=LEARNING_RATE,
         **dict.fromkeys(("batch", "microbatch", "lr_batch"), images),
         compile="blocks" if on_gpu else "never",
     )
@@ -348,19 +349,19 @@ def main(options: AdviceOptions) -> dict:
         "advice": recommend(advice, step, options, objective),
         "environment": environment(("torch", "torchvision", "timm", "numpy", "pillow")),
     }
-    show(document, advice, CORES)
+    show(document, advice)
     if warning:
         print(warning)
-    if options.json is not None:
+    if options.json:
         write_json(options.json, document)
     return document
 
 
-def show(document: dict, advice: Advice, cores: int) -> None:
+def show(document: dict, advice: Advice) -> None:
     """Print the measurements as a table, and the recommendation."""
     console, step = Console(), document["step"]
     console.width = max(console.width, 110)  # keep names whole in a log file too
-    title = f"Loaders and the training step on {cores} cores, {document['data']}"
+    title = f"Loaders and the training step on {CORES} cores, {document['data']}"
     table = Table("", title=title, title_justify="left")
     for name in ("threads", "images/s alone", "share of the cores", "training, images/s"):
         table.add_column(name, justify="right")
@@ -370,20 +371,18 @@ def show(document: dict, advice: Advice, cores: int) -> None:
             f"--loader {line['loader']}",
             str(line["threads"]),
             format_rate(line["images_per_s"]),
-            f"{line['cores'] / cores:.0%}",
+            f"{line['cores'] / CORES:.0%}",
             format_rate(line["training"]),
             style="bold" if chosen else None,
         )
     name = f"step of {step['model']}, {step['objective']}, {step['batch']} images, {step['device']}"
-    rate, share = format_rate(step["images_per_s"]), f"{step['cores'] / cores:.0%}"
+    rate, share = format_rate(step["images_per_s"]), f"{step['cores'] / CORES:.0%}"
     table.add_row(name, "", rate, share, "")
     console.print(table)
     console.print(document["advice"], markup=False, soft_wrap=True)
 
 
-def command() -> None:
-    """Run the console script `densefeed-advise`."""
-    run(lambda: main(tyro.cli(AdviceOptions, description=__doc__)))
+command = make_command(main, AdviceOptions, __doc__)
 
 
 if __name__ == "__main__":

@@ -24,14 +24,13 @@ import tyro
 from PIL import Image
 
 from densefeed.relabel.audit import AuditResult, audit, class_name
-from densefeed.relabel.network import first_line
 from densefeed.relabel.reference_match import ORIENTATIONS, References
 from densefeed.relabel.teacher import Teacher
 from densefeed.storage.images import Images, decode
 from densefeed.storage.row_codecs import cell_targets
 from densefeed.storage.score_maps import map_datasets
 from densefeed.system.devices import choose_device
-from densefeed.system.errors import UserError, run
+from densefeed.system.errors import UserError, first_line, make_command
 from densefeed.system.files import replace_file
 from densefeed.tools.load_teacher import load_network
 
@@ -53,6 +52,12 @@ PICTURE_SIDE = 224  # longer side, pixels
 FEW_CLASSES = 30  # of more, the page lists the best and the worst
 # While one of these checks has a fault, the agreement with the labels is no measure of the teacher.
 BEFORE_ACCURACY = ("logits", "images", "class names", "class list", "labels", "rows")
+# The templates of this folder; an undefined name in one is an error.
+TEMPLATES = jinja2.Environment(
+    loader=jinja2.FileSystemLoader(Path(__file__).parent),
+    autoescape=True,
+    undefined=jinja2.StrictUndefined,
+)
 VERDICTS = {"fault": "Fault", "warning": "Warning", "unchecked": "Not checked", "sound": "Sound"}
 
 
@@ -177,8 +182,7 @@ def render_page(result: AuditResult) -> str:
     )
     shares = [100 * c["agree"] for c in classes]
     entropy, palette = figures.get("entropy"), figures.get("palette")
-    template = environment().get_template("audit.html")
-    return template.render(
+    return TEMPLATES.get_template("audit.html").render(
         at_fault=[name for name in BEFORE_ACCURACY if verdicts.get(name) == "fault"],
         measures_teacher=measures_teacher,
         checks=result.checks,
@@ -194,15 +198,6 @@ def render_page(result: AuditResult) -> str:
         overlays=list_overlays(result),
         disagreements=list_disagreements(result),
         orientations=ORIENTATIONS,
-    )
-
-
-def environment() -> jinja2.Environment:
-    """Return the templates of this folder; an undefined name is an error."""
-    return jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
     )
 
 
@@ -228,11 +223,10 @@ def palette_bars(palette: dict) -> dict:
     return scale_bars(np.histogram(sizes, bins, (0, high + 1), weights=weights)[0], 0, high)
 
 
-def picture(pixels: np.ndarray | Image.Image, kind: str = "PNG") -> str:
-    """Encode pixels as a data URL: PNG, which is lossless, or JPEG."""
-    image = pixels if isinstance(pixels, Image.Image) else Image.fromarray(pixels)
+def picture(image: Image.Image, kind: str) -> str:
+    """Encode an image as a data URL: PNG, which is lossless and ignores the quality, or JPEG."""
     buffer = io.BytesIO()
-    image.save(buffer, kind, optimize=True, **({"quality": 82} if kind == "JPEG" else {}))
+    image.save(buffer, kind, optimize=True, quality=82)
     return f"data:image/{kind.lower()};base64," + base64.b64encode(buffer.getvalue()).decode()
 
 
@@ -260,7 +254,7 @@ def draw_map(result: AuditResult, row: int) -> dict:
     header, maps = store.header, store.rows(np.array([row]))
     named, _ = cell_targets(maps, header.num_classes, header.absent)
     best_SS, p_SS = maps.cls[0, ..., 0], named[0, ..., 0]
-    mass = np.bincount(best_SS.reshape(-1), p_SS.reshape(-1) ** 2)
+    mass = np.bincount(best_SS.ravel(), p_SS.ravel() ** 2)
     ranked = [int(c) for c in np.argsort(-mass, kind="stable") if mass[c] > 0]
     ink = {c: INKS[at % len(INKS)] for at, c in enumerate(ranked)}
     top, left, bottom, right = maps.window[0].tolist()
@@ -308,9 +302,7 @@ def list_disagreements(result: AuditResult) -> list[dict]:
     return items
 
 
-def command() -> None:
-    """Run the console script `densefeed-audit`."""
-    run(lambda: main(tyro.cli(AuditOptions, description=__doc__)))
+command = make_command(main, AuditOptions, __doc__)
 
 
 if __name__ == "__main__":

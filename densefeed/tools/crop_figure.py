@@ -3,10 +3,10 @@
     python tools/crop_figure.py quickstart/train.beton --index 1152 --grid 8 --out crop.png
 
 Crop, View and labels come from the loader that training uses; only the picture is decoded with
-more pixels than a network's input has. A run folder stands for its data, seed and crop settings.
+more pixels than a network's input has.
 """
 
-import json
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -17,12 +17,10 @@ from PIL import Image, ImageDraw, ImageFont
 
 from densefeed.pipelines.ffcv import FfcvSource
 from densefeed.pipelines.loader import ThreadedLoader
-from densefeed.pipelines.open import DataOptions
 from densefeed.pipelines.plan import EpochPlan
-from densefeed.pipelines.targets import sparse_targets
-from densefeed.system.errors import UserError, run
+from densefeed.system.errors import UserError, make_command
 from densefeed.system.files import replace_file
-from densefeed.training.config import Config
+from densefeed.tools.report import label_tokens
 
 # Pixels of the figure, which is drawn at twice the size at which it is shown.
 SIDE, GAP, TOP, FOOT = 640, 40, 84, 96
@@ -35,60 +33,46 @@ DARK, GRAY, NONE = "#1f2328", "#59636e", "#d9dde1"
 class CropFigure:
     """What to draw."""
 
-    # a .beton file with score maps, or a run folder of train.py --loader ffcv
-    source: Annotated[Path, tyro.conf.Positional]
+    source: Annotated[Path, tyro.conf.Positional]  # a .beton file with score maps
     index: int = 0  # the sample
-    epoch: int = 0  # the epoch whose random crop is drawn
     grid: int = 14  # tokens along each side
     out: Path = Path("crop.png")  # the PNG to write
 
 
 def draw_figure(options: CropFigure) -> Image.Image:
     """Return the crop and its token labels, with captions and a legend."""
-    folder, data, seed = options.source, DataOptions(hflip=0.0, crop_scale=(0.25, 1.0)), 0
-    if folder.is_dir():
-        config = Config.from_dict(json.loads((folder / "config.json").read_text()))
-        data, seed = config.data, config.run.seed
-    source = FfcvSource(data.train if folder.is_dir() else folder, None)
+    source, grid = FfcvSource(options.source), options.grid
     if source.score_maps is None or not 0 <= options.index < len(source.labels):
-        raise UserError(f"{folder} has no score maps, or no sample {options.index}; name another")
+        raise UserError(
+            f"{options.source} has no score maps, or no sample {options.index}; name another"
+        )
+    # No flip, and no crop of less than a quarter of the image: both keep the picture readable.
     plan = EpochPlan(
         num_samples=len(source.labels),
         batch=32,
-        seed=seed,
+        seed=0,
         mode="train",
         sizes=((0, SIDE),),
-        crop_scale=data.crop_scale,
-        hflip=data.hflip,
+        crop_scale=(0.25, 1.0),
+        hflip=0.0,
     )
-    at, row = np.argwhere(plan.shard(options.epoch).index == options.index)[0].tolist()
-    loader, names = ThreadedLoader(source, plan, threads=1), source.class_names
-    batch = next(loader.batches(options.epoch, at))
-    loader.close()
-    targets = sparse_targets(batch, source.score_maps, options.grid)
-    best = (targets.extra + targets.base[..., None])[row].max(-1)
-    label_T = targets.palette[row][best.indices].tolist()
-    sure_T = (best.values * targets.weight[row]).tolist()
+    step, row = np.argwhere(plan.shard(0).index == options.index)[0].tolist()
+    with closing(ThreadedLoader(source, plan, threads=1)) as loader:
+        batch = next(loader.batches(0, step))
+    class_NT, probability_NT = label_tokens(batch, loader, grid)
+    label_T, sure_T = class_NT[row].tolist(), probability_NT[row].tolist()
     named = sorted({c for c, sure in zip(label_T, sure_T, strict=True) if sure > 0.5})
-    ink = {c: INKS[at % len(INKS)] for at, c in enumerate(named)}
-
+    ink, names = {c: INKS[at % len(INKS)] for at, c in enumerate(named)}, source.class_names
+    tokens = [
+        (names[c], ink[c] + f"{round(200 * sure):02x}") if sure > 0.5 else None
+        for c, sure in zip(label_T, sure_T, strict=True)
+    ]
     crop = Image.fromarray(batch.image[row].numpy())
-    cover = Image.blend(
-        crop.convert("L").convert("RGB"), Image.new("RGB", crop.size, "white"), 0.35
-    )
-    pen, step = ImageDraw.Draw(cover, "RGBA"), SIDE / options.grid
-    for at, (label, sure) in enumerate(zip(label_T, sure_T, strict=True)):
-        y, x = divmod(at, options.grid)
-        fill = ink[label] + f"{round(200 * sure):02x}" if sure > 0.5 else None
-        box = [round(edge * step) for edge in (x, y, x + 1, y + 1)]
-        pen.rectangle(box, fill=fill, outline="#ffffff90", width=1)
-        if fill and len(names[label]) < 3:
-            middle = (x + 0.5) * step, (y + 0.5) * step
-            pen.text(middle, names[label], "white", ImageFont.load_default(0.5 * step), "mm")
 
     figure = Image.new("RGB", (2 * SIDE + 3 * GAP, TOP + SIDE + FOOT), "white")
     pen, font, x, y = ImageDraw.Draw(figure), ImageFont.load_default(30), GAP, TOP + SIDE + 54
     pen.text((x, y), f"Label of the image: {names[int(batch.label[row])]}", GRAY, font, "lm")
+    cover = cover_with_labels(crop, tokens, grid)
     for part, caption in (crop, "The random crop"), (cover, "The label of every token"):
         figure.paste(part, (x, TOP))
         pen.text((x, TOP - 24), caption, DARK, font, "ls")
@@ -101,11 +85,32 @@ def draw_figure(options: CropFigure) -> Image.Image:
     return figure
 
 
+def cover_with_labels(
+    crop: Image.Image, tokens: list[tuple[str, str] | None], grid: int
+) -> Image.Image:
+    """Return the crop in gray with a square on each token: its name and color, or nothing."""
+    white = Image.new("RGB", crop.size, "white")
+    cover = Image.blend(crop.convert("L").convert("RGB"), white, 0.35)
+    pen, side = ImageDraw.Draw(cover, "RGBA"), SIDE / grid
+    for at, token in enumerate(tokens):
+        y, x = divmod(at, grid)
+        name, fill = token or ("", None)
+        box = [round(edge * side) for edge in (x, y, x + 1, y + 1)]
+        pen.rectangle(box, fill=fill, outline="#ffffff90", width=1)
+        # A longer name would not fit into a token.
+        if token and len(name) < 3:
+            middle = (x + 0.5) * side, (y + 0.5) * side
+            pen.text(middle, name, "white", ImageFont.load_default(0.5 * side), "mm")
+    return cover
+
+
 def main(options: CropFigure) -> None:
     """Write the figure as a PNG of 256 colors, which keeps it small."""
     with replace_file(options.out) as part:
         draw_figure(options).quantize(256, kmeans=1).save(part, format="PNG", optimize=True)
 
 
+command = make_command(main, CropFigure, __doc__)
+
 if __name__ == "__main__":
-    run(lambda: main(tyro.cli(CropFigure, description=__doc__)))
+    command()

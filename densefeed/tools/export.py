@@ -39,7 +39,7 @@ import tyro
 # timm's own writer of config.json; its public function, push_to_hf_hub, uploads.
 from timm.models._hub import save_config_for_hf
 
-from densefeed.system.errors import UserError, run
+from densefeed.system.errors import UserError, first_line, make_command
 from densefeed.system.files import name_errors, replace_file
 from densefeed.tools.load_model import Trained, Weights, open_trained
 
@@ -145,10 +145,9 @@ def write_onnx(trained: Trained, path: Path) -> None:
                 verbose=False,
             )
     except Exception as error:  # the passes of the exporter raise errors of many types
-        why = str(error).partition("\n")[0]
         raise UserError(
-            f"{trained.name} cannot be written as ONNX ({type(error).__name__}: {why}); "
-            "use --format safetensors"
+            f"{trained.name} cannot be written as ONNX ({type(error).__name__}: "
+            f"{first_line(error)}); use --format safetensors"
         ) from error
     finally:
         logger.setLevel(level)
@@ -222,9 +221,7 @@ def main(export: Export) -> list[Path]:
     return list(files)
 
 
-def command() -> None:
-    """Run the console script `densefeed-export`."""
-    run(lambda: main(tyro.cli(Export, description=__doc__)))
+command = make_command(main, Export, __doc__)
 
 
 if __name__ == "__main__":

@@ -16,13 +16,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import tyro
 
 from densefeed.storage.geometry import WHOLE
 from densefeed.storage.packs import EXACT, map_stem, to_published
 from densefeed.storage.score_maps import ScoreMapStore
-from densefeed.system.errors import UserError, run
-from densefeed.system.files import name_errors
+from densefeed.system.errors import UserError, make_command
+from densefeed.system.files import check_absent, name_errors
 from densefeed.system.progress import bar
 
 ROWS = 256  # rows read from the store at once
@@ -47,8 +46,7 @@ def main(options: ExportLabels) -> None:
             f"{MOST_CLASSES:,} class numbers exactly; train from the HDF5 file itself"
         )
     part = out.with_name(f"{out.name}.part")
-    if out.exists():
-        raise UserError(f"{out} exists already; remove it or choose another --out")
+    check_absent(out)
     if part.exists():
         raise UserError(f"{part} exists already; an export was stopped there; remove it")
     stems = distinct_stems(store)
@@ -79,7 +77,7 @@ def main(options: ExportLabels) -> None:
 
 def distinct_stems(store: ScoreMapStore) -> list[str]:
     """Return the stem of each row's file. Raises UserError if two images would share one."""
-    owner: dict[str, str] = {}
+    owner = {}
     for path in store.paths():
         stem = map_stem(path, whole=False)
         if stem in owner:
@@ -110,9 +108,7 @@ def write_files(store: ScoreMapStore, stems: list[str], folder: Path) -> int:
     return partial
 
 
-def command() -> None:
-    """Run the console script `densefeed-export-labels`."""
-    run(lambda: main(tyro.cli(ExportLabels, description=__doc__)))
+command = make_command(main, ExportLabels, __doc__)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
-import tyro
 
 from densefeed.relabel.audit import audit, neighbors
 from densefeed.relabel.reference_match import References, find_layout, look
@@ -44,7 +43,8 @@ from densefeed.storage.packs import (
 )
 from densefeed.storage.row_codecs import ScoreMaps
 from densefeed.storage.tensor_files import TensorFiles
-from densefeed.system.errors import UserError, run
+from densefeed.system.errors import UserError, make_command
+from densefeed.system.files import check_absent
 from densefeed.tools.audit import load_references, print_checks, raise_on_faults
 
 
@@ -75,8 +75,7 @@ class Import:
 
 def main(options: Import) -> None:
     """Match files to images, find or declare the layout, import and audit."""
-    if options.out.exists():
-        raise UserError(f"{options.out} exists already; remove it or choose another --out")
+    check_absent(options.out)
     images = Images(options.data, split=options.split)
     matching = match(images, options.labels)
     side, top_k = probe(images, matching)
@@ -153,8 +152,8 @@ def declare(options: Import, matching: Matching, side: int, top_k: int) -> Pack:
     """
     known = PUBLISHED.get((side, top_k))
     # A layout that is still to be found is the usual one until then.
-    footprint: Footprint | None = "squash" if options.footprint == "find" else options.footprint
-    axes: Axes = "row-column" if options.axes == "find" else options.axes
+    footprint = "squash" if options.footprint == "find" else options.footprint
+    axes = "row-column" if options.axes == "find" else options.axes
     given = {"teacher": options.teacher, "input_size": options.input_size, "footprint": footprint}
     missing = ["--" + name.replace("_", "-") for name, value in given.items() if not value]
     if known is None and missing:
@@ -168,9 +167,7 @@ def declare(options: Import, matching: Matching, side: int, top_k: int) -> Pack:
     return Pack(matching=matching, side=side, top_k=top_k, axes=axes, **chosen)
 
 
-def command() -> None:
-    """Run the console script `densefeed-import-labels`."""
-    run(lambda: main(tyro.cli(Import, description=__doc__)))
+command = make_command(main, Import, __doc__)
 
 
 if __name__ == "__main__":

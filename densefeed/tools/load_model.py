@@ -11,10 +11,9 @@ from torch import nn
 
 from densefeed.models import checkpoints
 from densefeed.models.token_transformer import TokenTransformer
-from densefeed.system.errors import UserError
+from densefeed.system.errors import UserError, first_line
 
 Weights = Literal["ema", "raw"]
-EMA_KEYS = ("ema", "state_dict_ema")  # keys of the EMA weights in checkpoints: ours, timm's
 # Our loaders resample with an antialiased triangle filter, which Pillow and timm call bilinear.
 OUR_INTERPOLATION = "bilinear"
 
@@ -57,17 +56,13 @@ def open_trained(
         path = path / "last.pt"
     if size < 0:
         raise UserError(f"--size is {size}, and must be a number of pixels")
-    try:
-        model, checkpoint = checkpoints.build(path, model_name)
-    except checkpoints.CheckpointError as error:
-        raise UserError(str(error)) from error
-    has_ema = any(checkpoint.get(key) for key in EMA_KEYS)
+    model, checkpoint = checkpoints.build(path, model_name)
+    has_ema = any(checkpoint.get(key) for key in checkpoints.AVERAGED)
     if has_ema and weights == "raw":
         load_raw(model, checkpoint, path)
     ours = "recipe" in checkpoint
-    recipe = checkpoints.ModelSpec(model_name, {"num_classes": model.num_classes})
-    if ours:
-        recipe = checkpoints.ModelSpec(**checkpoint["recipe"])
+    given = {"name": model_name, "kwargs": {"num_classes": model.num_classes}}
+    recipe = checkpoints.ModelSpec(**checkpoint.get("recipe", given))
     config, data = checkpoint.get("config") or {}, resolve_data_config(model=model)
     # Checkpoints of earlier versions hold all options side by side.
     trained = config["data"] if isinstance(config.get("data"), dict) else config
@@ -96,12 +91,13 @@ def open_trained(
 
 def load_raw(model: nn.Module, checkpoint: dict, path: Path) -> None:
     """Load the raw weights of a checkpoint that has EMA weights too. Raises UserError."""
-    raw = {key: value for key, value in checkpoint.items() if key not in EMA_KEYS}
+    raw = {key: value for key, value in checkpoint.items() if key not in checkpoints.AVERAGED}
     try:
         model.load_state_dict(checkpoints.select_weights(raw))
     except RuntimeError as error:
-        why = str(error).partition("\n")[0]
-        raise UserError(f"{path} has no complete raw weights ({why}); use --weights ema") from error
+        raise UserError(
+            f"{path} has no complete raw weights ({first_line(error)}); use --weights ema"
+        ) from error
 
 
 def imagenet_names(model: nn.Module) -> list[str]:
@@ -134,9 +130,9 @@ def at_size(
         with torch.inference_mode():
             model.eval()(torch.zeros(1, 3, size, size))
     except (ValueError, RuntimeError, AssertionError, TypeError) as error:
-        why = str(error).partition("\n")[0]
         raise UserError(
-            f"{path}: {recipe.name} cannot take inputs of {size} px ({why}); choose another --size"
+            f"{path}: {recipe.name} cannot take inputs of {size} px ({first_line(error)}); choose "
+            "another --size"
         ) from error
     return model, kwargs
 

@@ -18,10 +18,10 @@ from torch import nn
 
 from densefeed.models import checkpoints
 from densefeed.relabel.class_map import ClassMap, read_class_map
-from densefeed.relabel.network import Network, first_line, preprocessing_config
+from densefeed.relabel.network import Network, preprocessing_config
 from densefeed.relabel.teacher import Teacher
 from densefeed.storage.geometry import Geometry
-from densefeed.system.errors import UserError
+from densefeed.system.errors import UserError, first_line
 from densefeed.tools.load_model import imagenet_names
 
 FACTORY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")  # package.module:factory
@@ -62,7 +62,7 @@ def load_teacher(
         raise UserError("--input-size must be at least 1 pixel")
     models = _repeat(models or [""], len(sources), "--model")
     class_maps = _repeat(class_maps or [NO_CLASS_MAP], len(sources), "--class-map")
-    members, names = [], []
+    members = []
     for source, model_name, size, file in zip(sources, models, sizes, class_maps, strict=True):
         network = load_network(source, model_name, size)
         name, class_map = source, None
@@ -76,7 +76,7 @@ def load_teacher(
                 "the same classes, or pass a --class-map"
             )
         members.append((network.model, size, network.config, class_map, name))
-        names.append(name)
+    joined = " + ".join(member[-1] for member in members)
     (model, size, config, class_map, name), *others = members
     teacher = Teacher(
         model,
@@ -89,7 +89,7 @@ def load_teacher(
         tiles=tiles,
         others=[Network(*other) for other in others],
     )
-    return teacher, " + ".join(names) + (f", {tta_views} views" if tta_views > 1 else "")
+    return teacher, joined + (f", {tta_views} views" if tta_views > 1 else "")
 
 
 def load_network(source: str, model_name: str, size: int) -> Loaded:
@@ -99,16 +99,13 @@ def load_network(source: str, model_name: str, size: int) -> Loaded:
     """
     path = Path(source)
     path = path / "last.pt" if path.is_dir() else path
-    try:
-        if path.exists() or path.suffix in (".pt", ".pth", ".tar", ".safetensors"):
-            model, checkpoint = checkpoints.build(path, model_name)
-            model.pretrained_cfg.update(
-                {name: checkpoint[name] for name in ("mean", "std") if name in checkpoint}
-            )
-            names = list(checkpoint.get("class_names", []))
-            return Loaded(set_input_size(model, size), resolve_data_config(model=model), names)
-    except checkpoints.CheckpointError as error:
-        raise UserError(str(error)) from error
+    if path.exists() or path.suffix in (".pt", ".pth", ".tar", ".safetensors"):
+        model, checkpoint = checkpoints.build(path, model_name)
+        model.pretrained_cfg.update(
+            {name: checkpoint[name] for name in ("mean", "std") if name in checkpoint}
+        )
+        names = list(checkpoint.get("class_names", []))
+        return Loaded(set_input_size(model, size), resolve_data_config(model=model), names)
     if FACTORY.fullmatch(source):
         model = call_factory(source)
         return Loaded(model, preprocessing_config(model), list(getattr(model, "class_names", [])))
@@ -117,16 +114,14 @@ def load_network(source: str, model_name: str, size: int) -> Loaded:
             f"{source} is neither a file nor a timm model; timm.list_models() lists them"
         )
     try:
-        model = set_input_size(timm.create_model(source, pretrained=True), size)
-    except UserError:
-        raise
+        model = timm.create_model(source, pretrained=True)
     # The hub's client raises many types when a download fails.
     except Exception as error:
         raise UserError(
             f"the weights of {source} cannot be downloaded ({type(error).__name__}); pass a file: "
             f"--teacher weights.safetensors --model {source}"
         ) from error
-    return Loaded(model, resolve_data_config(model=model), [])
+    return Loaded(set_input_size(model, size), resolve_data_config(model=model), [])
 
 
 def call_factory(source: str) -> nn.Module:

@@ -18,11 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import tyro
 from PIL import Image
 
-from densefeed.system.errors import UserError, run
-from densefeed.system.files import name_errors
+from densefeed.system.errors import UserError, make_command
+from densefeed.system.files import check_absent, name_errors
 from densefeed.system.progress import bar
 
 PHOTOGRAPHS = (
@@ -46,8 +45,7 @@ class Scenes:
 
 def main(scenes: Scenes) -> None:
     """Write the folder under a temporary name and rename it when it is complete."""
-    if scenes.out.exists():
-        raise UserError(f"{scenes.out} exists already; remove it or choose another --out")
+    check_absent(scenes.out)
     if scenes.train < 10 or scenes.val < 10 or scenes.size < 48:
         raise UserError(
             "--train and --val must be at least 10 scenes (one per class), "
@@ -168,7 +166,7 @@ def free_place(
     Those are (left, top, side). Returns None after 50 tries.
     """
     for _ in range(50):
-        left, top = (int(v) for v in rng.integers(0, size - side + 1, 2))
+        left, top = rng.integers(0, size - side + 1, 2).tolist()
         if all(
             left + side <= x or x + s <= left or top + side <= y or y + s <= top
             for x, y, s in taken
@@ -177,9 +175,7 @@ def free_place(
     return None
 
 
-def command() -> None:
-    """Run the command line; the quickstart's first step."""
-    run(lambda: main(tyro.cli(Scenes, description=__doc__)))
+command = make_command(main, Scenes, __doc__)
 
 
 if __name__ == "__main__":

@@ -21,11 +21,11 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from densefeed.models import checkpoints  # noqa: F401  (registers our models with timm)
-from densefeed.system.errors import UserError, run
+from densefeed.system.errors import UserError, make_command
 
 PER_ELEMENT = {nn.LayerNorm: 5, nn.BatchNorm2d: 2}  # fvcore's counts
 # Products of two activations. Layers are mm, addmm and convolution.
-ACTIVATION_PRODUCTS = {"bmm", "baddbmm"}
+ACTIVATION_PRODUCTS = ("aten.bmm", "aten.baddbmm")
 
 
 class Costs(NamedTuple):
@@ -62,19 +62,17 @@ def measure_costs(model: nn.Module, size: int) -> Costs:
         model.eval()(torch.empty(1, 3, size, size, device="meta"))
     for hook in hooks:
         hook.remove()
-    flops = counter.get_flop_counts()["Global"].items()
-    by_name = {str(operation).split(".")[-1]: number for operation, number in flops}
     products = (
         number
-        for name, number in by_name.items()
-        if name in ACTIVATION_PRODUCTS or "attention" in name
+        for operation, number in counter.get_flop_counts()["Global"].items()
+        if str(operation) in ACTIVATION_PRODUCTS or "attention" in str(operation)
     )
     attention = sum(products) // 2
     parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
     return Costs(parameters, counter.get_total_flops() // 2 - attention, attention, norms)
 
 
-def costs_by_name(name: str, size: int = 0, **arguments: object) -> tuple[Costs, int]:
+def costs_by_name(name: str, size: int = 0) -> tuple[Costs, int]:
     """Return the costs of a timm model at `size` pixels, and that size; 0: the model's own.
 
     Raises UserError for an unknown model.
@@ -88,7 +86,7 @@ def costs_by_name(name: str, size: int = 0, **arguments: object) -> tuple[Costs,
     set_fused_attn(False)  # the products inside a fused attention cannot be counted
     try:
         with torch.device("meta"):
-            model = timm.create_model(name, **arguments)
+            model = timm.create_model(name)
     finally:
         set_fused_attn(fused > 0)
     size = size or model.pretrained_cfg["input_size"][-1]
@@ -117,9 +115,7 @@ def main(options: ModelCosts) -> None:
     console.print(table)
 
 
-def command() -> None:
-    """Run the console script `densefeed-model-costs`."""
-    run(lambda: main(tyro.cli(ModelCosts, description=__doc__)))
+command = make_command(main, ModelCosts, __doc__)
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
@@ -48,7 +49,7 @@ from densefeed.storage.beton import PAGE
 from densefeed.storage.beton_writer import FAILED, PACKED, BetonWriter, Sample
 from densefeed.storage.images import Images, decode
 from densefeed.storage.score_maps import ScoreMapStore
-from densefeed.system.errors import UserError, run
+from densefeed.system.errors import UserError, make_command
 from densefeed.system.prefetch import ordered_map
 from densefeed.system.progress import bar
 
@@ -105,10 +106,7 @@ def main(packing: Packing) -> None:
         notes |= {"max_palette": spec.max_palette, "min_window_side": spec.min_window_side}
         fields = map_fields(spec.side, spec.top_k)
     with BetonWriter(packing.out, len(images), fields, notes, identify(packing, images)) as writer:
-
-        def prepare(index: int) -> Prepared:
-            return prepare_image(index, images, store, packing, writer.room)
-
+        prepare = partial(prepare_image, images, store, packing, writer.room)
         try:
             reasons = pack(writer, prepare, packing.threads)
             if reasons and packing.on_bad_sample == "raise":
@@ -175,7 +173,7 @@ def identify(packing: Packing, images: Images) -> dict[str, object]:
 
 
 def prepare_image(
-    index: int, images: Images, store: ScoreMapStore | None, packing: Packing, room: int
+    images: Images, store: ScoreMapStore | None, packing: Packing, room: int, index: int
 ) -> Prepared:
     """Prepare an image and its score map for the writer, whose pages have `room` bytes."""
     where, arrays = images.where(index), ()
@@ -284,7 +282,7 @@ def command() -> None:
     SIGTERM, with which schedulers stop a job, ends it as Ctrl-C does.
     """
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    run(lambda: main(tyro.cli(Packing, description=__doc__)))
+    make_command(main, Packing, __doc__)()
 
 
 if __name__ == "__main__":

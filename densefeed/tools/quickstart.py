@@ -16,12 +16,11 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-import tyro
 from rich.console import Console
 from rich.table import Table
 
 from densefeed.recipes import RECIPES
-from densefeed.system.errors import UserError, run
+from densefeed.system.errors import UserError, make_command
 
 STUDENTS = {
     "ce": "the image labels",
@@ -202,9 +201,7 @@ def show(flows: list[dict], students: tuple[str, ...]) -> None:
     console.print(labels)
 
 
-def command() -> None:
-    """Run the console script `densefeed-quickstart`."""
-    run(lambda: main(tyro.cli(Quickstart, description=__doc__)))
+command = make_command(main, Quickstart, __doc__)
 
 
 if __name__ == "__main__":

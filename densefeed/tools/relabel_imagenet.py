@@ -30,11 +30,11 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-import tyro
 from tyro.conf import UseAppendAction
 
+from densefeed.relabel.audit import measure_accuracy
 from densefeed.relabel.estimates import estimate_pass
-from densefeed.relabel.labeling import begin_pass, label_images, measure_accuracy
+from densefeed.relabel.labeling import begin_pass, finish_pass
 from densefeed.relabel.rendering import NativeRender
 from densefeed.relabel.scoring import Precision
 from densefeed.storage.geometry import Geometry
@@ -44,7 +44,7 @@ from densefeed.storage.row_codecs import Form
 from densefeed.storage.score_maps import Absent
 from densefeed.storage.shards import Shard
 from densefeed.system.devices import choose_device
-from densefeed.system.errors import UserError, run
+from densefeed.system.errors import UserError, make_command
 from densefeed.tools.load_teacher import load_teacher
 
 
@@ -135,7 +135,10 @@ def main(labeling: Labeling) -> None:
         for network in teacher.networks:
             if network.caveat:
                 print(f"note: {network.caveat}")
-    options = dict(
+    work = begin_pass(
+        images,
+        teacher,
+        name,
         top_k=labeling.top_k,
         batch=labeling.batch,
         threads=labeling.threads,
@@ -146,11 +149,11 @@ def main(labeling: Labeling) -> None:
         render=NativeRender(images, teacher) if labeling.decoder == "native" else None,
     )
     if labeling.dry_run:
-        for line in estimate_pass(begin_pass(images, teacher, name, **options)).lines():
+        for line in estimate_pass(work).lines():
             print(line)
         return
     ranks = shard.of > 1 and not labeling.shard
-    store = label_images(images, teacher, name, labeling.out, shard=shard, ranks=ranks, **options)
+    store = finish_pass(work, labeling.out, shard, ranks)
     if store is not None:
         print(summary(store))
         accuracy = 100 * measure_accuracy(store)
@@ -162,5 +165,7 @@ def main(labeling: Labeling) -> None:
         )
 
 
+command = make_command(main, Labeling, __doc__)
+
 if __name__ == "__main__":
-    run(lambda: main(tyro.cli(Labeling, description=__doc__)))
+    command()

@@ -10,6 +10,7 @@ tools/make_digit_scenes.py writes, adds the true objects and measures how many l
 import json
 import statistics
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -20,6 +21,7 @@ from typing import Annotated, NamedTuple
 import numpy as np
 import torch
 import tyro
+from PIL import Image
 
 from densefeed.models.token_transformer import TokenTransformer
 from densefeed.objectives import build_objective
@@ -27,11 +29,11 @@ from densefeed.pipelines.augment.augmentation import Augmentation, augment_batch
 from densefeed.pipelines.batch import Batch, Loader
 from densefeed.pipelines.targets import PLAIN, TargetRules, sparse_targets
 from densefeed.storage.images import Images
-from densefeed.system.errors import UserError, run
+from densefeed.system.errors import UserError, make_command
 from densefeed.system.files import replace_file
 from densefeed.system.options import leaves, with_options
 from densefeed.system.progress import bar
-from densefeed.tools.audit import INKS, environment, picture
+from densefeed.tools.audit import INKS, TEMPLATES, picture
 from densefeed.training.build import build_model
 from densefeed.training.config import Config
 from densefeed.training.setup import open_loader
@@ -208,12 +210,11 @@ def find_owners(boxes_ltrb_n4: np.ndarray, grid: int) -> np.ndarray:
     A token that overlaps several boxes, or lies only partly inside its box, has none.
     """
     edges = np.arange(grid) / grid
-    left, top = np.meshgrid(edges, edges)
-    token = np.stack([left, top, left + 1 / grid, top + 1 / grid], -1)[:, :, None]
-    box = boxes_ltrb_n4[None, None]
-    low, high = token[..., :2] >= box[..., :2] - 1e-6, token[..., 2:] <= box[..., 2:] + 1e-6
-    inside = low.all(-1) & high.all(-1)
-    overlaps = (token[..., :2] < box[..., 2:]).all(-1) & (token[..., 2:] > box[..., :2]).all(-1)
+    low = np.stack(np.meshgrid(edges, edges), -1)[:, :, None]
+    high = low + 1 / grid
+    box_low, box_high = np.split(boxes_ltrb_n4, 2, axis=1)
+    inside = ((low >= box_low - 1e-6) & (high <= box_high + 1e-6)).all(-1)
+    overlaps = ((low < box_high) & (high > box_low)).all(-1)
     return np.where((overlaps.sum(-1) == 1) & inside.any(-1), inside.argmax(-1), -1)
 
 
@@ -240,28 +241,30 @@ def measure_purity(loader: Loader, truths: list[Truth], grid: int) -> dict:
     Returns for each kind the shares over `all` such tokens, those on the `largest` object of their
     image and those on the `others`; `tokens` are their numbers.
     """
-    kinds, parts = ("image", "crop", "token", "published"), ("all", "largest", "others")
-    hits = {kind: dict.fromkeys(parts, 0) for kind in kinds}
-    tokens = dict.fromkeys(parts, 0)
+    hits, tokens = Counter(), Counter()
     published = TargetRules(geometry="published", outside="uniform")
     batches = min(-(-PURITY_CROPS // loader.plan.batch), len(loader))
     for batch in bar(islice(loader.batches(0), batches), "check labels, batches", batches):
-        token_NT, _ = label_tokens(batch, loader, grid)
-        crop_N1, _ = label_tokens(batch, loader, 1)
-        published_NT, _ = label_tokens(batch, loader, grid, published)
+        # One label per token, or one for all tokens of a crop.
+        labels = {
+            "image": batch.label.numpy()[:, None],
+            "crop": label_tokens(batch, loader, 1)[0],
+            "token": label_tokens(batch, loader, grid)[0],
+            "published": label_tokens(batch, loader, grid, published)[0],
+        }
         for n in np.nonzero(batch.weight.numpy())[0]:
             truth = truths[int(batch.index[n])]
             boxes = boxes_in_crop(truth.boxes_ltrb, batch.view[n].numpy())
             owner_T = find_owners(boxes, grid).ravel()
-            inside_T, owner = owner_T >= 0, owner_T[owner_T >= 0]
-            dense = token_NT[n][inside_T], published_NT[n][inside_T]
-            labels = int(batch.label[n]), crop_N1[n, 0], *dense
-            for part, chosen in zip(parts, (owner >= 0, owner == 0, owner > 0), strict=True):
-                tokens[part] += int(chosen.sum())
-                for kind, label in zip(kinds, labels, strict=True):
-                    hits[kind][part] += int(((label == truth.classes[owner]) & chosen).sum())
+            chosen = {"all": owner_T >= 0, "largest": owner_T == 0, "others": owner_T > 0}
+            for part, chosen_T in chosen.items():
+                tokens[part] += int(chosen_T.sum())
+                for kind, label_NT in labels.items():
+                    right_T = (label_NT[n] == truth.classes[owner_T]) & chosen_T
+                    hits[kind, part] += int(right_T.sum())
     shares = {
-        kind: {part: hits[kind][part] / max(tokens[part], 1) for part in parts} for kind in kinds
+        kind: {part: hits[kind, part] / max(count, 1) for part, count in tokens.items()}
+        for kind in labels
     }
     return shares | {"tokens": tokens}
 
@@ -288,32 +291,28 @@ def make_contact_sheet(
     names = loader.class_names
     return [
         {
-            "image": picture(batch.image[n].numpy()),
+            "image": picture(Image.fromarray(batch.image[n].numpy()), "PNG"),
             "label": names[int(batch.label[n])],
             "index": int(batch.index[n]),
-            "cells": make_cells(class_NT[n], probability_NT[n], grid, names),
+            "cells": make_cells(class_NT[n], probability_NT[n], names),
             "objects": make_objects(truths[int(batch.index[n])], batch.view[n].numpy(), grid, names)
-            if truths is not None
+            if truths
             else [],
         }
         for n in range(min(CONTACTS, loader.plan.batch))
     ]
 
 
-def make_cells(
-    class_T: np.ndarray, probability_T: np.ndarray, grid: int, names: Sequence[str]
-) -> list[dict]:
-    """Return the rectangles of a crop's tokens, in units of tokens."""
+def make_cells(class_T: np.ndarray, probability_T: np.ndarray, names: Sequence[str]) -> list[dict]:
+    """Return how each token of a crop is drawn, row by row."""
     return [
         {
-            "x": at % grid,
-            "y": at // grid,
             "name": names[c],
             "ink": INKS[c % len(INKS)],
             "opacity": round(0.62 * float(p) ** 2, 3),
             "sure": bool(p > 0.5),
         }
-        for at, (c, p) in enumerate(zip(class_T.tolist(), probability_T.tolist(), strict=True))
+        for c, p in zip(class_T.tolist(), probability_T.tolist(), strict=True)
     ]
 
 
@@ -382,24 +381,23 @@ def curve(runs: list[Run], kind: str, value: str, percent: bool) -> dict:
     if not points:
         return {"lines": [], "ticks_x": [], "ticks_y": []}
     high_x = int(np.ceil(max(x for x, _ in points)))
-    low_y, high_y = (0.0, 1.0) if percent else (0.0, max(y for _, y in points) * 1.05)
+    high_y = 1.0 if percent else max(y for _, y in points) * 1.05
 
-    def ended(line: list[tuple[float, float]]) -> str:
+    def format_last(line: list[tuple[float, float]]) -> str:
         return "" if not line else f"{100 * line[-1][1]:.1f} %" if percent else f"{line[-1][1]:.2f}"
-
-    def placed(x: float, y: float) -> tuple[float, float]:
-        return round(100 * x / high_x, 2), round(100 - 100 * (y - low_y) / (high_y - low_y), 2)
 
     lines = [
         {
             "name": name,
             "ink": CURVES[n % len(CURVES)],
-            "last": ended(line),
-            "points": [placed(*point) for point in line],
+            "last": format_last(line),
+            "points": [
+                (round(100 * x / high_x, 2), round(100 - 100 * y / high_y, 2)) for x, y in line
+            ],
         }
         for n, (name, line) in enumerate(series)
     ]
-    ticks = [low_y + (high_y - low_y) * share for share in (0, 0.25, 0.5, 0.75, 1)]
+    ticks = [high_y * share for share in (0, 0.25, 0.5, 0.75, 1)]
     return {
         "lines": lines,
         "ticks_x": [f"{high_x * share:g}" for share in (0, 0.5, 1)],
@@ -407,6 +405,7 @@ def curve(runs: list[Run], kind: str, value: str, percent: bool) -> dict:
     }
 
 
+@torch.no_grad()
 def main(report: Report) -> None:
     """Read the runs, replay the first epoch of one of them, and write the page."""
     if not report.runs:
@@ -415,14 +414,13 @@ def main(report: Report) -> None:
         if path.is_file() or path.suffix in (".h5", ".hdf5"):
             raise UserError(f"{path} is not a run folder; audit score maps with tools/audit.py")
     runs = [read_run(folder) for folder in report.runs]
-    last = report.runs[-1]
-    out = report.out or last / "report.html"
+    folder = report.runs[-1]
+    out = report.out or folder / "report.html"
     crops = replay(runs, report.boxes)
-    page = environment().get_template("report.html")
-    text = page.render(
-        environment=json.loads((last / "environment.json").read_text()),
+    text = TEMPLATES.get_template("report.html").render(
+        environment=json.loads((folder / "environment.json").read_text()),
         rows=[make_row(run, runs) for run in runs],
-        first=runs[-1],
+        last=runs[-1],
         accuracy=curve(runs, "val", "top1", True),
         losses=curve(runs, "train", "loss", False),
         **crops,
@@ -435,10 +433,7 @@ def main(report: Report) -> None:
     print(f"{out}: {out.stat().st_size / 1024:,.0f} KiB, open it in a browser")
 
 
-def command() -> None:
-    """Run the console script `densefeed-report`."""
-    torch.set_grad_enabled(False)
-    run(lambda: main(tyro.cli(Report, description=__doc__)))
+command = make_command(main, Report, __doc__)
 
 
 if __name__ == "__main__":

@@ -46,13 +46,11 @@ from torch.nn import functional as F
 
 from densefeed.pipelines.augment.augmentation import Normalize
 from densefeed.pipelines.batch import to_device
-from densefeed.pipelines.dali import DaliLoader
-from densefeed.pipelines.ffcv import FfcvSource
-from densefeed.pipelines.folder import FolderSource
 from densefeed.pipelines.loader import Source, ThreadedLoader
+from densefeed.pipelines.open import LOADERS
 from densefeed.pipelines.plan import EpochPlan
 from densefeed.system.devices import choose_device, synchronize
-from densefeed.system.errors import UserError, run
+from densefeed.system.errors import UserError, make_command
 from densefeed.system.progress import bar
 from densefeed.system.provenance import environment, write_json
 from densefeed.tools.load_model import Weights, imagenet_names, open_trained
@@ -123,26 +121,13 @@ def match_classes(
 def open_source(options: Validation) -> Source:
     """Open the samples. Raises UserError if the loader cannot read such data."""
     path = options.data
-    folder = options.loader == "folder" or (options.loader == "dali" and path.is_dir())
-    if folder and path.is_file():
-        raise UserError(
-            f"{path} is a file; --loader folder reads folders, --loader ffcv reads .beton files"
-        )
-    if not folder and path.is_dir():
+    # Training sets are packed with another --split, so this remedy is not that of the loaders.
+    if options.loader == "ffcv" and path.is_dir():
         raise UserError(
             f"{path} is a folder; read it with --loader folder, "
             "or pack it with tools/pack_dataset.py --split val"
         )
-    return FolderSource(path, "val", None, options.threads) if folder else FfcvSource(path)
-
-
-def open_loader(
-    options: Validation, source: Source, plan: EpochPlan, device: torch.device
-) -> ThreadedLoader:
-    """Open the loader of these samples, without score maps."""
-    if options.loader == "dali":
-        return DaliLoader(source, plan, options.threads, maps=False, device=device)
-    return ThreadedLoader(source, plan, options.threads, maps=False)
+    return LOADERS[options.loader].open_source(path, "evaluate", None, options.threads)
 
 
 # ------------------------------------------------------------------------- ReaL
@@ -301,14 +286,16 @@ def main(options: Validation) -> dict:
         sizes=((0, trained.size),),
         crop_pct=crop_pct,
     )
-    amp = options.precision == "bf16" or (options.precision == "auto" and device.type == "cuda")
-    with closing(open_loader(options, source, plan, device)) as loader:
+    dtype = None
+    if options.precision == "bf16" or (options.precision == "auto" and device.type == "cuda"):
+        dtype = torch.bfloat16
+    make_loader = LOADERS[options.loader].make
+    with closing(make_loader(source, plan, options.threads, "raise", False, device)) as loader:
         stand_in = imagenet_names(model)
         match = match_classes(source.class_names, trained.class_names, model.num_classes, stand_in)
         real = open_real(options.real, source, options.data) if options.real else None
         model.to(device, memory_format=torch.channels_last)
         normalize = Normalize(trained.mean, trained.std).to(device)
-        dtype = torch.bfloat16 if amp else None
         measured = measure_sync(model, loader, normalize, match, device, dtype)
     row = {
         "checkpoint": str(trained.path),
@@ -322,7 +309,7 @@ def main(options: Validation) -> dict:
         "classes_by": match.by,
         "size": trained.size,
         "crop_pct": crop_pct,
-        "precision": "bf16" if amp else "fp32",
+        "precision": "bf16" if dtype else "fp32",
         **measured.metrics._asdict(),
         "real_top1": real_top1(real, measured.best, len(match.columns)) if real else None,
         "real_images": sum(map(bool, real.real_labels.values())) if real else None,
@@ -362,9 +349,7 @@ def table(row: dict) -> Table:
     return lines
 
 
-def command() -> None:
-    """Run the console script `densefeed-validate`."""
-    run(lambda: main(tyro.cli(Validation, description=__doc__)))
+command = make_command(main, Validation, __doc__)
 
 
 if __name__ == "__main__":

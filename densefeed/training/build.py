@@ -7,7 +7,7 @@ from torch import nn
 from densefeed.models import checkpoints
 from densefeed.models.token_transformer import TokenTransformer, has_tokens
 from densefeed.objectives.base import Objective
-from densefeed.system.errors import UserError
+from densefeed.system.errors import UserError, first_line
 from densefeed.training.compile import get_networks
 from densefeed.training.config import Config
 from densefeed.training.speed import training_flops
@@ -87,10 +87,10 @@ def check_model_sizes(config: Config, objective: Objective, model: nn.Module) ->
             with torch.inference_mode():
                 model.eval()(torch.zeros(1, 3, side, side))
         except (ValueError, RuntimeError, AssertionError) as error:
-            why = str(error).partition("\n")[0]
             option = "other --sizes" if sizes else "another --size"
             raise UserError(
-                f"{name} cannot train at {side} px ({why}); choose {option} or another model"
+                f"{name} cannot train at {side} px ({first_line(error)}); choose {option} or "
+                "another model"
             ) from error
     if ours and (objective.needs_tokens or config.mix.mixtoken):
         for side in config.data.sides:

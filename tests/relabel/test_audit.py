@@ -18,7 +18,6 @@ from PIL import Image
 
 from densefeed.relabel import audit as auditing
 from densefeed.relabel.audit import audit, neighbors
-from densefeed.relabel.labeling import label_images
 from densefeed.relabel.reference_match import (
     ORIENTATIONS,
     choose_best,
@@ -33,6 +32,8 @@ from densefeed.storage.packs import label_rows
 from densefeed.storage.row_codecs import ScoreMaps
 from densefeed.storage.score_maps import ScoreMapStore, ScoreMapWriter, map_datasets
 from densefeed.system.errors import UserError
+
+from ..runs import label_images
 
 CASES = int(os.environ.get("SOAK_ORIENTATIONS", 16))
 SQUASH, CENTER = "squash", "center-crop"

@@ -13,14 +13,9 @@ import timm
 import torch
 from safetensors.torch import save_file
 
+from densefeed.relabel.audit import measure_accuracy
 from densefeed.relabel.estimates import estimate_pass
-from densefeed.relabel.labeling import (
-    begin_pass,
-    label_images,
-    measure_accuracy,
-    score_batches,
-    unfinished_batches,
-)
+from densefeed.relabel.labeling import begin_pass, score_batches, unfinished_batches
 from densefeed.relabel.rendering import PillowRender
 from densefeed.relabel.scoring import top_maps_sync
 from densefeed.relabel.teacher import Teacher
@@ -29,6 +24,8 @@ from densefeed.storage.maintenance import convert
 from densefeed.storage.score_maps import ScoreMapStore, ScoreMapWriter, map_datasets
 from densefeed.system.errors import UserError, explain_os_error
 from densefeed.tools import relabel_imagenet
+
+from ..runs import label_images
 
 ROOT = Path(__file__).parents[2]
 CONFIG = {"mean": (0.5, 0.4, 0.3), "std": (0.2, 0.3, 0.4), "interpolation": "bilinear"}

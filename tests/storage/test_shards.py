@@ -21,7 +21,6 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
-from densefeed.relabel.labeling import label_images
 from densefeed.relabel.teacher import Teacher
 from densefeed.storage.images import Images
 from densefeed.storage.score_maps import (
@@ -35,6 +34,8 @@ from densefeed.storage.shards import Shard, find_leftovers, merge
 from densefeed.system.errors import BusyError, UserError
 from densefeed.system.files import lock, open_locked, replace_file
 from densefeed.tools import relabel_imagenet
+
+from ..runs import label_images
 
 ROOT = Path(__file__).parents[2]
 KILLS = int(os.environ.get("SOAK_KILLS", 3))

@@ -11,7 +11,6 @@ import torch
 
 from densefeed.models import nfnet  # noqa: F401  (registers)
 from densefeed.relabel.audit import audit
-from densefeed.relabel.labeling import label_images
 from densefeed.relabel.reference_match import orient
 from densefeed.storage.images import Images
 from densefeed.storage.score_maps import ScoreMapStore, ScoreMapWriter, StoreHeader
@@ -22,6 +21,8 @@ from densefeed.tools.audit import AuditOptions, load_references, render_page
 from densefeed.tools.export_labels import ExportLabels
 from densefeed.tools.import_labels import Import
 from densefeed.tools.load_teacher import Loaded
+
+from ..runs import label_images
 
 
 @pytest.fixture(scope="module")

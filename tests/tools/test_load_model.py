@@ -32,6 +32,7 @@ def run(tmp_path_factory):
     saved |= {"std": [0.4, 0.5, 0.6], "config": {"data": {"size": 40, "crop_pct": 0.8}}}
     torch.save(saved | {"model": raw, "ema": ema}, folder / "last.pt")
     torch.save(saved | {"model": raw, "ema": None}, folder / "raw.pt")
+    torch.save(saved | {"model": raw, "model_ema": ema}, folder / "timm.pt")
     flat = {"data": "scenes", "size": 40, "crop_pct": 0.8}
     torch.save(saved | {"model": raw, "config": flat}, folder / "flat.pt")
     torch.save(saved | {"model": raw, "class_names": ["a", "b"]}, folder / "short.pt")
@@ -57,6 +58,9 @@ def test_a_checkpoint_of_an_earlier_version_loads(run):
     [
         ("last.pt", "ema", "ema", 2),
         ("last.pt", "raw", "raw", 1),
+        # timm's other name of EMA weights
+        ("timm.pt", "ema", "ema", 2),
+        ("timm.pt", "raw", "raw", 1),
         ("raw.pt", "ema", "raw", 1),
         ("raw.pt", "raw", "raw", 1),
     ],

@@ -71,7 +71,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Adapt what is written for GitHub: drop paragraphs that begin with "On GitHub, ", lead links
-    to included files to their pages, and make plain text of links to other files.
+    to included files to their pages, and keep only the path of links to other files.
     """
     folder = posixpath.dirname(page.file.src_uri)
 
@@ -80,7 +80,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         path = posixpath.normpath(posixpath.join("docs", folder, target))
         if path in INCLUDED:
             return f"[{text}]({posixpath.relpath(INCLUDED[path], folder or '.')}{anchor})"
-        return link[0] if path.startswith("docs/") else text
+        return link[0] if path.startswith("docs/") else f"`{text}`"
 
     markdown = re.sub(r"(?m)^On GitHub, (?:.+\n)+\n?", "", markdown)
-    return re.sub(r"\[([^\]]+)\]\((?![a-z]+:)([^)#\s]+)(#[^)\s]+)?\)", adapt, markdown)
+    return re.sub(r"\[([^\[\]]+)\]\((?![a-z]+:)([^)#\s]+)(#[^)\s]+)?\)", adapt, markdown)

@@ -48,6 +48,7 @@ FOREIGN = {
     *("--nnodes", "--nproc-per-node", "--signals-to-handle"),
     *("--signal", "--penalty-weight"),
 }
+SCRIPT = "loop.py"  # the script that a page tells to save
 ACTIVATE = ["source", ".venv/bin/activate"]  # what the tests run in is active already
 
 
@@ -166,8 +167,8 @@ def test_the_script_of_your_own_loop_runs(newcomer, command):
     done = command("-c", "".join(parts), cwd=home, timeout=600)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "% of 20 images" in done.stdout
-    (home / "loop.py").write_text(parallel)
-    words = "-m", "torch.distributed.run", "--nproc-per-node", "2", "loop.py"
+    (home / SCRIPT).write_text(parallel)
+    words = "-m", "torch.distributed.run", "--nproc-per-node", "2", SCRIPT
     done = command(*words, cwd=home, timeout=600, fresh=True)
     assert done.returncode == 0, done.stderr[-2000:]
     weights = [torch.load(home / name, weights_only=True) for name in ("own.pt", "parallel.pt")]
@@ -266,7 +267,7 @@ def program(words: list[str]) -> tuple[str, ...]:
     start = next((at for at, word in enumerate(words) if word.endswith(".py")), None)
     if words[:2] == ["python", "-m"] and words[2].startswith("benchmarks."):
         return "-m", words[2]
-    if start is None:
+    if start is None or words[start] == SCRIPT:
         return ()
     name = words[start]
     assert (ROOT / name).exists(), f"{name} does not exist"

@@ -6,11 +6,11 @@ same files.
 
 Both start from an ImageFolder of --files images and a tree of as many .pt files in TokenLabeling's
 format: float16 [2, 5, 18, 18], 1,000 classes, or as many as there are images if these are fewer.
-The files are generated and are in the page cache. `import` is all of tools/import_labels.py: list
-both folders, match them, read, check every number, write the store and sync it. `torch.load` reads
-each listed file with weights_only=True and discards it, in one process and thread, as a script
-would. Each round runs both in turns on --threads cores; the ratio is the median of the ratios
-within a round.
+The files are generated in the folder for temporary files, 1.2 GB for 100,000, and are in the page
+cache. `import` is all of tools/import_labels.py: list both folders, match them, read, check every
+number, write the store and sync it. `torch.load` reads each listed file with weights_only=True and
+discards it, in one process and thread, as a script would. Each round runs both in turns on
+--threads cores; the ratio is the median of the ratios within a round.
 """
 
 import io
@@ -25,14 +25,12 @@ import numpy as np
 import torch
 from PIL import Image
 
-from benchmarks.harness import Output, check_positive, command, report, take_turns, use_cores
+from benchmarks.harness import Output, command, environment, report, take_turns, use_cores
 from densefeed.storage.geometry import Footprint
 from densefeed.system.errors import UserError
 from densefeed.system.progress import bar
-from densefeed.system.provenance import environment
 from densefeed.tools import import_labels
 
-PACKAGES = ("torch", "numpy", "h5py", "pillow")
 OURS, PEER = "import", "torch.load"
 CLASSES, SIDE, TOP_K = 1000, 18, 5
 DISTINCT = 64  # different maps, which the files repeat
@@ -48,19 +46,14 @@ class ImportBenchmark(Output):
     footprint: Footprint = "squash"  # center-crop: every image's header is read too
     threads: int = 2  # of the import, each on its own core
     rounds: int = 5  # measured rounds, after one for warm-up
-    # folder for the files, 1.2 GB for 100,000; default: a temporary one
-    work: Path | None = None
 
 
 def main(benchmark: ImportBenchmark) -> dict:
     """Generate the files, measure, print and record; return the document that --json writes."""
-    check_positive(benchmark, "threads", "rounds")
     if benchmark.files < TOP_K:
         raise UserError(f"--files must be at least {TOP_K}, the classes that a cell names")
-    if benchmark.work is not None and not benchmark.work.is_dir():
-        raise UserError(f"--work {benchmark.work} is not a folder; create it first")
-    facts = environment(PACKAGES)
-    with tempfile.TemporaryDirectory(dir=benchmark.work) as folder:
+    facts = environment()
+    with tempfile.TemporaryDirectory() as folder:
         make_files(Path(folder), benchmark.files, benchmark.form)
         rates = measure(benchmark, Path(folder))
     data = f"{benchmark.files} files, {benchmark.form}, {benchmark.footprint}"

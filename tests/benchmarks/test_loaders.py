@@ -16,7 +16,7 @@ import torch
 from PIL import Image
 
 from benchmarks import harness, loaders, peers
-from benchmarks.harness import Spread, append_rows, pairwise, take_turns
+from benchmarks.harness import append_rows, compare, spread, take_turns
 from benchmarks.loaders import LoaderBenchmark, choose_loaders, main
 from benchmarks.peers import (
     PEERS,
@@ -366,8 +366,12 @@ def test_rounds_rotate_and_ratios_are_taken_within_rounds():
         rates = take_turns({"a": note("a"), "b": note("b")}, 3)
     assert order == [(0, "a"), (0, "b"), (1, "b"), (1, "a"), (2, "a"), (2, "b"), (3, "b"), (3, "a")]
     assert rates == {"a": [10 / 15, 10 / 4, 10 / 25], "b": [10 / 30, 10 / 8, 10 / 50]}
-    assert pairwise(rates["a"], rates["b"]) == (2.0, 2.0, 2.0)
-    assert Spread.of([4, 1, 3, 2, 5]) == (3, 2, 4)
+    assert compare("a", "b", rates["a"], rates["b"]) == {
+        "a": "a",
+        "b": "b",
+        **dict.fromkeys(("median", "p25", "p75"), 2.0),
+    }
+    assert spread([4, 1, 3, 2, 5]) == {"median": 3, "p25": 2, "p75": 4}
 
 
 def test_loaders_are_rebuilt_in_another_order(cache, data, monkeypatch):

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import active_children
 from pathlib import Path
-from typing import ClassVar, NamedTuple, TypeVar
+from typing import ClassVar, TypeVar
 
 import numpy as np
 import torch
@@ -168,23 +168,6 @@ def use_cores(threads: int) -> Iterator[None]:
 def spread(values: Sequence[float]) -> dict[str, float]:
     """Return median and quartiles of several runs."""
     return dict(zip(QUARTILES, np.percentile(values, (50, 25, 75)).tolist(), strict=True))
-
-
-class Spread(NamedTuple):
-    """Median and quartiles of several runs."""
-
-    median: float
-    p25: float
-    p75: float
-
-    @classmethod
-    def of(cls, values: list[float]) -> "Spread":
-        return cls(*np.percentile(values, (50, 25, 75)).tolist())
-
-
-def pairwise(a: list[float], b: list[float]) -> Spread:
-    """Return the spread of a / b, divided within each round."""
-    return Spread.of([x / y for x, y in zip(a, b, strict=True)])
 
 
 def compare(a: str, b: str, of_a: list[float], of_b: list[float], **fields: object) -> dict:

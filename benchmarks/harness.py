@@ -35,6 +35,7 @@ PACKAGES = (
     *("torch", "torchvision", "timm", "numpy", "pillow", "h5py"),
     *("ffcv", "simplejpeg", "spdl-core", "nvidia-dali-cuda130"),
 )
+CORES = len(os.sched_getaffinity(0))  # that this process may use
 QUARTILES = ("median", "p25", "p75")
 COLUMNS = (
     *("date", "commit", "cpu", "cores", "versions", "command", "data", "name", "threads"),
@@ -73,8 +74,8 @@ def environment() -> dict[str, str | int]:
 
 def check_threads(threads: int) -> None:
     """Raise UserError if --threads asks for more cores than this process may use."""
-    if threads > (cores := len(os.sched_getaffinity(0))):
-        raise UserError(f"--threads {threads}: this process may use {cores} cores")
+    if threads > CORES:
+        raise UserError(f"--threads {threads}: this process may use {CORES} cores")
 
 
 # ------------------------------------------------------------------------- measuring

@@ -26,6 +26,7 @@ import numpy as np
 import torch
 
 from benchmarks.harness import (
+    CORES,
     QUARTILES,
     Output,
     choose_cores,
@@ -78,7 +79,6 @@ RATIOS = [
     ("dali-gpu+labels", "nvidia-dali-gpu"),
 ]
 FIRST_BATCHES = 5  # processes to start
-CORES = len(os.sched_getaffinity(0))
 
 Key = tuple[str, int]  # loader, threads
 

@@ -622,13 +622,12 @@ class FullDecode(SimpleJpeg):
         ids = self._config.plan().permutation(epoch)
         chunks = np.array_split(ids, -(-len(ids) // CHUNK))
 
-        def decode(chunk: np.ndarray) -> int:
+        def decode(chunk: np.ndarray) -> PeerBatch:
             for index in chunk.tolist():
                 self._pixels(self._stock.image(index)[0])
-            return len(chunk)
+            return PeerBatch(len(chunk), None, None, None)
 
-        for count in self._map(decode, chunks):
-            yield PeerBatch(count, None, None, None)
+        return self._map(decode, chunks)
 
 
 class Spdl(Peer):

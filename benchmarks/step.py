@@ -41,11 +41,10 @@ second of the same round, so larger is better. Rows are appended to --results.
 """
 
 import math
-import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import count, islice, repeat
 from pathlib import Path
 from types import SimpleNamespace
@@ -59,6 +58,7 @@ from timm.utils import ModelEmaV3, NativeScaler
 from torch import Tensor, nn
 
 from benchmarks.harness import (
+    CORES,
     QUARTILES,
     Output,
     check_threads,
@@ -159,8 +159,7 @@ class StepBenchmark(Output):
     modes: tuple[Mode, ...] = ("eager", "compiled")  # measured in the same rounds
     steps: int = 4  # steps of each contestant in a round
     rounds: int = 9  # measured rounds, after one for warm-up
-    # of torch on a CPU, each on its own core, and of the loader
-    threads: int = len(os.sched_getaffinity(0))
+    threads: int = CORES  # of torch on a CPU, each on its own core, and of the loader
 
 
 class Floor(NamedTuple):
@@ -170,18 +169,20 @@ class Floor(NamedTuple):
     bytes_per_step: float  # read and written, if no cache holds anything between two uses
 
 
-@dataclass
 class Contest:
-    """The contestants, and results that precede the measurement or are collected by it."""
+    """The contestants, and results that precede the measurement or are collected by it.
 
-    steps: int  # of a turn
-    device: torch.device
-    works: dict[Key, Callable[[int], int]] = field(default_factory=dict)
-    losses: dict[Key, Tensor | float] = field(default_factory=dict)  # of the last step
-    # share of each turn spent waiting for data
-    waits: dict[Key, list[float]] = field(default_factory=dict)
-    equality: list[dict] = field(default_factory=list)
-    floors: dict[str, Floor] = field(default_factory=dict)  # by contestant, without the loader
+    Attributes:
+        works: the turn of each contestant in each mode.
+        losses: of its last step.
+        waits: the share of each of its turns spent waiting for data.
+        floors: by contestant, without the loader.
+        equality: how far our losses and timm's differ, in each mode.
+    """
+
+    def __init__(self, steps: int, device: torch.device) -> None:
+        self.steps, self.device = steps, device
+        self.works, self.losses, self.waits, self.floors, self.equality = {}, {}, {}, {}, []
 
     def add(self, key: Key, step: Step, batches: Batches) -> None:
         """Add a contestant, whose turn is a few steps on the first batches of an epoch.
@@ -230,18 +231,13 @@ def main(benchmark: StepBenchmark) -> dict:
             f"--modes captured: CUDA graphs need a GPU, and the device is {device}; "
             "remove it, or give --device cuda"
         )
-    dtype = autocast_dtype(make_config(benchmark, OURS), device) or torch.float32
-    classes = benchmark.classes
-    with ExitStack() as stack:
-        stack.enter_context(use_cores(benchmark.threads))
-        loader = None
+    config = make_config(benchmark, LABELS if benchmark.objective == "token-label" else OURS)
+    dtype = autocast_dtype(config, device) or torch.float32
+    classes, loader = benchmark.classes, None
+    with use_cores(benchmark.threads), ExitStack() as stack:
         if benchmark.loader == "ffcv":
-            config = make_config(
-                benchmark, LABELS if benchmark.objective == "token-label" else OURS
-            )
-            loader = stack.enter_context(
-                closing(open_loader(config, build_objective(config.setting), "train"))
-            )
+            loader = open_loader(config, build_objective(config.setting), "train")
+            stack.enter_context(closing(loader))
             check_loader(benchmark, loader)
             classes = loader.num_classes
         try:

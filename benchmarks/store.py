@@ -102,8 +102,10 @@ def main(benchmark: StoreBenchmark) -> dict:
         "error": error._asdict(),
         "environment": facts,
     }
-    cells = f"{benchmark.images} maps of {benchmark.side} x {benchmark.side} cells"
-    data = f"{cells}, top {benchmark.top_k} of {benchmark.classes}, {palette} named"
+    data = (
+        f"{benchmark.images} maps of {benchmark.side} x {benchmark.side} cells, "
+        f"top {benchmark.top_k} of {benchmark.classes}, {palette} named"
+    )
     print(data)
     times = {name: [1e6 / rate for rate in runs] for name, runs in rates.items()}
     found = ratio_rows(ratios)

@@ -627,6 +627,7 @@ class FullDecode(SimpleJpeg):
                 self._pixels(self._stock.image(index)[0])
             return PeerBatch(len(chunk), None, None, None)
 
+        # Only the numbers of images are delivered: the pixels stay in the threads' buffers.
         return self._map(decode, chunks)
 
 

@@ -97,6 +97,7 @@ def add_peer_formats(home: Path, folder: Path, maps: Path | None, beton: Path) -
         num_classes = ScoreMapStore(maps).header.num_classes
         if num_classes <= export_labels.MOST_CLASSES:
             published = home / "published"
+            # It appears under its name when it is complete.
             if not published.exists():
                 with redirect_stdout(io.StringIO()):
                     export_labels.main(export_labels.ExportLabels(maps=maps, out=published))

@@ -96,6 +96,7 @@ def generate(
     dataset: ImageDataset, root: Path, out: Path, teacher: Teacher, benchmark: RelabelBenchmark
 ) -> int:
     """Write one .pt file per image as the published generator does; return their number."""
+    # crop_pct 1.0 is the center square of the whole shorter side, which our teacher sees too.
     dataset.transform = create_transform(
         benchmark.input_size, is_training=False, crop_pct=1.0, **CONFIG
     )
@@ -108,6 +109,7 @@ def generate(
             with open(root / path, "rb"):
                 target = (out / path).with_suffix(".pt")
             target.parent.mkdir(parents=True, exist_ok=True)
+            # Without clone() the slice would be saved with the storage of its batch.
             torch.save(maps.clone(), target)
     return len(dataset)
 
@@ -161,6 +163,7 @@ def measure(folder: Path, benchmark: RelabelBenchmark) -> dict[str, list[float]]
         (folder / "maps.h5").unlink(missing_ok=True)
         shutil.rmtree(folder / "pt", ignore_errors=True)
 
+    # Each run writes the files anew.
     with use_cores(benchmark.threads):
         works = {OURS: run_ours, PEER: run_peer, TEACHER: run_teacher}
         return take_turns(works, benchmark.rounds, done=clear)

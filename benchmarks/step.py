@@ -317,12 +317,14 @@ def make_config(benchmark: StepBenchmark, name: str, compile: str = "never") -> 
         model=benchmark.model,
         size=benchmark.size,
         objective="token-label" if name == LABELS else "ce",
+        # timm's step has neither.
         mixtoken=False,
         drop_path=0.0,
         drloc="l1" if name == DRLOC else "none",
         drloc_grid=benchmark.drloc_grid,
         bootstrap=benchmark.bootstrap if name == BOTH else "none",
         batch=benchmark.batch,
+        # One forward pass per step, as in timm's.
         microbatch=benchmark.batch,
         lr=RATE,
         lr_batch=benchmark.batch,
@@ -434,6 +436,7 @@ class OurStep:
     def __init__(
         self, config: Config, trainable: nn.Module, loader: Loader, device: torch.device
     ) -> None:
+        # A check of its sizes may have left the model in evaluation mode.
         trainable, dtype = deepcopy(trainable).train(), autocast_dtype(config, device)
         ranks, objective = Ranks(0, 1, device), build_objective(config.setting)
         model = get_networks(trainable)[0]
@@ -454,6 +457,7 @@ class OurStep:
         """Return a list of one function, which computes the loss of step `number`."""
         # The step's number serves as the epoch, so that pairs of tokens differ as in training.
         epoch = number % self.inputs.config.optim.epochs
+        # Always the first batch: the plan of a constant batch has no other.
         return self.inputs.losses(self.student.network, [batch], epoch, 0)
 
     def batches(self, epoch: int, through: Through) -> Iterator[Batch]:

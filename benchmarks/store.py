@@ -89,6 +89,7 @@ def main(benchmark: StoreBenchmark) -> dict:
         sizes[PEER] = float(np.mean(files))
         error, palette = stores["compact"].error, int(np.median(stores["raw"].palette))
     rows = spread_rows(rates, "rows/s")
+    # Times are the inverse of rates.
     ratios = [
         compare(peer, ours, rates[ours], rates[peer], what="time")
         for peer in PEERS

@@ -149,6 +149,7 @@ def main(benchmark: TargetBenchmark) -> dict:
     a, b = losses
     document = {
         "ratios": [
+            # Times are the inverse of rates.
             compare(a, b, rates[b], rates[a], what="time"),
             compare(a, b, megabytes[a], megabytes[b], what="memory"),
         ],
@@ -157,6 +158,7 @@ def main(benchmark: TargetBenchmark) -> dict:
     }
     data = describe(benchmark, device)
     print(data)
+    # Time and memory are measured in different numbers of runs.
     rows = spread_rows(rates, "images/s") + spread_rows(megabytes, "MB")
     runs = benchmark.rounds, MEMORY_RUNS
     for row, count in zip(ratio_rows(document["ratios"]), runs, strict=True):

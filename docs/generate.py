@@ -12,8 +12,6 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parent.parent
 PAGE = "reference/command-line.md"
-# Tools whose own --help has no options: those are of their subcommands.
-SUBCOMMANDS = {"score_maps": ("verify", "convert", "merge"), "beton": ("verify",)}
 INTRODUCTION = """# Command line
 
 The options of every command, as its `--help` prints them. An installed package has these commands
@@ -22,6 +20,8 @@ under the names in [Installation](../start/install.md#as-a-package).
 `python train.py RECIPE --help` prints the same fields for every recipe, with the recipe's own
 defaults. Shown are those of `lvvit_s_224_token_label`; [Recipes](recipes.md) lists all recipes.
 """
+# Tools whose own --help has no options: those are of their subcommands.
+SUBCOMMANDS = {"score_maps": ("verify", "convert", "merge"), "beton": ("verify",)}
 
 
 def commands() -> list[str]:

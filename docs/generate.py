@@ -30,17 +30,18 @@ under the names in [Installation](../start/install.md#as-a-package).
 `python train.py RECIPE --help` prints the same fields for every recipe, with the recipe's own
 defaults. Shown are those of `lvvit_s_224_token_label`; [Recipes](recipes.md) lists all recipes.
 """
+# Tools whose own --help has no options: those are of their subcommands.
+SUBCOMMANDS = {"score_maps": ("verify", "convert", "merge"), "beton": ("verify",)}
 
 
 def commands() -> list[str]:
     """Return the words of every command that has options."""
-    tools = sorted((ROOT / "densefeed" / "tools").glob("*.py"))
-    scripts = [path for path in tools if 'if __name__ == "__main__"' in path.read_text()]
-    words = [f"tools/{path.name}" for path in scripts]
-    for name, parts in {"score_maps": ("verify", "convert", "merge"), "beton": ("verify",)}.items():
-        at = words.index(f"tools/{name}.py")
-        words[at : at + 1] = [f"tools/{name}.py {part}" for part in parts]
-    return ["train.py lvvit_s_224_token_label", *words]
+    words = ["train.py lvvit_s_224_token_label"]
+    for path in sorted((ROOT / "densefeed" / "tools").glob("*.py")):
+        if 'if __name__ == "__main__"' in path.read_text():
+            parts = SUBCOMMANDS.get(path.stem, ("",))
+            words += [f"tools/{path.name} {part}".rstrip() for part in parts]
+    return words
 
 
 def read_help(command: str) -> str:

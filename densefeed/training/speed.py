@@ -1,7 +1,7 @@
 """Speed and memory of a run, and the peak rate of the device."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
@@ -47,13 +47,19 @@ def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
     """Measure the best rate of a square matrix product, operations per second."""
     side = 8192 if device.type == "cuda" else 1024
     one = torch.rand(side, side, device=device).to(dtype)
-    out, best, until = torch.empty_like(one), 0.0, time.perf_counter() + SECONDS
+    out = torch.empty_like(one)
+    return best_rate(lambda: torch.mm(one, one, out=out), 2 * side**3, device)
+
+
+def best_rate(work: Callable[[], object], amount: float, device: torch.device) -> float:
+    """Do `work` for SECONDS and return the best `amount` per second of a single call."""
+    best, until = 0.0, time.perf_counter() + SECONDS
     while time.perf_counter() < until:
         synchronize(device)
         began = time.perf_counter()
-        torch.mm(one, one, out=out)
+        work()
         synchronize(device)
-        best = max(best, 2 * side**3 / (time.perf_counter() - began))
+        best = max(best, amount / (time.perf_counter() - began))
     return best
 
 

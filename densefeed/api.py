@@ -110,6 +110,7 @@ class TrainLoss:
     objective: str
 
     def __init__(self, loader: TrainLoader, **options: Any) -> None:
+        # A config needs a validation set, which nothing here reads.
         quiet = Config(data=replace(loader.data, val=loader.data.train))
         config = with_options(quiet, **{"mixtoken": False, **options, "objective": self.objective})
         self._config, self._loader = config, loader
@@ -135,6 +136,7 @@ class TrainLoss:
         device = next(model.parameters()).device
         if self._augmentation is None:
             self._augmentation = self._prepare(model, batch).to(device)
+        # The operations are chosen on the host; a batch of the loader is there already.
         host = batch.index.cpu(), batch.repeat.cpu()
         chosen = self._augmentation.choose(batch.epoch, *host, *batch.image.shape[1:3])
         augmented = self._augmentation(batch.to(device), chosen)

@@ -329,6 +329,7 @@ class AgentCNN(nn.Module):
 
         Both must already be on their device: moving either would break weight sharing.
         """
+        # A detached tensor has the same storage; its gradient is then its own.
         self.shared_weights = read_shared(vit, Tensor.detach)
         for tensor in self.shared_tensors():
             tensor.requires_grad_()

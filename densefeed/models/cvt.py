@@ -199,6 +199,7 @@ class CvT(PrunableLayers, nn.Module):
         sizes = zip(dims, depths, num_heads, EMBEDDINGS, strict=True)
         for number, (dim, depth, heads, (kernel, stride, padding)) in enumerate(sizes):
             last = number == len(dims) - 1
+            # DRLoc's code pads the stem by one pixel more.
             padding = 3 if drloc and number == 0 else padding
             embedding = Embedding(in_chans, dim, kernel, stride, padding, drloc)
             blocks = [
@@ -228,6 +229,7 @@ class CvT(PrunableLayers, nn.Module):
         self.num_classes, self.global_pool = num_classes, pool
         self.head = nn.Identity()
         if num_classes:
+            # A model that was moved or converted gets a new head of the same device and dtype.
             like = self.stages[0].patch_embed.proj.weight
             self.head = nn.Linear(
                 self.num_features, num_classes, device=like.device, dtype=like.dtype

@@ -163,6 +163,7 @@ class TokenTransformer(PrunableLayers, nn.Module):
                 f"global_pool {global_pool!r} must be 'token', 'avg', or '' where num_classes is 0"
             )
         self.num_classes, self.global_pool = num_classes, global_pool
+        # A model that was moved or converted gets new heads of the same device and dtype.
         like = {"device": self.cls_token.device, "dtype": self.cls_token.dtype}
         with_tokens = self.with_token_head and num_classes > 0
         self.head = nn.Linear(self.embed_dim, num_classes, **like) if num_classes else nn.Identity()

@@ -139,6 +139,7 @@ class DenseObjective(Objective):
         rules, options, spec, mix = self.setting.labels, self.setting.mix, step.score_maps, step.mix
         regions = mix is not None and options.mix_label == "regions"
         maps, tokens, shown = palette_maps(batch, spec, rules), None, None
+        # Regions are pooled from the targets of tokens, also for a model without a head on tokens.
         if regions or self.needs_tokens:
             tokens = shown = sparse_targets(batch, spec, step.grid, rules, maps)
             if mix is not None and (regions or not options.mixtoken):
@@ -178,6 +179,7 @@ def step_loss(
     """
     image, options = batch.image, objective.setting.mix
     if step.mix is not None and (options.cutmix or options.mixup):
+        # MixToken exchanges tokens inside the network, so pixels only have MixUp's blend.
         share = step.mix.blend if options.mixtoken else share_map(step.mix, image.shape[-1])
         image = mix_images(image, share)
     with torch.autocast(image.device.type, dtype or torch.bfloat16, enabled=dtype is not None):

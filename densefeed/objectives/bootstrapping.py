@@ -100,6 +100,7 @@ class JointModel(nn.Module):
             agents = align_gradients(agents, owns)
         for own, agent in zip(owns, agents, strict=True):
             own.add_(agent).mul_(0.5)
+        # The optimizer does not hold the aliases, so it does not clear their gradients.
         for lent in shared:
             lent.grad = None
 
@@ -256,6 +257,7 @@ class Bootstrapping(Objective):
             )
 
     def check_sizes(self, twin: nn.Module, num_classes: int) -> None:
+        # The meta device computes shapes alone and takes no memory.
         with torch.device("meta"):
             joint = self.wrap(twin, num_classes, lambda network: network).eval()
             for side in self.setting.sizes:

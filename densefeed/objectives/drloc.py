@@ -328,6 +328,7 @@ class LocalizedModel(nn.Module):
         """Return D, R and C of each map for inputs of `size` pixels, from a blank image."""
         like, training = next(self.model.parameters()), self.model.training
         try:
+            # BatchNorm must not average the blank image.
             self.model.eval()
             _, maps = self._features(like.new_zeros(1, 3, size, size))
         finally:

@@ -101,6 +101,7 @@ class FusedTokenLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
+        # The other seven arguments, the targets and how to compute, are constants.
         saved = zip(ctx.saved_tensors, ctx.wanted, strict=True)
         return *(made * grad if wanted else None for made, wanted in saved), *(None,) * 7
 

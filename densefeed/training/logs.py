@@ -70,6 +70,7 @@ def open_log(
         wandb_log = start_wandb(out, config, wandb_project, stack) if wandb_project else None
         truncate_metrics(step, out / "metrics.jsonl", evaluated)
         metrics = stack.enter_context(open(out / "metrics.jsonl", "a"))
+        # TensorBoard hides the events from `step` on, which the run will write again.
         board = stack.enter_context(SummaryWriter(out / "tensorboard", purge_step=step))
         show = stack.enter_context(steps_bar(f"train {out.name}", steps, step))
 

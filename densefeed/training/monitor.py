@@ -45,6 +45,7 @@ class TrainMonitor:
 
         Where steps may be skipped, a loss that is not finite counts as skipped.
         """
+        # A loss that stops the run stays in the sum, so that the mean shows it.
         counted = loss.isfinite() | (self._config.optim.on_nonfinite == "stop")
         self.seen += torch.stack([torch.where(counted, loss, 0), counted])
 

@@ -165,6 +165,7 @@ def init_distributed(device: str) -> Iterator[Ranks]:
             )
         chosen = torch.device("cuda", local)
         torch.cuda.set_device(chosen)
+    # gloo carries what is on the CPU: the stop vote and objects that are broadcast.
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo", timeout=PATIENCE
     )

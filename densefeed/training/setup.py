@@ -66,6 +66,7 @@ def setup_run(config: Config, ranks: Ranks) -> Run:
     maps = checksum_maps(config, objective, loader)
     if checkpoint:
         check_same_data(config, checkpoint, loader.fingerprint, maps)
+    # The first draws are those of the weights: the same seed gives the same ones.
     torch.manual_seed(config.run.seed)
     model, spec = build_model(config, objective, loader.num_classes)
     if config.model.init and not checkpoint:
@@ -131,11 +132,13 @@ def build_trainable(
     """Move the model to the device, let the objective wrap it, and build the student."""
 
     def place(network: nn.Module) -> nn.Module:
+        # Augmented images have this memory format too.
         network.to(ranks.device, memory_format=torch.channels_last)
         return ranks.synchronized(network) if config.model.sync_batchnorm else network
 
     model = place(model)
     if config.model.grad_checkpointing:
+        # A timm model that cannot do so fails an assertion, another one has no such method.
         try:
             model.set_grad_checkpointing(True)
         except (AssertionError, AttributeError) as error:
@@ -143,6 +146,7 @@ def build_trainable(
                 f"{config.model.name} cannot recompute activations; remove --grad-checkpointing"
             ) from error
     if objective.adds_network:
+        # A twin on the meta device gives the shapes at every size and computes nothing.
         with torch.device("meta"):
             twin, _ = build_model(config, objective, num_classes)
         objective.check_sizes(twin, num_classes)

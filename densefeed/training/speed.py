@@ -71,6 +71,7 @@ class ActivationBytes(torch.autograd.graph.saved_tensors_hooks):
     """
 
     def __init__(self, model: nn.Module) -> None:
+        # Tensors are only looked at: unpacking returns what packing got.
         super().__init__(self._pack, lambda tensor: tensor)
         self.held = {p.untyped_storage().data_ptr() for p in model.parameters()}
         self.bytes = 0

@@ -123,6 +123,7 @@ def backward(student: Student, ranks: Ranks, losses: Sequence[Callable[[], Tenso
     mean = torch.zeros((), device=ranks.device)
     for number, compute in enumerate(losses, start=1):
         last = number == len(losses)
+        # DDP averages gradients over ranks once, in the last of these backward passes.
         with nullcontext() if last or ranks.size == 1 else student.network.no_sync():
             loss = compute() / len(losses)
             student.scaler.scale(loss).backward()

@@ -18,9 +18,8 @@ import tyro
 
 from densefeed.models.checkpoints import CheckpointError
 from densefeed.recipes import RECIPES
+from densefeed.system import errors
 from densefeed.system.devices import peak_memory, synchronize
-from densefeed.system.errors import UserError
-from densefeed.system.errors import run as run_command
 from densefeed.system.files import replace_file
 from densefeed.system.malloc import tune_malloc
 from densefeed.training.build import flops_per_size
@@ -236,12 +235,12 @@ def main() -> None:
         try:
             train(config)
         except CheckpointError as error:
-            raise UserError(str(error)) from error
+            raise errors.UserError(str(error)) from error
 
 
 def command() -> None:
     """Run the console script `densefeed-train`."""
-    run_command(main)
+    errors.run(main)
 
 
 if __name__ == "__main__":

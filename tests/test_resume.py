@@ -268,7 +268,7 @@ def test_second_interrupt_exits_immediately(micro, tmp_path, monkeypatch, capsys
     monkeypatch.setattr(training, "update", interrupted)
     monkeypatch.setattr("densefeed.training.guards.ECHO", 0.0)
     with pytest.raises(SystemExit) as ended:
-        training.run_command(lambda: training.train(micro(tmp_path / "run")))
+        training.errors.run(lambda: training.train(micro(tmp_path / "run")))
     assert ended.value.code == 130
     assert "interrupted" in capsys.readouterr().err
     assert assert_whole(tmp_path / "run") == 3

@@ -175,8 +175,8 @@ def write_run_header(run: Run) -> None:
     # Files that were half-written when an earlier process was killed.
     for left in out.glob("*.part"):
         left.unlink()
-    environment = describe_environment(config, ranks)
-    for name, content in (("config", config.to_dict()), ("environment", environment)):
+    files = {"config": config.to_dict(), "environment": describe_environment(config, ranks)}
+    for name, content in files.items():
         with replace_file(out / f"{name}.json") as part:
             part.write_text(json.dumps(content, indent=1))
     count, whole = (

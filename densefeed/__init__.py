@@ -4,7 +4,7 @@ Importing this package registers its models with timm.
 """
 
 from densefeed import models as models
-from densefeed.api import CrossEntropy, ReLabel, TokenLabeling, TrainLoader, open_loader
+from densefeed.api import CrossEntropy, Loader, ReLabel, TokenLabeling, open_loader
 from densefeed.objectives import Objective, ObjectiveOptions
 from densefeed.objectives import register as register_objective
 from densefeed.pipelines.augment.settings import register_operation
@@ -22,6 +22,7 @@ __all__ = [
     "Config",
     "CrossEntropy",
     "EpochPlan",
+    "Loader",
     "Objective",
     "ObjectiveOptions",
     "ReLabel",
@@ -30,7 +31,6 @@ __all__ = [
     "SparseTargets",
     "TargetRules",
     "TokenLabeling",
-    "TrainLoader",
     "UserError",
     "open_loader",
     "register_dataset",

@@ -1,11 +1,11 @@
 """The Python API: a loader of batches on a device, and losses for a training loop of your own."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from timm.utils import unwrap_model
 from torch import Tensor, nn
 
 from densefeed.objectives import build_objective
@@ -13,7 +13,7 @@ from densefeed.objectives.base import StepContext, step_loss
 from densefeed.pipelines.augment.augmentation import Augmentation
 from densefeed.pipelines.batch import Batch
 from densefeed.pipelines.mixing import Mixing
-from densefeed.pipelines.open import DataOptions, open_dataset
+from densefeed.pipelines.open import DataOptions, Mode, open_dataset
 from densefeed.pipelines.targets import check_batch
 from densefeed.system.errors import UserError
 from densefeed.system.options import with_options
@@ -21,8 +21,8 @@ from densefeed.training.config import Config
 from densefeed.training.step_inputs import PATCH
 
 
-class TrainLoader:
-    """Training batches of a dataset: random-resized crops, their Views, labels and score maps.
+class Loader:
+    """Batches of a dataset: crops, their Views, labels and, in training, score maps.
 
     Attributes:
         plan: the order, crops and flips of every epoch, a function of the seed.
@@ -30,14 +30,14 @@ class TrainLoader:
         score_maps: specification of the score maps, None for a dataset without.
     """
 
-    def __init__(self, data: DataOptions, batch: int, seed: int) -> None:
-        self.data, self._loader = data, open_dataset(data, "train", batch=batch, seed=seed)
+    def __init__(self, data: DataOptions, mode: Mode, **how: int) -> None:
+        self.data, self._loader = data, open_dataset(data, mode, **how)
         self.plan, self.score_maps = self._loader.plan, self._loader.score_maps
         self.num_classes, self.class_names = self._loader.num_classes, self._loader.class_names
         self._next_epoch = 0
 
     def __len__(self) -> int:
-        """Batches per epoch."""
+        """Number of batches per epoch."""
         return len(self._loader)
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
@@ -57,7 +57,7 @@ class TrainLoader:
         """Stop the threads and close the files."""
         self._loader.close()
 
-    def __enter__(self) -> "TrainLoader":
+    def __enter__(self) -> "Loader":
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -71,16 +71,22 @@ def open_loader(
     size: int = 224,
     seed: int = 0,
     score_maps: str | Path | None = None,
+    train: bool = True,
+    rank: int = 0,
+    ranks: int = 1,
     **options: Any,
-) -> TrainLoader:
-    """Open a training set.
+) -> Loader:
+    """Open a training set, or a validation set with `train=False`.
 
     Args:
-        path: a .beton file, a pattern of such files, or a folder with `train/<class>/*.jpg`.
-        batch: images per batch.
+        path: a .beton file, a pattern of such files, or a folder with `train/<class>/*.jpg` (or
+            `val/...`).
+        batch: images per batch, all ranks together.
         size: side of the crops, pixels.
         seed: key of every random draw.
         score_maps: HDF5 file of score maps, for data that carries none.
+        train: random-resized crops in random order; else center crops, each image once, in order.
+        rank, ranks: this process and the number of processes, which share every batch.
         options: other options of the section `data`, e.g. threads, crop_scale, hflip, loader.
 
     Raises UserError for data that cannot be opened, TypeError for an unknown option.
@@ -88,11 +94,14 @@ def open_loader(
     kind = "folder" if Path(path).is_dir() else "ffcv"
     data = DataOptions(
         train=Path(path),
+        val=Path(path),
         size=size,
         loader=options.pop("loader", kind),
         score_maps=Path(score_maps) if score_maps else None,
     )
-    return TrainLoader(with_options(data, **options) if options else data, batch, seed)
+    data = with_options(data, **options) if options else data
+    mode = "train" if train else "evaluate"
+    return Loader(data, mode, batch=batch, seed=seed, rank=rank, ranks=ranks)
 
 
 class TrainLoss:
@@ -109,9 +118,8 @@ class TrainLoss:
 
     objective: str
 
-    def __init__(self, loader: TrainLoader, **options: Any) -> None:
-        # A config needs a validation set, which nothing here reads.
-        quiet = Config(data=replace(loader.data, val=loader.data.train))
+    def __init__(self, loader: Loader, **options: Any) -> None:
+        quiet = Config(data=loader.data)
         config = with_options(quiet, **{"mixtoken": False, **options, "objective": self.objective})
         self._config, self._loader = config, loader
         self._objective = build_objective(config.setting)
@@ -128,27 +136,31 @@ class TrainLoss:
         self._augmentation = None  # built with the first batch
 
     def __call__(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Return the mean loss of `batch` as `TrainLoader.epoch` yields it, float32 `[]`.
+        """Return the mean loss of `batch` as `Loader.epoch` yields it, float32 `[]`.
 
-        The batch is moved to the model's device, augmented and mixed. Autocast around the call
-        applies. Waits for the device on the first call only, which checks the score maps.
+        `model` may be wrapped, by DistributedDataParallel for example. The batch is moved to the
+        model's device, augmented and mixed. Autocast around the call applies. Waits for the device
+        on the first call only, which checks the score maps.
         """
-        device = next(model.parameters()).device
+        device, network = next(model.parameters()).device, unwrap_model(model)
         if self._augmentation is None:
-            self._augmentation = self._prepare(model, batch).to(device)
+            self._augmentation = self._prepare(network, batch).to(device)
         # The operations are chosen on the host; a batch of the loader is there already.
         host = batch.index.cpu(), batch.repeat.cpu()
         chosen = self._augmentation.choose(batch.epoch, *host, *batch.image.shape[1:3])
         augmented = self._augmentation(batch.to(device), chosen)
         size = augmented.image.shape[-1]
-        grid = max(1, size // getattr(model, "patch_size", PATCH))
+        grid = max(1, size // getattr(network, "patch_size", PATCH))
         mix = None
         if self._config.mix:
             mix = self._mixing.draw(batch.epoch, batch.step, size, grid).to(device)
         context = StepContext(self._loader.score_maps, grid, mix)
         enabled = torch.is_autocast_enabled(device.type)
         dtype = torch.get_autocast_dtype(device.type) if enabled else None
-        return step_loss(self._objective, model, augmented, context, dtype)
+        loss = step_loss(self._objective, model, augmented, context, dtype)
+        # The last batch is padded, so ranks may have different numbers of real samples. With this
+        # weight, the mean over ranks is the mean over the batch. It is 1 in all other batches.
+        return loss * self._loader.plan.part_weights(batch.step)[0]
 
     def _prepare(self, model: nn.Module, batch: Batch) -> Augmentation:
         """Check the first batch, and build the augmentation with the model's mean and deviation."""

@@ -150,6 +150,47 @@ def test_inside_lightning(loader, tmp_path):
     assert len(module.losses) == 2 * len(loader)
 
 
+def test_losses_of_two_ranks_have_the_loss_of_one_as_their_mean(packed, loader):
+    """Without a token head nothing is computed across images, so only rounding differs."""
+    model = timm.create_model("test_vit", img_size=32, num_classes=loader.num_classes).eval()
+    how = dict(batch=8, size=32, seed=0, threads=1)
+    means = []
+    for ranks in (1, 2):
+        losses = []
+        for rank in range(ranks):
+            with densefeed.open_loader(packed[0], rank=rank, ranks=ranks, **how) as rows:
+                objective = densefeed.CrossEntropy(rows)
+                losses.append([objective(model, batch).item() for batch in rows.epoch(0)])
+        means.append([sum(parts) / ranks for parts in zip(*losses, strict=True)])
+    # 11 images: the last batch has three, so one rank has only one or none of them.
+    assert len(means[0]) == 2
+    assert means[0] == pytest.approx(means[1], rel=1e-6)
+
+
+def test_a_wrapped_model_gives_the_same_loss(loader):
+    class Wrapped(torch.nn.Module):
+        """Hides the model's attributes, as DistributedDataParallel does."""
+
+        def __init__(self, module):
+            super().__init__()
+            self.module = module
+
+        def forward(self, *inputs, **options):
+            return self.module(*inputs, **options)
+
+    model, objective = make_model(loader), densefeed.TokenLabeling(loader, mixtoken=True)
+    batch = next(loader.epoch(0))
+    assert objective(Wrapped(model), batch).item() == objective(model, batch).item()
+
+
+def test_a_validation_set_gives_each_image_once(packed):
+    with densefeed.open_loader(packed[1], batch=3, size=32, train=False, threads=1) as loader:
+        batches = list(loader.epoch(0))
+    assert loader.score_maps is None
+    index = torch.cat([batch.index[batch.weight > 0] for batch in batches])
+    assert index.tolist() == list(range(5))
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_gpu_gives_the_same_losses(loader):

@@ -6,7 +6,6 @@ or ranks and a resumed run see the same samples, and no generator state needs sa
 the seed, the counter (epoch, sample id or step, stream | repeat << 16, block).
 """
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -19,17 +18,9 @@ from densefeed.system.errors import UserError
 
 # Streams. A new kind of draw takes a new number, so that old runs stay reproducible.
 ORDER, CROP, MIX, STEP, BLOCKS, AUGMENT, JITTER, ERASE, NOISE, SHIFT, PAIRS, OPERATION = range(12)
-TRIES = 10  # torchvision's RandomResizedCrop
-# A crop reads numbers 0 to 9 for its areas, 10 to 19 for its ratios, 20 to 22 for top, left and
-# flip. The Philox blocks of the last three and of the first try (0, 2 and 5 of six) also hold the
-# second try; 7 % of the crops of a 500 x 375 photograph need a third.
-FIRST_TRIES = 2
-# Samples per chunk. With more, the 64-bit words of three blocks leave the cache (2,048 ran fastest
-# of 1,024 to 16,384).
-CHUNK = 2048
-# Up to this many samples numpy's calls cost more than their arithmetic, so one pass over all tries
-# is cheaper than two.
-FEW = 256
+# Attempts at a crop, as in torchvision's RandomResizedCrop. A crop reads numbers 0 to 9 for its
+# areas, 10 to 19 for its ratios, 20 to 22 for top, left and flip.
+TRIES = 10
 
 
 class Shard(NamedTuple):
@@ -195,12 +186,11 @@ class EpochPlan:
         if self.order != "blocks" or self.mode == "evaluate":
             yield from ([] for _ in range(start, self.batches))
             return
-        firsts = self._shuffle_blocks(epoch) * self.block
-        per_batch = self.batch / (self.block * self._repeats)
-        done = int(start * self.batch / (self.block * self._repeats))
+        firsts, block_rows = self._shuffle_blocks(epoch) * self.block, self.block * self._repeats
+        done = start * self.batch // block_rows
         done -= done % self.window
         for number in range(start, self.batches):
-            until = math.ceil((number + 1) * per_batch) + self.window
+            until = -(-(number + 1) * self.batch // block_rows) + self.window
             yield [
                 (first, min(first + self.block, self.num_samples))
                 for first in firsts[done:until].tolist()
@@ -209,11 +199,8 @@ class EpochPlan:
 
     def _sort_keys(self, epoch: int, ids_N: np.ndarray, stream: int) -> np.ndarray:
         """Return 64 random bits for each id, to sort by: uint64 `[N]`."""
-        keys = np.empty(len(ids_N), np.uint64)
-        for at in range(0, len(ids_N), CHUNK):
-            high, low, _, _ = philox(self.seed, (epoch, ids_N[at : at + CHUNK], stream, 0))
-            keys[at : at + CHUNK] = high << np.uint64(32) | low
-        return keys
+        high, low, _, _ = philox(self.seed, (epoch, ids_N, stream, 0))
+        return high << np.uint64(32) | low
 
     def shard(self, epoch: int) -> Shard:
         """Return this rank's rows of every batch of the epoch.
@@ -231,7 +218,7 @@ class EpochPlan:
     def draws(
         self,
         epoch: int,
-        ids_N: np.ndarray,
+        ids_N: np.ndarray | int,
         stream: int,
         numbers: Sequence[int],
         repeat_N: np.ndarray | int = 0,
@@ -254,80 +241,35 @@ class EpochPlan:
         ids_N: np.ndarray,
         height_N: np.ndarray,
         width_N: np.ndarray,
-        repeat_N: np.ndarray | None = None,
+        repeat_N: np.ndarray | int = 0,
     ) -> tuple[np.ndarray, np.ndarray]:
         """Draw the crops of stored images: boxes (top, left, height, width) in pixels, float64
         `[N, 4]`, and flips, bool `[N]`.
 
-        `repeat_N` distinguishes the repeats of a sample; without it all are repeat 0. Heights and
-        widths may be of any integer type.
+        `repeat_N` distinguishes the repeats of a sample. Heights and widths may be of any integer
+        type.
         """
-        ids_N = np.asarray(ids_N)
         # A product of uint16 would wrap.
-        height_N = np.asarray(height_N, np.int64)
-        width_N = np.asarray(width_N, np.int64)
+        height_N, width_N = np.asarray(height_N, np.int64), np.asarray(width_N, np.int64)
         if self.mode == "evaluate":
-            return center_box(height_N, width_N, self.crop_pct), np.zeros(len(ids_N), bool)
-        box_tlhw_N4, flip_N = np.empty((len(ids_N), 4)), np.empty(len(ids_N), bool)
-        for at in range(0, len(ids_N), CHUNK):
-            part = slice(at, at + CHUNK)
-            repeats = 0 if repeat_N is None else np.asarray(repeat_N)[part]
-            box_tlhw_N4[part], flip_N[part] = self._random_crops(
-                epoch, ids_N[part], height_N[part], width_N[part], repeats
-            )
-        return box_tlhw_N4, flip_N
-
-    def _random_crops(
-        self,
-        epoch: int,
-        ids_N: np.ndarray,
-        height_N: np.ndarray,
-        width_N: np.ndarray,
-        repeat_N: np.ndarray | int,
-    ) -> tuple[np.ndarray, np.ndarray]:
-        tries = TRIES if len(ids_N) <= FEW else FIRST_TRIES
-        h, w, found, (down, right, mirror) = self._try_extents(
-            tries, epoch, ids_N, height_N, width_N, repeat_N
-        )
-        rest = np.flatnonzero(~found)
-        if tries < TRIES and len(rest):
-            repeats = repeat_N if np.ndim(repeat_N) == 0 else repeat_N[rest]
-            h[rest], w[rest], found[rest], _ = self._try_extents(
-                TRIES, epoch, ids_N[rest], height_N[rest], width_N[rest], repeats
-            )
-            rest = rest[~found[rest]]
-        top, left = np.floor(down * (height_N - h + 1)), np.floor(right * (width_N - w + 1))
-        # The fallback keeps an allowed ratio: a wide image loses width, a tall one height.
-        if len(rest):
-            height, width = height_N[rest], width_N[rest]
-            low, high = self.crop_ratio
-            w[rest] = np.where(width > height * high, np.rint(height * high), width)
-            h[rest] = np.where(width < height * low, np.rint(width / low), height)
-            top[rest], left[rest] = (height - h[rest]) // 2, (width - w[rest]) // 2
-        return np.stack([top, left, h, w], axis=1), mirror < self.hflip
-
-    def _try_extents(
-        self,
-        tries: int,
-        epoch: int,
-        ids_N: np.ndarray,
-        height_N: np.ndarray,
-        width_N: np.ndarray,
-        repeat_N: np.ndarray | int,
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Take the first of `tries` extents that fits: heights, widths, found, each `[N]`, and the
-        last three draws, `[3, N]`.
-        """
-        numbers = (*range(tries), *range(TRIES, TRIES + tries), *range(2 * TRIES, 2 * TRIES + 3))
-        u = self.draws(epoch, ids_N, CROP, numbers, repeat_N)
+            return center_box(height_N, width_N, self.crop_pct), np.zeros(len(height_N), bool)
+        u = self.draws(epoch, ids_N, CROP, range(2 * TRIES + 3), repeat_N)
+        down, right, mirror = u[2 * TRIES :]
         least, most = self.crop_scale
-        area = height_N * width_N * (least + (most - least) * u[:tries])
+        area = height_N * width_N * (least + (most - least) * u[:TRIES])
         low, high = np.log(self.crop_ratio)
-        ratio = np.exp(low + (high - low) * u[tries : 2 * tries])
-        widths, heights = np.rint(np.sqrt(area * ratio)), np.rint(np.sqrt(area / ratio))
-        fits = (widths > 0) & (widths <= width_N) & (heights > 0) & (heights <= height_N)
-        pick = fits.argmax(0), np.arange(len(ids_N))
-        return heights[pick], widths[pick], fits[pick], u[2 * tries :]
+        ratio = np.exp(low + (high - low) * u[TRIES : 2 * TRIES])
+        w, h = np.rint(np.sqrt(area * ratio)), np.rint(np.sqrt(area / ratio))
+        fits = (w > 0) & (w <= width_N) & (h > 0) & (h <= height_N)
+        first = fits.argmax(0), np.arange(len(height_N))
+        h, w, found = h[first], w[first], fits[first]
+        # The fallback keeps an allowed ratio: a wide image loses width, a tall one height.
+        low, high = self.crop_ratio
+        w = np.where(found, w, np.minimum(width_N, np.rint(height_N * high)))
+        h = np.where(found, h, np.minimum(height_N, np.rint(width_N / low)))
+        top = np.where(found, np.floor(down * (height_N - h + 1)), (height_N - h) // 2)
+        left = np.where(found, np.floor(right * (width_N - w + 1)), (width_N - w) // 2)
+        return np.stack([top, left, h, w], axis=1), mirror < self.hflip
 
     def mix_box(
         self, epoch: int, step: int, side: int, kept: float | None = None
@@ -338,7 +280,7 @@ class EpochPlan:
         CutMix's rule: the center is uniform, the box covers the share of the area that is not
         `kept` (default: uniform, as in MixToken), halves are rounded down, and the box is clipped.
         """
-        share, row, column = self.draws(epoch, np.array([step]), MIX, range(3))[:, 0]
+        share, row, column = self.draws(epoch, step, MIX, range(3))[:, 0]
         half = int(side * np.sqrt(1 - (share if kept is None else kept))) // 2
         row, column = int(row * side), int(column * side)
         top, left = max(row - half, 0), max(column - half, 0)
@@ -346,7 +288,7 @@ class EpochPlan:
 
     def mix_switches(self, epoch: int, step: int) -> tuple[float, float]:
         """Draw a step's two uniform numbers in [0, 1): whether it is mixed, and by which method."""
-        return tuple(self.draws(epoch, np.array([step]), MIX, (4, 5))[:, 0].tolist())
+        return tuple(self.draws(epoch, step, MIX, (4, 5))[:, 0].tolist())
 
     def beta(self, epoch: int, step: int, alpha: float) -> float:
         """Draw a number from Beta(alpha, alpha) for a step.

@@ -1,13 +1,15 @@
 """Batch: the contract between every loader and the training step."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, pairwise
 from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from densefeed.pipelines.plan import EpochPlan
+from densefeed.pipelines.plan import EpochPlan, Shard
+from densefeed.storage.geometry import crop_views, visible_boxes
 
 # N samples   H, W pixels   S cells along a map's side   k classes of a cell   K classes
 
@@ -64,6 +66,25 @@ class Batch(NamedTuple):
         """Cut the batch into `count` equal parts, row by row."""
         fields = [f.chunk(count) if isinstance(f, Tensor) else [f] * count for f in self]
         return [Batch(*part) for part in zip(*fields, strict=True)]
+
+
+def crop_batch(
+    image: Tensor,
+    label: Tensor,
+    crops: Sequence[np.ndarray],
+    rows: Shard,
+    maps: Sequence[Tensor | None],
+) -> Batch:
+    """Make a batch of crops that are not warped.
+
+    Args:
+        crops: what `crop_views` takes: boxes, flips, heights and widths of the stored images.
+        rows: the samples; copied, as they are part of an epoch's table.
+        maps: the four map fields.
+    """
+    view_N23 = crop_views(*crops)
+    arrays = view_N23, visible_boxes(view_N23), *rows
+    return Batch(image, label, *map(torch.tensor, arrays), *maps, axis_aligned=True)
 
 
 def to_device(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:

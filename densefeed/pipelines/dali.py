@@ -41,7 +41,7 @@ import torch
 from PIL import Image
 
 from densefeed import native
-from densefeed.pipelines.loader import Decoding, MapRows, Source, ThreadedLoader
+from densefeed.pipelines.loader import Decoding, Encoded, MapRows, Source, ThreadedLoader
 from densefeed.pipelines.plan import EpochPlan
 from densefeed.system.errors import UserError
 
@@ -578,16 +578,14 @@ class DaliLoader(ThreadedLoader):
         self._end()
         super().close()
 
-    def _begin(
-        self, samples: np.ndarray, ids: np.ndarray, size: int, maps: MapRows | None, keep: object
-    ) -> _Work:
+    def _begin(self, encoded: Encoded, ids: np.ndarray, size: int, maps: MapRows | None) -> _Work:
+        samples, parts = encoded.samples, maps and maps.parts
         lengths = np.where(samples["kind"] == native.RAW, 0, samples["length"])
         room = np.empty(int(lengths.sum()), np.uint8)
         cuts = np.zeros(len(ids), native.CUT)
         cuts["bytes"] = room.ctypes.data + np.cumsum(lengths) - lengths
         cuts["sound"] = self._engine.sound[ids]
-        parts = maps.parts if maps else None
-        job = native.Job(samples, cuts, parts, [keep, room])
+        job = native.Job(samples, cuts, parts, [encoded.keep, room])
         image = None
         if self._device.type == "cpu":
             image = self._memory.empty((len(ids), size, size, 3), torch.uint8)

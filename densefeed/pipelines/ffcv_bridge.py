@@ -25,9 +25,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from densefeed.pipelines.batch import Batch
+from densefeed.pipelines.batch import Batch, crop_batch
 from densefeed.pipelines.ffcv import MAP_FIELDS, FfcvSource
-from densefeed.storage.geometry import crop_views, visible_boxes
+from densefeed.pipelines.plan import Shard
 from densefeed.storage.score_maps import ScoreMaps
 from densefeed.system.errors import UserError
 
@@ -246,24 +246,11 @@ class DenseLabels:
             image, label, maps = image[shown], label[shown], self.source.maps(crop_NC[shown, 0])
             self.skipped += len(rows)
         crop_NC = crop_NC[shown]
-        index_N, box_tlhw_N4 = crop_NC[:, 0], crop_NC[:, 1:5]
-        height_N, width_N, flip_N = crop_NC[:, 5:8].T
-        view = crop_views(box_tlhw_N4, flip_N > 0, height_N, width_N)
-        logit, named, lse, window = (torch.from_numpy(np.ascontiguousarray(part)) for part in maps)
-        return Batch(
-            image=image,
-            label=label,
-            view=torch.from_numpy(view),
-            shown=torch.from_numpy(visible_boxes(view)),
-            index=torch.from_numpy(index_N),
-            repeat=torch.zeros(len(index_N), dtype=torch.long),
-            weight=torch.from_numpy(weight),
-            map_logit=logit,
-            map_class=named,
-            map_lse=lse,
-            window=window,
-            axis_aligned=True,
-        )
+        index_N, height_N, width_N, flip_N = crop_NC[:, [0, 5, 6, 7]].T
+        rows = Shard(index_N, np.zeros_like(index_N), weight)
+        fields = [torch.from_numpy(np.ascontiguousarray(part)) for part in maps]
+        crops = crop_NC[:, 1:5], flip_N, height_N, width_N
+        return crop_batch(image, label, crops, rows, fields)
 
     def _check_file(self, crop_NC: np.ndarray, label_N: np.ndarray) -> None:
         """Raise UserError if the Loader reads another file than ours: the maps would belong to

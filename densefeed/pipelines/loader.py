@@ -21,9 +21,8 @@ from PIL import Image
 from torch import Tensor
 
 from densefeed import native
-from densefeed.pipelines.batch import Batch, ScoreMapSpec
-from densefeed.pipelines.plan import EpochPlan
-from densefeed.storage.geometry import crop_views, visible_boxes
+from densefeed.pipelines.batch import Batch, ScoreMapSpec, crop_batch
+from densefeed.pipelines.plan import EpochPlan, Shard
 from densefeed.storage.score_maps import ScoreMaps
 from densefeed.system.errors import UserError, explain_os_error
 
@@ -190,10 +189,7 @@ class _Begun(NamedTuple):
 
     decoding: Decoding
     encoded: Encoded
-    ids: np.ndarray
-    repeat: np.ndarray
-    weight: np.ndarray
-    views: np.ndarray
+    rows: Shard  # of this batch alone: each field is `[N]`
     maps: MapRows | None
 
 
@@ -242,7 +238,7 @@ class ThreadedLoader:
         Padding has weight 0. RuntimeError if the loader is closed meanwhile, or in a forked child.
         """
         shard, size = self.plan.shard(epoch), self.plan.size(epoch)
-        rows = zip(*(part[start:] for part in shard), strict=True)
+        rows = map(Shard, *(part[start:] for part in shard))
         self._memory.prepare(size)
         # One more batch is fetched than decoded: the files of a folder are read while earlier ones
         # are decoded.
@@ -273,13 +269,13 @@ class ThreadedLoader:
                 self._cancel(begun.decoding)
 
     def _begin(
-        self, samples: np.ndarray, ids: np.ndarray, size: int, maps: MapRows | None, keep: object
+        self, encoded: Encoded, ids: np.ndarray, size: int, maps: MapRows | None
     ) -> Decoding:
-        """Start to decode the crops of `samples` at `size` pixels a side and to copy their `maps`,
-        without waiting.
+        """Start to decode the crops of the samples `ids` at `size` pixels a side and to copy their
+        `maps`, without waiting.
         """
         image = self._memory.empty((len(ids), size, size, 3), torch.uint8)
-        job = native.Job(samples, image.numpy(), maps.parts if maps else None, keep)
+        job = native.Job(encoded.samples, image.numpy(), maps and maps.parts, encoded.keep)
         self._pool.submit(job)
         return Decoding(job, image)
 
@@ -291,54 +287,34 @@ class ThreadedLoader:
         """Drop a batch that will not be waited for."""
         self._pool.cancel(decoding.job)
 
-    def _fetch(self, rows: Iterator[tuple]) -> Iterator[tuple]:
+    def _fetch(self, batches: Iterator[tuple]) -> Iterator[tuple[Fetch, Shard]]:
         """Start to fetch one batch after the other, and prefetch the storage that is needed a
         window later.
         """
-        for (ids, repeat, weight), runs in rows:
+        for rows, runs in batches:
             for first, end in runs:
                 self.source.read_ahead(first, end)
-            yield self.source.begin(ids), ids, repeat, weight
+            yield self.source.begin(rows.index), rows
 
-    def _submit(
-        self,
-        epoch: int,
-        size: int,
-        fetch: Fetch,
-        ids: np.ndarray,
-        repeat: np.ndarray,
-        weight: np.ndarray,
-    ) -> _Begun:
+    def _submit(self, epoch: int, size: int, fetch: Fetch, rows: Shard) -> _Begun:
         """Plan a batch's crops and submit them for decoding."""
-        encoded = fetch.wait()
+        encoded, ids = fetch.wait(), rows.index
         samples = encoded.samples
-        height, width = samples["height"], samples["width"]
-        box_tlhw, flip = self.plan.crops(epoch, ids, height, width, repeat)
-        samples["box_tlhw"], samples["flip"] = box_tlhw, flip
-        views = crop_views(box_tlhw, flip, height, width)
+        samples["box_tlhw"], samples["flip"] = self.plan.crops(
+            epoch, ids, samples["height"], samples["width"], rows.repeat
+        )
         maps = self.source.map_rows(ids, self._memory) if self.score_maps and self._maps else None
-        decoding = self._begin(samples, ids, size, maps, encoded.keep)
-        return _Begun(decoding, encoded, ids, repeat, weight, views, maps)
+        return _Begun(self._begin(encoded, ids, size, maps), encoded, rows, maps)
 
     def _finish(self, begun: _Begun) -> Batch:
         """Handle the bad samples of a decoded batch, and make tensors of it."""
-        status = begun.decoding.job.samples["status"]
-        bad = [row for row in np.flatnonzero(status).tolist() if not self._mend(begun, row)]
-        logit, named, lse, window = begun.maps.fields if begun.maps else [None] * 4
-        batch = Batch(
-            image=begun.decoding.image,
-            label=torch.from_numpy(self.source.labels[begun.ids]),
-            view=torch.from_numpy(begun.views),
-            shown=torch.from_numpy(visible_boxes(begun.views)),
-            index=torch.from_numpy(begun.ids.copy()),
-            repeat=torch.from_numpy(begun.repeat.copy()),
-            weight=torch.from_numpy(begun.weight.copy()),
-            map_logit=logit,
-            map_class=named,
-            map_lse=lse,
-            window=window,
-            axis_aligned=True,
-        )
+        samples = begun.decoding.job.samples
+        failed = np.flatnonzero(samples["status"]).tolist()
+        bad = [row for row in failed if not self._mend(begun, row)]
+        crops = [samples[name] for name in ("box_tlhw", "flip", "height", "width")]
+        label = torch.from_numpy(self.source.labels[begun.rows.index])
+        maps = begun.maps.fields if begun.maps else [None] * 4
+        batch = crop_batch(begun.decoding.image, label, crops, begun.rows, maps)
         if bad:
             self._replace_samples(batch, bad)
         if not self._memory.pinned:
@@ -365,10 +341,10 @@ class ThreadedLoader:
         """Decode a sample that the native decoder refused with Pillow. False if it is to be
         skipped.
         """
-        index, status = int(begun.ids[row]), begun.decoding.job.samples["status"]
+        index = int(begun.rows.index[row])
         where = self.source.where(index)
         # This is no fault of the sample, so it is not skipped.
-        if status[row] == native.NO_MEMORY:
+        if begun.decoding.job.samples["status"][row] == native.NO_MEMORY:
             raise UserError(
                 f"sample {index}, {where}: out of memory; choose a smaller --batch or --threads"
             )
@@ -386,7 +362,7 @@ class ThreadedLoader:
     def _decode_by_pillow(self, begun: _Begun, row: int, where: str) -> None:
         """Decode a sample with Pillow into its row. UserError if it cannot be read."""
         samples = begun.decoding.job.samples[row : row + 1].copy()
-        sample, index, remedy = samples[0], int(begun.ids[row]), self.source.remedy
+        sample, index, remedy = samples[0], int(begun.rows.index[row]), self.source.remedy
         if row in begun.encoded.errors:
             raise UserError(begun.encoded.errors[row])
         if sample["status"] != native.UNSUPPORTED:

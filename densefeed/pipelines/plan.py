@@ -24,8 +24,9 @@ TRIES = 10
 
 
 class Shard(NamedTuple):
-    """One rank's rows of every batch of an epoch; the rows from batch `start` on are
-    `index[start:]` (likewise the other fields).
+    """One rank's rows of every batch of an epoch, or of one batch.
+
+    The rows from batch `start` on are `index[start:]` (likewise the other fields).
     """
 
     index: np.ndarray  # int64 [batches, local batch], sample ids

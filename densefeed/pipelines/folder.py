@@ -3,6 +3,7 @@ HDF5 file beside it.
 """
 
 import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -10,12 +11,13 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from PIL import Image
+from torch import Tensor
 
 from densefeed import native
 from densefeed.pipelines.batch import ScoreMapSpec
 from densefeed.pipelines.loader import Encoded, Fetch, MapRows, Memory
 from densefeed.storage.images import Images, decode
-from densefeed.storage.score_maps import ScoreMaps, ScoreMapStore
+from densefeed.storage.score_maps import ScoreMaps, ScoreMapStore, StoreHeader
 from densefeed.system.errors import UserError, explain_os_error
 
 CHUNK = 16  # files per task of a reading thread
@@ -34,7 +36,38 @@ class _File(NamedTuple):
 MISSING = _File(np.empty(0, np.uint8), native.JPEG, 1, 1)
 
 
-class FolderSource:
+class StoreMaps:
+    """Base of sources whose score maps lie in an HDF5 store beside the images: `_store`."""
+
+    _store: ScoreMapStore | None = None
+    score_maps: ScoreMapSpec | None = None
+
+    def map_rows(self, ids: np.ndarray, memory: Memory) -> MapRows:
+        return locate_rows(self._store, ids, memory)
+
+    def maps(self, ids: np.ndarray) -> ScoreMaps:
+        # The native library takes 3 microseconds for a compact row, numpy 17.
+        rows = locate_rows(self._store, ids, Memory())
+        for n in np.flatnonzero(native.read_maps(rows.parts)):
+            self.check_map(ids[n])  # raises with the reason
+            raise UserError(f"{self._store.path}: row {ids[n]} cannot be read; copy the file again")
+        return ScoreMaps(*(field.numpy() for field in rows.fields))
+
+    def check_map(self, index: int) -> None:
+        store, row = self._store, np.array([index])
+        file, offsets = store.places(row)
+        length = store.packed.size[index] if store.packed else 1
+        # Reading the memory map beyond the end of the file would kill the process.
+        if os.fstat(file).st_size < max(offsets.max() + 1, offsets[0, 0] + length):
+            raise UserError(f"{store.path} was cut while it was open; copy it again and rerun")
+        store.rows(row)
+
+    def close(self) -> None:
+        if self._store:
+            self._store.close()
+
+
+class FolderSource(StoreMaps):
     """The images of a folder and, if `maps` names a store made for exactly this folder, their score
     maps.
 
@@ -51,7 +84,6 @@ class FolderSource:
         self.labels, self.class_names = self._images.labels, self._images.class_names
         self.where = self._images.where
         self.fingerprint = self._images.fingerprint()
-        self.score_maps, self._store = None, None
         if maps is not None:
             self._store = ScoreMapStore(Path(maps))
             self._store.check(self.fingerprint, root)
@@ -103,59 +135,33 @@ class FolderSource:
     def image(self, index: int) -> Image.Image:
         return decode(self._images.read(index), self.where(index))
 
-    def map_rows(self, ids: np.ndarray, memory: Memory) -> MapRows:
-        return locate_rows(self._store, ids, memory)
-
-    def maps(self, ids: np.ndarray) -> ScoreMaps:
-        return store_maps(self._store, ids)
-
-    def check_map(self, index: int) -> None:
-        check_row(self._store, index)
-
     def close(self) -> None:
         self._readers.shutdown(cancel_futures=True)
-        if self._store:
-            self._store.close()
+        super().close()
 
 
 def locate_rows(store: ScoreMapStore, ids: np.ndarray, memory: Memory) -> MapRows:
     """Locate the score maps of the samples `ids` in an HDF5 store, for the native threads."""
-    fields = map_tensors(len(ids), store.header.side, store.header.top_k, memory)
+    fields = map_tensors(len(ids), store.header, memory.empty)
     file, offsets = store.places(ids)
     packed = native.Packed(store.packed.palette[ids], store.packed.levels) if store.packed else None
     files, to = np.full(offsets.shape, file), [field.numpy() for field in fields]
     return MapRows(native.Parts(files, offsets, to, store.crcs[ids], packed), fields)
 
 
-def store_maps(store: ScoreMapStore, ids: np.ndarray) -> ScoreMaps:
-    """Read `store.rows(ids)` with the native library.
+def map_tensors(
+    count: int, spec: ScoreMapSpec | StoreHeader, empty: Callable[..., Tensor]
+) -> ScoreMaps:
+    """Allocate the map fields of `count` samples: logit, class, lse and window, as in Batch.
 
-    It takes 3 microseconds for a compact row, where numpy takes 17. UserError for a damaged row.
+    `empty` takes a shape and a `dtype`, as torch.empty and `Memory.empty` do.
     """
-    rows = locate_rows(store, ids, Memory())
-    for n in np.flatnonzero(native.read_maps(rows.parts)):
-        check_row(store, int(ids[n]))  # raises with the reason
-        raise UserError(f"{store.path}: row {ids[n]} cannot be read; copy the file again")
-    return ScoreMaps(*(field.numpy() for field in rows.fields))
-
-
-def check_row(store: ScoreMapStore, index: int) -> None:
-    """Raise UserError if row `index` of a store is beyond the end of its file, or damaged."""
-    file, offsets = store.places(np.array([index]))
-    last = max(offsets.max(), offsets[0, 0] + (store.packed.size[index] - 1 if store.packed else 0))
-    # Reading the memory map beyond the end of the file would kill the process.
-    if os.fstat(file).st_size <= last:
-        raise UserError(f"{store.path} was cut while it was open; copy it again and rerun")
-    store.rows(np.array([index]))
-
-
-def map_tensors(count: int, side: int, top_k: int, memory: Memory) -> ScoreMaps:
-    """Allocate the map fields of a batch: logit, class, lse and window, as in Batch."""
+    cells = count, spec.side, spec.side
     return ScoreMaps(
-        memory.empty((count, side, side, top_k), torch.float16),
-        memory.empty((count, side, side, top_k), torch.uint16),
-        memory.empty((count, side, side), torch.float16),
-        memory.empty((count, 4), torch.float32),
+        empty((*cells, spec.top_k), dtype=torch.float16),
+        empty((*cells, spec.top_k), dtype=torch.uint16),
+        empty(cells, dtype=torch.float16),
+        empty((count, 4), dtype=torch.float32),
     )
 
 

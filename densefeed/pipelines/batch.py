@@ -2,13 +2,13 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, pairwise
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from densefeed.pipelines.plan import EpochPlan, Shard
+from densefeed.pipelines.plan import Shard
 from densefeed.storage.geometry import crop_views, visible_boxes
 
 # N samples   H, W pixels   S cells along a map's side   k classes of a cell   K classes
@@ -111,23 +111,3 @@ def to_device(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]
         for field in batch.tensors.values():
             field.record_stream(step)
         yield batch
-
-
-class Loader(Protocol):
-    """What training needs of a loader.
-
-    An error in any thread is raised from `batches`, with the sample's id and path.
-    """
-
-    plan: EpochPlan
-    num_classes: int
-    class_names: list[str]
-    score_maps: ScoreMapSpec | None
-    fingerprint: str  # of the images: equal for equal datasets
-    skipped: int  # unreadable samples so far, under on_bad_sample="skip"
-
-    def __len__(self) -> int: ...
-
-    def batches(self, epoch: int, start: int = 0) -> Iterator[Batch]: ...
-
-    def close(self) -> None: ...

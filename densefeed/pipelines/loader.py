@@ -206,8 +206,13 @@ class ThreadedLoader:
         maps: whether batches carry score maps, if the source has any; False if the maps are on the
             device (resident.py).
 
+    Attributes:
+        class_names, num_classes, score_maps, fingerprint: of the source.
+        skipped: unreadable samples so far, under on_bad_sample="skip".
+
     At most AHEAD batches are in flight, beside those that the consumer holds. A batch that the
-    consumer holds is never overwritten.
+    consumer holds is never overwritten. An error in any thread is raised from `batches`, with the
+    sample's id and path.
     """
 
     def __init__(

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from densefeed.objectives.base import Objective, StepContext
 from densefeed.pipelines.augment.augmentation import Augmentation, augment_batches
-from densefeed.pipelines.batch import Batch, Loader
+from densefeed.pipelines.batch import Batch
+from densefeed.pipelines.loader import ThreadedLoader
 from densefeed.pipelines.mixing import Mixing
 from densefeed.pipelines.resident import ResidentMaps
 from densefeed.pipelines.targets import check_batch
@@ -32,7 +33,7 @@ class StepInputs:
         self,
         config: Config,
         ranks: Ranks,
-        loader: Loader,
+        loader: ThreadedLoader,
         objective: Objective,
         trainable: nn.Module,
         dtype: torch.dtype | None,

@@ -118,11 +118,11 @@ def sample_points(extent: Tensor, grid: int, most: int) -> tuple[Tensor, Tensor,
     return points, (within < 1)[:, None], count
 
 
-def is_inside(
-    point: Tensor, low: Tensor | float, high: Tensor | float, margin: float = EDGE
-) -> Tensor:
-    """Test `low` <= `point` <= `high` up to `margin`."""
-    return (point > low - margin) & (point < high + margin)
+def is_inside(at: Places, axis: int, image: Tensor, through: Tensor) -> Tensor:
+    """Test whether coordinates of image and map along an axis lie in the crop and in the map."""
+    low, high = at.visible[:, axis, :, None, None].unbind(1)
+    in_map = (through > -at.margin) & (through < 1 + at.margin)
+    return in_map & (image > low - EDGE) & (image < high + EDGE)
 
 
 def axis_weights(at: Places, axis: int, side: int, grid: int, most: int) -> tuple[Tensor, Tensor]:
@@ -130,23 +130,17 @@ def axis_weights(at: Places, axis: int, side: int, grid: int, most: int) -> tupl
 
     Returns weights of the map's cells, `[N, P, S]`, and the share of samples inside, `[N, P]`.
     """
-
-    def along(matrix: Tensor) -> tuple[Tensor, Tensor]:
-        return matrix[:, axis, axis], matrix[:, axis, 2]
-
-    (scale, shift), (map_scale, map_shift) = along(at.view), along(at.through)
-    points, used, count = sample_points(map_scale.abs() * side, grid, most)
-    image = scale[:, None, None] * points + shift[:, None, None]  # N P G
-    through = map_scale[:, None, None] * points + map_shift[:, None, None]
-    low, high = at.visible[:, axis, :, None, None].unbind(1)
-    inside = (is_inside(through, 0, 1, at.margin) & is_inside(image, low, high) & used).to(
-        scale.dtype
+    points, used, count = sample_points(at.through[:, axis, axis].abs() * side, grid, most)
+    image, through = (  # N P G
+        matrix[:, axis, axis, None, None] * points + matrix[:, axis, 2, None, None]
+        for matrix in (at.view, at.through)
     )
+    inside = (is_inside(at, axis, image, through) & used).to(points.dtype)
     first, last = at.cells[:, axis, :, None, None].unbind(1)
     # Beyond the edge of the image, as beyond that of the map, the last cell repeats: no padding.
     cell = (through * side - 0.5).clamp(first, last)
     # bilinear weights, N P G S
-    hat = (1 - (cell[..., None] - torch.arange(side, device=scale.device)).abs()).clamp(min=0)
+    hat = (1 - (cell[..., None] - torch.arange(side, device=cell.device)).abs()).clamp(min=0)
     hits = inside.sum(-1)
     return (hat * inside[..., None]).sum(2) / hits.clamp(min=1)[..., None], hits / count[:, None]
 
@@ -176,10 +170,7 @@ def table_points(at: Places, side: int, grid: int, most: int) -> tuple[Tensor, T
         & (used_y.expand(-1, grid, -1).flatten(1)[:, :, None])
     )
     for axis in (0, 1):
-        low, high = at.visible[:, axis, :, None, None].unbind(1)
-        inside = (
-            inside & is_inside(through[axis], 0, 1, at.margin) & is_inside(image[axis], low, high)
-        )
+        inside = inside & is_inside(at, axis, image[axis], through[axis])
         first, last = ((at.cells[:, axis, :, None, None] + 0.5) / side).unbind(1)
         through[axis] = through[axis].clamp(first, last)
     inside = inside.to(x.dtype).unflatten(2, (grid, most)).unflatten(1, (grid, most))  # N P G P G

@@ -24,6 +24,7 @@ from torch import Tensor
 # Matrices map output to source, in pixels from the top-left corner, x before y.
 
 Values = TypeVar("Values", Tensor, np.ndarray)
+IDENTITY = np.eye(2, 3)
 STRIP = 112  # rows at a time; their floats stay in a CPU's second-level cache
 # Added before truncation: weights add up to 1 - 1e-7, and on a flat 200 the sum 199.9999 would be
 # truncated to 199.
@@ -42,13 +43,13 @@ def warp_images(
     matrices = zip(matrix_N23.numpy(), cubic_N.tolist(), strict=True)
     for number, (matrix_23, cubic) in enumerate(matrices):
         image = image_NHWC[number]
-        if (matrix_23[1] == (0, 1, 0)).all():
-            _, slope, shift = matrix_23[0].tolist()
-            out[number] = shift_rows(image, slope, shift, bool(cubic), fill)
-        elif (matrix_23[0] == (1, 0, 0)).all():
-            slope, _, shift = matrix_23[1].tolist()
-            image = image.transpose(0, 1)
-            out[number] = shift_rows(image, slope, shift, bool(cubic), fill).transpose(0, 1)
+        keeps_x, keeps_y = (matrix_23 == IDENTITY).all(1)
+        if keeps_x or keeps_y:
+            # Along y the same work is done on the transposed image; transpose(0, 0) does nothing.
+            axis = 0 if keeps_y else 1
+            slope, shift = matrix_23[axis, [1 - axis, 2]].tolist()
+            rows = image.transpose(0, axis)
+            out[number] = shift_rows(rows, slope, shift, bool(cubic), fill).transpose(0, axis)
         else:
             resample = Image.Resampling.BICUBIC if cubic else Image.Resampling.BILINEAR
             data = Image.Transform.AFFINE, matrix_23.ravel().tolist(), resample

@@ -104,8 +104,7 @@ def to_device(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]
             return batch.to(device), side.record_event()
 
     # The next batch is fetched, and its copy begun, before the step that uses this one.
-    copies = (copy(batch) for batch in batches)
-    for (batch, event), _ in pairwise(chain(copies, [(None, None)])):
+    for (batch, event), _ in pairwise(chain(map(copy, batches), [(None, None)])):
         step = torch.cuda.current_stream(device)
         step.wait_event(event)
         for field in batch.tensors.values():

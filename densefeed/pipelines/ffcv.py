@@ -141,13 +141,6 @@ class FfcvSource(StoreMaps):
         else:
             self._beton.arrays(np.array([index]))
 
-    def maps(self, ids: np.ndarray) -> ScoreMaps:
-        if self._store is not None:
-            return super().maps(ids)
-        rows = self._beton.arrays(ids, MAP_FIELDS)
-        logit, named = rows["map"][:, 0].view("<f2"), rows["map"][:, 1].view("<u2")
-        return ScoreMaps(logit, named, rows["lse"].view("<f2"), rows["window"])
-
     def close(self) -> None:
         self._beton.close()
         super().close()

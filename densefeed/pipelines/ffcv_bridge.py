@@ -248,9 +248,8 @@ class DenseLabels:
         crop_NC = crop_NC[shown]
         index_N, height_N, width_N, flip_N = crop_NC[:, [0, 5, 6, 7]].T
         rows = Shard(index_N, np.zeros_like(index_N), weight)
-        fields = [torch.from_numpy(np.ascontiguousarray(part)) for part in maps]
         crops = crop_NC[:, 1:5], flip_N, height_N, width_N
-        return crop_batch(image, label, crops, rows, fields)
+        return crop_batch(image, label, crops, rows, [torch.from_numpy(part) for part in maps])
 
     def _check_file(self, crop_NC: np.ndarray, label_N: np.ndarray) -> None:
         """Raise UserError if the Loader reads another file than ours: the maps would belong to

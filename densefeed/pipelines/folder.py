@@ -37,7 +37,10 @@ MISSING = _File(np.empty(0, np.uint8), native.JPEG, 1, 1)
 
 
 class StoreMaps:
-    """Base of sources whose score maps lie in an HDF5 store beside the images: `_store`."""
+    """Base of sources whose score maps lie in an HDF5 store beside the images: `_store`.
+
+    A source of maps that lie elsewhere overrides `map_rows` and `check_map`.
+    """
 
     _store: ScoreMapStore | None = None
     score_maps: ScoreMapSpec | None = None
@@ -47,10 +50,10 @@ class StoreMaps:
 
     def maps(self, ids: np.ndarray) -> ScoreMaps:
         # The native library takes 3 microseconds for a compact row, numpy 17.
-        rows = locate_rows(self._store, ids, Memory())
-        for n in np.flatnonzero(native.read_maps(rows.parts)):
-            self.check_map(ids[n])  # raises with the reason
-            raise UserError(f"{self._store.path}: row {ids[n]} cannot be read; copy the file again")
+        rows = self.map_rows(ids, Memory())
+        for index in ids[native.read_maps(rows.parts) != native.OK].tolist():
+            self.check_map(index)  # raises with the reason
+            raise UserError(f"the map of {self.where(index)} cannot be read; copy the file again")
         return ScoreMaps(*(field.numpy() for field in rows.fields))
 
     def check_map(self, index: int) -> None:

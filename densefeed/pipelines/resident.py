@@ -47,7 +47,7 @@ class ResidentMaps:
         for first in bar(range(0, count, CHUNK), "score maps"):
             rows = source.maps(np.arange(first, min(first + CHUNK, count)))
             for whole, part in zip(fields, rows, strict=True):
-                whole[first : first + len(part)] = torch.from_numpy(np.ascontiguousarray(part))
+                whole[first : first + len(part)] = torch.from_numpy(part)
         # index_select does not support uint16, so classes are held as int16 with the same bits.
         self._fields = fields._replace(cls=fields.cls.view(torch.int16))
 

@@ -99,8 +99,7 @@ def places(batch: Batch, side: int, rules: TargetRules) -> Places:
         ends = torch.arange(2, dtype=view.dtype, device=view.device) * (side - 1)
         cells = ends.expand(len(view), 2, 2)
     scale, shift = frame.unbind(2)
-    through = scale[:, :, None] * view
-    through = torch.cat([through[:, :, :2], through[:, :, 2:] + shift[:, :, None]], 2)
+    through = scale[:, :, None] * view + F.pad(shift[:, :, None], (2, 0))
     visible = batch.shown[:, [1, 3, 0, 2]].unflatten(1, (2, 2))  # a crop lies within its image
     return Places(view, through, visible, cells, margin)
 

@@ -122,7 +122,7 @@ class Augmentation(torch.nn.Module):
             if self.mode == "const":
                 hole.zero_()
             elif self.mode == "rand":
-                hole.copy_(self.noise[at : at + 3].view(3, 1, 1).expand_as(hole))
+                hole.copy_(self.noise[at : at + 3].view(3, 1, 1))
             else:
                 noise = self.noise[at : at + hole.numel()]
                 hole.copy_(noise.view(height, width, 3).permute(2, 0, 1))

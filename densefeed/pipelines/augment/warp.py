@@ -20,6 +20,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from densefeed.pipelines.augment.operations import quantize_levels
+
 # N images   H, W pixels
 # Matrices map output to source, in pixels from the top-left corner, x before y.
 
@@ -93,8 +95,7 @@ def shift_rows(
         total_HL = value_HL[:, first : first + 3 * W] * weight_H1[strip]
         for first, weight_H1 in others:
             total_HL.addcmul_(value_HL[:, first : first + 3 * W], weight_H1[strip])
-        seen_HL = total_HL.add_(ALMOST).clamp_(0, 255).to(torch.int16).to(torch.uint8)
-        out_HL[strip] |= seen_HL & inside_HL[strip]
+        out_HL[strip] |= quantize_levels(total_HL.add_(ALMOST)) & inside_HL[strip]
     return out_HL.view(H, W, 3)
 
 

@@ -66,7 +66,7 @@ class FfcvSource(StoreMaps):
                 f"{path} has labels from {low} to {high}, outside its {num_classes} classes"
             )
         if maps is not None:
-            self._store = ScoreMapStore(Path(maps))
+            self._store = ScoreMapStore(maps)
             self._check_store(path, maps)
             self.score_maps = score_map_spec(self._store, num_classes)
         # Third-party files may have a field of that name, but not our notes.

@@ -214,7 +214,7 @@ class DenseLabels:
         maps: Path | str | None = None,
         on_bad_sample: Literal["raise", "skip"] = "raise",
     ):
-        self.source = FfcvSource(Path(data), None if maps is None else Path(maps))
+        self.source = FfcvSource(data, maps)
         if self.source.score_maps is None:
             raise UserError(
                 f"{data} has no score maps; give DenseLabels the HDF5 file that holds them, or "

@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,17 +22,8 @@ from densefeed.system.errors import UserError, explain_os_error
 CHUNK = 16  # files per task of a reading thread
 
 
-class _File(NamedTuple):
-    """A file in the form that the native decoder takes."""
-
-    content: np.ndarray  # uint8: its bytes, or the pixels of a file that Pillow decoded
-    kind: int
-    height: int
-    width: int
-
-
 # In place of a file that cannot be read: the decoder refuses an empty JPEG.
-MISSING = _File(np.empty(0, np.uint8), native.JPEG, 1, 1)
+MISSING = np.empty(0, np.uint8)
 
 
 class StoreMaps:
@@ -88,7 +78,7 @@ class FolderSource(StoreMaps):
         self.where = self._images.where
         self.fingerprint = self._images.fingerprint()
         if maps is not None:
-            self._store = ScoreMapStore(Path(maps))
+            self._store = ScoreMapStore(maps)
             self._store.check(self.fingerprint, root)
             self.score_maps = score_map_spec(self._store, len(self.class_names))
         self._readers = ThreadPoolExecutor(threads, thread_name_prefix="read")
@@ -97,43 +87,39 @@ class FolderSource(StoreMaps):
         """Do nothing: the files of neighboring samples need not be contiguous on disk."""
 
     def begin(self, ids: np.ndarray) -> Fetch:
+        encoded = Encoded(np.zeros(len(ids), native.SAMPLE), {}, [None] * len(ids))
         chunks = [
-            self._readers.submit(self._read, ids[at : at + CHUNK])
+            self._readers.submit(self._read, encoded, ids, range(at, min(at + CHUNK, len(ids))))
             for at in range(0, len(ids), CHUNK)
         ]
 
         def wait() -> Encoded:
-            files = [file for chunk in chunks for file in chunk.result()]
-            errors = {row: file for row, file in enumerate(files) if isinstance(file, str)}
-            good = [MISSING if row in errors else file for row, file in enumerate(files)]
-            samples = np.zeros(len(files), native.SAMPLE)
-            samples["bytes"] = [file.content.ctypes.data for file in good]
-            samples["length"] = [len(file.content) for file in good]
-            samples["kind"], samples["height"], samples["width"] = np.array(
-                [file[1:] for file in good]
-            ).T
-            return Encoded(samples, errors, good)
+            for chunk in chunks:
+                chunk.result()
+            return encoded
 
         return Fetch(wait, lambda: [chunk.cancel() for chunk in chunks])
 
-    def _read(self, ids: np.ndarray) -> list[_File | str]:
-        """Read the files of the samples `ids`; for one that cannot be read, return the reason."""
-        files: list[_File | str] = []
-        for index in ids.tolist():
+    def _read(self, encoded: Encoded, ids: np.ndarray, rows: range) -> None:
+        """Read the files of these rows into `encoded`, or the reason why one cannot be read."""
+        for row, index in zip(rows, ids[rows].tolist(), strict=True):
+            # `content` is the file, or the pixels of a file that Pillow decoded.
+            content, kind, extent = MISSING, native.JPEG, (1, 1)
             try:
-                content = self._images.read(index)
+                file = self._images.read(index)
                 try:
-                    extent = native.probe(content)
-                    files.append(_File(np.frombuffer(content, np.uint8), native.JPEG, *extent))
+                    extent, content = native.probe(file), np.frombuffer(file, np.uint8)
                 except native.JpegError:
                     # Pillow decodes it, or raises UserError with the reason.
-                    pixels = np.asarray(decode(content, self.where(index)))
-                    files.append(_File(pixels.reshape(-1), native.RAW, *pixels.shape[:2]))
+                    content, kind = np.asarray(decode(file, self.where(index))), native.RAW
+                    extent = content.shape[:2]
             except UserError as error:
-                files.append(str(error))
+                encoded.errors[row] = str(error)
             except OSError as error:
-                files.append(explain_os_error(error))
-        return files
+                encoded.errors[row] = explain_os_error(error)
+            encoded.keep[row], sample = content, encoded.samples[row]
+            sample["bytes"], sample["length"] = content.ctypes.data, content.nbytes
+            sample["kind"], (sample["height"], sample["width"]) = kind, extent
 
     def image(self, index: int) -> Image.Image:
         return decode(self._images.read(index), self.where(index))

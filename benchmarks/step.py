@@ -568,7 +568,7 @@ def loader_turn(
         clock, images = RunClock(0, np.zeros(2)), 0
         with closing(loader.batches(epoch)) as batches:
             for batch in islice(
-                augment_batches(clock.time_data(batches), augmentation, epoch, device), steps
+                augment_batches(clock.time_data(batches), augmentation, device), steps
             ):
                 contest.losses[key] = step(batch)
                 images += len(batch.label)

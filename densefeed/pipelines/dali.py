@@ -41,7 +41,7 @@ import torch
 from PIL import Image
 
 from densefeed import native
-from densefeed.pipelines.loader import Decoding, Encoded, MapRows, Source, ThreadedLoader
+from densefeed.pipelines.loader import CPU, Decoding, Encoded, MapRows, Source, ThreadedLoader
 from densefeed.pipelines.plan import EpochPlan
 from densefeed.system.errors import UserError
 
@@ -55,7 +55,6 @@ LEAST_RUN, RUN_PER_THREAD = 64, 8
 # Pixels of a run's JPEGs per thread: 22 images of 500 x 375. One image is always allowed, whatever
 # its size; one of 12 megapixels takes 0.1 s.
 RUN_PIXELS = 2**22
-CPU = torch.device("cpu")
 _built: weakref.WeakSet["Pipeline"] = weakref.WeakSet()  # pipelines of this process
 _forked = False  # whether this process was forked from one that had built pipelines
 PAUSE = 0.0005  # seconds between polls of the native threads
@@ -550,8 +549,8 @@ class DaliLoader(ThreadedLoader):
             raise UserError(
                 "DALI does not survive a fork of a process that used it; start processes by spawn"
             )
-        super().__init__(source, plan, threads, on_bad_sample, maps)
-        regions, self._device = True, device
+        super().__init__(source, plan, threads, on_bad_sample, maps, device)
+        regions = True
         if device.type != "cpu":
             why = probe_regions(device.index or 0)
             regions = not why

@@ -26,6 +26,7 @@ from densefeed.pipelines.plan import EpochPlan, Shard
 from densefeed.storage.score_maps import ScoreMaps
 from densefeed.system.errors import UserError, explain_os_error
 
+CPU = torch.device("cpu")
 AHEAD = 3  # batches in flight while the step works: being decoded, or waiting for the consumer
 
 
@@ -205,6 +206,7 @@ class ThreadedLoader:
             and counts it in `skipped`.
         maps: whether batches carry score maps, if the source has any; False if the maps are on the
             device (resident.py).
+        device: where a derived class may decode; this class decodes on the CPU.
 
     Attributes:
         class_names, num_classes, score_maps, fingerprint: of the source.
@@ -222,11 +224,12 @@ class ThreadedLoader:
         threads: int,
         on_bad_sample: Literal["raise", "skip"] = "raise",
         maps: bool = True,
+        device: torch.device = CPU,
     ) -> None:
         self.source, self.plan, self.on_bad_sample, self._maps = source, plan, on_bad_sample, maps
         self.class_names, self.num_classes = source.class_names, len(source.class_names)
         self.score_maps, self.fingerprint = source.score_maps, source.fingerprint
-        self.skipped = 0
+        self.skipped, self._device = 0, device
         self._pool, self._memory = native.Pool(max(1, threads)), Memory()
 
     def __len__(self) -> int:
@@ -354,7 +357,7 @@ class ThreadedLoader:
                 f"sample {index}, {where}: out of memory; choose a smaller --batch or --threads"
             )
         try:
-            self._decode_by_pillow(begun, row, where)
+            self._decode_by_pillow(begun, row, index, where)
             return True
         except (UserError, OSError) as error:
             why = explain_os_error(error) if isinstance(error, OSError) else str(error)
@@ -364,10 +367,10 @@ class ThreadedLoader:
             print(f"skipped {what}", file=sys.stderr)
             return False
 
-    def _decode_by_pillow(self, begun: _Begun, row: int, where: str) -> None:
+    def _decode_by_pillow(self, begun: _Begun, row: int, index: int, where: str) -> None:
         """Decode a sample with Pillow into its row. UserError if it cannot be read."""
         samples = begun.decoding.job.samples[row : row + 1].copy()
-        sample, index, remedy = samples[0], int(begun.rows.index[row]), self.source.remedy
+        sample, remedy = samples[0], self.source.remedy
         if row in begun.encoded.errors:
             raise UserError(begun.encoded.errors[row])
         if sample["status"] != native.UNSUPPORTED:

@@ -13,7 +13,7 @@ from tyro.conf import arg
 from densefeed.pipelines.dali import DaliLoader
 from densefeed.pipelines.ffcv import FfcvSource
 from densefeed.pipelines.folder import FolderSource
-from densefeed.pipelines.loader import Source, ThreadedLoader
+from densefeed.pipelines.loader import CPU, Source, ThreadedLoader
 from densefeed.pipelines.plan import EpochPlan
 from densefeed.system.errors import UserError
 from densefeed.system.options import Bounds, Count, Fraction, Options
@@ -102,16 +102,9 @@ def open_either(path: Path, mode: Mode, maps: Path | None, threads: int) -> Sour
     return (open_folder if path.is_dir() else open_beton)(path, mode, maps, threads)
 
 
-def make_threaded(
-    source: Source, plan: EpochPlan, threads: int, on_bad_sample: str, maps: bool, _: torch.device
-) -> ThreadedLoader:
-    """Make the loader of DenseFeed's own decoding threads."""
-    return ThreadedLoader(source, plan, threads, on_bad_sample, maps)
-
-
 LOADERS = {
-    "folder": LoaderKind(open_folder, make_threaded),
-    "ffcv": LoaderKind(open_beton, make_threaded),
+    "folder": LoaderKind(open_folder, ThreadedLoader),
+    "ffcv": LoaderKind(open_beton, ThreadedLoader),
     "dali": LoaderKind(open_either, DaliLoader),
 }
 
@@ -119,7 +112,7 @@ LOADERS = {
 def register_loader(
     name: str,
     open_source: Callable[[Path, Mode, Path | None, int], Source],
-    make: Callable[..., ThreadedLoader] = make_threaded,
+    make: Callable[..., ThreadedLoader] = ThreadedLoader,
 ) -> None:
     """Make a loader known to `--loader`. ValueError if the name is taken."""
     if name in LOADERS:
@@ -137,7 +130,7 @@ def open_dataset(
     rank: int = 0,
     ranks: int = 1,
     maps: bool = True,
-    device: torch.device = torch.device("cpu"),  # noqa: B008
+    device: torch.device = CPU,
 ) -> ThreadedLoader:
     """Open the loader of the training or the validation set: the rows of one rank.
 

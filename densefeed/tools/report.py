@@ -282,7 +282,7 @@ def make_contact_sheet(
     `objects` are the true boxes where they are known. Labels are as in the run, but without label
     smoothing, which changes all of them alike.
     """
-    (batch,) = augment_batches(islice(loader.batches(0), 1), augmentation, 0, torch.device("cpu"))
+    (batch,) = augment_batches(islice(loader.batches(0), 1), augmentation, torch.device("cpu"))
     batch = batch._replace(image=augmentation.normalize.pixels(batch.image))
     rules = replace(config.labels, smoothing=0.0)
     class_NT, probability_NT = label_tokens(batch, loader, grid, rules)

@@ -59,7 +59,7 @@ class StepInputs:
         """
         count = self.config.optim.batch // self.ranks.size // self.config.optim.microbatch
         batches = through(self.loader.batches(epoch, start))
-        for batch in augment_batches(batches, self.augmentation, epoch, self.ranks.device):
+        for batch in augment_batches(batches, self.augmentation, self.ranks.device):
             whole = self.resident(batch) if self.resident else batch
             # Compiled steps specialize on numbers: a batch that carried its own would compile anew.
             yield whole._replace(epoch=0, step=0).split(count)

@@ -511,9 +511,11 @@ class _Engine:
                     "ffcv or folder"
                 ) from error
             if not bad.any():
-                named = f"{len(rows)} samples, {work.ids[rows[0]]} first"
-                message = f"DALI failed in a run of {named} ({why}); decoded natively instead"
-                print(message, file=sys.stderr, flush=True)
+                print(
+                    f"DALI failed in a run of {len(rows)} samples, {work.ids[rows[0]]} first "
+                    f"({why}); decoded natively instead",
+                    file=sys.stderr,
+                )
         finally:
             for other in later:
                 self._guard(other.work, self._feed, other)

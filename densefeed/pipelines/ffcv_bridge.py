@@ -45,11 +45,11 @@ except ImportError as error:
         f'the ffcv bridge needs ffcv ({error}); pip install "densefeed[ffcv]"'
     ) from error
 
-# A row of a crop table, int64: sample id, box and size of the stored image in pixels, whether it
-# was flipped after the crop (0, 1), the return value of the JPEG decoder (0: decoded without error;
-# also for raw pixels), and the offset of the image in the file.
-CROP = ("index", "top", "left", "height", "width", "image_height", "image_width")
-CROP += ("flip", "status", "offset")
+# Length of a row of a crop table, int64: 0 sample id; 1 to 4 box in pixels (top, left, height,
+# width); 5, 6 height and width of the stored image; 7 whether it was flipped after the crop; 8 the
+# return value of the JPEG decoder (0: decoded without error; also for raw pixels); 9 the offset of
+# the image in the file.
+CROP = 10
 # Transforms of ffcv that move pixels and do not expose how.
 MOVERS = (RandomHorizontalFlip, RandomTranslate, RandomResizedCrop)
 # Names of torchvision's transforms, version 1 and 2, that move pixels, or may (policies).
@@ -69,7 +69,7 @@ class ReportingDecoder(ResizedCropRGBImageDecoder):
             ffcv's own filter resizes them.
         flip: probability of a left-right flip.
 
-    Images are uint8 `[N, H, W, 3]`, crops int64 `[N, 10]`, a CROP each.
+    Images are uint8 `[N, H, W, 3]`, crops int64 `[N, 10]`, see CROP.
     """
 
     def __init__(self, decoder: ResizedCropRGBImageDecoder, flip: float) -> None:
@@ -85,7 +85,7 @@ class ReportingDecoder(ResizedCropRGBImageDecoder):
         self, previous_state: State
     ) -> tuple[State, tuple[AllocationQuery, ...]]:
         state, queries = super().declare_state_and_memory(previous_state)
-        return state, (*queries, AllocationQuery((len(CROP),), np.dtype("<i8")))
+        return state, (*queries, AllocationQuery((CROP,), np.dtype("<i8")))
 
     def generate_code(self) -> Callable:
         # numba compiles local variables in as constants; it cannot read attributes of this object.
@@ -137,7 +137,7 @@ class Part(Operation):
         self._number = number
 
     def declare_state_and_memory(self, previous_state: State) -> tuple[State, None]:
-        crops = {"shape": (len(CROP),), "dtype": np.dtype("<i8")}
+        crops = {"shape": (CROP,), "dtype": np.dtype("<i8")}
         return replace(previous_state, **(crops if self._number else {})), None
 
     def generate_code(self) -> Callable:
@@ -225,7 +225,7 @@ class DenseLabels:
 
     def __call__(self, image: Tensor, label: Tensor, crop: Tensor) -> Batch:
         """Build the Batch of `image` `[N, ...]`, unchanged, `label` `[N]` or `[N, 1]`, and `crop`
-        int64 `[N, 10]`, a CROP each.
+        int64 `[N, 10]`, see CROP.
 
         Views, ids and maps have their own memory, on the CPU; image and label share the Loader's
         memory, so copy them to a GPU with `Batch.to`, or clone them, before you request the next

@@ -156,7 +156,6 @@ class Memory:
     def __init__(self) -> None:
         self.pinned = torch.cuda.is_available()
         self._free: dict[int, list[np.ndarray]] = {}
-        self._size = 0
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return an uninitialized tensor on the CPU."""
@@ -169,12 +168,6 @@ class Memory:
         view = block[:]
         weakref.finalize(view, free.append, block).atexit = False
         return torch.from_numpy(view).view(dtype).view(shape)
-
-    def prepare(self, size: int) -> None:
-        """Release the free blocks if the side of the images changes to `size` pixels."""
-        if size != self._size:
-            self._free.clear()
-        self._size = size
 
 
 @dataclass(eq=False)
@@ -247,7 +240,8 @@ class ThreadedLoader:
         """
         shard, size = self.plan.shard(epoch), self.plan.size(epoch)
         rows = map(Shard, *(part[start:] for part in shard))
-        self._memory.prepare(size)
+        # Blocks of another epoch, whose images may have another size, are not kept.
+        self._memory = Memory()
         # One more batch is fetched than decoded: the files of a folder are read while earlier ones
         # are decoded.
         fetching = self._fetch(zip(rows, self.plan.runs(epoch, start), strict=True))

@@ -162,20 +162,16 @@ class EpochPlan:
 
     def permutation(self, epoch: int) -> np.ndarray:
         """Return the sample ids in the order of the epoch, each once: int64 `[num_samples]`."""
-        ids = np.arange(self.num_samples)
         if self.mode == "evaluate":
-            return ids
-        keys = self._sort_keys(epoch, ids, ORDER)
+            return np.arange(self.num_samples)
+        ids = self._shuffle(epoch, self.num_samples, ORDER)
         if self.order == "random":
-            return np.argsort(keys, kind="stable")
-        shuffled = self._shuffle_blocks(epoch)
-        window_of_block = np.empty_like(shuffled)
-        window_of_block[shuffled] = np.arange(len(shuffled)) // self.window
-        return np.lexsort((keys, window_of_block[ids // self.block]))
+            return ids
+        window_of_block = np.argsort(self._shuffle_blocks(epoch)) // self.window
+        return ids[np.argsort(window_of_block[ids // self.block], kind="stable")]
 
     def _shuffle_blocks(self, epoch: int) -> np.ndarray:
-        blocks = np.arange(-(-self.num_samples // self.block))
-        return np.argsort(self._sort_keys(epoch, blocks, BLOCKS), kind="stable")
+        return self._shuffle(epoch, -(-self.num_samples // self.block), BLOCKS)
 
     def runs(self, epoch: int, start: int = 0) -> Iterator[list[tuple[int, int]]]:
         """Yield the runs of storage, (first id, end), to prefetch before each batch.
@@ -198,10 +194,10 @@ class EpochPlan:
             ]
             done = max(done, until)
 
-    def _sort_keys(self, epoch: int, ids_N: np.ndarray, stream: int) -> np.ndarray:
-        """Return 64 random bits for each id, to sort by: uint64 `[N]`."""
-        high, low, _, _ = philox(self.seed, (epoch, ids_N, stream, 0))
-        return high << np.uint64(32) | low
+    def _shuffle(self, epoch: int, count: int, stream: int) -> np.ndarray:
+        """Return the numbers below `count`, sorted by 64 random bits of each."""
+        high, low, _, _ = philox(self.seed, (epoch, np.arange(count), stream, 0))
+        return np.argsort(high << np.uint64(32) | low, kind="stable")
 
     def shard(self, epoch: int) -> Shard:
         """Return this rank's rows of every batch of the epoch.

@@ -131,10 +131,10 @@ class Augmentation(torch.nn.Module):
 def apply_group(image_NHWC: Tensor, group: Group, choice: AugmentPlan) -> None:
     """Apply one operation to the samples of its group, in place."""
     part = slice(group.start, group.stop)
-    if group.name == "Table":
-        apply_rows(image_NHWC, choice.row[part], apply_tables, choice.table[part][:, None])
-    else:
-        apply_rows(image_NHWC, choice.row[part], OPERATIONS[group.name], choice.number[part])
+    operation, argument = apply_tables, choice.table[:, None]
+    if group.name != "Table":
+        operation, argument = OPERATIONS[group.name], choice.number
+    apply_rows(image_NHWC, choice.row[part], operation, argument[part])
 
 
 def apply_rows(

@@ -219,9 +219,15 @@ def explain_failure(command: list[str], seconds: float) -> str:
     """Run a command in a child process; return why it failed, or an empty string."""
     # The child imports our modules from where this process found them, installed or not.
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    options = dict(stdin=subprocess.DEVNULL, capture_output=True, text=True)
     try:
-        done = subprocess.run(command, env=environment, timeout=seconds, **options)
+        done = subprocess.run(
+            command,
+            env=environment,
+            timeout=seconds,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+        )
     except subprocess.TimeoutExpired:
         return f"did not finish within {seconds:g} s"
     if done.returncode < 0:
@@ -296,8 +302,7 @@ class _Engine:
         self.sound = np.zeros(samples, np.uint64)
         self._number = None if device.type == "cpu" else device.index or 0
         self._threads, self._rows, self._device, self._regions = threads, rows, device, regions
-        self._pipeline: Pipeline | None = None
-        self._inside: deque[_Run] = deque()
+        self._pipeline, self._inside = None, deque()  # built by the first run; runs inside it
         self._failures, self._pid = 0, os.getpid()
         self._thread = threading.Thread(target=self._run, name="dali", daemon=True)
         self._thread.start()

@@ -59,7 +59,7 @@ class FfcvSource(StoreMaps):
         self.where = self._beton.where
         self.labels, self.fingerprint = self._beton.labels, self._beton.fingerprint()
         notes, low, high = self._beton.notes, self.labels.min(), self.labels.max()
-        self.class_names = notes.get("class_names") or [str(n) for n in range(int(high) + 1)]
+        self.class_names = notes.get("class_names") or list(map(str, range(int(high) + 1)))
         num_classes = len(self.class_names)
         if low < 0 or high >= num_classes:
             raise UserError(

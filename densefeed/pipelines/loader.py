@@ -155,7 +155,8 @@ class Memory:
 
     def __init__(self) -> None:
         self.pinned = torch.cuda.is_available()
-        self._free: dict[int, list[np.ndarray]] = {}
+        # Free blocks by their number of bytes.
+        self._free = {}
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return an uninitialized tensor on the CPU."""
@@ -245,9 +246,7 @@ class ThreadedLoader:
         # One more batch is fetched than decoded: the files of a folder are read while earlier ones
         # are decoded.
         fetching = self._fetch(zip(rows, self.plan.runs(epoch, start), strict=True))
-        fetched: deque = deque()
-        decoding: deque[_Begun] = deque()
-        steps = count(start)
+        fetched, decoding, steps = deque(), deque(), count(start)
         try:
             for fetch in chain(fetching, [None] * (AHEAD + 1)):
                 if fetch:

@@ -21,6 +21,7 @@ ORDER, CROP, MIX, STEP, BLOCKS, AUGMENT, JITTER, ERASE, NOISE, SHIFT, PAIRS, OPE
 # Attempts at a crop, as in torchvision's RandomResizedCrop. A crop reads numbers 0 to 9 for its
 # areas, 10 to 19 for its ratios, 20 to 22 for top, left and flip.
 TRIES = 10
+CROP_RATIO = 3 / 4, 4 / 3  # width by height, least and most; torchvision's default
 
 
 class Shard(NamedTuple):
@@ -39,7 +40,7 @@ class EpochPlan:
     """The plan of every epoch of a run.
 
     `train` shuffles, crops as torchvision's RandomResizedCrop (area uniform in `crop_scale`, log of
-    the aspect ratio uniform in `crop_ratio`, ten tries, then the largest centered box of an allowed
+    the aspect ratio uniform in CROP_RATIO, ten tries, then the largest centered box of an allowed
     ratio) and flips; `evaluate` keeps the order, shows each sample once and takes the centered
     square of `crop_pct` times the shorter side.
 
@@ -87,7 +88,6 @@ class EpochPlan:
     parts: int = 0
     sizes: tuple[tuple[int, int], ...] = ((0, 224),)
     crop_scale: tuple[float, float] = (0.08, 1.0)
-    crop_ratio: tuple[float, float] = (3 / 4, 4 / 3)
     hflip: float = 0.5
     crop_pct: float = 1.0
 
@@ -254,14 +254,14 @@ class EpochPlan:
         down, right, mirror = u[2 * TRIES :]
         least, most = self.crop_scale
         area = height_N * width_N * (least + (most - least) * u[:TRIES])
-        low, high = np.log(self.crop_ratio)
+        low, high = np.log(CROP_RATIO)
         ratio = np.exp(low + (high - low) * u[TRIES : 2 * TRIES])
         w, h = np.rint(np.sqrt(area * ratio)), np.rint(np.sqrt(area / ratio))
         fits = (w > 0) & (w <= width_N) & (h > 0) & (h <= height_N)
         first = fits.argmax(0), np.arange(len(height_N))
         h, w, found = h[first], w[first], fits[first]
         # The fallback keeps an allowed ratio: a wide image loses width, a tall one height.
-        low, high = self.crop_ratio
+        low, high = CROP_RATIO
         w = np.where(found, w, np.minimum(width_N, np.rint(height_N * high)))
         h = np.where(found, h, np.minimum(height_N, np.rint(width_N / low)))
         top = np.where(found, np.floor(down * (height_N - h + 1)), (height_N - h) // 2)

@@ -274,7 +274,7 @@ def apply_temperature(
     return probability, share
 
 
-def palette_maps(batch: Batch, spec: ScoreMapSpec, rules: TargetRules = PLAIN) -> PaletteMaps:
+def palette_maps(batch: Batch, spec: ScoreMapSpec, rules: TargetRules) -> PaletteMaps:
     """Spread the maps of a batch over their palettes.
 
     `sparse_targets` takes the result where targets of several grids are made from one batch.
@@ -399,7 +399,7 @@ def check_batch(batch: Batch, spec: ScoreMapSpec, where: str) -> None:
     named = batch.map_class.long()
     distinct = 1 + (named.flatten(1).sort(1).values.diff(dim=1) != 0).sum(1)
     view = batch.view.double()
-    area = (view[:, 0, 0] * view[:, 1, 1] - view[:, 0, 1] * view[:, 1, 0]).abs()
+    area = torch.linalg.det(view[:, :, :2]).abs()
     again = "label it again"
     faults = {
         f"has a logit that is not finite; {again}": ~batch.map_logit.isfinite(),

@@ -81,6 +81,6 @@ def first_batch(
 ) -> FirstBatch:
     with closing(train_loader(config)) as loader:
         augmentation = Augmentation(loader.plan, config.augment, mean, std).to(device)
-        batch = next(augment_batches(loader.batches(0), augmentation, 0, device))
+        batch = next(augment_batches(loader.batches(0), augmentation, device))
         mixing = Mixing(loader.plan, config.mix)
         return FirstBatch(objective_for(config), batch, loader.score_maps, loader.plan, mixing)

@@ -469,9 +469,9 @@ def test_the_cause_of_a_bad_step_is_found_by_doing_it_again(micro, tmp_path, mon
     """A sample whose pixels are spoilt: the step, its samples and the first tensor."""
     augmented = step_inputs.augment_batches
 
-    def spoilt(batches, augmentation, epoch, device):
-        for batch in augmented(batches, augmentation, epoch, device):
-            bad = (batch.index == 7) & (epoch == 1)
+    def spoilt(batches, augmentation, device):
+        for batch in augmented(batches, augmentation, device):
+            bad = (batch.index == 7) & (batch.epoch == 1)
             yield batch._replace(image=torch.where(bad[:, None, None, None], math.nan, batch.image))
 
     monkeypatch.setattr(step_inputs, "augment_batches", spoilt)

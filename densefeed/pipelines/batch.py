@@ -1,13 +1,15 @@
 """Batch: the contract between every loader and the training step."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, pairwise
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from densefeed.pipelines.plan import EpochPlan
+from densefeed.pipelines.plan import Shard
+from densefeed.storage.geometry import crop_views, visible_boxes
 
 # N samples   H, W pixels   S cells along a map's side   k classes of a cell   K classes
 
@@ -66,6 +68,25 @@ class Batch(NamedTuple):
         return [Batch(*part) for part in zip(*fields, strict=True)]
 
 
+def crop_batch(
+    image: Tensor,
+    label: Tensor,
+    crops: Sequence[np.ndarray],
+    rows: Shard,
+    maps: Sequence[Tensor | None],
+) -> Batch:
+    """Make a batch of crops that are not warped.
+
+    Args:
+        crops: what `crop_views` takes: boxes, flips, heights and widths of the stored images.
+        rows: the samples; copied, as they are part of an epoch's table.
+        maps: the four map fields.
+    """
+    view_N23 = crop_views(*crops)
+    arrays = view_N23, visible_boxes(view_N23), *rows
+    return Batch(image, label, *map(torch.tensor, arrays), *maps, axis_aligned=True)
+
+
 def to_device(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
     """Copy batches to `device`.
 
@@ -83,30 +104,9 @@ def to_device(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]
             return batch.to(device), side.record_event()
 
     # The next batch is fetched, and its copy begun, before the step that uses this one.
-    copies = (copy(batch) for batch in batches)
-    for (batch, event), _ in pairwise(chain(copies, [(None, None)])):
+    for (batch, event), _ in pairwise(chain(map(copy, batches), [(None, None)])):
         step = torch.cuda.current_stream(device)
         step.wait_event(event)
         for field in batch.tensors.values():
             field.record_stream(step)
         yield batch
-
-
-class Loader(Protocol):
-    """What training needs of a loader.
-
-    An error in any thread is raised from `batches`, with the sample's id and path.
-    """
-
-    plan: EpochPlan
-    num_classes: int
-    class_names: list[str]
-    score_maps: ScoreMapSpec | None
-    fingerprint: str  # of the images: equal for equal datasets
-    skipped: int  # unreadable samples so far, under on_bad_sample="skip"
-
-    def __len__(self) -> int: ...
-
-    def batches(self, epoch: int, start: int = 0) -> Iterator[Batch]: ...
-
-    def close(self) -> None: ...

@@ -41,7 +41,7 @@ import torch
 from PIL import Image
 
 from densefeed import native
-from densefeed.pipelines.loader import Decoding, MapRows, Source, ThreadedLoader
+from densefeed.pipelines.loader import CPU, Decoding, Encoded, MapRows, Source, ThreadedLoader
 from densefeed.pipelines.plan import EpochPlan
 from densefeed.system.errors import UserError
 
@@ -55,9 +55,6 @@ LEAST_RUN, RUN_PER_THREAD = 64, 8
 # Pixels of a run's JPEGs per thread: 22 images of 500 x 375. One image is always allowed, whatever
 # its size; one of 12 megapixels takes 0.1 s.
 RUN_PIXELS = 2**22
-# Share of the JPEGs that the GPU's hardware decoder takes, where it has one; DALI's default.
-HARDWARE_SHARE = 0.65
-CPU = torch.device("cpu")
 _built: weakref.WeakSet["Pipeline"] = weakref.WeakSet()  # pipelines of this process
 _forked = False  # whether this process was forked from one that had built pipelines
 PAUSE = 0.0005  # seconds between polls of the native threads
@@ -129,12 +126,10 @@ def build(run: int, threads: int, device: int | None, regions: bool, resize: boo
             return fn.external_source(name=name, dtype=dtype, ndim=1)
 
         anchor, shape = pair("anchor", types.INT32), pair("shape", types.INT32)
-        options = {"output_type": types.RGB, "adjust_orientation": False}
+        options = {"adjust_orientation": False}
         if device is not None:
             # Fancy upsampling interpolates chroma as libjpeg does.
-            options |= dict(
-                device="mixed", hw_decoder_load=HARDWARE_SHARE, jpeg_fancy_upsampling=True
-            )
+            options |= {"device": "mixed", "jpeg_fancy_upsampling": True}
         if regions:
             image = fn.decoders.image_slice(encoded, anchor, shape, axis_names="HW", **options)
         else:
@@ -146,7 +141,6 @@ def build(run: int, threads: int, device: int | None, regions: bool, resize: boo
                 roi_start=pair("start", types.FLOAT),
                 roi_end=pair("end", types.FLOAT),
                 interp_type=types.INTERP_TRIANGULAR,
-                antialias=True,
             )
         pipeline.set_outputs(image)
     pipeline.build()
@@ -182,11 +176,11 @@ def feed(
         "anchor": low.astype(np.int32),
         "shape": (high - low).astype(np.int32),
     }
-    start = (box_tlhw_N4[:, :2] - low).astype(np.float32)
-    end = start + box_tlhw_N4[:, 2:].astype(np.float32)
-    # A region of interest from right to left mirrors the image without a further pass.
-    start[flip_N, 1], end[flip_N, 1] = end[flip_N, 1], start[flip_N, 1]
     if size is not None:
+        start = (box_tlhw_N4[:, :2] - low).astype(np.float32)
+        end = start + box_tlhw_N4[:, 2:].astype(np.float32)
+        # A region of interest from right to left mirrors the image without a further pass.
+        start[flip_N, 1], end[flip_N, 1] = end[flip_N, 1], start[flip_N, 1]
         inputs |= {"start": start, "end": end, "size": np.full((len(jpegs), 2), size, np.float32)}
     for name, value in inputs.items():
         pipeline.feed_input(name, value)
@@ -204,15 +198,12 @@ def try_regions(device: int) -> None:
     rng = np.random.default_rng(0)
     jpegs, boxes = [], []
     for number in range(32):
-        height, width = int(rng.integers(40, 400)), int(rng.integers(40, 400))
-        out = io.BytesIO()
+        extent, out = rng.integers(40, 400, 2), io.BytesIO()
         coarse = Image.fromarray(rng.integers(0, 256, (8, 8, 3), dtype=np.uint8))
-        coarse.resize((width, height), Image.Resampling.BICUBIC).save(
-            out, "JPEG", quality=90, subsampling=(0, 2)[number % 2]
-        )
+        coarse.resize(extent[::-1].tolist()).save(out, "JPEG", subsampling=(0, 2)[number % 2])
         jpegs.append(np.frombuffer(out.getvalue(), np.uint8))
-        tall, wide = int(rng.integers(8, height)), int(rng.integers(8, width))
-        boxes.append((rng.integers(height - tall), rng.integers(width - wide), tall, wide))
+        side = rng.integers(8, extent)
+        boxes.append((*rng.integers(extent - side), *side))
     shown = []
     for where in (None, device):
         pipeline = build(len(jpegs), 2, where, regions=True, resize=True)
@@ -228,9 +219,15 @@ def explain_failure(command: list[str], seconds: float) -> str:
     """Run a command in a child process; return why it failed, or an empty string."""
     # The child imports our modules from where this process found them, installed or not.
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    options = dict(stdin=subprocess.DEVNULL, capture_output=True, text=True)
     try:
-        done = subprocess.run(command, env=environment, timeout=seconds, **options)
+        done = subprocess.run(
+            command,
+            env=environment,
+            timeout=seconds,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+        )
     except subprocess.TimeoutExpired:
         return f"did not finish within {seconds:g} s"
     if done.returncode < 0:
@@ -265,7 +262,7 @@ class _Work(Decoding):
     cuts: np.ndarray
     ids: np.ndarray
     size: int
-    runs: int = 0  # started and not yet finished
+    runs: int = 1  # started and not yet finished; the first is the call that starts the others
     cancelled: bool = False
     error: BaseException | None = None
     done: threading.Event = field(default_factory=threading.Event)
@@ -305,8 +302,7 @@ class _Engine:
         self.sound = np.zeros(samples, np.uint64)
         self._number = None if device.type == "cpu" else device.index or 0
         self._threads, self._rows, self._device, self._regions = threads, rows, device, regions
-        self._pipeline: Pipeline | None = None
-        self._inside: deque[_Run] = deque()
+        self._pipeline, self._inside = None, deque()  # built by the first run; runs inside it
         self._failures, self._pid = 0, os.getpid()
         self._thread = threading.Thread(target=self._run, name="dali", daemon=True)
         self._thread.start()
@@ -336,7 +332,7 @@ class _Engine:
                 if work is None:
                     break
                 self._guard(work, self._begin, work)
-                self._mark_done(work)
+                self._end_run(work)
                 del work  # otherwise the batch would live until the next one arrives
             for _ in self._inside:
                 # Their results are not needed, but DALI still reads their bytes.
@@ -353,8 +349,9 @@ class _Engine:
             work.error, work.cancelled = work.error or error, True
             work.done.set()
 
-    def _mark_done(self, work: _Work) -> None:
-        """Wake the thread that waits for a work, if all of its runs are finished."""
+    def _end_run(self, work: _Work) -> None:
+        """Wake the thread that waits for a work after the last of its runs."""
+        work.runs -= 1
         if not work.runs:
             work.done.set()
 
@@ -371,7 +368,6 @@ class _Engine:
             work.image = torch.empty(shape, dtype=torch.uint8, device=self._device)
         rows = np.flatnonzero(good & (cuts["length"] > 0))
         others = np.flatnonzero(good & (cuts["length"] == 0))
-        work.runs += 1  # this call
         pixels = cuts["height"][rows].astype(np.int64) * cuts["width"][rows]
         for some in self._split_runs(rows, pixels):
             if work.cancelled or self.closing:
@@ -387,7 +383,6 @@ class _Engine:
         # decides whether the crop can be used, as in the other loaders, and checks the map too.
         for row in np.flatnonzero(~good):
             self._decode(work, row[None], work.parts and work.parts.of(row))
-        work.runs -= 1
 
     def _wait_native(self, job: native.Job) -> None:
         """Wait until the native threads finish a job, and collect DALI's runs meanwhile, so that
@@ -427,8 +422,7 @@ class _Engine:
             while self._inside:
                 self._collect()
             self._guard(work, self._recover, run, error)
-            work.runs -= 1
-            self._mark_done(work)
+            self._end_run(work)
         else:
             self._inside.append(run)
 
@@ -446,8 +440,7 @@ class _Engine:
                 else:
                     self._guard(run.work, self._copy, run.work, run.rows, out.as_tensor())
             self._failures = 0
-        run.work.runs -= 1
-        self._mark_done(run.work)
+        self._end_run(run.work)
 
     def _copy(self, work: _Work, rows: np.ndarray, pixels: object) -> None:
         """Copy `pixels`, DALI's tensor or an array, uint8 `[len(rows), size, size, 3]`, to these
@@ -473,18 +466,18 @@ class _Engine:
         some["bytes"] = [crops[n].data_ptr() for n in range(len(rows))]
         some["length"] = 3 * some["height"].astype(np.int64) * some["width"]
         some["kind"] = native.RAW
-        first, end = rows[0], rows[-1] + 1
-        if end - first == len(rows):
-            pixels = work.image.numpy()[first:end]
-        else:
-            pixels = np.empty((len(rows), *work.image.shape[1:]), np.uint8)
+        # Rows without a gap are written in place.
+        pixels = work.image.numpy()[rows[0] : rows[-1] + 1]
+        has_gaps = len(pixels) > len(rows)
+        if has_gaps:
+            pixels = np.empty_like(pixels[: len(rows)])
         job = native.Job(some, pixels, keep=crops)
         self.pool.submit(job)
         while not self.pool.ended(job):
             time.sleep(PAUSE)
         for name in ("status", "message"):
             work.job.samples[name][rows] = some[name]
-        if end - first != len(rows):
+        if has_gaps:
             self._copy(work, rows, pixels)
 
     def _decode(self, work: _Work, rows: np.ndarray, parts: native.Parts | None = None) -> None:
@@ -523,9 +516,11 @@ class _Engine:
                     "ffcv or folder"
                 ) from error
             if not bad.any():
-                named = f"{len(rows)} samples, {work.ids[rows[0]]} first"
-                message = f"DALI failed in a run of {named} ({why}); decoded natively instead"
-                print(message, file=sys.stderr, flush=True)
+                print(
+                    f"DALI failed in a run of {len(rows)} samples, {work.ids[rows[0]]} first "
+                    f"({why}); decoded natively instead",
+                    file=sys.stderr,
+                )
         finally:
             for other in later:
                 self._guard(other.work, self._feed, other)
@@ -561,8 +556,8 @@ class DaliLoader(ThreadedLoader):
             raise UserError(
                 "DALI does not survive a fork of a process that used it; start processes by spawn"
             )
-        super().__init__(source, plan, threads, on_bad_sample, maps)
-        regions, self._device = True, device
+        super().__init__(source, plan, threads, on_bad_sample, maps, device)
+        regions = True
         if device.type != "cpu":
             why = probe_regions(device.index or 0)
             regions = not why
@@ -578,16 +573,14 @@ class DaliLoader(ThreadedLoader):
         self._end()
         super().close()
 
-    def _begin(
-        self, samples: np.ndarray, ids: np.ndarray, size: int, maps: MapRows | None, keep: object
-    ) -> _Work:
+    def _begin(self, encoded: Encoded, ids: np.ndarray, size: int, maps: MapRows | None) -> _Work:
+        samples, parts = encoded.samples, maps and maps.parts
         lengths = np.where(samples["kind"] == native.RAW, 0, samples["length"])
         room = np.empty(int(lengths.sum()), np.uint8)
         cuts = np.zeros(len(ids), native.CUT)
         cuts["bytes"] = room.ctypes.data + np.cumsum(lengths) - lengths
         cuts["sound"] = self._engine.sound[ids]
-        parts = maps.parts if maps else None
-        job = native.Job(samples, cuts, parts, [keep, room])
+        job = native.Job(samples, cuts, parts, [encoded.keep, room])
         image = None
         if self._device.type == "cpu":
             image = self._memory.empty((len(ids), size, size, 3), torch.uint8)

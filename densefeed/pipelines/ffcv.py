@@ -9,13 +9,7 @@ from PIL import Image
 
 from densefeed import native
 from densefeed.pipelines.batch import ScoreMapSpec
-from densefeed.pipelines.folder import (
-    check_row,
-    locate_rows,
-    map_tensors,
-    score_map_spec,
-    store_maps,
-)
+from densefeed.pipelines.folder import StoreMaps, map_tensors, score_map_spec
 from densefeed.pipelines.loader import Encoded, Fetch, MapRows, Memory
 from densefeed.storage.beton import NDARRAY, Beton, Field
 from densefeed.storage.images import decode
@@ -43,7 +37,7 @@ def map_arrays(maps: ScoreMaps, row: int) -> tuple[np.ndarray, ...]:
     )
 
 
-class FfcvSource:
+class FfcvSource(StoreMaps):
     """Samples of a .beton file, or of all files that match a pattern (`train-*.beton`, read as one
     dataset in the order of their names).
 
@@ -65,15 +59,14 @@ class FfcvSource:
         self.where = self._beton.where
         self.labels, self.fingerprint = self._beton.labels, self._beton.fingerprint()
         notes, low, high = self._beton.notes, self.labels.min(), self.labels.max()
-        self.class_names = notes.get("class_names") or [str(n) for n in range(int(high) + 1)]
+        self.class_names = notes.get("class_names") or list(map(str, range(int(high) + 1)))
         num_classes = len(self.class_names)
         if low < 0 or high >= num_classes:
             raise UserError(
                 f"{path} has labels from {low} to {high}, outside its {num_classes} classes"
             )
-        self.score_maps, self._store = None, None
         if maps is not None:
-            self._store = ScoreMapStore(Path(maps))
+            self._store = ScoreMapStore(maps)
             self._check_store(path, maps)
             self.score_maps = score_map_spec(self._store, num_classes)
         # Third-party files may have a field of that name, but not our notes.
@@ -129,8 +122,8 @@ class FfcvSource:
 
     def map_rows(self, ids: np.ndarray, memory: Memory) -> MapRows:
         if self._store is not None:
-            return locate_rows(self._store, ids, memory)
-        fields = map_tensors(len(ids), self.score_maps.side, self.score_maps.top_k, memory)
+            return super().map_rows(ids, memory)
+        fields = map_tensors(len(ids), self.score_maps, memory.empty)
         (file, both), (_, lse), (_, window) = (
             self._beton.array_offsets(name, ids) for name in MAP_FIELDS
         )
@@ -144,18 +137,10 @@ class FfcvSource:
 
     def check_map(self, index: int) -> None:
         if self._store is not None:
-            check_row(self._store, index)
+            super().check_map(index)
         else:
             self._beton.arrays(np.array([index]))
 
-    def maps(self, ids: np.ndarray) -> ScoreMaps:
-        if self._store is not None:
-            return store_maps(self._store, ids)
-        rows = self._beton.arrays(ids, MAP_FIELDS)
-        logit, named = rows["map"][:, 0].view("<f2"), rows["map"][:, 1].view("<u2")
-        return ScoreMaps(logit, named, rows["lse"].view("<f2"), rows["window"])
-
     def close(self) -> None:
         self._beton.close()
-        if self._store:
-            self._store.close()
+        super().close()

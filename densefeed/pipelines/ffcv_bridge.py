@@ -25,9 +25,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from densefeed.pipelines.batch import Batch
+from densefeed.pipelines.batch import Batch, crop_batch
 from densefeed.pipelines.ffcv import MAP_FIELDS, FfcvSource
-from densefeed.storage.geometry import crop_views, visible_boxes
+from densefeed.pipelines.plan import Shard
 from densefeed.storage.score_maps import ScoreMaps
 from densefeed.system.errors import UserError
 
@@ -45,11 +45,11 @@ except ImportError as error:
         f'the ffcv bridge needs ffcv ({error}); pip install "densefeed[ffcv]"'
     ) from error
 
-# A row of a crop table, int64: sample id, box and size of the stored image in pixels, whether it
-# was flipped after the crop (0, 1), the return value of the JPEG decoder (0: decoded without error;
-# also for raw pixels), and the offset of the image in the file.
-CROP = ("index", "top", "left", "height", "width", "image_height", "image_width")
-CROP += ("flip", "status", "offset")
+# Length of a row of a crop table, int64: 0 sample id; 1 to 4 box in pixels (top, left, height,
+# width); 5, 6 height and width of the stored image; 7 whether it was flipped after the crop; 8 the
+# return value of the JPEG decoder (0: decoded without error; also for raw pixels); 9 the offset of
+# the image in the file.
+CROP = 10
 # Transforms of ffcv that move pixels and do not expose how.
 MOVERS = (RandomHorizontalFlip, RandomTranslate, RandomResizedCrop)
 # Names of torchvision's transforms, version 1 and 2, that move pixels, or may (policies).
@@ -69,7 +69,7 @@ class ReportingDecoder(ResizedCropRGBImageDecoder):
             ffcv's own filter resizes them.
         flip: probability of a left-right flip.
 
-    Images are uint8 `[N, H, W, 3]`, crops int64 `[N, 10]`, a CROP each.
+    Images are uint8 `[N, H, W, 3]`, crops int64 `[N, 10]`, see CROP.
     """
 
     def __init__(self, decoder: ResizedCropRGBImageDecoder, flip: float) -> None:
@@ -85,7 +85,7 @@ class ReportingDecoder(ResizedCropRGBImageDecoder):
         self, previous_state: State
     ) -> tuple[State, tuple[AllocationQuery, ...]]:
         state, queries = super().declare_state_and_memory(previous_state)
-        return state, (*queries, AllocationQuery((len(CROP),), np.dtype("<i8")))
+        return state, (*queries, AllocationQuery((CROP,), np.dtype("<i8")))
 
     def generate_code(self) -> Callable:
         # numba compiles local variables in as constants; it cannot read attributes of this object.
@@ -137,7 +137,7 @@ class Part(Operation):
         self._number = number
 
     def declare_state_and_memory(self, previous_state: State) -> tuple[State, None]:
-        crops = {"shape": (len(CROP),), "dtype": np.dtype("<i8")}
+        crops = {"shape": (CROP,), "dtype": np.dtype("<i8")}
         return replace(previous_state, **(crops if self._number else {})), None
 
     def generate_code(self) -> Callable:
@@ -214,7 +214,7 @@ class DenseLabels:
         maps: Path | str | None = None,
         on_bad_sample: Literal["raise", "skip"] = "raise",
     ):
-        self.source = FfcvSource(Path(data), None if maps is None else Path(maps))
+        self.source = FfcvSource(data, maps)
         if self.source.score_maps is None:
             raise UserError(
                 f"{data} has no score maps; give DenseLabels the HDF5 file that holds them, or "
@@ -225,7 +225,7 @@ class DenseLabels:
 
     def __call__(self, image: Tensor, label: Tensor, crop: Tensor) -> Batch:
         """Build the Batch of `image` `[N, ...]`, unchanged, `label` `[N]` or `[N, 1]`, and `crop`
-        int64 `[N, 10]`, a CROP each.
+        int64 `[N, 10]`, see CROP.
 
         Views, ids and maps have their own memory, on the CPU; image and label share the Loader's
         memory, so copy them to a GPU with `Batch.to`, or clone them, before you request the next
@@ -246,24 +246,10 @@ class DenseLabels:
             image, label, maps = image[shown], label[shown], self.source.maps(crop_NC[shown, 0])
             self.skipped += len(rows)
         crop_NC = crop_NC[shown]
-        index_N, box_tlhw_N4 = crop_NC[:, 0], crop_NC[:, 1:5]
-        height_N, width_N, flip_N = crop_NC[:, 5:8].T
-        view = crop_views(box_tlhw_N4, flip_N > 0, height_N, width_N)
-        logit, named, lse, window = (torch.from_numpy(np.ascontiguousarray(part)) for part in maps)
-        return Batch(
-            image=image,
-            label=label,
-            view=torch.from_numpy(view),
-            shown=torch.from_numpy(visible_boxes(view)),
-            index=torch.from_numpy(index_N),
-            repeat=torch.zeros(len(index_N), dtype=torch.long),
-            weight=torch.from_numpy(weight),
-            map_logit=logit,
-            map_class=named,
-            map_lse=lse,
-            window=window,
-            axis_aligned=True,
-        )
+        index_N, height_N, width_N, flip_N = crop_NC[:, [0, 5, 6, 7]].T
+        rows = Shard(index_N, np.zeros_like(index_N), weight)
+        crops = crop_NC[:, 1:5], flip_N, height_N, width_N
+        return crop_batch(image, label, crops, rows, [torch.from_numpy(part) for part in maps])
 
     def _check_file(self, crop_NC: np.ndarray, label_N: np.ndarray) -> None:
         """Raise UserError if the Loader reads another file than ours: the maps would belong to

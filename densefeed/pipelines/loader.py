@@ -21,12 +21,12 @@ from PIL import Image
 from torch import Tensor
 
 from densefeed import native
-from densefeed.pipelines.batch import Batch, ScoreMapSpec
-from densefeed.pipelines.plan import EpochPlan
-from densefeed.storage.geometry import crop_views, visible_boxes
+from densefeed.pipelines.batch import Batch, ScoreMapSpec, crop_batch
+from densefeed.pipelines.plan import EpochPlan, Shard
 from densefeed.storage.score_maps import ScoreMaps
 from densefeed.system.errors import UserError, explain_os_error
 
+CPU = torch.device("cpu")
 AHEAD = 3  # batches in flight while the step works: being decoded, or waiting for the consumer
 
 
@@ -155,8 +155,8 @@ class Memory:
 
     def __init__(self) -> None:
         self.pinned = torch.cuda.is_available()
-        self._free: dict[int, list[np.ndarray]] = {}
-        self._size = 0
+        # Free blocks by their number of bytes.
+        self._free = {}
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return an uninitialized tensor on the CPU."""
@@ -169,12 +169,6 @@ class Memory:
         view = block[:]
         weakref.finalize(view, free.append, block).atexit = False
         return torch.from_numpy(view).view(dtype).view(shape)
-
-    def prepare(self, size: int) -> None:
-        """Release the free blocks if the side of the images changes to `size` pixels."""
-        if size != self._size:
-            self._free.clear()
-        self._size = size
 
 
 @dataclass(eq=False)
@@ -190,10 +184,7 @@ class _Begun(NamedTuple):
 
     decoding: Decoding
     encoded: Encoded
-    ids: np.ndarray
-    repeat: np.ndarray
-    weight: np.ndarray
-    views: np.ndarray
+    rows: Shard  # of this batch alone: each field is `[N]`
     maps: MapRows | None
 
 
@@ -209,9 +200,15 @@ class ThreadedLoader:
             and counts it in `skipped`.
         maps: whether batches carry score maps, if the source has any; False if the maps are on the
             device (resident.py).
+        device: where a derived class may decode; this class decodes on the CPU.
+
+    Attributes:
+        class_names, num_classes, score_maps, fingerprint: of the source.
+        skipped: unreadable samples so far, under on_bad_sample="skip".
 
     At most AHEAD batches are in flight, beside those that the consumer holds. A batch that the
-    consumer holds is never overwritten.
+    consumer holds is never overwritten. An error in any thread is raised from `batches`, with the
+    sample's id and path.
     """
 
     def __init__(
@@ -221,11 +218,12 @@ class ThreadedLoader:
         threads: int,
         on_bad_sample: Literal["raise", "skip"] = "raise",
         maps: bool = True,
+        device: torch.device = CPU,
     ) -> None:
         self.source, self.plan, self.on_bad_sample, self._maps = source, plan, on_bad_sample, maps
         self.class_names, self.num_classes = source.class_names, len(source.class_names)
         self.score_maps, self.fingerprint = source.score_maps, source.fingerprint
-        self.skipped = 0
+        self.skipped, self._device = 0, device
         self._pool, self._memory = native.Pool(max(1, threads)), Memory()
 
     def __len__(self) -> int:
@@ -242,14 +240,13 @@ class ThreadedLoader:
         Padding has weight 0. RuntimeError if the loader is closed meanwhile, or in a forked child.
         """
         shard, size = self.plan.shard(epoch), self.plan.size(epoch)
-        rows = zip(*(part[start:] for part in shard), strict=True)
-        self._memory.prepare(size)
+        rows = map(Shard, *(part[start:] for part in shard))
+        # Blocks of another epoch, whose images may have another size, are not kept.
+        self._memory = Memory()
         # One more batch is fetched than decoded: the files of a folder are read while earlier ones
         # are decoded.
         fetching = self._fetch(zip(rows, self.plan.runs(epoch, start), strict=True))
-        fetched: deque = deque()
-        decoding: deque[_Begun] = deque()
-        steps = count(start)
+        fetched, decoding, steps = deque(), deque(), count(start)
         try:
             for fetch in chain(fetching, [None] * (AHEAD + 1)):
                 if fetch:
@@ -273,13 +270,13 @@ class ThreadedLoader:
                 self._cancel(begun.decoding)
 
     def _begin(
-        self, samples: np.ndarray, ids: np.ndarray, size: int, maps: MapRows | None, keep: object
+        self, encoded: Encoded, ids: np.ndarray, size: int, maps: MapRows | None
     ) -> Decoding:
-        """Start to decode the crops of `samples` at `size` pixels a side and to copy their `maps`,
-        without waiting.
+        """Start to decode the crops of the samples `ids` at `size` pixels a side and to copy their
+        `maps`, without waiting.
         """
         image = self._memory.empty((len(ids), size, size, 3), torch.uint8)
-        job = native.Job(samples, image.numpy(), maps.parts if maps else None, keep)
+        job = native.Job(encoded.samples, image.numpy(), maps and maps.parts, encoded.keep)
         self._pool.submit(job)
         return Decoding(job, image)
 
@@ -291,54 +288,34 @@ class ThreadedLoader:
         """Drop a batch that will not be waited for."""
         self._pool.cancel(decoding.job)
 
-    def _fetch(self, rows: Iterator[tuple]) -> Iterator[tuple]:
+    def _fetch(self, batches: Iterator[tuple]) -> Iterator[tuple[Fetch, Shard]]:
         """Start to fetch one batch after the other, and prefetch the storage that is needed a
         window later.
         """
-        for (ids, repeat, weight), runs in rows:
+        for rows, runs in batches:
             for first, end in runs:
                 self.source.read_ahead(first, end)
-            yield self.source.begin(ids), ids, repeat, weight
+            yield self.source.begin(rows.index), rows
 
-    def _submit(
-        self,
-        epoch: int,
-        size: int,
-        fetch: Fetch,
-        ids: np.ndarray,
-        repeat: np.ndarray,
-        weight: np.ndarray,
-    ) -> _Begun:
+    def _submit(self, epoch: int, size: int, fetch: Fetch, rows: Shard) -> _Begun:
         """Plan a batch's crops and submit them for decoding."""
-        encoded = fetch.wait()
+        encoded, ids = fetch.wait(), rows.index
         samples = encoded.samples
-        height, width = samples["height"], samples["width"]
-        box_tlhw, flip = self.plan.crops(epoch, ids, height, width, repeat)
-        samples["box_tlhw"], samples["flip"] = box_tlhw, flip
-        views = crop_views(box_tlhw, flip, height, width)
+        samples["box_tlhw"], samples["flip"] = self.plan.crops(
+            epoch, ids, samples["height"], samples["width"], rows.repeat
+        )
         maps = self.source.map_rows(ids, self._memory) if self.score_maps and self._maps else None
-        decoding = self._begin(samples, ids, size, maps, encoded.keep)
-        return _Begun(decoding, encoded, ids, repeat, weight, views, maps)
+        return _Begun(self._begin(encoded, ids, size, maps), encoded, rows, maps)
 
     def _finish(self, begun: _Begun) -> Batch:
         """Handle the bad samples of a decoded batch, and make tensors of it."""
-        status = begun.decoding.job.samples["status"]
-        bad = [row for row in np.flatnonzero(status).tolist() if not self._mend(begun, row)]
-        logit, named, lse, window = begun.maps.fields if begun.maps else [None] * 4
-        batch = Batch(
-            image=begun.decoding.image,
-            label=torch.from_numpy(self.source.labels[begun.ids]),
-            view=torch.from_numpy(begun.views),
-            shown=torch.from_numpy(visible_boxes(begun.views)),
-            index=torch.from_numpy(begun.ids.copy()),
-            repeat=torch.from_numpy(begun.repeat.copy()),
-            weight=torch.from_numpy(begun.weight.copy()),
-            map_logit=logit,
-            map_class=named,
-            map_lse=lse,
-            window=window,
-            axis_aligned=True,
-        )
+        samples = begun.decoding.job.samples
+        failed = np.flatnonzero(samples["status"]).tolist()
+        bad = [row for row in failed if not self._mend(begun, row)]
+        crops = [samples[name] for name in ("box_tlhw", "flip", "height", "width")]
+        label = torch.from_numpy(self.source.labels[begun.rows.index])
+        maps = begun.maps.fields if begun.maps else [None] * 4
+        batch = crop_batch(begun.decoding.image, label, crops, begun.rows, maps)
         if bad:
             self._replace_samples(batch, bad)
         if not self._memory.pinned:
@@ -365,15 +342,15 @@ class ThreadedLoader:
         """Decode a sample that the native decoder refused with Pillow. False if it is to be
         skipped.
         """
-        index, status = int(begun.ids[row]), begun.decoding.job.samples["status"]
+        index = int(begun.rows.index[row])
         where = self.source.where(index)
         # This is no fault of the sample, so it is not skipped.
-        if status[row] == native.NO_MEMORY:
+        if begun.decoding.job.samples["status"][row] == native.NO_MEMORY:
             raise UserError(
                 f"sample {index}, {where}: out of memory; choose a smaller --batch or --threads"
             )
         try:
-            self._decode_by_pillow(begun, row, where)
+            self._decode_by_pillow(begun, row, index, where)
             return True
         except (UserError, OSError) as error:
             why = explain_os_error(error) if isinstance(error, OSError) else str(error)
@@ -383,10 +360,10 @@ class ThreadedLoader:
             print(f"skipped {what}", file=sys.stderr)
             return False
 
-    def _decode_by_pillow(self, begun: _Begun, row: int, where: str) -> None:
+    def _decode_by_pillow(self, begun: _Begun, row: int, index: int, where: str) -> None:
         """Decode a sample with Pillow into its row. UserError if it cannot be read."""
         samples = begun.decoding.job.samples[row : row + 1].copy()
-        sample, index, remedy = samples[0], int(begun.ids[row]), self.source.remedy
+        sample, remedy = samples[0], self.source.remedy
         if row in begun.encoded.errors:
             raise UserError(begun.encoded.errors[row])
         if sample["status"] != native.UNSUPPORTED:

@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Literal
 
 import torch
 import tyro
@@ -13,7 +13,7 @@ from tyro.conf import arg
 from densefeed.pipelines.dali import DaliLoader
 from densefeed.pipelines.ffcv import FfcvSource
 from densefeed.pipelines.folder import FolderSource
-from densefeed.pipelines.loader import Source, ThreadedLoader
+from densefeed.pipelines.loader import CPU, Source, ThreadedLoader
 from densefeed.pipelines.plan import EpochPlan
 from densefeed.system.errors import UserError
 from densefeed.system.options import Bounds, Count, Fraction, Options
@@ -70,14 +70,6 @@ class DataOptions(Options):
         return tuple(sorted({side for _, side in self.all_sizes}))
 
 
-class LoaderKind(NamedTuple):
-    """How `--loader` opens its samples: (path, mode, score maps, threads) to a Source."""
-
-    open_source: Callable[[Path, Mode, Path | None, int], Source]
-    # (source, plan, threads, on_bad_sample, whether batches carry maps, device) to a loader
-    make: Callable[..., ThreadedLoader]
-
-
 def open_folder(path: Path, mode: Mode, maps: Path | None, threads: int) -> FolderSource:
     """Open a folder of images. UserError for a file."""
     if path.is_file():
@@ -102,29 +94,24 @@ def open_either(path: Path, mode: Mode, maps: Path | None, threads: int) -> Sour
     return (open_folder if path.is_dir() else open_beton)(path, mode, maps, threads)
 
 
-def make_threaded(
-    source: Source, plan: EpochPlan, threads: int, on_bad_sample: str, maps: bool, _: torch.device
-) -> ThreadedLoader:
-    """Make the loader of DenseFeed's own decoding threads."""
-    return ThreadedLoader(source, plan, threads, on_bad_sample, maps)
-
-
+# For each name of `--loader` what opens its samples, (path, mode, score maps, threads) to a Source,
+# and what makes the loader, with the arguments of ThreadedLoader.
 LOADERS = {
-    "folder": LoaderKind(open_folder, make_threaded),
-    "ffcv": LoaderKind(open_beton, make_threaded),
-    "dali": LoaderKind(open_either, DaliLoader),
+    "folder": (open_folder, ThreadedLoader),
+    "ffcv": (open_beton, ThreadedLoader),
+    "dali": (open_either, DaliLoader),
 }
 
 
 def register_loader(
     name: str,
     open_source: Callable[[Path, Mode, Path | None, int], Source],
-    make: Callable[..., ThreadedLoader] = make_threaded,
+    make: Callable[..., ThreadedLoader] = ThreadedLoader,
 ) -> None:
     """Make a loader known to `--loader`. ValueError if the name is taken."""
     if name in LOADERS:
         raise ValueError(f"there is a loader {name!r} already")
-    LOADERS[name] = LoaderKind(open_source, make)
+    LOADERS[name] = open_source, make
 
 
 def open_dataset(
@@ -137,7 +124,7 @@ def open_dataset(
     rank: int = 0,
     ranks: int = 1,
     maps: bool = True,
-    device: torch.device = torch.device("cpu"),  # noqa: B008
+    device: torch.device = CPU,
 ) -> ThreadedLoader:
     """Open the loader of the training or the validation set: the rows of one rank.
 
@@ -152,9 +139,9 @@ def open_dataset(
     """
     if data.loader not in LOADERS:
         raise UserError(f"--loader {data.loader} is unknown; choose one of {', '.join(LOADERS)}")
-    kind, training = LOADERS[data.loader], mode == "train"
+    (open_source, make), training = LOADERS[data.loader], mode == "train"
     path, score_maps = (data.train, data.score_maps) if training else (data.val, None)
-    source = kind.open_source(Path(path), mode, score_maps, data.threads)
+    source = open_source(Path(path), mode, score_maps, data.threads)
     plan = EpochPlan(
         num_samples=len(source.labels),
         batch=batch,
@@ -171,4 +158,4 @@ def open_dataset(
         crop_pct=data.crop_pct,
     )
     streamed = training and maps and not data.maps_on_device
-    return kind.make(source, plan, data.threads, data.on_bad_sample, streamed, device)
+    return make(source, plan, data.threads, data.on_bad_sample, streamed, device)

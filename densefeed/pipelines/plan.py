@@ -6,7 +6,6 @@ or ranks and a resumed run see the same samples, and no generator state needs sa
 the seed, the counter (epoch, sample id or step, stream | repeat << 16, block).
 """
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -19,22 +18,19 @@ from densefeed.system.errors import UserError
 
 # Streams. A new kind of draw takes a new number, so that old runs stay reproducible.
 ORDER, CROP, MIX, STEP, BLOCKS, AUGMENT, JITTER, ERASE, NOISE, SHIFT, PAIRS, OPERATION = range(12)
-TRIES = 10  # torchvision's RandomResizedCrop
-# A crop reads numbers 0 to 9 for its areas, 10 to 19 for its ratios, 20 to 22 for top, left and
-# flip. The Philox blocks of the last three and of the first try (0, 2 and 5 of six) also hold the
-# second try; 7 % of the crops of a 500 x 375 photograph need a third.
-FIRST_TRIES = 2
-# Samples per chunk. With more, the 64-bit words of three blocks leave the cache (2,048 ran fastest
-# of 1,024 to 16,384).
+# Attempts at a crop, as in torchvision's RandomResizedCrop. A crop reads numbers 0 to 9 for its
+# areas, 10 to 19 for its ratios, 20 to 22 for top, left and flip.
+TRIES = 10
+# Samples whose sort keys are drawn at once. With more, the 64-bit words leave the cache: ImageNet's
+# order took 0.1 to 0.2 s longer in one piece.
 CHUNK = 2048
-# Up to this many samples numpy's calls cost more than their arithmetic, so one pass over all tries
-# is cheaper than two.
-FEW = 256
+CROP_RATIO = 3 / 4, 4 / 3  # width by height, least and most; torchvision's default
 
 
 class Shard(NamedTuple):
-    """One rank's rows of every batch of an epoch; the rows from batch `start` on are
-    `index[start:]` (likewise the other fields).
+    """One rank's rows of every batch of an epoch, or of one batch.
+
+    The rows from batch `start` on are `index[start:]` (likewise the other fields).
     """
 
     index: np.ndarray  # int64 [batches, local batch], sample ids
@@ -47,7 +43,7 @@ class EpochPlan:
     """The plan of every epoch of a run.
 
     `train` shuffles, crops as torchvision's RandomResizedCrop (area uniform in `crop_scale`, log of
-    the aspect ratio uniform in `crop_ratio`, ten tries, then the largest centered box of an allowed
+    the aspect ratio uniform in CROP_RATIO, ten tries, then the largest centered box of an allowed
     ratio) and flips; `evaluate` keeps the order, shows each sample once and takes the centered
     square of `crop_pct` times the shorter side.
 
@@ -95,7 +91,6 @@ class EpochPlan:
     parts: int = 0
     sizes: tuple[tuple[int, int], ...] = ((0, 224),)
     crop_scale: tuple[float, float] = (0.08, 1.0)
-    crop_ratio: tuple[float, float] = (3 / 4, 4 / 3)
     hflip: float = 0.5
     crop_pct: float = 1.0
 
@@ -170,20 +165,16 @@ class EpochPlan:
 
     def permutation(self, epoch: int) -> np.ndarray:
         """Return the sample ids in the order of the epoch, each once: int64 `[num_samples]`."""
-        ids = np.arange(self.num_samples)
         if self.mode == "evaluate":
-            return ids
-        keys = self._sort_keys(epoch, ids, ORDER)
+            return np.arange(self.num_samples)
+        ids = self._shuffle(epoch, self.num_samples, ORDER)
         if self.order == "random":
-            return np.argsort(keys, kind="stable")
-        shuffled = self._shuffle_blocks(epoch)
-        window_of_block = np.empty_like(shuffled)
-        window_of_block[shuffled] = np.arange(len(shuffled)) // self.window
-        return np.lexsort((keys, window_of_block[ids // self.block]))
+            return ids
+        window_of_block = np.argsort(self._shuffle_blocks(epoch)) // self.window
+        return ids[np.argsort(window_of_block[ids // self.block], kind="stable")]
 
     def _shuffle_blocks(self, epoch: int) -> np.ndarray:
-        blocks = np.arange(-(-self.num_samples // self.block))
-        return np.argsort(self._sort_keys(epoch, blocks, BLOCKS), kind="stable")
+        return self._shuffle(epoch, -(-self.num_samples // self.block), BLOCKS)
 
     def runs(self, epoch: int, start: int = 0) -> Iterator[list[tuple[int, int]]]:
         """Yield the runs of storage, (first id, end), to prefetch before each batch.
@@ -195,25 +186,23 @@ class EpochPlan:
         if self.order != "blocks" or self.mode == "evaluate":
             yield from ([] for _ in range(start, self.batches))
             return
-        firsts = self._shuffle_blocks(epoch) * self.block
-        per_batch = self.batch / (self.block * self._repeats)
-        done = int(start * self.batch / (self.block * self._repeats))
+        firsts, block_rows = self._shuffle_blocks(epoch) * self.block, self.block * self._repeats
+        done = start * self.batch // block_rows
         done -= done % self.window
         for number in range(start, self.batches):
-            until = math.ceil((number + 1) * per_batch) + self.window
+            until = -(-(number + 1) * self.batch // block_rows) + self.window
             yield [
                 (first, min(first + self.block, self.num_samples))
                 for first in firsts[done:until].tolist()
             ]
             done = max(done, until)
 
-    def _sort_keys(self, epoch: int, ids_N: np.ndarray, stream: int) -> np.ndarray:
-        """Return 64 random bits for each id, to sort by: uint64 `[N]`."""
-        keys = np.empty(len(ids_N), np.uint64)
-        for at in range(0, len(ids_N), CHUNK):
-            high, low, _, _ = philox(self.seed, (epoch, ids_N[at : at + CHUNK], stream, 0))
-            keys[at : at + CHUNK] = high << np.uint64(32) | low
-        return keys
+    def _shuffle(self, epoch: int, count: int, stream: int) -> np.ndarray:
+        """Return the numbers below `count`, sorted by 64 random bits of each."""
+        parts = np.split(np.arange(count), range(CHUNK, count, CHUNK))
+        blocks = (philox(self.seed, (epoch, ids, stream, 0)) for ids in parts)
+        keys = np.concatenate([high << np.uint64(32) | low for high, low, _, _ in blocks])
+        return np.argsort(keys, kind="stable")
 
     def shard(self, epoch: int) -> Shard:
         """Return this rank's rows of every batch of the epoch.
@@ -231,7 +220,7 @@ class EpochPlan:
     def draws(
         self,
         epoch: int,
-        ids_N: np.ndarray,
+        ids_N: np.ndarray | int,
         stream: int,
         numbers: Sequence[int],
         repeat_N: np.ndarray | int = 0,
@@ -254,80 +243,35 @@ class EpochPlan:
         ids_N: np.ndarray,
         height_N: np.ndarray,
         width_N: np.ndarray,
-        repeat_N: np.ndarray | None = None,
+        repeat_N: np.ndarray | int = 0,
     ) -> tuple[np.ndarray, np.ndarray]:
         """Draw the crops of stored images: boxes (top, left, height, width) in pixels, float64
         `[N, 4]`, and flips, bool `[N]`.
 
-        `repeat_N` distinguishes the repeats of a sample; without it all are repeat 0. Heights and
-        widths may be of any integer type.
+        `repeat_N` distinguishes the repeats of a sample. Heights and widths may be of any integer
+        type.
         """
-        ids_N = np.asarray(ids_N)
         # A product of uint16 would wrap.
-        height_N = np.asarray(height_N, np.int64)
-        width_N = np.asarray(width_N, np.int64)
+        height_N, width_N = np.asarray(height_N, np.int64), np.asarray(width_N, np.int64)
         if self.mode == "evaluate":
-            return center_box(height_N, width_N, self.crop_pct), np.zeros(len(ids_N), bool)
-        box_tlhw_N4, flip_N = np.empty((len(ids_N), 4)), np.empty(len(ids_N), bool)
-        for at in range(0, len(ids_N), CHUNK):
-            part = slice(at, at + CHUNK)
-            repeats = 0 if repeat_N is None else np.asarray(repeat_N)[part]
-            box_tlhw_N4[part], flip_N[part] = self._random_crops(
-                epoch, ids_N[part], height_N[part], width_N[part], repeats
-            )
-        return box_tlhw_N4, flip_N
-
-    def _random_crops(
-        self,
-        epoch: int,
-        ids_N: np.ndarray,
-        height_N: np.ndarray,
-        width_N: np.ndarray,
-        repeat_N: np.ndarray | int,
-    ) -> tuple[np.ndarray, np.ndarray]:
-        tries = TRIES if len(ids_N) <= FEW else FIRST_TRIES
-        h, w, found, (down, right, mirror) = self._try_extents(
-            tries, epoch, ids_N, height_N, width_N, repeat_N
-        )
-        rest = np.flatnonzero(~found)
-        if tries < TRIES and len(rest):
-            repeats = repeat_N if np.ndim(repeat_N) == 0 else repeat_N[rest]
-            h[rest], w[rest], found[rest], _ = self._try_extents(
-                TRIES, epoch, ids_N[rest], height_N[rest], width_N[rest], repeats
-            )
-            rest = rest[~found[rest]]
-        top, left = np.floor(down * (height_N - h + 1)), np.floor(right * (width_N - w + 1))
-        # The fallback keeps an allowed ratio: a wide image loses width, a tall one height.
-        if len(rest):
-            height, width = height_N[rest], width_N[rest]
-            low, high = self.crop_ratio
-            w[rest] = np.where(width > height * high, np.rint(height * high), width)
-            h[rest] = np.where(width < height * low, np.rint(width / low), height)
-            top[rest], left[rest] = (height - h[rest]) // 2, (width - w[rest]) // 2
-        return np.stack([top, left, h, w], axis=1), mirror < self.hflip
-
-    def _try_extents(
-        self,
-        tries: int,
-        epoch: int,
-        ids_N: np.ndarray,
-        height_N: np.ndarray,
-        width_N: np.ndarray,
-        repeat_N: np.ndarray | int,
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Take the first of `tries` extents that fits: heights, widths, found, each `[N]`, and the
-        last three draws, `[3, N]`.
-        """
-        numbers = (*range(tries), *range(TRIES, TRIES + tries), *range(2 * TRIES, 2 * TRIES + 3))
-        u = self.draws(epoch, ids_N, CROP, numbers, repeat_N)
+            return center_box(height_N, width_N, self.crop_pct), np.zeros(len(height_N), bool)
+        u = self.draws(epoch, ids_N, CROP, range(2 * TRIES + 3), repeat_N)
+        down, right, mirror = u[2 * TRIES :]
         least, most = self.crop_scale
-        area = height_N * width_N * (least + (most - least) * u[:tries])
-        low, high = np.log(self.crop_ratio)
-        ratio = np.exp(low + (high - low) * u[tries : 2 * tries])
-        widths, heights = np.rint(np.sqrt(area * ratio)), np.rint(np.sqrt(area / ratio))
-        fits = (widths > 0) & (widths <= width_N) & (heights > 0) & (heights <= height_N)
-        pick = fits.argmax(0), np.arange(len(ids_N))
-        return heights[pick], widths[pick], fits[pick], u[2 * tries :]
+        area = height_N * width_N * (least + (most - least) * u[:TRIES])
+        low, high = np.log(CROP_RATIO)
+        ratio = np.exp(low + (high - low) * u[TRIES : 2 * TRIES])
+        w, h = np.rint(np.sqrt(area * ratio)), np.rint(np.sqrt(area / ratio))
+        fits = (w > 0) & (w <= width_N) & (h > 0) & (h <= height_N)
+        first = fits.argmax(0), np.arange(len(height_N))
+        h, w, found = h[first], w[first], fits[first]
+        # The fallback keeps an allowed ratio: a wide image loses width, a tall one height.
+        low, high = CROP_RATIO
+        w = np.where(found, w, np.minimum(width_N, np.rint(height_N * high)))
+        h = np.where(found, h, np.minimum(height_N, np.rint(width_N / low)))
+        top = np.where(found, np.floor(down * (height_N - h + 1)), (height_N - h) // 2)
+        left = np.where(found, np.floor(right * (width_N - w + 1)), (width_N - w) // 2)
+        return np.stack([top, left, h, w], axis=1), mirror < self.hflip
 
     def mix_box(
         self, epoch: int, step: int, side: int, kept: float | None = None
@@ -338,7 +282,7 @@ class EpochPlan:
         CutMix's rule: the center is uniform, the box covers the share of the area that is not
         `kept` (default: uniform, as in MixToken), halves are rounded down, and the box is clipped.
         """
-        share, row, column = self.draws(epoch, np.array([step]), MIX, range(3))[:, 0]
+        share, row, column = self.draws(epoch, step, MIX, range(3))[:, 0]
         half = int(side * np.sqrt(1 - (share if kept is None else kept))) // 2
         row, column = int(row * side), int(column * side)
         top, left = max(row - half, 0), max(column - half, 0)
@@ -346,7 +290,7 @@ class EpochPlan:
 
     def mix_switches(self, epoch: int, step: int) -> tuple[float, float]:
         """Draw a step's two uniform numbers in [0, 1): whether it is mixed, and by which method."""
-        return tuple(self.draws(epoch, np.array([step]), MIX, (4, 5))[:, 0].tolist())
+        return tuple(self.draws(epoch, step, MIX, (4, 5))[:, 0].tolist())
 
     def beta(self, epoch: int, step: int, alpha: float) -> float:
         """Draw a number from Beta(alpha, alpha) for a step.

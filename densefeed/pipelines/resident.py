@@ -5,10 +5,13 @@ ImageNet-1k at S = 18, k = 5 takes 9.2 GB (8.3 GB without logsumexps, as in the 
 loaded before the first step.
 """
 
+from functools import partial
+
 import numpy as np
 import torch
 
 from densefeed.pipelines.batch import Batch, ScoreMapSpec
+from densefeed.pipelines.folder import map_tensors
 from densefeed.pipelines.loader import Source
 from densefeed.system.devices import free_memory
 from densefeed.system.errors import UserError
@@ -40,19 +43,13 @@ class ResidentMaps:
             f"score maps of {count:,} images: {needed / 1e9:.2f} GB on {device}, "
             f"{free / 1e9:.2f} GB were free"
         )
-        cells = (count, spec.side, spec.side)
-        self._fields = (
-            torch.empty(*cells, spec.top_k, dtype=torch.float16, device=device),  # logits
-            # Classes: the bits of uint16, which index_select does not support.
-            torch.empty(*cells, spec.top_k, dtype=torch.int16, device=device),
-            torch.empty(cells, dtype=torch.float16, device=device),  # logsumexps
-            torch.empty(count, 4, dtype=torch.float32, device=device),  # Windows
-        )
+        fields = map_tensors(count, spec, partial(torch.empty, device=device))
         for first in bar(range(0, count, CHUNK), "score maps"):
             rows = source.maps(np.arange(first, min(first + CHUNK, count)))
-            parts = rows.logit, rows.cls.view(np.int16), rows.lse, rows.window
-            for whole, part in zip(self._fields, parts, strict=True):
-                whole[first : first + len(part)] = torch.from_numpy(np.ascontiguousarray(part))
+            for whole, part in zip(fields, rows, strict=True):
+                whole[first : first + len(part)] = torch.from_numpy(part)
+        # index_select does not support uint16, so classes are held as int16 with the same bits.
+        self._fields = fields._replace(cls=fields.cls.view(torch.int16))
 
     def __call__(self, batch: Batch) -> Batch:
         """Add the map fields to a batch, selected by its `index`, without a host sync."""

@@ -99,56 +99,52 @@ def places(batch: Batch, side: int, rules: TargetRules) -> Places:
         ends = torch.arange(2, dtype=view.dtype, device=view.device) * (side - 1)
         cells = ends.expand(len(view), 2, 2)
     scale, shift = frame.unbind(2)
-    through = scale[:, :, None] * view
-    through = torch.cat([through[:, :, :2], through[:, :, 2:] + shift[:, :, None]], 2)
+    through = scale[:, :, None] * view + F.pad(shift[:, :, None], (2, 0))
     visible = batch.shown[:, [1, 3, 0, 2]].unflatten(1, (2, 2))  # a crop lies within its image
     return Places(view, through, visible, cells, margin)
 
 
 def sample_points(extent: Tensor, grid: int, most: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Place samples along one axis of the input for crops that span `extent` cells, float `[N]`.
+    """Place samples along x and y of the input for crops that span `extent` cells, `[N, 2]`.
 
-    Returns coordinates `[N, P, G]` with G = `most`, whether each counts, bool `[N, 1, G]`, and how
-    many of a token count, `[N]`: ceil(extent / P), as RoIAlign.
+    Returns coordinates `[N, 2, P, G]` with G = `most`, whether each counts, bool `[N, 2, 1, G]`,
+    and how many of a token count, `[N, 2]`: ceil(extent / P), as RoIAlign.
     """
     # The guard keeps a box of exactly P cells at one sample where rounding makes it 14.000001.
     count = (extent / grid - 1e-5).ceil().clamp(1, most)
-    within = (torch.arange(most, device=extent.device) + 0.5) / count[:, None]
-    points = (torch.arange(grid, device=extent.device)[:, None] + within[:, None]) / grid
-    return points, (within < 1)[:, None], count
+    within = (torch.arange(most, device=extent.device) + 0.5) / count[..., None]
+    points = (torch.arange(grid, device=extent.device)[:, None] + within[:, :, None]) / grid
+    return points, (within < 1)[:, :, None], count
 
 
-def is_inside(
-    point: Tensor, low: Tensor | float, high: Tensor | float, margin: float = EDGE
-) -> Tensor:
-    """Test `low` <= `point` <= `high` up to `margin`."""
-    return (point > low - margin) & (point < high + margin)
+def is_inside(at: Places, image: Tensor, through: Tensor) -> Tensor:
+    """Test whether x and y of points of image and map, `[N, 2, ...]`, lie in crop and map."""
+    low, high = at.visible[..., None, None].unbind(2)
+    in_map = (through > -at.margin) & (through < 1 + at.margin)
+    return in_map & (image > low - EDGE) & (image < high + EDGE)
 
 
-def axis_weights(at: Places, axis: int, side: int, grid: int, most: int) -> tuple[Tensor, Tensor]:
-    """Compute the sampling along one axis (0: x, 1: y).
+def axis_weights(at: Places, side: int, grid: int, most: int) -> tuple[Tensor, Tensor]:
+    """Compute the sampling of axis-aligned Views along x and y.
 
-    Returns weights of the map's cells, `[N, P, S]`, and the share of samples inside, `[N, P]`.
+    Returns weights of the map's cells, `[N, 2, P, S]`, and the share of samples inside,
+    `[N, 2, P]`.
     """
-
-    def along(matrix: Tensor) -> tuple[Tensor, Tensor]:
-        return matrix[:, axis, axis], matrix[:, axis, 2]
-
-    (scale, shift), (map_scale, map_shift) = along(at.view), along(at.through)
-    points, used, count = sample_points(map_scale.abs() * side, grid, most)
-    image = scale[:, None, None] * points + shift[:, None, None]  # N P G
-    through = map_scale[:, None, None] * points + map_shift[:, None, None]
-    low, high = at.visible[:, axis, :, None, None].unbind(1)
-    inside = (is_inside(through, 0, 1, at.margin) & is_inside(image, low, high) & used).to(
-        scale.dtype
+    # Scale and shift of each axis, of the map and of the image.
+    (map_scale, map_shift), (scale, shift) = (
+        (matrix[:, :, :2].diagonal(dim1=1, dim2=2)[..., None, None], matrix[..., 2, None, None])
+        for matrix in (at.through, at.view)
     )
-    first, last = at.cells[:, axis, :, None, None].unbind(1)
+    points, used, count = sample_points(map_scale[..., 0, 0].abs() * side, grid, most)
+    through = map_scale * points + map_shift  # N 2 P G
+    inside = (is_inside(at, scale * points + shift, through) & used).to(points.dtype)
+    first, last = at.cells[..., None, None].unbind(2)
     # Beyond the edge of the image, as beyond that of the map, the last cell repeats: no padding.
     cell = (through * side - 0.5).clamp(first, last)
-    # bilinear weights, N P G S
-    hat = (1 - (cell[..., None] - torch.arange(side, device=scale.device)).abs()).clamp(min=0)
+    # bilinear weights, N 2 P G S
+    hat = (1 - (cell[..., None] - torch.arange(side, device=cell.device)).abs()).clamp(min=0)
     hits = inside.sum(-1)
-    return (hat * inside[..., None]).sum(2) / hits.clamp(min=1)[..., None], hits / count[:, None]
+    return (hat * inside[..., None]).sum(3) / hits.clamp(min=1)[..., None], hits / count[..., None]
 
 
 def table_points(at: Places, side: int, grid: int, most: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -159,37 +155,24 @@ def table_points(at: Places, side: int, grid: int, most: int) -> tuple[Tensor, T
     inside `[N, P, P]`.
     """
     # Length of the input's axis on the map, however the View rotates it.
-    extent = at.through[:, :, :2].norm(dim=1) * side
-    x, used_x, count_x = sample_points(extent[:, 0], grid, most)
-    y, used_y, count_y = sample_points(extent[:, 1], grid, most)
-    x, y = x.flatten(1)[:, None], y.flatten(1)[:, :, None]
-
-    def moved(matrix: Tensor) -> list[Tensor]:
-        return [
-            a * x + b * y + c
-            for a, b, c in (row[:, :, None, None].unbind(1) for row in matrix.unbind(1))
-        ]
-
-    through, image = moved(at.through), moved(at.view)
-    inside = (
-        (used_x.expand(-1, grid, -1).flatten(1)[:, None])
-        & (used_y.expand(-1, grid, -1).flatten(1)[:, :, None])
+    points, used, count = sample_points(at.through[:, :, :2].norm(dim=1) * side, grid, most)
+    x, y = points.flatten(2)[:, :, None, None].unbind(1)
+    y = y.mT
+    through, image = (
+        a * x + b * y + c
+        for a, b, c in (matrix[..., None, None].unbind(2) for matrix in (at.through, at.view))
     )
-    for axis in (0, 1):
-        low, high = at.visible[:, axis, :, None, None].unbind(1)
-        inside = (
-            inside & is_inside(through[axis], 0, 1, at.margin) & is_inside(image[axis], low, high)
-        )
-        first, last = ((at.cells[:, axis, :, None, None] + 0.5) / side).unbind(1)
-        through[axis] = through[axis].clamp(first, last)
+    used_x, used_y = used.repeat(1, 1, 1, grid).unbind(1)
+    inside = is_inside(at, image, through).all(1) & used_x & used_y.mT
+    first, last = ((at.cells[..., None, None] + 0.5) / side).unbind(2)
+    through = through.clamp(first, last)
     inside = inside.to(x.dtype).unflatten(2, (grid, most)).unflatten(1, (grid, most))  # N P G P G
     hits = inside.sum((2, 4))
     share = inside / hits.clamp(min=1)[:, :, None, :, None]
-    points = torch.stack(through, -1) * 2 - 1
     return (
-        points,
+        through.permute(0, 2, 3, 1) * 2 - 1,
         share.flatten(3, 4).flatten(1, 2)[:, None],
-        hits / (count_x * count_y)[:, None, None],
+        hits / count.prod(1)[:, None, None],
     )
 
 
@@ -223,14 +206,14 @@ def sampler(
     most = samples_per_bin(spec.side, grid, reach, not batch.axis_aligned)
     at = places(batch, spec.side, rules)
     if batch.axis_aligned:
-        columns, columns_inside = axis_weights(at, 0, spec.side, grid, most)
-        rows, rows_inside = axis_weights(at, 1, spec.side, grid, most)
+        weights, inside = axis_weights(at, spec.side, grid, most)
+        columns, rows = weights.unbind(1)
 
         def pool_axes(map_NSSM: Tensor) -> Tensor:
             strips_NPSM = exact_matmul(rows, map_NSSM.flatten(2)).unflatten(2, map_NSSM.shape[2:])
             return exact_matmul(columns[:, None], strips_NPSM).flatten(1, 2)
 
-        return pool_axes, (rows_inside[:, :, None] * columns_inside[:, None]).flatten(1)
+        return pool_axes, (inside[:, 1, :, None] * inside[:, 0, None]).flatten(1)
     points, share, inside = table_points(at, spec.side, grid, most)
 
     def pool_points(map_NSSM: Tensor) -> Tensor:
@@ -291,7 +274,7 @@ def apply_temperature(
     return probability, share
 
 
-def palette_maps(batch: Batch, spec: ScoreMapSpec, rules: TargetRules = PLAIN) -> PaletteMaps:
+def palette_maps(batch: Batch, spec: ScoreMapSpec, rules: TargetRules) -> PaletteMaps:
     """Spread the maps of a batch over their palettes.
 
     `sparse_targets` takes the result where targets of several grids are made from one batch.
@@ -416,7 +399,7 @@ def check_batch(batch: Batch, spec: ScoreMapSpec, where: str) -> None:
     named = batch.map_class.long()
     distinct = 1 + (named.flatten(1).sort(1).values.diff(dim=1) != 0).sum(1)
     view = batch.view.double()
-    area = (view[:, 0, 0] * view[:, 1, 1] - view[:, 0, 1] * view[:, 1, 0]).abs()
+    area = torch.linalg.det(view[:, :, :2]).abs()
     again = "label it again"
     faults = {
         f"has a logit that is not finite; {again}": ~batch.map_logit.isfinite(),

@@ -26,7 +26,8 @@ from PIL import Image
 from densefeed.models.token_transformer import TokenTransformer
 from densefeed.objectives import build_objective
 from densefeed.pipelines.augment.augmentation import Augmentation, augment_batches
-from densefeed.pipelines.batch import Batch, Loader
+from densefeed.pipelines.batch import Batch
+from densefeed.pipelines.loader import ThreadedLoader
 from densefeed.pipelines.targets import PLAIN, TargetRules, sparse_targets
 from densefeed.storage.images import Images
 from densefeed.system.errors import UserError, make_command
@@ -150,7 +151,7 @@ def format_value(value: object) -> str:
     return "none" if value in ("", None) else str(value)
 
 
-def build_augmentation(run: Run, loader: Loader) -> tuple[int, Augmentation]:
+def build_augmentation(run: Run, loader: ThreadedLoader) -> tuple[int, Augmentation]:
     """Return the side of the student's token grid in the first epoch, and its augmentation.
 
     The side is 16 for a model without tokens.
@@ -163,7 +164,7 @@ def build_augmentation(run: Run, loader: Loader) -> tuple[int, Augmentation]:
     return grid, Augmentation(loader.plan, config.augment, mean, std)
 
 
-def read_truths(path: Path, run: Run, loader: Loader) -> list[Truth]:
+def read_truths(path: Path, run: Run, loader: ThreadedLoader) -> list[Truth]:
     """Read the true objects of the run's images, in the order of its samples.
 
     Raises UserError if the file describes other images.
@@ -219,7 +220,7 @@ def find_owners(boxes_ltrb_n4: np.ndarray, grid: int) -> np.ndarray:
 
 
 def label_tokens(
-    batch: Batch, loader: Loader, grid: int, rules: TargetRules = PLAIN
+    batch: Batch, loader: ThreadedLoader, grid: int, rules: TargetRules = PLAIN
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return every token's most probable class, and its probability times the token's weight.
 
@@ -230,7 +231,7 @@ def label_tokens(
     return targets.palette.gather(1, best.indices).numpy(), (best.values * targets.weight).numpy()
 
 
-def measure_purity(loader: Loader, truths: list[Truth], grid: int) -> dict:
+def measure_purity(loader: ThreadedLoader, truths: list[Truth], grid: int) -> dict:
     """Measure how often each kind of label is the class of the object that a token lies on.
 
     It counts the tokens that lie inside exactly one true object, in crops before augmentation. The
@@ -274,7 +275,7 @@ def measure_purity(loader: Loader, truths: list[Truth], grid: int) -> dict:
 
 def make_contact_sheet(
     config: Config,
-    loader: Loader,
+    loader: ThreadedLoader,
     truths: list[Truth] | None,
     grid: int,
     augmentation: Augmentation,
@@ -284,7 +285,7 @@ def make_contact_sheet(
     `objects` are the true boxes where they are known. Labels are as in the run, but without label
     smoothing, which changes all of them alike.
     """
-    (batch,) = augment_batches(islice(loader.batches(0), 1), augmentation, 0, torch.device("cpu"))
+    (batch,) = augment_batches(islice(loader.batches(0), 1), augmentation, torch.device("cpu"))
     batch = batch._replace(image=augmentation.normalize.pixels(batch.image))
     rules = replace(config.labels, smoothing=0.0)
     class_NT, probability_NT = label_tokens(batch, loader, grid, rules)

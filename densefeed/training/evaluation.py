@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from densefeed.pipelines.augment.augmentation import Normalize
-from densefeed.pipelines.batch import Loader, to_device
+from densefeed.pipelines.batch import to_device
+from densefeed.pipelines.loader import ThreadedLoader
 from densefeed.training.ranks import Ranks
 
 # N images   K classes
@@ -81,7 +82,7 @@ def mean_metrics_sync(sums: Tensor) -> Metrics:
 
 def evaluate_sync(
     model: nn.Module,
-    loader: Loader,
+    loader: ThreadedLoader,
     normalize: Normalize,
     ranks: Ranks,
     dtype: torch.dtype | None,

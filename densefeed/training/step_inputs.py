@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from densefeed.objectives.base import Objective, StepContext
 from densefeed.pipelines.augment.augmentation import Augmentation, augment_batches
-from densefeed.pipelines.batch import Batch, Loader
+from densefeed.pipelines.batch import Batch
+from densefeed.pipelines.loader import ThreadedLoader
 from densefeed.pipelines.mixing import Mixing
 from densefeed.pipelines.resident import ResidentMaps
 from densefeed.pipelines.targets import check_batch
@@ -32,7 +33,7 @@ class StepInputs:
         self,
         config: Config,
         ranks: Ranks,
-        loader: Loader,
+        loader: ThreadedLoader,
         objective: Objective,
         trainable: nn.Module,
         dtype: torch.dtype | None,
@@ -57,7 +58,7 @@ class StepInputs:
         """
         count = self.config.optim.batch // self.ranks.size // self.config.optim.microbatch
         batches = through(self.loader.batches(epoch, start))
-        for batch in augment_batches(batches, self.augmentation, epoch, self.ranks.device):
+        for batch in augment_batches(batches, self.augmentation, self.ranks.device):
             whole = self.resident(batch) if self.resident else batch
             # Compiled steps specialize on numbers: a batch that carried its own would compile anew.
             yield whole._replace(epoch=0, step=0).split(count)

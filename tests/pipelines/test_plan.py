@@ -180,7 +180,7 @@ def extents(count, most=700):
     return rng.integers(1, most, count), rng.integers(1, most, count)
 
 
-# Below and above FEW: one pass over all tries, and two.
+# Few samples, and more than a batch of the tests holds.
 @pytest.mark.parametrize("count", [3, 600])
 @pytest.mark.parametrize("fields", [{}, dict(seed=2**63 + 5, crop_scale=(0.5, 0.9), hflip=0.2)])
 def test_crops_equal_a_plain_implementation(count, fields):

@@ -89,8 +89,8 @@ class Augmentation(torch.nn.Module):
         """Return the batch with `image` float32 `[N, 3, H, W]` in channels_last memory and `view`
         after the warp, without a host sync.
 
-        `choice` is that of this batch: `choose(epoch, batch.index, batch.repeat, H, W)`. The batch
-        itself is not modified.
+        `choice` is that of this batch: `choose(batch.epoch, batch.index, batch.repeat, H, W)`.
+        The batch itself is not modified.
         """
         choice = choice.to(batch.image.device)
         image = self.normalize(self.crops(batch, choice))
@@ -122,7 +122,7 @@ class Augmentation(torch.nn.Module):
             if self.mode == "const":
                 hole.zero_()
             elif self.mode == "rand":
-                hole.copy_(self.noise[at : at + 3].view(3, 1, 1).expand_as(hole))
+                hole.copy_(self.noise[at : at + 3].view(3, 1, 1))
             else:
                 noise = self.noise[at : at + hole.numel()]
                 hole.copy_(noise.view(height, width, 3).permute(2, 0, 1))
@@ -131,10 +131,10 @@ class Augmentation(torch.nn.Module):
 def apply_group(image_NHWC: Tensor, group: Group, choice: AugmentPlan) -> None:
     """Apply one operation to the samples of its group, in place."""
     part = slice(group.start, group.stop)
-    if group.name == "Table":
-        apply_rows(image_NHWC, choice.row[part], apply_tables, choice.table[part][:, None])
-    else:
-        apply_rows(image_NHWC, choice.row[part], OPERATIONS[group.name], choice.number[part])
+    operation, argument = apply_tables, choice.table[:, None]
+    if group.name != "Table":
+        operation, argument = OPERATIONS[group.name], choice.number
+    apply_rows(image_NHWC, choice.row[part], operation, argument[part])
 
 
 def apply_rows(
@@ -169,9 +169,9 @@ def compose_views(batch: Batch, choice: AugmentPlan) -> Tensor:
 
 
 def augment_batches(
-    batches: Iterator[Batch], augmentation: Augmentation, epoch: int, device: torch.device
+    batches: Iterator[Batch], augmentation: Augmentation, device: torch.device
 ) -> Iterator[Batch]:
-    """Yield the epoch's batches on `device`, augmented.
+    """Yield the batches on `device`, augmented.
 
     The operations are chosen on the host before the batch is copied, one step ahead.
     """
@@ -179,9 +179,8 @@ def augment_batches(
 
     def choose() -> Iterator[Batch]:
         for batch in batches:
-            choices.append(
-                augmentation.choose(epoch, batch.index, batch.repeat, *batch.image.shape[1:3])
-            )
+            size = batch.image.shape[1:3]
+            choices.append(augmentation.choose(batch.epoch, batch.index, batch.repeat, *size))
             yield batch
 
     for batch in to_device(choose(), device):

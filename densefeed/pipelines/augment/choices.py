@@ -8,8 +8,9 @@ color jitter, torchvision's.
 """
 
 import math
+from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -41,6 +42,10 @@ LAYER_NUMBERS = 8
 LEAST_NOISE = 2**20  # numbers of the noise table, at least
 # An erased box reads 24 numbers: ten areas, ten ratios, top, left, offset of its noise, one spare.
 BOX_NUMBERS = 2 * ATTEMPTS + 4
+
+
+# Uniform numbers `[len(numbers), N]` of a stream for the samples of a batch, or those at `rows`.
+Draw = Callable[..., np.ndarray]
 
 
 class Group(NamedTuple):
@@ -124,12 +129,9 @@ class Chooser:
     """
 
     def __init__(self, plan: EpochPlan, augment: Augment) -> None:
-        self.plan, self.augment, self.noise = plan, augment, noise_length(plan)
+        self.plan, self.augment = plan, augment
         text = augment.rand_augment
         self.spec = RandAugmentSpec.parse(text) if text else None
-        # As in timm: RandAugment switches color jitter off, except for the sets of three
-        # augmentations, which include it.
-        self.jitters = any(augment.jitter) and (not text or "3a" in text)
 
     def choose(
         self, epoch: int, index_N: np.ndarray, repeat_N: np.ndarray, height: int, width: int
@@ -138,21 +140,21 @@ class Chooser:
         `repeat_N` in this epoch.
         """
         index_N, repeat_N = np.asarray(index_N), np.asarray(repeat_N)
-        key = epoch, index_N, repeat_N
-        code_NL, argument_NL, last_N, matrix_N33, cubic_N = self._rand_augment(*key, height, width)
+
+        def draw(stream: int, numbers: Sequence[int], rows: Any = slice(None)) -> np.ndarray:
+            return self.plan.draws(epoch, index_N[rows], stream, numbers, repeat_N[rows])
+
+        *layer, last_N, matrix_N33, cubic_N = self._rand_augment(draw, len(index_N), height, width)
+        # Codes and arguments of layers, in order.
+        layers = [layer]
         if self.augment.shift:  # a geometric layer before all others
-            first = ((0, 0), (1, 0))
-            code_NL = np.pad(code_NL, first, constant_values=-1)
-            argument_NL, last_N = np.pad(argument_NL, first), last_N + 1
-            matrix_N33 = self._draw_shifts(*key) @ matrix_N33
-        if self.jitters:
-            jitter_code_N4, jitter_argument_N4 = self._jitter(*key)
-            code_NL = np.concatenate([code_NL, jitter_code_N4], 1)
-            argument_NL = np.concatenate([argument_NL, jitter_argument_N4], 1)
+            layers.insert(0, (np.full((len(index_N), 1), -1), np.zeros((len(index_N), 1))))
+            matrix_N33, last_N = self._draw_shifts(draw) @ matrix_N33, last_N + 1
+        if any(self.augment.jitter):
+            layers.append(self._jitter(draw))
         for number, name in enumerate(self.augment.operations):
-            own_code_N1, own_argument_N1 = self._draw_own(*key, number, name)
-            code_NL = np.concatenate([code_NL, own_code_N1], 1)
-            argument_NL = np.concatenate([argument_NL, own_argument_N1], 1)
+            layers.append(self._draw_own(draw, number, name))
+        code_NL, argument_NL = (np.concatenate(parts, 1) for parts in zip(*layers, strict=True))
         before, after, row_R, argument_R, table_R256 = group_operations(
             code_NL, argument_NL, last_N
         )
@@ -165,30 +167,28 @@ class Chooser:
         return AugmentPlan(
             before,
             after,
-            self._choose_boxes(*key, height, width),
+            self._choose_boxes(draw, height, width),
             torch.from_numpy(np.concatenate([row_R, row_M])),
             torch.from_numpy(number.astype(np.float32)),
             torch.from_numpy(table_R256),
         )
 
-    def _rand_augment(
-        self, epoch: int, index_N: np.ndarray, repeat_N: np.ndarray, height: int, width: int
-    ) -> tuple[np.ndarray, ...]:
+    def _rand_augment(self, draw: Draw, N: int, height: int, width: int) -> tuple[np.ndarray, ...]:
         """Choose RandAugment's layers; none without RandAugment.
 
         Returns the photometric operations' codes (-1: none) and arguments, `[N, L]`, and for each
         sample the layer of the last geometric operation (-1: none), the composed map of all
         geometric operations, `[N, 3, 3]`, and whether it is sampled bicubically.
         """
-        spec, N = self.spec, len(index_N)
+        spec = self.spec
         L = spec.layers if spec else 0
         code_NL, argument_NL = np.full((N, L), -1), np.zeros((N, L))
         last_N, matrix_N33 = np.full(N, -1), np.tile(np.eye(3), (N, 1, 1))
         if not L:
             return code_NL, argument_NL, last_N, matrix_N33, np.zeros(N, bool)
         numbers = [LAYER_NUMBERS * layer + number for layer in range(L) for number in range(6)]
-        drawn = self.plan.draws(epoch, index_N, AUGMENT, numbers, repeat_N).reshape(L, 6, N)
-        which_LN = self._choose_operations(epoch, index_N, repeat_N, drawn[:, 0])
+        drawn = draw(AUGMENT, numbers).reshape(L, 6, N)
+        which_LN = self._choose_operations(draw, drawn[:, 0])
         applied_LN = (drawn[:, 1] < spec.probability) | (spec.probability >= 1)
         level_LN = self._levels(drawn[:, 2], drawn[:, 3])
         negative_LN = drawn[:, 4] > 0.5
@@ -221,18 +221,16 @@ class Chooser:
             level_LN = spec.magnitude + spec.std * normal_LN
         return np.clip(level_LN, 0, spec.most)
 
-    def _draw_shifts(self, epoch: int, index_N: np.ndarray, repeat_N: np.ndarray) -> np.ndarray:
+    def _draw_shifts(self, draw: Draw) -> np.ndarray:
         """Draw translations by whole pixels, uniform from -shift to shift along each axis: float64
         `[N, 3, 3]`.
         """
-        drawn = self.plan.draws(epoch, index_N, SHIFT, (0, 1), repeat_N)
-        matrix_N33 = np.tile(np.eye(3), (len(index_N), 1, 1))
+        drawn = draw(SHIFT, (0, 1))
+        matrix_N33 = np.tile(np.eye(3), (drawn.shape[1], 1, 1))
         matrix_N33[:, :2, 2] = np.floor((2 * self.augment.shift + 1) * drawn.T) - self.augment.shift
         return matrix_N33
 
-    def _choose_operations(
-        self, epoch: int, index_N: np.ndarray, repeat_N: np.ndarray, drawn_LN: np.ndarray
-    ) -> np.ndarray:
+    def _choose_operations(self, draw: Draw, drawn_LN: np.ndarray) -> np.ndarray:
         """Choose the operations of each layer, as indices of `names`: int64 `[L, N]`."""
         spec = self.spec
         if spec.weights is None:
@@ -241,47 +239,39 @@ class Chooser:
         # exponential waiting times (Efraimidis and Spirakis, "Weighted random sampling with a
         # reservoir", 2006).
         first = LAYER_NUMBERS * spec.layers
-        numbers = range(first, first + len(spec.names))
-        drawn = self.plan.draws(epoch, index_N, AUGMENT, numbers, repeat_N)
+        drawn = draw(AUGMENT, range(first, first + len(spec.names)))
         wait = -np.log(1 - drawn) / spec.weights[:, None]
         return np.argsort(wait, axis=0, kind="stable")[: spec.layers]
 
-    def _draw_own(
-        self, epoch: int, index_N: np.ndarray, repeat_N: np.ndarray, number: int, name: str
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def _draw_own(self, draw: Draw, number: int, name: str) -> tuple[np.ndarray, np.ndarray]:
         """Choose the registered operation `name`: codes and arguments, `[N, 1]`."""
-        numbers = 2 * number, 2 * number + 1
-        applied_N, argument_N = self.plan.draws(epoch, index_N, OPERATION, numbers, repeat_N)
+        applied_N, argument_N = draw(OPERATION, (2 * number, 2 * number + 1))
         own = OWN[name]
         code_N = np.where(applied_N < own.probability, CODES[name], -1)
         return code_N[:, None], own.draw(argument_N)[:, None]
 
-    def _jitter(
-        self, epoch: int, index_N: np.ndarray, repeat_N: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def _jitter(self, draw: Draw) -> tuple[np.ndarray, np.ndarray]:
         """Choose color jitter's operations, in an order of their own for each sample: codes and
         arguments, `[N, 4]`.
         """
-        drawn = self.plan.draws(epoch, index_N, JITTER, range(8), repeat_N)
+        drawn = draw(JITTER, range(8))
         strength = np.array(self.augment.jitter)[:, None]
         center = np.array([1.0, 1.0, 1.0, 0.0])[:, None]
         low = np.where(center > 0, np.maximum(center - strength, 0), -strength)
         argument_4N = low + (center + strength - low) * drawn[4:]
         code_4 = np.array([CODES[name] for name in ("Brightness", "Contrast", "Color", "Hue")])
-        code_4N = np.where(strength > 0, code_4[:, None], -1).repeat(len(index_N), 1)
+        code_4N = np.where(strength > 0, code_4[:, None], -1).repeat(drawn.shape[1], 1)
         order = np.argsort(drawn[:4], axis=0, kind="stable")
         return np.take_along_axis(code_4N, order, 0).T, np.take_along_axis(argument_4N, order, 0).T
 
-    def _choose_boxes(
-        self, epoch: int, index_N: np.ndarray, repeat_N: np.ndarray, height: int, width: int
-    ) -> tuple[EraseBox, ...]:
+    def _choose_boxes(self, draw: Draw, height: int, width: int) -> tuple[EraseBox, ...]:
         """Choose the boxes to erase by timm's rule: their number, then for each the first of ten
         whose sides are both shorter than the image's, if there is one.
         """
         augment = self.augment
         if not augment.erase_probability:
             return ()
-        whether, count = self.plan.draws(epoch, index_N, ERASE, (0, 1), repeat_N)
+        whether, count = draw(ERASE, (0, 1))
         picked = np.flatnonzero(whether < augment.erase_probability)
         count = 1 + (count[picked] * augment.erase_count).astype(np.int64)
         low, high = math.log(LEAST_ASPECT), -math.log(LEAST_ASPECT)
@@ -289,9 +279,7 @@ class Chooser:
         for number in range(count.max(initial=0)):
             samples, of = picked[count > number], count[count > number]
             first = 4 + number * BOX_NUMBERS
-            u = self.plan.draws(
-                epoch, index_N[samples], ERASE, range(first, first + BOX_NUMBERS), repeat_N[samples]
-            )
+            u = draw(ERASE, range(first, first + BOX_NUMBERS), samples)
             share = LEAST_AREA + (augment.erase_max_area - LEAST_AREA) * u[:ATTEMPTS]
             area = share * (height * width) / of
             aspect = np.exp(low + (high - low) * u[ATTEMPTS : 2 * ATTEMPTS])
@@ -300,7 +288,7 @@ class Chooser:
             pick = fits.argmax(0), np.arange(len(samples))
             box_height, box_width = heights[pick], widths[pick]
             top, left = (height - box_height + 1) * u[-4], (width - box_width + 1) * u[-3]
-            noise = u[-2] * (self.noise - 3 * height * width)
+            noise = u[-2] * (noise_length(self.plan) - 3 * height * width)
             columns = np.stack((samples, top, left, box_height, box_width, noise), 1).astype(int)
             boxes += [EraseBox(*row) for row in columns[fits[pick]].tolist()]
         return tuple(boxes)
@@ -318,11 +306,11 @@ def group_operations(
     round before and one after.
     """
     used_NL = code_NL >= 0
-    earlier_N = (used_NL & (np.arange(code_NL.shape[1]) < last_N[:, None])).sum(1)
+    is_later_NL = np.arange(code_NL.shape[1]) > last_N[:, None]
+    earlier_N = (used_NL & ~is_later_NL).sum(1)
     rounds_before = earlier_N.max(initial=0)
     delay_N = np.where(last_N >= 0, rounds_before - earlier_N, 0)
-    is_later_NL = np.arange(code_NL.shape[1]) > last_N[:, None]
-    round_NL = used_NL.cumsum(1) - 1 + np.where(is_later_NL, delay_N[:, None], 0)
+    round_NL = used_NL.cumsum(1) - 1 + is_later_NL * delay_N[:, None]
     row_R, layer_R = np.nonzero(used_NL)
     code_R = code_NL[row_R, layer_R]
     # All table operations of a round are one group.

@@ -20,10 +20,13 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from densefeed.pipelines.augment.operations import quantize_levels
+
 # N images   H, W pixels
 # Matrices map output to source, in pixels from the top-left corner, x before y.
 
 Values = TypeVar("Values", Tensor, np.ndarray)
+IDENTITY = np.eye(2, 3)
 STRIP = 112  # rows at a time; their floats stay in a CPU's second-level cache
 # Added before truncation: weights add up to 1 - 1e-7, and on a flat 200 the sum 199.9999 would be
 # truncated to 199.
@@ -42,13 +45,13 @@ def warp_images(
     matrices = zip(matrix_N23.numpy(), cubic_N.tolist(), strict=True)
     for number, (matrix_23, cubic) in enumerate(matrices):
         image = image_NHWC[number]
-        if (matrix_23[1] == (0, 1, 0)).all():
-            _, slope, shift = matrix_23[0].tolist()
-            out[number] = shift_rows(image, slope, shift, bool(cubic), fill)
-        elif (matrix_23[0] == (1, 0, 0)).all():
-            slope, _, shift = matrix_23[1].tolist()
-            image = image.transpose(0, 1)
-            out[number] = shift_rows(image, slope, shift, bool(cubic), fill).transpose(0, 1)
+        keeps_x, keeps_y = (matrix_23 == IDENTITY).all(1)
+        if keeps_x or keeps_y:
+            # Along y the same work is done on the transposed image; transpose(0, 0) does nothing.
+            axis = 0 if keeps_y else 1
+            slope, shift = matrix_23[axis, [1 - axis, 2]].tolist()
+            rows = image.transpose(0, axis)
+            out[number] = shift_rows(rows, slope, shift, bool(cubic), fill).transpose(0, axis)
         else:
             resample = Image.Resampling.BICUBIC if cubic else Image.Resampling.BILINEAR
             data = Image.Transform.AFFINE, matrix_23.ravel().tolist(), resample
@@ -92,8 +95,7 @@ def shift_rows(
         total_HL = value_HL[:, first : first + 3 * W] * weight_H1[strip]
         for first, weight_H1 in others:
             total_HL.addcmul_(value_HL[:, first : first + 3 * W], weight_H1[strip])
-        seen_HL = total_HL.add_(ALMOST).clamp_(0, 255).to(torch.int16).to(torch.uint8)
-        out_HL[strip] |= seen_HL & inside_HL[strip]
+        out_HL[strip] |= quantize_levels(total_HL.add_(ALMOST)) & inside_HL[strip]
     return out_HL.view(H, W, 3)
 
 

@@ -376,8 +376,11 @@ def test_a_gpu_gives_the_same_without_a_host_sync(images):
 
 def test_batches_keep_their_order_and_choice(images):
     augmentation = Augmentation(PLAN, FULL, MEAN, STD)
-    batches = [batch_of(images[:size], torch.arange(size) + 100 * size) for size in (33, 1, 7)]
-    got = list(augment_batches(iter(batches), augmentation, 2, torch.device("cpu")))
+    batches = [
+        batch_of(images[:size], torch.arange(size) + 100 * size)._replace(epoch=2)
+        for size in (33, 1, 7)
+    ]
+    got = list(augment_batches(iter(batches), augmentation, torch.device("cpu")))
     for batch, out in zip(batches, got, strict=True):
         want = augmentation(batch, choose(augmentation, batch, epoch=2))
         assert torch.equal(out.image, want.image)

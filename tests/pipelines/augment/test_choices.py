@@ -26,6 +26,13 @@ def chooser(plan: EpochPlan = PLAN, **augment) -> Chooser:
     return Chooser(plan, Augment(**augment))
 
 
+def drawer(epoch: int, N: int):
+    """Return the draws of samples 0 to N - 1, as the methods of a Chooser take them."""
+    return lambda stream, numbers, rows=slice(None): PLAN.draws(
+        epoch, np.arange(N)[rows], stream, numbers
+    )
+
+
 def flat(choice, N: int) -> list[tuple]:
     """List the operations of each sample in order, independent of the groups."""
     samples = [([], [], []) for _ in range(N)]
@@ -146,7 +153,7 @@ def test_weighted_choices_follow_numpys_distribution():
     """
     N, text = 30_000, "rand-m5-tweights-n2"
     mine = chooser(rand_augment=text)
-    got = mine._choose_operations(0, np.arange(N), np.zeros(N, int), np.zeros((2, N)))
+    got = mine._choose_operations(drawer(0, N), np.zeros((2, N)))
     assert (got[0] != got[1]).all()
     rng = np.random.default_rng(0)
     names = len(mine.spec.names)
@@ -175,7 +182,7 @@ def test_color_jitter_follows_torchvisions_distribution(jitter):
     """
     N = 4000
     augment = Augment(color_jitter=jitter)
-    code, argument = Chooser(PLAN, augment)._jitter(0, np.arange(N), np.zeros(N, int))
+    code, argument = Chooser(PLAN, augment)._jitter(drawer(0, N))
     strengths = dict(zip(("Brightness", "Contrast", "Color", "Hue"), augment.jitter, strict=True))
     for name, strength in strengths.items():
         of_sample = code == find_code(name)
@@ -189,7 +196,11 @@ def test_color_jitter_follows_torchvisions_distribution(jitter):
         assert (abs(np.bincount(place, minlength=4) - N / 4) < 4.5 * math.sqrt(N / 4)).all()
     with pytest.raises(UserError, match="--color-jitter is off beside --rand-augment"):
         Augment(color_jitter=jitter, rand_augment=POLICY)
-    assert Chooser(PLAN, Augment(color_jitter=jitter, rand_augment="rand-m3-t3a")).jitters
+    alone, both = (
+        chooser(rand_augment="rand-m3-t3a", **one).choose(0, np.arange(9), np.zeros(9, int), 8, 8)
+        for one in ({}, dict(color_jitter=jitter))
+    )
+    assert len(both.row) == len(alone.row) + 9 * sum(v > 0 for v in strengths.values())
 
 
 def boxes_of_timm(
@@ -265,7 +276,7 @@ def test_every_sample_keeps_the_order_of_its_operations():
     mine = chooser(rand_augment="rand-m9-n3-p0.9-inc1")
     N = 300
     index, repeat = np.arange(N), np.zeros(N, int)
-    code, argument, last, _, _ = mine._rand_augment(2, index, repeat, 40, 40)
+    code, argument, last, _, _ = mine._rand_augment(drawer(2, N), N, 40, 40)
     choice = mine.choose(2, index, repeat, 40, 40)
     for is_before, part in ((True, choice.before), (False, choice.after)):
         for group in part:

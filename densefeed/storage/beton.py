@@ -372,10 +372,6 @@ class Beton:
         descriptors = np.array(self.descriptors, np.int32)[self.images.file[ids]]
         return descriptors, self._offsets[self._number(name)][ids]
 
-    def array(self, name: str, ids: np.ndarray) -> np.ndarray:
-        """Rows `ids` of the ndarray field `name`, `[len(ids), *shape]`; see `arrays`."""
-        return self.arrays(ids, [name])[name]
-
     def arrays(self, ids: np.ndarray, names: Sequence[str] | None = None) -> dict[str, np.ndarray]:
         """Copies of the rows `ids` of ndarray fields (default: all), `{name: [len(ids), *shape]}`.
 

@@ -63,7 +63,7 @@ class FfcvSource:
             )
         self._beton = Beton(paths)
         self.where = self._beton.where
-        self.labels, self.fingerprint = self._beton.labels, self._beton.fingerprint()
+        self.labels, self.fingerprint = self._beton.labels, self._beton.fingerprint
         notes, low, high = self._beton.notes, self.labels.min(), self.labels.max()
         self.class_names = notes.get("class_names") or [str(n) for n in range(int(high) + 1)]
         num_classes = len(self.class_names)

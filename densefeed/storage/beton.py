@@ -44,13 +44,13 @@ IMAGE = np.dtype([("mode", "u1"), ("width", "<u2"), ("height", "<u2"), ("ptr", "
 EXTENT = np.dtype([("ptr", "<u8"), ("size", "<u8")])
 FLOAT, INT, RGB, BYTES, NDARRAY, JSON, TENSOR = range(7)
 METADATA = {
-    FLOAT: np.dtype("<f8"),
-    INT: np.dtype("<i8"),
+    FLOAT: "<f8",
+    INT: "<i8",
     RGB: IMAGE,
     BYTES: EXTENT,
-    NDARRAY: np.dtype("<u8"),
+    NDARRAY: "<u8",
     JSON: EXTENT,
-    TENSOR: np.dtype("<u8"),
+    TENSOR: "<u8",
 }
 # Types with one entry per sample in the allocation table.
 ALLOCATED = (RGB, BYTES, NDARRAY, JSON, TENSOR)
@@ -148,6 +148,8 @@ class Beton:
         fields: the columns.
         notes: the JSON of the packer; for several files that of the first, with `max_palette`,
             `min_window_side` and `left_out` over all.
+        fingerprint: of the images, from the notes. For a file that FFCV wrote it is SHA-256 over
+            the metadata, for several files SHA-256 over their fingerprints.
         descriptors: open file descriptors, one per file, valid until `close`.
 
     Raises UserError if a file is no .beton, of another version, cut or damaged, has no image or no
@@ -215,9 +217,9 @@ class Beton:
             self.images.file[rows] = number
             fingerprints.append(self._load_metadata(front, rows))
             self._load_table(front, rows)
-        self._fingerprint = fingerprints[0]
+        self.fingerprint = fingerprints[0]
         if len(fronts) > 1:
-            self._fingerprint = hashlib.sha256("\n".join(fingerprints).encode()).hexdigest()
+            self.fingerprint = hashlib.sha256("\n".join(fingerprints).encode()).hexdigest()
 
     def _load_metadata(self, front: Front, rows: slice) -> str:
         """Load `rows` of the metadata and the samples' checksums; return the file's fingerprint."""
@@ -321,21 +323,13 @@ class Beton:
         number = int(self.images.file[index])
         return f"{self.paths[number]} image {index - int(self._starts[number])}"
 
-    def fingerprint(self) -> str:
-        """Fingerprint of the images, from the notes.
-
-        For a file that FFCV wrote it is SHA-256 over the metadata, for several files SHA-256 over
-        their fingerprints.
-        """
-        return self._fingerprint
-
     def image(self, index: int) -> tuple[bytes, bool]:
         """Stored bytes of image `index`, and whether they are raw pixels instead of a JPEG.
 
         Raw pixels are uint8 `[height, width, 3]`.
         """
         stored = bytearray(int(self.images.size[index]))
-        self._read_into(index, stored, int(self.images.offset[index]))
+        self._read_into(index, stored, self.images.offset[index])
         if not self.raw[index] and stored[:2] != SOI:
             raise UserError(
                 f"{self.where(index)} is damaged: it is no JPEG; pack or copy the file again"
@@ -386,7 +380,7 @@ class Beton:
         views = {n: column.reshape(len(ids), -1).view(np.uint8) for n, column in columns.items()}
         for row, index in enumerate(ids.tolist()):
             for n in numbers:
-                self._read_into(index, views[n][row], int(self._offsets[n][index]))
+                self._read_into(index, views[n][row], self._offsets[n][index])
             if self.crcs is None:
                 continue
             if arrays_crc(views[n][row] for n in numbers) != self.crcs[index]:
@@ -409,7 +403,7 @@ class Beton:
             raise ValueError("the .beton is closed")
         number = int(self.images.file[index])
         with name_errors(self.paths[number]):
-            got = os.preadv(self.descriptors[number], [buffer], offset)
+            got = os.preadv(self.descriptors[number], [buffer], int(offset))
         if got != len(buffer):
             raise UserError(
                 f"{self.where(index)} is gone: the file was cut or replaced while open; "
@@ -426,20 +420,19 @@ def close_all(descriptors: list[int]) -> None:
 def read(front: Front, offset: int, size: int) -> np.ndarray:
     """Read `size` bytes of the file at `offset`, uint8; UserError if the file ends before."""
     buffer = np.empty(size, np.uint8)
-    read_into(front.path, front.descriptor, buffer, offset)
+    read_into(front, buffer, offset)
     return buffer
 
 
-def read_into(path: Path, descriptor: int, buffer: np.ndarray, offset: int) -> None:
-    """Fill a contiguous array from a file; UserError if the file ends before."""
-    view = memoryview(buffer).cast("B")
+def read_into(front: Front, buffer: np.ndarray, offset: int) -> None:
+    """Fill an array of uint8 from the file at `offset`; UserError if the file ends before."""
     # One call reads at most 2 GiB.
-    while len(view):
-        with name_errors(path):
-            got = os.preadv(descriptor, [view], offset)
+    while len(buffer):
+        with name_errors(front.path):
+            got = os.preadv(front.descriptor, [buffer], offset)
         if got == 0:
-            raise UserError(f"{path} is cut or damaged; pack or copy it again")
-        view, offset = view[got:], offset + got
+            raise UserError(f"{front.path} is cut or damaged; pack or copy it again")
+        buffer, offset = buffer[got:], offset + got
 
 
 def chunks(
@@ -452,7 +445,7 @@ def chunks(
     buffer = np.empty(min(count, CHUNK), dtype)
     for at in range(0, count, CHUNK):
         block = buffer[: count - at]
-        read_into(front.path, front.descriptor, block.view(np.uint8), offset + at * dtype.itemsize)
+        read_into(front, block.view(np.uint8), offset + at * dtype.itemsize)
         yield at, block
 
 
@@ -586,8 +579,8 @@ def parse_field(path: Path, row: np.void) -> Field:
     if kind != NDARRAY:
         return Field(kind, name)
     raw = row["arguments"].tobytes()
-    shape = tuple(int(n) for n in np.frombuffer(raw[:256], "<u8") if n)
-    length = int(np.frombuffer(raw[256:264], "<u8")[0])
+    *extents, length = np.frombuffer(raw, "<u8", 33).tolist()
+    shape = tuple(filter(None, extents))
     try:
         ((_, dtype),) = json.loads(raw[264 : 264 + length])
         if np.dtype(dtype).hasobject:

@@ -94,7 +94,7 @@ def everything(path):
         [column.tobytes() for column in columns],
         beton.fields,
         beton.notes,
-        beton.fingerprint(),
+        beton.fingerprint,
         images,
     )
     beton.close()
@@ -182,9 +182,9 @@ def test_several_files_are_one_dataset(tmp_path, random_maps):
     )
     assert both.where(5) == f"{tmp_path / '1.beton'} image 2"
     assert (both.notes["max_palette"], both.notes["min_window_side"]) == (11, 0.25)
-    assert first.fingerprint() == "f" * 64
+    assert first.fingerprint == "f" * 64
     reverse = Beton([tmp_path / "1.beton", tmp_path / "2.beton"])
-    assert len({beton.fingerprint() for beton in (both, first, reverse)}) == 3
+    assert len({beton.fingerprint for beton in (both, first, reverse)}) == 3
 
 
 def test_files_that_do_not_match_are_refused_by_name(tmp_path, random_maps):
@@ -733,7 +733,7 @@ def test_images_left_out_are_counted_and_change_the_fingerprint(tmp_path, random
     beton = Beton(tmp_path / "x.beton")
     assert [beton.image(n)[0] for n in range(5)] == [samples[n].jpeg for n in (1, 2, 3, 5, 6)]
     assert beton.notes["left_out"] == 2
-    assert beton.fingerprint() != NOTES["fingerprint"]
+    assert beton.fingerprint != NOTES["fingerprint"]
     np.testing.assert_array_equal(
         beton.arrays(np.array([3]), ["map"])["map"][0], samples[5].arrays[0]
     )

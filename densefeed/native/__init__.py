@@ -184,7 +184,7 @@ def transcode(encoded: bytes, interval: int) -> bytes:
 class Packed(NamedTuple):
     """Packing of the score maps of N samples (densefeed/storage/FORMAT.md)."""
 
-    palette: np.ndarray  # int32 [N], classes in each row's palette, which determine its length
+    palette: np.ndarray  # integers [N], classes in each row's palette, which determine its length
     levels: np.ndarray | None  # float32 [256] for a compact store; None: lossless
 
 

@@ -90,12 +90,12 @@ def encode_chunks(
                 raise store.invalid_map(int(ids[bad.argmax()]), fault)
         if form == "raw":
             for name, part in maps._asdict().items():
-                yield name, first, np.ascontiguousarray(part).tobytes()
+                yield name, first, part.tobytes()
             yield "crc32", first, row_crcs(maps).tobytes()
             continue
         rows = [np.frombuffer(row, np.uint8) for row in pack(form, header.absent, maps)]
         yield "rows", int(known["start"][first]), b"".join(row.data for row in rows)
-        yield "window", first, np.ascontiguousarray(maps.window).tobytes()
+        yield "window", first, maps.window.tobytes()
         yield "crc32", first, row_crcs((rows, maps.window)).tobytes()
         if form == "compact":
             palette = store.palette[ids]

@@ -216,7 +216,7 @@ class ErrorSum:
 
     def __init__(self, num_classes: int, absent: Absent) -> None:
         self._convention = num_classes, absent
-        self._max, self._sum, self._count = np.zeros(2), np.zeros(2), np.zeros(2)
+        self._max, self._sum, self._count = np.zeros((3, 2))
 
     def add(self, before: ScoreMaps, after: ScoreMaps) -> None:
         """Add rows."""
@@ -233,4 +233,4 @@ class ErrorSum:
     def result(self) -> FormError:
         """The error over all rows added so far."""
         mean = self._sum / np.maximum(self._count, 1)
-        return FormError(float(self._max[0]), float(mean[0]), float(self._max[1]), float(mean[1]))
+        return FormError(*np.stack([self._max, mean], 1).ravel().tolist())

@@ -124,12 +124,6 @@ def row_types(side: int, top_k: int) -> Types:
     }
 
 
-def packed_types() -> Types:
-    """`row_types` of a packed store, whose maps are in `rows`, a dataset of bytes."""
-    types = row_types(0, 0) | {"start": ("<i8", ())}
-    return {name: types[name] for name in types if name not in ("logit", "cls", "lse")}
-
-
 def dataset_types(
     header: StoreHeader, rows: int, path: str, packed_shape: tuple[int, ...] = ()
 ) -> Types:
@@ -138,11 +132,13 @@ def dataset_types(
     `path` is the dtype of the dataset `path`; `packed_shape` is the shape of the dataset `rows` of
     a packed store, which is its size in bytes.
     """
-    raw = header.form == "raw"
-    types = row_types(header.side, header.top_k) if raw else packed_types()
+    types, packed = row_types(header.side, header.top_k), header.form != "raw"
+    if packed:
+        del types["logit"], types["cls"], types["lse"]
+        types["start"] = "<i8", ()
     types["path"] = path, ()
     types = {name: (dtype, (rows, *shape)) for name, (dtype, shape) in types.items()}
-    if not raw:
+    if packed:
         types["rows"] = "|u1", packed_shape
     if header.form == "compact":
         types |= {"levels": ("<f4", (256,)), "error": ("<f8", (len(FormError._fields),))}
@@ -166,9 +162,7 @@ def row_crcs(parts: Iterable[Iterable[np.ndarray]]) -> np.ndarray:
 
 def names_crc(label_N: np.ndarray, path_N: np.ndarray) -> np.uint32:
     """CRC-32 over the bytes of the datasets `label` and `path`, in this order."""
-    label = np.ascontiguousarray(label_N, row_types(0, 0)["label"][0])
-    path = np.ascontiguousarray(path_N)
-    return np.uint32(zlib.crc32(path.tobytes(), zlib.crc32(label.tobytes())))
+    return np.uint32(zlib.crc32(path_N.tobytes(), zlib.crc32(np.asarray(label_N, "<i8").tobytes())))
 
 
 def find_non_finite(half_NM: np.ndarray) -> np.ndarray:
@@ -245,10 +239,8 @@ def map_datasets(path: Path) -> tuple[StoreHeader, dict[str, np.ndarray], dict[s
 
 
 class PackedRows(NamedTuple):
-    """What is needed to unpack the rows of a packed store; copies in memory."""
+    """What is needed to read the rows of a packed store; copies in memory."""
 
-    form: Form
-    palette: np.ndarray  # int32 [N], classes in the palette of each row
     size: np.ndarray  # int64 [N], bytes of each row
     levels: np.ndarray | None  # float32 [256], only in a compact store
 
@@ -298,7 +290,7 @@ class ScoreMapStore:
                 "copy it again or relabel"
             )
         levels = np.array(arrays["levels"]) if header.form == "compact" else None
-        return PackedRows(header.form, self.palette.astype(np.int32), size, levels)
+        return PackedRows(size, levels)
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -341,9 +333,9 @@ class ScoreMapStore:
             stored = rows, self._arrays["window"][ids]
         else:
             stored = ScoreMaps(*(self._arrays[name][ids] for name in ScoreMaps._fields))
-        bad = np.nonzero(row_crcs(stored) != self.crcs[ids])[0]
-        if len(bad):
-            row = int(ids[bad[0]])
+        bad = row_crcs(stored) != self.crcs[ids]
+        if bad.any():
+            row = int(ids[bad.argmax()])
             raise UserError(
                 f"{self.path}: row {row} ({self.image_path(row)}) is damaged; "
                 "relabel or copy it again"
@@ -396,11 +388,9 @@ class ScoreMapStore:
 
         No CRC is checked. `doing` is the text of the progress bar.
         """
-        row_bytes = len(self._arrays["rows"]) // len(self) if self.packed else 0
-        row_bytes += sum(
-            self._arrays[name][:1].nbytes for name in ScoreMaps._fields if name in self._arrays
-        )
-        chunks = np.array_split(np.arange(len(self)), -(-len(self) * row_bytes // CHUNK_BYTES))
+        stored = (self._arrays.get(name) for name in ("rows", *ScoreMaps._fields))
+        total = sum(array.nbytes for array in stored if array is not None)
+        chunks = np.array_split(np.arange(len(self)), -(-total // CHUNK_BYTES))
         for ids in bar(chunks, f"{doing} {self.path.name}") if len(chunks) > 16 else chunks:
             first, end = ids[0], ids[-1] + 1
             if not self.packed:
@@ -414,10 +404,9 @@ class ScoreMapStore:
             yield ids, (rows, window), self._unpack(ids, rows, window)
 
     def _unpack(self, ids: np.ndarray, rows: list[np.ndarray], window: np.ndarray) -> ScoreMaps:
-        side, top_k, packed = self.header.side, self.header.top_k, self.packed
-        return ScoreMaps(
-            *unpack(packed.form, side, top_k, packed.levels, packed.palette[ids], rows), window
-        )
+        header, levels, palette = self.header, self.packed.levels, self.palette[ids]
+        maps = unpack(header.form, header.side, header.top_k, levels, palette, rows)
+        return ScoreMaps(*maps, window)
 
     def _read(self, name: str, first: int, end: int) -> np.ndarray:
         """Read elements `first` to `end` - 1 of a dataset with `pread`.
@@ -551,10 +540,10 @@ class ScoreMapWriter:
             "palette": palette_sizes(maps.cls),
             "done": np.ones(len(ids)),
         }
-        for name, (dtype, shape) in row_types(*maps.logit.shape[2:]).items():
-            if name not in columns:
-                continue
-            data = np.ascontiguousarray(columns[name], dtype)
+        types = row_types(*maps.logit.shape[2:])
+        for name, values in columns.items():
+            dtype, shape = types[name]
+            data = np.asarray(values, dtype)
             if data.shape != (len(ids), *shape):
                 raise ValueError(f"{name} is {data.shape}, not {(len(ids), *shape)}")
             offset = self._offsets[name] + int(ids[0]) * data[0].nbytes

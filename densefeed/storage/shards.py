@@ -95,20 +95,31 @@ def find_leftovers(out: Path) -> dict[Path, Shard]:
     return dict(sorted(found.items(), key=lambda item: (item[1].of, item[1].index, item[0])))
 
 
+def map_leftover(
+    path: Path, header: StoreHeader
+) -> tuple[StoreHeader, dict[str, np.ndarray]] | None:
+    """Header and datasets of a file of the labeling of `header`; None if the file is gone.
+
+    Raises UserError that names the file if it is damaged or of another labeling.
+    """
+    try:
+        found, arrays, _ = map_datasets(path)
+    except UserError:
+        # Else it was finished, or merged and removed, in the meantime.
+        if path.exists():
+            raise
+        return None
+    replace(header, shard=None).check_same(replace(found, shard=None), path)
+    return found, arrays
+
+
 def check_leftovers(out: Path, header: StoreHeader) -> None:
     """UserError that names a file of `find_leftovers` from another labeling than `header`.
 
     It is called before this labeling creates a file.
     """
     for path in find_leftovers(out):
-        try:
-            found = map_datasets(path)[0]
-        except UserError:
-            # Else it was finished, or merged and removed, in the meantime.
-            if path.exists():
-                raise
-        else:
-            replace(header, shard=None).check_same(replace(found, shard=None), path)
+        map_leftover(path, header)
 
 
 def absorb(writer: ScoreMapWriter, header: StoreHeader, files: list[Path]) -> int:
@@ -119,14 +130,9 @@ def absorb(writer: ScoreMapWriter, header: StoreHeader, files: list[Path]) -> in
     """
     start, copied = first_row(header), 0
     for path in files:
-        try:
-            found, arrays, _ = map_datasets(path)
-        except UserError:
-            # It was finished, or merged and removed, in the meantime.
-            if not path.exists():
-                continue
-            raise
-        replace(header, shard=None).check_same(replace(found, shard=None), path)
+        if not (leftover := map_leftover(path, header)):
+            continue
+        found, arrays = leftover
         # Difference between a row's number in `path` and in `writer`.
         shift = start - first_row(found)
         low, high = max(0, -shift), min(len(writer.done), len(arrays["done"]) - shift)

@@ -203,13 +203,15 @@ class Beton:
         self._starts = np.cumsum([0, *(front.num_samples for front in fronts)])
         count = int(self._starts[-1])
         self.labels, self.raw = np.empty(count, np.int64), np.empty(count, bool)
-        self.heights, self.widths = np.empty(count, np.int32), np.empty(count, np.int32)
+        self.heights, self.widths = np.empty((2, count), np.int32)
         self.images = Extents(*(np.empty(count, dtype) for dtype in (np.int32, np.int64, np.int64)))
         types = [field.type for field in self.fields]
         self._image, self._label = types.index(RGB), types.index(INT)
-        self._arrays = [n for n, kind in enumerate(types) if kind == NDARRAY]
-        self._offsets = {n: np.empty(count, np.int64) for n in self._arrays}
-        summed = self._arrays and all(front.notes for front in fronts)
+        # Of the ndarray fields, by their number.
+        self._offsets = {
+            n: np.empty(count, np.int64) for n, kind in enumerate(types) if kind == NDARRAY
+        }
+        summed = self._offsets and all(front.notes for front in fronts)
         self.crcs = np.empty(count, np.uint32) if summed else None
         fingerprints = []
         for number, (front, start) in enumerate(zip(fronts, self._starts.tolist(), strict=False)):
@@ -265,7 +267,7 @@ class Beton:
         width = sum(field.type in ALLOCATED for field in self.fields)
         dtype = np.dtype([("entries", "<i8", (width, 3))])
         seen, crc = np.zeros(front.num_samples, bool), 0
-        columns = dict.fromkeys((self._image, *self._arrays), 0)
+        columns = dict.fromkeys((self._image, *self._offsets), 0)
         for at, block in grouped_table(front, dtype):
             entries = block["entries"]
             if front.notes:
@@ -355,7 +357,7 @@ class Beton:
 
     def has(self, name: str) -> bool:
         """Whether there is an ndarray field of this name."""
-        return any(self.fields[n].name == name for n in self._arrays)
+        return any(self.fields[n].name == name for n in self._offsets)
 
     def field(self, name: str) -> Field:
         """The ndarray field of this name: its dtype and shape."""
@@ -372,8 +374,8 @@ class Beton:
         Raises UserError if a sample's arrays do not match their checksum. If there is one, all
         arrays of the samples are read for it.
         """
-        wanted = self._arrays if names is None else [self._number(name) for name in names]
-        numbers = wanted if self.crcs is None else self._arrays
+        wanted = self._offsets if names is None else [self._number(name) for name in names]
+        numbers = wanted if self.crcs is None else self._offsets
         columns = {
             n: np.empty((len(ids), *self.fields[n].shape), self.fields[n].dtype) for n in numbers
         }
@@ -390,7 +392,7 @@ class Beton:
         return {self.fields[n].name: columns[n] for n in wanted}
 
     def _number(self, name: str) -> int:
-        for n in self._arrays:
+        for n in self._offsets:
             if self.fields[n].name == name:
                 return n
         raise UserError(

@@ -353,15 +353,16 @@ class BetonWriter:
         crcs = dict.fromkeys(CHECKSUMS, 0)
         for at in range(0, len(kept), CHUNK):
             rows = self._rows[kept[at : at + CHUNK]]
-            metadata = np.zeros(len(rows), self._dtype)
-            image, metadata["f1"] = metadata["f0"], rows["label"]
-            image["mode"], image["ptr"] = rows["mode"], rows["ptr"] + self._starts[-1]
-            image["height"], image["width"] = rows["height"], rows["width"]
             entries = np.zeros((len(rows), 1 + len(self.arrays)), ALLOCATION)
             entries["sample"] = np.arange(at, at + len(rows))[:, None]
             entries["ptr"] = rows["ptr"][:, None] + np.array(self._starts, np.uint64)
-            entries["size"] = [[field.nbytes for field in self.arrays] + [0]]
+            entries["size"][:, :-1] = [field.nbytes for field in self.arrays]
             entries["size"][:, -1] = rows["size"]
+            metadata = np.zeros(len(rows), self._dtype)
+            image, metadata["f1"] = metadata["f0"], rows["label"]
+            image["ptr"] = entries["ptr"][:, -1]
+            for name in ("mode", "height", "width"):
+                image[name] = rows[name]
             for n in range(len(self.arrays)):
                 metadata[f"f{n + 2}"] = entries["ptr"][:, n]
             written = {

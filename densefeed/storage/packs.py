@@ -14,7 +14,7 @@ declared at import.
 import os
 from collections import Counter, defaultdict
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, NamedTuple, TextIO
@@ -167,15 +167,12 @@ def list_maps(root: Path, folder: str, kinds: Counter) -> set[str]:
     Their suffixes are counted in `kinds`.
     """
     stems = set()
-    try:
-        with os.scandir(root / folder) as entries:
-            for entry in entries:
-                stem, suffix = os.path.splitext(entry.name)
-                if suffix in SUFFIXES:
-                    stems.add(f"{folder}/{stem}" if folder else stem)
-                    kinds[suffix] += 1
-    except (FileNotFoundError, NotADirectoryError):
-        pass
+    with suppress(FileNotFoundError, NotADirectoryError), os.scandir(root / folder) as entries:
+        for entry in entries:
+            stem, suffix = os.path.splitext(entry.name)
+            if suffix in SUFFIXES:
+                stems.add(f"{folder}/{stem}" if folder else stem)
+                kinds[suffix] += 1
     return stems
 
 
@@ -204,17 +201,18 @@ def to_rows(
     """
     if axes == "column-row":
         array_N2kSS = array_N2kSS.swapaxes(3, 4)
-    value_NSSk, number_NSSk = np.ascontiguousarray(np.moveaxis(array_N2kSS, 2, 4).swapaxes(0, 1))
+    value_NSSk, number_NSSk = np.ascontiguousarray(np.moveaxis(array_N2kSS, (1, 2), (0, 4)))
     N, k = len(value_NSSk), value_NSSk.shape[3]
+    # Numbers that their type cannot hold are faults of their row.
     with np.errstate(over="ignore", invalid="ignore"):
         logit, cls = value_NSSk.astype(np.float16), number_NSSk.astype(np.uint16)
         fractional = (cls != number_NSSk).reshape(N, -1).any(1)
-    rising = (logit[..., 1:] > logit[..., :-1]).reshape(N, -1).any(1)
-    infinite = find_non_finite(logit.reshape(N, -1))
-    for row in np.flatnonzero(rising & ~infinite):
-        order = np.argsort(-logit[row], axis=-1, kind="stable")
-        logit[row], cls[row] = (np.take_along_axis(part[row], order, -1) for part in (logit, cls))
-    with np.errstate(over="ignore", invalid="ignore"):
+        rising = (logit[..., 1:] > logit[..., :-1]).reshape(N, -1).any(1)
+        infinite = find_non_finite(logit.reshape(N, -1))
+        for row in np.flatnonzero(rising & ~infinite):
+            order = np.argsort(-logit[row], axis=-1, kind="stable")
+            for part in (logit, cls):
+                part[row] = np.take_along_axis(part[row], order, -1)
         peak, others = logit[..., 0].astype(np.float32), num_classes - k
         if others > 0:
             peak = np.maximum(peak, 0)
@@ -413,32 +411,25 @@ def read_maps(
 def read_part(images: Images, pack: Pack, ids: np.ndarray, files: TensorFiles) -> Part:
     """Read the maps of the images `ids`."""
     num_classes, problems = len(images.class_names), []
-    read: dict[np.dtype, list[tuple[int, np.ndarray, TLBR]]] = defaultdict(list)
+    read: list[tuple[int, np.ndarray, TLBR]] = []
     for index in ids.tolist():
         try:
-            array, covered = load_map(images, pack, index, files)
-            read[array.dtype].append((index, array, covered))
+            read.append((index, *load_map(images, pack, index, files)))
         except UnusableError as error:
             problems.append(error.args)
-    good, columns = [], []
-    # One dtype at a time; a pack usually has only one.
-    for members in read.values():
-        indices, arrays, windows = zip(*members, strict=True)
-        logit, cls, lse, wrong = to_rows(np.stack(arrays), num_classes, pack.axes)
-        kept = np.ones(len(indices), bool)
-        for fault, rows in wrong.items():
-            for index in np.array(indices)[rows & kept]:
-                file = pack.matching.file(images.paths[index], pack.matching.rule[index])
-                problems.append((fault, str(file)))
-            kept &= ~rows
-        good.append(np.array(indices)[kept])
-        maps = logit, cls, lse, np.array(windows, np.float32)
-        columns.append(ScoreMaps(*(part[kept] for part in maps)))
-    if not good:
+    if not read:
         return Part(np.empty(0, np.int64), None, problems, len(ids))
-    found, order = np.concatenate(good), np.argsort(np.concatenate(good))
-    maps = ScoreMaps(*(np.concatenate(parts)[order] for parts in zip(*columns, strict=True)))
-    return Part(found[order], maps, problems, len(ids))
+    indices, arrays, windows = zip(*read, strict=True)
+    # Maps of several float types are stacked as the widest of them, which holds all numbers.
+    logit, cls, lse, wrong = to_rows(np.stack(arrays), num_classes, pack.axes)
+    found, kept = np.array(indices), np.ones(len(indices), bool)
+    for fault, rows in wrong.items():
+        for index in found[rows & kept]:
+            file = pack.matching.file(images.paths[index], pack.matching.rule[index])
+            problems.append((fault, str(file)))
+        kept &= ~rows
+    maps = logit, cls, lse, np.array(windows, np.float32)
+    return Part(found[kept], ScoreMaps(*(part[kept] for part in maps)), problems, len(ids))
 
 
 def load_map(images: Images, pack: Pack, index: int, files: TensorFiles) -> tuple[np.ndarray, TLBR]:

@@ -162,7 +162,7 @@ class Beton:
         self.paths = [Path(path) for path in ([paths] if isinstance(paths, str | Path) else paths)]
         if not self.paths:
             raise UserError("no .beton file was named; name one or several")
-        self.descriptors: list[int] = []
+        self.descriptors = []
         self._close = weakref.finalize(self, close_all, self.descriptors)
         try:
             fronts = [self._open(path) for path in self.paths]

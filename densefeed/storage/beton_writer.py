@@ -133,7 +133,7 @@ class BetonWriter:
         self._rows = np.zeros(num_samples, ROW)
         self.state, self.tags = self._rows["state"], self._rows["tag"]
         same = {"num_samples": num_samples, "arrays": arrays, "page": PAGE} | (identity or {})
-        self.descriptors: list[int] = []
+        self.descriptors = []
         self._close = weakref.finalize(self, close_all, self.descriptors)
         try:
             with name_errors(self.path):

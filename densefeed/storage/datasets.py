@@ -305,13 +305,7 @@ def read_list(root: Path, file: Path, classes: int = 0) -> Listed:
             )
         every += theirs
     check_paths(root, file, own)
-    paths = [entry.path for entry in own]
-    if own[0].label is None:
-        names = sorted({entry.folder for entry in every})
-        number_of = {name: number for number, name in enumerate(names)}
-        labels = [number_of[entry.folder] for entry in own]
-        return Listed(paths, np.array(labels, np.int64), names, root)
-    first: dict[str, Entry] = {}
+    first = {}
     for entry in own:
         earlier = first.setdefault(entry.path, entry)
         if earlier.label != entry.label:
@@ -319,8 +313,12 @@ def read_list(root: Path, file: Path, classes: int = 0) -> Listed:
                 f"{file}, line {entry.line} gives {entry.path} the label {entry.label}, "
                 f"and line {earlier.line} the label {earlier.label}; keep one of them"
             )
-    labels = [entry.label for entry in own]
-    return Listed(paths, np.array(labels, np.int64), name_labels(every, classes), root)
+    if own[0].label is None:
+        names = sorted({entry.folder for entry in every})
+        labels = np.searchsorted(names, [entry.folder for entry in own])
+    else:
+        names, labels = name_labels(every, classes), [entry.label for entry in own]
+    return Listed([entry.path for entry in own], np.array(labels, np.int64), names, root)
 
 
 def sibling_lists(file: Path) -> list[Path]:
@@ -339,7 +337,7 @@ def read_entries(file: Path, most: int) -> list[Entry]:
 
     Raises UserError that names an invalid line.
     """
-    entries: list[Entry] = []
+    entries = []
     for number, line in read_lines(file):
         path, *last = line.rsplit(maxsplit=1)
         label = None
@@ -398,7 +396,7 @@ def check_paths(root: Path, file: Path, entries: Sequence[Entry]) -> None:
                 'check --data, and that lines are "path label" or "class/file"'
             )
     # Each folder is listed once: a stat of every file of a network disk takes minutes.
-    there: dict[str, set[str]] = {}
+    there = {}
     missing = []
     for entry in entries:
         folder, name = os.path.split(entry.path)

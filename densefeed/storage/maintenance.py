@@ -131,7 +131,7 @@ def summary(store: ScoreMapStore) -> str:
 
 def verify(store: ScoreMapStore) -> dict[int, list[str]]:
     """Faults of each bad row, by ascending row: a wrong checksum, or values no labeling writes."""
-    faults: dict[int, list[str]] = {}
+    faults = {}
     for ids, stored, maps in store.chunks("verify"):
         damaged = row_crcs(stored) != store.crcs[ids]
         wrong = store.impossible(ids, maps) | disorder(store, ids, maps)

@@ -114,14 +114,14 @@ def match(images: Images, labels: Path) -> Matching:
         raise UserError(
             f"{labels} is not a folder; give the folder of class folders with .pt or .npy files"
         )
-    kinds: Counter = Counter()
+    kinds = Counter()
     # If the name of a class folder contains a dot, the published code looks in the root.
     at_root = list_maps(labels, "", kinds)
     folders = defaultdict(list)
     for index, path in enumerate(images.paths):
         folders[map_stem(path, True).rpartition("/")[0]].append(index)
     found = Matching(labels, "", np.zeros(len(images), np.uint8))
-    root_claims: dict[str, list[int]] = defaultdict(list)
+    root_claims = defaultdict(list)
 
     def count_extra(unclaimed: set[str]) -> None:
         found.extra += len(unclaimed)
@@ -411,7 +411,7 @@ def read_maps(
 def read_part(images: Images, pack: Pack, ids: np.ndarray, files: TensorFiles) -> Part:
     """Read the maps of the images `ids`."""
     num_classes, problems = len(images.class_names), []
-    read: list[tuple[int, np.ndarray, TLBR]] = []
+    read = []
     for index in ids.tolist():
         try:
             read.append((index, *load_map(images, pack, index, files)))

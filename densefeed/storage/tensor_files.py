@@ -57,10 +57,10 @@ class TensorFiles:
     """Read arrays from .pt and .npy files and cache the layouts found. Threads may share it."""
 
     def __init__(self) -> None:
-        # By the pickle without KEY.
-        self._layouts: dict[bytes, Layout] = {}
+        # Layout by the pickle without KEY.
+        self._layouts = {}
         # Sizes in bytes of legacy storages, and the number of cached layouts of each size.
-        self._legacy_sizes: dict[int, int] = {}
+        self._legacy_sizes = {}
 
     def read(self, path: Path | str) -> np.ndarray:
         """Read the one array of a file, as stored: any shape, float or int.

@@ -115,7 +115,7 @@ def name_errors(path: Path | str) -> Iterator[None]:
     try:
         yield
     except (OSError, RuntimeError) as error:
-        cause: BaseException | None = error
+        cause = error
         while cause is not None and not (isinstance(cause, OSError) and cause.errno in REMEDIES):
             cause = cause.__context__
         if cause is None:

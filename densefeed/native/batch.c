@@ -52,7 +52,18 @@ static void *work(void *argument) {
     return NULL;
 }
 
-API void densefeed_close(Pool *pool);
+/* Stop all threads. Batches that were not waited for must not be read. */
+API void densefeed_close(Pool *pool) {
+    pthread_mutex_lock(&pool->lock);
+    pool->closing = 1;
+    for (Batch *batch = pool->first; batch; batch = batch->after) batch->cancelled = 1;
+    pthread_cond_broadcast(&pool->submitted);
+    pthread_mutex_unlock(&pool->lock);
+    for (int n = 0; n < pool->threads; n++) pthread_join(pool->thread[n], NULL);
+    pthread_cond_destroy(&pool->submitted), pthread_cond_destroy(&pool->finished);
+    pthread_mutex_destroy(&pool->lock);
+    free(pool->thread), free(pool);
+}
 
 /* Open a pool. Returns NULL if the system has no more threads or `threads` is below 1. */
 API Pool *densefeed_open(int threads) {
@@ -75,19 +86,6 @@ API Pool *densefeed_open(int threads) {
     if (pool->threads == threads) return pool;
     densefeed_close(pool);
     return NULL;
-}
-
-/* Stop all threads. Batches that were not waited for must not be read. */
-API void densefeed_close(Pool *pool) {
-    pthread_mutex_lock(&pool->lock);
-    pool->closing = 1;
-    for (Batch *batch = pool->first; batch; batch = batch->after) batch->cancelled = 1;
-    pthread_cond_broadcast(&pool->submitted);
-    pthread_mutex_unlock(&pool->lock);
-    for (int n = 0; n < pool->threads; n++) pthread_join(pool->thread[n], NULL);
-    pthread_cond_destroy(&pool->submitted), pthread_cond_destroy(&pool->finished);
-    pthread_mutex_destroy(&pool->lock);
-    free(pool->thread), free(pool);
 }
 
 /* Submit a batch. All its memory must stay valid until densefeed_wait returns 1. */

@@ -155,15 +155,13 @@ FOR_EVERY_CPU static void shrink_columns(const Plane *plane, const Axis *axis, i
     }
 }
 
-INLINE uint8_t level(int16_t value) {
-    /* Truncated to 16 bits before the shift, so that vectors stay narrow. */
-    value = (int16_t)(value + 32) >> 6;
-    value = value < 0 ? 0 : value;
-    return (uint8_t)(value > 255 ? 255 : value);
-}
-
 INLINE void levels(const int16_t *restrict from, int groups, uint8_t *restrict to) {
-    for (int x = 0; x < groups * LANES; x++) to[x] = level(from[x]);
+    for (int x = 0; x < groups * LANES; x++) {
+        /* Truncated to 16 bits before the shift, so that vectors stay narrow. */
+        int16_t value = (int16_t)(from[x] + 32) >> 6;
+        value = value < 0 ? 0 : value;
+        to[x] = (uint8_t)(value > 255 ? 255 : value);
+    }
 }
 
 /* Limit the overshoot of a cubic at edges: luma and both chromas together would not fit 16 bits
@@ -313,10 +311,8 @@ FOR_EVERY_CPU void transpose_bytes(
             13, 29, 14, 30, 15, 31); \
     }
             ZIP(a, m) ZIP(m, a) ZIP(a, m)
-            for (int n = 0; n < 8; n++) {
-                memcpy(to + (size_t)(x + 2 * n) * to_step + y, &a[n], 8);
-                memcpy(to + (size_t)(x + 2 * n + 1) * to_step + y, (uint8_t *)&a[n] + 8, 8);
-            }
+            for (int n = 0; n < 16; n++)
+                memcpy(to + (size_t)(x + n) * to_step + y, (uint8_t *)a + 8 * n, 8);
         }
         for (; y < rows; y++)
             for (int n = 0; n < 16; n++)

@@ -145,12 +145,8 @@ static int is_moderate(Input in) {
     struct jpeg_decompress_struct from;
     Errors errors;
     volatile int64_t most = 0;
-    from.err = &errors.base;
-    set_error_handlers(&errors);
     if (!setjmp(errors.back)) {
-        jpeg_create_decompress(&from);
-        jpeg_mem_src(&from, in.bytes, in.length);
-        jpeg_read_header(&from, TRUE);
+        open_jpeg(&from, &errors, in.bytes, in.length);
         jvirt_barray_ptr *arrays = jpeg_read_coefficients(&from);
         for (int n = 0; n < from.num_components; n++)
             for (JDIMENSION y = 0; y < from.comp_info[n].height_in_blocks; y++) {

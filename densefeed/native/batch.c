@@ -15,7 +15,7 @@ typedef struct {
     pthread_cond_t submitted, finished;
     pthread_t *thread;
     int threads, closing;
-    Batch *first, *last;
+    Batch *first;
 } Pool;
 
 /* Whether no sample of a batch is being decoded or will be. */
@@ -92,9 +92,9 @@ API Pool *densefeed_open(int threads) {
 API void densefeed_submit(Pool *pool, Batch *batch) {
     batch->next = batch->done = batch->cancelled = 0, batch->after = NULL;
     pthread_mutex_lock(&pool->lock);
-    if (pool->first) pool->last->after = batch;
-    else pool->first = batch;
-    pool->last = batch;
+    Batch **at = &pool->first;
+    while (*at) at = &(*at)->after;
+    *at = batch;
     pthread_cond_broadcast(&pool->submitted);
     pthread_mutex_unlock(&pool->lock);
 }
@@ -114,10 +114,9 @@ API int densefeed_wait(Pool *pool, Batch *batch, double seconds, int cancel) {
         late = pthread_cond_timedwait(&pool->finished, &pool->lock, &until) == ETIMEDOUT;
     int finished = is_finished(batch);
     if (finished) {
-        Batch **at = &pool->first, *before = NULL;
-        while (*at && *at != batch) before = *at, at = &(*at)->after;
+        Batch **at = &pool->first;
+        while (*at && *at != batch) at = &(*at)->after;
         if (*at) *at = batch->after;
-        if (pool->last == batch) pool->last = before;
     }
     pthread_mutex_unlock(&pool->lock);
     return finished;

@@ -168,8 +168,7 @@ int segments_cut(Sample *sample, Scratch *scratch, const uint8_t *head, size_t h
     Box box, Cut *cut);
 int turbo_decode(Sample *sample, Scratch *scratch, const uint8_t *bytes, size_t length, Box box,
     int scale, Picture *picture);
-int resample(Scratch *scratch, const Picture *picture, Sample *sample, int size, int filter,
-    uint8_t *pixels);
+int resample(const Batch *batch, int index, Scratch *scratch, const Picture *picture);
 void transpose_bytes(
     const uint8_t *from, int from_step, uint8_t *to, int to_step, int rows, int columns);
 

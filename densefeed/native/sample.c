@@ -65,10 +65,9 @@ static int give_whole(Sample *sample, Scratch *scratch, const uint8_t *bytes, Cu
     Box last = {sample->height - 1, 0, sample->height, sample->width};
     Picture picture;
     size_t length = sample->length;
-    uint64_t identity = (uint64_t)length << 32 | densefeed_crc32(bytes, length, 0);
-    if (identity != cut->sound)
-        TRY(turbo_decode(sample, scratch, bytes, length, last, 1, &picture));
-    cut->sound = identity;
+    uint64_t found = (uint64_t)length << 32 | densefeed_crc32(bytes, length, 0);
+    if (found != cut->sound) TRY(turbo_decode(sample, scratch, bytes, length, last, 1, &picture));
+    cut->sound = found;
     if (sample->bytes) cut->bytes = (uint8_t *)bytes;
     else memcpy(cut->bytes, bytes, length);
     cut->length = length, cut->height = sample->height, cut->width = sample->width;
@@ -108,8 +107,7 @@ static int copy_parts(const Batch *batch, int n, Sample *sample, Scratch *scratc
         struct iovec run[2 * MOST_PARTS], part[MOST_PARTS];
         uint8_t gap[MOST_GAP];
         int64_t end = offset[p];
-        int pieces = 0;
-        int limit = min(batch->parts, p + MOST_PARTS);
+        int pieces = 0, limit = min(batch->parts, p + MOST_PARTS);
         for (next = p; next < limit && file[next] == file[p]; next++) {
             int64_t between = offset[next] - end, bytes = batch->part_bytes[next];
             if (between < 0 || between > MOST_GAP) break;
@@ -160,10 +158,9 @@ int sample_map(const Batch *batch, int n, Sample *sample, Scratch *scratch) {
 void sample_decode(const Batch *batch, int n, Scratch *scratch) {
     Sample *sample = &batch->samples[n];
     Cut *cut = batch->cuts ? &batch->cuts[n] : NULL;
-    int size = batch->size;
     Picture picture;
     double at[4] = {microseconds()};
-    sample->message[0] = 0, scratch->reading = 0;
+    sample->message[0] = 0;
     /* Score maps come first: they are then complete if the image is left to the caller. */
     sample->status = sample_map(batch, n, sample, scratch);
     at[1] = microseconds();
@@ -171,11 +168,9 @@ void sample_decode(const Batch *batch, int n, Scratch *scratch) {
         sample->status = fail(sample->message, UNREADABLE, "it is empty");
     scratch->reading = 0;
     if (cut) cut->length = cut->top = cut->left = 0;
-    if (sample->status == OK) sample->status = decode(sample, scratch, size, cut, &picture);
+    if (sample->status == OK) sample->status = decode(sample, scratch, batch->size, cut, &picture);
     at[2] = microseconds();
-    if (sample->status == OK && !cut)
-        sample->status = resample(scratch, &picture, sample, size, batch->filter,
-            batch->pixels + (size_t)n * size * size * 3);
+    if (sample->status == OK && !cut) sample->status = resample(batch, n, scratch, &picture);
     at[3] = microseconds();
     if (sample->status == NO_MEMORY) fail(sample->message, NO_MEMORY, "out of memory");
     sample->took[LABELS] = at[1] - at[0], sample->took[READ] = scratch->reading;

@@ -111,12 +111,11 @@ static int parse(Header *header, const uint8_t *bytes, size_t length) {
         if (bytes[at] != 0xFF || size < 2 || at + 2 + size > length) return 0;
         at += 2 + size;
         if (marker == 0xDB) {
-            while (body + 65 <= end) {
+            for (; body + 65 <= end; body += 65) {
                 if (*body > 3) return 0; /* 8-bit tables 0 to 3 */
                 for (int k = 0; k < 64; k++)
                     header->place[*body][k] = (struct Place){body[1 + k], ZIGZAG[k]};
                 header->quant_defined[*body] = 1;
-                body += 65;
             }
             if (body != end) return 0;
         } else if (marker == 0xC4) {
@@ -142,10 +141,6 @@ static int parse(Header *header, const uint8_t *bytes, size_t length) {
         } else if (marker == 0xDD) {
             if (size != 4) return 0;
             header->interval = be16(body);
-        } else if (marker == 0xEE) {
-            if (size >= 14 && !memcmp(body, "Adobe", 5)) adobe = body[11];
-        } else if (marker == 0xE0) {
-            if (size >= 16 && !memcmp(body, "JFIF", 5)) jfif = 1;
         } else if (marker == 0xDA) {
             int count = header->components;
             if (size != 6 + 2 * count || body[0] != count || at != length) return 0;
@@ -162,7 +157,10 @@ static int parse(Header *header, const uint8_t *bytes, size_t length) {
             header->ycc = jfif || !rgb;
             header->length = length;
             return count > 0;
-        } else if (marker < 0xE0 || marker > 0xEF) {
+        } else if (marker >= 0xE0 && marker <= 0xEF) {
+            if (marker == 0xEE && size >= 14 && !memcmp(body, "Adobe", 5)) adobe = body[11];
+            if (marker == 0xE0 && size >= 16 && !memcmp(body, "JFIF", 5)) jfif = 1;
+        } else {
             return 0;
         }
     }
@@ -566,11 +564,12 @@ static int begin_row(Header *header, Sample *sample, int number, Row *row) {
         " checksum", first, first + header->mcu_height - 1);
 }
 
+/* 36 KB, too much for the stack of a thread. */
+static __thread Header header;
+
 /* Decode the planes of `box` of an image with our index. */
 int segments_decode(Sample *sample, Scratch *scratch, const uint8_t *head, size_t head_length,
     Box box, Picture *picture) {
-    /* 20 KB, too much for the stack of a thread. */
-    static __thread Header header;
     TRY(open_rows(&header, sample, scratch, head, head_length, box));
     Span across = header.across, down = header.down;
     size_t room = 0, step[3];
@@ -598,8 +597,7 @@ int segments_decode(Sample *sample, Scratch *scratch, const uint8_t *head, size_
         out[n] = memory;
         memory += step[n] * columns * c->h * 8 + PADDING;
     }
-    Row row[2];
-    memset(row, 0, sizeof row);
+    Row row[2] = {0};
     for (int number = down.from, rows; number <= down.to; number += rows) {
         rows = number < down.to ? 2 : 1;
         for (int r = 0; r < rows; r++) {
@@ -620,7 +618,6 @@ int segments_decode(Sample *sample, Scratch *scratch, const uint8_t *head, size_
  * of our index 8 bytes per row are left out, and a row may get one marker that it lacks. */
 int segments_cut(Sample *sample, Scratch *scratch, const uint8_t *head, size_t head_length,
     Box box, Cut *cut) {
-    static __thread Header header;
     TRY(open_rows(&header, sample, scratch, head, head_length, box));
     Span across = header.across, down = header.down;
     if (!sample->bytes) head = scratch->encoded;

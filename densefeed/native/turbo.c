@@ -53,8 +53,7 @@ static void on_progress(j_common_ptr common) {
 }
 
 /* Open a JPEG and read its header. Errors, now and later, return to the setjmp of `errors`. */
-static void open_jpeg(
-    j_decompress_ptr jpeg, Errors *errors, const uint8_t *bytes, size_t length) {
+static void open_jpeg(j_decompress_ptr jpeg, Errors *errors, const uint8_t *bytes, size_t length) {
     jpeg->err = jpeg_std_error(&errors->base);
     errors->base.error_exit = on_error;
     errors->base.emit_message = on_message;
@@ -68,10 +67,8 @@ static void open_jpeg(
 
 #if JPEG_LIB_VERSION >= 70
 #define DCT_SIZE(component) ((component)->DCT_h_scaled_size)
-#define SMALLEST_DCT(jpeg) ((jpeg)->min_DCT_h_scaled_size)
 #else
 #define DCT_SIZE(component) ((component)->DCT_scaled_size)
-#define SMALLEST_DCT(jpeg) ((jpeg)->min_DCT_scaled_size)
 #endif
 
 static void check_color(j_decompress_ptr jpeg) {
@@ -107,8 +104,8 @@ int turbo_decode(Sample *sample, Scratch *scratch, const uint8_t *bytes, size_t 
     jpeg.scale_num = 1, jpeg.scale_denom = scale;
     jpeg_start_decompress(&jpeg);
 
-    int smallest = SMALLEST_DCT(&jpeg);
-    int wide = jpeg.max_h_samp_factor * smallest, tall = jpeg.max_v_samp_factor * smallest;
+    int wide = jpeg.max_h_samp_factor * DCTSIZE / scale;
+    int tall = jpeg.max_v_samp_factor * DCTSIZE / scale;
     *picture = (Picture){
         .planes = jpeg.num_components, .ycc = jpeg.jpeg_color_space == JCS_YCbCr, .scale = scale,
         .height = jpeg.output_height, .width = jpeg.output_width,
@@ -172,7 +169,6 @@ API int densefeed_probe(
     const uint8_t *bytes, size_t length, int *height, int *width, char *message) {
     struct jpeg_decompress_struct jpeg;
     Errors errors;
-    *height = *width = 0;
     if (length < 3 || memcmp(bytes, "\xFF\xD8\xFF", 3))
         return fail(message, UNSUPPORTED, "it is not a JPEG");
     if (setjmp(errors.back)) {

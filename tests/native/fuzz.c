@@ -176,7 +176,8 @@ static void check_pixels(const Sample *sample, int size, const uint8_t *pixels) 
         (int)ceil(again.left + again.box_width - 1e-9)};
     if (turbo_decode(&again, &scratch, again.bytes, again.length, box, 1, &picture) == OK) {
         uint8_t *want = malloc(3 * size * size);
-        if (resample(&scratch, &picture, &again, size, BILINEAR, want) == OK)
+        Batch batch = {.samples = &again, .count = 1, .size = size, .pixels = want};
+        if (resample(&batch, 0, &scratch, &picture) == OK)
             CHECK(!memcmp(want, pixels, 3 * size * size));
         free(want);
     }

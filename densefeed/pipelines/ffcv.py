@@ -77,7 +77,7 @@ class FfcvSource:
             self._check_store(path, maps)
             self.score_maps = score_map_spec(self._store, num_classes)
         # Third-party files may have a field of that name, but not our notes.
-        elif "absent" in notes and self._beton.has("map"):
+        elif "absent" in notes and any(field.name == "map" for field in self._beton.fields):
             self.score_maps = ScoreMapSpec(
                 *self._beton.field("map").shape[2:],
                 num_classes,

@@ -355,10 +355,6 @@ class Beton:
                 size = int(stops[rows].max()) - at
                 os.posix_fadvise(self.descriptors[number], at, size, os.POSIX_FADV_WILLNEED)
 
-    def has(self, name: str) -> bool:
-        """Whether there is an ndarray field of this name."""
-        return any(self.fields[n].name == name for n in self._offsets)
-
     def field(self, name: str) -> Field:
         """The ndarray field of this name: its dtype and shape."""
         return self.fields[self._number(name)]

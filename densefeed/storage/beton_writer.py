@@ -144,7 +144,7 @@ class BetonWriter:
 
     def todo(self) -> np.ndarray:
         """Images to write, in order: first those not tried yet, then those that failed before."""
-        return np.concatenate([np.nonzero(self.state == kind)[0] for kind in (UNTRIED, FAILED)])
+        return np.concatenate([np.flatnonzero(self.state == kind) for kind in (UNTRIED, FAILED)])
 
     def _begin(self, identity: dict) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -211,7 +211,7 @@ class BetonWriter:
 
         Only images that may not have reached the disk before a power cut are read.
         """
-        packed = np.nonzero(rows["state"] == PACKED)[0]
+        packed = np.flatnonzero(rows["state"] == PACKED)
         if not len(packed):
             return len(rows)
         sizes = self._starts[-1] + rows["size"]
@@ -302,14 +302,14 @@ class BetonWriter:
         untried = self.state == UNTRIED
         if untried.any():
             raise ValueError(f"image {int(untried.argmax())} was neither written nor failed")
-        kept = np.nonzero(self.state == PACKED)[0]
+        kept = np.flatnonzero(self.state == PACKED)
         if not len(kept):
             raise UserError(
                 f"{self.path}: none of the {len(self._rows)} images can be packed; "
                 "there is nothing to write"
             )
         notes = dict(self.notes)
-        missing = np.nonzero(self.state != PACKED)[0].tolist()
+        missing = np.flatnonzero(self.state != PACKED).tolist()
         if missing:
             notes["left_out"] = len(missing)
             changed = f"{notes.get('fingerprint')} without {missing}"

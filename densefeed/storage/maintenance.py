@@ -53,23 +53,21 @@ def convert(store: ScoreMapStore, out: Path, form: Form) -> ScoreMapStore:
     count, paths = len(store), np.array([path.encode() for path in store.paths()])
     done = np.ones(count, np.uint8)
     known = {"label": store.labels, "path": paths, "palette": store.palette, "done": done}
-    packed_shape = ()
+    size = row_sizes(form, header.side, header.top_k, store.palette)
     if form != "raw":
-        size = row_sizes(form, header.side, header.top_k, store.palette)
-        packed_shape = (int(size.sum()),)
         known["start"] = np.cumsum(size) - size
     if form == "compact":
         known["levels"] = code_levels(header.absent)
     header = replace(header, form=form)
     with replace_file(out) as part:
-        types = dataset_types(header, count, paths.dtype.str, packed_shape)
+        types = dataset_types(header, count, paths.dtype.str, (int(size.sum()),))
         allocate_store(part, header, types, known)
         _, arrays, offsets = map_datasets(part)
-        strides = {name: array[:1].nbytes for name, array in arrays.items()}
         with open(part, "r+b", buffering=0) as file:
             for name, first, content in encode_chunks(store, form, known):
+                offset = offsets[name] + first * arrays[name][:1].nbytes
                 with name_errors(part):
-                    os.pwrite(file.fileno(), content, offsets[name] + first * strides[name])
+                    os.pwrite(file.fileno(), content, offset)
     return ScoreMapStore(out)
 
 
@@ -94,7 +92,7 @@ def encode_chunks(
             yield "crc32", first, row_crcs(maps).tobytes()
             continue
         rows = [np.frombuffer(row, np.uint8) for row in pack(form, header.absent, maps)]
-        yield "rows", int(known["start"][first]), b"".join(row.data for row in rows)
+        yield "rows", int(known["start"][first]), b"".join(rows)
         yield "window", first, maps.window.tobytes()
         yield "crc32", first, row_crcs((rows, maps.window)).tobytes()
         if form == "compact":

@@ -218,13 +218,13 @@ def to_rows(
             peak = np.maximum(peak, 0)
         total = np.exp(logit.astype(np.float32) - peak[..., None]).sum(-1) + others * np.exp(-peak)
         lse = (peak + np.log(total)).astype(np.float16)
-    beyond = f"a class number that is none of 0 to {num_classes - 1:,}, the classes of the images"
+    beyond = fractional | (cls.reshape(N, -1).max(1) >= num_classes)
+    classes = f"0 to {num_classes - 1:,}, the classes of the images"
     wrong = {
         "a logit that is NaN, or no finite number in float16": infinite,
-        beyond: fractional | (cls.reshape(N, -1).max(1) >= num_classes),
+        f"a class number that is none of {classes}": beyond,
+        "a class twice in one cell": find_duplicate_classes(cls) & ~infinite & ~beyond,
     }
-    duplicates = find_duplicate_classes(cls)
-    wrong["a class twice in one cell"] = duplicates & ~np.logical_or.reduce(list(wrong.values()))
     return logit, cls, lse, wrong
 
 
@@ -444,7 +444,9 @@ def load_map(images: Images, pack: Pack, index: int, files: TensorFiles) -> tupl
         array = files.read(file)
         shape, most = map_shape(array), EXACT[array.itemsize]
         if shape == wanted and num_classes <= most:
-            return array, map_window(images, index, pack.footprint)
+            # Only a squashed image has its Window without a look at the image's size.
+            squash = pack.footprint == "squash"
+            return array, WHOLE if squash else teacher_window(pack.footprint, *images.size(index))
     except TensorError as error:
         raise UnusableError("damaged or no map", f"{file} {error}") from error
     except OSError as error:
@@ -460,22 +462,16 @@ def load_map(images: Images, pack: Pack, index: int, files: TensorFiles) -> tupl
     )
 
 
-def map_window(images: Images, index: int, footprint: Footprint) -> TLBR:
-    """Window of the map of image `index`. That of a center crop depends on the image's size."""
-    return WHOLE if footprint == "squash" else teacher_window(footprint, *images.size(index))
-
-
 def label_rows(label_N: np.ndarray, num_classes: int, side: int, top_k: int) -> ScoreMaps:
     """Rows whose every cell names only the image's label.
 
     The label has logit 20, the other ranks logit 0.
     """
     # The other ranks are classes 1 to k - 1; where one of them is the label, class 0 replaces it.
-    others = np.tile(np.arange(top_k), (len(label_N), 1))
-    cls_Nk = np.concatenate([label_N[:, None], others[:, 1:]], 1)
-    cls_Nk[:, 1:] = np.where(cls_Nk[:, 1:] == label_N[:, None], 0, cls_Nk[:, 1:])
-    logit_k = np.zeros(top_k, np.float16)
-    logit_k[0] = SURE
+    ranks = np.arange(top_k)
+    cls_Nk = np.where(ranks == label_N[:, None], 0, ranks)
+    cls_Nk[:, 0] = label_N
+    logit_k = np.where(ranks == 0, SURE, 0).astype(np.float16)
     shape = (len(label_N), side, side, top_k)
     lse = np.log(np.exp(SURE) + num_classes - 1)
     return ScoreMaps(

@@ -10,7 +10,6 @@ and read through a memory map, so no HDF5 metadata changes while a labeling runs
 leaves a file that opens.
 """
 
-import contextlib
 import errno
 import json
 import math
@@ -18,6 +17,7 @@ import os
 import weakref
 import zlib
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import combinations
 from pathlib import Path
@@ -37,6 +37,7 @@ from densefeed.system.files import (
     remove_orphans,
     sync,
 )
+from densefeed.system.options import to_tuple
 from densefeed.system.progress import bar
 
 Types = dict[str, tuple[str, tuple[int, ...]]]  # dtype and shape of datasets, by name
@@ -82,7 +83,7 @@ class StoreHeader:
         """Decode from JSON; UserError that names `where` for an unknown version, form or absent."""
         fields = json.loads(text)
         version, form = fields.pop("version", None), fields.setdefault("form", "raw")
-        absent, shard = fields.get("absent"), fields.get("shard")
+        absent = fields.get("absent")
         if version not in VERSIONS.values():
             problem = f"score maps have version {version}, this program reads versions 1 and 2"
         elif VERSIONS.get(form) != version:
@@ -90,8 +91,7 @@ class StoreHeader:
         elif absent not in ("tail", "zero-logit"):
             problem = f"absent is {absent!r}, but must be tail or zero-logit"
         else:
-            fields["class_names"] = tuple(fields["class_names"])
-            return cls(**fields | {"shard": shard and tuple(shard)})
+            return cls(**{name: to_tuple(value) for name, value in fields.items()})
         raise UserError(f"{where}: {problem}; label the images again")
 
     def check_same(self, other: "StoreHeader", where: Path) -> None:
@@ -266,8 +266,7 @@ class ScoreMapStore:
                 f"{path} is shard {index} of {count} and not the whole dataset; "
                 "merge the shards with `python tools/score_maps.py merge OUT`"
             )
-        if not arrays["done"].all():
-            undone = int((arrays["done"] == 0).sum())
+        if undone := int((arrays["done"] == 0).sum()):
             raise UserError(f"{path}: {undone} rows are not labeled; run the labeling again")
         self.labels, self.crcs = np.array(arrays["label"]), np.array(arrays["crc32"])
         self.palette = np.array(arrays["palette"])
@@ -479,7 +478,7 @@ class ScoreMapWriter:
                 if not self.part.exists():
                     self._create(header, paths, labels)
                 # FileNotFoundError: another process finished and renamed it in the meantime.
-                with contextlib.suppress(FileNotFoundError):
+                with suppress(FileNotFoundError):
                     self._file = open_locked(self.part)
             # Another process may have finished after the check and before this one created a new
             # `.part`.
@@ -569,7 +568,7 @@ class ScoreMapWriter:
 def find_valid_rows(arrays: dict[str, np.ndarray]) -> np.ndarray:
     """Mark the rows of an unfinished raw store that are done and match their CRC; bool `[N]`."""
     done = np.array(arrays["done"], bool)
-    written = np.nonzero(done)[0]
+    written = np.flatnonzero(done)
     for ids in np.array_split(written, len(written) // 4096 + 1):
         crcs = row_crcs(ScoreMaps(*(arrays[name][ids] for name in ScoreMaps._fields)))
         done[ids] = crcs == arrays["crc32"][ids]

@@ -42,9 +42,10 @@ class Shard(NamedTuple):
     def parse(cls, text: str) -> "Shard":
         """Parse `index/of`; UserError for anything else."""
         found = re.fullmatch(r"(\d+)/(\d+)", text)
-        if not found or int(found[1]) >= int(found[2]):
+        index, of = map(int, found.groups()) if found else (0, 0)
+        if index >= of:
             raise UserError(f"--shard {text} is not a shard; write it as 0/8, ..., 7/8")
-        return cls(int(found[1]), int(found[2]))
+        return cls(index, of)
 
     def __str__(self) -> str:
         return f"{self.index}/{self.of}"
@@ -73,7 +74,7 @@ class Shard(NamedTuple):
         """Header of its file, given the header of all `count` rows."""
         if self.of == 1:
             return whole
-        return replace(whole, shard=(self.index, self.of, self.rows(count).start, count))
+        return replace(whole, shard=(*self, self.rows(count).start, count))
 
 
 def find_leftovers(out: Path) -> dict[Path, Shard]:
@@ -122,27 +123,24 @@ def check_leftovers(out: Path, header: StoreHeader) -> None:
         map_leftover(path, header)
 
 
-def absorb(writer: ScoreMapWriter, header: StoreHeader, files: list[Path]) -> int:
+def absorb(writer: ScoreMapWriter, header: StoreHeader, files: list[Path]) -> None:
     """Copy finished rows that `writer` lacks from other files of the same labeling.
 
-    `header` is the writer's. Returns the number of copied rows. Raises UserError that names a file
-    of another labeling, or a damaged one.
+    `header` is the writer's. Raises UserError that names a file of another labeling, or a damaged
+    one.
     """
-    start, copied = first_row(header), 0
     for path in files:
         if not (leftover := map_leftover(path, header)):
             continue
         found, arrays = leftover
         # Difference between a row's number in `path` and in `writer`.
-        shift = start - first_row(found)
+        shift = first_row(header) - first_row(found)
         low, high = max(0, -shift), min(len(writer.done), len(arrays["done"]) - shift)
         if low >= high or not (wanted := np.flatnonzero(~writer.done[low:high]) + low).size:
             continue
         wanted = wanted[find_valid_rows(arrays)[wanted + shift]]
         for ids in split_runs(wanted, CHUNK):
             writer.write(ids, ScoreMaps(*(arrays[name][ids + shift] for name in ScoreMaps._fields)))
-            copied += len(ids)
-    return copied
 
 
 def first_row(header: StoreHeader) -> int:

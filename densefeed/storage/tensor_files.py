@@ -59,8 +59,8 @@ class TensorFiles:
     def __init__(self) -> None:
         # Layout by the pickle without KEY.
         self._layouts = {}
-        # Sizes in bytes of legacy storages, and the number of cached layouts of each size.
-        self._legacy_sizes = {}
+        # Sizes in bytes of the storages of cached legacy layouts.
+        self._legacy_sizes = set()
 
     def read(self, path: Path | str) -> np.ndarray:
         """Read the one array of a file, as stored: any shape, float or int.
@@ -120,11 +120,10 @@ class TensorFiles:
         legacy = found is None and content[:2] != b"PK"
         if legacy and array.size:
             found = split_legacy(content, storage)
-        plain = not (tensor.is_conj() or tensor.is_neg())
-        if found is not None and plain and array.size and len(found[1]) == storage:
+        if found is not None and array.size and len(found[1]) == storage:
             again = layout.view(found[1])
             if again.tobytes() == array.tobytes() and self._remember(found[0], layout) and legacy:
-                self._legacy_sizes[storage] = self._legacy_sizes.get(storage, 0) + 1
+                self._legacy_sizes.add(storage)
         return array
 
     def _remember(self, front: bytes, layout: Layout) -> bool:

@@ -21,14 +21,13 @@ def check_absent(path: Path) -> None:
 
 
 @contextmanager
-def replace_file(path: Path | str) -> Iterator[Path]:
+def replace_file(path: Path) -> Iterator[Path]:
     """Yield a temporary sibling of `path`; on success rename it over `path`, else delete it.
 
     The file is fsynced before the rename, so a reader of `path` sees the complete old file or the
     complete new one, also after a power cut. The sibling `<path>.PID.part` is locked; siblings left
     by killed processes are removed.
     """
-    path = Path(path)
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     with name_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -270,6 +270,7 @@ class Job:
         N, P = len(self.samples), len(parts.to)
         assert all(to.flags.c_contiguous and len(to) == N for to in parts.to)
         assert parts.file.shape == parts.offset.shape == (N, 2 if parts.packed else P)
+        # The library writes to these arrays, which the caller may have dropped by then.
         self._keep.append(parts.to)
         self.batch.parts = P
         self.batch.part_file = self._address(parts.file, np.int32)
@@ -303,6 +304,7 @@ class Job:
 def read_maps(parts: Parts) -> np.ndarray:
     """Read only the parts, on the calling thread. Return each sample's status, int32 `[N]`."""
     samples = np.zeros(len(parts.file), SAMPLE)
+    # The pixels are never written.
     job = Job(samples, np.empty((len(samples), 1, 1, 3), np.uint8), parts)
     library().densefeed_maps(byref(job.batch))
     return samples["status"]
@@ -410,6 +412,7 @@ def check(encoded: bytes, height: int, width: int) -> None:
     sample["bytes"], sample["length"] = content.ctypes.data, len(content)
     sample["height"], sample["width"] = height, width
     sample["box_tlhw"] = 0, 0, height, width
+    # The smallest useful output: only the decoding matters, and it reads the whole image.
     Job(sample, np.empty((1, 8, 8, 3), np.uint8), keep=content).decode()
     if sample["status"][0] != OK:
         raise JpegError(int(sample["status"][0]), sample["message"][0])

@@ -28,6 +28,7 @@ from densefeed.system.files import name_errors
 from densefeed.system.prefetch import ordered_map
 from densefeed.system.progress import bar
 
+# Records of the file, little-endian. FORMAT.md describes them.
 HEADER = np.dtype(
     [
         ("version", "<u2"),
@@ -168,6 +169,7 @@ class Beton:
             fronts = [self._open(path) for path in self.paths]
             self._merge_notes(fronts)
             self._load(fronts)
+        # The files that are open already are closed, whatever went wrong.
         except BaseException:
             self.close()
             raise
@@ -194,6 +196,7 @@ class Beton:
                     "open them separately, or pack both alike"
                 )
         self.fields, self.notes = first.fields, dict(first.notes)
+        # The checksums of one file, which were checked when it was read.
         self.notes.pop("crc32", None)
         for key, merge in (("max_palette", max), ("min_window_side", min), ("left_out", sum)):
             if any(key in front.notes for front in fronts):
@@ -211,6 +214,7 @@ class Beton:
         self._offsets = {
             n: np.empty(count, np.int64) for n, kind in enumerate(types) if kind == NDARRAY
         }
+        # Either every sample has a checksum or none: `arrays` treats all files alike.
         summed = self._offsets and all(front.notes for front in fronts)
         self.crcs = np.empty(count, np.uint32) if summed else None
         fingerprints = []
@@ -232,6 +236,7 @@ class Beton:
             if front.notes:
                 crc = zlib.crc32(block, crc)
             else:
+                # A file that FFCV wrote has no fingerprint. Its metadata stands for the images.
                 digest.update(block)
             image = block[f"f{self._image}"]
             self.labels[here] = block[f"f{self._label}"]
@@ -239,6 +244,7 @@ class Beton:
             self.raw[here], self.images.offset[here] = image["mode"] == RAW, image["ptr"]
             for n, offsets in self._offsets.items():
                 offsets[here] = block[f"f{n}"]
+            # FFCV's own modes are JPEG and raw pixels, 0 and 1.
             if image["mode"].max() > RAW or not (image["height"].min() and image["width"].min()):
                 raise UserError(
                     f"{front.path} holds images without a size or of unknown mode; "
@@ -280,6 +286,8 @@ class Beton:
                 )
             seen[owners] = True
             here = rows.start + owners
+            # In the order of the samples, as DenseFeed writes them, a slice replaces the list of
+            # ids.
             if owners[0] == at and (np.diff(owners) == 1).all():
                 here = slice(rows.start + at, rows.start + at + len(block))
             for n, column in columns.items():
@@ -303,6 +311,7 @@ class Beton:
         self, front: Front, n: int, owners: np.ndarray, offsets: np.ndarray, sizes: np.ndarray
     ) -> None:
         pages = front.metadata + front.num_samples * metadata_dtype(self.fields).itemsize
+        # The difference cannot overflow; the sum of two damaged numbers can.
         wrong = (offsets < pages) | (sizes <= 0) | (offsets > front.table - sizes)
         if n != self._image:
             wrong |= sizes != self.fields[n].nbytes
@@ -332,6 +341,7 @@ class Beton:
         """
         stored = bytearray(int(self.images.size[index]))
         self._read_into(index, stored, self.images.offset[index])
+        # Images have no checksum, so their first bytes are the only check before decoding.
         if not self.raw[index] and stored[:2] != SOI:
             raise UserError(
                 f"{self.where(index)} is damaged: it is no JPEG; pack or copy the file again"
@@ -347,6 +357,7 @@ class Beton:
             ids = first + np.flatnonzero(self.images.file[first:end] == number)
             arrays = (offsets[ids] for offsets in self._offsets.values())
             starts = np.min([self.images.offset[ids], *arrays], axis=0)
+            # In the order of the file, so that neighbors become one range.
             ids, starts = ids[np.argsort(starts)], np.sort(starts)
             stops = self.images.offset[ids] + self.images.size[ids]
             breaks = np.flatnonzero(starts[1:] - stops[:-1] > GAP) + 1
@@ -371,6 +382,7 @@ class Beton:
         arrays of the samples are read for it.
         """
         wanted = self._offsets if names is None else [self._number(name) for name in names]
+        # The checksum of a sample covers all its arrays.
         numbers = wanted if self.crcs is None else self._offsets
         columns = {
             n: np.empty((len(ids), *self.fields[n].shape), self.fields[n].dtype) for n in numbers
@@ -398,6 +410,7 @@ class Beton:
     def _read_into(self, index: int, buffer: bytearray | np.ndarray, offset: int) -> None:
         """Fill a buffer from the file of sample `index`; UserError if the file became shorter."""
         if not self.descriptors:
+            # The number of a closed descriptor may belong to another file by now.
             raise ValueError("the .beton is closed")
         number = int(self.images.file[index])
         with name_errors(self.paths[number]):
@@ -577,10 +590,12 @@ def parse_field(path: Path, row: np.void) -> Field:
     if kind != NDARRAY:
         return Field(kind, name)
     raw = row["arguments"].tobytes()
+    # Up to 32 extents, padded with zeros; then the length of the dtype's JSON, which follows.
     *extents, length = np.frombuffer(raw, "<u8", 33).tolist()
     shape = tuple(filter(None, extents))
     try:
         ((_, dtype),) = json.loads(raw[264 : 264 + length])
+        # Bytes of the file would be taken for pointers to Python objects.
         if np.dtype(dtype).hasobject:
             raise TypeError
     except (ValueError, TypeError):

@@ -137,6 +137,7 @@ class BetonWriter:
         self._close = weakref.finalize(self, close_all, self.descriptors)
         try:
             with name_errors(self.path):
+                # As the journal gives it back: JSON makes lists of tuples.
                 self._begin(json.loads(json.dumps(same | self.notes)))
         except BaseException:
             self.close()
@@ -202,6 +203,7 @@ class BetonWriter:
         if len(packed):
             self._at = int(packed[-1]["ptr"]) + self._starts[-1] + int(packed[-1]["size"])
         self._next_row += rows.nbytes
+        # What follows the last complete image is written again.
         os.ftruncate(self.descriptors[0], self._next_row)
         os.ftruncate(self.descriptors[1], self._at if len(packed) else 0)
         self._synced = self._at
@@ -230,6 +232,7 @@ class BetonWriter:
             if array.shape != field.shape:
                 raise ValueError(f"{field.name} is {array.shape}, not {field.shape}")
             pieces.append(np.ascontiguousarray(array, field.dtype).tobytes())
+        # Readers view the arrays without a copy, so each begins at a multiple of ALIGN.
         padded = (piece.ljust(round_up(len(piece), ALIGN), b"\0") for piece in pieces)
         block = b"".join([*padded, sample.jpeg])
         row = np.zeros((), ROW)
@@ -264,6 +267,7 @@ class BetonWriter:
             )
         row, block = self._encode(index, sample, tag)
         at = round_up(self._at, ALIGN)
+        # A sample never crosses a page.
         if at % PAGE + len(block) > PAGE:
             at = round_up(at, PAGE)
         row["ptr"] = at
@@ -282,6 +286,7 @@ class BetonWriter:
             self._record(row)
 
     def _record(self, row: np.ndarray) -> None:
+        # The last four bytes of a record are the CRC itself.
         row["crc"] = zlib.crc32(row.tobytes()[:-4])
         write_at(self.descriptors[0], row.tobytes(), self._next_row)
         self._next_row += ROW.itemsize
@@ -312,10 +317,13 @@ class BetonWriter:
         missing = np.flatnonzero(self.state != PACKED).tolist()
         if missing:
             notes["left_out"] = len(missing)
+            # Score maps of all images do not fit the images that are left, so the fingerprint
+            # changes.
             changed = f"{notes.get('fingerprint')} without {missing}"
             notes["fingerprint"] = hashlib.sha256(changed.encode()).hexdigest()
         with name_errors(self.path):
             self._write_front(kept, notes)
+            # The bytes must be on disk before the file gets its name.
             os.fsync(self.descriptors[1])
             check_absent(self.path)
             os.replace(self.part, self.path)
@@ -334,6 +342,7 @@ class BetonWriter:
         assert notes_at + len(text) <= self._first_page, "the notes grew into the first page"
         header = np.array((VERSION, len(self._fields), PAGE, count, table), HEADER).tobytes()
         head = bytearray(header + b"".join(describe_field(field) for field in self._fields))
+        # The checksum covers the header with zeros in its own place.
         place = np.array((MARK, notes_at, len(text), 0), NOTES)
         place_at = notes_place(HEADER.itemsize)
         head[place_at : place_at + NOTES.itemsize] = place.tobytes()

@@ -86,6 +86,7 @@ class Listed(NamedTuple):
         if self.pixels is None:
             return open(self.root / self.paths[index], "rb")
         file = io.BytesIO()
+        # The fastest level: the bytes are decoded at once and dropped.
         Image.fromarray(self.pixels[index]).save(file, "PNG", compress_level=1)
         file.seek(0)
         return file
@@ -173,6 +174,7 @@ def read_timm(root: Path, dataset: str, split: str) -> TimmDataset:
         ) from error
     if not paths:
         raise UserError(f"{root} holds no images; it should hold one folder of images per class")
+    # Readers of folders list their labels; of others every sample is read once.
     samples = getattr(reader, "samples", None) or (reader[i] for i in range(len(paths)))
     labels = np.array([sample[1] for sample in samples], np.int64)
     names = getattr(reader, "class_to_idx", None)
@@ -310,6 +312,7 @@ def read_list(root: Path, file: Path, classes: int = 0) -> Listed:
                 "splits of one dataset; give labels to both or neither, or move one to another "
                 "folder"
             )
+        # They add classes, but no images.
         every += theirs
     check_paths(root, file, own)
     first = {}
@@ -350,6 +353,7 @@ def read_entries(file: Path, most: int) -> list[Entry]:
         label = None
         if last and re.fullmatch(r"[-+]?\d+(\.\d*)?", last[0]):
             digits = last[0].lstrip("0") or "0"
+            # The length is compared first: `int` refuses more than 4,300 digits with another error.
             if not digits.isdecimal() or len(digits) > len(str(most)) or int(digits) >= most:
                 raise UserError(
                     f"{file}, line {number} ends in {last[0][:24]}; "

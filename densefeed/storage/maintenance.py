@@ -95,10 +95,12 @@ def encode_chunks(
         yield "rows", int(known["start"][first]), b"".join(rows)
         yield "window", first, maps.window.tobytes()
         yield "crc32", first, row_crcs((rows, maps.window)).tobytes()
+        # The error is measured on the rows as a reader will see them.
         if form == "compact":
             palette = store.palette[ids]
             back = unpack(form, header.side, header.top_k, known["levels"], palette, rows)
             error.add(maps, ScoreMaps(*back, maps.window))
+    # It is over all rows, so it is known only now.
     if form == "compact":
         yield "error", 0, np.array(error.result(), "<f8").tobytes()
 

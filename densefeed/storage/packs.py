@@ -214,6 +214,7 @@ def to_rows(
             for part in (logit, cls):
                 part[row] = np.take_along_axis(part[row], order, -1)
         peak, others = logit[..., 0].astype(np.float32), num_classes - k
+        # Classes that are not named have logit 0, which may be the largest.
         if others > 0:
             peak = np.maximum(peak, 0)
         total = np.exp(logit.astype(np.float32) - peak[..., None]).sum(-1) + others * np.exp(-peak)
@@ -398,6 +399,7 @@ def read_maps(
         steps_bar("import maps", len(images), report.earlier) as advance,
     ):
         for part in parts:
+            # The writer takes consecutive rows only, and some maps may be missing.
             for ids in split_runs(part.ids, CHUNK):
                 rows = np.searchsorted(part.ids, ids)
                 writer.write(ids, ScoreMaps(*(column[rows] for column in part.maps)))

@@ -112,6 +112,7 @@ def quantize(absent: Absent, maps: ScoreMaps) -> tuple[np.ndarray, np.ndarray]:
         value = value.reshape(N, -1)
         low = value.min(1)
         step = (value.max(1) - low) / 255
+        # If all logits of a row are equal, the step is 0 and so is every code.
         code = (value - low[:, None]) / np.where(step > 0, step, 1)[:, None]
     else:
         # Rounded to float16, a logit may exceed its logsumexp.

@@ -82,6 +82,7 @@ class StoreHeader:
     def from_json(cls, text: str, where: Path) -> "StoreHeader":
         """Decode from JSON; UserError that names `where` for an unknown version, form or absent."""
         fields = json.loads(text)
+        # Files of version 1 have no form: all are raw.
         version, form = fields.pop("version", None), fields.setdefault("form", "raw")
         absent = fields.get("absent")
         if version not in VERSIONS.values():
@@ -103,6 +104,7 @@ class StoreHeader:
             if found == value:
                 continue
             difference = f"with another {name.replace('_', ' ')}"
+            # Both stand for the dataset.
             if name in ("fingerprint", "class_names"):
                 difference = "for another dataset"
             elif isinstance(value, int | str):
@@ -222,6 +224,7 @@ def map_datasets(path: Path) -> tuple[StoreHeader, dict[str, np.ndarray], dict[s
     rows = layout["label"][1][0] if "label" in layout else 0
     missing = None, ()
     types = dataset_types(header, rows, "", layout.get("rows", missing)[1][:1])
+    # Its dtype depends on the longest path.
     del types["path"]
     for name, (dtype, shape) in types.items():
         expected, found = (np.dtype(dtype), shape), layout.get(name, missing)[:2]
@@ -283,6 +286,7 @@ class ScoreMapStore:
     def _packed_rows(self) -> PackedRows:
         header, arrays = self.header, self._arrays
         size = row_sizes(header.form, header.side, header.top_k, self.palette)
+        # The offsets follow from the palettes, so they need no checksum of their own.
         if (arrays["start"] != np.cumsum(size) - size).any() or len(arrays["rows"]) != size.sum():
             raise UserError(
                 f"{self.path}: its row offsets do not match its palette sizes; "
@@ -438,6 +442,7 @@ def allocate_store(
     """
     # HDF5 crashes the interpreter if the disk fills while it writes. Reserve the space first.
     sizes = (np.dtype(dtype).itemsize * math.prod(shape) for dtype, shape in types.values())
+    # The header holds the class names, with room for names of 100 bytes.
     overhead = HDF5_OVERHEAD + len(header.class_names) * 100
     with open(path, "wb") as file:
         os.posix_fallocate(file.fileno(), 0, sum(sizes) + overhead)
@@ -454,6 +459,7 @@ def allocate_store(
             h5py.h5d.create(file.id, name.encode(), kind, space, early)
         for name, values in known.items():
             file[name][:] = values
+    # HDF5 truncated the file when it opened it, which gave the reserved space back.
     with open(path, "r+b") as file:
         os.posix_fallocate(file.fileno(), 0, os.path.getsize(path))
 
@@ -537,6 +543,7 @@ class ScoreMapWriter:
         columns = maps._asdict() | {
             "crc32": row_crcs(maps),
             "palette": palette_sizes(maps.cls),
+            # Written last: a row counts only when all else of it is there.
             "done": np.ones(len(ids)),
         }
         types = row_types(*maps.logit.shape[2:])
@@ -553,6 +560,7 @@ class ScoreMapWriter:
     def finish(self) -> None:
         """fsync the file and rename it to its final name; every row must be done."""
         assert self.done.all(), "rows are missing"
+        # The rows must be on disk before the file gets its name.
         os.fsync(self._file)
         os.replace(self.part, self.path)
         sync(self.path.parent)
@@ -569,6 +577,7 @@ def find_valid_rows(arrays: dict[str, np.ndarray]) -> np.ndarray:
     """Mark the rows of an unfinished raw store that are done and match their CRC; bool `[N]`."""
     done = np.array(arrays["done"], bool)
     written = np.flatnonzero(done)
+    # At most 29 MB of rows at once at S = 18, k = 5.
     for ids in np.array_split(written, len(written) // 4096 + 1):
         crcs = row_crcs(ScoreMaps(*(arrays[name][ids] for name in ScoreMaps._fields)))
         done[ids] = crcs == arrays["crc32"][ids]

@@ -135,6 +135,7 @@ def absorb(writer: ScoreMapWriter, header: StoreHeader, files: list[Path]) -> No
         found, arrays = leftover
         # Difference between a row's number in `path` and in `writer`.
         shift = first_row(header) - first_row(found)
+        # The rows of `writer` that `path` has too.
         low, high = max(0, -shift), min(len(writer.done), len(arrays["done"]) - shift)
         if low >= high or not (wanted := np.flatnonzero(~writer.done[low:high]) + low).size:
             continue
@@ -160,6 +161,7 @@ def finish(writer: ScoreMapWriter, out: Path, form: Form) -> ScoreMapStore:
 
 def clean_up(out: Path, header: StoreHeader) -> None:
     """Remove the files of shards of a finished `out`, except those of another labeling."""
+    # Shards are raw, whatever the form of the merged file.
     whole = replace(header, form="raw", shard=None)
     for path in find_leftovers(out):
         # A file that cannot be read may be of another labeling.
@@ -196,6 +198,7 @@ def merge(out: Path, of: int, form: Form = "raw") -> ScoreMapStore:
         for path in bar(files, "merge, shards"):
             absorb(writer, whole, [path])
         if not writer.done.all():
+            # Rows that do not match their CRC were not copied.
             row = int(writer.done.argmin())
             path = next(
                 file for i, file in enumerate(files) if row in Shard(i, of).rows(len(paths))

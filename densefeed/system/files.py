@@ -37,6 +37,7 @@ def replace_file(path: Path) -> Iterator[Path]:
             yield part
             sync(part)
             os.replace(part, path)
+            # The new name is on disk only when the folder is.
             sync(path.parent)
         except BaseException:
             part.unlink(missing_ok=True)

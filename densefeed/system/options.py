@@ -90,6 +90,7 @@ def with_options(options: Nested, **values: Any) -> Nested:
     TypeError for an unknown name.
     """
     changed = replace_leaves(options, values)
+    # `replace_leaves` removed all names that it found.
     if values:
         raise TypeError(f"{type(options).__name__} has no option {next(iter(values))!r}")
     return changed
@@ -120,6 +121,7 @@ def from_dict(template: Nested, values: Mapping[str, Any]) -> Nested:
         if dataclasses.is_dataclass(own):
             found[name] = from_dict(own, value)
         elif value is not None and Path in (kind, *get_args(kind)):
+            # JSON has no paths.
             found[name] = Path(value)
         else:
             found[name] = to_tuple(value)

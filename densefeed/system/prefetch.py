@@ -26,6 +26,7 @@ def ordered_map(
     try:
         while waiting:
             yield waiting.popleft().result()
+            # One item more is begun for each that the consumer took.
             waiting.extend(pool.submit(work, item) for item in islice(items, 1))
     finally:
         for future in waiting:

@@ -66,6 +66,7 @@ def tally(what: str, total: int, done: int) -> Iterator[Callable[[int], None]]:
             now = time.monotonic()
             if progress.console.is_terminal or now - printed < LOG_INTERVAL or completed <= done:
                 return
+            # What earlier runs completed took no time in this one.
             printed, rate = now, (completed - done) / (now - started)
             left = timedelta(seconds=round((total - completed) / rate))
             progress.console.print(

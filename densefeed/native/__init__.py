@@ -5,12 +5,29 @@ loaded by ctypes. This module does not depend on datasets or epoch plans.
 """
 
 import contextlib
-import ctypes
 import functools
 import os
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
+from ctypes import (
+    CDLL,
+    Structure,
+    addressof,
+    byref,
+    c_char_p,
+    c_double,
+    c_int,
+    c_int32,
+    c_size_t,
+    c_ssize_t,
+    c_void_p,
+    create_string_buffer,
+    py_object,
+    pythonapi,
+    sizeof,
+    string_at,
+)
 from pathlib import Path
 from typing import NamedTuple
 
@@ -66,68 +83,63 @@ CUT = np.dtype(
 )
 
 
-class _Packed(ctypes.Structure):
+class _Packed(Structure):
     """`Packed` in native.h."""
 
-    _fields_ = (
-        ("cells", ctypes.c_int32),
-        ("top_k", ctypes.c_int32),
-        ("palette", ctypes.c_void_p),
-        ("levels", ctypes.c_void_p),
-    )
+    _fields_ = (("cells", c_int32), ("top_k", c_int32), ("palette", c_void_p), ("levels", c_void_p))
 
 
-class _Batch(ctypes.Structure):
+class _Batch(Structure):
     """`Batch` in native.h."""
 
     _fields_ = (
-        ("samples", ctypes.c_void_p),
-        ("count", ctypes.c_int),
-        ("size", ctypes.c_int),
-        ("pixels", ctypes.c_void_p),
-        ("cuts", ctypes.c_void_p),
-        ("parts", ctypes.c_int),
-        ("part_file", ctypes.c_void_p),
-        ("part_offset", ctypes.c_void_p),
-        ("part_bytes", ctypes.c_void_p),
-        ("part_to", ctypes.c_void_p),
-        ("part_crc", ctypes.c_void_p),
-        ("packed", ctypes.c_void_p),
-        ("filter", ctypes.c_int),
-        ("next", ctypes.c_int),
-        ("done", ctypes.c_int),
-        ("cancelled", ctypes.c_int),
-        ("after", ctypes.c_void_p),
+        ("samples", c_void_p),
+        ("count", c_int),
+        ("size", c_int),
+        ("pixels", c_void_p),
+        ("cuts", c_void_p),
+        ("parts", c_int),
+        ("part_file", c_void_p),
+        ("part_offset", c_void_p),
+        ("part_bytes", c_void_p),
+        ("part_to", c_void_p),
+        ("part_crc", c_void_p),
+        ("packed", c_void_p),
+        ("filter", c_int),
+        ("next", c_int),
+        ("done", c_int),
+        ("cancelled", c_int),
+        ("after", c_void_p),
     )
 
 
 @functools.cache
-def library() -> ctypes.CDLL:
+def library() -> CDLL:
     """Load the library. UserError if it was not built."""
     try:
-        lib = ctypes.CDLL(str(LIBRARY))
+        lib = CDLL(str(LIBRARY))
     except OSError as error:
         raise UserError(
             f"cannot load the native decoder ({error}); build it with `pip install -e .`"
         ) from error
-    lib.densefeed_open.restype = ctypes.c_void_p
-    pointer, message = ctypes.c_void_p, ctypes.c_char_p
-    encoded = [ctypes.c_char_p, ctypes.c_size_t]
+    lib.densefeed_open.restype = c_void_p
+    encoded = [c_char_p, c_size_t]
+    # Without these types ctypes would pass a pointer as a C int, which cuts it to 32 bits.
     arguments = {
-        "open": [ctypes.c_int],
-        "close": [pointer],
-        "submit": [pointer, pointer],
-        "wait": [pointer, pointer, ctypes.c_double, ctypes.c_int],
-        "decode": [pointer],
-        "maps": [pointer],
-        "free": [pointer],
-        "transcode": [*encoded, ctypes.c_int, pointer, pointer, message],
-        "probe": [*encoded, pointer, pointer, message],
-        "sizes": [ctypes.c_int],
+        "open": [c_int],
+        "close": [c_void_p],
+        "submit": [c_void_p, c_void_p],
+        "wait": [c_void_p, c_void_p, c_double, c_int],
+        "decode": [c_void_p],
+        "maps": [c_void_p],
+        "free": [c_void_p],
+        "transcode": [*encoded, c_int, c_void_p, c_void_p, c_char_p],
+        "probe": [*encoded, c_void_p, c_void_p, c_char_p],
+        "sizes": [c_int],
     }
     for name, types in arguments.items():
         getattr(lib, f"densefeed_{name}").argtypes = types
-    for struct, size in enumerate((SAMPLE.itemsize, ctypes.sizeof(_Batch), CUT.itemsize)):
+    for struct, size in enumerate((SAMPLE.itemsize, sizeof(_Batch), CUT.itemsize)):
         assert lib.densefeed_sizes(struct) == size, "a struct differs between native.h and here"
     return lib
 
@@ -135,19 +147,23 @@ def library() -> ctypes.CDLL:
 class JpegError(Exception):
     """A JPEG that cannot be read: `status` is DAMAGED, or UNSUPPORTED if Pillow must decode it."""
 
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
+    def __init__(self, status: int, message: bytes) -> None:
+        super().__init__(message.decode(errors="replace"))
         self.status = status
+
+
+def _call(function: str, encoded: bytes, *arguments: object) -> None:
+    """Call a function of the library with a JPEG; JpegError with its message if it fails."""
+    message = create_string_buffer(MESSAGE)
+    call = getattr(library(), f"densefeed_{function}")
+    if status := call(encoded, len(encoded), *arguments, message):
+        raise JpegError(status, message.value)
 
 
 def probe(encoded: bytes) -> tuple[int, int]:
     """Read height and width of a JPEG. JpegError for anything this decoder does not support."""
-    height, width, message = ctypes.c_int(), ctypes.c_int(), ctypes.create_string_buffer(MESSAGE)
-    status = library().densefeed_probe(
-        encoded, len(encoded), ctypes.byref(height), ctypes.byref(width), message
-    )
-    if status != OK:
-        raise JpegError(status, message.value.decode(errors="replace"))
+    height, width = c_int(), c_int()
+    _call("probe", encoded, byref(height), byref(width))
     return height.value, width.value
 
 
@@ -157,15 +173,10 @@ def transcode(encoded: bytes, interval: int) -> bytes:
     The DCT coefficients are the same, the Huffman tables are optimized. Of the APP segments only
     JFIF and Adobe are kept. JpegError if the file is damaged or neither grayscale nor RGB.
     """
-    out, length = ctypes.c_void_p(), ctypes.c_size_t()
-    message = ctypes.create_string_buffer(MESSAGE)
-    status = library().densefeed_transcode(
-        encoded, len(encoded), interval, ctypes.byref(out), ctypes.byref(length), message
-    )
-    if status != OK:
-        raise JpegError(status, message.value.decode(errors="replace"))
+    out, length = c_void_p(), c_size_t()
+    _call("transcode", encoded, interval, byref(out), byref(length))
     try:
-        return ctypes.string_at(out, length.value)
+        return string_at(out, length.value)
     finally:
         library().densefeed_free(out)
 
@@ -173,7 +184,7 @@ def transcode(encoded: bytes, interval: int) -> bytes:
 class Packed(NamedTuple):
     """Packing of the score maps of N samples (densefeed/storage/FORMAT.md)."""
 
-    palette: np.ndarray  # int32 [N], classes in each row's palette, which determine its length
+    palette: np.ndarray  # integers [N], classes in each row's palette, which determine its length
     levels: np.ndarray | None  # float32 [256] for a compact store; None: lossless
 
 
@@ -182,8 +193,8 @@ def memory_at(address: int, length: int) -> np.ndarray:
     return np.frombuffer(_view(address, length, 0x100), np.uint8)  # PyBUF_READ
 
 
-_view = ctypes.pythonapi.PyMemoryView_FromMemory
-_view.restype, _view.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int]
+_view = pythonapi.PyMemoryView_FromMemory
+_view.restype, _view.argtypes = py_object, [c_void_p, c_ssize_t, c_int]
 
 
 class Parts(NamedTuple):
@@ -247,24 +258,26 @@ class Job:
         if parts is not None:
             self._set_parts(parts)
 
-    def _address(self, array: np.ndarray | None) -> int | None:
-        """Return the address of an array and keep the array alive."""
+    def _address(self, numbers: np.ndarray | list[int] | None, dtype: type) -> int | None:
+        """Return the address of a C-contiguous array of `numbers` and keep the array alive."""
+        if numbers is None:
+            return None
+        array = np.ascontiguousarray(numbers, dtype)
         self._keep.append(array)
-        return None if array is None else array.ctypes.data
+        return array.ctypes.data
 
     def _set_parts(self, parts: Parts) -> None:
         N, P = len(self.samples), len(parts.to)
         assert all(to.flags.c_contiguous and len(to) == N for to in parts.to)
-        file = np.ascontiguousarray(parts.file, np.int32)
-        offset = np.ascontiguousarray(parts.offset, np.int64)
-        assert file.shape == offset.shape == (N, 2 if parts.packed else P)
-        crc = None if parts.crc is None else np.ascontiguousarray(parts.crc, np.uint32)
+        assert parts.file.shape == parts.offset.shape == (N, 2 if parts.packed else P)
+        # The library writes to these arrays, which the caller may have dropped by then.
         self._keep.append(parts.to)
         self.batch.parts = P
-        self.batch.part_file, self.batch.part_offset = self._address(file), self._address(offset)
-        self.batch.part_bytes = self._address(np.array([to[0].nbytes for to in parts.to], np.int64))
-        self.batch.part_to = self._address(np.array([to.ctypes.data for to in parts.to], np.uint64))
-        self.batch.part_crc = self._address(crc)
+        self.batch.part_file = self._address(parts.file, np.int32)
+        self.batch.part_offset = self._address(parts.offset, np.int64)
+        self.batch.part_bytes = self._address([to[0].nbytes for to in parts.to], np.int64)
+        self.batch.part_to = self._address([to.ctypes.data for to in parts.to], np.uint64)
+        self.batch.part_crc = self._address(parts.crc, np.uint32)
         if parts.packed is not None:
             self._set_packing(parts)
 
@@ -272,28 +285,28 @@ class Job:
         cells, top_k = parts.to[2][0].size, parts.to[0].shape[-1]
         assert [part.dtype for part in parts.to] == ["<f2", "<u2", "<f2", "<f4"]
         assert [part[0].size for part in parts.to] == [cells * top_k, cells * top_k, cells, 4]
-        palette = np.ascontiguousarray(parts.packed.palette, np.int32)
+        palette, levels = parts.packed
         assert palette.shape == (len(self.samples),)
         assert palette.min(initial=1) > 0
         assert palette.max(initial=1) <= 65536
-        levels = parts.packed.levels
-        if levels is not None:
-            levels = np.ascontiguousarray(levels, np.float32)
-            assert levels.shape == (256,)
-        packed = _Packed(cells, top_k, self._address(palette), self._address(levels))
+        assert levels is None or levels.shape == (256,)
+        packed = _Packed(
+            cells, top_k, self._address(palette, np.int32), self._address(levels, np.float32)
+        )
         self._keep.append(packed)
-        self.batch.packed = ctypes.addressof(packed)
+        self.batch.packed = addressof(packed)
 
     def decode(self) -> None:
         """Decode on the calling thread."""
-        library().densefeed_decode(ctypes.byref(self.batch))
+        library().densefeed_decode(byref(self.batch))
 
 
 def read_maps(parts: Parts) -> np.ndarray:
     """Read only the parts, on the calling thread. Return each sample's status, int32 `[N]`."""
     samples = np.zeros(len(parts.file), SAMPLE)
+    # The pixels are never written.
     job = Job(samples, np.empty((len(samples), 1, 1, 3), np.uint8), parts)
-    library().densefeed_maps(ctypes.byref(job.batch))
+    library().densefeed_maps(byref(job.batch))
     return samples["status"]
 
 
@@ -327,7 +340,7 @@ class Pool:
         """Submit a job, which must then be waited for or cancelled."""
         with self._locked():
             self._waiting.append(job)
-            library().densefeed_submit(self._handle, ctypes.byref(job.batch))
+            library().densefeed_submit(self._handle, byref(job.batch))
 
     def wait(self, job: Job) -> None:
         """Wait until a job is finished."""
@@ -353,7 +366,7 @@ class Pool:
         with self._locked():
             if job not in self._waiting:
                 return True
-            batch = ctypes.byref(job.batch)
+            batch = byref(job.batch)
             if ended := library().densefeed_wait(self._handle, batch, seconds, cancel):
                 self._waiting.remove(job)
             return bool(ended)
@@ -399,6 +412,7 @@ def check(encoded: bytes, height: int, width: int) -> None:
     sample["bytes"], sample["length"] = content.ctypes.data, len(content)
     sample["height"], sample["width"] = height, width
     sample["box_tlhw"] = 0, 0, height, width
+    # The smallest useful output: only the decoding matters, and it reads the whole image.
     Job(sample, np.empty((1, 8, 8, 3), np.uint8), keep=content).decode()
     if sample["status"][0] != OK:
-        raise JpegError(int(sample["status"][0]), sample["message"][0].decode(errors="replace"))
+        raise JpegError(int(sample["status"][0]), sample["message"][0])

@@ -15,7 +15,7 @@ typedef struct {
     pthread_cond_t submitted, finished;
     pthread_t *thread;
     int threads, closing;
-    Batch *first, *last;
+    Batch *first;
 } Pool;
 
 /* Whether no sample of a batch is being decoded or will be. */
@@ -52,7 +52,18 @@ static void *work(void *argument) {
     return NULL;
 }
 
-API void densefeed_close(Pool *pool);
+/* Stop all threads. Batches that were not waited for must not be read. */
+API void densefeed_close(Pool *pool) {
+    pthread_mutex_lock(&pool->lock);
+    pool->closing = 1;
+    for (Batch *batch = pool->first; batch; batch = batch->after) batch->cancelled = 1;
+    pthread_cond_broadcast(&pool->submitted);
+    pthread_mutex_unlock(&pool->lock);
+    for (int n = 0; n < pool->threads; n++) pthread_join(pool->thread[n], NULL);
+    pthread_cond_destroy(&pool->submitted), pthread_cond_destroy(&pool->finished);
+    pthread_mutex_destroy(&pool->lock);
+    free(pool->thread), free(pool);
+}
 
 /* Open a pool. Returns NULL if the system has no more threads or `threads` is below 1. */
 API Pool *densefeed_open(int threads) {
@@ -77,26 +88,13 @@ API Pool *densefeed_open(int threads) {
     return NULL;
 }
 
-/* Stop all threads. Batches that were not waited for must not be read. */
-API void densefeed_close(Pool *pool) {
-    pthread_mutex_lock(&pool->lock);
-    pool->closing = 1;
-    for (Batch *batch = pool->first; batch; batch = batch->after) batch->cancelled = 1;
-    pthread_cond_broadcast(&pool->submitted);
-    pthread_mutex_unlock(&pool->lock);
-    for (int n = 0; n < pool->threads; n++) pthread_join(pool->thread[n], NULL);
-    pthread_cond_destroy(&pool->submitted), pthread_cond_destroy(&pool->finished);
-    pthread_mutex_destroy(&pool->lock);
-    free(pool->thread), free(pool);
-}
-
 /* Submit a batch. All its memory must stay valid until densefeed_wait returns 1. */
 API void densefeed_submit(Pool *pool, Batch *batch) {
     batch->next = batch->done = batch->cancelled = 0, batch->after = NULL;
     pthread_mutex_lock(&pool->lock);
-    if (pool->first) pool->last->after = batch;
-    else pool->first = batch;
-    pool->last = batch;
+    Batch **at = &pool->first;
+    while (*at) at = &(*at)->after;
+    *at = batch;
     pthread_cond_broadcast(&pool->submitted);
     pthread_mutex_unlock(&pool->lock);
 }
@@ -116,10 +114,9 @@ API int densefeed_wait(Pool *pool, Batch *batch, double seconds, int cancel) {
         late = pthread_cond_timedwait(&pool->finished, &pool->lock, &until) == ETIMEDOUT;
     int finished = is_finished(batch);
     if (finished) {
-        Batch **at = &pool->first, *before = NULL;
-        while (*at && *at != batch) before = *at, at = &(*at)->after;
+        Batch **at = &pool->first;
+        while (*at && *at != batch) at = &(*at)->after;
         if (*at) *at = batch->after;
-        if (pool->last == batch) pool->last = before;
     }
     pthread_mutex_unlock(&pool->lock);
     return finished;

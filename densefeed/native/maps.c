@@ -62,18 +62,18 @@ INLINE void look_up(const uint8_t *place, const uint8_t *table, size_t count, ui
     for (; n < count; n++) memcpy(to + 2 * n, table + 2 * place[n], 2);
 }
 
+/* Return the bits per place in a palette: 0 for 1 class, 5 for 17 to 32 classes. */
+static int map_planes(int palette) {
+    int planes = 0;
+    while (palette > 1 << planes) planes++;
+    return planes;
+}
+
 /* Return the length in bytes of a packed row whose palette has `palette` classes. */
 int64_t map_bytes(const Packed *packed, int palette) {
     int64_t entries = (int64_t)packed->cells * packed->top_k;
     int64_t values = packed->levels ? 8 + entries : 2 * entries + 2 * packed->cells;
     return values + 2 * palette + map_planes(palette) * ((entries + 7) / 8);
-}
-
-/* Return the bits per place in a palette: 0 for 1 class, 5 for 17 to 32 classes. */
-int map_planes(int palette) {
-    int planes = 0;
-    while (palette > 1 << planes) planes++;
-    return planes;
 }
 
 /* Unpack a row into the arrays of a batch. `row` has map_bytes() bytes, `room` 2 per entry + 16. */

@@ -148,13 +148,13 @@ typedef struct { int top, left, bottom, right; } Box;
 
 double microseconds(void);
 int read_all(Sample *sample, Scratch *scratch, int file, int64_t at, void *to, size_t length);
+int load(Sample *sample, Scratch *scratch, size_t from, size_t at, size_t length);
 int grow(void **memory, size_t *room, size_t needed);
 #define GROW(scratch, name, bytes) grow((void **)&scratch->name, &scratch->name##_room, bytes)
 int fail(char *message, int status, const char *format, ...) __attribute__((format(printf, 3, 4)));
 
 API uint32_t densefeed_crc32(const uint8_t *bytes, size_t length, uint32_t crc);
 
-int map_planes(int palette);
 int64_t map_bytes(const Packed *packed, int palette);
 int map_unpack(const Packed *packed, int palette, const uint8_t *row, uint8_t *room,
     uint8_t *logit, uint8_t *class, uint8_t *lse, char *message);
@@ -168,8 +168,7 @@ int segments_cut(Sample *sample, Scratch *scratch, const uint8_t *head, size_t h
     Box box, Cut *cut);
 int turbo_decode(Sample *sample, Scratch *scratch, const uint8_t *bytes, size_t length, Box box,
     int scale, Picture *picture);
-int resample(Scratch *scratch, const Picture *picture, Sample *sample, int size, int filter,
-    uint8_t *pixels);
+int resample(const Batch *batch, int index, Scratch *scratch, const Picture *picture);
 void transpose_bytes(
     const uint8_t *from, int from_step, uint8_t *to, int to_step, int rows, int columns);
 

@@ -155,15 +155,13 @@ FOR_EVERY_CPU static void shrink_columns(const Plane *plane, const Axis *axis, i
     }
 }
 
-INLINE uint8_t level(int16_t value) {
-    /* Truncated to 16 bits before the shift, so that vectors stay narrow. */
-    value = (int16_t)(value + 32) >> 6;
-    value = value < 0 ? 0 : value;
-    return (uint8_t)(value > 255 ? 255 : value);
-}
-
 INLINE void levels(const int16_t *restrict from, int groups, uint8_t *restrict to) {
-    for (int x = 0; x < groups * LANES; x++) to[x] = level(from[x]);
+    for (int x = 0; x < groups * LANES; x++) {
+        /* Truncated to 16 bits before the shift, so that vectors stay narrow. */
+        int16_t value = (int16_t)(from[x] + 32) >> 6;
+        value = value < 0 ? 0 : value;
+        to[x] = (uint8_t)(value > 255 ? 255 : value);
+    }
 }
 
 /* Limit the overshoot of a cubic at edges: luma and both chromas together would not fit 16 bits
@@ -207,14 +205,13 @@ INLINE void interleave(const uint8_t *restrict r, const uint8_t *restrict g,
 
 /* The vertical half and the colors of all output rows. `row` has room for 6 * across numbers. */
 FOR_EVERY_CPU static void shrink_rows(int16_t *const middle[3], const Axis axis[3],
-    const int first[3], int planes, int ycc, int filter, int size, size_t across, int16_t *row,
-    uint8_t *pixels) {
+    int planes, int ycc, int filter, int size, size_t across, int16_t *row, uint8_t *pixels) {
     int16_t *const part[3] = {row, row + across, row + 2 * across}, *more = row + 3 * across;
     int groups = (int)(across / LANES);
     uint8_t *red = (uint8_t *)(row + 4 * across), *green = red + across, *blue = green + across;
     for (int i = 0; i < size; i++, pixels += 3 * (size_t)size) {
         for (int n = 0; n < planes; n++)
-            weigh(middle[n] + (size_t)(axis[n].start[i] - first[n]) * across, across, &axis[n], i,
+            weigh(middle[n] + (axis[n].start[i] - axis[n].low) * across, across, &axis[n], i,
                 filter, groups, part[n], more);
         if (ycc && planes == 3 && filter == BICUBIC) {
             clamp(part[0], -2048, 18000, groups);
@@ -227,9 +224,10 @@ FOR_EVERY_CPU static void shrink_rows(int16_t *const middle[3], const Axis axis[
     }
 }
 
-/* Resample the crop of `sample` from its decoded picture, to size x size x 3 bytes. */
-int resample(Scratch *scratch, const Picture *picture, Sample *sample, int size, int filter,
-    uint8_t *pixels) {
+/* Resample the crop of sample `index` from its decoded picture, to size x size x 3 bytes. */
+int resample(const Batch *batch, int index, Scratch *scratch, const Picture *picture) {
+    Sample *sample = &batch->samples[index];
+    int size = batch->size, filter = batch->filter;
     double top = sample->top / picture->scale, left = sample->left / picture->scale;
     double tall = sample->box_height / picture->scale, wide = sample->box_width / picture->scale;
     int high_x = min((int)ceil(left + wide - 1e-9), picture->width);
@@ -239,26 +237,21 @@ int resample(Scratch *scratch, const Picture *picture, Sample *sample, int size,
     /* Room for the taps: an output has at most 2 * scale + 3 inputs, or twice as many if cubic. The
      * floats hold `whole` and `half` of set_taps. */
     int reach = filter == BICUBIC ? 4 : 2;
-    int room[2] = {(int)(reach * wide / size) + reach + 4, (int)(reach * tall / size) + reach + 4};
-    size_t floats = 6 * (size_t)max(room[0], room[1]) + 6 * MARGIN;
-    size_t float_bytes = ROUND_UP(floats * sizeof(float), 64), axis_bytes = 0;
-    for (int d = 0; d < 2; d++)
-        axis_bytes += 3 * (size * (2 * sizeof(int) + room[d] * sizeof(int16_t)) + 64);
-    if (!GROW(scratch, weights, axis_bytes + float_bytes)) return NO_MEMORY;
+    int room = (int)(reach * fmax(wide, tall) / size) + reach + 4;
+    size_t float_bytes = ROUND_UP((6 * (size_t)room + 6 * MARGIN) * sizeof(float), 64);
+    size_t axis_bytes = ROUND_UP(size * (2 * sizeof(int) + room * sizeof(int16_t)), 64);
+    if (!GROW(scratch, weights, float_bytes + 6 * axis_bytes)) return NO_MEMORY;
     float *dense = scratch->weights;
-    uint8_t *memory = (uint8_t *)dense + float_bytes;
     Axis axis[2][3];
-    int first[3] = {0}, rows[3] = {0}, most = 0, columns = 0;
+    int most = 0, columns = 0;
     size_t across = ROUND_UP(size, LANES), middle_room = 0;
     for (int n = 0; n < picture->planes; n++) {
         const Plane *plane = &picture->plane[n];
         Axis *right = &axis[0][n], *down = &axis[1][n];
         for (int d = 0; d < 2; d++) {
-            axis[d][n] = (Axis){.start = (int *)memory, .count = (int *)memory + size};
-            axis[d][n].weight = (int16_t *)(memory + 2 * size * sizeof(int));
-            axis[d][n].room = room[d];
-            memory += size * (2 * sizeof(int) + room[d] * sizeof(int16_t)) + 7;
-            memory -= (uintptr_t)memory % 8;
+            int *start = (int *)((uint8_t *)dense + float_bytes + (3 * d + n) * axis_bytes);
+            int16_t *weight = (int16_t *)(start + 2 * size);
+            axis[d][n] = (Axis){start, start + size, weight, .room = room};
         }
         int ratio_x = plane->ratio_x, ratio_y = plane->ratio_y;
         int smooth_y = ratio_y == 2 && ratio_x <= 2;
@@ -274,24 +267,25 @@ int resample(Scratch *scratch, const Picture *picture, Sample *sample, int size,
         if (right->low < plane->left || right->high > plane->left + plane->width
             || down->low < plane->top || down->high > plane->top + plane->height)
             return fail(sample->message, DAMAGED, "its planes do not cover the crop");
-        first[n] = down->low, rows[n] = down->high - down->low;
-        most = max(most, rows[n]), columns = max(columns, plane->width);
-        middle_room += ROUND_UP(rows[n], LANES) * across;
+        int rows = ROUND_UP(down->high - down->low, LANES);
+        most = max(most, rows), columns = max(columns, plane->width);
+        middle_room += rows * across;
     }
-    size_t group_rows = ROUND_UP(most, LANES);
-    size_t strip_room = 9 * group_rows, column_room = columns * group_rows;
+    size_t strip_room = 9 * (size_t)most, column_room = columns * (size_t)most;
     size_t total = (middle_room + strip_room + column_room + 6 * across) * sizeof(int16_t);
     if (!GROW(scratch, middle, total)) return NO_MEMORY;
     int16_t *strip = scratch->middle, *row = strip + strip_room, *column = row + 6 * across;
     int16_t *middle[3], *next = column + column_room;
     for (int n = 0; n < picture->planes; n++) {
+        const Axis *down = &axis[1][n];
+        int rows = down->high - down->low;
         middle[n] = next;
-        next += ROUND_UP(rows[n], LANES) * across;
-        shrink_columns(&picture->plane[n], &axis[0][n], size, filter, first[n], rows[n], column,
+        next += ROUND_UP(rows, LANES) * across;
+        shrink_columns(&picture->plane[n], &axis[0][n], size, filter, down->low, rows, column,
             strip, middle[n], across);
     }
-    shrink_rows(middle, axis[1], first, picture->planes, picture->ycc, filter, size, across, row,
-        pixels);
+    shrink_rows(middle, axis[1], picture->planes, picture->ycc, filter, size, across, row,
+        batch->pixels + (size_t)index * size * size * 3);
     return OK;
 }
 
@@ -313,10 +307,8 @@ FOR_EVERY_CPU void transpose_bytes(
             13, 29, 14, 30, 15, 31); \
     }
             ZIP(a, m) ZIP(m, a) ZIP(a, m)
-            for (int n = 0; n < 8; n++) {
-                memcpy(to + (size_t)(x + 2 * n) * to_step + y, &a[n], 8);
-                memcpy(to + (size_t)(x + 2 * n + 1) * to_step + y, (uint8_t *)&a[n] + 8, 8);
-            }
+            for (int n = 0; n < 16; n++)
+                memcpy(to + (size_t)(x + n) * to_step + y, (uint8_t *)a + 8 * n, 8);
         }
         for (; y < rows; y++)
             for (int n = 0; n < 16; n++)

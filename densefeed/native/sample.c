@@ -10,43 +10,26 @@
 #define MOST_GAP 64 /* bytes between two parts read by one call */
 #define WINDOW_BYTES 16
 
-/* Split the rows that a crop of raw RGB touches into three planes. */
+/* Transpose the rows that a crop of raw RGB touches. The bytes of a column of one plane are then
+ * together, and the same column of the next plane follows them. */
 static int raw_decode(Sample *sample, Scratch *scratch, Box box, Picture *picture) {
     int rows = box.bottom - box.top, columns = box.right - box.left, height = sample->height;
-    size_t row = 3 * (size_t)sample->width, plane = (size_t)rows * columns + PADDING;
-    size_t strip_plane = 8 * (size_t)columns;
+    size_t row = 3 * (size_t)sample->width;
     if (sample->length != (int64_t)(row * height))
         return fail(sample->message, DAMAGED, "it has %lld bytes, not %d x %d x 3",
             (long long)sample->length, height, sample->width);
-    if (!GROW(scratch, planes, 3 * (plane + strip_plane))) return NO_MEMORY;
-    const uint8_t *from = sample->bytes ? sample->bytes + box.top * row : scratch->encoded;
-    if (!sample->bytes) {
-        if (!GROW(scratch, encoded, rows * row)) return NO_MEMORY;
-        int64_t at = sample->offset + box.top * row;
-        from = scratch->encoded;
-        TRY(read_all(sample, scratch, sample->file, at, scratch->encoded, rows * row));
-    }
+    if (!GROW(scratch, planes, 3 * (size_t)rows * columns + PADDING)) return NO_MEMORY;
+    size_t at = box.top * row;
+    if (!sample->bytes) TRY(load(sample, scratch, at, 0, rows * row));
+    const uint8_t *from = sample->bytes ? sample->bytes + at : scratch->encoded;
+    transpose_bytes(from + 3 * box.left, (int)row, scratch->planes, rows, rows, 3 * columns);
     *picture = (Picture){.planes = 3, .scale = 1, .height = height, .width = sample->width};
-    uint8_t *strip = scratch->planes + 3 * plane;
     for (int n = 0; n < 3; n++)
         picture->plane[n] = (Plane){
-            .data = scratch->planes + n * plane, .step = rows, .left = box.left, .top = box.top,
-            .width = columns, .height = rows, .ratio_x = 1, .ratio_y = 1,
+            .data = scratch->planes + n * rows, .step = 3 * rows, .left = box.left,
+            .top = box.top, .width = columns, .height = rows, .ratio_x = 1, .ratio_y = 1,
             .extent_x = sample->width, .extent_y = height,
         };
-    for (int y = 0; y < rows; y += 8) {
-        int tall = min(rows - y, 8);
-        for (int k = 0; k < tall; k++) {
-            const uint8_t *rgb = from + (y + k) * row + 3 * (size_t)box.left;
-            uint8_t *red = strip + (size_t)k * columns;
-            uint8_t *green = red + strip_plane, *blue = green + strip_plane;
-            for (int x = 0; x < columns; x++)
-                red[x] = rgb[3 * x], green[x] = rgb[3 * x + 1], blue[x] = rgb[3 * x + 2];
-        }
-        for (int n = 0; n < 3; n++)
-            transpose_bytes(strip + n * strip_plane, columns, picture->plane[n].data + y, rows,
-                tall, columns);
-    }
     return OK;
 }
 
@@ -64,55 +47,44 @@ static int crop_box(Sample *sample, Box *box) {
 
 /* Load the bytes of a JPEG: if it has our index, the `*header` bytes of its header, else all. */
 static int open_jpeg(Sample *sample, Scratch *scratch, const uint8_t **bytes, size_t *header) {
-    int file = sample->file;
-    size_t have = sample->length, whole = sample->length;
-    *bytes = sample->bytes;
-    if (!sample->bytes) {
-        if (have > HEAD) have = HEAD;
-        if (!GROW(scratch, encoded, have + PADDING)) return NO_MEMORY;
-        *bytes = scratch->encoded;
-        TRY(read_all(sample, scratch, file, sample->offset, scratch->encoded, have));
-    }
+    size_t whole = sample->length, have = sample->bytes || whole < HEAD ? whole : HEAD;
+    if (!sample->bytes) TRY(load(sample, scratch, 0, 0, have));
+    *bytes = sample->bytes ? sample->bytes : scratch->encoded;
     *header = segments_header(*bytes, have);
     size_t needed = *header ? *header : whole;
     if (needed > whole) return fail(sample->message, DAMAGED, "its header is longer than the file");
     if (needed <= have) return OK;
-    if (!GROW(scratch, encoded, needed + PADDING)) return NO_MEMORY;
-    uint8_t *to = scratch->encoded;
-    *bytes = to;
-    return read_all(sample, scratch, file, sample->offset + have, to + have, needed - have);
+    TRY(load(sample, scratch, have, have, needed - have));
+    *bytes = scratch->encoded;
+    return OK;
 }
 
-/* Produce a valid JPEG that contains the sample's crop, for another decoder. */
-static int cut_out(Sample *sample, Scratch *scratch, Cut *cut) {
-    const uint8_t *bytes;
-    size_t header, length = sample->length;
-    Box box;
-    Picture picture;
-    TRY(crop_box(sample, &box));
-    if (sample->kind == RAW) return OK;
-    TRY(open_jpeg(sample, scratch, &bytes, &header));
-    if (header) return segments_cut(sample, scratch, bytes, header, box, cut);
+/* Give a JPEG without our index to another decoder, as a whole and validated. */
+static int give_whole(Sample *sample, Scratch *scratch, const uint8_t *bytes, Cut *cut) {
     /* Decoding the last row reads all entropy-coded data, and transforms no more than that row. */
     Box last = {sample->height - 1, 0, sample->height, sample->width};
-    uint64_t identity = (uint64_t)length << 32 | densefeed_crc32(bytes, length, 0);
-    if (identity != cut->sound)
-        TRY(turbo_decode(sample, scratch, bytes, length, last, 1, &picture));
-    cut->sound = identity;
+    Picture picture;
+    size_t length = sample->length;
+    uint64_t found = (uint64_t)length << 32 | densefeed_crc32(bytes, length, 0);
+    if (found != cut->sound) TRY(turbo_decode(sample, scratch, bytes, length, last, 1, &picture));
+    cut->sound = found;
     if (sample->bytes) cut->bytes = (uint8_t *)bytes;
     else memcpy(cut->bytes, bytes, length);
     cut->length = length, cut->height = sample->height, cut->width = sample->width;
     return OK;
 }
 
-/* Decode the planes of the sample's crop. */
-static int decode(Sample *sample, Scratch *scratch, int size, Picture *picture) {
+/* Decode the planes of the sample's crop; if `cut` is not NULL, produce a valid JPEG that contains
+ * the crop instead, for another decoder. */
+static int decode(Sample *sample, Scratch *scratch, int size, Cut *cut, Picture *picture) {
     const uint8_t *bytes;
     size_t header;
     Box box;
     TRY(crop_box(sample, &box));
-    if (sample->kind == RAW) return raw_decode(sample, scratch, box, picture);
+    if (sample->kind == RAW) return cut ? OK : raw_decode(sample, scratch, box, picture);
     TRY(open_jpeg(sample, scratch, &bytes, &header));
+    if (cut && header) return segments_cut(sample, scratch, bytes, header, box, cut);
+    if (cut) return give_whole(sample, scratch, bytes, cut);
     if (header) return segments_decode(sample, scratch, bytes, header, box, picture);
     /* libjpeg's transform is fast at 1/2, 1/4 and 1/8; other fractions are slower than full size.
      * It drops frequencies that the resampling filter would partly keep, so at least 4 of its
@@ -135,8 +107,7 @@ static int copy_parts(const Batch *batch, int n, Sample *sample, Scratch *scratc
         struct iovec run[2 * MOST_PARTS], part[MOST_PARTS];
         uint8_t gap[MOST_GAP];
         int64_t end = offset[p];
-        int pieces = 0;
-        int limit = min(batch->parts, p + MOST_PARTS);
+        int pieces = 0, limit = min(batch->parts, p + MOST_PARTS);
         for (next = p; next < limit && file[next] == file[p]; next++) {
             int64_t between = offset[next] - end, bytes = batch->part_bytes[next];
             if (between < 0 || between > MOST_GAP) break;
@@ -187,10 +158,9 @@ int sample_map(const Batch *batch, int n, Sample *sample, Scratch *scratch) {
 void sample_decode(const Batch *batch, int n, Scratch *scratch) {
     Sample *sample = &batch->samples[n];
     Cut *cut = batch->cuts ? &batch->cuts[n] : NULL;
-    int size = batch->size;
     Picture picture;
     double at[4] = {microseconds()};
-    sample->message[0] = 0, scratch->reading = 0;
+    sample->message[0] = 0;
     /* Score maps come first: they are then complete if the image is left to the caller. */
     sample->status = sample_map(batch, n, sample, scratch);
     at[1] = microseconds();
@@ -198,13 +168,9 @@ void sample_decode(const Batch *batch, int n, Scratch *scratch) {
         sample->status = fail(sample->message, UNREADABLE, "it is empty");
     scratch->reading = 0;
     if (cut) cut->length = cut->top = cut->left = 0;
-    if (sample->status == OK)
-        sample->status = cut ? cut_out(sample, scratch, cut)
-                             : decode(sample, scratch, size, &picture);
+    if (sample->status == OK) sample->status = decode(sample, scratch, batch->size, cut, &picture);
     at[2] = microseconds();
-    if (sample->status == OK && !cut)
-        sample->status = resample(scratch, &picture, sample, size, batch->filter,
-            batch->pixels + (size_t)n * size * size * 3);
+    if (sample->status == OK && !cut) sample->status = resample(batch, n, scratch, &picture);
     at[3] = microseconds();
     if (sample->status == NO_MEMORY) fail(sample->message, NO_MEMORY, "out of memory");
     sample->took[LABELS] = at[1] - at[0], sample->took[READ] = scratch->reading;

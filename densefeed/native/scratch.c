@@ -47,3 +47,10 @@ int read_all(Sample *sample, Scratch *scratch, int file, int64_t at, void *to, s
     scratch->reading += microseconds() - began;
     return OK;
 }
+
+/* Read `length` bytes of an image, from its byte `from` on, to scratch->encoded + `at`. */
+int load(Sample *sample, Scratch *scratch, size_t from, size_t at, size_t length) {
+    if (!GROW(scratch, encoded, at + length + PADDING)) return NO_MEMORY;
+    uint8_t *to = scratch->encoded + at;
+    return read_all(sample, scratch, sample->file, sample->offset + from, to, length);
+}

@@ -30,6 +30,7 @@ typedef struct {
 #define END_OF_BLOCK 128 /* zeros: past the block's end, distinct from a run that is too long */
 
 typedef struct { int id, h, v, quant, dc, ac; } Component;
+typedef struct { int from, to; } Span; /* of MCUs, both inclusive */
 
 typedef struct {
     Huffman dc[2], ac[2];
@@ -41,6 +42,8 @@ typedef struct {
     int mcu_width, mcu_height, mcus_across, mcus_down; /* pixels, MCUs */
     const uint8_t *rows; /* the index: length and CRC of each row of MCUs */
     size_t length; /* of the header, bytes */
+    Span across, down; /* the MCUs that the crop needs */
+    const uint8_t *data; /* the remaining rows of MCUs of `down` */
 } Header;
 
 static uint32_t u32(const uint8_t *at) {
@@ -108,12 +111,11 @@ static int parse(Header *header, const uint8_t *bytes, size_t length) {
         if (bytes[at] != 0xFF || size < 2 || at + 2 + size > length) return 0;
         at += 2 + size;
         if (marker == 0xDB) {
-            while (body + 65 <= end) {
+            for (; body + 65 <= end; body += 65) {
                 if (*body > 3) return 0; /* 8-bit tables 0 to 3 */
                 for (int k = 0; k < 64; k++)
                     header->place[*body][k] = (struct Place){body[1 + k], ZIGZAG[k]};
                 header->quant_defined[*body] = 1;
-                body += 65;
             }
             if (body != end) return 0;
         } else if (marker == 0xC4) {
@@ -139,10 +141,6 @@ static int parse(Header *header, const uint8_t *bytes, size_t length) {
         } else if (marker == 0xDD) {
             if (size != 4) return 0;
             header->interval = be16(body);
-        } else if (marker == 0xEE) {
-            if (size >= 14 && !memcmp(body, "Adobe", 5)) adobe = body[11];
-        } else if (marker == 0xE0) {
-            if (size >= 16 && !memcmp(body, "JFIF", 5)) jfif = 1;
         } else if (marker == 0xDA) {
             int count = header->components;
             if (size != 6 + 2 * count || body[0] != count || at != length) return 0;
@@ -159,7 +157,10 @@ static int parse(Header *header, const uint8_t *bytes, size_t length) {
             header->ycc = jfif || !rgb;
             header->length = length;
             return count > 0;
-        } else if (marker < 0xE0 || marker > 0xEF) {
+        } else if (marker >= 0xE0 && marker <= 0xEF) {
+            if (marker == 0xEE && size >= 14 && !memcmp(body, "Adobe", 5)) adobe = body[11];
+            if (marker == 0xE0 && size >= 16 && !memcmp(body, "JFIF", 5)) jfif = 1;
+        } else {
             return 0;
         }
     }
@@ -427,8 +428,6 @@ __attribute__((constructor)) static void choose_transform(void) {
 }
 
 /* ------------------------------------------------------------------------- Rows of MCUs */
-typedef struct { int from, to; } Span; /* of MCUs, both inclusive */
-
 /* One row of MCUs. All blocks of an MCU are decoded before the first is transformed: loading a
  * vector right after its parts were stored separately would stall. */
 typedef struct {
@@ -458,10 +457,11 @@ static int next_segment(Row *row, int number) {
     return 1;
 }
 
-/* Decode the MCUs of `span` in one row of MCUs, or in two at once: a look-up waits for the previous
- * one of its own row only (5 % less decoding time). Returns 0 if the data is damaged. */
+/* Decode the MCUs that the crop needs in one row of MCUs, or in two at once: a look-up waits for
+ * the previous one of its own row only (5 % less decoding time). Returns 0 if damaged. */
 FOR_EVERY_CPU static int decode_rows(
-    const Header *header, Row *row, int rows, Span span, const size_t step[3]) {
+    const Header *header, Row *row, int rows, const size_t step[3]) {
+    Span span = header->across;
     /* For each block of an MCU: byte distance between MCUs, and offset within one. */
     struct { int plane; size_t stride, offset; } place[6];
     size_t steps[6];
@@ -523,55 +523,55 @@ FOR_EVERY_CPU static int decode_rows(
 /* Open an image with our index: find the MCUs that `box` needs, and load the bytes of their rows.
  * `head`, at least the header, is already in memory, and may move to scratch->encoded. */
 static int open_rows(Header *header, Sample *sample, Scratch *scratch, const uint8_t *head,
-    size_t head_length, Box box, Span *across, Span *down, const uint8_t **data) {
+    size_t head_length, Box box) {
     TRY(open_header(header, head, head_length, sample->message));
     if (header->height != sample->height || header->width != sample->width)
         return fail(sample->message, DAMAGED, "it is %d x %d pixels, not %d x %d as recorded in the"
             " dataset", header->width, header->height, sample->width, sample->height);
     /* A margin of two pixels, because half-resolution chroma is interpolated between neighbors. */
-    across->from = max(box.left - 2, 0) / header->mcu_width;
-    across->to = min((box.right + 1) / header->mcu_width, header->mcus_across - 1);
-    down->from = max(box.top - 2, 0) / header->mcu_height;
-    down->to = min((box.bottom + 1) / header->mcu_height, header->mcus_down - 1);
+    header->across.from = max(box.left - 2, 0) / header->mcu_width;
+    header->across.to = min((box.right + 1) / header->mcu_width, header->mcus_across - 1);
+    header->down.from = max(box.top - 2, 0) / header->mcu_height;
+    header->down.to = min((box.bottom + 1) / header->mcu_height, header->mcus_down - 1);
     size_t start = header->length, length = 0, whole = header->length + 2;
     for (int row = 0; row < header->mcus_down; row++) {
         size_t bytes = u32(header->rows + 8 * row);
-        if (row < down->from) start += bytes;
-        else if (row <= down->to) length += bytes;
+        if (row < header->down.from) start += bytes;
+        else if (row <= header->down.to) length += bytes;
         whole += bytes;
     }
     if (whole != (size_t)sample->length)
         return fail(sample->message, DAMAGED, "its length does not match its index");
     if (sample->bytes) {
-        *data = sample->bytes + start;
+        header->data = sample->bytes + start;
         return OK;
     }
     /* The rows are read behind the head. Of the head only the index is still needed. */
-    if (!GROW(scratch, encoded, head_length + length + PADDING)) return NO_MEMORY;
+    TRY(load(sample, scratch, start, head_length, length));
     header->rows = scratch->encoded + INDEX_AT + INDEX_FIXED;
-    uint8_t *to = scratch->encoded + head_length;
-    *data = to;
-    return read_all(sample, scratch, sample->file, sample->offset + start, to, length);
+    header->data = scratch->encoded + head_length;
+    return OK;
 }
 
-/* Verify the checksum of a row of MCUs. */
-static int check_row(const Header *header, Sample *sample, const uint8_t *data, int number) {
+/* Begin row `number` of MCUs, the first of the remaining ones, and verify its checksum. */
+static int begin_row(Header *header, Sample *sample, int number, Row *row) {
     const uint8_t *entry = header->rows + 8 * number;
-    if (densefeed_crc32(data, u32(entry), 0) == u32(entry + 4)) return OK;
+    row->at = header->data, row->end = header->data += u32(entry);
+    row->marker = number * (header->mcus_across / header->interval);
+    if (densefeed_crc32(row->at, u32(entry), 0) == u32(entry + 4)) return OK;
     int first = number * header->mcu_height;
     return fail(sample->message, DAMAGED, "the bytes of pixel rows %d to %d do not match their"
         " checksum", first, first + header->mcu_height - 1);
 }
 
+/* 36 KB, too much for the stack of a thread. */
+static __thread Header header;
+
 /* Decode the planes of `box` of an image with our index. */
 int segments_decode(Sample *sample, Scratch *scratch, const uint8_t *head, size_t head_length,
     Box box, Picture *picture) {
-    /* 20 KB, too much for the stack of a thread. */
-    static __thread Header header;
-    const uint8_t *data;
-    Span across, down;
-    TRY(open_rows(&header, sample, scratch, head, head_length, box, &across, &down, &data));
-
+    TRY(open_rows(&header, sample, scratch, head, head_length, box));
+    Span across = header.across, down = header.down;
     size_t room = 0, step[3];
     int columns = across.to - across.from + 1, rows = down.to - down.from + 1;
     for (int n = 0; n < header.components; n++) {
@@ -597,20 +597,16 @@ int segments_decode(Sample *sample, Scratch *scratch, const uint8_t *head, size_
         out[n] = memory;
         memory += step[n] * columns * c->h * 8 + PADDING;
     }
-    Row row[2];
-    memset(row, 0, sizeof row);
-    int segments = header.mcus_across / header.interval;
+    Row row[2] = {0};
     for (int number = down.from, rows; number <= down.to; number += rows) {
         rows = number < down.to ? 2 : 1;
         for (int r = 0; r < rows; r++) {
-            TRY(check_row(&header, sample, data, number + r));
-            row[r].at = data, row[r].end = data += u32(header.rows + 8 * (number + r));
-            row[r].marker = (number + r) * segments;
+            TRY(begin_row(&header, sample, number + r, &row[r]));
             size_t above = number + r - down.from;
             for (int n = 0; n < header.components; n++)
                 row[r].out[n] = out[n] + above * header.component[n].v * 8;
         }
-        if (!decode_rows(&header, row, rows, across, step))
+        if (!decode_rows(&header, row, rows, step))
             return fail(sample->message, DAMAGED, "the segments at pixel row %d are corrupt",
                 number * header.mcu_height);
     }
@@ -618,14 +614,12 @@ int segments_decode(Sample *sample, Scratch *scratch, const uint8_t *head, size_
 }
 
 /* Write a shorter JPEG of the segments that `box` needs: the header without our index and with the
- * new size, then those segments with renumbered restart markers. It is not longer than the image,
- * because only bytes of the image and an end marker are written. */
+ * new size, then those segments with renumbered restart markers. It is not longer than the image:
+ * of our index 8 bytes per row are left out, and a row may get one marker that it lacks. */
 int segments_cut(Sample *sample, Scratch *scratch, const uint8_t *head, size_t head_length,
     Box box, Cut *cut) {
-    static __thread Header header;
-    const uint8_t *data;
-    Span across, down;
-    TRY(open_rows(&header, sample, scratch, head, head_length, box, &across, &down, &data));
+    TRY(open_rows(&header, sample, scratch, head, head_length, box));
+    Span across = header.across, down = header.down;
     if (!sample->bytes) head = scratch->encoded;
     int first = across.from / header.interval, final = across.to / header.interval;
     int segment_width = header.interval * header.mcu_width;
@@ -641,27 +635,22 @@ int segments_cut(Sample *sample, Scratch *scratch, const uint8_t *head, size_t h
         out[5] = cut->height >> 8, out[6] = cut->height & 255;
         out[7] = cut->width >> 8, out[8] = cut->width & 255;
     }
-    int segments = header.mcus_across / header.interval, marker = 0;
+    int marker = 0;
     for (int number = down.from; number <= down.to; number++) {
-        TRY(check_row(&header, sample, data, number));
-        const uint8_t *at = data, *end = data += u32(header.rows + 8 * number);
+        Row row;
+        TRY(begin_row(&header, sample, number, &row));
         for (int segment = 0; segment <= final; segment++) {
-            const uint8_t *stop = segment_end(at, end);
-            /* No marker follows the last segment of the image. */
-            int last = number == header.mcus_down - 1 && segment == segments - 1;
-            if (at >= end || (stop == end) != last)
+            if (!next_segment(&row, segment))
                 return fail(sample->message, DAMAGED, "the segments at pixel row %d are corrupt",
                     number * header.mcu_height);
-            if (segment >= first) {
-                memcpy(out, at, stop - at);
-                out += stop - at;
-                if (number == down.to && segment == final) break;
-                *out++ = 0xFF, *out++ = 0xD0 + (marker++ & 7);
-            }
-            at = stop + 2;
+            if (segment < first) continue;
+            size_t length = row.bits.end - row.bits.at;
+            memcpy(out, row.bits.at, length), out += length;
+            *out++ = 0xFF, *out++ = 0xD0 + (marker++ & 7);
         }
     }
-    *out++ = 0xFF, *out++ = 0xD9;
+    /* The end marker replaces the last restart marker. */
+    out[-1] = 0xD9;
     cut->length = out - cut->bytes;
     return OK;
 }

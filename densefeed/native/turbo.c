@@ -15,6 +15,7 @@
 
 typedef struct {
     struct jpeg_error_mgr base;
+    struct jpeg_progress_mgr progress;
     jmp_buf back;
     char text[JMSG_LENGTH_MAX];
     int status;
@@ -51,20 +52,23 @@ static void on_progress(j_common_ptr common) {
         stop((Errors *)common->err, UNSUPPORTED, "it has more scans than its size needs");
 }
 
-static void set_error_handlers(Errors *errors) {
-    jpeg_std_error(&errors->base);
+/* Open a JPEG and read its header. Errors, now and later, return to the setjmp of `errors`. */
+static void open_jpeg(j_decompress_ptr jpeg, Errors *errors, const uint8_t *bytes, size_t length) {
+    jpeg->err = jpeg_std_error(&errors->base);
     errors->base.error_exit = on_error;
     errors->base.emit_message = on_message;
     errors->base.output_message = NULL;
-    errors->text[0] = 0;
+    errors->progress = (struct jpeg_progress_mgr){.progress_monitor = on_progress};
+    jpeg_create_decompress(jpeg);
+    jpeg->progress = &errors->progress;
+    jpeg_mem_src(jpeg, bytes, length);
+    jpeg_read_header(jpeg, TRUE);
 }
 
 #if JPEG_LIB_VERSION >= 70
 #define DCT_SIZE(component) ((component)->DCT_h_scaled_size)
-#define SMALLEST_DCT(jpeg) ((jpeg)->min_DCT_h_scaled_size)
 #else
 #define DCT_SIZE(component) ((component)->DCT_scaled_size)
-#define SMALLEST_DCT(jpeg) ((jpeg)->min_DCT_scaled_size)
 #endif
 
 static void check_color(j_decompress_ptr jpeg) {
@@ -83,18 +87,12 @@ static void check_pixel_count(j_decompress_ptr jpeg) {
 int turbo_decode(Sample *sample, Scratch *scratch, const uint8_t *bytes, size_t length, Box box,
     int scale, Picture *picture) {
     struct jpeg_decompress_struct jpeg;
-    struct jpeg_progress_mgr progress = {.progress_monitor = on_progress};
     Errors errors;
-    jpeg.err = &errors.base;
-    set_error_handlers(&errors);
     if (setjmp(errors.back)) {
         jpeg_destroy_decompress(&jpeg);
         return fail(sample->message, errors.status, "%s", errors.text);
     }
-    jpeg_create_decompress(&jpeg);
-    jpeg.progress = &progress;
-    jpeg_mem_src(&jpeg, bytes, length);
-    jpeg_read_header(&jpeg, TRUE);
+    open_jpeg(&jpeg, &errors, bytes, length);
     if ((int)jpeg.image_height != sample->height || (int)jpeg.image_width != sample->width)
         stop(&errors, DAMAGED, "it is %u x %u pixels, not %d x %d as recorded in the dataset",
             jpeg.image_width, jpeg.image_height, sample->width, sample->height);
@@ -106,8 +104,8 @@ int turbo_decode(Sample *sample, Scratch *scratch, const uint8_t *bytes, size_t 
     jpeg.scale_num = 1, jpeg.scale_denom = scale;
     jpeg_start_decompress(&jpeg);
 
-    int smallest = SMALLEST_DCT(&jpeg);
-    int wide = jpeg.max_h_samp_factor * smallest, tall = jpeg.max_v_samp_factor * smallest;
+    int wide = jpeg.max_h_samp_factor * DCTSIZE / scale;
+    int tall = jpeg.max_v_samp_factor * DCTSIZE / scale;
     *picture = (Picture){
         .planes = jpeg.num_components, .ycc = jpeg.jpeg_color_space == JCS_YCbCr, .scale = scale,
         .height = jpeg.output_height, .width = jpeg.output_width,
@@ -171,18 +169,13 @@ API int densefeed_probe(
     const uint8_t *bytes, size_t length, int *height, int *width, char *message) {
     struct jpeg_decompress_struct jpeg;
     Errors errors;
-    *height = *width = 0;
     if (length < 3 || memcmp(bytes, "\xFF\xD8\xFF", 3))
         return fail(message, UNSUPPORTED, "it is not a JPEG");
-    jpeg.err = &errors.base;
-    set_error_handlers(&errors);
     if (setjmp(errors.back)) {
         jpeg_destroy_decompress(&jpeg);
         return fail(message, errors.status, "%s", errors.text);
     }
-    jpeg_create_decompress(&jpeg);
-    jpeg_mem_src(&jpeg, bytes, length);
-    jpeg_read_header(&jpeg, TRUE);
+    open_jpeg(&jpeg, &errors, bytes, length);
     *height = jpeg.image_height, *width = jpeg.image_width;
     check_color(&jpeg);
     jpeg_destroy_decompress(&jpeg);
@@ -195,8 +188,7 @@ API int densefeed_probe(
 API int densefeed_transcode(const uint8_t *bytes, size_t length, int interval, uint8_t **out,
     size_t *out_length, char *message) {
     struct jpeg_decompress_struct from;
-    struct jpeg_compress_struct to;
-    struct jpeg_progress_mgr progress = {.progress_monitor = on_progress};
+    struct jpeg_compress_struct to = {.err = NULL};
     Errors errors;
     /* libjpeg frees its own first buffer when it needs a larger one, but reports the new address
      * only at the end: after an error in between, a buffer of libjpeg would be freed twice. So the
@@ -205,22 +197,17 @@ API int densefeed_transcode(const uint8_t *bytes, size_t length, int interval, u
     unsigned char *const room = malloc(size), *written = room;
     *out = NULL, *out_length = 0;
     if (!room) return fail(message, NO_MEMORY, "out of memory");
-    memset(&to, 0, sizeof to), memset(&from, 0, sizeof from);
-    from.err = to.err = &errors.base;
-    set_error_handlers(&errors);
     if (setjmp(errors.back)) {
         jpeg_destroy_compress(&to);
         jpeg_destroy_decompress(&from);
         free(room);
         return fail(message, errors.status, "%s", errors.text);
     }
-    jpeg_create_decompress(&from);
-    from.progress = &progress;
-    jpeg_mem_src(&from, bytes, length);
-    jpeg_read_header(&from, TRUE);
+    open_jpeg(&from, &errors, bytes, length);
     check_color(&from);
     check_pixel_count(&from);
     jvirt_barray_ptr *coefficients = jpeg_read_coefficients(&from);
+    to.err = from.err;
     jpeg_create_compress(&to);
     jpeg_mem_dest(&to, &written, &size);
     jpeg_copy_critical_parameters(&from, &to);

@@ -57,7 +57,7 @@ class FfcvSource(StoreMaps):
             )
         self._beton = Beton(paths)
         self.where = self._beton.where
-        self.labels, self.fingerprint = self._beton.labels, self._beton.fingerprint()
+        self.labels, self.fingerprint = self._beton.labels, self._beton.fingerprint
         notes, low, high = self._beton.notes, self.labels.min(), self.labels.max()
         self.class_names = notes.get("class_names") or list(map(str, range(int(high) + 1)))
         num_classes = len(self.class_names)
@@ -70,7 +70,7 @@ class FfcvSource(StoreMaps):
             self._check_store(path, maps)
             self.score_maps = score_map_spec(self._store, num_classes)
         # Third-party files may have a field of that name, but not our notes.
-        elif "absent" in notes and self._beton.has("map"):
+        elif "absent" in notes and any(field.name == "map" for field in self._beton.fields):
             self.score_maps = ScoreMapSpec(
                 *self._beton.field("map").shape[2:],
                 num_classes,

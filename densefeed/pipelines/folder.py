@@ -133,7 +133,7 @@ def locate_rows(store: ScoreMapStore, ids: np.ndarray, memory: Memory) -> MapRow
     """Locate the score maps of the samples `ids` in an HDF5 store, for the native threads."""
     fields = map_tensors(len(ids), store.header, memory.empty)
     file, offsets = store.places(ids)
-    packed = native.Packed(store.packed.palette[ids], store.packed.levels) if store.packed else None
+    packed = native.Packed(store.palette[ids], store.packed.levels) if store.packed else None
     files, to = np.full(offsets.shape, file), [field.numpy() for field in fields]
     return MapRows(native.Parts(files, offsets, to, store.crcs[ids], packed), fields)
 

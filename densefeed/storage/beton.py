@@ -28,6 +28,7 @@ from densefeed.system.files import name_errors
 from densefeed.system.prefetch import ordered_map
 from densefeed.system.progress import bar
 
+# Records of the file, little-endian. FORMAT.md describes them.
 HEADER = np.dtype(
     [
         ("version", "<u2"),
@@ -44,13 +45,13 @@ IMAGE = np.dtype([("mode", "u1"), ("width", "<u2"), ("height", "<u2"), ("ptr", "
 EXTENT = np.dtype([("ptr", "<u8"), ("size", "<u8")])
 FLOAT, INT, RGB, BYTES, NDARRAY, JSON, TENSOR = range(7)
 METADATA = {
-    FLOAT: np.dtype("<f8"),
-    INT: np.dtype("<i8"),
+    FLOAT: "<f8",
+    INT: "<i8",
     RGB: IMAGE,
     BYTES: EXTENT,
-    NDARRAY: np.dtype("<u8"),
+    NDARRAY: "<u8",
     JSON: EXTENT,
-    TENSOR: np.dtype("<u8"),
+    TENSOR: "<u8",
 }
 # Types with one entry per sample in the allocation table.
 ALLOCATED = (RGB, BYTES, NDARRAY, JSON, TENSOR)
@@ -148,6 +149,8 @@ class Beton:
         fields: the columns.
         notes: the JSON of the packer; for several files that of the first, with `max_palette`,
             `min_window_side` and `left_out` over all.
+        fingerprint: of the images, from the notes. For a file that FFCV wrote it is SHA-256 over
+            the metadata, for several files SHA-256 over their fingerprints.
         descriptors: open file descriptors, one per file, valid until `close`.
 
     Raises UserError if a file is no .beton, of another version, cut or damaged, has no image or no
@@ -160,12 +163,13 @@ class Beton:
         self.paths = [Path(path) for path in ([paths] if isinstance(paths, str | Path) else paths)]
         if not self.paths:
             raise UserError("no .beton file was named; name one or several")
-        self.descriptors: list[int] = []
+        self.descriptors = []
         self._close = weakref.finalize(self, close_all, self.descriptors)
         try:
             fronts = [self._open(path) for path in self.paths]
             self._merge_notes(fronts)
             self._load(fronts)
+        # The files that are open already are closed, whatever went wrong.
         except BaseException:
             self.close()
             raise
@@ -192,6 +196,7 @@ class Beton:
                     "open them separately, or pack both alike"
                 )
         self.fields, self.notes = first.fields, dict(first.notes)
+        # The checksums of one file, which were checked when it was read.
         self.notes.pop("crc32", None)
         for key, merge in (("max_palette", max), ("min_window_side", min), ("left_out", sum)):
             if any(key in front.notes for front in fronts):
@@ -201,13 +206,16 @@ class Beton:
         self._starts = np.cumsum([0, *(front.num_samples for front in fronts)])
         count = int(self._starts[-1])
         self.labels, self.raw = np.empty(count, np.int64), np.empty(count, bool)
-        self.heights, self.widths = np.empty(count, np.int32), np.empty(count, np.int32)
+        self.heights, self.widths = np.empty((2, count), np.int32)
         self.images = Extents(*(np.empty(count, dtype) for dtype in (np.int32, np.int64, np.int64)))
         types = [field.type for field in self.fields]
         self._image, self._label = types.index(RGB), types.index(INT)
-        self._arrays = [n for n, kind in enumerate(types) if kind == NDARRAY]
-        self._offsets = {n: np.empty(count, np.int64) for n in self._arrays}
-        summed = self._arrays and all(front.notes for front in fronts)
+        # Of the ndarray fields, by their number.
+        self._offsets = {
+            n: np.empty(count, np.int64) for n, kind in enumerate(types) if kind == NDARRAY
+        }
+        # Either every sample has a checksum or none: `arrays` treats all files alike.
+        summed = self._offsets and all(front.notes for front in fronts)
         self.crcs = np.empty(count, np.uint32) if summed else None
         fingerprints = []
         for number, (front, start) in enumerate(zip(fronts, self._starts.tolist(), strict=False)):
@@ -215,9 +223,9 @@ class Beton:
             self.images.file[rows] = number
             fingerprints.append(self._load_metadata(front, rows))
             self._load_table(front, rows)
-        self._fingerprint = fingerprints[0]
+        self.fingerprint = fingerprints[0]
         if len(fronts) > 1:
-            self._fingerprint = hashlib.sha256("\n".join(fingerprints).encode()).hexdigest()
+            self.fingerprint = hashlib.sha256("\n".join(fingerprints).encode()).hexdigest()
 
     def _load_metadata(self, front: Front, rows: slice) -> str:
         """Load `rows` of the metadata and the samples' checksums; return the file's fingerprint."""
@@ -228,6 +236,7 @@ class Beton:
             if front.notes:
                 crc = zlib.crc32(block, crc)
             else:
+                # A file that FFCV wrote has no fingerprint. Its metadata stands for the images.
                 digest.update(block)
             image = block[f"f{self._image}"]
             self.labels[here] = block[f"f{self._label}"]
@@ -235,6 +244,7 @@ class Beton:
             self.raw[here], self.images.offset[here] = image["mode"] == RAW, image["ptr"]
             for n, offsets in self._offsets.items():
                 offsets[here] = block[f"f{n}"]
+            # FFCV's own modes are JPEG and raw pixels, 0 and 1.
             if image["mode"].max() > RAW or not (image["height"].min() and image["width"].min()):
                 raise UserError(
                     f"{front.path} holds images without a size or of unknown mode; "
@@ -263,7 +273,7 @@ class Beton:
         width = sum(field.type in ALLOCATED for field in self.fields)
         dtype = np.dtype([("entries", "<i8", (width, 3))])
         seen, crc = np.zeros(front.num_samples, bool), 0
-        columns = dict.fromkeys((self._image, *self._arrays), 0)
+        columns = dict.fromkeys((self._image, *self._offsets), 0)
         for at, block in grouped_table(front, dtype):
             entries = block["entries"]
             if front.notes:
@@ -276,6 +286,8 @@ class Beton:
                 )
             seen[owners] = True
             here = rows.start + owners
+            # In the order of the samples, as DenseFeed writes them, a slice replaces the list of
+            # ids.
             if owners[0] == at and (np.diff(owners) == 1).all():
                 here = slice(rows.start + at, rows.start + at + len(block))
             for n, column in columns.items():
@@ -299,6 +311,7 @@ class Beton:
         self, front: Front, n: int, owners: np.ndarray, offsets: np.ndarray, sizes: np.ndarray
     ) -> None:
         pages = front.metadata + front.num_samples * metadata_dtype(self.fields).itemsize
+        # The difference cannot overflow; the sum of two damaged numbers can.
         wrong = (offsets < pages) | (sizes <= 0) | (offsets > front.table - sizes)
         if n != self._image:
             wrong |= sizes != self.fields[n].nbytes
@@ -321,21 +334,14 @@ class Beton:
         number = int(self.images.file[index])
         return f"{self.paths[number]} image {index - int(self._starts[number])}"
 
-    def fingerprint(self) -> str:
-        """Fingerprint of the images, from the notes.
-
-        For a file that FFCV wrote it is SHA-256 over the metadata, for several files SHA-256 over
-        their fingerprints.
-        """
-        return self._fingerprint
-
     def image(self, index: int) -> tuple[bytes, bool]:
         """Stored bytes of image `index`, and whether they are raw pixels instead of a JPEG.
 
         Raw pixels are uint8 `[height, width, 3]`.
         """
         stored = bytearray(int(self.images.size[index]))
-        self._read_into(index, stored, int(self.images.offset[index]))
+        self._read_into(index, stored, self.images.offset[index])
+        # Images have no checksum, so their first bytes are the only check before decoding.
         if not self.raw[index] and stored[:2] != SOI:
             raise UserError(
                 f"{self.where(index)} is damaged: it is no JPEG; pack or copy the file again"
@@ -351,6 +357,7 @@ class Beton:
             ids = first + np.flatnonzero(self.images.file[first:end] == number)
             arrays = (offsets[ids] for offsets in self._offsets.values())
             starts = np.min([self.images.offset[ids], *arrays], axis=0)
+            # In the order of the file, so that neighbors become one range.
             ids, starts = ids[np.argsort(starts)], np.sort(starts)
             stops = self.images.offset[ids] + self.images.size[ids]
             breaks = np.flatnonzero(starts[1:] - stops[:-1] > GAP) + 1
@@ -358,10 +365,6 @@ class Beton:
                 at = int(starts[rows[0]])
                 size = int(stops[rows].max()) - at
                 os.posix_fadvise(self.descriptors[number], at, size, os.POSIX_FADV_WILLNEED)
-
-    def has(self, name: str) -> bool:
-        """Whether there is an ndarray field of this name."""
-        return any(self.fields[n].name == name for n in self._arrays)
 
     def field(self, name: str) -> Field:
         """The ndarray field of this name: its dtype and shape."""
@@ -372,25 +375,22 @@ class Beton:
         descriptors = np.array(self.descriptors, np.int32)[self.images.file[ids]]
         return descriptors, self._offsets[self._number(name)][ids]
 
-    def array(self, name: str, ids: np.ndarray) -> np.ndarray:
-        """Rows `ids` of the ndarray field `name`, `[len(ids), *shape]`; see `arrays`."""
-        return self.arrays(ids, [name])[name]
-
     def arrays(self, ids: np.ndarray, names: Sequence[str] | None = None) -> dict[str, np.ndarray]:
         """Copies of the rows `ids` of ndarray fields (default: all), `{name: [len(ids), *shape]}`.
 
         Raises UserError if a sample's arrays do not match their checksum. If there is one, all
         arrays of the samples are read for it.
         """
-        wanted = self._arrays if names is None else [self._number(name) for name in names]
-        numbers = wanted if self.crcs is None else self._arrays
+        wanted = self._offsets if names is None else [self._number(name) for name in names]
+        # The checksum of a sample covers all its arrays.
+        numbers = wanted if self.crcs is None else self._offsets
         columns = {
             n: np.empty((len(ids), *self.fields[n].shape), self.fields[n].dtype) for n in numbers
         }
         views = {n: column.reshape(len(ids), -1).view(np.uint8) for n, column in columns.items()}
         for row, index in enumerate(ids.tolist()):
             for n in numbers:
-                self._read_into(index, views[n][row], int(self._offsets[n][index]))
+                self._read_into(index, views[n][row], self._offsets[n][index])
             if self.crcs is None:
                 continue
             if arrays_crc(views[n][row] for n in numbers) != self.crcs[index]:
@@ -400,7 +400,7 @@ class Beton:
         return {self.fields[n].name: columns[n] for n in wanted}
 
     def _number(self, name: str) -> int:
-        for n in self._arrays:
+        for n in self._offsets:
             if self.fields[n].name == name:
                 return n
         raise UserError(
@@ -410,10 +410,11 @@ class Beton:
     def _read_into(self, index: int, buffer: bytearray | np.ndarray, offset: int) -> None:
         """Fill a buffer from the file of sample `index`; UserError if the file became shorter."""
         if not self.descriptors:
+            # The number of a closed descriptor may belong to another file by now.
             raise ValueError("the .beton is closed")
         number = int(self.images.file[index])
         with name_errors(self.paths[number]):
-            got = os.preadv(self.descriptors[number], [buffer], offset)
+            got = os.preadv(self.descriptors[number], [buffer], int(offset))
         if got != len(buffer):
             raise UserError(
                 f"{self.where(index)} is gone: the file was cut or replaced while open; "
@@ -430,20 +431,19 @@ def close_all(descriptors: list[int]) -> None:
 def read(front: Front, offset: int, size: int) -> np.ndarray:
     """Read `size` bytes of the file at `offset`, uint8; UserError if the file ends before."""
     buffer = np.empty(size, np.uint8)
-    read_into(front.path, front.descriptor, buffer, offset)
+    read_into(front, buffer, offset)
     return buffer
 
 
-def read_into(path: Path, descriptor: int, buffer: np.ndarray, offset: int) -> None:
-    """Fill a contiguous array from a file; UserError if the file ends before."""
-    view = memoryview(buffer).cast("B")
+def read_into(front: Front, buffer: np.ndarray, offset: int) -> None:
+    """Fill an array of uint8 from the file at `offset`; UserError if the file ends before."""
     # One call reads at most 2 GiB.
-    while len(view):
-        with name_errors(path):
-            got = os.preadv(descriptor, [view], offset)
+    while len(buffer):
+        with name_errors(front.path):
+            got = os.preadv(front.descriptor, [buffer], offset)
         if got == 0:
-            raise UserError(f"{path} is cut or damaged; pack or copy it again")
-        view, offset = view[got:], offset + got
+            raise UserError(f"{front.path} is cut or damaged; pack or copy it again")
+        buffer, offset = buffer[got:], offset + got
 
 
 def chunks(
@@ -456,7 +456,7 @@ def chunks(
     buffer = np.empty(min(count, CHUNK), dtype)
     for at in range(0, count, CHUNK):
         block = buffer[: count - at]
-        read_into(front.path, front.descriptor, block.view(np.uint8), offset + at * dtype.itemsize)
+        read_into(front, block.view(np.uint8), offset + at * dtype.itemsize)
         yield at, block
 
 
@@ -590,10 +590,12 @@ def parse_field(path: Path, row: np.void) -> Field:
     if kind != NDARRAY:
         return Field(kind, name)
     raw = row["arguments"].tobytes()
-    shape = tuple(int(n) for n in np.frombuffer(raw[:256], "<u8") if n)
-    length = int(np.frombuffer(raw[256:264], "<u8")[0])
+    # Up to 32 extents, padded with zeros; then the length of the dtype's JSON, which follows.
+    *extents, length = np.frombuffer(raw, "<u8", 33).tolist()
+    shape = tuple(filter(None, extents))
     try:
         ((_, dtype),) = json.loads(raw[264 : 264 + length])
+        # Bytes of the file would be taken for pointers to Python objects.
         if np.dtype(dtype).hasobject:
             raise TypeError
     except (ValueError, TypeError):

@@ -1,12 +1,10 @@
 """Write FFCV datasets (.beton) image by image, with resume after a kill."""
 
-import fcntl
 import hashlib
 import json
 import os
 import weakref
 import zlib
-from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,8 +32,8 @@ from densefeed.storage.beton import (
     metadata_dtype,
     notes_place,
 )
-from densefeed.system.errors import UserError
-from densefeed.system.files import check_absent, name_errors, sync
+from densefeed.system.errors import BusyError, UserError
+from densefeed.system.files import check_absent, create_locked, name_errors, sync
 from densefeed.system.progress import bar
 
 SYNC_BYTES = 2**30  # written between two fsyncs
@@ -76,6 +74,8 @@ ROW = np.dtype(
     ]
 )
 UNTRIED, PACKED, FAILED = 0, 1, 2
+# The CRC-32s of the note `crc32`; beside them it holds the offset of the samples' checksums.
+CHECKSUMS = ("metadata", "table", "samples")
 
 
 class BetonWriter:
@@ -126,34 +126,26 @@ class BetonWriter:
         # `finish` adds to the notes: checksums, a longer fingerprint, the number of images left
         # out. Reserve space for the longest.
         longest = self.notes | {"fingerprint": "0" * 64, "left_out": num_samples}
-        longest["crc32"] = checksums(2**32, 2**32, 2**32, 2**64)
+        longest["crc32"] = dict.fromkeys(CHECKSUMS, 2**32) | {"samples_at": 2**64}
         self._metadata = HEADER.itemsize + FIELD.itemsize * len(self._fields)
         front = self._metadata + num_samples * (self._dtype.itemsize + 4) + len(json.dumps(longest))
         self._first_page = self._at = self._synced = round_up(front, PAGE)
         self._rows = np.zeros(num_samples, ROW)
+        self.state, self.tags = self._rows["state"], self._rows["tag"]
         same = {"num_samples": num_samples, "arrays": arrays, "page": PAGE} | (identity or {})
-        self.descriptors: list[int] = []
+        self.descriptors = []
         self._close = weakref.finalize(self, close_all, self.descriptors)
         try:
             with name_errors(self.path):
+                # As the journal gives it back: JSON makes lists of tuples.
                 self._begin(json.loads(json.dumps(same | self.notes)))
         except BaseException:
             self.close()
             raise
 
-    @property
-    def state(self) -> np.ndarray:
-        """State of each image: UNTRIED, PACKED or FAILED."""
-        return self._rows["state"]
-
-    @property
-    def tags(self) -> np.ndarray:
-        """Tag of each image."""
-        return self._rows["tag"]
-
     def todo(self) -> np.ndarray:
         """Images to write, in order: first those not tried yet, then those that failed before."""
-        return np.concatenate([np.nonzero(self.state == kind)[0] for kind in (UNTRIED, FAILED)])
+        return np.concatenate([np.flatnonzero(self.state == kind) for kind in (UNTRIED, FAILED)])
 
     def _begin(self, identity: dict) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -164,12 +156,18 @@ class BetonWriter:
                     "remove it or choose another --out"
                 )
             check_absent(self.path)
-        self._lock()
+        try:
+            self.descriptors.append(create_locked(self.journal))
+        except BusyError:
+            raise UserError(
+                f"{self.path} is being packed by another process; "
+                "wait for it or choose another --out"
+            ) from None
         # An earlier run was killed after the rename and before it removed the journal.
         if self.path.exists() and not self.part.exists():
             self.journal.unlink()
         check_absent(self.path)
-        line, _, records = read_all(self.descriptors[0]).partition(b"\n")
+        line, _, records = self.journal.read_bytes().partition(b"\n")
         # An earlier run was killed, or out of space, before its first image.
         if not self.part.exists():
             os.ftruncate(self.descriptors[0], 0)
@@ -178,25 +176,6 @@ class BetonWriter:
         self.descriptors.append(os.open(self.part, os.O_RDWR | os.O_CREAT, 0o666))
         self._next_row = len(line) + 1
         self._resume(line, records, identity)
-
-    def _lock(self) -> None:
-        """Open the journal with an exclusive lock, which ends with the process, even by a kill."""
-        while True:
-            self.descriptors[:] = [os.open(self.journal, os.O_RDWR | os.O_CREAT, 0o666)]
-            try:
-                fcntl.flock(self.descriptors[0], fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise UserError(
-                    f"{self.path} is being packed by another process; "
-                    "wait for it or choose another --out"
-                ) from None
-            try:
-                if os.path.samestat(os.fstat(self.descriptors[0]), os.stat(self.journal)):
-                    return
-            except FileNotFoundError:
-                pass
-            # Another process finished and removed the file between `open` and `flock`.
-            close_all(self.descriptors)
 
     def _resume(self, line: bytes, records: bytes, identity: dict) -> None:
         rows = valid_rows(records)
@@ -224,6 +203,7 @@ class BetonWriter:
         if len(packed):
             self._at = int(packed[-1]["ptr"]) + self._starts[-1] + int(packed[-1]["size"])
         self._next_row += rows.nbytes
+        # What follows the last complete image is written again.
         os.ftruncate(self.descriptors[0], self._next_row)
         os.ftruncate(self.descriptors[1], self._at if len(packed) else 0)
         self._synced = self._at
@@ -233,7 +213,7 @@ class BetonWriter:
 
         Only images that may not have reached the disk before a power cut are read.
         """
-        packed = np.nonzero(rows["state"] == PACKED)[0]
+        packed = np.flatnonzero(rows["state"] == PACKED)
         if not len(packed):
             return len(rows)
         sizes = self._starts[-1] + rows["size"]
@@ -252,6 +232,7 @@ class BetonWriter:
             if array.shape != field.shape:
                 raise ValueError(f"{field.name} is {array.shape}, not {field.shape}")
             pieces.append(np.ascontiguousarray(array, field.dtype).tobytes())
+        # Readers view the arrays without a copy, so each begins at a multiple of ALIGN.
         padded = (piece.ljust(round_up(len(piece), ALIGN), b"\0") for piece in pieces)
         block = b"".join([*padded, sample.jpeg])
         row = np.zeros((), ROW)
@@ -264,9 +245,9 @@ class BetonWriter:
     def check(self, index: int, sample: Sample) -> None:
         """UserError unless image `index` was packed from this sample."""
         row, _ = self._encode(index, sample, int(self.tags[index]))
-        for name in ("label", "size", "height", "width", "mode", "block"):
-            if row[name] != self._rows[index][name]:
-                raise self.changed(index)
+        same = ["label", "size", "height", "width", "mode", "block"]
+        if row[same] != self._rows[index][same]:
+            raise self.changed(index)
 
     def changed(self, index: int) -> UserError:
         """The error if image `index` is not the one that was packed."""
@@ -286,6 +267,7 @@ class BetonWriter:
             )
         row, block = self._encode(index, sample, tag)
         at = round_up(self._at, ALIGN)
+        # A sample never crosses a page.
         if at % PAGE + len(block) > PAGE:
             at = round_up(at, PAGE)
         row["ptr"] = at
@@ -304,6 +286,7 @@ class BetonWriter:
             self._record(row)
 
     def _record(self, row: np.ndarray) -> None:
+        # The last four bytes of a record are the CRC itself.
         row["crc"] = zlib.crc32(row.tobytes()[:-4])
         write_at(self.descriptors[0], row.tobytes(), self._next_row)
         self._next_row += ROW.itemsize
@@ -324,20 +307,23 @@ class BetonWriter:
         untried = self.state == UNTRIED
         if untried.any():
             raise ValueError(f"image {int(untried.argmax())} was neither written nor failed")
-        kept = np.nonzero(self.state == PACKED)[0]
+        kept = np.flatnonzero(self.state == PACKED)
         if not len(kept):
             raise UserError(
                 f"{self.path}: none of the {len(self._rows)} images can be packed; "
                 "there is nothing to write"
             )
         notes = dict(self.notes)
-        missing = np.nonzero(self.state != PACKED)[0].tolist()
+        missing = np.flatnonzero(self.state != PACKED).tolist()
         if missing:
             notes["left_out"] = len(missing)
+            # Score maps of all images do not fit the images that are left, so the fingerprint
+            # changes.
             changed = f"{notes.get('fingerprint')} without {missing}"
             notes["fingerprint"] = hashlib.sha256(changed.encode()).hexdigest()
         with name_errors(self.path):
             self._write_front(kept, notes)
+            # The bytes must be on disk before the file gets its name.
             os.fsync(self.descriptors[1])
             check_absent(self.path)
             os.replace(self.part, self.path)
@@ -356,6 +342,7 @@ class BetonWriter:
         assert notes_at + len(text) <= self._first_page, "the notes grew into the first page"
         header = np.array((VERSION, len(self._fields), PAGE, count, table), HEADER).tobytes()
         head = bytearray(header + b"".join(describe_field(field) for field in self._fields))
+        # The checksum covers the header with zeros in its own place.
         place = np.array((MARK, notes_at, len(text), 0), NOTES)
         place_at = notes_place(HEADER.itemsize)
         head[place_at : place_at + NOTES.itemsize] = place.tobytes()
@@ -368,36 +355,36 @@ class BetonWriter:
         write_at(out, bytes(head), 0)
 
     def _write_records(self, kept: np.ndarray, table: int, sums_at: int) -> dict[str, int]:
-        """Write allocation table, metadata and the samples' checksums; return `checksums`.
+        """Write allocation table, metadata and the samples' checksums; return the note `crc32`.
 
         `kept` are the images in the file; `table` and `sums_at` are offsets.
         """
-        width = 1 + len(self.arrays)
-        table_crc = metadata_crc = samples_crc = 0
+        crcs = dict.fromkeys(CHECKSUMS, 0)
         for at in range(0, len(kept), CHUNK):
             rows = self._rows[kept[at : at + CHUNK]]
-            metadata = np.zeros(len(rows), self._dtype)
-            image, metadata["f1"] = metadata["f0"], rows["label"]
-            image["mode"], image["ptr"] = rows["mode"], rows["ptr"] + self._starts[-1]
-            image["height"], image["width"] = rows["height"], rows["width"]
-            entries = np.zeros((len(rows), width), ALLOCATION)
+            entries = np.zeros((len(rows), 1 + len(self.arrays)), ALLOCATION)
             entries["sample"] = np.arange(at, at + len(rows))[:, None]
             entries["ptr"] = rows["ptr"][:, None] + np.array(self._starts, np.uint64)
-            entries["size"] = [[field.nbytes for field in self.arrays] + [0]]
+            entries["size"][:, :-1] = [field.nbytes for field in self.arrays]
             entries["size"][:, -1] = rows["size"]
+            metadata = np.zeros(len(rows), self._dtype)
+            image, metadata["f1"] = metadata["f0"], rows["label"]
+            image["ptr"] = entries["ptr"][:, -1]
+            for name in ("mode", "height", "width"):
+                image[name] = rows[name]
             for n in range(len(self.arrays)):
                 metadata[f"f{n + 2}"] = entries["ptr"][:, n]
-            sums = rows["arrays"].tobytes() if self.arrays else b""
-            descriptor, records, front = self.descriptors[1], entries.tobytes(), metadata.tobytes()
-            write_at(descriptor, records, table + at * width * ALLOCATION.itemsize)
-            write_at(descriptor, front, self._metadata + at * self._dtype.itemsize)
-            write_at(descriptor, sums, sums_at + 4 * at)
-            table_crc, metadata_crc = (
-                zlib.crc32(records, table_crc),
-                zlib.crc32(front, metadata_crc),
-            )
-            samples_crc = zlib.crc32(sums, samples_crc)
-        return checksums(metadata_crc, table_crc, samples_crc, sums_at)
+            written = {
+                "table": (entries, table + at * entries[0].nbytes),
+                "metadata": (metadata, self._metadata + at * metadata.itemsize),
+            }
+            if self.arrays:
+                written["samples"] = rows["arrays"], sums_at + 4 * at
+            for name, (records, offset) in written.items():
+                content = records.tobytes()
+                write_at(self.descriptors[1], content, offset)
+                crcs[name] = zlib.crc32(content, crcs[name])
+        return crcs | {"samples_at": sums_at}
 
     def close(self) -> None:
         """Close the files and release the lock; packed images stay in `.part`."""
@@ -408,30 +395,6 @@ class BetonWriter:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def write_beton(path: Path, samples: Sequence[Sample], arrays: list[Field], notes: dict) -> None:
-    """Write a .beton of samples that are in memory.
-
-    On an error all files are removed; after a kill the next call resumes. Raises as `BetonWriter`.
-    """
-    with BetonWriter(path, len(samples), arrays, notes) as writer:
-        try:
-            for index, sample in enumerate(samples):
-                if writer.state[index] == PACKED:
-                    writer.check(index, sample)
-                else:
-                    writer.write(index, sample)
-            writer.finish()
-        except BaseException:
-            writer.part.unlink(missing_ok=True)
-            writer.journal.unlink(missing_ok=True)
-            raise
-
-
-def checksums(metadata: int, table: int, samples: int, samples_at: int) -> dict[str, int]:
-    """The note `crc32`: CRC-32 of metadata, table and the samples' checksums, and their offset."""
-    return {"metadata": metadata, "table": table, "samples": samples, "samples_at": samples_at}
 
 
 def valid_rows(records: bytes) -> np.ndarray:
@@ -455,10 +418,3 @@ def write_at(descriptor: int, data: bytes, offset: int) -> None:
     while len(view):
         put = os.pwrite(descriptor, view, offset)
         view, offset = view[put:], offset + put
-
-
-def read_all(descriptor: int) -> bytes:
-    """Read the whole file."""
-    with open(os.dup(descriptor), "rb") as file:
-        file.seek(0)
-        return file.read()

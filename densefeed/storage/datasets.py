@@ -35,18 +35,25 @@ if TYPE_CHECKING:
 
 # Classes, and images of each split. Sources: DHVT, Table 6; DRLoc, Section 5 (Flowers: train and
 # val together, evaluated on test); the web page of SVHN.
+DOMAIN_CLASSES = 345
+DOMAINS = {  # train, test
+    "clipart": (33_525, 14_604),
+    "infograph": (36_023, 15_582),
+    "painting": (50_416, 21_850),
+    "quickdraw": (120_750, 51_750),
+    "real": (120_906, 52_041),
+    "sketch": (48_212, 20_916),
+}
 CIFAR = {"train": 50_000, "test": 10_000}
-COUNTS: dict[str, tuple[int, dict[str, int]]] = {
+COUNTS = {
     "cifar10": (10, CIFAR),
     "cifar100": (100, CIFAR),
     "svhn": (10, {"train": 73_257, "test": 26_032}),
     "flowers102": (102, {"train": 1_020, "val": 1_020, "trainval": 2_040, "test": 6_149}),
-    "domainnet/clipart": (345, {"train": 33_525, "test": 14_604}),
-    "domainnet/infograph": (345, {"train": 36_023, "test": 15_582}),
-    "domainnet/painting": (345, {"train": 50_416, "test": 21_850}),
-    "domainnet/quickdraw": (345, {"train": 120_750, "test": 51_750}),
-    "domainnet/real": (345, {"train": 120_906, "test": 52_041}),
-    "domainnet/sketch": (345, {"train": 48_212, "test": 20_916}),
+}
+COUNTS |= {
+    f"domainnet/{name}": (DOMAIN_CLASSES, {"train": train, "test": test})
+    for name, (train, test) in DOMAINS.items()
 }
 # The synonyms that timm accepts.
 SPLITS = ({"train", "training"}, {"val", "valid", "validation", "eval", "evaluation"}, {"test"})
@@ -79,6 +86,7 @@ class Listed(NamedTuple):
         if self.pixels is None:
             return open(self.root / self.paths[index], "rb")
         file = io.BytesIO()
+        # The fastest level: the bytes are decoded at once and dropped.
         Image.fromarray(self.pixels[index]).save(file, "PNG", compress_level=1)
         file.seek(0)
         return file
@@ -134,7 +142,7 @@ def find(root: Path, dataset: str, split: str) -> Listed | TimmDataset:
         raise UserError(
             f"--dataset {dataset} has no split {split!r}; give --split {' or '.join(counts)}"
         )
-    found = finder(Path(root), kind if kind in TORCHVISION_FILES else rest, split)
+    found = finder(root, kind if kind in TORCHVISION_FILES else rest, split)
     if not found.paths:
         raise UserError(f"--dataset {dataset}: {root} holds no images of the split {split!r}")
     images, names = len(found.paths), len(found.class_names)
@@ -166,6 +174,7 @@ def read_timm(root: Path, dataset: str, split: str) -> TimmDataset:
         ) from error
     if not paths:
         raise UserError(f"{root} holds no images; it should hold one folder of images per class")
+    # Readers of folders list their labels; of others every sample is read once.
     samples = getattr(reader, "samples", None) or (reader[i] for i in range(len(paths)))
     labels = np.array([sample[1] for sample in samples], np.int64)
     names = getattr(reader, "class_to_idx", None)
@@ -265,8 +274,8 @@ def read_domainnet(root: Path, name: str, split: str) -> Listed:
 
     It has 345 classes, named after the folders in the lists.
     """
-    if f"domainnet/{name}" not in COUNTS:
-        names = ", ".join(dataset for dataset in COUNTS if dataset.startswith("domainnet/"))
+    if name not in DOMAINS:
+        names = ", ".join(f"domainnet/{domain}" for domain in DOMAINS)
         raise UserError(f"--dataset domainnet/{name}: there is no such domain; choose from {names}")
     lists = {word: root / f"{name}_{word}.txt" for word in ("train", "test")}
     for file in lists.values():
@@ -275,7 +284,7 @@ def read_domainnet(root: Path, name: str, split: str) -> Listed:
                 f"{file} does not exist; put {name}.zip there, unpacked, "
                 f"and its lists {name}_train.txt and {name}_test.txt"
             )
-    return read_list(root, lists[split], COUNTS[f"domainnet/{name}"][0])
+    return read_list(root, lists[split], DOMAIN_CLASSES)
 
 
 def read_list(root: Path, file: Path, classes: int = 0) -> Listed:
@@ -302,15 +311,10 @@ def read_list(root: Path, file: Path, classes: int = 0) -> Listed:
                 "splits of one dataset; give labels to both or neither, or move one to another "
                 "folder"
             )
+        # They add classes, but no images.
         every += theirs
     check_paths(root, file, own)
-    paths = [entry.path for entry in own]
-    if own[0].label is None:
-        names = sorted({entry.folder for entry in every})
-        number_of = {name: number for number, name in enumerate(names)}
-        labels = [number_of[entry.folder] for entry in own]
-        return Listed(paths, np.array(labels, np.int64), names, root)
-    first: dict[str, Entry] = {}
+    first = {}
     for entry in own:
         earlier = first.setdefault(entry.path, entry)
         if earlier.label != entry.label:
@@ -318,8 +322,12 @@ def read_list(root: Path, file: Path, classes: int = 0) -> Listed:
                 f"{file}, line {entry.line} gives {entry.path} the label {entry.label}, "
                 f"and line {earlier.line} the label {earlier.label}; keep one of them"
             )
-    labels = [entry.label for entry in own]
-    return Listed(paths, np.array(labels, np.int64), name_labels(every, classes), root)
+    if own[0].label is None:
+        names = sorted({entry.folder for entry in every})
+        labels = np.searchsorted(names, [entry.folder for entry in own])
+    else:
+        names, labels = name_labels(every, classes), [entry.label for entry in own]
+    return Listed([entry.path for entry in own], np.array(labels, np.int64), names, root)
 
 
 def sibling_lists(file: Path) -> list[Path]:
@@ -338,12 +346,13 @@ def read_entries(file: Path, most: int) -> list[Entry]:
 
     Raises UserError that names an invalid line.
     """
-    entries: list[Entry] = []
+    entries = []
     for number, line in read_lines(file):
         path, *last = line.rsplit(maxsplit=1)
         label = None
         if last and re.fullmatch(r"[-+]?\d+(\.\d*)?", last[0]):
             digits = last[0].lstrip("0") or "0"
+            # The length is compared first: `int` refuses more than 4,300 digits with another error.
             if not digits.isdecimal() or len(digits) > len(str(most)) or int(digits) >= most:
                 raise UserError(
                     f"{file}, line {number} ends in {last[0][:24]}; "
@@ -397,7 +406,7 @@ def check_paths(root: Path, file: Path, entries: Sequence[Entry]) -> None:
                 'check --data, and that lines are "path label" or "class/file"'
             )
     # Each folder is listed once: a stat of every file of a network disk takes minutes.
-    there: dict[str, set[str]] = {}
+    there = {}
     missing = []
     for entry in entries:
         folder, name = os.path.split(entry.path)
@@ -440,9 +449,9 @@ def select_classes(root: Path, name: str, split: str) -> Listed:
     if missing or len(set(names)) != len(names):
         fault = f"{missing[0]}, which is no class folder of {root}" if missing else "a class twice"
         raise UserError(f"{name} names {fault}; fix the list, or check --data")
-    number = np.full(len(whole.class_names), -1)
-    number[[whole.class_names.index(name) for name in names]] = range(len(names))
-    return subset(whole, np.flatnonzero(number[whole.labels] >= 0), number[whole.labels], names)
+    number = [names.index(name) if name in names else -1 for name in whole.class_names]
+    labels = np.array(number)[whole.labels]
+    return subset(whole, np.flatnonzero(labels >= 0), labels, names)
 
 
 def select_share(root: Path, percent: str, split: str) -> Listed:
@@ -473,7 +482,7 @@ def subset(whole: TimmDataset, ids: np.ndarray, labels: np.ndarray, names: list[
 
 # What finds the samples of a kind of dataset: (root, the rest of the name, split) to its samples.
 Finder = Callable[[Path, str, str], Listed]
-FINDERS: dict[str, Finder] = {
+FINDERS = {
     **dict.fromkeys(TORCHVISION_FILES, read_torchvision),
     "domainnet": read_domainnet,
     # The file is the split.

@@ -69,7 +69,7 @@ def visible_boxes(view_N23: np.ndarray) -> np.ndarray:
     Returns float32 `[N, 4]`, (top, left, bottom, right), normalized like a Window.
     """
     # [N, corner, (x, y)]
-    ends = np.stack([view_N23[:, :, 2], view_N23[:, :, :2].sum(2) + view_N23[:, :, 2]], axis=1)
+    ends = np.stack([view_N23[:, :, 2], view_N23.sum(2)], axis=1)
     return np.concatenate([ends.min(1)[:, ::-1], ends.max(1)[:, ::-1]], axis=1)
 
 

@@ -4,7 +4,6 @@ import hashlib
 import io
 import math
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 from PIL import Image, UnidentifiedImageError
@@ -33,24 +32,18 @@ class Images:
         paths: path of each image, relative to the folder it was found in.
         labels: int64 `[N]`.
         class_names: in label order.
+        open: a function that opens the file of image `index`; the caller closes it.
+        where: a function that returns the name of image `index` for error messages.
     """
 
     def __init__(self, root: Path, dataset: str = "", split: str = "train") -> None:
         self.root = Path(root)
-        self._found = datasets.find(self.root, dataset, split)
-        self.paths, self.labels = self._found.paths, self._found.labels
-        self.class_names = self._found.class_names
+        found = datasets.find(self.root, dataset, split)
+        self.paths, self.labels, self.class_names = found.paths, found.labels, found.class_names
+        self.open, self.where = found.open, found.where
 
     def __len__(self) -> int:
         return len(self.paths)
-
-    def open(self, index: int) -> BinaryIO:
-        """Open the file of image `index`; the caller closes it."""
-        return self._found.open(index)
-
-    def where(self, index: int) -> str:
-        """Name of image `index` for error messages."""
-        return self._found.where(index)
 
     def read(self, index: int) -> bytes:
         """Encoded bytes of image `index`, as stored."""
@@ -105,11 +98,11 @@ def crop_resize(
     """
     left, top, right, bottom = box_ltrb
     x, y = math.floor(left), math.floor(top)
-    ends = math.ceil(right), math.ceil(bottom)
-    if x >= 0 and y >= 0 and ends[0] <= image.width and ends[1] <= image.height:
-        cut = image.crop((x, y, *ends))
+    x_end, y_end = math.ceil(right), math.ceil(bottom)
+    if x >= 0 and y >= 0 and x_end <= image.width and y_end <= image.height:
+        cut = image.crop((x, y, x_end, y_end))
     else:
-        cut = Image.new("RGB", (ends[0] - x, ends[1] - y), fill)
+        cut = Image.new("RGB", (x_end - x, y_end - y), fill)
         cut.paste(image, (-x, -y))
     box = left - x, top - y, right - x, bottom - y
     return np.asarray(cut.resize((size, size), filter, box))

@@ -39,16 +39,19 @@ def transcode(encoded: bytes) -> bytes:
     """
     plain = native.transcode(encoded, 0)
     frame = _Frame(plain)
-    if frame.sampling is None:
+    if not frame.across:
         return plain
     return add_index(native.transcode(encoded, choose_interval(frame.across)))
 
 
 class _Frame:
-    """Scan offset, restart interval and MCU grid of a baseline JPEG."""
+    """Scan offset, restart interval and MCU grid of a baseline JPEG.
+
+    `across` is 0 for a chroma sampling that gets no index.
+    """
 
     def __init__(self, jpeg: bytes) -> None:
-        at, self.interval, self.sampling = 2, 0, None
+        at, self.interval, self.across = 2, 0, 0
         while True:
             marker, length = jpeg[at + 1], struct.unpack_from(">H", jpeg, at + 2)[0]
             if marker == SOF0:
@@ -57,7 +60,6 @@ class _Frame:
                 # A single component is never interleaved: an MCU is one block.
                 luma = (1, 1) if components == 1 else factors[0]
                 if luma in INDEXED_SAMPLINGS and {*factors[1:]} <= {(1, 1)}:
-                    self.sampling = luma
                     self.across = -(-width // (8 * luma[0]))
                     self.down = -(-height // (8 * luma[1]))
             elif marker == DRI:

@@ -53,23 +53,21 @@ def convert(store: ScoreMapStore, out: Path, form: Form) -> ScoreMapStore:
     count, paths = len(store), np.array([path.encode() for path in store.paths()])
     done = np.ones(count, np.uint8)
     known = {"label": store.labels, "path": paths, "palette": store.palette, "done": done}
-    packed_shape = ()
+    size = row_sizes(form, header.side, header.top_k, store.palette)
     if form != "raw":
-        size = row_sizes(form, header.side, header.top_k, store.palette)
-        packed_shape = (int(size.sum()),)
         known["start"] = np.cumsum(size) - size
     if form == "compact":
         known["levels"] = code_levels(header.absent)
     header = replace(header, form=form)
     with replace_file(out) as part:
-        types = dataset_types(header, count, paths.dtype.str, packed_shape)
+        types = dataset_types(header, count, paths.dtype.str, (int(size.sum()),))
         allocate_store(part, header, types, known)
         _, arrays, offsets = map_datasets(part)
-        strides = {name: array[:1].nbytes for name, array in arrays.items()}
         with open(part, "r+b", buffering=0) as file:
             for name, first, content in encode_chunks(store, form, known):
+                offset = offsets[name] + first * arrays[name][:1].nbytes
                 with name_errors(part):
-                    os.pwrite(file.fileno(), content, offsets[name] + first * strides[name])
+                    os.pwrite(file.fileno(), content, offset)
     return ScoreMapStore(out)
 
 
@@ -90,17 +88,19 @@ def encode_chunks(
                 raise store.invalid_map(int(ids[bad.argmax()]), fault)
         if form == "raw":
             for name, part in maps._asdict().items():
-                yield name, first, np.ascontiguousarray(part).tobytes()
+                yield name, first, part.tobytes()
             yield "crc32", first, row_crcs(maps).tobytes()
             continue
         rows = [np.frombuffer(row, np.uint8) for row in pack(form, header.absent, maps)]
-        yield "rows", int(known["start"][first]), b"".join(row.data for row in rows)
-        yield "window", first, np.ascontiguousarray(maps.window).tobytes()
+        yield "rows", int(known["start"][first]), b"".join(rows)
+        yield "window", first, maps.window.tobytes()
         yield "crc32", first, row_crcs((rows, maps.window)).tobytes()
+        # The error is measured on the rows as a reader will see them.
         if form == "compact":
             palette = store.palette[ids]
             back = unpack(form, header.side, header.top_k, known["levels"], palette, rows)
             error.add(maps, ScoreMaps(*back, maps.window))
+    # It is over all rows, so it is known only now.
     if form == "compact":
         yield "error", 0, np.array(error.result(), "<f8").tobytes()
 
@@ -131,7 +131,7 @@ def summary(store: ScoreMapStore) -> str:
 
 def verify(store: ScoreMapStore) -> dict[int, list[str]]:
     """Faults of each bad row, by ascending row: a wrong checksum, or values no labeling writes."""
-    faults: dict[int, list[str]] = {}
+    faults = {}
     for ids, stored, maps in store.chunks("verify"):
         damaged = row_crcs(stored) != store.crcs[ids]
         wrong = store.impossible(ids, maps) | disorder(store, ids, maps)

@@ -14,7 +14,7 @@ declared at import.
 import os
 from collections import Counter, defaultdict
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, NamedTuple, TextIO
@@ -114,14 +114,14 @@ def match(images: Images, labels: Path) -> Matching:
         raise UserError(
             f"{labels} is not a folder; give the folder of class folders with .pt or .npy files"
         )
-    kinds: Counter = Counter()
+    kinds = Counter()
     # If the name of a class folder contains a dot, the published code looks in the root.
     at_root = list_maps(labels, "", kinds)
     folders = defaultdict(list)
     for index, path in enumerate(images.paths):
         folders[map_stem(path, True).rpartition("/")[0]].append(index)
     found = Matching(labels, "", np.zeros(len(images), np.uint8))
-    root_claims: dict[str, list[int]] = defaultdict(list)
+    root_claims = defaultdict(list)
 
     def count_extra(unclaimed: set[str]) -> None:
         found.extra += len(unclaimed)
@@ -167,15 +167,12 @@ def list_maps(root: Path, folder: str, kinds: Counter) -> set[str]:
     Their suffixes are counted in `kinds`.
     """
     stems = set()
-    try:
-        with os.scandir(root / folder) as entries:
-            for entry in entries:
-                stem, suffix = os.path.splitext(entry.name)
-                if suffix in SUFFIXES:
-                    stems.add(f"{folder}/{stem}" if folder else stem)
-                    kinds[suffix] += 1
-    except (FileNotFoundError, NotADirectoryError):
-        pass
+    with suppress(FileNotFoundError, NotADirectoryError), os.scandir(root / folder) as entries:
+        for entry in entries:
+            stem, suffix = os.path.splitext(entry.name)
+            if suffix in SUFFIXES:
+                stems.add(f"{folder}/{stem}" if folder else stem)
+                kinds[suffix] += 1
     return stems
 
 
@@ -204,29 +201,31 @@ def to_rows(
     """
     if axes == "column-row":
         array_N2kSS = array_N2kSS.swapaxes(3, 4)
-    value_NSSk, number_NSSk = np.ascontiguousarray(np.moveaxis(array_N2kSS, 2, 4).swapaxes(0, 1))
+    value_NSSk, number_NSSk = np.ascontiguousarray(np.moveaxis(array_N2kSS, (1, 2), (0, 4)))
     N, k = len(value_NSSk), value_NSSk.shape[3]
+    # Numbers that their type cannot hold are faults of their row.
     with np.errstate(over="ignore", invalid="ignore"):
         logit, cls = value_NSSk.astype(np.float16), number_NSSk.astype(np.uint16)
         fractional = (cls != number_NSSk).reshape(N, -1).any(1)
-    rising = (logit[..., 1:] > logit[..., :-1]).reshape(N, -1).any(1)
-    infinite = find_non_finite(logit.reshape(N, -1))
-    for row in np.flatnonzero(rising & ~infinite):
-        order = np.argsort(-logit[row], axis=-1, kind="stable")
-        logit[row], cls[row] = (np.take_along_axis(part[row], order, -1) for part in (logit, cls))
-    with np.errstate(over="ignore", invalid="ignore"):
+        rising = (logit[..., 1:] > logit[..., :-1]).reshape(N, -1).any(1)
+        infinite = find_non_finite(logit.reshape(N, -1))
+        for row in np.flatnonzero(rising & ~infinite):
+            order = np.argsort(-logit[row], axis=-1, kind="stable")
+            for part in (logit, cls):
+                part[row] = np.take_along_axis(part[row], order, -1)
         peak, others = logit[..., 0].astype(np.float32), num_classes - k
+        # Classes that are not named have logit 0, which may be the largest.
         if others > 0:
             peak = np.maximum(peak, 0)
         total = np.exp(logit.astype(np.float32) - peak[..., None]).sum(-1) + others * np.exp(-peak)
         lse = (peak + np.log(total)).astype(np.float16)
-    beyond = f"a class number that is none of 0 to {num_classes - 1:,}, the classes of the images"
+    beyond = fractional | (cls.reshape(N, -1).max(1) >= num_classes)
+    classes = f"0 to {num_classes - 1:,}, the classes of the images"
     wrong = {
         "a logit that is NaN, or no finite number in float16": infinite,
-        beyond: fractional | (cls.reshape(N, -1).max(1) >= num_classes),
+        f"a class number that is none of {classes}": beyond,
+        "a class twice in one cell": find_duplicate_classes(cls) & ~infinite & ~beyond,
     }
-    duplicates = find_duplicate_classes(cls)
-    wrong["a class twice in one cell"] = duplicates & ~np.logical_or.reduce(list(wrong.values()))
     return logit, cls, lse, wrong
 
 
@@ -400,6 +399,7 @@ def read_maps(
         steps_bar("import maps", len(images), report.earlier) as advance,
     ):
         for part in parts:
+            # The writer takes consecutive rows only, and some maps may be missing.
             for ids in split_runs(part.ids, CHUNK):
                 rows = np.searchsorted(part.ids, ids)
                 writer.write(ids, ScoreMaps(*(column[rows] for column in part.maps)))
@@ -413,32 +413,25 @@ def read_maps(
 def read_part(images: Images, pack: Pack, ids: np.ndarray, files: TensorFiles) -> Part:
     """Read the maps of the images `ids`."""
     num_classes, problems = len(images.class_names), []
-    read: dict[np.dtype, list[tuple[int, np.ndarray, TLBR]]] = defaultdict(list)
+    read = []
     for index in ids.tolist():
         try:
-            array, covered = load_map(images, pack, index, files)
-            read[array.dtype].append((index, array, covered))
+            read.append((index, *load_map(images, pack, index, files)))
         except UnusableError as error:
             problems.append(error.args)
-    good, columns = [], []
-    # One dtype at a time; a pack usually has only one.
-    for members in read.values():
-        indices, arrays, windows = zip(*members, strict=True)
-        logit, cls, lse, wrong = to_rows(np.stack(arrays), num_classes, pack.axes)
-        kept = np.ones(len(indices), bool)
-        for fault, rows in wrong.items():
-            for index in np.array(indices)[rows & kept]:
-                file = pack.matching.file(images.paths[index], pack.matching.rule[index])
-                problems.append((fault, str(file)))
-            kept &= ~rows
-        good.append(np.array(indices)[kept])
-        maps = logit, cls, lse, np.array(windows, np.float32)
-        columns.append(ScoreMaps(*(part[kept] for part in maps)))
-    if not good:
+    if not read:
         return Part(np.empty(0, np.int64), None, problems, len(ids))
-    found, order = np.concatenate(good), np.argsort(np.concatenate(good))
-    maps = ScoreMaps(*(np.concatenate(parts)[order] for parts in zip(*columns, strict=True)))
-    return Part(found[order], maps, problems, len(ids))
+    indices, arrays, windows = zip(*read, strict=True)
+    # Maps of several float types are stacked as the widest of them, which holds all numbers.
+    logit, cls, lse, wrong = to_rows(np.stack(arrays), num_classes, pack.axes)
+    found, kept = np.array(indices), np.ones(len(indices), bool)
+    for fault, rows in wrong.items():
+        for index in found[rows & kept]:
+            file = pack.matching.file(images.paths[index], pack.matching.rule[index])
+            problems.append((fault, str(file)))
+        kept &= ~rows
+    maps = logit, cls, lse, np.array(windows, np.float32)
+    return Part(found[kept], ScoreMaps(*(part[kept] for part in maps)), problems, len(ids))
 
 
 def load_map(images: Images, pack: Pack, index: int, files: TensorFiles) -> tuple[np.ndarray, TLBR]:
@@ -453,7 +446,9 @@ def load_map(images: Images, pack: Pack, index: int, files: TensorFiles) -> tupl
         array = files.read(file)
         shape, most = map_shape(array), EXACT[array.itemsize]
         if shape == wanted and num_classes <= most:
-            return array, map_window(images, index, pack.footprint)
+            # Only a squashed image has its Window without a look at the image's size.
+            squash = pack.footprint == "squash"
+            return array, WHOLE if squash else teacher_window(pack.footprint, *images.size(index))
     except TensorError as error:
         raise UnusableError("damaged or no map", f"{file} {error}") from error
     except OSError as error:
@@ -469,22 +464,16 @@ def load_map(images: Images, pack: Pack, index: int, files: TensorFiles) -> tupl
     )
 
 
-def map_window(images: Images, index: int, footprint: Footprint) -> TLBR:
-    """Window of the map of image `index`. That of a center crop depends on the image's size."""
-    return WHOLE if footprint == "squash" else teacher_window(footprint, *images.size(index))
-
-
 def label_rows(label_N: np.ndarray, num_classes: int, side: int, top_k: int) -> ScoreMaps:
     """Rows whose every cell names only the image's label.
 
     The label has logit 20, the other ranks logit 0.
     """
     # The other ranks are classes 1 to k - 1; where one of them is the label, class 0 replaces it.
-    others = np.tile(np.arange(top_k), (len(label_N), 1))
-    cls_Nk = np.concatenate([label_N[:, None], others[:, 1:]], 1)
-    cls_Nk[:, 1:] = np.where(cls_Nk[:, 1:] == label_N[:, None], 0, cls_Nk[:, 1:])
-    logit_k = np.zeros(top_k, np.float16)
-    logit_k[0] = SURE
+    ranks = np.arange(top_k)
+    cls_Nk = np.where(ranks == label_N[:, None], 0, ranks)
+    cls_Nk[:, 0] = label_N
+    logit_k = np.where(ranks == 0, SURE, 0).astype(np.float16)
     shape = (len(label_N), side, side, top_k)
     lse = np.log(np.exp(SURE) + num_classes - 1)
     return ScoreMaps(

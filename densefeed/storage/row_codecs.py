@@ -48,7 +48,7 @@ class FormError(NamedTuple):
         )
 
 
-def plane_bits(palette: np.ndarray) -> np.ndarray:
+def plane_bits(palette: np.ndarray | int) -> np.ndarray:
     """Bits of an index into palettes of these sizes, int64: 0 for 1 class, 5 for 17 to 32."""
     # log2 of a power of two is exact.
     return np.ceil(np.log2(np.maximum(palette, 1).astype(np.float64))).astype(np.int64)
@@ -86,15 +86,15 @@ def pack(form: Form, absent: Absent, maps: ScoreMaps) -> list[bytes]:
     """Encode each row without its Window. The maps must be finite."""
     N, E = len(maps.logit), maps.cls[0].size
     if form == "compact":
-        low_N, step_N, codes_NE = quantize(absent, maps)
-        before, after = np.stack([low_N, step_N], 1).astype("<f4"), [codes_NE]
+        before, codes_NE = quantize(absent, maps)
+        after = [codes_NE]
     else:
         before = np.empty((N, 0), "<f4")
         after = [part.astype("<f2").reshape(N, -1) for part in (maps.logit, maps.lse)]
     rows = []
     for n, classes_E in enumerate(maps.cls.reshape(N, E)):
         palette, place_E = np.unique(classes_E, return_inverse=True)
-        bits = int(plane_bits(np.array(len(palette))))
+        bits = plane_bits(len(palette))
         planes = (place_E[None] >> np.arange(bits)[:, None] & 1).astype(np.uint8)
         packed = np.packbits(planes, axis=1, bitorder="little")
         parts = [before[n], palette.astype("<u2"), packed, *(part[n] for part in after)]
@@ -102,8 +102,8 @@ def pack(form: Form, absent: Absent, maps: ScoreMaps) -> list[bytes]:
     return rows
 
 
-def quantize(absent: Absent, maps: ScoreMaps) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """`low` and `step`, float32 `[N]`, and the codes, uint8 `[N, E]`, of compact rows.
+def quantize(absent: Absent, maps: ScoreMaps) -> tuple[np.ndarray, np.ndarray]:
+    """(low, step), float32 `[N, 2]`, and the codes, uint8 `[N, E]`, of compact rows.
 
     Codes are monotonic: a larger value never has a smaller code.
     """
@@ -112,14 +112,14 @@ def quantize(absent: Absent, maps: ScoreMaps) -> tuple[np.ndarray, np.ndarray, n
         value = value.reshape(N, -1)
         low = value.min(1)
         step = (value.max(1) - low) / 255
+        # If all logits of a row are equal, the step is 0 and so is every code.
         code = (value - low[:, None]) / np.where(step > 0, step, 1)[:, None]
     else:
         # Rounded to float16, a logit may exceed its logsumexp.
         value = np.minimum(value - maps.lse.astype(np.float64)[..., None], 0).reshape(N, -1)
         low, step = value.max(1), np.ones(N)
         code = 255 * np.exp((value - low[:, None]) / 2)
-    code = np.rint(code).clip(0, 255).astype(np.uint8)
-    return low.astype(np.float32), step.astype(np.float32), code
+    return np.stack([low, step], 1).astype("<f4"), np.rint(code).clip(0, 255).astype(np.uint8)
 
 
 # ------------------------------------------------------------------------------- packed to raw
@@ -160,8 +160,8 @@ def unpack(
             logit[ids] = np.take_along_axis(level, stack[:, -entries:].astype(np.intp), 1)
         else:
             values = stack[:, -2 * (entries + cells) :]
-            logit[ids] = read_column(values, 0, entries, "<f2")
-            lse[ids] = read_column(values, 2 * entries, cells, "<f2")
+            values = read_column(values, 0, entries + cells, "<f2")
+            logit[ids], lse[ids] = values[:, :entries], values[:, entries:]
     shape = N, side, side
     return logit.reshape(*shape, top_k), cls.reshape(*shape, top_k), lse.reshape(shape)
 
@@ -171,7 +171,7 @@ def unpack_classes(stack: np.ndarray, at: int, size: int, entries: int) -> np.nd
 
     `stack` uint8 `[N, bytes]` holds rows whose palettes have `size` classes.
     """
-    N, bits, plane_bytes = len(stack), int(plane_bits(np.array(size))), -(-entries // 8)
+    N, bits, plane_bytes = len(stack), plane_bits(size), -(-entries // 8)
     planes = stack[:, at + 2 * size :][:, : bits * plane_bytes].reshape(N, bits, plane_bytes)
     places = np.zeros((N, entries), np.uint16)
     for bit in range(bits):
@@ -216,7 +216,7 @@ class ErrorSum:
 
     def __init__(self, num_classes: int, absent: Absent) -> None:
         self._convention = num_classes, absent
-        self._max, self._sum, self._count = np.zeros(2), np.zeros(2), np.zeros(2)
+        self._max, self._sum, self._count = np.zeros((3, 2))
 
     def add(self, before: ScoreMaps, after: ScoreMaps) -> None:
         """Add rows."""
@@ -233,4 +233,4 @@ class ErrorSum:
     def result(self) -> FormError:
         """The error over all rows added so far."""
         mean = self._sum / np.maximum(self._count, 1)
-        return FormError(float(self._max[0]), float(mean[0]), float(self._max[1]), float(mean[1]))
+        return FormError(*np.stack([self._max, mean], 1).ravel().tolist())

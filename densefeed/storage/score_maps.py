@@ -10,7 +10,6 @@ and read through a memory map, so no HDF5 metadata changes while a labeling runs
 leaves a file that opens.
 """
 
-import contextlib
 import errno
 import json
 import math
@@ -18,6 +17,7 @@ import os
 import weakref
 import zlib
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import combinations
 from pathlib import Path
@@ -37,6 +37,7 @@ from densefeed.system.files import (
     remove_orphans,
     sync,
 )
+from densefeed.system.options import to_tuple
 from densefeed.system.progress import bar
 
 Types = dict[str, tuple[str, tuple[int, ...]]]  # dtype and shape of datasets, by name
@@ -81,8 +82,9 @@ class StoreHeader:
     def from_json(cls, text: str, where: Path) -> "StoreHeader":
         """Decode from JSON; UserError that names `where` for an unknown version, form or absent."""
         fields = json.loads(text)
+        # Files of version 1 have no form: all are raw.
         version, form = fields.pop("version", None), fields.setdefault("form", "raw")
-        absent, shard = fields.get("absent"), fields.get("shard")
+        absent = fields.get("absent")
         if version not in VERSIONS.values():
             problem = f"score maps have version {version}, this program reads versions 1 and 2"
         elif VERSIONS.get(form) != version:
@@ -90,8 +92,7 @@ class StoreHeader:
         elif absent not in ("tail", "zero-logit"):
             problem = f"absent is {absent!r}, but must be tail or zero-logit"
         else:
-            fields["class_names"] = tuple(fields["class_names"])
-            return cls(**fields | {"shard": shard and tuple(shard)})
+            return cls(**{name: to_tuple(value) for name, value in fields.items()})
         raise UserError(f"{where}: {problem}; label the images again")
 
     def check_same(self, other: "StoreHeader", where: Path) -> None:
@@ -103,6 +104,7 @@ class StoreHeader:
             if found == value:
                 continue
             difference = f"with another {name.replace('_', ' ')}"
+            # Both stand for the dataset.
             if name in ("fingerprint", "class_names"):
                 difference = "for another dataset"
             elif isinstance(value, int | str):
@@ -124,12 +126,6 @@ def row_types(side: int, top_k: int) -> Types:
     }
 
 
-def packed_types() -> Types:
-    """`row_types` of a packed store, whose maps are in `rows`, a dataset of bytes."""
-    types = row_types(0, 0) | {"start": ("<i8", ())}
-    return {name: types[name] for name in types if name not in ("logit", "cls", "lse")}
-
-
 def dataset_types(
     header: StoreHeader, rows: int, path: str, packed_shape: tuple[int, ...] = ()
 ) -> Types:
@@ -138,11 +134,13 @@ def dataset_types(
     `path` is the dtype of the dataset `path`; `packed_shape` is the shape of the dataset `rows` of
     a packed store, which is its size in bytes.
     """
-    raw = header.form == "raw"
-    types = row_types(header.side, header.top_k) if raw else packed_types()
+    types, packed = row_types(header.side, header.top_k), header.form != "raw"
+    if packed:
+        del types["logit"], types["cls"], types["lse"]
+        types["start"] = "<i8", ()
     types["path"] = path, ()
     types = {name: (dtype, (rows, *shape)) for name, (dtype, shape) in types.items()}
-    if not raw:
+    if packed:
         types["rows"] = "|u1", packed_shape
     if header.form == "compact":
         types |= {"levels": ("<f4", (256,)), "error": ("<f8", (len(FormError._fields),))}
@@ -166,9 +164,7 @@ def row_crcs(parts: Iterable[Iterable[np.ndarray]]) -> np.ndarray:
 
 def names_crc(label_N: np.ndarray, path_N: np.ndarray) -> np.uint32:
     """CRC-32 over the bytes of the datasets `label` and `path`, in this order."""
-    label = np.ascontiguousarray(label_N, row_types(0, 0)["label"][0])
-    path = np.ascontiguousarray(path_N)
-    return np.uint32(zlib.crc32(path.tobytes(), zlib.crc32(label.tobytes())))
+    return np.uint32(zlib.crc32(path_N.tobytes(), zlib.crc32(np.asarray(label_N, "<i8").tobytes())))
 
 
 def find_non_finite(half_NM: np.ndarray) -> np.ndarray:
@@ -228,6 +224,7 @@ def map_datasets(path: Path) -> tuple[StoreHeader, dict[str, np.ndarray], dict[s
     rows = layout["label"][1][0] if "label" in layout else 0
     missing = None, ()
     types = dataset_types(header, rows, "", layout.get("rows", missing)[1][:1])
+    # Its dtype depends on the longest path.
     del types["path"]
     for name, (dtype, shape) in types.items():
         expected, found = (np.dtype(dtype), shape), layout.get(name, missing)[:2]
@@ -245,10 +242,8 @@ def map_datasets(path: Path) -> tuple[StoreHeader, dict[str, np.ndarray], dict[s
 
 
 class PackedRows(NamedTuple):
-    """What is needed to unpack the rows of a packed store; copies in memory."""
+    """What is needed to read the rows of a packed store; copies in memory."""
 
-    form: Form
-    palette: np.ndarray  # int32 [N], classes in the palette of each row
     size: np.ndarray  # int64 [N], bytes of each row
     levels: np.ndarray | None  # float32 [256], only in a compact store
 
@@ -274,8 +269,7 @@ class ScoreMapStore:
                 f"{path} is shard {index} of {count} and not the whole dataset; "
                 "merge the shards with `python tools/score_maps.py merge OUT`"
             )
-        if not arrays["done"].all():
-            undone = int((arrays["done"] == 0).sum())
+        if undone := int((arrays["done"] == 0).sum()):
             raise UserError(f"{path}: {undone} rows are not labeled; run the labeling again")
         self.labels, self.crcs = np.array(arrays["label"]), np.array(arrays["crc32"])
         self.palette = np.array(arrays["palette"])
@@ -292,13 +286,14 @@ class ScoreMapStore:
     def _packed_rows(self) -> PackedRows:
         header, arrays = self.header, self._arrays
         size = row_sizes(header.form, header.side, header.top_k, self.palette)
+        # The offsets follow from the palettes, so they need no checksum of their own.
         if (arrays["start"] != np.cumsum(size) - size).any() or len(arrays["rows"]) != size.sum():
             raise UserError(
                 f"{self.path}: its row offsets do not match its palette sizes; "
                 "copy it again or relabel"
             )
         levels = np.array(arrays["levels"]) if header.form == "compact" else None
-        return PackedRows(header.form, self.palette.astype(np.int32), size, levels)
+        return PackedRows(size, levels)
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -341,9 +336,9 @@ class ScoreMapStore:
             stored = rows, self._arrays["window"][ids]
         else:
             stored = ScoreMaps(*(self._arrays[name][ids] for name in ScoreMaps._fields))
-        bad = np.nonzero(row_crcs(stored) != self.crcs[ids])[0]
-        if len(bad):
-            row = int(ids[bad[0]])
+        bad = row_crcs(stored) != self.crcs[ids]
+        if bad.any():
+            row = int(ids[bad.argmax()])
             raise UserError(
                 f"{self.path}: row {row} ({self.image_path(row)}) is damaged; "
                 "relabel or copy it again"
@@ -396,11 +391,9 @@ class ScoreMapStore:
 
         No CRC is checked. `doing` is the text of the progress bar.
         """
-        row_bytes = len(self._arrays["rows"]) // len(self) if self.packed else 0
-        row_bytes += sum(
-            self._arrays[name][:1].nbytes for name in ScoreMaps._fields if name in self._arrays
-        )
-        chunks = np.array_split(np.arange(len(self)), -(-len(self) * row_bytes // CHUNK_BYTES))
+        stored = (self._arrays.get(name) for name in ("rows", *ScoreMaps._fields))
+        total = sum(array.nbytes for array in stored if array is not None)
+        chunks = np.array_split(np.arange(len(self)), -(-total // CHUNK_BYTES))
         for ids in bar(chunks, f"{doing} {self.path.name}") if len(chunks) > 16 else chunks:
             first, end = ids[0], ids[-1] + 1
             if not self.packed:
@@ -414,10 +407,9 @@ class ScoreMapStore:
             yield ids, (rows, window), self._unpack(ids, rows, window)
 
     def _unpack(self, ids: np.ndarray, rows: list[np.ndarray], window: np.ndarray) -> ScoreMaps:
-        side, top_k, packed = self.header.side, self.header.top_k, self.packed
-        return ScoreMaps(
-            *unpack(packed.form, side, top_k, packed.levels, packed.palette[ids], rows), window
-        )
+        header, levels, palette = self.header, self.packed.levels, self.palette[ids]
+        maps = unpack(header.form, header.side, header.top_k, levels, palette, rows)
+        return ScoreMaps(*maps, window)
 
     def _read(self, name: str, first: int, end: int) -> np.ndarray:
         """Read elements `first` to `end` - 1 of a dataset with `pread`.
@@ -450,6 +442,7 @@ def allocate_store(
     """
     # HDF5 crashes the interpreter if the disk fills while it writes. Reserve the space first.
     sizes = (np.dtype(dtype).itemsize * math.prod(shape) for dtype, shape in types.values())
+    # The header holds the class names, with room for names of 100 bytes.
     overhead = HDF5_OVERHEAD + len(header.class_names) * 100
     with open(path, "wb") as file:
         os.posix_fallocate(file.fileno(), 0, sum(sizes) + overhead)
@@ -466,6 +459,7 @@ def allocate_store(
             h5py.h5d.create(file.id, name.encode(), kind, space, early)
         for name, values in known.items():
             file[name][:] = values
+    # HDF5 truncated the file when it opened it, which gave the reserved space back.
     with open(path, "r+b") as file:
         os.posix_fallocate(file.fileno(), 0, os.path.getsize(path))
 
@@ -490,7 +484,7 @@ class ScoreMapWriter:
                 if not self.part.exists():
                     self._create(header, paths, labels)
                 # FileNotFoundError: another process finished and renamed it in the meantime.
-                with contextlib.suppress(FileNotFoundError):
+                with suppress(FileNotFoundError):
                     self._file = open_locked(self.part)
             # Another process may have finished after the check and before this one created a new
             # `.part`.
@@ -549,12 +543,13 @@ class ScoreMapWriter:
         columns = maps._asdict() | {
             "crc32": row_crcs(maps),
             "palette": palette_sizes(maps.cls),
+            # Written last: a row counts only when all else of it is there.
             "done": np.ones(len(ids)),
         }
-        for name, (dtype, shape) in row_types(*maps.logit.shape[2:]).items():
-            if name not in columns:
-                continue
-            data = np.ascontiguousarray(columns[name], dtype)
+        types = row_types(*maps.logit.shape[2:])
+        for name, values in columns.items():
+            dtype, shape = types[name]
+            data = np.asarray(values, dtype)
             if data.shape != (len(ids), *shape):
                 raise ValueError(f"{name} is {data.shape}, not {(len(ids), *shape)}")
             offset = self._offsets[name] + int(ids[0]) * data[0].nbytes
@@ -565,6 +560,7 @@ class ScoreMapWriter:
     def finish(self) -> None:
         """fsync the file and rename it to its final name; every row must be done."""
         assert self.done.all(), "rows are missing"
+        # The rows must be on disk before the file gets its name.
         os.fsync(self._file)
         os.replace(self.part, self.path)
         sync(self.path.parent)
@@ -580,7 +576,8 @@ class ScoreMapWriter:
 def find_valid_rows(arrays: dict[str, np.ndarray]) -> np.ndarray:
     """Mark the rows of an unfinished raw store that are done and match their CRC; bool `[N]`."""
     done = np.array(arrays["done"], bool)
-    written = np.nonzero(done)[0]
+    written = np.flatnonzero(done)
+    # At most 29 MB of rows at once at S = 18, k = 5.
     for ids in np.array_split(written, len(written) // 4096 + 1):
         crcs = row_crcs(ScoreMaps(*(arrays[name][ids] for name in ScoreMaps._fields)))
         done[ids] = crcs == arrays["crc32"][ids]

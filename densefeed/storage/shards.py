@@ -42,9 +42,10 @@ class Shard(NamedTuple):
     def parse(cls, text: str) -> "Shard":
         """Parse `index/of`; UserError for anything else."""
         found = re.fullmatch(r"(\d+)/(\d+)", text)
-        if not found or int(found[1]) >= int(found[2]):
+        index, of = map(int, found.groups()) if found else (0, 0)
+        if index >= of:
             raise UserError(f"--shard {text} is not a shard; write it as 0/8, ..., 7/8")
-        return cls(int(found[1]), int(found[2]))
+        return cls(index, of)
 
     def __str__(self) -> str:
         return f"{self.index}/{self.of}"
@@ -73,7 +74,7 @@ class Shard(NamedTuple):
         """Header of its file, given the header of all `count` rows."""
         if self.of == 1:
             return whole
-        return replace(whole, shard=(self.index, self.of, self.rows(count).start, count))
+        return replace(whole, shard=(*self, self.rows(count).start, count))
 
 
 def find_leftovers(out: Path) -> dict[Path, Shard]:
@@ -95,48 +96,52 @@ def find_leftovers(out: Path) -> dict[Path, Shard]:
     return dict(sorted(found.items(), key=lambda item: (item[1].of, item[1].index, item[0])))
 
 
+def map_leftover(
+    path: Path, header: StoreHeader
+) -> tuple[StoreHeader, dict[str, np.ndarray]] | None:
+    """Header and datasets of a file of the labeling of `header`; None if the file is gone.
+
+    Raises UserError that names the file if it is damaged or of another labeling.
+    """
+    try:
+        found, arrays, _ = map_datasets(path)
+    except UserError:
+        # Else it was finished, or merged and removed, in the meantime.
+        if path.exists():
+            raise
+        return None
+    replace(header, shard=None).check_same(replace(found, shard=None), path)
+    return found, arrays
+
+
 def check_leftovers(out: Path, header: StoreHeader) -> None:
     """UserError that names a file of `find_leftovers` from another labeling than `header`.
 
     It is called before this labeling creates a file.
     """
     for path in find_leftovers(out):
-        try:
-            found = map_datasets(path)[0]
-        except UserError:
-            # Else it was finished, or merged and removed, in the meantime.
-            if path.exists():
-                raise
-        else:
-            replace(header, shard=None).check_same(replace(found, shard=None), path)
+        map_leftover(path, header)
 
 
-def absorb(writer: ScoreMapWriter, header: StoreHeader, files: list[Path]) -> int:
+def absorb(writer: ScoreMapWriter, header: StoreHeader, files: list[Path]) -> None:
     """Copy finished rows that `writer` lacks from other files of the same labeling.
 
-    `header` is the writer's. Returns the number of copied rows. Raises UserError that names a file
-    of another labeling, or a damaged one.
+    `header` is the writer's. Raises UserError that names a file of another labeling, or a damaged
+    one.
     """
-    start, copied = first_row(header), 0
     for path in files:
-        try:
-            found, arrays, _ = map_datasets(path)
-        except UserError:
-            # It was finished, or merged and removed, in the meantime.
-            if not path.exists():
-                continue
-            raise
-        replace(header, shard=None).check_same(replace(found, shard=None), path)
+        if not (leftover := map_leftover(path, header)):
+            continue
+        found, arrays = leftover
         # Difference between a row's number in `path` and in `writer`.
-        shift = start - first_row(found)
+        shift = first_row(header) - first_row(found)
+        # The rows of `writer` that `path` has too.
         low, high = max(0, -shift), min(len(writer.done), len(arrays["done"]) - shift)
         if low >= high or not (wanted := np.flatnonzero(~writer.done[low:high]) + low).size:
             continue
         wanted = wanted[find_valid_rows(arrays)[wanted + shift]]
         for ids in split_runs(wanted, CHUNK):
             writer.write(ids, ScoreMaps(*(arrays[name][ids + shift] for name in ScoreMaps._fields)))
-            copied += len(ids)
-    return copied
 
 
 def first_row(header: StoreHeader) -> int:
@@ -156,6 +161,7 @@ def finish(writer: ScoreMapWriter, out: Path, form: Form) -> ScoreMapStore:
 
 def clean_up(out: Path, header: StoreHeader) -> None:
     """Remove the files of shards of a finished `out`, except those of another labeling."""
+    # Shards are raw, whatever the form of the merged file.
     whole = replace(header, form="raw", shard=None)
     for path in find_leftovers(out):
         # A file that cannot be read may be of another labeling.
@@ -192,6 +198,7 @@ def merge(out: Path, of: int, form: Form = "raw") -> ScoreMapStore:
         for path in bar(files, "merge, shards"):
             absorb(writer, whole, [path])
         if not writer.done.all():
+            # Rows that do not match their CRC were not copied.
             row = int(writer.done.argmin())
             path = next(
                 file for i, file in enumerate(files) if row in Shard(i, of).rows(len(paths))

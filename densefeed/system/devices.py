@@ -18,6 +18,7 @@ def choose_device(name: str) -> torch.device:
         found = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(found)
+        # Only an allocation shows whether the device can be used.
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise UserError(
@@ -49,4 +50,5 @@ def peak_memory(device: torch.device) -> int:
     """Peak bytes so far: of tensors on a CUDA device, or of this process (RSS) on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
+    # Linux counts it in KiB.
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -67,10 +67,12 @@ def run(main: Callable[[], object]) -> None:
         # The reader closed the pipe, as `... | head` does.
         if error.errno == errno.EPIPE:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            # 128 + SIGPIPE, as a shell reports it.
             sys.exit(141)
         stop(explain_os_error(error))
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
+        # 128 + SIGINT.
         sys.exit(130)
 
 
@@ -81,6 +83,7 @@ def make_command(main: Callable, options: type, description: str) -> Callable[[]
 
 def stop(sentence: str) -> None:
     """Print `sentence` on stderr and exit with code 2."""
+    # Else what was printed before could appear after the error.
     sys.stdout.flush()
     print(f"error: {' '.join(sentence.split())}", file=sys.stderr, flush=True)
     sys.exit(2)

@@ -21,14 +21,13 @@ def check_absent(path: Path) -> None:
 
 
 @contextmanager
-def replace_file(path: Path | str) -> Iterator[Path]:
+def replace_file(path: Path) -> Iterator[Path]:
     """Yield a temporary sibling of `path`; on success rename it over `path`, else delete it.
 
     The file is fsynced before the rename, so a reader of `path` sees the complete old file or the
     complete new one, also after a power cut. The sibling `<path>.PID.part` is locked; siblings left
     by killed processes are removed.
     """
-    path = Path(path)
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     with name_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -38,6 +37,7 @@ def replace_file(path: Path | str) -> Iterator[Path]:
             yield part
             sync(part)
             os.replace(part, path)
+            # The new name is on disk only when the folder is.
             sync(path.parent)
         except BaseException:
             part.unlink(missing_ok=True)
@@ -115,7 +115,7 @@ def name_errors(path: Path | str) -> Iterator[None]:
     try:
         yield
     except (OSError, RuntimeError) as error:
-        cause: BaseException | None = error
+        cause = error
         while cause is not None and not (isinstance(cause, OSError) and cause.errno in REMEDIES):
             cause = cause.__context__
         if cause is None:

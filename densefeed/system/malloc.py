@@ -2,6 +2,7 @@
 
 import ctypes
 
+# Numbers of the options in glibc's malloc.h.
 MALLOC = {"trim_threshold": -1, "mmap_threshold": -3, "mmap_max": -4}
 
 
@@ -19,6 +20,7 @@ def tune_malloc() -> None:
 def set_malloc(**options: int) -> None:
     """Set options of glibc's allocator by their names in mallopt(3); no-op without glibc."""
     try:
+        # The C library that this process runs with.
         mallopt = ctypes.CDLL(None).mallopt
     except (AttributeError, OSError):
         return

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, TypeVar, get_args, get_type_hints
 
 from densefeed.system.errors import UserError
 
@@ -46,8 +46,9 @@ class Options:
     def __post_init__(self) -> None:
         """Raise UserError for a number outside the bounds in its annotation."""
         for name, hint in hints(type(self)).items():
-            for bounds in filter(lambda item: isinstance(item, Bounds), metadata(hint)):
-                bounds.check(leaf_name(name, hint), getattr(self, name))
+            for item in metadata(hint):
+                if isinstance(item, Bounds):
+                    item.check(leaf_name(name, hint), getattr(self, name))
 
 
 def hints(options: type) -> dict[str, Any]:
@@ -58,7 +59,7 @@ def hints(options: type) -> dict[str, Any]:
 
 def metadata(hint: Any) -> tuple:
     """Return the metadata that `Annotated` adds to a type."""
-    return hint.__metadata__ if get_origin(hint) is Annotated else ()
+    return getattr(hint, "__metadata__", ())
 
 
 def leaf_name(name: str, hint: Any) -> str:
@@ -89,6 +90,7 @@ def with_options(options: Nested, **values: Any) -> Nested:
     TypeError for an unknown name.
     """
     changed = replace_leaves(options, values)
+    # `replace_leaves` removed all names that it found.
     if values:
         raise TypeError(f"{type(options).__name__} has no option {next(iter(values))!r}")
     return changed
@@ -113,13 +115,13 @@ def from_dict(template: Nested, values: Mapping[str, Any]) -> Nested:
 
     Classes are those of `template`. Raises KeyError or TypeError where fields differ.
     """
-    found = {}
-    for name, hint in hints(type(template)).items():
-        kind = get_args(hint)[0] if get_origin(hint) is Annotated else hint
-        value, own = values[name], getattr(template, name)
+    found, kinds = {}, get_type_hints(type(template))
+    for name in hints(type(template)):
+        kind, value, own = kinds[name], values[name], getattr(template, name)
         if dataclasses.is_dataclass(own):
             found[name] = from_dict(own, value)
         elif value is not None and Path in (kind, *get_args(kind)):
+            # JSON has no paths.
             found[name] = Path(value)
         else:
             found[name] = to_tuple(value)

@@ -5,7 +5,7 @@ The decoders release the GIL, so threads scale.
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Executor, Future
+from concurrent.futures import Executor
 from itertools import islice
 from typing import TypeVar
 
@@ -22,10 +22,11 @@ def ordered_map(
     item's position. If the consumer stops early, work that has not started is cancelled.
     """
     items = iter(items)
-    waiting: deque[Future] = deque(pool.submit(work, item) for item in islice(items, ahead))
+    waiting = deque(pool.submit(work, item) for item in islice(items, ahead))
     try:
         while waiting:
             yield waiting.popleft().result()
+            # One item more is begun for each that the consumer took.
             waiting.extend(pool.submit(work, item) for item in islice(items, 1))
     finally:
         for future in waiting:

@@ -20,9 +20,9 @@ Item = TypeVar("Item")
 LOG_INTERVAL = 60.0  # seconds between lines in a log file
 
 
-def columns(*more: ProgressColumn) -> tuple[ProgressColumn, ...]:
-    """Columns of every bar: name, bar, count, time elapsed, time left, and `more`."""
-    return (
+def open_bar(*more: ProgressColumn) -> Progress:
+    """Make a bar with name, bar, count, time elapsed, time left, and `more`."""
+    return Progress(
         TextColumn("{task.description:<22}"),
         BarColumn(),
         MofNCompleteColumn(),
@@ -38,14 +38,14 @@ def bar(items: Iterable[Item], what: str, total: int | None = None) -> Iterator[
 
     On a terminal the bar moves; in a log file it is one line, written at the end.
     """
-    with Progress(*columns()) as progress:
+    with open_bar() as progress:
         yield from progress.track(items, description=what, total=total)
 
 
 @contextmanager
 def steps_bar(what: str, total: int, done: int) -> Iterator[Callable[[int, str], None]]:
     """Yield a function that advances the bar by a number of steps and shows a text beside it."""
-    with Progress(*columns(TextColumn("{task.fields[text]}"))) as progress:
+    with open_bar(TextColumn("{task.fields[text]}")) as progress:
         task = progress.add_task(what, total=total, completed=done, text="")
         yield lambda steps, text: progress.update(task, advance=steps, text=text)
 
@@ -56,7 +56,7 @@ def tally(what: str, total: int, done: int) -> Iterator[Callable[[int], None]]:
 
     A log file gets a line every minute and one at the end.
     """
-    with Progress(*columns()) as progress:
+    with open_bar() as progress:
         task = progress.add_task(what, total=total, completed=done)
         started = printed = time.monotonic()
 
@@ -66,6 +66,7 @@ def tally(what: str, total: int, done: int) -> Iterator[Callable[[int], None]]:
             now = time.monotonic()
             if progress.console.is_terminal or now - printed < LOG_INTERVAL or completed <= done:
                 return
+            # What earlier runs completed took no time in this one.
             printed, rate = now, (completed - done) / (now - started)
             left = timedelta(seconds=round((total - completed) / rate))
             progress.console.print(

@@ -27,6 +27,7 @@ def environment(packages: tuple[str, ...]) -> dict[str, str | int]:
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M"),
         "commit": commit(),
         "cpu": cpu_model(),
+        # Those that this process may use, not all of the machine.
         "cores": len(os.sched_getaffinity(0)),
         "versions": "; ".join(versions),
         "command": command(sys.argv),

@@ -145,12 +145,8 @@ static int is_moderate(Input in) {
     struct jpeg_decompress_struct from;
     Errors errors;
     volatile int64_t most = 0;
-    from.err = &errors.base;
-    set_error_handlers(&errors);
     if (!setjmp(errors.back)) {
-        jpeg_create_decompress(&from);
-        jpeg_mem_src(&from, in.bytes, in.length);
-        jpeg_read_header(&from, TRUE);
+        open_jpeg(&from, &errors, in.bytes, in.length);
         jvirt_barray_ptr *arrays = jpeg_read_coefficients(&from);
         for (int n = 0; n < from.num_components; n++)
             for (JDIMENSION y = 0; y < from.comp_info[n].height_in_blocks; y++) {
@@ -180,7 +176,8 @@ static void check_pixels(const Sample *sample, int size, const uint8_t *pixels) 
         (int)ceil(again.left + again.box_width - 1e-9)};
     if (turbo_decode(&again, &scratch, again.bytes, again.length, box, 1, &picture) == OK) {
         uint8_t *want = malloc(3 * size * size);
-        if (resample(&scratch, &picture, &again, size, BILINEAR, want) == OK)
+        Batch batch = {.samples = &again, .count = 1, .size = size, .pixels = want};
+        if (resample(&batch, 0, &scratch, &picture) == OK)
             CHECK(!memcmp(want, pixels, 3 * size * size));
         free(want);
     }

@@ -162,7 +162,7 @@ def test_all_bad_files_are_listed_and_only_repaired_ones_are_packed_next(
     assert [pixels(beton.image(n)[0]) for n in range(11)] == [
         (pixels(images.read(n))[0], True) for n in range(11)
     ]
-    assert beton.fingerprint() == images.fingerprint()
+    assert beton.fingerprint == images.fingerprint()
     np.testing.assert_array_equal(beton.labels, images.labels)
 
 

@@ -382,8 +382,9 @@ class DoneRows:
         for file in self._files:
             for path in (file, Path(f"{file}.part")):
                 if file not in self._done and path.exists():
-                    # The file may get its final name meanwhile; a mapping of it stays valid.
-                    with suppress(UserError):
+                    # Another rank may rename the file at any time. What is mapped stays valid; if
+                    # it was renamed before, the next call finds it.
+                    with suppress(UserError, FileNotFoundError):
                         self._done[file] = map_datasets(path)[1]["done"]
         self._count = sum(int(np.count_nonzero(done)) for done in self._done.values())
         self._read_at = time.monotonic()

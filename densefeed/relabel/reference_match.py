@@ -46,7 +46,11 @@ ELONGATED = 1.1  # ratio of an image's sides from which its center square is ano
 SAME_MAP = 0.95
 
 # What the maps of each reference cover.
-FOOTPRINT_WORDS = {"squash": "the whole image", "center-crop": "its center square"}
+FOOTPRINT_WORDS = {
+    "squash": "the whole image",
+    "center-crop": "its center square",
+    "letterbox": "the image and its padding",
+}
 ORIENTATIONS = (
     "upright",
     "mirrored left-right",

@@ -215,9 +215,12 @@ def to_rows(
                 part[row] = np.take_along_axis(part[row], order, -1)
         peak, others = logit[..., 0].astype(np.float32), num_classes - k
         # Classes that are not named have logit 0, which may be the largest.
-        if others > 0:
+        if others:
             peak = np.maximum(peak, 0)
-        total = np.exp(logit.astype(np.float32) - peak[..., None]).sum(-1) + others * np.exp(-peak)
+        total = np.exp(logit.astype(np.float32) - peak[..., None]).sum(-1)
+        # exp(-peak) overflows below -88, and 0 * inf would be NaN.
+        if others:
+            total += others * np.exp(-peak)
         lse = (peak + np.log(total)).astype(np.float16)
     beyond = fractional | (cls.reshape(N, -1).max(1) >= num_classes)
     classes = f"0 to {num_classes - 1:,}, the classes of the images"

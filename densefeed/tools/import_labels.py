@@ -26,7 +26,7 @@ from typing import Literal
 import numpy as np
 
 from densefeed.relabel.audit import audit, neighbors
-from densefeed.relabel.reference_match import References, find_layout, look
+from densefeed.relabel.reference_match import FOOTPRINT_WORDS, References, find_layout, look
 from densefeed.storage.geometry import Footprint
 from densefeed.storage.images import Images
 from densefeed.storage.packs import (
@@ -94,10 +94,9 @@ def main(options: Import) -> None:
         )
     if finding:
         pack = find_pack_layout(options, pack, images, models)
-    covers = "the whole image" if pack.footprint == "squash" else "its center square"
     print(
         f"{options.labels}: maps of {side} x {side} cells, top {top_k}, by {pack.teacher} at "
-        f"{pack.input_size} px; taken to cover {covers}, axes {pack.axes}"
+        f"{pack.input_size} px; taken to cover {FOOTPRINT_WORDS[pack.footprint]}, axes {pack.axes}"
     )
     with open(options.problems or os.devnull, "w") as log:
         store, report = import_pack(

@@ -13,9 +13,10 @@ import timm
 import torch
 from safetensors.torch import save_file
 
+from densefeed.relabel import labeling
 from densefeed.relabel.audit import measure_accuracy
 from densefeed.relabel.estimates import estimate_pass
-from densefeed.relabel.labeling import begin_pass, score_batches, unfinished_batches
+from densefeed.relabel.labeling import DoneRows, begin_pass, score_batches, unfinished_batches
 from densefeed.relabel.rendering import PillowRender
 from densefeed.relabel.scoring import top_maps_sync
 from densefeed.relabel.teacher import Teacher
@@ -429,3 +430,20 @@ def test_the_command_dry_runs(folder, tmp_path, capsys):
         r"one decoding thread renders [\d,]+ images/s: \d+ keeps? this device busy", text
     )
     assert [path.name for path in tmp_path.iterdir()] == ["teacher.safetensors"]
+
+
+def test_the_progress_of_all_ranks_survives_a_rename_while_it_opens_a_file(tmp_path, monkeypatch):
+    """Another rank finishes its shard between the look for the `.part` and its mapping."""
+    out = tmp_path / "maps.h5"
+    done = DoneRows(out, of=2)
+    for file in done._files:
+        Path(f"{file}.part").touch()
+
+    def renamed(path):
+        raise FileNotFoundError(2, "No such file or directory", str(path))
+
+    monkeypatch.setattr(labeling, "map_datasets", renamed)
+    assert done.count() == 0
+    monkeypatch.setattr(labeling, "POLL_SECONDS", 0)
+    monkeypatch.setattr(labeling, "map_datasets", lambda path: (None, {"done": np.ones(3)}, {}))
+    assert done.count() == 6

@@ -252,6 +252,15 @@ def test_only_ranks_that_do_not_descend_are_sorted():
     assert not any(rows.any() for rows in wrong.values())
 
 
+def test_very_low_logits_of_all_classes_have_a_finite_logsumexp():
+    """No class is left unnamed, so exp(90), infinite in float32, must not be multiplied by 0."""
+    logit = np.array([-90.0, -100.0], np.float32).reshape(1, 2, 1, 1)
+    maps = np.stack([logit, np.arange(2, dtype=np.float32).reshape(1, 2, 1, 1)], axis=1)
+    _, _, lse, wrong = to_rows(maps, num_classes=2)
+    assert lse.item() == np.float16(-90 + math.log1p(math.exp(-10)))
+    assert not any(rows.any() for rows in wrong.values())
+
+
 def test_more_classes_than_float16_represents_are_refused_by_name(pack, tmp_path, monkeypatch):
     images, labels, maps = pack
     monkeypatch.setattr(images, "class_names", [f"{n:05d}" for n in range(2049)])

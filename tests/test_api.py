@@ -2,8 +2,6 @@
 losses of train.py.
 """
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,9 +15,6 @@ from densefeed.training.ranks import Ranks
 from densefeed.training.step_inputs import StepInputs
 
 from .runs import objective_for, train_loader
-
-ROOT = Path(__file__).parent.parent
-
 
 @pytest.fixture
 def loader(packed):
@@ -46,12 +41,10 @@ def train(model, loader, objective, epochs=2):
     return losses
 
 
-def test_importing_the_package_registers_its_models_and_exports_few_names():
+def test_importing_the_package_registers_its_models_and_exports_few_names(command):
     code = "import densefeed, timm; print(timm.is_model('lvvit_s'), timm.is_model('cvt_13'))"
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    assert done.stdout == "True True\n"
+    done = command("-c", code)
+    assert done.stdout == "True True\n", done.stderr
     assert len(densefeed.__all__) <= 20
     assert all(hasattr(densefeed, name) for name in densefeed.__all__)
 

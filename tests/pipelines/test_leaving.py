@@ -63,6 +63,9 @@ def open_resources():
 @pytest.fixture(scope="module")
 def before():
     torch.ones(2**20).sum()  # PyTorch starts its own threads at the first large sum
+    # Modules imported by earlier tests and by DALI would take part in every collection below.
+    gc.collect()
+    gc.freeze()
     return open_resources()
 
 

@@ -46,12 +46,6 @@ DENSE = dict(
 )
 
 
-@pytest.fixture(autouse=True)
-def fixed_peak(monkeypatch):
-    """Skip the measurement of the device's peak rate, a third of a second per run."""
-    monkeypatch.setattr(training, "peak_flops", lambda *_: 1e12)
-
-
 @pytest.fixture
 def config(micro, tmp_path):
     return lambda **fields: micro(tmp_path / "run", **(JOINT | fields))

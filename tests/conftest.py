@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .jpeg_files import jpegs, noise, photographs  # noqa: F401
 from .preloaded import Preloaded
+from .stores import write_store
 
 # A worker of pytest-xdist has one core, and so have the commands that it starts.
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -174,31 +175,16 @@ def maps(folder, random_maps, tmp_path_factory) -> Path:
     Its Windows do not cover the whole images.
     """
     from densefeed.storage.images import Images
-    from densefeed.storage.score_maps import ScoreMapWriter, StoreHeader
 
     images = Images(folder, split="train")
     path = tmp_path_factory.mktemp("maps") / "maps.h5"
-    header = StoreHeader(
-        side=6,
-        top_k=2,
-        num_classes=2,
-        absent="tail",
-        teacher="random",
-        input_size=96,
-        geometry="center-crop",
-        fingerprint=images.fingerprint(),
-        class_names=tuple(images.class_names),
-    )
-    writer = ScoreMapWriter(path, header, images.paths, images.labels)
     scores = random_maps(len(images), 6, 2, 2, window=(0.0, 0.1, 1.0, 0.9))
-    writer.write(np.arange(len(images)), scores)
-    writer.finish()
-    return path
+    return write_store(path, images, scores, 2, geometry="center-crop")
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def one_thread():
-    """Run PyTorch on one thread, so that sums have a fixed order."""
+    """Run PyTorch on one thread to the end of the module, so that sums have a fixed order."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -261,7 +261,7 @@ def test_closing_from_another_thread_raises_in_the_consumer(opened, kind):
         consumer.start()
         time.sleep(0.002 * number)
         reader.close()
-        consumer.join(timeout=5)
+        consumer.join(timeout=60)
         assert errors == ["this loader is closed"]
 
 

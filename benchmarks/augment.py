@@ -17,24 +17,23 @@ posterizations at magnitude 9; there its operation gets 1 bit, at the same cost.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import cycle, islice
 from typing import Literal
 
 import numpy as np
 import torch
 from PIL import Image
-from timm.data import auto_augment
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, auto_augment
 
-from benchmarks.harness import Output, check_positive, command, report, take_turns, use_cores
+from benchmarks.harness import Output, command, environment, report, take_turns, use_cores
 from benchmarks.photographs import load_photographs
 from densefeed.pipelines.augment.augmentation import Augmentation
 from densefeed.pipelines.augment.settings import Augment
 from densefeed.pipelines.batch import Batch
 from densefeed.pipelines.plan import EpochPlan
+from densefeed.storage.images import crop_resize
 from densefeed.system.devices import choose_device, synchronize
-from densefeed.system.provenance import environment
 
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-PACKAGES = ("torch", "timm", "numpy", "pillow")
 OURS, TIMM, WHOLE = "augment", "timm-pillow", "augment+normalize+erase"
 
 
@@ -48,13 +47,11 @@ class AugmentBenchmark(Output):
     batches: int = 8  # batches per round
     size: int = 224  # side of a crop, pixels
     rounds: int = 15  # measured rounds, after one for warm-up
-    seed: int = 0  # of the random operations
 
 
 def main(benchmark: AugmentBenchmark) -> dict:
     """Measure, print and record; return the document that --json writes."""
-    check_positive(benchmark, "batch", "batches", "size", "rounds")
-    device, facts = choose_device(benchmark.device), environment(PACKAGES)
+    device, facts = choose_device(benchmark.device), environment()
     facts |= {"device": benchmark.device, "policy": benchmark.policy}
     milliseconds = measure(benchmark, device)
     crops = f"{benchmark.batch * benchmark.batches} crops of {benchmark.size} px"
@@ -66,18 +63,20 @@ def measure(benchmark: AugmentBenchmark, device: torch.device) -> dict[str, list
     """Return milliseconds per image of each contestant, one value per round."""
     total, size = benchmark.batch * benchmark.batches, benchmark.size
     plan = EpochPlan(
-        num_samples=total,
-        batch=benchmark.batch,
-        seed=benchmark.seed,
-        mode="train",
-        sizes=((0, size),),
+        num_samples=total, batch=benchmark.batch, seed=0, mode="train", sizes=((0, size),)
     )
     crops = make_crops(load_photographs(), plan)
     pictures = [Image.fromarray(crop) for crop in crops]
-    batches = make_batches(torch.from_numpy(crops).to(device), benchmark.batch)
-    options = {"rand_augment": benchmark.policy}
-    ours = Augmentation(plan, Augment(**options), MEAN, STD).to(device)
-    whole = Augmentation(plan, Augment(**options, erase_probability=0.25), MEAN, STD).to(device)
+    batches = make_batches(torch.from_numpy(crops).to(device), benchmark.batches)
+    ours, whole = (
+        Augmentation(
+            plan,
+            Augment(rand_augment=benchmark.policy, erase_probability=erased),
+            IMAGENET_DEFAULT_MEAN,
+            IMAGENET_DEFAULT_STD,
+        ).to(device)
+        for erased in (0.0, 0.25)
+    )
     policy = build_timm_policy(benchmark.policy, ours.fill)
 
     def run_ours(augmentation: Augmentation, apply: Callable, number: int) -> int:
@@ -117,23 +116,22 @@ def make_crops(originals: list[Image.Image], plan: EpochPlan) -> np.ndarray:
     The samples take the photographs in turn.
     """
     size, count = plan.size(0), plan.num_samples
-    pictures = [originals[number % len(originals)] for number in range(count)]
+    pictures = list(islice(cycle(originals), count))
     heights, widths = np.array([(p.height, p.width) for p in pictures]).T
     boxes, _ = plan.crops(0, np.arange(count), heights, widths)
-    crops = []
-    for picture, (top, left, height, width) in zip(pictures, boxes.tolist(), strict=True):
-        box = (left, top, left + width, top + height)
-        crops.append(np.asarray(picture.resize((size, size), Image.Resampling.BILINEAR, box)))
+    crops = [
+        crop_resize(picture, (left, top, left + width, top + height), size)
+        for picture, (top, left, height, width) in zip(pictures, boxes.tolist(), strict=True)
+    ]
     return np.stack(crops)
 
 
-def make_batches(crops: torch.Tensor, size: int) -> list[Batch]:
-    """Split `crops` into batches of `size`, with label and view of each but without score maps."""
+def make_batches(crops: torch.Tensor, count: int) -> list[Batch]:
+    """Split `crops` into `count` batches, with label and view of each but without score maps."""
     total = len(crops)
     ids, view = torch.arange(total), torch.eye(3)[:2].expand(total, 2, 3).to(crops.device)
     rest = torch.zeros(total, 4), ids, torch.zeros_like(ids), torch.ones(total)
-    parts = zip(*(field.split(size) for field in (crops, ids, view, *rest)), strict=True)
-    return [Batch(*part, None, None, None, None) for part in parts]
+    return Batch(crops, ids, view, *rest, None, None, None, None).split(count)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import active_children
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import ClassVar, TypeVar
 
 import numpy as np
 import torch
@@ -24,24 +24,42 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
+from densefeed.system import provenance
 from densefeed.system.errors import UserError, run
 from densefeed.system.files import replace_file
 from densefeed.system.provenance import RESULTS, write_json
 
 Key = TypeVar("Key")
+# Their versions are recorded, of those that are installed.
+PACKAGES = (
+    *("torch", "torchvision", "timm", "numpy", "pillow", "h5py"),
+    *("ffcv", "simplejpeg", "spdl-core", "nvidia-dali-cuda130"),
+)
+CORES = len(os.sched_getaffinity(0))  # that this process may use
+QUARTILES = ("median", "p25", "p75")
 COLUMNS = (
     *("date", "commit", "cpu", "cores", "versions", "command", "data", "name", "threads"),
-    *("median", "p25", "p75", "unit", "runs"),
+    *(*QUARTILES, "unit", "runs"),
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Output:
-    """Options of every benchmark: where its results go."""
+    """Options of every benchmark: where its results go.
+
+    Raises UserError for a number below 1, except of the options `may_be_0`.
+    """
+
+    may_be_0: ClassVar[tuple[str, ...]] = ()
 
     json: Path | None = None  # write all results there as JSON
     record: bool = True  # append rows to --results
     results: Path = RESULTS  # CSV file of all results
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if type(value) is int and value < 1 and name not in self.may_be_0:
+                raise UserError(f"--{name.replace('_', '-')} must be at least 1")
 
 
 def command(main: Callable, options: type[Output], description: str) -> None:
@@ -49,23 +67,15 @@ def command(main: Callable, options: type[Output], description: str) -> None:
     run(lambda: main(tyro.cli(options, description=description)))
 
 
-class Spread(NamedTuple):
-    """Median and quartiles of several runs."""
-
-    median: float
-    p25: float
-    p75: float
-
-    @classmethod
-    def of(cls, values: list[float]) -> "Spread":
-        return cls(*np.percentile(values, (50, 25, 75)).tolist())
+def environment() -> dict[str, str | int]:
+    """Return date, commit, hardware, versions and command of a measurement that begins."""
+    return provenance.environment(PACKAGES)
 
 
-def check_positive(options: Output, *names: str) -> None:
-    """Raise UserError if one of the named options is below 1."""
-    for name in names:
-        if getattr(options, name) < 1:
-            raise UserError(f"--{name.replace('_', '-')} must be at least 1")
+def check_threads(threads: int) -> None:
+    """Raise UserError if --threads asks for more cores than this process may use."""
+    if threads > CORES:
+        raise UserError(f"--threads {threads}: this process may use {CORES} cores")
 
 
 # ------------------------------------------------------------------------- measuring
@@ -97,6 +107,11 @@ def take_turns(
                 rates[key].append(count / took)
             done(key)
     return rates
+
+
+def device_name(device: torch.device) -> str:
+    """Return the name of a GPU, or `CPU`."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
 
 
 def choose_cores(count: int, allowed: set[int]) -> set[int]:
@@ -151,20 +166,23 @@ def use_cores(threads: int) -> Iterator[None]:
 # ------------------------------------------------------------------------- results
 
 
-def pairwise(a: list[float], b: list[float]) -> Spread:
-    """Return the spread of a / b, divided within each round."""
-    return Spread.of([x / y for x, y in zip(a, b, strict=True)])
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Return median and quartiles of several runs."""
+    return dict(zip(QUARTILES, np.percentile(values, (50, 25, 75)).tolist(), strict=True))
 
 
 def compare(a: str, b: str, of_a: list[float], of_b: list[float], **fields: object) -> dict:
-    """Return a document's ratio of contestant `a` to `b`, with more `fields`."""
-    return {"a": a, "b": b, **fields, **pairwise(of_a, of_b)._asdict()}
+    """Return a document's ratio of contestant `a` to `b`, divided within each round, with more
+    `fields`.
+    """
+    return {"a": a, "b": b, **fields, **spread(np.divide(of_a, of_b))}
 
 
 def spread_rows(values: dict[str, list[float]], unit: str) -> list[dict]:
-    """Return a row for each contestant: name, unit, median and quartiles."""
+    """Return a row for each contestant: name, unit, median, quartiles and number of runs."""
     return [
-        {"name": name, "unit": unit, **Spread.of(runs)._asdict()} for name, runs in values.items()
+        {"name": name, "unit": unit, **spread(runs), "runs": len(runs)}
+        for name, runs in values.items()
     ]
 
 
@@ -173,17 +191,17 @@ def ratio_rows(ratios: list[dict]) -> list[dict]:
     return [ratio | {"name": f"{ratio['a']} / {ratio['b']}", "unit": "ratio"} for ratio in ratios]
 
 
-def format_spread(spread: dict, number: str) -> list[str]:
+def format_spread(row: dict, number: str) -> list[str]:
     """Format median and quartiles, where there are any, by the format specification `number`."""
-    return [format(spread[name], number) for name in Spread._fields if name in spread]
+    return [format(row[name], number) for name in QUARTILES if name in row]
 
 
 def print_rows(rows: list[dict], number: str = ",.3f") -> None:
     """Print a line for each row: name, median (quartiles), unit."""
     for row in rows:
         median, *quartiles = format_spread(row, number)
-        spread = f"({' to '.join(quartiles)})" if quartiles else ""
-        print(f"{row['name']:38} {median:>10} {row['unit']} {spread}")
+        between = f"({' to '.join(quartiles)})" if quartiles else ""
+        print(f"{row['name']:38} {median:>10} {row['unit']} {between}")
 
 
 def print_table(

@@ -5,17 +5,19 @@ same files.
     python -m benchmarks.import_labels --form legacy --footprint center-crop --json import.json
 
 Both start from an ImageFolder of --files images and a tree of as many .pt files in TokenLabeling's
-format: float16 [2, 5, 18, 18], 1,000 classes. The files are generated and are in the page cache.
-`import` is all of tools/import_labels.py: list both folders, match them, read, check every number,
-write the store and sync it. `torch.load` reads each listed file with weights_only=True and discards
-it, in one process and thread, as a script would. Each round runs both in turns on --threads cores;
-the ratio is the median of the ratios within a round.
+format: float16 [2, 5, 18, 18], 1,000 classes, or as many as there are images if these are fewer.
+The files are generated in the folder for temporary files, 1.2 GB for 100,000, and are in the page
+cache. `import` is all of tools/import_labels.py: list both folders, match them, read, check every
+number, write the store and sync it. `torch.load` reads each listed file with weights_only=True and
+discards it, in one process and thread, as a script would. Each round runs both in turns on
+--threads cores; the ratio is the median of the ratios within a round.
 """
 
 import io
 import tempfile
 from contextlib import redirect_stdout
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Literal
 
@@ -23,14 +25,12 @@ import numpy as np
 import torch
 from PIL import Image
 
-from benchmarks.harness import Output, check_positive, command, report, take_turns, use_cores
+from benchmarks.harness import Output, command, environment, report, take_turns, use_cores
 from densefeed.storage.geometry import Footprint
 from densefeed.system.errors import UserError
 from densefeed.system.progress import bar
-from densefeed.system.provenance import environment
 from densefeed.tools import import_labels
 
-PACKAGES = ("torch", "numpy", "h5py", "pillow")
 OURS, PEER = "import", "torch.load"
 CLASSES, SIDE, TOP_K = 1000, 18, 5
 DISTINCT = 64  # different maps, which the files repeat
@@ -46,17 +46,14 @@ class ImportBenchmark(Output):
     footprint: Footprint = "squash"  # center-crop: every image's header is read too
     threads: int = 2  # of the import, each on its own core
     rounds: int = 5  # measured rounds, after one for warm-up
-    # folder for the files, 1.2 GB for 100,000; default: a temporary one
-    work: Path | None = None
 
 
 def main(benchmark: ImportBenchmark) -> dict:
     """Generate the files, measure, print and record; return the document that --json writes."""
-    check_positive(benchmark, "files", "threads", "rounds")
-    if benchmark.work is not None and not benchmark.work.is_dir():
-        raise UserError(f"--work {benchmark.work} is not a folder; create it first")
-    facts = environment(PACKAGES)
-    with tempfile.TemporaryDirectory(dir=benchmark.work) as folder:
+    if benchmark.files < TOP_K:
+        raise UserError(f"--files must be at least {TOP_K}, the classes that a cell names")
+    facts = environment()
+    with tempfile.TemporaryDirectory() as folder:
         make_files(Path(folder), benchmark.files, benchmark.form)
         rates = measure(benchmark, Path(folder))
     data = f"{benchmark.files} files, {benchmark.form}, {benchmark.footprint}"
@@ -67,26 +64,27 @@ def main(benchmark: ImportBenchmark) -> dict:
 
 def make_files(folder: Path, count: int, form: str) -> None:
     """Write `images/train/<class>/<n>.JPEG` and `labels/<class>/<n>.pt`, cycling over classes."""
+    # Maps must not name a class that has no image: the import would reject them.
+    num_classes = min(CLASSES, count)
     rng = np.random.default_rng(0)
     jpeg, maps = io.BytesIO(), []
     Image.new("RGB", (50, 37)).save(jpeg, "JPEG")
+    # The classes of a cell are this far apart, or as far as keeps them distinct.
+    step = min(7, num_classes // TOP_K) * np.arange(TOP_K)[:, None, None]
     for _ in range(DISTINCT):
         logit = -np.sort(-rng.normal(4, 3, (TOP_K, SIDE, SIDE)), axis=0)
-        first, step = rng.integers(0, CLASSES, (1, SIDE, SIDE)), 7 * np.arange(TOP_K)
-        classes = (first + step[:, None, None]) % CLASSES
+        classes = (rng.integers(0, num_classes, (1, SIDE, SIDE)) + step) % num_classes
         encoded = io.BytesIO()
         tensor = torch.from_numpy(np.stack([logit, classes]).astype(np.float16))
         torch.save(tensor, encoded, _use_new_zipfile_serialization=form == "zip")
         maps.append(encoded.getvalue())
+    images, labels = folder / "images" / "train", folder / "labels"
+    for parent, number in product((images, labels), range(num_classes)):
+        (parent / f"n{number:08d}").mkdir(parents=True)
     for number in bar(range(count), "make files"):
-        name = f"n{number % CLASSES:08d}/{number:07d}"
-        for path, content in (
-            (folder / "images" / "train" / f"{name}.JPEG", jpeg.getvalue()),
-            (folder / "labels" / f"{name}.pt", maps[number % DISTINCT]),
-        ):
-            if number < CLASSES:
-                path.parent.mkdir(parents=True)
-            path.write_bytes(content)
+        name = f"n{number % num_classes:08d}/{number:07d}"
+        (images / f"{name}.JPEG").write_bytes(jpeg.getvalue())
+        (labels / f"{name}.pt").write_bytes(maps[number % DISTINCT])
 
 
 def measure(benchmark: ImportBenchmark, folder: Path) -> dict[str, list[float]]:

@@ -17,7 +17,7 @@ import os
 import subprocess
 import sys
 import time
-from contextlib import ExitStack, closing, nullcontext
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,12 +26,13 @@ import numpy as np
 import torch
 
 from benchmarks.harness import (
+    CORES,
+    QUARTILES,
     Output,
-    Spread,
-    check_positive,
     choose_cores,
     command,
     compare,
+    environment,
     format_spread,
     pin,
     print_rows,
@@ -39,6 +40,7 @@ from benchmarks.harness import (
     ratio_rows,
     restore_cpus_after,
     save,
+    spread,
     take_turns,
     use_cores,
 )
@@ -50,17 +52,14 @@ from densefeed.pipelines.loader import Memory
 from densefeed.storage.beton import Beton
 from densefeed.system.errors import UserError
 from densefeed.system.progress import steps_bar
-from densefeed.system.provenance import ROOT, environment
+from densefeed.system.provenance import ROOT
 
-PACKAGES = (
-    *("torch", "torchvision", "timm", "numpy", "pillow"),
-    *("ffcv", "simplejpeg", "spdl-core", "nvidia-dali-cuda130"),
-)
 OURS = "ffcv+labels"
 LIMIT = "turbojpeg-full"
-# Required median ratio, and the goal beyond it: with one thread, from 500 pixel JPEGs of quality 90
-# and 4:2:0 subsampling, to 224 pixels.
+# Required median ratio, and the goal beyond it: with one thread (of a loader to itself: two threads
+# to one), from 500 pixel JPEGs of quality 90 and 4:2:0 subsampling, to 224 pixels.
 BARS = {
+    (OURS, OURS): (1.8, 1.9),
     (OURS, "ffcv-stock"): (3.0, 4.0),
     (OURS, "token-labeling+labels"): (12.0, 20.0),
     (OURS, "ffcv"): (0.97, 0.99),
@@ -71,9 +70,15 @@ BARS = {
         for peer in ("simplejpeg", "spdl", "torchvision", "torchvision-tensor", "timm")
     },
 }
-SCALING = (1.8, 1.9)  # required ratio and goal of two threads to one
+# Ratios beside those of OURS to every other loader.
+RATIOS = [
+    ("folder+labels", "folder"),
+    ("dali-cpu+labels", "dali-cpu"),
+    ("dali-cpu+labels", "nvidia-dali-cpu"),
+    ("dali-gpu+labels", "dali-gpu"),
+    ("dali-gpu+labels", "nvidia-dali-gpu"),
+]
 FIRST_BATCHES = 5  # processes to start
-CORES = len(os.sched_getaffinity(0))
 
 Key = tuple[str, int]  # loader, threads
 
@@ -112,23 +117,19 @@ def main(benchmark: LoaderBenchmark) -> dict:
     names = [name for name in names if can_read(name, data, required=bool(benchmark.loaders))]
     size_kb = np.mean([os.path.getsize(path) for path in data.paths]) / 1000
     summary = f"{len(data.paths):,} JPEGs of {size_kb:.1f} kB"
-    facts = environment(PACKAGES)
+    facts = environment()
     rates, gpu_memory = measure(names, data, benchmark)
     document = {
         "rows": [
             {
                 "loader": name,
                 "threads": threads,
-                "images_per_s": Spread.of(values)._asdict(),
+                "images_per_s": spread(values),
                 "runs": len(values),
             }
             for (name, threads), values in sorted(rates.items(), key=lambda item: item[0][1])
         ],
-        "ratios": [
-            compare(a[0], b[0], rates[a], rates[b], threads=a[1], b_threads=b[1])
-            for a, b in ratio_pairs(list(rates))
-            if a in rates and b in rates
-        ],
+        "ratios": ratios(rates),
         "data": summary,
         "environment": facts,
     }
@@ -137,7 +138,7 @@ def main(benchmark: LoaderBenchmark) -> dict:
     if benchmark.stages:
         document["stages"] = measure_stages(data, benchmark)
     if benchmark.first_batch:
-        document["first_batch_s"] = Spread.of(time_first_batches(data, benchmark))._asdict()
+        document["first_batch_s"] = spread(time_first_batches(data, benchmark))
     show(document)
     save(benchmark, document, csv_rows(document), **facts, data=summary, runs=benchmark.rounds)
     return document
@@ -145,7 +146,6 @@ def main(benchmark: LoaderBenchmark) -> dict:
 
 def check(benchmark: LoaderBenchmark) -> None:
     """Raise UserError for invalid options."""
-    check_positive(benchmark, "rounds", "makings", "batch", "size", "images", "classes")
     if min(benchmark.threads, default=0) < 1 or max(benchmark.threads) > CORES:
         raise UserError(
             f"--threads {' '.join(map(str, benchmark.threads))}: "
@@ -210,8 +210,8 @@ def measure(
     """
     # The thread counts of a loader are neighbors: drift of the machine would blur their ratio most.
     keys = [(name, threads) for name in names for threads in dict.fromkeys(benchmark.threads)]
-    rounds = np.arange(benchmark.rounds)
-    shares = [len(part) for part in np.array_split(rounds, min(benchmark.makings, len(rounds)))]
+    makings = min(benchmark.makings, benchmark.rounds)
+    shares = [len(part) for part in np.array_split(range(benchmark.rounds), makings)]
     rates = {key: [] for key in keys}
     turns = len(keys) * (benchmark.rounds + len(shares))
     with restore_cpus_after() as allowed, steps_bar("benchmark", turns, 0) as advance:
@@ -227,16 +227,16 @@ def measure(
                 # All are built before the first is pinned to a core: numba fixes its maximum number
                 # of threads when it is imported.
                 pin(allowed)
-                first, peers = making % len(keys), {}
+                first, works = making % len(keys), {}
                 for key in keys[first:] + keys[:first]:
                     config = PeerConfig(data, key[1], benchmark.batch, benchmark.size)
-                    peers[key] = alive.enter_context(closing(PEERS[key[0]].build(config)))
-                works = {key: partial(run_epoch, peers[key]) for key in keys}
+                    peer = alive.enter_context(closing(PEERS[key[0]].build(config)))
+                    works[key] = partial(run_epoch, peer)
                 new = take_turns(
                     works, share, before, lambda key: advance(1, f"{key[0]}, {key[1]} threads")
                 )
-                for key in keys:
-                    rates[key] += new[key]
+                for key, values in new.items():
+                    rates[key] += values
                 free, total = torch.cuda.mem_get_info() if torch.cuda.is_available() else (0, 0)
     return rates, total - free
 
@@ -246,22 +246,20 @@ def run_epoch(peer: Peer, epoch: int) -> int:
     return sum(batch.count for batch in peer.batches(epoch))
 
 
-def ratio_pairs(keys: list[Key]) -> list[tuple[Key, Key]]:
-    """Return the pairs to compare, measured or not: ours with labels to every other loader, each of
-    ours with labels to the same without, ours through DALI to NVIDIA's own pipeline, and every
-    number of threads to the smallest.
+def ratios(rates: dict[Key, list[float]]) -> list[dict]:
+    """Return the ratios within rounds: ours with labels to every other loader, each of ours with
+    labels to the same without, ours through DALI to NVIDIA's own pipeline, and every number of
+    threads to the smallest.
     """
-    pairs = []
-    counts = list(dict.fromkeys(threads for _, threads in keys))
-    names = list(dict.fromkeys(name for name, _ in keys))
-    others = [("folder+labels", "folder")]
-    for kind in ("dali-cpu", "dali-gpu"):
-        others += [(f"{kind}+labels", kind), (f"{kind}+labels", f"nvidia-{kind}")]
-    for threads in counts:
-        same = [(OURS, name) for name in names if name != OURS] + others
-        pairs += [((a, threads), (b, threads)) for a, b in same]
-    few = min(counts)
-    return pairs + [((name, n), (name, few)) for n in counts for name in names if n != few]
+    names, counts = (list(dict.fromkeys(part)) for part in zip(*rates, strict=True))
+    others, few = [(OURS, name) for name in names if name != OURS], min(counts)
+    pairs = [((a, n), (b, n)) for n in counts for a, b in others + RATIOS]
+    pairs += [((name, n), (name, few)) for n in counts for name in names if n != few]
+    return [
+        compare(a[0], b[0], rates[a], rates[b], threads=a[1], b_threads=b[1])
+        for a, b in pairs
+        if a in rates and b in rates
+    ]
 
 
 def measure_stages(data: BenchmarkSet, benchmark: LoaderBenchmark) -> dict:
@@ -275,26 +273,25 @@ def measure_stages(data: BenchmarkSet, benchmark: LoaderBenchmark) -> dict:
     """
     config = PeerConfig(data, 1, benchmark.batch, benchmark.size)
     passes, shares = [], []
-    limited = explain_missing(LIMIT) is None
-    with use_cores(1), closing(FullDecode(config)) if limited else nullcontext() as limit:
+    limit = FullDecode(config) if explain_missing(LIMIT) is None else None
+    with use_cores(1):
         for number in range(benchmark.rounds + 1):
             taken = time_stages(config, number)
             start = time.perf_counter()
-            if limited:
+            if limit:
                 run_epoch(limit, number)
             passes.append(taken)
             shares.append((time.perf_counter() - start) / sum(taken.values()))
     # The first pass is for warm-up.
     images = len(data.labels)
-    spreads = {
-        name: Spread.of([1e6 * taken[name] / images for taken in passes[1:]]) for name in passes[0]
-    }
     original = sum(os.path.getsize(path) for path in data.paths)
     document = {
-        "microseconds_per_image": {name: spread._asdict() for name, spread in spreads.items()},
+        "microseconds_per_image": {
+            name: spread([1e6 * taken[name] / images for taken in passes[1:]]) for name in passes[0]
+        },
         "bytes_to_original": sum(Beton(data.beton).images.size.tolist()) / original,
     }
-    return document | ({"share_of_limit": Spread.of(shares[1:])._asdict()} if limited else {})
+    return document | ({"share_of_limit": spread(shares[1:])} if limit else {})
 
 
 def time_stages(config: PeerConfig, epoch: int) -> dict[str, float]:
@@ -336,14 +333,11 @@ def time_first_batches(data: BenchmarkSet, benchmark: LoaderBenchmark) -> list[f
     """
     options = data.beton.resolve(), benchmark.threads[0], benchmark.batch, benchmark.size
     words = [sys.executable, "-c", FIRST_BATCH, *map(str, options)]
-    seconds = []
-    for _ in range(FIRST_BATCHES + 1):
-        done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
-        if done.returncode:
-            raise RuntimeError(f"the process that waits for a first batch failed:\n{done.stderr}")
-        seconds.append(float(done.stdout.split()[-1]))
+    printed = [
+        subprocess.check_output(words, cwd=ROOT, text=True) for _ in range(FIRST_BATCHES + 1)
+    ]
     # The first process warms the page cache.
-    return seconds[1:]
+    return [float(text.split()[-1]) for text in printed[1:]]
 
 
 # ------------------------------------------------------------------------- results
@@ -351,30 +345,36 @@ def time_first_batches(data: BenchmarkSet, benchmark: LoaderBenchmark) -> list[f
 
 def format_bar(ratio: dict) -> str:
     """Format the required value and the goal of a ratio; empty if it has none."""
-    pair, threads = (ratio["a"], ratio["b"]), (ratio["threads"], ratio["b_threads"])
-    bars = {((OURS, OURS), (2, 1)): SCALING, **{(names, (1, 1)): BARS[names] for names in BARS}}
-    if (pair, threads) not in bars:
+    pair = ratio["a"], ratio["b"]
+    threads = 2 if ratio["a"] == ratio["b"] else 1
+    if pair not in BARS or (ratio["threads"], ratio["b_threads"]) != (threads, 1):
         return ""
-    bar, goal = bars[pair, threads]
-    return f"{bar:g} ({goal:g})"
+    required, goal = BARS[pair]
+    return f"{required:g} ({goal:g})"
+
+
+def format_threads(ratio: dict, between: str) -> str:
+    """Format a ratio's number of threads, or both numbers if they differ."""
+    more, few = ratio["threads"], ratio["b_threads"]
+    return str(more) if more == few else f"{more}{between}{few}"
 
 
 def show(document: dict) -> None:
     """Print the document: two tables, and a line for each other measurement."""
-    spread = Spread._fields
     rows = [
         (row["loader"], str(row["threads"]), *format_spread(row["images_per_s"], ",.0f"))
         for row in document["rows"]
     ]
     title = f"Images per second, {document['data']}"
-    print_table(title, ("loader", "threads", *spread), rows)
-    rows = []
-    for ratio in document["ratios"]:
-        few, more = ratio["b_threads"], ratio["threads"]
-        threads = str(more) if more == few else f"{more} to {few}"
-        numbers = *format_spread(ratio, ".2f"), format_bar(ratio)
-        rows.append((ratio["a"], ratio["b"], threads, *numbers))
-    columns = ("a", "to b", "threads", *spread, "required (goal)")
+    print_table(title, ("loader", "threads", *QUARTILES), rows)
+    rows = [
+        (
+            *(ratio["a"], ratio["b"], format_threads(ratio, " to ")),
+            *(*format_spread(ratio, ".2f"), format_bar(ratio)),
+        )
+        for ratio in document["ratios"]
+    ]
+    columns = ("a", "to b", "threads", *QUARTILES, "required (goal)")
     print_table("Ratios within a round", columns, rows, texts=2)
     print_rows(other_rows(document))
 
@@ -385,17 +385,15 @@ def csv_rows(document: dict) -> list[dict]:
         row | row["images_per_s"] | {"name": row["loader"], "unit": "images/s"}
         for row in document["rows"]
     ]
-    for row in ratio_rows(document["ratios"]):
-        few, more = row["b_threads"], row["threads"]
-        rows.append(row | {"threads": more if more == few else f"{more}/{few}"})
+    rows += [row | {"threads": format_threads(row, "/")} for row in ratio_rows(document["ratios"])]
     return rows + other_rows(document)
 
 
 def other_rows(document: dict) -> list[dict]:
     """Return the rows of stages, GPU memory and first batch, where these were measured."""
     stages, rows = document.get("stages", {}), []
-    for name, spread in stages.get("microseconds_per_image", {}).items():
-        rows.append(spread | {"name": f"stage {name}", "threads": 1, "unit": "µs/image"})
+    for name, stage in stages.get("microseconds_per_image", {}).items():
+        rows.append(stage | {"name": f"stage {name}", "threads": 1, "unit": "µs/image"})
     if stages:
         packed = stages["bytes_to_original"]
         rows.append({"median": packed, "name": "bytes to original", "unit": "ratio"})

@@ -49,9 +49,10 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Literal, NamedTuple, Protocol
@@ -63,12 +64,10 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
-from densefeed.pipelines.dali import DaliLoader
-from densefeed.pipelines.ffcv import FfcvSource
-from densefeed.pipelines.folder import FolderSource
-from densefeed.pipelines.loader import ThreadedLoader
+from densefeed.pipelines.open import DataOptions, open_dataset
 from densefeed.pipelines.plan import EpochPlan
 from densefeed.storage.beton import Beton
+from densefeed.storage.packs import map_stem
 from densefeed.system.prefetch import ordered_map
 from densefeed.system.provenance import ROOT
 
@@ -97,8 +96,8 @@ class BenchmarkSet(NamedTuple):
     num_classes: int  # of the score maps
 
 
-NOTHING = np.zeros(0, np.int64)
-EMPTY = BenchmarkSet(Path(), Path(), Path(), None, None, (), NOTHING, NOTHING, NOTHING, 0)
+# For a loader that reads only one of these.
+EMPTY = BenchmarkSet(*[None] * len(BenchmarkSet._fields))
 
 
 class PeerConfig(NamedTuple):
@@ -109,15 +108,19 @@ class PeerConfig(NamedTuple):
     batch: int = 64  # images
     size: int = 224  # side of the output, pixels
 
-    def plan(self, samples: int = 0) -> EpochPlan:
-        """Return the plan of crops for `samples`, by default for all of `data`."""
+    def plan(self) -> EpochPlan:
+        """Return the plan of crops, which is that of our loaders too."""
         return EpochPlan(
-            num_samples=samples or len(self.data.labels),
+            num_samples=len(self.data.labels),
             batch=self.batch,
             seed=0,
             mode="train",
             sizes=((0, self.size),),
         )
+
+
+# A sample's id, its crop (top, left, height, width; int64, pixels), and whether it is mirrored.
+Sample = tuple[int, np.ndarray, bool]
 
 
 class PeerBatch(NamedTuple):
@@ -145,15 +148,18 @@ class OurLoader:
     """
 
     def __init__(self, kind: str, labels: bool, config: PeerConfig) -> None:
-        if kind == "folder":
-            maps = config.data.maps if labels else None
-            source = FolderSource(config.data.folder, "train", maps, config.threads)
-        else:
-            source = FfcvSource(config.data.beton)
-        build = DaliLoader if kind.startswith("dali") else ThreadedLoader
-        options = {"device": torch.device("cuda", 0)} if kind == "dali-gpu" else {}
-        plan = config.plan(len(source.labels))
-        self._loader = build(source, plan, config.threads, maps=labels, **options)
+        data, folder = config.data, kind == "folder"
+        options = DataOptions(
+            loader=kind.partition("-")[0],
+            train=data.folder if folder else data.beton,
+            score_maps=data.maps if folder and labels else None,
+            threads=config.threads,
+            size=config.size,
+        )
+        device = torch.device("cuda:0" if kind == "dali-gpu" else "cpu")
+        self._loader = open_dataset(
+            options, "train", batch=config.batch, seed=0, maps=labels, device=device
+        )
 
     def batches(self, epoch: int) -> Iterator[PeerBatch]:
         for batch in self._loader.batches(epoch):
@@ -171,24 +177,22 @@ def load_first_batch(beton: str, threads: str, batch: str, size: str) -> None:
     loader.close()
 
 
+Build = Callable[[PeerConfig], Peer]
+
+
 class ConcurrentPeers:
     """Two peers at once, each in its own thread with half of the threads.
 
     Batches come in order of completion.
     """
 
-    def __init__(
-        self,
-        build: Callable[[PeerConfig], Peer],
-        other: Callable[[PeerConfig], Peer],
-        config: PeerConfig,
-    ) -> None:
+    def __init__(self, build: Build, other: Build, config: PeerConfig) -> None:
         half = config._replace(threads=max(1, config.threads // 2))
         self._peers = build(half), other(half)
 
     def batches(self, epoch: int) -> Iterator[PeerBatch]:
         # None is the sentinel that ends one peer's epoch.
-        queue: SimpleQueue[PeerBatch | None] = SimpleQueue()
+        queue = SimpleQueue()
 
         def run(peer: Peer) -> None:
             try:
@@ -218,13 +222,12 @@ class StockFfcv(Peer):
     def __init__(self, config: PeerConfig) -> None:
         from ffcv.fields.basics import IntDecoder
         from ffcv.fields.rgb_image import RandomResizedCropRGBImageDecoder
-        from ffcv.loader import Loader as StockLoader
-        from ffcv.loader import OrderOption
+        from ffcv.loader import Loader, OrderOption
         from ffcv.transforms import RandomHorizontalFlip, ToTensor
 
         crop = RandomResizedCropRGBImageDecoder((config.size, config.size))
         pixels = [crop, RandomHorizontalFlip(), ToTensor()]
-        self._loader = StockLoader(
+        self._loader = Loader(
             str(config.data.stock),
             batch_size=config.batch,
             num_workers=config.threads,
@@ -335,9 +338,8 @@ def probe_nvidia_gpu() -> None:
     with tempfile.TemporaryDirectory() as folder:
         images = Path(folder, "class")
         images.mkdir()
-        for number in range(2):
-            noise = Image.effect_noise((320, 240), 60).convert("RGB")
-            noise.save(images / f"{number}.jpg")
+        for name in ("0.jpg", "1.jpg"):
+            Image.effect_noise((320, 240), 60).convert("RGB").save(images / name)
         words = [sys.executable, "-c", NVIDIA_PROBE, folder]
         done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=120)
     if done.returncode:
@@ -425,32 +427,13 @@ class Timm(DataLoaderPeer):
 # ------------------------------------------------------------------------- the published data path
 
 
-def draw_crops(config: PeerConfig, epoch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return ids `[N]`, boxes `[N, 4]` (top, left, height, width; int64, pixels) and flips `[N]` of
-    the plan's epoch, in its order.
-    """
-    plan, data = config.plan(), config.data
+def draw_samples(config: PeerConfig, epoch: int) -> list[list[Sample]]:
+    """Return the samples of each batch of the plan's epoch, in its order."""
+    plan, data, batch = config.plan(), config.data, config.batch
     ids = plan.permutation(epoch)
     boxes, flips = plan.crops(epoch, ids, data.heights[ids], data.widths[ids])
-    return ids, boxes.astype(np.int64), flips
-
-
-class CropBatches:
-    """A batch sampler of (sample, box, flip): workers that outlive an epoch get the plan's crops
-    this way.
-    """
-
-    def __init__(self, config: PeerConfig) -> None:
-        self._config, self.epoch = config, 0
-
-    def __len__(self) -> int:
-        return self._config.plan().batches
-
-    def __iter__(self) -> Iterator[list[tuple[int, np.ndarray, bool]]]:
-        ids, boxes, flips = draw_crops(self._config, self.epoch)
-        rows = list(zip(ids.tolist(), boxes, flips.tolist(), strict=True))
-        batch = self._config.batch
-        return iter([rows[at : at + batch] for at in range(0, len(rows), batch)])
+    rows = list(zip(ids.tolist(), boxes.astype(np.int64), flips.tolist(), strict=True))
+    return [rows[at : at + batch] for at in range(0, len(rows), batch)]
 
 
 class TokenLabeling(DataLoaderPeer):
@@ -459,7 +442,8 @@ class TokenLabeling(DataLoaderPeer):
     def __init__(self, labels: bool, config: PeerConfig) -> None:
         grid = max(1, config.size // PATCH) if labels else None
         collate = partial(collate_published, grid=grid, num_classes=config.data.num_classes)
-        self._batches = CropBatches(config)
+        # The batches of an epoch: workers that outlive it get the next one's crops this way.
+        self._config, self._batches = config, []
         self._loader = DataLoader(
             PublishedDataset(config.data, config.size),
             batch_sampler=self._batches,
@@ -468,7 +452,7 @@ class TokenLabeling(DataLoaderPeer):
         )
 
     def batches(self, epoch: int) -> Iterator[PeerBatch]:
-        self._batches.epoch = epoch
+        self._batches[:] = draw_samples(self._config, epoch)
         return super().batches(epoch)
 
 
@@ -479,12 +463,9 @@ class PublishedDataset(Dataset):
 
     def __init__(self, data: BenchmarkSet, size: int) -> None:
         self._paths, self._labels, self._size = data.paths, data.labels.tolist(), size
-        self._maps = [
-            str((data.published / Path(path).relative_to(data.folder)).with_suffix(".pt"))
-            for path in data.paths
-        ]
+        self._maps = [f"{data.published}/{map_stem(path, whole=False)}.pt" for path in data.paths]
 
-    def __getitem__(self, sample: tuple[int, np.ndarray, bool]) -> tuple[np.ndarray, int, Tensor]:
+    def __getitem__(self, sample: Sample) -> tuple[np.ndarray, int, Tensor]:
         """Return uint8 `[3, size, size]`, the label, and the packed map float32 `[3, k, S, S]`."""
         index, (top, left, height, width), flip = sample
         label = self._labels[index]
@@ -525,23 +506,40 @@ def published_targets(packed: Tensor, grid: int, num_classes: int) -> Tensor:
     left, bottom, right) to an operator that takes (x, y, x, y). Classes that a map does not name
     stay at logit 0, and the softmax follows the pooling.
     """
-    from torchvision.ops import roi_align
-
-    count, _, _, side, _ = packed.shape
     top, left, height, width = packed[:, 2, 0, 0, :4].unbind(1)
-    corners = torch.stack([top, left, top + height, left + width], 1) * side - 0.5
-    boxes = torch.cat([torch.arange(count, dtype=packed.dtype)[:, None], corners], 1)
-    dense = torch.zeros(count, num_classes, side, side)
-    for row, score_map in zip(dense, packed, strict=True):
-        row.scatter_(0, score_map[1].long(), score_map[0])
-    pooled = torch.cat([roi_align(dense, boxes, cells).flatten(2) for cells in (1, grid)], 2)
+    corners = torch.stack([top, left, top + height, left + width], 1) * packed.shape[-1] - 0.5
+    pooled = pool_maps(packed[:, 0], packed[:, 1], corners, num_classes, grid)
     off = SMOOTHING / num_classes
     on = 1 - SMOOTHING + off
-    given = torch.full((count, num_classes, 1), off)
+    given = torch.full((len(packed), num_classes, 1), off)
     given.scatter_(1, packed[:, 2, 0, 0, 5].long().view(-1, 1, 1), on)
     target = torch.cat([given, pooled.softmax(1) * on + off], 2)
     # The published code mixes with a share of 1 even where nothing is mixed.
     return target * 1.0 + target.flip(0) * 0.0
+
+
+def pool_maps(
+    logit_NkSS: Tensor,
+    class_NkSS: Tensor,
+    corners_N4: Tensor,
+    num_classes: int,
+    grid: int,
+    aligned: bool = False,
+) -> Tensor:
+    """Scatter each map to all classes and pool it in a box, and in the box's grid x grid cells, as
+    the published code does: `[N, K, 1 + grid * grid]`.
+
+    A box is (x, y, x, y) in cells of the map. `aligned` is that of torchvision's RoIAlign.
+    """
+    from torchvision.ops import roi_align
+
+    dense = logit_NkSS.new_zeros(len(logit_NkSS), num_classes, *logit_NkSS.shape[2:])
+    for row, logit, named in zip(dense, logit_NkSS, class_NkSS, strict=True):
+        row.scatter_(0, named.long(), logit)
+    number = torch.arange(len(dense), dtype=dense.dtype, device=dense.device)
+    boxes = torch.cat([number[:, None], corners_N4], 1)
+    pooled = (roi_align(dense, boxes, cells, aligned=aligned) for cells in (1, grid))
+    return torch.cat([part.flatten(2) for part in pooled], 2)
 
 
 # ------------------------------------------------------------------------- image by image
@@ -566,7 +564,8 @@ class SimpleJpeg:
             self._local.buffer = np.empty(self._largest, np.uint8)
         return self._decode(encoded, "RGB", buffer=self._local.buffer)
 
-    def _fill(self, out: Tensor, index: int, box: np.ndarray, flip: bool) -> None:
+    def _fill(self, out: Tensor, sample: Sample) -> None:
+        index, box, flip = sample
         top, left, height, width = box.tolist()
         pixels = self._pixels(Path(self._config.data.paths[index]).read_bytes())
         cut = torch.from_numpy(pixels[top : top + height, left : left + width])
@@ -575,31 +574,32 @@ class SimpleJpeg:
         out.copy_(crop.flip(1) if flip else crop)
 
     def batches(self, epoch: int) -> Iterator[PeerBatch]:
-        data, _, batch, size = self._config
-        ids, boxes, flips = draw_crops(self._config, epoch)
-        spans = [range(at, min(at + batch, len(ids))) for at in range(0, len(ids), batch)]
+        data, size = self._config.data, self._config.size
 
-        def chunks() -> Iterator[tuple[Tensor, range, range]]:
-            for span in spans:
-                image = torch.empty(len(span), size, size, 3, dtype=torch.uint8)
-                for at in range(0, len(span), CHUNK):
-                    yield image, span, range(at, min(at + CHUNK, len(span)))
+        def chunks() -> Iterator[tuple[list[Sample], Tensor, int]]:
+            for samples in draw_samples(self._config, epoch):
+                image = torch.empty(len(samples), size, size, 3, dtype=torch.uint8)
+                for first in range(0, len(samples), CHUNK):
+                    yield samples, image, first
 
-        def fill(chunk: tuple[Tensor, range, range]) -> tuple[Tensor, range, bool]:
-            image, span, rows = chunk
-            for row in rows:
-                at = span[row]
-                self._fill(image[row], int(ids[at]), boxes[at], bool(flips[at]))
-            return image, span, rows.stop == len(span)
+        def fill(chunk: tuple[list[Sample], Tensor, int]) -> PeerBatch | None:
+            samples, image, first = chunk
+            end = first + CHUNK
+            for out, sample in zip(image[first:end], samples[first:end], strict=True):
+                self._fill(out, sample)
+            # Chunks come back in order, so the batch is complete with its last one.
+            if end < len(samples):
+                return None
+            label = torch.from_numpy(data.labels[[index for index, _, _ in samples]])
+            return PeerBatch(len(samples), image, label, None)
 
+        yield from filter(None, self._map(fill, chunks()))
+
+    def _map(self, work: Callable, items: Iterable) -> Iterator:
+        """Map in the calling thread, or on the pool."""
         if self._pool is None:
-            filled = map(fill, chunks())
-        else:
-            filled = ordered_map(fill, chunks(), self._pool, AHEAD * -(-batch // CHUNK))
-        for image, span, whole in filled:
-            if whole:
-                label = torch.from_numpy(data.labels[ids[span.start : span.stop]])
-                yield PeerBatch(len(span), image, label, None)
+            return map(work, items)
+        return ordered_map(work, items, self._pool, AHEAD * -(-self._config.batch // CHUNK))
 
     def close(self) -> None:
         if self._pool is not None:
@@ -622,14 +622,13 @@ class FullDecode(SimpleJpeg):
         ids = self._config.plan().permutation(epoch)
         chunks = np.array_split(ids, -(-len(ids) // CHUNK))
 
-        def decode(chunk: np.ndarray) -> int:
+        def decode(chunk: np.ndarray) -> PeerBatch:
             for index in chunk.tolist():
                 self._pixels(self._stock.image(index)[0])
-            return len(chunk)
+            return PeerBatch(len(chunk), None, None, None)
 
-        counts = map(decode, chunks) if self._pool is None else self._pool.map(decode, chunks)
-        for count in counts:
-            yield PeerBatch(count, None, None, None)
+        # Only the numbers of images are delivered: the pixels stay in the threads' buffers.
+        return self._map(decode, chunks)
 
 
 class Spdl(Peer):
@@ -641,7 +640,7 @@ class Spdl(Peer):
 
         self._io, self._builder, self._config = spdl_io, PipelineBuilder, config
 
-    def _decode(self, sample: tuple[int, np.ndarray, bool]) -> tuple[object, int]:
+    def _decode(self, sample: Sample) -> tuple[object, int]:
         index, box, flip = sample
         (top, left, height, width), size = box.tolist(), self._config.size
         crop = f"crop={width}:{height}:{left}:{top}:exact=1"
@@ -658,8 +657,7 @@ class Spdl(Peer):
 
     def batches(self, epoch: int) -> Iterator[PeerBatch]:
         _, threads, batch, _ = self._config
-        ids, boxes, flips = draw_crops(self._config, epoch)
-        builder = self._builder().add_source(zip(ids.tolist(), boxes, flips.tolist(), strict=True))
+        builder = self._builder().add_source(chain(*draw_samples(self._config, epoch)))
         builder = builder.pipe(self._decode, concurrency=threads).aggregate(batch)
         pipeline = builder.pipe(self._collate).add_sink(AHEAD).build(num_threads=threads)
         with pipeline.auto_stop():
@@ -683,7 +681,7 @@ def probe_spdl() -> None:
 class Entry(NamedTuple):
     """How to build a peer, and its requirements."""
 
-    build: Callable[[PeerConfig], Peer]
+    build: Build
     package: str = ""  # to import
     remedy: str = ""  # how to install it
     probe: Callable[[], None] = lambda: None  # raises if the package is installed but cannot work

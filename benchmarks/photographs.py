@@ -14,15 +14,13 @@ classes per image.
 
 import hashlib
 import io
-import os
-import shutil
+import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stdout
 from pathlib import Path
 
 import numpy as np
-import torch
 from PIL import Image
 
 from benchmarks.peers import BenchmarkSet
@@ -32,16 +30,13 @@ from densefeed.storage.geometry import WHOLE
 from densefeed.storage.images import Images
 from densefeed.storage.score_maps import ScoreMaps, ScoreMapStore, ScoreMapWriter, StoreHeader
 from densefeed.system.errors import UserError
-from densefeed.tools.pack_dataset import Packing
-from densefeed.tools.pack_dataset import main as pack
+from densefeed.tools import export_labels, pack_dataset
 
 LONG, SHORT = 500, 375  # pixels
 QUALITY = 90
 SHARE = (0.05, 0.3)  # area of a crop, relative to the largest one of its shape
 MAP_SIDE, TOP_K = 18, 5  # of a score map, as published
 DISTINCT = 24  # classes in an image's map
-# The published files hold class ids as float16, which is exact for integers up to this one.
-EXACT_HALF = 2048
 
 
 def sample_dataset(cache: Path, images: int, classes: int) -> BenchmarkSet:
@@ -51,10 +46,6 @@ def sample_dataset(cache: Path, images: int, classes: int) -> BenchmarkSet:
     published maps, because the cost of dense targets is proportional to it. Raises UserError if
     scikit-image or scikit-learn is missing.
     """
-    if not 1 <= classes <= images:
-        raise UserError(
-            f"{images} images cannot fill {classes} classes; use at least one image per class"
-        )
     home = cache / f"photographs-{images}-{classes}"
     folder, maps = home / "images", home / "maps.h5"
     make_once(folder, lambda part: write_crops(part, images, classes))
@@ -65,7 +56,7 @@ def sample_dataset(cache: Path, images: int, classes: int) -> BenchmarkSet:
     beton.unlink(missing_ok=True)
     # The packer's own table would be confusing here.
     with redirect_stdout(io.StringIO()):
-        pack(Packing(data=folder, maps=maps, out=beton))
+        pack_dataset.main(pack_dataset.Packing(data=folder, maps=maps, out=beton))
     return add_peer_formats(home, folder, maps, beton)
 
 
@@ -103,11 +94,13 @@ def add_peer_formats(home: Path, folder: Path, maps: Path | None, beton: Path) -
     if not stock.exists():
         write_stock(stock, folder)
     if maps is not None:
-        store = ScoreMapStore(maps)
-        num_classes = store.header.num_classes
-        if num_classes <= EXACT_HALF:
+        num_classes = ScoreMapStore(maps).header.num_classes
+        if num_classes <= export_labels.MOST_CLASSES:
             published = home / "published"
-            make_once(published, lambda part: write_published(part, store))
+            # It appears under its name when it is complete.
+            if not published.exists():
+                with redirect_stdout(io.StringIO()):
+                    export_labels.main(export_labels.ExportLabels(maps=maps, out=published))
     paths = tuple(map(images.where, range(len(images))))
     plain = Beton(stock)
     sizes = plain.labels, plain.heights, plain.widths
@@ -118,14 +111,12 @@ def make_once(path: Path, make: Callable[[Path], None]) -> None:
     """Let `make` fill a folder that gets its name when it is complete; do nothing if it exists."""
     if path.exists():
         return
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    part.mkdir(parents=True)
-    try:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(suffix=".part", dir=path.parent) as folder:
+        part = Path(folder, path.name)
+        part.mkdir()
         make(part)
-        os.replace(part, path)
-    except BaseException:
-        shutil.rmtree(part, ignore_errors=True)
-        raise
+        part.rename(path)
 
 
 def load_photographs() -> list[Image.Image]:
@@ -217,20 +208,7 @@ def write_stock(path: Path, folder: Path) -> None:
             raise UserError(
                 f"{images.where(number)} is not a JPEG; the benchmark's peers read only JPEGs"
             )
-    pack(Packing(data=folder, out=path, index=False))
-
-
-def write_published(folder: Path, store: ScoreMapStore) -> None:
-    """Write one file per image, `<class>/<stem>.pt`: float16 `[2, k, S, S]`, logits, then class
-    ids.
-    """
-    rows = store.rows(np.arange(len(store)))
-    both = torch.from_numpy(np.stack([rows.logit, rows.cls.astype(np.float16)], axis=1))
-    both = both.permute(0, 1, 4, 2, 3).contiguous()
-    for name, row in zip(store.paths(), both, strict=True):
-        path = (folder / name).with_suffix(".pt")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        torch.save(row.clone(), path)
+    pack_dataset.main(pack_dataset.Packing(data=folder, out=path, index=False))
 
 
 def unpack(beton: Beton, folder: Path) -> None:

@@ -15,7 +15,7 @@ timed for either. Both give the teacher the center square at --input-size. Teach
 weights, which take equally long. `teacher` scores the same batch repeatedly, which is an upper
 bound of any pass. Each round runs all three in turns on --threads cores; the ratio is the median of
 the ratios within a round. The images are in the page cache: crops of real photographs
-(photographs.py), 500 pixels on the longer side, 33 kB.
+(photographs.py), 500 pixels on the longer side, 33 kB, in the folder for temporary files.
 """
 
 import io
@@ -28,9 +28,9 @@ from typing import Literal
 
 import timm
 import torch
-from timm.data import ImageDataset, create_transform
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, ImageDataset, create_transform
 
-from benchmarks.harness import Output, check_positive, command, report, take_turns, use_cores
+from benchmarks.harness import Output, command, environment, report, take_turns, use_cores
 from benchmarks.photographs import write_crops
 from densefeed.models import nfnet  # noqa: F401  (registers its models with timm)
 from densefeed.relabel.labeling import begin_pass, finish_pass
@@ -38,13 +38,11 @@ from densefeed.relabel.rendering import NativeRender
 from densefeed.relabel.teacher import Teacher
 from densefeed.storage.images import Images
 from densefeed.system.errors import UserError
-from densefeed.system.provenance import environment
 
-PACKAGES = ("torch", "torchvision", "timm", "numpy", "pillow")
 OURS, PEER, TEACHER = "pass", "stand-in", "teacher"
 BAR, AIM = 2.0, 4.0  # of the ratio of OURS to PEER
 # Of the published teacher.
-CONFIG = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225), "interpolation": "bicubic"}
+CONFIG = {"mean": IMAGENET_DEFAULT_MEAN, "std": IMAGENET_DEFAULT_STD, "interpolation": "bicubic"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,14 +59,13 @@ class RelabelBenchmark(Output):
     compile: bool = False  # compile our teacher
     precision: Literal["fp32", "bf16"] = "fp32"  # of our teacher
     rounds: int = 5  # measured rounds, after one for warm-up
-    work: Path | None = None  # folder for the files; default: a temporary one
 
 
 def main(benchmark: RelabelBenchmark) -> dict:
     """Write the images, measure, print and record; return the document that --json writes."""
     check(benchmark)
-    facts = environment(PACKAGES)
-    with tempfile.TemporaryDirectory(dir=benchmark.work) as folder:
+    facts = environment()
+    with tempfile.TemporaryDirectory() as folder:
         images = Path(folder, "images")
         images.mkdir()
         write_crops(images, benchmark.images, benchmark.classes)
@@ -84,7 +81,6 @@ def main(benchmark: RelabelBenchmark) -> dict:
 
 def check(benchmark: RelabelBenchmark) -> None:
     """Raise UserError for invalid options."""
-    check_positive(benchmark, "images", "classes", "top_k", "batch", "threads", "rounds")
     if benchmark.images < benchmark.classes:
         raise UserError(
             f"--images {benchmark.images} are fewer than --classes {benchmark.classes}; "
@@ -100,21 +96,22 @@ def generate(
     dataset: ImageDataset, root: Path, out: Path, teacher: Teacher, benchmark: RelabelBenchmark
 ) -> int:
     """Write one .pt file per image as the published generator does; return their number."""
-    options = {name: CONFIG[name] for name in ("mean", "std", "interpolation")}
+    # crop_pct 1.0 is the center square of the whole shorter side, which our teacher sees too.
     dataset.transform = create_transform(
-        benchmark.input_size, is_training=False, crop_pct=1.0, **options
+        benchmark.input_size, is_training=False, crop_pct=1.0, **CONFIG
     )
     loader = torch.utils.data.DataLoader(dataset, benchmark.batch, num_workers=benchmark.threads)
-    paths, done = dataset.filenames(), 0
+    paths = iter(dataset.filenames())
     for image_NCHW, _ in loader:
         for maps in score_images(teacher.model, image_NCHW, benchmark.top_k):
+            path = next(paths)
             # The published code gets the name from its dataset, which opens the file.
-            with open(root / paths[done], "rb"):
-                target = out / Path(paths[done]).with_suffix(".pt")
+            with open(root / path, "rb"):
+                target = (out / path).with_suffix(".pt")
             target.parent.mkdir(parents=True, exist_ok=True)
+            # Without clone() the slice would be saved with the storage of its batch.
             torch.save(maps.clone(), target)
-            done += 1
-    return done
+    return len(dataset)
 
 
 @torch.no_grad()
@@ -166,6 +163,7 @@ def measure(folder: Path, benchmark: RelabelBenchmark) -> dict[str, list[float]]
         (folder / "maps.h5").unlink(missing_ok=True)
         shutil.rmtree(folder / "pt", ignore_errors=True)
 
+    # Each run writes the files anew.
     with use_cores(benchmark.threads):
         works = {OURS: run_ours, PEER: run_peer, TEACHER: run_teacher}
         return take_turns(works, benchmark.rounds, done=clear)

@@ -41,66 +41,72 @@ second of the same round, so larger is better. Rows are appended to --results.
 """
 
 import math
-import os
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from copy import deepcopy
-from dataclasses import dataclass, field
-from itertools import count, islice
+from dataclasses import dataclass
+from itertools import count, islice, repeat
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
-import tyro
-from rich.console import Console
-from rich.table import Table
 from timm.loss import LabelSmoothingCrossEntropy
 from timm.optim import create_optimizer_v2
 from timm.utils import ModelEmaV3, NativeScaler
 from torch import Tensor, nn
 
-from benchmarks import targets
 from benchmarks.harness import (
-    COLUMNS,
-    Spread,
-    append_rows,
-    choose_cores,
-    pairwise,
-    pin,
-    restore_cpus_after,
+    CORES,
+    QUARTILES,
+    Output,
+    check_threads,
+    command,
+    compare,
+    device_name,
+    environment,
+    format_spread,
+    print_table,
+    ratio_rows,
+    save,
+    spread,
     take_turns,
+    use_cores,
 )
+from benchmarks.targets import TargetBenchmark, check_token_head, make_step
 from densefeed.models.agent_cnn import AgentCNN
-from densefeed.models.token_transformer import FAMILIES, has_tokens
 from densefeed.objectives import build_objective
-from densefeed.objectives.base import StepContext, step_loss
-from densefeed.pipelines.augment.augmentation import Augmentation, augment_batches
-from densefeed.pipelines.batch import Batch, ScoreMapSpec
-from densefeed.pipelines.loader import ThreadedLoader
+from densefeed.pipelines.batch import Batch, Loader
 from densefeed.pipelines.plan import EpochPlan
 from densefeed.system.devices import choose_device, synchronize
-from densefeed.system.errors import UserError, run
+from densefeed.system.errors import UserError
 from densefeed.system.malloc import set_malloc, tune_malloc
 from densefeed.system.options import with_options
 from densefeed.system.progress import steps_bar
-from densefeed.system.provenance import RESULTS, environment, write_json
 from densefeed.training.build import autocast_dtype, build_model, flops_per_size
-from densefeed.training.compile import compile_step, get_networks
+from densefeed.training.compile import get_networks
 from densefeed.training.config import Config
+from densefeed.training.monitor import TrainMonitor
 from densefeed.training.ranks import Ranks
-from densefeed.training.setup import open_loader
-from densefeed.training.speed import SECONDS, ActivationBytes, RunClock, matmul_rate, training_flops
+from densefeed.training.setup import build_trainable, open_loader
+from densefeed.training.speed import (
+    ActivationBytes,
+    RunClock,
+    best_rate,
+    matmul_rate,
+    training_flops,
+)
+from densefeed.training.step_inputs import StepInputs
 from densefeed.training.student import build_student, update
 
-PACKAGES = ("torch", "torchvision", "timm", "numpy")
 OURS, TIMM, LABELS, DRLOC, LOADER = "ours", "timm", "ours+labels", "ours+drloc", "+loader"
 AGENT, BOTH, IN_TURN = "agent", "both", "ours, then agent"
-CORES = len(os.sched_getaffinity(0))
-# Required median ratios: labels cost at most 3 % of the step and of the loader, DRLoc at most 2 %;
-# two networks together take at most 1.15 times as long as one after the other.
+# The ratios, and the required medians of some: labels cost at most 3 % of the step and of the
+# loader, DRLoc at most 2 %; two networks together take at most 1.15 times as long as one after the
+# other.
 BARS = {
+    (OURS, TIMM): None,
     (LABELS, OURS): 0.97,
     (DRLOC, OURS): 1 / 1.02,
     (OURS + LOADER, OURS): 0.97,
@@ -123,11 +129,15 @@ Key = tuple[str, str]  # contestant, mode
 # mapped, and at most 64 MiB of free memory are kept.
 LEFT_ALONE = {"mmap_max": 65536, "mmap_threshold": 2**25, "trim_threshold": 2**26}
 Step = Callable[[Batch], Tensor | float]  # trains on a batch and returns its loss
+Through = Callable[[Iterator[Batch]], Iterator[Batch]]  # passes batches on and times them
+Batches = Callable[[int, Through], Iterator[Batch]]  # the batches of an epoch
 
 
 @dataclass(frozen=True, kw_only=True)
-class Benchmark:
+class StepBenchmark(Output):
     """Options of this benchmark."""
+
+    may_be_0 = ("drloc_grid",)
 
     # any timm classifier; token-label needs a token head (lvvit_*, dhvt_*, t2t_vit_*)
     model: str = "lvvit_s"
@@ -143,8 +153,6 @@ class Benchmark:
     # synthetic: a constant batch; ffcv: also measure ours with batches from --data
     loader: Literal["synthetic", "ffcv"] = "synthetic"
     data: Path | None = None  # a .beton, for --loader ffcv; tools/pack_dataset.py makes it
-    # RandAugment policy of --loader ffcv in timm's notation; empty: none
-    rand_augment: str = ""
     # auto: bf16 autocast on CUDA, float32 on a CPU
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda if available, else cpu
@@ -152,9 +160,6 @@ class Benchmark:
     steps: int = 4  # steps of each contestant in a round
     rounds: int = 9  # measured rounds, after one for warm-up
     threads: int = CORES  # of torch on a CPU, each on its own core, and of the loader
-    json: Path | None = None  # write all results there as JSON
-    record: bool = True  # append rows to --results
-    results: Path = RESULTS  # CSV file of all results
 
 
 class Floor(NamedTuple):
@@ -164,143 +169,145 @@ class Floor(NamedTuple):
     bytes_per_step: float  # read and written, if no cache holds anything between two uses
 
 
-@dataclass
 class Contest:
-    """The contestants, and results that precede the measurement or are collected by it."""
+    """The contestants, and results that precede the measurement or are collected by it.
 
-    works: dict[Key, Callable[[int], int]] = field(default_factory=dict)
-    losses: dict[Key, Tensor | float] = field(default_factory=dict)  # of the last step
-    # share of each turn spent waiting for data, of contestants with the loader
-    waits: dict[Key, list[float]] = field(default_factory=dict)
-    equality: list[dict] = field(default_factory=list)
-    floors: dict[str, Floor] = field(default_factory=dict)  # by contestant, without the loader
+    Attributes:
+        works: the turn of each contestant in each mode.
+        losses: of its last step.
+        waits: the share of each of its turns spent waiting for data.
+        floors: by contestant, without the loader.
+        equality: how far our losses and timm's differ, in each mode.
+    """
+
+    def __init__(self, steps: int, device: torch.device) -> None:
+        self.steps, self.device = steps, device
+        self.works, self.losses, self.waits, self.floors, self.equality = {}, {}, {}, {}, []
+
+    def add(self, key: Key, step: Step, batches: Batches) -> None:
+        """Add a contestant, whose turn is a few steps on the first batches of an epoch.
+
+        A loader's decoding starts within the turn.
+        """
+        shares = self.waits[key] = []
+
+        def turn(epoch: int) -> int:
+            clock, images = RunClock(0, np.zeros(2)), 0
+            with closing(batches(epoch, clock.time_data)) as source:
+                for batch in islice(source, self.steps):
+                    self.losses[key] = step(batch)
+                    images += len(batch.label)
+                synchronize(self.device)
+                seconds, waited = clock.total()
+                shares.append(waited / seconds)
+            return images
+
+        self.works[key] = turn
+
+    def measure(self, rounds: int) -> dict[Key, list[float]]:
+        """Return images per second of every contestant, one value per round."""
+        with steps_bar("benchmark", len(self.works) * (rounds + 1), 0) as advance:
+            rates = take_turns(
+                self.works,
+                rounds,
+                lambda key: own_memory(key, self.device),
+                lambda key: advance(1, ", ".join(key)),
+            )
+        for key, loss in self.losses.items():
+            # Our guard skips a non-finite update, so the time of such a step is meaningless.
+            if not math.isfinite(loss):
+                raise UserError(
+                    f"the loss of {', '.join(key)} is {float(loss)}; choose another --precision"
+                )
+        return rates
 
 
-def main(benchmark: Benchmark) -> dict:
+def main(benchmark: StepBenchmark) -> dict:
     """Measure, print and record; return the document that --json writes."""
     check(benchmark)
-    device, facts = choose_device(benchmark.device), environment(PACKAGES)
+    device, facts = choose_device(benchmark.device), environment()
     if device.type != "cuda" and "captured" in benchmark.modes:
         raise UserError(
             f"--modes captured: CUDA graphs need a GPU, and the device is {device}; "
             "remove it, or give --device cuda"
         )
-    with ExitStack() as stack:
-        allowed = stack.enter_context(restore_cpus_after())
-        stack.callback(torch.set_num_threads, torch.get_num_threads())
-        torch.set_num_threads(benchmark.threads)
-        loader = None
+    config = make_config(benchmark, LABELS if benchmark.objective == "token-label" else OURS)
+    dtype = autocast_dtype(config, device) or torch.float32
+    classes, loader = benchmark.classes, None
+    with use_cores(benchmark.threads), ExitStack() as stack:
         if benchmark.loader == "ffcv":
-            config = make_config(
-                benchmark, LABELS if benchmark.objective == "token-label" else OURS
-            )
-            loader = stack.enter_context(
-                closing(open_loader(config, build_objective(config.setting), "train"))
-            )
+            loader = open_loader(config, build_objective(config.setting), "train")
+            stack.enter_context(closing(loader))
             check_loader(benchmark, loader)
+            classes = loader.num_classes
         try:
-            contest = build_contest(benchmark, device, loader)
+            contest = build_contest(benchmark, classes, device, loader)
         except torch.OutOfMemoryError as error:
             raise UserError(
                 f"--batch {benchmark.batch}: out of memory on {device}; give a smaller batch"
             ) from error
-        pin(choose_cores(benchmark.threads, allowed))
-        dtype = autocast_dtype(make_config(benchmark, OURS), device) or torch.float32
-        flops, traffic = matmul_rate(device, dtype), copy_rate(device)
-        advance = stack.enter_context(
-            steps_bar("benchmark", len(contest.works) * (benchmark.rounds + 1), 0)
-        )
-        rates = take_turns(
-            contest.works,
-            benchmark.rounds,
-            lambda key: own_memory(key, device),
-            lambda key: advance(1, ", ".join(key)),
-        )
-    if broken := [key for key, loss in contest.losses.items() if not math.isfinite(loss)]:
-        # Our guard skips a non-finite update, so the time of such a step is meaningless.
-        raise UserError(
-            f"the loss of {', '.join(broken[0])} is {float(contest.losses[broken[0]])}; "
-            "choose another --precision"
-        )
-    ceiling = {"matmul_flops_per_s": flops, "copy_bytes_per_s": traffic}
-    document = summarize(contest, rates, ceiling, benchmark)
-    document |= {"data": what_of(benchmark, device, loader), "environment": facts}
-    show(document)
-    if benchmark.json is not None:
-        write_json(benchmark.json, document)
-    if benchmark.record:
-        shared = facts | {
-            "data": document["data"],
-            "threads": benchmark.threads,
-            "runs": benchmark.rounds,
+        ceiling = {
+            "matmul_flops_per_s": matmul_rate(device, dtype),
+            "copy_bytes_per_s": copy_rate(device),
         }
-        append_rows(benchmark.results, [shared | line for line in lines(document)])
+        rates = contest.measure(benchmark.rounds)
+    data = (
+        f"{benchmark.model}, {benchmark.batch} images of {benchmark.size} px, {classes} classes, "
+        f"{str(dtype).removeprefix('torch.')}; {device_name(device)}"
+    )
+    document = summarize(contest, rates, ceiling, benchmark)
+    document |= {"data": data, "environment": facts}
+    show(document)
+    common = {"data": data, "threads": benchmark.threads, "runs": benchmark.rounds}
+    save(benchmark, document, csv_rows(document), "step ", **facts, **common)
     return document
 
 
 def summarize(
-    contest: Contest, rates: dict[Key, list[float]], ceiling: dict[str, float], benchmark: Benchmark
+    contest: Contest,
+    rates: dict[Key, list[float]],
+    ceiling: dict[str, float],
+    benchmark: StepBenchmark,
 ) -> dict:
     """Return rates, ratios, equality and floor of a contest."""
-    # The first turn is the warm-up.
-    waits = {key: values[-benchmark.rounds :] for key, values in contest.waits.items()}
     return {
         "rows": [
-            {
-                "name": name,
-                "mode": mode,
-                "images_per_s": Spread.of(values)._asdict(),
-                "runs": len(values),
-            }
+            {"name": name, "mode": mode, "images_per_s": spread(values), "runs": len(values)}
             for (name, mode), values in rates.items()
         ],
         "ratios": ratios(rates),
         "equality": contest.equality,
         "floor": ceiling | {"rows": floor_rows(contest.floors, ceiling, rates, benchmark.batch)},
+        # The first turn is the warm-up.
         "data_wait_share": [
-            {"name": name, "mode": mode, **Spread.of(values)._asdict()}
-            for (name, mode), values in waits.items()
+            {"name": name, "mode": mode, **spread(shares[-benchmark.rounds :])}
+            for (name, mode), shares in contest.waits.items()
+            if name.endswith(LOADER)
         ],
     }
 
 
-def check(benchmark: Benchmark) -> None:
+def check(benchmark: StepBenchmark) -> None:
     """Raise UserError for invalid options."""
-    small = [
-        name
-        for name in ("batch", "size", "classes", "steps", "rounds", "threads")
-        if getattr(benchmark, name) < 1
-    ]
-    if small:
-        raise UserError(f"--{small[0]} must be at least 1")
     if not benchmark.modes:
         raise UserError("--modes is empty; give one or more of eager, compiled, whole and captured")
-    if benchmark.threads > CORES:
-        raise UserError(f"--threads {benchmark.threads}: this process may use {CORES} cores")
+    check_threads(benchmark.threads)
     if (benchmark.loader == "ffcv") != (benchmark.data is not None):
         raise UserError("--loader ffcv and --data need each other: the loader reads that .beton")
-    if benchmark.rand_augment and benchmark.loader != "ffcv":
-        raise UserError("--rand-augment needs --loader ffcv: constant batches are not augmented")
-    if benchmark.objective == "token-label" and not has_tokens(benchmark.model):
-        known = [f"{family}_*" for family in FAMILIES]
-        raise UserError(
-            f"--model {benchmark.model} has no token head; choose one of {', '.join(known)}, "
-            "or --objective ce"
-        )
-    if benchmark.bootstrap != "none" and (benchmark.objective, benchmark.loader) != (
-        "ce",
-        "synthetic",
-    ):
+    if benchmark.objective == "token-label":
+        check_token_head(benchmark.model, ", or --objective ce")
+        if benchmark.classes > 2**16:
+            raise UserError(
+                f"--classes {benchmark.classes}: a score map can hold at most 65,536 classes"
+            )
+    plain = (benchmark.objective, benchmark.loader) == ("ce", "synthetic")
+    if benchmark.bootstrap != "none" and not plain:
         raise UserError(
             "--bootstrap needs --objective ce and constant batches; remove --objective and --loader"
         )
-    if benchmark.objective == "token-label" and benchmark.classes > 2**16:
-        raise UserError(
-            f"--classes {benchmark.classes}: a score map can hold at most 65,536 classes"
-        )
 
 
-def make_config(benchmark: Benchmark, name: str, mode: str = "never") -> Config:
+def make_config(benchmark: StepBenchmark, name: str, compile: str = "never") -> Config:
     """Return the training config of a contestant; timm's step reads the options that both share."""
     return with_options(
         Config(),
@@ -310,22 +317,23 @@ def make_config(benchmark: Benchmark, name: str, mode: str = "never") -> Config:
         model=benchmark.model,
         size=benchmark.size,
         objective="token-label" if name == LABELS else "ce",
+        # timm's step has neither.
         mixtoken=False,
         drop_path=0.0,
         drloc="l1" if name == DRLOC else "none",
         drloc_grid=benchmark.drloc_grid,
         bootstrap=benchmark.bootstrap if name == BOTH else "none",
-        rand_augment=benchmark.rand_augment,
         batch=benchmark.batch,
+        # One forward pass per step, as in timm's.
         microbatch=benchmark.batch,
         lr=RATE,
         lr_batch=benchmark.batch,
         precision=benchmark.precision,
-        compile=mode,
+        compile=compile,
     )
 
 
-def check_loader(benchmark: Benchmark, loader: ThreadedLoader) -> None:
+def check_loader(benchmark: StepBenchmark, loader: Loader) -> None:
     """Raise UserError if --data has too few images, or lacks score maps that are needed."""
     if benchmark.objective == "token-label" and loader.score_maps is None:
         raise UserError(
@@ -342,137 +350,120 @@ def check_loader(benchmark: Benchmark, loader: ThreadedLoader) -> None:
 # ------------------------------------------------------------------------- the contestants
 
 
-class Contestant(NamedTuple):
-    """One of our contestants before its blocks are compiled."""
-
-    trainable: nn.Module  # copied for every mode
-    batch: Batch
-    spec: ScoreMapSpec | None
-
-
 def build_contest(
-    benchmark: Benchmark, device: torch.device, loader: ThreadedLoader | None
+    benchmark: StepBenchmark, classes: int, device: torch.device, loader: Loader | None
 ) -> Contest:
     """Build every contestant in every mode; first steps show whether ours and timm's agree."""
-    classes = loader.num_classes if loader else benchmark.classes
-    contest, ours = Contest(), build_ours(benchmark, classes, device)
-    for name, contestant in ours.items():
-        contest.floors[name] = measure_floor(make_config(benchmark, name), contestant, classes)
+    contest, ours = Contest(benchmark.steps, device), build_ours(benchmark, classes, device)
+    batch, constant = constant_batch(benchmark, classes, device)
+    for name, trainable in ours.items():
+        step = OurStep(make_config(benchmark, name), trainable, constant, device)
+        contest.floors[name] = measure_floor(step, batch, classes)
     contest.floors[TIMM] = contest.floors[OURS]
-    dtype = autocast_dtype(make_config(benchmark, OURS), device)
+
+    def batches(_: int, through: Through) -> Iterator[Batch]:
+        return through(repeat(batch))
+
     for mode in dict.fromkeys(benchmark.modes):
         compile = COMPILED[mode]
         steps = {
-            name: our_step(make_config(benchmark, name, compile), contestant, device)
-            for name, contestant in ours.items()
+            name: OurStep(make_config(benchmark, name, compile), trainable, constant, device)
+            for name, trainable in ours.items()
         }
-        plain = deepcopy(ours[OURS].trainable)
-        steps[TIMM] = timm_step(make_config(benchmark, OURS, compile), plain, device)
-        contest.equality.append(compare_losses(steps, ours[OURS].batch, mode, dtype))
+        config = make_config(benchmark, OURS, compile)
+        steps[TIMM] = timm_step(config, deepcopy(ours[OURS]), device)
+        bar = EQUAL[autocast_dtype(config, device)]
+        contest.equality.append(compare_losses(steps, batch, mode, bar))
         for name, step in steps.items():
-            batch = ours[LABELS if name == LABELS else OURS].batch
-            contest.works[name, mode] = constant_turn(
-                (name, mode), contest, step, batch, benchmark.steps, device
-            )
+            contest.add((name, mode), step, batches)
         if loader is not None:
             name = LABELS if LABELS in ours else OURS
-            config = make_config(benchmark, name, compile)
             # An equal but separate student: the first continues with its constant batch.
-            step = our_step(config, ours[name]._replace(spec=loader.score_maps), device)
-            key, model = (name + LOADER, mode), ours[name].trainable
-            contest.works[key] = loader_turn(
-                key, contest, step, config, model, loader, benchmark.steps, device
-            )
+            step = OurStep(make_config(benchmark, name, compile), ours[name], loader, device)
+            contest.add((name + LOADER, mode), step, step.batches)
     return contest
 
 
-def build_ours(benchmark: Benchmark, classes: int, device: torch.device) -> dict[str, Contestant]:
-    """Build our contestants: the model, alone and with additions, and its agent alone."""
+def build_ours(
+    benchmark: StepBenchmark, classes: int, device: torch.device
+) -> dict[str, nn.Module]:
+    """Build what each of ours trains: the model, alone and with additions, and its agent alone."""
     names = [OURS, *[LABELS] * (benchmark.objective == "token-label"), *[DRLOC] * benchmark.drloc]
     names += [AGENT, BOTH] if benchmark.bootstrap != "none" else []
-    found: dict[str, Contestant] = {}
+    found = {}
     for name in names:
         config = make_config(benchmark, name)
         if name == AGENT:
             config = with_options(config, bootstrap="joint")
         objective = build_objective(config.setting)
         torch.manual_seed(config.run.seed)
-        model = build_model(config, objective, classes)[0]
-        model.to(device, memory_format=torch.channels_last)
-        batch, spec = constant_batch(benchmark, model, classes, device)
+        model, _ = build_model(config, objective, classes)
+        # The networks and heads beside the model have equal weights whatever the model has drawn.
         torch.manual_seed(config.run.seed)
-
-        def place(network: nn.Module) -> nn.Module:
-            return network.to(device, memory_format=torch.channels_last)
-
-        trainable = objective.wrap(model, classes, place)
+        student = build_trainable(config, objective, model, classes, Ranks(0, 1, device))
+        found[name] = student.trainable
         if name == AGENT:
-            trainable = trainable.agent
-        found[name] = Contestant(trainable, batch, spec)
+            found[name] = student.agent
+            # A step reads mean and deviation of its network, which an agent lacks.
+            student.agent.pretrained_cfg = model.pretrained_cfg
     return found
 
 
 def constant_batch(
-    benchmark: Benchmark, model: nn.Module, classes: int, device: torch.device
-) -> tuple[Batch, ScoreMapSpec]:
-    """Draw normalized noise with crops and smooth random score maps, on the device; the same on
-    every call.
+    benchmark: StepBenchmark, classes: int, device: torch.device
+) -> tuple[Batch, SimpleNamespace]:
+    """Draw normalized noise with crops and smooth random score maps, on the device, and describe
+    it as a loader does.
     """
+    size, images = benchmark.size, benchmark.batch
     # The defaults of benchmarks.targets, as far as there are so many classes.
     palette = min(24, classes)
-    shape = targets.TargetBenchmark(
-        batch=benchmark.batch,
-        classes=classes,
-        grid=grid_of(model, benchmark.size),
-        palette=palette,
-        top_k=min(5, palette),
-    )
-    step = targets.make_step(shape, device, logits=False)
+    shape = TargetBenchmark(batch=images, classes=classes, palette=palette, top_k=min(5, palette))
+    step = make_step(shape, device, logits=False)
     rng = torch.Generator().manual_seed(1)
-    image = torch.randn(benchmark.batch, 3, benchmark.size, benchmark.size, generator=rng).to(
-        device
-    )
-    return step.batch._replace(image=image.contiguous(memory_format=torch.channels_last)), step.spec
+    image = torch.randn(images, 3, size, size, generator=rng).to(device)
+    plan = EpochPlan(num_samples=images, batch=images, seed=0, mode="train", sizes=((0, size),))
+    batch = step.batch._replace(image=image.contiguous(memory_format=torch.channels_last))
+    return batch, SimpleNamespace(plan=plan, score_maps=step.spec)
 
 
-def grid_of(model: nn.Module, size: int) -> int:
-    """Return the side of the token grid, computed as in train.py."""
-    return max(1, size // getattr(model, "patch_size", 16))
+class OurStep:
+    """The body of train.py's loop for one device, on a copy of `trainable`.
 
+    Of `loader` it reads the plan and the properties of the score maps, for `batches` all.
+    """
 
-def our_step(config: Config, contestant: Contestant, device: torch.device) -> Step:
-    """Build the body of train.py's loop for one device, on a copy of the contestant."""
-    trainable, dtype = deepcopy(contestant.trainable), autocast_dtype(config, device)
-    ranks, objective = Ranks(0, 1, device), build_objective(config.setting)
-    model = get_networks(trainable)[0]
-    student = build_student(config.optim, model, trainable, ranks, dtype)
-    compute_loss, plan = compile_step(config.run.compile, trainable), constant_plan(config)
-    grid, numbers = grid_of(model, config.data.size), count()
-    seen = torch.zeros(2, dtype=torch.float64, device=device)
+    def __init__(
+        self, config: Config, trainable: nn.Module, loader: Loader, device: torch.device
+    ) -> None:
+        # A check of its sizes may have left the model in evaluation mode.
+        trainable, dtype = deepcopy(trainable).train(), autocast_dtype(config, device)
+        ranks, objective = Ranks(0, 1, device), build_objective(config.setting)
+        model = get_networks(trainable)[0]
+        self.student = build_student(config.optim, model, trainable, ranks, dtype)
+        self.inputs = StepInputs(config, ranks, loader, objective, trainable, dtype)
+        self.monitor = TrainMonitor(config, ranks, self.student, self.inputs)
+        self.numbers = count()
 
-    def step(batch: Batch) -> Tensor:
-        number = next(numbers)
-        trainable.train()
-
-        def compute() -> Tensor:
-            torch.manual_seed(plan.step_seed(0, number))
-            # The step's number serves as the epoch, so that pairs of tokens differ as in training.
-            inputs = objective.inputs(plan, number % config.optim.epochs, batch)
-            context = StepContext(contestant.spec, grid, None, inputs)
-            return compute_loss(objective, student.network, batch, context, dtype)
-
-        loss, _ = update(student, ranks, number, [compute])
-        seen[0] += loss
-        seen[1] += 1
+    def __call__(self, batch: Batch) -> Tensor:
+        """Train on a batch and return its loss."""
+        number = next(self.numbers)
+        losses = self.losses(batch, number)
+        loss, _ = update(self.student, self.inputs.ranks, number, losses)
+        self.monitor.add(loss)
         return loss
 
-    return step
+    def losses(self, batch: Batch, number: int) -> list[Callable[[], Tensor]]:
+        """Return a list of one function, which computes the loss of step `number`."""
+        # The step's number serves as the epoch, so that pairs of tokens differ as in training.
+        epoch = number % self.inputs.config.optim.epochs
+        # Always the first batch: the plan of a constant batch has no other.
+        return self.inputs.losses(self.student.network, [batch], epoch, 0)
 
-
-def constant_plan(config: Config) -> EpochPlan:
-    """Return the plan of the constant batch."""
-    batch = config.optim.batch
-    return EpochPlan(num_samples=batch, batch=batch, seed=config.run.seed, mode="train")
+    def batches(self, epoch: int, through: Through) -> Iterator[Batch]:
+        """Yield the loader's batches, augmented."""
+        for (batch,) in self.inputs.batches(epoch, 0, through):
+            yield batch
 
 
 def timm_step(config: Config, model: nn.Module, device: torch.device) -> Step:
@@ -507,15 +498,13 @@ def timm_step(config: Config, model: nn.Module, device: torch.device) -> Step:
     return step
 
 
-def compare_losses(
-    steps: dict[str, Step], batch: Batch, mode: str, dtype: torch.dtype | None
-) -> dict:
+def compare_losses(steps: dict[str, Step], batch: Batch, mode: str, bar: float) -> dict:
     """Return our and timm's losses before and after the first update from equal weights, and their
     largest relative difference.
     """
     losses = {name: first_losses(steps[name], batch) for name in (OURS, TIMM)}
     far = max(abs(a / b - 1) for a, b in zip(losses[OURS], losses[TIMM], strict=True))
-    return {"mode": mode, **losses, "rel_error": far, "bar": EQUAL[dtype]}
+    return {"mode": mode, **losses, "rel_error": far, "bar": bar}
 
 
 def first_losses(step: Step, batch: Batch) -> tuple[float, float]:
@@ -533,86 +522,30 @@ def first_losses(step: Step, batch: Batch) -> tuple[float, float]:
 # ------------------------------------------------------------------------- measuring
 
 
-def constant_turn(
-    key: Key, contest: Contest, step: Step, batch: Batch, steps: int, device: torch.device
-) -> Callable[[int], int]:
-    """Build a turn of `steps` steps on one batch."""
-
-    def turn(_: int) -> int:
-        for _ in range(steps):
-            contest.losses[key] = step(batch)
-        synchronize(device)
-        return steps * len(batch.label)
-
-    return turn
-
-
-def loader_turn(
-    key: Key,
-    contest: Contest,
-    step: Step,
-    config: Config,
-    model: nn.Module,
-    loader: ThreadedLoader,
-    steps: int,
-    device: torch.device,
-) -> Callable[[int], int]:
-    """Build a turn of `steps` steps on an epoch's first batches, whose decoding starts within the
-    turn.
-    """
-    mean, std = (model.pretrained_cfg[name] for name in ("mean", "std"))
-    augmentation = Augmentation(loader.plan, config.augment, mean, std).to(device)
-    shares = contest.waits[key] = []
-
-    def turn(epoch: int) -> int:
-        clock, images = RunClock(0, np.zeros(2)), 0
-        with closing(loader.batches(epoch)) as batches:
-            for batch in islice(
-                augment_batches(clock.time_data(batches), augmentation, epoch, device), steps
-            ):
-                contest.losses[key] = step(batch)
-                images += len(batch.label)
-            synchronize(device)
-            seconds, waited = clock.total()
-            shares.append(waited / seconds)
-        return images
-
-    return turn
-
-
 def copy_rate(device: torch.device) -> float:
     """Return the highest rate of a copy within the device's memory, in bytes read and written per
-    second, measured for SECONDS.
+    second.
     """
     one = torch.zeros(COPIED[device.type], dtype=torch.uint8, device=device)
-    other, best, until = torch.ones_like(one), 0.0, time.perf_counter() + SECONDS
-    while time.perf_counter() < until:
-        synchronize(device)
-        began = time.perf_counter()
-        other.copy_(one)
-        synchronize(device)
-        best = max(best, 2 * one.nbytes / (time.perf_counter() - began))
-    return best
+    other = torch.ones_like(one)
+    return best_rate(lambda: other.copy_(one), 2 * one.nbytes, device)
 
 
-def measure_floor(config: Config, contestant: Contestant, classes: int) -> Floor:
+def measure_floor(step: OurStep, batch: Batch, classes: int) -> Floor:
     """Return the least work of a step; an eager forward pass measures the saved activations.
 
     The forward and backward passes read the weights, and gradients are written. The update reads
     both and two moments, and writes weights and moments. EMA weights are read and written. The sum
     is 12 times the weights' bytes. Saved activations are written and read once.
     """
-    trainable, batch = deepcopy(contestant.trainable), contestant.batch
-    objective, device = build_objective(config.setting), batch.label.device
-    size, grid = config.data.size, grid_of(get_networks(trainable)[0], config.data.size)
-    inputs = objective.inputs(constant_plan(config), 0, batch)
-    context = StepContext(contestant.spec, grid, None, inputs)
-    with ActivationBytes(trainable.train()) as saved:
-        step_loss(objective, trainable, batch, context, autocast_dtype(config, device))
+    trainable, config = step.student.trainable, step.inputs.config
+    size, (compute,) = config.data.size, step.losses(batch, 0)
+    with ActivationBytes(trainable) as saved:
+        compute()
     if isinstance(trainable, AgentCNN):
-        flops = training_flops(deepcopy(contestant.trainable).to("meta"), size)
+        flops = training_flops(deepcopy(trainable).to("meta"), size)
     else:
-        flops = flops_per_size(config, objective, classes)[size]
+        flops = flops_per_size(config, step.inputs.objective, classes)[size]
     # The weights of each DRLoc head multiply every pair of an image: forward, and twice as much
     # backward.
     heads = getattr(trainable, "localizer", nn.Identity()).modules()
@@ -643,7 +576,7 @@ def floor_rows(
         floor = floors[name.removesuffix(LOADER)]
         compute = floor.flops_per_image * images / ceilings["matmul_flops_per_s"]
         traffic = floor.bytes_per_step / ceilings["copy_bytes_per_s"]
-        took, least = images / Spread.of(values).median, max(compute, traffic)
+        took, least = images / spread(values)["median"], max(compute, traffic)
         found.append(
             {
                 "name": name,
@@ -663,14 +596,6 @@ def ratios(rates: dict[Key, list[float]]) -> list[dict]:
     """Return the ratios within rounds: ours to timm's, with to without labels, with to without
     DRLoc, the loader's batches to constant ones, two networks together to one after the other.
     """
-    pairs = [
-        (OURS, TIMM),
-        (LABELS, OURS),
-        (DRLOC, OURS),
-        (OURS + LOADER, OURS),
-        (LABELS + LOADER, LABELS),
-        (BOTH, IN_TURN),
-    ]
     rates = dict(rates)
     for mode in dict.fromkeys(mode for name, mode in rates if name == AGENT):
         # Images that both have processed, per second of the two running one after the other.
@@ -678,15 +603,9 @@ def ratios(rates: dict[Key, list[float]]) -> list[dict]:
             1 / (1 / a + 1 / b) for a, b in zip(rates[OURS, mode], rates[AGENT, mode], strict=True)
         ]
     return [
-        {
-            "a": a,
-            "b": b,
-            "what": "images_per_s",
-            "mode": mode,
-            **pairwise(rates[a, mode], rates[b, mode])._asdict(),
-        }
+        compare(a, b, rates[a, mode], rates[b, mode], what="images_per_s", mode=mode)
         for mode in dict.fromkeys(mode for _, mode in rates)
-        for a, b in pairs
+        for a, b in BARS
         if (a, mode) in rates and (b, mode) in rates
     ]
 
@@ -694,108 +613,68 @@ def ratios(rates: dict[Key, list[float]]) -> list[dict]:
 # ------------------------------------------------------------------------- results
 
 
-def what_of(benchmark: Benchmark, device: torch.device, loader: ThreadedLoader | None) -> str:
-    """Describe model, batch, precision and device."""
-    where = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    dtype = autocast_dtype(make_config(benchmark, OURS), device) or torch.float32
-    classes = loader.num_classes if loader else benchmark.classes
-    return (
-        f"{benchmark.model}, {benchmark.batch} images of {benchmark.size} px, {classes} classes, "
-        f"{str(dtype).removeprefix('torch.')}; {where}"
-    )
-
-
 def show(document: dict) -> None:
-    """Print the document as tables."""
-    console = Console()
-    # Wide enough for whole tables in a log file too.
-    console.width = max(console.width, 110)
+    """Print the document: three tables, and lines below them."""
     print(document["data"])
-    table = Table(title="Images per second, whole steps", title_justify="left")
-    for name in ("step", "mode", "median", "p25", "p75"):
-        table.add_column(name, justify="left" if name in ("step", "mode") else "right")
-    for line in document["rows"]:
-        table.add_row(
-            line["name"],
-            line["mode"],
-            *(f"{line['images_per_s'][at]:,.1f}" for at in ("median", "p25", "p75")),
-        )
-    console.print(table)
-    table = Table(title="Ratios within a round", title_justify="left")
-    for name in ("a", "to b", "mode", "median", "p25", "p75", "required"):
-        table.add_column(name, justify="left" if name in ("a", "to b", "mode") else "right")
-    for line in document["ratios"]:
-        bar = BARS.get((line["a"], line["b"]))
-        spread = (f"{line[at]:.3f}" for at in ("median", "p25", "p75"))
-        table.add_row(line["a"], line["b"], line["mode"], *spread, f"{bar:.3g}" if bar else "")
-    console.print(table)
-    for line in document["ratios"]:
-        if line["a"] == DRLOC:
-            paid = 100 * (1 / line["median"] - 1)
-            console.print(
-                f"{line['mode']}: DRLoc costs {paid:+.1f} % of a step; "
+    rows = [
+        (row["name"], row["mode"], *format_spread(row["images_per_s"], ",.1f"))
+        for row in document["rows"]
+    ]
+    columns = "step", "mode", *QUARTILES
+    print_table("Images per second, whole steps", columns, rows, texts=2)
+    rows = []
+    for ratio in document["ratios"]:
+        bar = BARS[ratio["a"], ratio["b"]]
+        numbers = *format_spread(ratio, ".3f"), f"{bar:.3g}" if bar else ""
+        rows.append((ratio["a"], ratio["b"], ratio["mode"], *numbers))
+    columns = "a", "to b", "mode", *QUARTILES, "required"
+    print_table("Ratios within a round", columns, rows, texts=3)
+    for ratio in document["ratios"]:
+        if ratio["a"] == DRLOC:
+            paid = 100 * (1 / ratio["median"] - 1)
+            print(
+                f"{ratio['mode']}: DRLoc costs {paid:+.1f} % of a step; "
                 "Table 14 of its paper: +1.8 to +2.4 %"
             )
-    for line in document["equality"]:
-        ours, theirs = (" and ".join(f"{loss:.6f}" for loss in line[name]) for name in (OURS, TIMM))
-        console.print(
-            f"{line['mode']}: losses before and after the first update {ours}, timm's {theirs}: "
-            f"relative difference {line['rel_error']:.1e} (at most {line['bar']:g})"
+    for row in document["equality"]:
+        ours, theirs = (" and ".join(f"{loss:.6f}" for loss in row[name]) for name in (OURS, TIMM))
+        print(
+            f"{row['mode']}: losses before and after the first update {ours}, timm's {theirs}: "
+            f"relative difference {row['rel_error']:.1e} (at most {row['bar']:g})"
         )
-    floor = document["floor"]
-    table = Table(
-        title=f"Least time of a step at the measured {floor['matmul_flops_per_s'] / 1e12:,.3g} "
-        f"TFLOP/s of products and {floor['copy_bytes_per_s'] / 1e9:,.3g} GB/s of copies",
-        title_justify="left",
+    show_floor(document["floor"])
+    for row in document["data_wait_share"]:
+        share = 100 * row["median"]
+        print(f"{row['name']}, {row['mode']}: {share:.1f} % of the time spent waiting for data")
+
+
+def show_floor(floor: dict) -> None:
+    """Print the table of the least times."""
+    rows = []
+    for row in floor["rows"]:
+        work = f"{row['flops_per_image'] / 1e9:,.3f}", f"{row['bytes_per_step'] / 1e6:,.1f}"
+        names = "compute_s", "traffic_s", "least_s", "step_s"
+        times = [f"{1e3 * row[name]:,.2f} ms" for name in names]
+        rows.append((row["name"], row["mode"], *work, *times, f"{100 * row['share']:.1f} %"))
+    title = (
+        f"Least time of a step at the measured {floor['matmul_flops_per_s'] / 1e12:,.3g} "
+        f"TFLOP/s of products and {floor['copy_bytes_per_s'] / 1e9:,.3g} GB/s of copies"
     )
-    for name in (
-        "step",
-        "mode",
-        "GFLOP/image",
-        "MB/step",
-        "products",
-        "bytes",
-        "least",
-        "took",
-        "share",
-    ):
-        table.add_column(name, justify="left" if name in ("step", "mode") else "right")
-    for line in floor["rows"]:
-        times = (
-            f"{1e3 * line[name]:,.2f} ms"
-            for name in ("compute_s", "traffic_s", "least_s", "step_s")
-        )
-        numbers = f"{line['flops_per_image'] / 1e9:,.3f}", f"{line['bytes_per_step'] / 1e6:,.1f}"
-        table.add_row(line["name"], line["mode"], *numbers, *times, f"{100 * line['share']:.1f} %")
-    console.print(table)
-    for line in document["data_wait_share"]:
-        console.print(
-            f"{line['name']}, {line['mode']}: {100 * line['median']:.1f} % of the time "
-            "spent waiting for data"
-        )
+    work, times = ("GFLOP/image", "MB/step"), ("products", "bytes", "least", "took", "share")
+    print_table(title, ("step", "mode", *work, *times), rows, texts=2)
 
 
-def lines(document: dict) -> list[dict]:
+def csv_rows(document: dict) -> list[dict]:
     """Return CSV rows: one per contestant, ratio, share of the floor and share of waiting."""
-    found = [
-        line | line["images_per_s"] | {"name": line["name"], "unit": "images/s"}
-        for line in document["rows"]
-    ]
-    found += [
-        line | {"name": f"{line['a']} / {line['b']}", "unit": "ratio"}
-        for line in document["ratios"]
-    ]
-    found += [
-        line | {"name": f"least time of {line['name']}", "median": line["share"], "unit": "ratio"}
-        for line in document["floor"]["rows"]
-    ]
-    found += [
-        line | {"name": f"{line['name']} waits for data", "unit": "ratio"}
-        for line in document["data_wait_share"]
-    ]
-    found = [line | {"name": f"step {line['name']}, {line['mode']}"} for line in found]
-    return [{name: line[name] for name in COLUMNS if name in line} for line in found]
+    rows = [row | row["images_per_s"] | {"unit": "images/s"} for row in document["rows"]]
+    rows += ratio_rows(document["ratios"])
+    for row in document["floor"]["rows"]:
+        name = f"least time of {row['name']}"
+        rows.append(row | {"name": name, "median": row["share"], "unit": "ratio"})
+    for row in document["data_wait_share"]:
+        rows.append(row | {"name": f"{row['name']} waits for data", "unit": "ratio"})
+    return [row | {"name": f"{row['name']}, {row['mode']}"} for row in rows]
 
 
 if __name__ == "__main__":
-    run(lambda: main(tyro.cli(Benchmark, description=__doc__)))
+    command(main, StepBenchmark, __doc__)

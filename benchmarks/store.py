@@ -22,15 +22,14 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import h5py
 import numpy as np
 import torch
 
 from benchmarks.harness import (
     Output,
-    check_positive,
     command,
     compare,
+    environment,
     print_rows,
     ratio_rows,
     save,
@@ -44,12 +43,11 @@ from densefeed.pipelines.loader import Memory
 from densefeed.relabel.scoring import top_maps_sync
 from densefeed.storage.geometry import WHOLE
 from densefeed.storage.maintenance import convert
+from densefeed.storage.packs import to_published
 from densefeed.storage.row_codecs import ScoreMaps
-from densefeed.storage.score_maps import ScoreMapStore, ScoreMapWriter, StoreHeader
+from densefeed.storage.score_maps import ScoreMapStore, ScoreMapWriter, StoreHeader, map_datasets
 from densefeed.system.errors import UserError
-from densefeed.system.provenance import environment
 
-PACKAGES = ("torch", "numpy", "h5py")
 FORMS = ("raw", "lossless", "compact")
 MAPPED, SINGLE = "raw, memory map", "raw, one by one"
 PEERS = {"torch.load": True, "torch.load, unpickled": False}  # name: weights_only
@@ -78,7 +76,6 @@ class StoreBenchmark(Output):
 
 def main(benchmark: StoreBenchmark) -> dict:
     """Measure, print and record; return the document that --json writes."""
-    check_positive(benchmark, "images", "reads", "batch", "side", "top_k", "rounds")
     if not benchmark.top_k <= benchmark.palette <= benchmark.classes <= 2048:
         raise UserError(
             "--palette must lie between --top-k and --classes, and --classes below 2,049, "
@@ -92,12 +89,13 @@ def main(benchmark: StoreBenchmark) -> dict:
         sizes[PEER] = float(np.mean(files))
         error, palette = stores["compact"].error, int(np.median(stores["raw"].palette))
     rows = spread_rows(rates, "rows/s")
+    # Times are the inverse of rates.
     ratios = [
         compare(peer, ours, rates[ours], rates[peer], what="time")
         for peer in PEERS
         for ours in (*FORMS, MAPPED, SINGLE)
     ]
-    facts = environment(PACKAGES)
+    facts = environment()
     document = {
         "rows": rows,
         "ratios": ratios,
@@ -105,12 +103,14 @@ def main(benchmark: StoreBenchmark) -> dict:
         "error": error._asdict(),
         "environment": facts,
     }
-    cells = f"{benchmark.images} maps of {benchmark.side} x {benchmark.side} cells"
-    data = f"{cells}, top {benchmark.top_k} of {benchmark.classes}, {palette} named"
+    data = (
+        f"{benchmark.images} maps of {benchmark.side} x {benchmark.side} cells, "
+        f"top {benchmark.top_k} of {benchmark.classes}, {palette} named"
+    )
     print(data)
     times = {name: [1e6 / rate for rate in runs] for name, runs in rates.items()}
-    spreads = spread_rows({name: [size] for name, size in sizes.items()}, "bytes/image")
-    found = ratio_rows(ratios) + [row | {"runs": 1} for row in spreads]
+    found = ratio_rows(ratios)
+    found += spread_rows({name: [size] for name, size in sizes.items()}, "bytes/image")
     print_rows(spread_rows(times, "µs/row") + found)
     print(f"time: required {BAR}, goal {AIM}; compact: {error}")
     print(f"bytes/image of compact: required {MOST_BYTES:,.0f}, goal {AIM_BYTES:,.0f}")
@@ -157,28 +157,21 @@ def make_stores(folder: Path, benchmark: StoreBenchmark) -> dict[str, ScoreMapSt
         ids = np.arange(first, min(first + 64, count))
         maps = make_maps(len(ids), benchmark, first)
         writer.write(ids, maps)
-        for n, logit, cls in zip(ids, maps.logit, maps.cls, strict=True):
-            both = np.stack([logit, cls.astype(np.float16)]).transpose(0, 3, 1, 2)
-            torch.save(torch.from_numpy(np.ascontiguousarray(both)), folder / "pt" / f"{n}.pt")
+        for n, map_2kSS in zip(ids, torch.from_numpy(to_published(maps)), strict=True):
+            # Without clone() the slice would be saved with the storage of all.
+            torch.save(map_2kSS.clone(), folder / "pt" / f"{n}.pt")
     writer.finish()
     raw = ScoreMapStore(folder / "raw.h5")
     return {"raw": raw} | {form: convert(raw, folder / f"{form}.h5", form) for form in FORMS[1:]}
-
-
-def memmap_arrays(store: ScoreMapStore) -> list[np.ndarray]:
-    """Map the logits and class ids of a raw store into memory, as FORMAT.md describes its file."""
-    with h5py.File(store.path) as file:
-        return [
-            np.asarray(np.memmap(store.path, part.dtype, "r", part.id.get_offset(), part.shape))
-            for part in (file["logit"], file["cls"])
-        ]
 
 
 def measure(
     folder: Path, stores: dict[str, ScoreMapStore], benchmark: StoreBenchmark
 ) -> dict[str, list[float]]:
     """Return rows per second of each contestant, one value per round."""
-    memory, arrays, batch = Memory(), memmap_arrays(stores["raw"]), benchmark.batch
+    memory, batch = Memory(), benchmark.batch
+    arrays = map_datasets(stores["raw"].path)[1]
+    mapped = arrays["logit"], arrays["cls"]
 
     def draw_ids(number: int, per_file: int) -> np.ndarray:
         count = per_file * benchmark.reads
@@ -194,7 +187,7 @@ def measure(
     def copy_rows(number: int) -> int:
         ids = draw_ids(number, ROWS_PER_FILE)
         for n in ids.tolist():
-            for array in arrays:
+            for array in mapped:
                 array[n].copy()
         return len(ids)
 

@@ -27,22 +27,25 @@ import json
 import os
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 import numpy as np
 import timm
 import torch
+from timm.loss import SoftTargetCrossEntropy
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torchvision.ops import roi_align
 
 from benchmarks.harness import (
     Output,
-    check_positive,
+    check_threads,
     command,
     compare,
+    device_name,
+    environment,
     print_rows,
     ratio_rows,
     save,
@@ -50,6 +53,7 @@ from benchmarks.harness import (
     take_turns,
     use_cores,
 )
+from benchmarks.peers import SMOOTHING, pool_maps
 from densefeed.models import checkpoints  # noqa: F401  (registers our models with timm)
 from densefeed.models.token_transformer import FAMILIES, TokenLogits, has_tokens
 from densefeed.objectives.losses import class_token_loss, fused_token_loss, token_loss
@@ -61,11 +65,9 @@ from densefeed.storage.score_maps import palette_sizes
 from densefeed.system.devices import choose_device, synchronize
 from densefeed.system.errors import UserError
 from densefeed.system.progress import steps_bar
-from densefeed.system.provenance import environment
 
 # N images   S map side   k classes per cell   K classes   P grid side   T = P * P tokens   D width
 
-PACKAGES = ("torch", "torchvision", "timm", "numpy")
 BARS = {  # (required, goal) of a ratio
     ("dense", "time", "cpu"): (1 / 5, 1 / 8),
     ("dense", "time", "cuda"): (1 / 8, 1 / 15),
@@ -79,7 +81,7 @@ BARS = {  # (required, goal) of a ratio
 # up to rounding, and RoIAlign, which takes ceil(9) samples, might take 10. Then no two dense
 # implementations would agree on every crop, at any precision.
 HEIGHT, WIDTH = 373, 499
-SMOOTHING, TOKEN_WEIGHT = 0.1, 0.5  # as published
+TOKEN_WEIGHT = 0.5  # as published
 MEMORY_RUNS = 3
 SLICE = 16  # images of the float64 reference at once
 
@@ -120,10 +122,7 @@ class TrainStep(NamedTuple):
     model: nn.Module
     optimizer: torch.optim.Optimizer
     tokens: Tensor  # [N, 3, H, W], the network's input
-    label: Tensor  # [N]
-    batch: Batch
-    spec: ScoreMapSpec
-    grid: int
+    inputs: LossStep  # of the loss, without logits
 
 
 class HeadStep(NamedTuple):
@@ -150,6 +149,7 @@ def main(benchmark: TargetBenchmark) -> dict:
     a, b = losses
     document = {
         "ratios": [
+            # Times are the inverse of rates.
             compare(a, b, rates[b], rates[a], what="time"),
             compare(a, b, megabytes[a], megabytes[b], what="memory"),
         ],
@@ -158,24 +158,32 @@ def main(benchmark: TargetBenchmark) -> dict:
     }
     data = describe(benchmark, device)
     print(data)
-    rows = csv_rows(document, rates, megabytes, benchmark.rounds)
+    # Time and memory are measured in different numbers of runs.
+    rows = spread_rows(rates, "images/s") + spread_rows(megabytes, "MB")
+    runs = benchmark.rounds, MEMORY_RUNS
+    for row, count in zip(ratio_rows(document["ratios"]), runs, strict=True):
+        rows.append(row | {"name": f"{row['name']}, {row['what']}", "runs": count})
     show(document, rows, benchmark.compare, device)
     common = {"data": data, "threads": benchmark.threads}
-    save(benchmark, document, rows, "targets ", **environment(PACKAGES), **common)
+    save(benchmark, document, rows, "targets ", **environment(), **common)
     return document
 
 
 def check(benchmark: TargetBenchmark) -> None:
     """Raise UserError for invalid options."""
-    sizes = "batch", "classes", "grid", "width", "side", "top_k", "palette", "rounds", "threads"
-    check_positive(benchmark, *sizes)
     if not benchmark.top_k <= benchmark.palette <= benchmark.classes <= 2**16:
         raise UserError(
             "--top-k, --palette and --classes must ascend, "
             "and a map can hold at most 65,536 classes"
         )
-    if benchmark.threads > (allowed := len(os.sched_getaffinity(0))):
-        raise UserError(f"--threads {benchmark.threads}: this process may use {allowed} cores")
+    check_threads(benchmark.threads)
+
+
+def check_token_head(model: str, otherwise: str = "") -> None:
+    """Raise UserError for a model without a token head; `otherwise` is another remedy."""
+    if not has_tokens(model):
+        known = ", ".join(f"{family}_*" for family in FAMILIES)
+        raise UserError(f"--model {model} has no token head; choose one of {known}{otherwise}")
 
 
 def make_step(benchmark: TargetBenchmark, device: torch.device, logits: bool = True) -> LossStep:
@@ -210,10 +218,10 @@ def make_step(benchmark: TargetBenchmark, device: torch.device, logits: bool = T
     max_palette = int(palette_sizes(named.numpy()).max())
     spec = ScoreMapSpec(S, k, K, "zero-logit", max_palette, 1.0)
     count = N if logits else 0
-    drawn = [
-        2 * torch.randn(count, *shape, generator=rng) for shape in ((K,), (benchmark.grid**2, K))
-    ]
-    leaves = (part.to(device).requires_grad_() for part in drawn)
+    leaves = (
+        (2 * torch.randn(count, *shape, generator=rng)).to(device).requires_grad_()
+        for shape in ((K,), (benchmark.grid**2, K))
+    )
     return LossStep(batch.to(device), spec, benchmark.grid, *leaves)
 
 
@@ -233,23 +241,22 @@ def make_head_step(benchmark: TargetBenchmark, device: torch.device) -> HeadStep
 
 def make_train_step(benchmark: TargetBenchmark, device: torch.device) -> TrainStep:
     """Build a new network, with noise as its input; the grid is the network's own."""
-    if not has_tokens(benchmark.model):
-        known = ", ".join(f"{family}_*" for family in FAMILIES)
-        raise UserError(f"--model {benchmark.model} has no token head; choose one of {known}")
+    check_token_head(benchmark.model)
     model = timm.create_model(
         benchmark.model, num_classes=benchmark.classes, drop_path_rate=0.1, token_head=True
     )
     model = model.to(device, memory_format=torch.channels_last).train()
-    grid = model.grid_size
-    step = make_step(replace(benchmark, grid=grid), device, logits=False)
-    side = grid * model.patch_size
+    step = make_step(benchmark, device, logits=False)
+    side = model.grid_size * model.patch_size
     image = torch.randn(benchmark.batch, 3, side, side, device=device)
     image = image.contiguous(memory_format=torch.channels_last)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    return TrainStep(model, optimizer, image, step.batch.label, step.batch, step.spec, grid)
+    return TrainStep(model, optimizer, image, step._replace(grid=model.grid_size))
 
 
 # ------------------------------------------------------------------------- the contestants
+
+soft_cross_entropy = SoftTargetCrossEntropy()
 
 
 def sparse_loss(step: LossStep) -> Tensor:
@@ -267,38 +274,20 @@ def dense_loss(step: LossStep) -> Tensor:
     in the flipped image.
     """
     batch, side, K = step.batch, step.spec.side, step.spec.num_classes
-    dtype, device = step.cls.dtype, step.cls.device
-    flipped = batch.view[:, 0, 0] < 0
+    dtype, flipped = step.cls.dtype, batch.view[:, 0, 0] < 0
     logit, named = (
-        torch.where(flipped[:, None, None, None], part.flip(2), part)
+        torch.where(flipped[:, None, None, None], part.flip(2), part).permute(0, 3, 1, 2)
         for part in (batch.map_logit.to(dtype), batch.map_class.long())
     )
-    dense = torch.zeros(len(logit), K, side, side, dtype=dtype, device=device)
-    for row, values, classes in zip(dense, logit, named, strict=True):
-        row.scatter_(0, classes.permute(2, 0, 1), values.permute(2, 0, 1))
-    boxes = roi_boxes(batch.shown.to(dtype), flipped, side)
-    pooled = [roi_align(dense, boxes, cells, aligned=True).flatten(2) for cells in (1, step.grid)]
+    top, left, bottom, right = batch.shown.to(dtype).unbind(1)
+    left, right = torch.where(flipped, 1 - right, left), torch.where(flipped, 1 - left, right)
+    corners = torch.stack([left, top, right, bottom], 1) * side
+    pooled = pool_maps(logit, named, corners, K, step.grid, aligned=True)
     off = SMOOTHING / K
-    target = torch.cat(pooled, 2).softmax(1) * (1 - SMOOTHING + off) + off
+    target = pooled.softmax(1) * (1 - SMOOTHING + off) + off
     tokens = target[:, :, 1:].transpose(1, 2).reshape(-1, K)
     whole = soft_cross_entropy(step.cls, target[:, :, 0])
     return whole + TOKEN_WEIGHT * soft_cross_entropy(step.tokens.reshape(-1, K), tokens)
-
-
-def roi_boxes(shown: Tensor, flipped: Tensor, side: int) -> Tensor:
-    """Return RoIAlign's boxes `[N, 5]`, (image, left, top, right, bottom) in cells of the flipped
-    maps, of crops `shown` `[N, 4]`.
-    """
-    top, left, bottom, right = shown.unbind(1)
-    left, right = torch.where(flipped, 1 - right, left), torch.where(flipped, 1 - left, right)
-    number = torch.arange(len(left), dtype=shown.dtype, device=shown.device)
-    corners = torch.stack([left, top, right, bottom], 1) * side
-    return torch.cat([number[:, None], corners], 1)
-
-
-def soft_cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
-    """Return the mean cross-entropy of rows `[*, K]` of logits with soft targets."""
-    return torch.sum(-target * F.log_softmax(logits, -1), -1).mean()
 
 
 def fused_loss(step: HeadStep) -> Tensor:
@@ -320,7 +309,7 @@ def predict(step: TrainStep) -> TokenLogits:
 def labeled_loss(step: TrainStep) -> Tensor:
     """Compute TokenLabeling's loss (equation 7 of its paper) from dense labels."""
     cls, tokens = predict(step)
-    return sparse_loss(LossStep(step.batch, step.spec, step.grid, cls, tokens))
+    return sparse_loss(step.inputs._replace(cls=cls, tokens=tokens))
 
 
 def unlabeled_loss(step: TrainStep) -> Tensor:
@@ -328,12 +317,12 @@ def unlabeled_loss(step: TrainStep) -> Tensor:
     published code does where there are no maps.
     """
     cls, tokens = predict(step)
-    every = step.label[:, None].expand(-1, tokens.shape[1]).flatten()
-    hard = [
-        F.cross_entropy(logits.float(), label, label_smoothing=SMOOTHING)
-        for logits, label in ((cls, step.label), (tokens.flatten(0, 1), every))
-    ]
-    return hard[0] + TOKEN_WEIGHT * hard[1]
+    label = step.inputs.batch.label
+    every = label.repeat_interleave(tokens.shape[1])
+    whole = F.cross_entropy(cls.float(), label, label_smoothing=SMOOTHING)
+    return whole + TOKEN_WEIGHT * F.cross_entropy(
+        tokens.flatten(0, 1).float(), every, label_smoothing=SMOOTHING
+    )
 
 
 # ------------------------------------------------------------------------- measuring
@@ -388,8 +377,6 @@ def peak_bytes(loss: Loss, step: AnyStep) -> float:
     drop_gradients(step)
     # Otherwise the profiler reports a missing GPU as an error.
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
-    # The trace's numbers of the two kinds of devices.
-    kind = 1 if step.tokens.is_cuda else 0
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
         backward_sync(loss, step)
@@ -397,8 +384,9 @@ def peak_bytes(loss: Loss, step: AnyStep) -> float:
         profile.export_chrome_trace(f"{folder}/trace.json")
         events = json.loads(Path(folder, "trace.json").read_text())["traceEvents"]
     changes = [event["args"] for event in events if event["name"] == "[memory]"]
-    changes = [change for change in changes if change["Device Type"] == kind]
-    changes.sort(key=lambda change: change["Ev Idx"])
+    # The trace's numbers of the two kinds of devices are 0 and 1.
+    changes = [change for change in changes if change["Device Type"] == step.tokens.is_cuda]
+    changes.sort(key=itemgetter("Ev Idx"))
     # A final gradient is the last allocation at its address, which is not counted.
     lasting = {change["Addr"]: at for at, change in enumerate(changes) if change["Bytes"] > 0}
     gradients = {lasting.get(leaf.grad.data_ptr()) for leaf in get_leaves(step)}
@@ -422,12 +410,12 @@ def loss_errors(step: LossStep) -> tuple[float, float]:
         logits = [leaf.detach()[part].double().requires_grad_() for leaf in get_leaves(step)]
         batch = step.batch.map_tensors(lambda field, part=part: field[part])
         share = len(logits[0]) / N
-        reference = dense_loss(LossStep(batch, step.spec, step.grid, *logits)) * share
+        cls, tokens = logits
+        reference = dense_loss(step._replace(batch=batch, cls=cls, tokens=tokens)) * share
         reference.backward()
         want += reference.item()
         for ours, theirs in zip(get_leaves(step), logits, strict=True):
             errors.append((ours.grad[part] - theirs.grad).abs().max().item())
-    drop_gradients(step)
     return abs(loss.item() / want - 1), max(errors)
 
 
@@ -449,7 +437,6 @@ def head_errors(step: HeadStep) -> tuple[float, float]:
         want += reference.item()
     pairs = zip(get_leaves(step), double, strict=True)
     error = max((ours.grad - theirs.grad).abs().max().item() for ours, theirs in pairs)
-    drop_gradients(step)
     return abs(loss.item() / want - 1), error
 
 
@@ -466,12 +453,11 @@ CONTESTS = {
 
 def describe(benchmark: TargetBenchmark, device: torch.device) -> str:
     """Describe the inputs and the device."""
-    where = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     images = f"{benchmark.batch} images, {benchmark.classes} classes, grid {benchmark.grid}"
     cells = f"{benchmark.side} x {benchmark.side} cells"
     maps = f"maps of {cells} of {benchmark.top_k} of {benchmark.palette} classes"
     extra = {"head": f", tokens of {benchmark.width}", "step": f", {benchmark.model}"}
-    return f"{images}, {maps}{extra.get(benchmark.compare, '')}; {where}"
+    return f"{images}, {maps}{extra.get(benchmark.compare, '')}; {device_name(device)}"
 
 
 def show(document: dict, rows: list[dict], compare: str, device: torch.device) -> None:
@@ -491,19 +477,6 @@ def show(document: dict, rows: list[dict], compare: str, device: torch.device) -
 def format_ratio(ratio: float) -> str:
     """Format a small ratio as a fraction, e.g. `1 / 5.0`."""
     return f"{ratio:.3f}" if ratio > 0.7 else f"1 / {1 / ratio:.1f}"
-
-
-def csv_rows(
-    document: dict, rates: dict[str, list[float]], megabytes: dict[str, list[float]], rounds: int
-) -> list[dict]:
-    """Return CSV rows: one per contestant and unit, and one per ratio."""
-    speeds = [row | {"runs": rounds} for row in spread_rows(rates, "images/s")]
-    peaks = [row | {"runs": MEMORY_RUNS} for row in spread_rows(megabytes, "MB")]
-    ratios = [
-        row | {"name": f"{row['name']}, {row['what']}", "runs": runs}
-        for row, runs in zip(ratio_rows(document["ratios"]), (rounds, MEMORY_RUNS), strict=True)
-    ]
-    return speeds + peaks + ratios
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,10 +11,9 @@ from torch import Tensor, nn
 from densefeed.objectives import build_objective
 from densefeed.objectives.base import StepContext, step_loss
 from densefeed.pipelines.augment.augmentation import Augmentation
-from densefeed.pipelines.batch import Batch, ScoreMapSpec
+from densefeed.pipelines.batch import Batch
 from densefeed.pipelines.mixing import Mixing
 from densefeed.pipelines.open import DataOptions, open_dataset
-from densefeed.pipelines.plan import EpochPlan
 from densefeed.pipelines.targets import check_batch
 from densefeed.system.errors import UserError
 from densefeed.system.options import with_options
@@ -33,9 +32,8 @@ class TrainLoader:
 
     def __init__(self, data: DataOptions, batch: int, seed: int) -> None:
         self.data, self._loader = data, open_dataset(data, "train", batch=batch, seed=seed)
-        self.plan: EpochPlan = self._loader.plan
+        self.plan, self.score_maps = self._loader.plan, self._loader.score_maps
         self.num_classes, self.class_names = self._loader.num_classes, self._loader.class_names
-        self.score_maps: ScoreMapSpec | None = self._loader.score_maps
         self._next_epoch = 0
 
     def __len__(self) -> int:
@@ -109,9 +107,10 @@ class TrainLoss:
     option.
     """
 
-    objective: ClassVar[str]
+    objective: str
 
     def __init__(self, loader: TrainLoader, **options: Any) -> None:
+        # A config needs a validation set, which nothing here reads.
         quiet = Config(data=replace(loader.data, val=loader.data.train))
         config = with_options(quiet, **{"mixtoken": False, **options, "objective": self.objective})
         self._config, self._loader = config, loader
@@ -126,7 +125,7 @@ class TrainLoss:
                 "drloc and bootstrap train modules beside the model; use train.py for them"
             )
         self._mixing = Mixing(loader.plan, config.mix)
-        self._augmentation: Augmentation | None = None
+        self._augmentation = None  # built with the first batch
 
     def __call__(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return the mean loss of `batch` as `TrainLoader.epoch` yields it, float32 `[]`.
@@ -137,19 +136,18 @@ class TrainLoss:
         device = next(model.parameters()).device
         if self._augmentation is None:
             self._augmentation = self._prepare(model, batch).to(device)
-        augmentation = self._augmentation
+        # The operations are chosen on the host; a batch of the loader is there already.
         host = batch.index.cpu(), batch.repeat.cpu()
-        plan_of_batch = augmentation.choose(batch.epoch, *host, *batch.image.shape[1:3])
-        augmented = augmentation(batch.to(device), plan_of_batch)
+        chosen = self._augmentation.choose(batch.epoch, *host, *batch.image.shape[1:3])
+        augmented = self._augmentation(batch.to(device), chosen)
         size = augmented.image.shape[-1]
         grid = max(1, size // getattr(model, "patch_size", PATCH))
         mix = None
         if self._config.mix:
             mix = self._mixing.draw(batch.epoch, batch.step, size, grid).to(device)
         context = StepContext(self._loader.score_maps, grid, mix)
-        dtype = None
-        if torch.is_autocast_enabled(device.type):
-            dtype = torch.get_autocast_dtype(device.type)
+        enabled = torch.is_autocast_enabled(device.type)
+        dtype = torch.get_autocast_dtype(device.type) if enabled else None
         return step_loss(self._objective, model, augmented, context, dtype)
 
     def _prepare(self, model: nn.Module, batch: Batch) -> Augmentation:

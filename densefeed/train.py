@@ -17,8 +17,8 @@ import torch
 import tyro
 
 from densefeed.recipes import RECIPES
+from densefeed.system import errors
 from densefeed.system.devices import peak_memory, synchronize
-from densefeed.system.errors import run as run_command
 from densefeed.system.files import replace_file
 from densefeed.system.malloc import tune_malloc
 from densefeed.training.build import flops_per_size
@@ -29,7 +29,6 @@ from densefeed.training.guards import explain_oom, signal_handler
 from densefeed.training.logs import RunLog, open_log, write_run_header
 from densefeed.training.monitor import TrainMonitor
 from densefeed.training.ranks import StopVote, init_distributed, raise_on_rank0
-from densefeed.training.run_checkpoints import Checkpoints
 from densefeed.training.schedule import learning_rate
 from densefeed.training.setup import Run, is_evaluated, setup_run
 from densefeed.training.speed import RunClock, peak_flops
@@ -60,7 +59,6 @@ def train_loop(run: Run, signal_name: Callable[[], str]) -> dict:
     """Do the remaining steps on this rank; `signal_name` names the signal that asks it to stop."""
     config, ranks, loader, student, step = run.config, run.ranks, run.loader, run.student, run.step
     options, epochs, per_epoch = config.run, config.optim.total_epochs, len(loader)
-    kept = Checkpoints(options.out, options.keep)
     inputs = StepInputs(config, ranks, loader, run.objective, student.trainable, run.dtype)
     monitor = TrainMonitor(config, ranks, student, inputs, run.seen, run.skips)
     if ranks.is_first:
@@ -74,7 +72,7 @@ def train_loop(run: Run, signal_name: Callable[[], str]) -> dict:
     )
     with opened as log, explain_oom(config.optim.microbatch, str(options.out)):
         if run.evaluate_first:
-            result = evaluate(run, inputs, kept, log, step)
+            result = evaluate(run, inputs, log, step)
         for epoch in range(step // per_epoch, epochs):
             student.trainable.train(not config.model.frozen_statistics)
             for parts in inputs.batches(epoch, step % per_epoch, clock.time_data):
@@ -97,15 +95,15 @@ def train_loop(run: Run, signal_name: Callable[[], str]) -> dict:
                 log.advance(1)
                 stop = vote(bool(signal_name()))
                 if at + 1 < per_epoch and (stop or (at + 1) % options.save_every == 0):
-                    save(run, monitor, clock, kept, step)
+                    save(run, monitor, clock, step)
                 if stop:
                     break
             if step % per_epoch:
                 break
             # Saving comes before the evaluation, so that a run killed in it has lost nothing.
-            save(run, monitor, clock, kept, step)
+            save(run, monitor, clock, step)
             if is_evaluated(config, epoch + 1):
-                result = evaluate(run, inputs, kept, log, step)
+                result = evaluate(run, inputs, log, step)
             clock.restart(step)
             if vote(bool(signal_name())):
                 break
@@ -150,7 +148,7 @@ def log_interval(
     log.text = f"loss {mean:.3f}  {rate:.0f} img/s"
 
 
-def save(run: Run, monitor: TrainMonitor, clock: RunClock, kept: Checkpoints, step: int) -> None:
+def save(run: Run, monitor: TrainMonitor, clock: RunClock, step: int) -> None:
     """Save a checkpoint. Numbers that are not finite never replace a good one."""
     monitor.mean_loss_sync(step)
     run.ranks.average(run.student.averaged)
@@ -173,10 +171,10 @@ def save(run: Run, monitor: TrainMonitor, clock: RunClock, kept: Checkpoints, st
         "mean": list(preprocessing["mean"]),
         "std": list(preprocessing["std"]),
     }
-    kept.save(run.student.state() | about, step)
+    run.kept.save(run.student.state() | about, step)
 
 
-def evaluate(run: Run, inputs: StepInputs, kept: Checkpoints, log: RunLog, step: int) -> dict:
+def evaluate(run: Run, inputs: StepInputs, log: RunLog, step: int) -> dict:
     """Evaluate model, EMA and agent on the validation set; return and log their metrics."""
     student, normalize, result = run.student, inputs.augmentation.normalize, {}
     run.ranks.average(student.averaged)
@@ -191,7 +189,7 @@ def evaluate(run: Run, inputs: StepInputs, kept: Checkpoints, log: RunLog, step:
     log.text = f"top-1 {100 * result['top1']:.1f} %"
     log.advance(0)
     if run.ranks.is_first:
-        kept.rate(step, max(result["top1"], result.get("top1_ema", 0)))
+        run.kept.rate(step, max(result["top1"], result.get("top1_ema", 0)))
     return result
 
 
@@ -238,7 +236,7 @@ def main() -> None:
 
 def command() -> None:
     """Run the console script `densefeed-train`."""
-    run_command(main)
+    errors.run(main)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,5 @@
 """Griffe extension: comments above or behind the fields of a class become its attributes."""
 
-from typing import Any
-
 import griffe
 
 
@@ -20,7 +18,7 @@ def read_comment(field: griffe.Attribute) -> str:
 class FieldComments(griffe.Extension):
     """Describe the fields of dataclasses and named tuples by the comments of the source."""
 
-    def on_class(self, *, cls: griffe.Class, **kwargs: Any) -> None:
+    def on_class(self, *, cls: griffe.Class, **kwargs: object) -> None:
         """Append an Attributes section to the docstring of a class."""
         fields = [f for f in cls.members.values() if f.is_attribute and f.lineno and f.annotation]
         texts = {f.name: text for f in fields if (text := read_comment(f))}

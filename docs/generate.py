@@ -1,6 +1,10 @@
-"""MkDocs hook: write the page of the command line from each command's own `--help`."""
+"""MkDocs hooks: the page of the command line, from each command's own `--help`, and links of the
+pages to files outside `docs/`, which exist on GitHub but not on the site.
+"""
 
 import os
+import posixpath
+import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -9,9 +13,15 @@ from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parent.parent
 PAGE = "reference/command-line.md"
+# Files of the repository that a page of the site includes as a whole.
+INCLUDED = {
+    "densefeed/storage/FORMAT.md": "formats/index.md",
+    "densefeed/recipes/ABLATIONS.md": "reference/ablations.md",
+}
 INTRODUCTION = """# Command line
 
 The options of every command, as its `--help` prints them. An installed package has these commands
@@ -20,17 +30,18 @@ under the names in [Installation](../start/install.md#as-a-package).
 `python train.py RECIPE --help` prints the same fields for every recipe, with the recipe's own
 defaults. Shown are those of `lvvit_s_224_token_label`; [Recipes](recipes.md) lists all recipes.
 """
+# Tools whose own --help has no options: those are of their subcommands.
+SUBCOMMANDS = {"score_maps": ("verify", "convert", "merge"), "beton": ("verify",)}
 
 
 def commands() -> list[str]:
     """Return the words of every command that has options."""
-    tools = sorted((ROOT / "densefeed" / "tools").glob("*.py"))
-    scripts = [path for path in tools if 'if __name__ == "__main__"' in path.read_text()]
-    words = [f"tools/{path.name}" for path in scripts]
-    for name, parts in {"score_maps": ("verify", "convert", "merge"), "beton": ("verify",)}.items():
-        at = words.index(f"tools/{name}.py")
-        words[at : at + 1] = [f"tools/{name}.py {part}" for part in parts]
-    return ["train.py lvvit_s_224_token_label", *words]
+    words = ["train.py lvvit_s_224_token_label"]
+    for path in sorted((ROOT / "densefeed" / "tools").glob("*.py")):
+        if 'if __name__ == "__main__"' in path.read_text():
+            parts = SUBCOMMANDS.get(path.stem, ("",))
+            words += [f"tools/{path.name} {part}".rstrip() for part in parts]
+    return words
 
 
 def read_help(command: str) -> str:
@@ -57,3 +68,20 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the generated page to the site."""
     files.append(File.generated(config, PAGE, content=command_line()))
     return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Adapt what is written for GitHub: drop paragraphs that begin with "On GitHub, ", lead links
+    to included files to their pages, and keep only the path of links to other files.
+    """
+    folder = posixpath.dirname(page.file.src_uri)
+
+    def adapt(link: re.Match) -> str:
+        text, target, anchor = link[1], link[2], link[3] or ""
+        path = posixpath.normpath(posixpath.join("docs", folder, target))
+        if path in INCLUDED:
+            return f"[{text}]({posixpath.relpath(INCLUDED[path], folder or '.')}{anchor})"
+        return link[0] if path.startswith("docs/") else f"`{text}`"
+
+    markdown = re.sub(r"(?m)^On GitHub, (?:.+\n)+\n?", "", markdown)
+    return re.sub(r"\[([^\[\]]+)\]\((?![a-z]+:)([^)#\s]+)(#[^)\s]+)?\)", adapt, markdown)

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 pytestmark = pytest.mark.slow
 
@@ -21,8 +22,12 @@ SMALL = {
 # The values in Python blocks that a test replaces by small ones.
 SMALL_VALUES = {
     '"train.beton"': '"quickstart/train.beton"',
+    '"val.beton"': '"quickstart/val.beton"',
     "batch=256, size=224": "batch=20, size=64",
+    "batch=256": "batch=20",
     '"lvvit_s"': '"lvvit_micro"',
+    "range(300)": "range(1)",
+    "epochs = 300": "epochs = 1",
 }
 # Pages whose `sh` blocks run, in the order in which they use each other's files.
 RUN = (
@@ -39,7 +44,12 @@ RUN = (
 PAGES = sorted(ROOT.glob("docs/**/*.md"))
 PROSE = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PAGES]
 # Options of torchrun, of Slurm and of an example that the pages mention.
-FOREIGN = {"--nnodes", "--nproc-per-node", "--signal", "--penalty-weight"}
+FOREIGN = {
+    *("--nnodes", "--nproc-per-node", "--signals-to-handle"),
+    *("--signal", "--penalty-weight"),
+}
+SCRIPT = "loop.py"  # the script that a page tells to save
+ACTIVATE = ["source", ".venv/bin/activate"]  # what the tests run in is active already
 
 
 def blocks(path: Path, *languages: str) -> list[str]:
@@ -117,6 +127,8 @@ def test_every_shell_block_runs(newcomer, command):
         if words[0] == "make":
             assert words[1] in ("quickstart", "test")
             continue
+        if words == ACTIVATE:
+            continue
         extra = SMALL.get(words[1], [])
         # torchrun starts its ranks itself, so it needs a fresh interpreter.
         fresh = words[0] == "torchrun"
@@ -129,17 +141,50 @@ def test_every_shell_block_runs(newcomer, command):
         assert done.returncode == 0, output
 
 
+def shrink(example: str) -> str:
+    """Return a Python block with small values."""
+    for value, small in SMALL_VALUES.items():
+        example = example.replace(value, small)
+    return example
+
+
 @pytest.mark.parametrize("page", ["README.md", "docs/start/quickstart.md"])
 def test_the_python_block_trains_a_model(newcomer, command, page):
     home, _ = newcomer
     (example,) = blocks(ROOT / page, "python")
     assert len(example.splitlines()) <= 10
-    for value, small in SMALL_VALUES.items():
-        example = example.replace(value, small)
+    example = shrink(example)
     check = "print(bool(loss.isfinite()), model.training, len(batch.label))"
     done = command("-c", example + check, cwd=home, timeout=600)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.startswith("True True ")
+
+
+def test_the_script_of_your_own_loop_runs(newcomer, command):
+    """The blocks of the page are one script, but the last, which is a script for torchrun."""
+    home, _ = newcomer
+    *parts, parallel = map(shrink, blocks(ROOT / "docs/guides/own-loop.md", "python"))
+    done = command("-c", "".join(parts), cwd=home, timeout=600)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "% of 20 images" in done.stdout
+    (home / SCRIPT).write_text(parallel)
+    words = "-m", "torch.distributed.run", "--nproc-per-node", "2", SCRIPT
+    done = command(*words, cwd=home, timeout=600, fresh=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    weights = [torch.load(home / name, weights_only=True) for name in ("own.pt", "parallel.pt")]
+    assert weights[0].keys() == weights[1].keys()
+
+
+def test_an_exported_model_predicts_an_image(newcomer, command):
+    home, _ = newcomer
+    words = "quickstart/runs/token-label", "--out", "exported"
+    assert command("tools/export.py", *words, cwd=home).returncode == 0
+    (example,) = blocks(ROOT / "docs/guides/export.md", "python")
+    image = next((home / "quickstart/scenes/val").glob("*/*.jpg"))
+    example = example.replace("runs/exported", "exported").replace("photo.jpg", str(image))
+    done = command("-c", example, cwd=home, timeout=600)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.strip() in "0123456789"
 
 
 @pytest.mark.ffcv
@@ -173,14 +218,23 @@ def slug(heading: str) -> str:
     return re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-")
 
 
-@pytest.mark.parametrize(
-    "path", [ROOT / "README.md", ROOT / "CONTRIBUTING.md"], ids=lambda p: p.stem
-)
+@pytest.mark.parametrize("path", PROSE, ids=lambda p: str(p.relative_to(ROOT)))
 def test_links_lead_to_files_and_headings(path):
-    for target, _, anchor in re.findall(r"\]\((?!http)([^)#]+)(#([^)]+))?\)", path.read_text()):
-        assert (ROOT / target).exists(), target
-        headings = re.findall(r"^#+ (.+)$", (ROOT / target).read_text(), re.M) if anchor else []
+    """On GitHub; mkdocs checks those of the site."""
+    for target, _, anchor in re.findall(r"\]\((?!http)([^)#]*)(#([^)]+))?\)", path.read_text()):
+        file = path.parent / target if target else path
+        assert file.exists(), target
+        headings = re.findall(r"^#+ (.+)$", file.read_text(), re.M) if anchor else []
         assert not anchor or anchor in map(slug, headings), f"{target}#{anchor}"
+
+
+def test_the_readme_links_to_every_page():
+    linked = re.findall(r"\]\((?!http)([^)#]+)", (ROOT / "README.md").read_text())
+    found = {(ROOT / target).resolve() for target in linked}
+    # The readme links to the files that these pages include, and the home page repeats it.
+    included = {"docs/index.md", "docs/formats/index.md", "docs/reference/ablations.md"}
+    pages = {page for page in PAGES if str(page.relative_to(ROOT)) not in included}
+    assert {page for page in pages if "docs/reference/python" not in str(page)} <= found
 
 
 @pytest.fixture(scope="module")
@@ -213,7 +267,7 @@ def program(words: list[str]) -> tuple[str, ...]:
     start = next((at for at, word in enumerate(words) if word.endswith(".py")), None)
     if words[:2] == ["python", "-m"] and words[2].startswith("benchmarks."):
         return "-m", words[2]
-    if start is None:
+    if start is None or words[start] == SCRIPT:
         return ()
     name = words[start]
     assert (ROOT / name).exists(), f"{name} does not exist"

@@ -257,7 +257,7 @@ def test_second_interrupt_exits_immediately(micro, tmp_path, monkeypatch, capsys
     monkeypatch.setattr(training, "update", interrupted)
     monkeypatch.setattr("densefeed.training.guards.ECHO", 0.0)
     with pytest.raises(SystemExit) as ended:
-        training.run_command(lambda: training.train(micro(tmp_path / "run")))
+        training.errors.run(lambda: training.train(micro(tmp_path / "run")))
     assert ended.value.code == 130
     assert "interrupted" in capsys.readouterr().err
     assert assert_whole(tmp_path / "run") == 3
@@ -374,6 +374,19 @@ def test_damaged_run_resumes_from_the_newest_valid_checkpoint(
     assert differences(state(stopped), state(finished)) == []
     assert assert_whole(stopped) == 6
     assert (stopped / "best.pt").resolve().name == (finished / "best.pt").resolve().name
+
+
+def test_the_resumed_run_does_not_keep_a_damaged_checkpoint(micro, tmp_path, monkeypatch):
+    """A signal saves step 5, which no later save repeats. Step 3 is the best valid one."""
+    out = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        patch.setattr(training, "signal_handler", stopped_after(6))
+        training.train(micro(out))
+    damaged(out / "checkpoints" / "step-00000005.pt", "cut")
+    training.train(micro(out, resume="auto"))
+    manifest = json.loads((out / "checkpoints" / "manifest.json").read_text())
+    assert [entry["step"] for entry in manifest] == [3, 6]
+    assert assert_whole(out) == 6
 
 
 def refused(done: subprocess.CompletedProcess) -> str:

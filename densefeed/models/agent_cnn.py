@@ -6,29 +6,21 @@ token becomes global average pooling. An agent built from a transformer can shar
 """
 
 import math
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
 import torch
 from timm.layers import Attention, AttentionRope, GELUTanh, Mlp
 from timm.layers.activations import GELU
-from timm.models import (
-    beit,
-    build_model_with_cfg,
-    eva,
-    generate_default_cfgs,
-    register_model,
-    vision_transformer_relpos,
-)
+from timm.models import beit, eva, vision_transformer_relpos
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from densefeed.models import lvvit
 from densefeed.models.dhvt import DHVT
 from densefeed.models.patch_dropout import refuse_patch_dropout
-from densefeed.models.registration import pretrained_cfg
-from densefeed.models.token_transformer import TokenLogits, check_choice
+from densefeed.models.registration import pretrained_cfg, register_family
+from densefeed.models.token_transformer import TokenLogits, check_choice, to_tokens
 
 # N images   D width   H heads, which are the taps   Y, X rows and columns of the map   K classes
 
@@ -142,21 +134,17 @@ def patch_side(vit: nn.Module) -> int:
     return rows
 
 
-def alias_weights(vit: nn.Module) -> list[SharedWeights]:
-    """Return the weights that each block of `vit` shares with its agent.
+def read_shared(vit: nn.Module, read: Callable[[Tensor], Tensor]) -> list[SharedWeights]:
+    """Return `read` of each weight that a block of `vit` shares with its agent, block by block.
 
-    They are not copies: updating the block updates them.
+    Of qkv only the rows of v are shared; q and k belong to the transformer alone.
     """
-
-    def alias(tensor: Tensor | None) -> Tensor | None:
-        return None if tensor is None else tensor.detach().requires_grad_()
-
     shared = []
     for block in vit.blocks:
-        attn, mlp = block.attn, block.mlp
-        weights = [attn.qkv.weight[2 * vit.embed_dim :], attn.proj.weight, attn.proj.bias]
-        weights += [mlp.fc1.weight, mlp.fc1.bias, mlp.fc2.weight, mlp.fc2.bias]
-        shared.append(SharedWeights(*map(alias, weights)))
+        layers = block.attn.proj, block.mlp.fc1, block.mlp.fc2
+        tensors = [tensor for layer in layers for tensor in (layer.weight, layer.bias)]
+        rest = [None if tensor is None else read(tensor) for tensor in tensors]
+        shared.append(SharedWeights(read(block.attn.qkv.weight)[2 * vit.embed_dim :], *rest))
     return shared
 
 
@@ -284,7 +272,7 @@ class AgentCNN(nn.Module):
             it; the published Agent-B has "after".
         token_head: a second classifier on every position of the last map, for dense labels; in
             evaluation half its maximum is added.
-        own_weights: False omits the weights that a transformer shares (`lend`).
+        own_weights: False omits the weights that a transformer shares (`share_weights`).
 
     Forward takes images `[N, in_chans, H, W]` of any size and returns logits `[N, K]`, in training
     with a token head `TokenLogits`. Raises ValueError for a number of heads that has no CONV
@@ -322,7 +310,7 @@ class AgentCNN(nn.Module):
             type(number) is int and 1 <= number <= depth for number in down
         ):
             raise ValueError(f"down {down!r} must be numbers of blocks, from 1 to {depth}")
-        self.num_classes, self.num_features, self.embed_dim = num_classes, embed_dim, embed_dim
+        self.num_classes, self.num_features = num_classes, embed_dim
         self.down, self.shared_weights = frozenset(down), [None] * depth
         if stem == "base":
             self.stem = nn.Sequential(nn.Conv2d(in_chans, embed_dim, patch_size, patch_size))
@@ -337,19 +325,21 @@ class AgentCNN(nn.Module):
         self.token_head = nn.Linear(embed_dim, num_classes) if token_head else None
 
     def share_weights(self, vit: nn.Module) -> None:
-        """Use the weights of `vit` from now on.
+        """Use the weights of `vit` from now on, not copies of them.
 
         Both must already be on their device: moving either would break weight sharing.
         """
-        self.shared_weights = alias_weights(vit)
+        # A detached tensor has the same storage; its gradient is then its own.
+        self.shared_weights = read_shared(vit, Tensor.detach)
+        for tensor in self.shared_tensors():
+            tensor.requires_grad_()
 
     def shared_tensors(self) -> list[Tensor]:
         """Return the shared tensors, which have gradients of their own; empty with own weights."""
         return [
             tensor
             for shared in self.shared_weights
-            if shared is not None
-            for tensor in shared
+            for tensor in shared or ()
             if tensor is not None
         ]
 
@@ -382,7 +372,7 @@ class AgentCNN(nn.Module):
         cls_NK = self.head(x_NDYX.mean((2, 3)))
         if self.token_head is None:
             return cls_NK
-        tokens_NTK = self.token_head(x_NDYX.flatten(2).transpose(1, 2))
+        tokens_NTK = self.token_head(to_tokens(x_NDYX))
         if self.training:
             return TokenLogits(cls_NK, tokens_NTK)
         return cls_NK + 0.5 * tokens_NTK.amax(1)
@@ -394,42 +384,34 @@ class AgentCNN(nn.Module):
 def make_agent(vit: nn.Module, num_classes: int, shared: bool, **options: object) -> AgentCNN:
     """Build an agent for `vit`; `options` are arguments of `AgentCNN`.
 
-    If `shared`, call `lend` once both are on their device. Raises ValueError if `vit` can have no
-    agent.
+    If `shared`, call `share_weights` once both are on their device. Raises ValueError if `vit` can
+    have no agent.
     """
     width, heads, hidden, depth, patch = vit_spec(vit)
-    sizes = dict(embed_dim=width, depth=depth, num_heads=heads, patch_size=patch)
-    sizes |= dict(mlp_ratio=hidden / width) | options
-    return AgentCNN(num_classes=num_classes, own_weights=not shared, **sizes)
+    return AgentCNN(
+        num_classes=num_classes,
+        embed_dim=width,
+        depth=depth,
+        num_heads=heads,
+        mlp_ratio=hidden / width,
+        patch_size=patch,
+        own_weights=not shared,
+        **options,
+    )
 
 
 _CFG = pretrained_cfg("stem.0", "head")
-default_cfgs = generate_default_cfgs({"agent_micro": _CFG, "agent_s": _CFG, "agent_b": _CFG})
 
-_build = partial(build_model_with_cfg, AgentCNN)
-
-
-@register_model
-def agent_micro(pretrained: bool = False, **kwargs) -> nn.Module:
-    """Build the agent of bootstrapping_vit_micro as a model of its own."""
-    sizes = dict(embed_dim=108, depth=4, num_heads=9, patch_size=8)
-    return _build("agent_micro", pretrained, **(sizes | kwargs))
-
-
-@register_model
-def agent_s(pretrained: bool = False, **kwargs) -> nn.Module:
-    """Build Agent-S as a model of its own, res-like: 8.68 M parameters at 100 classes.
-
-    `stem="base"` has 8.73 M; Table 1 mixes the two.
-    """
-    return _build("agent_s", pretrained, **kwargs)
-
-
-@register_model
-def agent_b(pretrained: bool = False, **kwargs) -> nn.Module:
-    """Build Agent-B as a model of its own, res-like: 25.09 M parameters at 100 classes.
-
-    Table 1 gives 25.91 M.
-    """
-    sizes = dict(embed_dim=384, depth=12, num_heads=6)
-    return _build("agent_b", pretrained, **(sizes | kwargs))
+# Agents of the transformers in vit.py, as models of their own.
+register_family(
+    __name__,
+    AgentCNN,
+    {
+        "agent_micro": (_CFG, dict(embed_dim=108, depth=4, num_heads=9, patch_size=8)),
+        # Res-like: 8.68 M parameters at 100 classes. `stem="base"` has 8.73 M; Table 1 mixes the
+        # two.
+        "agent_s": (_CFG, {}),
+        # Res-like: 25.09 M parameters at 100 classes. Table 1 gives 25.91 M.
+        "agent_b": (_CFG, dict(embed_dim=384, depth=12, num_heads=6)),
+    },
+)

@@ -12,20 +12,26 @@ from typing import Any
 
 import torch
 from timm.layers import DropPath, Mlp, QuickGELU, trunc_normal_
-from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
 from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from densefeed.models.recompute import recompute
-from densefeed.models.registration import pretrained_cfg
-from densefeed.models.token_transformer import drop_path_rates, init_linear
+from densefeed.models.recompute import run_blocks
+from densefeed.models.registration import pretrained_cfg, register_family
+from densefeed.models.token_transformer import (
+    Grid,
+    PrunableLayers,
+    drop_path_rates,
+    init_linear,
+    to_map,
+    to_tokens,
+)
 
 # N images   T tokens, class token first where there is one   X class tokens, 0 or 1   D width
 # R x C the grid of patches
 
-# Of the stages' embeddings.
-STRIDES, KERNELS = (4, 2, 2), (7, 3, 3)
+# Kernel, stride and padding of the stages' embeddings.
+EMBEDDINGS = ((7, 4, 2), (3, 2, 1), (3, 2, 1))
 
 
 class DeviationNorm(nn.LayerNorm):
@@ -38,20 +44,23 @@ class DeviationNorm(nn.LayerNorm):
 
 def depthwise_conv(dim: int, stride: int) -> nn.Sequential:
     """Build the depth-wise 3 x 3 convolution and BatchNorm that precede a projection."""
-    conv = nn.Conv2d(dim, dim, 3, stride, 1, groups=dim, bias=False)
-    return nn.Sequential(OrderedDict(conv=conv, bn=nn.BatchNorm2d(dim)))
+    return nn.Sequential(
+        OrderedDict(
+            conv=nn.Conv2d(dim, dim, 3, stride, 1, groups=dim, bias=False), bn=nn.BatchNorm2d(dim)
+        )
+    )
 
 
-def split_tokens(x_NTD: Tensor, grid: tuple[int, int]) -> tuple[Tensor, Tensor]:
+def split_tokens(x_NTD: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
     """Return the class token `[N, X, D]` and the patches as a map `[N, D, R, C]`."""
     patches = grid[0] * grid[1]
     class_NXD, patch_NTD = x_NTD.split([x_NTD.shape[1] - patches, patches], dim=1)
-    return class_NXD, patch_NTD.transpose(1, 2).unflatten(2, grid)
+    return class_NXD, to_map(patch_NTD, grid)
 
 
 def join_tokens(class_NXD: Tensor, patch_NDRC: Tensor) -> Tensor:
     """Return tokens `[N, T, D]` from a class token and a map of patches."""
-    return torch.cat([class_NXD, patch_NDRC.flatten(2).transpose(1, 2)], dim=1)
+    return torch.cat([class_NXD, to_tokens(patch_NDRC)], dim=1)
 
 
 class ConvAttention(nn.Module):
@@ -74,7 +83,7 @@ class ConvAttention(nn.Module):
             self.conv_proj_v, self.proj_v = depthwise_conv(dim, 2), nn.Linear(dim, dim)
         self.proj = nn.Linear(dim, dim)
 
-    def forward(self, x_NTD: Tensor, grid: tuple[int, int]) -> Tensor:
+    def forward(self, x_NTD: Tensor, grid: Grid) -> Tensor:
         class_NXD, patch_NDRC = split_tokens(x_NTD, grid)
 
         def project(conv: nn.Module, linear: nn.Module) -> Tensor:
@@ -105,7 +114,7 @@ class Block(nn.Module):
         self.mlp = Mlp(dim, int(dim * mlp_ratio), act_layer=nn.GELU if drloc else QuickGELU)
         self.drop_path = DropPath(drop_path) if drop_path else nn.Identity()
 
-    def forward(self, x_NTD: Tensor, grid: tuple[int, int]) -> Tensor:
+    def forward(self, x_NTD: Tensor, grid: Grid) -> Tensor:
         x_NTD = x_NTD + self.drop_path(self.attn(self.norm1(x_NTD), grid))
         return x_NTD + self.drop_path(self.mlp(self.norm2(x_NTD)))
 
@@ -123,9 +132,9 @@ class Embedding(nn.Module):
         self.proj = nn.Conv2d(in_chans, dim, kernel, stride, padding)
         self.norm = DeviationNorm(dim) if drloc else nn.LayerNorm(dim)
 
-    def forward(self, x_NCHW: Tensor) -> tuple[Tensor, tuple[int, int]]:
+    def forward(self, x_NCHW: Tensor) -> tuple[Tensor, Grid]:
         x_NDRC = self.proj(x_NCHW)
-        return self.norm(x_NDRC.flatten(2).transpose(1, 2)), x_NDRC.shape[2:]
+        return self.norm(to_tokens(x_NDRC)), x_NDRC.shape[2:]
 
 
 class Stage(nn.Module):
@@ -143,14 +152,12 @@ class Stage(nn.Module):
         x_NTD, grid = self.patch_embed(x_NCHW)
         if self.cls_token is not None:
             x_NTD = torch.cat([self.cls_token.expand(x_NTD.shape[0], -1, -1), x_NTD], dim=1)
-        recomputing = self.grad_checkpointing and torch.is_grad_enabled()
-        for block in self.blocks:
-            x_NTD = recompute(block, x_NTD, grid) if recomputing else block(x_NTD, grid)
+        x_NTD = run_blocks(self.blocks, x_NTD, grid, grad_checkpointing=self.grad_checkpointing)
         class_NXD, patch_NDRC = split_tokens(x_NTD, grid)
         return patch_NDRC, class_NXD
 
 
-class CvT(nn.Module):
+class CvT(PrunableLayers, nn.Module):
     """CvT.
 
     Args:
@@ -171,6 +178,8 @@ class CvT(nn.Module):
     interface, by timm's names. Raises ValueError for an unknown pool.
     """
 
+    layers_name = "stages"
+
     def __init__(
         self,
         in_chans: int = 3,
@@ -187,12 +196,16 @@ class CvT(nn.Module):
         self.drloc, self.num_prefix_tokens = drloc, 0 if drloc else 1
         self.num_features = self.head_hidden_size = dims[-1]
         self.stages = nn.ModuleList()
-        for number, (dim, depth, heads) in enumerate(zip(dims, depths, num_heads, strict=True)):
+        sizes = zip(dims, depths, num_heads, EMBEDDINGS, strict=True)
+        for number, (dim, depth, heads, (kernel, stride, padding)) in enumerate(sizes):
             last = number == len(dims) - 1
-            padding = 3 if drloc and not number else KERNELS[number] // 2 - (not number)
-            embedding = Embedding(in_chans, dim, KERNELS[number], STRIDES[number], padding, drloc)
-            rates = drop_path_rates(drop_path_rate if last else 0.0, depth)
-            blocks = [Block(dim, heads, mlp_ratio, rate, drloc) for rate in rates]
+            # DRLoc's code pads the stem by one pixel more.
+            padding = 3 if drloc and number == 0 else padding
+            embedding = Embedding(in_chans, dim, kernel, stride, padding, drloc)
+            blocks = [
+                Block(dim, heads, mlp_ratio, rate, drloc)
+                for rate in drop_path_rates(drop_path_rate if last else 0.0, depth)
+            ]
             self.stages.append(Stage(embedding, blocks, dim, class_token=last and not drloc))
             in_chans = dim
         self.feature_info = [
@@ -206,8 +219,8 @@ class CvT(nn.Module):
         self.apply(init_linear)
 
     def _make_head(self, num_classes: int, global_pool: str | None) -> None:
-        pool = ("avg" if self.drloc else "token") if global_pool is None else global_pool
         known = ("avg",) if self.drloc else ("token", "avg")
+        pool = known[0] if global_pool is None else global_pool
         if pool not in (*known, "") or (num_classes and not pool):
             raise ValueError(
                 f"global_pool {pool!r} must be one of {', '.join(known)}, "
@@ -216,16 +229,16 @@ class CvT(nn.Module):
         self.num_classes, self.global_pool = num_classes, pool
         self.head = nn.Identity()
         if num_classes:
+            # A model that was moved or converted gets a new head of the same device and dtype.
             like = self.stages[0].patch_embed.proj.weight
-            options = dict(device=like.device, dtype=like.dtype)
-            self.head = nn.Linear(self.num_features, num_classes, **options)
+            self.head = nn.Linear(
+                self.num_features, num_classes, device=like.device, dtype=like.dtype
+            )
 
-    @torch.jit.ignore
     def no_weight_decay(self) -> set[str]:
         """Return names that AdamW must not decay, besides biases and norms."""
         return set() if self.drloc else {f"stages.{len(self.stages) - 1}.cls_token"}
 
-    @torch.jit.ignore
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
         """Return patterns of parameter names by depth, for timm's layer-wise learning-rate decay.
 
@@ -241,13 +254,11 @@ class CvT(nn.Module):
             "blocks": [*(stage if coarse else block), (r"^norm", (99999,))],
         }
 
-    @torch.jit.ignore
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Recompute the activations of every block in the backward pass. Same gradients."""
         for stage in self.stages:
             stage.grad_checkpointing = enable
 
-    @torch.jit.ignore
     def get_classifier(self) -> nn.Module:
         """Return the classifier."""
         return self.head
@@ -291,21 +302,6 @@ class CvT(nn.Module):
                 maps.append(self.norm(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2) if normed else x)
         return maps if intermediates_only else (self._final(class_NXD, x), maps)
 
-    def prune_intermediate_layers(
-        self, indices: int | Sequence[int] = 1, prune_norm: bool = False, prune_head: bool = True
-    ) -> list[int]:
-        """Remove what `forward_intermediates` does not need for `indices`.
-
-        Returns the indices counted from the first stage.
-        """
-        taken, last = feature_take_indices(len(self.stages), indices)
-        self.stages = self.stages[: last + 1]
-        if prune_norm:
-            self.norm = nn.Identity()
-        if prune_head:
-            self.reset_classifier(0, "")
-        return taken
-
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
         """Return logits from the output of `forward_features`.
 
@@ -329,27 +325,15 @@ def checkpoint_filter_fn(state_dict: Mapping[str, Any], model: CvT) -> dict[str,
 
 
 _CFG = pretrained_cfg("stages.0.patch_embed.proj", "head", crop_pct=0.875)
-default_cfgs = generate_default_cfgs({"cvt_13": _CFG, "cvt_13_drloc": _CFG})
 
-
-def _build(name: str, pretrained: bool, arguments: dict) -> nn.Module:
-    return build_model_with_cfg(
-        CvT,
-        name,
-        pretrained,
-        pretrained_filter_fn=checkpoint_filter_fn,
-        feature_cfg={"out_indices": (0, 1, 2), "feature_cls": "getter"},
-        **arguments,
-    )
-
-
-@register_model
-def cvt_13(pretrained: bool = False, **kwargs) -> nn.Module:
-    """Build CvT-13 as published by its authors: 20.0 M parameters."""
-    return _build("cvt_13", pretrained, kwargs)
-
-
-@register_model
-def cvt_13_drloc(pretrained: bool = False, **kwargs) -> nn.Module:
-    """Build CvT-13 as trained by DRLoc: 19.9 M parameters."""
-    return _build("cvt_13_drloc", pretrained, dict(drloc=True) | kwargs)
+register_family(
+    __name__,
+    CvT,
+    {
+        # 20.0 M parameters, as published by its authors
+        "cvt_13": (_CFG, {}),
+        # 19.9 M parameters, as trained by DRLoc
+        "cvt_13_drloc": (_CFG, dict(drloc=True)),
+    },
+    checkpoint_filter_fn,
+)

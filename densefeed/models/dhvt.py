@@ -13,19 +13,20 @@ from typing import Literal
 
 import torch
 from timm.layers import DropPath, LayerNorm2d, Mlp, trunc_normal_
-from timm.models import generate_default_cfgs, register_model
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from densefeed.models.lvvit import Attention
-from densefeed.models.recompute import recompute
-from densefeed.models.registration import build_vit, pretrained_cfg
+from densefeed.models.registration import pretrained_cfg, register_family
 from densefeed.models.token_transformer import (
+    Grid,
     TokenTransformer,
     check_choice,
     drop_path_rates,
     fit_weights,
     init_linear,
+    to_map,
+    to_tokens,
 )
 
 # N images   T tokens, class token first   D width   M heads   E width of a head
@@ -36,6 +37,7 @@ NORMS = {"batch": nn.BatchNorm2d, "layer": partial(LayerNorm2d, eps=1e-6)}
 # Divisors of the width that give the channels after each convolution (supplementary, section 1.2,
 # which does not have patches of 8).
 SOPE_WIDTHS = {2: (1,), 4: (2, 1), 8: (4, 2, 1), 16: (8, 4, 2, 1)}
+REDUCTION = 4  # divides the width inside squeeze and excitation
 
 
 class Affine(nn.Module):
@@ -64,7 +66,7 @@ class SOPE(nn.Sequential):
         self, patch_size: int, in_chans: int, embed_dim: int, affine: bool, norm: Norm
     ) -> None:
         check_choice("patch_size", patch_size, SOPE_WIDTHS)
-        layers: list[nn.Module] = [Affine(in_chans)] if affine else []
+        layers = [Affine(in_chans)] if affine else []
         divisors = SOPE_WIDTHS[patch_size]
         for divisor in divisors:
             width = embed_dim // divisor
@@ -82,14 +84,12 @@ class Aggregation(nn.Module):
     ("all", Table 3), or none ("none").
     """
 
-    def __init__(
-        self, dim: int, reduction: int, aggregate: Literal["class", "all", "none"]
-    ) -> None:
+    def __init__(self, dim: int, aggregate: Literal["class", "all", "none"]) -> None:
         super().__init__()
         self.aggregate = aggregate
         if aggregate != "none":
-            self.compress = nn.Linear(dim, dim // reduction)
-            self.excite = nn.Linear(dim // reduction, dim)
+            self.compress = nn.Linear(dim, dim // REDUCTION)
+            self.excite = nn.Linear(dim // REDUCTION, dim)
 
     def forward(self, class_N1D: Tensor, patch_NTD: Tensor) -> Tensor:
         if self.aggregate == "none":
@@ -118,13 +118,13 @@ class DAFF(nn.Module):
         self.conv3, self.norm3 = nn.Conv2d(hidden, dim, 1), NORMS[norm](dim)
         self.shortcut, self.aggregation = shortcut, aggregation
 
-    def forward(self, x_NTD: Tensor, grid: tuple[int, int]) -> Tensor:
+    def forward(self, x_NTD: Tensor, grid: Grid) -> Tensor:
         # This is channels_last without a copy.
-        x_NDRC = x_NTD[:, 1:].transpose(1, 2).unflatten(2, grid)
+        x_NDRC = to_map(x_NTD[:, 1:], grid)
         x_NDRC = F.gelu(self.norm1(self.conv1(x_NDRC)))
         local_NDRC = F.gelu(self.norm2(self.conv2(x_NDRC)))
         x_NDRC = self.norm3(self.conv3(x_NDRC + local_NDRC if self.shortcut else local_NDRC))
-        return self.aggregation(x_NTD[:, :1], x_NDRC.flatten(2).transpose(1, 2))
+        return self.aggregation(x_NTD[:, :1], to_tokens(x_NDRC))
 
 
 class SplitMlp(nn.Module):
@@ -139,18 +139,17 @@ class SplitMlp(nn.Module):
         self.fc1, self.fc2 = nn.Linear(dim, hidden), nn.Linear(hidden, dim)
         self.pool, self.aggregation = pool, aggregation
 
-    def forward(self, x_NTD: Tensor, grid: tuple[int, int]) -> Tensor:
+    def forward(self, x_NTD: Tensor, grid: Grid) -> Tensor:
         hidden_NTD = F.gelu(self.fc1(x_NTD[:, 1:]))
         if self.pool:
-            hidden_NDRC = F.avg_pool2d(hidden_NTD.transpose(1, 2).unflatten(2, grid), 3, 1, 1)
-            hidden_NTD = hidden_NDRC.flatten(2).transpose(1, 2)
+            hidden_NTD = to_tokens(F.avg_pool2d(to_map(hidden_NTD, grid), 3, 1, 1))
         return self.aggregation(x_NTD[:, :1], self.fc2(hidden_NTD))
 
 
 class PlainMlp(Mlp):
     """A ViT's MLP for all tokens; it ignores the grid."""
 
-    def forward(self, x_NTD: Tensor, grid: tuple[int, int]) -> Tensor:
+    def forward(self, x_NTD: Tensor, grid: Grid) -> Tensor:
         return super().forward(x_NTD)
 
 
@@ -202,7 +201,7 @@ class Block(nn.Module):
         self.attn, self.feed_forward = attn, feed_forward
         self.drop_path = DropPath(drop_path) if drop_path else nn.Identity()
 
-    def forward(self, x_NTD: Tensor, grid: tuple[int, int]) -> Tensor:
+    def forward(self, x_NTD: Tensor, grid: Grid) -> Tensor:
         x_NTD = x_NTD + self.drop_path(self.attn(self.norm1(x_NTD)))
         return x_NTD + self.drop_path(self.feed_forward(self.norm2(x_NTD), grid))
 
@@ -233,7 +232,6 @@ class DHVT(TokenTransformer):
         global_pool: input of `head`: the class token ("token"), the mean of the others ("avg"), or
             ("", without heads) all of them.
         num_heads: M; more heads have fewer parameters, because `head_proj` maps D / M to D.
-        reduction: divides the width inside squeeze and excitation.
         drop_path_rate: stochastic depth, rising linearly from 0 to this rate over the blocks
             (published recipes: 0.1).
         norms: norm of the embedding, norm of DAFF: "batch" or "layer", the latter over the channels
@@ -260,6 +258,7 @@ class DHVT(TokenTransformer):
     """
 
     embedding_name = "embedding"
+    blocks_take_grid = True
 
     def __init__(
         self,
@@ -272,7 +271,6 @@ class DHVT(TokenTransformer):
         depth: int = 12,
         num_heads: int = 3,
         mlp_ratio: float = 4.0,
-        reduction: int = 4,
         drop_path_rate: float = 0.0,
         norms: Sequence[Norm] = ("batch", "batch"),
         embedding: Literal["sope", "patch"] = "sope",
@@ -286,17 +284,14 @@ class DHVT(TokenTransformer):
         fused_head: bool = False,
         published: bool = False,
     ) -> None:
-        super().__init__()
-        self.whole_patches = pos_embed or embedding == "patch"
-        size = img_size if self.whole_patches or isinstance(img_size, int) else max(img_size)
-        self._init_common(
-            size, patch_size, in_chans, embed_dim, depth, num_heads, token_head, fused_head
-        )
+        whole_patches = pos_embed or embedding == "patch"
+        size = img_size if whole_patches or isinstance(img_size, int) else max(img_size)
+        super().__init__(size, patch_size, embed_dim, depth, num_heads, token_head, fused_head)
         check_options(norms, embedding, feed_forward, aggregate)
         side = self.grid_size * patch_size
-        if self.whole_patches and img_size not in (side, (side, side)):
+        if whole_patches and img_size not in (side, (side, side)):
             raise ValueError(f"img_size {img_size} must be a multiple of patch_size {patch_size}")
-        self.published = published
+        self.whole_patches, self.published = whole_patches, published
         if embedding == "sope":
             self.embedding = SOPE(patch_size, in_chans, embed_dim, affine, norms[0])
         else:
@@ -309,7 +304,7 @@ class DHVT(TokenTransformer):
         self.blocks = nn.ModuleList()
         for rate in drop_path_rates(drop_path_rate, depth):
             attn = attention(embed_dim, num_heads)
-            aggregation = Aggregation(embed_dim, reduction, aggregate)
+            aggregation = Aggregation(embed_dim, aggregate)
             hidden = int(embed_dim * mlp_ratio)
             mlp = build_feed_forward(
                 feed_forward, embed_dim, hidden, aggregation, norms[1], shortcut
@@ -322,7 +317,7 @@ class DHVT(TokenTransformer):
             trunc_normal_(self.pos_embed, std=0.02)
         self.apply(init_linear)
 
-    def token_grid(self, image_NCHW: Tensor) -> tuple[int, int]:
+    def token_grid(self, image_NCHW: Tensor) -> Grid:
         """Return rows and columns of tokens.
 
         Raises ValueError for partial patches where a part of a ViT needs whole ones.
@@ -332,17 +327,6 @@ class DHVT(TokenTransformer):
         H, W = image_NCHW.shape[2:]
         return -(-H // self.patch_size), -(-W // self.patch_size)
 
-    def run_block(self, block: nn.Module, x_NTD: Tensor, grid: tuple[int, int]) -> Tensor:
-        return block(x_NTD, grid)
-
-    def _run(self, blocks: Sequence[nn.Module], x_NTD: Tensor, grid: tuple[int, int]) -> Tensor:
-        if not (self.grad_checkpointing and torch.is_grad_enabled()):
-            return super()._run(blocks, x_NTD, grid)
-        for block in blocks:
-            x_NTD = recompute(block, x_NTD, grid)
-        return x_NTD
-
-    @torch.jit.ignore
     def no_weight_decay(self) -> set[str]:
         """Return names that AdamW must not decay, besides biases and one-dimensional tensors."""
         names = super().no_weight_decay()
@@ -355,92 +339,45 @@ class DHVT(TokenTransformer):
 # No weights were ever published, so only sizes need fitting.
 checkpoint_filter_fn = fit_weights
 
-_cfg = partial(pretrained_cfg, "embedding.1", ("head", "token_head"))
-
 # ImageNet's mean and deviation for all datasets, as in the published code. CIFAR's images are not
-# cropped.
-default_cfgs = generate_default_cfgs(
+# cropped. Models have the number of classes that is stated here.
+_cfg = partial(pretrained_cfg, "embedding.1", ("head", "token_head"))
+_CIFAR, _DOMAIN = _cfg(32, 1.0, 100), _cfg(224, 0.875, 345)
+_IMAGENET = _cfg(224, 0.875)
+
+# Table 11, except for the first. The constructor's defaults are DHVT-T for ImageNet.
+register_family(
+    __name__,
+    DHVT,
     {
-        "dhvt_micro": _cfg(64, 1.0),
-        "dhvt_tiny_cifar_patch4": _cfg(32, 1.0, 100),
-        "dhvt_tiny_cifar_patch2": _cfg(32, 1.0, 100),
-        "dhvt_small_cifar_patch4": _cfg(32, 1.0, 100),
-        "dhvt_small_cifar_patch2": _cfg(32, 1.0, 100),
-        "dhvt_tiny_domain_patch16": _cfg(224, 0.875, 345),
-        "dhvt_small_domain_patch16": _cfg(224, 0.875, 345),
-        "dhvt_tiny_imagenet_patch16": _cfg(224, 0.875),
-        "dhvt_small_imagenet_patch16": _cfg(224, 0.875),
-    }
+        # For demonstrations at 64 px on a CPU: 8 x 8 tokens and 4 blocks of width 96 like
+        # lvvit_micro, and 4 heads like DHVT-T on CIFAR.
+        "dhvt_micro": (
+            _cfg(64, 1.0),
+            dict(img_size=64, patch_size=8, embed_dim=96, num_heads=4, depth=4),
+        ),
+        # 8 x 8 tokens, 6.0 M parameters
+        "dhvt_tiny_cifar_patch4": (_CIFAR, dict(img_size=32, patch_size=4, num_heads=4)),
+        # 16 x 16 tokens, 5.8 M parameters
+        "dhvt_tiny_cifar_patch2": (_CIFAR, dict(img_size=32, patch_size=2, num_heads=4)),
+        # 8 x 8 tokens, 23.4 M parameters
+        "dhvt_small_cifar_patch4": (
+            _CIFAR,
+            dict(img_size=32, patch_size=4, embed_dim=384, num_heads=8),
+        ),
+        # 16 x 16 tokens, 22.8 M parameters
+        "dhvt_small_cifar_patch2": (
+            _CIFAR,
+            dict(img_size=32, patch_size=2, embed_dim=384, num_heads=8),
+        ),
+        # 6.1 M parameters
+        "dhvt_tiny_domain_patch16": (_DOMAIN, dict(num_heads=4)),
+        # 23.8 M parameters
+        "dhvt_small_domain_patch16": (_DOMAIN, dict(embed_dim=384, num_heads=6)),
+        # 6.3 M parameters; the paper gives 6.2 M
+        "dhvt_tiny_imagenet_patch16": (_IMAGENET, {}),
+        # 24.0 M parameters; the paper gives 24.1 M
+        "dhvt_small_imagenet_patch16": (_IMAGENET, dict(embed_dim=384, num_heads=6)),
+    },
+    checkpoint_filter_fn,
 )
-
-
-def _build(
-    name: str, pretrained: bool, patch_size: int, embed_dim: int, num_heads: int, kwargs: dict
-) -> nn.Module:
-    cfg = default_cfgs[name].default
-    sizes = dict(img_size=cfg.input_size[-1], num_classes=cfg.num_classes)
-    sizes |= dict(patch_size=patch_size, embed_dim=embed_dim, num_heads=num_heads)
-    return build_vit(DHVT, checkpoint_filter_fn, name, pretrained, sizes | kwargs)
-
-
-@register_model
-def dhvt_micro(pretrained: bool = False, **kwargs) -> nn.Module:
-    """Build a model for demonstrations at 64 px on a CPU.
-
-    It has 8 x 8 tokens and 4 blocks of width 96 like lvvit_micro, and 4 heads like DHVT-T on CIFAR.
-    """
-    return _build("dhvt_micro", pretrained, 8, 96, 4, dict(depth=4) | kwargs)
-
-
-@register_model
-def dhvt_tiny_cifar_patch4(pretrained: bool = False, **kwargs) -> nn.Module:
-    """Build Table 11's DHVT-T for CIFAR: 32 px, 8 x 8 tokens, 6.0 M parameters at 100 classes."""
-    return _build("dhvt_tiny_cifar_patch4", pretrained, 4, 192, 4, kwargs)
-
-
-@register_model
-def dhvt_tiny_cifar_patch2(pretrained: bool = False, **kwargs) -> nn.Module:
-    """Build Table 11's DHVT-T for CIFAR: 32 px, 16 x 16 tokens, 5.8 M parameters at 100 classes."""
-    return _build("dhvt_tiny_cifar_patch2", pretrained, 2, 192, 4, kwargs)
-
-
-@register_model
-def dhvt_small_cifar_patch4(pretrained: bool = False, **kwargs) -> nn.Module:
-    """Build Table 11's DHVT-S for CIFAR: 32 px, 8 x 8 tokens, 23.4 M parameters at 100 classes."""
-    return _build("dhvt_small_cifar_patch4", pretrained, 4, 384, 8, kwargs)
-
-
-@register_model
-def dhvt_small_cifar_patch2(pretrained: bool = False, **kwargs) -> nn.Module:
-    """Build Table 11's DHVT-S for CIFAR: 32 px, 16 x 16 tokens, 22.8 M parameters, 100 classes."""
-    return _build("dhvt_small_cifar_patch2", pretrained, 2, 384, 8, kwargs)
-
-
-@register_model
-def dhvt_tiny_domain_patch16(pretrained: bool = False, **kwargs) -> nn.Module:
-    """Build Table 11's DHVT-T for DomainNet: 224 px, 6.1 M parameters at 345 classes."""
-    return _build("dhvt_tiny_domain_patch16", pretrained, 16, 192, 4, kwargs)
-
-
-@register_model
-def dhvt_small_domain_patch16(pretrained: bool = False, **kwargs) -> nn.Module:
-    """Build Table 11's DHVT-S for DomainNet: 224 px, 23.8 M parameters at 345 classes."""
-    return _build("dhvt_small_domain_patch16", pretrained, 16, 384, 6, kwargs)
-
-
-@register_model
-def dhvt_tiny_imagenet_patch16(pretrained: bool = False, **kwargs) -> nn.Module:
-    """Build Table 11's DHVT-T for ImageNet: 224 px, 6.3 M parameters at 1,000 classes.
-
-    The paper gives 6.2 M.
-    """
-    return _build("dhvt_tiny_imagenet_patch16", pretrained, 16, 192, 3, kwargs)
-
-
-@register_model
-def dhvt_small_imagenet_patch16(pretrained: bool = False, **kwargs) -> nn.Module:
-    """Build Table 11's DHVT-S for ImageNet: 224 px, 24.0 M parameters at 1,000 classes.
-
-    The paper gives 24.1 M.
-    """
-    return _build("dhvt_small_imagenet_patch16", pretrained, 16, 384, 6, kwargs)

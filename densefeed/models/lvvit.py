@@ -13,11 +13,10 @@ from typing import Any
 
 import torch
 from timm.layers import DropPath, Mlp, trunc_normal_
-from timm.models import generate_default_cfgs, register_model
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from densefeed.models.registration import build_vit, pretrained_cfg
+from densefeed.models.registration import pretrained_cfg, register_family
 from densefeed.models.token_transformer import (
     TokenTransformer,
     drop_path_rates,
@@ -40,7 +39,7 @@ class Stem(nn.Sequential):
     def __init__(
         self, in_chans: int, width: int, embed_dim: int, convs: Sequence[tuple[int, int]]
     ) -> None:
-        layers: list[nn.Module] = []
+        layers = []
         for number, (kernel, stride) in enumerate(convs, start=1):
             # Exactly size / stride outputs need kernel - stride <= 2 * padding < kernel. The
             # smallest such padding is the published one: 3 for 7/2, 1 for 3/1, 0 for 8/8. The paper
@@ -91,11 +90,11 @@ class Attention(nn.Module):
     `scale` multiplies the products of queries and keys; None is (D / heads)^-1/2.
     """
 
-    def __init__(
-        self, dim: int, num_heads: int, qkv_bias: bool, scale: float | None = None
-    ) -> None:
+    scale: float | None = None
+
+    def __init__(self, dim: int, num_heads: int, qkv_bias: bool) -> None:
         super().__init__()
-        self.num_heads, self.scale = num_heads, scale
+        self.num_heads = num_heads
         self.qkv = nn.Linear(dim, 3 * dim, bias=qkv_bias)
         self.proj = nn.Linear(dim, dim)
 
@@ -119,10 +118,10 @@ class Block(nn.Module):
         num_heads: int,
         mlp_ratio: float,
         drop_path: float,
-        residual_divisor: float,
-        qkv_bias: bool,
-        norm_groups: int,
-        post_norm: bool,
+        residual_divisor: float = 1.0,
+        qkv_bias: bool = False,
+        norm_groups: int = 0,
+        post_norm: bool = False,
     ) -> None:
         super().__init__()
         norm = partial(TokenGroupNorm, norm_groups) if norm_groups else nn.LayerNorm
@@ -192,10 +191,7 @@ class LVViT(TokenTransformer):
         token_head: bool = True,
         fused_head: bool = False,
     ) -> None:
-        super().__init__()
-        self._init_common(
-            img_size, patch_size, in_chans, embed_dim, depth, num_heads, token_head, fused_head
-        )
+        super().__init__(img_size, patch_size, embed_dim, depth, num_heads, token_head, fused_head)
         side = self.grid_size * patch_size
         if img_size not in (side, (side, side)) or (stem is None and patch_size % 2):
             raise ValueError(
@@ -264,60 +260,49 @@ def checkpoint_filter_fn(state_dict: Mapping[str, Any], model: LVViT) -> dict[st
 
 _cfg = partial(pretrained_cfg, "stem.0", ("head", "token_head"))
 
-# timm reads this table by its name when a model registers; crop_pct as in the published evaluation.
-default_cfgs = generate_default_cfgs(
+# crop_pct is that of the published evaluation.
+register_family(
+    __name__,
+    LVViT,
     {
-        "lvvit_micro": _cfg(64, 1.0),
-        "lvvit_deit_s": _cfg(),
-        "lvvit_t": _cfg(),
-        "lvvit_s": _cfg(),
-        "lvvit_m": _cfg(crop_pct=1.0),
-        "lvvit_l": _cfg(crop_pct=1.0),
-    }
+        # For demonstrations at 64 px on a CPU: patch 8, narrow stem.
+        "lvvit_micro": (
+            _cfg(64, 1.0),
+            dict(
+                img_size=64,
+                patch_size=8,
+                embed_dim=96,
+                depth=4,
+                num_heads=3,
+                stem_width=16,
+                residual_divisor=1.0,
+            ),
+        ),
+        # DeiT-S (Table 3's first row) with a head on every token: 22.4 M parameters, 22.1 M with
+        # `token_head=False`.
+        "lvvit_deit_s": (
+            _cfg(),
+            dict(
+                embed_dim=384,
+                depth=12,
+                num_heads=6,
+                mlp_ratio=4.0,
+                stem=((16, 16),),
+                qkv_bias=True,
+                residual_divisor=1.0,
+            ),
+        ),
+        # 8.5 M parameters
+        "lvvit_t": (_cfg(), dict(embed_dim=240, depth=12, num_heads=4, residual_divisor=1.0)),
+        # 26.2 M parameters
+        "lvvit_s": (_cfg(), dict(embed_dim=384, depth=16, num_heads=6)),
+        # 55.8 M parameters
+        "lvvit_m": (_cfg(crop_pct=1.0), dict(embed_dim=512, depth=20, num_heads=8)),
+        # 150.0 M parameters
+        "lvvit_l": (
+            _cfg(crop_pct=1.0),
+            dict(embed_dim=768, depth=24, num_heads=12, stem_width=128, residual_divisor=3.0),
+        ),
+    },
+    checkpoint_filter_fn,
 )
-
-_build = partial(build_vit, LVViT, checkpoint_filter_fn)
-
-
-@register_model
-def lvvit_micro(pretrained: bool = False, **kwargs) -> nn.Module:
-    """Build a model for demonstrations at 64 px on a CPU: patch 8, narrow stem."""
-    sizes = dict(img_size=64, patch_size=8, embed_dim=96, depth=4, num_heads=3, stem_width=16)
-    return _build("lvvit_micro", pretrained, sizes | dict(residual_divisor=1.0) | kwargs)
-
-
-@register_model
-def lvvit_deit_s(pretrained: bool = False, **kwargs) -> nn.Module:
-    """Build DeiT-S (Table 3's first row) with a head on every token.
-
-    22.4 M parameters, 22.1 M with `token_head=False`.
-    """
-    sizes = dict(embed_dim=384, depth=12, num_heads=6, mlp_ratio=4.0, stem=((16, 16),))
-    deit = dict(qkv_bias=True, residual_divisor=1.0)
-    return _build("lvvit_deit_s", pretrained, sizes | deit | kwargs)
-
-
-@register_model
-def lvvit_t(pretrained: bool = False, **kwargs) -> nn.Module:
-    """Build LV-ViT-T: 8.5 M parameters."""
-    sizes = dict(embed_dim=240, depth=12, num_heads=4, residual_divisor=1.0)
-    return _build("lvvit_t", pretrained, sizes | kwargs)
-
-
-@register_model
-def lvvit_s(pretrained: bool = False, **kwargs) -> nn.Module:
-    """Build LV-ViT-S: 26.2 M parameters."""
-    return _build("lvvit_s", pretrained, dict(embed_dim=384, depth=16, num_heads=6) | kwargs)
-
-
-@register_model
-def lvvit_m(pretrained: bool = False, **kwargs) -> nn.Module:
-    """Build LV-ViT-M: 55.8 M parameters."""
-    return _build("lvvit_m", pretrained, dict(embed_dim=512, depth=20, num_heads=8) | kwargs)
-
-
-@register_model
-def lvvit_l(pretrained: bool = False, **kwargs) -> nn.Module:
-    """Build LV-ViT-L: 150.0 M parameters."""
-    sizes = dict(embed_dim=768, depth=24, num_heads=12, stem_width=128, residual_divisor=3.0)
-    return _build("lvvit_l", pretrained, sizes | kwargs)

@@ -1,6 +1,6 @@
 """Gradient checkpointing of blocks with BatchNorm: less memory, same gradients and statistics."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -41,3 +41,14 @@ def recompute(block: nn.Module, *inputs: Any) -> Tensor:
         use_reentrant=False,
         context_fn=lambda: (nullcontext(), keep_running_statistics(block)),
     )
+
+
+def run_blocks(
+    blocks: Iterable[nn.Module], x: Tensor, *more: Any, grad_checkpointing: bool
+) -> Tensor:
+    """Run blocks one after the other, each as `block(x, *more)`; recompute them if asked to."""
+    # Without a backward pass there is nothing to recompute for.
+    recomputing = grad_checkpointing and torch.is_grad_enabled()
+    for block in blocks:
+        x = recompute(block, x, *more) if recomputing else block(x, *more)
+    return x

@@ -1,9 +1,10 @@
 """What timm needs to register and build the models of every family here."""
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping
 
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
-from timm.models import build_model_with_cfg
+from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
 from torch import nn
 
 
@@ -31,15 +32,36 @@ def pretrained_cfg(
     }
 
 
-def build_vit(
-    model_class: type[nn.Module], filter_fn: Callable, name: str, pretrained: bool, arguments: dict
-) -> nn.Module:
-    """Build the registered model `name`; with `features_only` it returns the last three maps."""
-    return build_model_with_cfg(
-        model_class,
-        name,
-        pretrained,
-        pretrained_filter_fn=filter_fn,
-        feature_cfg={"out_indices": 3, "feature_cls": "getter"},
-        **arguments,
+def register_family(
+    module: str,
+    model_class: type[nn.Module],
+    family: Mapping[str, tuple[dict, dict]],
+    filter_fn: Callable | None = None,
+) -> None:
+    """Register models with timm: `family` has the `pretrained_cfg` and the arguments of each name.
+
+    Arguments of `timm.create_model` replace them. With `features_only` it returns the last three
+    maps. `module` is the `__name__` of the caller; `filter_fn` adapts weights to a model.
+    """
+
+    def register(name: str, sizes: dict) -> None:
+        def build(pretrained: bool = False, **kwargs) -> nn.Module:
+            return build_model_with_cfg(
+                model_class,
+                name,
+                pretrained,
+                pretrained_filter_fn=filter_fn,
+                feature_cfg={"out_indices": 3, "feature_cls": "getter"},
+                **(sizes | kwargs),
+            )
+
+        build.__name__, build.__module__ = name, module
+        register_model(build)
+
+    # timm registers a function under its name, and looks up the configuration of that name in the
+    # function's module, in a table called `default_cfgs`.
+    vars(sys.modules[module])["default_cfgs"] = generate_default_cfgs(
+        {name: cfg for name, (cfg, _) in family.items()}
     )
+    for name, (_, sizes) in family.items():
+        register(name, sizes)

@@ -6,21 +6,20 @@ parameter counts equal the published ones exactly (tests/models/test_t2t.py).
 
 import math
 from contextlib import nullcontext
-from functools import partial
 
 import torch
 from timm.layers import trunc_normal_
-from timm.models import generate_default_cfgs, register_model
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from densefeed.models.lvvit import Block
-from densefeed.models.registration import build_vit, pretrained_cfg
+from densefeed.models.registration import pretrained_cfg, register_family
 from densefeed.models.token_transformer import (
     TokenTransformer,
     drop_path_rates,
     fit_weights,
     init_linear,
+    to_map,
 )
 
 # N images   T tokens   D width   E width of a token inside the token module
@@ -28,6 +27,7 @@ from densefeed.models.token_transformer import (
 
 # Kernel, stride and padding of the soft splits.
 SPLITS = ((7, 4, 2), (3, 2, 1), (3, 2, 1))
+DROPOUT = 0.1  # in the token module, as published
 
 
 class TokenPerformer(nn.Module):
@@ -39,14 +39,14 @@ class TokenPerformer(nn.Module):
     autocast: with 16-bit exponentials it gave NaN. The residual is v, since the width changes.
     """
 
-    def __init__(self, in_dim: int, dim: int, dropout: float) -> None:
+    def __init__(self, in_dim: int, dim: int) -> None:
         super().__init__()
         features = dim // 2
         self.norm1, self.norm2 = nn.LayerNorm(in_dim), nn.LayerNorm(dim)
         self.kqv, self.proj = nn.Linear(in_dim, 3 * dim), nn.Linear(dim, dim)
-        self.drop = nn.Dropout(dropout)
+        self.drop = nn.Dropout(DROPOUT)
         self.mlp = nn.Sequential(
-            nn.Linear(dim, dim), nn.GELU(), nn.Linear(dim, dim), nn.Dropout(dropout)
+            nn.Linear(dim, dim), nn.GELU(), nn.Linear(dim, dim), nn.Dropout(DROPOUT)
         )
         self.register_buffer(
             "w", nn.init.orthogonal_(torch.empty(features, dim)) * math.sqrt(features)
@@ -79,11 +79,11 @@ class TokensToToken(nn.Module):
     H and W are multiples of 16.
     """
 
-    def __init__(self, in_chans: int, embed_dim: int, token_dim: int, dropout: float) -> None:
+    def __init__(self, in_chans: int, embed_dim: int, token_dim: int) -> None:
         super().__init__()
         first, second, last = (kernel**2 for kernel, _, _ in SPLITS)
-        self.attention1 = TokenPerformer(first * in_chans, token_dim, dropout)
-        self.attention2 = TokenPerformer(second * token_dim, token_dim, dropout)
+        self.attention1 = TokenPerformer(first * in_chans, token_dim)
+        self.attention2 = TokenPerformer(second * token_dim, token_dim)
         self.project = nn.Linear(last * token_dim, embed_dim)
 
     def forward(self, x_NCHW: Tensor) -> Tensor:
@@ -91,7 +91,7 @@ class TokensToToken(nn.Module):
         for (kernel, stride, padding), layer in zip(SPLITS, layers, strict=True):
             grid = [size // stride for size in x_NCHW.shape[2:]]
             x_NTE = layer(F.unfold(x_NCHW, kernel, padding=padding, stride=stride).transpose(1, 2))
-            x_NCHW = x_NTE.transpose(1, 2).unflatten(2, grid)
+            x_NCHW = to_map(x_NTE, grid)
         return x_NCHW
 
 
@@ -115,7 +115,6 @@ class T2TViT(TokenTransformer):
         global_pool: input of `head`: the class token ("token"), the mean of the others ("avg"), or
             ("", without heads) all of them.
         token_dim: width of a token inside the token module.
-        token_dropout: dropout in the token module (published: 0.1), active in training.
         drop_path_rate: stochastic depth, rising linearly from 0 to this rate over the blocks
             (published: 0.1).
         token_head: a second classifier on every token, as in LV-ViT, for dense labels; MixToken
@@ -141,24 +140,19 @@ class T2TViT(TokenTransformer):
         num_heads: int = 6,
         mlp_ratio: float = 3.0,
         token_dim: int = 64,
-        token_dropout: float = 0.1,
         drop_path_rate: float = 0.0,
         token_head: bool = False,
         fused_head: bool = False,
         published: bool = False,
     ) -> None:
-        super().__init__()
-        self._init_common(
-            img_size, 16, in_chans, embed_dim, depth, num_heads, token_head, fused_head
-        )
+        super().__init__(img_size, 16, embed_dim, depth, num_heads, token_head, fused_head)
         side = 16 * self.grid_size
         if img_size not in (side, (side, side)):
             raise ValueError(f"img_size {img_size} must be a multiple of 16")
-        self.tokens_to_token = TokensToToken(in_chans, embed_dim, token_dim, token_dropout)
+        self.tokens_to_token = TokensToToken(in_chans, embed_dim, token_dim)
         self.register_buffer("pos_embed", sinusoids(1 + self.grid_size**2, embed_dim))
-        plain = dict(residual_divisor=1.0, qkv_bias=False, norm_groups=0, post_norm=False)
         self.blocks = nn.ModuleList(
-            Block(embed_dim, num_heads, mlp_ratio, rate, **plain)
+            Block(embed_dim, num_heads, mlp_ratio, rate)
             for rate in drop_path_rates(drop_path_rate, depth)
         )
         if published:
@@ -174,19 +168,15 @@ class T2TViT(TokenTransformer):
 checkpoint_filter_fn = fit_weights
 
 _CFG = pretrained_cfg("tokens_to_token.project", ("head", "token_head"))
-default_cfgs = generate_default_cfgs({"t2t_vit_7": _CFG, "t2t_vit_14": _CFG})
 
-_build = partial(build_vit, T2TViT, checkpoint_filter_fn)
-
-
-@register_model
-def t2t_vit_7(pretrained: bool = False, **kwargs) -> nn.Module:
-    """Build T2T-ViT-7: 4.3 M parameters."""
-    sizes = dict(embed_dim=256, depth=7, num_heads=4, mlp_ratio=2.0)
-    return _build("t2t_vit_7", pretrained, sizes | kwargs)
-
-
-@register_model
-def t2t_vit_14(pretrained: bool = False, **kwargs) -> nn.Module:
-    """Build T2T-ViT-14: 21.5 M parameters."""
-    return _build("t2t_vit_14", pretrained, kwargs)
+register_family(
+    __name__,
+    T2TViT,
+    {
+        # 4.3 M parameters
+        "t2t_vit_7": (_CFG, dict(embed_dim=256, depth=7, num_heads=4, mlp_ratio=2.0)),
+        # 21.5 M parameters
+        "t2t_vit_14": (_CFG, {}),
+    },
+    checkpoint_filter_fn,
+)

@@ -7,21 +7,33 @@ of them.
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from timm.layers import resample_abs_pos_embed, trunc_normal_
-from timm.models import checkpoint_seq
 from timm.models._features import feature_take_indices
 from timm.models.vision_transformer import global_pool_nlc
 from torch import Tensor, nn
 
+from densefeed.models.recompute import run_blocks
+
 # N images   T tokens without the class token   D width   K classes
 # P x P, or R x C, the grid of tokens
 
+Grid = tuple[int, int]  # rows and columns of tokens
+
 # Prefixes of the names of these families' models.
 FAMILIES = ("lvvit", "dhvt", "t2t_vit")
+
+
+def to_map(x_NTD: Tensor, grid: Grid) -> Tensor:
+    """Arrange tokens, without class token, as a map `[N, D, R, C]`; this copies nothing."""
+    return x_NTD.transpose(1, 2).unflatten(2, grid)
+
+
+def to_tokens(x_NDRC: Tensor) -> Tensor:
+    """Return the positions of a map as tokens `[N, R C, D]`, row by row."""
+    return x_NDRC.flatten(2).transpose(1, 2)
 
 
 def has_tokens(name: str) -> bool:
@@ -72,12 +84,37 @@ def init_linear(module: nn.Module) -> None:
             nn.init.zeros_(module.bias)
 
 
-class TokenTransformer(nn.Module):
+class PrunableLayers:
+    """What timm's `features_only` calls on a model with its layers in the attribute `layers_name`.
+
+    The layers are those that `forward_intermediates` counts.
+    """
+
+    layers_name = "blocks"
+
+    def prune_intermediate_layers(
+        self, indices: int | Sequence[int] = 1, prune_norm: bool = False, prune_head: bool = True
+    ) -> list[int]:
+        """Remove what `forward_intermediates` does not need for `indices`.
+
+        Returns the indices counted from the first layer.
+        """
+        layers = getattr(self, self.layers_name)
+        taken, last = feature_take_indices(len(layers), indices)
+        setattr(self, self.layers_name, layers[: last + 1])
+        if prune_norm:
+            self.norm = nn.Identity()
+        if prune_head:
+            self.reset_classifier(0, "")
+        return taken
+
+
+class TokenTransformer(PrunableLayers, nn.Module):
     """The base class of such networks.
 
-    A family's constructor calls `_init_common`, then creates `pos_embed` (`[1, 1 + T, D]`, a
-    parameter, a buffer or None), `blocks`, `norm` and the patch embedding that `embedding_name`
-    names, and ends with `_make_heads`.
+    A family's constructor calls this one, then creates `pos_embed` (`[1, 1 + T, D]`, a parameter, a
+    buffer or None), `blocks`, `norm` and the patch embedding that `embedding_name` names, and ends
+    with `_make_heads`. Raises ValueError for sizes that do not fit together.
 
     Forward takes images `[N, in_chans, H, W]`. For a size other than `img_size` the position table
     is resampled (bicubic, antialiased) without the class token's row. Forward returns `[N, K]`
@@ -88,21 +125,20 @@ class TokenTransformer(nn.Module):
 
     pos_embed: Tensor | None
     blocks: nn.ModuleList
-    norm: nn.Module
     embedding_name: str
+    blocks_take_grid = False  # whether blocks convolve and take the tokens' (R, C)
 
-    def _init_common(
+    def __init__(
         self,
         img_size: int | tuple[int, int],
         patch_size: int,
-        in_chans: int,
         embed_dim: int,
         depth: int,
         num_heads: int,
         token_head: bool,
         fused_head: bool,
     ) -> None:
-        """Set what every family has. Raises ValueError for sizes that do not fit together."""
+        super().__init__()
         if fused_head and not token_head:
             raise ValueError("fused_head needs token_head")
         rows, columns = (img_size, img_size) if isinstance(img_size, int) else img_size
@@ -110,7 +146,6 @@ class TokenTransformer(nn.Module):
             raise ValueError(f"img_size {rows} x {columns} must be square")
         if embed_dim % num_heads:
             raise ValueError(f"embed_dim {embed_dim} must be a multiple of num_heads {num_heads}")
-        self.in_chans = in_chans
         self.num_features = self.head_hidden_size = self.embed_dim = embed_dim
         self.num_prefix_tokens = 1
         self.patch_size, self.grid_size = patch_size, rows // patch_size
@@ -128,17 +163,16 @@ class TokenTransformer(nn.Module):
                 f"global_pool {global_pool!r} must be 'token', 'avg', or '' where num_classes is 0"
             )
         self.num_classes, self.global_pool = num_classes, global_pool
+        # A model that was moved or converted gets new heads of the same device and dtype.
         like = {"device": self.cls_token.device, "dtype": self.cls_token.dtype}
         with_tokens = self.with_token_head and num_classes > 0
         self.head = nn.Linear(self.embed_dim, num_classes, **like) if num_classes else nn.Identity()
         self.token_head = nn.Linear(self.embed_dim, num_classes, **like) if with_tokens else None
 
-    @torch.jit.ignore
     def no_weight_decay(self) -> set[str]:
         """Return names that AdamW must not decay, besides biases and one-dimensional tensors."""
         return {"pos_embed", "cls_token"}
 
-    @torch.jit.ignore
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
         """Return patterns of parameter names by depth, for timm's layer-wise learning-rate decay.
 
@@ -149,12 +183,10 @@ class TokenTransformer(nn.Module):
             "blocks": [(r"^blocks\.(\d+)", None), (r"^norm", (99999,))],
         }
 
-    @torch.jit.ignore
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Recompute the activations of every block in the backward pass. Same gradients."""
         self.grad_checkpointing = enable
 
-    @torch.jit.ignore
     def get_classifier(self) -> nn.Module | tuple[nn.Module, nn.Module]:
         """Return the classifier of the class token, or both, as timm's distilled models do."""
         return self.head if self.token_head is None else (self.head, self.token_head)
@@ -168,7 +200,7 @@ class TokenTransformer(nn.Module):
         for head in filter(None, (self.head, self.token_head)):
             head.apply(init_linear).train(self.training)
 
-    def token_grid(self, image_NCHW: Tensor) -> tuple[int, int]:
+    def token_grid(self, image_NCHW: Tensor) -> Grid:
         """Return rows and columns of tokens. Raises ValueError for partial patches."""
         H, W = image_NCHW.shape[2:]
         if H % self.patch_size or W % self.patch_size:
@@ -177,30 +209,21 @@ class TokenTransformer(nn.Module):
             )
         return H // self.patch_size, W // self.patch_size
 
-    def run_block(self, block: nn.Module, x_NTD: Tensor, grid: tuple[int, int]) -> Tensor:
-        """Run one block; a family whose blocks convolve passes them `grid`, the tokens' (R, C)."""
-        return block(x_NTD)
-
     def _embed(self, image_NCHW: Tensor, mix_PP: Tensor | None = None) -> Tensor:
         """Return the input of the first block, `[N, 1 + T, D]`, positions included."""
         grid = self.token_grid(image_NCHW)
         x_NDPP = getattr(self, self.embedding_name)(image_NCHW)
         if mix_PP is not None:
             x_NDPP = torch.where(mix_PP, x_NDPP.flip(0), x_NDPP)
-        x_NTD = x_NDPP.flatten(2).transpose(1, 2)
+        x_NTD = to_tokens(x_NDPP)
         x_NTD = torch.cat([self.cls_token.expand(x_NTD.shape[0], -1, -1), x_NTD], dim=1)
         if self.pos_embed is None:
             return x_NTD
         return x_NTD + resample_abs_pos_embed(self.pos_embed, list(grid), [self.grid_size] * 2)
 
-    def _run(self, blocks: Sequence[nn.Module], x_NTD: Tensor, grid: tuple[int, int]) -> Tensor:
-        if self.grad_checkpointing and torch.is_grad_enabled():
-            return checkpoint_seq(
-                [partial(self.run_block, block, grid=grid) for block in blocks], x_NTD
-            )
-        for block in blocks:
-            x_NTD = self.run_block(block, x_NTD, grid)
-        return x_NTD
+    def _run(self, blocks: Sequence[nn.Module], x_NTD: Tensor, grid: Grid) -> Tensor:
+        more = (grid,) if self.blocks_take_grid else ()
+        return run_blocks(blocks, x_NTD, *more, grad_checkpointing=self.grad_checkpointing)
 
     def forward_features(self, image_NCHW: Tensor, mix_PP: Tensor | None = None) -> Tensor:
         """Return normalized tokens `[N, 1 + T, D]`, class token first.
@@ -248,25 +271,10 @@ class TokenTransformer(nn.Module):
                 kept.append(self.norm(x_NTD) if norm else x_NTD)
         outputs = [y_NTD[:, 1:] for y_NTD in kept]
         if output_fmt == "NCHW":
-            outputs = [y_NTD.transpose(1, 2).unflatten(2, grid).contiguous() for y_NTD in outputs]
+            outputs = [to_map(y_NTD, grid).contiguous() for y_NTD in outputs]
         if return_prefix_tokens:
             outputs = list(zip(outputs, [y_NTD[:, :1] for y_NTD in kept], strict=True))
         return outputs if intermediates_only else (self.norm(x_NTD), outputs)
-
-    def prune_intermediate_layers(
-        self, indices: int | Sequence[int] = 1, prune_norm: bool = False, prune_head: bool = True
-    ) -> list[int]:
-        """Remove what `forward_intermediates` does not need for `indices`.
-
-        Returns the indices counted from the first block.
-        """
-        taken, last = feature_take_indices(len(self.blocks), indices)
-        self.blocks = self.blocks[: last + 1]
-        if prune_norm:
-            self.norm = nn.Identity()
-        if prune_head:
-            self.reset_classifier(0, "")
-        return taken
 
     def forward_head(
         self, x_NTD: Tensor, pre_logits: bool = False, mix_PP: Tensor | None = None
@@ -303,7 +311,7 @@ class TokenTransformer(nn.Module):
         """Return the logits of every token as a map `[N, K, P, P]`, for use as a dense teacher."""
         head = self.head if self.token_head is None else self.token_head
         logits_NTK = head(self.forward_features(image_NCHW)[:, 1:])
-        return logits_NTK.transpose(1, 2).unflatten(2, self.token_grid(image_NCHW))
+        return to_map(logits_NTK, self.token_grid(image_NCHW))
 
 
 def fit_weights(state_dict: Mapping[str, Any], model: TokenTransformer) -> dict[str, Any]:
@@ -314,15 +322,16 @@ def fit_weights(state_dict: Mapping[str, Any], model: TokenTransformer) -> dict[
     that one is antialiased, and even when it grows PyTorch uses its other bicubic kernel. A table
     that is not a square grid and a class token stays as it is, so that `load_state_dict` raises.
     """
-    fitted = dict(state_dict)
-    if model.token_head is None:
-        fitted = {
-            name: tensor for name, tensor in fitted.items() if not name.startswith("token_head.")
-        }
+    fitted = {
+        name: tensor
+        for name, tensor in state_dict.items()
+        if model.token_head is not None or not name.startswith("token_head.")
+    }
     table, own = fitted.get("pos_embed"), model.pos_embed
-    if table is not None and own is not None and table.ndim == 3 and table.shape[1] != own.shape[1]:
-        side = math.isqrt(max(table.shape[1] - 1, 0))
-        if side and side**2 + 1 == table.shape[1]:
+    if table is not None and own is not None and table.ndim == 3:
+        rows = table.shape[1]
+        side = math.isqrt(max(rows - 1, 0))
+        if rows != own.shape[1] and side and side**2 + 1 == rows:
             fitted["pos_embed"] = resample_abs_pos_embed(
                 table, [model.grid_size] * 2, [side] * 2, antialias=False
             )

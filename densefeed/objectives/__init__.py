@@ -50,8 +50,9 @@ def build_objective(setting: Setting) -> Objective:
     """Build and check the objective of a run. UserError where options contradict each other."""
     options = setting.options
     if options.name not in OBJECTIVES:
-        known = ", ".join(OBJECTIVES)
-        raise UserError(f"--objective {options.name} is unknown; choose one of {known}")
+        raise UserError(
+            f"--objective {options.name} is unknown; choose one of {', '.join(OBJECTIVES)}"
+        )
     objective = OBJECTIVES[options.name](setting)
     if options.drloc.variant != "none":
         objective = DRLoc(setting, objective)

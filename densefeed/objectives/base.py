@@ -7,7 +7,7 @@ objective to `--objective`; docs/extending.md has an example.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -72,10 +72,10 @@ class Objective:
         adds_network: whether it trains a network beside the model from scratch.
     """
 
-    name: ClassVar[str]
-    needs_score_maps: ClassVar[bool] = False
-    needs_tokens: ClassVar[bool] = False
-    adds_network: ClassVar[bool] = False
+    name: str
+    needs_score_maps: bool = False
+    needs_tokens: bool = False
+    adds_network: bool = False
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
@@ -139,6 +139,7 @@ class DenseObjective(Objective):
         rules, options, spec, mix = self.setting.labels, self.setting.mix, step.score_maps, step.mix
         regions = mix is not None and options.mix_label == "regions"
         maps, tokens, shown = palette_maps(batch, spec, rules), None, None
+        # Regions are pooled from the targets of tokens, also for a model without a head on tokens.
         if regions or self.needs_tokens:
             tokens = shown = sparse_targets(batch, spec, step.grid, rules, maps)
             if mix is not None and (regions or not options.mixtoken):
@@ -154,9 +155,9 @@ class DenseObjective(Objective):
             return whole, shown
         # The model puts MixToken's exchanged logits back, so every token keeps the target of its
         # own image, which MixUp has blended.
-        return whole, mix_targets(
-            tokens, mix.blend
-        ) if mix is not None and options.mixup else tokens
+        if mix is not None and options.mixup:
+            tokens = mix_targets(tokens, mix.blend)
+        return whole, tokens
 
 
 def objective_loss(objective: Objective, output: Any, batch: Batch, step: StepContext) -> Tensor:
@@ -178,8 +179,8 @@ def step_loss(
     """
     image, options = batch.image, objective.setting.mix
     if step.mix is not None and (options.cutmix or options.mixup):
-        blend = options.mixtoken
-        share = step.mix.blend if blend else share_map(step.mix, image.shape[-1])
+        # MixToken exchanges tokens inside the network, so pixels only have MixUp's blend.
+        share = step.mix.blend if options.mixtoken else share_map(step.mix, image.shape[-1])
         image = mix_images(image, share)
     with torch.autocast(image.device.type, dtype or torch.bfloat16, enabled=dtype is not None):
         output = objective.forward(network, image, batch, step)

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from tyro.conf import arg
 
-from densefeed.models.agent_cnn import AgentCNN, SharedWeights, make_agent, vit_spec
-from densefeed.models.token_transformer import TokenFeatures, TokenLogits
+from densefeed.models.agent_cnn import AgentCNN, make_agent, read_shared, vit_spec
+from densefeed.models.token_transformer import TokenFeatures, TokenLogits, to_tokens
 from densefeed.objectives.base import Objective, Place, Setting, StepContext
 from densefeed.objectives.losses import weighted_mean
 from densefeed.pipelines.batch import Batch
@@ -28,9 +28,9 @@ from densefeed.system.options import Bounds, NonNegative, Options, parse_argumen
 
 # N images   T tokens   D width   K classes   Y, X rows and columns of the agent's map
 
-Norm = Literal["l2-token", "l2-whole", "layernorm"]
+Norm = Literal["l2-token", "layernorm"]
 Adapt = Literal["sequence", "pool-2d"]
-Align = Literal["global", "layer", "tensor", "none"]
+Align = Literal["global", "none"]
 
 
 class JointOutput(NamedTuple):
@@ -38,7 +38,7 @@ class JointOutput(NamedTuple):
 
     vit: Tensor | TokenLogits | TokenFeatures
     agent: Tensor | TokenLogits
-    tokens: list[Tensor]  # [N, T, D] of each supervised block, no class token
+    tokens: list[Tensor]  # [N, T, D] of each block, no class token
     maps: list[Tensor]  # [N, D, Y, X] of the same blocks, before any halving
 
 
@@ -50,24 +50,14 @@ class JointModel(nn.Module):
         agent: its agent, on the same device. If it has no weights of its own it uses those of
             `vit`. These remain parameters of `vit` alone, so checkpoints, optimizer and EMA hold
             each once.
-        blocks: supervised blocks, counted from 1; empty: all.
-        align: shared weights whose gradients are aligned together.
+        align: whether gradients of shared weights are aligned, all together.
 
-    Raises ValueError for blocks that do not exist. Do not move the module to another device:
-    moving the module would break weight sharing.
+    Do not move the module to another device: moving the module would break weight sharing.
     """
 
-    def __init__(
-        self, vit: nn.Module, agent: AgentCNN, blocks: Sequence[int] = (), align: Align = "global"
-    ) -> None:
+    def __init__(self, vit: nn.Module, agent: AgentCNN, align: Align = "global") -> None:
         super().__init__()
-        depth = len(vit.blocks)
-        if wrong := [number for number in blocks if not 1 <= number <= depth]:
-            raise ValueError(
-                f"block {wrong[0]} does not exist; blocks are counted from 1 to {depth}"
-            )
         self.vit, self.agent, self.align = vit, agent, align
-        self.taken = sorted({number - 1 for number in blocks}) or list(range(depth))
         self.shared = not hasattr(agent.blocks[0], "conv")
         if self.shared:
             agent.share_weights(vit)
@@ -77,19 +67,16 @@ class JointModel(nn.Module):
         """The transformer and the agent."""
         return self.vit, self.agent
 
-    @torch.jit.ignore
     def no_weight_decay(self) -> set[str]:
         """The exceptions of the transformer: its tables."""
         return {f"vit.{name}" for name in getattr(self.vit, "no_weight_decay", set)()}
 
     def forward(self, image_NCHW: Tensor) -> JointOutput:
-        x_NTD, tokens = self.vit.forward_intermediates(
-            image_NCHW, indices=self.taken, output_fmt="NLC"
-        )
+        x_NTD, tokens = self.vit.forward_intermediates(image_NCHW, output_fmt="NLC")
         vit = self.vit.forward_head(x_NTD)
         x_NDYX, maps = self.agent.forward_maps(image_NCHW)
         agent = self.agent.forward_head(x_NDYX)
-        return JointOutput(vit, agent, tokens, [maps[number] for number in self.taken])
+        return JointOutput(vit, agent, tokens, maps)
 
     @torch.no_grad()
     def combine_gradients(self, average: Callable[[list[Tensor]], None]) -> None:
@@ -102,42 +89,20 @@ class JointModel(nn.Module):
         """
         if not self.shared:
             return
-        # For each block, pairs of the transformer's gradient and the agent's.
-        blocks = [
-            [(own, lent.grad) for own, lent in zip(*weights, strict=True) if lent is not None]
-            for weights in zip(shared_gradients(self.vit), self.agent.shared_weights, strict=True)
-        ]
-        pairs = [pair for block in blocks for pair in block]
-        average([agent for _, agent in pairs])
-        groups = {
-            "global": [pairs],
-            "layer": blocks,
-            "tensor": [[pair] for pair in pairs],
-            "none": [],
-        }[self.align]
-        for group in groups:
-            own, agents = zip(*group, strict=True)
-            for agent, aligned in zip(agents, align_gradients(agents, own), strict=True):
-                agent.copy_(aligned)
-        for own, agent in pairs:
+        # q and k are not shared: they neither count in the norm of the transformer's gradient nor
+        # receive any of the agent's.
+        blocks = read_shared(self.vit, lambda weight: weight.grad)
+        owns = [gradient for block in blocks for gradient in block if gradient is not None]
+        shared = self.agent.shared_tensors()
+        agents = [lent.grad for lent in shared]
+        average(agents)
+        if self.align == "global":
+            agents = align_gradients(agents, owns)
+        for own, agent in zip(owns, agents, strict=True):
             own.add_(agent).mul_(0.5)
-        for lent in self.agent.shared_tensors():
+        # The optimizer does not hold the aliases, so it does not clear their gradients.
+        for lent in shared:
             lent.grad = None
-
-
-def shared_gradients(vit: nn.Module) -> list[SharedWeights]:
-    """Collect the gradients of the weights that `agent_cnn.alias_weights` shares.
-
-    Of qkv only the rows of v are shared. q and k belong to the transformer alone, so they neither
-    count in the norm of its gradient nor receive any of the agent's.
-    """
-    found = []
-    for block in vit.blocks:
-        layers = block.attn.proj, block.mlp.fc1, block.mlp.fc2
-        tensors = [tensor for layer in layers for tensor in (layer.weight, layer.bias)]
-        rest = [None if tensor is None else tensor.grad for tensor in tensors]
-        found.append(SharedWeights(block.attn.qkv.weight.grad[2 * vit.embed_dim :], *rest))
-    return found
 
 
 def align_gradients(agent: Sequence[Tensor], vit: Sequence[Tensor]) -> list[Tensor]:
@@ -189,7 +154,6 @@ def feature_loss(
     one of the two has more positions, it is averaged to the number of the other. `norm` is one of
         l2-token: each token by its norm, mean over tokens. The paper names no axis; the published
             code normalizes tokens.
-        l2-whole: the whole sequence by its norm.
         layernorm: each token by its mean and standard deviation, mean over tokens and channels, as
             the published code does: 2 - 2 times the correlation.
     Raises ValueError if the numbers of positions do not fit.
@@ -197,13 +161,10 @@ def feature_loss(
     pool = {"sequence": pool_sequence, "pool-2d": pool_squares}[adapt]
     total = weight_N.new_zeros((), dtype=torch.float32)
     for x_NTD, x_NDYX in zip(tokens, maps, strict=True):
-        agent = x_NDYX.detach().flatten(2).transpose(1, 2).float()
+        agent = to_tokens(x_NDYX.detach()).float()
         vit, length = x_NTD.float(), min(x_NTD.shape[1], agent.shape[1])
         vit, agent = (x if x.shape[1] == length else pool(x, length) for x in (vit, agent))
-        if norm == "l2-whole":
-            vit, agent = (F.normalize(x.flatten(1), dim=1) for x in (vit, agent))
-            loss_N = (agent - vit).square().sum(1)
-        elif norm == "l2-token":
+        if norm == "l2-token":
             vit, agent = (F.normalize(x, dim=2) for x in (vit, agent))
             loss_N = (agent - vit).square().sum(2).mean(1)
         else:
@@ -254,13 +215,11 @@ class BootstrapOptions(Options):
     feature_weight: NonNegative = 10.0
     # decay of the weight of the feature loss; linear: to 0 after the last epoch
     feature_decay: Literal["linear", "none"] = "linear"
-    # blocks with a feature loss, counted from 1; empty: all
-    feature_blocks: tuple[int, ...] = ()
     # normalization in the feature loss; layernorm: as published
     feature_norm: Norm = "l2-token"
     # pooling that matches tokens to the agent's map: neighbors in the sequence, or squares
     feature_adapt: Adapt = "sequence"
-    # shared weights whose gradients are aligned together
+    # align the gradients of shared weights, all together; none: as published
     align: Align = "global"
 
 
@@ -298,6 +257,7 @@ class Bootstrapping(Objective):
             )
 
     def check_sizes(self, twin: nn.Module, num_classes: int) -> None:
+        # The meta device computes shapes alone and takes no memory.
         with torch.device("meta"):
             joint = self.wrap(twin, num_classes, lambda network: network).eval()
             for side in self.setting.sizes:
@@ -321,8 +281,8 @@ class Bootstrapping(Objective):
         def fits(other: int) -> bool:
             try:
                 maps = joint.agent.forward_maps(torch.empty(1, 3, other, other))[1]
-                tokens = [torch.empty(1, (other // patch) ** 2, width)] * len(joint.taken)
-                self.feature_loss(tokens, [maps[n] for n in joint.taken], torch.ones(1))
+                tokens = [torch.empty(1, (other // patch) ** 2, width)] * len(maps)
+                self.feature_loss(tokens, maps, torch.ones(1))
             except (ValueError, RuntimeError):
                 return False
             return True
@@ -339,13 +299,7 @@ class Bootstrapping(Objective):
         return feature_loss(tokens, maps, weight_N, options.feature_norm, options.feature_adapt)
 
     def wrap(self, model: nn.Module, num_classes: int, place: Place) -> JointModel:
-        options, where = self.options, f"--bootstrap {self.options.mode}"
-        agent = place(self.build_agent(model, num_classes))
-        try:
-            return JointModel(model, agent, options.feature_blocks, options.align)
-        except ValueError as error:
-            blocks = " ".join(map(str, options.feature_blocks))
-            raise UserError(f"{where}: --feature-blocks {blocks}: {error}") from error
+        return JointModel(model, place(self.build_agent(model, num_classes)), self.options.align)
 
     def build_agent(self, model: nn.Module, num_classes: int) -> AgentCNN:
         """Build the agent of `model`; with token labels it has a head on every position of its map.
@@ -359,9 +313,9 @@ class Bootstrapping(Objective):
                 f"--agent-kwargs takes {', '.join(AGENT_KWARGS[:-1])} and {AGENT_KWARGS[-1]}, not "
                 f"{unknown[0]}; the rest of an agent follows from its transformer and --agent"
             )
-        kwargs = {"stem": options.agent, "token_head": self.needs_tokens} | given
+        given = {"stem": options.agent, "token_head": self.needs_tokens} | given
         try:
-            return make_agent(model, num_classes, shared=options.mode == "shared", **kwargs)
+            return make_agent(model, num_classes, shared=options.mode == "shared", **given)
         except (ValueError, TypeError) as error:
             raise UserError(
                 f"--bootstrap {options.mode}: {self.setting.model} cannot have this agent "
@@ -376,8 +330,8 @@ class Bootstrapping(Objective):
         """
         linear = self.options.feature_decay == "linear"
         factor = torch.tensor(1 - epoch / self.setting.epochs if linear else 1.0)
-        device = batch.image.device
-        return factor.to(device, non_blocking=True), self.base.inputs(plan, epoch, batch)
+        factor = factor.to(batch.image.device, non_blocking=True)
+        return factor, self.base.inputs(plan, epoch, batch)
 
     def loss(self, output: JointOutput, batch: Batch, step: StepContext) -> Tensor:
         """Sum the loss of each network, mutual distillation and the feature loss.

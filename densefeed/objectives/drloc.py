@@ -17,7 +17,9 @@ from torch.nn import functional as F
 from tyro.conf import arg
 
 from densefeed.models.patch_dropout import refuse_patch_dropout
+from densefeed.models.token_transformer import Grid, to_map
 from densefeed.objectives.base import Objective, Place, Setting, StepContext
+from densefeed.objectives.losses import weighted_mean
 from densefeed.pipelines.batch import Batch
 from densefeed.pipelines.pairs import Pairs, draw_pairs
 from densefeed.pipelines.plan import EpochPlan
@@ -41,7 +43,7 @@ class PoolError(ValueError):
     `sides` are the values that it can be pooled to, 0 (no pooling) first; it may be empty.
     """
 
-    def __init__(self, why: str, grid: tuple[int, int]) -> None:
+    def __init__(self, why: str, grid: Grid) -> None:
         super().__init__(f"its grid of {grid[0]} x {grid[1]} {why}")
         R, C = grid
         factors = range(2, min(R, C) // 2 + 1)
@@ -49,7 +51,7 @@ class PoolError(ValueError):
         self.sides = [0, *smaller] if min(R, C) > 1 else []
 
 
-def pool_factor(grid: tuple[int, int], side: int) -> int:
+def pool_factor(grid: Grid, side: int) -> int:
     """Return the stride that pools a grid of (rows, columns) to `side` rows; 1 for side 0.
 
     Raises PoolError, a ValueError, if the grid is smaller than that, is not a multiple of it, or
@@ -78,7 +80,7 @@ def pool_map(map_NDRC: Tensor, factor: int) -> Tensor:
     return F.avg_pool2d(map_NDRC, 2 * factor - 1, factor, factor - 1, count_include_pad=False)
 
 
-def select_positions(words_NM4: Tensor, grid: tuple[int, int]) -> tuple[Tensor, Tensor]:
+def select_positions(words_NM4: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
     """Select uniform rows and columns of pairs from 32 random bits each, all int64: `[N, M, 2]`.
 
     Each of k rows has the probability 1 / k to within 2^-32. Both positions of a pair may be equal.
@@ -114,14 +116,14 @@ class LocalizationHead(nn.Sequential):
     of `ce` and `reg`.
     """
 
-    def __init__(self, width: int, outputs: int, hidden: int = HIDDEN, deep: bool = False) -> None:
+    def __init__(self, width: int, outputs: int, deep: bool = False) -> None:
         super().__init__(
-            nn.Linear(2 * width, hidden),
+            nn.Linear(2 * width, HIDDEN),
             nn.ReLU(),
-            nn.Linear(hidden, hidden),
+            nn.Linear(HIDDEN, HIDDEN),
             nn.ReLU(),
-            *([nn.Linear(hidden, hidden)] if deep else []),
-            nn.Linear(hidden, outputs),
+            *([nn.Linear(HIDDEN, HIDDEN)] if deep else []),
+            nn.Linear(HIDDEN, outputs),
         )
 
 
@@ -192,20 +194,14 @@ class LocalizationLoss(nn.Module):
     """
 
     def __init__(
-        self,
-        variant: Variant,
-        widths: Sequence[int],
-        side: int,
-        grid: tuple[int, int],
-        published: bool,
+        self, variant: Variant, widths: Sequence[int], side: int, grid: Grid, published: bool
     ) -> None:
         super().__init__()
         self.variant, self.side, self.published = variant, side, published
         classes = variant in ("ce", "reg")
         self.outputs = [offset_classes(k, published) if classes else 1 for k in grid]  # per axis
         self.heads = nn.ModuleList(
-            LocalizationHead(width, sum(self.outputs), deep=published and classes)
-            for width in widths
+            LocalizationHead(width, sum(self.outputs), published and classes) for width in widths
         )
 
     def forward(self, maps: Sequence[Tensor], words_NM4: Tensor, weight_N: Tensor) -> Tensor:
@@ -214,7 +210,7 @@ class LocalizationLoss(nn.Module):
             self._pair_loss(head, pool_map(map_NDRC, factor), words_NM4)
             for head, map_NDRC in zip(self.heads, maps, strict=True)
         ]
-        return (sum(losses).mean(1) * weight_N).sum() / weight_N.sum().clamp(min=1e-6)
+        return weighted_mean(sum(losses).mean(1), weight_N)
 
     def _pair_loss(self, head: nn.Module, map_NDRC: Tensor, words_NM4: Tensor) -> Tensor:
         """Return the loss of each pair of one map, summed over both axes, `[N, M]`."""
@@ -267,7 +263,7 @@ def feature_map(features: Any, model: nn.Module, image_NCHW: Tensor) -> Tensor:
             )
         R = round(math.sqrt(T * H / W))
         if R and T % R == 0:
-            return tokens_NTD.transpose(1, 2).unflatten(2, (R, T // R))
+            return to_map(tokens_NTD, (R, T // R))
     raise ValueError("its features are neither a map nor a grid of tokens; choose another model")
 
 
@@ -332,6 +328,7 @@ class LocalizedModel(nn.Module):
         """Return D, R and C of each map for inputs of `size` pixels, from a blank image."""
         like, training = next(self.model.parameters()), self.model.training
         try:
+            # BatchNorm must not average the blank image.
             self.model.eval()
             _, maps = self._features(like.new_zeros(1, 3, size, size))
         finally:
@@ -345,7 +342,6 @@ class LocalizedModel(nn.Module):
         features = self.model.forward_features(image_NCHW, **more)
         return features, [feature_map(features, self.model, image_NCHW)]
 
-    @torch.jit.ignore
     def no_weight_decay(self) -> set[str]:
         """The exceptions of the model; of the heads timm's rule already exempts the biases."""
         return {f"model.{name}" for name in getattr(self.model, "no_weight_decay", set)()}
@@ -366,9 +362,7 @@ class DRLocOptions(Options):
     """Options of `--drloc`."""
 
     # also predict relative token offsets, with this variant of the loss
-    variant: Annotated[Literal["none", "l1", "signed", "ce", "reg", "all"], arg(name="drloc")] = (
-        "none"
-    )
+    variant: Annotated[Literal["none", Variant], arg(name="drloc")] = "none"
     # weight of the localization loss, lambda of the paper
     weight: Annotated[NonNegative, arg(name="drloc-weight")] = 0.5
     # pairs of tokens per image

@@ -8,8 +8,6 @@ so a row of logits is read only through its logsumexp, its sum and a gather. Den
 built.
 """
 
-from typing import Protocol
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -17,19 +15,9 @@ from torch.nn import functional as F
 from densefeed.models.kernels import fused_head
 from densefeed.models.kernels import sparse_cross_entropy as kernels
 from densefeed.models.token_transformer import TokenFeatures, TokenLogits
+from densefeed.pipelines.targets import SparseTargets
 
 # N images   T tokens   D width   K classes   M classes of an image's palette
-
-
-class Targets(Protocol):
-    """Sparse targets, which are constants; `pipelines.targets.SparseTargets` is one."""
-
-    # int64 [N, M], from 0 to K - 1; a class that occurs twice gets the sum of its extras
-    palette: Tensor
-    extra: Tensor  # float [N, T, M]
-    base: Tensor  # float [N, T]
-    weight: Tensor  # float [N, T]
-    total: Tensor  # float [N, T], base K + sum of extra
 
 
 class SparseCrossEntropy(torch.autograd.Function):
@@ -64,9 +52,9 @@ def sparse_cross_entropy(
 ) -> Tensor:
     """Compute the cross entropy of each token, `[N, T]`, float32 (float64 for float64 logits).
 
-    The other arguments are fields of `Targets`, which must sum to `total_NT`. Only the logits get a
-    gradient, in their dtype, summed in float32; targets are constants. A second derivative is an
-    error. Raises ValueError if the shapes do not fit.
+    The other arguments are fields of `SparseTargets`, which must sum to `total_NT`. Only the logits
+    get a gradient, in their dtype, summed in float32; targets are constants. A second derivative is
+    an error. Raises ValueError if the shapes do not fit.
     """
     check_shapes(*logits_NTK.shape[:2], palette_NM, extra_NTM, base_NT, total_NT)
     return SparseCrossEntropy.apply(logits_NTK, palette_NM, extra_NTM, base_NT, total_NT)
@@ -77,7 +65,7 @@ def weighted_mean(loss: Tensor, weight: Tensor) -> Tensor:
     return (loss * weight).sum() / weight.sum().clamp(min=1e-6)
 
 
-def token_loss(tokens_NTK: Tensor, targets: Targets) -> Tensor:
+def token_loss(tokens_NTK: Tensor, targets: SparseTargets) -> Tensor:
     """Compute L_aux of equation 6: the mean over all labeled tokens.
 
     The logits of MixToken are already un-mixed, so targets stay in place.
@@ -88,7 +76,7 @@ def token_loss(tokens_NTK: Tensor, targets: Targets) -> Tensor:
     return weighted_mean(loss_NT, targets.weight)
 
 
-def class_token_loss(cls_NK: Tensor, targets: Targets) -> Tensor:
+def class_token_loss(cls_NK: Tensor, targets: SparseTargets) -> Tensor:
     """Compute H(X_cls, y_cls) with the dense label of the whole crop.
 
     `targets` are those of a 1 x 1 grid, under MixToken already mixed.
@@ -113,12 +101,13 @@ class FusedTokenLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
+        # The other seven arguments, the targets and how to compute, are constants.
         saved = zip(ctx.saved_tensors, ctx.wanted, strict=True)
         return *(made * grad if wanted else None for made, wanted in saved), *(None,) * 7
 
 
 def fused_token_loss(
-    features_NTD: Tensor, weight_KD: Tensor, bias_K: Tensor, targets: Targets
+    features_NTD: Tensor, weight_KD: Tensor, bias_K: Tensor, targets: SparseTargets
 ) -> Tensor:
     """Compute `token_loss` of `F.linear(features, weight, bias)` without storing all logits.
 
@@ -139,7 +128,10 @@ def fused_token_loss(
 
 
 def token_labeling_loss(
-    output: TokenLogits | TokenFeatures, whole: Targets, tokens: Targets, token_weight: float
+    output: TokenLogits | TokenFeatures,
+    whole: SparseTargets,
+    tokens: SparseTargets,
+    token_weight: float,
 ) -> Tensor:
     """Compute equation 7: the class token's loss on `whole`, plus `token_weight` times L_aux.
 

@@ -19,5 +19,8 @@ def collect(module: ModuleType) -> list[Callable[[], Config]]:
     return [f for f in own if not inspect.signature(f).parameters]
 
 
-MODULES = (lvvit, deit, bootstrapping, drloc, dhvt, micro)
-RECIPES = [recipe for module in MODULES for recipe in collect(module)]
+RECIPES = [
+    recipe
+    for module in (lvvit, deit, bootstrapping, drloc, dhvt, micro)
+    for recipe in collect(module)
+]

@@ -86,12 +86,11 @@ def bootstrapping_vit_s_joint_published() -> Config:
 
     The results of Table 1 are those of this code. Not run here.
     """
-    kwargs = (*VIT_S["model_kwargs"], CIFAR_100)
     return with_options(
         bootstrapping_vit_s_joint(),
         feature_norm="layernorm",
         agent_kwargs=("pool=3",),
-        model_kwargs=kwargs,
+        model_kwargs=(*VIT_S["model_kwargs"], CIFAR_100),
     )
 
 

@@ -1,7 +1,7 @@
 """Recommend a loader and a number of threads for training a model on a data set on this machine.
 
     python tools/advise.py --data train.beton --model lvvit_s
-    python tools/advise.py --data imagenet/train --score-maps maps.h5 --model deit_small_patch16_224
+    python tools/advise.py --data imagenet --score-maps maps.h5 --model deit_small_patch16_224
 
 Every loader that can read the data is timed alone with each number of threads, and the training
 step is timed alone on one batch that stays on the device. The combined rate is an estimate, not a

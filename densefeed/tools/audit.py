@@ -1,6 +1,6 @@
 """Audit a file of score maps: print the findings, and write them to an HTML page and to JSON.
 
-    python tools/audit.py maps.h5 --data imagenet/train --teacher dm_nfnet_f6.dm_in1k
+    python tools/audit.py maps.h5 --data imagenet --teacher dm_nfnet_f6.dm_in1k
 
 The file alone is checked for damaged values, duplicates, and agreement with its labels. With
 --data, names, image sizes and files are checked too, and the page shows pictures. With --teacher, a

@@ -1,6 +1,6 @@
 """Draw a training crop beside the same crop with the dense label of every token over it.
 
-    python tools/crop_figure.py quickstart/train.beton --index 1152 --grid 8 --out crop.png
+    python tools/crop_figure.py quickstart/train.beton --index 1933 --grid 8 --out crop.png
 
 Crop, View and labels come from the loader that training uses; only the picture is decoded with
 more pixels than a network's input has.

@@ -1,6 +1,6 @@
 """Import published score maps, one small file per image, into an HDF5 store for a folder of images.
 
-    python tools/import_labels.py --labels label_top5_train --data imagenet/train --out maps.h5
+    python tools/import_labels.py --labels label_top5_train --data imagenet --out maps.h5
     python tools/import_labels.py --labels arrays --data photos --out maps.h5 \\
         --teacher mine --input-size 384 --footprint squash
 
@@ -53,7 +53,8 @@ class Import:
     """The score maps to import, and what is known about them."""
 
     labels: Path  # the score maps: a folder of class folders with .pt or .npy files
-    data: Path  # the images: a folder of class folders
+    # the images: the folder that holds train/ and val/, or a folder of class folders
+    data: Path
     out: Path  # the score maps to write, HDF5
     # part of the image that a map covers: all, its center, or padding too; default: as published
     footprint: Footprint | Literal["find"] | None = None

@@ -1,12 +1,12 @@
 """Pack images, and their score maps, into one FFCV dataset (.beton).
 
-    python tools/pack_dataset.py --data imagenet/train --maps maps.h5 --out train.beton
-    python tools/pack_dataset.py --data imagenet/val --split val --out val.beton
-    python tools/pack_dataset.py --dataset cifar100 --root data --out cifar100-train.beton
+    python tools/pack_dataset.py --data imagenet --maps maps.h5 --out train.beton
+    python tools/pack_dataset.py --data imagenet --split val --out val.beton
+    python tools/pack_dataset.py --dataset cifar100 --data data --out cifar100-train.beton
 
 Stock ffcv 1.0.2 opens these files too.
 
---dataset is one of: cifar10, cifar100, svhn, flowers102 (in torchvision's layout below --root,
+--dataset is one of: cifar10, cifar100, svhn, flowers102 (in torchvision's layout below --data,
 downloaded if missing); domainnet/clipart (or infograph, painting, quickdraw, real, sketch; with
 their lists); list/FILE, lines of "path label" or "class/file" (if two lists have names that differ
 only in train and test, as a_train.txt and a_test.txt, both define the classes of each);
@@ -64,7 +64,7 @@ KEPT, ENCODED, PIXELS = 0, 1, 2
 class Packing:
     """The images to pack, and how."""
 
-    # folder of class folders, or the folder of --dataset
+    # folder that holds train/ and val/, folder of class folders, or the folder of --dataset
     data: Annotated[Path, tyro.conf.arg(aliases=["--root"])]
     out: Path  # the .beton to write
     maps: Path | None = None  # score maps (HDF5) made for this data

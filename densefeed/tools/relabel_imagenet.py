@@ -1,6 +1,6 @@
 """Label every cell of every image with a teacher: images in, dense score maps (HDF5) out.
 
-    python tools/relabel_imagenet.py --data imagenet/train --teacher dm_nfnet_f6.dm_in1k \\
+    python tools/relabel_imagenet.py --data imagenet --teacher dm_nfnet_f6.dm_in1k \\
         --input-size 576 --top-k 5 --out maps.h5
 
 Run the same command again to resume a killed run. On several devices or machines:
@@ -52,7 +52,9 @@ from densefeed.tools.load_teacher import load_teacher
 class Labeling:
     """Images to label, and the teacher."""
 
-    data: Path  # images: a folder of class folders, or the root that --dataset needs
+    # images: the folder that holds train/ and val/, or a folder of class folders; the root of
+    # --dataset
+    data: Path
     out: Path  # score maps to write, HDF5
     # timm model, checkpoint, run folder or package.module:factory; repeat it for an ensemble
     teacher: UseAppendAction[tuple[str, ...]]

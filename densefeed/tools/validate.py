@@ -1,7 +1,7 @@
 """Evaluate a trained model: top-1, top-5, ReaL accuracy, loss and speed, at any resolution.
 
     python tools/validate.py runs/student --data val.beton --json row.json
-    python tools/validate.py runs/student --loader folder --data imagenet/val --real real.json
+    python tools/validate.py runs/student --loader folder --data imagenet --real real.json
     python tools/validate.py runs/student --data val.beton --size 384 --crop-pct 1.0
     python tools/validate.py weights.safetensors --model resnet50 --loader folder --data imagenet-r
 

@@ -176,13 +176,12 @@ def check_unused(config: Config, recipe: Config) -> None:
     A recipe's own values may have no effect: with `--drloc none` a recipe is its own baseline.
     """
     values, defaults = dict(leaves(config)), dict(leaves(recipe))
-    for name, value in values.items():
-        matches = (owner for start, owner in BELONGS_TO.items() if name.startswith(start))
-        option, off = next(matches, ("", ()))
-        if option and values[option] in off and value != defaults[name]:
+    for start, (option, off) in BELONGS_TO.items():
+        changed = [n for n in values if n.startswith(start) and values[n] != defaults[n]]
+        if changed and values[option] in off:
             raise UserError(
-                f"{flag(name)} has no effect with --{option} {values[option]}; remove it, or give "
-                f"another --{option}"
+                f"{flag(changed[0])} has no effect with --{option} {values[option]}; remove it, or "
+                f"give another --{option}"
             )
 
 

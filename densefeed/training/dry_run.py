@@ -46,13 +46,14 @@ def first_loss(run: Run, images: int) -> tuple[float, float]:
     Returns the loss and the bytes of activations per image.
     """
     config = run.config
-    sizes = ((0, config.data.sides[-1]),) if config.data.sizes else ()
+    # The largest inputs of the run take the most memory.
     few = with_options(
         config,
         batch=images,
         microbatch=images,
         threads=1,
-        sizes=sizes,
+        size=config.data.sides[-1],
+        sizes=(),
         maps_on_device=False,
         compile="never",
     )

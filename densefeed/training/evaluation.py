@@ -19,24 +19,12 @@ TOP = 5  # ImageNet's second accuracy
 Weighted = tuple[Tensor, Tensor, Tensor]
 
 
-class MetricSums(NamedTuple):
-    """Weighted sums over images, float64 scalars on the device.
-
-    `MetricSums(*torch.stack(sums))` after an all-reduce of the stack gives the sums over ranks.
-    """
-
-    right: Tensor  # images whose best class is their label
-    right5: Tensor  # images whose label is among the best five (all, with fewer classes)
-    loss: Tensor  # cross entropy, nats
-    total: Tensor  # images
-
-
 class Metrics(NamedTuple):
     """Means over images."""
 
-    top1: float  # 0 to 1
-    top5: float  # 0 to 1
-    loss: float  # nats
+    top1: float  # 0 to 1, images whose best class is their label
+    top5: float  # 0 to 1, whose label is among the best five (all, with fewer classes)
+    loss: float  # cross entropy, nats
 
 
 @torch.inference_mode()
@@ -54,8 +42,9 @@ def predict(
     """
     model.eval()
     for image_NCHW, label_N, weight_N in batches:
-        device = image_NCHW.device.type
-        with torch.autocast(device, dtype or torch.bfloat16, enabled=dtype is not None):
+        with torch.autocast(
+            image_NCHW.device.type, dtype or torch.bfloat16, enabled=dtype is not None
+        ):
             logits_NK = model(image_NCHW)
         if columns_C is not None:
             logits_NK = logits_NK[:, columns_C]
@@ -63,10 +52,10 @@ def predict(
 
 
 @torch.inference_mode()
-def sum_metrics(predictions: Iterable[Weighted]) -> MetricSums:
-    """Sum over all predictions; an image of weight 0, as padding, does not count.
+def sum_metrics(predictions: Iterable[Weighted]) -> Tensor:
+    """Sum the fields of `Metrics` over all images, and count these: float64 `[4]`.
 
-    Nothing waits. ValueError without any batch.
+    An image of weight 0, as padding, does not count. Nothing waits. ValueError without any batch.
     """
     sums = None
     for logits_NK, label_N, weight_N in predictions:
@@ -81,13 +70,13 @@ def sum_metrics(predictions: Iterable[Weighted]) -> MetricSums:
         sums = new if sums is None else sums + new
     if sums is None:
         raise ValueError("there is no batch to evaluate")
-    return MetricSums(*sums)
+    return sums
 
 
-def mean_metrics_sync(sums: MetricSums) -> Metrics:
+def mean_metrics_sync(sums: Tensor) -> Metrics:
     """Divide by the number of images; waits for the device."""
-    right, right5, loss, total = torch.stack(sums).tolist()
-    return Metrics(right / total, right5 / total, loss / total)
+    *values, total = sums.tolist()
+    return Metrics(*(value / total for value in values))
 
 
 def evaluate_sync(
@@ -108,5 +97,6 @@ def evaluate_sync(
             yield normalize(batch.image), batch.label, batch.weight
             advance(0, f"evaluating, {number} of {len(loader)}")
 
-    sums = torch.stack(sum_metrics(predict(model, batches(), dtype=dtype)))
-    return mean_metrics_sync(MetricSums(*ranks.sum(sums)))
+    sums = sum_metrics(predict(model, batches(), dtype=dtype))
+    # An all-reduce writes in place, which a tensor of inference mode does not allow.
+    return mean_metrics_sync(ranks.sum(sums.clone()))

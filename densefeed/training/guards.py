@@ -62,7 +62,7 @@ def find_first_nonfinite(model: nn.Module, compute_loss: Callable[[], Tensor]) -
     for name, parameter in model.named_parameters():
         if not parameter.isfinite().all():
             return f"the weight {name}"
-    found: list[str] = []
+    found = []
 
     def check_output(name: str) -> Callable:
         def hook(module: nn.Module, inputs: tuple, output: object) -> None:
@@ -102,7 +102,7 @@ class LossSpikes:
     """
 
     def __init__(self, factor: float = 1.5, window: int = 21) -> None:
-        self.factor, self.last = factor, deque[float](maxlen=window)
+        self.factor, self.last = factor, deque(maxlen=window)
 
     def describe(self, loss: float) -> str:
         """Describe the spike, if the mean loss of another interval is one; else return "".
@@ -126,8 +126,7 @@ def signal_handler() -> Iterator[Callable[[], str]]:
     seconds: Slurm signals every process of a job, and torchrun, which is one of them, passes the
     signal on.
     """
-    received: list[str] = []
-    previous, received_at = {}, {}
+    received, previous, received_at = [], {}, {}
 
     def handler(number: int, _frame: object) -> None:
         received.append(signal.Signals(number).name)

@@ -25,7 +25,7 @@ Values = dict[str, float]
 
 
 class RunLog:
-    """The log of a run; a log without sinks, as of other ranks than rank 0, does nothing.
+    """The log of a run; without arguments, as on other ranks than rank 0, it does nothing.
 
     Attributes:
         text: what the bar shows beside the steps.
@@ -33,16 +33,15 @@ class RunLog:
 
     def __init__(
         self,
-        sinks: tuple[Callable[[str, int, float, Values], None], ...] = (),
-        show: Callable[[int, str], None] = lambda steps, text: None,
+        record: Callable[[str, int, float, Values], None] = lambda *_: None,
+        show: Callable[[int, str], None] = lambda *_: None,
     ) -> None:
-        self._sinks, self.show_progress, self.text = sinks, show, ""
+        self._record, self.show_progress, self.text = record, show, ""
 
     def write(self, kind: str, step: int, epoch: float, values: Values) -> None:
         """Write a record; values that are not finite, which JSON cannot hold, are left out."""
         finite = {name: value for name, value in values.items() if math.isfinite(value)}
-        for sink in self._sinks:
-            sink(kind, step, epoch, finite)
+        self._record(kind, step, epoch, finite)
 
     def advance(self, steps: int) -> None:
         """Move the bar by a number of steps."""
@@ -71,22 +70,21 @@ def open_log(
         wandb_log = start_wandb(out, config, wandb_project, stack) if wandb_project else None
         truncate_metrics(step, out / "metrics.jsonl", evaluated)
         metrics = stack.enter_context(open(out / "metrics.jsonl", "a"))
+        # TensorBoard hides the events from `step` on, which the run will write again.
         board = stack.enter_context(SummaryWriter(out / "tensorboard", purge_step=step))
         show = stack.enter_context(steps_bar(f"train {out.name}", steps, step))
 
-        def write_json(kind: str, step: int, epoch: float, values: Values) -> None:
-            record = {"kind": kind, "step": step, "epoch": round(epoch, 4)} | values
-            metrics.write(json.dumps(record) + "\n")
+        def record(kind: str, step: int, epoch: float, values: Values) -> None:
+            line = {"kind": kind, "step": step, "epoch": round(epoch, 4)} | values
+            metrics.write(json.dumps(line) + "\n")
             metrics.flush()
-
-        def write_boards(kind: str, step: int, epoch: float, values: Values) -> None:
             named = {f"{kind}/{name}": value for name, value in values.items()}
             for name, value in named.items():
                 board.add_scalar(name, value, step)
             if wandb_log:
                 wandb_log({"step": step} | named)
 
-        yield RunLog((write_json, write_boards), show)
+        yield RunLog(record, show)
 
 
 def truncate_metrics(step: int, path: Path, evaluated: bool = True) -> None:
@@ -112,8 +110,11 @@ def parse_record(line: str) -> dict | None:
             return record
     except ValueError:
         pass
-    text = f"warning: dropping a damaged line of metrics.jsonl: {line.strip()[:60]!r}"
-    print(text, file=sys.stderr, flush=True)
+    print(
+        f"warning: dropping a damaged line of metrics.jsonl: {line.strip()[:60]!r}",
+        file=sys.stderr,
+        flush=True,
+    )
     return None
 
 
@@ -174,19 +175,16 @@ def write_run_header(run: Run) -> None:
     # Files that were half-written when an earlier process was killed.
     for left in out.glob("*.part"):
         left.unlink()
-    environment = describe_environment(config, ranks)
-    for name, content in (("config", config.to_dict()), ("environment", environment)):
+    files = {"config": config.to_dict(), "environment": describe_environment(config, ranks)}
+    for name, content in files.items():
         with replace_file(out / f"{name}.json") as part:
             part.write_text(json.dumps(content, indent=1))
     count, whole = (
         sum(p.numel() for p in part.parameters()) for part in (student.model, student.trainable)
     )
     optim, objective = config.optim, config.objective
-    drloc, bootstrap = (
-        f"--drloc {objective.drloc.variant}",
-        f"--bootstrap {objective.bootstrap.mode}",
-    )
-    adds = bootstrap if student.agent else drloc
+    drloc, bootstrap = objective.drloc.variant, objective.bootstrap.mode
+    adds = f"--bootstrap {bootstrap}" if student.agent else f"--drloc {drloc}"
     beside = f", and {whole - count:,} that {adds} trains beside them," if whole > count else ""
     others = f" and {ranks.size - 1} more" if ranks.size > 1 else ""
     resumed = f"; continuing at step {run.step}" if run.step else ""

@@ -21,11 +21,9 @@ class TrainMonitor:
     """Sums losses on the device and reads the sums, and the guard's counts, at log lines.
 
     Args:
-        seen: what the checkpoint of a resumed run holds, else None.
+        seen: float64 `[2]`, the sum of the losses since the last log line, and their number. It is
+            also an attribute, on the device.
         skips: updates skipped so far.
-
-    Attributes:
-        seen: float64 `[2]`, the sum of the losses since the last log line, and their number.
     """
 
     def __init__(
@@ -34,14 +32,12 @@ class TrainMonitor:
         ranks: Ranks,
         student: Student,
         inputs: StepInputs,
-        seen: Tensor | None = None,
-        skips: int = 0,
+        seen: Tensor,
+        skips: int,
     ) -> None:
         self._config, self._ranks, self._student = config, ranks, student
         self._inputs, self.skips = inputs, skips
-        self.seen = torch.zeros(2, dtype=torch.float64, device=ranks.device)
-        if seen is not None:
-            self.seen.copy_(seen)
+        self.seen = seen.to(ranks.device)
         self._spikes = LossSpikes()
 
     def add(self, loss: Tensor) -> None:
@@ -49,6 +45,7 @@ class TrainMonitor:
 
         Where steps may be skipped, a loss that is not finite counts as skipped.
         """
+        # A loss that stops the run stays in the sum, so that the mean shows it.
         counted = loss.isfinite() | (self._config.optim.on_nonfinite == "stop")
         self.seen += torch.stack([torch.where(counted, loss, 0), counted])
 

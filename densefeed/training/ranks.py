@@ -99,6 +99,9 @@ class Ranks:
         )
 
 
+ALONE = Ranks(0, 1, torch.device("cpu"))  # a single process
+
+
 class StopVote:
     """Lets all ranks act after the same step on a flag that any of them raised.
 
@@ -162,8 +165,10 @@ def init_distributed(device: str) -> Iterator[Ranks]:
             )
         chosen = torch.device("cuda", local)
         torch.cuda.set_device(chosen)
-    backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=PATIENCE)
+    # gloo carries what is on the CPU: the stop vote and objects that are broadcast.
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo", timeout=PATIENCE
+    )
     try:
         yield Ranks(rank, size, chosen)
     finally:

@@ -28,7 +28,7 @@ class Checkpoints:
     def __init__(self, out: Path, keep: int) -> None:
         self.out, self.folder, self.keep = out, out / "checkpoints", keep
         self.manifest = self.folder / "manifest.json"
-        self._damaged: set[str] = set()  # file names that `newest` skipped
+        self._damaged = set()  # file names that `newest` skipped
 
     def exist(self) -> bool:
         """Return whether the folder holds a run."""
@@ -126,8 +126,11 @@ class Checkpoints:
             why = "does not exist"
         except (ValueError, TypeError, KeyError) as error:
             why = f"cannot be read ({error})"
-        warning = f"warning: {self.manifest} {why}; using the checkpoint files in its folder"
-        print(warning, file=sys.stderr, flush=True)
+        print(
+            f"warning: {self.manifest} {why}; using the checkpoint files in its folder",
+            file=sys.stderr,
+            flush=True,
+        )
         return self._scan()
 
     def _scan(self) -> list[dict]:

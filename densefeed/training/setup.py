@@ -2,7 +2,6 @@
 
 import zlib
 from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,7 +16,7 @@ from densefeed.pipelines.open import Mode, open_dataset
 from densefeed.system.errors import UserError
 from densefeed.training.build import autocast_dtype, build_model
 from densefeed.training.config import Config, first_difference
-from densefeed.training.ranks import Ranks
+from densefeed.training.ranks import ALONE, Ranks
 from densefeed.training.run_checkpoints import Checkpoints
 from densefeed.training.student import Student, build_student
 
@@ -31,6 +30,7 @@ class Run(NamedTuple):
 
     config: Config  # resolved
     ranks: Ranks
+    kept: Checkpoints
     loader: ThreadedLoader
     val: ThreadedLoader
     maps: int  # checksum of the score maps
@@ -39,7 +39,7 @@ class Run(NamedTuple):
     student: Student
     dtype: torch.dtype | None  # of autocast
     step: int  # steps done
-    seen: Tensor | None  # of TrainMonitor
+    seen: Tensor  # of TrainMonitor
     skips: int  # of TrainMonitor
     spent: np.ndarray  # seconds so far, and of these waited for data, in earlier processes
     evaluate_first: bool  # whether the last step ended an epoch that was not evaluated
@@ -66,6 +66,7 @@ def setup_run(config: Config, ranks: Ranks) -> Run:
     maps = checksum_maps(config, objective, loader)
     if checkpoint:
         check_same_data(config, checkpoint, loader.fingerprint, maps)
+    # The first draws are those of the weights: the same seed gives the same ones.
     torch.manual_seed(config.run.seed)
     model, spec = build_model(config, objective, loader.num_classes)
     if config.model.init and not checkpoint:
@@ -73,17 +74,32 @@ def setup_run(config: Config, ranks: Ranks) -> Run:
         if ranks.is_first:
             print(note)
     student = build_trainable(config, objective, model, loader.num_classes, ranks)
-    dtype = autocast_dtype(config, ranks.device)
-    run = partial(Run, config, ranks, loader, val, maps, objective, spec, student, dtype)
-    if not checkpoint:
-        return run(0, None, 0, np.zeros(2), evaluate_first=False)
-    student.restore(checkpoint)
-    step, at = checkpoint["step"], divmod(checkpoint["step"], len(loader))
-    last = step == config.optim.total_epochs * len(loader)
-    ended = step > 0 and at[1] == 0 and is_evaluated(config, at[0])
-    owed = ended and (last or not ranks.broadcast_sync(kept.rated(step)))
-    spent = np.array(checkpoint["spent"])
-    return run(step, checkpoint["seen"], checkpoint["skips"], spent, evaluate_first=owed)
+    if checkpoint:
+        student.restore(checkpoint)
+    else:
+        nothing_seen = torch.zeros(2, dtype=torch.float64)
+        checkpoint = {"step": 0, "seen": nothing_seen, "skips": 0, "spent": (0.0, 0.0)}
+    step = checkpoint["step"]
+    epochs, steps = divmod(step, len(loader))
+    last = epochs == config.optim.total_epochs
+    ended = epochs > 0 and steps == 0 and is_evaluated(config, epochs)
+    return Run(
+        config=config,
+        ranks=ranks,
+        kept=kept,
+        loader=loader,
+        val=val,
+        maps=maps,
+        objective=objective,
+        spec=spec,
+        student=student,
+        dtype=autocast_dtype(config, ranks.device),
+        step=step,
+        seen=checkpoint["seen"],
+        skips=checkpoint["skips"],
+        spent=np.array(checkpoint["spent"]),
+        evaluate_first=ended and (last or not ranks.broadcast_sync(kept.rated(step))),
+    )
 
 
 def is_evaluated(config: Config, epoch: int) -> bool:
@@ -92,10 +108,9 @@ def is_evaluated(config: Config, epoch: int) -> bool:
 
 
 def open_loader(
-    config: Config, objective: Objective, mode: Mode, ranks: Ranks | None = None
+    config: Config, objective: Objective, mode: Mode, ranks: Ranks = ALONE
 ) -> ThreadedLoader:
     """Open the loader of the training or the validation set: this rank's rows."""
-    ranks = ranks or Ranks(0, 1, torch.device("cpu"))
     optim, training = config.optim, mode == "train"
     microbatch = optim.microbatch or optim.batch // ranks.size
     return open_dataset(
@@ -117,11 +132,13 @@ def build_trainable(
     """Move the model to the device, let the objective wrap it, and build the student."""
 
     def place(network: nn.Module) -> nn.Module:
+        # Augmented images have this memory format too.
         network.to(ranks.device, memory_format=torch.channels_last)
         return ranks.synchronized(network) if config.model.sync_batchnorm else network
 
     model = place(model)
     if config.model.grad_checkpointing:
+        # A timm model that cannot do so fails an assertion, another one has no such method.
         try:
             model.set_grad_checkpointing(True)
         except (AssertionError, AttributeError) as error:
@@ -129,12 +146,14 @@ def build_trainable(
                 f"{config.model.name} cannot recompute activations; remove --grad-checkpointing"
             ) from error
     if objective.adds_network:
+        # A twin on the meta device gives the shapes at every size and computes nothing.
         with torch.device("meta"):
             twin, _ = build_model(config, objective, num_classes)
         objective.check_sizes(twin, num_classes)
     trainable = objective.wrap(model, num_classes, place)
-    dtype = autocast_dtype(config, ranks.device)
-    return build_student(config.optim, model, trainable, ranks, dtype)
+    return build_student(
+        config.optim, model, trainable, ranks, autocast_dtype(config, ranks.device)
+    )
 
 
 # ---------------------------------------------------------------- checks

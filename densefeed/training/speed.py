@@ -1,7 +1,7 @@
 """Speed and memory of a run, and the peak rate of the device."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
@@ -13,8 +13,15 @@ from densefeed.system.devices import synchronize
 
 # Dense peak in 16 bits, operations per second, from the vendors' data sheets. For other devices the
 # rate of a matrix product is measured.
-PEAKS = {"H200": 989e12, "H100": 989e12, "GH200": 989e12, "A100": 312e12, "L40S": 362e12}
-PEAKS |= {"L4": 121e12, "V100": 125e12}
+PEAKS = {
+    "H200": 989e12,
+    "H100": 989e12,
+    "GH200": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "L4": 121e12,
+    "V100": 125e12,
+}
 SECONDS = 0.3  # duration of that measurement
 
 
@@ -47,26 +54,33 @@ def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
     """Measure the best rate of a square matrix product, operations per second."""
     side = 8192 if device.type == "cuda" else 1024
     one = torch.rand(side, side, device=device).to(dtype)
-    out, best, until = torch.empty_like(one), 0.0, time.perf_counter() + SECONDS
+    out = torch.empty_like(one)
+    return best_rate(lambda: torch.mm(one, one, out=out), 2 * side**3, device)
+
+
+def best_rate(work: Callable[[], object], amount: float, device: torch.device) -> float:
+    """Do `work` for SECONDS and return the best `amount` per second of a single call."""
+    best, until = 0.0, time.perf_counter() + SECONDS
     while time.perf_counter() < until:
         synchronize(device)
         began = time.perf_counter()
-        torch.mm(one, one, out=out)
+        work()
         synchronize(device)
-        best = max(best, 2 * side**3 / (time.perf_counter() - began))
+        best = max(best, amount / (time.perf_counter() - began))
     return best
 
 
-class ActivationBytes:
+class ActivationBytes(torch.autograd.graph.saved_tensors_hooks):
     """Context that counts the bytes autograd keeps for the backward pass.
 
     Parameters are not counted, and each storage is counted once.
     """
 
     def __init__(self, model: nn.Module) -> None:
+        # Tensors are only looked at: unpacking returns what packing got.
+        super().__init__(self._pack, lambda tensor: tensor)
         self.held = {p.untyped_storage().data_ptr() for p in model.parameters()}
         self.bytes = 0
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
 
     def _pack(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
@@ -76,11 +90,8 @@ class ActivationBytes:
         return tensor
 
     def __enter__(self) -> "ActivationBytes":
-        self._hooks.__enter__()
+        super().__enter__()
         return self
-
-    def __exit__(self, *error: object) -> None:
-        self._hooks.__exit__(*error)
 
 
 class RunClock:

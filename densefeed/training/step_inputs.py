@@ -41,8 +41,7 @@ class StepInputs:
         self.objective, self.dtype = objective, dtype
         model = get_networks(trainable)[0]
         mean, std = model.pretrained_cfg["mean"], model.pretrained_cfg["std"]
-        augmentation = Augmentation(loader.plan, config.augment, mean, std)
-        self.augmentation = augmentation.to(ranks.device)
+        self.augmentation = Augmentation(loader.plan, config.augment, mean, std).to(ranks.device)
         self.mixing = Mixing(loader.plan, config.mix)
         resident = config.data.maps_on_device and objective.needs_score_maps
         self.resident = ResidentMaps(loader.source, ranks.device) if resident else None
@@ -74,21 +73,18 @@ class StepInputs:
         weights = plan.part_weights(at)
         # A network without tokens has a grid too: the regions that a mixed image shows.
         grid = max(1, size // self.patch)
-        drawn = self.mixing.draw(epoch, at, size, grid) if self.config.mix else None
-        mix = drawn.to(device) if drawn else None
+        mix = self.mixing.draw(epoch, at, size, grid).to(device) if self.config.mix else None
 
-        def compute(number: int) -> Tensor:
+        def compute(number: int, part: Batch) -> Tensor:
             # Drop-path is the only draw of the device. Seeding it by step and part makes a resumed
             # run equal.
             torch.manual_seed(plan.step_seed(epoch, at, number))
-            part = parts[number]
             inputs = self.objective.inputs(plan, epoch, part)
             context = StepContext(self.loader.score_maps, grid, mix, inputs)
-            return (
-                self.step_loss(self.objective, network, part, context, self.dtype) * weights[number]
-            )
+            loss = self.step_loss(self.objective, network, part, context, self.dtype)
+            return loss * weights[number]
 
-        return [partial(compute, number) for number in range(len(parts))]
+        return [partial(compute, number, part) for number, part in enumerate(parts)]
 
     def check_sync(self, parts: list[Batch]) -> None:
         """Raise UserError, which names the sample, for score maps that no step can use."""

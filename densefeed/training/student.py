@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from timm.optim import create_optimizer_v2
@@ -31,8 +31,7 @@ class Student(NamedTuple):
         """Modules that are trained beside the model, by their names in a checkpoint."""
         if self.trainable is self.model:
             return {}
-        parts = self.trainable.named_children()
-        return {name: part for name, part in parts if part is not self.model}
+        return {n: part for n, part in self.trainable.named_children() if part is not self.model}
 
     @property
     def agent(self) -> nn.Module | None:
@@ -44,23 +43,26 @@ class Student(NamedTuple):
         """Modules whose buffers differ between ranks until they are averaged."""
         return [self.trainable, self.ema.module] if self.ema else [self.trainable]
 
+    @property
+    def parts(self) -> dict[str, Any]:
+        """What a checkpoint holds the state of, by name; None for an EMA that there is not."""
+        return {
+            "model": self.model,
+            "ema": self.ema.module if self.ema else None,
+            "optimizer": self.optimizer,
+            "scaler": self.scaler,
+        } | self.extras
+
     def state(self) -> dict:
         """Return what `restore` needs."""
-        own = {
-            "model": self.model.state_dict(),
-            "ema": self.ema.module.state_dict() if self.ema else None,
-            "optimizer": self.optimizer.state_dict(),
-            "scaler": self.scaler.state_dict(),
-        }
-        return own | {name: part.state_dict() for name, part in self.extras.items()}
+        parts = self.parts.items()
+        return {name: None if part is None else part.state_dict() for name, part in parts}
 
     def restore(self, checkpoint: dict) -> None:
         """Load a checkpoint that holds `state`."""
-        parts = {"model": self.model, "optimizer": self.optimizer, "scaler": self.scaler}
-        if self.ema:
-            parts["ema"] = self.ema.module
-        for name, part in (parts | self.extras).items():
-            part.load_state_dict(checkpoint[name])
+        for name, part in self.parts.items():
+            if part is not None:
+                part.load_state_dict(checkpoint[name])
 
 
 def build_student(
@@ -78,15 +80,14 @@ def build_student(
     for evaluation, which needs the model alone.
     """
     ema = ModelEmaV3(model, decay=optim.ema, use_warmup=True, foreach=True) if optim.ema else None
-    optimizer = create_optimizer_v2(
-        trainable, "adamw", lr=optim.peak_lr, weight_decay=optim.weight_decay, fused=True
-    )
     return Student(
         model=model,
         trainable=trainable,
         network=ranks.parallel(trainable),
         ema=ema,
-        optimizer=optimizer,
+        optimizer=create_optimizer_v2(
+            trainable, "adamw", lr=optim.peak_lr, weight_decay=optim.weight_decay, fused=True
+        ),
         scaler=torch.amp.GradScaler(ranks.device.type, enabled=dtype == torch.float16),
         guard=NonFiniteGuard(ranks.device, optim.on_nonfinite == "skip"),
         clip_grad=optim.clip_grad,
@@ -122,6 +123,7 @@ def backward(student: Student, ranks: Ranks, losses: Sequence[Callable[[], Tenso
     mean = torch.zeros((), device=ranks.device)
     for number, compute in enumerate(losses, start=1):
         last = number == len(losses)
+        # DDP averages gradients over ranks once, in the last of these backward passes.
         with nullcontext() if last or ranks.size == 1 else student.network.no_sync():
             loss = compute() / len(losses)
             student.scaler.scale(loss).backward()

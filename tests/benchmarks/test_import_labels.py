@@ -43,8 +43,16 @@ def test_small_run_reads_every_file_and_writes_json_and_csv(tmp_path, monkeypatc
     assert rows[0]["data"] == f"20 files, {form}, center-crop"
 
 
+@pytest.mark.parametrize("files", [5, 7, 28])
+def test_fewer_files_than_classes(files):
+    """The maps then name only the classes that have an image, each once in a cell."""
+    document = main(ImportBenchmark(files=files, rounds=1, record=False))
+    assert [row["name"] for row in document["rows"]] == [OURS, PEER]
+
+
 @pytest.mark.parametrize(
-    ("options", "message"), [({"files": 0}, "--files"), ({"threads": 0}, "--threads")]
+    ("options", "message"),
+    [({"files": 0}, "--files"), ({"files": 4}, "at least 5"), ({"threads": 0}, "--threads")],
 )
 def test_invalid_options_raise(options, message):
     with pytest.raises(UserError, match=message):

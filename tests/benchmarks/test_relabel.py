@@ -2,6 +2,7 @@
 
 import csv
 import json
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -48,7 +49,8 @@ def test_both_label_every_image_alike(tmp_path, monkeypatch):
         return {name: [2.0, 4.0] for name in works}
 
     monkeypatch.setattr(relabel, "take_turns", take_turns)
-    main(RelabelBenchmark(**SMALL, record=False, work=tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    main(RelabelBenchmark(**SMALL, record=False))
     ((maps, theirs),) = seen
     spread = maps.logit.astype(float).std()
     assert np.abs(maps.logit - theirs[:, 0].astype(float)).mean() < 0.05 * spread

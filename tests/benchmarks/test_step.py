@@ -13,10 +13,11 @@ import torch
 from timm.loss import LabelSmoothingCrossEntropy
 
 from benchmarks import step
-from benchmarks.step import Benchmark, build_contest, copy_rate, main
+from benchmarks.step import StepBenchmark, build_contest, copy_rate, main
 from densefeed.system.errors import UserError
 from densefeed.tools.pack_dataset import Packing
 from densefeed.tools.pack_dataset import main as pack
+from densefeed.training import speed
 
 CPU = torch.device("cpu")
 
@@ -44,7 +45,12 @@ def small(**options):
         "steps": 2,
         "rounds": 2,
     }
-    return Benchmark(**{**sizes, "device": "cpu", "threads": 1, "record": False, **options})
+    return StepBenchmark(**{**sizes, "device": "cpu", "threads": 1, "record": False, **options})
+
+
+def build(**options):
+    benchmark = small(**options)
+    return build_contest(benchmark, benchmark.classes, CPU, None)
 
 
 @pytest.mark.slow
@@ -123,7 +129,7 @@ def test_document_and_csv_rows(packed, tmp_path, capsys):
     ],
 )
 def test_our_step_and_timms_give_the_same_losses(model, precision):
-    (found,) = build_contest(small(model=model, precision=precision), CPU, None).equality
+    (found,) = build(model=model, precision=precision).equality
     assert found["rel_error"] < found["bar"]
     # The update changes the loss.
     assert abs(found["ours"][0] - found["ours"][1]) > 5 * found["bar"] * found["ours"][0]
@@ -133,7 +139,7 @@ def test_another_loss_or_optimizer_is_detected(monkeypatch):
     monkeypatch.setattr(
         step, "LabelSmoothingCrossEntropy", lambda _: LabelSmoothingCrossEntropy(0.2)
     )
-    (found,) = build_contest(small(), CPU, None).equality
+    (found,) = build().equality
     assert found["rel_error"] > found["bar"]
     monkeypatch.undo()
     monkeypatch.setattr(
@@ -141,7 +147,7 @@ def test_another_loss_or_optimizer_is_detected(monkeypatch):
         "create_optimizer_v2",
         lambda model, opt, **_: torch.optim.SGD(model.parameters(), 1e-4),
     )
-    (found,) = build_contest(small(), CPU, None).equality
+    (found,) = build().equality
     # The first loss precedes the update.
     assert found["ours"][0] == pytest.approx(found["timm"][0], rel=1e-6)
     assert found["rel_error"] > found["bar"]
@@ -178,7 +184,7 @@ def test_compiled_steps_give_the_same_losses(monkeypatch):
 def test_two_networks_together_and_one_after_the_other(bootstrap):
     """Their ratio is one of times: (model + agent) / both."""
     model = "bootstrapping_vit_micro"
-    contest = build_contest(small(model=model, bootstrap=bootstrap), CPU, None)
+    contest = build(model=model, bootstrap=bootstrap)
     assert [name for name, _ in contest.works] == ["ours", "agent", "both", "timm"]
     floors = {name: floor.flops_per_image for name, floor in contest.floors.items()}
     if bootstrap == "joint":
@@ -209,8 +215,7 @@ def hand_count(classes: int, heads: int) -> float:
 @pytest.mark.slow
 def test_floor_equals_a_count_by_hand():
     floors = {
-        batch: build_contest(small(size=64, batch=batch, objective="token-label"), CPU, None).floors
-        for batch in (4, 8)
+        batch: build(size=64, batch=batch, objective="token-label").floors for batch in (4, 8)
     }
     for name, heads in (("ours", 1), ("timm", 1), ("ours+labels", 2)):
         # Two operations each, and the backward pass is two forward passes.
@@ -255,7 +260,7 @@ def test_cost_of_drloc(tmp_path, capsys):
 def test_copy_rate_counts_bytes_read_and_written(monkeypatch):
     """Each reading of the clock takes 0.01 s, and so does each copy."""
     ticks = count()
-    monkeypatch.setattr(step.time, "perf_counter", lambda: next(ticks) / 100)
+    monkeypatch.setattr(speed.time, "perf_counter", lambda: next(ticks) / 100)
     assert copy_rate(CPU) == pytest.approx(2 * 2**24 * 100)
 
 
@@ -288,7 +293,6 @@ def test_out_of_memory_raises(monkeypatch):
         ),
         ({"threads": 999}, r"--threads 999: this process may use \d+ cores"),
         ({"loader": "ffcv"}, "--loader ffcv and --data need each other"),
-        ({"rand_augment": "rand-m9"}, "--rand-augment needs --loader ffcv"),
         (
             {"model": "resnet18", "objective": "token-label"},
             r"resnet18 has no token head; choose one of lvvit_\*, ",

@@ -15,9 +15,9 @@ from densefeed.models.agent_cnn import (
     AgentCNN,
     Conv,
     SharedWeights,
-    alias_weights,
     conv_taps,
     make_agent,
+    read_shared,
     shared_conv,
     vit_spec,
 )
@@ -101,7 +101,7 @@ def test_shared_conv_is_attention_to_one_tap_per_head(name):
     for head, matrix in enumerate(phi(6, 4, 5)):
         part = slice(16 * head, 16 * head + 16)
         want = want + matrix @ tokens @ (proj[:, part] @ value[part]).T
-    got = shared_conv(x, alias_weights(vit)[1], 6).flatten(2).mT
+    got = shared_conv(x, read_shared(vit, torch.Tensor.detach)[1], 6).flatten(2).mT
     torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-11)
 
 
@@ -170,7 +170,7 @@ def test_a_block_with_shared_weights_equals_one_with_the_composed_kernels():
     """With MLP and norms, before and after; in training mode, so that BatchNorm normalizes."""
     torch.manual_seed(0)
     vit = timm.create_model("bootstrapping_vit_micro", num_classes=3).double()
-    block, shared = vit.blocks[0], alias_weights(vit)[0]
+    block, shared = vit.blocks[0], read_shared(vit, torch.Tensor.detach)[0]
     for norm in ("before", "after"):
         own, borrower = (AgentBlock(108, 9, 432, norm, own=own).double() for own in (True, False))
         with torch.no_grad():
@@ -263,7 +263,7 @@ def test_an_agent_with_a_token_head_returns_what_lvvit_returns():
 
 def test_shared_weights_are_the_transformers_also_after_an_update():
     vit = timm.create_model("bootstrapping_vit_micro", num_classes=2)
-    shared = alias_weights(vit)
+    shared = read_shared(vit, torch.Tensor.detach)
     optimizer = torch.optim.AdamW(vit.parameters(), lr=0.1, fused=True)
     vit(torch.randn(2, 3, 64, 64)).sum().backward()
     optimizer.step()

@@ -68,6 +68,6 @@ if __name__ == "__main__":
         setattr(module, name, function)
     if len(sys.argv) > 3:
         training.signal_handler = stopped_after(int(sys.argv[3]))
-    training.run_command(
+    training.errors.run(
         lambda: training.train(Config.from_dict(json.loads(Path(sys.argv[2]).read_text())))
     )

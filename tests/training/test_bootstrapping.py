@@ -90,8 +90,7 @@ def config(micro, tmp_path):
             sizes=((0, 32), (1, 64)),
             grad_checkpointing=True,
         ),
-        SHARED
-        | dict(precision="bf16", epochs=1, feature_blocks=(2,), distill_weight=0.0, align="none"),
+        SHARED | dict(precision="bf16", epochs=1, distill_weight=0.0, align="none"),
         DENSE
         | dict(bootstrap="joint", cutmix=1.0, epochs=1, fused_head="always", maps_on_device=True),
         DENSE
@@ -327,7 +326,7 @@ def test_blocks_of_both_networks_are_compiled(config, monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "fields", [JOINT, SHARED, SHARED | dict(align="tensor", clip_grad=1.0, on_nonfinite="skip")]
+    "fields", [JOINT, SHARED, SHARED | dict(align="none", clip_grad=1.0, on_nonfinite="skip")]
 )
 def test_update_does_not_sync(config, no_host_read, fields):
     run = config(**fields, ema=0.0)
@@ -415,10 +414,6 @@ def test_feature_weight_decay(config, decay, shares):
             "--agent-kwargs takes down, pool and norm, not depth; the rest of an agent",
         ),
         (dict(agent_kwargs=("pool",)), "--agent-kwargs 'pool' is not NAME=VALUE"),
-        (
-            dict(feature_blocks=(1, 5)),
-            "--feature-blocks 1 5: block 5 does not exist; blocks are counted from 1 to 2",
-        ),
         (dict(agent_kwargs=("pool=5",)), r"\(pool 5 must be one of 2, 3\)"),
         (
             dict(agent="base", agent_kwargs=("pool=3",)),

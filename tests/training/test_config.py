@@ -24,7 +24,6 @@ NAMED = {recipe.__name__: recipe() for recipe in RECIPES}
         ),
         ("lvvit_micro_ce", dict(agent="base"), "--agent has no effect"),
         ("lvvit_micro_ce", dict(align="none"), "--align has no effect with --bootstrap none"),
-        ("lvvit_micro_ce", dict(feature_blocks=(1,)), "--feature-blocks has no effect"),
         ("lvvit_micro_ce", dict(distill_weight=0.0), "--distill-weight has no effect"),
         (
             "lvvit_micro_ce",

@@ -25,7 +25,8 @@ def build_monitor(dtype=None, **fields) -> tuple[TrainMonitor, SimpleNamespace, 
         loader=[0] * 10,
         batches=lambda epoch, at: iter([[SimpleNamespace(index=torch.tensor([7]))]]),
     )
-    watch, steps = TrainMonitor(config, ALONE, student, feed), iter(range(1000))
+    seen = torch.zeros(2, dtype=torch.float64)
+    watch, steps = TrainMonitor(config, ALONE, student, feed, seen, 0), iter(range(1000))
 
     def step(factor: float) -> None:
         compute = lambda: (model.weight.float() * factor).sum()  # noqa: E731

@@ -125,7 +125,6 @@ CASES = {
         drop_path=0.0,
         bootstrap="shared",
         agent="base",
-        align="layer",
     ),
 }
 

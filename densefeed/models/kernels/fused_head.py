@@ -60,9 +60,11 @@ def chunked_loss_and_gradients(
         loss += (loss_R1 * row_weight[here]).sum()
         if not (features_wanted or weight_wanted or bias_wanted):
             continue
+        # The weight of a row is the gradient of the sum for the loss of that row.
         grad_RK = kernels.backward(row_weight[here].to(precise), logits_R1K, *sums, *targets)[:, 0]
         if features_wanted:
             features_grad[here] = grad_RK @ weight
+        # addmm_ adds without a temporary, but takes no product of another dtype than the sum.
         if weight_wanted and dtype == precise:
             weight_grad.addmm_(grad_RK.T, features_RD)
         elif weight_wanted:

@@ -10,7 +10,8 @@ instead of unrolling their loops over rows.
 """
 
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -25,17 +26,23 @@ from torch import Tensor
 BLOCK_BYTES = 8 << 20
 
 
-def blocks(shape: tuple[int, int, int], itemsize: int) -> Iterator[tuple[slice, slice]]:
-    """Yield slices of images and of tokens that cover logits of this shape `(N, T, K)`.
+def blocks(logits_NTK: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, slice, Tensor]]:
+    """Yield slices of images and of tokens that cover the logits, and a buffer for each block.
 
-    Each block has at most BLOCK_BYTES, or one row.
+    A block has at most BLOCK_BYTES in `dtype`, that of the buffer, or one row. All buffers are the
+    same memory.
     """
-    count, tokens, classes = shape
-    rows = max(1, BLOCK_BYTES // (classes * itemsize))
-    images, step = max(1, rows // tokens), min(rows, tokens)
-    for image in range(0, count, images):
-        for token in range(0, tokens, step):
-            yield slice(image, image + images), slice(token, token + step)
+    N, T, K = logits_NTK.shape
+    rows = max(1, BLOCK_BYTES // (K * dtype.itemsize))
+    images, tokens = max(1, rows // T), min(rows, T)
+    buffer = torch.empty_like(logits_NTK[:images, :tokens], dtype=dtype)
+    for image in range(0, N, images):
+        for token in range(0, T, tokens):
+            yield (
+                slice(image, image + images),
+                slice(token, token + tokens),
+                buffer[: N - image, : T - token],
+            )
 
 
 def accumulation_dtype(logits: Tensor) -> torch.dtype:
@@ -57,14 +64,11 @@ def plain_forward(
     loss_NT, peak_NT, partition_NT = (
         logits_NTK.new_empty(logits_NTK.shape[:2], dtype=dtype) for _ in range(3)
     )
-    buffer = None
-    for images, tokens in blocks(logits_NTK.shape, dtype.itemsize):
+    for images, tokens, buffer in blocks(logits_NTK, dtype):
         block, extra = logits_NTK[images, tokens], extra_NTM[images, tokens].to(dtype)
         palette = palette_NM[images, None].expand(extra.shape)
-        # The first block is the largest.
-        buffer = torch.empty_like(block, dtype=dtype) if buffer is None else buffer
         peak = block.amax(-1, keepdim=True).to(dtype)
-        below = torch.sub(block, peak, out=buffer[: len(block), : block.shape[1]])
+        below = torch.sub(block, peak, out=buffer)
         dense = base_NT[images, tokens] * below.sum(-1) + (extra * below.gather(2, palette)).sum(-1)
         partition = below.exp_().sum(-1)
         loss_NT[images, tokens] = total_NT[images, tokens] * partition.log() - dense
@@ -88,14 +92,11 @@ def plain_backward(
     """
     dtype = accumulation_dtype(logits_NTK)
     grad_NTK = torch.empty_like(logits_NTK, memory_format=torch.contiguous_format)
-    buffer = None
-    for images, tokens in blocks(logits_NTK.shape, dtype.itemsize):
-        logits, grad = logits_NTK[images, tokens], grad_NT[images, tokens, None].to(dtype)
+    for images, tokens, block in blocks(logits_NTK, dtype):
+        grad = grad_NT[images, tokens, None].to(dtype)
         extra = (extra_NTM[images, tokens] * -grad).to(dtype)
         palette = palette_NM[images, None].expand(extra.shape)
-        buffer = torch.empty_like(logits, dtype=dtype) if buffer is None else buffer
-        block = buffer[: len(logits), : logits.shape[1]]
-        torch.sub(logits, peak_NT[images, tokens, None], out=block).exp_()
+        torch.sub(logits_NTK[images, tokens], peak_NT[images, tokens, None], out=block).exp_()
         block.mul_(grad * total_NT[images, tokens, None] / partition_NT[images, tokens, None])
         block.sub_(grad * base_NT[images, tokens, None]).scatter_add_(2, palette, extra)
         # The result is rounded once, and its memory, not in the cache yet, is written once.
@@ -110,42 +111,28 @@ backward = torch.library.custom_op(
 
 
 @forward.register_fake
-def _(logits_NTK, palette_NM, extra_NTM, base_NT, total_NT):
+def _(logits_NTK, *targets):
     losses = logits_NTK.new_empty(logits_NTK.shape[:2], dtype=accumulation_dtype(logits_NTK))
     return losses, torch.empty_like(losses), torch.empty_like(losses)
 
 
 @backward.register_fake
-def _(grad_NT, logits_NTK, peak_NT, partition_NT, palette_NM, extra_NTM, base_NT, total_NT):
+def _(grad_NT, logits_NTK, *more):
     return torch.empty_like(logits_NTK, memory_format=torch.contiguous_format)
 
 
-def has_kernel(logits: Tensor) -> bool:
-    """Return whether the Triton kernels can be used.
+def run_kernel(name: str, plain: Callable, *tensors: Tensor) -> Tensor | tuple[Tensor, ...]:
+    """Run the Triton kernel `name`, or `plain` where it cannot be used.
 
-    They sum in float32, and some builds of PyTorch for CUDA come without Triton.
+    The kernels sum in float32, and some builds of PyTorch for CUDA come without Triton.
     """
-    return logits.dtype != torch.float64 and importlib.util.find_spec("triton") is not None
-
-
-@forward.register_kernel("cuda")
-def _(logits_NTK, palette_NM, extra_NTM, base_NT, total_NT):
-    if not has_kernel(logits_NTK):
-        return plain_forward(logits_NTK, palette_NM, extra_NTM, base_NT, total_NT)
+    if tensors[0].dtype == torch.float64 or importlib.util.find_spec("triton") is None:
+        return plain(*tensors)
     # Imported here, because importing Triton takes a second, or fails.
-    from densefeed.models.kernels.sparse_cross_entropy_triton import forward as kernel
+    from densefeed.models.kernels import sparse_cross_entropy_triton
 
-    return kernel(logits_NTK, palette_NM, extra_NTM, base_NT, total_NT)
+    return getattr(sparse_cross_entropy_triton, name)(*tensors)
 
 
-@backward.register_kernel("cuda")
-def _(grad_NT, logits_NTK, peak_NT, partition_NT, palette_NM, extra_NTM, base_NT, total_NT):
-    if not has_kernel(logits_NTK):
-        return plain_backward(
-            grad_NT, logits_NTK, peak_NT, partition_NT, palette_NM, extra_NTM, base_NT, total_NT
-        )
-    from densefeed.models.kernels.sparse_cross_entropy_triton import backward as kernel
-
-    return kernel(
-        grad_NT, logits_NTK, peak_NT, partition_NT, palette_NM, extra_NTM, base_NT, total_NT
-    )
+forward.register_kernel("cuda")(partial(run_kernel, "forward", plain_forward))
+backward.register_kernel("cuda")(partial(run_kernel, "backward", plain_backward))

@@ -66,14 +66,14 @@ def forward_kernel(
 
 @triton.jit
 def backward_kernel(
-    grad,
     logits,
-    peaks,
-    partitions,
     palette,
     extra,
     base,
     total,
+    grad,
+    peaks,
+    partitions,
     out,
     tokens,
     classes,
@@ -139,63 +139,35 @@ def block_sizes(classes: int, slots: int) -> dict[str, int]:
     }
 
 
-def prepare_targets(palette_NM: Tensor, *floats: Tensor) -> list[Tensor]:
-    """Return tensors as the kernels read them: contiguous, and floats in float32.
+def prepare(logits_NTK: Tensor, palette_NM: Tensor, *floats: Tensor) -> list[Tensor]:
+    """Return tensors as the kernels read them: contiguous, and all but the logits' floats float32.
 
-    Tensors that are so already are not copied.
+    Only the rows of the logits need be contiguous. Tensors that are so already are not copied.
     """
-    return [palette_NM.contiguous(), *(tensor.float().contiguous() for tensor in floats)]
-
-
-def forward(
-    logits_NTK: Tensor, palette_NM: Tensor, extra_NTM: Tensor, base_NT: Tensor, total_NT: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute `plain_forward` for float32, float16 and bfloat16 logits."""
-    (N, T, K), M = logits_NTK.shape, palette_NM.shape[1]
     if logits_NTK.stride(2) != 1:
         logits_NTK = logits_NTK.contiguous()
-    results = [logits_NTK.new_empty(N, T, dtype=torch.float32) for _ in range(3)]
-    forward_kernel[(N * T,)](
-        logits_NTK,
-        *prepare_targets(palette_NM, extra_NTM, base_NT, total_NT),
-        *results,
-        T,
-        K,
-        M,
-        *logits_NTK.stride()[:2],
-        **block_sizes(K, M),
-    )
+    return [logits_NTK, palette_NM.contiguous(), *(x.float().contiguous() for x in floats)]
+
+
+def launch(kernel: triton.JITFunction, logits_NTK: Tensor, palette_NM: Tensor, *more: Tensor):
+    """Run a kernel on every row of logits."""
+    (N, T, K), M = logits_NTK.shape, palette_NM.shape[1]
+    strides = logits_NTK.stride()[:2]
+    kernel[(N * T,)](logits_NTK, palette_NM, *more, T, K, M, *strides, **block_sizes(K, M))
+
+
+def forward(logits_NTK: Tensor, *targets: Tensor) -> tuple[Tensor, ...]:
+    """Compute `plain_forward` for float32, float16 and bfloat16 logits."""
+    results = [logits_NTK.new_empty(logits_NTK.shape[:2], dtype=torch.float32) for _ in range(3)]
+    launch(forward_kernel, *prepare(logits_NTK, *targets), *results)
     return tuple(results)
 
 
 def backward(
-    grad_NT: Tensor,
-    logits_NTK: Tensor,
-    peak_NT: Tensor,
-    partition_NT: Tensor,
-    palette_NM: Tensor,
-    extra_NTM: Tensor,
-    base_NT: Tensor,
-    total_NT: Tensor,
+    grad_NT: Tensor, logits_NTK: Tensor, peak_NT: Tensor, partition_NT: Tensor, *targets: Tensor
 ) -> Tensor:
     """Compute `plain_backward` for float32, float16 and bfloat16 logits."""
-    (N, T, K), M = logits_NTK.shape, palette_NM.shape[1]
-    if logits_NTK.stride(2) != 1:
-        logits_NTK = logits_NTK.contiguous()
     out_NTK = torch.empty_like(logits_NTK, memory_format=torch.contiguous_format)
-    palette_NM, *floats = prepare_targets(palette_NM, extra_NTM, base_NT, total_NT)
-    backward_kernel[(N * T,)](
-        grad_NT.float().contiguous(),
-        logits_NTK,
-        peak_NT,
-        partition_NT,
-        palette_NM,
-        *floats,
-        out_NTK,
-        T,
-        K,
-        M,
-        *logits_NTK.stride()[:2],
-        **block_sizes(K, M),
-    )
+    read = prepare(logits_NTK, *targets, grad_NT)
+    launch(backward_kernel, *read, peak_NT, partition_NT, out_NTK)
     return out_NTK

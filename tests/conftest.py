@@ -1,5 +1,7 @@
 """Fixtures shared by the tests: small real datasets, score maps, configs, commands."""
 
+import functools
+import gc
 import os
 import signal
 from contextlib import ExitStack, closing, contextmanager
@@ -14,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .jpeg_files import jpegs, noise, photographs  # noqa: F401
 from .preloaded import Preloaded
+from .stores import write_store
 
 # A worker of pytest-xdist has one core, and so have the commands that it starts.
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -91,6 +94,24 @@ def no_host_read():
     return trap
 
 
+@pytest.fixture(scope="session", autouse=True)
+def frozen_modules():
+    """Exclude all imported modules from garbage collection, which takes 0.6 s with them."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()  # Triton prints at exit which of its objects were not freed
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_measured_rate():
+    """Measure the peak rate of a device once, not 0.3 s in every run; test_speed measures it."""
+    from densefeed.training import speed
+
+    with mock.patch.object(speed, "matmul_rate", functools.cache(speed.matmul_rate)):
+        yield
+
+
 @pytest.fixture(autouse=True)
 def environment_of_the_test():
     """Undo changes of environment variables, such as those of importing cv2 or Lightning.
@@ -154,31 +175,16 @@ def maps(folder, random_maps, tmp_path_factory) -> Path:
     Its Windows do not cover the whole images.
     """
     from densefeed.storage.images import Images
-    from densefeed.storage.score_maps import ScoreMapWriter, StoreHeader
 
     images = Images(folder, split="train")
     path = tmp_path_factory.mktemp("maps") / "maps.h5"
-    header = StoreHeader(
-        side=6,
-        top_k=2,
-        num_classes=2,
-        absent="tail",
-        teacher="random",
-        input_size=96,
-        geometry="center-crop",
-        fingerprint=images.fingerprint(),
-        class_names=tuple(images.class_names),
-    )
-    writer = ScoreMapWriter(path, header, images.paths, images.labels)
     scores = random_maps(len(images), 6, 2, 2, window=(0.0, 0.1, 1.0, 0.9))
-    writer.write(np.arange(len(images)), scores)
-    writer.finish()
-    return path
+    return write_store(path, images, scores, 2, geometry="center-crop")
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def one_thread():
-    """Run PyTorch on one thread, so that sums have a fixed order."""
+    """Run PyTorch on one thread to the end of the module, so that sums have a fixed order."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -1,6 +1,8 @@
-"""Parts of a run that tests build without training, and a whole labeling pass."""
+"""Parts of a run that tests build without training, a labeling pass, and records of runs."""
 
-from contextlib import closing
+import json
+from collections.abc import Callable
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -84,3 +86,28 @@ def first_batch(
         batch = next(augment_batches(loader.batches(0), augmentation, device))
         mixing = Mixing(loader.plan, config.mix)
         return FirstBatch(objective_for(config), batch, loader.score_maps, loader.plan, mixing)
+
+
+def wrapped_and_first_batch(config: Config) -> tuple[nn.Module, FirstBatch]:
+    """The model with what its objective adds, and the first batch."""
+    torch.manual_seed(0)
+    return wrap(config, model_for(config)), first_batch(config)
+
+
+def records(out: Path, kind: str = "train") -> list[dict]:
+    """Read the records of one kind from metrics.jsonl, of which there is at least one."""
+    lines = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
+    found = [line for line in lines if line["kind"] == kind]
+    assert found, f"{out} has no records of kind {kind}"
+    return found
+
+
+def stopped_after(steps: int) -> Callable:
+    """Make a replacement of `signal_handler` that asks for a stop after `steps` steps."""
+
+    @contextmanager
+    def handler():
+        polls = iter(range(1, 10**9))
+        yield lambda: "SIGTERM" if next(polls) >= steps else ""
+
+    return handler

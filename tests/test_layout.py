@@ -3,7 +3,6 @@
 import ast
 import dataclasses
 import inspect
-import os
 import re
 import subprocess
 import sys
@@ -189,16 +188,13 @@ def test_wheel_contains_only_densefeed(tmp_path):
     assert not any(name.endswith(".c") or name == "densefeed/setup.py" for name in names)
 
 
-def test_package_works_beside_files_of_the_same_names(tmp_path):
+def test_package_works_beside_files_of_the_same_names(tmp_path, command):
     """The working directory has its own models.py, tools.py and train.py, which raise on import."""
     for name in ("models", "tools", "train", "pipelines", "relabel"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('the wrong module')")
     modules = ("train", "tools.report", "models.lvvit", "recipes")
     code = "".join(f"import densefeed.{name}; " for name in modules) + "print('imported')"
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, env=environment
-    )
+    done = command("-c", code, cwd=tmp_path, environment={"PYTHONPATH": str(ROOT)})
     assert (done.returncode, done.stdout) == (0, "imported\n"), done.stderr
 
 

@@ -9,7 +9,7 @@ import shutil
 import signal
 import subprocess
 import time
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -21,7 +21,7 @@ from densefeed.system.errors import UserError
 from densefeed.training import step_inputs
 from densefeed.training.guards import STOPPING, NonFiniteGuard
 
-from .runs import train_loader
+from .runs import stopped_after, train_loader
 
 ROOT = Path(__file__).parent.parent
 KILLS = int(os.environ.get("SOAK_KILLS", 3))
@@ -78,17 +78,6 @@ def state(out: Path) -> dict:
         for name, value in checkpoints.load(out / "last.pt").items()
         if name not in other
     }
-
-
-def stopped_after(steps: int):
-    """Make a replacement of `stopping` that requests a stop after `steps` steps of this process."""
-
-    @contextmanager
-    def stopping():
-        asks = iter(range(1, 10**9))
-        yield lambda: "SIGTERM" if next(asks) >= steps else ""
-
-    return stopping
 
 
 @pytest.mark.slow
@@ -327,10 +316,9 @@ SAVED = dict(save_every=1, keep=9)
 
 
 @pytest.fixture(scope="module")
-def finished(micro, tmp_path_factory) -> Path:
+def finished(micro, tmp_path_factory, one_thread) -> Path:
     """Two epochs of three steps, all six checkpoints kept."""
     out = tmp_path_factory.mktemp("finished") / "run"
-    torch.set_num_threads(1)
     training.train(micro(out, **SAVED))
     return out
 

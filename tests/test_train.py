@@ -1,10 +1,8 @@
 """Training runs: objectives, exact resuming, and errors for invalid configurations."""
 
-import json
 import re
 import shutil
 
-import numpy as np
 import pytest
 import torch
 
@@ -19,14 +17,14 @@ from densefeed.pipelines.loader import ThreadedLoader
 from densefeed.pipelines.mixing import Mix
 from densefeed.pipelines.targets import TargetRules, sparse_targets
 from densefeed.storage.images import Images
-from densefeed.storage.score_maps import ScoreMapWriter, StoreHeader
 from densefeed.system.errors import UserError
 from densefeed.system.options import flag, leaves, with_options
 from densefeed.training.config import Config
 from densefeed.training.evaluation import Metrics
 from densefeed.training.run_checkpoints import Checkpoints
 
-from .runs import first_batch, model_for, objective_for, train_loader
+from .runs import first_batch, model_for, objective_for, records, train_loader
+from .stores import write_store
 
 
 def config(packed, out, **fields):
@@ -49,14 +47,6 @@ def config(packed, out, **fields):
         out=out,
         **(small | fields),
     )
-
-
-def records(out, kind="train"):
-    return [
-        r
-        for r in map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
-        if r["kind"] == kind
-    ]
 
 
 @pytest.mark.parametrize(
@@ -342,6 +332,7 @@ def test_the_first_batch_is_checked_before_the_first_step(packed, tmp_path, monk
     assert not (tmp_path / "run" / "last.pt").exists()
 
 
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize(
     "fields",
     [{}, dict(sizes=((0, 16), (1, 48))), AUGMENTED],
@@ -349,27 +340,22 @@ def test_the_first_batch_is_checked_before_the_first_step(packed, tmp_path, monk
 )
 def test_run_killed_between_epochs_resumes_exactly(packed, tmp_path, monkeypatch, fields):
     """Losses and final weights equal an uninterrupted run's, with drop-path, EMA and MixToken."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        training.train(config(packed, tmp_path / "whole", epochs=3, **fields))
-        evaluations = []
+    training.train(config(packed, tmp_path / "whole", epochs=3, **fields))
+    evaluations = []
 
-        def killed(*arguments):
-            evaluations.append(1)
-            # Epoch 1 evaluates raw and EMA weights; the third call belongs to epoch 2.
-            if len(evaluations) > 2:
-                raise KeyboardInterrupt
-            return Metrics(0.5, 0.5, 1.0)
+    def killed(*arguments):
+        evaluations.append(1)
+        # Epoch 1 evaluates raw and EMA weights; the third call belongs to epoch 2.
+        if len(evaluations) > 2:
+            raise KeyboardInterrupt
+        return Metrics(0.5, 0.5, 1.0)
 
-        monkeypatch.setattr(training, "evaluate_sync", killed)
-        with pytest.raises(KeyboardInterrupt):
-            training.train(config(packed, tmp_path / "killed", epochs=3, **fields))
-        monkeypatch.undo()
-        assert not (tmp_path / "killed" / "result.json").exists()
-        training.train(config(packed, tmp_path / "killed", epochs=3, resume="auto", **fields))
-    finally:
-        torch.set_num_threads(threads)
+    monkeypatch.setattr(training, "evaluate_sync", killed)
+    with pytest.raises(KeyboardInterrupt):
+        training.train(config(packed, tmp_path / "killed", epochs=3, **fields))
+    monkeypatch.undo()
+    assert not (tmp_path / "killed" / "result.json").exists()
+    training.train(config(packed, tmp_path / "killed", epochs=3, resume="auto", **fields))
     # The killed run logged steps 4 to 6 before its end; resuming removed these records.
     assert [(r["step"], r["loss"]) for r in records(tmp_path / "killed")] == [
         (r["step"], r["loss"]) for r in records(tmp_path / "whole")
@@ -498,21 +484,20 @@ def test_finished_run_is_not_overwritten_or_resumed_with_other_options(packed, t
         training.train(config(packed, tmp_path / "run", epochs=1, lr=1.0, resume="auto"))
 
 
-def test_diverged_run_never_replaces_a_valid_checkpoint(packed, tmp_path):
-    """Even if an epoch is shorter than log_every."""
+@pytest.mark.parametrize("log_every", [1, 1000])
+def test_nonfinite_loss_stops_the_run_before_a_checkpoint(packed, tmp_path, log_every):
+    """Also if an epoch is shorter than log_every."""
     with pytest.raises(
         UserError,
         match=r"the gradients of step 2 are not finite; the output of .* is the first that is not",
     ):
         training.train(
-            config(packed, tmp_path / "run", lr=1e30, epochs=4, warmup_epochs=0, log_every=1000)
+            config(
+                packed, tmp_path / "run", lr=1e30, epochs=4, warmup_epochs=0, log_every=log_every
+            )
         )
-    saved = tmp_path / "run" / "last.pt"
-    assert not saved.exists() or all(
-        t.isfinite().all()
-        for t in checkpoints.load(saved)["model"].values()
-        if t.is_floating_point()
-    )
+    # The weights after step 1 are finite, but 1e30.
+    assert not (tmp_path / "run" / "last.pt").exists()
     assert not (tmp_path / "run" / "result.json").exists()
 
 
@@ -653,28 +638,11 @@ def test_resumed_run_adds_up_its_time_and_rejects_other_maps(
     again = training.train(config(packed, tmp_path / "run", resume="auto", score_maps=maps))
     assert 100 <= again["seconds"] < 160
     assert 0.3 < again["data_wait_share"] <= 0.5
-    images = Images(folder, split="train")
-    header = StoreHeader(
-        side=6,
-        top_k=2,
-        num_classes=2,
-        absent="tail",
-        teacher="another",
-        input_size=96,
-        geometry="center-crop",
-        fingerprint=images.fingerprint(),
-        class_names=tuple(images.class_names),
-    )
-    writer = ScoreMapWriter(tmp_path / "others.h5", header, images.paths, images.labels)
-    writer.write(
-        np.arange(len(images)),
-        random_maps(len(images), 6, 2, 2, seed=1, window=(0.0, 0.1, 1.0, 0.9)),
-    )
-    writer.finish()
+    scores = random_maps(11, 6, 2, 2, seed=1, window=(0.0, 0.1, 1.0, 0.9))
+    header = dict(teacher="another", geometry="center-crop")
+    others = write_store(tmp_path / "others.h5", Images(folder), scores, 2, **header)
     with pytest.raises(UserError, match=r"was trained with other score maps than these"):
-        training.train(
-            config(packed, tmp_path / "run", resume="auto", score_maps=tmp_path / "others.h5")
-        )
+        training.train(config(packed, tmp_path / "run", resume="auto", score_maps=others))
 
 
 @pytest.mark.parametrize(
@@ -731,8 +699,6 @@ def test_mismatched_data_and_options_are_rejected(packed, folder, maps, tmp_path
 
 
 def test_other_classes_in_validation_are_rejected(packed, folder, tmp_path, command):
-    import shutil
-
     other = shutil.copytree(folder, tmp_path / "other")
     (other / "val" / "dog").rename(other / "val" / "wolf")
     assert (
@@ -754,37 +720,9 @@ def test_other_classes_in_validation_are_rejected(packed, folder, tmp_path, comm
 
 
 def test_maps_with_another_class_count_are_rejected(folder, random_maps, tmp_path):
-    import numpy as np
-
-    from densefeed.storage.images import Images
-    from densefeed.storage.score_maps import ScoreMapWriter, StoreHeader
-
-    images = Images(folder, split="train")
-    header = StoreHeader(
-        side=6,
-        top_k=2,
-        num_classes=7,
-        absent="tail",
-        teacher="t",
-        input_size=96,
-        geometry="squash",
-        fingerprint=images.fingerprint(),
-        class_names=tuple(images.class_names),
-    )
-    writer = ScoreMapWriter(tmp_path / "seven.h5", header, images.paths, images.labels)
-    writer.write(np.arange(len(images)), random_maps(len(images), 6, 2, 7))
-    writer.finish()
+    seven = write_store(tmp_path / "seven.h5", Images(folder), random_maps(11, 6, 2, 7), 7)
     with pytest.raises(UserError, match=r"seven.h5 scores 7 classes but the data has 2"):
-        training.train(
-            config(
-                (folder, folder), tmp_path / "a", loader="folder", score_maps=tmp_path / "seven.h5"
-            )
-        )
-
-
-def test_nonfinite_loss_stops_the_run(packed, tmp_path):
-    with pytest.raises(UserError, match=r"the gradients of step 2 are not finite"):
-        training.train(config(packed, tmp_path / "run", lr=1e30, epochs=4, warmup_epochs=0))
+        training.train(config((folder, folder), tmp_path / "a", loader="folder", score_maps=seven))
 
 
 @pytest.mark.parametrize(

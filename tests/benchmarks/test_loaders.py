@@ -96,8 +96,8 @@ def test_given_beton_is_unpacked_for_the_peers(data, tmp_path):
     for own, want, other in zip(made.paths, data.paths, given.paths, strict=True):
         assert Image.open(own).tobytes() == Image.open(want).tobytes()
         assert other == want
-    for path in made.published.rglob("*.pt"):
-        assert torch.load(path, weights_only=True).shape == (2, 5, 18, 18)
+    published = [torch.load(path, weights_only=True) for path in made.published.rglob("*.pt")]
+    assert [one.shape for one in published] == IMAGES * [(2, 5, 18, 18)]
     bare = beton_dataset(data.stock, None, tmp_path)
     assert (bare.maps, bare.published) == (None, None)
     with pytest.raises(UserError, match=r"has no score maps; leave it out"):

@@ -15,6 +15,8 @@ from timm.loss import LabelSmoothingCrossEntropy
 from benchmarks import step
 from benchmarks.step import StepBenchmark, build_contest, copy_rate, main
 from densefeed.system.errors import UserError
+from densefeed.tools.pack_dataset import Packing
+from densefeed.tools.pack_dataset import main as pack
 from densefeed.training import speed
 
 CPU = torch.device("cpu")
@@ -26,22 +28,11 @@ def small_copies(monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def packed(folder, maps, tmp_path_factory, command):
-    """Pack the small folder's 11 images as .beton files with and without score maps."""
-    root = tmp_path_factory.mktemp("packed")
-    for name, extra in (("labeled", ("--maps", maps)), ("plain", ())):
-        done = command(
-            "tools/pack_dataset.py",
-            "--data",
-            folder,
-            "--split",
-            "train",
-            "--out",
-            root / f"{name}.beton",
-            *extra,
-        )
-        assert done.returncode == 0, done.stderr
-    return root / "labeled.beton", root / "plain.beton"
+def packed(packed, folder, tmp_path_factory):
+    """The small folder's 11 images as .beton files with and without score maps."""
+    plain = tmp_path_factory.mktemp("packed") / "plain.beton"
+    pack(Packing(data=folder, out=plain))
+    return packed[0], plain
 
 
 def small(**options):

@@ -516,7 +516,7 @@ def test_timm_interface(name):
         names = model.state_dict().keys()
         assert f"{cfg.first_conv}.weight" in names
         assert model.state_dict()[f"{cfg.first_conv}.weight"].shape[1] == 3
-        assert cfg.input_size == (3, 32, 32) if "cifar" in name else (3, 224, 224)
+        assert cfg.input_size == ((3, 32, 32) if "cifar" in name else (3, 224, 224))
         assert cfg.num_classes == timm.create_model(name, depth=0).num_classes
         assert model.get_classifier() is model.head
         model.reset_classifier(0)

@@ -580,7 +580,7 @@ def test_close_in_another_thread_ends_a_wait(photographs):
     waiter.start()
     time.sleep(0.05)
     pool.close()
-    waiter.join(5)
+    waiter.join(60)
     assert not waiter.is_alive()
     assert raised == ["this loader is closed"]
 

@@ -25,11 +25,11 @@ from densefeed.pipelines.loader import ThreadedLoader
 from densefeed.pipelines.plan import EpochPlan
 from densefeed.storage import indexed_jpeg
 from densefeed.storage.images import Images, crop_resize
-from densefeed.storage.score_maps import ScoreMapWriter, StoreHeader
 from densefeed.system.errors import UserError
 from densefeed.tools.pack_dataset import Packing, main
 
 from ..jpeg_files import encoded
+from ..stores import write_store
 
 # Tolerances in gray levels, mean over a crop; 0.20 and 0.39 were measured.
 OF_PILLOW, OF_OURS = 0.3, 0.6
@@ -63,21 +63,7 @@ def maps_of(random_maps, tmp_path):
 
     def make(root):
         images = Images(root, split="train")
-        header = StoreHeader(
-            side=6,
-            top_k=2,
-            num_classes=2,
-            absent="tail",
-            teacher="random",
-            input_size=96,
-            geometry="squash",
-            fingerprint=images.fingerprint(),
-            class_names=tuple(images.class_names),
-        )
-        writer = ScoreMapWriter(tmp_path / "maps.h5", header, images.paths, images.labels)
-        writer.write(np.arange(len(images)), random_maps(len(images), 6, 2, 2))
-        writer.finish()
-        return tmp_path / "maps.h5"
+        return write_store(tmp_path / "maps.h5", images, random_maps(len(images), 6, 2, 2), 2)
 
     return make
 
@@ -532,7 +518,7 @@ def test_closing_from_another_thread_ends_the_engine(photos):
     with pytest.raises(RuntimeError, match="this loader is closed"):
         for _ in batches:
             pass
-    reader._engine._thread.join(5)
+    reader._engine._thread.join(60)
     assert not reader._engine._thread.is_alive()
 
 

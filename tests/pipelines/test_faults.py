@@ -26,6 +26,7 @@ from densefeed.system.errors import UserError
 from densefeed.tools.pack_dataset import Packing, main
 
 from ..jpeg_files import loader_class
+from ..stores import write_store
 
 VICTIM, SIDE = 3, 48
 DECODER = "native"
@@ -325,23 +326,8 @@ def packed(good, random_maps, tmp_path_factory):
     """Pack the good images as a .beton with maps inside and one without, and store the maps as
     .h5.
     """
-    from densefeed.storage.score_maps import ScoreMapWriter, StoreHeader
-
-    root, images = tmp_path_factory.mktemp("packed"), Images(good)
-    header = StoreHeader(
-        side=6,
-        top_k=1,
-        num_classes=1,
-        absent="tail",
-        teacher="random",
-        input_size=96,
-        geometry="squash",
-        fingerprint=images.fingerprint(),
-        class_names=("cat",),
-    )
-    writer = ScoreMapWriter(root / "maps.h5", header, images.paths, images.labels)
-    writer.write(np.arange(8), random_maps(8, 6, 1, 1))
-    writer.finish()
+    root = tmp_path_factory.mktemp("packed")
+    write_store(root / "maps.h5", Images(good), random_maps(8, 6, 1, 1), 1)
     main(Packing(data=good, maps=root / "maps.h5", out=root / "x.beton"))
     main(Packing(data=good, out=root / "bare.beton"))
     return root

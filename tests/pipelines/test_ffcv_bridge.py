@@ -17,7 +17,8 @@ from densefeed.pipelines.plan import EpochPlan
 from densefeed.pipelines.targets import TargetRules, sparse_targets
 from densefeed.storage.beton import Beton
 from densefeed.storage.images import Images
-from densefeed.storage.score_maps import ScoreMapWriter, StoreHeader
+
+from ..stores import write_store
 
 pytestmark = [pytest.mark.ffcv, pytest.mark.slow]
 IMAGES, SIZE, GRID, EPOCHS = 13, 24, 4, 3
@@ -123,20 +124,8 @@ def ran(tmp_path_factory, random_maps, command):
             np.stack([row, column, np.full_like(row, 10 * number)], -1).astype(np.uint8)
         ).save(path)
     images, maps = Images(root / "images", split="train"), root / "maps.h5"
-    header = StoreHeader(
-        side=6,
-        top_k=2,
-        num_classes=3,
-        absent="tail",
-        teacher="random",
-        input_size=96,
-        geometry="center-crop",
-        fingerprint=images.fingerprint(),
-        class_names=tuple(images.class_names),
-    )
-    writer = ScoreMapWriter(maps, header, images.paths, images.labels)
-    writer.write(np.arange(IMAGES), random_maps(IMAGES, 6, 2, 3, window=(0.0, 0.2, 1.0, 0.6)))
-    writer.finish()
+    scores = random_maps(IMAGES, 6, 2, 3, window=(0.0, 0.2, 1.0, 0.6))
+    write_store(maps, images, scores, 3, geometry="center-crop")
     packing = (
         "--data",
         root / "images",

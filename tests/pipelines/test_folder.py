@@ -14,10 +14,11 @@ from densefeed.pipelines.resident import ResidentMaps
 from densefeed.pipelines.targets import SparseTargets, sparse_targets
 from densefeed.storage.images import Images
 from densefeed.storage.maintenance import convert
-from densefeed.storage.score_maps import ScoreMapStore, ScoreMapWriter, StoreHeader
+from densefeed.storage.score_maps import ScoreMapStore
 from densefeed.system.errors import UserError
 
 from ..jpeg_files import loader_class
+from ..stores import write_store
 
 MAPS = ("map_logit", "map_class", "map_lse", "window")
 
@@ -28,26 +29,11 @@ def stores(request, folder, tmp_path_factory):
     from densefeed.relabel.scoring import top_maps_sync
 
     images, root = Images(folder, split="train"), tmp_path_factory.mktemp("forms")
-    header = StoreHeader(
-        side=6,
-        top_k=2,
-        num_classes=2,
-        absent=request.param,
-        teacher="random",
-        input_size=96,
-        geometry="center-crop",
-        fingerprint=images.fingerprint(),
-        class_names=tuple(images.class_names),
-    )
     logits = 3 * torch.randn(len(images), 6, 6, 2, generator=torch.Generator().manual_seed(4))
-    writer = ScoreMapWriter(root / "raw.h5", header, images.paths, images.labels)
-    writer.write(
-        np.arange(len(images)),
-        top_maps_sync(
-            logits, 2, np.tile(np.array([[0, 0.1, 1, 0.9]], np.float32), (len(images), 1))
-        ),
-    )
-    writer.finish()
+    windows = np.tile(np.array([[0, 0.1, 1, 0.9]], np.float32), (len(images), 1))
+    maps = top_maps_sync(logits, 2, windows)
+    header = dict(absent=request.param, geometry="center-crop")
+    write_store(root / "raw.h5", images, maps, 2, **header)
     paths = {form: root / f"{form}.h5" for form in ("raw", "lossless", "compact")}
     for form in ("lossless", "compact"):
         convert(ScoreMapStore(paths["raw"]), paths[form], form)
@@ -180,10 +166,7 @@ def test_a_damaged_or_truncated_row_is_reported(stores, folder, tmp_path, capsys
         source.check_map(7)
 
 
-def test_sources_take_strings_for_paths(folder, maps, tmp_path, command):
-    out = tmp_path / "x.beton"
-    done = command("tools/pack_dataset.py", "--data", folder, "--out", out)
-    assert done.returncode == 0, done.stderr
-    sources = FolderSource(str(folder), "train", str(maps)), FfcvSource(str(out), str(maps))
+def test_sources_take_strings_for_paths(folder, maps, bare):
+    sources = FolderSource(str(folder), "train", str(maps)), FfcvSource(str(bare), str(maps))
     assert [len(source.labels) for source in sources] == [11, 11]
     assert all(source.score_maps is not None for source in sources)

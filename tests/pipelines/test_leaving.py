@@ -63,6 +63,9 @@ def open_resources():
 @pytest.fixture(scope="module")
 def before():
     torch.ones(2**20).sum()  # PyTorch starts its own threads at the first large sum
+    # Modules imported by earlier tests and by DALI would take part in every collection below.
+    gc.collect()
+    gc.freeze()
     return open_resources()
 
 
@@ -258,7 +261,7 @@ def test_closing_from_another_thread_raises_in_the_consumer(opened, kind):
         consumer.start()
         time.sleep(0.002 * number)
         reader.close()
-        consumer.join(timeout=5)
+        consumer.join(timeout=60)
         assert errors == ["this loader is closed"]
 
 

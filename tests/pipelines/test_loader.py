@@ -21,11 +21,8 @@ from densefeed.system.errors import UserError
 
 
 @pytest.fixture(scope="module")
-def beton(folder, maps, tmp_path_factory, command):
-    out = tmp_path_factory.mktemp("packed") / "train.beton"
-    done = command("tools/pack_dataset.py", "--data", folder, "--maps", maps, "--out", out)
-    assert done.returncode == 0, done.stderr
-    return out
+def beton(packed):
+    return packed[0]
 
 
 def loader(source, batch=4, threads=2, seed=3, size=32, mode="train", **options):

@@ -19,12 +19,12 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
-def sources(folder, maps, tmp_path_factory, command):
+def sources(folder, maps, packed):
     """Return functions that open the same data with its maps in a store, and inside a .beton."""
-    out = tmp_path_factory.mktemp("packed") / "train.beton"
-    done = command("tools/pack_dataset.py", "--data", folder, "--maps", maps, "--out", out)
-    assert done.returncode == 0, done.stderr
-    return {"folder": lambda: FolderSource(folder, "train", maps), "beton": lambda: FfcvSource(out)}
+    return {
+        "folder": lambda: FolderSource(folder, "train", maps),
+        "beton": lambda: FfcvSource(packed[0]),
+    }
 
 
 def epoch_of(source, **options):

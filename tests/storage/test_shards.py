@@ -63,7 +63,7 @@ def teacher(size=64):
 
 
 def label(folder: Path, out: Path, index: int = 0, of: int = 1, **options):
-    """Run one process of a labeling."""
+    """Run one process of a labeling; a process of its own has one thread too."""
     torch.set_num_threads(1)
     return label_images(
         Images(folder),
@@ -76,9 +76,8 @@ def label(folder: Path, out: Path, index: int = 0, of: int = 1, **options):
 
 
 @pytest.fixture(scope="module")
-def whole(many, tmp_path_factory) -> bytes:
+def whole(many, tmp_path_factory, one_thread) -> bytes:
     """Bytes of one uninterrupted labeling."""
-    torch.set_num_threads(1)
     return label(many, tmp_path_factory.mktemp("whole") / "maps.h5").path.read_bytes()
 
 

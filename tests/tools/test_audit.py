@@ -13,7 +13,7 @@ from densefeed.models import nfnet  # noqa: F401  (registers)
 from densefeed.relabel.audit import audit
 from densefeed.relabel.reference_match import orient
 from densefeed.storage.images import Images
-from densefeed.storage.score_maps import ScoreMapStore, ScoreMapWriter, StoreHeader
+from densefeed.storage.score_maps import ScoreMapStore, ScoreMapWriter
 from densefeed.system.errors import UserError
 from densefeed.tools import audit as audit_tool
 from densefeed.tools import export_labels, import_labels
@@ -23,6 +23,7 @@ from densefeed.tools.import_labels import Import
 from densefeed.tools.load_teacher import Loaded
 
 from ..runs import label_images
+from ..stores import write_store
 
 
 @pytest.fixture(scope="module")
@@ -123,22 +124,8 @@ def test_the_page_of_shuffled_maps_does_not_measure_the_teacher(
 
 def random_store(path: Path, folder: Path, random_maps, side: int, top_k: int, num_classes: int):
     """Write a finished store of random maps for the small folder's images."""
-    images = Images(folder)
-    header = StoreHeader(
-        side=side,
-        top_k=top_k,
-        num_classes=num_classes,
-        absent="tail",
-        teacher="t",
-        input_size=576,
-        geometry="squash",
-        fingerprint=images.fingerprint(),
-        class_names=tuple(images.class_names),
-    )
-    writer = ScoreMapWriter(path, header, images.paths, images.labels)
-    writer.write(np.arange(len(images)), random_maps(len(images), side, top_k, num_classes))
-    writer.finish()
-    return ScoreMapStore(path)
+    scores = random_maps(11, side, top_k, num_classes)
+    return ScoreMapStore(write_store(path, Images(folder), scores, num_classes, input_size=576))
 
 
 def test_the_command(folder, random_maps, tmp_path, command):
@@ -188,13 +175,24 @@ def test_an_audit_that_cannot_be_made_is_refused(scenes, located, tmp_path, name
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("words", [["a.h5", "b.h5"], ["a.h5", "--boxes", "boxes.json"], []])
-def test_a_command_line_that_is_not_one_file_of_score_maps_is_refused(words, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["a.h5", "b.h5"], "Unrecognized options: b.h5"),
+        (["a.h5", "--boxes", "boxes.json"], "Unrecognized options: --boxes"),
+        ([], "Missing from audit.py"),
+    ],
+)
+def test_a_command_line_that_is_not_one_file_of_score_maps_is_refused(
+    words, message, monkeypatch, capsys
+):
     """One file is audited at a time, and the options of reports are unknown."""
     monkeypatch.setattr("sys.argv", ["audit.py", *words])
     with pytest.raises(SystemExit) as exit:
         audit_tool.command()
     assert exit.value.code == 2
+    # A missing file has this exit code too.
+    assert message in capsys.readouterr().err
 
 
 def test_a_page_of_many_classes_and_cells_stays_small(folder, random_maps, tmp_path):

@@ -4,11 +4,9 @@ import numpy as np
 from PIL import Image
 
 
-def test_a_packed_file_and_a_sample_give_a_small_picture(folder, maps, tmp_path, command):
-    packed, out = tmp_path / "train.beton", tmp_path / "crop.png"
-    words = "--data", folder, "--maps", maps, "--out", packed
-    assert command("tools/pack_dataset.py", *words).returncode == 0
-    done = command("tools/crop_figure.py", packed, "--index", 3, "--grid", 8, "--out", out)
+def test_a_packed_file_and_a_sample_give_a_small_picture(packed, tmp_path, command):
+    out = tmp_path / "crop.png"
+    done = command("tools/crop_figure.py", packed[0], "--index", 3, "--grid", 8, "--out", out)
     assert done.returncode == 0, done.stderr
     picture = np.asarray(Image.open(out).convert("RGB"))
     assert picture.shape == (820, 1400, 3)
@@ -16,6 +14,6 @@ def test_a_packed_file_and_a_sample_give_a_small_picture(folder, maps, tmp_path,
     assert crop.std() > 5
     assert labels.std() > 5
     assert out.stat().st_size < 400_000
-    refused = command("tools/crop_figure.py", packed, "--index", 11, "--out", out)
+    refused = command("tools/crop_figure.py", packed[0], "--index", 11, "--out", out)
     assert refused.returncode == 2
     assert "no sample 11" in refused.stderr

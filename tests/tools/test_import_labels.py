@@ -15,7 +15,7 @@ from densefeed.pipelines.targets import TargetRules, sparse_targets
 from densefeed.recipes import micro
 from densefeed.storage.images import Images
 from densefeed.storage.packs import PUBLISHED
-from densefeed.storage.score_maps import ScoreMapStore, ScoreMapWriter, StoreHeader
+from densefeed.storage.score_maps import ScoreMapStore
 from densefeed.system.errors import UserError
 from densefeed.system.options import with_options
 from densefeed.tools import export_labels, import_labels, make_digit_scenes
@@ -23,6 +23,7 @@ from densefeed.tools.export_labels import ExportLabels
 from densefeed.tools.import_labels import Import
 
 from ..runs import train_loader
+from ..stores import write_store
 
 SIDE, TOP_K, CLASSES = 18, 5, 10
 
@@ -38,23 +39,10 @@ def scenes(tmp_path_factory, random_maps):
 
 
 def write_maps(path, images, random_maps, **fields):
-    header = dict(
-        side=SIDE,
-        top_k=TOP_K,
-        num_classes=CLASSES,
-        absent="zero-logit",
-        teacher="random",
-        input_size=576,
-        geometry="squash",
-        fingerprint=images.fingerprint(),
-        class_names=tuple(images.class_names),
-    )
     cut = 0.125 if fields.get("geometry") == "center-crop" else 0.0
     maps = random_maps(len(images), SIDE, TOP_K, CLASSES, window=(0.0, cut, 1.0, 1.0 - cut))
-    writer = ScoreMapWriter(path, StoreHeader(**header | fields), images.paths, images.labels)
-    writer.write(np.arange(len(images)), maps)
-    writer.finish()
-    return ScoreMapStore(path)
+    header = dict(absent="zero-logit", input_size=576) | fields
+    return ScoreMapStore(write_store(path, images, maps, CLASSES, **header))
 
 
 def import_tree(scenes, out, **fields):

@@ -237,6 +237,18 @@ def many(folder, tmp_path_factory):
     return root / "images", (root / "whole.beton").read_bytes()
 
 
+def wait_until(condition):
+    """Poll a condition; fail after a minute, since the packing may have died."""
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, "the packing does not proceed"
+        time.sleep(0.001)
+
+
+def longer_than(path, size):
+    return path.exists() and path.stat().st_size > size
+
+
 def fork_packing(packing):
     """Fork a process that packs at most an image per millisecond; return its process id."""
     child = os.fork()
@@ -260,8 +272,7 @@ def test_a_run_killed_at_random_times_continues_to_the_same_bytes(many, tmp_path
     out, rows = tmp_path / "x.beton", tmp_path / "x.beton.part.rows"
     for records in np.sort(np.random.default_rng().integers(1, 400, 3)).tolist():
         child = fork_packing(Packing(data=images, out=out))
-        while not (rows.exists() and rows.stat().st_size > 48 * records) and not out.exists():
-            time.sleep(0.001)
+        wait_until(lambda size=48 * records: longer_than(rows, size) or out.exists())
         assert not out.exists(), "it finished before it could be killed"
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
@@ -274,8 +285,7 @@ def test_a_second_packer_is_refused_while_the_first_works(many, tmp_path):
     images, want = many
     packing = Packing(data=images, out=tmp_path / "x.beton")
     child = fork_packing(packing)
-    while not (tmp_path / "x.beton.part").exists():
-        time.sleep(0.001)
+    wait_until((tmp_path / "x.beton.part").exists)
     os.kill(child, signal.SIGSTOP)
     with pytest.raises(UserError, match="is being packed by another process"):
         main(packing)
@@ -289,8 +299,7 @@ def test_a_terminated_run_prints_how_to_continue(many, tmp_path, command):
     words = ROOT / "tools" / "pack_dataset.py", "--data", images, "--out", "x.beton", "--threads", 1
     with command.start(*words, cwd=tmp_path) as done:
         rows = tmp_path / "x.beton.part.rows"
-        while not (rows.exists() and rows.stat().st_size > 3000):  # longer than its first line
-            time.sleep(0.001)
+        wait_until(lambda: longer_than(rows, 3000))  # longer than its first line
         done.send_signal(signal.SIGTERM)
         _, printed = done.communicate(timeout=60)
     assert done.returncode == 130, printed
@@ -306,8 +315,7 @@ def test_images_that_changed_since_are_found(many, tmp_path):
     root = shutil.copytree(many[0], tmp_path / "images")
     child = fork_packing(Packing(data=root, out=tmp_path / "x.beton"))
     rows = tmp_path / "x.beton.part.rows"
-    while not (rows.exists() and rows.stat().st_size > 48 * 30):
-        time.sleep(0.001)
+    wait_until(lambda: longer_than(rows, 48 * 30))
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     first = Images(root).where(0)

@@ -1,6 +1,5 @@
 """Runs with DRLoc: training, resume, several ranks, refused options and exports."""
 
-import json
 import math
 
 import pytest
@@ -20,7 +19,7 @@ from densefeed.training.evaluation import Metrics
 from densefeed.training.ranks import Ranks
 from densefeed.training.student import build_student
 
-from ..runs import first_batch, model_for, objective_for, wrap
+from ..runs import model_for, objective_for, records, wrap, wrapped_and_first_batch
 
 ALONE = Ranks(0, 1, torch.device("cpu"))
 CE = dict(objective="ce", mixtoken=False)
@@ -75,14 +74,6 @@ COMBINED = {
     "bf16": dict(drloc="l1", drloc_grid=2, precision="bf16"),
     "fp16": dict(drloc="reg", drloc_grid=0, precision="fp16"),
 }
-
-
-def records(out, kind="train"):
-    return [
-        r
-        for r in map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
-        if r["kind"] == kind
-    ]
 
 
 @pytest.mark.slow
@@ -185,12 +176,6 @@ def test_dry_run_computes_localization_loss(micro, tmp_path, capsys, monkeypatch
     assert not (tmp_path / "run").exists()
 
 
-def build_first_step(config: Config):
-    """Build the model with its heads, and the first batch."""
-    torch.manual_seed(0)
-    return wrap(config, model_for(config)), first_batch(config)
-
-
 def make_context(first, grid, mix, pairs):
     """Make the context of a step with these pairs."""
     return StepContext(first.spec, grid, mix, (pairs, None))
@@ -210,7 +195,7 @@ def test_step_loss_is_base_loss_plus_weighted_localization(micro, tmp_path, vari
         drop_path=0.0,
         mixtoken=False,
     )
-    both, first = build_first_step(config)
+    both, first = wrapped_and_first_batch(config)
     pairs = draw_pairs(first.plan, 0, first.batch, 5, 0.3)
     batch = first.batch._replace(weight=torch.tensor([1.0, 1.0, 0.0, 1.0]))
     model = both.model
@@ -242,7 +227,7 @@ def test_step_loss_is_base_loss_plus_weighted_localization(micro, tmp_path, vari
 def test_step_compiles_once(micro, tmp_path, no_host_read, fields):
     """No graph break, one compilation for all draws and weights, no host sync."""
     config = micro(tmp_path, drop_path=0.0, **fields)
-    both, first = build_first_step(config)
+    both, first = wrapped_and_first_batch(config)
     grid = 32 // both.model.patch_size
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
@@ -345,6 +330,9 @@ def test_fine_tune_from_drloc_run_has_new_heads(micro, tmp_path):
             init=tmp_path / "run" / "last.pt",
         )
     )
+    trained, tuned = (checkpoints.load(tmp_path / n / "last.pt") for n in ("run", "tuned"))
+    last = [list(saved["localizer"].values())[-1].shape for saved in (trained, tuned)]
+    assert last == [(2 * 9,), (2,)]  # a class for each offset on 4 positions, two distances
     training.train(micro(tmp_path / "plain", epochs=1, init=tmp_path / "run" / "last.pt"))
     assert "localizer" not in checkpoints.load(tmp_path / "plain" / "last.pt")
 

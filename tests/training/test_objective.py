@@ -15,12 +15,9 @@ RULES = TargetRules(smoothing=0.1)
 
 
 @pytest.fixture(scope="module")
-def first(folder, maps):
-    """Make the config, and the first batch after augmentation with the spec of its score maps.
-
-    It has 3 images; the middle one is its own partner.
-    """
-    config = with_options(
+def three(folder, maps):
+    """A config with batches of 3 images, the middle of which is its own partner."""
+    return with_options(
         recipes.micro.lvvit_micro_token_label(),
         data=folder,
         val=folder,
@@ -32,7 +29,6 @@ def first(folder, maps):
         mixtoken=True,
         mixup=0.8,
     )
-    return config
 
 
 def dense_targets(batch, spec, grid):
@@ -62,9 +58,9 @@ def mixed_features(model, image):
 
 
 @pytest.mark.parametrize("kind", ["token-label", "relabel", "ce"])
-def test_mixtoken_after_mixup_matches_paper(first, kind):
+def test_mixtoken_after_mixup_matches_paper(three, kind):
     """Equation 9 exchanges labels with the tokens; un-mixing the logits instead must agree."""
-    config = with_options(first, objective=kind)
+    config = with_options(three, objective=kind)
     step = first_batch(config)
     batch, spec = step.batch, step.spec
     torch.manual_seed(0)

@@ -636,7 +636,7 @@ class Spdl(Peer):
 
     def __init__(self, config: PeerConfig) -> None:
         from spdl import io as spdl_io
-        from spdl.pipeline import PipelineBuilder
+        from spdl.pipeline import PipelineBuilder  # pyright: ignore[reportMissingImports] (optional)
 
         self._io, self._builder, self._config = spdl_io, PipelineBuilder, config
 

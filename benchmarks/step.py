@@ -77,7 +77,8 @@ from benchmarks.harness import (
 from benchmarks.targets import TargetBenchmark, check_token_head, make_step
 from densefeed.models.agent_cnn import AgentCNN
 from densefeed.objectives import build_objective
-from densefeed.pipelines.batch import Batch, Loader
+from densefeed.pipelines.batch import Batch
+from densefeed.pipelines.loader import ThreadedLoader
 from densefeed.pipelines.plan import EpochPlan
 from densefeed.system.devices import choose_device, synchronize
 from densefeed.system.errors import UserError
@@ -333,7 +334,7 @@ def make_config(benchmark: StepBenchmark, name: str, compile: str = "never") -> 
     )
 
 
-def check_loader(benchmark: StepBenchmark, loader: Loader) -> None:
+def check_loader(benchmark: StepBenchmark, loader: ThreadedLoader) -> None:
     """Raise UserError if --data has too few images, or lacks score maps that are needed."""
     if benchmark.objective == "token-label" and loader.score_maps is None:
         raise UserError(
@@ -351,7 +352,7 @@ def check_loader(benchmark: StepBenchmark, loader: Loader) -> None:
 
 
 def build_contest(
-    benchmark: StepBenchmark, classes: int, device: torch.device, loader: Loader | None
+    benchmark: StepBenchmark, classes: int, device: torch.device, loader: ThreadedLoader | None
 ) -> Contest:
     """Build every contestant in every mode; first steps show whether ours and timm's agree."""
     contest, ours = Contest(benchmark.steps, device), build_ours(benchmark, classes, device)
@@ -434,7 +435,7 @@ class OurStep:
     """
 
     def __init__(
-        self, config: Config, trainable: nn.Module, loader: Loader, device: torch.device
+        self, config: Config, trainable: nn.Module, loader: ThreadedLoader, device: torch.device
     ) -> None:
         # A check of its sizes may have left the model in evaluation mode.
         trainable, dtype = deepcopy(trainable).train(), autocast_dtype(config, device)
@@ -442,7 +443,8 @@ class OurStep:
         model = get_networks(trainable)[0]
         self.student = build_student(config.optim, model, trainable, ranks, dtype)
         self.inputs = StepInputs(config, ranks, loader, objective, trainable, dtype)
-        self.monitor = TrainMonitor(config, ranks, self.student, self.inputs)
+        seen = torch.zeros(2, dtype=torch.float64)
+        self.monitor = TrainMonitor(config, ranks, self.student, self.inputs, seen, skips=0)
         self.numbers = count()
 
     def __call__(self, batch: Batch) -> Tensor:

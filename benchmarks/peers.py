@@ -701,7 +701,7 @@ SIMPLEJPEG = "simplejpeg", "pip install simplejpeg"
 NVIDIA = "nvidia.dali.plugin.pytorch", DALI[1]
 SPDL = (
     "spdl.io",
-    "pip install spdl-io spdl-core, and FFmpeg's libraries with libavdevice (Debian 12: libavdevice59)",
+    "pip install spdl-io spdl-core, and FFmpeg's libraries with libavdevice (libavdevice59)",
 )
 DALI_AND_FFCV = partial(
     ConcurrentPeers, partial(OurLoader, "dali-gpu", True), partial(OurLoader, "ffcv", True)

@@ -127,7 +127,7 @@ def open_source(options: Validation) -> Source:
             f"{path} is a folder; read it with --loader folder, "
             "or pack it with tools/pack_dataset.py --split val"
         )
-    return LOADERS[options.loader].open_source(path, "evaluate", None, options.threads)
+    return LOADERS[options.loader][0](path, "evaluate", None, options.threads)
 
 
 # ------------------------------------------------------------------------- ReaL
@@ -289,7 +289,7 @@ def main(options: Validation) -> dict:
     dtype = None
     if options.precision == "bf16" or (options.precision == "auto" and device.type == "cuda"):
         dtype = torch.bfloat16
-    make_loader = LOADERS[options.loader].make
+    _, make_loader = LOADERS[options.loader]
     with closing(make_loader(source, plan, options.threads, "raise", False, device)) as loader:
         stand_in = imagenet_names(model)
         match = match_classes(source.class_names, trained.class_names, model.num_classes, stand_in)

@@ -371,7 +371,7 @@ def test_docs_list_every_recipe_with_its_parameters():
     assert listed == list(NAMED)
 
 
-COMPARED = table_rows((ROOT / "docs/reference/models.md").read_text(), 5)
+COMPARED = table_rows((ROOT / "docs/reference/comparison-models.md").read_text(), 5)
 
 
 @pytest.mark.parametrize(
@@ -394,7 +394,7 @@ def test_docs_parameters_of_paper_models(table, theirs, ours, count, paper):
     assert (abs(counted / 1e6 - float(paper.removesuffix(" M"))) > 1) == ((table, theirs) in named)
 
 
-def test_readme_lists_all_paper_models():
+def test_docs_list_all_models_of_the_papers():
     """Models of DHVT's Tables 7, 9, 10 and 11, and all models of this package.
 
     Of the 35 rows of Table 9, 12 are missing, which timm does not have.

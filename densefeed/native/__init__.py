@@ -36,29 +36,37 @@ import numpy as np
 from densefeed.system.errors import UserError
 
 LIBRARY = Path(__file__).with_name("libdensefeed.so")
-OK, DAMAGED, UNSUPPORTED, UNREADABLE, NO_MEMORY = range(5)  # status of a sample
-JPEG, RAW = range(2)  # kinds of encoded image; RAW is rows of RGB
-BILINEAR, BICUBIC = range(2)  # filters, antialiased like Pillow's
+# Status of a sample.
+OK, DAMAGED, UNSUPPORTED, UNREADABLE, NO_MEMORY = range(5)
+# Kinds of encoded image; RAW is rows of RGB.
+JPEG, RAW = range(2)
+# Filters, antialiased like Pillow's.
+BILINEAR, BICUBIC = range(2)
 STAGES = ("labels", "read", "decode", "resample")
+# Bytes of a message, as in native.h.
 MESSAGE = 120
-WAIT = 0.1  # seconds between checks for Python signals while waiting for a batch
+# Seconds between checks for Python signals while waiting for a batch.
+WAIT = 0.1
 # Four times the cores of the largest machines. Running out of threads would hurt all processes.
 MOST_THREADS = 4096
 
 # One sample of a batch, `Sample` in native.h.
 SAMPLE = np.dtype(
     [
-        ("bytes", "u8"),  # address of the encoded image; 0: read it from `file`
+        # Address of the encoded image; 0: read it from `file`.
+        ("bytes", "u8"),
         ("offset", "i8"),
         ("length", "i8"),
         ("file", "i4"),  # file descriptor
         ("kind", "i4"),
-        ("height", "i4"),  # as recorded in the dataset; a JPEG of another size is damaged
+        # As recorded in the dataset; a JPEG of another size is damaged.
+        ("height", "i4"),
         ("width", "i4"),
         ("box_tlhw", "f8", 4),  # pixels
         ("flip", "i4"),
         ("status", "i4"),
-        ("took", "f4", 4),  # microseconds, in the order of STAGES
+        # Microseconds, in the order of STAGES.
+        ("took", "f4", 4),
         ("message", f"S{MESSAGE}"),
     ],
     align=True,
@@ -70,8 +78,10 @@ CUT = np.dtype(
         # In: address of a buffer of the sample's length. Out: address of the JPEG, maybe the
         # sample's own bytes.
         ("bytes", "u8"),
-        ("length", "i8"),  # of the JPEG; 0: the image is raw or its status is not OK
-        ("top", "i4"),  # the JPEG's region of the stored image, pixels
+        # Of the JPEG; 0: the image is raw or its status is not OK.
+        ("length", "i8"),
+        # The JPEG's region of the stored image, pixels.
+        ("top", "i4"),
         ("left", "i4"),
         ("height", "i4"),
         ("width", "i4"),
@@ -139,6 +149,7 @@ def library() -> CDLL:
     }
     for name, types in arguments.items():
         getattr(lib, f"densefeed_{name}").argtypes = types
+    # A library of another version would read and write at wrong offsets.
     for struct, size in enumerate((SAMPLE.itemsize, sizeof(_Batch), CUT.itemsize)):
         assert lib.densefeed_sizes(struct) == size, "a struct differs between native.h and here"
     return lib
@@ -190,7 +201,8 @@ class Packed(NamedTuple):
 
 def memory_at(address: int, length: int) -> np.ndarray:
     """Wrap memory of a library as uint8 `[length]`. Its owner must outlive the returned array."""
-    return np.frombuffer(_view(address, length, 0x100), np.uint8)  # PyBUF_READ
+    # 0x100 is PyBUF_READ.
+    return np.frombuffer(_view(address, length, 0x100), np.uint8)
 
 
 _view = pythonapi.PyMemoryView_FromMemory
@@ -253,7 +265,8 @@ class Job:
         else:
             assert pixels.dtype == np.uint8
             assert pixels.shape == (len(samples), pixels.shape[1], pixels.shape[1], 3)
-            assert pixels.shape[1] > 0  # the library divides by it
+            # The library divides by it.
+            assert pixels.shape[1] > 0
             self.batch.size, self.batch.pixels = pixels.shape[1], pixels.ctypes.data
         if parts is not None:
             self._set_parts(parts)
@@ -293,6 +306,7 @@ class Job:
         packed = _Packed(
             cells, top_k, self._address(palette, np.int32), self._address(levels, np.float32)
         )
+        # `addressof` keeps nothing alive.
         self._keep.append(packed)
         self.batch.packed = addressof(packed)
 
@@ -339,6 +353,7 @@ class Pool:
     def submit(self, job: Job) -> None:
         """Submit a job, which must then be waited for or cancelled."""
         with self._locked():
+            # In the list first: the library must not hold a batch whose memory may be freed.
             self._waiting.append(job)
             library().densefeed_submit(self._handle, byref(job.batch))
 

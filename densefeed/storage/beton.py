@@ -43,6 +43,7 @@ ALLOCATION = np.dtype([("sample", "<u8"), ("ptr", "<u8"), ("size", "<u8")])
 # Packed: 13 bytes.
 IMAGE = np.dtype([("mode", "u1"), ("width", "<u2"), ("height", "<u2"), ("ptr", "<u8")])
 EXTENT = np.dtype([("ptr", "<u8"), ("size", "<u8")])
+# FFCV's type ids. All are stock types: ffcv reads a custom one (255) only with its Python class.
 FLOAT, INT, RGB, BYTES, NDARRAY, JSON, TENSOR = range(7)
 METADATA = {
     FLOAT: "<f8",
@@ -55,9 +56,12 @@ METADATA = {
 }
 # Types with one entry per sample in the allocation table.
 ALLOCATED = (RGB, BYTES, NDARRAY, JSON, TENSOR)
+# FFCV's modes of an image.
 JPEG, RAW = 0, 1
+# Version of FFCV's format that ffcv 1.0.2 reads and writes.
 VERSION = 2
-PAGE = 2**23  # bytes, FFCV's default; a sample never crosses a page
+# Bytes, FFCV's default. A sample never crosses a page.
+PAGE = 2**23
 # Bytes. A disk reads over a gap of this size faster than it seeks past it.
 GAP = 2**18
 # Arrays start at multiples of it, so that readers can view the bytes without a copy.
@@ -69,7 +73,8 @@ NOTES_VERSION = 2
 # Bytes. 21k class names take 0.6 MB, so a larger size is damaged.
 NOTES_LIMIT = 2**26
 MARK = b"densfeed"
-SOI = b"\xff\xd8"  # first bytes of every JPEG
+# First bytes of every JPEG.
+SOI = b"\xff\xd8"
 # Samples whose metadata and table entries are in memory at once: 3 and 8 MB with score maps.
 CHUNK = 2**16
 # Notes that must be equal in files that are opened as one dataset.
@@ -164,6 +169,8 @@ class Beton:
         if not self.paths:
             raise UserError("no .beton file was named; name one or several")
         self.descriptors = []
+        # The finalizer holds the list and not this object, which it would otherwise keep alive. So
+        # the list is emptied in place and never replaced.
         self._close = weakref.finalize(self, close_all, self.descriptors)
         try:
             fronts = [self._open(path) for path in self.paths]
@@ -177,8 +184,10 @@ class Beton:
     def _open(self, path: Path) -> Front:
         if not path.exists():
             raise UserError(f"{path}: there is no such file; make it with tools/pack_dataset.py")
+        # To open a named pipe would wait for its writer.
         if not path.is_file():
             raise UserError(f"{path} is no file; name a .beton, made with tools/pack_dataset.py")
+        # In the list before the file is read, so an error closes it too.
         self.descriptors.append(os.open(path, os.O_RDONLY))
         return read_front(path, self.descriptors[-1])
 
@@ -198,6 +207,8 @@ class Beton:
         self.fields, self.notes = first.fields, dict(first.notes)
         # The checksums of one file, which were checked when it was read.
         self.notes.pop("crc32", None)
+        # Targets take memory for the largest palette, and samples of a token for the smallest side
+        # of a Window.
         for key, merge in (("max_palette", max), ("min_window_side", min), ("left_out", sum)):
             if any(key in front.notes for front in fronts):
                 self.notes[key] = merge([front.notes.get(key, 0) for front in fronts])
@@ -271,6 +282,8 @@ class Beton:
         needed.
         """
         width = sum(field.type in ALLOCATED for field in self.fields)
+        # FFCV's u64 as signed numbers, so that differences do not wrap. A damaged number above 2^63
+        # becomes negative, which the checks below refuse.
         dtype = np.dtype([("entries", "<i8", (width, 3))])
         seen, crc = np.zeros(front.num_samples, bool), 0
         columns = dict.fromkeys((self._image, *self._offsets), 0)
@@ -300,6 +313,7 @@ class Beton:
             raise no_entry(front, seen.argmin())
         if front.notes and crc != front.notes["crc32"]["table"]:
             raise UserError(f"{front.path}: its allocation table is damaged; pack or copy it again")
+        # Width and height have 16 bits, and 3 * 65,535^2 overflows int32.
         pixels = 3 * self.heights[rows].astype(np.int64) * self.widths[rows]
         if (self.raw[rows] & (self.images.size[rows] != pixels)).any():
             raise UserError(
@@ -359,6 +373,8 @@ class Beton:
             starts = np.min([self.images.offset[ids], *arrays], axis=0)
             # In the order of the file, so that neighbors become one range.
             ids, starts = ids[np.argsort(starts)], np.sort(starts)
+            # A sample of DenseFeed ends with its image. In a file of another writer the hint may
+            # miss a few bytes, which costs only a later read.
             stops = self.images.offset[ids] + self.images.size[ids]
             breaks = np.flatnonzero(starts[1:] - stops[:-1] > GAP) + 1
             for rows in np.split(np.arange(len(ids)), breaks):
@@ -387,6 +403,7 @@ class Beton:
         columns = {
             n: np.empty((len(ids), *self.fields[n].shape), self.fields[n].dtype) for n in numbers
         }
+        # Checksums are over the stored bytes, whatever the dtype.
         views = {n: column.reshape(len(ids), -1).view(np.uint8) for n, column in columns.items()}
         for row, index in enumerate(ids.tolist()):
             for n in numbers:
@@ -415,6 +432,8 @@ class Beton:
         number = int(self.images.file[index])
         with name_errors(self.paths[number]):
             got = os.preadv(self.descriptors[number], [buffer], int(offset))
+        # No loop as in `read_into`: a sample fits in a page (8 MiB by default), so only the end of
+        # the file gives fewer bytes.
         if got != len(buffer):
             raise UserError(
                 f"{self.where(index)} is gone: the file was cut or replaced while open; "
@@ -453,6 +472,7 @@ def chunks(
 
     Every chunk is in the same memory.
     """
+    # One buffer for all chunks: the memory of opening a file does not grow with its table.
     buffer = np.empty(min(count, CHUNK), dtype)
     for at in range(0, count, CHUNK):
         block = buffer[: count - at]
@@ -470,6 +490,8 @@ def grouped_table(front: Front, dtype: np.dtype) -> Iterator[tuple[int, np.ndarr
         if at == 0 and not front.notes and (owners != owners[:, :1]).any():
             whole = read(front, front.table, front.num_samples * dtype.itemsize)
             entries = whole.view("<i8").reshape(-1, 3)
+            # Stable, so the entries of every sample stay in the same order, which `match_entries`
+            # finds with one column.
             ordered = entries[np.argsort(entries[:, 0], kind="stable")]
             yield 0, ordered.reshape(front.num_samples, -1).view(dtype).reshape(-1)
             return
@@ -506,6 +528,7 @@ def read_front(path: Path, descriptor: int) -> Front:
     """Read and check header, field descriptors and notes of a .beton; UserError as `Beton`."""
     size, head = os.fstat(descriptor).st_size, os.pread(descriptor, HEADER.itemsize, 0)
     header = np.frombuffer(head, HEADER)[0] if len(head) == HEADER.itemsize else None
+    # FFCV's format has no magic number, so the number of fields must be plausible too.
     if header is None or header["version"] != VERSION or not 0 < header["num_fields"] < 64:
         raise UserError(
             f"{path} is not an FFCV dataset of version {VERSION}; "
@@ -524,6 +547,7 @@ def read_front(path: Path, descriptor: int) -> Front:
     start = HEADER.itemsize + len(raw)
     entries = count * sum(kind in ALLOCATED for kind in types)
     end = start + count * metadata_dtype(fields).itemsize
+    # The table ends the file, so its size shows a copy that was cut.
     if end > table or size != table + entries * ALLOCATION.itemsize:
         raise UserError(
             f"{path} is cut or damaged ({size:,} bytes, {entries:,} allocations expected at "
@@ -554,6 +578,7 @@ def read_notes(path: Path, descriptor: int, head: bytes, table: int) -> dict:
     if size > NOTES_LIMIT or notes_at + size > table:
         raise damaged
     text = os.pread(descriptor, size, notes_at)
+    # The checksum was computed with zeros in its own place.
     before, after = head[: place_at + NOTES.fields["crc"][1]], head[place_at + NOTES.itemsize :]
     if zlib.crc32(text, zlib.crc32(before + bytes(4) + after)) != place["crc"]:
         # Before version 2 there was no checksum.
@@ -610,6 +635,7 @@ def describe_field(field: Field) -> bytes:
     arguments = b""
     if field.type == NDARRAY:
         described = json.dumps(np.dtype(field.dtype).descr).encode()
+        # The arguments that ffcv 1.0.2's NDArrayField writes; `parse_field` reads them.
         shape = np.zeros(32, "<u8")
         shape[: len(field.shape)] = field.shape
         arguments = shape.tobytes() + np.uint64(len(described)).tobytes() + described
@@ -628,6 +654,7 @@ def verify(path: Path, threads: int) -> list[str]:
 
     def check(index: int) -> str | None:
         try:
+            # Read for the checksum only.
             beton.arrays(np.array([index]))
             stored, raw = beton.image(index)
             if not raw:

@@ -36,7 +36,8 @@ from densefeed.system.errors import BusyError, UserError
 from densefeed.system.files import check_absent, create_locked, name_errors, sync
 from densefeed.system.progress import bar
 
-SYNC_BYTES = 2**30  # written between two fsyncs
+# Bytes written between two fsyncs. After a power cut twice as many are read back.
+SYNC_BYTES = 2**30
 
 
 class Sample(NamedTuple):
@@ -69,10 +70,12 @@ ROW = np.dtype(
         ("state", "u1"),
         ("tag", "u1"),
         ("mode", "u1"),
+        # Fills the record to 48 bytes, with the CRC at a multiple of 4.
         ("unused", "u1"),
         ("crc", "<u4"),
     ]
 )
+# An image without a record in the journal is UNTRIED: the rows begin as zeros.
 UNTRIED, PACKED, FAILED = 0, 1, 2
 # The CRC-32s of the note `crc32`; beside them it holds the offset of the samples' checksums.
 CHECKSUMS = ("metadata", "table", "samples")
@@ -128,6 +131,7 @@ class BetonWriter:
         longest = self.notes | {"fingerprint": "0" * 64, "left_out": num_samples}
         longest["crc32"] = dict.fromkeys(CHECKSUMS, 2**32) | {"samples_at": 2**64}
         self._metadata = HEADER.itemsize + FIELD.itemsize * len(self._fields)
+        # The 4 bytes are the sample's checksum.
         front = self._metadata + num_samples * (self._dtype.itemsize + 4) + len(json.dumps(longest))
         self._first_page = self._at = self._synced = round_up(front, PAGE)
         self._rows = np.zeros(num_samples, ROW)
@@ -150,6 +154,8 @@ class BetonWriter:
     def _begin(self, identity: dict) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if not self.journal.exists():
+            # Nothing but the journal says what is in a `.part`, so this one is not ours to
+            # overwrite.
             if self.part.exists():
                 raise UserError(
                     f"{self.part} exists and is not from an earlier packing; "
@@ -167,6 +173,7 @@ class BetonWriter:
         if self.path.exists() and not self.part.exists():
             self.journal.unlink()
         check_absent(self.path)
+        # Under the lock: before it, another writer may have added records.
         line, _, records = self.journal.read_bytes().partition(b"\n")
         # An earlier run was killed, or out of space, before its first image.
         if not self.part.exists():
@@ -218,9 +225,12 @@ class BetonWriter:
             return len(rows)
         sizes = self._starts[-1] + rows["size"]
         ends = rows["ptr"] + sizes
+        # Less than SYNC_BYTES and one image follow the last fsync.
         recent = packed[ends[packed] + 2 * SYNC_BYTES > ends[packed[-1]]]
         for n in bar(recent.tolist(), "check packed images"):
             block = os.pread(self.descriptors[1], int(sizes[n]), int(rows[n]["ptr"]))
+            # The images after it are written again too, so the file gets the bytes of a packing
+            # without the power cut.
             if zlib.crc32(block) != rows[n]["block"]:
                 return n
         return len(rows)
@@ -238,6 +248,8 @@ class BetonWriter:
         row = np.zeros((), ROW)
         row["index"], row["label"], row["size"] = index, sample.label, len(sample.jpeg)
         row["height"], row["width"] = sample.height, sample.width
+        # `block` also covers padding and image, for the journal. `arrays` goes into the file, and
+        # equals the row's CRC in a raw HDF5 store.
         row["block"], row["arrays"] = zlib.crc32(block), arrays_crc(pieces)
         row["state"], row["tag"], row["mode"] = PACKED, tag, RAW if sample.raw else JPEG
         return row, block
@@ -272,6 +284,8 @@ class BetonWriter:
             at = round_up(at, PAGE)
         row["ptr"] = at
         with name_errors(self.path):
+            # The image before its record, which says that the image is complete. The place is moved
+            # on last: after an error the next image overwrites this one.
             write_at(self.descriptors[1], block, at)
             self._record(row)
             self._at = at + len(block)
@@ -327,6 +341,8 @@ class BetonWriter:
             os.fsync(self.descriptors[1])
             check_absent(self.path)
             os.replace(self.part, self.path)
+            # The new name must be on disk before the journal goes: a `.part` without its journal is
+            # refused.
             sync(self.path.parent)
             self.journal.unlink()
         self.close()
@@ -334,6 +350,7 @@ class BetonWriter:
     def _write_front(self, kept: np.ndarray, notes: dict) -> None:
         out, count = self.descriptors[1], len(kept)
         table = round_up(self._at, PAGE)
+        # Fills the last page with zeros: ffcv reads whole pages if `os_cache` is False.
         os.ftruncate(out, table)
         sums_at = self._metadata + count * self._dtype.itemsize
         notes["crc32"] = self._write_records(kept, table, sums_at)
@@ -352,6 +369,7 @@ class BetonWriter:
         # overwrite their end.
         padded = text.ljust(min(len(text) + 256, self._first_page - notes_at), b"\0")
         write_at(out, padded, notes_at)
+        # The header last: the version in a new `.part` is 0 until then, which no reader opens.
         write_at(out, bytes(head), 0)
 
     def _write_records(self, kept: np.ndarray, table: int, sums_at: int) -> dict[str, int]:
@@ -364,6 +382,7 @@ class BetonWriter:
             rows = self._rows[kept[at : at + CHUNK]]
             entries = np.zeros((len(rows), 1 + len(self.arrays)), ALLOCATION)
             entries["sample"] = np.arange(at, at + len(rows))[:, None]
+            # numpy would convert the sum of uint64 and int64 to float64.
             entries["ptr"] = rows["ptr"][:, None] + np.array(self._starts, np.uint64)
             entries["size"][:, :-1] = [field.nbytes for field in self.arrays]
             entries["size"][:, -1] = rows["size"]
@@ -399,6 +418,7 @@ class BetonWriter:
 
 def valid_rows(records: bytes) -> np.ndarray:
     """The ROWs of a journal before the first one that does not match its CRC."""
+    # A kill may leave the last record incomplete.
     rows = np.frombuffer(records, ROW, len(records) // ROW.itemsize)
     valid = [zlib.crc32(row.tobytes()[:-4]) == row["crc"] for row in rows]
     return rows[: [*valid, False].index(False)]

@@ -164,6 +164,7 @@ def read_timm(root: Path, dataset: str, split: str) -> TimmDataset:
     try:
         reader = create_dataset(dataset, root=str(root), split=split).reader
         paths = reader.filenames()
+    # timm's readers raise these for a folder without images and for a root that is missing.
     except (RuntimeError, AssertionError) as error:
         raise UserError(
             f"{root}: no images found ({error}); it should hold one folder of images per class"
@@ -222,6 +223,7 @@ def read_torchvision(root: Path, name: str, split: str) -> Listed:
         ) from error
     part = parts[0]
     if name == "flowers102":
+        # torchvision gives no public access to the files of Flowers-102.
         home = part._base_folder
         paths = [str(Path(file).relative_to(home)) for part in parts for file in part._image_files]
         labels = np.concatenate([part._labels for part in parts])
@@ -232,6 +234,7 @@ def read_torchvision(root: Path, name: str, split: str) -> Listed:
     else:
         pixels, labels, names = part.data, part.targets, list(part.classes)
     paths = [f"{name}-{split}-{number:06d}.png" for number in range(len(pixels))]
+    # The transposed pixels of SVHN are a view, whose images would be copied at every read.
     return Listed(paths, np.array(labels, np.int64), names, root, np.ascontiguousarray(pixels))
 
 
@@ -333,6 +336,7 @@ def read_list(root: Path, file: Path, classes: int = 0) -> Listed:
 def sibling_lists(file: Path) -> list[Path]:
     """Lists beside `file` whose names differ only in the split: a_test.txt for a_train.txt."""
     words = sorted({"trainval"}.union(*SPLITS))
+    # Whole words only: `tested` contains no split.
     places = list(re.finditer(rf"(?<![A-Za-z])({'|'.join(words)})(?![A-Za-z])", file.name))
     if not places:
         return []
@@ -350,6 +354,7 @@ def read_entries(file: Path, most: int) -> list[Entry]:
     for number, line in read_lines(file):
         path, *last = line.rsplit(maxsplit=1)
         label = None
+        # A signed or fractional number is taken for a wrong label and not for a part of the path.
         if last and re.fullmatch(r"[-+]?\d+(\.\d*)?", last[0]):
             digits = last[0].lstrip("0") or "0"
             # The length is compared first: `int` refuses more than 4,300 digits with another error.
@@ -429,6 +434,7 @@ def read_lines(file: Path) -> list[tuple[int, str]]:
     """Read the lines that are not empty, numbered from 1. UserError if the file cannot be read."""
     try:
         text = file.read_text()
+        # Binary data may be valid UTF-8. A list has no zero bytes.
         if "\0" in text:
             raise UnicodeError("a zero byte")
     except OSError as error:
@@ -470,6 +476,7 @@ def select_share(root: Path, percent: str, split: str) -> Listed:
     kept = []
     for label in range(len(whole.class_names)):
         members = np.flatnonzero(whole.labels == label)
+        # The first images of one permutation, so a smaller share is part of a larger one.
         drawn = np.random.default_rng(label).permutation(len(members))
         kept.append(members[drawn[: max(1, round(len(members) * share))]])
     return subset(whole, np.sort(np.concatenate(kept)), whole.labels, whole.class_names)

@@ -31,8 +31,10 @@ Geometry = Literal["squash", "center-crop", "letterbox", "tile"]
 TLBR = tuple[float, float, float, float]  # top, left, bottom, right
 LTRB = tuple[float, float, float, float]  # left, top, right, bottom: the order of Pillow
 Array = TypeVar("Array", np.ndarray, Tensor)
-EDGE = 1e-6  # rounding error of a Window that ends at the edge of its image
-MOST_SAMPLES = 64  # per axis of a token
+# Rounding error of a Window that ends at the edge of its image.
+EDGE = 1e-6
+# Per axis of a token; `samples_per_bin` says why there is a limit.
+MOST_SAMPLES = 64
 WHOLE = (0.0, 0.0, 1.0, 1.0)  # the Window of a map that covers the whole image
 
 
@@ -53,10 +55,12 @@ def crop_views(
     `box_tlhw_N4` is (top, left, height, width) in pixels of images of `height_N` x `width_N`. Where
     `flip_N` is true the crop is mirrored left-right after it is cut.
     """
+    # In float64, so a View is rounded once, when it becomes float32.
     top, left, height, width = np.asarray(box_tlhw_N4, np.float64).T
     sign = np.where(flip_N, -1.0, 1.0)
     view = np.zeros((len(top), 2, 3))
     view[:, 0, 0] = sign * width / width_N
+    # A mirrored crop begins at its right edge.
     view[:, 0, 2] = (left + np.where(flip_N, width, 0.0)) / width_N
     view[:, 1, 1] = height / height_N
     view[:, 1, 2] = top / height_N
@@ -69,6 +73,8 @@ def visible_boxes(view_N23: np.ndarray) -> np.ndarray:
     Returns float32 `[N, 4]`, (top, left, bottom, right), normalized like a Window.
     """
     # [N, corner, (x, y)]
+    # The points that the input's corners (0, 0) and (1, 1) show. They are enough for crops, which
+    # are neither rotated nor sheared.
     ends = np.stack([view_N23[:, :, 2], view_N23.sum(2)], axis=1)
     return np.concatenate([ends.min(1)[:, ::-1], ends.max(1)[:, ::-1]], axis=1)
 
@@ -196,4 +202,5 @@ def samples_per_bin(map_side: int, grid: int, min_window_side: float, sheared: b
     most = max(MOST_SAMPLES, map_side)
     if sheared:
         reach, most = math.sqrt(2) * reach, math.ceil(2 * map_side / grid)
+    # 1e-5 keeps a whole number that rounding raised from one more sample.
     return max(1, min(math.ceil(map_side * reach / grid - 1e-5), most))

@@ -59,6 +59,7 @@ class Images:
             try:
                 with Image.open(file) as image:
                     return image.height, image.width
+            # A lack of memory says nothing about the file.
             except MemoryError:
                 raise
             # Pillow does not limit the types of its exceptions.
@@ -116,6 +117,7 @@ def decode(encoded: bytes, where: str) -> Image.Image:
         if image.mode.startswith("I;16"):
             image = Image.fromarray((np.asarray(image) // 257).astype(np.uint8))
         return image.convert("RGB")
+    # A lack of memory says nothing about the file.
     except MemoryError:
         raise
     except Exception as error:

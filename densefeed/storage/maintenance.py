@@ -28,9 +28,12 @@ from densefeed.system.errors import UserError
 from densefeed.system.files import check_absent, name_errors, replace_file
 from densefeed.system.progress import bar
 
-CHUNK = 1024  # rows converted at once: 7 MB raw at S = 18, k = 5
-NAMED = 10  # bad rows named per file
-SLACK = 2.0**-11  # relative rounding error of float16
+# Rows converted at once: 7 MB raw at S = 18, k = 5.
+CHUNK = 1024
+# Bad rows named per file.
+NAMED = 10
+# Relative rounding error of float16.
+SLACK = 2.0**-11
 
 
 # ------------------------------------------------------------------------------- conversion
@@ -61,6 +64,7 @@ def convert(store: ScoreMapStore, out: Path, form: Form) -> ScoreMapStore:
     header = replace(header, form=form)
     with replace_file(out) as part:
         types = dataset_types(header, count, paths.dtype.str, (int(size.sum()),))
+        # All sizes follow from the palettes, so a full disk shows before the first row is encoded.
         allocate_store(part, header, types, known)
         _, arrays, offsets = map_datasets(part)
         with open(part, "r+b", buffering=0) as file:
@@ -80,6 +84,8 @@ def encode_chunks(
         ids = np.arange(first, min(first + CHUNK, len(store)))
         maps = store.rows(ids)
         wrong = store.impossible(ids, maps)
+        # Readers compute the lengths of packed rows from the palette sizes: a wrong one would move
+        # all rows after it.
         wrong["another number of classes than its palette size"] = (
             palette_sizes(maps.cls) != store.palette[ids]
         )

@@ -43,9 +43,12 @@ from densefeed.system.progress import steps_bar
 
 Axes = Literal["row-column", "column-row"]
 SUFFIXES = (".pt", ".npy")
-CHUNK = 256  # files that a thread reads at once: 1.8 MB of maps at S = 18, k = 5
-PROBES = 64  # files that are read to find S and k
-NAMED = 5  # examples of each kind of problem in messages
+# Files that a thread reads at once: 1.8 MB of maps at S = 18, k = 5.
+CHUNK = 256
+# Files that are read to find S and k.
+PROBES = 64
+# Examples of each kind of problem in messages.
+NAMED = 5
 # Number of integers from 0 that a float represents exactly, by its bytes.
 EXACT = {2: 2**11, 4: 2**24, 8: 2**53}
 # Logit of the image's label where there is no map: probability 1 - 2e-6 among 1,000 classes.
@@ -130,6 +133,7 @@ def match(images: Images, labels: Path) -> Matching:
     for folder, members in folders.items():
         there, claims = list_maps(labels, folder, kinds) if folder else set(), defaultdict(list)
         for index in members:
+            # The exact name first: by the first dot `a.b.jpg` and `a.c.jpg` would share `a.pt`.
             for rule in (WHOLE_STEM, FIRST_DOT):
                 stem = map_stem(images.paths[index], rule == WHOLE_STEM)
                 if stem in there or stem in at_root:
@@ -209,6 +213,7 @@ def to_rows(
         fractional = (cls != number_NSSk).reshape(N, -1).any(1)
         rising = (logit[..., 1:] > logit[..., :-1]).reshape(N, -1).any(1)
         infinite = find_non_finite(logit.reshape(N, -1))
+        # Infinities and NaN are faults of their row, which needs no order then.
         for row in np.flatnonzero(rising & ~infinite):
             order = np.argsort(-logit[row], axis=-1, kind="stable")
             for part in (logit, cls):
@@ -253,6 +258,7 @@ class Report:
         """Add an image without a usable map."""
         self.problems[kind] += 1
         if self.log is not None:
+            # Flushed, so the lines of a killed import are there.
             print(kind, sentence, sep="\t", file=self.log, flush=True)
         if len(self.examples[kind]) < NAMED:
             self.examples[kind].append(sentence)
@@ -376,11 +382,13 @@ def import_pack(
             )
         lacking = np.flatnonzero(~writer.done)
         if report.problems:
+            # On disk before the first of these rows gets its label.
             with replace_file(filled) as path, open(path, "wb") as file:
                 np.save(file, lacking)
         for ids in split_runs(lacking, CHUNK):
             writer.write(ids, label_rows(images.labels[ids], num_classes, pack.side, pack.top_k))
         writer.finish()
+        # Kept until the store has its name: a run killed before that is resumed.
         filled.unlink(missing_ok=True)
     finally:
         writer.close()
@@ -391,6 +399,7 @@ def read_maps(
     images: Images, pack: Pack, writer: ScoreMapWriter, threads: int, report: Report
 ) -> None:
     """Read the maps that `writer` lacks, with `threads` threads, and write them."""
+    # One for all threads, so the layout of a pickle is found once.
     files, work = TensorFiles(), list(split_runs(np.flatnonzero(~writer.done), CHUNK))
 
     def load(ids: np.ndarray) -> Part:
@@ -398,6 +407,7 @@ def read_maps(
 
     with (
         ThreadPoolExecutor(threads) as pool,
+        # If a write fails, `closing` cancels the parts that have not started.
         closing(ordered_map(load, work, pool, ahead=2 * threads)) as parts,
         steps_bar("import maps", len(images), report.earlier) as advance,
     ):

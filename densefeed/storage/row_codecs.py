@@ -13,7 +13,8 @@ import numpy as np
 
 Absent = Literal["tail", "zero-logit"]
 Form = Literal["raw", "lossless", "compact"]
-SCALE_BYTES = 8  # of a compact row: low and step, float32 each
+# Bytes of `low` and `step` of a compact row, float32 each.
+SCALE_BYTES = 8
 
 # Shape letters: N rows, S cells along a side, k classes per cell, E = S * S * k entries of a row,
 # P classes in its palette
@@ -118,6 +119,7 @@ def quantize(absent: Absent, maps: ScoreMaps) -> tuple[np.ndarray, np.ndarray]:
         # Rounded to float16, a logit may exceed its logsumexp.
         value = np.minimum(value - maps.lse.astype(np.float64)[..., None], 0).reshape(N, -1)
         low, step = value.max(1), np.ones(N)
+        # Half of the log is the square root of the probability, relative to the row's largest.
         code = 255 * np.exp((value - low[:, None]) / 2)
     return np.stack([low, step], 1).astype("<f4"), np.rint(code).clip(0, 255).astype(np.uint8)
 
@@ -143,6 +145,7 @@ def unpack(
     An index outside the palette, which only a faulty writer leaves under a valid CRC, is decoded as
     class 65,535, which is out of range in every store.
     """
+    # Loaders unpack rows in native/maps.c, which must give the same bits.
     N, cells = len(rows), side * side
     entries = cells * top_k
     logit, cls = np.empty((N, entries), np.float16), np.empty((N, entries), np.uint16)
@@ -177,6 +180,7 @@ def unpack_classes(stack: np.ndarray, at: int, size: int, entries: int) -> np.nd
     for bit in range(bits):
         plane = np.unpackbits(planes[:, bit], axis=1, count=entries, bitorder="little")
         places |= plane.astype(np.uint16) << bit
+    # 65,535 remains where an index is outside the palette.
     table = np.full((N, 1 << bits), 65535, np.uint16)
     table[:, :size] = read_column(stack, at, size, "<u2")
     return np.take_along_axis(table, places.astype(np.intp), 1)
@@ -184,6 +188,7 @@ def unpack_classes(stack: np.ndarray, at: int, size: int, entries: int) -> np.nd
 
 def read_column(stack: np.ndarray, at: int, count: int, dtype: str) -> np.ndarray:
     """View `count` numbers that begin at byte `at` of each row."""
+    # A view of wider numbers needs contiguous bytes.
     return np.ascontiguousarray(stack[:, at : at + count * np.dtype(dtype).itemsize]).view(dtype)
 
 
@@ -200,6 +205,8 @@ def cell_targets(
     """
     logit, others = maps.logit.astype(np.float64), num_classes - maps.logit.shape[3]
     if absent == "zero-logit":
+        # Without the peak exp would overflow: float16 holds logits up to 65,504, float64 only
+        # e^709.
         peak = np.maximum(logit.max(-1, keepdims=True), 0)
         named, other = np.exp(logit - peak), np.exp(-peak)[..., 0]
         total = named.sum(-1) + others * other
@@ -207,6 +214,7 @@ def cell_targets(
     named = np.exp(logit - maps.lse.astype(np.float64)[..., None])
     # Rounding can make this sum exceed 1.
     kept = named.sum(-1, keepdims=True)
+    # If every class is named, no other class can take a remainder, so the sum becomes 1.
     named = named / (np.maximum(kept, 1) if others else kept)
     return named, np.maximum(1 - named.sum(-1), 0) / max(others, 1)
 
@@ -224,6 +232,7 @@ class ErrorSum:
         named_after, other_after = cell_targets(after, *self._convention)
         probability = np.abs(named - named_after)
         others = self._convention[0] - named.shape[3]
+        # Total variation is half the sum of absolute differences.
         variation = (probability.sum(-1) + others * np.abs(other - other_after)) / 2
         for at, error in enumerate((probability, variation)):
             self._max[at] = max(self._max[at], error.max(initial=0))

@@ -44,7 +44,9 @@ Types = dict[str, tuple[str, tuple[int, ...]]]  # dtype and shape of datasets, b
 
 # Version of the file for each form of its rows.
 VERSIONS = {"raw": 1, "lossless": 2, "compact": 2}
-CHUNK_BYTES = 2**26  # of rows that are checked at once
+# Bytes of the rows that are checked at once.
+CHUNK_BYTES = 2**26
+# Four numbers of float32.
 WINDOW_BYTES = 16
 # Errors of `link` on file systems without hard links.
 NO_HARD_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
@@ -157,6 +159,7 @@ def row_crcs(parts: Iterable[Iterable[np.ndarray]]) -> np.ndarray:
     for row in zip(*parts, strict=True):
         crc = 0
         for part in row:
+            # zlib takes contiguous memory only.
             crc = zlib.crc32(np.ascontiguousarray(part).data, crc)
         crcs.append(crc)
     return np.array(crcs, np.uint32)
@@ -207,6 +210,7 @@ def read_layout(path: Path) -> tuple[StoreHeader, dict[str, tuple]]:
         raise UserError(
             f"{path}: there is no such file; make it with tools/relabel_imagenet.py"
         ) from None
+    # The file is not damaged, and commands have a remedy for this error.
     except PermissionError:
         raise
     except (OSError, KeyError) as error:
@@ -394,6 +398,7 @@ class ScoreMapStore:
         stored = (self._arrays.get(name) for name in ("rows", *ScoreMaps._fields))
         total = sum(array.nbytes for array in stored if array is not None)
         chunks = np.array_split(np.arange(len(self)), -(-total // CHUNK_BYTES))
+        # A bar only for more than 1 GiB.
         for ids in bar(chunks, f"{doing} {self.path.name}") if len(chunks) > 16 else chunks:
             first, end = ids[0], ids[-1] + 1
             if not self.packed:
@@ -450,6 +455,8 @@ def allocate_store(
     with h5py.File(path, "w", locking=False) as file:
         file.attrs["densefeed"] = header.to_json()
         file.attrs["names_crc32"] = names_crc(known["label"], known["path"])
+        # By default HDF5 allocates a contiguous dataset at its first write. Until then it has no
+        # offset.
         early = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
         early.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
         # No time stamps: the same rows must give the same bytes.
@@ -513,9 +520,11 @@ class ScoreMapWriter:
         begun = self.path.with_name(f"{self.path.name}.{os.getpid()}.part")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
+            # Locked, or another process would remove it as an orphan.
             held = create_locked(begun)
             try:
                 allocate_store(begun, header, types, {"label": labels, "path": names})
+                # The layout must be on disk before the file gets the name that a later run resumes.
                 sync(begun)
             finally:
                 os.close(held)
@@ -540,6 +549,8 @@ class ScoreMapWriter:
         """Write the rows `ids` (consecutive, ascending), then mark them done."""
         if not (np.diff(ids) == 1).all():
             raise ValueError("rows must be consecutive and ascending")
+        # After a power cut `done` may be on disk without the rest: `find_valid_rows` compares the
+        # CRC.
         columns = maps._asdict() | {
             "crc32": row_crcs(maps),
             "palette": palette_sizes(maps.cls),

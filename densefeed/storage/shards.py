@@ -26,7 +26,8 @@ from densefeed.storage.score_maps import (
 from densefeed.system.errors import BusyError, UserError
 from densefeed.system.progress import bar
 
-CHUNK = 1024  # rows copied at once: 7 MB at S = 18, k = 5
+# Rows copied at once: 7 MB at S = 18, k = 5.
+CHUNK = 1024
 # Shards begin at multiples of this many rows, so batches of a power of two hold the same images for
 # any number of shards.
 GRAIN = 256
@@ -139,6 +140,7 @@ def absorb(writer: ScoreMapWriter, header: StoreHeader, files: list[Path]) -> No
         low, high = max(0, -shift), min(len(writer.done), len(arrays["done"]) - shift)
         if low >= high or not (wanted := np.flatnonzero(~writer.done[low:high]) + low).size:
             continue
+        # A power cut may have left rows that are marked done and are not whole.
         wanted = wanted[find_valid_rows(arrays)[wanted + shift]]
         for ids in split_runs(wanted, CHUNK):
             writer.write(ids, ScoreMaps(*(arrays[name][ids + shift] for name in ScoreMaps._fields)))
@@ -155,6 +157,7 @@ def finish(writer: ScoreMapWriter, out: Path, form: Form) -> ScoreMapStore:
         writer.finish()
     else:
         convert(ScoreMapStore(writer.part), out, form)
+        # Only now: a conversion that fails or is killed is repeated from these rows.
         writer.part.unlink()
     return ScoreMapStore(out)
 
@@ -210,6 +213,7 @@ def merge(out: Path, of: int, form: Form = "raw") -> ScoreMapStore:
         store = finish(writer, out, form)
     finally:
         writer.close()
+    # The shards go only when the merged file has its name.
     clean_up(out, whole)
     return store
 
@@ -263,5 +267,6 @@ def merge_files(out: Path, /, form: Form = "raw") -> None:
         raise UserError(
             f"{out} has no shards ({example}, ...) beside it; name the file they are merged into"
         )
+    # If no set of shards is complete, `merge` names what the first set lacks.
     whole = [of for of in counts if not missing(out, of)]
     print(summary(merge(out, (whole or counts)[0], form)))

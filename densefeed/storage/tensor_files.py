@@ -30,7 +30,8 @@ MAX_BYTES = 2**26
 TOO_LARGE = f"is larger than {MAX_BYTES >> 20} MiB, which no score map is"
 # Layouts kept. The limit bounds the memory for a folder of unrelated files.
 MAX_LAYOUTS = 256
-NPY = struct.Struct("<6sBBH")  # magic, version 1.0, bytes of the header
+# Magic, version 1.0, bytes of the header.
+NPY = struct.Struct("<6sBBH")
 # Pickled name of a storage: its length, and digits.
 KEY = re.compile(rb"X(.)\0\0\0([0-9]+)", re.DOTALL)
 
@@ -69,6 +70,7 @@ class TensorFiles:
         an unrestricted pickle. OSError is not wrapped.
         """
         with open(path, "rb", buffering=0) as file:
+            # One byte more than allowed shows a larger file without reading all of it.
             content = file.read(MAX_BYTES + 1)
         if len(content) > MAX_BYTES:
             raise TensorError(TOO_LARGE)
@@ -79,6 +81,7 @@ class TensorFiles:
         found = split_zip(content) if content[:2] == b"PK" else self._split_legacy(content)
         if found is not None:
             layout = self._layouts.get(found[0])
+            # Nothing in a zip makes its storage as long as its pickle states.
             if layout is not None and layout.nbytes == len(found[1]):
                 return layout.view(found[1])
         return self._load(content, found)
@@ -98,6 +101,7 @@ class TensorFiles:
             raise TensorError(f"is no complete NumPy array ({first_line(error)})") from error
         if file.read(1):
             raise TensorError("has more bytes than its array")
+        # numpy writes version 1.0 unless the header is longer than 64 KiB.
         if content[6:8] == b"\1\0" and array.size:
             layout = Layout(array.dtype, array.shape, array.strides, 0, array.nbytes)
             self._remember(content[:start], layout)
@@ -122,6 +126,7 @@ class TensorFiles:
             found = split_legacy(content, storage)
         if found is not None and array.size and len(found[1]) == storage:
             again = layout.view(found[1])
+            # A layout is used only after it gave the numbers of `torch.load`.
             if again.tobytes() == array.tobytes() and self._remember(found[0], layout) and legacy:
                 self._legacy_sizes.add(storage)
         return array
@@ -137,6 +142,7 @@ class TensorFiles:
 
         Only the pickle contains the size of the storage, so all cached sizes are tried.
         """
+        # A copy, because another thread may add a size meanwhile.
         for nbytes in tuple(self._legacy_sizes):
             found = split_legacy(content, nbytes)
             if found is not None and found[0] in self._layouts:
@@ -188,6 +194,7 @@ def split_zip(content: bytes) -> tuple[bytes, memoryview] | None:
         return None
     found = {member.filename.partition("/")[2]: member for member in members}
     keys = [name[5:] for name in found if name.startswith("data/")]
+    # PyTorch writes every name once and compresses nothing; torch.load decides about other files.
     if len(found) != len(members) or any(member.compress_type for member in members):
         return None
     if len(keys) != 1 or not keys[0].isdigit() or "data.pkl" not in found:
@@ -196,6 +203,7 @@ def split_zip(content: bytes) -> tuple[bytes, memoryview] | None:
         return None
     pickled = bytes(read_member(content, found["data.pkl"]))
     named = b"X" + struct.pack("<L", len(keys[0])) + keys[0].encode()
+    # Two places could make different pickles equal once the key is removed.
     if pickled.count(named) != 1:
         return None
     return b"zip" + pickled.replace(named, b"X"), read_member(content, found[f"data/{keys[0]}"])

@@ -42,7 +42,8 @@ def free_memory(device: torch.device) -> int:
             return next(
                 int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable")
             )
-    except (OSError, StopIteration):  # not Linux
+    # Not Linux: the whole memory is the best known bound.
+    except (OSError, StopIteration):
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 

@@ -66,6 +66,8 @@ def run(main: Callable[[], object]) -> None:
     except OSError as error:
         # The reader closed the pipe, as `... | head` does.
         if error.errno == errno.EPIPE:
+            # Python flushes stdout when it exits, which would fail again (Python's signal module,
+            # Note on SIGPIPE).
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             # 128 + SIGPIPE, as a shell reports it.
             sys.exit(141)
@@ -85,5 +87,6 @@ def stop(sentence: str) -> None:
     """Print `sentence` on stderr and exit with code 2."""
     # Else what was printed before could appear after the error.
     sys.stdout.flush()
+    # Messages of libraries may have several lines.
     print(f"error: {' '.join(sentence.split())}", file=sys.stderr, flush=True)
     sys.exit(2)

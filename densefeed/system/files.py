@@ -28,6 +28,7 @@ def replace_file(path: Path) -> Iterator[Path]:
     complete new one, also after a power cut. The sibling `<path>.PID.part` is locked; siblings left
     by killed processes are removed.
     """
+    # With the PID, because two processes may replace one file at the same time.
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     with name_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -52,6 +53,8 @@ def lock(descriptor: int, path: Path) -> None:
     Raises BusyError if another process holds the lock.
     """
     try:
+        # Not `lockf`: its locks end when the process closes any descriptor of the file, and h5py
+        # opens and closes a `.part` that is locked here.
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise BusyError(
@@ -101,6 +104,7 @@ def remove_orphans(path: Path) -> None:
         # Its writer is alive, or this process may not open it.
         except (BusyError, OSError):
             continue
+        # Before the lock is released, so no process can lock a file that is about to go.
         part.unlink(missing_ok=True)
         os.close(descriptor)
 
@@ -126,6 +130,7 @@ def name_errors(path: Path | str) -> Iterator[None]:
 
 def sync(path: Path) -> None:
     """fsync a file or a folder."""
+    # Folders open for reading only, which is enough for fsync.
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -27,6 +27,7 @@ class Bounds:
 
     def check(self, name: str, value: float) -> None:
         """Raise UserError with the name of the option for a number out of bounds or not finite."""
+        # Infinity lies within bounds that have no upper end.
         if self.low <= value <= self.high and math.isfinite(value):
             return
         finite = "" if math.isfinite(value) else " and finite"
@@ -64,6 +65,7 @@ def metadata(hint: Any) -> tuple:
 
 def leaf_name(name: str, hint: Any) -> str:
     """Return the name of an option on the command line, with underscores."""
+    # `tyro.conf.arg` has the name; Bounds have none.
     given = (getattr(item, "name", None) for item in metadata(hint))
     return next(filter(None, given), name).replace("-", "_")
 

@@ -17,7 +17,8 @@ from rich.progress import (
 )
 
 Item = TypeVar("Item")
-LOG_INTERVAL = 60.0  # seconds between lines in a log file
+# Seconds between lines in a log file.
+LOG_INTERVAL = 60.0
 
 
 def open_bar(*more: ProgressColumn) -> Progress:
@@ -64,6 +65,7 @@ def tally(what: str, total: int, done: int) -> Iterator[Callable[[int], None]]:
             nonlocal printed
             progress.update(task, completed=completed)
             now = time.monotonic()
+            # Nothing new has no rate, and the time left would be a division by zero.
             if progress.console.is_terminal or now - printed < LOG_INTERVAL or completed <= done:
                 return
             # What earlier runs completed took no time in this one.

@@ -46,6 +46,7 @@ def commit() -> str:
         ).stdout.strip()
 
     try:
+        # Every measurement adds a row to the results, so they alone do not make a checkout dirty.
         dirty = git("status", "--porcelain", "--", ".", f":!{RESULTS}")
         return git("rev-parse", "--short=12", "HEAD") + ("-dirty" if dirty else "")
     except (OSError, subprocess.CalledProcessError):

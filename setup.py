@@ -17,6 +17,7 @@ class BuildNative(build_ext):
         return os.path.join(*name.split(".")) + ".so"
 
     def get_export_symbols(self, extension):
+        # On Windows setuptools would export PyInit_libdensefeed, which the library does not define.
         return []
 
 
@@ -27,6 +28,7 @@ def compile_flags() -> list[str]:
     library is loaded. Without contraction (a * b + c rounded once) every processor computes the
     same filter weights, and so the same pixels.
     """
+    # Compilers for other processors refuse this option.
     machine = ["-march=x86-64-v2"] if platform.machine() in ("x86_64", "AMD64") else []
     common = ["-O3", "-std=gnu11", "-fwrapv", "-ffp-contract=off", "-fvisibility=hidden"]
     return [*common, *machine]
@@ -37,6 +39,7 @@ setup(
         Extension(
             "densefeed.native.libdensefeed",
             sources=[f"{NATIVE}/{source}.c" for source in SOURCES],
+            # A change of the header alone must build the library again.
             depends=[f"{NATIVE}/native.h"],
             libraries=["jpeg", "m", "pthread"],
             extra_compile_args=compile_flags(),

@@ -35,7 +35,8 @@ PACKAGES = (
     *("torch", "torchvision", "timm", "numpy", "pillow", "h5py"),
     *("ffcv", "simplejpeg", "spdl-core", "nvidia-dali-cuda130"),
 )
-CORES = len(os.sched_getaffinity(0))  # that this process may use
+# os.cpu_count() would also count cores that a container or taskset denies this process.
+CORES = len(os.sched_getaffinity(0))
 QUARTILES = ("median", "p25", "p75")
 COLUMNS = (
     *("date", "commit", "cpu", "cores", "versions", "command", "data", "name", "threads"),
@@ -58,6 +59,7 @@ class Output:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
+            # bool is a subclass of int: isinstance would refuse every option that is False.
             if type(value) is int and value < 1 and name not in self.may_be_0:
                 raise UserError(f"--{name.replace('_', '-')} must be at least 1")
 
@@ -95,6 +97,7 @@ def take_turns(
     """
     keys, rates = list(works), {key: [] for key in works}
     for number in range(rounds + 1):
+        # Each round starts with another work, so that a drift within a round favors none.
         first = number % len(keys)
         for key in keys[first:] + keys[:first]:
             before(key)
@@ -103,6 +106,7 @@ def take_turns(
             start = time.perf_counter()
             count = works[key](number)
             took = time.perf_counter() - start
+            # Round 0 is the warm-up: it includes compilation, ten seconds for stock FFCV alone.
             if number:
                 rates[key].append(count / took)
             done(key)
@@ -118,6 +122,8 @@ def choose_cores(count: int, allowed: set[int]) -> set[int]:
     """Choose `count` of the allowed logical CPUs, on distinct physical cores as far as possible."""
     seen, firsts, seconds = set(), [], []
     for cpu in sorted(allowed):
+        # Logical CPUs of one physical core share its arithmetic units: two of them are slower than
+        # two cores, and the ratio of two threads to one would measure that.
         shared = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
         siblings = shared.read_text().strip() if shared.exists() else str(cpu)
         (seconds if siblings in seen else firsts).append(cpu)
@@ -136,7 +142,8 @@ def pin(cpus: set[int]) -> None:
         for task in Path(f"/proc/{process}/task").iterdir():
             try:
                 os.sched_setaffinity(int(task.name), cpus)
-            except ProcessLookupError:  # the thread has ended meanwhile
+            except ProcessLookupError:
+                # The thread has ended since the folder was listed.
                 continue
 
 
@@ -238,6 +245,7 @@ def report(
     rows = spread_rows(values, unit)
     ratios = [compare(a, b, values[a], values[b], what=what or unit) for a, b in pairs]
     document = {"rows": rows, "ratios": ratios, "environment": facts}
+    # Not `+=`, which would also extend the document's rows.
     rows = rows + ratio_rows(ratios)
     print(data)
     print_rows(rows)
@@ -271,6 +279,8 @@ def append_rows(path: Path, rows: list[dict]) -> None:
             f"{path} has other columns than {', '.join(COLUMNS)}; move it away to start a new file"
         )
     text = io.StringIO()
+    # Rows also have fields that only the JSON document keeps. By default csv ends lines with
+    # \r\n, unlike the file in the repository.
     writer = csv.DictWriter(text, COLUMNS, extrasaction="ignore", lineterminator="\n")
     if not old:
         writer.writeheader()
@@ -278,5 +288,7 @@ def append_rows(path: Path, rows: list[dict]) -> None:
         # No clock here resolves more than six digits.
         digits = {name: f"{value:.6g}" for name, value in row.items() if isinstance(value, float)}
         writer.writerow(row | digits)
+    # The file is replaced as a whole: an append that is interrupted would leave half a row. The
+    # last line may lack its newline if the file was edited by hand.
     with replace_file(path) as part:
         part.write_text(old + "\n" * (bool(old) and not old.endswith("\n")) + text.getvalue())

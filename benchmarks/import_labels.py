@@ -33,8 +33,10 @@ from densefeed.tools import import_labels
 
 OURS, PEER = "import", "torch.load"
 CLASSES, SIDE, TOP_K = 1000, 18, 5
-DISTINCT = 64  # different maps, which the files repeat
-BAR, AIM = 1500, 5000  # files per second on two cores
+# Different maps, which the files repeat.
+DISTINCT = 64
+# Files per second on two cores: required and goal.
+BAR, AIM = 1500, 5000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,10 +70,12 @@ def make_files(folder: Path, count: int, form: str) -> None:
     num_classes = min(CLASSES, count)
     rng = np.random.default_rng(0)
     jpeg, maps = io.BytesIO(), []
+    # The import reads at most the header of an image, so a tiny one does.
     Image.new("RGB", (50, 37)).save(jpeg, "JPEG")
     # The classes of a cell are this far apart, or as far as keeps them distinct.
     step = min(7, num_classes // TOP_K) * np.arange(TOP_K)[:, None, None]
     for _ in range(DISTINCT):
+        # In published files the classes of a cell descend by their logits.
         logit = -np.sort(-rng.normal(4, 3, (TOP_K, SIDE, SIDE)), axis=0)
         classes = (rng.integers(0, num_classes, (1, SIDE, SIDE)) + step) % num_classes
         encoded = io.BytesIO()
@@ -89,6 +93,7 @@ def make_files(folder: Path, count: int, form: str) -> None:
 
 def measure(benchmark: ImportBenchmark, folder: Path) -> dict[str, list[float]]:
     """Return files per second of each contestant, one value per round."""
+    # The peer's files are listed outside the clock; the import lists both folders within it.
     out, paths = folder / "maps.h5", sorted((folder / "labels").rglob("*.pt"))
     options = import_labels.Import(
         labels=folder / "labels",
@@ -96,6 +101,7 @@ def measure(benchmark: ImportBenchmark, folder: Path) -> dict[str, list[float]]:
         out=out,
         footprint=benchmark.footprint,
         threads=benchmark.threads,
+        # The audit is not part of importing: tools/audit.py does the same one alone.
         audit=False,
     )
 

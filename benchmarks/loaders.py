@@ -78,7 +78,8 @@ RATIOS = [
     ("dali-gpu+labels", "dali-gpu"),
     ("dali-gpu+labels", "nvidia-dali-gpu"),
 ]
-FIRST_BATCHES = 5  # processes to start
+# Processes to start, after one that warms the page cache.
+FIRST_BATCHES = 5
 
 Key = tuple[str, int]  # loader, threads
 
@@ -175,6 +176,7 @@ def choose_loaders(option: str) -> list[str]:
             print(f"{name}: skipped, {reason}; {PEERS[name].remedy}")
         else:
             names.append(name)
+    # Twice the same name would be twice the same key of the rates.
     return list(dict.fromkeys(names))
 
 
@@ -213,6 +215,7 @@ def measure(
     makings = min(benchmark.makings, benchmark.rounds)
     shares = [len(part) for part in np.array_split(range(benchmark.rounds), makings)]
     rates = {key: [] for key in keys}
+    # Each making adds a round of warm-up.
     turns = len(keys) * (benchmark.rounds + len(shares))
     with restore_cpus_after() as allowed, steps_bar("benchmark", turns, 0) as advance:
 
@@ -237,6 +240,7 @@ def measure(
                 )
                 for key, values in new.items():
                     rates[key] += values
+                # Asked while the loaders are alive and hold their memory.
                 free, total = torch.cuda.mem_get_info() if torch.cuda.is_available() else (0, 0)
     return rates, total - free
 
@@ -273,6 +277,7 @@ def measure_stages(data: BenchmarkSet, benchmark: LoaderBenchmark) -> dict:
     """
     config = PeerConfig(data, 1, benchmark.batch, benchmark.size)
     passes, shares = [], []
+    # In each pass the limit follows the stages, so the machine's drift cancels in the share.
     limit = FullDecode(config) if explain_missing(LIMIT) is None else None
     with use_cores(1):
         for number in range(benchmark.rounds + 1):
@@ -331,6 +336,8 @@ def time_first_batches(data: BenchmarkSet, benchmark: LoaderBenchmark) -> list[f
 
     The batch has its score maps if there are any.
     """
+    # The new process starts in the repository, where it finds `benchmarks`, so a relative path
+    # would lead elsewhere.
     options = data.beton.resolve(), benchmark.threads[0], benchmark.batch, benchmark.size
     words = [sys.executable, "-c", FIRST_BATCH, *map(str, options)]
     printed = [

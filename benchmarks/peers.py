@@ -71,10 +71,14 @@ from densefeed.storage.packs import map_stem
 from densefeed.system.prefetch import ordered_map
 from densefeed.system.provenance import ROOT
 
-SMOOTHING = 0.1  # of the published token labels
-PATCH = 16  # side of a token, pixels
-CHUNK = 16  # images that a thread takes at once
-AHEAD = 3  # batches in flight, as in our loaders and stock FFCV
+# Label smoothing of the published code, which smooths token labels too.
+SMOOTHING = 0.1
+# Side of a token, pixels.
+PATCH = 16
+# Images that a thread takes at once.
+CHUNK = 16
+# Batches in flight, as in our loaders and stock FFCV.
+AHEAD = 3
 
 
 class BenchmarkSet(NamedTuple):
@@ -152,6 +156,7 @@ class OurLoader:
         options = DataOptions(
             loader=kind.partition("-")[0],
             train=data.folder if folder else data.beton,
+            # A .beton holds its own maps.
             score_maps=data.maps if folder and labels else None,
             threads=config.threads,
             size=config.size,
@@ -163,6 +168,7 @@ class OurLoader:
 
     def batches(self, epoch: int) -> Iterator[PeerBatch]:
         for batch in self._loader.batches(epoch):
+            # Padding has weight 0.
             yield PeerBatch(int(batch.weight.sum()), batch.image, batch.label, batch.map_logit)
 
     def close(self) -> None:
@@ -199,10 +205,12 @@ class ConcurrentPeers:
                 for batch in peer.batches(epoch):
                     queue.put(batch)
             finally:
+                # Also after an error, or the consumer would wait forever; `result` raises it below.
                 queue.put(None)
 
         with ThreadPoolExecutor(2) as pool:
             runs = [pool.submit(run, peer) for peer in self._peers]
+            # The queue is common: either peer's sentinel ends either of the two passes.
             for _ in runs:
                 yield from iter(queue.get, None)
             for one in runs:
@@ -220,6 +228,7 @@ class StockFfcv(Peer):
     """
 
     def __init__(self, config: PeerConfig) -> None:
+        # Imported here, because ffcv is optional and its import takes seconds.
         from ffcv.fields.basics import IntDecoder
         from ffcv.fields.rgb_image import RandomResizedCropRGBImageDecoder
         from ffcv.loader import Loader, OrderOption
@@ -234,12 +243,14 @@ class StockFfcv(Peer):
             os_cache=True,
             order=OrderOption.RANDOM,
             seed=0,
+            # By default ffcv drops an incomplete last batch, which our loaders deliver.
             drop_last=False,
             pipelines={"image": pixels, "label": [IntDecoder(), ToTensor()]},
         )
 
     def batches(self, epoch: int) -> Iterator[PeerBatch]:
         for image, label in self._loader:
+            # ffcv delivers integers as a column.
             yield PeerBatch(len(image), image, label[:, 0], None)
 
 
@@ -259,6 +270,7 @@ class NvidiaDali:
             ["image", "label"],
             reader_name="reader",
             last_batch_policy=LastBatchPolicy.PARTIAL,
+            # Without a reset every epoch but the first would be empty.
             auto_reset=True,
         )
 
@@ -280,6 +292,7 @@ def build_nvidia_pipeline(
     @pipeline_def(
         batch_size=config.batch,
         num_threads=config.threads,
+        # Without a device id, operators of the CPU run on machines that have no driver.
         device_id=None if device == "cpu" else 0,
         seed=0,
     )
@@ -296,6 +309,7 @@ def build_nvidia_pipeline(
             output_type=types.RGB,
             random_area=[0.08, 1.0],
             random_aspect_ratio=[3 / 4, 4 / 3],
+            # As in NVIDIA's example; DALI's default is ten.
             num_attempts=100,
         )
         size = config.size, config.size
@@ -304,6 +318,7 @@ def build_nvidia_pipeline(
             image,
             dtype=types.UINT8,
             output_layout="HWC",
+            # Mean 0 and deviation 1 keep the pixels, so this only mirrors.
             mean=[0.0] * 3,
             std=[1.0] * 3,
             mirror=fn.random.coin_flip(),
@@ -343,6 +358,7 @@ def probe_nvidia_gpu() -> None:
         words = [sys.executable, "-c", NVIDIA_PROBE, folder]
         done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=120)
     if done.returncode:
+        # A process that ends with a segmentation fault has printed nothing.
         why = done.stderr.strip().splitlines()[-1:] or [f"the process ended with {done.returncode}"]
         raise RuntimeError(f"it cannot decode crops on this GPU: {why[0]}")
 
@@ -370,6 +386,7 @@ def worker_options(config: PeerConfig) -> dict:
     Workers come from a fork server: a fork of this process, in which OpenMP and numba have threads,
     may hang.
     """
+    # Without persistent workers, the start of new processes would be timed in every epoch.
     many = config.threads > 1
     return {
         "num_workers": config.threads if many else 0,
@@ -397,6 +414,7 @@ def decode_tensor(path: str) -> Tensor:
     """Decode a JPEG file to uint8 `[3, H, W]`."""
     from torchvision.io import ImageReadMode, decode_jpeg, read_file
 
+    # Without a mode a grayscale file would have one channel, and batches could not be stacked.
     return decode_jpeg(read_file(path), ImageReadMode.RGB)
 
 
@@ -410,7 +428,10 @@ class Timm(DataLoaderPeer):
 
         folder = str(config.data.folder)
         options = worker_options(config)
+        # create_loader has no such option.
         context = options.pop("multiprocessing_context")
+        # `.loader` is what the prefetcher wraps: a loader of uint8 batches. With
+        # use_prefetcher=False the transform itself would convert to float and normalize.
         self._loader = create_loader(
             create_dataset("", root=folder, split="train", is_training=True),
             (3, config.size, config.size),
@@ -479,6 +500,7 @@ class PublishedDataset(Dataset):
             left = image.width - left - width
         crop = image.crop((left, top, left + width, top + height))
         crop = crop.resize((self._size, self._size), Image.Resampling.BILINEAR)
+        # As published: a third plane carries the box in columns 0 to 3 and the label in column 5.
         packed = torch.cat([score_map, torch.zeros_like(score_map[:1])])
         box = (top / image.height, left / image.width, height / image.height, width / image.width)
         packed[2, 0, 0, :4] = torch.tensor(box)
@@ -507,12 +529,14 @@ def published_targets(packed: Tensor, grid: int, num_classes: int) -> Tensor:
     stay at logit 0, and the softmax follows the pooling.
     """
     top, left, height, width = packed[:, 2, 0, 0, :4].unbind(1)
+    # RoIAlign without `aligned` counts from the center of the first cell: half a cell less.
     corners = torch.stack([top, left, top + height, left + width], 1) * packed.shape[-1] - 0.5
     pooled = pool_maps(packed[:, 0], packed[:, 1], corners, num_classes, grid)
     off = SMOOTHING / num_classes
     on = 1 - SMOOTHING + off
     given = torch.full((len(packed), num_classes, 1), off)
     given.scatter_(1, packed[:, 2, 0, 0, 5].long().view(-1, 1, 1), on)
+    # Not normalized again, as published: a token's target sums to 1 + SMOOTHING / K.
     target = torch.cat([given, pooled.softmax(1) * on + off], 2)
     # The published code mixes with a share of 1 even where nothing is mixed.
     return target * 1.0 + target.flip(0) * 0.0
@@ -534,6 +558,7 @@ def pool_maps(
     from torchvision.ops import roi_align
 
     dense = logit_NkSS.new_zeros(len(logit_NkSS), num_classes, *logit_NkSS.shape[2:])
+    # Image by image, as published: this loop is part of what is measured.
     for row, logit, named in zip(dense, logit_NkSS, class_NkSS, strict=True):
         row.scatter_(0, named.long(), logit)
     number = torch.arange(len(dense), dtype=dense.dtype, device=dense.device)
@@ -599,6 +624,7 @@ class SimpleJpeg:
         """Map in the calling thread, or on the pool."""
         if self._pool is None:
             return map(work, items)
+        # AHEAD counts batches, ordered_map counts chunks.
         return ordered_map(work, items, self._pool, AHEAD * -(-self._config.batch // CHUNK))
 
     def close(self) -> None:
@@ -643,10 +669,12 @@ class Spdl(Peer):
     def _decode(self, sample: Sample) -> tuple[object, int]:
         index, box, flip = sample
         (top, left, height, width), size = box.tolist(), self._config.size
+        # Without exact=1 FFmpeg rounds the crop to whole chroma samples, two pixels in 4:2:0.
         crop = f"crop={width}:{height}:{left}:{top}:exact=1"
         scale = f"scale={size}:{size}:flags=bilinear"
         graph = f"{crop},{scale},{'hflip,' if flip else ''}format=pix_fmts=rgb24"
         packets = self._io.demux_image(self._config.data.paths[index])
+        # Images are delivered in order of completion, so each keeps its id.
         return self._io.decode_packets(packets, filter_desc=graph), index
 
     def _collate(self, samples: list[tuple[object, int]]) -> PeerBatch:

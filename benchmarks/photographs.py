@@ -32,11 +32,15 @@ from densefeed.storage.score_maps import ScoreMaps, ScoreMapStore, ScoreMapWrite
 from densefeed.system.errors import UserError
 from densefeed.tools import export_labels, pack_dataset
 
-LONG, SHORT = 500, 375  # pixels
+# Pixels; 500 x 375 is the most frequent size in ImageNet.
+LONG, SHORT = 500, 375
 QUALITY = 90
-SHARE = (0.05, 0.3)  # area of a crop, relative to the largest one of its shape
-MAP_SIDE, TOP_K = 18, 5  # of a score map, as published
-DISTINCT = 24  # classes in an image's map
+# Area of a crop, relative to the largest one of its shape.
+SHARE = (0.05, 0.3)
+# Of a score map, as published: NFNet-F6 at 576 pixels has a cell every 32 pixels.
+MAP_SIDE, TOP_K = 18, 5
+# Classes in an image's map.
+DISTINCT = 24
 
 
 def sample_dataset(cache: Path, images: int, classes: int) -> BenchmarkSet:
@@ -67,11 +71,13 @@ def beton_dataset(beton: Path, folder: Path | None, cache: Path) -> BenchmarkSet
     Raises UserError if it holds raw pixels, or if `folder` holds other images.
     """
     opened, source, stat = Beton(beton), FfcvSource(beton), beton.stat()
+    # A .beton that is packed again gets another folder: its images may be others.
     facts = f"{source.fingerprint} {stat.st_size} {stat.st_mtime_ns} {folder}"
     home = cache / f"data-{hashlib.sha256(facts.encode()).hexdigest()[:12]}"
     if folder is None:
         folder = home / "images"
         make_once(folder, lambda part: unpack(opened, part))
+    # Classes without images are left out, as they have no folder.
     counts = np.unique(opened.labels, return_counts=True)[1]
     if not np.array_equal(np.bincount(Images(folder).labels), counts):
         raise UserError(
@@ -95,6 +101,7 @@ def add_peer_formats(home: Path, folder: Path, maps: Path | None, beton: Path) -
         write_stock(stock, folder)
     if maps is not None:
         num_classes = ScoreMapStore(maps).header.num_classes
+        # The published files hold class ids as float16.
         if num_classes <= export_labels.MOST_CLASSES:
             published = home / "published"
             # It appears under its name when it is complete.
@@ -138,7 +145,9 @@ def write_crops(folder: Path, images: int, classes: int) -> None:
     """Write `images` JPEGs as `<class>/<number>.jpg`, the same on every call."""
     originals = load_photographs()
     rng = np.random.default_rng(0)
-    draws = rng.random((images, 5))  # shape, area, left, top, mirrored
+    # Drawn before the threads start, so that images do not depend on the order of threads. Columns:
+    # shape, area, left, top, mirrored.
+    draws = rng.random((images, 5))
 
     def write(number: int) -> None:
         original = originals[number % len(originals)]
@@ -157,6 +166,7 @@ def write_crops(folder: Path, images: int, classes: int) -> None:
         crop.save(path, quality=QUALITY, subsampling="4:2:0")
 
     with ThreadPoolExecutor() as pool:
+        # list() raises the error of a thread; the iterator alone would drop it.
         list(pool.map(write, range(images)))
 
 
@@ -168,6 +178,7 @@ def draw_maps(images: int, classes: int) -> ScoreMaps:
     distinct, top_k = min(DISTINCT, classes), min(TOP_K, classes)
     palette = np.argsort(rng.random((images, classes)), axis=1)[:, :distinct]
     logit = rng.normal(4.0, 3.0, (images, MAP_SIDE, MAP_SIDE, distinct))
+    # Each class that is not named has logit 0 and adds exp(0) = 1 to the sum.
     lse = np.log(np.exp(logit).sum(-1) + classes - distinct)
     best = np.argsort(-logit, axis=-1)[..., :top_k]
     cls = np.take_along_axis(palette[:, None, None], best, axis=-1).astype(np.uint16)
@@ -204,10 +215,12 @@ def write_stock(path: Path, folder: Path) -> None:
     """
     images = Images(folder)
     for number in range(len(images)):
+        # Every JPEG begins with these two bytes, the marker SOI.
         if images.read(number)[:2] != b"\xff\xd8":
             raise UserError(
                 f"{images.where(number)} is not a JPEG; the benchmark's peers read only JPEGs"
             )
+    # index=False keeps the bytes: no restart markers, no segment offsets.
     pack_dataset.main(pack_dataset.Packing(data=folder, out=path, index=False))
 
 
@@ -219,6 +232,7 @@ def unpack(beton: Beton, folder: Path) -> None:
             raise UserError(
                 f"{beton.path} image {number} is raw pixels; the benchmark's peers read only JPEGs"
             )
+        # With leading zeros the order of names, in which the folder is read, is that of numbers.
         path = folder / f"{label:06d}" / f"{number:08d}.jpg"
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(encoded)

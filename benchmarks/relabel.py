@@ -40,7 +40,8 @@ from densefeed.storage.images import Images
 from densefeed.system.errors import UserError
 
 OURS, PEER, TEACHER = "pass", "stand-in", "teacher"
-BAR, AIM = 2.0, 4.0  # of the ratio of OURS to PEER
+# Of the ratio of OURS to PEER: required and goal.
+BAR, AIM = 2.0, 4.0
 # Of the published teacher.
 CONFIG = {"mean": IMAGENET_DEFAULT_MEAN, "std": IMAGENET_DEFAULT_STD, "interpolation": "bicubic"}
 
@@ -100,6 +101,7 @@ def generate(
     dataset.transform = create_transform(
         benchmark.input_size, is_training=False, crop_pct=1.0, **CONFIG
     )
+    # Not shuffled, so that batches come in the order of the file names below.
     loader = torch.utils.data.DataLoader(dataset, benchmark.batch, num_workers=benchmark.threads)
     paths = iter(dataset.filenames())
     for image_NCHW, _ in loader:
@@ -118,6 +120,8 @@ def generate(
 def score_images(model: torch.nn.Module, image_NCHW: torch.Tensor, top_k: int) -> torch.Tensor:
     """Return each cell's largest logits and their class ids, float16 `[N, 2, k, S, S]`."""
     features, classifier = model.forward_features(image_NCHW), model.get_classifier()
+    # As in the published generator, the classifier is a 1 x 1 convolution over the cells before
+    # pooling, and class ids are float16 too, which is exact up to 2,048.
     weight = classifier.weight[:, :, None, None]
     logits_NKSS = torch.nn.functional.conv2d(features, weight, classifier.bias)
     top = logits_NKSS.topk(top_k, dim=1)
@@ -154,12 +158,14 @@ def measure(folder: Path, benchmark: RelabelBenchmark) -> dict[str, list[float]]
         return generate(dataset, folder / "images", folder / "pt", teacher, benchmark)
 
     def run_teacher(_: int) -> int:
+        # Only whole batches are scored, so the last one may go beyond the images; its rows count.
         runs = -(-benchmark.images // batch)
         for _ in range(runs):
             work.scorer.begin(example, batch, benchmark.top_k)
         return runs * batch
 
     def clear(_: str) -> None:
+        # A pass refuses to replace a finished store.
         (folder / "maps.h5").unlink(missing_ok=True)
         shutil.rmtree(folder / "pt", ignore_errors=True)
 

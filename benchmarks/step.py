@@ -117,8 +117,10 @@ BARS = {
 # Largest relative difference of two losses that are equal up to rounding: bfloat16 resolves 2^-8,
 # and part of that remains in the sums.
 EQUAL = {None: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
-SCALES = 16  # halvings from GradScaler's initial scale, 65,536, to 1
-RATE = 1e-4  # learning rate, without warm-up, for the same images in every step
+# Halvings from GradScaler's initial scale, 65,536, to 1.
+SCALES = 16
+# Learning rate, without warm-up, for the same images in every step.
+RATE = 1e-4
 # Bytes of the copy whose rate is measured: more than caches hold.
 COPIED = {"cpu": 2**28, "cuda": 2**30}
 
@@ -194,10 +196,13 @@ class Contest:
 
         def turn(epoch: int) -> int:
             clock, images = RunClock(0, np.zeros(2)), 0
+            # Closing ends the loader's work on further batches, which would slow the next turn.
             with closing(batches(epoch, clock.time_data)) as source:
                 for batch in islice(source, self.steps):
+                    # Kept as step returns it: float() would wait for the device in every step.
                     self.losses[key] = step(batch)
                     images += len(batch.label)
+                # On a GPU the steps are only queued so far.
                 synchronize(self.device)
                 seconds, waited = clock.total()
                 shares.append(waited / seconds)
@@ -247,6 +252,7 @@ def main(benchmark: StepBenchmark) -> dict:
             raise UserError(
                 f"--batch {benchmark.batch}: out of memory on {device}; give a smaller batch"
             ) from error
+        # Measured on the same cores as the steps.
         ceiling = {
             "matmul_flops_per_s": matmul_rate(device, dtype),
             "copy_bytes_per_s": copy_rate(device),
@@ -341,6 +347,7 @@ def check_loader(benchmark: StepBenchmark, loader: ThreadedLoader) -> None:
             f"{benchmark.data} has no score maps, which --objective token-label needs; "
             "pack it with --maps, or give --objective ce"
         )
+    # A turn takes its batches from a single epoch, whose last one may be incomplete.
     if (whole := loader.plan.num_samples // benchmark.batch) < benchmark.steps:
         raise UserError(
             f"--steps {benchmark.steps}: {benchmark.data} has {whole} whole batches "
@@ -360,6 +367,7 @@ def build_contest(
     for name, trainable in ours.items():
         step = OurStep(make_config(benchmark, name), trainable, constant, device)
         contest.floors[name] = measure_floor(step, batch, classes)
+    # timm's step trains the same network.
     contest.floors[TIMM] = contest.floors[OURS]
 
     def batches(_: int, through: Through) -> Iterator[Batch]:
@@ -367,6 +375,8 @@ def build_contest(
 
     for mode in dict.fromkeys(benchmark.modes):
         compile = COMPILED[mode]
+        # OurStep copies its network: every mode starts from equal weights, or losses could not be
+        # compared.
         steps = {
             name: OurStep(make_config(benchmark, name, compile), trainable, constant, device)
             for name, trainable in ours.items()
@@ -374,6 +384,7 @@ def build_contest(
         config = make_config(benchmark, OURS, compile)
         steps[TIMM] = timm_step(config, deepcopy(ours[OURS]), device)
         bar = EQUAL[autocast_dtype(config, device)]
+        # These first steps also compile, before anything is timed.
         contest.equality.append(compare_losses(steps, batch, mode, bar))
         for name, step in steps.items():
             contest.add((name, mode), step, batches)
@@ -395,6 +406,7 @@ def build_ours(
     for name in names:
         config = make_config(benchmark, name)
         if name == AGENT:
+            # Only bootstrapping builds an agent; that of a joint run shares no weights.
             config = with_options(config, bootstrap="joint")
         objective = build_objective(config.setting)
         torch.manual_seed(config.run.seed)
@@ -473,12 +485,14 @@ def timm_step(config: Config, model: nn.Module, device: torch.device) -> Step:
     defaults.
     """
     dtype = autocast_dtype(config, device)
+    # reduce-overhead is PyTorch's mode with CUDA graphs.
     how = "reduce-overhead" if config.run.compile == "graph" else None
     network = model if config.run.compile == "never" else torch.compile(model, mode=how)
     loss_of = LabelSmoothingCrossEntropy(config.labels.smoothing)
     optimizer = create_optimizer_v2(
         model, opt="adamw", lr=config.optim.lr, weight_decay=config.optim.weight_decay
     )
+    # bfloat16 has float32's range and needs no scale, as in timm's train.py.
     scaler = NativeScaler(device=device.type) if dtype == torch.float16 else None
     ema, numbers = ModelEmaV3(model, decay=config.optim.ema, use_warmup=True), count(1)
     model.train()
@@ -545,6 +559,7 @@ def measure_floor(step: OurStep, batch: Batch, classes: int) -> Floor:
     with ActivationBytes(trainable) as saved:
         compute()
     if isinstance(trainable, AgentCNN):
+        # The config describes the model, not its agent. On the meta device nothing is computed.
         flops = training_flops(deepcopy(trainable).to("meta"), size)
     else:
         flops = flops_per_size(config, step.inputs.objective, classes)[size]

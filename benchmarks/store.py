@@ -50,11 +50,13 @@ from densefeed.system.errors import UserError
 
 FORMS = ("raw", "lossless", "compact")
 MAPPED, SINGLE = "raw, memory map", "raw, one by one"
-PEERS = {"torch.load": True, "torch.load, unpickled": False}  # name: weights_only
+# Name: weights_only, the default since PyTorch 2.6; the published code is older.
+PEERS = {"torch.load": True, "torch.load, unpickled": False}
 PEER = "torch.load"
 # Our rows per file that torch.load reads in a round: as few of ours would take only milliseconds.
 ROWS_PER_FILE = 32
-BAR, AIM = 100, 170  # times the speed of torch.load
+# Times the speed of torch.load: required and goal.
+BAR, AIM = 100, 170
 # Of a compact map, where a published .pt file has 8,069.
 MOST_BYTES, AIM_BYTES = 8069 / 2, 8069 / 2.8
 
@@ -142,6 +144,7 @@ def make_stores(folder: Path, benchmark: StoreBenchmark) -> dict[str, ScoreMapSt
         side=benchmark.side,
         top_k=benchmark.top_k,
         num_classes=benchmark.classes,
+        # The mass of the classes outside the top k is known from the stored logsumexp.
         absent="tail",
         teacher="none",
         input_size=576,
@@ -153,6 +156,7 @@ def make_stores(folder: Path, benchmark: StoreBenchmark) -> dict[str, ScoreMapSt
     paths = [f"n{n % 1000:08d}/n{n % 1000:08d}_{n}.JPEG" for n in range(count)]
     writer = ScoreMapWriter(folder / "raw.h5", header, paths, np.arange(count) % benchmark.classes)
     (folder / "pt").mkdir()
+    # In parts: the dense logits of 2,000 maps of 1,000 classes would take 2.6 GB.
     for first in range(0, count, 64):
         ids = np.arange(first, min(first + 64, count))
         maps = make_maps(len(ids), benchmark, first)
@@ -174,6 +178,7 @@ def measure(
     mapped = arrays["logit"], arrays["cls"]
 
     def draw_ids(number: int, per_file: int) -> np.ndarray:
+        # The round is the seed, so that all contestants of a round draw the same rows.
         count = per_file * benchmark.reads
         return np.random.default_rng(number).integers(0, benchmark.images, count)
 
@@ -181,6 +186,7 @@ def measure(
         ids = draw_ids(number, ROWS_PER_FILE)
         for first in range(0, len(ids), batch):
             rows = locate_rows(stores[form], ids[first : first + batch], memory)
+            # A status other than 0 is a read that failed or a row that does not match its CRC.
             assert not read_maps(rows.parts).any()
         return len(ids)
 
@@ -188,6 +194,7 @@ def measure(
         ids = draw_ids(number, ROWS_PER_FILE)
         for n in ids.tolist():
             for array in mapped:
+                # Without copy() nothing would be read: indexing a memory map returns a view.
                 array[n].copy()
         return len(ids)
 

@@ -68,7 +68,8 @@ from densefeed.system.progress import steps_bar
 
 # N images   S map side   k classes per cell   K classes   P grid side   T = P * P tokens   D width
 
-BARS = {  # (required, goal) of a ratio
+# Required ratio and goal, by --compare, quantity and device.
+BARS = {
     ("dense", "time", "cpu"): (1 / 5, 1 / 8),
     ("dense", "time", "cuda"): (1 / 8, 1 / 15),
     ("dense", "memory", "cpu"): (1 / 10, 1 / 20),
@@ -81,9 +82,11 @@ BARS = {  # (required, goal) of a ratio
 # up to rounding, and RoIAlign, which takes ceil(9) samples, might take 10. Then no two dense
 # implementations would agree on every crop, at any precision.
 HEIGHT, WIDTH = 373, 499
-TOKEN_WEIGHT = 0.5  # as published
+# Beta of equation 7 of TokenLabeling's paper (arXiv 2104.10858); its code defaults to 1.
+TOKEN_WEIGHT = 0.5
 MEMORY_RUNS = 3
-SLICE = 16  # images of the float64 reference at once
+# Images of the float64 reference at once.
+SLICE = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,6 +206,7 @@ def make_step(benchmark: TargetBenchmark, device: torch.device, logits: bool = T
     plan = EpochPlan(num_samples=N, batch=N, seed=0, mode="train")
     view = crop_views(*plan.crops(0, ids, height, width), height, width)
     batch = Batch(
+        # No pixel is read: the loss takes maps, views and flips.
         image=torch.zeros(N, 1, 1, 3, dtype=torch.uint8),
         label=palette[:, 0],
         view=torch.from_numpy(view),
@@ -212,6 +216,7 @@ def make_step(benchmark: TargetBenchmark, device: torch.device, logits: bool = T
         weight=torch.ones(N),
         map_logit=top.values.permute(0, 2, 3, 1).half().contiguous(),
         map_class=named.to(torch.uint16),
+        # Only targets with the teacher's tail read it.
         map_lse=torch.zeros(N, S, S).half(),
         window=torch.tensor([WHOLE]).repeat(N, 1),
     )
@@ -233,6 +238,7 @@ def make_head_step(benchmark: TargetBenchmark, device: torch.device) -> HeadStep
     step = make_step(benchmark, device, logits=False)
     rules, rng = TargetRules(smoothing=SMOOTHING), torch.Generator().manual_seed(1)
     tokens = torch.randn(N, benchmark.grid**2, D, generator=rng)
+    # Tokens of unit variance then have logits of deviation 2, as in make_step.
     weight = torch.randn(K, D, generator=rng) * 2 / D**0.5
     bias = torch.randn(K, generator=rng) / 10
     leaves = (part.to(device).requires_grad_() for part in (tokens, weight, bias))
@@ -262,6 +268,7 @@ soft_cross_entropy = SoftTargetCrossEntropy()
 def sparse_loss(step: LossStep) -> Tensor:
     """Compute our loss as train.py does."""
     rules = TargetRules(smoothing=SMOOTHING)
+    # Both grids share the maps' palettes, half the time of a call of sparse_targets.
     maps = palette_maps(step.batch, step.spec, rules)
     whole, tokens = (
         sparse_targets(step.batch, step.spec, side, rules, maps) for side in (1, step.grid)
@@ -274,6 +281,7 @@ def dense_loss(step: LossStep) -> Tensor:
     in the flipped image.
     """
     batch, side, K = step.batch, step.spec.side, step.spec.num_classes
+    # A view with a negative horizontal scale is mirrored.
     dtype, flipped = step.cls.dtype, batch.view[:, 0, 0] < 0
     logit, named = (
         torch.where(flipped[:, None, None, None], part.flip(2), part).permute(0, 3, 1, 2)
@@ -335,6 +343,7 @@ def measure(
     one value for each of MEMORY_RUNS.
     """
     total = len(losses) * (benchmark.rounds + 1)
+    # `loss=loss` binds the current one; the closure would see the last of the loop.
     works = {name: lambda _, loss=loss: backward_sync(loss, step) for name, loss in losses.items()}
     with use_cores(benchmark.threads), steps_bar("benchmark", total, 0) as advance:
         rates = take_turns(
@@ -409,6 +418,7 @@ def loss_errors(step: LossStep) -> tuple[float, float]:
         part = slice(at, at + SLICE)
         logits = [leaf.detach()[part].double().requires_grad_() for leaf in get_leaves(step)]
         batch = step.batch.map_tensors(lambda field, part=part: field[part])
+        # The loss is a mean over images, so a slice counts by its number of images.
         share = len(logits[0]) / N
         cls, tokens = logits
         reference = dense_loss(step._replace(batch=batch, cls=cls, tokens=tokens)) * share
@@ -429,6 +439,7 @@ def head_errors(step: HeadStep) -> tuple[float, float]:
     double = [leaf.detach().double().requires_grad_() for leaf in get_leaves(step)]
     tokens, weight, bias = double
     want = 0.0
+    # All at once, float64 logits of 64 images of 196 tokens and 21,841 classes would take 2.2 GB.
     for n in range(len(tokens)):
         targets = SparseTargets(*(part[n : n + 1] for part in step.targets))
         share = targets.weight.sum() / step.targets.weight.sum()

@@ -6,8 +6,10 @@ import griffe
 def read_comment(field: griffe.Attribute) -> str:
     """Return the comment behind a field, else the lines of comment above it."""
     lines = field.lines_collection[field.filepath]
+    # ruff format puts two spaces before such a comment; a # within a string has none.
     if behind := lines[field.endlineno - 1].partition("  # ")[2]:
         return behind
+    # `lineno` counts from 1, so this is the index of the line above the field.
     above, at = [], field.lineno - 2
     while lines[at].strip().startswith("# "):
         above.insert(0, lines[at].strip()[2:])

@@ -46,6 +46,8 @@ def commands() -> list[str]:
 
 def read_help(command: str) -> str:
     """Return what the command prints for --help. RuntimeError if it fails."""
+    # The checkout's package, even where another one is installed. Without COLUMNS the line breaks
+    # would depend on the terminal that builds the site.
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "88", "NO_COLOR": "1"}
     words = [sys.executable, *command.split(), "--help"]
     done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True)
@@ -54,10 +56,12 @@ def read_help(command: str) -> str:
     return done.stdout.rstrip()
 
 
-@cache  # `mkdocs serve` builds again at every change
+# `mkdocs serve` builds again at every change, and the commands take seconds each to import torch.
+@cache
 def command_line() -> str:
     """Return the page."""
     names = commands()
+    # The threads only wait for their processes.
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         texts = pool.map(read_help, names)
         parts = [f"## `{n}`\n\n```text\n{t}\n```\n" for n, t in zip(names, texts, strict=True)]
@@ -74,6 +78,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     """Adapt what is written for GitHub: drop paragraphs that begin with "On GitHub, ", lead links
     to included files to their pages, and keep only the path of links to other files.
     """
+    # Links and `src_uri` have forward slashes on every system, unlike os.path on Windows.
     folder = posixpath.dirname(page.file.src_uri)
 
     def adapt(link: re.Match) -> str:
@@ -84,4 +89,5 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         return link[0] if path.startswith("docs/") else f"`{text}`"
 
     markdown = re.sub(r"(?m)^On GitHub, (?:.+\n)+\n?", "", markdown)
+    # Links with a scheme (https:, mailto:) and links within the page stay as they are.
     return re.sub(r"\[([^\[\]]+)\]\((?![a-z]+:)([^)#\s]+)(#[^)\s]+)?\)", adapt, markdown)

@@ -93,6 +93,7 @@ def open_loader(
     """
     kind = "folder" if Path(path).is_dir() else "ffcv"
     data = DataOptions(
+        # Loader's mode selects one of the two, so both can be the same path.
         train=Path(path),
         val=Path(path),
         size=size,
@@ -119,6 +120,7 @@ class TrainLoss:
     objective: str
 
     def __init__(self, loader: Loader, **options: Any) -> None:
+        # MixToken, the default of a run, needs a token head, which ReLabel and CrossEntropy do not.
         quiet = Config(data=loader.data)
         config = with_options(quiet, **{"mixtoken": False, **options, "objective": self.objective})
         self._config, self._loader = config, loader
@@ -128,12 +130,14 @@ class TrainLoss:
                 f"{loader.data.train} has no score maps, which {type(self).__name__} needs; pack "
                 "them, or give score_maps"
             )
+        # The options drloc and bootstrap wrap the objective in one of another name.
         if type(self._objective).name != self.objective:
             raise UserError(
                 "drloc and bootstrap train modules beside the model; use train.py for them"
             )
         self._mixing = Mixing(loader.plan, config.mix)
-        self._augmentation = None  # built with the first batch
+        # Built with the first batch, because mean and deviation are those of the model.
+        self._augmentation = None
 
     def __call__(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return the mean loss of `batch` as `Loader.epoch` yields it, float32 `[]`.
@@ -142,6 +146,7 @@ class TrainLoss:
         model's device, augmented and mixed. Autocast around the call applies. Waits for the device
         on the first call only, which checks the score maps.
         """
+        # DDP and torch.compile hide the model's patch_size and pretrained_cfg.
         device, network = next(model.parameters()).device, unwrap_model(model)
         if self._augmentation is None:
             self._augmentation = self._prepare(network, batch).to(device)
@@ -150,11 +155,13 @@ class TrainLoss:
         chosen = self._augmentation.choose(batch.epoch, *host, *batch.image.shape[1:3])
         augmented = self._augmentation(batch.to(device), chosen)
         size = augmented.image.shape[-1]
+        # A CNN has a grid too: the regions that a mixed image shows.
         grid = max(1, size // getattr(network, "patch_size", PATCH))
         mix = None
         if self._config.mix:
             mix = self._mixing.draw(batch.epoch, batch.step, size, grid).to(device)
         context = StepContext(self._loader.score_maps, grid, mix)
+        # step_loss sets autocast itself and would otherwise turn off the caller's.
         enabled = torch.is_autocast_enabled(device.type)
         dtype = torch.get_autocast_dtype(device.type) if enabled else None
         loss = step_loss(self._objective, model, augmented, context, dtype)

@@ -74,9 +74,11 @@ def train_loop(run: Run, signal_name: Callable[[], str]) -> dict:
         if run.evaluate_first:
             result = evaluate(run, inputs, log, step)
         for epoch in range(step // per_epoch, epochs):
+            # The evaluation leaves the model in evaluation mode.
             student.trainable.train(not config.model.frozen_statistics)
             for parts in inputs.batches(epoch, step % per_epoch, clock.time_data):
                 at = step % per_epoch
+                # Maps are checked on the CPU, which waits, so only in the first step.
                 if step == run.step:
                     inputs.check_sync(parts)
                 for group in student.optimizer.param_groups:
@@ -86,6 +88,7 @@ def train_loop(run: Run, signal_name: Callable[[], str]) -> dict:
                 monitor.add(loss)
                 step += 1
                 if step == run.step + 1 and options.compile != "never" and ranks.is_first:
+                    # CUDA steps are only queued so far.
                     synchronize(ranks.device)
                     seconds = clock.total()[0] - run.spent[0]
                     print(f"first step, compilation included: {seconds:.1f} s", flush=True)
@@ -93,6 +96,7 @@ def train_loop(run: Run, signal_name: Callable[[], str]) -> dict:
                     flops_share = flops[loader.plan.size(epoch)] / peak
                     log_interval(run, monitor, clock, log, step, norm, flops_share)
                 log.advance(1)
+                # Several ranks learn of a signal a step late, but all after the same step.
                 stop = vote(bool(signal_name()))
                 if at + 1 < per_epoch and (stop or (at + 1) % options.save_every == 0):
                     save(run, monitor, clock, step)
@@ -104,6 +108,7 @@ def train_loop(run: Run, signal_name: Callable[[], str]) -> dict:
             save(run, monitor, clock, step)
             if is_evaluated(config, epoch + 1):
                 result = evaluate(run, inputs, log, step)
+            # Saving and evaluating do not count in the next rate.
             clock.restart(step)
             if vote(bool(signal_name())):
                 break
@@ -151,6 +156,7 @@ def log_interval(
 def save(run: Run, monitor: TrainMonitor, clock: RunClock, step: int) -> None:
     """Save a checkpoint. Numbers that are not finite never replace a good one."""
     monitor.mean_loss_sync(step)
+    # Until here every rank has running statistics of its own images.
     run.ranks.average(run.student.averaged)
     # The mean over ranks, so that any number of ranks can resume.
     seen = run.ranks.sum(monitor.seen.clone()) / run.ranks.size
@@ -229,6 +235,7 @@ def main() -> None:
     flat = (tyro.conf.OmitArgPrefixes,)
     with raise_on_rank0():
         config = tyro.extras.overridable_config_cli(recipes, description=__doc__, config=flat)
+        # tyro does not return the name of the recipe that it chose.
         name = next(word for word in sys.argv[1:] if word in recipes)
         check_unused(config, recipes[name][1])
         train(config)

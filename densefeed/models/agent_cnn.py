@@ -100,6 +100,7 @@ def check_block(block: nn.Module, D: int) -> None:
         getattr(getattr(attn, name, None), "weight", torch.empty(0)).shape
         for name in ("qkv", "proj")
     ]
+    # timm's gated attention multiplies a head's mean of values by a sigmoid, which a CONV lacks.
     plain = shapes == [(3 * D, D), (D, D)] and getattr(attn, "gate", None) is None
     plain = plain and isinstance(mlp, Mlp) and isinstance(mlp.fc1, nn.Linear)
     if not plain or mlp.fc2.in_features != mlp.fc1.out_features:
@@ -144,6 +145,8 @@ def read_shared(vit: nn.Module, read: Callable[[Tensor], Tensor]) -> list[Shared
         layers = block.attn.proj, block.mlp.fc1, block.mlp.fc2
         tensors = [tensor for layer in layers for tensor in (layer.weight, layer.bias)]
         rest = [None if tensor is None else read(tensor) for tensor in tensors]
+        # The rows of qkv are those of q, k and v in turn. The slice is a view, so a gradient that
+        # is read here can be written in place.
         shared.append(SharedWeights(read(block.attn.qkv.weight)[2 * vit.embed_dim :], *rest))
     return shared
 
@@ -177,6 +180,7 @@ class Conv(nn.Module):
         self.reach, self.rows = -taps[0][0], taps[-1][0] - taps[0][0] + 1
         self.weight = nn.Parameter(torch.empty(dim, dim, num_heads))
         self.bias = nn.Parameter(torch.zeros(dim))
+        # As in the published code; nn.Conv2d's default is Kaiming's.
         nn.init.xavier_uniform_(self.weight)
 
     def forward(self, x_NDYX: Tensor) -> Tensor:
@@ -253,6 +257,7 @@ def res_like_stem(in_chans: int, embed_dim: int, pool: int) -> nn.Sequential:
         nn.Conv2d(in_chans, 64, 7, 2, 3, bias=False),
         nn.BatchNorm2d(64),
         nn.GELU(),
+        # A padding of 0 for 2 and of 1 for 3: both halve the map.
         nn.MaxPool2d(pool, 2, pool // 3),
         nn.Conv2d(64, embed_dim, 3, 2, 1),
     )
@@ -306,11 +311,14 @@ class AgentCNN(nn.Module):
         if down is None:
             sixth = max(1, round(depth / 6))
             down = (sixth, 2 * sixth) if stem == "res-like" else ()
+        # isinstance of int would take True for block 1.
         if not isinstance(down, Sequence) or not all(
             type(number) is int and 1 <= number <= depth for number in down
         ):
             raise ValueError(f"down {down!r} must be numbers of blocks, from 1 to {depth}")
         self.num_classes, self.num_features = num_classes, embed_dim
+        # A list of tensors, no parameters: state dict and optimizer hold a shared weight once, with
+        # the transformer.
         self.down, self.shared_weights = frozenset(down), [None] * depth
         if stem == "base":
             self.stem = nn.Sequential(nn.Conv2d(in_chans, embed_dim, patch_size, patch_size))
@@ -356,6 +364,7 @@ class AgentCNN(nn.Module):
             maps.append(x_NDYX)
             if number in self.down:
                 rows, columns = x_NDYX.shape[2:]
+                # avg_pool2d's own error would not name the block.
                 if min(rows, columns) < 2:
                     raise ValueError(
                         f"block {number} has a map of {rows} x {columns}, which cannot be halved"

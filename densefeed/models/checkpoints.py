@@ -79,6 +79,7 @@ def select_weights(checkpoint: dict) -> dict[str, Tensor]:
 
 def weights_key(checkpoint: dict) -> str:
     """Return the key of the weights to use, or "" if the checkpoint itself is the state dict."""
+    # `ema` is None in the checkpoints of a run without one.
     return next(
         (key for key in WEIGHTS if isinstance(checkpoint.get(key), dict) and checkpoint[key]), ""
     )
@@ -90,10 +91,12 @@ def build_for_weights(name: str, weights: dict[str, Tensor]) -> nn.Module:
     Only LV-ViT and T2T-ViT get the size of the table; other models keep their own.
     """
     biases = ("head.fc.bias", "head.bias", "fc.bias", "classifier.bias")
+    # timm's families name their classifiers differently.
     classes = [len(tensor) for key, tensor in weights.items() if key.endswith(biases)]
     kwargs = {"num_classes": classes[-1]} if classes else {}
     model = timm.create_model(name, **kwargs)
     if isinstance(model, LVViT | T2TViT) and "pos_embed" in weights:
+        # One row is the class token's.
         side = math.isqrt(weights["pos_embed"].shape[1] - 1)
         if side != model.grid_size:
             return timm.create_model(name, img_size=side * model.patch_size, **kwargs)
@@ -141,6 +144,7 @@ def initialize(model: nn.Module, path: Path) -> str:
     weights = select_weights(checkpoint)
     if not weights or not all(isinstance(value, Tensor) for value in weights.values()):
         raise CheckpointError(f"{path} holds no dictionary of weights; choose another file")
+    # timm applies this function to the weights that it downloads, and not to files.
     filter_fn = getattr(inspect.getmodule(type(model)), "checkpoint_filter_fn", None)
     try:
         fitted = dict(filter_fn(weights, model)) if filter_fn else weights
@@ -160,6 +164,7 @@ def initialize(model: nn.Module, path: Path) -> str:
             f"{counts[1]:,} in the model): {mismatch}; "
             "give the --model and --model-kwargs that it was trained with"
         )
+    # Not strict, because new heads are missing in it; find_mismatch has compared all else.
     model.load_state_dict(fitted, strict=False)
 
     notes = [f"initialized from {path}"]

@@ -73,6 +73,7 @@ class ConvAttention(nn.Module):
 
     def __init__(self, dim: int, num_heads: int, drloc: bool) -> None:
         super().__init__()
+        # A scale of None is scaled_dot_product_attention's default, by the width of a head.
         self.num_heads, self.drloc, self.scale = num_heads, drloc, None if drloc else dim**-0.5
         self.conv_proj_q, self.proj_q = depthwise_conv(dim, 1), nn.Linear(dim, dim, bias=not drloc)
         if drloc:
@@ -204,6 +205,7 @@ class CvT(PrunableLayers, nn.Module):
             embedding = Embedding(in_chans, dim, kernel, stride, padding, drloc)
             blocks = [
                 Block(dim, heads, mlp_ratio, rate, drloc)
+                # As published: 0.1 in the last stage, none before it.
                 for rate in drop_path_rates(drop_path_rate if last else 0.0, depth)
             ]
             self.stages.append(Stage(embedding, blocks, dim, class_token=last and not drloc))
@@ -251,6 +253,7 @@ class CvT(PrunableLayers, nn.Module):
         ]
         return {
             "stem": r"^stages\.0\.patch_embed",
+            # timm's number for the group before: the final norm goes with the last block.
             "blocks": [*(stage if coarse else block), (r"^norm", (99999,))],
         }
 
@@ -299,6 +302,7 @@ class CvT(PrunableLayers, nn.Module):
             x, class_NXD = stage(x)
             if number in taken:
                 normed = norm and number == len(self.stages) - 1
+                # LayerNorm normalizes the last axis, so channels go there and back.
                 maps.append(self.norm(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2) if normed else x)
         return maps if intermediates_only else (self._final(class_NXD, x), maps)
 

@@ -37,7 +37,8 @@ NORMS = {"batch": nn.BatchNorm2d, "layer": partial(LayerNorm2d, eps=1e-6)}
 # Divisors of the width that give the channels after each convolution (supplementary, section 1.2,
 # which does not have patches of 8).
 SOPE_WIDTHS = {2: (1,), 4: (2, 1), 8: (4, 2, 1), 16: (8, 4, 2, 1)}
-REDUCTION = 4  # divides the width inside squeeze and excitation
+# Divides the width inside squeeze and excitation, in every published model.
+REDUCTION = 4
 
 
 class Affine(nn.Module):
@@ -175,12 +176,14 @@ class HeadInteractedAttention(nn.Module):
     def __init__(self, dim: int, num_heads: int) -> None:
         super().__init__()
         self.num_heads, width = num_heads, dim // num_heads
+        # This norm has PyTorch's eps of 1e-5, where the others have 1e-6, as in the published code.
         self.head_proj, self.head_norm = nn.Linear(width, dim), nn.LayerNorm(width)
         self.head_pos = nn.Parameter(torch.zeros(1, num_heads, dim))
         self.attn = Attention(dim, num_heads, qkv_bias=True)
         trunc_normal_(self.head_pos, std=0.02)
 
     def forward(self, x_NTD: Tensor) -> Tensor:
+        # The class token counts in the mean, as in the published code.
         mean_NME = x_NTD.mean(1).unflatten(1, (self.num_heads, -1))
         head_NMME = self.head_proj(mean_NME).unflatten(2, (self.num_heads, -1))
         head_NMD = F.gelu(self.head_norm(head_NMME)).flatten(2) + self.head_pos
@@ -285,6 +288,7 @@ class DHVT(TokenTransformer):
         published: bool = False,
     ) -> None:
         whole_patches = pos_embed or embedding == "patch"
+        # The base class takes squares alone, and only a position table depends on them.
         size = img_size if whole_patches or isinstance(img_size, int) else max(img_size)
         super().__init__(size, patch_size, embed_dim, depth, num_heads, token_head, fused_head)
         check_options(norms, embedding, feed_forward, aggregate)
@@ -315,6 +319,7 @@ class DHVT(TokenTransformer):
         trunc_normal_(self.cls_token, std=0.02)
         if self.pos_embed is not None:
             trunc_normal_(self.pos_embed, std=0.02)
+        # The classifiers too, as in the published code; convolutions keep PyTorch's default.
         self.apply(init_linear)
 
     def token_grid(self, image_NCHW: Tensor) -> Grid:

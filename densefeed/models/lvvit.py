@@ -56,6 +56,7 @@ class Stem(nn.Sequential):
                 layers += [
                     nn.Conv2d(in_chans, width, kernel, stride, padding, bias=False),
                     nn.BatchNorm2d(width),
+                    # BatchNorm's backward pass reads its input, so ReLU may overwrite the output.
                     nn.ReLU(inplace=True),
                 ]
                 in_chans = width
@@ -124,9 +125,11 @@ class Block(nn.Module):
         post_norm: bool = False,
     ) -> None:
         super().__init__()
+        # PyTorch's eps of 1e-5, as published; timm's ViT has 1e-6.
         norm = partial(TokenGroupNorm, norm_groups) if norm_groups else nn.LayerNorm
         self.norm1, self.norm2 = norm(dim), norm(dim)
         self.attn = Attention(dim, num_heads, qkv_bias)
+        # GELU is timm's default here, and both layers have a bias, as published.
         self.mlp = Mlp(dim, int(dim * mlp_ratio))
         self.drop_path = DropPath(drop_path) if drop_path else nn.Identity()
         self.residual_divisor, self.post_norm = residual_divisor, post_norm

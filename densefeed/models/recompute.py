@@ -39,6 +39,7 @@ def recompute(block: nn.Module, *inputs: Any) -> Tensor:
         block,
         *inputs,
         use_reentrant=False,
+        # The first context is for the forward pass, the second for its repetition.
         context_fn=lambda: (nullcontext(), keep_running_statistics(block)),
     )
 

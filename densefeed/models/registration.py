@@ -51,6 +51,8 @@ def register_family(
                 name,
                 pretrained,
                 pretrained_filter_fn=filter_fn,
+                # `getter` calls forward_intermediates; timm's default needs modules that form a
+                # sequence.
                 feature_cfg={"out_indices": 3, "feature_cls": "getter"},
                 **(sizes | kwargs),
             )

@@ -27,7 +27,8 @@ from densefeed.models.token_transformer import (
 
 # Kernel, stride and padding of the soft splits.
 SPLITS = ((7, 4, 2), (3, 2, 1), (3, 2, 1))
-DROPOUT = 0.1  # in the token module, as published
+# In the token module, as published.
+DROPOUT = 0.1
 
 
 class TokenPerformer(nn.Module):
@@ -58,8 +59,10 @@ class TokenPerformer(nn.Module):
         return torch.exp(exponent_NTM) / math.sqrt(self.w.shape[0])
 
     def forward(self, x_NTE: Tensor) -> Tensor:
+        # Keys come first in the published weights.
         k, q, v = self.kqv(self.norm1(x_NTE)).chunk(3, dim=-1)
         device = x_NTE.device.type
+        # The meta device, where operations are counted, has no autocast.
         with (
             torch.autocast(device, enabled=False)
             if torch.amp.is_autocast_available(device)
@@ -68,6 +71,8 @@ class TokenPerformer(nn.Module):
             dtype = torch.promote_types(v.dtype, torch.float32)
             k_NTM, q_NTM = self.random_features(k.to(dtype)), self.random_features(q.to(dtype))
             sums_NT1 = q_NTM @ k_NTM.sum(1).unsqueeze(-1)
+            # k with v first: M x E numbers, where queries with keys would give T x T. 1e-8, the
+            # published value, keeps the quotient finite.
             attended_NTE = q_NTM @ (k_NTM.transpose(1, 2) @ v.to(dtype)) / (sums_NT1 + 1e-8)
         x_NTE = v + self.drop(self.proj(attended_NTE.to(v.dtype)))
         return x_NTE + self.mlp(self.norm2(x_NTE))
@@ -100,6 +105,7 @@ def sinusoids(tokens: int, width: int) -> Tensor:
 
     Wavelengths rise from 2 pi to 10,000 times that.
     """
+    # In float64 and rounded once, as the published code does with NumPy.
     pair = torch.arange(width, dtype=torch.float64).div(2, rounding_mode="floor")
     angle = torch.arange(tokens, dtype=torch.float64)[:, None] * 10000 ** -(pair * 2 / width)
     return torch.where(torch.arange(width) % 2 == 0, angle.sin(), angle.cos()).float()[None]

@@ -180,6 +180,7 @@ class TokenTransformer(PrunableLayers, nn.Module):
         """
         return {
             "stem": rf"^cls_token|^pos_embed|^{self.embedding_name}",
+            # timm's number for the group before: the final norm goes with the last block.
             "blocks": [(r"^blocks\.(\d+)", None), (r"^norm", (99999,))],
         }
 
@@ -198,6 +199,7 @@ class TokenTransformer(PrunableLayers, nn.Module):
         """
         self._make_heads(num_classes, self.global_pool if global_pool is None else global_pool)
         for head in filter(None, (self.head, self.token_head)):
+            # A new module begins in training mode, whatever mode the model is in.
             head.apply(init_linear).train(self.training)
 
     def token_grid(self, image_NCHW: Tensor) -> Grid:
@@ -214,11 +216,13 @@ class TokenTransformer(PrunableLayers, nn.Module):
         grid = self.token_grid(image_NCHW)
         x_NDPP = getattr(self, self.embedding_name)(image_NCHW)
         if mix_PP is not None:
+            # Before positions are added, so a token gets the position of its place in this image.
             x_NDPP = torch.where(mix_PP, x_NDPP.flip(0), x_NDPP)
         x_NTD = to_tokens(x_NDPP)
         x_NTD = torch.cat([self.cls_token.expand(x_NTD.shape[0], -1, -1), x_NTD], dim=1)
         if self.pos_embed is None:
             return x_NTD
+        # At the size that the table was built for this returns the table itself.
         return x_NTD + resample_abs_pos_embed(self.pos_embed, list(grid), [self.grid_size] * 2)
 
     def _run(self, blocks: Sequence[nn.Module], x_NTD: Tensor, grid: Grid) -> Tensor:
@@ -300,6 +304,7 @@ class TokenTransformer(PrunableLayers, nn.Module):
         tokens_NTK = self.token_head(x_NTD)
         if self.training:
             return TokenLogits(cls_NK, tokens_NTK)
+        # As LV-ViT's published code evaluates; the paper's first version does not mention it.
         return cls_NK + 0.5 * tokens_NTK.amax(1)
 
     def forward(

@@ -54,6 +54,7 @@ def build_objective(setting: Setting) -> Objective:
             f"--objective {options.name} is unknown; choose one of {', '.join(OBJECTIVES)}"
         )
     objective = OBJECTIVES[options.name](setting)
+    # Both wrap any objective; Bootstrapping.check refuses them together.
     if options.drloc.variant != "none":
         objective = DRLoc(setting, objective)
     if options.bootstrap.mode != "none":

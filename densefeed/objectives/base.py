@@ -114,6 +114,7 @@ class Objective:
         """The arguments of a model that exchanges tokens (MixToken)."""
         if not self.setting.mix.mixtoken:
             return {}
+        # MixToken's box has its sides between tokens, so every cell of the map is 0 or 1.
         return {"mix_PP": box_map(step.mix, step.grid) > 0.5}
 
 
@@ -138,6 +139,7 @@ class DenseObjective(Objective):
         """
         rules, options, spec, mix = self.setting.labels, self.setting.mix, step.score_maps, step.mix
         regions = mix is not None and options.mix_label == "regions"
+        # The targets of tokens and of the crop share the palette, which is computed once.
         maps, tokens, shown = palette_maps(batch, spec, rules), None, None
         # Regions are pooled from the targets of tokens, also for a model without a head on tokens.
         if regions or self.needs_tokens:
@@ -145,6 +147,8 @@ class DenseObjective(Objective):
             if mix is not None and (regions or not options.mixtoken):
                 shown = mix_targets(tokens, share_map(mix, step.grid))
         whole = mean_target(shown) if regions else sparse_targets(batch, spec, 1, rules, maps)
+        # `batch.label` is not mixed, so it joins the class token's target before the partner does.
+        # Tokens keep their dense labels, as in the published code.
         if rules.ground_truth != "none":
             whole = mix_ground_truth(
                 whole, batch.label, spec.num_classes, rules.smoothing, rules.ground_truth
@@ -182,6 +186,7 @@ def step_loss(
         # MixToken exchanges tokens inside the network, so pixels only have MixUp's blend.
         share = step.mix.blend if options.mixtoken else share_map(step.mix, image.shape[-1])
         image = mix_images(image, share)
+    # Only the network is under autocast: losses need more than 16 bits.
     with torch.autocast(image.device.type, dtype or torch.bfloat16, enabled=dtype is not None):
         output = objective.forward(network, image, batch, step)
     return measure(objective, output, batch, step)

@@ -58,6 +58,7 @@ class JointModel(nn.Module):
     def __init__(self, vit: nn.Module, agent: AgentCNN, align: Align = "global") -> None:
         super().__init__()
         self.vit, self.agent, self.align = vit, agent, align
+        # An agent that was built to share weights has no convolutions of its own.
         self.shared = not hasattr(agent.blocks[0], "conv")
         if self.shared:
             agent.share_weights(vit)
@@ -87,6 +88,7 @@ class JointModel(nn.Module):
         transformer's. The loss may be scaled: the projection does not depend on the norm of the
         gradients. Without shared weights there is nothing to do.
         """
+        # Of two networks with their own weights, DDP averages all gradients.
         if not self.shared:
             return
         # q and k are not shared: they neither count in the norm of the transformer's gradient nor
@@ -98,6 +100,7 @@ class JointModel(nn.Module):
         average(agents)
         if self.align == "global":
             agents = align_gradients(agents, owns)
+        # In place: `owns` are views of the transformer's gradients, of qkv the rows of v.
         for own, agent in zip(owns, agents, strict=True):
             own.add_(agent).mul_(0.5)
         # The optimizer does not hold the aliases, so it does not clear their gradients.
@@ -114,6 +117,7 @@ def align_gradients(agent: Sequence[Tensor], vit: Sequence[Tensor]) -> list[Tens
     """
     product = torch.stack([(a * v).sum() for a, v in zip(agent, vit, strict=True)]).sum()
     square = torch.stack([v.square().sum() for v in vit]).sum()
+    # torch.where, because a branch on the sign would wait for the device.
     conflict = torch.where(product < 0, product / square, 0.0)
     return [a - conflict * v for a, v in zip(agent, vit, strict=True)]
 
@@ -158,9 +162,13 @@ def feature_loss(
             the published code does: 2 - 2 times the correlation.
     Raises ValueError if the numbers of positions do not fit.
     """
+    # At 224 pixels the agent of Table 7 has 28 x 28 positions before its first halving and 7 x 7 at
+    # the end, the transformer 14 x 14 in every block.
     pool = {"sequence": pool_sequence, "pool-2d": pool_squares}[adapt]
     total = weight_N.new_zeros((), dtype=torch.float32)
     for x_NTD, x_NDYX in zip(tokens, maps, strict=True):
+        # Only the transformer learns from the features: the published weight of the agent's side is
+        # 0.
         agent = to_tokens(x_NDYX.detach()).float()
         vit, length = x_NTD.float(), min(x_NTD.shape[1], agent.shape[1])
         vit, agent = (x if x.shape[1] == length else pool(x, length) for x in (vit, agent))
@@ -185,6 +193,8 @@ def distillation_loss(
         F.log_softmax(x.float() / temperature, -1) for x in (teacher_NK.detach(), student_NK)
     )
     loss_N = F.kl_div(prediction, target, reduction="none", log_target=True).sum(-1)
+    # The gradient of the soft part falls with 1 / T²; the factor keeps its size (arXiv 1503.02531,
+    # section 2).
     return temperature**2 * weighted_mean(loss_N, weight_N)
 
 
@@ -248,6 +258,7 @@ class Bootstrapping(Objective):
                 "two networks would see different images; give --no-mixtoken, and --cutmix 1 to "
                 "exchange pixels instead"
             )
+        # Neighbors in the sequence cross the ends of rows, and token labels have positions.
         uneven = options.agent == "res-like" and options.feature_adapt == "sequence"
         if uneven and options.feature_weight > 0 and self.needs_tokens:
             raise UserError(
@@ -276,6 +287,7 @@ class Bootstrapping(Objective):
 
     def nearby_sizes(self, joint: JointModel, side: int) -> list[int]:
         """Find the next smaller and larger training size that fits, up to twice as large."""
+        # The caller has set the meta device, so the tensors below are shapes alone.
         patch, width = vit_spec(joint.vit).patch, joint.vit.embed_dim
 
         def fits(other: int) -> bool:
@@ -299,6 +311,7 @@ class Bootstrapping(Objective):
         return feature_loss(tokens, maps, weight_N, options.feature_norm, options.feature_adapt)
 
     def wrap(self, model: nn.Module, num_classes: int, place: Place) -> JointModel:
+        # The agent is placed first, because moving it later would break weight sharing.
         return JointModel(model, place(self.build_agent(model, num_classes)), self.options.align)
 
     def build_agent(self, model: nn.Module, num_classes: int) -> AgentCNN:
@@ -340,6 +353,8 @@ class Bootstrapping(Objective):
         """
         options, (factor, inputs) = self.options, step.inputs
         step = step._replace(inputs=inputs)
+        # At 224 pixels a res-like agent ends with 7 x 7 positions where the transformer has 14 x 14
+        # tokens.
         agent_grid = step.grid
         if isinstance(output.agent, TokenLogits):
             agent_grid = math.isqrt(output.agent.tokens.shape[1])

@@ -30,8 +30,10 @@ from densefeed.system.options import Bounds, Count, NonNegative, Options
 # B classes of offsets in ce and reg
 
 Variant = Literal["l1", "signed", "ce", "reg", "all"]
-RISING_EPOCHS = 20  # in which the published code raises the weight of the loss
-HIDDEN = 512  # Table 16: 256 and 1,024 gain less
+# Epochs in which the published code raises the weight of the loss. The paper mentions no schedule.
+RISING_EPOCHS = 20
+# Neurons of each hidden layer. Table 16: 256 and 1,024 gain less.
+HIDDEN = 512
 ALPHA = 1e-3  # of equation 6
 # Keeps equation 6 finite where a distribution has a single offset; the value of the public code.
 MIN_VARIANCE = 1e-8
@@ -46,6 +48,7 @@ class PoolError(ValueError):
     def __init__(self, why: str, grid: Grid) -> None:
         super().__init__(f"its grid of {grid[0]} x {grid[1]} {why}")
         R, C = grid
+        # A pooled side of one position would have no offsets.
         factors = range(2, min(R, C) // 2 + 1)
         smaller = [R // factor for factor in factors if R % factor == C % factor == 0]
         self.sides = [0, *smaller] if min(R, C) > 1 else []
@@ -86,6 +89,7 @@ def select_positions(words_NM4: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
     Each of k rows has the probability 1 / k to within 2^-32. Both positions of a pair may be equal.
     """
     R, C = grid
+    # 32 bits times a side fit int64, and a shift needs no division.
     return words_NM4[..., 0::2] * R >> 32, words_NM4[..., 1::2] * C >> 32
 
 
@@ -152,6 +156,7 @@ def classification_loss(logits_NMB: Tensor, offset_NM: Tensor) -> Tensor:
     The middle class is the offset 0.
     """
     B = logits_NMB.shape[-1]
+    # B is odd in both numberings, so this is the middle class.
     label_NM = offset_NM + B // 2
     logits_LB = upcast(logits_NMB).flatten(0, 1)
     return F.cross_entropy(logits_LB, label_NM.flatten(), reduction="none").view_as(label_NM)
@@ -167,6 +172,7 @@ def expectation_loss(logits_NMB: Tensor, offset_NM: Tensor, published: bool) -> 
     classes_B = torch.arange(B, device=p_NMB.device) - B // 2
     mean_NM1 = (p_NMB * classes_B).sum(-1, keepdim=True)
     variance_NM = (p_NMB * (classes_B - mean_NM1).square()).sum(-1) + MIN_VARIANCE
+    # log(sigma) is half of log(sigma^2) and needs no square root.
     spread = ALPHA * (1 if published else 0.5) * variance_NM.log()
     return (offset_NM - mean_NM1.squeeze(-1)).square() / variance_NM + spread
 
@@ -205,6 +211,7 @@ class LocalizationLoss(nn.Module):
         )
 
     def forward(self, maps: Sequence[Tensor], words_NM4: Tensor, weight_N: Tensor) -> Tensor:
+        # The last map of a pyramid is the smallest, and `side` is meant for it.
         factor = pool_factor(tuple(maps[-1].shape[2:]), self.side)
         losses = [
             self._pair_loss(head, pool_map(map_NDRC, factor), words_NM4)
@@ -261,6 +268,7 @@ def feature_map(features: Any, model: nn.Module, image_NCHW: Tensor) -> Tensor:
                 "its features are the class token alone, without a grid of tokens; choose another "
                 "model"
             )
+        # Tokens are square, so the grid has the proportions of the image.
         R = round(math.sqrt(T * H / W))
         if R and T % R == 0:
             return to_map(tokens_NTD, (R, T // R))
@@ -296,14 +304,18 @@ class LocalizedModel(nn.Module):
     ) -> None:
         super().__init__()
         self.model = model
-        self.indices = None if variant == "all" else 1  # of forward_intermediates: all, or the last
+        # Of forward_intermediates: None is every map, 1 the last one.
+        self.indices = None if variant == "all" else 1
         before_norm = published and isinstance(model, SwinTransformer | VisionTransformer)
         self.from_blocks = variant == "all" or before_norm
         needed = ["forward_features", "forward_head", "forward_intermediates"]
+        # Not every model of timm has forward_intermediates, so it is asked for only where it is
+        # used.
         needed = needed if self.from_blocks else needed[:2]
         if missing := [name for name in needed if not callable(getattr(model, name, None))]:
             other = ", or another variant" if missing[0] == "forward_intermediates" else ""
             raise ValueError(f"it has no {missing[0]}; choose another model{other}")
+        # The blank image below goes through in evaluation mode, where patch dropout is off.
         refuse_patch_dropout(model)
         shapes = [self._map_shapes(size) for size in sizes]
         grids = []
@@ -397,6 +409,7 @@ class DRLoc(Objective):
             heads = LocalizedModel(
                 model, options.variant, options.grid, self.setting.sizes, options.published
             )
+        # Any of timm's models may be given, and they fail in all these ways.
         except (ValueError, RuntimeError, AssertionError, AttributeError, TypeError) as error:
             why = str(error).partition("\n")[0]
             if isinstance(error, PoolError):
@@ -420,6 +433,7 @@ class DRLoc(Objective):
 
     def loss(self, output: LocalizedOutput, batch: Batch, step: StepContext) -> Tensor:
         pairs, inputs = step.inputs
+        # The base reads its own inputs, which `inputs` stored behind the pairs.
         base = self.base.loss(output.output, batch, step._replace(inputs=inputs))
         return base + pairs.weight * output.loss
 
@@ -427,5 +441,6 @@ class DRLoc(Objective):
         """Return lambda: constant in the paper; the published code raises it, then lowers it."""
         if not self.options.published:
             return self.options.weight
+        # Runs of 20 epochs or fewer only rise.
         falling = (self.setting.epochs - epoch) / max(self.setting.epochs - RISING_EPOCHS, 1)
         return self.options.weight * max(0.0, min(epoch / RISING_EPOCHS, falling))

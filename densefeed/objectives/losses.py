@@ -62,6 +62,7 @@ def sparse_cross_entropy(
 
 def weighted_mean(loss: Tensor, weight: Tensor) -> Tensor:
     """Return the weighted mean of `loss`, `[]`; 0 if all weights are 0."""
+    # A part of the padded last batch may have no real sample, and warped images no labeled token.
     return (loss * weight).sum() / weight.sum().clamp(min=1e-6)
 
 
@@ -81,6 +82,7 @@ def class_token_loss(cls_NK: Tensor, targets: SparseTargets) -> Tensor:
 
     `targets` are those of a 1 x 1 grid, under MixToken already mixed.
     """
+    # The class token is a grid of one.
     return token_loss(cls_NK[:, None], targets)
 
 
@@ -122,6 +124,7 @@ def fused_token_loss(
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
     inputs = features_NTD, weight_KD, bias_K
+    # forward of an autograd function always runs without gradients, so this is asked before.
     wanted = tuple(torch.is_grad_enabled() and tensor.requires_grad for tensor in inputs)
     loss = FusedTokenLoss.apply(*inputs, *target, targets.weight, dtype, wanted)
     return loss / targets.weight.sum().clamp(min=1e-6)
@@ -155,9 +158,12 @@ def hard_label_loss(
 
     Under MixToken it is mixed with that of the partner's label by area, as CutMix does.
     """
+    # Under autocast the logits have 16 bits.
     logits_NK, options = cls_NK.float(), dict(reduction="none", label_smoothing=smoothing)
     loss_N = F.cross_entropy(logits_NK, label_N, **options)
     if partner_share is not None:
+        # The partner is the batch reversed. Cross entropy is linear in its target, so a mean of two
+        # losses is the loss of the mixed label.
         partner_N = F.cross_entropy(logits_NK, label_N.flip(0), **options)
         loss_N = torch.lerp(loss_N, partner_N, partner_share)
     return weighted_mean(loss_N, weight_N)

@@ -28,8 +28,10 @@ def model_arguments(config: Config, objective: Objective, num_classes: int) -> d
     """Return the arguments of the model. UserError for a model that lacks the needed token head."""
     options = config.model
     kwargs: dict[str, object] = {"num_classes": num_classes}
+    # A model without stochastic depth has no such argument, so 0 leaves it out.
     if options.drop_path:
         kwargs["drop_path_rate"] = options.drop_path
+    # Later than --drop-path and the number of classes, which --model-kwargs may replace.
     kwargs |= options.arguments
     if has_tokens(options.name):
         kwargs["token_head"] = objective.needs_tokens
@@ -105,6 +107,7 @@ def flops_per_size(config: Config, objective: Objective, num_classes: int) -> di
     """Return the operations of one training image for each side of the network's input."""
     with torch.device("meta"):
         twin, _ = build_model(config, objective, num_classes)
+        # `place` does nothing here, so that an agent stays on the meta device too.
         networks = get_networks(objective.wrap(twin, num_classes, lambda network: network))
     return {
         side: sum(training_flops(network, side) for network in networks)

@@ -55,10 +55,12 @@ def compile_step(mode: str, trainable: nn.Module) -> Callable[..., Tensor]:
         return captured
     networks = get_networks(trainable)
     has_blocks = all(isinstance(getattr(net, "blocks", None), nn.Module) for net in networks)
+    # Networks without blocks, such as timm's ResNets, are compiled whole.
     if mode == "whole" or not has_blocks:
         return torch.compile(step_loss, dynamic=False)
     device = next(trainable.parameters()).device
     for block in (block for network in networks for block in network.blocks):
+        # A list, because replacing a module changes what named_modules walks.
         for name, part in list(block.named_modules()):
             if isinstance(part, DropPath):
                 block.set_submodule(name, SharedDropPath(part).to(device).train(part.training))

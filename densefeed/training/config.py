@@ -135,6 +135,7 @@ class Config:
 
     def to_dict(self) -> dict[str, dict]:
         """The config as JSON can hold it."""
+        # Checkpoints hold this too, and torch.load(weights_only=True) refuses a Path.
         return json.loads(json.dumps(dataclasses.asdict(self), default=str))
 
     @classmethod
@@ -162,7 +163,8 @@ BELONGS_TO = {
     "align": ("bootstrap", ("none", "joint")),
 }
 
-# Options that a resumed run may change.
+# Options that a resumed run may change. Data and score maps are compared by their content instead,
+# and `init` is not read again.
 FREE = {
     *("out", "loader", "data", "val", "score_maps", "threads", "device", "resume", "eval_every"),
     *("log_every", "on_bad_sample", "maps_on_device", "microbatch", "compile", "save_every"),

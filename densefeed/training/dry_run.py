@@ -18,6 +18,7 @@ def dry_run(run: Run) -> None:
     Raises UserError if the device has less memory free.
     """
     config, ranks, optim = run.config, run.ranks, run.config.optim
+    # The plan takes multiples of the repeats, and mixing needs a partner.
     images = 2 * config.data.repeats
     loss, per_image = first_loss(run, images)
     fixed = fixed_bytes(run)
@@ -31,6 +32,7 @@ def dry_run(run: Run) -> None:
         )
     if needed > free:
         local = optim.batch // ranks.size
+        # Even numbers, because an image and its mixing partner share a part.
         parts = (n for n in range(2, optim.microbatch, 2) if local % n == 0)
         fits = [n for n in parts if fixed + per_image * n < free]
         remedy = f"--microbatch {fits[-1]}" if fits else "--grad-checkpointing, or a smaller model"
@@ -59,6 +61,7 @@ def first_loss(run: Run, images: int) -> tuple[float, float]:
     )
     trainable = run.student.trainable.train(not config.model.frozen_statistics)
     with closing(open_loader(few, run.objective, "train")) as loader:
+        # Every rank computes the same images by itself, so no all-reduce is needed.
         alone = replace(run.ranks, rank=0, size=1)
         inputs = StepInputs(few, alone, loader, run.objective, trainable, run.dtype)
         parts = next(inputs.batches(0, 0))

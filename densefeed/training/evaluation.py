@@ -14,7 +14,8 @@ from densefeed.training.ranks import Ranks
 
 # N images   K classes
 
-TOP = 5  # ImageNet's second accuracy
+# ImageNet's second accuracy.
+TOP = 5
 
 # Images float32 [N, 3, H, W], or logits float32 [N, K]; labels int64 [N]; weights float32 [N].
 Weighted = tuple[Tensor, Tensor, Tensor]

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from densefeed.system.errors import UserError
 
-ECHO = 1.0  # seconds in which a repeated signal counts as the same one
+# Seconds in which a repeated signal counts as the same one.
+ECHO = 1.0
 # Slurm sends SIGUSR1 with --signal=USR1@120.
 STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
@@ -30,8 +31,10 @@ class NonFiniteGuard:
     def __init__(self, device: torch.device, skip: bool) -> None:
         self.skip = skip
         self.flag = torch.zeros((), device=device)
-        self.count = torch.zeros((), device=device)  # bad steps so far
-        self.first = torch.full((), math.inf, dtype=torch.float64, device=device)  # bad step
+        # Bad steps so far.
+        self.count = torch.zeros((), device=device)
+        # The first bad step. float64 holds every step, float32 only those up to 2^24.
+        self.first = torch.full((), math.inf, dtype=torch.float64, device=device)
 
     def update(self, norm: Tensor, step: int) -> Tensor:
         """Return the flag of step `step`, whose gradient norm is `norm`, without waiting."""
@@ -85,6 +88,7 @@ def find_first_nonfinite(model: nn.Module, compute_loss: Callable[[], Tensor]) -
         if not loss.isfinite().all():
             return "the loss"
         loss.backward()
+        # Reversed, because the backward pass begins at the last layers.
         for name, parameter in reversed(list(model.named_parameters())):
             if parameter.grad is not None and not parameter.grad.isfinite().all():
                 return f"the gradient of {name}"
@@ -111,6 +115,7 @@ class LossSpikes:
         """
         if math.isnan(loss):
             return ""
+        # A median, because earlier spikes stay among the last intervals.
         usual = statistics.median(self.last) if len(self.last) >= 5 else math.inf
         self.last.append(loss)
         if loss <= self.factor * usual:
@@ -131,6 +136,7 @@ def signal_handler() -> Iterator[Callable[[], str]]:
     def handler(number: int, _frame: object) -> None:
         received.append(signal.Signals(number).name)
         if time.monotonic() - received_at.setdefault(number, time.monotonic()) > ECHO:
+            # The previous handler of SIGTERM ends the process, of SIGINT raises KeyboardInterrupt.
             signal.signal(number, previous[number])
             signal.raise_signal(number)
 
@@ -153,8 +159,10 @@ def explain_oom(images: int, where: str) -> Iterator[None]:
         yield
     except (MemoryError, RuntimeError) as error:
         is_oom = isinstance(error, torch.OutOfMemoryError | MemoryError)
+        # PyTorch's CPU allocator raises a plain RuntimeError with these words.
         if not is_oom and "can't allocate memory" not in str(error):
             raise
+        # The number is about half, and even: an image and its mixing partner share a part.
         raise UserError(
             f"{where}: out of memory with {images} images per forward pass; give --microbatch "
             f"{max(2, images // 4 * 2)} (same batch and learning rate, more passes), or try "

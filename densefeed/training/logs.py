@@ -77,6 +77,7 @@ def open_log(
         def record(kind: str, step: int, epoch: float, values: Values) -> None:
             line = {"kind": kind, "step": step, "epoch": round(epoch, 4)} | values
             metrics.write(json.dumps(line) + "\n")
+            # A killed run keeps every line that it has logged.
             metrics.flush()
             named = {f"{kind}/{name}": value for name, value in values.items()}
             for name, value in named.items():
@@ -136,6 +137,7 @@ def start_wandb(
     identity = out / "wandb-id"
     if not identity.exists():
         with replace_file(identity) as part:
+            # Made here, because W&B's package no longer makes identities.
             part.write_text(uuid.uuid4().hex[:8])
     options = {"name": out.name, "id": identity.read_text(), "resume": "allow", "dir": out}
     try:

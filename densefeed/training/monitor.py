@@ -47,6 +47,7 @@ class TrainMonitor:
         """
         # A loss that stops the run stays in the sum, so that the mean shows it.
         counted = loss.isfinite() | (self._config.optim.on_nonfinite == "stop")
+        # torch.where, because NaN times 0 is NaN.
         self.seen += torch.stack([torch.where(counted, loss, 0), counted])
 
     def mean_loss_sync(self, step: int) -> float:
@@ -75,6 +76,7 @@ class TrainMonitor:
             self._report(
                 f"skipped {bad} updates whose gradients were not finite, from step {first + 1} on"
             )
+        # A copy, because the all-reduce is in place and `seen` is this rank's own.
         total, count = self._ranks.sum(self.seen.clone()).tolist()
         mean = total / count if count else math.nan
         # The gradients of a loss that is not finite may be finite.
@@ -96,8 +98,10 @@ class TrainMonitor:
 
     def _why_not_finite(self, when: int) -> str:
         """Name the first bad tensor of a step. Weights are those before it, so it is repeated."""
+        # Not the DDP module: ranks stop at different tensors, and an all-reduce would wait for all.
         inputs, trainable = self._inputs, self._student.trainable
         epoch, at = divmod(when, len(inputs.loader))
+        # Batches and losses are pure functions of epoch and step, so these are the same again.
         parts, cause = next(inputs.batches(epoch, at)), ""
         for part, compute in zip(parts, inputs.losses(trainable, parts, epoch, at), strict=True):
             trainable.train(not self._config.model.frozen_statistics)

@@ -59,12 +59,14 @@ class Ranks:
         """Return the value of rank 0, on all ranks."""
         values = [value]
         if self.size > 1:
+            # On the CPU by gloo; nccl would copy the pickled object to the device.
             dist.broadcast_object_list(values, device=torch.device("cpu"))
         return values[0]
 
     def average(self, modules: Iterable[nn.Module]) -> None:
         """Average floating-point buffers (BatchNorm's running statistics) over ranks, in place."""
         if self.size > 1:
+            # Integers, which are BatchNorm's batch counters, are equal on all ranks.
             for buffer in [b for m in modules for b in m.buffers() if b.is_floating_point()]:
                 self.sum(buffer).div_(self.size)
 
@@ -94,6 +96,7 @@ class Ranks:
         return parallel(
             model,
             device_ids=[self.device.index] if self.device.type == "cuda" else None,
+            # Gradients lie in DDP's buckets, which saves a second copy of them all.
             gradient_as_bucket_view=True,
             **{own_buffers: False},
         )
@@ -135,6 +138,7 @@ def raise_on_rank0() -> Iterator[None]:
     try:
         yield
     except UserError:
+        # torchrun's variable, because there may be no process group yet.
         if int(os.environ.get("RANK", 0)) > 0:
             time.sleep(WAIT)
         raise
@@ -164,6 +168,7 @@ def init_distributed(device: str) -> Iterator[Ranks]:
                 f"give --nproc-per-node {count}"
             )
         chosen = torch.device("cuda", local)
+        # nccl, and `cuda` without an index, mean the current device.
         torch.cuda.set_device(chosen)
     # gloo carries what is on the CPU: the stop vote and objects that are broadcast.
     dist.init_process_group(

@@ -28,10 +28,13 @@ class Checkpoints:
     def __init__(self, out: Path, keep: int) -> None:
         self.out, self.folder, self.keep = out, out / "checkpoints", keep
         self.manifest = self.folder / "manifest.json"
-        self._damaged = set()  # file names that `newest` skipped
+        # File names that `newest` skipped. `save` drops them, so that a damaged file never counts
+        # as one of those to keep.
+        self._damaged = set()
 
     def exist(self) -> bool:
         """Return whether the folder holds a run."""
+        # lexists: a link to a file that was deleted is a run too.
         return os.path.lexists(self.out / "last.pt") or any(self._files())
 
     def save(self, state: dict, step: int) -> None:
@@ -68,6 +71,7 @@ class Checkpoints:
         kept = [e for e in entries if e in entries[-self.keep :] or e is best]
         with replace_file(self.manifest) as part:
             part.write_text(json.dumps(kept, indent=1) + "\n")
+        # Before old files are deleted, so that a link never leads nowhere.
         self._link("last.pt", self.folder / kept[-1]["file"])
         if best is not None:
             self._link("best.pt", self.folder / best["file"])
@@ -114,6 +118,7 @@ class Checkpoints:
         """Read the entries of the manifest, or make them from the files if it cannot be read."""
         try:
             entries = json.loads(self.manifest.read_text())
+            # The comparison refuses NaN, and text by a TypeError.
             if entries and all(
                 e["file"] == f"step-{e['step']:08d}.pt" and e["sha256"] and (e["top1"] or 0) >= 0
                 for e in entries
@@ -149,6 +154,7 @@ class Checkpoints:
         """Link OUT/name to `path`, atomically."""
         part = self.out / f"{name}.{os.getpid()}.part"
         part.unlink(missing_ok=True)
+        # Relative, so that a run folder can be moved.
         part.symlink_to(path.relative_to(self.out))
         os.replace(part, self.out / name)
 

@@ -23,6 +23,8 @@ def learning_rate(optim: OptimOptions, step: int, steps_per_epoch: int) -> float
     per_epoch = optim.lr_updates == "epoch"
     now, unit = (step // steps_per_epoch, 1) if per_epoch else (step, steps_per_epoch)
     warmup, whole, peak = optim.warmup_epochs * unit, optim.epochs * unit, optim.peak_lr
+    # The order of operations is timm's, so rates are equal to the bit
+    # (tests/training/test_schedule.py).
     if now < warmup:
         return WARMUP_FROM + now * ((peak - WARMUP_FROM) / warmup)
     if now >= whole:

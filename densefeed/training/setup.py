@@ -22,7 +22,8 @@ from densefeed.training.student import Student, build_student
 
 # What a checkpoint of a run holds beside the student's state.
 REQUIRED = {"config", "fingerprint", "optimizer", "step", "model", "microbatch"}
-CHECKED_MAPS = 64  # score maps that a resumed run compares
+# Score maps that a resumed run compares.
+CHECKED_MAPS = 64
 
 
 class Run(NamedTuple):
@@ -73,6 +74,7 @@ def setup_run(config: Config, ranks: Ranks) -> Run:
         note = checkpoints.initialize(model, config.model.init)
         if ranks.is_first:
             print(note)
+    # After the initial weights: the EMA begins as a copy of the model.
     student = build_trainable(config, objective, model, loader.num_classes, ranks)
     if checkpoint:
         student.restore(checkpoint)
@@ -98,6 +100,7 @@ def setup_run(config: Config, ranks: Ranks) -> Run:
         seen=checkpoint["seen"],
         skips=checkpoint["skips"],
         spent=np.array(checkpoint["spent"]),
+        # A finished run is evaluated again, because result.json needs the metrics.
         evaluate_first=ended and (last or not ranks.broadcast_sync(kept.rated(step))),
     )
 
@@ -116,6 +119,7 @@ def open_loader(
     return open_dataset(
         config.data,
         mode,
+        # An evaluation has as many images per forward pass as training, which fit into memory.
         batch=optim.batch if training else microbatch * ranks.size,
         seed=config.run.seed,
         parts=optim.batch // microbatch if training and optim.microbatch else 0,
@@ -198,6 +202,7 @@ def find_checkpoint(config: Config, kept: Checkpoints, ranks: Ranks) -> dict[str
     Raises UserError if the folder holds a run that may not be continued, or another run.
     """
     run = config.run
+    # Rank 0 decides: if ranks chose differently, they would wait for each other for ever.
     if not ranks.broadcast_sync(kept.exist()):
         return None
     if run.resume == "never":
@@ -207,6 +212,7 @@ def find_checkpoint(config: Config, kept: Checkpoints, ranks: Ranks) -> dict[str
             f"{run.out} holds a run already; continue it with --resume auto, or choose another "
             "--out"
         )
+    # Only rank 0 hashes the files, warns of damaged ones and remembers them for its saves.
     name = ranks.broadcast_sync(kept.newest() if ranks.is_first else None)
     checkpoint = checkpoints.load(kept.folder / name) if name else None
     if checkpoint is None or not set(checkpoint) >= REQUIRED:
@@ -229,6 +235,7 @@ def resolve(config: Config, ranks: Ranks, checkpoint: dict[str, Any] | None) -> 
     optim, compile = config.optim, config.run.compile
     local = optim.batch // ranks.size
     before = checkpoint["microbatch"] if checkpoint else 0
+    # The number of ranks may have changed since, and a part lies on one rank.
     small = optim.microbatch or (before if before and local % before == 0 else local)
     if optim.batch % ranks.size or local % small:
         raise UserError(

@@ -66,6 +66,7 @@ def best_rate(work: Callable[[], object], amount: float, device: torch.device) -
         began = time.perf_counter()
         work()
         synchronize(device)
+        # The best call, because other work on the machine only slows calls down.
         best = max(best, amount / (time.perf_counter() - began))
     return best
 
@@ -84,6 +85,7 @@ class ActivationBytes(torch.autograd.graph.saved_tensors_hooks):
 
     def _pack(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
+        # Views of one tensor share its storage.
         if storage.data_ptr() not in self.held:
             self.held.add(storage.data_ptr())
             self.bytes += storage.nbytes()

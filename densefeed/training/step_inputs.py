@@ -17,7 +17,8 @@ from densefeed.training.compile import compile_step, get_networks
 from densefeed.training.config import Config
 from densefeed.training.ranks import Ranks
 
-PATCH = 16  # pixels, where a model does not say: the usual patch of a vision transformer
+# Pixels of a patch where a model does not say: the usual number of a vision transformer.
+PATCH = 16
 
 
 class StepInputs:
@@ -77,8 +78,8 @@ class StepInputs:
         mix = self.mixing.draw(epoch, at, size, grid).to(device) if self.config.mix else None
 
         def compute(number: int, part: Batch) -> Tensor:
-            # Drop-path is the only draw of the device. Seeding it by step and part makes a resumed
-            # run equal.
+            # Drop-path and dropout are the only draws from torch's generator. Seeding it by step
+            # and part makes a resumed run equal.
             torch.manual_seed(plan.step_seed(epoch, at, number))
             inputs = self.objective.inputs(plan, epoch, part)
             context = StepContext(self.loader.score_maps, grid, mix, inputs)
@@ -93,4 +94,5 @@ class StepInputs:
             data = self.config.data
             where = f"the score maps of {data.score_maps or data.train}"
             for part in parts:
+                # On the CPU, because its branches on values would each wait for the device.
                 check_batch(part.to("cpu"), self.loader.score_maps, where)

@@ -44,6 +44,7 @@ def chunked_loss_and_gradients(
     features, weight, bias = features_NTD.reshape(-1, D), weight_KD.to(dtype), bias_K.to(dtype)
     extra = extra_NTM.flatten(0, 1)
     base, total, row_weight = (x.reshape(-1, 1) for x in (base_NT, total_NT, row_weight_NT))
+    # The image of every row, since palettes are per image and chunks cross images.
     image = torch.arange(N, device=features.device)[:, None].expand(-1, T).reshape(-1)
     features_grad = features.new_empty(features.shape if features_wanted else 0)
     weight_grad = weight_KD.new_zeros(weight_KD.shape if weight_wanted else 0, dtype=precise)
@@ -55,6 +56,7 @@ def chunked_loss_and_gradients(
         here = slice(start, start + rows)
         features_RD = features[here].to(dtype)
         targets = palette_NM[image[here]], extra[here, None], base[here], total[here]
+        # The kernels take images of tokens; here every row is an image of one token.
         logits_R1K = F.linear(features_RD, weight, bias)[:, None]
         loss_R1, *sums = kernels.forward(logits_R1K, *targets)
         loss += (loss_R1 * row_weight[here]).sum()

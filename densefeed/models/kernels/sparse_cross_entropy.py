@@ -34,6 +34,7 @@ def blocks(logits_NTK: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, slic
     """
     N, T, K = logits_NTK.shape
     rows = max(1, BLOCK_BYTES // (K * dtype.itemsize))
+    # Several whole images, or a part of one, so that a block is a slice of both axes.
     images, tokens = max(1, rows // T), min(rows, T)
     buffer = torch.empty_like(logits_NTK[:images, :tokens], dtype=dtype)
     for image in range(0, N, images):
@@ -69,6 +70,7 @@ def plain_forward(
         palette = palette_NM[images, None].expand(extra.shape)
         peak = block.amax(-1, keepdim=True).to(dtype)
         below = torch.sub(block, peak, out=buffer)
+        # Before exp_ below, which overwrites the distances.
         dense = base_NT[images, tokens] * below.sum(-1) + (extra * below.gather(2, palette)).sum(-1)
         partition = below.exp_().sum(-1)
         loss_NT[images, tokens] = total_NT[images, tokens] * partition.log() - dense
@@ -98,6 +100,8 @@ def plain_backward(
         palette = palette_NM[images, None].expand(extra.shape)
         torch.sub(logits_NTK[images, tokens], peak_NT[images, tokens, None], out=block).exp_()
         block.mul_(grad * total_NT[images, tokens, None] / partition_NT[images, tokens, None])
+        # A palette may name a class twice: scatter_add_ sums its extras, as the gather in the
+        # forward pass does.
         block.sub_(grad * base_NT[images, tokens, None]).scatter_add_(2, palette, extra)
         # The result is rounded once, and its memory, not in the cache yet, is written once.
         grad_NTK[images, tokens] = block

@@ -53,18 +53,23 @@ Verdict = Literal["fault", "warning", "unchecked", "sound"]
 ALL_ROWS = 100_000
 SAMPLED_ROWS = 20_480
 ROWS_AT_ONCE = 256
-MAX_NAMED = 5  # rows listed in the evidence of a check
+# Rows listed in the evidence of a check.
+MAX_NAMED = 5
 
-MIN_LABELED_ROWS = 100  # to compare the maps with the labels
-OTHER_IMAGE = 0.5  # correlation below which two maps are certainly of different images
-MAX_PAIRS = 2000  # of rows with equal checksums that are compared
+# Fewer rows cannot be compared with their labels.
+MIN_LABELED_ROWS = 100
+# Correlation below which two maps are certainly of different images.
+OTHER_IMAGE = 0.5
+# Rows with equal checksums that are compared, in pairs; see `find_equal_maps`.
+MAX_PAIRS = 2000
 
 # How the teacher's name in a header ends after several views or a class map.
 VIEWS_OR_CLASS_MAP = re.compile(r", \d+ views [0-9a-f]+$| by \S+ [0-9a-f]{8}\b")
 
 OTHER_FOLDER = "Pass the folder that the maps were made for, or label the images again."
 LOGITS_FIRST = "the fault of the logits must be fixed first"
-OVER = "probabilities that sum to more than 1"  # a key of storage.maintenance.disorder
+# A key of storage.maintenance.disorder.
+OVER = "probabilities that sum to more than 1"
 # Greatest sum of the probabilities of a cell, each rounded to float16, and perhaps their logarithms
 # too.
 WHOLE = 1.02
@@ -129,11 +134,14 @@ def audit(
 
     Raises UserError if the file is no store at all, or if an image that is needed cannot be read.
     """
+    # ScoreMapStore refuses an unfinished file, so this check reads the file itself, before it.
     missing = check_finished(path)
     if missing[0] == "fault":
         return AuditResult(None, [Check("finished", *missing)], {"file": str(path)})
     store = ScoreMapStore(path)
     scan = scan_rows(store, rows_to_read(len(store), every_row))
+    # Before the other checks: probabilities in the place of logits also give sums above 1, and make
+    # every probability computed from them meaningless.
     logits = check_logits(store, scan)
     image_of, match, rows = None, None, np.empty(0, np.int64)
     outcomes = {
@@ -144,6 +152,8 @@ def audit(
         "images": ("unchecked", "no images were given"),
     }
     if images is not None:
+        # By path and not by row number: in a store of another order each map is still compared with
+        # its own image, and `check_files` reports the order.
         place = {path: index for index, path in enumerate(images.paths)}
         image_of = np.array([place.get(path, -1) for path in store.paths()])
         outcomes["images"] = check_files(store, images, image_of)
@@ -154,10 +164,12 @@ def audit(
     if outcomes["class list"][0] == "fault":
         blocked_by = "the fault of the class list must be fixed first"
     if images is not None:
+        # `store.rows` raises for rows whose checksum does not match.
         usable = np.setdiff1d(scan.ids, [*scan.faults])
         rows = neighbors(store.labels, usable[image_of[usable] >= 0], count)
         if len(rows):
             outcomes["windows"] = check_windows(store, images, image_of, rows)
+        # Correlations are of probabilities by class, so they need logits and the right class list.
         if references and len(rows) and not blocked_by:
             header = store.header
             match = look(store.rows, header, images, image_of, rows, references, threads)
@@ -168,6 +180,8 @@ def audit(
         outcomes |= check_layout(store, match, references, labels[0] == "fault")
     outcomes["labels"] = labels
     checks = [Check(name, *outcome) for name, outcome in outcomes.items()]
+    # The verdicts are declared with the worst first. The sort is stable, so checks of one verdict
+    # keep their order.
     checks.sort(key=lambda check: get_args(Verdict).index(check.verdict))
     figures = summarize(store, scan, match, renaming)
     return AuditResult(store, checks, figures, images, image_of, rows)
@@ -177,6 +191,7 @@ def rows_to_read(count: int, every_row: bool) -> np.ndarray:
     """Choose the rows to read of `count`: all, or an evenly spaced sample of a large store."""
     if every_row or count <= ALL_ROWS:
         return np.arange(count)
+    # Rows are in the order of the class folders, so even spacing takes its share of every class.
     return np.linspace(0, count - 1, SAMPLED_ROWS).astype(np.int64)
 
 
@@ -189,7 +204,9 @@ def is_own_teacher(store: ScoreMapStore, references: References) -> bool:
     return (
         reference is not None
         and reference.input_size == header.input_size
+        # With several views or merged classes the same weights give other maps.
         and not VIEWS_OR_CLASS_MAP.search(header.teacher)
+        # Last, because it reads all weights.
         and header.teacher.endswith(f" {weights_hash(reference.model)}")
     )
 
@@ -225,19 +242,25 @@ class RowScan:
     def __init__(self, ids: np.ndarray) -> None:
         count = len(ids)
         self.ids = ids
-        self.faults = {}  # the names of the faults of each row that has some
+        # The names of the faults of each row that has some.
+        self.faults = {}
         # The class of the greatest mean probability over the cells, that probability, and the mean
         # probability of the image's label.
         self.top, self.top_p, self.label_p = np.zeros(count, np.int64), *np.zeros((2, count))
-        self.entropy = np.zeros(count)  # mean over the cells, nats
-        self.constant = np.zeros(count, bool)  # several cells, all equal
-        self.named = np.zeros(2**16, bool)  # classes that occur in any cell
+        # Mean over the cells, nats.
+        self.entropy = np.zeros(count)
+        # Whether a map of several cells is the same in all of them.
+        self.constant = np.zeros(count, bool)
+        # Classes that occur in any cell. `cls` is uint16, so this has a place for every number.
+        self.named = np.zeros(2**16, bool)
         # Least and greatest logit, NaN in rows whose logits cannot be judged.
         self.range = np.full((count, 2), np.nan)
         # Greatest sums of a cell's logits and of their exponentials.
         self.sums = np.zeros((count, 2))
-        self.shares = np.zeros((count, 3))  # of the cells, see `share_sums`
-        self.max_p = np.zeros(count)  # of a class in a cell; 0 in rows with faults
+        # Shares of the cells, see `share_sums`.
+        self.shares = np.zeros((count, 3))
+        # Greatest probability of a class in a cell; 0 in rows with faults.
+        self.max_p = np.zeros(count)
 
     def good(self) -> np.ndarray:
         """Return which rows have no fault, bool `[N]`."""
@@ -247,6 +270,7 @@ class RowScan:
 def scan_rows(store: ScoreMapStore, ids: np.ndarray) -> RowScan:
     """Read the rows `ids` once. A damaged row is recorded as a fault of that row."""
     scan = RowScan(ids)
+    # `mean_over_cells` makes float64 [N, K]: 64 MiB at 2**23 numbers.
     at_once = max(1, min(ROWS_AT_ONCE, 2**23 // store.header.num_classes))
     starts = range(0, len(ids), at_once)
     for start in bar(starts, "audit, chunks of rows") if len(starts) > 16 else starts:
@@ -274,6 +298,7 @@ def read_undamaged(
 
     Returns the places of these rows in `scan.ids`, and their maps.
     """
+    # One damaged row fails the whole chunk. Only then are its rows read one by one.
     try:
         return at, store.rows(scan.ids[at])
     except UserError:
@@ -294,11 +319,13 @@ def scan_logits(scan: RowScan, at: np.ndarray, logit_NSSk: np.ndarray, num_class
     A row with the same logits in every one of several cells, such as an image that was labeled by
     its class, is left out.
     """
+    # A map of a single cell has nothing to differ from, and is judged.
     differ = (logit_NSSk != logit_NSSk[:, :1, :1]).any((1, 2, 3)) | (logit_NSSk.shape[1] == 1)
     at, logit = at[differ], logit_NSSk[differ].astype(np.float32)
     if not len(at):
         return
     scan.range[at] = np.stack([logit.min((1, 2, 3)), logit.max((1, 2, 3))], 1)
+    # In float32 exp overflows from 89 on. Infinity is above every bound that the sums meet.
     with np.errstate(over="ignore"):
         scan.sums[at] = np.stack([logit.sum(-1).max((1, 2)), np.exp(logit).sum(-1).max((1, 2))], 1)
     scan.shares[at] = share_sums(logit, num_classes)
@@ -325,6 +352,7 @@ def scan_probabilities(
     mean_NK = mean_over_cells(named, other, maps.cls, K)
     scan.top[at], scan.top_p[at] = mean_NK.argmax(1), mean_NK.max(1)
     label = store.labels[scan.ids[at]]
+    # A label may be no class of the teacher; its probability is 0.
     label_p = mean_NK[np.arange(len(at)), np.minimum(label, K - 1)]
     scan.label_p[at] = np.where(label < K, label_p, 0)
     entropy_NSS = -_plogp(named).sum(-1) - (K - header.top_k) * _plogp(other)
@@ -344,6 +372,8 @@ def mean_over_cells(
     other class, as `cell_targets` returns them.
     """
     N = len(named)
+    # One bincount over pairs of row and class avoids a dense [N, S, S, K]. Each class starts with
+    # the sum of `other`, so only what the named ones have more is counted.
     key = np.arange(N)[:, None, None, None] * num_classes + cls
     more = named - other[..., None]
     total = np.bincount(key.ravel(), more.ravel(), N * num_classes).reshape(N, num_classes)
@@ -351,6 +381,7 @@ def mean_over_cells(
 
 
 def _plogp(p: np.ndarray) -> np.ndarray:
+    # p log p is 0 at p = 0; the bound keeps 0 times infinity out.
     return p * np.log(np.maximum(p, 1e-300))
 
 
@@ -455,10 +486,12 @@ def check_class_numbers(store: ScoreMapStore, scan: RowScan) -> Outcome:
     4, and so on.
     """
     num_classes = store.header.num_classes
+    # Numbers start at 0, so the last of 2,049 classes is 2,048.
     if num_classes <= 2049:
         return "sound", f"float16 represents all {num_classes:,} class numbers exactly"
     classes = np.flatnonzero(scan.named[:num_classes])
     beyond = classes[classes > 2048]
+    # float16 has 11 significant bits: from 2**n on it represents the multiples of 2**(n - 10).
     step = 2.0 ** (np.floor(np.log2(np.maximum(beyond, 1))) - 10)
     on_grid = beyond % step == 0
     # A class drawn at random lies on the grid with probability 1/2, 1/4, ..., depending on its
@@ -470,6 +503,7 @@ def check_class_numbers(store: ScoreMapStore, scan: RowScan) -> Outcome:
     )
     if not on_grid.all():
         return "sound", evidence
+    # By chance once in a million stores.
     if bits < 20:
         return "unchecked", f"{evidence}: too few to decide"
     return (
@@ -488,15 +522,19 @@ def find_equal_maps(store: ScoreMapStore) -> tuple[list[tuple[int, int]], set[in
     """
     header, order = store.header, np.argsort(store.crcs, kind="stable")
     again = np.flatnonzero(np.diff(store.crcs[order]) == 0)
+    # In a store whose rows are all equal, every row would be compared.
     compared = again[:MAX_PAIRS]
     pairs, filled = [], set()
     for pair in (order[at : at + 2] for at in compared):
         try:
             maps = store.rows(pair)
-        except UserError:  # reported by `check_values`
+        # Reported by `check_values`.
+        except UserError:
             continue
         if any((first != second).any() for first, second in maps):
             continue
+        # Imports give images without a map their label in every cell, at logit SURE
+        # (storage/packs.py).
         by_label = label_rows(store.labels[pair], header.num_classes, header.side, header.top_k)
         if maps.logit[0, 0, 0, 0] >= SURE - 0.5 and (maps.cls == by_label.cls).all():
             filled.update(pair.tolist())
@@ -565,11 +603,13 @@ def check_files(store: ScoreMapStore, images: Images, image_of: np.ndarray) -> O
         parts.append(
             f"{len(gone):,} of {len(store):,} rows have no image ({', '.join(gone[:MAX_NAMED])})"
         )
+    # A missing image or row shifts all that follow, so the order is judged only if none is.
     moved = np.flatnonzero(image_of != np.arange(len(store)))
     if not parts and len(moved):
         parts = [
             f"every image has its row, but the order differs, from {name_rows(store, moved[:1])} on"
         ]
+    # The fingerprint does not show what has changed, so the other comparisons go first.
     if not parts and images.fingerprint() != store.header.fingerprint:
         parts = [
             f"all {len(images):,} names agree, but the fingerprint does not: files or labels have "
@@ -611,8 +651,10 @@ def neighbors(labels: np.ndarray, usable: np.ndarray, count: int) -> np.ndarray:
     if len(usable) < 2 or count < 2:
         return np.empty(0, np.int64)
     pairs = max(1, min(count // 2, len(usable) // 2))
+    # The last place is len - 2, because a pair needs the row after it.
     at = np.linspace(0, len(usable) - 2, pairs).astype(np.int64)
     label = labels[usable]
+    # The last row of a class is paired with the row before it.
     back = (at > 0) & (label[at] != label[at + 1]) & (label[at] == label[at - 1])
     return usable[np.stack([at, np.where(back, at - 1, at + 1)], 1).ravel()]
 
@@ -674,8 +716,11 @@ class Renaming(NamedTuple):
 
 def learn_renaming(label: np.ndarray, top: np.ndarray, classes: int) -> Renaming:
     """Learn on every other row of each label which class the maps name; test on the others."""
+    # Learned and tested on different rows: on the rows it was learned from, the renaming always
+    # agrees at least as often as the labels.
     learn = np.zeros(len(label), bool)
     order = np.argsort(label, kind="stable")
+    # Rows are counted from 0 within each label, so half of every class is for learning.
     starts = np.searchsorted(label[order], label[order])
     learn[order] = (np.arange(len(label)) - starts) % 2 == 0
     pairs, counts = np.unique(label[learn] * classes + top[learn], return_counts=True)
@@ -704,6 +749,7 @@ def measure_agreement(label: np.ndarray, top: np.ndarray) -> Agreement:
     N, classes = len(label), max(int(label.max()), int(top.max())) + 1
     label_share, top_share = (np.bincount(c, minlength=classes) / N for c in (label, top))
     chance = float((label_share * top_share).sum())
+    # Where the columns share no class, chance is 0. The bound 1 / N makes its error one image.
     error = math.sqrt(max(chance * (1 - chance), 1 / N) / N)
     return Agreement(float((label == top).mean()), chance, error)
 
@@ -712,6 +758,7 @@ def labels_and_tops(
     store: ScoreMapStore, scan: RowScan, blocked_by: str
 ) -> tuple[np.ndarray, np.ndarray, str]:
     """Return labels and top classes of the usable rows, and why they cannot be compared, or ""."""
+    # Maps that are the same in every cell may have been filled from the label.
     good = scan.good() & ~scan.constant
     label, top = store.labels[scan.ids[good]], scan.top[good]
     if not blocked_by and len(label) < MIN_LABELED_ROWS:
@@ -813,6 +860,7 @@ def check_labels(
     )
     if agreement.is_significant():
         return "sound", evidence
+    # Where one class has most of the images, maps of other images agree nearly as often too.
     if agreement.chance + SURE_T * agreement.error > 0.8:
         return "unchecked", f"{evidence}: too close to decide"
     if match and match.is_reproduced():
@@ -877,10 +925,12 @@ def check_orientation(match: MapCorrelation, foreign: bool) -> Outcome:
         return "sound", evidence
     if best == 0 or not choice.beats(0, ALARM_T):
         return "unchecked", f"{evidence}: too close to decide"
+    # The best surely beats the stored orientation, but perhaps not these.
     ties = [ORIENTATIONS[h] for h in range(8) if h != best and not choice.beats(h, SURE_T)]
     if ties:
         evidence += f": they could also be {' or '.join(ties)}"
         remedy = "Pass more --images to find out which, then import or label again."
+    # --axes column-row exchanges rows and columns, and corrects no other orientation.
     elif best == 4:
         remedy = "Import the pack again with --axes column-row."
     else:
@@ -923,6 +973,7 @@ def check_coverage(match: MapCorrelation, declared: str, foreign: bool) -> Outco
         return "unchecked", f"{evidence}: too few images; {MIN_IMAGES} are needed"
     if not match.is_located():
         return "unchecked", f"{evidence}: {explain_mismatch(foreign)}"
+    # The same rule as for orientations: 3 standard errors to confirm, 5 for a fault.
     at = match.footprints.index(declared)
     if choice.best == at and choice.is_sure(SURE_T):
         return "sound", evidence
@@ -952,7 +1003,10 @@ def check_rows(store: ScoreMapStore, match: MapCorrelation, own_teacher: bool) -
         f"{other.mean():.3f} with that of a neighbor (t = {paired_t(own - other):.1f}, {len(own)} "
         "images)"
     )
+    # Only a model that makes these maps itself shows which single rows are of other images: the
+    # maps of another model differ from them in the other rows too.
     if own_teacher or match.is_reproduced():
+        # A row can be in two pairs.
         foreign = np.unique(rows[own < OTHER_IMAGE])
         if not len(foreign):
             return "sound", evidence
@@ -987,6 +1041,7 @@ def summarize(
     """
     header, good = store.header, scan.good()
     label, top = store.labels[scan.ids[good]], scan.top[good]
+    # With one class log(K) is 0, which is no range for a histogram.
     entropy, max_entropy = scan.entropy[good], math.log(max(header.num_classes, 2))
     histogram = np.histogram(entropy, bins=24, range=(0, max_entropy))[0]
     sizes, counts = np.unique(store.palette, return_counts=True)
@@ -1033,6 +1088,7 @@ def find_disagreements(store: ScoreMapStore, scan: RowScan) -> list[dict]:
     """List up to 60 rows, those first whose maps prefer another class most over the label."""
     names, label = store.header.class_names, store.labels[scan.ids]
     disagrees = scan.good() & (label != scan.top)
+    # -1 sorts the rows that agree behind all others.
     excess = np.where(disagrees, scan.top_p - scan.label_p, -1)
     return [
         {

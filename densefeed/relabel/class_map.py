@@ -35,6 +35,7 @@ def merge_classes(logits: Tensor, class_map: ClassMap) -> Tensor:
     source, target, classes = class_map
     logits = logits.index_select(-1, source)
     peak = logits.new_full((*logits.shape[:-1], classes), -torch.inf)
+    # Minus infinity is neutral for a maximum.
     peak = peak.scatter_reduce(-1, target.expand_as(logits), logits, "amax")
     # Each class relative to its own greatest logit. Relative to the cell's, e^-104 would be 0 and
     # its logarithm not finite.
@@ -59,6 +60,8 @@ def read_class_map(
     wanted = {name: index for index, name in enumerate(data_names)}
     becomes = {}
     for theirs, ours in _read_pairs(path):
+        # A name goes first, because names can be numbers too. What is neither becomes
+        # `num_teacher`, which is out of range.
         number = place.get(theirs, int(theirs) if theirs.isdecimal() else num_teacher)
         if number >= num_teacher:
             known = f"names such as {teacher_names[0]} and " if teacher_names else ""
@@ -83,6 +86,7 @@ def read_class_map(
             f"{path}: no class of the teacher becomes {without[0]!r}{more}; assign one to each "
             "class of the data"
         )
+    # Ascending, so that equal maps have equal hashes however the file orders its lines.
     pairs = sorted(pair for pair in becomes.items() if pair[1] is not None)
     source, target = torch.tensor(pairs).T.contiguous()
     return ClassMap(source, target, len(wanted))
@@ -91,6 +95,7 @@ def read_class_map(
 def _read_pairs(path: Path) -> list[tuple[str, str | None]]:
     """Read pairs of a teacher's class and a class of the data, or None."""
     try:
+        # Spreadsheets begin a CSV with a byte order mark.
         text = path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         raise UserError(f"{path}: there is no such class map; check the path") from None
@@ -102,6 +107,7 @@ def _read_pairs(path: Path) -> list[tuple[str, str | None]]:
             pairs = json.loads(text, object_pairs_hook=list)
         except json.JSONDecodeError as error:
             raise UserError(f"{path} is not JSON ({error}); correct it") from None
+        # With this hook an object is a list of tuples, and an array a list of anything else.
         whole = isinstance(pairs, list) and all(isinstance(pair, tuple) for pair in pairs)
         if not whole or not all(value is None or isinstance(value, str) for _, value in pairs):
             raise UserError(

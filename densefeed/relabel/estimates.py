@@ -17,10 +17,13 @@ from densefeed.relabel.scoring import Scored
 from densefeed.storage.row_codecs import Form, row_sizes
 from densefeed.storage.score_maps import palette_sizes, row_types
 
-BATCHES = 8  # timed, after one to warm up
-RENDERED = 64  # images rendered alone, on one thread
+# Batches timed, after one to warm up.
+BATCHES = 8
+# Images rendered alone, on one thread.
+RENDERED = 64
 DEVICES = (1, 8, 64)
-IMAGENET = 1_281_167  # images of ImageNet-1k's training split
+# Images of ImageNet-1k's training split.
+IMAGENET = 1_281_167
 
 
 class Estimate(NamedTuple):
@@ -80,14 +83,17 @@ def estimate_pass(work: Pass) -> Estimate:
     for index in some:
         work.render(index, out)
     render_rate = len(some) / (time.perf_counter() - began)
+    # Linux reports KiB.
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     if device.type == "cuda":
+        # Reserved and not only allocated: the allocator's free blocks are lost to others too.
         memory = torch.cuda.max_memory_reserved(device)
     return Estimate(
         count,
         speed.images / speed.seconds,
         speed.images_wait / speed.seconds,
         render_rate,
+        # The first batch was scored twice, the first time to warm up.
         predict_row_bytes(work, np.concatenate(sizes[1:])),
         memory,
         work.batch,
@@ -102,6 +108,7 @@ def predict_row_bytes(work: Pass, palette: np.ndarray) -> dict[Form, float]:
         for name, (dtype, shape) in row_types(side, top_k).items()
     }
     maps = per_row["logit"] + per_row["cls"] + per_row["lse"]
+    # HDF5 stores every path in the width of the longest.
     beside = sum(per_row.values()) - maps + max(len(path.encode()) for path in work.images.paths)
     row_bytes = {"raw": beside + maps}
     # These forms also store where each row begins, in 8 bytes.

@@ -48,7 +48,8 @@ from densefeed.system.progress import tally
 # Batches being rendered while one is scored, and batches on the device or being written.
 AHEAD, IN_FLIGHT = 3, 2
 WHOLE_SET = Shard(0, 1)
-POLL_SECONDS = 1.0  # between reads of other processes' files
+# Seconds between reads of other processes' files.
+POLL_SECONDS = 1.0
 
 # N images   L pictures of each   H, W side of the teacher's input, pixels
 # S cells along a side of a map   K classes
@@ -189,11 +190,13 @@ def finish_pass(
     if out.exists():
         made = is_made(out, work.header)
         if made:
-            clean_up(out, whole)  # killed between the last two steps
+            # It was killed between the last two steps.
+            clean_up(out, whole)
         if not made or shard.of == 1:
             raise UserError(f"{out} exists already; remove it or choose another --out")
         print(f"{out} is finished already")
         return ScoreMapStore(out)
+    # Before this labeling creates a file, so that one of another labeling is never mixed with it.
     check_leftovers(out, whole)
     own = shard.file(out)
     if shard.of == 1 or not own.exists():
@@ -205,6 +208,8 @@ def finish_pass(
         with show_progress(out, shard, ranks, count, np.ones(1, bool)) as update:
             if ranks and leads:
                 wait_for_all(out, shard.of, update)
+    # Among ranks only the first merges, because it has waited for the others. Independent jobs all
+    # try, and the last one to finish succeeds.
     return merge_if_complete(out, shard.of, work.header.form) if leads or not ranks else None
 
 
@@ -227,6 +232,7 @@ def label_shard(work: Pass, out: Path, shard: Shard, ranks: bool) -> ScoreMapSto
     part = slice(rows.start, rows.stop)
     writer = ScoreMapWriter(own, header, images.paths[part], images.labels[part])
     try:
+        # Rows that an earlier run with another number of shards has labeled are copied.
         absorb(writer, header, [path for path in find_leftovers(out) if path != writer.part])
         done = int(writer.done.sum())
         if done:
@@ -287,10 +293,12 @@ def score_batches(
     speed, began, cuda = Speed(), time.perf_counter(), work.scorer.device.type == "cuda"
     # A buffer is not overwritten before it is scored and written, so more are never needed.
     free = [
+        # Copies to a GPU are asynchronous only from pinned memory.
         torch.zeros(work.batch, *work.pictures_shape, dtype=torch.uint8, pin_memory=cuda)
         for _ in range(AHEAD + IN_FLIGHT)
     ]
     writing, before = deque(), None
+    # One writing thread keeps the rows in order.
     pool, writers = ThreadPoolExecutor(work.threads), ThreadPoolExecutor(1)
 
     def render_all() -> Iterator[tuple[np.ndarray, Tensor, list[Future]]]:
@@ -303,6 +311,7 @@ def score_batches(
     def finish_oldest_sync() -> None:
         nonlocal before
         written, scored, pictures, images = writing.popleft()
+        # First, so that the time of the device does not count as time of the disk.
         scored.wait_sync()
         speed.disk_wait += wait_seconds(written)
         if before is not None:
@@ -318,9 +327,11 @@ def score_batches(
         while ahead:
             ids, pictures, windows = ahead.popleft()
             waited = wait_seconds(*windows)
-            speed.images_wait += 0 if cuda else waited  # on CUDA, `idle_since` measures it
+            # On CUDA, `idle_since` measures it on the device.
+            speed.images_wait += 0 if cuda else waited
             scored = work.scorer.begin(pictures, len(ids), work.header.top_k)
             window_N4 = np.array([window.result() for window in windows], np.float32)
+            # The writing thread waits for the device, and this one starts the next batch meanwhile.
             future = writers.submit(write, ids, scored, window_N4)
             writing.append((future, scored, pictures, len(ids)))
             if len(writing) == IN_FLIGHT:
@@ -329,6 +340,7 @@ def score_batches(
         while writing:
             finish_oldest_sync()
     finally:
+        # After an error no further image is rendered, but the batches scored before are written.
         pool.shutdown(cancel_futures=True)
         writers.shutdown()
     speed.seconds = time.perf_counter() - began
@@ -361,7 +373,8 @@ def show_progress(
         rows = DoneRows(out, shard.of)
         with tally("relabel, images", count, rows.count()) as update:
             yield lambda _: update(rows.count())
-            update(count)  # the first rank has waited for all
+            # The first rank has waited for all.
+            update(count)
     else:
         with tally("relabel, images", len(done), int(done.sum())) as update:
             yield update
@@ -373,6 +386,7 @@ class DoneRows:
     def __init__(self, out: Path, of: int) -> None:
         self._files = [Shard(index, of).file(out) for index in range(of)]
         self._done: dict[Path, np.ndarray] = {}
+        # Long enough ago for the first call to read.
         self._count, self._read_at = 0, -POLL_SECONDS
 
     def count(self) -> int:

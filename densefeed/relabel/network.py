@@ -40,6 +40,7 @@ def preprocessing_config(module: nn.Module) -> dict:
     for name in ("mean", "std"):
         try:
             values = torch.as_tensor(config[name], dtype=torch.float64).flatten().tolist()
+        # as_tensor raises TypeError, ValueError or RuntimeError, depending on what is no number.
         except (TypeError, ValueError, RuntimeError):
             values = []
         if len(values) != 3:
@@ -97,15 +98,18 @@ class Network(nn.Module):
                 f"{', '.join(INTERPOLATIONS)} are supported; choose another teacher"
             )
         self.interpolation = INTERPOLATIONS[config["interpolation"]]
+        # Pictures are uint8: scaling mean and std once saves dividing every picture by 255.
         self.register_buffer("mean", torch.tensor(config["mean"]).view(1, 3, 1, 1) * 255)
         self.register_buffer("std", torch.tensor(config["std"]).view(1, 3, 1, 1) * 255)
         self.num_classes = class_map.classes if class_map else None
+        # Buffers, so that they move to the device with the model.
         self.register_buffer("source", class_map.source if class_map else None)
         self.register_buffer("target", class_map.target if class_map else None)
         self._check_model()
 
     def _check_model(self) -> None:
         """Raise UserError if the classifier is missing or cannot be applied to cells."""
+        # timm makes a model without classifier for num_classes=0.
         if getattr(self.model, "num_classes", None) == 0:
             raise UserError(
                 f"{self.name} has no classifier; choose a teacher that was trained to classify"
@@ -149,6 +153,7 @@ class Network(nn.Module):
             # PyTorch has no Lanczos filter.
             mode = "bilinear" if self.interpolation is Image.Resampling.BILINEAR else "bicubic"
             size = (self.input_size, self.input_size)
+            # Bicubic weights overshoot; Pillow clips to 0..255 too.
             image_NCHW = F.interpolate(image_NCHW, size, mode=mode, antialias=True).clamp(0, 255)
         image_NCHW = (image_NCHW - self.mean) / self.std
         if hasattr(self.model, "forward_token_logits"):
@@ -158,6 +163,7 @@ class Network(nn.Module):
         height, width = logits_NSSK.shape[1:3]
         if height != width:
             self._refuse(f"gives {height} x {width} cells, and a map must be square")
+        # Under autocast they are bfloat16 or float16.
         logits_NSSK = logits_NSSK.float()
         if self.num_classes is None:
             return logits_NSSK
@@ -181,6 +187,7 @@ class Network(nn.Module):
             )
         count, height, width = shape[:3] if last else (len(features), *shape[2:])
         one = (1, 1, shape[3]) if last else (shape[1], 1, 1)
+        # Each cell becomes a feature map of 1 x 1, of which the head's pooling is the cell itself.
         cells = (features if last else features.permute(0, 2, 3, 1)).reshape(-1, *one)
         return model.forward_head(cells).view(count, height, width, -1)
 

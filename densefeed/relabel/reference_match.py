@@ -30,7 +30,8 @@ from densefeed.system.progress import bar
 
 # N images   G footprints   S cells along a side of a map   P classes of a map's palette   K classes
 
-BATCH = 16  # images through the reference
+# Images through the reference.
+BATCH = 16
 # Paired t for a verdict. A t of 5 happens by chance once in 3 million: 24 layouts of a thousand
 # clean stores give no alarm.
 ALARM_T, SURE_T = 5.0, 3.0
@@ -40,8 +41,10 @@ MIN_DIFFERENCE = 0.05
 # not locate them: on digit scenes, where 0.64 of its images were right, its cells correlated at
 # -0.09 with the maps as stored and at -0.03 with the maps rotated by 180 degrees (t = 5).
 MIN_CORRELATION = 0.1
-MIN_IMAGES = 30  # for a t
-ELONGATED = 1.1  # ratio of an image's sides from which its center square is another picture
+# Images for a t.
+MIN_IMAGES = 30
+# Ratio of an image's sides from which its center square is another picture.
+ELONGATED = 1.1
 # Correlation of a map with the same map made again: 0.99 where the store kept 5 of 10 classes.
 SAME_MAP = 0.95
 
@@ -92,9 +95,8 @@ class MapCorrelation:
 
     rows: np.ndarray  # int64 [N]; neighbors are partners, see audit.neighbors
     footprints: tuple[str, ...]  # G
-    own: (
-        np.ndarray
-    )  # float64 [N, G, 8]: with the image's own map, put upright from each orientation
+    # float64 [N, G, 8]: with the image's own map, put upright from each orientation
+    own: np.ndarray
     other: np.ndarray  # the same, with the partner's map
     elongated: np.ndarray  # bool [N]: the image's sides differ
     # bool [N]: the class of the reference's greatest mean probability is the label
@@ -102,6 +104,7 @@ class MapCorrelation:
 
     def best(self) -> tuple[int, int]:
         """Return footprint and orientation of the greatest mean correlation."""
+        # -1 is the least correlation: a layout without a value is never the best.
         mean_G8 = np.nan_to_num(np.nanmean(self.own, axis=0), nan=-1.0)
         return divmod(int(mean_G8.argmax()), len(ORIENTATIONS))
 
@@ -112,6 +115,7 @@ class MapCorrelation:
 
     def is_reproduced(self) -> bool:
         """Whether the reference makes these maps itself."""
+        # The median, so that a few maps of other images do not hide that the rest is reproduced.
         return bool(np.nanmedian(self.in_best_layout(self.own)) > SAME_MAP)
 
     def is_located(self) -> bool:
@@ -167,6 +171,8 @@ def look(
 
     starts = range(0, count, BATCH)
     with (
+        # The iterator is closed before the pool's exit waits for its threads, which drops the
+        # images that no thread has begun. Up to two batches are decoded ahead of the model.
         ThreadPoolExecutor(threads) as pool,
         closing(ordered_map(load, index_N.tolist(), pool, 2 * BATCH)) as loaded,
     ):
@@ -223,6 +229,7 @@ def root_probabilities(
     """
     named, other = cell_targets(ScoreMaps(*(part[n : n + 1] for part in maps)), num_classes, absent)
     palette, place = np.unique(maps.cls[n], return_inverse=True)
+    # Where a cell does not name a class of the palette, it has its share of the remainder.
     dense = np.repeat(np.sqrt(other[0])[..., None], len(palette), axis=2)
     np.put_along_axis(dense, place.reshape(maps.cls[n].shape), np.sqrt(named[0]), axis=2)
     return palette, dense
@@ -240,6 +247,7 @@ def correlate(stored_SSP: np.ndarray, palette: np.ndarray, reference_SSK: np.nda
         root_1PSS = root_SSP.permute(2, 0, 1)[None]
         root_1PSS = F.interpolate(root_1PSS, (side, side), mode="bilinear", antialias=True)
         root_SSP = root_1PSS[0].permute(1, 2, 0)
+    # Without its mean a class counts by where it is, not by how much of it there is.
     reference = root_SSP.numpy() - root_SSP.numpy().mean((0, 1))
     stored = stored_SSP - stored_SSP.mean((0, 1))
     size = math.sqrt((reference**2).sum() * (stored**2).sum())
@@ -257,6 +265,7 @@ def paired_t(difference_N: np.ndarray) -> float:
     if len(difference_N) < 2:
         return 0.0
     mean, error = difference_N.mean(), difference_N.std(ddof=1) / math.sqrt(len(difference_N))
+    # Equal differences have an error of rounding only.
     if error > 1e-12:
         return float(mean / error)
     return math.copysign(math.inf, mean) if abs(mean) > 1e-9 else 0.0
@@ -289,6 +298,7 @@ class Choice(NamedTuple):
 
 def choose_best(scores_NH: np.ndarray) -> Choice:
     """Choose the hypothesis of the greatest mean score, over images that have a score for all."""
+    # Paired differences need the same images for all hypotheses.
     scores_NH = scores_NH[~np.isnan(scores_NH).any(1)]
     if not len(scores_NH):
         zero_H = np.zeros(scores_NH.shape[1])
@@ -321,12 +331,14 @@ def find_layout(
             f"{choice.mean[second]:.3f}, smallest t {choice.t_over.min():.1f}, {choice.count} "
             "images); use more images or a better reference, or declare --axes and --footprint"
         )
+    # Orientation 4 is the transposition that --axes corrects.
     if o not in (0, 4):
         raise UserError(
             f"{source}: these maps are {ORIENTATIONS[o]}, which no --axes corrects; turn them "
             "upright before the import"
         )
     axes = "column-row" if o else "row-column"
+    # The center square of a square image is the whole image, so either footprint is right.
     if footprint or not match.elongated.any():
         return axes, footprint or "squash"
     cover = choose_best(match.own[match.elongated][:, :, o])

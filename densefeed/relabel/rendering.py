@@ -53,6 +53,7 @@ def render(image: Image.Image, viewer: Viewer, out_LHWC: np.ndarray) -> TLBR:
     return viewer.window(image.height, image.width)
 
 
+# The native library has no Lanczos filter.
 FILTERS = {Image.Resampling.BILINEAR: native.BILINEAR, Image.Resampling.BICUBIC: native.BICUBIC}
 
 
@@ -71,6 +72,7 @@ class NativeRender(NamedTuple):
         content = self.images.read(index)
         # The library would decode a JPEG again for each of several pictures.
         if len(out_LHWC) == 1:
+            # Pillow reads what the library refuses, and names files that are damaged.
             with suppress(native.JpegError):
                 size, encoded = native.probe(content), np.frombuffer(content, np.uint8)
                 if render_native(self.viewer, size, native.JPEG, encoded, out_LHWC):
@@ -92,6 +94,7 @@ def render_native(
     """
     filter, views, (height, width) = FILTERS.get(viewer.interpolation), viewer.views(*size), size
     left, top, right, bottom = np.array([view.box_ltrb for view in views], np.float64).T
+    # An edge may pass the image by a rounding error.
     beyond = right.max() > width + 1e-9 or bottom.max() > height + 1e-9
     if filter is None or beyond or min(left.min(), top.min()) < 0:
         return False
@@ -100,6 +103,7 @@ def render_native(
     samples["flip"] = [view.flip for view in views]
     samples["box_tlhw"] = np.stack([top, left, bottom - top, right - left], 1)
     samples["bytes"], samples["length"], samples["kind"] = content.ctypes.data, len(content), kind
+    # The samples hold addresses only; `keep` holds the memory.
     native.Job(samples, out_LHWC, keep=content, filter=filter).decode()
     if (samples["status"] == native.NO_MEMORY).any():
         raise UserError("memory is exhausted; choose a smaller --batch or fewer --threads")

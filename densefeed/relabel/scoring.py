@@ -53,6 +53,7 @@ def keep(logits_NSSK: Tensor, top_k: int) -> TopLogits:
     top, lse = logits_NSSK.topk(top_k, dim=-1), logits_NSSK.logsumexp(-1)
     # NaN compares as False, so it is not finite either.
     finite = (logits_NSSK.abs() <= torch.finfo(torch.float16).max).all()
+    # int16 with the bits of uint16, a type for which torch has few operations.
     return TopLogits(top.values.half(), top.indices.to(torch.int16), lse.half(), finite)
 
 
@@ -128,6 +129,7 @@ class Scorer:
         # Tensor cores read the channels together. On a CPU the library chooses its own layout.
         if device.type == "cuda":
             teacher.to(memory_format=torch.channels_last)
+        # Every batch has the same size (see `begin`), so one graph of fixed shapes is enough.
         self._keep = torch.compile(self._score, dynamic=False) if compiled else self._score
 
     def _score(self, picture_NLHWC: Tensor, top_k: int) -> TopLogits:
@@ -157,6 +159,7 @@ class Scorer:
         if self.device.type == "cuda":
             began = torch.cuda.Event(enable_timing=True)
             began.record()
+        # The last, smaller batch would be compiled again.
         pictures = picture_NLHWC if self.compiled else picture_NLHWC[:rows]
         with torch.no_grad():
             kept = self._keep(pictures.to(self.device, non_blocking=True), top_k)
@@ -181,6 +184,7 @@ def find_batch_size(attempt: Callable[[int], None], device: torch.device) -> int
         if torch.cuda.max_memory_reserved(device) > MAX_MEMORY * total:
             break
         fits, count = count, 2 * count
+    # The allocator still holds blocks of the batch that did not fit.
     torch.cuda.empty_cache()
     if not fits:
         raise UserError(

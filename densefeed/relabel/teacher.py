@@ -27,7 +27,8 @@ from densefeed.system.errors import UserError, first_line
 # second view is the mirror of the first.
 SHIFTS = ((0, 0), (1, 1), (-1, -1), (1, -1), (-1, 1), (1, 0), (-1, 0), (0, 1), (0, -1))
 MAX_TTA_VIEWS = 2 * len(SHIFTS)
-OVERLAP = 1 / 4  # of a tile's side
+# Share of a tile's side.
+OVERLAP = 1 / 4
 
 
 class Teacher(nn.Module):
@@ -97,7 +98,8 @@ class Teacher(nn.Module):
         self.fill = tuple(round(level) for level in largest.mean.flatten().tolist())
         self.window_geometry, self.tta_views, self.tiles = geometry, tta_views, tiles
         self.geometry = f"tile {tiles} x {tiles}" if geometry == "tile" else geometry
-        self.cells = 0  # s; known after the first forward
+        # s; known after the first forward.
+        self.cells = 0
 
     @property
     def model(self) -> nn.Module:
@@ -126,6 +128,7 @@ class Teacher(nn.Module):
         They are ordered by test-time view, and within it by tile in row-major order.
         """
         left, top, right, bottom = crop_in_pixels(self.window(height, width), height, width)
+        # Without shifts and tiles the pictures do not depend on the cells, so no network runs.
         if self.tta_views <= 2 and self.tiles == 1:
             flips = (False, True)[: self.tta_views]
             return [TeacherView((left, top, right, bottom), flip) for flip in flips]
@@ -151,6 +154,7 @@ class Teacher(nn.Module):
         try:
             with torch.inference_mode():
                 self._score(pictures)
+        # A subclass of RuntimeError, but it does not mean that the networks refuse this size.
         except torch.OutOfMemoryError:
             raise
         except (AssertionError, RuntimeError) as error:
@@ -186,6 +190,7 @@ class Teacher(nn.Module):
         for shift, flip in _shifts_and_flips(self.tta_views):
             for mean in means:
                 logits_NssK = self._score(next(pictures))
+                # Axis 2 holds the columns.
                 mean.add(logits_NssK.flip(2) if flip else logits_NssK, shift)
         return self._stitch([mean.logits() for mean in means])
 
@@ -247,11 +252,13 @@ class MapMean:
             self.logsumexp = torch.zeros_like(logits_NssK[..., :1])
             self.count = torch.zeros_like(logits_NssK[0, ..., :1])
         side = logits_NssK.shape[1]
+        # A shifted picture also shows cells beyond the image, which are cut off.
         here = tuple(slice(max(by, 0), side + min(by, 0)) for by in shift)
         there = tuple(slice(max(-by, 0), side + min(-by, 0)) for by in shift)
         part = logits_NssK[:, *there]
         logsumexp = part.logsumexp(-1, keepdim=True)
         log_probability = part - logsumexp
+        # Sums stay logarithms: a probability below e^-104 is 0 in float32.
         self.log_probability[:, *here] = torch.logaddexp(
             self.log_probability[:, *here], log_probability
         )
@@ -274,6 +281,7 @@ def resample(logits_NssK: Tensor, side: int) -> Tensor:
     parts = torch.cat([(logits_NssK - logsumexp).exp(), logsumexp], -1).permute(0, 3, 1, 2)
     parts = F.interpolate(parts, (side, side), mode="bilinear", align_corners=False)
     parts = parts.permute(0, 2, 3, 1)
+    # A probability that float32 rounds to 0 would become a logit of minus infinity.
     return parts[..., :-1].clamp(min=torch.finfo(parts.dtype).tiny).log() + parts[..., -1:]
 
 
@@ -287,5 +295,7 @@ def weights_hash(model: nn.Module) -> str:
     digest = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(name.encode())
+        # As bytes, because NumPy has no bfloat16. Flattened first, because a tensor of 0 dimensions
+        # (BatchNorm's counter) has no view of another item size.
         digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
     return digest.hexdigest()[:16]

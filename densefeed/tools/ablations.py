@@ -35,12 +35,15 @@ from densefeed.tools.quickstart import (
 CE, RELABEL, TOKENS = "lvvit_micro_ce", "lvvit_micro_relabel", "lvvit_micro_token_label"
 MIXTOKEN = f"{TOKENS}_mixtoken"
 DRLOC = "lvvit_micro_drloc"
-PLAIN = "stem=((8,8),)"  # one convolution embeds the patches, as with patch size 16 in the paper
+# One convolution embeds the patches, as with patch size 16 in the paper.
+PLAIN = "stem=((8,8),)"
 VIT, JOINT, SHARED = (f"bootstrapping_micro_{name}" for name in ("scratch", "joint", "shared"))
 DHVT, DEIT = "dhvt_micro_ce", "deit_tiny_patch16_224"
 # The size of dhvt_micro.
 DEIT_SIZES = ("img_size=64", "patch_size=8", "embed_dim=96", "depth=4", "num_heads=4")
+# DHVT with DeiT's patch embedding, position table and MLP: of its parts only head tokens remain.
 DEIT_LIKE = ("embedding='patch'", "pos_embed=True", "feed_forward='mlp'", "aggregate='none'")
+# Values of the published commands of Token Labeling; random erasing is the paper's CutOut.
 ERASE, OPERATIONS = ("--erase-probability", "0.25"), ("--rand-augment", "rand-m9-mstd0.5-inc1")
 
 
@@ -52,6 +55,7 @@ def model(*arguments: str) -> tuple[str, ...]:
 # Each row: its name, its recipe and the options that differ from the recipe. The base (`ce`) has
 # four blocks, MLP ratio 3, a stem of four convolutions, LayerNorm, and undivided residual branches.
 RUNS = {
+    # Token Labeling, Table 3: each row adds one step of the way from DeiT to LV-ViT.
     "deit": model("depth=3", "mlp_ratio=4.0", "qkv_bias=True", PLAIN),
     "depth-4": model("mlp_ratio=4.0", "qkv_bias=True", PLAIN),
     "mlp-ratio-3": model(PLAIN),
@@ -59,20 +63,25 @@ RUNS = {
     "residual-2": model("residual_divisor=2.0"),
     "residual-2-relabel": (RELABEL, "--model-kwargs", "residual_divisor=2.0"),
     "residual-2-token-label": (TOKENS, "--model-kwargs", "residual_divisor=2.0"),
+    # Table 4: (kernel, stride) of each convolution. The strides multiply to 8, the patch size here,
+    # where the paper has 16.
     "stem-2": model("stem=((7,2),(4,4))"),
     "stem-3": model("stem=((7,2),(3,1),(4,4))"),
     "stem-3-strides": model("stem=((7,2),(3,2),(4,2))"),
     "stem-4-strides": model("stem=((7,2),(3,2),(3,1),(4,2))"),
     "stem-6": model("stem=((7,2),(3,1),(3,1),(3,1),(3,1),(4,4))"),
+    # Table 5; the divisors 1 and 2 are the rows `ce` and `residual-2`.
     "residual-3": model("residual_divisor=3.0"),
     "token-label-mixtoken": (MIXTOKEN,),
     "relabel-mixtoken": (RELABEL, "--mixtoken"),
     "relabel-cutmix": (RELABEL, "--cutmix", "1.0"),
+    # Table 7: all augmentations, then each removed, or MixUp added.
     "augmented": (MIXTOKEN, *ERASE, *OPERATIONS),
     "augmented-no-mixtoken": (TOKENS, *ERASE, *OPERATIONS),
     "augmented-mixup": (MIXTOKEN, *ERASE, *OPERATIONS, "--mixup", "0.8"),
     "augmented-no-erasing": (MIXTOKEN, *OPERATIONS),
     "augmented-no-operations": (MIXTOKEN, *ERASE),
+    # Table 9; in the paper post-norm diverges (section 4.3).
     "groups-1": model("norm_groups=1"),
     "groups-2": model("norm_groups=2"),
     "groups-3": model("norm_groups=3"),
@@ -94,6 +103,7 @@ RUNS = {
     "vit-joint": (JOINT,),
     "vit-shared": (SHARED,),
     "vit-shared-unaligned": (SHARED, "--align", "none"),
+    # Bootstrapping ViTs, Table 4: one part of the joint training changed in each row.
     "vit-joint-answers": (JOINT, "--feature-weight", "0"),
     "vit-joint-features": (JOINT, "--distill-weight", "0"),
     "vit-joint-constant": (JOINT, "--feature-decay", "none"),
@@ -148,6 +158,7 @@ def main(options: Ablations) -> None:
         folder = options.out / f"seed-{seed}"
         packed, val = prepare_data(folder, seed, settings)
         for name in options.rows:
+            # tools/quickstart.py uses the same folders, so its trainings are not repeated.
             result = folder / "runs" / name / "result.json"
             paths = {"data": packed, "val": val, "out": result.parent}
             shared = {"loader": "ffcv"} | paths | training_options(seed, settings)

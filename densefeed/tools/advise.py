@@ -43,8 +43,10 @@ from densefeed.training.setup import build_trainable, open_loader
 from densefeed.training.step_inputs import StepInputs
 from densefeed.training.student import update
 
+# The cores that this process may use: fewer than the machine has under taskset or a batch system.
 CORES = len(os.sched_getaffinity(0))
-SECONDS = 1.0  # of each measurement in each round
+# Seconds of each measurement in each round.
+SECONDS = 1.0
 ROUNDS = 3
 # Steps before the first measurement on a GPU: cuDNN selects kernels, torch.compile compiles, and
 # the caching allocator grows. One step is enough on a CPU.
@@ -52,8 +54,10 @@ WARM_STEPS = 3
 # Images per step on a CPU. Its images/s hardly depend on the batch, and LV-ViT-S takes seconds for
 # a batch of 64.
 CPU_BATCH = 8
-LEARNING_RATE = 1e-4  # low enough for the same batch in every step without warm-up
-BUSY = 0.5  # load average over the last minute, as a share of the cores, that is worth a warning
+# Low enough for the same batch in every step without warm-up.
+LEARNING_RATE = 1e-4
+# Load average over the last minute, as a share of the cores, that is worth a warning.
+BUSY = 0.5
 # Rates above this share of the best one count as equal: a measurement of one second cannot tell
 # them apart.
 EQUAL = 0.98
@@ -101,6 +105,7 @@ class Advice(NamedTuple):
 def combine(loader: Speed, step: Speed, cores: int) -> float:
     """Estimate the images/s of a training that runs `loader` and `step` together on `cores`."""
     core_seconds = loader.cores / loader.images_per_s + step.cores / step.images_per_s
+    # A coarse clock may have counted no processor time.
     limit = cores / core_seconds if core_seconds else float("inf")
     return min(loader.images_per_s, step.images_per_s, limit)
 
@@ -132,6 +137,7 @@ def recipe_words(model: str, objective: str, size: int) -> list[str]:
 
     def mismatch(name: str) -> int:
         config, options = configs[name], configs[name].objective
+        # Recipes with DRLoc or an agent train more than the model that is timed here.
         plain = options.drloc.variant == options.bootstrap.mode == "none"
         if options.name != objective or not plain:
             return 3
@@ -227,6 +233,7 @@ def measure_loaders(loaders: dict[tuple[str, int], ThreadedLoader]) -> list[Cand
     """Measure each loader alone, in rounds of all of them."""
     speeds = {key: [] for key in loaders}
     with steps_bar("loaders", ROUNDS * len(loaders), 0) as advance:
+        # Every round measures all loaders, so that a slow moment of the machine hits all alike.
         for number in range(ROUNDS):
             for key, loader in loaders.items():
                 with closing(count_images(loader, number)) as stream:
@@ -242,6 +249,7 @@ def count_images(loader: ThreadedLoader, epoch: int) -> Iterator[int]:
     while True:
         with closing(loader.batches(epoch)) as batches:
             for batch in batches:
+                # The last batch of an epoch is padded with weight 0.
                 yield int((batch.weight > 0).sum())
         epoch += 1
 
@@ -289,6 +297,8 @@ def measure_step(options: AdviceOptions, loader: str, objective: str) -> tuple[S
     device = choose_device("auto")
     on_gpu = device.type == "cuda"
     images = options.batch if on_gpu else min(options.batch, CPU_BATCH)
+    # One batch per update, at the learning rate as given: lr is for lr_batch images, and a smaller
+    # microbatch would accumulate gradients.
     config = with_options(
         Config(data=data_options(options, loader, 1)),
         model=options.model,
@@ -300,6 +310,8 @@ def measure_step(options: AdviceOptions, loader: str, objective: str) -> tuple[S
         compile="blocks" if on_gpu else "never",
     )
     if not on_gpu:
+        # As train.py does: without it page faults take 8 % of a step of LV-ViT-S
+        # (system/malloc.py).
         tune_malloc()
     try:
         step = build_step(config, device)
@@ -329,6 +341,7 @@ def check(options: AdviceOptions) -> None:
 def main(options: AdviceOptions) -> dict:
     """Measure, choose and print; return the document that --json writes."""
     check(options)
+    # The load is read before anything is measured, which would itself be load.
     warning, loaders = describe_load(CORES), open_loaders(options)
     with ExitStack() as stack:
         first, *_ = [stack.enter_context(closing(loader)) for loader in loaders.values()]
@@ -360,7 +373,8 @@ def main(options: AdviceOptions) -> dict:
 def show(document: dict, advice: Advice) -> None:
     """Print the measurements as a table, and the recommendation."""
     console, step = Console(), document["step"]
-    console.width = max(console.width, 110)  # keep names whole in a log file too
+    # Keep names whole in a log file too.
+    console.width = max(console.width, 110)
     title = f"Loaders and the training step on {CORES} cores, {document['data']}"
     table = Table("", title=title, title_justify="left")
     for name in ("threads", "images/s alone", "share of the cores", "training, images/s"):

@@ -34,6 +34,7 @@ from densefeed.system.errors import UserError, first_line, make_command
 from densefeed.system.files import replace_file
 from densefeed.tools.load_teacher import load_network
 
+# The colors of Okabe and Ito but black, which color-blind readers can tell apart, and three more.
 INKS = (
     "#56b4e9",
     "#e69f00",
@@ -48,13 +49,16 @@ INKS = (
 )
 # Pictures on the page: with 18 x 18 cells 0.8 MB in all.
 NUM_OVERLAYS, NUM_DISAGREEMENTS = 12, 24
-PICTURE_SIDE = 224  # longer side, pixels
-FEW_CLASSES = 30  # of more, the page lists the best and the worst
+# Longer side of a picture, pixels.
+PICTURE_SIDE = 224
+# Of more classes the page lists the best and the worst.
+FEW_CLASSES = 30
 # While one of these checks has a fault, the agreement with the labels is no measure of the teacher.
 BEFORE_ACCURACY = ("logits", "images", "class names", "class list", "labels", "rows")
 # The templates of this folder; an undefined name in one is an error.
 TEMPLATES = jinja2.Environment(
     loader=jinja2.FileSystemLoader(Path(__file__).parent),
+    # Names of files and classes may contain HTML.
     autoescape=True,
     undefined=jinja2.StrictUndefined,
 )
@@ -95,6 +99,7 @@ def main(options: AuditOptions) -> None:
     images = Images(options.data, options.dataset, options.split) if options.data else None
     references = None
     if options.teacher:
+        # Not by ScoreMapStore, which refuses unfinished files. The audit reports these.
         header, _, _ = map_datasets(path)
         size, names = options.input_size or header.input_size, header.class_names
         references = load_references(options.teacher, options.model, size, names, options.device)
@@ -129,6 +134,7 @@ def load_references(
             f"{name} was trained on other classes than the maps have ({names[0]}, ... and "
             f"{class_names[0]}, ...); choose another reference"
         )
+    # Both show their pictures to the same network.
     found = {
         geometry: Teacher(network.model, input_size, geometry, network.config, name=name).to(
             choose_device(device)
@@ -137,6 +143,7 @@ def load_references(
     }
     teacher = found["squash"]
     try:
+        # A wrong size is refused before any image is read.
         teacher(torch.zeros(1, *teacher.shape, dtype=torch.uint8, device=teacher.mean.device))
     except (AssertionError, RuntimeError) as error:
         raise UserError(
@@ -268,6 +275,7 @@ def draw_map(result: AuditResult, row: int) -> dict:
             "ink": ink[int(best_SS[y, x])],
             "opacity": round(0.62 * float(p_SS[y, x]) ** 2, 2),
         }
+        # At 0.2 the opacity is 0.02: what is left out would not be seen.
         for y, x in np.argwhere(p_SS > 0.2).tolist()
     ]
     key = [
@@ -283,6 +291,7 @@ def list_overlays(result: AuditResult) -> list[dict]:
     store = result.store
     if store is None or not len(result.compared):
         return []
+    # Rows are in pairs of neighbors, mostly of one class, so one of each pair is drawn.
     names, rows = store.header.class_names, result.compared[::2]
     places = np.linspace(0, len(rows) - 1, min(NUM_OVERLAYS, len(rows))).astype(int)
     return [
@@ -296,6 +305,7 @@ def list_disagreements(result: AuditResult) -> list[dict]:
     """List the images whose maps disagree most with their labels, with pictures if known."""
     items = []
     for item in result.figures.get("disagreements", [])[:NUM_DISAGREEMENTS]:
+        # Without images the list has names and numbers only.
         known = result.images is not None and result.image_of[item["row"]] >= 0
         blank = {"image": "", "ratio": 1.0, "cells": [], "key": []}
         items.append(item | (draw_row(result, item["row"]) if known else blank))

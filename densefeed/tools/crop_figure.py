@@ -56,6 +56,7 @@ def draw_figure(options: CropFigure) -> Image.Image:
         crop_scale=(0.25, 1.0),
         hflip=0.0,
     )
+    # The plan shuffles: the sample is in some batch of epoch 0.
     step, row = np.argwhere(plan.shard(0).index == options.index)[0].tolist()
     with closing(ThreadedLoader(source, plan, threads=1)) as loader:
         batch = next(loader.batches(0, step))
@@ -64,6 +65,7 @@ def draw_figure(options: CropFigure) -> Image.Image:
     named = sorted({c for c, sure in zip(label_T, sure_T, strict=True) if sure > 0.5})
     ink, names = {c: INKS[at % len(INKS)] for at, c in enumerate(named)}, source.class_names
     tokens = [
+        # The probability as opacity, at most 200 of 255, so that the crop stays visible.
         (names[c], ink[c] + f"{round(200 * sure):02x}") if sure > 0.5 else None
         for c, sure in zip(label_T, sure_T, strict=True)
     ]

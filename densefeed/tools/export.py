@@ -43,12 +43,15 @@ from densefeed.system.errors import UserError, first_line, make_command
 from densefeed.system.files import name_errors, replace_file
 from densefeed.tools.load_model import Trained, Weights, open_trained
 
-NEEDED = ("onnx", "onnxscript", "onnxruntime")  # packages of the dependency group `export`
+# Packages of the dependency group `export`.
+NEEDED = ("onnx", "onnxscript", "onnxruntime")
 ONNX = "model.onnx"
 # Largest difference between ONNX Runtime and PyTorch; relative to the largest logit if that is
 # above 1.
 TOLERANCE = 1e-4
-BATCHES = (1, 3)  # batch sizes that are compared; not the one that the graph is traced with
+# Batch sizes that are compared; not the one that the graph is traced with.
+BATCHES = (1, 3)
+# torch.export makes dimensions of 0 and 1 static.
 TRACED = 2
 # Bytes of weights: a protobuf message is limited to 2 GiB, and the graph itself takes some of it.
 ONNX_LIMIT = 2**31 - 2**24
@@ -100,6 +103,7 @@ def write_config(trained: Trained, path: Path) -> None:
 
 def write_safetensors(trained: Trained, path: Path) -> None:
     """Write the weights under their names in the model."""
+    # safetensors refuses tensors that are not contiguous.
     state = {name: tensor.contiguous() for name, tensor in trained.model.state_dict().items()}
     # Written by Python rather than by safetensors, so that a full disk raises OSError.
     path.write_bytes(safetensors.torch.save(state, metadata={"format": "pt"}))
@@ -128,6 +132,7 @@ def write_onnx(trained: Trained, path: Path) -> None:
     logger = logging.getLogger("torch.onnx")
     level = logger.level
     try:
+        # The exporter's log and warnings are about its passes; `check_onnx` checks the result.
         logger.setLevel(logging.ERROR)
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -144,7 +149,8 @@ def write_onnx(trained: Trained, path: Path) -> None:
                 dynamo=True,
                 verbose=False,
             )
-    except Exception as error:  # the passes of the exporter raise errors of many types
+    # The passes of the exporter raise errors of many types.
+    except Exception as error:
         raise UserError(
             f"{trained.name} cannot be written as ONNX ({type(error).__name__}: "
             f"{first_line(error)}); use --format safetensors"
@@ -159,6 +165,7 @@ def write_onnx(trained: Trained, path: Path) -> None:
     onnx.model.metadata_props.update(
         {name: json.dumps(value) for name, value in metadata.items() if value != []}
     )
+    # One file: ONNX_LIMIT keeps it below the 2 GiB of a protobuf message.
     onnx.save(str(path), external_data=False)
 
 
@@ -192,6 +199,7 @@ def main(export: Export) -> list[Path]:
     if export.out.exists() and not export.out.is_dir():
         raise UserError(f"{export.out} is a file, and --out must be a folder; choose another --out")
     as_onnx = export.format in ("onnx", "both")
+    # Before the model is loaded, which may take long.
     if as_onnx:
         check_onnx_packages()
     trained = open_trained(export.checkpoint, export.weights, export.model, export.size)
@@ -211,7 +219,8 @@ def main(export: Export) -> list[Path]:
                 agreement = f"; ONNX within {error:.0e} of PyTorch"
     except BaseException:
         if new_folder:
-            with suppress(OSError):  # the folder may not have been made yet
+            # The folder may not have been made yet.
+            with suppress(OSError):
                 export.out.rmdir()
         raise
     for path in files:

@@ -24,7 +24,9 @@ from densefeed.system.errors import UserError, make_command
 from densefeed.system.files import check_absent, name_errors
 from densefeed.system.progress import bar
 
-ROWS = 256  # rows read from the store at once
+# Rows read from the store at once.
+ROWS = 256
+# The published files hold class numbers as float16.
 MOST_CLASSES = EXACT[np.dtype(np.float16).itemsize]
 
 
@@ -53,8 +55,10 @@ def main(options: ExportLabels) -> None:
     part.mkdir(parents=True)
     try:
         partial = write_files(store, stems, part)
-        os.sync()  # a million fsyncs would take an hour
+        # One sync before the folder gets its name: a million fsyncs would take an hour.
+        os.sync()
         os.replace(part, out)
+    # Ctrl-C too must leave no folder behind, which the next call would refuse.
     except BaseException:
         shutil.rmtree(part, ignore_errors=True)
         raise
@@ -97,6 +101,7 @@ def write_files(store: ScoreMapStore, stems: list[str], folder: Path) -> int:
         (folder / parent).mkdir(parents=True, exist_ok=True)
     for ids in bar(np.array_split(np.arange(len(store)), -(-len(store) // ROWS)), "export maps"):
         maps = store.rows(ids)
+        # Windows are float32 in the store.
         partial += int((maps.window != np.array(WHOLE, np.float32)).any(1).sum())
         for row, map_2kSS in zip(ids, torch.from_numpy(to_published(maps)), strict=True):
             encoded = io.BytesIO()

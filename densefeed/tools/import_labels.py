@@ -130,15 +130,19 @@ def find_pack_layout(options: Import, pack: Pack, images: Images, models: Refere
     # The files are read without a transpose or a crop, whatever their layout is.
     raw = replace(pack, axes="row-column", footprint="squash")
     part = read_part(images, raw, ids, TensorFiles())
+    # Files that cannot be read are missing from the part, so the pairs are chosen again.
     rows = neighbors(images.labels, part.ids, count)
     if not len(rows):
         raise UserError(f"{options.labels}: none of its maps could be read; copy it again")
 
     def read(ids: np.ndarray) -> ScoreMaps:
+        # `part.ids` are ascending.
         return ScoreMaps(*(column[np.searchsorted(part.ids, ids)] for column in part.maps))
 
+    # Row and image have the same number before there is a store.
     everything = np.arange(len(images))
     looks = look(read, pack.header(images), images, everything, rows, models, options.threads)
+    # A declared footprint is taken as it is here, and judged by the audit at the end.
     declared = None if options.footprint == "find" else pack.footprint
     axes, footprint = find_layout(looks, options.labels, declared)
     axes = axes if options.axes == "find" else options.axes

@@ -58,8 +58,10 @@ def open_trained(
         raise UserError(f"--size is {size}, and must be a number of pixels")
     model, checkpoint = checkpoints.build(path, model_name)
     has_ema = any(checkpoint.get(key) for key in checkpoints.AVERAGED)
+    # `checkpoints.build` has loaded the EMA weights.
     if has_ema and weights == "raw":
         load_raw(model, checkpoint, path)
+    # Only checkpoints of train.py hold the recipe of their model.
     ours = "recipe" in checkpoint
     given = {"name": model_name, "kwargs": {"num_classes": model.num_classes}}
     recipe = checkpoints.ModelSpec(**checkpoint.get("recipe", given))
@@ -126,7 +128,9 @@ def at_size(
                 model = resample_table(model, timm.create_model(recipe.name, **kwargs))
         elif hasattr(model, "set_input_size"):
             model.set_input_size(img_size=(size, size))
+            # The exported config must build the model at this size.
             kwargs = kwargs | {"img_size": size}
+        # Some families find out only in a forward pass that they cannot take the size.
         with torch.inference_mode():
             model.eval()(torch.zeros(1, 3, size, size))
     except (ValueError, RuntimeError, AssertionError, TypeError) as error:

@@ -24,8 +24,10 @@ from densefeed.storage.geometry import Geometry
 from densefeed.system.errors import UserError, first_line
 from densefeed.tools.load_model import imagenet_names
 
-FACTORY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")  # package.module:factory
-NO_CLASS_MAP = "-"  # instead of a file: the teacher's classes are the data's
+# A user's own teacher, package.module:factory.
+FACTORY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+# In place of a file: the teacher's classes are those of the data.
+NO_CLASS_MAP = "-"
 
 
 class Loaded(NamedTuple):
@@ -68,7 +70,10 @@ def load_teacher(
         name, class_map = source, None
         if file != NO_CLASS_MAP:
             class_map = _read_class_map(Path(file), network, source, data_names)
+            # The store keeps this name. Another class map gives another name, so that no pass is
+            # resumed with it.
             name = f"{source} by {Path(file).name} {_digest(class_map)}"
+        # Without names only the number of classes can be compared, which `begin_pass` does.
         elif network.class_names and network.class_names != data_names:
             raise UserError(
                 f"{source} was trained on other classes than the data has "
@@ -99,8 +104,10 @@ def load_network(source: str, model_name: str, size: int) -> Loaded:
     """
     path = Path(source)
     path = path / "last.pt" if path.is_dir() else path
+    # A missing file of such a name is a wrong path and not an unknown timm model.
     if path.exists() or path.suffix in (".pt", ".pth", ".tar", ".safetensors"):
         model, checkpoint = checkpoints.build(path, model_name)
+        # `resolve_data_config` reads pretrained_cfg, and a run may have its own mean and deviation.
         model.pretrained_cfg.update(
             {name: checkpoint[name] for name in ("mean", "std") if name in checkpoint}
         )
@@ -109,6 +116,7 @@ def load_network(source: str, model_name: str, size: int) -> Loaded:
     if FACTORY.fullmatch(source):
         model = call_factory(source)
         return Loaded(model, preprocessing_config(model), list(getattr(model, "class_names", [])))
+    # Without the tag of the weights, as `.dm_in1k`.
     if not timm.is_model(source.split(".")[0]):
         raise UserError(
             f"{source} is neither a file nor a timm model; timm.list_models() lists them"

@@ -28,8 +28,10 @@ PHOTOGRAPHS = (
     *("astronaut", "brick", "chelsea", "coffee"),
     *("grass", "gravel", "motorcycle_left", "rocket"),
 )
-VAL_SHARE = 4  # every fourth scan of each class is for validation only
-INK = 0.35  # least opacity of the pixels that a digit's box encloses
+# Every fourth scan of each class is for validation only.
+VAL_SHARE = 4
+# Least opacity of the pixels that a digit's box encloses.
+INK = 0.35
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +53,7 @@ def main(scenes: Scenes) -> None:
             "--train and --val must be at least 10 scenes (one per class), "
             "and --size at least 48 pixels"
         )
+    # The process id keeps two runs out of one folder.
     part = scenes.out.with_name(f"{scenes.out.name}.{os.getpid()}.part")
     try:
         boxes = write_scenes(scenes, part)
@@ -74,6 +77,7 @@ def write_scenes(scenes: Scenes, folder: Path) -> dict[str, list[dict]]:
         for label in range(10):
             (folder / split / str(label)).mkdir(parents=True)
         for number in bar(range(count), f"{split} scenes"):
+            # A generator for each scene: it is the same whatever the number of scenes.
             rng = np.random.default_rng([scenes.seed, split == "val", number])
             label = number % 10
             jpeg, digits = scene(rng, label, scenes.size, photographs, scans[split])
@@ -86,6 +90,7 @@ def write_scenes(scenes: Scenes, folder: Path) -> dict[str, list[dict]]:
 
 def load_photographs() -> list[Image.Image]:
     """Return the photographs, RGB."""
+    # These packages are the optional group `demo`.
     import skimage.data
     from sklearn.datasets import load_sample_images
 
@@ -101,6 +106,7 @@ def load_scans() -> dict[str, list[np.ndarray]]:
     from sklearn.datasets import load_digits
 
     digits = load_digits()
+    # The scans have 17 levels, 0 to 16.
     by_class = [digits.images[digits.target == label] / 16.0 for label in range(10)]
     return {
         "train": [np.delete(scans, np.s_[::VAL_SHARE], axis=0) for scans in by_class],
@@ -121,7 +127,8 @@ def scene(
         digit = label if number == 0 else int(rng.choice([c for c in range(10) if c != label]))
         place = free_place(rng, size, side, places)
         if place is None:
-            continue  # the scene is full, so it has one small digit fewer
+            # The scene is full, so it has one small digit fewer.
+            continue
         scan = scans[digit][rng.integers(len(scans[digit]))]
         digits.append({"digit": digit, "box": draw(rng, canvas, scan, *place, side)})
         places.append((*place, side))

@@ -23,7 +23,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from densefeed.models import checkpoints  # noqa: F401  (registers our models with timm)
 from densefeed.system.errors import UserError, make_command
 
-PER_ELEMENT = {nn.LayerNorm: 5, nn.BatchNorm2d: 2}  # fvcore's counts
+# fvcore's counts.
+PER_ELEMENT = {nn.LayerNorm: 5, nn.BatchNorm2d: 2}
 # Products of two activations. Layers are mm, addmm and convolution.
 ACTIVATION_PRODUCTS = ("aten.bmm", "aten.baddbmm")
 
@@ -62,11 +63,13 @@ def measure_costs(model: nn.Module, size: int) -> Costs:
         model.eval()(torch.empty(1, 3, size, size, device="meta"))
     for hook in hooks:
         hook.remove()
+    # A model may call a fused attention despite timm's setting; its name then contains the word.
     products = (
         number
         for operation, number in counter.get_flop_counts()["Global"].items()
         if str(operation) in ACTIVATION_PRODUCTS or "attention" in str(operation)
     )
+    # FlopCounterMode counts a multiplication and an addition as two.
     attention = sum(products) // 2
     parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
     return Costs(parameters, counter.get_total_flops() // 2 - attention, attention, norms)
@@ -83,11 +86,14 @@ def costs_by_name(name: str, size: int = 0) -> tuple[Costs, int]:
             "`python -c 'import timm; print(timm.list_models())'` lists them"
         )
     fused = use_fused_attn()
-    set_fused_attn(False)  # the products inside a fused attention cannot be counted
+    # The products inside a fused attention cannot be counted.
+    set_fused_attn(False)
     try:
+        # Large models are counted without memory for their weights.
         with torch.device("meta"):
             model = timm.create_model(name)
     finally:
+        # The setting belongs to the whole process, so the caller gets it back.
         set_fused_attn(fused > 0)
     size = size or model.pretrained_cfg["input_size"][-1]
     return measure_costs(model, size), size
@@ -111,7 +117,8 @@ def main(options: ModelCosts) -> None:
         giga = f"{costs.without_attention:.3f}", f"{costs.whole:.3f}"
         table.add_row(name, str(size), f"{costs.parameters:,}", *giga)
     console = Console()
-    console.width = max(console.width, 110)  # keep names whole in a log file too
+    # Keep names whole in a log file too.
+    console.width = max(console.width, 110)
     console.print(table)
 
 

@@ -53,7 +53,8 @@ from densefeed.system.errors import UserError, make_command
 from densefeed.system.prefetch import ordered_map
 from densefeed.system.progress import bar
 
-NAMED = 10  # unreadable files that a message lists
+# Unreadable files that a message lists.
+NAMED = 10
 # Packed images that a continued run prepares again, to check that the result is still the same.
 PROBES = 64
 # How an image is stored. The writer's journal records it, so the values are part of its format.
@@ -115,6 +116,7 @@ def main(packing: Packing) -> None:
                     "which packs only them, or add --on-bad-sample skip"
                 )
             writer.finish()
+        # Ctrl-C, SIGTERM (see `command`) or a full disk.
         except (KeyboardInterrupt, OSError):
             done = int((writer.state == PACKED).sum())
             print(
@@ -181,6 +183,7 @@ def prepare_image(
         encoded, size, stored = encode(images.read(index), where, packing)
         if store:
             arrays = map_arrays(store.rows(np.array([index])), 0)
+    # Not raised: every image is tried, so that one run lists all that are damaged.
     except (UserError, OSError) as error:
         return Prepared(None, reason=str(error))
     if len(encoded) > room:
@@ -199,6 +202,7 @@ def pack(writer: BetonWriter, prepare: Callable[[int], Prepared], threads: int) 
     if len(packed):
         total = len(writer.state)
         print(f"{writer.path}: continuing, {len(packed):,} of {total:,} images are packed already")
+    # A file can change without a new name. Only preparing packed images again shows it.
     probes = packed[np.linspace(0, len(packed) - 1, min(len(packed), PROBES)).astype(int)].tolist()
     reasons = []
     # The pool's exit waits for its threads. The iterator is closed before that, which drops the
@@ -215,6 +219,7 @@ def pack(writer: BetonWriter, prepare: Callable[[int], Prepared], threads: int) 
             elif ready.sample is not None:
                 writer.write(index, ready.sample, ready.stored)
             else:
+                # An earlier run may have recorded it in the journal already.
                 if writer.state[index] != FAILED:
                     writer.fail(index)
                 reasons.append(ready.reason)
@@ -239,18 +244,21 @@ def encode(encoded: bytes, where: str, packing: Packing) -> tuple[bytes, tuple[i
     try:
         side, readable = max(native.probe(encoded)), True
     except native.JpegError as error:
+        # UNSUPPORTED is a format or a color that Pillow may read.
         if error.status == native.DAMAGED:
             raise damaged(error) from error
         side, readable = 0, False
     again = not readable or 0 < packing.max_side < side
     if again:
         image = shrink(decode(encoded, where), packing.max_side)
+        # Small images such as CIFAR's stay exact; JPEG would change their pixels.
         if not readable and max(image.size) <= packing.pixels_to:
             return np.asarray(image).tobytes(), (image.height, image.width), PIXELS
         buffer = io.BytesIO()
         try:
             # Images that were not JPEGs keep their color at full resolution (4:4:4).
             image.save(buffer, "JPEG", quality=packing.quality, subsampling=2 if readable else 0)
+        # libjpeg encodes sides of at most 65,500 pixels.
         except (OSError, ValueError) as error:
             raise UserError(
                 f"{where} cannot be encoded as JPEG ({error}); give a --max-side of at most 65,500"

@@ -64,6 +64,7 @@ def run_step(result: Path, purpose: str, program: str, *words: object, **options
     for name, value in options.items():
         words += f"--{name.replace('_', '-')}", value
     words = [program, *map(str, words)]
+    # Flushed, since in a pipe the output of the command would come before it.
     print(f"\n# {purpose}\n$ python {shlex.join(words)}", flush=True)
     module = f"densefeed.{program.removesuffix('.py').replace('/', '.')}"
     done = subprocess.run([sys.executable, "-m", module, *words[1:]])
@@ -72,6 +73,7 @@ def run_step(result: Path, purpose: str, program: str, *words: object, **options
     # A training that a signal stopped has saved its state and exits with 0.
     if not result.exists():
         print("stopped; run the same command again to continue")
+        # The exit code of a shell command that Ctrl-C stopped.
         sys.exit(130)
 
 
@@ -119,6 +121,7 @@ def prepare_data(out: Path, seed: int, options: Quickstart) -> tuple[Path, Path]
 def training_options(seed: int, options: Quickstart) -> dict[str, object]:
     """Return the options that all trainings share."""
     epochs = {} if options.epochs is None else {"epochs": options.epochs}
+    # With `auto` an interrupted training continues from its last checkpoint.
     return {"seed": seed, "resume": "auto"} | epochs
 
 
@@ -146,6 +149,7 @@ def run_flow(out: Path, seed: int, options: Quickstart) -> dict:
     report, boxes = out / "report.html", out / "scenes/boxes.json"
     purpose = "Write the report: results, curves, and what the students saw"
     run_step(report, purpose, "tools/report.py", *runs.values(), boxes=boxes, out=report)
+    # tools/report.py writes the shares of correct labels beside its page.
     purity = json.loads(report.with_suffix(".json").read_text())
     top1 = {
         name: json.loads((folder / "result.json").read_text())["top1"]
@@ -169,6 +173,7 @@ def main(options: Quickstart) -> None:
                 f"--students {name}: unknown student; choose from {', '.join(STUDENTS)}"
             )
     folders = [options.out / f"seed-{seed}" for seed in options.seeds]
+    # A single seed has no folder of its own.
     folders = folders if len(folders) > 1 else [options.out]
     flows = [run_flow(out, seed, options) for out, seed in zip(folders, options.seeds, strict=True)]
     show(flows, options.students)

@@ -114,6 +114,7 @@ def choose_shard(labeling: Labeling) -> tuple[Shard, torch.device]:
                 "are"
             )
         device = torch.device("cuda", local)
+        # CUDA events are made on the current device.
         torch.cuda.set_device(device)
     return Shard(rank, size), device
 
@@ -133,6 +134,7 @@ def main(labeling: Labeling) -> None:
         labeling.tiles,
     )
     teacher = teacher.to(device)
+    # Printed once, and not by every rank.
     if shard.index == 0:
         for network in teacher.networks:
             if network.caveat:
@@ -154,6 +156,8 @@ def main(labeling: Labeling) -> None:
         for line in estimate_pass(work).lines():
             print(line)
         return
+    # The ranks of torchrun are one command, whose first rank waits for all and merges. Jobs of
+    # --shard are independent.
     ranks = shard.of > 1 and not labeling.shard
     store = finish_pass(work, labeling.out, shard, ranks)
     if store is not None:

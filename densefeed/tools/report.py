@@ -39,8 +39,10 @@ from densefeed.training.build import build_model
 from densefeed.training.config import Config
 from densefeed.training.setup import open_loader
 
-CONTACTS = 12  # crops on the contact sheet
-PURITY_CROPS = 2000  # crops whose labels are compared with the true objects
+# Crops on the contact sheet.
+CONTACTS = 12
+# Crops whose labels are compared with the true objects.
+PURITY_CROPS = 2000
 CURVES = ("#0b6e99", "#c2571a", "#3a8f4d", "#7a4fa3", "#8a6d1f", "#555555")
 
 
@@ -157,6 +159,7 @@ def build_augmentation(run: Run, loader: ThreadedLoader) -> tuple[int, Augmentat
     The side is 16 for a model without tokens.
     """
     config = run.config
+    # Only the model's sizes and pretrained_cfg are read, so it needs no weights.
     with torch.device("meta"):
         model, _ = build_model(config, build_objective(config.setting), loader.num_classes)
     grid = loader.plan.size(0) // model.patch_size if isinstance(model, TokenTransformer) else 16
@@ -178,6 +181,7 @@ def read_truths(path: Path, run: Run, loader: ThreadedLoader) -> list[Truth]:
     except ValueError as error:
         raise UserError(f"{path} is damaged ({error}); make the scenes again") from error
     images = Images(path.parent, split="train")
+    # Boxes are found by the number of the sample, so both must list the same images in one order.
     if loader.fingerprint != images.fingerprint():
         raise UserError(
             f"{path} describes other images than those in {run.config.data.train}; "
@@ -214,6 +218,7 @@ def find_owners(boxes_ltrb_n4: np.ndarray, grid: int) -> np.ndarray:
     low = np.stack(np.meshgrid(edges, edges), -1)[:, :, None]
     high = low + 1 / grid
     box_low, box_high = np.split(boxes_ltrb_n4, 2, axis=1)
+    # A token that ends at the edge of a box is inside, whatever the rounding.
     inside = ((low >= box_low - 1e-6) & (high <= box_high + 1e-6)).all(-1)
     overlaps = ((low < box_high) & (high > box_low)).all(-1)
     return np.where((overlaps.sum(-1) == 1) & inside.any(-1), inside.argmax(-1), -1)
@@ -253,10 +258,12 @@ def measure_purity(loader: ThreadedLoader, truths: list[Truth], grid: int) -> di
             "token": label_tokens(batch, loader, grid)[0],
             "published": label_tokens(batch, loader, grid, published)[0],
         }
+        # The last batch is padded with weight 0, and its images must not count twice.
         for n in np.nonzero(batch.weight.numpy())[0]:
             truth = truths[int(batch.index[n])]
             boxes = boxes_in_crop(truth.boxes_ltrb, batch.view[n].numpy())
             owner_T = find_owners(boxes, grid).ravel()
+            # The boxes of a scene begin with its largest digit (tools/make_digit_scenes.py).
             chosen = {"all": owner_T >= 0, "largest": owner_T == 0, "others": owner_T > 0}
             for part, chosen_T in chosen.items():
                 tokens[part] += int(chosen_T.sum())
@@ -286,6 +293,7 @@ def make_contact_sheet(
     smoothing, which changes all of them alike.
     """
     (batch,) = augment_batches(islice(loader.batches(0), 1), augmentation, torch.device("cpu"))
+    # Back from normalized values to pixels, for a picture.
     batch = batch._replace(image=augmentation.normalize.pixels(batch.image))
     rules = replace(config.labels, smoothing=0.0)
     class_NT, probability_NT = label_tokens(batch, loader, grid, rules)
@@ -319,6 +327,7 @@ def make_cells(class_T: np.ndarray, probability_T: np.ndarray, names: Sequence[s
 
 def make_objects(truth: Truth, view: np.ndarray, grid: int, names: Sequence[str]) -> list[dict]:
     """Return the rectangles of the objects that a crop shows, in units of tokens."""
+    # A box outside the crop becomes empty by this, and is left out below.
     boxes = boxes_in_crop(truth.boxes_ltrb, view).clip(0, 1)
     return [
         {
@@ -355,6 +364,7 @@ def replay(runs: list[Run], boxes: Path | None) -> dict:
     config = with_options(run.config, maps_on_device=False)
     try:
         loader = open_loader(config, build_objective(config.setting), "train")
+    # The table and the curves are of use without the training set, which may be on another machine.
     except (UserError, OSError) as error:
         print(
             f"the report shows no crops: the training set cannot be opened: {error}",

@@ -57,9 +57,12 @@ from densefeed.tools.load_model import Weights, imagenet_names, open_trained
 from densefeed.training.evaluation import Metrics, mean_metrics_sync, predict, sum_metrics
 
 PACKAGES = ("torch", "timm", "numpy")
-NAMED = 3  # unknown classes that a message lists
-CHUNK = 1024  # images per call of timm's ReaL accuracy
-MODEL_SECONDS = 1.0  # least time for which the model alone is timed
+# Unknown classes that a message lists.
+NAMED = 3
+# Images per call of timm's ReaL accuracy, which takes a dense row of all classes for each.
+CHUNK = 1024
+# Least time for which the model alone is timed.
+MODEL_SECONDS = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +102,9 @@ def match_classes(
     `model` is empty if the names of its `num_classes` classes are unknown; `stand_in` are the names
     to use for a model without names of its own. Raises UserError if a class is not found.
     """
+    # Files written by stock ffcv hold no class names, so models trained on one have numbers.
     unnamed = not model or model == [str(number) for number in range(num_classes)]
+    # Names before numbers: a model trained on folders 0, 1, ..., 10 has them sorted as text.
     for names in (model, stand_in if unnamed else []):
         place = {name: number for number, name in enumerate(names)}
         if names and set(data) <= set(place):
@@ -162,6 +167,7 @@ def open_real(path: str, source: Source, data: Path) -> RealLabelsImagenet:
             real_json=None if path == "timm" else path,
             topk=(1,),
         )
+    # timm asserts that there are as many lists as images.
     except AssertionError:
         raise UserError(
             f"--real {path} has another number of images than the {count:,} of {data}; "
@@ -189,7 +195,9 @@ def open_real(path: str, source: Source, data: Path) -> RealLabelsImagenet:
 def real_top1(accuracy: RealLabelsImagenet, best_N: Tensor, num_classes: int) -> float:
     """Return the share of correct images, 0 to 1, among those with a ReaL label."""
     for best in best_N.split(CHUNK):
-        accuracy.add_result(F.one_hot(best, num_classes))  # timm takes the topk of these
+        # timm takes the top-k of these rows, as it does of logits.
+        accuracy.add_result(F.one_hot(best, num_classes))
+    # timm returns a percentage.
     return accuracy.get_accuracy(1) / 100
 
 
@@ -231,6 +239,7 @@ def measure_sync(
 ) -> Measurement:
     """Evaluate the model on one pass over the data, then time it alone on the first batch."""
     columns = None
+    # Logits in the right order need no gather in every batch.
     if match.columns != list(range(model.num_classes)):
         columns = torch.tensor(match.columns, device=device)
     first, best = [], []
@@ -238,6 +247,7 @@ def measure_sync(
     def normalized() -> Iterator[tuple[Tensor, ...]]:
         for batch in to_device(bar(loader.batches(0), "validate, batches", len(loader)), device):
             image_NCHW = normalize(batch.image)
+            # One batch stays on the device, to time the model without the loader.
             if not first:
                 first.append(image_NCHW)
             yield image_NCHW, batch.label, batch.weight
@@ -261,6 +271,7 @@ def measure_sync(
     seconds = time.perf_counter() - began
     alone = time_sync(lambda: forward(first[0]), device)
     count = loader.plan.num_samples
+    # The last batch is padded: rows beyond `count` are repeated images.
     return Measurement(metrics, torch.cat(best)[:count].cpu(), count / seconds, rows / alone)
 
 

@@ -28,9 +28,8 @@ class ScoreMapSpec(NamedTuple):
 class Batch(NamedTuple):
     """N samples on one device. The map fields are None where the dataset has no score maps."""
 
-    image: (
-        Tensor  # uint8 [N, H, W, 3], cropped, resized and flipped; float32 [N, 3, H, W] augmented
-    )
+    # uint8 [N, H, W, 3], cropped, resized and flipped; float32 [N, 3, H, W] augmented
+    image: Tensor
     label: Tensor  # int64 [N], class ids
     view: Tensor  # float32 [N, 2, 3], network input to image, see storage/geometry.py
     # float32 [N, 4], (top, left, bottom, right): the crop. Beyond it `view` shows fill color.
@@ -107,6 +106,8 @@ def to_device(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]
     for (batch, event), _ in pairwise(chain(map(copy, batches), [(None, None)])):
         step = torch.cuda.current_stream(device)
         step.wait_event(event)
+        # The fields belong to the side stream: without record_stream, their memory would be reused
+        # there once Python drops them, perhaps before the step has read it.
         for field in batch.tensors.values():
             field.record_stream(step)
         yield batch

@@ -48,17 +48,22 @@ from densefeed.system.errors import UserError
 if TYPE_CHECKING:
     from nvidia.dali import Pipeline
 
-INSIDE = 2  # runs in flight inside DALI, so that it does not wait for Python between them
+# Runs in flight inside DALI, so that it does not wait for Python between them.
+INSIDE = 2
 # Samples of a run: enough for every thread to have several, few enough that the decoded pixels take
 # little memory and that a loader stops soon after an epoch is left early.
 LEAST_RUN, RUN_PER_THREAD = 64, 8
 # Pixels of a run's JPEGs per thread: 22 images of 500 x 375. One image is always allowed, whatever
 # its size; one of 12 megapixels takes 0.1 s.
 RUN_PIXELS = 2**22
-_built: weakref.WeakSet["Pipeline"] = weakref.WeakSet()  # pipelines of this process
-_forked = False  # whether this process was forked from one that had built pipelines
-PAUSE = 0.0005  # seconds between polls of the native threads
-PROBE_SECONDS = 120  # importing PyTorch and DALI from a network disk takes most of it
+# Pipelines of this process.
+_built: weakref.WeakSet["Pipeline"] = weakref.WeakSet()
+# Whether this process was forked from one that had built pipelines.
+_forked = False
+# Seconds between polls of the native threads.
+PAUSE = 0.0005
+# Importing PyTorch and DALI from a network disk takes most of it.
+PROBE_SECONDS = 120
 # After this many runs in a row that break in DALI, though our decoder finds no damage in them, DALI
 # itself is at fault.
 FAILURES = 3
@@ -88,6 +93,7 @@ def _forget() -> None:
     global _forked
     _forked = bool(_built)
     for pipeline in _built:
+        # With one reference that nobody gives back, its destructor never runs.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(pipeline._pipe))
         pipeline._pipe = None
 
@@ -120,16 +126,19 @@ def build(run: int, threads: int, device: int | None, regions: bool, resize: boo
         exec_dynamic=True,
     )
     with pipeline:
+        # no_copy: DALI reads the bytes in place, so a _Run keeps them alive.
         encoded = fn.external_source(name="encoded", dtype=types.UINT8, ndim=1, no_copy=True)
 
         def pair(name: str, dtype: object) -> object:
             return fn.external_source(name=name, dtype=dtype, ndim=1)
 
         anchor, shape = pair("anchor", types.INT32), pair("shape", types.INT32)
+        # The teacher of the maps and the other loaders ignore EXIF orientation too.
         options = {"adjust_orientation": False}
         if device is not None:
             # Fancy upsampling interpolates chroma as libjpeg does.
             options |= {"device": "mixed", "jpeg_fancy_upsampling": True}
+        # By default DALI expects (x, y), which would swap the axes of our boxes.
         if regions:
             image = fn.decoders.image_slice(encoded, anchor, shape, axis_names="HW", **options)
         else:
@@ -140,6 +149,7 @@ def build(run: int, threads: int, device: int | None, regions: bool, resize: boo
                 size=pair("size", types.FLOAT),
                 roi_start=pair("start", types.FLOAT),
                 roi_end=pair("end", types.FLOAT),
+                # The filter of Pillow's BILINEAR, antialiased.
                 interp_type=types.INTERP_TRIANGULAR,
             )
         pipeline.set_outputs(image)
@@ -152,6 +162,7 @@ def cover_boxes(box_tlhw_N4: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Round boxes outward to the pixels they touch, by the native decoder's rule: first row and
     column, and those behind the last, `[N, 2]` each.
     """
+    # 1e-9: a box that rounding ends just behind a pixel does not touch the next (resample.c).
     return np.floor(box_tlhw_N4[:, :2]), np.ceil(box_tlhw_N4[:, :2] + box_tlhw_N4[:, 2:] - 1e-9)
 
 
@@ -262,7 +273,8 @@ class _Work(Decoding):
     cuts: np.ndarray
     ids: np.ndarray
     size: int
-    runs: int = 1  # started and not yet finished; the first is the call that starts the others
+    # Started and not yet finished; the first is the call that starts the others.
+    runs: int = 1
     cancelled: bool = False
     error: BaseException | None = None
     done: threading.Event = field(default_factory=threading.Event)
@@ -302,7 +314,8 @@ class _Engine:
         self.sound = np.zeros(samples, np.uint64)
         self._number = None if device.type == "cpu" else device.index or 0
         self._threads, self._rows, self._device, self._regions = threads, rows, device, regions
-        self._pipeline, self._inside = None, deque()  # built by the first run; runs inside it
+        # Built by the first run, on the thread that owns it; the runs inside it.
+        self._pipeline, self._inside = None, deque()
         self._failures, self._pid = 0, os.getpid()
         self._thread = threading.Thread(target=self._run, name="dali", daemon=True)
         self._thread.start()
@@ -333,7 +346,8 @@ class _Engine:
                     break
                 self._guard(work, self._begin, work)
                 self._end_run(work)
-                del work  # otherwise the batch would live until the next one arrives
+                # Otherwise the batch would live until the next one arrives.
+                del work
             for _ in self._inside:
                 # Their results are not needed, but DALI still reads their bytes.
                 with suppress(Exception):
@@ -346,6 +360,7 @@ class _Engine:
         try:
             call(*arguments)
         except BaseException as error:
+            # The first error is reported: later ones may follow from it.
             work.error, work.cancelled = work.error or error, True
             work.done.set()
 
@@ -418,7 +433,9 @@ class _Engine:
                     self._rows, self._threads, self._number, self._regions, on_gpu
                 )
             feed(self._pipeline, run.jpegs, box_tlhw, flip, work.size if on_gpu else None)
-        except Exception as error:  # of this run, or of one before it
+        except Exception as error:
+            # The error may be that of a run before this one. Those runs are finished first, because
+            # recovery drops the pipeline with all that it holds.
             while self._inside:
                 self._collect()
             self._guard(work, self._recover, run, error)
@@ -471,10 +488,13 @@ class _Engine:
         has_gaps = len(pixels) > len(rows)
         if has_gaps:
             pixels = np.empty_like(pixels[: len(rows)])
+        # The crops are in DALI's memory, which its list owns.
         job = native.Job(some, pixels, keep=crops)
         self.pool.submit(job)
+        # Not _wait_native: it requests the next outputs, and DALI then reuses the memory of these.
         while not self.pool.ended(job):
             time.sleep(PAUSE)
+        # `some` is a copy, as is every selection by an array of rows.
         for name in ("status", "message"):
             work.job.samples[name][rows] = some[name]
         if has_gaps:
@@ -502,8 +522,10 @@ class _Engine:
         self._inside.clear()
         work, rows = run.work, run.rows
         try:
+            # DALI failed on bytes that had passed the check: check them again next time.
             self.sound[work.ids[rows]] = 0
-            if work.cancelled:  # the outcome of its samples is not needed
+            # The outcome of the samples of a cancelled work is not needed.
+            if work.cancelled:
                 return
             self._decode(work, rows)
             bad = work.job.samples["status"][rows] != native.OK
@@ -522,6 +544,7 @@ class _Engine:
                     file=sys.stderr,
                 )
         finally:
+            # Whatever happened to this run, those behind it need a new pipeline.
             for other in later:
                 self._guard(other.work, self._feed, other)
 
@@ -566,15 +589,18 @@ class DaliLoader(ThreadedLoader):
                 print(f"DALI on {device} decodes {what}")
         rows = min(len(plan.rows), max(LEAST_RUN, RUN_PER_THREAD * threads))
         self._engine = _Engine(self._pool, max(1, threads), rows, device, regions, plan.num_samples)
+        # A loader that is dropped without `close` stops its threads too.
         self._end = weakref.finalize(self, self._engine.stop)
 
     def close(self) -> None:
         """Stop the threads: samples being decoded are finished, queued ones are dropped."""
+        # The engine uses the pool and the source's memory, so it stops first.
         self._end()
         super().close()
 
     def _begin(self, encoded: Encoded, ids: np.ndarray, size: int, maps: MapRows | None) -> _Work:
         samples, parts = encoded.samples, maps and maps.parts
+        # DALI gets no raw images, so they need no room.
         lengths = np.where(samples["kind"] == native.RAW, 0, samples["length"])
         room = np.empty(int(lengths.sum()), np.uint8)
         cuts = np.zeros(len(ids), native.CUT)
@@ -590,11 +616,13 @@ class DaliLoader(ThreadedLoader):
         return work
 
     def _wait(self, decoding: _Work) -> None:
+        # With a timeout: in a forked child, or once the pool is closed, nothing sets the event.
         while not decoding.done.wait(native.WAIT):
             self._pool.check()
         if decoding.error:
             raise decoding.error
         if decoding.image.is_cuda:
+            # Allocated on the engine's stream, which must not reuse its memory while it is read.
             decoding.image.record_stream(torch.cuda.current_stream(self._device))
 
     def _cancel(self, decoding: _Work) -> None:

@@ -59,6 +59,7 @@ class FfcvSource(StoreMaps):
         self.where = self._beton.where
         self.labels, self.fingerprint = self._beton.labels, self._beton.fingerprint
         notes, low, high = self._beton.notes, self.labels.min(), self.labels.max()
+        # Files that FFCV itself wrote have no notes: their classes get numbers for names.
         self.class_names = notes.get("class_names") or list(map(str, range(int(high) + 1)))
         num_classes = len(self.class_names)
         if low < 0 or high >= num_classes:
@@ -111,6 +112,7 @@ class FfcvSource(StoreMaps):
         samples["offset"], samples["length"] = beton.images.offset[ids], beton.images.size[ids]
         samples["kind"] = np.where(beton.raw[ids], native.RAW, native.JPEG)
         samples["height"], samples["width"] = beton.heights[ids], beton.widths[ids]
+        # The native threads read the file, so there is nothing to wait for here.
         return Fetch(lambda: Encoded(samples, {}), lambda: None)
 
     def image(self, index: int) -> Image.Image:

@@ -108,6 +108,7 @@ class ReportingDecoder(ResizedCropRGBImageDecoder):
                 status = 0
                 if field["mode"] == jpeg:
                     whole = scratch[row]
+                    # The whole image at full scale: libffcv's own crop and flip stay off.
                     status = decompress(
                         encoded, whole, height, width, height, width, 0, 0, 1, 1, False, False
                     )
@@ -118,13 +119,16 @@ class ReportingDecoder(ResizedCropRGBImageDecoder):
                 resize(pixels, top, top + high, left, left + wide, images[row])
                 flipped = np.random.rand() < chance
                 if flipped:
+                    # Without the copy, source and target would be the same memory.
                     images[row] = images[row, :, ::-1].copy()
                 crop = crops[row]
                 crop[0], crop[9] = sample, field["data_ptr"]
                 crop[1], crop[2], crop[3], crop[4] = top, left, high, wide
                 crop[5], crop[6], crop[7], crop[8] = height, width, flipped, status
+            # The buffers hold a full batch, of which the last one may need fewer rows.
             return images[: len(batch_indices)], crops[: len(batch_indices)]
 
+        # ffcv's Compiler then calls numba with parallel=True.
         decode.is_parallel = True
         return decode
 
@@ -259,6 +263,7 @@ class DenseLabels:
         have one size, with the same labels in the same order.
         """
         index_N, labels = crop_NC[:, 0], self.source.labels
+        # Another file may have more samples than ours.
         if index_N.max() < len(labels):
             samples = self.source.begin(index_N).wait().samples
             place = [samples[name] for name in ("height", "width", "offset")]

@@ -19,7 +19,8 @@ from densefeed.storage.images import Images, decode
 from densefeed.storage.score_maps import ScoreMaps, ScoreMapStore, StoreHeader
 from densefeed.system.errors import UserError, explain_os_error
 
-CHUNK = 16  # files per task of a reading thread
+# Files per task of a reading thread.
+CHUNK = 16
 
 
 # In place of a file that cannot be read: the decoder refuses an empty JPEG.
@@ -42,7 +43,8 @@ class StoreMaps:
         # The native library takes 3 microseconds for a compact row, numpy 17.
         rows = self.map_rows(ids, Memory())
         for index in ids[native.read_maps(rows.parts) != native.OK].tolist():
-            self.check_map(index)  # raises with the reason
+            # Raises the reason. A map that failed once and now reads well has none to give.
+            self.check_map(index)
             raise UserError(f"the map of {self.where(index)} cannot be read; copy the file again")
         return ScoreMaps(*(field.numpy() for field in rows.fields))
 

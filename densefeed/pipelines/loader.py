@@ -27,7 +27,8 @@ from densefeed.storage.score_maps import ScoreMaps
 from densefeed.system.errors import UserError, explain_os_error
 
 CPU = torch.device("cpu")
-AHEAD = 3  # batches in flight while the step works: being decoded, or waiting for the consumer
+# Batches in flight while the step works: being decoded, or waiting for the consumer.
+AHEAD = 3
 
 
 class Encoded(NamedTuple):
@@ -167,6 +168,7 @@ class Memory:
         block = free.pop() if free else np.empty(nbytes, np.uint8)
         # The tensor holds this view, so the view dies with the last tensor that shares the memory.
         view = block[:]
+        # At exit no block is needed again, so the finalizers need not run then.
         weakref.finalize(view, free.append, block).atexit = False
         return torch.from_numpy(view).view(dtype).view(shape)
 
@@ -248,10 +250,12 @@ class ThreadedLoader:
         fetching = self._fetch(zip(rows, self.plan.runs(epoch, start), strict=True))
         fetched, decoding, steps = deque(), deque(), count(start)
         try:
+            # The rounds without a fetch empty both queues at the end of the epoch.
             for fetch in chain(fetching, [None] * (AHEAD + 1)):
                 if fetch:
                     fetched.append(fetch)
                 if fetched and (len(fetched) > 1 or not fetch):
+                    # Removed only afterwards, as below: `finally` cancels what Ctrl-C interrupts.
                     decoding.append(self._submit(epoch, size, *fetched[0]))
                     fetched.popleft()
                 if decoding and (len(decoding) == AHEAD or not fetch):
@@ -325,6 +329,7 @@ class ThreadedLoader:
 
     def _replace_samples(self, batch: Batch, bad: list[int]) -> None:
         """Replace the rows `bad` by the first good one, in place, with weight 0."""
+        # Padding has weight 0, so a sample that is shown again as padding is counted once.
         self.skipped += int(batch.weight[bad].sum())
         good = next((row for row in range(len(batch.index)) if row not in bad), None)
         if good is None:
@@ -336,6 +341,7 @@ class ThreadedLoader:
         for row in bad:
             for field in batch.tensors.values():
                 field[row] = field[good]
+            # After the loop, which has copied the good row's weight too.
             batch.weight[row] = 0
 
     def _mend(self, begun: _Begun, row: int) -> bool:
@@ -362,6 +368,7 @@ class ThreadedLoader:
 
     def _decode_by_pillow(self, begun: _Begun, row: int, index: int, where: str) -> None:
         """Decode a sample with Pillow into its row. UserError if it cannot be read."""
+        # `sample` is a view of the record, so what is assigned to it is in `samples`.
         samples = begun.decoding.job.samples[row : row + 1].copy()
         sample, remedy = samples[0], self.source.remedy
         if row in begun.encoded.errors:
@@ -373,6 +380,7 @@ class ThreadedLoader:
             why = sample["message"].decode(errors="replace")
             raise UserError(f"{where} cannot be decoded ({why}); {remedy}")
         pixels = np.asarray(self.source.image(index))
+        # The box was drawn for the recorded size, and the View is computed from both.
         if pixels.shape[:2] != (sample["height"], sample["width"]):
             raise UserError(f"{where} has another size than the dataset records; {remedy}")
         image = begun.decoding.image[row]

@@ -85,14 +85,17 @@ class Mixing(NamedTuple):
         if mixed and options.cutmix and (not options.mixup or switch < options.switch_prob):
             box = plan.mix_box(epoch, step, size, kept=plan.beta(epoch, step, options.cutmix))
         elif mixed and options.mixup:
+            # MixUp's lambda is the image's own share, `blend` is its partner's.
             blend = 1 - plan.beta(epoch, step, options.mixup)
         if options.mixtoken:
+            # MixOptions refuses CutMix beside MixToken, so no other box is overwritten.
             box, size = plan.mix_box(epoch, step, grid), grid
         return Mix(torch.tensor(box).float(), torch.tensor(blend), size)
 
 
 def combine_shares(one: Tensor, other: Tensor) -> Tensor:
     """Return the partner's share after two mixings with the same partner; two exchanges cancel."""
+    # (1 - one) other + one (1 - other): what both exchange is the image's own again.
     return one + other - 2 * one * other
 
 
@@ -104,6 +107,7 @@ def box_map(mix: Mix, grid: int) -> Tensor:
     top, left, bottom, right = mix.box_tlbr.unbind()
 
     def cover(low: Tensor, high: Tensor) -> Tensor:
+        # The box has whole units of `side`, so it may cover a part of a cell.
         overlap = torch.minimum(edges[1:], high) - torch.maximum(edges[:-1], low)
         return overlap.clamp(min=0) * (grid / mix.side)
 
@@ -133,6 +137,7 @@ def mix_images(image_NCHW: Tensor, share: Tensor) -> Tensor:
     `share_map` at the input's side gives CutMix and MixUp. Where MixToken exchanges the box later,
     pass `Mix.blend` alone.
     """
+    # torch.lerp refuses a weight of another dtype.
     return torch.lerp(image_NCHW, image_NCHW.flip(0), share.to(image_NCHW.dtype))
 
 
@@ -148,6 +153,7 @@ def mix_targets(targets: SparseTargets, share: Tensor) -> SparseTargets:
     other = SparseTargets(*(field.flip(0) for field in targets))
     own, partner = (1 - share) * targets.weight, share * other.weight
     weight = own + partner
+    # Where neither has a label, 0 / 1e-12 gives shares of 0 instead of NaN.
     own, partner = (part / weight.clamp(min=1e-12) for part in (own, partner))
     extra = own[..., None] * targets.extra, partner[..., None] * other.extra
     return SparseTargets(

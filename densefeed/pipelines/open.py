@@ -18,6 +18,7 @@ from densefeed.pipelines.plan import EpochPlan
 from densefeed.system.errors import UserError
 from densefeed.system.options import Bounds, Count, Fraction, Options
 
+# torchrun sets LOCAL_WORLD_SIZE: the ranks of a machine share its processors.
 THREADS = max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
 Mode = Literal["train", "evaluate"]
 

@@ -28,6 +28,7 @@ def draw_pairs(plan: EpochPlan, epoch: int, batch: Batch, count: int, weight: fl
     They depend on (seed, epoch, sample id, repeat) alone.
     """
     device = batch.index.device
+    # The word of EpochPlan.draws: the stream below, the repeat in the upper 16 bits.
     kind = (batch.repeat << 16 | PAIRS)[:, None]
     words = philox_on_device(
         plan.seed, (epoch, batch.index[:, None], kind, torch.arange(count, device=device))

@@ -39,8 +39,10 @@ def _run_rounds(key: int, counter: Sequence, word: type, upper: Callable) -> tup
     c0, c1, c2, c3 = counter
     mask = word(MASK)
     for number in range(10):
+        # The key's increments: the fractions of the golden ratio and of the root of 3, times 2^32.
         low = word((key + number * 0x9E3779B9) & MASK)
         high = word(((key >> 32) + number * 0xBB67AE85) & MASK)
+        # The multipliers of Philox 4x32, PHILOX_M4x32_0 and _1 in Random123.
         product0, product1 = c0 * word(0xD2511F53), c2 * word(0xCD9E8D57)
         c0, c1 = upper(product1) ^ (c1 ^ low), product1 & mask
         c2, c3 = upper(product0) ^ (c3 ^ high), product0 & mask

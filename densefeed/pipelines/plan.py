@@ -24,7 +24,8 @@ TRIES = 10
 # Samples whose sort keys are drawn at once. With more, the 64-bit words leave the cache: ImageNet's
 # order took 0.1 to 0.2 s longer in one piece.
 CHUNK = 2048
-CROP_RATIO = 3 / 4, 4 / 3  # width by height, least and most; torchvision's default
+# Width by height, least and most: the default of torchvision's RandomResizedCrop.
+CROP_RATIO = 3 / 4, 4 / 3
 
 
 class Shard(NamedTuple):
@@ -138,8 +139,10 @@ class EpochPlan:
     def rows(self) -> np.ndarray:
         """This rank's rows of a global batch, part after part: int64 `[batch / ranks]`."""
         size, local = self.batch // self.ranks, self._parts // self.ranks
+        # Evaluation mixes nothing, and a single part contains both rows of every pair.
         if self.mode == "evaluate" or self._parts == 1:
             return np.arange(self.rank * size, (self.rank + 1) * size)
+        # Partners in reverse order, because a part is mixed with itself reversed (mixing.py).
         half = self.batch // self._parts // 2
         part = np.arange(self.rank * local, (self.rank + 1) * local)[:, None]
         low = part * half + np.arange(half)
@@ -152,6 +155,7 @@ class EpochPlan:
         is 1 except in the padded last batch of an epoch.
         """
         real = min(self.batch, self.num_samples * self._repeats - step * self.batch)
+        # All parts of all ranks are averaged alike, hence the product with their number.
         counted = (self.rows < real).reshape(self._parts // self.ranks, -1).sum(1)
         return (counted * (self._parts / real)).tolist()
 
@@ -170,7 +174,9 @@ class EpochPlan:
         ids = self._shuffle(epoch, self.num_samples, ORDER)
         if self.order == "random":
             return ids
+        # argsort of a permutation is its inverse: the place of each block in the shuffled order.
         window_of_block = np.argsort(self._shuffle_blocks(epoch)) // self.window
+        # Stable, so that the samples of a window keep the random order of `ids`.
         return ids[np.argsort(window_of_block[ids // self.block], kind="stable")]
 
     def _shuffle_blocks(self, epoch: int) -> np.ndarray:
@@ -187,6 +193,7 @@ class EpochPlan:
             yield from ([] for _ in range(start, self.batches))
             return
         firsts, block_rows = self._shuffle_blocks(epoch) * self.block, self.block * self._repeats
+        # From the start of the window, as the samples of a batch may lie in any of its blocks.
         done = start * self.batch // block_rows
         done -= done % self.window
         for number in range(start, self.batches):
@@ -201,7 +208,9 @@ class EpochPlan:
         """Return the numbers below `count`, sorted by 64 random bits of each."""
         parts = np.split(np.arange(count), range(CHUNK, count, CHUNK))
         blocks = (philox(self.seed, (epoch, ids, stream, 0)) for ids in parts)
+        # 64 bits: with 32, about 190 pairs of ImageNet's 1.28 M samples would have equal keys.
         keys = np.concatenate([high << np.uint64(32) | low for high, low, _, _ in blocks])
+        # Stable: numpy's default sort may order equal keys differently by processor.
         return np.argsort(keys, kind="stable")
 
     def shard(self, epoch: int) -> Shard:
@@ -235,6 +244,7 @@ class EpochPlan:
         kind = stream | np.asarray(repeat_N) << 16
         words = philox(self.seed, (epoch, ids_N, kind, np.array(blocks)[:, None]))
         drawn = np.stack([words[number % 4][blocks.index(number // 4)] for number in numbers])
+        # Exact in float64, so no draw is rounded up to 1.
         return drawn / 2.0**32
 
     def crops(
@@ -261,6 +271,7 @@ class EpochPlan:
         area = height_N * width_N * (least + (most - least) * u[:TRIES])
         low, high = np.log(CROP_RATIO)
         ratio = np.exp(low + (high - low) * u[TRIES : 2 * TRIES])
+        # rint rounds halves to even, as Python's round does in torchvision.
         w, h = np.rint(np.sqrt(area * ratio)), np.rint(np.sqrt(area / ratio))
         fits = (w > 0) & (w <= width_N) & (h > 0) & (h <= height_N)
         first = fits.argmax(0), np.arange(len(height_N))
@@ -269,6 +280,7 @@ class EpochPlan:
         low, high = CROP_RATIO
         w = np.where(found, w, np.minimum(width_N, np.rint(height_N * high)))
         h = np.where(found, h, np.minimum(height_N, np.rint(width_N / low)))
+        # `down` and `right` are below 1, so no box passes the last row or column.
         top = np.where(found, np.floor(down * (height_N - h + 1)), (height_N - h) // 2)
         left = np.where(found, np.floor(right * (width_N - w + 1)), (width_N - w) // 2)
         return np.stack([top, left, h, w], axis=1), mirror < self.hflip
@@ -283,6 +295,7 @@ class EpochPlan:
         `kept` (default: uniform, as in MixToken), halves are rounded down, and the box is clipped.
         """
         share, row, column = self.draws(epoch, step, MIX, range(3))[:, 0]
+        # Both roundings are the published code's: a box of side 1 is empty.
         half = int(side * np.sqrt(1 - (share if kept is None else kept))) // 2
         row, column = int(row * side), int(column * side)
         top, left = max(row - half, 0), max(column - half, 0)
@@ -298,6 +311,7 @@ class EpochPlan:
         numpy's generator draws it, seeded by the plan: the fixed number of uniforms of a counter
         does not suffice for every alpha.
         """
+        # Block 2 of the stream: mix_box reads block 0, mix_switches block 1.
         words = philox(self.seed, (epoch, step, MIX, 2))
         generator = np.random.Generator(np.random.PCG64([int(word) for word in words]))
         return float(generator.beta(alpha, alpha))
@@ -306,6 +320,7 @@ class EpochPlan:
         """Return the seed, 64 bits, of the device's generator (stochastic depth) for this rank's
         part number `part` of a step.
         """
+        # Parts are numbered over all ranks, so a part has the same seed whichever rank computes it.
         first = self.rank * self._parts // self.ranks
         high, low, _, _ = philox(self.seed, (epoch, step, STEP | (first + part) << 16, 0))
         return int(high) << 32 | int(low)

@@ -17,8 +17,10 @@ from densefeed.system.devices import free_memory
 from densefeed.system.errors import UserError
 from densefeed.system.progress import bar
 
-CHUNK = 4096  # samples per read: 29 MB at S = 18, k = 5
-SPARE = 0.9  # share of the free memory that maps may take
+# Samples per read: 29 MB at S = 18, k = 5.
+CHUNK = 4096
+# Share of the free memory that maps may take.
+SPARE = 0.9
 
 
 class ResidentMaps:
@@ -61,4 +63,5 @@ class ResidentMaps:
 
 def map_bytes(spec: ScoreMapSpec) -> int:
     """Return the bytes of one image's map: logits and classes, logsumexps, Window."""
+    # Per cell two bytes for each logit, class and logsumexp; a Window is four float32.
     return spec.side**2 * (4 * spec.top_k + 2) + 16

@@ -96,11 +96,13 @@ def places(batch: Batch, side: int, rules: TargetRules) -> Places:
         # The published sampling clamps points within half a cell beyond the map and reads 0 for
         # points farther outside.
         frame, margin = published_frame(batch.shown, view, side), 0.5 / side + EDGE
+        # All cells count: the published code ignores the Window, and with it any padding.
         ends = torch.arange(2, dtype=view.dtype, device=view.device) * (side - 1)
         cells = ends.expand(len(view), 2, 2)
     scale, shift = frame.unbind(2)
     through = scale[:, :, None] * view + F.pad(shift[:, :, None], (2, 0))
-    visible = batch.shown[:, [1, 3, 0, 2]].unflatten(1, (2, 2))  # a crop lies within its image
+    # x before y. A crop lies within its image, so no point is tested against the image too.
+    visible = batch.shown[:, [1, 3, 0, 2]].unflatten(1, (2, 2))
     return Places(view, through, visible, cells, margin)
 
 
@@ -143,6 +145,7 @@ def axis_weights(at: Places, side: int, grid: int, most: int) -> tuple[Tensor, T
     cell = (through * side - 0.5).clamp(first, last)
     # bilinear weights, N 2 P G S
     hat = (1 - (cell[..., None] - torch.arange(side, device=cell.device)).abs()).clamp(min=0)
+    # A token without a sample inside has weights and a share of 0, not 0 / 0.
     hits = inside.sum(-1)
     return (hat * inside[..., None]).sum(3) / hits.clamp(min=1)[..., None], hits / count[..., None]
 
@@ -165,6 +168,7 @@ def table_points(at: Places, side: int, grid: int, most: int) -> tuple[Tensor, T
     used_x, used_y = used.repeat(1, 1, 1, grid).unbind(1)
     inside = is_inside(at, image, through).all(1) & used_x & used_y.mT
     first, last = ((at.cells[..., None, None] + 0.5) / side).unbind(2)
+    # grid_sample repeats the map's edge; before padding, the image's last cell must repeat.
     through = through.clamp(first, last)
     inside = inside.to(x.dtype).unflatten(2, (grid, most)).unflatten(1, (grid, most))  # N P G P G
     hits = inside.sum((2, 4))
@@ -221,6 +225,7 @@ def sampler(
         sampled = F.grid_sample(
             map_NMSS, points, mode="bilinear", padding_mode="border", align_corners=False
         )
+        # The divisor of 1 makes it a sum over the samples of a token: `share` has divided already.
         return F.avg_pool2d(sampled * share, most, divisor_override=1).flatten(2).mT
 
     return pool_points, inside.flatten(1)
@@ -292,6 +297,7 @@ def palette_maps(batch: Batch, spec: ScoreMapSpec, rules: TargetRules) -> Palett
         entries = entries / rules.temperature
     N, S = entries.shape[:2]
     value = torch.zeros(N, S * S, spec.max_palette, dtype=entries.dtype, device=entries.device)
+    # The classes of a cell are distinct, so each slot is written at most once.
     value.scatter_(2, slot.view(N, S * S, -1), entries.flatten(1, 2))
     return PaletteMaps(palette, value.unflatten(1, (S, S)), share)
 
@@ -328,8 +334,10 @@ def sparse_targets(
     off = rules.smoothing / spec.num_classes
     on = 1 - rules.smoothing + off
     if maps.share is None:
+        # Subtracted so that exp cannot overflow; at least 0, the logit of all other classes.
         peak = value.amax(-1, keepdim=True).clamp(min=0)
-        rest = (-peak).exp()  # e^0, shifted
+        # e^0 of a class outside the palette, after the shift.
+        rest = (-peak).exp()
         above = (value - peak).exp() - rest
         scale = on / (spec.num_classes * rest + above.sum(-1, keepdim=True))
         base, extra = (rest * scale).squeeze(-1), above * scale
@@ -339,6 +347,7 @@ def sparse_targets(
             base = base * inside + (1 - inside) / spec.num_classes
         base, extra = on * base, on * value
     base = base + off
+    # on + K off: larger than 1 by smoothing / K, as published.
     total = torch.full_like(base, on + rules.smoothing)
     return SparseTargets(maps.palette, extra, base, weight * batch.weight[:, None], total)
 
@@ -403,6 +412,7 @@ def check_batch(batch: Batch, spec: ScoreMapSpec, where: str) -> None:
     again = "label it again"
     faults = {
         f"has a logit that is not finite; {again}": ~batch.map_logit.isfinite(),
+        # Only `tail` reads the logsumexp.
         f"has a logsumexp that is not finite; {again}": ~batch.map_lse.isfinite()
         & (spec.absent == "tail"),
         f"has a class number beyond the {spec.num_classes:,} classes of the data; "

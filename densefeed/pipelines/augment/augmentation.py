@@ -51,7 +51,8 @@ class Normalize(torch.nn.Module):
         pairs = zip(byte_NHL, out_NHL, strict=True) if byte_NHL.is_cpu else [(byte_NHL, out_NHL)]
         for byte, out in pairs:
             torch.addcmul(shift_L, byte.float(), scale_L, out=out)
-        return out_NHL.view_as(image_NHWC).permute(0, 3, 1, 2)  # permuted NHWC is channels_last
+        # NHWC memory, permuted to NCHW, is channels_last: nothing is copied.
+        return out_NHL.view_as(image_NHWC).permute(0, 3, 1, 2)
 
     def pixels(self, image_NCHW: Tensor) -> Tensor:
         """Invert the normalization for display: uint8 `[N, H, W, 3]`, the very bytes that were
@@ -77,10 +78,12 @@ class Augmentation(torch.nn.Module):
     ) -> None:
         super().__init__()
         self.normalize = Normalize(mean, std)
+        # The rounding of timm's transforms_factory.py.
         self.fill = tuple(min(255, round(255 * value)) for value in mean)
         self.mode = augment.erase_mode
         noisy = augment.erase_probability and self.mode != "const"
         noise = make_noise_table(plan) if noisy else torch.empty(0)
+        # Not in checkpoints: the seed determines it.
         self.register_buffer("noise", noise, persistent=False)
         self.shears = augment.shears
         self.choose = Chooser(plan, augment).choose
@@ -105,6 +108,7 @@ class Augmentation(torch.nn.Module):
         """
         image = batch.image
         if len(choice.row):
+            # The operations work in place, and the caller's batch must not change.
             image = image.clone(memory_format=torch.contiguous_format)
         for group in choice.before:
             apply_group(image, group, choice)
@@ -175,6 +179,7 @@ def augment_batches(
 
     The operations are chosen on the host before the batch is copied, one step ahead.
     """
+    # On a GPU, to_device requests a batch before it yields the one before, so two may wait here.
     choices = deque()
 
     def choose() -> Iterator[Batch]:
@@ -195,7 +200,8 @@ def make_noise_table(plan: EpochPlan) -> Tensor:
     batch size.
     """
     words = philox(plan.seed, (0, np.arange(-(-noise_length(plan) // 4)), NOISE, 0))
-    uniform = (np.stack(words) + 0.5) / 2.0**32  # never 0
+    # Half a step is added because the logarithm of 0 is infinite.
+    uniform = (np.stack(words) + 0.5) / 2.0**32
     radius, angle = np.sqrt(-2 * np.log(uniform[:2])), 2 * np.pi * uniform[2:]
     normal = np.concatenate([radius * np.cos(angle), radius * np.sin(angle)])
     return torch.from_numpy(normal.T.ravel()[: noise_length(plan)].astype(np.float32))

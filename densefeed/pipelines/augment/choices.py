@@ -35,11 +35,13 @@ from densefeed.pipelines.plan import AUGMENT, ERASE, JITTER, OPERATION, SHIFT, E
 
 # N samples   L operations per sample at most   R operations of a batch   M warped samples
 
-ATTEMPTS = 10  # attempts at a box that is smaller than the image
+# Attempts at a box that is smaller than the image, as in timm's RandomErasing.
+ATTEMPTS = 10
 # A layer of RandAugment reads eight numbers: operation, whether to apply it, two for the magnitude,
 # sign, interpolation, two spare.
 LAYER_NUMBERS = 8
-LEAST_NOISE = 2**20  # numbers of the noise table, at least
+# Numbers of the noise table, at least: 4 MiB of float32.
+LEAST_NOISE = 2**20
 # An erased box reads 24 numbers: ten areas, ten ratios, top, left, offset of its noise, one spare.
 BOX_NUMBERS = 2 * ATTEMPTS + 4
 
@@ -88,6 +90,7 @@ class AugmentPlan(NamedTuple):
         """Copy the tensors to `device`, without waiting for a GPU."""
         parts = self.row, self.number, self.table
         if device.type == "cuda":
+            # From memory that is not pinned, even a non_blocking copy may wait.
             parts = (part.pin_memory() for part in parts)
         row, number, table = (part.to(device, non_blocking=True) for part in parts)
         return self._replace(row=row, number=number, table=table)
@@ -147,7 +150,8 @@ class Chooser:
         *layer, last_N, matrix_N33, cubic_N = self._rand_augment(draw, len(index_N), height, width)
         # Codes and arguments of layers, in order.
         layers = [layer]
-        if self.augment.shift:  # a geometric layer before all others
+        # RandomCrop with padding precedes RandAugment: a geometric layer before all others.
+        if self.augment.shift:
             layers.insert(0, (np.full((len(index_N), 1), -1), np.zeros((len(index_N), 1))))
             matrix_N33, last_N = self._draw_shifts(draw) @ matrix_N33, last_N + 1
         if any(self.augment.jitter):
@@ -191,6 +195,7 @@ class Chooser:
         which_LN = self._choose_operations(draw, drawn[:, 0])
         applied_LN = (drawn[:, 1] < spec.probability) | (spec.probability >= 1)
         level_LN = self._levels(drawn[:, 2], drawn[:, 3])
+        # The comparison of timm's _randomly_negate.
         negative_LN = drawn[:, 4] > 0.5
         matrix_LN33 = np.tile(np.eye(3), (L, N, 1, 1))
         for number in np.unique(which_LN[applied_LN]).tolist():
@@ -199,6 +204,7 @@ class Chooser:
             argument = level_to_argument(name, level_LN[mine], negative_LN[mine])
             if name in GEOMETRIC:
                 matrix_LN33[mine] = make_matrix(name, argument, height, width)
+                # A sample may have this operation in two layers, and another one in a later layer.
                 np.maximum.at(last_N, sample, layer)
             else:
                 code_NL.T[mine], argument_NL.T[mine] = find_code(name), argument
@@ -208,6 +214,7 @@ class Chooser:
         interpolation = self.augment.interpolation
         cubic_N = np.full(N, interpolation == "bicubic")
         if interpolation == "random":
+            # One resampling has one filter, the last layer's. Where last_N is -1, nothing reads it.
             cubic_N = drawn[last_N, 5, np.arange(N)] >= 0.5
         return code_NL, argument_NL, last_N, matrix_N33, cubic_N
 
@@ -216,7 +223,8 @@ class Chooser:
         spec = self.spec
         if spec.std == math.inf:
             level_LN = spec.magnitude * first_LN
-        else:  # Box and Muller; 1 - u is never 0
+        else:
+            # Box and Muller; 1 - u is never 0, whose logarithm is infinite.
             normal_LN = np.sqrt(-2 * np.log(1 - first_LN)) * np.cos(2 * np.pi * second_LN)
             level_LN = spec.magnitude + spec.std * normal_LN
         return np.clip(level_LN, 0, spec.most)
@@ -256,6 +264,7 @@ class Chooser:
         """
         drawn = draw(JITTER, range(8))
         strength = np.array(self.augment.jitter)[:, None]
+        # torchvision's ranges: factors from max(0, 1 - s) to 1 + s, hue from -s to s.
         center = np.array([1.0, 1.0, 1.0, 0.0])[:, None]
         low = np.where(center > 0, np.maximum(center - strength, 0), -strength)
         argument_4N = low + (center + strength - low) * drawn[4:]
@@ -278,9 +287,11 @@ class Chooser:
         boxes = []
         for number in range(count.max(initial=0)):
             samples, of = picked[count > number], count[count > number]
+            # Numbers 0 and 1 are above; the boxes begin with the next Philox block of four.
             first = 4 + number * BOX_NUMBERS
             u = draw(ERASE, range(first, first + BOX_NUMBERS), samples)
             share = LEAST_AREA + (augment.erase_max_area - LEAST_AREA) * u[:ATTEMPTS]
+            # timm divides by the number of boxes, so together they keep to the largest area.
             area = share * (height * width) / of
             aspect = np.exp(low + (high - low) * u[ATTEMPTS : 2 * ATTEMPTS])
             heights, widths = np.rint(np.sqrt(area * aspect)), np.rint(np.sqrt(area / aspect))
@@ -288,6 +299,7 @@ class Chooser:
             pick = fits.argmax(0), np.arange(len(samples))
             box_height, box_width = heights[pick], widths[pick]
             top, left = (height - box_height + 1) * u[-4], (width - box_width + 1) * u[-3]
+            # The last offset leaves as many numbers as the largest box needs.
             noise = u[-2] * (noise_length(self.plan) - 3 * height * width)
             columns = np.stack((samples, top, left, box_height, box_width, noise), 1).astype(int)
             boxes += [EraseBox(*row) for row in columns[fits[pick]].tolist()]
@@ -320,6 +332,7 @@ def group_operations(
     argument_R = argument_NL[row_R, layer_R]
     keys, starts = np.unique(key_R[order], return_index=True)
     before, after = [], []
+    # In the order of CODES, so that a code is an index.
     names = ("Table",) * len(TABLES) + tuple(OPERATIONS)
     edges = pairwise([*starts.tolist(), len(key_R)])
     for key, (start, stop) in zip(keys.tolist(), edges, strict=True):

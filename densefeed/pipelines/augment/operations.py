@@ -46,6 +46,7 @@ def histogram(index: Tensor, size: int) -> Tensor:
     Deterministic, since sums of integers do not depend on their order.
     """
     count = torch.zeros(size, dtype=torch.int32, device=index.device)
+    # The expanded 1 needs no memory for as many ones as there are bytes.
     return count.scatter_add_(0, index.long(), count.new_ones(1).expand_as(index))
 
 
@@ -81,6 +82,7 @@ def auto_contrast(image_NHWC: Tensor, _: Tensor) -> Tensor:
     """Stretch each channel to [0, 255]; a flat one does not change."""
     # H is reduced first: W is contiguous.
     low_N3, high_N3 = image_NHWC.amin(1).amin(1).double(), image_NHWC.amax(1).amax(1).double()
+    # Pillow computes the table in Python floats, which are float64.
     level = torch.arange(256, dtype=torch.float64, device=image_NHWC.device)
     span_N3 = (high_N3 - low_N3).clamp(min=1)
     # PyTorch computes 255 / x as a product with 1 / x, which rounds twice.
@@ -95,6 +97,7 @@ def equalize(image_NHWC: Tensor, _: Tensor) -> Tensor:
     does not change.
     """
     N, index = len(image_NHWC), _table_index(image_NHWC, 3)
+    # On a GPU bincount would wait for the largest index.
     count = index.bincount(minlength=N * 768) if index.is_cpu else histogram(index, N * 768)
     count_N3256 = count.view(N, 3, 256).long()
     level = torch.arange(256, device=image_NHWC.device)
@@ -128,10 +131,12 @@ def sharpness(image_NHWC: Tensor, factor_N: Tensor) -> Tensor:
     """Blend with the image smoothed by (1 1 1, 1 5 1, 1 1 1) / 13; the outermost pixels do not
     change.
     """
+    # So small an image has outermost pixels only.
     if min(image_NHWC.shape[1:3]) < 3:
         return image_NHWC.clone()
     byte_NHL = image_NHWC.flatten(2)
-    value = byte_NHL.short()  # 13 x 255 fits
+    # int16 holds the largest sum, 13 x 255 = 3,315.
+    value = byte_NHL.short()
     column = value[:, :-2] + value[:, 1:-1] + value[:, 2:]
     center = value[:, 1:-1, 3:-3]
     total = column[..., :-6] + column[..., 3:-3] + column[..., 6:] + 4 * center
@@ -162,12 +167,14 @@ def gaussian_blur(image_NHWC: Tensor, radius_N: Tensor) -> Tensor:
     outer_N = ((2**24 - width_N * inner_N) / 2).floor()
     near_N, far_N = torch.where(whole_N > 0, inner_N, outer_N), torch.where(whole_N > 0, outer_N, 0)
     weights = [weight_N.view(-1, 1, 1, 1) for weight_N in (far_N, near_N, inner_N, near_N, far_N)]
+    # float32 could not hold the sums of bytes times weights of 24 bits.
     image = image_NHWC.double()
     for axis in (2, 2, 2, 1, 1, 1):
         extent = image.shape[axis]
         beyond = torch.arange(-2, extent + 2, device=image.device).clamp(0, extent - 1)
         wider = image.index_select(axis, beyond)
         total = sum(weight * wider.narrow(axis, at, extent) for at, weight in enumerate(weights))
+        # 2^23 is a half: Pillow rounds to bytes after each of the six passes.
         image = total.add_(2**23).mul_(2.0**-24).floor_()
     return quantize_levels(image)
 
@@ -189,6 +196,7 @@ def hue(image_NHWC: Tensor, turn_N: Tensor) -> Tensor:
     angle = torch.where(red == value, far_blue - far_green, angle).float().double()
     hue_NHW = (((angle / 6 + 1) % 1).float().double() * 255).floor()
     saturation = ((span / value.clamp(min=1)).float().double() * 255).floor() / 255
+    # `span` is clamped to 1, so a gray pixel needs its own case.
     saturation = torch.where(value == least, 0, saturation)
     angle = (hue_NHW + (turn_N.double() * 255).trunc().view(-1, 1, 1)) % 256 * 6 / 255
     sector = angle.floor()

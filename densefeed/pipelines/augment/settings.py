@@ -25,7 +25,8 @@ GEOMETRIC = ("Rotate", "ShearX", "ShearY", "TranslateXRel", "TranslateYRel")
 # Operations whose result for a byte depends on that byte alone.
 TABLES = ("Invert", "Posterize", "Solarize", "SolarizeAdd", "Brightness")
 CODES = {name: code for code, name in enumerate((*TABLES, *OPERATIONS))}
-LEAST_AREA, LEAST_ASPECT = 0.02, 0.3  # of an erased box, as in timm
+# Of an erased box, as in timm: the least share of the image's area, the least ratio of sides.
+LEAST_AREA, LEAST_ASPECT = 0.02, 0.3
 STRING = re.compile(r"rand(-((m|n|mmax|inc)\d+|(p|mstd)\d*\.?\d+|t(weights|3aw?)?))*")
 
 
@@ -53,6 +54,7 @@ def register_operation(
     if name in CODES:
         raise ValueError(f"there is an operation {name!r} already")
     OPERATIONS[name], OWN[name] = apply, OwnOperation(probability, draw)
+    # CODES and OPERATIONS grow in the same order, on which group_operations relies.
     CODES[name] = len(CODES)
 
 
@@ -84,6 +86,7 @@ class Augment(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        # A Literal binds the command line only, and Options checks only numbers.
         for name, value, known in (
             ("interpolation", self.interpolation, ("random", "bilinear", "bicubic")),
             ("erase_mode", self.erase_mode, ("const", "rand", "pixel")),
@@ -108,6 +111,7 @@ class Augment(Options):
     @property
     def jitter(self) -> tuple[float, float, float, float]:
         """Strengths for brightness, contrast, saturation and hue."""
+        # One number means brightness, contrast and saturation but not hue, as in timm.
         given = self.color_jitter or (0.0,)
         return (*given, 0.0)[:4] if len(given) > 1 else (*given * 3, 0.0)
 
@@ -149,6 +153,7 @@ class RandAugmentSpec(NamedTuple):
                 f"rand_augment {text!r} is not a RandAugment string; write one like "
                 "rand-m9-mstd0.5-inc1"
             ) from None
+        # timm gives all operations of a string the same probability and magnitudes.
         names, first = tuple(op.name for op in parsed.ops), parsed.ops[0]
         if missing := [name for name in names if name not in GEOMETRIC and find_code(name) is None]:
             raise UserError(
@@ -166,6 +171,7 @@ class RandAugmentSpec(NamedTuple):
             first.prob,
             first.magnitude,
             first.magnitude_std,
+            # As in timm, where 10 is _LEVEL_DENOM.
             first.magnitude_max or 10.0,
         )
 
@@ -186,6 +192,7 @@ def level_to_argument(name: str, level_N: np.ndarray, negative_N: np.ndarray) ->
     Units by operation: degrees, pixels per pixel, shares of the image's side, bits, thresholds,
     factors. Where the operation has a sign, it is negative where `negative_N` is true.
     """
+    # timm's level over _LEVEL_DENOM; np.trunc below is its int().
     share_N = level_N / 10
     sign_N = np.where(negative_N, -1.0, 1.0)
     match name:
@@ -215,12 +222,14 @@ def level_to_argument(name: str, level_N: np.ndarray, negative_N: np.ndarray) ->
             | "BrightnessIncreasing"
             | "SharpnessIncreasing"
         ):
+            # timm keeps the factor at 0.1 or more: magnitudes may be above 10.
             return np.maximum(0.1, 1 + sign_N * (share_N * 0.9))
         case "Desaturate":
             return 1 - np.clip(0.5 + 0.5 * share_N, 0.5, 1)
         case "GaussianBlur":
             return np.clip(0.1 + 1.9 * share_N, 0.1, 2)
-        case _:  # AutoContrast, Equalize, Invert
+        case _:
+            # AutoContrast, Equalize and Invert have no argument.
             return np.zeros_like(level_N)
 
 
@@ -246,7 +255,8 @@ def make_tables(code_R: np.ndarray, argument_R: np.ndarray) -> np.ndarray:
                 out[mine] = np.where(level < value, level, 255 - level)
             case "SolarizeAdd":
                 out[mine] = np.where(level < 128, np.minimum(255, level + value), level)
-            case "Brightness":  # Pillow multiplies floats and truncates
+            case "Brightness":
+                # Pillow's Image.blend multiplies 32-bit floats and truncates.
                 product = value.astype(np.float32) * level.astype(np.float32)
                 out[mine] = np.clip(product, 0, 255).astype(np.uint8)
     return out
@@ -258,7 +268,8 @@ def make_matrix(name: str, argument_N: np.ndarray, height: int, width: int) -> n
     """
     matrix = np.tile(np.eye(3), (len(argument_N), 1, 1))
     match name:
-        case "Rotate":  # counter-clockwise for positive degrees, about the center
+        case "Rotate":
+            # Counter-clockwise for positive degrees, about the center, as Pillow's Image.rotate.
             angle = -np.radians(argument_N)
             sine, cosine = np.sin(angle), np.cos(angle)
             x, y = width / 2, height / 2

@@ -27,7 +27,8 @@ from densefeed.pipelines.augment.operations import quantize_levels
 
 Values = TypeVar("Values", Tensor, np.ndarray)
 IDENTITY = np.eye(2, 3)
-STRIP = 112  # rows at a time; their floats stay in a CPU's second-level cache
+# Rows at a time; their floats stay in a CPU's second-level cache.
+STRIP = 112
 # Added before truncation: weights add up to 1 - 1e-7, and on a flat 200 the sum 199.9999 would be
 # truncated to 199.
 ALMOST = 1e-3
@@ -76,9 +77,11 @@ def shift_rows(
     # Each row has two pixels of edge on each side, then the next row begins. Where a window reaches
     # into that row, its pixels are outside the image and masked.
     wide = W + 4
+    # The rows before and after stay uninitialized: bytes are never NaN, and the mask removes them.
     pixels = torch.empty((H + 2) * wide, 3, dtype=torch.uint8)
     rows = pixels[wide:-wide].view(H, wide, 3)
     rows[:, 2:-2], rows[:, :2], rows[:, -2:] = image_HW3, image_HW3[:, :1], image_HW3[:, -1:]
+    # A row that moves by W or more shows fill alone; clipping keeps its window in `pixels`.
     first_H = (np.arange(H) + 1) * wide + 1 + np.clip(start_H, -W, W).astype(np.int64)
     row_HL = _windows(pixels, W + 3, first_H)
     # The pixels of a row whose source lies inside are contiguous, so the mask of a row is a window
@@ -95,6 +98,7 @@ def shift_rows(
         total_HL = value_HL[:, first : first + 3 * W] * weight_H1[strip]
         for first, weight_H1 in others:
             total_HL.addcmul_(value_HL[:, first : first + 3 * W], weight_H1[strip])
+        # The mask is 0 where the fill is not, so the two can be combined bit by bit.
         out_HL[strip] |= quantize_levels(total_HL.add_(ALMOST)) & inside_HL[strip]
     return out_HL.view(H, W, 3)
 
@@ -161,10 +165,12 @@ def warp_by_gather(
     total_3NHW = torch.zeros(3, N, H, W, device=device)
     before_N11 = torch.arange(N, dtype=torch.int32, device=device).view(N, 1, 1) * H
     for row, row_weight in axes[1]:
-        row += before_N11  # rows of the images before this one
+        # The rows of the images before this one.
+        row += before_N11
         for column, column_weight in axes[0]:
             pixel_NHW = packed.index_select(0, (row * W + column).flatten()).view(N, H, W)
             total_3NHW.addcmul_((pixel_NHW & mask).float(), row_weight * column_weight)
+    # Packed again, so that one `where` fills all three channels.
     color_3NHW = total_3NHW.mul_(1 / unit).add_(ALMOST).clamp_(0, 255).int() * unit
     packed_fill = fill[0] + fill[1] * 256 + fill[2] * 65536
     color_NHW = torch.where(inside, color_3NHW.sum(0, dtype=torch.int32), packed_fill)

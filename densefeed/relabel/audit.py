@@ -63,6 +63,9 @@ OTHER_IMAGE = 0.5
 # Rows with equal checksums that are compared, in pairs; see `find_equal_maps`.
 MAX_PAIRS = 2000
 
+# How the teacher's name in a header ends, if it labeled at less than float32. Its maps differ by
+# rounding then, far less than those of other images.
+PRECISION = re.compile(r" (bf16|fp16)$")
 # How the teacher's name in a header ends after several views or a class map.
 VIEWS_OR_CLASS_MAP = re.compile(r", \d+ views [0-9a-f]+$| by \S+ [0-9a-f]{8}\b")
 
@@ -198,16 +201,17 @@ def rows_to_read(count: int, every_row: bool) -> np.ndarray:
 def is_own_teacher(store: ScoreMapStore, references: References) -> bool:
     """Whether the reference is the model that made this store, alone and in a single view.
 
-    The teacher's name in the header ends with a hash of its weights.
+    The teacher's name in the header ends with a hash of its weights, before the precision.
     """
     header, reference = store.header, references.get(store.header.geometry)
+    teacher = PRECISION.sub("", header.teacher)
     return (
         reference is not None
         and reference.input_size == header.input_size
         # With several views or merged classes the same weights give other maps.
-        and not VIEWS_OR_CLASS_MAP.search(header.teacher)
+        and not VIEWS_OR_CLASS_MAP.search(teacher)
         # Last, because it reads all weights.
-        and header.teacher.endswith(f" {weights_hash(reference.model)}")
+        and teacher.endswith(f" {weights_hash(reference.model)}")
     )
 
 

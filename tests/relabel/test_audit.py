@@ -339,6 +339,10 @@ def test_shuffled_rows_are_a_fault(clean, located, tmp_path):
     result = audit(path, clean.images, located.teachers(0), 200)
     assert [fault.name for fault in result.faults()] == ["rows"]
     assert "the store's own teacher" in find_check(result, "rows").evidence
+    # As a GPU labels by default.
+    name = f"{clean.store.header.teacher} bf16"
+    low = plant(clean, tmp_path / "low.h5", take_maps(clean, within), teacher=name)
+    assert verdicts(audit(low, clean.images, located.teachers(0), 200))["rows"] == "fault"
     result = audit(path, clean.images, located.teachers(1), 200)
     assert verdicts(result)["rows"] == "warning"
     assert verdicts(result)["orientation"] == "unchecked"

@@ -47,7 +47,7 @@ class MixOptions(Options):
     (LV-ViT, arXiv 2104.10858, Table 7, third row).
     """
 
-    # exchange a box of tokens with the partner image in every step (arXiv 2104.10858, section 3.3)
+    # exchange a box of tokens with the partner image in every step (arXiv 2104.10858, section 3.2)
     mixtoken: bool = True
     # alpha of CutMix (arXiv 1905.04899), which exchanges a box of pixels; 0: none
     cutmix: NonNegative = 0.0

@@ -219,6 +219,8 @@ def make_step(benchmark: TargetBenchmark, device: torch.device, logits: bool = T
         # Only targets with the teacher's tail read it.
         map_lse=torch.zeros(N, S, S).half(),
         window=torch.tensor([WHOLE]).repeat(N, 1),
+        # As the loaders mark their crops; rotated views take a slower path.
+        axis_aligned=True,
     )
     max_palette = int(palette_sizes(named.numpy()).max())
     spec = ScoreMapSpec(S, k, K, "zero-logit", max_palette, 1.0)

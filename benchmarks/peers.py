@@ -577,7 +577,7 @@ class SimpleJpeg:
     """
 
     def __init__(self, config: PeerConfig) -> None:
-        from simplejpeg import decode_jpeg
+        from simplejpeg import decode_jpeg  # pyright: ignore[reportMissingImports]
 
         self._decode, self._config, self._local = decode_jpeg, config, threading.local()
         self._largest = int((config.data.heights * config.data.widths).max()) * 3
@@ -661,8 +661,8 @@ class Spdl(Peer):
     """`spdl`: one pipeline per epoch, with one filter graph per image as the graph has the crop."""
 
     def __init__(self, config: PeerConfig) -> None:
-        from spdl import io as spdl_io
-        from spdl.pipeline import PipelineBuilder  # pyright: ignore[reportMissingImports] (optional)
+        from spdl import io as spdl_io  # pyright: ignore[reportMissingImports]
+        from spdl.pipeline import PipelineBuilder  # pyright: ignore[reportMissingImports]
 
         self._io, self._builder, self._config = spdl_io, PipelineBuilder, config
 
@@ -696,7 +696,7 @@ def probe_spdl() -> None:
     """Decode a JPEG: SPDL's native part loads on the first call, and only with the FFmpeg libraries
     that it was built for.
     """
-    from spdl import io as spdl_io
+    from spdl import io as spdl_io  # pyright: ignore[reportMissingImports]
 
     buffer = io.BytesIO()
     Image.new("RGB", (8, 8)).save(buffer, "JPEG")

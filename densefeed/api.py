@@ -16,7 +16,7 @@ from densefeed.pipelines.mixing import Mixing
 from densefeed.pipelines.open import DataOptions, Mode, open_dataset
 from densefeed.pipelines.targets import check_batch
 from densefeed.system.errors import UserError
-from densefeed.system.options import with_options
+from densefeed.system.options import leaves, with_options
 from densefeed.training.config import Config
 from densefeed.training.step_inputs import PATCH
 
@@ -122,6 +122,12 @@ class TrainLoss:
     def __init__(self, loader: Loader, **options: Any) -> None:
         # MixToken, the default of a run, needs a token head, which ReLabel and CrossEntropy do not.
         quiet = Config(data=loader.data)
+        # They would be accepted and read by nothing.
+        others = {"objective"}.union(
+            *(dict(leaves(part)) for part in (quiet.data, quiet.model, quiet.optim, quiet.run))
+        )
+        if foreign := sorted(others & options.keys()):
+            raise TypeError(f"{foreign[0]!r} is no option of a loss")
         config = with_options(quiet, **{"mixtoken": False, **options, "objective": self.objective})
         self._config, self._loader = config, loader
         self._objective = build_objective(config.setting)
@@ -171,9 +177,21 @@ class TrainLoss:
 
     def _prepare(self, model: nn.Module, batch: Batch) -> Augmentation:
         """Check the first batch, and build the augmentation with the model's mean and deviation."""
-        if self._objective.needs_tokens and not getattr(model, "with_token_head", False):
+        needed, classes = self._objective.needs_tokens, self._loader.num_classes
+        if getattr(model, "with_token_head", False) != needed:
+            has = "has no" if needed else "has a"
             raise UserError(
-                f"{type(model).__name__} has no token head; create it with token_head=True"
+                f"{type(model).__name__} {has} token head; create it with token_head={needed}"
+            )
+        if needed and not model.training:
+            raise UserError(
+                f"{type(model).__name__} gives no logits of tokens in evaluation mode; "
+                "call model.train() first"
+            )
+        if getattr(model, "num_classes", classes) != classes:
+            raise UserError(
+                f"{type(model).__name__} has {model.num_classes} classes and "
+                f"{self._loader.data.train} {classes}; create it with num_classes={classes}"
             )
         if self._objective.needs_score_maps:
             where = f"the score maps of {self._loader.data.train}"

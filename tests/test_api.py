@@ -2,6 +2,7 @@
 losses of train.py.
 """
 
+import re
 from pathlib import Path
 
 import pytest
@@ -181,6 +182,38 @@ def test_a_wrapped_model_gives_the_same_loss(loader):
     model, objective = make_model(loader), densefeed.TokenLabeling(loader, mixtoken=True)
     batch = next(loader.epoch(0))
     assert objective(Wrapped(model), batch).item() == objective(model, batch).item()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (dict(geometry="publshed"), "--geometry 'publshed' is unknown; choose one of aligned"),
+        (dict(outside="x"), "--outside 'x' is unknown"),
+        (dict(smoothing="0.1"), "--smoothing is '0.1', and must be a number"),
+    ],
+)
+def test_misspelled_words_are_refused(loader, options, said):
+    with pytest.raises(densefeed.UserError, match=re.escape(said)):
+        densefeed.TokenLabeling(loader, **options)
+
+
+@pytest.mark.parametrize("name", ["lr", "size", "fused_head", "objective", "device"])
+def test_options_that_no_loss_reads_are_refused(loader, name):
+    with pytest.raises(TypeError, match=name):
+        densefeed.TokenLabeling(loader, **{name: 3})
+
+
+def test_models_that_do_not_fit_are_refused(loader):
+    batch = next(loader.epoch(0))
+    cases = (
+        (densefeed.CrossEntropy, make_model(loader), "has a token head"),
+        (densefeed.TokenLabeling, timm.create_model("resnet10t"), "has no token head"),
+        (densefeed.TokenLabeling, make_model(loader).eval(), "call model.train"),
+        (densefeed.ReLabel, timm.create_model("resnet10t", num_classes=7), "has 7 classes"),
+    )
+    for kind, model, said in cases:
+        with pytest.raises(densefeed.UserError, match=said):
+            kind(loader)(model, batch)
 
 
 def test_a_validation_set_gives_each_image_once(packed):

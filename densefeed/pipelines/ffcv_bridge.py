@@ -9,10 +9,10 @@ the other the crops:
     for image, label, crop in loader:
         targets = sparse_targets(labels(image, label, crop), labels.score_maps, grid=14)
 
-For ffcv 1.0.2 (`pip install "densefeed[ffcv]"`). Its limitations remain: crops differ in every run,
-whatever its seed; the memory of a batch is overwritten once the next one is requested; an exception
-in its thread leaves the consumer waiting forever. So nothing here raises in that thread: the status
-of the decoder travels with the crop, and DenseLabels raises the error.
+For ffcv 1.0.2 (`pip install ".[ffcv]"` in a checkout). Its limitations remain: crops differ in
+every run, whatever its seed; the memory of a batch is overwritten once the next one is requested;
+an exception in its thread leaves the consumer waiting forever. So nothing here raises in that
+thread: the status of the decoder travels with the crop, and DenseLabels raises the error.
 """
 
 import re
@@ -41,9 +41,7 @@ try:
     from ffcv.pipeline.state import State
     from ffcv.transforms import RandomHorizontalFlip, RandomResizedCrop, RandomTranslate, ToTensor
 except ImportError as error:
-    raise ImportError(
-        f'the ffcv bridge needs ffcv ({error}); pip install "densefeed[ffcv]"'
-    ) from error
+    raise ImportError(f"the ffcv bridge needs ffcv ({error}); pip install ffcv==1.0.2") from error
 
 # Length of a row of a crop table, int64: 0 sample id; 1 to 4 box in pixels (top, left, height,
 # width); 5, 6 height and width of the stored image; 7 whether it was flipped after the crop; 8 the

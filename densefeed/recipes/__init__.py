@@ -1,7 +1,7 @@
 """Recipes: functions that return a Config, and state their command, source and published result.
 
-A recipe is a base and the options in which it differs. docs/results/ablations.md lists the commands
-for the tables of the papers.
+A recipe is a base and the options in which it differs. ABLATIONS.md, beside this file, lists the
+commands for the tables of the papers.
 """
 
 import inspect

@@ -10,8 +10,9 @@ import dataclasses
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from numbers import Real
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_args, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from densefeed.system.errors import UserError
 
@@ -27,6 +28,9 @@ class Bounds:
 
     def check(self, name: str, value: float) -> None:
         """Raise UserError with the name of the option for a number out of bounds or not finite."""
+        # Python callers are not checked by the command line.
+        if not isinstance(value, Real):
+            raise UserError(f"{flag(name)} is {value!r}, and must be a number")
         # Infinity lies within bounds that have no upper end.
         if self.low <= value <= self.high and math.isfinite(value):
             return
@@ -45,11 +49,17 @@ class Options:
     """Base of all classes of options."""
 
     def __post_init__(self) -> None:
-        """Raise UserError for a number outside the bounds in its annotation."""
+        """Raise UserError for a number outside its bounds, or a word not in its Literal."""
         for name, hint in hints(type(self)).items():
+            value, leaf = getattr(self, name), leaf_name(name, hint)
             for item in metadata(hint):
                 if isinstance(item, Bounds):
-                    item.check(leaf_name(name, hint), getattr(self, name))
+                    item.check(leaf, value)
+            kind = get_args(hint)[0] if metadata(hint) else hint
+            if get_origin(kind) is Literal and value not in (known := get_args(kind)):
+                raise UserError(
+                    f"{flag(leaf)} {value!r} is unknown; choose one of {', '.join(map(str, known))}"
+                )
 
 
 def hints(options: type) -> dict[str, Any]:

@@ -73,7 +73,8 @@ class AuditOptions:
     out: Path | None = None  # HTML file to write; default: NAME.audit.html beside the maps
     json: Path | None = None  # JSON file to write the numbers to; default: beside the HTML
     data: Path | None = None  # images of the maps: a folder, or the root that --dataset needs
-    dataset: str = ""  # timm's name of the dataset, if it is not a folder of class folders
+    # name of the dataset, as for tools/pack_dataset.py, if it is not a folder of class folders
+    dataset: str = ""
     split: str = "train"  # split of the images
     # reference to compare the maps with: a timm model, a checkpoint, or a run folder of train.py
     teacher: str = ""

@@ -186,7 +186,8 @@ def write_run_header(run: Run) -> None:
     )
     optim, objective = config.optim, config.objective
     drloc, bootstrap = objective.drloc.variant, objective.bootstrap.mode
-    adds = f"--bootstrap {bootstrap}" if student.agent else f"--drloc {drloc}"
+    adds = f"--objective {objective.name}" if drloc == "none" else f"--drloc {drloc}"
+    adds = f"--bootstrap {bootstrap}" if student.agent else adds
     beside = f", and {whole - count:,} that {adds} trains beside them," if whole > count else ""
     others = f" and {ranks.size - 1} more" if ranks.size > 1 else ""
     resumed = f"; continuing at step {run.step}" if run.step else ""

@@ -86,13 +86,6 @@ class Augment(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # A Literal binds the command line only, and Options checks only numbers.
-        for name, value, known in (
-            ("interpolation", self.interpolation, ("random", "bilinear", "bicubic")),
-            ("erase_mode", self.erase_mode, ("const", "rand", "pixel")),
-        ):
-            if value not in known:
-                raise UserError(f"{name} {value!r} is unknown; choose one of {', '.join(known)}")
         if unknown := [name for name in self.operations if name not in OWN]:
             raise UserError(f"--operations {unknown[0]}: no such operation is registered")
         jitter = self.color_jitter
@@ -118,7 +111,7 @@ class Augment(Options):
     @property
     def shears(self) -> bool:
         """Whether Views may be rotated or sheared; the sampling of targets depends on it
-        (targets.TargetRules).
+        (Batch.axis_aligned).
         """
         turning = {"Rotate", "ShearX", "ShearY"}
         return bool(self.rand_augment) and not turning.isdisjoint(

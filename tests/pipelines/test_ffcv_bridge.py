@@ -268,4 +268,4 @@ def test_inconsistent_input_is_refused(ran):
 def test_without_ffcv_the_import_error_names_the_package(command):
     code = "import sys; sys.modules['ffcv'] = None\nimport densefeed.pipelines.ffcv_bridge"
     done = command("-c", code)
-    assert 'pip install "densefeed[ffcv]"' in done.stderr.splitlines()[-1]
+    assert "pip install ffcv==1.0.2" in done.stderr.splitlines()[-1]

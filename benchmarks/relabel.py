@@ -169,7 +169,7 @@ def measure(folder: Path, benchmark: RelabelBenchmark) -> dict[str, list[float]]
         (folder / "maps.h5").unlink(missing_ok=True)
         shutil.rmtree(folder / "pt", ignore_errors=True)
 
-    # Each run writes the files anew.
+    # Each run writes all files again.
     with use_cores(benchmark.threads):
         works = {OURS: run_ours, PEER: run_peer, TEACHER: run_teacher}
         return take_turns(works, benchmark.rounds, done=clear)

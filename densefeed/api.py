@@ -120,14 +120,14 @@ class TrainLoss:
     objective: str
 
     def __init__(self, loader: Loader, **options: Any) -> None:
-        # MixToken, the default of a run, needs a token head, which ReLabel and CrossEntropy do not.
         quiet = Config(data=loader.data)
-        # They would be accepted and read by nothing.
+        # Options of a run that nothing here reads.
         others = {"objective"}.union(
             *(dict(leaves(part)) for part in (quiet.data, quiet.model, quiet.optim, quiet.run))
         )
         if foreign := sorted(others & options.keys()):
             raise TypeError(f"{foreign[0]!r} is no option of a loss")
+        # MixToken, the default of a run, needs a token head, which ReLabel and CrossEntropy refuse.
         config = with_options(quiet, **{"mixtoken": False, **options, "objective": self.objective})
         self._config, self._loader = config, loader
         self._objective = build_objective(config.setting)
@@ -152,7 +152,7 @@ class TrainLoss:
         model's device, augmented and mixed. Autocast around the call applies. Waits for the device
         on the first call only, which checks the score maps.
         """
-        # DDP and torch.compile hide the model's patch_size and pretrained_cfg.
+        # DDP hides the model's patch_size and pretrained_cfg.
         device, network = next(model.parameters()).device, unwrap_model(model)
         if self._augmentation is None:
             self._augmentation = self._prepare(network, batch).to(device)

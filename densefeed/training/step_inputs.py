@@ -61,7 +61,7 @@ class StepInputs:
         batches = through(self.loader.batches(epoch, start))
         for batch in augment_batches(batches, self.augmentation, self.ranks.device):
             whole = self.resident(batch) if self.resident else batch
-            # Compiled steps specialize on numbers: a batch that carried its own would compile again.
+            # Compiled steps specialize on numbers: one of each batch would compile them every time.
             yield whole._replace(epoch=0, step=0).split(count)
 
     def losses(

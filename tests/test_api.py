@@ -185,15 +185,15 @@ def test_a_wrapped_model_gives_the_same_loss(loader):
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         (dict(geometry="publshed"), "--geometry 'publshed' is unknown; choose one of aligned"),
         (dict(outside="x"), "--outside 'x' is unknown"),
         (dict(smoothing="0.1"), "--smoothing is '0.1', and must be a number"),
     ],
 )
-def test_misspelled_words_are_refused(loader, options, said):
-    with pytest.raises(densefeed.UserError, match=re.escape(said)):
+def test_misspelled_words_are_refused(loader, options, message):
+    with pytest.raises(densefeed.UserError, match=re.escape(message)):
         densefeed.TokenLabeling(loader, **options)
 
 
@@ -211,8 +211,8 @@ def test_models_that_do_not_fit_are_refused(loader):
         (densefeed.TokenLabeling, make_model(loader).eval(), "call model.train"),
         (densefeed.ReLabel, timm.create_model("resnet10t", num_classes=7), "has 7 classes"),
     )
-    for kind, model, said in cases:
-        with pytest.raises(densefeed.UserError, match=said):
+    for kind, model, message in cases:
+        with pytest.raises(densefeed.UserError, match=message):
             kind(loader)(model, batch)
 
 

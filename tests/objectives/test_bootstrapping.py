@@ -20,7 +20,8 @@ from densefeed.objectives.bootstrapping import (
     pool_squares,
 )
 
-KEPT = torch.tensor([1.0, 0.0, 1.0])  # the middle image is padding
+# The image in the middle is padding.
+KEPT = torch.tensor([1.0, 0.0, 1.0])
 
 
 def build_joint(shared: bool, align: str = "global") -> JointModel:
@@ -193,7 +194,8 @@ def test_align_hand_made_gradients():
     ):
         found = align_gradients([torch.tensor(part) for part in agent], vit)
         assert [part.tolist() for part in found] == want
-        assert [part.tolist() for part in align_gradients(found, vit)] == want  # once is enough
+        # A second alignment has no effect.
+        assert [part.tolist() for part in align_gradients(found, vit)] == want
     # One vector: (1, -2) has the product -1 with (1, 1), and loses -1/2 of it, though its first
     # part alone agrees.
     found = align_gradients(
@@ -236,9 +238,8 @@ def reference_gradients(pair: JointModel, image, align: str) -> dict[str, torch.
     """Compute gradients by two backward passes and Algorithm 1 with loops, in float64."""
     plain = copy.deepcopy(pair)
     V = slice(2 * plain.vit.embed_dim, None)
-    for block, lent in enumerate(
-        plain.agent.shared_weights
-    ):  # the very parameters, in place of aliases
+    # The agent uses the parameters themselves instead of aliases.
+    for block, lent in enumerate(plain.agent.shared_weights):
         own = plain.vit.blocks[block]
         plain.agent.shared_weights[block] = lent._replace(
             value=own.attn.qkv.weight[V],
@@ -305,7 +306,8 @@ def test_combine_gradients_matches_algorithm_1(align):
     """
     pair = build_joint(shared=True, align=align).double()
     image = torch.randn(2, 3, 32, 32, dtype=torch.float64)
-    pair.agent.share_weights(pair.vit)  # double() has moved the weights
+    # double() has replaced the weights.
+    pair.agent.share_weights(pair.vit)
     want = reference_gradients(pair, image, align)
     sum(joint_losses(pair(image))).backward()
     pair.combine_gradients(lambda gradients: None)
@@ -374,4 +376,5 @@ def test_joint_outputs_match_single_networks():
         )
         pair.vit(image)
         handle.remove()
-        torch.testing.assert_close(output.tokens[1], seen[0][:, 1:])  # no class token
+        # Without the class token.
+        torch.testing.assert_close(output.tokens[1], seen[0][:, 1:])

@@ -34,7 +34,8 @@ SWIN = dict(
     num_heads=(1, 2, 3, 4),
     num_classes=5,
 )
-MODELS = {  # with the width and grid of the last map, at 64 pixels
+# Arguments, and width and grid of the last map at 64 pixels.
+MODELS = {
     "test_vit": (dict(img_size=64, num_classes=5), (64, 4, 4)),
     "lvvit_micro": (dict(num_classes=5, token_head=False), (96, 8, 8)),
     "swin_tiny_patch4_window7_224": (SWIN, (96, 2, 2)),
@@ -54,7 +55,7 @@ def network(name: str, **more) -> nn.Module:
 
 
 def words_of(row1: int, column1: int, row2: int, column2: int, grid: tuple[int, int]) -> list[int]:
-    """The middle word of those that lead to these places."""
+    """Return the words in the middle of the ranges that give these positions."""
     return [
         (2 * at + 1) * 2**31 // side
         for at, side in zip((row1, column1, row2, column2), 2 * grid, strict=True)
@@ -319,7 +320,8 @@ def test_error_on_several_grids_with_offset_classes():
     for variant in ("ce", "reg"):
         with pytest.raises(ValueError, match=rf"and {variant} has a class for each"):
             LocalizedModel(model, variant, 0, [64, 96])
-        LocalizedModel(model, variant, 2, [64, 128])  # pooled to one
+        # Both are pooled to one grid.
+        LocalizedModel(model, variant, 2, [64, 128])
     assert model.training
     LocalizedModel(model, "l1", 0, [64, 96])
 

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 
-
 ROOT = Path(__file__).parent.parent
 SMALL = {
     "tools/quickstart.py": ["--train", "60", "--val", "20", "--epochs", "1"],

@@ -127,7 +127,8 @@ class TrainLoss:
         )
         if foreign := sorted(others & options.keys()):
             raise TypeError(f"{foreign[0]!r} is no option of a loss")
-        # MixToken, the default of a run, needs a token head, which ReLabel and CrossEntropy refuse.
+        # MixToken, the default of a run, exchanges tokens inside the network, which only a
+        # TokenTransformer can do.
         config = with_options(quiet, **{"mixtoken": False, **options, "objective": self.objective})
         self._config, self._loader = config, loader
         self._objective = build_objective(config.setting)

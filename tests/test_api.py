@@ -151,6 +151,14 @@ def test_inside_lightning(loader, tmp_path):
     assert len(module.losses) == 2 * len(loader)
 
 
+def test_models_can_be_imported_by_name_as_those_of_timm():
+    from densefeed.models import cvt, dhvt, lvvit
+
+    for module in (cvt, dhvt, lvvit):
+        assert all(callable(getattr(module, name)) for name in module.__all__)
+    assert lvvit.lvvit_micro(num_classes=3).num_classes == 3
+
+
 def test_losses_of_two_ranks_have_the_loss_of_one_as_their_mean(packed, loader):
     """Without a token head nothing is computed across images, so only rounding differs."""
     model = timm.create_model("test_vit", img_size=32, num_classes=loader.num_classes).eval()

@@ -1,4 +1,4 @@
-"""Gradient checkpointing of blocks with BatchNorm: less memory, same gradients and statistics."""
+"""Gradient checkpointing of blocks: less memory, same gradients and BatchNorm statistics."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -47,7 +47,7 @@ def recompute(block: nn.Module, *inputs: Any) -> Tensor:
 def run_blocks(
     blocks: Iterable[nn.Module], x: Tensor, *more: Any, grad_checkpointing: bool
 ) -> Tensor:
-    """Run blocks one after the other, each as `block(x, *more)`; recompute them if asked to."""
+    """Run blocks in order, each as `block(x, *more)`; recompute them with `grad_checkpointing`."""
     # Without a backward pass there is nothing to recompute for.
     recomputing = grad_checkpointing and torch.is_grad_enabled()
     for block in blocks:

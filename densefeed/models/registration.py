@@ -40,8 +40,9 @@ def register_family(
 ) -> None:
     """Register models with timm: `family` has the `pretrained_cfg` and the arguments of each name.
 
-    Arguments of `timm.create_model` replace them. With `features_only` it returns the last three
-    maps. `module` is the `__name__` of the caller; `filter_fn` adapts weights to a model.
+    Arguments of `timm.create_model` replace them. With `features_only`, a model that
+    has `forward_intermediates` returns its last three maps. `module` is the `__name__` of the
+    caller; `filter_fn` adapts weights to a model.
     """
 
     def register(name: str, sizes: dict) -> None:
@@ -57,8 +58,9 @@ def register_family(
                 **(sizes | kwargs),
             )
 
-        build.__name__, build.__module__ = name, module
-        register_model(build)
+        build.__name__, build.__qualname__, build.__module__ = name, name, module
+        # timm lists the name in the module's `__all__`, so it must be an attribute there.
+        setattr(sys.modules[module], name, register_model(build))
 
     # timm registers a function under its name, and looks up the configuration of that name in the
     # function's module, in a table called `default_cfgs`.

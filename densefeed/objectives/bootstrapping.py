@@ -23,7 +23,7 @@ from densefeed.objectives.base import Objective, Place, Setting, StepContext
 from densefeed.objectives.losses import weighted_mean
 from densefeed.pipelines.batch import Batch
 from densefeed.pipelines.plan import EpochPlan
-from densefeed.system.errors import UserError
+from densefeed.system.errors import UserError, first_line
 from densefeed.system.options import Bounds, NonNegative, Options, parse_arguments
 
 # N images   T tokens   D width   K classes   Y, X rows and columns of the agent's map
@@ -276,7 +276,7 @@ class Bootstrapping(Objective):
                     output = joint(torch.empty(1, 3, side, side))
                     self.feature_loss(output.tokens, output.maps, torch.ones(1))
                 except (ValueError, RuntimeError, AssertionError) as error:
-                    why = str(error).partition("\n")[0]
+                    why = first_line(error)
                     option = "--sizes" if len(self.setting.sizes) > 1 else "--size"
                     fit = " or ".join(map(str, self.nearby_sizes(joint, side)))
                     raise UserError(

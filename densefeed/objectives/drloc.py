@@ -23,7 +23,7 @@ from densefeed.objectives.losses import weighted_mean
 from densefeed.pipelines.batch import Batch
 from densefeed.pipelines.pairs import Pairs, draw_pairs
 from densefeed.pipelines.plan import EpochPlan
-from densefeed.system.errors import UserError
+from densefeed.system.errors import UserError, first_line
 from densefeed.system.options import Bounds, Count, NonNegative, Options
 
 # N images   D width   R x C a grid, rows and columns   T = R C tokens   M pairs per image
@@ -308,10 +308,10 @@ class LocalizedModel(nn.Module):
         self.indices = None if variant == "all" else 1
         before_norm = published and isinstance(model, SwinTransformer | VisionTransformer)
         self.from_blocks = variant == "all" or before_norm
-        needed = ["forward_features", "forward_head", "forward_intermediates"]
-        # Not every model of timm has forward_intermediates, so it is asked for only where it is
-        # used.
-        needed = needed if self.from_blocks else needed[:2]
+        needed = ["forward_features", "forward_head"]
+        # Not every timm model has it.
+        if self.from_blocks:
+            needed.append("forward_intermediates")
         if missing := [name for name in needed if not callable(getattr(model, name, None))]:
             other = ", or another variant" if missing[0] == "forward_intermediates" else ""
             raise ValueError(f"it has no {missing[0]}; choose another model{other}")
@@ -411,7 +411,7 @@ class DRLoc(Objective):
             )
         # Any of timm's models may be given, and they fail in all these ways.
         except (ValueError, RuntimeError, AssertionError, AttributeError, TypeError) as error:
-            why = str(error).partition("\n")[0]
+            why = first_line(error)
             if isinstance(error, PoolError):
                 fit = ", ".join(map(str, error.sides))
                 give = f"give --drloc-grid one of {fit}"

@@ -124,7 +124,7 @@ def fused_token_loss(
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
     inputs = features_NTD, weight_KD, bias_K
-    # forward of an autograd function always runs without gradients, so this is asked before.
+    # Inside `forward` of an autograd function gradients are always disabled, so check here.
     wanted = tuple(torch.is_grad_enabled() and tensor.requires_grad for tensor in inputs)
     loss = FusedTokenLoss.apply(*inputs, *target, targets.weight, dtype, wanted)
     return loss / targets.weight.sum().clamp(min=1e-6)

@@ -93,7 +93,7 @@ def _forget() -> None:
     global _forked
     _forked = bool(_built)
     for pipeline in _built:
-        # With one reference that nobody gives back, its destructor never runs.
+        # An extra reference that is never released, so that its destructor never runs.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(pipeline._pipe))
         pipeline._pipe = None
 

@@ -226,7 +226,7 @@ class ThreadedLoader:
         self.class_names, self.num_classes = source.class_names, len(source.class_names)
         self.score_maps, self.fingerprint = source.score_maps, source.fingerprint
         self.skipped, self._device = 0, device
-        self._pool, self._memory = native.Pool(max(1, threads)), Memory()
+        self._pool = native.Pool(max(1, threads))
 
     def __len__(self) -> int:
         return self.plan.batches
@@ -243,7 +243,8 @@ class ThreadedLoader:
         """
         shard, size = self.plan.shard(epoch), self.plan.size(epoch)
         rows = map(Shard, *(part[start:] for part in shard))
-        # Blocks of another epoch, whose images may have another size, are not kept.
+        # A new allocator, because the images of this epoch may have another size: free blocks of
+        # the old size would never be used again.
         self._memory = Memory()
         # One more batch is fetched than decoded: the files of a folder are read while earlier ones
         # are decoded.

@@ -106,8 +106,8 @@ def resnet_50_drloc() -> Config:
     python train.py resnet_50_drloc --loader ffcv --data train.beton --val val.beton \\
         --out runs/resnet_50_drloc
 
-    With --epochs 300 Table 8, Infograph: 30.00 % (29.34 without). The weight of
-    the loss is not published; 0.1 is that of CvT-13 and T2T-ViT-14. Not run here.
+    With --epochs 300 Table 8, Infograph: 30.00 % (29.34 without). The weight of the loss is not
+    published; 0.1 is that of CvT-13 and T2T-ViT-14. Not run here.
     """
     return with_options(DRLOC, model="resnet50")
 

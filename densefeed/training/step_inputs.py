@@ -17,7 +17,7 @@ from densefeed.training.compile import compile_step, get_networks
 from densefeed.training.config import Config
 from densefeed.training.ranks import Ranks
 
-# Pixels of a patch where a model does not say: the usual number of a vision transformer.
+# Patch size in pixels for models without `patch_size`: the usual one of a vision transformer.
 PATCH = 16
 
 
@@ -61,7 +61,8 @@ class StepInputs:
         batches = through(self.loader.batches(epoch, start))
         for batch in augment_batches(batches, self.augmentation, self.ranks.device):
             whole = self.resident(batch) if self.resident else batch
-            # Compiled steps specialize on numbers: one of each batch would compile them every time.
+            # Compiled steps specialize on Python numbers, so a number that changes with the batch
+            # would recompile every step.
             yield whole._replace(epoch=0, step=0).split(count)
 
     def losses(

@@ -45,7 +45,7 @@ class Student(NamedTuple):
 
     @property
     def parts(self) -> dict[str, Any]:
-        """What a checkpoint holds the state of, by name; None for an EMA that there is not."""
+        """Objects whose state a checkpoint holds, by name; `ema` is None in a run without EMA."""
         return {
             "model": self.model,
             "ema": self.ema.module if self.ema else None,
@@ -156,7 +156,7 @@ def apply_gradients(student: Student, ranks: Ranks, step: int, mean: Tensor) -> 
         scaler.step(optimizer)
         scaler.update()
     else:
-        # The attribute by which GradScaler tells fused optimizers to change nothing.
+        # The attribute that GradScaler sets too: at 1 a fused optimizer skips the update.
         optimizer.found_inf = student.guard.update(norm, step)
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)

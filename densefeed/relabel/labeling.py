@@ -398,7 +398,7 @@ class DoneRows:
                 if file not in self._done and path.exists():
                     # Another rank may rename the file at any time. What is mapped stays valid; if
                     # it was renamed before, the next call finds it.
-                    with suppress(UserError, FileNotFoundError):
+                    with suppress(UserError):
                         self._done[file] = map_datasets(path)[1]["done"]
         self._count = sum(int(np.count_nonzero(done)) for done in self._done.values())
         self._read_at = time.monotonic()

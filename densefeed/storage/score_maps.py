@@ -207,9 +207,7 @@ def read_layout(path: Path) -> tuple[StoreHeader, dict[str, tuple]]:
             header = StoreHeader.from_json(file.attrs["densefeed"], path)
             return header, {name: (d.dtype, d.shape, d.id.get_offset()) for name, d in file.items()}
     except FileNotFoundError:
-        raise UserError(
-            f"{path}: there is no such file; make it with tools/relabel_imagenet.py"
-        ) from None
+        raise missing_file(path) from None
     # The file is not damaged, and commands have a remedy for this error.
     except PermissionError:
         raise
@@ -219,10 +217,15 @@ def read_layout(path: Path) -> tuple[StoreHeader, dict[str, tuple]]:
         ) from error
 
 
+def missing_file(path: Path) -> UserError:
+    """Return the error that says that there is no file of score maps at `path`."""
+    return UserError(f"{path}: there is no such file; make it with tools/relabel_imagenet.py")
+
+
 def map_datasets(path: Path) -> tuple[StoreHeader, dict[str, np.ndarray], dict[str, int]]:
     """Header, memory-mapped datasets (read only) and their offsets in the file.
 
-    Raises UserError if the file is damaged.
+    Raises UserError if the file is damaged or not there.
     """
     header, layout = read_layout(path)
     rows = layout["label"][1][0] if "label" in layout else 0
@@ -237,11 +240,16 @@ def map_datasets(path: Path) -> tuple[StoreHeader, dict[str, np.ndarray], dict[s
                 f"{path}: its header requires {name!r} to be {shape} of {expected[0]}, "
                 f"but it is {found[1]} of {found[0]}; label the images again"
             )
-    # Plain arrays: slicing a `np.memmap` costs a microsecond more.
-    arrays = {
-        name: np.asarray(np.memmap(path, dtype, "r", offset, shape))
-        for name, (dtype, shape, offset) in layout.items()
-    }
+    try:
+        with path.open("rb") as file:
+            # Plain arrays: slicing a `np.memmap` costs a microsecond more.
+            arrays = {
+                name: np.asarray(np.memmap(file, dtype, "r", offset, shape))
+                for name, (dtype, shape, offset) in layout.items()
+            }
+    # Another rank may give a shard its final name after its layout was read.
+    except FileNotFoundError:
+        raise missing_file(path) from None
     return header, arrays, {name: offset for name, (_, _, offset) in layout.items()}
 
 

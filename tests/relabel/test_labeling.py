@@ -22,7 +22,7 @@ from densefeed.relabel.scoring import top_maps_sync
 from densefeed.relabel.teacher import Teacher
 from densefeed.storage.images import Images, decode
 from densefeed.storage.maintenance import convert
-from densefeed.storage.score_maps import ScoreMapStore, ScoreMapWriter, map_datasets
+from densefeed.storage.score_maps import ScoreMapStore, ScoreMapWriter, map_datasets, missing_file
 from densefeed.system.errors import UserError, explain_os_error
 from densefeed.tools import relabel_imagenet
 
@@ -440,7 +440,7 @@ def test_the_progress_of_all_ranks_survives_a_rename_while_it_opens_a_file(tmp_p
         Path(f"{file}.part").touch()
 
     def renamed(path):
-        raise FileNotFoundError(2, "No such file or directory", str(path))
+        raise missing_file(path)
 
     monkeypatch.setattr(labeling, "map_datasets", renamed)
     assert done.count() == 0

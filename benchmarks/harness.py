@@ -20,12 +20,11 @@ from typing import ClassVar, TypeVar
 
 import numpy as np
 import torch
-import tyro
 from rich.console import Console
 from rich.table import Table
 
 from densefeed.system import provenance
-from densefeed.system.errors import UserError, run
+from densefeed.system.errors import UserError, make_command
 from densefeed.system.files import replace_file
 from densefeed.system.provenance import RESULTS, write_json
 
@@ -66,7 +65,7 @@ class Output:
 
 def command(main: Callable, options: type[Output], description: str) -> None:
     """Run a benchmark's `main` with `options` from the command line."""
-    run(lambda: main(tyro.cli(options, description=description)))
+    make_command(main, options, description)()
 
 
 def environment() -> dict[str, str | int]:

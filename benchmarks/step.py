@@ -443,7 +443,7 @@ def constant_batch(
 class OurStep:
     """The body of train.py's loop for one device, on a copy of `trainable`.
 
-    Of `loader` it reads the plan and the properties of the score maps, for `batches` all.
+    `loader` gives the plan and the properties of the score maps; only `batches` reads its data.
     """
 
     def __init__(

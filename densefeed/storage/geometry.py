@@ -72,9 +72,8 @@ def visible_boxes(view_N23: np.ndarray) -> np.ndarray:
 
     Returns float32 `[N, 4]`, (top, left, bottom, right), normalized like a Window.
     """
-    # [N, corner, (x, y)]
     # The points that the input's corners (0, 0) and (1, 1) show. They are enough for crops, which
-    # are neither rotated nor sheared.
+    # are neither rotated nor sheared. [N, corner, (x, y)]
     ends = np.stack([view_N23[:, :, 2], view_N23.sum(2)], axis=1)
     return np.concatenate([ends.min(1)[:, ::-1], ends.max(1)[:, ::-1]], axis=1)
 

@@ -25,6 +25,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from densefeed.system.errors import first_line
+
 # Bytes of a file. A map of 64 x 64 cells of 10 classes in float64 has 0.7 MB.
 MAX_BYTES = 2**26
 TOO_LARGE = f"is larger than {MAX_BYTES >> 20} MiB, which no score map is"
@@ -98,7 +100,7 @@ class TensorFiles:
         # numpy does not limit the types of its exceptions: ValueError, EOFError, SyntaxError from
         # the header, ...
         except Exception as error:
-            raise TensorError(f"is no complete NumPy array ({first_line(error)})") from error
+            raise TensorError(f"is no complete NumPy array ({first_line(error)[:120]})") from error
         if file.read(1):
             raise TensorError("has more bytes than its array")
         # numpy writes version 1.0 unless the header is longer than 64 KiB.
@@ -167,7 +169,7 @@ def load_tensor(content: bytes) -> torch.Tensor:
     # KeyError, ...
     except Exception as error:
         raise TensorError(
-            f"is no tensor that can be read without running code ({first_line(error)})"
+            f"is no tensor that can be read without running code ({first_line(error)[:120]})"
         ) from error
     if (
         type(tensor) is not torch.Tensor
@@ -236,8 +238,3 @@ def split_legacy(content: bytes, nbytes: int) -> tuple[bytes, memoryview] | None
         return None
     # The number of elements before the storage is part of the bytes that must be equal.
     return b"legacy" + front.replace(keys[0][0], b"X"), memoryview(content)[at:]
-
-
-def first_line(error: Exception) -> str:
-    """First line of an error's message, at most 120 characters; its type if there is none."""
-    return (str(error).splitlines() or [""])[0].strip()[:120] or type(error).__name__

@@ -5,8 +5,6 @@ import os
 import sys
 from collections.abc import Callable
 
-import tyro
-
 REMEDIES = {
     errno.ENOSPC: "the disk is full; free some space or choose another --out",
     errno.EFBIG: "the file grew past the limit of this file system or shell (ulimit -f)",
@@ -80,7 +78,14 @@ def run(main: Callable[[], object]) -> None:
 
 def make_command(main: Callable, options: type, description: str) -> Callable[[], None]:
     """Return the console script that calls `main` with `options` from the command line."""
-    return lambda: run(lambda: main(tyro.cli(options, description=description)))
+
+    def command() -> None:
+        # Imported here: every module of the package imports this one for UserError.
+        import tyro
+
+        run(lambda: main(tyro.cli(options, description=description)))
+
+    return command
 
 
 def stop(sentence: str) -> None:

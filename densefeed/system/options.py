@@ -109,7 +109,7 @@ def with_options(options: Nested, **values: Any) -> Nested:
 
 
 def replace_leaves(options: Nested, values: dict[str, Any]) -> Nested:
-    """A copy of nested options with those of `values` that it has, which are removed there."""
+    """Return a copy of nested options with the `values` that it has, which are popped."""
     changed = {}
     for name, hint in hints(type(options)).items():
         value, leaf = getattr(options, name), leaf_name(name, hint)

@@ -6,7 +6,7 @@
 `model.safetensors` and `config.json` are the files that timm saves for the hub; upload the folder
 as it is. To load it:
 
-    import timm, densefeed            # the import registers our models with timm
+    import timm, densefeed  # the import registers our models with timm
     model = timm.create_model("local-dir:exported", pretrained=True)
 
 `model.onnx` (opset 20, or the one that the installed exporter writes) has the input `image`,

@@ -17,7 +17,7 @@ from densefeed.pipelines.open import DataOptions, Mode, open_dataset
 from densefeed.pipelines.targets import check_batch
 from densefeed.system.errors import UserError
 from densefeed.system.options import leaves, with_options
-from densefeed.training.config import Config
+from densefeed.training.config import Config, check_unused
 from densefeed.training.step_inputs import PATCH
 
 
@@ -113,8 +113,8 @@ class TrainLoss:
         options: any option of `python train.py RECIPE --help` on labels, augmentation, mixing and
             the objective, with underscores, e.g. mixtoken, token_weight, smoothing, rand_augment.
 
-    Raises UserError for options that contradict each other or the data, TypeError for an unknown
-    option.
+    Raises UserError for options that contradict each other or the data or have no effect, TypeError
+    for an unknown option.
     """
 
     objective: str
@@ -129,7 +129,9 @@ class TrainLoss:
             raise TypeError(f"{foreign[0]!r} is no option of a loss")
         # MixToken, the default of a run, exchanges tokens inside the network, which only a
         # TokenTransformer can do.
-        config = with_options(quiet, **{"mixtoken": False, **options, "objective": self.objective})
+        plain = with_options(quiet, mixtoken=False, objective=self.objective)
+        config = with_options(plain, **options)
+        check_unused(config, plain)
         self._config, self._loader = config, loader
         self._objective = build_objective(config.setting)
         if self._objective.needs_score_maps and loader.score_maps is None:

@@ -7,7 +7,7 @@ objective to `--objective`; docs/extending.md has an example.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -70,12 +70,14 @@ class Objective:
         needs_score_maps: whether batches must carry score maps.
         needs_tokens: whether the model must have a head on every token.
         adds_network: whether it trains a network beside the model from scratch.
+        unused: options that it does not read, by name, and what does (`Options.unused`).
     """
 
     name: str
     needs_score_maps: bool = False
     needs_tokens: bool = False
     adds_network: bool = False
+    unused: ClassVar[dict[str, str]] = {}
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting

@@ -24,7 +24,7 @@ from densefeed.objectives.losses import weighted_mean
 from densefeed.pipelines.batch import Batch
 from densefeed.pipelines.plan import EpochPlan
 from densefeed.system.errors import UserError, first_line
-from densefeed.system.options import Bounds, NonNegative, Options, parse_arguments
+from densefeed.system.options import Bounds, NonNegative, Options, leaves, parse_arguments
 
 # N images   T tokens   D width   K classes   Y, X rows and columns of the agent's map
 
@@ -231,6 +231,11 @@ class BootstrapOptions(Options):
     feature_adapt: Adapt = "sequence"
     # align the gradients of shared weights, all together; none: as published
     align: Align = "global"
+
+    def unused(self) -> dict[str, str]:
+        if self.mode == "none":
+            return {name: "--bootstrap" for name, _ in leaves(self) if name != "bootstrap"}
+        return {} if self.mode == "shared" else {"align": "--bootstrap shared"}
 
 
 class Bootstrapping(Objective):

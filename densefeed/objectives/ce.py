@@ -1,5 +1,7 @@
 """Cross entropy with the image's label."""
 
+from typing import ClassVar
+
 from torch import Tensor
 
 from densefeed.objectives.base import Objective, StepContext
@@ -13,6 +15,9 @@ class CrossEntropy(Objective):
     """`--objective ce`: class ids as labels; mixed images have both labels, by area."""
 
     name = "ce"
+    unused: ClassVar = dict.fromkeys(
+        ("temperature", "ground_truth", "geometry", "outside"), "--objective relabel or token-label"
+    ) | {"token_weight": "--objective token-label"}
 
     def check(self) -> None:
         if self.setting.mix.mix_label == "regions":

@@ -24,7 +24,7 @@ from densefeed.pipelines.batch import Batch
 from densefeed.pipelines.pairs import Pairs, draw_pairs
 from densefeed.pipelines.plan import EpochPlan
 from densefeed.system.errors import UserError, first_line
-from densefeed.system.options import Bounds, Count, NonNegative, Options
+from densefeed.system.options import Bounds, Count, NonNegative, Options, leaves
 
 # N images   D width   R x C a grid, rows and columns   T = R C tokens   M pairs per image
 # B classes of offsets in ce and reg
@@ -383,6 +383,11 @@ class DRLocOptions(Options):
     grid: Annotated[int, Bounds(0), arg(name="drloc-grid")] = 7
     # as the published code: offsets counted in positions, a weight schedule, other heads
     published: Annotated[bool, arg(name="drloc-published")] = False
+
+    def unused(self) -> dict[str, str]:
+        if self.variant != "none":
+            return {}
+        return {name: "--drloc" for name, _ in leaves(self) if name != "drloc"}
 
 
 class DRLoc(Objective):

@@ -65,6 +65,16 @@ class MixOptions(Options):
                 "MixToken already exchanges a box in every step; choose --no-mixtoken or --cutmix 0"
             )
 
+    def unused(self) -> dict[str, str]:
+        found = {}
+        if not (self.cutmix and self.mixup):
+            found["switch_prob"] = "--cutmix and --mixup"
+        if not (self.cutmix or self.mixup):
+            found["mix_prob"] = "--cutmix or --mixup"
+        if not self:
+            found["mix_label"] = "--mixtoken, --cutmix or --mixup"
+        return found
+
     def __bool__(self) -> bool:
         return bool(self.mixtoken or self.cutmix or self.mixup)
 

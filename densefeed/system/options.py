@@ -61,6 +61,13 @@ class Options:
                     f"{flag(leaf)} {value!r} is unknown; choose one of {', '.join(map(str, known))}"
                 )
 
+    def unused(self) -> dict[str, str]:
+        """Return the leaves that these values leave without effect, and what would give them one.
+
+        Both as on the command line, the leaf with underscores: `{"drloc_pairs": "--drloc"}`.
+        """
+        return {}
+
 
 def hints(options: type) -> dict[str, Any]:
     """Return the types of the fields of a dataclass, with their annotations."""
@@ -93,6 +100,15 @@ def leaves(options: Any) -> Iterator[tuple[str, Any]]:
             yield from leaves(value)
         else:
             yield leaf_name(name, hint), value
+
+
+def unused_leaves(options: Any) -> dict[str, str]:
+    """Return what `Options.unused` says of all classes of nested options."""
+    found = dict(options.unused()) if isinstance(options, Options) else {}
+    for field in dataclasses.fields(options):
+        if dataclasses.is_dataclass(value := getattr(options, field.name)):
+            found |= unused_leaves(value)
+    return found
 
 
 def with_options(options: Nested, **values: Any) -> Nested:

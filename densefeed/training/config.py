@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal
 import tyro
 from tyro.conf import arg
 
-from densefeed.objectives import Objectives
-from densefeed.objectives.base import Setting
+from densefeed.objectives import OBJECTIVES, Objectives
+from densefeed.objectives.base import Objective, Setting
 from densefeed.pipelines.augment.settings import Augment
 from densefeed.pipelines.mixing import MixOptions
 from densefeed.pipelines.open import DataOptions
@@ -26,6 +26,7 @@ from densefeed.system.options import (
     from_dict,
     leaves,
     parse_arguments,
+    unused_leaves,
 )
 
 
@@ -78,6 +79,9 @@ class OptimOptions(Options):
     # gradients that are not finite: stop the run, or skip the update
     on_nonfinite: Literal["stop", "skip"] = "stop"
     max_skips: int = 10  # skipped updates that --on-nonfinite skip allows
+
+    def unused(self) -> dict[str, str]:
+        return {} if self.on_nonfinite == "skip" else {"max_skips": "--on-nonfinite skip"}
 
     @property
     def total_epochs(self) -> int:
@@ -153,16 +157,6 @@ class Config:
             ) from error
 
 
-# Options by the beginning of their names, the option that they belong to, and its values with which
-# they have no effect.
-BELONGS_TO = {
-    "drloc_": ("drloc", ("none",)),
-    "agent": ("bootstrap", ("none",)),
-    "distill_": ("bootstrap", ("none",)),
-    "feature_": ("bootstrap", ("none",)),
-    "align": ("bootstrap", ("none", "joint")),
-}
-
 # Options that a resumed run may change. Data and score maps are compared by their content instead,
 # and `init` is not read again.
 FREE = {
@@ -178,12 +172,12 @@ def check_unused(config: Config, recipe: Config) -> None:
     A recipe's own values may have no effect: with `--drloc none` a recipe is its own baseline.
     """
     values, defaults = dict(leaves(config)), dict(leaves(recipe))
-    for start, (option, off) in BELONGS_TO.items():
-        changed = [n for n in values if n.startswith(start) and values[n] != defaults[n]]
-        if changed and values[option] in off:
+    # An unknown name is refused where the objective is built.
+    objective = OBJECTIVES.get(config.objective.name, Objective)
+    for name, needed in (objective.unused | unused_leaves(config)).items():
+        if values[name] != defaults[name]:
             raise UserError(
-                f"{flag(changed[0])} has no effect with --{option} {values[option]}; remove it, or "
-                f"give another --{option}"
+                f"{flag(name)} has no effect without {needed}; remove it, or give {needed}"
             )
 
 

@@ -101,6 +101,11 @@ class Augment(Options):
                 "number) at most 0.5"
             )
 
+    def unused(self) -> dict[str, str]:
+        erasing = ("erase_mode", "erase_count", "erase_max_area")
+        found = dict.fromkeys(() if self.erase_probability else erasing, "--erase-probability")
+        return found if self.rand_augment else found | {"interpolation": "--rand-augment"}
+
     @property
     def jitter(self) -> tuple[float, float, float, float]:
         """Strengths for brightness, contrast, saturation and hue."""

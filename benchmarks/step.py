@@ -52,6 +52,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
+import tyro
 from timm.loss import LabelSmoothingCrossEntropy
 from timm.optim import create_optimizer_v2
 from timm.utils import ModelEmaV3, NativeScaler
@@ -318,7 +319,7 @@ def make_config(benchmark: StepBenchmark, name: str, compile: str = "never") -> 
     """Return the training config of a contestant; timm's step reads the options that both share."""
     return with_options(
         Config(),
-        data=benchmark.data,
+        data=benchmark.data or tyro.MISSING,
         loader="ffcv",
         threads=benchmark.threads,
         model=benchmark.model,

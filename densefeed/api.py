@@ -8,6 +8,7 @@ import torch
 from timm.utils import unwrap_model
 from torch import Tensor, nn
 
+from densefeed.models.token_transformer import TokenTransformer
 from densefeed.objectives import build_objective
 from densefeed.objectives.base import StepContext, step_loss
 from densefeed.pipelines.augment.augmentation import Augmentation
@@ -44,8 +45,14 @@ class Loader:
         """Yield the batches of an epoch, from batch `start` on, on the CPU.
 
         `image` is uint8 `[N, H, W, 3]`; the last batch is padded with samples of weight 0. Raises
-        UserError, which names the sample, for one that cannot be read.
+        UserError, which names the sample, for one that cannot be read, ValueError for a negative
+        epoch or a `start` beyond the last batch.
         """
+        if epoch < 0 or not 0 <= start <= len(self):
+            raise ValueError(
+                f"epoch {epoch} from batch {start}: both count from 0, and an epoch has "
+                f"{len(self)} batches"
+            )
         return self._loader.batches(epoch, start)
 
     def __iter__(self) -> Iterator[Batch]:
@@ -91,6 +98,9 @@ def open_loader(
 
     Raises UserError for data that cannot be opened, TypeError for an unknown option.
     """
+    # `path` and `train` stand for the first two; the last is for train.py, which holds the maps.
+    if foreign := {"data", "val", "maps_on_device"} & options.keys():
+        raise TypeError(f"open_loader has no option {min(foreign)!r}")
     kind = "folder" if Path(path).is_dir() else "ffcv"
     data = DataOptions(
         # Loader's mode selects one of the two, so both can be the same path.
@@ -199,7 +209,18 @@ class TrainLoss:
         if self._objective.needs_score_maps:
             where = f"the score maps of {self._loader.data.train}"
             check_batch(batch.to("cpu"), self._loader.score_maps, where)
-        mean, std = model.pretrained_cfg["mean"], model.pretrained_cfg["std"]
+        if self._config.mix.mixtoken and not isinstance(model, TokenTransformer):
+            raise UserError(
+                f"{type(model).__name__} cannot exchange tokens; leave out mixtoken, or take a "
+                "model that can, e.g. lvvit_s"
+            )
+        if not (known := getattr(model, "pretrained_cfg", None)):
+            raise UserError(
+                f"{type(model).__name__} does not say how its input is normalized; set "
+                'model.pretrained_cfg = {"mean": (...), "std": (...)}, each three numbers from 0 '
+                "to 1"
+            )
+        mean, std = known["mean"], known["std"]
         return Augmentation(self._loader.plan, self._config.augment, mean, std)
 
 

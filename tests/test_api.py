@@ -5,6 +5,7 @@ losses of train.py.
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import timm
 import torch
@@ -198,11 +199,49 @@ def test_a_wrapped_model_gives_the_same_loss(loader):
         (dict(geometry="publshed"), "--geometry 'publshed' is unknown; choose one of aligned"),
         (dict(outside="x"), "--outside 'x' is unknown"),
         (dict(smoothing="0.1"), "--smoothing is '0.1', and must be a number"),
+        (dict(mixup=True), "--mixup is True, and must be a number"),
+        (dict(rand_augment=9), "--rand-augment is 9, and must be text"),
+        (dict(erase_mode="rand"), "--erase-mode has no effect without --erase-probability"),
     ],
 )
 def test_misspelled_words_are_refused(loader, options, message):
     with pytest.raises(densefeed.UserError, match=re.escape(message)):
         densefeed.TokenLabeling(loader, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(batch="4"), "batch is '4', and must be a whole number"),
+        (dict(batch=4.0), "batch is 4.0, and must be a whole number"),
+        (dict(size=32.5), "--size is 32.5, and must be a whole number"),
+        (dict(seed=-1), "seed is -1 and must be from 0"),
+        (dict(crop_scale=0.5), "--crop-scale is 0.5, and must be of type tuple[float, float]"),
+        (dict(crop_scale=(0.5, "1")), "--crop-scale is (0.5, '1'), and must be of type tuple"),
+        (dict(sizes=((0, 32), (1,))), "--sizes is ((0, 32), (1,)), and must be of type tuple"),
+    ],
+)
+def test_loaders_refuse_values_of_another_type(packed, options, message):
+    with pytest.raises(densefeed.UserError, match=re.escape(message)):
+        densefeed.open_loader(packed[0], **(dict(batch=4, size=32, threads=1) | options))
+
+
+def test_loaders_take_the_numbers_of_numpy(packed):
+    options = dict(batch=np.int64(4), size=np.int32(32), hflip=np.float32(0.5))
+    with densefeed.open_loader(packed[0], threads=1, **options) as loader:
+        assert next(loader.epoch(0)).image.shape == (4, 32, 32, 3)
+
+
+@pytest.mark.parametrize("name", ["data", "val", "maps_on_device", "no_such"])
+def test_loaders_refuse_options_that_they_do_not_read(packed, name):
+    with pytest.raises(TypeError, match=f"no option '{name}'"):
+        densefeed.open_loader(packed[0], batch=4, **{name: True})
+
+
+@pytest.mark.parametrize(("epoch", "start"), [(-1, 0), (0, -1), (0, 10**6)])
+def test_epochs_and_batches_count_from_0(loader, epoch, start):
+    with pytest.raises(ValueError, match=f"epoch {epoch} from batch {start}: both count from 0"):
+        loader.epoch(epoch, start)
 
 
 @pytest.mark.parametrize("name", ["lr", "size", "fused_head", "objective", "device"])
@@ -218,10 +257,14 @@ def test_models_that_do_not_fit_are_refused(loader):
         (densefeed.TokenLabeling, timm.create_model("resnet10t"), "has no token head"),
         (densefeed.TokenLabeling, make_model(loader).eval(), "call model.train"),
         (densefeed.ReLabel, timm.create_model("resnet10t", num_classes=7), "has 7 classes"),
+        (densefeed.ReLabel, torch.nn.Linear(1, 2), "Linear does not say how its input is norm"),
     )
     for kind, model, message in cases:
         with pytest.raises(densefeed.UserError, match=message):
             kind(loader)(model, batch)
+    cnn = timm.create_model("resnet10t", num_classes=loader.num_classes)
+    with pytest.raises(densefeed.UserError, match="ResNet cannot exchange tokens"):
+        densefeed.ReLabel(loader, mixtoken=True)(cnn, batch)
 
 
 def test_a_validation_set_gives_each_image_once(packed):

@@ -15,6 +15,7 @@ import numpy as np
 from densefeed.pipelines.philox import philox
 from densefeed.storage.geometry import center_box
 from densefeed.system.errors import UserError
+from densefeed.system.options import check_type, hints
 
 # Streams. A new kind of draw takes a new number, so that old runs stay reproducible.
 ORDER, CROP, MIX, STEP, BLOCKS, AUGMENT, JITTER, ERASE, NOISE, SHIFT, PAIRS, OPERATION = range(12)
@@ -96,10 +97,15 @@ class EpochPlan:
     crop_pct: float = 1.0
 
     def __post_init__(self) -> None:
+        for name, hint in hints(EpochPlan).items():
+            check_type(name, hint, getattr(self, name))
         batch, ranks, parts = self.batch, self.ranks, self._parts
         for name in ("batch", "block", "window", "repeats", "ranks"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name} is {getattr(self, name)} and must be at least 1")
+        # The key of Philox.
+        if not 0 <= self.seed < 2**64:
+            raise UserError(f"seed is {self.seed} and must be from 0 to {2**64 - 1}")
         for name in ("ranks", "repeats"):
             if batch % (count := getattr(self, name)):
                 raise UserError(

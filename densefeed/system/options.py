@@ -10,9 +10,12 @@ import dataclasses
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from numbers import Real
+from numbers import Integral, Real
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from types import UnionType
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import tyro
 
 from densefeed.system.errors import UserError
 
@@ -28,9 +31,6 @@ class Bounds:
 
     def check(self, name: str, value: float) -> None:
         """Raise UserError with the name of the option for a number out of bounds or not finite."""
-        # Python callers are not checked by the command line.
-        if not isinstance(value, Real):
-            raise UserError(f"{flag(name)} is {value!r}, and must be a number")
         # Infinity lies within bounds that have no upper end.
         if self.low <= value <= self.high and math.isfinite(value):
             return
@@ -40,6 +40,7 @@ class Bounds:
         raise UserError(f"{flag(name)} is {value:g}, and must be {bounds}")
 
 
+TYPES = {int: "a whole number", float: "a number", bool: "True or False", str: "text"}
 Count = Annotated[int, Bounds(1)]
 NonNegative = Annotated[float, Bounds(0)]
 Fraction = Annotated[float, Bounds(0, 1)]
@@ -49,17 +50,19 @@ class Options:
     """Base of all classes of options."""
 
     def __post_init__(self) -> None:
-        """Raise UserError for a number outside its bounds, or a word not in its Literal."""
+        """Raise UserError for a value of another type, out of its bounds or not in its Literal.
+
+        Python callers are not checked by the command line.
+        """
         for name, hint in hints(type(self)).items():
             value, leaf = getattr(self, name), leaf_name(name, hint)
+            # An option that every run must give has no value in a recipe.
+            if value is tyro.MISSING:
+                continue
+            check_type(flag(leaf), hint, value)
             for item in metadata(hint):
                 if isinstance(item, Bounds):
                     item.check(leaf, value)
-            kind = get_args(hint)[0] if metadata(hint) else hint
-            if get_origin(kind) is Literal and value not in (known := get_args(kind)):
-                raise UserError(
-                    f"{flag(leaf)} {value!r} is unknown; choose one of {', '.join(map(str, known))}"
-                )
 
     def unused(self) -> dict[str, str]:
         """Return the leaves that these values leave without effect, and what would give them one.
@@ -67,6 +70,36 @@ class Options:
         Both as on the command line, the leaf with underscores: `{"drloc_pairs": "--drloc"}`.
         """
         return {}
+
+
+def check_type(name: str, hint: Any, value: Any) -> None:
+    """Raise UserError, which calls the value `name`, if it is not of the type `hint`."""
+    if fits(value, hint):
+        return
+    kind = get_args(hint)[0] if metadata(hint) else hint
+    if get_origin(kind) is Literal:
+        known = ", ".join(map(str, get_args(kind)))
+        raise UserError(f"{name} {value!r} is unknown; choose one of {known}")
+    raise UserError(f"{name} is {value!r}, and must be {TYPES.get(kind, f'of type {kind}')}")
+
+
+def fits(value: Any, hint: Any) -> bool:
+    """Whether a value is of a type; NumPy's numbers are numbers too."""
+    origin, args = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return fits(value, args[0])
+    if origin is Literal:
+        return value in args
+    if origin in (Union, UnionType):
+        return any(fits(value, one) for one in args)
+    if origin is tuple:
+        # tuple[int, ...] has any length.
+        kinds = args[:1] * len(value) if args[-1] is ... and isinstance(value, tuple) else args
+        same = isinstance(value, tuple) and len(value) == len(kinds)
+        return same and all(map(fits, value, kinds))
+    if hint in (int, float):
+        return isinstance(value, Integral if hint is int else Real) and not isinstance(value, bool)
+    return hint is Any or isinstance(value, origin or hint)
 
 
 def hints(options: type) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from densefeed.system import provenance
+from densefeed.system.devices import CORES
 from densefeed.system.errors import UserError, make_command
 from densefeed.system.files import replace_file
 from densefeed.system.provenance import RESULTS, write_json
@@ -34,8 +35,6 @@ PACKAGES = (
     *("torch", "torchvision", "timm", "numpy", "pillow", "h5py"),
     *("ffcv", "simplejpeg", "spdl-core", "nvidia-dali-cuda130"),
 )
-# os.cpu_count() would also count cores that a container or taskset denies this process.
-CORES = len(os.sched_getaffinity(0))
 QUARTILES = ("median", "p25", "p75")
 COLUMNS = (
     *("date", "commit", "cpu", "cores", "versions", "command", "data", "name", "threads"),

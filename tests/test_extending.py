@@ -11,6 +11,7 @@ import pytest
 
 from densefeed.storage.beton import Beton
 from densefeed.storage.score_maps import ScoreMapStore
+from densefeed.tools import report
 
 pytestmark = pytest.mark.slow
 
@@ -58,6 +59,18 @@ def test_an_objective_trains_with_its_own_options(run, packed, tmp_path):
         losses.append(record["loss"])
     # Two classes: the entropy is at most ln 2, and close to it before the first step.
     assert 2 < losses[0] - losses[1] <= 5 * 0.6932
+
+
+def test_the_report_of_an_own_objective_says_why_it_shows_no_crops(run, packed, tmp_path, capsys):
+    """The report does not import the module that registers the objective."""
+    words = "--data", packed[0], "--val", packed[1], "--loader", "ffcv", "--out", tmp_path / "own"
+    run("objective.py", "confidence_penalty", *words, *SHORT)
+    report.main(report.Report(runs=(tmp_path / "own",)))
+    assert (
+        "the report shows no crops: --objective confidence-penalty is unknown"
+        in capsys.readouterr().err
+    )
+    assert ">own<" in (tmp_path / "own" / "report.html").read_text()
 
 
 def test_an_augmentation_trains_by_its_name(run, packed, tmp_path):

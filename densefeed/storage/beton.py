@@ -23,6 +23,7 @@ from typing import NamedTuple
 import numpy as np
 
 from densefeed import native
+from densefeed.system.devices import CORES
 from densefeed.system.errors import UserError
 from densefeed.system.files import name_errors
 from densefeed.system.prefetch import ordered_map
@@ -684,7 +685,7 @@ def verify_files(files: tuple[Path, ...], /) -> None:
         raise UserError("no .beton file was named; name one or several")
     for path in files:
         try:
-            damaged = verify(path, os.cpu_count() or 1)
+            damaged = verify(path, CORES)
         except UserError as error:
             damaged = [str(error)]
         print("\n".join(damaged) if damaged else f"{path}: no faults")

@@ -22,6 +22,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
@@ -132,9 +133,6 @@ def find(root: Path, dataset: str, split: str) -> Listed | TimmDataset:
         )
     if kind in ("", "hfds"):
         return read_timm(root, dataset, split)
-    finder = FINDERS[kind]
-    if kind in TORCHVISION_FILES and rest:
-        raise UserError(f"--dataset {dataset} is unknown; the dataset is called {kind}")
     if kind in ("list", "classes") and not rest:
         raise UserError(f"--dataset {dataset} names no file; give {kind}/FILE, as {kind}/some.txt")
     classes, counts = COUNTS.get(dataset, (0, {}))
@@ -142,7 +140,7 @@ def find(root: Path, dataset: str, split: str) -> Listed | TimmDataset:
         raise UserError(
             f"--dataset {dataset} has no split {split!r}; give --split {' or '.join(counts)}"
         )
-    found = finder(root, kind if kind in TORCHVISION_FILES else rest, split)
+    found = FINDERS[kind](root, rest, split)
     if not found.paths:
         raise UserError(f"--dataset {dataset}: {root} holds no images of the split {split!r}")
     images, names = len(found.paths), len(found.class_names)
@@ -199,11 +197,13 @@ def check_split(root: Path, split: str) -> None:
         )
 
 
-def read_torchvision(root: Path, name: str, split: str) -> Listed:
-    """Read a dataset with torchvision; download it if it is incomplete.
+def read_torchvision(name: str, root: Path, rest: str, split: str) -> Listed:
+    """Read the dataset `name` with torchvision; download it if it is incomplete.
 
     Its pickles are opened only if their MD5 is the published one.
     """
+    if rest:
+        raise UserError(f"--dataset {name}/{rest} is unknown; the dataset is called {name}")
     try:
         parts = load_parts(root, name, split, download=False)
     # Missing or incomplete.
@@ -490,7 +490,7 @@ def subset(whole: TimmDataset, ids: np.ndarray, labels: np.ndarray, names: list[
 # What finds the samples of a kind of dataset: (root, the rest of the name, split) to its samples.
 Finder = Callable[[Path, str, str], Listed]
 FINDERS = {
-    **dict.fromkeys(TORCHVISION_FILES, read_torchvision),
+    **{name: partial(read_torchvision, name) for name in TORCHVISION_FILES},
     "domainnet": read_domainnet,
     # The file is the split.
     "list": lambda root, name, split: read_list(root, Path(name)),

@@ -7,6 +7,10 @@ import torch
 
 from densefeed.system.errors import UserError, first_line
 
+# Cores that this process may use. os.cpu_count() would also count those that a container or taskset
+# denies it.
+CORES = len(os.sched_getaffinity(0))
+
 
 def choose_device(name: str) -> torch.device:
     """Return the device `name`; `auto` is CUDA if available, else the CPU.

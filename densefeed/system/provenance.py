@@ -2,13 +2,13 @@
 
 import importlib.metadata
 import json
-import os
 import platform
 import subprocess
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
 
+from densefeed.system.devices import CORES
 from densefeed.system.files import replace_file
 
 ROOT = Path(__file__).parents[2]
@@ -28,7 +28,7 @@ def environment(packages: tuple[str, ...]) -> dict[str, str | int]:
         "commit": commit(),
         "cpu": cpu_model(),
         # Those that this process may use, not all of the machine.
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": CORES,
         "versions": "; ".join(versions),
         "command": command(sys.argv),
     }

@@ -30,7 +30,7 @@ from densefeed.objectives import build_objective
 from densefeed.pipelines.loader import ThreadedLoader
 from densefeed.pipelines.open import LOADERS, DataOptions, open_dataset
 from densefeed.recipes import RECIPES
-from densefeed.system.devices import choose_device, synchronize
+from densefeed.system.devices import CORES, choose_device, synchronize
 from densefeed.system.errors import UserError, make_command
 from densefeed.system.malloc import tune_malloc
 from densefeed.system.options import with_options
@@ -44,7 +44,6 @@ from densefeed.training.step_inputs import StepInputs
 from densefeed.training.student import update
 
 # The cores that this process may use: fewer than the machine has under taskset or a batch system.
-CORES = len(os.sched_getaffinity(0))
 # Seconds of each measurement in each round.
 SECONDS = 1.0
 ROUNDS = 3

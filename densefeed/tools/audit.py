@@ -12,7 +12,6 @@ that a fault was found.
 import base64
 import io
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +28,7 @@ from densefeed.relabel.teacher import Teacher
 from densefeed.storage.images import Images, decode
 from densefeed.storage.row_codecs import cell_targets
 from densefeed.storage.score_maps import map_datasets
-from densefeed.system.devices import choose_device
+from densefeed.system.devices import CORES, choose_device
 from densefeed.system.errors import UserError, first_line, make_command
 from densefeed.system.files import replace_file
 from densefeed.tools.load_teacher import load_network
@@ -83,7 +82,7 @@ class AuditOptions:
     images: int = 300  # images shown to the reference
     # read all rows of a file of more than 100,000, of which otherwise 20,480 are read
     every_row: bool = False
-    threads: int = os.cpu_count() or 1  # decoding threads
+    threads: int = CORES  # decoding threads
     device: str = "auto"  # device of the reference; auto: cuda if there is one, else cpu
 
 

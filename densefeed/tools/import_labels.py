@@ -43,6 +43,7 @@ from densefeed.storage.packs import (
 )
 from densefeed.storage.row_codecs import ScoreMaps
 from densefeed.storage.tensor_files import TensorFiles
+from densefeed.system.devices import CORES
 from densefeed.system.errors import UserError, make_command
 from densefeed.system.files import check_absent
 from densefeed.tools.audit import load_references, print_checks, raise_on_faults
@@ -65,7 +66,7 @@ class Import:
     # if an image has no usable map: write no file, or give every cell the image's own label
     missing: Literal["raise", "label"] = "raise"
     problems: Path | None = None  # text file to write: every image without a usable map, and why
-    threads: int = os.cpu_count() or 1  # threads that read files
+    threads: int = CORES  # threads that read files
     # a model to compare the maps with: a timm model, a checkpoint, or a run folder of train.py
     reference: str = ""
     reference_model: str = ""  # timm's name of the reference, for a checkpoint without it

@@ -26,7 +26,6 @@ OUT.part and OUT.part.rows.
 
 import hashlib
 import io
-import os
 import signal
 import sys
 from collections.abc import Callable
@@ -49,6 +48,7 @@ from densefeed.storage.beton import PAGE
 from densefeed.storage.beton_writer import FAILED, PACKED, BetonWriter, Sample
 from densefeed.storage.images import Images, decode
 from densefeed.storage.score_maps import ScoreMapStore
+from densefeed.system.devices import CORES
 from densefeed.system.errors import UserError, make_command
 from densefeed.system.prefetch import ordered_map
 from densefeed.system.progress import bar
@@ -77,7 +77,7 @@ class Packing:
     quality: int = 95  # JPEG quality, 1 to 100, of images that are encoded again
     # transcode JPEGs losslessly with an index of their segments, which makes crops faster to decode
     index: bool = True
-    threads: int = os.cpu_count() or 1  # threads that read and check images
+    threads: int = CORES  # threads that read and check images
     # if an image cannot be packed: write no file, or a file without it
     on_bad_sample: Literal["raise", "skip"] = "raise"
 

@@ -24,7 +24,8 @@ import tyro
 from PIL import Image
 
 from densefeed.models.token_transformer import TokenTransformer
-from densefeed.objectives import build_objective
+from densefeed.objectives import OBJECTIVES, build_objective
+from densefeed.objectives.base import DenseObjective
 from densefeed.pipelines.augment.augmentation import Augmentation, augment_batches
 from densefeed.pipelines.batch import Batch
 from densefeed.pipelines.loader import ThreadedLoader
@@ -340,7 +341,12 @@ def choose_run(runs: list[Run]) -> Run | None:
     Runs without mixing and with aligned labels are preferred, since the contact sheet shows crops
     before they are mixed.
     """
-    dense = [run for run in runs if run.config.objective.name != "ce"]
+    # The module of an objective from outside the package is not imported here.
+    dense = [
+        run
+        for run in runs
+        if OBJECTIVES.get(run.config.objective.name, DenseObjective).needs_score_maps
+    ]
     plain = [run for run in dense if not run.config.mix and run.config.labels.geometry == "aligned"]
     return (plain or dense or [None])[-1]
 
@@ -357,10 +363,7 @@ def replay(runs: list[Run], boxes: Path | None) -> dict:
         loader = open_loader(config, build_objective(config.setting), "train")
     # The table and the curves are of use without the training set, which may be on another machine.
     except (UserError, OSError) as error:
-        print(
-            f"the report shows no crops: the training set cannot be opened: {error}",
-            file=sys.stderr,
-        )
+        print(f"the report shows no crops: {error}", file=sys.stderr)
         return page
     with closing(loader):
         grid, augmentation = build_augmentation(run, loader)

@@ -27,7 +27,6 @@ models may therefore differ from the reported ones by some hundredths of a perce
 """
 
 import json
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -49,7 +48,7 @@ from densefeed.pipelines.batch import to_device
 from densefeed.pipelines.loader import Source, ThreadedLoader
 from densefeed.pipelines.open import LOADERS
 from densefeed.pipelines.plan import EpochPlan
-from densefeed.system.devices import choose_device, synchronize
+from densefeed.system.devices import CORES, choose_device, synchronize
 from densefeed.system.errors import UserError, make_command
 from densefeed.system.progress import bar
 from densefeed.system.provenance import environment, write_json
@@ -73,14 +72,14 @@ class Validation:
     # a .beton, a folder of class folders, or a folder of splits, of which `val` is read
     data: Path
     # ffcv reads .beton files, folder reads folders; dali reads both, decoded by NVIDIA DALI
-    loader: Literal["ffcv", "folder", "dali"] = "ffcv"
+    loader: str = "ffcv"
     size: int = 0  # side of the input, pixels; 0: the size the model was trained at
     crop_pct: float = 0.0  # side of the crop, share of the shorter side; 0: the checkpoint's value
     weights: Weights = "ema"  # EMA weights where the checkpoint has them, or the raw weights
     model: str = ""  # timm's name of the model, for a checkpoint that does not contain it
     real: str = ""  # ReaL labels: path of real.json, or `timm` for the copy in timm
     batch: int = 128  # images per forward pass
-    threads: int = os.cpu_count() or 1  # decoding threads
+    threads: int = CORES  # decoding threads
     device: str = "auto"  # auto: cuda if it is available, else cpu
     # auto: bf16 autocast on CUDA, float32 on a CPU
     precision: Literal["auto", "fp32", "bf16"] = "auto"
@@ -132,6 +131,8 @@ def open_source(options: Validation) -> Source:
             f"{path} is a folder; read it with --loader folder, "
             "or pack it with tools/pack_dataset.py --split val"
         )
+    if options.loader not in LOADERS:
+        raise UserError(f"--loader {options.loader} is unknown; choose one of {', '.join(LOADERS)}")
     return LOADERS[options.loader][0](path, "evaluate", None, options.threads)
 
 

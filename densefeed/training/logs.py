@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import platform
 import sys
 import uuid
@@ -14,6 +13,7 @@ import timm
 import torch
 from torch.utils.tensorboard import SummaryWriter
 
+from densefeed.system.devices import CORES
 from densefeed.system.errors import UserError
 from densefeed.system.files import replace_file
 from densefeed.system.progress import steps_bar
@@ -165,7 +165,7 @@ def describe_environment(config: Config, ranks: Ranks) -> dict:
         "timm": timm.__version__,
         "device": torch.cuda.get_device_name(ranks.device) if cuda else processor,
         "ranks": ranks.size,
-        "cores": os.cpu_count(),
+        "cores": CORES,
         "precision": config.run.precision,
     }
 

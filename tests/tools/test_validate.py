@@ -432,6 +432,7 @@ def test_defaults_are_those_of_the_run(images, student):
     ("fields", "message"),
     [
         (dict(loader="ffcv"), "is a folder; read it with --loader folder"),
+        (dict(loader="tar"), "--loader tar is unknown; choose one of folder, ffcv, dali"),
         (dict(threads=0), "--threads and --batch must be at least 1"),
         (dict(crop_pct=1.5), "--crop-pct a share"),
         (dict(device="nowhere"), "--device nowhere cannot be used"),

@@ -22,7 +22,7 @@ from densefeed.system.devices import peak_memory, synchronize
 from densefeed.system.files import replace_file
 from densefeed.system.malloc import tune_malloc
 from densefeed.training.build import flops_per_size
-from densefeed.training.config import Config, check_unused
+from densefeed.training.config import Config, check_recipe, check_unused
 from densefeed.training.dry_run import dry_run
 from densefeed.training.evaluation import evaluate_sync
 from densefeed.training.guards import explain_oom, signal_handler
@@ -232,12 +232,12 @@ def main() -> None:
         return text if recipe.__name__ in sys.argv else text.partition("\n")[0]
 
     recipes = {recipe.__name__: (describe(recipe), recipe()) for recipe in RECIPES}
-    flat = (tyro.conf.OmitArgPrefixes,)
+    description, flat = errors.name_commands(__doc__), (tyro.conf.OmitArgPrefixes,)
     with raise_on_rank0():
-        config = tyro.extras.overridable_config_cli(recipes, description=__doc__, config=flat)
+        check_recipe(sys.argv[1:2], list(recipes))
+        config = tyro.extras.overridable_config_cli(recipes, description=description, config=flat)
         # tyro does not return the name of the recipe that it chose.
-        name = next(word for word in sys.argv[1:] if word in recipes)
-        check_unused(config, recipes[name][1])
+        check_unused(config, recipes[sys.argv[1]][1])
         train(config)
 
 

@@ -2,8 +2,12 @@
 
 import errno
 import os
+import re
 import sys
 from collections.abc import Callable
+from functools import cache
+from importlib.metadata import entry_points
+from pathlib import Path
 
 REMEDIES = {
     errno.ENOSPC: "the disk is full; free some space or choose another --out",
@@ -20,11 +24,42 @@ REMEDIES = {
 }
 
 
+@cache
+def installed_commands() -> dict[str, str]:
+    """Return the commands of an installed package by their modules.
+
+    Empty in a checkout, where the package stands beside its scripts.
+    """
+    if (Path(__file__).parents[2] / "tools" / "relabel_imagenet.py").exists():
+        return {}
+    points = entry_points(group="console_scripts")
+    return {point.module: point.name for point in points}
+
+
+def name_commands(text: str) -> str:
+    """Write `python tools/x.py` as the command that it is in an installed package."""
+    if not (commands := installed_commands()):
+        return text
+
+    def replaced(match: re.Match) -> str:
+        launcher, script = match.groups()
+        module = f"densefeed.{script.replace('/', '.')}"
+        # torchrun takes no command, and not every tool is one.
+        if module in commands and launcher in (None, "python "):
+            return commands[module]
+        return f"{launcher or 'python '}-m {module}"
+
+    return re.sub(r"(python |torchrun .*?)?(?<![\w/])(tools/\w+|train)\.py\b", replaced, text)
+
+
 class UserError(Exception):
     """Invalid input. The message is one sentence that names the file or option and the remedy.
 
     Commands print it and exit with code 2.
     """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(name_commands(message))
 
 
 class BusyError(UserError):
@@ -83,7 +118,7 @@ def make_command(main: Callable, options: type, description: str) -> Callable[[]
         # Imported here: every module of the package imports this one for UserError.
         import tyro
 
-        run(lambda: main(tyro.cli(options, description=description)))
+        run(lambda: main(tyro.cli(options, description=name_commands(description))))
 
     return command
 

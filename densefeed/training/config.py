@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -164,6 +165,21 @@ FREE = {
     *("log_every", "on_bad_sample", "maps_on_device", "microbatch", "compile", "save_every"),
     *("grad_checkpointing", "keep", "wandb", "dry_run", "on_nonfinite", "max_skips", "init"),
 }
+
+
+def check_recipe(words: list[str], recipes: list[str]) -> None:
+    """Raise UserError if a command line begins with neither a recipe nor a request for help.
+
+    tyro's own message has more than a hundred lines.
+    """
+    word = words[0] if words else ""
+    if word in (*recipes, "-h") or word.startswith(("--help", "--tyro")):
+        return
+    named = f"begins with {word}, which is no recipe" if word else "names no recipe"
+    like = [name for name in recipes if word and name.startswith(word)]
+    close = ", ".join((like or get_close_matches(word, recipes))[:3])
+    remedy = f"choose {close}, or see" if close else "put one first, or see"
+    raise UserError(f"the command line {named}; {remedy} train.py --help")
 
 
 def check_unused(config: Config, recipe: Config) -> None:

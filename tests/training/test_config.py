@@ -9,7 +9,7 @@ from densefeed.recipes import RECIPES
 from densefeed.system.errors import UserError
 from densefeed.system.options import with_options
 from densefeed.training import ranks
-from densefeed.training.config import Config, check_unused
+from densefeed.training.config import Config, check_recipe, check_unused
 
 NAMED = {recipe.__name__: recipe() for recipe in RECIPES}
 
@@ -75,6 +75,27 @@ def test_error_on_option_without_effect(name, fields, message):
         return check_unused(given, NAMED[name])
     with pytest.raises(UserError, match=message):
         check_unused(given, NAMED[name])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "names no recipe; put one first, or see train.py --help"),
+        (["--data", "a"], "begins with --data, which is no recipe; put one first"),
+        (["lvvit_mirco_ce"], "which is no recipe; choose lvvit_micro_ce,"),
+        # All that begin so, before others that are spelled alike.
+        (["lvvit_s", "--data", "a"], "is no recipe; choose lvvit_s_224_token_label, lvvit_s_224_"),
+        (["lvvit_micro_ce"], ""),
+        (["--help"], ""),
+        (["-h"], ""),
+        (["--tyro-print-completion", "bash"], ""),
+    ],
+)
+def test_a_command_line_begins_with_a_recipe(words, message):
+    if not message:
+        return check_recipe(words, list(NAMED))
+    with pytest.raises(UserError, match=message):
+        check_recipe(words, list(NAMED))
 
 
 @pytest.mark.parametrize("name", NAMED)

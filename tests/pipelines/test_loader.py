@@ -171,6 +171,23 @@ def test_image_sizes_follow_the_plan(beton):
     reader.close()
 
 
+def test_memory_is_kept_between_epochs_until_the_size_changes(beton):
+    plan = EpochPlan(num_samples=11, batch=4, seed=3, mode="train", sizes=((0, 16), (2, 48)))
+    reader = ThreadedLoader(FfcvSource(beton), plan, threads=2)
+    # All batches of an epoch at once, so that each has memory of its own.
+    places = []
+    for epoch in range(3):
+        batches = list(reader.batches(epoch))
+        places.append({batch.image.data_ptr() for batch in batches})
+        del batches
+    assert len(places[0]) == 3
+    assert places[0] == places[1]
+    # Blocks of 16 x 16 images serve no images of 48 x 48.
+    sizes = {shape for shape in reader._memory._free if shape >= 4 * 16 * 16 * 3}
+    assert sizes == {4 * 48 * 48 * 3}
+    reader.close()
+
+
 def test_padding_has_weight_zero_and_every_sample_appears_once(beton):
     batches = epoch_of(FfcvSource(beton))
     assert all(batch.image.shape == (4, 32, 32, 3) for batch in batches)

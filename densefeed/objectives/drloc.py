@@ -24,7 +24,7 @@ from densefeed.pipelines.batch import Batch
 from densefeed.pipelines.pairs import Pairs, draw_pairs
 from densefeed.pipelines.plan import EpochPlan
 from densefeed.system.errors import UserError, first_line
-from densefeed.system.options import Bounds, Count, NonNegative, Options, leaves
+from densefeed.system.options import Count, NonNegative, NonNegativeInt, Options, leaves
 
 # N images   D width   R x C a grid, rows and columns   T = R C tokens   M pairs per image
 # B classes of offsets in ce and reg
@@ -380,7 +380,7 @@ class DRLocOptions(Options):
     # pairs of tokens per image
     pairs: Annotated[Count, arg(name="drloc-pairs")] = 64
     # rows to which the grid of tokens is pooled for the localization loss; 0: no pooling
-    grid: Annotated[int, Bounds(0), arg(name="drloc-grid")] = 7
+    grid: Annotated[NonNegativeInt, arg(name="drloc-grid")] = 7
     # as the published code: offsets counted in positions, a weight schedule, other heads
     published: Annotated[bool, arg(name="drloc-published")] = False
 

@@ -1,6 +1,5 @@
 """Open the loader of a dataset: the options of the data, and the loaders that `--loader` names."""
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,12 +14,10 @@ from densefeed.pipelines.ffcv import FfcvSource
 from densefeed.pipelines.folder import FolderSource
 from densefeed.pipelines.loader import CPU, Source, ThreadedLoader
 from densefeed.pipelines.plan import EpochPlan
-from densefeed.system.devices import CORES
+from densefeed.system.devices import THREADS
 from densefeed.system.errors import UserError
 from densefeed.system.options import Bounds, Count, Fraction, Options
 
-# torchrun sets LOCAL_WORLD_SIZE: the ranks of a machine share its processors.
-THREADS = max(1, CORES // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
 Mode = Literal["train", "evaluate"]
 
 

@@ -359,8 +359,6 @@ def import_pack(
     `log`, one line "kind TAB sentence" each.
     """
     num_classes, report = len(images.class_names), Report(log=log)
-    if threads < 1:
-        raise UserError("--threads must be at least 1")
     if not pack.top_k <= num_classes <= MOST_CLASSES:
         raise UserError(
             f"{images.root} has {num_classes:,} classes; maps of {pack.top_k} classes per cell "

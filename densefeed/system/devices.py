@@ -10,6 +10,9 @@ from densefeed.system.errors import UserError, first_line
 # Cores that this process may use. os.cpu_count() would also count those that a container or taskset
 # denies it.
 CORES = len(os.sched_getaffinity(0))
+# Decoding threads of a rank. torchrun sets LOCAL_WORLD_SIZE: the ranks of a machine share
+# its cores.
+THREADS = max(1, CORES // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
 
 
 def choose_device(name: str) -> torch.device:

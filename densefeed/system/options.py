@@ -40,9 +40,16 @@ class Bounds:
         raise UserError(f"{flag(name)} is {value:g}, and must be {bounds}")
 
 
-TYPES = {int: "a whole number", float: "a number", bool: "True or False", str: "text"}
+TYPES = {
+    int: "a whole number",
+    float: "a number",
+    bool: "True or False",
+    str: "text",
+    Path: "a Path",
+}
 Count = Annotated[int, Bounds(1)]
 NonNegative = Annotated[float, Bounds(0)]
+NonNegativeInt = Annotated[int, Bounds(0)]
 Fraction = Annotated[float, Bounds(0, 1)]
 
 

@@ -33,7 +33,7 @@ from densefeed.recipes import RECIPES
 from densefeed.system.devices import CORES, choose_device, synchronize
 from densefeed.system.errors import UserError, make_command
 from densefeed.system.malloc import tune_malloc
-from densefeed.system.options import with_options
+from densefeed.system.options import Count, Options, with_options
 from densefeed.system.progress import steps_bar
 from densefeed.system.provenance import environment, write_json
 from densefeed.training.build import autocast_dtype, build_model
@@ -63,14 +63,14 @@ EQUAL = 0.98
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdviceOptions:
+class AdviceOptions(Options):
     """The training to give advice for."""
 
     data: Path  # the training set: a .beton, 'a-*.beton', or a folder of class folders
     score_maps: Path | None = None  # score maps (HDF5) of --data; a .beton may contain its own
     model: str = "lvvit_s"  # any timm classifier
-    batch: int = 64  # images per training step; on a CPU the step is timed with at most 8
-    size: int = 224  # side of the network's input, pixels
+    batch: Count = 64  # images per training step; on a CPU the step is timed with at most 8
+    size: Count = 224  # side of the network's input, pixels
     threads: tuple[int, ...] = ()  # numbers of decoding threads to try; default: 1, 2, 4, ..., all
     json: Path | None = None  # write all measurements to this JSON file
 
@@ -329,8 +329,6 @@ def measure_step(options: AdviceOptions, loader: str, objective: str) -> tuple[S
 
 def check(options: AdviceOptions) -> None:
     """Raise UserError for numbers out of range."""
-    if min(options.batch, options.size) < 1:
-        raise UserError("--batch and --size must be at least 1")
     if not all(1 <= threads <= CORES for threads in options.threads):
         raise UserError(
             f"--threads must be from 1 to {CORES}, the number of cores that this process may use"

@@ -46,11 +46,12 @@ from densefeed.storage.tensor_files import TensorFiles
 from densefeed.system.devices import CORES
 from densefeed.system.errors import UserError, make_command
 from densefeed.system.files import check_absent
+from densefeed.system.options import Count, NonNegativeInt, Options
 from densefeed.tools.audit import load_references, print_checks, raise_on_faults
 
 
 @dataclass(frozen=True, kw_only=True)
-class Import:
+class Import(Options):
     """The score maps to import, and what is known about them."""
 
     labels: Path  # the score maps: a folder of class folders with .pt or .npy files
@@ -61,12 +62,12 @@ class Import:
     footprint: Footprint | Literal["find"] | None = None
     axes: Axes | Literal["find"] = "row-column"  # order of a file's last two axes
     teacher: str = ""  # the model that made the maps; default: as published
-    input_size: int = 0  # side of the teacher's input, pixels; 0: as published
+    input_size: NonNegativeInt = 0  # side of the teacher's input, pixels; 0: as published
     split: str = "train"  # split of the images
     # if an image has no usable map: write no file, or give every cell the image's own label
     missing: Literal["raise", "label"] = "raise"
     problems: Path | None = None  # text file to write: every image without a usable map, and why
-    threads: int = CORES  # threads that read files
+    threads: Count = CORES  # threads that read files
     # a model to compare the maps with: a timm model, a checkpoint, or a run folder of train.py
     reference: str = ""
     reference_model: str = ""  # timm's name of the reference, for a checkpoint without it
@@ -166,8 +167,6 @@ def declare(options: Import, matching: Matching, side: int, top_k: int) -> Pack:
             f"{options.labels} has maps of {side} x {side} cells, top {top_k}, which no published "
             f"pack has; give {' and '.join(missing)}"
         )
-    if options.input_size < 0:
-        raise UserError("--input-size must be at least 1 pixel")
     chosen = {name: value or getattr(known, name) for name, value in given.items()}
     return Pack(matching=matching, side=side, top_k=top_k, axes=axes, **chosen)
 

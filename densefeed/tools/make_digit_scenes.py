@@ -16,12 +16,14 @@ import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 from PIL import Image
 
-from densefeed.system.errors import UserError, make_command
+from densefeed.system.errors import make_command
 from densefeed.system.files import check_absent, name_errors
+from densefeed.system.options import Bounds, Options
 from densefeed.system.progress import bar
 
 PHOTOGRAPHS = (
@@ -35,24 +37,19 @@ INK = 0.35
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scenes:
+class Scenes(Options):
     """The scenes to make."""
 
     out: Path  # folder to make; must not exist yet
-    train: int = 3000  # training scenes
-    val: int = 1000  # validation scenes
-    size: int = 96  # side of a scene, pixels
+    train: Annotated[int, Bounds(10)] = 3000  # training scenes
+    val: Annotated[int, Bounds(10)] = 1000  # validation scenes
+    size: Annotated[int, Bounds(48)] = 96  # side of a scene, pixels
     seed: int = 0  # the same seed gives the same bytes
 
 
 def main(scenes: Scenes) -> None:
     """Write the folder under a temporary name and rename it when it is complete."""
     check_absent(scenes.out)
-    if scenes.train < 10 or scenes.val < 10 or scenes.size < 48:
-        raise UserError(
-            "--train and --val must be at least 10 scenes (one per class), "
-            "and --size at least 48 pixels"
-        )
     # The process id keeps two runs out of one folder.
     part = scenes.out.with_name(f"{scenes.out.name}.{os.getpid()}.part")
     try:

@@ -50,6 +50,7 @@ from densefeed.storage.images import Images, decode
 from densefeed.storage.score_maps import ScoreMapStore
 from densefeed.system.devices import CORES
 from densefeed.system.errors import UserError, make_command
+from densefeed.system.options import Bounds, Count, NonNegativeInt, Options
 from densefeed.system.prefetch import ordered_map
 from densefeed.system.progress import bar
 
@@ -62,7 +63,7 @@ KEPT, ENCODED, PIXELS = 0, 1, 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class Packing:
+class Packing(Options):
     """The images to pack, and how."""
 
     # folder that holds train/ and val/, folder of class folders, or the folder of --dataset
@@ -71,13 +72,15 @@ class Packing:
     maps: Path | None = None  # score maps (HDF5) made for this data
     dataset: str = ""  # a name from the list above, if not a folder of class folders
     split: str = "train"  # split of the dataset
-    max_side: int = 0  # shrink images with a longer side to this side, pixels; 0: never
+    # shrink images with a longer side to this side, pixels; 0: never
+    max_side: NonNegativeInt = 0
     # images that are not JPEGs and have no longer side are stored as raw pixels, without a checksum
-    pixels_to: int = 64
-    quality: int = 95  # JPEG quality, 1 to 100, of images that are encoded again
+    pixels_to: NonNegativeInt = 64
+    # JPEG quality, 1 to 100, of images that are encoded again
+    quality: Annotated[int, Bounds(1, 100)] = 95
     # transcode JPEGs losslessly with an index of their segments, which makes crops faster to decode
     index: bool = True
-    threads: int = CORES  # threads that read and check images
+    threads: Count = CORES  # threads that read and check images
     # if an image cannot be packed: write no file, or a file without it
     on_bad_sample: Literal["raise", "skip"] = "raise"
 
@@ -96,7 +99,6 @@ def main(packing: Packing) -> None:
     Raises UserError after all images were tried, if one cannot be packed and --on-bad-sample is
     raise.
     """
-    check(packing)
     images = Images(packing.data, packing.dataset, packing.split)
     fingerprint, fields = images.fingerprint(), []
     store = open_maps(packing, fingerprint) if packing.maps else None
@@ -141,16 +143,6 @@ def main(packing: Packing) -> None:
         )
     if reasons:
         print(f"left out: {list_reasons(reasons)}")
-
-
-def check(packing: Packing) -> None:
-    """Raise UserError for numbers out of range."""
-    sizes = min(packing.max_side, packing.pixels_to)
-    if packing.threads < 1 or sizes < 0 or not 1 <= packing.quality <= 100:
-        raise UserError(
-            "--threads must be at least 1, --max-side and --pixels-to at least 0, "
-            "and --quality from 1 to 100"
-        )
 
 
 def open_maps(packing: Packing, fingerprint: str) -> ScoreMapStore:

@@ -43,7 +43,7 @@ from densefeed.storage.maintenance import summary
 from densefeed.storage.row_codecs import Form
 from densefeed.storage.score_maps import Absent
 from densefeed.storage.shards import Shard
-from densefeed.system.devices import CORES, choose_device
+from densefeed.system.devices import THREADS, choose_device
 from densefeed.system.errors import UserError, make_command
 from densefeed.tools.load_teacher import load_teacher
 
@@ -79,8 +79,7 @@ class Labeling:
     split: str = "train"  # split of the dataset
     # images per forward pass; auto: the largest power of two that fits, 32 on a CPU
     batch: int | Literal["auto"] = "auto"
-    # decoding threads
-    threads: int = max(1, CORES // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    threads: int = THREADS  # decoding threads of each rank
     device: str = "auto"  # auto: cuda if there is one, else cpu
     precision: Precision = "auto"  # auto: bf16 on GPUs that have it, else fp32
     compile: bool = False  # compile the teacher with torch.compile

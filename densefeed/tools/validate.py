@@ -50,6 +50,7 @@ from densefeed.pipelines.open import LOADERS
 from densefeed.pipelines.plan import EpochPlan
 from densefeed.system.devices import CORES, choose_device, synchronize
 from densefeed.system.errors import UserError, make_command
+from densefeed.system.options import Count, Fraction, Options
 from densefeed.system.progress import bar
 from densefeed.system.provenance import environment, write_json
 from densefeed.tools.load_model import Weights, imagenet_names, open_trained
@@ -65,7 +66,7 @@ MODEL_SECONDS = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Validation:
+class Validation(Options):
     """The model and the data to evaluate it on."""
 
     checkpoint: Annotated[Path, tyro.conf.Positional]  # a checkpoint, or a run folder of train.py
@@ -74,12 +75,13 @@ class Validation:
     # ffcv reads .beton files, folder reads folders; dali reads both, decoded by NVIDIA DALI
     loader: str = "ffcv"
     size: int = 0  # side of the input, pixels; 0: the size the model was trained at
-    crop_pct: float = 0.0  # side of the crop, share of the shorter side; 0: the checkpoint's value
+    # side of the crop, share of the shorter side; 0: the checkpoint's value
+    crop_pct: Fraction = 0.0
     weights: Weights = "ema"  # EMA weights where the checkpoint has them, or the raw weights
     model: str = ""  # timm's name of the model, for a checkpoint that does not contain it
     real: str = ""  # ReaL labels: path of real.json, or `timm` for the copy in timm
-    batch: int = 128  # images per forward pass
-    threads: int = CORES  # decoding threads
+    batch: Count = 128  # images per forward pass
+    threads: Count = CORES  # decoding threads
     device: str = "auto"  # auto: cuda if it is available, else cpu
     # auto: bf16 autocast on CUDA, float32 on a CPU
     precision: Literal["auto", "fp32", "bf16"] = "auto"
@@ -281,11 +283,6 @@ def measure_sync(
 
 def main(options: Validation) -> dict:
     """Evaluate the model, print the table and write the JSON file; return the row."""
-    if options.threads < 1 or options.batch < 1 or not 0 <= options.crop_pct <= 1:
-        raise UserError(
-            "--threads and --batch must be at least 1, "
-            "and --crop-pct a share: from 0 (the checkpoint's) to 1"
-        )
     device = choose_device(options.device)
     trained = open_trained(options.checkpoint, options.weights, options.model, options.size)
     source, model = open_source(options), trained.model

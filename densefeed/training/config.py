@@ -22,6 +22,7 @@ from densefeed.system.options import (
     Count,
     Fraction,
     NonNegative,
+    NonNegativeInt,
     Options,
     flag,
     from_dict,
@@ -63,10 +64,10 @@ class OptimOptions(Options):
     """The section `optim`: the length of a run, its batches and its updates."""
 
     epochs: Count = 300  # passes over the training set until the learning rate is at its lowest
-    cooldown_epochs: Annotated[int, Bounds(0)] = 0  # further passes at min_lr
+    cooldown_epochs: NonNegativeInt = 0  # further passes at min_lr
     batch: Count = 1024  # images per optimizer step, all ranks together
     # images per forward pass, to save memory; 0: all that a rank has of a batch
-    microbatch: Annotated[int, Bounds(0)] = 0
+    microbatch: NonNegativeInt = 0
     # peak learning rate at a batch of lr_batch images; scaled linearly with the batch
     lr: Annotated[float, Bounds(1e-12)] = 1e-3
     lr_batch: Count = 640  # the batch that lr is meant for, images

@@ -26,7 +26,7 @@ def installed(monkeypatch):
             "    torchrun --nproc-per-node 8 train.py ...\n    python train.py R",
             "    torchrun --nproc-per-node 8 -m densefeed.train ...\n    densefeed-train R",
         ),
-        ("/home/me/tools/pack_dataset.py and my/train.py", None),
+        ("/data/tools/pack_dataset.py and my/train.py", None),
         ("retrain.py, tools/pack_dataset.pyc and pack_dataset.py", None),
     ],
 )

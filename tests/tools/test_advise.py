@@ -92,7 +92,11 @@ def test_thread_counts():
 def test_the_recommended_command_trains_that_model(model, objective, size, words, monkeypatch):
     assert " ".join(recipe_words(model, objective, size)) == words
     options = AdviceOptions(
-        data="my data/*.beton", score_maps="maps.h5", model=model, size=size, threads=(1, 2)
+        data=Path("my data/*.beton"),
+        score_maps=Path("maps.h5"),
+        model=model,
+        size=size,
+        threads=(1, 2),
     )
     advice = choose(scaling("ffcv", 4000, 1.0, (1, 2)), Speed(6000, 0.1), 2)
     text = recommend(advice, Speed(6000, 0.1), options, objective)
@@ -184,8 +188,8 @@ def test_the_command_needs_data(command, tmp_path):
     [
         ({"threads": (advise.CORES + 1,)}, "--threads must be from 1 to"),
         ({"threads": (0,)}, "--threads must be from 1 to"),
-        ({"size": 0}, "--batch and --size must be at least 1"),
-        ({"batch": 0}, "--batch and --size must be at least 1"),
+        ({"size": 0}, "--size is 0, and must be at least 1"),
+        ({"batch": 0}, "--batch is 0, and must be at least 1"),
         ({}, "nowhere"),
     ],
 )

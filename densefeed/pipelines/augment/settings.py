@@ -17,7 +17,7 @@ from torch import Tensor
 
 from densefeed.pipelines.augment.operations import OPERATIONS
 from densefeed.system.errors import UserError
-from densefeed.system.options import Bounds, Count, Fraction, Options
+from densefeed.system.options import Bounds, Count, Fraction, NonNegativeInt, Options
 
 # N samples   R operations of a batch
 
@@ -74,7 +74,7 @@ class Augment(Options):
     # operations registered from outside the package, applied after all others, by name
     operations: tuple[str, ...] = ()
     # largest translation of a crop in whole pixels, each way: RandomCrop with this padding
-    shift: Annotated[int, Bounds(0)] = 0
+    shift: NonNegativeInt = 0
     # interpolation of rotation, shear and translation
     interpolation: Literal["random", "bilinear", "bicubic"] = "random"
     erase_probability: Fraction = 0.0  # of random erasing (timm's reprob)

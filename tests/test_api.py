@@ -3,6 +3,7 @@ losses of train.py.
 """
 
 import re
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,8 @@ import timm
 import torch
 
 import densefeed
+from densefeed.api import TrainLoss
+from densefeed.objectives import OBJECTIVES
 from densefeed.pipelines.augment.augmentation import Normalize
 from densefeed.system.options import with_options
 from densefeed.training.config import Config
@@ -265,6 +268,31 @@ def test_models_that_do_not_fit_are_refused(loader):
     cnn = timm.create_model("resnet10t", num_classes=loader.num_classes)
     with pytest.raises(densefeed.UserError, match="ResNet cannot exchange tokens"):
         densefeed.ReLabel(loader, mixtoken=True)(cnn, batch)
+
+
+def test_an_objective_of_ones_own_is_a_loss(loader, monkeypatch):
+    @dataclass(frozen=True, kw_only=True)
+    class FactorOptions(densefeed.ObjectiveOptions):
+        factor: float = 1.0
+
+    class Scaled(densefeed.Objective):
+        name = "scaled"
+
+        def loss(self, output, batch, step):
+            own = self.setting.options.own
+            return own.factor * torch.nn.functional.cross_entropy(output, batch.label)
+
+    class ScaledLoss(TrainLoss):
+        objective = "scaled"
+
+    monkeypatch.setitem(OBJECTIVES, "scaled", Scaled)
+    model = timm.create_model("resnet10t", num_classes=loader.num_classes).eval()
+    batch = next(loader.epoch(0))
+    losses = [ScaledLoss(loader, own=FactorOptions(factor=f)) for f in (1.0, 3.0)]
+    once, thrice, plain = (
+        loss(model, batch).item() for loss in (*losses, densefeed.CrossEntropy(loader, smoothing=0))
+    )
+    assert (once, thrice) == pytest.approx((plain, 3 * plain), rel=1e-5)
 
 
 def test_a_validation_set_gives_each_image_once(packed):

@@ -3,25 +3,31 @@ PYTHON ?= python3
 READY := .venv/ready
 RUN := .venv/bin/python
 
-quickstart: $(READY)  ## real images to a token-labeled transformer, and a report to look at
+# Real images to a token-labeled transformer, and a report to look at.
+quickstart: $(READY)
 	$(RUN) tools/quickstart.py --out quickstart
 
 PYTEST := $(RUN) -m pytest -n auto --maxprocesses 8 --dist worksteal --durations 15
-test: $(READY)  ## the test suite without its slow tests, a process per core
+# The test suite without its slow tests, a process per core.
+test: $(READY)
 	$(PYTEST) -m "not slow"
 
-test-slow: $(READY)  ## the slow tests
+# The slow tests.
+test-slow: $(READY)
 	$(PYTEST) -m slow
 
-check: $(READY)  ## lint and format, only reports
+# Lint and format, only reports.
+check: $(READY)
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 
-fix: $(READY)  ## lint and format, changes what it can
+# Lint and format, changes what it can.
+fix: $(READY)
 	$(RUN) -m ruff check --fix .
 	$(RUN) -m ruff format .
 
-docs: $(READY)  ## the documentation as a web site in site/, strict: a broken link is an error
+# The documentation as a web site in site/, strict: a broken link is an error.
+docs: $(READY)
 	$(RUN) -m pip install --disable-pip-version-check -q -e ".[docs]"
 	$(RUN) -m mkdocs build
 
@@ -31,7 +37,8 @@ $(READY): .ci/set_up.sh pyproject.toml setup.py $(wildcard densefeed/native/*.[c
 
 comma := ,
 GPU_LOADERS := ffcv+labels,dali-gpu+labels,dali-gpu,dali-gpu+ffcv+labels,nvidia-dali-gpu
-gpu-check: $(READY)  ## the tests that need a CUDA device, then what it costs there; without one they say so and pass
+# The tests that need a CUDA device, then what it costs there; without one they say so and pass.
+gpu-check: $(READY)
 	$(RUN) -m pytest -m gpu
 	@if $(RUN) -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; then \
 		$(RUN) -m benchmarks.targets --device cuda && \
@@ -49,7 +56,9 @@ gpu-check: $(READY)  ## the tests that need a CUDA device, then what it costs th
 			$(RUN) -m benchmarks.loaders --threads $$(nproc) --rounds 3 --loaders $$one || exit; done; \
 	else echo "no CUDA device: nothing was measured"; fi
 
-bench: $(READY)  ## loaders, targets, augmentation and whole steps beside all others; minutes, and rows in benchmarks/results.csv
+# Loaders, targets, augmentation and whole steps beside all others; minutes, and rows in
+# benchmarks/results.csv.
+bench: $(READY)
 	$(RUN) -m pip install --disable-pip-version-check -q -e ".[bench]" || \
 		echo "not every other loader could be installed; those that are here are measured" >&2
 	$(RUN) -m benchmarks.loaders --stages --first-batch --json bench/loaders.json
@@ -66,7 +75,9 @@ bench: $(READY)  ## loaders, targets, augmentation and whole steps beside all ot
 MINUTES ?= 10
 KILLS ?= 20
 ORIENTATIONS ?= 100
-soak: $(READY)  ## the native decoder on mutated files for MINUTES of processor time, runs and passes killed KILLS times, ORIENTATIONS planted for the audit
+# The native decoder on mutated files for MINUTES of processor time, runs and passes killed KILLS
+# times, ORIENTATIONS planted for the audit.
+soak: $(READY)
 	SOAK_MINUTES=$(MINUTES) nice -n 19 $(RUN) -m pytest -s tests/native/test_fuzz.py
 	SOAK_KILLS=$(KILLS) $(RUN) -m pytest -s tests/test_resume.py tests/storage/test_shards.py -k killed_at_random_times
 	SOAK_ORIENTATIONS=$(ORIENTATIONS) $(RUN) -m pytest -s tests/relabel/test_audit.py -k planted_orientations

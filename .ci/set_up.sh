@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Make the virtual environment $1 with everything in it, system packages first. Called by make; quick when nothing is missing.
+# Make the virtual environment $1 with everything in it, system packages first. Called by make;
+# quick when nothing is missing.
 set -euo pipefail
 venv=$1
 python=${PYTHON:-python3}
@@ -7,8 +8,8 @@ cd "$(dirname "$0")/.."
 
 say() { printf '\n== %s\n' "$*"; }
 
-# What each check misses, as Debian and Ubuntu name it. The compiler and libjpeg-turbo are for the native decoder; they, OpenCV and
-# the TurboJPEG library are also for ffcv, which comes as source.
+# What each check misses, as Debian and Ubuntu name it. The compiler and libjpeg-turbo are for the
+# native decoder; they, OpenCV and the TurboJPEG library are also for ffcv, which comes as source.
 missing=()
 command -v "$python" >/dev/null || missing+=(python3)
 command -v c++ >/dev/null || missing+=(g++)

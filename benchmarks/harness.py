@@ -72,10 +72,11 @@ def environment() -> dict[str, str | int]:
     return provenance.environment(PACKAGES)
 
 
-def check_threads(threads: int) -> None:
-    """Raise UserError if --threads asks for more cores than this process may use."""
-    if threads > CORES:
-        raise UserError(f"--threads {threads}: this process may use {CORES} cores")
+def check_threads(*threads: int) -> None:
+    """Raise UserError if --threads asks for more cores than this process may use, or for none."""
+    if not threads or min(threads) < 1 or max(threads) > CORES:
+        given = " ".join(map(str, threads))
+        raise UserError(f"--threads {given}: this process may use {CORES} cores")
 
 
 # ------------------------------------------------------------------------- measuring

@@ -29,6 +29,7 @@ from benchmarks.harness import (
     CORES,
     QUARTILES,
     Output,
+    check_threads,
     choose_cores,
     command,
     compare,
@@ -147,11 +148,7 @@ def main(benchmark: LoaderBenchmark) -> dict:
 
 def check(benchmark: LoaderBenchmark) -> None:
     """Raise UserError for invalid options."""
-    if min(benchmark.threads, default=0) < 1 or max(benchmark.threads) > CORES:
-        raise UserError(
-            f"--threads {' '.join(map(str, benchmark.threads))}: "
-            f"give numbers from 1 to the {CORES} cores this process may use"
-        )
+    check_threads(*benchmark.threads)
     if benchmark.folder is not None and benchmark.data is None:
         raise UserError("--folder needs --data: it is the folder that the .beton was packed from")
 

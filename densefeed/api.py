@@ -142,17 +142,16 @@ class TrainLoss:
         plain = with_options(quiet, mixtoken=False, objective=self.objective)
         config = with_options(plain, **options)
         check_unused(config, plain)
+        if {config.objective.drloc.variant, config.objective.bootstrap.mode} != {"none"}:
+            raise UserError(
+                "drloc and bootstrap train modules beside the model; use train.py for them"
+            )
         self._config, self._loader = config, loader
         self._objective = build_objective(config.setting)
         if self._objective.needs_score_maps and loader.score_maps is None:
             raise UserError(
                 f"{loader.data.train} has no score maps, which {type(self).__name__} needs; pack "
                 "them, or give score_maps"
-            )
-        # The options drloc and bootstrap wrap the objective in one of another name.
-        if type(self._objective).name != self.objective:
-            raise UserError(
-                "drloc and bootstrap train modules beside the model; use train.py for them"
             )
         self._mixing = Mixing(loader.plan, config.mix)
         # Built with the first batch, because mean and deviation are those of the model.
@@ -167,6 +166,7 @@ class TrainLoss:
         """
         # DDP hides the model's patch_size and pretrained_cfg.
         device, network = next(model.parameters()).device, unwrap_model(model)
+        self._check(network, batch)
         if self._augmentation is None:
             self._augmentation = self._prepare(network, batch).to(device)
         # The operations are chosen on the host; a batch of the loader is there already.
@@ -188,8 +188,8 @@ class TrainLoss:
         # weight, the mean over ranks is the mean over the batch. It is 1 in all other batches.
         return loss * self._loader.plan.part_weights(batch.step)[0]
 
-    def _prepare(self, model: nn.Module, batch: Batch) -> Augmentation:
-        """Check the first batch, and build the augmentation with the model's mean and deviation."""
+    def _check(self, model: nn.Module, batch: Batch) -> None:
+        """Raise UserError for a model or a batch that does not fit, without waiting."""
         needed, classes = self._objective.needs_tokens, self._loader.num_classes
         if getattr(model, "with_token_head", False) != needed:
             has = "has no" if needed else "has a"
@@ -206,14 +206,19 @@ class TrainLoss:
                 f"{type(model).__name__} has {model.num_classes} classes and "
                 f"{self._loader.data.train} {classes}; create it with num_classes={classes}"
             )
-        if self._objective.needs_score_maps:
-            where = f"the score maps of {self._loader.data.train}"
-            check_batch(batch.to("cpu"), self._loader.score_maps, where)
+        if self._objective.needs_score_maps and batch.map_class is None:
+            raise UserError("the batch has no score maps; take it from a loader with train=True")
         if self._config.mix.mixtoken and not isinstance(model, TokenTransformer):
             raise UserError(
                 f"{type(model).__name__} cannot exchange tokens; leave out mixtoken, or take a "
                 "model that can, e.g. lvvit_s"
             )
+
+    def _prepare(self, model: nn.Module, batch: Batch) -> Augmentation:
+        """Check the first batch, and build the augmentation with the model's mean and deviation."""
+        if self._objective.needs_score_maps:
+            where = f"the score maps of {self._loader.data.train}"
+            check_batch(batch.to("cpu"), self._loader.score_maps, where)
         if not (known := getattr(model, "pretrained_cfg", None)):
             raise UserError(
                 f"{type(model).__name__} does not say how its input is normalized; set "

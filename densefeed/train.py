@@ -228,7 +228,7 @@ def main() -> None:
 
     def describe(recipe: Callable[[], Config]) -> str:
         """One line of each in the list of recipes; in a recipe's own --help its docstring."""
-        text = inspect.getdoc(recipe) or ""
+        text = errors.name_commands(inspect.getdoc(recipe) or "")
         return text if recipe.__name__ in sys.argv else text.partition("\n")[0]
 
     recipes = {recipe.__name__: (describe(recipe), recipe()) for recipe in RECIPES}

@@ -202,7 +202,6 @@ def test_a_wrapped_model_gives_the_same_loss(loader):
         (dict(geometry="publshed"), "--geometry 'publshed' is unknown; choose one of aligned"),
         (dict(outside="x"), "--outside 'x' is unknown"),
         (dict(smoothing="0.1"), "--smoothing is '0.1', and must be a number"),
-        (dict(mixup=True), "--mixup is True, and must be a number"),
         (dict(rand_augment=9), "--rand-augment is 9, and must be text"),
         (dict(erase_mode="rand"), "--erase-mode has no effect without --erase-probability"),
     ],
@@ -219,6 +218,7 @@ def test_misspelled_words_are_refused(loader, options, message):
         (dict(batch=4.0), "batch is 4.0, and must be a whole number"),
         (dict(size=32.5), "--size is 32.5, and must be a whole number"),
         (dict(seed=-1), "seed is -1 and must be from 0"),
+        (dict(hflip="yes"), "--hflip is 'yes', and must be a number"),
         (dict(crop_scale=0.5), "--crop-scale is 0.5, and must be of type tuple[float, float]"),
         (dict(crop_scale=(0.5, "1")), "--crop-scale is (0.5, '1'), and must be of type tuple"),
         (dict(sizes=((0, 32), (1,))), "--sizes is ((0, 32), (1,)), and must be of type tuple"),
@@ -229,10 +229,28 @@ def test_loaders_refuse_values_of_another_type(packed, options, message):
         densefeed.open_loader(packed[0], **(dict(batch=4, size=32, threads=1) | options))
 
 
-def test_loaders_take_the_numbers_of_numpy(packed):
+def test_loaders_take_the_numbers_of_numpy_and_lists(packed):
     options = dict(batch=np.int64(4), size=np.int32(32), hflip=np.float32(0.5))
+    options |= dict(crop_scale=np.array([0.25, 1]), sizes=[(0, np.int64(32))])
     with densefeed.open_loader(packed[0], threads=1, **options) as loader:
         assert next(loader.epoch(0)).image.shape == (4, 32, 32, 3)
+        config = with_options(Config(data=loader.data), out=Path("out"))
+    # As JSON and a checkpoint hold it.
+    assert Config.from_dict(config.to_dict()) == config
+    assert (config.data.crop_scale, config.data.sizes) == ((0.25, 1.0), ((0, 32),))
+
+
+def test_models_and_batches_are_checked_in_every_call(loader, packed):
+    objective, model, batch = (
+        densefeed.TokenLabeling(loader),
+        make_model(loader),
+        next(iter(loader)),
+    )
+    objective(model, batch)
+    with pytest.raises(densefeed.UserError, match=r"call model\.train"):
+        objective(model.eval(), batch)
+    with pytest.raises(densefeed.UserError, match="the batch has no score maps"):
+        objective(model.train(), batch._replace(map_class=None))
 
 
 @pytest.mark.parametrize("name", ["data", "val", "maps_on_device", "no_such"])

@@ -15,7 +15,7 @@ import numpy as np
 from densefeed.pipelines.philox import philox
 from densefeed.storage.geometry import center_box
 from densefeed.system.errors import UserError
-from densefeed.system.options import check_type, hints
+from densefeed.system.options import check_type, hints, to_plain
 
 # Streams. A new kind of draw takes a new number, so that old runs stay reproducible.
 ORDER, CROP, MIX, STEP, BLOCKS, AUGMENT, JITTER, ERASE, NOISE, SHIFT, PAIRS, OPERATION = range(12)
@@ -98,7 +98,7 @@ class EpochPlan:
 
     def __post_init__(self) -> None:
         for name, hint in hints(EpochPlan).items():
-            check_type(name, hint, getattr(self, name))
+            check_type(name, hint, to_plain(getattr(self, name)))
         batch, ranks, parts = self.batch, self.ranks, self._parts
         for name in ("batch", "block", "window", "repeats", "ranks"):
             if getattr(self, name) < 1:

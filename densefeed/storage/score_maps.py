@@ -37,7 +37,7 @@ from densefeed.system.files import (
     remove_orphans,
     sync,
 )
-from densefeed.system.options import to_tuple
+from densefeed.system.options import to_plain
 from densefeed.system.progress import bar
 
 Types = dict[str, tuple[str, tuple[int, ...]]]  # dtype and shape of datasets, by name
@@ -94,7 +94,7 @@ class StoreHeader:
         elif absent not in ("tail", "zero-logit"):
             problem = f"absent is {absent!r}, but must be tail or zero-logit"
         else:
-            return cls(**{name: to_tuple(value) for name, value in fields.items()})
+            return cls(**{name: to_plain(value) for name, value in fields.items()})
         raise UserError(f"{where}: {problem}; label the images again")
 
     def check_same(self, other: "StoreHeader", where: Path) -> None:

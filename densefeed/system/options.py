@@ -10,12 +10,13 @@ import dataclasses
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from numbers import Integral, Real
 from pathlib import Path
-from types import UnionType
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
+import numpy as np
 import tyro
+from typeguard import CollectionCheckStrategy, TypeCheckError
+from typeguard import check_type as check
 
 from densefeed.system.errors import UserError
 
@@ -59,10 +60,12 @@ class Options:
     def __post_init__(self) -> None:
         """Raise UserError for a value of another type, out of its bounds or not in its Literal.
 
-        Python callers are not checked by the command line.
+        Python callers are not checked by the command line. Their lists, arrays and numbers of NumPy
+        become tuples and Python's numbers, which JSON and checkpoints can hold.
         """
         for name, hint in hints(type(self)).items():
-            value, leaf = getattr(self, name), leaf_name(name, hint)
+            value, leaf = to_plain(getattr(self, name)), leaf_name(name, hint)
+            object.__setattr__(self, name, value)
             # An option that every run must give has no value in a recipe.
             if value is tyro.MISSING:
                 continue
@@ -81,32 +84,16 @@ class Options:
 
 def check_type(name: str, hint: Any, value: Any) -> None:
     """Raise UserError, which calls the value `name`, if it is not of the type `hint`."""
-    if fits(value, hint):
-        return
-    kind = get_args(hint)[0] if metadata(hint) else hint
-    if get_origin(kind) is Literal:
-        known = ", ".join(map(str, get_args(kind)))
-        raise UserError(f"{name} {value!r} is unknown; choose one of {known}")
-    raise UserError(f"{name} is {value!r}, and must be {TYPES.get(kind, f'of type {kind}')}")
-
-
-def fits(value: Any, hint: Any) -> bool:
-    """Whether a value is of a type; NumPy's numbers are numbers too."""
-    origin, args = get_origin(hint), get_args(hint)
-    if origin is Annotated:
-        return fits(value, args[0])
-    if origin is Literal:
-        return value in args
-    if origin in (Union, UnionType):
-        return any(fits(value, one) for one in args)
-    if origin is tuple:
-        # tuple[int, ...] has any length.
-        kinds = args[:1] * len(value) if args[-1] is ... and isinstance(value, tuple) else args
-        same = isinstance(value, tuple) and len(value) == len(kinds)
-        return same and all(map(fits, value, kinds))
-    if hint in (int, float):
-        return isinstance(value, Integral if hint is int else Real) and not isinstance(value, bool)
-    return hint is Any or isinstance(value, origin or hint)
+    try:
+        # By default it checks the first item of a tuple alone.
+        check(value, hint, collection_check_strategy=CollectionCheckStrategy.ALL_ITEMS)
+    except TypeCheckError as error:
+        kind = get_args(hint)[0] if metadata(hint) else hint
+        if get_origin(kind) is Literal:
+            known = ", ".join(map(str, get_args(kind)))
+            raise UserError(f"{name} {value!r} is unknown; choose one of {known}") from None
+        wanted = TYPES.get(kind, f"of type {kind}")
+        raise UserError(f"{name} is {value!r}, and must be {wanted}") from error
 
 
 def hints(options: type) -> dict[str, Any]:
@@ -192,13 +179,15 @@ def from_dict(template: Nested, values: Mapping[str, Any]) -> Nested:
             # JSON has no paths.
             found[name] = Path(value)
         else:
-            found[name] = to_tuple(value)
+            found[name] = value
     return type(template)(**found)
 
 
-def to_tuple(value: Any) -> Any:
-    """Convert JSON lists to tuples."""
-    return tuple(map(to_tuple, value)) if isinstance(value, list) else value
+def to_plain(value: Any) -> Any:
+    """Convert lists and NumPy's arrays to tuples, and NumPy's numbers to Python's."""
+    if isinstance(value, np.generic | np.ndarray):
+        value = value.tolist()
+    return tuple(map(to_plain, value)) if isinstance(value, list | tuple) else value
 
 
 def parse_arguments(words: tuple[str, ...], option: str) -> dict[str, object]:

@@ -23,7 +23,7 @@ from PIL import Image
 
 from densefeed.system.errors import make_command
 from densefeed.system.files import check_absent, name_errors
-from densefeed.system.options import Bounds, Options
+from densefeed.system.options import Bounds, NonNegativeInt, Options
 from densefeed.system.progress import bar
 
 PHOTOGRAPHS = (
@@ -44,7 +44,7 @@ class Scenes(Options):
     train: Annotated[int, Bounds(10)] = 3000  # training scenes
     val: Annotated[int, Bounds(10)] = 1000  # validation scenes
     size: Annotated[int, Bounds(48)] = 96  # side of a scene, pixels
-    seed: int = 0  # the same seed gives the same bytes
+    seed: NonNegativeInt = 0  # the same seed gives the same bytes
 
 
 def main(scenes: Scenes) -> None:

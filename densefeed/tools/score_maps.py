@@ -9,14 +9,14 @@ import tyro
 
 from densefeed.storage.maintenance import convert_file, verify_files
 from densefeed.storage.shards import merge_files
-from densefeed.system.errors import run
+from densefeed.system.errors import name_commands, run
 
 COMMANDS = {"verify": verify_files, "convert": convert_file, "merge": merge_files}
 
 
 def command() -> None:
     """Run the console script `densefeed-score-maps`."""
-    run(lambda: tyro.extras.subcommand_cli_from_dict(COMMANDS, description=__doc__))
+    run(lambda: tyro.extras.subcommand_cli_from_dict(COMMANDS, description=name_commands(__doc__)))
 
 
 if __name__ == "__main__":

@@ -31,7 +31,9 @@ def model_arguments(config: Config, objective: Objective, num_classes: int) -> d
     # A model without stochastic depth has no such argument, so 0 leaves it out.
     if options.drop_path:
         kwargs["drop_path_rate"] = options.drop_path
-    # Later than --drop-path and the number of classes, which --model-kwargs may replace.
+    if taken := {"num_classes", "token_head"} & options.arguments.keys():
+        raise UserError(f"--model-kwargs {min(taken)}: data and objective set it; remove it")
+    # Later than --drop-path, which --model-kwargs may replace.
     kwargs |= options.arguments
     if has_tokens(options.name):
         kwargs["token_head"] = objective.needs_tokens
@@ -54,12 +56,12 @@ def build_model(
     Raises UserError for a model that is unknown, cannot be built, or cannot train at a size.
     """
     name, data = config.model.name, config.data
-    kwargs = model_arguments(config, objective, num_classes)
     if not timm.is_model(name):
         raise UserError(
             f"timm knows no model {name!r}; `python -c 'import timm; print(timm.list_models())'` "
             "lists them"
         )
+    kwargs = model_arguments(config, objective, num_classes)
     # Transformers are built for a size, CNNs take any. Some of timm's transformers take others too
     # if they are built for it.
     sized = kwargs | {"img_size": data.size}

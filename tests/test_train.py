@@ -521,6 +521,7 @@ def test_third_party_checkpoint_is_not_resumed(packed, tmp_path):
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
+        (dict(model_kwargs=("num_classes=5",)), "--model-kwargs num_classes: data and objective"),
         (dict(lr_batch=0), "--lr-batch is 0, and must be at least 1"),
         (dict(crop_scale=(0.0, 0.0)), "--crop-scale 0 0: give the smallest"),
         (dict(smoothing=2.0), "--smoothing is 2, and must be from 0 to 0.999"),

@@ -113,6 +113,13 @@ def register_loader(
     LOADERS[name] = open_source, make
 
 
+def find_loader(name: str) -> tuple[Callable[..., Source], Callable[..., ThreadedLoader]]:
+    """Return what LOADERS has for `name`. UserError if it is unknown."""
+    if name not in LOADERS:
+        raise UserError(f"--loader {name} is unknown; choose one of {', '.join(LOADERS)}")
+    return LOADERS[name]
+
+
 def open_dataset(
     data: DataOptions,
     mode: Mode,
@@ -136,9 +143,7 @@ def open_dataset(
 
     Raises UserError for data that cannot be opened or options that do not fit it.
     """
-    if data.loader not in LOADERS:
-        raise UserError(f"--loader {data.loader} is unknown; choose one of {', '.join(LOADERS)}")
-    (open_source, make), training = LOADERS[data.loader], mode == "train"
+    (open_source, make), training = find_loader(data.loader), mode == "train"
     path, score_maps = (data.train, data.score_maps) if training else (data.val, None)
     source = open_source(Path(path), mode, score_maps, data.threads)
     plan = EpochPlan(

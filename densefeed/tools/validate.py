@@ -46,7 +46,7 @@ from torch.nn import functional as F
 from densefeed.pipelines.augment.augmentation import Normalize
 from densefeed.pipelines.batch import to_device
 from densefeed.pipelines.loader import Source, ThreadedLoader
-from densefeed.pipelines.open import LOADERS
+from densefeed.pipelines.open import find_loader
 from densefeed.pipelines.plan import EpochPlan
 from densefeed.system.devices import CORES, choose_device, synchronize
 from densefeed.system.errors import UserError, make_command
@@ -133,9 +133,7 @@ def open_source(options: Validation) -> Source:
             f"{path} is a folder; read it with --loader folder, "
             "or pack it with tools/pack_dataset.py --split val"
         )
-    if options.loader not in LOADERS:
-        raise UserError(f"--loader {options.loader} is unknown; choose one of {', '.join(LOADERS)}")
-    return LOADERS[options.loader][0](path, "evaluate", None, options.threads)
+    return find_loader(options.loader)[0](path, "evaluate", None, options.threads)
 
 
 # ------------------------------------------------------------------------- ReaL
@@ -298,7 +296,7 @@ def main(options: Validation) -> dict:
     dtype = None
     if options.precision == "bf16" or (options.precision == "auto" and device.type == "cuda"):
         dtype = torch.bfloat16
-    _, make_loader = LOADERS[options.loader]
+    _, make_loader = find_loader(options.loader)
     with closing(make_loader(source, plan, options.threads, "raise", False, device)) as loader:
         stand_in = imagenet_names(model)
         match = match_classes(source.class_names, trained.class_names, model.num_classes, stand_in)

@@ -25,7 +25,7 @@ import torch
 from PIL import Image
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, auto_augment
 
-from benchmarks.harness import Output, command, environment, report, take_turns, use_cores
+from benchmarks.harness import Output, Series, command, environment, report, take_turns, use_cores
 from benchmarks.photographs import load_photographs
 from densefeed.pipelines.augment.augmentation import Augmentation
 from densefeed.pipelines.augment.settings import Augment
@@ -54,12 +54,14 @@ def main(benchmark: AugmentBenchmark) -> dict:
     device, facts = choose_device(benchmark.device), environment()
     facts |= {"device": benchmark.device, "policy": benchmark.policy}
     milliseconds = measure(benchmark, device)
-    crops = f"{benchmark.batch * benchmark.batches} crops of {benchmark.size} px"
-    data = f"{crops}, {benchmark.policy}, {benchmark.device}"
+    data = (
+        f"{benchmark.batch * benchmark.batches} crops of {benchmark.size} px, {benchmark.policy}, "
+        f"{benchmark.device}"
+    )
     return report(benchmark, milliseconds, "ms/image", [(OURS, TIMM)], facts, data, 1, what="time")
 
 
-def measure(benchmark: AugmentBenchmark, device: torch.device) -> dict[str, list[float]]:
+def measure(benchmark: AugmentBenchmark, device: torch.device) -> Series:
     """Return milliseconds per image of each contestant, one value per round."""
     total, size = benchmark.batch * benchmark.batches, benchmark.size
     plan = EpochPlan(

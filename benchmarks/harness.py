@@ -30,6 +30,8 @@ from densefeed.system.files import replace_file
 from densefeed.system.provenance import RESULTS, write_json
 
 Key = TypeVar("Key")
+# Of each contestant, one value per round.
+Series = dict[str, list[float]]
 # Their versions are recorded, of those that are installed.
 PACKAGES = (
     *("torch", "torchvision", "timm", "numpy", "pillow", "h5py"),
@@ -75,8 +77,9 @@ def environment() -> dict[str, str | int]:
 def check_threads(*threads: int) -> None:
     """Raise UserError if --threads asks for more cores than this process may use, or for none."""
     if not threads or min(threads) < 1 or max(threads) > CORES:
-        given = " ".join(map(str, threads))
-        raise UserError(f"--threads {given}: this process may use {CORES} cores")
+        raise UserError(
+            f"--threads {' '.join(map(str, threads))}: this process may use {CORES} cores"
+        )
 
 
 # ------------------------------------------------------------------------- measuring
@@ -91,25 +94,30 @@ def take_turns(
     """Measure the items per second of each work in each of `rounds` rounds.
 
     `works[key](n)` does its n-th run and returns its number of items. Every round runs every work
-    once and starts with a different one each time. One more round before them, the warm-up, is not
-    counted. `before` and `done` are called outside the timed interval.
+    once and starts with another one, so that a drift within a round favors none. One more round
+    before them, the warm-up, is not counted. `before` and `done` are called outside the timed
+    interval.
     """
     keys, rates = list(works), {key: [] for key in works}
     for number in range(rounds + 1):
-        # Each round starts with another work, so that a drift within a round favors none.
         first = number % len(keys)
         for key in keys[first:] + keys[:first]:
             before(key)
-            # No work is timed while it collects the garbage of another.
-            gc.collect()
-            start = time.perf_counter()
-            count = works[key](number)
-            took = time.perf_counter() - start
+            rate = time_work(works[key], number)
             # Round 0 is the warm-up: it includes compilation, ten seconds for stock FFCV alone.
             if number:
-                rates[key].append(count / took)
+                rates[key].append(rate)
             done(key)
     return rates
+
+
+def time_work(work: Callable[[int], int], number: int) -> float:
+    """Do a run of a work and return its items per second."""
+    # No work is timed while it collects the garbage of another.
+    gc.collect()
+    start = time.perf_counter()
+    count = work(number)
+    return count / (time.perf_counter() - start)
 
 
 def device_name(device: torch.device) -> str:
@@ -184,7 +192,7 @@ def compare(a: str, b: str, of_a: list[float], of_b: list[float], **fields: obje
     return {"a": a, "b": b, **fields, **spread(np.divide(of_a, of_b))}
 
 
-def spread_rows(values: dict[str, list[float]], unit: str) -> list[dict]:
+def spread_rows(values: Series, unit: str) -> list[dict]:
     """Return a row for each contestant: name, unit, median, quartiles and number of runs."""
     return [
         {"name": name, "unit": unit, **spread(runs), "runs": len(runs)}
@@ -202,10 +210,10 @@ def format_spread(row: dict, number: str) -> list[str]:
     return [format(row[name], number) for name in QUARTILES if name in row]
 
 
-def print_rows(rows: list[dict], number: str = ",.3f") -> None:
+def print_rows(rows: list[dict]) -> None:
     """Print a line for each row: name, median (quartiles), unit."""
     for row in rows:
-        median, *quartiles = format_spread(row, number)
+        median, *quartiles = format_spread(row, ",.3f")
         between = f"({' to '.join(quartiles)})" if quartiles else ""
         print(f"{row['name']:38} {median:>10} {row['unit']} {between}")
 
@@ -227,7 +235,7 @@ def print_table(
 
 def report(
     options: Output,
-    values: dict[str, list[float]],
+    values: Series,
     unit: str,
     pairs: list[tuple[str, str]],
     facts: dict,

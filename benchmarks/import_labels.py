@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from benchmarks.harness import Output, command, environment, report, take_turns, use_cores
+from benchmarks.harness import Output, Series, command, environment, report, take_turns, use_cores
 from densefeed.storage.geometry import Footprint
 from densefeed.system.errors import UserError
 from densefeed.system.progress import bar
@@ -60,8 +60,7 @@ def main(benchmark: ImportBenchmark) -> dict:
         rates = measure(benchmark, Path(folder))
     data = f"{benchmark.files} files, {benchmark.form}, {benchmark.footprint}"
     print(f"required: {BAR:,} files/s, goal: {AIM:,}")
-    pairs = [(OURS, PEER)]
-    return report(benchmark, rates, "files/s", pairs, facts, data, benchmark.threads)
+    return report(benchmark, rates, "files/s", [(OURS, PEER)], facts, data, benchmark.threads)
 
 
 def make_files(folder: Path, count: int, form: str) -> None:
@@ -91,7 +90,7 @@ def make_files(folder: Path, count: int, form: str) -> None:
         (labels / f"{name}.pt").write_bytes(maps[number % DISTINCT])
 
 
-def measure(benchmark: ImportBenchmark, folder: Path) -> dict[str, list[float]]:
+def measure(benchmark: ImportBenchmark, folder: Path) -> Series:
     """Return files per second of each contestant, one value per round."""
     # The peer's files are listed outside the clock; the import lists both folders within it.
     out, paths = folder / "maps.h5", sorted((folder / "labels").rglob("*.pt"))

@@ -83,6 +83,7 @@ RATIOS = [
 FIRST_BATCHES = 5
 
 Key = tuple[str, int]  # loader, threads
+Rates = dict[Key, list[float]]  # images per second, one value per round
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +104,7 @@ class LoaderBenchmark(Output):
     batch: int = 64  # images per batch
     size: int = 224  # side of the output, pixels
     stages: bool = False  # also measure the stages of our loader separately, on one core
-    # also measure the time from a process's start to its first batch, without importing torch
+    # also measure the time from a process's start to its first batch, without importing torch, timm
     first_batch: bool = False
 
 
@@ -117,7 +118,7 @@ def main(benchmark: LoaderBenchmark) -> dict:
     else:
         data = beton_dataset(benchmark.data, benchmark.folder, benchmark.cache)
     names = [name for name in names if can_read(name, data, required=bool(benchmark.loaders))]
-    size_kb = np.mean([os.path.getsize(path) for path in data.paths]) / 1000
+    size_kb = np.mean(list(map(os.path.getsize, data.paths))) / 1000
     summary = f"{len(data.paths):,} JPEGs of {size_kb:.1f} kB"
     facts = environment()
     rates, gpu_memory = measure(names, data, benchmark)
@@ -194,9 +195,7 @@ def can_read(name: str, data: BenchmarkSet, required: bool) -> bool:
 # ------------------------------------------------------------------------- measuring
 
 
-def measure(
-    names: list[str], data: BenchmarkSet, benchmark: LoaderBenchmark
-) -> tuple[dict[Key, list[float]], int]:
+def measure(names: list[str], data: BenchmarkSet, benchmark: LoaderBenchmark) -> tuple[Rates, int]:
     """Return images per second of every loader with every number of threads, one value per round,
     and the bytes of GPU memory in use at the end.
 
@@ -210,7 +209,7 @@ def measure(
     # The thread counts of a loader are neighbors: drift of the machine would blur their ratio most.
     keys = [(name, threads) for name in names for threads in dict.fromkeys(benchmark.threads)]
     makings = min(benchmark.makings, benchmark.rounds)
-    shares = [len(part) for part in np.array_split(range(benchmark.rounds), makings)]
+    shares = list(map(len, np.array_split(range(benchmark.rounds), makings)))
     rates = {key: [] for key in keys}
     # Each making adds a round of warm-up.
     turns = len(keys) * (benchmark.rounds + len(shares))
@@ -247,7 +246,7 @@ def run_epoch(peer: Peer, epoch: int) -> int:
     return sum(batch.count for batch in peer.batches(epoch))
 
 
-def ratios(rates: dict[Key, list[float]]) -> list[dict]:
+def ratios(rates: Rates) -> list[dict]:
     """Return the ratios within rounds: ours with labels to every other loader, each of ours with
     labels to the same without, ours through DALI to NVIDIA's own pipeline, and every number of
     threads to the smallest.
@@ -282,18 +281,21 @@ def measure_stages(data: BenchmarkSet, benchmark: LoaderBenchmark) -> dict:
             start = time.perf_counter()
             if limit:
                 run_epoch(limit, number)
-            passes.append(taken)
-            shares.append((time.perf_counter() - start) / sum(taken.values()))
-    # The first pass is for warm-up.
+            # The first pass is for warm-up.
+            if number:
+                shares.append((time.perf_counter() - start) / sum(taken.values()))
+                passes.append(taken)
     images = len(data.labels)
-    original = sum(os.path.getsize(path) for path in data.paths)
+    original = sum(map(os.path.getsize, data.paths))
     document = {
         "microseconds_per_image": {
-            name: spread([1e6 * taken[name] / images for taken in passes[1:]]) for name in passes[0]
+            name: spread([1e6 * taken[name] / images for taken in passes]) for name in passes[0]
         },
         "bytes_to_original": sum(Beton(data.beton).images.size.tolist()) / original,
     }
-    return document | ({"share_of_limit": spread(shares[1:])} if limit else {})
+    if limit:
+        document["share_of_limit"] = spread(shares)
+    return document
 
 
 def time_stages(config: PeerConfig, epoch: int) -> dict[str, float]:
@@ -320,7 +322,7 @@ def time_stages(config: PeerConfig, epoch: int) -> dict[str, float]:
 
 FIRST_BATCH = """
 import sys, time
-import torch
+import timm, torch
 start = time.perf_counter()
 from benchmarks.peers import load_first_batch
 load_first_batch(*sys.argv[1:])
@@ -329,7 +331,8 @@ print(time.perf_counter() - start)
 
 
 def time_first_batches(data: BenchmarkSet, benchmark: LoaderBenchmark) -> list[float]:
-    """Return the seconds from the end of `import torch` to our first batch, each in a new process.
+    """Return the seconds from the end of `import timm, torch`, which every training needs, to
+    our first batch, each in a new process.
 
     The batch has its score maps if there are any.
     """

@@ -137,10 +137,13 @@ class PeerBatch(NamedTuple):
     dense: Tensor | None  # dense targets, or what a training step builds them from
 
 
+PeerBatches = Iterator[PeerBatch]
+
+
 class Peer(Protocol):
     """A loader to measure; `batches` may be called for one epoch after another."""
 
-    def batches(self, epoch: int) -> Iterator[PeerBatch]: ...
+    def batches(self, epoch: int) -> PeerBatches: ...
 
     def close(self) -> None:
         """Stop threads and processes that outlive an epoch; there are none by default."""
@@ -166,7 +169,7 @@ class OurLoader:
             options, "train", batch=config.batch, seed=0, maps=labels, device=device
         )
 
-    def batches(self, epoch: int) -> Iterator[PeerBatch]:
+    def batches(self, epoch: int) -> PeerBatches:
         for batch in self._loader.batches(epoch):
             # Padding has weight 0.
             yield PeerBatch(int(batch.weight.sum()), batch.image, batch.label, batch.map_logit)
@@ -196,7 +199,7 @@ class ConcurrentPeers:
         half = config._replace(threads=max(1, config.threads // 2))
         self._peers = build(half), other(half)
 
-    def batches(self, epoch: int) -> Iterator[PeerBatch]:
+    def batches(self, epoch: int) -> PeerBatches:
         # None is the sentinel that ends one peer's epoch.
         queue = SimpleQueue()
 
@@ -248,7 +251,7 @@ class StockFfcv(Peer):
             pipelines={"image": pixels, "label": [IntDecoder(), ToTensor()]},
         )
 
-    def batches(self, epoch: int) -> Iterator[PeerBatch]:
+    def batches(self, epoch: int) -> PeerBatches:
         for image, label in self._loader:
             # ffcv delivers integers as a column.
             yield PeerBatch(len(image), image, label[:, 0], None)
@@ -274,7 +277,7 @@ class NvidiaDali:
             auto_reset=True,
         )
 
-    def batches(self, epoch: int) -> Iterator[PeerBatch]:
+    def batches(self, epoch: int) -> PeerBatches:
         for (batch,) in self._iterator:
             yield PeerBatch(len(batch["label"]), batch["image"], batch["label"][:, 0].long(), None)
 
@@ -314,14 +317,9 @@ def build_nvidia_pipeline(
         )
         size = config.size, config.size
         image = fn.resize(image, size=size, interp_type=types.INTERP_TRIANGULAR)
+        # Mean 0 and deviation 1, the defaults, keep the pixels, so this only mirrors.
         image = fn.crop_mirror_normalize(
-            image,
-            dtype=types.UINT8,
-            output_layout="HWC",
-            # Mean 0 and deviation 1 keep the pixels, so this only mirrors.
-            mean=[0.0] * 3,
-            std=[1.0] * 3,
-            mirror=fn.random.coin_flip(),
+            image, dtype=types.UINT8, output_layout="HWC", mirror=fn.random.coin_flip()
         )
         return image, label if device == "cpu" else label.gpu()
 
@@ -368,7 +366,7 @@ class DataLoaderPeer:
 
     _loader: DataLoader
 
-    def batches(self, epoch: int) -> Iterator[PeerBatch]:
+    def batches(self, epoch: int) -> PeerBatches:
         for image, label, *dense in self._loader:
             yield PeerBatch(len(image), image, label, dense[0] if dense else None)
 
@@ -472,7 +470,7 @@ class TokenLabeling(DataLoaderPeer):
             **worker_options(config),
         )
 
-    def batches(self, epoch: int) -> Iterator[PeerBatch]:
+    def batches(self, epoch: int) -> PeerBatches:
         self._batches[:] = draw_samples(self._config, epoch)
         return super().batches(epoch)
 
@@ -598,7 +596,7 @@ class SimpleJpeg:
         crop = F.interpolate(image, size, mode="bilinear", antialias=True)[0].permute(1, 2, 0)
         out.copy_(crop.flip(1) if flip else crop)
 
-    def batches(self, epoch: int) -> Iterator[PeerBatch]:
+    def batches(self, epoch: int) -> PeerBatches:
         data, size = self._config.data, self._config.size
 
         def chunks() -> Iterator[tuple[list[Sample], Tensor, int]]:
@@ -644,7 +642,7 @@ class FullDecode(SimpleJpeg):
         super().__init__(config)
         self._stock = Beton(config.data.stock)
 
-    def batches(self, epoch: int) -> Iterator[PeerBatch]:
+    def batches(self, epoch: int) -> PeerBatches:
         ids = self._config.plan().permutation(epoch)
         chunks = np.array_split(ids, -(-len(ids) // CHUNK))
 
@@ -670,9 +668,10 @@ class Spdl(Peer):
         index, box, flip = sample
         (top, left, height, width), size = box.tolist(), self._config.size
         # Without exact=1 FFmpeg rounds the crop to whole chroma samples, two pixels in 4:2:0.
-        crop = f"crop={width}:{height}:{left}:{top}:exact=1"
-        scale = f"scale={size}:{size}:flags=bilinear"
-        graph = f"{crop},{scale},{'hflip,' if flip else ''}format=pix_fmts=rgb24"
+        graph = (
+            f"crop={width}:{height}:{left}:{top}:exact=1,scale={size}:{size}:flags=bilinear,"
+            f"{'hflip,' if flip else ''}format=pix_fmts=rgb24"
+        )
         packets = self._io.demux_image(self._config.data.paths[index])
         # Images are delivered in order of completion, so each keeps its id.
         return self._io.decode_packets(packets, filter_desc=graph), index
@@ -683,7 +682,7 @@ class Spdl(Peer):
         label = torch.from_numpy(self._config.data.labels[list(ids)])
         return PeerBatch(len(ids), image, label, None)
 
-    def batches(self, epoch: int) -> Iterator[PeerBatch]:
+    def batches(self, epoch: int) -> PeerBatches:
         _, threads, batch, _ = self._config
         builder = self._builder().add_source(chain(*draw_samples(self._config, epoch)))
         builder = builder.pipe(self._decode, concurrency=threads).aggregate(batch)

@@ -65,8 +65,7 @@ def sample_dataset(cache: Path, images: int, classes: int) -> BenchmarkSet:
 
 
 def beton_dataset(beton: Path, folder: Path | None, cache: Path) -> BenchmarkSet:
-    """Return the set of a given .beton: its JPEGs as a folder (or the `folder` it was packed from),
-    and its maps in the other formats.
+    """Return the set of a given .beton; its JPEGs are unpacked unless their `folder` is given.
 
     Raises UserError if it holds raw pixels, or if `folder` holds other images.
     """
@@ -83,10 +82,9 @@ def beton_dataset(beton: Path, folder: Path | None, cache: Path) -> BenchmarkSet
         raise UserError(
             f"{folder} holds other images than {beton}; give the folder it was packed from"
         )
-    if (spec := source.score_maps) is None:
-        return add_peer_formats(home, folder, None, beton)
-    maps = home / "maps.h5"
-    if not maps.exists():
+    spec = source.score_maps
+    maps = home / "maps.h5" if spec else None
+    if maps and not maps.exists():
         # Unpacked files are sorted by class and, within a class, in the order of the .beton.
         rows = source.maps(np.argsort(opened.labels, kind="stable"))
         write_maps(maps, rows, folder, spec.num_classes, opened.notes["teacher"], spec.absent)
@@ -144,23 +142,11 @@ def load_photographs() -> list[Image.Image]:
 def write_crops(folder: Path, images: int, classes: int) -> None:
     """Write `images` JPEGs as `<class>/<number>.jpg`, the same on every call."""
     originals = load_photographs()
-    rng = np.random.default_rng(0)
-    # Drawn before the threads start, so that images do not depend on the order of threads. Columns:
-    # shape, area, left, top, mirrored.
-    draws = rng.random((images, 5))
+    # Drawn before the threads start, so that images do not depend on the order of threads.
+    draws = np.random.default_rng(0).random((images, 5))
 
     def write(number: int) -> None:
-        original = originals[number % len(originals)]
-        shape, area, left, top, mirrored = draws[number]
-        width, height = (LONG, SHORT) if shape < 0.7 else (SHORT, LONG)
-        largest = min(original.width / width, original.height / height)
-        scale = largest * np.sqrt(SHARE[0] + area * (SHARE[1] - SHARE[0]))
-        left *= original.width - width * scale
-        top *= original.height - height * scale
-        box = (left, top, left + width * scale, top + height * scale)
-        crop = original.resize((width, height), Image.Resampling.LANCZOS, box)
-        if mirrored < 0.5:
-            crop = crop.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+        crop = cut_crop(originals[number % len(originals)], draws[number])
         path = folder / f"{number % classes:04d}" / f"{number:06d}.jpg"
         path.parent.mkdir(exist_ok=True)
         crop.save(path, quality=QUALITY, subsampling="4:2:0")
@@ -168,6 +154,19 @@ def write_crops(folder: Path, images: int, classes: int) -> None:
     with ThreadPoolExecutor() as pool:
         # list() raises the error of a thread; the iterator alone would drop it.
         list(pool.map(write, range(images)))
+
+
+def cut_crop(original: Image.Image, draws: np.ndarray) -> Image.Image:
+    """Cut the crop that five random numbers from 0 to 1 choose, and resize it."""
+    shape, area, left, top, mirrored = draws
+    width, height = (LONG, SHORT) if shape < 0.7 else (SHORT, LONG)
+    largest = min(original.width / width, original.height / height)
+    scale = largest * np.sqrt(SHARE[0] + area * (SHARE[1] - SHARE[0]))
+    left *= original.width - width * scale
+    top *= original.height - height * scale
+    box = (left, top, left + width * scale, top + height * scale)
+    crop = original.resize((width, height), Image.Resampling.LANCZOS, box)
+    return crop.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if mirrored < 0.5 else crop
 
 
 def draw_maps(images: int, classes: int) -> ScoreMaps:

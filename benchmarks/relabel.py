@@ -30,7 +30,7 @@ import timm
 import torch
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, ImageDataset, create_transform
 
-from benchmarks.harness import Output, command, environment, report, take_turns, use_cores
+from benchmarks.harness import Output, Series, command, environment, report, take_turns, use_cores
 from benchmarks.photographs import write_crops
 from densefeed.models import nfnet  # noqa: F401  (registers its models with timm)
 from densefeed.relabel.labeling import begin_pass, finish_pass
@@ -73,8 +73,10 @@ def main(benchmark: RelabelBenchmark) -> dict:
         total_bytes = sum(path.stat().st_size for path in images.rglob("*.jpg"))
         rates = measure(Path(folder), benchmark)
     jpegs = f"{benchmark.images} JPEGs of {total_bytes / benchmark.images / 1e3:.0f} kB"
-    ours = f"{benchmark.precision}{', compiled' if benchmark.compile else ''}"
-    data = f"{jpegs}, {benchmark.teacher} at {benchmark.input_size}, ours {ours}"
+    data = (
+        f"{jpegs}, {benchmark.teacher} at {benchmark.input_size}, "
+        f"ours {benchmark.precision}{', compiled' if benchmark.compile else ''}"
+    )
     print(f"{OURS} / {PEER}: required {BAR}, goal {AIM}")
     pairs, threads = [(OURS, PEER), (OURS, TEACHER)], benchmark.threads
     return report(benchmark, rates, "images/s", pairs, facts, data, threads, prefix="relabel ")
@@ -98,9 +100,7 @@ def generate(
 ) -> int:
     """Write one .pt file per image as the published generator does; return their number."""
     # crop_pct 1.0 is the center square of the whole shorter side, which our teacher sees too.
-    dataset.transform = create_transform(
-        benchmark.input_size, is_training=False, crop_pct=1.0, **CONFIG
-    )
+    dataset.transform = create_transform(benchmark.input_size, crop_pct=1.0, **CONFIG)
     # Not shuffled, so that batches come in the order of the file names below.
     loader = torch.utils.data.DataLoader(dataset, benchmark.batch, num_workers=benchmark.threads)
     paths = iter(dataset.filenames())
@@ -128,7 +128,7 @@ def score_images(model: torch.nn.Module, image_NCHW: torch.Tensor, top_k: int) -
     return torch.stack([top.values, top.indices.float()], 1).half()
 
 
-def measure(folder: Path, benchmark: RelabelBenchmark) -> dict[str, list[float]]:
+def measure(folder: Path, benchmark: RelabelBenchmark) -> Series:
     """Return images per second of each contestant, one value per round."""
     torch.manual_seed(0)
     model = timm.create_model(benchmark.teacher, num_classes=benchmark.classes)

@@ -129,6 +129,7 @@ Mode = Literal["eager", "compiled", "whole", "captured"]
 # Values of train.py's --compile.
 COMPILED = {"eager": "never", "compiled": "blocks", "whole": "whole", "captured": "graph"}
 Key = tuple[str, str]  # contestant, mode
+Rates = dict[Key, list[float]]  # images per second, one value per round
 # The state that glibc's own adaptation reaches once a tensor of 32 MiB was freed: larger ones are
 # mapped, and at most 64 MiB of free memory are kept.
 LEFT_ALONE = {"mmap_max": 65536, "mmap_threshold": 2**25, "trim_threshold": 2**26}
@@ -211,7 +212,7 @@ class Contest:
 
         self.works[key] = turn
 
-    def measure(self, rounds: int) -> dict[Key, list[float]]:
+    def measure(self, rounds: int) -> Rates:
         """Return images per second of every contestant, one value per round."""
         with steps_bar("benchmark", len(self.works) * (rounds + 1), 0) as advance:
             rates = take_turns(
@@ -272,10 +273,7 @@ def main(benchmark: StepBenchmark) -> dict:
 
 
 def summarize(
-    contest: Contest,
-    rates: dict[Key, list[float]],
-    ceiling: dict[str, float],
-    benchmark: StepBenchmark,
+    contest: Contest, rates: Rates, ceiling: dict[str, float], benchmark: StepBenchmark
 ) -> dict:
     """Return rates, ratios, equality and floor of a contest."""
     return {
@@ -285,7 +283,8 @@ def summarize(
         ],
         "ratios": ratios(rates),
         "equality": contest.equality,
-        "floor": ceiling | {"rows": floor_rows(contest.floors, ceiling, rates, benchmark.batch)},
+        "floor": ceiling
+        | {"rows": list(floor_rows(contest.floors, ceiling, rates, benchmark.batch))},
         # The first turn is the warm-up.
         "data_wait_share": [
             {"name": name, "mode": mode, **spread(shares[-benchmark.rounds :])}
@@ -584,33 +583,29 @@ def own_memory(key: Key, device: torch.device) -> None:
 
 
 def floor_rows(
-    floors: dict[str, Floor], ceilings: dict[str, float], rates: dict[Key, list[float]], images: int
-) -> list[dict]:
-    """Return the least time of each contestant's step, its two bounds, and its share of the
-    measured time.
+    floors: dict[str, Floor], ceilings: dict[str, float], rates: Rates, images: int
+) -> Iterator[dict]:
+    """Yield the least time of each contestant's step, its two bounds, and its share of the measured
+    time.
     """
-    found = []
     for (name, mode), values in rates.items():
         floor = floors[name.removesuffix(LOADER)]
         compute = floor.flops_per_image * images / ceilings["matmul_flops_per_s"]
         traffic = floor.bytes_per_step / ceilings["copy_bytes_per_s"]
         took, least = images / spread(values)["median"], max(compute, traffic)
-        found.append(
-            {
-                "name": name,
-                "mode": mode,
-                **floor._asdict(),
-                "compute_s": compute,
-                "traffic_s": traffic,
-                "least_s": least,
-                "step_s": took,
-                "share": least / took,
-            }
-        )
-    return found
+        yield {
+            "name": name,
+            "mode": mode,
+            **floor._asdict(),
+            "compute_s": compute,
+            "traffic_s": traffic,
+            "least_s": least,
+            "step_s": took,
+            "share": least / took,
+        }
 
 
-def ratios(rates: dict[Key, list[float]]) -> list[dict]:
+def ratios(rates: Rates) -> list[dict]:
     """Return the ratios within rounds: ours to timm's, with to without labels, with to without
     DRLoc, the loader's batches to constant ones, two networks together to one after the other.
     """
@@ -640,20 +635,7 @@ def show(document: dict) -> None:
     ]
     columns = "step", "mode", *QUARTILES
     print_table("Images per second, whole steps", columns, rows, texts=2)
-    rows = []
-    for ratio in document["ratios"]:
-        bar = BARS[ratio["a"], ratio["b"]]
-        numbers = *format_spread(ratio, ".3f"), f"{bar:.3g}" if bar else ""
-        rows.append((ratio["a"], ratio["b"], ratio["mode"], *numbers))
-    columns = "a", "to b", "mode", *QUARTILES, "required"
-    print_table("Ratios within a round", columns, rows, texts=3)
-    for ratio in document["ratios"]:
-        if ratio["a"] == DRLOC:
-            paid = 100 * (1 / ratio["median"] - 1)
-            print(
-                f"{ratio['mode']}: DRLoc costs {paid:+.1f} % of a step; "
-                "Table 14 of its paper: +1.8 to +2.4 %"
-            )
+    show_ratios(document["ratios"])
     for row in document["equality"]:
         ours, theirs = (" and ".join(f"{loss:.6f}" for loss in row[name]) for name in (OURS, TIMM))
         print(
@@ -662,8 +644,28 @@ def show(document: dict) -> None:
         )
     show_floor(document["floor"])
     for row in document["data_wait_share"]:
-        share = 100 * row["median"]
-        print(f"{row['name']}, {row['mode']}: {share:.1f} % of the time spent waiting for data")
+        print(
+            f"{row['name']}, {row['mode']}: {100 * row['median']:.1f} % of the time spent waiting "
+            "for data"
+        )
+
+
+def show_ratios(ratios: list[dict]) -> None:
+    """Print the table of the ratios, and what DRLoc costs."""
+    rows = []
+    for ratio in ratios:
+        bar = BARS[ratio["a"], ratio["b"]]
+        numbers = *format_spread(ratio, ".3f"), f"{bar:.3g}" if bar else ""
+        rows.append((ratio["a"], ratio["b"], ratio["mode"], *numbers))
+    columns = "a", "to b", "mode", *QUARTILES, "required"
+    print_table("Ratios within a round", columns, rows, texts=3)
+    for ratio in ratios:
+        if ratio["a"] == DRLOC:
+            paid = 100 * (1 / ratio["median"] - 1)
+            print(
+                f"{ratio['mode']}: DRLoc costs {paid:+.1f} % of a step; "
+                "Table 14 of its paper: +1.8 to +2.4 %"
+            )
 
 
 def show_floor(floor: dict) -> None:

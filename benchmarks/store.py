@@ -27,6 +27,7 @@ import torch
 
 from benchmarks.harness import (
     Output,
+    Series,
     command,
     compare,
     environment,
@@ -137,10 +138,9 @@ def make_maps(count: int, benchmark: StoreBenchmark, seed: int) -> ScoreMaps:
     return top_maps_sync(logits.permute(0, 2, 3, 1), benchmark.top_k, windows)
 
 
-def make_stores(folder: Path, benchmark: StoreBenchmark) -> dict[str, ScoreMapStore]:
-    """Write the same maps to a store of every form, and as .pt files to `pt/`."""
-    count = benchmark.images
-    header = StoreHeader(
+def make_header(benchmark: StoreBenchmark) -> StoreHeader:
+    """Return the metadata of the stores."""
+    return StoreHeader(
         side=benchmark.side,
         top_k=benchmark.top_k,
         num_classes=benchmark.classes,
@@ -152,6 +152,11 @@ def make_stores(folder: Path, benchmark: StoreBenchmark) -> dict[str, ScoreMapSt
         fingerprint="none",
         class_names=tuple(map(str, range(benchmark.classes))),
     )
+
+
+def make_stores(folder: Path, benchmark: StoreBenchmark) -> dict[str, ScoreMapStore]:
+    """Write the same maps to a store of every form, and as .pt files to `pt/`."""
+    count, header = benchmark.images, make_header(benchmark)
     # As long as ImageNet's paths.
     paths = [f"n{n % 1000:08d}/n{n % 1000:08d}_{n}.JPEG" for n in range(count)]
     writer = ScoreMapWriter(folder / "raw.h5", header, paths, np.arange(count) % benchmark.classes)
@@ -169,9 +174,7 @@ def make_stores(folder: Path, benchmark: StoreBenchmark) -> dict[str, ScoreMapSt
     return {"raw": raw} | {form: convert(raw, folder / f"{form}.h5", form) for form in FORMS[1:]}
 
 
-def measure(
-    folder: Path, stores: dict[str, ScoreMapStore], benchmark: StoreBenchmark
-) -> dict[str, list[float]]:
+def measure(folder: Path, stores: dict[str, ScoreMapStore], benchmark: StoreBenchmark) -> Series:
     """Return rows per second of each contestant, one value per round."""
     memory, batch = Memory(), benchmark.batch
     arrays = map_datasets(stores["raw"].path)[1]

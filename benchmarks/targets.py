@@ -41,6 +41,7 @@ from torch.nn import functional as F
 
 from benchmarks.harness import (
     Output,
+    Series,
     check_threads,
     command,
     compare,
@@ -150,25 +151,21 @@ def main(benchmark: TargetBenchmark) -> dict:
     rates, megabytes = measure(losses, step, benchmark)
     loss_error, grad_error = errors(step) if errors else (None, None)
     a, b = losses
-    document = {
-        "ratios": [
-            # Times are the inverse of rates.
-            compare(a, b, rates[b], rates[a], what="time"),
-            compare(a, b, megabytes[a], megabytes[b], what="memory"),
-        ],
-        "loss_rel_error": loss_error,
-        "grad_abs_error": grad_error,
-    }
+    ratios = [
+        # Times are the inverse of rates.
+        compare(a, b, rates[b], rates[a], what="time"),
+        compare(a, b, megabytes[a], megabytes[b], what="memory"),
+    ]
+    document = {"ratios": ratios, "loss_rel_error": loss_error, "grad_abs_error": grad_error}
     data = describe(benchmark, device)
     print(data)
     # Time and memory are measured in different numbers of runs.
     rows = spread_rows(rates, "images/s") + spread_rows(megabytes, "MB")
-    runs = benchmark.rounds, MEMORY_RUNS
-    for row, count in zip(ratio_rows(document["ratios"]), runs, strict=True):
+    for row, count in zip(ratio_rows(ratios), (benchmark.rounds, MEMORY_RUNS), strict=True):
         rows.append(row | {"name": f"{row['name']}, {row['what']}", "runs": count})
     show(document, rows, benchmark.compare, device)
-    common = {"data": data, "threads": benchmark.threads}
-    save(benchmark, document, rows, "targets ", **environment(), **common)
+    common = environment() | {"data": data, "threads": benchmark.threads}
+    save(benchmark, document, rows, "targets ", **common)
     return document
 
 
@@ -340,7 +337,7 @@ def unlabeled_loss(step: TrainStep) -> Tensor:
 
 def measure(
     losses: dict[str, Loss], step: AnyStep, benchmark: TargetBenchmark
-) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+) -> tuple[Series, Series]:
     """Return each contestant's images per second, one value per round, and its peak memory in MB,
     one value for each of MEMORY_RUNS.
     """

@@ -1,9 +1,11 @@
 """The Python API: a loader of batches on a device, and losses for a training loop of your own."""
 
 from collections.abc import Iterator
+from operator import index
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from timm.utils import unwrap_model
 from torch import Tensor, nn
@@ -17,7 +19,7 @@ from densefeed.pipelines.mixing import Mixing
 from densefeed.pipelines.open import DataOptions, Mode, open_dataset
 from densefeed.pipelines.targets import check_batch
 from densefeed.system.errors import UserError
-from densefeed.system.options import leaves, with_options
+from densefeed.system.options import check_type, leaves, with_options
 from densefeed.training.config import Config, check_unused
 from densefeed.training.step_inputs import PATCH
 
@@ -45,9 +47,10 @@ class Loader:
         """Yield the batches of an epoch, from batch `start` on, on the CPU.
 
         `image` is uint8 `[N, H, W, 3]`; the last batch is padded with samples of weight 0. Raises
-        UserError, which names the sample, for one that cannot be read, ValueError for a negative
-        epoch or a `start` beyond the last batch.
+        UserError, which names the sample, for one that cannot be read, TypeError for a number that
+        is not whole, ValueError for a negative epoch or a `start` beyond the last batch.
         """
+        epoch, start = index(epoch), index(start)
         if epoch < 0 or not 0 <= start <= len(self):
             raise ValueError(
                 f"epoch {epoch} from batch {start}: both count from 0, and an epoch has "
@@ -96,11 +99,15 @@ def open_loader(
         rank, ranks: this process and the number of processes, which share every batch.
         options: other options of the section `data`, e.g. threads, crop_scale, hflip, loader.
 
-    Raises UserError for data that cannot be opened, TypeError for an unknown option.
+    Raises UserError for data that cannot be opened and values that do not fit, TypeError for an
+    unknown option or `score_maps` without `train`.
     """
     # `path` and `train` stand for the first two; the last is for train.py, which holds the maps.
     if foreign := {"data", "val", "maps_on_device"} & options.keys():
         raise TypeError(f"open_loader has no option {min(foreign)!r}")
+    check_type("train", bool, train)
+    if score_maps and not train:
+        raise TypeError("open_loader reads score_maps with train=True only")
     kind = "folder" if Path(path).is_dir() else "ffcv"
     data = DataOptions(
         # Loader's mode selects one of the two, so both can be the same path.
@@ -130,30 +137,16 @@ class TrainLoss:
     objective: str
 
     def __init__(self, loader: Loader, **options: Any) -> None:
-        quiet = Config(data=loader.data)
-        # Options of a run that nothing here reads.
-        others = {"objective"}.union(
-            *(dict(leaves(part)) for part in (quiet.data, quiet.model, quiet.optim, quiet.run))
-        )
-        if foreign := sorted(others & options.keys()):
-            raise TypeError(f"{foreign[0]!r} is no option of a loss")
-        # MixToken, the default of a run, exchanges tokens inside the network, which only a
-        # TokenTransformer can do.
-        plain = with_options(quiet, mixtoken=False, objective=self.objective)
-        config = with_options(plain, **options)
-        check_unused(config, plain)
-        if {config.objective.drloc.variant, config.objective.bootstrap.mode} != {"none"}:
-            raise UserError(
-                "drloc and bootstrap train modules beside the model; use train.py for them"
-            )
-        self._config, self._loader = config, loader
-        self._objective = build_objective(config.setting)
+        if not isinstance(loader, Loader):
+            raise TypeError(f"the loader is a {type(loader).__name__}; give one of open_loader")
+        self._config, self._loader = make_config(loader.data, self.objective, options), loader
+        self._objective = build_objective(self._config.setting)
         if self._objective.needs_score_maps and loader.score_maps is None:
             raise UserError(
                 f"{loader.data.train} has no score maps, which {type(self).__name__} needs; pack "
                 "them, or give score_maps"
             )
-        self._mixing = Mixing(loader.plan, config.mix)
+        self._mixing = Mixing(loader.plan, self._config.mix)
         # Built with the first batch, because mean and deviation are those of the model.
         self._augmentation = None
 
@@ -167,12 +160,7 @@ class TrainLoss:
         # DDP hides the model's patch_size and pretrained_cfg.
         device, network = next(model.parameters()).device, unwrap_model(model)
         self._check(network, batch)
-        if self._augmentation is None:
-            self._augmentation = self._prepare(network, batch).to(device)
-        # The operations are chosen on the host; a batch of the loader is there already.
-        host = batch.index.cpu(), batch.repeat.cpu()
-        chosen = self._augmentation.choose(batch.epoch, *host, *batch.image.shape[1:3])
-        augmented = self._augmentation(batch.to(device), chosen)
+        augmented = self._augment(network, batch, device)
         size = augmented.image.shape[-1]
         # A CNN has a grid too: the regions that a mixed image shows.
         grid = max(1, size // getattr(network, "patch_size", PATCH))
@@ -214,19 +202,48 @@ class TrainLoss:
                 "model that can, e.g. lvvit_s"
             )
 
+    def _augment(self, model: nn.Module, batch: Batch, device: torch.device) -> Batch:
+        """Return the batch on the device, augmented and normalized."""
+        if self._augmentation is None:
+            self._augmentation = self._prepare(model, batch).to(device)
+        # The operations are chosen on the host; a batch of the loader is there already.
+        host = batch.index.cpu(), batch.repeat.cpu()
+        chosen = self._augmentation.choose(batch.epoch, *host, *batch.image.shape[1:3])
+        return self._augmentation(batch.to(device), chosen)
+
     def _prepare(self, model: nn.Module, batch: Batch) -> Augmentation:
         """Check the first batch, and build the augmentation with the model's mean and deviation."""
         if self._objective.needs_score_maps:
             where = f"the score maps of {self._loader.data.train}"
             check_batch(batch.to("cpu"), self._loader.score_maps, where)
-        if not (known := getattr(model, "pretrained_cfg", None)):
+        known = getattr(model, "pretrained_cfg", None) or {}
+        statistics = known.get("mean"), known.get("std")
+        if [np.shape(part) for part in statistics] != [(3,), (3,)]:
             raise UserError(
                 f"{type(model).__name__} does not say how its input is normalized; set "
                 'model.pretrained_cfg = {"mean": (...), "std": (...)}, each three numbers from 0 '
                 "to 1"
             )
-        mean, std = known["mean"], known["std"]
-        return Augmentation(self._loader.plan, self._config.augment, mean, std)
+        return Augmentation(self._loader.plan, self._config.augment, *statistics)
+
+
+def make_config(data: DataOptions, objective: str, options: dict[str, Any]) -> Config:
+    """Return the config of a loss. Raises UserError and TypeError as TrainLoss does."""
+    quiet = Config(data=data)
+    # Options of a run that nothing here reads.
+    others = {"objective"}.union(
+        *(dict(leaves(part)) for part in (quiet.data, quiet.model, quiet.optim, quiet.run))
+    )
+    if foreign := sorted(others & options.keys()):
+        raise TypeError(f"{foreign[0]!r} is no option of a loss")
+    # MixToken, the default of a run, exchanges tokens inside the network, which only a
+    # TokenTransformer can do.
+    plain = with_options(quiet, mixtoken=False, objective=objective)
+    config = with_options(plain, **options)
+    check_unused(config, plain)
+    if {config.objective.drloc.variant, config.objective.bootstrap.mode} != {"none"}:
+        raise UserError("drloc and bootstrap train modules beside the model; use train.py for them")
+    return config
 
 
 class TokenLabeling(TrainLoss):

@@ -215,6 +215,7 @@ def test_misspelled_words_are_refused(loader, options, message):
     ("options", "message"),
     [
         (dict(batch="4"), "batch is '4', and must be a whole number"),
+        (dict(train="no"), "train is 'no', and must be True or False"),
         (dict(batch=4.0), "batch is 4.0, and must be a whole number"),
         (dict(size=32.5), "--size is 32.5, and must be a whole number"),
         (dict(seed=-1), "seed is -1 and must be from 0"),
@@ -265,6 +266,32 @@ def test_epochs_and_batches_count_from_0(loader, epoch, start):
         loader.epoch(epoch, start)
 
 
+@pytest.mark.parametrize("place", [(1.5,), (0, "1"), (None,)])
+def test_epochs_and_batches_are_whole_numbers(loader, place):
+    with pytest.raises(TypeError, match="cannot be interpreted as an integer"):
+        loader.epoch(*place)
+
+
+def test_a_validation_set_takes_no_score_maps(packed):
+    with pytest.raises(TypeError, match="score_maps with train=True only"):
+        densefeed.open_loader(packed[1], batch=4, train=False, score_maps="maps.h5")
+
+
+def test_a_loss_takes_the_loaders_of_open_loader(loader):
+    with pytest.raises(TypeError, match="the loader is a DataLoader; give one of open_loader"):
+        densefeed.CrossEntropy(torch.utils.data.DataLoader([1]))
+
+
+@pytest.mark.parametrize(
+    "known", [{}, {"mean": (0.5,) * 3}, {"mean": 0.5, "std": 0.5}, {"mean": (0.5,), "std": (1,)}]
+)
+def test_mean_and_deviation_are_three_numbers_each(loader, known):
+    model = timm.create_model("resnet10t", num_classes=loader.num_classes)
+    model.pretrained_cfg = known
+    with pytest.raises(densefeed.UserError, match="does not say how its input is normalized"):
+        densefeed.CrossEntropy(loader)(model, next(loader.epoch(0)))
+
+
 @pytest.mark.parametrize("name", ["lr", "size", "fused_head", "objective", "device"])
 def test_options_that_no_loss_reads_are_refused(loader, name):
     with pytest.raises(TypeError, match=name):
@@ -295,6 +322,7 @@ def test_an_objective_of_ones_own_is_a_loss(loader, monkeypatch):
 
     class Scaled(densefeed.Objective):
         name = "scaled"
+        own = FactorOptions
 
         def loss(self, output, batch, step):
             own = self.setting.options.own
@@ -304,6 +332,8 @@ def test_an_objective_of_ones_own_is_a_loss(loader, monkeypatch):
         objective = "scaled"
 
     monkeypatch.setitem(OBJECTIVES, "scaled", Scaled)
+    with pytest.raises(densefeed.UserError, match="scaled has options of its own, FactorOptions"):
+        ScaledLoss(loader)
     model = timm.create_model("resnet10t", num_classes=loader.num_classes).eval()
     batch = next(loader.epoch(0))
     losses = [ScaledLoss(loader, own=FactorOptions(factor=f)) for f in (1.0, 3.0)]

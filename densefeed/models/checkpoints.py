@@ -55,16 +55,11 @@ def load(path: Path) -> dict:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     # Unpickling a damaged file may raise nearly any exception.
     except Exception as error:
-        raise CheckpointError(
-            f"{path} is not a checkpoint that loads safely ({type(error).__name__}); "
-            "copy or train it again"
-        ) from error
-
+        what = f"is not a checkpoint that loads safely ({type(error).__name__})"
+        raise CheckpointError(f"{path} {what}; copy or train it again") from error
     if not isinstance(checkpoint, dict):
-        raise CheckpointError(
-            f"{path} holds a {type(checkpoint).__name__} instead of a dictionary of weights; "
-            "choose another file"
-        )
+        what = f"a {type(checkpoint).__name__} instead of a dictionary of weights"
+        raise CheckpointError(f"{path} holds {what}; choose another file")
     return checkpoint
 
 
@@ -112,15 +107,16 @@ def build(path: Path, model_name: str = "") -> tuple[nn.Module, dict]:
     checkpoint = load(path)
     own = "recipe" in checkpoint
     spec = ModelSpec(**checkpoint["recipe"]) if own else ModelSpec(model_name, {})
+    if own and model_name not in ("", spec.name):
+        raise CheckpointError(f"{path} holds a model {spec.name}; leave out --model {model_name}")
     if not spec.name:
         raise CheckpointError(f"{path} does not contain its model's name; give it with --model")
     try:
         weights = select_weights(checkpoint)
-        model = (
-            timm.create_model(spec.name, **spec.kwargs)
-            if own
-            else build_for_weights(spec.name, weights)
-        )
+        if own:
+            model = timm.create_model(spec.name, **spec.kwargs)
+        else:
+            model = build_for_weights(spec.name, weights)
         model.load_state_dict(weights)
     except (RuntimeError, TypeError, AttributeError, ValueError, IndexError) as error:
         # The second line of PyTorch's message names the first weight that does not fit.

@@ -136,16 +136,12 @@ def library() -> CDLL:
     encoded = [c_char_p, c_size_t]
     # Without these types ctypes would pass a pointer as a C int, which cuts it to 32 bits.
     arguments = {
-        "open": [c_int],
-        "close": [c_void_p],
+        **dict.fromkeys(("open", "sizes"), (c_int,)),
+        **dict.fromkeys(("close", "decode", "maps", "free"), (c_void_p,)),
         "submit": [c_void_p, c_void_p],
         "wait": [c_void_p, c_void_p, c_double, c_int],
-        "decode": [c_void_p],
-        "maps": [c_void_p],
-        "free": [c_void_p],
         "transcode": [*encoded, c_int, c_void_p, c_void_p, c_char_p],
         "probe": [*encoded, c_void_p, c_void_p, c_char_p],
-        "sizes": [c_int],
     }
     for name, types in arguments.items():
         getattr(lib, f"densefeed_{name}").argtypes = types

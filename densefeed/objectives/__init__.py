@@ -53,7 +53,13 @@ def build_objective(setting: Setting) -> Objective:
         raise UserError(
             f"--objective {options.name} is unknown; choose one of {', '.join(OBJECTIVES)}"
         )
-    objective = OBJECTIVES[options.name](setting)
+    kind = OBJECTIVES[options.name]
+    if not isinstance(options.own, kind.own):
+        raise UserError(
+            f"--objective {options.name} has options of its own, {kind.own.__name__}; choose a "
+            "recipe that has them"
+        )
+    objective = kind(setting)
     # Both wrap any objective; Bootstrapping.check refuses them together.
     if options.drloc.variant != "none":
         objective = DRLoc(setting, objective)

@@ -70,6 +70,7 @@ class Objective:
         needs_score_maps: whether batches must carry score maps.
         needs_tokens: whether the model must have a head on every token.
         adds_network: whether it trains a network beside the model from scratch.
+        own: the class of the options of its own, if it has any.
         unused: options that it does not read, by name, and what does (`Options.unused`).
     """
 
@@ -77,6 +78,7 @@ class Objective:
     needs_score_maps: bool = False
     needs_tokens: bool = False
     adds_network: bool = False
+    own: type[ObjectiveOptions] = ObjectiveOptions
     unused: ClassVar[dict[str, str]] = {}
 
     def __init__(self, setting: Setting) -> None:

@@ -580,15 +580,12 @@ class DaliLoader(ThreadedLoader):
                 "DALI does not survive a fork of a process that used it; start processes by spawn"
             )
         super().__init__(source, plan, threads, on_bad_sample, maps, device)
-        regions = True
-        if device.type != "cpu":
-            why = probe_regions(device.index or 0)
-            regions = not why
-            if plan.rank == 0:
-                what = f"whole JPEGs, as its region decoder {why}" if why else "regions"
-                print(f"DALI on {device} decodes {what}")
+        why = "" if device.type == "cpu" else probe_regions(device.index or 0)
+        if device.type != "cpu" and plan.rank == 0:
+            what = f"whole JPEGs, as its region decoder {why}" if why else "regions"
+            print(f"DALI on {device} decodes {what}")
         rows = min(len(plan.rows), max(LEAST_RUN, RUN_PER_THREAD * threads))
-        self._engine = _Engine(self._pool, max(1, threads), rows, device, regions, plan.num_samples)
+        self._engine = _Engine(self._pool, max(1, threads), rows, device, not why, plan.num_samples)
         # A loader that is dropped without `close` stops its threads too.
         self._end = weakref.finalize(self, self._engine.stop)
 

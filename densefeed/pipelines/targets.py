@@ -151,11 +151,9 @@ def axis_weights(at: Places, side: int, grid: int, most: int) -> tuple[Tensor, T
 
 
 def table_points(at: Places, side: int, grid: int, most: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the sampling of any View.
-
-    Returns points of the map `[N, P * G, P * G, 2]` in grid_sample's coordinates (-1 to 1), their
-    share in the mean of their token `[N, 1, P * G, P * G]`, 0 outside, and the share of samples
-    inside `[N, P, P]`.
+    """Return how to sample any View: points of the map `[N, P * G, P * G, 2]`, -1 to 1 as in
+    grid_sample, their share in the mean of their token `[N, 1, P * G, P * G]`, 0 outside, and the
+    share of samples inside `[N, P, P]`.
     """
     # Length of the input's axis on the map, however the View rotates it.
     points, used, count = sample_points(at.through[:, :, :2].norm(dim=1) * side, grid, most)
@@ -172,12 +170,8 @@ def table_points(at: Places, side: int, grid: int, most: int) -> tuple[Tensor, T
     through = through.clamp(first, last)
     inside = inside.to(x.dtype).unflatten(2, (grid, most)).unflatten(1, (grid, most))  # N P G P G
     hits = inside.sum((2, 4))
-    share = inside / hits.clamp(min=1)[:, :, None, :, None]
-    return (
-        through.permute(0, 2, 3, 1) * 2 - 1,
-        share.flatten(3, 4).flatten(1, 2)[:, None],
-        hits / count.prod(1)[:, None, None],
-    )
+    share = (inside / hits.clamp(min=1)[:, :, None, :, None]).flatten(3, 4).flatten(1, 2)[:, None]
+    return through.permute(0, 2, 3, 1) * 2 - 1, share, hits / count.prod(1)[:, None, None]
 
 
 def may_round(tensor: Tensor) -> bool:

@@ -36,7 +36,7 @@ from densefeed.relabel.reference_match import (
 )
 from densefeed.relabel.teacher import weights_hash
 from densefeed.storage.geometry import teacher_window
-from densefeed.storage.images import Images
+from densefeed.storage.images import Images, sample_evenly
 from densefeed.storage.maintenance import disorder
 from densefeed.storage.packs import SURE, label_rows
 from densefeed.storage.row_codecs import ScoreMaps, cell_targets
@@ -60,7 +60,8 @@ MAX_NAMED = 5
 MIN_LABELED_ROWS = 100
 # Correlation below which two maps are certainly of different images.
 OTHER_IMAGE = 0.5
-# Rows with equal checksums that are compared, in pairs; see `find_equal_maps`.
+# Rows with equal checksums that are compared, in pairs. The checksums of 1.28 million different
+# rows agree by chance 190 times. In a store whose rows are all equal, every row would be compared.
 MAX_PAIRS = 2000
 
 # How the teacher's name in a header ends, if it labeled at less than float32. Its maps differ by
@@ -168,14 +169,13 @@ def audit(
         blocked_by = "the fault of the class list must be fixed first"
     if images is not None:
         # `store.rows` raises for rows whose checksum does not match.
-        usable = np.setdiff1d(scan.ids, [*scan.faults])
+        usable = scan.ids[scan.good()]
         rows = neighbors(store.labels, usable[image_of[usable] >= 0], count)
         if len(rows):
             outcomes["windows"] = check_windows(store, images, image_of, rows)
         # Correlations are of probabilities by class, so they need logits and the right class list.
         if references and len(rows) and not blocked_by:
-            header = store.header
-            match = look(store.rows, header, images, image_of, rows, references, threads)
+            match = look(store.rows, store.header, images, image_of, rows, references, threads)
     labels = check_labels(store, scan, match, blocked_by)
     unchecked = "unchecked", blocked_by or NO_REFERENCE
     outcomes |= dict.fromkeys(("orientation", "coverage", "rows"), unchecked)
@@ -195,7 +195,7 @@ def rows_to_read(count: int, every_row: bool) -> np.ndarray:
     if every_row or count <= ALL_ROWS:
         return np.arange(count)
     # Rows are in the order of the class folders, so even spacing takes its share of every class.
-    return np.linspace(0, count - 1, SAMPLED_ROWS).astype(np.int64)
+    return sample_evenly(count, SAMPLED_ROWS)
 
 
 def is_own_teacher(store: ScoreMapStore, references: References) -> bool:
@@ -290,8 +290,7 @@ def scan_rows(store: ScoreMapStore, ids: np.ndarray) -> RowScan:
         usable = ~np.any([rows for kind, rows in wrong.items() if kind != OVER], axis=0)
         scan_logits(scan, at[usable], maps.logit[usable], store.header.num_classes)
         if not bad.all():
-            good = ScoreMaps(*(part[~bad] for part in maps))
-            scan_probabilities(store, at[~bad], good, scan)
+            scan_probabilities(store, at[~bad], maps.select(~bad), scan)
     return scan
 
 
@@ -421,13 +420,10 @@ def check_logits(store: ScoreMapStore, scan: RowScan) -> Outcome:
     """
     header = store.header
     judged, good = ~np.isnan(scan.range[:, 0]), scan.good()
-    if not judged.any() and good.any():
-        return "unchecked", (
-            "every map is the same in all of its cells, as maps made from labels are"
-        )
     if not judged.any():
-        return "unchecked", "no row could be read"
-    low, high = float(scan.range[judged, 0].min()), float(scan.range[judged, 1].max())
+        constant = "every map is the same in all of its cells, as maps made from labels are"
+        return "unchecked", constant if good.any() else "no row could be read"
+    low, high = scan.range[judged, 0].min(), scan.range[judged, 1].max()
     max_sum, max_exp_sum = scan.sums[judged].max(0)
     shares = scan.shares[judged].mean(0)
     span = f"the logits range from {low:.3g} to {high:.3g}"
@@ -451,7 +447,7 @@ def check_logits(store: ScoreMapStore, scan: RowScan) -> Outcome:
     if not (judged & good).any():
         return "unchecked", "no row could be read"
     # If logits lie in [0, 1], the likeliest class has at most e times the probability of any other.
-    max_p, limit = float(scan.max_p[judged].max()), math.e / (header.num_classes - 1 + math.e)
+    max_p, limit = scan.max_p[judged].max(), math.e / (header.num_classes - 1 + math.e)
     if max_p > limit:
         return "sound", f"{span}, and the most confident cell gives its class {100 * max_p:.1f} %"
     return (
@@ -484,30 +480,23 @@ def are_probabilities(high: float, shares: np.ndarray, top_k: int) -> bool:
 
 
 def check_class_numbers(store: ScoreMapStore, scan: RowScan) -> Outcome:
-    """Find class numbers that were rounded to float16.
-
-    float16 represents every integer up to 2,048, then the even ones, from 4,096 on the multiples of
-    4, and so on.
-    """
+    """Find class numbers that were rounded to float16."""
     num_classes = store.header.num_classes
     # Numbers start at 0, so the last of 2,049 classes is 2,048.
     if num_classes <= 2049:
         return "sound", f"float16 represents all {num_classes:,} class numbers exactly"
-    classes = np.flatnonzero(scan.named[:num_classes])
-    beyond = classes[classes > 2048]
+    beyond = 2049 + np.flatnonzero(scan.named[2049:num_classes])
     # float16 has 11 significant bits: from 2**n on it represents the multiples of 2**(n - 10).
-    step = 2.0 ** (np.floor(np.log2(np.maximum(beyond, 1))) - 10)
-    on_grid = beyond % step == 0
-    # A class drawn at random lies on the grid with probability 1/2, 1/4, ..., depending on its
-    # size.
-    bits = float(np.log2(step).sum())
+    lost_bits = np.floor(np.log2(beyond)) - 10
+    on_grid = beyond % 2**lost_bits == 0
     evidence = (
-        f"{len(beyond):,} different classes above 2,048 are named, and {int(on_grid.sum()):,} of "
-        "them are exact in float16"
+        f"{len(beyond):,} different classes above 2,048 are named, and {on_grid.sum():,} of them "
+        "are exact in float16"
     )
     if not on_grid.all():
         return "sound", evidence
-    # By chance once in a million stores.
+    # All are exact by chance (1/2, 1/4, ... for a class, by its size) once in a million stores.
+    bits = lost_bits.sum()
     if bits < 20:
         return "unchecked", f"{evidence}: too few to decide"
     return (
@@ -517,16 +506,14 @@ def check_class_numbers(store: ScoreMapStore, scan: RowScan) -> Outcome:
     )
 
 
-def find_equal_maps(store: ScoreMapStore) -> tuple[list[tuple[int, int]], set[int], float]:
-    """Compare the maps of rows with equal checksums.
+def find_equal_maps(store: ScoreMapStore) -> tuple[list[list[int]], set[int], float]:
+    """Compare the maps of rows with equal checksums, at most MAX_PAIRS pairs.
 
-    The checksums of 1.28 million different rows agree by chance 190 times, so at most 2,000 pairs
-    are compared. Returns the pairs of rows with equal maps; the rows that name nothing but their
-    label in every cell; and the number of rows with equal checksums per pair that was compared.
+    Returns the pairs of rows with equal maps; the rows that name nothing but their label in every
+    cell; and the number of rows with equal checksums per pair that was compared.
     """
     header, order = store.header, np.argsort(store.crcs, kind="stable")
     again = np.flatnonzero(np.diff(store.crcs[order]) == 0)
-    # In a store whose rows are all equal, every row would be compared.
     compared = again[:MAX_PAIRS]
     pairs, filled = [], set()
     for pair in (order[at : at + 2] for at in compared):
@@ -537,13 +524,12 @@ def find_equal_maps(store: ScoreMapStore) -> tuple[list[tuple[int, int]], set[in
             continue
         if any((first != second).any() for first, second in maps):
             continue
-        # Imports give images without a map their label in every cell, at logit SURE
-        # (storage/packs.py).
+        # Imports give images without a map their label in every cell, at logit SURE (packs.py).
         by_label = label_rows(store.labels[pair], header.num_classes, header.side, header.top_k)
         if maps.logit[0, 0, 0, 0] >= SURE - 0.5 and (maps.cls == by_label.cls).all():
             filled.update(pair.tolist())
         else:
-            pairs.append(tuple(pair.tolist()))
+            pairs.append(pair.tolist())
     return pairs, filled, len(again) / max(len(compared), 1)
 
 
@@ -578,8 +564,8 @@ def check_duplicates(
     different = [
         pair
         for pair in pairs
-        if image_of[list(pair)].min() >= 0
-        and len({images.read(index) for index in image_of[list(pair)].tolist()}) > 1
+        if image_of[pair].min() >= 0
+        and len({images.read(index) for index in image_of[pair].tolist()}) > 1
     ]
     if not different:
         return "sound", f"{len(pairs):,} maps occur twice, and so do their images{note}"
@@ -654,9 +640,9 @@ def neighbors(labels: np.ndarray, usable: np.ndarray, count: int) -> np.ndarray:
     """
     if len(usable) < 2 or count < 2:
         return np.empty(0, np.int64)
-    pairs = max(1, min(count // 2, len(usable) // 2))
+    pairs = min(count, len(usable)) // 2
     # The last place is len - 2, because a pair needs the row after it.
-    at = np.linspace(0, len(usable) - 2, pairs).astype(np.int64)
+    at = sample_evenly(len(usable) - 1, pairs)
     label = labels[usable]
     # The last row of a class is paired with the row before it.
     back = (at > 0) & (label[at] != label[at + 1]) & (label[at] == label[at - 1])
@@ -998,7 +984,7 @@ def check_rows(store: ScoreMapStore, match: MapCorrelation, own_teacher: bool) -
     this store, whose maps of the same images can only be the same.
     """
     own, other = match.in_best_layout(match.own), match.in_best_layout(match.other)
-    valid = ~np.isnan(own) & ~np.isnan(other)
+    valid = ~np.isnan(own + other)
     rows, own, other = match.rows[valid], own[valid], other[valid]
     if len(own) < MIN_IMAGES:
         return "unchecked", too_few_images(len(own))

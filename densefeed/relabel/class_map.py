@@ -102,19 +102,7 @@ def _read_pairs(path: Path) -> list[tuple[str, str | None]]:
     except UnicodeDecodeError:
         raise UserError(f"{path} is not text; a class map is JSON or CSV") from None
     if path.suffix.lower() == ".json":
-        try:
-            # A list of pairs, because a dictionary would hide a class that is there twice.
-            pairs = json.loads(text, object_pairs_hook=list)
-        except json.JSONDecodeError as error:
-            raise UserError(f"{path} is not JSON ({error}); correct it") from None
-        # With this hook an object is a list of tuples, and an array a list of anything else.
-        whole = isinstance(pairs, list) and all(isinstance(pair, tuple) for pair in pairs)
-        if not whole or not all(value is None or isinstance(value, str) for _, value in pairs):
-            raise UserError(
-                f'{path} must be an object such as {{"teacher\'s class": "class of the data"}}, '
-                "with null for none"
-            )
-        return pairs
+        return _parse_json(path, text)
     rows = [[cell.strip() for cell in row] for row in csv.reader(text.splitlines())]
     rows = [row for row in rows if any(row)]
     if rows and [cell.lower() for cell in rows[0]] == ["teacher", "data"]:
@@ -126,3 +114,20 @@ def _read_pairs(path: Path) -> list[tuple[str, str | None]]:
                 "teacher,data"
             )
     return [(theirs, ours or None) for theirs, ours in rows]
+
+
+def _parse_json(path: Path, text: str) -> list[tuple[str, str | None]]:
+    """Parse the pairs of `_read_pairs` from the text of a JSON file."""
+    try:
+        # A list of pairs, because a dictionary would hide a class that is there twice.
+        pairs = json.loads(text, object_pairs_hook=list)
+    except json.JSONDecodeError as error:
+        raise UserError(f"{path} is not JSON ({error}); correct it") from None
+    # With this hook an object is a list of tuples, and an array a list of anything else.
+    whole = isinstance(pairs, list) and all(isinstance(pair, tuple) for pair in pairs)
+    if not whole or not all(isinstance(value, str | None) for _, value in pairs):
+        raise UserError(
+            f'{path} must be an object such as {{"teacher\'s class": "class of the data"}}, '
+            "with null for none"
+        )
+    return pairs

@@ -14,6 +14,7 @@ import torch
 
 from densefeed.relabel.labeling import Pass, score_batches
 from densefeed.relabel.scoring import Scored
+from densefeed.storage.images import sample_evenly
 from densefeed.storage.row_codecs import Form, row_sizes
 from densefeed.storage.score_maps import palette_sizes, row_types
 
@@ -44,13 +45,14 @@ class Estimate(NamedTuple):
 
     def lines(self) -> Iterator[str]:
         """Format the estimate for printing, line by line."""
-        waited = f"the teacher waited {100 * self.images_wait:.0f} % of the time for images"
-        yield f"{self.rate:,.1f} images/s in batches of {self.batch}; {waited}"
-        threads = math.ceil(self.rate / self.render_rate)
-        keep = "keeps" if threads == 1 else "keep"
         yield (
-            f"one decoding thread renders {self.render_rate:,.0f} images/s: {threads} {keep} this "
-            "device busy"
+            f"{self.rate:,.1f} images/s in batches of {self.batch}; the teacher waited "
+            f"{100 * self.images_wait:.0f} % of the time for images"
+        )
+        threads = math.ceil(self.rate / self.render_rate)
+        yield (
+            f"one decoding thread renders {self.render_rate:,.0f} images/s: {threads} "
+            f"keep{'s' if threads == 1 else ''} this device busy"
         )
         counts = (self.images, IMAGENET)
         for devices in DEVICES:
@@ -68,8 +70,7 @@ def estimate_pass(work: Pass) -> Estimate:
     Raises UserError as a real pass does.
     """
     count, sizes = len(work.images), []
-    device = work.scorer.device
-    ids = np.linspace(0, count - 1, min(count, BATCHES * work.batch)).astype(np.int64)
+    ids = sample_evenly(count, BATCHES * work.batch)
     batches = [ids[at : at + work.batch] for at in range(0, len(ids), work.batch)]
 
     def measure(_ids: np.ndarray, scored: Scored, window_N4: np.ndarray) -> None:
@@ -78,38 +79,45 @@ def estimate_pass(work: Pass) -> Estimate:
     # Warm up: libraries choose their kernels, a compiler compiles.
     score_batches(work, batches[:1], measure, lambda _: None)
     speed = score_batches(work, batches, measure, lambda _: None)
-    out, some = np.empty(work.pictures_shape, np.uint8), ids[:RENDERED].tolist()
-    began = time.perf_counter()
-    for index in some:
-        work.render(index, out)
-    render_rate = len(some) / (time.perf_counter() - began)
-    # Linux reports KiB.
-    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    if device.type == "cuda":
-        # Reserved and not only allocated: the allocator's free blocks are lost to others too.
-        memory = torch.cuda.max_memory_reserved(device)
     return Estimate(
         count,
         speed.images / speed.seconds,
         speed.images_wait / speed.seconds,
-        render_rate,
+        measure_rendering(work, ids[:RENDERED].tolist()),
         # The first batch was scored twice, the first time to warm up.
         predict_row_bytes(work, np.concatenate(sizes[1:])),
-        memory,
+        measure_memory(work.scorer.device),
         work.batch,
     )
+
+
+def measure_rendering(work: Pass, ids: list[int]) -> float:
+    """Measure how many of these images one thread renders a second while nothing else runs."""
+    out, began = np.empty(work.pictures_shape, np.uint8), time.perf_counter()
+    for index in ids:
+        work.render(index, out)
+    return len(ids) / (time.perf_counter() - began)
+
+
+def measure_memory(device: torch.device) -> int:
+    """Measure the peak memory in bytes, of the device; on a CPU, of the process."""
+    if device.type == "cuda":
+        # Reserved and not only allocated: the allocator's free blocks are lost to others too.
+        return torch.cuda.max_memory_reserved(device)
+    # Linux reports KiB.
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def predict_row_bytes(work: Pass, palette: np.ndarray) -> dict[Form, float]:
     """Compute the bytes of a row on disk in each form, for maps with these palette sizes."""
     side, top_k = work.header.side, work.header.top_k
     per_row = {
-        name: np.dtype(dtype).itemsize * int(np.prod(shape, dtype=int))
+        name: np.dtype(dtype).itemsize * math.prod(shape)
         for name, (dtype, shape) in row_types(side, top_k).items()
     }
-    maps = per_row["logit"] + per_row["cls"] + per_row["lse"]
+    maps = sum(per_row.pop(name) for name in ("logit", "cls", "lse"))
     # HDF5 stores every path in the width of the longest.
-    beside = sum(per_row.values()) - maps + max(len(path.encode()) for path in work.images.paths)
+    beside = sum(per_row.values()) + max(len(path.encode()) for path in work.images.paths)
     row_bytes = {"raw": beside + maps}
     # These forms also store where each row begins, in 8 bytes.
     for form in ("lossless", "compact"):

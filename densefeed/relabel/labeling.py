@@ -43,6 +43,7 @@ from densefeed.storage.shards import (
     missing,
 )
 from densefeed.system.errors import UserError, first_line
+from densefeed.system.options import Bounds
 from densefeed.system.progress import tally
 
 # Batches being rendered while one is scored, and batches on the device or being written.
@@ -111,8 +112,9 @@ def begin_pass(
     device, shape = teacher.mean.device, teacher.shape
     scorer = Scorer(teacher, device, choose_precision(precision, device), compiled)
     side, num_classes = score_blank(scorer, name, shape)
-    if top_k < 1 or threads < 1 or (batch != "auto" and batch < 1):
-        raise UserError("--top-k, --batch and --threads must be at least 1")
+    given = {"top_k": top_k, "threads": threads, "batch": 1 if batch == "auto" else batch}
+    for option, number in given.items():
+        Bounds(1).check(option, number)
     if top_k > num_classes:
         raise UserError(f"--top-k {top_k} is more than the {num_classes} classes of {name}")
     if len(images.class_names) != num_classes:
@@ -244,11 +246,7 @@ def label_shard(work: Pass, out: Path, shard: Shard, ranks: bool) -> ScoreMapSto
                 writer.finish()
             if ranks and shard.index == 0:
                 wait_for_all(out, shard.of, update)
-        if shard.of > 1:
-            return None
-        store = finish(writer, out, work.header.form)
-        clean_up(out, header)
-        return store
+        return finish(writer, out, work.header.form) if shard.of == 1 else None
     finally:
         writer.close()
 

@@ -19,6 +19,12 @@ INTERPOLATIONS = {
 # timm's names in CaiT and XCiT for blocks in which only the class token changes, by attention to
 # cells that the blocks leave as they are.
 CLASS_ATTENTION = ("blocks_token_only", "cls_attn_blocks")
+# Preprocessing where a model does not state its own.
+IMAGENET_CONFIG = {
+    "mean": (0.485, 0.456, 0.406),
+    "std": (0.229, 0.224, 0.225),
+    "interpolation": "bicubic",
+}
 
 
 def preprocessing_config(module: nn.Module) -> dict:
@@ -27,16 +33,12 @@ def preprocessing_config(module: nn.Module) -> dict:
     They are attributes of the module or entries of timm's `pretrained_cfg`; the defaults are
     ImageNet's. Raises UserError for a value that cannot be used.
     """
-    config = {
-        "mean": (0.485, 0.456, 0.406),
-        "std": (0.229, 0.224, 0.225),
-        "interpolation": "bicubic",
-    }
     pretrained = getattr(module, "pretrained_cfg", None)
     pretrained = pretrained if isinstance(pretrained, dict) else {}
-    for name in config:
+    config = {}
+    for name, default in IMAGENET_CONFIG.items():
         value = getattr(module, name, pretrained.get(name))
-        config[name] = config[name] if value is None else value
+        config[name] = default if value is None else value
     for name in ("mean", "std"):
         try:
             values = torch.as_tensor(config[name], dtype=torch.float64).flatten().tolist()
@@ -99,12 +101,12 @@ class Network(nn.Module):
             )
         self.interpolation = INTERPOLATIONS[config["interpolation"]]
         # Pictures are uint8: scaling mean and std once saves dividing every picture by 255.
-        self.register_buffer("mean", torch.tensor(config["mean"]).view(1, 3, 1, 1) * 255)
-        self.register_buffer("std", torch.tensor(config["std"]).view(1, 3, 1, 1) * 255)
-        self.num_classes = class_map.classes if class_map else None
+        for key in ("mean", "std"):
+            self.register_buffer(key, torch.tensor(config[key]).view(1, 3, 1, 1) * 255)
+        source, target, self.num_classes = class_map or (None, None, None)
         # Buffers, so that they move to the device with the model.
-        self.register_buffer("source", class_map.source if class_map else None)
-        self.register_buffer("target", class_map.target if class_map else None)
+        self.register_buffer("source", source)
+        self.register_buffer("target", target)
         self._check_model()
 
     def _check_model(self) -> None:
@@ -148,11 +150,10 @@ class Network(nn.Module):
         Images of another size than `input_size` are resized. Raises UserError if the model gives no
         square table of cells.
         """
-        image_NCHW = image_NHWC.permute(0, 3, 1, 2).float()
-        if image_NCHW.shape[2] != self.input_size:
+        size, image_NCHW = self.input_size, image_NHWC.permute(0, 3, 1, 2).float()
+        if image_NCHW.shape[2] != size:
             # PyTorch has no Lanczos filter.
             mode = "bilinear" if self.interpolation is Image.Resampling.BILINEAR else "bicubic"
-            size = (self.input_size, self.input_size)
             # Bicubic weights overshoot; Pillow clips to 0..255 too.
             image_NCHW = F.interpolate(image_NCHW, size, mode=mode, antialias=True).clamp(0, 255)
         image_NCHW = (image_NCHW - self.mean) / self.std
@@ -185,10 +186,10 @@ class Network(nn.Module):
             self._refuse(
                 f"gives features of shape {tuple(shape)}, none of which is its {channels} channels"
             )
-        count, height, width = shape[:3] if last else (len(features), *shape[2:])
-        one = (1, 1, shape[3]) if last else (shape[1], 1, 1)
+        features_NHWC = features if last else features.permute(0, 2, 3, 1)
+        count, height, width, C = features_NHWC.shape
         # Each cell becomes a feature map of 1 x 1, of which the head's pooling is the cell itself.
-        cells = (features if last else features.permute(0, 2, 3, 1)).reshape(-1, *one)
+        cells = features_NHWC.reshape(-1, *((1, 1, C) if last else (C, 1, 1)))
         return model.forward_head(cells).view(count, height, width, -1)
 
     def _classify_tokens(self, tokens_NTC: Tensor) -> Tensor:

@@ -158,9 +158,9 @@ def look(
 
     Raises UserError if the reference has another number of classes.
     """
-    count, shape = len(rows), (len(rows), len(references), 8)
-    index_N, ratio_N = image_of[rows], np.empty(count)
-    agrees_N, own, other = np.empty(count, bool), np.full(shape, np.nan), np.full(shape, np.nan)
+    count, index_N = len(rows), image_of[rows]
+    ratio_N, agrees_N = np.empty(count), np.empty(count, bool)
+    own, other = np.full((2, count, len(references), 8), np.nan)
 
     def load(index: int) -> tuple[list[np.ndarray], float]:
         image = decode(images.read(index), images.where(index))
@@ -227,7 +227,7 @@ def root_probabilities(
     Without roots, confident cells would dominate the others. The inner product of roots is that of
     the Hellinger distance.
     """
-    named, other = cell_targets(ScoreMaps(*(part[n : n + 1] for part in maps)), num_classes, absent)
+    named, other = cell_targets(maps.select([n]), num_classes, absent)
     palette, place = np.unique(maps.cls[n], return_inverse=True)
     # Where a cell does not name a class of the palette, it has its share of the remainder.
     dense = np.repeat(np.sqrt(other[0])[..., None], len(palette), axis=2)

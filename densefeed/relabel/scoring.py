@@ -174,15 +174,8 @@ def find_batch_size(attempt: Callable[[int], None], device: torch.device) -> int
     """
     if device.type != "cuda":
         return CPU_BATCH
-    fits, count, total = 0, 1, torch.cuda.get_device_properties(device).total_memory
-    while count <= MAX_BATCH:
-        torch.cuda.reset_peak_memory_stats(device)
-        try:
-            attempt(count)
-        except torch.OutOfMemoryError:
-            break
-        if torch.cuda.max_memory_reserved(device) > MAX_MEMORY * total:
-            break
+    fits, count = 0, 1
+    while count <= MAX_BATCH and fits_memory(attempt, count, device):
         fits, count = count, 2 * count
     # The allocator still holds blocks of the batch that did not fit.
     torch.cuda.empty_cache()
@@ -192,3 +185,14 @@ def find_batch_size(attempt: Callable[[int], None], device: torch.device) -> int
             "--input-size or another teacher"
         )
     return fits
+
+
+def fits_memory(attempt: Callable[[int], None], count: int, device: torch.device) -> bool:
+    """Whether `attempt` scores `count` images within 0.9 of the device's memory."""
+    torch.cuda.reset_peak_memory_stats(device)
+    try:
+        attempt(count)
+    except torch.OutOfMemoryError:
+        return False
+    total = torch.cuda.get_device_properties(device).total_memory
+    return torch.cuda.max_memory_reserved(device) <= MAX_MEMORY * total

@@ -17,6 +17,7 @@ import weakref
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -287,7 +288,8 @@ class Beton:
         # becomes negative, which the checks below refuse.
         dtype = np.dtype([("entries", "<i8", (width, 3))])
         seen, crc = np.zeros(front.num_samples, bool), 0
-        columns = dict.fromkeys((self._image, *self._offsets), 0)
+        pointers = {self._image: self.images.offset} | self._offsets
+        columns = dict.fromkeys(pointers, 0)
         for at, block in grouped_table(front, dtype):
             entries = block["entries"]
             if front.notes:
@@ -304,9 +306,9 @@ class Beton:
             # ids.
             if owners[0] == at and (np.diff(owners) == 1).all():
                 here = slice(rows.start + at, rows.start + at + len(block))
-            for n, column in columns.items():
-                offsets = (self.images.offset if n == self._image else self._offsets[n])[here]
-                sizes, columns[n] = match_entries(front, entries, offsets, column)
+            for n, pointer in pointers.items():
+                offsets = pointer[here]
+                sizes, columns[n] = match_entries(front, entries, offsets, columns[n])
                 self._check_extents(front, n, owners, offsets, sizes)
                 if n == self._image:
                     self.images.size[here] = sizes
@@ -580,8 +582,9 @@ def read_notes(path: Path, descriptor: int, head: bytes, table: int) -> dict:
         raise damaged
     text = os.pread(descriptor, size, notes_at)
     # The checksum was computed with zeros in its own place.
-    before, after = head[: place_at + NOTES.fields["crc"][1]], head[place_at + NOTES.itemsize :]
-    if zlib.crc32(text, zlib.crc32(before + bytes(4) + after)) != place["crc"]:
+    summed = bytearray(head)
+    np.frombuffer(summed, NOTES, 1, place_at)["crc"] = 0
+    if zlib.crc32(text, zlib.crc32(summed)) != place["crc"]:
         # Before version 2 there was no checksum.
         try:
             version = json.loads(text).get("densefeed", NOTES_VERSION)
@@ -652,27 +655,28 @@ def verify(path: Path, threads: int) -> list[str]:
     Raises UserError as `Beton` if the file cannot be opened.
     """
     beton = Beton(path)
-
-    def check(index: int) -> str | None:
-        try:
-            # Read for the checksum only.
-            beton.arrays(np.array([index]))
-            stored, raw = beton.image(index)
-            if not raw:
-                native.check(stored, int(beton.heights[index]), int(beton.widths[index]))
-        except UserError as error:
-            return str(error)
-        # A CMYK image of a third-party file is not damaged: the loaders decode it with Pillow.
-        except native.JpegError as error:
-            if error.status != native.UNSUPPORTED:
-                return f"{beton.where(index)} is damaged ({error}); pack or copy the file again"
-        return None
-
     with ThreadPoolExecutor(threads) as pool:
-        found = ordered_map(check, range(len(beton)), pool, 16 * threads)
-        damaged = [fault for fault in bar(found, f"verify {path.name}", len(beton)) if fault]
+        found = ordered_map(partial(find_damage, beton), range(len(beton)), pool, 16 * threads)
+        damaged = list(filter(None, bar(found, f"verify {path.name}", len(beton))))
     beton.close()
     return damaged
+
+
+def find_damage(beton: Beton, index: int) -> str | None:
+    """Check a sample as `verify` does; return a sentence if it is damaged."""
+    try:
+        # Read for the checksum only.
+        beton.arrays(np.array([index]))
+        stored, raw = beton.image(index)
+        if not raw:
+            native.check(stored, int(beton.heights[index]), int(beton.widths[index]))
+    except UserError as error:
+        return str(error)
+    # A CMYK image of a third-party file is not damaged: the loaders decode it with Pillow.
+    except native.JpegError as error:
+        if error.status != native.UNSUPPORTED:
+            return f"{beton.where(index)} is damaged ({error}); pack or copy the file again"
+    return None
 
 
 def verify_files(files: tuple[Path, ...], /) -> None:

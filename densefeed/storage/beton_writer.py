@@ -186,6 +186,21 @@ class BetonWriter:
 
     def _resume(self, line: bytes, records: bytes, identity: dict) -> None:
         rows = valid_rows(records)
+        self._check_identity(line, rows, identity)
+        rows = rows[: self._count_complete(rows)]
+        # If an image has two records, the later one is used.
+        self._rows[rows["index"]] = rows
+        packed = rows[rows["state"] == PACKED]
+        if len(packed):
+            self._at = int(packed[-1]["ptr"]) + self._starts[-1] + int(packed[-1]["size"])
+        self._next_row += rows.nbytes
+        # What follows the last complete image is written again.
+        os.ftruncate(self.descriptors[0], self._next_row)
+        os.ftruncate(self.descriptors[1], self._at if len(packed) else 0)
+        self._synced = self._at
+
+    def _check_identity(self, line: bytes, rows: np.ndarray, identity: dict) -> None:
+        """UserError unless the journal, which begins with `line`, is of the same packing."""
         try:
             begun = json.loads(line)
         except ValueError:
@@ -203,17 +218,6 @@ class BetonWriter:
                 f"{self.part} was started with another {min(differ).replace('_', ' ')}; "
                 f"remove it and {self.journal.name}, or choose another --out"
             )
-        rows = rows[: self._count_complete(rows)]
-        # If an image has two records, the later one is used.
-        self._rows[rows["index"]] = rows
-        packed = rows[rows["state"] == PACKED]
-        if len(packed):
-            self._at = int(packed[-1]["ptr"]) + self._starts[-1] + int(packed[-1]["size"])
-        self._next_row += rows.nbytes
-        # What follows the last complete image is written again.
-        os.ftruncate(self.descriptors[0], self._next_row)
-        os.ftruncate(self.descriptors[1], self._at if len(packed) else 0)
-        self._synced = self._at
 
     def _count_complete(self, rows: np.ndarray) -> int:
         """Number of leading records whose images are complete in `.part`.
@@ -327,25 +331,26 @@ class BetonWriter:
                 f"{self.path}: none of the {len(self._rows)} images can be packed; "
                 "there is nothing to write"
             )
-        notes = dict(self.notes)
-        missing = np.flatnonzero(self.state != PACKED).tolist()
-        if missing:
-            notes["left_out"] = len(missing)
-            # Score maps of all images do not fit the images that are left, so the fingerprint
-            # changes.
-            changed = f"{notes.get('fingerprint')} without {missing}"
-            notes["fingerprint"] = hashlib.sha256(changed.encode()).hexdigest()
         with name_errors(self.path):
-            self._write_front(kept, notes)
+            self._write_front(kept, self._final_notes())
             # The bytes must be on disk before the file gets its name.
             os.fsync(self.descriptors[1])
             check_absent(self.path)
             os.replace(self.part, self.path)
-            # The new name must be on disk before the journal goes: a `.part` without its journal is
-            # refused.
+            # On disk before the journal goes: a `.part` without its journal is refused.
             sync(self.path.parent)
             self.journal.unlink()
         self.close()
+
+    def _final_notes(self) -> dict:
+        """Return the notes, with `left_out` and another fingerprint if images failed."""
+        missing = np.flatnonzero(self.state != PACKED).tolist()
+        if not missing:
+            return self.notes
+        # Score maps of all images do not fit the images that are left.
+        changed = f"{self.notes.get('fingerprint')} without {missing}"
+        fingerprint = hashlib.sha256(changed.encode()).hexdigest()
+        return self.notes | {"left_out": len(missing), "fingerprint": fingerprint}
 
     def _write_front(self, kept: np.ndarray, notes: dict) -> None:
         out, count = self.descriptors[1], len(kept)
@@ -353,18 +358,17 @@ class BetonWriter:
         # Fills the last page with zeros: ffcv reads whole pages if `os_cache` is False.
         os.ftruncate(out, table)
         sums_at = self._metadata + count * self._dtype.itemsize
-        notes["crc32"] = self._write_records(kept, table, sums_at)
-        text = json.dumps(notes).encode()
+        sums = self._write_records(kept, table, sums_at)
+        text = json.dumps(notes | {"crc32": sums}).encode()
         notes_at = sums_at + (4 * count if self.arrays else 0)
         assert notes_at + len(text) <= self._first_page, "the notes grew into the first page"
         header = np.array((VERSION, len(self._fields), PAGE, count, table), HEADER).tobytes()
         head = bytearray(header + b"".join(describe_field(field) for field in self._fields))
+        # A view: what is assigned to it is written to `head`.
+        place = np.frombuffer(head, NOTES, 1, notes_place(HEADER.itemsize))
+        place[0] = MARK, notes_at, len(text), 0
         # The checksum covers the header with zeros in its own place.
-        place = np.array((MARK, notes_at, len(text), 0), NOTES)
-        place_at = notes_place(HEADER.itemsize)
-        head[place_at : place_at + NOTES.itemsize] = place.tobytes()
         place["crc"] = zlib.crc32(text, zlib.crc32(head))
-        head[place_at : place_at + NOTES.itemsize] = place.tobytes()
         # A run killed in this method may have written notes that are some digits longer. Zeros
         # overwrite their end.
         padded = text.ljust(min(len(text) + 256, self._first_page - notes_at), b"\0")

@@ -389,7 +389,7 @@ def name_labels(entries: Sequence[Entry], classes: int) -> list[str]:
     folder that holds all images of a split names no class.) The other labels are `class 7`, or
     plain numbers if no label has a name.
     """
-    pairs = {(entry.label, entry.folder) for entry in entries if entry.label is not None}
+    pairs = {(entry.label, entry.folder) for entry in entries}
     labels = Counter(folder for _, folder in pairs)
     own = [(label, folder) for label, folder in pairs if folder and labels[folder] == 1]
     folders = Counter(label for label, _ in own)
@@ -411,15 +411,11 @@ def check_paths(root: Path, file: Path, entries: Sequence[Entry]) -> None:
                 'check --data, and that lines are "path label" or "class/file"'
             )
     # Each folder is listed once: a stat of every file of a network disk takes minutes.
-    there = {}
-    missing = []
+    there, missing = {}, []
     for entry in entries:
         folder, name = os.path.split(entry.path)
         if folder not in there:
-            try:
-                there[folder] = set(os.listdir(root / folder))
-            except (FileNotFoundError, NotADirectoryError):
-                there[folder] = set()
+            there[folder] = set(os.listdir(root / folder) if (root / folder).is_dir() else ())
         if name not in there[folder]:
             missing.append(entry)
     if missing:

@@ -17,6 +17,11 @@ from densefeed.system.errors import UserError
 SIZED_FILES = 1024
 
 
+def sample_evenly(count: int, most: int) -> np.ndarray:
+    """Choose up to `most` of `count` places, evenly spaced from the first to the last; int64."""
+    return np.linspace(0, count - 1, min(count, most)).astype(np.int64)
+
+
 class Images:
     """An indexable labeled image set.
 
@@ -74,9 +79,9 @@ class Images:
         """
         lines = (f"{path}\t{label}" for path, label in zip(self.paths, self.labels, strict=True))
         digest = hashlib.sha256("\n".join(lines).encode())
-        for index in np.linspace(0, len(self) - 1, min(len(self), SIZED_FILES)).astype(int):
+        for index in sample_evenly(len(self), SIZED_FILES).tolist():
             try:
-                with self.open(int(index)) as file:
+                with self.open(index) as file:
                     digest.update(str(file.seek(0, io.SEEK_END)).encode())
             # The error is raised when the image itself is read.
             except OSError:

@@ -17,6 +17,7 @@ from densefeed.storage.row_codecs import (
     unpack,
 )
 from densefeed.storage.score_maps import (
+    Arrays,
     ScoreMapStore,
     allocate_store,
     dataset_types,
@@ -54,8 +55,7 @@ def convert(store: ScoreMapStore, out: Path, form: Form) -> ScoreMapStore:
         raise UserError(f"{store.path} is {form} already; choose another --form")
     check_absent(out)
     count, paths = len(store), np.array([path.encode() for path in store.paths()])
-    done = np.ones(count, np.uint8)
-    known = {"label": store.labels, "path": paths, "palette": store.palette, "done": done}
+    known = {"label": store.labels, "path": paths, "palette": store.palette, "done": np.ones(count)}
     size = row_sizes(form, header.side, header.top_k, store.palette)
     if form != "raw":
         known["start"] = np.cumsum(size) - size
@@ -76,7 +76,7 @@ def convert(store: ScoreMapStore, out: Path, form: Form) -> ScoreMapStore:
 
 
 def encode_chunks(
-    store: ScoreMapStore, form: Form, known: dict[str, np.ndarray]
+    store: ScoreMapStore, form: Form, known: Arrays
 ) -> Iterator[tuple[str, int, bytes]]:
     """Yield the datasets of a store in another form, in chunks: name, first element, bytes."""
     header, error = store.header, ErrorSum(store.header.num_classes, store.header.absent)

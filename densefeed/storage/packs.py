@@ -23,7 +23,7 @@ import numpy as np
 
 from densefeed.storage.datasets import MOST_CLASSES
 from densefeed.storage.geometry import TLBR, WHOLE, Footprint, teacher_window
-from densefeed.storage.images import Images
+from densefeed.storage.images import Images, sample_evenly
 from densefeed.storage.score_maps import (
     ScoreMaps,
     ScoreMapStore,
@@ -320,14 +320,14 @@ def probe(images: Images, matching: Matching) -> tuple[int, int]:
 
     Raises UserError if none can be read.
     """
-    matched = np.flatnonzero((matching.rule == WHOLE_STEM) | (matching.rule == FIRST_DOT))
+    matched = np.flatnonzero(np.isin(matching.rule, (WHOLE_STEM, FIRST_DOT)))
     if not len(matched):
         raise UserError(
             f"{matching.root} has no map of any image in {images.root}; "
             "class folders and names must be the same in both"
         )
     files, shapes, reason = TensorFiles(), Counter(), ""
-    for index in matched[np.linspace(0, len(matched) - 1, min(len(matched), PROBES)).astype(int)]:
+    for index in matched[sample_evenly(len(matched), PROBES)]:
         path = matching.file(images.paths[index], matching.rule[index])
         try:
             shapes[map_shape(files.read(path))] += 1
@@ -399,21 +399,18 @@ def read_maps(
     """Read the maps that `writer` lacks, with `threads` threads, and write them."""
     # One for all threads, so the layout of a pickle is found once.
     files, work = TensorFiles(), list(split_runs(np.flatnonzero(~writer.done), CHUNK))
-
-    def load(ids: np.ndarray) -> Part:
-        return read_part(images, pack, ids, files)
-
     with (
         ThreadPoolExecutor(threads) as pool,
         # If a write fails, `closing` cancels the parts that have not started.
-        closing(ordered_map(load, work, pool, ahead=2 * threads)) as parts,
+        closing(
+            ordered_map(lambda ids: read_part(images, pack, ids, files), work, pool, 2 * threads)
+        ) as parts,
         steps_bar("import maps", len(images), report.earlier) as advance,
     ):
         for part in parts:
             # The writer takes consecutive rows only, and some maps may be missing.
             for ids in split_runs(part.ids, CHUNK):
-                rows = np.searchsorted(part.ids, ids)
-                writer.write(ids, ScoreMaps(*(column[rows] for column in part.maps)))
+                writer.write(ids, part.maps.select(np.searchsorted(part.ids, ids)))
             for problem in part.problems:
                 report.add(*problem)
             report.kept += len(part.ids)
@@ -423,8 +420,7 @@ def read_maps(
 
 def read_part(images: Images, pack: Pack, ids: np.ndarray, files: TensorFiles) -> Part:
     """Read the maps of the images `ids`."""
-    num_classes, problems = len(images.class_names), []
-    read = []
+    read, problems = [], []
     for index in ids.tolist():
         try:
             read.append((index, *load_map(images, pack, index, files)))
@@ -434,45 +430,51 @@ def read_part(images: Images, pack: Pack, ids: np.ndarray, files: TensorFiles) -
         return Part(np.empty(0, np.int64), None, problems, len(ids))
     indices, arrays, windows = zip(*read, strict=True)
     # Maps of several float types are stacked as the widest of them, which holds all numbers.
-    logit, cls, lse, wrong = to_rows(np.stack(arrays), num_classes, pack.axes)
+    logit, cls, lse, wrong = to_rows(np.stack(arrays), len(images.class_names), pack.axes)
     found, kept = np.array(indices), np.ones(len(indices), bool)
     for fault, rows in wrong.items():
         for index in found[rows & kept]:
             file = pack.matching.file(images.paths[index], pack.matching.rule[index])
             problems.append((fault, str(file)))
         kept &= ~rows
-    maps = logit, cls, lse, np.array(windows, np.float32)
-    return Part(found[kept], ScoreMaps(*(part[kept] for part in maps)), problems, len(ids))
+    maps = ScoreMaps(logit, cls, lse, np.array(windows, np.float32))
+    return Part(found[kept], maps.select(kept), problems, len(ids))
 
 
 def load_map(images: Images, pack: Pack, index: int, files: TensorFiles) -> tuple[np.ndarray, TLBR]:
     """Load the array and the Window of image `index`; UnusableError if there is no usable map."""
     rule, path = pack.matching.rule[index], images.paths[index]
-    num_classes = len(images.class_names)
     if rule in (NONE, SHARED):
-        kind = "no file" if rule == NONE else "one file for several images"
-        raise UnusableError(kind, path)
-    file, wanted = pack.matching.file(path, rule), (pack.side, pack.top_k)
+        raise UnusableError("no file" if rule == NONE else "one file for several images", path)
+    file = pack.matching.file(path, rule)
     try:
         array = files.read(file)
-        shape, most = map_shape(array), EXACT[array.itemsize]
-        if shape == wanted and num_classes <= most:
-            # Only a squashed image has its Window without a look at the image's size.
-            squash = pack.footprint == "squash"
-            return array, WHOLE if squash else teacher_window(pack.footprint, *images.size(index))
+        check_map(array, pack, file, len(images.class_names))
+        # Only a squashed image has its Window without a look at the image's size.
+        squash = pack.footprint == "squash"
+        return array, WHOLE if squash else teacher_window(pack.footprint, *images.size(index))
     except TensorError as error:
         raise UnusableError("damaged or no map", f"{file} {error}") from error
     except OSError as error:
         reason = f"{error.filename or file}: {error.strerror or error}"
         raise UnusableError("not readable", reason) from error
+
+
+def check_map(array: np.ndarray, pack: Pack, file: Path, num_classes: int) -> None:
+    """UnusableError if a map has another shape than the pack, or floats that round its classes.
+
+    Raises TensorError if the array is no map.
+    """
+    shape, wanted, most = map_shape(array), (pack.side, pack.top_k), EXACT[array.itemsize]
     if shape != wanted:
         have, need = (f"{side} x {side} cells of {k} classes" for side, k in (shape, wanted))
         raise UnusableError("another shape", f"{file} has {have}, not {need}")
-    raise UnusableError(
-        "classes beyond the exact range of their type",
-        f"{file} numbers {num_classes:,} classes in float{array.itemsize * 8}, "
-        f"which is exact only to {most:,}",
-    )
+    if num_classes > most:
+        raise UnusableError(
+            "classes beyond the exact range of their type",
+            f"{file} numbers {num_classes:,} classes in float{array.itemsize * 8}, "
+            f"which is exact only to {most:,}",
+        )
 
 
 def label_rows(label_N: np.ndarray, num_classes: int, side: int, top_k: int) -> ScoreMaps:

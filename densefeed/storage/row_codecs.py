@@ -32,6 +32,10 @@ class ScoreMaps(NamedTuple):
     lse: np.ndarray
     window: np.ndarray
 
+    def select(self, rows: np.ndarray | list[int]) -> "ScoreMaps":
+        """Select rows by their numbers, or by a mask."""
+        return ScoreMaps(*(part[rows] for part in self))
+
 
 class FormError(NamedTuple):
     """Error of a lossy form against the maps it was made from, over all rows."""
@@ -162,8 +166,7 @@ def unpack(
                 level = (low[:, None] + step[:, None] * levels).astype(np.float16)
             logit[ids] = np.take_along_axis(level, stack[:, -entries:].astype(np.intp), 1)
         else:
-            values = stack[:, -2 * (entries + cells) :]
-            values = read_column(values, 0, entries + cells, "<f2")
+            values = read_column(stack[:, -2 * (entries + cells) :], 0, entries + cells, "<f2")
             logit[ids], lse[ids] = values[:, :entries], values[:, entries:]
     shape = N, side, side
     return logit.reshape(*shape, top_k), cls.reshape(*shape, top_k), lse.reshape(shape)

@@ -41,6 +41,7 @@ from densefeed.system.options import to_plain
 from densefeed.system.progress import bar
 
 Types = dict[str, tuple[str, tuple[int, ...]]]  # dtype and shape of datasets, by name
+Arrays = dict[str, np.ndarray]  # datasets, by name
 
 # Version of the file for each form of its rows.
 VERSIONS = {"raw": 1, "lossless": 2, "compact": 2}
@@ -222,7 +223,7 @@ def missing_file(path: Path) -> UserError:
     return UserError(f"{path}: there is no such file; make it with tools/relabel_imagenet.py")
 
 
-def map_datasets(path: Path) -> tuple[StoreHeader, dict[str, np.ndarray], dict[str, int]]:
+def map_datasets(path: Path) -> tuple[StoreHeader, Arrays, dict[str, int]]:
     """Header, memory-mapped datasets (read only) and their offsets in the file.
 
     Raises UserError if the file is damaged or not there.
@@ -273,8 +274,8 @@ class ScoreMapStore:
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
-        self.header, self._arrays, self._offsets = map_datasets(self.path)
-        header, arrays = self.header, self._arrays
+        header, arrays, self._offsets = map_datasets(self.path)
+        self.header, self._arrays = header, arrays
         if header.shard:
             index, count = header.shard[:2]
             raise UserError(
@@ -283,8 +284,8 @@ class ScoreMapStore:
             )
         if undone := int((arrays["done"] == 0).sum()):
             raise UserError(f"{path}: {undone} rows are not labeled; run the labeling again")
-        self.labels, self.crcs = np.array(arrays["label"]), np.array(arrays["crc32"])
-        self.palette = np.array(arrays["palette"])
+        copies = (np.array(arrays[name]) for name in ("label", "crc32", "palette"))
+        self.labels, self.crcs, self.palette = copies
         self.max_palette = int(self.palette.max())
         self.error = FormError(*arrays["error"].tolist()) if header.form == "compact" else None
         self.packed = None if header.form == "raw" else self._packed_rows()
@@ -347,7 +348,7 @@ class ScoreMapStore:
             rows = [np.array(packed[at : at + n]) for at, n in zip(starts, sizes, strict=True)]
             stored = rows, self._arrays["window"][ids]
         else:
-            stored = ScoreMaps(*(self._arrays[name][ids] for name in ScoreMaps._fields))
+            stored = copy_rows(self._arrays, ids)
         bad = row_crcs(stored) != self.crcs[ids]
         if bad.any():
             row = int(ids[bad.argmax()])
@@ -403,8 +404,8 @@ class ScoreMapStore:
 
         No CRC is checked. `doing` is the text of the progress bar.
         """
-        stored = (self._arrays.get(name) for name in ("rows", *ScoreMaps._fields))
-        total = sum(array.nbytes for array in stored if array is not None)
+        stored = self._arrays.keys() & {"rows", *ScoreMaps._fields}
+        total = sum(self._arrays[name].nbytes for name in stored)
         chunks = np.array_split(np.arange(len(self)), -(-total // CHUNK_BYTES))
         # A bar only for more than 1 GiB.
         for ids in bar(chunks, f"{doing} {self.path.name}") if len(chunks) > 16 else chunks:
@@ -446,9 +447,7 @@ class ScoreMapStore:
             )
 
 
-def allocate_store(
-    path: Path, header: StoreHeader, types: Types, known: dict[str, np.ndarray]
-) -> None:
+def allocate_store(path: Path, header: StoreHeader, types: Types, known: Arrays) -> None:
     """Create an HDF5 file of contiguous datasets of these types: the `known` ones, zeros else.
 
     Raises OSError if the disk cannot hold it.
@@ -463,17 +462,12 @@ def allocate_store(
     with h5py.File(path, "w", locking=False) as file:
         file.attrs["densefeed"] = header.to_json()
         file.attrs["names_crc32"] = names_crc(known["label"], known["path"])
-        # By default HDF5 allocates a contiguous dataset at its first write. Until then it has no
-        # offset.
+        # By default a contiguous dataset is allocated, and gets an offset, at its first write.
         early = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
         early.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
-        # No time stamps: the same rows must give the same bytes.
-        early.set_obj_track_times(False)
         for name, (dtype, shape) in types.items():
-            kind, space = h5py.h5t.py_create(np.dtype(dtype)), h5py.h5s.create_simple(shape)
-            h5py.h5d.create(file.id, name.encode(), kind, space, early)
-        for name, values in known.items():
-            file[name][:] = values
+            # No time stamps: the same rows must give the same bytes.
+            file.create_dataset(name, shape, dtype, known.get(name), dcpl=early, track_times=False)
     # HDF5 truncated the file when it opened it, which gave the reserved space back.
     with open(path, "r+b") as file:
         os.posix_fallocate(file.fileno(), 0, os.path.getsize(path))
@@ -536,15 +530,7 @@ class ScoreMapWriter:
                 sync(begun)
             finally:
                 os.close(held)
-            # Unlike a rename, a link never replaces a file that another process made meanwhile.
-            try:
-                os.link(begun, self.part)
-            except FileExistsError:
-                pass
-            except OSError as error:
-                if error.errno not in NO_HARD_LINKS:
-                    raise
-                os.replace(begun, self.part)
+            name_once(begun, self.part)
         except OSError as error:
             error.filename = error.filename or str(self.path)
             raise UserError(
@@ -592,14 +578,31 @@ class ScoreMapWriter:
             self._file = None
 
 
-def find_valid_rows(arrays: dict[str, np.ndarray]) -> np.ndarray:
+def name_once(begun: Path, path: Path) -> None:
+    """Give a file the name `path`, unless another process has made a file of that name."""
+    try:
+        # Unlike a rename, a link never replaces a file.
+        os.link(begun, path)
+    except FileExistsError:
+        pass
+    except OSError as error:
+        if error.errno not in NO_HARD_LINKS:
+            raise
+        os.replace(begun, path)
+
+
+def copy_rows(arrays: Arrays, ids: np.ndarray) -> ScoreMaps:
+    """Copy the rows `ids` from the datasets of a raw store."""
+    return ScoreMaps(*(arrays[name][ids] for name in ScoreMaps._fields))
+
+
+def find_valid_rows(arrays: Arrays) -> np.ndarray:
     """Mark the rows of an unfinished raw store that are done and match their CRC; bool `[N]`."""
     done = np.array(arrays["done"], bool)
     written = np.flatnonzero(done)
     # At most 29 MB of rows at once at S = 18, k = 5.
     for ids in np.array_split(written, len(written) // 4096 + 1):
-        crcs = row_crcs(ScoreMaps(*(arrays[name][ids] for name in ScoreMaps._fields)))
-        done[ids] = crcs == arrays["crc32"][ids]
+        done[ids] = row_crcs(copy_rows(arrays, ids)) == arrays["crc32"][ids]
     return done
 
 

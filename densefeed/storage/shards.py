@@ -7,6 +7,7 @@ virtual datasets would need HDF5 itself, and all shards, for every read.
 """
 
 import re
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -14,11 +15,13 @@ from typing import NamedTuple
 import numpy as np
 
 from densefeed.storage.maintenance import convert, summary
-from densefeed.storage.row_codecs import Form, ScoreMaps
+from densefeed.storage.row_codecs import Form
 from densefeed.storage.score_maps import (
+    Arrays,
     ScoreMapStore,
     ScoreMapWriter,
     StoreHeader,
+    copy_rows,
     find_valid_rows,
     map_datasets,
     split_runs,
@@ -97,9 +100,7 @@ def find_leftovers(out: Path) -> dict[Path, Shard]:
     return dict(sorted(found.items(), key=lambda item: (item[1].of, item[1].index, item[0])))
 
 
-def map_leftover(
-    path: Path, header: StoreHeader
-) -> tuple[StoreHeader, dict[str, np.ndarray]] | None:
+def map_leftover(path: Path, header: StoreHeader) -> tuple[StoreHeader, Arrays] | None:
     """Header and datasets of a file of the labeling of `header`; None if the file is gone.
 
     Raises UserError that names the file if it is damaged or of another labeling.
@@ -124,7 +125,7 @@ def check_leftovers(out: Path, header: StoreHeader) -> None:
         map_leftover(path, header)
 
 
-def absorb(writer: ScoreMapWriter, header: StoreHeader, files: list[Path]) -> None:
+def absorb(writer: ScoreMapWriter, header: StoreHeader, files: Iterable[Path]) -> None:
     """Copy finished rows that `writer` lacks from other files of the same labeling.
 
     `header` is the writer's. Raises UserError that names a file of another labeling, or a damaged
@@ -143,7 +144,7 @@ def absorb(writer: ScoreMapWriter, header: StoreHeader, files: list[Path]) -> No
         # A power cut may have left rows that are marked done and are not whole.
         wanted = wanted[find_valid_rows(arrays)[wanted + shift]]
         for ids in split_runs(wanted, CHUNK):
-            writer.write(ids, ScoreMaps(*(arrays[name][ids + shift] for name in ScoreMaps._fields)))
+            writer.write(ids, copy_rows(arrays, ids + shift))
 
 
 def first_row(header: StoreHeader) -> int:
@@ -152,14 +153,17 @@ def first_row(header: StoreHeader) -> int:
 
 
 def finish(writer: ScoreMapWriter, out: Path, form: Form) -> ScoreMapStore:
-    """Give the file of a writer that has all rows its final name and form."""
+    """Give the file of a writer that has all rows its final name and form; remove its shards."""
     if form == "raw":
         writer.finish()
     else:
         convert(ScoreMapStore(writer.part), out, form)
         # Only now: a conversion that fails or is killed is repeated from these rows.
         writer.part.unlink()
-    return ScoreMapStore(out)
+    store = ScoreMapStore(out)
+    # The shards go only when the whole file has its name.
+    clean_up(out, store.header)
+    return store
 
 
 def clean_up(out: Path, header: StoreHeader) -> None:
@@ -181,12 +185,8 @@ def missing(out: Path, of: int) -> list[Shard]:
     return [shard for shard in shards if not shard.file(out).exists()]
 
 
-def merge(out: Path, of: int, form: Form = "raw") -> ScoreMapStore:
-    """Copy the `of` finished shards of `out` into one file, and remove them.
-
-    The same rows give the same bytes. Raises UserError that names a shard that is missing, damaged
-    or of another labeling than shard 0, and BusyError if another process merges.
-    """
+def check_complete(out: Path, of: int) -> None:
+    """UserError that names the first of the `of` shards of `out` that is not finished."""
     if lacking := missing(out, of):
         path = lacking[0].file(out)
         unfinished = "; it is not finished" if Path(f"{path}.part").exists() else ""
@@ -194,12 +194,20 @@ def merge(out: Path, of: int, form: Form = "raw") -> ScoreMapStore:
             f"{path} is missing{unfinished}: run the same labeling with --shard {lacking[0]}, "
             "and merge again"
         )
+
+
+def merge(out: Path, of: int, form: Form = "raw") -> ScoreMapStore:
+    """Copy the `of` finished shards of `out` into one file, and remove them.
+
+    The same rows give the same bytes. Raises UserError that names a shard that is missing, damaged
+    or of another labeling than shard 0, and BusyError if another process merges.
+    """
+    check_complete(out, of)
     files = [Shard(index, of).file(out) for index in range(of)]
     whole, paths, labels = read_shards(files)
     writer = ScoreMapWriter(out, whole, paths, labels)
     try:
-        for path in bar(files, "merge, shards"):
-            absorb(writer, whole, [path])
+        absorb(writer, whole, bar(files, "merge, shards"))
         if not writer.done.all():
             # Rows that do not match their CRC were not copied.
             row = int(writer.done.argmin())
@@ -210,12 +218,9 @@ def merge(out: Path, of: int, form: Form = "raw") -> ScoreMapStore:
                 f"{path}: the map of {paths[row]} is damaged; remove this file and label its "
                 "images again"
             )
-        store = finish(writer, out, form)
+        return finish(writer, out, form)
     finally:
         writer.close()
-    # The shards go only when the merged file has its name.
-    clean_up(out, whole)
-    return store
 
 
 def read_shards(files: list[Path]) -> tuple[StoreHeader, list[str], np.ndarray]:

@@ -165,8 +165,7 @@ def load_tensor(content: bytes) -> torch.Tensor:
             tensor = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     except (MemoryError, TensorError):
         raise
-    # torch does not limit the types of its exceptions: RuntimeError, UnpicklingError, EOFError,
-    # KeyError, ...
+    # torch does not limit the types of its exceptions: RuntimeError, UnpicklingError, KeyError, ...
     except Exception as error:
         raise TensorError(
             f"is no tensor that can be read without running code ({first_line(error)[:120]})"
@@ -186,19 +185,8 @@ def split_zip(content: bytes) -> tuple[bytes, memoryview] | None:
     Returns None for any other file. Raises TensorError if pickle or storage do not match their
     CRC in the zip.
     """
-    # The end of central directory without a comment: zipfile ignores bytes after it.
-    if content[-22:-18] != b"PK\5\6":
-        return None
-    try:
-        members = zipfile.ZipFile(io.BytesIO(content)).infolist()
-    # zipfile does not limit the types of its exceptions.
-    except Exception:
-        return None
-    found = {member.filename.partition("/")[2]: member for member in members}
+    found = index_members(content)
     keys = [name[5:] for name in found if name.startswith("data/")]
-    # PyTorch writes every name once and compresses nothing; torch.load decides about other files.
-    if len(found) != len(members) or any(member.compress_type for member in members):
-        return None
     if len(keys) != 1 or not keys[0].isdigit() or "data.pkl" not in found:
         return None
     if "byteorder" in found and read_member(content, found["byteorder"]) != b"little":
@@ -209,6 +197,23 @@ def split_zip(content: bytes) -> tuple[bytes, memoryview] | None:
     if pickled.count(named) != 1:
         return None
     return b"zip" + pickled.replace(named, b"X"), read_member(content, found[f"data/{keys[0]}"])
+
+
+def index_members(content: bytes) -> dict[str, zipfile.ZipInfo]:
+    """Index the members of a zip by their names below NAME/; empty unless PyTorch wrote it."""
+    # The end of central directory without a comment: zipfile ignores bytes after it.
+    if content[-22:-18] != b"PK\5\6":
+        return {}
+    try:
+        members = zipfile.ZipFile(io.BytesIO(content)).infolist()
+    # zipfile does not limit the types of its exceptions.
+    except Exception:
+        return {}
+    found = {member.filename.partition("/")[2]: member for member in members}
+    # PyTorch writes every name once and compresses nothing; torch.load decides about other files.
+    if len(found) != len(members) or any(member.compress_type for member in members):
+        return {}
+    return found
 
 
 def read_member(content: bytes, member: zipfile.ZipInfo) -> memoryview:

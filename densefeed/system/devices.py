@@ -34,6 +34,31 @@ def choose_device(name: str) -> torch.device:
     return device
 
 
+def choose_rank_device(name: str) -> torch.device:
+    """Return the device of this process; of several that torchrun started, each has its own.
+
+    Raises UserError for a device that cannot be used, or one device for several ranks.
+    """
+    device = choose_device(name)
+    if int(os.environ.get("WORLD_SIZE", 1)) == 1 or device.type != "cuda":
+        return device
+    local, count = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+    if device.index is not None:
+        raise UserError(
+            f"--device {name} is one device; under torchrun give --device cuda, and each rank "
+            "takes its own"
+        )
+    if local >= count:
+        raise UserError(
+            f"torchrun started {local + 1} or more ranks on a machine of {count} CUDA devices; "
+            f"give --nproc-per-node {count}"
+        )
+    device = torch.device("cuda", local)
+    # nccl, CUDA events, and `cuda` without an index mean the current device.
+    torch.cuda.set_device(device)
+    return device
+
+
 def synchronize(device: torch.device) -> None:
     """Block until all queued work of the device is done; no-op on a CPU."""
     if device.type == "cuda":

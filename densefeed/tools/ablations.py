@@ -16,7 +16,6 @@ continues. Such short trainings show that a row works and in which direction it 
 differences within the deviations are inconclusive, and regularizers cost accuracy.
 """
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,8 +27,8 @@ from densefeed.tools.quickstart import (
     Quickstart,
     format_spread,
     prepare_data,
-    run_step,
-    training_options,
+    read_top1,
+    train_model,
 )
 
 CE, RELABEL, TOKENS = "lvvit_micro_ce", "lvvit_micro_relabel", "lvvit_micro_token_label"
@@ -147,23 +146,20 @@ class Ablations:
 
 def main(options: Ablations) -> None:
     """Run the rows that are missing and print the table."""
-    unknown = [name for name in options.rows if name not in RUNS]
-    if unknown:
-        raise UserError(f"--rows {unknown[0]}: unknown row; choose from {', '.join(RUNS)}")
-    settings = Quickstart(
-        out=options.out, train=options.train, val=options.val, epochs=options.epochs
-    )
+    for name in options.rows:
+        if name not in RUNS:
+            raise UserError(f"--rows {name}: unknown row; choose from {', '.join(RUNS)}")
+    settings = Quickstart(train=options.train, val=options.val, epochs=options.epochs)
     top1 = {name: [] for name in options.rows}
     for seed in options.seeds:
         folder = options.out / f"seed-{seed}"
         packed, val = prepare_data(folder, seed, settings)
+        data = {"loader": "ffcv", "data": packed, "val": val}
         for name in options.rows:
             # tools/quickstart.py uses the same folders, so its trainings are not repeated.
-            result = folder / "runs" / name / "result.json"
-            paths = {"data": packed, "val": val, "out": result.parent}
-            shared = {"loader": "ffcv"} | paths | training_options(seed, settings)
-            run_step(result, f"Train the row {name}", "train.py", *RUNS[name], **shared)
-            top1[name].append(json.loads(result.read_text())["top1"])
+            run = folder / "runs" / name
+            train_model(run, f"Train the row {name}", RUNS[name], data, seed, settings)
+            top1[name].append(read_top1(run))
     show(top1, len(options.seeds))
 
 

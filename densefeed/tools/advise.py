@@ -212,8 +212,12 @@ def data_options(options: AdviceOptions, loader: str, threads: int) -> DataOptio
 def open_loaders(options: AdviceOptions) -> dict[tuple[str, int], ThreadedLoader]:
     """Open every kind of loader that can read the data, with each number of threads.
 
-    Raises UserError if none can.
+    Raises UserError if none can, or if --threads is out of range.
     """
+    if not all(1 <= threads <= CORES for threads in options.threads):
+        raise UserError(
+            f"--threads must be from 1 to {CORES}, the number of cores that this process may use"
+        )
     opened, errors = {}, []
     for kind in LOADERS:
         try:
@@ -224,7 +228,7 @@ def open_loaders(options: AdviceOptions) -> dict[tuple[str, int], ThreadedLoader
             errors.append(error)
             print(f"--loader {kind}: skipped, {error}")
     if not opened:
-        raise errors[0]
+        raise errors[0 if options.data.is_dir() else -1]
     return opened
 
 
@@ -288,17 +292,12 @@ def build_step(config: Config, device: torch.device) -> Callable[[], int]:
     return step
 
 
-def measure_step(options: AdviceOptions, loader: str, objective: str) -> tuple[Speed, dict]:
-    """Measure the training step alone; also return its objective, batch and device for the report.
-
-    Raises UserError where memory runs out.
-    """
-    device = choose_device("auto")
-    on_gpu = device.type == "cuda"
+def make_config(options: AdviceOptions, loader: str, objective: str, on_gpu: bool) -> Config:
+    """Return the config of the training whose step is measured."""
     images = options.batch if on_gpu else min(options.batch, CPU_BATCH)
     # One batch per update, at the learning rate as given: lr is for lr_batch images, and a smaller
     # microbatch would accumulate gradients.
-    config = with_options(
+    return with_options(
         Config(data=data_options(options, loader, 1)),
         model=options.model,
         objective=objective,
@@ -308,6 +307,17 @@ def measure_step(options: AdviceOptions, loader: str, objective: str) -> tuple[S
         **dict.fromkeys(("batch", "microbatch", "lr_batch"), images),
         compile="blocks" if on_gpu else "never",
     )
+
+
+def measure_step(options: AdviceOptions, loader: str, objective: str) -> tuple[Speed, dict]:
+    """Measure the training step alone; also return its objective, batch and device for the report.
+
+    Raises UserError where memory runs out.
+    """
+    device = choose_device("auto")
+    on_gpu = device.type == "cuda"
+    config = make_config(options, loader, objective, on_gpu)
+    images = config.optim.batch
     if not on_gpu:
         # As train.py does: without it page faults take 8 % of a step of LV-ViT-S
         # (system/malloc.py).
@@ -327,23 +337,14 @@ def measure_step(options: AdviceOptions, loader: str, objective: str) -> tuple[S
 # ------------------------------------------------------------------------- command
 
 
-def check(options: AdviceOptions) -> None:
-    """Raise UserError for numbers out of range."""
-    if not all(1 <= threads <= CORES for threads in options.threads):
-        raise UserError(
-            f"--threads must be from 1 to {CORES}, the number of cores that this process may use"
-        )
-
-
 def main(options: AdviceOptions) -> dict:
     """Measure, choose and print; return the document that --json writes."""
-    check(options)
     # The load is read before anything is measured, which would itself be load.
     warning, loaders = describe_load(CORES), open_loaders(options)
     with ExitStack() as stack:
         first, *_ = [stack.enter_context(closing(loader)) for loader in loaders.values()]
         candidates = measure_loaders(loaders)
-    dense, images = first.score_maps is not None, first.plan.num_samples
+    dense = first.score_maps is not None
     objective = ("token-label" if has_tokens(options.model) else "relabel") if dense else "ce"
     step, about = measure_step(options, candidates[0].loader, objective)
     advice = choose(candidates, step, CORES)
@@ -354,7 +355,7 @@ def main(options: AdviceOptions) -> dict:
             for loader, threads, speed in candidates
         ],
         "step": about | step._asdict(),
-        "data": f"{images:,} images, {'with' if dense else 'without'} score maps",
+        "data": f"{first.plan.num_samples:,} images, {'with' if dense else 'without'} score maps",
         "bottleneck": advice.bottleneck,
         "advice": recommend(advice, step, options, objective),
         "environment": environment(("torch", "torchvision", "timm", "numpy", "pillow")),

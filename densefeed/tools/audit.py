@@ -72,7 +72,7 @@ class AuditOptions:
     out: Path | None = None  # HTML file to write; default: NAME.audit.html beside the maps
     json: Path | None = None  # JSON file to write the numbers to; default: beside the HTML
     data: Path | None = None  # images of the maps: a folder, or the root that --dataset needs
-    # name of the dataset, as for tools/pack_dataset.py, if it is not a folder of class folders
+    # name of the dataset, as for packing, if the data is not a folder of class folders
     dataset: str = ""
     split: str = "train"  # split of the images
     # reference to compare the maps with: a timm model, a checkpoint, or a run folder of train.py
@@ -97,12 +97,7 @@ def main(options: AuditOptions) -> None:
     if options.images < 2 or options.threads < 1:
         raise UserError("--images must be at least 2 and --threads at least 1")
     images = Images(options.data, options.dataset, options.split) if options.data else None
-    references = None
-    if options.teacher:
-        # Not by ScoreMapStore, which refuses unfinished files. The audit reports these.
-        header, _, _ = map_datasets(path)
-        size, names = options.input_size or header.input_size, header.class_names
-        references = load_references(options.teacher, options.model, size, names, options.device)
+    references = open_references(options) if options.teacher else None
     result = audit(path, images, references, options.images, options.every_row, options.threads)
     out = options.out or path.with_suffix(".audit.html")
     numbers = options.json or out.with_suffix(".json")
@@ -112,11 +107,17 @@ def main(options: AuditOptions) -> None:
     with replace_file(numbers) as part:
         part.write_text(json.dumps(result.to_dict(), indent=1))
     print_checks(result)
-    print(
-        f"{out}: {out.stat().st_size / 1024:,.0f} KiB, open it in a browser; the numbers are in "
-        f"{numbers}"
-    )
+    size = f"{out.stat().st_size / 1024:,.0f} KiB"
+    print(f"{out}: {size}, open it in a browser; the numbers are in {numbers}")
     raise_on_faults(result, path, f"{out} lists the remedies")
+
+
+def open_references(options: AuditOptions) -> References:
+    """Load --teacher for the classes and, unless --input-size is given, the size of the maps."""
+    # Not by ScoreMapStore, which refuses unfinished files. The audit reports these.
+    header, _, _ = map_datasets(options.maps)
+    size, names = options.input_size or header.input_size, header.class_names
+    return load_references(options.teacher, options.model, size, names, options.device)
 
 
 def load_references(
@@ -134,23 +135,26 @@ def load_references(
             f"{name} was trained on other classes than the maps have ({names[0]}, ... and "
             f"{class_names[0]}, ...); choose another reference"
         )
+    place = choose_device(device)
     # Both show their pictures to the same network.
     found = {
-        geometry: Teacher(network.model, input_size, geometry, network.config, name=name).to(
-            choose_device(device)
-        )
+        geometry: Teacher(network.model, input_size, geometry, network.config, name=name).to(place)
         for geometry in ("squash", "center-crop")
     }
-    teacher = found["squash"]
+    # A wrong size is refused before any image is read.
+    check_input_size(found["squash"], name)
+    return found
+
+
+def check_input_size(teacher: Teacher, name: str) -> None:
+    """Raise UserError if the teacher `name` fails on an image of its input size."""
     try:
-        # A wrong size is refused before any image is read.
         teacher(torch.zeros(1, *teacher.shape, dtype=torch.uint8, device=teacher.mean.device))
     except (AssertionError, RuntimeError) as error:
         raise UserError(
-            f"{name} does not take images of {input_size} px ({first_line(error)}); pass the size "
-            "that it takes"
+            f"{name} does not take images of {teacher.input_size} px ({first_line(error)}); pass "
+            "the size that it takes"
         ) from error
-    return found
 
 
 # ------------------------------------------------------------------------------------ the terminal
@@ -168,8 +172,10 @@ def raise_on_faults(result: AuditResult, path: Path, hint: str) -> None:
     faults = result.faults()
     if faults:
         names = ", ".join(check.name for check in faults)
-        plural = "s" * (len(faults) > 1)
-        raise UserError(f"{path}: the audit found {len(faults)} fault{plural} ({names}); {hint}")
+        raise UserError(
+            f"{path}: the audit found {len(faults)} "
+            f"fault{'s' * (len(faults) > 1)} ({names}); {hint}"
+        )
 
 
 # ---------------------------------------------------------------------------------------- the page
@@ -179,15 +185,12 @@ def render_page(result: AuditResult) -> str:
     """Render the self-contained HTML page."""
     # The figures of an unfinished store have nothing but its path.
     figures = {"header": None, "reference": None, "classes": []} | result.figures
-    classes = sorted(figures["classes"], key=lambda c: (c["agree"], -c["images"]))
-    few = len(classes) <= FEW_CLASSES
     verdicts = {check.name: check.verdict for check in result.checks}
     # A teacher at chance may be untrained, or the maps may be those of other images; a warning of
     # the rows means that they may be.
     measures_teacher = (
         verdicts.get("labels") in ("sound", "warning") and verdicts.get("rows") != "warning"
     )
-    shares = [100 * c["agree"] for c in classes]
     entropy, palette = figures.get("entropy"), figures.get("palette")
     return TEMPLATES.get_template("audit.html").render(
         at_fault=[name for name in BEFORE_ACCURACY if verdicts.get(name) == "fault"],
@@ -195,11 +198,7 @@ def render_page(result: AuditResult) -> str:
         checks=result.checks,
         words=VERDICTS,
         figures=figures,
-        class_parts=[("", classes)]
-        if few
-        else [("lowest", classes[:20]), ("highest", classes[-5:])],
-        class_count=len(classes),
-        agreement=None if few else scale_bars(np.histogram(shares, 20, (0, 100))[0], 0, 100),
+        **choose_classes(figures["classes"]),
         entropy=entropy and scale_bars(entropy["histogram"], 0, entropy["nats_most"]),
         palette=palette and palette_bars(palette),
         overlays=list_overlays(result),
@@ -208,13 +207,24 @@ def render_page(result: AuditResult) -> str:
     )
 
 
+def choose_classes(classes: list[dict]) -> dict:
+    """Return what the page shows of the classes: all, or a histogram and its ends."""
+    classes = sorted(classes, key=lambda c: (c["agree"], -c["images"]))
+    parts, agreement = [("", classes)], None
+    if len(classes) > FEW_CLASSES:
+        parts = [("lowest", classes[:20]), ("highest", classes[-5:])]
+        shares = [100 * c["agree"] for c in classes]
+        agreement = scale_bars(np.histogram(shares, 20, (0, 100))[0], 0, 100)
+    return {"class_parts": parts, "class_count": len(classes), "agreement": agreement}
+
+
 def scale_bars(counts: Sequence[int], low: float, high: float) -> dict:
     """Scale a histogram for the page.
 
     Returns heights in percent of the highest bar, the count of that bar, and three ticks of the
     axis.
     """
-    most = max([*map(int, counts), 1])
+    most = max(1, *map(int, counts))
     return {
         "heights": [round(100 * int(n) / most, 2) for n in counts],
         "most": most,
@@ -257,8 +267,7 @@ def draw_map(result: AuditResult, row: int) -> dict:
 
     A class ranks by the sum over its cells of the squared probability.
     """
-    store = result.store
-    header, maps = store.header, store.rows(np.array([row]))
+    header, maps = result.store.header, result.store.rows(np.array([row]))
     named, _ = cell_targets(maps, header.num_classes, header.absent)
     best_SS, p_SS = maps.cls[0, ..., 0], named[0, ..., 0]
     mass = np.bincount(best_SS.ravel(), p_SS.ravel() ** 2)

@@ -9,7 +9,6 @@ more pixels than a network's input has.
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
 import numpy as np
 import tyro
@@ -33,7 +32,7 @@ DARK, GRAY, NONE = "#1f2328", "#59636e", "#d9dde1"
 class CropFigure:
     """What to draw."""
 
-    source: Annotated[Path, tyro.conf.Positional]  # a .beton file with score maps
+    source: tyro.conf.Positional[Path]  # a .beton file with score maps
     index: int = 0  # the sample
     grid: int = 14  # tokens along each side
     out: Path = Path("crop.png")  # the PNG to write
@@ -61,13 +60,13 @@ def draw_figure(options: CropFigure) -> Image.Image:
     with closing(ThreadedLoader(source, plan, threads=1)) as loader:
         batch = next(loader.batches(0, step))
     class_NT, probability_NT = label_tokens(batch, loader, grid)
-    label_T, sure_T = class_NT[row].tolist(), probability_NT[row].tolist()
-    named = sorted({c for c, sure in zip(label_T, sure_T, strict=True) if sure > 0.5})
+    label_T, sure_T = class_NT[row], probability_NT[row]
+    named = np.unique(label_T[sure_T > 0.5]).tolist()
     ink, names = {c: INKS[at % len(INKS)] for at, c in enumerate(named)}, source.class_names
     tokens = [
         # The probability as opacity, at most 200 of 255, so that the crop stays visible.
         (names[c], ink[c] + f"{round(200 * sure):02x}") if sure > 0.5 else None
-        for c, sure in zip(label_T, sure_T, strict=True)
+        for c, sure in zip(label_T.tolist(), sure_T.tolist(), strict=True)
     ]
     crop = Image.fromarray(batch.image[row].numpy())
 

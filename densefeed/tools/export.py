@@ -29,7 +29,7 @@ import warnings
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
 import numpy as np
 import safetensors.torch
@@ -61,7 +61,7 @@ ONNX_LIMIT = 2**31 - 2**24
 class Export:
     """The model to export, and the format."""
 
-    checkpoint: Annotated[Path, tyro.conf.Positional]  # a checkpoint, or a run folder of train.py
+    checkpoint: tyro.conf.Positional[Path]  # a checkpoint, or a run folder of train.py
     out: Path  # the folder to write
     # safetensors writes config.json too, as timm reads it
     format: Literal["safetensors", "onnx", "both"] = "safetensors"
@@ -196,18 +196,18 @@ def check_onnx(trained: Trained, path: Path) -> float:
 
 def main(export: Export) -> list[Path]:
     """Export the model; return the paths of the files."""
-    if export.out.exists() and not export.out.is_dir():
-        raise UserError(f"{export.out} is a file, and --out must be a folder; choose another --out")
-    as_onnx = export.format in ("onnx", "both")
-    # Before the model is loaded, which may take long.
-    if as_onnx:
-        check_onnx_packages()
-    trained = open_trained(export.checkpoint, export.weights, export.model, export.size)
-    writers = {ONNX: write_onnx} if as_onnx else {}
+    out, files = export.out, {}
+    if out.exists() and not out.is_dir():
+        raise UserError(f"{out} is a file, and --out must be a folder; choose another --out")
     if export.format != "onnx":
-        writers = {"model.safetensors": write_safetensors, "config.json": write_config} | writers
-    files = {export.out / name: write for name, write in writers.items()}
-    new_folder, agreement = not export.out.exists(), ""
+        files = {out / "model.safetensors": write_safetensors, out / "config.json": write_config}
+    as_onnx = export.format != "safetensors"
+    if as_onnx:
+        # Before the model is loaded, which may take long.
+        check_onnx_packages()
+        files[out / ONNX] = write_onnx
+    trained = open_trained(export.checkpoint, export.weights, export.model, export.size)
+    new_folder, agreement = not out.exists(), ""
     try:
         with ExitStack() as stack:
             parts = {path: stack.enter_context(replace_file(path)) for path in files}
@@ -215,18 +215,20 @@ def main(export: Export) -> list[Path]:
                 with name_errors(path):
                     write(trained, parts[path])
             if as_onnx:
-                error = check_onnx(trained, parts[export.out / ONNX])
+                error = check_onnx(trained, parts[out / ONNX])
                 agreement = f"; ONNX within {error:.0e} of PyTorch"
     except BaseException:
         if new_folder:
             # The folder may not have been made yet.
             with suppress(OSError):
-                export.out.rmdir()
+                out.rmdir()
         raise
     for path in files:
         print(f"{path}: {path.stat().st_size:,} bytes")
-    classes = f"{trained.model.num_classes:,} classes"
-    print(f"{trained.name}, {trained.weights} weights, {classes}, {trained.size} px{agreement}")
+    print(
+        f"{trained.name}, {trained.weights} weights, {trained.model.num_classes:,} classes, "
+        f"{trained.size} px{agreement}"
+    )
     return list(files)
 
 

@@ -41,10 +41,9 @@ class ExportLabels:
 def main(options: ExportLabels) -> None:
     """Write one file per row, then print what the files do not hold."""
     store, out = ScoreMapStore(options.maps), options.out
-    header = store.header
-    if header.num_classes > MOST_CLASSES:
+    if store.header.num_classes > MOST_CLASSES:
         raise UserError(
-            f"{options.maps} has {header.num_classes:,} classes, and float16 represents only "
+            f"{options.maps} has {store.header.num_classes:,} classes, and float16 represents only "
             f"{MOST_CLASSES:,} class numbers exactly; train from the HDF5 file itself"
         )
     part = out.with_name(f"{out.name}.part")
@@ -62,8 +61,16 @@ def main(options: ExportLabels) -> None:
     except BaseException:
         shutil.rmtree(part, ignore_errors=True)
         raise
-    cells = f"{header.side} x {header.side} cells"
-    print(f"{out}: {len(store):,} maps of {cells}, top {header.top_k}, {header.geometry}")
+    print_summary(store, partial, out)
+
+
+def print_summary(store: ScoreMapStore, partial: int, out: Path) -> None:
+    """Print what was exported, and what the files do not hold of it."""
+    header = store.header
+    print(
+        f"{out}: {len(store):,} maps of {header.side} x {header.side} cells, top {header.top_k}, "
+        f"{header.geometry}"
+    )
     remainder = "as does this store"
     if header.absent == "tail":
         remainder = "where this store has their true remainder of the probability"

@@ -78,7 +78,8 @@ class Import(Options):
 
 def main(options: Import) -> None:
     """Match files to images, find or declare the layout, import and audit."""
-    check_absent(options.out)
+    out = options.out
+    check_absent(out)
     images = Images(options.data, split=options.split)
     matching = match(images, options.labels)
     side, top_k = probe(images, matching)
@@ -101,12 +102,10 @@ def main(options: Import) -> None:
         f"{pack.input_size} px; taken to cover {FOOTPRINT_WORDS[pack.footprint]}, axes {pack.axes}"
     )
     with open(options.problems or os.devnull, "w") as log:
-        store, report = import_pack(
-            images, pack, options.out, options.threads, options.missing, log
-        )
-    size = options.out.stat().st_size / len(store)
+        store, report = import_pack(images, pack, out, options.threads, options.missing, log)
+    size = out.stat().st_size / len(store)
     print(
-        f"{options.out}: {len(store):,} maps of {store.header.num_classes:,} classes "
+        f"{out}: {len(store):,} maps of {store.header.num_classes:,} classes "
         f"({report.kept:,} read now, {report.earlier:,} earlier), {size:,.0f} bytes per image"
     )
     if report.problems:
@@ -115,25 +114,20 @@ def main(options: Import) -> None:
         names = ", ".join(matching.extra_names)
         print(f"left out: {matching.extra:,} maps without an image ({names})")
     if options.audit:
-        count, threads = options.audit_images, options.threads
-        result = audit(options.out, images, models, count, threads=threads)
+        result = audit(out, images, models, options.audit_images, threads=options.threads)
         print_checks(result)
-        raise_on_faults(result, options.out, "the lines above say what to do")
+        raise_on_faults(result, out, "the lines above say what to do")
 
 
 def find_pack_layout(options: Import, pack: Pack, images: Images, models: References) -> Pack:
-    """Return the pack with the axes and the footprint that were to be found.
-
-    Raises UserError if the reference cannot distinguish them.
-    """
-    rules, count = pack.matching.rule, options.audit_images
-    matched = np.flatnonzero((rules == WHOLE_STEM) | (rules == FIRST_DOT))
-    ids = np.unique(neighbors(images.labels, matched, count))
+    """Return the pack with the layout that was to be found. Raises UserError if it is not clear."""
+    matched = np.flatnonzero(np.isin(pack.matching.rule, (WHOLE_STEM, FIRST_DOT)))
+    ids = np.unique(neighbors(images.labels, matched, options.audit_images))
     # The files are read without a transpose or a crop, whatever their layout is.
     raw = replace(pack, axes="row-column", footprint="squash")
     part = read_part(images, raw, ids, TensorFiles())
     # Files that cannot be read are missing from the part, so the pairs are chosen again.
-    rows = neighbors(images.labels, part.ids, count)
+    rows = neighbors(images.labels, part.ids, options.audit_images)
     if not len(rows):
         raise UserError(f"{options.labels}: none of its maps could be read; copy it again")
 
@@ -147,8 +141,7 @@ def find_pack_layout(options: Import, pack: Pack, images: Images, models: Refere
     # A declared footprint is taken as it is here, and judged by the audit at the end.
     declared = None if options.footprint == "find" else pack.footprint
     axes, footprint = find_layout(looks, options.labels, declared)
-    axes = axes if options.axes == "find" else options.axes
-    return replace(pack, axes=axes, footprint=footprint)
+    return replace(pack, axes=axes if options.axes == "find" else pack.axes, footprint=footprint)
 
 
 def declare(options: Import, matching: Matching, side: int, top_k: int) -> Pack:

@@ -49,20 +49,19 @@ def open_trained(
     Raises UserError.
     """
     if path.is_dir():
-        if not (path / "last.pt").is_file():
+        folder, path = path, path / "last.pt"
+        if not path.is_file():
             raise UserError(
-                f"{path} has no last.pt; give a run folder of train.py, or a checkpoint file"
+                f"{folder} has no last.pt; give a run folder of train.py, or a checkpoint file"
             )
-        path = path / "last.pt"
     if size < 0:
         raise UserError(f"--size is {size}, and must be a number of pixels")
     model, checkpoint = checkpoints.build(path, model_name)
-    has_ema = any(checkpoint.get(key) for key in checkpoints.AVERAGED)
+    if not any(checkpoint.get(key) for key in checkpoints.AVERAGED):
+        weights = "raw"
     # `checkpoints.build` has loaded the EMA weights.
-    if has_ema and weights == "raw":
+    elif weights == "raw":
         load_raw(model, checkpoint, path)
-    # Only checkpoints of train.py hold the recipe of their model.
-    ours = "recipe" in checkpoint
     given = {"name": model_name, "kwargs": {"num_classes": model.num_classes}}
     recipe = checkpoints.ModelSpec(**checkpoint.get("recipe", given))
     config, data = checkpoint.get("config") or {}, resolve_data_config(model=model)
@@ -81,11 +80,12 @@ def open_trained(
         model=model,
         name=recipe.name,
         kwargs=kwargs,
-        weights="ema" if has_ema and weights == "ema" else "raw",
+        weights=weights,
         class_names=list(names),
         size=size,
         crop_pct=trained.get("crop_pct") or data["crop_pct"],
-        interpolation=OUR_INTERPOLATION if ours else data["interpolation"],
+        # Only checkpoints of train.py hold the recipe of their model.
+        interpolation=OUR_INTERPOLATION if "recipe" in checkpoint else data["interpolation"],
         mean=tuple(checkpoint.get("mean") or data["mean"]),
         std=tuple(checkpoint.get("std") or data["std"]),
     )

@@ -8,7 +8,7 @@ import importlib
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -116,31 +116,50 @@ def load_network(source: str, model_name: str, size: int) -> Loaded:
     if FACTORY.fullmatch(source):
         model = call_factory(source)
         return Loaded(model, preprocessing_config(model), list(getattr(model, "class_names", [])))
+    model = set_input_size(download(source), size)
+    return Loaded(model, resolve_data_config(model=model), [])
+
+
+def download(source: str) -> nn.Module:
+    """Create a timm model with its published weights. Raises UserError."""
     # Without the tag of the weights, as `.dm_in1k`.
     if not timm.is_model(source.split(".")[0]):
         raise UserError(
             f"{source} is neither a file nor a timm model; timm.list_models() lists them"
         )
     try:
-        model = timm.create_model(source, pretrained=True)
+        return timm.create_model(source, pretrained=True)
     # The hub's client raises many types when a download fails.
     except Exception as error:
         raise UserError(
             f"the weights of {source} cannot be downloaded ({type(error).__name__}); pass a file: "
             f"--teacher weights.safetensors --model {source}"
         ) from error
-    return Loaded(set_input_size(model, size), resolve_data_config(model=model), [])
 
 
 def call_factory(source: str) -> nn.Module:
-    """Call `package.module:factory` without arguments, and return the module that it makes.
+    """Call `package.module:factory` without arguments, and return the module that it makes."""
+    # Importing and calling run the user's own code, which may raise anything.
+    factory = import_factory(source)
+    try:
+        model = factory()
+    except Exception as error:
+        raise UserError(
+            f"{source} failed ({type(error).__name__}: {error}); it is called without arguments"
+        ) from error
+    if not isinstance(model, nn.Module):
+        raise UserError(
+            f"{source} made a {type(model).__name__}; it must make a torch.nn.Module with its "
+            "weights loaded"
+        )
+    return model
 
-    Python modules in the current folder are found too.
-    """
+
+def import_factory(source: str) -> Callable:
+    """Import the function `package.module:factory`; modules in the current folder are found too."""
     module_name, factory_name = source.split(":")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
-    # Importing and calling run the user's own code, which may raise anything.
     try:
         module = importlib.import_module(module_name)
     except Exception as error:
@@ -154,18 +173,7 @@ def call_factory(source: str) -> nn.Module:
             f"{source}: {module_name} has no function {factory_name}; name one that makes the "
             "teacher"
         )
-    try:
-        model = factory()
-    except Exception as error:
-        raise UserError(
-            f"{source} failed ({type(error).__name__}: {error}); it is called without arguments"
-        ) from error
-    if not isinstance(model, nn.Module):
-        raise UserError(
-            f"{source} made a {type(model).__name__}; it must make a torch.nn.Module with its "
-            "weights loaded"
-        )
-    return model
+    return factory
 
 
 def set_input_size(model: nn.Module, size: int) -> nn.Module:
@@ -191,7 +199,7 @@ def _repeat(values: Sequence, count: int, flag: str) -> list:
             f"{flag} was given {len(values)} times for {count} teachers; pass it once, or once for "
             "each"
         )
-    return list(values) * (count if len(values) == 1 else 1)
+    return (list(values) * count)[:count]
 
 
 def _read_class_map(path: Path, network: Loaded, source: str, data_names: list[str]) -> ClassMap:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Annotated
 
 import numpy as np
+from numpy.random import Generator, default_rng
 from PIL import Image
 
 from densefeed.system.errors import make_command
@@ -75,7 +76,7 @@ def write_scenes(scenes: Scenes, folder: Path) -> dict[str, list[dict]]:
             (folder / split / str(label)).mkdir(parents=True)
         for number in bar(range(count), f"{split} scenes"):
             # A generator for each scene: it is the same whatever the number of scenes.
-            rng = np.random.default_rng([scenes.seed, split == "val", number])
+            rng = default_rng([scenes.seed, split == "val", number])
             label = number % 10
             jpeg, digits = scene(rng, label, scenes.size, photographs, scans[split])
             name = f"{split}/{label}/{number:06d}.jpg"
@@ -94,8 +95,8 @@ def load_photographs() -> list[Image.Image]:
     folder = Path(skimage.data.__file__).parent
     files = (path for name in PHOTOGRAPHS for path in sorted(folder.glob(f"{name}.*")))
     opened = [Image.open(path) for path in files if path.suffix in (".png", ".jpg")]
-    samples = [Image.fromarray(pixels) for pixels in load_sample_images().images]
-    return [image.convert("RGB") for image in opened] + samples
+    samples = map(Image.fromarray, load_sample_images().images)
+    return [*(image.convert("RGB") for image in opened), *samples]
 
 
 def load_scans() -> dict[str, list[np.ndarray]]:
@@ -112,7 +113,7 @@ def load_scans() -> dict[str, list[np.ndarray]]:
 
 
 def scene(
-    rng: np.random.Generator, label: int, size: int, photographs: list, scans: list
+    rng: Generator, label: int, size: int, photographs: list, scans: list
 ) -> tuple[bytes, list[dict]]:
     """Compose one scene; return its JPEG and its digits, the largest first.
 
@@ -135,7 +136,7 @@ def scene(
 
 
 def draw(
-    rng: np.random.Generator, canvas: np.ndarray, scan: np.ndarray, left: int, top: int, side: int
+    rng: Generator, canvas: np.ndarray, scan: np.ndarray, left: int, top: int, side: int
 ) -> list[int]:
     """Draw a scan on the canvas in a random light color; return the box of its ink, pixels."""
     image = Image.fromarray((scan * 255).astype(np.uint8))
@@ -149,7 +150,7 @@ def draw(
     return [int(at + offset) for at, offset in zip(corners, (left, top) * 2, strict=True)]
 
 
-def background(rng: np.random.Generator, size: int, photographs: list) -> np.ndarray:
+def background(rng: Generator, size: int, photographs: list) -> np.ndarray:
     """Return a random piece of a photograph, float32 `[size, size, 3]`.
 
     It is darkened, so that light ink stays readable.
@@ -163,7 +164,7 @@ def background(rng: np.random.Generator, size: int, photographs: list) -> np.nda
 
 
 def free_place(
-    rng: np.random.Generator, size: int, side: int, taken: list[tuple[int, int, int]]
+    rng: Generator, size: int, side: int, taken: list[tuple[int, int, int]]
 ) -> tuple[int, int] | None:
     """Draw the (left, top) of a square that overlaps none of the squares `taken`.
 

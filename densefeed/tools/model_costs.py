@@ -9,7 +9,7 @@ of BatchNorm in evaluation mode).
 """
 
 from dataclasses import dataclass
-from typing import Annotated, NamedTuple
+from typing import NamedTuple
 
 import timm
 import torch
@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from densefeed.models import checkpoints  # noqa: F401  (registers our models with timm)
-from densefeed.system.errors import UserError, make_command
+from densefeed.system.errors import UserError, first_line, make_command
 
 # fvcore's counts.
 PER_ELEMENT = {nn.LayerNorm: 5, nn.BatchNorm2d: 2}
@@ -78,13 +78,10 @@ def measure_costs(model: nn.Module, size: int) -> Costs:
 def costs_by_name(name: str, size: int = 0) -> tuple[Costs, int]:
     """Return the costs of a timm model at `size` pixels, and that size; 0: the model's own.
 
-    Raises UserError for an unknown model.
+    Raises UserError for an unknown model, or a size that it cannot take.
     """
     if not timm.is_model(name):
-        raise UserError(
-            f"timm has no model {name!r}; "
-            "`python -c 'import timm; print(timm.list_models())'` lists them"
-        )
+        raise UserError(f"timm knows no model {name!r}; timm.list_models() lists those it knows")
     fused = use_fused_attn()
     # The products inside a fused attention cannot be counted.
     set_fused_attn(False)
@@ -96,14 +93,19 @@ def costs_by_name(name: str, size: int = 0) -> tuple[Costs, int]:
         # The setting belongs to the whole process, so the caller gets it back.
         set_fused_attn(fused > 0)
     size = size or model.pretrained_cfg["input_size"][-1]
-    return measure_costs(model, size), size
+    try:
+        return measure_costs(model, size), size
+    except (ValueError, RuntimeError, AssertionError) as error:
+        raise UserError(
+            f"{name} cannot take inputs of {size} px ({first_line(error)}); choose another --size"
+        ) from error
 
 
 @dataclass(frozen=True)
 class ModelCosts:
     """The models to count."""
 
-    models: Annotated[tuple[str, ...], tyro.conf.Positional]  # names of timm's models and ours
+    models: tyro.conf.Positional[tuple[str, ...]]  # names of timm's models and ours
     size: int = 0  # side of the input, pixels; 0: each model's own
 
 
@@ -114,8 +116,13 @@ def main(options: ModelCosts) -> None:
     table = Table("model", "pixels", "parameters", "G, no attention products", "G", box=None)
     for name in options.models:
         costs, size = costs_by_name(name, options.size)
-        giga = f"{costs.without_attention:.3f}", f"{costs.whole:.3f}"
-        table.add_row(name, str(size), f"{costs.parameters:,}", *giga)
+        table.add_row(
+            name,
+            str(size),
+            f"{costs.parameters:,}",
+            f"{costs.without_attention:.3f}",
+            f"{costs.whole:.3f}",
+        )
     console = Console()
     # Keep names whole in a log file too.
     console.width = max(console.width, 110)

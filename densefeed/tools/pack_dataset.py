@@ -192,8 +192,10 @@ def pack(writer: BetonWriter, prepare: Callable[[int], Prepared], threads: int) 
     """
     todo, packed = writer.todo().tolist(), np.nonzero(writer.state == PACKED)[0]
     if len(packed):
-        total = len(writer.state)
-        print(f"{writer.path}: continuing, {len(packed):,} of {total:,} images are packed already")
+        print(
+            f"{writer.path}: continuing, {len(packed):,} of {len(writer.state):,} images are "
+            "packed already"
+        )
     # A file can change without a new name. Only preparing packed images again shows it.
     probes = packed[np.linspace(0, len(packed) - 1, min(len(packed), PROBES)).astype(int)].tolist()
     reasons = []
@@ -204,18 +206,26 @@ def pack(writer: BetonWriter, prepare: Callable[[int], Prepared], threads: int) 
         closing(ordered_map(prepare, probes + todo, pool, 8 * threads)) as prepared,
     ):
         for index, ready in zip(bar(probes + todo, "pack"), prepared, strict=True):
-            if writer.state[index] == PACKED:
-                if ready.sample is None:
-                    raise writer.changed(index)
-                writer.check(index, ready.sample)
-            elif ready.sample is not None:
-                writer.write(index, ready.sample, ready.stored)
-            else:
-                # An earlier run may have recorded it in the journal already.
-                if writer.state[index] != FAILED:
-                    writer.fail(index)
+            write_prepared(writer, index, ready)
+            if ready.sample is None:
                 reasons.append(ready.reason)
     return reasons
+
+
+def write_prepared(writer: BetonWriter, index: int, ready: Prepared) -> None:
+    """Write an image or record that it cannot be packed; of a packed one, check that it is equal.
+
+    Raises UserError if it is not.
+    """
+    if writer.state[index] == PACKED:
+        if ready.sample is None:
+            raise writer.changed(index)
+        writer.check(index, ready.sample)
+    elif ready.sample is not None:
+        writer.write(index, ready.sample, ready.stored)
+    # An earlier run may have recorded it in the journal already.
+    elif writer.state[index] != FAILED:
+        writer.fail(index)
 
 
 def list_reasons(reasons: list[str]) -> str:

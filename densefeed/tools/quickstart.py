@@ -57,12 +57,16 @@ class Quickstart:
 
 
 def run_step(result: Path, purpose: str, program: str, *words: object, **options: object) -> None:
-    """Print and run one command of ours, unless its `result` exists; `options` become --options."""
+    """Print and run one command of ours, unless its `result` exists.
+
+    Those of the `options` that are not None become --options.
+    """
     if result.exists():
         print(f"{result} exists; skipped")
         return
     for name, value in options.items():
-        words += f"--{name.replace('_', '-')}", value
+        if value is not None:
+            words += f"--{name.replace('_', '-')}", value
     words = [program, *map(str, words)]
     # Flushed, since in a pipe the output of the command would come before it.
     print(f"\n# {purpose}\n$ python {shlex.join(words)}", flush=True)
@@ -90,17 +94,9 @@ def prepare_data(out: Path, seed: int, options: Quickstart) -> tuple[Path, Path]
         val=options.val,
         seed=seed,
     )
-    run_step(
-        teacher / "result.json",
-        "Train the teacher, a CNN, on the image labels",
-        "train.py",
-        "nfnet_micro_ce",
-        loader="folder",
-        data=scenes,
-        val=scenes,
-        out=teacher,
-        **training_options(seed, options),
-    )
+    purpose = "Train the teacher, a CNN, on the image labels"
+    data = {"loader": "folder", "data": scenes, "val": scenes}
+    train_model(teacher, purpose, ("nfnet_micro_ce",), data, seed, options)
     run_step(
         maps,
         "Label every cell of every training image with the teacher: the score maps",
@@ -118,11 +114,27 @@ def prepare_data(out: Path, seed: int, options: Quickstart) -> tuple[Path, Path]
     return packed, val
 
 
-def training_options(seed: int, options: Quickstart) -> dict[str, object]:
-    """Return the options that all trainings share."""
-    epochs = {} if options.epochs is None else {"epochs": options.epochs}
-    # With `auto` an interrupted training continues from its last checkpoint.
-    return {"seed": seed, "resume": "auto"} | epochs
+def train_model(
+    out: Path, purpose: str, words: tuple[str, ...], data: dict, seed: int, options: Quickstart
+) -> None:
+    """Train a model in the run folder `out`, unless it is finished; `data` become --options."""
+    run_step(
+        out / "result.json",
+        purpose,
+        "train.py",
+        *words,
+        **data,
+        out=out,
+        seed=seed,
+        # An interrupted training continues from its last checkpoint.
+        resume="auto",
+        epochs=options.epochs,
+    )
+
+
+def read_top1(folder: Path) -> float:
+    """Return the top-1 of a finished run, 0 to 1."""
+    return json.loads((folder / "result.json").read_text())["top1"]
 
 
 def recipe_name(student: str) -> str:
@@ -134,27 +146,16 @@ def run_flow(out: Path, seed: int, options: Quickstart) -> dict:
     """Run the whole flow in `out`; return top-1 of all models and the shares of correct labels."""
     packed, val = prepare_data(out, seed, options)
     runs = {name: out / "runs" / name for name in ("teacher", *options.students)}
+    data = {"loader": "ffcv", "data": packed, "val": val}
     for name in options.students:
-        run_step(
-            runs[name] / "result.json",
-            f"Train the student {name} on {STUDENTS.get(name, 'the labels of its recipe')}",
-            "train.py",
-            recipe_name(name),
-            loader="ffcv",
-            data=packed,
-            val=val,
-            out=runs[name],
-            **training_options(seed, options),
-        )
+        purpose = f"Train the student {name} on {STUDENTS.get(name, 'the labels of its recipe')}"
+        train_model(runs[name], purpose, (recipe_name(name),), data, seed, options)
     report, boxes = out / "report.html", out / "scenes/boxes.json"
     purpose = "Write the report: results, curves, and what the students saw"
     run_step(report, purpose, "tools/report.py", *runs.values(), boxes=boxes, out=report)
     # tools/report.py writes the shares of correct labels beside its page.
     purity = json.loads(report.with_suffix(".json").read_text())
-    top1 = {
-        name: json.loads((folder / "result.json").read_text())["top1"]
-        for name, folder in runs.items()
-    }
+    top1 = {name: read_top1(folder) for name, folder in runs.items()}
     return {"top1": top1, "purity": purity}
 
 
@@ -183,9 +184,8 @@ def main(options: Quickstart) -> None:
 
 def show(flows: list[dict], students: tuple[str, ...]) -> None:
     """Print the accuracy of teacher and students, and how often their labels are correct."""
-    seeds = f"{len(flows)} seed{'s' * (len(flows) > 1)}"
-    accuracy = Table(title=f"Accuracy on the validation scenes, {seeds}", title_justify="left")
-    accuracy.add_column("model")
+    title = f"Accuracy on the validation scenes, {len(flows)} seed{'s' * (len(flows) > 1)}"
+    accuracy = Table("model", title=title, title_justify="left")
     accuracy.add_column("top-1", justify="right")
     names = {"teacher": "teacher (nfnet_micro)"}
     names |= {name: f"student (lvvit_micro), {name}" for name in students}
@@ -193,8 +193,7 @@ def show(flows: list[dict], students: tuple[str, ...]) -> None:
         top1 = format_spread([flow["top1"][name] for flow in flows])
         accuracy.add_row(text, top1, end_section=name == "teacher")
     title = "Correct labels, share of the training tokens that lie inside exactly one digit"
-    labels = Table(title=title, title_justify="left")
-    labels.add_column("label")
+    labels = Table("label", title=title, title_justify="left")
     for part in PARTS.values():
         labels.add_column(f"on {part}", justify="right")
     for kind, name in LABELS.items():

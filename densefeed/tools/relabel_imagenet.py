@@ -43,7 +43,7 @@ from densefeed.storage.maintenance import summary
 from densefeed.storage.row_codecs import Form
 from densefeed.storage.score_maps import Absent
 from densefeed.storage.shards import Shard
-from densefeed.system.devices import THREADS, choose_device
+from densefeed.system.devices import THREADS, choose_rank_device
 from densefeed.system.errors import UserError, make_command
 from densefeed.tools.load_teacher import load_teacher
 
@@ -74,7 +74,7 @@ class Labeling:
     absent: Absent = "tail"
     # rows on disk: raw, packed losslessly, or compact, whose error is printed
     form: Form = "raw"
-    # a name listed by tools/pack_dataset.py --help, if the data is not a folder of class folders
+    # name of the dataset, as for packing, if the data is not a folder of class folders
     dataset: str = ""
     split: str = "train"  # split of the dataset
     # images per forward pass; auto: the largest power of two that fits, 32 on a CPU
@@ -91,31 +91,14 @@ class Labeling:
 
 def choose_shard(labeling: Labeling) -> tuple[Shard, torch.device]:
     """Return the shard of this process, given by --shard or torchrun's rank, and its device."""
-    rank, local = (int(os.environ.get(name, 0)) for name in ("RANK", "LOCAL_RANK"))
-    size = int(os.environ.get("WORLD_SIZE", 1))
-    device = choose_device(labeling.device)
+    size, device = int(os.environ.get("WORLD_SIZE", 1)), choose_rank_device(labeling.device)
     if size == 1:
         return Shard.parse(labeling.shard) if labeling.shard else Shard(0, 1), device
     if labeling.shard or labeling.dry_run:
         raise UserError(
             "torchrun gives each rank its own shard; run --shard and --dry-run without it"
         )
-    if device.type == "cuda":
-        if device.index is not None:
-            raise UserError(
-                f"--device {device} is one device; under torchrun give --device cuda, and each "
-                "rank takes its own"
-            )
-        if local >= torch.cuda.device_count():
-            raise UserError(
-                f"torchrun started {local + 1} or more ranks on a machine of "
-                f"{torch.cuda.device_count()} CUDA devices; give --nproc-per-node as many as there "
-                "are"
-            )
-        device = torch.device("cuda", local)
-        # CUDA events are made on the current device.
-        torch.cuda.set_device(device)
-    return Shard(rank, size), device
+    return Shard(int(os.environ.get("RANK", 0)), size), device
 
 
 def main(labeling: Labeling) -> None:

@@ -16,7 +16,7 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -52,7 +52,7 @@ class Report:
     """The runs to show."""
 
     # run folders of train.py
-    runs: Annotated[tuple[Path, ...], tyro.conf.Positional]
+    runs: tyro.conf.Positional[tuple[Path, ...]]
     boxes: Path | None = None  # true boxes of the training images, to count correct labels
     out: Path | None = None  # the HTML to write; default: report.html in the last run's folder
 
@@ -91,7 +91,7 @@ def read_run(folder: Path) -> Run:
         result = json.loads(done.read_text()) if done.exists() else {}
         # The last line of a run in progress may be incomplete.
         text = (folder / "metrics.jsonl").read_text()
-        lines = [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+        lines = list(map(json.loads, text[: text.rfind("\n") + 1].splitlines()))
     except FileNotFoundError as error:
         missing = Path(error.filename).name
         raise UserError(
@@ -110,12 +110,7 @@ def make_row(run: Run, runs: list[Run]) -> dict:
 
     `differs` lists its options that not all `runs` share.
     """
-    tops = [
-        (record[key], kind)
-        for record in run.val[-1:]
-        for key, kind in (("top1", ""), ("top1_ema", "EMA"))
-        if key in record
-    ]
+    last, kinds = run.val[-1] if run.val else {}, {"top1": "", "top1_ema": "EMA"}
     others = [dict(leaves(other.config)) for other in runs]
     options = [
         f"{name.replace('_', '-')} {format_value(value)}"
@@ -125,7 +120,7 @@ def make_row(run: Run, runs: list[Run]) -> dict:
     row = {
         "name": run.name,
         "differs": ", ".join(options),
-        "tops": tops,
+        "tops": [(last[key], kind) for key, kind in kinds.items() if key in last],
         "epoch": max((record["epoch"] for record in run.train + run.val), default=0),
         "epochs": run.config.optim.total_epochs,
         "result": run.result,
@@ -273,34 +268,28 @@ def measure_purity(loader: ThreadedLoader, truths: list[Truth], grid: int) -> di
 
 
 def make_contact_sheet(
-    config: Config,
-    loader: ThreadedLoader,
-    truths: list[Truth] | None,
-    grid: int,
-    augmentation: Augmentation,
+    run: Run, loader: ThreadedLoader, truths: list[Truth], grid: int, augmentation: Augmentation
 ) -> list[dict]:
     """Return the first crops of epoch 0 as the student saw them, with the labels of their tokens.
 
-    `objects` are the true boxes where they are known. Labels are as in the run, but without label
+    `objects` are the true boxes if there are `truths`. Labels are as in the run, but without label
     smoothing, which changes all of them alike.
     """
     (batch,) = augment_batches(islice(loader.batches(0), 1), augmentation, torch.device("cpu"))
     # Back from normalized values to pixels, for a picture.
     batch = batch._replace(image=augmentation.normalize.pixels(batch.image))
-    rules = replace(config.labels, smoothing=0.0)
+    rules = replace(run.config.labels, smoothing=0.0)
     class_NT, probability_NT = label_tokens(batch, loader, grid, rules)
-    names = loader.class_names
+    names, views = loader.class_names, batch.view.numpy()
     return [
         {
             "image": picture(Image.fromarray(batch.image[n].numpy()), "PNG"),
             "label": names[int(batch.label[n])],
-            "index": int(batch.index[n]),
+            "index": index,
             "cells": make_cells(class_NT[n], probability_NT[n], names),
-            "objects": make_objects(truths[int(batch.index[n])], batch.view[n].numpy(), grid, names)
-            if truths
-            else [],
+            "objects": make_objects(truths[index], views[n], grid, names) if truths else [],
         }
-        for n in range(min(CONTACTS, loader.plan.batch))
+        for n, index in enumerate(batch.index[:CONTACTS].tolist())
     ]
 
 
@@ -367,8 +356,8 @@ def replay(runs: list[Run], boxes: Path | None) -> dict:
         return page
     with closing(loader):
         grid, augmentation = build_augmentation(run, loader)
-        truths = read_truths(boxes, run, loader) if boxes else None
-        sheet = make_contact_sheet(config, loader, truths, grid, augmentation)
+        truths = read_truths(boxes, run, loader) if boxes else []
+        sheet = make_contact_sheet(run, loader, truths, grid, augmentation)
         purity = measure_purity(loader, truths, grid) if truths else None
     return {"labeled": run, "sheet": sheet, "purity": purity, "grid": grid}
 
@@ -387,26 +376,23 @@ def curve(runs: list[Run], kind: str, value: str, percent: bool) -> dict:
         return {"lines": [], "ticks_x": [], "ticks_y": []}
     high_x = int(np.ceil(max(x for x, _ in points)))
     high_y = 1.0 if percent else max(y for _, y in points) * 1.05
-
-    def format_last(line: list[tuple[float, float]]) -> str:
-        return "" if not line else f"{100 * line[-1][1]:.1f} %" if percent else f"{line[-1][1]:.2f}"
-
+    scale, unit, digits = (100, " %", 1) if percent else (1, "", 2)
     lines = [
         {
             "name": name,
             "ink": CURVES[n % len(CURVES)],
-            "last": format_last(line),
+            "last": f"{scale * line[-1][1]:.{digits}f}{unit}" if line else "",
             "points": [
                 (round(100 * x / high_x, 2), round(100 - 100 * y / high_y, 2)) for x, y in line
             ],
         }
         for n, (name, line) in enumerate(series)
     ]
-    ticks = [high_y * share for share in (0, 0.25, 0.5, 0.75, 1)]
+    ticks = [scale * (high_y * share) for share in (0, 0.25, 0.5, 0.75, 1)]
     return {
         "lines": lines,
         "ticks_x": [f"{high_x * share:g}" for share in (0, 0.5, 1)],
-        "ticks_y": [f"{100 * t:.0f} %" if percent else f"{t:.1f}" for t in ticks],
+        "ticks_y": [f"{tick:.{digits - 1}f}{unit}" for tick in ticks],
     }
 
 

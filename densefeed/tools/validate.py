@@ -33,7 +33,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import tyro
@@ -69,7 +69,7 @@ MODEL_SECONDS = 1.0
 class Validation(Options):
     """The model and the data to evaluate it on."""
 
-    checkpoint: Annotated[Path, tyro.conf.Positional]  # a checkpoint, or a run folder of train.py
+    checkpoint: tyro.conf.Positional[Path]  # a checkpoint, or a run folder of train.py
     # a .beton, a folder of class folders, or a folder of splits, of which `val` is read
     data: Path
     # ffcv reads .beton files, folder reads folders; dali reads both, decoded by NVIDIA DALI
@@ -164,7 +164,7 @@ def open_real(path: str, source: Source, data: Path) -> RealLabelsImagenet:
     official = [f"ILSVRC2012_val_{number:08d}.JPEG" for number in range(1, count + 1)]
     try:
         accuracy = RealLabelsImagenet(
-            names if set(names) == set(official) else official,
+            names if sorted(names) == official else official,
             real_json=None if path == "timm" else path,
             topk=(1,),
         )
@@ -259,8 +259,7 @@ def measure_sync(
             yield logits_NK, label_N, weight_N
 
     def forward(image_NCHW: Tensor) -> None:
-        for _ in predict(model, [(image_NCHW, None, None)], columns, dtype):
-            pass
+        list(predict(model, [(image_NCHW, None, None)], columns, dtype))
 
     size, rows = loader.plan.size(0), loader.plan.batch
     blank = torch.zeros((rows, 3, size, size), device=device).to(memory_format=torch.channels_last)
@@ -339,17 +338,20 @@ def table(row: dict) -> Table:
     lines = Table("", "", title=title, show_header=False)
     of = f" of {row['model_classes']:,}" if row["classes"] != row["model_classes"] else ""
     classes = f"{row['classes']:,}{of}, matched by {row['classes_by']}"
-    together, alone = row["images_per_s"], row["model_images_per_s"]
     lines.add_row("top-1", f"{100 * row['top1']:.2f} %")
     lines.add_row("top-5", f"{100 * row['top5']:.2f} %")
     if row["real_top1"] is not None:
-        real = f"{100 * row['real_top1']:.2f} % of {row['real_images']:,} images"
-        lines.add_row("ReaL top-1", real)
+        lines.add_row(
+            "ReaL top-1", f"{100 * row['real_top1']:.2f} % of {row['real_images']:,} images"
+        )
     lines.add_row("loss", f"{row['loss']:.4f}")
     lines.add_row("images, classes", f"{row['images']:,}, {classes}")
     lines.add_row("size, crop", f"{row['size']} px, {row['crop_pct']:g} of the shorter side")
     lines.add_row("parameters", f"{row['parameters']:,}")
-    lines.add_row("images/s", f"{together:,.1f} with the loader, {alone:,.1f} model alone")
+    lines.add_row(
+        "images/s",
+        f"{row['images_per_s']:,.1f} with the loader, {row['model_images_per_s']:,.1f} model alone",
+    )
     lines.add_row(
         "on", f"{row['device']}, {row['precision']}, batch {row['batch']}, {row['threads']} threads"
     )

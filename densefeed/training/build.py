@@ -57,13 +57,9 @@ def build_model(
     """
     name, data = config.model.name, config.data
     if not timm.is_model(name):
-        raise UserError(
-            f"timm knows no model {name!r}; `python -c 'import timm; print(timm.list_models())'` "
-            "lists them"
-        )
+        raise UserError(f"timm knows no model {name!r}; timm.list_models() lists those it knows")
     kwargs = model_arguments(config, objective, num_classes)
-    # Transformers are built for a size, CNNs take any. Some of timm's transformers take others too
-    # if they are built for it.
+    # CNNs take any size; transformers are built for one, and some take others if built for it.
     sized = kwargs | {"img_size": data.size}
     ways = [sized | {"dynamic_img_size": True}, sized, kwargs] if data.sizes else [sized, kwargs]
     for way in ways:

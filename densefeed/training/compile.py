@@ -60,9 +60,14 @@ def compile_step(mode: str, trainable: nn.Module) -> Callable[..., Tensor]:
         return torch.compile(step_loss, dynamic=False)
     device = next(trainable.parameters()).device
     for block in (block for network in networks for block in network.blocks):
-        # A list, because replacing a module changes what named_modules walks.
-        for name, part in list(block.named_modules()):
-            if isinstance(part, DropPath):
-                block.set_submodule(name, SharedDropPath(part).to(device).train(part.training))
+        share_drop_path(block, device)
         block.compile(dynamic=False)
     return partial(step_loss, measure=torch.compile(objective_loss, dynamic=False))
+
+
+def share_drop_path(block: nn.Module, device: torch.device) -> None:
+    """Replace every DropPath of a block by a SharedDropPath."""
+    # A list, because replacing a module changes what named_modules walks.
+    for name, part in list(block.named_modules()):
+        if isinstance(part, DropPath):
+            block.set_submodule(name, SharedDropPath(part).to(device).train(part.training))

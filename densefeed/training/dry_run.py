@@ -13,22 +13,20 @@ from densefeed.training.step_inputs import StepInputs
 
 
 def dry_run(run: Run) -> None:
-    """Print the loss of the first images and the memory of a step.
-
-    Raises UserError if the device has less memory free.
-    """
+    """Print the loss of the first images and the memory of a step. UserError if less is free."""
     config, ranks, optim = run.config, run.ranks, run.config.optim
     # The plan takes multiples of the repeats, and mixing needs a partner.
     images = 2 * config.data.repeats
     loss, per_image = first_loss(run, images)
     fixed = fixed_bytes(run)
     needed, free = fixed + per_image * optim.microbatch, free_memory(ranks.device)
+    takes = f"{optim.microbatch} images per forward pass take about {needed / 1e9:.2f} GB"
     if ranks.is_first:
         maps = ", all score maps" * config.data.maps_on_device
         print(
             f"dry run: data, labels and recipe fit together; loss {loss:.3f} of {images} images; "
-            f"gradients, moments{maps} and {optim.microbatch} images per forward pass take about "
-            f"{needed / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free on {ranks.device}"
+            f"gradients, moments{maps} and {takes}, and {free / 1e9:.2f} GB are free on "
+            f"{ranks.device}"
         )
     if needed > free:
         local = optim.batch // ranks.size
@@ -37,8 +35,7 @@ def dry_run(run: Run) -> None:
         fits = [n for n in parts if fixed + per_image * n < free]
         remedy = f"--microbatch {fits[-1]}" if fits else "--grad-checkpointing, or a smaller model"
         raise UserError(
-            f"{optim.microbatch} images per forward pass take about {needed / 1e9:.2f} GB on "
-            f"{ranks.device}, of which {free / 1e9:.2f} GB are free; give {remedy}"
+            f"{takes} on {ranks.device}, of which {free / 1e9:.2f} GB are free; give {remedy}"
         )
 
 

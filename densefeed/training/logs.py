@@ -172,15 +172,21 @@ def describe_environment(config: Config, ranks: Ranks) -> dict:
 
 def write_run_header(run: Run) -> None:
     """Make the run folder, write config and environment to it, and print a summary of the run."""
-    config, ranks, student, out = run.config, run.ranks, run.student, run.config.run.out
+    config, out = run.config, run.config.run.out
     out.mkdir(parents=True, exist_ok=True)
     # Files that were half-written when an earlier process was killed.
     for left in out.glob("*.part"):
         left.unlink()
-    files = {"config": config.to_dict(), "environment": describe_environment(config, ranks)}
+    files = {"config": config.to_dict(), "environment": describe_environment(config, run.ranks)}
     for name, content in files.items():
         with replace_file(out / f"{name}.json") as part:
             part.write_text(json.dumps(content, indent=1))
+    print(describe_run(run), flush=True)
+
+
+def describe_run(run: Run) -> str:
+    """Summarize a run in one line: model, device, objective, data, length and learning rate."""
+    config, ranks, student = run.config, run.ranks, run.student
     count, whole = (
         sum(p.numel() for p in part.parameters()) for part in (student.model, student.trainable)
     )
@@ -191,10 +197,9 @@ def write_run_header(run: Run) -> None:
     beside = f", and {whole - count:,} that {adds} trains beside them," if whole > count else ""
     others = f" and {ranks.size - 1} more" if ranks.size > 1 else ""
     resumed = f"; continuing at step {run.step}" if run.step else ""
-    print(
+    return (
         f"{run.spec.name}: {count:,} parameters{beside} on {ranks.device}{others}; objective "
         f"{objective.name}; {run.loader.plan.num_samples:,} images, {optim.total_epochs} epochs of "
         f"{len(run.loader)} steps; peak lr {optim.peak_lr:.2g} = {optim.lr:.2g} x {optim.batch} / "
-        f"{optim.lr_batch}{resumed}",
-        flush=True,
+        f"{optim.lr_batch}{resumed}"
     )

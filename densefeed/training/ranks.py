@@ -16,7 +16,7 @@ import torch.distributed as dist
 from timm.layers import convert_sync_batchnorm
 from torch import Tensor, nn
 
-from densefeed.system.devices import choose_device
+from densefeed.system.devices import choose_rank_device
 from densefeed.system.errors import UserError
 
 # Seconds that rank 0 has to end first; torchrun polls its ranks ten times a second.
@@ -151,25 +151,10 @@ def init_distributed(device: str) -> Iterator[Ranks]:
     Raises UserError for a device that cannot be used, or one device for several ranks.
     """
     size, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
-    chosen = choose_device(device)
+    chosen = choose_rank_device(device)
     if size == 1:
         yield Ranks(0, 1, chosen)
         return
-    if chosen.type == "cuda":
-        local, count = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
-        if chosen.index is not None:
-            raise UserError(
-                f"--device {device} is one device; under torchrun give --device cuda, and each "
-                "rank takes its own"
-            )
-        if local >= count:
-            raise UserError(
-                f"torchrun started {local + 1} or more ranks on a machine of {count} CUDA devices; "
-                f"give --nproc-per-node {count}"
-            )
-        chosen = torch.device("cuda", local)
-        # nccl, and `cuda` without an index, mean the current device.
-        torch.cuda.set_device(chosen)
     # gloo carries what is on the CPU: the stop vote and objects that are broadcast.
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo", timeout=PATIENCE

@@ -142,22 +142,26 @@ def build_trainable(
 
     model = place(model)
     if config.model.grad_checkpointing:
-        # A timm model that cannot do so fails an assertion, another one has no such method.
-        try:
-            model.set_grad_checkpointing(True)
-        except (AssertionError, AttributeError) as error:
-            raise UserError(
-                f"{config.model.name} cannot recompute activations; remove --grad-checkpointing"
-            ) from error
+        recompute_activations(model)
     if objective.adds_network:
         # A twin on the meta device gives the shapes at every size and computes nothing.
         with torch.device("meta"):
             twin, _ = build_model(config, objective, num_classes)
         objective.check_sizes(twin, num_classes)
     trainable = objective.wrap(model, num_classes, place)
-    return build_student(
-        config.optim, model, trainable, ranks, autocast_dtype(config, ranks.device)
-    )
+    dtype = autocast_dtype(config, ranks.device)
+    return build_student(config.optim, model, trainable, ranks, dtype)
+
+
+def recompute_activations(model: nn.Module) -> None:
+    """Set a model to recompute activations in the backward pass. UserError if it cannot."""
+    # A timm model that cannot do so fails an assertion, another one has no such method.
+    try:
+        model.set_grad_checkpointing(True)
+    except (AssertionError, AttributeError) as error:
+        raise UserError(
+            f"{type(model).__name__} cannot recompute activations; remove --grad-checkpointing"
+        ) from error
 
 
 # ---------------------------------------------------------------- checks
@@ -208,10 +212,8 @@ def find_checkpoint(config: Config, kept: Checkpoints, ranks: Ranks) -> dict[str
     if run.resume == "never":
         if run.dry_run:
             return None
-        raise UserError(
-            f"{run.out} holds a run already; continue it with --resume auto, or choose another "
-            "--out"
-        )
+        remedy = "continue it with --resume auto, or choose another --out"
+        raise UserError(f"{run.out} holds a run already; {remedy}")
     # Only rank 0 hashes the files, warns of damaged ones and remembers them for its saves.
     name = ranks.broadcast_sync(kept.newest() if ranks.is_first else None)
     checkpoint = checkpoints.load(kept.folder / name) if name else None
@@ -219,10 +221,8 @@ def find_checkpoint(config: Config, kept: Checkpoints, ranks: Ranks) -> dict[str
         raise UserError(f"{run.out} holds no checkpoint of densefeed; choose another --out")
     if differs := first_difference(config, checkpoint["config"]):
         option, value = differs
-        raise UserError(
-            f"{run.out} was trained with {option}={value}; give the same value, or choose another "
-            "--out"
-        )
+        remedy = "give the same value, or choose another --out"
+        raise UserError(f"{run.out} was trained with {option}={value}; {remedy}")
     return checkpoint
 
 

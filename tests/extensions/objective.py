@@ -28,6 +28,7 @@ class ConfidencePenalty(Objective):
     """Cross entropy with the image's label minus the weighted entropy of the prediction."""
 
     name = "confidence-penalty"
+    own = PenaltyOptions
 
     def loss(self, output: Tensor, batch: Batch, step: StepContext) -> Tensor:
         log_NK = F.log_softmax(output.float(), -1)

@@ -24,6 +24,7 @@ from densefeed.storage.images import Images, decode
 from densefeed.storage.maintenance import convert
 from densefeed.storage.score_maps import ScoreMapStore, ScoreMapWriter, map_datasets, missing_file
 from densefeed.system.errors import UserError, explain_os_error
+from densefeed.system.options import flag
 from densefeed.tools import relabel_imagenet
 
 from ..runs import label_images
@@ -150,6 +151,11 @@ def test_logits_that_float16_cannot_hold_are_refused(bad):
 
 def test_impossible_options_are_refused_before_any_work(folder, tmp_path):
     images = Images(folder, split="train")
+    usual = dict(top_k=1, batch=4, threads=1)
+    for option in usual:
+        few = usual | {option: 0}
+        with pytest.raises(UserError, match=f"{flag(option)} is 0, and must be at least 1"):
+            label_images(images, teacher(), "t", tmp_path / "maps.h5", absent="tail", **few)
     with pytest.raises(UserError, match=r"--top-k 5 is more than the 2 classes"):
         label_images(
             images, teacher(), "t", tmp_path / "maps.h5", top_k=5, batch=4, threads=1, absent="tail"

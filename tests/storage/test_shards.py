@@ -479,7 +479,7 @@ def test_ranks_have_their_own_devices_and_shards(monkeypatch):
         3, 8
     )
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    monkeypatch.setattr(relabel_imagenet, "choose_device", lambda name: torch.device(name))
+    monkeypatch.setattr("densefeed.system.devices.choose_device", lambda name: torch.device(name))
     for name, value in (("RANK", "5"), ("WORLD_SIZE", "6"), ("LOCAL_RANK", "1")):
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)

@@ -190,7 +190,7 @@ def test_the_command_needs_data(command, tmp_path):
         ({"threads": (0,)}, "--threads must be from 1 to"),
         ({"size": 0}, "--size is 0, and must be at least 1"),
         ({"batch": 0}, "--batch is 0, and must be at least 1"),
-        ({}, "nowhere"),
+        ({}, r"nowhere\.beton: there is no such file; make it with tools/pack_dataset"),
     ],
 )
 def test_invalid_options_are_refused(tmp_path, options, message):

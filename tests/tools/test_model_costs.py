@@ -60,9 +60,14 @@ def test_the_command_prints_a_line_per_model(command):
     assert "dhvt_small_imagenet_patch16 " in done.stdout  # the whole name, in a pipe too
 
 
+def test_sizes_that_a_model_cannot_take_are_refused():
+    with pytest.raises(UserError, match=r"vit_tiny_patch16_224 cannot take inputs of 65 px \("):
+        main(ModelCosts(models=("vit_tiny_patch16_224",), size=65))
+
+
 @pytest.mark.parametrize(
     ("words", "why"),
-    [(["dhvt_huge"], "timm has no model 'dhvt_huge'"), ([], "name at least one model")],
+    [(["dhvt_huge"], "timm knows no model 'dhvt_huge'"), ([], "name at least one model")],
 )
 def test_unknown_models_are_refused(words, why):
     with pytest.raises(UserError, match=why):

@@ -447,6 +447,12 @@ def test_invalid_options_are_refused(images, resnet, tmp_path, fields, message):
     assert not list(tmp_path.iterdir())
 
 
+def test_the_checkpoint_of_a_run_knows_its_model(images, student):
+    wanted = Validation(checkpoint=student[0], data=images, loader="folder", model="resnet18")
+    with pytest.raises(UserError, match=r"holds a model \w+; leave out --model resnet18"):
+        validate.main(wanted)
+
+
 def test_the_command_prints_a_table_or_one_sentence(command, images, beton, resnet, tmp_path):
     settings = f"--model test_resnet --size {SIZE} --device cpu --data".split()
     words = ("tools/validate.py", resnet[1], *settings)

@@ -88,10 +88,7 @@ def plain_backward(
     base_NT: Tensor,
     total_NT: Tensor,
 ) -> Tensor:
-    """Return the gradient of the logits from that of the losses and `plain_forward`'s results.
-
-    It is contiguous and has the dtype of the logits.
-    """
+    """Return the gradient of the logits, contiguous and in their dtype; see `plain_forward`."""
     dtype = accumulation_dtype(logits_NTK)
     grad_NTK = torch.empty_like(logits_NTK, memory_format=torch.contiguous_format)
     for images, tokens, block in blocks(logits_NTK, dtype):

@@ -180,14 +180,11 @@ def gaussian_blur(image_NHWC: Tensor, radius_N: Tensor) -> Tensor:
 
 
 def hue(image_NHWC: Tensor, turn_N: Tensor) -> Tensor:
-    """Shift the hue of Pillow's HSV, a byte, by 255 `turn_N` (truncated to an integer), modulo
-    256.
-    """
+    """Shift the hue of Pillow's HSV, a byte, by the whole part of 255 `turn_N`, modulo 256."""
     red, green, blue = image_NHWC.double().unbind(-1)
     value, least = image_NHWC.amax(-1).double(), image_NHWC.amin(-1).double()
     span = (value - least).clamp(min=1)
-    # Pillow computes in double and stores float; a hue is truncated, so that rounding can change it
-    # by a whole level.
+    # Pillow stores float; a hue is truncated, so that rounding can change it by a whole level.
     far_red, far_green, far_blue = (
         ((value - channel) / span).float().double() for channel in (red, green, blue)
     )
@@ -201,9 +198,7 @@ def hue(image_NHWC: Tensor, turn_N: Tensor) -> Tensor:
     angle = (hue_NHW + (turn_N.double() * 255).trunc().view(-1, 1, 1)) % 256 * 6 / 255
     sector = angle.floor()
     part = angle - sector
-    down, falling, rising = (
-        value * (1 - saturation * share) for share in (torch.ones_like(part), part, 1 - part)
-    )
+    down, falling, rising = (value * (1 - saturation * share) for share in (1, part, 1 - part))
     # Red by sector; green is two sectors later, blue four.
     reds = torch.stack([value, falling, down, down, rising, value])
     channels = [reds.gather(0, ((sector + turn) % 6).long()[None])[0] for turn in (0, 4, 2)]

@@ -232,11 +232,9 @@ def level_to_argument(name: str, level_N: np.ndarray, negative_N: np.ndarray) ->
 
 
 def make_tables(code_R: np.ndarray, argument_R: np.ndarray) -> np.ndarray:
-    """Tabulate the result for each byte of the operations in TABLES: uint8 `[R, 256]`; zeros for
-    other codes.
+    """Tabulate the operations in TABLES for every byte, uint8 `[R, 256]`; zeros for other codes.
 
-    Posterize with no bits left is black, by its formula and in older Pillow; Pillow 13 raises an
-    error.
+    Posterize with no bits left is black, as in older Pillow; Pillow 13 raises an error.
     """
     level, argument = np.arange(256), argument_R[:, None]
     out = np.zeros((len(code_R), 256), np.uint8)

@@ -115,7 +115,7 @@ class Objective:
         raise NotImplementedError
 
     def mix_arguments(self, step: StepContext) -> dict[str, Tensor]:
-        """The arguments of a model that exchanges tokens (MixToken)."""
+        """Return the arguments of a model that exchanges tokens (MixToken)."""
         if not self.setting.mix.mixtoken:
             return {}
         # MixToken's box has its sides between tokens, so every cell of the map is 0 or 1.

@@ -69,7 +69,7 @@ class JointModel(nn.Module):
         return self.vit, self.agent
 
     def no_weight_decay(self) -> set[str]:
-        """The exceptions of the transformer: its tables."""
+        """Return the exceptions of the transformer: its tables."""
         return {f"vit.{name}" for name in getattr(self.vit, "no_weight_decay", set)()}
 
     def forward(self, image_NCHW: Tensor) -> JointOutput:

@@ -355,7 +355,7 @@ class LocalizedModel(nn.Module):
         return features, [feature_map(features, self.model, image_NCHW)]
 
     def no_weight_decay(self) -> set[str]:
-        """The exceptions of the model; of the heads timm's rule already exempts the biases."""
+        """Return the model's exceptions; timm's rule already exempts the biases of the heads."""
         return {f"model.{name}" for name in getattr(self.model, "no_weight_decay", set)()}
 
     def forward(

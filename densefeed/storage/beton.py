@@ -106,7 +106,7 @@ class Extents(NamedTuple):
 
 
 def metadata_dtype(fields: Sequence[Field]) -> np.dtype:
-    """FFCV's record of a sample: the fields' records as a C struct.
+    """Return FFCV's record of a sample: the fields' records as a C struct.
 
     Structs have alignment 1, numbers their own size.
     """
@@ -114,7 +114,7 @@ def metadata_dtype(fields: Sequence[Field]) -> np.dtype:
 
 
 def arrays_crc(arrays: Iterable[bytes]) -> int:
-    """CRC-32 (zlib) over a sample's arrays in the order of the fields.
+    """Return the CRC-32 (zlib) over a sample's arrays in the order of the fields.
 
     With score maps it is the row's `crc32` in a raw HDF5 store.
     """
@@ -352,7 +352,7 @@ class Beton:
         return f"{self.paths[number]} image {index - int(self._starts[number])}"
 
     def image(self, index: int) -> tuple[bytes, bool]:
-        """Stored bytes of image `index`, and whether they are raw pixels instead of a JPEG.
+        """Return the stored bytes of image `index`, and whether they are raw pixels, not a JPEG.
 
         Raw pixels are uint8 `[height, width, 3]`.
         """
@@ -386,16 +386,16 @@ class Beton:
                 os.posix_fadvise(self.descriptors[number], at, size, os.POSIX_FADV_WILLNEED)
 
     def field(self, name: str) -> Field:
-        """The ndarray field of this name: its dtype and shape."""
+        """Return the ndarray field of this name: its dtype and shape."""
         return self.fields[self._number(name)]
 
     def array_offsets(self, name: str, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """File descriptors (int32) and offsets (int64) of an ndarray field, `[len(ids)]` each."""
+        """Return file descriptors (int32) and offsets (int64) of an ndarray field, `[N]` each."""
         descriptors = np.array(self.descriptors, np.int32)[self.images.file[ids]]
         return descriptors, self._offsets[self._number(name)][ids]
 
     def arrays(self, ids: np.ndarray, names: Sequence[str] | None = None) -> dict[str, np.ndarray]:
-        """Copies of the rows `ids` of ndarray fields (default: all), `{name: [len(ids), *shape]}`.
+        """Copy the rows `ids` of ndarray fields (default: all), `{name: [len(ids), *shape]}`.
 
         Raises UserError if a sample's arrays do not match their checksum. If there is one, all
         arrays of the samples are read for it.
@@ -504,7 +504,7 @@ def grouped_table(front: Front, dtype: np.dtype) -> Iterator[tuple[int, np.ndarr
 def match_entries(
     front: Front, entries: np.ndarray, offsets: np.ndarray, column: int
 ) -> tuple[np.ndarray, int]:
-    """Sizes of the table entries with pointers `offsets`, `[N]`, and the first one's column.
+    """Return the sizes of the entries with pointers `offsets`, `[N]`, and the first one's column.
 
     `entries` is `[N, entries per sample, (sample, pointer, size)]`; `column` is tried first.
     """
@@ -521,7 +521,7 @@ def match_entries(
 
 
 def no_entry(front: Front, index: int) -> UserError:
-    """The error for a sample without an entry in the allocation table."""
+    """Return the error for a sample without an entry in the allocation table."""
     return UserError(
         f"{front.path}: its allocation table has no entry for sample {index}; pack or copy it again"
     )
@@ -605,7 +605,7 @@ def read_notes(path: Path, descriptor: int, head: bytes, table: int) -> dict:
 
 
 def notes_place(descriptor_at: int) -> int:
-    """Offset of NOTES in the file, given the offset of the image field's descriptor."""
+    """Return the offset of NOTES in the file, given the offset of the image field's descriptor."""
     return descriptor_at + FIELD.fields["arguments"][1] + NOTES_IN_ARGUMENTS
 
 

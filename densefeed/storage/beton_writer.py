@@ -148,7 +148,7 @@ class BetonWriter:
             raise
 
     def todo(self) -> np.ndarray:
-        """Images to write, in order: first those not tried yet, then those that failed before."""
+        """Return the images to write, those not tried yet first, then those that failed before."""
         return np.concatenate([np.flatnonzero(self.state == kind) for kind in (UNTRIED, FAILED)])
 
     def _begin(self, identity: dict) -> None:
@@ -200,7 +200,7 @@ class BetonWriter:
         self._synced = self._at
 
     def _check_identity(self, line: bytes, rows: np.ndarray, identity: dict) -> None:
-        """UserError unless the journal, which begins with `line`, is of the same packing."""
+        """Raise UserError unless the journal, which begins with `line`, is of the same packing."""
         try:
             begun = json.loads(line)
         except ValueError:
@@ -220,7 +220,7 @@ class BetonWriter:
             )
 
     def _count_complete(self, rows: np.ndarray) -> int:
-        """Number of leading records whose images are complete in `.part`.
+        """Return the number of leading records whose images are complete in `.part`.
 
         Only images that may not have reached the disk before a power cut are read.
         """
@@ -240,7 +240,7 @@ class BetonWriter:
         return len(rows)
 
     def _encode(self, index: int, sample: Sample, tag: int) -> tuple[np.ndarray, bytes]:
-        """The record of a sample, without `ptr`, and its bytes: padded arrays, then the JPEG."""
+        """Encode a sample: its record without `ptr`, and its bytes: padded arrays, then JPEG."""
         pieces = []
         for array, field in zip(sample.arrays, self.arrays, strict=True):
             if array.shape != field.shape:
@@ -259,14 +259,14 @@ class BetonWriter:
         return row, block
 
     def check(self, index: int, sample: Sample) -> None:
-        """UserError unless image `index` was packed from this sample."""
+        """Raise UserError unless image `index` was packed from this sample."""
         row, _ = self._encode(index, sample, int(self.tags[index]))
         same = ["label", "size", "height", "width", "mode", "block"]
         if row[same] != self._rows[index][same]:
             raise self.changed(index)
 
     def changed(self, index: int) -> UserError:
-        """The error if image `index` is not the one that was packed."""
+        """Return the error if image `index` is not the one that was packed."""
         return UserError(
             f"{self.part} holds another version of image {index}; remove it and {self.journal.name}"
         )
@@ -421,7 +421,7 @@ class BetonWriter:
 
 
 def valid_rows(records: bytes) -> np.ndarray:
-    """The ROWs of a journal before the first one that does not match its CRC."""
+    """Return the ROWs of a journal before the first one that does not match its CRC."""
     # A kill may leave the last record incomplete.
     rows = np.frombuffer(records, ROW, len(records) // ROW.itemsize)
     valid = [zlib.crc32(row.tobytes()[:-4]) == row["crc"] for row in rows]

@@ -182,7 +182,7 @@ def read_timm(root: Path, dataset: str, split: str) -> TimmDataset:
 
 
 def check_split(root: Path, split: str) -> None:
-    """UserError if `root` is no folder, or holds splits but not this one.
+    """Raise UserError if `root` is no folder, or holds splits but not this one.
 
     timm would then read all of them as one split.
     """
@@ -334,7 +334,7 @@ def read_list(root: Path, file: Path, classes: int = 0) -> Listed:
 
 
 def sibling_lists(file: Path) -> list[Path]:
-    """Lists beside `file` whose names differ only in the split: a_test.txt for a_train.txt."""
+    """Find the lists beside `file` whose names differ only in the split, as a_test, a_train."""
     words = sorted({"trainval"}.union(*SPLITS))
     # Whole words only: `tested` contains no split.
     places = list(re.finditer(rf"(?<![A-Za-z])({'|'.join(words)})(?![A-Za-z])", file.name))
@@ -383,7 +383,7 @@ def read_entries(file: Path, most: int) -> list[Entry]:
 
 
 def name_labels(entries: Sequence[Entry], classes: int) -> list[str]:
-    """Names of `classes` labels; if 0, of one more than the highest label.
+    """Return the names of `classes` labels; if 0, of one more than the highest label.
 
     A label is named after a folder if exactly one of its folders holds no other label's images. (A
     folder that holds all images of a split names no class.) The other labels are `class 7`, or
@@ -400,7 +400,7 @@ def name_labels(entries: Sequence[Entry], classes: int) -> list[str]:
 
 
 def check_paths(root: Path, file: Path, entries: Sequence[Entry]) -> None:
-    """UserError if the first or the last image of a list is not below `root`.
+    """Raise UserError if the first or the last image of a list is not below `root`.
 
     Prints how many of the others are not.
     """
@@ -479,7 +479,7 @@ def select_share(root: Path, percent: str, split: str) -> Listed:
 
 
 def subset(whole: TimmDataset, ids: np.ndarray, labels: np.ndarray, names: list[str]) -> Listed:
-    """The samples `ids` of a folder, with the labels that `labels` has for them."""
+    """Return the samples `ids` of a folder, with the labels that `labels` has for them."""
     return Listed([whole.paths[i] for i in ids], labels[ids], names, Path(whole.reader.root))
 
 

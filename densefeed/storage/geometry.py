@@ -120,7 +120,7 @@ def crop_in_pixels(window_tlbr: TLBR, height: int, width: int) -> LTRB:
 
 
 def center_box(height_N: np.ndarray, width_N: np.ndarray, crop_pct: float) -> np.ndarray:
-    """Evaluation crop: a centered square of `crop_pct` times the shorter side.
+    """Return the evaluation crop: a centered square of `crop_pct` times the shorter side.
 
     Returns (top, left, height, width) in pixels, float64 `[N, 4]`. This is the same region as
     "resize the shorter side to size / crop_pct, then crop size x size from the center".
@@ -130,14 +130,14 @@ def center_box(height_N: np.ndarray, width_N: np.ndarray, crop_pct: float) -> np
 
 
 def window_frame(window_N4: Tensor) -> Tensor:
-    """Frame of maps that cover these Windows: float `[N, 2, 2]`."""
+    """Return the frame of maps that cover these Windows: float `[N, 2, 2]`."""
     top, left, bottom, right = window_N4.unbind(1)
     scale = torch.stack([1 / (right - left), 1 / (bottom - top)], 1)
     return torch.stack([scale, -scale * torch.stack([left, top], 1)], 2)
 
 
 def labeling_cells(frame_N22: Tensor, side: int) -> Tensor:
-    """First and last cell, along x and y, whose center is in the image and not in padding.
+    """Return the first and last cell, along x and y, whose center is in the image, not in padding.
 
     Returns float `[N, 2, 2]`, 0 to `side` - 1. These are all cells unless the Window reaches beyond
     the image. An image narrower than a cell has the cell that contains its center.
@@ -153,7 +153,7 @@ def labeling_cells(frame_N22: Tensor, side: int) -> Tensor:
 
 
 def published_frame(shown_N4: Tensor, view_N23: Tensor, side: int) -> Tensor:
-    """Frame that the published code of TokenLabeling and ReLabel uses for maps of `side` cells.
+    """Return the frame of maps of `side` cells in the published code of TokenLabeling and ReLabel.
 
     Returns float `[N, 2, 2]`. `shown_N4` is `visible_boxes` of the crops.
 
@@ -185,7 +185,7 @@ def published_frame(shown_N4: Tensor, view_N23: Tensor, side: int) -> Tensor:
 
 
 def samples_per_bin(map_side: int, grid: int, min_window_side: float, sheared: bool = False) -> int:
-    """Maximum number of samples per axis of a token by RoIAlign's rule, ceil(box / grid).
+    """Return the most samples per axis of a token by RoIAlign's rule, ceil(box / grid).
 
     The maximum is over all crops. A crop of the whole image spans `map_side / min_window_side`
     cells of a map that covers only part of the image. The result is at most MOST_SAMPLES: a single

@@ -51,12 +51,12 @@ class Images:
         return len(self.paths)
 
     def read(self, index: int) -> bytes:
-        """Encoded bytes of image `index`, as stored."""
+        """Return the encoded bytes of image `index`, as stored."""
         with self.open(index) as file:
             return file.read()
 
     def size(self, index: int) -> tuple[int, int]:
-        """Height and width of image `index`, from the file's header.
+        """Return the height and width of image `index`, from the file's header.
 
         Raises OSError that names the file if its header cannot be read.
         """
@@ -73,7 +73,7 @@ class Images:
                 raise OSError(None, problem, self.where(index)) from error
 
     def fingerprint(self) -> str:
-        """SHA-256 over all paths and labels in order, and the byte sizes of sampled files.
+        """Hash all paths and labels in order, and the byte sizes of sampled files, by SHA-256.
 
         The sample is up to 1,024 evenly spaced files.
         """

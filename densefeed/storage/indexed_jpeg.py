@@ -23,7 +23,7 @@ INDEXED_SAMPLINGS = {(1, 1), (2, 1), (1, 2), (2, 2)}
 
 
 def choose_interval(across: int) -> int:
-    """MCUs per segment in a row of `across` MCUs.
+    """Choose the MCUs per segment in a row of `across` MCUs.
 
     The divisor nearest to INTERVAL, by ratio; the whole row if none is within a factor of 2.
     """

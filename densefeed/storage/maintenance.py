@@ -136,7 +136,7 @@ def summary(store: ScoreMapStore) -> str:
 
 
 def verify(store: ScoreMapStore) -> dict[int, list[str]]:
-    """Faults of each bad row, by ascending row: a wrong checksum, or values no labeling writes."""
+    """Find the faults of each bad row, by row: a wrong checksum, or values no labeling writes."""
     faults = {}
     for ids, stored, maps in store.chunks("verify"):
         damaged = row_crcs(stored) != store.crcs[ids]
@@ -151,7 +151,7 @@ def verify(store: ScoreMapStore) -> dict[int, list[str]]:
 
 
 def disorder(store: ScoreMapStore, ids: np.ndarray, maps: ScoreMaps) -> dict[str, np.ndarray]:
-    """Faults that readers do not detect and no labeling writes, and the rows of `ids` with each.
+    """Find faults that readers do not detect and no labeling writes, and the rows with each.
 
     Returns bool `[len(ids)]` by the name of the fault.
     """

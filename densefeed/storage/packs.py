@@ -94,12 +94,12 @@ class Matching:
     extra_names: list[str] = field(default_factory=list)  # the first of them
 
     def file(self, path: str, rule: int) -> Path:
-        """File of an image, given the image's path."""
+        """Return the file of an image, given the image's path."""
         return self.root / (map_stem(path, rule == WHOLE_STEM) + self.suffix)
 
 
 def map_stem(path: str, whole: bool) -> str:
-    """`class/name` of an image's path.
+    """Return `class/name` of an image's path.
 
     It is cut at the last dot if `whole`, else at the first dot of `class/file`, as in the published
     code.
@@ -166,7 +166,7 @@ def mark_shared(found: Matching, claims: dict[str, list[int]]) -> None:
 
 
 def list_maps(root: Path, folder: str, kinds: Counter) -> set[str]:
-    """`folder/stem` of the maps in a folder of `root`, which need not exist.
+    """Return `folder/stem` of the maps in a folder of `root`, which need not exist.
 
     Their suffixes are counted in `kinds`.
     """
@@ -184,7 +184,7 @@ def list_maps(root: Path, folder: str, kinds: Counter) -> set[str]:
 
 
 def map_shape(array: np.ndarray) -> tuple[int, int]:
-    """(S, k) of a map `[2, k, S, S]`; TensorError for any other array."""
+    """Return (S, k) of a map `[2, k, S, S]`; TensorError for any other array."""
     if array.dtype.kind != "f" or array.dtype.itemsize not in EXACT:
         raise TensorError(f"holds {array.dtype}, which is none of float16, float32, float64")
     if array.ndim != 4 or array.shape[0] != 2 or array.shape[2] != array.shape[3] or not array.size:
@@ -284,7 +284,7 @@ class Pack:
     input_size: int  # of the teacher, pixels
 
     def header(self, images: Images) -> StoreHeader:
-        """Header of the store.
+        """Return the header of the store.
 
         It contains the declared properties, so a killed import is resumed only with the same ones.
         """
@@ -316,7 +316,7 @@ class UnusableError(Exception):
 
 
 def probe(images: Images, matching: Matching) -> tuple[int, int]:
-    """Most frequent (S, k) of up to 64 files spread over the pack.
+    """Find the most frequent (S, k) of up to 64 files spread over the pack.
 
     Raises UserError if none can be read.
     """
@@ -461,7 +461,7 @@ def load_map(images: Images, pack: Pack, index: int, files: TensorFiles) -> tupl
 
 
 def check_map(array: np.ndarray, pack: Pack, file: Path, num_classes: int) -> None:
-    """UnusableError if a map has another shape than the pack, or floats that round its classes.
+    """Raise UnusableError for another shape than the pack's, or floats that round its classes.
 
     Raises TensorError if the array is no map.
     """
@@ -478,7 +478,7 @@ def check_map(array: np.ndarray, pack: Pack, file: Path, num_classes: int) -> No
 
 
 def label_rows(label_N: np.ndarray, num_classes: int, side: int, top_k: int) -> ScoreMaps:
-    """Rows whose every cell names only the image's label.
+    """Return rows whose every cell names only the image's label.
 
     The label has logit 20, the other ranks logit 0.
     """

@@ -54,20 +54,20 @@ class FormError(NamedTuple):
 
 
 def plane_bits(palette: np.ndarray | int) -> np.ndarray:
-    """Bits of an index into palettes of these sizes, int64: 0 for 1 class, 5 for 17 to 32."""
+    """Return the bits of an index into such palettes, int64: 0 for 1 class, 5 for 17 to 32."""
     # log2 of a power of two is exact.
     return np.ceil(np.log2(np.maximum(palette, 1).astype(np.float64))).astype(np.int64)
 
 
 def row_sizes(form: Form, side: int, top_k: int, palette: np.ndarray) -> np.ndarray:
-    """Bytes of packed rows with palettes of these sizes, int64."""
+    """Return the bytes of packed rows with palettes of these sizes, int64."""
     entries = side * side * top_k
     values = SCALE_BYTES + entries if form == "compact" else 2 * entries + 2 * side * side
     return values + 2 * palette.astype(np.int64) + plane_bits(palette) * -(-entries // 8)
 
 
 def code_levels(absent: Absent) -> np.ndarray:
-    """The 256 levels of a compact store, float32: an entry's logit is low + step * level.
+    """Return the 256 levels of a compact store, float32: an entry's logit is low + step * level.
 
     `tail`: the square roots of probabilities are spaced evenly, so log p = low + 2 ln(code / 255),
     where low is the log of the row's largest probability. Half a step is then at most 0.4 % of the
@@ -108,7 +108,7 @@ def pack(form: Form, absent: Absent, maps: ScoreMaps) -> list[bytes]:
 
 
 def quantize(absent: Absent, maps: ScoreMaps) -> tuple[np.ndarray, np.ndarray]:
-    """(low, step), float32 `[N, 2]`, and the codes, uint8 `[N, E]`, of compact rows.
+    """Return (low, step), float32 `[N, 2]`, and the codes, uint8 `[N, E]`, of compact rows.
 
     Codes are monotonic: a larger value never has a smaller code.
     """
@@ -201,7 +201,7 @@ def read_column(stack: np.ndarray, at: int, count: int, dtype: str) -> np.ndarra
 def cell_targets(
     maps: ScoreMaps, num_classes: int, absent: Absent
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Target distribution of each cell.
+    """Compute the target distribution of each cell.
 
     Returns the probabilities of its named classes, float64 `[N, S, S, k]`, and of each other class,
     `[N, S, S]`.
@@ -243,6 +243,6 @@ class ErrorSum:
             self._count[at] += error.size
 
     def result(self) -> FormError:
-        """The error over all rows added so far."""
+        """Return the error over all rows added so far."""
         mean = self._sum / np.maximum(self._count, 1)
         return FormError(*np.stack([self._max, mean], 1).ravel().tolist())

@@ -99,7 +99,7 @@ class StoreHeader:
         raise UserError(f"{where}: {problem}; label the images again")
 
     def check_same(self, other: "StoreHeader", where: Path) -> None:
-        """UserError that names `where` unless its header `other` equals this one."""
+        """Raise UserError, which names `where`, unless its header `other` equals this one."""
         # A cause is reported before its effects: another teacher often has another `side` too.
         effects = "side", "num_classes", "shard"
         for name, value in sorted(asdict(self).items(), key=lambda item: item[0] in effects):
@@ -116,7 +116,7 @@ class StoreHeader:
 
 
 def row_types(side: int, top_k: int) -> Types:
-    """dtype and shape of one row of each dataset but `path`, whose width depends on the data."""
+    """Return dtype and shape of a row of each dataset but `path`, whose width varies."""
     return {
         "logit": ("<f2", (side, side, top_k)),
         "cls": ("<u2", (side, side, top_k)),
@@ -132,7 +132,7 @@ def row_types(side: int, top_k: int) -> Types:
 def dataset_types(
     header: StoreHeader, rows: int, path: str, packed_shape: tuple[int, ...] = ()
 ) -> Types:
-    """dtype and shape of every dataset of a store, in file order.
+    """Return dtype and shape of every dataset of a store, in file order.
 
     `path` is the dtype of the dataset `path`; `packed_shape` is the shape of the dataset `rows` of
     a packed store, which is its size in bytes.
@@ -151,7 +151,7 @@ def dataset_types(
 
 
 def row_crcs(parts: Iterable[Iterable[np.ndarray]]) -> np.ndarray:
-    """CRC-32 of each row over the bytes of its parts in order; uint32 `[N]`.
+    """Return the CRC-32 of each row over the bytes of its parts in order; uint32 `[N]`.
 
     `parts` holds the rows of each part: ScoreMaps (logit, cls, lse, window) for raw rows, or the
     packed rows and the windows.
@@ -167,7 +167,7 @@ def row_crcs(parts: Iterable[Iterable[np.ndarray]]) -> np.ndarray:
 
 
 def names_crc(label_N: np.ndarray, path_N: np.ndarray) -> np.uint32:
-    """CRC-32 over the bytes of the datasets `label` and `path`, in this order."""
+    """Return the CRC-32 over the bytes of the datasets `label` and `path`, in this order."""
     return np.uint32(zlib.crc32(path_N.tobytes(), zlib.crc32(np.asarray(label_N, "<i8").tobytes())))
 
 
@@ -188,13 +188,13 @@ def find_duplicate_classes(cls_NSSk: np.ndarray) -> np.ndarray:
 
 
 def palette_sizes(cls: np.ndarray) -> np.ndarray:
-    """Number of distinct classes that each row names; uint16 `[N]`."""
+    """Return the number of distinct classes that each row names; uint16 `[N]`."""
     flat = np.sort(cls.reshape(len(cls), -1), axis=1)
     return (1 + (flat[:, 1:] != flat[:, :-1]).sum(axis=1)).astype(np.uint16)
 
 
 def read_layout(path: Path) -> tuple[StoreHeader, dict[str, tuple]]:
-    """Header; dtype, shape and file offset of each dataset. UserError if HDF5 cannot open it."""
+    """Read the header, and each dataset's dtype, shape and offset. UserError if HDF5 cannot."""
     if path.is_dir():
         raise UserError(f"{path} is a folder; name the HDF5 file of score maps")
     try:
@@ -224,7 +224,7 @@ def missing_file(path: Path) -> UserError:
 
 
 def map_datasets(path: Path) -> tuple[StoreHeader, Arrays, dict[str, int]]:
-    """Header, memory-mapped datasets (read only) and their offsets in the file.
+    """Map a file: header, memory-mapped datasets (read only) and their offsets in the file.
 
     Raises UserError if the file is damaged or not there.
     """
@@ -312,7 +312,7 @@ class ScoreMapStore:
         return len(self.labels)
 
     def places(self, ids: np.ndarray) -> tuple[int, np.ndarray]:
-        """An open file descriptor, and the file offsets of the rows `ids`, int64.
+        """Return an open file descriptor, and the file offsets of the rows `ids`, int64.
 
         Raw store: `[len(ids), 4]`, offsets of logit, cls, lse and window. Packed store:
         `[len(ids), 2]`, offsets of the packed row and the window.
@@ -326,7 +326,7 @@ class ScoreMapStore:
         return self._file, starts + ids[:, None] * strides
 
     def paths(self) -> list[str]:
-        """Path of each row's image, relative to the dataset's folder; UserError if damaged."""
+        """Return the path of each row's image, relative to the dataset; UserError if damaged."""
         try:
             return [raw.decode() for raw in self._arrays["path"]]
         except UnicodeDecodeError as error:
@@ -341,7 +341,7 @@ class ScoreMapStore:
         return written is None or written == names_crc(self.labels, self._arrays["path"])
 
     def rows(self, ids: np.ndarray) -> ScoreMaps:
-        """Copies of the rows `ids`, each checked against its CRC and unpacked if packed."""
+        """Return copies of the rows `ids`, each checked against its CRC and unpacked if packed."""
         if self.packed:
             starts, sizes = self._arrays["start"][ids].tolist(), self.packed.size[ids].tolist()
             packed = self._arrays["rows"]
@@ -359,11 +359,11 @@ class ScoreMapStore:
         return self._unpack(ids, *stored) if self.packed else stored
 
     def image_path(self, row: int) -> str:
-        """Path of a row's image; in a damaged file, the part that can be decoded."""
+        """Return the path of a row's image; in a damaged file, the part that can be decoded."""
         return self._arrays["path"][row].decode(errors="replace")
 
     def check_values(self) -> None:
-        """UserError if a row holds values that no teacher can produce.
+        """Raise UserError if a row holds values that no teacher can produce.
 
         These are: a number that is not finite, a class out of range, an invalid Window, a class
         twice in a cell, more distinct classes than its palette size. The file is read once, from
@@ -377,14 +377,14 @@ class ScoreMapStore:
                         raise self.invalid_map(ids[n], fault)
 
     def invalid_map(self, row: int, fault: str) -> UserError:
-        """The error for a row whose map holds values that no teacher can produce."""
+        """Return the error for a row whose map holds values that no teacher can produce."""
         return UserError(
             f"{self.path}: the map of {self.image_path(row)} (row {row}) holds {fault}; "
             "label the images again"
         )
 
     def impossible(self, ids: np.ndarray, maps: ScoreMaps) -> dict[str, np.ndarray]:
-        """Faults that no teacher can produce, and the rows of `ids` that hold each.
+        """Return the faults that no teacher can produce, and the rows of `ids` that hold each.
 
         `maps` are the maps of these rows. Returns bool `[len(ids)]` by the name of the fault.
         """
@@ -439,7 +439,7 @@ class ScoreMapStore:
         return np.frombuffer(read, like.dtype).reshape(count, *like.shape[1:])
 
     def check(self, fingerprint: str, where: Path) -> None:
-        """UserError unless the maps were made for the dataset of this fingerprint, at `where`."""
+        """Raise UserError unless the maps are of the dataset of this fingerprint, at `where`."""
         if fingerprint != self.header.fingerprint:
             raise UserError(
                 f"{self.path} holds the maps of another dataset than {where} "

@@ -55,7 +55,7 @@ class Shard(NamedTuple):
         return f"{self.index}/{self.of}"
 
     def rows(self, count: int) -> range:
-        """Rows of this shard out of `count`. UserError if there are fewer images than shards."""
+        """Return the rows of this shard out of `count`. UserError for fewer images than shards."""
         if count < self.of:
             raise UserError(f"{count} images cannot be divided among {self.of} shards; use fewer")
         grain = GRAIN
@@ -69,13 +69,13 @@ class Shard(NamedTuple):
         return range(first, count if self.index + 1 == self.of else end)
 
     def file(self, out: Path) -> Path:
-        """Its finished file, `<name>.part` until then. A single shard is `out` itself."""
+        """Return its finished file, `<name>.part` until then. A single shard is `out` itself."""
         if self.of == 1:
             return out
         return out.with_name(f"{out.stem}.shard-{self.index}-of-{self.of}{out.suffix}")
 
     def header(self, whole: StoreHeader, count: int) -> StoreHeader:
-        """Header of its file, given the header of all `count` rows."""
+        """Return the header of its file, given the header of all `count` rows."""
         if self.of == 1:
             return whole
         return replace(whole, shard=(*self, self.rows(count).start, count))
@@ -101,7 +101,7 @@ def find_leftovers(out: Path) -> dict[Path, Shard]:
 
 
 def map_leftover(path: Path, header: StoreHeader) -> tuple[StoreHeader, Arrays] | None:
-    """Header and datasets of a file of the labeling of `header`; None if the file is gone.
+    """Map the header and datasets of a file of the labeling of `header`; None if it is gone.
 
     Raises UserError that names the file if it is damaged or of another labeling.
     """
@@ -117,7 +117,7 @@ def map_leftover(path: Path, header: StoreHeader) -> tuple[StoreHeader, Arrays] 
 
 
 def check_leftovers(out: Path, header: StoreHeader) -> None:
-    """UserError that names a file of `find_leftovers` from another labeling than `header`.
+    """Raise UserError for a file of `find_leftovers` from another labeling than `header`.
 
     It is called before this labeling creates a file.
     """
@@ -148,7 +148,7 @@ def absorb(writer: ScoreMapWriter, header: StoreHeader, files: Iterable[Path]) -
 
 
 def first_row(header: StoreHeader) -> int:
-    """Number, in the dataset, of a file's first row."""
+    """Return the number, in the dataset, of a file's first row."""
     return header.shard[2] if header.shard else 0
 
 
@@ -180,13 +180,13 @@ def clean_up(out: Path, header: StoreHeader) -> None:
 
 
 def missing(out: Path, of: int) -> list[Shard]:
-    """The shards of `out`, `of` in all, that are not finished."""
+    """Return the shards of `out`, `of` in all, that are not finished."""
     shards = (Shard(index, of) for index in range(of))
     return [shard for shard in shards if not shard.file(out).exists()]
 
 
 def check_complete(out: Path, of: int) -> None:
-    """UserError that names the first of the `of` shards of `out` that is not finished."""
+    """Raise UserError for the first of the `of` shards of `out` that is not finished."""
     if lacking := missing(out, of):
         path = lacking[0].file(out)
         unfinished = "; it is not finished" if Path(f"{path}.part").exists() else ""
@@ -224,7 +224,7 @@ def merge(out: Path, of: int, form: Form = "raw") -> ScoreMapStore:
 
 
 def read_shards(files: list[Path]) -> tuple[StoreHeader, list[str], np.ndarray]:
-    """Header, image paths and labels (int64) of all rows, from the files of all shards in order."""
+    """Read the header, image paths and labels (int64) of all rows from all shards in order."""
     paths, labels, whole = [], [], None
     for path in files:
         header, arrays, _ = map_datasets(path)

@@ -217,7 +217,7 @@ def index_members(content: bytes) -> dict[str, zipfile.ZipInfo]:
 
 
 def read_member(content: bytes, member: zipfile.ZipInfo) -> memoryview:
-    """Bytes of an uncompressed member of a zip; TensorError if they do not match their CRC.
+    """Read an uncompressed member of a zip; TensorError if it does not match its CRC.
 
     `ZipFile.read` takes twice as long.
     """

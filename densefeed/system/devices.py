@@ -80,7 +80,7 @@ def free_memory(device: torch.device) -> int:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Peak bytes so far: of tensors on a CUDA device, or of this process (RSS) on a CPU."""
+    """Return peak bytes so far: of tensors on a CUDA device, or of this process (RSS) on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     # Linux counts it in KiB.

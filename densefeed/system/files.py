@@ -15,7 +15,7 @@ NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 def check_absent(path: Path) -> None:
-    """UserError if `path` exists."""
+    """Raise UserError if `path` exists."""
     if path.exists():
         raise UserError(f"{path} exists already; remove it or choose another --out")
 

@@ -139,7 +139,7 @@ def unused_leaves(options: Any) -> dict[str, str]:
 
 
 def with_options(options: Nested, **values: Any) -> Nested:
-    """A copy of nested options with other values of some leaves, or other classes of options.
+    """Copy nested options with other values of some leaves, or other classes of options.
 
     A leaf is set by its name on the command line, a class of options by the name of its field.
     TypeError for an unknown name.
@@ -166,7 +166,7 @@ def replace_leaves(options: Nested, values: dict[str, Any]) -> Nested:
 
 
 def from_dict(template: Nested, values: Mapping[str, Any]) -> Nested:
-    """Nested options from the dictionary that `json` made of `dataclasses.asdict`.
+    """Return nested options from the dictionary that `json` made of `dataclasses.asdict`.
 
     Classes are those of `template`. Raises KeyError or TypeError where fields differ.
     """

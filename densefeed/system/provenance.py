@@ -16,7 +16,7 @@ RESULTS = Path("benchmarks/results.csv")
 
 
 def environment(packages: tuple[str, ...]) -> dict[str, str | int]:
-    """Date, commit, CPU, cores, versions and command; no host name, path or address."""
+    """Return the date, commit, CPU, cores, versions and command; no host name, path or address."""
     versions = [f"python {platform.python_version()}"]
     for package in packages:
         try:
@@ -35,7 +35,7 @@ def environment(packages: tuple[str, ...]) -> dict[str, str | int]:
 
 
 def commit() -> str:
-    """Commit of the checkout, with `-dirty` if any file but the results differs from it.
+    """Return the commit of the checkout, with `-dirty` if any file but the results differs from it.
 
     Returns `unknown` outside a checkout.
     """
@@ -54,7 +54,7 @@ def commit() -> str:
 
 
 def cpu_model() -> str:
-    """CPU name of the kernel, e.g. `AMD EPYC 9654 96-Core Processor`; architecture on arm64."""
+    """Return the kernel's name of the CPU, e.g. `AMD EPYC 9654`; the architecture on arm64."""
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):
             return line.partition(":")[2].strip()

@@ -140,7 +140,7 @@ class Config:
         return Setting(self.objective, self.labels, self.mix, sides, epochs, self.model.name)
 
     def to_dict(self) -> dict[str, dict]:
-        """The config as JSON can hold it."""
+        """Return the config as JSON can hold it."""
         # Checkpoints hold this too, and torch.load(weights_only=True) refuses a Path.
         return json.loads(json.dumps(dataclasses.asdict(self), default=str))
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from densefeed.pipelines.plan import Shard
+from densefeed.pipelines.plan import RankRows
 from densefeed.storage.geometry import crop_views, visible_boxes
 
 # N samples   H, W pixels   S cells along a map's side   k classes of a cell   K classes
@@ -71,7 +71,7 @@ def crop_batch(
     image: Tensor,
     label: Tensor,
     crops: Sequence[np.ndarray],
-    rows: Shard,
+    rows: RankRows,
     maps: Sequence[Tensor | None],
 ) -> Batch:
     """Make a batch of crops that are not warped.

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from densefeed.pipelines.batch import Batch, crop_batch
 from densefeed.pipelines.ffcv import MAP_FIELDS, FfcvSource
-from densefeed.pipelines.plan import Shard
+from densefeed.pipelines.plan import RankRows
 from densefeed.storage.score_maps import ScoreMaps
 from densefeed.system.errors import UserError
 
@@ -131,7 +131,7 @@ class ReportingDecoder(ResizedCropRGBImageDecoder):
         return decode
 
 
-class Part(Operation):
+class TakePart(Operation):
     """Select one of the two outputs of a ReportingDecoder: 0 images, 1 crops."""
 
     def __init__(self, number: int) -> None:
@@ -186,11 +186,11 @@ def crop_pipelines(
                 "decoder and flip"
             )
     whole = ReportingDecoder(decoder, flip)
-    images = [Part(0), *(transforms or [ToTensor()])]
+    images = [TakePart(0), *(transforms or [ToTensor()])]
     return {
         field: PipelineSpec(field, decoder=whole, transforms=images),
         **dict.fromkeys(MAP_FIELDS),
-        "crop": PipelineSpec(whole, transforms=[Part(1), ToTensor()]),
+        "crop": PipelineSpec(whole, transforms=[TakePart(1), ToTensor()]),
     }
 
 
@@ -249,7 +249,7 @@ class DenseLabels:
             self.skipped += len(rows)
         crop_NC = crop_NC[shown]
         index_N, height_N, width_N, flip_N = crop_NC[:, [0, 5, 6, 7]].T
-        rows = Shard(index_N, np.zeros_like(index_N), weight)
+        rows = RankRows(index_N, np.zeros_like(index_N), weight)
         crops = crop_NC[:, 1:5], flip_N, height_N, width_N
         return crop_batch(image, label, crops, rows, [torch.from_numpy(part) for part in maps])
 

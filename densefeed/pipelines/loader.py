@@ -22,7 +22,7 @@ from torch import Tensor
 
 from densefeed import native
 from densefeed.pipelines.batch import Batch, ScoreMapSpec, crop_batch
-from densefeed.pipelines.plan import EpochPlan, Shard
+from densefeed.pipelines.plan import EpochPlan, RankRows
 from densefeed.storage.score_maps import ScoreMaps
 from densefeed.system.errors import UserError, explain_os_error
 
@@ -186,7 +186,7 @@ class _Begun(NamedTuple):
 
     decoding: Decoding
     encoded: Encoded
-    rows: Shard  # of this batch alone: each field is `[N]`
+    rows: RankRows  # of this batch alone: each field is `[N]`
     maps: MapRows | None
 
 
@@ -243,7 +243,7 @@ class ThreadedLoader:
         Padding has weight 0. RuntimeError if the loader is closed meanwhile, or in a forked child.
         """
         shard, size = self.plan.shard(epoch), self.plan.size(epoch)
-        rows = map(Shard, *(part[start:] for part in shard))
+        rows = map(RankRows, *(part[start:] for part in shard))
         # Free blocks of another size would never be used again. Those of this size are kept: for
         # 1,024 images an epoch, new pages cost 5 % of the images per second (2 threads, 224 px).
         if size != self._size:
@@ -295,7 +295,7 @@ class ThreadedLoader:
         """Drop a batch that will not be waited for."""
         self._pool.cancel(decoding.job)
 
-    def _fetch(self, batches: Iterator[tuple]) -> Iterator[tuple[Fetch, Shard]]:
+    def _fetch(self, batches: Iterator[tuple]) -> Iterator[tuple[Fetch, RankRows]]:
         """Start to fetch one batch after the other, and prefetch the storage that is needed a
         window later.
         """
@@ -304,7 +304,7 @@ class ThreadedLoader:
                 self.source.read_ahead(first, end)
             yield self.source.begin(rows.index), rows
 
-    def _submit(self, epoch: int, size: int, fetch: Fetch, rows: Shard) -> _Begun:
+    def _submit(self, epoch: int, size: int, fetch: Fetch, rows: RankRows) -> _Begun:
         """Plan a batch's crops and submit them for decoding."""
         encoded, ids = fetch.wait(), rows.index
         samples = encoded.samples

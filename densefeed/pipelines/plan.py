@@ -29,7 +29,7 @@ CHUNK = 2048
 CROP_RATIO = 3 / 4, 4 / 3
 
 
-class Shard(NamedTuple):
+class RankRows(NamedTuple):
     """One rank's rows of every batch of an epoch, or of one batch.
 
     The rows from batch `start` on are `index[start:]` (likewise the other fields).
@@ -219,7 +219,7 @@ class EpochPlan:
         # Stable: numpy's default sort may order equal keys differently by processor.
         return np.argsort(keys, kind="stable")
 
-    def shard(self, epoch: int) -> Shard:
+    def shard(self, epoch: int) -> RankRows:
         """Return this rank's rows of every batch of the epoch.
 
         Global batch b is rows b * batch to (b + 1) * batch of the epoch's sequence, the permutation
@@ -230,7 +230,7 @@ class EpochPlan:
         rows = np.arange(self.batches)[:, None] * self.batch + self.rows
         total = self.num_samples * self._repeats
         sample, repeat = np.divmod(rows % total, self._repeats)
-        return Shard(self.permutation(epoch)[sample], repeat, (rows < total).astype(np.float32))
+        return RankRows(self.permutation(epoch)[sample], repeat, (rows < total).astype(np.float32))
 
     def draws(
         self,

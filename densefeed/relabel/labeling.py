@@ -38,9 +38,9 @@ from densefeed.storage.shards import (
     check_leftovers,
     clean_up,
     find_leftovers,
+    find_missing,
     finish,
     merge_if_complete,
-    missing,
 )
 from densefeed.system.errors import UserError, first_line
 from densefeed.system.options import Bounds
@@ -408,6 +408,6 @@ def wait_for_all(out: Path, of: int, update: Callable[[int], None]) -> None:
 
     If one of them fails, the process that started the ranks ends this one too.
     """
-    while not out.exists() and missing(out, of):
+    while not out.exists() and find_missing(out, of):
         time.sleep(POLL_SECONDS / 4)
         update(0)

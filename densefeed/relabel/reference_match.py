@@ -271,7 +271,7 @@ def paired_t(difference_N: np.ndarray) -> float:
     return math.copysign(math.inf, mean) if abs(mean) > 1e-9 else 0.0
 
 
-class Choice(NamedTuple):
+class BestHypothesis(NamedTuple):
     """The hypothesis of the greatest mean score among several."""
 
     best: int
@@ -296,18 +296,18 @@ class Choice(NamedTuple):
         return all(self.beats(other, t) for other in range(len(self.mean)) if other != self.best)
 
 
-def choose_best(scores_NH: np.ndarray) -> Choice:
+def choose_best(scores_NH: np.ndarray) -> BestHypothesis:
     """Choose the hypothesis of the greatest mean score, over images that have a score for all."""
     # Paired differences need the same images for all hypotheses.
     scores_NH = scores_NH[~np.isnan(scores_NH).any(1)]
     if not len(scores_NH):
         zero_H = np.zeros(scores_NH.shape[1])
-        return Choice(0, zero_H, 0, zero_H)
+        return BestHypothesis(0, zero_H, 0, zero_H)
     mean = scores_NH.mean(0)
     best = int(mean.argmax())
     t_over = np.array([paired_t(scores_NH[:, best] - score_N) for score_N in scores_NH.T])
     t_over[best] = math.inf
-    return Choice(best, mean, len(scores_NH), t_over)
+    return BestHypothesis(best, mean, len(scores_NH), t_over)
 
 
 def find_layout(

@@ -241,7 +241,7 @@ def to_rows(
 
 
 @dataclass
-class Report:
+class ImportReport:
     """Result of an import.
 
     `problems` counts the images without a usable map by kind; `examples` names the first of each
@@ -345,7 +345,7 @@ def import_pack(
     threads: int,
     missing: Literal["raise", "label"] = "raise",
     log: TextIO | None = None,
-) -> tuple[ScoreMapStore, Report]:
+) -> tuple[ScoreMapStore, ImportReport]:
     """Import every map of the pack into a store for `images`; return the store and a report.
 
     Each file is opened once, `threads` files at a time, and at most 2 * threads * 256 maps are in
@@ -358,7 +358,7 @@ def import_pack(
     its label alone, which is a token's label where there are no maps. All of them are written to
     `log`, one line "kind TAB sentence" each.
     """
-    num_classes, report = len(images.class_names), Report(log=log)
+    num_classes, report = len(images.class_names), ImportReport(log=log)
     if not pack.top_k <= num_classes <= MOST_CLASSES:
         raise UserError(
             f"{images.root} has {num_classes:,} classes; maps of {pack.top_k} classes per cell "
@@ -394,7 +394,7 @@ def import_pack(
 
 
 def read_maps(
-    images: Images, pack: Pack, writer: ScoreMapWriter, threads: int, report: Report
+    images: Images, pack: Pack, writer: ScoreMapWriter, threads: int, report: ImportReport
 ) -> None:
     """Read the maps that `writer` lacks, with `threads` threads, and write them."""
     # One for all threads, so the layout of a pickle is found once.

@@ -179,7 +179,7 @@ def clean_up(out: Path, header: StoreHeader) -> None:
             continue
 
 
-def missing(out: Path, of: int) -> list[Shard]:
+def find_missing(out: Path, of: int) -> list[Shard]:
     """Return the shards of `out`, `of` in all, that are not finished."""
     shards = (Shard(index, of) for index in range(of))
     return [shard for shard in shards if not shard.file(out).exists()]
@@ -187,7 +187,7 @@ def missing(out: Path, of: int) -> list[Shard]:
 
 def check_complete(out: Path, of: int) -> None:
     """Raise UserError for the first of the `of` shards of `out` that is not finished."""
-    if lacking := missing(out, of):
+    if lacking := find_missing(out, of):
         path = lacking[0].file(out)
         unfinished = "; it is not finished" if Path(f"{path}.part").exists() else ""
         raise UserError(
@@ -250,7 +250,7 @@ def merge_if_complete(out: Path, of: int, form: Form) -> ScoreMapStore | None:
     Returns the merged store, or None if a shard is not finished or another process merges.
     """
     try:
-        if not out.exists() and not missing(out, of):
+        if not out.exists() and not find_missing(out, of):
             return merge(out, of, form)
     except BusyError:
         return None
@@ -273,5 +273,5 @@ def merge_files(out: Path, /, form: Form = "raw") -> None:
             f"{out} has no shards ({example}, ...) beside it; name the file they are merged into"
         )
     # If no set of shards is complete, `merge` names what the first set lacks.
-    whole = [of for of in counts if not missing(out, of)]
+    whole = [of for of in counts if not find_missing(out, of)]
     print(summary(merge(out, (whole or counts)[0], form)))

@@ -75,7 +75,7 @@ class AdviceOptions(Options):
     json: Path | None = None  # write all measurements to this JSON file
 
 
-class Speed(NamedTuple):
+class Throughput(NamedTuple):
     """What a loader or a training step does alone."""
 
     images_per_s: float
@@ -87,7 +87,7 @@ class Candidate(NamedTuple):
 
     loader: str
     threads: int
-    speed: Speed
+    speed: Throughput
 
 
 class Advice(NamedTuple):
@@ -101,7 +101,7 @@ class Advice(NamedTuple):
 # ------------------------------------------------------------------------- decision
 
 
-def combine(loader: Speed, step: Speed, cores: int) -> float:
+def combine(loader: Throughput, step: Throughput, cores: int) -> float:
     """Estimate the images/s of a training that runs `loader` and `step` together on `cores`."""
     core_seconds = loader.cores / loader.images_per_s + step.cores / step.images_per_s
     # A coarse clock may have counted no processor time.
@@ -109,7 +109,7 @@ def combine(loader: Speed, step: Speed, cores: int) -> float:
     return min(loader.images_per_s, step.images_per_s, limit)
 
 
-def choose(candidates: list[Candidate], step: Speed, cores: int) -> Advice:
+def choose(candidates: list[Candidate], step: Throughput, cores: int) -> Advice:
     """Choose the candidate with the fastest training.
 
     Among equal rates it is the one with the fewest threads, then the least processor time per
@@ -158,7 +158,7 @@ def format_rate(rate: float) -> str:
     return f"{rate:,.0f}" if rate >= 10 else f"{rate:.1f}"
 
 
-def recommend(advice: Advice, step: Speed, options: AdviceOptions, objective: str) -> str:
+def recommend(advice: Advice, step: Throughput, options: AdviceOptions, objective: str) -> str:
     """Return the recommendation: a command line of train.py, its rate and its bottleneck."""
     loader, threads, speed = advice.choice
     words = ["python", "train.py", *recipe_words(options.model, objective, options.size)]
@@ -184,18 +184,18 @@ def recommend(advice: Advice, step: Speed, options: AdviceOptions, objective: st
 # ------------------------------------------------------------------------- measurement
 
 
-def measure_speed(turn: Callable[[], int]) -> Speed:
+def measure_speed(turn: Callable[[], int]) -> Throughput:
     """Call `turn`, which returns its number of images, for SECONDS."""
     began, used, images = time.perf_counter(), time.process_time(), 0
     while time.perf_counter() - began < SECONDS:
         images += turn()
     took = time.perf_counter() - began
-    return Speed(images / took, (time.process_time() - used) / took)
+    return Throughput(images / took, (time.process_time() - used) / took)
 
 
-def median_speed(speeds: list[Speed]) -> Speed:
+def median_speed(speeds: list[Throughput]) -> Throughput:
     """Return the median of each field."""
-    return Speed(*map(median, zip(*speeds, strict=True)))
+    return Throughput(*map(median, zip(*speeds, strict=True)))
 
 
 def data_options(options: AdviceOptions, loader: str, threads: int) -> DataOptions:
@@ -309,7 +309,7 @@ def make_config(options: AdviceOptions, loader: str, objective: str, on_gpu: boo
     )
 
 
-def measure_step(options: AdviceOptions, loader: str, objective: str) -> tuple[Speed, dict]:
+def measure_step(options: AdviceOptions, loader: str, objective: str) -> tuple[Throughput, dict]:
     """Measure the training step alone; also return its objective, batch and device for the report.
 
     Raises UserError where memory runs out.

@@ -66,7 +66,7 @@ PLACES = {
 }
 
 
-class Run(NamedTuple):
+class RunRecord(NamedTuple):
     """The contents of a run folder."""
 
     name: str
@@ -83,7 +83,7 @@ class Truth(NamedTuple):
     boxes_ltrb: np.ndarray
 
 
-def read_run(folder: Path) -> Run:
+def read_run(folder: Path) -> RunRecord:
     """Read a run folder, finished or not. Raises UserError if it is none."""
     try:
         config = Config.from_dict(json.loads((folder / "config.json").read_text()))
@@ -102,10 +102,10 @@ def read_run(folder: Path) -> Run:
     except ValueError as error:
         raise UserError(f"{folder} has a damaged file ({error}); train it again") from error
     train, val = ([line for line in lines if line["kind"] == kind] for kind in ("train", "val"))
-    return Run(folder.name, config, result, train, val)
+    return RunRecord(folder.name, config, result, train, val)
 
 
-def make_row(run: Run, runs: list[Run]) -> dict:
+def make_row(run: RunRecord, runs: list[RunRecord]) -> dict:
     """Return a run's row in the table of results.
 
     `differs` lists its options that not all `runs` share.
@@ -140,7 +140,7 @@ def format_value(value: object) -> str:
     return "none" if value in ("", None) else str(value)
 
 
-def build_augmentation(run: Run, loader: ThreadedLoader) -> tuple[int, Augmentation]:
+def build_augmentation(run: RunRecord, loader: ThreadedLoader) -> tuple[int, Augmentation]:
     """Return the side of the student's token grid in the first epoch, and its augmentation.
 
     The side is 16 for a model without tokens.
@@ -154,7 +154,7 @@ def build_augmentation(run: Run, loader: ThreadedLoader) -> tuple[int, Augmentat
     return grid, Augmentation(loader.plan, config.augment, mean, std)
 
 
-def read_truths(path: Path, run: Run, loader: ThreadedLoader) -> list[Truth]:
+def read_truths(path: Path, run: RunRecord, loader: ThreadedLoader) -> list[Truth]:
     """Read the true objects of the run's images, in the order of its samples.
 
     Raises UserError if the file describes other images.
@@ -268,7 +268,11 @@ def measure_purity(loader: ThreadedLoader, truths: list[Truth], grid: int) -> di
 
 
 def make_contact_sheet(
-    run: Run, loader: ThreadedLoader, truths: list[Truth], grid: int, augmentation: Augmentation
+    run: RunRecord,
+    loader: ThreadedLoader,
+    truths: list[Truth],
+    grid: int,
+    augmentation: Augmentation,
 ) -> list[dict]:
     """Return the first crops of epoch 0 as the student saw them, with the labels of their tokens.
 
@@ -324,7 +328,7 @@ def make_objects(truth: Truth, view: np.ndarray, grid: int, names: Sequence[str]
     ]
 
 
-def choose_run(runs: list[Run]) -> Run | None:
+def choose_run(runs: list[RunRecord]) -> RunRecord | None:
     """Choose the run whose crops are shown: the last one with dense labels, or None.
 
     Runs without mixing and with aligned labels are preferred, since the contact sheet shows crops
@@ -340,7 +344,7 @@ def choose_run(runs: list[Run]) -> Run | None:
     return (plain or dense or [None])[-1]
 
 
-def replay(runs: list[Run], boxes: Path | None) -> dict:
+def replay(runs: list[RunRecord], boxes: Path | None) -> dict:
     """Replay the first epoch of a run; return what the page shows of it."""
     page = {"labeled": None, "sheet": [], "purity": None, "grid": 0}
     run = choose_run(runs)
@@ -365,7 +369,7 @@ def replay(runs: list[Run], boxes: Path | None) -> dict:
 # ------------------------------------------------------------------------- page
 
 
-def curve(runs: list[Run], kind: str, value: str, percent: bool) -> dict:
+def curve(runs: list[RunRecord], kind: str, value: str, percent: bool) -> dict:
     """Return one value of all runs over epochs: lines in a 100 x 100 frame, and the axes' ticks."""
     series = [
         (run.name, [(r["epoch"], r[value]) for r in getattr(run, kind) if value in r])

@@ -12,7 +12,7 @@ from densefeed.tools import advise
 from densefeed.tools.advise import (
     AdviceOptions,
     Candidate,
-    Speed,
+    Throughput,
     choose,
     combine,
     recipe_words,
@@ -22,32 +22,34 @@ from densefeed.tools.advise import (
 
 
 def test_a_training_is_as_fast_as_its_slower_half_or_as_the_cores_allow():
-    gpu = Speed(6000, 1.0)
-    assert combine(Speed(4000, 1.0), gpu, 16) == 4000  # one core decodes 4,000
-    assert combine(Speed(8000, 2.0), gpu, 16) == 6000
+    gpu = Throughput(6000, 1.0)
+    assert combine(Throughput(4000, 1.0), gpu, 16) == 4000  # one core decodes 4,000
+    assert combine(Throughput(8000, 2.0), gpu, 16) == 6000
     # On two cores, both busy with a step of 10 images/s: an image takes 0.2 core seconds in the
     # step and 0.0005 in the loader.
-    assert combine(Speed(4000, 2.0), Speed(10, 2.0), 2) == pytest.approx(2 / (0.2 + 0.0005))
+    assert combine(Throughput(4000, 2.0), Throughput(10, 2.0), 2) == pytest.approx(
+        2 / (0.2 + 0.0005)
+    )
     # Equal rates, each on all cores: half.
-    assert combine(Speed(100, 2.0), Speed(100, 2.0), 2) == pytest.approx(50)
+    assert combine(Throughput(100, 2.0), Throughput(100, 2.0), 2) == pytest.approx(50)
     # A coarse clock may count no processor time at all.
-    assert combine(Speed(100, 0.0), Speed(50, 0.0), 2) == 50
+    assert combine(Throughput(100, 0.0), Throughput(50, 0.0), 2) == 50
 
 
 def scaling(loader, rate, cores, threads=(1, 2, 4, 8)):
     """A loader with linear scaling: `rate` images/s and `cores` cores per thread."""
-    return [Candidate(loader, n, Speed(rate * n, cores * n)) for n in threads]
+    return [Candidate(loader, n, Throughput(rate * n, cores * n)) for n in threads]
 
 
 @pytest.mark.parametrize(
     ("step", "cores", "choice", "rate", "bottleneck"),
     [
-        (Speed(6000, 1.0), 16, ("ffcv", 2), 6000, "step"),  # a GPU: 4,000 a thread, so two suffice
-        (Speed(3950, 1.0), 16, ("ffcv", 1), 3950, "step"),
-        (Speed(90_000, 1.0), 16, ("ffcv", 8), 32_000, "loader"),  # none suffices: the fastest
+        (Throughput(6000, 1.0), 16, ("ffcv", 2), 6000, "step"),  # a GPU: two suffice
+        (Throughput(3950, 1.0), 16, ("ffcv", 1), 3950, "step"),
+        (Throughput(90_000, 1.0), 16, ("ffcv", 8), 32_000, "loader"),  # none suffices: the fastest
         # 1 % less than eight threads give, with half the threads
-        (Speed(16_100, 1.0), 16, ("ffcv", 4), 16_000, "loader"),
-        (Speed(10, 2.0), 2, ("ffcv", 1), 2 / (0.2 + 1 / 4000), "step"),  # a CPU: any suffices
+        (Throughput(16_100, 1.0), 16, ("ffcv", 4), 16_000, "loader"),
+        (Throughput(10, 2.0), 2, ("ffcv", 1), 2 / (0.2 + 1 / 4000), "step"),  # a CPU: any suffices
     ],
 )
 def test_the_choice_has_the_fewest_threads_of_the_fastest(step, cores, choice, rate, bottleneck):
@@ -59,8 +61,11 @@ def test_the_choice_has_the_fewest_threads_of_the_fastest(step, cores, choice, r
 
 
 def test_of_equal_rates_and_threads_the_choice_uses_less_processor_time():
-    thrifty, lavish = Candidate("ffcv", 1, Speed(4000, 0.5)), Candidate("dali", 1, Speed(4000, 1.0))
-    assert choose([lavish, thrifty], Speed(1000, 1.0), 16).choice == thrifty
+    thrifty, lavish = (
+        Candidate("ffcv", 1, Throughput(4000, 0.5)),
+        Candidate("dali", 1, Throughput(4000, 1.0)),
+    )
+    assert choose([lavish, thrifty], Throughput(1000, 1.0), 16).choice == thrifty
 
 
 def test_thread_counts():
@@ -98,8 +103,8 @@ def test_the_recommended_command_trains_that_model(model, objective, size, words
         size=size,
         threads=(1, 2),
     )
-    advice = choose(scaling("ffcv", 4000, 1.0, (1, 2)), Speed(6000, 0.1), 2)
-    text = recommend(advice, Speed(6000, 0.1), options, objective)
+    advice = choose(scaling("ffcv", 4000, 1.0, (1, 2)), Throughput(6000, 0.1), 2)
+    text = recommend(advice, Throughput(6000, 0.1), options, objective)
     configs = []
     monkeypatch.setattr(train, "train", configs.append)
     monkeypatch.setattr("sys.argv", shlex.split(text.split("`")[1])[1:])
@@ -125,7 +130,7 @@ def test_the_recommended_command_trains_that_model(model, objective, size, words
 )
 def test_a_slow_loader_comes_with_a_remedy(tmp_path, loader, packed, remedy):
     options = AdviceOptions(data=Path("x-*.beton") if packed else tmp_path)
-    step = Speed(6000, 0.1)
+    step = Throughput(6000, 0.1)
     text = recommend(choose(scaling(loader, 1000, 1.0, (1,)), step, 2), step, options, "ce")
     assert f"the loader is the bottleneck (1,000 images/s alone, the step 6,000): {remedy}" in text
 

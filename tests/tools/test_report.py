@@ -13,7 +13,7 @@ from densefeed.storage.geometry import crop_views
 from densefeed.system.errors import UserError
 from densefeed.system.options import with_options
 from densefeed.tools.report import (
-    Run,
+    RunRecord,
     boxes_in_crop,
     build_augmentation,
     curve,
@@ -50,7 +50,7 @@ def test_the_token_grid_of_a_run_is_that_of_its_first_epoch():
         out=Path("run"),
         sizes=((0, 32), (1, 64)),
     )
-    run = Run("run", config, {}, [], [])
+    run = RunRecord("run", config, {}, [], [])
     plan = EpochPlan(num_samples=1, batch=1, seed=0, mode="train", sizes=config.data.sizes)
     assert build_augmentation(run, SimpleNamespace(plan=plan, num_classes=2))[0] == 4
 

@@ -25,7 +25,16 @@ import torch
 from PIL import Image
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, auto_augment
 
-from benchmarks.harness import Output, Series, command, environment, report, take_turns, use_cores
+from benchmarks.harness import (
+    Count,
+    Output,
+    Series,
+    command,
+    environment,
+    report,
+    take_turns,
+    use_cores,
+)
 from benchmarks.photographs import load_photographs
 from densefeed.pipelines.augment.augmentation import Augmentation
 from densefeed.pipelines.augment.settings import Augment
@@ -43,10 +52,10 @@ class AugmentBenchmark(Output):
 
     policy: str = "rand-m9-mstd0.5-inc1"  # RandAugment policy in timm's notation
     device: Literal["cpu", "cuda"] = "cpu"  # of our augmentation
-    batch: int = 64  # crops per batch
-    batches: int = 8  # batches per round
-    size: int = 224  # side of a crop, pixels
-    rounds: int = 15  # measured rounds, after one for warm-up
+    batch: Count = 64  # crops per batch
+    batches: Count = 8  # batches per round
+    size: Count = 224  # side of a crop, pixels
+    rounds: Count = 15  # measured rounds, after one for warm-up
 
 
 def main(benchmark: AugmentBenchmark) -> dict:

@@ -1,9 +1,9 @@
-"""Shared parts of the benchmarks: interleaved runs on pinned cores, spreads, ratios, tables and
-results files.
+"""Shared parts of the benchmarks: interleaved runs, spreads, ratios, tables and results files.
 
-A result row holds the command, hardware, versions, commit, number of runs, median and quartiles.
-Two rates are compared only within a round, where they were measured seconds apart: on a shared
-machine the rate drifts from minute to minute by more than the differences to be measured.
+Runs are pinned to cores. A result row holds the command, hardware, versions, commit, number of
+runs, median and quartiles. Two rates are compared only within a round, where they were measured
+seconds apart: on a shared machine the rate drifts from minute to minute by more than the
+differences to be measured.
 """
 
 import csv
@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import active_children
 from pathlib import Path
-from typing import ClassVar, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -27,6 +27,8 @@ from densefeed.system import provenance
 from densefeed.system.devices import CORES
 from densefeed.system.errors import UserError, make_command
 from densefeed.system.files import replace_file
+from densefeed.system.options import Count as Count
+from densefeed.system.options import Options
 from densefeed.system.provenance import RESULTS, write_json
 
 Key = TypeVar("Key")
@@ -45,23 +47,12 @@ COLUMNS = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Output:
-    """Options of every benchmark: where its results go.
-
-    Raises UserError for a number below 1, except of the options `may_be_0`.
-    """
-
-    may_be_0: ClassVar[tuple[str, ...]] = ()
+class Output(Options):
+    """Options of every benchmark: where its results go."""
 
     json: Path | None = None  # write all results there as JSON
     record: bool = True  # append rows to --results
     results: Path = RESULTS  # CSV file of all results
-
-    def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            # bool is a subclass of int: isinstance would refuse every option that is False.
-            if type(value) is int and value < 1 and name not in self.may_be_0:
-                raise UserError(f"--{name.replace('_', '-')} must be at least 1")
 
 
 def command(main: Callable, options: type[Output], description: str) -> None:
@@ -186,9 +177,7 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def compare(a: str, b: str, of_a: list[float], of_b: list[float], **fields: object) -> dict:
-    """Return a document's ratio of contestant `a` to `b`, divided within each round, with more
-    `fields`.
-    """
+    """Return a document's ratio of contestant `a` to `b` within each round, and more `fields`."""
     return {"a": a, "b": b, **fields, **spread(np.divide(of_a, of_b))}
 
 

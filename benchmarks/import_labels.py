@@ -1,5 +1,4 @@
-"""Measure the import of published label files per second, beside a plain torch.load loop over the
-same files.
+"""Measure published label files imported per second, beside a plain torch.load loop over them.
 
     python -m benchmarks.import_labels --files 100000
     python -m benchmarks.import_labels --form legacy --footprint center-crop --json import.json
@@ -25,7 +24,16 @@ import numpy as np
 import torch
 from PIL import Image
 
-from benchmarks.harness import Output, Series, command, environment, report, take_turns, use_cores
+from benchmarks.harness import (
+    Count,
+    Output,
+    Series,
+    command,
+    environment,
+    report,
+    take_turns,
+    use_cores,
+)
 from densefeed.storage.geometry import Footprint
 from densefeed.system.errors import UserError
 from densefeed.system.progress import bar
@@ -43,11 +51,11 @@ BAR, AIM = 1500, 5000
 class ImportBenchmark(Output):
     """Options of this benchmark."""
 
-    files: int = 100_000  # images, and as many maps
+    files: Count = 100_000  # images, and as many maps
     form: Literal["zip", "legacy"] = "zip"  # file format of torch.save
     footprint: Footprint = "squash"  # center-crop: every image's header is read too
-    threads: int = 2  # of the import, each on its own core
-    rounds: int = 5  # measured rounds, after one for warm-up
+    threads: Count = 2  # of the import, each on its own core
+    rounds: Count = 5  # measured rounds, after one for warm-up
 
 
 def main(benchmark: ImportBenchmark) -> dict:

@@ -1,16 +1,16 @@
-"""Measure images per second of loaders with random-resized crops: ours and others, on the same
-images in one run.
+"""Measure images per second of loaders, ours and others, with random-resized crops.
 
     python -m benchmarks.loaders        # all that can run here, on generated crops of photographs
     python -m benchmarks.loaders --data train.beton --loaders ffcv+labels,ffcv-stock \\
         --threads 1 2 --json out.json
 
-Each round runs one epoch of every loader, from requesting the first batch to receiving the last, in
-rotating order; a ratio is the median of the ratios within a round. Loaders are built --makings
-times, as two instances of one loader are not equally fast. With --threads n the process and its
-workers are confined to n cores. benchmarks/peers.py describes the loaders. Without --data the
-images are generated once, below --cache, from photographs that ship with scikit-image and
-scikit-learn. Rows are appended to --results.
+All loaders read the same images in one run. Each round runs one epoch of every loader, from
+requesting the first batch to receiving the last, in rotating order; a ratio is the median of the
+ratios within a round. Loaders are built --makings times, as two instances of one loader are not
+equally fast. With --threads n the process and its workers are confined to n cores.
+benchmarks/peers.py describes the loaders. Without --data the images are generated once, below
+--cache, from photographs that ship with scikit-image and scikit-learn. Rows are appended to
+--results.
 """
 
 import os
@@ -28,6 +28,7 @@ import torch
 from benchmarks.harness import (
     CORES,
     QUARTILES,
+    Count,
     Output,
     check_threads,
     choose_cores,
@@ -94,15 +95,15 @@ class LoaderBenchmark(Output):
     # the folder --data was packed from, for the peers; default: its JPEGs, unpacked in --cache
     folder: Path | None = None
     cache: Path = Path("bench")  # folder for generated files, which later runs use again
-    images: int = 1024  # number of generated crops
-    classes: int = 1000  # of the generated crops and score maps; at most the number of images
+    images: Count = 1024  # number of generated crops
+    classes: Count = 1000  # of the generated crops and score maps; at most the number of images
     loaders: str = ""  # names, separated by commas; default: all that can run here
     threads: tuple[int, ...] = (1, 2)[:CORES]  # numbers of threads to measure
-    rounds: int = 9  # epochs of each loader
+    rounds: Count = 9  # epochs of each loader
     # times each loader is built; each instance runs an equal share of the rounds and one warm-up
-    makings: int = 3
-    batch: int = 64  # images per batch
-    size: int = 224  # side of the output, pixels
+    makings: Count = 3
+    batch: Count = 64  # images per batch
+    size: Count = 224  # side of the output, pixels
     stages: bool = False  # also measure the stages of our loader separately, on one core
     # also measure the time from a process's start to its first batch, without importing torch, timm
     first_batch: bool = False
@@ -196,11 +197,10 @@ def can_read(name: str, data: BenchmarkSet, required: bool) -> bool:
 
 
 def measure(names: list[str], data: BenchmarkSet, benchmark: LoaderBenchmark) -> tuple[Rates, int]:
-    """Return images per second of every loader with every number of threads, one value per round,
-    and the bytes of GPU memory in use at the end.
+    """Return images per second of every loader with every number of threads, and GPU bytes in use.
 
-    The GPU memory is that of all loaders together, because DALI's pools belong to no single loader;
-    run one loader alone to get its own.
+    Rates have one value per round. The GPU bytes are those that all loaders together use at the
+    end, because DALI's pools belong to no single loader; run one loader alone to get its own.
 
     Loaders are built again for each share of the rounds, in another order each time. Two identical
     ones differ by up to 6 % of processor time for their whole lifetime (measured for two of DALI's
@@ -247,9 +247,10 @@ def run_epoch(peer: Peer, epoch: int) -> int:
 
 
 def ratios(rates: Rates) -> list[dict]:
-    """Return the ratios within rounds: ours with labels to every other loader, each of ours with
-    labels to the same without, ours through DALI to NVIDIA's own pipeline, and every number of
-    threads to the smallest.
+    """Return the ratios within rounds between loaders and between numbers of threads.
+
+    They are: ours with labels to every other loader, each of ours with labels to the same without,
+    ours through DALI to NVIDIA's own pipeline, and every number of threads to the smallest.
     """
     names, counts = (list(dict.fromkeys(part)) for part in zip(*rates, strict=True))
     others, few = [(OURS, name) for name in names if name != OURS], min(counts)
@@ -263,8 +264,7 @@ def ratios(rates: Rates) -> list[dict]:
 
 
 def measure_stages(data: BenchmarkSet, benchmark: LoaderBenchmark) -> dict:
-    """Return microseconds per image of reading, decoding, resampling and labels, timed separately
-    on one core.
+    """Time reading, decoding, resampling and labels separately on one core: microseconds per image.
 
     `share_of_limit` is the time of libjpeg-turbo's decode of the whole file divided by the sum of
     the stages: at 1, a crop with its labels would cost no more than decoding its whole file.
@@ -299,8 +299,9 @@ def measure_stages(data: BenchmarkSet, benchmark: LoaderBenchmark) -> dict:
 
 
 def time_stages(config: PeerConfig, epoch: int) -> dict[str, float]:
-    """Return the seconds of each stage of our .beton loader over an epoch, by the clocks of its
-    native code, and of planning in Python.
+    """Return the seconds of planning and of each stage of our .beton loader over an epoch.
+
+    Planning is in Python; the stages are timed by the clocks of the loader's native code.
     """
     source, plan, memory = FfcvSource(config.data.beton), config.plan(), Memory()
     taken = dict.fromkeys((*native.STAGES, "plan"), 0.0)
@@ -331,10 +332,10 @@ print(time.perf_counter() - start)
 
 
 def time_first_batches(data: BenchmarkSet, benchmark: LoaderBenchmark) -> list[float]:
-    """Return the seconds from the end of `import timm, torch`, which every training needs, to
-    our first batch, each in a new process.
+    """Return the seconds from the end of `import timm, torch` to our first batch.
 
-    The batch has its score maps if there are any.
+    Each is measured in a new process. Every training needs these imports. The batch has its score
+    maps if there are any.
     """
     # The new process starts in the repository, where it finds `benchmarks`, so a relative path
     # would lead elsewhere.

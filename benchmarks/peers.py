@@ -150,8 +150,9 @@ class Peer(Protocol):
 
 
 class OurLoader:
-    """One of our loaders (`ffcv`, `folder`, `dali-cpu`, `dali-gpu`), with or without score maps of
-    the same files.
+    """One of our loaders, with or without score maps of the same files.
+
+    The loaders are `ffcv`, `folder`, `dali-cpu` and `dali-gpu`.
     """
 
     def __init__(self, kind: str, labels: bool, config: PeerConfig) -> None:
@@ -258,8 +259,9 @@ class StockFfcv(Peer):
 
 
 class NvidiaDali:
-    """`nvidia-dali-cpu` and `nvidia-dali-gpu`, which decodes in mixed mode and delivers batches on
-    the GPU.
+    """NVIDIA's own pipeline: `nvidia-dali-cpu` and `nvidia-dali-gpu`.
+
+    `nvidia-dali-gpu` decodes in mixed mode and delivers batches on the GPU.
     """
 
     def __init__(self, device: Literal["cpu", "gpu"], config: PeerConfig) -> None:
@@ -378,11 +380,10 @@ class DataLoaderPeer:
 
 
 def worker_options(config: PeerConfig) -> dict:
-    """Return a DataLoader's options: no process for one thread, else as many persistent workers as
-    threads.
+    """Return a DataLoader's options for the configured number of threads.
 
-    Workers come from a fork server: a fork of this process, in which OpenMP and numba have threads,
-    may hang.
+    One thread means no worker process; more threads mean as many persistent workers. Workers come
+    from a fork server: a fork of this process, in which OpenMP and numba have threads, may hang.
     """
     # Without persistent workers, the start of new processes would be timed in every epoch.
     many = config.threads > 1
@@ -417,8 +418,9 @@ def decode_tensor(path: str) -> Tensor:
 
 
 class Timm(DataLoaderPeer):
-    """`timm`, without its prefetcher, which converts the batch to float and normalizes it: that is
-    the device's work.
+    """`timm`, without its prefetcher.
+
+    The prefetcher converts the batch to float and normalizes it, which is the device's work.
     """
 
     def __init__(self, config: PeerConfig) -> None:
@@ -476,8 +478,10 @@ class TokenLabeling(DataLoaderPeer):
 
 
 class PublishedDataset(Dataset):
-    """Samples in the published order of operations: Pillow, the map's file, flip of the whole image
-    and of the map, then crop.
+    """Samples in the published order of operations.
+
+    Pillow decodes the image, the map's file is read, the whole image and the map are flipped, and
+    then the image is cropped.
     """
 
     def __init__(self, data: BenchmarkSet, size: int) -> None:
@@ -518,13 +522,13 @@ def collate_published(
 
 
 def published_targets(packed: Tensor, grid: int, num_classes: int) -> Tensor:
-    """Build dense targets as TokenLabeling's collate function does: float32 `[N, K, 2 + grid *
-    grid]`.
+    """Build dense targets as TokenLabeling's collate function does.
 
-    `packed` is `[N, 3, k, S, S]`. Columns: the smoothed label, the crop's label, the tokens' labels
-    in row-major order. The geometry is the published one with its error: crops are passed as (top,
-    left, bottom, right) to an operator that takes (x, y, x, y). Classes that a map does not name
-    stay at logit 0, and the softmax follows the pooling.
+    The targets are float32 `[N, K, 2 + grid * grid]`. `packed` is `[N, 3, k, S, S]`. Columns: the
+    smoothed label, the crop's label, the tokens' labels in row-major order. The geometry is the
+    published one with its error: crops are passed as (top, left, bottom, right) to an operator that
+    takes (x, y, x, y). Classes that a map does not name stay at logit 0, and the softmax follows
+    the pooling.
     """
     top, left, height, width = packed[:, 2, 0, 0, :4].unbind(1)
     # RoIAlign without `aligned` counts from the center of the first cell: half a cell less.
@@ -548,10 +552,10 @@ def pool_maps(
     grid: int,
     aligned: bool = False,
 ) -> Tensor:
-    """Scatter each map to all classes and pool it in a box, and in the box's grid x grid cells, as
-    the published code does: `[N, K, 1 + grid * grid]`.
+    """Scatter each map to all classes and pool it in a box and in the box's grid x grid cells.
 
-    A box is (x, y, x, y) in cells of the map. `aligned` is that of torchvision's RoIAlign.
+    The published code does the same. The result is `[N, K, 1 + grid * grid]`. A box is (x, y, x, y)
+    in cells of the map. `aligned` is that of torchvision's RoIAlign.
     """
     from torchvision.ops import roi_align
 
@@ -692,8 +696,9 @@ class Spdl(Peer):
 
 
 def probe_spdl() -> None:
-    """Decode a JPEG: SPDL's native part loads on the first call, and only with the FFmpeg libraries
-    that it was built for.
+    """Decode a JPEG to load SPDL's native part.
+
+    It loads on the first call, and only with the FFmpeg libraries that it was built for.
     """
     from spdl import io as spdl_io  # pyright: ignore[reportMissingImports]
 

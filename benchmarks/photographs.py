@@ -1,5 +1,4 @@
-"""The benchmarks' data: crops of real photographs, in every format that a loader of
-benchmarks/peers.py reads.
+"""Benchmark data: crops of real photographs in every format that benchmarks/peers.py reads.
 
 The photographs ship with scikit-image and scikit-learn (astronaut, coffee, chelsea, rocket,
 motorcycle; china, flower), so nothing is downloaded. Every image is another crop of one of them, of
@@ -170,8 +169,9 @@ def cut_crop(original: Image.Image, draws: np.ndarray) -> Image.Image:
 
 
 def draw_maps(images: int, classes: int) -> ScoreMaps:
-    """Draw maps like those of a teacher of `classes` classes: a few likely classes per image, the
-    others at logit 0.
+    """Draw maps like those of a teacher of `classes` classes.
+
+    Each image has a few likely classes; the others are at logit 0.
     """
     rng = np.random.default_rng(1)
     distinct, top_k = min(DISTINCT, classes), min(TOP_K, classes)

@@ -1,21 +1,21 @@
-"""Measure images labeled per second: our pass and a stand-in for the published generator, with the
-same teacher on the same cores.
+"""Measure images labeled per second by our pass and by a stand-in for the published generator.
 
     python -m benchmarks.relabel
     python -m benchmarks.relabel --teacher resnet10t --input-size 224 --rounds 5
 
-TokenLabeling's map generator reads an ImageFolder through timm's evaluation transform (shorter side
-resized by Pillow, center square) and PyTorch's DataLoader. It runs the teacher in fp32 in batches,
-takes the top k logits of every cell, opens each image file again to get its name, and saves float16
-[2, k, S, S] with torch.save, one file per image, in the order of the batches. `stand-in` does this
-with --threads worker processes. `pass` is the work of tools/relabel_imagenet.py after its setup:
-decode natively, score, write one store and sync it. --compile and --precision apply to `pass` only;
-the stand-in has no such options. Listing the folder, loading and compiling the teacher are not
-timed for either. Both give the teacher the center square at --input-size. Teachers have random
-weights, which take equally long. `teacher` scores the same batch repeatedly, which is an upper
-bound of any pass. Each round runs all three in turns on --threads cores; the ratio is the median of
-the ratios within a round. The images are in the page cache: crops of real photographs
-(photographs.py), 500 pixels on the longer side, 33 kB, in the folder for temporary files.
+Both use the same teacher on the same cores. TokenLabeling's map generator reads an ImageFolder
+through timm's evaluation transform (shorter side resized by Pillow, center square) and PyTorch's
+DataLoader. It runs the teacher in fp32 in batches, takes the top k logits of every cell, opens each
+image file again to get its name, and saves float16 [2, k, S, S] with torch.save, one file per
+image, in the order of the batches. `stand-in` does this with --threads worker processes. `pass` is
+the work of tools/relabel_imagenet.py after its setup: decode natively, score, write one store and
+sync it. --compile and --precision apply to `pass` only; the stand-in has no such options. Listing
+the folder, loading and compiling the teacher are not timed for either. Both give the teacher the
+center square at --input-size. Teachers have random weights, which take equally long. `teacher`
+scores the same batch repeatedly, which is an upper bound of any pass. Each round runs all three in
+turns on --threads cores; the ratio is the median of the ratios within a round. The images are in
+the page cache: crops of real photographs (photographs.py), 500 pixels on the longer side, 33 kB, in
+the folder for temporary files.
 """
 
 import io
@@ -30,7 +30,16 @@ import timm
 import torch
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, ImageDataset, create_transform
 
-from benchmarks.harness import Output, Series, command, environment, report, take_turns, use_cores
+from benchmarks.harness import (
+    Count,
+    Output,
+    Series,
+    command,
+    environment,
+    report,
+    take_turns,
+    use_cores,
+)
 from benchmarks.photographs import write_crops
 from densefeed.models import nfnet  # noqa: F401  (registers its models with timm)
 from densefeed.relabel.labeling import begin_pass, finish_pass
@@ -50,16 +59,16 @@ CONFIG = {"mean": IMAGENET_DEFAULT_MEAN, "std": IMAGENET_DEFAULT_STD, "interpola
 class RelabelBenchmark(Output):
     """Options of this benchmark."""
 
-    images: int = 1024  # crops of photographs, 500 pixels on the longer side
-    classes: int = 1000  # of the teacher, and of the folder
+    images: Count = 1024  # crops of photographs, 500 pixels on the longer side
+    classes: Count = 1000  # of the teacher, and of the folder
     teacher: str = "nfnet_micro"  # a cheap one, so that mainly the rest of the pass is measured
-    input_size: int = 112  # pixels
-    top_k: int = 5  # classes kept per cell
-    batch: int = 32  # as in the published command
-    threads: int = 2  # our decoding threads, the stand-in's worker processes, and cores
+    input_size: Count = 112  # pixels
+    top_k: Count = 5  # classes kept per cell
+    batch: Count = 32  # as in the published command
+    threads: Count = 2  # our decoding threads, the stand-in's worker processes, and cores
     compile: bool = False  # compile our teacher
     precision: Literal["fp32", "bf16"] = "fp32"  # of our teacher
-    rounds: int = 5  # measured rounds, after one for warm-up
+    rounds: Count = 5  # measured rounds, after one for warm-up
 
 
 def main(benchmark: RelabelBenchmark) -> dict:

@@ -1,5 +1,4 @@
-"""Measure whole training steps: ours and timm's on the same network and images, and a lower bound
-of their time on this device.
+"""Measure whole training steps, ours and timm's, and a lower bound of their time on this device.
 
     python -m benchmarks.step --model lvvit_s --batch 8 --objective token-label --json step.json
     python -m benchmarks.step --model deit_small_patch16_224 --batch 256 --device cuda
@@ -61,6 +60,7 @@ from torch import Tensor, nn
 from benchmarks.harness import (
     CORES,
     QUARTILES,
+    Count,
     Output,
     check_threads,
     command,
@@ -142,13 +142,11 @@ Batches = Callable[[int, Through], Iterator[Batch]]  # the batches of an epoch
 class StepBenchmark(Output):
     """Options of this benchmark."""
 
-    may_be_0 = ("drloc_grid",)
-
     # any timm classifier; token-label needs a token head (lvvit_*, dhvt_*, t2t_vit_*)
     model: str = "lvvit_s"
-    batch: int = 64  # images per batch
-    size: int = 224  # side of the network's input, pixels
-    classes: int = 1000  # of the constant batch; a --data file has its own
+    batch: Count = 64  # images per batch
+    size: Count = 224  # side of the network's input, pixels
+    classes: Count = 1000  # of the constant batch; a --data file has its own
     # token-label: also measure ours with a dense label on every token
     objective: Literal["ce", "token-label"] = "ce"
     drloc: bool = False  # also measure ours with DRLoc's loss
@@ -162,9 +160,9 @@ class StepBenchmark(Output):
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda if available, else cpu
     modes: tuple[Mode, ...] = ("eager", "compiled")  # measured in the same rounds
-    steps: int = 4  # steps of each contestant in a round
-    rounds: int = 9  # measured rounds, after one for warm-up
-    threads: int = CORES  # of torch on a CPU, each on its own core, and of the loader
+    steps: Count = 4  # steps of each contestant in a round
+    rounds: Count = 9  # measured rounds, after one for warm-up
+    threads: Count = CORES  # of torch on a CPU, each on its own core, and of the loader
 
 
 class Floor(NamedTuple):
@@ -425,8 +423,9 @@ def build_ours(
 def constant_batch(
     benchmark: StepBenchmark, classes: int, device: torch.device
 ) -> tuple[Batch, SimpleNamespace]:
-    """Draw normalized noise with crops and smooth random score maps, on the device, and describe
-    it as a loader does.
+    """Draw a batch of normalized noise on the device, with crops and smooth random score maps.
+
+    The namespace describes it as a loader does.
     """
     size, images = benchmark.size, benchmark.batch
     # The defaults of benchmarks.targets, as far as there are so many classes.
@@ -481,9 +480,7 @@ class OurStep:
 
 
 def timm_step(config: Config, model: nn.Module, device: torch.device) -> Step:
-    """Build the step of timm's train.py for one device from timm's public parts with their
-    defaults.
-    """
+    """Build the one-device step of timm's train.py from timm's public parts with their defaults."""
     dtype = autocast_dtype(config, device)
     # reduce-overhead is PyTorch's mode with CUDA graphs.
     how = "reduce-overhead" if config.run.compile == "graph" else None
@@ -515,8 +512,9 @@ def timm_step(config: Config, model: nn.Module, device: torch.device) -> Step:
 
 
 def compare_losses(steps: dict[str, Step], batch: Batch, mode: str, bar: float) -> dict:
-    """Return our and timm's losses before and after the first update from equal weights, and their
-    largest relative difference.
+    """Return our and timm's losses and their largest relative difference.
+
+    The losses are those before and after the first update from equal weights.
     """
     losses = {name: first_losses(steps[name], batch) for name in (OURS, TIMM)}
     far = max(abs(a / b - 1) for a, b in zip(losses[OURS], losses[TIMM], strict=True))
@@ -524,8 +522,9 @@ def compare_losses(steps: dict[str, Step], batch: Batch, mode: str, bar: float) 
 
 
 def first_losses(step: Step, batch: Batch) -> tuple[float, float]:
-    """Return the first loss and the first different one: float16's scaler skips updates until it
-    has found its scale.
+    """Return the first loss and the first different one.
+
+    The scaler of float16 skips updates until it has found its scale.
     """
     before = after = float(step(batch))
     for _ in range(SCALES):
@@ -539,9 +538,7 @@ def first_losses(step: Step, batch: Batch) -> tuple[float, float]:
 
 
 def copy_rate(device: torch.device) -> float:
-    """Return the highest rate of a copy within the device's memory, in bytes read and written per
-    second.
-    """
+    """Return the highest copy rate in the device's memory: bytes read and written per second."""
     one = torch.zeros(COPIED[device.type], dtype=torch.uint8, device=device)
     other = torch.ones_like(one)
     return best_rate(lambda: other.copy_(one), 2 * one.nbytes, device)
@@ -585,9 +582,7 @@ def own_memory(key: Key, device: torch.device) -> None:
 def floor_rows(
     floors: dict[str, Floor], ceilings: dict[str, float], rates: Rates, images: int
 ) -> Iterator[dict]:
-    """Yield the least time of each contestant's step, its two bounds, and its share of the measured
-    time.
-    """
+    """Yield each contestant's least step time, its two bounds and its share of measured time."""
     for (name, mode), values in rates.items():
         floor = floors[name.removesuffix(LOADER)]
         compute = floor.flops_per_image * images / ceilings["matmul_flops_per_s"]
@@ -606,8 +601,10 @@ def floor_rows(
 
 
 def ratios(rates: Rates) -> list[dict]:
-    """Return the ratios within rounds: ours to timm's, with to without labels, with to without
-    DRLoc, the loader's batches to constant ones, two networks together to one after the other.
+    """Return the ratios of contestants within rounds.
+
+    They are: ours to timm's, with to without labels, with to without DRLoc, the loader's batches to
+    constant ones, and two networks together to one after the other.
     """
     rates = dict(rates)
     for mode in dict.fromkeys(mode for name, mode in rates if name == AGENT):

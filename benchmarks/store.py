@@ -1,5 +1,4 @@
-"""Measure random reads of one score map: from our stores, and from one .pt file per image as
-TokenLabeling publishes them.
+"""Measure random reads of one score map: our stores, and TokenLabeling's one .pt file per image.
 
     python -m benchmarks.store
     python -m benchmarks.store --images 20000 --json bench/store.json
@@ -26,6 +25,7 @@ import numpy as np
 import torch
 
 from benchmarks.harness import (
+    Count,
     Output,
     Series,
     command,
@@ -66,15 +66,15 @@ MOST_BYTES, AIM_BYTES = 8069 / 2, 8069 / 2.8
 class StoreBenchmark(Output):
     """Options of this benchmark."""
 
-    images: int = 2000  # number of maps
+    images: Count = 2000  # number of maps
     # .pt files that torch.load reads per round; from our stores 32 times as many rows are read
-    reads: int = 1000
-    batch: int = 128  # rows that a loader reads at once
-    side: int = 18  # S, cells along a side of a map
-    top_k: int = 5  # k, classes stored per cell
-    classes: int = 1000  # K, number of classes
-    palette: int = 32  # distinct classes in an image's map, approximately
-    rounds: int = 15  # measured rounds, after one for warm-up
+    reads: Count = 1000
+    batch: Count = 128  # rows that a loader reads at once
+    side: Count = 18  # S, cells along a side of a map
+    top_k: Count = 5  # k, classes stored per cell
+    classes: Count = 1000  # K, number of classes
+    palette: Count = 32  # distinct classes in an image's map, approximately
+    rounds: Count = 15  # measured rounds, after one for warm-up
 
 
 def main(benchmark: StoreBenchmark) -> dict:

@@ -40,6 +40,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks.harness import (
+    Count,
     Output,
     Series,
     check_threads,
@@ -94,20 +95,20 @@ SLICE = 16
 class TargetBenchmark(Output):
     """Options of this benchmark."""
 
-    batch: int = 128  # N, images
-    classes: int = 1000  # K, number of classes
-    grid: int = 14  # P, tokens along a side
+    batch: Count = 128  # N, images
+    classes: Count = 1000  # K, number of classes
+    grid: Count = 14  # P, tokens along a side
     # dense: sparse and dense targets; head: a fused head and one with logits in memory;
     # step: training steps with and without dense labels
     compare: Literal["dense", "head", "step"] = "dense"
-    width: int = 384  # D, features of a token, for --compare head
+    width: Count = 384  # D, features of a token, for --compare head
     model: str = "lvvit_s"  # timm name of the network, for --compare step
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda if available, else cpu
-    side: int = 18  # S, cells along a side of a map
-    top_k: int = 5  # k, classes stored per cell
-    palette: int = 24  # distinct classes in an image's map, at most
-    rounds: int = 9  # steps of each contestant, after one warm-up step
-    threads: int = 1  # of torch on a CPU, each on its own core
+    side: Count = 18  # S, cells along a side of a map
+    top_k: Count = 5  # k, classes stored per cell
+    palette: Count = 24  # distinct classes in an image's map, at most
+    rounds: Count = 9  # steps of each contestant, after one warm-up step
+    threads: Count = 1  # of torch on a CPU, each on its own core
 
 
 class LossStep(NamedTuple):
@@ -187,10 +188,10 @@ def check_token_head(model: str, otherwise: str = "") -> None:
 
 
 def make_step(benchmark: TargetBenchmark, device: torch.device, logits: bool = True) -> LossStep:
-    """Draw smooth random maps, in which neighbors name mostly the same classes as in a teacher's,
-    with random crops and flips.
+    """Draw smooth random maps with random crops and flips.
 
-    Without `logits`, `cls` and `tokens` are empty.
+    Neighbors name mostly the same classes, as in a teacher's maps. Without `logits`, `cls` and
+    `tokens` are empty.
     """
     N, S, K, k = benchmark.batch, benchmark.side, benchmark.classes, benchmark.top_k
     rng = torch.Generator().manual_seed(0)
@@ -230,8 +231,9 @@ def make_step(benchmark: TargetBenchmark, device: torch.device, logits: bool = T
 
 
 def make_head_step(benchmark: TargetBenchmark, device: torch.device) -> HeadStep:
-    """Draw tokens and a head whose logits spread like a trained student's; targets are those of
-    `make_step`'s maps.
+    """Draw tokens and a head whose logits spread like a trained student's.
+
+    The targets are those of `make_step`'s maps.
     """
     N, D, K = benchmark.batch, benchmark.width, benchmark.classes
     step = make_step(benchmark, device, logits=False)
@@ -276,8 +278,9 @@ def sparse_loss(step: LossStep) -> Tensor:
 
 
 def dense_loss(step: LossStep) -> Tensor:
-    """Compute the published loss in the logits' dtype: maps are flipped first, and boxes are those
-    in the flipped image.
+    """Compute the published loss in the logits' dtype.
+
+    Maps are flipped first, and boxes are those in the flipped image.
     """
     batch, side, K = step.batch, step.spec.side, step.spec.num_classes
     # A view with a negative horizontal scale is mirrored.
@@ -320,8 +323,9 @@ def labeled_loss(step: TrainStep) -> Tensor:
 
 
 def unlabeled_loss(step: TrainStep) -> Tensor:
-    """Compute the loss from the image's label for the class token and for every token, as the
-    published code does where there are no maps.
+    """Compute the loss from the image's label for the class token and for every token.
+
+    The published code does this where there are no maps.
     """
     cls, tokens = predict(step)
     label = step.inputs.batch.label
@@ -338,8 +342,9 @@ def unlabeled_loss(step: TrainStep) -> Tensor:
 def measure(
     losses: dict[str, Loss], step: AnyStep, benchmark: TargetBenchmark
 ) -> tuple[Series, Series]:
-    """Return each contestant's images per second, one value per round, and its peak memory in MB,
-    one value for each of MEMORY_RUNS.
+    """Return each contestant's images per second and its peak memory in MB.
+
+    Rates have one value per round, peak memory one value for each of MEMORY_RUNS.
     """
     total = len(losses) * (benchmark.rounds + 1)
     # `loss=loss` binds the current one; the closure would see the last of the loop.
@@ -405,8 +410,9 @@ def peak_bytes(loss: Loss, step: AnyStep) -> float:
 
 
 def loss_errors(step: LossStep) -> tuple[float, float]:
-    """Return the relative error of our loss and the largest absolute error of its gradient, against
-    the dense recipe in float64.
+    """Return the errors of our loss and its gradient against the dense recipe in float64.
+
+    The loss's error is relative; the gradient's is the largest absolute one.
     """
     drop_gradients(step)
     loss = sparse_loss(step)
@@ -429,8 +435,9 @@ def loss_errors(step: LossStep) -> tuple[float, float]:
 
 
 def head_errors(step: HeadStep) -> tuple[float, float]:
-    """Return the relative error of the fused loss and the largest absolute error of its gradients,
-    against the head and loss in float64.
+    """Return the errors of the fused loss and its gradients against the head and loss in float64.
+
+    The loss's error is relative; the gradients' is the largest absolute one.
     """
     drop_gradients(step)
     loss = fused_loss(step)

@@ -126,7 +126,8 @@ class TrainLoss:
     """The loss of a batch, for a training loop of your own; the device is the model's.
 
     Args:
-        loader: where batches come from; its plan draws augmentation and mixing.
+        loader: where batches come from; its plan draws augmentation and mixing. A loss serves one
+            loader and one model.
         options: any option of `python train.py RECIPE --help` on labels, augmentation, mixing and
             the objective, with underscores, e.g. mixtoken, token_weight, smoothing, rand_augment.
 
@@ -216,15 +217,18 @@ class TrainLoss:
         if self._objective.needs_score_maps:
             where = f"the score maps of {self._loader.data.train}"
             check_batch(batch.to("cpu"), self._loader.score_maps, where)
-        known = getattr(model, "pretrained_cfg", None) or {}
-        statistics = known.get("mean"), known.get("std")
-        if [np.shape(part) for part in statistics] != [(3,), (3,)]:
+        known = getattr(model, "pretrained_cfg", None)
+        try:
+            mean, std = np.array([known["mean"], known["std"]], float).reshape(2, 3)
+        except (TypeError, KeyError, ValueError):
+            mean = std = np.zeros(3)
+        if not np.all((mean >= 0) & (mean <= 1) & (std > 0) & (std <= 1)):
             raise UserError(
                 f"{type(model).__name__} does not say how its input is normalized; set "
                 'model.pretrained_cfg = {"mean": (...), "std": (...)}, each three numbers from 0 '
-                "to 1"
+                "to 1, the deviations above 0"
             )
-        return Augmentation(self._loader.plan, self._config.augment, *statistics)
+        return Augmentation(self._loader.plan, self._config.augment, mean.tolist(), std.tolist())
 
 
 def make_config(data: DataOptions, objective: str, options: dict[str, Any]) -> Config:

@@ -7,7 +7,6 @@
 """
 
 import inspect
-import json
 import sys
 import time
 from collections.abc import Callable
@@ -19,8 +18,8 @@ import tyro
 from densefeed.recipes import RECIPES
 from densefeed.system import errors
 from densefeed.system.devices import peak_memory, synchronize
-from densefeed.system.files import replace_file
 from densefeed.system.malloc import tune_malloc
+from densefeed.system.provenance import write_json
 from densefeed.training.build import flops_per_size
 from densefeed.training.config import Config, check_recipe, check_unused
 from densefeed.training.dry_run import dry_run
@@ -213,8 +212,7 @@ def finish(run: Run, result: dict, clock: RunClock) -> dict:
         "skipped": run.loader.skipped + run.val.skipped,
     }
     if run.ranks.is_first:
-        with replace_file(config.run.out / "result.json") as part:
-            part.write_text(json.dumps(result, indent=1))
+        write_json(config.run.out / "result.json", result)
         skipped = f"; skipped {result['skipped']:,} unreadable" if result["skipped"] else ""
         print(
             f"{config.run.out}: top-1 {100 * result['top1']:.1f} % on "

@@ -1,5 +1,6 @@
-"""MkDocs hooks: the page of the command line, from each command's own `--help`, and links of the
-pages to files outside `docs/`, which exist on GitHub but not on the site.
+"""MkDocs hooks: the page of the command line, and links of the pages to files outside `docs/`.
+
+The page is made from each command's own `--help`. The files exist on GitHub but not on the site.
 """
 
 import os
@@ -75,8 +76,10 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Adapt what is written for GitHub: drop paragraphs that begin with "On GitHub, ", lead links
-    to included files to their pages, and keep only the path of links to other files.
+    """Adapt what is written for GitHub.
+
+    Drop paragraphs that begin with "On GitHub, ", point links to included files at their pages, and
+    keep only the path of links to other files.
     """
     # Links and `src_uri` have forward slashes on every system, unlike os.path on Windows.
     folder = posixpath.dirname(page.file.src_uri)

@@ -203,6 +203,8 @@ def test_a_wrapped_model_gives_the_same_loss(loader):
         (dict(outside="x"), "--outside 'x' is unknown"),
         (dict(smoothing="0.1"), "--smoothing is '0.1', and must be a number"),
         (dict(rand_augment=9), "--rand-augment is 9, and must be text"),
+        (dict(rand_augment="foo"), "--rand-augment 'foo' is not a RandAugment string"),
+        (dict(token_weight=True), "--token-weight is True, and must be a number"),
         (dict(erase_mode="rand"), "--erase-mode has no effect without --erase-probability"),
     ],
 )
@@ -215,6 +217,10 @@ def test_misspelled_words_are_refused(loader, options, message):
     ("options", "message"),
     [
         (dict(batch="4"), "batch is '4', and must be a whole number"),
+        (dict(batch=True), "batch is True, and must be a whole number"),
+        (dict(size=True), "--size is True, and must be a whole number"),
+        (dict(hflip=True), "--hflip is True, and must be a number"),
+        (dict(crop_scale=(True, True)), "--crop-scale is (True, True), and must be of type tuple"),
         (dict(train="no"), "train is 'no', and must be True or False"),
         (dict(batch=4.0), "batch is 4.0, and must be a whole number"),
         (dict(size=32.5), "--size is 32.5, and must be a whole number"),
@@ -283,7 +289,16 @@ def test_a_loss_takes_the_loaders_of_open_loader(loader):
 
 
 @pytest.mark.parametrize(
-    "known", [{}, {"mean": (0.5,) * 3}, {"mean": 0.5, "std": 0.5}, {"mean": (0.5,), "std": (1,)}]
+    "known",
+    [
+        *({}, None, 5, {"mean": (0.5,) * 3}, {"mean": 0.5, "std": 0.5}),
+        {"mean": (0.5,), "std": (1,)},
+        {"mean": ("a", "b", "c"), "std": (1, 1, 1)},
+        {"mean": (float("nan"), 0, 0), "std": (1, 1, 1)},
+        {"mean": (0, 0, 0), "std": (0.2, 0.2, 0)},
+        # Of pixels from 0 to 255.
+        {"mean": (124, 117, 104), "std": (58, 57, 57)},
+    ],
 )
 def test_mean_and_deviation_are_three_numbers_each(loader, known):
     model = timm.create_model("resnet10t", num_classes=loader.num_classes)

@@ -1,5 +1,7 @@
 """Training runs: objectives, exact resuming, and errors for invalid configurations."""
 
+import hashlib
+import json
 import re
 import shutil
 
@@ -511,6 +513,22 @@ def test_truncated_record_is_dropped(packed, tmp_path):
     assert records(tmp_path / "run")
 
 
+def test_the_config_of_another_version_is_refused_with_its_folder(packed, tmp_path):
+    wanted, out = config(packed, tmp_path / "run", epochs=1), tmp_path / "run"
+    training.train(wanted)
+    kept = Checkpoints(out, 2)
+    path = kept.folder / kept.newest()
+    checkpoint = checkpoints.load(path)
+    del checkpoint["config"]["optim"]["clip_grad"]
+    torch.save(checkpoint, path)
+    manifest = json.loads(kept.manifest.read_text())
+    manifest[-1]["sha256"] = hashlib.sha256(path.read_bytes()).hexdigest()
+    kept.manifest.write_text(json.dumps(manifest))
+    message = f"the run in {out} was written by another version of densefeed; train again"
+    with pytest.raises(UserError, match=message):
+        training.train(config(packed, out, epochs=1, resume="auto"))
+
+
 def test_third_party_checkpoint_is_not_resumed(packed, tmp_path):
     (tmp_path / "run").mkdir()
     torch.save({"model": {}}, tmp_path / "run" / "last.pt")
@@ -533,7 +551,8 @@ def test_third_party_checkpoint_is_not_resumed(packed, tmp_path):
             dict(ground_truth="intended", mixtoken=True, mix_label="regions"),
             "mixes one label per image",
         ),
-        (dict(rand_augment="augmix-m5"), "is not a RandAugment string"),
+        (dict(size=10**6), "--size is 1,000,000, and must be from 1 to 4,096"),
+        (dict(rand_augment="augmix-m5"), "--rand-augment 'augmix-m5' is not a RandAugment string"),
         (dict(erase_probability=2.0), "--erase-probability is 2, and must be from 0 to 1"),
         (dict(temperature=0.0), "--temperature is 0, and must be at least 0.001"),
         (dict(cutmix=float("nan")), "--cutmix is nan, and must be at least 0"),

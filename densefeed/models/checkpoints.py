@@ -52,7 +52,7 @@ def load(path: Path) -> dict:
     except FileNotFoundError:
         raise CheckpointError(f"{path}: there is no such checkpoint; check the path") from None
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
+        raise CheckpointError(f"{path} cannot be read ({error}); copy it again") from error
     # Unpickling a damaged file may raise nearly any exception.
     except Exception as error:
         what = f"is not a checkpoint that loads safely ({type(error).__name__})"
@@ -119,8 +119,8 @@ def build(path: Path, model_name: str = "") -> tuple[nn.Module, dict]:
             model = build_for_weights(spec.name, weights)
         model.load_state_dict(weights)
     except (RuntimeError, TypeError, AttributeError, ValueError, IndexError) as error:
-        # The second line of PyTorch's message names the first weight that does not fit.
-        reason = " ".join(line.strip() for line in str(error).splitlines()[:2])
+        # The second line of PyTorch's message names weights that do not fit, perhaps hundreds.
+        reason = " ".join(line.strip()[:200] for line in str(error).splitlines()[:2])
         raise CheckpointError(
             f"{path} does not fit the model {spec.name}: {reason}; check --model"
         ) from error

@@ -39,8 +39,11 @@ class Objectives(Options):
 
     # ce: image labels; relabel: dense label of the crop; token-label: dense label of every token
     name: Annotated[str, arg(name="objective")] = "token-label"
+    # options of --objective token-label
     token_labeling: TokenLabelingOptions = field(default_factory=TokenLabelingOptions)
+    # DRLoc (arXiv 2106.03746), a loss beside that of the objective
     drloc: DRLocOptions = field(default_factory=DRLocOptions)
+    # Bootstrapping ViTs (arXiv 2112.03552), an agent CNN trained beside the transformer
     bootstrap: BootstrapOptions = field(default_factory=BootstrapOptions)
     # options of an objective that is registered from outside the package
     own: ObjectiveOptions = field(default_factory=ObjectiveOptions)

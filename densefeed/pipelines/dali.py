@@ -1,12 +1,12 @@
-"""`--loader dali`: the plan's crops of a .beton or a folder, decoded and cropped by NVIDIA DALI; on
-a GPU also resized there.
+"""`--loader dali`: the plan's crops of a .beton or a folder, decoded and cropped by NVIDIA DALI.
 
-Samples, crops, flips and map rows come from the plan, exactly as with `ffcv` and `folder`; DALI
-receives encoded bytes and boxes and draws nothing. Its pixels differ: it decodes with full-size
-chroma and rounds to 8 bits before the resize, where our decoder resamples planes. On a CPU a crop
-of a photograph is within 0.3 of 255 gray levels of Pillow's crop and resize, and within 0.6 of the
-other loaders', each on average over the crop (tests/pipelines/test_dali.py; up to 4.4 for images
-one to three pixels wide). On a GPU the JPEG decoder is another one.
+On a GPU the crops are also resized there. Samples, crops, flips and map rows come from the plan,
+exactly as with `ffcv` and `folder`; DALI receives encoded bytes and boxes and draws nothing. Its
+pixels differ: it decodes with full-size chroma and rounds to 8 bits before the resize, where our
+decoder resamples planes. On a CPU a crop of a photograph is within 0.3 of 255 gray levels of
+Pillow's crop and resize, and within 0.6 of the other loaders', each on average over the crop
+(tests/pipelines/test_dali.py; up to 4.4 for images one to three pixels wide). On a GPU the JPEG
+decoder is another one.
 
 Before DALI, the native threads read the bytes and cut the segments that the crop needs out of an
 indexed JPEG, checking their checksums. They check all of a JPEG without index whose bytes were not
@@ -159,8 +159,9 @@ def build(run: int, threads: int, device: int | None, regions: bool, resize: boo
 
 
 def cover_boxes(box_tlhw_N4: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Round boxes outward to the pixels they touch, by the native decoder's rule: first row and
-    column, and those behind the last, `[N, 2]` each.
+    """Round boxes outward to the pixels they touch, by the native decoder's rule.
+
+    Return the first row and column, and those behind the last, `[N, 2]` each.
     """
     # 1e-9: a box that rounding ends just behind a pixel does not touch the next (resample.c).
     return np.floor(box_tlhw_N4[:, :2]), np.ceil(box_tlhw_N4[:, :2] + box_tlhw_N4[:, 2:] - 1e-9)
@@ -400,8 +401,9 @@ class _Engine:
             self._decode(work, row[None], work.parts and work.parts.of(row))
 
     def _wait_native(self, job: native.Job) -> None:
-        """Wait until the native threads finish a job, and collect DALI's runs meanwhile, so that
-        earlier batches are not delayed.
+        """Wait until the native threads finish a job, and collect DALI's runs meanwhile.
+
+        This way earlier batches are not delayed.
         """
         while not self.pool.ended(job):
             if self._inside:
@@ -460,8 +462,9 @@ class _Engine:
         self._end_run(run.work)
 
     def _copy(self, work: _Work, rows: np.ndarray, pixels: object) -> None:
-        """Copy `pixels`, DALI's tensor or an array, uint8 `[len(rows), size, size, 3]`, to these
-        rows of the work's image.
+        """Copy `pixels` to these rows of the work's image.
+
+        `pixels` is DALI's tensor or an array, uint8 `[len(rows), size, size, 3]`.
         """
         if self._number is None:
             work.image.numpy()[rows] = np.asarray(pixels)
@@ -472,8 +475,9 @@ class _Engine:
             torch.cuda.current_stream().synchronize()
 
     def _resample(self, run: _Run, crops: object) -> None:
-        """Resize and mirror `crops`, DALI's list of uint8 `[height, width, 3]`, with the native
-        threads into the work's image.
+        """Resize and mirror `crops` with the native threads into the work's image.
+
+        `crops` is DALI's list of uint8 `[height, width, 3]`.
         """
         work, rows = run.work, run.rows
         some = work.job.samples[rows]
@@ -501,8 +505,9 @@ class _Engine:
             self._copy(work, rows, pixels)
 
     def _decode(self, work: _Work, rows: np.ndarray, parts: native.Parts | None = None) -> None:
-        """Decode these rows with the native decoder, and copy their maps if `parts` is given; store
-        the outcome in the work's samples.
+        """Decode these rows with the native decoder, and copy their maps if `parts` is given.
+
+        Store the outcome in the work's samples.
         """
         some = work.job.samples[rows]
         pixels = np.empty((len(rows), work.size, work.size, 3), np.uint8)

@@ -1,6 +1,4 @@
-"""`--loader ffcv`: an FFCV dataset (.beton), with its score maps inside it or in an HDF5 file
-beside it.
-"""
+"""`--loader ffcv`: an FFCV dataset (.beton), its score maps inside or in an HDF5 file beside it."""
 
 from pathlib import Path
 
@@ -38,11 +36,11 @@ def map_arrays(maps: ScoreMaps, row: int) -> tuple[np.ndarray, ...]:
 
 
 class FfcvSource(StoreMaps):
-    """Samples of a .beton file, or of all files that match a pattern (`train-*.beton`, read as one
-    dataset in the order of their names).
+    """Samples of a .beton file, or of all files that match a pattern such as `train-*.beton`.
 
-    `maps` names a score-map store for files that carry no maps of their own. UserError if files,
-    labels or maps do not fit together.
+    Matching files are read as one dataset in the order of their names. `maps` names a score-map
+    store for files that carry no maps of their own. UserError if files, labels or maps do not fit
+    together.
     """
 
     remedy = "copy the file again, or pack it again"

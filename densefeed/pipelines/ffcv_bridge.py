@@ -58,8 +58,7 @@ MOVING = re.compile(
 
 
 class ReportingDecoder(ResizedCropRGBImageDecoder):
-    """An ffcv decoder that crops as `decoder` does, flips with probability `flip`, and returns
-    (images, crops).
+    """An ffcv decoder that crops as `decoder` does, flips, and returns (images, crops).
 
     Args:
         decoder: RandomResizedCropRGBImageDecoder, CenterCropRGBImageDecoder, or another with
@@ -226,9 +225,9 @@ class DenseLabels:
         self.on_bad_sample, self.skipped = on_bad_sample, 0
 
     def __call__(self, image: Tensor, label: Tensor, crop: Tensor) -> Batch:
-        """Build the Batch of `image` `[N, ...]`, unchanged, `label` `[N]` or `[N, 1]`, and `crop`
-        int64 `[N, 10]`, see CROP.
+        """Build the Batch of `image`, unchanged, `label` and `crop`.
 
+        `image` is `[N, ...]`, `label` `[N]` or `[N, 1]`, and `crop` int64 `[N, 10]`, see CROP.
         Views, ids and maps have their own memory, on the CPU; image and label share the Loader's
         memory, so copy them to a GPU with `Batch.to`, or clone them, before you request the next
         batch. UserError for samples that cannot be read, see `on_bad_sample`.
@@ -254,11 +253,11 @@ class DenseLabels:
         return crop_batch(image, label, crops, rows, [torch.from_numpy(part) for part in maps])
 
     def _check_file(self, crop_NC: np.ndarray, label_N: np.ndarray) -> None:
-        """Raise UserError if the Loader reads another file than ours: the maps would belong to
-        other images.
+        """Raise UserError if the Loader reads another file than ours.
 
-        Compares offsets, sizes and labels. This cannot distinguish files of raw pixels that all
-        have one size, with the same labels in the same order.
+        The maps would then belong to other images. The check compares offsets, sizes and labels. It
+        cannot distinguish files of raw pixels that all have one size, with the same labels in the
+        same order.
         """
         index_N, labels = crop_NC[:, 0], self.source.labels
         # Another file may have more samples than ours.
@@ -273,8 +272,9 @@ class DenseLabels:
         )
 
     def _read(self, crop_NC: np.ndarray) -> tuple[dict[int, str], ScoreMaps | None]:
-        """Return the rows whose image or map cannot be read, with the reasons, and the maps if all
-        of them can be read.
+        """Return the rows whose image or map cannot be read, with the reasons, and the maps.
+
+        The maps are None unless all of them can be read.
         """
         ids, maps, source = crop_NC[:, 0], None, self.source
         bad = {

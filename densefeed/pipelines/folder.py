@@ -1,5 +1,6 @@
-"""`--loader folder`: a folder of images (any dataset that timm reads), with the score maps in an
-HDF5 file beside it.
+"""`--loader folder`: a folder of images, with the score maps in an HDF5 file beside it.
+
+The folder can be any dataset that timm reads.
 """
 
 import os
@@ -63,11 +64,11 @@ class StoreMaps:
 
 
 class FolderSource(StoreMaps):
-    """The images of a folder and, if `maps` names a store made for exactly this folder, their score
-    maps.
+    """The images of a folder and, if `maps` names a store, their score maps.
 
-    Files are read on `threads` threads. Pillow decodes there what the native decoder does not
-    support: anything but gray and RGB JPEGs (PNG, WebP, CMYK, ...).
+    The store must be made for exactly this folder. Files are read on `threads` threads. Pillow
+    decodes there what the native decoder does not support: anything but gray and RGB JPEGs (PNG,
+    WebP, CMYK, ...).
     """
 
     remedy = "replace or remove this file"

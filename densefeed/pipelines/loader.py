@@ -1,5 +1,4 @@
-"""The loader behind `--loader folder` and `--loader ffcv`: crops of a source, decoded by native
-threads.
+"""Load crops of a source, decoded by native threads, for `--loader folder` and `--loader ffcv`.
 
 A source locates images and maps; everything else (plan, crop, resize, labels, errors) is here,
 once, so that two loaders can differ only in the bytes they read. Python plans a batch and submits
@@ -279,8 +278,9 @@ class ThreadedLoader:
     def _begin(
         self, encoded: Encoded, ids: np.ndarray, size: int, maps: MapRows | None
     ) -> Decoding:
-        """Start to decode the crops of the samples `ids` at `size` pixels a side and to copy their
-        `maps`, without waiting.
+        """Start to decode crops of the samples `ids` and to copy their `maps`, without waiting.
+
+        The crops have `size` pixels a side.
         """
         image = self._memory.empty((len(ids), size, size, 3), torch.uint8)
         job = native.Job(encoded.samples, image.numpy(), maps and maps.parts, encoded.keep)
@@ -296,9 +296,7 @@ class ThreadedLoader:
         self._pool.cancel(decoding.job)
 
     def _fetch(self, batches: Iterator[tuple]) -> Iterator[tuple[Fetch, RankRows]]:
-        """Start to fetch one batch after the other, and prefetch the storage that is needed a
-        window later.
-        """
+        """Start to fetch batch after batch, and prefetch the storage needed a window later."""
         for rows, runs in batches:
             for first, end in runs:
                 self.source.read_ahead(first, end)
@@ -348,9 +346,7 @@ class ThreadedLoader:
             batch.weight[row] = 0
 
     def _mend(self, begun: _Begun, row: int) -> bool:
-        """Decode a sample that the native decoder refused with Pillow. False if it is to be
-        skipped.
-        """
+        """Decode with Pillow a sample that the native decoder refused; return False to skip it."""
         index = int(begun.rows.index[row])
         where = self.source.where(index)
         # This is no fault of the sample, so it is not skipped.

@@ -42,7 +42,7 @@ class Mix(NamedTuple):
 class MixOptions(Options):
     """What is mixed with the partner image.
 
-    MixToken together with CutMix raises UserError: their two boxes would need a label each. With
+    MixToken together with CutMix is refused: their two boxes would need a label each. With
     CutMix and MixUp, one of the two is drawn for each step, as in timm. MixToken may follow MixUp
     (LV-ViT, arXiv 2104.10858, Table 7, third row).
     """
@@ -86,8 +86,9 @@ class Mixing(NamedTuple):
     options: MixOptions
 
     def draw(self, epoch: int, step: int, size: int, grid: int) -> Mix:
-        """Draw the mix of a step, on the CPU: for images of `size` pixels a side, or for a
-        `grid` x `grid` table of tokens (MixToken).
+        """Draw the mix of a step, on the CPU.
+
+        It is for images of `size` pixels a side, or a `grid` x `grid` table of tokens (MixToken).
         """
         plan, options, box, blend = self.plan, self.options, (0, 0, 0, 0), 0.0
         mixes, switch = plan.mix_switches(epoch, step)
@@ -110,9 +111,7 @@ def combine_shares(one: Tensor, other: Tensor) -> Tensor:
 
 
 def box_map(mix: Mix, grid: int) -> Tensor:
-    """Return the share of each cell of a `grid` x `grid` table over the image that the box covers:
-    float32 `[grid, grid]`.
-    """
+    """Return the share of each cell of the image that the box covers: float32 `[grid, grid]`."""
     edges = torch.arange(grid + 1, device=mix.box_tlbr.device) * (mix.side / grid)
     top, left, bottom, right = mix.box_tlbr.unbind()
 
@@ -125,9 +124,7 @@ def box_map(mix: Mix, grid: int) -> Tensor:
 
 
 def share_map(mix: Mix, grid: int) -> Tensor:
-    """Return the partner's share of the pixels in each cell of a `grid` x `grid` table over the
-    image: float32 `[grid, grid]`.
-    """
+    """Return the partner's share of pixels in each cell of the image: float32 `[grid, grid]`."""
     return combine_shares(box_map(mix, grid), mix.blend)
 
 
@@ -152,12 +149,11 @@ def mix_images(image_NCHW: Tensor, share: Tensor) -> Tensor:
 
 
 def mix_targets(targets: SparseTargets, share: Tensor) -> SparseTargets:
-    """Mix targets with the partner's: (1 - share) t + share t_partner, both by their weights; the
-    palette is twice as long.
+    """Mix targets with the partner's: (1 - share) t + share t_partner, both by their weights.
 
-    `share` is a scalar (a label mixed by area) or `[T]` (each token by its own covered area). Where
-    only one of the two has a label, the result is that label, and the weight is the share of the
-    token that it covers.
+    The palette is twice as long. `share` is a scalar (a label mixed by area) or `[T]` (each token
+    by its own covered area). Where only one of the two has a label, the result is that label, and
+    the weight is the share of the token that it covers.
     """
     share = share.flatten()  # 1 or T
     other = SparseTargets(*(field.flip(0) for field in targets))

@@ -261,11 +261,10 @@ class EpochPlan:
         width_N: np.ndarray,
         repeat_N: np.ndarray | int = 0,
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Draw the crops of stored images: boxes (top, left, height, width) in pixels, float64
-        `[N, 4]`, and flips, bool `[N]`.
+        """Draw the crops of stored images: boxes, float64 `[N, 4]`, and flips, bool `[N]`.
 
-        `repeat_N` distinguishes the repeats of a sample. Heights and widths may be of any integer
-        type.
+        Boxes are (top, left, height, width) in pixels. `repeat_N` distinguishes the repeats of a
+        sample. Heights and widths may be of any integer type.
         """
         # A product of uint16 would wrap.
         height_N, width_N = np.asarray(height_N, np.int64), np.asarray(width_N, np.int64)
@@ -294,11 +293,11 @@ class EpochPlan:
     def mix_box(
         self, epoch: int, step: int, side: int, kept: float | None = None
     ) -> tuple[int, int, int, int]:
-        """Draw the box that a step exchanges: (top, left, bottom, right) in pixels or tokens of a
-        `side` x `side` image.
+        """Draw the box that a step exchanges: (top, left, bottom, right).
 
-        CutMix's rule: the center is uniform, the box covers the share of the area that is not
-        `kept` (default: uniform, as in MixToken), halves are rounded down, and the box is clipped.
+        It is in pixels or tokens of a `side` x `side` image. CutMix's rule: the center is uniform,
+        the box covers the share of the area that is not `kept` (default: uniform, as in MixToken),
+        halves are rounded down, and the box is clipped.
         """
         share, row, column = self.draws(epoch, step, MIX, range(3))[:, 0]
         # Both roundings are the published code's: a box of side 1 is empty.
@@ -323,8 +322,9 @@ class EpochPlan:
         return float(generator.beta(alpha, alpha))
 
     def step_seed(self, epoch: int, step: int, part: int = 0) -> int:
-        """Return the seed, 64 bits, of the device's generator (stochastic depth) for this rank's
-        part number `part` of a step.
+        """Return the 64-bit seed of the device's generator for this rank's part of a step.
+
+        `part` is the part's number. Stochastic depth uses the generator.
         """
         # Parts are numbered over all ranks, so a part has the same seed whichever rank computes it.
         first = self.rank * self._parts // self.ranks

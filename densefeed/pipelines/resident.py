@@ -1,5 +1,4 @@
-"""ResidentMaps: the score maps of a whole dataset in device memory, so that batches carry only
-sample ids.
+"""Keep the score maps of a whole dataset in device memory, so that batches carry only sample ids.
 
 ImageNet-1k at S = 18, k = 5 takes 9.2 GB (8.3 GB without logsumexps, as in the published packs),
 loaded before the first step.

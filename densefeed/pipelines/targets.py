@@ -59,10 +59,9 @@ PLAIN = TargetRules()
 
 
 class SparseTargets(NamedTuple):
-    """Soft targets over K classes: t = base + sum over m of extra[m] at class palette[m]; they sum
-    to `total`.
+    """Soft targets over K classes: t = base + sum over m of extra[m] at class palette[m].
 
-    A palette may name a class twice: its extras add up.
+    They sum to `total`. A palette may name a class twice: its extras add up.
     """
 
     palette: Tensor  # int64 [N, M]; unused slots point at class 0 with extra 0
@@ -151,9 +150,11 @@ def axis_weights(at: Places, side: int, grid: int, most: int) -> tuple[Tensor, T
 
 
 def table_points(at: Places, side: int, grid: int, most: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return how to sample any View: points of the map `[N, P * G, P * G, 2]`, -1 to 1 as in
-    grid_sample, their share in the mean of their token `[N, 1, P * G, P * G]`, 0 outside, and the
-    share of samples inside `[N, P, P]`.
+    """Return how to sample any View: points, their shares in tokens and shares of samples inside.
+
+    The points of the map are `[N, P * G, P * G, 2]`, -1 to 1 as in grid_sample. Their share in the
+    mean of their token is `[N, 1, P * G, P * G]`, 0 outside. The share of samples inside is
+    `[N, P, P]`.
     """
     # Length of the input's axis on the map, however the View rotates it.
     points, used, count = sample_points(at.through[:, :, :2].norm(dim=1) * side, grid, most)

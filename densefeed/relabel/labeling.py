@@ -112,9 +112,8 @@ def begin_pass(
     device, shape = teacher.mean.device, teacher.shape
     scorer = Scorer(teacher, device, choose_precision(precision, device), compiled)
     side, num_classes = score_blank(scorer, name, shape)
-    given = {"top_k": top_k, "threads": threads, "batch": 1 if batch == "auto" else batch}
-    for option, number in given.items():
-        Bounds(1).check(option, number)
+    if batch != "auto":
+        Bounds(1).check("batch", batch)
     if top_k > num_classes:
         raise UserError(f"--top-k {top_k} is more than the {num_classes} classes of {name}")
     if len(images.class_names) != num_classes:

@@ -682,7 +682,7 @@ def find_damage(beton: Beton, index: int) -> str | None:
 def verify_files(files: tuple[Path, ...], /) -> None:
     """Read all checked bytes, decode every image, and list every damaged sample.
 
-    If any sample is damaged, UserError (exit code 2) is raised after the last file.
+    If any sample is damaged, the exit code is 2, after the last file.
     """
     bad = []
     if not files:

@@ -434,7 +434,7 @@ def read_lines(file: Path) -> list[tuple[int, str]]:
         if "\0" in text:
             raise UnicodeError("a zero byte")
     except OSError as error:
-        raise UserError(f"{file}: {explain_os_error(error)}") from error
+        raise UserError(explain_os_error(error)) from error
     except UnicodeError as error:
         raise UserError(f"{file} is not a text file; give a list with one name per line") from error
     lines = enumerate(map(str.strip, text.splitlines()), start=1)

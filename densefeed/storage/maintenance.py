@@ -180,7 +180,7 @@ def disorder(store: ScoreMapStore, ids: np.ndarray, maps: ScoreMaps) -> dict[str
 def verify_files(files: tuple[Path, ...], /) -> None:
     """Read every row of score map files and name the first bad rows of each.
 
-    If any row is bad, UserError (exit code 2) is raised after the last file.
+    If any row is bad, the exit code is 2, after the last file.
     """
     bad = []
     if not files:

@@ -36,9 +36,9 @@ class Bounds:
         if self.low <= value <= self.high and math.isfinite(value):
             return
         finite = "" if math.isfinite(value) else " and finite"
-        upper = f"from {self.low:g} to {self.high:g}"
-        bounds = f"at least {self.low:g}{finite}" if self.high == math.inf else upper
-        raise UserError(f"{flag(name)} is {value:g}, and must be {bounds}")
+        upper = f"from {self.low:,.15g} to {self.high:,.15g}"
+        bounds = f"at least {self.low:,.15g}{finite}" if self.high == math.inf else upper
+        raise UserError(f"{flag(name)} is {value:,.15g}, and must be {bounds}")
 
 
 TYPES = {
@@ -87,6 +87,9 @@ def check_type(name: str, hint: Any, value: Any) -> None:
     try:
         # By default it checks the first item of a tuple alone.
         check(value, hint, collection_check_strategy=CollectionCheckStrategy.ALL_ITEMS)
+        # Typeguard takes True for a number, as PEP 484 does.
+        if has_bool(value) and "bool" not in str(hint):
+            raise TypeCheckError("")
     except TypeCheckError as error:
         kind = get_args(hint)[0] if metadata(hint) else hint
         if get_origin(kind) is Literal:
@@ -94,6 +97,11 @@ def check_type(name: str, hint: Any, value: Any) -> None:
             raise UserError(f"{name} {value!r} is unknown; choose one of {known}") from None
         wanted = TYPES.get(kind, f"of type {kind}")
         raise UserError(f"{name} is {value!r}, and must be {wanted}") from error
+
+
+def has_bool(value: Any) -> bool:
+    """Whether a value is True or False, or a tuple with one of them."""
+    return any(map(has_bool, value)) if isinstance(value, tuple) else isinstance(value, bool)
 
 
 def hints(options: type) -> dict[str, Any]:

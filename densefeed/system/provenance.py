@@ -77,7 +77,7 @@ def command(argv: list[str]) -> str:
     return " ".join(words)
 
 
-def write_json(path: Path, document: dict) -> None:
+def write_json(path: Path, document: dict | list) -> None:
     """Write `document` as JSON, atomically."""
     with replace_file(path) as part:
         part.write_text(json.dumps(document, indent=1) + "\n")

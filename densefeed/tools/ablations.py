@@ -23,13 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from densefeed.system.errors import UserError, make_command
-from densefeed.tools.quickstart import (
-    Quickstart,
-    format_spread,
-    prepare_data,
-    read_top1,
-    train_model,
-)
+from densefeed.tools.quickstart import Size, format_spread, prepare_data, read_top1, train_model
 
 CE, RELABEL, TOKENS = "lvvit_micro_ce", "lvvit_micro_relabel", "lvvit_micro_token_label"
 MIXTOKEN = f"{TOKENS}_mixtoken"
@@ -133,15 +127,11 @@ TABLES = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ablations:
+class Ablations(Size):
     """The rows to run."""
 
     out: Path = Path("ablations")  # folder for everything, with a folder seed-N for each seed
-    seeds: tuple[int, ...] = (0,)  # each has its own scenes, teacher and students
     rows: tuple[str, ...] = tuple(RUNS)  # names of the rows to run
-    train: int = 3000  # training scenes
-    val: int = 1000  # validation scenes
-    epochs: int | None = None  # epochs of every training; default: those of the recipes
 
 
 def main(options: Ablations) -> None:
@@ -149,16 +139,15 @@ def main(options: Ablations) -> None:
     for name in options.rows:
         if name not in RUNS:
             raise UserError(f"--rows {name}: unknown row; choose from {', '.join(RUNS)}")
-    settings = Quickstart(train=options.train, val=options.val, epochs=options.epochs)
     top1 = {name: [] for name in options.rows}
     for seed in options.seeds:
         folder = options.out / f"seed-{seed}"
-        packed, val = prepare_data(folder, seed, settings)
+        packed, val = prepare_data(folder, seed, options)
         data = {"loader": "ffcv", "data": packed, "val": val}
         for name in options.rows:
             # tools/quickstart.py uses the same folders, so its trainings are not repeated.
             run = folder / "runs" / name
-            train_model(run, f"Train the row {name}", RUNS[name], data, seed, settings)
+            train_model(run, f"Train the row {name}", RUNS[name], data, seed, options)
             top1[name].append(read_top1(run))
     show(top1, len(options.seeds))
 

@@ -11,10 +11,10 @@ that a fault was found.
 
 import base64
 import io
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import jinja2
 import numpy as np
@@ -31,6 +31,8 @@ from densefeed.storage.score_maps import map_datasets
 from densefeed.system.devices import CORES, choose_device
 from densefeed.system.errors import UserError, first_line, make_command
 from densefeed.system.files import replace_file
+from densefeed.system.options import Bounds, Count, Options
+from densefeed.system.provenance import write_json
 from densefeed.tools.load_teacher import load_network
 
 # The colors of Okabe and Ito but black, which color-blind readers can tell apart, and three more.
@@ -65,7 +67,7 @@ VERDICTS = {"fault": "Fault", "warning": "Warning", "unchecked": "Not checked", 
 
 
 @dataclass(frozen=True, kw_only=True)
-class AuditOptions:
+class AuditOptions(Options):
     """Score maps to audit, and what to compare them with."""
 
     maps: tyro.conf.Positional[Path]  # file of score maps, HDF5
@@ -79,10 +81,10 @@ class AuditOptions:
     teacher: str = ""
     model: str = ""  # timm's name of the reference, for a checkpoint that does not contain it
     input_size: int = 0  # side of the reference's input, pixels; 0: that of the maps' teacher
-    images: int = 300  # images shown to the reference
+    images: Annotated[int, Bounds(2)] = 300  # images shown to the reference
     # read all rows of a file of more than 100,000, of which otherwise 20,480 are read
     every_row: bool = False
-    threads: int = CORES  # decoding threads
+    threads: Count = CORES  # decoding threads
     device: str = "auto"  # device of the reference; auto: cuda if there is one, else cpu
 
 
@@ -94,8 +96,6 @@ def main(options: AuditOptions) -> None:
     path = options.maps
     if options.teacher and options.data is None:
         raise UserError("--teacher needs the images; pass them with --data")
-    if options.images < 2 or options.threads < 1:
-        raise UserError("--images must be at least 2 and --threads at least 1")
     images = Images(options.data, options.dataset, options.split) if options.data else None
     references = open_references(options) if options.teacher else None
     result = audit(path, images, references, options.images, options.every_row, options.threads)
@@ -104,8 +104,7 @@ def main(options: AuditOptions) -> None:
     text = render_page(result)
     with replace_file(out) as part:
         part.write_text(text)
-    with replace_file(numbers) as part:
-        part.write_text(json.dumps(result.to_dict(), indent=1))
+    write_json(numbers, result.to_dict())
     print_checks(result)
     size = f"{out.stat().st_size / 1024:,.0f} KiB"
     print(f"{out}: {size}, open it in a browser; the numbers are in {numbers}")
@@ -224,7 +223,7 @@ def scale_bars(counts: Sequence[int], low: float, high: float) -> dict:
     Returns heights in percent of the highest bar, the count of that bar, and three ticks of the
     axis.
     """
-    most = max(1, *map(int, counts))
+    most = max([1, *map(int, counts)])
     return {
         "heights": [round(100 * int(n) / most, 2) for n in counts],
         "most": most,

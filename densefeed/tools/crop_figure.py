@@ -19,6 +19,7 @@ from densefeed.pipelines.loader import ThreadedLoader
 from densefeed.pipelines.plan import EpochPlan
 from densefeed.system.errors import UserError, make_command
 from densefeed.system.files import replace_file
+from densefeed.system.options import Count, Options
 from densefeed.tools.report import label_tokens
 
 # Pixels of the figure, which is drawn at twice the size at which it is shown.
@@ -29,12 +30,12 @@ DARK, GRAY, NONE = "#1f2328", "#59636e", "#d9dde1"
 
 
 @dataclass(frozen=True, kw_only=True)
-class CropFigure:
+class CropFigure(Options):
     """What to draw."""
 
     source: tyro.conf.Positional[Path]  # a .beton file with score maps
     index: int = 0  # the sample
-    grid: int = 14  # tokens along each side
+    grid: Count = 14  # tokens along each side
     out: Path = Path("crop.png")  # the PNG to write
 
 

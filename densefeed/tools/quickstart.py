@@ -21,6 +21,7 @@ from rich.table import Table
 
 from densefeed.recipes import RECIPES
 from densefeed.system.errors import UserError, make_command
+from densefeed.system.options import Count, Options
 
 STUDENTS = {
     "ce": "the image labels",
@@ -42,15 +43,26 @@ TEACHER_SIZE = 112
 
 
 @dataclass(frozen=True, kw_only=True)
-class Quickstart:
-    """The size of the quickstart."""
+class Size(Options):
+    """The scenes and the trainings of a flow."""
+
+    # one whole flow per seed, each in its folder seed-N
+    seeds: tuple[int, ...] = (0,)
+    train: Count = 3000  # training scenes
+    val: Count = 1000  # validation scenes
+    epochs: int | None = None  # epochs of every training; default: those of the recipes
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.seeds:
+            raise UserError("--seeds names no seed; give at least one")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quickstart(Size):
+    """The quickstart. Several seeds give mean and standard deviation; a single one no folder."""
 
     out: Path = Path("quickstart")  # folder for everything
-    # one whole flow per seed; several seeds run in out/seed-N and give mean and standard deviation
-    seeds: tuple[int, ...] = (0,)
-    train: int = 3000  # training scenes
-    val: int = 1000  # validation scenes
-    epochs: int | None = None  # epochs of every training; default: those of the recipes
     # students to train, by the names of their recipes lvvit_micro_..., e.g. also
     # token-label-published
     students: tuple[str, ...] = tuple(STUDENTS)[:-1]
@@ -81,7 +93,7 @@ def run_step(result: Path, purpose: str, program: str, *words: object, **options
         sys.exit(130)
 
 
-def prepare_data(out: Path, seed: int, options: Quickstart) -> tuple[Path, Path]:
+def prepare_data(out: Path, seed: int, options: Size) -> tuple[Path, Path]:
     """Make scenes, teacher, score maps and packed files; return the training and validation set."""
     scenes, teacher, maps = out / "scenes", out / "runs/teacher", out / "maps.h5"
     packed, val = out / "train.beton", out / "val.beton"
@@ -115,7 +127,7 @@ def prepare_data(out: Path, seed: int, options: Quickstart) -> tuple[Path, Path]
 
 
 def train_model(
-    out: Path, purpose: str, words: tuple[str, ...], data: dict, seed: int, options: Quickstart
+    out: Path, purpose: str, words: tuple[str, ...], data: dict, seed: int, options: Size
 ) -> None:
     """Train a model in the run folder `out`, unless it is finished; `data` become --options."""
     run_step(

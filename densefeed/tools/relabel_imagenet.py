@@ -45,11 +45,12 @@ from densefeed.storage.score_maps import Absent
 from densefeed.storage.shards import Shard
 from densefeed.system.devices import THREADS, choose_rank_device
 from densefeed.system.errors import UserError, make_command
+from densefeed.system.options import Count, Options
 from densefeed.tools.load_teacher import load_teacher
 
 
 @dataclass(frozen=True, kw_only=True)
-class Labeling:
+class Labeling(Options):
     """Images to label, and the teacher."""
 
     # images: the folder that holds train/ and val/, or a folder of class folders; the root of
@@ -64,7 +65,7 @@ class Labeling:
     input_size: tuple[int, ...] = (576,)
     # JSON or CSV file from the teacher's classes to those of the data; - for none
     class_map: tuple[str, ...] = ()
-    top_k: int = 5  # classes kept per cell
+    top_k: Count = 5  # classes kept per cell
     # part of an image that is shown: squashed, its center square (as published), padded, or tiles
     geometry: Geometry = "squash"
     tiles: int = 1  # tiles along each side, with --geometry tile
@@ -79,7 +80,7 @@ class Labeling:
     split: str = "train"  # split of the dataset
     # images per forward pass; auto: the largest power of two that fits, 32 on a CPU
     batch: int | Literal["auto"] = "auto"
-    threads: int = THREADS  # decoding threads of each rank
+    threads: Count = THREADS  # decoding threads of each rank
     device: str = "auto"  # auto: cuda if there is one, else cpu
     precision: Precision = "auto"  # auto: bf16 on GPUs that have it, else fp32
     compile: bool = False  # compile the teacher with torch.compile

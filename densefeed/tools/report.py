@@ -35,6 +35,7 @@ from densefeed.system.errors import UserError, make_command
 from densefeed.system.files import replace_file
 from densefeed.system.options import leaves, with_options
 from densefeed.system.progress import bar
+from densefeed.system.provenance import write_json
 from densefeed.tools.audit import INKS, TEMPLATES, picture
 from densefeed.training.build import build_model
 from densefeed.training.config import Config
@@ -423,8 +424,7 @@ def main(report: Report) -> None:
     with replace_file(out) as part:
         part.write_text(text)
     if crops["purity"]:
-        with replace_file(out.with_suffix(".json")) as part:
-            part.write_text(json.dumps(crops["purity"], indent=1))
+        write_json(out.with_suffix(".json"), crops["purity"])
     print(f"{out}: {out.stat().st_size / 1024:,.0f} KiB, open it in a browser")
 
 

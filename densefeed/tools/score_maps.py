@@ -1,8 +1,10 @@
 """Verify, convert or merge files of score maps (HDF5).
 
-python tools/score_maps.py verify maps.h5
-python tools/score_maps.py convert maps.h5 --form compact --out small.h5
-python tools/score_maps.py merge maps.h5
+    python tools/score_maps.py verify maps.h5
+    python tools/score_maps.py convert maps.h5 --form compact --out small.h5
+    python tools/score_maps.py merge maps.h5
+
+The options of a command are in its own --help.
 """
 
 import tyro

@@ -326,9 +326,9 @@ def main(options: Validation) -> dict:
         "threads": options.threads,
         "device": str(device),
     } | environment(PACKAGES)
+    Console().print(table(row))
     if options.json:
         write_json(options.json, row)
-    Console().print(table(row))
     return row
 
 

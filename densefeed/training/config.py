@@ -145,7 +145,9 @@ class Config:
         return json.loads(json.dumps(dataclasses.asdict(self), default=str))
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any], template: "Config | None" = None) -> "Config":
+    def from_dict(
+        cls, values: dict[str, Any], template: "Config | None" = None, where: str = "this config"
+    ) -> "Config":
         """Read what `to_dict` wrote; `template` has the classes of its sections.
 
         Raises UserError for a config of another version.
@@ -154,7 +156,7 @@ class Config:
             return from_dict(template or cls(), values)
         except (KeyError, TypeError, AttributeError) as error:
             raise UserError(
-                "this config was written by another version of densefeed; train again, or install "
+                f"{where} was written by another version of densefeed; train again, or install "
                 "that version"
             ) from error
 
@@ -200,6 +202,6 @@ def check_unused(config: Config, recipe: Config) -> None:
 
 def first_difference(config: Config, saved: dict[str, Any]) -> tuple[str, Any] | None:
     """Name and saved value of the first option that a resumed run may not change, and changes."""
-    before = dict(leaves(Config.from_dict(saved, config)))
+    before = dict(leaves(Config.from_dict(saved, config, f"the run in {config.run.out}")))
     now = dict(leaves(config))
     return next(((n, before[n]) for n in now if n not in FREE and now[n] != before[n]), None)

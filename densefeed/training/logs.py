@@ -17,6 +17,7 @@ from densefeed.system.devices import CORES
 from densefeed.system.errors import UserError
 from densefeed.system.files import replace_file
 from densefeed.system.progress import steps_bar
+from densefeed.system.provenance import write_json
 from densefeed.training.config import Config
 from densefeed.training.ranks import Ranks
 from densefeed.training.setup import Run
@@ -179,8 +180,7 @@ def write_run_header(run: Run) -> None:
         left.unlink()
     files = {"config": config.to_dict(), "environment": describe_environment(config, run.ranks)}
     for name, content in files.items():
-        with replace_file(out / f"{name}.json") as part:
-            part.write_text(json.dumps(content, indent=1))
+        write_json(out / f"{name}.json", content)
     print(describe_run(run), flush=True)
 
 

@@ -20,6 +20,7 @@ import torch
 from densefeed.models import checkpoints
 from densefeed.system.errors import UserError
 from densefeed.system.files import replace_file
+from densefeed.system.provenance import write_json
 
 
 class Checkpoints:
@@ -69,8 +70,7 @@ class Checkpoints:
         evaluated = [e for e in entries if e["top1"] is not None]
         best = max(evaluated, key=lambda e: e["top1"], default=None)
         kept = [e for e in entries if e in entries[-self.keep :] or e is best]
-        with replace_file(self.manifest) as part:
-            part.write_text(json.dumps(kept, indent=1) + "\n")
+        write_json(self.manifest, kept)
         # Before old files are deleted, so that a link never leads nowhere.
         self._link("last.pt", self.folder / kept[-1]["file"])
         if best is not None:

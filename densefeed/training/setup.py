@@ -142,7 +142,7 @@ def build_trainable(
 
     model = place(model)
     if config.model.grad_checkpointing:
-        recompute_activations(model)
+        recompute_activations(model, config.model.name)
     if objective.adds_network:
         # A twin on the meta device gives the shapes at every size and computes nothing.
         with torch.device("meta"):
@@ -153,14 +153,14 @@ def build_trainable(
     return build_student(config.optim, model, trainable, ranks, dtype)
 
 
-def recompute_activations(model: nn.Module) -> None:
-    """Set a model to recompute activations in the backward pass. UserError if it cannot."""
+def recompute_activations(model: nn.Module, name: str) -> None:
+    """Let the model `name` recompute activations in the backward pass. UserError if it cannot."""
     # A timm model that cannot do so fails an assertion, another one has no such method.
     try:
         model.set_grad_checkpointing(True)
     except (AssertionError, AttributeError) as error:
         raise UserError(
-            f"{type(model).__name__} cannot recompute activations; remove --grad-checkpointing"
+            f"{name} cannot recompute activations; remove --grad-checkpointing"
         ) from error
 
 

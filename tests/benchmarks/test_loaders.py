@@ -492,7 +492,7 @@ def test_invalid_options_raise(cache):
         main(small(cache, loaders="ffcv,fvcc"))
     with pytest.raises(UserError, match=r"--threads 999: this process may use \d+ cores"):
         main(small(cache, threads=(999,)))
-    with pytest.raises(UserError, match=r"--rounds must be at least 1"):
+    with pytest.raises(UserError, match=r"--rounds is 0, and must be at least 1"):
         main(small(cache, rounds=0))
     with pytest.raises(UserError, match=r"--folder needs --data"):
         main(small(cache, folder=cache))

@@ -284,8 +284,8 @@ def test_out_of_memory_raises(monkeypatch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"batch": 0}, "--batch must be at least 1"),
-        ({"rounds": 0}, "--rounds must be at least 1"),
+        ({"batch": 0}, "--batch is 0, and must be at least 1"),
+        ({"rounds": 0}, "--rounds is 0, and must be at least 1"),
         ({"modes": ()}, "--modes is empty"),
         (
             {"modes": ("captured",), "device": "cpu"},

@@ -136,7 +136,7 @@ def test_drop_gradients():
 
 def test_invalid_options_raise():
     for options, words in [
-        ({"grid": 0}, "--grid must be at least 1"),
+        ({"grid": 0}, "--grid is 0, and must be at least 1"),
         ({"top_k": 9}, "--top-k, --palette and --classes must ascend"),
         ({"palette": 31}, "must ascend"),
         ({"classes": 2**16 + 1}, "at most 65,536 classes"),

@@ -317,6 +317,24 @@ def test_files_that_do_not_fit_are_refused_and_change_nothing(kind, why, tmp_pat
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
+def test_a_cut_file_or_a_folder_is_refused_with_a_remedy(tmp_path):
+    path = save(build_random(num_classes=5).state_dict(), tmp_path / "cut.pt")
+    path.write_bytes(path.read_bytes()[:-5_000])
+    (tmp_path / "folder").mkdir()
+    for name in ("cut.pt", "folder"):
+        with pytest.raises(checkpoints.CheckpointError, match=rf"{name} .*; copy .*again"):
+            checkpoints.load(tmp_path / name)
+
+
+def test_of_hundreds_of_missing_weights_the_first_are_named(tmp_path):
+    path = save({"model": {"no.such": torch.zeros(1)}}, tmp_path / "none.pt")
+    with pytest.raises(
+        checkpoints.CheckpointError, match=r"Missing key.*conv1.*check --model"
+    ) as e:
+        checkpoints.build(path, "resnet18")
+    assert len(str(e.value)) < 500
+
+
 def test_the_file_of_another_model_is_refused_with_both_sizes(tmp_path):
     source = build_random("lvvit_t", depth=1)
     path = save(published_state(source), tmp_path / "t.pt")

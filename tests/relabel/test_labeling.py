@@ -151,11 +151,13 @@ def test_logits_that_float16_cannot_hold_are_refused(bad):
 
 def test_impossible_options_are_refused_before_any_work(folder, tmp_path):
     images = Images(folder, split="train")
-    usual = dict(top_k=1, batch=4, threads=1)
-    for option in usual:
-        few = usual | {option: 0}
+    for option in ("top_k", "threads"):
         with pytest.raises(UserError, match=f"{flag(option)} is 0, and must be at least 1"):
-            label_images(images, teacher(), "t", tmp_path / "maps.h5", absent="tail", **few)
+            relabel_imagenet.Labeling(data=folder, out=tmp_path, teacher=("t",), **{option: 0})
+    with pytest.raises(UserError, match="--batch is 0, and must be at least 1"):
+        label_images(
+            images, teacher(), "t", tmp_path / "maps.h5", top_k=1, batch=0, threads=1, absent="tail"
+        )
     with pytest.raises(UserError, match=r"--top-k 5 is more than the 2 classes"):
         label_images(
             images, teacher(), "t", tmp_path / "maps.h5", top_k=5, batch=4, threads=1, absent="tail"

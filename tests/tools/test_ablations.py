@@ -8,8 +8,10 @@ import pytest
 import torch
 
 import densefeed.train as run
+from densefeed.system.errors import UserError
 from densefeed.system.options import leaves
-from densefeed.tools.ablations import RUNS, TABLES
+from densefeed.tools.ablations import RUNS, TABLES, Ablations
+from densefeed.tools.quickstart import Quickstart
 
 from ..runs import model_for, objective_for
 
@@ -128,6 +130,12 @@ def test_rows_are_trained_kept_and_tabulated(command, tmp_path):
         "Table 4, stem",
         "Table 6, mixing",
     ]
+
+
+@pytest.mark.parametrize("kind", [Quickstart, Ablations])
+def test_a_flow_needs_a_seed(kind):
+    with pytest.raises(UserError, match="--seeds names no seed; give at least one"):
+        kind(seeds=())
 
 
 def test_an_unknown_row_is_refused(command, tmp_path):

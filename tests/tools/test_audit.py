@@ -163,15 +163,16 @@ def test_the_command(folder, random_maps, tmp_path, command):
             {"data": None, "teacher": "x"},
             "--teacher needs the images; pass them with --data",
         ),
-        ("maps", {"images": 1}, "--images must be at least 2"),
+        ("maps", {"images": 1}, "--images is 1, and must be at least 2"),
         ("none", {}, "there is no such file"),
         ("maps", {"teacher": "nobody"}, "neither a file nor a timm model"),
     ],
 )
 def test_an_audit_that_cannot_be_made_is_refused(scenes, located, tmp_path, name, fields, message):
-    options = make_options(scenes / f"{name}.h5", located, out=tmp_path / "a.html", **fields)
     with pytest.raises(UserError, match=message):
-        audit_tool.main(options)
+        audit_tool.main(
+            make_options(scenes / f"{name}.h5", located, out=tmp_path / "a.html", **fields)
+        )
     assert not list(tmp_path.iterdir())
 
 

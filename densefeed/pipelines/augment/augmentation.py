@@ -55,16 +55,18 @@ class Normalize(torch.nn.Module):
         return out_NHL.view_as(image_NHWC).permute(0, 3, 1, 2)
 
     def pixels(self, image_NCHW: Tensor) -> Tensor:
-        """Invert the normalization for display: uint8 `[N, H, W, 3]`, the very bytes that were
-        normalized; erased pixels are clipped.
+        """Invert the normalization for display: uint8 `[N, H, W, 3]`.
+
+        These are the very bytes that were normalized; erased pixels are clipped.
         """
         value_NHWC = (image_NCHW.permute(0, 2, 3, 1) - self.shift) / self.scale
         return value_NHWC.round().clamp(0, 255).to(torch.uint8)
 
 
 class Augmentation(torch.nn.Module):
-    """Augment and normalize training batches: `choose` on the host, then call it with the batch on
-    the device.
+    """Augment and normalize training batches.
+
+    Call `choose` on the host, then the module with the batch on the device.
 
     Args:
         plan: its draws decide; the result is equal for every batch size, rank and device.
@@ -89,11 +91,11 @@ class Augmentation(torch.nn.Module):
         self.choose = Chooser(plan, augment).choose
 
     def forward(self, batch: Batch, choice: AugmentPlan) -> Batch:
-        """Return the batch with `image` float32 `[N, 3, H, W]` in channels_last memory and `view`
-        after the warp, without a host sync.
+        """Return the augmented and normalized batch, without a host sync.
 
-        `choice` is that of this batch: `choose(batch.epoch, batch.index, batch.repeat, H, W)`.
-        The batch itself is not modified.
+        Its `image` is float32 `[N, 3, H, W]` in channels_last memory, its `view` that after the
+        warp. `choice` is that of this batch:
+        `choose(batch.epoch, batch.index, batch.repeat, H, W)`. The batch itself is not modified.
         """
         choice = choice.to(batch.image.device)
         image = self.normalize(self.crops(batch, choice))

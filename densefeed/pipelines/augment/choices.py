@@ -1,5 +1,4 @@
-"""The choice of operations and erased boxes for each crop, on the host, from the plan's draws
-alone.
+"""Choose operations and erased boxes for each crop, on the host, from the plan's draws alone.
 
 The `AugmentPlan` of a batch lists the rows of each operation, so the device works on those alone
 and nothing waits for it. Every draw depends on (seed, epoch, sample id, repeat) and so neither on
@@ -51,9 +50,7 @@ Draw = Callable[..., np.ndarray]
 
 
 class Group(NamedTuple):
-    """One operation for some samples: rows, arguments and tables `start` to `stop` of the
-    AugmentPlan.
-    """
+    """One operation for some samples: rows, arguments, tables `start:stop` of the AugmentPlan."""
 
     name: str
     start: int
@@ -72,10 +69,10 @@ class EraseBox(NamedTuple):
 
 
 class AugmentPlan(NamedTuple):
-    """The operations for each sample of a batch, in the order `before`, the warp, `after`; the
-    boxes last, after normalization.
+    """The operations for each sample of a batch, in order: `before`, the warp, `after`, the boxes.
 
-    The device needs only three tensors, so the transfer for a batch is three copies.
+    The boxes are erased after normalization. The device needs only three tensors, so the transfer
+    for a batch is three copies.
     """
 
     before: tuple[Group, ...]
@@ -139,8 +136,9 @@ class Chooser:
     def choose(
         self, epoch: int, index_N: np.ndarray, repeat_N: np.ndarray, height: int, width: int
     ) -> AugmentPlan:
-        """Choose for crops of `height` x `width` of the samples `index_N`, which are repeats
-        `repeat_N` in this epoch.
+        """Choose operations and boxes for `height` x `width` crops of the samples `index_N`.
+
+        The samples are repeats `repeat_N` in this epoch.
         """
         index_N, repeat_N = np.asarray(index_N), np.asarray(repeat_N)
 
@@ -230,9 +228,7 @@ class Chooser:
         return np.clip(level_LN, 0, spec.most)
 
     def _draw_shifts(self, draw: Draw) -> np.ndarray:
-        """Draw translations by whole pixels, uniform from -shift to shift along each axis: float64
-        `[N, 3, 3]`.
-        """
+        """Draw whole-pixel shifts, uniform from -shift to shift per axis: float64 `[N, 3, 3]`."""
         drawn = draw(SHIFT, (0, 1))
         matrix_N33 = np.tile(np.eye(3), (drawn.shape[1], 1, 1))
         matrix_N33[:, :2, 2] = np.floor((2 * self.augment.shift + 1) * drawn.T) - self.augment.shift
@@ -259,9 +255,7 @@ class Chooser:
         return code_N[:, None], own.draw(argument_N)[:, None]
 
     def _jitter(self, draw: Draw) -> tuple[np.ndarray, np.ndarray]:
-        """Choose color jitter's operations, in an order of their own for each sample: codes and
-        arguments, `[N, 4]`.
-        """
+        """Choose color jitter operations in each sample's own order: codes, arguments `[N, 4]`."""
         drawn = draw(JITTER, range(8))
         strength = np.array(self.augment.jitter)[:, None]
         # torchvision's ranges: factors from max(0, 1 - s) to 1 + s, hue from -s to s.
@@ -274,8 +268,10 @@ class Chooser:
         return np.take_along_axis(code_4N, order, 0).T, np.take_along_axis(argument_4N, order, 0).T
 
     def _choose_boxes(self, draw: Draw, height: int, width: int) -> tuple[EraseBox, ...]:
-        """Choose the boxes to erase by timm's rule: their number, then for each the first of ten
-        whose sides are both shorter than the image's, if there is one.
+        """Choose the boxes to erase by timm's rule.
+
+        The rule draws their number, then takes for each the first of ten whose sides are both
+        shorter than the image's, if there is one.
         """
         augment = self.augment
         if not augment.erase_probability:
@@ -309,13 +305,13 @@ class Chooser:
 def group_operations(
     code_NL: np.ndarray, argument_NL: np.ndarray, last_N: np.ndarray
 ) -> tuple[tuple[Group, ...], tuple[Group, ...], np.ndarray, np.ndarray, np.ndarray]:
-    """Group the photometric operations of a batch by operation: the groups before the warp and
-    after it, and the samples, arguments and tables of all of them, `[R, ...]`.
+    """Group the photometric operations of a batch by operation.
 
-    Each sample keeps the order of its operations. One warp serves the batch: operations of a warped
-    sample that precede its warp are in groups before it, later ones in groups after it; those of
-    samples that are not warped fill the rounds from the first. With two layers that is at most one
-    round before and one after.
+    Return the groups before the warp and after it, and the samples, arguments and tables of all of
+    them, `[R, ...]`. Each sample keeps the order of its operations. One warp serves the batch:
+    operations of a warped sample that precede its warp are in groups before it, later ones in
+    groups after it; those of samples that are not warped fill the rounds from the first. With two
+    layers that is at most one round before and one after.
     """
     used_NL = code_NL >= 0
     is_later_NL = np.arange(code_NL.shape[1]) > last_N[:, None]
@@ -342,7 +338,8 @@ def group_operations(
 
 
 def noise_length(plan: EpochPlan) -> int:
-    """Return the length of the noise table: twice the numbers of the largest crop, so that a box
-    can begin anywhere in the first half.
+    """Return the length of the noise table.
+
+    It is twice the numbers of the largest crop, so a box can begin anywhere in the first half.
     """
     return max(LEAST_NOISE, 2 * 3 * max(pixels for _, pixels in plan.sizes) ** 2)

@@ -1,12 +1,11 @@
-"""The photometric operations of RandAugment and color jitter: Pillow's definitions, batched, on any
-device, without a host sync.
+"""The photometric operations of RandAugment and color jitter, by Pillow's definitions.
 
-Every operation takes uint8 `[N, H, W, 3]` and returns a new tensor of the same shape and dtype.
-Rounding follows Pillow's, so the results equal Pillow's to the gray level
-(tests/pipelines/augment/test_operations.py). The bytes of a row are processed as one line of 3 W
-numbers wherever possible: PyTorch's loops over an innermost axis of three cost ten times as much on
-a CPU. For the same reason no `torch.where` on bytes is used (0.65 ms for an image of 224 px;
-arithmetic takes 0.02 ms).
+They are batched and run on any device, without a host sync. Every operation takes uint8
+`[N, H, W, 3]` and returns a new tensor of the same shape and dtype. Rounding follows Pillow's, so
+the results equal Pillow's to the gray level (tests/pipelines/augment/test_operations.py). The bytes
+of a row are processed as one line of 3 W numbers wherever possible: PyTorch's loops over an
+innermost axis of three cost ten times as much on a CPU. For the same reason no `torch.where` on
+bytes is used (0.65 ms for an image of 224 px; arithmetic takes 0.02 ms).
 """
 
 import torch
@@ -24,9 +23,7 @@ def quantize_levels(value: Tensor) -> Tensor:
 
 
 def apply_tables(image_NHWC: Tensor, table_NC256: Tensor) -> Tensor:
-    """Replace each byte by its entry in uint8 tables `[N, 3, 256]`, or `[N, 1, 256]` for all three
-    channels.
-    """
+    """Map each byte through uint8 tables `[N, 3, 256]`, or `[N, 1, 256]` for all three channels."""
     index = _table_index(image_NHWC, table_NC256.shape[1])
     return table_NC256.flatten().index_select(0, index).view_as(image_NHWC)
 
@@ -56,19 +53,19 @@ def _channel_of_byte(image_NHWC: Tensor) -> Tensor:
 
 
 def _blend(degenerate: Tensor, image: Tensor, factor_N: Tensor) -> Tensor:
-    """Blend float tensors of N rows as Pillow's Image.blend: the image at factor 1, the degenerate
-    image at 0; above 1 it extrapolates.
+    """Blend float tensors of N rows as Pillow's Image.blend does.
+
+    Factor 1 gives the image and 0 the degenerate image; above 1 it extrapolates.
     """
     factor = factor_N.view(-1, *[1] * (image.ndim - 1))
     return quantize_levels((image - degenerate).mul_(factor).add_(degenerate))
 
 
 def _luma(image_NHWC: Tensor) -> Tensor:
-    """Compute Pillow's L of each pixel, in the place of its first byte and 0 in the others: float32
-    `[N, H, L - 2]`, whole numbers.
+    """Compute Pillow's L of each pixel: float32 `[N, H, L - 2]`, whole numbers.
 
     L = (19595 R + 38470 G + 7471 B + 32768) / 65536, truncated. The sum stays below 2^24, so
-    float32 is exact.
+    float32 is exact. L is in the place of the pixel's first byte; the other places are 0.
     """
     channel_L = _channel_of_byte(image_NHWC)
     is_first_L, is_second_L = (channel_L == 0).float(), (channel_L == 1).float()
@@ -93,8 +90,9 @@ def auto_contrast(image_NHWC: Tensor, _: Tensor) -> Tensor:
 
 
 def equalize(image_NHWC: Tensor, _: Tensor) -> Tensor:
-    """Equalize each channel's histogram, with Pillow's integer steps; a channel of too few pixels
-    does not change.
+    """Equalize each channel's histogram, with Pillow's integer steps.
+
+    A channel of too few pixels does not change.
     """
     N, index = len(image_NHWC), _table_index(image_NHWC, 3)
     # On a GPU bincount would wait for the largest index.
@@ -128,9 +126,7 @@ def color(image_NHWC: Tensor, factor_N: Tensor) -> Tensor:
 
 
 def sharpness(image_NHWC: Tensor, factor_N: Tensor) -> Tensor:
-    """Blend with the image smoothed by (1 1 1, 1 5 1, 1 1 1) / 13; the outermost pixels do not
-    change.
-    """
+    """Blend with the image smoothed by (1 1 1, 1 5 1, 1 1 1) / 13, except the outermost pixels."""
     # So small an image has outermost pixels only.
     if min(image_NHWC.shape[1:3]) < 3:
         return image_NHWC.clone()
@@ -148,12 +144,12 @@ def sharpness(image_NHWC: Tensor, factor_N: Tensor) -> Tensor:
 
 
 def gaussian_blur(image_NHWC: Tensor, radius_N: Tensor) -> Tensor:
-    """Blur as Pillow's GaussianBlur up to radius 2: three box blurs along rows, then three along
-    columns, each rounded to bytes.
+    """Blur as Pillow's GaussianBlur up to radius 2.
 
-    Gwosdek et al., "Theoretical foundations of Gaussian convolution by extended box filtering"
-    (2011): a box of 2 l + 1 pixels whose two neighbors have fractional weight. Up to radius 2 the
-    box has one pixel or three.
+    Three box blurs run along rows, then three along columns, each rounded to bytes. Gwosdek et al.,
+    "Theoretical foundations of Gaussian convolution by extended box filtering" (2011): a box of
+    2 l + 1 pixels whose two neighbors have fractional weight. Up to radius 2 the box has one pixel
+    or three.
     """
     squared_N = radius_N.double() ** 2
     # l, with sigma^2 = radius^2 / 3 for each of three passes
@@ -184,7 +180,7 @@ def hue(image_NHWC: Tensor, turn_N: Tensor) -> Tensor:
     red, green, blue = image_NHWC.double().unbind(-1)
     value, least = image_NHWC.amax(-1).double(), image_NHWC.amin(-1).double()
     span = (value - least).clamp(min=1)
-    # Pillow stores float; a hue is truncated, so that rounding can change it by a whole level.
+    # Pillow computes in double, stores float and truncates: rounding can change a whole level.
     far_red, far_green, far_blue = (
         ((value - channel) / span).float().double() for channel in (red, green, blue)
     )

@@ -1,8 +1,7 @@
-"""The augmentation options, RandAugment's string, and the argument of every operation, with the
-meaning that timm and torchvision give to the numbers.
+"""The augmentation options, RandAugment's string, and the argument of every operation.
 
-timm itself parses RandAugment's string; arguments follow the formulas of
-timm/data/auto_augment.py.
+The numbers have the meaning that timm and torchvision give to them. timm itself parses
+RandAugment's string; arguments follow the formulas of timm/data/auto_augment.py.
 """
 
 import math
@@ -60,10 +59,7 @@ def register_operation(
 
 @dataclass(frozen=True, kw_only=True)
 class Augment(Options):
-    """The augmentation of a crop after it was cut, resized and flipped; none by default.
-
-    Raises UserError for values out of range.
-    """
+    """The augmentation of a crop after it was cut, resized and flipped; none by default."""
 
     # RandAugment as a timm string, for example "rand-m9-mstd0.5-inc1"; empty: none. Its "3a" sets
     # are combined with color jitter.
@@ -88,16 +84,18 @@ class Augment(Options):
         super().__post_init__()
         if unknown := [name for name in self.operations if name not in OWN]:
             raise UserError(f"--operations {unknown[0]}: no such operation is registered")
+        if self.rand_augment:
+            RandAugmentSpec.parse(self.rand_augment)
         jitter = self.color_jitter
         if any(jitter) and self.rand_augment and "3a" not in self.rand_augment:
             raise UserError(
                 "--color-jitter is off beside --rand-augment, as in timm; give one of the two"
             )
         if len(jitter) not in (0, 1, 3, 4):
-            raise UserError(f"color_jitter {jitter} must be one number, or three or four")
+            raise UserError(f"--color-jitter {jitter} must be one number, or three or four")
         if min(self.jitter) < 0 or self.jitter[3] > 0.5 or not all(map(math.isfinite, self.jitter)):
             raise UserError(
-                f"color_jitter {jitter} must be finite and not negative, and its hue (the fourth "
+                f"--color-jitter {jitter} must be finite and not negative, and its hue (the fourth "
                 "number) at most 0.5"
             )
 
@@ -115,8 +113,9 @@ class Augment(Options):
 
     @property
     def shears(self) -> bool:
-        """Whether Views may be rotated or sheared; the sampling of targets depends on it
-        (Batch.axis_aligned).
+        """Whether Views may be rotated or sheared.
+
+        The sampling of targets depends on it (Batch.axis_aligned).
         """
         turning = {"Rotate", "ShearX", "ShearY"}
         return bool(self.rand_augment) and not turning.isdisjoint(
@@ -148,19 +147,19 @@ class RandAugmentSpec(NamedTuple):
             parsed = rand_augment_transform(text, {})
         except (AssertionError, ValueError):
             raise UserError(
-                f"rand_augment {text!r} is not a RandAugment string; write one like "
+                f"--rand-augment {text!r} is not a RandAugment string; write one like "
                 "rand-m9-mstd0.5-inc1"
             ) from None
         # timm gives all operations of a string the same probability and magnitudes.
         names, first = tuple(op.name for op in parsed.ops), parsed.ops[0]
         if missing := [name for name in names if name not in GEOMETRIC and find_code(name) is None]:
             raise UserError(
-                f"rand_augment {text!r} uses {missing[0]}, which is not implemented; choose "
+                f"--rand-augment {text!r} uses {missing[0]}, which is not implemented; choose "
                 "another set"
             )
         if parsed.choice_weights is not None and parsed.num_layers > len(names):
             raise UserError(
-                f"rand_augment {text!r} has only {len(names)} different operations; lower its n"
+                f"--rand-augment {text!r} has only {len(names)} different operations; lower its n"
             )
         return cls(
             names,
@@ -184,11 +183,11 @@ def find_code(name: str) -> int | None:
 
 
 def level_to_argument(name: str, level_N: np.ndarray, negative_N: np.ndarray) -> np.ndarray:
-    """Compute timm's argument of an operation at magnitude `level_N` (10 is full strength): float64
-    `[N]`.
+    """Compute timm's argument of an operation at magnitude `level_N`: float64 `[N]`.
 
-    Units by operation: degrees, pixels per pixel, shares of the image's side, bits, thresholds,
-    factors. Where the operation has a sign, it is negative where `negative_N` is true.
+    Magnitude 10 is full strength. Units by operation: degrees, pixels per pixel, shares of the
+    image's side, bits, thresholds, factors. Where the operation has a sign, it is negative where
+    `negative_N` is true.
     """
     # timm's level over _LEVEL_DENOM; np.trunc below is its int().
     share_N = level_N / 10
@@ -259,8 +258,9 @@ def make_tables(code_R: np.ndarray, argument_R: np.ndarray) -> np.ndarray:
 
 
 def make_matrix(name: str, argument_N: np.ndarray, height: int, width: int) -> np.ndarray:
-    """Build the affine map of a geometric operation, output to source, in pixels from the top-left
-    corner: float64 `[N, 3, 3]`.
+    """Build a geometric operation's affine map, output to source: float64 `[N, 3, 3]`.
+
+    It is in pixels from the top-left corner.
     """
     matrix = np.tile(np.eye(3), (len(argument_N), 1, 1))
     match name:

@@ -1,5 +1,6 @@
-"""Affine maps of pixels as Pillow's Image.transform defines them: rotation, shear and translation,
-composed and resampled once.
+"""Affine maps of pixels as Pillow's Image.transform defines them, composed and resampled once.
+
+The maps are rotation, shear and translation.
 
 Border rule: an output pixel whose center falls outside [0, W) x [0, H) of the source has the fill
 color; inside, neighbors beyond the edge repeat the edge's pixels, so nothing blends with the fill.

@@ -413,7 +413,7 @@ def other_rows(document: dict) -> list[dict]:
         memory = document["gpu_memory_gb"]
         rows.append({"median": memory, "name": f"GPU memory with {names}", "unit": "GB"})
     if "first_batch_s" in document:
-        more = {"name": "first batch", "unit": "s", "runs": FIRST_BATCHES}
+        more = {"name": "first batch after imports", "unit": "s", "runs": FIRST_BATCHES}
         rows.append(document["first_batch_s"] | more)
     return rows
 

@@ -108,18 +108,18 @@ def open_loader(
     check_type("train", bool, train)
     if score_maps and not train:
         raise TypeError("open_loader reads score_maps with train=True only")
-    kind = "folder" if Path(path).is_dir() else "ffcv"
     data = DataOptions(
         # Loader's mode selects one of the two, so both can be the same path.
         train=Path(path),
         val=Path(path),
         size=size,
-        loader=options.pop("loader", kind),
+        loader="folder" if Path(path).is_dir() else "ffcv",
         score_maps=Path(score_maps) if score_maps else None,
     )
-    data = with_options(data, **options) if options else data
     mode = "train" if train else "evaluate"
-    return Loader(data, mode, batch=batch, seed=seed, rank=rank, ranks=ranks)
+    return Loader(
+        with_options(data, **options), mode, batch=batch, seed=seed, rank=rank, ranks=ranks
+    )
 
 
 class TrainLoss:

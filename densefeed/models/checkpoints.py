@@ -107,8 +107,6 @@ def build(path: Path, model_name: str = "") -> tuple[nn.Module, dict]:
     checkpoint = load(path)
     own = "recipe" in checkpoint
     spec = ModelSpec(**checkpoint["recipe"]) if own else ModelSpec(model_name, {})
-    if own and model_name not in ("", spec.name):
-        raise CheckpointError(f"{path} holds a model {spec.name}; leave out --model {model_name}")
     if not spec.name:
         raise CheckpointError(f"{path} does not contain its model's name; give it with --model")
     try:

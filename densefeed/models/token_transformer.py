@@ -294,8 +294,9 @@ class TokenTransformer(PrunableLayers, nn.Module):
         if self.token_head is None:
             return cls_NK
         x_NTD = x_NTD[:, 1:]
-        # Tokens return to the image that they show, so labels need no mixing. The published code
-        # exchanges logits; as the head is per token, features do too, at D / K of the traffic.
+        # Tokens return to the image that they show, so token labels need no mixing. The published
+        # code exchanges logits. The head processes each token independently, so exchanging features
+        # gives the same result at D / K of the memory traffic.
         if mix_PP is not None:
             x_NTD = torch.where(mix_PP.flatten()[:, None], x_NTD.flip(0), x_NTD)
         if self.training and self.fused_head:

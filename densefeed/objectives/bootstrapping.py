@@ -85,7 +85,8 @@ class JointModel(nn.Module):
 
         It becomes the mean of the transformer's gradient and the aligned gradient of the agent.
         `average` averages the agent's gradients over ranks, in place, as DDP has averaged the
-        transformer's. The loss may be scaled: the projection depends on no norm.
+        transformer's. The loss may be scaled: the projection does not depend on the norm of the
+        gradients. Without shared weights there is nothing to do.
         """
         # Of two networks with their own weights, DDP averages all gradients.
         if not self.shared:

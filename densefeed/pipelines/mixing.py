@@ -111,7 +111,10 @@ def combine_shares(one: Tensor, other: Tensor) -> Tensor:
 
 
 def box_map(mix: Mix, grid: int) -> Tensor:
-    """Return the share of each cell of the image that the box covers: float32 `[grid, grid]`."""
+    """Return the share of each cell that the box covers: float32 `[grid, grid]`.
+
+    The cells are a `grid` x `grid` table over the image.
+    """
     edges = torch.arange(grid + 1, device=mix.box_tlbr.device) * (mix.side / grid)
     top, left, bottom, right = mix.box_tlbr.unbind()
 
@@ -124,7 +127,7 @@ def box_map(mix: Mix, grid: int) -> Tensor:
 
 
 def share_map(mix: Mix, grid: int) -> Tensor:
-    """Return the partner's share of pixels in each cell of the image: float32 `[grid, grid]`."""
+    """Return the partner's share of the pixels of a cell of `box_map`: float32 `[grid, grid]`."""
     return combine_shares(box_map(mix, grid), mix.blend)
 
 

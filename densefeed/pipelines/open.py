@@ -41,7 +41,7 @@ class DataOptions(Options):
     order: Literal["random", "blocks"] = "random"
     # crops of each image per epoch (repeated augmentation); an epoch is that many times longer
     repeats: Count = 1
-    size: Annotated[int, Bounds(1, 4096)] = 224  # side of the network's input, pixels
+    size: Count = 224  # side of the network's input, pixels
     # sizes that grow in training: pairs FROM_EPOCH PIXELS, the first from epoch 0; empty: --size
     sizes: tuple[tuple[int, int], ...] = ()
     crop_scale: tuple[float, float] = (0.08, 1.0)  # area of a training crop, fraction of the image
@@ -51,6 +51,8 @@ class DataOptions(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        # Larger inputs only run out of memory.
+        Bounds(1, 4096).check("size", self.sides[-1])
         low, high = self.crop_scale
         if not 0 < low <= high <= 1:
             raise UserError(

@@ -434,6 +434,8 @@ def read_lines(file: Path) -> list[tuple[int, str]]:
         if "\0" in text:
             raise UnicodeError("a zero byte")
     except OSError as error:
+        # A read that fails after the file was opened names none.
+        error.filename = str(file)
         raise UserError(explain_os_error(error)) from error
     except UnicodeError as error:
         raise UserError(f"{file} is not a text file; give a list with one name per line") from error

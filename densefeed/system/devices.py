@@ -42,7 +42,7 @@ def choose_rank_device(name: str) -> torch.device:
     device = choose_device(name)
     if int(os.environ.get("WORLD_SIZE", 1)) == 1 or device.type != "cuda":
         return device
-    local, count = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+    local, count = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
     if device.index is not None:
         raise UserError(
             f"--device {name} is one device; under torchrun give --device cuda, and each rank "

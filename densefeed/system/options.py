@@ -36,9 +36,9 @@ class Bounds:
         if self.low <= value <= self.high and math.isfinite(value):
             return
         finite = "" if math.isfinite(value) else " and finite"
-        upper = f"from {self.low:,.15g} to {self.high:,.15g}"
-        bounds = f"at least {self.low:,.15g}{finite}" if self.high == math.inf else upper
-        raise UserError(f"{flag(name)} is {value:,.15g}, and must be {bounds}")
+        low, high, given = (f"{n:,}".removesuffix(".0") for n in (self.low, self.high, value))
+        bounds = f"at least {low}{finite}" if self.high == math.inf else f"from {low} to {high}"
+        raise UserError(f"{flag(name)} is {given}, and must be {bounds}")
 
 
 TYPES = {
@@ -88,8 +88,9 @@ def check_type(name: str, hint: Any, value: Any) -> None:
         # By default it checks the first item of a tuple alone.
         check(value, hint, collection_check_strategy=CollectionCheckStrategy.ALL_ITEMS)
         # Typeguard takes True for a number, as PEP 484 does.
-        if has_bool(value) and "bool" not in str(hint):
-            raise TypeCheckError("")
+        kind = str(hint)
+        if has_bool(value) and "bool" not in kind and ("int" in kind or "float" in kind):
+            raise TypeCheckError("True and False are no numbers")
     except TypeCheckError as error:
         kind = get_args(hint)[0] if metadata(hint) else hint
         if get_origin(kind) is Literal:

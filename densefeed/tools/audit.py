@@ -74,7 +74,8 @@ class AuditOptions(Options):
     out: Path | None = None  # HTML file to write; default: NAME.audit.html beside the maps
     json: Path | None = None  # JSON file to write the numbers to; default: beside the HTML
     data: Path | None = None  # images of the maps: a folder, or the root that --dataset needs
-    # name of the dataset, as for packing, if the data is not a folder of class folders
+    # name of the dataset, from the list in the --help of packing, if the data is not a folder of
+    # class folders
     dataset: str = ""
     split: str = "train"  # split of the images
     # reference to compare the maps with: a timm model, a checkpoint, or a run folder of train.py

@@ -64,6 +64,9 @@ def open_trained(
         load_raw(model, checkpoint, path)
     given = {"name": model_name, "kwargs": {"num_classes": model.num_classes}}
     recipe = checkpoints.ModelSpec(**checkpoint.get("recipe", given))
+    # timm's names may end in a tag, as in resnet10t.c3_in1k.
+    if model_name and not model_name.startswith(recipe.name):
+        raise UserError(f"{path} holds a model {recipe.name}; leave out --model {model_name}")
     config, data = checkpoint.get("config") or {}, resolve_data_config(model=model)
     # Checkpoints of earlier versions hold all options side by side.
     trained = config["data"] if isinstance(config.get("data"), dict) else config

@@ -46,7 +46,7 @@ TEACHER_SIZE = 112
 class Size(Options):
     """The scenes and the trainings of a flow."""
 
-    # one whole flow per seed, each in its folder seed-N
+    # one whole flow per seed, each with its own scenes, teacher and students
     seeds: tuple[int, ...] = (0,)
     train: Count = 3000  # training scenes
     val: Count = 1000  # validation scenes
@@ -60,9 +60,11 @@ class Size(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class Quickstart(Size):
-    """The quickstart. Several seeds give mean and standard deviation; a single one no folder."""
+    """The size of the quickstart."""
 
-    out: Path = Path("quickstart")  # folder for everything
+    # folder for everything; several seeds have a folder seed-N each, and give mean and standard
+    # deviation
+    out: Path = Path("quickstart")
     # students to train, by the names of their recipes lvvit_micro_..., e.g. also
     # token-label-published
     students: tuple[str, ...] = tuple(STUDENTS)[:-1]

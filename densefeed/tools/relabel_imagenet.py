@@ -75,7 +75,8 @@ class Labeling(Options):
     absent: Absent = "tail"
     # rows on disk: raw, packed losslessly, or compact, whose error is printed
     form: Form = "raw"
-    # name of the dataset, as for packing, if the data is not a folder of class folders
+    # name of the dataset, from the list in the --help of packing, if the data is not a folder of
+    # class folders
     dataset: str = ""
     split: str = "train"  # split of the dataset
     # images per forward pass; auto: the largest power of two that fits, 32 on a CPU

@@ -7,7 +7,6 @@ from densefeed.pipelines.resident import map_bytes
 from densefeed.system.devices import free_memory
 from densefeed.system.errors import UserError
 from densefeed.system.options import with_options
-from densefeed.training.guards import explain_oom
 from densefeed.training.setup import Run, open_loader
 from densefeed.training.speed import ActivationBytes
 from densefeed.training.step_inputs import StepInputs
@@ -18,8 +17,7 @@ def dry_run(run: Run) -> None:
     config, ranks, optim = run.config, run.ranks, run.config.optim
     # The plan takes multiples of the repeats, and mixing needs a partner.
     images = 2 * config.data.repeats
-    with explain_oom(images, str(config.run.out)):
-        loss, per_image = first_loss(run, images)
+    loss, per_image = first_loss(run, images)
     fixed = fixed_bytes(run)
     needed, free = fixed + per_image * optim.microbatch, free_memory(ranks.device)
     takes = f"{optim.microbatch} images per forward pass take about {needed / 1e9:.2f} GB"

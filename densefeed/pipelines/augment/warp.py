@@ -38,7 +38,10 @@ ALMOST = 1e-3
 def warp_images(
     image_NHWC: Tensor, matrix_N23: Tensor, cubic_N: Tensor, fill: tuple[int, int, int]
 ) -> Tensor:
-    """Warp uint8 `[N, H, W, 3]` by float32 `[N, 2, 3]`; `cubic_N` is 1: bicubic, 0: bilinear."""
+    """Warp uint8 `[N, H, W, 3]` by float32 `[N, 2, 3]`.
+
+    It is bicubic where float32 `cubic_N` is 1 and bilinear where it is 0.
+    """
     if image_NHWC.device.type != "cpu":
         return warp_by_gather(image_NHWC, matrix_N23, cubic_N, fill)
     out = torch.empty_like(image_NHWC)

@@ -551,7 +551,6 @@ def test_third_party_checkpoint_is_not_resumed(packed, tmp_path):
             dict(ground_truth="intended", mixtoken=True, mix_label="regions"),
             "mixes one label per image",
         ),
-        (dict(size=10**6), "--size is 1,000,000, and must be from 1 to 4,096"),
         (dict(rand_augment="augmix-m5"), "--rand-augment 'augmix-m5' is not a RandAugment string"),
         (dict(erase_probability=2.0), "--erase-probability is 2, and must be from 0 to 1"),
         (dict(temperature=0.0), "--temperature is 0, and must be at least 0.001"),

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from densefeed.models.lvvit import LVViT
 from densefeed.models.t2t import T2TViT
-from densefeed.system.errors import UserError, first_line
+from densefeed.system.errors import UserError, explain_os_error, first_line
 
 # Keys under which a checkpoint holds weights, EMA weights first: ours, timm's two, ours, timm's.
 AVERAGED = ("ema", "state_dict_ema", "model_ema")
@@ -49,8 +49,8 @@ def load(path: Path) -> dict:
         # attributes and no code.
         with torch.serialization.safe_globals([argparse.Namespace]):
             checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-    except FileNotFoundError:
-        raise CheckpointError(f"{path}: there is no such checkpoint; check the path") from None
+    except (FileNotFoundError, IsADirectoryError, PermissionError) as error:
+        raise CheckpointError(explain_os_error(error)) from None
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path} cannot be read ({error}); copy it again") from error
     # Unpickling a damaged file may raise nearly any exception.

@@ -51,8 +51,6 @@ class DataOptions(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # Larger inputs only run out of memory.
-        Bounds(1, 4096).check("size", self.sides[-1])
         low, high = self.crop_scale
         if not 0 < low <= high <= 1:
             raise UserError(

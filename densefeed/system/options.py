@@ -88,8 +88,8 @@ def check_type(name: str, hint: Any, value: Any) -> None:
         # By default it checks the first item of a tuple alone.
         check(value, hint, collection_check_strategy=CollectionCheckStrategy.ALL_ITEMS)
         # Typeguard takes True for a number, as PEP 484 does.
-        kind = str(hint)
-        if has_bool(value) and "bool" not in kind and ("int" in kind or "float" in kind):
+        text = str(hint)
+        if has_bool(value) and "bool" not in text and ("int" in text or "float" in text):
             raise TypeCheckError("True and False are no numbers")
     except TypeCheckError as error:
         kind = get_args(hint)[0] if metadata(hint) else hint

@@ -23,7 +23,13 @@ from rich.console import Console
 from rich.table import Table
 
 from densefeed.system.errors import UserError, make_command
-from densefeed.tools.quickstart import Size, format_spread, prepare_data, read_top1, train_model
+from densefeed.tools.quickstart import (
+    FlowOptions,
+    format_spread,
+    prepare_data,
+    read_top1,
+    train_model,
+)
 
 CE, RELABEL, TOKENS = "lvvit_micro_ce", "lvvit_micro_relabel", "lvvit_micro_token_label"
 MIXTOKEN = f"{TOKENS}_mixtoken"
@@ -127,7 +133,7 @@ TABLES = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ablations(Size):
+class Ablations(FlowOptions):
     """The rows to run."""
 
     out: Path = Path("ablations")  # folder for everything, with a folder seed-N for each seed

@@ -43,7 +43,7 @@ TEACHER_SIZE = 112
 
 
 @dataclass(frozen=True, kw_only=True)
-class Size(Options):
+class FlowOptions(Options):
     """The scenes and the trainings of a flow."""
 
     # one whole flow per seed, each with its own scenes, teacher and students
@@ -59,7 +59,7 @@ class Size(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Quickstart(Size):
+class Quickstart(FlowOptions):
     """The size of the quickstart."""
 
     # folder for everything; several seeds have a folder seed-N each, and give mean and standard
@@ -95,7 +95,7 @@ def run_step(result: Path, purpose: str, program: str, *words: object, **options
         sys.exit(130)
 
 
-def prepare_data(out: Path, seed: int, options: Size) -> tuple[Path, Path]:
+def prepare_data(out: Path, seed: int, options: FlowOptions) -> tuple[Path, Path]:
     """Make scenes, teacher, score maps and packed files; return the training and validation set."""
     scenes, teacher, maps = out / "scenes", out / "runs/teacher", out / "maps.h5"
     packed, val = out / "train.beton", out / "val.beton"
@@ -129,7 +129,7 @@ def prepare_data(out: Path, seed: int, options: Size) -> tuple[Path, Path]:
 
 
 def train_model(
-    out: Path, purpose: str, words: tuple[str, ...], data: dict, seed: int, options: Size
+    out: Path, purpose: str, words: tuple[str, ...], data: dict, seed: int, options: FlowOptions
 ) -> None:
     """Train a model in the run folder `out`, unless it is finished; `data` become --options."""
     run_step(

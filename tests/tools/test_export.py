@@ -286,7 +286,7 @@ def test_invalid_exports_leave_no_files(runs, tmp_path):
             replace(out, checkpoint=tmp_path / "cut.pt"),
             "cut.pt is not a checkpoint that loads safely",
         ),
-        (replace(out, checkpoint=tmp_path / "nowhere"), "there is no such checkpoint"),
+        (replace(out, checkpoint=tmp_path / "nowhere"), "there is no such file"),
         (replace(out, checkpoint=tmp_path / "names.pt"), "names 4 classes but its model has 5"),
         (replace(out, checkpoint=tmp_path / "classes.pt"), "does not fit the model nfnet_micro"),
         (replace(out, checkpoint=runs / "lvvit_micro", size=33), "cannot take inputs of 33 px"),

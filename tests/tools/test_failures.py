@@ -85,7 +85,7 @@ def test_places_that_cannot_be_written_are_refused(folder, tmp_path, run):
     ("teacher_words", "fragments"),
     [
         (["no_such_model"], ["no_such_model is neither a file nor a timm model"]),
-        (["nowhere.pt"], ["nowhere.pt: there is no such checkpoint"]),
+        (["nowhere.pt"], ["nowhere.pt: there is no such file"]),
         (["text.pt"], ["text.pt is not a checkpoint that loads safely"]),
         (["evil.pt"], ["evil.pt is not a checkpoint that loads safely"]),
         (["list.pt"], ["list.pt holds a list"]),

@@ -137,7 +137,7 @@ def test_invalid_checkpoints_are_refused_in_one_sentence(run, tmp_path):
     _, pit = stored(tmp_path, "pit_ti_224", num_classes=5)
     cases = [
         ((tmp_path / "empty",), "empty has no last.pt"),
-        ((tmp_path / "nowhere.pt",), "there is no such checkpoint"),
+        ((tmp_path / "nowhere.pt",), "there is no such file"),
         ((tmp_path / "text.pt",), "text.pt is not a checkpoint that loads safely"),
         ((cut,), "cut.pt is not a checkpoint that loads safely"),
         ((run / "short.pt",), "short.pt names 2 classes but its model has 3"),

@@ -24,14 +24,8 @@ from densefeed.relabel.scoring import Precision, Scored, Scorer, choose_precisio
 from densefeed.relabel.teacher import Teacher, weights_hash
 from densefeed.storage.datasets import MOST_CLASSES
 from densefeed.storage.images import Images
-from densefeed.storage.row_codecs import Form
-from densefeed.storage.score_maps import (
-    Absent,
-    ScoreMapStore,
-    ScoreMapWriter,
-    StoreHeader,
-    map_datasets,
-)
+from densefeed.storage.row_codecs import Absent, Form
+from densefeed.storage.score_maps import ScoreMapStore, ScoreMapWriter, StoreHeader, map_datasets
 from densefeed.storage.shards import (
     Shard,
     absorb,

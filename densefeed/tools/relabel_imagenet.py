@@ -40,8 +40,7 @@ from densefeed.relabel.scoring import Precision
 from densefeed.storage.geometry import Geometry
 from densefeed.storage.images import Images
 from densefeed.storage.maintenance import summary
-from densefeed.storage.row_codecs import Form
-from densefeed.storage.score_maps import Absent
+from densefeed.storage.row_codecs import Absent, Form
 from densefeed.storage.shards import Shard
 from densefeed.system.devices import THREADS, choose_rank_device
 from densefeed.system.errors import UserError, make_command

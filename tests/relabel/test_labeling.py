@@ -22,7 +22,8 @@ from densefeed.relabel.scoring import top_maps_sync
 from densefeed.relabel.teacher import Teacher
 from densefeed.storage.images import Images, decode
 from densefeed.storage.maintenance import convert
-from densefeed.storage.score_maps import ScoreMapStore, ScoreMapWriter, map_datasets, missing_file
+from densefeed.storage.score_maps import ScoreMapStore, ScoreMapWriter, map_datasets
+from densefeed.storage.store_file import missing_file
 from densefeed.system.errors import UserError, explain_os_error
 from densefeed.system.options import flag
 from densefeed.tools import relabel_imagenet

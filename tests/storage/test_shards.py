@@ -22,7 +22,7 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from densefeed.relabel.teacher import Teacher
-from densefeed.storage import score_maps
+from densefeed.storage import store_file
 from densefeed.storage.images import Images
 from densefeed.storage.score_maps import (
     ScoreMaps,
@@ -340,7 +340,7 @@ def test_a_shard_that_another_rank_renames_meanwhile_is_no_error(many, tmp_path,
     unfinished = Path(f"{finished}.part")
     finished.rename(unfinished)
     header = replace(map_datasets(unfinished)[0], shard=None)
-    read, renamed = score_maps.read_layout, []
+    read, renamed = store_file.read_layout, []
 
     def rename_after_reading(path):
         layout = read(path)
@@ -348,7 +348,7 @@ def test_a_shard_that_another_rank_renames_meanwhile_is_no_error(many, tmp_path,
             renamed.append(path.rename(finished))
         return layout
 
-    monkeypatch.setattr(score_maps, "read_layout", rename_after_reading)
+    monkeypatch.setattr(store_file, "read_layout", rename_after_reading)
     check_leftovers(out, header)
     assert renamed
     assert label(many, out, 1, 2) is not None

@@ -46,7 +46,8 @@ from densefeed.storage.geometry import WHOLE
 from densefeed.storage.maintenance import convert
 from densefeed.storage.packs import to_published
 from densefeed.storage.row_codecs import ScoreMaps
-from densefeed.storage.score_maps import ScoreMapStore, ScoreMapWriter, StoreHeader, map_datasets
+from densefeed.storage.score_maps import ScoreMapStore, ScoreMapWriter, StoreHeader
+from densefeed.storage.store_file import StoreFile
 from densefeed.system.errors import UserError
 
 FORMS = ("raw", "lossless", "compact")
@@ -177,8 +178,11 @@ def make_stores(folder: Path, benchmark: StoreBenchmark) -> dict[str, ScoreMapSt
 def measure(folder: Path, stores: dict[str, ScoreMapStore], benchmark: StoreBenchmark) -> Series:
     """Return rows per second of each contestant, one value per round."""
     memory, batch = Memory(), benchmark.batch
-    arrays = map_datasets(stores["raw"].path)[1]
-    mapped = arrays["logit"], arrays["cls"]
+    file = StoreFile(stores["raw"].path)
+    mapped = [
+        np.memmap(file.path, file.types[name][0], "r", file.offsets[name], file.types[name][1])
+        for name in ("logit", "cls")
+    ]
 
     def draw_ids(number: int, per_file: int) -> np.ndarray:
         # The round is the seed, so that all contestants of a round draw the same rows.

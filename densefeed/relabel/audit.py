@@ -40,7 +40,8 @@ from densefeed.storage.images import Images, sample_evenly
 from densefeed.storage.maintenance import disorder
 from densefeed.storage.packs import SURE, label_rows
 from densefeed.storage.row_codecs import ScoreMaps, cell_targets
-from densefeed.storage.score_maps import ScoreMapStore, map_datasets
+from densefeed.storage.score_maps import ScoreMapStore
+from densefeed.storage.store_file import StoreFile
 from densefeed.system.errors import UserError
 from densefeed.system.progress import bar
 
@@ -225,11 +226,12 @@ def name_rows(store: ScoreMapStore, rows: Iterable[int]) -> str:
 
 def check_finished(path: Path) -> Outcome:
     """Check that every row is labeled; else name the first missing rows."""
-    _, arrays, _ = map_datasets(path)
-    missing, count = np.flatnonzero(arrays["done"] == 0), len(arrays["done"])
+    file = StoreFile(path)
+    missing, count = np.flatnonzero(file.read("done") == 0), file.rows
     if not len(missing):
         return "sound", f"all {count:,} rows are labeled"
-    names = ", ".join(arrays["path"][row].decode(errors="replace") for row in missing[:MAX_NAMED])
+    (paths,) = file.take(("path",), missing[:MAX_NAMED])
+    names = ", ".join(path.decode(errors="replace") for path in paths)
     return (
         "fault",
         f"{len(missing):,} of {count:,} rows are not labeled yet (first: {names})",

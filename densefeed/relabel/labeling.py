@@ -25,7 +25,7 @@ from densefeed.relabel.teacher import Teacher, weights_hash
 from densefeed.storage.datasets import MOST_CLASSES
 from densefeed.storage.images import Images
 from densefeed.storage.row_codecs import Absent, Form
-from densefeed.storage.score_maps import ScoreMapStore, ScoreMapWriter, StoreHeader, map_datasets
+from densefeed.storage.score_maps import ScoreMapStore, ScoreMapWriter, StoreHeader
 from densefeed.storage.shards import (
     Shard,
     absorb,
@@ -36,6 +36,7 @@ from densefeed.storage.shards import (
     finish,
     merge_if_complete,
 )
+from densefeed.storage.store_file import StoreFile
 from densefeed.system.errors import UserError, first_line
 from densefeed.system.options import Bounds
 from densefeed.system.progress import tally
@@ -199,7 +200,7 @@ def finish_pass(
         if store is not None:
             return store
     else:
-        shard.header(whole, count).check_same(map_datasets(own)[0], own)
+        shard.header(whole, count).check_same(StoreFile(own).header, own)
         with show_progress(out, shard, ranks, count, np.ones(1, bool)) as update:
             if ranks and leads:
                 wait_for_all(out, shard.of, update)
@@ -211,7 +212,7 @@ def finish_pass(
 def is_made(out: Path, header: StoreHeader) -> bool:
     """Whether `out` is the finished store of this labeling."""
     try:
-        return map_datasets(out)[0] == header
+        return StoreFile(out).header == header
     except UserError:
         return False
 
@@ -376,7 +377,7 @@ class DoneRows:
 
     def __init__(self, out: Path, of: int) -> None:
         self._files = [Shard(index, of).file(out) for index in range(of)]
-        self._done: dict[Path, np.ndarray] = {}
+        self._open: dict[Path, StoreFile] = {}
         # Long enough ago for the first call to read.
         self._count, self._read_at = 0, -POLL_SECONDS
 
@@ -386,12 +387,12 @@ class DoneRows:
             return self._count
         for file in self._files:
             for path in (file, Path(f"{file}.part")):
-                if file not in self._done and path.exists():
-                    # Another rank may rename the file at any time. What is mapped stays valid; if
+                if file not in self._open and path.exists():
+                    # Another rank may rename the file at any time. What is open stays valid; if
                     # it was renamed before, the next call finds it.
                     with suppress(UserError):
-                        self._done[file] = map_datasets(path)[1]["done"]
-        self._count = sum(int(np.count_nonzero(done)) for done in self._done.values())
+                        self._open[file] = StoreFile(path)
+        self._count = sum(np.count_nonzero(file.read("done")) for file in self._open.values())
         self._read_at = time.monotonic()
         return self._count
 

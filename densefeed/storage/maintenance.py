@@ -21,10 +21,10 @@ from densefeed.storage.score_maps import (
     ScoreMapStore,
     allocate_store,
     dataset_types,
-    map_datasets,
     palette_sizes,
     row_crcs,
 )
+from densefeed.storage.store_file import StoreFile
 from densefeed.system.errors import UserError
 from densefeed.system.files import check_absent, name_errors, replace_file
 from densefeed.system.progress import bar
@@ -66,10 +66,10 @@ def convert(store: ScoreMapStore, out: Path, form: Form) -> ScoreMapStore:
         types = dataset_types(header, count, paths.dtype.str, (int(size.sum()),))
         # All sizes follow from the palettes, so a full disk shows before the first row is encoded.
         allocate_store(part, header, types, known)
-        _, arrays, offsets = map_datasets(part)
+        layout = StoreFile(part)
         with open(part, "r+b", buffering=0) as file:
             for name, first, content in encode_chunks(store, form, known):
-                offset = offsets[name] + first * arrays[name][:1].nbytes
+                offset = layout.offsets[name] + first * layout.stride(name)
                 with name_errors(part):
                     os.pwrite(file.fileno(), content, offset)
     return ScoreMapStore(out)
@@ -168,12 +168,10 @@ def disorder(store: ScoreMapStore, ids: np.ndarray, maps: ScoreMaps) -> dict[str
             if header.form == "compact":
                 most += (header.top_k**0.5 + 1) / 255
             over = (np.exp(logit - lse).sum(-1) > most).reshape(count, -1).any(1)
-    label, classes = store.labels[ids], len(header.class_names)
     return {
         "logits that do not descend": rising,
         "probabilities that sum to more than 1": over,
         "fewer classes than its palette size": palette_sizes(maps.cls) < store.palette[ids],
-        f"a label outside the {classes} classes": (label < 0) | (label >= classes),
     }
 
 

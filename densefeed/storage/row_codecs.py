@@ -162,7 +162,7 @@ def unpack(
         if form == "compact":
             low, step = read_column(stack, 0, 2, "<f4").T
             # The caller checks that values are finite.
-            with np.errstate(over="ignore"):
+            with np.errstate(over="ignore", invalid="ignore"):
                 level = (low[:, None] + step[:, None] * levels).astype(np.float16)
             logit[ids] = np.take_along_axis(level, stack[:, -entries:].astype(np.intp), 1)
         else:
@@ -214,7 +214,8 @@ def cell_targets(
         named, other = np.exp(logit - peak), np.exp(-peak)[..., 0]
         total = named.sum(-1) + others * other
         return named / total[..., None], other / total
-    named = np.exp(logit - maps.lse.astype(np.float64)[..., None])
+    # Only a faulty writer leaves probabilities above 1; those of float16 could overflow.
+    named = np.exp(np.minimum(logit - maps.lse.astype(np.float64)[..., None], 600))
     # Rounding can make this sum exceed 1.
     kept = named.sum(-1, keepdims=True)
     # If every class is named, no other class can take a remainder, so the sum becomes 1.

@@ -6,14 +6,13 @@
 
 The bytes are described in FORMAT.md. HDF5 provides the layout, the names and the types. Every
 dataset is contiguous and allocated when the file is created. Rows are then written with `pwrite`
-and read through a memory map, so no HDF5 metadata changes while a labeling runs, and a killed run
-leaves a file that opens.
+and read with `pread`, so no HDF5 metadata changes while a labeling runs, and a killed run leaves a
+file that opens.
 """
 
 import errno
 import math
 import os
-import weakref
 import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -28,10 +27,11 @@ from densefeed.storage.geometry import are_windows
 from densefeed.storage.row_codecs import FormError, ScoreMaps, row_sizes, unpack
 from densefeed.storage.store_file import (
     Arrays,
+    StoreFile,
     StoreHeader,
     Types,
     dataset_types,
-    map_datasets,
+    find_runs,
     row_types,
 )
 from densefeed.system.errors import UserError, explain_os_error
@@ -84,6 +84,12 @@ def find_non_finite(half_NM: np.ndarray) -> np.ndarray:
     return (half_NM.view(np.uint16) & 0x7FFF).max(1) >= 0x7C00
 
 
+def find_valid_windows(window_N4: np.ndarray) -> np.ndarray:
+    """Mark valid Windows, bool `[N]`, without NumPy's warnings of infinities and NaN."""
+    with np.errstate(all="ignore"):
+        return are_windows(window_N4)
+
+
 def find_duplicate_classes(cls_NSSk: np.ndarray) -> np.ndarray:
     """Mark the rows that name a class twice in one cell, bool `[N]`."""
     N, k = len(cls_NSSk), cls_NSSk.shape[3]
@@ -101,56 +107,88 @@ def palette_sizes(cls: np.ndarray) -> np.ndarray:
 class PackedRows(NamedTuple):
     """What is needed to read the rows of a packed store; copies in memory."""
 
+    start: np.ndarray  # int64 [N], offset of each row in `rows`
     size: np.ndarray  # int64 [N], bytes of each row
     levels: np.ndarray | None  # float32 [256], only in a compact store
 
 
 class ScoreMapStore:
-    """A finished store, read through a memory map or, with `places`, directly from its file.
+    """A finished store.
 
     `labels` int64, `crcs` uint32 and `palette` uint16 `[N]` (number of distinct classes that each
     row names) are copies in memory. `packed` is None in a raw store. `error` is the error of a
-    compact store against the store it was converted from, else None.
+    compact store against the store it was converted from, else None. `min_window_side` is the
+    smallest side of a valid Window. After `close` nothing more can be read.
 
-    Raises UserError if the file is missing, cut, of another version or not finished; `rows` raises
-    it for a damaged row.
+    Raises UserError if the file is missing, cut, of another version or not finished, or if a column
+    holds impossible values; `rows` raises it for a damaged row.
     """
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
-        header, arrays, self._offsets = map_datasets(self.path)
-        self.header, self._arrays = header, arrays
-        if header.shard:
-            index, count = header.shard[:2]
+        self._file = file = StoreFile(self.path)
+        self.header, self.close = file.header, file.close
+        if self.header.shard:
+            index, count = self.header.shard[:2]
             raise UserError(
                 f"{path} is shard {index} of {count} and not the whole dataset; "
                 "merge the shards with `python tools/score_maps.py merge OUT`"
             )
-        if undone := int((arrays["done"] == 0).sum()):
+        if undone := sum(int((done == 0).sum()) for _, done in file.blocks("done")):
             raise UserError(f"{path}: {undone} rows are not labeled; run the labeling again")
-        copies = (np.array(arrays[name]) for name in ("label", "crc32", "palette"))
-        self.labels, self.crcs, self.palette = copies
+        self.labels, self.crcs, self.palette = map(file.read, ("label", "crc32", "palette"))
+        self.check_columns()
         self.max_palette = int(self.palette.max())
-        self.error = FormError(*arrays["error"].tolist()) if header.form == "compact" else None
-        self.packed = None if header.form == "raw" else self._packed_rows()
-        top, left, bottom, right = arrays["window"].T
-        self.min_window_side = float(min((bottom - top).min(), (right - left).min()))
+        self.error = self.packed = None
+        if self.header.form != "raw":
+            self.packed = self._packed_rows()
+        if self.header.form == "compact":
+            self.error = FormError(*file.read("error").tolist())
+        self.min_window_side = self._min_window_side()
 
-        self._file = os.open(self.path, os.O_RDONLY)
-        # After `close`, `rows` still works and `places` does not.
-        self.close = weakref.finalize(self, os.close, self._file)
+    def check_columns(self) -> None:
+        """Raise UserError that names the first row with an impossible label, palette or mark."""
+        header, classes = self.header, len(self.header.class_names)
+        for what, values, low, high in (
+            ("label", self.labels, 0, classes - 1),
+            ("palette size", self.palette, 1, header.side**2 * header.top_k),
+            *(("done", done, 1, 1) for _, done in self._file.blocks("done")),
+        ):
+            if (bad := (values < low) | (values > high)).any():
+                row = int(bad.argmax())
+                raise UserError(
+                    f"{self.path}: row {row} ({self.image_path(row)}) has {what} {values[row]}, "
+                    f"but it must be from {low} to {high}; copy it again or relabel"
+                )
 
     def _packed_rows(self) -> PackedRows:
-        header, arrays = self.header, self._arrays
+        header, file, levels = self.header, self._file, None
         size = row_sizes(header.form, header.side, header.top_k, self.palette)
+        start, total = file.read("start"), file.types["rows"][1][0]
         # The offsets follow from the palettes, so they need no checksum of their own.
-        if (arrays["start"] != np.cumsum(size) - size).any() or len(arrays["rows"]) != size.sum():
+        if (start != np.cumsum(size) - size).any() or total != size.sum():
             raise UserError(
                 f"{self.path}: its row offsets do not match its palette sizes; "
                 "copy it again or relabel"
             )
-        levels = np.array(arrays["levels"]) if header.form == "compact" else None
-        return PackedRows(size, levels)
+        if header.form == "compact":
+            levels = file.read("levels")
+            if not (np.isfinite(levels).all() and np.isfinite(file.read("error")).all()):
+                raise UserError(
+                    f"{self.path}: its levels or errors are not finite; copy it again or relabel"
+                )
+        return PackedRows(start, size, levels)
+
+    def _min_window_side(self) -> float:
+        smallest = np.inf
+        for _, window in self._file.blocks("window"):
+            # Others belong to damaged rows, which are reported where they are read.
+            top, left, bottom, right = window[find_valid_windows(window)].T
+            sides = (bottom - top).min(initial=np.inf), (right - left).min(initial=np.inf)
+            smallest = min(smallest, *map(float, sides))
+        if smallest == np.inf:
+            raise UserError(f"{self.path} has no valid Window; copy it again or relabel")
+        return smallest
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -161,38 +199,30 @@ class ScoreMapStore:
         Raw store: `[len(ids), 4]`, offsets of logit, cls, lse and window. Packed store:
         `[len(ids), 2]`, offsets of the packed row and the window.
         """
+        offsets = self._file.offsets
         if self.packed:
-            rows = self._offsets["rows"] + self._arrays["start"][ids]
-            windows = self._offsets["window"] + ids * WINDOW_BYTES
-            return self._file, np.stack([rows, windows], 1)
-        starts = np.array([self._offsets[name] for name in ScoreMaps._fields])
-        strides = np.array([self._arrays[name][0].nbytes for name in ScoreMaps._fields])
-        return self._file, starts + ids[:, None] * strides
+            rows = offsets["rows"] + self.packed.start[ids]
+            windows = offsets["window"] + ids * WINDOW_BYTES
+            return self._file.descriptor, np.stack([rows, windows], 1)
+        starts = np.array([offsets[name] for name in ScoreMaps._fields])
+        strides = np.array([self._file.stride(name) for name in ScoreMaps._fields])
+        return self._file.descriptor, starts + ids[:, None] * strides
 
     def paths(self) -> list[str]:
         """Return the path of each row's image, relative to the dataset; UserError if damaged."""
-        try:
-            return [raw.decode() for raw in self._arrays["path"]]
-        except UnicodeDecodeError as error:
-            raise UserError(
-                f"{self.path}: its image paths are not valid UTF-8; copy it again or relabel"
-            ) from error
+        return self._file.paths()
 
     def names_match(self) -> bool:
         """Whether labels and paths match their checksum; True for files without that checksum."""
-        with h5py.File(self.path, "r", locking=False) as file:
-            written = file.attrs.get("names_crc32")
-        return written is None or written == names_crc(self.labels, self._arrays["path"])
+        written = self._file.names_crc
+        return written is None or written == names_crc(self.labels, self._file.read("path"))
 
     def rows(self, ids: np.ndarray) -> ScoreMaps:
         """Return copies of the rows `ids`, each checked against its CRC and unpacked if packed."""
         if self.packed:
-            starts, sizes = self._arrays["start"][ids].tolist(), self.packed.size[ids].tolist()
-            packed = self._arrays["rows"]
-            rows = [np.array(packed[at : at + n]) for at, n in zip(starts, sizes, strict=True)]
-            stored = rows, self._arrays["window"][ids]
+            stored = self._packed(ids), *self._file.take(("window",), ids)
         else:
-            stored = copy_rows(self._arrays, ids)
+            stored = ScoreMaps(*self._file.take(ScoreMaps._fields, ids))
         bad = row_crcs(stored) != self.crcs[ids]
         if bad.any():
             row = int(ids[bad.argmax()])
@@ -204,7 +234,7 @@ class ScoreMapStore:
 
     def image_path(self, row: int) -> str:
         """Return the path of a row's image; in a damaged file, the part that can be decoded."""
-        return self._arrays["path"][row].decode(errors="replace")
+        return self._file.read("path", row, row + 1)[0].decode(errors="replace")
 
     def check_values(self) -> None:
         """Raise UserError if a row holds values that no teacher can produce.
@@ -237,7 +267,7 @@ class ScoreMapStore:
         return {
             "a logit that is not finite": find_non_finite(logit),
             "a logsumexp that is not finite": find_non_finite(lse),
-            "a Window that is no part of the image": ~are_windows(window),
+            "a Window that is no part of the image": ~find_valid_windows(window),
             f"class {cls.max()} of {self.header.num_classes}": ~known,
             "a class twice in one cell": find_duplicate_classes(maps.cls),
             "more classes than its palette size": known & (palette_sizes(cls) > self.palette[ids]),
@@ -248,39 +278,35 @@ class ScoreMapStore:
 
         No CRC is checked. `doing` is the text of the progress bar.
         """
-        stored = self._arrays.keys() & {"rows", *ScoreMaps._fields}
-        total = sum(self._arrays[name].nbytes for name in stored)
+        stored = ("rows", "window") if self.packed else ScoreMaps._fields
+        total = sum(self._file.stride(name) * self._file.types[name][1][0] for name in stored)
         chunks = np.array_split(np.arange(len(self)), -(-total // CHUNK_BYTES))
         # A bar only for more than 1 GiB.
         for ids in bar(chunks, f"{doing} {self.path.name}") if len(chunks) > 16 else chunks:
             first, end = ids[0], ids[-1] + 1
-            if not self.packed:
-                maps = ScoreMaps(*(self._read(name, first, end) for name in ScoreMaps._fields))
+            if self.packed:
+                stored = self._packed(ids), self._file.read("window", first, end)
+                yield ids, stored, self._unpack(ids, *stored)
+            else:
+                maps = (self._file.read(name, first, end) for name in ScoreMaps._fields)
+                maps = ScoreMaps(*maps)
                 yield ids, maps, maps
-                continue
-            start, size = int(self._arrays["start"][first]), self.packed.size[ids]
-            packed = self._read("rows", start, start + int(size.sum()))
-            rows = np.split(packed, np.cumsum(size)[:-1])
-            window = self._read("window", first, end)
-            yield ids, (rows, window), self._unpack(ids, rows, window)
+
+    def _packed(self, ids: np.ndarray) -> list[np.ndarray]:
+        """Read the packed rows `ids`."""
+        rows, starts = [], self.packed.start[ids].tolist()
+        ends = (self.packed.start[ids] + self.packed.size[ids]).tolist()
+        for begin, stop, _ in find_runs(ids):
+            first = starts[begin]
+            run = self._file.read("rows", first, ends[stop - 1])
+            places = zip(starts[begin:stop], ends[begin:stop], strict=True)
+            rows += [run[start - first : end - first] for start, end in places]
+        return rows
 
     def _unpack(self, ids: np.ndarray, rows: list[np.ndarray], window: np.ndarray) -> ScoreMaps:
         header, levels, palette = self.header, self.packed.levels, self.palette[ids]
         maps = unpack(header.form, header.side, header.top_k, levels, palette, rows)
         return ScoreMaps(*maps, window)
-
-    def _read(self, name: str, first: int, end: int) -> np.ndarray:
-        """Read elements `first` to `end` - 1 of a dataset with `pread`.
-
-        Pages of a memory map would count as memory of this process.
-        """
-        like = self._arrays[name]
-        each, first, count = like[:1].nbytes, int(first), int(end - first)
-        with name_errors(self.path):
-            read = os.pread(self._file, count * each, self._offsets[name] + first * each)
-        if len(read) < count * each:
-            raise UserError(f"{self.path} was cut while it was open; copy it again and rerun")
-        return np.frombuffer(read, like.dtype).reshape(count, *like.shape[1:])
 
     def check(self, fingerprint: str, where: Path) -> None:
         """Raise UserError unless the maps are of the dataset of this fingerprint, at `where`."""
@@ -351,13 +377,13 @@ class ScoreMapWriter:
 
     def _resume(self, header: StoreHeader) -> None:
         try:
-            found, arrays, self._offsets = map_datasets(self.part)
+            file = StoreFile(self.part)
         except UserError as error:
             raise UserError(
                 f"{self.part}, left by an earlier run, is damaged; remove it and run again"
             ) from error
-        header.check_same(found, self.part)
-        self.done = find_valid_rows(arrays)
+        header.check_same(file.header, self.part)
+        self._offsets, self.done = file.offsets, find_valid_rows(file)
 
     def _create(self, header: StoreHeader, paths: list[str], labels: np.ndarray) -> None:
         names = np.array([path.encode() for path in paths])
@@ -435,18 +461,18 @@ def name_once(begun: Path, path: Path) -> None:
         os.replace(begun, path)
 
 
-def copy_rows(arrays: Arrays, ids: np.ndarray) -> ScoreMaps:
-    """Copy the rows `ids` from the datasets of a raw store."""
-    return ScoreMaps(*(arrays[name][ids] for name in ScoreMaps._fields))
+def copy_rows(file: StoreFile, ids: np.ndarray) -> ScoreMaps:
+    """Copy the rows `ids` of a raw store."""
+    return ScoreMaps(*file.take(ScoreMaps._fields, ids))
 
 
-def find_valid_rows(arrays: Arrays) -> np.ndarray:
+def find_valid_rows(file: StoreFile) -> np.ndarray:
     """Mark the rows of an unfinished raw store that are done and match their CRC; bool `[N]`."""
-    done = np.array(arrays["done"], bool)
+    done, crcs = file.read("done").astype(bool), file.read("crc32")
     written = np.flatnonzero(done)
     # At most 29 MB of rows at once at S = 18, k = 5.
     for ids in np.array_split(written, len(written) // 4096 + 1):
-        done[ids] = row_crcs(copy_rows(arrays, ids)) == arrays["crc32"][ids]
+        done[ids] = row_crcs(copy_rows(file, ids)) == crcs[ids]
     return done
 
 

@@ -17,15 +17,14 @@ import numpy as np
 from densefeed.storage.maintenance import convert, summary
 from densefeed.storage.row_codecs import Form
 from densefeed.storage.score_maps import (
-    Arrays,
     ScoreMapStore,
     ScoreMapWriter,
     StoreHeader,
     copy_rows,
     find_valid_rows,
-    map_datasets,
     split_runs,
 )
+from densefeed.storage.store_file import StoreFile
 from densefeed.system.errors import BusyError, UserError
 from densefeed.system.progress import bar
 
@@ -100,20 +99,20 @@ def find_leftovers(out: Path) -> dict[Path, Shard]:
     return dict(sorted(found.items(), key=lambda item: (item[1].of, item[1].index, item[0])))
 
 
-def map_leftover(path: Path, header: StoreHeader) -> tuple[StoreHeader, Arrays] | None:
-    """Map the header and datasets of a file of the labeling of `header`; None if it is gone.
+def open_leftover(path: Path, header: StoreHeader) -> StoreFile | None:
+    """Open a file of the labeling of `header`; None if it is gone.
 
     Raises UserError that names the file if it is damaged or of another labeling.
     """
     try:
-        found, arrays, _ = map_datasets(path)
+        file = StoreFile(path)
     except UserError:
         # Else it was finished, or merged and removed, in the meantime.
         if path.exists():
             raise
         return None
-    replace(header, shard=None).check_same(replace(found, shard=None), path)
-    return found, arrays
+    replace(header, shard=None).check_same(replace(file.header, shard=None), path)
+    return file
 
 
 def check_leftovers(out: Path, header: StoreHeader) -> None:
@@ -122,7 +121,7 @@ def check_leftovers(out: Path, header: StoreHeader) -> None:
     It is called before this labeling creates a file.
     """
     for path in find_leftovers(out):
-        map_leftover(path, header)
+        open_leftover(path, header)
 
 
 def absorb(writer: ScoreMapWriter, header: StoreHeader, files: Iterable[Path]) -> None:
@@ -132,19 +131,18 @@ def absorb(writer: ScoreMapWriter, header: StoreHeader, files: Iterable[Path]) -
     one.
     """
     for path in files:
-        if not (leftover := map_leftover(path, header)):
+        if not (file := open_leftover(path, header)):
             continue
-        found, arrays = leftover
         # Difference between a row's number in `path` and in `writer`.
-        shift = first_row(header) - first_row(found)
+        shift = first_row(header) - first_row(file.header)
         # The rows of `writer` that `path` has too.
-        low, high = max(0, -shift), min(len(writer.done), len(arrays["done"]) - shift)
+        low, high = max(0, -shift), min(len(writer.done), file.rows - shift)
         if low >= high or not (wanted := np.flatnonzero(~writer.done[low:high]) + low).size:
             continue
         # A power cut may have left rows that are marked done and are not whole.
-        wanted = wanted[find_valid_rows(arrays)[wanted + shift]]
+        wanted = wanted[find_valid_rows(file)[wanted + shift]]
         for ids in split_runs(wanted, CHUNK):
-            writer.write(ids, copy_rows(arrays, ids + shift))
+            writer.write(ids, copy_rows(file, ids + shift))
 
 
 def first_row(header: StoreHeader) -> int:
@@ -173,7 +171,7 @@ def clean_up(out: Path, header: StoreHeader) -> None:
     for path in find_leftovers(out):
         # A file that cannot be read may be of another labeling.
         try:
-            if replace(map_datasets(path)[0], shard=None) == whole:
+            if replace(StoreFile(path).header, shard=None) == whole:
                 path.unlink(missing_ok=True)
         except UserError:
             continue
@@ -227,16 +225,16 @@ def read_shards(files: list[Path]) -> tuple[StoreHeader, list[str], np.ndarray]:
     """Read the header, image paths and labels (int64) of all rows from all shards in order."""
     paths, labels, whole = [], [], None
     for path in files:
-        header, arrays, _ = map_datasets(path)
+        file = StoreFile(path)
+        header = file.header
         whole = whole or replace(header, shard=None)
         whole.check_same(replace(header, shard=None), path)
-        label, names = arrays["label"], arrays["path"]
-        if not header.shard or header.shard[2] != len(paths) or len(label) != len(names):
+        if not header.shard or header.shard[2] != len(paths):
             raise UserError(
                 f"{path} does not begin where the previous shard ends; remove it and label it again"
             )
-        paths += [name.decode() for name in names]
-        labels.append(label)
+        paths += file.paths()
+        labels.append(file.read("label"))
     if len(paths) != header.shard[3]:
         raise UserError(
             f"{path} ends at row {len(paths)} of {header.shard[3]}; remove it and label it again"

@@ -1,21 +1,41 @@
-"""Open a file of score maps: its header and datasets, checked against the schema of FORMAT.md."""
+"""Open a file of score maps: its header and datasets, checked against one schema, and their bytes.
+
+Whatever a file declares is checked here, before any of it is used; FORMAT.md states the rules. Data
+is read with `pread`: a memory map of a file that is cut while it is open would kill the process.
+"""
 
 import json
-from dataclasses import asdict, dataclass
+import math
+import os
+import stat
+import weakref
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, fields
+from itertools import pairwise
 from pathlib import Path
+from reprlib import repr as shorten
 
-import h5py
 import numpy as np
 
+from densefeed.storage.datasets import MOST_CLASSES
+from densefeed.storage.hdf5_layout import Dataset, Layout, LayoutError, read_layout
 from densefeed.storage.row_codecs import Absent, Form, FormError
-from densefeed.system.errors import UserError
-from densefeed.system.options import to_plain
+from densefeed.system.errors import UserError, first_line
+from densefeed.system.files import name_errors
 
 Types = dict[str, tuple[str, tuple[int, ...]]]  # dtype and shape of datasets, by name
 Arrays = dict[str, np.ndarray]  # datasets, by name
 
 # Version of the file for each form of its rows.
 VERSIONS = {"raw": 1, "lossless": 2, "compact": 2}
+# Greatest values of the header's numbers: cells and pixels along a side, classes.
+MOST = {"side": 1024, "top_k": MOST_CLASSES, "num_classes": MOST_CLASSES, "input_size": 4096}
+# Most entries of a map: 64 MB.
+MOST_ENTRIES = 2**24
+# Longest path of an image, bytes: PATH_MAX of Linux.
+MOST_PATH = 4096
+# Bytes of a dataset that are read at once.
+BLOCK_BYTES = 2**24
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,21 +65,22 @@ class StoreHeader:
         return json.dumps(fields)
 
     @classmethod
-    def from_json(cls, text: str, where: Path) -> "StoreHeader":
-        """Decode from JSON; UserError that names `where` for an unknown version, form or absent."""
-        fields = json.loads(text)
-        # Files of version 1 have no form: all are raw.
-        version, form = fields.pop("version", None), fields.setdefault("form", "raw")
-        absent = fields.get("absent")
-        if version not in VERSIONS.values():
-            problem = f"score maps have version {version}, this program reads versions 1 and 2"
-        elif VERSIONS.get(form) != version:
-            problem = f"version {version} has no form {form!r}"
-        elif absent not in ("tail", "zero-logit"):
-            problem = f"absent is {absent!r}, but must be tail or zero-logit"
-        else:
-            return cls(**{name: to_plain(value) for name, value in fields.items()})
-        raise UserError(f"{where}: {problem}; label the images again")
+    def from_json(cls, text: bytes, where: Path) -> "StoreHeader":
+        """Decode from JSON; UserError that names `where` for anything but a header of a store."""
+        try:
+            values = json.loads(text.decode())
+        # Text that is no UTF-8 is a ValueError too; brackets may be nested too deep.
+        except (ValueError, RecursionError) as error:
+            raise UserError(
+                f"{where}: its header is no JSON ({first_line(error)}); copy it again or relabel"
+            ) from None
+        if problem := find_header_fault(values):
+            raise UserError(f"{where}: {problem}; label the images again")
+        del values["version"]
+        values["class_names"] = tuple(values["class_names"])
+        if "shard" in values:
+            values["shard"] = tuple(values["shard"])
+        return cls(**values)
 
     def check_same(self, other: "StoreHeader", where: Path) -> None:
         """Raise UserError, which names `where`, unless its header `other` equals this one."""
@@ -76,6 +97,70 @@ class StoreHeader:
             elif isinstance(value, int | str):
                 difference += f" ({found}, not {value})"
             raise UserError(f"{where} was started {difference}; remove it or choose another --out")
+
+
+def find_header_fault(values: object) -> str | None:
+    """Describe what a header from JSON has that no store has; None if it has no fault."""
+    if not isinstance(values, dict):
+        return "its header is no dictionary"
+    version, form = values.get("version"), values.get("form", "raw")
+    # True equals 1, but is no version.
+    if type(version) is not int or version not in VERSIONS.values():
+        return f"score maps have version {shorten(version)}, this program reads versions 1 and 2"
+    if not isinstance(form, str) or VERSIONS.get(form) != version:
+        return f"version {version} has no form {shorten(form)}"
+    if (absent := values.get("absent")) not in ("tail", "zero-logit"):
+        return f"absent is {shorten(absent)}, but must be tail or zero-logit"
+    names = {field.name for field in fields(StoreHeader)}
+    if missing := sorted(names - {"form", "shard"} - values.keys()):
+        return f"its header lacks {missing[0]}"
+    if unknown := sorted(values.keys() - names - {"version"}):
+        return f"its header has an unknown entry {shorten(unknown[0])}"
+    return find_number_fault(values) or find_text_fault(values)
+
+
+def find_number_fault(values: dict) -> str | None:
+    """Describe a number of a complete header that is out of range or no whole number."""
+    for name, most in MOST.items():
+        if type(values[name]) is not int or not 1 <= values[name] <= most:
+            return f"{name} is {shorten(values[name])}, but must be a number from 1 to {most:,}"
+    side, top_k, num_classes = (values[name] for name in ("side", "top_k", "num_classes"))
+    if top_k > num_classes or side * side * top_k > MOST_ENTRIES:
+        return f"maps of {side} x {side} cells of {top_k} of {num_classes} classes are impossible"
+    if "shard" not in values:
+        return None
+    shard = values["shard"]
+    if (
+        values.get("form", "raw") != "raw"
+        or not isinstance(shard, list)
+        or [type(number) for number in shard] != [int] * 4
+        or not 0 <= shard[0] < shard[1]
+        or not 0 <= shard[2] < shard[3]
+    ):
+        return f"shard {shorten(shard)} is impossible"
+    return None
+
+
+def find_text_fault(values: dict) -> str | None:
+    """Describe a text of a complete header that is of another type, or no Unicode."""
+    for name in ("teacher", "geometry", "fingerprint"):
+        if not is_text(values[name]):
+            return f"{name} is {shorten(values[name])}, but must be text"
+    names = values["class_names"]
+    if not isinstance(names, list) or not all(map(is_text, names)):
+        return "class_names must be a list of texts"
+    return None
+
+
+def is_text(value: object) -> bool:
+    """Whether a value from JSON is text. JSON can hold halves of characters, which are none."""
+    if not isinstance(value, str):
+        return False
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def row_types(side: int, top_k: int) -> Types:
@@ -113,62 +198,169 @@ def dataset_types(
     return types
 
 
-def read_layout(path: Path) -> tuple[StoreHeader, dict[str, tuple]]:
-    """Read the header, and each dataset's dtype, shape and offset. UserError if HDF5 cannot."""
-    if path.is_dir():
-        raise UserError(f"{path} is a folder; name the HDF5 file of score maps")
-    try:
-        # HDF5's own lock would conflict with the writer's. What is read here does not change after
-        # the file was created.
-        with h5py.File(path, "r", locking=False) as file:
-            if "densefeed" not in file.attrs:
-                raise UserError(
-                    f"{path} is not a score map file; make one with tools/relabel_imagenet.py"
-                )
-            header = StoreHeader.from_json(file.attrs["densefeed"], path)
-            return header, {name: (d.dtype, d.shape, d.id.get_offset()) for name, d in file.items()}
-    except FileNotFoundError:
-        raise missing_file(path) from None
-    # The file is not damaged, and commands have a remedy for this error.
-    except PermissionError:
-        raise
-    except (OSError, KeyError) as error:
-        raise UserError(
-            f"{path} is not a complete HDF5 file ({error}); copy it again or relabel"
-        ) from error
+# --------------------------------------------------------------------------------- the open file
 
 
-def missing_file(path: Path) -> UserError:
-    """Return the error that says that there is no file of score maps at `path`."""
-    return UserError(f"{path}: there is no such file; make it with tools/relabel_imagenet.py")
+class StoreFile:
+    """An open file of score maps, finished or not, whose header and layout match the schema.
 
+    `types` are dtype and shape, `offsets` the places in the file of all datasets by name; `rows` is
+    the number of rows. `names_crc` is the checksum of labels and paths, None in older files.
 
-def map_datasets(path: Path) -> tuple[StoreHeader, Arrays, dict[str, int]]:
-    """Map a file: header, memory-mapped datasets (read only) and their offsets in the file.
-
-    Raises UserError if the file is damaged or not there.
+    Raises UserError if the file is missing, cut, damaged or no store; reads raise it if the file
+    was cut since. The file is closed by `close`, or with the object.
     """
-    header, layout = read_layout(path)
-    rows = layout["label"][1][0] if "label" in layout else 0
-    missing = None, ()
-    types = dataset_types(header, rows, "", layout.get("rows", missing)[1][:1])
-    # Its dtype depends on the longest path.
-    del types["path"]
-    for name, (dtype, shape) in types.items():
-        expected, found = (np.dtype(dtype), shape), layout.get(name, missing)[:2]
-        if expected != found:
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.descriptor = path, open_regular(path)
+        self.close = weakref.finalize(self, os.close, self.descriptor)
+        try:
+            layout = read_layout(self.descriptor, ("densefeed", "names_crc32"))
+        except LayoutError as error:
             raise UserError(
-                f"{path}: its header requires {name!r} to be {shape} of {expected[0]}, "
-                f"but it is {found[1]} of {found[0]}; label the images again"
+                f"{path} is not a complete file of score maps ({error}); copy it again or relabel"
+            ) from None
+        text, self.names_crc = (layout.attributes.get(n) for n in ("densefeed", "names_crc32"))
+        if not isinstance(text, bytes) or not isinstance(self.names_crc, np.uint32 | None):
+            raise UserError(
+                f"{path} is not a score map file; make one with tools/relabel_imagenet.py"
             )
+        self.header = StoreHeader.from_json(text, path)
+        self.types = check_schema(path, self.header, layout)
+        self.rows = self.types["label"][1][0]
+        self.offsets = {name: layout.datasets[name].offset for name in self.types}
+
+    def stride(self, name: str) -> int:
+        """Return the bytes of a row of a dataset; of `rows`, 1."""
+        dtype, shape = self.types[name]
+        return math.prod(shape[1:], start=dtype.itemsize)
+
+    def read(self, name: str, first: int = 0, end: int | None = None) -> np.ndarray:
+        """Read the rows `first` to `end` - 1 of a dataset, by default all."""
+        dtype, shape = self.types[name]
+        first, end = int(first), shape[0] if end is None else int(end)
+        array = np.empty((end - first, *shape[1:]), dtype)
+        self._fill(name, array, [(0, end - first, first)])
+        return array
+
+    def blocks(self, name: str) -> Iterator[tuple[int, np.ndarray]]:
+        """Yield a dataset in blocks: the number of the first row, at most BLOCK_BYTES of rows."""
+        count, rows = self.types[name][1][0], max(1, BLOCK_BYTES // self.stride(name))
+        for first in range(0, count, rows):
+            yield first, self.read(name, first, min(first + rows, count))
+
+    def paths(self) -> list[str]:
+        """Read the path of each row's image; UserError for one that no file can have."""
+        try:
+            paths = [raw.decode() for _, block in self.blocks("path") for raw in block]
+        except UnicodeDecodeError:
+            problem = "are not valid UTF-8"
+        else:
+            if not any(not path or "\0" in path for path in paths):
+                return paths
+            problem = "are empty or hold a zero byte"
+        raise UserError(f"{self.path}: its image paths {problem}; copy it again or relabel")
+
+    def take(self, names: Iterable[str], ids: np.ndarray) -> list[np.ndarray]:
+        """Read the rows `ids`, int64, of each of the datasets."""
+        arrays, runs = [], find_runs(ids)
+        for name in names:
+            dtype, shape = self.types[name]
+            arrays.append(np.empty((len(ids), *shape[1:]), dtype))
+            self._fill(name, arrays[-1], runs)
+        return arrays
+
+    def _fill(self, name: str, array: np.ndarray, runs: list[tuple[int, int, int]]) -> None:
+        """Fill an array from the `runs` of rows of a dataset, see `find_runs`.
+
+        Raises UserError if the file ends before.
+        """
+        if not self.close.alive:
+            # The number of a closed descriptor may belong to another file by now.
+            raise ValueError(f"{self.path} is closed")
+        # Slices of a memoryview take a tenth of the time of slices of an array.
+        room, stride = memoryview(array.reshape(-1).view(np.uint8)), self.stride(name)
+        with name_errors(self.path):
+            for start, end, row in runs:
+                rest, offset = room[start * stride : end * stride], row * stride
+                # One call reads at most 2 GiB.
+                while rest:
+                    place = self.offsets[name] + offset
+                    if not (got := os.preadv(self.descriptor, [rest], place)):
+                        raise UserError(
+                            f"{self.path} was cut while it was open; copy it again and rerun"
+                        )
+                    rest, offset = rest[got:], offset + got
+
+
+def find_runs(ids: np.ndarray) -> list[tuple[int, int, int]]:
+    """Find the runs of consecutive ids: their first place in `ids`, the place after, the first id.
+
+    Each run is read at once.
+    """
+    if len(ids) == 1:
+        return [(0, 1, int(ids[0]))]
+    bounds = [0, *(np.flatnonzero(np.diff(ids) != 1) + 1).tolist(), len(ids)]
+    return [(start, end, int(ids[start])) for start, end in pairwise(bounds) if start < end]
+
+
+def open_regular(path: Path) -> int:
+    """Open a regular file for reading; UserError if it is missing or something else."""
     try:
-        with path.open("rb") as file:
-            # Plain arrays: slicing a `np.memmap` costs a microsecond more.
-            arrays = {
-                name: np.asarray(np.memmap(file, dtype, "r", offset, shape))
-                for name, (dtype, shape, offset) in layout.items()
-            }
-    # Another rank may give a shard its final name after its layout was read.
+        # Opening a named pipe would wait for its writer.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     except FileNotFoundError:
-        raise missing_file(path) from None
-    return header, arrays, {name: offset for name, (_, _, offset) in layout.items()}
+        raise UserError(
+            f"{path}: there is no such file; make it with tools/relabel_imagenet.py"
+        ) from None
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(mode):
+        return descriptor
+    os.close(descriptor)
+    kind = "a folder" if stat.S_ISDIR(mode) else "no regular file"
+    raise UserError(f"{path} is {kind}; name the HDF5 file of score maps")
+
+
+def check_schema(path: Path, header: StoreHeader, layout: Layout) -> dict[str, tuple]:
+    """Return dtype and shape of the datasets of a store, after a check of all that it has.
+
+    Raises UserError that names `path` unless exactly the datasets that the header requires are
+    there, of its types and shapes, apart from each other.
+    """
+    found, missing = layout.datasets, Dataset(None, (), 0)
+    label, packed, names = (found.get(name, missing) for name in ("label", "rows", "path"))
+    rows = label.shape[0] if label.shape else 0
+    # The width depends on the longest path.
+    width = names.dtype.itemsize if names.dtype is not None and names.dtype.kind == "S" else 1
+    types = dataset_types(header, rows, f"S{min(width, MOST_PATH)}", packed.shape[:1])
+    types = {name: (np.dtype(dtype), shape) for name, (dtype, shape) in types.items()}
+    for name, (dtype, shape) in types.items():
+        at = found.get(name, missing)
+        # A comparison with None would make it float64.
+        if at.dtype is None or at[:2] != (dtype, shape):
+            kind = "another type" if at.dtype is None else at.dtype
+            is_there = f"{at.shape} of {kind}" if name in found else "missing"
+            raise UserError(
+                f"{path}: its header requires {name!r} to be {shape} of {dtype}, "
+                f"but it is {is_there}; label the images again"
+            )
+    if unknown := sorted(found.keys() - types.keys()):
+        problem = f"holds {shorten(unknown[0])}, which is no part of a store"
+    elif not rows:
+        problem = "holds no rows"
+    elif header.shard and header.shard[2] + rows > header.shard[3]:
+        problem = f"holds {rows} rows, more than shard {header.shard} can have"
+    elif overlap(found):
+        problem = "has datasets that overlap"
+    else:
+        return types
+    raise UserError(f"{path} {problem}; label the images again")
+
+
+def overlap(datasets: dict[str, Dataset]) -> bool:
+    """Whether datasets of known types share bytes of the file."""
+    spans = sorted(
+        (offset, offset + math.prod(shape, start=dtype.itemsize))
+        for dtype, shape, offset in datasets.values()
+    )
+    return any(end > start for (_, end), (start, _) in pairwise(spans))

@@ -27,7 +27,7 @@ from densefeed.relabel.reference_match import ORIENTATIONS, References
 from densefeed.relabel.teacher import Teacher
 from densefeed.storage.images import Images, decode
 from densefeed.storage.row_codecs import cell_targets
-from densefeed.storage.score_maps import map_datasets
+from densefeed.storage.store_file import StoreFile
 from densefeed.system.devices import CORES, choose_device
 from densefeed.system.errors import UserError, first_line, make_command
 from densefeed.system.files import replace_file
@@ -115,7 +115,7 @@ def main(options: AuditOptions) -> None:
 def open_references(options: AuditOptions) -> References:
     """Load --teacher for the classes and, unless --input-size is given, the size of the maps."""
     # Not by ScoreMapStore, which refuses unfinished files. The audit reports these.
-    header, _, _ = map_datasets(options.maps)
+    header = StoreFile(options.maps).header
     size, names = options.input_size or header.input_size, header.class_names
     return load_references(options.teacher, options.model, size, names, options.device)
 

@@ -30,7 +30,8 @@ from densefeed.storage.images import Images
 from densefeed.storage.maintenance import convert
 from densefeed.storage.packs import label_rows
 from densefeed.storage.row_codecs import ScoreMaps
-from densefeed.storage.score_maps import ScoreMapStore, ScoreMapWriter, map_datasets
+from densefeed.storage.score_maps import ScoreMapStore, ScoreMapWriter
+from densefeed.storage.store_file import StoreFile
 from densefeed.system.errors import UserError
 
 from ..runs import label_images
@@ -393,7 +394,7 @@ def test_names_and_labels_are_compared_with_the_folder(clean, tmp_path):
 def test_missing_rows_are_named(clean, tmp_path):
     """Rows not labeled, and images without a row."""
     path = plant(clean, tmp_path / "maps.h5")
-    _, _, offsets = map_datasets(path)
+    offsets = StoreFile(path).offsets
     with open(path, "r+b") as file:
         file.seek(offsets["done"] + 7)
         file.write(b"\0\0")
@@ -587,7 +588,7 @@ def test_bad_values_are_named_by_row(clean, tmp_path):
     logit[3, 1, 2, 0] = np.nan
     logit[5, 0, 0, :2] = logit[5, 0, 0, 1::-1]
     path = plant(clean, tmp_path / "maps.h5", clean.maps._replace(logit=logit))
-    _, _, offsets = map_datasets(path)
+    offsets = StoreFile(path).offsets
     with open(path, "r+b") as file:
         file.seek(offsets["logit"] + 9 * logit[0].nbytes)
         file.write(b"\1\2\3")

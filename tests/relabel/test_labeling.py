@@ -6,6 +6,7 @@ import shutil
 import threading
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -22,8 +23,8 @@ from densefeed.relabel.scoring import top_maps_sync
 from densefeed.relabel.teacher import Teacher
 from densefeed.storage.images import Images, decode
 from densefeed.storage.maintenance import convert
-from densefeed.storage.score_maps import ScoreMapStore, ScoreMapWriter, map_datasets
-from densefeed.storage.store_file import missing_file
+from densefeed.storage.score_maps import ScoreMapStore, ScoreMapWriter
+from densefeed.storage.store_file import StoreFile
 from densefeed.system.errors import UserError, explain_os_error
 from densefeed.system.options import flag
 from densefeed.tools import relabel_imagenet
@@ -397,8 +398,8 @@ def test_a_dry_run_writes_nothing_and_predicts_the_sizes_of_the_files(folder, tm
     for form, each in estimate.row_bytes.items():
         path = raw.path if form == "raw" else convert(raw, tmp_path / f"{form}.h5", form).path
         whole = {"levels": 1024, "error": 32} if form == "compact" else {}
-        _, arrays, _ = map_datasets(path)
-        assert sum(array.nbytes for array in arrays.values()) - sum(
+        file = StoreFile(path)
+        assert sum(file.read(name).nbytes for name in file.types) - sum(
             whole.values()
         ) == pytest.approx(11 * each)
     assert estimate.images == 11
@@ -442,17 +443,20 @@ def test_the_command_dry_runs(folder, tmp_path, capsys):
 
 
 def test_the_progress_of_all_ranks_survives_a_rename_while_it_opens_a_file(tmp_path, monkeypatch):
-    """Another rank finishes its shard between the look for the `.part` and its mapping."""
+    """Another rank finishes its shard between the look for the `.part` and its opening."""
     out = tmp_path / "maps.h5"
     done = DoneRows(out, of=2)
     for file in done._files:
         Path(f"{file}.part").touch()
 
     def renamed(path):
-        raise missing_file(path)
+        path.unlink()
+        return StoreFile(path)
 
-    monkeypatch.setattr(labeling, "map_datasets", renamed)
+    monkeypatch.setattr(labeling, "StoreFile", renamed)
     assert done.count() == 0
     monkeypatch.setattr(labeling, "POLL_SECONDS", 0)
-    monkeypatch.setattr(labeling, "map_datasets", lambda path: (None, {"done": np.ones(3)}, {}))
+    monkeypatch.setattr(labeling, "StoreFile", lambda path: Mock(read=lambda name: np.ones(3)))
+    for file in done._files:
+        file.touch()
     assert done.count() == 6

@@ -2,12 +2,14 @@
 
 import json
 import os
+import random
 import zlib
 
 import h5py
 import numpy as np
 import pytest
 
+from densefeed.storage.maintenance import convert, verify, verify_files
 from densefeed.storage.score_maps import (
     ScoreMaps,
     ScoreMapStore,
@@ -260,3 +262,229 @@ def test_rows_of_the_imagenet_shape_have_the_documented_size(tmp_path):
     assert maps.logit.nbytes + maps.cls.nbytes == 6480
     assert maps.lse.nbytes == 648
     assert row_crcs(maps)[0] == zlib.crc32(bytes(6480 + 648 + 16))
+
+
+# ------------------------------------------------------------------------- hostile files
+
+
+def header_with(path, **changes):
+    """Change the JSON of a store; None removes a key."""
+    with h5py.File(path, "r+") as file:
+        values = json.loads(file.attrs["densefeed"]) | changes
+        file.attrs["densefeed"] = json.dumps({k: v for k, v in values.items() if v != "gone"})
+
+
+def replace_path(file, **dataset):
+    del file["path"]
+    file.create_dataset("path", **dataset)
+
+
+DATASETS = {
+    "variable-length strings": (
+        lambda file: replace_path(file, data=PATHS, dtype=h5py.string_dtype()),
+        "requires 'path' to be .* but it is .* of another type",
+    ),
+    "object references": (
+        lambda file: replace_path(file, data=[file.ref] * 10, dtype=h5py.ref_dtype),
+        "requires 'path' to be .* but it is .* of another type",
+    ),
+    "integers for paths": (
+        lambda file: replace_path(file, data=np.arange(10)),
+        "requires 'path' to be .* but it is .* of int64",
+    ),
+    "paths longer than any": (
+        lambda file: replace_path(file, data=np.array([b"a" * 5000] * 10)),
+        r"requires 'path' to be \(10,\) of \|S4096",
+    ),
+    "chunks": (
+        lambda file: replace_path(file, data=np.array(PATHS, "S"), chunks=(2,)),
+        "'path' is not contiguous",
+    ),
+    "storage in another file": (
+        lambda file: replace_path(file, shape=10, dtype="S8", external=[("/etc/passwd", 0, 80)]),
+        "'path' has filters or lies in another file",
+    ),
+    "a soft link": (lambda file: file.update(x=h5py.SoftLink("/path")), "'x' is a link"),
+    "an external link": (
+        lambda file: file.update(x=h5py.ExternalLink("/etc/passwd", "/x")),
+        "root group is not stored as a symbol table",
+    ),
+    "a group": (lambda file: file.create_group("x"), "'x' is no dataset"),
+    "another dataset": (lambda file: file.update(x=np.zeros(3)), "holds 'x', which is no part"),
+    "the same bytes twice": (
+        lambda file: (
+            (file.pop("label"), file.update(label=np.zeros(10, "<i8")), file.pop("crc32"))
+            and file.update(crc32=file["label"])
+        ),
+        "requires 'crc32' to be",
+    ),
+    "a checksum of another type": (
+        lambda file: file.attrs.update(names_crc32="x"),
+        "is not a score map file",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", DATASETS)
+def test_other_datasets_are_refused_before_they_are_read(tmp_path, random_maps, what):
+    path, (change, problem) = tmp_path / "maps.h5", DATASETS[what]
+    fill(path, random_maps)
+    with h5py.File(path, "r+") as file:
+        change(file)
+    with pytest.raises(UserError, match=rf"maps.h5.*{problem}"):
+        ScoreMapStore(path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"side": "4"}, "side is '4', but must be a number from 1 to 1,024"),
+        ({"side": True}, "side is True"),
+        ({"side": 10**9}, "side is 1000000000"),
+        ({"top_k": 0}, "top_k is 0"),
+        ({"top_k": 10}, "maps of 4 x 4 cells of 10 of 9 classes are impossible"),
+        ({"num_classes": 65_536}, "num_classes is 65536, but must be a number from 1 to 65,535"),
+        ({"input_size": -1}, "input_size is -1"),
+        ({"version": True}, "score maps have version True"),
+        ({"version": 2, "form": ["lossless"]}, r"version 2 has no form \['lossless'\]"),
+        ({"absent": {}}, "absent is {}, but must be"),
+        ({"teacher": None}, "teacher is None, but must be text"),
+        ({"geometry": "\ud800"}, "geometry is .*, but must be text"),
+        ({"class_names": "ab"}, "class_names must be a list of texts"),
+        ({"class_names": ["a", 2]}, "class_names must be a list of texts"),
+        ({"shard": [2, 2, 0, 20]}, "shard .* is impossible"),
+        ({"shard": [0, 2, 0]}, "shard .* is impossible"),
+        ({"shard": [0, 2, 5, 12]}, "holds 10 rows, more than shard"),
+        ({"fingerprint": "gone"}, "its header lacks fingerprint"),
+        ({"run": "x"}, "its header has an unknown entry 'run'"),
+    ],
+)
+def test_headers_that_no_store_has_are_refused(tmp_path, random_maps, changes, problem):
+    path = tmp_path / "maps.h5"
+    fill(path, random_maps)
+    header_with(path, **changes)
+    with pytest.raises(UserError, match=rf"maps.h5:? {problem}.*; label the images again"):
+        ScoreMapStore(path)
+
+
+@pytest.mark.parametrize(
+    "text", ["[]", "{", "NaN", '{"a":' * 100_000, "[" * 10**6, "1" * 5000, b"\xff", ""]
+)
+def test_a_header_that_is_no_json_object_is_refused(tmp_path, random_maps, text):
+    path = tmp_path / "maps.h5"
+    fill(path, random_maps)
+    with h5py.File(path, "r+") as file:
+        kind = h5py.string_dtype()
+        file.attrs.create("densefeed", text, dtype=kind)
+    with pytest.raises(UserError, match=r"maps.h5.* (header is no|is not a complete)"):
+        ScoreMapStore(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "problem"),
+    [
+        ("label", 2, "has label 2, but it must be from 0 to 1"),
+        ("label", -1, "has label -1"),
+        ("palette", 0, "has palette size 0, but it must be from 1 to 48"),
+        ("palette", 49, "has palette size 49"),
+        ("done", 7, "has done 7, but it must be from 1 to 1"),
+    ],
+)
+def test_columns_with_impossible_values_are_refused(tmp_path, random_maps, name, value, problem):
+    path = tmp_path / "maps.h5"
+    fill(path, random_maps)
+    with h5py.File(path, "r+") as file:
+        file[name][6] = value
+    with pytest.raises(UserError, match=rf"maps.h5: row 6 \(a/6.jpg\) {problem}"):
+        ScoreMapStore(path)
+
+
+@pytest.mark.parametrize(
+    ("path", "problem"), [(b"", "empty"), (b"a/\0b", "zero"), (b"\xff", "UTF")]
+)
+def test_paths_that_no_file_can_have_are_refused(tmp_path, random_maps, path, problem):
+    fill(tmp_path / "maps.h5", random_maps)
+    with h5py.File(tmp_path / "maps.h5", "r+") as file:
+        file["path"][3] = path
+    with pytest.raises(UserError, match=rf"maps.h5: its image paths are .*{problem}"):
+        ScoreMapStore(tmp_path / "maps.h5").paths()
+
+
+def test_windows_of_damaged_rows_do_not_count(tmp_path, random_maps):
+    path = tmp_path / "maps.h5"
+    fill(path, random_maps)
+    smallest = ScoreMapStore(path).min_window_side
+    with h5py.File(path, "r+") as file:
+        file["window"][3] = np.nan, 0, 1, 1
+        file["window"][4] = 0.5, 0, 0.5, 1
+    assert ScoreMapStore(path).min_window_side >= smallest
+    with h5py.File(path, "r+") as file:
+        file["window"][:] = np.inf
+    with pytest.raises(UserError, match="has no valid Window"):
+        ScoreMapStore(path)
+
+
+def test_only_regular_files_are_opened(tmp_path):
+    """Opening a named pipe would wait for its writer."""
+    os.mkfifo(tmp_path / "pipe.h5")
+    for path in (tmp_path / "pipe.h5", "/dev/zero"):
+        with pytest.raises(UserError, match=rf"{path} is no regular file; name the HDF5 file"):
+            ScoreMapStore(path)
+    with pytest.raises(UserError, match="is a folder"):
+        ScoreMapStore(tmp_path)
+
+
+@pytest.mark.parametrize("form", ["raw", "compact"])
+def test_a_store_that_is_cut_while_it_is_open_ends_in_one_sentence(tmp_path, random_maps, form):
+    """Reading a memory map beyond the end of the file kills the process (SIGBUS)."""
+    fill(tmp_path / "raw.h5", random_maps)
+    store, ids = ScoreMapStore(tmp_path / "raw.h5"), np.array([9, 1])
+    if form == "compact":
+        store = convert(store, tmp_path / "compact.h5", form)
+    os.truncate(store.path, 3000)
+    for read in (
+        lambda: store.rows(ids),
+        lambda: store.check_values(),
+        lambda: verify(store),
+        lambda: store.paths(),
+        lambda: store.image_path(3),
+        lambda: store.names_match(),
+    ):
+        with pytest.raises(UserError, match=rf"{form}.h5 was cut while it was open; copy it"):
+            read()
+    store.close()
+    with pytest.raises(ValueError, match="is closed"):
+        store.rows(ids)
+
+
+def change_bytes(content: bytes, rng: random.Random) -> bytes:
+    """Change one to five bytes, anywhere or in the first 2 kB, where most of the metadata lie."""
+    changed = bytearray(content)
+    for _ in range(rng.randint(1, 5)):
+        at = rng.randrange(rng.choice([len(changed), 2048]))
+        changed[at] = rng.choice([0, 127, 255, changed[at] ^ 1 << rng.randrange(8)])
+    return bytes(changed)
+
+
+@pytest.mark.parametrize("form", ["raw", "lossless", "compact"])
+def test_changed_bytes_end_in_one_sentence_or_leave_the_maps_as_they_were(
+    tmp_path, random_maps, form
+):
+    """100 files with one to five changed bytes each; none may end in another exception."""
+    fill(tmp_path / "raw.h5", random_maps)
+    store = ScoreMapStore(tmp_path / "raw.h5")
+    if form != "raw":
+        store = convert(store, tmp_path / f"{form}.h5", form)
+    rng, ids, sound = random.Random(0), np.arange(10), 0
+    maps, whole, path = store.rows(ids), store.path.read_bytes(), tmp_path / "changed.h5"
+    for _ in range(100):
+        path.write_bytes(change_bytes(whole, rng))
+        try:
+            verify_files((path,))
+        except UserError:
+            continue
+        sound += 1
+        for ours, theirs in zip(ScoreMapStore(path).rows(ids), maps, strict=True):
+            assert ours.tobytes() == theirs.tobytes()
+    # Bytes without meaning, such as free space of HDF5's structures.
+    assert 0 < sound < 90

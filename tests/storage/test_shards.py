@@ -22,16 +22,11 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from densefeed.relabel.teacher import Teacher
-from densefeed.storage import store_file
+from densefeed.storage import shards
 from densefeed.storage.images import Images
-from densefeed.storage.score_maps import (
-    ScoreMaps,
-    ScoreMapStore,
-    ScoreMapWriter,
-    StoreHeader,
-    map_datasets,
-)
+from densefeed.storage.score_maps import ScoreMaps, ScoreMapStore, ScoreMapWriter, StoreHeader
 from densefeed.storage.shards import Shard, check_leftovers, find_leftovers, merge
+from densefeed.storage.store_file import StoreFile
 from densefeed.system.errors import BusyError, UserError
 from densefeed.system.files import lock, open_locked, replace_file
 from densefeed.tools import relabel_imagenet
@@ -268,7 +263,7 @@ def test_merge_copies_rows_and_names_faulty_shards(tmp_path, random_maps, comman
         merge(out, 3)
     part.rename(tmp_path / "maps.shard-1-of-3.h5")
     shutil.copy(tmp_path / "maps.shard-1-of-3.h5", tmp_path / "sound")
-    offset = map_datasets(tmp_path / "sound")[2]["logit"]
+    offset = StoreFile(tmp_path / "sound").offsets["logit"]
     with open(tmp_path / "maps.shard-1-of-3.h5", "r+b") as file:
         file.seek(offset + 3)
         file.write(b"\xff\xff")
@@ -333,22 +328,21 @@ def test_files_of_killed_conversions_are_removed_and_those_of_running_ones_are_k
 
 
 def test_a_shard_that_another_rank_renames_meanwhile_is_no_error(many, tmp_path, monkeypatch):
-    """It was found by its unfinished name, and got its final one before its rows were mapped."""
+    """It was found by its unfinished name, and got its final one before it was opened."""
     out = tmp_path / "maps.h5"
     label(many, out, 0, 2)
     finished = Shard(0, 2).file(out)
     unfinished = Path(f"{finished}.part")
     finished.rename(unfinished)
-    header = replace(map_datasets(unfinished)[0], shard=None)
-    read, renamed = store_file.read_layout, []
+    header = replace(StoreFile(unfinished).header, shard=None)
+    renamed = []
 
-    def rename_after_reading(path):
-        layout = read(path)
+    def rename_before_opening(path):
         if path == unfinished:
             renamed.append(path.rename(finished))
-        return layout
+        return StoreFile(path)
 
-    monkeypatch.setattr(store_file, "read_layout", rename_after_reading)
+    monkeypatch.setattr(shards, "StoreFile", rename_before_opening)
     check_leftovers(out, header)
     assert renamed
     assert label(many, out, 1, 2) is not None

@@ -19,6 +19,7 @@ from ctypes import (
     c_double,
     c_int,
     c_int32,
+    c_int64,
     c_size_t,
     c_ssize_t,
     c_void_p,
@@ -45,6 +46,8 @@ BILINEAR, BICUBIC = range(2)
 STAGES = ("labels", "read", "decode", "resample")
 # Bytes of a message, as in native.h.
 MESSAGE = 120
+# Largest image by default, pixels: Pillow's limit, twice its MAX_IMAGE_PIXELS.
+MAX_PIXELS = 178_956_970
 # Seconds between checks for Python signals while waiting for a batch.
 WAIT = 0.1
 # Four times the cores of the largest machines. Running out of threads would hurt all processes.
@@ -85,8 +88,8 @@ CUT = np.dtype(
         ("left", "i4"),
         ("height", "i4"),
         ("width", "i4"),
-        # length << 32 | CRC-32, for an image without an index. In: of bytes that passed validation
-        # before. Out: of the bytes of this call.
+        # length << 32 | CRC-32 of the image, or of its header if it has an index. In: of an image
+        # that passed validation before. Out: of the image of this call.
         ("sound", "u8"),
     ],
     align=True,
@@ -97,6 +100,12 @@ class _Packed(Structure):
     """`Packed` in native.h."""
 
     _fields_ = (("cells", c_int32), ("top_k", c_int32), ("palette", c_void_p), ("levels", c_void_p))
+
+
+class _Limits(Structure):
+    """`Limits` in native.h."""
+
+    _fields_ = tuple((name, c_int32) for name in ("cells", "top_k", "classes", "palette"))
 
 
 class _Batch(Structure):
@@ -115,6 +124,7 @@ class _Batch(Structure):
         ("part_to", c_void_p),
         ("part_crc", c_void_p),
         ("packed", c_void_p),
+        ("limits", c_void_p),
         ("filter", c_int),
         ("next", c_int),
         ("done", c_int),
@@ -133,6 +143,7 @@ def library() -> CDLL:
             f"cannot load the native decoder ({error}); build it with `pip install -e .`"
         ) from error
     lib.densefeed_open.restype = c_void_p
+    lib.densefeed_limit.restype = None
     encoded = [c_char_p, c_size_t]
     # Without these types ctypes would pass a pointer as a C int, which cuts it to 32 bits.
     arguments = {
@@ -142,6 +153,8 @@ def library() -> CDLL:
         "wait": [c_void_p, c_void_p, c_double, c_int],
         "transcode": [*encoded, c_int, c_void_p, c_void_p, c_char_p],
         "probe": [*encoded, c_void_p, c_void_p, c_char_p],
+        "check_frame": [*encoded, c_char_p],
+        "limit": [c_int64],
     }
     for name, types in arguments.items():
         getattr(lib, f"densefeed_{name}").argtypes = types
@@ -174,6 +187,20 @@ def probe(encoded: bytes) -> tuple[int, int]:
     return height.value, width.value
 
 
+def limit_pixels(pixels: int) -> None:
+    """Refuse images of more pixels from now on, in this process; by default MAX_PIXELS."""
+    library().densefeed_limit(pixels)
+
+
+def check_frame(encoded: bytes) -> None:
+    """Raise JpegError for a JPEG that not every decoder reads alike, or that is too large.
+
+    These are codings of 12 bits, lossless and hierarchical ones, more pixels than the limit, and
+    codings in several scans whose coefficients need more than 3 bytes for each pixel of the limit.
+    """
+    _call("check_frame", encoded)
+
+
 def transcode(encoded: bytes, interval: int) -> bytes:
     """Rewrite a JPEG losslessly as one baseline scan with a restart marker every `interval` MCUs.
 
@@ -195,6 +222,13 @@ class Packed(NamedTuple):
     levels: np.ndarray | None  # float32 [256] for a compact store; None: lossless
 
 
+class Limits(NamedTuple):
+    """The values that score maps may have: what a step takes for granted."""
+
+    classes: int  # of the dataset
+    palette: int  # most distinct classes of a map
+
+
 def memory_at(address: int, length: int) -> np.ndarray:
     """Wrap memory of a library as uint8 `[length]`. Its owner must outlive the returned array."""
     # 0x100 is PyBUF_READ.
@@ -208,8 +242,10 @@ _view.restype, _view.argtypes = py_object, [c_void_p, c_ssize_t, c_int]
 class Parts(NamedTuple):
     """Byte ranges to read with each image, P per sample: its score map.
 
-    If `packed` is given, P is 2 (a packed row and its Window), and `to` holds four arrays: logits
-    `[N, S, S, k]`, classes `[N, S, S, k]`, logsumexps `[N, S, S]` and Windows `[N, 4]`.
+    If `packed` is given, P is 2: a packed row and its Window. With `packed` or `limits`, `to` holds
+    four arrays: logits `[N, S, S, k]`, classes `[N, S, S, k]`, logsumexps `[N, S, S]` and Windows
+    `[N, 4]`. With `limits`, a sample is DAMAGED if its map holds a number that is not finite, a
+    class out of range or twice in a cell, more classes than the palette, or an invalid Window.
     """
 
     file: np.ndarray  # int32 [N, P], descriptors
@@ -218,13 +254,15 @@ class Parts(NamedTuple):
     # uint32 [N], zlib's CRC-32 over the ranges of a sample in order; None: not verified
     crc: np.ndarray | None
     packed: Packed | None = None
+    limits: Limits | None = None
 
     def of(self, row: int) -> "Parts":
         """Select the parts of one sample, with the same destination."""
         here = slice(row, row + 1)
         packed = self.packed and self.packed._replace(palette=self.packed.palette[here])
         crc = None if self.crc is None else self.crc[here]
-        return Parts(self.file[here], self.offset[here], [to[here] for to in self.to], crc, packed)
+        to = [to[here] for to in self.to]
+        return Parts(self.file[here], self.offset[here], to, crc, packed, self.limits)
 
 
 class Job:
@@ -287,13 +325,21 @@ class Job:
         self.batch.part_bytes = self._address([to[0].nbytes for to in parts.to], np.int64)
         self.batch.part_to = self._address([to.ctypes.data for to in parts.to], np.uint64)
         self.batch.part_crc = self._address(parts.crc, np.uint32)
-        if parts.packed is not None:
-            self._set_packing(parts)
-
-    def _set_packing(self, parts: Parts) -> None:
+        if parts.packed is None and parts.limits is None:
+            return
         cells, top_k = parts.to[2][0].size, parts.to[0].shape[-1]
         assert [part.dtype for part in parts.to] == ["<f2", "<u2", "<f2", "<f4"]
         assert [part[0].size for part in parts.to] == [cells * top_k, cells * top_k, cells, 4]
+        if parts.packed is not None:
+            self._set_packing(parts, cells, top_k)
+        if parts.limits is not None:
+            # A class has 16 bits.
+            classes = min(parts.limits.classes, 65536)
+            limits = _Limits(cells, top_k, classes, parts.limits.palette)
+            self._keep.append(limits)
+            self.batch.limits = addressof(limits)
+
+    def _set_packing(self, parts: Parts, cells: int, top_k: int) -> None:
         palette, levels = parts.packed
         assert palette.shape == (len(self.samples),)
         assert palette.min(initial=1) > 0
@@ -312,7 +358,10 @@ class Job:
 
 
 def read_maps(parts: Parts) -> np.ndarray:
-    """Read only the parts, on the calling thread. Return each sample's status, int32 `[N]`."""
+    """Read and check only the parts, on the calling thread.
+
+    Return each sample's status, int32 `[N]`.
+    """
     samples = np.zeros(len(parts.file), SAMPLE)
     # The pixels are never written.
     job = Job(samples, np.empty((len(samples), 1, 1, 3), np.uint8), parts)

@@ -25,6 +25,7 @@ static int is_finished(const Batch *batch) {
 
 static void free_scratch(Scratch *scratch) {
     free(scratch->encoded), free(scratch->planes), free(scratch->middle), free(scratch->weights);
+    free(scratch->seen);
 }
 
 static void *work(void *argument) {
@@ -137,7 +138,7 @@ API void densefeed_maps(Batch *batch) {
         sample->message[0] = 0;
         sample->status = sample_map(batch, n, sample, &scratch);
     }
-    free(scratch.encoded);
+    free_scratch(&scratch);
 }
 
 /* Size of a struct, so that the caller can check its own declaration. */

@@ -1,7 +1,11 @@
 /* Unpack score maps: rows of a lossless or compact store (densefeed/storage/FORMAT.md) become the
- * logits, classes and logsumexps of a batch. */
+ * logits, classes and logsumexps of a batch. Check the values of maps of any form. */
 #include "native.h"
+#include <math.h>
 #include <string.h>
+
+#define EDGE 1e-6f /* that of storage/geometry.py */
+#define INFINITE 0x7C00 /* bits of an infinite float16; those of NaN are above */
 
 /* Convert float32 to float16, rounding to nearest even like numpy. All cases are computed and one
  * is selected, so that the loop can be vectorized. */
@@ -109,5 +113,56 @@ int map_unpack(const Packed *packed, int palette, const uint8_t *row, uint8_t *r
     scale_levels(scale[0], scale[1], packed->levels, level);
     look_up(values, (const uint8_t *)level, entries, logit);
     memset(lse, 0, 2 * packed->cells);
+    return OK;
+}
+
+/* Return the largest of `count` numbers of 16 bits, of which `mask` is compared. */
+FOR_EVERY_CPU static int largest(const uint8_t *values, size_t count, uint16_t mask) {
+    uint16_t most = 0;
+    for (size_t n = 0; n < count; n++) {
+        uint16_t value;
+        memcpy(&value, values + 2 * n, 2);
+        value &= mask;
+        most = value > most ? value : most;
+    }
+    return most;
+}
+
+/* Whether an axis of a Window is a part of the image, or centered and longer (storage/geometry.py).
+ * All comparisons with NaN are false. */
+static int is_window(float low, float high) {
+    int within = low >= -EDGE && high <= 1 + EDGE;
+    int around = low <= 0 && high >= 1 && fabsf(low + high - 1) < EDGE * (high - low);
+    return low < high && (within || around);
+}
+
+/* Check that a score map holds only values that a teacher can produce, as find_faults in
+ * storage/score_maps.py: the step uses them as indices and multiplies them. `seen` has room for a
+ * number per class. */
+int map_check(const Limits *limits, int32_t *seen, const uint8_t *logit, const uint8_t *class,
+    const uint8_t *lse, const uint8_t *window, char *message) {
+    size_t cells = limits->cells, entries = cells * limits->top_k;
+    int most = largest(class, entries, 0xFFFF), distinct = 0, twice = 0;
+    float side[4];
+    memcpy(side, window, sizeof side);
+    if (most >= limits->classes)
+        return fail(message, DAMAGED, "its score map names class %d of %d", most, limits->classes);
+    if (largest(logit, entries, 0x7FFF) >= INFINITE || largest(lse, cells, 0x7FFF) >= INFINITE)
+        return fail(message, DAMAGED, "its score map holds a number that is not finite");
+    if (!is_window(side[0], side[2]) || !is_window(side[1], side[3]))
+        return fail(message, DAMAGED, "its score map's Window is no part of the image");
+    /* For each class the last cell that names it, from 1. */
+    memset(seen, 0, limits->classes * sizeof *seen);
+    for (size_t cell = 1; cell <= cells; cell++)
+        for (int k = 0; k < limits->top_k; k++, class += 2) {
+            uint16_t name;
+            memcpy(&name, class, 2);
+            distinct += !seen[name], twice |= seen[name] == (int32_t)cell;
+            seen[name] = (int32_t)cell;
+        }
+    if (twice) return fail(message, DAMAGED, "its score map names a class twice in one cell");
+    if (distinct > limits->palette)
+        return fail(message, DAMAGED, "its score map names %d classes, more than the palette of %d",
+            distinct, limits->palette);
     return OK;
 }

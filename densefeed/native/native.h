@@ -31,6 +31,7 @@
 
 INLINE int min(int a, int b) { return a < b ? a : b; }
 INLINE int max(int a, int b) { return a > b ? a : b; }
+INLINE int be16(const uint8_t *at) { return at[0] << 8 | at[1]; }
 
 /* Portable vectors of GCC and Clang. SHUFFLE picks elements of a and b by index, a's first. */
 typedef int16_t Half __attribute__((vector_size(16)));
@@ -53,6 +54,10 @@ INLINE void transpose8(Half m[8]) {
     }
 }
 
+/* Limit of the pixels of an image: memory is allocated from unverified headers. See densefeed_limit. */
+extern int64_t most_pixels;
+
+/* DAMAGED: refused for good. UNSUPPORTED: the caller may try another decoder. */
 enum { OK = 0, DAMAGED = 1, UNSUPPORTED = 2, UNREADABLE = 3, NO_MEMORY = 4 };
 enum { JPEG = 0, RAW = 1 };
 enum { BILINEAR = 0, BICUBIC = 1 }; /* antialiased like Pillow's */
@@ -61,7 +66,6 @@ enum { BILINEAR = 0, BICUBIC = 1 }; /* antialiased like Pillow's */
 #define TRY(call) do { int status_ = (call); if (status_) return status_; } while (0)
 
 #define MESSAGE 120
-#define MOST_PIXELS (1 << 28) /* per image: memory is allocated from the unverified header */
 #define PADDING 64 /* bytes that may be read past the end of any buffer of encoded bytes */
 
 /* One sample of a batch. __init__.py declares the same struct for numpy. */
@@ -84,14 +88,21 @@ typedef struct {
     const float *levels; /* [256], of a compact store; NULL: lossless */
 } Packed;
 
+/* The values that score maps may have. `part_to` then holds 4 arrays of each sample: logits, classes,
+ * logsumexps and Windows. */
+typedef struct {
+    int32_t cells, top_k; /* cells per map; classes per cell */
+    int32_t classes, palette; /* classes of the dataset; most distinct classes of a map */
+} Limits;
+
 /* Instead of pixels: a validated JPEG that contains at least the crop, for another decoder. */
 typedef struct {
     uint8_t *bytes; /* in: room for the sample's length; out: the JPEG, maybe sample.bytes */
     int64_t length; /* of the JPEG; 0: the image is raw or its status is not OK */
     int32_t top, left, height, width; /* the JPEG's region of the stored image, pixels */
-    /* For an image without an index: length << 32 | CRC-32. In: of bytes that passed validation
-     * before, or 0; bytes with another value are decoded in full. Out: of the bytes of this call,
-     * which are valid. The checksums of an index are always verified. */
+    /* length << 32 | CRC-32, of the whole image or, if it has our index, of its header. In: of bytes
+     * that passed validation before, or 0; an image with another value is entropy-decoded in full.
+     * Out: of this image, which is valid. The checksums of an index are always verified. */
     uint64_t sound;
 } Cut;
 
@@ -110,6 +121,7 @@ typedef struct Batch {
     /* If not NULL, there are 2 parts (a packed row and a Window), and `part_to` holds 4 arrays:
      * logits, classes, logsumexps and Windows. */
     const Packed *packed;
+    const Limits *limits; /* NULL: the values of score maps are not checked */
     int filter;
     int next, done, cancelled; /* guarded by the pool's lock */
     struct Batch *after;
@@ -121,6 +133,7 @@ typedef struct {
     uint8_t *planes; size_t planes_room;
     int16_t *middle; size_t middle_room;
     void *weights; size_t weights_room;
+    int32_t *seen; size_t seen_room;
     double reading; /* microseconds spent reading this sample */
 } Scratch;
 
@@ -152,12 +165,15 @@ int load(Sample *sample, Scratch *scratch, size_t from, size_t at, size_t length
 int grow(void **memory, size_t *room, size_t needed);
 #define GROW(scratch, name, bytes) grow((void **)&scratch->name, &scratch->name##_room, bytes)
 int fail(char *message, int status, const char *format, ...) __attribute__((format(printf, 3, 4)));
+int check_size(int64_t height, int64_t width, char *message);
 
 API uint32_t densefeed_crc32(const uint8_t *bytes, size_t length, uint32_t crc);
 
 int64_t map_bytes(const Packed *packed, int palette);
 int map_unpack(const Packed *packed, int palette, const uint8_t *row, uint8_t *room,
     uint8_t *logit, uint8_t *class, uint8_t *lse, char *message);
+int map_check(const Limits *limits, int32_t *seen, const uint8_t *logit, const uint8_t *class,
+    const uint8_t *lse, const uint8_t *window, char *message);
 
 int sample_map(const Batch *batch, int n, Sample *sample, Scratch *scratch);
 void sample_decode(const Batch *batch, int n, Scratch *scratch);

@@ -80,6 +80,7 @@ static int decode(Sample *sample, Scratch *scratch, int size, Cut *cut, Picture 
     const uint8_t *bytes;
     size_t header;
     Box box;
+    TRY(check_size(sample->height, sample->width, sample->message));
     TRY(crop_box(sample, &box));
     if (sample->kind == RAW) return cut ? OK : raw_decode(sample, scratch, box, picture);
     TRY(open_jpeg(sample, scratch, &bytes, &header));
@@ -149,9 +150,16 @@ static int copy_packed(const Batch *batch, int n, Sample *sample, Scratch *scrat
         to[1] + n * 2 * entries, to[2] + (size_t)n * 2 * packed->cells, sample->message);
 }
 
-/* Read score map `n` of a batch. */
+/* Read score map `n` of a batch, and check its values. */
 int sample_map(const Batch *batch, int n, Sample *sample, Scratch *scratch) {
-    return (batch->packed ? copy_packed : copy_parts)(batch, n, sample, scratch);
+    TRY((batch->packed ? copy_packed : copy_parts)(batch, n, sample, scratch));
+    const Limits *limits = batch->limits;
+    if (!limits) return OK;
+    if (!GROW(scratch, seen, limits->classes * sizeof *scratch->seen)) return NO_MEMORY;
+    uint8_t *const *to = batch->part_to;
+    size_t cells = limits->cells, entries = n * cells * limits->top_k;
+    return map_check(limits, scratch->seen, to[0] + 2 * entries, to[1] + 2 * entries,
+        to[2] + 2 * n * cells, to[3] + (size_t)n * WINDOW_BYTES, sample->message);
 }
 
 /* Process sample `n` of a batch, from its files to its pixels and score map; sets its status. */

@@ -17,6 +17,19 @@ int fail(char *message, int status, const char *format, ...) {
     return status;
 }
 
+/* Pillow's limit: twice its MAX_IMAGE_PIXELS. */
+int64_t most_pixels = 178956970;
+
+/* Set the largest number of pixels of an image. Not while a batch is decoded. */
+API void densefeed_limit(int64_t pixels) { most_pixels = pixels; }
+
+/* Refuse an image that is too large before memory is allocated for it. */
+int check_size(int64_t height, int64_t width, char *message) {
+    if (height * width <= most_pixels) return OK;
+    return fail(message, DAMAGED, "its %lld x %lld pixels are more than --max-pixels %lld",
+        (long long)width, (long long)height, (long long)most_pixels);
+}
+
 /* Make room for `needed` bytes, and a quarter more; returns 0 if there is no memory. */
 int grow(void **memory, size_t *room, size_t needed) {
     if (needed <= *room) return 1;

@@ -11,7 +11,12 @@
 
 /* A progressive file of 600 KB can hold 190 scans of 2^28 pixels: 4 s. Encoders write about 10. */
 #define MOST_SCANS 200
-#define MOST_VISITS (16 * (uint64_t)MOST_PIXELS) /* scans times pixels */
+#define MOST_VISITS (16 * (uint64_t)most_pixels) /* scans times pixels */
+/* Bytes of all DCT coefficients, which libjpeg keeps for several scans and for transcoding: 3 for
+ * each pixel in 4:2:0, 6 in 4:4:4. At the default limit this is 512 MiB. */
+#define MOST_COEFFICIENTS (3 * most_pixels)
+#define OTHER_BYTES (1 << 26) /* of libjpeg's own buffers: rows of pixels, 8 MB at 65,500 pixels */
+#define MEMORY_MESSAGE "its coefficients take more memory than --max-pixels %lld allows"
 
 typedef struct {
     struct jpeg_error_mgr base;
@@ -34,6 +39,9 @@ static void stop(Errors *errors, int status, const char *format, ...) {
 
 static void on_error(j_common_ptr common) {
     Errors *errors = (Errors *)common->err;
+    /* libjpeg-turbo has no files to move coefficients to, so it stops at max_memory_to_use. */
+    if (errors->base.msg_code == JERR_NO_BACKING_STORE)
+        stop(errors, DAMAGED, MEMORY_MESSAGE, (long long)most_pixels);
     errors->base.format_message(common, errors->text);
     errors->status = errors->base.msg_code == JERR_OUT_OF_MEMORY ? NO_MEMORY : DAMAGED;
     longjmp(errors->back, 1);
@@ -52,14 +60,77 @@ static void on_progress(j_common_ptr common) {
         stop((Errors *)common->err, UNSUPPORTED, "it has more scans than its size needs");
 }
 
-/* Open a JPEG and read its header. Errors, now and later, return to the setjmp of `errors`. */
-static void open_jpeg(j_decompress_ptr jpeg, Errors *errors, const uint8_t *bytes, size_t length) {
+/* Return whether the frame of `size` bytes needs too much memory for its coefficients. */
+static int has_too_many_coefficients(const uint8_t *frame, int size) {
+    int64_t widest = 1, tallest = 1, blocks = 0, pixels = (int64_t)be16(frame + 3) * be16(frame + 5);
+    for (int n = 0; n < frame[7] && 8 + 3 * n + 3 <= size; n++) {
+        int h = frame[9 + 3 * n] >> 4, v = frame[9 + 3 * n] & 15;
+        widest = max((int)widest, h), tallest = max((int)tallest, v), blocks += h * v;
+    }
+    return 2 * pixels * blocks / (widest * tallest) > MOST_COEFFICIENTS;
+}
+
+/* Check the frame header of a JPEG before a decoder sees it. Versions of libjpeg differ in the
+ * codings that they read, and none limits the size. `whole`: all coefficients will be in memory. */
+static int check_frame(const uint8_t *bytes, size_t length, int whole, char *message) {
+    const uint8_t *at = bytes + 2, *end = bytes + length, *frame = NULL;
+    int frame_size = 0;
+    while (end - at >= 4 && (at = memchr(at, 0xFF, end - at - 3))) {
+        int marker = at[1], size = be16(at + 2);
+        if (marker == 0xFF) {
+            at++; /* fill bytes */
+            continue;
+        }
+        if (marker <= 0x01 || (marker >= 0xD0 && marker <= 0xD8)) {
+            at += 2; /* no marker, or one without a body */
+            continue;
+        }
+        if (marker == 0xD9 || size > end - at - 2) break;
+        if (marker == 0xDA && frame) {
+            whole |= at[4] < frame[7];
+            break;
+        }
+        if ((marker & 0xF0) == 0xC0 && marker != 0xC4 && marker != 0xC8 && marker != 0xCC) {
+            if (frame || size < 8) break;
+            frame = at + 2, frame_size = size;
+            if (marker != 0xC0 && marker != 0xC1 && marker != 0xC2 && marker != 0xC9
+                && marker != 0xCA)
+                return fail(message, DAMAGED,
+                    "it is a lossless or hierarchical JPEG; save it as a baseline JPEG");
+            if (frame[2] != 8)
+                return fail(message, DAMAGED, "it has %d bits per color; convert it to 8 bits",
+                    frame[2]);
+            TRY(check_size(be16(frame + 3), be16(frame + 5), message));
+            whole |= marker == 0xC2 || marker == 0xCA;
+        }
+        at += 2 + size;
+    }
+    if (frame && whole && has_too_many_coefficients(frame, frame_size))
+        return fail(message, DAMAGED, MEMORY_MESSAGE, (long long)most_pixels);
+    return OK;
+}
+
+/* Check that decoders agree on a JPEG: lossy, 8 bits per color, not too large. Returns OK if there
+ * is no frame header, which every decoder refuses. */
+API int densefeed_check_frame(const uint8_t *bytes, size_t length, char *message) {
+    return length < 2 ? OK : check_frame(bytes, length, 0, message);
+}
+
+/* Open a JPEG and read its header. Errors, now and later, return to the setjmp of `errors`.
+ * `whole`: all coefficients will be read. */
+static void open_jpeg(
+    j_decompress_ptr jpeg, Errors *errors, const uint8_t *bytes, size_t length, int whole) {
     jpeg->err = jpeg_std_error(&errors->base);
     errors->base.error_exit = on_error;
     errors->base.emit_message = on_message;
     errors->base.output_message = NULL;
     errors->progress = (struct jpeg_progress_mgr){.progress_monitor = on_progress};
     jpeg_create_decompress(jpeg);
+    if (check_frame(bytes, length, whole, errors->text)) {
+        errors->status = DAMAGED;
+        longjmp(errors->back, 1);
+    }
+    jpeg->mem->max_memory_to_use = (long)MOST_COEFFICIENTS + OTHER_BYTES;
     jpeg->progress = &errors->progress;
     jpeg_mem_src(jpeg, bytes, length);
     jpeg_read_header(jpeg, TRUE);
@@ -77,11 +148,6 @@ static void check_color(j_decompress_ptr jpeg) {
         stop((Errors *)jpeg->err, UNSUPPORTED, "it is neither grayscale nor RGB");
 }
 
-static void check_pixel_count(j_decompress_ptr jpeg) {
-    if ((uint64_t)jpeg->image_height * jpeg->image_width > MOST_PIXELS)
-        stop((Errors *)jpeg->err, UNSUPPORTED, "it has more than %d pixels", MOST_PIXELS);
-}
-
 /* Decode the planes of `box` (pixels at 1/scale) of a JPEG without an index. Rows above the box are
  * entropy-decoded but not transformed, rows below it are not read. Any bytes may follow `bytes`. */
 int turbo_decode(Sample *sample, Scratch *scratch, const uint8_t *bytes, size_t length, Box box,
@@ -92,11 +158,10 @@ int turbo_decode(Sample *sample, Scratch *scratch, const uint8_t *bytes, size_t 
         jpeg_destroy_decompress(&jpeg);
         return fail(sample->message, errors.status, "%s", errors.text);
     }
-    open_jpeg(&jpeg, &errors, bytes, length);
+    open_jpeg(&jpeg, &errors, bytes, length, 0);
     if ((int)jpeg.image_height != sample->height || (int)jpeg.image_width != sample->width)
         stop(&errors, DAMAGED, "it is %u x %u pixels, not %d x %d as recorded in the dataset",
             jpeg.image_width, jpeg.image_height, sample->width, sample->height);
-    check_pixel_count(&jpeg);
     check_color(&jpeg);
     jpeg.raw_data_out = TRUE;
     jpeg.out_color_space = jpeg.jpeg_color_space;
@@ -175,7 +240,7 @@ API int densefeed_probe(
         jpeg_destroy_decompress(&jpeg);
         return fail(message, errors.status, "%s", errors.text);
     }
-    open_jpeg(&jpeg, &errors, bytes, length);
+    open_jpeg(&jpeg, &errors, bytes, length, 0);
     *height = jpeg.image_height, *width = jpeg.image_width;
     check_color(&jpeg);
     jpeg_destroy_decompress(&jpeg);
@@ -203,9 +268,8 @@ API int densefeed_transcode(const uint8_t *bytes, size_t length, int interval, u
         free(room);
         return fail(message, errors.status, "%s", errors.text);
     }
-    open_jpeg(&from, &errors, bytes, length);
+    open_jpeg(&from, &errors, bytes, length, 1);
     check_color(&from);
-    check_pixel_count(&from);
     jvirt_barray_ptr *coefficients = jpeg_read_coefficients(&from);
     to.err = from.err;
     jpeg_create_compress(&to);

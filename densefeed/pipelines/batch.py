@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from densefeed.native import Limits
 from densefeed.pipelines.plan import RankRows
 from densefeed.storage.geometry import crop_views, visible_boxes
 
@@ -23,6 +24,11 @@ class ScoreMapSpec(NamedTuple):
     absent: str  # "tail" or "zero-logit": what classes outside a cell's top k have
     max_palette: int  # largest number of distinct classes in one map
     min_window_side: float  # smallest side of a Window: how far a crop may exceed the map
+
+    @property
+    def limits(self) -> Limits:
+        """The values that a map may hold: others would be indices out of bounds in the step."""
+        return Limits(self.num_classes, self.max_palette)
 
 
 class Batch(NamedTuple):

@@ -9,30 +9,10 @@ from densefeed import native
 from densefeed.pipelines.batch import ScoreMapSpec
 from densefeed.pipelines.folder import StoreMaps, map_tensors, score_map_spec
 from densefeed.pipelines.loader import Encoded, Fetch, MapRows, Memory
-from densefeed.storage.beton import NDARRAY, Beton, Field
+from densefeed.storage.beton import MAP_FIELDS, Beton
 from densefeed.storage.images import decode
-from densefeed.storage.score_maps import ScoreMaps, ScoreMapStore
+from densefeed.storage.score_maps import ScoreMapStore
 from densefeed.system.errors import UserError
-
-MAP_FIELDS = ("map", "lse", "window")
-
-
-def map_fields(side: int, top_k: int) -> list[Field]:
-    """Return the .beton fields of a score map. FFCV cannot read float16: its bits are int16."""
-    return [
-        Field(NDARRAY, "map", "<i2", (2, side, side, top_k)),
-        Field(NDARRAY, "lse", "<i2", (side, side)),
-        Field(NDARRAY, "window", "<f4", (4,)),
-    ]
-
-
-def map_arrays(maps: ScoreMaps, row: int) -> tuple[np.ndarray, ...]:
-    """Return row `row` of `maps` as the arrays of `map_fields`."""
-    return (
-        np.stack([maps.logit[row].view("<i2"), maps.cls[row].view("<i2")]),
-        maps.lse[row].view("<i2"),
-        maps.window[row],
-    )
 
 
 class FfcvSource(StoreMaps):
@@ -68,8 +48,7 @@ class FfcvSource(StoreMaps):
             self._store = ScoreMapStore(maps)
             self._check_store(path, maps)
             self.score_maps = score_map_spec(self._store, num_classes)
-        # Third-party files may have a field of that name, but not our notes.
-        elif "absent" in notes and any(field.name == "map" for field in self._beton.fields):
+        elif self._beton.has_maps:
             self.score_maps = ScoreMapSpec(
                 *self._beton.field("map").shape[2:],
                 num_classes,
@@ -139,7 +118,7 @@ class FfcvSource(StoreMaps):
         if self._store is not None:
             super().check_map(index)
         else:
-            self._beton.arrays(np.array([index]))
+            self._beton.check_map(index)
 
     def close(self) -> None:
         self._beton.close()

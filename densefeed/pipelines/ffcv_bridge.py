@@ -26,8 +26,9 @@ import torch
 from torch import Tensor, nn
 
 from densefeed.pipelines.batch import Batch, crop_batch
-from densefeed.pipelines.ffcv import MAP_FIELDS, FfcvSource
+from densefeed.pipelines.ffcv import FfcvSource
 from densefeed.pipelines.plan import RankRows
+from densefeed.storage.beton import MAP_FIELDS
 from densefeed.storage.score_maps import ScoreMaps
 from densefeed.system.errors import UserError
 

@@ -42,14 +42,18 @@ class StoreMaps:
     def maps(self, ids: np.ndarray) -> ScoreMaps:
         # The native library takes 3 microseconds for a compact row, numpy 17.
         rows = self.map_rows(ids, Memory())
-        for index in ids[native.read_maps(rows.parts) != native.OK].tolist():
+        parts = rows.parts._replace(limits=self.score_maps.limits)
+        for index in ids[native.read_maps(parts) != native.OK].tolist():
             # Raises the reason. A map that failed once and now reads well has none to give.
             self.check_map(index)
             raise UserError(f"the map of {self.where(index)} cannot be read; copy the file again")
         return ScoreMaps(*(field.numpy() for field in rows.fields))
 
     def check_map(self, index: int) -> None:
-        self._store.rows(np.array([index]))
+        store, row = self._store, np.array([index])
+        for fault, bad in store.impossible(row, store.rows(row)).items():
+            if bad.any():
+                raise store.invalid_map(index, fault)
 
     def close(self) -> None:
         if self._store:

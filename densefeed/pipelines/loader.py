@@ -126,7 +126,8 @@ class Source(Protocol):
 
         Allocate the tensors from `memory` with the shapes and dtypes of Batch (`map_tensors` in
         folder.py). native.Parts names the bytes of each of them by file descriptor and offset, and
-        optionally a checksum; the native threads copy them beside the images.
+        optionally a checksum; the native threads copy them beside the images, and refuse values
+        that `score_maps` does not allow.
         """
 
     def maps(self, ids: np.ndarray) -> ScoreMaps:
@@ -309,7 +310,10 @@ class ThreadedLoader:
         samples["box_tlhw"], samples["flip"] = self.plan.crops(
             epoch, ids, samples["height"], samples["width"], rows.repeat
         )
-        maps = self.source.map_rows(ids, self._memory) if self.score_maps and self._maps else None
+        maps = None
+        if self.score_maps and self._maps:
+            maps = self.source.map_rows(ids, self._memory)
+            maps = maps._replace(parts=maps.parts._replace(limits=self.score_maps.limits))
         return _Begun(self._begin(encoded, ids, size, maps), encoded, rows, maps)
 
     def _finish(self, begun: _Begun) -> Batch:

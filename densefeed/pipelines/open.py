@@ -9,11 +9,13 @@ import torch
 import tyro
 from tyro.conf import arg
 
+from densefeed.native import MAX_PIXELS
 from densefeed.pipelines.dali import DaliLoader
 from densefeed.pipelines.ffcv import FfcvSource
 from densefeed.pipelines.folder import FolderSource
 from densefeed.pipelines.loader import CPU, Source, ThreadedLoader
 from densefeed.pipelines.plan import EpochPlan
+from densefeed.storage.images import limit_pixels
 from densefeed.system.devices import THREADS
 from densefeed.system.errors import UserError
 from densefeed.system.options import Bounds, Count, Fraction, Options
@@ -35,6 +37,8 @@ class DataOptions(Options):
     # folder: folders of images; ffcv: .beton files; dali: either, decoded by NVIDIA DALI
     loader: str = "folder"
     threads: Count = THREADS  # decoding threads of each rank
+    # refuse images of more pixels; the default is Pillow's limit, and memory is 3 to 8 bytes each
+    max_pixels: Count = MAX_PIXELS
     # stop at an unreadable sample, or skip and count it
     on_bad_sample: Literal["raise", "skip"] = "raise"
     # order of the training set; blocks reads runs of storage, for disks and network file systems
@@ -141,8 +145,11 @@ def open_dataset(
         maps: whether training batches carry score maps, if the set has any.
         device: where DALI decodes.
 
+    The limit of pixels is one for the process: that of the dataset opened last.
+
     Raises UserError for data that cannot be opened or options that do not fit it.
     """
+    limit_pixels(data.max_pixels)
     (open_source, make), training = find_loader(data.loader), mode == "train"
     path, score_maps = (data.train, data.score_maps) if training else (data.val, None)
     source = open_source(Path(path), mode, score_maps, data.threads)

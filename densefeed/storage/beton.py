@@ -13,6 +13,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import weakref
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -24,6 +25,7 @@ from typing import NamedTuple
 import numpy as np
 
 from densefeed import native
+from densefeed.storage.score_maps import ScoreMaps, find_faults
 from densefeed.system.devices import CORES
 from densefeed.system.errors import UserError
 from densefeed.system.files import name_errors
@@ -81,6 +83,10 @@ SOI = b"\xff\xd8"
 CHUNK = 2**16
 # Notes that must be equal in files that are opened as one dataset.
 SHARED_NOTES = ("class_names", "teacher", "absent")
+# Fields of a score map.
+MAP_FIELDS = ("map", "lse", "window")
+# A dtype as FFCV writes it: numbers or booleans. NumPy would also parse expressions and objects.
+DTYPE = re.compile(r"[<>|]?[biufc](1|2|4|8|16)")
 
 
 class Field(NamedTuple):
@@ -95,6 +101,24 @@ class Field(NamedTuple):
     def nbytes(self) -> int:
         """Bytes of one sample's array."""
         return np.dtype(self.dtype).itemsize * math.prod(self.shape)
+
+
+def map_fields(side: int, top_k: int) -> list[Field]:
+    """Return the .beton fields of a score map. FFCV cannot read float16: its bits are int16."""
+    return [
+        Field(NDARRAY, "map", "<i2", (2, side, side, top_k)),
+        Field(NDARRAY, "lse", "<i2", (side, side)),
+        Field(NDARRAY, "window", "<f4", (4,)),
+    ]
+
+
+def map_arrays(maps: ScoreMaps, row: int) -> tuple[np.ndarray, ...]:
+    """Return row `row` of `maps` as the arrays of `map_fields`."""
+    return (
+        np.stack([maps.logit[row].view("<i2"), maps.cls[row].view("<i2")]),
+        maps.lse[row].view("<i2"),
+        maps.window[row],
+    )
 
 
 class Extents(NamedTuple):
@@ -351,6 +375,31 @@ class Beton:
         number = int(self.images.file[index])
         return f"{self.paths[number]} image {index - int(self._starts[number])}"
 
+    @property
+    def has_maps(self) -> bool:
+        """Whether the samples have score maps: third-party files may have such fields only."""
+        return "absent" in self.notes and any(field.name == "map" for field in self.fields)
+
+    def check_map(self, index: int) -> None:
+        """Raise UserError if the arrays of sample `index`, or values of its score map, are bad."""
+        arrays = self.arrays(np.array([index]))
+        if not self.has_maps:
+            return
+        both = arrays["map"]
+        maps = ScoreMaps(
+            both[:, 0].view("<f2"),
+            both[:, 1].view("<u2"),
+            arrays["lse"].view("<f2"),
+            arrays["window"],
+        )
+        classes, palette = len(self.notes["class_names"]), self.notes["max_palette"]
+        for fault, bad in find_faults(maps, classes, palette).items():
+            if bad.any():
+                raise UserError(
+                    f"{self.where(index)}: its score map holds {fault}; "
+                    "label the images again and pack them"
+                )
+
     def image(self, index: int) -> tuple[bytes, bool]:
         """Return the stored bytes of image `index`, and whether they are raw pixels, not a JPEG.
 
@@ -556,6 +605,8 @@ def read_front(path: Path, descriptor: int) -> Front:
             f"{path} is cut or damaged ({size:,} bytes, {entries:,} allocations expected at "
             f"{table:,}); pack or copy it again"
         )
+    if notes:
+        check_notes(path, notes, fields, table)
     if count == 0:
         raise UserError(f"{path} holds no images; pack it again")
     return Front(path, descriptor, fields, count, table, start, notes)
@@ -586,22 +637,69 @@ def read_notes(path: Path, descriptor: int, head: bytes, table: int) -> dict:
     np.frombuffer(summed, NOTES, 1, place_at)["crc"] = 0
     if zlib.crc32(text, zlib.crc32(summed)) != place["crc"]:
         # Before version 2 there was no checksum.
-        try:
-            version = json.loads(text).get("densefeed", NOTES_VERSION)
-            earlier = place["crc"] == 0 and version < NOTES_VERSION
-        except (ValueError, AttributeError, TypeError):
-            earlier = False
-        if earlier:
+        version = parse_notes(text).get("densefeed")
+        if place["crc"] == 0 and type(version) is int and version < NOTES_VERSION:
             raise UserError(
                 f"{path} was packed by an earlier version of this program; pack it again"
             )
         raise damaged
-    notes = json.loads(text)
-    if (version := notes["densefeed"]) != NOTES_VERSION:
+    notes = parse_notes(text)
+    version = notes.get("densefeed")
+    if type(version) is not int:
+        raise damaged
+    if version != NOTES_VERSION:
         raise UserError(
             f"{path} was packed by another version of this program ({version}); pack it again"
         )
     return notes
+
+
+def parse_notes(text: bytes) -> dict:
+    """Parse the notes; empty if they are not a JSON object."""
+    try:
+        notes = json.loads(text)
+    # JSON that is nested too deep, and numbers of thousands of digits, are refused by Python.
+    except (ValueError, RecursionError):
+        return {}
+    return notes if isinstance(notes, dict) else {}
+
+
+def check_notes(path: Path, notes: dict, fields: list[Field], table: int) -> None:
+    """Raise UserError unless the notes hold what their readers take for granted.
+
+    Their checksum says only that these bytes were written.
+    """
+    sums, names = notes.get("crc32"), notes.get("class_names", [])
+    shape = next((field.shape for field in fields if field.name == "map"), ())
+    has_maps = "absent" in notes and bool(shape)
+    valid = {
+        "fingerprint": isinstance(notes.get("fingerprint"), str),
+        "class_names": isinstance(names, list) and all(isinstance(name, str) for name in names),
+        "left_out": is_number(notes.get("left_out", 0), 0, table, int),
+        "crc32": isinstance(sums, dict)
+        and all(is_number(sums.get(key), 0, 2**32, int) for key in ("metadata", "table", "samples"))
+        and is_number(sums.get("samples_at"), 0, table, int),
+        "teacher": isinstance(notes.get("teacher", ""), str),
+        "absent": notes.get("absent", "tail") in ("tail", "zero-logit"),
+    }
+    if has_maps:
+        ours = map_fields(*shape[2:]) if len(shape) == 4 else None
+        valid["class_names"] &= bool(names)
+        valid["shape of the score maps"] = [f for f in fields if f.name in MAP_FIELDS] == ours
+        # The step takes memory for each of them.
+        most = math.prod(shape[1:])
+        valid["max_palette"] = is_number(notes.get("max_palette"), 1, most, int)
+        # The Window of a letterbox is longer than the image.
+        valid["min_window_side"] = is_number(notes.get("min_window_side"), 1e-9, 1e9, float)
+    for name, is_valid in valid.items():
+        if not is_valid:
+            raise UserError(f"{path}: {name} in its notes is invalid; pack it again")
+
+
+def is_number(value: object, low: float, high: float, kind: type) -> bool:
+    """Whether a value of JSON is a number of this kind, at least `low` and at most `high`."""
+    # True is an int in Python, and every int is a float in JSON.
+    return type(value) in (int, kind) and low <= value <= high
 
 
 def notes_place(descriptor_at: int) -> int:
@@ -624,10 +722,10 @@ def parse_field(path: Path, row: np.void) -> Field:
     shape = tuple(filter(None, extents))
     try:
         ((_, dtype),) = json.loads(raw[264 : 264 + length])
-        # Bytes of the file would be taken for pointers to Python objects.
-        if np.dtype(dtype).hasobject:
-            raise TypeError
-    except (ValueError, TypeError):
+        if not DTYPE.fullmatch(dtype):
+            raise ValueError
+        np.dtype(dtype)
+    except (ValueError, TypeError, RecursionError):
         raise UserError(
             f"{path}: the dtype of field {name!r} is damaged or not numeric; pack or copy it again"
         ) from None
@@ -665,8 +763,7 @@ def verify(path: Path, threads: int) -> list[str]:
 def find_damage(beton: Beton, index: int) -> str | None:
     """Check a sample as `verify` does; return a sentence if it is damaged."""
     try:
-        # Read for the checksum only.
-        beton.arrays(np.array([index]))
+        beton.check_map(index)
         stored, raw = beton.image(index)
         if not raw:
             native.check(stored, int(beton.heights[index]), int(beton.widths[index]))

@@ -3,11 +3,14 @@
 import hashlib
 import io
 import math
+import warnings
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
+from densefeed import native
 from densefeed.storage import datasets
 from densefeed.storage.geometry import LTRB
 from densefeed.system.errors import UserError
@@ -15,6 +18,51 @@ from densefeed.system.errors import UserError
 # Files whose byte size enters the fingerprint. A stat of every file of a network disk takes
 # minutes.
 SIZED_FILES = 1024
+# TIFF's tags of the size of a tile.
+TILE_WIDTH, TILE_LENGTH = 322, 323
+
+max_pixels = native.MAX_PIXELS
+# Pillow warns above half of its limit. Here an image is either read or refused.
+warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
+
+
+def limit_pixels(pixels: int) -> None:
+    """Refuse images of more pixels from now on, in this process, whatever decodes them."""
+    global max_pixels
+    max_pixels = pixels
+    native.limit_pixels(pixels)
+    # Pillow raises an error above twice this number.
+    Image.MAX_IMAGE_PIXELS = pixels / 2
+
+
+def open_image(file: BinaryIO) -> Image.Image:
+    """Open an image with Pillow, which reads its header.
+
+    Raises an exception of any type if Pillow cannot read it, native.JpegError for a JPEG that
+    decoders do not read alike (see native.check_frame), and DecompressionBombError for too many
+    pixels.
+    """
+    at = file.tell()
+    if file.read(2) == b"\xff\xd8":
+        file.seek(at)
+        native.check_frame(file.read())
+    file.seek(at)
+    image = Image.open(file)
+    # A tile is decoded as a whole, however small the image is.
+    tags = image.tag_v2 if image.format == "TIFF" else {}
+    tile = tags.get(TILE_WIDTH, 0) * tags.get(TILE_LENGTH, 0)
+    if max(image.width * image.height, tile) > max_pixels:
+        raise Image.DecompressionBombError
+    return image
+
+
+def explain(error: Exception) -> str:
+    """Return in a few words why Pillow or `open_image` refuses an image."""
+    if isinstance(error, UnidentifiedImageError):
+        return "not an image"
+    if isinstance(error, Image.DecompressionBombError):
+        return f"its pixels are more than --max-pixels {max_pixels}"
+    return str(error)
 
 
 def sample_evenly(count: int, most: int) -> np.ndarray:
@@ -62,14 +110,14 @@ class Images:
         """
         with self.open(index) as file:
             try:
-                with Image.open(file) as image:
+                with open_image(file) as image:
                     return image.height, image.width
             # A lack of memory says nothing about the file.
             except MemoryError:
                 raise
             # Pillow does not limit the types of its exceptions.
             except Exception as error:
-                problem = f"its size cannot be read ({error})"
+                problem = f"its size cannot be read ({explain(error)})"
                 raise OSError(None, problem, self.where(index)) from error
 
     def fingerprint(self) -> str:
@@ -117,18 +165,19 @@ def crop_resize(
 def decode(encoded: bytes, where: str) -> Image.Image:
     """Decode an image to RGB; UserError that names `where` if it is damaged or not an image."""
     try:
-        image = Image.open(io.BytesIO(encoded))
+        image = open_image(io.BytesIO(encoded))
         # Pillow would clip 16 bits to 8, which gives a nearly white image.
         if image.mode.startswith("I;16"):
             image = Image.fromarray((np.asarray(image) // 257).astype(np.uint8))
-        return image.convert("RGB")
+        image.load()
+        # A copy of a large image doubles the memory.
+        return image if image.mode == "RGB" else image.convert("RGB")
     # A lack of memory says nothing about the file.
     except MemoryError:
         raise
     except Exception as error:
         # Pillow does not limit the types of its exceptions: OSError, SyntaxError, ValueError, for
         # AVIF RuntimeError, ...
-        reason = "not an image" if isinstance(error, UnidentifiedImageError) else str(error)
         raise UserError(
-            f"{where} cannot be decoded ({reason}); replace or remove this file"
+            f"{where} cannot be decoded ({explain(error)}); replace or remove this file"
         ) from error

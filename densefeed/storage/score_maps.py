@@ -104,6 +104,24 @@ def palette_sizes(cls: np.ndarray) -> np.ndarray:
     return (1 + (flat[:, 1:] != flat[:, :-1]).sum(axis=1)).astype(np.uint16)
 
 
+def find_faults(maps: ScoreMaps, num_classes: int, palette: np.ndarray) -> dict[str, np.ndarray]:
+    """Return the faults that no teacher can produce, and the rows of `maps` that hold each.
+
+    `palette` is the size of each row's palette, `[N]` or one for all. Returns bool `[N]` by the
+    name of the fault. `map_check` in native/maps.c checks the same in the loaders.
+    """
+    logit, cls, lse, window = (part.reshape(len(part), -1) for part in maps)
+    known = cls.max(1) < num_classes
+    return {
+        "a logit that is not finite": find_non_finite(logit),
+        "a logsumexp that is not finite": find_non_finite(lse),
+        "a Window that is no part of the image": ~find_valid_windows(window),
+        f"class {cls.max()} of {num_classes}": ~known,
+        "a class twice in one cell": find_duplicate_classes(maps.cls),
+        "more classes than its palette size": known & (palette_sizes(cls) > palette),
+    }
+
+
 class PackedRows(NamedTuple):
     """What is needed to read the rows of a packed store; copies in memory."""
 
@@ -262,16 +280,7 @@ class ScoreMapStore:
 
         `maps` are the maps of these rows. Returns bool `[len(ids)]` by the name of the fault.
         """
-        logit, cls, lse, window = (part.reshape(len(ids), -1) for part in maps)
-        known = cls.max(1) < self.header.num_classes
-        return {
-            "a logit that is not finite": find_non_finite(logit),
-            "a logsumexp that is not finite": find_non_finite(lse),
-            "a Window that is no part of the image": ~find_valid_windows(window),
-            f"class {cls.max()} of {self.header.num_classes}": ~known,
-            "a class twice in one cell": find_duplicate_classes(maps.cls),
-            "more classes than its palette size": known & (palette_sizes(cls) > self.palette[ids]),
-        }
+        return find_faults(maps, self.header.num_classes, self.palette[ids])
 
     def chunks(self, doing: str) -> Iterator[tuple[np.ndarray, tuple, ScoreMaps]]:
         """Yield all rows in order, in chunks: ids, stored parts (see `row_crcs`), maps.

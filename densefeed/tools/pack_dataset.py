@@ -41,12 +41,12 @@ import tyro
 from PIL import Image
 
 from densefeed import native
-from densefeed.pipelines.ffcv import map_arrays, map_fields
+from densefeed.native import MAX_PIXELS
 from densefeed.pipelines.folder import score_map_spec
 from densefeed.storage import indexed_jpeg
-from densefeed.storage.beton import PAGE
+from densefeed.storage.beton import PAGE, map_arrays, map_fields
 from densefeed.storage.beton_writer import FAILED, PACKED, BetonWriter, Sample
-from densefeed.storage.images import Images, decode
+from densefeed.storage.images import Images, decode, limit_pixels
 from densefeed.storage.score_maps import ScoreMapStore
 from densefeed.system.devices import CORES
 from densefeed.system.errors import UserError, make_command
@@ -80,6 +80,8 @@ class Packing(Options):
     quality: Annotated[int, Bounds(1, 100)] = 95
     # transcode JPEGs losslessly with an index of their segments, which makes crops faster to decode
     index: bool = True
+    # refuse images of more pixels; the default is Pillow's limit, and memory is 3 to 8 bytes each
+    max_pixels: Count = MAX_PIXELS
     threads: Count = CORES  # threads that read and check images
     # if an image cannot be packed: write no file, or a file without it
     on_bad_sample: Literal["raise", "skip"] = "raise"
@@ -99,6 +101,7 @@ def main(packing: Packing) -> None:
     Raises UserError after all images were tried, if one cannot be packed and --on-bad-sample is
     raise.
     """
+    limit_pixels(packing.max_pixels)
     images = Images(packing.data, packing.dataset, packing.split)
     fingerprint, fields = images.fingerprint(), []
     store = open_maps(packing, fingerprint) if packing.maps else None

@@ -32,13 +32,14 @@ from typing import Literal
 import torch
 from tyro.conf import UseAppendAction
 
+from densefeed.native import MAX_PIXELS
 from densefeed.relabel.audit import measure_accuracy
 from densefeed.relabel.estimates import estimate_pass
 from densefeed.relabel.labeling import begin_pass, finish_pass
 from densefeed.relabel.rendering import NativeRender
 from densefeed.relabel.scoring import Precision
 from densefeed.storage.geometry import Geometry
-from densefeed.storage.images import Images
+from densefeed.storage.images import Images, limit_pixels
 from densefeed.storage.maintenance import summary
 from densefeed.storage.row_codecs import Absent, Form
 from densefeed.storage.shards import Shard
@@ -80,6 +81,8 @@ class Labeling(Options):
     split: str = "train"  # split of the dataset
     # images per forward pass; auto: the largest power of two that fits, 32 on a CPU
     batch: int | Literal["auto"] = "auto"
+    # refuse images of more pixels; the default is Pillow's limit, and memory is 3 to 8 bytes each
+    max_pixels: Count = MAX_PIXELS
     threads: Count = THREADS  # decoding threads of each rank
     device: str = "auto"  # auto: cuda if there is one, else cpu
     precision: Precision = "auto"  # auto: bf16 on GPUs that have it, else fp32
@@ -104,6 +107,7 @@ def choose_shard(labeling: Labeling) -> tuple[Shard, torch.device]:
 
 def main(labeling: Labeling) -> None:
     """Label the images, then print the accuracy of the stored maps."""
+    limit_pixels(labeling.max_pixels)
     shard, device = choose_shard(labeling)
     images = Images(labeling.data, labeling.dataset, labeling.split)
     teacher, name = load_teacher(

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from densefeed.pipelines.ffcv import FfcvSource, map_arrays, map_fields
+from densefeed.pipelines.ffcv import FfcvSource
 from densefeed.storage import beton as module
 from densefeed.storage.beton import (
     ALLOCATION,
@@ -33,6 +33,8 @@ from densefeed.storage.beton import (
     Beton,
     Field,
     describe_field,
+    map_arrays,
+    map_fields,
     metadata_dtype,
     read_front,
 )
@@ -40,7 +42,7 @@ from densefeed.storage.beton_writer import BetonWriter, Sample
 from densefeed.storage.score_maps import ScoreMapWriter, StoreHeader, row_crcs
 from densefeed.system.errors import UserError
 
-NOTES = {"class_names": ["a", "b", "c"], "fingerprint": "f" * 64, "teacher": "t", "absent": "tail"}
+NOTES = {"class_names": [*"abcdefghi"], "fingerprint": "f" * 64, "teacher": "t", "absent": "tail"}
 NOTES |= {"max_palette": 9, "min_window_side": 0.5}
 
 

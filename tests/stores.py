@@ -21,3 +21,17 @@ def write_store(
     writer.write(np.arange(len(images)), maps)
     writer.finish()
     return path
+
+
+# Values that no teacher produces, under checksums that are right: name of the fault, and what
+# writes them to row `n` of ScoreMaps of `K` classes.
+BAD_VALUES = {
+    "class 3 of 3": lambda maps, n: maps.cls[n].__setitem__((2, 3, 1), 3),
+    "class 65535 of 3": lambda maps, n: maps.cls[n].__setitem__((0, 0, 0), 65535),
+    "a logit that is not finite": lambda maps, n: maps.logit[n].__setitem__((5, 5, 1), np.nan),
+    "a logsumexp that is not finite": lambda maps, n: maps.lse[n].__setitem__((5, 5), -np.inf),
+    "a class twice in one cell": lambda maps, n: maps.cls[n].__setitem__((1, 1), 2),
+    "a Window that is no part of the image": lambda maps, n: maps.window.__setitem__(
+        n, (0.9, 0, 0.1, 1)
+    ),
+}

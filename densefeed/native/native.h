@@ -102,7 +102,8 @@ typedef struct {
     int32_t top, left, height, width; /* the JPEG's region of the stored image, pixels */
     /* length << 32 | CRC-32, of the whole image or, if it has our index, of its header. In: of bytes
      * that passed validation before, or 0; an image with another value is entropy-decoded in full.
-     * Out: of this image, which is valid. The checksums of an index are always verified. */
+     * Out: of this image, or 0 if an indexed image is damaged outside the crop. The checksums of an
+     * index are always verified. */
     uint64_t sound;
 } Cut;
 

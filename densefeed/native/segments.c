@@ -621,18 +621,29 @@ int segments_decode(Sample *sample, Scratch *scratch, const uint8_t *head, size_
     return decode_span(sample, out, step);
 }
 
-/* Check the entropy coding of a whole image with our index, unless `cut` says that it passed: the
- * other decoder would guess pixels where it is corrupt. Checksums say that the bytes are those that
- * were written, not that they are a JPEG. */
-static int check_coding(
-    Sample *sample, Scratch *scratch, const uint8_t *head, size_t head_length, Cut *cut) {
+/* Check the entropy coding of `box` of an image with our index. */
+static int check_box(
+    Sample *sample, Scratch *scratch, const uint8_t *head, size_t head_length, Box box) {
+    TRY(open_rows(&header, sample, scratch, head, head_length, box));
+    return decode_span(sample, NULL, NULL);
+}
+
+/* Check the entropy coding of a crop, unless `cut` says that the whole image passed: the other
+ * decoder would guess pixels where it is corrupt. Checksums say that the bytes are those that were
+ * written, not that they are a JPEG. The whole image is checked once, not every crop of it. */
+static int check_coding(Sample *sample, Scratch *scratch, const uint8_t *head, size_t head_length,
+    Box box, Cut *cut) {
     uint64_t found = (uint64_t)sample->length << 32 | u32(head + INDEX_AT + 10);
     if (found == cut->sound) return OK;
+    cut->sound = 0;
     Box whole = {0, 0, sample->height, sample->width};
-    TRY(open_rows(&header, sample, scratch, head, head_length, whole));
-    TRY(decode_span(sample, NULL, NULL));
-    cut->sound = found;
-    return OK;
+    if (check_box(sample, scratch, head, head_length, whole) == OK) {
+        cut->sound = found;
+        return OK;
+    }
+    /* The damage may lie outside the crop. */
+    sample->message[0] = 0;
+    return check_box(sample, scratch, sample->bytes ? head : scratch->encoded, head_length, box);
 }
 
 /* Write a shorter JPEG of the segments that `box` needs: the header without our index and with the
@@ -640,7 +651,7 @@ static int check_coding(
  * of our index 8 bytes per row are left out, and a row may get one marker that it lacks. */
 int segments_cut(Sample *sample, Scratch *scratch, const uint8_t *head, size_t head_length,
     Box box, Cut *cut) {
-    TRY(check_coding(sample, scratch, head, head_length, cut));
+    TRY(check_coding(sample, scratch, head, head_length, box, cut));
     if (!sample->bytes) head = scratch->encoded;
     TRY(open_rows(&header, sample, scratch, head, head_length, box));
     Span across = header.across, down = header.down;

@@ -9,11 +9,11 @@ Pillow's crop and resize, and within 0.6 of the other loaders', each on average 
 decoder is another one.
 
 Before DALI, the native threads read the bytes and cut the segments that the crop needs out of an
-indexed JPEG, checking their checksums. They check all of a JPEG without index whose bytes were not
-checked before (the CRC-32 of 33 kB takes 3 µs), since DALI decodes most damage as pixels, and the
-rest breaks its pipeline. The native decoder decodes, or refuses as in the other loaders, what DALI
-cannot: raw pixels, JPEGs with damage (perhaps outside the crop), and any run that breaks the
-pipeline. Over 500 px photographs cut JPEGs are on average 0.34 as long as whole ones, and on a CPU
+indexed JPEG, checking their checksums. They check all of a JPEG that was not checked before, which
+the CRC-32 of its header (with index) or of its bytes tells (33 kB take 3 µs), since DALI decodes
+most damage as pixels, and the rest breaks its pipeline. The native decoder decodes, or refuses as
+in the other loaders, what DALI cannot: raw pixels, JPEGs with damage (without an index perhaps
+outside the crop), and any run that breaks the pipeline. Over 500 px photographs cut JPEGs are on average 0.34 as long as whole ones, and on a CPU
 DALI then decodes 1.2 times as many as with its own region decoder on whole JPEGs. On a CPU the
 native threads resize and mirror the decoded crops straight into the batch: DALI's own resize takes
 1.2 ms of the 1.65 ms that an image would take with it.

@@ -7,7 +7,10 @@ import numpy as np
 import pytest
 
 from densefeed import native
-from densefeed.storage.row_codecs import code_levels, row_sizes, unpack
+from densefeed.storage.row_codecs import ScoreMaps, code_levels, row_sizes, unpack
+from densefeed.storage.score_maps import find_faults
+
+from ..stores import BAD_VALUES
 
 PALETTES = np.array([1, 2, 3, 24, 32, 33, 64, 255, 256, 257, 1619, 1620, 5000, 65535])
 SIDE, TOP_K = 18, 5
@@ -38,7 +41,7 @@ def packed_rows(form: str, rng: np.random.Generator, scales=None) -> list[np.nda
 
 
 def decode(
-    path, rows: list[np.ndarray], levels: np.ndarray | None, crc=None
+    path, rows: list[np.ndarray], levels: np.ndarray | None, crc=None, limits=None
 ) -> tuple[np.ndarray, list[np.ndarray], np.ndarray]:
     """Unpack rows from a file with the library: samples, the four fields, the written Windows."""
     N = len(rows)
@@ -66,7 +69,7 @@ def decode(
     file = os.open(path, os.O_RDONLY)
     try:
         parts = native.Parts(
-            np.full((N, 2), file), offset, to, crc, native.Packed(PALETTES[:N], levels)
+            np.full((N, 2), file), offset, to, crc, native.Packed(PALETTES[:N], levels), limits
         )
         native.Job(samples, np.zeros((N, 4, 4, 3), np.uint8), parts, keep=pixels).decode()
     finally:
@@ -133,3 +136,52 @@ def test_invalid_or_changed_row_fails_only_its_sample(tmp_path, form):
     samples, _, _ = decode(tmp_path / "rows", rows, levels, crc.astype(np.uint32))
     assert np.flatnonzero(samples["status"]).tolist() == [5]
     assert b"does not match its checksum" in samples["message"][5]
+
+
+def read_raw(path, maps: ScoreMaps, limits: native.Limits) -> np.ndarray:
+    """Read maps from a file of raw rows with the library; return the status of each."""
+    path.write_bytes(b"".join(part.tobytes() for part in maps))
+    N, nbytes = len(maps.logit), np.array([part[0].nbytes for part in maps])
+    offset = np.cumsum(N * nbytes) - N * nbytes + np.arange(N)[:, None] * nbytes
+    to = [np.zeros_like(part) for part in maps]
+    with open(path, "rb") as file:
+        files = np.full((N, 4), file.fileno())
+        return native.read_maps(native.Parts(files, offset, to, None, limits=limits))
+
+
+@pytest.mark.parametrize("fault", BAD_VALUES)
+def test_impossible_values_fail_only_their_sample(tmp_path, random_maps, fault):
+    maps = random_maps(7, 6, 2, 3)
+    assert not read_raw(tmp_path / "rows", maps, native.Limits(3, 3)).any()
+    BAD_VALUES[fault](maps, 4)
+    status = read_raw(tmp_path / "rows", maps, native.Limits(3, 3))
+    assert status.tolist() == [0, 0, 0, 0, native.DAMAGED, 0, 0]
+
+
+def test_values_are_refused_exactly_where_numpy_finds_a_fault(tmp_path, random_maps):
+    """Random Windows and random replaced values, near and beyond the limits."""
+    rng, N = np.random.default_rng(0), 4000
+    maps = random_maps(N, 3, 2, 9, seed=1)
+    edges = np.array(
+        [-1e-6, -2e-6, 0, 0.2, 1, 1 + 1e-6, 1 + 2e-6, 1.5, -0.5, 3, -2, np.nan, np.inf]
+    )
+    half = rng.random(N) < 0.5
+    maps.window[half] = rng.choice(edges.astype("f4"), (half.sum(), 4))
+    for n in rng.permutation(N)[: N // 3]:
+        cell = tuple(rng.integers(0, (3, 3, 2)))
+        maps.cls[n][cell] = rng.integers(0, 11)
+    for n in rng.permutation(N)[: N // 10]:
+        bits = rng.choice([0x7BFF, 0x7C00, 0xFC00, 0xFBFF, 0x7E00], 1).astype("u2").view("f2")[0]
+        maps.logit[n][1, 2, 0], maps.lse[n][1, 1] = rng.permutation([bits, 1])
+    wrong = np.any(list(find_faults(maps, 9, np.array(6)).values()), axis=0)
+    assert N // 4 < wrong.sum() < N
+    status = read_raw(tmp_path / "rows", maps, native.Limits(9, 6))
+    np.testing.assert_array_equal(status, np.where(wrong, native.DAMAGED, native.OK))
+
+
+def test_packed_rows_are_checked_too(tmp_path):
+    """A class of a palette may be out of range."""
+    rows = packed_rows("lossless", np.random.default_rng(2))
+    samples, _, _ = decode(tmp_path / "rows", rows, None, limits=native.Limits(1, 65536))
+    assert (samples["status"] == native.DAMAGED).all()
+    assert b"of 1" in samples["message"][3]

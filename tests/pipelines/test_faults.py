@@ -9,7 +9,9 @@ damage is detected only where it breaks the entropy code.
 import base64
 import io
 import os
+import re
 import shutil
+import zlib
 
 import numpy as np
 import pytest
@@ -19,14 +21,17 @@ from PIL import Image
 from densefeed.pipelines.ffcv import FfcvSource
 from densefeed.pipelines.folder import FolderSource
 from densefeed.pipelines.plan import EpochPlan
-from densefeed.storage.beton import Beton
+from densefeed.pipelines.resident import ResidentMaps
+from densefeed.storage import indexed_jpeg
+from densefeed.storage.beton import Beton, map_arrays, map_fields, verify
+from densefeed.storage.beton_writer import BetonWriter, Sample
 from densefeed.storage.images import Images, crop_resize, decode
 from densefeed.storage.score_maps import ScoreMapStore
 from densefeed.system.errors import UserError
 from densefeed.tools.pack_dataset import Packing, main
 
 from ..jpeg_files import loader_class
-from ..stores import write_store
+from ..stores import BAD_VALUES, write_store
 
 VICTIM, SIDE = 3, 48
 DECODER = "native"
@@ -452,3 +457,82 @@ def test_a_beton_truncated_while_open_is_an_error_and_a_replaced_one_is_read_on(
     # The second batch lies beyond the end of the file.
     with pytest.raises(UserError, match="none of the 4 samples of a batch can be read"):
         epoch(opened[1], on_bad_sample="skip")
+
+
+@pytest.fixture(scope="module")
+def three_classes(good, random_maps, tmp_path_factory):
+    """Return a function that packs the good images with maps of 3 classes, some values replaced."""
+    root = tmp_path_factory.mktemp("values")
+
+    def pack(replace, max_palette=3):
+        maps, path = random_maps(8, 6, 2, 3), root / "x.beton"
+        replace(maps, VICTIM)
+        path.unlink(missing_ok=True)
+        notes = {"class_names": [*"abc"], "fingerprint": "f", "teacher": "t", "absent": "tail"}
+        notes |= {"max_palette": max_palette, "min_window_side": 0.5}
+        with BetonWriter(path, 8, map_fields(6, 2), notes) as writer:
+            for n in range(8):
+                image = Image.open(good / "train" / "cat" / f"{n}.jpg")
+                size = image.height, image.width
+                encoded = indexed_jpeg.transcode(saved(image))
+                writer.write(n, Sample(encoded, *size, 0, map_arrays(maps, n)))
+            writer.finish()
+        return path
+
+    return pack
+
+
+@pytest.mark.parametrize("fault", BAD_VALUES)
+def test_a_map_with_impossible_values_is_refused_or_skipped(three_classes, fault, capsys):
+    """Its checksums are right. Held on the device, it is refused before the first step."""
+    path = three_classes(BAD_VALUES[fault])
+    want = f"{path} image {VICTIM}: its score map holds {fault}; label the images again and pack"
+    assert want in error_of(FfcvSource(path))
+    check_skipped(FfcvSource(path))
+    assert want in capsys.readouterr().err
+    with pytest.raises(UserError, match=re.escape(want)):
+        ResidentMaps(FfcvSource(path), torch.device("cpu"))
+    assert [line[: len(want)] for line in verify(path, 2)] == [want]
+
+
+def test_a_map_of_more_classes_than_the_notes_allow_is_refused(three_classes):
+    """The palettes of a batch have room for `max_palette` classes."""
+    path = three_classes(lambda maps, n: None, max_palette=2)
+    assert "holds more classes than its palette size" in error_of(FfcvSource(path))
+
+
+def write_random_coding(path, three_classes):
+    """Pack the good images; write noise over the entropy coding of one, with right checksums."""
+    shutil.copy(three_classes(lambda maps, n: None), path)
+    beton = Beton(path)
+    at, size = int(beton.images.offset[VICTIM]), int(beton.images.size[VICTIM])
+    jpeg = bytearray(beton.image(VICTIM)[0])
+    header, rows = int.from_bytes(jpeg[12:16], "little"), jpeg[20] | jpeg[21] << 8
+    scan = memoryview(jpeg)[header:]
+    rng = np.random.default_rng(0)
+    start = 0
+    for row in range(rows):
+        place = 22 + 8 * row
+        length = int.from_bytes(jpeg[place : place + 4], "little")
+        content = np.frombuffer(scan[start : start + length], np.uint8).copy()
+        # Markers and stuffed bytes stay where they are.
+        marked = content == 255
+        marked[1:] |= content[:-1] == 255
+        content[~marked] = rng.integers(0, 255, (~marked).sum())
+        scan[start : start + length] = content.tobytes()
+        jpeg[place + 4 : place + 8] = zlib.crc32(content).to_bytes(4, "little")
+        start += length
+    scan.release()
+    crc = zlib.crc32(jpeg[20:header], zlib.crc32(jpeg[:16]))
+    jpeg[16:20] = crc.to_bytes(4, "little")
+    with open(path, "r+b") as file:
+        file.seek(at)
+        assert file.write(jpeg) == size
+
+
+def test_random_entropy_data_with_right_checksums_is_refused(three_classes, tmp_path):
+    """DALI would show guessed pixels."""
+    write_random_coding(tmp_path / "y.beton", three_classes)
+    source = FfcvSource(tmp_path / "y.beton")
+    assert "the segments at pixel row 0 are corrupt" in error_of(source)
+    check_skipped(FfcvSource(tmp_path / "y.beton"))

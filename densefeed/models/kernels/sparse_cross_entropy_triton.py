@@ -52,14 +52,18 @@ def forward_kernel(
         below += start * (peak - higher) + tl.sum(tl.where(inside, value - higher, 0.0), 0)
         peak = higher
 
+    # A class beyond the row makes its loss and gradient NaN, which the guard of the trainer finds.
+    # Loaders refuse such maps; a kernel cannot raise an error.
     palette_sum = 0.0
     for start in range(0, slots, BLOCK_M):
         slot = start + tl.arange(0, BLOCK_M)
         used = slot < slots
         label = tl.load(palette + image * slots + slot, mask=used, other=0)
-        value = tl.load(x + label).to(tl.float32)
+        named = (label >= 0) & (label < classes)
+        value = tl.load(x + label, mask=named, other=0.0).to(tl.float32)
         share = tl.load(extra + row * slots + slot, mask=used, other=0.0)
         palette_sum += tl.sum(share * (value - peak), 0)
+        partition = tl.where(tl.min(named.to(tl.int32), 0) == 1, partition, float("nan"))
 
     spread = tl.load(base + row) * below
     tl.store(loss + row, tl.load(total + row) * tl.log(partition) - spread - palette_sum)
@@ -113,7 +117,10 @@ def backward_kernel(
         slot = start + tl.arange(0, BLOCK_M)
         used = slot < slots
         # -1 and, for the other slots, -2: unused slots match nothing.
-        label = tl.load(palette + slot, mask=used, other=-1).to(tl.int32)
+        label = tl.load(palette + slot, mask=used, other=-1)
+        # Nothing is stored for a class beyond the row; `partition` is NaN then.
+        inside = (label >= 0) & (label < classes)
+        label = tl.where(inside, label, -1).to(tl.int32)
         named = tl.zeros([BLOCK_M], tl.float32)
         for other_start in range(0, slots, BLOCK_M):
             other = other_start + tl.arange(0, BLOCK_M)
@@ -122,11 +129,11 @@ def backward_kernel(
             named += tl.sum(
                 tl.where(label[:, None] == other_label[None, :], share[None, :], 0.0), 1
             )
-        value = tl.load(x + label, mask=used, other=0.0).to(tl.float32)
+        value = tl.load(x + label, mask=inside, other=0.0).to(tl.float32)
         tl.store(
             out + label,
             softmax_scale * tl.exp(value - peak) - base_scale - scale * named,
-            mask=used,
+            mask=inside,
         )
 
 

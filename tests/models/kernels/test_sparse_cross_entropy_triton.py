@@ -98,6 +98,32 @@ def test_interpreted_kernels_read_logits_that_are_not_contiguous():
         check(loss, subject.backward(grad.T.contiguous().T, view, *sums, *targets), case)
 
 
+@interpreted
+@pytest.mark.parametrize("wrong", [50, 65_535, -1, 2**32])
+def test_interpreted_kernels_write_nothing_beyond_a_row(wrong):
+    """A class beyond the logits makes the rows of its image NaN, and no other number."""
+    from densefeed.models.kernels import sparse_cross_entropy_triton as subject
+
+    grad, logits, *targets = case = example(3, 4, 50, 6, torch.float32, "cpu")
+    want = subject.backward(grad, logits, *subject.forward(logits, *targets)[1:], *targets)
+    targets[0][1, 2] = wrong
+    # Enough memory around the tensors that stores beyond them would not end the process.
+    room = torch.zeros(2**18)
+    out = room[2**17 :][: logits.numel()].view_as(logits)
+    wide = torch.zeros(2**18)
+    wide[2**17 :][: logits.numel()] = logits.flatten()
+    logits = wide[2**17 :][: logits.numel()].view_as(logits)
+    loss, *sums = subject.forward(logits, *targets)
+    read = subject.prepare(logits, *targets, grad)
+    subject.launch(subject.backward_kernel, *read, *sums, out)
+    assert loss[1].isnan().all()
+    assert out[1].isnan().all()
+    torch.testing.assert_close(out[[0, 2]], want[[0, 2]], rtol=0, atol=0)
+    check(loss[[0, 2]], out[[0, 2]], [x[[0, 2]] for x in case])
+    assert not room[: 2**17].any()
+    assert not room[2**17 + logits.numel() :].any()
+
+
 @pytest.mark.slow
 def test_in_the_interpreter():
     """In a process of its own, since Triton reads the variable when it is imported."""
@@ -108,7 +134,7 @@ def test_in_the_interpreter():
         env=os.environ | {"TRITON_INTERPRET": "1"},
     )
     assert done.returncode == 0, done.stdout
-    assert f"{len(SHAPES) * len(DTYPES) + 1} passed" in done.stdout
+    assert f"{len(SHAPES) * len(DTYPES) + 5} passed" in done.stdout
     assert "skipped" not in done.stdout
 
 

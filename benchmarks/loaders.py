@@ -311,7 +311,9 @@ def time_stages(config: PeerConfig, epoch: int) -> dict[str, float]:
         samples = source.begin(ids).wait().samples
         sides = samples["height"], samples["width"]
         samples["box_tlhw"], samples["flip"] = plan.crops(epoch, ids, *sides)
-        parts = source.map_rows(ids, memory).parts if source.score_maps else None
+        parts, spec = None, source.score_maps
+        if spec:
+            parts = source.map_rows(ids, memory).parts._replace(limits=spec.limits)
         job = native.Job(samples, pixels, parts)
         taken["plan"] += time.perf_counter() - start
         job.decode()

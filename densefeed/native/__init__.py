@@ -463,14 +463,15 @@ def _close(handle: int, pid: int, waiting: list[Job], lock: threading.RLock) -> 
     waiting.clear()
 
 
-def check(encoded: bytes, height: int, width: int) -> None:
+def check(encoded: bytes, height: int, width: int, kind: int = JPEG) -> None:
     """Validate a JPEG by decoding it completely and verifying all checksums of its index.
 
-    JpegError if it is damaged, has another size, or is not supported by this decoder.
+    Of raw pixels (`kind` RAW) only the size is checked. JpegError if the image is damaged, has
+    another size, or is not supported by this decoder.
     """
     content, sample = np.frombuffer(encoded, np.uint8), np.zeros(1, SAMPLE)
     sample["bytes"], sample["length"] = content.ctypes.data, len(content)
-    sample["height"], sample["width"] = height, width
+    sample["height"], sample["width"], sample["kind"] = height, width, kind
     sample["box_tlhw"] = 0, 0, height, width
     # The smallest useful output: only the decoding matters, and it reads the whole image.
     Job(sample, np.empty((1, 8, 8, 3), np.uint8), keep=content).decode()

@@ -15,10 +15,10 @@ most damage as pixels, and the rest breaks its pipeline. The native decoder deco
 in the other loaders, what DALI cannot: raw pixels, JPEGs with damage (without an index perhaps
 outside the crop), and any run that breaks the pipeline.
 
-Over 500 px photographs cut JPEGs are on average 0.34 as long as whole ones, and on a CPU
-DALI then decodes 1.2 times as many as with its own region decoder on whole JPEGs. On a CPU the
-native threads resize and mirror the decoded crops straight into the batch: DALI's own resize takes
-1.2 ms of the 1.65 ms that an image would take with it.
+Over 500 px photographs cut JPEGs are on average 0.34 as long as whole ones, and on a CPU DALI then
+decodes 1.2 times as many as with its own region decoder on whole JPEGs. On a CPU the native threads
+resize and mirror the decoded crops straight into the batch: DALI's own resize takes 1.2 ms of the
+1.65 ms that an image would take with it.
 """
 
 import atexit

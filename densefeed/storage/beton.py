@@ -765,8 +765,8 @@ def find_damage(beton: Beton, index: int) -> str | None:
     try:
         beton.check_map(index)
         stored, raw = beton.image(index)
-        if not raw:
-            native.check(stored, int(beton.heights[index]), int(beton.widths[index]))
+        kind = native.RAW if raw else native.JPEG
+        native.check(stored, int(beton.heights[index]), int(beton.widths[index]), kind)
     except UserError as error:
         return str(error)
     # A CMYK image of a third-party file is not damaged: the loaders decode it with Pillow.

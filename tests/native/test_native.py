@@ -3,11 +3,13 @@
 import ctypes
 import io
 import os
+import resource
 import struct
 import subprocess
 import threading
 import time
 import zlib
+from functools import partial
 
 import numpy as np
 import pytest
@@ -20,7 +22,7 @@ from densefeed.storage import indexed_jpeg
 from densefeed.storage.images import crop_resize
 from densefeed.system.errors import UserError
 
-from ..jpeg_files import NATIVE, SOURCES, compile_c, encoded
+from ..jpeg_files import NATIVE, SOURCES, compile_c, encoded, header_jpeg
 
 MEAN = 0.6  # of 255: limit of the mean absolute difference from Pillow
 
@@ -504,6 +506,60 @@ def test_progressive_bomb_is_rejected_early():
     assert job.samples["status"][0] == native.UNSUPPORTED
     assert b"scans" in job.samples["message"][0]
     assert time.process_time() - began < 10  # seconds; usually 0.2
+
+
+REFUSED = {
+    "12 bits": (header_jpeg(0xC1, 64, precision=12), "it has 12 bits per color; convert it"),
+    "12 bits, progressive": (header_jpeg(0xC2, 64, precision=12), "it has 12 bits per color"),
+    "lossless": (header_jpeg(0xC3, 64), "it is a lossless or hierarchical JPEG; save it as"),
+    "lossless, 12 bits": (header_jpeg(0xC3, 64, precision=12), "it is a lossless or hier"),
+    "lossless, arithmetic": (header_jpeg(0xCB, 64), "it is a lossless or hierarchical JPEG"),
+    "hierarchical": (header_jpeg(0xC5, 64), "it is a lossless or hierarchical JPEG"),
+    "too large": (header_jpeg(0xCA, 16_384), "its 16384 x 16384 pixels are more than --max-pixels"),
+    "baseline, too large": (header_jpeg(0xC0, 65_500), "its 65500 x 65500 pixels are more than"),
+    "coefficients": (header_jpeg(0xCA, 13_000), "its coefficients take more memory than"),
+    "Huffman coefficients": (header_jpeg(0xC2, 13_000), "its coefficients take more memory than"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_codings_and_sizes_are_refused_before_a_decoder_sees_them(name):
+    """In every function, with one sentence, whatever libjpeg could do, and without the memory."""
+    file, why = REFUSED[name]
+    side = int.from_bytes(file[file.index(b"\xff\xdb") + 74 :][:2])
+    job = make_job([file, file[:-20]], [(0, 0, 8, 8)] * 2, 8, extents=[(side, side)] * 2)
+    job.decode()
+    assert (job.samples["status"] == native.DAMAGED).all()
+    messages = [message.decode() for message in job.samples["message"]]
+    for call in (native.probe, native.check_frame, partial(native.transcode, interval=0)):
+        with pytest.raises(native.JpegError) as refused:
+            call(file)
+        assert refused.value.status == native.DAMAGED
+        messages.append(str(refused.value))
+    assert all(message.startswith(why) for message in messages), messages
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 2**21  # KiB
+
+
+def test_transcoding_needs_memory_for_a_baseline_jpeg_too():
+    with pytest.raises(native.JpegError, match="its coefficients take more memory"):
+        native.transcode(header_jpeg(0xC0, 13_000), 0)
+
+
+def test_the_limit_of_pixels_can_be_raised_and_lowered():
+    file = encoded(Image.new("RGB", (20, 30)))
+    raw = make_job([bytes(3 * 600)], [(0, 0, 30, 20)], 8, kind=native.RAW, extents=[(30, 20)])
+    try:
+        native.limit_pixels(599)
+        with pytest.raises(native.JpegError, match="its 20 x 30 pixels are more than --max-pixels"):
+            native.probe(file)
+        raw.decode()
+        assert raw.samples["status"][0] == native.DAMAGED
+        native.limit_pixels(600)
+        assert native.probe(file) == (30, 20)
+        raw.decode()
+        assert raw.samples["status"][0] == native.OK
+    finally:
+        native.limit_pixels(native.MAX_PIXELS)
 
 
 # ------------------------------------------------------------------------- Threads

@@ -30,7 +30,7 @@ from densefeed.storage.score_maps import ScoreMapStore
 from densefeed.system.errors import UserError
 from densefeed.tools.pack_dataset import Packing, main
 
-from ..jpeg_files import loader_class
+from ..jpeg_files import header_jpeg, loader_class
 from ..stores import BAD_VALUES, write_store
 
 VICTIM, SIDE = 3, 48
@@ -122,6 +122,9 @@ UNREADABLE = {
     ),
     "text": lambda: b"no image at all\n" * 9,
     "nothing": lambda: b"",
+    "12 bits": lambda: header_jpeg(0xC1, 64, precision=12),
+    "lossless": lambda: header_jpeg(0xC3, 64),
+    "16,384 x 16,384 pixels": lambda: header_jpeg(0xCA, 16_384),
     "an HTML page": lambda: b"<!DOCTYPE html><title>404</title>",
 }
 

@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from densefeed import native
 from densefeed.pipelines.ffcv import FfcvSource
 from densefeed.storage import beton as module
 from densefeed.storage.beton import (
@@ -37,9 +38,11 @@ from densefeed.storage.beton import (
     map_fields,
     metadata_dtype,
     read_front,
+    verify,
 )
 from densefeed.storage.beton_writer import BetonWriter, Sample
-from densefeed.storage.score_maps import ScoreMapWriter, StoreHeader, row_crcs
+from densefeed.storage.images import limit_pixels
+from densefeed.storage.score_maps import ScoreMapStore, ScoreMapWriter, StoreHeader, row_crcs
 from densefeed.system.errors import UserError
 
 NOTES = {"class_names": [*"abcdefghi"], "fingerprint": "f" * 64, "teacher": "t", "absent": "tail"}
@@ -1037,3 +1040,137 @@ def test_adjacent_samples_are_read_ahead_in_one_range_and_others_in_several(
     beton.read_ahead(2, 5)
     assert len(asked) == 2
     assert sum(end - start for _, start, end in asked) < 2**17
+
+
+# ----------------------------------------------------------------------- hostile headers
+
+
+def rewrite(path, notes=None, dtype=None):
+    """Replace the text of the notes, or the dtype of the field `map`, and correct the checksum."""
+    whole = bytearray(path.read_bytes())
+    end = HEADER.itemsize + FIELD.itemsize * int(np.frombuffer(whole, HEADER, 1)["num_fields"][0])
+    place_at = module.notes_place(HEADER.itemsize)
+    place = np.frombuffer(whole, module.NOTES, 1, place_at)
+    at, size = int(place["at"][0]), int(place["size"][0])
+    text = bytes(whole[at : at + size]) if notes is None else notes
+    whole[at : at + len(text)] = text
+    if dtype is not None:
+        # The third field; its dtype follows 32 extents.
+        dtype_at = HEADER.itemsize + 2 * FIELD.itemsize + FIELD.fields["arguments"][1] + 256
+        whole[dtype_at : dtype_at + 8] = len(dtype).to_bytes(8, "little")
+        whole[dtype_at + 8 : dtype_at + 8 + len(dtype)] = dtype
+    head = whole[:end]
+    np.frombuffer(head, module.NOTES, 1, place_at)[["size", "crc"]] = len(text), 0
+    crc = zlib.crc32(text, zlib.crc32(head))
+    np.frombuffer(head, module.NOTES, 1, place_at)["crc"] = crc
+    whole[:end] = head
+    path.write_bytes(whole)
+
+
+WRONG_NOTES = {
+    "max_palette": [0, -1, "9", None, 9.5, 10**9, True],
+    "min_window_side": [0, -0.5, float("nan"), float("inf"), 5e-324, "1", []],
+    "absent": ["head", 3, []],
+    "class_names": [[], "abc", {"a": 1}, [1, 2], None],
+    "fingerprint": [None, 3, ["f"]],
+    "teacher": [3, {}],
+    "left_out": [-1, "many", 2.5],
+    "crc32": [None, 3, {}, {"metadata": 1, "table": 2, "samples": 3, "samples_at": 2**63}],
+    "densefeed": [None, "2", [2]],
+}
+
+
+@pytest.mark.parametrize("name", WRONG_NOTES)
+def test_wrong_values_in_notes_with_a_right_checksum_are_refused(tmp_path, packed, name):
+    path = shutil.copy(packed[0], tmp_path / "x.beton")
+    notes = Beton(path).notes
+    sums = json.loads(packed[1][packed[1].index(b'{"densefeed"') :].split(b"\0", 1)[0])["crc32"]
+    for value in WRONG_NOTES[name]:
+        rewrite(path, json.dumps({"crc32": sums} | notes | {name: value}).encode())
+        with pytest.raises(UserError, match=r"invalid; pack it again|header is damaged; pack or"):
+            Beton(path)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [b"", b"[]", b"3", b"{", b"\xff", b"[" * 10_000, b'{"densefeed": ' + b"9" * 5_000 + b"}"],
+)
+def test_notes_that_are_no_object_are_refused(tmp_path, packed, text):
+    path = shutil.copy(packed[0], tmp_path / "x.beton")
+    rewrite(path, text)
+    with pytest.raises(UserError, match="its header is damaged; pack or copy it again"):
+        Beton(path)
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    ["f4,(", "(2,)f4,", "i4(", "O", "|O8", "{'a': 3}", "f4" * 300, "", "f16,f16", "<i16", "f1"],
+)
+def test_dtypes_that_are_no_number_are_refused(tmp_path, packed, dtype):
+    """NumPy parses some of these as Python, and raises SyntaxError."""
+    path = shutil.copy(packed[0], tmp_path / "x.beton")
+    rewrite(path, dtype=json.dumps([["", dtype]]).encode()[:700])
+    with pytest.raises(UserError, match="the dtype of field 'map' is damaged or not numeric"):
+        Beton(path)
+
+
+def test_a_dtype_that_is_nested_too_deep_is_refused(tmp_path, packed):
+    path = shutil.copy(packed[0], tmp_path / "x.beton")
+    rewrite(path, dtype=b"[" * 700)
+    with pytest.raises(UserError, match="the dtype of field 'map' is damaged or not numeric"):
+        Beton(path)
+
+
+def test_map_fields_of_other_shapes_are_refused(tmp_path, random_maps):
+    """The loaders copy as many bytes as the field `map` implies."""
+    samples, _ = samples_of(random_maps)
+    fields = map_fields(6, 3)
+    fields[1] = fields[1]._replace(shape=(6, 5))
+    short = [
+        sample._replace(arrays=(sample.arrays[0], sample.arrays[1][:, :5], sample.arrays[2]))
+        for sample in samples
+    ]
+    write_beton(tmp_path / "x.beton", short, fields, NOTES)
+    with pytest.raises(UserError, match="shape of the score maps in its notes is invalid"):
+        Beton(tmp_path / "x.beton")
+
+
+def test_raw_images_of_too_many_pixels_are_refused(tmp_path, random_maps):
+    """A sparse file holds the bytes of any size."""
+    samples, _ = samples_of(random_maps, 2)
+    samples = [Sample(bytes(3 * 600), 20, 30, 0, s.arrays, raw=True) for s in samples]
+    write_beton(tmp_path / "x.beton", samples, map_fields(6, 3), NOTES)
+    try:
+        limit_pixels(599)
+        found = verify(tmp_path / "x.beton", 1)
+    finally:
+        limit_pixels(native.MAX_PIXELS)
+    assert len(found) == 2
+    assert found[1].startswith(f"{tmp_path}/x.beton image 1 is damaged (its 30 x 20 pixels are")
+    assert verify(tmp_path / "x.beton", 1) == []
+
+
+def test_a_store_with_an_empty_palette_is_refused(tmp_path, random_maps):
+    maps, header = (
+        random_maps(3, 6, 3, 9),
+        StoreHeader(
+            side=6,
+            top_k=3,
+            num_classes=9,
+            absent="tail",
+            teacher="t",
+            input_size=96,
+            geometry="squash",
+            fingerprint="f",
+            class_names=tuple("abcdefghi"),
+        ),
+    )
+    writer = ScoreMapWriter(tmp_path / "maps.h5", header, [*"abc"], np.arange(3))
+    writer.write(np.arange(3), maps)
+    offset = writer._offsets["palette"]
+    writer.finish()
+    with open(tmp_path / "maps.h5", "r+b") as file:
+        file.seek(offset + 2)
+        file.write(bytes(2))
+    with pytest.raises(UserError, match="row 1 has a palette of 0 classes"):
+        ScoreMapStore(tmp_path / "maps.h5")

@@ -1,14 +1,20 @@
 """Images are in timm's order, and invalid input is refused."""
 
 import io
+import resource
+import struct
+import zlib
 
 import numpy as np
 import pytest
 from PIL import Image
 from timm.data import ImageDataset
 
-from densefeed.storage.images import Images, decode
+from densefeed import native
+from densefeed.storage.images import Images, decode, limit_pixels
 from densefeed.system.errors import UserError
+
+from ..jpeg_files import header_jpeg
 
 
 def test_order_labels_and_bytes_equal_timm(folder):
@@ -95,3 +101,75 @@ def test_a_missing_split_is_refused(folder, tmp_path):
     assert len(Images(only, split="train")) == 11  # timm's synonym
     with pytest.raises(UserError, match=r"--dataset bogus/x"):
         Images(folder, dataset="bogus/x")
+
+
+def chunked_png(*chunks: bytes) -> bytes:
+    """Make a PNG of 8 x 8 pixels with more chunks, each its type and content, before the pixels."""
+    buffer = io.BytesIO()
+    Image.new("RGB", (8, 8), "red").save(buffer, "PNG")
+    png, at = buffer.getvalue(), 33
+    made = (len(c[4:]).to_bytes(4, "big") + c + zlib.crc32(c).to_bytes(4, "big") for c in chunks)
+    return png[:at] + b"".join(made) + png[at:]
+
+
+def large_png(mode: str, width: int, height: int) -> bytes:
+    """Make the header of a PNG of this size, and pixels that end at once."""
+    buffer = io.BytesIO()
+    Image.new(mode, (8, 8)).save(buffer, "PNG")
+    png = bytearray(buffer.getvalue())
+    png[16:24] = struct.pack(">II", width, height)
+    png[29:33] = zlib.crc32(png[12:29]).to_bytes(4, "big")
+    return bytes(png)
+
+
+def large_tile() -> bytes:
+    """Make a TIFF of 10 x 10 pixels in a compressed tile of 16,384 x 16,384."""
+    side, tile = 16_384, zlib.compress(b"")
+    tags = {256: 10, 257: 10, 258: 8, 259: 8, 262: 1, 277: 1, 322: side, 323: side, 324: 150}
+    tags[325] = len(tile)
+    entries = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags.items())
+    head = b"II*\0" + struct.pack("<IH", 8, len(tags)) + entries + bytes(4)
+    return head.ljust(150, b"\0") + tile
+
+
+ZEROS = zlib.compress(bytes(2**27), 9)
+BOMBS = {
+    "JPEG": (header_jpeg(0xCA, 16_384), "--max-pixels 178956970"),
+    "JPEG's coefficients": (header_jpeg(0xCA, 13_000), "--max-pixels 178956970"),
+    "12-bit JPEG": (header_jpeg(0xC1, 64, precision=12), "12 bits per color"),
+    "lossless JPEG": (header_jpeg(0xC3, 64), "lossless or hierarchical JPEG"),
+    "PNG": (large_png("RGB", 2**16, 2**16), "--max-pixels 178956970"),
+    "PNG above half of Pillow's limit": (large_png("1", 13_378, 13_378), "--max-pixels 178956970"),
+    "text of a PNG": (chunked_png(b"zTXta\0\0" + ZEROS), "too large"),
+    "profile of a PNG": (chunked_png(b"iCCPa\0\0" + ZEROS), "too large"),
+    "tile of a TIFF": (large_tile(), "--max-pixels 178956970"),
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_bombs_are_refused_by_name_before_memory_is_taken(name):
+    content, why = BOMBS[name]
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(UserError, match=rf"^a/b.jpg cannot be decoded \(.*{why}.*\); replace or"):
+        decode(content, "a/b.jpg")
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000  # KiB
+
+
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
+def test_there_is_one_limit_of_pixels_for_all_formats():
+    """Pillow alone would warn from half of it on."""
+    image, contents = Image.new("RGB", (20, 30), "red"), []
+    for kind in ("JPEG", "PNG", "WEBP", "TIFF", "GIF", "BMP"):
+        buffer = io.BytesIO()
+        image.save(buffer, kind)
+        contents.append(buffer.getvalue())
+    try:
+        limit_pixels(599)
+        for content in contents:
+            with pytest.raises(UserError, match="more than --max-pixels 599"):
+                decode(content, "it")
+        limit_pixels(600)
+        for content in contents:
+            assert decode(content, "it").size == (20, 30)
+    finally:
+        limit_pixels(native.MAX_PIXELS)

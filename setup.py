@@ -2,6 +2,8 @@
 
 import os
 import platform
+import subprocess
+import sys
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
@@ -34,6 +36,33 @@ def compile_flags() -> list[str]:
     return [*common, *machine]
 
 
+def output(*words: str) -> str:
+    """Return what a command prints, or nothing if it fails or does not exist."""
+    try:
+        return subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
+
+def libjpeg_flags() -> tuple[list[str], list[str]]:
+    """Return the compiler's and the linker's flags for a libjpeg outside their default folders.
+
+    pkg-config knows those of conda and of a prefix of one's own; Homebrew, which keeps libraries in
+    folders that Apple's compiler does not search, may be there without pkg-config.
+    """
+    if output("pkg-config", "--modversion", "libjpeg"):
+        headers = output("pkg-config", "--cflags-only-I", "libjpeg").split()
+        return headers, output("pkg-config", "--libs-only-L", "libjpeg").split()
+    prefix = output("brew", "--prefix", "jpeg-turbo")
+    return ([f"-I{prefix}/include"], [f"-L{prefix}/lib"]) if prefix else ([], [])
+
+
+if sys.byteorder != "little":
+    sys.exit("error: DenseFeed needs a little-endian processor, such as x86-64 or arm64")
+if sys.platform == "darwin":
+    # Python from python.org builds for two processors, Homebrew's libjpeg-turbo is for one.
+    os.environ.setdefault("ARCHFLAGS", f"-arch {platform.machine()}")
+headers, folders = libjpeg_flags()
 setup(
     ext_modules=[
         Extension(
@@ -42,7 +71,8 @@ setup(
             # A change of the header alone must build the library again.
             depends=[f"{NATIVE}/native.h"],
             libraries=["jpeg", "m", "pthread"],
-            extra_compile_args=compile_flags(),
+            extra_compile_args=[*compile_flags(), *headers],
+            extra_link_args=folders,
         )
     ],
     cmdclass={"build_ext": BuildNative},

@@ -34,7 +34,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from densefeed.system.errors import UserError
+from densefeed.system.errors import UserError, check_byte_order
 
 LIBRARY = Path(__file__).with_name("libdensefeed.so")
 # Status of a sample.
@@ -135,7 +135,8 @@ class _Batch(Structure):
 
 @functools.cache
 def library() -> CDLL:
-    """Load the library. UserError if it was not built."""
+    """Load the library. UserError if it was not built, or cannot be, for this processor."""
+    check_byte_order()
     try:
         lib = CDLL(str(LIBRARY))
     except OSError as error:

@@ -3,7 +3,6 @@
  * A batch is submitted, processed sample by sample by free threads, and waited for. Threads that
  * find no sample left in a batch take the next one, so none idles during a batch's last sample. */
 #include "native.h"
-#include <errno.h>
 #include <math.h>
 #include <pthread.h>
 #include <signal.h>
@@ -53,6 +52,36 @@ static void *work(void *argument) {
     return NULL;
 }
 
+/* Initialize a condition for wait_timed, whose time must not jump when the clock is set. macOS has
+ * no condition on the monotonic clock, but waits for a span of time. */
+static void init_timed(pthread_cond_t *condition) {
+#if defined(__APPLE__)
+    pthread_cond_init(condition, NULL);
+#else
+    pthread_condattr_t clock;
+    pthread_condattr_init(&clock);
+    pthread_condattr_setclock(&clock, CLOCK_MONOTONIC);
+    pthread_cond_init(condition, &clock);
+    pthread_condattr_destroy(&clock);
+#endif
+}
+
+/* Wait for a condition until microseconds() is `until`. Returns 0 if that is in the past, without
+ * a wait: on macOS a wait of 0 has no end. */
+static int wait_timed(pthread_cond_t *condition, pthread_mutex_t *lock, double until) {
+    double now = microseconds();
+    if (now >= until) return 0;
+#if defined(__APPLE__)
+    double span = fmax(until - now, 1);
+    struct timespec time = {(time_t)(span / 1e6), (long)(fmod(span, 1e6) * 1e3)};
+    pthread_cond_timedwait_relative_np(condition, lock, &time);
+#else
+    struct timespec time = {(time_t)(until / 1e6), (long)(fmod(until, 1e6) * 1e3)};
+    pthread_cond_timedwait(condition, lock, &time);
+#endif
+    return 1;
+}
+
 /* Stop all threads. Batches that were not waited for must not be read. */
 API void densefeed_close(Pool *pool) {
     pthread_mutex_lock(&pool->lock);
@@ -72,11 +101,7 @@ API Pool *densefeed_open(int threads) {
     if (!pool || !(pool->thread = calloc(threads, sizeof *pool->thread))) return free(pool), NULL;
     pthread_mutex_init(&pool->lock, NULL);
     pthread_cond_init(&pool->submitted, NULL);
-    pthread_condattr_t clock;
-    pthread_condattr_init(&clock);
-    pthread_condattr_setclock(&clock, CLOCK_MONOTONIC);
-    pthread_cond_init(&pool->finished, &clock);
-    pthread_condattr_destroy(&clock);
+    init_timed(&pool->finished);
     /* The threads block all signals; Python's main thread handles them. */
     sigset_t all, before;
     sigfillset(&all);
@@ -103,16 +128,10 @@ API void densefeed_submit(Pool *pool, Batch *batch) {
 /* Wait up to `seconds` for a batch. Returns 1 when it is finished and removed from the pool, 0 on
  * timeout. `cancel`: start no more of its samples. */
 API int densefeed_wait(Pool *pool, Batch *batch, double seconds, int cancel) {
-    struct timespec until;
-    clock_gettime(CLOCK_MONOTONIC, &until);
-    long nanoseconds = until.tv_nsec + (long)((seconds - floor(seconds)) * 1e9);
-    until.tv_sec += (time_t)seconds + nanoseconds / 1000000000;
-    until.tv_nsec = nanoseconds % 1000000000;
+    double until = microseconds() + seconds * 1e6;
     pthread_mutex_lock(&pool->lock);
     if (cancel) batch->cancelled = 1;
-    int late = 0;
-    while (!late && !is_finished(batch))
-        late = pthread_cond_timedwait(&pool->finished, &pool->lock, &until) == ETIMEDOUT;
+    while (!is_finished(batch) && wait_timed(&pool->finished, &pool->lock, until)) continue;
     int finished = is_finished(batch);
     if (finished) {
         Batch **at = &pool->first;

@@ -9,6 +9,11 @@
 #include <stdint.h>
 #include <stddef.h>
 
+/* Packed score maps, the index of a JPEG and the shuffles of pixels assume this order. */
+#if __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "DenseFeed needs a little-endian processor, such as x86-64 or arm64."
+#endif
+
 /* -DDENSEFEED_PLAIN omits all code for a particular processor, to test the portable code. */
 #if defined(__x86_64__) && !defined(DENSEFEED_PLAIN)
 #define X86

@@ -206,9 +206,7 @@ INLINE void refill(Bits *b) {
     if (__builtin_expect(b->end - b->at >= 8, 1)) {
         uint64_t next;
         memcpy(&next, b->at, 8);
-#if __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__
         next = __builtin_bswap64(next);
-#endif
         int has_ff = (next & ~(next + 0x0101010101010101u) & 0x8080808080808080u) != 0;
         if (__builtin_expect(!has_ff, 1)) {
             int bytes = (63 - b->count) >> 3;

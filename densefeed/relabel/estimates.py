@@ -4,7 +4,6 @@ A few batches are labeled and not kept.
 """
 
 import math
-import resource
 import time
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -17,6 +16,7 @@ from densefeed.relabel.scoring import Scored
 from densefeed.storage.images import sample_evenly
 from densefeed.storage.row_codecs import Form, row_sizes
 from densefeed.storage.score_maps import palette_sizes, row_types
+from densefeed.system.devices import peak_rss
 
 # Batches timed, after one to warm up.
 BATCHES = 8
@@ -104,8 +104,7 @@ def measure_memory(device: torch.device) -> int:
     if device.type == "cuda":
         # Reserved and not only allocated: the allocator's free blocks are lost to others too.
         return torch.cuda.max_memory_reserved(device)
-    # Linux reports KiB.
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return peak_rss()
 
 
 def predict_row_bytes(work: Pass, palette: np.ndarray) -> dict[Form, float]:

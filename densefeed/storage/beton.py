@@ -419,6 +419,9 @@ class Beton:
 
         Images and arrays are requested in as few contiguous ranges as they lie in.
         """
+        # macOS has no such hint; there the threads wait for each read.
+        if not hasattr(os, "posix_fadvise"):
+            return
         for number in np.unique(self.images.file[first:end]).tolist():
             ids = first + np.flatnonzero(self.images.file[first:end] == number)
             arrays = (offsets[ids] for offsets in self._offsets.values())

@@ -41,6 +41,7 @@ from densefeed.system.files import (
     name_errors,
     open_locked,
     remove_orphans,
+    reserve_space,
     sync,
 )
 from densefeed.system.progress import bar
@@ -335,8 +336,8 @@ def allocate_store(path: Path, header: StoreHeader, types: Types, known: Arrays)
     sizes = (np.dtype(dtype).itemsize * math.prod(shape) for dtype, shape in types.values())
     # The header holds the class names, with room for names of 100 bytes.
     overhead = HDF5_OVERHEAD + len(header.class_names) * 100
-    with open(path, "wb") as file:
-        os.posix_fallocate(file.fileno(), 0, sum(sizes) + overhead)
+    with open(path, "w+b") as file:
+        reserve_space(file.fileno(), sum(sizes) + overhead)
     # The caller already holds a lock on the file.
     with h5py.File(path, "w", locking=False) as file:
         file.attrs["densefeed"] = header.to_json()
@@ -349,7 +350,7 @@ def allocate_store(path: Path, header: StoreHeader, types: Types, known: Arrays)
             file.create_dataset(name, shape, dtype, known.get(name), dcpl=early, track_times=False)
     # HDF5 truncated the file when it opened it, which gave the reserved space back.
     with open(path, "r+b") as file:
-        os.posix_fallocate(file.fileno(), 0, os.path.getsize(path))
+        reserve_space(file.fileno(), os.path.getsize(path))
 
 
 class ScoreMapWriter:

@@ -2,14 +2,22 @@
 
 import os
 import resource
+import sys
 
 import torch
 
 from densefeed.system.errors import UserError, first_line
 
-# Cores that this process may use. os.cpu_count() would also count those that a container or taskset
-# denies it.
-CORES = len(os.sched_getaffinity(0))
+
+def count_cores() -> int:
+    """Count the cores that this process may use."""
+    # os.cpu_count() also counts those that a container or taskset denies it. macOS has neither.
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+CORES = count_cores()
 # Decoding threads of a rank. torchrun sets LOCAL_WORLD_SIZE: the ranks of a machine share
 # its cores.
 THREADS = max(1, CORES // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
@@ -83,5 +91,11 @@ def peak_memory(device: torch.device) -> int:
     """Return peak bytes so far: of tensors on a CUDA device, or of this process (RSS) on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    # Linux counts it in KiB.
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return peak_rss()
+
+
+def peak_rss() -> int:
+    """Return the peak resident memory of this process in bytes."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    # Linux counts it in KiB, macOS in bytes.
+    return peak if sys.platform == "darwin" else peak * 1024

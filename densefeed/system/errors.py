@@ -2,6 +2,7 @@
 
 import errno
 import os
+import platform
 import re
 import sys
 from collections.abc import Callable
@@ -66,6 +67,15 @@ class BusyError(UserError):
     """Another process is writing the file."""
 
 
+def check_byte_order() -> None:
+    """Raise UserError on a big-endian processor: files and decoder are little-endian."""
+    if sys.byteorder != "little":
+        raise UserError(
+            f"DenseFeed needs a little-endian processor, and {platform.machine()} is big-endian;"
+            " use x86-64 or arm64"
+        )
+
+
 def first_line(error: Exception) -> str:
     """Return the first line of an error's message, or its type if it has no message."""
     return str(error).partition("\n")[0] or type(error).__name__
@@ -93,6 +103,7 @@ def run(main: Callable[[], object]) -> None:
     closed pipe exits with 141, Ctrl-C with 130.
     """
     try:
+        check_byte_order()
         main()
     except UserError as error:
         stop(str(error))

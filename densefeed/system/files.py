@@ -11,7 +11,10 @@ from pathlib import Path
 from densefeed.system.errors import REMEDIES, BusyError, UserError
 
 # Errors of `flock` on network file systems without locks. There two writers are not kept apart.
-NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
+# Linux has one number for the last two, macOS has two.
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP)
+# Bytes written at once where no system call reserves space.
+RESERVE_BYTES = 2**24
 
 
 def check_absent(path: Path) -> None:
@@ -26,7 +29,7 @@ def replace_file(path: Path) -> Iterator[Path]:
 
     The file is fsynced before the rename, so a reader of `path` sees the complete old file or the
     complete new one, also after a power cut. The sibling `<path>.PID.part` is locked; siblings left
-    by killed processes are removed.
+    by killed processes are removed, except on a file system without locks.
     """
     # With the PID, because two processes may replace one file at the same time.
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
@@ -47,10 +50,11 @@ def replace_file(path: Path) -> Iterator[Path]:
             os.close(descriptor)
 
 
-def lock(descriptor: int, path: Path) -> None:
+def lock(descriptor: int, path: Path) -> bool:
     """Lock an open file exclusively until it is closed or the process ends, even by a kill.
 
-    Raises BusyError if another process holds the lock.
+    Returns False on a file system without locks. Raises BusyError if another process holds the
+    lock.
     """
     try:
         # Not `lockf`: its locks end when the process closes any descriptor of the file, and h5py
@@ -63,6 +67,8 @@ def lock(descriptor: int, path: Path) -> None:
     except OSError as error:
         if error.errno not in NO_LOCKS:
             raise
+        return False
+    return True
 
 
 def open_locked(path: Path) -> int:
@@ -104,8 +110,10 @@ def remove_orphans(path: Path) -> None:
         # Its writer is alive, or this process may not open it.
         except (BusyError, OSError):
             continue
-        # Before the lock is released, so no process can lock a file that is about to go.
-        part.unlink(missing_ok=True)
+        # Before the lock is released, so no process can lock a file that is about to go. Without
+        # locks its writer may be alive.
+        if lock(descriptor, part):
+            part.unlink(missing_ok=True)
         os.close(descriptor)
 
 
@@ -134,5 +142,26 @@ def sync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+        # On macOS fsync leaves the bytes in the drive's cache. Network drives refuse more.
+        if hasattr(fcntl, "F_FULLFSYNC"):
+            with suppress(OSError):
+                fcntl.fcntl(descriptor, fcntl.F_FULLFSYNC)
     finally:
         os.close(descriptor)
+
+
+def reserve_space(descriptor: int, size: int) -> None:
+    """Allocate the first `size` bytes of a file on disk; its contents stay, new bytes are zero.
+
+    Raises OSError if the disk cannot hold them.
+    """
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(descriptor, 0, size)
+        return
+    # macOS. Holes read as zeros; written back, they are allocated.
+    for at in range(0, size, RESERVE_BYTES):
+        length = min(RESERVE_BYTES, size - at)
+        content = os.pread(descriptor, length, at).ljust(length, b"\0")
+        while content:
+            written = os.pwrite(descriptor, content, at)
+            content, at = content[written:], at + written

@@ -5,6 +5,7 @@ import json
 import platform
 import subprocess
 import sys
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -54,10 +55,12 @@ def commit() -> str:
 
 
 def cpu_model() -> str:
-    """Return the kernel's name of the CPU, e.g. `AMD EPYC 9654`; the architecture on arm64."""
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
+    """Return the kernel's name of the CPU, e.g. `AMD EPYC 9654`, else the architecture."""
+    # arm64's file has no such line, macOS has no such file.
+    with suppress(FileNotFoundError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
     return platform.machine()
 
 

@@ -1,6 +1,7 @@
 """.beton files: read and written against stock ffcv 1.0.2, with damage, kills and full disks."""
 
 import errno
+import fcntl
 import io
 import json
 import os
@@ -1172,5 +1173,27 @@ def test_a_store_with_an_empty_palette_is_refused(tmp_path, random_maps):
     with open(tmp_path / "maps.h5", "r+b") as file:
         file.seek(offset + 2)
         file.write(bytes(2))
-    with pytest.raises(UserError, match="row 1 has a palette of 0 classes"):
+    with pytest.raises(UserError, match="has palette size 0, but it must be from 1 to"):
         ScoreMapStore(tmp_path / "maps.h5")
+
+
+def test_a_disk_without_locks_takes_the_same_file(tmp_path, random_maps, packed, monkeypatch):
+    """Fresh, resumed after a kill, and with samples read ahead on a system without that hint."""
+
+    def flock(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    monkeypatch.delattr(os, "posix_fadvise")
+    samples, _ = samples_of(random_maps)
+    with BetonWriter(tmp_path / "new.beton", 7, map_fields(6, 3), NOTES) as writer:
+        writer.write(0, samples[0])
+    with BetonWriter(tmp_path / "new.beton", 7, map_fields(6, 3), NOTES) as writer:
+        assert writer.todo().tolist() == [1, 2, 3, 4, 5, 6]
+        for index in range(1, 7):
+            writer.write(index, samples[index])
+        writer.finish()
+    assert (tmp_path / "new.beton").read_bytes() == packed[1]
+    beton = Beton(tmp_path / "new.beton")
+    beton.read_ahead(0, 7)
+    beton.close()

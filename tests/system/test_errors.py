@@ -1,7 +1,11 @@
 """Messages name the commands that a user has: scripts in a checkout, else those of the package."""
 
+import platform
+import sys
+
 import pytest
 
+from densefeed import native
 from densefeed.system import errors
 from densefeed.system.errors import UserError, installed_commands, name_commands
 
@@ -38,3 +42,20 @@ def test_an_installed_package_names_its_commands(installed, checkout, package):
 def test_a_checkout_names_its_scripts():
     assert installed_commands() == {}
     assert str(UserError("see tools/pack_dataset.py")) == "see tools/pack_dataset.py"
+
+
+def test_a_big_endian_processor_is_refused_in_one_sentence(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "byteorder", "big")
+    monkeypatch.setattr(platform, "machine", lambda: "s390x")
+    with pytest.raises(SystemExit) as stopped:
+        errors.run(lambda: print("ran"))
+    assert stopped.value.code == 2
+    printed = capsys.readouterr()
+    assert not printed.out
+    assert printed.err.splitlines() == [
+        "error: DenseFeed needs a little-endian processor, and s390x is big-endian; "
+        "use x86-64 or arm64"
+    ]
+    native.library.cache_clear()
+    with pytest.raises(UserError, match="s390x is big-endian"):
+        native.library()

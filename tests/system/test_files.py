@@ -1,11 +1,14 @@
 """No incomplete file under a final name; every failure is one sentence and exit code 2."""
 
 import errno
+import fcntl
+import os
 
 import pytest
 
+from densefeed.system import files
 from densefeed.system.errors import UserError, explain_os_error, run
-from densefeed.system.files import replace_file
+from densefeed.system.files import replace_file, reserve_space
 
 
 def test_a_failed_write_keeps_the_old_file_and_leaves_no_other(tmp_path):
@@ -86,3 +89,55 @@ run(main)
     assert done.returncode == 2, done.stderr
     assert "Traceback" not in done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture(params=["ENOLCK", "ENOTSUP", "ENOSYS"])
+def no_locks(monkeypatch, request):
+    """A file system without locks, as some network file systems are."""
+
+    def flock(*_: object) -> None:
+        raise OSError(getattr(errno, request.param), "no locks")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+
+
+def test_without_locks_a_writer_keeps_the_files_of_others(tmp_path, no_locks):
+    """Nothing says whether the writer of a `.part` is alive, so it is not an orphan."""
+    target, other = tmp_path / "file", tmp_path / "file.1.part"
+    other.write_text("of a process that is writing")
+    with replace_file(target) as part:
+        part.write_text("new")
+    assert target.read_text() == "new"
+    assert other.read_text() == "of a process that is writing"
+
+
+def test_space_is_reserved_without_posix_fallocate(tmp_path, monkeypatch):
+    """macOS has no such call. Contents stay, holes and the rest become zeros on disk."""
+    monkeypatch.delattr(os, "posix_fallocate")
+    monkeypatch.setattr(files, "RESERVE_BYTES", 5000)
+    path = tmp_path / "file"
+    with open(path, "w+b") as file:
+        file.write(b"begin")
+        file.seek(60_000)
+        file.write(b"end")
+        file.flush()
+        holes = os.stat(path).st_blocks
+        reserve_space(file.fileno(), 100_003)
+    assert path.read_bytes() == b"begin" + bytes(59_995) + b"end" + bytes(40_000)
+    assert os.stat(path).st_blocks * 512 >= 100_003 > holes * 512
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_macos_flushes_the_cache_of_the_drive(tmp_path, monkeypatch, refused):
+    """fsync does not do it there. Network drives refuse the call, and fsync must be enough."""
+    calls = []
+
+    def full_sync(_: int, operation: int) -> None:
+        calls.append(operation)
+        if refused:
+            raise OSError(errno.ENOTSUP, "not supported")
+
+    monkeypatch.setattr(fcntl, "F_FULLFSYNC", 51, raising=False)
+    monkeypatch.setattr(fcntl, "fcntl", full_sync)
+    files.sync(tmp_path)
+    assert calls == [51]

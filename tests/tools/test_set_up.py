@@ -54,3 +54,35 @@ def test_an_old_python_is_refused(bare, tmp_path):
     )
     assert done.returncode == 2
     assert "Python 3.9.1 is too old; install Python 3.11 or newer" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("tool", "script", "flags"),
+    [
+        (
+            "pkg-config",
+            'case "$1" in --cflags*) echo -I/opt/jpeg/include;; *) echo -L/opt/jpeg/lib;; esac',
+            ["-I/opt/jpeg/include", "-L/opt/jpeg/lib"],
+        ),
+        ("brew", "echo /opt/jpeg", ["-I/opt/jpeg/include", "-L/opt/jpeg/lib"]),
+    ],
+)
+def test_the_decoder_is_built_with_a_libjpeg_in_its_own_folder(bare, tmp_path, tool, script, flags):
+    """A compiler that only records its command line stands for one on another system."""
+    for name, lines in (
+        (tool, script),
+        ("cc", f'echo "$@" >> {tmp_path}/log\nwhile [ "$1" != -o ]; do shift; done\n: > "$2"'),
+    ):
+        (bare / name).write_text(f"#!/bin/sh\n{lines}\n")
+        (bare / name).chmod(0o755)
+    subprocess.run(
+        [sys.executable, "setup.py", "-q", "build_ext", "-b", tmp_path, "-t", tmp_path],
+        cwd=ROOT,
+        env={"PATH": str(bare), "CC": "cc", "LDSHARED": "cc"},
+        check=True,
+        capture_output=True,
+    )
+    *compiled, linked = (tmp_path / "log").read_text().splitlines()
+    assert len(compiled) == 8
+    assert all(flags[0] in line.split() for line in compiled)
+    assert flags[1] in linked.split()

@@ -23,7 +23,8 @@ SOURCES = ("batch", "checksum", "maps", "resample", "sample", "scratch", "segmen
 
 def compile_c(out: Path, sources: list[Path], *flags: str) -> Path:
     """Compile C sources to a program or library at `out`, like setup.py except for `flags`."""
-    words = [os.environ.get("CC", "gcc"), *FLAGS, *flags, *map(str, sources), "-o", str(out)]
+    # A caller's folder of headers is searched first.
+    words = [os.environ.get("CC", "gcc"), *flags, *FLAGS, *map(str, sources), "-o", str(out)]
     done = subprocess.run([*words, *LIBRARIES], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return out

@@ -1,21 +1,101 @@
 /* Fuzzer of the native decoder: runs every function on mutated files, under sanitizers.
  * test_fuzz.py builds and runs it.
  *
- *     fuzz SECONDS SEED THREADED FILE...
+ *     fuzz SECONDS INPUTS SEED THREADED FILE...
  *
- * It first tries every FILE unchanged, then mutations of them until SECONDS of processor time are
- * used. All choices for a file (crop, size, interval) are drawn from a hash of its own bytes, so a
- * file alone reproduces its case. A crash or a hang leaves its input in ./crasher; add it to the
- * corpus. THREADED = 1 also submits batches to thread pools: waits for, cancels or abandons them.
+ * It first tries every FILE unchanged, then INPUTS mutations of them or until SECONDS of processor
+ * time are used. All choices for a file (crop, size, interval) are drawn from a hash of its own
+ * bytes, so a file alone reproduces its case. A crash or a hang leaves its input in ./crasher; add
+ * it to the corpus. THREADED = 1 also submits batches to thread pools: waits for, cancels or
+ * abandons them.
  *
  * Beyond what sanitizers detect, it checks that a status other than OK has a message, that bytes in
- * memory and in a file decode alike, that an indexed file decodes to libjpeg's pixels, and that
- * transcoded files can be read. */
+ * memory and in a file decode alike, that an indexed file decodes to libjpeg's pixels, that
+ * transcoded files can be read, and that checksums of score maps are verified. It prints a digest
+ * of all pixels that do not depend on the version of libjpeg, to compare processors.
+ *
+ * Sanitizers cannot run the versions of a function for other processors. -DGUARDED, without
+ * sanitizers, puts every buffer before a page that cannot be accessed. */
 #define _GNU_SOURCE
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+
+/* ------------------------------------------------------------------------- Exact buffers */
+
+static void save_crasher(void);
+
+#if defined(GUARDED)
+#define PAGE 4096
+#define MOST_BUFFERS 256
+/* Pages of buffers; they are kept for the next buffer of as many pages. */
+static struct Buffer { uint8_t *pages, *start; size_t room, size; } buffers[MOST_BUFFERS];
+
+/* Find the buffer that starts at `start`, or if that is NULL, a free one of `room` bytes in pages,
+ * without pages, or any. */
+static struct Buffer *find_buffer(const uint8_t *start, size_t room) {
+    struct Buffer *found = NULL;
+    for (struct Buffer *b = buffers; b < buffers + MOST_BUFFERS; b++) {
+        if (b->start != start) continue;
+        if (start || b->room == room) return b;
+        if (!found || !b->pages) found = b;
+    }
+    return found;
+}
+
+/* Allocate a buffer that ends where a page without access begins; another such page and a pattern
+ * are before it. Only for programs of one thread. */
+static void *allocate(size_t size) {
+    size_t room = (size + PAGE - 1) / PAGE * PAGE;
+    struct Buffer *b = find_buffer(NULL, room);
+    if (!b) return NULL;
+    if (!b->pages || b->room != room) {
+        if (b->pages) munmap(b->pages, b->room + 2 * PAGE);
+        b->pages = mmap(NULL, room + 2 * PAGE, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        if (b->pages == MAP_FAILED) return b->pages = NULL;
+        if (room && mprotect(b->pages + PAGE, room, PROT_READ | PROT_WRITE)) abort();
+        b->room = room;
+    }
+    memset(b->pages + PAGE, 0x5A, room - size);
+    b->size = size;
+    return b->start = b->pages + PAGE + room - size;
+}
+
+/* Free a buffer of `allocate`, or of libjpeg. */
+static void release(void *memory) {
+    struct Buffer *b = memory ? find_buffer(memory, 0) : NULL;
+    if (!b) return free(memory);
+    for (uint8_t *before = b->pages + PAGE; before < b->start; before++)
+        if (*before != 0x5A) {
+            fprintf(stderr, "bytes before a buffer were changed\n");
+            save_crasher();
+            _Exit(5);
+        }
+    b->start = NULL;
+}
+#define malloc(size) allocate(size)
+#define free(memory) release(memory)
+#endif
+
 #include "batch.c"
 #include "turbo.c"
 #include <fcntl.h>
-#include <sys/mman.h>
+#define grow grow_with_slack
+#include "scratch.c"
+#undef grow
+
+/* The library's `grow` leaves a quarter more, in which nothing would detect an overrun. */
+int grow(void **memory, size_t *room, size_t needed) {
+    if (*room == needed) return 1;
+    void *exact = malloc(needed);
+    if (!exact) return 0;
+    if (*room) memcpy(exact, *memory, *room < needed ? *room : needed);
+    free(*memory);
+    *memory = exact, *room = needed;
+    return 1;
+}
 
 #define MOST 65536 /* bytes of an input */
 #define HANG 20 /* seconds; sanitizers slow everything by 3 to 10 */
@@ -28,6 +108,8 @@ typedef struct {
 
 static Input now; /* the current input */
 static uint64_t state; /* of the generator */
+static int filter; /* of the current check */
+static uint32_t digest; /* of all pixels */
 
 /* Draw a number in [0, below) with xorshift64* (Vigna 2016). */
 static uint32_t draw(uint32_t below) {
@@ -42,10 +124,10 @@ static void save_crasher(void) {
     close(file);
 }
 
-static void on_alarm(int signal) {
-    (void)signal;
-    static const char text[] = "an input took too long\n";
-    (void)!write(2, text, sizeof text - 1);
+static void on_signal(int signal) {
+    static const char late[] = "an input took too long\n", wild[] = "access outside a buffer\n";
+    if (signal == SIGALRM) (void)!write(2, late, sizeof late - 1);
+    else (void)!write(2, wild, sizeof wild - 1);
     save_crasher();
     _exit(3);
 }
@@ -107,7 +189,8 @@ static void draw_sample(Sample *sample, Input in) {
 static uint8_t *decode_sample(Sample *sample, int size) {
     uint8_t *pixels = malloc(3 * size * size);
     memset(pixels, 0xA5, 3 * size * size);
-    Batch batch = {.samples = sample, .count = 1, .size = size, .pixels = pixels};
+    Batch batch = {
+        .samples = sample, .count = 1, .size = size, .pixels = pixels, .filter = filter};
     densefeed_decode(&batch);
     CHECK(sample->status >= OK && sample->status <= NO_MEMORY);
     CHECK(memchr(sample->message, 0, MESSAGE) && !sample->message[0] == (sample->status == OK));
@@ -138,10 +221,9 @@ static int index_matches(Input in) {
     return 1;
 }
 
-/* Whether no block can overflow 16 bits in the inverse DCT. On overflow libjpeg-turbo's vector
- * code, its C code and ours differ. The first pass scales a coefficient by up to 1.39 * 4, so 5,900
- * can overflow; the coefficients of photographs are below 1,100. */
-static int is_moderate(Input in) {
+/* Return the largest sum of the coefficients of a block, without signs; INT64_MAX if the file
+ * cannot be read. The coefficients of photographs are below 1,100. */
+static int64_t largest_block(Input in) {
     struct jpeg_decompress_struct from;
     Errors errors;
     volatile int64_t most = 0;
@@ -149,7 +231,9 @@ static int is_moderate(Input in) {
         open_jpeg(&from, &errors, in.bytes, in.length);
         jvirt_barray_ptr *arrays = jpeg_read_coefficients(&from);
         for (int n = 0; n < from.num_components; n++)
-            for (JDIMENSION y = 0; y < from.comp_info[n].height_in_blocks; y++) {
+            /* A component of no scan has no table. */
+            for (JDIMENSION y = 0;
+                 from.comp_info[n].quant_table && y < from.comp_info[n].height_in_blocks; y++) {
                 JBLOCKARRAY row =
                     from.mem->access_virt_barray((j_common_ptr)&from, arrays[n], y, 1, FALSE);
                 for (JDIMENSION x = 0; x < from.comp_info[n].width_in_blocks; x++) {
@@ -164,7 +248,19 @@ static int is_moderate(Input in) {
         most = INT64_MAX;
     }
     jpeg_destroy_decompress(&from);
-    return most < 5000;
+    return most;
+}
+
+/* From these sums on a block can overflow in libjpeg. 16 bits hold coefficients times 1.39 * 4,
+ * the scale of the first pass, up to 5,900: beyond them its vector code, its C code and ours
+ * differ. Its C code also takes pixels modulo 1,024, which 2,100 can exceed. */
+#define OVERFLOWS 5000
+#define WRAPS 2000
+static int64_t block_sum; /* of the current input; -1: not computed yet */
+
+static int is_below(Input in, int64_t limit) {
+    if (block_sum < 0) block_sum = largest_block(in);
+    return block_sum < limit;
 }
 
 /* Compare with libjpeg's decoding of the same crop from the whole scan. */
@@ -176,7 +272,8 @@ static void check_pixels(const Sample *sample, int size, const uint8_t *pixels) 
         (int)ceil(again.left + again.box_width - 1e-9)};
     if (turbo_decode(&again, &scratch, again.bytes, again.length, box, 1, &picture) == OK) {
         uint8_t *want = malloc(3 * size * size);
-        Batch batch = {.samples = &again, .count = 1, .size = size, .pixels = want};
+        Batch batch = {
+            .samples = &again, .count = 1, .size = size, .pixels = want, .filter = filter};
         if (resample(&batch, 0, &scratch, &picture) == OK)
             CHECK(!memcmp(want, pixels, 3 * size * size));
         free(want);
@@ -202,6 +299,7 @@ static void try_crops(Input in) {
         Sample sample;
         draw_sample(&sample, in);
         int size = draw_size();
+        filter = draw(2) ? BICUBIC : BILINEAR;
         uint8_t *pixels = decode_sample(&sample, size);
         Sample from_file = sample;
         from_file.bytes = NULL, from_file.file = file, from_file.offset = BEFORE;
@@ -209,7 +307,8 @@ static void try_crops(Input in) {
         CHECK(from_file.status == sample.status);
         if (sample.status == OK) {
             CHECK(!memcmp(pixels, same, 3 * size * size));
-            if (has_index(in) && index_matches(in) && is_moderate(in))
+            if (is_below(in, WRAPS)) digest = densefeed_crc32(pixels, 3 * size * size, digest);
+            if (has_index(in) && index_matches(in) && is_below(in, OVERFLOWS))
                 check_pixels(&sample, size, pixels);
         }
         free(pixels), free(same);
@@ -247,7 +346,7 @@ static void try_cuts(Input in) {
             CHECK(cut[from_file].length <= (int64_t)in.length);
         }
         CHECK(cut[0].length == cut[1].length && !memcmp(cut[0].bytes, cut[1].bytes, cut[0].length));
-        if (cut[0].length && has_index(in) && index_matches(in) && is_moderate(in)) {
+        if (cut[0].length && has_index(in) && index_matches(in) && is_below(in, OVERFLOWS)) {
             int size = draw_size();
             uint8_t *want = decode_sample(&sample, size), *got;
             Sample shown = sample;
@@ -278,7 +377,18 @@ static void try_raw(Input in) {
         sample.left = draw(sample.width),
         sample.box_width = 1 + draw(sample.width - (uint32_t)sample.left);
     }
-    free(decode_sample(&sample, draw_size()));
+    int size = draw_size(), file = create_file(in);
+    filter = draw(2) ? BICUBIC : BILINEAR;
+    Sample from_file = sample;
+    from_file.bytes = NULL, from_file.file = file, from_file.offset = BEFORE;
+    uint8_t *pixels = decode_sample(&sample, size), *same = decode_sample(&from_file, size);
+    CHECK(from_file.status == sample.status);
+    if (sample.status == OK) {
+        CHECK(!memcmp(pixels, same, 3 * size * size));
+        digest = densefeed_crc32(pixels, 3 * size * size, digest);
+    }
+    free(pixels), free(same);
+    close(file);
 }
 
 static void try_transcoding(Input in) {
@@ -333,6 +443,56 @@ static void try_map(Input in) {
     free(row), free(room), free(logit), free(class), free(lse);
 }
 
+#define MANY_PARTS 12 /* more than one call reads */
+
+/* Read the score map of one sample from a file, unpacked or packed: the right checksum is accepted
+ * and another one is not. All buffers have exactly the documented size. */
+static void try_checksums(Input in) {
+    int file = create_file(in), is_packed = draw(2), right = draw(2);
+    int32_t files[MANY_PARTS], palette = 1 + (int)draw(20);
+    int64_t offset[MANY_PARTS], bytes[MANY_PARTS], end = 0;
+    uint8_t *to[MANY_PARTS] = {NULL};
+    static float levels[256];
+    Packed packed = {.cells = 4, .top_k = 2, .palette = &palette, .levels = draw(2) ? levels : NULL};
+    int parts = is_packed ? 2 : 1 + (int)draw(MANY_PARTS), whole = 1;
+    uint32_t crc = 0;
+    for (int p = 0; p < parts; p++) {
+        bytes[p] = !is_packed ? 1 + draw(40) : p ? 16 : map_bytes(&packed, palette);
+        /* Neighbors, small gaps, or anywhere. */
+        uint32_t gap = draw(2) ? 0 : draw(80);
+        offset[p] = draw(3) ? end + gap : draw((uint32_t)in.length + BEFORE);
+        files[p] = file, end = offset[p] + bytes[p], to[p] = malloc(bytes[p]);
+        uint8_t *content = malloc(bytes[p]);
+        whole &= pread(file, content, bytes[p], offset[p]) == bytes[p];
+        crc = densefeed_crc32(content, bytes[p], crc);
+        free(content);
+    }
+    if (is_packed) {
+        static const int sizes[4] = {16, 16, 8, 16};
+        for (int p = 0; p < 4; p++) free(to[p]), to[p] = malloc(sizes[p]);
+    }
+    crc ^= right ? 0 : 1u << draw(32);
+    Sample sample = {0};
+    Batch batch = {
+        .samples = &sample,
+        .count = 1,
+        .parts = parts,
+        .part_file = files,
+        .part_offset = offset,
+        .part_bytes = bytes,
+        .part_to = to,
+        .part_crc = &crc,
+        .packed = is_packed ? &packed : NULL,
+    };
+    densefeed_maps(&batch);
+    CHECK(!sample.message[0] == (sample.status == OK));
+    CHECK(whole ? sample.status != UNREADABLE : sample.status == UNREADABLE);
+    CHECK(!whole || right || strstr(sample.message, "checksum"));
+    CHECK(!whole || !right || (is_packed ? !strstr(sample.message, "checksum") : !sample.status));
+    for (int p = 0; p < MANY_PARTS; p++) free(to[p]);
+    close(file);
+}
+
 /* Run all checks on one input, in a buffer of exactly its length. */
 static void try_input(const uint8_t *bytes, size_t length) {
     uint8_t *exact = malloc(length ? length : 1);
@@ -340,8 +500,10 @@ static void try_input(const uint8_t *bytes, size_t length) {
     now = (Input){exact, length};
     uint64_t before = state;
     state = 0x9E3779B97F4A7C15u ^ densefeed_crc32(exact, length, 0);
+    block_sum = -1;
     alarm(HANG);
     try_crops(now), try_cuts(now), try_raw(now), try_transcoding(now), try_map(now);
+    try_checksums(now);
     alarm(0);
     state = before;
     free(exact);
@@ -386,6 +548,7 @@ static void try_pool(const Input *inputs, int count) {
             .samples = samples[b],
             .count = (int)draw(ROWS + 1),
             .size = 32,
+            .filter = draw(2) ? BICUBIC : BILINEAR,
             .pixels = pixels[b],
             .parts = 2,
             .part_file = part_file[b][0],
@@ -492,8 +655,10 @@ static void mutate(Input *in, const Input *seeds, int count) {
             else put32(bytes + at + 5, draw(2) ? 0xDCFFDCFF : draw(1 << 30));
             break;
         }
-        default:
-            memset(bytes + at, draw(2) ? 0 : 0xFF, length - at < 24 ? length - at : 1 + draw(24));
+        default: { /* The order of draws must not depend on the compiler. */
+            int value = draw(2) ? 0 : 0xFF;
+            memset(bytes + at, value, length - at < 24 ? length - at : 1 + draw(24));
+        }
         }
     }
     if (draw(10) < 8) repair(in);
@@ -506,26 +671,29 @@ static double seconds_used(void) {
 }
 
 int main(int count, char **words) {
-    if (count < 5) return fprintf(stderr, "fuzz SECONDS SEED THREADED FILE...\n"), 2;
+    if (count < 6) return fprintf(stderr, "fuzz SECONDS INPUTS SEED THREADED FILE...\n"), 2;
     double until = atof(words[1]), slowest = 0;
-    int threaded = atoi(words[3]), seeds = count - 4;
-    signal(SIGALRM, on_alarm);
-#if defined(__SANITIZE_ADDRESS__)
+    long most = atol(words[2]);
+    int threaded = atoi(words[4]), seeds = count - 5;
+    signal(SIGALRM, on_signal);
+#if defined(GUARDED)
+    signal(SIGSEGV, on_signal), signal(SIGBUS, on_signal);
+#elif defined(__SANITIZE_ADDRESS__)
     __sanitizer_set_death_callback(save_crasher);
 #endif
     Input *seed = calloc(seeds, sizeof *seed);
     for (int n = 0; n < seeds; n++) {
-        FILE *file = fopen(words[4 + n], "rb");
-        if (!file) return fprintf(stderr, "cannot read %s\n", words[4 + n]), 2;
+        FILE *file = fopen(words[5 + n], "rb");
+        if (!file) return fprintf(stderr, "cannot read %s\n", words[5 + n]), 2;
         seed[n].bytes = malloc(MOST);
         seed[n].length = fread(seed[n].bytes, 1, MOST, file);
         fclose(file);
         try_input(seed[n].bytes, seed[n].length);
     }
-    state = 0x853C49E6748FEA9Bu + strtoull(words[2], NULL, 10);
+    state = 0x853C49E6748FEA9Bu + strtoull(words[3], NULL, 10);
     Input in = {malloc(MOST), 0}, recent[4] = {0};
     long tried = 0;
-    for (; seconds_used() < until; tried++) {
+    for (; tried < most && seconds_used() < until; tried++) {
         const Input *from = &seed[draw((uint32_t)seeds)];
         memcpy(in.bytes, from->bytes, in.length = from->length);
         mutate(&in, seed, seeds);
@@ -540,8 +708,8 @@ int main(int count, char **words) {
         if (tried > 4 && draw(4) == 0) try_pool(recent, 4);
         if (tried > 4 && draw(4) == 0) try_pool(seed, seeds);
     }
-    printf("%ld inputs from %d files in %.0f s, slowest %.2f s\n", tried, seeds, seconds_used(),
-        slowest);
+    printf("%ld inputs from %d files in %.0f s, slowest %.2f s, digest %08x\n", tried, seeds,
+        seconds_used(), slowest, digest);
     for (int n = 0; n < seeds; n++) free(seed[n].bytes);
     for (int n = 0; n < 4; n++) free(recent[n].bytes);
     free(seed), free(in.bytes);

@@ -1,10 +1,13 @@
-"""The native decoder on mutated files under AddressSanitizer, UBSan and ThreadSanitizer.
+"""The native decoder on mutated files: AddressSanitizer, UBSan, ThreadSanitizer, guard pages.
 
 `make soak` runs it for minutes.
 """
 
 import os
+import platform
+import shutil
 import subprocess
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -12,6 +15,7 @@ import pytest
 from densefeed.storage import indexed_jpeg
 
 from ..jpeg_files import HERE, NATIVE, SOURCES, compile_c
+from .test_native import progressive_bomb
 
 MINUTES = float(os.environ.get("SOAK_MINUTES", 0))
 SAMPLINGS = {
@@ -23,8 +27,8 @@ SAMPLINGS = {
     "410": (4, 2),
     "441": (1, 4),
 }
-# fuzz.c includes batch.c and turbo.c.
-LIBRARY = [NATIVE / f"{name}.c" for name in SOURCES if name not in ("batch", "turbo")]
+# fuzz.c includes the other three.
+LIBRARY = [f"{name}.c" for name in SOURCES if name not in ("batch", "scratch", "turbo")]
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +49,8 @@ def seeds(jpegs, noise, tmp_path_factory):
     made["progressive-gray"] = jpegs.write(noise(24, 40, 1), progressive=1)
     made["arithmetic"] = jpegs.write(noise(40, 48), (2, 2), arithmetic=1)
     made["arithmetic-progressive"] = jpegs.write(noise(24, 24), (2, 1), progressive=1, arithmetic=1)
+    # More scans than any encoder writes.
+    made["scans"] = progressive_bomb(16, 250)
     made["sharp"] = jpegs.write(
         np.random.default_rng(0).integers(0, 256, (32, 48, 3), dtype=np.uint8), quality=100
     )
@@ -60,46 +66,79 @@ def seeds(jpegs, noise, tmp_path_factory):
     return [*sorted(folder.glob("*.jpg")), *sorted((HERE / "corpus").glob("*"))]
 
 
-def fuzz(folder, seeds, sanitizers: str, seconds: float, threaded: int, seed: int) -> None:
-    """Build and run fuzz.c. A finding fails the test and is saved in `folder`."""
+class Build(NamedTuple):
+    """A build of fuzz.c."""
+
+    flags: tuple[str, ...]
+    seconds: float  # of processor time in `make test-slow`
+    share: float  # of the minutes of `make soak`
+    threaded: int = 1
+
+
+SANITIZE = ("-O1", "-g", "-march=native", "-fno-sanitize-recover=all")
+PORTABLE = ["-march=x86-64-v2"] if platform.machine() == "x86_64" else []
+BUILDS = {
+    "address": Build((*SANITIZE, "-fsanitize=address,undefined"), 4, 0.4),
+    # The portable code: the inverse DCT and the CRC of other processors.
+    "plain": Build((*SANITIZE, "-fsanitize=address,undefined", "-DDENSEFEED_PLAIN"), 2, 0.15),
+    "thread": Build((*SANITIZE, "-fsanitize=thread"), 2, 0.1),
+    # As installed, with the versions of functions for this processor (AVX-512, AVX2).
+    "guarded": Build(("-O3", "-g", *PORTABLE, "-ffp-contract=off", "-DGUARDED"), 4, 0.35, 0),
+}
+
+
+def fuzz(folder, seeds, build: Build, seconds: float, seed: int, native=NATIVE):
+    """Build fuzz.c with the library's sources in `native`, and run it in `folder`."""
     fuzzer = folder / "fuzz"
     try:
         compile_c(
             fuzzer,
-            [HERE / "fuzz.c", *LIBRARY],
-            "-O1",
-            "-g",
-            "-march=native",
-            f"-fsanitize={sanitizers}",
-            "-fno-sanitize-recover=all",
+            [HERE / "fuzz.c", *(native / name for name in LIBRARY)],
+            f"-I{native}",
+            *build.flags,
         )
     except AssertionError as error:
         if "cannot find" in str(error):
-            pytest.skip(f"this compiler has no runtime for -fsanitize={sanitizers}")
+            pytest.skip(f"this compiler has no runtime for {build.flags}")
         raise
     options = {"ASAN_OPTIONS": "allocator_may_return_null=1", "TSAN_OPTIONS": "halt_on_error=1"}
-    done = subprocess.run(
-        [fuzzer, str(seconds), str(seed), str(threaded), *seeds],
+    numbers = (seconds, 2**40, seed, build.threaded)
+    return subprocess.run(
+        [fuzzer, *map(str, numbers), *seeds],
         cwd=folder,
         env=os.environ | options,
         capture_output=True,
         text=True,
     )
-    print(done.stdout)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BUILDS)
+def test_mutated_files_cause_no_errors(seeds, tmp_path, name):
+    """Run a few seconds of fixed mutations; `make soak` runs minutes of random ones.
+
+    A finding fails the test and is saved in `tmp_path`.
+    """
+    build, seed = BUILDS[name], int.from_bytes(os.urandom(4)) if MINUTES else 1
+    seconds = 60 * MINUTES * build.share or build.seconds
+    done = fuzz(tmp_path, seeds, build, seconds, seed)
+    print(f"{name}, seed {seed}: {done.stdout}")
     assert done.returncode == 0, (
-        f"{done.stdout}{done.stderr[:6000]}\nthe input is {folder / 'crasher'}"
+        f"{done.stdout}{done.stderr[:6000]}\nthe input is {tmp_path / 'crasher'}"
     )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("sanitizers", "short", "share"), [("address,undefined", 4, 0.9), ("thread", 2, 0.1)]
-)
-def test_mutated_files_cause_no_errors(seeds, tmp_path, sanitizers, short, share):
-    """Run a few seconds of fixed mutations; `make soak` runs minutes of random ones."""
-    if MINUTES:
-        seed = int.from_bytes(os.urandom(4))
-        print(f"seed {seed}")
-        fuzz(tmp_path, seeds, sanitizers, 60 * MINUTES * share, threaded=1, seed=seed)
-    else:
-        fuzz(tmp_path, seeds, sanitizers, short, threaded=1, seed=1)
+@pytest.mark.parametrize("name", ["address", "guarded"])
+def test_a_buffer_that_is_one_number_short_is_found(seeds, tmp_path, name):
+    """With the slack of `grow`, a quarter of each buffer, this planted bug would stay hidden."""
+    native = shutil.copytree(NATIVE, tmp_path / "native")
+    source = native / "resample.c"
+    text = source.read_text()
+    exact = "(middle_room + strip_room + column_room + 6 * across)"
+    assert exact in text
+    source.write_text(text.replace(exact, f"({exact} - 1)"))
+    done = fuzz(tmp_path, seeds, BUILDS[name], 20, 1, native)
+    assert done.returncode, done.stdout
+    assert "buffer" in done.stderr
+    assert (tmp_path / "crasher").exists()

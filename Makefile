@@ -16,6 +16,15 @@ test: $(READY)
 test-slow: $(READY)
 	$(PYTEST) -m slow
 
+JPEGS := manylinux_2_28_x86_64 manylinux_2_28_aarch64 macosx_11_0_arm64
+# The native decoder for macOS (built), arm64 (run by qemu-user-static) and libjpeg-turbo 3; what is
+# missing is named and its tests are skipped.
+test-ports: $(READY)
+	$(RUN) -m pip install --disable-pip-version-check -q -e ".[ports]"
+	for one in $(JPEGS); do test -d .ports/$$one || $(RUN) -m pip install --disable-pip-version-check -q --no-deps \
+		--only-binary :all: --platform $$one --target .ports/$$one comma-deps-libjpeg==3.1.0.post92 || exit; done
+	$(RUN) -m pytest tests/native/test_ports.py
+
 # Lint and format, only reports.
 check: $(READY)
 	$(RUN) -m ruff check .
@@ -75,11 +84,11 @@ bench: $(READY)
 MINUTES ?= 10
 KILLS ?= 20
 ORIENTATIONS ?= 100
-# The native decoder on mutated files for MINUTES of processor time, runs and passes killed KILLS
+# The native decoder on mutated files (four builds) for MINUTES of processor time, runs and passes killed KILLS
 # times, ORIENTATIONS planted for the audit.
 soak: $(READY)
 	SOAK_MINUTES=$(MINUTES) nice -n 19 $(RUN) -m pytest -s tests/native/test_fuzz.py
 	SOAK_KILLS=$(KILLS) $(RUN) -m pytest -s tests/test_resume.py tests/storage/test_shards.py -k killed_at_random_times
 	SOAK_ORIENTATIONS=$(ORIENTATIONS) $(RUN) -m pytest -s tests/relabel/test_audit.py -k planted_orientations
 
-.PHONY: quickstart test test-slow check fix docs gpu-check bench soak
+.PHONY: quickstart test test-slow test-ports check fix docs gpu-check bench soak

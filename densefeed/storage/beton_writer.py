@@ -33,7 +33,14 @@ from densefeed.storage.beton import (
     notes_place,
 )
 from densefeed.system.errors import BusyError, UserError
-from densefeed.system.files import check_absent, create_locked, name_errors, sync
+from densefeed.system.files import (
+    check_absent,
+    create_locked,
+    make_folder,
+    name_errors,
+    sync_folder,
+    write_at,
+)
 from densefeed.system.progress import bar
 
 # Bytes written between two fsyncs. After a power cut twice as many are read back.
@@ -152,7 +159,7 @@ class BetonWriter:
         return np.concatenate([np.flatnonzero(self.state == kind) for kind in (UNTRIED, FAILED)])
 
     def _begin(self, identity: dict) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(self.path.parent)
         if not self.journal.exists():
             # Nothing but the journal says what is in a `.part`, so this one is not ours to
             # overwrite.
@@ -338,7 +345,7 @@ class BetonWriter:
             check_absent(self.path)
             os.replace(self.part, self.path)
             # On disk before the journal goes: a `.part` without its journal is refused.
-            sync(self.path.parent)
+            sync_folder(self.path.parent)
             self.journal.unlink()
         self.close()
 
@@ -431,14 +438,3 @@ def valid_rows(records: bytes) -> np.ndarray:
 def round_up(size: int, multiple: int) -> int:
     """Round up to a multiple."""
     return -(-size // multiple) * multiple
-
-
-def write_at(descriptor: int, data: bytes, offset: int) -> None:
-    """Write all of `data` with `pwrite`.
-
-    If the disk fills, a call writes only a part, and the next call raises the error.
-    """
-    view = memoryview(data)
-    while len(view):
-        put = os.pwrite(descriptor, view, offset)
-        view, offset = view[put:], offset + put

@@ -1,6 +1,8 @@
 """Convert a finished store to another form, and verify every row of a store."""
 
+import math
 import os
+import zlib
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +28,7 @@ from densefeed.storage.score_maps import (
 )
 from densefeed.storage.store_file import StoreFile
 from densefeed.system.errors import UserError
-from densefeed.system.files import check_absent, name_errors, replace_file
+from densefeed.system.files import check_absent, drop_cache, replace_file, write_at
 from densefeed.system.progress import bar
 
 # Rows converted at once: 7 MB raw at S = 18, k = 5.
@@ -54,6 +56,11 @@ def convert(store: ScoreMapStore, out: Path, form: Form) -> ScoreMapStore:
     if header.form == form:
         raise UserError(f"{store.path} is {form} already; choose another --form")
     check_absent(out)
+    if not store.names_match():
+        raise UserError(
+            f"{store.path}: its labels and paths do not match their checksum; copy it again or "
+            "relabel"
+        )
     count, paths = len(store), np.array([path.encode() for path in store.paths()])
     known = {"label": store.labels, "path": paths, "palette": store.palette, "done": np.ones(count)}
     size = row_sizes(form, header.side, header.top_k, store.palette)
@@ -62,17 +69,37 @@ def convert(store: ScoreMapStore, out: Path, form: Form) -> ScoreMapStore:
     if form == "compact":
         known["levels"] = code_levels(header.absent)
     header = replace(header, form=form)
+    types = dataset_types(header, count, paths.dtype.str, (int(size.sum()),))
     with replace_file(out) as part:
-        types = dataset_types(header, count, paths.dtype.str, (int(size.sum()),))
-        # All sizes follow from the palettes, so a full disk shows before the first row is encoded.
-        allocate_store(part, header, types, known)
-        layout = StoreFile(part)
         with open(part, "r+b", buffering=0) as file:
+            # All sizes follow from the palettes, so a full disk shows before the first row is
+            # encoded.
+            offsets = allocate_store(file.fileno(), header, types, known)
+            crcs = {name: zlib.crc32(known[name].astype(types[name][0])) for name in known}
             for name, first, content in encode_chunks(store, form, known):
-                offset = layout.offsets[name] + first * layout.stride(name)
-                with name_errors(part):
-                    os.pwrite(file.fileno(), content, offset)
+                dtype, shape = types[name]
+                stride = math.prod(shape[1:], start=np.dtype(dtype).itemsize)
+                write_at(file.fileno(), content, offsets[name] + first * stride)
+                # The chunks of a dataset follow each other.
+                crcs[name] = zlib.crc32(content, crcs.get(name, 0))
+            os.fsync(file.fileno())
+            drop_cache(file.fileno())
+        read_back(part, out, crcs)
     return ScoreMapStore(out)
+
+
+def read_back(part: Path, out: Path, crcs: dict[str, int]) -> None:
+    """Read a finished file; UserError, which names `out`, if a dataset has another CRC-32."""
+    written = StoreFile(part)
+    for name, expected in crcs.items():
+        crc = 0
+        for _, block in written.blocks(name):
+            crc = zlib.crc32(block, crc)
+        if crc != expected:
+            raise UserError(
+                f"{out}: {name} is not on disk as it was written; check the disk, and run the "
+                "same command again"
+            )
 
 
 def encode_chunks(

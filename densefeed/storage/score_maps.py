@@ -10,8 +10,7 @@ and read with `pread`, so no HDF5 metadata changes while a labeling runs, and a 
 file that opens.
 """
 
-import errno
-import math
+import io
 import os
 import zlib
 from collections.abc import Iterable, Iterator
@@ -34,15 +33,18 @@ from densefeed.storage.store_file import (
     find_runs,
     row_types,
 )
-from densefeed.system.errors import UserError, explain_os_error
+from densefeed.system.errors import UserError
 from densefeed.system.files import (
     check_absent,
-    create_locked,
+    create_part,
+    drop_cache,
     name_errors,
+    name_once,
     open_locked,
     remove_orphans,
     reserve_space,
-    sync,
+    sync_folder,
+    write_at,
 )
 from densefeed.system.progress import bar
 
@@ -50,10 +52,6 @@ from densefeed.system.progress import bar
 CHUNK_BYTES = 2**26
 # Four numbers of float32.
 WINDOW_BYTES = 16
-# Errors of `link` on file systems without hard links.
-NO_HARD_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
-# Space for HDF5's own structures beside the rows; 11 kB were measured.
-HDF5_OVERHEAD = 2**16
 
 
 def row_crcs(parts: Iterable[Iterable[np.ndarray]]) -> np.ndarray:
@@ -327,19 +325,53 @@ class ScoreMapStore:
             )
 
 
-def allocate_store(path: Path, header: StoreHeader, types: Types, known: Arrays) -> None:
-    """Create an HDF5 file of contiguous datasets of these types: the `known` ones, zeros else.
+class RecordedFile(io.RawIOBase):
+    """A file for h5py that keeps what is written, by offset, and no zeros between.
 
-    Raises OSError if the disk cannot hold it.
+    HDF5 itself must not write to the disk: when a write fails it crashes the interpreter, or the
+    error is lost.
     """
-    # HDF5 crashes the interpreter if the disk fills while it writes. Reserve the space first.
-    sizes = (np.dtype(dtype).itemsize * math.prod(shape) for dtype, shape in types.values())
-    # The header holds the class names, with room for names of 100 bytes.
-    overhead = HDF5_OVERHEAD + len(header.class_names) * 100
-    with open(path, "w+b") as file:
-        reserve_space(file.fileno(), sum(sizes) + overhead)
-    # The caller already holds a lock on the file.
-    with h5py.File(path, "w", locking=False) as file:
+
+    def __init__(self) -> None:
+        self.size, self.writes, self._at = 0, [], 0
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = offset + (0, self._at, self.size)[whence]
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def write(self, data: memoryview) -> int:
+        self.writes.append((self._at, bytes(data)))
+        self._at += len(self.writes[-1][1])
+        self.size = max(self.size, self._at)
+        return len(self.writes[-1][1])
+
+    def readinto(self, out: memoryview) -> int:
+        view, first = memoryview(out).cast("B"), self._at
+        view[:] = bytes(len(view))
+        for offset, data in self.writes:
+            low, high = max(offset, first), min(offset + len(data), first + len(view))
+            if low < high:
+                view[low - first : high - first] = data[low - offset : high - offset]
+        self._at += len(view)
+        return len(view)
+
+    def truncate(self, size: int | None = None) -> int:
+        self.size = self._at if size is None else size
+        return self.size
+
+
+def allocate_store(
+    descriptor: int, header: StoreHeader, types: Types, known: Arrays
+) -> dict[str, int]:
+    """Fill an empty file with contiguous HDF5 datasets of these types; return their offsets.
+
+    They hold the arrays of `known`, else zeros. Raises OSError if the disk cannot hold the file.
+    """
+    laid_out = RecordedFile()
+    with h5py.File(laid_out, "w") as file:
         file.attrs["densefeed"] = header.to_json()
         file.attrs["names_crc32"] = names_crc(known["label"], known["path"])
         # By default a contiguous dataset is allocated, and gets an offset, at its first write.
@@ -348,9 +380,12 @@ def allocate_store(path: Path, header: StoreHeader, types: Types, known: Arrays)
         for name, (dtype, shape) in types.items():
             # No time stamps: the same rows must give the same bytes.
             file.create_dataset(name, shape, dtype, known.get(name), dcpl=early, track_times=False)
-    # HDF5 truncated the file when it opened it, which gave the reserved space back.
-    with open(path, "r+b") as file:
-        reserve_space(file.fileno(), os.path.getsize(path))
+        offsets = {name: dataset.id.get_offset() for name, dataset in file.items()}
+    # A full disk must show before the first row is computed.
+    reserve_space(descriptor, laid_out.size)
+    for offset, data in laid_out.writes:
+        write_at(descriptor, data, offset)
+    return offsets
 
 
 class ScoreMapWriter:
@@ -366,58 +401,70 @@ class ScoreMapWriter:
         self, path: Path, header: StoreHeader, paths: list[str], labels: np.ndarray
     ) -> None:
         self.path, self.part, self._file = Path(path), Path(f"{path}.part"), None
-        remove_orphans(self.path)
+        names = np.array([path.encode() for path in paths])
+        self._header, self._names_crc = header, names_crc(labels, names)
         try:
-            while self._file is None:
+            with name_errors(self.path):
+                remove_orphans(self.path)
+                while self._file is None:
+                    check_absent(self.path)
+                    # FileNotFoundError: another process finished and renamed it in the meantime.
+                    with suppress(FileNotFoundError):
+                        self._file = open_locked(self.part)
+                        continue
+                    self._file = self._create(names, labels)
+                # Another process may have finished after the check and before this one created a
+                # new `.part`.
+                if self.path.exists():
+                    self.part.unlink()
                 check_absent(self.path)
-                if not self.part.exists():
-                    self._create(header, paths, labels)
-                # FileNotFoundError: another process finished and renamed it in the meantime.
-                with suppress(FileNotFoundError):
-                    self._file = open_locked(self.part)
-            # Another process may have finished after the check and before this one created a new
-            # `.part`.
-            if self.path.exists():
-                self.part.unlink()
-            check_absent(self.path)
-            self._resume(header)
+                self.done = self._read_back()
         except BaseException:
             self.close()
             raise
 
-    def _resume(self, header: StoreHeader) -> None:
+    def _create(self, names: np.ndarray, labels: np.ndarray) -> int | None:
+        """Create `.part` and return its descriptor; None if another process created one."""
+        types = dataset_types(self._header, len(labels), names.dtype.str)
+        # If this process is killed, the next run removes this file.
+        begun, held = create_part(self.path)
+        try:
+            allocate_store(held, self._header, types, {"label": labels, "path": names})
+            # The layout must be on disk before the file gets the name that a later run resumes.
+            os.fsync(held)
+            # Locked until it has this name, or another process would remove it as an orphan.
+            if name_once(begun, self.part):
+                sync_folder(self.path.parent)
+                return held
+        except BaseException:
+            os.close(held)
+            raise
+        finally:
+            begun.unlink(missing_ok=True)
+        os.close(held)
+        return None
+
+    def _read_back(self) -> np.ndarray:
+        """Reopen the file and mark the rows that are done and match their CRC; bool `[N]`.
+
+        Raises UserError if header, labels or paths are not those of this labeling.
+        """
+        # What the system could not write is still in its memory, which must not hide that.
+        drop_cache(self._file)
         try:
             file = StoreFile(self.part)
         except UserError as error:
-            raise UserError(
-                f"{self.part}, left by an earlier run, is damaged; remove it and run again"
-            ) from error
-        header.check_same(file.header, self.part)
-        self._offsets, self.done = file.offsets, find_valid_rows(file)
+            raise self._damaged() from error
+        self._header.check_same(file.header, self.part)
+        crcs = {file.names_crc, names_crc(file.read("label"), file.read("path"))}
+        # Files of earlier versions have no checksum.
+        if not crcs <= {None, self._names_crc}:
+            raise self._damaged()
+        self._offsets = file.offsets
+        return find_valid_rows(file)
 
-    def _create(self, header: StoreHeader, paths: list[str], labels: np.ndarray) -> None:
-        names = np.array([path.encode() for path in paths])
-        types = dataset_types(header, len(labels), names.dtype.str)
-        # If this process is killed, the next run removes this file.
-        begun = self.path.with_name(f"{self.path.name}.{os.getpid()}.part")
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            # Locked, or another process would remove it as an orphan.
-            held = create_locked(begun)
-            try:
-                allocate_store(begun, header, types, {"label": labels, "path": names})
-                # The layout must be on disk before the file gets the name that a later run resumes.
-                sync(begun)
-            finally:
-                os.close(held)
-            name_once(begun, self.part)
-        except OSError as error:
-            error.filename = error.filename or str(self.path)
-            raise UserError(
-                f"the score map file cannot be created: {explain_os_error(error)}"
-            ) from error
-        finally:
-            begun.unlink(missing_ok=True)
+    def _damaged(self) -> UserError:
+        return UserError(f"{self.part} is damaged; remove it and run again")
 
     def write(self, ids: np.ndarray, maps: ScoreMaps) -> None:
         """Write the rows `ids` (consecutive, ascending), then mark them done."""
@@ -438,37 +485,34 @@ class ScoreMapWriter:
             if data.shape != (len(ids), *shape):
                 raise ValueError(f"{name} is {data.shape}, not {(len(ids), *shape)}")
             offset = self._offsets[name] + int(ids[0]) * data[0].nbytes
-            with name_errors(self.part):
-                os.pwrite(self._file, data.tobytes(), offset)
+            with name_errors(self.path):
+                write_at(self._file, data.tobytes(), offset)
         self.done[ids] = True
 
     def finish(self) -> None:
-        """fsync the file and rename it to its final name; every row must be done."""
+        """fsync the file, read it back and rename it to its final name; every row must be done.
+
+        Raises UserError if a row is not on disk as it was written.
+        """
         assert self.done.all(), "rows are missing"
-        # The rows must be on disk before the file gets its name.
-        os.fsync(self._file)
-        os.replace(self.part, self.path)
-        sync(self.path.parent)
-        self.close()
+        with name_errors(self.path):
+            # The rows must be on disk before the file gets its name.
+            os.fsync(self._file)
+            if lost := int((~self._read_back()).sum()):
+                raise UserError(
+                    f"{self.path}: {lost:,} rows are not on disk as they were written; check the "
+                    "disk, and run the same command again, which repeats them"
+                )
+            os.replace(self.part, self.path)
+            sync_folder(self.path.parent)
+            self.close()
 
     def close(self) -> None:
         """Close the file; the rows that are done stay in `.part`."""
         if self._file is not None:
-            os.close(self._file)
-            self._file = None
-
-
-def name_once(begun: Path, path: Path) -> None:
-    """Give a file the name `path`, unless another process has made a file of that name."""
-    try:
-        # Unlike a rename, a link never replaces a file.
-        os.link(begun, path)
-    except FileExistsError:
-        pass
-    except OSError as error:
-        if error.errno not in NO_HARD_LINKS:
-            raise
-        os.replace(begun, path)
+            # An error of `close` leaves it closed too.
+            descriptor, self._file = self._file, None
+            os.close(descriptor)
 
 
 def copy_rows(file: StoreFile, ids: np.ndarray) -> ScoreMaps:
@@ -477,12 +521,15 @@ def copy_rows(file: StoreFile, ids: np.ndarray) -> ScoreMaps:
 
 
 def find_valid_rows(file: StoreFile) -> np.ndarray:
-    """Mark the rows of an unfinished raw store that are done and match their CRC; bool `[N]`."""
-    done, crcs = file.read("done").astype(bool), file.read("crc32")
+    """Mark the rows of a raw store that are done and match CRC and palette size; bool `[N]`."""
+    done, crcs, palette = file.read("done") == 1, file.read("crc32"), file.read("palette")
     written = np.flatnonzero(done)
     # At most 29 MB of rows at once at S = 18, k = 5.
-    for ids in np.array_split(written, len(written) // 4096 + 1):
-        done[ids] = row_crcs(copy_rows(file, ids)) == crcs[ids]
+    for at in range(0, len(written), 4096):
+        ids = written[at : at + 4096]
+        maps = copy_rows(file, ids)
+        # After a power cut a row may be on disk without its palette size.
+        done[ids] = (row_crcs(maps) == crcs[ids]) & (palette_sizes(maps.cls) == palette[ids])
     return done
 
 

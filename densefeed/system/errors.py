@@ -14,6 +14,7 @@ REMEDIES = {
     errno.ENOSPC: "the disk is full; free some space or choose another --out",
     errno.EFBIG: "the file grew past the limit of this file system or shell (ulimit -f)",
     errno.EDQUOT: "the disk quota is used up; free some space or choose another --out",
+    errno.EIO: "the disk failed to read or write; check it, or choose another --out",
     errno.EACCES: "no permission; change its owner or mode, or choose another place",
     errno.EPERM: "no permission; change its owner or mode, or choose another place",
     errno.EROFS: "the file system is read-only; choose another --out",

@@ -1,20 +1,27 @@
 """Atomic and locked files: a reader never sees an incomplete file under its final name."""
 
+import ctypes
 import errno
 import fcntl
 import os
 import re
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from densefeed.system.errors import REMEDIES, BusyError, UserError
 
-# Errors of `flock` on network file systems without locks. There two writers are not kept apart.
-# Linux has one number for the last two, macOS has two.
-NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP)
 # Bytes written at once where no system call reserves space.
 RESERVE_BYTES = 2**24
+# Errors of `flock` on network file systems without locks, and on folders in NFS (EBADF). There two
+# writers are not kept apart. Linux has one number for the last two, macOS has two.
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EBADF, errno.EOPNOTSUPP, errno.ENOTSUP)
+# Errors of `link` on file systems without hard links.
+NO_HARD_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
+# Errors of fsync on file systems that cannot sync a folder, and of opening a folder that may be
+# written but not read. Such a folder reaches the disk when the system writes it.
+NO_FOLDER_SYNC = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.EACCES)
 
 
 def check_absent(path: Path) -> None:
@@ -29,37 +36,90 @@ def replace_file(path: Path) -> Iterator[Path]:
 
     The file is fsynced before the rename, so a reader of `path` sees the complete old file or the
     complete new one, also after a power cut. The sibling `<path>.PID.part` is locked; siblings left
-    by killed processes are removed, except on a file system without locks.
+    by killed processes are removed, except on a file system without locks. Errors of the operating
+    system name `path`.
     """
-    # With the PID, because two processes may replace one file at the same time.
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
     with name_errors(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        remove_orphans(path)
-        descriptor = create_locked(part)
+        part, descriptor = create_part(path)
         try:
             yield part
             sync(part)
             os.replace(part, path)
             # The new name is on disk only when the folder is.
-            sync(path.parent)
+            sync_folder(path.parent)
         except BaseException:
-            part.unlink(missing_ok=True)
+            # If it cannot be deleted, the next process removes it as an orphan.
+            with suppress(OSError):
+                part.unlink(missing_ok=True)
             raise
         finally:
             os.close(descriptor)
 
 
-def lock(descriptor: int, path: Path) -> bool:
+@contextmanager
+def create_folder(path: Path) -> Iterator[Path]:
+    """`replace_file` for a folder that does not exist yet, with everything in it."""
+    with name_errors(path):
+        check_absent(path)
+        part, descriptor = create_part(path, Path.mkdir, os.O_RDONLY)
+        try:
+            yield part
+            # Not an fsync for each file: for a million files they would take an hour.
+            sync_file_system(descriptor)
+            check_absent(path)
+            os.replace(part, path)
+            sync_folder(path.parent)
+        except BaseException:
+            shutil.rmtree(part, ignore_errors=True)
+            raise
+        finally:
+            os.close(descriptor)
+
+
+def replace_link(path: Path, target: Path) -> None:
+    """Make `path` a symbolic link to `target`, atomically."""
+    # With the PID, because two processes may replace one link at the same time.
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    with name_errors(path):
+        part.unlink(missing_ok=True)
+        try:
+            part.symlink_to(target)
+            os.replace(part, path)
+            sync_folder(path.parent)
+        except BaseException:
+            with suppress(OSError):
+                part.unlink(missing_ok=True)
+            raise
+
+
+def create_part(
+    path: Path, create: Callable[[Path], None] = Path.touch, flags: int = os.O_RDWR
+) -> tuple[Path, int]:
+    """Create the sibling `<path>.PID.part`; return it and its descriptor, which locks it.
+
+    Siblings left by killed processes are removed. `create` makes a file or a folder, `flags` open
+    it.
+    """
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    make_folder(path.parent)
+    remove_orphans(path)
+    while True:
+        with suppress(FileExistsError):
+            create(part)
+        # Before it is locked another process may take it for an orphan and remove it.
+        with suppress(FileNotFoundError):
+            # Waits: who else locks a file of this process is about to remove it.
+            return part, open_locked(part, flags, fcntl.LOCK_EX)
+
+
+def lock(descriptor: int, path: Path, operation: int = fcntl.LOCK_EX | fcntl.LOCK_NB) -> None:
     """Lock an open file exclusively until it is closed or the process ends, even by a kill.
 
-    Returns False on a file system without locks. Raises BusyError if another process holds the
-    lock.
+    Raises BusyError if another process holds the lock, unless `operation` waits for it.
     """
     try:
-        # Not `lockf`: its locks end when the process closes any descriptor of the file, and h5py
-        # opens and closes a `.part` that is locked here.
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # Not `lockf`: its locks end when the process closes any descriptor of the file.
+        fcntl.flock(descriptor, operation)
     except BlockingIOError:
         raise BusyError(
             f"{path} is being written by another process; wait for it or choose another --out"
@@ -67,20 +127,20 @@ def lock(descriptor: int, path: Path) -> bool:
     except OSError as error:
         if error.errno not in NO_LOCKS:
             raise
-        return False
-    return True
 
 
-def open_locked(path: Path) -> int:
-    """Open an existing file for reading and writing, with an exclusive lock.
+def open_locked(
+    path: Path, flags: int = os.O_RDWR, operation: int = fcntl.LOCK_EX | fcntl.LOCK_NB
+) -> int:
+    """Open a file for reading and writing, with an exclusive lock.
 
     Raises BusyError if another process holds the lock, FileNotFoundError if the file is gone.
     """
     while True:
-        descriptor = os.open(path, os.O_RDWR)
+        descriptor = os.open(path, flags, 0o666)
         try:
-            lock(descriptor, path)
-            if os.path.samestat(os.fstat(descriptor), os.stat(path)):
+            lock(descriptor, path, operation)
+            if is_named(descriptor, path):
                 return descriptor
         except BaseException:
             os.close(descriptor)
@@ -89,40 +149,71 @@ def open_locked(path: Path) -> int:
         os.close(descriptor)
 
 
+def is_named(descriptor: int, path: Path) -> bool:
+    """Whether `path` is the open file; FileNotFoundError if there is no file of this name."""
+    return os.path.samestat(os.fstat(descriptor), os.stat(path))
+
+
 def create_locked(path: Path) -> int:
     """`open_locked`, but create the file if it does not exist."""
     while True:
-        os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o666))
-        # Before it is locked another process may take it for an orphan and remove it.
+        # Another process may finish with the file, and remove it, before it is locked here.
         with suppress(FileNotFoundError):
-            return open_locked(path)
+            return open_locked(path, os.O_RDWR | os.O_CREAT)
 
 
 def remove_orphans(path: Path) -> None:
-    """Remove unlocked siblings `<path>.PID.part`, which killed processes left."""
+    """Remove unlocked siblings `<path>.PID.part`, files and folders, which killed processes left.
+
+    On a file system without locks nothing is removed.
+    """
     pattern = re.compile(re.escape(path.name) + r"\.\d+\.part")
     siblings = list(path.parent.iterdir()) if path.parent.is_dir() else []
     for part in siblings:
         if not pattern.fullmatch(part.name):
             continue
+        # Its writer is alive, or this process may not open or remove it.
+        with suppress(OSError):
+            # NFS locks only what is open for writing, which a folder never is.
+            flags = os.O_RDONLY if part.is_dir() else os.O_RDWR
+            descriptor = os.open(part, flags | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # Before the lock is released, so no process can lock what is about to go.
+                if is_named(descriptor, part):
+                    shutil.rmtree(part) if part.is_dir() else part.unlink()
+            finally:
+                os.close(descriptor)
+
+
+def name_once(part: Path, path: Path) -> bool:
+    """Rename a file to `path` and return True, unless there is a file of that name already."""
+    try:
+        # Unlike a rename, a link never replaces a file.
+        os.link(part, path)
+    except FileExistsError:
+        return False
+    except OSError as error:
+        if error.errno not in NO_HARD_LINKS:
+            raise
+        # Else two processes could both find the name free.
+        descriptor = open_locked(path.parent, os.O_RDONLY, fcntl.LOCK_EX)
         try:
-            descriptor = open_locked(part)
-        # Its writer is alive, or this process may not open it.
-        except (BusyError, OSError):
-            continue
-        # Before the lock is released, so no process can lock a file that is about to go. Without
-        # locks its writer may be alive.
-        if lock(descriptor, part):
-            part.unlink(missing_ok=True)
-        os.close(descriptor)
+            if path.exists():
+                return False
+            os.replace(part, path)
+        finally:
+            os.close(descriptor)
+    return True
 
 
 @contextmanager
 def name_errors(path: Path | str) -> Iterator[None]:
-    """Add `path` to errors of the operating system that name no file, such as a failed write.
+    """Let errors of the operating system name `path` if they name no file or its temporary file.
 
-    On a full disk torch.save fails with an assertion of its own while it cleans up; the underlying
-    OSError is raised instead.
+    Temporary files are the siblings whose names begin with that of `path` and a dot. On a full disk
+    torch.save fails with an assertion of its own while it cleans up; the underlying OSError is
+    raised instead.
     """
     try:
         yield
@@ -132,13 +223,40 @@ def name_errors(path: Path | str) -> Iterator[None]:
             cause = cause.__context__
         if cause is None:
             raise
-        cause.filename = cause.filename or str(path)
+        if cause.filename is None or str(cause.filename).startswith(f"{path}."):
+            cause.filename = str(path)
         raise cause from None
 
 
+def write_at(descriptor: int, data: bytes, offset: int) -> None:
+    """Write all of `data` with `pwrite`.
+
+    If the disk fills, a call writes only a part, and the next call raises the error.
+    """
+    view = memoryview(data)
+    while len(view):
+        put = os.pwrite(descriptor, view, offset)
+        view, offset = view[put:], offset + put
+
+
+def drop_cache(descriptor: int) -> None:
+    """Let the next reads of a synced file come from the disk, where the system can do that."""
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def make_folder(folder: Path) -> None:
+    """Create a folder and its parents, and fsync the folder of each new one."""
+    if folder.is_dir():
+        return
+    make_folder(folder.parent)
+    # Another process may make it at the same time.
+    folder.mkdir(exist_ok=True)
+    sync_folder(folder.parent)
+
+
 def sync(path: Path) -> None:
-    """fsync a file or a folder."""
-    # Folders open for reading only, which is enough for fsync.
+    """fsync a file."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -161,7 +279,26 @@ def reserve_space(descriptor: int, size: int) -> None:
     # macOS. Holes read as zeros; written back, they are allocated.
     for at in range(0, size, RESERVE_BYTES):
         length = min(RESERVE_BYTES, size - at)
-        content = os.pread(descriptor, length, at).ljust(length, b"\0")
-        while content:
-            written = os.pwrite(descriptor, content, at)
-            content, at = content[written:], at + written
+        write_at(descriptor, os.pread(descriptor, length, at).ljust(length, b"\0"), at)
+
+
+def sync_folder(folder: Path) -> None:
+    """fsync a folder, so that names made, changed or removed in it are on disk."""
+    try:
+        sync(folder)
+    except OSError as error:
+        if error.errno not in NO_FOLDER_SYNC:
+            raise
+
+
+def sync_file_system(descriptor: int) -> None:
+    """Write the whole file system of an open file or folder to disk.
+
+    Raises OSError if a write failed since it was opened.
+    """
+    syncfs = getattr(ctypes.CDLL(None, use_errno=True), "syncfs", None)
+    # Only Linux reports the errors.
+    if syncfs is None:
+        os.sync()
+    elif syncfs(descriptor):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))

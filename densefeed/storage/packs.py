@@ -11,6 +11,7 @@ The files do not contain which part of an image they cover, nor which axis comes
 declared at import.
 """
 
+import io
 import os
 from collections import Counter, defaultdict
 from concurrent.futures import ThreadPoolExecutor
@@ -381,8 +382,11 @@ def import_pack(
         lacking = np.flatnonzero(~writer.done)
         if report.problems:
             # On disk before the first of these rows gets its label.
-            with replace_file(filled) as path, open(path, "wb") as file:
-                np.save(file, lacking)
+            # np.save itself would write with C's stdio, and ignore the error of its last write.
+            encoded = io.BytesIO()
+            np.save(encoded, lacking)
+            with replace_file(filled) as path:
+                path.write_bytes(encoded.getbuffer())
         for ids in split_runs(lacking, CHUNK):
             writer.write(ids, label_rows(images.labels[ids], num_classes, pack.side, pack.top_k))
         writer.finish()

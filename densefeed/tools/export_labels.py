@@ -9,8 +9,6 @@ the part of the image that a map covers. The folder gets its name when all files
 """
 
 import io
-import os
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +19,7 @@ from densefeed.storage.geometry import WHOLE
 from densefeed.storage.packs import EXACT, map_stem, to_published
 from densefeed.storage.score_maps import ScoreMapStore
 from densefeed.system.errors import UserError, make_command
-from densefeed.system.files import check_absent, name_errors
+from densefeed.system.files import check_absent, create_folder
 from densefeed.system.progress import bar
 
 # Rows read from the store at once.
@@ -46,21 +44,10 @@ def main(options: ExportLabels) -> None:
             f"{options.maps} has {store.header.num_classes:,} classes, and float16 represents only "
             f"{MOST_CLASSES:,} class numbers exactly; train from the HDF5 file itself"
         )
-    part = out.with_name(f"{out.name}.part")
     check_absent(out)
-    if part.exists():
-        raise UserError(f"{part} exists already; an export was stopped there; remove it")
     stems = distinct_stems(store)
-    part.mkdir(parents=True)
-    try:
+    with create_folder(out) as part:
         partial = write_files(store, stems, part)
-        # One sync before the folder gets its name: a million fsyncs would take an hour.
-        os.sync()
-        os.replace(part, out)
-    # Ctrl-C too must leave no folder behind, which the next call would refuse.
-    except BaseException:
-        shutil.rmtree(part, ignore_errors=True)
-        raise
     print_summary(store, partial, out)
 
 
@@ -114,9 +101,7 @@ def write_files(store: ScoreMapStore, stems: list[str], folder: Path) -> int:
             encoded = io.BytesIO()
             # Without clone() the slice would be saved with the storage of all rows.
             torch.save(map_2kSS.clone(), encoded)
-            path = folder / f"{stems[row]}.pt"
-            with name_errors(path):
-                path.write_bytes(encoded.getbuffer())
+            (folder / f"{stems[row]}.pt").write_bytes(encoded.getbuffer())
     return partial
 
 

@@ -18,7 +18,7 @@ Run the same command again to continue a killed import. Images without a usable 
 listed at the end.
 """
 
-import os
+import io
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -46,7 +46,7 @@ from densefeed.storage.row_codecs import ScoreMaps
 from densefeed.storage.tensor_files import TensorFiles
 from densefeed.system.devices import CORES
 from densefeed.system.errors import UserError, make_command
-from densefeed.system.files import check_absent
+from densefeed.system.files import check_absent, replace_file
 from densefeed.system.options import Count, NonNegativeInt, Options
 from densefeed.tools.audit import load_references, print_checks, raise_on_faults
 
@@ -105,8 +105,14 @@ def main(options: Import) -> None:
         f"{options.labels}: maps of {side} x {side} cells, top {top_k}, by {pack.teacher} at "
         f"{pack.input_size} px; taken to cover {FOOTPRINT_WORDS[pack.footprint]}, axes {pack.axes}"
     )
-    with open(options.problems or os.devnull, "w") as log:
+    log = io.StringIO()
+    try:
         store, report = import_pack(images, pack, out, options.threads, options.missing, log)
+    finally:
+        # An import that fails names a few problems only.
+        if options.problems:
+            with replace_file(options.problems) as part:
+                part.write_text(log.getvalue())
     size = out.stat().st_size / len(store)
     print(
         f"{out}: {len(store):,} maps of {store.header.num_classes:,} classes "

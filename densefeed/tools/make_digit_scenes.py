@@ -12,8 +12,6 @@ with scikit-image and scikit-learn. The boxes are for judging labels, never for 
 
 import io
 import json
-import os
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -23,7 +21,7 @@ from numpy.random import Generator, default_rng
 from PIL import Image
 
 from densefeed.system.errors import make_command
-from densefeed.system.files import check_absent, name_errors
+from densefeed.system.files import create_folder
 from densefeed.system.options import Bounds, NonNegativeInt, Options
 from densefeed.system.progress import bar
 
@@ -50,17 +48,10 @@ class Scenes(Options):
 
 def main(scenes: Scenes) -> None:
     """Write the folder under a temporary name and rename it when it is complete."""
-    check_absent(scenes.out)
-    # The process id keeps two runs out of one folder.
-    part = scenes.out.with_name(f"{scenes.out.name}.{os.getpid()}.part")
-    try:
+    with create_folder(scenes.out) as part:
         boxes = write_scenes(scenes, part)
         document = {"size": scenes.size, "seed": scenes.seed, "scenes": boxes}
         (part / "boxes.json").write_text(json.dumps(document))
-        part.rename(scenes.out)
-    except BaseException:
-        shutil.rmtree(part, ignore_errors=True)
-        raise
     print(
         f"{scenes.out}: {scenes.train} training and {scenes.val} validation scenes of "
         f"{scenes.size} px, boxes in boxes.json"
@@ -80,8 +71,7 @@ def write_scenes(scenes: Scenes, folder: Path) -> dict[str, list[dict]]:
             label = number % 10
             jpeg, digits = scene(rng, label, scenes.size, photographs, scans[split])
             name = f"{split}/{label}/{number:06d}.jpg"
-            with name_errors(scenes.out):
-                (folder / name).write_bytes(jpeg)
+            (folder / name).write_bytes(jpeg)
             boxes[name] = digits
     return boxes
 

@@ -15,7 +15,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from densefeed.system.devices import CORES
 from densefeed.system.errors import UserError
-from densefeed.system.files import replace_file
+from densefeed.system.files import name_errors, replace_file
 from densefeed.system.progress import steps_bar
 from densefeed.system.provenance import write_json
 from densefeed.training.config import Config
@@ -70,16 +70,15 @@ def open_log(
     with ExitStack() as stack:
         wandb_log = start_wandb(out, config, wandb_project, stack) if wandb_project else None
         truncate_metrics(step, out / "metrics.jsonl", evaluated)
-        metrics = stack.enter_context(open(out / "metrics.jsonl", "a"))
         # TensorBoard hides the events from `step` on, which the run will write again.
         board = stack.enter_context(SummaryWriter(out / "tensorboard", purge_step=step))
         show = stack.enter_context(steps_bar(f"train {out.name}", steps, step))
 
         def record(kind: str, step: int, epoch: float, values: Values) -> None:
             line = {"kind": kind, "step": step, "epoch": round(epoch, 4)} | values
-            metrics.write(json.dumps(line) + "\n")
-            # A killed run keeps every line that it has logged.
-            metrics.flush()
+            # Closed each time: a killed run keeps every line that it has logged.
+            with name_errors(out / "metrics.jsonl"), open(out / "metrics.jsonl", "a") as metrics:
+                metrics.write(json.dumps(line) + "\n")
             named = {f"{kind}/{name}": value for name, value in values.items()}
             for name, value in named.items():
                 board.add_scalar(name, value, step)

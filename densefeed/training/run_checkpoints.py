@@ -19,7 +19,7 @@ import torch
 
 from densefeed.models import checkpoints
 from densefeed.system.errors import UserError
-from densefeed.system.files import replace_file
+from densefeed.system.files import replace_file, replace_link
 from densefeed.system.provenance import write_json
 
 
@@ -152,11 +152,8 @@ class Checkpoints:
 
     def _link(self, name: str, path: Path) -> None:
         """Link OUT/name to `path`, atomically."""
-        part = self.out / f"{name}.{os.getpid()}.part"
-        part.unlink(missing_ok=True)
         # Relative, so that a run folder can be moved.
-        part.symlink_to(path.relative_to(self.out))
-        os.replace(part, self.out / name)
+        replace_link(self.out / name, path.relative_to(self.out))
 
 
 def sha256(path: Path) -> str:

@@ -18,6 +18,7 @@ import weakref
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -755,12 +756,11 @@ def verify(path: Path, threads: int) -> list[str]:
 
     Raises UserError as `Beton` if the file cannot be opened.
     """
-    beton = Beton(path)
-    with ThreadPoolExecutor(threads) as pool:
+    with closing(Beton(path)) as beton, ThreadPoolExecutor(threads) as pool:
         found = ordered_map(partial(find_damage, beton), range(len(beton)), pool, 16 * threads)
-        damaged = list(filter(None, bar(found, f"verify {path.name}", len(beton))))
-    beton.close()
-    return damaged
+        # If it is interrupted, samples that no thread has begun are not checked any more.
+        with closing(found):
+            return list(filter(None, bar(found, f"verify {path.name}", len(beton))))
 
 
 def find_damage(beton: Beton, index: int) -> str | None:

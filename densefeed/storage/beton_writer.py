@@ -418,7 +418,8 @@ class BetonWriter:
 
     def close(self) -> None:
         """Close the files and release the lock; packed images stay in `.part`."""
-        self._close()
+        with name_errors(self.path):
+            self._close()
 
     def __enter__(self) -> "BetonWriter":
         return self

@@ -797,6 +797,17 @@ def test_a_part_of_another_packing_is_refused_and_kept(tmp_path, random_maps):
 # ----------------------------------------------------------------------- verify
 
 
+def test_verify_closes_the_file_when_it_is_interrupted(packed, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module.native, "check", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        module.verify(packed[0], 2)
+    opened = [os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")]
+    assert str(packed[0].resolve()) not in opened
+
+
 @pytest.mark.slow
 def test_verify_names_every_damaged_sample(packed, tmp_path, command):
     _, whole, _ = packed

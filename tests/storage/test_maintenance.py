@@ -143,6 +143,29 @@ def test_a_conversion_that_is_killed_leaves_no_file(tmp_path, random_maps, comma
     assert out.path.read_bytes() == convert(raw, tmp_path / "other.h5", "compact").path.read_bytes()
 
 
+@pytest.mark.parametrize("form", FORMS[1:])
+def test_a_conversion_that_is_not_on_disk_as_written_gets_no_name(
+    stores, tmp_path, monkeypatch, form
+):
+    def lossy(descriptor, content, offset):
+        written = content if len(content) < 200 else content[:-1] + bytes([content[-1] ^ 1])
+        write_at(descriptor, written, offset)
+
+    write_at, out = maintenance.write_at, tmp_path / "new" / "out.h5"
+    monkeypatch.setattr(maintenance, "write_at", lossy)
+    with pytest.raises(UserError, match=r"out\.h5: rows is not on disk as it was written"):
+        convert(stores["raw"], out, form)
+    assert list(out.parent.iterdir()) == []
+
+
+def test_damaged_labels_get_no_new_checksum(stores, tmp_path):
+    path = stores["raw"].path
+    with h5py.File(path, "r+") as file:
+        file["label"][3] = 0
+    with pytest.raises(UserError, match="labels and paths do not match their checksum; copy it"):
+        convert(ScoreMapStore(path), tmp_path / "out.h5", "lossless")
+
+
 # ------------------------------------------------------------------------- verify
 
 

@@ -2,6 +2,8 @@
 
 import io
 import math
+import resource
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -394,6 +396,28 @@ packs.import_pack(images, pack, Path({str(out)!r}), 2)
     import_pack(images, wanted, tmp_path / "clean.h5", 2)
     assert (tmp_path / "clean.h5").read_bytes() == out.read_bytes()
     assert len(ScoreMapStore(out)) == 30
+
+
+def test_the_list_of_labeled_rows_is_written_whole_or_not_at_all(pack, tmp_path, monkeypatch):
+    """A limit on file sizes, for this file alone, stands for a full disk."""
+    images, labels, _ = pack
+    (labels / images.paths[7]).with_suffix(".pt").unlink()
+    before, replace_file = resource.getrlimit(resource.RLIMIT_FSIZE), packs.replace_file
+
+    @contextmanager
+    def limited(path):
+        with replace_file(path) as part:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (64, before[1]))
+            try:
+                yield part
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+    monkeypatch.setattr(packs, "replace_file", limited)
+    with pytest.raises(OSError, match="File too large") as error:
+        import_pack(images, declared(images, labels), tmp_path / "maps.h5", 2, "label")
+    assert error.value.filename == str(tmp_path / "maps.h5.part.labeled.npy")
+    assert [path.name for path in tmp_path.iterdir() if "labeled" in path.name] == []
 
 
 def test_an_image_without_a_size_is_named(pack, tmp_path):

@@ -1,5 +1,6 @@
 """ScoreMapStore and ScoreMapWriter against h5py, and on damaged files."""
 
+import errno
 import json
 import os
 import random
@@ -19,6 +20,7 @@ from densefeed.storage.score_maps import (
     split_runs,
 )
 from densefeed.system.errors import UserError
+from densefeed.system.files import remove_orphans
 
 HEADER = StoreHeader(
     side=4,
@@ -89,6 +91,74 @@ def test_a_torn_row_counts_as_not_done(tmp_path, random_maps):
     writer = ScoreMapWriter(path, HEADER, PATHS, LABELS)
     assert [list(ids) for ids in split_runs(np.flatnonzero(~writer.done), 8)] == [[2], [6, 7, 8, 9]]
     writer.close()
+
+
+def test_a_row_without_its_palette_size_counts_as_not_done(tmp_path, random_maps):
+    """A power cut may leave any of its datasets unwritten; the CRC covers the map alone."""
+    path = tmp_path / "maps.h5"
+    fill(path, random_maps, slice(0, 6), finish=False)
+    with h5py.File(f"{path}.part", "r+") as file:
+        file["palette"][3] = 0
+    writer = ScoreMapWriter(path, HEADER, PATHS, LABELS)
+    assert np.flatnonzero(~writer.done).tolist() == [3, 6, 7, 8, 9]
+    writer.close()
+
+
+@pytest.mark.parametrize("name", ["label", "path"])
+def test_a_part_with_other_labels_or_paths_is_not_resumed(tmp_path, random_maps, name):
+    path = tmp_path / "maps.h5"
+    fill(path, random_maps, slice(0, 6), finish=False)
+    with h5py.File(f"{path}.part", "r+") as file:
+        file[name][3] = {"label": 0, "path": b"a/x.jpg"}[name]
+    with pytest.raises(UserError, match=r"maps.h5.part is damaged; remove it and run again"):
+        ScoreMapWriter(path, HEADER, PATHS, LABELS)
+
+
+@pytest.mark.parametrize("name", ["logit", "palette", "done", "label"])
+def test_what_is_not_on_disk_as_written_gets_no_final_name(tmp_path, random_maps, name):
+    path = tmp_path / "maps.h5"
+    maps, writer = random_maps(10, 4, 3, 9), ScoreMapWriter(path, HEADER, PATHS, LABELS)
+    writer.write(np.arange(10), maps)
+    with h5py.File(f"{path}.part", "r", locking=False) as file:
+        offset = file[name].id.get_offset()
+    with open(f"{path}.part", "r+b") as file:
+        file.seek(offset)
+        file.write(b"\x77")
+    with pytest.raises(UserError, match=r"is damaged|1 rows are not on disk as they were written"):
+        writer.finish()
+    writer.close()
+    assert not path.exists()
+    if name != "label":
+        again = ScoreMapWriter(path, HEADER, PATHS, LABELS)
+        again.write(np.arange(1), ScoreMaps(*(part[:1] for part in maps)))
+        again.finish()
+        assert ScoreMapStore(path).names_match()
+
+
+def test_a_new_file_is_no_orphan_before_it_has_its_name(tmp_path, random_maps, monkeypatch):
+    """Another process that begins at the same time removes what nobody has locked."""
+    path, link = tmp_path / "maps.h5", os.link
+
+    def late(*names):
+        remove_orphans(path)
+        link(*names)
+
+    monkeypatch.setattr(os, "link", late)
+    fill(path, random_maps)
+    assert len(ScoreMapStore(path)) == 10
+
+
+def test_a_part_of_another_process_is_kept_where_there_are_no_hard_links(tmp_path, monkeypatch):
+    path = tmp_path / "maps.h5"
+
+    def link(*_):
+        (tmp_path / "maps.h5.part").write_bytes(b"of another process")
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", link)
+    with pytest.raises(UserError, match="is damaged"):
+        ScoreMapWriter(path, HEADER, PATHS, LABELS)
+    assert (tmp_path / "maps.h5.part").read_bytes() == b"of another process"
 
 
 def test_a_part_of_another_labeling_is_refused(tmp_path, random_maps):

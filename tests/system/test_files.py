@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import os
+from threading import Timer
 
 import pytest
 
@@ -33,6 +34,123 @@ def test_a_write_replaces_the_old_file(tmp_path):
         assert not target.exists()
     assert target.read_text() == "new"
     assert list(target.parent.iterdir()) == [target]
+
+
+def test_a_file_is_made_again_if_it_is_removed_as_an_orphan_before_it_is_locked(
+    tmp_path, monkeypatch
+):
+    """Another process finds the file without a lock, locks it and is about to remove it."""
+    target, flock, orphans = tmp_path / "file", fcntl.flock, []
+    part = tmp_path / f"file.{os.getpid()}.part"
+
+    def remove(descriptor):
+        part.unlink()
+        os.close(descriptor)
+
+    def late(descriptor, operation):
+        if not orphans:
+            orphans.append(other := os.open(part, os.O_RDWR))
+            flock(other, fcntl.LOCK_EX)
+            Timer(0.05, remove, [other]).start()
+        return flock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with replace_file(target) as new:
+        new.write_text("new")
+    assert target.read_text() == "new"
+    assert list(tmp_path.iterdir()) == [target]
+
+
+def test_nothing_is_an_orphan_where_files_cannot_be_locked(tmp_path, monkeypatch):
+    """There a lock does not show that the writer is alive."""
+    part = tmp_path / "file.1.part"
+    part.write_text("of another machine")
+
+    def flock(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with replace_file(tmp_path / "file") as new:
+        new.write_text("new")
+    assert part.exists()
+
+
+def test_a_file_is_named_once_where_there_are_no_hard_links(tmp_path, monkeypatch):
+    def link(*_):
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", link)
+    target = tmp_path / "file"
+    for text in ("first", "second"):
+        part = tmp_path / "part"
+        part.write_text(text)
+        assert files.name_once(part, target) == (text == "first")
+    assert target.read_text() == "first"
+
+
+def test_a_folder_appears_whole_and_a_killed_one_is_removed(tmp_path, command):
+    target = tmp_path / "new" / "folder"
+    code = f"""
+import os
+from pathlib import Path
+from densefeed.system.files import create_folder
+with create_folder(Path({str(target)!r})) as part:
+    (part / "half").write_text("half")
+    os._exit(9)
+"""
+    assert command("-c", code).returncode == 9
+    (left,) = target.parent.iterdir()
+    with files.create_folder(target) as part:
+        assert not left.exists()
+        (part / "file").write_text("new")
+        assert not target.exists()
+    assert list(target.parent.iterdir()) == [target]
+    with pytest.raises(UserError, match="exists already"), files.create_folder(target):
+        pass
+
+
+def test_a_folder_that_cannot_be_written_leaves_nothing(tmp_path):
+    with pytest.raises(OSError, match="full") as error, files.create_folder(tmp_path / "x") as part:
+        raise OSError(errno.ENOSPC, "full", str(part / "file"))
+    assert error.value.filename == str(tmp_path / "x")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_folders_of_new_names_are_synced(tmp_path, monkeypatch):
+    """Else a power cut could take a file with the folders above it."""
+    synced, fsync = [], os.fsync
+
+    def record(descriptor):
+        synced.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", record)
+    with replace_file(tmp_path / "a" / "b" / "file") as part:
+        part.write_text("new")
+    assert synced == [
+        *(str(tmp_path / name) for name in ("", "a")),
+        str(part),
+        str(tmp_path / "a" / "b"),
+    ]
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.EIO])
+def test_a_folder_without_fsync_is_no_error_and_a_failed_disk_is(tmp_path, monkeypatch, number):
+    def fsync(descriptor):
+        if os.path.isdir(f"/proc/self/fd/{descriptor}"):
+            raise OSError(number, os.strerror(number))
+
+    def write():
+        with replace_file(tmp_path / "x"):
+            pass
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    if number == errno.EINVAL:
+        write()
+    else:
+        with pytest.raises(OSError, match="error") as error:
+            write()
+        assert explain_os_error(error.value).startswith(f"{tmp_path / 'x'}: the disk failed")
 
 
 @pytest.mark.parametrize(

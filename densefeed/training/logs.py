@@ -15,7 +15,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from densefeed.system.devices import CORES
 from densefeed.system.errors import UserError
-from densefeed.system.files import name_errors, replace_file
+from densefeed.system.files import make_folder, name_errors, replace_file
 from densefeed.system.progress import steps_bar
 from densefeed.system.provenance import write_json
 from densefeed.training.config import Config
@@ -173,7 +173,7 @@ def describe_environment(config: Config, ranks: Ranks) -> dict:
 def write_run_header(run: Run) -> None:
     """Make the run folder, write config and environment to it, and print a summary of the run."""
     config, out = run.config, run.config.run.out
-    out.mkdir(parents=True, exist_ok=True)
+    make_folder(out)
     # Files that were half-written when an earlier process was killed.
     for left in out.glob("*.part"):
         left.unlink()

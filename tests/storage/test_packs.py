@@ -399,7 +399,7 @@ packs.import_pack(images, pack, Path({str(out)!r}), 2)
 
 
 def test_the_list_of_labeled_rows_is_written_whole_or_not_at_all(pack, tmp_path, monkeypatch):
-    """A limit on file sizes, for this file alone, stands for a full disk."""
+    """A limit on file sizes, for this file alone, stands for a full disk after its header."""
     images, labels, _ = pack
     (labels / images.paths[7]).with_suffix(".pt").unlink()
     before, replace_file = resource.getrlimit(resource.RLIMIT_FSIZE), packs.replace_file
@@ -407,7 +407,7 @@ def test_the_list_of_labeled_rows_is_written_whole_or_not_at_all(pack, tmp_path,
     @contextmanager
     def limited(path):
         with replace_file(path) as part:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (64, before[1]))
+            resource.setrlimit(resource.RLIMIT_FSIZE, (130, before[1]))
             try:
                 yield part
             finally:

@@ -46,6 +46,7 @@ from densefeed import native
 from densefeed.pipelines.loader import CPU, Decoding, Encoded, MapRows, Source, ThreadedLoader
 from densefeed.pipelines.plan import EpochPlan
 from densefeed.system.errors import UserError
+from densefeed.system.terminal import print
 
 if TYPE_CHECKING:
     from nvidia.dali import Pipeline

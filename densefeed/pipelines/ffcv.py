@@ -10,6 +10,7 @@ from densefeed.pipelines.batch import ScoreMapSpec
 from densefeed.pipelines.folder import StoreMaps, map_tensors, score_map_spec
 from densefeed.pipelines.loader import Encoded, Fetch, MapRows, Memory
 from densefeed.storage.beton import MAP_FIELDS, Beton
+from densefeed.storage.datasets import MOST_CLASSES
 from densefeed.storage.images import decode
 from densefeed.storage.score_maps import ScoreMapStore
 from densefeed.system.errors import UserError
@@ -37,10 +38,16 @@ class FfcvSource(StoreMaps):
         self.where = self._beton.where
         self.labels, self.fingerprint = self._beton.labels, self._beton.fingerprint
         notes, low, high = self._beton.notes, self.labels.min(), self.labels.max()
+        # Before classes get names: a file of two samples may have the label 10^9.
+        if low < 0 or high >= MOST_CLASSES:
+            raise UserError(
+                f"{path} has labels from {low} to {high}, and a label is an integer from 0 to "
+                f"{MOST_CLASSES - 1:,}; pack it again"
+            )
         # Files that FFCV itself wrote have no notes: their classes get numbers for names.
         self.class_names = notes.get("class_names") or list(map(str, range(int(high) + 1)))
         num_classes = len(self.class_names)
-        if low < 0 or high >= num_classes:
+        if high >= num_classes:
             raise UserError(
                 f"{path} has labels from {low} to {high}, outside its {num_classes} classes"
             )

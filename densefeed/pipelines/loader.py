@@ -24,6 +24,7 @@ from densefeed.pipelines.batch import Batch, ScoreMapSpec, crop_batch
 from densefeed.pipelines.plan import EpochPlan, RankRows
 from densefeed.storage.score_maps import ScoreMaps
 from densefeed.system.errors import UserError, explain_os_error
+from densefeed.system.terminal import print
 
 CPU = torch.device("cpu")
 # Batches in flight while the step works: being decoded, or waiting for the consumer.

@@ -15,6 +15,7 @@ from densefeed.pipelines.loader import Source
 from densefeed.system.devices import free_memory
 from densefeed.system.errors import UserError
 from densefeed.system.progress import bar
+from densefeed.system.terminal import print
 
 # Samples per read: 29 MB at S = 18, k = 5.
 CHUNK = 4096

@@ -4,15 +4,24 @@ A file assigns classes of the teacher to classes of the data.
 """
 
 import csv
+import io
 import json
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from densefeed.storage.datasets import MOST_CLASSES
 from densefeed.system.errors import UserError
+from densefeed.system.files import open_regular
+
+# Bytes of a file: 512 for each of the most classes that a dataset has.
+MOST_BYTES = 512 * MOST_CLASSES
+# Characters of a cell that a message shows.
+SHOWN = 48
 
 
 class ClassMap(NamedTuple):
@@ -54,32 +63,32 @@ def read_class_map(
     0; a class of the data is its name. Classes that the file does not contain become none.
 
     Raises UserError if the file cannot be read, contains a class that does not exist or one of the
-    teacher's twice, or assigns nothing to a class of the data.
+    teacher's twice, or assigns nothing to a class of the data. It names the line of a CSV.
     """
     place = {name: index for index, name in enumerate(teacher_names)}
     wanted = {name: index for index, name in enumerate(data_names)}
     becomes = {}
-    for theirs, ours in _read_pairs(path):
-        # A name goes first, because names can be numbers too. What is neither becomes
-        # `num_teacher`, which is out of range.
-        number = place.get(theirs, int(theirs) if theirs.isdecimal() else num_teacher)
+    for where, theirs, ours in _read_pairs(path):
+        # A name goes first, because names can be numbers too.
+        number = place.get(theirs, _parse_number(theirs, num_teacher))
         if number >= num_teacher:
             known = f"names such as {teacher_names[0]} and " if teacher_names else ""
             raise UserError(
-                f"{path}: the teacher has no class {theirs!r}; use {known}numbers from 0 to "
-                f"{num_teacher - 1}"
+                f"{where}: the teacher has no class {theirs[:SHOWN]!r}; use {known}numbers from 0 "
+                f"to {num_teacher - 1}"
             )
         if number in becomes:
             raise UserError(
-                f"{path} contains the teacher's class {theirs!r} twice; remove one of the lines"
+                f"{where} contains the teacher's class {theirs[:SHOWN]!r} twice; remove one of them"
             )
         if ours is not None and ours not in wanted:
             raise UserError(
-                f"{path}: the data has no class {ours!r}, its first is {data_names[0]!r}; correct "
-                "this name"
+                f"{where}: the data has no class {ours[:SHOWN]!r}, its first is {data_names[0]!r}; "
+                "correct this name"
             )
         becomes[number] = wanted.get(ours)
-    without = [name for name, index in wanted.items() if index not in becomes.values()]
+    reached = set(becomes.values())
+    without = [name for name, index in wanted.items() if index not in reached]
     if without:
         more = f" and {len(without) - 1} more" if without[1:] else ""
         raise UserError(
@@ -92,36 +101,64 @@ def read_class_map(
     return ClassMap(source, target, len(wanted))
 
 
-def _read_pairs(path: Path) -> list[tuple[str, str | None]]:
-    """Read pairs of a teacher's class and a class of the data, or None."""
+def _parse_number(text: str, num_teacher: int) -> int:
+    """Return the number that `text` is, or `num_teacher` if it is none below that."""
+    digits = text.lstrip("0") or "0"
+    # The length is compared first: `int` refuses more than 4,300 digits with an error of its own.
+    if not text.isdecimal() or len(digits) > len(str(num_teacher)):
+        return num_teacher
+    return min(int(digits), num_teacher)
+
+
+def _read_pairs(path: Path) -> Iterator[tuple[str, str, str | None]]:
+    """Yield where it stands, a class of the teacher, and a class of the data or None."""
     try:
-        # Spreadsheets begin a CSV with a byte order mark.
-        text = path.read_text(encoding="utf-8-sig")
+        with open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            # Spreadsheets begin a CSV with a byte order mark.
+            text = file.read().decode("utf-8-sig") if size <= MOST_BYTES else "\0"
     except FileNotFoundError:
         raise UserError(f"{path}: there is no such class map; check the path") from None
     except UnicodeDecodeError:
         raise UserError(f"{path} is not text; a class map is JSON or CSV") from None
-    if path.suffix.lower() == ".json":
-        return _parse_json(path, text)
-    rows = [[cell.strip() for cell in row] for row in csv.reader(text.splitlines())]
-    rows = [row for row in rows if any(row)]
-    if rows and [cell.lower() for cell in rows[0]] == ["teacher", "data"]:
-        rows = rows[1:]
-    for row in rows:
-        if len(row) != 2:
-            raise UserError(
-                f"{path}: {','.join(row)!r} has {len(row)} columns; a class map has two, "
-                "teacher,data"
-            )
-    return [(theirs, ours or None) for theirs, ours in rows]
+    if "\0" in text:
+        raise UserError(
+            f"{path} is no class map: it has zero bytes, or more than {MOST_BYTES:,} bytes; "
+            "a class map is JSON or CSV"
+        )
+    return (_parse_json if path.suffix.lower() == ".json" else _parse_csv)(path, text)
 
 
-def _parse_json(path: Path, text: str) -> list[tuple[str, str | None]]:
+def _parse_csv(path: Path, text: str) -> Iterator[tuple[str, str, str | None]]:
+    """Parse the pairs of `_read_pairs` from the text of a CSV file."""
+    # Strict: a quote that is never closed would otherwise swallow the lines behind it.
+    rows, first = csv.reader(io.StringIO(text, newline=""), strict=True), True
+    try:
+        for row in rows:
+            cells, where = [cell.strip() for cell in row], f"{path}, line {rows.line_num}"
+            if not any(cells):
+                continue
+            if first and [cell.lower() for cell in cells] == ["teacher", "data"]:
+                first = False
+                continue
+            first = False
+            if len(cells) != 2:
+                raise UserError(
+                    f"{where}: {','.join(cells)[:SHOWN]!r} has {len(cells):,} columns; a class map "
+                    "has two, teacher,data"
+                )
+            yield where, cells[0], cells[1] or None
+    except csv.Error as error:
+        raise UserError(f"{path}, line {rows.line_num} is no CSV ({error}); correct it") from None
+
+
+def _parse_json(path: Path, text: str) -> Iterator[tuple[str, str, str | None]]:
     """Parse the pairs of `_read_pairs` from the text of a JSON file."""
     try:
         # A list of pairs, because a dictionary would hide a class that is there twice.
         pairs = json.loads(text, object_pairs_hook=list)
-    except json.JSONDecodeError as error:
+    # ValueError: no JSON, or a number of more than 4,300 digits. RecursionError: nested too deep.
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not JSON ({error}); correct it") from None
     # With this hook an object is a list of tuples, and an array a list of anything else.
     whole = isinstance(pairs, list) and all(isinstance(pair, tuple) for pair in pairs)
@@ -130,4 +167,5 @@ def _parse_json(path: Path, text: str) -> list[tuple[str, str | None]]:
             f'{path} must be an object such as {{"teacher\'s class": "class of the data"}}, '
             "with null for none"
         )
-    return pairs
+    for theirs, ours in pairs:
+        yield str(path), theirs, ours

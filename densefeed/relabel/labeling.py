@@ -40,6 +40,7 @@ from densefeed.storage.store_file import StoreFile
 from densefeed.system.errors import UserError, first_line
 from densefeed.system.options import Bounds
 from densefeed.system.progress import tally
+from densefeed.system.terminal import print
 
 # Batches being rendered while one is scored, and batches on the device or being written.
 AHEAD, IN_FLIGHT = 3, 2

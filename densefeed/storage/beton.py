@@ -32,6 +32,7 @@ from densefeed.system.errors import UserError
 from densefeed.system.files import name_errors
 from densefeed.system.prefetch import ordered_map
 from densefeed.system.progress import bar
+from densefeed.system.terminal import print
 
 # Records of the file, little-endian. FORMAT.md describes them.
 HEADER = np.dtype(
@@ -792,7 +793,8 @@ def verify_files(files: tuple[Path, ...], /) -> None:
             damaged = verify(path, CORES)
         except UserError as error:
             damaged = [str(error)]
-        print("\n".join(damaged) if damaged else f"{path}: no faults")
+        for line in damaged or [f"{path}: no faults"]:
+            print(line)
         if damaged:
             bad.append(f"{path} ({len(damaged)})")
     if bad:

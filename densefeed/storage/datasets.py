@@ -1,6 +1,7 @@
 """Find the samples of a dataset: class folders, the small sets of the papers, lists, subsets.
 
-    (empty)            a folder of class folders, or of train/ and val/ that hold them
+    (empty)            a folder of class folders, or of train/ and val/ that hold them; images are
+                       the files whose names end as in ENDINGS, in timm's order
     cifar10 cifar100   as torchvision stores them below the root; downloaded if they are missing
     svhn flowers102    and there is a network
     domainnet/NAME     clipart infograph painting quickdraw real sketch: <root>/<name>_train.txt
@@ -21,7 +22,7 @@ import io
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, NamedTuple
@@ -30,6 +31,8 @@ import numpy as np
 from PIL import Image
 
 from densefeed.system.errors import UserError, explain_os_error, first_line
+from densefeed.system.files import find_path_fault, open_regular
+from densefeed.system.terminal import print
 
 if TYPE_CHECKING:
     from timm.data.readers.reader import Reader
@@ -56,8 +59,17 @@ COUNTS |= {
     f"domainnet/{name}": (DOMAIN_CLASSES, {"train": train, "test": test})
     for name, (train, test) in DOMAINS.items()
 }
-# The synonyms that timm accepts.
-SPLITS = ({"train", "training"}, {"val", "valid", "validation", "eval", "evaluation"}, {"test"})
+# The synonyms that timm accepts, in its order.
+SPLITS = (("train", "training"), ("val", "valid", "validation", "eval", "evaluation"), ("test",))
+# Endings of image files in class folders, in lower case: those of torchvision's ImageFolder. timm
+# reads only the first three.
+ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".ppm", ".pgm")
+# Endings that a message lists, and characters of each.
+NAMED, LETTERS = 5, 12
+# Times that links may lead to folders read before. Two in each folder of a chain lead to 2^n.
+MOST_REPEATS = 1024
+# Bytes of a line of a list. Linux takes paths of 4,095 bytes.
+MOST_LINE = 16_384
 # Stores and batches hold the class ids of score maps in uint16.
 MOST_CLASSES = 65_535
 # Files of torchvision's datasets, for messages.
@@ -85,7 +97,7 @@ class Listed(NamedTuple):
     def open(self, index: int) -> io.BufferedIOBase:
         """Open the encoded bytes of sample `index`."""
         if self.pixels is None:
-            return open(self.root / self.paths[index], "rb")
+            return open_regular(self.root / self.paths[index])
         file = io.BytesIO()
         # The fastest level: the bytes are decoded at once and dropped.
         Image.fromarray(self.pixels[index]).save(file, "PNG", compress_level=1)
@@ -103,7 +115,7 @@ class Entry(NamedTuple):
 
 
 class TimmDataset(NamedTuple):
-    """A dataset that timm reads, in timm's order."""
+    """A dataset of Hugging Face, which timm reads, in timm's order."""
 
     paths: list[str]
     labels: np.ndarray
@@ -131,8 +143,10 @@ def find(root: Path, dataset: str, split: str) -> Listed | TimmDataset:
             f"--dataset {dataset} is unknown; give none for a folder of class folders, "
             f"or one of {', '.join([*FINDERS, 'hfds'])} (see --help)"
         )
-    if kind in ("", "hfds"):
-        return read_timm(root, dataset, split)
+    if kind == "":
+        return check_labels(root, read_folder(root, split))
+    if kind == "hfds":
+        return check_labels(root, read_timm(root, dataset, split))
     if kind in ("list", "classes") and not rest:
         raise UserError(f"--dataset {dataset} names no file; give {kind}/FILE, as {kind}/some.txt")
     classes, counts = COUNTS.get(dataset, (0, {}))
@@ -140,7 +154,7 @@ def find(root: Path, dataset: str, split: str) -> Listed | TimmDataset:
         raise UserError(
             f"--dataset {dataset} has no split {split!r}; give --split {' or '.join(counts)}"
         )
-    found = FINDERS[kind](root, rest, split)
+    found = check_labels(root, FINDERS[kind](root, rest, split))
     if not found.paths:
         raise UserError(f"--dataset {dataset}: {root} holds no images of the split {split!r}")
     images, names = len(found.paths), len(found.class_names)
@@ -152,33 +166,141 @@ def find(root: Path, dataset: str, split: str) -> Listed | TimmDataset:
     return found
 
 
+def check_labels(root: Path, found: Listed | TimmDataset) -> Listed | TimmDataset:
+    """Return `found`; UserError for too many classes, or a label that is none of them."""
+    classes, labels = len(found.class_names), found.labels
+    if classes > MOST_CLASSES:
+        raise UserError(
+            f"{root} has {classes:,} classes, and files hold {MOST_CLASSES:,} at most; "
+            "check --data, or merge some of them"
+        )
+    if len(labels) and not 0 <= labels.min() <= labels.max() < classes:
+        raise UserError(
+            f"{root} has labels from {labels.min()} to {labels.max()}, outside its {classes:,} "
+            "classes; correct the labels"
+        )
+    return found
+
+
+def read_folder(root: Path, split: str) -> Listed:
+    """Read a folder of class folders, or the one of `split` in it, in timm's order.
+
+    The class of an image is the name of its folder, at any depth. Prints how many files and folders
+    were left out. UserError if there are no images, or links that lead around in a circle.
+    """
+    check_split(root, split)
+    synonyms = next((names for names in SPLITS if split in names), ())
+    home = next((root / name for name in (split, *synonyms) if (root / name).is_dir()), root)
+    found, others = [], Counter()
+    for folder, names in walk(home):
+        label = folder.rpartition("/")[2]
+        for name in names:
+            ending = os.path.splitext(name)[1]
+            if ending.lower() not in ENDINGS:
+                others[ending.lower()] += 1
+                continue
+            path = f"{folder}/{name}" if folder else name
+            if fault := find_path_fault(path):
+                raise UserError(f"{home / path}: this name {fault}; rename it")
+            found.append((path, label))
+    if others:
+        print(f"{home}: {describe_others(others)}")
+    if not found:
+        raise UserError(
+            f"{home} holds no images; it should hold one folder of images per class, with the "
+            f"endings {' '.join(ENDINGS)}"
+        )
+    # Names that are equal to `natural_key`, as 1.jpg and 01.jpg, stay in the order of the disk, as
+    # in timm: another one would change the fingerprint of the stores that exist.
+    found.sort(key=lambda pair: natural_key(pair[0]))
+    names = sorted({label for _, label in found}, key=lambda name: (natural_key(name), name))
+    number = {name: n for n, name in enumerate(names)}
+    labels = np.array([number[label] for _, label in found], np.int64)
+    return Listed([path for path, _ in found], labels, names, home)
+
+
+def natural_key(text: str) -> list[str | int]:
+    """Return a key that sorts names as timm does: without case, numbers by their value."""
+    return [int(s) if s.isdecimal() else s for s in re.split(r"(\d+)", text.lower())]
+
+
+def walk(home: Path) -> Iterator[tuple[str, list[str]]]:
+    """Yield each folder at or below `home`, relative to it, and the names in it that are no folder.
+
+    Links are followed. Prints how many folders cannot be read. UserError for a link to a folder
+    above it, and for links that lead to the same folders more than MOST_REPEATS times.
+    """
+    # Not os.walk: it follows links that lead around, and recurses once per level.
+    stack, seen, repeats, unread = [("", frozenset())], set(), 0, []
+    while stack:
+        folder, above = stack.pop()
+        try:
+            about, entries = os.stat(home / folder), list(os.scandir(home / folder))
+        except OSError as error:
+            unread.append(error)
+            continue
+        place = about.st_dev, about.st_ino
+        repeats += place in seen
+        if place in above or repeats > MOST_REPEATS:
+            raise UserError(
+                f"{home / folder} is a link to a folder above it, or one of links that lead to the "
+                f"same folders more than {MOST_REPEATS:,} times; remove it"
+            )
+        seen.add(place)
+        below = [entry.name for entry in entries if is_folder(entry)]
+        inside = above | {place}
+        stack += [(f"{folder}/{name}" if folder else name, inside) for name in reversed(below)]
+        folders = set(below)
+        yield folder, [entry.name for entry in entries if entry.name not in folders]
+    if unread:
+        print(f"warning: {len(unread):,} folders were left out: {explain_os_error(unread[0])}")
+
+
+def is_folder(entry: os.DirEntry) -> bool:
+    """Whether an entry is a folder or a link to one."""
+    try:
+        return entry.is_dir()
+    # A link that leads to itself.
+    except OSError:
+        return False
+
+
+def describe_others(others: Counter) -> str:
+    """Describe files that were left out, counted by their endings."""
+    common = sorted(others.items(), key=lambda item: (-item[1], item[0]))
+    kinds = [f"{ending[:LETTERS] or 'no ending'} {count:,}" for ending, count in common]
+    more = f" and {len(kinds) - NAMED} more" if len(kinds) > NAMED else ""
+    noun = "files with other endings were" if others.total() > 1 else "file with another ending was"
+    return f"{others.total():,} {noun} left out: {', '.join(kinds[:NAMED])}{more}"
+
+
 def read_timm(root: Path, dataset: str, split: str) -> TimmDataset:
-    """Read a folder of class folders, or the dataset that timm calls `dataset`."""
-    # This import takes 1.2 s, which a loader of .beton files does not need.
+    """Read the dataset of Hugging Face that timm calls `dataset`."""
+    # This import takes 1.2 s, which no other dataset needs.
     from timm.data import create_dataset
 
-    if not dataset:
-        check_split(root, split)
     try:
         reader = create_dataset(dataset, root=str(root), split=split).reader
         paths = reader.filenames()
-    # timm's readers raise these for a folder without images and for a root that is missing.
-    except (RuntimeError, AssertionError) as error:
-        raise UserError(
-            f"{root}: no images found ({error}); it should hold one folder of images per class"
-        ) from error
     except ImportError as error:
         raise UserError(
             f"--dataset {dataset} needs a missing package ({error}); pip install datasets"
         ) from error
+    except (RuntimeError, AssertionError) as error:
+        raise UserError(f"--dataset {dataset} cannot be read ({error}); check the name") from error
     if not paths:
-        raise UserError(f"{root} holds no images; it should hold one folder of images per class")
-    # Readers of folders list their labels; of others every sample is read once.
-    samples = getattr(reader, "samples", None) or (reader[i] for i in range(len(paths)))
-    labels = np.array([sample[1] for sample in samples], np.int64)
+        raise UserError(f"--dataset {dataset}: {root} holds no images of the split {split!r}")
+    given = [reader[i][1] for i in range(len(paths))]
+    # Checked before names are made for all numbers up to the highest.
+    wrong = [n for n in given if not isinstance(n, int) or not 0 <= n < MOST_CLASSES]
+    if wrong:
+        raise UserError(
+            f"--dataset {dataset} has the label {str(wrong[0])[:24]!r}; "
+            f"a label is an integer from 0 to {MOST_CLASSES - 1:,}"
+        )
     names = getattr(reader, "class_to_idx", None)
-    names = sorted(names, key=names.get) if names else [*map(str, range(labels.max() + 1))]
-    return TimmDataset(paths, labels, names, reader)
+    names = sorted(names, key=names.get) if names else [*map(str, range(max(given) + 1))]
+    return TimmDataset(paths, np.array(given, np.int64), names, reader)
 
 
 def check_split(root: Path, split: str) -> None:
@@ -189,8 +311,8 @@ def check_split(root: Path, split: str) -> None:
     if not root.is_dir():
         raise UserError(f"{root} is not a folder; give a folder of class folders with images in it")
     there = {path.name for path in root.iterdir() if path.is_dir()}
-    wanted = next((names for names in SPLITS if split in names), {split})
-    if there & set().union(*SPLITS) and not there & wanted:
+    wanted = next((names for names in SPLITS if split in names), (split,))
+    if there & set().union(*SPLITS) and not there & set(wanted):
         raise UserError(
             f"{root} holds {', '.join(sorted(there))} but no folder {split!r}; "
             "name one of them, or the folder of classes"
@@ -366,6 +488,11 @@ def read_entries(file: Path, most: int) -> list[Entry]:
             label = int(digits)
         else:
             path = line
+        if fault := find_path_fault(path):
+            raise UserError(
+                f"{file}, line {number}: {path} {fault}; paths in a list are relative to --data "
+                "and stay below it"
+            )
         folder = Path(path).parent.name
         if label is None and not folder:
             raise UserError(
@@ -426,21 +553,25 @@ def check_paths(root: Path, file: Path, entries: Sequence[Entry]) -> None:
         )
 
 
-def read_lines(file: Path) -> list[tuple[int, str]]:
-    """Read the lines that are not empty, numbered from 1. UserError if the file cannot be read."""
+def read_lines(file: Path) -> Iterator[tuple[int, str]]:
+    """Yield the lines that are not empty, numbered from 1. UserError if the file cannot be read."""
+    number = 0
     try:
-        text = file.read_text()
-        # Binary data may be valid UTF-8. A list has no zero bytes.
-        if "\0" in text:
-            raise UnicodeError("a zero byte")
+        # A file that a spreadsheet wrote begins with a byte order mark.
+        with io.TextIOWrapper(open_regular(file), "utf-8-sig") as text:
+            while line := text.readline(MOST_LINE):
+                number += 1
+                # Binary data may be valid UTF-8. A list has no zero bytes and no endless lines.
+                if "\0" in line or len(line) == MOST_LINE:
+                    raise UnicodeError("no text")
+                if line := line.strip():
+                    yield number, line
     except OSError as error:
         # A read that fails after the file was opened names none.
         error.filename = str(file)
         raise UserError(explain_os_error(error)) from error
     except UnicodeError as error:
         raise UserError(f"{file} is not a text file; give a list with one name per line") from error
-    lines = enumerate(map(str.strip, text.splitlines()), start=1)
-    return [(number, line) for number, line in lines if line]
 
 
 def select_classes(root: Path, name: str, split: str) -> Listed:
@@ -448,13 +579,14 @@ def select_classes(root: Path, name: str, split: str) -> Listed:
     names = [line.split()[0] for _, line in read_lines(Path(name))]
     if not names:
         raise UserError(f"{name} is empty; give it a line for each class folder")
-    whole = read_timm(root, "", split)
-    missing = [name for name in names if name not in whole.class_names]
-    if missing or len(set(names)) != len(names):
-        fault = f"{missing[0]}, which is no class folder of {root}" if missing else "a class twice"
+    whole = read_folder(root, split)
+    known, number = set(whole.class_names), {name: n for n, name in enumerate(names)}
+    missing = next((name for name in names if name not in known), None)
+    if missing is not None or len(number) != len(names):
+        fault = "a class twice" if missing is None else f"{missing}, which is no class folder of"
+        fault += "" if missing is None else f" {root}"
         raise UserError(f"{name} names {fault}; fix the list, or check --data")
-    number = [names.index(name) if name in names else -1 for name in whole.class_names]
-    labels = np.array(number)[whole.labels]
+    labels = np.array([number.get(name, -1) for name in whole.class_names])[whole.labels]
     return subset(whole, np.flatnonzero(labels >= 0), labels, names)
 
 
@@ -470,7 +602,7 @@ def select_share(root: Path, percent: str, split: str) -> Listed:
         share = 0.0
     if not 0 < share <= 1:
         raise UserError(f"--dataset share/{percent} is not a percentage; write it as share/10")
-    whole = read_timm(root, "", split)
+    whole = read_folder(root, split)
     kept = []
     for label in range(len(whole.class_names)):
         members = np.flatnonzero(whole.labels == label)
@@ -480,9 +612,9 @@ def select_share(root: Path, percent: str, split: str) -> Listed:
     return subset(whole, np.sort(np.concatenate(kept)), whole.labels, whole.class_names)
 
 
-def subset(whole: TimmDataset, ids: np.ndarray, labels: np.ndarray, names: list[str]) -> Listed:
+def subset(whole: Listed, ids: np.ndarray, labels: np.ndarray, names: list[str]) -> Listed:
     """Return the samples `ids` of a folder, with the labels that `labels` has for them."""
-    return Listed([whole.paths[i] for i in ids], labels[ids], names, Path(whole.reader.root))
+    return Listed([whole.paths[i] for i in ids], labels[ids], names, whole.root)
 
 
 # What finds the samples of a kind of dataset: (root, the rest of the name, split) to its samples.

@@ -18,6 +18,11 @@ from densefeed.system.errors import UserError
 # Files whose byte size enters the fingerprint. A stat of every file of a network disk takes
 # minutes.
 SIZED_FILES = 1024
+# What is read, whatever the file's name says: the formats of torchvision's ImageFolder, and GIF.
+# Pillow opens 43, some of them by other programs: EPS runs Ghostscript.
+FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "TIFF", "GIF", "PPM")
+# Bytes of an encoded image: as RGB, the default limit of pixels is 537 MB.
+MOST_BYTES = 2**29
 # TIFF's tags of the size of a tile.
 TILE_WIDTH, TILE_LENGTH = 322, 323
 
@@ -36,7 +41,10 @@ def limit_pixels(pixels: int) -> None:
 
 
 def open_image(file: BinaryIO) -> Image.Image:
-    """Open an image with Pillow, which reads its header.
+    """Open an image of FORMATS with Pillow, which reads its header; of several frames the first.
+
+    The first frame is what torchvision and timm take of animations too. This is the only call of
+    Pillow's `open` in the package.
 
     Raises an exception of any type if Pillow cannot read it, native.JpegError for a JPEG that
     decoders do not read alike (see native.check_frame), and DecompressionBombError for too many
@@ -47,7 +55,7 @@ def open_image(file: BinaryIO) -> Image.Image:
         file.seek(at)
         native.check_frame(file.read())
     file.seek(at)
-    image = Image.open(file)
+    image = Image.open(file, formats=FORMATS)
     # A tile is decoded as a whole, however small the image is.
     tags = image.tag_v2 if image.format == "TIFF" else {}
     tile = tags.get(TILE_WIDTH, 0) * tags.get(TILE_LENGTH, 0)
@@ -59,7 +67,7 @@ def open_image(file: BinaryIO) -> Image.Image:
 def explain(error: Exception) -> str:
     """Return in a few words why Pillow or `open_image` refuses an image."""
     if isinstance(error, UnidentifiedImageError):
-        return "not an image"
+        return f"not an image of {', '.join(FORMATS)}"
     if isinstance(error, Image.DecompressionBombError):
         return f"its pixels are more than --max-pixels {max_pixels}"
     return str(error)
@@ -99,8 +107,11 @@ class Images:
         return len(self.paths)
 
     def read(self, index: int) -> bytes:
-        """Return the encoded bytes of image `index`, as stored."""
+        """Return the encoded bytes of image `index`, as stored. OSError for more than 512 MiB."""
         with self.open(index) as file:
+            if file.seek(0, io.SEEK_END) > MOST_BYTES:
+                raise OSError(None, "this file has more than 512 MiB; remove it", self.where(index))
+            file.seek(0)
             return file.read()
 
     def size(self, index: int) -> tuple[int, int]:
@@ -176,8 +187,7 @@ def decode(encoded: bytes, where: str) -> Image.Image:
     except MemoryError:
         raise
     except Exception as error:
-        # Pillow does not limit the types of its exceptions: OSError, SyntaxError, ValueError, for
-        # AVIF RuntimeError, ...
+        # Pillow does not limit the types of its exceptions: OSError, SyntaxError, ValueError, ...
         raise UserError(
             f"{where} cannot be decoded ({explain(error)}); replace or remove this file"
         ) from error

@@ -30,6 +30,7 @@ from densefeed.storage.store_file import StoreFile
 from densefeed.system.errors import UserError
 from densefeed.system.files import check_absent, drop_cache, replace_file, write_at
 from densefeed.system.progress import bar
+from densefeed.system.terminal import print
 
 # Rows converted at once: 7 MB raw at S = 18, k = 5.
 CHUNK = 1024

@@ -39,6 +39,7 @@ from densefeed.system.errors import UserError
 from densefeed.system.files import replace_file
 from densefeed.system.prefetch import ordered_map
 from densefeed.system.progress import steps_bar
+from densefeed.system.terminal import print
 
 # Shape letters: N images, S cells along a side of a map, k classes per cell, K classes
 
@@ -369,7 +370,7 @@ def import_pack(
     # If a run is killed while it fills in labels, the next run must not take them for maps.
     filled = Path(f"{writer.part}.labeled.npy")
     if filled.exists() and writer.done.any():
-        writer.done[np.load(filled, allow_pickle=False)] = False
+        writer.done[read_filled(filled, writer.part, len(images))] = False
     try:
         report.earlier = int(writer.done.sum())
         read_maps(images, pack, writer, threads, report)
@@ -395,6 +396,21 @@ def import_pack(
     finally:
         writer.close()
     return ScoreMapStore(out), report
+
+
+def read_filled(path: Path, part: Path, count: int) -> np.ndarray:
+    """Read the rows, int64, that a killed run filled with labels; UserError if it is no such file.
+
+    `part` are the rows that were written, and `count` is their number.
+    """
+    try:
+        rows = TensorFiles().read(path)
+        if rows.dtype == np.int64 and rows.ndim == 1 and (rows >= 0).all() and (rows < count).all():
+            return rows
+        reason = "does not hold rows of the images"
+    except TensorError as error:
+        reason = str(error)
+    raise UserError(f"{path} {reason}; remove it and {part}, and run this again")
 
 
 def read_maps(

@@ -27,6 +27,7 @@ from densefeed.storage.score_maps import (
 from densefeed.storage.store_file import StoreFile
 from densefeed.system.errors import BusyError, UserError
 from densefeed.system.progress import bar
+from densefeed.system.terminal import print
 
 # Rows copied at once: 7 MB at S = 18, k = 5.
 CHUNK = 1024

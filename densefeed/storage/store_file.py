@@ -7,7 +7,6 @@ is read with `pread`: a memory map of a file that is cut while it is open would 
 import json
 import math
 import os
-import stat
 import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, fields
@@ -21,7 +20,7 @@ from densefeed.storage.datasets import MOST_CLASSES
 from densefeed.storage.hdf5_layout import Dataset, Layout, LayoutError, read_layout
 from densefeed.storage.row_codecs import Absent, Form, FormError
 from densefeed.system.errors import UserError, first_line
-from densefeed.system.files import name_errors
+from densefeed.system.files import name_errors, open_regular
 
 Types = dict[str, tuple[str, tuple[int, ...]]]  # dtype and shape of datasets, by name
 Arrays = dict[str, np.ndarray]  # datasets, by name
@@ -212,7 +211,7 @@ class StoreFile:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path, self.descriptor = path, open_regular(path)
+        self.path, self.descriptor = path, open_store(path)
         self.close = weakref.finalize(self, os.close, self.descriptor)
         try:
             layout = read_layout(self.descriptor, ("densefeed", "names_crc32"))
@@ -304,21 +303,17 @@ def find_runs(ids: np.ndarray) -> list[tuple[int, int, int]]:
     return [(start, end, int(ids[start])) for start, end in pairwise(bounds) if start < end]
 
 
-def open_regular(path: Path) -> int:
-    """Open a regular file for reading; UserError if it is missing or something else."""
+def open_store(path: Path) -> int:
+    """Open a regular file for reading; UserError if it is missing or a folder."""
     try:
-        # Opening a named pipe would wait for its writer.
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        with open_regular(path) as file:
+            return os.dup(file.fileno())
     except FileNotFoundError:
         raise UserError(
             f"{path}: there is no such file; make it with tools/relabel_imagenet.py"
         ) from None
-    mode = os.fstat(descriptor).st_mode
-    if stat.S_ISREG(mode):
-        return descriptor
-    os.close(descriptor)
-    kind = "a folder" if stat.S_ISDIR(mode) else "no regular file"
-    raise UserError(f"{path} is {kind}; name the HDF5 file of score maps")
+    except IsADirectoryError:
+        raise UserError(f"{path} is a folder; name the HDF5 file of score maps") from None
 
 
 def check_schema(path: Path, header: StoreHeader, layout: Layout) -> dict[str, tuple]:

@@ -26,6 +26,7 @@ import numpy as np
 import torch
 
 from densefeed.system.errors import first_line
+from densefeed.system.files import open_regular
 
 # Bytes of a file. A map of 64 x 64 cells of 10 classes in float64 has 0.7 MB.
 MAX_BYTES = 2**26
@@ -71,9 +72,9 @@ class TensorFiles:
         Raises TensorError if there is no such array, if it is damaged, or if reading it would need
         an unrestricted pickle. OSError is not wrapped.
         """
-        with open(path, "rb", buffering=0) as file:
+        with open_regular(path) as file:
             # One byte more than allowed shows a larger file without reading all of it.
-            content = file.read(MAX_BYTES + 1)
+            content = file.raw.read(MAX_BYTES + 1)
         if len(content) > MAX_BYTES:
             raise TensorError(TOO_LARGE)
         if not content:

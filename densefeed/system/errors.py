@@ -10,6 +10,8 @@ from functools import cache
 from importlib.metadata import entry_points
 from pathlib import Path
 
+from densefeed.system.terminal import print
+
 REMEDIES = {
     errno.ENOSPC: "the disk is full; free some space or choose another --out",
     errno.EFBIG: "the file grew past the limit of this file system or shell (ulimit -f)",
@@ -22,6 +24,8 @@ REMEDIES = {
     errno.EEXIST: "a file stands where a folder is needed; choose another --out",
     errno.ENOTDIR: "a part of this path is a file, not a folder; check the path",
     errno.EISDIR: "this is a folder where a file is expected; check the path",
+    errno.ELOOP: "symbolic links lead around in a circle; remove one of them",
+    errno.ENAMETOOLONG: "this name is too long for the file system; shorten it",
     errno.EMFILE: "too many open files; raise the limit with `ulimit -n 4096`",
 }
 
@@ -88,10 +92,11 @@ def explain_os_error(error: OSError) -> str:
     Libraries (h5py, torch) wrap such errors and keep only their text, so the error number is also
     searched in the text.
     """
-    text = str(error)
-    number = error.errno or next(
-        (n for n in REMEDIES if f"errno = {n}," in text or os.strerror(n) in text), None
-    )
+    text, number = str(error), error.errno
+    # An error with the name of a file is not a wrapped one, and the name may contain anything.
+    if not (number or error.filename):
+        found = (n for n in REMEDIES if f"errno = {n}," in text or os.strerror(n) in text)
+        number = next(found, None)
     if number in REMEDIES:
         return f"{error.filename or text}: {REMEDIES[number]}"
     return f"{error.filename}: {error.strerror}" if error.filename and error.strerror else text

@@ -6,8 +6,10 @@ import fcntl
 import os
 import re
 import shutil
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from io import BufferedReader
 from pathlib import Path
 
 from densefeed.system.errors import REMEDIES, BusyError, UserError
@@ -23,10 +25,59 @@ NO_HARD_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
 # written but not read. Such a folder reaches the disk when the system writes it.
 NO_FOLDER_SYNC = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.EACCES)
 
+# Bytes of a path and of a name in it (Linux: PATH_MAX with the zero byte, NAME_MAX).
+MOST_PATH, MOST_NAME = 4095, 255
+
+
+def open_regular(path: Path | str) -> BufferedReader:
+    """Open a regular file for reading bytes, also behind symbolic links.
+
+    OSError for anything else: a named pipe would wait for a writer, and a device may never end.
+    """
+    problem = "this is a pipe, socket or device; put a regular file in its place"
+    try:
+        # To open a named pipe would wait without O_NONBLOCK, which regular files ignore.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        # A socket cannot be opened.
+        if error.errno == errno.ENXIO:
+            raise OSError(None, problem, str(path)) from None
+        raise
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(mode):
+        return open(descriptor, "rb")
+    os.close(descriptor)
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    raise OSError(None, problem, str(path))
+
+
+def find_path_fault(path: str) -> str:
+    """Return why a path from a file is not one below a folder, or an empty string if it is.
+
+    Only the text is judged: symbolic links below the folder are its owner's.
+    """
+    names = path.split("/")
+    try:
+        lengths = [len(name.encode()) for name in names]
+    except UnicodeEncodeError:
+        return "is not UTF-8"
+    if "\0" in path:
+        return "contains a zero byte"
+    if not names[0] and names[1:]:
+        return "is absolute"
+    if ".." in names:
+        return "leaves its folder by `..`"
+    if "" in names:
+        return "has an empty name in it"
+    if max(lengths) > MOST_NAME or sum(lengths) + len(names) - 1 > MOST_PATH:
+        return "is too long"
+    return ""
+
 
 def check_absent(path: Path) -> None:
-    """Raise UserError if `path` exists."""
-    if path.exists():
+    """Raise UserError if `path` exists, also as a link to nothing."""
+    if os.path.lexists(path):
         raise UserError(f"{path} exists already; remove it or choose another --out")
 
 

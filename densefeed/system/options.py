@@ -22,6 +22,9 @@ from densefeed.system.errors import UserError
 
 Nested = TypeVar("Nested")
 
+# A whole number that every library takes: C's signed 64 bits.
+MOST_WHOLE = 2**63 - 1
+
 
 @dataclass(frozen=True)
 class Bounds:
@@ -33,6 +36,10 @@ class Bounds:
     def check(self, name: str, value: float) -> None:
         """Raise UserError with the name of the option for a number out of bounds or not finite."""
         # Infinity lies within bounds that have no upper end.
+        whole = isinstance(value, int)
+        # Larger whole numbers are no sizes or counts, and fit neither C's nor a float's range.
+        if whole and abs(value) > MOST_WHOLE:
+            raise UserError(f"{flag(name)} is too large; it must be at most {MOST_WHOLE:,}")
         if self.low <= value <= self.high and math.isfinite(value):
             return
         finite = "" if math.isfinite(value) else " and finite"
@@ -206,11 +213,12 @@ def parse_arguments(words: tuple[str, ...], option: str) -> dict[str, object]:
         name, equals, value = word.partition("=")
         try:
             arguments[name.strip()] = ast.literal_eval(value.strip())
-        except (ValueError, SyntaxError):
+        # The last two are raised for a value that is nested too deep.
+        except (ValueError, SyntaxError, RecursionError, MemoryError):
             equals = ""
         if not equals or not name.strip().isidentifier():
             raise UserError(
-                f"{option} {word!r} is not NAME=VALUE with a Python number, string or tuple, "
+                f"{option} {word[:100]!r} is not NAME=VALUE with a Python number, string or tuple, "
                 "for example depth=12"
             )
     return arguments

@@ -16,6 +16,8 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from densefeed.system.terminal import escape_controls
+
 Item = TypeVar("Item")
 # Seconds between lines in a log file.
 LOG_INTERVAL = 60.0
@@ -24,7 +26,8 @@ LOG_INTERVAL = 60.0
 def open_bar(*more: ProgressColumn) -> Progress:
     """Make a bar with name, bar, count, time elapsed, time left, and `more`."""
     return Progress(
-        TextColumn("{task.description:<22}"),
+        # Names of files may contain `[/b]`, which is an error in rich's markup.
+        TextColumn("{task.description:<22}", markup=False),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
@@ -40,14 +43,14 @@ def bar(items: Iterable[Item], what: str, total: int | None = None) -> Iterator[
     On a terminal the bar moves; in a log file it is one line, written at the end.
     """
     with open_bar() as progress:
-        yield from progress.track(items, description=what, total=total)
+        yield from progress.track(items, description=escape_controls(what), total=total)
 
 
 @contextmanager
 def steps_bar(what: str, total: int, done: int) -> Iterator[Callable[[int, str], None]]:
     """Yield a function that advances the bar by a number of steps and shows a text beside it."""
     with open_bar(TextColumn("{task.fields[text]}")) as progress:
-        task = progress.add_task(what, total=total, completed=done, text="")
+        task = progress.add_task(escape_controls(what), total=total, completed=done, text="")
         yield lambda steps, text: progress.update(task, advance=steps, text=text)
 
 
@@ -58,7 +61,7 @@ def tally(what: str, total: int, done: int) -> Iterator[Callable[[int], None]]:
     A log file gets a line every minute and one at the end.
     """
     with open_bar() as progress:
-        task = progress.add_task(what, total=total, completed=done)
+        task = progress.add_task(escape_controls(what), total=total, completed=done)
         started = printed = time.monotonic()
 
         def update(completed: int) -> None:
@@ -72,7 +75,8 @@ def tally(what: str, total: int, done: int) -> Iterator[Callable[[int], None]]:
             printed, rate = now, (completed - done) / (now - started)
             left = timedelta(seconds=round((total - completed) / rate))
             progress.console.print(
-                f"{what}: {completed:,} of {total:,}, {rate:,.1f}/s, {left} left"
+                f"{escape_controls(what)}: {completed:,} of {total:,}, {rate:,.1f}/s, {left} left",
+                markup=False,
             )
 
         yield update

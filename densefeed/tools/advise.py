@@ -23,6 +23,7 @@ from typing import Literal, NamedTuple
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from densefeed.models.token_transformer import has_tokens
@@ -36,6 +37,7 @@ from densefeed.system.malloc import tune_malloc
 from densefeed.system.options import Count, Options, with_options
 from densefeed.system.progress import steps_bar
 from densefeed.system.provenance import environment, write_json
+from densefeed.system.terminal import print
 from densefeed.training.build import autocast_dtype, build_model
 from densefeed.training.config import Config
 from densefeed.training.ranks import Ranks
@@ -389,7 +391,7 @@ def show(document: dict, advice: Advice) -> None:
         )
     name = f"step of {step['model']}, {step['objective']}, {step['batch']} images, {step['device']}"
     rate, share = format_rate(step["images_per_s"]), f"{step['cores'] / CORES:.0%}"
-    table.add_row(name, "", rate, share, "")
+    table.add_row(escape(name), "", rate, share, "")
     console.print(table)
     console.print(document["advice"], markup=False, soft_wrap=True)
 

@@ -34,6 +34,7 @@ from densefeed.system.errors import UserError, first_line, make_command
 from densefeed.system.files import replace_file
 from densefeed.system.options import Bounds, Count, Options
 from densefeed.system.provenance import write_json
+from densefeed.system.terminal import print
 from densefeed.tools.load_teacher import load_network
 
 # The colors of Okabe and Ito but black, which color-blind readers can tell apart, and three more.

@@ -41,6 +41,7 @@ from timm.models._hub import save_config_for_hf
 
 from densefeed.system.errors import UserError, first_line, make_command
 from densefeed.system.files import name_errors, replace_file
+from densefeed.system.terminal import print
 from densefeed.tools.load_model import Trained, Weights, open_trained
 
 # Packages of the dependency group `export`.

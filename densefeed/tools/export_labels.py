@@ -19,13 +19,16 @@ from densefeed.storage.geometry import WHOLE
 from densefeed.storage.packs import EXACT, map_stem, to_published
 from densefeed.storage.score_maps import ScoreMapStore
 from densefeed.system.errors import UserError, make_command
-from densefeed.system.files import check_absent, create_folder
+from densefeed.system.files import check_absent, create_folder, find_path_fault
 from densefeed.system.progress import bar
+from densefeed.system.terminal import print
 
 # Rows read from the store at once.
 ROWS = 256
 # The published files hold class numbers as float16.
 MOST_CLASSES = EXACT[np.dtype(np.float16).itemsize]
+# Characters of a path that a message shows.
+SHOWN = 120
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,10 +77,19 @@ def print_summary(store: ScoreMapStore, partial: int, out: Path) -> None:
 
 
 def distinct_stems(store: ScoreMapStore) -> list[str]:
-    """Return the stem of each row's file. Raises UserError if two images would share one."""
+    """Return the stem of each row's file.
+
+    Raises UserError if two images would share one, or a path is none below the folder of images.
+    """
     owner = {}
     for path in store.paths():
         stem = map_stem(path, whole=False)
+        # Of `a//x.jpg` the last two parts are `/x`, which is absolute.
+        if fault := find_path_fault(path) or find_path_fault(f"{stem}.pt"):
+            raise UserError(
+                f"{store.path} names the image {path[:SHOWN]!r}, which {fault}; nothing can be "
+                "written for it, label the images again"
+            )
         if stem in owner:
             raise UserError(
                 f"{store.path}: {owner[stem]} and {path} would both be {stem}.pt, since the "
@@ -101,7 +113,9 @@ def write_files(store: ScoreMapStore, stems: list[str], folder: Path) -> int:
             encoded = io.BytesIO()
             # Without clone() the slice would be saved with the storage of all rows.
             torch.save(map_2kSS.clone(), encoded)
-            (folder / f"{stems[row]}.pt").write_bytes(encoded.getbuffer())
+            # "x": never through a link that another process made in this folder meanwhile.
+            with open(folder / f"{stems[row]}.pt", "xb") as file:
+                file.write(encoded.getbuffer())
     return partial
 
 

@@ -48,6 +48,7 @@ from densefeed.system.devices import CORES
 from densefeed.system.errors import UserError, make_command
 from densefeed.system.files import check_absent, replace_file
 from densefeed.system.options import Count, NonNegativeInt, Options
+from densefeed.system.terminal import print
 from densefeed.tools.audit import load_references, print_checks, raise_on_faults
 
 

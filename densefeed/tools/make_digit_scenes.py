@@ -20,10 +20,12 @@ import numpy as np
 from numpy.random import Generator, default_rng
 from PIL import Image
 
+from densefeed.storage.images import decode
 from densefeed.system.errors import make_command
 from densefeed.system.files import create_folder
 from densefeed.system.options import Bounds, NonNegativeInt, Options
 from densefeed.system.progress import bar
+from densefeed.system.terminal import print
 
 PHOTOGRAPHS = (
     *("astronaut", "brick", "chelsea", "coffee"),
@@ -84,9 +86,9 @@ def load_photographs() -> list[Image.Image]:
 
     folder = Path(skimage.data.__file__).parent
     files = (path for name in PHOTOGRAPHS for path in sorted(folder.glob(f"{name}.*")))
-    opened = [Image.open(path) for path in files if path.suffix in (".png", ".jpg")]
+    paths = (path for path in files if path.suffix in (".png", ".jpg"))
     samples = map(Image.fromarray, load_sample_images().images)
-    return [*(image.convert("RGB") for image in opened), *samples]
+    return [*(decode(path.read_bytes(), str(path)) for path in paths), *samples]
 
 
 def load_scans() -> dict[str, list[np.ndarray]]:

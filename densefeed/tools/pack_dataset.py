@@ -53,6 +53,7 @@ from densefeed.system.errors import UserError, make_command
 from densefeed.system.options import Bounds, Count, NonNegativeInt, Options
 from densefeed.system.prefetch import ordered_map
 from densefeed.system.progress import bar
+from densefeed.system.terminal import print
 
 # Unreadable files that a message lists.
 NAMED = 10

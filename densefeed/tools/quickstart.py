@@ -22,6 +22,7 @@ from rich.table import Table
 from densefeed.recipes import RECIPES
 from densefeed.system.errors import UserError, make_command
 from densefeed.system.options import Count, Options
+from densefeed.system.terminal import print
 
 STUDENTS = {
     "ce": "the image labels",
@@ -83,7 +84,8 @@ def run_step(result: Path, purpose: str, program: str, *words: object, **options
             words += f"--{name.replace('_', '-')}", value
     words = [program, *map(str, words)]
     # Flushed, since in a pipe the output of the command would come before it.
-    print(f"\n# {purpose}\n$ python {shlex.join(words)}", flush=True)
+    for line in ("", f"# {purpose}", f"$ python {shlex.join(words)}"):
+        print(line, flush=True)
     module = f"densefeed.{program.removesuffix('.py').replace('/', '.')}"
     done = subprocess.run([sys.executable, "-m", module, *words[1:]])
     if done.returncode:

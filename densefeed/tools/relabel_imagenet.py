@@ -46,6 +46,7 @@ from densefeed.storage.shards import Shard
 from densefeed.system.devices import THREADS, choose_rank_device
 from densefeed.system.errors import UserError, make_command
 from densefeed.system.options import Count, Options
+from densefeed.system.terminal import print
 from densefeed.tools.load_teacher import load_teacher
 
 

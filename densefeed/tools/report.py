@@ -36,6 +36,7 @@ from densefeed.system.files import replace_file
 from densefeed.system.options import leaves, with_options
 from densefeed.system.progress import bar
 from densefeed.system.provenance import write_json
+from densefeed.system.terminal import print
 from densefeed.tools.audit import INKS, TEMPLATES, picture
 from densefeed.training.build import build_model
 from densefeed.training.config import Config

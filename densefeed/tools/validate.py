@@ -39,6 +39,7 @@ import torch
 import tyro
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 from timm.data import RealLabelsImagenet
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -53,6 +54,7 @@ from densefeed.system.errors import UserError, make_command
 from densefeed.system.options import Count, Fraction, Options
 from densefeed.system.progress import bar
 from densefeed.system.provenance import environment, write_json
+from densefeed.system.terminal import escape_controls
 from densefeed.tools.load_model import Weights, imagenet_names, open_trained
 from densefeed.training.evaluation import Metrics, mean_metrics_sync, predict, sum_metrics
 
@@ -335,7 +337,8 @@ def main(options: Validation) -> dict:
 def table(row: dict) -> Table:
     """Return the row as a table to print."""
     title = f"{row['model']} ({row['weights']} weights) on {row['data']}"
-    lines = Table("", "", title=title, show_header=False)
+    # As Text, because names may contain rich's markup.
+    lines = Table("", "", title=Text(escape_controls(title)), show_header=False)
     of = f" of {row['model_classes']:,}" if row["classes"] != row["model_classes"] else ""
     classes = f"{row['classes']:,}{of}, matched by {row['classes_by']}"
     lines.add_row("top-1", f"{100 * row['top1']:.2f} %")

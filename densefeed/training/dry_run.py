@@ -7,6 +7,7 @@ from densefeed.pipelines.resident import map_bytes
 from densefeed.system.devices import free_memory
 from densefeed.system.errors import UserError
 from densefeed.system.options import with_options
+from densefeed.system.terminal import print
 from densefeed.training.setup import Run, open_loader
 from densefeed.training.speed import ActivationBytes
 from densefeed.training.step_inputs import StepInputs

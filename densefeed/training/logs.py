@@ -18,6 +18,7 @@ from densefeed.system.errors import UserError
 from densefeed.system.files import make_folder, name_errors, replace_file
 from densefeed.system.progress import steps_bar
 from densefeed.system.provenance import write_json
+from densefeed.system.terminal import print
 from densefeed.training.config import Config
 from densefeed.training.ranks import Ranks
 from densefeed.training.setup import Run

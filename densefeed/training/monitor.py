@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from densefeed.system.errors import UserError
+from densefeed.system.terminal import print
 from densefeed.training.config import Config
 from densefeed.training.guards import LossSpikes, find_first_nonfinite
 from densefeed.training.ranks import Ranks

@@ -21,6 +21,7 @@ from densefeed.models import checkpoints
 from densefeed.system.errors import UserError
 from densefeed.system.files import replace_file, replace_link
 from densefeed.system.provenance import write_json
+from densefeed.system.terminal import print
 
 
 class Checkpoints:

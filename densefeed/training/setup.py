@@ -14,6 +14,7 @@ from densefeed.objectives.base import Objective
 from densefeed.pipelines.loader import ThreadedLoader
 from densefeed.pipelines.open import Mode, open_dataset
 from densefeed.system.errors import UserError
+from densefeed.system.terminal import print
 from densefeed.training.build import autocast_dtype, build_model
 from densefeed.training.config import Config, first_difference
 from densefeed.training.ranks import ALONE, Ranks

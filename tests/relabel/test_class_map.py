@@ -1,6 +1,7 @@
 """Class maps: files, merged probabilities against float64, and error messages."""
 
 import json
+import os
 
 import pytest
 import torch
@@ -56,13 +57,55 @@ def test_errors_of_a_json_map_are_reported(tmp_path, text, words):
 
 def test_errors_of_a_csv_map_are_reported(tmp_path):
     (tmp_path / "map.csv").write_text("tabby,cat\npoodle\n")
-    with pytest.raises(UserError, match=r"map.csv: 'poodle' has 1 columns"):
+    with pytest.raises(UserError, match=r"map.csv, line 2: 'poodle' has 1 columns"):
         read_class_map(tmp_path / "map.csv", TEACHER, 4, DATA)
     (tmp_path / "map.csv").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(UserError, match=r"map.csv is not text"):
         read_class_map(tmp_path / "map.csv", TEACHER, 4, DATA)
     with pytest.raises(UserError, match=r"nowhere.csv: there is no such class map"):
         read_class_map(tmp_path / "nowhere.csv", TEACHER, 4, DATA)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("map.json", b'{"%s": "cat"}' % (b"9" * 5000), r"has no class '9{48}'; use"),
+        ("map.csv", b"1,dog\n%s,cat\n" % (b"9" * 5000), r", line 2: the teacher has no class"),
+        ("map.json", b"9" * 5000, r"is not JSON \(Exceeds the limit"),
+        ("map.json", b'{"a":' * 100_000, r"is not JSON \(maximum recursion depth"),
+        ("map.json", b"[" * 100_000, r"is not JSON \(maximum recursion depth"),
+        ("map.csv", b'tabby,cat\n"poodle,dog\n1,dog\n', r", line 3 is no CSV \(unexpected end"),
+        ("map.csv", b'tabby,cat\n"poodle"s,dog\n', r", line 2 is no CSV \(',' expected after"),
+        ("map.csv", b"tabby,cat\n%s,dog\n" % (b"x" * 200_000), r", line 2 is no CSV \(field"),
+        ("map.csv", b"tabby,c\0at\n", r"is no class map: it has zero bytes"),
+        ("map.json", b"{}\0", r"is no class map: it has zero bytes"),
+        ("map.csv", "tabby,cat\n".encode("utf-16"), r"is not text"),
+        ("map.csv", b"\r\r\ntabby,cat\rpoodle\r", r", line 4: 'poodle' has 1 columns"),
+    ],
+)
+def test_hostile_class_maps_are_refused(tmp_path, name, content, said):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=rf"{name}.*{said}") as error:
+        read_class_map(tmp_path / name, TEACHER, 4, DATA)
+    assert len(str(error.value)) < 500
+
+
+def test_only_files_of_some_size_are_class_maps(tmp_path):
+    """A file without end, a pipe without a writer, and one that a thousand class maps fit into."""
+    with (tmp_path / "map.csv").open("wb") as file:
+        file.truncate(2**40)
+    with pytest.raises(UserError, match=r"map.csv is no class map: it has .* more than 33,553,920"):
+        read_class_map(tmp_path / "map.csv", TEACHER, 4, DATA)
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", "/dev/zero"):
+        with pytest.raises(OSError, match=r"this is a pipe, socket or device"):
+            read_class_map(tmp_path / path, TEACHER, 4, DATA)
+
+
+def test_leading_zeros_are_no_other_class(tmp_path):
+    (tmp_path / "map.csv").write_text("00,cat\n0001,dog\n")
+    found = read_class_map(tmp_path / "map.csv", TEACHER, 4, DATA)
+    assert found.source.tolist() == [0, 1]
 
 
 def test_without_names_classes_are_numbers(tmp_path):

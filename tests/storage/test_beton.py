@@ -1209,3 +1209,16 @@ def test_a_disk_without_locks_takes_the_same_file(tmp_path, random_maps, packed,
     beton = Beton(tmp_path / "new.beton")
     beton.read_ahead(0, 7)
     beton.close()
+
+
+@pytest.mark.parametrize("label", [10**8, 2**31 - 1, -1])
+def test_a_label_makes_no_class_names_without_end(tmp_path, label):
+    """The names of 10^8 classes took 7.4 GB. Files that FFCV wrote have no names of their own."""
+    samples = [Sample(*jpegs(1)[0], 0), Sample(*jpegs(1)[0], label)]
+    notes = NOTES | {"class_names": []}
+    write_beton(tmp_path / "x.beton", samples, [], notes)
+    tracemalloc.start()
+    with pytest.raises(UserError, match=r"has labels from -?\d+ to .* from 0 to 65,534"):
+        FfcvSource(tmp_path / "x.beton")
+    assert tracemalloc.get_traced_memory()[1] < 10e6
+    tracemalloc.stop()

@@ -5,14 +5,17 @@ The reference is torchvision.
 
 import hashlib
 import io
+import os
 import pickle
 import tarfile
+import time
 
 import numpy as np
 import pytest
 import torchvision.datasets as sets
 from PIL import Image
 from scipy.io import savemat
+from timm.data import create_dataset
 
 from densefeed.pipelines.ffcv import FfcvSource
 from densefeed.pipelines.loader import ThreadedLoader
@@ -501,3 +504,205 @@ def test_the_command_takes_a_root(domain, command):
     )
     assert done.returncode == 0, done.stderr
     assert Beton(domain / "x.beton").labels.tolist() == [0, 0, 2, 2]
+
+
+# ------------------------------------------------------------------------- what a name may do
+
+
+def touch(root, *paths):
+    for path in paths:
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).write_bytes(b"x")
+
+
+# Names that sort differently by text, by number, by case and by folder, and names that are equal to
+# timm's key, as 1 and 01, which keep the order of the disk.
+TREE = [
+    *(f"n{n}/{m}_{n}.JPEG" for n in (1, 2, 10, 100) for m in (1, 2, 10)),
+    *("B/b.png", "a/A.jpg", "a/b.jpeg", "a/deep/x10.png", "a/deep/x9.png", "C/deep/y.jpg"),
+    *("n1/01_1.JPEG", "n1/001_1.JPEG", "a/a.jpg", "A/b.jpeg", "top.jpg", "x/.jpg", "x/._1.jpg"),
+    *("é/É.jpg", "猫/٣.jpg", "x/1.jpg.txt", "x/list.csv", "n2/a b.jpg", "n2/a-b.jpg", "n2/a.b.jpg"),
+]
+
+
+@pytest.mark.parametrize("split", ["train", "val", "whole"])
+def test_folders_of_png_and_jpeg_are_in_timms_order(tmp_path, split):
+    """The fingerprints of stores that exist depend on it."""
+    home = tmp_path / {"train": "train", "val": "validation", "whole": ""}[split]
+    touch(home, *TREE)
+    (home / "linked").symlink_to("a")
+    theirs = create_dataset("", root=str(tmp_path), split=split).reader
+    images = Images(tmp_path, split=split)
+    assert images.paths == theirs.filenames()
+    where = [images.where(index) for index in range(len(images))]
+    assert where == theirs.filenames(absolute=True)
+    # timm orders classes whose names are equal to its key by chance: a and A.
+    assert sorted(images.class_names) == sorted(theirs.class_to_idx)
+    name_of = dict(map(reversed, theirs.class_to_idx.items()))
+    named = [images.class_names[label] for label in images.labels]
+    assert named == [name_of[label] for _, label in theirs.samples]
+    assert len(images) == 34
+
+
+def test_the_fingerprint_of_a_folder_is_that_of_earlier_versions(tmp_path):
+    """Computed with commit 65c3882."""
+    touch(tmp_path, *(f"n{n}/{m}.{e}" for n in (1, 10, 2) for m, e in ((1, "JPG"), (10, "png"))))
+    assert Images(tmp_path).fingerprint() == FINGERPRINT
+
+
+FINGERPRINT = "1f1eafc9d1c2c6d6d3157d3e537e19a33cf553de74c99278a55f76ac8f35fc23"
+
+
+def test_all_endings_of_torchvision_are_read_and_others_counted(tmp_path, capsys):
+    touch(tmp_path, *(f"cat/1{ending}" for ending in sets.folder.IMG_EXTENSIONS), "cat/2.WebP")
+    assert len(Images(tmp_path)) == 10
+    assert capsys.readouterr().out == ""
+    assert set(datasets.ENDINGS) == set(sets.folder.IMG_EXTENSIONS)
+    touch(tmp_path, "cat/1.txt", "dog/2.TXT", "cat/x.gif")
+    Images(tmp_path)
+    assert capsys.readouterr().out == (
+        f"{tmp_path}: 3 files with other endings were left out: .txt 2, .gif 1\n"
+    )
+    touch(tmp_path, *(f"cat/a.\x1b{n}" for n in range(9)), "cat/LICENSE")
+    Images(tmp_path)
+    assert r"13 files with other endings were left out: .txt 2, " in (
+        said := capsys.readouterr().out
+    )
+    assert r".\x1b0 1, .\x1b1 1, " in said
+    assert "and 7 more" in said
+
+
+def test_links_around_in_a_circle_are_refused(tmp_path):
+    """timm follows them 40 times, and two in one folder 2^40 times."""
+    touch(tmp_path, "cat/1.jpg")
+    for name in ("again", "and_again"):
+        (tmp_path / "cat" / name).symlink_to("..")
+    start = time.monotonic()
+    with pytest.raises(UserError, match=r"again is a link to a folder above it, .*; remove it"):
+        Images(tmp_path)
+    assert time.monotonic() - start < 5
+
+
+def test_links_that_double_in_every_folder_are_refused(tmp_path):
+    """No circle: each folder holds two links to the next, so the last one is there 2^20 times."""
+    for n in range(20):
+        (tmp_path / "data" / str(n)).mkdir(parents=True)
+        for name in "ab":
+            (tmp_path / "data" / str(n) / name).symlink_to(f"../{n + 1}")
+    touch(tmp_path, "data/20/1.jpg")
+    start = time.monotonic()
+    with pytest.raises(UserError, match=r"lead to the same folders more than 1,024 times"):
+        Images(tmp_path / "data")
+    assert time.monotonic() - start < 5
+
+
+def test_links_out_of_the_root_are_followed(tmp_path):
+    """ImageNet is often a folder of links; the one who made them may read what they name."""
+    touch(tmp_path, "store/n01/1.jpg", "store/n02/1.jpg", "store/2.jpg")
+    (tmp_path / "data").mkdir()
+    for name in ("n01", "n02"):
+        (tmp_path / "data" / name).symlink_to(tmp_path / "store" / name)
+    (tmp_path / "data" / "n01" / "2.jpg").symlink_to("../2.jpg")
+    images = Images(tmp_path / "data")
+    assert images.paths == ["n01/1.jpg", "n01/2.jpg", "n02/1.jpg"]
+    assert images.read(1) == b"x"
+
+
+def test_folders_deeper_than_pythons_stack_are_left_out_aloud(tmp_path, capsys):
+    """A path has 4,095 bytes at most."""
+    touch(tmp_path, "cat/1.jpg")
+    here = os.open(tmp_path, os.O_RDONLY)
+    for _ in range(1100):
+        os.mkdir("deep", dir_fd=here)
+        here, above = os.open("deep", os.O_RDONLY, dir_fd=here), here
+        os.close(above)
+    os.close(here)
+    assert Images(tmp_path).paths == ["cat/1.jpg"]
+    said = capsys.readouterr().out
+    assert "warning: 1 folders were left out: " in said
+    assert "this name is too long" in said
+
+
+@pytest.mark.parametrize("name", [b"\xff.jpg", b"a/\xe9/1.jpg"])
+def test_names_that_are_not_utf_8_are_refused(tmp_path, name):
+    path = os.path.join(os.fsencode(tmp_path), b"cat", name)
+    os.makedirs(os.path.dirname(path))
+    with open(path, "wb"):
+        pass
+    with pytest.raises(UserError, match=r"jpg: this name is not UTF-8; rename it"):
+        Images(tmp_path)
+
+
+def test_a_digit_that_is_no_number_sorts_as_text(tmp_path):
+    """timm ends in a ValueError of int()."""
+    touch(tmp_path, "1²2/1.jpg", "12/1²2.jpg")
+    assert Images(tmp_path).class_names == ["1²2", "12"]
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["../secret.jpg", "clipart/../../secret.jpg", "/etc/passwd", "clipart//airplane/1.jpg", "a/"],
+)
+def test_a_list_names_nothing_outside_of_its_root(domain, path):
+    (domain.parent / "secret.jpg").touch()
+    (domain / "bad.txt").write_text(f"{AIRPLANE} 1\n{path} 1\n{AIRPLANE} 1\n")
+    with pytest.raises(UserError, match=r"bad.txt, line 2: .*; paths in a list are relative to"):
+        Images(domain, f"list/{domain / 'bad.txt'}")
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda path: path.symlink_to("/dev/zero"),
+        os.mkfifo,
+        lambda path: path.write_bytes(b"a" * 100_000),
+        lambda path: os.truncate(os.open(path, os.O_CREAT | os.O_WRONLY), 2**40),
+    ],
+    ids=["device", "pipe", "line", "zeros"],
+)
+def test_a_list_without_end_is_refused(domain, make):
+    make(domain / "endless.txt")
+    with pytest.raises(
+        UserError, match=r"endless.txt(: this is a pipe, socket or device| is not a text file)"
+    ):
+        Images(domain, f"list/{domain / 'endless.txt'}")
+
+
+def test_a_list_may_begin_with_a_byte_order_mark(domain):
+    (domain / "some.txt").write_bytes(f"\ufeff{AIRPLANE} 1\n".encode())
+    assert Images(domain, f"list/{domain / 'some.txt'}").paths == [AIRPLANE]
+
+
+def test_more_classes_than_files_hold_are_refused(monkeypatch, folders):
+    monkeypatch.setattr(datasets, "MOST_CLASSES", 2)
+    with pytest.raises(UserError, match=r"has 3 classes, and files hold 2 at most"):
+        Images(folders)
+
+
+@pytest.mark.parametrize("label", [-1, 2, 10**8])
+def test_a_label_without_a_class_is_refused(monkeypatch, tmp_path, label):
+    """A finder of the user's own is checked too."""
+    found = datasets.Listed(["1.jpg"], np.array([label]), ["cat", "dog"], tmp_path)
+    monkeypatch.setitem(datasets.FINDERS, "own", lambda *_: found)
+    with pytest.raises(UserError, match=rf"has labels from {label} to .* outside its 2 classes"):
+        Images(tmp_path, "own/x")
+
+
+@pytest.mark.parametrize("label", [10**8, -1, None, "cat", [1], 0.5])
+def test_labels_of_hugging_face_are_checked_before_classes_get_names(monkeypatch, tmp_path, label):
+    """A label of 10^8 took 7.4 GB. The package `datasets` is not installed here."""
+    import types
+
+    import timm.data
+
+    class Reader(list):
+        def filenames(self):
+            return ["1.jpg", "2.jpg"]
+
+    reader = Reader([(io.BytesIO(), 0), (io.BytesIO(), label)])
+    made = types.SimpleNamespace(reader=reader)
+    monkeypatch.setattr(timm.data, "create_dataset", lambda *_, **__: made)
+    with pytest.raises(UserError, match=r"hfds/x has the label .* from 0 to 65,534"):
+        Images(tmp_path, "hfds/x")
+    reader[1] = io.BytesIO(), 3
+    assert Images(tmp_path, "hfds/x").class_names == ["0", "1", "2", "3"]

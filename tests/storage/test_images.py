@@ -1,16 +1,21 @@
 """Images are in timm's order, and invalid input is refused."""
 
+import ast
 import io
+import os
 import resource
+import shutil
 import struct
 import zlib
+from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import EpsImagePlugin, Image
 from timm.data import ImageDataset
 
 from densefeed import native
+from densefeed.storage import images as images_module
 from densefeed.storage.images import Images, decode, limit_pixels
 from densefeed.system.errors import UserError
 
@@ -31,8 +36,6 @@ def test_order_labels_and_bytes_equal_timm(folder):
 
 
 def test_the_fingerprint_depends_on_names_labels_and_sizes(folder, tmp_path):
-    import shutil
-
     same = shutil.copytree(folder, tmp_path / "same")
     assert Images(same).fingerprint() == Images(folder).fingerprint()
     victim = sorted((same / "train").glob("*/*.jpg"))[0]
@@ -88,8 +91,6 @@ def test_a_missing_split_is_refused(folder, tmp_path):
 
     Training images would be used for validation, or validation images packed for training.
     """
-    import shutil
-
     only = tmp_path / "only"
     shutil.copytree(folder / "train", only / "train")
     with pytest.raises(UserError, match=r"holds train but no folder 'val'"):
@@ -173,3 +174,91 @@ def test_there_is_one_limit_of_pixels_for_all_formats():
             assert decode(content, "it").size == (20, 30)
     finally:
         limit_pixels(native.MAX_PIXELS)
+
+
+# ------------------------------------------------------------------------- hostile files
+
+RED = Image.new("RGB", (20, 10), (250, 0, 0))
+
+
+def encode(kind, **options):
+    file = io.BytesIO()
+    RED.save(file, kind, **options)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "BMP", "TIFF", "GIF", "PPM"])
+def test_the_formats_of_torchvision_and_gif_are_read_whatever_their_name(tmp_path, kind):
+    """The pixels of all are a palette's or exact, except those of JPEG and WebP."""
+    (tmp_path / "cat").mkdir()
+    (tmp_path / "cat" / "1.jpg").write_bytes(encode(kind))
+    images = Images(tmp_path)
+    assert images.size(0) == (10, 20)
+    pixels = np.asarray(decode(images.read(0), ""))
+    assert np.abs(pixels - np.array([250, 0, 0])).max() <= 3
+
+
+@pytest.mark.parametrize("kind", ["GIF", "WEBP", "PNG", "TIFF"])
+def test_the_first_of_several_frames_is_the_image(kind):
+    """As in torchvision and timm."""
+    others = [Image.new("RGB", RED.size, color) for color in ("blue", "green")]
+    encoded = encode(kind, save_all=True, append_images=others)
+    with Image.open(io.BytesIO(encoded)) as image:
+        assert image.n_frames == 3
+    assert np.abs(np.asarray(decode(encoded, "")) - np.array([250, 0, 0])).max() <= 3
+
+
+EPS = b"""%!PS-Adobe-3.0 EPSF-3.0
+%%BoundingBox: 0 0 9 9
+%%EndComments
+0 0 moveto 9 9 lineto stroke
+"""
+
+
+def test_postscript_in_a_jpeg_never_runs_a_program(tmp_path, monkeypatch):
+    ran = tmp_path / "ran"
+    program = tmp_path / "gs"
+    program.write_text(f"#!/bin/sh\ntouch {ran}\n")
+    program.chmod(0o700)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(EpsImagePlugin, "gs_binary", None)
+    with pytest.raises(UserError, match=r"x.jpg cannot be decoded \(not an image of JPEG, PNG, "):
+        decode(EPS, "x.jpg")
+    assert not ran.exists()
+
+
+@pytest.mark.parametrize("kind", ["ICO", "JPEG2000", "TGA", "PCX", "SGI", "DDS", "PDF", "EPS"])
+def test_other_formats_are_refused(tmp_path, kind):
+    (tmp_path / "cat").mkdir()
+    (tmp_path / "cat" / "1.jpg").write_bytes(encode(kind))
+    images = Images(tmp_path)
+    with pytest.raises(UserError, match=r"1.jpg cannot be decoded \(not an image of JPEG, PNG, "):
+        decode(images.read(0), images.where(0))
+    with pytest.raises(OSError, match=r"its size cannot be read"):
+        images.size(0)
+
+
+def test_pillow_opens_files_in_one_place_only():
+    """Another call would open 43 formats again."""
+    calls = [
+        path.name
+        for path in Path(images_module.__file__).parents[1].rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and ast.unparse(node) == "Image.open"
+    ]
+    assert calls == ["images.py"]
+
+
+def test_a_file_without_end_is_not_read(tmp_path):
+    (tmp_path / "cat").mkdir()
+    with (tmp_path / "cat" / "1.jpg").open("wb") as file:
+        file.truncate(2**40)
+    (tmp_path / "cat" / "2.jpg").symlink_to("/dev/zero")
+    os.mkfifo(tmp_path / "cat" / "3.jpg")
+    images = Images(tmp_path)
+    with pytest.raises(OSError, match=r"this file has more than 512 MiB"):
+        images.read(0)
+    for index in (1, 2):
+        with pytest.raises(OSError, match=r"this is a pipe, socket or device"):
+            images.read(index)
+    assert images.fingerprint()

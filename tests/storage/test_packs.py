@@ -2,6 +2,7 @@
 
 import io
 import math
+import os
 import resource
 from contextlib import contextmanager
 from dataclasses import replace
@@ -429,3 +430,32 @@ def test_an_image_without_a_size_is_named(pack, tmp_path):
         match=f"1 images have no usable map - not readable: 1 .*{images.paths[4]}: its size",
     ):
         import_pack(images, wanted, tmp_path / "maps.h5", 2)
+
+
+def test_a_pipe_or_a_device_in_a_pack_is_a_problem_and_no_hang(pack, tmp_path):
+    images, labels, _ = pack
+    for name, make in (
+        ("ant/000.pt", os.mkfifo),
+        ("bee/001.pt", lambda path: path.symlink_to("/dev/zero")),
+        ("cow/002.pt", lambda path: path.symlink_to(path)),
+    ):
+        (labels / name).unlink()
+        make(labels / name)
+    with pytest.raises(UserError, match=r"3 images have no usable map - not readable: 3 ") as error:
+        import_pack(images, declared(images, labels), tmp_path / "maps.h5", 2)
+    assert str(error.value).count("this is a pipe, socket or device") == 2
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"x", *map(np.array, ([30], [-1], [[1]], [1.0]))], ids=str
+)
+def test_a_damaged_record_of_filled_rows_is_refused(pack, tmp_path, content):
+    images, labels, _ = pack
+    (labels / "ant" / "000.pt").unlink()
+    wanted, out = declared(images, labels), tmp_path / "maps.h5"
+    with pytest.raises(UserError, match=r"no file: 1 "):
+        import_pack(images, wanted, out, 2)
+    filled = tmp_path / "maps.h5.part.labeled.npy"
+    filled.write_bytes(content) if isinstance(content, bytes) else np.save(filled, content)
+    with pytest.raises(UserError, match=rf"{filled} .*; remove it and .*part, and run this again"):
+        import_pack(images, wanted, out, 2)

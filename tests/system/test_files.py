@@ -3,13 +3,20 @@
 import errno
 import fcntl
 import os
+import socket
 from threading import Timer
 
 import pytest
 
 from densefeed.system import files
 from densefeed.system.errors import UserError, explain_os_error, run
-from densefeed.system.files import replace_file, reserve_space
+from densefeed.system.files import (
+    check_absent,
+    find_path_fault,
+    open_regular,
+    replace_file,
+    reserve_space,
+)
 
 
 def test_a_failed_write_keeps_the_old_file_and_leaves_no_other(tmp_path):
@@ -197,7 +204,7 @@ def test_a_full_disk_ends_in_one_sentence(tmp_path, command):
     code = f"""
 from pathlib import Path
 from densefeed.system.errors import run
-from densefeed.system.files import replace_file
+from densefeed.system.files import check_absent, find_path_fault, open_regular, replace_file
 def main():
     with replace_file(Path({str(tmp_path / "big")!r})) as part:
         part.write_bytes(bytes(5000))
@@ -259,3 +266,76 @@ def test_macos_flushes_the_cache_of_the_drive(tmp_path, monkeypatch, refused):
     monkeypatch.setattr(fcntl, "fcntl", full_sync)
     files.sync(tmp_path)
     assert calls == [51]
+
+
+def make_socket(path):
+    with socket.socket(socket.AF_UNIX) as end:
+        end.bind(str(path))
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (os.mkfifo, "this is a pipe, socket or device"),
+        (make_socket, "this is a pipe, socket or device"),
+        (lambda path: path.symlink_to("/dev/zero"), "this is a pipe, socket or device"),
+        (lambda path: path.symlink_to(path), "Too many levels of symbolic links"),
+        (lambda path: path.mkdir(), "Is a directory"),
+        (lambda path: path.symlink_to("nowhere"), "No such file or directory"),
+    ],
+)
+def test_only_regular_files_are_opened(tmp_path, make, said):
+    """To open a pipe would wait, and to read a device may never end."""
+    path = tmp_path / "file"
+    make(path)
+    with pytest.raises(OSError, match=rf"{said}.*: '{path}'"):
+        open_regular(path)
+    # No descriptor stays open.
+    assert not any(os.readlink(f"/proc/self/fd/{n}") == str(path) for n in open_descriptors())
+
+
+def open_descriptors():
+    return [n for n in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{n}")]
+
+
+def test_a_link_to_a_regular_file_is_opened(tmp_path):
+    (tmp_path / "file").write_bytes(b"content")
+    (tmp_path / "link").symlink_to("file")
+    with open_regular(tmp_path / "link") as file:
+        assert file.read() == b"content"
+
+
+@pytest.mark.parametrize(
+    ("path", "fault"),
+    [
+        ("cat/1.jpg", ""),
+        ("./cat/..1.jpg", ""),
+        ("c" * 255, ""),
+        ("\x1b[2J/\u202e", ""),
+        ("/cat/1.jpg", "is absolute"),
+        ("//1.jpg", "is absolute"),
+        ("../1.jpg", "leaves its folder by `..`"),
+        ("cat/../../1.jpg", "leaves its folder by `..`"),
+        ("cat//1.jpg", "has an empty name in it"),
+        ("cat/", "has an empty name in it"),
+        ("", "has an empty name in it"),
+        ("cat\0/1.jpg", "contains a zero byte"),
+        ("cat/\udcff.jpg", "is not UTF-8"),
+        ("é" * 128, "is too long"),
+        ("c/" * 2047 + "12", "is too long"),
+    ],
+)
+def test_paths_from_files_stay_below_their_folder(path, fault):
+    assert find_path_fault(path) == fault
+
+
+def test_a_link_to_nothing_is_in_the_way(tmp_path):
+    (tmp_path / "out").symlink_to("nowhere")
+    with pytest.raises(UserError, match=r"out exists already"):
+        check_absent(tmp_path / "out")
+
+
+def test_the_name_of_a_file_is_no_reason():
+    """h5py keeps only the text of an error, so the reason is searched there, but not in a name."""
+    error = OSError(None, "has a fault", "Permission denied.jpg")
+    assert explain_os_error(error) == "Permission denied.jpg: has a fault"

@@ -4,6 +4,7 @@ code would read, and training from an imported store.
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -260,3 +261,34 @@ def test_exports_that_would_lose_data_are_refused(scenes, tmp_path, random_maps,
     with pytest.raises(OSError, match="No space"):
         export_labels.main(ExportLabels(maps=maps, out=tmp_path / "a"))
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("path", "fault"),
+    [
+        ("a//x.jpg", "has an empty name in it"),
+        ("//x.jpg", "is absolute"),
+        ("/x.jpg", "is absolute"),
+        ("a/../x.jpg", "leaves its folder by `..`"),
+        ("../x.jpg", "leaves its folder by `..`"),
+        ("a/" + "x" * 254, "is too long"),
+    ],
+)
+def test_an_export_writes_nothing_outside_of_out(scenes, tmp_path, random_maps, path, fault):
+    """Of `a//x.jpg` the last two parts are `/x`, which was written to the root of the disk."""
+    images = Images(scenes / "scenes")
+    images.paths = [path.replace("x", f"x{n}", 1) for n in range(len(images))]
+    write_maps(tmp_path / "maps.h5", images, random_maps)
+    with pytest.raises(UserError, match=rf"maps.h5 names the image '{path[:2]}.*, which {fault}"):
+        export_labels.main(ExportLabels(maps=tmp_path / "maps.h5", out=tmp_path / "out" / "tree"))
+    assert [path.name for path in tmp_path.iterdir()] == ["maps.h5"]
+    assert not Path("/x0.pt").exists()
+
+
+def test_an_export_does_not_follow_links(scenes, tmp_path):
+    for name in ("tree", "other.part"):
+        (tmp_path / name).symlink_to("elsewhere")
+        out = tmp_path / name.removesuffix(".part")
+        with pytest.raises(UserError, match=rf"{name} exists already"):
+            export_labels.main(ExportLabels(maps=scenes / "maps.h5", out=out))
+    assert not (tmp_path / "elsewhere").exists()

@@ -1,0 +1,30 @@
+"""Print text that may contain names and messages from files, which must not control the terminal.
+
+A file may be called `\\x1b[2J` or end in characters that reverse the order of the text behind them.
+"""
+
+import builtins
+import re
+import sys
+from typing import TextIO
+
+# Control characters (C0, DEL, C1), which terminals obey or start a line of their own; separators
+# and marks that change the order of the text (Unicode's bidirectional controls); halves of
+# surrogate pairs, which stand for bytes of a name that are not UTF-8 and which no stream encodes.
+CONTROLS = re.compile(
+    "[\0-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
+)
+
+
+def escape_controls(text: object) -> str:
+    r"""Write control characters as Python does in a string, such as `\x1b`."""
+    return CONTROLS.sub(lambda match: repr(match[0])[1:-1], str(text))
+
+
+def print(*values: object, sep: str = " ", file: TextIO | None = None, flush: bool = False) -> None:
+    """Print values with `escape_controls` as one line.
+
+    It replaces Python's function in all modules of the package, so that none forgets it.
+    """
+    line = sep.join(map(escape_controls, values))
+    builtins.print(line, file=file or sys.stdout, flush=flush)

@@ -25,11 +25,14 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from densefeed.storage.torch_files import check_torch_file
 from densefeed.system.errors import first_line
 from densefeed.system.files import open_regular
 
 # Bytes of a file. A map of 64 x 64 cells of 10 classes in float64 has 0.7 MB.
 MAX_BYTES = 2**26
+# Bytes of its pickle. That of one tensor has some hundreds.
+MAX_PICKLE = 2**16
 TOO_LARGE = f"is larger than {MAX_BYTES >> 20} MiB, which no score map is"
 # Layouts kept. The limit bounds the memory for a folder of unrelated files.
 MAX_LAYOUTS = 256
@@ -156,15 +159,11 @@ class TensorFiles:
 def load_tensor(content: bytes) -> torch.Tensor:
     """Load the one dense CPU tensor of a .pt file, without running code; else TensorError."""
     try:
-        # Compressed zeros could expand a thousandfold.
-        if content[:2] == b"PK":
-            members = zipfile.ZipFile(io.BytesIO(content)).infolist()
-            if sum(member.file_size for member in members) > MAX_BYTES:
-                raise TensorError(TOO_LARGE)
+        check_torch_file(io.BytesIO(content), MAX_PICKLE)
         # torch warns about damaged pickles. The caller counts these files.
         with warnings.catch_warnings(action="ignore"):
             tensor = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-    except (MemoryError, TensorError):
+    except MemoryError:
         raise
     # torch does not limit the types of its exceptions: RuntimeError, UnpicklingError, KeyError, ...
     except Exception as error:

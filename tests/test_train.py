@@ -567,7 +567,9 @@ def test_third_party_checkpoint_is_not_resumed(packed, tmp_path):
         (dict(rand_augment="rand-m9-rotate"), "is not a RandAugment string"),
         (dict(model_kwargs=("depth",)), "--model-kwargs 'depth' is not NAME=VALUE"),
         (dict(model_kwargs=("depth=two",)), "--model-kwargs 'depth=two' is not NAME=VALUE"),
-        (dict(model_kwargs=("no_such=1",)), "lvvit_micro cannot be built: .*no_such"),
+        (dict(model_kwargs=("token_dim=1",)), "lvvit_micro cannot be built: .*token_dim"),
+        (dict(model_kwargs=("no_such=1",)), "--model-kwargs no_such is no argument that a checkp"),
+        (dict(model_kwargs=("checkpoint_path='x'",)), "--model-kwargs checkpoint_path is no arg"),
         (
             dict(model="vgg11", objective="ce", mixtoken=False, drop_path=0.1),
             "vgg11 cannot be built: .*give --drop-path 0",
@@ -858,8 +860,8 @@ def test_frozen_statistics_stay_while_weights_train(packed, tmp_path):
             ema=0.0,
         )
     )
-    before = checkpoints.select_weights(checkpoints.load(tmp_path / "first" / "last.pt"))
-    after = checkpoints.select_weights(checkpoints.load(tmp_path / "second" / "last.pt"))
+    before = checkpoints.select_weights(checkpoints.load(tmp_path / "first" / "last.pt"), tmp_path)
+    after = checkpoints.select_weights(checkpoints.load(tmp_path / "second" / "last.pt"), tmp_path)
     running = [name for name in before if name.endswith(("running_mean", "running_var"))]
     assert len(running) == 2 * (2 + 2 * 3)
     assert all(torch.equal(before[name], after[name]) for name in running)
@@ -869,7 +871,7 @@ def test_frozen_statistics_stay_while_weights_train(packed, tmp_path):
     training.train(
         config(packed, tmp_path / "third", **ce, init=tmp_path / "first" / "last.pt", ema=0.0)
     )
-    moved = checkpoints.select_weights(checkpoints.load(tmp_path / "third" / "last.pt"))
+    moved = checkpoints.select_weights(checkpoints.load(tmp_path / "third" / "last.pt"), tmp_path)
     assert not any(torch.equal(before[name], moved[name]) for name in running)
     with pytest.raises(UserError, match="--frozen-statistics trains in evaluation mode"):
         training.train(config(packed, tmp_path / "fourth", **DHVT, frozen_statistics=True))

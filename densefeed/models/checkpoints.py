@@ -5,11 +5,19 @@ included.
 """
 
 import argparse
+import errno
+import functools
+import hashlib
 import inspect
+import json
 import math
+import os
 import re
+import stat
+import sys
+import warnings
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import timm
 import torch
@@ -18,9 +26,27 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from densefeed.models.lvvit import LVViT
+from densefeed.models.model_spec import (
+    CANNOT_BUILD,
+    ModelSpec,
+    build_on_meta,
+    find_forbidden,
+    is_channels,
+    is_registered,
+)
 from densefeed.models.t2t import T2TViT
+from densefeed.storage.torch_files import TorchFileError, check_torch_file
 from densefeed.system.errors import UserError, explain_os_error, first_line
 
+# Bytes of a checkpoint's pickle. With 10,000 tensors and 20,000 class names it has 2 MB.
+MAX_PICKLE = 2**24
+# Beside the checkpoints of a run folder; training/run_checkpoints.py writes it.
+MANIFEST = "manifest.json"
+# Tensors of other dtypes, such as complex numbers, are no weights of a model.
+NUMBERS = (
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.bool),
+    *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+)
 # Keys under which a checkpoint holds weights, EMA weights first: ours, timm's two, ours, timm's.
 AVERAGED = ("ema", "state_dict_ema", "model_ema")
 WEIGHTS = (*AVERAGED, "model", "state_dict")
@@ -30,29 +56,42 @@ class CheckpointError(UserError):
     """A checkpoint that cannot be used; one sentence with the file and the remedy."""
 
 
-class ModelSpec(NamedTuple):
-    """The name and the keyword arguments of `timm.create_model` that build a model again."""
+class Facts(NamedTuple):
+    """What a checkpoint of a run states beside weights; None or empty where it states nothing."""
 
-    name: str
-    kwargs: dict
+    mean: tuple[float, ...] | None  # of input from 0 to 1
+    std: tuple[float, ...] | None
+    class_names: list[str]  # in the order of the logits
+    size: int | None  # side of the input in training, pixels
+    crop_pct: float | None  # side of the evaluation crop, share of the shorter side
 
 
 def load(path: Path) -> dict:
     """Load the dictionary of a checkpoint on the CPU, without running code from the file.
 
-    Raises CheckpointError.
+    A file that the manifest of its run folder lists must have the SHA-256 stated there. Raises
+    CheckpointError.
     """
     try:
-        if path.suffix == ".safetensors":
-            return {"model": load_file(path)}
-        # timm's trainer and those derived from it save the command line as a Namespace, which has
-        # attributes and no code.
-        with torch.serialization.safe_globals([argparse.Namespace]):
-            checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        with open_file(path) as file:
+            if path.suffix == ".safetensors":
+                return {"model": load_file(path)}
+            verify(file, path)
+            check_torch_file(file, MAX_PICKLE)
+            # timm's trainer and those derived from it save the command line as a Namespace, which
+            # has attributes and no code. torch warns about damaged pickles.
+            allowed = torch.serialization.safe_globals([argparse.Namespace])
+            with allowed, warnings.catch_warnings(action="ignore"):
+                checkpoint = torch.load(file, map_location="cpu", weights_only=True)
     except (FileNotFoundError, IsADirectoryError, PermissionError) as error:
         raise CheckpointError(explain_os_error(error)) from None
+    except TorchFileError as error:
+        what = f"is not a checkpoint that loads safely ({error})"
+        raise CheckpointError(f"{path} {what}; copy or train it again") from error
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path} cannot be read ({error}); copy it again") from error
+    except (CheckpointError, MemoryError):
+        raise
     # Unpickling a damaged file may raise nearly any exception.
     except Exception as error:
         what = f"is not a checkpoint that loads safely ({type(error).__name__})"
@@ -63,13 +102,82 @@ def load(path: Path) -> dict:
     return checkpoint
 
 
-def select_weights(checkpoint: dict) -> dict[str, Tensor]:
-    """Return the weights to use, EMA weights if any, without the prefixes of DDP and compile."""
+def open_file(path: Path) -> BinaryIO:
+    """Open a regular file for reading. A pipe or a device would block or never end."""
+    # Without O_NONBLOCK, opening a pipe waits for its writer.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(mode):
+        return os.fdopen(descriptor, "rb")
+    os.close(descriptor)
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    raise CheckpointError(f"{path} is no regular file; choose a checkpoint file")
+
+
+def verify(file: BinaryIO, path: Path) -> None:
+    """Raise CheckpointError if the manifest beside a checkpoint states another SHA-256.
+
+    A file without a manifest, or that it does not list, is not compared. A manifest that cannot be
+    read is a warning.
+    """
+    # OUT/last.pt is a link into the folder of the manifest.
+    real = Path(os.path.realpath(path))
+    manifest = real.with_name(MANIFEST)
+    if not manifest.is_file():
+        return
+    try:
+        hashes = {e["file"]: e["sha256"] for e in json.loads(manifest.read_text())}
+    except (ValueError, TypeError, KeyError, RecursionError):
+        warn_unreadable(manifest)
+        return
+    if real.name in hashes and hashlib.file_digest(file, "sha256").hexdigest() != hashes[real.name]:
+        raise CheckpointError(
+            f"{path} is damaged: its SHA-256 is not the one in {manifest}; copy the run folder "
+            "again, or use an older checkpoint"
+        )
+
+
+@functools.cache
+def warn_unreadable(manifest: Path) -> None:
+    """Warn once that a manifest cannot be read."""
+    warning = "cannot be read, so no SHA-256 of its checkpoints is compared"
+    print(f"warning: {manifest} {warning}", file=sys.stderr, flush=True)
+
+
+def select_weights(checkpoint: dict, path: Path) -> dict[str, Tensor]:
+    """Return the weights to use, EMA weights if any, without the prefixes of DDP and compile.
+
+    Raises CheckpointError for anything but dense tensors of finite numbers.
+    """
     key = weights_key(checkpoint)
     weights = checkpoint[key] if key else checkpoint
+    if not weights or not all(isinstance(n, str) for n in weights):
+        raise CheckpointError(f"{path} holds no dictionary of weights; choose another file")
+    check_tensors(weights, path)
     return {
         re.sub(r"^(?:module\.|_orig_mod\.)+", "", name): tensor for name, tensor in weights.items()
     }
+
+
+def check_tensors(tensors: dict[str, object], path: Path) -> None:
+    """Raise CheckpointError unless all values are dense tensors of finite numbers."""
+    for name, tensor in tensors.items():
+        if type(tensor) not in (Tensor, nn.Parameter):
+            raise CheckpointError(f"{path} holds no dictionary of weights; choose another file")
+        shown = ascii(name)[1:-1][:100]
+        dense = tensor.layout is torch.strided and tensor.dtype in NUMBERS
+        # A tensor of any size may repeat the bytes of a small storage.
+        if not dense or tensor.nbytes > tensor.untyped_storage().nbytes():
+            raise CheckpointError(f"{path}: {shown} is no dense tensor; choose another file")
+        if not tensor.isfinite().all():
+            raise CheckpointError(
+                f"{path}: {shown} has values that are not finite; use an older checkpoint"
+            )
+    held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors.values()}
+    # Models that tie weights save some storages twice, and none repeats most of them.
+    if sum(t.nbytes for t in tensors.values()) > 4 * sum(held.values()):
+        raise CheckpointError(f"{path}: its weights repeat a few storages; choose another file")
 
 
 def weights_key(checkpoint: dict) -> str:
@@ -105,24 +213,83 @@ def build(path: Path, model_name: str = "") -> tuple[nn.Module, dict]:
     `build_for_weights` then chooses the sizes. Raises CheckpointError.
     """
     checkpoint = load(path)
-    own = "recipe" in checkpoint
-    spec = ModelSpec(**checkpoint["recipe"]) if own else ModelSpec(model_name, {})
-    if not spec.name:
+    spec = read_spec(checkpoint, path)
+    name = spec.name if spec else model_name
+    if not name:
         raise CheckpointError(f"{path} does not contain its model's name; give it with --model")
+    if not is_registered(name):
+        raise CheckpointError(
+            f"{path}: timm knows no model {ascii(name)[:100]}; timm.list_models() lists those it "
+            "knows"
+        )
+    weights = select_weights(checkpoint, path)
     try:
-        weights = select_weights(checkpoint)
-        if own:
-            model = timm.create_model(spec.name, **spec.kwargs)
-        else:
-            model = build_for_weights(spec.name, weights)
+        if spec:
+            # The shapes are compared before the model takes memory: a file may state any size.
+            with warnings.catch_warnings(action="ignore"):
+                build_on_meta(spec).load_state_dict(weights)
+        model = spec.build() if spec else build_for_weights(name, weights)
         model.load_state_dict(weights)
-    except (RuntimeError, TypeError, AttributeError, ValueError, IndexError) as error:
+    except CANNOT_BUILD as error:
         # The second line of PyTorch's message names weights that do not fit, perhaps hundreds.
         reason = " ".join(line.strip()[:200] for line in str(error).splitlines()[:2])
         raise CheckpointError(
-            f"{path} does not fit the model {spec.name}: {reason}; check --model"
+            f"{path} does not fit the model {name}: {reason}; check --model"
         ) from error
     return model, checkpoint
+
+
+def read_spec(checkpoint: dict, path: Path) -> ModelSpec | None:
+    """Return how to build the model of a run's checkpoint again, None for another file.
+
+    Raises CheckpointError for what no run writes.
+    """
+    if "recipe" not in checkpoint:
+        return None
+    recipe = checkpoint["recipe"]
+    fields = recipe.items() if isinstance(recipe, dict) else ()
+    if {name: type(value) for name, value in fields} != ModelSpec.__annotations__:
+        raise CheckpointError(
+            f"{path}: its recipe is not the name and the arguments of a model; copy or train it "
+            "again"
+        )
+    if forbidden := find_forbidden(recipe["kwargs"]):
+        raise CheckpointError(f"{path}: its recipe cannot be used: {forbidden}; train it again")
+    return ModelSpec(**recipe)
+
+
+def read_facts(checkpoint: dict, path: Path) -> Facts:
+    """Read what a checkpoint states beside weights. Raises CheckpointError for impossible values.
+
+    Checkpoints of earlier versions hold all options side by side.
+    """
+    # The names of a plain state dict are those of tensors.
+    stated = checkpoint if weights_key(checkpoint) else {}
+    config = stated.get("config")
+    config = config if isinstance(config, dict) else {}
+    data = config["data"] if isinstance(config.get("data"), dict) else config
+    given = {name: stated.get(name) for name in ("mean", "std", "class_names")}
+    given |= {name: data.get(name) for name in ("size", "crop_pct")}
+    for name, (valid, expected) in FACTS.items():
+        if given[name] is not None and not valid(given[name]):
+            raise CheckpointError(f"{path}: its {name} is not {expected}; copy or train it again")
+    for name in ("mean", "std"):
+        given[name] = given[name] and tuple(given[name])
+    return Facts(**given | {"class_names": list(given["class_names"] or [])})
+
+
+def are_names(value: object) -> bool:
+    return isinstance(value, list | tuple) and all(isinstance(name, str) for name in value)
+
+
+# How a value is checked, and what it should be.
+FACTS = {
+    "mean": (lambda value: is_channels("mean", value), "three numbers"),
+    "std": (lambda value: is_channels("std", value), "three numbers above 0"),
+    "class_names": (are_names, "a list of names"),
+    "size": (lambda value: type(value) is int and value > 0, "a number of pixels"),
+    "crop_pct": (lambda value: type(value) in (int, float) and 0 < value <= 1, "from 0 to 1"),
+}
 
 
 def initialize(model: nn.Module, path: Path) -> str:
@@ -135,15 +302,13 @@ def initialize(model: nn.Module, path: Path) -> str:
     other tensor is missing, unexpected or of another shape.
     """
     checkpoint = load(path)
-    weights = select_weights(checkpoint)
-    if not weights or not all(isinstance(value, Tensor) for value in weights.values()):
-        raise CheckpointError(f"{path} holds no dictionary of weights; choose another file")
+    weights = select_weights(checkpoint, path)
     # timm applies this function to the weights that it downloads, and not to files.
     filter_fn = getattr(inspect.getmodule(type(model)), "checkpoint_filter_fn", None)
     try:
         fitted = dict(filter_fn(weights, model)) if filter_fn else weights
     # The tensors are those of another family.
-    except (RuntimeError, KeyError, ValueError, AttributeError, TypeError, IndexError) as error:
+    except CANNOT_BUILD as error:
         raise CheckpointError(
             f"{path} does not fit {type(model).__name__} ({first_line(error)}); choose another "
             "file or model"

@@ -3,6 +3,8 @@
 Pixels in, logits per cell out.
 """
 
+import math
+
 import torch
 from PIL import Image
 from torch import Tensor, nn
@@ -40,18 +42,26 @@ def preprocessing_config(module: nn.Module) -> dict:
         value = getattr(module, name, pretrained.get(name))
         config[name] = default if value is None else value
     for name in ("mean", "std"):
-        try:
-            values = torch.as_tensor(config[name], dtype=torch.float64).flatten().tolist()
-        # as_tensor raises TypeError, ValueError or RuntimeError, depending on what is no number.
-        except (TypeError, ValueError, RuntimeError):
-            values = []
-        if len(values) != 3:
+        values = parse_channels(name, config[name])
+        if values is None:
+            positive = ", each above 0" if name == "std" else ""
             raise UserError(
                 f"the {name} of {type(module).__name__} must be three numbers, for red, green and "
-                "blue"
+                f"blue{positive}"
             )
-        config[name] = tuple(values)
+        config[name] = values
     return config
+
+
+def parse_channels(name: str, value: object) -> tuple[float, ...] | None:
+    """Return `mean` or `std` as three finite numbers, None if it is none; std is above 0."""
+    try:
+        values = torch.as_tensor(value, dtype=torch.float64).flatten().tolist()
+    # as_tensor raises one of these, depending on what is no number.
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        return None
+    low = 0 if name == "std" else -math.inf
+    return tuple(values) if len(values) == 3 and all(low < v < math.inf for v in values) else None
 
 
 class Network(nn.Module):

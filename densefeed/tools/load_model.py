@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-import timm
 import torch
 from timm.data import ImageNetInfo, infer_imagenet_subset, resolve_data_config
 from timm.layers import resample_abs_pos_embed
@@ -16,6 +15,8 @@ from densefeed.system.errors import UserError, first_line
 Weights = Literal["ema", "raw"]
 # Our loaders resample with an antialiased triangle filter, which Pillow and timm call bilinear.
 OUR_INTERPOLATION = "bilinear"
+# Largest side of the input that a file may ask for, pixels: the model is tried at it.
+MAX_SIZE = 1024
 
 
 class Trained(NamedTuple):
@@ -57,26 +58,27 @@ def open_trained(
     if size < 0:
         raise UserError(f"--size is {size}, and must be a number of pixels")
     model, checkpoint = checkpoints.build(path, model_name)
+    facts = checkpoints.read_facts(checkpoint, path)
     if not any(checkpoint.get(key) for key in checkpoints.AVERAGED):
         weights = "raw"
     # `checkpoints.build` has loaded the EMA weights.
     elif weights == "raw":
         load_raw(model, checkpoint, path)
-    given = {"name": model_name, "kwargs": {"num_classes": model.num_classes}}
-    recipe = checkpoints.ModelSpec(**checkpoint.get("recipe", given))
+    given = checkpoints.ModelSpec(model_name, {"num_classes": model.num_classes})
+    recipe = checkpoints.read_spec(checkpoint, path) or given
     # timm's names may end in a tag, as in resnet10t.c3_in1k.
     if model_name and not model_name.startswith(recipe.name):
         raise UserError(f"{path} holds a model {recipe.name}; leave out --model {model_name}")
-    config, data = checkpoint.get("config") or {}, resolve_data_config(model=model)
-    # Checkpoints of earlier versions hold all options side by side.
-    trained = config["data"] if isinstance(config.get("data"), dict) else config
-    names = checkpoint.get("class_names") or imagenet_names(model)
+    data = resolve_data_config(model=model)
+    names = facts.class_names or imagenet_names(model)
     if names and len(names) != model.num_classes:
         raise UserError(
             f"{path} names {len(names)} classes but its model has {model.num_classes}; "
             "train or copy it again"
         )
-    size = size or trained.get("size") or data["input_size"][-1]
+    if not size and (facts.size or 0) > MAX_SIZE:
+        raise UserError(f"{path} states inputs of {facts.size:,} px; give --size for so many")
+    size = size or facts.size or data["input_size"][-1]
     model, kwargs = at_size(model, recipe, size, path)
     return Trained(
         path=path,
@@ -84,13 +86,13 @@ def open_trained(
         name=recipe.name,
         kwargs=kwargs,
         weights=weights,
-        class_names=list(names),
+        class_names=names,
         size=size,
-        crop_pct=trained.get("crop_pct") or data["crop_pct"],
+        crop_pct=facts.crop_pct or data["crop_pct"],
         # Only checkpoints of train.py hold the recipe of their model.
         interpolation=OUR_INTERPOLATION if "recipe" in checkpoint else data["interpolation"],
-        mean=tuple(checkpoint.get("mean") or data["mean"]),
-        std=tuple(checkpoint.get("std") or data["std"]),
+        mean=facts.mean or tuple(data["mean"]),
+        std=facts.std or tuple(data["std"]),
     )
 
 
@@ -98,7 +100,7 @@ def load_raw(model: nn.Module, checkpoint: dict, path: Path) -> None:
     """Load the raw weights of a checkpoint that has EMA weights too. Raises UserError."""
     raw = {key: value for key, value in checkpoint.items() if key not in checkpoints.AVERAGED}
     try:
-        model.load_state_dict(checkpoints.select_weights(raw))
+        model.load_state_dict(checkpoints.select_weights(raw, path))
     except RuntimeError as error:
         raise UserError(
             f"{path} has no complete raw weights ({first_line(error)}); use --weights ema"
@@ -128,7 +130,7 @@ def at_size(
         if isinstance(model, TokenTransformer) and model.pos_embed is not None:
             if size != model.grid_size * model.patch_size:
                 kwargs = kwargs | {"img_size": size}
-                model = resample_table(model, timm.create_model(recipe.name, **kwargs))
+                model = resample_table(model, recipe._replace(kwargs=kwargs).build())
         elif hasattr(model, "set_input_size"):
             model.set_input_size(img_size=(size, size))
             # The exported config must build the model at this size.

@@ -17,6 +17,7 @@ from timm.data import resolve_data_config
 from torch import nn
 
 from densefeed.models import checkpoints
+from densefeed.models.model_spec import is_registered
 from densefeed.relabel.class_map import ClassMap, read_class_map
 from densefeed.relabel.network import Network, preprocessing_config
 from densefeed.relabel.teacher import Teacher
@@ -108,11 +109,11 @@ def load_network(source: str, model_name: str, size: int) -> Loaded:
     if path.exists() or path.suffix in (".pt", ".pth", ".tar", ".safetensors"):
         model, checkpoint = checkpoints.build(path, model_name)
         # `resolve_data_config` reads pretrained_cfg, and a run may have its own mean and deviation.
-        model.pretrained_cfg.update(
-            {name: checkpoint[name] for name in ("mean", "std") if name in checkpoint}
-        )
-        names = list(checkpoint.get("class_names", []))
-        return Loaded(set_input_size(model, size), resolve_data_config(model=model), names)
+        facts = checkpoints.read_facts(checkpoint, path)
+        own = {"mean": facts.mean, "std": facts.std}
+        model.pretrained_cfg.update({name: value for name, value in own.items() if value})
+        config = resolve_data_config(model=model)
+        return Loaded(set_input_size(model, size), config, facts.class_names)
     if FACTORY.fullmatch(source):
         model = call_factory(source)
         return Loaded(model, preprocessing_config(model), list(getattr(model, "class_names", [])))
@@ -123,7 +124,7 @@ def load_network(source: str, model_name: str, size: int) -> Loaded:
 def download(source: str) -> nn.Module:
     """Create a timm model with its published weights. Raises UserError."""
     # Without the tag of the weights, as `.dm_in1k`.
-    if not timm.is_model(source.split(".")[0]):
+    if not is_registered(source):
         raise UserError(
             f"{source} is neither a file nor a timm model; timm.list_models() lists them"
         )

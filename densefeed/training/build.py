@@ -1,10 +1,10 @@
 """Build the model of a run, and check that it can train at every size of the run."""
 
-import timm
 import torch
 from torch import nn
 
 from densefeed.models import checkpoints
+from densefeed.models.model_spec import find_forbidden, is_registered
 from densefeed.models.token_transformer import TokenTransformer, has_tokens
 from densefeed.objectives.base import Objective
 from densefeed.system.errors import UserError, first_line
@@ -35,6 +35,9 @@ def model_arguments(config: Config, objective: Objective, num_classes: int) -> d
         raise UserError(f"--model-kwargs {min(taken)}: data and objective set it; remove it")
     # Later than --drop-path, which --model-kwargs may replace.
     kwargs |= options.arguments
+    # config.json too may come from anywhere, and a report builds its model.
+    if forbidden := find_forbidden(kwargs):
+        raise UserError(f"--model-kwargs {forbidden}; remove it")
     if has_tokens(options.name):
         kwargs["token_head"] = objective.needs_tokens
         many = options.fused_head == "auto" and num_classes >= FUSED_FROM
@@ -56,7 +59,7 @@ def build_model(
     Raises UserError for a model that is unknown, cannot be built, or cannot train at a size.
     """
     name, data = config.model.name, config.data
-    if not timm.is_model(name):
+    if not is_registered(name):
         raise UserError(f"timm knows no model {name!r}; timm.list_models() lists those it knows")
     kwargs = model_arguments(config, objective, num_classes)
     # CNNs take any size; transformers are built for one, and some take others if built for it.
@@ -64,7 +67,8 @@ def build_model(
     ways = [sized | {"dynamic_img_size": True}, sized, kwargs] if data.sizes else [sized, kwargs]
     for way in ways:
         try:
-            model, spec = timm.create_model(name, **way), checkpoints.ModelSpec(name, way)
+            spec = checkpoints.ModelSpec(name, way)
+            model = spec.build()
             break
         except (TypeError, ValueError, AssertionError) as error:
             # A TypeError means that this model has no such argument: try the next way.

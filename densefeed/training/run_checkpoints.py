@@ -29,7 +29,7 @@ class Checkpoints:
 
     def __init__(self, out: Path, keep: int) -> None:
         self.out, self.folder, self.keep = out, out / "checkpoints", keep
-        self.manifest = self.folder / "manifest.json"
+        self.manifest = self.folder / checkpoints.MANIFEST
         # File names that `newest` skipped. `save` drops them, so that a damaged file never counts
         # as one of those to keep.
         self._damaged = set()
@@ -130,7 +130,7 @@ class Checkpoints:
             if not self._files():
                 return []
             why = "does not exist"
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
             why = f"cannot be read ({error})"
         print(
             f"warning: {self.manifest} {why}; using the checkpoint files in its folder",
@@ -144,12 +144,15 @@ class Checkpoints:
         entries, accuracies = [], {}
         for path in self._files():
             try:
-                accuracies |= checkpoints.load(path).get("accuracies", {})
+                saved = checkpoints.load(path).get("accuracies")
+                accuracies |= saved if isinstance(saved, dict) else {}
                 step = int(path.stem.removeprefix("step-"))
                 entries.append({"file": path.name, "step": step, "sha256": sha256(path)})
             except (checkpoints.CheckpointError, ValueError, OSError) as error:
                 self._skip(path.name, error)
-        return [entry | {"top1": accuracies.get(entry["file"])} for entry in entries]
+        # A share, whatever the files state.
+        shares = {n: s for n, s in accuracies.items() if type(s) is float and 0 <= s <= 1}
+        return [entry | {"top1": shares.get(entry["file"])} for entry in entries]
 
     def _link(self, name: str, path: Path) -> None:
         """Link OUT/name to `path`, atomically."""

@@ -1,5 +1,6 @@
 """Set up a run: open, check and build everything that its first step needs."""
 
+import math
 import zlib
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -22,7 +23,10 @@ from densefeed.training.run_checkpoints import Checkpoints
 from densefeed.training.student import Student, build_student
 
 # What a checkpoint of a run holds beside the student's state.
-REQUIRED = {"config", "fingerprint", "optimizer", "step", "model", "microbatch"}
+REQUIRED = {
+    **{"config": dict, "fingerprint": str, "maps": int, "optimizer": dict, "model": dict},
+    **{"step": int, "microbatch": int, "skips": int, "seen": Tensor, "spent": list},
+}
 # Score maps that a resumed run compares.
 CHECKED_MAPS = 64
 
@@ -78,12 +82,16 @@ def setup_run(config: Config, ranks: Ranks) -> Run:
     # After the initial weights: the EMA begins as a copy of the model.
     student = build_trainable(config, objective, model, loader.num_classes, ranks)
     if checkpoint:
-        student.restore(checkpoint)
+        student.restore(checkpoint, config.run.out)
     else:
         nothing_seen = torch.zeros(2, dtype=torch.float64)
         checkpoint = {"step": 0, "seen": nothing_seen, "skips": 0, "spent": (0.0, 0.0)}
     step = checkpoint["step"]
     epochs, steps = divmod(step, len(loader))
+    if step > config.optim.total_epochs * len(loader):
+        raise UserError(
+            f"{config.run.out} is past its end, after step {step:,}; choose another --out"
+        )
     last = epochs == config.optim.total_epochs
     ended = epochs > 0 and steps == 0 and is_evaluated(config, epochs)
     return Run(
@@ -218,13 +226,26 @@ def find_checkpoint(config: Config, kept: Checkpoints, ranks: Ranks) -> dict[str
     # Only rank 0 hashes the files, warns of damaged ones and remembers them for its saves.
     name = ranks.broadcast_sync(kept.newest() if ranks.is_first else None)
     checkpoint = checkpoints.load(kept.folder / name) if name else None
-    if checkpoint is None or not set(checkpoint) >= REQUIRED:
+    if checkpoint is None or not is_resumable(checkpoint):
         raise UserError(f"{run.out} holds no checkpoint of densefeed; choose another --out")
     if differs := first_difference(config, checkpoint["config"]):
         option, value = differs
         remedy = "give the same value, or choose another --out"
         raise UserError(f"{run.out} was trained with {option}={value}; {remedy}")
     return checkpoint
+
+
+def is_resumable(checkpoint: dict[str, Any]) -> bool:
+    """Whether a checkpoint holds what a run writes; `Student.restore` checks the states."""
+    values = {name: checkpoint.get(name) for name in REQUIRED}
+    # True is an int for Python.
+    if not all(isinstance(v, REQUIRED[n]) and v is not True for n, v in values.items()):
+        return False
+    seen, spent = checkpoint["seen"], checkpoint["spent"]
+    counts = [checkpoint[name] for name in ("step", "microbatch", "skips")]
+    numbers = len(spent) == 2 and all(type(s) is float and math.isfinite(s) for s in spent)
+    sums = seen.dtype == torch.float64 and seen.shape == (2,) and bool(seen.isfinite().all())
+    return numbers and sums and min(counts) >= 0
 
 
 def resolve(config: Config, ranks: Ranks, checkpoint: dict[str, Any] | None) -> Config:

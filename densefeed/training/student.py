@@ -1,7 +1,9 @@
 """The student: what a step changes, and what a checkpoint holds to resume a run."""
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -9,6 +11,7 @@ from timm.optim import create_optimizer_v2
 from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 
+from densefeed.system.errors import UserError
 from densefeed.training.config import OptimOptions
 from densefeed.training.guards import NonFiniteGuard
 from densefeed.training.ranks import Ranks
@@ -58,11 +61,52 @@ class Student(NamedTuple):
         parts = self.parts.items()
         return {name: None if part is None else part.state_dict() for name, part in parts}
 
-    def restore(self, checkpoint: dict) -> None:
-        """Load a checkpoint that holds `state`."""
-        for name, part in self.parts.items():
-            if part is not None:
-                part.load_state_dict(checkpoint[name])
+    def restore(self, checkpoint: dict, out: Path) -> None:
+        """Load a checkpoint of the run in `out` that holds `state`.
+
+        Raises UserError, and changes nothing, if it holds another state.
+        """
+        parts = {name: part for name, part in self.parts.items() if part is not None}
+        for name, part in parts.items():
+            own, saved = part.state_dict(), checkpoint.get(name)
+            if name == "optimizer":
+                saved = saved.get("state") if isinstance(saved, dict) else None
+                own = expect_moments(self.optimizer, saved)
+            if where := find_difference(own, saved, name):
+                raise UserError(
+                    f"the checkpoint in {out} does not fit its run: {ascii(where)[1:-1][:100]} is "
+                    "missing, of another kind or not finite; copy it again, or choose another --out"
+                )
+        for name, part in parts.items():
+            state = checkpoint[name]
+            if part is self.optimizer:
+                # The groups are options of the run, which are compared with its config.
+                state = part.state_dict() | {"state": state["state"]}
+            part.load_state_dict(state)
+
+
+def expect_moments(optimizer: torch.optim.Optimizer, saved: object) -> dict[int, dict]:
+    """Return the state of AdamW for the parameters that a saved state has, by their numbers."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    # A parameter that no loss reads has no state.
+    numbers = [n for n in range(len(parameters)) if isinstance(saved, dict) and n in saved]
+    return {
+        n: {"step": torch.zeros(())} | dict.fromkeys(("exp_avg", "exp_avg_sq"), parameters[n])
+        for n in numbers
+    }
+
+
+def find_difference(own: object, saved: object, where: str) -> str:
+    """Return where a saved state has other names or shapes, or a number not finite; "" if not."""
+    if isinstance(own, Tensor):
+        fits = isinstance(saved, Tensor) and saved.shape == own.shape and saved.dtype == own.dtype
+        return "" if fits and bool(saved.isfinite().all()) else where
+    if isinstance(own, dict):
+        if not isinstance(saved, dict) or saved.keys() != own.keys():
+            return where
+        pairs = ((own[key], saved[key], f"{where}.{key}") for key in own)
+        return next(filter(None, (find_difference(*pair) for pair in pairs)), "")
+    return "" if type(saved) is type(own) and math.isfinite(saved) else where
 
 
 def build_student(

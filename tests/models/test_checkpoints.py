@@ -5,7 +5,10 @@ A file that does not fit is refused and changes nothing.
 
 import argparse
 import json
+import math
+import os
 import pickle
+import struct
 
 import pytest
 import timm
@@ -20,9 +23,13 @@ from densefeed.objectives import build_objective
 from densefeed.pipelines.augment.augmentation import Normalize
 from densefeed.pipelines.batch import to_device
 from densefeed.recipes.micro import lvvit_micro_token_label
+from densefeed.system.errors import UserError
 from densefeed.system.options import with_options
+from densefeed.tools.load_model import open_trained
+from densefeed.tools.load_teacher import load_network
 from densefeed.training import compile, setup
 from densefeed.training.config import Config
+from densefeed.training.run_checkpoints import Checkpoints
 
 # The published names of modules that have another name here.
 PUBLISHED = {
@@ -404,6 +411,151 @@ def test_the_filter_does_not_modify_its_input():
     assert not [
         name for name in fitted if name.startswith(("patch_embed", "aux_head", "token_head"))
     ]
+
+
+# ---------------------------------------------------------------- files from anywhere
+
+OURS = {"mean": [0.5] * 3, "std": [0.2] * 3, "class_names": list("abcde"), "step": 3}
+
+
+def save_run(out, source, **changes):
+    """Save a run folder as train.py does, with other entries; return the newest checkpoint."""
+    state = {
+        "model": source.state_dict(),
+        "recipe": {"name": "lvvit_micro", "kwargs": {"num_classes": 5, "img_size": 64}},
+        "config": {"data": {"size": 64, "crop_pct": 0.9}},
+    }
+    Checkpoints(out, 2).save(state | OURS | changes, 3)
+    return out / "last.pt"
+
+
+@pytest.fixture(scope="module")
+def source():
+    return build_random(num_classes=5)
+
+
+def loads(path):
+    """Every way to load a model of a checkpoint."""
+    return [
+        lambda: checkpoints.initialize(timm.create_model("lvvit_micro", num_classes=5), path),
+        lambda: open_trained(path),
+        lambda: open_trained(path.parent),
+        lambda: load_network(str(path.parent), "", 64),
+    ]
+
+
+def test_a_run_folder_loads(source, tmp_path):
+    for load in loads(save_run(tmp_path, source)):
+        load()
+
+
+def test_another_hash_than_in_the_manifest_is_refused(source, tmp_path, capsys):
+    path = save_run(tmp_path, source)
+    content = bytearray(path.read_bytes())
+    at = content.rindex(struct.pack("<f", source.head.weight[0, 0].item()))
+    content[at] ^= 1
+    path.write_bytes(content)
+    for load in loads(path):
+        with pytest.raises(checkpoints.CheckpointError, match=r"SHA-256 .*manifest\.json"):
+            load()
+    # A lone file has no manifest; zip's own checksum finds this one where torch compares it.
+    manifest = tmp_path / "checkpoints" / "manifest.json"
+    manifest.write_text("[{")
+    save({"model": source.state_dict()}, tmp_path / "checkpoints" / "lone.pt")
+    checkpoints.load(tmp_path / "checkpoints" / "lone.pt")
+    assert "no SHA-256" in capsys.readouterr().err
+
+
+KWARGS = {"num_classes": 5, "img_size": 64}
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"recipe": {"name": "lvvit_micro", "kwargs": KWARGS | {"depth": 10**9}}}, "above 1,000"),
+        ({"recipe": {"name": "lvvit_micro", "kwargs": KWARGS | {"embed_dim": 960_000}}}, "not fit"),
+        ({"recipe": {"name": "lvvit_micro", "kwargs": KWARGS, "more": 1}}, "its recipe is not"),
+        ({"recipe": {"name": "lvvit_micro", "kwargs": [3]}}, "its recipe is not"),
+        ({"recipe": [1]}, "its recipe is not"),
+        ({"recipe": {"name": "hf-hub:timm/resnet18", "kwargs": {}}}, "timm knows no model"),
+        ({"recipe": {"name": "local-dir:/tmp", "kwargs": {}}}, "timm knows no model"),
+        ({"recipe": {"name": "lvvit_micro", "kwargs": {"pretrained": True}}}, "no argument"),
+        ({"mean": [0.5, 0.5]}, "its mean is not three numbers"),
+        ({"std": [0.5, 0.5, 0.0]}, "its std is not three numbers above 0"),
+        ({"std": [0.5, 0.5, -0.1]}, "its std is not three numbers above 0"),
+        ({"mean": [0.5, 0.5, math.nan]}, "its mean is not three numbers"),
+        ({"mean": "abc"}, "its mean is not three numbers"),
+        ({"class_names": [1, 2, 3, 4, 5]}, "its class_names is not a list of names"),
+        ({"class_names": 5}, "its class_names is not a list of names"),
+        ({"config": {"data": {"size": "64"}}}, "its size is not a number of pixels"),
+        ({"config": {"data": {"size": -64}}}, "its size is not a number of pixels"),
+        ({"config": {"data": {"crop_pct": 2.0}}}, "its crop_pct is not from 0 to 1"),
+        ({"model": [1]}, "no dictionary of weights"),
+        ({"model": {"a": 1}}, "no dictionary of weights"),
+        ({"model": {3: torch.zeros(1)}}, "no dictionary of weights"),
+        ({"model": {"a": torch.zeros(1).expand(10**9)}}, "no dense tensor"),
+        ({"model": {str(n): torch.zeros(5) for n in range(3)} | {"b": None}}, "no dictionary"),
+    ],
+)
+def test_altered_checkpoints_are_refused_in_one_sentence(changes, said, source, tmp_path):
+    path = save_run(tmp_path, source, **changes)
+    for load in (lambda: open_trained(path), lambda: load_network(str(path), "", 64)):
+        with pytest.raises(UserError, match=said) as caught:
+            load()
+        assert str(path) in str(caught.value)
+        assert str(caught.value).isprintable()
+
+
+def test_weights_that_repeat_a_storage_are_refused(source, tmp_path):
+    one = torch.zeros(1000)
+    path = save({"model": {str(n): one for n in range(9)}}, tmp_path / "x.pt")
+    with pytest.raises(checkpoints.CheckpointError, match="repeat a few storages"):
+        checkpoints.build(path, "lvvit_micro")
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_weights_that_are_not_finite_are_refused_by_name(value, source, tmp_path):
+    state = source.state_dict()
+    state["blocks.1.mlp.fc1.bias"] = torch.full_like(state["blocks.1.mlp.fc1.bias"], value)
+    path = save_run(tmp_path, source, model=state)
+    for load in loads(path):
+        with pytest.raises(checkpoints.CheckpointError, match=r"blocks\.1\.mlp\.fc1\.bias has val"):
+            load()
+
+
+def test_no_second_file_is_read(source, tmp_path):
+    """timm 1.0.20 and 1.0.24 unpickled the file that `checkpoint_path` names."""
+    torch.save(Trap(tmp_path / "sprung"), tmp_path / "second.pt")
+    for name in ("checkpoint_path", "pretrained_cfg", "pretrained_cfg_overlay"):
+        second = str(tmp_path / "second.pt")
+        value = second if name == "checkpoint_path" else {"file": second}
+        recipe = {"name": "lvvit_micro", "kwargs": KWARGS | {name: value}}
+        path = save_run(tmp_path / name, source, recipe=recipe)
+        for load in (
+            lambda path=path: open_trained(path),
+            lambda path=path: load_network(str(path), "", 64),
+        ):
+            with pytest.raises(checkpoints.CheckpointError, match="its recipe cannot be used"):
+                load()
+    assert not (tmp_path / "sprung").exists()
+
+
+def test_a_file_does_not_choose_the_size_of_the_first_forward_pass(source, tmp_path):
+    path = save_run(tmp_path, source, config={"data": {"size": 100_000}})
+    with pytest.raises(UserError, match=r"states inputs of 100,000 px; give --size"):
+        open_trained(path)
+    assert open_trained(path, size=64).size == 64
+
+
+@pytest.mark.parametrize("place", ["pipe", "/dev/zero", "loop"])
+def test_what_is_no_regular_file_is_refused(place, tmp_path):
+    path = tmp_path / place
+    if place == "pipe":
+        os.mkfifo(path)
+    elif place == "loop":
+        path.symlink_to(path)
+    with pytest.raises(checkpoints.CheckpointError, match=r"no regular file|cannot be read"):
+        checkpoints.load(path)
 
 
 # ---------------------------------------------------------------- train.py --init

@@ -12,6 +12,17 @@ PYTEST := $(RUN) -m pytest -n auto --maxprocesses 8 --dist worksteal --durations
 test: $(READY)
 	$(PYTEST) -m "not slow"
 
+OLDEST := .venv-oldest/bin/python
+# The same tests with every dependency at the lowest version that pyproject.toml allows, in an
+# environment of its own (5 GB). ffcv is left out, whose numba needs a newer NumPy.
+test-oldest:
+	[ -x $(OLDEST) ] || $(PYTHON) -m venv .venv-oldest
+	$(OLDEST) -m pip install --disable-pip-version-check -q uv
+	$(OLDEST) -m uv pip compile -q --resolution lowest-direct --extra dev --extra dali pyproject.toml -o .venv-oldest/floors.txt
+	$(OLDEST) -m uv pip sync -q --python $(OLDEST) .venv-oldest/floors.txt
+	$(OLDEST) -m pip install --disable-pip-version-check -q --no-deps -e .
+	$(OLDEST) -m pytest -n auto --maxprocesses 8 --dist worksteal -m "not slow"
+
 # The slow tests.
 test-slow: $(READY)
 	$(PYTEST) -m slow
@@ -92,4 +103,4 @@ soak: $(READY)
 	SOAK_FAULTS=all $(RUN) -m pytest -s tests/test_writes.py
 	SOAK_ORIENTATIONS=$(ORIENTATIONS) $(RUN) -m pytest -s tests/relabel/test_audit.py -k planted_orientations
 
-.PHONY: quickstart test test-slow test-ports check fix docs gpu-check bench soak
+.PHONY: quickstart test test-slow test-oldest test-ports check fix docs gpu-check bench soak

@@ -77,6 +77,8 @@ class Options:
             if value is tyro.MISSING:
                 continue
             check_type(flag(leaf), hint, value)
+            if has_long_integer(value):
+                raise UserError(f"{flag(leaf)} is an integer beyond 64 bits; give a smaller one")
             for item in metadata(hint):
                 if isinstance(item, Bounds):
                     item.check(leaf, value)
@@ -110,6 +112,13 @@ def check_type(name: str, hint: Any, value: Any) -> None:
 def has_bool(value: Any) -> bool:
     """Whether a value is True or False, or a tuple with one of them."""
     return any(map(has_bool, value)) if isinstance(value, tuple) else isinstance(value, bool)
+
+
+def has_long_integer(value: Any) -> bool:
+    """Whether a value is an integer that 64 bits with sign do not hold, or a tuple with one."""
+    if isinstance(value, tuple):
+        return any(map(has_long_integer, value))
+    return isinstance(value, int) and not -(2**63) <= value < 2**63
 
 
 def hints(options: type) -> dict[str, Any]:
@@ -192,6 +201,8 @@ def from_dict(template: Nested, values: Mapping[str, Any]) -> Nested:
         if dataclasses.is_dataclass(own):
             found[name] = from_dict(own, value)
         elif value is not None and Path in (kind, *get_args(kind)):
+            if "\0" in value:
+                raise TypeError("no path has a zero byte")
             # JSON has no paths.
             found[name] = Path(value)
         else:

@@ -150,10 +150,13 @@ class Config:
     ) -> "Config":
         """Read what `to_dict` wrote; `template` has the classes of its sections.
 
-        Raises UserError for a config of another version.
+        Raises UserError, which begins with `where`, for a config of another version or for values
+        that no run can have.
         """
         try:
             return from_dict(template or cls(), values)
+        except UserError as error:
+            raise UserError(f"{where}: {error}") from error
         except (KeyError, TypeError, AttributeError) as error:
             raise UserError(
                 f"{where} was written by another version of densefeed; train again, or install "

@@ -1,0 +1,72 @@
+"""Read JSON from files that may be cut, damaged or hostile: one sentence for every fault."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from densefeed.system.errors import UserError
+from densefeed.system.files import open_regular
+
+# Bytes of a file. A list of empty lists takes 25 times as many in memory, here 400 MB.
+LARGEST = 2**24
+# Digits of an integer: all of 64 bits fit. Longer ones overflow in floats and in NumPy.
+MOST_DIGITS = 20
+KINDS = {dict: "an object", list: "a list"}
+
+
+def read_json(path: Path, remedy: str, kind: type = dict) -> Any:
+    """Return the dict, or the list if that is the `kind`, which a JSON file holds.
+
+    Raises UserError that names the file and ends in `remedy` for anything else in it, OSError if
+    it cannot be read.
+    """
+    with open_regular(path) as file:
+        content = file.read(LARGEST + 1)
+    try:
+        if len(content) > LARGEST:
+            raise ValueError(f"it has more than {LARGEST / 2**20:.0f} MiB")
+        value = parse_json(content)
+        if not isinstance(value, kind):
+            raise ValueError(f"it does not hold {KINDS[kind]}")
+    except ValueError as error:
+        raise UserError(f"{path} is damaged ({error}); {remedy}") from None
+    return value
+
+
+def parse_json(content: bytes) -> Any:
+    """Parse JSON strictly. Raises ValueError with the reason.
+
+    Python's parser accepts NaN, infinite numbers, integers that no float can hold and halves of
+    surrogate pairs, which fail only where they are used.
+    """
+    text = content.decode()
+    try:
+        value = json.loads(
+            text, parse_constant=parse_float, parse_float=parse_float, parse_int=parse_int
+        )
+        # No file can be written with half of a surrogate pair, which only an escape can spell.
+        if "\\u" in text:
+            json.dumps(value, ensure_ascii=False).encode()
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    return value
+
+
+def parse_float(text: str) -> float:
+    """Convert a number. Raises ValueError if it is not finite."""
+    value = float(text)
+    if value - value != 0:
+        raise ValueError(f"{text[:MOST_DIGITS]} is not a finite number")
+    return value
+
+
+def parse_int(text: str) -> int:
+    """Convert an integer. Raises ValueError if it has too many digits."""
+    if len(text) > MOST_DIGITS:
+        raise ValueError(f"it has an integer of {len(text):,} digits")
+    return int(text)
+
+
+def is_number(value: object) -> bool:
+    """Whether a value of a JSON file is a number; True and False are none."""
+    return type(value) in (int, float)

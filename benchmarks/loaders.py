@@ -92,7 +92,7 @@ class LoaderBenchmark(Output):
     """Options of this benchmark."""
 
     data: Path | None = None  # a .beton of JPEGs; default: generated crops of photographs
-    # the folder --data was packed from, for the peers; default: its JPEGs, unpacked in --cache
+    # the folder --data was packed from, or its `train/`; default: its JPEGs, unpacked in --cache
     folder: Path | None = None
     cache: Path = Path("bench")  # folder for generated files, which later runs use again
     images: Count = 1024  # number of generated crops

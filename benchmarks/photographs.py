@@ -77,10 +77,13 @@ def beton_dataset(beton: Path, folder: Path | None, cache: Path) -> BenchmarkSet
         make_once(folder, lambda part: unpack(opened, part))
     # Classes without images are left out, as they have no folder.
     counts = np.unique(opened.labels, return_counts=True)[1]
-    if not np.array_equal(np.bincount(Images(folder).labels), counts):
+    images = Images(folder)
+    if not np.array_equal(np.bincount(images.labels), counts):
         raise UserError(
             f"{folder} holds other images than {beton}; give the folder it was packed from"
         )
+    # The peers know class folders only, which may lie in `train/` of the folder that was packed.
+    folder = Path(images.where(0).removesuffix(images.paths[0]))
     spec = source.score_maps
     maps = home / "maps.h5" if spec else None
     if maps and not maps.exists():

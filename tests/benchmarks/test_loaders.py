@@ -96,6 +96,14 @@ def test_given_beton_is_unpacked_for_the_peers(data, tmp_path):
     for own, want, other in zip(made.paths, data.paths, given.paths, strict=True):
         assert Image.open(own).tobytes() == Image.open(want).tobytes()
         assert other == want
+    # As the packer: a folder of splits, of which it reads `train/`.
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "whole" / "train").symlink_to(data.folder)
+    whole = beton_dataset(data.beton, tmp_path / "whole", tmp_path)
+    assert whole.folder == tmp_path / "whole" / "train"
+    assert whole.paths == tuple(
+        str(whole.folder / os.path.relpath(path, data.folder)) for path in data.paths
+    )
     published = [torch.load(path, weights_only=True) for path in made.published.rglob("*.pt")]
     assert [one.shape for one in published] == IMAGES * [(2, 5, 18, 18)]
     bare = beton_dataset(data.stock, None, tmp_path)

@@ -25,9 +25,10 @@ from densefeed.training.config import Config, check_recipe, check_unused
 from densefeed.training.dry_run import dry_run
 from densefeed.training.evaluation import evaluate_sync
 from densefeed.training.guards import explain_oom, signal_handler
-from densefeed.training.logs import RunLog, open_log, write_run_header
+from densefeed.training.logs import RunLog, describe_result, open_log, write_run_header
 from densefeed.training.monitor import TrainMonitor
 from densefeed.training.ranks import StopVote, init_distributed, raise_on_rank0
+from densefeed.training.run_folder import lock_run_folder
 from densefeed.training.schedule import learning_rate
 from densefeed.training.setup import Run, is_evaluated, setup_run
 from densefeed.training.speed import RunClock, peak_flops
@@ -46,12 +47,13 @@ def train(config: Config) -> dict:
     with init_distributed(config.run.device) as ranks, handler as signal_name:
         if ranks.device.type == "cpu":
             tune_malloc()
-        run = setup_run(config, ranks)
-        with closing(run.loader), closing(run.val):
-            if config.run.dry_run:
-                dry_run(run)
-                return {}
-            return train_loop(run, signal_name)
+        with lock_run_folder(config.run, ranks), explain_oom(0, str(config.run.out)):
+            run = setup_run(config, ranks)
+            with closing(run.loader), closing(run.val):
+                if config.run.dry_run:
+                    dry_run(run)
+                    return {}
+                return train_loop(run, signal_name)
 
 
 def train_loop(run: Run, signal_name: Callable[[], str]) -> dict:
@@ -189,7 +191,9 @@ def evaluate(run: Run, inputs: StepInputs, log: RunLog, step: int) -> dict:
             metrics = evaluate_sync(
                 model, run.val, normalize, run.ranks, run.dtype, log.show_progress
             )
-            result |= {f"{name}{suffix}": value for name, value in metrics._asdict().items()}
+            result |= metrics.named(suffix)
+    count = run.val.plan.num_samples
+    result |= {"images": metrics.images, "unreadable": count - metrics.images}
     log.write("val", step, step / len(run.loader), result)
     log.text = f"top-1 {100 * result['top1']:.1f} %"
     log.advance(0)
@@ -209,15 +213,12 @@ def finish(run: Run, result: dict, clock: RunClock) -> dict:
         "epochs": config.optim.total_epochs,
         "seconds": round(float(seconds), 1),
         "data_wait_share": round(float(waited / seconds), 4),
-        "skipped": run.loader.skipped + run.val.skipped,
+        # Of the training set; every rank has read a part of it.
+        "skipped": run.ranks.sum(torch.tensor(run.loader.skipped)).item(),
     }
     if run.ranks.is_first:
         write_json(config.run.out / "result.json", result)
-        skipped = f"; skipped {result['skipped']:,} unreadable" if result["skipped"] else ""
-        print(
-            f"{config.run.out}: top-1 {100 * result['top1']:.1f} % on "
-            f"{run.val.plan.num_samples:,} images, {seconds:.0f} s{skipped}"
-        )
+        print(f"{config.run.out}: {describe_result(result)}")
     return result
 
 

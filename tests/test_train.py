@@ -350,7 +350,7 @@ def test_run_killed_between_epochs_resumes_exactly(packed, tmp_path, monkeypatch
         # Epoch 1 evaluates raw and EMA weights; the third call belongs to epoch 2.
         if len(evaluations) > 2:
             raise KeyboardInterrupt
-        return Metrics(0.5, 0.5, 1.0)
+        return Metrics(0.5, 0.5, 1.0, 5)
 
     monkeypatch.setattr(training, "evaluate_sync", killed)
     with pytest.raises(KeyboardInterrupt):
@@ -833,6 +833,24 @@ def test_skipped_samples_are_reported_at_the_end(folder, tmp_path, capsys):
         )
     )
     assert "; skipped 1 unreadable" in capsys.readouterr().out
+
+
+def test_accuracy_is_over_the_images_that_were_evaluated(folder, tmp_path, capsys):
+    """One of the five of the validation set is damaged; each of two evaluations skips it."""
+    root = shutil.copytree(folder, tmp_path / "broken")
+    victim = sorted((root / "val").glob("*/*.jpg"))[1]
+    victim.write_bytes(victim.read_bytes()[:200])
+    fields = dict(loader="folder", objective="ce", on_bad_sample="skip", ema=0.0)
+    result = training.train(config((root, root), tmp_path / "run", **fields))
+    line = capsys.readouterr().out
+    assert f"top-1 {100 * result['top1']:.1f} % on 4 of 5 images, " in line
+    assert "; 1 unreadable images were not evaluated" in line
+    assert "skipped" not in line
+    assert (result["images"], result["unreadable"], result["skipped"]) == (4, 1, 0)
+    assert 4 * result["top1"] == round(4 * result["top1"])
+    assert [(r["images"], r["unreadable"]) for r in records(tmp_path / "run", "val")] == [
+        (4, 1)
+    ] * 2
 
 
 def test_a_seed_beyond_64_bits_is_refused(packed, tmp_path):

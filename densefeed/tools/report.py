@@ -7,12 +7,12 @@ the student saw them, with the label of every token drawn on them. `--boxes`, a 
 tools/make_digit_scenes.py writes, adds the true objects and measures how many labels are correct.
 """
 
-import json
+import os
 import statistics
 import sys
 from collections import Counter
-from collections.abc import Sequence
-from contextlib import closing
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -32,7 +32,8 @@ from densefeed.pipelines.loader import ThreadedLoader
 from densefeed.pipelines.targets import PLAIN, TargetRules, sparse_targets
 from densefeed.storage.images import Images
 from densefeed.system.errors import UserError, make_command
-from densefeed.system.files import replace_file
+from densefeed.system.files import open_regular, replace_file
+from densefeed.system.json_files import is_number, read_json
 from densefeed.system.options import leaves, with_options
 from densefeed.system.progress import bar
 from densefeed.system.provenance import write_json
@@ -40,12 +41,17 @@ from densefeed.system.terminal import print
 from densefeed.tools.audit import INKS, TEMPLATES, picture
 from densefeed.training.build import build_model
 from densefeed.training.config import Config
+from densefeed.training.logs import complete_lines, parse_record
 from densefeed.training.setup import open_loader
 
 # Crops on the contact sheet.
 CONTACTS = 12
 # Crops whose labels are compared with the true objects.
 PURITY_CROPS = 2000
+# Bytes of metrics.jsonl, which take about ten times as many in memory.
+LONGEST_LOG = 2**26
+# The remedy for a damaged file of a run.
+AGAIN = "copy it again, or train again"
 CURVES = ("#0b6e99", "#c2571a", "#3a8f4d", "#7a4fa3", "#8a6d1f", "#555555")
 
 
@@ -86,25 +92,59 @@ class Truth(NamedTuple):
 
 
 def read_run(folder: Path) -> RunRecord:
-    """Read a run folder, finished or not. Raises UserError if it is none."""
+    """Read a run folder, finished or not. Raises UserError if it is none, or a file is damaged."""
+    path, done = folder / "config.json", folder / "result.json"
+    with name_missing(folder):
+        config = Config.from_dict(read_json(path, AGAIN), where=str(path))
+        result = read_json(done, AGAIN) if done.exists() else {}
+        train, val = read_metrics(folder / "metrics.jsonl")
+    wrong = [name for name in ("seconds", "data_wait_share") if not is_number(result.get(name))]
+    if result and wrong:
+        raise UserError(f"{done} is damaged ({wrong[0]} is no number); {AGAIN}")
+    return RunRecord(folder.name, config, result, train, val)
+
+
+@contextmanager
+def name_missing(folder: Path) -> Iterator[None]:
+    """Turn the error of a file that does not exist into one about the run folder."""
     try:
-        config = Config.from_dict(json.loads((folder / "config.json").read_text()))
-        done = folder / "result.json"
-        result = json.loads(done.read_text()) if done.exists() else {}
-        # The last line of a run in progress may be incomplete.
-        text = (folder / "metrics.jsonl").read_text()
-        lines = list(map(json.loads, text[: text.rfind("\n") + 1].splitlines()))
+        yield
     except FileNotFoundError as error:
         missing = Path(error.filename).name
         raise UserError(
             f"{folder} is not a run folder ({missing} is missing); give a run folder of train.py"
         ) from None
-    except UserError as error:
-        raise UserError(f"{folder}: {error}") from error
-    except ValueError as error:
-        raise UserError(f"{folder} has a damaged file ({error}); train it again") from error
-    train, val = ([line for line in lines if line["kind"] == kind] for kind in ("train", "val"))
-    return RunRecord(folder.name, config, result, train, val)
+
+
+def read_metrics(path: Path) -> tuple[list[dict], list[dict]]:
+    """Read the records of training and of evaluation. Raises UserError for a damaged line."""
+    records = {"train": [], "val": []}
+    with open_regular(path) as file:
+        if os.fstat(file.fileno()).st_size > LONGEST_LOG:
+            raise UserError(
+                f"{path} has more than {LONGEST_LOG / 2**20:.0f} MiB, which no page can show; "
+                "give the run without it, or train with a larger --log-every"
+            )
+    for number, line in complete_lines(path):
+        try:
+            record = parse_record(line)
+        except ValueError as error:
+            raise UserError(
+                f"{path} is damaged in line {number:,} ({error}); remove the line"
+            ) from None
+        # Records of other kinds are not shown.
+        records.setdefault(record["kind"], []).append(record)
+    return records["train"], records["val"]
+
+
+def read_environment(folder: Path) -> dict:
+    """Read the software and hardware that a run used. Raises UserError if the file is damaged."""
+    path = folder / "environment.json"
+    with name_missing(folder):
+        environment = read_json(path, AGAIN)
+    if missing := {"device", "cores", "torch", "timm"} - environment.keys():
+        raise UserError(f"{path} is damaged ({min(missing)} is missing); {AGAIN}")
+    return environment
 
 
 def make_row(run: RunRecord, runs: list[RunRecord]) -> dict:
@@ -126,6 +166,8 @@ def make_row(run: RunRecord, runs: list[RunRecord]) -> dict:
         "epoch": max((record["epoch"] for record in run.train + run.val), default=0),
         "epochs": run.config.optim.total_epochs,
         "result": run.result,
+        "images": last.get("images"),
+        "unreadable": last.get("unreadable"),
     }
     for name in ("images_per_s", "mfu"):
         values = [record[name] for record in run.train if name in record]
@@ -165,10 +207,7 @@ def read_truths(path: Path, run: RunRecord, loader: ThreadedLoader) -> list[Trut
         raise UserError(
             f"{path}: there is no such file; tools/make_digit_scenes.py writes it with its scenes"
         )
-    try:
-        document = json.loads(path.read_text())
-    except ValueError as error:
-        raise UserError(f"{path} is damaged ({error}); make the scenes again") from error
+    document = read_json(path, "make the scenes again")
     images = Images(path.parent, split="train")
     # Boxes are found by the number of the sample, so both must list the same images in one order.
     if loader.fingerprint != images.fingerprint():
@@ -176,13 +215,29 @@ def read_truths(path: Path, run: RunRecord, loader: ThreadedLoader) -> list[Trut
             f"{path} describes other images than those in {run.config.data.train}; "
             "give the boxes of these images"
         )
-    truths = []
-    for name in images.paths:
-        objects = document["scenes"][f"train/{name}"]
-        classes = np.array([images.class_names.index(str(o["digit"])) for o in objects])
-        boxes = np.array([o["box"] for o in objects], float) / document["size"]
-        truths.append(Truth(classes, boxes))
-    return truths
+    scenes, size = document.get("scenes"), document.get("size")
+    names = {name: number for number, name in enumerate(images.class_names)}
+    return [parse_truth(scenes, size, f"train/{name}", names, path) for name in images.paths]
+
+
+def parse_truth(
+    scenes: object, size: object, name: str, classes: dict[str, int], path: Path
+) -> Truth:
+    """Return the objects of a scene of a file `path` of true boxes. UserError if it has none."""
+    objects = scenes.get(name) if isinstance(scenes, dict) else None
+    good = isinstance(objects, list) and is_number(size) and size > 0
+    if not good or not all(is_object(item, classes) for item in objects):
+        raise UserError(f"{path} is damaged (the objects of {name}); make the scenes again")
+    numbers = np.array([classes[str(item["digit"])] for item in objects], np.int64)
+    boxes = np.array([item["box"] for item in objects], float).reshape(-1, 4)
+    return Truth(numbers, boxes / size)
+
+
+def is_object(item: object, classes: dict[str, int]) -> bool:
+    """Whether an item of a scene has a digit that is a class, and a box of four numbers."""
+    box = item.get("box") if isinstance(item, dict) else None
+    whole = isinstance(box, list) and len(box) == 4 and all(map(is_number, box))
+    return whole and str(item.get("digit")) in classes
 
 
 # ------------------------------------------------------------------------- tokens and objects
@@ -380,8 +435,9 @@ def curve(runs: list[RunRecord], kind: str, value: str, percent: bool) -> dict:
     points = [point for _, line in series for point in line]
     if not points:
         return {"lines": [], "ticks_x": [], "ticks_y": []}
-    high_x = int(np.ceil(max(x for x, _ in points)))
-    high_y = 1.0 if percent else max(y for _, y in points) * 1.05
+    # The first steps of a long epoch are at epoch 0.0000, and a loss may be 0.
+    high_x = max(1, int(np.ceil(max(x for x, _ in points))))
+    high_y = 1.0 if percent else max(y for _, y in points) * 1.05 or 1.0
     scale, unit, digits = (100, " %", 1) if percent else (1, "", 2)
     lines = [
         {
@@ -412,10 +468,10 @@ def main(report: Report) -> None:
             raise UserError(f"{path} is not a run folder; audit score maps with tools/audit.py")
     runs = [read_run(folder) for folder in report.runs]
     folder = report.runs[-1]
-    out = report.out or folder / "report.html"
+    environment, out = read_environment(folder), report.out or folder / "report.html"
     crops = replay(runs, report.boxes)
     text = TEMPLATES.get_template("report.html").render(
-        environment=json.loads((folder / "environment.json").read_text()),
+        environment=environment,
         rows=[make_row(run, runs) for run in runs],
         last=runs[-1],
         accuracy=curve(runs, "val", "top1", True),

@@ -26,7 +26,6 @@ an antialiased triangle filter (bilinear in Pillow and timm). timm resizes the s
 models may therefore differ from the reported ones by some hundredths of a percentage point.
 """
 
-import json
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -51,6 +50,7 @@ from densefeed.pipelines.open import find_loader
 from densefeed.pipelines.plan import EpochPlan
 from densefeed.system.devices import CORES, choose_device, synchronize
 from densefeed.system.errors import UserError, make_command
+from densefeed.system.json_files import read_json
 from densefeed.system.options import Count, Fraction, Options
 from densefeed.system.progress import bar
 from densefeed.system.provenance import environment, write_json
@@ -143,11 +143,8 @@ def open_source(options: Validation) -> Source:
 
 def check_real_json(path: str) -> None:
     """Raise UserError if the file is not a list of lists of class numbers."""
-    try:
-        lists = json.loads(Path(path).read_text())
-    except ValueError as error:
-        raise UserError(f"{path} is not readable JSON ({error}); copy it again") from error
-    nested = isinstance(lists, list) and all(isinstance(classes, list) for classes in lists)
+    lists = read_json(Path(path), "copy it again", list)
+    nested = all(isinstance(classes, list) for classes in lists)
     if not nested or not all(type(number) is int for classes in lists for number in classes):
         raise UserError(
             f"{path} is not a list of lists of class numbers; use the real.json of arXiv 2006.07159"
@@ -311,13 +308,13 @@ def main(options: Validation) -> dict:
         "weights": trained.weights,
         "data": str(options.data),
         "loader": options.loader,
-        "images": count,
         "classes": len(match.columns),
         "model_classes": model.num_classes,
         "classes_by": match.by,
         "size": trained.size,
         "crop_pct": crop_pct,
         "precision": "bf16" if dtype else "fp32",
+        # With the number of images that were evaluated; an unreadable one is an error here.
         **measured.metrics._asdict(),
         "real_top1": real_top1(real, measured.best, len(match.columns)) if real else None,
         "real_images": sum(map(bool, real.real_labels.values())) if real else None,

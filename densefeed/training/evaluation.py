@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from densefeed.pipelines.augment.augmentation import Normalize
 from densefeed.pipelines.batch import to_device
 from densefeed.pipelines.loader import ThreadedLoader
+from densefeed.system.errors import UserError
 from densefeed.training.ranks import Ranks
 
 # N images   K classes
@@ -22,11 +23,16 @@ Weighted = tuple[Tensor, Tensor, Tensor]
 
 
 class Metrics(NamedTuple):
-    """Means over images."""
+    """Means over the images that were evaluated: padding and unreadable images do not count."""
 
     top1: float  # 0 to 1, images whose best class is their label
     top5: float  # 0 to 1, whose label is among the best five (all, with fewer classes)
     loss: float  # cross entropy, nats
+    images: int  # number of these images
+
+    def named(self, suffix: str) -> dict[str, float]:
+        """Return the means, with a suffix to their names."""
+        return {f"{name}{suffix}": getattr(self, name) for name in ("top1", "top5", "loss")}
 
 
 @torch.inference_mode()
@@ -76,9 +82,14 @@ def sum_metrics(predictions: Iterable[Weighted]) -> Tensor:
 
 
 def mean_metrics_sync(sums: Tensor) -> Metrics:
-    """Divide by the number of images; waits for the device."""
+    """Divide by the number of images; waits for the device. UserError if there are none."""
     *values, total = sums.tolist()
-    return Metrics(*(value / total for value in values))
+    if not total:
+        raise UserError(
+            "none of the images of the evaluation can be read; see the messages above for the "
+            "reasons"
+        )
+    return Metrics(*(value / total for value in values), images=round(total))
 
 
 def evaluate_sync(

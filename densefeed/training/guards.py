@@ -18,6 +18,10 @@ ECHO = 1.0
 # Slurm sends SIGUSR1 with --signal=USR1@120.
 STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
+# PyTorch's CPU allocator raises a plain RuntimeError with one of the first two, by system. The last
+# is of tensors whose number of bytes has more than 64 bits.
+NO_MEMORY = ("can't allocate memory", "not enough memory", "Storage size calculation overflowed")
+
 
 class NonFiniteGuard:
     """Keeps non-finite gradients away from the weights, without a host sync.
@@ -153,15 +157,19 @@ def signal_handler() -> Iterator[Callable[[], str]]:
 def explain_oom(images: int, where: str) -> Iterator[None]:
     """Turn an out-of-memory error into a UserError that names the options to change.
 
-    `images` is the number of images in a forward pass.
+    `images` is the number of images in a forward pass; 0 while the run is set up.
     """
     try:
         yield
     except (MemoryError, RuntimeError) as error:
         is_oom = isinstance(error, torch.OutOfMemoryError | MemoryError)
-        # PyTorch's CPU allocator raises a plain RuntimeError with these words.
-        if not is_oom and "can't allocate memory" not in str(error):
+        if not is_oom and not any(words in str(error) for words in NO_MEMORY):
             raise
+        if not images:
+            raise UserError(
+                f"{where}: out of memory before the first step; give a smaller --size, --batch or "
+                "--model, or fewer --threads"
+            ) from error
         # The number is about half, and even: an image and its mixing partner share a part.
         raise UserError(
             f"{where}: out of memory with {images} images per forward pass; give --microbatch "

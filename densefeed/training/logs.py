@@ -3,10 +3,12 @@
 import json
 import math
 import platform
+import re
 import sys
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import count
 from pathlib import Path
 
 import timm
@@ -15,15 +17,18 @@ from torch.utils.tensorboard import SummaryWriter
 
 from densefeed.system.devices import CORES
 from densefeed.system.errors import UserError
-from densefeed.system.files import make_folder, name_errors, replace_file
+from densefeed.system.files import name_errors, open_regular, replace_file
+from densefeed.system.json_files import is_number, parse_json
 from densefeed.system.progress import steps_bar
 from densefeed.system.provenance import write_json
 from densefeed.system.terminal import print
 from densefeed.training.config import Config
 from densefeed.training.ranks import Ranks
-from densefeed.training.setup import Run
+from densefeed.training.setup import Run, import_wandb
 
 Values = dict[str, float]
+# Bytes of a line of metrics.jsonl. A training writes about 250.
+LONGEST = 2**16
 
 
 class RunLog:
@@ -92,32 +97,52 @@ def open_log(
 def truncate_metrics(step: int, path: Path, evaluated: bool = True) -> None:
     """Drop the records of what a resumed run will do again."""
     if path.exists():
-        # A line that a kill or a full disk cut short has no newline at its end; it is dropped too.
-        whole = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
-        parsed = [(line, record) for line in whole if (record := parse_record(line))]
-        kept = [
-            line
-            for line, r in parsed
-            if r["step"] < step or (r["step"] == step and (evaluated or r["kind"] == "train"))
-        ]
-        with replace_file(path) as part:
-            part.write_text("".join(kept))
+        with replace_file(path) as part, open(part, "wb") as kept:
+            # A line that a kill or a full disk cut short is dropped too.
+            for number, line in complete_lines(path):
+                try:
+                    record = parse_record(line)
+                except ValueError as error:
+                    print(
+                        f"warning: dropping a damaged line of {path} (line {number:,}: {error})",
+                        file=sys.stderr,
+                        flush=True,
+                    )
+                    continue
+                at = record["step"]
+                if at < step or (at == step and (evaluated or record["kind"] == "train")):
+                    kept.write(line)
 
 
-def parse_record(line: str) -> dict | None:
-    """Parse a line of metrics.jsonl; None, and a warning on stderr, if it is damaged."""
-    try:
-        record = json.loads(line)
-        if isinstance(record, dict) and {"kind", "step"} <= set(record):
-            return record
-    except ValueError:
-        pass
-    print(
-        f"warning: dropping a damaged line of metrics.jsonl: {line.strip()[:60]!r}",
-        file=sys.stderr,
-        flush=True,
-    )
-    return None
+def complete_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Yield number and content of every line of metrics.jsonl, without one that is incomplete.
+
+    A line of more than LONGEST bytes is yielded in part, which is no JSON.
+    """
+    with open_regular(path) as file:
+        for number in count(1):
+            line = file.readline(LONGEST)
+            # The last line of a run in progress may be incomplete.
+            if len(line) < LONGEST and not line.endswith(b"\n"):
+                return
+            yield number, line
+            while len(line) == LONGEST and not line.endswith(b"\n"):
+                line = file.readline(LONGEST)
+
+
+def parse_record(line: bytes) -> dict:
+    """Parse a line of metrics.jsonl: its kind, step and epoch, and numbers.
+
+    Raises ValueError with the reason if it is damaged.
+    """
+    record = parse_json(line)
+    if not isinstance(record, dict) or not record.keys() >= {"kind", "step", "epoch"}:
+        raise ValueError("it is no object with kind, step and epoch")
+    if type(record["kind"]) is not str or type(record["step"]) is not int:
+        raise ValueError("its kind is no text, or its step no integer")
+    if wrong := [name for name in record if name != "kind" and not is_number(record[name])]:
+        raise ValueError(f"{wrong[0]!r} is no number")
+    return record
 
 
 def start_wandb(
@@ -129,18 +154,13 @@ def start_wandb(
     as a resumed run does. TensorBoard files are not copied: wandb 0.31 waited 10 s for that at the
     end of each run, and copied nothing of short ones.
     """
-    try:
-        import wandb  # pyright: ignore[reportMissingImports] (optional)
-    except ImportError as error:
-        raise UserError(
-            "--wandb needs the package wandb; `pip install wandb`, or remove the option"
-        ) from error
+    wandb = import_wandb()
     identity = out / "wandb-id"
     if not identity.exists():
         with replace_file(identity) as part:
             # Made here, because W&B's package no longer makes identities.
             part.write_text(uuid.uuid4().hex[:8])
-    options = {"name": out.name, "id": identity.read_text(), "resume": "allow", "dir": out}
+    options = {"name": out.name, "id": read_identity(identity), "resume": "allow", "dir": out}
     try:
         run = wandb.init(project=project, config=config, **options)
     except wandb.Error as error:
@@ -150,6 +170,16 @@ def start_wandb(
     stack.callback(run.finish)
     run.define_metric("*", step_metric="step")
     return run.log
+
+
+def read_identity(path: Path) -> str:
+    """Read the identity of a run at Weights & Biases. UserError if the file holds none."""
+    with open_regular(path) as file:
+        content = file.read(65)
+    # W&B's own bounds: https://docs.wandb.ai/ref/python/init (`id`).
+    if not re.fullmatch(rb"[\w.-]{1,64}", content):
+        raise UserError(f"{path} holds no identity of a run at Weights & Biases; remove it")
+    return content.decode()
 
 
 # ---------------------------------------------------------------- the header of a run
@@ -172,12 +202,8 @@ def describe_environment(config: Config, ranks: Ranks) -> dict:
 
 
 def write_run_header(run: Run) -> None:
-    """Make the run folder, write config and environment to it, and print a summary of the run."""
+    """Write config and environment to the run folder, and print a summary of the run."""
     config, out = run.config, run.config.run.out
-    make_folder(out)
-    # Files that were half-written when an earlier process was killed.
-    for left in out.glob("*.part"):
-        left.unlink()
     files = {"config": config.to_dict(), "environment": describe_environment(config, run.ranks)}
     for name, content in files.items():
         write_json(out / f"{name}.json", content)
@@ -202,4 +228,16 @@ def describe_run(run: Run) -> str:
         f"{objective.name}; {run.loader.plan.num_samples:,} images, {optim.total_epochs} epochs of "
         f"{len(run.loader)} steps; peak lr {optim.peak_lr:.2g} = {optim.lr:.2g} x {optim.batch} / "
         f"{optim.lr_batch}{resumed}"
+    )
+
+
+def describe_result(result: dict) -> str:
+    """Summarize the result of a run in one line: accuracy, images it was measured on, and time."""
+    images, unreadable, skipped = (result[name] for name in ("images", "unreadable", "skipped"))
+    of = f" of {images + unreadable:,}" if unreadable else ""
+    rest = f"; {unreadable:,} unreadable images were not evaluated" if unreadable else ""
+    rest += f"; skipped {skipped:,} unreadable training samples" if skipped else ""
+    return (
+        f"top-1 {100 * result['top1']:.1f} % on {images:,}{of} images, "
+        f"{result['seconds']:.0f} s{rest}"
     )

@@ -10,8 +10,8 @@ process is killed.
 """
 
 import hashlib
-import json
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -19,9 +19,15 @@ import torch
 
 from densefeed.models import checkpoints
 from densefeed.system.errors import UserError
-from densefeed.system.files import replace_file, replace_link
+from densefeed.system.files import open_regular, replace_file, replace_link
+from densefeed.system.json_files import is_number, read_json
 from densefeed.system.provenance import write_json
 from densefeed.system.terminal import print
+
+# Names of the files that a run writes. Other names, such as step-notes.pt, belong to the user.
+FILE = re.compile(r"step-\d{8,}\.pt")
+# Their temporary names, which killed processes leave.
+PART = re.compile(r"(step-\d{8,}\.pt|manifest\.json)\.\d+\.part")
 
 
 class Checkpoints:
@@ -80,9 +86,8 @@ class Checkpoints:
             # Left from steps that are repeated.
             (self.out / "best.pt").unlink(missing_ok=True)
         names = {e["file"] for e in kept}
-        # This includes files of a killed process, which no manifest lists. Files with other names
-        # belong to the user.
-        for other in [*self._files(), *self.folder.glob("*.part")]:
+        # This includes files of a killed process, which no manifest lists.
+        for other in [*self._files(), *self._files(PART)]:
             if other.name not in names:
                 other.unlink()
 
@@ -111,32 +116,27 @@ class Checkpoints:
         print(f"warning: {why}; using the checkpoint before it", file=sys.stderr, flush=True)
         self._damaged.add(name)
 
-    def _files(self) -> list[Path]:
-        """List the checkpoint files, oldest first."""
-        return sorted(self.folder.glob("step-*.pt"))
+    def _files(self, names: re.Pattern = FILE) -> list[Path]:
+        """List the checkpoint files, oldest first, or those with other `names`."""
+        paths = self.folder.iterdir() if self.folder.is_dir() else ()
+        ours = (path for path in paths if names.fullmatch(path.name))
+        return sorted(path for path in ours if path.is_file())
 
     def _entries(self) -> list[dict]:
         """Read the entries of the manifest, or make them from the files if it cannot be read."""
+        remedy = "using the checkpoint files in its folder"
         try:
-            entries = json.loads(self.manifest.read_text())
-            # The comparison refuses NaN, and text by a TypeError.
-            if entries and all(
-                e["file"] == f"step-{e['step']:08d}.pt" and e["sha256"] and (e["top1"] or 0) >= 0
-                for e in entries
-            ):
+            entries = read_json(self.manifest, remedy, list)
+            if entries and all(map(is_entry, entries)):
                 return entries
-            raise ValueError("not a manifest of checkpoints")
+            why = f"{self.manifest} is not a manifest of checkpoints; {remedy}"
         except FileNotFoundError:
             if not self._files():
                 return []
-            why = "does not exist"
-        except (ValueError, TypeError, KeyError, RecursionError) as error:
-            why = f"cannot be read ({error})"
-        print(
-            f"warning: {self.manifest} {why}; using the checkpoint files in its folder",
-            file=sys.stderr,
-            flush=True,
-        )
+            why = f"{self.manifest} does not exist; {remedy}"
+        except UserError as error:
+            why = str(error)
+        print(f"warning: {why}", file=sys.stderr, flush=True)
         return self._scan()
 
     def _scan(self) -> list[dict]:
@@ -156,11 +156,28 @@ class Checkpoints:
 
     def _link(self, name: str, path: Path) -> None:
         """Link OUT/name to `path`, atomically."""
+        # Left by killed processes: only one process at a time trains in a folder.
+        for left in self.out.glob(f"{name}.*.part"):
+            if re.fullmatch(r"\d+", left.name[len(name) + 1 : -len(".part")]):
+                left.unlink()
         # Relative, so that a run folder can be moved.
         replace_link(self.out / name, path.relative_to(self.out))
 
 
+def is_entry(entry: object) -> bool:
+    """Whether an item of a manifest is a file with step, SHA-256 and, once evaluated, accuracy."""
+    if not isinstance(entry, dict) or not entry.keys() >= {"file", "step", "sha256", "top1"}:
+        return False
+    file, step, digest, top1 = (entry[name] for name in ("file", "step", "sha256", "top1"))
+    return (
+        type(step) is int
+        and file == f"step-{step:08d}.pt"
+        and isinstance(digest, str)
+        and (top1 is None or (is_number(top1) and top1 >= 0))
+    )
+
+
 def sha256(path: Path) -> str:
     """Return the SHA-256 of a file, hexadecimal."""
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -3,6 +3,7 @@
 import math
 import zlib
 from dataclasses import replace
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -61,6 +62,8 @@ def setup_run(config: Config, ranks: Ranks) -> Run:
 
     Close `loader` and `val` of the result.
     """
+    if config.run.wandb and ranks.is_first:
+        import_wandb()
     kept = Checkpoints(config.run.out, config.run.keep)
     checkpoint = find_checkpoint(config, kept, ranks)
     config, objective = resolve(config, ranks, checkpoint), build_objective(config.setting)
@@ -174,6 +177,17 @@ def recompute_activations(model: nn.Module, name: str) -> None:
 
 
 # ---------------------------------------------------------------- checks
+
+
+def import_wandb() -> ModuleType:
+    """Import the package of Weights & Biases. Raises UserError if it is not installed."""
+    try:
+        import wandb  # pyright: ignore[reportMissingImports] (optional)
+    except ImportError as error:
+        raise UserError(
+            "--wandb needs the package wandb; `pip install wandb`, or remove the option"
+        ) from error
+    return wandb
 
 
 def check_frozen(objective: Objective) -> None:

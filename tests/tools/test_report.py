@@ -1,6 +1,7 @@
 """The report: geometry against cases by hand, and the table of results."""
 
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,11 +14,14 @@ from densefeed.storage.geometry import crop_views
 from densefeed.system.errors import UserError
 from densefeed.system.options import with_options
 from densefeed.tools.report import (
+    LONGEST_LOG,
+    Report,
     RunRecord,
     boxes_in_crop,
     build_augmentation,
     curve,
     find_owners,
+    main,
     make_row,
     read_run,
 )
@@ -92,3 +96,126 @@ def test_runs_are_compared_by_the_options_that_differ(tmp_path):
     assert (one["differs"], other["differs"]) == ("lr 0.1, ema 0.0", "lr 0.2, ema 0.9")
     assert (one["tops"], other["tops"]) == ([(0.25, "")], [(0.25, ""), (0.5, "EMA")])
     assert (one["epoch"], one["epochs"], one["result"], one["images_per_s"]) == (1.5, 4, {}, 20)
+
+
+# ------------------------------------------------------------------------- damaged files
+
+
+@pytest.fixture
+def run_folder(tmp_path):
+    """Files of a finished run without score maps, whose training set is gone."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    paths = {"data": tmp_path / "t.beton", "val": tmp_path / "v.beton", "out": folder}
+    config = with_options(micro.lvvit_micro_ce(), epochs=4, **paths).to_dict()
+    train = {"kind": "train", "step": 1, "epoch": 0.0, "loss": 0.0, "images_per_s": 5, "mfu": 0.1}
+    val = {"kind": "val", "step": 1, "epoch": 1.0, "top1": 0.5, "images": 52, "unreadable": 7}
+    result = {"top1": 0.5, "seconds": 3.1, "data_wait_share": 0.25}
+    environment = {"command": ["x"], "device": "cpu", "cores": 2, "torch": "2", "timm": "1"}
+    files = {"config": config, "result": result, "environment": environment}
+    for name, content in files.items():
+        (folder / f"{name}.json").write_text(json.dumps(content))
+    lines = (json.dumps(line) + "\n" for line in (train, val))
+    (folder / "metrics.jsonl").write_text("".join(lines))
+    return folder
+
+
+def test_the_report_shows_how_many_images_were_evaluated(run_folder):
+    main(Report(runs=(run_folder,)))
+    assert "on 52 images; 7 unreadable" in (run_folder / "report.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("config.json", b"{", "config.json is damaged (Expecting property name"),
+        ("config.json", b"[" * 10**5, "config.json is damaged (it is nested too deeply); copy"),
+        ("config.json", b"{}", "config.json was written by another version of densefeed"),
+        ("environment.json", b"", "environment.json is damaged (Expecting value"),
+        ("environment.json", b"[]", "environment.json is damaged (it does not hold an object)"),
+        ("environment.json", b"{}", "environment.json is damaged (cores is missing)"),
+        ("environment.json", None, "run is not a run folder (environment.json is missing)"),
+        ("result.json", b'{"top1": NaN}', "result.json is damaged (NaN is not a finite number)"),
+        ("result.json", b'{"top1": 1}', "result.json is damaged (seconds is no number)"),
+        ("metrics.jsonl", b"\xff\n", "metrics.jsonl is damaged in line 1 ("),
+        ("metrics.jsonl", b'{"kind": "val"}\n', "metrics.jsonl is damaged in line 1 (it is no"),
+        ("metrics.jsonl", b" " * 2**20, "metrics.jsonl is damaged in line 1 (Expecting value"),
+    ],
+)
+def test_a_damaged_file_of_a_run_is_named(run_folder, name, content, message):
+    path = run_folder / name
+    path.unlink() if content is None else path.write_bytes(content)
+    with pytest.raises(UserError) as error:
+        main(Report(runs=(run_folder,)))
+    assert str(error.value).startswith(f"{run_folder.parent}/")
+    assert message in str(error.value)
+    assert not (run_folder / "report.html").exists()
+
+
+def test_values_that_no_run_can_have_are_refused_with_the_file(run_folder):
+    config = json.loads((run_folder / "config.json").read_text())
+    config["optim"]["batch"] = "x"
+    (run_folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=r"run/config.json: --batch is 'x', and must be a whole"):
+        read_run(run_folder)
+
+
+def test_a_log_that_no_page_can_show_is_refused(run_folder):
+    with open(run_folder / "metrics.jsonl", "ab") as file:
+        file.truncate(LONGEST_LOG + 1)
+    with pytest.raises(UserError, match=r"metrics.jsonl has more than 64 MiB"):
+        read_run(run_folder)
+
+
+def test_pipes_in_a_run_folder_do_not_hang(run_folder):
+    for name in ("config.json", "environment.json", "result.json", "metrics.jsonl"):
+        content = (run_folder / name).read_bytes()
+        (run_folder / name).unlink()
+        os.mkfifo(run_folder / name)
+        with pytest.raises(OSError, match="this is no regular file"):
+            main(Report(runs=(run_folder,)))
+        (run_folder / name).unlink()
+        (run_folder / name).write_bytes(content)
+
+
+VALUES = (None, True, -1, 0, 1e308, 10**19, "", "x", "\0", [], {}, [1], {"a": 1}, "no.such:thing")
+
+
+def mutate(rng, content):
+    """Cut the file, flip bits in it, or put another value in place of one of its values."""
+    kind, at = rng.integers(3), int(rng.integers(len(content)))
+    if kind == 0:
+        return content[:at]
+    if kind == 1:
+        changed = bytearray(content)
+        for place in rng.integers(len(content), size=rng.integers(1, 6)):
+            changed[place] ^= 1 << int(rng.integers(8))
+        return bytes(changed)
+    lines = content.splitlines(keepends=True)
+    number = int(rng.integers(len(lines)))
+    document = json.loads(lines[number])
+    node = document
+    while True:
+        key = list(node)[rng.integers(len(node))]
+        if not isinstance(node[key], dict) or rng.random() < 0.2:
+            break
+        node = node[key]
+    node[key] = VALUES[rng.integers(len(VALUES))]
+    lines[number] = json.dumps(document).encode() + b"\n"
+    return b"".join(lines)
+
+
+def test_mutated_run_folders_give_a_report_or_one_sentence(run_folder):
+    """Two hundred; the number of refusals shows that the mutations reach the checks."""
+    rng, refused = np.random.default_rng(17), 0
+    names = ("config.json", "environment.json", "result.json", "metrics.jsonl")
+    for number in range(200):
+        path = run_folder / names[number % 4]
+        content = path.read_bytes()
+        path.write_bytes(mutate(rng, content))
+        try:
+            main(Report(runs=(run_folder,)))
+        except (UserError, OSError):
+            refused += 1
+        path.write_bytes(content)
+    assert 80 < refused < 190

@@ -308,8 +308,10 @@ def test_a_beton_has_no_file_names_so_its_own_order_counts(images, beton, resnet
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[[1], [2", "is not readable JSON"),
-        ('{"a": 1}', "is not a list of lists"),
+        ("[[1], [2", "real.json is damaged \\(Expecting"),
+        ('{"a": 1}', "real.json is damaged \\(it does not hold a list\\); copy it again"),
+        ("[[%s]]" % ("7" * 5000), "real.json is damaged \\(it has an integer of 5,000 digits"),
+        ("[" * 100_000, "real.json is damaged \\(it is nested too deeply\\); copy it again"),
         ("[1, 2]", "is not a list of lists"),
         ('[["cat"]]', "is not a list of lists"),
         ("[[0], [1]]", "another number of images than the 30"),

@@ -276,7 +276,7 @@ def test_resume_after_kill_is_bit_exact(micro, tmp_path, monkeypatch, fields):
         evaluations.append(1)
         if len(evaluations) > 2:  # raw weights and EMA after epoch 1
             raise KeyboardInterrupt
-        return Metrics(0.5, 0.5, 1.0)
+        return Metrics(0.5, 0.5, 1.0, 5)
 
     monkeypatch.setattr(training, "evaluate_sync", killed)
     with pytest.raises(KeyboardInterrupt):

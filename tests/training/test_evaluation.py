@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from densefeed.system.errors import UserError
 from densefeed.training.evaluation import mean_metrics_sync, predict, sum_metrics
 
 
@@ -52,6 +53,7 @@ def test_sums_match_plain_loop(count, classes, sizes):
     assert sums[[0, 1, 3]].tolist() == [right, right5, float(weight_N.sum())]
     assert float(sums[2]) == pytest.approx(loss, rel=1e-6)
     shares = mean_metrics_sync(sums)
+    assert shares.images == weight_N.sum()
     assert shares.top1 == right / float(weight_N.sum())
     assert shares.loss == pytest.approx(loss / float(weight_N.sum()), rel=1e-6)
 
@@ -117,6 +119,16 @@ def test_bfloat16_logits_are_float32_and_close():
     assert half.dtype == torch.float32
     # bfloat16 has 8 bits of mantissa, in sums of 12 products below 1.
     assert 0 < (half - plain).abs().max() < 0.05
+
+
+def test_error_without_a_readable_image():
+    sums = sum_metrics(
+        predict(LogitTable(torch.eye(3)), make_batches(*torch.zeros(2, 3).long(), [3]))
+    )
+    with pytest.raises(
+        UserError, match="none of the images of the evaluation can be read; see the"
+    ):
+        mean_metrics_sync(sums)
 
 
 def test_error_without_batches():

@@ -8,7 +8,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from densefeed.system.errors import UserError
-from densefeed.training.logs import open_log, truncate_metrics
+from densefeed.training.logs import describe_result, open_log, read_identity, truncate_metrics
 
 
 def read_records(out):
@@ -64,6 +64,44 @@ def test_damaged_line_is_dropped_with_a_warning(tmp_path, capsys):
     write_log(tmp_path, ("train", 2, {"loss": 0.5}), step=1)
     assert [r["step"] for r in read_records(tmp_path)] == [1, 2]
     assert capsys.readouterr().err.count("dropping a damaged line") == 2
+
+
+RECORD = b'{"kind": "train", "step": 1, "epoch": 0.5, "loss": 2}'
+DAMAGED = {
+    b"[" * 60_000: "it is nested too deeply",
+    RECORD.replace(b"2}", b"NaN}"): "NaN is not a finite number",
+    RECORD.replace(b"2}", b"7" * 5000 + b"}"): "an integer of 5,000 digits",
+    RECORD.replace(b"2}", b"true}"): "'loss' is no number",
+    RECORD.replace(b"2}", b'"2"}'): "'loss' is no number",
+    RECORD.replace(b": 1,", b": 1.5,"): "its kind is no text, or its step no integer",
+    RECORD.replace(b'"train"', b"[]"): "its kind is no text, or its step no integer",
+    RECORD.replace(b'"epoch": 0.5, ', b""): "it is no object with kind, step and epoch",
+    RECORD.replace(b"loss", b"\xff"): "can't decode byte",
+    b" " * 200_000: "Expecting value",
+}
+
+
+@pytest.mark.parametrize("line", DAMAGED, ids=range(len(DAMAGED)))
+def test_any_damage_of_a_line_is_a_warning(tmp_path, capsys, line):
+    path = tmp_path / "metrics.jsonl"
+    # The last line is incomplete, which is no damage.
+    path.write_bytes(RECORD + b"\n" + line + b"\n" + RECORD + b"\n" + RECORD)
+    truncate_metrics(9, path)
+    assert path.read_bytes() == (RECORD + b"\n") * 2
+    warning = capsys.readouterr().err
+    assert warning.startswith(f"warning: dropping a damaged line of {path} (line 2: ")
+    assert DAMAGED[line] in warning
+    assert warning.count("\n") == 1
+
+
+def test_an_identity_of_wandb_that_is_none_is_refused(tmp_path):
+    path = tmp_path / "wandb-id"
+    for content in (b"", b"\xff", b"../x", b"x" * 65):
+        path.write_bytes(content)
+        with pytest.raises(UserError, match=rf"{path} holds no identity of a run .*; remove it"):
+            read_identity(path)
+    path.write_bytes(b"1a2b-c3")
+    assert read_identity(path) == "1a2b-c3"
 
 
 def test_json_has_no_nan(tmp_path):
@@ -122,3 +160,13 @@ for step, loss in ((0, 0.515625), (1, 0.265625)):
         assert identity.encode() in content
         assert b"train/loss" in content
         assert loss in content
+
+
+def test_the_result_says_how_many_images_were_evaluated():
+    result = {"top1": 0.5, "seconds": 3.2, "images": 1059, "unreadable": 0, "skipped": 0}
+    assert describe_result(result) == "top-1 50.0 % on 1,059 images, 3 s"
+    result |= {"images": 52, "unreadable": 7, "skipped": 3}
+    assert describe_result(result) == (
+        "top-1 50.0 % on 52 of 59 images, 3 s; 7 unreadable images were not evaluated; skipped 3 "
+        "unreadable training samples"
+    )

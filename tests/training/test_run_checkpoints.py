@@ -147,7 +147,23 @@ def test_best_link_is_removed_when_its_step_is_repeated(tmp_path):
 
 @pytest.mark.parametrize(
     "content",
-    [None, "", "[", "[]", "{}", "3", "[1]", '["x"]', '[{"file": "../../x.pt"}]', "\0\xff"],
+    [
+        None,
+        "",
+        "[",
+        "[]",
+        "{}",
+        "3",
+        "[1]",
+        '["x"]',
+        '[{"file": "../../x.pt"}]',
+        "\0\xff",
+        "[" * 10**5,
+    ]
+    + [
+        f'[{{"file": "step-00000003.pt", "step": 3, "sha256": "0", "top1": {top1}}}]'
+        for top1 in ("NaN", "1e999", "7" * 5000, "[]", "{}", '""', "false")
+    ],
 )
 def test_missing_or_damaged_manifest_is_rebuilt_from_files(tmp_path, capsys, content):
     """Includes the best one and a damaged file; the next checkpoint writes a manifest again."""
@@ -181,15 +197,41 @@ def test_any_flipped_bit_in_the_manifest_is_survived(tmp_path):
 
 def test_user_files_are_kept(tmp_path):
     save_steps(tmp_path, 1, (1, None))
-    mine = tmp_path / "checkpoints" / "before-the-talk.pt"
-    mine.write_text("mine")
+    mine = ["before-the-talk.pt", "step-notes.pt", "step-1.pt", "thesis.tex.part"]
+    mine += ["step-00000009.pt.part", "step-notes.pt.77.part"]
+    for name in mine:
+        (tmp_path / "checkpoints" / name).write_text("mine")
+    (tmp_path / "checkpoints" / "step-00000007.pt").mkdir()
+    (tmp_path / "checkpoints" / "manifest.json.77.part").write_text("half")
+    for name in ("last.pt.77.part", "last.pt.x.part", "last.pt.part"):
+        (tmp_path / name).symlink_to("checkpoints/step-00000001.pt")
     (tmp_path / "checkpoints" / "step-00000009.pt.77.part").write_text("half")
     save_steps(tmp_path, 1, (2, None))
     assert set(os.listdir(tmp_path / "checkpoints")) == {
-        "before-the-talk.pt",
+        *mine,
         "manifest.json",
         "step-00000002.pt",
+        "step-00000007.pt",
     }
+    assert set(os.listdir(tmp_path)) == {"checkpoints", "last.pt", "last.pt.part", "last.pt.x.part"}
+
+
+def test_files_of_the_user_are_no_run(tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "step-notes.pt").write_text("mine")
+    assert not Checkpoints(tmp_path, 1).exist()
+
+
+def test_devices_and_pipes_as_checkpoints_are_skipped(tmp_path):
+    save_steps(tmp_path, 3, (1, None), (2, None), (3, None))
+    folder = tmp_path / "checkpoints"
+    for step in (2, 3):
+        (folder / f"step-0000000{step}.pt").unlink()
+    (folder / "step-00000002.pt").symlink_to("/dev/zero")
+    os.mkfifo(folder / "step-00000003.pt")
+    assert Checkpoints(tmp_path, 1).newest() == "step-00000001.pt"
+    (folder / "manifest.json").unlink()
+    assert Checkpoints(tmp_path, 1).newest() == "step-00000001.pt"
 
 
 def test_folder_without_a_run(tmp_path):

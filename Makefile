@@ -36,6 +36,11 @@ test-ports: $(READY)
 		--only-binary :all: --platform $$one --target .ports/$$one comma-deps-libjpeg==3.1.0.post92 || exit; done
 	$(RUN) -m pytest tests/native/test_ports.py
 
+# The test suite as on other processors: three instruction sets on 1, 2 and 4 threads; an hour.
+# ONLY="--instructions avx2 --threads 4 tests/models" makes it shorter.
+test-processors: $(READY)
+	nice $(RUN) tests/processors.py $(ONLY)
+
 # Lint and format, only reports.
 check: $(READY)
 	$(RUN) -m ruff check .
@@ -103,4 +108,4 @@ soak: $(READY)
 	SOAK_FAULTS=all $(RUN) -m pytest -s tests/test_writes.py
 	SOAK_ORIENTATIONS=$(ORIENTATIONS) $(RUN) -m pytest -s tests/relabel/test_audit.py -k planted_orientations
 
-.PHONY: quickstart test test-slow test-oldest test-ports check fix docs gpu-check bench soak
+.PHONY: quickstart test test-slow test-oldest test-processors test-ports check fix docs gpu-check bench soak

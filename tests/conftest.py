@@ -14,14 +14,19 @@ import torch
 from PIL import Image
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from densefeed.system.devices import tag_compiled_code
+
 from .jpeg_files import jpegs, noise, photographs  # noqa: F401
 from .preloaded import Preloaded
 from .stores import write_store
 
-# A worker of pytest-xdist has one core, and so have the commands that it starts.
+# A worker of pytest-xdist has one core, and so have the commands that it starts, unless
+# OMP_NUM_THREADS is set, as by processors.py.
 if "PYTEST_XDIST_WORKER" in os.environ:
-    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 2)))
+# Some tests compile without the functions that do it first.
+tag_compiled_code()
 # A shell starts background processes (`&`) with SIGINT ignored, but some tests send it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

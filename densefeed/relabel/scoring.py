@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from densefeed.storage.row_codecs import ScoreMaps
+from densefeed.system.devices import tag_compiled_code
 from densefeed.system.errors import UserError
 
 # N images   L pictures of each   S cells along a side of a map   K classes   k of them kept
@@ -129,6 +130,8 @@ class Scorer:
         # Tensor cores read the channels together. On a CPU the library chooses its own layout.
         if device.type == "cuda":
             teacher.to(memory_format=torch.channels_last)
+        if compiled:
+            tag_compiled_code()
         # Every batch has the same size (see `begin`), so one graph of fixed shapes is enough.
         self._keep = torch.compile(self._score, dynamic=False) if compiled else self._score
 

@@ -5,6 +5,7 @@ import resource
 import sys
 
 import torch
+from torch.compiler import config as compiler
 
 from densefeed.system.errors import UserError, first_line
 
@@ -65,6 +66,17 @@ def choose_rank_device(name: str) -> torch.device:
     # nccl, CUDA events, and `cuda` without an index mean the current device.
     torch.cuda.set_device(device)
     return device
+
+
+def tag_compiled_code() -> None:
+    """Keep compiled CPU code of different vector widths apart in PyTorch's cache on disk.
+
+    PyTorch up to 2.15 leaves the width out of the cache's key. Code for vectors of 16 numbers then
+    runs on a processor, or under an ATEN_CPU_CAPABILITY, that has 8: it returns NaN or crashes.
+    """
+    tag = torch.backends.cpu.get_cpu_capability()
+    if tag not in compiler.cache_key_tag.split():
+        compiler.cache_key_tag = f"{compiler.cache_key_tag} {tag}".strip()
 
 
 def synchronize(device: torch.device) -> None:

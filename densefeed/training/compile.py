@@ -8,6 +8,7 @@ from timm.layers import DropPath
 from torch import Tensor, nn
 
 from densefeed.objectives.base import objective_loss, step_loss
+from densefeed.system.devices import tag_compiled_code
 
 
 class SharedDropPath(nn.Module):
@@ -44,6 +45,7 @@ def compile_step(mode: str, trainable: nn.Module) -> Callable[..., Tensor]:
     """
     if mode == "never":
         return step_loss
+    tag_compiled_code()
     if mode == "graph":
         whole = torch.compile(step_loss, dynamic=False, mode="reduce-overhead")
 

@@ -2,7 +2,9 @@
 
 import ctypes
 import io
+import itertools
 import os
+import platform
 import resource
 import struct
 import subprocess
@@ -13,6 +15,7 @@ from functools import partial
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
@@ -287,6 +290,31 @@ def test_no_output_size_writes_outside_the_pixels(photographs):
         np.testing.assert_array_equal(
             memory[128:-128].reshape(size, size, 3), crop(file, (3, 5, 200, 300), size)
         )
+
+
+FLAGS = ("-O3", "-shared", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off")
+# The library's own code is that of level 4 where the processor has it.
+LEVELS = {"DEFAULT": (2,), "AVX2": (2, 3), "AVX512": (2, 3)}
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="levels of x86-64")
+@pytest.mark.parametrize("level", LEVELS.get(torch.backends.cpu.get_cpu_capability(), ()))
+def test_every_instruction_set_gives_equal_pixels(photographs, tmp_path, level):
+    """Both filters, crops at every scale, equal to the bit: no a * b + c is rounded once."""
+    flags = (*FLAGS, f"-march=x86-64-v{level}", "-DDENSEFEED_ONE_CPU")
+    sources = [NATIVE / f"{name}.c" for name in SOURCES]
+    lib = ctypes.CDLL(str(compile_c(tmp_path / "one.so", sources, *flags)))
+    rng = np.random.default_rng(0)
+    files = [encoded(picture, subsampling="4:2:0") for picture in photographs]
+    files += [indexed_jpeg.transcode(file) for file in files]
+    for size, kernel in itertools.product((32, 97, 224), (native.BILINEAR, native.BICUBIC)):
+        boxes = [random_box(rng, *native.probe(file), 1) for file in files]
+        ours, theirs = (make_job(files, boxes, size) for _ in range(2))
+        ours.batch.filter = theirs.batch.filter = kernel
+        ours.decode()
+        lib.densefeed_decode(ctypes.byref(theirs.batch))
+        assert (ours.samples["status"] == native.OK).all()
+        np.testing.assert_array_equal(theirs.pixels, ours.pixels)
 
 
 # ------------------------------------------------------------------------- Checksums and parts

@@ -879,17 +879,7 @@ def test_autocast_leaves_targets_as_they_are(random_maps, sheared):
     assert all(torch.equal(a, b) for a, b in zip(plain, cast, strict=True))
 
 
-# Without vector instructions (ATEN_CPU_CAPABILITY=default) PyTorch 2.15 writes C++ that does not
-# compile.
-VECTORS = torch.backends.cpu.get_cpu_capability() != "DEFAULT"
-INDUCTOR = pytest.param(
-    False,
-    "inductor",
-    marks=pytest.mark.skipif(not VECTORS, reason="inductor needs vector instructions"),
-)
-
-
-@pytest.mark.parametrize(("sheared", "backend"), [INDUCTOR, (True, "aot_eager")])
+@pytest.mark.parametrize(("sheared", "backend"), [(False, "inductor"), (True, "aot_eager")])
 def test_targets_and_loss_compile_whole(random_maps, sheared, backend):
     """One graph, and equal to eager; inductor once, since it takes seconds."""
     maps = random_maps(3, 6, 2, 8)

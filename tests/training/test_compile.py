@@ -1,5 +1,6 @@
-"""Number of compilations of a step."""
+"""Number of compilations of a step; its code in PyTorch's cache."""
 
+import os
 from functools import partial
 
 import pytest
@@ -10,6 +11,7 @@ from timm.layers import DropPath
 from densefeed.models.agent_cnn import make_agent
 from densefeed.objectives.bootstrapping import JointModel
 from densefeed.objectives.drloc import LocalizedModel
+from densefeed.system.devices import tag_compiled_code
 from densefeed.training.compile import SharedDropPath, compile_step, get_networks
 
 
@@ -69,3 +71,35 @@ def test_drop_path_rate_matches_timm(scale):
     assert torch.equal(seen, seen[:, :1, :1].expand_as(seen))
     assert (seen[:, 0, 0] == 0).float().mean().item() == pytest.approx(0.3, abs=0.012)
     assert ours.eval()(x) is x
+
+
+def test_compiled_code_is_tagged_once_with_the_vector_width(monkeypatch):
+    """A tag that the user set stays."""
+    monkeypatch.setattr(torch.compiler.config, "cache_key_tag", "mine")
+    for width in ("AVX2", "AVX512", "AVX2"):
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda width=width: width)
+        tag_compiled_code()
+    assert torch.compiler.config.cache_key_tag == "mine AVX2 AVX512"
+
+
+COMPILED = """
+import copy, timm, torch
+from densefeed.training.compile import compile_step
+torch.manual_seed(0)
+model = timm.create_model("test_vit", img_size=32, num_classes=3).eval()
+plain, image = copy.deepcopy(model), torch.randn(2, 3, 32, 32)
+compile_step("blocks", model)
+torch.testing.assert_close(model(image), plain(image))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"), reason="needs AVX2"
+)
+def test_cached_code_of_other_vectors_is_not_run(command, tmp_path):
+    """Without the tag the code for AVX2 is found, and does not compile without vectors."""
+    for capability in ("avx2", "default"):
+        chosen = {"ATEN_CPU_CAPABILITY": capability, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+        done = command("-c", COMPILED, environment=os.environ | chosen, fresh=True)
+        assert done.returncode == 0, (capability, done.stderr[-2000:])

@@ -19,7 +19,7 @@ import numpy as np
 from densefeed.storage.datasets import MOST_CLASSES
 from densefeed.storage.hdf5_layout import Dataset, Layout, LayoutError, read_layout
 from densefeed.storage.row_codecs import Absent, Form, FormError
-from densefeed.system.errors import UserError, first_line
+from densefeed.system.errors import UserError, explain_os_error, first_line
 from densefeed.system.files import name_errors, open_regular
 
 Types = dict[str, tuple[str, tuple[int, ...]]]  # dtype and shape of datasets, by name
@@ -314,6 +314,11 @@ def open_store(path: Path) -> int:
         ) from None
     except IsADirectoryError:
         raise UserError(f"{path} is a folder; name the HDF5 file of score maps") from None
+    except OSError as error:
+        # Errors of the system keep their number, by which commands know the remedy.
+        if error.errno is not None:
+            raise
+        raise UserError(explain_os_error(error)) from None
 
 
 def check_schema(path: Path, header: StoreHeader, layout: Layout) -> dict[str, tuple]:

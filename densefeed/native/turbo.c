@@ -166,6 +166,9 @@ int turbo_decode(Sample *sample, Scratch *scratch, const uint8_t *bytes, size_t 
     jpeg.raw_data_out = TRUE;
     jpeg.out_color_space = jpeg.jpeg_color_space;
     jpeg.dct_method = JDCT_ISLOW;
+    /* Of a progressive file whose scans leave out coefficients libjpeg guesses them, in each version
+     * differently, and the same coefficients with an index would give other pixels. */
+    jpeg.do_block_smoothing = FALSE;
     jpeg.scale_num = 1, jpeg.scale_denom = scale;
     jpeg_start_decompress(&jpeg);
 

@@ -82,6 +82,7 @@ static void release(void *memory) {
 #include "batch.c"
 #include "turbo.c"
 #include <fcntl.h>
+#include <sys/time.h>
 #define grow grow_with_slack
 #include "scratch.c"
 #undef grow
@@ -98,7 +99,8 @@ int grow(void **memory, size_t *room, size_t needed) {
 }
 
 #define MOST 65536 /* bytes of an input */
-#define HANG 20 /* seconds; sanitizers slow everything by 3 to 10 */
+#define HANG 20 /* seconds of processor time; sanitizers slow everything by 3 to 10 */
+#define DEADLOCK 900 /* seconds; a loaded machine may not run a program for minutes */
 #define BEFORE 5 /* bytes before an image in its file */
 
 typedef struct {
@@ -124,9 +126,16 @@ static void save_crasher(void) {
     close(file);
 }
 
+/* Limit the time of the current check, or lift the limit. */
+static void set_limit(int on) {
+    struct itimerval limit = {.it_value.tv_sec = on ? HANG : 0};
+    setitimer(ITIMER_PROF, &limit, NULL);
+    alarm(on ? DEADLOCK : 0);
+}
+
 static void on_signal(int signal) {
     static const char late[] = "an input took too long\n", wild[] = "access outside a buffer\n";
-    if (signal == SIGALRM) (void)!write(2, late, sizeof late - 1);
+    if (signal == SIGALRM || signal == SIGPROF) (void)!write(2, late, sizeof late - 1);
     else (void)!write(2, wild, sizeof wild - 1);
     save_crasher();
     _exit(3);
@@ -251,16 +260,15 @@ static int64_t largest_block(Input in) {
     return most;
 }
 
-/* From these sums on a block can overflow in libjpeg. 16 bits hold coefficients times 1.39 * 4,
- * the scale of the first pass, up to 5,900: beyond them its vector code, its C code and ours
- * differ. Its C code also takes pixels modulo 1,024, which 2,100 can exceed. */
-#define OVERFLOWS 5000
-#define WRAPS 2000
+/* Up to this sum no block overflows in libjpeg. 16 bits hold coefficients times 1.39 * 4, the scale
+ * of the first pass, up to 5,900: beyond them its vector code, its C code and ours differ. Its C
+ * code also takes pixels modulo 1,024, which sums from 2,100 on can exceed. */
+#define MODERATE 2000
 static int64_t block_sum; /* of the current input; -1: not computed yet */
 
-static int is_below(Input in, int64_t limit) {
+static int is_moderate(Input in) {
     if (block_sum < 0) block_sum = largest_block(in);
-    return block_sum < limit;
+    return block_sum < MODERATE;
 }
 
 /* Compare with libjpeg's decoding of the same crop from the whole scan. */
@@ -307,8 +315,8 @@ static void try_crops(Input in) {
         CHECK(from_file.status == sample.status);
         if (sample.status == OK) {
             CHECK(!memcmp(pixels, same, 3 * size * size));
-            if (is_below(in, WRAPS)) digest = densefeed_crc32(pixels, 3 * size * size, digest);
-            if (has_index(in) && index_matches(in) && is_below(in, OVERFLOWS))
+            if (is_moderate(in)) digest = densefeed_crc32(pixels, 3 * size * size, digest);
+            if (has_index(in) && index_matches(in) && is_moderate(in))
                 check_pixels(&sample, size, pixels);
         }
         free(pixels), free(same);
@@ -346,7 +354,7 @@ static void try_cuts(Input in) {
             CHECK(cut[from_file].length <= (int64_t)in.length);
         }
         CHECK(cut[0].length == cut[1].length && !memcmp(cut[0].bytes, cut[1].bytes, cut[0].length));
-        if (cut[0].length && has_index(in) && index_matches(in) && is_below(in, OVERFLOWS)) {
+        if (cut[0].length && has_index(in) && index_matches(in) && is_moderate(in)) {
             int size = draw_size();
             uint8_t *want = decode_sample(&sample, size), *got;
             Sample shown = sample;
@@ -501,10 +509,10 @@ static void try_input(const uint8_t *bytes, size_t length) {
     uint64_t before = state;
     state = 0x9E3779B97F4A7C15u ^ densefeed_crc32(exact, length, 0);
     block_sum = -1;
-    alarm(HANG);
+    set_limit(1);
     try_crops(now), try_cuts(now), try_raw(now), try_transcoding(now), try_map(now);
     try_checksums(now);
-    alarm(0);
+    set_limit(0);
     state = before;
     free(exact);
 }
@@ -528,7 +536,7 @@ static void try_pool(const Input *inputs, int count) {
     Packed packed[BATCHES];
     Batch batches[BATCHES];
     int file = create_file(inputs[draw(count)]), waited[BATCHES] = {0};
-    alarm(HANG);
+    set_limit(1);
     Pool *pool = densefeed_open(1 + (int)draw(4));
     if (!pool) abort();
     for (int b = 0; b < BATCHES; b++) {
@@ -572,7 +580,7 @@ static void try_pool(const Input *inputs, int count) {
             CHECK(!samples[b][n].message[0] == (samples[b][n].status == OK));
     }
     densefeed_close(pool);
-    alarm(0);
+    set_limit(0);
     close(file);
 }
 
@@ -675,7 +683,7 @@ int main(int count, char **words) {
     double until = atof(words[1]), slowest = 0;
     long most = atol(words[2]);
     int threaded = atoi(words[4]), seeds = count - 5;
-    signal(SIGALRM, on_signal);
+    signal(SIGALRM, on_signal), signal(SIGPROF, on_signal);
 #if defined(GUARDED)
     signal(SIGSEGV, on_signal), signal(SIGBUS, on_signal);
 #elif defined(__SANITIZE_ADDRESS__)

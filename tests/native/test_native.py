@@ -523,6 +523,20 @@ def progressive_bomb(side: int, scans: int) -> bytes:
     )
 
 
+def test_coefficients_that_no_scan_sends_are_zero(jpegs, noise):
+    """libjpeg would guess them, each version differently, and not those of an indexed file."""
+    whole = jpegs.write(noise(40, 48), progressive=1)
+    scans = [n for n in range(len(whole)) if whole[n : n + 2] == b"\xff\xda"]
+    # The first scan holds the means of the blocks.
+    means = whole[: scans[1]] + b"\xff\xd9"
+    box = (0, 0, 40, 40)
+    blocks = crop(means, box, 40).reshape(5, 8, 5, 8, 3)
+    assert (blocks == blocks[:, :1, :, :1]).all()
+    np.testing.assert_array_equal(
+        crop(indexed_jpeg.transcode(means), box, 40), crop(means, box, 40)
+    )
+
+
 def test_progressive_bomb_is_rejected_early():
     bomb = progressive_bomb(8000, 190)
     assert len(bomb) < 300_000

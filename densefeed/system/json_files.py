@@ -7,24 +7,24 @@ from typing import Any
 from densefeed.system.errors import UserError
 from densefeed.system.files import open_regular
 
-# Bytes of a file. A list of empty lists takes 25 times as many in memory, here 400 MB.
-LARGEST = 2**24
+# Bytes of a file. A list of empty lists takes 25 times as many in memory, here 100 MB and 2 s.
+LARGEST = 2**22
 # Digits of an integer: all of 64 bits fit. Longer ones overflow in floats and in NumPy.
 MOST_DIGITS = 20
 KINDS = {dict: "an object", list: "a list"}
 
 
-def read_json(path: Path, remedy: str, kind: type = dict) -> Any:
+def read_json(path: Path, remedy: str, kind: type = dict, largest: int = LARGEST) -> Any:
     """Return the dict, or the list if that is the `kind`, which a JSON file holds.
 
-    Raises UserError that names the file and ends in `remedy` for anything else in it, OSError if
-    it cannot be read.
+    `largest` is the limit of its bytes. Raises UserError that names the file and ends in `remedy`
+    for anything else in it, OSError if it cannot be read.
     """
     with open_regular(path) as file:
-        content = file.read(LARGEST + 1)
+        content = file.read(largest + 1)
     try:
-        if len(content) > LARGEST:
-            raise ValueError(f"it has more than {LARGEST / 2**20:.0f} MiB")
+        if len(content) > largest:
+            raise ValueError(f"it has more than {largest / 2**20:.0f} MiB")
         value = parse_json(content)
         if not isinstance(value, kind):
             raise ValueError(f"it does not hold {KINDS[kind]}")

@@ -6,7 +6,6 @@ import re
 
 import pytest
 
-from densefeed.system import json_files
 from densefeed.system.errors import UserError
 from densefeed.system.files import open_regular
 from densefeed.system.json_files import read_json
@@ -51,14 +50,13 @@ def test_what_json_can_hold_is_read_as_by_python(tmp_path):
     assert read_json(path, "", list) == []
 
 
-def test_a_file_beyond_the_limit_is_not_parsed(tmp_path, monkeypatch):
-    monkeypatch.setattr(json_files, "LARGEST", 2**20)
+def test_a_file_beyond_the_limit_is_not_parsed(tmp_path):
     path = tmp_path / "x.json"
     path.write_bytes(b"{}" + b" " * 2**20)
     with pytest.raises(UserError, match=r"is damaged \(it has more than 1 MiB\); copy"):
-        read_json(path, "copy it again")
+        read_json(path, "copy it again", largest=2**20)
     path.write_bytes(b"{}" + b" " * (2**20 - 2))
-    assert read_json(path, "") == {}
+    assert read_json(path, "", largest=2**20) == {}
 
 
 def test_pipes_and_devices_do_not_hang(tmp_path):

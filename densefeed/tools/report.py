@@ -41,6 +41,7 @@ from densefeed.system.terminal import print
 from densefeed.tools.audit import INKS, TEMPLATES, picture
 from densefeed.training.build import build_model
 from densefeed.training.config import Config
+from densefeed.training.guards import explain_oom
 from densefeed.training.logs import complete_lines, parse_record
 from densefeed.training.setup import open_loader
 
@@ -48,6 +49,8 @@ from densefeed.training.setup import open_loader
 CONTACTS = 12
 # Crops whose labels are compared with the true objects.
 PURITY_CROPS = 2000
+# Bytes of a file of true boxes: 80,000 scenes.
+LARGEST_BOXES = 2**24
 # Bytes of metrics.jsonl, which take about ten times as many in memory.
 LONGEST_LOG = 2**26
 # The remedy for a damaged file of a run.
@@ -207,7 +210,7 @@ def read_truths(path: Path, run: RunRecord, loader: ThreadedLoader) -> list[Trut
         raise UserError(
             f"{path}: there is no such file; tools/make_digit_scenes.py writes it with its scenes"
         )
-    document = read_json(path, "make the scenes again")
+    document = read_json(path, "make the scenes again", largest=LARGEST_BOXES)
     images = Images(path.parent, split="train")
     # Boxes are found by the number of the sample, so both must list the same images in one order.
     if loader.fingerprint != images.fingerprint():
@@ -415,7 +418,7 @@ def replay(runs: list[RunRecord], boxes: Path | None) -> dict:
     except (UserError, OSError) as error:
         print(f"the report shows no crops: {error}", file=sys.stderr)
         return page
-    with closing(loader):
+    with closing(loader), explain_oom(0, run.name):
         grid, augmentation = build_augmentation(run, loader)
         truths = read_truths(boxes, run, loader) if boxes else []
         sheet = make_contact_sheet(run, loader, truths, grid, augmentation)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from densefeed.pipelines.plan import EpochPlan
-from densefeed.recipes import micro
+from densefeed.recipes import micro as recipes
 from densefeed.storage.geometry import crop_views
 from densefeed.system.errors import UserError
 from densefeed.system.options import with_options
@@ -48,7 +48,7 @@ def test_a_token_has_an_owner_only_inside_exactly_one_box():
 
 def test_the_token_grid_of_a_run_is_that_of_its_first_epoch():
     config = with_options(
-        micro.lvvit_micro_token_label(),
+        recipes.lvvit_micro_token_label(),
         data=Path("t.beton"),
         val=Path("v.beton"),
         out=Path("run"),
@@ -79,7 +79,7 @@ def test_runs_are_compared_by_the_options_that_differ(tmp_path):
         folder = tmp_path / name
         folder.mkdir()
         paths = {"data": Path(name), "val": Path(name), "out": folder}
-        config = with_options(micro.lvvit_micro_ce(), epochs=4, **paths, **more)
+        config = with_options(recipes.lvvit_micro_ce(), epochs=4, **paths, **more)
         (folder / "config.json").write_text(json.dumps(config.to_dict()))
         same = {"kind": "train", "mfu": 0.1, "loss": 1.0}
         lines = [same | {"step": n, "epoch": n / 2, "images_per_s": 10 * n} for n in (1, 2, 3)]
@@ -107,7 +107,7 @@ def run_folder(tmp_path):
     folder = tmp_path / "run"
     folder.mkdir()
     paths = {"data": tmp_path / "t.beton", "val": tmp_path / "v.beton", "out": folder}
-    config = with_options(micro.lvvit_micro_ce(), epochs=4, **paths).to_dict()
+    config = with_options(recipes.lvvit_micro_ce(), epochs=4, **paths).to_dict()
     train = {"kind": "train", "step": 1, "epoch": 0.0, "loss": 0.0, "images_per_s": 5, "mfu": 0.1}
     val = {"kind": "val", "step": 1, "epoch": 1.0, "top1": 0.5, "images": 52, "unreadable": 7}
     result = {"top1": 0.5, "seconds": 3.1, "data_wait_share": 0.25}
@@ -219,3 +219,16 @@ def test_mutated_run_folders_give_a_report_or_one_sentence(run_folder):
             refused += 1
         path.write_bytes(content)
     assert 80 < refused < 190
+
+
+def test_a_size_that_no_memory_holds_is_one_sentence(tmp_path, micro):
+    """In the config of a run whose training set is there."""
+    out = tmp_path / "run"
+    out.mkdir()
+    config = micro(out, size=10**18).to_dict()
+    environment = {"device": "cpu", "cores": 2, "torch": "2", "timm": "1"}
+    for name, content in (("config", config), ("environment", environment)):
+        (out / f"{name}.json").write_text(json.dumps(content))
+    (out / "metrics.jsonl").write_text("")
+    with pytest.raises(UserError, match="out of memory before the first step"):
+        main(Report(runs=(out,)))

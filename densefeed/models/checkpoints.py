@@ -37,6 +37,7 @@ from densefeed.models.model_spec import (
 from densefeed.models.t2t import T2TViT
 from densefeed.storage.torch_files import TorchFileError, check_torch_file
 from densefeed.system.errors import UserError, explain_os_error, first_line
+from densefeed.system.terminal import print
 
 # Bytes of a checkpoint's pickle. With 10,000 tensors and 20,000 class names it has 2 MB.
 MAX_PICKLE = 2**24

@@ -34,7 +34,7 @@ def open_regular(path: Path | str) -> BufferedReader:
 
     OSError for anything else: a named pipe would wait for a writer, and a device may never end.
     """
-    problem = "this is a pipe, socket or device; put a regular file in its place"
+    problem = "this is no regular file but a pipe, socket or device; remove it"
     try:
         # To open a named pipe would wait without O_NONBLOCK, which regular files ignore.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)

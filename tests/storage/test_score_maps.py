@@ -498,7 +498,7 @@ def test_only_regular_files_are_opened(tmp_path):
     """Opening a named pipe would wait for its writer."""
     os.mkfifo(tmp_path / "pipe.h5")
     for path in (tmp_path / "pipe.h5", "/dev/zero"):
-        with pytest.raises(UserError, match=rf"{path} is no regular file; name the HDF5 file"):
+        with pytest.raises(UserError, match=rf"{path}: this is no regular file"):
             ScoreMapStore(path)
     with pytest.raises(UserError, match="is a folder"):
         ScoreMapStore(tmp_path)

@@ -276,9 +276,9 @@ def make_socket(path):
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (os.mkfifo, "this is a pipe, socket or device"),
-        (make_socket, "this is a pipe, socket or device"),
-        (lambda path: path.symlink_to("/dev/zero"), "this is a pipe, socket or device"),
+        (os.mkfifo, "this is no regular file"),
+        (make_socket, "this is no regular file"),
+        (lambda path: path.symlink_to("/dev/zero"), "this is no regular file"),
         (lambda path: path.symlink_to(path), "Too many levels of symbolic links"),
         (lambda path: path.mkdir(), "Is a directory"),
         (lambda path: path.symlink_to("nowhere"), "No such file or directory"),

@@ -286,9 +286,7 @@ def test_an_export_writes_nothing_outside_of_out(scenes, tmp_path, random_maps, 
 
 
 def test_an_export_does_not_follow_links(scenes, tmp_path):
-    for name in ("tree", "other.part"):
-        (tmp_path / name).symlink_to("elsewhere")
-        out = tmp_path / name.removesuffix(".part")
-        with pytest.raises(UserError, match=rf"{name} exists already"):
-            export_labels.main(ExportLabels(maps=scenes / "maps.h5", out=out))
+    (tmp_path / "tree").symlink_to("elsewhere")
+    with pytest.raises(UserError, match=r"tree exists already"):
+        export_labels.main(ExportLabels(maps=scenes / "maps.h5", out=tmp_path / "tree"))
     assert not (tmp_path / "elsewhere").exists()

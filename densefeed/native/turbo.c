@@ -116,20 +116,21 @@ API int densefeed_check_frame(const uint8_t *bytes, size_t length, char *message
     return length < 2 ? OK : check_frame(bytes, length, 0, message);
 }
 
-/* Open a JPEG and read its header. Errors, now and later, return to the setjmp of `errors`.
- * `whole`: all coefficients will be read. */
-static void open_jpeg(
-    j_decompress_ptr jpeg, Errors *errors, const uint8_t *bytes, size_t length, int whole) {
+/* As check_frame; an error returns to the setjmp of `errors`. */
+static void require_frame(Errors *errors, const uint8_t *bytes, size_t length, int whole) {
+    errors->status = check_frame(bytes, length, whole, errors->text);
+    if (errors->status) longjmp(errors->back, 1);
+}
+
+/* Open a JPEG and read its header. Errors, now and later, return to the setjmp of `errors`. */
+static void open_jpeg(j_decompress_ptr jpeg, Errors *errors, const uint8_t *bytes, size_t length) {
     jpeg->err = jpeg_std_error(&errors->base);
     errors->base.error_exit = on_error;
     errors->base.emit_message = on_message;
     errors->base.output_message = NULL;
     errors->progress = (struct jpeg_progress_mgr){.progress_monitor = on_progress};
     jpeg_create_decompress(jpeg);
-    if (check_frame(bytes, length, whole, errors->text)) {
-        errors->status = DAMAGED;
-        longjmp(errors->back, 1);
-    }
+    require_frame(errors, bytes, length, 0);
     jpeg->mem->max_memory_to_use = (long)MOST_COEFFICIENTS + OTHER_BYTES;
     jpeg->progress = &errors->progress;
     jpeg_mem_src(jpeg, bytes, length);
@@ -158,7 +159,7 @@ int turbo_decode(Sample *sample, Scratch *scratch, const uint8_t *bytes, size_t 
         jpeg_destroy_decompress(&jpeg);
         return fail(sample->message, errors.status, "%s", errors.text);
     }
-    open_jpeg(&jpeg, &errors, bytes, length, 0);
+    open_jpeg(&jpeg, &errors, bytes, length);
     if ((int)jpeg.image_height != sample->height || (int)jpeg.image_width != sample->width)
         stop(&errors, DAMAGED, "it is %u x %u pixels, not %d x %d as recorded in the dataset",
             jpeg.image_width, jpeg.image_height, sample->width, sample->height);
@@ -243,7 +244,7 @@ API int densefeed_probe(
         jpeg_destroy_decompress(&jpeg);
         return fail(message, errors.status, "%s", errors.text);
     }
-    open_jpeg(&jpeg, &errors, bytes, length, 0);
+    open_jpeg(&jpeg, &errors, bytes, length);
     *height = jpeg.image_height, *width = jpeg.image_width;
     check_color(&jpeg);
     jpeg_destroy_decompress(&jpeg);
@@ -271,7 +272,8 @@ API int densefeed_transcode(const uint8_t *bytes, size_t length, int interval, u
         free(room);
         return fail(message, errors.status, "%s", errors.text);
     }
-    open_jpeg(&from, &errors, bytes, length, 1);
+    open_jpeg(&from, &errors, bytes, length);
+    require_frame(&errors, bytes, length, 1);
     check_color(&from);
     jvirt_barray_ptr *coefficients = jpeg_read_coefficients(&from);
     to.err = from.err;

@@ -264,7 +264,7 @@ def writers(inputs: Path, folder: Path, maps: Path, packed: tuple[Path, Path]) -
     pack = "tools/pack_dataset.py", "--threads", 1, "--out", "WORK/new/train.beton", "--data"
     convert = "tools/score_maps.py", "convert"
     labels = "--data", folder, "--labels", inputs / "labels", "--teacher", "t", "--input-size", 96
-    labels += "--footprint", "center-crop", "--missing", "label", "--threads", 1
+    labels += "--footprint", "center-crop", "--missing", "label", "--threads", 1, "--no-audit"
 
     def shards(*indices: int) -> Callable[[Path], None]:
         def begin(work: Path) -> None:

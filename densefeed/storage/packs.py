@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, NamedTuple, TextIO
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -254,14 +254,12 @@ class ImportReport:
     earlier: int = 0  # images whose map was read in interrupted runs before
     problems: Counter = field(default_factory=Counter)
     examples: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
-    log: TextIO | None = None  # gets a line for every problem
+    lines: list[str] = field(default_factory=list)  # a line "kind TAB sentence" for every problem
 
     def add(self, kind: str, sentence: str) -> None:
         """Add an image without a usable map."""
         self.problems[kind] += 1
-        if self.log is not None:
-            # Flushed, so the lines of a killed import are there.
-            print(kind, sentence, sep="\t", file=self.log, flush=True)
+        self.lines.append(f"{kind}\t{sentence}\n")
         if len(self.examples[kind]) < NAMED:
             self.examples[kind].append(sentence)
 
@@ -346,7 +344,7 @@ def import_pack(
     out: Path,
     threads: int,
     missing: Literal["raise", "label"] = "raise",
-    log: TextIO | None = None,
+    log: Path | None = None,
 ) -> tuple[ScoreMapStore, ImportReport]:
     """Import every map of the pack into a store for `images`; return the store and a report.
 
@@ -358,9 +356,9 @@ def import_pack(
     With `missing` = `raise` they are named in a UserError. `<out>.part` keeps the other maps, so
     the same command reads only these files again. With `label` every cell of such an image names
     its label alone, which is a token's label where there are no maps. All of them are written to
-    `log`, one line "kind TAB sentence" each.
+    `log`, one line "kind TAB sentence" each, when all files are read.
     """
-    num_classes, report = len(images.class_names), ImportReport(log=log)
+    num_classes, report = len(images.class_names), ImportReport()
     if not pack.top_k <= num_classes <= MOST_CLASSES:
         raise UserError(
             f"{images.root} has {num_classes:,} classes; maps of {pack.top_k} classes per cell "
@@ -374,6 +372,9 @@ def import_pack(
     try:
         report.earlier = int(writer.done.sum())
         read_maps(images, pack, writer, threads, report)
+        if log is not None:
+            with replace_file(log) as part:
+                part.write_text("".join(report.lines))
         if report.problems and missing == "raise":
             raise UserError(
                 f"{report}; fix these files and run this again, which reads only them, "
@@ -391,10 +392,11 @@ def import_pack(
         for ids in split_runs(lacking, CHUNK):
             writer.write(ids, label_rows(images.labels[ids], num_classes, pack.side, pack.top_k))
         writer.finish()
-        # Kept until the store has its name: a run killed before that is resumed.
-        filled.unlink(missing_ok=True)
     finally:
         writer.close()
+        # Kept until the store has its name: a run killed before that is resumed.
+        if out.exists():
+            filled.unlink(missing_ok=True)
     return ScoreMapStore(out), report
 
 

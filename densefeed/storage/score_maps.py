@@ -510,9 +510,11 @@ class ScoreMapWriter:
     def close(self) -> None:
         """Close the file; the rows that are done stay in `.part`."""
         if self._file is not None:
-            # An error of `close` leaves it closed too.
             descriptor, self._file = self._file, None
-            os.close(descriptor)
+            # An error loses nothing: a finished file was synced and read back, and the rows of an
+            # unfinished one are checked when it is resumed.
+            with suppress(OSError):
+                os.close(descriptor)
 
 
 def copy_rows(file: StoreFile, ids: np.ndarray) -> ScoreMaps:

@@ -137,9 +137,11 @@ def replace_link(path: Path, target: Path) -> None:
             part.symlink_to(target)
             os.replace(part, path)
             sync_folder(path.parent)
-        except BaseException:
+        except OSError as error:
             with suppress(OSError):
                 part.unlink(missing_ok=True)
+            # That of `symlink` names the target.
+            error.filename = str(path)
             raise
 
 
@@ -260,11 +262,11 @@ def name_once(part: Path, path: Path) -> bool:
 
 @contextmanager
 def name_errors(path: Path | str) -> Iterator[None]:
-    """Let errors of the operating system name `path` if they name no file or its temporary file.
+    """Let errors of the operating system name `path` if they name no file, or a part of `path`.
 
-    Temporary files are the siblings whose names begin with that of `path` and a dot. On a full disk
-    torch.save fails with an assertion of its own while it cleans up; the underlying OSError is
-    raised instead.
+    Parts are the files in it, and temporary siblings, whose names begin with that of `path` and a
+    dot. On a full disk torch.save fails with an assertion of its own while it cleans up; the
+    underlying OSError is raised instead.
     """
     try:
         yield
@@ -274,7 +276,9 @@ def name_errors(path: Path | str) -> Iterator[None]:
             cause = cause.__context__
         if cause is None:
             raise
-        if cause.filename is None or str(cause.filename).startswith(f"{path}."):
+        # TensorBoard opens files by names of bytes.
+        named = "" if cause.filename is None else os.fsdecode(cause.filename)
+        if not named or named.startswith((f"{path}.", f"{path}/")):
             cause.filename = str(path)
         raise cause from None
 

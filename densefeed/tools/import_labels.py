@@ -18,7 +18,6 @@ Run the same command again to continue a killed import. Images without a usable 
 listed at the end.
 """
 
-import io
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -46,7 +45,7 @@ from densefeed.storage.row_codecs import ScoreMaps
 from densefeed.storage.tensor_files import TensorFiles
 from densefeed.system.devices import CORES
 from densefeed.system.errors import UserError, make_command
-from densefeed.system.files import check_absent, replace_file
+from densefeed.system.files import check_absent
 from densefeed.system.options import Count, NonNegativeInt, Options
 from densefeed.system.terminal import print
 from densefeed.tools.audit import load_references, print_checks, raise_on_faults
@@ -106,14 +105,9 @@ def main(options: Import) -> None:
         f"{options.labels}: maps of {side} x {side} cells, top {top_k}, by {pack.teacher} at "
         f"{pack.input_size} px; taken to cover {FOOTPRINT_WORDS[pack.footprint]}, axes {pack.axes}"
     )
-    log = io.StringIO()
-    try:
-        store, report = import_pack(images, pack, out, options.threads, options.missing, log)
-    finally:
-        # An import that fails names a few problems only.
-        if options.problems:
-            with replace_file(options.problems) as part:
-                part.write_text(log.getvalue())
+    store, report = import_pack(
+        images, pack, out, options.threads, options.missing, options.problems
+    )
     size = out.stat().st_size / len(store)
     print(
         f"{out}: {len(store):,} maps of {store.header.num_classes:,} classes "

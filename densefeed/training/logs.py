@@ -5,6 +5,7 @@ import math
 import platform
 import re
 import sys
+import threading
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -76,8 +77,7 @@ def open_log(
     with ExitStack() as stack:
         wandb_log = start_wandb(out, config, wandb_project, stack) if wandb_project else None
         truncate_metrics(step, out / "metrics.jsonl", evaluated)
-        # TensorBoard hides the events from `step` on, which the run will write again.
-        board = stack.enter_context(SummaryWriter(out / "tensorboard", purge_step=step))
+        board = stack.enter_context(open_board(out / "tensorboard", step))
         show = stack.enter_context(steps_bar(f"train {out.name}", steps, step))
 
         def record(kind: str, step: int, epoch: float, values: Values) -> None:
@@ -86,12 +86,36 @@ def open_log(
             with name_errors(out / "metrics.jsonl"), open(out / "metrics.jsonl", "a") as metrics:
                 metrics.write(json.dumps(line) + "\n")
             named = {f"{kind}/{name}": value for name, value in values.items()}
-            for name, value in named.items():
-                board.add_scalar(name, value, step)
+            with name_errors(out / "tensorboard"):
+                for name, value in named.items():
+                    board.add_scalar(name, value, step)
             if wandb_log:
                 wandb_log({"step": step} | named)
 
         yield RunLog(record, show)
+
+
+@contextmanager
+def open_board(folder: Path, step: int) -> Iterator[SummaryWriter]:
+    """Open TensorBoard's writer. Errors name the folder."""
+
+    def report(failed: threading.ExceptHookArgs) -> None:
+        # Its thread fails with the error that the next call of the writer raises.
+        if not type(failed.thread).__module__.startswith("tensorboard"):
+            hook(failed)
+
+    hook, threading.excepthook = threading.excepthook, report
+    try:
+        with name_errors(folder):
+            # TensorBoard hides the events from `step` on, which the run will write again.
+            board = SummaryWriter(folder, purge_step=step)
+        try:
+            yield board
+        finally:
+            with name_errors(folder):
+                board.close()
+    finally:
+        threading.excepthook = hook
 
 
 def truncate_metrics(step: int, path: Path, evaluated: bool = True) -> None:

@@ -1,6 +1,5 @@
 """Imported packs: values equal the files, faults are counted and named, kills lose nothing."""
 
-import io
 import math
 import os
 import resource
@@ -175,10 +174,10 @@ def test_every_fault_is_counted_and_named_and_fixing_it_completes_the_import(pac
     for kind, path in bad.items():
         spoil(labels, path, kind)
     wanted, out = declared(images, labels), tmp_path / "maps.h5"
-    log = io.StringIO()
+    log = tmp_path / "problems"
     with pytest.raises(UserError) as refused:
         import_pack(images, wanted, out, 2, log=log)
-    assert len(log.getvalue().splitlines()) == 10
+    assert len(log.read_text().splitlines()) == 10
     said = str(refused.value)
     assert said.startswith("10 images have no usable map")
     for kind, path in bad.items():

@@ -31,9 +31,13 @@ def compile_c(out: Path, sources: list[Path], *flags: str) -> Path:
 
 
 def header_jpeg(
-    marker: int, side: int, precision: int = 8, sampling: tuple[int, int] = (1, 1)
+    marker: int,
+    side: int,
+    precision: int = 8,
+    sampling: tuple[int, int] = (1, 1),
+    components: int = 3,
 ) -> bytes:
-    """Make a JPEG of three components whose scan is nearly empty, in about 110 bytes.
+    """Make a JPEG whose scan is nearly empty, in about 110 bytes.
 
     `marker` is that of its frame: C0 baseline, C1 extended, C2 progressive, C3 and CB lossless, C9
     and CA arithmetic, progressive too.
@@ -43,10 +47,16 @@ def header_jpeg(
         return bytes([0xFF, marker]) + struct.pack(">H", 2 + len(body)) + body
 
     luma, last = sampling[0] << 4 | sampling[1], 0 if marker in (0xC2, 0xCA) else 63
-    frame = struct.pack(">BHHB", precision, side, side, 3)
-    frame += bytes([1, luma, 0, 2, 0x11, 0, 3, 0x11, 0])
+    frame = struct.pack(">BHHB", precision, side, side, components)
+    frame += b"".join(bytes([n, 0x11 if n > 1 else luma, 0]) for n in range(1, components + 1))
+    tables = b"".join(bytes([n, 0]) for n in range(1, components + 1))
     file = b"\xff\xd8" + segment(0xDB, b"\0" + 64 * b"\1") + segment(marker, frame)
-    return file + segment(0xDA, bytes([3, 1, 0, 2, 0, 3, 0, 0, last, 0])) + bytes(8) + b"\xff\xd9"
+    return (
+        file
+        + segment(0xDA, bytes([components]) + tables + bytes([0, last, 0]))
+        + bytes(8)
+        + b"\xff\xd9"
+    )
 
 
 class Jpegs:

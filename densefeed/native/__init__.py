@@ -46,8 +46,9 @@ BILINEAR, BICUBIC = range(2)
 STAGES = ("labels", "read", "decode", "resample")
 # Bytes of a message, as in native.h.
 MESSAGE = 120
-# Largest image by default, pixels: Pillow's limit, twice its MAX_IMAGE_PIXELS.
-MAX_PIXELS = 178_956_970
+# Largest image by default, pixels: Pillow's MAX_IMAGE_PIXELS, above which it warns. As RGB it takes
+# 256 MiB, and while it is decoded up to three times as much.
+MAX_PIXELS = 89_478_485
 # Seconds between checks for Python signals while waiting for a batch.
 WAIT = 0.1
 # Four times the cores of the largest machines. Running out of threads would hurt all processes.
@@ -197,7 +198,7 @@ def check_frame(encoded: bytes) -> None:
     """Raise JpegError for a JPEG that not every decoder reads alike, or that is too large.
 
     These are codings of 12 bits, lossless and hierarchical ones, more pixels than the limit, and
-    codings in several scans whose coefficients need more than 3 bytes for each pixel of the limit.
+    codings in several scans whose coefficients need more than 6 bytes for each pixel of the limit.
     """
     _call("check_frame", encoded)
 

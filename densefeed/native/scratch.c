@@ -17,8 +17,8 @@ int fail(char *message, int status, const char *format, ...) {
     return status;
 }
 
-/* Pillow's limit: twice its MAX_IMAGE_PIXELS. */
-int64_t most_pixels = 178956970;
+/* Pillow's MAX_IMAGE_PIXELS. */
+int64_t most_pixels = 89478485;
 
 /* Set the largest number of pixels of an image. Not while a batch is decoded. */
 API void densefeed_limit(int64_t pixels) { most_pixels = pixels; }

@@ -13,8 +13,8 @@
 #define MOST_SCANS 200
 #define MOST_VISITS (16 * (uint64_t)most_pixels) /* scans times pixels */
 /* Bytes of all DCT coefficients, which libjpeg keeps for several scans and for transcoding: 3 for
- * each pixel in 4:2:0, 6 in 4:4:4. At the default limit this is 512 MiB. */
-#define MOST_COEFFICIENTS (3 * most_pixels)
+ * each pixel in 4:2:0, 6 in 4:4:4, 8 in CMYK. At the default limit this is 512 MiB. */
+#define MOST_COEFFICIENTS (6 * most_pixels)
 #define OTHER_BYTES (1 << 26) /* of libjpeg's own buffers: rows of pixels, 8 MB at 65,500 pixels */
 #define MEMORY_MESSAGE "its coefficients take more memory than --max-pixels %lld allows"
 

@@ -37,7 +37,7 @@ class DataOptions(Options):
     # folder: folders of images; ffcv: .beton files; dali: either, decoded by NVIDIA DALI
     loader: str = "folder"
     threads: Count = THREADS  # decoding threads of each rank
-    # refuse images of more pixels; the default is Pillow's limit, and memory is 3 to 8 bytes each
+    # refuse images of more pixels; Pillow warns above the default; memory is 3 to 8 bytes each
     max_pixels: Count = MAX_PIXELS
     # stop at an unreadable sample, or skip and count it
     on_bad_sample: Literal["raise", "skip"] = "raise"

@@ -39,7 +39,6 @@ from densefeed.system.errors import UserError
 from densefeed.system.files import replace_file
 from densefeed.system.prefetch import ordered_map
 from densefeed.system.progress import steps_bar
-from densefeed.system.terminal import print
 
 # Shape letters: N images, S cells along a side of a map, k classes per cell, K classes
 

@@ -87,7 +87,7 @@ class AuditOptions(Options):
     images: Annotated[int, Bounds(2)] = 300  # images shown to the reference
     # read all rows of a file of more than 100,000, of which otherwise 20,480 are read
     every_row: bool = False
-    # refuse images of more pixels; the default is Pillow's limit, and memory is 3 to 8 bytes each
+    # refuse images of more pixels; Pillow warns above the default; memory is 3 to 8 bytes each
     max_pixels: Count = MAX_PIXELS
     threads: Count = CORES  # decoding threads
     device: str = "auto"  # device of the reference; auto: cuda if there is one, else cpu

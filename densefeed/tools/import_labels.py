@@ -68,7 +68,7 @@ class Import(Options):
     # if an image has no usable map: write no file, or give every cell the image's own label
     missing: Literal["raise", "label"] = "raise"
     problems: Path | None = None  # text file to write: every image without a usable map, and why
-    # refuse images of more pixels; the default is Pillow's limit, and memory is 3 to 8 bytes each
+    # refuse images of more pixels; Pillow warns above the default; memory is 3 to 8 bytes each
     max_pixels: Count = MAX_PIXELS
     threads: Count = CORES  # threads that read files
     # a model to compare the maps with: a timm model, a checkpoint, or a run folder of train.py

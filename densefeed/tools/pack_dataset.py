@@ -81,7 +81,7 @@ class Packing(Options):
     quality: Annotated[int, Bounds(1, 100)] = 95
     # transcode JPEGs losslessly with an index of their segments, which makes crops faster to decode
     index: bool = True
-    # refuse images of more pixels; the default is Pillow's limit, and memory is 3 to 8 bytes each
+    # refuse images of more pixels; Pillow warns above the default; memory is 3 to 8 bytes each
     max_pixels: Count = MAX_PIXELS
     threads: Count = CORES  # threads that read and check images
     # if an image cannot be packed: write no file, or a file without it

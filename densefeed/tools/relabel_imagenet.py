@@ -82,7 +82,7 @@ class Labeling(Options):
     split: str = "train"  # split of the dataset
     # images per forward pass; auto: the largest power of two that fits, 32 on a CPU
     batch: int | Literal["auto"] = "auto"
-    # refuse images of more pixels; the default is Pillow's limit, and memory is 3 to 8 bytes each
+    # refuse images of more pixels; Pillow warns above the default; memory is 3 to 8 bytes each
     max_pixels: Count = MAX_PIXELS
     threads: Count = THREADS  # decoding threads of each rank
     device: str = "auto"  # auto: cuda if there is one, else cpu

@@ -135,15 +135,15 @@ def large_tile() -> bytes:
 
 ZEROS = zlib.compress(bytes(2**27), 9)
 BOMBS = {
-    "JPEG": (header_jpeg(0xCA, 16_384), "--max-pixels 178956970"),
-    "JPEG's coefficients": (header_jpeg(0xCA, 13_000), "--max-pixels 178956970"),
+    "JPEG": (header_jpeg(0xCA, 16_384), "--max-pixels 89478485"),
+    "JPEG's coefficients": (header_jpeg(0xCA, 9_400, components=4), "--max-pixels 89478485"),
     "12-bit JPEG": (header_jpeg(0xC1, 64, precision=12), "12 bits per color"),
     "lossless JPEG": (header_jpeg(0xC3, 64), "lossless or hierarchical JPEG"),
-    "PNG": (large_png("RGB", 2**16, 2**16), "--max-pixels 178956970"),
-    "PNG above half of Pillow's limit": (large_png("1", 13_378, 13_378), "--max-pixels 178956970"),
+    "PNG": (large_png("RGB", 2**16, 2**16), "--max-pixels 89478485"),
+    "PNG that Pillow only warns of": (large_png("1", 9_460, 9_460), "--max-pixels 89478485"),
     "text of a PNG": (chunked_png(b"zTXta\0\0" + ZEROS), "too large"),
     "profile of a PNG": (chunked_png(b"iCCPa\0\0" + ZEROS), "too large"),
-    "tile of a TIFF": (large_tile(), "--max-pixels 178956970"),
+    "tile of a TIFF": (large_tile(), "--max-pixels 89478485"),
 }
 
 

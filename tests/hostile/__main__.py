@@ -155,9 +155,10 @@ def run_case(number: int, seed: int, seeds: Path, out: Path, only: str) -> Resul
     words = command.words(seeds, path, folder / "out")
     before = set(folder.rglob("*"))
     outcome = run(words, folder)
-    # Merging writes the file that it is given; training goes on in the folder that it is given.
-    own = folder / "out", path
-    new = {entry for entry in folder.rglob("*") if not {*entry.parents, entry} & {*own}} - before
+    # Merging writes the file that it is given, and keeps its `.part` to go on from; training goes
+    # on in the folder that it is given.
+    own = str(folder / "out"), str(path)
+    new = {entry for entry in folder.rglob("*") if not str(entry).startswith(own)} - before
     fault = find_fault(outcome, sorted(str(entry.relative_to(folder)) for entry in new))
     if fault:
         text = f"{fault}\n{mutation}\npython {' '.join(words)}\n\n{outcome.output}"

@@ -179,7 +179,12 @@ class Campaign:
         if wrong or not self.writer.repeats or (EVERYTHING and fault != errno.EIO):
             return wrong
         again = self.run(*self.words, folder=self.work)
-        if again.code and "exists already" not in again.stderr:
+        if again.code and self.finished() and "exists already" in again.stderr:
+            for name in self.writer.made:
+                path = self.work / name
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+            again = self.run(*self.words, folder=self.work)
+        if again.code:
             wrong.append(f"cannot be repeated: {again.stderr[-600:]!r}")
         elif not self.finished():
             wrong.append(f"wrong file after it was repeated: {again.stderr}")
@@ -216,6 +221,7 @@ def inputs(run, folder, maps, packed, tmp_path_factory):
         path = root / "pixels" / "train" / ("a", "b")[number % 2] / f"{number}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(pixels).save(path)
+    make(*label(folder, root / "teacher", root / "labeled.h5"))
     # A labeling whose second batch fails leaves the rows of the first.
     words = label(folder, root / "teacher", root / "half" / "maps.h5")
     calls = run(*words, folder=root / "half").calls
@@ -263,6 +269,7 @@ def writers(inputs: Path, folder: Path, maps: Path, packed: tuple[Path, Path]) -
     labeled = label(folder, inputs / "teacher", "WORK/new/maps.h5")
     pack = "tools/pack_dataset.py", "--threads", 1, "--out", "WORK/new/train.beton", "--data"
     convert = "tools/score_maps.py", "convert"
+    audit = "tools/audit.py", inputs / "labeled.h5", "--data", folder
     labels = "--data", folder, "--labels", inputs / "labels", "--teacher", "t", "--input-size", 96
     labels += "--footprint", "center-crop", "--missing", "label", "--threads", 1, "--no-audit"
 
@@ -338,8 +345,7 @@ def writers(inputs: Path, folder: Path, maps: Path, packed: tuple[Path, Path]) -
             ("new/report.html",),
         ),
         "audit": Writer(
-            ("tools/audit.py", maps, "--data", folder, "--threads", 1, "--out", "WORK/audit.html"),
-            ("audit.html", "audit.json"),
+            (*audit, "--threads", 1, "--out", "WORK/audit.html"), ("audit.html", "audit.json")
         ),
         "digit scenes": Writer(
             ("tools/make_digit_scenes.py", "--train", 10, "--val", 10, "--out", "WORK/new/scenes"),

@@ -271,6 +271,13 @@ def merge_files(out: Path, /, form: Form = "raw") -> None:
         raise UserError(
             f"{out} has no shards ({example}, ...) beside it; name the file they are merged into"
         )
+    if out.exists():
+        # An earlier merge ended before it had removed all of them.
+        store = ScoreMapStore(out)
+        clean_up(out, store.header)
+        if not find_leftovers(out):
+            print(summary(store))
+            return
     # If no set of shards is complete, `merge` names what the first set lacks.
     whole = [of for of in counts if not find_missing(out, of)]
     print(summary(merge(out, (whole or counts)[0], form)))

@@ -56,7 +56,8 @@ def preprocessing_config(module: nn.Module) -> dict:
 def parse_channels(name: str, value: object) -> tuple[float, ...] | None:
     """Return `mean` or `std` as three finite numbers, None if it is none; std is above 0."""
     try:
-        values = torch.as_tensor(value, dtype=torch.float64).flatten().tolist()
+        # On the CPU also where a model is built on the meta device, whose tensors have no values.
+        values = torch.as_tensor(value, dtype=torch.float64, device="cpu").flatten().tolist()
     # as_tensor raises one of these, depending on what is no number.
     except (TypeError, ValueError, RuntimeError, OverflowError):
         return None

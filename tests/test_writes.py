@@ -8,7 +8,7 @@ import json
 import os
 import re
 import shutil
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
@@ -43,7 +43,8 @@ class Writer:
     """A command that writes to a folder: its words, the files it makes, the files it begins with.
 
     `made` are files or folders; each is complete, old or absent. `same` compares two of them.
-    `repeats` tells whether the same words after a failure end with the same files.
+    `repeats` tells whether the same words after a failure end with the same files. Of calls with
+    one name, on paths that differ only in numbers, `alike` are tried, from the first to the last.
     """
 
     words: tuple
@@ -51,6 +52,7 @@ class Writer:
     begin: Callable[[Path], None] = lambda work: None
     same: Callable[[Path, Path], bool] | None = None
     repeats: bool = True
+    alike: int = 10**9
 
 
 def content(path: Path) -> object:
@@ -133,17 +135,25 @@ class Campaign:
 
     def faults(self, sample: int) -> list[tuple[int, int]]:
         """List calls and their faults: all, or every kind at about `sample` calls."""
-        every = [(at, fault) for at, call in enumerate(self.calls, 1) for fault in faults_of(call)]
+        kinds = defaultdict(list)
+        for at, call in enumerate(self.calls, 1):
+            kinds[re.sub(r"\d+", "N", call)].append(at)
+        most = self.writer.alike
+        places = (np.linspace(0, len(ats) - 1, min(len(ats), most)) for ats in kinds.values())
+        chosen = sorted(
+            ats[int(at)] for ats, some in zip(kinds.values(), places, strict=True) for at in some
+        )
+        every = [(at, fault) for at in chosen for fault in faults_of(self.calls[at - 1])]
         if EVERYTHING:
             return every
         # Each kind of call first, then evenly.
-        rng, picked, kinds = np.random.default_rng(len(every)), [], set()
+        rng, picked, seen = np.random.default_rng(len(every)), [], set()
         for number in rng.permutation(len(every)).tolist():
             at, fault = every[number]
             kind = self.calls[at - 1].split()[0], fault
-            if len(picked) < sample or kind not in kinds:
+            if len(picked) < sample or kind not in seen:
                 picked.append((at, fault))
-            kinds.add(kind)
+            seen.add(kind)
         return picked
 
     def inject(self, at: int, fault: int) -> list[str]:
@@ -339,7 +349,8 @@ def writers(inputs: Path, folder: Path, maps: Path, packed: tuple[Path, Path]) -
             ("tools/export.py", inputs / "teacher", "--format", "onnx", "--out", "WORK/exported"),
             ("exported/model.onnx",),
         ),
-        "train": Writer((*train, "--out", "WORK/new/run"), ("new/run",), same=same_run),
+        # torch.save writes a checkpoint in 144 calls.
+        "train": Writer((*train, "--out", "WORK/new/run"), ("new/run",), same=same_run, alike=3),
         "report": Writer(
             ("tools/report.py", inputs / "teacher", "--out", "WORK/new/report.html"),
             ("new/report.html",),

@@ -332,7 +332,7 @@ def writers(inputs: Path, folder: Path, maps: Path, packed: tuple[Path, Path]) -
                 "tools/import_labels.py",
                 *labels,
                 "--problems",
-                "WORK/problems",
+                "WORK/problems.txt",
                 "--out",
                 "WORK/x.h5",
             ),

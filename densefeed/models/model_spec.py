@@ -31,6 +31,8 @@ ARGUMENTS = (
 DEPTHS = frozenset(("depth", "depths", "layers", "num_layers"))
 MAX_DEPTH = 1000
 MAX_PIXELS = 4096
+# Cells along a window. Swin's table of its pairs of cells is no weight: 8 MB at 32, 0.8 GB at 100.
+MAX_WINDOW = 32
 # Of any other number: more than classes in any data set.
 MAX_NUMBER = 2**20
 MAX_ITEMS = 64
@@ -98,7 +100,7 @@ def find_excess(name: str, value: object) -> int:
     numbers = [n for n in flatten(value) if isinstance(n, int | float)]
     if name in DEPTHS and sum(map(abs, numbers)) > MAX_DEPTH:
         return MAX_DEPTH
-    limit = MAX_PIXELS if name == "img_size" else MAX_NUMBER
+    limit = {"img_size": MAX_PIXELS, "window_size": MAX_WINDOW}.get(name, MAX_NUMBER)
     return limit if any(abs(number) > limit for number in numbers) else 0
 
 

@@ -86,6 +86,8 @@ def convert(store: ScoreMapStore, out: Path, form: Form) -> ScoreMapStore:
             os.fsync(file.fileno())
             drop_cache(file.fileno())
         read_back(part, out, crcs)
+        # It may have appeared meanwhile.
+        check_absent(out)
     return ScoreMapStore(out)
 
 

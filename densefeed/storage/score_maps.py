@@ -92,6 +92,10 @@ def find_valid_windows(window_N4: np.ndarray) -> np.ndarray:
 def find_duplicate_classes(cls_NSSk: np.ndarray) -> np.ndarray:
     """Mark the rows that name a class twice in one cell, bool `[N]`."""
     N, k = len(cls_NSSk), cls_NSSk.shape[3]
+    # Pairs are faster for few classes; the number of pairs grows with k squared.
+    if k > 16:
+        ordered = np.sort(cls_NSSk, axis=3)
+        return (ordered[..., 1:] == ordered[..., :-1]).reshape(N, -1).any(1)
     ranks = [np.ascontiguousarray(cls_NSSk[..., rank]).reshape(N, -1) for rank in range(k)]
     duplicates = ((one == other).any(1) for one, other in combinations(ranks, 2))
     return sum(duplicates, np.zeros(N, bool))

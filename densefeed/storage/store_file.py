@@ -29,8 +29,8 @@ Arrays = dict[str, np.ndarray]  # datasets, by name
 VERSIONS = {"raw": 1, "lossless": 2, "compact": 2}
 # Greatest values of the header's numbers: cells and pixels along a side, classes.
 MOST = {"side": 1024, "top_k": MOST_CLASSES, "num_classes": MOST_CLASSES, "input_size": 4096}
-# Most entries of a map: 64 MB.
-MOST_ENTRIES = 2**24
+# Most entries of a map: 1 MB of logits and classes. A published map has 1,620.
+MOST_ENTRIES = 2**18
 # Longest path of an image, bytes: PATH_MAX of Linux.
 MOST_PATH = 4096
 # Bytes of a dataset that are read at once.

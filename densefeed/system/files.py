@@ -81,6 +81,12 @@ def check_absent(path: Path) -> None:
         raise UserError(f"{path} exists already; remove it or choose another --out")
 
 
+def check_ending(path: Path, ending: str, option: str) -> None:
+    """Raise UserError unless the name of an output ends so: it might be that of another file."""
+    if path.suffix != ending:
+        raise UserError(f"{option} {path} must end in {ending}; choose another name")
+
+
 @contextmanager
 def replace_file(path: Path) -> Iterator[Path]:
     """Yield a temporary sibling of `path`; on success rename it over `path`, else delete it.
@@ -145,8 +151,13 @@ def replace_link(path: Path, target: Path) -> None:
             raise
 
 
+def create_empty(path: Path) -> None:
+    """Create an empty file; FileExistsError for anything of that name, links to nothing too."""
+    os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666))
+
+
 def create_part(
-    path: Path, create: Callable[[Path], None] = Path.touch, flags: int = os.O_RDWR
+    path: Path, create: Callable[[Path], None] = create_empty, flags: int = os.O_RDWR
 ) -> tuple[Path, int]:
     """Create the sibling `<path>.PID.part`; return it and its descriptor, which locks it.
 
@@ -155,14 +166,15 @@ def create_part(
     """
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     make_folder(path.parent)
-    remove_orphans(path)
+    remove_orphans(path, folders=flags == os.O_RDONLY)
     while True:
         with suppress(FileExistsError):
             create(part)
         # Before it is locked another process may take it for an orphan and remove it.
         with suppress(FileNotFoundError):
             # Waits: who else locks a file of this process is about to remove it.
-            return part, open_locked(part, flags, fcntl.LOCK_EX)
+            # Never through a link of this name, which may lead anywhere.
+            return part, open_locked(part, flags | os.O_NOFOLLOW, fcntl.LOCK_EX)
 
 
 def lock(descriptor: int, path: Path, operation: int = fcntl.LOCK_EX | fcntl.LOCK_NB) -> None:
@@ -215,26 +227,26 @@ def create_locked(path: Path) -> int:
             return open_locked(path, os.O_RDWR | os.O_CREAT)
 
 
-def remove_orphans(path: Path) -> None:
-    """Remove unlocked siblings `<path>.PID.part`, files and folders, which killed processes left.
+def remove_orphans(path: Path, folders: bool = False) -> None:
+    """Remove unlocked siblings `<path>.PID.part`, files or `folders`, which killed processes left.
 
     On a file system without locks nothing is removed.
     """
     pattern = re.compile(re.escape(path.name) + r"\.\d+\.part")
     siblings = list(path.parent.iterdir()) if path.parent.is_dir() else []
     for part in siblings:
-        if not pattern.fullmatch(part.name):
+        if not pattern.fullmatch(part.name) or part.is_dir() != folders:
             continue
         # Its writer is alive, or this process may not open or remove it.
         with suppress(OSError):
             # NFS locks only what is open for writing, which a folder never is.
-            flags = os.O_RDONLY if part.is_dir() else os.O_RDWR
+            flags = os.O_RDONLY if folders else os.O_RDWR
             descriptor = os.open(part, flags | os.O_NOFOLLOW)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 # Before the lock is released, so no process can lock what is about to go.
                 if is_named(descriptor, part):
-                    shutil.rmtree(part) if part.is_dir() else part.unlink()
+                    shutil.rmtree(part) if folders else part.unlink()
             finally:
                 os.close(descriptor)
 

@@ -31,7 +31,7 @@ from densefeed.storage.row_codecs import cell_targets
 from densefeed.storage.store_file import StoreFile
 from densefeed.system.devices import CORES, choose_device
 from densefeed.system.errors import UserError, first_line, make_command
-from densefeed.system.files import replace_file
+from densefeed.system.files import check_ending, replace_file
 from densefeed.system.options import Bounds, Count, Options
 from densefeed.system.provenance import write_json
 from densefeed.system.terminal import print
@@ -102,11 +102,13 @@ def main(options: AuditOptions) -> None:
     path = options.maps
     if options.teacher and options.data is None:
         raise UserError("--teacher needs the images; pass them with --data")
+    out = options.out or path.with_suffix(".audit.html")
+    numbers = options.json or out.with_suffix(".json")
+    check_ending(out, ".html", "--out")
+    check_ending(numbers, ".json", "--json")
     images = Images(options.data, options.dataset, options.split) if options.data else None
     references = open_references(options) if options.teacher else None
     result = audit(path, images, references, options.images, options.every_row, options.threads)
-    out = options.out or path.with_suffix(".audit.html")
-    numbers = options.json or out.with_suffix(".json")
     text = render_page(result)
     with replace_file(out) as part:
         part.write_text(text)

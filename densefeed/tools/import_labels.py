@@ -45,7 +45,7 @@ from densefeed.storage.row_codecs import ScoreMaps
 from densefeed.storage.tensor_files import TensorFiles
 from densefeed.system.devices import CORES
 from densefeed.system.errors import UserError, make_command
-from densefeed.system.files import check_absent
+from densefeed.system.files import check_absent, check_ending
 from densefeed.system.options import Count, NonNegativeInt, Options
 from densefeed.system.terminal import print
 from densefeed.tools.audit import load_references, print_checks, raise_on_faults
@@ -84,6 +84,8 @@ def main(options: Import) -> None:
     limit_pixels(options.max_pixels)
     out = options.out
     check_absent(out)
+    if options.problems:
+        check_ending(options.problems, ".txt", "--problems")
     images = Images(options.data, split=options.split)
     matching = match(images, options.labels)
     side, top_k = probe(images, matching)

@@ -17,6 +17,9 @@ Weights = Literal["ema", "raw"]
 OUR_INTERPOLATION = "bilinear"
 # Largest side of the input that a file may ask for, pixels: the model is tried at it.
 MAX_SIZE = 1024
+# Patches along a side of an input, if a file states them. Attention over 64 x 64 takes 67 MB a
+# head.
+MAX_PATCHES = 64
 
 
 class Trained(NamedTuple):
@@ -78,7 +81,13 @@ def open_trained(
         )
     if not size and (facts.size or 0) > MAX_SIZE:
         raise UserError(f"{path} states inputs of {facts.size:,} px; give --size for so many")
-    size = size or facts.size or data["input_size"][-1]
+    stated, patch = facts.size or data["input_size"][-1], recipe.kwargs.get("patch_size")
+    if not size and isinstance(patch, int) and stated > MAX_PATCHES * patch:
+        raise UserError(
+            f"{path} states inputs of {stated:,} px in patches of {patch} px; give --size for so "
+            "many patches"
+        )
+    size = size or stated
     model, kwargs = at_size(model, recipe, size, path)
     return Trained(
         path=path,

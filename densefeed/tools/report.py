@@ -32,7 +32,7 @@ from densefeed.pipelines.loader import ThreadedLoader
 from densefeed.pipelines.targets import PLAIN, TargetRules, sparse_targets
 from densefeed.storage.images import Images
 from densefeed.system.errors import UserError, make_command
-from densefeed.system.files import open_regular, replace_file
+from densefeed.system.files import check_ending, open_regular, replace_file
 from densefeed.system.json_files import is_number, read_json
 from densefeed.system.options import leaves, with_options
 from densefeed.system.progress import bar
@@ -469,6 +469,8 @@ def main(report: Report) -> None:
     for path in report.runs:
         if path.is_file() or path.suffix in (".h5", ".hdf5"):
             raise UserError(f"{path} is not a run folder; audit score maps with tools/audit.py")
+    if report.out:
+        check_ending(report.out, ".html", "--out")
     runs = [read_run(folder) for folder in report.runs]
     folder = report.runs[-1]
     environment, out = read_environment(folder), report.out or folder / "report.html"

@@ -50,6 +50,7 @@ from densefeed.pipelines.open import find_loader
 from densefeed.pipelines.plan import EpochPlan
 from densefeed.system.devices import CORES, choose_device, synchronize
 from densefeed.system.errors import UserError, make_command
+from densefeed.system.files import check_ending
 from densefeed.system.json_files import read_json
 from densefeed.system.options import Count, Fraction, Options
 from densefeed.system.progress import bar
@@ -279,6 +280,8 @@ def measure_sync(
 
 def main(options: Validation) -> dict:
     """Evaluate the model, print the table and write the JSON file; return the row."""
+    if options.json:
+        check_ending(options.json, ".json", "--json")
     device = choose_device(options.device)
     trained = open_trained(options.checkpoint, options.weights, options.model, options.size)
     source, model = open_source(options), trained.model

@@ -85,7 +85,8 @@ def check_kinds(out: Path) -> None:
             raise UserError(f"{path} must be a regular file; remove it, or choose another --out")
     for name in (*FOLDERS, *LINKS):
         path = out / name
-        is_folder = path.is_dir() and not (path.is_symlink() and name in LINKS)
+        # A linked folder would be written to, and old checkpoints deleted, outside of `out`.
+        is_folder = path.is_dir() and not path.is_symlink()
         if os.path.lexists(path) and is_folder != (name in FOLDERS):
             kind = "be a folder" if name in FOLDERS else "not be a folder"
             raise UserError(f"{path} must {kind}; remove it, or choose another --out")

@@ -10,6 +10,8 @@ from densefeed.system.options import parse_arguments
 from densefeed.tools.ablations import RUNS
 
 FORBIDDEN = {
+    # The table of pairs of cells in a window is no weight: 0.8 GB.
+    "window_size": 100,
     **{"checkpoint_path": "x.pt", "pretrained": True, "cache_dir": "/tmp", "features_only": True},
     **{"pretrained_cfg": {"file": "x"}, "act_layer": "gelu", "scriptable": True, "x" * 90: 1},
     **{"depth": 10**9, "depths": [600, 600], "img_size": 5000, "embed_dim": 10**7},

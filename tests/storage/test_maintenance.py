@@ -376,3 +376,12 @@ def test_a_disk_without_locks_and_fallocate_takes_the_same_files(
     compact = convert(raw, tmp_path / "again-compact.h5", "compact")
     for store, want in ((raw, "raw"), (compact, "compact")):
         assert store.path.read_bytes() == stores[want].path.read_bytes()
+
+
+def test_a_file_that_appears_during_a_conversion_is_kept(stores, tmp_path, monkeypatch):
+    out = tmp_path / "new" / "x.h5"
+    monkeypatch.setattr(maintenance, "read_back", lambda *_: out.write_text("mine"))
+    with pytest.raises(UserError, match=r"x.h5 exists already"):
+        convert(stores["raw"], out, "lossless")
+    assert list(out.parent.iterdir()) == [out]
+    assert out.read_text() == "mine"

@@ -68,6 +68,23 @@ def test_a_file_is_made_again_if_it_is_removed_as_an_orphan_before_it_is_locked(
     assert list(tmp_path.iterdir()) == [target]
 
 
+def test_what_others_named_like_a_temporary_file_stays(tmp_path):
+    """A folder of such a name was deleted with all in it, and a link written through."""
+    target, mine = tmp_path / "x.h5", tmp_path / "x.h5.2024.part"
+    mine.mkdir()
+    (mine / "thesis.tex").write_text("mine")
+    with replace_file(target) as part:
+        part.write_text("new")
+    assert (target.read_text(), (mine / "thesis.tex").read_text()) == ("new", "mine")
+    victim, link = tmp_path / "victim", tmp_path / f"y.h5.{os.getpid()}.part"
+    victim.write_text("mine")
+    link.symlink_to(victim)
+    with pytest.raises(OSError, match="Too many levels"), replace_file(tmp_path / "y.h5") as part:
+        part.write_text("new")
+    assert victim.read_text() == "mine"
+    assert not (tmp_path / "y.h5").exists()
+
+
 def test_nothing_is_an_orphan_where_files_cannot_be_locked(tmp_path, monkeypatch):
     """There a lock does not show that the writer is alive."""
     part = tmp_path / "file.1.part"

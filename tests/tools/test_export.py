@@ -86,6 +86,14 @@ def test_timm_loads_the_model_bit_by_bit(runs, tmp_path, name, weights):
     assert model.pretrained_cfg["label_names"] == NAMES
 
 
+def test_the_config_of_a_run_is_not_replaced(runs, tmp_path):
+    (tmp_path / "config.json").write_text('{"data": {}}')
+    checkpoint = next(iter(sorted(runs.rglob("*.pt"))))
+    with pytest.raises(UserError, match=r"config.json is not of an exported model"):
+        export.main(Export(checkpoint=checkpoint, out=tmp_path))
+    assert (tmp_path / "config.json").read_text() == '{"data": {}}'
+
+
 def test_timm_finds_the_preprocessing(runs, tmp_path):
     export.main(Export(checkpoint=runs / "lvvit_micro", out=tmp_path))
     data = resolve_data_config(model=load(tmp_path))

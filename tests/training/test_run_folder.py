@@ -132,6 +132,7 @@ PLANTED = [
 ]
 PLANTED += [(name, kind) for name in ("checkpoints", "tensorboard") for kind in ("pipe", "nothing")]
 PLANTED += [(name, "folder") for name in ("last.pt", "best.pt")] + [("metrics.jsonl", "device")]
+PLANTED += [(name, "link") for name in ("checkpoints", "tensorboard")]
 PLANTED += [(".", kind) for kind in ("pipe", "nothing", "file")]
 
 
@@ -144,6 +145,8 @@ def test_what_cannot_be_written_is_refused_before_the_first_step(tmp_path, name,
         "pipe": lambda: os.mkfifo(path),
         "folder": lambda: path.mkdir(),
         "nothing": lambda: path.symlink_to(tmp_path / "elsewhere"),
+        # Checkpoints in the linked folder would be deleted.
+        "link": lambda: path.symlink_to(tmp_path),
         "device": lambda: path.symlink_to("/dev/zero"),
         "file": lambda: path.write_text(""),
     }

@@ -109,6 +109,7 @@ soak: $(READY)
 	SOAK_KILLS=$(KILLS) $(RUN) -m pytest -s tests/test_resume.py tests/storage/test_shards.py -k killed_at_random_times
 	SOAK_FAULTS=all $(RUN) -m pytest -s tests/test_writes.py
 	SOAK_ORIENTATIONS=$(ORIENTATIONS) $(RUN) -m pytest -s tests/relabel/test_audit.py -k planted_orientations
-	SOAK_FILES=$(FILES) $(RUN) -m pytest -s tests/test_hostile.py
+	SOAK_FILES=$(FILES) $(RUN) -m pytest -s tests/test_hostile.py tests/test_hostile_names.py \
+		tests/tools/test_hostile_checkpoints.py
 
 .PHONY: quickstart test test-slow test-oldest test-processors test-ports check fix docs gpu-check bench soak

@@ -282,6 +282,8 @@ def of_store(rng: random.Random, home: Path) -> list[str]:
         class_names=names,
     )
     labels = np.array([0, 1, 0, 10**8 * rng.randrange(2)])
+    # Longer paths are refused in any file.
+    paths = [path.encode()[:4096].decode(errors="ignore") for path in paths]
     writer = ScoreMapWriter(home / "maps.h5", header, paths, labels)
     writer.write(np.arange(4), maps)
     writer.finish()

@@ -1,5 +1,7 @@
 """Hostile names, lists, class maps and folders end every command in one sentence."""
 
+import os
+
 import pytest
 
 
@@ -15,4 +17,4 @@ def test_commands_survive_hostile_names(command, tmp_path):
 
 @pytest.mark.slow
 def test_commands_survive_many_hostile_names(command, tmp_path):
-    run_campaign(command, tmp_path, 1200, 1)
+    run_campaign(command, tmp_path, int(os.environ.get("SOAK_FILES", 150)), 1)

@@ -138,7 +138,7 @@ def test_truncated_files_stop_a_training_before_it_starts(folder, maps, tmp_path
     os.truncate(tmp_path / "maps.h5", 2_000)
     text = "train.py lvvit_micro_relabel --loader folder --score-maps maps.h5 --out run --data"
     done = run(text, folder, "--val", folder, "--epochs", 1, cwd=tmp_path)
-    assert_refused(done, "maps.h5 is not a complete HDF5 file", "relabel")
+    assert_refused(done, "maps.h5 is not a complete file of score maps", "relabel")
     assert not (tmp_path / "run").exists()
 
 

@@ -5,15 +5,12 @@ included.
 """
 
 import argparse
-import errno
 import functools
 import hashlib
 import inspect
-import json
 import math
 import os
 import re
-import stat
 import sys
 import warnings
 from pathlib import Path
@@ -37,6 +34,8 @@ from densefeed.models.model_spec import (
 from densefeed.models.t2t import T2TViT
 from densefeed.storage.torch_files import TorchFileError, check_torch_file
 from densefeed.system.errors import UserError, explain_os_error, first_line
+from densefeed.system.files import open_regular
+from densefeed.system.json_files import read_json
 from densefeed.system.terminal import print
 
 # Bytes of a checkpoint's pickle. With 10,000 tensors and 20,000 class names it has 2 MB.
@@ -74,22 +73,23 @@ def load(path: Path) -> dict:
     CheckpointError.
     """
     try:
-        with open_file(path) as file:
+        with open_regular(path) as file:
+            verify(file, path)
             if path.suffix == ".safetensors":
                 return {"model": load_file(path)}
-            verify(file, path)
             check_torch_file(file, MAX_PICKLE)
             # timm's trainer and those derived from it save the command line as a Namespace, which
             # has attributes and no code. torch warns about damaged pickles.
             allowed = torch.serialization.safe_globals([argparse.Namespace])
             with allowed, warnings.catch_warnings(action="ignore"):
                 checkpoint = torch.load(file, map_location="cpu", weights_only=True)
-    except (FileNotFoundError, IsADirectoryError, PermissionError) as error:
-        raise CheckpointError(explain_os_error(error)) from None
     except TorchFileError as error:
         what = f"is not a checkpoint that loads safely ({error})"
         raise CheckpointError(f"{path} {what}; copy or train it again") from error
     except (OSError, SafetensorError) as error:
+        # Errors of the system name the file and have a remedy.
+        if isinstance(error, OSError) and error.filename:
+            raise CheckpointError(explain_os_error(error)) from None
         raise CheckpointError(f"{path} cannot be read ({error}); copy it again") from error
     except (CheckpointError, MemoryError):
         raise
@@ -101,19 +101,6 @@ def load(path: Path) -> dict:
         what = f"a {type(checkpoint).__name__} instead of a dictionary of weights"
         raise CheckpointError(f"{path} holds {what}; choose another file")
     return checkpoint
-
-
-def open_file(path: Path) -> BinaryIO:
-    """Open a regular file for reading. A pipe or a device would block or never end."""
-    # Without O_NONBLOCK, opening a pipe waits for its writer.
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    mode = os.fstat(descriptor).st_mode
-    if stat.S_ISREG(mode):
-        return os.fdopen(descriptor, "rb")
-    os.close(descriptor)
-    if stat.S_ISDIR(mode):
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-    raise CheckpointError(f"{path} is no regular file; choose a checkpoint file")
 
 
 def verify(file: BinaryIO, path: Path) -> None:
@@ -128,8 +115,9 @@ def verify(file: BinaryIO, path: Path) -> None:
     if not manifest.is_file():
         return
     try:
-        hashes = {e["file"]: e["sha256"] for e in json.loads(manifest.read_text())}
-    except (ValueError, TypeError, KeyError, RecursionError):
+        entries = read_json(manifest, "copy it again", list)
+        hashes = {entry["file"]: entry["sha256"] for entry in entries}
+    except (UserError, TypeError, KeyError):
         warn_unreadable(manifest)
         return
     if real.name in hashes and hashlib.file_digest(file, "sha256").hexdigest() != hashes[real.name]:

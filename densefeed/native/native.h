@@ -23,8 +23,8 @@
  * ifunc; needs ELF and glibc). Sanitized builds use the default version, because sanitizers cannot
  * run before their own setup. The targets are levels: "arch=haswell" would match that CPU only.
  * -DDENSEFEED_ONE_CPU compiles the instruction set of -march alone, to test each on one machine. */
-#if defined(X86) && !defined(DENSEFEED_ONE_CPU) && defined(__GLIBC__) && __GNUC__ >= 12 && !defined(__clang__) \
-    && !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
+#if defined(X86) && !defined(DENSEFEED_ONE_CPU) && defined(__GLIBC__) && __GNUC__ >= 12 \
+    && !defined(__clang__) && !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
 #define FOR_EVERY_CPU \
     __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #else

@@ -30,6 +30,7 @@ from densefeed.storage.score_maps import ScoreMaps, find_faults
 from densefeed.system.devices import CORES
 from densefeed.system.errors import UserError
 from densefeed.system.files import name_errors
+from densefeed.system.json_files import parse_json
 from densefeed.system.prefetch import ordered_map
 from densefeed.system.progress import bar
 from densefeed.system.terminal import print
@@ -662,9 +663,8 @@ def read_notes(path: Path, descriptor: int, head: bytes, table: int) -> dict:
 def parse_notes(text: bytes) -> dict:
     """Parse the notes; empty if they are not a JSON object."""
     try:
-        notes = json.loads(text)
-    # JSON that is nested too deep, and numbers of thousands of digits, are refused by Python.
-    except (ValueError, RecursionError):
+        notes = parse_json(text)
+    except ValueError:
         return {}
     return notes if isinstance(notes, dict) else {}
 
@@ -680,10 +680,12 @@ def check_notes(path: Path, notes: dict, fields: list[Field], table: int) -> Non
     valid = {
         "fingerprint": isinstance(notes.get("fingerprint"), str),
         "class_names": isinstance(names, list) and all(isinstance(name, str) for name in names),
-        "left_out": is_number(notes.get("left_out", 0), 0, table, int),
+        "left_out": is_between(notes.get("left_out", 0), 0, table, int),
         "crc32": isinstance(sums, dict)
-        and all(is_number(sums.get(key), 0, 2**32, int) for key in ("metadata", "table", "samples"))
-        and is_number(sums.get("samples_at"), 0, table, int),
+        and all(
+            is_between(sums.get(key), 0, 2**32, int) for key in ("metadata", "table", "samples")
+        )
+        and is_between(sums.get("samples_at"), 0, table, int),
         "teacher": isinstance(notes.get("teacher", ""), str),
         "absent": notes.get("absent", "tail") in ("tail", "zero-logit"),
     }
@@ -693,15 +695,15 @@ def check_notes(path: Path, notes: dict, fields: list[Field], table: int) -> Non
         valid["shape of the score maps"] = [f for f in fields if f.name in MAP_FIELDS] == ours
         # The step takes memory for each of them.
         most = math.prod(shape[1:])
-        valid["max_palette"] = is_number(notes.get("max_palette"), 1, most, int)
+        valid["max_palette"] = is_between(notes.get("max_palette"), 1, most, int)
         # The Window of a letterbox is longer than the image.
-        valid["min_window_side"] = is_number(notes.get("min_window_side"), 1e-9, 1e9, float)
+        valid["min_window_side"] = is_between(notes.get("min_window_side"), 1e-9, 1e9, float)
     for name, is_valid in valid.items():
         if not is_valid:
             raise UserError(f"{path}: {name} in its notes is invalid; pack it again")
 
 
-def is_number(value: object, low: float, high: float, kind: type) -> bool:
+def is_between(value: object, low: float, high: float, kind: type) -> bool:
     """Whether a value of JSON is a number of this kind, at least `low` and at most `high`."""
     # True is an int in Python, and every int is a float in JSON.
     return type(value) in (int, kind) and low <= value <= high

@@ -21,6 +21,7 @@ from densefeed.storage.hdf5_layout import Dataset, Layout, LayoutError, read_lay
 from densefeed.storage.row_codecs import Absent, Form, FormError
 from densefeed.system.errors import UserError, explain_os_error, first_line
 from densefeed.system.files import name_errors, open_regular
+from densefeed.system.json_files import parse_json
 
 Types = dict[str, tuple[str, tuple[int, ...]]]  # dtype and shape of datasets, by name
 Arrays = dict[str, np.ndarray]  # datasets, by name
@@ -67,9 +68,8 @@ class StoreHeader:
     def from_json(cls, text: bytes, where: Path) -> "StoreHeader":
         """Decode from JSON; UserError that names `where` for anything but a header of a store."""
         try:
-            values = json.loads(text.decode())
-        # Text that is no UTF-8 is a ValueError too; brackets may be nested too deep.
-        except (ValueError, RecursionError) as error:
+            values = parse_json(text)
+        except ValueError as error:
             raise UserError(
                 f"{where}: its header is no JSON ({first_line(error)}); copy it again or relabel"
             ) from None
@@ -141,25 +141,14 @@ def find_number_fault(values: dict) -> str | None:
 
 
 def find_text_fault(values: dict) -> str | None:
-    """Describe a text of a complete header that is of another type, or no Unicode."""
+    """Describe a text of a complete header that is of another type."""
     for name in ("teacher", "geometry", "fingerprint"):
-        if not is_text(values[name]):
+        if not isinstance(values[name], str):
             return f"{name} is {shorten(values[name])}, but must be text"
     names = values["class_names"]
-    if not isinstance(names, list) or not all(map(is_text, names)):
+    if not isinstance(names, list) or not all(isinstance(n, str) for n in names):
         return "class_names must be a list of texts"
     return None
-
-
-def is_text(value: object) -> bool:
-    """Whether a value from JSON is text. JSON can hold halves of characters, which are none."""
-    if not isinstance(value, str):
-        return False
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def row_types(side: int, top_k: int) -> Types:

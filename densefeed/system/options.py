@@ -22,9 +22,6 @@ from densefeed.system.errors import UserError
 
 Nested = TypeVar("Nested")
 
-# A whole number that every library takes: C's signed 64 bits.
-MOST_WHOLE = 2**63 - 1
-
 
 @dataclass(frozen=True)
 class Bounds:
@@ -35,11 +32,8 @@ class Bounds:
 
     def check(self, name: str, value: float) -> None:
         """Raise UserError with the name of the option for a number out of bounds or not finite."""
+        check_integers(name, value)
         # Infinity lies within bounds that have no upper end.
-        whole = isinstance(value, int)
-        # Larger whole numbers are no sizes or counts, and fit neither C's nor a float's range.
-        if whole and abs(value) > MOST_WHOLE:
-            raise UserError(f"{flag(name)} is too large; it must be at most {MOST_WHOLE:,}")
         if self.low <= value <= self.high and math.isfinite(value):
             return
         finite = "" if math.isfinite(value) else " and finite"
@@ -77,8 +71,7 @@ class Options:
             if value is tyro.MISSING:
                 continue
             check_type(flag(leaf), hint, value)
-            if has_long_integer(value):
-                raise UserError(f"{flag(leaf)} is an integer beyond 64 bits; give a smaller one")
+            check_integers(leaf, value)
             for item in metadata(hint):
                 if isinstance(item, Bounds):
                     item.check(leaf, value)
@@ -114,11 +107,15 @@ def has_bool(value: Any) -> bool:
     return any(map(has_bool, value)) if isinstance(value, tuple) else isinstance(value, bool)
 
 
-def has_long_integer(value: Any) -> bool:
-    """Whether a value is an integer that 64 bits with sign do not hold, or a tuple with one."""
-    if isinstance(value, tuple):
-        return any(map(has_long_integer, value))
-    return isinstance(value, int) and not -(2**63) <= value < 2**63
+def check_integers(name: str, value: Any) -> None:
+    """Raise UserError for an integer, or a tuple with one, that signed 64 bits do not hold.
+
+    Larger ones fit neither C's integers nor a float.
+    """
+    for item in value if isinstance(value, tuple) else ():
+        check_integers(name, item)
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise UserError(f"{flag(name)} is an integer beyond 64 bits; give a smaller one")
 
 
 def hints(options: type) -> dict[str, Any]:

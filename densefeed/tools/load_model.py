@@ -80,12 +80,14 @@ def open_trained(
             "train or copy it again"
         )
     if not size and (facts.size or 0) > MAX_SIZE:
-        raise UserError(f"{path} states inputs of {facts.size:,} px; give --size for so many")
+        raise UserError(
+            f"{path} states inputs of {facts.size:,} px, above {MAX_SIZE:,}; give --size"
+        )
     stated, patch = facts.size or data["input_size"][-1], recipe.kwargs.get("patch_size")
     if not size and isinstance(patch, int) and stated > MAX_PATCHES * patch:
         raise UserError(
-            f"{path} states inputs of {stated:,} px in patches of {patch} px; give --size for so "
-            "many patches"
+            f"{path} states inputs of {stated:,} px in patches of {patch} px, above "
+            f"{MAX_PATCHES} x {MAX_PATCHES}; give --size"
         )
     size = size or stated
     model, kwargs = at_size(model, recipe, size, path)

@@ -43,7 +43,7 @@ from densefeed.storage.beton import (
 )
 from densefeed.storage.beton_writer import BetonWriter, Sample
 from densefeed.storage.images import limit_pixels
-from densefeed.storage.score_maps import ScoreMapStore, ScoreMapWriter, StoreHeader, row_crcs
+from densefeed.storage.score_maps import ScoreMapWriter, StoreHeader, row_crcs
 from densefeed.system.errors import UserError
 
 NOTES = {"class_names": [*"abcdefghi"], "fingerprint": "f" * 64, "teacher": "t", "absent": "tail"}
@@ -1162,32 +1162,6 @@ def test_raw_images_of_too_many_pixels_are_refused(tmp_path, random_maps):
     assert len(found) == 2
     assert found[1].startswith(f"{tmp_path}/x.beton image 1 is damaged (its 30 x 20 pixels are")
     assert verify(tmp_path / "x.beton", 1) == []
-
-
-def test_a_store_with_an_empty_palette_is_refused(tmp_path, random_maps):
-    maps, header = (
-        random_maps(3, 6, 3, 9),
-        StoreHeader(
-            side=6,
-            top_k=3,
-            num_classes=9,
-            absent="tail",
-            teacher="t",
-            input_size=96,
-            geometry="squash",
-            fingerprint="f",
-            class_names=tuple("abcdefghi"),
-        ),
-    )
-    writer = ScoreMapWriter(tmp_path / "maps.h5", header, [*"abc"], np.arange(3))
-    writer.write(np.arange(3), maps)
-    offset = writer._offsets["palette"]
-    writer.finish()
-    with open(tmp_path / "maps.h5", "r+b") as file:
-        file.seek(offset + 2)
-        file.write(bytes(2))
-    with pytest.raises(UserError, match="has palette size 0, but it must be from 1 to"):
-        ScoreMapStore(tmp_path / "maps.h5")
 
 
 def test_a_disk_without_locks_takes_the_same_file(tmp_path, random_maps, packed, monkeypatch):

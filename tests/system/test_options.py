@@ -9,7 +9,7 @@ from densefeed.system.options import Bounds, parse_arguments
 @pytest.mark.parametrize("digits", [20, 400, 5000])
 def test_numbers_beyond_64_bits_are_refused(digits):
     for number in (10**digits, -(10**digits)):
-        with pytest.raises(UserError, match=r"--batch-size is too large; it must be at most 9,2"):
+        with pytest.raises(UserError, match=r"--batch-size is an integer beyond 64 bits"):
             Bounds(1).check("batch_size", number)
     Bounds(1).check("batch_size", 2**63 - 1)
 

@@ -73,7 +73,7 @@ def values() -> list:
 ARGUMENTS = {
     **{"pretrained": True, "features_only": True, "act_layer": "gelu", "depth": 10**9},
     **{"embed_dim": 10**7, "num_classes": 10**9, "img_size": 10**6, "patch_size": 1},
-    **{"num_heads": 0, "mlp_ratio": math.inf, "depths": [1000] * 64, "cache_dir": "/tmp/cache"},
+    **{"num_heads": 0, "mlp_ratio": math.inf, "depths": [1000] * 64, "cache_dir": "cache"},
     **{"stem": [[3, 1]] * 60, "drop_path_rate": math.nan, "pretrained_cfg": {"file": "x.pt"}},
     **{"pretrained_cfg_overlay": {"url": "http://localhost/x"}, "scriptable": "yes"},
     **{"out_indices": 5, "norm_groups": -3, "global_pool": "x", "in_chans": 2**19},

@@ -11,6 +11,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 from PIL import Image
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -25,6 +26,11 @@ from .stores import write_store
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 2)))
+# The same examples in every run, and none fails because the machine is slow.
+settings.register_profile(
+    "tests", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("tests")
 # Some tests compile without the functions that do it first.
 tag_compiled_code()
 # A shell starts background processes (`&`) with SIGINT ignored, but some tests send it.

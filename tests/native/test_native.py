@@ -216,7 +216,7 @@ def test_raw_pixels_are_cropped_like_pillow(photographs, tmp_path, from_file):
             )
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(st.data())
 def test_segments_decode_to_libjpegs_pixels_exactly(jpegs, noise, plain, data):
     """With and without SIMD, for any size, sampling, quality, box, output size and interval.
@@ -427,7 +427,7 @@ def test_truncated_or_zeroed_plain_file_is_never_decoded(whole, name):
         assert job.samples["status"][0] in (native.DAMAGED, native.UNREADABLE), name
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.data())
 def test_any_changed_byte_of_an_indexed_file_is_detected(whole, data):
     """Except in the mark of an indexed file, and in the two bytes of EOI, which have no effect."""
@@ -439,7 +439,7 @@ def test_any_changed_byte_of_an_indexed_file_is_detected(whole, data):
     assert job.samples["status"][0] == native.DAMAGED
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.data())
 def test_mutated_bytes_give_a_status(whole, data):
     file = bytearray(data.draw(st.sampled_from([whole, indexed_jpeg.transcode(whole)])))

@@ -95,7 +95,7 @@ def losses_and_gradients(logits, targets, dense):
     st.booleans(),
     st.integers(0, 99),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_sparse_matches_dense(count, tokens, palette, classes, repeats, seed):
     targets, dense = random_targets(
         count, tokens, palette, classes, seed, repeats=repeats, dtype=torch.float32

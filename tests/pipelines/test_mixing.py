@@ -55,7 +55,7 @@ boxes = st.tuples(*[st.integers(0, 32)] * 4).map(
 
 
 @given(boxes, st.sampled_from([1, 3, 4, 8, 32]), st.floats(0, 1))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_shares_of_cells_equal_mixed_pictures(box, grid, blend):
     """A black image and its white partner, blended and then exchanged in the box, pixel by pixel; a
     cell is the mean of its pixels.
@@ -75,7 +75,7 @@ def test_shares_of_cells_equal_mixed_pictures(box, grid, blend):
 
 
 @given(boxes, st.integers(1, 4))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_cutmix_pastes_the_partners_box(box, count):
     image = torch.randn(count, 3, 32, 32).contiguous(memory_format=torch.channels_last)
     want = image.clone()
@@ -102,7 +102,7 @@ def test_an_empty_box_changes_nothing(count):
 
 
 @given(st.integers(1, 5), boxes, st.integers(0, 99))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_mixed_targets_equal_mixed_dense_targets(count, box, seed):
     targets, full = random_targets(count, 16, seed=seed)
     for share in (share_map(mix_of(*box), 4), torch.tensor(0.3)):
@@ -193,7 +193,7 @@ def test_mixtoken_after_mixup_combines_both():
 
 
 @given(boxes, st.floats(0, 1), st.integers(0, 99))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_mixing_twice_equals_mixing_once_by_the_combined_share(box, blend, seed):
     """MixUp, then the exchange by area: mix the targets one after the other."""
     targets, _ = random_targets(4, 1, seed=seed)

@@ -43,7 +43,7 @@ def test_order_is_uniform():
     st.integers(0, 1000),
     st.lists(st.integers(0, 2**31), min_size=1, max_size=8),
 )
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_draws_of_a_sample_do_not_depend_on_its_batch(seed, epoch, ids):
     drawn = plan(seed=seed)
     together = drawn.draws(epoch, np.array(ids), 1, range(23))
@@ -54,7 +54,7 @@ def test_draws_of_a_sample_do_not_depend_on_its_batch(seed, epoch, ids):
 
 
 @given(st.integers(1, 3000), st.integers(1, 3000), st.integers(0, 100))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_crops_are_inside_the_image(height, width, sample):
     (box,), _ = plan().crops(0, np.array([sample]), np.array([height]), np.array([width]))
     top, left, h, w = box
@@ -265,7 +265,7 @@ plans = st.fixed_dictionaries(
 
 
 @given(plans, st.integers(0, 500))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_ranks_partition_an_epoch_and_no_sample_counts_twice(fields, epoch):
     """The ranks' rows of a batch together are those of one rank; every (sample, repeat) has weight
     1 exactly once.
@@ -312,7 +312,7 @@ def test_ranks_partition_an_epoch_and_no_sample_counts_twice(fields, epoch):
 
 
 @given(plans)
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_repeats_of_a_sample_share_a_batch_and_follow_the_order(fields):
     chosen = plan(**fields | {"mode": "train"})
     shard, repeats = chosen.shard(0), fields["repeats"]
@@ -344,7 +344,7 @@ def test_repeats_differ_and_repeat_0_is_the_crop_without_repeats():
     st.integers(0, 2**32),
     st.integers(0, 1000),
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_block_order_is_a_permutation_whose_windows_are_contiguous(
     count, block, window, seed, epoch
 ):

@@ -191,7 +191,7 @@ def test_sampling_is_roi_align_on_ten_thousand_boxes(grid, dtype, sheared):
 
 
 @given(st.integers(0, 10_000), st.sampled_from([1, 4, 7]), st.booleans())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_a_position_coded_map_returns_the_cells_under_the_crop(seed, grid, flip):
     """The class of every cell is its index: a token's largest target is a cell that it overlaps."""
     side, height, width = 9, 300, 420
@@ -216,7 +216,7 @@ def test_a_position_coded_map_returns_the_cells_under_the_crop(seed, grid, flip)
 
 
 @given(st.integers(0, 999), st.integers(1, 4), st.sampled_from([1, 5, 7, 14]), st.booleans())
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_flipping_twice_changes_nothing(random_maps, seed, count, grid, sheared):
     """The targets of the flipped crop, flipped back, equal those of the crop."""
     maps = random_maps(count, 8, 3, 20, seed=seed)
@@ -242,7 +242,7 @@ def test_flipping_twice_changes_nothing(random_maps, seed, count, grid, sheared)
     st.booleans(),
     st.sampled_from(["ignore", "uniform"]),
 )
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_inside_the_window_every_token_has_its_whole_weight(
     random_maps, seed, count, grid, sheared, outside
 ):
@@ -314,7 +314,7 @@ def test_a_crop_outside_the_window_carries_no_loss(random_maps):
 
 
 @given(st.integers(1, 5), st.integers(2, 5), st.integers(1, 4), st.integers(4, 40))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_palettes_hold_each_class_once(count, side, top_k, num_classes):
     rng = np.random.default_rng(side * 100 + top_k)
     cls = torch.from_numpy(
@@ -334,7 +334,7 @@ def test_palettes_hold_each_class_once(count, side, top_k, num_classes):
 
 
 @given(st.permutations(range(5)), st.integers(0, 99), st.booleans())
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_permuting_the_batch_permutes_the_targets(random_maps, order, seed, sheared):
     maps = random_maps(5, 6, 3, 12, seed=seed)
     boxes, flips = random_boxes(5, flips=True, seed=seed)
@@ -548,7 +548,7 @@ def test_a_letterboxs_tokens_read_the_image_and_no_padding(
     st.sampled_from(["tail", "zero-logit"]),
     st.sampled_from(["aligned", "published"]),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @pytest.mark.parametrize("window", [(0.0, 0.125, 1.0, 0.875), (-1 / 6, 0.0, 7 / 6, 1.0)])
 def test_both_paths_agree_where_no_view_is_sheared(
     random_maps, window, seed, grid, absent, geometry
@@ -606,7 +606,7 @@ def centers_of(targets, side):
     st.floats(-0.4, 0.4),
     st.booleans(),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @pytest.mark.parametrize("geometry", ["aligned", "published"])
 def test_a_position_coded_map_returns_the_cells_under_any_view(
     geometry, seed, grid, angle, shear, flip

@@ -5,6 +5,7 @@ import re
 import shutil
 import threading
 import time
+from concurrent.futures import Future
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -352,32 +353,31 @@ def test_images_are_scored_in_order_although_they_are_rendered_in_any(folder, tm
     assert got.path.read_bytes() == want
 
 
-@pytest.mark.parametrize(
-    ("slow", "waits"), [("render", "images_wait"), ("write", "disk_wait"), ("nothing", None)]
-)
-def test_the_time_the_teacher_waits_is_attributed_to_images_or_disk(folder, tmp_path, slow, waits):
-    """One stage at a time sleeps 0.1 s a batch of two: it then has most of the waiting time."""
+def test_the_time_the_teacher_waits_is_attributed_to_images_or_disk(folder, tmp_path, monkeypatch):
+    """A wait for a written batch takes 100 s here, one for the Windows of rendered images 1 s."""
+
+    def wait(*futures):
+        return 1.0 if futures[0].result() else 100.0
+
+    monkeypatch.setattr(labeling, "wait_seconds", wait)
     images, scorer = Images(folder, split="train"), teacher()
-    pause = {name: 0.1 * (name == slow) for name in ("render", "write")}
-    plain = PillowRender(images, scorer)
-    work = begin_pass(
-        images,
-        scorer,
-        "t",
-        **options(threads=1),
-        render=lambda *w: (time.sleep(pause["render"] / 2), plain(*w))[1],
-    )
+    work = begin_pass(images, scorer, "t", **options(threads=1))
     updates = []
     batches = [np.arange(at, min(at + 2, 11)) for at in range(0, 11, 2)]
-    speed = score_batches(work, batches, lambda *words: time.sleep(pause["write"]), updates.append)
+    speed = score_batches(work, batches, lambda *words: None, updates.append)
     assert updates == [2, 4, 6, 8, 10, 11]
-    assert speed.images == 11
-    if waits is not None:
-        assert getattr(speed, waits) > 0.3 * speed.seconds
-        assert getattr(speed, waits) > 3 * (
-            speed.images_wait + speed.disk_wait - getattr(speed, waits)
-        )
-    assert f"{100 * speed.disk_wait / speed.seconds:.1f} % for the disk" in str(speed)
+    assert (speed.images, speed.images_wait, speed.disk_wait) == (11, 6, 600)
+    speed.seconds = 1000
+    assert "0.6 % of the time for images and 60.0 % for the disk" in str(speed)
+
+
+def test_a_wait_lasts_until_all_futures_are_done(monkeypatch):
+    clock = [10.0]
+    monkeypatch.setattr(labeling.time, "perf_counter", lambda: clock[0])
+    first, last = Future(), Future()
+    first.set_result(None)
+    last.result = lambda: clock.append(clock.pop() + 2.5)
+    assert labeling.wait_seconds(first, last) == 2.5
 
 
 def test_a_batch_always_has_the_same_images():

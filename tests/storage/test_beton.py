@@ -257,7 +257,7 @@ def flipped(path, at, bit):
 
 
 @given(data=st.data())
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 def test_a_flipped_bit_is_detected_or_harmless(packed, data):
     path, _, want = packed
     regions = places(path)
@@ -322,7 +322,7 @@ def test_a_cut_at_every_border_is_refused(packed, tmp_path):
 
 
 @given(share=st.floats(0, 1, exclude_max=True))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_a_cut_anywhere_is_refused(packed, share):
     path, whole, _ = packed
     cut = path.with_name("cut.beton")
@@ -494,7 +494,7 @@ def test_a_third_party_field_called_map_is_no_score_map(tmp_path):
 
 
 @given(data=st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_damage_in_a_file_without_checksums_never_crashes(tmp_path_factory, data):
     """Structure is checked; other bits may change the data. Reading ends or raises UserError."""
     path = tmp_path_factory.getbasetemp() / "foreign.beton"

@@ -116,7 +116,7 @@ def test_every_coding_becomes_baseline(jpegs, noise, coding):
     assert check(jpegs, indexed) == indexed
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.integers(1, 90),
     st.integers(1, 90),

@@ -138,7 +138,7 @@ def many_maps(draw):
     ), classes
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(many_maps(), st.sampled_from(["tail", "zero-logit"]))
 def test_lossless_rows_are_bit_equal(made, absent):
     maps, _ = made
@@ -148,7 +148,7 @@ def test_lossless_rows_are_bit_equal(made, absent):
         assert a.tobytes() == b.tobytes()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(many_maps())
 def test_the_error_of_a_compact_probability_is_half_a_step_of_its_root(made):
     maps, _ = made
@@ -166,7 +166,7 @@ def test_the_error_of_a_compact_probability_is_half_a_step_of_its_root(made):
     assert (np.abs(got_p - want_p) <= bound).all()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(many_maps())
 def test_the_error_of_a_compact_logit_is_half_a_step(made):
     maps, _ = made

@@ -166,7 +166,7 @@ def test_crops_equal_timms(monkeypatch, noise):
             assert (abs(mine - timms).max(-1) > 20).mean() < 0.04
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(
     st.integers(0, 2**40), st.integers(1, 9), st.integers(0, 2), st.randoms(use_true_random=False)
 )

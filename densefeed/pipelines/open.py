@@ -16,7 +16,7 @@ from densefeed.pipelines.folder import FolderSource
 from densefeed.pipelines.loader import CPU, Source, ThreadedLoader
 from densefeed.pipelines.plan import EpochPlan
 from densefeed.storage.images import limit_pixels
-from densefeed.system.devices import THREADS
+from densefeed.system.devices import THREADS, free_memory
 from densefeed.system.errors import UserError
 from densefeed.system.options import Bounds, Count, Fraction, Options
 
@@ -168,5 +168,21 @@ def open_dataset(
         hflip=data.hflip,
         crop_pct=data.crop_pct,
     )
+    if training:
+        check_memory(plan)
     streamed = training and maps and not data.maps_on_device
     return make(source, plan, data.threads, data.on_bad_sample, streamed, device)
+
+
+def check_memory(plan: EpochPlan) -> None:
+    """Raise UserError if the images of one forward pass are more bytes than memory is free.
+
+    Linux grants such memory and kills the process when it is used.
+    """
+    count, side = plan.batch // (plan.parts or plan.ranks), max(side for _, side in plan.sizes)
+    needed, free = 3 * count * side**2, free_memory(CPU)
+    if needed > free:
+        raise UserError(
+            f"--batch {plan.batch:,} with images of {side:,} px takes {needed / 1e9:,.1f} GB for "
+            f"the pixels alone, and {free / 1e9:,.1f} GB are free; give a smaller --batch or --size"
+        )

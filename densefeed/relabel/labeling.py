@@ -137,7 +137,8 @@ def begin_pass(
             device,
         )
     render = render or PillowRender(images, teacher)
-    return Pass(images, header, scorer, render, shape, batch, threads)
+    # Larger batches are cut at the last image anyway, but their buffers are not.
+    return Pass(images, header, scorer, render, shape, min(batch, len(images)), threads)
 
 
 def score_blank(scorer: Scorer, name: str, shape: tuple[int, ...]) -> tuple[int, int]:

@@ -29,6 +29,10 @@ REMEDIES = {
     errno.EMFILE: "too many open files; raise the limit with `ulimit -n 4096`",
 }
 
+# PyTorch's CPU allocator raises a plain RuntimeError with one of the first two, by system. The last
+# is of tensors whose number of bytes has more than 64 bits.
+NO_MEMORY = ("can't allocate memory", "not enough memory", "Storage size calculation overflowed")
+
 
 @cache
 def installed_commands() -> dict[str, str]:
@@ -86,6 +90,16 @@ def first_line(error: Exception) -> str:
     return str(error).partition("\n")[0] or type(error).__name__
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error of Python, NumPy or PyTorch says that memory is used up."""
+    # torch.OutOfMemoryError is compared by name: commands that need no PyTorch do not import it.
+    return (
+        isinstance(error, MemoryError)
+        or type(error).__name__ == "OutOfMemoryError"
+        or (isinstance(error, RuntimeError) and any(words in str(error) for words in NO_MEMORY))
+    )
+
+
 def explain_os_error(error: OSError) -> str:
     """Describe an error of the operating system in one sentence: file, problem, remedy.
 
@@ -105,8 +119,8 @@ def explain_os_error(error: OSError) -> str:
 def run(main: Callable[[], object]) -> None:
     """Call `main` as the body of a command.
 
-    UserError and OSError end in one sentence on stderr and exit code 2 instead of a traceback. A
-    closed pipe exits with 141, Ctrl-C with 130.
+    UserError, OSError and errors of memory end in one sentence on stderr and exit code 2 instead of
+    a traceback. A closed pipe exits with 141, Ctrl-C with 130.
     """
     try:
         check_byte_order()
@@ -122,6 +136,10 @@ def run(main: Callable[[], object]) -> None:
             # 128 + SIGPIPE, as a shell reports it.
             sys.exit(141)
         stop(explain_os_error(error))
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        stop(f"out of memory ({first_line(error)}); give a smaller --batch or fewer --threads")
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         # 128 + SIGINT.

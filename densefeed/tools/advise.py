@@ -32,7 +32,7 @@ from densefeed.pipelines.loader import ThreadedLoader
 from densefeed.pipelines.open import LOADERS, DataOptions, open_dataset
 from densefeed.recipes import RECIPES
 from densefeed.system.devices import CORES, choose_device, synchronize
-from densefeed.system.errors import UserError, make_command
+from densefeed.system.errors import UserError, is_out_of_memory, make_command
 from densefeed.system.malloc import tune_malloc
 from densefeed.system.options import Count, Options, with_options
 from densefeed.system.progress import steps_bar
@@ -329,7 +329,9 @@ def measure_step(options: AdviceOptions, loader: str, objective: str) -> tuple[T
         for _ in range(WARM_STEPS if on_gpu else 1):
             step()
         speed = median_speed([measure_speed(step) for _ in range(ROUNDS)])
-    except torch.OutOfMemoryError as error:
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
         message = f"--batch {images} needs more memory than {device} has; give a smaller --batch"
         raise UserError(message) from error
     about = {"model": options.model, "objective": objective, "batch": images, "device": str(device)}

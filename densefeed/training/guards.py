@@ -11,16 +11,12 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from densefeed.system.errors import UserError
+from densefeed.system.errors import UserError, is_out_of_memory
 
 # Seconds in which a repeated signal counts as the same one.
 ECHO = 1.0
 # Slurm sends SIGUSR1 with --signal=USR1@120.
 STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-
-# PyTorch's CPU allocator raises a plain RuntimeError with one of the first two, by system. The last
-# is of tensors whose number of bytes has more than 64 bits.
-NO_MEMORY = ("can't allocate memory", "not enough memory", "Storage size calculation overflowed")
 
 
 class NonFiniteGuard:
@@ -162,8 +158,7 @@ def explain_oom(images: int, where: str) -> Iterator[None]:
     try:
         yield
     except (MemoryError, RuntimeError) as error:
-        is_oom = isinstance(error, torch.OutOfMemoryError | MemoryError)
-        if not is_oom and not any(words in str(error) for words in NO_MEMORY):
+        if not is_out_of_memory(error):
             raise
         if not images:
             raise UserError(

@@ -371,6 +371,13 @@ def test_the_time_the_teacher_waits_is_attributed_to_images_or_disk(folder, tmp_
     assert "0.6 % of the time for images and 60.0 % for the disk" in str(speed)
 
 
+def test_a_batch_is_no_larger_than_the_set(folder):
+    """Its buffers are allocated before the first image is read."""
+    images = Images(folder, split="train")
+    work = begin_pass(images, teacher(), "t", **options(batch=10**9))
+    assert work.batch == len(images) == 11
+
+
 def test_a_wait_lasts_until_all_futures_are_done(monkeypatch):
     clock = [10.0]
     monkeypatch.setattr(labeling.time, "perf_counter", lambda: clock[0])

@@ -1,9 +1,12 @@
 """Messages name the commands that a user has: scripts in a checkout, else those of the package."""
 
 import platform
+import re
 import sys
 
+import numpy as np
 import pytest
+import torch
 
 from densefeed import native
 from densefeed.system import errors
@@ -59,3 +62,24 @@ def test_a_big_endian_processor_is_refused_in_one_sentence(monkeypatch, capsys):
     native.library.cache_clear()
     with pytest.raises(UserError, match="s390x is big-endian"):
         native.library()
+
+
+@pytest.mark.parametrize(
+    "take",
+    [lambda: np.zeros(2**62, np.int8), lambda: torch.zeros(2**62), lambda: torch.zeros(2**62, 2)],
+)
+def test_a_command_without_memory_ends_in_one_sentence(capsys, take):
+    with pytest.raises(SystemExit) as stopped:
+        errors.run(take)
+    assert stopped.value.code == 2
+    printed = capsys.readouterr().err.splitlines()
+    assert len(printed) == 1
+    assert re.fullmatch(r"error: out of memory \(.+\); give a smaller --batch or .*", printed[0])
+
+
+def test_other_errors_of_a_command_keep_their_traceback():
+    def fail():
+        raise RuntimeError("no kernel image is available")
+
+    with pytest.raises(RuntimeError, match="no kernel image"):
+        errors.run(fail)

@@ -175,10 +175,12 @@ def test_out_of_memory_during_set_up_is_one_sentence(micro, tmp_path, monkeypatc
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("fields", [dict(size=8_000_000), dict(size=8_000_000, dry_run=True)])
-def test_a_size_that_no_memory_holds_is_one_sentence(micro, tmp_path, fields):
-    with pytest.raises(UserError, match=r"run: out of memory before the first step"):
-        training.train(micro(tmp_path / "run", **fields))
+@pytest.mark.parametrize("fields", [dict(size=8_000_000), dict(batch=10**12)])
+@pytest.mark.parametrize("dry_run", [False, True])
+def test_images_that_no_memory_holds_are_one_sentence(micro, tmp_path, fields, dry_run):
+    with pytest.raises(UserError, match=r"^--batch .* GB are free; give a smaller --batch or"):
+        training.train(micro(tmp_path / "run", **fields, dry_run=dry_run))
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("fields", [dict(size=10**30), dict(batch=10**400), dict(lr_batch=2**63)])

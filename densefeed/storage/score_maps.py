@@ -399,15 +399,16 @@ class ScoreMapWriter:
     """Write a store row by row under the name `<path>.part`; `finish` renames it to `path`.
 
     A `.part` left by a killed run of the same labeling is resumed: rows whose bytes do not match
-    their CRC count as not done. Raises UserError if the `.part` belongs to another labeling, or if
-    the disk cannot hold the whole file (the space is reserved before the first row is computed),
-    and BusyError if another process writes it.
+    their CRC count as not done. Raises UserError for a header that could not be read back, if the
+    `.part` belongs to another labeling, or if the disk cannot hold the whole file (the space is
+    reserved before the first row is computed), and BusyError if another process writes it.
     """
 
     def __init__(
         self, path: Path, header: StoreHeader, paths: list[str], labels: np.ndarray
     ) -> None:
         self.path, self.part, self._file = Path(path), Path(f"{path}.part"), None
+        header.check(self.path)
         names = np.array([path.encode() for path in paths])
         self._header, self._names_crc = header, names_crc(labels, names)
         try:

@@ -81,6 +81,14 @@ class StoreHeader:
             values["shard"] = tuple(values["shard"])
         return cls(**values)
 
+    def check(self, where: Path) -> None:
+        """Raise UserError, which names `where`, if no store that can be read has this header."""
+        if problem := find_header_fault(json.loads(self.to_json())):
+            raise UserError(
+                f"{where} cannot be written: {problem}; choose a smaller --top-k, --input-size or "
+                "--tiles, or another teacher"
+            )
+
     def check_same(self, other: "StoreHeader", where: Path) -> None:
         """Raise UserError, which names `where`, unless its header `other` equals this one."""
         # A cause is reported before its effects: another teacher often has another `side` too.

@@ -20,6 +20,7 @@ import jinja2
 import numpy as np
 import torch
 import tyro
+from markupsafe import Markup
 from PIL import Image
 
 from densefeed.native import MAX_PIXELS
@@ -34,7 +35,7 @@ from densefeed.system.errors import UserError, first_line, make_command
 from densefeed.system.files import check_ending, replace_file
 from densefeed.system.options import Bounds, Count, Options
 from densefeed.system.provenance import write_json
-from densefeed.system.terminal import print
+from densefeed.system.terminal import escape_controls, print
 from densefeed.tools.load_teacher import load_network
 
 # The colors of Okabe and Ito but black, which color-blind readers can tell apart, and three more.
@@ -58,11 +59,23 @@ PICTURE_SIDE = 224
 FEW_CLASSES = 30
 # While one of these checks has a fault, the agreement with the labels is no measure of the teacher.
 BEFORE_ACCURACY = ("logits", "images", "class names", "class list", "labels", "rows")
+
+
+def escape_text(value: object) -> object:
+    """Write the control characters of a text visibly: HTML allows none, and some change its order.
+
+    What a template made itself, a Markup, stays.
+    """
+    is_text = isinstance(value, str) and not isinstance(value, Markup)
+    return escape_controls(value) if is_text else value
+
+
 # The templates of this folder; an undefined name in one is an error.
 TEMPLATES = jinja2.Environment(
     loader=jinja2.FileSystemLoader(Path(__file__).parent),
     # Names of files and classes may contain HTML.
     autoescape=True,
+    finalize=escape_text,
     undefined=jinja2.StrictUndefined,
 )
 VERDICTS = {"fault": "Fault", "warning": "Warning", "unchecked": "Not checked", "sound": "Sound"}

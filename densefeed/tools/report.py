@@ -101,9 +101,10 @@ def read_run(folder: Path) -> RunRecord:
         config = Config.from_dict(read_json(path, AGAIN), where=str(path))
         result = read_json(done, AGAIN) if done.exists() else {}
         train, val = read_metrics(folder / "metrics.jsonl")
-    wrong = [name for name in ("seconds", "data_wait_share") if not is_number(result.get(name))]
-    if result and wrong:
-        raise UserError(f"{done} is damaged ({wrong[0]} is no number); {AGAIN}")
+    bounds = {"seconds": 10**10, "data_wait_share": 1} if result else {}
+    for name, most in bounds.items():
+        if not is_number(result.get(name)) or not 0 <= result[name] <= most:
+            raise UserError(f"{done} is damaged ({name} is no number from 0 to {most:,}); {AGAIN}")
     return RunRecord(folder.name, config, result, train, val)
 
 

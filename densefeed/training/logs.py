@@ -162,10 +162,13 @@ def parse_record(line: bytes) -> dict:
     record = parse_json(line)
     if not isinstance(record, dict) or not record.keys() >= {"kind", "step", "epoch"}:
         raise ValueError("it is no object with kind, step and epoch")
-    if type(record["kind"]) is not str or type(record["step"]) is not int:
-        raise ValueError("its kind is no text, or its step no integer")
-    if wrong := [name for name in record if name != "kind" and not is_number(record[name])]:
-        raise ValueError(f"{wrong[0]!r} is no number")
+    if type(record["kind"]) is not str or type(record["step"]) is not int or record["step"] < 0:
+        raise ValueError("its kind is no text, or its step no integer from 0")
+    for name, value in record.items():
+        if name != "kind" and not is_number(value):
+            raise ValueError(f"{name!r} is no number")
+        if name.startswith(("top1", "top5")) and not 0 <= value <= 1:
+            raise ValueError(f"{name!r} is {value:g}, but a share is from 0 to 1")
     return record
 
 

@@ -173,7 +173,7 @@ def is_entry(entry: object) -> bool:
         type(step) is int
         and file == f"step-{step:08d}.pt"
         and isinstance(digest, str)
-        and (top1 is None or (is_number(top1) and top1 >= 0))
+        and (top1 is None or (is_number(top1) and 0 <= top1 <= 1))
     )
 
 

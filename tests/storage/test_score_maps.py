@@ -5,6 +5,7 @@ import json
 import os
 import random
 import zlib
+from dataclasses import replace
 
 import h5py
 import numpy as np
@@ -435,6 +436,22 @@ def test_headers_that_no_store_has_are_refused(tmp_path, random_maps, changes, p
     header_with(path, **changes)
     with pytest.raises(UserError, match=rf"maps.h5:? {problem}.*; label the images again"):
         ScoreMapStore(path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        (dict(side=600, num_classes=9), "maps of 600 x 600 cells of 3 of 9 classes are impossible"),
+        (dict(input_size=5000), "input_size is 5000, but must be a number from 1 to 4,096"),
+        (dict(top_k=10), "maps of 4 x 4 cells of 10 of 9 classes are impossible"),
+    ],
+)
+def test_a_header_that_could_not_be_read_back_is_not_written(tmp_path, changes, problem):
+    path = tmp_path / "maps.h5"
+    header = replace(HEADER, **changes)
+    with pytest.raises(UserError, match=rf"maps.h5 cannot be written: {problem}; choose a smaller"):
+        ScoreMapWriter(path, header, PATHS, LABELS)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(

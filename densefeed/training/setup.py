@@ -257,9 +257,10 @@ def is_resumable(checkpoint: dict[str, Any]) -> bool:
         return False
     seen, spent = checkpoint["seen"], checkpoint["spent"]
     counts = [checkpoint[name] for name in ("step", "microbatch", "skips")]
-    numbers = len(spent) == 2 and all(type(s) is float and math.isfinite(s) for s in spent)
+    numbers = len(spent) == 2 and all(type(s) is float and 0 <= s < math.inf for s in spent)
     sums = seen.dtype == torch.float64 and seen.shape == (2,) and bool(seen.isfinite().all())
-    return numbers and sums and min(counts) >= 0
+    # The second is a number of losses.
+    return numbers and sums and min(*counts, seen[1]) >= 0
 
 
 def resolve(config: Config, ranks: Ranks, checkpoint: dict[str, Any] | None) -> Config:

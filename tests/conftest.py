@@ -1,10 +1,12 @@
 """Fixtures shared by the tests: small real datasets, score maps, configs, commands."""
 
+import errno
+import fcntl
 import functools
 import gc
 import os
 import signal
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from unittest import mock
 
@@ -15,7 +17,7 @@ from hypothesis import HealthCheck, settings
 from PIL import Image
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from densefeed.system.devices import tag_compiled_code
+from densefeed.system.devices import peak_rss, tag_compiled_code
 
 from .jpeg_files import jpegs, noise, photographs  # noqa: F401
 from .preloaded import Preloaded
@@ -335,3 +337,29 @@ def located(tmp_path_factory):
 
     both = [train(0, 24), train(1, 20)]
     return SimpleNamespace(scenes=root, teachers=both.__getitem__, untrained=untrained)
+
+
+@pytest.fixture(params=["ENOLCK", "ENOTSUP", "ENOSYS"])
+def no_locks(monkeypatch, request):
+    """A file system without locks, as some network file systems are."""
+
+    def flock(*_: object) -> None:
+        raise OSError(getattr(errno, request.param), "no locks")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+
+
+@pytest.fixture
+def little_memory():
+    """Return a context in which 100 MB more memory are a failure."""
+
+    @contextmanager
+    def watch():
+        # Resets the peak of this process: ru_maxrss would hide what stays below an earlier one.
+        with suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")
+        before = peak_rss()
+        yield
+        assert peak_rss() - before < 10**8
+
+    return watch

@@ -36,7 +36,6 @@ void fault_arm(const char *folder, long at, int fault) {
     state->count = 0, state->at = at, state->fault = fault;
     snprintf(state->folder, sizeof state->folder, "%s", folder);
 }
-void fault_disarm(void) { state->folder[0] = 0; }
 long fault_count(void) { return state->count; }
 const char *fault_call(long number) { return state->calls[number % CALLS]; }
 
@@ -153,15 +152,15 @@ ssize_t writev(int file, const struct iovec *parts, int count) {
     return real(file, parts, count);
 }
 
-#define ON_OPEN(function, ...) \
+/* No test cuts the power, and on a disk each sync takes milliseconds. */
+#define SYNC(function) \
     int function(int file) { \
-        REAL(function); \
         FAIL(next_open(#function, file), -1); \
-        return real(file); \
+        return 0; \
     }
-ON_OPEN(fsync)
-ON_OPEN(fdatasync)
-ON_OPEN(syncfs)
+SYNC(fsync)
+SYNC(fdatasync)
+SYNC(syncfs)
 
 /* The file is closed in any case, as in Linux, which does not interrupt it on a local disk. Files
  * that were only read are not counted. */

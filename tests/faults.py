@@ -5,6 +5,7 @@ fault is the number of a call, counted from 1, and what it does: SHORT writes ha
 errno fails. Only calls on paths below one folder count.
 """
 
+import atexit
 import contextlib
 import ctypes
 import errno
@@ -15,6 +16,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import NamedTuple
@@ -27,7 +29,7 @@ INTERRUPTED = (*WRITES, "fsync", "ftruncate", "ftruncate64", "posix_fallocate", 
 SECONDS = 300
 
 
-def faults_of(call: str) -> list[int]:
+def list_faults(call: str) -> list[int]:
     """Return the faults that a call may have."""
     name, faults = call.split()[0], [errno.EIO, errno.ENOSPC]
     # A quota shows where space is taken.
@@ -88,9 +90,8 @@ def run_command(words: list[str], streams: list[int]) -> None:
     except BaseException:
         sys.excepthook(*sys.exc_info())
         code = 1
-    threading = importlib.import_module("threading")
     threading._shutdown()
-    importlib.import_module("atexit")._run_exitfuncs()
+    atexit._run_exitfuncs()
     with contextlib.suppress(OSError):
         sys.stdout.flush()
         sys.stderr.flush()

@@ -30,13 +30,7 @@ def compile_c(out: Path, sources: list[Path], *flags: str) -> Path:
     return out
 
 
-def header_jpeg(
-    marker: int,
-    side: int,
-    precision: int = 8,
-    sampling: tuple[int, int] = (1, 1),
-    components: int = 3,
-) -> bytes:
+def header_jpeg(marker: int, side: int, precision: int = 8, components: int = 3) -> bytes:
     """Make a JPEG whose scan is nearly empty, in about 110 bytes.
 
     `marker` is that of its frame: C0 baseline, C1 extended, C2 progressive, C3 and CB lossless, C9
@@ -46,9 +40,9 @@ def header_jpeg(
     def segment(marker: int, body: bytes) -> bytes:
         return bytes([0xFF, marker]) + struct.pack(">H", 2 + len(body)) + body
 
-    luma, last = sampling[0] << 4 | sampling[1], 0 if marker in (0xC2, 0xCA) else 63
+    last = 0 if marker in (0xC2, 0xCA) else 63
     frame = struct.pack(">BHHB", precision, side, side, components)
-    frame += b"".join(bytes([n, 0x11 if n > 1 else luma, 0]) for n in range(1, components + 1))
+    frame += b"".join(bytes([n, 0x11, 0]) for n in range(1, components + 1))
     tables = b"".join(bytes([n, 0]) for n in range(1, components + 1))
     file = b"\xff\xd8" + segment(0xDB, b"\0" + 64 * b"\1") + segment(marker, frame)
     return (

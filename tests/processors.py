@@ -45,8 +45,7 @@ def environments(instructions: list[str], threads: list[int]) -> Iterator[dict[s
     for name in instructions:
         for count in threads:
             chosen = {"ATEN_CPU_CAPABILITY": name, "OMP_NUM_THREADS": str(count)}
-            # Threads that wait actively take the cores from the others: 18 minutes instead of 6 with
-            # two workers of two threads on two cores.
+            # Threads that wait actively take the cores from the others.
             chosen |= {"OMP_WAIT_POLICY": "passive"}
             yield chosen | ENVIRONMENTS[name]
 

@@ -8,7 +8,6 @@ import json
 import os
 import re
 import shutil
-import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from contextlib import closing
@@ -19,26 +18,15 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from .faults import SHORT, Done, FaultServer, faults_of
+from .faults import SHORT, Done, FaultServer, list_faults
 from .jpeg_files import compile_c
-from .test_resume import differences, records, state
+from .test_resume import assert_whole, differences, records, state
 
 EVERYTHING = os.environ.get("SOAK_FAULTS") == "all"
 # Calls whose failure a command may leave unsaid: it removes a temporary file, which the next run
 # removes too, or closes a descriptor that nothing was written through since the last fsync.
 TIDYING = ("unlink", "unlinkat", "rmdir", "close")
 KINDS = errno.errorcode | {SHORT: "SHORT"}
-
-
-@pytest.fixture
-def tmp_path(tmp_path):
-    """A folder in memory, where there is room: on a disk every fsync takes milliseconds."""
-    # Containers often have 64 MB there.
-    if not os.access("/dev/shm", os.W_OK) or shutil.disk_usage("/dev/shm").free < 2**30:
-        yield tmp_path
-    else:
-        with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
-            yield Path(folder)
 
 
 @pytest.fixture(scope="module")
@@ -98,8 +86,6 @@ def same_run(one: Path, other: Path) -> bool:
 
 def sound_run(out: Path) -> bool:
     """Whether everything that a stopped run left under a final name is complete."""
-    from .test_resume import assert_whole
-
     assert_whole(out)
     for name in ("config", "environment", "result"):
         if (out / f"{name}.json").exists():
@@ -120,6 +106,7 @@ class Campaign:
         done = run(*self.words, folder=self.work)
         assert done.code == 0, done.stderr
         self.calls = done.calls
+        assert any(call.startswith(("write ", "pwrite ")) for call in self.calls), self.calls
         shutil.copytree(self.work, self.whole, symlinks=True)
 
     def _restore(self) -> None:
@@ -143,10 +130,13 @@ class Campaign:
         return same_content(path, self.whole / name)
 
     def leftovers(self) -> list[Path]:
-        return [path for path in self.work.rglob("*.part*") if path.name.count(".part")]
+        return list(self.work.rglob("*.part*"))
 
     def faults(self, sample: int) -> list[tuple[int, int]]:
-        """List calls and their faults: all, or every kind at about `sample` calls."""
+        """List calls and their faults: all, or a sample with each fault of each kind of call.
+
+        The sample has at least `sample` faults, drawn at random.
+        """
         kinds = defaultdict(list)
         for at, call in enumerate(self.calls, 1):
             kinds[re.sub(r"\d+", "N", call)].append(at)
@@ -155,10 +145,9 @@ class Campaign:
         chosen = sorted(
             ats[int(at)] for ats, some in zip(kinds.values(), places, strict=True) for at in some
         )
-        every = [(at, fault) for at in chosen for fault in faults_of(self.calls[at - 1])]
+        every = [(at, fault) for at in chosen for fault in list_faults(self.calls[at - 1])]
         if EVERYTHING:
             return every
-        # Each kind of call first, then evenly.
         rng, picked, seen = np.random.default_rng(len(every)), [], set()
         for number in rng.permutation(len(every)).tolist():
             at, fault = every[number]

@@ -9,10 +9,11 @@ import os
 import pickle
 import subprocess
 import tarfile
-import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import timm.data
 import torchvision.datasets as sets
 from PIL import Image
 from scipy.io import savemat
@@ -573,28 +574,34 @@ def test_all_endings_of_torchvision_are_read_and_others_counted(tmp_path, capsys
     assert "and 7 more" in said
 
 
-def test_links_around_in_a_circle_are_refused(tmp_path):
+@pytest.fixture
+def scanned(monkeypatch):
+    """The folders listed so far."""
+    folders, scandir = [], os.scandir
+    monkeypatch.setattr(os, "scandir", lambda path: folders.append(path) or scandir(path))
+    return folders
+
+
+def test_links_around_in_a_circle_are_refused(tmp_path, scanned):
     """timm follows them 40 times, and two in one folder 2^40 times."""
     touch(tmp_path, "cat/1.jpg")
     for name in ("again", "and_again"):
         (tmp_path / "cat" / name).symlink_to("..")
-    start = time.monotonic()
     with pytest.raises(UserError, match=r"again is a link to a folder above it, .*; remove it"):
         Images(tmp_path)
-    assert time.monotonic() - start < 5
+    assert len(scanned) < 10
 
 
-def test_links_that_double_in_every_folder_are_refused(tmp_path):
+def test_links_that_double_in_every_folder_are_refused(tmp_path, scanned):
     """No circle: each folder holds two links to the next, so the last one is there 2^20 times."""
     for n in range(20):
         (tmp_path / "data" / str(n)).mkdir(parents=True)
         for name in "ab":
             (tmp_path / "data" / str(n) / name).symlink_to(f"../{n + 1}")
     touch(tmp_path, "data/20/1.jpg")
-    start = time.monotonic()
     with pytest.raises(UserError, match=r"lead to the same folders more than 1,024 times"):
         Images(tmp_path / "data")
-    assert time.monotonic() - start < 5
+    assert len(scanned) < 1100
 
 
 def test_links_out_of_the_root_are_followed(tmp_path):
@@ -609,7 +616,7 @@ def test_links_out_of_the_root_are_followed(tmp_path):
     assert images.read(1) == b"x"
 
 
-def test_folders_deeper_than_pythons_stack_are_left_out_aloud(tmp_path, capsys):
+def test_folders_deeper_than_pythons_stack_are_skipped_with_a_warning(tmp_path, capsys):
     """A path has 4,095 bytes at most."""
     touch(tmp_path, "cat/1.jpg")
     here = os.open(tmp_path, os.O_RDONLY)
@@ -618,10 +625,11 @@ def test_folders_deeper_than_pythons_stack_are_left_out_aloud(tmp_path, capsys):
         here, above = os.open("deep", os.O_RDONLY, dir_fd=here), here
         os.close(above)
     os.close(here)
-    paths = Images(tmp_path).paths
-    # pytest cannot: it recurses once per level.
-    subprocess.run(["rm", "-rf", tmp_path / "deep"], check=True)
-    assert paths == ["cat/1.jpg"]
+    try:
+        assert Images(tmp_path).paths == ["cat/1.jpg"]
+    finally:
+        # pytest cannot: it recurses once per level.
+        subprocess.run(["rm", "-rf", tmp_path / "deep"], check=True)
     said = capsys.readouterr().out
     assert "warning: 1 folders were left out: " in said
     assert "this name is too long" in said
@@ -695,16 +703,13 @@ def test_a_label_without_a_class_is_refused(monkeypatch, tmp_path, label):
 @pytest.mark.parametrize("label", [10**8, -1, None, "cat", [1], 0.5])
 def test_labels_of_hugging_face_are_checked_before_classes_get_names(monkeypatch, tmp_path, label):
     """A label of 10^8 took 7.4 GB. The package `datasets` is not installed here."""
-    import types
-
-    import timm.data
 
     class Reader(list):
         def filenames(self):
             return ["1.jpg", "2.jpg"]
 
     reader = Reader([(io.BytesIO(), 0), (io.BytesIO(), label)])
-    made = types.SimpleNamespace(reader=reader)
+    made = SimpleNamespace(reader=reader)
     monkeypatch.setattr(timm.data, "create_dataset", lambda *_, **__: made)
     with pytest.raises(UserError, match=r"hfds/x has the label .* from 0 to 65,534"):
         Images(tmp_path, "hfds/x")

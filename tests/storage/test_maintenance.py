@@ -1,7 +1,5 @@
 """Conversions round-trip or are refused, and `verify` names every planted fault."""
 
-import errno
-import fcntl
 import json
 import os
 import zlib
@@ -365,12 +363,8 @@ def test_the_commands_verify_and_convert(stores, tmp_path, command):
 
 
 def test_a_disk_without_locks_and_fallocate_takes_the_same_files(
-    stores, tmp_path, random_maps, monkeypatch
+    stores, tmp_path, random_maps, monkeypatch, no_locks
 ):
-    def flock(*_: object) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(fcntl, "flock", flock)
     monkeypatch.delattr(os, "posix_fallocate")
     raw = write(tmp_path / "again.h5", random_maps(COUNT, 4, 3, 20))
     compact = convert(raw, tmp_path / "again-compact.h5", "compact")

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import random
+import struct
 import zlib
 from dataclasses import replace
 
@@ -21,6 +22,7 @@ from densefeed.storage.score_maps import (
     row_crcs,
     split_runs,
 )
+from densefeed.storage.store_file import StoreFile
 from densefeed.system.errors import UserError
 from densefeed.system.files import remove_orphans
 
@@ -339,8 +341,8 @@ def test_rows_of_the_imagenet_shape_have_the_documented_size(tmp_path):
 # ------------------------------------------------------------------------- hostile files
 
 
-def header_with(path, **changes):
-    """Change the JSON of a store; None removes a key."""
+def change_header(path, **changes):
+    """Change entries of the header of a store; the value "gone" removes one."""
     with h5py.File(path, "r+") as file:
         values = json.loads(file.attrs["densefeed"]) | changes
         file.attrs["densefeed"] = json.dumps({k: v for k, v in values.items() if v != "gone"})
@@ -383,13 +385,6 @@ DATASETS = {
     ),
     "a group": (lambda file: file.create_group("x"), "'x' is no dataset"),
     "another dataset": (lambda file: file.update(x=np.zeros(3)), "holds 'x', which is no part"),
-    "the same bytes twice": (
-        lambda file: (
-            (file.pop("label"), file.update(label=np.zeros(10, "<i8")), file.pop("crc32"))
-            and file.update(crc32=file["label"])
-        ),
-        "requires 'crc32' to be",
-    ),
     "a checksum of another type": (
         lambda file: file.attrs.update(names_crc32="x"),
         "is not a score map file",
@@ -404,6 +399,18 @@ def test_other_datasets_are_refused_before_they_are_read(tmp_path, random_maps, 
     with h5py.File(path, "r+") as file:
         change(file)
     with pytest.raises(UserError, match=rf"maps.h5.*{problem}"):
+        ScoreMapStore(path)
+
+
+def test_datasets_that_share_bytes_are_refused(tmp_path, random_maps):
+    path = tmp_path / "maps.h5"
+    fill(path, random_maps)
+    offsets, content = StoreFile(path).offsets, path.read_bytes()
+    # Address and size of the contiguous bytes of a dataset.
+    own = struct.pack("<QQ", offsets["crc32"], 40)
+    assert content.count(own) == 1
+    path.write_bytes(content.replace(own, struct.pack("<QQ", offsets["label"], 40)))
+    with pytest.raises(UserError, match="has datasets that overlap"):
         ScoreMapStore(path)
 
 
@@ -433,7 +440,7 @@ def test_other_datasets_are_refused_before_they_are_read(tmp_path, random_maps, 
 def test_headers_that_no_store_has_are_refused(tmp_path, random_maps, changes, problem):
     path = tmp_path / "maps.h5"
     fill(path, random_maps)
-    header_with(path, **changes)
+    change_header(path, **changes)
     with pytest.raises(UserError, match=rf"maps.h5:? {problem}.*; label the images again"):
         ScoreMapStore(path)
 

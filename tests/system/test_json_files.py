@@ -7,7 +7,6 @@ import re
 import pytest
 
 from densefeed.system.errors import UserError
-from densefeed.system.files import open_regular
 from densefeed.system.json_files import read_json
 
 DEEP = b"[" * 100_000 + b"]" * 100_000
@@ -66,7 +65,3 @@ def test_pipes_and_devices_do_not_hang(tmp_path):
         with pytest.raises(OSError, match="this is no regular file") as error:
             read_json(tmp_path / name, "")
         assert error.value.filename == str(tmp_path / name)
-    (tmp_path / "loop").symlink_to("loop")
-    for name in ("loop", ".", "nothing"):
-        with pytest.raises(OSError, match=r"\[Errno"):
-            open_regular(tmp_path / name)

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import sys
 from dataclasses import replace
 
 import pytest
@@ -36,9 +37,12 @@ def test_a_second_training_of_a_folder_is_refused(tmp_path):
 def test_a_killed_training_leaves_no_lock(tmp_path):
     child = os.fork()
     if child == 0:
-        with lock(tmp_path):
-            os.kill(os.getpid(), signal.SIGKILL)
-    os.waitpid(child, 0)
+        try:
+            with lock(tmp_path):
+                os.kill(os.getpid(), signal.SIGKILL)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
     assert (tmp_path / "train.lock").exists()
     with lock(tmp_path):
         pass
@@ -156,8 +160,8 @@ def test_what_cannot_be_written_is_refused_before_the_first_step(tmp_path, name,
     assert not (tmp_path / "elsewhere").exists()
 
 
-def test_wandb_is_missed_before_anything_is_written(micro, tmp_path, monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "wandb", None)
+def test_missing_wandb_is_refused_before_anything_is_written(micro, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(UserError, match=r"^--wandb needs the package wandb; `pip install wandb`"):
         training.train(micro(tmp_path / "run", wandb="densefeed"))
     assert list(tmp_path.iterdir()) == []

@@ -9,8 +9,7 @@ from densefeed import native
 from densefeed.pipelines.batch import ScoreMapSpec
 from densefeed.pipelines.folder import StoreMaps, map_tensors, score_map_spec
 from densefeed.pipelines.loader import Encoded, Fetch, MapRows, Memory
-from densefeed.storage.beton import MAP_FIELDS, Beton
-from densefeed.storage.datasets import MOST_CLASSES
+from densefeed.storage.beton import MAP_FIELDS, Beton, name_classes
 from densefeed.storage.images import decode
 from densefeed.storage.score_maps import ScoreMapStore
 from densefeed.system.errors import UserError
@@ -37,20 +36,9 @@ class FfcvSource(StoreMaps):
         self._beton = Beton(paths)
         self.where = self._beton.where
         self.labels, self.fingerprint = self._beton.labels, self._beton.fingerprint
-        notes, low, high = self._beton.notes, self.labels.min(), self.labels.max()
-        # Before classes get names: a file of two samples may have the label 10^9.
-        if low < 0 or high >= MOST_CLASSES:
-            raise UserError(
-                f"{path} has labels from {low} to {high}, and a label is an integer from 0 to "
-                f"{MOST_CLASSES - 1:,}; pack it again"
-            )
-        # Files that FFCV itself wrote have no notes: their classes get numbers for names.
-        self.class_names = notes.get("class_names") or list(map(str, range(int(high) + 1)))
+        notes = self._beton.notes
+        self.class_names = name_classes(path, notes, self.labels)
         num_classes = len(self.class_names)
-        if high >= num_classes:
-            raise UserError(
-                f"{path} has labels from {low} to {high}, outside its {num_classes} classes"
-            )
         if maps is not None:
             self._store = ScoreMapStore(maps)
             self._check_store(path, maps)

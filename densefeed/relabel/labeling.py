@@ -36,7 +36,7 @@ from densefeed.storage.shards import (
     finish,
     merge_if_complete,
 )
-from densefeed.storage.store_file import StoreFile
+from densefeed.storage.store_file import MOST, StoreFile
 from densefeed.system.errors import UserError, first_line
 from densefeed.system.options import Bounds
 from densefeed.system.progress import tally
@@ -105,6 +105,7 @@ def begin_pass(
     Raises UserError for options that are impossible, such as a `top_k` beyond the teacher's
     classes.
     """
+    Bounds(1, MOST["input_size"]).check("input_size", teacher.input_size)
     device, shape = teacher.mean.device, teacher.shape
     scorer = Scorer(teacher, device, choose_precision(precision, device), compiled)
     side, num_classes = score_blank(scorer, name, shape)

@@ -26,6 +26,7 @@ from typing import NamedTuple
 import numpy as np
 
 from densefeed import native
+from densefeed.storage.datasets import MOST_CLASSES
 from densefeed.storage.score_maps import ScoreMaps, find_faults
 from densefeed.system.devices import CORES
 from densefeed.system.errors import UserError
@@ -703,6 +704,27 @@ def check_notes(path: Path, notes: dict, fields: list[Field], table: int) -> Non
             raise UserError(f"{path}: {name} in its notes is invalid; pack it again")
 
 
+def name_classes(path: Path, notes: dict, labels: np.ndarray) -> list[str]:
+    """Return the class names of a file; UserError for labels that are none of these classes.
+
+    Files that FFCV itself wrote have no notes: their classes get numbers for names.
+    """
+    low, high = int(labels.min()), int(labels.max())
+    # Before classes get names: a file of two samples may have the label 10^9.
+    if low < 0 or high >= MOST_CLASSES:
+        raise UserError(
+            f"{path} has labels from {low} to {high}, and a label is an integer from 0 to "
+            f"{MOST_CLASSES - 1:,}; pack it again"
+        )
+    names = notes.get("class_names") or list(map(str, range(high + 1)))
+    if high >= len(names):
+        raise UserError(
+            f"{path} has labels from {low} to {high}, outside its {len(names)} classes; pack it "
+            "again"
+        )
+    return names
+
+
 def is_between(value: object, low: float, high: float, kind: type) -> bool:
     """Whether a value of JSON is a number of this kind, at least `low` and at most `high`."""
     # True is an int in Python, and every int is a float in JSON.
@@ -755,15 +777,23 @@ def describe_field(field: Field) -> bytes:
 
 
 def verify(path: Path, threads: int) -> list[str]:
-    """Check arrays against their checksums and decode all images; a sentence per damaged sample.
+    """Check labels, arrays against their checksums, and decode all images.
+
+    Returns a sentence per damaged sample, and one for labels that are no classes.
 
     Raises UserError as `Beton` if the file cannot be opened.
     """
+    faults = []
     with closing(Beton(path)) as beton, ThreadPoolExecutor(threads) as pool:
+        try:
+            name_classes(path, beton.notes, beton.labels)
+        except UserError as error:
+            faults.append(str(error))
         found = ordered_map(partial(find_damage, beton), range(len(beton)), pool, 16 * threads)
         # If it is interrupted, samples that no thread has begun are not checked any more.
         with closing(found):
-            return list(filter(None, bar(found, f"verify {path.name}", len(beton))))
+            faults += filter(None, bar(found, f"verify {path.name}", len(beton)))
+    return faults
 
 
 def find_damage(beton: Beton, index: int) -> str | None:

@@ -35,12 +35,14 @@ from densefeed.storage.beton import (
 from densefeed.system.errors import BusyError, UserError
 from densefeed.system.files import (
     check_absent,
+    check_no_link,
     create_locked,
     make_folder,
     name_errors,
     sync_folder,
     write_at,
 )
+from densefeed.system.json_files import parse_json
 from densefeed.system.progress import bar
 
 # Bytes written between two fsyncs. After a power cut twice as many are read back.
@@ -160,6 +162,8 @@ class BetonWriter:
 
     def _begin(self, identity: dict) -> None:
         make_folder(self.path.parent)
+        for path in (self.journal, self.part):
+            check_no_link(path)
         if not self.journal.exists():
             # Nothing but the journal says what is in a `.part`, so this one is not ours to
             # overwrite.
@@ -187,13 +191,15 @@ class BetonWriter:
             os.ftruncate(self.descriptors[0], 0)
             line, records = json.dumps(identity).encode(), b""
             write_at(self.descriptors[0], line + b"\n", 0)
-        self.descriptors.append(os.open(self.part, os.O_RDWR | os.O_CREAT, 0o666))
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
+        self.descriptors.append(os.open(self.part, flags, 0o666))
         self._next_row = len(line) + 1
         self._resume(line, records, identity)
 
     def _resume(self, line: bytes, records: bytes, identity: dict) -> None:
         rows = valid_rows(records)
         self._check_identity(line, rows, identity)
+        self._check_rows(rows)
         rows = rows[: self._count_complete(rows)]
         # If an image has two records, the later one is used.
         self._rows[rows["index"]] = rows
@@ -209,11 +215,11 @@ class BetonWriter:
     def _check_identity(self, line: bytes, rows: np.ndarray, identity: dict) -> None:
         """Raise UserError unless the journal, which begins with `line`, is of the same packing."""
         try:
-            begun = json.loads(line)
+            begun = parse_json(line)
         except ValueError:
-            raise UserError(
-                f"{self.journal}, left by an earlier packing, is damaged; remove it and {self.part}"
-            ) from None
+            begun = None
+        if not isinstance(begun, dict):
+            raise self._damaged()
         differ = {
             key for key in begun.keys() | identity.keys() if begun.get(key) != identity.get(key)
         }
@@ -225,6 +231,31 @@ class BetonWriter:
                 f"{self.part} was started with another {min(differ).replace('_', ' ')}; "
                 f"remove it and {self.journal.name}, or choose another --out"
             )
+
+    def _check_rows(self, rows: np.ndarray) -> None:
+        """Raise UserError for records that no packing writes, although their CRCs are right."""
+        state, packed = rows["state"], rows[rows["state"] == PACKED]
+        valid = (rows["index"] < len(self._rows)).all() and np.isin(state, (PACKED, FAILED)).all()
+        # An image is tried again only if it failed.
+        if not valid or len(np.unique(packed["index"])) < len(packed):
+            raise self._damaged()
+        at = self._first_page
+        for ptr, size in packed[["ptr", "size"]].tolist():
+            length = self._starts[-1] + size
+            if length > PAGE or ptr != self._place(at, length):
+                raise self._damaged()
+            at = ptr + length
+
+    def _place(self, at: int, length: int) -> int:
+        """Return where the next `length` bytes begin, behind a sample that ends at `at`."""
+        start = round_up(at, ALIGN)
+        # A sample never crosses a page.
+        return start if start % PAGE + length <= PAGE else round_up(start, PAGE)
+
+    def _damaged(self) -> UserError:
+        return UserError(
+            f"{self.journal}, left by an earlier packing, is damaged; remove it and {self.part}"
+        )
 
     def _count_complete(self, rows: np.ndarray) -> int:
         """Return the number of leading records whose images are complete in `.part`.
@@ -289,11 +320,7 @@ class BetonWriter:
                 f"{PAGE:,}; make this image smaller"
             )
         row, block = self._encode(index, sample, tag)
-        at = round_up(self._at, ALIGN)
-        # A sample never crosses a page.
-        if at % PAGE + len(block) > PAGE:
-            at = round_up(at, PAGE)
-        row["ptr"] = at
+        at = row["ptr"] = self._place(self._at, len(block))
         with name_errors(self.path):
             # The image before its record, which says that the image is complete. The place is moved
             # on last: after an error the next image overwrites this one.

@@ -36,6 +36,7 @@ from densefeed.storage.store_file import (
 from densefeed.system.errors import UserError
 from densefeed.system.files import (
     check_absent,
+    check_no_link,
     create_part,
     drop_cache,
     name_errors,
@@ -73,6 +74,12 @@ def row_crcs(parts: Iterable[Iterable[np.ndarray]]) -> np.ndarray:
 def names_crc(label_N: np.ndarray, path_N: np.ndarray) -> np.uint32:
     """Return the CRC-32 over the bytes of the datasets `label` and `path`, in this order."""
     return np.uint32(zlib.crc32(path_N.tobytes(), zlib.crc32(np.asarray(label_N, "<i8").tobytes())))
+
+
+def names_match(file: StoreFile) -> bool:
+    """Whether labels and paths match their checksum; True for files without that checksum."""
+    written = file.names_crc
+    return written is None or written == names_crc(file.read("label"), file.read("path"))
 
 
 def find_non_finite(half_NM: np.ndarray) -> np.ndarray:
@@ -238,8 +245,7 @@ class ScoreMapStore:
 
     def names_match(self) -> bool:
         """Whether labels and paths match their checksum; True for files without that checksum."""
-        written = self._file.names_crc
-        return written is None or written == names_crc(self.labels, self._file.read("path"))
+        return names_match(self._file)
 
     def rows(self, ids: np.ndarray) -> ScoreMaps:
         """Return copies of the rows `ids`, each checked against its CRC and unpacked if packed."""
@@ -414,6 +420,7 @@ class ScoreMapWriter:
         try:
             with name_errors(self.path):
                 remove_orphans(self.path)
+                check_no_link(self.part)
                 while self._file is None:
                     check_absent(self.path)
                     # FileNotFoundError: another process finished and renamed it in the meantime.

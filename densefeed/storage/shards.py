@@ -22,6 +22,7 @@ from densefeed.storage.score_maps import (
     StoreHeader,
     copy_rows,
     find_valid_rows,
+    names_match,
     split_runs,
 )
 from densefeed.storage.store_file import StoreFile
@@ -178,19 +179,22 @@ def clean_up(out: Path, header: StoreHeader) -> None:
             continue
 
 
-def find_missing(out: Path, of: int) -> list[Shard]:
-    """Return the shards of `out`, `of` in all, that are not finished."""
+def find_missing(out: Path, of: int) -> Shard | None:
+    """Return the first of the `of` shards of `out` that is not finished, None if all are.
+
+    The name of one file may say that there are 10^20.
+    """
     shards = (Shard(index, of) for index in range(of))
-    return [shard for shard in shards if not shard.file(out).exists()]
+    return next((shard for shard in shards if not shard.file(out).exists()), None)
 
 
 def check_complete(out: Path, of: int) -> None:
     """Raise UserError for the first of the `of` shards of `out` that is not finished."""
     if lacking := find_missing(out, of):
-        path = lacking[0].file(out)
+        path = lacking.file(out)
         unfinished = "; it is not finished" if Path(f"{path}.part").exists() else ""
         raise UserError(
-            f"{path} is missing{unfinished}: run the same labeling with --shard {lacking[0]}, "
+            f"{path} is missing{unfinished}: run the same labeling with --shard {lacking}, "
             "and merge again"
         )
 
@@ -234,6 +238,7 @@ def read_shards(files: list[Path]) -> tuple[StoreHeader, list[str], np.ndarray]:
             raise UserError(
                 f"{path} does not begin where the previous shard ends; remove it and label it again"
             )
+        check_names(file)
         paths += file.paths()
         labels.append(file.read("label"))
     if len(paths) != header.shard[3]:
@@ -241,6 +246,16 @@ def read_shards(files: list[Path]) -> tuple[StoreHeader, list[str], np.ndarray]:
             f"{path} ends at row {len(paths)} of {header.shard[3]}; remove it and label it again"
         )
     return whole, paths, np.concatenate(labels)
+
+
+def check_names(file: StoreFile) -> None:
+    """Raise UserError for labels or paths of a shard that are damaged: merging copies them."""
+    labels, classes = file.read("label"), len(file.header.class_names)
+    if not names_match(file) or (len(labels) and not 0 <= labels.min() <= labels.max() < classes):
+        raise UserError(
+            f"{file.path} is damaged: its labels or paths are not those that were written; remove "
+            "it and label its images again"
+        )
 
 
 def merge_if_complete(out: Path, of: int, form: Form) -> ScoreMapStore | None:

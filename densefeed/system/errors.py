@@ -6,6 +6,7 @@ import platform
 import re
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -122,6 +123,10 @@ def run(main: Callable[[], object]) -> None:
     UserError, OSError and errors of memory end in one sentence on stderr and exit code 2 instead of
     a traceback. A closed pipe exits with 141, Ctrl-C with 130.
     """
+    # Names may have characters that the terminal's encoding lacks. A daemon may have no stdout, and
+    # a file that was replaced by a pipe after Python opened it cannot be changed.
+    with suppress(AttributeError, OSError):
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         check_byte_order()
         main()
@@ -160,8 +165,9 @@ def make_command(main: Callable, options: type, description: str) -> Callable[[]
 
 def stop(sentence: str) -> None:
     """Print `sentence` on stderr and exit with code 2."""
-    # Else what was printed before could appear after the error.
-    sys.stdout.flush()
+    # Else what was printed before could appear after the error. A daemon may have no stdout.
+    if sys.stdout:
+        sys.stdout.flush()
     # Messages of libraries may have several lines.
     print(f"error: {' '.join(sentence.split())}", file=sys.stderr, flush=True)
     sys.exit(2)

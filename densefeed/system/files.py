@@ -81,6 +81,15 @@ def check_absent(path: Path) -> None:
         raise UserError(f"{path} exists already; remove it or choose another --out")
 
 
+def check_no_link(path: Path) -> None:
+    """Raise UserError if a file that is written under this name is a link, pipe, device or folder.
+
+    A link may lead to any file, and to open a pipe may wait without end.
+    """
+    if os.path.lexists(path) and not stat.S_ISREG(os.lstat(path).st_mode):
+        raise UserError(f"{path} is no regular file; remove it or choose another --out")
+
+
 def check_ending(path: Path, ending: str, option: str) -> None:
     """Raise UserError unless the name of an output ends so: it might be that of another file."""
     if path.suffix != ending:
@@ -220,11 +229,11 @@ def is_named(descriptor: int, path: Path) -> bool:
 
 
 def create_locked(path: Path) -> int:
-    """`open_locked`, but create the file if it does not exist."""
+    """`open_locked`, but create the file if it does not exist. No links are followed."""
     while True:
         # Another process may finish with the file, and remove it, before it is locked here.
         with suppress(FileNotFoundError):
-            return open_locked(path, os.O_RDWR | os.O_CREAT)
+            return open_locked(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
 
 
 def remove_orphans(path: Path, folders: bool = False) -> None:

@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import json
+import os
 import platform
 import subprocess
 import sys
@@ -10,7 +11,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from densefeed.system.devices import CORES
+from densefeed.system.errors import UserError
 from densefeed.system.files import replace_file
+from densefeed.system.json_files import read_json
 
 ROOT = Path(__file__).parents[2]
 RESULTS = Path("benchmarks/results.csv")
@@ -78,6 +81,17 @@ def command(argv: list[str]) -> str:
             word = Path(word).name
         words.append(word)
     return " ".join(words)
+
+
+def check_replaceable(path: Path, key: str, option: str) -> None:
+    """Raise UserError if writing a JSON file would lose one that this command did not write.
+
+    Only documents of this command have `key`. The config of a run, and the run with it, could be
+    lost, or an input of the command.
+    """
+    remedy = f"choose another {option}"
+    if os.path.lexists(path) and key not in read_json(path, remedy):
+        raise UserError(f"{path} is no earlier output, and would be replaced; {remedy}")
 
 
 def write_json(path: Path, document: dict | list) -> None:

@@ -36,7 +36,7 @@ from densefeed.system.errors import UserError, is_out_of_memory, make_command
 from densefeed.system.malloc import tune_malloc
 from densefeed.system.options import Count, Options, with_options
 from densefeed.system.progress import steps_bar
-from densefeed.system.provenance import environment, write_json
+from densefeed.system.provenance import check_replaceable, environment, write_json
 from densefeed.system.terminal import print
 from densefeed.training.build import autocast_dtype, build_model
 from densefeed.training.config import Config
@@ -343,6 +343,8 @@ def measure_step(options: AdviceOptions, loader: str, objective: str) -> tuple[T
 
 def main(options: AdviceOptions) -> dict:
     """Measure, choose and print; return the document that --json writes."""
+    if options.json:
+        check_replaceable(options.json, "bottleneck", "--json")
     # The load is read before anything is measured, which would itself be load.
     warning, loaders = describe_load(CORES), open_loaders(options)
     with ExitStack() as stack:

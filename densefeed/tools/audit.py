@@ -34,7 +34,7 @@ from densefeed.system.devices import CORES, choose_device
 from densefeed.system.errors import UserError, first_line, make_command
 from densefeed.system.files import check_ending, replace_file
 from densefeed.system.options import Bounds, Count, Options
-from densefeed.system.provenance import write_json
+from densefeed.system.provenance import check_replaceable, write_json
 from densefeed.system.terminal import escape_controls, print
 from densefeed.tools.load_teacher import load_network
 
@@ -119,6 +119,7 @@ def main(options: AuditOptions) -> None:
     numbers = options.json or out.with_suffix(".json")
     check_ending(out, ".html", "--out")
     check_ending(numbers, ".json", "--json")
+    check_replaceable(numbers, "checks", "--json" if options.json else "--out")
     images = Images(options.data, options.dataset, options.split) if options.data else None
     references = open_references(options) if options.teacher else None
     result = audit(path, images, references, options.images, options.every_row, options.threads)

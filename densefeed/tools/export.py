@@ -25,7 +25,6 @@ written, all of them are complete before the first one gets its name.
 import importlib.util
 import json
 import logging
-import os
 import warnings
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -42,7 +41,7 @@ from timm.models._hub import save_config_for_hf
 
 from densefeed.system.errors import UserError, first_line, make_command
 from densefeed.system.files import name_errors, replace_file
-from densefeed.system.json_files import read_json
+from densefeed.system.provenance import check_replaceable
 from densefeed.system.terminal import print
 from densefeed.tools.load_model import Trained, Weights, open_trained
 
@@ -197,22 +196,12 @@ def check_onnx(trained: Trained, path: Path) -> float:
     return worst
 
 
-def check_config(path: Path) -> None:
-    """Raise UserError if there is a config.json that is not of an exported model.
-
-    That of a run would be lost, and the run with it.
-    """
-    remedy = "choose another --out"
-    if os.path.lexists(path) and "architecture" not in read_json(path, remedy):
-        raise UserError(f"{path} is not of an exported model, and would be replaced; {remedy}")
-
-
 def main(export: Export) -> list[Path]:
     """Export the model; return the paths of the files."""
     out, files = export.out, {}
     if out.exists() and not out.is_dir():
         raise UserError(f"{out} is a file, and --out must be a folder; choose another --out")
-    check_config(out / "config.json")
+    check_replaceable(out / "config.json", "architecture", "--out")
     if export.format != "onnx":
         files = {out / "model.safetensors": write_safetensors, out / "config.json": write_config}
     as_onnx = export.format != "safetensors"

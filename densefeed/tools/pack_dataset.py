@@ -59,6 +59,8 @@ from densefeed.system.terminal import print
 NAMED = 10
 # Packed images that a continued run prepares again, to check that the result is still the same.
 PROBES = 64
+# A .beton has 16 bits for a side of an image, pixels.
+MOST_SIDE = 2**16 - 1
 # How an image is stored. The writer's journal records it, so the values are part of its format.
 KEPT, ENCODED, PIXELS = 0, 1, 2
 
@@ -258,7 +260,7 @@ def encode(encoded: bytes, where: str, packing: Packing) -> tuple[bytes, tuple[i
     if again:
         image = shrink(decode(encoded, where), packing.max_side)
         # Small images such as CIFAR's stay exact; JPEG would change their pixels.
-        if not readable and max(image.size) <= packing.pixels_to:
+        if not readable and max(image.size) <= min(packing.pixels_to, MOST_SIDE):
             return np.asarray(image).tobytes(), (image.height, image.width), PIXELS
         buffer = io.BytesIO()
         try:

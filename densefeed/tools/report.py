@@ -36,7 +36,7 @@ from densefeed.system.files import check_ending, open_regular, replace_file
 from densefeed.system.json_files import is_number, read_json
 from densefeed.system.options import leaves, with_options
 from densefeed.system.progress import bar
-from densefeed.system.provenance import write_json
+from densefeed.system.provenance import check_replaceable, write_json
 from densefeed.system.terminal import print
 from densefeed.tools.audit import INKS, TEMPLATES, picture
 from densefeed.training.build import build_model
@@ -472,9 +472,11 @@ def main(report: Report) -> None:
             raise UserError(f"{path} is not a run folder; audit score maps with tools/audit.py")
     if report.out:
         check_ending(report.out, ".html", "--out")
-    runs = [read_run(folder) for folder in report.runs]
     folder = report.runs[-1]
-    environment, out = read_environment(folder), report.out or folder / "report.html"
+    out = report.out or folder / "report.html"
+    if report.boxes:
+        check_replaceable(out.with_suffix(".json"), "published", "--out")
+    runs, environment = [read_run(folder) for folder in report.runs], read_environment(folder)
     crops = replay(runs, report.boxes)
     text = TEMPLATES.get_template("report.html").render(
         environment=environment,

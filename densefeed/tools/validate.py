@@ -54,7 +54,7 @@ from densefeed.system.files import check_ending
 from densefeed.system.json_files import read_json
 from densefeed.system.options import Count, Fraction, Options
 from densefeed.system.progress import bar
-from densefeed.system.provenance import environment, write_json
+from densefeed.system.provenance import check_replaceable, environment, write_json
 from densefeed.system.terminal import escape_controls
 from densefeed.tools.load_model import Weights, imagenet_names, open_trained
 from densefeed.training.evaluation import Metrics, mean_metrics_sync, predict, sum_metrics
@@ -282,6 +282,7 @@ def main(options: Validation) -> dict:
     """Evaluate the model, print the table and write the JSON file; return the row."""
     if options.json:
         check_ending(options.json, ".json", "--json")
+        check_replaceable(options.json, "model_images_per_s", "--json")
     device = choose_device(options.device)
     trained = open_trained(options.checkpoint, options.weights, options.model, options.size)
     source, model = open_source(options), trained.model

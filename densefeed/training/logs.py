@@ -30,6 +30,8 @@ from densefeed.training.setup import Run, import_wandb
 Values = dict[str, float]
 # Bytes of a line of metrics.jsonl. A training writes about 250.
 LONGEST = 2**16
+# Largest number of a record: larger ones overflow in a page's curves.
+MOST = 1e30
 
 
 class RunLog:
@@ -167,6 +169,8 @@ def parse_record(line: bytes) -> dict:
     for name, value in record.items():
         if name != "kind" and not is_number(value):
             raise ValueError(f"{name!r} is no number")
+        if name != "kind" and abs(value) > MOST:
+            raise ValueError(f"{name!r} is beyond 1e30")
         if name.startswith(("top1", "top5")) and not 0 <= value <= 1:
             raise ValueError(f"{name!r} is {value:g}, but a share is from 0 to 1")
     return record

@@ -378,6 +378,11 @@ def test_a_batch_is_no_larger_than_the_set(folder):
     assert work.batch == len(images) == 11
 
 
+def test_an_input_size_that_no_store_takes_is_refused(folder):
+    with pytest.raises(UserError, match=r"--input-size is 5,000, and must be from 1 to 4,096"):
+        begin_pass(Images(folder, split="train"), teacher(size=5000), "t", **options())
+
+
 def test_a_wait_lasts_until_all_futures_are_done(monkeypatch):
     clock = [10.0]
     monkeypatch.setattr(labeling.time, "perf_counter", lambda: clock[0])

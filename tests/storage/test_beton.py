@@ -8,6 +8,7 @@ import shutil
 import signal
 import tracemalloc
 import zlib
+from collections.abc import Callable
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -40,7 +41,7 @@ from densefeed.storage.beton import (
     read_front,
     verify,
 )
-from densefeed.storage.beton_writer import BetonWriter, Sample
+from densefeed.storage.beton_writer import ROW, BetonWriter, Sample
 from densefeed.storage.images import limit_pixels
 from densefeed.storage.score_maps import ScoreMapWriter, StoreHeader, row_crcs
 from densefeed.system.errors import UserError
@@ -793,7 +794,84 @@ def test_a_part_of_another_packing_is_refused_and_kept(tmp_path, random_maps):
     assert (tmp_path / "y.beton.part").read_text() == "mine"
 
 
+@pytest.mark.parametrize("end", [".part", ".part.rows"])
+@pytest.mark.parametrize("kind", ["link", "link to nothing", "pipe"])
+def test_what_is_no_file_of_a_packing_is_not_opened(tmp_path, end, kind):
+    (tmp_path / "mine").write_text("mine")
+    path = tmp_path / f"x.beton{end}"
+    if kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to("mine" if kind == "link" else "nowhere")
+    with pytest.raises(UserError, match=rf"^{path} is no regular file; remove it or choose"):
+        BetonWriter(tmp_path / "x.beton", 7, [], NOTES)
+    assert (tmp_path / "mine").read_text() == "mine"
+    assert sorted(os.listdir(tmp_path)) == ["mine", path.name]
+
+
+def change_rows(change: Callable[[np.ndarray], np.ndarray]) -> Callable[[bytes], bytes]:
+    """Return a function that changes the records of a journal and corrects their checksums."""
+
+    def changed(content: bytes) -> bytes:
+        line, end, records = content.partition(b"\n")
+        rows = change(np.frombuffer(records, ROW).copy())
+        for row in rows:
+            row["crc"] = zlib.crc32(row.tobytes()[:-4])
+        return line + end + rows.tobytes()
+
+    return changed
+
+
+def set_row(name: str, value: int) -> Callable[[bytes], bytes]:
+    def change(rows: np.ndarray) -> np.ndarray:
+        rows[name][2] = value
+        return rows
+
+    return change_rows(change)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        set_row("index", 7),
+        set_row("index", 2**64 - 1),
+        set_row("index", 0),
+        set_row("state", 3),
+        set_row("ptr", 0),
+        set_row("size", PAGE + 1),
+        set_row("size", 1),
+        change_rows(lambda rows: np.concatenate([rows, rows[:2]])),
+        change_rows(lambda rows: rows[::-1]),
+        *(
+            lambda content, line=line: line + content[content.index(b"\n") :]
+            for line in (b"[]", b"null", b"3", b"", b"\xff", b"[" * 20_000, b"9" * 5000)
+        ),
+    ],
+)
+def test_a_journal_that_no_packing_writes_is_refused(tmp_path, random_maps, change):
+    """The checksums of its records are right."""
+    samples, _ = samples_of(random_maps)
+    assert pack_and_die(tmp_path / "x.beton", samples, 14)
+    journal = tmp_path / "x.beton.part.rows"
+    content = change(journal.read_bytes())
+    journal.write_bytes(content)
+    part = (tmp_path / "x.beton.part").read_bytes()
+    with pytest.raises(UserError, match=rf"^{journal}, left by an earlier packing, is damaged; re"):
+        BetonWriter(tmp_path / "x.beton", 7, map_fields(6, 3), NOTES)
+    assert journal.read_bytes() == content
+    assert (tmp_path / "x.beton.part").read_bytes() == part
+
+
 # ----------------------------------------------------------------------- verify
+
+
+@pytest.mark.parametrize("label", [-1, 9, 65_535, 10**8, -(2**63)])
+def test_verify_finds_labels_that_are_no_classes(tmp_path, label):
+    samples = [Sample(*jpegs(1)[0], 0), Sample(*jpegs(1)[0], label)]
+    write_beton(tmp_path / "x.beton", samples, [], NOTES)
+    (fault,) = verify(tmp_path / "x.beton", 1)
+    low, high = sorted((0, label))
+    assert fault.startswith(f"{tmp_path}/x.beton has labels from {low} to {high}, ")
 
 
 def test_verify_closes_the_file_when_it_is_interrupted(packed, monkeypatch):

@@ -402,6 +402,18 @@ def test_other_datasets_are_refused_before_they_are_read(tmp_path, random_maps, 
         ScoreMapStore(path)
 
 
+@pytest.mark.parametrize("target", ["nowhere", "mine"])
+def test_a_link_in_place_of_an_unfinished_store_is_refused(tmp_path, target):
+    """A link to nothing can be neither opened nor created; a link to a file leads to it."""
+    (tmp_path / "mine").write_text("mine")
+    part = tmp_path / "maps.h5.part"
+    part.symlink_to(target)
+    with pytest.raises(UserError, match=rf"^{part} is no regular file; remove it or choose"):
+        ScoreMapWriter(tmp_path / "maps.h5", HEADER, PATHS, LABELS)
+    assert sorted(os.listdir(tmp_path)) == ["maps.h5.part", "mine"]
+    assert (tmp_path / "mine").read_text() == "mine"
+
+
 def test_datasets_that_share_bytes_are_refused(tmp_path, random_maps):
     path = tmp_path / "maps.h5"
     fill(path, random_maps)

@@ -14,6 +14,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import h5py
 import numpy as np
 import pytest
 import timm
@@ -277,6 +278,31 @@ def test_merge_copies_rows_and_names_faulty_shards(tmp_path, random_maps, comman
     assert names(tmp_path) == ["maps.h5"]
     for ours, theirs in zip(ScoreMapStore(out).rows(np.arange(count)), maps, strict=True):
         np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("label", 0), ("label", 99), ("label", -1), ("path", b"0")]
+)
+def test_damaged_labels_and_paths_of_a_shard_are_not_merged(tmp_path, random_maps, name, value):
+    """A merged store has a checksum of its own, which would hide the damage."""
+    count, out = 20, tmp_path / "maps.h5"
+    for index in range(2):
+        make_shard(out, Shard(index, 2), header_of(count), random_maps(count, 2, 2, 3), count)
+    path = Shard(1, 2).file(out)
+    with h5py.File(path, "r+") as file:
+        file[name][:] = value
+    before = names(tmp_path)
+    with pytest.raises(UserError, match=rf"^{path} is damaged: its labels or paths are not those"):
+        merge(out, 2)
+    assert names(tmp_path) == before
+
+
+def test_a_file_name_with_a_huge_number_of_shards_is_one_sentence(tmp_path, random_maps):
+    out = tmp_path / "maps.h5"
+    make_shard(out, Shard(0, 2), header_of(20), random_maps(20, 2, 2, 3), 20)
+    Shard(0, 2).file(out).rename(Shard(0, 10**20).file(out))
+    with pytest.raises(UserError, match=rf"maps.shard-1-of-{10**20}.h5 is missing: run the same"):
+        shards.merge_files(out)
 
 
 # ------------------------------------------------------------------------- locks and orphans

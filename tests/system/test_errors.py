@@ -1,5 +1,6 @@
 """Messages name the commands that a user has: scripts in a checkout, else those of the package."""
 
+import io
 import platform
 import re
 import sys
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from densefeed import native
-from densefeed.system import errors
+from densefeed.system import errors, terminal
 from densefeed.system.errors import UserError, installed_commands, name_commands
 
 
@@ -75,6 +76,27 @@ def test_a_command_without_memory_ends_in_one_sentence(capsys, take):
     printed = capsys.readouterr().err.splitlines()
     assert len(printed) == 1
     assert re.fullmatch(r"error: out of memory \(.+\); give a smaller --batch or .*", printed[0])
+
+
+def test_a_command_without_stdout_ends_in_its_sentence(monkeypatch, capsys):
+    """As a daemon, or after `>&-`."""
+    monkeypatch.setattr(sys, "stdout", None)
+
+    def fail():
+        raise UserError("x is damaged; copy it again")
+
+    with pytest.raises(SystemExit) as stopped:
+        errors.run(fail)
+    assert stopped.value.code == 2
+    assert capsys.readouterr().err == "error: x is damaged; copy it again\n"
+
+
+def test_a_stdout_without_the_characters_of_a_name_escapes_them(monkeypatch):
+    stream = io.TextIOWrapper(io.BytesIO(), "ascii")
+    monkeypatch.setattr(sys, "stdout", stream)
+    errors.run(lambda: terminal.print("ü.beton: 6 images"))
+    stream.flush()
+    assert stream.buffer.getvalue() == rb"\xfc.beton: 6 images" + b"\n"
 
 
 def test_other_errors_of_a_command_keep_their_traceback():

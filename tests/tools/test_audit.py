@@ -1,6 +1,7 @@
 """The audit as a command, its page, and imports that find the layout of their pack."""
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -58,6 +59,16 @@ def make_options(path: Path, located, **fields):
     """Options of an audit of `path` with the images of the scenes."""
     common = {"data": located.scenes, "images": 200, "threads": 2, "device": "cpu"}
     return AuditOptions(maps=path, **(common | fields))
+
+
+@pytest.mark.parametrize("name", ["json", "out"])
+def test_json_of_something_else_is_not_replaced(scenes, located, tmp_path, name):
+    other = tmp_path / "boxes.json"
+    other.write_text("{}")
+    path = other if name == "json" else other.with_suffix(".html")
+    with pytest.raises(UserError, match=rf"^{other} is no earlier output, .* another --{name}$"):
+        audit_tool.main(make_options(scenes / "maps.h5", located, **{name: path}))
+    assert os.listdir(tmp_path) == ["boxes.json"]
 
 
 def test_the_page_of_a_clean_store(scenes, located, student, tmp_path, capsys):

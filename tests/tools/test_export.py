@@ -89,7 +89,7 @@ def test_timm_loads_the_model_bit_by_bit(runs, tmp_path, name, weights):
 def test_the_config_of_a_run_is_not_replaced(runs, tmp_path):
     (tmp_path / "config.json").write_text('{"data": {}}')
     checkpoint = next(iter(sorted(runs.rglob("*.pt"))))
-    with pytest.raises(UserError, match=r"config.json is not of an exported model"):
+    with pytest.raises(UserError, match=r"config.json is no earlier output, and would be replaced"):
         export.main(Export(checkpoint=checkpoint, out=tmp_path))
     assert (tmp_path / "config.json").read_text() == '{"data": {}}'
 

@@ -101,6 +101,14 @@ def test_options_out_of_range_are_refused(folder, tmp_path, options, message):
     assert not list(tmp_path.iterdir())
 
 
+def test_pixels_are_not_kept_of_sides_that_a_beton_cannot_state(tmp_path):
+    """A side has 16 bits."""
+    (tmp_path / "data/train/a").mkdir(parents=True)
+    Image.new("RGB", (70_000, 2)).save(tmp_path / "data/train/a/0.png")
+    with pytest.raises(UserError, match=r"0.png cannot be encoded as JPEG .*--max-side of at most"):
+        main(Packing(data=tmp_path / "data", out=tmp_path / "x.beton", pixels_to=70_000))
+
+
 def test_odd_files_become_rgb_jpegs_and_are_counted(folder, tmp_path, capsys):
     root = shutil.copytree(folder, tmp_path / "odd")
     smooth = Image.open(next((root / "train" / "cat").glob("*.jpg"))).copy()

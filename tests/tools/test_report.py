@@ -166,6 +166,7 @@ def test_values_that_no_run_can_have_are_refused_with_the_file(run_folder):
     [
         *(("metrics.jsonl", "top1", value) for value in (1e308, 101, -0.1)),
         *(("metrics.jsonl", "step", value) for value in (-5, 1.5)),
+        *(("metrics.jsonl", name, 1e308) for name in ("epoch", "loss")),
         *(("result.json", "data_wait_share", value) for value in (-1, 1.5, "1")),
         ("result.json", "seconds", -1),
     ],
@@ -185,6 +186,18 @@ def test_control_characters_of_names_are_not_in_the_page(run_folder):
     text = (odd / "report.html").read_text()
     assert r"a\x1b[31m\u202e&lt;b&gt;" in text
     assert not re.search("[\x1b\u202e]|<b>", text)
+
+
+def test_the_true_boxes_are_not_replaced_by_the_numbers(run_folder, tmp_path):
+    """The numbers of boxes.html are written to boxes.json."""
+    boxes = tmp_path / "boxes.json"
+    boxes.write_text('{"scenes": {}}')
+    with pytest.raises(
+        UserError, match=rf"^{boxes} is no earlier output, .*; choose another --out"
+    ):
+        main(Report(runs=(run_folder,), boxes=boxes, out=tmp_path / "boxes.html"))
+    assert boxes.read_text() == '{"scenes": {}}'
+    assert not (tmp_path / "boxes.html").exists()
 
 
 def test_a_log_that_no_page_can_show_is_refused(run_folder):

@@ -449,6 +449,16 @@ def test_invalid_options_are_refused(images, resnet, tmp_path, fields, message):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("content", ['{"data": {}}', "[[1], []]", "{", "NaN"])
+def test_a_json_file_of_something_else_is_not_replaced(images, resnet, tmp_path, content):
+    """The config of a run, or the ReaL labels that the command reads."""
+    path = tmp_path / "row.json"
+    path.write_text(content)
+    with pytest.raises(UserError, match=rf"^{path} .*; choose another --json$"):
+        validate.main(options(resnet, images, json=path))
+    assert path.read_text() == content
+
+
 def test_the_checkpoint_of_a_run_knows_its_model(images, student):
     wanted = Validation(checkpoint=student[0], data=images, loader="folder", model="resnet18")
     with pytest.raises(UserError, match=r"holds a model \w+; leave out --model resnet18"):
